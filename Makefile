@@ -1,0 +1,35 @@
+# Two commands do everything: `make serve` and `make test`. Both create what they need.
+PYTHON ?= python3
+VENV := .venv
+BIN := $(VENV)/bin
+READY := $(VENV)/.ready
+DEV := $(VENV)/.dev
+
+.PHONY: setup serve test lint generate
+
+setup: $(DEV)
+
+# Serving needs the runtime only; the second start finds it there.
+$(READY): pyproject.toml constraints.txt
+	test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
+	$(BIN)/python -m pip install --quiet --disable-pip-version-check --constraint constraints.txt --editable .
+	touch $@
+
+$(DEV): $(READY)
+	$(BIN)/python -m pip install --quiet --disable-pip-version-check --constraint constraints.txt --editable ".[dev]"
+	touch $@
+
+serve: $(READY)
+	@$(BIN)/baton up $(ARGS)
+
+test: $(DEV) lint
+	$(BIN)/python -m pytest
+
+lint: $(DEV)
+	$(BIN)/ruff check .
+	$(BIN)/ruff format --check .
+	$(BIN)/mypy
+	$(BIN)/python scripts/generate.py --check
+
+generate: $(DEV)
+	$(BIN)/python scripts/generate.py

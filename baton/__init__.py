@@ -1,0 +1,1 @@
+"""What a person imports and types: the client, the command line, the generated stubs."""

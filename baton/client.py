@@ -1,0 +1,277 @@
+"""The client for application backends: typed, sync and async, over `baton.v1.Generation`. Loads gRPC and nothing else of ours.
+
+    with Client("127.0.0.1:8470") as client:
+        with client.generate("Once upon a time", max_tokens=50, timeout_s=30) as stream:
+            for token in stream:
+                print(token.text, end="")
+        print(stream.result.usage)
+
+Leaving the stream's context before its end cancels the request: the cluster stops computing within one step.
+"""
+
+import asyncio
+from collections.abc import AsyncIterator, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any, Self
+
+import grpc
+from google.protobuf.message import DecodeError
+from google.rpc import error_details_pb2
+from grpc_status import rpc_status
+
+from baton.v1 import generation_pb2 as pb
+from baton.v1 import generation_pb2_grpc
+
+DEFAULT_ADDRESS = "127.0.0.1:8470"
+_FINISH = {pb.FINISH_REASON_STOP: "stop", pb.FINISH_REASON_LENGTH: "length"}
+
+
+@dataclass(frozen=True, slots=True)
+class Token:
+    index: int
+    id: int
+    text: str
+    logprob: float | None = None
+    top: tuple[tuple[int, float], ...] = ()
+
+
+@dataclass(frozen=True, slots=True)
+class Usage:
+    prompt_tokens: int
+    completion_tokens: int
+    cached_tokens: int
+
+
+@dataclass(frozen=True, slots=True)
+class Result:
+    """The whole answer. `stages_ms`: queue, prefill, transfer, decode add up to the request's time at the router; the others are parts."""
+
+    request_id: str
+    text: str
+    token_ids: tuple[int, ...]
+    finish_reason: str
+    stop: str | int | None
+    usage: Usage
+    stages_ms: dict[str, float]
+    workers: dict[str, Any]
+    handoff: dict[str, Any]
+
+
+class GenerateError(Exception):
+    """The request was refused or broke off. `reason` is a name of Baton's error table; with `retry_after_s`, trying again can help."""
+
+    def __init__(
+        self,
+        code: str,
+        reason: str,
+        message: str,
+        violations: tuple[tuple[str, str], ...],
+        retry_after_s: float | None,
+        metadata: Mapping[str, str],
+    ) -> None:
+        super().__init__(f"{reason or code}: {message}")
+        self.code = code
+        self.reason = reason
+        self.message = message
+        self.violations = violations  # (field, what is wrong with it)
+        self.retry_after_s = retry_after_s
+        self.metadata = metadata
+
+
+@dataclass(slots=True)
+class _Assembly:
+    """An answer while it arrives."""
+
+    texts: list[str] = field(default_factory=list)
+    token_ids: list[int] = field(default_factory=list)
+    request_id: str = ""
+    result: Result | None = None
+
+    def take(self, response: pb.GenerateResponse) -> list[Token]:
+        match response.WhichOneof("event"):
+            case "accepted":
+                self.request_id = response.accepted.request_id
+            case "tokens":
+                tokens = [_to_token(token) for token in response.tokens.tokens]
+                self.texts += [token.text for token in tokens]
+                self.token_ids += [token.id for token in tokens]
+                return tokens
+            case "finished":
+                self.result = self._finish(response.finished)
+        return []
+
+    def _finish(self, finished: pb.Finished) -> Result:
+        stopped_by = finished.WhichOneof("stopped_by")
+        return Result(
+            request_id=finished.request_id,
+            text="".join(self.texts) + finished.text,
+            token_ids=tuple(self.token_ids),
+            finish_reason=_FINISH.get(finished.reason, "unknown"),
+            stop=getattr(finished, stopped_by) if stopped_by else None,
+            usage=Usage(finished.usage.prompt_tokens, finished.usage.completion_tokens, finished.usage.cached_tokens),
+            stages_ms={f.name.removesuffix("_ms"): getattr(finished.stages, f.name) for f in finished.stages.DESCRIPTOR.fields},
+            workers={f.name: getattr(finished.workers, f.name) for f in finished.workers.DESCRIPTOR.fields},
+            handoff={f.name: getattr(finished.handoff, f.name) for f in finished.handoff.DESCRIPTOR.fields},
+        )
+
+
+class _Stream:
+    def __init__(self, call: Any) -> None:
+        self._call = call
+        self._assembly = _Assembly()
+
+    @property
+    def request_id(self) -> str:
+        return self._assembly.request_id
+
+    @property
+    def result(self) -> Result:
+        """Raises RuntimeError before the stream has come to its end."""
+        if self._assembly.result is None:
+            raise RuntimeError("the stream has not come to its end")
+        return self._assembly.result
+
+    def cancel(self) -> None:
+        self._call.cancel()
+
+
+class Stream(_Stream):
+    """Iterator of Tokens. Raises GenerateError."""
+
+    def __iter__(self) -> Iterator[Token]:
+        try:
+            for response in self._call:
+                yield from self._assembly.take(response)
+        except grpc.RpcError as error:
+            raise to_error(error) from None
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.cancel()
+
+
+class AsyncStream(_Stream):
+    """Asynchronous iterator of Tokens. Raises GenerateError."""
+
+    async def __aiter__(self) -> AsyncIterator[Token]:
+        try:
+            async for response in self._call:
+                for token in self._assembly.take(response):
+                    yield token
+        except grpc.RpcError as error:
+            raise to_error(error) from None
+        except asyncio.CancelledError:
+            task = asyncio.current_task()
+            if task is None or task.cancelling():
+                raise
+            # Somebody else cancelled the call or closed the channel: the task that reads was not cancelled.
+            raise GenerateError("CANCELLED", "", "the request was cancelled on this side", (), None, {}) from None
+
+    async def __aenter__(self) -> Self:
+        return self
+
+    async def __aexit__(self, *_: object) -> None:
+        self.cancel()
+
+
+class Client:
+    """`credentials` (grpc.ChannelCredentials) for TLS. Thread-safe; one channel for all requests."""
+
+    def __init__(self, address: str = DEFAULT_ADDRESS, credentials: grpc.ChannelCredentials | None = None) -> None:
+        self._channel = grpc.secure_channel(address, credentials) if credentials else grpc.insecure_channel(address)
+        self._stub = generation_pb2_grpc.GenerationStub(self._channel)  # type: ignore[no-untyped-call]
+
+    def generate(self, prompt: str | None = None, *, timeout_s: float | None = None, **ask: Any) -> Stream:
+        """See `build_request` for the keywords."""
+        return Stream(self._stub.Generate(build_request(prompt, **ask), timeout=timeout_s))
+
+    def close(self) -> None:
+        self._channel.close()
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+
+class AsyncClient:
+    """Like Client, for asyncio."""
+
+    def __init__(self, address: str = DEFAULT_ADDRESS, credentials: grpc.ChannelCredentials | None = None) -> None:
+        self._channel = grpc.aio.secure_channel(address, credentials) if credentials else grpc.aio.insecure_channel(address)
+        self._stub = generation_pb2_grpc.GenerationStub(self._channel)  # type: ignore[no-untyped-call]
+
+    def generate(self, prompt: str | None = None, *, timeout_s: float | None = None, **ask: Any) -> AsyncStream:
+        """See `build_request` for the keywords."""
+        return AsyncStream(self._stub.Generate(build_request(prompt, **ask), timeout=timeout_s))
+
+    async def close(self) -> None:
+        await self._channel.close()
+
+    async def __aenter__(self) -> Self:
+        return self
+
+    async def __aexit__(self, *_: object) -> None:
+        await self.close()
+
+
+def build_request(
+    prompt: str | None = None,
+    *,
+    messages: Sequence[Mapping[str, str]] | None = None,
+    token_ids: Sequence[int] | None = None,
+    model: str = "",
+    request_id: str = "",
+    cache_salt: str = "",
+    **sampling: Any,
+) -> pb.GenerateRequest:
+    """One of `prompt`, `messages` ({"role", "content"}) and `token_ids`; `sampling` are the fields of baton.v1.SamplingParams.
+
+    Raises TypeError for a keyword that is none of these, or when not exactly one prompt is given.
+    """
+    if sum(given is not None for given in (prompt, messages, token_ids)) != 1:
+        raise TypeError("give exactly one of prompt, messages and token_ids")
+    unknown = set(sampling) - set(pb.SamplingParams.DESCRIPTOR.fields_by_name)
+    if unknown:
+        raise TypeError(f"unknown sampling parameters: {', '.join(sorted(unknown))}")
+    request = pb.GenerateRequest(
+        model=model,
+        request_id=request_id,
+        cache_salt=cache_salt,
+        sampling=pb.SamplingParams(**{name: value for name, value in sampling.items() if value is not None}),
+    )
+    if prompt is not None:
+        request.text = prompt
+    elif messages is not None:
+        request.chat.messages.extend(pb.ChatMessage(role=message["role"], content=message["content"]) for message in messages)
+        request.chat.SetInParent()
+    else:
+        request.token_ids.ids.extend(token_ids or ())
+        request.token_ids.SetInParent()
+    return request
+
+
+def _to_token(token: pb.Token) -> Token:
+    logprob = token.logprob if token.HasField("logprob") else None
+    return Token(token.index, token.id, token.text, logprob, tuple((top.id, top.logprob) for top in token.top))
+
+
+def to_error(error: grpc.RpcError) -> GenerateError:
+    """What google.rpc.Status says, or the bare status where there is none."""
+    reason, violations, retry_after, metadata = "", [], None, {}
+    try:
+        status = rpc_status.from_call(error)
+    except (ValueError, NotImplementedError, DecodeError):  # details that contradict the status, or are none
+        status = None
+    for detail in status.details if status else ():
+        info, bad, retry = error_details_pb2.ErrorInfo(), error_details_pb2.BadRequest(), error_details_pb2.RetryInfo()
+        if detail.Unpack(info):
+            reason, metadata = info.reason, dict(info.metadata)
+        elif detail.Unpack(bad):
+            violations = [(violation.field, violation.description) for violation in bad.field_violations]
+        elif detail.Unpack(retry):
+            retry_after = retry.retry_delay.seconds + retry.retry_delay.nanos / 1e9
+    return GenerateError(error.code().name, reason, error.details() or "", tuple(violations), retry_after, metadata)

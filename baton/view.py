@@ -1,0 +1,100 @@
+"""How things look in a terminal: the stages of a request, the state of a cluster. Returns rich renderables; prints nothing."""
+
+from typing import Any
+
+from rich.console import Group
+from rich.table import Table
+from rich.text import Text
+
+from baton.client import Result
+
+STAGE_COLOURS = {"queue": "grey62", "prefill": "deep_sky_blue1", "transfer": "orange1", "decode": "green3"}
+BAR_WIDTH = 48
+
+
+def trace(result: Result) -> Group:
+    """The four stages of one request on one time line, each with what it did."""
+    stages = result.stages_ms
+    total = sum(stages[name] for name in STAGE_COLOURS) or 1.0
+    table = Table(box=None, padding=(0, 1), show_header=False)
+    start = 0.0
+    for name, colour in STAGE_COLOURS.items():
+        length = stages[name]
+        left = round(start / total * BAR_WIDTH)
+        width = max(1, round((start + length) / total * BAR_WIDTH) - left) if length else 0
+        bar = Text(" " * min(left, BAR_WIDTH - 1)) + Text("█" * width, style=colour)
+        bar.pad_right(max(0, BAR_WIDTH - len(bar.plain)))
+        table.add_row(name, bar, Text(f"{length:8.1f} ms", justify="right"), Text(_detail(name, result), style="dim"))
+        start += length
+    usage = result.usage
+    footer = Text(
+        f"{total:.1f} ms · prompt {usage.prompt_tokens} tokens ({usage.cached_tokens} cached) · output {usage.completion_tokens}"
+        f" · {result.finish_reason}" + (f" · {result.workers['retries']} retries" if result.workers["retries"] else ""),
+        style="bold",
+    )
+    return Group(table, footer)
+
+
+def _detail(stage: str, result: Result) -> str:
+    stages, workers, handoff = result.stages_ms, result.workers, result.handoff
+    match stage:
+        case "queue":
+            return "router: validate, tokenise, admit, choose"
+        case "prefill":
+            if not workers["prefill"]:
+                return f"{workers['decode']} itself (bypass)"
+            return f"{workers['prefill']}: waited {stages['prefill_wait']:.1f}, computed {stages['prefill_compute']:.1f}"
+        case "transfer":
+            if handoff["failure"]:
+                return f"not used ({handoff['failure']}); {handoff['recomputed_tokens']} tokens recomputed"
+            if not handoff["transport"]:
+                return "no KV moved"
+            return (
+                f"{handoff['transport']}: {handoff['blocks']} blocks, {size(handoff['bytes'])}, {handoff['blocks_reused']} already there;"
+                f" read {stages['read']:.1f}, verified {handoff['digests_checked']} digests + lease {stages['verify']:.1f}"
+            )
+        case _:
+            made = max(1, result.usage.completion_tokens - 1)
+            return f"{workers['decode'] or 'nobody'}: {stages['decode'] / made:.2f} ms a token"
+
+
+def status(cluster: dict[str, Any]) -> Group:
+    """The cluster as `baton.v1.Admin/Status` tells it."""
+    router = cluster["router"]
+    head = Text(f"model {cluster['model']} · router pid {router['pid']}, {router['inflight']} in flight, {router['queued']} queued")
+    head.append(f" · registry {router['registry']}", style="green" if router["registry"] == "reachable" else "red")
+    table = Table(box=None, padding=(0, 2, 0, 0))
+    for title in (
+        "worker",
+        "role",
+        "state",
+        "address",
+        "pid",
+        "incarnation",
+        "running",
+        "waiting",
+        "free blocks",
+        "cached",
+        "leases",
+        "transport",
+    ):
+        table.add_column(title, justify="left" if title in ("worker", "role", "state", "address", "transport") else "right")
+    for worker in cluster["workers"]:
+        load = worker["load"]
+        style = {"ready": "green", "draining": "yellow"}.get(worker["state"], "red")
+        table.add_row(
+            worker["name"], worker["role"], Text(worker["state"], style=style), worker["address"], str(worker["pid"]),
+            str(worker["incarnation"]), str(load["running"]), str(load["waiting"]), f"{load['free_blocks']}/{worker['kv_blocks']}",
+            str(load["cached_blocks"]), str(load["leases"]), worker["transport"],
+        )  # fmt: skip
+    endpoints = Text("  ".join(f"{name} {address}" for name, address in cluster["endpoints"].items()), style="dim")
+    return Group(head, endpoints, table)
+
+
+def size(count: float) -> str:
+    """Bytes for people."""
+    for unit in ("B", "KiB", "MiB"):
+        if count < 1024:
+            return f"{count:.0f} {unit}" if unit == "B" else f"{count:.1f} {unit}"
+        count /= 1024
+    return f"{count:.2f} GiB"

@@ -1,0 +1,112 @@
+"""What a handoff costs: read time against bytes beside a plain copy of the same bytes, and what digests and the lease check add.
+
+    python benchmarks/handoff.py [--transport nixl] [--json FILE]
+
+Two processes, real transport. Ratios are taken side by side in one run; medians over interleaved repeats, with the spread beside them.
+"""
+
+import argparse
+import json
+import statistics
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import numpy as np
+from machine import describe
+
+from engine.kvcache import KvLayout, KvPool
+from kvtransfer.digest import block_digests, mismatches
+from kvtransfer.select import make_transport
+
+BLOCK_BYTES = 64 << 10
+SIZES = [1, 8, 64, 256, 1024, 2048]  # blocks: 64 KiB … 128 MiB
+REPEATS = 15
+KEY = b"k" * 32
+
+
+def make_pool(blocks: int) -> KvPool:
+    return KvPool(KvLayout("bench", "float32", 16, 4, 4, BLOCK_BYTES // (4 * 2 * 4 * 16 * 4)), blocks)
+
+
+def serve(kind: str) -> None:
+    pool = make_pool(max(SIZES))
+    pool.array[:] = np.random.default_rng(0).integers(0, 255, pool.array.shape, dtype=np.uint8)
+    transport = make_transport(kind, peer="bench-peer", pool=pool, host="127.0.0.1", key=KEY, ucx_net_devices="lo")
+    digests = block_digests(pool, range(pool.num_blocks))
+    print(json.dumps({"address": transport.address().hex(), "digests": digests.hex()}), flush=True)
+    sys.stdin.read()
+    transport.close()
+
+
+def median(times: list[float]) -> tuple[float, float]:
+    """(median, half the distance between the quartiles), seconds."""
+    low, middle, high = statistics.quantiles(times, n=4)
+    return middle, (high - low) / 2
+
+
+def measure(kind: str) -> list[dict[str, float]]:
+    peer = subprocess.Popen([sys.executable, __file__, "--serve", kind], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
+    assert peer.stdout is not None
+    told = json.loads(peer.stdout.readline())
+    pool, source = make_pool(max(SIZES)), make_pool(max(SIZES))
+    pool.array[:] = source.array[:] = 1  # every page touched: first touch costs more than a copy
+    transport = make_transport(kind, peer="bench-reader", pool=pool, host="127.0.0.1", key=KEY, ucx_net_devices="lo")
+    transport.connect("bench-peer", bytes.fromhex(told["address"]))
+    digests, rows = bytes.fromhex(told["digests"]), []
+    rng = np.random.default_rng(1)
+    try:
+        for blocks in SIZES:
+            remote, local = ([int(i) for i in rng.permutation(max(SIZES))[:blocks]] for _ in range(2))
+            expected = b"".join(digests[i * 16 : i * 16 + 16] for i in remote)
+            times: dict[str, list[float]] = {"read": [], "copy": [], "digest": []}
+            for _ in range(REPEATS):
+                began = time.perf_counter()
+                transport.read("bench-peer", remote, local, 30.0)
+                times["read"].append(time.perf_counter() - began)
+                began = time.perf_counter()
+                assert not mismatches(pool, local, expected)
+                times["digest"].append(time.perf_counter() - began)
+                began = time.perf_counter()
+                for a, b in zip(local, remote, strict=True):
+                    pool.array[a] = source.array[b]
+                times["copy"].append(time.perf_counter() - began)
+            row: dict[str, float] = {"blocks": blocks, "bytes": blocks * BLOCK_BYTES}
+            for name, values in times.items():
+                row[f"{name}_ms"], row[f"{name}_spread_ms"] = (1000 * value for value in median(values))
+            rows.append(row)
+    finally:
+        transport.close()
+        peer.communicate("", timeout=20)
+    return rows
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--transport", action="append", choices=("nixl", "tcp"))
+    parser.add_argument("--json", type=Path)
+    parser.add_argument("--serve")
+    options = parser.parse_args()
+    if options.serve:
+        serve(options.serve)
+        return
+    results = {"machine": describe(), "seed": 1, "repeats": REPEATS, "transports": {}}
+    print(results["machine"])
+    for kind in options.transport or ("nixl", "tcp"):
+        rows = results["transports"][kind] = measure(kind)
+        print(f"\n{kind}: blocks of {BLOCK_BYTES >> 10} KiB, scattered on both sides; median ± half the interquartile range")
+        print(f"{'MiB':>8} {'read ms':>16} {'GB/s':>7} {'copy ms':>16} {'read/copy':>10} {'digest ms':>16} {'digest/read':>12}")
+        for row in rows:
+            cells = [f"{row[f'{name}_ms']:9.3f} ±{row[f'{name}_spread_ms']:5.3f}" for name in ("read", "copy", "digest")]
+            print(
+                f"{row['bytes'] / 2**20:8.2f} {cells[0]:>16} {row['bytes'] / row['read_ms'] / 1e6:7.2f} {cells[1]:>16}"
+                f" {row['read_ms'] / row['copy_ms']:9.2f}x {cells[2]:>16} {row['digest_ms'] / row['read_ms']:11.0%}"
+            )
+    if options.json:
+        options.json.parent.mkdir(parents=True, exist_ok=True)
+        options.json.write_text(json.dumps(results, indent=1))
+
+
+if __name__ == "__main__":
+    main()

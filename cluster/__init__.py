@@ -1,0 +1,1 @@
+"""What all processes agree on, and who is alive."""

@@ -1,0 +1,438 @@
+"""Configuration: one frozen tree, read once at the edge.
+
+Each key of the tree is also an environment variable (`engine.block_size` → `BATON_ENGINE_BLOCK_SIZE`) and a flag (`--engine.block-size`).
+A flag wins over the environment, the environment over the files (a later file over an earlier one), a file over the default. A name that
+is no key is refused, never skipped: a setting that silently does nothing is worse than a start that fails.
+
+What a process learns when it starts (blocks that fit, the tokeniser's end token) is not here.
+"""
+
+import difflib
+import os
+import re
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Literal, Self, get_args, get_origin
+from urllib.parse import urlsplit
+
+import yaml
+from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_validator
+from pydantic.fields import FieldInfo
+
+ENV_PREFIX = "BATON_"
+# Read by others than this file: failpoint, the command line, the launcher, the tests.
+FOREIGN_ENV = ("BATON_FAILPOINTS", "BATON_FAILPOINTS_ONCE", "BATON_STATE_DIR", "BATON_PYTHON", "BATON_WORKER_NAME")
+FOREIGN_ENV_PREFIX = "BATON_TEST_"
+MASK = "********"
+
+
+class ConfigError(ValueError):
+    """The configuration cannot be used. The text names the key, where it was set, and what to do."""
+
+
+class Section(BaseModel):
+    """Strict: `true` is no integer and `"16"` in a file is no number. Bounds keep nan and inf out."""
+
+    model_config = ConfigDict(frozen=True, extra="forbid", strict=True, hide_input_in_errors=True)
+
+
+class ClusterConfig(Section):
+    name: str = Field(default="baton", pattern=r"^[A-Za-z0-9_.-]{1,64}$", description="Name of this cluster; part of every Redis key.")
+    key: str | None = Field(
+        default=None,
+        min_length=16,
+        repr=False,
+        json_schema_extra={"secret": True},
+        description="Authenticates KV handles between workers. Drawn by `baton up` when not set. Never a flag: others can read those.",
+    )
+    host: str = Field(default="127.0.0.1", min_length=1, description="Address every listener of this host binds to and tells others.")
+
+    @model_validator(mode="after")
+    def _reachable(self) -> Self:
+        if self.host in ("0.0.0.0", "::", "*"):
+            raise ValueError(f"host must be an address that others can reach, not {self.host}: it is told to them")
+        return self
+
+
+class ModelConfig(Section):
+    path: str = Field(default="", description="Folder of the checkpoint (config.json, tokenizer.json, *.safetensors).")
+    served_name: str | None = Field(default=None, min_length=1, description="Name that clients ask for; the folder's name when not set.")
+    dtype: Literal["float32", "bfloat16", "auto"] = Field(
+        default="float32", description="Type of weights and KV; auto: as the checkpoint says."
+    )
+    max_model_len: int | None = Field(
+        default=None, ge=2, description="Longest prompt plus output, in tokens; the model's own limit when not set."
+    )
+
+
+class EngineConfig(Section):
+    block_size: int = Field(default=16, ge=1, le=1024, description="Tokens of one KV block. The same on every worker.")
+    kv_memory_mib: int | None = Field(default=None, ge=1, description="Size of the KV pool, MiB; when not set, a share of the free memory.")
+    kv_memory_fraction: float = Field(default=0.25, gt=0, le=0.95, description="That share of the free memory.")
+    max_num_seqs: int = Field(default=64, ge=1, le=4096, description="Sequences in one step at most.")
+    max_num_batched_tokens: int = Field(default=512, ge=1, le=1_048_576, description="Tokens computed in one step at most.")
+    prefix_caching: bool = Field(default=True, description="Keep the blocks of finished requests and reuse them for equal prefixes.")
+    reserve_growth: float = Field(default=0.5, ge=0, le=1, description="Share of a sequence's remaining output that admission sets aside.")
+    threads: int | None = Field(default=None, ge=1, le=1024, description="Compute threads of one worker; torch's own choice when not set.")
+    max_queue: int = Field(default=256, ge=1, le=65536, description="Sequences waiting in one worker at most; more are refused.")
+
+
+class KvConfig(Section):
+    transport: Literal["auto", "nixl", "tcp"] = Field(
+        default="auto", description="How KV moves between workers. auto: nixl where two workers share a host or RDMA, else tcp."
+    )
+    lease_ttl_s: float = Field(
+        default=10.0, gt=0, le=3600, description="How long blocks stay pinned for a reader that stopped renewing, seconds."
+    )
+    reap_interval_s: float = Field(default=0.25, gt=0, le=60, description="How often expired leases are looked for, seconds.")
+    read_timeout_s: float = Field(default=5.0, gt=0, le=3600, description="Longest read of one handoff, seconds. Shorter than the lease.")
+    on_failure: Literal["recompute", "fail"] = Field(default="recompute", description="KV cannot be fetched: compute it again, or fail.")
+    ucx_tls: str | None = Field(default=None, description="UCX_TLS of the nixl transport; UCX's own choice when not set.")
+    ucx_net_devices: str | None = Field(
+        default=None, description="UCX_NET_DEVICES of the nixl transport; when not set, the interface of cluster.host and RDMA devices."
+    )
+
+    @model_validator(mode="after")
+    def _read_inside_lease(self) -> Self:
+        if self.read_timeout_s >= self.lease_ttl_s:
+            raise ValueError(f"read_timeout_s ({self.read_timeout_s:g}) must be less than lease_ttl_s ({self.lease_ttl_s:g})")
+        if self.reap_interval_s >= self.lease_ttl_s:
+            raise ValueError(f"reap_interval_s ({self.reap_interval_s:g}) must be less than lease_ttl_s ({self.lease_ttl_s:g})")
+        return self
+
+
+class RouterConfig(Section):
+    port: int = Field(default=8470, ge=0, le=65535, description="Port of the public gRPC API; 0: any free one.")
+    admin_port: int = Field(default=8471, ge=0, le=65535, description="Port of the admin API; 0: any free one.")
+    max_inflight: int = Field(default=256, ge=1, le=65536, description="Requests being served at most.")
+    max_queue: int = Field(default=512, ge=0, le=65536, description="Requests waiting for admission at most; more are refused.")
+    queue_timeout_s: float = Field(default=60.0, gt=0, le=3600, description="Longest wait for admission, seconds.")
+    default_timeout_s: float = Field(default=300.0, gt=0, le=86400, description="Deadline of a request whose client set none, seconds.")
+    max_timeout_s: float = Field(default=600.0, gt=0, le=86400, description="Longest deadline a client can have, seconds.")
+    max_retries: int = Field(default=3, ge=0, le=16, description="Further attempts of one request after a worker failed it.")
+    bypass_tokens: int = Field(
+        default=32, ge=0, description="With this many uncached prompt tokens or fewer, the decode worker prefills itself."
+    )
+    predict_ttl_s: float = Field(
+        default=2.0, ge=0, le=60, description="How long a prefix just sent counts as cached, unconfirmed, seconds."
+    )
+    max_message_bytes: int = Field(default=4_194_304, ge=1024, le=1 << 30, description="Largest gRPC message accepted, bytes.")
+    recover_wait_s: float = Field(
+        default=10.0, ge=0, le=600, description="How long a request whose worker died waits for another to appear, seconds."
+    )
+    reflection: bool = Field(default=True, description="Offer gRPC server reflection.")
+
+    @model_validator(mode="after")
+    def _ordered(self) -> Self:
+        if self.default_timeout_s > self.max_timeout_s:
+            raise ValueError(f"default_timeout_s ({self.default_timeout_s:g}) must not exceed max_timeout_s ({self.max_timeout_s:g})")
+        if self.port and self.port == self.admin_port:
+            raise ValueError(f"port and admin_port must differ (both {self.port})")
+        return self
+
+
+class PoolConfig(Section):
+    """One pool of workers."""
+
+    replicas: int = Field(default=1, ge=0, le=1024, description="Workers of this pool.")
+    port: int = Field(default=0, ge=0, le=65535, description="gRPC port of a worker started by hand; 0: any free one.")
+    cpus: float = Field(default=1.0, ge=0, le=1024, description="CPUs that Ray reserves for one worker.")
+    gpus: float = Field(default=0.0, ge=0, le=64, description="GPUs that Ray reserves for one worker.")
+    drain_s: float = Field(
+        default=30.0, ge=0, le=3600, description="How long a worker that was told to stop may finish its requests, seconds."
+    )
+    cores: tuple[int, ...] | None = Field(
+        default=None, strict=False, description="Cores the pool's local workers are pinned to; null: not pinned."
+    )
+
+    @model_validator(mode="after")
+    def _some_cores(self) -> Self:
+        if self.cores is not None and (not self.cores or min(self.cores) < 0 or len(set(self.cores)) < len(self.cores)):
+            raise ValueError(f"cores must be different core numbers, at least one (got {list(self.cores)})")
+        return self
+
+
+class DecodePoolConfig(PoolConfig):
+    """The decode pool is never empty: a decode worker can do everything, a prefill worker cannot."""
+
+    replicas: int = Field(default=1, ge=1, le=1024, description="Workers of this pool; at least one.")
+
+
+class RedisConfig(Section):
+    url: str = Field(
+        default="embedded",
+        repr=False,  # it may hold a password
+        pattern=r"^(embedded$|rediss?://[^/\s]+|unix://\S+)",
+        description="embedded: a redis-server of our own on loopback; else redis://, rediss:// or unix://.",
+    )
+    record_ttl_s: float = Field(
+        default=6.0, gt=0, le=3600, description="A worker that did not refresh its record for so long is gone, seconds."
+    )
+    heartbeat_s: float = Field(default=1.0, gt=0, le=600, description="How often a worker refreshes its record, seconds.")
+    command_timeout_s: float = Field(
+        default=0.25, gt=0, le=10, description="Longest wait for Redis, seconds; then it counts as unavailable."
+    )
+    stream_maxlen: int = Field(
+        default=20_000, ge=100, le=10_000_000, description="Block events kept, about; who is further behind takes a snapshot."
+    )
+
+    @model_validator(mode="after")
+    def _one_lost_heartbeat_is_no_death(self) -> Self:
+        if self.heartbeat_s >= self.record_ttl_s / 2:
+            raise ValueError(f"heartbeat_s ({self.heartbeat_s:g}) must be less than half of record_ttl_s ({self.record_ttl_s:g})")
+        return self
+
+
+class LauncherConfig(Section):
+    kind: Literal["local", "ray"] = Field(default="local", description="local: child processes on this host; ray: a Ray cluster.")
+    restart_backoff_s: float = Field(
+        default=0.5, gt=0, le=600, description="Wait before the first restart of a dead worker, seconds; doubles."
+    )
+    restart_backoff_max_s: float = Field(default=30.0, gt=0, le=3600, description="Longest wait before a restart, seconds.")
+    ray_address: str | None = Field(default=None, min_length=1, description="Address of a running Ray cluster; null: start one here.")
+
+    @model_validator(mode="after")
+    def _ordered(self) -> Self:
+        if self.restart_backoff_s > self.restart_backoff_max_s:
+            raise ValueError(
+                f"restart_backoff_s ({self.restart_backoff_s:g}) must not exceed restart_backoff_max_s ({self.restart_backoff_max_s:g})"
+            )
+        return self
+
+
+class SecurityConfig(Section):
+    tls_cert: str | None = Field(default=None, min_length=1, description="PEM file of the certificate chain shown by every listener.")
+    tls_key: str | None = Field(default=None, min_length=1, description="PEM file of its private key.")
+    tls_ca: str | None = Field(
+        default=None, min_length=1, description="PEM file of the authority that peers are checked against; set: mutual TLS."
+    )
+
+    @model_validator(mode="after")
+    def _pair(self) -> Self:
+        if (self.tls_cert is None) != (self.tls_key is None):
+            raise ValueError("tls_cert and tls_key go together: set both or neither")
+        return self
+
+
+class TelemetryConfig(Section):
+    log_level: Literal["debug", "info", "warning", "error"] = Field(default="info", description="Least severe log line written.")
+
+
+class Config(Section):
+    """The whole tree. The defaults fit a laptop with two cores, everything on loopback."""
+
+    cluster: ClusterConfig = Field(default=ClusterConfig(), description="What all processes share.")
+    model: ModelConfig = Field(default=ModelConfig(), description="The model that is served.")
+    engine: EngineConfig = Field(default=EngineConfig(), description="The engine inside each worker.")
+    kv: KvConfig = Field(default=KvConfig(), description="Moving KV from prefill to decode workers.")
+    router: RouterConfig = Field(default=RouterConfig(), description="The door, admission and routing.")
+    prefill: PoolConfig = Field(default=PoolConfig(), description="The prefill pool; replicas 0 makes a colocated cluster.")
+    decode: DecodePoolConfig = Field(default=DecodePoolConfig(), description="The decode pool.")
+    redis: RedisConfig = Field(default=RedisConfig(), description="The registry.")
+    launcher: LauncherConfig = Field(default=LauncherConfig(), description="Who starts and restarts the processes.")
+    security: SecurityConfig = Field(default=SecurityConfig(), description="TLS of every channel.")
+    telemetry: TelemetryConfig = Field(default=TelemetryConfig(), description="Logs.")
+
+
+@dataclass(frozen=True, slots=True)
+class Key:
+    """One leaf of the tree. `flag` is None for a secret: other users can read a command line."""
+
+    name: str  # dotted: engine.block_size
+    env: str
+    flag: str | None  # without the leading dashes
+    default: object
+    description: str
+
+
+@dataclass(frozen=True, slots=True)
+class Loaded:
+    config: Config
+    sources: dict[str, str]  # dotted key → "default" | "file NAME" | "env NAME" | "flag --NAME"
+
+
+def load(files: Sequence[Path] = (), env: Mapping[str, str] = os.environ, flags: Mapping[str, str] | None = None) -> Loaded:
+    """Merge defaults, files, environment and flags. Flag names are dotted keys; dashes count as underscores.
+
+    Numbers, booleans and lists in `env` and `flags` are read as YAML; a key that holds text takes the text as it is (an empty one or
+    `null` unsets an optional key). Raises ConfigError, with one line for each thing that is wrong.
+    """
+    values: dict[str, object] = {}
+    sources = {key.name: "default" for key in keys()}
+    for layer in (*(_from_file(path) for path in files), _from_env(env), _from_flags(flags or {})):
+        for name, value, source in layer:
+            values[name], sources[name] = value, source
+    tree: dict[str, dict[str, object]] = {}
+    for name, value in values.items():
+        section, leaf = name.split(".")
+        tree.setdefault(section, {})[leaf] = value
+    try:
+        return Loaded(Config.model_validate(tree), sources)
+    except ValidationError as error:
+        raise ConfigError("\n".join(_explain(detail, sources) for detail in error.errors(include_url=False))) from None
+
+
+def schema() -> dict[str, Any]:
+    """JSON schema of the tree."""
+    return Config.model_json_schema()
+
+
+def dump(config: Config, secrets: bool = False) -> str:
+    """YAML that `load` reads back. Without `secrets`, the cluster key and a password in the Redis URL are masked."""
+    tree = config.model_dump(mode="json")
+    if not secrets:
+        for name, field in _leaves():
+            section, leaf = name.split(".")
+            if _is_secret(field) and tree[section][leaf] is not None:
+                tree[section][leaf] = MASK
+        tree["redis"]["url"] = mask_password(tree["redis"]["url"])
+    return yaml.safe_dump(tree, sort_keys=False, allow_unicode=True)
+
+
+def mask_password(url: str) -> str:
+    """`url` fit for a log line."""
+    try:
+        password = urlsplit(url).password
+    except ValueError:
+        return MASK
+    if password:
+        url = url.replace(f":{password}@", f":{MASK}@", 1)
+    return re.sub(r"(?<=[?&]password=)[^&]*", MASK, url)
+
+
+def keys() -> list[Key]:
+    """Every leaf, in the order of the tree."""
+    return [
+        Key(name, _env_name(name), None if _is_secret(field) else name.replace("_", "-"), field.default, field.description or "")
+        for name, field in _leaves()
+    ]
+
+
+def _leaves() -> Iterator[tuple[str, FieldInfo]]:
+    for section, outer in Config.model_fields.items():
+        for leaf, field in type(outer.default).model_fields.items():
+            yield f"{section}.{leaf}", field
+
+
+def _env_name(name: str) -> str:
+    return ENV_PREFIX + name.upper().replace(".", "_")
+
+
+def _is_secret(field: FieldInfo) -> bool:
+    return isinstance(field.json_schema_extra, dict) and bool(field.json_schema_extra.get("secret"))
+
+
+_FIELDS = dict(_leaves())
+_BY_ENV = {_env_name(name): name for name in _FIELDS}
+if len(_BY_ENV) != len(_FIELDS):  # pragma: no cover - two keys would share one variable
+    raise RuntimeError("two configuration keys have the same environment variable")
+
+_Setting = tuple[str, object, str]  # dotted key, value, source
+
+
+def _from_file(path: Path) -> list[_Setting]:
+    source = f"file {path}"
+    try:
+        tree = yaml.load(path.read_text(encoding="utf-8"), _Loader)
+    except (OSError, ValueError, RecursionError, yaml.YAMLError) as error:
+        raise ConfigError(f"{source}: cannot be read: {error}") from None
+    settings: list[_Setting] = []
+    for section, leaves in _mapping(tree, source, "the top level").items():
+        if section not in Config.model_fields:
+            raise ConfigError(f"{source}: unknown section {section!r}{_did_you_mean(str(section), Config.model_fields)}")
+        for leaf, value in _mapping(leaves, source, section).items():
+            name = f"{section}.{leaf}"
+            if name not in _FIELDS:
+                raise ConfigError(f"{source}: unknown key {name!r}{_did_you_mean(name, _FIELDS)}")
+            settings.append((name, value, source))
+    return settings
+
+
+def _from_env(env: Mapping[str, str]) -> list[_Setting]:
+    settings: list[_Setting] = []
+    for variable, text in env.items():
+        if not variable.startswith(ENV_PREFIX) or variable in FOREIGN_ENV or variable.startswith(FOREIGN_ENV_PREFIX):
+            continue
+        name = _BY_ENV.get(variable)
+        if name is None:
+            raise ConfigError(f"env {variable}: no such key{_did_you_mean(variable, (*_BY_ENV, *FOREIGN_ENV))}{_service_link(variable)}")
+        settings.append((name, _from_text(_FIELDS[name], text), f"env {variable}"))
+    return settings
+
+
+def _from_flags(flags: Mapping[str, str]) -> list[_Setting]:
+    settings: list[_Setting] = []
+    for flag, text in flags.items():
+        name = flag.replace("-", "_")
+        if name not in _FIELDS:
+            raise ConfigError(f"flag --{flag}: no such key{_did_you_mean(name, _FIELDS)}")
+        if _is_secret(_FIELDS[name]):
+            raise ConfigError(f"flag --{flag}: a secret is no flag, command lines are public; use {_env_name(name)} or a file")
+        settings.append((name, _from_text(_FIELDS[name], text), f"flag --{flag}"))
+    return settings
+
+
+def _mapping(value: object, source: str, where: str) -> dict[Any, Any]:
+    if value is None:  # an empty file, or a section with nothing but comments
+        return {}
+    if not isinstance(value, dict):
+        raise ConfigError(f"{source}: {where} must be a mapping, not {type(value).__name__}")
+    return value
+
+
+def _from_text(field: FieldInfo, text: str) -> object:
+    """`text` as the value of `field`; text that is no YAML is left for the validation to refuse."""
+    branches = get_args(field.annotation) if get_origin(field.annotation) is not Literal else (field.annotation,)
+    if str in (field.annotation, *branches) or any(get_origin(branch) is Literal for branch in branches):
+        return None if type(None) in branches and text in ("", "null") else text
+    try:
+        return yaml.load(text, _Loader)
+    except (ValueError, RecursionError, yaml.YAMLError):
+        return text
+
+
+def _did_you_mean(name: str, candidates: Iterable[str]) -> str:
+    known = list(candidates)
+    leaf = name.rpartition(".")[2]
+    same_leaf = [candidate for candidate in known if "." in name and candidate.endswith(f".{leaf}")]
+    near = same_leaf[:2] or difflib.get_close_matches(name, known, n=1, cutoff=0.6)
+    return f"; did you mean {' or '.join(near)}?" if near else ""
+
+
+def _service_link(variable: str) -> str:
+    if re.search(r"_(SERVICE_(HOST|PORT)|PORT_\d+)", variable):
+        return " (Kubernetes sets it for a Service of this name: set enableServiceLinks: false)"
+    return ""
+
+
+def _explain(detail: Any, sources: Mapping[str, str]) -> str:
+    """One line for one of pydantic's errors."""
+    path = [str(part) for part in detail["loc"]]
+    name, message = ".".join(path[:2]), detail["msg"].removeprefix("Value error, ")
+    if name in sources:
+        value = MASK if _is_secret(_FIELDS[name]) else repr(detail["input"])
+        if name == "redis.url":
+            value = repr(mask_password(str(detail["input"])))
+        return f"{name} = {value} ({sources[name]}): {message}"
+    # A rule between keys of a section: the text names the keys, the sources of those that were set follow.
+    given = [f"{key} from {source}" for key, source in sources.items() if key.startswith(f"{name}.") and source != "default"]
+    return f"{name}: {message} [{'; '.join(given)}]"
+
+
+class _Loader(yaml.SafeLoader):
+    """YAML as people expect it: a key given twice is an error, and `1e-3` is a number."""
+
+    def construct_mapping(self, node: yaml.MappingNode, deep: bool = False) -> dict[Any, Any]:
+        seen: set[Any] = set()
+        for key_node, _ in node.value:
+            key = self.construct_object(key_node, deep=True)
+            if not isinstance(key, str):
+                raise yaml.constructor.ConstructorError(None, None, f"key {key!r} is not text", key_node.start_mark)
+            if key in seen:
+                raise yaml.constructor.ConstructorError(None, None, f"key {key!r} twice", key_node.start_mark)
+            seen.add(key)
+        return super().construct_mapping(node, deep)
+
+
+_Loader.add_implicit_resolver("tag:yaml.org,2002:float", re.compile(r"[-+]?[0-9]+(?:\.[0-9]*)?[eE][-+]?[0-9]+$"), list("-+0123456789"))

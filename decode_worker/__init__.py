@@ -1,0 +1,1 @@
+"""Fetches or computes a prompt's KV and generates with continuous batching."""

@@ -1,0 +1,77 @@
+"""A decode worker's view of the workers it fetches KV from: `KvExchange` over gRPC, one channel per address."""
+
+from collections.abc import Awaitable
+from typing import TypeVar
+
+import grpc
+
+from baton.v1 import worker_pb2 as pb
+from baton.v1 import worker_pb2_grpc
+from cluster.config import SecurityConfig
+from cluster.errors import BatonError, Reason
+from cluster.rpc import Tasks, channel, to_error
+from engine.kvcache import KvLayout
+from kvtransfer.handle import KvHandle
+from kvtransfer.importer import PeerFacts
+from worker.wire import pack_handle, pack_layout, unpack_layout
+
+T = TypeVar("T")
+CALL_TIMEOUT_S = 2.0
+MAX_CHANNELS = 256
+
+
+class Peers:
+    def __init__(self, name: str, incarnation: int, security: SecurityConfig) -> None:
+        self._name = name
+        self._incarnation = incarnation
+        self._security = security
+        self._channels: dict[str, grpc.aio.Channel] = {}  # oldest first
+        self._closing = Tasks(lambda error: None)
+
+    def connect(self, address: str) -> "PeerClient":
+        if address not in self._channels:
+            self._channels[address] = channel(address, self._security)
+            if len(self._channels) > MAX_CHANNELS:  # workers come and go, each time on another port
+                self._closing.start(self._channels.pop(next(iter(self._channels))).close(CALL_TIMEOUT_S), "close channel")
+        stub = worker_pb2_grpc.KvExchangeStub(self._channels[address])  # type: ignore[no-untyped-call]
+        return PeerClient(stub, self._name, self._incarnation)
+
+    async def close(self) -> None:
+        await self._closing.close()
+        for open_channel in self._channels.values():
+            await open_channel.close()
+
+
+class PeerClient:
+    """Implements `kvtransfer.importer.Peer`."""
+
+    def __init__(self, stub: worker_pb2_grpc.KvExchangeStub, name: str, incarnation: int) -> None:
+        self._stub = stub
+        self._name = name
+        self._incarnation = incarnation
+
+    async def handshake(self, layout: KvLayout, transport: str) -> PeerFacts:
+        request = pb.HandshakeRequest(worker=self._name, incarnation=self._incarnation, contract=pack_layout(layout), transport=transport)
+        answer: pb.HandshakeResponse = await _ask(self._stub.Handshake(request, timeout=CALL_TIMEOUT_S))
+        return PeerFacts(answer.worker, answer.incarnation, unpack_layout(answer.contract), answer.transport_address)
+
+    async def renew(self, handle: KvHandle) -> float:
+        request = pb.RenewRequest(handle=pack_handle(handle), request_id=handle.request_id)
+        answer: pb.RenewResponse = await _ask(self._stub.Renew(request, timeout=CALL_TIMEOUT_S))
+        return answer.ttl_ms / 1000
+
+    async def release(self, handle: KvHandle) -> bool:
+        request = pb.ReleaseRequest(handle=pack_handle(handle), request_id=handle.request_id)
+        answer: pb.ReleaseResponse = await _ask(self._stub.Release(request, timeout=CALL_TIMEOUT_S))
+        return answer.was_held
+
+
+async def _ask(call: Awaitable[T]) -> T:
+    """A holder that does not answer in time is as good as gone: its lease cannot be confirmed."""
+    try:
+        return await call
+    except grpc.RpcError as error:
+        ours = to_error(error)
+        if ours.reason in (Reason.DEADLINE, Reason.WORKER_LOST, Reason.INTERNAL):
+            raise BatonError(Reason.TRANSFER_FAILED, f"the holder of the KV does not answer: {ours.message}") from None
+        raise ours from None

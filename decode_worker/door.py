@@ -1,0 +1,119 @@
+"""gRPC of a decode worker: one stream per router carries all its calls, all tokens of a step in one message. Protobuf stops here."""
+
+import asyncio
+from collections.abc import AsyncIterator
+
+from baton.v1 import generation_pb2, worker_pb2_grpc
+from baton.v1 import worker_pb2 as pb
+from cluster.errors import BatonError
+from cluster.rpc import Context
+from decode_worker.worker import Adopted, DecodeWorker, Event, Finished, HandoffFacts
+from engine.sampling import Sampled
+from worker.wire import to_finish, to_sequence, to_token, unpack_handle
+
+MAX_OUTBOX = 65536  # events a router may leave unread before it counts as gone
+
+
+class DecodeDoor(worker_pb2_grpc.DecodeServicer):
+    def __init__(self, worker: DecodeWorker, model_fingerprint: str) -> None:
+        self._worker = worker
+        self._model_fingerprint = model_fingerprint
+
+    async def Session(self, request_iterator: AsyncIterator[pb.DecodeCommand], context: Context) -> AsyncIterator[pb.DecodeEvents]:
+        session = Session(self._worker, self._model_fingerprint)
+        reader = asyncio.create_task(session.obey(request_iterator))
+        try:
+            while not session.overflowed:
+                yield await session.next_events()
+        finally:
+            # The router is gone or wants no more: what it started ends with it.
+            reader.cancel()
+            await asyncio.shield(session.close())
+
+
+class Session:
+    def __init__(self, worker: DecodeWorker, model_fingerprint: str) -> None:
+        self._worker = worker
+        self._model_fingerprint = model_fingerprint
+        self._calls: dict[int, asyncio.Task[None]] = {}
+        self._outbox: list[pb.DecodeEvent] = []
+        self._filled = asyncio.Event()
+        self.overflowed = False  # the router does not read: the stream ends, and with it all that was started on it
+
+    async def obey(self, commands: AsyncIterator[pb.DecodeCommand]) -> None:
+        async for command in commands:
+            match command.WhichOneof("command"):
+                case "start":
+                    self._start(command.call_id, command.start)
+                case "cancel":
+                    if task := self._calls.get(command.call_id):
+                        task.cancel()
+
+    async def next_events(self) -> pb.DecodeEvents:
+        """Everything that has come up since the last message."""
+        await self._filled.wait()
+        events, self._outbox = self._outbox, []
+        self._filled.clear()
+        return pb.DecodeEvents(events=events)
+
+    async def close(self) -> None:
+        tasks = list(self._calls.values())
+        for task in tasks:
+            task.cancel()
+        await asyncio.gather(*tasks, return_exceptions=True)
+
+    def _start(self, call_id: int, start: pb.DecodeStart) -> None:
+        if call_id in self._calls:
+            return  # a router of ours never does this
+        task = asyncio.create_task(self._run(call_id, start))
+        self._calls[call_id] = task
+        task.add_done_callback(lambda _: self._calls.pop(call_id, None))
+
+    async def _run(self, call_id: int, start: pb.DecodeStart) -> None:
+        try:
+            handle = unpack_handle(start.handle) if start.handle else None
+            seq = to_sequence(start.job, self._model_fingerprint)
+        except BatonError as error:
+            self._emit(call_id, error)
+            return
+        timeout_s = start.timeout_ms / 1000
+        await self._worker.run(seq, start.job.request_id, handle, timeout_s, lambda event: self._emit(call_id, event))
+
+    def _emit(self, call_id: int, event: Event) -> None:
+        if len(self._outbox) >= MAX_OUTBOX:
+            self.overflowed = True
+            self._filled.set()
+            return
+        self._outbox.append(to_message(call_id, event))
+        self._filled.set()
+
+
+def to_message(call_id: int, event: Event) -> pb.DecodeEvent:
+    match event:
+        case Sampled():
+            return pb.DecodeEvent(call_id=call_id, token=to_token(event))
+        case Adopted(handoff):
+            adopted = pb.Adopted(handoff=to_handoff(handoff), read_ms=handoff.read_ms, verify_ms=handoff.verify_ms)
+            return pb.DecodeEvent(call_id=call_id, adopted=adopted)
+        case Finished():
+            finished = pb.DecodeFinished(
+                reason=to_finish(event.finish),
+                handoff=to_handoff(event.handoff),
+                cached_tokens=event.cached_tokens,
+                preemptions=event.preemptions,
+            )
+            return pb.DecodeEvent(call_id=call_id, finished=finished)
+        case BatonError():
+            return pb.DecodeEvent(call_id=call_id, error=pb.CallError(reason=event.reason.name, message=event.message))
+
+
+def to_handoff(handoff: HandoffFacts) -> generation_pb2.Handoff:
+    return generation_pb2.Handoff(
+        transport=handoff.transport,
+        blocks=handoff.blocks,
+        bytes=handoff.bytes,
+        blocks_reused=handoff.blocks_reused,
+        digests_checked=handoff.digests_checked,
+        recomputed_tokens=handoff.recomputed_tokens,
+        failure=handoff.failure,
+    )

@@ -1,0 +1,205 @@
+"""What a decode worker does: takes a request with its KV (or without), and generates with continuous batching.
+
+    start → handle?  verify → wait for room → fetch → adopt        nothing of the prompt is computed here
+          → else     add                                           bypass: the prompt is prefilled in chunks between decodes
+          → tokens … → finished
+
+A fetch that fails for whatever reason ends in a local prefill (or, by config, in an error): KV that was not proven is never used.
+"""
+
+import asyncio
+import logging
+from collections.abc import Callable
+from dataclasses import dataclass, field, replace
+from typing import Literal
+
+from cluster.errors import BatonError, Reason
+from cluster.failpoint import failpoint
+from engine.engine import Engine, Output, Refused
+from engine.loop import EngineLoop
+from engine.sampling import Sampled
+from engine.sequence import Finish, Sequence
+from kvtransfer.handle import KvHandle
+from kvtransfer.importer import Fetch, Importer
+from worker.refusal import refusal
+
+log = logging.getLogger(__name__)
+ROOM_POLL_S = 0.02  # a release on another path may make room without a step of ours
+
+
+@dataclass(frozen=True, slots=True)
+class HandoffFacts:
+    transport: str = ""
+    blocks: int = 0
+    bytes: int = 0
+    blocks_reused: int = 0
+    digests_checked: int = 0
+    recomputed_tokens: int = 0
+    failure: str = ""
+    read_ms: float = 0.0
+    verify_ms: float = 0.0
+
+
+@dataclass(frozen=True, slots=True)
+class Adopted:
+    handoff: HandoffFacts
+
+
+@dataclass(frozen=True, slots=True)
+class Finished:
+    finish: Finish
+    handoff: HandoffFacts
+    cached_tokens: int
+    preemptions: int
+
+
+Event = Adopted | Sampled | Finished | BatonError
+Emit = Callable[[Event], None]
+
+
+@dataclass(eq=False, slots=True)
+class Call:
+    seq: Sequence
+    request_id: str
+    handle: KvHandle | None
+    emit: Emit
+    ended: asyncio.Event = field(default_factory=asyncio.Event)
+    fetch: Fetch | None = None
+    filling: list[int] = field(default_factory=list)  # blocks that a fetch that was given up may still write into
+    handoff: HandoffFacts = HandoffFacts()
+
+
+class DecodeWorker:
+    """`loop` and `importer` are set by the wiring, because both want to call back."""
+
+    loop: EngineLoop
+    importer: Importer
+
+    def __init__(self, name: str, block_size: int, on_failure: Literal["recompute", "fail"]) -> None:
+        self.name = name
+        self._block_size = block_size
+        self._on_failure = on_failure
+        self._calls: dict[str, Call] = {}
+        self._room = asyncio.Lock()  # one waits for room, the others behind it: no newcomer overtakes
+        self.draining = False
+
+    @property
+    def idle(self) -> bool:
+        return not self._calls and not self.importer.quarantined_blocks
+
+    async def run(self, seq: Sequence, request_id: str, handle: KvHandle | None, timeout_s: float, emit: Emit) -> None:
+        """Serve one call: events go to `emit`, the last is Finished or a BatonError. Cancel it to end the call without one."""
+        call = Call(seq, request_id, handle, emit)
+        self._calls[seq.id] = call
+        try:
+            if self.draining:
+                raise BatonError(Reason.DRAINING, f"{self.name} is draining")
+            async with asyncio.timeout(timeout_s):
+                await self._place(call)
+                await call.ended.wait()
+        except BatonError as error:
+            emit(error)
+        except TimeoutError:
+            emit(BatonError(Reason.DEADLINE, "the deadline of the request is over"))
+        except Refused as error:
+            emit(refusal(error))
+        except Exception as error:
+            log.error("a call failed", exc_info=error)
+            emit(BatonError(Reason.INTERNAL, "the call failed on our side"))
+        except asyncio.CancelledError:
+            # Nobody wants the request any more. After an error the lease stands: another worker may read it.
+            if call.fetch is not None:
+                self.importer.release_later(call.fetch)
+            raise
+        finally:
+            del self._calls[seq.id]
+            if not call.ended.is_set():
+                await asyncio.shield(self._withdraw(call))
+
+    def on_step(self, outputs: list[Output]) -> None:
+        """Called with what one engine step produced."""
+        failpoint("decode.step")
+        for output in outputs:
+            call = self._calls.get(output.seq.id)
+            if call is None or call.ended.is_set():
+                continue
+            if output.sampled is None:
+                call.emit(BatonError(Reason.INTERNAL, output.failure or ""))
+                call.ended.set()
+                continue
+            call.emit(output.sampled)
+            if output.finish is not None:
+                seq = output.seq
+                recomputed = seq.prefilled if call.handle is not None else 0
+                handoff = replace(call.handoff, recomputed_tokens=recomputed)
+                call.emit(Finished(output.finish, handoff, seq.cached, seq.preemptions))
+                call.ended.set()
+
+    async def _place(self, call: Call) -> None:
+        """Bring the sequence into the engine, with its KV where that can be had."""
+        if call.handle is None:
+            await self.loop.call(lambda engine: engine.add(call.seq))
+            return
+        try:
+            call.fetch = self.importer.open(call.handle, call.request_id)
+            async with call.fetch.holding():
+                await self._adopt(call, call.fetch, call.handle)
+        except BatonError as error:
+            log.warning("handoff of %s from %s failed: %s", call.request_id, call.handle.worker, error)
+            if self._on_failure == "fail":
+                raise
+            await self._recompute(call, error)
+
+    async def _adopt(self, call: Call, fetch: Fetch, handle: KvHandle) -> None:
+        seq = call.seq
+        if handle.tokens != len(seq.tokens) - 1:
+            raise BatonError(Reason.LEASE_REFUSED, f"the handle holds {handle.tokens} tokens, the request {len(seq.tokens) - 1}")
+        async with self._room:
+            while not await self.loop.call(lambda engine: engine.reserve(seq)):
+                await asyncio.sleep(ROOM_POLL_S)
+        failpoint("kv.reserved")
+        first = seq.computed // self._block_size
+        await fetch.read([(i, seq.blocks[i]) for i in range(first, len(handle.block_ids))])
+        call.fetch = None  # read, verified, and its lease released
+        report = fetch.report
+        call.handoff = HandoffFacts(
+            transport=report.transport,
+            blocks=report.blocks,
+            bytes=report.bytes,
+            blocks_reused=first,
+            digests_checked=report.digests_checked,
+            read_ms=report.read_ms,
+            verify_ms=report.verify_ms,
+        )
+        call.emit(Adopted(call.handoff))  # before the engine has it: its first token may be there at once
+        await self.loop.call(lambda engine: engine.adopt(seq))
+        failpoint("kv.adopted")
+
+    async def _recompute(self, call: Call, error: BatonError) -> None:
+        """The KV is not to be had: prefill here."""
+        call.handoff = HandoffFacts(failure=error.reason.name)
+        seq = call.seq
+
+        def requeue(engine: Engine) -> None:
+            if seq.id in engine.sequences:
+                call.filling = engine.give_up(seq)  # kept by the call: we may be cancelled while the command runs
+            else:
+                engine.add(seq)
+
+        call.emit(Adopted(call.handoff))  # from here on the lease is our business
+        if call.fetch is not None:
+            self.importer.release_later(call.fetch)
+        await self.loop.call(requeue)
+        await self._let_go(call)
+
+    async def _withdraw(self, call: Call) -> None:
+        """The call ends before its time: nothing of it may stay."""
+        filling = await self.loop.call(lambda engine: engine.abort(call.seq.id))
+        call.filling = [*call.filling, *filling]  # read after the await: a requeue before the abort has put its blocks there
+        await self._let_go(call)
+
+    async def _let_go(self, call: Call) -> None:
+        """Blocks that a fetch was to fill go back when no byte can land in them."""
+        fetch, call.fetch = call.fetch, None
+        filling, call.filling = call.filling, []
+        await self.importer.dispose(fetch, filling)

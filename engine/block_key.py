@@ -1,0 +1,42 @@
+"""Block keys: which tokens, after which tokens, under which model, tenant and adapter, a block's KV belongs to.
+
+A key is BLAKE2b-128 over (parent key, token ids of the block), rooted in (model fingerprint, salt, adapter). Equal keys mean equal
+prefixes, so a cryptographic hash is used: a collision would hand one tenant another's KV. Standard library only: the
+router computes the same keys as the workers without loading torch.
+"""
+
+from array import array
+from collections.abc import Sequence
+from hashlib import blake2b
+
+KEY_BYTES = 16
+
+
+def root_key(model_fingerprint: str, salt: str = "", adapter: str = "") -> bytes:
+    """The parent of every first block. Fields are length-prefixed, so no two triples share an encoding."""
+    digest = blake2b(digest_size=KEY_BYTES, person=b"baton.block.root")
+    for field in (model_fingerprint, salt, adapter):
+        data = field.encode()
+        digest.update(len(data).to_bytes(4, "little") + data)
+    return digest.digest()
+
+
+def block_key(parent: bytes, token_ids: Sequence[int]) -> bytes:
+    """The key of one full block. Token ids are hashed as little-endian uint32."""
+    ids = array("I", token_ids)
+    if ids.itemsize != 4:  # pragma: no cover - C unsigned int is four bytes wherever CPython runs
+        raise RuntimeError("array('I') is not 32 bits wide here")
+    return blake2b(parent + ids.tobytes(), digest_size=KEY_BYTES).digest()
+
+
+def block_keys(root: bytes, token_ids: Sequence[int], block_size: int) -> list[bytes]:
+    """Keys of all full blocks of `token_ids`; a partial last block has none."""
+    keys: list[bytes] = []
+    extend_keys(keys, root, token_ids, block_size)
+    return keys
+
+
+def extend_keys(keys: list[bytes], root: bytes, token_ids: Sequence[int], block_size: int) -> None:
+    """Append to `keys`, those of the first full blocks, the keys of the full blocks that `token_ids` has beyond them."""
+    while (start := len(keys) * block_size) + block_size <= len(token_ids):
+        keys.append(block_key(keys[-1] if keys else root, token_ids[start : start + block_size]))

@@ -1,0 +1,80 @@
+"""The KV pool of a worker: one buffer, `[num_blocks, num_layers, 2, num_kv_heads, block_size, head_dim]`.
+
+A block is one contiguous piece: one transfer descriptor, one digest, one file on disk. A tensor-parallel head shard is contiguous
+inside each layer. The pool is plain host memory here; the runner takes per-layer strided views of it.
+"""
+
+import mmap
+from contextlib import suppress
+from dataclasses import asdict, dataclass, fields
+from hashlib import blake2b
+
+import numpy as np
+
+DTYPE_BYTES = {"float32": 4, "bfloat16": 2, "float16": 2, "int64": 8}
+
+
+@dataclass(frozen=True, slots=True)
+class KvLayout:
+    """What two workers must agree on before bytes of one mean anything to the other."""
+
+    model_fingerprint: str
+    dtype: str
+    block_size: int  # tokens
+    num_layers: int
+    num_kv_heads: int
+    head_dim: int
+    layout_version: int = 1
+    tensor_parallel: int = 1
+
+    @property
+    def block_shape(self) -> tuple[int, int, int, int, int]:
+        return (self.num_layers, 2, self.num_kv_heads, self.block_size, self.head_dim)
+
+    @property
+    def block_bytes(self) -> int:
+        return int(np.prod(self.block_shape)) * DTYPE_BYTES[self.dtype]
+
+    @property
+    def fingerprint(self) -> bytes:
+        """16 bytes over every field."""
+        text = "\n".join(f"{name}={value}" for name, value in asdict(self).items())
+        return blake2b(text.encode(), digest_size=16).digest()
+
+    def difference(self, other: "KvLayout") -> str | None:
+        """The first field that differs, as text that names it, or None."""
+        for f in fields(self):
+            mine, theirs = getattr(self, f.name), getattr(other, f.name)
+            if mine != theirs:
+                return f"{f.name}: {mine!r} here, {theirs!r} there"
+        return None
+
+
+class KvPool:
+    """`num_blocks` zeroed blocks of host memory, page-aligned, in huge pages where the system gives them (they double read bandwidth)."""
+
+    def __init__(self, layout: KvLayout, num_blocks: int) -> None:
+        if num_blocks < 1:
+            raise ValueError(f"num_blocks must be at least 1, got {num_blocks}")
+        self.layout = layout
+        self.num_blocks = num_blocks
+        # Private and anonymous: shared mappings get no huge pages by default. Pages come with their first touch.
+        self._memory = mmap.mmap(-1, num_blocks * layout.block_bytes, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+        if hasattr(mmap, "MADV_HUGEPAGE"):
+            with suppress(OSError):  # a kernel without them
+                self._memory.madvise(mmap.MADV_HUGEPAGE)
+        # uint8 [num_blocks, block_bytes]
+        self.array = np.frombuffer(self._memory, dtype=np.uint8).reshape(num_blocks, layout.block_bytes)
+
+    @property
+    def address(self) -> int:
+        """Virtual address of block 0."""
+        return self.array.ctypes.data
+
+    @property
+    def nbytes(self) -> int:
+        return self.num_blocks * self.layout.block_bytes
+
+    def block(self, index: int) -> memoryview:
+        """Writable bytes of one block."""
+        return memoryview(self.array[index])

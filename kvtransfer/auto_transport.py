@@ -1,0 +1,70 @@
+"""NIXL where it is fast and safe, plain TCP between all other pairs: decided for each peer when it is connected.
+
+NIXL reads another process's memory on the same host, or over RDMA. Over UCX's TCP a reader that dies can take the process that it reads
+from with it (`kvtransfer.nixl_transport`), and a container may forbid one process to read another's memory: such pairs get plain sockets.
+"""
+
+import logging
+import struct
+from collections.abc import Sequence
+
+from cluster.errors import BatonError
+from kvtransfer.tcp_transport import TcpTransport
+from kvtransfer.transport import Transport, transfer_failed
+
+log = logging.getLogger(__name__)
+_LENGTH = struct.Struct("<I")
+
+
+class AutoTransport:
+    """`nixl` is None where it cannot be had (another platform, no wheel). Every worker offers TCP."""
+
+    name = "auto"
+
+    def __init__(self, nixl: Transport | None, tcp: TcpTransport) -> None:
+        self._nixl = nixl
+        self._tcp = tcp
+        self._chosen: dict[str, Transport] = {}
+
+    def address(self) -> bytes:
+        """Length of NIXL's address (0: none), that address, the address for TCP."""
+        nixl = self._nixl.address() if self._nixl else b""
+        return _LENGTH.pack(len(nixl)) + nixl + self._tcp.address()
+
+    def connect(self, peer: str, address: bytes) -> None:
+        if len(address) < _LENGTH.size:
+            raise transfer_failed(f"the address of {peer} cannot be read")
+        end = _LENGTH.size + _LENGTH.unpack_from(address)[0]
+        nixl, tcp = address[_LENGTH.size : end], address[end:]
+        if nixl and self._nixl is not None:
+            try:
+                self._nixl.connect(peer, nixl)
+                self._chosen[peer] = self._nixl
+                return
+            except BatonError as error:
+                log.info("%s is read over plain TCP: %s", peer, error.message)
+        self._tcp.connect(peer, tcp)
+        self._chosen[peer] = self._tcp
+
+    def read(self, peer: str, remote: Sequence[int], local: Sequence[int], timeout: float) -> None:
+        chosen = self._chosen.get(peer)
+        if chosen is None:
+            raise transfer_failed(f"{peer} is not connected")
+        chosen.read(peer, remote, local, timeout)
+
+    def carrier(self, peer: str) -> str:
+        chosen = self._chosen.get(peer)
+        return chosen.carrier(peer) if chosen else ""
+
+    def disconnect(self, peer: str) -> None:
+        chosen = self._chosen.pop(peer, None)
+        if chosen is not None:
+            chosen.disconnect(peer)
+
+    def close(self) -> None:
+        for transport in (self._nixl, self._tcp):
+            if transport is not None:
+                transport.close()
+
+    def backend_detail(self) -> str:
+        return "; ".join(transport.backend_detail() for transport in (self._nixl, self._tcp) if transport is not None)

@@ -1,0 +1,487 @@
+"""Blocks over NIXL with its UCX backend: RDMA where there is a fabric, a copy between processes on one host, TCP otherwise.
+
+What NIXL 1.5 does, and what follows here:
+
+- Its progress thread spins on a whole core. It stays off; a thread of ours makes progress every TICK_S instead: connections are set
+  up, their end is noticed, and a reader over TCP gets its bytes. No other reader needs our help.
+- Between processes of one host the copy happens inside `transfer()`. Such a read goes in pieces of INLINE_BYTES, so that its deadline
+  is kept and other threads get a turn.
+- Nothing can be cancelled, and a released handle reports DONE while its bytes still land. A read that runs out of time leaves its
+  handle with us until it is really done or its connection is closed; until then its ReadPending is not settled.
+- A READ over TCP is emulated: the peer's UCX sends the bytes, and aborts its whole process if the connection breaks before it has
+  begun to. One reader that dies would take the worker with it that it reads from. Such links are refused unless asked for;
+  `kvtransfer.tcp_transport` is three times as fast there.
+- A peer's descriptors must outlive every handle made from them. A peer that was disconnected is dropped when its last read has ended.
+- Unless it locks everything (STRICT), arriving notifications race with progress. Our own lock around every call does the same, is
+  waited for without the interpreter lock, and covers our tables too.
+- Its serialised descriptors are pickle and its metadata listener binds every interface. Neither is used.
+"""
+
+import fcntl
+import importlib
+import logging
+import os
+import socket
+import struct
+import threading
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager, suppress
+from dataclasses import dataclass, field
+from enum import Enum, auto
+from functools import partial
+from hashlib import blake2b
+from ipaddress import ip_address
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from engine.kvcache import KvPool
+from kvtransfer.transport import ReadPending, check_blocks, transfer_failed
+
+log = logging.getLogger(__name__)
+
+MODULES = ("nixl_cu13._api", "nixl._api", "nixl_cu12._api")
+TICK_S = 0.002
+POLL_S = 0.0001  # of a read under way
+CONNECT_TIMEOUT_S = 5.0
+CLOSE_TIMEOUT_S = 0.5
+INLINE_BYTES = 16 << 20
+PROBE_BYTES = 64  # read at connect: the first transfer sets the connection up
+PROBE_S, PROBES = 0.2, 8  # at least so long and so many until "no copy in memory" is believed; 2 or 3 do if there is one
+
+# posix and sysv are never chosen for reads that have to survive a peer's death, yet take 4 MiB of /dev/shm each. (A list of what is
+# allowed, instead of this one of what is not, is refused on hosts with a GPU unless it names CUDA's.) The rest notices a cut cable.
+UCX_DEFAULTS = {"UCX_TLS": "^posix,sysv", "UCX_TCP_USER_TIMEOUT": "5s", "UCX_TCP_KEEPIDLE": "5s", "UCX_TCP_KEEPINTVL": "1s"}
+
+MAGIC = b"baton-nixl/1\r\n\0\0"
+CHECK_BYTES = 16
+POOL = struct.Struct("<QQQ")
+SIOCGIFADDR = 0x8915  # Linux: the IPv4 address of an interface
+
+_environment = threading.Lock()
+
+
+@dataclass(frozen=True, slots=True)
+class _Address:
+    """MAGIC, digest of the rest, the first three fields, the metadata."""
+
+    pool: int  # virtual address of the peer's block 0
+    num_blocks: int
+    block_bytes: int
+    metadata: bytes  # of the NIXL agent
+
+    def pack(self) -> bytes:
+        rest = POOL.pack(self.pool, self.num_blocks, self.block_bytes) + self.metadata
+        return MAGIC + _check(rest) + rest
+
+    @classmethod
+    def parse(cls, data: bytes) -> "_Address":
+        """Raises BatonError(TRANSFER_FAILED) for what `pack` did not make: UCX trusts what it is given, and may die of it."""
+        rest = data[len(MAGIC) + CHECK_BYTES :]
+        if not data.startswith(MAGIC + _check(rest)) or len(rest) < POOL.size:
+            raise transfer_failed("not the address of a NIXL transport")
+        pool, num_blocks, block_bytes = POOL.unpack_from(rest)
+        return cls(pool, num_blocks, block_bytes, rest[POOL.size :])
+
+
+def _check(rest: bytes) -> bytes:
+    return blake2b(rest, digest_size=CHECK_BYTES).digest()
+
+
+class _State(Enum):
+    GOING = auto()
+    DONE = auto()
+    CUT = auto()  # the connection is closed: nothing lands any more
+    UNKNOWN = auto()  # an error that does not say so
+
+
+@dataclass(slots=True, eq=False)
+class _Link:
+    """A peer's agent as we know it."""
+
+    peer: str
+    address: _Address
+    agent: str = ""  # its name, once NIXL knows it
+    blocks: Any = None  # prepared descriptors of its pool, one a block, once it is open
+    inline: bool = False  # transfer() itself copies
+    broken: str = ""  # why no read can succeed any more
+    users: int = 0  # reads under way or pending; nothing of the link may go while there is one
+    opening: threading.Lock = field(default_factory=threading.Lock)
+
+
+@dataclass(slots=True, eq=False)
+class _Read:
+    """A transfer that was posted. It alone holds NIXL's handle: a traceback that somebody keeps must not keep the agent alive."""
+
+    link: _Link
+    handle: Any
+    blind: bool = False  # its state cannot be asked any more; it settles when the link has gone
+    settled: bool = False
+
+
+class NixlTransport:
+    """`agent_name` is unique to this incarnation of the process. `tls` and `net_devices` stand for UCX_TLS and UCX_NET_DEVICES, unless
+    the environment sets these. Without either, UCX listens on the interface of the address `host` and, off loopback, on RDMA devices.
+    `allow_tcp`: see above.
+
+    Raises ImportError without NIXL, BatonError(TRANSFER_FAILED) if UCX does not start with these settings.
+    """
+
+    name = "nixl"
+
+    def __init__(
+        self,
+        agent_name: str,
+        pool: KvPool,
+        host: str,
+        *,
+        tls: str | None = None,
+        net_devices: str | None = None,
+        allow_tcp: bool = False,
+    ) -> None:
+        self._pool = pool
+        self._name = agent_name
+        self._lock = threading.Lock()  # around every call into NIXL, and over all tables below
+        self._links: dict[str, _Link] = {}
+        self._dropped: list[_Link] = []  # disconnected, but still in use
+        self._pending: list[_Read] = []  # given up, not settled
+        with _ucx_environment({"UCX_TLS": tls, "UCX_NET_DEVICES": net_devices or _devices_of(host)}) as self._settings:
+            self._agent = _start_agent(agent_name, self._settings)
+        self._allow_tcp = allow_tcp
+        self._rdma = _uses_rdma(self._settings)
+        self._probe = np.zeros(PROBE_BYTES, dtype=np.uint8)
+        regions = [(pool.address, pool.nbytes, 0, ""), (self._probe.ctypes.data, PROBE_BYTES, 0, "")]
+        self._memory = self._agent.register_memory(regions, "DRAM")
+        self._blocks = self._descriptors("NIXL_INIT_AGENT", pool.address, pool.num_blocks)
+        self._address = _Address(pool.address, pool.num_blocks, pool.layout.block_bytes, self._agent.get_agent_metadata()).pack()
+        self._stop = threading.Event()
+        self._thread = threading.Thread(target=self._progress, name="kv-nixl-progress", daemon=True)
+        self._thread.start()
+
+    def address(self) -> bytes:
+        return self._address
+
+    def backend_detail(self) -> str:
+        settings = " ".join(f"{name}={value}" for name, value in sorted(self._settings.items()))
+        with self._lock:
+            links = [f"{link.peer}: {self._describe(link)}" for link in self._links.values()]
+        return "; ".join([f"UCX with {settings}", *links])
+
+    def connect(self, peer: str, address: bytes) -> None:
+        target = _Address.parse(address)
+        if target.block_bytes != self._pool.layout.block_bytes:
+            raise transfer_failed(f"blocks have {target.block_bytes} bytes at {peer}, {self._pool.layout.block_bytes} here")
+        with self._lock:
+            self._require_open()
+            link = self._links.get(peer)
+            if link is None or link.broken or link.address != target:
+                self._forget(peer, "connected anew")
+                link = self._links[peer] = _Link(peer, target)
+        with link.opening:  # whoever comes second waits for the verdict of the first
+            if link.blocks is None and not link.broken:
+                self._open(link)
+        if link.broken:
+            raise transfer_failed(f"cannot connect to {peer}: {link.broken}")
+
+    def read(self, peer: str, remote: Sequence[int], local: Sequence[int], timeout: float) -> None:
+        deadline = time.monotonic() + timeout
+        with self._lock:
+            link = self._links.get(peer)
+            if link is None or link.blocks is None:
+                raise transfer_failed(f"not connected to {peer}")
+            check_blocks(remote, link.address.num_blocks, local, self._pool.num_blocks)
+            link.users += 1
+        try:
+            step = max(1, INLINE_BYTES // link.address.block_bytes if link.inline else len(remote))
+            for i in range(0, len(remote), step):
+                self._transfer(link, deadline, partial(self._handle_of, link, local[i : i + step], remote[i : i + step]))
+        finally:
+            with self._lock:
+                self._leave(link)
+
+    def carrier(self, peer: str) -> str:
+        return self.name
+
+    def disconnect(self, peer: str) -> None:
+        with self._lock:
+            self._forget(peer, "disconnected")
+
+    def close(self) -> None:
+        with self._lock:
+            if self._stop.is_set():
+                return
+            self._stop.set()  # from here on nothing new begins
+            for peer in list(self._links):
+                self._forget(peer, "the transport is closed")
+        self._thread.join()
+        deadline = time.monotonic() + CLOSE_TIMEOUT_S
+        while self._dropped and time.monotonic() < deadline:
+            time.sleep(TICK_S)  # reads under way see that their link is broken and leave
+            self._tick()
+        with self._lock:
+            self._destroy()
+
+    def _progress(self) -> None:
+        while not self._stop.wait(TICK_S):
+            try:
+                self._tick()
+            except Exception:
+                log.exception("NIXL makes no progress")
+                self._stop.wait(1.0)
+
+    def _tick(self) -> None:
+        with self._lock:
+            self._agent.get_new_notifs()  # without a progress thread this is what drives UCX
+            self._sweep()
+
+    def _open(self, link: _Link) -> None:
+        """Leaves the link open, or broken and forgotten."""
+        deadline = time.monotonic() + CONNECT_TIMEOUT_S
+        with self._lock:
+            link.users += 1
+        try:
+            self._await_predecessor(link, deadline)
+            with self._lock:
+                self._add_agent(link)
+            enough, probes = time.monotonic() + PROBE_S, 0
+            while not link.inline and (probes < PROBES or time.monotonic() < enough):
+                link.inline = self._transfer(link, deadline, partial(self._probe_of, link))
+                probes += 1
+            if not (link.inline or self._rdma or self._allow_tcp):
+                raise transfer_failed("UCX reaches it over TCP only, which is not safe for it; configure the tcp transport")
+            with self._lock:
+                link.blocks = self._descriptors(link.agent, link.address.pool, link.address.num_blocks)
+        except Exception as error:  # the bindings' exceptions have no base class of their own
+            link.broken = link.broken or f"{type(error).__name__}: {error}"
+        with self._lock:
+            if link.broken and self._links.get(link.peer) is link:
+                self._forget(link.peer, link.broken)
+            self._leave(link)
+
+    def _await_predecessor(self, link: _Link, deadline: float) -> None:
+        """NIXL knows an agent once. Another link to it, which pending reads still hold, has to go first."""
+        while True:
+            with self._lock:
+                if link.broken or all(other.address != link.address for other in self._dropped):
+                    return
+            if time.monotonic() >= deadline:
+                raise TimeoutError("reads from before it was disconnected are still pending")
+            time.sleep(TICK_S)
+
+    def _transfer(self, link: _Link, deadline: float, make: Callable[[], Any]) -> bool:
+        """Post what `make` gives and see it through. Returns whether it was done at once. Raises as `read` does."""
+        with self._lock:
+            if link.broken or time.monotonic() >= deadline:
+                raise transfer_failed(f"reading from {link.peer}: {link.broken or 'timed out'}")
+            read = self._make(link, make)
+            if self._ended(read, self._agent.transfer):
+                return True
+        while True:
+            time.sleep(POLL_S)
+            with self._lock:
+                if self._agent is None:
+                    _release(read)
+                    raise transfer_failed(f"reading from {link.peer}: the transport is closed")
+                if self._ended(read, self._agent.check_xfer_state):
+                    return False
+                if link.broken or time.monotonic() >= deadline:
+                    link.users += 1
+                    raise self._give_up(read)
+
+    # All below: with the lock held.
+
+    def _describe(self, link: _Link) -> str:
+        if link.broken:
+            return f"broken ({link.broken})"
+        if link.inline:
+            return "copied in memory by the reader (same host)"
+        return "RDMA, or TCP where the peer has none" if self._rdma else "TCP, sent by the peer"
+
+    def _require_open(self) -> None:
+        if self._stop.is_set():
+            raise transfer_failed("the transport is closed")
+
+    def _add_agent(self, link: _Link) -> None:
+        name = self._agent.add_remote_agent(link.address.metadata)
+        name = name.decode() if isinstance(name, bytes) else name
+        if name == self._name or any(name == other.agent for other in [*self._links.values(), *self._dropped]):
+            raise transfer_failed(f"agent {name} is connected under another name, or is this process")
+        link.agent = name
+
+    def _descriptors(self, agent: str, base: int, count: int) -> Any:
+        size = self._pool.layout.block_bytes
+        compressed = np.array([[base, size, 0, size, count]], dtype=np.uint64)  # address, length, device, stride, count
+        return self._agent.prep_xfer_dlist(agent, compressed, "DRAM")
+
+    def _handle_of(self, link: _Link, local: Sequence[int], remote: Sequence[int]) -> Any:
+        here, there = np.asarray(local, dtype=np.int32), np.asarray(remote, dtype=np.int32)
+        return self._agent.make_prepped_xfer("READ", self._blocks, here, link.blocks, there)
+
+    def _probe_of(self, link: _Link) -> Any:
+        size = min(PROBE_BYTES, link.address.block_bytes)
+        local = self._agent.get_xfer_descs([(self._probe.ctypes.data, size, 0)], "DRAM")
+        remote = self._agent.get_xfer_descs([(link.address.pool, size, 0)], "DRAM")
+        return self._agent.initialize_xfer("READ", local, remote, link.agent)
+
+    def _make(self, link: _Link, make: Callable[[], Any]) -> _Read:
+        try:
+            return _Read(link, make())
+        except Exception as error:  # nothing was posted; NIXL forgets a peer by itself when it sees it go
+            link.broken = link.broken or f"{type(error).__name__}: {error}"
+            raise transfer_failed(f"reading from {link.peer}: {link.broken}") from error
+
+    def _ended(self, read: _Read, ask: Callable[[Any], str]) -> bool:
+        """Whether it is done. Raises as `read` does if it is neither done nor going on."""
+        state = self._state(read, ask)
+        if state is _State.UNKNOWN:
+            read.blind = True
+            raise self._give_up(read)
+        if state is not _State.GOING:
+            _release(read)
+        if state is _State.CUT:
+            raise transfer_failed(f"reading from {read.link.peer}: {read.link.broken}")
+        return state is _State.DONE
+
+    def _state(self, read: _Read, ask: Callable[[Any], str]) -> _State:
+        try:
+            answer = ask(read.handle)
+        except Exception as error:
+            name = type(error).__name__
+            read.link.broken = read.link.broken or f"{name}: {error}"
+            return _State.CUT if name == "nixlRemoteDisconnectError" else _State.UNKNOWN
+        match answer:
+            case "PROC":
+                return _State.GOING
+            case "DONE":
+                return _State.DONE
+        read.link.broken = read.link.broken or f"transfer state {answer}"
+        return _State.UNKNOWN
+
+    def _give_up(self, read: _Read) -> ReadPending:
+        self._pending.append(read)
+        return ReadPending(f"reading from {read.link.peer}: {read.link.broken or 'timed out'}; it may still land", lambda: read.settled)
+
+    def _forget(self, peer: str, why: str) -> None:
+        link = self._links.pop(peer, None)
+        if link is not None:
+            link.broken = link.broken or why
+            self._dropped.append(link)
+            self._sweep()
+
+    def _leave(self, link: _Link) -> None:
+        link.users -= 1
+        self._sweep()
+
+    def _sweep(self) -> None:
+        """End what can end: pending reads that are done, then disconnected peers that nobody reads from."""
+        for read in [read for read in self._pending if not read.blind]:
+            state = self._state(read, self._agent.check_xfer_state)
+            if state is _State.GOING:
+                continue
+            read.blind = state is _State.UNKNOWN
+            if not read.blind:
+                self._settle(read)
+            read.link.users -= 1
+        for link in [link for link in self._dropped if not link.users]:
+            self._drop(link)
+
+    def _settle(self, read: _Read) -> None:
+        self._pending.remove(read)
+        _release(read)
+        read.settled = True
+
+    def _drop(self, link: _Link) -> None:
+        """Free what NIXL holds for the link: handles before descriptors, descriptors before the agent they point into."""
+        self._dropped.remove(link)
+        reads = [read for read in self._pending if read.link is link]
+        for read in reads:
+            _release(read)
+        if link.blocks is not None:
+            with suppress(Exception):
+                link.blocks.release()
+            link.blocks = None
+        if link.agent:
+            with suppress(Exception):  # it may have gone by itself
+                self._agent.remove_remote_agent(link.agent)
+        for read in reads:
+            self._settle(read)
+
+    def _destroy(self) -> None:
+        """The agent, and with it every connection: nothing can land after this, also not what is still pending."""
+        for read in self._pending:
+            _release(read)
+        for link in self._dropped:
+            link.blocks = None
+        with suppress(Exception):
+            self._blocks.release()
+            self._agent.deregister_memory(self._memory)
+        self._agent = self._blocks = self._memory = None
+        for read in list(self._pending):
+            self._settle(read)
+
+
+def _start_agent(name: str, settings: Mapping[str, str]) -> Any:
+    api = _load_api()
+    config = api.nixl_agent_config(backends=[], enable_prog_thread=False, sync_mode=api.nixl_thread_sync_t.NIXL_THREAD_SYNC_STRICT)
+    try:
+        agent = api.nixl_agent(name, config)
+        agent.create_backend("UCX", {})
+    except Exception as error:
+        raise transfer_failed(f"NIXL does not start with {dict(settings)}: {error}") from error
+    return agent
+
+
+def _load_api() -> Any:
+    for module in MODULES:
+        with suppress(ModuleNotFoundError):
+            api = importlib.import_module(module)
+            logging.getLogger("nixl").setLevel(logging.WARNING)  # it greets on stdout
+            return api
+    raise ImportError("the nixl transport needs the package nixl-cu13 (pip install nixl-cu13)")
+
+
+@contextmanager
+def _ucx_environment(settings: Mapping[str, str | None]) -> Iterator[dict[str, str]]:
+    """UCX reads its settings from the environment when an agent starts. What is set there already wins. Yields what is in force."""
+    wanted = UCX_DEFAULTS | {name: value for name, value in settings.items() if value}
+    with _environment:
+        ours = {name: value for name, value in wanted.items() if name not in os.environ}
+        os.environ.update(ours)
+        try:
+            yield {name: os.environ[name] for name in wanted}
+        finally:
+            for name in ours:
+                del os.environ[name]
+
+
+def _devices_of(host: str) -> str | None:
+    """UCX_NET_DEVICES for an address of ours. None, every device, if no interface has it (0.0.0.0, IPv6 off loopback)."""
+    address = ip_address(socket.gethostbyname(host) if ":" not in host else host)
+    if address.is_loopback:
+        return "lo"
+    with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
+        for _, interface in socket.if_nameindex():
+            with suppress(OSError):  # it has no IPv4 address
+                answer = fcntl.ioctl(probe, SIOCGIFADDR, struct.pack("256s", interface.encode()))
+                if answer[20:24] == address.packed:
+                    return ",".join([interface, *_rdma_ports()])
+    return None
+
+
+def _uses_rdma(settings: Mapping[str, str]) -> bool:
+    """Whether UCX may use an RDMA device, which it prefers to TCP."""
+    devices = settings.get("UCX_NET_DEVICES", "all").split(",")
+    return any(port in devices or "all" in devices for port in _rdma_ports())
+
+
+def _rdma_ports() -> list[str]:
+    return [f"{port.parent.parent.name}:{port.name}" for port in sorted(Path("/sys/class/infiniband").glob("*/ports/*"))]
+
+
+def _release(read: _Read) -> None:
+    handle, read.handle = read.handle, None
+    if handle is not None:
+        with suppress(Exception):  # one that NIXL does not want back yet, it keeps until the agent ends
+            handle.release()

@@ -1,0 +1,1 @@
+"""Workloads, arrivals, goodput: whether disaggregation pays."""

@@ -1,0 +1,1 @@
+"""Checkpoints that the project makes itself."""

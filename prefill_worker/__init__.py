@@ -1,0 +1,1 @@
+"""Computes prompts and leases their KV to decode workers."""

@@ -1,0 +1,57 @@
+"""`baton.v1.Admin`, on a port of its own: the cluster as the router sees it, each worker asked afresh."""
+
+import asyncio
+import json
+import os
+from collections.abc import Callable
+from dataclasses import asdict
+from typing import Any
+
+from baton.v1 import worker_pb2, worker_pb2_grpc
+from cluster.errors import BatonError
+from cluster.records import WorkerRecord
+from cluster.rpc import Context
+from router.admission import Admission
+from router.clients import Workers
+from router.view import ClusterView
+from router.watch import Watch
+
+
+class AdminDoor(worker_pb2_grpc.AdminServicer):
+    def __init__(
+        self,
+        view: ClusterView,
+        workers: Workers,
+        watch: Watch,
+        admission: Admission,
+        model_name: str,
+        endpoints: Callable[[], dict[str, str]],
+    ) -> None:
+        self._view = view
+        self._workers = workers
+        self._watch = watch
+        self._admission = admission
+        self._model_name = model_name
+        self._endpoints = endpoints
+
+    async def Status(self, request: worker_pb2.StatusRequest, context: Context) -> worker_pb2.StatusResponse:
+        members = self._view.members()
+        status = {
+            "endpoints": self._endpoints(),
+            "model": self._model_name,
+            "router": {
+                "pid": os.getpid(),
+                "inflight": self._admission.inflight,
+                "queued": self._admission.queued,
+                "registry": "reachable" if self._watch.registry_reachable else "away",
+            },
+            "workers": await asyncio.gather(*(self._describe(record) for record in members)),
+        }
+        return worker_pb2.StatusResponse(status_json=json.dumps(status))
+
+    async def _describe(self, record: WorkerRecord) -> dict[str, Any]:
+        try:
+            fresh, residue = await self._workers.describe(record)
+        except (BatonError, ValueError) as error:
+            return {**asdict(record), "state": "unreachable", "error": str(error)}
+        return {**asdict(fresh), **residue}

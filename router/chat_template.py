@@ -1,0 +1,120 @@
+"""A model's chat template: Jinja, in the sandbox and with the surroundings that `transformers` gives it.
+
+What callers write is data. It is never compiled as a template, and `outline` tells what the template wrote from what they wrote.
+"""
+
+import json
+import re
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from datetime import datetime
+from typing import Any
+
+from jinja2 import TemplateSyntaxError, nodes
+from jinja2.exceptions import TemplateError
+from jinja2.ext import Extension
+from jinja2.parser import Parser
+from jinja2.sandbox import ImmutableSandboxedEnvironment
+
+from cluster.errors import BatonError, Reason, invalid
+
+MAX_RENDERED = 8 << 20  # characters; a template may repeat what it is given
+HOLE = "\ue000"  # private use: stands for a content in an outline
+_END = "\ue001"
+_STAND_IN = re.compile(f"{HOLE}([0-9]+){_END}")
+
+Message = tuple[str, str]  # role, content
+
+
+@dataclass(frozen=True, slots=True)
+class Outline:
+    """What the template writes around the contents. White space at the ends of a content belongs to the outline."""
+
+    shape: str  # with a HOLE wherever a content stands
+    contents: tuple[str, ...]  # in the order of the holes
+
+    @property
+    def text(self) -> str:
+        return fill(self.shape, iter(self.contents))
+
+
+def fill(shape: str, contents: Iterator[str]) -> str:
+    """`shape` with each hole taken by the next of `contents`."""
+    first, *rest = shape.split(HOLE)
+    return first + "".join(next(contents) + part for part in rest)
+
+
+class ChatTemplate:
+    def __init__(self, source: str, tokens: Mapping[str, str], now: Callable[[], datetime] = datetime.now) -> None:
+        """`tokens`: bos_token and the like, which templates write. Raises ValueError for a template that does not compile."""
+        extensions = [_Generation, "jinja2.ext.loopcontrols"]
+        environment = ImmutableSandboxedEnvironment(trim_blocks=True, lstrip_blocks=True, extensions=extensions)
+        environment.filters["tojson"] = _to_json
+        environment.globals["raise_exception"] = _refuse
+        environment.globals["strftime_now"] = lambda layout: now().strftime(layout)
+        if HOLE in source or _END in source:
+            raise ValueError("the chat template uses characters that are set aside for its contents")
+        try:
+            self._template = environment.from_string(source)
+        except TemplateSyntaxError as error:
+            raise ValueError(f"the chat template does not compile: line {error.lineno}: {error.message}") from None
+        self._tokens = dict(tokens)
+
+    def render(self, messages: Sequence[Message]) -> str:
+        """The conversation as text, up to where the assistant begins to write.
+
+        Raises INVALID_FIELD (`chat`) where the template refuses the conversation or writes too much, INTERNAL where it breaks.
+        """
+        given = [{"role": role, "content": content} for role, content in messages]
+        pieces, size = [], 0
+        try:
+            for piece in self._template.generate(messages=given, tools=None, documents=None, add_generation_prompt=True, **self._tokens):
+                size += len(piece)
+                if size > MAX_RENDERED:
+                    raise _Refusal(f"the chat template makes more than {MAX_RENDERED} characters of it")
+                pieces.append(piece)
+        except _Refusal as refusal:
+            raise invalid("chat", str(refusal)[:200]) from None
+        except Exception as error:  # whatever the template does, it is not the caller's doing
+            raise BatonError(Reason.INTERNAL, f"the chat template failed: {type(error).__name__}") from error
+        return "".join(pieces)
+
+    def outline(self, messages: Sequence[Message]) -> Outline:
+        """The conversation rendered without the contents: the template gets stand-ins that it cannot tell from text.
+
+        A stand-in keeps the white space at both ends of its content, so that templates that trim or strip do here what they do to the
+        content; a content of nothing but white space stays itself. Raises as `render` does, and INTERNAL where the template takes
+        stand-ins apart.
+        """
+        cores = [content.strip() for _, content in messages]
+        hidden = [
+            (role, content.replace(core, f"{HOLE}{i}{_END}", 1) if core else content)
+            for i, ((role, content), core) in enumerate(zip(messages, cores, strict=True))
+        ]
+        parts = _STAND_IN.split(self.render(hidden))  # text, number, text, number, …, text
+        if any(HOLE in part or _END in part for part in parts[::2]):
+            raise BatonError(Reason.INTERNAL, "the chat template takes message contents apart")
+        return Outline(HOLE.join(parts[::2]), tuple(cores[int(number)] for number in parts[1::2]))
+
+
+class _Refusal(TemplateError):
+    """The template's own `raise_exception`."""
+
+
+def _refuse(message: str) -> None:
+    raise _Refusal(message)
+
+
+def _to_json(value: Any, ensure_ascii: bool = False, indent: int | None = None, **options: Any) -> str:
+    """As models were trained with: no HTML escapes."""
+    return json.dumps(value, ensure_ascii=ensure_ascii, indent=indent, **options)
+
+
+class _Generation(Extension):
+    """`{% generation %}` marks what the assistant wrote, for training; here it is only passed through."""
+
+    tags = {"generation"}  # noqa: RUF012 - Jinja's own declaration
+
+    def parse(self, parser: Parser) -> list[nodes.Node]:
+        next(parser.stream)
+        return parser.parse_statements(("name:endgeneration",), drop_needle=True)

@@ -1,0 +1,36 @@
+"""Token ids of one output to text, as they come: each call returns what the token completes.
+
+`tokenizers.decoders.DecodeStream` is not used: where a model writes broken UTF-8 it raises, or holds everything back and decodes it all
+again on each token, and after a prompt that ends inside a character it repeats the prompt.
+"""
+
+from codecs import getincrementaldecoder
+from collections.abc import Sequence
+
+from router.tokenizer import Tokenizer
+
+
+class Detokenizer:
+    """Never splits a character. All that it returned, put together, is what `Tokenizer.decode` makes of the whole output.
+
+    One exception: where byte-fallback tokens form broken UTF-8, only the broken sequences become replacement characters, while the
+    tokeniser replaces whole characters next to them too, which may have been sent already.
+    """
+
+    def __init__(self, tokenizer: Tokenizer, prompt_tail_ids: Sequence[int] = ()) -> None:
+        """`prompt_tail_ids`: the last ids of the prompt, so that a space at the beginning of the output is kept."""
+        self._tokenizer = tokenizer
+        self._utf8 = getincrementaldecoder("utf-8")(errors="replace")
+        self._first = all(tokenizer.piece(id_) is None for id_ in prompt_tail_ids)
+
+    def push(self, token_id: int) -> str:
+        """The text that this token completes; empty while a character is still open, and for a special token."""
+        piece = self._tokenizer.piece(token_id, self._first)
+        if piece is None:
+            return ""
+        self._first = False
+        return self._utf8.decode(piece)
+
+    def flush(self) -> str:
+        """What is left at the end: a replacement character where the last one never became whole."""
+        return self._utf8.decode(b"", final=True)

@@ -1,0 +1,93 @@
+"""`baton.v1.Generation`: translates, and nothing else. Protobuf stops here."""
+
+from collections.abc import AsyncIterator
+from contextlib import aclosing
+
+from baton.v1 import generation_pb2 as pb
+from baton.v1 import generation_pb2_grpc
+from cluster.rpc import Answering, Context
+from router.request import Trace
+from router.service import Accepted, Event, Finished, GenerateService, Piece
+from router.validate import Ask, AskSampling
+
+_REASON = {"stop": pb.FINISH_REASON_STOP, "length": pb.FINISH_REASON_LENGTH}
+
+
+class GenerationDoor(generation_pb2_grpc.GenerationServicer):
+    def __init__(self, service: GenerateService) -> None:
+        self._service = service
+
+    async def Generate(self, request: pb.GenerateRequest, context: Context) -> AsyncIterator[pb.GenerateResponse]:
+        async with Answering(context), aclosing(self._service.generate(to_ask(request), context.time_remaining())) as events:
+            async for event in events:
+                yield to_response(event)
+
+
+def to_ask(request: pb.GenerateRequest) -> Ask:
+    kind = request.WhichOneof("prompt")
+    return Ask(
+        request_id=request.request_id,
+        model=request.model,
+        text=request.text if kind == "text" else None,
+        messages=tuple((message.role, message.content) for message in request.chat.messages) if kind == "chat" else None,
+        token_ids=tuple(request.token_ids.ids) if kind == "token_ids" else None,
+        cache_salt=request.cache_salt,
+        sampling=_to_sampling(request.sampling),
+    )
+
+
+_REPEATED = {"logit_bias", "stop_token_ids", "stop"}
+_OPTIONAL = [name for name in pb.SamplingParams.DESCRIPTOR.fields_by_name if name not in _REPEATED]
+
+
+def _to_sampling(sampling: pb.SamplingParams) -> AskSampling:
+    given = {name: getattr(sampling, name) for name in _OPTIONAL if sampling.HasField(name)}
+    return AskSampling(
+        logit_bias=dict(sampling.logit_bias), stop_token_ids=tuple(sampling.stop_token_ids), stop=tuple(sampling.stop), **given
+    )
+
+
+def to_response(event: Event) -> pb.GenerateResponse:
+    match event:
+        case Accepted():
+            accepted = pb.Accepted(request_id=event.request_id, model=event.model, prompt_tokens=event.prompt_tokens)
+            return pb.GenerateResponse(accepted=accepted)
+        case Piece():
+            token = event.token
+            top = [pb.TopLogprob(id=id_, logprob=logprob) for id_, logprob in token.top]
+            message = pb.Token(index=event.index, id=token.id, text=event.text, logprob=token.logprob, top=top)
+            return pb.GenerateResponse(tokens=pb.Tokens(tokens=[message]))
+        case Finished():
+            return pb.GenerateResponse(finished=_to_finished(event))
+
+
+def _to_finished(event: Finished) -> pb.Finished:
+    request, trace = event.request, event.request.trace
+    message = pb.Finished(
+        request_id=request.id,
+        reason=_REASON[event.reason],
+        text=event.text,
+        usage=pb.Usage(prompt_tokens=request.prompt_len, completion_tokens=request.output_len, cached_tokens=trace.cached_tokens),
+        stages=_to_stages(trace),
+        workers=pb.Workers(prefill=trace.prefill_worker, decode=trace.decode_worker, retries=trace.retries),
+        handoff=pb.Handoff(**{name: getattr(trace.handoff, name) for name in trace.handoff.__slots__}),
+    )
+    if event.stop is not None:
+        message.stop = event.stop
+    elif event.reason == "stop" and request.tokens[-1] in request.params.stop_token_ids:
+        message.stop_token_id = request.tokens[-1]
+    return message
+
+
+def _to_stages(trace: Trace) -> pb.StageTimes:
+    seconds = trace.watch.seconds
+    return pb.StageTimes(
+        queue_ms=seconds["queue"] * 1000,
+        prefill_ms=seconds["prefill"] * 1000,
+        transfer_ms=seconds["transfer"] * 1000,
+        decode_ms=seconds["decode"] * 1000,
+        prefill_wait_ms=trace.prefill_wait_ms,
+        prefill_compute_ms=trace.prefill_compute_ms,
+        read_ms=trace.read_ms,
+        verify_ms=trace.verify_ms,
+    )

@@ -1,0 +1,171 @@
+"""Which worker holds which blocks: what workers report, and for a short while what they were just sent.
+
+An answer is a hint. A wrong one costs a cache hit and never a token: the worker looks for the blocks itself. So after a lost event the
+entries stay in use until a snapshot replaces them, and a full index refuses entries instead of growing.
+
+Reports of one worker are numbered from 1 for each of its incarnations. `keys` is what its cache held after event `last`; an event that
+came too early waits in `ahead` until those before it, or a snapshot, have come.
+"""
+
+from collections import OrderedDict
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, field
+from typing import Literal
+
+from cluster.records import BlockEvent
+
+MAX_ENTRIES = 2_000_000  # pairs of worker and key, about 150 bytes each
+MAX_AHEAD = 1024  # events of one worker that wait for a lost one
+
+Applied = Literal["ok", "gap", "stale", "duplicate"]
+
+
+@dataclass(slots=True)
+class _Holdings:
+    incarnation: int
+    last: int = 0
+    keys: set[bytes] = field(default_factory=set)
+    ahead: dict[int, BlockEvent] = field(default_factory=dict)
+    newest: int | None = None  # the highest report known to exist; None: nobody said
+    predicted: OrderedDict[bytes, float] = field(default_factory=OrderedDict)  # key → when we stop believing it
+
+    @property
+    def complete(self) -> bool:
+        return self.newest is not None and self.last >= self.newest
+
+    @property
+    def size(self) -> int:
+        return len(self.keys) + len(self.predicted)
+
+
+class PrefixIndex:
+    """Of the workers that joined. `refused` counts the entries that were not kept because the index was full."""
+
+    def __init__(self, max_entries: int = MAX_ENTRIES, max_ahead: int = MAX_AHEAD) -> None:
+        self.refused = 0
+        self._max_entries = max_entries
+        self._max_ahead = max_ahead
+        self._workers: dict[str, _Holdings] = {}
+
+    @property
+    def entries(self) -> int:
+        return sum(held.size for held in self._workers.values())
+
+    def join(self, worker: str, incarnation: int) -> None:
+        """A worker whose cache nobody has told us about yet. What was known of another incarnation is wiped."""
+        known = self._workers.get(worker)
+        if known is None or known.incarnation != incarnation:
+            self._workers[worker] = _Holdings(incarnation)
+
+    def forget(self, worker: str) -> None:
+        self._workers.pop(worker, None)
+
+    def apply(self, event: BlockEvent) -> Applied:
+        """`gap`: an event before this one is missing and this one waits. `stale`: of an unknown worker, or of an older incarnation."""
+        held = self._reported(event.worker, event.incarnation)
+        if held is None:
+            return "stale"
+        if event.sequence <= held.last or event.sequence in held.ahead:
+            return "duplicate"
+        held.newest = max(held.newest or 0, event.sequence)
+        if event.kind == "cleared":
+            self._restart(held, event.sequence, ())  # whatever was missed does not matter any more
+        else:
+            held.ahead[event.sequence] = event
+        self._catch_up(held)
+        if len(held.ahead) > self._max_ahead:
+            del held.ahead[min(held.ahead)]  # only a snapshot can help now, and it will be newer than this one
+        return "ok" if held.last >= event.sequence else "gap"
+
+    def snapshot(self, worker: str, incarnation: int, sequence: int, keys: Iterable[bytes]) -> Applied:
+        """All that the worker's cache held after event `sequence`. Later events that are here already come on top.
+
+        `duplicate`: no news. `gap`: events that came after it are still missing. `stale`: as for `apply`.
+        """
+        held = self._reported(worker, incarnation)
+        if held is None:
+            return "stale"
+        if sequence < held.last or (sequence == held.last and held.complete):
+            return "duplicate"
+        held.newest = max(held.newest or 0, sequence)
+        self._restart(held, sequence, keys)
+        self._catch_up(held)
+        return "ok" if held.complete else "gap"
+
+    def needing_snapshot(self) -> list[str]:
+        """Workers whose cache is not exactly known."""
+        return [name for name, held in self._workers.items() if not held.complete]
+
+    def predict(self, worker: str, keys: Iterable[bytes], expires_at: float) -> None:
+        """The worker was sent a prompt of these blocks: they count as its own until it reports them, or until `expires_at`."""
+        held = self._workers.get(worker)
+        if held is None:
+            return
+        room = self._max_entries - self.entries
+        for key in keys:
+            if key in held.keys:
+                continue
+            if key not in held.predicted:
+                if room <= 0:
+                    self.refused += 1
+                    continue
+                room -= 1
+            held.predicted[key] = max(expires_at, held.predicted.get(key, expires_at))
+            held.predicted.move_to_end(key)
+
+    def overlap(self, keys: Sequence[bytes], now: float) -> dict[str, int]:
+        """How many leading `keys` each worker holds; workers that hold none are left out. Drops predictions that have expired."""
+        found = {}
+        for name, held in self._workers.items():
+            while held.predicted and next(iter(held.predicted.values())) <= now:
+                held.predicted.popitem(last=False)
+            count = 0
+            for key in keys:
+                if key not in held.keys and held.predicted.get(key, now) <= now:
+                    break
+                count += 1
+            if count:
+                found[name] = count
+        return found
+
+    def _reported(self, worker: str, incarnation: int) -> _Holdings | None:
+        """What a report of this incarnation is about: None when it is too old, something new when it is the first of a new one."""
+        held = self._workers.get(worker)
+        if held is None or incarnation < held.incarnation:
+            return None
+        self.join(worker, incarnation)
+        return self._workers[worker]
+
+    def _restart(self, held: _Holdings, sequence: int, keys: Iterable[bytes]) -> None:
+        held.keys = set()
+        held.last = sequence
+        held.ahead = {number: event for number, event in held.ahead.items() if number > sequence}
+        self._store(held, keys)
+
+    def _catch_up(self, held: _Holdings) -> None:
+        while (event := held.ahead.pop(held.last + 1, None)) is not None:
+            held.last = event.sequence
+            if event.kind == "stored":
+                self._store(held, event.keys)
+            else:
+                held.keys.difference_update(event.keys)
+
+    def _store(self, held: _Holdings, keys: Iterable[bytes]) -> None:
+        room = self._max_entries - self.entries
+        for key in keys:
+            if held.predicted.pop(key, None) is not None:
+                room += 1
+            if key in held.keys:
+                continue
+            if room <= 0:
+                room = self._drop_predictions()
+            if room <= 0:
+                self.refused += 1
+                continue
+            held.keys.add(key)
+            room -= 1
+
+    def _drop_predictions(self) -> int:
+        for held in self._workers.values():
+            held.predicted.clear()
+        return self._max_entries - self.entries

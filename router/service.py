@@ -1,0 +1,169 @@
+"""One Generate request from question to answer, in plain objects: validate, tokenise, admit, dispatch, turn tokens into text.
+
+The doors (gRPC here, HTTP later) only translate.
+"""
+
+import asyncio
+import itertools
+from collections.abc import AsyncGenerator, AsyncIterator, Callable
+from contextlib import aclosing, asynccontextmanager
+from dataclasses import dataclass
+from time import monotonic
+
+from cluster.config import RouterConfig
+from cluster.errors import BatonError, Reason
+from router.admission import Admission, Admitted, Refused
+from router.detokenizer import Detokenizer
+from router.dispatch import Dispatcher
+from router.request import FinishReason, Request, Stopwatch, Token, Trace
+from router.stop import StopMatcher
+from router.tokenizer import Tokenizer
+from router.validate import Ask, Limits, check, resolve
+from router.view import ClusterView
+
+
+@dataclass(frozen=True, slots=True)
+class Accepted:
+    request_id: str
+    model: str
+    prompt_tokens: int
+
+
+@dataclass(frozen=True, slots=True)
+class Piece:
+    """One token of the output and the text that it completed."""
+
+    index: int
+    token: Token
+    text: str
+
+
+@dataclass(frozen=True, slots=True)
+class Finished:
+    request: Request
+    reason: FinishReason
+    text: str  # held back until now
+    stop: str | None  # the stop string that ended the output
+
+
+Event = Accepted | Piece | Finished
+Draw = Callable[[], int]
+
+
+class GenerateService:
+    def __init__(
+        self,
+        *,
+        tokenizer: Tokenizer,
+        model_name: str,
+        view: ClusterView,
+        dispatcher: Dispatcher,
+        admission: Admission,
+        config: RouterConfig,
+        draw_seed: Draw,
+        draw_id: Callable[[], str],
+        limits: Limits | None = None,
+    ) -> None:
+        self._tokenizer = tokenizer
+        self.model_name = model_name
+        self._view = view
+        self._dispatcher = dispatcher
+        self._admission = admission
+        self._config = config
+        self._draw_seed = draw_seed
+        self._draw_id = draw_id
+        self._limits = limits or Limits()
+        self._waiting: dict[str, asyncio.Event] = {}
+        self._attempts = itertools.count(1)
+        self.draining = False
+
+    @property
+    def idle(self) -> bool:
+        return self._admission.inflight == 0 and self._admission.queued == 0
+
+    async def generate(self, ask: Ask, timeout_s: float | None) -> AsyncGenerator[Event, None]:
+        """Accepted, then Pieces, then Finished. Raises BatonError. Closing the generator ends the request everywhere."""
+        watch = Stopwatch(monotonic)
+        if self.draining:
+            raise BatonError(Reason.DRAINING, "this router is draining")
+        check(ask, self._limits, (self.model_name,), self._tokenizer.vocab_size)
+        deadline = monotonic() + self._clamp(timeout_s)
+        if deadline <= monotonic():
+            raise BatonError(Reason.DEADLINE, "the deadline was over before the request came")
+        served = self._view.served
+        if served is None:
+            raise BatonError(Reason.NO_WORKER, "no worker is ready")
+        tokens = await self._tokenize(ask, deadline)
+        params, stops = resolve(ask, len(tokens), served.max_model_len, self._draw_seed())
+        request = Request(ask.request_id or self._draw_id(), tokens, len(tokens), params, ask.cache_salt, deadline, Trace(watch))
+        async with self._admitted(request):
+            yield Accepted(request.id, self.model_name, request.prompt_len)
+            async with aclosing(self._run(request, stops)) as events:
+                async for event in events:
+                    yield event
+
+    async def _run(self, request: Request, stops: tuple[str, ...]) -> AsyncGenerator[Event, None]:
+        text = Detokenizer(self._tokenizer, request.tokens[-8:])
+        matcher = StopMatcher(stops)
+        matched: str | None = None
+        async with aclosing(self._dispatcher.generate(request)) as tokens:
+            async for token in tokens:
+                visible, matched = matcher.push("" if _is_stop(request, token) else text.push(token.id))
+                yield Piece(request.output_len - 1, token, visible)
+                if matched is not None:
+                    break
+        request.trace.watch.stop()
+        if matched is not None:
+            yield Finished(request, "stop", "", matched)
+            return
+        visible, matched = matcher.push(text.flush())
+        rest = visible if matched is not None else visible + matcher.flush()
+        if request.finish is None:
+            raise BatonError(Reason.INTERNAL, "the request ended without a reason")
+        yield Finished(request, request.finish if matched is None else "stop", rest, matched)
+
+    async def _tokenize(self, ask: Ask, deadline: float) -> list[int]:
+        if ask.token_ids is not None:
+            return list(ask.token_ids)
+        try:
+            async with asyncio.timeout(deadline - monotonic()):
+                if ask.messages is not None:
+                    return await asyncio.to_thread(self._tokenizer.render, ask.messages)
+                return await asyncio.to_thread(self._tokenizer.encode, ask.text or "")
+        except TimeoutError:
+            raise BatonError(Reason.DEADLINE, "the deadline was over before the prompt was tokenised") from None
+
+    @asynccontextmanager
+    async def _admitted(self, request: Request) -> AsyncIterator[None]:
+        """A place among the requests being served; waits for one in order of arrival, `queue_timeout_s` at most."""
+        slot = f"{request.id}#{next(self._attempts)}"
+        turn = self._waiting[slot] = asyncio.Event()
+        try:
+            answer = self._admission.enter(slot)
+            if isinstance(answer, Refused):
+                raise BatonError(Reason.SATURATED, "too many requests are being served and waiting")
+            if not isinstance(answer, Admitted):
+                await self._wait(turn, request)
+            yield
+        finally:
+            del self._waiting[slot]
+            for next_slot in self._admission.leave(slot):
+                self._waiting[next_slot].set()
+
+    async def _wait(self, turn: asyncio.Event, request: Request) -> None:
+        left = request.deadline - monotonic()
+        try:
+            async with asyncio.timeout(min(left, self._config.queue_timeout_s)):
+                await turn.wait()
+        except TimeoutError:
+            if left <= self._config.queue_timeout_s:
+                raise BatonError(Reason.DEADLINE, "the deadline was over before the request could be served") from None
+            raise BatonError(Reason.SATURATED, f"waited {self._config.queue_timeout_s:g} s for admission") from None
+
+    def _clamp(self, timeout_s: float | None) -> float:
+        return min(self._config.default_timeout_s if timeout_s is None else timeout_s, self._config.max_timeout_s)
+
+
+def _is_stop(request: Request, token: Token) -> bool:
+    """Whether `token`, the last of the output so far, is a stop token that ends it: such a token has no text."""
+    return token.id in request.params.stop_token_ids and request.output_len >= request.params.min_tokens

@@ -1,0 +1,63 @@
+"""Stop strings in a stream of text: finds them however the text is cut into pieces, and holds back only what may become one."""
+
+from collections.abc import Sequence
+
+
+class StopMatcher:
+    """The match that is completed first ends the output; of those completed by the same character, the longest.
+
+    So the result does not depend on how the text was cut, and the output ends with the character that completes a match: waiting to see
+    whether a longer string follows would cost tokens and change nothing that the client reads.
+    """
+
+    def __init__(self, stops: Sequence[str]) -> None:
+        """`stops` are not empty strings."""
+        self._stops = tuple(dict.fromkeys(stops))
+        self._borders = [_borders(stop) for stop in self._stops]
+        self._lengths = [0] * len(self._stops)  # of the longest beginning of each stop string that the text ends with
+        self._held = ""
+        self._matched: str | None = None
+
+    def push(self, text: str) -> tuple[str, str | None]:
+        """The text that is certainly output, and the stop string that ended it, if one did. After that, nothing more is output."""
+        if self._matched is not None:
+            return "", self._matched
+        for position, char in enumerate(text, 1):
+            self._matched = self._advance(char)
+            if self._matched is not None:
+                seen, self._held = self._held + text[:position], ""
+                return seen[: -len(self._matched)], self._matched
+        seen = self._held + text
+        keep = len(seen) - max(self._lengths, default=0)
+        self._held = seen[keep:]
+        return seen[:keep], None
+
+    def flush(self) -> str:
+        """What was held back, at the end of the text."""
+        held, self._held = self._held, ""
+        self._lengths = [0] * len(self._stops)
+        return held
+
+    def _advance(self, char: str) -> str | None:
+        """One step of Knuth, Morris and Pratt's matcher for each stop string."""
+        best = None
+        for i, stop in enumerate(self._stops):
+            length = self._lengths[i]
+            while length and stop[length] != char:
+                length = self._borders[i][length - 1]
+            self._lengths[i] = length = length + (stop[length] == char)
+            if length == len(stop) and (best is None or length > len(best)):
+                best = stop
+        return best
+
+
+def _borders(stop: str) -> list[int]:
+    """For each prefix of `stop`, the length of its longest proper prefix that is also its suffix."""
+    borders = [0] * len(stop)
+    length = 0
+    for i in range(1, len(stop)):
+        while length and stop[i] != stop[length]:
+            length = borders[length - 1]
+        length += stop[i] == stop[length]
+        borders[i] = length
+    return borders

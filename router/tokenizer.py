@@ -1,0 +1,297 @@
+"""Text and conversations to token ids, and token ids back to bytes, with `tokenizers` and `jinja2` alone.
+
+Control tokens come from the template and the tokeniser's post-processor, never from what a caller wrote, although they are found in text:
+
+    render
+      1 the template writes the conversation twice: with the contents, and with stand-ins for them (ChatTemplate.outline)
+      2 in the outline, every control token is the template's own: it is found there, and nowhere else
+      3 the text between two of them, contents filled in, is encoded as plain text
+
+The pieces are those into which the tokeniser itself would have cut the text, so for contents without control tokens the ids are exactly
+those of `transformers`. White space that the template trims from a content is trimmed. A template that looks into the contents (one that
+drops an assistant's reasoning, say) writes another text in the first rendering than the outline says. That text is taken if no control
+token in it can stem from a content; else the outline stands, and what the template would have changed stays.
+"""
+
+import json
+import re
+from collections.abc import Iterable, Iterator, Sequence
+from hashlib import blake2b
+from pathlib import Path
+from typing import Any, Self
+
+import tokenizers
+from tokenizers import AddedToken, Encoding
+
+from cluster.errors import invalid
+from router.chat_template import ChatTemplate, Message, Outline, fill
+
+_NAMED = ("bos_token", "eos_token", "unk_token", "sep_token", "pad_token", "cls_token", "mask_token")
+_BYTE = re.compile(r"<0x([0-9A-F]{2})>")
+_ROUNDS = 8  # of cutting control tokens out of plain text
+_Json = dict[str, Any]
+
+
+class Tokenizer:
+    """Immutable after construction; safe to use from several threads."""
+
+    def __init__(self, definition: str, fingerprint: str = "", settings: _Json | None = None, template: str | None = None) -> None:
+        """`definition`: a tokenizer.json. `settings`: tokenizer_config.json over special_tokens_map.json. ValueError for a bad one."""
+        settings = settings or {}
+        self.fingerprint = fingerprint
+        self._parser = _build(definition, settings)
+        self._plain = _build(definition, settings)
+        self._plain.encode_special_tokens = True
+        self._inner = self._plain  # for text that is not at the beginning
+        inner = _without_first_prefix(definition)
+        if inner != definition:
+            self._inner = _build(inner, settings)
+            self._inner.encode_special_tokens = True
+        added = self._plain.get_added_tokens_decoder()
+        self.special_ids = frozenset(id_ for id_, token in added.items() if token.special)
+        # An unknown character becomes the unknown token: that one may come from text.
+        self._control = self.special_ids - {self.id_for(_unknown(definition, settings))}
+        self.vocab_size = max(self._plain.get_vocab().values(), default=-1) + 1  # every id is below
+        self._chat = ChatTemplate(template, _named_tokens(settings)) if template is not None else None
+        decoder = json.loads(definition).get("decoder")
+        self._byte_level = _has(decoder, "ByteLevel")
+        self._byte_fallback = _has(decoder, "ByteFallback")
+        self._anchor = None if self._byte_level else self._find_anchor()
+        self._pieces: dict[int, bytes | None] = {}
+
+    @classmethod
+    def load(cls, model_path: Path) -> Self:
+        """The tokeniser of a model folder. Raises OSError where there is none, ValueError where it cannot be used."""
+        path = model_path / "tokenizer.json"
+        data = path.read_bytes()
+        settings = _read(model_path / "special_tokens_map.json") | _read(model_path / "tokenizer_config.json")
+        template = settings.get("chat_template")
+        if isinstance(template, list):  # several, by name
+            template = next((entry["template"] for entry in template if entry["name"] == "default"), None)
+        if (beside := model_path / "chat_template.jinja").exists():
+            template = beside.read_text(encoding="utf-8")
+        try:
+            return cls(data.decode(), _fingerprint(data), settings, template)
+        except ValueError as error:
+            raise ValueError(f"{path}: {error}") from None
+
+    def encode(self, text: str) -> list[int]:
+        """A plain prompt, with what the post-processor puts around it. Control tokens that `text` spells out stay text.
+
+        Raises INVALID_FIELD (`text`) for the rare text that this tokeniser can write with a control token only.
+        """
+        merged = Encoding.merge(self._as_text(text, self._plain, "text"), growing_offsets=True)
+        return self._plain.post_process(merged).ids
+
+    def render(self, messages: Sequence[Message]) -> list[int]:
+        """A conversation of (role, content), by the model's chat template, up to where the assistant begins to write.
+
+        Contents are data; roles are taken as the template's own words, so they have to be known ones. Raises INVALID_FIELD (`chat`)
+        without a chat template and where it refuses the conversation, INTERNAL where it breaks.
+        """
+        if self._chat is None:
+            raise invalid("chat", "this model has no chat template; send text")
+        text = self._chat.render(messages)
+        outline = self._chat.outline(messages)
+        if text != outline.text:
+            ids = self._parse(text)
+            if self._all_from_template(ids, outline, messages):
+                return ids
+        return list(self._encode_outline(outline))
+
+    def id_for(self, token: str | None) -> int | None:
+        """The id of a token by its spelling in the vocabulary."""
+        return None if token is None else self._plain.token_to_id(token)
+
+    def decode(self, ids: Sequence[int]) -> str:
+        """The text of a whole output, without special tokens. A stream goes through `router.detokenizer`."""
+        return self._plain.decode(list(ids), skip_special_tokens=True)
+
+    def piece(self, token_id: int, first: bool = False) -> bytes | None:
+        """The bytes a token adds to the text, which need not be whole characters; None for one that is no text (special, unknown id).
+
+        `first`: nothing stands before it; some tokenisers drop a leading space there.
+        """
+        if first and not self._byte_level:
+            return self._first_piece(token_id)
+        if token_id not in self._pieces:
+            self._pieces[token_id] = self._find_piece(token_id)
+        return self._pieces[token_id]
+
+    def _parse(self, text: str) -> list[int]:
+        return self._parser.encode(text, add_special_tokens=False).ids
+
+    def _all_from_template(self, ids: list[int], outline: Outline, messages: Sequence[Message]) -> bool:
+        """True if no control token of the text that became `ids` can stem from a content."""
+        if any(self._controls(self._parse(content)) for _, content in messages):
+            return False
+        return self._controls(ids) == self._controls(self._parse(outline.shape))
+
+    def _controls(self, ids: Iterable[int]) -> list[int]:
+        return [id_ for id_ in ids if id_ in self._control]
+
+    def _encode_outline(self, outline: Outline) -> Iterator[int]:
+        contents = iter(outline.contents)
+        encoding = self._parser.encode(outline.shape, add_special_tokens=False)
+        done = 0
+        for id_, (start, end) in zip(encoding.ids, encoding.offsets, strict=True):
+            if id_ in self._control:
+                yield from self._between(outline.shape[done:start], done == 0, contents)
+                yield id_
+                done = end
+        yield from self._between(outline.shape[done:], done == 0, contents)
+
+    def _between(self, shape: str, first: bool, contents: Iterator[str]) -> Iterator[int]:
+        text = fill(shape, contents)
+        for encoding in self._as_text(text, self._plain if first else self._inner, "chat") if text else ():
+            yield from encoding.ids
+
+    def _as_text(self, text: str, first: tokenizers.Tokenizer, field: str) -> list[Encoding]:
+        """`text` without control tokens. Some models (Unigram above all) know their spelling as a word: such words are cut in two."""
+        parts = [text]
+        for _ in range(_ROUNDS):
+            encodings = [(self._inner if i else first).encode(part, add_special_tokens=False) for i, part in enumerate(parts)]
+            spans = [self._control_spans(encoding) for encoding in encodings]
+            if not any(spans):
+                return encodings
+            if any(end - start < 2 for found in spans for start, end in found):
+                break
+            parts = [cut for part, found in zip(parts, spans, strict=True) for cut in _cut(part, found)]
+        raise invalid(field, "holds text that this model can read as a control token only")
+
+    def _control_spans(self, encoding: Encoding) -> list[tuple[int, int]]:
+        return [span for id_, span in zip(encoding.ids, encoding.offsets, strict=True) if id_ in self._control]
+
+    def _find_piece(self, token_id: int) -> bytes | None:
+        token = self._text_token(token_id)
+        if token is None:
+            return None
+        if self._byte_level:
+            # As the ByteLevel decoder has it: a token with a character outside the alphabet is taken as it is.
+            return bytes(map(_BYTE_OF.__getitem__, token)) if _BYTE_OF.keys() >= set(token) else token.encode()
+        if (byte := self._byte(token)) is not None:
+            return byte
+        if self._anchor is None:
+            return self.decode([token_id]).encode()
+        return self.decode([self._anchor, token_id]).removeprefix(self.decode([self._anchor])).encode()
+
+    def _first_piece(self, token_id: int) -> bytes | None:
+        token = self._text_token(token_id)
+        if token is None:
+            return None
+        byte = self._byte(token)
+        return byte if byte is not None and not byte.isascii() else self.decode([token_id]).encode()
+
+    def _text_token(self, token_id: int) -> str | None:
+        return None if token_id in self.special_ids else self._plain.id_to_token(token_id)
+
+    def _byte(self, token: str) -> bytes | None:
+        match = _BYTE.fullmatch(token) if self._byte_fallback else None
+        return bytes.fromhex(match[1]) if match else None
+
+    def _find_anchor(self) -> int | None:
+        """A token of plain letters: what another token adds behind it is what it adds anywhere but at the beginning."""
+        ids = sorted(set(self._plain.get_vocab().values()) - self.special_ids)
+        return next((id_ for id_ in ids if self._byte(self._plain.id_to_token(id_) or "") is None and self.decode([id_]).isalnum()), None)
+
+
+def _cut(text: str, spans: list[tuple[int, int]]) -> Iterator[str]:
+    """`text` in pieces, cut in the middle of each span."""
+    done = 0
+    for start, end in spans:
+        middle = (start + end) // 2
+        yield text[done:middle]
+        done = middle
+    yield text[done:]
+
+
+def _build(definition: str, settings: _Json) -> tokenizers.Tokenizer:
+    try:
+        tokenizer = tokenizers.Tokenizer.from_str(definition)
+    except Exception as error:  # the library raises nothing narrower
+        raise ValueError(f"no tokenizer: {error}") from None
+    tokenizer.no_truncation()  # a prompt that is cut in silence would be answered wrongly
+    tokenizer.no_padding()
+    known = {token.content for token in tokenizer.get_added_tokens_decoder().values() if token.special}
+    more = [name for name in _declared(settings) if name not in known and tokenizer.token_to_id(name) is not None]
+    tokenizer.add_special_tokens([AddedToken(name, special=True, normalized=False) for name in more])
+    return tokenizer
+
+
+def _declared(settings: _Json) -> list[str]:
+    """Special tokens that only the configuration beside tokenizer.json names."""
+    extra = settings.get("extra_special_tokens") or []
+    more = [*(settings.get("additional_special_tokens") or []), *(extra.values() if isinstance(extra, dict) else extra)]
+    added = (settings.get("added_tokens_decoder") or {}).values()
+    names = [*_named_tokens(settings).values(), *map(_content, more), *(_content(token) for token in added if token.get("special"))]
+    return list(dict.fromkeys(name for name in names if name))
+
+
+def _named_tokens(settings: _Json) -> dict[str, str]:
+    extra = settings.get("extra_special_tokens")
+    named = {name: settings.get(name) for name in _NAMED} | (extra if isinstance(extra, dict) else {})
+    return {name: content for name, token in named.items() if (content := _content(token))}
+
+
+def _content(token: Any) -> str | None:
+    """A token is written as its text, or as an object with its text and how it is matched."""
+    content = token.get("content") if isinstance(token, dict) else token
+    return content if isinstance(content, str) else None
+
+
+def _unknown(definition: str, settings: _Json) -> str | None:
+    model = json.loads(definition)["model"]
+    if isinstance(index := model.get("unk_id"), int):  # Unigram
+        return str(model["vocab"][index][0])
+    return model.get("unk_token") or _content(settings.get("unk_token"))
+
+
+def _without_first_prefix(definition: str) -> str:
+    """The tokeniser for text that does not begin the prompt: Metaspace with `first` puts no space there."""
+    tree = json.loads(definition)
+    changed = False
+    for node in _nodes(tree.get("pre_tokenizer")):
+        if node.get("type") == "Metaspace" and node.get("prepend_scheme") == "first":
+            node["prepend_scheme"] = "never"
+            changed = True
+    return json.dumps(tree) if changed else definition
+
+
+def _has(tree: Any, kind: str) -> bool:
+    return any(node.get("type") == kind for node in _nodes(tree))
+
+
+def _nodes(tree: Any) -> Iterator[_Json]:
+    if isinstance(tree, dict):
+        yield tree
+    for child in tree.values() if isinstance(tree, dict) else tree if isinstance(tree, list) else ():
+        yield from _nodes(child)
+
+
+def _read(path: Path) -> _Json:
+    if not path.exists():
+        return {}
+    try:
+        tree = json.loads(path.read_bytes())
+    except ValueError as error:
+        raise ValueError(f"{path}: {error}") from None
+    if not isinstance(tree, dict):
+        raise ValueError(f"{path}: must be an object")
+    return tree
+
+
+def _fingerprint(data: bytes) -> str:
+    """That of `engine.fingerprint.tokenizer_fingerprint`, which workers put into their records; a test compares."""
+    name = b"tokenizer.json"
+    head = len(name).to_bytes(4, "little") + name + len(data).to_bytes(8, "little")
+    return blake2b(head + data, digest_size=16, person=b"baton.tokenizer").hexdigest()
+
+
+def _byte_alphabet() -> dict[str, int]:
+    """The characters that byte-level tokenisers write bytes with (Radford et al. 2019): printable ones stand for themselves."""
+    plain = [*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100)]
+    others = [byte for byte in range(256) if byte not in plain]
+    return {chr(byte): byte for byte in plain} | {chr(256 + i): byte for i, byte in enumerate(others)}
+
+
+_BYTE_OF = _byte_alphabet()

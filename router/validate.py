@@ -1,0 +1,257 @@
+"""What a caller may ask: bounds checked before any work, defaults filled in after the prompt is tokenised.
+
+Plain data on both sides, so that every door (gRPC, HTTP) asks the same way; field names are those of the proto.
+"""
+
+from collections.abc import Collection, Iterator, Mapping
+from dataclasses import dataclass, field
+from types import MappingProxyType
+from typing import TypeVar
+
+from cluster.errors import BatonError, Reason, Violation, invalid
+from engine.sampling import SamplingParams
+
+ROLES = ("system", "user", "assistant")
+DEFAULT_MAX_TOKENS = 256
+GREEDY_BELOW = 1e-5  # the sampler's own limit
+MAX_VIOLATIONS = 20  # told in one answer: it travels in the trailers, which gRPC limits to 8 KiB
+T = TypeVar("T", int, float)
+_INT32 = (1 << 31) - 1
+_NO_BIAS: Mapping[int, float] = MappingProxyType({})
+
+
+@dataclass(frozen=True, slots=True)
+class Limits:
+    max_prompt_bytes: int = 1 << 20  # UTF-8, all messages of a chat together
+    max_prompt_ids: int = 1 << 20
+    max_messages: int = 1000
+    max_stop: int = 16
+    max_stop_bytes: int = 256
+    max_stop_token_ids: int = 128
+    max_logit_bias: int = 1024
+    max_logprobs: int = 20
+    max_request_id: int = 128
+    max_salt: int = 256  # bytes
+
+
+@dataclass(frozen=True, slots=True)
+class AskSampling:
+    """None is absent."""
+
+    temperature: float | None = None
+    top_p: float | None = None
+    top_k: int | None = None
+    min_p: float | None = None
+    repetition_penalty: float | None = None
+    presence_penalty: float | None = None
+    frequency_penalty: float | None = None
+    seed: int | None = None
+    logit_bias: Mapping[int, float] = field(default_factory=lambda: _NO_BIAS)
+    logprobs: int | None = None
+    stop_token_ids: tuple[int, ...] = ()
+    stop: tuple[str, ...] = ()
+    max_tokens: int | None = None
+    min_tokens: int | None = None
+    ignore_eos: bool | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class Ask:
+    """A request as it came. Exactly one of text, messages and token_ids is a prompt."""
+
+    request_id: str = ""
+    model: str = ""
+    text: str | None = None
+    messages: tuple[tuple[str, str], ...] | None = None  # role, content
+    token_ids: tuple[int, ...] | None = None
+    cache_salt: str = ""
+    sampling: AskSampling = AskSampling()
+
+
+@dataclass(frozen=True, slots=True)
+class _Range:
+    low: float
+    high: float
+    above_low: bool = False  # low itself is not allowed
+
+    def refusal(self, value: float) -> str | None:
+        inside = self.low <= value <= self.high and not (self.above_low and value == self.low)  # NaN is nowhere
+        return None if inside else f"must be {'greater than' if self.above_low else 'at least'} {self.low:g} and at most {self.high:g}"
+
+
+_RANGES = {
+    "temperature": _Range(0, 100),
+    "top_p": _Range(0, 1, above_low=True),
+    "top_k": _Range(-1, _INT32),
+    "min_p": _Range(0, 1),
+    # A smaller one would carry logits out of float32.
+    "repetition_penalty": _Range(0.01, 100),
+    "presence_penalty": _Range(-2, 2),
+    "frequency_penalty": _Range(-2, 2),
+    "max_tokens": _Range(1, _INT32),
+    "min_tokens": _Range(0, _INT32),
+}
+_BIAS = _Range(-100, 100)
+
+
+def check(ask: Ask, limits: Limits, served_names: Collection[str], vocab_size: int) -> None:
+    """Raises MODEL_NOT_FOUND, or INVALID_FIELD with every field that is wrong (the first of a long list of values stands for the others).
+
+    The work is bounded by the limits: a list that is too long is not looked at. An empty `ask.model` is the served one.
+    """
+    if ask.model and ask.model not in served_names:
+        raise BatonError(Reason.MODEL_NOT_FOUND, f"model {ask.model[:80]!r} is not served here")
+    found = [*_identity(ask, limits), *_prompt(ask, limits, vocab_size), *_sampling(ask.sampling, limits, vocab_size)]
+    if found:
+        more = f" (and {len(found) - 1} more)" if len(found) > 1 else ""
+        message = f"{found[0].field}: {found[0].description}{more}"
+        raise BatonError(Reason.INVALID_FIELD, message, tuple(found[:MAX_VIOLATIONS]))
+
+
+def resolve(ask: Ask, prompt_tokens: int, context: int, draw_seed: int) -> tuple[SamplingParams, tuple[str, ...]]:
+    """Complete parameters, and the stop strings, of an ask that `check` let pass. `context`: longest prompt plus output, in tokens.
+
+    Raises CONTEXT_LENGTH where the prompt leaves no room for an output, or not for as many tokens as were asked for.
+    """
+    asked = ask.sampling
+    field = "text" if ask.text is not None else "chat" if ask.messages is not None else "token_ids"
+    if prompt_tokens < 1:
+        raise invalid(field, "the prompt has no tokens")
+    room = context - prompt_tokens
+    if room < 1:
+        description = f"the prompt has {prompt_tokens} tokens; prompt and output together may have {context}"
+        raise _too_long(field, description, prompt_tokens, context)
+    if asked.max_tokens is not None and asked.max_tokens > room:
+        description = f"{prompt_tokens} prompt tokens and {asked.max_tokens} output tokens are more than the {context} of the context"
+        raise _too_long("sampling.max_tokens", description, prompt_tokens, context)
+    max_tokens = min(DEFAULT_MAX_TOKENS, room) if asked.max_tokens is None else asked.max_tokens
+    temperature = _or(asked.temperature, 1.0)
+    params = SamplingParams(
+        max_tokens=max_tokens,
+        min_tokens=min(_or(asked.min_tokens, 0), max_tokens),
+        temperature=temperature if temperature >= GREEDY_BELOW else 0.0,
+        top_k=max(0, _or(asked.top_k, 0)),
+        top_p=_or(asked.top_p, 1.0),
+        min_p=_or(asked.min_p, 0.0),
+        repetition_penalty=_or(asked.repetition_penalty, 1.0),
+        presence_penalty=_or(asked.presence_penalty, 0.0),
+        frequency_penalty=_or(asked.frequency_penalty, 0.0),
+        seed=_or(asked.seed, draw_seed),
+        logit_bias=MappingProxyType(dict(asked.logit_bias)),
+        logprobs=asked.logprobs,
+        stop_token_ids=frozenset(asked.stop_token_ids),
+        ignore_eos=bool(asked.ignore_eos),
+    )
+    return params, asked.stop
+
+
+def _identity(ask: Ask, limits: Limits) -> Iterator[Violation]:
+    if len(ask.request_id) > limits.max_request_id or not (ask.request_id.isascii() and ask.request_id.isprintable()):
+        yield Violation("request_id", f"must be at most {limits.max_request_id} printable ASCII characters")
+    yield from _text("cache_salt", ask.cache_salt, limits.max_salt)
+
+
+def _prompt(ask: Ask, limits: Limits, vocab_size: int) -> Iterator[Violation]:
+    given = [prompt is not None for prompt in (ask.text, ask.messages, ask.token_ids)]
+    if sum(given) != 1:
+        yield Violation("prompt", "exactly one of text, chat and token_ids must be set")
+    if ask.text is not None:
+        yield from _text("text", ask.text, limits.max_prompt_bytes)
+        if not ask.text:
+            yield Violation("text", "must not be empty")
+    if ask.messages is not None:
+        yield from _messages(ask.messages, limits)
+    if ask.token_ids is not None:
+        if not 1 <= len(ask.token_ids) <= limits.max_prompt_ids:
+            yield Violation("token_ids.ids", f"must be 1 to {limits.max_prompt_ids} ids")
+        else:
+            yield from _ids("token_ids.ids", ask.token_ids, vocab_size)
+
+
+def _messages(messages: tuple[tuple[str, str], ...], limits: Limits) -> Iterator[Violation]:
+    if not 1 <= len(messages) <= limits.max_messages:
+        yield Violation("chat.messages", f"must be 1 to {limits.max_messages} messages")
+        return
+    room = limits.max_prompt_bytes
+    for i, (role, content) in enumerate(messages):
+        if role not in ROLES:
+            yield Violation(f"chat.messages[{i}].role", f"must be one of {', '.join(ROLES)}")
+        size = _size(content, room)
+        if size is None:
+            yield Violation(f"chat.messages[{i}].content", "is not valid Unicode")
+        elif size > room:
+            yield Violation("chat.messages", f"contents must have at most {limits.max_prompt_bytes} bytes together")
+            return
+        room -= size or 0
+
+
+def _sampling(asked: AskSampling, limits: Limits, vocab_size: int) -> Iterator[Violation]:
+    for name, allowed in _RANGES.items():
+        value = getattr(asked, name)
+        if value is not None and (refusal := allowed.refusal(value)):
+            yield Violation(f"sampling.{name}", refusal)
+    most = DEFAULT_MAX_TOKENS if asked.max_tokens is None else asked.max_tokens
+    if asked.min_tokens is not None and asked.min_tokens > max(most, 0):
+        yield Violation("sampling.min_tokens", f"must not be more than max_tokens ({most})")
+    if asked.logprobs is not None and not 0 <= asked.logprobs <= limits.max_logprobs:
+        yield Violation("sampling.logprobs", f"must be 0 to {limits.max_logprobs}")
+    if asked.seed is not None and not 0 <= asked.seed < 1 << 64:
+        yield Violation("sampling.seed", "must fit into 64 bits")
+    yield from _bias(asked.logit_bias, limits, vocab_size)
+    if len(asked.stop_token_ids) > limits.max_stop_token_ids:
+        yield Violation("sampling.stop_token_ids", f"must be at most {limits.max_stop_token_ids} ids")
+    else:
+        yield from _ids("sampling.stop_token_ids", asked.stop_token_ids, vocab_size)
+    if len(asked.stop) > limits.max_stop:
+        yield Violation("sampling.stop", f"must be at most {limits.max_stop} strings")
+    else:
+        for i, stop in enumerate(asked.stop):
+            yield from _text(f"sampling.stop[{i}]", stop, limits.max_stop_bytes)
+            if not stop:
+                yield Violation(f"sampling.stop[{i}]", "must not be empty")
+
+
+def _bias(bias: Mapping[int, float], limits: Limits, vocab_size: int) -> Iterator[Violation]:
+    if len(bias) > limits.max_logit_bias:
+        yield Violation("sampling.logit_bias", f"must be at most {limits.max_logit_bias} entries")
+        return
+    for id_, value in bias.items():
+        if not 0 <= id_ < vocab_size:
+            yield Violation(f"sampling.logit_bias[{id_}]", f"the id must be less than the vocabulary's {vocab_size}")
+        elif refusal := _BIAS.refusal(value):
+            yield Violation(f"sampling.logit_bias[{id_}]", refusal)
+
+
+def _ids(field: str, ids: tuple[int, ...], vocab_size: int) -> Iterator[Violation]:
+    """The first bad id stands for all of them."""
+    if not ids or (min(ids) >= 0 and max(ids) < vocab_size):
+        return
+    bad = next(i for i, id_ in enumerate(ids) if not 0 <= id_ < vocab_size)
+    yield Violation(f"{field}[{bad}]", f"must be less than the vocabulary's {vocab_size}")
+
+
+def _text(field: str, text: str, max_bytes: int) -> Iterator[Violation]:
+    size = _size(text, max_bytes)
+    if size is None:
+        yield Violation(field, "is not valid Unicode")
+    elif size > max_bytes:
+        yield Violation(field, f"must have at most {max_bytes} bytes")
+
+
+def _size(text: str, max_bytes: int) -> int | None:
+    """Bytes of UTF-8, or more than `max_bytes` for a text that is certainly longer; None where a surrogate stands alone."""
+    if len(text) > max_bytes:
+        return len(text)
+    try:
+        return len(text.encode())
+    except UnicodeEncodeError:
+        return None
+
+
+def _or(value: T | None, default: T) -> T:
+    return default if value is None else value
+
+
+def _too_long(field: str, description: str, prompt_tokens: int, context: int) -> BatonError:
+    metadata = {"prompt_tokens": str(prompt_tokens), "context": str(context)}
+    return BatonError(Reason.CONTEXT_LENGTH, description, (Violation(field, description),), metadata)

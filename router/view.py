@@ -1,0 +1,261 @@
+"""What the router believes about the cluster: who is there, who can be used, what we have sent them, what they cache.
+
+Facts come in from outside: records of the registry (`update`), failures and probes of calls (`mark_down`, `mark_up`), block events
+(`index`), our own work (`start_...`, `end_...`). Nothing is asked for, and nothing is decided here. While the registry is away nobody
+calls `update` and the last members stay. A registry that lost its contents shows too few members: one that is missing stays for
+`absent_s`, long enough to join again.
+
+Our own work is a set of requests for each worker, never a counter: an end that comes twice, or after the worker went, bends nothing.
+"""
+
+from collections import Counter
+from collections.abc import Iterable
+from dataclasses import dataclass
+from typing import Literal
+
+from cluster.records import WorkerRecord
+from router.prefix_index import PrefixIndex
+
+ABSENT_S = 3.0  # three heartbeats of the default configuration
+
+
+@dataclass(frozen=True, slots=True)
+class Joined:
+    worker: WorkerRecord
+
+
+@dataclass(frozen=True, slots=True)
+class Left:
+    worker: WorkerRecord
+
+
+@dataclass(frozen=True, slots=True)
+class Reincarnated:
+    """Another process has the name now; the old one is gone."""
+
+    old: WorkerRecord
+    new: WorkerRecord
+
+
+@dataclass(frozen=True, slots=True)
+class Refused:
+    """A member that no request is sent to, because this field of its record does not fit."""
+
+    name: str
+    field: str
+
+
+Fact = Joined | Left | Reincarnated | Refused
+
+
+@dataclass(frozen=True, slots=True)
+class Served:
+    """The model that requests are answered with. Only workers that agree in all of it are used."""
+
+    model_fingerprint: str
+    block_size: int  # tokens
+    max_model_len: int  # tokens; workers may hold more
+
+
+@dataclass(slots=True)
+class _Member:
+    record: WorkerRecord
+    seen: float  # when the registry last showed this incarnation
+    covers: int = 0  # the reported load tells of work that started before this update
+    down: bool = False
+    refused: str | None = None  # field that does not fit
+    foreign_tokens: int = 0  # uncached prompt tokens waiting there that are not ours
+
+
+@dataclass(frozen=True, slots=True)
+class _Task:
+    incarnation: int
+    tokens: int
+    since: int  # number of updates before it
+
+
+class _Ledger:
+    """Which of our requests is on which worker."""
+
+    def __init__(self) -> None:
+        self._tasks: dict[str, dict[str, _Task]] = {}  # worker → request → task
+        self._places: dict[str, str] = {}  # request → worker
+        self._ended: Counter[tuple[str, int]] = Counter()  # worker, incarnation → tokens that ended since the last update
+
+    def start(self, request_id: str, worker: str, task: _Task) -> None:
+        self.end(request_id)
+        self._places[request_id] = worker
+        self._tasks.setdefault(worker, {})[request_id] = task
+
+    def end(self, request_id: str) -> None:
+        worker = self._places.pop(request_id, None)
+        if worker is None:
+            return
+        task = self._tasks[worker].pop(request_id)
+        self._ended[worker, task.incarnation] += task.tokens
+        if not self._tasks[worker]:
+            del self._tasks[worker]
+
+    def tokens(self, record: WorkerRecord, since: int = 0) -> int:
+        """Of the process that the record is of: what an earlier one of the name had is lost."""
+        tasks = self._tasks.get(record.name, {}).values()
+        return sum(task.tokens for task in tasks if task.incarnation == record.incarnation and task.since >= since)
+
+    def recent_tokens(self, record: WorkerRecord) -> int:
+        """With what ended since the last update."""
+        return self.tokens(record) + self._ended[record.name, record.incarnation]
+
+    def note_update(self) -> None:
+        self._ended.clear()
+
+
+class ClusterView:
+    def __init__(self, tokenizer_fingerprint: str, absent_s: float = ABSENT_S) -> None:
+        """`tokenizer_fingerprint`: of our tokeniser; token ids mean something else to a worker with another one."""
+        self.index = PrefixIndex()
+        self.served: Served | None = None  # None until the first decode worker is ready
+        self._tokenizer_fingerprint = tokenizer_fingerprint
+        self._absent_s = absent_s
+        self._members: dict[str, _Member] = {}
+        self._updates = 0
+        self._prefills = _Ledger()
+        self._decodes = _Ledger()
+
+    # Members
+
+    def update(self, records: Iterable[WorkerRecord], now: float) -> list[Fact]:
+        """The registry's members at the moment `now` (seconds on any one clock). Returns what is new about them."""
+        self._updates += 1
+        facts: list[Fact] = []
+        for record in records:
+            facts += self._note(record, now)
+        facts += self._drop_absent(now)
+        facts += self._judge()
+        self._prefills.note_update()
+        self._decodes.note_update()
+        return facts
+
+    def mark_down(self, name: str, incarnation: int) -> None:
+        """A call showed that this process does not answer. It gets no requests until `mark_up`, or until another takes its name."""
+        member = self._members.get(name)
+        if member is not None and member.record.incarnation == incarnation:
+            member.down = True
+
+    def mark_up(self, name: str, incarnation: int) -> None:
+        member = self._members.get(name)
+        if member is not None and member.record.incarnation == incarnation:
+            member.down = False
+
+    def members(self) -> list[WorkerRecord]:
+        """All of them, usable or not, by name."""
+        return [self._members[name].record for name in sorted(self._members)]
+
+    def down_workers(self) -> list[WorkerRecord]:
+        return [record for record in self.members() if self._members[record.name].down]
+
+    def prefill_workers(self) -> list[WorkerRecord]:
+        """Those that a request can be sent to, by name."""
+        return self._usable("prefill")
+
+    def decode_workers(self) -> list[WorkerRecord]:
+        """Those that a request can be sent to, by name."""
+        return self._usable("decode")
+
+    def find(self, name: str) -> WorkerRecord | None:
+        member = self._members.get(name)
+        return member.record if member else None
+
+    def record(self, name: str) -> WorkerRecord:
+        """Of a member; KeyError for anybody else."""
+        return self._members[name].record
+
+    # Our own work
+
+    def start_prefill(self, request_id: str, worker: str, uncached_tokens: int) -> None:
+        self._start(self._prefills, request_id, worker, uncached_tokens)
+
+    def end_prefill(self, request_id: str) -> None:
+        """However it ended; nothing happens for one that is not there."""
+        self._prefills.end(request_id)
+
+    def start_decode(self, request_id: str, worker: str, tokens: int) -> None:
+        """`tokens`: what the sequence may come to, prompt included."""
+        self._start(self._decodes, request_id, worker, tokens)
+
+    def end_decode(self, request_id: str) -> None:
+        """However it ended; nothing happens for one that is not there."""
+        self._decodes.end(request_id)
+
+    def prefill_tokens(self, worker: str) -> int:
+        """Uncached prompt tokens that wait on a member: ours, which we know, and others', from its last report."""
+        member = self._members[worker]
+        return self._prefills.tokens(member.record) + member.foreign_tokens
+
+    def unreported_decode_tokens(self, worker: str) -> int:
+        """Tokens of our decodes on a member that its reported load does not show yet."""
+        member = self._members[worker]
+        return self._decodes.tokens(member.record, member.covers)
+
+    def decode_tokens(self, worker: str) -> int:
+        """Tokens of all our decodes on a member."""
+        return self._decodes.tokens(self._members[worker].record)
+
+    def _start(self, ledger: _Ledger, request_id: str, worker: str, tokens: int) -> None:
+        ledger.start(request_id, worker, _Task(self._members[worker].record.incarnation, tokens, self._updates))
+
+    def _note(self, record: WorkerRecord, now: float) -> list[Fact]:
+        member = self._members.get(record.name)
+        if member is not None and record.incarnation < member.record.incarnation:
+            return []  # a ghost; if it is the only one left, it joins when the newer one has been absent for long enough
+        if member is not None and record.incarnation == member.record.incarnation:
+            changed = record.load != member.record.load
+            member.record, member.seen = record, now
+            if changed:
+                self._read_load(member)
+            return []
+        fact: Fact = Reincarnated(member.record, record) if member else Joined(record)
+        member = self._members[record.name] = _Member(record, now)
+        self._read_load(member)
+        self.index.join(record.name, record.incarnation)
+        return [fact]
+
+    def _read_load(self, member: _Member) -> None:
+        """A report that this update brings was written after the last one: it tells of all that we had sent by then, perhaps of more."""
+        member.covers = self._updates - 1
+        member.foreign_tokens = max(0, member.record.load.waiting_tokens - self._prefills.recent_tokens(member.record))
+
+    def _drop_absent(self, now: float) -> list[Fact]:
+        absent = [name for name, member in sorted(self._members.items()) if member.seen < now and now - member.seen >= self._absent_s]
+        for name in absent:
+            self.index.forget(name)
+        return [Left(self._members.pop(name).record) for name in absent]
+
+    def _judge(self) -> list[Fact]:
+        """Fix the served model by the first ready decode worker, for as long as there is one that fits; find out who does not fit."""
+        ours = [record for record in self.members() if record.tokenizer_fingerprint == self._tokenizer_fingerprint]
+        ready = [record for record in ours if record.role == "decode" and record.state == "ready"]
+        if ready and (self.served is None or all(self._mismatch(record) for record in ready)):
+            self.served = Served(ready[0].model_fingerprint, ready[0].block_size, ready[0].max_model_len)
+        facts: list[Fact] = []
+        for record in self.members():
+            member = self._members[record.name]
+            before, member.refused = member.refused, self._mismatch(record)
+            if member.refused and member.refused != before:
+                facts.append(Refused(record.name, member.refused))
+        return facts
+
+    def _mismatch(self, record: WorkerRecord) -> str | None:
+        """The first field that does not fit."""
+        if record.tokenizer_fingerprint != self._tokenizer_fingerprint:
+            return "tokenizer_fingerprint"
+        if self.served is None:
+            return None
+        if record.model_fingerprint != self.served.model_fingerprint:
+            return "model_fingerprint"
+        if record.block_size != self.served.block_size:
+            return "block_size"
+        return "max_model_len" if record.max_model_len < self.served.max_model_len else None
+
+    def _usable(self, role: Literal["prefill", "decode"]) -> list[WorkerRecord]:
+        members = (self._members[name] for name in sorted(self._members))
+        return [m.record for m in members if m.record.role == role and m.record.state == "ready" and not m.down and m.refused is None]

@@ -1,0 +1,108 @@
+"""What the router learns without being asked: members, block events, snapshots, who came back.
+
+Four loops, each of which survives whatever the registry or a worker does. While the registry is away the last known members stand, and
+direct failures and probes alone decide who is down.
+"""
+
+import asyncio
+import logging
+from time import monotonic
+
+from cluster.errors import BatonError
+from cluster.records import WorkerRecord
+from cluster.registry import Registry, RegistryUnavailable
+from router.clients import Workers
+from router.view import ClusterView, Joined, Left, Refused, Reincarnated
+
+log = logging.getLogger(__name__)
+MEMBERS_EVERY_S = 0.25
+PROBE_EVERY_S = 0.25
+SNAPSHOT_EVERY_S = 0.2
+EVENTS_WAIT_S = 1.0
+AWAY_S = 0.5  # pause before a registry that was away is asked again
+
+
+class Watch:
+    def __init__(self, view: ClusterView, registry: Registry, workers: Workers) -> None:
+        self._view = view
+        self._registry = registry
+        self._workers = workers
+        self.registry_reachable = False
+
+    async def run(self) -> None:
+        async with asyncio.TaskGroup() as group:
+            group.create_task(self._run_members())
+            group.create_task(self._run_events())
+            group.create_task(self._run_snapshots())
+            group.create_task(self._run_probes())
+
+    async def _run_members(self) -> None:
+        while True:
+            try:
+                members = await self._registry.members()
+                self._note(True)
+                await self._apply(members)
+                await asyncio.sleep(MEMBERS_EVERY_S)
+            except RegistryUnavailable as error:
+                self._note(False, error)
+                await asyncio.sleep(AWAY_S)
+
+    async def _apply(self, members: list[WorkerRecord]) -> None:
+        for fact in self._view.update(members, monotonic()):
+            match fact:
+                case Joined(worker):
+                    self._workers.welcome(worker)
+                    log.info("%s joined: %s incarnation %d", worker.name, worker.address, worker.incarnation)
+                case Left(worker):
+                    log.info("%s left", worker.name)
+                    await self._workers.forget(worker)
+                case Reincarnated(old, new):
+                    log.info("%s is another process now: %s incarnation %d", new.name, new.address, new.incarnation)
+                    await self._workers.forget(old)
+                case Refused(name, field):
+                    log.warning("%s gets no requests: its %s is not that of the served model", name, field)
+
+    async def _run_events(self) -> None:
+        cursor = None
+        while True:
+            try:
+                events, cursor = await self._registry.events(cursor, EVENTS_WAIT_S)
+            except RegistryUnavailable:
+                await asyncio.sleep(AWAY_S)
+                continue
+            for event in events:
+                self._view.index.apply(event)
+
+    async def _run_snapshots(self) -> None:
+        """Who missed an event asks for the whole."""
+        while True:
+            await asyncio.sleep(SNAPSHOT_EVERY_S)
+            for name in self._view.index.needing_snapshot():
+                worker = self._view.find(name)
+                if worker is None:
+                    continue
+                try:
+                    snapshot = await self._workers.snapshot(worker)
+                except BatonError as error:
+                    log.debug("no snapshot of %s: %s", name, error)
+                    continue
+                self._view.index.snapshot(name, snapshot.incarnation, snapshot.sequence, snapshot.keys)
+
+    async def _run_probes(self) -> None:
+        """A worker that failed a request is asked until it answers again."""
+        while True:
+            await asyncio.sleep(PROBE_EVERY_S)
+            await asyncio.gather(*(self._probe(worker) for worker in self._view.down_workers()))
+
+    async def _probe(self, worker: WorkerRecord) -> None:
+        try:
+            record, _ = await self._workers.describe(worker)
+        except (BatonError, ValueError):
+            return
+        if record.incarnation == worker.incarnation and record.state == "ready":
+            self._view.mark_up(worker.name, worker.incarnation)
+
+    def _note(self, reachable: bool, error: BaseException | None = None) -> None:
+        if reachable != self.registry_reachable:
+            log.info("registry is %s", "reachable" if reachable else f"away: {error}")
+        self.registry_reachable = reachable

@@ -1,0 +1,361 @@
+"""The client of application backends, sync and async, against a server in this process that says what the test wants said."""
+
+import asyncio
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import AsyncIterator, Callable, Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
+from typing import Any
+
+import grpc
+import pytest
+
+from baton.client import AsyncClient, Client, GenerateError, Result, Token, Usage, build_request
+from baton.v1 import generation_pb2 as pb
+from baton.v1 import generation_pb2_grpc
+from cluster.errors import BatonError, Reason, Violation
+from cluster.rpc import Context, abort
+
+FINISHED = pb.Finished(
+    request_id="r",
+    reason=pb.FINISH_REASON_STOP,
+    text="!",
+    stop="END",
+    usage=pb.Usage(prompt_tokens=3, completion_tokens=2, cached_tokens=1),
+    stages=pb.StageTimes(queue_ms=1, prefill_ms=2, transfer_ms=3, decode_ms=4, read_ms=0.5),
+    workers=pb.Workers(prefill="p0", decode="d0", retries=1),
+    handoff=pb.Handoff(transport="nixl", blocks=3, bytes=300),
+)
+WHOLE = (
+    pb.GenerateResponse(accepted=pb.Accepted(request_id="r", model="m", prompt_tokens=3)),
+    pb.GenerateResponse(tokens=pb.Tokens(tokens=[pb.Token(index=0, id=7, text="Hel")])),
+    pb.GenerateResponse(
+        tokens=pb.Tokens(tokens=[pb.Token(index=1, id=8, text="lo", logprob=-0.5, top=[pb.TopLogprob(id=8, logprob=-0.5)])])
+    ),
+    pb.GenerateResponse(finished=FINISHED),
+)
+
+
+class Scripted(generation_pb2_grpc.GenerationServicer):
+    """Says `responses`; then raises `error`, or with `hangs` says nothing more."""
+
+    def __init__(self) -> None:
+        self.responses: Sequence[pb.GenerateResponse] = WHOLE
+        self.error: BatonError | None = None
+        self.bare: grpc.StatusCode | None = None
+        self.hangs = False
+        self.asked: list[pb.GenerateRequest] = []
+        self.timeouts: list[float | None] = []
+        self.cancelled = threading.Event()
+
+    async def Generate(self, request: pb.GenerateRequest, context: Context) -> AsyncIterator[pb.GenerateResponse]:
+        self.asked.append(request)
+        self.timeouts.append(context.time_remaining())
+        try:
+            for response in self.responses:
+                yield response
+            if self.error is not None:
+                await abort(context, self.error)
+            if self.bare is not None:
+                await context.abort(self.bare, "bare")
+            if self.hangs:
+                await asyncio.sleep(60)
+        except (asyncio.CancelledError, GeneratorExit):  # GeneratorExit: while a response was being sent
+            self.cancelled.set()
+            raise
+
+
+@contextmanager
+def serving() -> Iterator[tuple[Scripted, str]]:
+    """On a thread of its own, for the client that blocks."""
+    servicer, address, stop = Scripted(), "", threading.Event()
+    ready = threading.Event()
+
+    async def serve() -> None:
+        nonlocal address
+        server = grpc.aio.server()
+        generation_pb2_grpc.add_GenerationServicer_to_server(servicer, server)
+        address = f"127.0.0.1:{server.add_insecure_port('127.0.0.1:0')}"
+        await server.start()
+        ready.set()
+        while not stop.is_set():
+            await asyncio.sleep(0.01)
+        await server.stop(None)
+
+    with ThreadPoolExecutor(1) as pool:
+        running = pool.submit(asyncio.run, serve())
+        assert ready.wait(5)
+        try:
+            yield servicer, address
+        finally:
+            stop.set()
+            running.result(5)
+
+
+@pytest.fixture
+def server() -> Iterator[tuple[Scripted, str]]:
+    with serving() as pair:
+        yield pair
+
+
+@pytest.fixture
+def scripted(server: tuple[Scripted, str]) -> Scripted:
+    return server[0]
+
+
+@pytest.fixture
+def address(server: tuple[Scripted, str]) -> str:
+    return server[1]
+
+
+Take = Callable[..., tuple[list[Token], Result]]
+
+
+def take_sync(address: str, prompt: str | None = "x", **ask: Any) -> tuple[list[Token], Result]:
+    with Client(address) as client, client.generate(prompt, **ask) as stream:
+        return list(stream), stream.result
+
+
+def take_async(address: str, prompt: str | None = "x", **ask: Any) -> tuple[list[Token], Result]:
+    async def take() -> tuple[list[Token], Result]:
+        async with AsyncClient(address) as client, client.generate(prompt, **ask) as stream:
+            return [token async for token in stream], stream.result
+
+    return asyncio.run(take())
+
+
+both = pytest.mark.parametrize("take", [take_sync, take_async], ids=["sync", "async"])
+
+
+@both
+def test_an_answer(take: Take, scripted: Scripted, address: str) -> None:
+    tokens, result = take(address, "Once", max_tokens=5, temperature=0.0, timeout_s=30, model="m", request_id="r", cache_salt="s")
+    assert tokens == [Token(0, 7, "Hel"), Token(1, 8, "lo", -0.5, ((8, -0.5),))]
+    assert (result.text, result.token_ids, result.finish_reason, result.stop) == ("Hello!", (7, 8), "stop", "END")
+    assert result.usage == Usage(3, 2, 1) and result.request_id == "r"
+    assert result.stages_ms == {
+        "queue": 1, "prefill": 2, "transfer": 3, "decode": 4, "prefill_wait": 0, "prefill_compute": 0, "read": 0.5, "verify": 0,
+    }  # fmt: skip
+    assert result.workers == {"prefill": "p0", "decode": "d0", "retries": 1}
+    assert (result.handoff["transport"], result.handoff["blocks"], result.handoff["bytes"]) == ("nixl", 3, 300)
+    (asked,) = scripted.asked
+    assert (asked.text, asked.model, asked.request_id, asked.cache_salt) == ("Once", "m", "r", "s")
+    assert asked.sampling.max_tokens == 5 and asked.sampling.HasField("temperature") and not asked.sampling.HasField("top_p")
+    assert scripted.timeouts[0] is not None and 25 < scripted.timeouts[0] < 31  # gRPC rounds it up
+
+
+@both
+@pytest.mark.parametrize("finished", [{"stop_token_id": 9}, {}], ids=["token", "nothing"])
+def test_what_stopped_it(take: Take, finished: dict[str, int], scripted: Scripted, address: str) -> None:
+    scripted.responses = [*WHOLE[:3], pb.GenerateResponse(finished=pb.Finished(reason=pb.FINISH_REASON_LENGTH, **finished))]
+    _, result = take(address)
+    assert result.stop == finished.get("stop_token_id") and result.finish_reason == "length"
+
+
+@both
+@pytest.mark.parametrize("reason", Reason)
+def test_refusals_are_typed(take: Take, reason: Reason, scripted: Scripted, address: str) -> None:
+    scripted.responses = WHOLE[:2]
+    scripted.error = BatonError(reason, "because", (Violation("sampling.top_p", "must be at most 1"),), {"tokens_emitted": "1"})
+    with pytest.raises(GenerateError, match=f"{reason.name}: because") as caught:
+        take(address)
+    error = caught.value
+    assert (error.code, error.reason, error.message) == (reason.value.grpc, reason.name, "because")
+    assert error.violations == (("sampling.top_p", "must be at most 1"),)
+    assert error.retry_after_s == reason.value.retry_after and error.metadata == {"tokens_emitted": "1"}
+
+
+@both
+def test_a_bare_status_is_an_error_too(take: Take, scripted: Scripted, address: str) -> None:
+    scripted.bare = grpc.StatusCode.RESOURCE_EXHAUSTED
+    with pytest.raises(GenerateError) as caught:
+        take(address)
+    error = caught.value
+    assert (error.code, error.reason, error.violations, error.retry_after_s) == ("RESOURCE_EXHAUSTED", "", (), None)
+    assert str(error) == "RESOURCE_EXHAUSTED: bare"
+
+
+@both
+def test_nobody_there(take: Take) -> None:
+    with serving() as (_, address):
+        pass
+    with pytest.raises(GenerateError) as caught:
+        take(address)
+    assert caught.value.code == "UNAVAILABLE"
+
+
+@both
+def test_the_deadline(take: Take, scripted: Scripted, address: str) -> None:
+    scripted.hangs = True
+    began = time.monotonic()
+    with pytest.raises(GenerateError) as caught:
+        take(address, timeout_s=0.2)
+    assert caught.value.code == "DEADLINE_EXCEEDED" and time.monotonic() - began < 3
+    assert scripted.cancelled.wait(3)
+
+
+@both
+def test_a_stream_that_ends_without_a_result_has_none(take: Take, scripted: Scripted, address: str) -> None:
+    scripted.responses = WHOLE[:3]
+    with pytest.raises(RuntimeError, match="not come to its end"):
+        take(address)
+
+
+# Leaving early
+
+
+def test_leaving_the_context_cancels(scripted: Scripted, address: str) -> None:
+    scripted.responses, scripted.hangs = WHOLE[:3], True
+    with Client(address) as client:
+        with client.generate("x") as stream:
+            assert next(iter(stream)).text == "Hel" and stream.request_id == "r"
+            with pytest.raises(RuntimeError, match="not come to its end"):
+                _ = stream.result
+        assert scripted.cancelled.wait(3)
+
+
+async def test_leaving_the_async_context_cancels(scripted: Scripted, address: str) -> None:
+    scripted.responses, scripted.hangs = WHOLE[:3], True
+    async with AsyncClient(address) as client:
+        async with client.generate("x") as stream:
+            async for token in stream:
+                assert token.text == "Hel" and stream.request_id == "r"
+                break
+            with pytest.raises(RuntimeError, match="not come to its end"):
+                _ = stream.result
+        assert await asyncio.to_thread(scripted.cancelled.wait, 3)
+
+
+async def test_cancelling_the_task_cancels_the_request(scripted: Scripted, address: str) -> None:
+    scripted.responses, scripted.hangs = WHOLE[:3], True
+    async with AsyncClient(address) as client:
+
+        async def read() -> None:
+            async with client.generate("x") as stream:
+                async for _ in stream:
+                    pass
+
+        task = asyncio.create_task(read())
+        while not scripted.asked:
+            await asyncio.sleep(0.01)
+        task.cancel()
+        with pytest.raises(asyncio.CancelledError):
+            await task
+    assert await asyncio.to_thread(scripted.cancelled.wait, 3)
+
+
+def test_cancelling_from_elsewhere_is_an_error_for_the_reader(scripted: Scripted, address: str) -> None:
+    scripted.responses, scripted.hangs = WHOLE[:3], True
+    with Client(address) as client, client.generate("x") as stream:
+        threading.Timer(0.1, stream.cancel).start()
+        with pytest.raises(GenerateError) as caught:
+            list(stream)
+    assert caught.value.code == "CANCELLED"
+
+
+@pytest.mark.parametrize("how", ["stream.cancel", "client.close"])
+async def test_cancelling_from_elsewhere_is_no_cancellation_of_the_reader(how: str, scripted: Scripted, address: str) -> None:
+    """A task that was not cancelled must not end as if it were: it would vanish from its task group without a trace."""
+    scripted.responses, scripted.hangs = WHOLE[:3], True
+    client = AsyncClient(address)
+    stream = client.generate("x")
+
+    async def read() -> list[Token]:
+        return [token async for token in stream]
+
+    task = asyncio.create_task(read())
+    while not scripted.asked:
+        await asyncio.sleep(0.01)
+    await asyncio.sleep(0.05)
+    if how == "stream.cancel":
+        stream.cancel()
+    else:
+        await client.close()
+    with pytest.raises(GenerateError) as caught:
+        async with asyncio.timeout(3):
+            await task
+    assert caught.value.code == "CANCELLED"
+    await client.close()
+
+
+def test_a_request_that_ended_is_not_cancelled(scripted: Scripted, address: str) -> None:
+    take_sync(address)
+    assert not scripted.cancelled.wait(0.2)
+
+
+async def test_many_at_once_over_one_channel(scripted: Scripted, address: str) -> None:
+    async with AsyncClient(address) as client:
+
+        async def one() -> str:
+            async with client.generate("x") as stream:
+                async for _ in stream:
+                    pass
+                return stream.result.text
+
+        assert await asyncio.gather(*(one() for _ in range(50))) == ["Hello!"] * 50
+
+
+def test_one_client_in_many_threads(scripted: Scripted, address: str) -> None:
+    with Client(address) as client, ThreadPoolExecutor(8) as pool:
+
+        def one(_: int) -> str:
+            with client.generate("x") as stream:
+                list(stream)
+                return stream.result.text
+
+        assert list(pool.map(one, range(32))) == ["Hello!"] * 32
+
+
+# Requests
+
+
+def test_each_kind_of_prompt() -> None:
+    assert build_request("").WhichOneof("prompt") == "text"
+    chat = build_request(messages=[{"role": "user", "content": "Hi"}])
+    assert [(message.role, message.content) for message in chat.chat.messages] == [("user", "Hi")]
+    assert list(build_request(token_ids=[1, 2]).token_ids.ids) == [1, 2]
+    assert build_request(messages=[]).WhichOneof("prompt") == "chat" and build_request(token_ids=[]).WhichOneof("prompt") == "token_ids"
+
+
+@pytest.mark.parametrize("prompts", [{}, {"prompt": "x", "token_ids": [1]}, {"messages": [], "token_ids": []}])
+def test_exactly_one_prompt(prompts: dict[str, Any]) -> None:
+    with pytest.raises(TypeError, match="exactly one"):
+        build_request(**prompts)
+
+
+def test_every_sampling_field_and_no_other() -> None:
+    given = {
+        "temperature": 0.5, "top_p": 0.5, "top_k": 3, "min_p": 0.25, "repetition_penalty": 1.5, "presence_penalty": 0.5,
+        "frequency_penalty": 0.5, "seed": 7, "logit_bias": {3: 1.5}, "logprobs": 2, "stop_token_ids": [4], "stop": ["x"],
+        "max_tokens": 5, "min_tokens": 1, "ignore_eos": True,
+    }  # fmt: skip
+    assert set(given) == set(pb.SamplingParams.DESCRIPTOR.fields_by_name)
+    assert build_request("x", **given).sampling == pb.SamplingParams(**given)
+    assert build_request("x", top_p=None) == build_request("x")
+    with pytest.raises(TypeError, match="max_token, temprature"):
+        build_request("x", temprature=1, max_token=3)
+
+
+def test_a_backend_loads_the_stubs_and_nothing_else_of_ours() -> None:
+    code = """
+import sys
+from baton.client import AsyncClient, Client
+with Client("127.0.0.1:1") as client:
+    try:
+        list(client.generate("x", timeout_s=0.1))
+    except Exception as error:
+        assert type(error).__name__ == "GenerateError", error
+ours = {"baton", "cluster", "decode_worker", "engine", "kvtransfer", "loadtest", "models", "prefill_worker", "router", "worker"}
+loaded = {name.split(".")[0] for name in sys.modules}
+print(sorted(loaded & (ours | {"torch", "numpy", "pydantic", "redis", "ray", "tokenizers", "typer", "rich", "yaml"})))
+print(sorted(name for name in sys.modules if name.startswith("baton.")))
+"""
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=60)
+    assert done.returncode == 0, done.stderr
+    assert done.stdout.splitlines() == [
+        "['baton']",
+        "['baton.client', 'baton.v1', 'baton.v1.generation_pb2', 'baton.v1.generation_pb2_grpc']",
+    ]

@@ -1,0 +1,6 @@
+"""Stands in for cluster/leash.py in the negative control: becomes the command, tied to nobody."""
+
+import os
+import sys
+
+os.execvp(sys.argv[3], sys.argv[3:])

@@ -1,0 +1,364 @@
+import dataclasses
+import os
+import re
+from pathlib import Path
+
+import pytest
+import yaml
+from hypothesis import given
+from hypothesis import strategies as st
+from pydantic import ValidationError
+
+from cluster.config import (
+    FOREIGN_ENV,
+    MASK,
+    ClusterConfig,
+    Config,
+    ConfigError,
+    EngineConfig,
+    Key,
+    RedisConfig,
+    dump,
+    keys,
+    load,
+    mask_password,
+    schema,
+)
+
+SECRET = "0123456789abcdef"
+# A legal value, other than the default, for each key whose default does not suggest one.
+LEGAL = {
+    "router.port": "9000",
+    "cluster.name": "other",
+    "cluster.key": SECRET,
+    "cluster.host": "10.0.0.1",
+    "model.path": "models/x",
+    "model.dtype": "bfloat16",
+    "model.max_model_len": "2048",
+    "engine.kv_memory_mib": "64",
+    "engine.threads": "2",
+    "kv.transport": "tcp",
+    "kv.on_failure": "fail",
+    "kv.ucx_tls": "tcp",
+    "kv.ucx_net_devices": "eth0",
+    "prefill.cores": "[0, 1]",
+    "decode.cores": "[1]",
+    "redis.url": "redis://10.0.0.2:6379/1",
+    "launcher.kind": "ray",
+    "telemetry.log_level": "debug",
+}
+
+
+def file(folder: Path, text: str, name: str = "baton.yaml") -> Path:
+    path = folder / name
+    path.write_text(text)
+    return path
+
+
+def at(config: Config, name: str) -> object:
+    section, leaf = name.split(".")
+    return getattr(getattr(config, section), leaf)
+
+
+def legal(key: Key) -> str:
+    if key.name in LEGAL:
+        return LEGAL[key.name]
+    match key.default:
+        case bool(default):
+            return "false" if default else "true"
+        case int(default):
+            return str(default + 1)
+        case float(default):
+            return str(default * 0.9 or 0.5)
+    return "text"
+
+
+def refused(**layers: object) -> str:
+    layers.setdefault("env", {})
+    with pytest.raises(ConfigError) as error:
+        load(**layers)  # type: ignore[arg-type]
+    return str(error.value)
+
+
+class TestPrecedence:
+    def test_defaults_alone(self) -> None:
+        loaded = load(env={})
+        assert loaded.config == Config()
+        assert set(loaded.sources.values()) == {"default"}
+        assert list(loaded.sources) == [key.name for key in keys()]
+
+    def test_flag_over_env_over_file_over_default(self, tmp_path: Path) -> None:
+        path = file(tmp_path, "engine: {block_size: 2, max_queue: 2, max_num_seqs: 2}")
+        env = {"BATON_ENGINE_BLOCK_SIZE": "3", "BATON_ENGINE_MAX_QUEUE": "3"}
+        loaded = load([path], env, {"engine.block-size": "4"})
+        engine = loaded.config.engine
+        assert (engine.block_size, engine.max_queue, engine.max_num_seqs, engine.max_num_batched_tokens) == (4, 3, 2, 512)
+        assert loaded.sources["engine.block_size"] == "flag --engine.block-size"
+        assert loaded.sources["engine.max_queue"] == "env BATON_ENGINE_MAX_QUEUE"
+        assert loaded.sources["engine.max_num_seqs"] == f"file {path}"
+        assert loaded.sources["engine.max_num_batched_tokens"] == "default"
+
+    def test_a_later_file_wins(self, tmp_path: Path) -> None:
+        first, second = file(tmp_path, "router: {port: 1, admin_port: 2}", "a.yaml"), file(tmp_path, "router: {port: 3}", "b.yaml")
+        loaded = load([first, second], {})
+        assert (loaded.config.router.port, loaded.config.router.admin_port) == (3, 2)
+        assert loaded.sources["router.port"] == f"file {second}"
+
+    def test_the_environment_is_the_process_s_own_unless_given(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        for name in [name for name in os.environ if name.startswith("BATON_")]:
+            monkeypatch.delenv(name)
+        monkeypatch.setenv("BATON_ROUTER_PORT", "9000")
+        assert load().config.router.port == 9000
+
+
+class TestEveryKey:
+    @pytest.mark.parametrize("key", keys(), ids=lambda key: key.name)
+    def test_is_set_by_its_variable_and_by_its_flag(self, key: Key) -> None:
+        text = legal(key)
+        pair = dict.fromkeys(("BATON_SECURITY_TLS_CERT", "BATON_SECURITY_TLS_KEY"), text) if key.name.startswith("security") else {}
+        by_env = load(env=pair | {key.env: text})
+        assert by_env.sources[key.name] == f"env {key.env}"
+        value = at(by_env.config, key.name)
+        assert value != key.default
+        expected = yaml.safe_load(text)
+        assert value == (tuple(expected) if isinstance(expected, list) else text if isinstance(value, str) else expected)
+        if key.flag is None:
+            assert key.name == "cluster.key"
+            return
+        for flag in (key.flag, key.name):
+            by_flag = load(env=pair, flags={flag: text})
+            assert by_flag.config == by_env.config
+            assert by_flag.sources[key.name] == f"flag --{flag}"
+
+    @pytest.mark.parametrize("key", keys(), ids=lambda key: key.name)
+    def test_is_documented_and_its_default_is_legal(self, key: Key) -> None:
+        assert len(key.description) > 10 and key.description.endswith(".")
+        section, leaf = key.name.split(".")
+        model = type(getattr(Config(), section))
+        assert getattr(model.model_validate({leaf: key.default}), leaf) == key.default
+
+    @pytest.mark.parametrize("key", [key for key in keys() if isinstance(key.default, float)], ids=lambda key: key.name)
+    @pytest.mark.parametrize("text", [".nan", ".inf", "-.inf", "-1"])
+    def test_that_is_a_number_is_bounded(self, key: Key, text: str) -> None:
+        assert key.name in refused(env={key.env: text})
+
+    def test_has_a_variable_of_its_own(self) -> None:
+        names = [key.env for key in keys()]
+        assert len(set(names)) == len(names)
+        assert all(re.fullmatch(r"BATON_[A-Z0-9_]+", name) for name in names)
+        assert not set(names) & set(FOREIGN_ENV)
+
+    def test_survives_dump_and_load(self, tmp_path: Path) -> None:
+        config = load(env={key.env: legal(key) for key in keys()}).config
+        assert all(at(config, key.name) != key.default for key in keys())
+        again = load([file(tmp_path, dump(config, secrets=True))], {})
+        assert again.config == config
+
+
+class TestUnknownNames:
+    def test_in_a_file(self, tmp_path: Path) -> None:
+        path = file(tmp_path, "engine: {blok_size: 16}")
+        text = refused(files=[path])
+        assert "engine.blok_size" in text and str(path) in text and "did you mean engine.block_size?" in text
+
+    def test_a_key_of_another_section(self, tmp_path: Path) -> None:
+        assert "did you mean redis.url?" in refused(files=[file(tmp_path, "telemetry: {url: x}")])
+        assert "did you mean router.port or prefill.port?" in refused(files=[file(tmp_path, "launcher: {port: 3}")])
+
+    def test_a_section(self, tmp_path: Path) -> None:
+        assert "unknown section 'engin'; did you mean engine?" in refused(files=[file(tmp_path, "engin: {}")])
+
+    def test_in_the_environment(self) -> None:
+        text = refused(env={"BATON_ENGINE_BLOKC_SIZE": "16"})
+        assert "env BATON_ENGINE_BLOKC_SIZE" in text and "did you mean BATON_ENGINE_BLOCK_SIZE?" in text
+
+    def test_in_the_flags(self) -> None:
+        text = refused(flags={"engine.block-sise": "16"})
+        assert "flag --engine.block-sise" in text and "did you mean engine.block_size?" in text
+
+    def test_far_from_everything_gets_no_suggestion(self) -> None:
+        text = refused(flags={"zzzzzzzz": "1"})
+        assert "zzzzzzzz" in text and "did you mean" not in text
+
+    def test_variables_of_others_are_left_alone(self) -> None:
+        others = dict.fromkeys(FOREIGN_ENV, "x") | {"BATON_TEST_ANYTHING": "x", "PATH": "x", "BATONX": "x"}
+        assert load(env=others).config == Config()
+
+    def test_variables_that_kubernetes_sets_for_a_service_are_explained(self) -> None:
+        assert "enableServiceLinks: false" in refused(env={"BATON_ROUTER_SERVICE_HOST": "10.0.0.1"})
+
+    @given(st.text(st.characters(codec="ascii"), max_size=30))
+    def test_no_name_but_a_key_is_taken(self, name: str) -> None:
+        flags = {key.flag for key in keys()}
+        if name.replace("_", "-") not in flags:
+            assert refused(flags={name: "1"})
+
+
+class TestFiles:
+    @pytest.mark.parametrize("text", ["", "# nothing\n", "engine:\n", "{}", "---\n"])
+    def test_with_nothing_in_them_are_fine(self, tmp_path: Path, text: str) -> None:
+        assert load([file(tmp_path, text)], {}).config == Config()
+
+    @pytest.mark.parametrize(
+        ("text", "what"),
+        [
+            ("[1, 2]", "top level must be a mapping, not list"),
+            ("just text", "top level must be a mapping, not str"),
+            ("engine: 3", "engine must be a mapping, not int"),
+            ("engine: [block_size]", "engine must be a mapping, not list"),
+            ("engine: {block_size: 1, block_size: 2}", "key 'block_size' twice"),
+            ("engine: {}\nengine: {}", "key 'engine' twice"),
+            ("on: {}", "key True is not text"),
+            ("? [a]\n: 1", "is not text"),
+            ("engine: {block_size: 1", "cannot be read"),
+            ("engine: !!python/object/apply:os.system [true]", "cannot be read"),
+            ("model: {path: 2001-99-99}", "cannot be read"),
+            ("a: " + "[" * 5000, "cannot be read"),
+        ],
+    )
+    def test_that_are_no_tree_are_refused(self, tmp_path: Path, text: str, what: str) -> None:
+        path = file(tmp_path, text)
+        message = refused(files=[path])
+        assert what in message and str(path) in message
+
+    def test_that_are_not_there_or_no_text(self, tmp_path: Path) -> None:
+        assert "gone.yaml" in refused(files=[tmp_path / "gone.yaml"])
+        path = tmp_path / "binary.yaml"
+        path.write_bytes(b"\xff\xfe\xfd")
+        assert "binary.yaml" in refused(files=[path])
+
+    def test_take_numbers_with_an_exponent(self, tmp_path: Path) -> None:
+        assert load([file(tmp_path, "redis: {command_timeout_s: 1e-2}")], {}).config.redis.command_timeout_s == 0.01
+
+
+class TestValues:
+    @pytest.mark.parametrize(
+        ("name", "text"),
+        [
+            ("engine.block_size", "0"),
+            ("engine.block_size", "true"),
+            ("engine.block_size", "16.0"),
+            ("engine.block_size", "'16'"),
+            ("engine.block_size", "sixteen"),
+            ("engine.block_size", ""),
+            ("engine.block_size", "{"),
+            ("engine.block_size", "2001-99-99"),
+            ("engine.kv_memory_fraction", "1.5"),
+            ("engine.kv_memory_fraction", ".nan"),
+            ("kv.lease_ttl_s", ".inf"),
+            ("engine.prefix_caching", "1"),
+            ("model.dtype", "float8"),
+            ("router.port", "65536"),
+            ("decode.replicas", "0"),
+            ("prefill.replicas", "-1"),
+            ("redis.url", "http://x"),
+            ("redis.url", "redis://"),
+            ("cluster.name", "a{b}"),
+            ("prefill.cores", "[0, true]"),
+            ("prefill.cores", "3"),
+        ],
+    )
+    def test_of_the_wrong_type_or_out_of_bounds(self, name: str, text: str) -> None:
+        flag = name.replace("_", "-")
+        message = refused(flags={flag: text})
+        assert message.startswith(f"{name}") and f"(flag --{flag})" in message
+        assert len(message.splitlines()) == 1
+
+    def test_all_errors_are_told_at_once_with_value_and_source(self, tmp_path: Path) -> None:
+        path = file(tmp_path, "engine: {block_size: -3}\nmodel: {dtype: int3}")
+        message = refused(files=[path], env={"BATON_ROUTER_PORT": "tcp://10.0.0.1:8470"})
+        assert len(message.splitlines()) == 3
+        assert f"engine.block_size = -3 (file {path})" in message
+        assert "router.port = 'tcp://10.0.0.1:8470' (env BATON_ROUTER_PORT)" in message
+
+    @pytest.mark.parametrize("text", ["123456", "1e5", "yes", "a: b", "x #y", "@home", "'quoted'", "null!"])
+    def test_text_is_taken_as_it_is(self, text: str) -> None:
+        assert load(env={"BATON_MODEL_PATH": text}).config.model.path == text
+        assert load(env={"BATON_CLUSTER_KEY": text * 16}).config.cluster.key == text * 16
+
+    @pytest.mark.parametrize("text", ["", "null"])
+    def test_an_optional_key_can_be_unset(self, tmp_path: Path, text: str) -> None:
+        path = file(tmp_path, "kv: {ucx_net_devices: eth0}\nengine: {threads: 3}")
+        config = load([path], {"BATON_KV_UCX_NET_DEVICES": text, "BATON_ENGINE_THREADS": text}).config
+        assert (config.kv.ucx_net_devices, config.engine.threads) == (None, None)
+
+    def test_the_tree_is_frozen(self) -> None:
+        config = Config()
+        with pytest.raises(ValidationError):
+            config.engine.block_size = 1  # type: ignore[misc]
+        with pytest.raises(ValidationError):
+            config.engine = EngineConfig()  # type: ignore[misc]
+        assert dataclasses.is_dataclass(keys()[0])
+
+
+class TestRulesBetweenKeys:
+    # A pair that breaks the rule, and the nearest pair that does not.
+    @pytest.mark.parametrize(
+        ("bad", "good"),
+        [
+            ({"redis.heartbeat-s": "3"}, {"redis.heartbeat-s": "2.9"}),
+            ({"kv.read-timeout-s": "10"}, {"kv.read-timeout-s": "9.9"}),
+            ({"kv.lease-ttl-s": "0.2", "kv.read-timeout-s": "0.1"}, {"kv.lease-ttl-s": "0.3", "kv.read-timeout-s": "0.1"}),
+            ({"router.default-timeout-s": "601"}, {"router.default-timeout-s": "600"}),
+            ({"router.port": "80", "router.admin-port": "80"}, {"router.port": "0", "router.admin-port": "0"}),
+            ({"launcher.restart-backoff-s": "31"}, {"launcher.restart-backoff-s": "30"}),
+            ({"security.tls-cert": "c"}, {"security.tls-cert": "c", "security.tls-key": "k"}),
+            ({"security.tls-key": "k"}, {"security.tls-ca": "a"}),
+            ({"decode.cores": "[1, 1]"}, {"decode.cores": "[1, 0]"}),
+            ({"decode.cores": "[]"}, {"decode.cores": "[0]"}),
+            ({"decode.cores": "[-1]"}, {"decode.cores": "[3]"}),
+        ],
+    )
+    def test_name_the_keys_and_where_they_were_set(self, bad: dict[str, str], good: dict[str, str]) -> None:
+        message = refused(flags=bad)
+        for flag in bad:
+            assert flag.split(".")[1].replace("-", "_") in message
+            assert f"flag --{flag}" in message
+        assert load(env={}, flags=good).config != Config()
+
+
+class TestSecrets:
+    URL = "redis://user:hunter2hunter2@10.0.0.1:6379/0"
+
+    def test_are_masked_in_a_dump_unless_asked_for(self) -> None:
+        config = Config(cluster=ClusterConfig(key=SECRET), redis=RedisConfig(url=self.URL))
+        masked, plain = dump(config), dump(config, secrets=True)
+        assert SECRET not in masked and "hunter2" not in masked and MASK in masked and "10.0.0.1:6379" in masked
+        assert SECRET in plain and self.URL in plain
+
+    def test_are_in_no_repr_and_no_error(self) -> None:
+        config = Config(cluster=ClusterConfig(key=SECRET), redis=RedisConfig(url=self.URL))
+        assert SECRET not in repr(config) and "hunter2" not in repr(config) and SECRET not in str(config)
+        assert "tooshort" not in refused(env={"BATON_CLUSTER_KEY": "tooshort"})
+        assert "hunter2" not in refused(env={"BATON_REDIS_URL": self.URL.replace("redis", "http")})
+        with pytest.raises(ValidationError) as error:
+            ClusterConfig(key="tooshort")
+        assert "tooshort" not in str(error.value)
+
+    def test_are_no_flags(self) -> None:
+        message = refused(flags={"cluster.key": SECRET})
+        assert SECRET not in message and "BATON_CLUSTER_KEY" in message
+
+    @pytest.mark.parametrize(
+        ("url", "masked"),
+        [
+            ("redis://:pw@h:1", f"redis://:{MASK}@h:1"),
+            ("rediss://u:pw@h", f"rediss://u:{MASK}@h"),
+            ("redis://h:6379/0", "redis://h:6379/0"),
+            ("unix:///run/redis.sock", "unix:///run/redis.sock"),
+            ("redis://h?password=pw", f"redis://h?password={MASK}"),
+            ("unix:///s?db=0&password=pw", f"unix:///s?db=0&password={MASK}"),
+            ("redis://[", MASK),
+        ],
+    )
+    def test_password_of_a_url(self, url: str, masked: str) -> None:
+        assert mask_password(url) == masked
+
+
+def test_schema_takes_the_defaults_and_refuses_the_rest() -> None:
+    jsonschema = pytest.importorskip("jsonschema")
+    tree = yaml.safe_load(dump(Config()))
+    jsonschema.validate(tree, schema())
+    for breach in ({"engine": {"block_size": 0}}, {"engine": {"blok_size": 1}}, {"engin": {}}, {"decode": {"replicas": 0}}):
+        with pytest.raises(jsonschema.ValidationError):
+            jsonschema.validate(breach, schema())

@@ -1,0 +1,253 @@
+"""The life of a process: it starts, drains and ends in order, at once when it is asked twice, and says so with its exit status."""
+
+import asyncio
+import os
+import signal
+import subprocess
+import sys
+import textwrap
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from cluster.config import Config, ModelConfig, RedisConfig, RouterConfig
+from cluster.lifecycle import MOVES, IllegalStage, Stage, Stop, move, run
+from models.make_small import make_toy
+from router.wiring import RouterProcess
+
+ROOT = Path(__file__).resolve().parents[2]
+
+
+class Recorded:
+    """A process that does what the test says and writes down what was asked of it."""
+
+    def __init__(self, **acts: Callable[[], Any]) -> None:
+        self.acts = acts
+        self.seen: list[str] = []
+
+    async def start(self) -> None:
+        await self._do("start")
+
+    async def drain(self) -> None:
+        await self._do("drain")
+
+    async def close(self) -> None:
+        await self._do("close")
+
+    async def _do(self, name: str) -> None:
+        self.seen.append(name)
+        try:
+            if (done := self.acts.get(name, lambda: None)()) is not None:
+                await done
+        except asyncio.CancelledError:
+            self.seen.append(f"{name} given up")
+            raise
+
+
+def forever() -> Any:
+    return asyncio.Event().wait()
+
+
+def fails(error: BaseException) -> Callable[[], Any]:
+    async def fail() -> None:
+        raise error
+
+    return fail
+
+
+async def until(condition: Callable[[], Any]) -> None:
+    async with asyncio.timeout(3):
+        while not condition():
+            await asyncio.sleep(0.005)
+
+
+async def ended(task: "asyncio.Task[int]") -> int:
+    async with asyncio.timeout(3):
+        return await task
+
+
+# Stages
+
+
+@pytest.mark.parametrize("stage", Stage)
+@pytest.mark.parametrize("event", ["ready", "drain", "close", "nonsense"])
+def test_what_the_table_does_not_know_is_illegal(stage: Stage, event: str) -> None:
+    if (stage, event) in MOVES:
+        assert move(stage, event) is MOVES[stage, event]
+        return
+    with pytest.raises(IllegalStage, match=f"{stage.value}.*{event}"):
+        move(stage, event)
+
+
+def test_nothing_leads_out_of_closed_and_nothing_back() -> None:
+    order = list(Stage)
+    assert all(order.index(target) > order.index(stage) for (stage, _), target in MOVES.items())
+    assert not [event for stage, event in MOVES if stage is Stage.CLOSED]
+
+
+# Run
+
+
+async def test_a_life_in_order() -> None:
+    process, stop = Recorded(), Stop()
+    task = asyncio.create_task(run(process, stop))
+    await until(lambda: process.seen == ["start"])
+    await asyncio.sleep(0.05)
+    assert not task.done()
+    stop.ask()
+    assert await ended(task) == 0 and process.seen == ["start", "drain", "close"]
+
+
+async def test_a_second_request_ends_the_drain() -> None:
+    process, stop = Recorded(drain=forever), Stop()
+    task = asyncio.create_task(run(process, stop))
+    await until(lambda: process.seen == ["start"])
+    await asyncio.sleep(0.01)
+    stop.ask()
+    await until(lambda: "drain" in process.seen)
+    await asyncio.sleep(0.05)
+    assert not task.done(), "one request waits for the drain"
+    stop.ask()
+    assert await ended(task) == 0 and process.seen == ["start", "drain", "drain given up", "close"]
+
+
+async def test_asked_during_the_start_it_closes_what_there_is() -> None:
+    process, stop = Recorded(start=forever), Stop()
+    task = asyncio.create_task(run(process, stop))
+    await until(lambda: process.seen)
+    stop.ask()
+    assert await ended(task) == 0 and process.seen == ["start", "start given up", "close"]
+
+
+async def test_a_failed_start_closes_what_there_is_and_is_a_failure() -> None:
+    process = Recorded(start=fails(RuntimeError("no model")))
+    assert await ended(asyncio.create_task(run(process, Stop()))) == 1
+    assert process.seen == ["start", "close"]
+
+
+async def test_a_failed_drain_is_a_failure() -> None:
+    process, stop = Recorded(drain=fails(RuntimeError("no"))), Stop()
+    task = asyncio.create_task(run(process, stop))
+    await until(lambda: process.seen)
+    await asyncio.sleep(0.01)
+    stop.ask()
+    assert await ended(task) == 1 and process.seen == ["start", "drain", "close"]
+
+
+@pytest.mark.parametrize("acts", [{}, {"start": forever}], ids=["serving", "starting"])
+async def test_a_process_that_cannot_go_on_does_not_drain(acts: dict[str, Any]) -> None:
+    process, stop = Recorded(**acts), Stop()
+    task = asyncio.create_task(run(process, stop))
+    await until(lambda: process.seen)
+    await asyncio.sleep(0.01)
+    stop.fail(RuntimeError("the engine is gone"))
+    stop.fail(RuntimeError("a later one"))
+    assert await ended(task) == 1 and "drain" not in process.seen and process.seen[-1] == "close"
+    assert str(stop.failure) == "the engine is gone"
+
+
+async def test_a_failure_during_the_drain_ends_it() -> None:
+    process, stop = Recorded(drain=forever), Stop()
+    task = asyncio.create_task(run(process, stop))
+    await until(lambda: process.seen)
+    await asyncio.sleep(0.01)
+    stop.ask()
+    await until(lambda: "drain" in process.seen)
+    stop.fail(RuntimeError("no"))
+    assert await ended(task) == 1 and process.seen[-2:] == ["drain given up", "close"]
+
+
+async def test_signals_ask_and_are_given_back() -> None:
+    process, stop = Recorded(), Stop()
+    task = asyncio.create_task(run(process, stop))
+    await until(lambda: process.seen)
+    os.kill(os.getpid(), signal.SIGTERM)
+    assert await ended(task) == 0 and process.seen == ["start", "drain", "close"]
+    assert signal.getsignal(signal.SIGTERM) is signal.SIG_DFL
+
+
+# Real processes
+
+HANGING = """
+    import asyncio, sys
+    from cluster.lifecycle import Stop, run
+
+    class Hanging:
+        async def start(self):
+            print("started", flush=True)
+        async def drain(self):
+            print("draining", flush=True)
+            await asyncio.Event().wait()
+        async def close(self):
+            print("closed", flush=True)
+
+    async def main():
+        return await run(Hanging(), Stop())
+
+    sys.exit(asyncio.run(main()))
+"""
+
+
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
+def test_the_second_signal_ends_a_real_process(number: signal.Signals) -> None:
+    child = subprocess.Popen([sys.executable, "-c", textwrap.dedent(HANGING)], stdout=subprocess.PIPE, text=True, cwd=ROOT)
+    try:
+        assert child.stdout is not None
+        assert child.stdout.readline() == "started\n"
+        child.send_signal(number)
+        assert child.stdout.readline() == "draining\n"
+        with pytest.raises(subprocess.TimeoutExpired):
+            child.wait(0.3)
+        child.send_signal(number)
+        assert child.wait(5) == 0 and child.stdout.read() == "closed\n"
+    finally:
+        child.kill()
+        child.wait()
+        child.stdout.close()
+
+
+# The router's own life
+
+
+def router(model: Path, stop: Stop, **ports: int) -> RouterProcess:
+    config = RouterConfig(**{"port": 0, "admin_port": 0, **ports})
+    return RouterProcess(Config(model=ModelConfig(path=str(model)), redis=RedisConfig(url="redis://127.0.0.1:1"), router=config), stop)
+
+
+async def left() -> "set[asyncio.Task[Any]]":
+    """Tasks that nobody ended."""
+    await asyncio.sleep(0)
+    return asyncio.all_tasks() - {asyncio.current_task()}
+
+
+async def test_a_router_without_its_model_fails_and_leaves_nothing(tmp_path: Path) -> None:
+    stop = Stop()
+    process = router(tmp_path / "nothing", stop)
+    assert await run(process, stop) == 1 and isinstance(stop.failure, OSError) and process.stage is Stage.CLOSED
+    assert not await left()
+
+
+async def test_a_router_whose_port_is_taken_fails_and_says_which(tmp_path: Path) -> None:
+    make_toy(tmp_path / "toy")
+    taken = await asyncio.start_server(lambda reader, writer: None, "127.0.0.1", 0)
+    stop, port = Stop(), taken.sockets[0].getsockname()[1]
+    assert await run(router(tmp_path / "toy", stop, admin_port=port), stop) == 1
+    assert f"cannot listen on 127.0.0.1:{port}" in str(stop.failure) and not await left()
+    taken.close()
+
+
+async def test_a_router_starts_without_its_registry_and_leaves_nothing(tmp_path: Path) -> None:
+    make_toy(tmp_path / "toy")
+    stop = Stop()
+    process = router(tmp_path / "toy", stop)
+    task = asyncio.create_task(run(process, stop))
+    await until(lambda: process.stage is Stage.READY or task.done())
+    await asyncio.sleep(0.2)
+    assert not task.done()
+    stop.ask()
+    assert await ended(task) == 0 and process.stage is Stage.CLOSED
+    assert not await left()
+    with pytest.raises(OSError):
+        await asyncio.open_connection(*process.address.rsplit(":", 1))

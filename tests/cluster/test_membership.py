@@ -1,0 +1,265 @@
+"""A worker's presence in the registry: it comes late, goes away, forgets, and belongs to a newer process; the worker serves on."""
+
+import asyncio
+from collections.abc import AsyncIterator, Callable
+from contextlib import asynccontextmanager
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+import pytest
+
+from cluster import membership
+from cluster.config import RedisConfig
+from cluster.lifecycle import Stop, run
+from cluster.membership import Membership
+from cluster.memory_registry import MemoryRegistry
+from cluster.records import BlockEvent, Load, WorkerRecord
+from cluster.registry import RegistryUnavailable, StaleIncarnation
+from cluster.rpc import Tasks
+
+RECORD = WorkerRecord("d0", "decode", "host:1", 5, "ready", 1, "host", "toy", "model", "tokens", 16, 1024, 100, "tcp", Load())
+
+
+def events(first: int, last: int) -> list[BlockEvent]:
+    return [BlockEvent("d0", 5, number, "stored", (number.to_bytes(16, "big"),)) for number in range(first, last + 1)]
+
+
+@dataclass
+class Worker:
+    """A worker that tells of itself, among others, how often it was asked."""
+
+    registry: MemoryRegistry = field(default_factory=MemoryRegistry)
+    heartbeat_s: float = 0.02
+    record: WorkerRecord = RECORD
+    asked: int = 0
+    stale: list[BaseException] = field(default_factory=list)
+
+    def __post_init__(self) -> None:
+        self.membership = Membership(self.registry, self.describe, self.heartbeat_s, self.stale.append)
+
+    async def describe(self) -> WorkerRecord:
+        self.asked += 1
+        return replace(self.record, load=Load(running=self.asked))
+
+    @asynccontextmanager
+    async def present(self) -> AsyncIterator["asyncio.Task[None]"]:
+        running = asyncio.create_task(self.membership.run())
+        try:
+            yield running
+        finally:
+            running.cancel()
+            await asyncio.gather(running, return_exceptions=True)
+
+    async def published(self) -> list[int]:
+        self.registry.available = True
+        found, _ = await self.registry.events("0", 0)
+        return [event.sequence for event in found]
+
+
+async def until(condition: Callable[[], Any], within_s: float = 3.0) -> None:
+    async with asyncio.timeout(within_s):
+        while not (await condition() if asyncio.iscoroutinefunction(condition) else condition()):
+            await asyncio.sleep(0.005)
+
+
+async def test_the_record_is_kept_fresh_and_taken_back() -> None:
+    worker = Worker(MemoryRegistry(RedisConfig(record_ttl_s=0.2, heartbeat_s=0.05)))
+    async with worker.present():
+        await asyncio.sleep(0.5)
+        (record,) = await worker.registry.members()
+        assert record.load.running > 3
+    await worker.membership.leave()
+    assert await worker.registry.members() == []
+
+
+async def test_a_record_that_nobody_refreshes_expires() -> None:
+    """Negative control."""
+    worker = Worker(MemoryRegistry(RedisConfig(record_ttl_s=0.1, heartbeat_s=0.02)))
+    async with worker.present():
+        await until(lambda: worker.asked)
+    await asyncio.sleep(0.15)
+    assert await worker.registry.members() == []
+
+
+async def test_the_registry_comes_later_than_the_worker() -> None:
+    worker = Worker()
+    worker.registry.available = False
+    async with worker.present() as running:
+        await until(lambda: worker.asked > 3)
+        assert not running.done()
+        worker.registry.available = True
+        await until(worker.registry.members)
+
+
+async def test_a_registry_that_lost_everything_is_told_again() -> None:
+    worker = Worker()
+    async with worker.present():
+        await until(worker.registry.members)
+        worker.registry._records.clear()
+        await until(worker.registry.members)
+
+
+async def test_a_beat_does_not_wait_for_the_next_one() -> None:
+    worker = Worker(heartbeat_s=60)
+    async with worker.present():
+        await until(worker.registry.members)
+        worker.record = replace(RECORD, state="draining")
+        worker.membership.beat()
+        await until(lambda: worker.asked == 2)
+        assert (await worker.registry.members())[0].state == "draining"
+
+
+async def test_leaving_a_registry_that_is_away_is_no_failure() -> None:
+    worker = Worker()
+    async with worker.present():
+        await until(worker.registry.members)
+    worker.registry.available = False
+    await worker.membership.leave()
+    await Worker().membership.leave()  # it never joined
+
+
+# A newer process of the same name
+
+
+async def test_the_older_process_is_told_to_stop_and_writes_nothing_more() -> None:
+    worker = Worker()
+    async with worker.present() as running:
+        await until(worker.registry.members)
+        await worker.registry.join(replace(RECORD, incarnation=6))
+        await until(lambda: worker.stale)
+        asked = worker.asked
+        await asyncio.sleep(0.1)
+        assert worker.asked == asked and not running.done()
+        assert isinstance(worker.stale[0], StaleIncarnation) and worker.stale[0].newest == 6 and len(worker.stale) == 1
+    await worker.membership.leave()
+    assert [record.incarnation for record in await worker.registry.members()] == [6], "the newer one stays"
+
+
+async def test_a_process_whose_name_was_taken_ends_as_a_failure_without_draining() -> None:
+    seen: list[str] = []
+
+    class Process:
+        def __init__(self, stop: Stop) -> None:
+            self.worker = Worker()
+            self.worker.membership._on_stale = stop.fail
+            self.tasks = Tasks(stop.fail)
+
+        async def start(self) -> None:
+            self.tasks.start(self.worker.membership.run(), "membership")
+
+        async def drain(self) -> None:
+            seen.append("drain")
+
+        async def close(self) -> None:
+            await self.tasks.close()
+            await self.worker.membership.leave()
+
+    stop = Stop()
+    process = Process(stop)
+    running = asyncio.create_task(run(process, stop))
+    await until(process.worker.registry.members)
+    await process.worker.registry.join(replace(RECORD, incarnation=6))
+    async with asyncio.timeout(3):
+        assert await running == 1
+    assert isinstance(stop.failure, StaleIncarnation) and seen == []
+    assert [record.incarnation for record in await process.worker.registry.members()] == [6]
+
+
+async def test_a_worker_that_cannot_describe_itself_cannot_go_on() -> None:
+    worker = Worker()
+
+    async def broken() -> WorkerRecord:
+        raise RuntimeError("the engine is gone")
+
+    worker.membership._describe = broken
+    with pytest.raises(ExceptionGroup) as caught:
+        async with asyncio.timeout(2):
+            await worker.membership.run()
+    assert caught.group_contains(RuntimeError, match="engine")
+
+
+# Block events
+
+
+async def test_events_arrive_in_order_and_together() -> None:
+    worker = Worker()
+    batches: list[int] = []
+    publish = worker.registry.publish
+
+    async def counting(batch: list[BlockEvent]) -> None:
+        batches.append(len(batch))
+        await publish(batch)
+
+    worker.registry.publish = counting  # type: ignore[method-assign, assignment]
+    async with worker.present():
+        for number in range(1, 51):
+            worker.membership.announce(events(number, number))
+        await until(worker.published)
+    assert await worker.published() == list(range(1, 51)) and batches == [50]
+
+
+async def test_events_of_an_outage_arrive_after_it() -> None:
+    """Readers would see no gap before the next event, and that may be long after."""
+    worker = Worker()
+    async with worker.present():
+        worker.membership.announce(events(1, 2))
+        await until(worker.published)
+        worker.registry.available = False
+        worker.membership.announce(events(3, 4))
+        await asyncio.sleep(0.05)
+        worker.membership.announce(events(5, 6))
+        await asyncio.sleep(0.05)
+        worker.registry.available = True
+        await until(lambda: worker.registry._last_id >= 6)
+    assert await worker.published() == [1, 2, 3, 4, 5, 6]
+
+
+async def test_events_announced_while_others_are_published_are_not_lost() -> None:
+    worker = Worker()
+    publish = worker.registry.publish
+
+    async def slow(batch: list[BlockEvent]) -> None:
+        if len(worker.registry._entries) == 0:
+            worker.membership.announce(events(3, 3))
+        await asyncio.sleep(0.03)
+        await publish(batch)
+
+    worker.registry.publish = slow  # type: ignore[method-assign, assignment]
+    async with worker.present():
+        worker.membership.announce(events(1, 2))
+        await until(lambda: worker.registry._last_id >= 3)
+    assert await worker.published() == [1, 2, 3]
+
+
+async def test_a_batch_that_was_stored_although_it_failed_comes_twice_and_readers_drop_it() -> None:
+    worker = Worker()
+    publish = worker.registry.publish
+    failures = 1
+
+    async def lying(batch: list[BlockEvent]) -> None:
+        nonlocal failures
+        await publish(batch)
+        if failures:
+            failures -= 1
+            raise RegistryUnavailable("slow", "no answer")
+
+    worker.registry.publish = lying  # type: ignore[method-assign, assignment]
+    async with worker.present():
+        worker.membership.announce(events(1, 2))
+        await until(lambda: worker.registry._last_id >= 4)
+    assert await worker.published() == [1, 2, 1, 2]
+
+
+async def test_of_a_long_outage_the_oldest_are_dropped_and_the_gap_shows(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(membership, "MAX_BUFFERED_EVENTS", 4)
+    worker = Worker()
+    async with worker.present():
+        worker.membership.announce(events(1, 1))
+        await until(worker.published)
+        worker.registry.available = False
+        for number in range(2, 12):
+            worker.membership.announce(events(number, number))
+            await asyncio.sleep(0.005)
+        worker.registry.available = True
+        await until(lambda: worker.registry._last_id >= 5)
+    assert await worker.published() == [1, 8, 9, 10, 11]

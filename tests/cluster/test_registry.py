@@ -1,0 +1,497 @@
+"""One behaviour suite, both registries; then what only Redis can get wrong; then the codecs."""
+
+import asyncio
+import contextlib
+import dataclasses
+import json
+from collections.abc import AsyncIterator, Awaitable, Callable, Iterator
+from pathlib import Path
+from uuid import uuid4
+
+import pytest
+import redis
+from hypothesis import given
+from hypothesis import strategies as st
+
+from cluster.config import RedisConfig
+from cluster.memory_registry import MemoryRegistry
+from cluster.records import BlockEvent, Load, Pools, WorkerRecord
+from cluster.redis_registry import RedisRegistry
+from cluster.redis_server import EmbeddedRedis
+from cluster.registry import EVENTS_BATCH, FENCE_LIFETIMES, Registry, StaleIncarnation
+
+TTL = 60.0  # seconds; how long a record lives here
+CONFIG = RedisConfig(record_ttl_s=TTL, command_timeout_s=5.0, stream_maxlen=3000)
+KEY = bytes(range(16))
+
+
+def record(name: str = "prefill-0", incarnation: int = 7, **changes: object) -> WorkerRecord:
+    facts = WorkerRecord(
+        name=name,
+        role="prefill",
+        address="127.0.0.1:5000",
+        incarnation=incarnation,
+        state="ready",
+        pid=1,
+        host="laptop",
+        model_name="smöl",
+        model_fingerprint="m",
+        tokenizer_fingerprint="t",
+        block_size=16,
+        max_model_len=2048,
+        kv_blocks=100,
+        transport="tcp",
+    )
+    return dataclasses.replace(facts, **changes)  # type: ignore[arg-type]
+
+
+def stored(first: int, last: int, incarnation: int = 7) -> list[BlockEvent]:
+    return [BlockEvent("prefill-0", incarnation, n, "stored", (KEY, n.to_bytes(16, "big"))) for n in range(first, last + 1)]
+
+
+@dataclasses.dataclass
+class World:
+    """A registry, a second client of the same one, and the hands a test needs: to let time pass and to spoil stored values."""
+
+    registry: Registry
+    other: Registry
+    advance: Callable[[float], Awaitable[None]]
+    spoil_record: Callable[[str, bytes], None]
+    spoil_pools: Callable[[bytes], None]
+    add_entry: Callable[[dict[bytes, bytes]], None]
+
+
+@pytest.fixture(scope="module")
+def server() -> Iterator[EmbeddedRedis]:
+    with EmbeddedRedis() as server:
+        yield server
+
+
+def memory_world() -> World:
+    clock = [1000.0]
+    registry = MemoryRegistry(CONFIG, now=lambda: clock[0])
+
+    async def advance(seconds: float) -> None:
+        clock[0] += seconds
+
+    def add_entry(fields: dict[bytes, bytes]) -> None:
+        registry._last_id += 1
+        registry._entries.append((registry._last_id, fields))
+
+    return World(
+        registry,
+        registry,
+        advance,
+        lambda name, data: registry._records.update({name: (data, clock[0] + 1000)}),
+        lambda data: setattr(registry, "_pools", data),
+        add_entry,
+    )
+
+
+def redis_world(server: EmbeddedRedis, cluster: str, raw: redis.Redis) -> World:
+    def spoil_record(name: str, data: bytes) -> None:
+        raw.sadd(f"baton:{{{cluster}}}:members", name)
+        raw.set(f"baton:{{{cluster}}}:worker:{name}", data)
+
+    async def advance(seconds: float) -> None:
+        """What is to expire expires so much sooner."""
+        for key in raw.keys(f"baton:{{{cluster}}}:*"):
+            if (left := raw.pttl(key)) > 0:
+                raw.pexpire(key, left - round(seconds * 1000))
+
+    return World(
+        RedisRegistry(server.url, cluster, CONFIG),
+        RedisRegistry(server.url, cluster, CONFIG),
+        advance,
+        spoil_record,
+        lambda data: raw.set(f"baton:{{{cluster}}}:pools", data),
+        lambda fields: raw.xadd(f"baton:{{{cluster}}}:events", fields),
+    )
+
+
+@pytest.fixture
+def raw(server: EmbeddedRedis) -> Iterator[redis.Redis]:
+    with redis.Redis.from_url(server.url) as client:
+        yield client
+
+
+@pytest.fixture
+def cluster() -> str:
+    return uuid4().hex
+
+
+@pytest.fixture(params=["memory", "redis"])
+async def world(request: pytest.FixtureRequest, server: EmbeddedRedis, cluster: str, raw: redis.Redis) -> AsyncIterator[World]:
+    world = memory_world() if request.param == "memory" else redis_world(server, cluster, raw)
+    yield world
+    await world.registry.close()
+    await world.other.close()
+
+
+async def test_a_joined_worker_is_a_member_for_everyone(world: World) -> None:
+    assert await world.registry.members() == []
+    two, one = record("b", load=Load(running=3, free_blocks=9)), record("a", role="decode", state="draining")
+    await world.registry.join(two)
+    await world.registry.join(one)
+    assert await world.other.members() == [one, two]
+
+
+async def test_joining_again_refreshes_the_record(world: World) -> None:
+    await world.registry.join(record())
+    busy = record(load=Load(running=5))
+    await world.registry.join(busy)
+    assert await world.registry.members() == [busy]
+
+
+async def test_a_record_expires_unless_refreshed(world: World) -> None:
+    await world.registry.join(record("silent"))
+    await world.registry.join(record("alive"))
+    for _ in range(3):
+        await world.advance(TTL / 2)
+        await world.registry.join(record("alive"))
+    assert [member.name for member in await world.registry.members()] == ["alive"]
+    await world.advance(TTL * 1.1)
+    assert await world.registry.members() == []
+
+
+# The second pair differs only in bits that a double does not hold; the third in its number of digits.
+@pytest.mark.parametrize(("older", "newer"), [(6, 7), (2**63, 2**63 + 1), (9, 10)])
+async def test_an_older_incarnation_is_refused_and_a_newer_one_is_not(world: World, older: int, newer: int) -> None:
+    await world.other.join(record(incarnation=older))
+    await world.registry.join(record(incarnation=newer))
+    with pytest.raises(StaleIncarnation) as refusal:
+        await world.other.join(record(incarnation=older, load=Load(running=1)))
+    assert refusal.value.newest == newer
+    assert await world.registry.members() == [record(incarnation=newer)]
+    # The control: the same write is taken from the same and from a newer incarnation.
+    for incarnation in (newer, newer + 1):
+        await world.other.join(record(incarnation=incarnation, load=Load(running=1)))
+        assert await world.registry.members() == [record(incarnation=incarnation, load=Load(running=1))]
+
+
+async def test_other_names_have_their_own_incarnations(world: World) -> None:
+    await world.registry.join(record("a", 9))
+    await world.registry.join(record("b", 1))
+    assert len(await world.registry.members()) == 2
+
+
+async def test_an_older_incarnation_stays_refused_after_the_newer_one_left_until_that_is_forgotten(world: World) -> None:
+    await world.registry.join(record(incarnation=8))
+    await world.registry.leave("prefill-0", 8)
+    with pytest.raises(StaleIncarnation):
+        await world.registry.join(record(incarnation=7))
+    await world.advance(TTL * 1.1)
+    with pytest.raises(StaleIncarnation):
+        await world.registry.join(record(incarnation=7))
+    assert await world.registry.members() == []
+    await world.advance(TTL * FENCE_LIFETIMES)
+    await world.registry.join(record(incarnation=7))
+    assert await world.registry.members() == [record(incarnation=7)]
+
+
+async def test_leave_removes_only_the_own_incarnation(world: World) -> None:
+    await world.registry.leave("prefill-0", 7)  # nobody there: nothing to do
+    await world.registry.join(record(incarnation=8))
+    await world.registry.join(record("bystander"))
+    await world.registry.leave("prefill-0", 7)
+    assert len(await world.registry.members()) == 2
+    await world.registry.leave("prefill-0", 8)
+    assert [member.name for member in await world.registry.members()] == ["bystander"]
+    await world.registry.join(record(incarnation=8))
+    assert len(await world.registry.members()) == 2
+
+
+@pytest.mark.parametrize(
+    "data",
+    [
+        b"",
+        b"\xff\x00\xfe",
+        b"[]",
+        b"null",
+        b"{}",
+        b"[" * 100_000,
+        record("someone-else").to_json(),
+        json.dumps(json.loads(record("bad").to_json()) | {"incarnation": "7"}).encode(),
+        json.dumps(json.loads(record("bad").to_json()) | {"incarnation": True}).encode(),
+        json.dumps(json.loads(record("bad").to_json()) | {"kv_blocks": -1}).encode(),
+        json.dumps(json.loads(record("bad").to_json()) | {"role": "king"}).encode(),
+        json.dumps(json.loads(record("bad").to_json()) | {"load": []}).encode(),
+        json.dumps(json.loads(record("bad").to_json()) | {"load": {"running": None}}).encode(),
+    ],
+    ids=lambda data: data[:12].decode(errors="replace"),
+)
+async def test_a_garbage_record_is_skipped_counted_and_replaced(world: World, data: bytes) -> None:
+    await world.registry.join(record("good"))
+    world.spoil_record("bad", data)
+    assert await world.registry.members() == [record("good")]
+    assert world.registry.garbage == 1
+    await world.registry.join(record("bad"))
+    assert [member.name for member in await world.registry.members()] == ["bad", "good"]
+    assert world.registry.garbage == 1
+
+
+async def test_events_come_in_order_once_and_only_from_the_cursor_on(world: World) -> None:
+    await world.registry.publish(stored(1, 2))
+    none, cursor = await world.other.events(None, 5.0)  # from now: does not wait, does not replay
+    assert none == []
+    assert await world.other.events(cursor, 0.0) == ([], cursor)
+    await world.registry.publish(stored(3, 4))
+    cleared = BlockEvent("prefill-0", 8, 1, "cleared")
+    await world.registry.publish([cleared])
+    found, later = await world.other.events(cursor, 0.0)
+    assert found == [*stored(3, 4), cleared]
+    assert await world.other.events(later, 0.0) == ([], later)
+    # A cursor can be used again, by anyone.
+    assert (await world.registry.events(cursor, 0.0))[0] == found
+
+
+async def test_nothing_published_is_nothing(world: World) -> None:
+    _, cursor = await world.registry.events(None, 0.0)
+    await world.registry.publish([])
+    assert await world.registry.events(cursor, 0.0) == ([], cursor)
+
+
+async def test_a_waiting_reader_is_woken_and_a_disappointed_one_returns(world: World) -> None:
+    _, cursor = await world.other.events(None, 0.0)
+    waiting = asyncio.create_task(world.other.events(cursor, 30.0))
+    await asyncio.sleep(0.05)
+    assert not waiting.done()
+    await world.registry.publish(stored(1, 1))
+    found, cursor = await asyncio.wait_for(waiting, 5.0)
+    assert found == stored(1, 1)
+    assert await asyncio.wait_for(world.other.events(cursor, 0.05), 5.0) == ([], cursor)
+
+
+async def test_a_waiting_reader_keeps_nobody_waiting(world: World) -> None:
+    _, cursor = await world.registry.events(None, 0.0)
+    readers = [asyncio.create_task(world.registry.events(cursor, 30.0)) for _ in range(3)]
+    await asyncio.sleep(0.05)
+    for call in (world.registry.ping(), world.registry.join(record()), world.registry.members(), world.registry.publish(stored(1, 1))):
+        await asyncio.wait_for(call, 5.0)
+    for reader in readers:
+        assert (await asyncio.wait_for(reader, 5.0))[0] == stored(1, 1)
+
+
+async def test_a_batch_is_bounded_and_the_next_one_goes_on(world: World) -> None:
+    _, cursor = await world.registry.events(None, 0.0)
+    await world.registry.publish(stored(1, EVENTS_BATCH + 5))
+    first, cursor = await world.registry.events(cursor, 0.0)
+    rest, _ = await world.registry.events(cursor, 0.0)
+    assert len(first) == EVENTS_BATCH
+    assert first + rest == stored(1, EVENTS_BATCH + 5)
+
+
+async def test_old_events_are_dropped_and_a_reader_left_behind_sees_the_gap(world: World) -> None:
+    _, cursor = await world.registry.events(None, 0.0)
+    await world.registry.publish(stored(1, 10_000))
+    sequences: list[int] = []
+    while found := (await world.registry.events(cursor, 0.0)):
+        if not found[0]:
+            break
+        sequences += [event.sequence for event in found[0]]
+        cursor = found[1]
+    assert CONFIG.stream_maxlen <= len(sequences) <= CONFIG.stream_maxlen + 200
+    assert sequences == list(range(10_001 - len(sequences), 10_001))
+
+
+@pytest.mark.parametrize(
+    "spoilt",
+    [
+        {b"s": b"one"},
+        {b"s": b"0"},
+        {b"i": b"-1"},
+        {b"k": b"eaten"},
+        {b"b": b"15 bytes exactly"[:15]},
+        {b"w": b"\xff"},
+        {b"w": b""},
+        {b"s": b"9" * 5000},
+        {b"w": None},
+    ],
+    ids=str,
+)
+async def test_a_garbage_event_is_skipped_counted_and_passed(world: World, spoilt: dict[bytes, bytes | None]) -> None:
+    _, cursor = await world.registry.events(None, 0.0)
+    await world.registry.publish(stored(1, 1))
+    fields = stored(2, 2)[0].to_fields() | spoilt
+    world.add_entry({name: value for name, value in fields.items() if value is not None})
+    await world.registry.publish(stored(3, 3))
+    found, cursor = await world.registry.events(cursor, 0.0)
+    assert found == [*stored(1, 1), *stored(3, 3)]
+    assert world.registry.garbage == 1
+    world.add_entry({b"nothing": b"of ours"})  # the newest entry: the cursor passes it too
+    found, later = await world.registry.events(cursor, 0.0)
+    assert found == [] and later != cursor
+    assert await world.registry.events(later, 0.0) == ([], later)
+    assert world.registry.garbage == 2
+
+
+async def test_wanted_pool_sizes_are_kept(world: World) -> None:
+    assert await world.registry.desired() is None
+    await world.registry.desire(Pools(2, 3))
+    await world.advance(TTL * 1.1)
+    assert await world.other.desired() == Pools(2, 3)
+    for data in (b"", b'{"prefill": 1}', b'{"prefill": 1, "decode": "2"}', b'{"prefill": -1, "decode": 2}'):
+        world.spoil_pools(data)
+        assert await world.registry.desired() is None
+    assert world.registry.garbage == 4
+    await world.registry.desire(Pools(0, 1))
+    assert await world.registry.desired() == Pools(0, 1)
+
+
+class TestRedis:
+    @pytest.fixture
+    async def registry(self, server: EmbeddedRedis, cluster: str) -> AsyncIterator[RedisRegistry]:
+        registry = RedisRegistry(server.url, cluster, CONFIG)
+        yield registry
+        await registry.close()
+
+    async def test_clusters_do_not_see_each_other(self, server: EmbeddedRedis, registry: RedisRegistry) -> None:
+        neighbour = RedisRegistry(server.url, "neighbour", CONFIG)
+        _, cursor = await neighbour.events(None, 0.0)
+        await registry.join(record())
+        await registry.publish(stored(1, 1))
+        await registry.desire(Pools(1, 1))
+        assert await neighbour.members() == []
+        assert await neighbour.events(cursor, 0.0) == ([], cursor)
+        assert await neighbour.desired() is None
+        await neighbour.close()
+
+    async def test_values_of_the_wrong_type_are_survived_and_overwritten(
+        self, registry: RedisRegistry, cluster: str, raw: redis.Redis
+    ) -> None:
+        prefix = f"baton:{{{cluster}}}:"
+        for name in ("worker:a", "fence:a", "members", "events"):
+            raw.hset(prefix + name, "x", "y")
+        assert await registry.members() == []
+        assert registry.garbage == 1
+        await registry.leave("a", 1)
+        await registry.join(record("a"))
+        await registry.publish(stored(1, 1))
+        assert await registry.members() == [record("a")]
+        assert (await registry.events("0-0", 0.0))[0] == stored(1, 1)
+        raw.delete(prefix + "worker:a")
+        raw.hset(prefix + "worker:a", "x", "y")
+        assert await registry.members() == []
+        assert registry.garbage == 2
+
+    async def test_a_garbage_fence_keeps_nobody_out(self, registry: RedisRegistry, cluster: str, raw: redis.Redis) -> None:
+        raw.set(f"baton:{{{cluster}}}:fence:prefill-0", "zzzzzzzz")
+        await registry.join(record())
+        assert await registry.members() == [record()]
+
+    async def test_a_silent_worker_goes_by_itself_and_its_name_is_forgotten(
+        self, server: EmbeddedRedis, cluster: str, raw: redis.Redis
+    ) -> None:
+        registry = RedisRegistry(server.url, cluster, RedisConfig(record_ttl_s=0.2, heartbeat_s=0.05, command_timeout_s=5.0))
+        await registry.join(record())
+        assert raw.smembers(f"baton:{{{cluster}}}:members") == {b"prefill-0"}
+        async with asyncio.timeout(10):
+            while await registry.members():
+                await asyncio.sleep(0.02)
+        assert raw.smembers(f"baton:{{{cluster}}}:members") == set()
+        await registry.close()
+
+    async def test_everything_else_expires(self, registry: RedisRegistry, cluster: str, raw: redis.Redis) -> None:
+        await registry.join(record())
+        ttls = {key.decode().split(":", 2)[2]: raw.pttl(key) for key in raw.keys(f"baton:{{{cluster}}}:*")}
+        assert ttls.pop("members") == -1
+        assert ttls.keys() == {"worker:prefill-0", "fence:prefill-0"}
+        assert 0 < ttls["worker:prefill-0"] <= TTL * 1000 < ttls["fence:prefill-0"]
+
+    async def test_a_cursor_of_a_server_whose_clock_was_ahead_is_given_up(self, registry: RedisRegistry) -> None:
+        await registry.publish(stored(1, 1))
+        found, cursor = await registry.events("99999999999999-5", 0.0)
+        assert (found, cursor) == ([], "0-0")
+        assert (await registry.events(cursor, 0.0))[0] == stored(1, 1)
+
+    async def test_a_unix_socket_will_do(self, server: EmbeddedRedis, cluster: str, tmp_path: Path) -> None:
+        path = tmp_path / "redis.sock"
+
+        async def relay(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+            behind, ahead = await asyncio.open_connection("127.0.0.1", server.port)
+
+            async def copy(source: asyncio.StreamReader, sink: asyncio.StreamWriter) -> None:
+                while data := await source.read(65536):
+                    sink.write(data)
+                sink.close()
+
+            await asyncio.gather(copy(reader, ahead), copy(behind, writer))
+
+        listener = await asyncio.start_unix_server(relay, path)
+        registry = RedisRegistry(f"unix://{path}?password={server.password}", cluster, CONFIG)
+        await registry.join(record())
+        assert await registry.members() == [record()]
+        await registry.close()
+        listener.close()
+
+    def test_an_address_that_is_none_is_refused_at_once(self) -> None:
+        for url in ("embedded", "http://127.0.0.1"):
+            with pytest.raises(ValueError):
+                RedisRegistry(url, "baton", CONFIG)
+
+
+small = st.integers(0, 2**64 - 1)
+records = st.builds(
+    WorkerRecord,
+    name=st.text(),
+    role=st.sampled_from(["prefill", "decode"]),
+    address=st.text(),
+    incarnation=small,
+    state=st.sampled_from(["ready", "draining"]),
+    pid=small,
+    host=st.text(),
+    model_name=st.text(),
+    model_fingerprint=st.text(),
+    tokenizer_fingerprint=st.text(),
+    block_size=small,
+    max_model_len=small,
+    kv_blocks=small,
+    transport=st.text(),
+    load=st.builds(Load, *[small] * len(dataclasses.fields(Load))),
+)
+events = st.builds(
+    BlockEvent,
+    worker=st.text(min_size=1),
+    incarnation=small,
+    sequence=st.integers(1, 2**64 - 1),
+    kind=st.sampled_from(["stored", "removed", "cleared"]),
+    keys=st.lists(st.binary(min_size=16, max_size=16)).map(tuple),
+)
+
+
+@given(records)
+def test_a_record_survives_its_encoding(facts: WorkerRecord) -> None:
+    assert WorkerRecord.from_json(facts.to_json()) == facts
+
+
+@given(events)
+def test_an_event_survives_its_encoding(event: BlockEvent) -> None:
+    assert BlockEvent.from_fields(event.to_fields()) == event
+
+
+def test_fields_of_a_newer_writer_are_skipped_and_an_older_one_may_lack_those_with_a_default() -> None:
+    tree = json.loads(record().to_json())
+    assert WorkerRecord.from_json(json.dumps(tree | {"colour": "red", "load": tree["load"] | {"mood": 1}})) == record()
+    del tree["load"]["leases"]
+    assert WorkerRecord.from_json(json.dumps(tree)) == record()
+    del tree["kv_blocks"]
+    with pytest.raises(ValueError, match="kv_blocks"):
+        WorkerRecord.from_json(json.dumps(tree))
+
+
+json_values = st.recursive(st.none() | st.booleans() | st.integers() | st.floats() | st.text(), lambda inner: st.lists(inner), max_leaves=5)
+
+
+@given(st.sampled_from([f.name for f in dataclasses.fields(WorkerRecord)]), json_values)
+def test_no_value_of_a_field_does_more_than_be_refused(name: str, value: object) -> None:
+    with contextlib.suppress(ValueError):
+        facts = WorkerRecord.from_json(json.dumps(json.loads(record().to_json()) | {name: value}))
+        assert type(getattr(facts, name)) is type(getattr(record(), name))
+
+
+@given(st.binary())
+def test_no_bytes_do_more_than_be_refused(data: bytes) -> None:
+    with pytest.raises(ValueError):
+        WorkerRecord.from_json(data)
+    with contextlib.suppress(ValueError):
+        Pools.from_json(data)

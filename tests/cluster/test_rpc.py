@@ -1,0 +1,370 @@
+"""The wire as all our processes use it: every reason survives it, what is not ours is judged, and a failure never passes for a success."""
+
+import asyncio
+import socket
+import time
+from collections.abc import AsyncIterator, Callable
+from contextlib import asynccontextmanager
+from dataclasses import dataclass, field
+from typing import Self
+
+import grpc
+import pytest
+from google.protobuf import any_pb2
+from google.rpc import error_details_pb2, status_pb2
+from grpc_health.v1 import health_pb2, health_pb2_grpc
+from grpc_status import rpc_status
+
+from baton.client import to_error as client_error
+from baton.v1 import worker_pb2 as pb
+from baton.v1 import worker_pb2_grpc
+from cluster.config import ClusterConfig, Config, SecurityConfig
+from cluster.errors import BatonError, Reason, Violation
+from cluster.rpc import Answering, Context, Server, Tasks, abort, channel, target, to_error, to_status
+
+
+class Scripted(worker_pb2_grpc.PrefillServicer):
+    """Does what `act` does, and counts."""
+
+    def __init__(self) -> None:
+        self.calls = 0
+        self.act: Callable[[Context], object] = lambda context: None
+
+    async def Prefill(self, request: pb.PrefillRequest, context: Context) -> pb.PrefillResponse:
+        self.calls += 1
+        async with Answering(context):
+            done = self.act(context)
+            if asyncio.iscoroutine(done):
+                await done
+            return pb.PrefillResponse(cached_tokens=len(request.job.token_ids))
+
+
+@asynccontextmanager
+async def serving(port: int = 0, config: Config | None = None) -> AsyncIterator[tuple[Scripted, str]]:
+    server, servicer = Server(config or Config(), 1 << 20), Scripted()
+    worker_pb2_grpc.add_PrefillServicer_to_server(servicer, server.grpc)
+    address = server.bind(port)
+    await server.start()
+    try:
+        yield servicer, address
+    finally:
+        await server.stop(None)
+
+
+async def ask(address: str, timeout_s: float = 5.0) -> pb.PrefillResponse:
+    async with channel(address, SecurityConfig()) as opened:
+        return await worker_pb2_grpc.PrefillStub(opened).Prefill(pb.PrefillRequest(job=pb.Job(token_ids=[1, 2])), timeout=timeout_s)
+
+
+async def failure(address: str, timeout_s: float = 5.0) -> grpc.aio.AioRpcError:
+    with pytest.raises(grpc.aio.AioRpcError) as caught:
+        await ask(address, timeout_s)
+    return caught.value
+
+
+MESSAGES = ["no", "", "line\nbreak and percent % 20", "Grüße 👩‍👩‍👧 \x00", "long " * 400]
+
+
+@pytest.mark.parametrize("reason", Reason)
+async def test_every_reason_survives_the_wire(reason: Reason) -> None:
+    async with serving() as (servicer, address):
+        for message in MESSAGES:
+            violations = (
+                (Violation("sampling.top_p", "must be at most 1"), Violation("text", "é")) if reason is Reason.INVALID_FIELD else ()
+            )
+            told = BatonError(reason, message, violations, {"tokens_emitted": "3"})
+            servicer.act = lambda context, told=told: abort(context, told)
+            error = await failure(address)
+            assert error.code().name == reason.value.grpc and error.details() == message
+            back = to_error(error)
+            assert (back.reason, back.message, back.violations, back.metadata) == (reason, message, violations, told.metadata)
+
+
+@pytest.mark.parametrize("reason", Reason)
+async def test_what_a_body_raises_is_answered_and_a_client_can_read_it(reason: Reason) -> None:
+    async with serving() as (servicer, address):
+
+        async def fail(context: Context) -> None:
+            raise BatonError(reason, "no", (Violation("text", "is bad"),), {"a": "b"})
+
+        servicer.act = fail
+        read = client_error(await failure(address))
+    assert (read.code, read.reason, read.message) == (reason.value.grpc, reason.name, "no")
+    assert read.violations == (("text", "is bad"),) and read.metadata == {"a": "b"}
+    assert read.retry_after_s == reason.value.retry_after
+
+
+def test_only_what_may_be_retried_says_when() -> None:
+    for reason in Reason:
+        kinds = [detail.type_url.rpartition(".")[2] for detail in to_status(BatonError(reason, "no")).details]
+        assert kinds == ["ErrorInfo", *(["RetryInfo"] if reason.value.retry_after is not None else [])]
+
+
+async def test_a_broken_promise_of_ours_is_internal_and_tells_nothing() -> None:
+    async with serving() as (servicer, address):
+
+        async def fail(context: Context) -> None:
+            raise ValueError("the prompt was: my secret")
+
+        servicer.act = fail
+        error = await failure(address)
+    assert error.code() is grpc.StatusCode.INTERNAL and "secret" not in error.details()
+    assert to_error(error).reason is Reason.INTERNAL
+
+
+async def test_a_timeout_of_ours_is_the_deadline() -> None:
+    async with serving() as (servicer, address):
+
+        async def fail(context: Context) -> None:
+            raise TimeoutError
+
+        servicer.act = fail
+        assert to_error(await failure(address)).reason is Reason.DEADLINE
+
+
+async def test_a_success_stays_one() -> None:
+    async with serving() as (_, address):
+        assert (await ask(address)).cached_tokens == 2
+
+
+@pytest.mark.parametrize(
+    ("code", "reason"),
+    [
+        (grpc.StatusCode.DEADLINE_EXCEEDED, Reason.DEADLINE),
+        (grpc.StatusCode.CANCELLED, Reason.CANCELLED),
+        (grpc.StatusCode.UNAVAILABLE, Reason.WORKER_LOST),
+        (grpc.StatusCode.UNAUTHENTICATED, Reason.UNAUTHENTICATED),
+        (grpc.StatusCode.RESOURCE_EXHAUSTED, Reason.INTERNAL),
+        (grpc.StatusCode.UNIMPLEMENTED, Reason.INTERNAL),
+        (grpc.StatusCode.UNKNOWN, Reason.INTERNAL),
+    ],
+)
+async def test_a_bare_status_is_judged_by_its_code(code: grpc.StatusCode, reason: Reason) -> None:
+    async with serving() as (servicer, address):
+        servicer.act = lambda context: context.abort(code, "bare")
+        back = to_error(await failure(address))
+    assert (back.reason, back.message) == (reason, "bare")
+
+
+def odd_details() -> dict[str, status_pb2.Status]:
+    foreign, unknown = any_pb2.Any(), any_pb2.Any()
+    foreign.Pack(error_details_pb2.ErrorInfo(reason="DEADLINE", domain="elsewhere.example"))
+    unknown.Pack(error_details_pb2.ErrorInfo(reason="OF_THE_FUTURE", domain="baton"))
+    return {
+        "foreign": status_pb2.Status(code=14, message="m", details=[foreign]),
+        "unknown": status_pb2.Status(code=14, message="m", details=[unknown]),
+        "other code": status_pb2.Status(code=3, message="m"),
+        "other message": status_pb2.Status(code=14, message="another"),
+    }
+
+
+@pytest.mark.parametrize("name", odd_details())
+async def test_details_that_are_not_ours_or_do_not_fit_leave_the_bare_status(name: str) -> None:
+    details = odd_details()[name].SerializeToString()
+    async with serving() as (servicer, address):
+        servicer.act = lambda context: context.abort(grpc.StatusCode.UNAVAILABLE, "m", (("grpc-status-details-bin", details),))
+        error = await failure(address)
+    assert to_error(error).reason is Reason.WORKER_LOST and to_error(error).message == "m"
+    assert client_error(error).code == "UNAVAILABLE"
+
+
+async def test_details_that_are_no_message_leave_the_bare_status() -> None:
+    async with serving() as (servicer, address):
+        servicer.act = lambda context: context.abort(grpc.StatusCode.UNAVAILABLE, "m", (("grpc-status-details-bin", b"\xff\xff"),))
+        error = await failure(address)
+    assert to_error(error).reason is Reason.WORKER_LOST
+    assert client_error(error).code == "UNAVAILABLE" and client_error(error).reason == ""
+
+
+async def test_nobody_there_is_a_lost_worker_at_once() -> None:
+    async with serving() as (_, address):
+        pass
+    began = time.monotonic()
+    assert to_error(await failure(address)).reason is Reason.WORKER_LOST
+    assert time.monotonic() - began < 2
+
+
+async def test_the_deadline_of_a_call_is_the_deadline() -> None:
+    async with serving() as (servicer, address):
+        servicer.act = lambda context: asyncio.sleep(30)
+        assert to_error(await failure(address, 0.1)).reason is Reason.DEADLINE
+
+
+# Bytes that are no message
+
+
+@pytest.mark.parametrize("data", [b"\xff\xff\xff", b"\x0a\x05ab", b"\x0a\x04\x0a\x02\xed\xa0"], ids=["no tag", "cut off", "no UTF-8"])
+async def test_bytes_that_cannot_be_read_are_the_callers_mistake(data: bytes) -> None:
+    async with serving() as (servicer, address), grpc.aio.insecure_channel(address) as opened:
+        with pytest.raises(grpc.aio.AioRpcError) as caught:
+            await opened.unary_unary("/baton.v1.Prefill/Prefill")(data, timeout=5)
+        assert caught.value.code() is grpc.StatusCode.INVALID_ARGUMENT
+        assert [v.field for v in to_error(caught.value).violations] == ["request"]
+        assert servicer.calls == 0
+        assert (await ask(address)).cached_tokens == 2
+
+
+async def test_without_our_reader_they_are_unknown() -> None:
+    """Negative control: what gRPC itself makes of them."""
+    server = grpc.aio.server()
+    worker_pb2_grpc.add_PrefillServicer_to_server(Scripted(), server)
+    port = server.add_insecure_port("127.0.0.1:0")
+    await server.start()
+    async with grpc.aio.insecure_channel(f"127.0.0.1:{port}") as opened:
+        with pytest.raises(grpc.aio.AioRpcError) as caught:
+            await opened.unary_unary("/baton.v1.Prefill/Prefill")(b"\xff\xff\xff", timeout=5)
+    await server.stop(None)
+    assert caught.value.code() is grpc.StatusCode.UNKNOWN
+
+
+async def test_a_message_that_is_too_large_is_refused() -> None:
+    async with serving() as (servicer, address), grpc.aio.insecure_channel(address) as opened:
+        with pytest.raises(grpc.aio.AioRpcError) as caught:
+            await opened.unary_unary("/baton.v1.Prefill/Prefill")(bytes(2 << 20), timeout=5)
+        assert caught.value.code() is grpc.StatusCode.RESOURCE_EXHAUSTED and servicer.calls == 0
+
+
+# Connections
+
+
+@dataclass
+class Line:
+    """A way to a server on which everything takes `seconds`, and nothing arrives while it is not `open`."""
+
+    server: str
+    seconds: float
+    open: asyncio.Event = field(default_factory=asyncio.Event)
+    address: str = ""
+
+    async def __aenter__(self) -> Self:
+        self.open.set()
+        self._ends: set[asyncio.Task[None]] = set()
+        self._proxy = await asyncio.start_server(self._connect, "127.0.0.1", 0)
+        self.address = "{}:{}".format(*self._proxy.sockets[0].getsockname())
+        return self
+
+    async def __aexit__(self, *_: object) -> None:
+        self._proxy.close()
+        for end in self._ends:
+            end.cancel()
+        await asyncio.gather(*self._ends, return_exceptions=True)
+
+    async def _connect(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        host, _, port = self.server.rpartition(":")
+        back, there = await asyncio.open_connection(host, int(port))
+        self._ends |= {asyncio.create_task(self._carry(reader, there)), asyncio.create_task(self._carry(back, writer))}
+
+    async def _carry(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        try:
+            while data := await reader.read(1 << 16):
+                await asyncio.sleep(self.seconds)
+                await self.open.wait()
+                writer.write(data)
+                await writer.drain()
+        except ConnectionError:
+            pass
+        finally:
+            writer.close()
+
+
+async def test_a_worker_that_is_slow_to_connect_is_not_lost() -> None:
+    """A busy or distant host needs more than a moment for its first frame."""
+    async with serving() as (_, address), Line(address, 0.3) as line:
+        assert (await ask(line.address)).cached_tokens == 2
+
+
+async def test_a_server_that_comes_back_is_found_soon() -> None:
+    async with serving() as (_, address):
+        pass
+    async with channel(address, SecurityConfig()) as opened:
+        stub = worker_pb2_grpc.PrefillStub(opened)
+        for _ in range(3):
+            with pytest.raises(grpc.aio.AioRpcError):
+                await stub.Prefill(pb.PrefillRequest(), timeout=1)
+        async with serving(int(address.rpartition(":")[2])):
+            async with asyncio.timeout(3):
+                while True:
+                    try:
+                        await stub.Prefill(pb.PrefillRequest(), timeout=1)
+                        break
+                    except grpc.aio.AioRpcError:
+                        await asyncio.sleep(0.02)
+
+
+async def test_a_hung_server_is_noticed_within_seconds() -> None:
+    """Keepalive: the line is up and nobody answers. Negative control: a channel without our options goes on waiting."""
+    async with serving() as (servicer, address), Line(address, 0.0) as line, grpc.aio.insecure_channel(line.address) as plain:
+        servicer.act = lambda context: asyncio.sleep(60)
+        ours = asyncio.create_task(failure(line.address, 60))
+        theirs = asyncio.ensure_future(worker_pb2_grpc.PrefillStub(plain).Prefill(pb.PrefillRequest(), timeout=60))
+        while servicer.calls < 2:
+            await asyncio.sleep(0.01)
+        line.open.clear()
+        async with asyncio.timeout(8):
+            assert to_error(await ours).reason is Reason.WORKER_LOST
+        assert not theirs.done()
+        theirs.cancel()
+
+
+async def test_a_port_that_is_taken_is_told() -> None:
+    async with serving() as (_, address):
+        with pytest.raises(BatonError, match="cannot listen on") as caught:
+            Server(Config(), 1 << 20).bind(int(address.rpartition(":")[2]))
+    assert caught.value.reason is Reason.INTERNAL
+
+
+async def test_health_speaks_for_the_process() -> None:
+    server = Server(Config(cluster=ClusterConfig(host="127.0.0.1")), 1 << 20)
+    address = server.bind(0)
+    await server.start()
+    async with grpc.aio.insecure_channel(address) as opened:
+        stub = health_pb2_grpc.HealthStub(opened)
+        for status in (health_pb2.HealthCheckResponse.SERVING, health_pb2.HealthCheckResponse.NOT_SERVING):
+            await server.health.set("", status)
+            assert (await stub.Check(health_pb2.HealthCheckRequest(), timeout=5)).status == status
+    await server.stop(None)
+
+
+# Tasks
+
+
+async def test_a_task_that_fails_is_told_once_and_one_that_is_closed_is_not() -> None:
+    failures: list[BaseException] = []
+    tasks = Tasks(failures.append)
+
+    async def fail() -> None:
+        raise ValueError("no")
+
+    async def wait() -> None:
+        await asyncio.Event().wait()
+
+    broken, waiting, done = tasks.start(fail(), "fails"), tasks.start(wait(), "waits"), tasks.start(asyncio.sleep(0), "ends")
+    await asyncio.sleep(0.01)
+    assert broken.done() and done.done() and not waiting.done()
+    await tasks.close()
+    assert waiting.cancelled() and [str(error) for error in failures] == ["no"]
+
+
+def test_status_is_what_grpc_status_understands() -> None:
+    packed = rpc_status.to_status(to_status(BatonError(Reason.SATURATED, "full")))
+    assert packed.code is grpc.StatusCode.RESOURCE_EXHAUSTED and packed.details == "full"
+
+
+@pytest.mark.parametrize(("host", "address"), [("127.0.0.1", "127.0.0.1:80"), ("::1", "[::1]:80"), ("localhost", "localhost:80")])
+def test_addresses_as_grpc_writes_them(host: str, address: str) -> None:
+    assert target(host, 80) == address
+
+
+async def test_a_server_listens_on_ipv6_too() -> None:
+    try:
+        socket.create_server(("::1", 0), family=socket.AF_INET6).close()
+    except OSError:
+        pytest.skip("this machine has no IPv6 loopback")
+    server = Server(Config(cluster=ClusterConfig(host="::1")), 1 << 20)
+    address = server.bind(0)
+    await server.start()
+    try:
+        async with channel(address, SecurityConfig()) as open_channel:
+            await asyncio.wait_for(open_channel.channel_ready(), 5)
+    finally:
+        await server.stop(0)

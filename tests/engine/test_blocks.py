@@ -1,0 +1,114 @@
+"""The block pool against a model of it that a child could write."""
+
+import pytest
+from hypothesis import settings
+from hypothesis import strategies as st
+from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
+
+from engine.blocks import BlockPool, CacheChange
+
+SIZE = 6
+
+
+class PoolMachine(RuleBasedStateMachine):
+    """Owners hold lists of blocks; the model knows what each keyed block must hold."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.pool = BlockPool(SIZE)
+        self.owned: list[list[int]] = []
+        self.content: dict[int, bytes] = {}  # block → key that was sealed into it
+        self.listener: set[bytes] = set()  # what a reader of the changes believes is cached
+
+    @rule(count=st.integers(1, SIZE + 1))
+    def allocate(self, count: int) -> None:
+        available = self.pool.available
+        blocks = self.pool.allocate(count)
+        if blocks is None:
+            assert count > available
+            return
+        assert len(set(blocks)) == count <= available
+        assert not set(blocks) & {block for owner in self.owned for block in owner}
+        for block in blocks:
+            self.content.pop(block, None)
+        self.owned.append(blocks)
+
+    @precondition(lambda self: self.owned)
+    @rule(data=st.data(), key=st.sampled_from([b"a", b"b", b"c"]))
+    def seal(self, data: st.DataObject, key: bytes) -> None:
+        block = data.draw(st.sampled_from([block for owner in self.owned for block in owner]))
+        before = set(self.pool.sealed_keys())
+        self.pool.seal(block, key)
+        if key not in before and block not in self.content:
+            self.content[block] = key
+
+    @rule(keys=st.lists(st.sampled_from([b"a", b"b", b"c", b"d"]), unique=True))
+    def match(self, keys: list[bytes]) -> None:
+        known, idle = self.pool.matched(keys)
+        available = self.pool.available
+        blocks = self.pool.match(keys)
+        assert len(blocks) == known and self.pool.available == available - idle
+        for block, key in zip(blocks, keys, strict=False):
+            assert self.content[block] == key
+        if blocks:
+            self.owned.append(blocks)
+
+    @precondition(lambda self: self.owned)
+    @rule(data=st.data())
+    def release(self, data: st.DataObject) -> None:
+        self.pool.release(self.owned.pop(data.draw(st.integers(0, len(self.owned) - 1))))
+
+    @precondition(lambda self: self.content)
+    @rule(data=st.data())
+    def forget(self, data: st.DataObject) -> None:
+        block = data.draw(st.sampled_from(sorted(self.content)))
+        self.pool.forget([block])
+        del self.content[block]
+
+    @invariant()
+    def conserved(self) -> None:
+        self.pool.check()
+        owners = [block for owner in self.owned for block in owner]
+        assert self.pool.num_owned == len(set(owners))
+        assert self.pool.available == SIZE - len(set(owners))
+
+    @invariant()
+    def changes_tell_all(self) -> None:
+        for change in self.pool.drain_changes():
+            (self.listener.add if change.stored else self.listener.remove)(change.key)
+        assert self.listener == set(self.pool.sealed_keys())
+
+
+TestPool = PoolMachine.TestCase
+TestPool.settings = settings(max_examples=80, stateful_step_count=40, deadline=None)
+
+
+def test_oldest_cached_chain_is_evicted_from_its_end() -> None:
+    pool = BlockPool(3)
+    blocks = pool.allocate(3)
+    assert blocks is not None
+    for block, key in zip(blocks, (b"1", b"2", b"3"), strict=True):
+        pool.seal(block, key)
+    pool.release(blocks)
+    pool.drain_changes()
+    pool.allocate(1)
+    assert pool.drain_changes() == [CacheChange(False, b"3")]
+    assert pool.matched([b"1", b"2", b"3"]) == (2, 2)
+
+
+def test_release_without_owner_is_refused() -> None:
+    pool = BlockPool(2)
+    blocks = pool.allocate(1)
+    assert blocks is not None
+    pool.release(blocks)
+    with pytest.raises(ValueError, match="no owner"):
+        pool.release(blocks)
+    pool.check()
+
+
+def test_check_sees_a_lost_block() -> None:
+    """Negative control of the conservation law."""
+    pool = BlockPool(2)
+    pool._free.pop()
+    with pytest.raises(RuntimeError, match="blocks lost"):
+        pool.check()

@@ -1,0 +1,207 @@
+"""From a folder to an engine: how many blocks, how long a sequence, and what is refused, by the name of the key that is to be changed."""
+
+import json
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+from shutil import copytree
+from typing import Any
+
+import numpy as np
+import pytest
+from safetensors.numpy import load_file, save_file
+
+from engine.build import BuildError, Options, available_memory, build, choose_dtype, count_blocks, warm_up
+from engine.checkpoint import CheckpointError
+from engine.engine import Engine
+from engine.fingerprint import fingerprint, tokenizer_fingerprint
+from engine.kvcache import KvPool
+from engine.naive import generate
+from engine.runner import ModelRunner
+from engine.sampling import SamplingParams
+from engine.scheduler import Limits
+from engine.sequence import Sequence
+from engine.toy import ToyRunner, naive
+from models.make_small import make, make_toy
+
+MIB = 1 << 20
+BLOCK_BYTES = 2 * 2 * 2 * 16 * 16 * 4  # of the small model: layers, k and v, heads, tokens, dim, float32
+
+
+@pytest.fixture(scope="module")
+def small(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    path = tmp_path_factory.mktemp("small")
+    make(path, hidden=64, layers=2, heads=4, kv_heads=2, vocab=300, context=96)
+    return path
+
+
+@pytest.fixture(scope="module")
+def toy(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    path = tmp_path_factory.mktemp("toy")
+    make_toy(path, context=200)
+    return path
+
+
+def options(path: Path, **change: Any) -> Options:
+    return replace(Options(path, kv_memory_bytes=4 * MIB, threads=1, limits=Limits(4, 64)), **change)
+
+
+def altered(folder: Path, target: Path, change: Callable[[Path], object]) -> Path:
+    copytree(folder, target)
+    change(target)
+    return target
+
+
+def run(engine: Engine, prompt: list[int], max_tokens: int = 6) -> list[int]:
+    seq = Sequence("s", list(prompt), len(prompt), SamplingParams(max_tokens=max_tokens, temperature=0.0, ignore_eos=True), b"root")
+    engine.add(seq)
+    while not engine.idle:
+        engine.step()
+    return seq.tokens[len(prompt) :]
+
+
+# --- how many blocks -----------------------------------------------------------------------------------------------------------------
+
+
+def test_blocks_are_the_budgets_worth() -> None:
+    plain = Options(Path(), block_size=16, kv_memory_bytes=10 * MIB + 5, limits=Limits(64, 512))
+    assert count_blocks(plain, 1000, MIB // 10, available=0) == 100
+    share = replace(plain, kv_memory_bytes=None, kv_memory_fraction=0.25)
+    assert count_blocks(share, 1000, MIB // 10, available=40 * MIB) == 100
+    assert count_blocks(replace(share, kv_memory_fraction=0.5), 1000, MIB // 10, available=40 * MIB) == 200
+
+
+def test_blocks_are_no_more_than_twice_what_can_be_used() -> None:
+    plenty = Options(Path(), block_size=16, kv_memory_bytes=1 << 40, limits=Limits(3, 512))
+    assert count_blocks(plenty, 33, 1000, available=0) == 2 * 3 * 3
+
+
+@pytest.mark.parametrize(("memory", "named"), [({"kv_memory_bytes": 2 * MIB}, "engine.kv_memory_mib"), ({}, "engine.kv_memory_fraction")])
+def test_a_pool_that_holds_no_whole_sequence_is_refused(memory: dict[str, int], named: str) -> None:
+    asked = Options(Path(), kv_memory_fraction=0.1, **memory)  # type: ignore[arg-type]
+    with pytest.raises(BuildError, match=rf"^{named}: 2.0 MiB hold 320 tokens.*336 tokens needs \(2.1 MiB\).*model.max_model_len"):
+        count_blocks(asked, 336, MIB // 10, available=20 * MIB)
+    assert count_blocks(asked, 320, MIB // 10, available=20 * MIB) == 20
+
+
+def test_the_free_memory_is_known() -> None:
+    assert 32 * MIB < available_memory() < 1 << 50
+
+
+# --- what is built -------------------------------------------------------------------------------------------------------------------
+
+
+def test_a_built_engine_generates(small: Path) -> None:
+    seen: list[tuple[int, int]] = []
+    built = build(options(small), lambda done, total: seen.append((done, total)))
+    assert seen and seen[-1][0] == seen[-1][1]
+    assert built.max_model_len == built.engine.max_len == 96
+    assert built.engine.pool.num_blocks == built.engine.runner.pool.num_blocks == 2 * 4 * 6 < 4 * MIB // BLOCK_BYTES
+    assert built.model_fingerprint == f"{fingerprint(small)}-float32" and built.tokenizer_fingerprint == tokenizer_fingerprint(small)
+    runner = built.engine.runner
+    assert isinstance(runner, ModelRunner) and runner.layout.block_bytes == BLOCK_BYTES
+    prompt = list(range(50, 75))
+    assert run(built.engine, prompt) == [
+        answer.token for answer in generate(runner.model, prompt, SamplingParams(max_tokens=6, temperature=0.0, ignore_eos=True))
+    ]
+
+
+def test_the_toy_is_built_by_the_same_words(toy: Path) -> None:
+    built = build(options(toy, max_model_len=100))
+    assert isinstance(built.engine.runner, ToyRunner) and built.max_model_len == 100
+    assert run(built.engine, [1, 2, 3]) == naive([1, 2, 3], SamplingParams(max_tokens=6, temperature=0.0, ignore_eos=True))
+
+
+@pytest.mark.parametrize("model", ["small", "toy"])
+@pytest.mark.parametrize("longest", [2, 17, 96])
+def test_warming_up_leaves_the_books_clean(model: str, longest: int, request: pytest.FixtureRequest) -> None:
+    engine = build(options(request.getfixturevalue(model), max_model_len=longest, limits=Limits(1, 64))).engine
+    assert engine.runner.pool.array.any(), "nothing was computed"
+    engine.pool.check()
+    assert (engine.pool.num_owned, engine.pool.num_cached, engine.pool.available) == (0, 0, engine.pool.num_blocks)
+    assert not engine.pool.sealed_keys() and not engine.pool.drain_changes() and not engine.sequences
+
+
+def test_what_warming_up_left_in_the_blocks_changes_no_token(small: Path) -> None:
+    def engine(warm: bool) -> Engine:
+        runner = ModelRunner.load(small)
+        runner.attach(KvPool(runner.layout, 6))
+        if warm:
+            warm_up(runner, 90)
+        return Engine(runner, Limits(4, 64), 96)
+
+    prompt = list(range(100, 120))
+    warm, cold = engine(True), engine(False)
+    assert run(warm, prompt, 60) == run(cold, prompt, 60)
+    assert np.array_equal(warm.runner.pool.array[:4], cold.runner.pool.array[:4])
+
+
+@pytest.mark.parametrize(
+    ("config", "dtype"),
+    [
+        ({"torch_dtype": "bfloat16"}, "bfloat16"),
+        ({"dtype": "bfloat16", "torch_dtype": None}, "bfloat16"),
+        ({"torch_dtype": "float32"}, "float32"),
+        ({"torch_dtype": "float16"}, "float32"),
+        ({}, "float32"),
+    ],
+)
+def test_auto_is_what_the_checkpoint_says(config: dict[str, Any], dtype: str) -> None:
+    assert choose_dtype(config) == dtype
+
+
+def test_auto_is_built(small: Path, tmp_path: Path) -> None:
+    assert build(options(small, dtype="auto")).engine.runner.layout.dtype == "float32"
+    half = altered(small, tmp_path / "half", lambda folder: edit(folder, torch_dtype="bfloat16"))
+    assert build(options(half, dtype="auto")).engine.runner.layout.dtype == "bfloat16"
+
+
+# --- what is refused -----------------------------------------------------------------------------------------------------------------
+
+
+def edit(folder: Path, **change: Any) -> None:
+    file = folder / "config.json"
+    file.write_text(json.dumps({**json.loads(file.read_text()), **change}))
+
+
+def break_weights(folder: Path) -> None:
+    weights = {name: array.copy() for name, array in load_file(folder / "model.safetensors").items()}
+    weights["model.norm.weight"][3] = np.nan
+    save_file(weights, folder / "model.safetensors")
+
+
+def test_more_positions_than_the_model_has_are_refused(small: Path) -> None:
+    with pytest.raises(BuildError, match=r"^model.max_model_len: 97 is more than the 96 positions"):
+        build(options(small, max_model_len=97))
+    assert build(options(small, max_model_len=96)).max_model_len == 96
+
+
+def test_a_small_budget_is_refused(small: Path) -> None:
+    with pytest.raises(BuildError, match=r"^engine.kv_memory_mib: .*96 tokens"):
+        build(options(small, kv_memory_bytes=5 * BLOCK_BYTES))
+    assert build(options(small, kv_memory_bytes=6 * BLOCK_BYTES)).engine.pool.num_blocks == 6
+
+
+def test_a_missing_folder_is_refused(tmp_path: Path) -> None:
+    with pytest.raises(BuildError, match=r"^model.path: .*nothing holds no config.json"):
+        build(options(tmp_path / "nothing"))
+
+
+@pytest.mark.parametrize(
+    ("change", "kind", "said"),
+    [
+        (lambda folder: (folder / "config.json").write_text("{"), BuildError, r"model.path: .*config.json cannot be read"),
+        (lambda folder: (folder / "config.json").write_text("[1]"), BuildError, r"model.path: .*config.json is not a JSON object"),
+        (lambda folder: edit(folder, architectures=["GPT2LMHeadModel"]), CheckpointError, r"GPT2LMHeadModel.*supported: LlamaForCausalLM"),
+        (lambda folder: edit(folder, architectures=7), CheckpointError, "architectures: 7 is not supported"),
+        (lambda folder: (folder / "model.safetensors").unlink(), CheckpointError, "model.safetensors"),
+        (lambda folder: (folder / "tokenizer.json").unlink(), OSError, "tokenizer.json"),
+        (break_weights, BuildError, r"model.path: the weights in .* no numbers"),
+    ],
+    ids=["no-json", "no-object", "unsupported", "no-name", "no-weights", "no-tokenizer", "nan"],
+)
+def test_a_folder_that_cannot_be_served_is_refused(
+    small: Path, tmp_path: Path, change: Callable[[Path], object], kind: type[Exception], said: str
+) -> None:
+    with pytest.raises(kind, match=said):
+        build(options(altered(small, tmp_path / "model", change)))

@@ -1,0 +1,288 @@
+"""Engine = oracle, whatever the batch, the pool and the chunks; and prefill + handoff + decode = one engine, with nothing recomputed."""
+
+import random
+
+import pytest
+
+from engine.block_key import root_key
+from engine.engine import Engine, Malformed, QueueFull, TooLong
+from engine.kvcache import KvPool
+from engine.sampling import SamplingParams
+from engine.scheduler import Limits
+from engine.sequence import Finish, IllegalMove, Sequence, State
+from engine.toy import ToyRunner, naive
+
+BLOCK = 4
+CONFIG = {"vocab_size": 257, "eos_token_id": 256, "max_position_embeddings": 4096, "kv_width": 8}
+ROOT = root_key("toy")
+
+
+def make_engine(
+    num_blocks: int = 64, *, seqs: int = 8, budget: int = 16, growth: float = 0.5, max_len: int = 128, caching: bool = True
+) -> Engine:
+    runner = ToyRunner(CONFIG, "toy", BLOCK)
+    runner.attach(KvPool(runner.layout, num_blocks))
+    return Engine(runner, Limits(seqs, budget, growth), min(max_len, num_blocks * BLOCK), caching)
+
+
+def make_seq(name: str, tokens: list[int], hold: bool = False, prompt_len: int | None = None, **params: object) -> Sequence:
+    values = {"max_tokens": 8, "temperature": 0.0, "ignore_eos": True, **params}
+    return Sequence(name, list(tokens), prompt_len or len(tokens), SamplingParams(**values), ROOT, hold)  # type: ignore[arg-type]
+
+
+def drain(engine: Engine, limit: int = 5000) -> None:
+    for _ in range(limit):
+        if engine.idle:
+            engine.pool.check()
+            return
+        engine.step()
+    raise AssertionError("the engine does not come to rest")
+
+
+def workload(rng: random.Random, count: int) -> list[Sequence]:
+    shared = [[rng.randrange(256) for _ in range(rng.randrange(1, 24))] for _ in range(3)]
+    seqs = []
+    for i in range(count):
+        tokens = rng.choice(shared) + [rng.randrange(256) for _ in range(rng.randrange(1, 12))]
+        params = {
+            "temperature": rng.choice([0.0, 1.0]),
+            "seed": rng.randrange(1 << 40),
+            "max_tokens": rng.randrange(1, 20),
+            "ignore_eos": rng.random() < 0.5,
+        }
+        seqs.append(make_seq(f"s{i}", tokens, **params))
+    return seqs
+
+
+def expect(seq: Sequence) -> list[int]:
+    return naive(seq.tokens[: seq.prompt_len], seq.params)
+
+
+@pytest.mark.parametrize("seed", range(60))
+def test_random_workloads_equal_the_oracle(seed: int) -> None:
+    rng = random.Random(seed)
+    engine = make_engine(
+        rng.choice([14, 20, 64]), seqs=rng.choice([1, 3, 8]), budget=rng.choice([8, 16, 64]), growth=rng.choice([0.0, 0.5, 1.0])
+    )
+    seqs = workload(rng, 20)
+    waiting = list(seqs)
+    while waiting or not engine.idle:
+        while waiting and rng.random() < 0.5:
+            engine.add(waiting.pop())
+        engine.step()
+    for seq in seqs:
+        assert seq.tokens[seq.prompt_len :] == expect(seq)
+    engine.pool.check()
+    assert engine.pool.num_owned == 0 and not engine.sequences
+
+
+def test_small_pools_preempt_and_recompute() -> None:
+    """The workloads above mean little unless preemption happens in them."""
+    engine = make_engine(12, seqs=8, growth=0.0)
+    seqs = [make_seq(f"s{i}", [i] * 6, max_tokens=20) for i in range(4)]
+    for seq in seqs:
+        engine.add(seq)
+    drain(engine)
+    assert sum(seq.preemptions for seq in seqs) > 0 and sum(seq.recomputed for seq in seqs) > 0
+    assert [seq.tokens[6:] for seq in seqs] == [expect(seq) for seq in seqs]
+
+
+def test_full_reservation_never_preempts() -> None:
+    engine = make_engine(12, seqs=8, growth=1.0)
+    seqs = [make_seq(f"s{i}", [i] * 6, max_tokens=20) for i in range(6)]
+    for seq in seqs:
+        engine.add(seq)
+    drain(engine)
+    assert sum(seq.preemptions for seq in seqs) == 0
+
+
+def copy_blocks(source: Engine, target: Engine, src: list[int], dst: list[int]) -> None:
+    for a, b in zip(src, dst, strict=True):
+        target.runner.pool.block(b)[:] = source.runner.pool.block(a)
+
+
+def hand_over(prefill: Engine, decode: Engine, seq: Sequence, *, copy: bool = True) -> Sequence:
+    """Prefill, hold, copy what the other side lacks, adopt: the whole handoff without a wire."""
+    held = make_seq(
+        seq.id, seq.tokens, hold=True, **{name: getattr(seq.params, name) for name in ("max_tokens", "temperature", "seed", "ignore_eos")}
+    )
+    prefill.add(held)
+    while held.state not in (State.HELD, State.DONE):
+        prefill.step()
+    adopted = Sequence(seq.id, list(held.tokens), seq.prompt_len, seq.params, ROOT)
+    if held.state is State.DONE:
+        return adopted
+    while not decode.reserve(adopted):
+        decode.step()
+    first = adopted.computed // BLOCK
+    last = -(-(len(adopted.tokens) - 1) // BLOCK)
+    if copy:
+        copy_blocks(prefill, decode, held.blocks[first:last], adopted.blocks[first:last])
+    decode.adopt(adopted)
+    prefill.abort(held.id)
+    return adopted
+
+
+@pytest.mark.parametrize("seed", range(60))
+def test_handoff_equals_one_engine_and_recomputes_nothing(seed: int) -> None:
+    rng = random.Random(seed)
+    prefill = make_engine(rng.choice([16, 64]), budget=rng.choice([8, 64]))
+    decode = make_engine(rng.choice([16, 64]), growth=rng.choice([0.0, 1.0]))
+    adopted = [hand_over(prefill, decode, seq) for seq in workload(rng, 20)]
+    drain(decode)
+    for seq in adopted:
+        assert seq.tokens[seq.prompt_len :] == expect(seq)
+        assert seq.prefilled == 0
+    for engine in (prefill, decode):
+        engine.pool.check()
+        assert engine.pool.num_owned == 0 and not engine.sequences
+
+
+def test_handoff_without_the_copy_is_seen() -> None:
+    """Negative control: the test above would notice a copy that does not happen."""
+    prefill, decode = make_engine(), make_engine()
+    seq = hand_over(prefill, decode, make_seq("s", list(range(1, 11))), copy=False)
+    drain(decode)
+    assert seq.tokens[10:] != expect(seq)
+
+
+def test_give_up_recomputes_and_returns_the_blocks_in_danger() -> None:
+    decode = make_engine()
+    tokens = list(range(1, 11))
+    first = naive(tokens, make_seq("x", tokens).params)[0]
+    seq = make_seq("s", [*tokens, first], prompt_len=10)
+    assert decode.reserve(seq)
+    filling = decode.give_up(seq)
+    assert len(filling) == 3
+    drain(decode)
+    assert seq.tokens[10:] == naive(tokens, seq.params) and seq.prefilled == 10
+    assert decode.pool.num_owned == 3  # the quarantine
+    decode.release(filling)
+    assert decode.pool.num_owned == 0
+    decode.pool.check()
+
+
+def test_prefix_is_found_and_counted() -> None:
+    engine = make_engine()
+    engine.add(make_seq("a", list(range(20))))
+    drain(engine)
+    seq = make_seq("b", [*range(20), 99, 98])
+    engine.add(seq)
+    drain(engine)
+    assert seq.cached == 20 and seq.prefilled == 1
+    assert seq.tokens[22:] == expect(seq)
+
+
+def test_salt_separates_prefixes() -> None:
+    engine = make_engine()
+    engine.add(make_seq("a", list(range(20))))
+    drain(engine)
+    other = make_seq("b", list(range(20)))
+    other.root = root_key("toy", salt="another tenant")
+    engine.add(other)
+    drain(engine)
+    assert other.cached == 0
+
+
+@pytest.mark.parametrize("steps", range(6))
+def test_abort_in_every_state_frees_everything(steps: int) -> None:
+    engine = make_engine(budget=8)
+    for i in range(4):
+        engine.add(make_seq(f"s{i}", [i] * 18, hold=i == 0))
+    for _ in range(steps):
+        engine.step()
+    for i in range(4):
+        engine.abort(f"s{i}")
+    engine.abort("unknown")
+    assert engine.idle and engine.pool.num_owned == 0 and not engine.sequences
+    engine.pool.check()
+
+
+def test_stop_rules() -> None:
+    prompt = [5, 6, 7]
+    plain = naive(prompt, make_seq("x", prompt, max_tokens=12).params)
+    cases = [
+        (make_seq("length", prompt, max_tokens=12), plain, Finish.LENGTH),
+        (make_seq("stop", prompt, max_tokens=12, stop_token_ids=frozenset([plain[4]])), plain[: plain.index(plain[4]) + 1], Finish.STOP),
+        (make_seq("min", prompt, max_tokens=12, min_tokens=6, stop_token_ids=frozenset(plain[:6])), plain[:6], Finish.STOP),
+    ]
+    for seq, tokens, reason in cases:
+        engine = make_engine()
+        engine.add(seq)
+        outputs = []
+        while not engine.idle:
+            outputs += engine.step()
+        assert seq.tokens[3:] == tokens, seq.id
+        assert outputs[-1].finish is reason
+
+
+def test_bounds_are_refused_before_anything_is_kept() -> None:
+    engine = make_engine(16, max_len=32)
+    with pytest.raises(TooLong):
+        engine.add(make_seq("long", [1] * 30, max_tokens=8))
+    engine.scheduler.limits = Limits(max_queue=1)
+    engine.add(make_seq("a", [1]))
+    with pytest.raises(QueueFull):
+        engine.add(make_seq("b", [1]))
+    assert list(engine.sequences) == ["a"]
+
+
+def test_continued_stream_equals_the_undisturbed_one() -> None:
+    """A retry folds the tokens that were sent into the prompt; noise depends on seed and position alone."""
+    prompt = [9, 8, 7]
+    whole = naive(prompt, make_seq("x", prompt, max_tokens=12, temperature=1.0, seed=5).params)
+    for cut in range(1, 12):
+        engine = make_engine()
+        seq = make_seq("s", prompt + whole[:cut], prompt_len=3, max_tokens=12, temperature=1.0, seed=5)
+        engine.add(seq)
+        drain(engine)
+        assert seq.tokens[3:] == whole
+
+
+def test_illegal_move_names_state_and_event_and_changes_nothing() -> None:
+    seq = make_seq("s", [1])
+    with pytest.raises(IllegalMove, match=r"waiting.*'adopt'"):
+        seq.move("adopt")
+    assert seq.state is State.WAITING
+
+
+@pytest.mark.parametrize("first", ["queue", "fetch"])
+def test_nobody_is_overtaken(first: str) -> None:
+    """A long sequence needs most of the pool; small ones keep coming by the other way in. It is served before those that came after it."""
+    engine = make_engine(16, max_len=64)
+    engine.add(make_seq("running", list(range(9))))
+    engine.step()
+    big = make_seq("big", list(range(100, 150)), max_tokens=4)
+    admitted = engine.reserve(big) if first == "fetch" else bool(engine.add(big))
+    assert not admitted
+    late = 0
+    for i in range(40):
+        small = make_seq(f"s{i}", [i, *range(8)])
+        if first == "fetch":
+            engine.add(small)
+            admitted = admitted or engine.reserve(big)
+        elif engine.reserve(small):
+            engine.adopt(small)
+            late += big.state is State.WAITING
+        else:
+            engine.abort(small.id)
+        for _ in range(4):
+            engine.step()
+    assert not late and (admitted if first == "fetch" else big.state is not State.WAITING)
+
+
+def test_prefill_worker_sets_no_room_aside_for_output_it_never_makes() -> None:
+    engine = make_engine(64, budget=64)
+    seqs = [make_seq(f"p{i}", [i] * 16, hold=True, max_tokens=100) for i in range(4)]
+    for seq in seqs:
+        engine.add(seq)
+    engine.step()
+    assert [seq.state for seq in seqs] == [State.HELD] * 4
+
+
+@pytest.mark.parametrize(("tokens", "prompt_len"), [([1, 257], 2), ([-1], 1), ([1], 0), ([1], 2), ([], 0)])
+def test_what_is_no_sequence_is_refused_before_it_reaches_the_model(tokens: list[int], prompt_len: int) -> None:
+    engine = make_engine()
+    with pytest.raises(Malformed):
+        engine.add(Sequence("s", tokens, prompt_len, SamplingParams(max_tokens=2), ROOT))
+    assert not engine.sequences

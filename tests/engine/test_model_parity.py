@@ -1,0 +1,239 @@
+"""Logits are those of transformers: each architecture, in one prefill, in odd chunks and step by step, in ragged batches, on a pool
+whose blocks lie in any order and whose unwritten slots hold NaN."""
+
+import json
+import random
+from pathlib import Path
+
+import pytest
+import torch
+from torch import Tensor
+from transformers import LlamaConfig, MistralConfig, PretrainedConfig, Qwen2Config, Qwen3Config
+from transformers.models.auto.modeling_auto import AutoModelForCausalLM
+
+from engine import attention
+from engine.attention import PagedKv
+from engine.checkpoint import ModelConfig
+from engine.kvcache import KvPool
+from engine.naive import next_logits
+from engine.protocol import Chunk
+from engine.runner import ModelRunner
+from engine.sampling import SamplingParams
+from engine.sequence import Sequence
+
+TOLERANCE = 1e-4  # absolute, on float32 logits whose standard deviation is about 5
+SIZES = {
+    "hidden_size": 64,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "intermediate_size": 96,
+    "vocab_size": 199,
+    "max_position_embeddings": 512,
+}
+LLAMA3 = {
+    "rope_type": "llama3",
+    "rope_theta": 1000.0,
+    "factor": 8.0,
+    "low_freq_factor": 1.0,
+    "high_freq_factor": 4.0,
+    "original_max_position_embeddings": 64,
+}
+CONFIGS = {
+    "llama": LlamaConfig(**SIZES),
+    "llama-tied": LlamaConfig(**SIZES, tie_word_embeddings=True),
+    "llama-biases": LlamaConfig(**SIZES, attention_bias=True, mlp_bias=True),
+    "llama3-rope": LlamaConfig(**SIZES, rope_parameters=LLAMA3),
+    "linear-rope": LlamaConfig(**SIZES, rope_parameters={"rope_type": "linear", "rope_theta": 10000.0, "factor": 4.0}),
+    "mistral": MistralConfig(**SIZES, sliding_window=None, head_dim=32),
+    "mistral-window": MistralConfig(**SIZES, sliding_window=21),
+    "qwen2": Qwen2Config(**SIZES, tie_word_embeddings=True),
+    "qwen3": Qwen3Config(**SIZES, head_dim=32),
+}
+SHARDED = "llama"
+
+
+def build(name: str, folder: Path) -> torch.nn.Module:
+    """A random model in which every vector matters too: transformers makes biases 0 and norms 1."""
+    torch.manual_seed(7)
+    config: PretrainedConfig = CONFIGS[name]
+    config.initializer_range = 0.3
+    model = AutoModelForCausalLM.from_config(config, attn_implementation="eager").eval()
+    with torch.no_grad():
+        for vector in (p for p in model.parameters() if p.dim() == 1):
+            vector.uniform_(0.5, 1.5)
+    model.save_pretrained(folder, **({"max_shard_size": "100KB"} if name == SHARDED else {}))
+    return model
+
+
+@pytest.fixture(scope="module", params=CONFIGS)
+def pair(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> tuple[torch.nn.Module, Path]:
+    folder = tmp_path_factory.mktemp(request.param)
+    return build(request.param, folder), folder
+
+
+def reference(model: torch.nn.Module, tokens: list[int]) -> Tensor:
+    """[T, V]"""
+    with torch.inference_mode():
+        logits: Tensor = model(torch.tensor([tokens])).logits[0]
+    return logits
+
+
+def random_tokens(length: int, seed: int) -> list[int]:
+    rng = random.Random(seed)
+    return [rng.randrange(SIZES["vocab_size"]) for _ in range(length)]
+
+
+class Pages:
+    """A runner on a pool full of NaN, and sequences whose blocks are drawn from it at random."""
+
+    def __init__(self, folder: Path, block_size: int = 16, blocks: int = 120, dtype: str = "float32") -> None:
+        self.runner = ModelRunner.load(folder, dtype=dtype, block_size=block_size)
+        self.runner.attach(KvPool(self.runner.layout, blocks))
+        # [N, L, 2, Hkv, bs, D]
+        self.pool = torch.from_numpy(self.runner.pool.array).view(getattr(torch, dtype)).view(blocks, *self.runner.layout.block_shape)
+        self.pool[:] = torch.nan
+        self.free = list(range(blocks))
+        random.Random(3).shuffle(self.free)
+        self.seqs: list[Sequence] = []
+
+    def sequence(self, length: int, seed: int) -> tuple[Sequence, list[int]]:
+        """One with room for `length` tokens and none known yet, and the tokens it will have."""
+        tokens = random_tokens(length, seed)
+        seq = Sequence(f"s{seed}", [], length, SamplingParams(max_tokens=1), root=b"")
+        seq.blocks = [self.free.pop() for _ in range(-(-length // self.runner.layout.block_size))]
+        self.seqs.append(seq)
+        return seq, tokens
+
+    def step(self, work: list[tuple[Sequence, list[int]]]) -> Tensor:
+        """Gives each sequence its next tokens, computes them, and answers the logits after each one's last."""
+        for seq, tokens in work:
+            seq.tokens += tokens
+        logits = self.runner.run_logits([Chunk(seq, len(tokens)) for seq, tokens in work])
+        for seq, tokens in work:
+            seq.computed += len(tokens)
+        self.poison()
+        return logits
+
+    def poison(self) -> None:
+        """NaN wherever no sequence has written."""
+        size = self.runner.layout.block_size
+        written = torch.zeros(self.pool.shape[0], size, dtype=torch.bool)
+        for seq in self.seqs:
+            for position in range(seq.computed):
+                written[seq.blocks[position // size], position % size] = True
+        self.pool.permute(0, 4, 1, 2, 3, 5)[~written] = torch.nan
+
+
+def assert_close(ours: Tensor, theirs: Tensor) -> None:
+    torch.testing.assert_close(ours, theirs, atol=TOLERANCE, rtol=0)
+
+
+def test_one_prefill(pair: tuple[torch.nn.Module, Path]) -> None:
+    model, folder = pair
+    pages = Pages(folder)
+    seq, tokens = pages.sequence(75, seed=1)
+    expected = reference(model, tokens)
+    assert expected.std() > 1, "logits too flat to tell anything apart"
+    assert_close(pages.step([(seq, tokens)]), expected[-1:])
+
+
+def test_odd_chunks_and_single_steps(pair: tuple[torch.nn.Module, Path]) -> None:
+    model, folder = pair
+    pages = Pages(folder, block_size=4)
+    seq, tokens = pages.sequence(80, seed=2)
+    expected = reference(model, tokens)
+    done = 0
+    for n in (1, 7, 13, 16, 2, 21, *[1] * 20):
+        assert_close(pages.step([(seq, tokens[done : done + n])]), expected[done + n - 1][None])
+        done += n
+    assert done == len(tokens)
+
+
+def test_ragged_batch_mixing_prefill_chunks_and_decodes(pair: tuple[torch.nn.Module, Path]) -> None:
+    model, folder = pair
+    pages, rng = Pages(folder), random.Random(5)
+    lengths = (3, 90, 17, 64, 33, 1, 49)
+    made = [pages.sequence(length, seed) for seed, length in enumerate(lengths)]
+    expected = [reference(model, tokens) for _, tokens in made]
+    for _ in range(200):
+        left = [i for i, (seq, tokens) in enumerate(made) if seq.computed < len(tokens)]
+        if not left:
+            break
+        chosen = rng.sample(left, rng.randint(1, len(left)))
+        sizes = [rng.choice((1, 1, 1, 5, 18)) for _ in chosen]
+        logits = pages.step([(made[i][0], made[i][1][made[i][0].computed :][:n]) for i, n in zip(chosen, sizes, strict=True)])
+        assert_close(logits, torch.stack([expected[i][made[i][0].computed - 1] for i in chosen]))
+    assert all(seq.computed == len(tokens) for seq, tokens in made)
+
+
+def test_naive_agrees(pair: tuple[torch.nn.Module, Path]) -> None:
+    model, folder = pair
+    tokens = random_tokens(50, seed=9)
+    assert_close(next_logits(ModelRunner.load(folder).model, tokens), reference(model, tokens)[-1:])
+
+
+@pytest.fixture(scope="module")
+def llama(tmp_path_factory: pytest.TempPathFactory) -> tuple[torch.nn.Module, Path]:
+    folder = tmp_path_factory.mktemp("llama")
+    return build("llama", folder), folder
+
+
+@pytest.mark.parametrize("group_bytes", [1, attention.GROUP_BYTES])
+def test_decodes_of_any_length_in_one_or_many_groups(
+    llama: tuple[torch.nn.Module, Path], monkeypatch: pytest.MonkeyPatch, group_bytes: int
+) -> None:
+    monkeypatch.setattr(attention, "GROUP_BYTES", group_bytes)
+    model, folder = llama
+    pages = Pages(folder, block_size=2, blocks=600)
+    made = [pages.sequence(length, seed) for seed, length in enumerate((300, 2, 40, 41, 7, 150, 16))]
+    for seq, tokens in made:
+        pages.step([(seq, tokens[:-1])])
+    logits = pages.step([(seq, tokens[-1:]) for seq, tokens in made])
+    assert_close(logits, torch.stack([reference(model, tokens)[-1] for _, tokens in made]))
+
+
+def test_garbage_would_come_through_if_slots_were_not_cleared(llama: tuple[torch.nn.Module, Path], monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(PagedKv, "clear", lambda *_: None)
+    pages = Pages(llama[1])
+    seq, tokens = pages.sequence(20, seed=1)
+    pages.step([(seq, tokens[:-1])])
+    assert pages.step([(seq, tokens[-1:])]).isnan().any()
+
+
+def test_another_sequences_block_changes_the_logits(llama: tuple[torch.nn.Module, Path]) -> None:
+    model, folder = llama
+    pages = Pages(folder)
+    (seq, tokens), (other, others) = pages.sequence(60, seed=1), pages.sequence(60, seed=2)
+    pages.step([(seq, tokens[:-1]), (other, others)])
+    seq.blocks[1] = other.blocks[1]
+    assert (pages.step([(seq, tokens[-1:])]) - reference(model, tokens)[-1:]).abs().max() > 100 * TOLERANCE
+
+
+def test_bfloat16_follows_float32(llama: tuple[torch.nn.Module, Path]) -> None:
+    model, folder = llama
+    pages = Pages(folder, dtype="bfloat16")
+    seq, tokens = pages.sequence(60, seed=1)
+    expected = reference(model, tokens)
+    logits = [pages.step([(seq, tokens[:30])]), *(pages.step([(seq, [token])]) for token in tokens[30:])]
+    theirs = expected[29:]
+    assert ((torch.cat(logits) - theirs).std() / theirs.std()) < 0.05
+
+
+def test_the_old_spelling_of_rope_is_read_the_same(tmp_path: Path) -> None:
+    build("llama3-rope", tmp_path)
+    new = ModelConfig.read(tmp_path)
+    raw = json.loads((tmp_path / "config.json").read_text())
+    scaling = raw.pop("rope_parameters")
+    raw |= {"rope_theta": scaling.pop("rope_theta"), "rope_scaling": scaling}
+    (tmp_path / "config.json").write_text(json.dumps(raw))
+    assert ModelConfig.read(tmp_path) == new
+    scaling["type"] = scaling.pop("rope_type")
+    (tmp_path / "config.json").write_text(json.dumps(raw))
+    assert ModelConfig.read(tmp_path) == new
+    assert new.rope.kind == "llama3"
+    assert new.rope.original_positions == 64
+
+
+def test_the_sharded_folder_is_sharded(llama: tuple[torch.nn.Module, Path]) -> None:
+    assert len(list(llama[1].glob("model-*.safetensors"))) > 1

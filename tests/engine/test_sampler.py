@@ -1,0 +1,284 @@
+"""The vectorised sampler against a plain one that handles one row in numpy, and the promises that a comparison alone would not show."""
+
+import math
+import random
+from collections import Counter
+from collections.abc import Callable
+from dataclasses import replace
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+import pytest
+import torch
+from torch import Tensor
+
+from engine.protocol import NonFiniteLogits
+from engine.sampler import sample
+from engine.sampling import SamplingParams, mix64, noise_key
+from engine.sequence import Sequence
+
+VOCAB = 97
+EOS = frozenset({3, 4})
+GREEDY = SamplingParams(max_tokens=100, temperature=0.0)
+Row = npt.NDArray[np.float64]
+
+
+def sequence(params: SamplingParams, tokens: list[int] | None = None, prompt_len: int = 5) -> Sequence:
+    return Sequence("s", [7, 8, 9, 10, 11] if tokens is None else tokens, prompt_len, params, root=b"")
+
+
+def random_logits(rows: int, seed: int, vocab: int = VOCAB) -> Tensor:
+    return torch.randn(rows, vocab, generator=torch.Generator().manual_seed(seed)) * 3
+
+
+def random_params(rng: random.Random) -> SamplingParams:
+    def maybe(value: Any, off: Any) -> Any:
+        return value if rng.random() < 0.4 else off
+
+    return SamplingParams(
+        max_tokens=100,
+        min_tokens=maybe(rng.randint(0, 8), 0),
+        temperature=rng.choice((0.0, 0.3, 1.0, 1.7)),
+        top_k=maybe(rng.randint(1, 2 * VOCAB), 0),
+        top_p=maybe(rng.uniform(0.05, 1), 1.0),
+        min_p=maybe(rng.uniform(0, 0.5), 0.0),
+        repetition_penalty=maybe(rng.uniform(0.5, 2), 1.0),
+        presence_penalty=maybe(rng.uniform(-2, 2), 0.0),
+        frequency_penalty=maybe(rng.uniform(-2, 2), 0.0),
+        seed=rng.getrandbits(64),
+        logit_bias=maybe({rng.randrange(VOCAB): rng.uniform(-100, 100) for _ in range(5)}, {}),
+        logprobs=maybe(rng.randint(0, 5), None),
+        stop_token_ids=maybe(frozenset({rng.randrange(VOCAB)}), frozenset()),
+        ignore_eos=rng.random() < 0.3,
+    )
+
+
+# --- one row, one line per rule ---------------------------------------------------------------------------------------------------
+
+
+def plain_scores(logits: Row, seq: Sequence) -> Row:
+    p, scores = seq.params, logits.copy()
+    for token, bias in p.logit_bias.items():
+        scores[token] += bias
+    for token in set(seq.tokens):
+        scores[token] *= 1 / p.repetition_penalty if scores[token] > 0 else p.repetition_penalty
+    for token, count in Counter(seq.tokens[seq.prompt_len :]).items():
+        scores[token] -= p.presence_penalty + count * p.frequency_penalty
+    if len(seq.tokens) - seq.prompt_len < p.min_tokens:
+        scores[list(p.stop_token_ids | (frozenset() if p.ignore_eos else EOS))] = -math.inf
+    return scores
+
+
+def plain_filter(scaled: Row, p: SamplingParams) -> list[int]:
+    """Ids that may be drawn."""
+    order = sorted(range(len(scaled)), key=lambda i: -scaled[i])
+    if p.top_k:
+        order = order[: p.top_k]
+    probs = np.exp(scaled[order] - scaled[order[0]])
+    probs /= probs.sum()
+    kept, mass = [], 0.0
+    for token, prob in zip(order, probs, strict=True):
+        if mass < p.top_p and prob >= p.min_p * probs[0]:
+            kept.append(token)
+        mass += prob
+    return kept
+
+
+def plain_gumbel(seed: int, position: int, token: int) -> float:
+    bits = mix64(noise_key(seed, position) + (token + 1) * 0x9E3779B97F4A7C15) >> 11
+    return -math.log(-math.log(bits / 2**53))
+
+
+def plain_sample(logits: Row, seq: Sequence) -> int:
+    scores = plain_scores(logits, seq)
+    if seq.params.temperature == 0:
+        return int(scores.argmax())
+    scaled = scores / seq.params.temperature
+    return max(plain_filter(scaled, seq.params), key=lambda i: scaled[i] + plain_gumbel(seq.params.seed, len(seq.tokens), i))
+
+
+def random_sequences(count: int, seed: int) -> list[Sequence]:
+    rng = random.Random(seed)
+    lengths = [rng.randint(5, 30) for _ in range(count)]
+    return [sequence(random_params(rng), [rng.randrange(VOCAB) for _ in range(length)], rng.randint(1, 5)) for length in lengths]
+
+
+@pytest.mark.parametrize("seed", range(10))
+def test_agrees_with_the_plain_sampler(seed: int) -> None:
+    seqs, logits = random_sequences(50, seed), random_logits(50, seed)
+    expected = [plain_sample(row.double().numpy(), seq) for row, seq in zip(logits, seqs, strict=True)]
+    assert [answer.token for answer in sample(logits, seqs, EOS)] == expected
+
+
+def test_leaves_the_logits_alone() -> None:
+    logits = random_logits(20, seed=1)
+    before = logits.clone()
+    sample(logits, random_sequences(20, seed=1), EOS)
+    assert torch.equal(logits, before)
+
+
+# --- a row depends on itself only ---------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("vocab", [VOCAB, 2048, 50001])
+def test_a_row_does_not_depend_on_the_batch(vocab: int) -> None:
+    seqs = random_sequences(12, seed=3)
+    logits = random_logits(12, seed=3, vocab=vocab)
+    together = sample(logits, seqs, EOS)
+    backwards = sample(logits.flip(0), seqs[::-1], EOS)[::-1]
+    alone = [sample(row[None], [seq], EOS)[0] for row, seq in zip(logits, seqs, strict=True)]
+    assert together == alone == backwards  # tokens and, bit for bit, log-probabilities
+
+
+def test_noise_is_a_function_of_seed_and_position_only() -> None:
+    logits, params = torch.zeros(1, VOCAB), SamplingParams(max_tokens=9, seed=5)
+
+    def token(params: SamplingParams, tokens: list[int], prompt_len: int = 1) -> int:
+        return sample(logits, [sequence(params, tokens, prompt_len)], EOS)[0].token
+
+    at_position_4 = token(params, [1, 2, 3, 4])
+    assert token(params, [9, 9, 9, 9], prompt_len=4) == at_position_4
+    others = [token(params, [1, 2, 3]), token(replace(params, seed=6), [1, 2, 3, 4]), token(params, [1, 2, 3, 4, 5])]
+    assert others != [at_position_4] * 3
+
+
+def test_the_draw_follows_the_distribution() -> None:
+    """Chi-squared over 20,000 draws that differ in position alone, and again in seed alone. 30 degrees of freedom: 59.7 is p = 0.001."""
+    logits = random_logits(1, seed=8, vocab=31) / 3
+    expected = logits[0].double().softmax(0).numpy() * 20000
+    by_position = [sequence(SamplingParams(max_tokens=1, seed=1), [0] * (1 + i)) for i in range(2000)]
+    by_seed = [sequence(SamplingParams(max_tokens=1, seed=i)) for i in range(20000)]
+    few = expected / 10
+    for seqs, mean in ((by_position, few), (by_seed, expected)):
+        tokens = [answer.token for answer in sample(logits.expand(len(seqs), -1), seqs, EOS)]
+        counts = np.bincount(tokens, minlength=31)
+        assert ((counts - mean) ** 2 / mean).sum() < 59.7
+
+
+# --- rules by themselves ------------------------------------------------------------------------------------------------------------
+
+
+def drawn(params: SamplingParams, logits: Tensor, tries: int = 400) -> set[int]:
+    seqs = [sequence(replace(params, seed=i)) for i in range(tries)]
+    return {answer.token for answer in sample(logits.expand(tries, -1), seqs, EOS)}
+
+
+RAMP = torch.tensor([[0.5, 0.25, 0.125, 0.0625, 0.0625]]).log()
+
+
+@pytest.mark.parametrize(
+    ("params", "left"),
+    [
+        (SamplingParams(max_tokens=1), {0, 1, 2, 3, 4}),
+        (SamplingParams(max_tokens=1, top_k=2), {0, 1}),
+        (SamplingParams(max_tokens=1, top_k=4), {0, 1, 2, 3, 4}),  # ties stay together
+        (SamplingParams(max_tokens=1, top_p=0.5), {0}),
+        (SamplingParams(max_tokens=1, top_p=0.51), {0, 1}),
+        (SamplingParams(max_tokens=1, top_p=1e-9), {0}),
+        (SamplingParams(max_tokens=1, top_k=2, top_p=0.66), {0}),  # top_p counts what top_k left: 0.5 of 0.75
+        (SamplingParams(max_tokens=1, min_p=0.3), {0, 1}),
+        (SamplingParams(max_tokens=1, min_p=1.0), {0}),
+        (SamplingParams(max_tokens=1, temperature=0.5, min_p=0.3), {0}),  # temperature comes first
+        (SamplingParams(max_tokens=1, temperature=1e-30), {0}),
+        (SamplingParams(max_tokens=1, temperature=0.0), {0}),
+    ],
+)
+def test_filters(params: SamplingParams, left: set[int]) -> None:
+    assert drawn(params, RAMP) == left
+
+
+@pytest.mark.parametrize("selected", [1, 10, VOCAB])
+def test_filters_do_not_depend_on_how_many_are_sorted(monkeypatch: pytest.MonkeyPatch, selected: int) -> None:
+    seqs, logits = random_sequences(200, seed=4), random_logits(200, seed=4)
+    for seq in seqs:  # a large top_k in one row would have that many sorted in all
+        seq.params = replace(seq.params, top_k=seq.params.top_k % 3, temperature=1.5)
+    before = sample(logits, seqs, EOS)
+    monkeypatch.setattr("engine.sampler.SELECTED", selected)
+    assert sample(logits, seqs, EOS) == before
+    assert [answer.token for answer in before] == [plain_sample(row.double().numpy(), seq) for row, seq in zip(logits, seqs, strict=True)]
+
+
+def test_greedy_takes_the_first_of_equals() -> None:
+    logits = torch.zeros(2, VOCAB)
+    logits[1, 40:] = 1
+    assert [answer.token for answer in sample(logits, [sequence(GREEDY)] * 2, EOS)] == [0, 40]
+
+
+def test_penalties_see_output_only_except_repetition() -> None:
+    logits = torch.zeros(1, VOCAB)
+    logits[0, 20], logits[0, 21], logits[0, 22] = 3.0, 2.0, 1.0
+
+    def token(tokens: list[int], **penalty: float) -> int:
+        return sample(logits, [sequence(replace(GREEDY, **penalty), tokens, 2)], EOS)[0].token  # type: ignore[arg-type]
+
+    assert token([20, 20], presence_penalty=2.0, frequency_penalty=2.0) == 20
+    assert token([20, 20, 20], presence_penalty=1.5) == 21
+    assert token([20, 20, 20, 20, 21], frequency_penalty=1.2) == 22  # 3 - 2.4, 2 - 1.2, 1
+    assert token([20, 1], repetition_penalty=2.0) == 21
+    assert token([20, 20], repetition_penalty=1.2) == 20  # seen twice, penalised once
+
+
+def test_min_tokens_masks_what_would_end_the_sequence() -> None:
+    logits = torch.zeros(1, VOCAB)
+    logits[0, 3], logits[0, 4], logits[0, 50], logits[0, 60] = 9.0, 8.0, 7.0, 6.0
+    params = replace(GREEDY, min_tokens=2, stop_token_ids=frozenset({50}))
+
+    def token(params: SamplingParams, outputs: int) -> int:
+        return sample(logits, [sequence(params, [1] * (5 + outputs))], EOS)[0].token
+
+    assert [token(params, outputs) for outputs in (0, 1, 2)] == [60, 60, 3]
+    assert token(replace(params, ignore_eos=True), 0) == 3  # does not end it
+
+
+@pytest.mark.parametrize("temperature", [0.0, 1.0])
+def test_when_everything_is_masked_the_model_decides(temperature: float) -> None:
+    logits = random_logits(1, seed=2, vocab=5)
+    params = SamplingParams(max_tokens=9, min_tokens=3, temperature=temperature, stop_token_ids=frozenset({0, 1, 2, 90}), logprobs=2)
+    free = replace(params, min_tokens=0)
+    assert sample(logits, [sequence(params)], EOS) == sample(logits, [sequence(free)], EOS)
+
+
+def test_ids_outside_the_vocabulary_change_nothing() -> None:
+    logits = random_logits(1, seed=2)
+    params = replace(GREEDY, min_tokens=9, logit_bias={VOCAB: 99.0, -1: 99.0}, stop_token_ids=frozenset({VOCAB + 5}), ignore_eos=True)
+    assert sample(logits, [sequence(params)], EOS)[0].token == int(logits.argmax())
+
+
+def test_logprobs_are_the_models_own() -> None:
+    logits = random_logits(2, seed=6)
+    params = SamplingParams(max_tokens=9, temperature=0.7, logprobs=4, logit_bias={5: 50.0}, repetition_penalty=1.5)
+    asked, silent = sample(logits, [sequence(params), sequence(GREEDY)], EOS)
+    expected = logits[0].log_softmax(0)
+    assert asked.token == 5
+    assert asked.logprob == float(expected[5])
+    values, ids = expected.topk(4)
+    assert asked.top == tuple(zip(ids.tolist(), values.tolist(), strict=True))
+    assert (silent.logprob, silent.top) == (None, ())
+
+
+def test_top_logprobs_break_ties_by_id() -> None:
+    logits = torch.zeros(1, VOCAB)
+    logits[0, 30] = 1.0
+    (answer,) = sample(logits, [sequence(replace(GREEDY, logprobs=4))], EOS)
+    assert [token for token, _ in answer.top] == [30, 0, 1, 2]
+    (chosen_only,) = sample(logits, [sequence(replace(GREEDY, logprobs=0))], EOS)
+    assert chosen_only.logprob is not None
+    assert chosen_only.top == ()
+
+
+@pytest.mark.parametrize(
+    "break_row", [lambda row: row.fill_(math.nan), lambda row: row[5:6].fill_(math.nan), lambda row: row.fill_(-math.inf)]
+)
+def test_logits_that_are_no_numbers_are_an_error_that_names_the_sequence(break_row: Callable[[Tensor], Tensor]) -> None:
+    logits = random_logits(3, seed=1)
+    break_row(logits[1])
+    seqs = [sequence(GREEDY) for _ in range(3)]
+    seqs[1].id = "broken"
+    with pytest.raises(NonFiniteLogits) as caught:
+        sample(logits, seqs, EOS)
+    assert caught.value.sequence_ids == ["broken"]
+
+
+def test_nobody_to_sample() -> None:
+    assert sample(torch.empty(0, VOCAB), [], EOS) == []

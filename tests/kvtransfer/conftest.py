@@ -1,0 +1,162 @@
+"""Peers in other processes, and the transport under test."""
+
+import importlib.util
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Iterator, Sequence
+from pathlib import Path
+from types import ModuleType
+
+import numpy as np
+import pytest
+
+from engine.kvcache import KvPool
+
+HERE = Path(__file__).parent
+SENTINEL = 0xA5
+
+
+def _load(path: Path) -> ModuleType:
+    spec = importlib.util.spec_from_file_location(path.stem, path)
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module
+
+
+program = _load(HERE / "peer.py")
+
+
+class Peer:
+    """A child process that runs peer.py."""
+
+    def __init__(self, kind: str, name: str, *, num_blocks: int = 64, block_kib: int = 4, seed: int = 1, **options: object) -> None:
+        self.name = name
+        self.shape = (num_blocks, program.layout(block_kib).block_bytes)
+        options |= {"kind": kind, "name": name, "num_blocks": num_blocks, "block_kib": block_kib, "seed": seed}
+        env = os.environ | {"PYTHONPATH": str(HERE.parents[1])}
+        command = [sys.executable, str(HERE / "peer.py"), json.dumps(options)]
+        self.process = subprocess.Popen(command, env=env, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
+        self.bytes = program.pattern(seed, *self.shape)
+        self.address = bytes.fromhex(self._answer())
+        self.pid = self.process.pid
+
+    def tell(self, *command: object) -> None:
+        self.process.stdin.write(json.dumps(command) + "\n")
+        self.process.stdin.flush()
+
+    def ask(self, *command: object) -> object:
+        self.tell(*command)
+        return self._answer()
+
+    def fill(self, seed: int) -> None:
+        self.ask("fill", seed)
+        self.bytes = program.pattern(seed, *self.shape)
+
+    def stop(self) -> None:
+        os.kill(self.pid, signal.SIGSTOP)
+        os.waitid(os.P_PID, self.pid, os.WSTOPPED | os.WNOWAIT)
+
+    def resume(self) -> None:
+        os.kill(self.pid, signal.SIGCONT)
+
+    def kill(self) -> None:
+        self.process.kill()
+        self.process.wait()
+
+    def end(self) -> None:
+        self.kill()
+        self.process.stdin.close()
+        self.process.stdout.close()
+
+    def _answer(self) -> object:
+        line = self.process.stdout.readline()
+        assert line, f"peer {self.name} ended with {self.process.wait()}"
+        return json.loads(line)
+
+
+class Reader:
+    """A transport in this process, over a pool filled with SENTINEL."""
+
+    def __init__(self, kind: str, name: str, *, num_blocks: int = 64, block_kib: int = 4, **options: object) -> None:
+        self.pool = KvPool(program.layout(block_kib), num_blocks)
+        self.clear()
+        self.transport = program.transport(kind, name, self.pool, **options)
+
+    def clear(self) -> None:
+        self.pool.array[:] = SENTINEL
+
+    def connect(self, peer: Peer) -> None:
+        self.transport.connect(peer.name, peer.address)
+
+    def read(self, peer: Peer, remote: Sequence[int], local: Sequence[int], timeout: float = 10) -> None:
+        self.transport.read(peer.name, list(remote), list(local), timeout)
+
+    def has(self, peer: Peer, remote: Sequence[int], local: Sequence[int]) -> bool:
+        """Exactly these blocks, and nothing else was touched."""
+        rest = np.setdiff1d(np.arange(self.pool.num_blocks), local)
+        arrived = np.array_equal(self.pool.array[list(local)], peer.bytes[list(remote)])
+        return arrived and bool((self.pool.array[rest] == SENTINEL).all())
+
+    def untouched(self) -> bool:
+        return bool((self.pool.array == SENTINEL).all())
+
+    def still(self, seconds: float) -> bool:
+        """Whether no byte of the pool changes for so long."""
+        before = self.pool.array.copy()
+        time.sleep(seconds)
+        return np.array_equal(before, self.pool.array)
+
+
+@pytest.fixture
+def start_peer() -> Iterator[Callable[..., Peer]]:
+    peers: list[Peer] = []
+
+    def start(kind: str, name: str = "peer:1", **options: object) -> Peer:
+        peers.append(Peer(kind, name, **options))
+        return peers[-1]
+
+    yield start
+    for peer in peers:
+        peer.end()
+
+
+@pytest.fixture
+def make_reader() -> Iterator[Callable[..., Reader]]:
+    readers: list[Reader] = []
+
+    def make(kind: str, name: str = "reader:1", **options: object) -> Reader:
+        readers.append(Reader(kind, name, **options))
+        return readers[-1]
+
+    yield make
+    for reader in readers:
+        reader.transport.close()
+
+
+def _once(make: Callable[[str], object], end: Callable[[object], None]) -> Iterator[Callable[[str], object]]:
+    made: dict[str, object] = {}
+
+    def get(kind: str) -> object:
+        if kind not in made:
+            made[kind] = make(kind)
+        return made[kind]
+
+    yield get
+    for thing in made.values():
+        end(thing)
+
+
+@pytest.fixture(scope="module")
+def shared_peers() -> Iterator[Callable[[str], Peer]]:
+    """One peer a kind, for tests that do it no harm."""
+    yield from _once(lambda kind: Peer(kind, f"shared-{kind}:1"), Peer.end)
+
+
+@pytest.fixture(scope="module")
+def shared_readers() -> Iterator[Callable[[str], Reader]]:
+    """One reader a kind, for tests that leave it open."""
+    yield from _once(lambda kind: Reader(kind, f"shared-reader-{kind}:1"), lambda reader: reader.transport.close())

@@ -1,0 +1,97 @@
+"""A peer in a process of its own, driven over stdin and stdout: it has a pool with known bytes, serves it, and reads when told.
+
+    python peer.py '{"kind": "nixl", "name": "a", "num_blocks": 64, ...}'      → {"address": hex}, then one answer a command
+
+Commands, one JSON list a line: ["fill", seed] ["read", peer, address, remote, local] ["digest"] ["cpu"] ["detail"] ["close"].
+"""
+
+import ctypes
+import json
+import os
+import platform
+import struct
+import sys
+import time
+from hashlib import blake2b
+
+import numpy as np
+
+from cluster.errors import BatonError
+from engine.kvcache import KvLayout, KvPool
+
+PROCESS_VM_READV = {"x86_64": 310, "aarch64": 270}.get(platform.machine())
+
+
+def layout(block_kib: int) -> KvLayout:
+    """Blocks of `block_kib` KiB."""
+    return KvLayout("test", "float32", block_size=4, num_layers=block_kib, num_kv_heads=1, head_dim=32)
+
+
+def pattern(seed: int, num_blocks: int, block_bytes: int) -> np.ndarray:
+    return np.random.default_rng(seed).integers(0, 256, size=(num_blocks, block_bytes), dtype=np.uint8)
+
+
+def transport(kind: str, name: str, pool: KvPool, host: str = "127.0.0.1", key: str = "key", **options: object):
+    """`kind`: "nixl", "nixl-tcp" (the same, without copies between processes) or "tcp"."""
+    if kind == "tcp":
+        from kvtransfer.tcp_transport import TcpTransport
+
+        return TcpTransport(pool, host, key.encode(), **options)
+    from kvtransfer.nixl_transport import NixlTransport
+
+    return NixlTransport(name, pool, host, **({"tls": "tcp", "allow_tcp": True} if kind == "nixl-tcp" else {}) | options)
+
+
+def forbid_reading_other_processes() -> None:
+    """What a container may do: process_vm_readv fails with EPERM in this process (a seccomp filter)."""
+    load_number, skip_unless, refuse, allow = (0x20, 0, 0, 0), (0x15, 0, 1, PROCESS_VM_READV), (6, 0, 0, 0x00050001), (6, 0, 0, 0x7FFF0000)
+    code = b"".join(struct.pack("HBBI", *instruction) for instruction in (load_number, skip_unless, refuse, allow))
+    program = ctypes.create_string_buffer(code)
+    header = struct.pack("HxxxxxxP", 4, ctypes.addressof(program))
+    prctl = ctypes.CDLL(None, use_errno=True).prctl
+    assert prctl(38, 1, 0, 0, 0) == 0, "PR_SET_NO_NEW_PRIVS"
+    assert prctl(22, 2, ctypes.c_char_p(header), 0, 0) == 0, f"PR_SET_SECCOMP: {ctypes.get_errno()}"
+
+
+def main() -> None:
+    options = json.loads(sys.argv[1])
+    answers = os.fdopen(os.dup(1), "w")
+    os.dup2(2, 1)  # what UCX says on stdout is no answer
+    if options.pop("forbid", False):
+        forbid_reading_other_processes()
+    seed, num_blocks, block_kib = (options.pop(name) for name in ("seed", "num_blocks", "block_kib"))
+    pool = KvPool(layout(block_kib), num_blocks)
+    pool.array[:] = pattern(seed, *pool.array.shape)
+    served = transport(options.pop("kind"), options.pop("name"), pool, **options)
+
+    def answer(value: object) -> None:
+        answers.write(json.dumps(value) + "\n")
+        answers.flush()
+
+    answer(served.address().hex())
+    for line in sys.stdin:
+        match json.loads(line):
+            case ["fill", seed]:
+                pool.array[:] = pattern(seed, *pool.array.shape)
+                answer(None)
+            case ["read", peer, address, remote, local]:
+                try:
+                    served.connect(peer, bytes.fromhex(address))
+                    served.read(peer, remote, local, timeout=10)
+                    answer(None)
+                except BatonError as error:
+                    answer(str(error))
+            case ["digest"]:
+                answer(blake2b(pool.array.tobytes(), digest_size=16).hexdigest())
+            case ["cpu"]:
+                answer(time.process_time())
+            case ["detail"]:
+                answer(served.backend_detail())
+            case ["close"]:
+                served.close()
+                answer(None)
+    os._exit(0)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,55 @@
+"""A digest finds any changed byte, and nothing else."""
+
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from cluster.errors import BatonError, Reason
+from engine.kvcache import KvLayout, KvPool
+from kvtransfer.digest import DIGEST_BYTES, block_digests, mismatches
+
+POOL = KvPool(KvLayout("test", "float32", block_size=2, num_layers=2, num_kv_heads=1, head_dim=8), num_blocks=16)
+POOL.array[:] = np.random.default_rng(0).integers(0, 256, size=POOL.array.shape, dtype=np.uint8)
+BLOCK_BYTES = POOL.layout.block_bytes
+
+block_lists = st.lists(st.integers(0, POOL.num_blocks - 1), unique=True)
+
+
+@given(block_lists)
+def test_equal_bytes_give_no_mismatch(blocks):
+    digests = block_digests(POOL, blocks)
+    assert len(digests) == DIGEST_BYTES * len(blocks)
+    assert mismatches(POOL, blocks, digests) == []
+
+
+@given(block_lists.filter(bool), st.data())
+def test_a_flip_of_any_bit_is_found_where_it_is(blocks, data):
+    digests = block_digests(POOL, blocks)
+    place = data.draw(st.integers(0, len(blocks) - 1))
+    at, bit = data.draw(st.integers(0, BLOCK_BYTES - 1)), data.draw(st.integers(0, 7))
+    POOL.array[blocks[place], at] ^= 1 << bit
+    try:
+        assert mismatches(POOL, blocks, digests) == [place]
+    finally:
+        POOL.array[blocks[place], at] ^= 1 << bit
+
+
+@given(block_lists.filter(lambda blocks: len(blocks) > 1))
+def test_the_right_blocks_in_another_order_are_wrong(blocks):
+    digests = block_digests(POOL, blocks)
+    assert mismatches(POOL, blocks[1:] + blocks[:1], digests) == list(range(len(blocks)))
+
+
+@given(block_lists)
+def test_digests_that_are_not_one_a_block_prove_nothing(blocks):
+    for wrong in (block_digests(POOL, blocks) + b"\0", block_digests(POOL, blocks) + bytes(DIGEST_BYTES)):
+        with pytest.raises(BatonError) as info:
+            mismatches(POOL, blocks, wrong)
+        assert info.value.reason is Reason.DIGEST_MISMATCH
+
+
+def test_digests_do_not_depend_on_where_a_block_lies():
+    copy = KvPool(POOL.layout, num_blocks=3)
+    copy.array[2] = POOL.array[11]
+    assert block_digests(copy, [2]) == block_digests(POOL, [11])

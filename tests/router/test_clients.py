@@ -1,0 +1,502 @@
+"""The router's end of the wire, against a real gRPC server in this process that says what the test wants said."""
+
+import asyncio
+import time
+from collections.abc import AsyncIterator, Callable
+from contextlib import aclosing, asynccontextmanager
+from dataclasses import replace
+from typing import Any
+
+import pytest
+from fake_workers import TOKENIZER, record
+
+from baton.v1 import generation_pb2, worker_pb2_grpc
+from baton.v1 import worker_pb2 as pb
+from cluster.config import Config, SecurityConfig
+from cluster.errors import BatonError, Reason
+from cluster.memory_registry import MemoryRegistry
+from cluster.records import WorkerRecord
+from cluster.rpc import Answering, Context, Server, abort
+from engine.sampling import SamplingParams
+from router import watch
+from router.clients import Adopted, CacheSnapshot, Ended, FirstToken, Workers
+from router.request import Handoff, Request, Stopwatch, Token, Trace
+from router.view import ClusterView
+from router.watch import Watch
+
+PARAMS = SamplingParams(
+    max_tokens=9, min_tokens=2, temperature=0.5, top_k=7, top_p=0.75, min_p=0.25, repetition_penalty=1.5, presence_penalty=-0.5,
+    frequency_penalty=0.125, seed=2**64 - 1, logit_bias={3: -1.5}, logprobs=0, stop_token_ids=frozenset({5, 4}), ignore_eos=True,
+)  # fmt: skip
+
+
+def request(name: str = "r", tokens: tuple[int, ...] = (1, 2, 3), params: SamplingParams = PARAMS) -> Request:
+    return Request(name, list(tokens), 2, params, "salt", time.monotonic() + 10, Trace(Stopwatch(time.monotonic)))
+
+
+class Worker(
+    worker_pb2_grpc.DecodeServicer, worker_pb2_grpc.PrefillServicer, worker_pb2_grpc.KvExchangeServicer, worker_pb2_grpc.WorkerServicer
+):
+    """Hears everything and says what it is told to: `says` (events, an error, or None to end the stream) on the newest decode stream."""
+
+    def __init__(self) -> None:
+        self.streams = 0
+        self.heard: asyncio.Queue[pb.DecodeCommand] = asyncio.Queue()
+        self.says: asyncio.Queue[list[pb.DecodeEvent] | BatonError | None] = asyncio.Queue()
+        self.prefills: list[pb.PrefillRequest] = []
+        self.on_prefill: Callable[[], Any] = pb.PrefillResponse
+        self.cancelled = 0
+        self.released: list[tuple[bytes, str]] = []
+        self.on_describe: Callable[[], Any] = pb.DescribeResponse
+
+    async def Session(self, request_iterator: AsyncIterator[pb.DecodeCommand], context: Context) -> AsyncIterator[pb.DecodeEvents]:
+        self.streams += 1
+        reader = asyncio.create_task(self._listen(request_iterator))
+        try:
+            while (said := await self.says.get()) is not None:
+                if isinstance(said, BatonError):
+                    await abort(context, said)
+                yield pb.DecodeEvents(events=said)
+        finally:
+            reader.cancel()
+
+    async def _listen(self, commands: AsyncIterator[pb.DecodeCommand]) -> None:
+        async for command in commands:
+            self.heard.put_nowait(command)
+
+    async def Prefill(self, request: pb.PrefillRequest, context: Context) -> pb.PrefillResponse:
+        self.prefills.append(request)
+        async with Answering(context):
+            try:
+                return await settled(self.on_prefill())
+            except asyncio.CancelledError:
+                self.cancelled += 1
+                raise
+        raise AssertionError
+
+    async def Release(self, request: pb.ReleaseRequest, context: Context) -> pb.ReleaseResponse:
+        self.released.append((request.handle, request.request_id))
+        return pb.ReleaseResponse(was_held=True)
+
+    async def Snapshot(self, request: pb.SnapshotRequest, context: Context) -> pb.SnapshotResponse:
+        return pb.SnapshotResponse(incarnation=7, sequence=3, keys=b"a" * 16 + b"b" * 16)
+
+    async def Describe(self, request: pb.DescribeRequest, context: Context) -> pb.DescribeResponse:
+        return await settled(self.on_describe())
+
+
+async def settled(value: Any) -> Any:
+    return await value if asyncio.iscoroutine(value) else value
+
+
+def sleeping() -> Any:
+    return asyncio.sleep(60)
+
+
+@asynccontextmanager
+async def pair(port: int = 0) -> AsyncIterator[tuple[Worker, Workers, WorkerRecord, Server]]:
+    server, worker, workers = Server(Config(), 1 << 20), Worker(), Workers(SecurityConfig())
+    worker_pb2_grpc.add_DecodeServicer_to_server(worker, server.grpc)
+    worker_pb2_grpc.add_PrefillServicer_to_server(worker, server.grpc)
+    worker_pb2_grpc.add_KvExchangeServicer_to_server(worker, server.grpc)
+    worker_pb2_grpc.add_WorkerServicer_to_server(worker, server.grpc)
+    address = server.bind(port)
+    await server.start()
+    try:
+        yield worker, workers, record("d0", address=address), server
+    finally:
+        await workers.close()
+        await server.stop(None)
+
+
+def token(call: int, id_: int) -> pb.DecodeEvent:
+    return pb.DecodeEvent(call_id=call, token=pb.GeneratedToken(id=id_))
+
+
+def finished(call: int, reason: Any = generation_pb2.FINISH_REASON_LENGTH) -> pb.DecodeEvent:
+    return pb.DecodeEvent(call_id=call, finished=pb.DecodeFinished(reason=reason, cached_tokens=32))
+
+
+async def take(workers: Workers, worker: WorkerRecord, name: str = "r", timeout_s: float = 10, handle: bytes = b"") -> list[Any]:
+    async with aclosing(workers.decode(worker, request(name), handle, timeout_s)) as events:
+        return [event async for event in events]
+
+
+async def refused(call: "asyncio.Future[Any] | Any", within_s: float = 2.0) -> BatonError:
+    with pytest.raises(BatonError) as caught:
+        async with asyncio.timeout(within_s):
+            await call
+    return caught.value
+
+
+async def test_one_call() -> None:
+    async with pair() as (worker, workers, d0, _):
+        call = asyncio.create_task(take(workers, d0, handle=b"handle"))
+        start = await worker.heard.get()
+        assert start.call_id == 1 and start.start.handle == b"handle" and 9000 < start.start.timeout_ms <= 10_000
+        job = start.start.job
+        assert (job.request_id, list(job.token_ids), job.prompt_tokens, job.cache_salt) == ("r", [1, 2, 3], 2, "salt")
+        told = generation_pb2.Handoff(transport="nixl", blocks=3, bytes=300, blocks_reused=1, digests_checked=3, failure="")
+        adopted = pb.DecodeEvent(call_id=1, adopted=pb.Adopted(handoff=told, read_ms=1.5, verify_ms=2.5))
+        top = [generation_pb2.TopLogprob(id=4, logprob=-0.5)]
+        rich = pb.DecodeEvent(call_id=1, token=pb.GeneratedToken(id=9, logprob=-0.25, top=top))
+        worker.says.put_nowait([adopted, rich, token(1, 8)])
+        worker.says.put_nowait([finished(1, generation_pb2.FINISH_REASON_STOP)])
+        assert await call == [
+            Adopted(Handoff("nixl", 3, 300, 1, 3, 0, ""), 1.5, 2.5), Token(9, -0.25, ((4, -0.5),)), Token(8), Ended("stop", 0, 32),
+        ]  # fmt: skip
+        assert worker.heard.empty(), "nothing to cancel"
+
+
+async def test_every_parameter_travels() -> None:
+    async with pair() as (worker, workers, d0, _):
+        worker.on_prefill = lambda: pb.PrefillResponse(
+            token=pb.GeneratedToken(id=5), handle=b"h", cached_tokens=16, wait_ms=1, compute_ms=2
+        )
+        assert await workers.prefill(d0, request(), 5) == FirstToken(Token(5), b"h", None, 16, 1.0, 2.0)
+        sampling = worker.prefills[0].job.sampling
+        plain = {f.name: getattr(sampling, f.name) for f in sampling.DESCRIPTOR.fields if not f.is_repeated}
+        lists = {"stop_token_ids": frozenset(sampling.stop_token_ids), "logit_bias": dict(sampling.logit_bias)}
+        assert SamplingParams(**plain, **lists) == PARAMS
+        await workers.prefill(d0, request(params=replace(PARAMS, logprobs=None)), 5)
+        assert not worker.prefills[1].job.sampling.HasField("logprobs")
+
+
+async def test_many_calls_share_one_stream() -> None:
+    async with pair() as (worker, workers, d0, _):
+        calls = [asyncio.create_task(take(workers, d0, f"r{i}")) for i in range(50)]
+        numbers = {}
+        for _ in calls:
+            command = await worker.heard.get()
+            numbers[command.start.job.request_id] = command.call_id
+        assert len(set(numbers.values())) == 50
+        for step in range(4):
+            worker.says.put_nowait([token(number, 1000 * step + number) for number in numbers.values()])
+        worker.says.put_nowait([token(999_999, 1)])  # of a call that nobody knows any more
+        worker.says.put_nowait([finished(number) for number in numbers.values()])
+        ends = await asyncio.gather(*calls)
+        for i, events in enumerate(ends):
+            assert [event.id for event in events[:-1]] == [1000 * step + numbers[f"r{i}"] for step in range(4)]
+        assert worker.streams == 1 and worker.heard.empty()
+        (session,) = workers._sessions.values()
+        assert not session._calls
+
+
+# A stream that is lost
+
+
+async def end_stream(worker: Worker, server: Server) -> None:
+    worker.says.put_nowait(None)
+
+
+async def abort_stream(worker: Worker, server: Server) -> None:
+    worker.says.put_nowait(BatonError(Reason.INTERNAL, "broken"))
+
+
+async def stop_server(worker: Worker, server: Server) -> None:
+    await server.stop(None)
+
+
+@pytest.mark.parametrize("lose", [end_stream, abort_stream, stop_server])
+async def test_a_lost_stream_ends_all_its_calls_at_once(lose: Callable[[Worker, Server], Any]) -> None:
+    async with pair() as (worker, workers, d0, server):
+        calls = [asyncio.create_task(take(workers, d0, f"r{i}")) for i in range(20)]
+        for _ in calls:
+            await worker.heard.get()
+        worker.says.put_nowait([token(number, 7) for number in range(1, 11)])  # half of them have begun
+        await asyncio.sleep(0.05)
+        await lose(worker, server)
+        for call in calls:
+            assert (await refused(call)).reason is Reason.WORKER_LOST
+        if lose is stop_server:
+            assert (await refused(take(workers, d0))).reason is Reason.WORKER_LOST
+            return
+        again = asyncio.create_task(take(workers, d0))
+        number = (await worker.heard.get()).call_id
+        worker.says.put_nowait([finished(number)])
+        assert len(await again) == 1 and worker.streams == 2
+
+
+async def test_a_lost_stream_leaves_no_task_behind() -> None:
+    async with pair() as (worker, workers, d0, _):
+        before = {task for task in asyncio.all_tasks() if "DecodeSession" in repr(task)}
+        for _ in range(3):
+            call = asyncio.create_task(take(workers, d0))
+            await worker.heard.get()
+            worker.says.put_nowait(None)
+            await refused(call)
+        await asyncio.sleep(0.05)
+        assert {task for task in asyncio.all_tasks() if "DecodeSession" in repr(task)} == before == set()
+
+
+async def test_nobody_there_is_told_at_once() -> None:
+    async with pair() as (_, workers, d0, server):
+        await server.stop(None)
+        assert (await refused(take(workers, d0))).reason is Reason.WORKER_LOST
+        assert (await refused(workers.prefill(d0, request(), 5))).reason is Reason.WORKER_LOST
+        assert (await refused(workers.describe(d0))).reason is Reason.WORKER_LOST
+        assert (await refused(workers.snapshot(d0))).reason is Reason.WORKER_LOST
+        workers.release(d0, b"h", "r")  # best effort
+
+
+async def test_another_incarnation_gets_a_stream_of_its_own() -> None:
+    async with pair() as (worker, workers, d0, _):
+        old = asyncio.create_task(take(workers, d0))
+        await worker.heard.get()
+        new = asyncio.create_task(take(workers, replace(d0, incarnation=2)))
+        await worker.heard.get()
+        assert worker.streams == 2
+        for call in (old, new):
+            call.cancel()
+        await asyncio.gather(old, new, return_exceptions=True)
+
+
+# Cancellation
+
+
+@pytest.mark.parametrize("begun", [False, True])
+async def test_a_call_that_is_closed_is_cancelled_on_the_worker(begun: bool) -> None:
+    async with pair() as (worker, workers, d0, _):
+        other = asyncio.create_task(take(workers, d0, "other"))
+        number_of_other = (await worker.heard.get()).call_id
+        call = asyncio.create_task(take(workers, d0))
+        number = (await worker.heard.get()).call_id
+        if begun:
+            worker.says.put_nowait([token(number, 7)])
+            await asyncio.sleep(0.05)
+        call.cancel()
+        async with asyncio.timeout(2):
+            heard = await worker.heard.get()
+        assert heard.call_id == number and heard.HasField("cancel") and call.done()
+        worker.says.put_nowait([token(number, 8), finished(number_of_other)])  # late tokens fall on the floor
+        assert len(await other) == 1 and worker.heard.empty()
+
+
+async def test_closing_between_two_tokens_cancels_too() -> None:
+    async with pair() as (worker, workers, d0, _):
+        events = workers.decode(d0, request(), b"", 10)
+        first = asyncio.ensure_future(anext(events))
+        number = (await worker.heard.get()).call_id
+        worker.says.put_nowait([token(number, 7), token(number, 8)])
+        assert await first == Token(7)
+        await events.aclose()
+        async with asyncio.timeout(2):
+            assert (await worker.heard.get()).HasField("cancel")
+
+
+async def test_a_prefill_that_is_cancelled_is_cancelled_on_the_worker() -> None:
+    async with pair() as (worker, workers, d0, _):
+        worker.on_prefill = sleeping
+        call = asyncio.create_task(workers.prefill(d0, request(), 30))
+        while not worker.prefills:
+            await asyncio.sleep(0.01)
+        call.cancel()
+        await asyncio.gather(call, return_exceptions=True)
+        assert call.cancelled()
+        async with asyncio.timeout(2):
+            while not worker.cancelled:
+                await asyncio.sleep(0.01)
+
+
+async def test_a_release_arrives_though_nobody_waits_for_it() -> None:
+    async with pair() as (worker, workers, d0, _):
+        workers.release(d0, b"handle", "r")
+        await workers.close()
+        assert worker.released == [(b"handle", "r")]
+
+
+# Deadline
+
+
+async def test_a_worker_that_says_nothing_meets_the_deadline() -> None:
+    async with pair() as (worker, workers, d0, _):
+        error = await refused(take(workers, d0, timeout_s=0.1))
+        assert error.reason is Reason.DEADLINE
+        assert (await worker.heard.get()).HasField("start") and (await worker.heard.get()).HasField("cancel")
+        worker.on_prefill = sleeping
+        assert (await refused(workers.prefill(d0, request(), 0.1))).reason is Reason.DEADLINE
+
+
+async def test_the_deadline_is_that_of_the_call_not_of_each_token() -> None:
+    async with pair() as (worker, workers, d0, _):
+
+        async def drip() -> None:
+            while True:
+                worker.says.put_nowait([token(1, 7)])
+                await asyncio.sleep(0.05)
+
+        dripping = asyncio.create_task(drip())
+        error = await refused(take(workers, d0, timeout_s=0.3))
+        dripping.cancel()
+        assert error.reason is Reason.DEADLINE
+
+
+# Errors
+
+
+@pytest.mark.parametrize("reason", Reason)
+async def test_every_reason_of_a_worker_arrives(reason: Reason) -> None:
+    async with pair() as (worker, workers, d0, _):
+
+        async def fail() -> None:
+            raise BatonError(reason, "because")
+
+        worker.on_prefill = fail
+        error = await refused(workers.prefill(d0, request(), 5))
+        assert (error.reason, error.message) == (reason, "because")
+        call = asyncio.create_task(take(workers, d0))
+        number = (await worker.heard.get()).call_id
+        worker.says.put_nowait([pb.DecodeEvent(call_id=number, error=pb.CallError(reason=reason.name, message="because"))])
+        error = await refused(call)
+        assert (error.reason, error.message) == (reason, "because")
+        assert worker.heard.empty(), "the worker has ended it"
+
+
+@pytest.mark.parametrize(
+    "event",
+    [
+        pb.DecodeEvent(call_id=1, error=pb.CallError(reason="OF_THE_FUTURE", message="x")),
+        pb.DecodeEvent(call_id=1),
+        pb.DecodeEvent(call_id=1, finished=pb.DecodeFinished()),
+    ],
+    ids=["unknown reason", "unknown event", "no finish"],
+)
+async def test_what_cannot_be_understood_is_internal(event: pb.DecodeEvent) -> None:
+    async with pair() as (worker, workers, d0, _):
+        call = asyncio.create_task(take(workers, d0))
+        await worker.heard.get()
+        worker.says.put_nowait([event])
+        assert (await refused(call)).reason is Reason.INTERNAL
+
+
+# A worker that is forgotten
+
+
+async def test_calls_to_a_forgotten_worker_are_lost_not_cancelled() -> None:
+    """The channel closes under them, which gRPC tells as a cancellation; whoever waits was not cancelled and may go elsewhere."""
+    async with pair() as (worker, workers, d0, _):
+        worker.on_prefill = worker.on_describe = sleeping
+        asks = [workers.prefill(d0, request(), 30), take(workers, d0), workers.describe(d0)]
+        calls = [asyncio.create_task(ask) for ask in asks]
+        await worker.heard.get()
+        await asyncio.sleep(0.1)
+        await workers.forget(d0)
+        for call in calls:
+            assert (await refused(call)).reason is Reason.WORKER_LOST
+
+
+async def test_a_forgotten_worker_may_come_back() -> None:
+    async with pair() as (worker, workers, d0, _):
+        await workers.forget(d0)
+        workers.release(d0, b"handle", "r")
+        assert (await refused(workers.snapshot(d0))).reason is Reason.WORKER_LOST
+        assert not workers._channels  # nothing is opened for it again
+        workers.welcome(d0)
+        assert await workers.snapshot(d0) == CacheSnapshot(7, 3, (b"a" * 16, b"b" * 16))
+        await workers.forget(d0)
+        workers.welcome(d0)
+        call = asyncio.create_task(take(workers, d0))
+        worker.says.put_nowait([finished((await worker.heard.get()).call_id)])
+        assert len(await call) == 1
+
+
+async def test_forgetting_the_old_process_leaves_the_new_one_at_its_address_alone() -> None:
+    async with pair() as (_, workers, d0, _):
+        new = replace(d0, incarnation=d0.incarnation + 1)
+        await workers.snapshot(d0)
+        await workers.snapshot(new)
+        await workers.forget(d0)
+        assert (await workers.snapshot(new)).sequence == 3
+
+
+# What the watch makes of it
+
+
+@asynccontextmanager
+async def watched(*members: WorkerRecord, workers: Workers) -> AsyncIterator[tuple[ClusterView, MemoryRegistry, "asyncio.Task[None]"]]:
+    registry, view = MemoryRegistry(), ClusterView(TOKENIZER, absent_s=0.05)
+    for member in members:
+        await registry.join(member)
+    running = asyncio.create_task(Watch(view, registry, workers).run())
+    await until(lambda: len(view.members()) == len(members))
+    try:
+        yield view, registry, running
+    finally:
+        running.cancel()
+        await asyncio.gather(running, return_exceptions=True)
+
+
+async def until(condition: Callable[[], Any], within_s: float = 3.0) -> None:
+    async with asyncio.timeout(within_s):
+        while not condition():
+            await asyncio.sleep(0.01)
+
+
+def describing(answer: WorkerRecord) -> Callable[[], pb.DescribeResponse]:
+    return lambda: pb.DescribeResponse(record_json=answer.to_json().decode())
+
+
+@pytest.fixture
+def quick(monkeypatch: pytest.MonkeyPatch) -> None:
+    for name in ("MEMBERS_EVERY_S", "PROBE_EVERY_S", "SNAPSHOT_EVERY_S", "AWAY_S"):
+        monkeypatch.setattr(watch, name, 0.02)
+
+
+async def test_a_worker_that_was_down_is_used_again_when_it_answers(quick: None) -> None:
+    async with pair() as (worker, workers, d0, _), watched(d0, workers=workers) as (view, _, _):
+        worker.on_describe = describing(replace(d0, incarnation=2))
+        view.mark_down("d0", 1)
+        await asyncio.sleep(0.2)
+        assert view.down_workers(), "another process answered"
+        worker.on_describe = describing(replace(d0, state="draining"))
+        await asyncio.sleep(0.2)
+        assert view.down_workers(), "it answers, but takes nothing any more"
+        worker.on_describe = describing(d0)
+        await until(lambda: not view.down_workers())
+
+
+async def test_probes_go_on_when_a_worker_is_forgotten_in_the_middle_of_one(quick: None) -> None:
+    async with pair() as (worker, workers, d0, _), pair() as (other, _, d1, _):
+        d1 = replace(d1, name="d1")
+        async with watched(d0, d1, workers=workers) as (view, registry, running):
+            worker.on_describe = sleeping
+            other.on_describe = describing(d1)
+            view.mark_down("d0", 1)
+            await asyncio.sleep(0.1)
+            await registry.leave("d0", 1)
+            await until(lambda: len(view.members()) == 1)
+            view.mark_down("d1", 1)
+            await until(lambda: not view.down_workers())
+            assert not running.done()
+
+
+async def test_who_left_is_forgotten(quick: None) -> None:
+    async with pair() as (worker, workers, d0, _), watched(d0, workers=workers) as (view, registry, _):
+        call = asyncio.create_task(take(workers, d0))
+        await worker.heard.get()
+        await registry.leave("d0", 1)
+        assert (await refused(call)).reason is Reason.WORKER_LOST
+        assert view.members() == []
+        await until(lambda: not workers._sessions and not workers._channels)
+
+
+async def test_of_a_process_that_was_replaced_the_calls_are_lost(quick: None) -> None:
+    async with pair() as (worker, workers, d0, _), watched(d0, workers=workers) as (view, registry, _):
+        call = asyncio.create_task(take(workers, d0))
+        await worker.heard.get()
+        await registry.join(replace(d0, incarnation=2))
+        assert (await refused(call)).reason is Reason.WORKER_LOST
+        assert view.record("d0").incarnation == 2
+
+
+async def test_a_registry_that_is_away_takes_nobody_away(quick: None) -> None:
+    async with pair() as (worker, workers, d0, _), watched(d0, workers=workers) as (view, registry, running):
+        registry.available = False
+        worker.on_describe = describing(d0)
+        await asyncio.sleep(0.2)
+        assert view.members() == [d0] and not running.done()
+        view.mark_down("d0", 1)
+        await until(lambda: not view.down_workers())
+        registry.available = True
+        await registry.join(replace(d0, incarnation=2))
+        await until(lambda: view.record("d0").incarnation == 2)

@@ -1,0 +1,626 @@
+"""The owner of a request: whatever fails, the stream is the undisturbed one or ends in an honest error, and nothing is left behind."""
+
+import asyncio
+import itertools
+import random
+import time
+from collections.abc import AsyncGenerator, Callable
+from dataclasses import dataclass, field, replace
+
+import pytest
+from fake_workers import TOKENIZER, Call, FakeWorkers, Fault, record
+
+from cluster.config import RouterConfig
+from cluster.errors import BatonError, Reason
+from cluster.records import Load, WorkerRecord
+from engine.sampling import SamplingParams
+from engine.toy import naive
+from router import dispatch
+from router.clients import DecodeEvent
+from router.dispatch import Dispatcher
+from router.request import Request, Stopwatch, Trace
+from router.view import ClusterView
+
+PROMPT = list(range(1, 41))
+SHORT = PROMPT[:5]  # computed by the decode worker itself
+OUTPUT = 8
+PARAMS = SamplingParams(max_tokens=OUTPUT, temperature=1.0, seed=7, ignore_eos=True)
+LOST = BatonError(Reason.WORKER_LOST, "connection reset")
+
+
+@dataclass
+class World:
+    """A router's dispatcher among scripted workers, and the client's end of its streams."""
+
+    names: str = "p0 d0"
+    config: RouterConfig = field(default_factory=lambda: RouterConfig(bypass_tokens=8, recover_wait_s=0.2))
+    healer: "asyncio.Task[None] | None" = None  # brings dead workers back
+
+    def __post_init__(self) -> None:
+        self.view = ClusterView(TOKENIZER)
+        self.view.update([record(name) for name in self.names.split()], 0.0)
+        self.workers = FakeWorkers()
+        self.dispatcher = Dispatcher(self.view, self.workers, self.config)
+
+    def request(self, prompt: list[int] = PROMPT, params: SamplingParams = PARAMS, timeout_s: float = 10.0, name: str = "r") -> Request:
+        return Request(name, list(prompt), len(prompt), params, "", time.monotonic() + timeout_s, Trace(Stopwatch(time.monotonic)))
+
+    async def serve(self, request: Request | None = None) -> tuple[Request, list[int]]:
+        """Runs a request to its end; what the client saw is what the request knows."""
+        request = request or self.request()
+        seen: list[int] = []
+        try:
+            async for token in self.dispatcher.generate(request):
+                seen.append(token.id)
+        finally:
+            assert seen == request.output
+        return request, seen
+
+    async def refused(self, request: Request | None = None) -> tuple[BatonError, list[int]]:
+        """As `serve`, for a request that ends in an error. What was sent before is right."""
+        request = request or self.request()
+        with pytest.raises(BatonError) as caught:
+            await self.serve(request)
+        assert request.output == truth(request)[: len(request.output)] and request.finish is None
+        return caught.value, request.output
+
+    def check(self) -> None:
+        """Nothing is left behind: no lease, no call, no number in the view."""
+        assert not self.workers.leases
+        assert set(self.workers.endings.values()) <= {1}, "each lease is ended once"
+        assert self.workers.ends.total() == len(self.workers.calls), "each call came to an end"
+        for worker in self.view.members():
+            assert self.view.prefill_tokens(worker.name) == 0 == self.view.decode_tokens(worker.name)
+
+    def stop_healer(self) -> None:
+        if self.healer is not None:
+            self.healer.cancel()
+
+    def kinds(self) -> list[tuple[str, str, int]]:
+        return [(call.kind, call.worker, call.known) for call in self.workers.calls]
+
+
+def truth(request: Request) -> list[int]:
+    return naive(request.tokens[: request.prompt_len], request.params)
+
+
+def fail(world: World, name: str, tokens: int | None = None, error: BatonError | None = LOST, times: int = 1) -> None:
+    world.workers.faults[name].extend([Fault(error, tokens)] * times)
+
+
+# Undisturbed
+
+
+async def test_a_request_crosses_both_workers() -> None:
+    world = World()
+    request, seen = await world.serve()
+    assert seen == truth(request) and len(seen) == OUTPUT and request.finish == "length"
+    assert world.workers.calls == [Call("prefill", "p0", 40), Call("decode", "d0", 41, b"lease 1")]
+    trace = request.trace
+    assert (trace.prefill_worker, trace.decode_worker, trace.retries, trace.cached_tokens) == ("p0", "d0", 0, 16)
+    assert (trace.prefill_wait_ms, trace.prefill_compute_ms, trace.read_ms, trace.verify_ms) == (1.0, 2.0, 1.0, 2.0)
+    assert (trace.handoff.transport, trace.handoff.blocks, trace.handoff.bytes, trace.handoff.digests_checked) == ("tcp", 3, 3000, 3)
+    assert world.workers.released == []
+    world.check()
+
+
+async def test_a_short_prompt_is_computed_where_it_is_decoded() -> None:
+    world = World()
+    request, seen = await world.serve(world.request(SHORT))
+    assert seen == truth(request) and world.kinds() == [("decode", "d0", 5)]
+    assert (request.trace.prefill_worker, request.trace.cached_tokens) == ("", 32)
+    world.check()
+
+
+async def test_without_prefill_workers_every_prompt_is() -> None:
+    world = World("d0")
+    request, seen = await world.serve()
+    assert seen == truth(request) and world.kinds() == [("decode", "d0", 40)]
+    world.check()
+
+
+@pytest.mark.parametrize("prompt", [PROMPT, SHORT])
+@pytest.mark.parametrize("stop", ["length", "stop"])
+async def test_the_first_token_may_be_the_last(prompt: list[int], stop: str) -> None:
+    world = World()
+    first = naive(prompt, PARAMS)[0]
+    params = replace(PARAMS, max_tokens=1) if stop == "length" else replace(PARAMS, stop_token_ids=frozenset([first]))
+    request, seen = await world.serve(world.request(prompt, params))
+    assert seen == [first] and request.finish == stop
+    assert [call.kind for call in world.workers.calls] == ["prefill" if prompt is PROMPT else "decode"]
+    assert not world.workers.endings and request.trace.decode_worker == ("" if prompt is PROMPT else "d0")
+    world.check()
+
+
+async def test_a_stop_token_in_the_middle_ends_the_output() -> None:
+    world = World()
+    whole = naive(PROMPT, PARAMS)
+    request, seen = await world.serve(world.request(params=replace(PARAMS, stop_token_ids=frozenset([whole[4]]))))
+    assert seen == whole[:5] and request.finish == "stop"
+    world.check()
+
+
+async def test_work_in_progress_is_known_to_the_view() -> None:
+    world = World()
+    numbers: list[tuple[str, int, int]] = []
+    world.workers.tick = lambda stage: numbers.append((stage, world.view.prefill_tokens("p0"), world.view.decode_tokens("d0")))
+    await world.serve()
+    assert numbers[:3] == [("prefill", 40, 0), ("transfer", 0, 48), ("decode", 0, 48)]
+    world.check()
+
+
+async def test_two_requests_of_one_name_are_two_requests() -> None:
+    """Names are the callers' own: a second one takes nothing from the first."""
+    world = World()
+    most = 0
+
+    def look(stage: str) -> None:
+        nonlocal most
+        most = max(most, world.view.decode_tokens("d0"))
+
+    world.workers.tick = look
+    other = PROMPT[::-1]
+    ends = await asyncio.gather(world.serve(), world.serve(world.request(other)))
+    assert [seen for _, seen in ends] == [naive(PROMPT, PARAMS), naive(other, PARAMS)]
+    assert most == 2 * 48
+    world.check()
+
+
+# Workers that fail
+
+
+async def test_prefill_lost_before_the_reply_goes_to_another() -> None:
+    world = World("p0 p1 d0")
+    fail(world, "p0")
+    request, seen = await world.serve()
+    assert seen == truth(request) and request.trace.retries == 1
+    assert world.kinds() == [("prefill", "p0", 40), ("prefill", "p1", 40), ("decode", "d0", 41)]
+    assert [worker.name for worker in world.view.down_workers()] == ["p0"]
+    world.check()
+
+
+@pytest.mark.parametrize("reason", [Reason.WORKER_LOST, Reason.SATURATED, Reason.DRAINING, Reason.INTERNAL])
+async def test_the_only_prefill_worker_fails_and_the_decode_worker_computes_the_prompt(reason: Reason) -> None:
+    world = World()
+    fail(world, "p0", error=BatonError(reason, "no"))
+    request, seen = await world.serve()
+    assert seen == truth(request) and world.kinds() == [("prefill", "p0", 40), ("decode", "d0", 40)]
+    assert request.trace.decode_worker == "d0"
+    world.check()
+
+
+@pytest.mark.parametrize("reason", [Reason.WORKER_LOST, Reason.SATURATED, Reason.DRAINING])
+async def test_decode_lost_before_it_holds_the_kv_and_another_reads_the_same_lease(reason: Reason) -> None:
+    world = World("p0 d0 d1")
+    fail(world, "d0", error=BatonError(reason, "no"))
+    request, seen = await world.serve()
+    assert seen == truth(request) and request.trace.retries == 1
+    prefill, lost, second = world.workers.calls
+    assert prefill.kind == "prefill" and lost == replace(second, worker="d0") and second == Call("decode", "d1", 41, b"lease 1")
+    assert world.workers.released == []
+    world.check()
+
+
+@pytest.mark.parametrize("k", range(OUTPUT - 1))
+async def test_decode_lost_after_k_tokens_is_continued_elsewhere(k: int) -> None:
+    world = World("p0 p1 d0 d1")
+    fail(world, "d0", tokens=k)
+    request, seen = await world.serve()
+    assert seen == truth(request), "the stream is the undisturbed one"
+    again = [("prefill", "p0", 41 + k), ("decode", "d1", 42 + k)]
+    assert world.kinds() == [("prefill", "p0", 40), ("decode", "d0", 41), *(again if k < OUTPUT - 2 else again[:1])]
+    assert request.trace.retries == 1
+    world.check()
+
+
+@pytest.mark.parametrize("k", range(OUTPUT))
+async def test_decode_lost_after_k_tokens_without_a_handoff(k: int) -> None:
+    world = World("d0 d1")
+    fail(world, "d0", tokens=k)
+    request, seen = await world.serve()
+    assert seen == truth(request) and world.kinds() == [("decode", "d0", 40), ("decode", "d1", 40 + k)]
+    world.check()
+
+
+async def test_a_continuation_that_starts_over_is_seen() -> None:
+    """Negative control: an attempt that forgets what was sent gives another stream, and one of another seed too."""
+    world = World("d0 d1")
+    fail(world, "d0", tokens=3)
+    honest = world.workers.decode
+
+    def forgetful(worker: WorkerRecord, request: Request, handle: bytes, timeout_s: float) -> AsyncGenerator[DecodeEvent, None]:
+        return honest(worker, replace(request, tokens=request.tokens[: request.prompt_len]), handle, timeout_s)
+
+    world.workers.decode = forgetful  # type: ignore[method-assign]
+    request, seen = await world.serve()
+    assert seen[:3] == truth(request)[:3] and seen[3:6] == truth(request)[:3] and seen != truth(request)
+    assert naive(PROMPT, replace(PARAMS, seed=8)) != truth(request)
+
+
+async def test_both_workers_lost() -> None:
+    world = World("p0 p1 d0 d1")
+    fail(world, "p0")
+    fail(world, "d0", tokens=2)
+    request, seen = await world.serve()
+    assert seen == truth(request) and request.trace.retries == 2
+    assert world.kinds() == [
+        ("prefill", "p0", 40), ("prefill", "p1", 40), ("decode", "d0", 41), ("prefill", "p1", 43), ("decode", "d1", 44),
+    ]  # fmt: skip
+    world.check()
+
+
+@pytest.mark.parametrize("reason", [Reason.TRANSFER_FAILED, Reason.LEASE_EXPIRED, Reason.DIGEST_MISMATCH, Reason.HANDSHAKE_MISMATCH])
+async def test_kv_that_cannot_be_used_is_computed_again(reason: Reason) -> None:
+    """The decode workers were told to fail then. No other one is sent to the same lease."""
+    world = World("p0 p1 d0 d1")
+    fail(world, "d0", error=BatonError(reason, "no"))
+    request, seen = await world.serve()
+    assert seen == truth(request) and world.workers.released == [b"lease 1"]
+    assert world.kinds() == [("prefill", "p0", 40), ("decode", "d0", 41), ("prefill", "p0", 41), ("decode", "d1", 42)]
+    world.check()
+
+
+async def test_retries_are_counted_and_end() -> None:
+    world = World("d0 d1 d2 d3", RouterConfig(max_retries=2))
+    for name in ("d0", "d1", "d2"):
+        fail(world, name, tokens=1)
+    error, seen = await world.refused()
+    assert error.reason is Reason.RETRIES_SPENT and error.metadata == {"tokens_emitted": "3"}
+    assert len(seen) == 3 and [call.worker for call in world.workers.calls] == ["d0", "d1", "d2"]
+    world.check()
+
+
+async def test_retries_end_while_the_lease_stands() -> None:
+    world = World("p0 d0 d1 d2", RouterConfig(bypass_tokens=8, max_retries=1))
+    for name in ("d0", "d1", "d2"):
+        fail(world, name)
+    error, seen = await world.refused()
+    assert error.reason is Reason.RETRIES_SPENT and error.metadata == {"tokens_emitted": "1"} and len(seen) == 1
+    assert world.workers.released == [b"lease 1"]
+    world.check()
+
+
+@pytest.mark.parametrize("reason", [reason for reason in Reason if not reason.value.retry_elsewhere])
+@pytest.mark.parametrize("where", ["p0", "d0"])
+async def test_what_no_other_worker_can_mend_passes_at_once_and_unchanged(where: str, reason: Reason) -> None:
+    world = World("p0 p1 d0 d1")
+    told = BatonError(reason, "no", metadata={"a": "b"})
+    fail(world, where, error=told)
+    error, seen = await world.refused()
+    assert error is told and len(seen) == (where == "d0")
+    assert len(world.workers.calls) == 1 + (where == "d0")
+    world.check()
+
+
+async def test_without_a_decode_worker_a_request_is_refused_at_once() -> None:
+    world = World("p0", RouterConfig(recover_wait_s=60))
+    async with asyncio.timeout(1):
+        error, seen = await world.refused()
+    assert error.reason is Reason.NO_WORKER and seen == [] and world.workers.calls == []
+
+
+async def come_back(world: World, name: str, after_s: float) -> None:
+    await asyncio.sleep(after_s)
+    world.view.mark_up(name, 1)
+
+
+@pytest.mark.parametrize("tokens", [None, 0, 3])
+async def test_the_last_decode_worker_comes_back_in_time(tokens: int | None) -> None:
+    world = World("p0 d0", RouterConfig(bypass_tokens=8, recover_wait_s=5))
+    fail(world, "d0", tokens)
+    back = asyncio.create_task(come_back(world, "d0", 0.15))
+    request, seen = await world.serve()
+    assert back.done() and seen == truth(request)
+    world.check()
+
+
+@pytest.mark.parametrize("tokens", [None, 0, 3])
+async def test_the_last_decode_worker_does_not_come_back(tokens: int | None) -> None:
+    world = World("p0 d0")
+    fail(world, "d0", tokens)
+    began = time.monotonic()
+    error, seen = await world.refused()
+    assert error.reason is Reason.RETRIES_SPENT and error.metadata == {"tokens_emitted": str(len(seen))}
+    assert len(seen) == 1 + (tokens or 0) and 0.2 <= time.monotonic() - began < 2
+    world.check()
+
+
+async def test_a_started_request_waits_for_a_decode_worker_that_another_request_found_dead() -> None:
+    """It has sent a token already: refusing it as if it were new would break a stream that can go on."""
+    world = World("p0 d0", RouterConfig(bypass_tokens=8, recover_wait_s=5))
+    world.workers.replies = lambda: world.view.mark_down("d0", 1)
+    back = asyncio.create_task(come_back(world, "d0", 0.15))
+    request, seen = await world.serve()
+    assert back.done() and seen == truth(request)
+    world.check()
+
+
+async def test_a_draining_worker_is_left_alone_until_another_is_there() -> None:
+    """The registry tells of the drain a moment later than the worker does; retries must not be spent in that moment."""
+    world = World("p0 d0", RouterConfig(bypass_tokens=8, recover_wait_s=5))
+    fail(world, "d0", error=BatonError(Reason.DRAINING, "draining"), times=100)
+
+    async def replace_worker() -> None:
+        await asyncio.sleep(0.1)
+        world.view.update([record("p0"), record("d0", state="draining"), record("d1")], 1.0)
+
+    replaced = asyncio.create_task(replace_worker())
+    request, seen = await world.serve()
+    assert replaced.done() and seen == truth(request) and request.trace.decode_worker == "d1"
+    world.check()
+
+
+# Deadline and saturation
+
+
+@pytest.mark.parametrize("where", ["p0", "d0"])
+async def test_the_deadline_ends_a_call_that_hangs(where: str) -> None:
+    world = World()
+    fail(world, where, error=None)
+    error, seen = await world.refused(world.request(timeout_s=0.1))
+    assert error.reason is Reason.DEADLINE and len(seen) == (where == "d0")
+    assert len(world.workers.released) == (where == "d0")
+    world.check()
+
+
+async def test_nobody_is_asked_again_when_the_deadline_is_near() -> None:
+    world = World("d0 d1")
+    fail(world, "d0", tokens=2)
+    error, seen = await world.refused(world.request(timeout_s=0.04))
+    assert error.reason is Reason.DEADLINE and error.metadata == {"tokens_emitted": "2"} and len(seen) == 2
+    assert len(world.workers.calls) == 1
+    world.check()
+
+
+async def test_the_deadline_ends_the_wait_for_workers() -> None:
+    world = World("p0 d0", RouterConfig(bypass_tokens=8, recover_wait_s=60))
+    fail(world, "d0", tokens=1)
+    error, seen = await world.refused(world.request(timeout_s=0.2))
+    assert error.reason is Reason.DEADLINE and error.metadata == {"tokens_emitted": "2"} and len(seen) == 2
+    world.check()
+
+
+@pytest.mark.parametrize("prompt", [PROMPT, SHORT])
+async def test_full_queues_everywhere_are_an_answer(prompt: list[int]) -> None:
+    world = World()
+    world.view.update([record("p0"), record("d0", load=Load(waiting=256))], 1.0)
+    error, seen = await world.refused(world.request(prompt))
+    assert error.reason is Reason.SATURATED and error.metadata == {"tokens_emitted": str(len(seen))}
+    assert [call.kind for call in world.workers.calls] == ["prefill"] * len(seen)
+    assert len(world.workers.released) == len(seen)
+    world.check()
+
+
+async def test_a_worker_that_says_it_is_full_is_asked_a_few_times_at_most() -> None:
+    world = World("d0")
+    fail(world, "d0", error=BatonError(Reason.SATURATED, "256 wait"), times=100)
+    error, _ = await world.refused()
+    assert error.reason is Reason.SATURATED and len(world.workers.calls) == 1 + world.config.max_retries
+    world.check()
+
+
+# Cancellation
+
+
+def undisturbed() -> World:
+    return World()
+
+
+def bypassed() -> World:
+    return World("d0")
+
+
+def prefill_lost() -> World:
+    world = World("p0 p1 d0")
+    fail(world, "p0")
+    return world
+
+
+def decode_lost_before_the_kv() -> World:
+    world = World("p0 d0 d1")
+    fail(world, "d0")
+    return world
+
+
+def decode_lost_after_three() -> World:
+    world = World("p0 d0 d1")
+    fail(world, "d0", tokens=3)
+    return world
+
+
+def last_worker_comes_back() -> World:
+    world = World("p0 d0", RouterConfig(bypass_tokens=8, recover_wait_s=5))
+    fail(world, "d0")
+    fail(world, "d0", tokens=1)
+
+    async def heal() -> None:
+        for step in itertools.count():
+            await asyncio.sleep(0)
+            if step % 10 == 0:
+                world.view.mark_up("d0", 1)
+
+    world.healer = asyncio.create_task(heal())
+    return world
+
+
+WORLDS = [undisturbed, bypassed, prefill_lost, decode_lost_before_the_kv, decode_lost_after_three, last_worker_comes_back]
+
+
+@pytest.mark.parametrize("make", WORLDS)
+async def test_cancel_at_every_await(make: Callable[[], World], monkeypatch: pytest.MonkeyPatch) -> None:
+    """The task dies after one, two, three … turns of the loop, until it is quicker than we are."""
+    monkeypatch.setattr(dispatch, "RECOVER_POLL_S", 0)
+    cancelled = 0
+    for turns in itertools.count():
+        world = make()
+        request = world.request()
+        task = asyncio.create_task(world.serve(request))
+        for _ in range(turns):
+            await asyncio.sleep(0)
+        running = len(world.workers.calls) - world.workers.ends.total()
+        before = world.workers.ends["cancelled"]
+        finished = task.done()
+        task.cancel()
+        await asyncio.gather(task, return_exceptions=True)
+        world.stop_healer()
+        assert world.workers.ends["cancelled"] - before == running, "the worker at work saw the cancel"
+        assert request.output == truth(request)[: len(request.output)]
+        world.check()
+        if finished:
+            break
+        cancelled += 1
+    assert cancelled >= 10
+
+
+@pytest.mark.parametrize("make", WORLDS)
+@pytest.mark.parametrize("taken", range(OUTPUT + 1))
+async def test_close_between_any_two_tokens(make: Callable[[], World], taken: int) -> None:
+    world = make()
+    request = world.request()
+    tokens = world.dispatcher.generate(request)
+    seen = [(await anext(tokens)).id for _ in range(taken)]
+    await tokens.aclose()
+    world.stop_healer()
+    assert seen == truth(request)[:taken]
+    nobody_took = taken > 0 and world.workers.calls[-1].kind == "prefill"
+    assert len(world.workers.released) == nobody_took, "the router ends a lease that nobody took"
+    world.check()
+
+
+async def test_a_lease_that_is_not_released_is_seen() -> None:
+    """Negative control of the sweeps."""
+    world = World()
+    world.workers.release = lambda worker, handle, request_id: None  # type: ignore[method-assign]
+    tokens = world.dispatcher.generate(world.request())
+    await anext(tokens)
+    await tokens.aclose()
+    with pytest.raises(AssertionError):
+        world.check()
+
+
+async def test_cancel_while_waiting_for_workers_releases_the_lease() -> None:
+    world = World("p0 d0", RouterConfig(bypass_tokens=8, recover_wait_s=60))
+    fail(world, "d0")
+    task = asyncio.create_task(world.serve())
+    while not world.workers.ends["error"]:
+        await asyncio.sleep(0.01)
+    assert world.workers.leases
+    task.cancel()
+    await asyncio.gather(task, return_exceptions=True)
+    assert task.cancelled() and world.workers.released == [b"lease 1"]
+    world.check()
+
+
+# Everything at once
+
+
+@pytest.mark.parametrize("seed", range(8))
+async def test_random_faults_never_bend_a_stream(seed: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(dispatch, "RECOVER_POLL_S", 0.001)
+    rng = random.Random(seed)
+    reasons = [reason for reason in Reason if reason.value.retry_elsewhere]
+    world = World("p0 p1 d0 d1 d2", RouterConfig(bypass_tokens=8, recover_wait_s=0.05, max_retries=4))
+    names = [worker.name for worker in world.view.members()]
+    for name in names:
+        for _ in range(12):
+            error = BatonError(rng.choice(reasons), "no")
+            world.workers.faults[name].append(Fault(error, rng.choice([None, 0, 1, 2, 5, 99, 99, 99])))
+
+    async def heal() -> None:
+        while True:
+            await asyncio.sleep(0.01)
+            world.view.mark_up(rng.choice(names), 1)
+
+    async def one(number: int) -> str:
+        prompt = [rng.randrange(256) for _ in range(rng.randrange(1, 60))]
+        request = world.request(prompt, replace(PARAMS, seed=number, max_tokens=rng.randrange(1, 12)), name=f"r{number % 7}")
+        leave = rng.choice([None, None, rng.randrange(0, 12)])
+        seen = []
+        tokens = world.dispatcher.generate(request)
+        try:
+            async for token in tokens:
+                seen.append(token.id)
+                if leave is not None and len(seen) > leave:
+                    return "left"
+            assert seen == truth(request) and request.finish == "length"
+            return "done"
+        except BatonError as error:
+            assert error.reason in (Reason.RETRIES_SPENT, Reason.SATURATED) and error.metadata["tokens_emitted"] == str(len(seen))
+            return "refused"
+        finally:
+            assert seen == truth(request)[: len(seen)]
+            await tokens.aclose()
+
+    healer = asyncio.create_task(heal())
+    ends = await asyncio.gather(*(one(number) for number in range(40)))
+    healer.cancel()
+    assert ends.count("done") > 10
+    world.check()
+
+
+# Time
+
+
+class Clock:
+    def __init__(self) -> None:
+        self.now = 1000.0
+
+    def __call__(self) -> float:
+        return self.now
+
+
+@pytest.mark.parametrize(
+    ("prompt", "want"),
+    [
+        (PROMPT, {"queue": 5.0, "prefill": 3.0, "transfer": 2.0, "decode": 0.5 * (OUTPUT - 1)}),
+        (SHORT, {"queue": 5.0, "prefill": 3.0, "transfer": 0.0, "decode": 0.5 * (OUTPUT - 1)}),
+    ],
+    ids=["handoff", "bypass"],
+)
+async def test_stages_add_up_to_the_whole_exactly(prompt: list[int], want: dict[str, float]) -> None:
+    world, clock = World(), Clock()
+    world.dispatcher = Dispatcher(world.view, world.workers, world.config, clock)
+    takes = {"prefill": 3.0, "transfer": 2.0, "decode": 0.5}
+
+    def tick(stage: str) -> None:
+        clock.now += takes[stage]
+
+    world.workers.tick = tick
+    request = replace(world.request(prompt), deadline=2000.0, trace=Trace(Stopwatch(clock)))
+    clock.now += 5.0  # before it is dispatched
+    await world.serve(request)
+    request.trace.watch.stop()
+    assert request.trace.watch.seconds == want and sum(want.values()) == clock.now - 1000.0
+
+
+async def test_stages_add_up_when_workers_fail() -> None:
+    world, clock = World("p0 p1 d0 d1"), Clock()
+    world.dispatcher = Dispatcher(world.view, world.workers, world.config, clock)
+    fail(world, "p0")
+    fail(world, "d0", tokens=2)
+
+    def tick(stage: str) -> None:
+        clock.now += 0.25
+
+    world.workers.tick = tick
+    request = replace(world.request(), deadline=2000.0, trace=Trace(Stopwatch(clock)))
+    await world.serve(request)
+    request.trace.watch.stop()
+    assert request.trace.retries == 2 and sum(request.trace.watch.seconds.values()) == clock.now - 1000.0
+
+
+async def test_another_model_never_goes_on_with_an_output() -> None:
+    """The only decode worker dies in the middle, and what comes back serves other weights."""
+    world = World("p0 d0")
+    fail(world, "d0", tokens=3)
+    request = world.request()
+    stream, seen = world.dispatcher.generate(request), []
+    with pytest.raises(BatonError) as caught:
+        async for token in stream:
+            seen.append(token.id)
+            if len(seen) == 3:
+                other = [replace(record(name), incarnation=99, model_fingerprint="other weights") for name in ("p0", "d0")]
+                world.view.update(other, time.monotonic())
+    assert caught.value.reason is Reason.RETRIES_SPENT and "another model" in caught.value.message
+    assert seen == truth(request)[: len(seen)]
+    world.check()

@@ -1,0 +1,271 @@
+"""The prefix index against the caches themselves, with a registry between them that drops, repeats and reorders events."""
+
+from typing import Literal
+
+from hypothesis import settings
+from hypothesis import strategies as st
+from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
+
+from cluster.records import BlockEvent
+from router.prefix_index import PrefixIndex
+
+KEYS = [bytes([i]) * 16 for i in range(6)]
+WORKERS = ("w0", "w1", "w2")
+FAR = 1e9
+
+
+def event(worker: str, sequence: int, kind: Literal["stored", "removed", "cleared"], *keys: bytes, incarnation: int = 1) -> BlockEvent:
+    return BlockEvent(worker, incarnation, sequence, kind, keys)
+
+
+class Worker:
+    """A cache that tells of its changes; `states[n]` is what it held after event n."""
+
+    def __init__(self, name: str, incarnation: int) -> None:
+        self.name, self.incarnation = name, incarnation
+        self.events: list[BlockEvent] = []
+        self.states: list[frozenset[bytes]] = [frozenset()]
+
+    def change(self, kind: Literal["stored", "removed", "cleared"], keys: frozenset[bytes]) -> None:
+        held = {"stored": self.states[-1] | keys, "removed": self.states[-1] - keys, "cleared": frozenset()}[kind]
+        told = tuple(sorted(keys)) if kind != "cleared" else ()
+        self.events.append(BlockEvent(self.name, self.incarnation, len(self.states), kind, told))
+        self.states.append(held)
+
+
+class IndexMachine(RuleBasedStateMachine):
+    """What the index says a worker reported is always what the worker held at some moment, and the moment never goes back."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.index = PrefixIndex(max_ahead=4)
+        self.now = 0.0
+        self.workers = {name: Worker(name, 1) for name in WORKERS}
+        self.past: list[Worker] = []  # earlier incarnations
+        self.moment = dict.fromkeys(WORKERS, 0)
+        self.predicted: dict[tuple[str, bytes], float] = {}
+        for name in WORKERS:
+            self.index.join(name, 1)
+
+    def exact(self, name: str) -> bool:
+        return name not in self.index.needing_snapshot()
+
+    def progress(self, name: str, moment: int) -> None:
+        assert moment >= self.moment[name]
+        self.moment[name] = moment
+        for key in self.workers[name].states[moment]:
+            self.predicted.pop((name, key), None)
+
+    @rule(
+        name=st.sampled_from(WORKERS),
+        kind=st.sampled_from(["stored", "stored", "removed", "cleared"]),
+        keys=st.frozensets(st.sampled_from(KEYS)),
+    )
+    def cache_changes(self, name: str, kind: Literal["stored", "removed", "cleared"], keys: frozenset[bytes]) -> None:
+        self.workers[name].change(kind, keys)
+
+    @rule(name=st.sampled_from(WORKERS), data=st.data())
+    def event_arrives(self, name: str, data: st.DataObject) -> None:
+        """Any event, at any time, any number of times: mostly the next one."""
+        worker = self.workers[name]
+        if not worker.events:
+            return
+        upcoming = min(self.moment[name], len(worker.events) - 1)
+        at = data.draw(st.just(upcoming) | st.integers(0, len(worker.events) - 1))
+        before, told = self.moment[name], worker.events[at]
+        answer = self.index.apply(told)
+        if told.sequence <= before:
+            assert answer == "duplicate"
+        elif answer == "ok":
+            self.catch_up(name, told)
+        elif answer == "gap":
+            assert told.sequence > before + 1 and not self.exact(name)
+
+    def catch_up(self, name: str, told: BlockEvent) -> None:
+        """An event that fits in brings those that waited for it; find out how far by what was stored on the way."""
+        held = self.index._workers[name]
+        assert held.last >= told.sequence and (told.kind == "cleared" or told.sequence == self.moment[name] + 1)
+        for sequence in range(self.moment[name] + 1, held.last + 1):
+            for key in self.workers[name].events[sequence - 1].keys:
+                if self.workers[name].events[sequence - 1].kind == "stored":
+                    self.predicted.pop((name, key), None)
+        self.progress(name, held.last)
+
+    @rule(name=st.sampled_from(WORKERS), age=st.integers(0, 3))
+    def snapshot_arrives(self, name: str, age: int) -> None:
+        """Taken some events ago."""
+        worker = self.workers[name]
+        sequence = max(0, len(worker.events) - age)
+        needed = not self.exact(name)
+        answer = self.index.snapshot(name, worker.incarnation, sequence, worker.states[sequence])
+        if answer == "duplicate":
+            assert sequence < self.moment[name] or not needed
+            return
+        held = self.index._workers[name]
+        assert sequence <= held.last
+        for told in worker.events[sequence : held.last]:
+            if told.kind == "stored":
+                for key in told.keys:
+                    self.predicted.pop((name, key), None)
+        for key in worker.states[sequence]:
+            self.predicted.pop((name, key), None)
+        self.progress(name, held.last)
+
+    @rule(name=st.sampled_from(WORKERS))
+    def newest_snapshot_settles_it(self, name: str) -> None:
+        self.snapshot_arrives(name, 0)
+        assert self.exact(name) and self.moment[name] == len(self.workers[name].events)
+
+    @rule(name=st.sampled_from(WORKERS), how=st.sampled_from(["join", "event", "snapshot"]))
+    def restarts(self, name: str, how: str) -> None:
+        old = self.workers[name]
+        self.past.append(old)
+        new = self.workers[name] = Worker(name, old.incarnation + 1)
+        self.moment[name] = 0
+        self.predicted = {pair: until for pair, until in self.predicted.items() if pair[0] != name}
+        if how == "join":
+            self.index.join(name, new.incarnation)
+        elif how == "event":
+            new.change("stored", frozenset(KEYS[:2]))
+            assert self.index.apply(new.events[0]) == "ok"
+            self.progress(name, 1)
+        else:
+            assert self.index.snapshot(name, new.incarnation, 0, ()) == "ok"
+
+    @precondition(lambda self: self.past)
+    @rule(data=st.data())
+    def ghost_speaks(self, data: st.DataObject) -> None:
+        ghost = data.draw(st.sampled_from(self.past))
+        ghost.change("stored", frozenset(KEYS))
+        assert self.index.apply(ghost.events[-1]) == "stale"
+        assert self.index.snapshot(ghost.name, ghost.incarnation, 99, KEYS) == "stale"
+
+    @rule(name=st.sampled_from(WORKERS), length=st.integers(1, 6), ttl=st.sampled_from([1.0, 5.0]))
+    def request_is_sent(self, name: str, length: int, ttl: float) -> None:
+        self.index.predict(name, KEYS[:length], self.now + ttl)
+        for key in set(KEYS[:length]) - self.workers[name].states[self.moment[name]]:
+            self.predicted[name, key] = max(self.now + ttl, self.predicted.get((name, key), 0.0))
+
+    @rule(step=st.sampled_from([0.5, 1.0, 4.0]))
+    def time_passes(self, step: float) -> None:
+        self.now += step
+
+    @invariant()
+    def overlaps_are_those_of_the_caches(self) -> None:
+        expected = {}
+        for name, worker in self.workers.items():
+            count = 0
+            for key in KEYS:
+                if key not in worker.states[self.moment[name]] and self.predicted.get((name, key), self.now) <= self.now:
+                    break
+                count += 1
+            if count:
+                expected[name] = count
+        assert self.index.overlap(KEYS, self.now) == expected
+        assert self.index.refused == 0
+
+
+TestIndex = IndexMachine.TestCase
+TestIndex.settings = settings(max_examples=150, stateful_step_count=40, deadline=None)
+
+
+def joined(*names: str, max_entries: int = 100, max_ahead: int = 4) -> PrefixIndex:
+    index = PrefixIndex(max_entries, max_ahead)
+    for name in names:
+        index.join(name, 1)
+    return index
+
+
+def test_only_leading_blocks_count() -> None:
+    index = joined("a", "b", "c")
+    index.apply(event("a", 1, "stored", KEYS[0], KEYS[1], KEYS[3]))
+    index.apply(event("b", 1, "stored", KEYS[1], KEYS[2]))
+    assert index.overlap(KEYS, 0.0) == {"a": 2}
+    assert index.overlap([], 0.0) == {}
+
+
+def test_a_lost_event_costs_accuracy_until_the_snapshot() -> None:
+    index = joined("a")
+    assert index.needing_snapshot() == ["a"]  # it may hold anything
+    assert index.apply(event("a", 1, "stored", KEYS[0])) == "ok" and index.needing_snapshot() == []
+    assert index.apply(event("a", 3, "stored", KEYS[2])) == "gap"
+    assert index.needing_snapshot() == ["a"] and index.overlap(KEYS, 0.0) == {"a": 1}  # still a hint
+    assert index.snapshot("a", 1, 2, KEYS[:2]) == "ok"  # event 3, which is here, comes on top
+    assert index.overlap(KEYS, 0.0) == {"a": 3} and index.needing_snapshot() == []
+
+
+def test_a_late_event_closes_the_gap() -> None:
+    index = joined("a")
+    index.apply(event("a", 2, "removed", KEYS[0]))
+    assert index.apply(event("a", 1, "stored", KEYS[0], KEYS[1])) == "ok"
+    assert index.overlap(KEYS[1:], 0.0) == {"a": 1} and index.overlap(KEYS, 0.0) == {} and index.needing_snapshot() == []
+
+
+def test_a_cleared_cache_needs_no_snapshot() -> None:
+    index = joined("a")
+    index.apply(event("a", 1, "stored", KEYS[0]))
+    assert index.apply(event("a", 9, "cleared")) == "ok" and index.needing_snapshot() == [] and index.entries == 0
+
+
+def test_too_many_events_ahead_are_given_up_for_a_snapshot() -> None:
+    index = joined("a", max_ahead=2)
+    for sequence in range(2, 9):
+        index.apply(event("a", sequence, "stored", KEYS[0]))
+    assert sorted(index._workers["a"].ahead) == [7, 8]
+    assert index.apply(event("a", 1, "stored", KEYS[0])) == "ok" and index.needing_snapshot() == ["a"]  # knows that more were there
+    assert index.snapshot("a", 1, 5, KEYS[:1]) == "gap" and index.needing_snapshot() == ["a"]
+    assert index.snapshot("a", 1, 6, KEYS[:1]) == "ok" and index.needing_snapshot() == []
+
+
+def test_who_never_joined_or_was_forgotten_says_nothing() -> None:
+    index = joined("a")
+    index.forget("a")
+    assert index.apply(event("a", 1, "stored", KEYS[0])) == "stale"
+    assert index.snapshot("b", 1, 1, KEYS) == "stale"
+    index.predict("b", KEYS, FAR)
+    assert index.overlap(KEYS, 0.0) == {} and index.entries == 0 and index.needing_snapshot() == []
+
+
+def test_a_restarted_worker_holds_nothing_of_before() -> None:
+    index = joined("a")
+    index.apply(event("a", 1, "stored", *KEYS))
+    index.predict("a", KEYS, FAR)
+    index.join("a", 1)
+    assert index.overlap(KEYS, 0.0) == {"a": 6}  # the same process
+    index.join("a", 2)
+    assert index.overlap(KEYS, 0.0) == {} and index.needing_snapshot() == ["a"]
+
+
+def test_a_prediction_expires_or_is_confirmed() -> None:
+    index = joined("a", "b")
+    for name in ("a", "b"):
+        index.predict(name, KEYS[:3], 2.0)
+    index.apply(event("a", 1, "stored", *KEYS[:3]))
+    assert index.overlap(KEYS, 1.9) == {"a": 3, "b": 3} and index.entries == 6
+    assert index.overlap(KEYS, 2.0) == {"a": 3} and index.entries == 3
+    index.apply(event("a", 2, "removed", KEYS[2]))
+    index.predict("b", KEYS[:1], 5.0)
+    index.predict("b", KEYS[:1], 4.0)  # an earlier end does not shorten it
+    assert index.overlap(KEYS, 4.5) == {"a": 2, "b": 1}
+
+
+def test_what_was_reported_beats_what_was_predicted() -> None:
+    index = joined("a")
+    index.predict("a", KEYS[:3], FAR)
+    index.apply(event("a", 1, "stored", *KEYS[:3]))
+    index.apply(event("a", 2, "removed", KEYS[2]))
+    assert index.overlap(KEYS, 0.0) == {"a": 2}
+
+
+def test_the_index_is_bounded() -> None:
+    index = joined("a", "b", max_entries=4)
+    index.predict("a", KEYS, FAR)
+    assert index.entries == 4 and index.refused == 2
+    index.apply(event("b", 1, "stored", *KEYS[:3]))
+    assert index.overlap(KEYS, 0.0) == {"b": 3} and index.entries == 3  # predictions go first
+    index.apply(event("b", 2, "stored", *KEYS))
+    assert index.overlap(KEYS, 0.0) == {"b": 4} and index.entries == 4 and index.refused == 4
+    index.snapshot("b", 1, 3, KEYS[:2])
+    assert index.entries == 2
+    index.apply(event("a", 1, "stored", *KEYS))
+    assert index.entries == 4 and index.overlap(KEYS, 0.0) == {"a": 2, "b": 2}

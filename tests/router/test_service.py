@@ -1,0 +1,481 @@
+"""From question to answer: who is let in and when, what text comes of the tokens, and that every way out gives the place back."""
+
+import asyncio
+import random
+import time
+from collections.abc import AsyncGenerator, Callable, Sequence
+from contextlib import aclosing
+from dataclasses import dataclass, field
+from itertools import count
+from typing import Any
+
+import pytest
+from fake_workers import FakeWorkers, record
+
+from cluster.config import RouterConfig
+from cluster.errors import BatonError, Reason
+from engine.sampling import SamplingParams
+from engine.toy import naive
+from models.make_small import make_toy
+from router.admission import Admission
+from router.dispatch import Dispatcher
+from router.request import FinishReason, Request, Stopwatch, Token
+from router.service import Accepted, Event, Finished, GenerateService, Piece
+from router.tokenizer import Tokenizer
+from router.validate import Ask, AskSampling
+from router.view import ClusterView
+
+HELLO = "Grüße 👩‍👩‍👧‍👦 مرحبا!"
+
+
+@pytest.fixture(scope="module")
+def tokenizer(tmp_path_factory: pytest.TempPathFactory) -> Tokenizer:
+    """A byte is its own token id; 256 ends the text."""
+    path = tmp_path_factory.mktemp("toy")
+    make_toy(path)
+    return Tokenizer.load(path)
+
+
+@dataclass
+class Script:
+    """Stands in for the dispatcher: says `ids`, then `finish`, then `error`. Waits at `gate` before the first token."""
+
+    ids: Sequence[int] = b"abc"
+    finish: FinishReason | None = "length"
+    error: BatonError | None = None
+    gate: asyncio.Event | None = None
+    begun: list[Request] = field(default_factory=list)
+    ended: int = 0
+    said: int = 0
+
+    async def generate(self, request: Request) -> AsyncGenerator[Token, None]:
+        self.begun.append(request)
+        try:
+            if self.gate is not None:
+                await self.gate.wait()
+            for id_ in self.ids:
+                await asyncio.sleep(0)
+                request.tokens.append(id_)
+                self.said += 1
+                yield Token(id_)
+            if self.error is not None:
+                raise self.error
+            request.finish = self.finish
+        finally:
+            self.ended += 1
+
+
+@dataclass
+class House:
+    tokenizer: Any
+    script: Any = field(default_factory=Script)
+    config: RouterConfig = field(default_factory=RouterConfig)
+
+    def __post_init__(self) -> None:
+        self.view = ClusterView(self.tokenizer.fingerprint)
+        self.view.update([record("d0", tokenizer_fingerprint=self.tokenizer.fingerprint)], 0.0)
+        self.admission = Admission(self.config.max_inflight, self.config.max_queue)
+        numbers = count(1)
+        self.service = GenerateService(
+            tokenizer=self.tokenizer,
+            model_name="toy",
+            view=self.view,
+            dispatcher=self.script,
+            admission=self.admission,
+            config=self.config,
+            draw_seed=lambda: 77,
+            draw_id=lambda: f"req-{next(numbers)}",
+        )
+
+    async def ask(self, text: str = "hello", timeout_s: float | None = 10, **sampling: Any) -> list[Event]:
+        async with aclosing(self.service.generate(Ask(text=text, sampling=AskSampling(**sampling)), timeout_s)) as events:
+            return [event async for event in events]
+
+    async def refused(self, *arguments: Any, **sampling: Any) -> BatonError:
+        with pytest.raises(BatonError) as caught:
+            await self.ask(*arguments, **sampling)
+        return caught.value
+
+    def check(self) -> None:
+        """Nobody is inside and nobody waits."""
+        self.admission.check()
+        assert self.service.idle and not self.service._waiting
+        assert (self.admission.inflight, self.admission.queued) == (0, 0)
+
+
+def text_of(events: list[Event]) -> str:
+    return "".join(event.text for event in events if not isinstance(event, Accepted))
+
+
+def finished(events: list[Event]) -> Finished:
+    assert isinstance(events[0], Accepted) and isinstance(events[-1], Finished)
+    assert all(isinstance(event, Piece) for event in events[1:-1])
+    assert [event.index for event in events[1:-1]] == list(range(len(events) - 2))
+    return events[-1]
+
+
+# Answers
+
+
+async def test_one_answer(tokenizer: Tokenizer) -> None:
+    house = House(tokenizer)
+    events = await house.ask("hello", max_tokens=5, temperature=0.5)
+    end = finished(events)
+    assert events[0] == Accepted("req-1", "toy", 5)
+    assert (text_of(events), end.reason, end.text, end.stop) == ("abc", "length", "", None)
+    request = house.script.begun[0]
+    assert request.tokens == [*b"hello", *b"abc"] and request.prompt_len == 5
+    assert request.params == SamplingParams(max_tokens=5, temperature=0.5, seed=77)
+    house.check()
+
+
+async def test_the_callers_name_and_seed_are_kept(tokenizer: Tokenizer) -> None:
+    house = House(tokenizer)
+    ask = Ask(request_id="mine", token_ids=(1, 2), cache_salt="s", sampling=AskSampling(seed=5))
+    async with aclosing(house.service.generate(ask, 10)) as events:
+        assert await anext(events) == Accepted("mine", "toy", 2)
+        async for _ in events:
+            pass
+    request = house.script.begun[0]
+    assert (request.id, request.salt, request.params.seed, request.params.max_tokens) == ("mine", "s", 5, 256)
+
+
+async def test_requests_of_one_name_do_not_share_a_place(tokenizer: Tokenizer) -> None:
+    house = House(tokenizer, Script(gate=asyncio.Event()), RouterConfig(max_inflight=1))
+    ask = Ask(request_id="mine", text="x")
+
+    async def one() -> list[Event]:
+        async with aclosing(house.service.generate(ask, 10)) as events:
+            return [event async for event in events]
+
+    both = [asyncio.create_task(one()) for _ in range(2)]
+    await until(lambda: house.script.begun and house.admission.queued)
+    assert house.admission.inflight == 1
+    house.script.gate.set()
+    assert [text_of(events) for events in await asyncio.gather(*both)] == ["abc", "abc"]
+    house.check()
+
+
+async def test_characters_are_never_split(tokenizer: Tokenizer) -> None:
+    house = House(tokenizer, Script(HELLO.encode()))
+    events = await house.ask()
+    pieces = [event.text for event in events if isinstance(event, Piece)]
+    assert text_of(events) == HELLO and "\ufffd" not in "".join(pieces)
+    assert len(pieces) == len(HELLO.encode()) and max(map(len, pieces)) == 1
+
+
+async def test_what_is_left_of_a_character_comes_at_the_end(tokenizer: Tokenizer) -> None:
+    events = await House(tokenizer, Script("né".encode()[:2])).ask()
+    assert text_of(events[:-1]) == "n" and finished(events).text == "\ufffd"
+
+
+@pytest.mark.parametrize("seed", range(5))
+async def test_the_pieces_and_the_end_are_the_whole(tokenizer: Tokenizer, seed: int) -> None:
+    """Whatever bytes a model writes, and whatever looks like the beginning of a stop string."""
+    rng = random.Random(seed)
+    ids = [rng.choice([rng.randrange(256), *b"ab"]) for _ in range(400)]
+    events = await House(tokenizer, Script(ids)).ask(stop=("\x00" * 9, "ab" * 7), max_tokens=400)
+    assert finished(events).reason == "length" and text_of(events) == tokenizer.decode(ids)
+
+
+# Stop strings and stop tokens
+
+
+@pytest.mark.parametrize(
+    ("said", "stops", "shown", "stop", "tokens"),
+    [
+        ("one two three", ("two",), "one ", "two", 7),
+        ("one two three", (" three", "one two t"), "", "one two t", 9),
+        ("one two three", ("o three",), "one tw", "o three", 13),
+        ("aaab", ("aab",), "a", "aab", 4),
+        (HELLO, ("👩‍👩",), "Grüße ", "👩‍👩", len("Grüße 👩‍👩".encode())),
+        ("one two", ("twos", "e t", "one"), "", "one", 3),
+    ],
+)
+async def test_a_stop_string_ends_everything(tokenizer: Tokenizer, said: str, stops: Any, shown: str, stop: str, tokens: int) -> None:
+    house = House(tokenizer, Script(said.encode() + b" and on and on"))
+    events = await house.ask(stop=stops)
+    end = finished(events)
+    assert (text_of(events), end.reason, end.stop) == (shown, "stop", stop)
+    assert house.script.said == tokens == len(end.request.output), "not one token more was asked for"
+    assert house.script.ended == 1
+    house.check()
+
+
+async def test_what_only_looked_like_a_stop_string_is_shown_at_the_end(tokenizer: Tokenizer) -> None:
+    events = await House(tokenizer, Script(b"one tw")).ask(stop=("two",))
+    end = finished(events)
+    assert (text_of(events[:-1]), end.text, end.reason, end.stop) == ("one ", "tw", "length", None)
+
+
+async def test_a_stop_string_that_the_very_end_completes(tokenizer: Tokenizer) -> None:
+    """A character that never became whole turns into a replacement character, and that completes the match."""
+    events = await House(tokenizer, Script("né".encode()[:2])).ask(stop=("n\ufffd",))
+    end = finished(events)
+    assert (text_of(events), end.reason, end.stop) == ("", "stop", "n\ufffd")
+
+
+async def test_a_stop_token_is_not_shown(tokenizer: Tokenizer) -> None:
+    events = await House(tokenizer, Script(b"abX", "stop")).ask(stop_token_ids=(ord("X"),))
+    assert text_of(events) == "ab" and len(events) == 5 and finished(events).reason == "stop"
+
+
+async def test_a_stop_token_that_does_not_end_the_output_yet_is_shown(tokenizer: Tokenizer) -> None:
+    events = await House(tokenizer, Script(b"aXbX", "stop")).ask(stop_token_ids=(ord("X"),), min_tokens=3, max_tokens=9)
+    assert text_of(events) == "aXb" and finished(events).reason == "stop"
+
+
+async def test_the_end_of_text_is_not_shown(tokenizer: Tokenizer) -> None:
+    events = await House(tokenizer, Script([*b"ab", 256], "stop")).ask()
+    assert text_of(events) == "ab" and finished(events).reason == "stop"
+
+
+async def test_an_output_that_ends_without_a_reason_is_no_success(tokenizer: Tokenizer) -> None:
+    house = House(tokenizer, Script(finish=None))
+    assert (await house.refused()).reason is Reason.INTERNAL
+    house.check()
+
+
+# Refusals
+
+
+async def test_bad_input_is_refused_before_anything_happens(tokenizer: Tokenizer) -> None:
+    house = House(tokenizer)
+    error = await house.refused("hello", max_tokens=0)
+    assert error.reason is Reason.INVALID_FIELD and [v.field for v in error.violations] == ["sampling.max_tokens"]
+    assert (await house.refused("x" * 5000)).reason is Reason.CONTEXT_LENGTH
+    assert not house.script.begun
+    house.check()
+
+
+async def test_without_a_model_nothing_is_served(tokenizer: Tokenizer) -> None:
+    house = House(tokenizer)
+    house.view.served = None
+    assert (await house.refused()).reason is Reason.NO_WORKER
+
+
+async def test_a_draining_router_takes_nothing_and_finishes_what_it_has(tokenizer: Tokenizer) -> None:
+    house = House(tokenizer, Script(gate=asyncio.Event()), RouterConfig(max_inflight=1))
+    running = [asyncio.create_task(house.ask()) for _ in range(2)]
+    await until(lambda: house.script.begun and house.admission.queued)
+    house.service.draining = True
+    assert (await house.refused()).reason is Reason.DRAINING
+    assert not house.service.idle
+    house.script.gate.set()
+    assert [text_of(await task) for task in running] == ["abc", "abc"]
+    house.check()
+
+
+@pytest.mark.parametrize(
+    ("given", "kept"), [(None, 300.0), (5.0, 5.0), (1e9, 600.0), (float("inf"), 600.0)], ids=["none", "short", "absurd", "infinite"]
+)
+async def test_the_deadline_is_given_or_clamped(tokenizer: Tokenizer, given: float | None, kept: float) -> None:
+    house = House(tokenizer)
+    now = time.monotonic()
+    await house.ask("hello", given)
+    assert house.script.begun[0].deadline - now == pytest.approx(kept, abs=2)
+
+
+@pytest.mark.parametrize("given", [0.0, -5.0, -1e9])
+async def test_a_deadline_in_the_past_is_over_at_once(tokenizer: Tokenizer, given: float) -> None:
+    house = House(tokenizer)
+    assert (await house.refused("hello", given)).reason is Reason.DEADLINE
+    assert not house.script.begun
+    house.check()
+
+
+async def test_tokenising_ends_at_the_deadline(tokenizer: Tokenizer) -> None:
+    class Slow:
+        fingerprint, vocab_size, piece = tokenizer.fingerprint, tokenizer.vocab_size, tokenizer.piece
+
+        def encode(self, text: str) -> list[int]:
+            time.sleep(0.4)
+            return [1]
+
+    house = House(Slow())
+    began = time.monotonic()
+    assert (await house.refused("hello", 0.05)).reason is Reason.DEADLINE
+    assert time.monotonic() - began < 0.3 and not house.script.begun
+
+
+# Admission
+
+
+async def until(condition: Callable[[], Any], within_s: float = 3.0) -> None:
+    async with asyncio.timeout(within_s):
+        while not condition():
+            await asyncio.sleep(0.005)
+
+
+def full(tokenizer: Tokenizer, **config: Any) -> House:
+    """One place, and whoever has it keeps it."""
+    return House(tokenizer, Script(gate=asyncio.Event()), RouterConfig(**{"max_inflight": 1, "max_queue": 3, **config}))
+
+
+async def occupy(house: House, waiting: int = 0) -> "list[asyncio.Task[list[Event]]]":
+    tasks = []
+    for number in range(1 + waiting):
+        tasks.append(asyncio.create_task(house.ask(f"{number}")))
+        await until(lambda n=number: house.admission.inflight + house.admission.queued == n + 1)
+    await until(lambda: house.script.begun)
+    return tasks
+
+
+async def test_waiting_is_bounded_and_a_refusal_comes_at_once(tokenizer: Tokenizer) -> None:
+    house = full(tokenizer)
+    tasks = await occupy(house, waiting=3)
+    began = time.monotonic()
+    error = await house.refused()
+    assert error.reason is Reason.SATURATED and time.monotonic() - began < 0.5
+    assert (house.admission.inflight, house.admission.queued) == (1, 3), "those who wait are not disturbed"
+    house.script.gate.set()
+    await asyncio.gather(*tasks)
+    house.check()
+
+
+async def test_places_are_given_in_order_of_arrival(tokenizer: Tokenizer) -> None:
+    house = full(tokenizer)
+    tasks = await occupy(house, waiting=3)
+    house.script.gate.set()
+    ends = await asyncio.gather(*tasks)
+    assert [bytes(request.tokens[:1]).decode() for request in house.script.begun] == ["0", "1", "2", "3"]
+    assert all(text_of(events) == "abc" for events in ends)
+    house.check()
+
+
+async def test_who_waits_too_long_is_told_that_the_router_is_full(tokenizer: Tokenizer) -> None:
+    house = full(tokenizer, queue_timeout_s=0.05)
+    tasks = await occupy(house)
+    async with asyncio.timeout(2):
+        assert (await house.refused()).reason is Reason.SATURATED
+        assert (await house.refused("x", 0.02)).reason is Reason.DEADLINE, "unless the deadline was the shorter one"
+    assert house.admission.queued == 0
+    house.script.gate.set()
+    await asyncio.gather(*tasks)
+    house.check()
+
+
+async def leave_finished(house: House, task: "asyncio.Task[Any]") -> None:
+    house.script.gate.set()
+    await task
+
+
+async def leave_cancelled(house: House, task: "asyncio.Task[Any]") -> None:
+    task.cancel()
+    await asyncio.gather(task, return_exceptions=True)
+
+
+async def leave_failed(house: House, task: "asyncio.Task[Any]") -> None:
+    house.script.error = BatonError(Reason.RETRIES_SPENT, "no")
+    house.script.gate.set()
+    with pytest.raises(BatonError):
+        await task
+    house.script.error = None
+
+
+@pytest.mark.parametrize("leave", [leave_finished, leave_cancelled, leave_failed])
+async def test_every_way_out_gives_the_place_to_the_next(tokenizer: Tokenizer, leave: Callable[..., Any]) -> None:
+    house = full(tokenizer)
+    first, second = await occupy(house, waiting=1)
+    await leave(house, first)
+    await until(lambda: len(house.script.begun) == 2)
+    house.script.gate.set()
+    assert text_of(await second) == "abc"
+    assert house.script.ended == 2
+    house.check()
+
+
+async def test_who_leaves_the_queue_gives_its_place_there_to_nobody(tokenizer: Tokenizer) -> None:
+    house = full(tokenizer)
+    first, second, third = await occupy(house, waiting=2)
+    second.cancel()
+    await asyncio.gather(second, return_exceptions=True)
+    assert (house.admission.inflight, house.admission.queued) == (1, 1) and len(house.script.begun) == 1
+    house.script.gate.set()
+    await asyncio.gather(first, third)
+    house.check()
+
+
+@pytest.mark.parametrize("taken", range(6))
+async def test_closing_after_any_event_ends_the_request(tokenizer: Tokenizer, taken: int) -> None:
+    house = House(tokenizer, config=RouterConfig(max_inflight=1))
+    events = house.service.generate(Ask(text="hello"), 10)
+    for _ in range(taken):
+        await anext(events, None)
+    await events.aclose()
+    assert house.script.ended == len(house.script.begun) == (taken > 1)
+    house.check()
+
+
+async def test_cancel_at_every_turn_gives_the_place_back(tokenizer: Tokenizer) -> None:
+    """From admission on; the worker thread that tokenises is waited for by nobody."""
+    for turns in range(40):
+        house = full(tokenizer)
+        house.script.gate.set()
+        first = asyncio.create_task(ids(house))
+        second = asyncio.create_task(ids(house))
+        for _ in range(turns):
+            await asyncio.sleep(0)
+        for task in random.Random(turns).sample([first, second], 2):
+            task.cancel()
+        await asyncio.gather(first, second, return_exceptions=True)
+        assert house.script.ended == len(house.script.begun)
+        house.check()
+    assert first.done() and not first.cancelled()
+
+
+async def ids(house: House) -> list[Event]:
+    async with aclosing(house.service.generate(Ask(token_ids=(1, 2, 3)), 10)) as events:
+        return [event async for event in events]
+
+
+async def test_a_place_that_is_not_given_back_is_seen(tokenizer: Tokenizer) -> None:
+    """Negative control."""
+    house = House(tokenizer)
+    house.admission.leave = lambda slot: []  # type: ignore[method-assign]
+    await house.ask()
+    with pytest.raises(AssertionError):
+        house.check()
+
+
+# With the real dispatcher
+
+
+async def test_a_stop_string_ends_the_work_on_the_worker(tokenizer: Tokenizer) -> None:
+    prompt = "hello, this is a prompt of more than one block"
+    whole = tokenizer.decode(naive(list(prompt.encode()), SamplingParams(max_tokens=60, temperature=0.0, ignore_eos=True)))
+    stop = next(whole[i : i + 2] for i in range(10, 50) if "\ufffd" not in whole[i : i + 2] and whole.index(whole[i : i + 2]) == i)
+    workers = FakeWorkers()
+    house = House(tokenizer)
+    members = [record(name, tokenizer_fingerprint=tokenizer.fingerprint) for name in ("p0", "d0")]
+    house.view.update(members, 1.0)
+    house.service._dispatcher = Dispatcher(house.view, workers, house.config)
+    events = await house.ask(prompt, max_tokens=60, temperature=0.0, ignore_eos=True, stop=(stop,))
+    assert text_of(events) == whole[: whole.index(stop)] and finished(events).stop == stop
+    assert [call.kind for call in workers.calls] == ["prefill", "decode"] and workers.ends == {"well": 1, "cancelled": 1}
+    assert not workers.leases and house.view.decode_tokens("d0") == 0
+    house.check()
+
+
+# Stages
+
+
+def test_each_moment_belongs_to_one_stage() -> None:
+    now = 100.0
+    watch = Stopwatch(lambda: now)
+    for at, stage in (
+        (101.0, "prefill"),
+        (104.0, "transfer"),
+        (104.5, "decode"),
+        (106.5, "decode"),
+        (107.0, "prefill"),
+        (107.25, "decode"),
+    ):
+        now = at
+        watch.enter(stage)
+    now = 110.0
+    watch.stop()
+    assert watch.seconds == {"queue": 1.0, "prefill": 3.25, "transfer": 0.5, "decode": 5.25}
+    assert sum(watch.seconds.values()) == now - 100.0
+    watch.stop()
+    assert sum(watch.seconds.values()) == now - 100.0

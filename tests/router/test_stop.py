@@ -1,0 +1,90 @@
+"""Stop strings against an oracle that looks at the whole text, character by character."""
+
+from collections.abc import Sequence
+
+import pytest
+from hypothesis import example, given, settings
+from hypothesis import strategies as st
+
+from router.stop import StopMatcher
+
+
+def oracle(text: str, stops: Sequence[str]) -> tuple[str, str | None]:
+    """The first end of a match, and of the matches that end there the longest."""
+    for end in range(1, len(text) + 1):
+        matches = [stop for stop in stops if text[:end].endswith(stop)]
+        if matches:
+            longest = max(matches, key=len)
+            return text[: end - len(longest)], longest
+    return text, None
+
+
+def run(pieces: Sequence[str], stops: Sequence[str]) -> tuple[str, str | None, int]:
+    """What came out, what matched, and after how many pieces."""
+    matcher = StopMatcher(stops)
+    out = ""
+    for count, piece in enumerate(pieces, 1):
+        emitted, matched = matcher.push(piece)
+        out += emitted
+        if matched is not None:
+            assert matcher.push("more") == ("", matched) and matcher.flush() == ""
+            return out, matched, count
+    return out + matcher.flush(), None, len(pieces)
+
+
+words = st.text(alphabet="ab", min_size=1, max_size=6)
+
+
+@given(pieces=st.lists(st.text(alphabet="abc", max_size=5), max_size=12), stops=st.lists(words, max_size=5))
+@example(pieces=["ab", "c"], stops=["ab", "abc"])  # a prefix of the other
+@example(pieces=["abc"], stops=["abcd", "bc"])  # the later start ends first
+@example(pieces=["aab"], stops=["b", "ab", "aab"])  # all end together
+@example(pieces=list("aabaabaaab"), stops=["aabaaa"])
+@settings(max_examples=600, deadline=None)
+def test_as_the_oracle_whatever_the_pieces(pieces: list[str], stops: list[str]) -> None:
+    out, matched, count = run(pieces, stops)
+    assert (out, matched) == oracle("".join(pieces), stops)
+    if matched is not None:  # found with the piece that completes it
+        assert oracle("".join(pieces[: count - 1]), stops)[1] is None
+
+
+@given(text=st.text(alphabet="ab", max_size=30), stops=st.lists(words, min_size=1, max_size=4))
+@settings(max_examples=300, deadline=None)
+def test_holds_back_the_longest_possible_beginning_and_no_more(text: str, stops: list[str]) -> None:
+    matcher, out = StopMatcher(stops), ""
+    for end, char in enumerate(text, 1):
+        emitted, matched = matcher.push(char)
+        out += emitted
+        if matched is not None:
+            return
+        held = text[len(out) : end]
+        beginnings = [text[start:end] for start in range(end) if any(stop.startswith(text[start:end]) for stop in stops)]
+        assert held == max(beginnings, key=len, default="")
+
+
+@pytest.mark.parametrize(
+    ("pieces", "stops", "expected"),
+    [
+        (["hello"], [], ("hello", None)),
+        (["he", "llo"], ["l"], ("he", "l")),
+        (["x", "😀"], ["😀"], ("x", "😀")),
+        (["STO", "P"], ["STOP"], ("", "STOP")),
+        (["STO"], ["STOP"], ("STO", None)),
+        (["\n", "\nuser:"], ["\n\n", "\n\nuser:"], ("", "\n\n")),
+        (["a" * 1000], ["a" * 256 + "b"], ("a" * 1000, None)),
+    ],
+)
+def test_table(pieces: list[str], stops: list[str], expected: tuple[str, str | None]) -> None:
+    assert run(pieces, stops)[:2] == expected
+
+
+def test_what_is_held_is_bounded() -> None:
+    """Nothing depends on how long the output is."""
+    matcher = StopMatcher(["ab" * 100 + "c"])
+    emitted = sum(len(matcher.push("ab")[0]) for _ in range(10_000))
+    assert 20_000 - emitted == len(matcher.flush()) <= 200
+
+
+def test_looking_at_each_piece_alone_would_miss_it() -> None:
+    """Negative control: the reason for holding text back."""
+    assert not any("STOP" in piece for piece in ("ST", "OP")) and run(["ST", "OP"], ["STOP"])[1] == "STOP"

@@ -1,0 +1,147 @@
+"""A stand-in for `router.clients.Workers`: workers that compute the toy model, fail when told to, and keep a book of what they hold."""
+
+import asyncio
+from collections import Counter, defaultdict, deque
+from collections.abc import AsyncGenerator, AsyncIterator, Callable
+from contextlib import asynccontextmanager
+from dataclasses import dataclass, replace
+from itertools import count
+from typing import Any
+
+from cluster.errors import BatonError, Reason
+from cluster.records import Load, WorkerRecord
+from engine.toy import naive
+from router.clients import Adopted, DecodeEvent, Ended, FirstToken
+from router.request import FinishReason, Handoff, Request, Token
+
+TOKENIZER = "tokenizer"
+EOS = 256
+
+
+def record(name: str, **fields: Any) -> WorkerRecord:
+    """A worker that can be used; its role is in the first letter of its name."""
+    role = "prefill" if name.startswith("p") else "decode"
+    load = Load(credit_tokens=10_000)
+    whole = WorkerRecord(name, role, f"{name}:1", 1, "ready", 1, "host", "toy", "model", TOKENIZER, 16, 4096, 1000, "tcp", load)
+    return replace(whole, **fields)
+
+
+@dataclass(frozen=True)
+class Fault:
+    """What goes wrong in one call. `tokens`: a decode call breaks after so many; None: before the worker holds the KV."""
+
+    error: BatonError | None  # None: the worker says nothing more
+    tokens: int | None = None
+
+    async def strike(self) -> None:
+        if self.error is None:
+            await asyncio.Event().wait()
+        else:
+            raise self.error
+
+
+@dataclass(frozen=True)
+class Call:
+    kind: str
+    worker: str
+    known: int  # tokens it was sent
+    handle: bytes = b""
+
+
+class FakeWorkers:
+    """`faults[name]` are spent one a call. `tick` gets the stage in which time passes; `replies` is called before prefill answers."""
+
+    def __init__(self) -> None:
+        self.faults: defaultdict[str, deque[Fault]] = defaultdict(deque)
+        self.calls: list[Call] = []
+        self.ends: Counter[str] = Counter()  # calls that ended well, in an error, cancelled
+        self.leases: dict[bytes, tuple[str, str, int]] = {}  # handle → worker, request, tokens
+        self.endings: Counter[bytes] = Counter()  # how often each lease was ended
+        self.released: list[bytes] = []
+        self.tick: Callable[[str], None] = lambda stage: None
+        self.replies: Callable[[], None] = lambda: None
+        self._numbers = count(1)
+
+    async def prefill(self, worker: WorkerRecord, request: Request, timeout_s: float) -> FirstToken:
+        self.calls.append(Call("prefill", worker.name, len(request.tokens)))
+        async with self._counted(timeout_s):
+            await asyncio.sleep(0)
+            if fault := self._fault(worker):
+                await fault.strike()
+            token, finish = _next(request.tokens, request)
+            await asyncio.sleep(0)
+            self.tick("prefill")
+        handle = b"" if finish else f"lease {next(self._numbers)}".encode()
+        if handle:
+            self.leases[handle] = (worker.name, request.id, len(request.tokens))
+            self.endings[handle] = 0
+        self.replies()
+        return FirstToken(Token(token), handle, finish, 16, 1.0, 2.0)
+
+    async def decode(self, worker: WorkerRecord, request: Request, handle: bytes, timeout_s: float) -> AsyncGenerator[DecodeEvent, None]:
+        self.calls.append(Call("decode", worker.name, len(request.tokens), handle))
+        async with self._counted(timeout_s):
+            await asyncio.sleep(0)
+            fault = self._fault(worker)
+            if fault and fault.tokens is None:
+                await fault.strike()
+            if handle:
+                _, request_id, tokens = self.leases[handle]
+                assert (request_id, tokens) == (request.id, len(request.tokens) - 1)
+                self._end(handle)
+                self.tick("transfer")
+                yield Adopted(Handoff("tcp", blocks=3, bytes=3000, digests_checked=3), 1.0, 2.0)
+            known, finish = list(request.tokens), None
+            for made in count():
+                await asyncio.sleep(0)
+                if fault and fault.tokens == made:
+                    await fault.strike()
+                token, finish = _next(known, request)
+                known.append(token)
+                self.tick("decode" if handle or made else "prefill")
+                yield Token(token)
+                if finish is not None:
+                    break
+            assert finish is not None
+            yield Ended(finish, recomputed_tokens=0, cached_tokens=32)
+
+    def release(self, worker: WorkerRecord, handle: bytes, request_id: str) -> None:
+        holder = self.leases.get(handle, (worker.name, request_id, 0))
+        assert holder[:2] == (worker.name, request_id)
+        self.released.append(handle)
+        self._end(handle)
+
+    def _end(self, handle: bytes) -> None:
+        self.endings[handle] += 1
+        self.leases.pop(handle, None)
+
+    def _fault(self, worker: WorkerRecord) -> Fault | None:
+        faults = self.faults[worker.name]
+        return faults.popleft() if faults else None
+
+    @asynccontextmanager
+    async def _counted(self, timeout_s: float) -> AsyncIterator[None]:
+        try:
+            async with asyncio.timeout(timeout_s):
+                yield
+        except TimeoutError:
+            self.ends["error"] += 1
+            raise BatonError(Reason.DEADLINE, "the deadline of the request is over") from None
+        except BatonError:
+            self.ends["error"] += 1
+            raise
+        except (asyncio.CancelledError, GeneratorExit):
+            self.ends["cancelled"] += 1
+            raise
+        self.ends["well"] += 1
+
+
+def _next(known: list[int], request: Request) -> tuple[int, FinishReason | None]:
+    """The next token, and why it is the last if it is."""
+    params = request.params
+    token = naive(known, replace(params, max_tokens=1))[0]
+    made = len(known) + 1 - request.prompt_len
+    ends = token in params.stop_token_ids or (token == EOS and not params.ignore_eos)
+    if ends and made >= params.min_tokens:
+        return token, "stop"
+    return token, "length" if made >= params.max_tokens else None

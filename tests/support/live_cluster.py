@@ -1,0 +1,138 @@
+"""A whole cluster of real processes on loopback, started by the command that a person would type."""
+
+import asyncio
+import json
+import os
+import signal
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import grpc
+
+from baton.client import AsyncClient
+from baton.state import alive
+from baton.v1 import worker_pb2, worker_pb2_grpc
+from engine.sampling import SamplingParams
+from engine.toy import naive
+from models.make_small import make_toy
+
+ROOT = Path(__file__).resolve().parents[2]
+UP_WITHIN_S = 150.0
+
+
+@dataclass
+class Cluster:
+    name: str
+    grpc: str
+    admin: str
+    pid: int
+    env: dict[str, str]
+    logs: Path
+
+    def client(self) -> AsyncClient:
+        return AsyncClient(self.grpc)
+
+    def status(self) -> dict[str, Any]:
+        with grpc.insecure_channel(self.admin) as channel:
+            stub = worker_pb2_grpc.AdminStub(channel)
+            return json.loads(stub.Status(worker_pb2.StatusRequest(), timeout=5).status_json)
+
+    def workers(self, role: str | None = None) -> list[dict[str, Any]]:
+        return [worker for worker in self.status()["workers"] if role in (None, worker["role"])]
+
+    def kill(self, name: str, number: int = signal.SIGKILL) -> int:
+        pid = next(worker["pid"] for worker in self.workers() if worker["name"] == name)
+        os.kill(pid, number)
+        return pid
+
+    def baton(self, *arguments: str, timeout: float = 60, **kwargs: Any) -> subprocess.CompletedProcess[str]:
+        command = [sys.executable, "-m", "baton", *arguments]
+        return subprocess.run(command, env=self.env, capture_output=True, text=True, timeout=timeout, **kwargs)
+
+    async def quiet(self, within_s: float = 15.0) -> None:
+        """No lease, block, sequence, quarantined block or admission slot is left anywhere. Raises with what is."""
+        deadline = time.monotonic() + within_s
+        while left := await asyncio.to_thread(self.residue):
+            if time.monotonic() > deadline:
+                raise AssertionError(f"left behind: {left}")
+            await asyncio.sleep(0.05)
+
+    def residue(self) -> list[str]:
+        try:
+            status = self.status()
+        except grpc.RpcError as error:
+            return [f"the router does not answer: {error.code()}"]
+        left = [f"router {key} {status['router'][key]}" for key in ("inflight", "queued") if status["router"][key]]
+        for worker in status["workers"]:
+            if "error" in worker:
+                left.append(f"{worker['name']} {worker['error']}")
+                continue
+            for key in ("leases", "blocks_in_use", "quarantined_blocks"):
+                if worker[key]:
+                    left.append(f"{worker['name']} {key} {worker[key]}")
+            if not worker["idle"]:
+                left.append(f"{worker['name']} has sequences")
+        return left
+
+    def wait(self, condition: Callable[[], Any], within_s: float = 30.0) -> Any:
+        """What `condition` gives once it is true. Errors of the moment count as not yet."""
+        deadline = time.monotonic() + within_s
+        while True:
+            try:
+                value: Any = condition()
+            except (grpc.RpcError, StopIteration):
+                value = None
+            if value:
+                return value
+            if time.monotonic() > deadline:
+                up_log = self.logs.parent / f"{self.name}-up.log"
+                raise AssertionError(f"did not come about; log of the supervisor:\n{up_log.read_text()[-2000:]}")
+            time.sleep(0.05)
+
+    def log(self, process: str) -> str:
+        return (self.logs / f"{process}.log").read_text(errors="replace")
+
+
+@contextmanager
+def cluster(
+    model: Path, *flags: str, prefill: int = 1, decode: int = 1, launcher: str = "local", env: Mapping[str, str] | None = None
+) -> Iterator[Cluster]:
+    """`baton up --detach`, and `baton down` at the end; nothing of it may be alive then."""
+    with tempfile.TemporaryDirectory(prefix="baton-test-") as folder:
+        name = f"t{os.getpid()}"
+        full = {**os.environ, "BATON_STATE_DIR": folder, **(env or {})}
+        fixed = ("--cluster.name", name, "--router.port", "0", "--router.admin-port", "0", "--engine.kv-memory-mib", "64")
+        sizes = ("--prefill", str(prefill), "--decode", str(decode), "--launcher", launcher)
+        command = [sys.executable, "-m", "baton", "up", "--detach", "--model", str(model), *sizes, *fixed, *flags]
+        up = subprocess.run(command, env=full, capture_output=True, text=True, timeout=UP_WITHIN_S, cwd=ROOT)
+        assert up.returncode == 0, up.stderr + "".join(path.read_text()[-1500:] for path in Path(folder).rglob("*.log"))
+        told = json.loads(up.stdout)
+        running = Cluster(name, told["endpoints"]["grpc"], told["endpoints"]["admin"], told["pid"], full, Path(folder) / f"{name}-logs")
+        pids: list[int] = []
+        try:
+            yield running
+            pids = [worker["pid"] for worker in running.workers()]
+        finally:
+            down = running.baton("down", "--name", name, timeout=90)
+            if down.returncode:
+                os.kill(running.pid, signal.SIGKILL)
+        assert down.returncode == 0, down.stderr
+        for pid in [*pids, running.pid]:
+            assert not alive(pid), f"process {pid} outlived its cluster"
+
+
+def toy(path: Path, **options: int) -> Path:
+    make_toy(path, **options)
+    return path
+
+
+def toy_output(prompt: list[int], **params: Any) -> list[int]:
+    """What the toy must say to `prompt`."""
+    return naive(prompt, SamplingParams(**{"max_tokens": 16, "temperature": 0.0, "ignore_eos": True, **params}))

@@ -1,0 +1,285 @@
+"""Without `baton up` and without our client: a gRPC client made of the one .proto file, and every process started and stopped by hand."""
+
+import json
+import os
+import shutil
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import grpc
+import pytest
+import yaml
+from grpc_health.v1 import health_pb2, health_pb2_grpc
+from live_cluster import ROOT, toy, toy_output
+
+from baton.client import Client, GenerateError, Result
+from baton.up import free_port
+from baton.v1 import worker_pb2, worker_pb2_grpc
+from cluster.redis_server import find_binary
+
+pytestmark = pytest.mark.system
+
+KEY = "a key that all workers share"
+CLIENT = """
+import json, sys
+folder, address = sys.argv[1:]
+sys.path.insert(0, folder)
+import grpc
+from words import generation_pb2 as pb, generation_pb2_grpc
+
+request = pb.GenerateRequest(text="Once upon a time there was a river near the old mill", request_id="by-hand")
+request.sampling.temperature, request.sampling.max_tokens, request.sampling.ignore_eos = 0, 12, True
+events = []
+with grpc.insecure_channel(address) as channel:
+    for response in generation_pb2_grpc.GenerationStub(channel).Generate(request, timeout=30):
+        kind = response.WhichOneof("event")
+        told = getattr(response, kind)
+        events.append([kind, [[t.index, t.id] for t in told.tokens] if kind == "tokens" else told.request_id])
+modules = sorted({name.split(".")[0] for name in sys.modules})
+print(json.dumps({"events": events, "reason": pb.FinishReason.Name(told.reason), "modules": modules}))
+"""
+
+
+@dataclass
+class Hand:
+    """Processes as a person starts them: a command, an environment, a log."""
+
+    folder: Path
+    started: list[subprocess.Popen[bytes]] = field(default_factory=list)
+
+    def start(self, name: str, *command: str, env: Mapping[str, str] | None = None) -> subprocess.Popen[bytes]:
+        clean = {key: value for key, value in os.environ.items() if not key.startswith("BATON_")}
+        with (self.folder / f"{name}.log").open("wb") as log:
+            process = subprocess.Popen(command, env={**clean, **(env or {})}, cwd=self.folder, stdout=log, stderr=log)
+        self.started.append(process)
+        return process
+
+    def python(self, module: str, *arguments: str, env: Mapping[str, str] | None = None) -> subprocess.Popen[bytes]:
+        return self.start(module, sys.executable, "-m", module, *arguments, env=env)
+
+    def log(self, name: str) -> str:
+        return (self.folder / f"{name}.log").read_text(errors="replace")
+
+    def logs(self) -> str:
+        return "\n".join(f"--- {path.name}\n{path.read_text(errors='replace')[-1500:]}" for path in sorted(self.folder.glob("*.log")))
+
+    def wait(self, condition: Callable[[], Any], within_s: float = 60.0) -> None:
+        deadline = time.monotonic() + within_s
+        while not condition():
+            assert time.monotonic() < deadline, f"did not come about\n{self.logs()}"
+            time.sleep(0.03)
+
+    def stop(self) -> None:
+        for process in reversed(self.started):
+            if process.poll() is None:
+                process.kill()
+            process.wait(10)
+
+
+@dataclass
+class Processes:
+    """Redis, a prefill worker, a decode worker and a router, configured in three ways."""
+
+    hand: Hand
+    model: Path
+    address: str
+    admin: str
+    prefill: subprocess.Popen[bytes]
+    decode: subprocess.Popen[bytes]
+    router: subprocess.Popen[bytes]
+
+    def ask(self, prompt: list[int], on_token: Callable[[int], None] = lambda index: None, **sampling: Any) -> Result:
+        params = {"max_tokens": 16, "temperature": 0.0, "ignore_eos": True, "timeout_s": 60, **sampling}
+        with Client(self.address) as client, client.generate(token_ids=prompt, **params) as stream:
+            for i, token in enumerate(stream):
+                assert token.index == i
+                on_token(i)
+            return stream.result
+
+    def workers(self) -> list[dict[str, Any]]:
+        """Those that the router knows."""
+        with grpc.insecure_channel(self.admin) as channel:
+            status = worker_pb2_grpc.AdminStub(channel).Status(worker_pb2.StatusRequest(), timeout=5)
+        return list(json.loads(status.status_json)["workers"])
+
+
+def healthy(address: str) -> bool:
+    with grpc.insecure_channel(address) as channel:
+        try:
+            answer = health_pb2_grpc.HealthStub(channel).Check(health_pb2.HealthCheckRequest(), timeout=1)
+        except grpc.RpcError:
+            return False
+        return bool(answer.status == health_pb2.HealthCheckResponse.SERVING)
+
+
+def processes(folder: Path, **model: int) -> Iterator[Processes]:
+    hand, path = Hand(folder), toy(folder / "toy", **model)
+    ports = {name: free_port("127.0.0.1") for name in ("redis", "prefill", "router", "admin")}
+    url = f"redis://127.0.0.1:{ports['redis']}/0"
+    common = {"BATON_REDIS_URL": url, "BATON_MODEL_PATH": str(path)}
+    tree = {
+        "cluster": {"key": KEY},
+        "model": {"path": str(path)},
+        "redis": {"url": url},
+        "engine": {"kv_memory_mib": 64, "max_num_batched_tokens": 64},
+        "prefill": {"port": ports["prefill"]},
+    }
+    (folder / "cluster.yaml").write_text(yaml.safe_dump(tree))
+    try:
+        hand.start("redis", str(find_binary()), "--port", str(ports["redis"]), "--bind", "127.0.0.1", "--save", "")
+        prefill = hand.python("prefill_worker", "--config", "cluster.yaml")
+        decode = hand.python("decode_worker", env={**common, "BATON_CLUSTER_KEY": KEY, "BATON_ENGINE_KV_MEMORY_MIB": "64"})
+        router = hand.python("router", "--router.port", str(ports["router"]), f"--router.admin-port={ports['admin']}", env=common)
+        address = f"127.0.0.1:{ports['router']}"
+        made = Processes(hand, path, address, f"127.0.0.1:{ports['admin']}", prefill, decode, router)
+        hand.wait(lambda: healthy(address) and healthy(f"127.0.0.1:{ports['prefill']}") and len(made.workers()) == 2)
+        yield made
+    finally:
+        hand.stop()
+
+
+@pytest.fixture(scope="module")
+def served(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Processes]:
+    yield from processes(tmp_path_factory.mktemp("by-hand"))
+
+
+@pytest.fixture
+def slow(tmp_path: Path) -> Iterator[Processes]:
+    """20 ms a step, 4 ms a token: a prompt of 500 tokens takes two seconds, 120 tokens of output three."""
+    yield from processes(tmp_path, step_delay_ms=20, token_delay_us=4000)
+
+
+def test_processes_started_by_hand_serve_a_request(served: Processes) -> None:
+    prompt = list(range(1, 101))
+    result = served.ask(prompt)
+    assert list(result.token_ids) == toy_output(prompt)
+    assert result.workers["prefill"] == f"prefill-{served.prefill.pid}" and result.workers["decode"] == f"decode-{served.decode.pid}"
+    assert result.handoff["digests_checked"] > 0 and result.handoff["recomputed_tokens"] == 0 and not result.handoff["failure"]
+
+
+def test_a_client_made_of_the_proto_alone(served: Processes, tmp_path: Path) -> None:
+    words = tmp_path / "words"
+    words.mkdir()
+    shutil.copy(ROOT / "proto" / "baton" / "v1" / "generation.proto", words)
+    protoc = [sys.executable, "-I", "-m", "grpc_tools.protoc", f"-I{tmp_path}", f"--python_out={tmp_path}", f"--grpc_python_out={tmp_path}"]
+    subprocess.run([*protoc, "words/generation.proto"], cwd=tmp_path, check=True, timeout=60)
+    (tmp_path / "client.py").write_text(CLIENT)
+    command = [sys.executable, "-I", "client.py", str(tmp_path), served.address]
+    done = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, timeout=60)
+    assert done.returncode == 0, done.stderr
+    told = json.loads(done.stdout)
+    ours = {path.parent.name for path in ROOT.glob("*/__init__.py")}
+    assert "baton" in ours and not ours & set(told["modules"]), "the client has loaded code of ours"
+    kinds = [kind for kind, _ in told["events"]]
+    assert kinds[0] == "accepted" and kinds[-1] == "finished" and set(kinds[1:-1]) == {"tokens"}
+    assert told["events"][0][1] == told["events"][-1][1] == "by-hand" and told["reason"] == "FINISH_REASON_LENGTH"
+    tokens = [token for kind, tokens in told["events"] if kind == "tokens" for token in tokens]
+    prompt = list(b"Once upon a time there was a river near the old mill")
+    assert tokens == [[i, token] for i, token in enumerate(toy_output(prompt, max_tokens=12))]
+
+
+def test_sigterm_drains_each_process_while_its_requests_finish(slow: Processes) -> None:
+    prompt = [[1] * 500, [2] * 100, [3] * 100]
+    during_prefill = Asking(slow, prompt[0], max_tokens=4)
+    slow.hand.wait(lambda: any(worker["role"] == "prefill" and worker["load"]["running"] for worker in slow.workers()))
+    slow.prefill.terminate()
+    slow.hand.wait(lambda: "draining" in slow.hand.log("prefill_worker"))
+    assert not during_prefill.tokens, "the prefill was over before the signal came: this shows nothing"
+    result = during_prefill.result()
+    assert list(result.token_ids) == toy_output(prompt[0], max_tokens=4)
+    assert result.workers["prefill"] == f"prefill-{slow.prefill.pid}" and result.workers["retries"] == 0
+    assert result.handoff["recomputed_tokens"] == 0
+    assert slow.prefill.wait(15) == 0
+    slow.hand.wait(lambda: len(slow.workers()) == 1)
+
+    during_decode = Asking(slow, prompt[1], max_tokens=120)
+    slow.hand.wait(lambda: during_decode.tokens)
+    slow.router.terminate()
+    slow.hand.wait(lambda: "draining" in slow.hand.log("router"))
+    slow.decode.terminate()
+    slow.hand.wait(lambda: "draining" in slow.hand.log("decode_worker"))
+    with pytest.raises(GenerateError) as refused:
+        slow.ask(prompt[2])
+    assert refused.value.code == "UNAVAILABLE" and refused.value.retry_after_s is not None
+    assert len(during_decode.tokens) < 120, "the stream was over before the signal came: this shows nothing"
+    result = during_decode.result()
+    assert list(result.token_ids) == toy_output(prompt[1], max_tokens=120) and result.workers["retries"] == 0
+    assert slow.router.wait(15) == 0 and slow.decode.wait(15) == 0
+    assert "Traceback" not in slow.hand.logs()
+
+
+def test_a_second_sigterm_ends_at_once(slow: Processes) -> None:
+    stream = Asking(slow, [7] * 40, max_tokens=900)
+    slow.hand.wait(lambda: stream.tokens)
+    slow.decode.terminate()
+    slow.hand.wait(lambda: "draining" in slow.hand.log("decode_worker"))
+    seen = len(stream.tokens)
+    slow.hand.wait(lambda: len(stream.tokens) > seen + 10)
+    assert slow.decode.poll() is None, "one signal drains: the stream goes on"
+    slow.decode.terminate()
+    assert slow.decode.wait(8) == 0
+    slow.router.kill()
+    assert isinstance(stream.error(), GenerateError)
+
+
+@pytest.mark.parametrize(
+    ("module", "missing", "named"),
+    [
+        ("prefill_worker", "BATON_CLUSTER_KEY", "cluster.key"),
+        ("decode_worker", "BATON_CLUSTER_KEY", "cluster.key"),
+        ("prefill_worker", "BATON_MODEL_PATH", "model.path"),
+        ("decode_worker", "BATON_MODEL_PATH", "model.path"),
+        ("router", "BATON_MODEL_PATH", "model.path"),
+        ("prefill_worker", "BATON_REDIS_URL", "redis.url"),
+        ("decode_worker", "BATON_REDIS_URL", "redis.url"),
+        ("router", "BATON_REDIS_URL", "redis.url"),
+    ],
+)
+def test_what_is_missing_is_named(tmp_path: Path, module: str, missing: str, named: str) -> None:
+    given = {"BATON_CLUSTER_KEY": KEY, "BATON_MODEL_PATH": "/nowhere", "BATON_REDIS_URL": "redis://127.0.0.1:1/0"}
+    hand = Hand(tmp_path)
+    try:
+        process = hand.python(module, env={key: value for key, value in given.items() if key != missing})
+        assert process.wait(60) == 2
+    finally:
+        hand.stop()
+    text = hand.log(module)
+    assert named in text and missing in text and "Traceback" not in text and len(text.splitlines()) == 1
+
+
+class Asking:
+    """One request in a thread of its own."""
+
+    def __init__(self, processes: Processes, prompt: list[int], **sampling: Any) -> None:
+        self.tokens: list[int] = []
+        self._outcome: list[Result | Exception] = []
+        self._thread = threading.Thread(target=self._run, args=(processes, prompt, sampling), daemon=True)
+        self._thread.start()
+
+    def _run(self, processes: Processes, prompt: list[int], sampling: dict[str, Any]) -> None:
+        try:
+            self._outcome.append(processes.ask(prompt, self.tokens.append, **sampling))
+        except Exception as error:
+            self._outcome.append(error)
+
+    def result(self) -> Result:
+        outcome = self._outcome_within(30)
+        if isinstance(outcome, Exception):
+            raise outcome
+        return outcome
+
+    def error(self) -> Exception:
+        outcome = self._outcome_within(30)
+        assert isinstance(outcome, Exception), outcome
+        return outcome
+
+    def _outcome_within(self, seconds: float) -> Result | Exception:
+        self._thread.join(seconds)
+        assert self._outcome, f"no answer after {seconds} s"
+        return self._outcome[0]

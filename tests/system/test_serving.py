@@ -1,0 +1,186 @@
+"""The whole cluster, real processes, real NIXL, real Redis, on the toy model: every token is checked against the oracle."""
+
+import asyncio
+import json
+import random
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+from live_cluster import Cluster, cluster, toy, toy_output
+
+from baton.client import AsyncClient, GenerateError, Result
+
+pytestmark = pytest.mark.system
+
+
+@pytest.fixture(scope="module")
+def live(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Cluster]:
+    model = toy(tmp_path_factory.mktemp("models") / "toy")
+    with cluster(model, prefill=2, decode=2) as running:
+        yield running
+
+
+async def ask(client: AsyncClient, prompt: list[int], **sampling: object) -> Result:
+    params = {"max_tokens": 16, "temperature": 0.0, "ignore_eos": True, "timeout_s": 60, **sampling}
+    async with client.generate(token_ids=prompt, **params) as stream:
+        tokens = [token async for token in stream]
+        assert [token.index for token in tokens] == list(range(len(tokens)))
+        return stream.result
+
+
+def prompts(rng: random.Random, count: int) -> list[list[int]]:
+    shared = [[rng.randrange(256) for _ in range(rng.randrange(64, 400))] for _ in range(5)]
+    return [rng.choice(shared) + [rng.randrange(256) for _ in range(rng.randrange(1, 120))] for _ in range(count)]
+
+
+async def test_a_request_crosses_both_workers(live: Cluster) -> None:
+    prompt = list(range(1, 201))
+    async with live.client() as client:
+        result = await ask(client, prompt)
+        assert list(result.token_ids) == toy_output(prompt)
+        assert result.finish_reason == "length" and result.usage.prompt_tokens == 200 and result.usage.completion_tokens == 16
+        assert result.workers["prefill"].startswith("prefill-") and result.workers["decode"].startswith("decode-")
+        handoff = result.handoff
+        assert handoff["transport"] == "nixl" and handoff["blocks"] == 13 == handoff["digests_checked"]
+        assert handoff["bytes"] == 13 * 2 * 16 * 8 * 8 and handoff["recomputed_tokens"] == 0 and not handoff["failure"]
+        again = await ask(client, prompt)
+        assert again.token_ids == result.token_ids and again.usage.cached_tokens > 0
+    await live.quiet()
+
+
+async def test_two_hundred_at_once_with_shared_prefixes_and_random_cancels(live: Cluster) -> None:
+    rng = random.Random(1)
+    everyone = prompts(rng, 200)
+
+    async def one(client: AsyncClient, prompt: list[int], cancel_after: int | None, seed: int) -> str:
+        params = {"max_tokens": 24, "temperature": 1.0, "seed": seed}
+        want = toy_output(prompt, **params)
+        got: list[int] = []
+        async with client.generate(token_ids=prompt, ignore_eos=True, timeout_s=90, **params) as stream:
+            async for token in stream:
+                got.append(token.id)
+                if cancel_after is not None and len(got) > cancel_after:
+                    break
+        assert got == want[: len(got)]
+        assert cancel_after is not None or len(got) == 24
+        return "cancelled" if cancel_after is not None else "done"
+
+    async with live.client() as client:
+        cancels = [rng.choice([None, None, None, 0, 3, 11]) for _ in everyone]
+        ends = await asyncio.gather(*(one(client, *args) for args in zip(everyone, cancels, range(200), strict=True)))
+    assert ends.count("done") > 80 and ends.count("cancelled") > 40
+    await live.quiet()
+
+
+async def test_cancel_before_the_first_token_leaves_nothing(live: Cluster) -> None:
+    async with live.client() as client:
+        for pause in (0.0, 0.001, 0.003, 0.01):
+            streams = [client.generate(token_ids=list(range(1, 200)), ignore_eos=True, max_tokens=50) for _ in range(20)]
+            readers = [asyncio.create_task(anext(aiter(stream))) for stream in streams]
+            await asyncio.sleep(pause)
+            for stream, reader in zip(streams, readers, strict=True):
+                stream.cancel()
+                reader.cancel()
+            await asyncio.gather(*readers, return_exceptions=True)
+    await live.quiet()
+
+
+async def test_short_prompts_skip_the_handoff(live: Cluster) -> None:
+    async with live.client() as client:
+        result = await ask(client, [5, 6, 7])
+    assert list(result.token_ids) == toy_output([5, 6, 7])
+    assert result.workers["prefill"] == "" and result.handoff["blocks"] == 0
+
+
+async def test_stages_add_up_to_the_whole(live: Cluster) -> None:
+    async with live.client() as client:
+        began = asyncio.get_running_loop().time()
+        result = await ask(client, list(range(1, 250)), max_tokens=200)
+        took = (asyncio.get_running_loop().time() - began) * 1000
+    stages = result.stages_ms
+    total = sum(stages[name] for name in ("queue", "prefill", "transfer", "decode"))
+    assert 0.5 * took < total <= took
+    assert all(stages[name] > 0 for name in ("queue", "prefill", "transfer", "decode"))
+
+
+async def test_stop_string_across_tokens_ends_the_request_everywhere(live: Cluster) -> None:
+    prompt = list(range(60, 200))
+    async with live.client() as client:
+        whole = await ask(client, prompt, max_tokens=60)
+        middle = whole.text[20:24]
+        result = await ask(client, prompt, max_tokens=60, stop=[middle])
+    assert result.text == whole.text[: whole.text.index(middle)]
+    assert result.finish_reason == "stop" and result.stop == middle
+    await live.quiet()
+
+
+async def test_deadline_is_obeyed_and_frees_everything(tmp_path: Path) -> None:
+    with cluster(toy(tmp_path / "toy", step_delay_ms=30)) as slow:
+        async with slow.client() as client:
+            with pytest.raises(GenerateError) as caught:
+                await ask(client, list(range(1, 100)), max_tokens=100, timeout_s=0.6)
+        assert caught.value.code == "DEADLINE_EXCEEDED"
+        await slow.quiet()
+
+
+async def test_colocated_is_a_cluster_without_prefill_workers(tmp_path: Path) -> None:
+    with cluster(toy(tmp_path / "toy"), prefill=0) as colocated:
+        async with colocated.client() as client:
+            result = await ask(client, list(range(1, 200)))
+        assert list(result.token_ids) == toy_output(list(range(1, 200)))
+        assert result.workers["prefill"] == "" and result.workers["decode"] == "decode-0"
+        await colocated.quiet()
+
+
+def test_command_line(live: Cluster) -> None:
+    named = ("--ignore-eos", "--max-tokens", "8", "--name", live.name)
+    answer = live.baton("generate", "Once upon a time, " * 5, "--temperature", "0", "--json", *named)
+    assert answer.returncode == 0, answer.stderr
+    told = json.loads(answer.stdout)
+    assert set(told) >= {"text", "token_ids", "finish_reason", "usage", "stages_ms", "workers", "handoff"}
+    assert set(told["workers"]) >= {"prefill", "decode"}
+    assert set(told["handoff"]) >= {"transport", "blocks", "bytes", "digests_checked", "recomputed_tokens"}
+    assert told["token_ids"] == toy_output(list(("Once upon a time, " * 5).encode()), max_tokens=8)
+    drawn = live.baton("generate", "Once upon a time, " * 9, "--trace", *named)
+    assert drawn.returncode == 0 and all(stage in drawn.stderr for stage in ("queue", "prefill", "transfer", "decode"))
+    status = json.loads(live.baton("status", "--json", "--name", live.name).stdout)
+    assert status["endpoints"]["grpc"] == live.grpc and len(status["workers"]) == 4
+    assert {worker["role"] for worker in status["workers"]} == {"prefill", "decode"}
+    assert "decode-1" in live.baton("status", "--name", live.name).stdout
+    refused = live.baton("generate", "x", "--max-tokens", "0", "--name", live.name)
+    assert refused.returncode == 1 and "max_tokens" in refused.stderr
+    assert live.baton("generate", "x", "--name", "nobody").returncode == 1
+    wrong = live.baton("up", "--engine.blok-size", "8")
+    assert wrong.returncode == 2 and "block_size" in wrong.stderr
+
+
+async def test_pools_are_resized_while_serving(tmp_path: Path) -> None:
+    with cluster(toy(tmp_path / "toy", step_delay_ms=5)) as live_:
+        stop = asyncio.Event()
+        served = 0
+
+        async def load(client: AsyncClient, seed: int) -> None:
+            nonlocal served
+            rng = random.Random(seed)
+            while not stop.is_set():
+                prompt = [rng.randrange(256) for _ in range(100)]
+                assert list((await ask(client, prompt)).token_ids) == toy_output(prompt)
+                served += 1
+
+        async with live_.client() as client, asyncio.TaskGroup() as group:
+            for seed in range(4):
+                group.create_task(load(client, seed))
+            try:
+                await asyncio.to_thread(_scale_and_wait, live_, 2, 3)
+                await asyncio.to_thread(_scale_and_wait, live_, 1, 1)
+            finally:
+                stop.set()
+        assert served > 4
+        await live_.quiet()
+
+
+def _scale_and_wait(live: Cluster, prefill: int, decode: int) -> None:
+    done = live.baton("scale", "--prefill", str(prefill), "--decode", str(decode), "--name", live.name)
+    assert done.returncode == 0, done.stderr
+    live.wait(lambda: (len(live.workers("prefill")), len(live.workers("decode"))) == (prefill, decode))

@@ -1,0 +1,70 @@
+"""The decode worker's stream: whoever does not read, or sends nonsense, hurts nobody else."""
+
+import asyncio
+from collections.abc import AsyncIterator
+
+from handoff_pair import expected, pair
+
+from baton.v1 import generation_pb2, worker_pb2
+from decode_worker import door
+from decode_worker.door import DecodeDoor, Session
+
+
+def start(call_id: int, tokens: list[int], **fields: object) -> worker_pb2.DecodeCommand:
+    sampling = generation_pb2.SamplingParams(max_tokens=12, temperature=0.0, ignore_eos=True)
+    job = worker_pb2.Job(request_id=f"r{call_id}", token_ids=tokens, prompt_tokens=len(tokens), sampling=sampling)
+    return worker_pb2.DecodeCommand(call_id=call_id, start=worker_pb2.DecodeStart(job=job, timeout_ms=20_000, **fields))
+
+
+async def commands(*given: worker_pb2.DecodeCommand) -> AsyncIterator[worker_pb2.DecodeCommand]:
+    for command in given:
+        yield command
+    await asyncio.Event().wait()
+
+
+async def read(p: object, *given: worker_pb2.DecodeCommand) -> list[worker_pb2.DecodeEvent]:
+    """Events until every call has ended."""
+    stream, events = DecodeDoor(p.decode, "toy").Session(commands(*given), None), []  # type: ignore[attr-defined, arg-type]
+    open_calls = {command.call_id for command in given}
+    async for message in stream:
+        events += message.events
+        open_calls -= {event.call_id for event in message.events if event.WhichOneof("event") in ("finished", "error")}
+        if not open_calls:
+            break
+    await stream.aclose()
+    return events
+
+
+async def test_calls_share_a_stream_and_bad_ones_end_with_an_error() -> None:
+    async with pair() as p:
+        prompt = list(range(1, 19))
+        events = await read(p, start(1, prompt), start(2, [999]), start(3, []), start(4, prompt, handle=b"\xff"))
+        tokens = [event.token.id for event in events if event.call_id == 1 and event.WhichOneof("event") == "token"]
+        assert tokens == expected()
+        reasons = {event.call_id: event.error.reason for event in events if event.WhichOneof("event") == "error"}
+        assert reasons == {2: "INVALID_FIELD", 3: "INVALID_FIELD", 4: "LEASE_REFUSED"}
+        await p.settled()
+
+
+async def test_router_that_does_not_read_loses_its_stream(monkeypatch: object) -> None:
+    monkeypatch.setattr(door, "MAX_OUTBOX", 4)  # type: ignore[attr-defined]
+    async with pair() as p:
+        p.engines[1].runner.step_delay_s = 0.01
+        stream = DecodeDoor(p.decode, "toy").Session(commands(start(1, [1, 2, 3])), None)  # type: ignore[arg-type]
+        await anext(stream)
+        while p.engines[1].sequences:  # a dozen events come up meanwhile
+            await asyncio.sleep(0.01)
+        await asyncio.sleep(0.05)
+        assert [message async for message in stream] == []  # it ends: the router finds the worker lost, and tries elsewhere
+        await p.settled()
+
+
+async def test_number_used_twice_starts_nothing() -> None:
+    async with pair() as p:
+        session = Session(p.decode, "toy")
+        obeying = asyncio.create_task(session.obey(commands(start(1, [1, 2, 3]), start(1, [4, 5, 6]))))
+        await asyncio.sleep(0)
+        await session.close()
+        obeying.cancel()
+        await asyncio.gather(obeying, return_exceptions=True)
+        await p.settled()

@@ -1,0 +1,1 @@
+"""What the two kinds of worker share: an engine's place in the cluster, and its words on the wire."""
