@@ -6,6 +6,7 @@ desires are obeyed → 6 on SIGTERM or Ctrl-C, everything in reverse.
 """
 
 import asyncio
+import json
 import logging
 import os
 import re
@@ -23,6 +24,7 @@ import grpc
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 
 from baton import state
+from baton.v1 import worker_pb2, worker_pb2_grpc
 from cluster.config import Config, keys
 from cluster.connect import connect_registry
 from cluster.errors import BatonError
@@ -82,7 +84,7 @@ class Supervisor:
             await registry.desire(pools)
             for template, count in templates(config):
                 await launcher.add(template, count)
-            up = asyncio.create_task(self._wait_until_ready(config, launcher, registry))
+            up = asyncio.create_task(self._wait_until_ready(config, launcher))
             stopped = asyncio.create_task(stop.wait())
             await asyncio.wait({up, stopped}, return_when=asyncio.FIRST_COMPLETED)
             if not up.done():
@@ -97,18 +99,19 @@ class Supervisor:
         finally:
             await registry.close()
 
-    async def _wait_until_ready(self, config: Config, launcher: Launcher, registry: Registry) -> None:
-        """Every worker has joined and the router says that it serves."""
+    async def _wait_until_ready(self, config: Config, launcher: Launcher) -> None:
+        """The router serves and reaches every worker. That a worker is in the registry is not enough: the router may not have looked yet,
+        and the first request would go without a handoff."""
         wanted = config.prefill.replicas + config.decode.replicas
         seen = -1
         async with asyncio.timeout(READY_WITHIN_S) as limit:
             try:
                 while True:
-                    joined = len(await registry.members())
-                    if joined != seen:
-                        self.note(f"{joined} of {wanted} workers ready")
-                        seen = joined
-                    if joined >= wanted and await serving(config):
+                    reached = await workers_ready(config)
+                    if reached != seen:
+                        self.note(f"{reached} of {wanted} workers ready")
+                        seen = reached
+                    if reached >= wanted and await serving(config):
                         return
                     processes = await launcher.processes()
                     self._complain(processes)
@@ -235,6 +238,17 @@ async def serving(config: Config) -> bool:
         except grpc.RpcError:
             return False
         return bool(answer.status == health_pb2.HealthCheckResponse.SERVING)
+
+
+async def workers_ready(config: Config) -> int:
+    """How many workers the router knows and reaches; 0 while it does not answer."""
+    async with channel(target(config.cluster.host, config.router.admin_port), config.security) as open_channel:
+        try:
+            stub = worker_pb2_grpc.AdminStub(open_channel)  # type: ignore[no-untyped-call]
+            answer = await stub.Status(worker_pb2.StatusRequest(), timeout=2.0)
+        except grpc.RpcError:
+            return 0
+        return sum(worker["state"] == "ready" for worker in json.loads(answer.status_json)["workers"])
 
 
 def ready_state(config: Config, log_dir: Path) -> state.ClusterState:
