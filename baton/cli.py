@@ -42,8 +42,10 @@ out, err = (
 )
 FREE = {"allow_extra_args": True, "ignore_unknown_options": True}
 DETACH_WITHIN_S = 150.0
+SHIPPED = Path(__file__).resolve().parents[1] / "models" / "tale"
 TRY = "Once upon a time there was a fox who lived near the river and wanted to see the sea"  # long enough for a handoff
 DOWN_WITHIN_S = 60.0
+CHAT_TEMPERATURE = 0.5
 
 ConfigFiles = Annotated[list[Path] | None, typer.Option("--config", help="Configuration file (YAML); may be given more than once.")]
 Name = Annotated[str, typer.Option("--name", help="Which cluster.")]
@@ -141,6 +143,31 @@ def generate(
         print(json.dumps(asdict(result), ensure_ascii=False) if as_json else result.text[written:])
         if trace:
             err.print(view.trace(result))
+
+
+@app.command()
+def chat(
+    system: Annotated[str | None, typer.Option(help="System message.")] = None,
+    max_tokens: Annotated[int | None, typer.Option()] = None,
+    temperature: Annotated[float, typer.Option(help="0 is greedy.")] = CHAT_TEMPERATURE,
+    top_p: Annotated[float | None, typer.Option()] = None,
+    top_k: Annotated[int | None, typer.Option()] = None,
+    min_p: Annotated[float | None, typer.Option()] = None,
+    seed: Annotated[int | None, typer.Option()] = None,
+    timeout: Annotated[float | None, typer.Option(help="Seconds for one answer.")] = None,
+    address: Address = None,
+    name: Name = "baton",
+) -> None:
+    """Talk to the model, turn by turn. Lines that are piped in are turns too."""
+    from baton.chat import Conversation, talk
+
+    with _failing():
+        sampling = {
+            "max_tokens": max_tokens, "temperature": temperature, "top_p": top_p, "top_k": top_k, "min_p": min_p, "seed": seed,
+            "timeout_s": timeout,
+        }  # fmt: skip
+        with Client(address or state.need(name).endpoints["grpc"]) as client:
+            talk(Conversation(client, system, sampling), out, err)
 
 
 @app.command()
@@ -267,18 +294,8 @@ def _banner(config: Config, running: state.ClusterState) -> None:
 
 
 def _with_model(config: Config) -> Config:
-    """The named model, or the small one, made on the first use."""
-    if config.model.path:
-        return config.model_copy(update={"model": config.model.model_copy(update={"path": str(Path(config.model.path).resolve())})})
-    from models.make_small import make  # it loads torch
-
-    path = state.state_dir() / "models" / "small"
-    if not (path / "config.json").exists():
-        with _waiting("making the small model (once)"):
-            path.parent.mkdir(parents=True, exist_ok=True)
-            scratch = path.with_name(f"small.{os.getpid()}")
-            make(scratch)
-            scratch.rename(path)
+    """The named model, or the one that ships."""
+    path = Path(config.model.path or SHIPPED).resolve()
     return config.model_copy(update={"model": config.model.model_copy(update={"path": str(path)})})
 
 

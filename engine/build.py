@@ -8,7 +8,7 @@ from typing import Any
 
 from engine import toy
 from engine.engine import Engine
-from engine.fingerprint import fingerprint, tokenizer_fingerprint
+from engine.fingerprint import check_sums, fingerprint, tokenizer_fingerprint
 from engine.kvcache import KvPool
 from engine.protocol import Chunk, NonFiniteLogits, Runner
 from engine.sampling import SamplingParams
@@ -45,6 +45,10 @@ class Built:
 
 def build(options: Options, progress: Progress = lambda done, total: None) -> Built:
     """Load the model and lay out its pool. Raises CheckpointError, BuildError or OSError, each naming what is wrong."""
+    try:
+        check_sums(options.path)
+    except ValueError as error:
+        raise BuildError(f"model.path: {error}") from None
     config = _read_config(options.path)
     if config.get("architectures") == [toy.ARCHITECTURE]:
         runner = toy.ToyRunner.load(options.path, fingerprint(options.path), options.block_size)

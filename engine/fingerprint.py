@@ -3,6 +3,7 @@
 Standard library only: the router names its tokenizer without loading torch.
 """
 
+import hashlib
 import json
 from collections.abc import Iterator
 from hashlib import blake2b
@@ -10,6 +11,7 @@ from pathlib import Path
 
 WHOLE_FILE = 256 << 20  # bytes; longer files are sampled
 SAMPLE = 1 << 20  # bytes a sample
+SUMS = "SHA256SUMS"
 SAMPLES = 64  # evenly spaced, the first and the last byte of the file included
 
 
@@ -43,6 +45,27 @@ def weight_files(path: Path) -> list[Path]:
         if not isinstance(name, str) or Path(name).name != name:
             raise ValueError(f"{index}: weight_map names {name!r}, which is not a file of this folder")
     return [path / name for name in names]
+
+
+def check_sums(path: Path) -> None:
+    """Compare a model folder with its SHA256SUMS, as `sha256sum` writes it, where it has one: a flipped byte in a weight is a number too.
+
+    ValueError names the file that is altered, truncated or missing, or the line that makes no sense.
+    """
+    sums = path / SUMS
+    if not sums.exists():
+        return
+    for line in sums.read_text().splitlines():
+        said, _, name = line.partition("  ")
+        if len(said) != 64 or Path(name).name != name:
+            raise ValueError(f"{sums}: {line!r} is no checksum of a file of this folder")
+        try:
+            with (path / name).open("rb") as file:
+                found = hashlib.file_digest(file, "sha256").hexdigest()
+        except OSError as error:
+            raise ValueError(f"{path / name}: cannot be read: {error.strerror}; {SUMS} names it") from None
+        if found != said:
+            raise ValueError(f"{path / name}: altered or truncated: its SHA-256 is not the one in {SUMS}")
 
 
 def _digest(person: bytes, files: list[Path]) -> str:
