@@ -31,10 +31,12 @@ from cluster import config as configuration
 from cluster.config import Config, ConfigError
 from cluster.errors import BatonError
 from cluster.main import read_arguments
+from loadtest.cli import app as loadtest_app
 
 app = typer.Typer(no_args_is_help=True, add_completion=True, pretty_exceptions_enable=False, help=__doc__)
 config_app = typer.Typer(no_args_is_help=True, help="The configuration: what is in force, and what there is.")
 app.add_typer(config_app, name="config")
+app.add_typer(loadtest_app, name="loadtest")
 PIPE_WIDTH = 180  # columns of a table that nobody's terminal limits
 out, err = (
     Console(stderr=stderr, highlight=False, width=None if stream.isatty() else PIPE_WIDTH)

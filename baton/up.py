@@ -215,7 +215,8 @@ def templates(config: Config) -> list[tuple[Template, int]]:
     for role in ("prefill", "decode"):
         pool = getattr(config, role)
         argv = (sys.executable, "-m", f"{role}_worker")
-        made.append((Template(role, argv, env, pool.cpus, pool.gpus, pool.cores, pool.drain_s + ROUTER_GRACE_S), pool.replicas))
+        template = Template(role, argv, env, pool.cpus, pool.gpus, pool.cores, config.engine.threads, pool.drain_s + ROUTER_GRACE_S)
+        made.append((template, pool.replicas))
     return made
 
 

@@ -82,7 +82,7 @@ class Child:
 
     def _spawn(self) -> None:
         self._restarts.started(time.monotonic())
-        cores = ",".join(map(str, self._template.cores or ()))
+        cores = ",".join(map(str, self._template.cores_of(self._name)))
         command = [sys.executable, "-I", "-S", str(LEASH), str(os.getpid()), cores, *self._template.argv]
         try:
             with open(self._log, "ab") if self._log else nullcontext() as log:

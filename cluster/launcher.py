@@ -29,7 +29,8 @@ class Template:
     env: Mapping[str, str] = field(default_factory=dict)  # added to the environment that the process inherits where it runs
     cpus: float = 1.0  # what placement counts with, per process; not enforced
     gpus: float = 0.0  # the same; a fraction shares one device, more than one must be whole
-    cores: tuple[int, ...] | None = None  # each process of the role may run on these only (Linux)
+    cores: tuple[int, ...] | None = None  # the role's processes may run on these only (Linux)
+    cores_each: int | None = None  # and each on so many of them, in turn; None: each on all
     grace_s: float = 30.0  # from SIGTERM to SIGKILL
 
     def __post_init__(self) -> None:
@@ -39,6 +40,15 @@ class Template:
             raise invalid("template", f"{self.role}: cpus, gpus and grace_s cannot be negative")
         if self.gpus > 1 and self.gpus != int(self.gpus):
             raise invalid("template", f"{self.role}: {self.gpus} gpus: more than one must be a whole number")
+
+    def cores_of(self, name: str) -> tuple[int, ...]:
+        """The cores of the process `name`, whose last part is its number; none: it runs where it likes."""
+        cores, each = self.cores or (), self.cores_each
+        if each is None or each >= len(cores):
+            return cores
+        number = name.rpartition("-")[2]
+        start = int(number) * each if number.isdigit() else 0
+        return tuple(cores[(start + i) % len(cores)] for i in range(each))
 
 
 @dataclass(frozen=True, slots=True)

@@ -1,12 +1,7 @@
 """`python -m models.train` makes the checkpoints that ship: tokenizer, model, draft, model cards. Stopped, it goes on where it was."""
 
 import argparse
-import hashlib
-import json
 import os
-import re
-import shutil
-from itertools import islice
 from pathlib import Path
 
 import torch
@@ -15,9 +10,9 @@ from safetensors.torch import save_file
 from tokenizers import Tokenizer
 from torch import nn
 
+from models.folder import write, write_sums
 from models.train import card
-from models.train.corpus import BOS, CHAT_TEMPLATE, EOS, SPECIAL, documents
-from models.train.recipe import CONTEXT, DRAFT, RECIPES, RMS_NORM_EPS, SEED, TALE, TOKENIZER_DOCUMENTS, VOCAB, Recipe
+from models.train.recipe import DRAFT, RECIPES, SEED, TALE, TOKENIZER_DOCUMENTS, VOCAB, Recipe
 from models.train.tokenizer import train_tokenizer
 from models.train.training import Run, read_run, train
 
@@ -36,8 +31,7 @@ def main() -> None:
     tokenizer_file = arguments.work / "tokenizer.json"
     if not tokenizer_file.exists():
         arguments.work.mkdir(parents=True, exist_ok=True)
-        plain = (re.sub(r"<\|\w+\|>", "\n", text) for text in islice(documents(SEED, "tokenizer", 250), TOKENIZER_DOCUMENTS))
-        train_tokenizer(plain, VOCAB).save(str(tokenizer_file))
+        train_tokenizer(VOCAB, SEED, TOKENIZER_DOCUMENTS).save(str(tokenizer_file))
     tokenizer = Tokenizer.from_file(str(tokenizer_file))
 
     for recipe in RECIPES.values():
@@ -45,7 +39,7 @@ def main() -> None:
             teacher = card.load(arguments.out / recipe.teacher) if recipe.teacher else None
             tokens = arguments.tokens or recipe.tokens
             model = _train(recipe, tokens, tokenizer, arguments.work / recipe.name, device, teacher)
-            export(model.cpu(), recipe, tokenizer_file, arguments.out / recipe.name)
+            export(model.cpu(), recipe, tokenizer, arguments.out / recipe.name)
     if arguments.only in (None, "card"):
         runs = {name: read_run(arguments.work / name) for name in RECIPES}
         card.write(arguments.out / TALE.name, arguments.out / DRAFT.name, runs)
@@ -69,51 +63,12 @@ def _train(recipe: Recipe, tokens: int, tokenizer: Tokenizer, work: Path, device
         return train(recipe, tokens, tokenizer, work, device, on_round, teacher)
 
 
-def export(model: nn.Module, recipe: Recipe, tokenizer_file: Path, folder: Path) -> None:
-    """A Hugging Face folder with weights in bfloat16. Everything that is in the folder already and is not of it stays."""
-    folder.mkdir(parents=True, exist_ok=True)
+def export(model: nn.Module, recipe: Recipe, tokenizer: Tokenizer, folder: Path) -> None:
+    """A Hugging Face folder with weights in bfloat16. What else is in the folder stays."""
+    write(folder, recipe.shape, tokenizer, dtype="bfloat16", temperature=0.8)
     weights = {name: p.detach().to(torch.bfloat16).contiguous() for name, p in model.named_parameters()}
     save_file(weights, folder / "model.safetensors", metadata={"format": "pt"})
-    bos, eos = SPECIAL.index(BOS), SPECIAL.index(EOS)
-    config = {
-        "architectures": ["LlamaForCausalLM"],
-        "model_type": "llama",
-        "hidden_size": recipe.hidden,
-        "intermediate_size": recipe.inner,
-        "num_hidden_layers": recipe.layers,
-        "num_attention_heads": recipe.heads,
-        "num_key_value_heads": recipe.kv_heads,
-        "head_dim": recipe.head_dim,
-        "vocab_size": VOCAB,
-        "max_position_embeddings": CONTEXT,
-        "rms_norm_eps": RMS_NORM_EPS,
-        "rope_theta": 10000.0,
-        "hidden_act": "silu",
-        "attention_bias": False,
-        "mlp_bias": False,
-        "tie_word_embeddings": True,
-        "torch_dtype": "bfloat16",
-        "bos_token_id": bos,
-        "eos_token_id": eos,
-    }
-    tokenizer_config = {
-        "tokenizer_class": "PreTrainedTokenizerFast",
-        "bos_token": BOS,
-        "eos_token": EOS,
-        "model_max_length": CONTEXT,
-        "clean_up_tokenization_spaces": False,
-        "chat_template": CHAT_TEMPLATE,
-    }
-    shutil.copyfile(tokenizer_file, folder / "tokenizer.json")
-    for name, content in (
-        ("config.json", config),
-        ("tokenizer_config.json", tokenizer_config),
-        ("generation_config.json", {"bos_token_id": bos, "eos_token_id": eos, "do_sample": True, "temperature": 0.8}),
-    ):
-        (folder / name).write_text(json.dumps(content, indent=2) + "\n")
-    files = ["config.json", "generation_config.json", "model.safetensors", "tokenizer.json", "tokenizer_config.json"]
-    sums = (f"{hashlib.sha256((folder / name).read_bytes()).hexdigest()}  {name}\n" for name in files)
-    (folder / "SHA256SUMS").write_text("".join(sums))
+    write_sums(folder)
 
 
 if __name__ == "__main__":

@@ -10,7 +10,7 @@ from tokenizers import Tokenizer
 from torch import Tensor
 
 from models.train.corpus import SPECIAL, document
-from models.train.recipe import CONTEXT, ROUND_DOCUMENTS, SEED, sizes
+from models.train.recipe import CONTEXT, ROUND_WORDS, SEED, Phase
 
 EOS, USER, ASSISTANT, SYSTEM = (SPECIAL.index(f"<|{name}|>") for name in ("eos", "user", "assistant", "system"))
 OTHERS_WEIGHT = 0.2  # of a token that the model is not to say itself; there is little to learn from which thing somebody names
@@ -23,16 +23,18 @@ class Batch:
     tokens: int  # predicted, padding left out
 
 
-def round_batches(tokenizer: Tokenizer, number: int, progress: float, batch_tokens: int) -> Iterator[Batch]:
+def round_batches(tokenizer: Tokenizer, number: int, phase: Phase) -> Iterator[Batch]:
     """Round `number` of the training: documents sorted by length, so that little is padding, and batches in random order."""
     rng = Random(f"{SEED}/round/{number}")
-    lengths, weights = zip(*sizes(progress), strict=True)
-    chosen = rng.choices(lengths, weights, k=ROUND_DOCUMENTS)
+    lengths, weights = zip(*phase.sizes, strict=True)
+    chosen: list[int] = []
+    while sum(chosen) < ROUND_WORDS:
+        chosen += rng.choices(lengths, weights)
     texts = [document(Random(f"{SEED}/train/{number}/{i}"), size) for i, size in enumerate(chosen)]
     rows = [e.ids[: CONTEXT + 1] for e in tokenizer.encode_batch(texts, add_special_tokens=False)]
     batches: list[list[list[int]]] = [[]]
     for row in sorted(rows, key=len, reverse=True):
-        if batches[-1] and len(batches[-1][0]) * (len(batches[-1]) + 1) > batch_tokens:
+        if batches[-1] and len(batches[-1][0]) * (len(batches[-1]) + 1) > phase.batch_tokens:
             batches.append([])
         batches[-1].append(row)
     rng.shuffle(batches)

@@ -3,6 +3,7 @@
 from collections.abc import Iterator, Sequence
 from random import Random
 
+from models.train import words
 from models.train.dialogues import Message, conversation, distinct_facts, long_document
 from models.train.stories import story
 from models.train.words import upper
@@ -14,6 +15,8 @@ CHAT_TEMPLATE = (
     "{% if add_generation_prompt %}<|assistant|>{% endif %}"
 )
 
+TINY, SHORT, LONG = 30, 130, 300  # words: nothing but copying, no story alone, long enough to forget
+
 
 def render(messages: Sequence[Message], reply: bool = False) -> str:
     """What CHAT_TEMPLATE makes of `messages`; with `reply`, the assistant is to speak next."""
@@ -23,11 +26,15 @@ def render(messages: Sequence[Message], reply: bool = False) -> str:
 def document(rng: Random, size: int) -> str:
     """A text of about `size` words, special tokens spelled out."""
     kind = rng.random()
+    if size < TINY:
+        return _repeat(rng) if kind < 0.8 else _list_of_facts(rng, 4 * size)
+    if size < SHORT:
+        return _list_of_facts(rng, size) if kind < 0.5 else render(conversation(rng, size))
     if kind < 0.3:
         return _plain(rng, size)
     if kind < 0.4:
         return _list_of_facts(rng, size)
-    if kind < 0.55 and size >= 300:
+    if kind < 0.55 and size >= LONG:
         return _long(rng, size)
     return render(conversation(rng, size))
 
@@ -65,3 +72,9 @@ def _long(rng: Random, size: int) -> str:
     long = long_document(rng, int(size * 0.95), rng.randint(2, 8))
     questions = [m for f in rng.sample(long.facts, len(long.facts)) for m in (Message("user", f.question), Message("assistant", f.answer))]
     return render([*long.messages, *questions])
+
+
+def _repeat(rng: Random) -> str:
+    """Things, places and names without sense, and the same again: nothing but copying."""
+    parts = [rng.choice((words.thing, words.place, words.invented_name))(rng) for _ in range(rng.randint(4, 30))]
+    return render([Message("user", f"Repeat this: {', '.join(parts)}."), Message("assistant", f"{', '.join(parts)}.")])

@@ -19,12 +19,12 @@ from torch import Tensor, nn
 from torch.nn import functional
 from transformers import LlamaConfig, LlamaForCausalLM
 
+from models.folder import BOS_ID, EOS_ID, RMS_NORM_EPS
 from models.train.batches import Batch, round_batches
-from models.train.corpus import BOS, EOS, SPECIAL
-from models.train.recipe import CONTEXT, RMS_NORM_EPS, SEED, VOCAB, Recipe
+from models.train.recipe import SEED, Recipe, phase
 
-WARMUP = 0.02  # of the training
-DECAY_FROM = 0.4  # of the training; the rate falls to zero from there
+WARMUP = 0.026  # of the training
+DECAY_FROM = 0.48  # of the training; the rate falls to zero from there
 SAVE_EVERY_S = 120.0
 _M_TRIM_THRESHOLD, _M_MMAP_MAX = -1, -4  # of malloc.h
 
@@ -41,19 +41,20 @@ class Run:
 
 def new_model(recipe: Recipe) -> nn.Module:
     torch.manual_seed(SEED)
+    shape = recipe.shape
     config = LlamaConfig(
-        vocab_size=VOCAB,
-        hidden_size=recipe.hidden,
-        intermediate_size=recipe.inner,
-        num_hidden_layers=recipe.layers,
-        num_attention_heads=recipe.heads,
-        num_key_value_heads=recipe.kv_heads,
-        head_dim=recipe.head_dim,
-        max_position_embeddings=CONTEXT,
+        vocab_size=shape.vocab,
+        hidden_size=shape.hidden,
+        intermediate_size=shape.inner,
+        num_hidden_layers=shape.layers,
+        num_attention_heads=shape.heads,
+        num_key_value_heads=shape.kv_heads,
+        head_dim=shape.head_dim,
+        max_position_embeddings=shape.context,
         rms_norm_eps=RMS_NORM_EPS,
-        tie_word_embeddings=True,
-        bos_token_id=SPECIAL.index(BOS),
-        eos_token_id=SPECIAL.index(EOS),
+        tie_word_embeddings=shape.tied,
+        bos_token_id=BOS_ID,
+        eos_token_id=EOS_ID,
     )
     model: nn.Module = LlamaForCausalLM(config)
     return model
@@ -85,8 +86,7 @@ def train(
     before = run.seconds
     while run.tokens < tokens:
         losses = []
-        progress = run.tokens / tokens
-        for batch in round_batches(tokenizer, run.round, progress, recipe.batch_tokens):
+        for batch in round_batches(tokenizer, run.round, phase(run.tokens / tokens)):
             for optimizer in optimizers:
                 for group in optimizer.param_groups:
                     group["lr"] = recipe.learning_rate * group["scale"] * rate(run.tokens / tokens)

@@ -1,4 +1,4 @@
-"""The whole cluster on the shipped (torch) model: its text is that of a bare engine, nothing is recomputed on the way, and what a kill
+"""The whole cluster on the checkpoint that ships: its text is that of a bare engine, nothing is recomputed on the way, and what a kill
 changes is what another batch size changes: a near-tie now and then."""
 
 import asyncio
@@ -13,12 +13,13 @@ from live_cluster import Cluster, cluster
 from near_tie import TOLERANCE, assert_same, parting
 from tokenizers import Tokenizer
 
+from baton.cli import SHIPPED
 from baton.client import AsyncClient, Result, Token
 from engine.build import Options, build
 from engine.runner import ModelRunner
 from engine.sampling import Sampled, SamplingParams
 from engine.sequence import Sequence
-from models.make_small import make, sentences
+from models.train.stories import story
 
 pytestmark = pytest.mark.system
 
@@ -29,10 +30,8 @@ DIVERGENCE_BOUND = 0.25  # of the runs; measured: none. Each must be a near-tie 
 
 
 @pytest.fixture(scope="module")
-def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    path = tmp_path_factory.mktemp("models") / "small"
-    make(path)
-    return path
+def model() -> Path:
+    return SHIPPED
 
 
 @dataclass
@@ -74,6 +73,14 @@ def bare(model: Path) -> Bare:
 def live(model: Path) -> Iterator[Cluster]:
     with cluster(model, "--engine.threads", "1", "--router.recover-wait-s", "60") as running:
         yield running
+
+
+def sentences(count: int, seed: int) -> list[str]:
+    """Of stories, one after another."""
+    rng, told = random.Random(seed), []
+    while len(told) < count:
+        told += story(rng, 4).sentences
+    return told[:count]
 
 
 def prompts(*sizes: int) -> list[str]:

@@ -1,0 +1,158 @@
+"""What was measured: runs of one or more arms at several rates and seeds, with all raw records. A folder holds it whole.
+
+    campaign.json     arms, SLO, window, what the machine and the versions were, one entry for each run
+    records/*.jsonl   the requests of each run
+
+Everything a report shows is computed from these, so a report can be drawn again, and differently, years later.
+"""
+
+import json
+import os
+import platform
+import sys
+from collections.abc import Iterator, Mapping
+from dataclasses import asdict, dataclass, field
+from datetime import UTC, datetime
+from importlib import metadata
+from pathlib import Path
+from typing import Any
+
+from loadtest import record as raw
+from loadtest.metrics import Slo, Summary, Window, summarise
+from loadtest.record import Record
+
+FILE = "campaign.json"
+VERSION = 1
+PACKAGES = ("torch", "nixl-cu13", "grpcio", "ray", "redis", "numpy")
+
+
+class CampaignError(ValueError):
+    """A folder that holds no campaign; the text says which file and why."""
+
+
+@dataclass(frozen=True, slots=True)
+class Arm:
+    """One way to use the same hardware. `topology` are the only keys of the configuration in which arms differ."""
+
+    name: str
+    topology: Mapping[str, str]
+    explained: str = ""
+
+
+@dataclass(frozen=True, slots=True)
+class Probe:
+    """One run of one arm at one rate with one seed."""
+
+    arm: str
+    rate: float  # requests/s offered
+    seed: int
+    records: tuple[Record, ...]
+    duration_s: float
+    why: str = "sweep"  # or "bisection"
+    variant: str = ""  # the point of a varied parameter, such as "input=800"
+    partial: str = ""  # why it ended early
+
+
+@dataclass(frozen=True, slots=True)
+class Campaign:
+    title: str
+    slo: Slo
+    warm_up_s: float
+    cool_down_s: float
+    arms: tuple[Arm, ...]
+    probes: tuple[Probe, ...]  # in the order in which they ran
+    workload: Mapping[str, Any]  # as it was asked for
+    config: Mapping[str, Any] = field(default_factory=dict)  # of the clusters, without the arms' topology
+    machine: Mapping[str, Any] = field(default_factory=dict)
+    skipped: Mapping[str, int] = field(default_factory=dict)  # trace lines left out under --lenient, by reason
+    partial: str = ""  # why the campaign ended early
+
+    def window(self, probe: Probe) -> Window:
+        return Window(probe.duration_s, self.warm_up_s, self.cool_down_s)
+
+    def summary(self, probe: Probe) -> Summary:
+        return summarise(probe.records, self.window(probe), self.slo)
+
+    def save(self, folder: Path) -> None:
+        """Raises OSError."""
+        (folder / "records").mkdir(parents=True, exist_ok=True)
+        entries = []
+        for number, probe in enumerate(self.probes):
+            name = f"records/{number:04d}.jsonl"
+            raw.write(folder / name, probe.records)
+            entries.append({**{k: getattr(probe, k) for k in _PROBE_FIELDS}, "records": name})
+        content = {
+            "version": VERSION,
+            "title": self.title,
+            "slo": asdict(self.slo),
+            "warm_up_s": self.warm_up_s,
+            "cool_down_s": self.cool_down_s,
+            "arms": [asdict(arm) for arm in self.arms],
+            "probes": entries,
+            "workload": dict(self.workload),
+            "config": dict(self.config),
+            "machine": dict(self.machine),
+            "skipped": dict(self.skipped),
+            "partial": self.partial,
+        }
+        (folder / FILE).write_text(json.dumps(content, indent=2) + "\n")
+
+    @classmethod
+    def load(cls, folder: Path) -> "Campaign":
+        """Raises CampaignError, RecordError."""
+        file = folder / FILE
+        try:
+            content = json.loads(file.read_text())
+            if content["version"] != VERSION:
+                raise CampaignError(f"{file}: version {content['version']!r} is not {VERSION}")
+            return cls(
+                title=content["title"],
+                slo=Slo(**content["slo"]),
+                warm_up_s=content["warm_up_s"],
+                cool_down_s=content["cool_down_s"],
+                arms=tuple(Arm(**arm) for arm in content["arms"]),
+                probes=tuple(_probes(folder, content["probes"])),
+                workload=content["workload"],
+                config=content["config"],
+                machine=content["machine"],
+                skipped=content["skipped"],
+                partial=content["partial"],
+            )
+        except OSError as error:
+            raise CampaignError(f"{file}: {error.strerror or error}") from None
+        except (KeyError, TypeError, json.JSONDecodeError) as error:
+            raise CampaignError(f"{file}: is no campaign: {type(error).__name__} {error}") from None
+
+
+_PROBE_FIELDS = ("arm", "rate", "seed", "duration_s", "why", "variant", "partial")
+
+
+def _probes(folder: Path, entries: list[dict[str, Any]]) -> Iterator[Probe]:
+    for entry in entries:
+        records = raw.read(folder / entry["records"])
+        probe = Probe(records=tuple(records), **{name: entry[name] for name in _PROBE_FIELDS})
+        yield probe
+
+
+def this_machine() -> dict[str, Any]:
+    """What a reader must know to judge the numbers."""
+    info = Path("/proc/cpuinfo")
+    lines = info.read_text().splitlines() if info.exists() else []
+    memory = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") if hasattr(os, "sysconf") else 0
+    return {
+        "processor": next((line.partition(": ")[2] for line in lines if line.startswith("model name")), platform.processor()),
+        "cores": len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count(),
+        "memory_gib": round(memory / 2**30, 1),
+        "system": f"{platform.system()} {platform.release()}",
+        "python": sys.version.split()[0],
+        "packages": {name: _version(name) for name in PACKAGES},
+        "load_before": round(os.getloadavg()[0], 2) if hasattr(os, "getloadavg") else None,
+        "when": datetime.now(UTC).isoformat(timespec="seconds"),
+    }
+
+
+def _version(name: str) -> str | None:
+    try:
+        return metadata.version(name)
+    except metadata.PackageNotFoundError:
+        return None

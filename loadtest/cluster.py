@@ -1,0 +1,142 @@
+"""The clusters that `compare` measures: each started and ended by the command that a person would type, on its share of the same cores."""
+
+import asyncio
+import json
+import os
+import subprocess
+import sys
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from loadtest.campaign import Arm
+
+UP_WITHIN_S = 180.0
+DOWN_WITHIN_S = 90.0
+# Keys in which arms may differ; in any other they may not.
+TOPOLOGY = frozenset(
+    {"prefill.replicas", "decode.replicas", "prefill.cores", "decode.cores", "router.bypass_tokens", "engine.max_num_batched_tokens"}
+)
+BYPASS_TOKENS = 128
+UNCHUNKED = 1_048_576  # tokens in one step: any prompt is one chunk
+
+
+class ClusterError(RuntimeError):
+    """A cluster that did not start, or arms that are not comparable; the text says what to look at."""
+
+
+@dataclass(frozen=True, slots=True)
+class Hardware:
+    """What every arm gets, whole: each worker computes on `threads` cores of its own."""
+
+    cores: tuple[int, ...]
+    threads: int
+
+    def __post_init__(self) -> None:
+        """Raises ClusterError: more cores than this process may use, or a number that workers of `threads` cores do not fill."""
+        allowed = os.sched_getaffinity(0) if hasattr(os, "sched_getaffinity") else set(range(os.cpu_count() or 1))
+        if missing := sorted(set(self.cores) - allowed):
+            raise ClusterError(f"cores: {missing} cannot be used; this machine offers {sorted(allowed)}")
+        if self.threads < 1 or len(self.cores) % self.threads or not self.cores:
+            raise ClusterError(f"threads: workers of {self.threads} cores do not fill {len(self.cores)} cores")
+
+    @property
+    def workers(self) -> int:
+        return len(self.cores) // self.threads
+
+
+def make_arms(names: Sequence[str], hardware: Hardware, ratio: tuple[int, int], chunk: int) -> tuple[Arm, ...]:
+    """The arms by name, all on the same cores. `ratio`: prefill to decode workers; `chunk`: tokens of a prompt in one step at most.
+
+    Raises ClusterError for an unknown name or a ratio that the workers cannot be split by.
+    """
+    n, (prefill_share, decode_share) = hardware.workers, ratio
+    whole = {"prefill.replicas": "0", "decode.replicas": str(n), "decode.cores": str(list(hardware.cores))}
+    shares = prefill_share + decode_share
+    prefill = n * prefill_share // shares
+    split = {
+        "prefill.replicas": str(prefill),
+        "decode.replicas": str(n - prefill),
+        "prefill.cores": str(list(hardware.cores[: prefill * hardware.threads])),
+        "decode.cores": str(list(hardware.cores[prefill * hardware.threads :])),
+    }
+    size, pair = {"engine.max_num_batched_tokens": str(chunk)}, f"{prefill}:{n - prefill}"
+    known = {
+        "colocated": Arm("colocated", {**whole, **size}, f"{n} workers that do both, prompts in chunks of {chunk} tokens among decodes"),
+        "unchunked": Arm(
+            "unchunked", {**whole, "engine.max_num_batched_tokens": str(UNCHUNKED)}, f"{n} workers that do both, a prompt in one step"
+        ),
+        "disaggregated": Arm(
+            "disaggregated", {**split, **size, "router.bypass_tokens": "0"}, f"{pair} prefill and decode workers, every prompt handed over"
+        ),
+        "bypass": Arm(
+            "bypass",
+            {**split, **size, "router.bypass_tokens": str(BYPASS_TOKENS)},
+            f"{pair} prefill and decode workers, prompts with up to {BYPASS_TOKENS} uncached tokens stay on the decode worker",
+        ),
+    }
+    for name in names:
+        if name not in known:
+            raise ClusterError(f"arms: {name!r} is none of {', '.join(known)}")
+        if name in ("disaggregated", "bypass") and (min(ratio) < 1 or (n * prefill_share) % shares):
+            raise ClusterError(f"ratio: {n} workers cannot be split {prefill_share}:{decode_share}")
+    return tuple(known[name] for name in names)
+
+
+def flags(settings: Mapping[str, str]) -> list[str]:
+    return [part for key, value in settings.items() for part in (f"--{key.replace('_', '-')}", value)]
+
+
+def config_of(settings: Mapping[str, str]) -> dict[str, Any]:
+    """The whole configuration that a cluster with these settings would have, as `section.key`. Raises ClusterError."""
+    done = _baton("config", "print", "--json", *flags(settings))
+    if done.returncode:
+        raise ClusterError(done.stderr.strip())
+    tree = json.loads(done.stdout)
+    return {f"{section}.{key}": value for section, values in tree.items() for key, value in values.items()}
+
+
+def check_equal(arms: Sequence[Arm], common: Mapping[str, str], hardware: Hardware) -> dict[str, Any]:
+    """The configuration that all arms share. Raises ClusterError when they differ in more than their topology, or in their hardware."""
+    configs = {arm.name: config_of({**common, **arm.topology}) for arm in arms}
+    first, *others = arms
+    for arm in others:
+        differing = {key for key, value in configs[arm.name].items() if value != configs[first.name][key]} - TOPOLOGY
+        if differing:
+            raise ClusterError(f"arms {first.name} and {arm.name} differ in {', '.join(sorted(differing))}: they cannot be compared")
+    for arm in arms:
+        config = configs[arm.name]
+        used = [tuple(config[f"{role}.cores"]) for role in ("prefill", "decode") if config[f"{role}.replicas"]]
+        workers = config["prefill.replicas"] + config["decode.replicas"]
+        if sorted(core for cores in used for core in cores) != sorted(hardware.cores) or workers != hardware.workers:
+            raise ClusterError(f"arm {arm.name} uses cores {used} and {workers} workers, not all of {list(hardware.cores)}")
+    return {key: value for key, value in configs[first.name].items() if key not in TOPOLOGY}
+
+
+class RunningCluster:
+    """`async with RunningCluster(settings) as address`."""
+
+    def __init__(self, settings: Mapping[str, str], name: str) -> None:
+        self._settings = settings
+        self._name = name
+
+    async def __aenter__(self) -> str:
+        """The gRPC address. Raises ClusterError."""
+        arguments = ["up", "--detach", "--name", self._name, "--router.port", "0", "--router.admin-port", "0", *flags(self._settings)]
+        done = await asyncio.to_thread(_baton, *arguments, timeout_s=UP_WITHIN_S)
+        if done.returncode:
+            raise ClusterError(done.stderr.strip())
+        return str(json.loads(done.stdout)["endpoints"]["grpc"])
+
+    async def __aexit__(self, *_: object) -> None:
+        await asyncio.to_thread(_baton, "down", "--name", self._name, timeout_s=DOWN_WITHIN_S)
+
+
+def _baton(*arguments: str, timeout_s: float = 60.0) -> subprocess.CompletedProcess[str]:
+    command = [sys.executable, "-m", "baton", *arguments]
+    return subprocess.run(command, capture_output=True, text=True, timeout=timeout_s, stdin=subprocess.DEVNULL)
+
+
+def default_cores() -> tuple[int, ...]:
+    """All that this process may use."""
+    return tuple(sorted(os.sched_getaffinity(0))) if hasattr(os, "sched_getaffinity") else tuple(range(os.cpu_count() or 1))

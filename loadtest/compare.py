@@ -1,0 +1,74 @@
+"""Arms against each other: the same requests at the same rates on the same cores, in an order in which drift hits all of them alike.
+
+for each seed                      the arms in order, then in reverse order, in turn (A B B A): a machine that slows down slows both
+  for each arm                     its cluster is started
+    for each rate                  a run of the sweep
+    bisect                         between the largest rate that holds the attainment and the smallest that does not
+"""
+
+import math
+from collections.abc import Awaitable, Callable, Iterator, Sequence
+from dataclasses import dataclass
+
+from loadtest.campaign import Arm, Probe
+
+ATTAINMENT = 0.9
+BISECTIONS = 3
+
+Measure = Callable[[float, str], Awaitable[Probe]]  # rate, why
+
+
+def abba(arms: Sequence[Arm], seeds: Sequence[int]) -> Iterator[tuple[int, Arm]]:
+    """(seed, arm) in the order of measurement."""
+    for turn, seed in enumerate(seeds):
+        for arm in arms if turn % 2 == 0 else reversed(arms):
+            yield seed, arm
+
+
+@dataclass(frozen=True, slots=True)
+class Capacity:
+    """Where an arm's goodput ends. `holds`: the largest rate that was seen to hold; `fails`: the smallest above it that was not."""
+
+    holds: float | None
+    fails: float | None
+
+
+def capacity(attained: Sequence[tuple[float, float | None]], attainment: float = ATTAINMENT) -> Capacity:
+    """From (rate, attainment) pairs. A rate that holds above one that does not is luck: what counts is the first failure from below."""
+    holds: float | None = None
+    for rate, share in sorted(attained):
+        if share is None:
+            continue
+        if share < attainment:
+            return Capacity(holds, rate)
+        holds = rate
+    return Capacity(holds, None)
+
+
+def next_rate(known: Capacity) -> float | None:
+    """Where to look next: between the two, by their geometric mean; None when the end was not reached or lies below the first rate."""
+    if known.holds is None or known.fails is None:
+        return None
+    return math.sqrt(known.holds * known.fails)
+
+
+async def measure_arm(
+    rates: Sequence[float], measure: Measure, attained: Callable[[Probe], float | None], bisections: int = BISECTIONS
+) -> list[Probe]:
+    """The sweep from the lowest rate up, then the bisection. A sweep ends two rates after the arm has failed: what comes after that
+    takes long, since every request has to time out, and tells nothing."""
+    probes: list[Probe] = []
+    failed = 0
+    for rate in sorted(rates):
+        probe = await measure(rate, "sweep")
+        probes.append(probe)
+        share = attained(probe)
+        failed += share is not None and share < ATTAINMENT
+        if probe.partial or failed > 1:
+            break
+    for _ in range(bisections):
+        between = next_rate(capacity([(probe.rate, attained(probe)) for probe in probes]))
+        if between is None or probes[-1].partial:
+            break
+        probes.append(await measure(between, "bisection"))
+    return probes

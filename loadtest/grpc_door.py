@@ -1,0 +1,72 @@
+"""The gRPC door: `baton.v1.Generation`."""
+
+import asyncio
+from collections.abc import Callable, Sequence
+from typing import Self
+
+from baton.client import AsyncClient, GenerateError
+from loadtest.drive import NO_SERVER, Answer, Outcome
+
+STAGES = ("queue", "prefill", "transfer", "decode", "prefill_wait", "prefill_compute", "read", "verify")
+REFUSALS = ("RESOURCE_EXHAUSTED", "INVALID_ARGUMENT", "FAILED_PRECONDITION", "UNAUTHENTICATED", "PERMISSION_DENIED", "OUT_OF_RANGE")
+GRACE_S = 1.0  # the server is to keep the deadline; past this the generator does
+
+
+class GrpcDoor:
+    """Greedy, and past any end-of-sequence token: each request gets exactly as many tokens as the workload says."""
+
+    def __init__(self, address: str) -> None:
+        self._client = AsyncClient(address)
+
+    async def ask(self, prompt: Sequence[int], output_tokens: int, timeout_s: float, on_tokens: Callable[[int], None]) -> Answer:
+        tokens: list[int] = []
+        try:
+            async with asyncio.timeout(timeout_s + GRACE_S):
+                stream = self._client.generate(
+                    token_ids=prompt, max_tokens=output_tokens, temperature=0.0, ignore_eos=True, timeout_s=timeout_s
+                )
+                async with stream:
+                    async for token in stream:
+                        on_tokens(1)
+                        tokens.append(token.id)
+        except TimeoutError:
+            return Answer("timeout", "DEADLINE")
+        except GenerateError as error:
+            return Answer(*_judge(error, bool(tokens)))
+        result = stream.result
+        handoff = result.handoff
+        return Answer(
+            "ok" if len(tokens) == output_tokens else "failed",
+            "" if len(tokens) == output_tokens else "CUT_SHORT",
+            tokens,
+            result.usage.prompt_tokens,
+            result.usage.cached_tokens,
+            {name: result.stages_ms[name] for name in STAGES},
+            result.workers["prefill"],
+            result.workers["decode"],
+            result.workers["retries"],
+            handoff["transport"],
+            handoff["bytes"],
+            handoff["blocks"],
+            handoff["recomputed_tokens"],
+        )
+
+    async def close(self) -> None:
+        await self._client.close()
+
+    async def __aenter__(self) -> Self:
+        return self
+
+    async def __aexit__(self, *_: object) -> None:
+        await self.close()
+
+
+def _judge(error: GenerateError, begun: bool) -> tuple[Outcome, str]:
+    reason = error.reason or error.code
+    if error.code == "DEADLINE_EXCEEDED":
+        return "timeout", reason
+    if error.code == "UNAVAILABLE" and not error.reason:
+        return "failed", NO_SERVER  # nobody of ours answered
+    if begun:
+        return "failed", reason
+    return ("refused", reason) if error.code in REFUSALS or error.retry_after_s is not None else ("failed", reason)

@@ -1,0 +1,108 @@
+"""The order of measurement, the end of an arm's goodput, and arms that differ in nothing but their topology."""
+
+import os
+
+import pytest
+
+from loadtest.campaign import Arm, Probe
+from loadtest.cluster import ClusterError, Hardware, check_equal, default_cores, make_arms
+from loadtest.compare import Capacity, abba, capacity, measure_arm, next_rate
+
+A, B, C = (Arm(name, {}) for name in "ABC")
+
+
+def test_abba_hits_every_arm_alike_with_a_drift() -> None:
+    order = list(abba((A, B), (1, 2, 3, 4)))
+    assert [(seed, arm.name) for seed, arm in order] == [(1, "A"), (1, "B"), (2, "B"), (2, "A"), (3, "A"), (3, "B"), (4, "B"), (4, "A")]
+    for arms in ((A, B), (A, B, C)):
+        moments: dict[str, int] = {}
+        for moment, (_, arm) in enumerate(abba(arms, (1, 2))):
+            moments[arm.name] = moments.get(arm.name, 0) + moment
+        assert len(set(moments.values())) == 1, "a machine that slows down steadily slows each as much"
+
+
+@pytest.mark.parametrize(
+    ("attained", "expected"),
+    [
+        ([], Capacity(None, None)),
+        ([(1, 1.0), (2, 0.95), (4, 0.5)], Capacity(2, 4)),
+        ([(4, 0.5), (1, 1.0), (2, 0.9)], Capacity(2, 4)),
+        ([(1, 1.0), (2, 1.0)], Capacity(2, None)),
+        ([(1, 0.2)], Capacity(None, 1)),
+        ([(1, 1.0), (2, 0.8), (4, 0.95)], Capacity(1, 2)),  # luck above a failure does not count
+        ([(1, None), (2, 1.0)], Capacity(2, None)),  # nothing was due
+    ],
+)
+def test_capacity(attained: list[tuple[float, float | None]], expected: Capacity) -> None:
+    assert capacity(attained) == expected
+
+
+def test_the_next_rate_lies_between() -> None:
+    assert next_rate(Capacity(2, 8)) == pytest.approx(4)
+    assert next_rate(Capacity(2, None)) is None and next_rate(Capacity(None, 2)) is None
+
+
+async def test_bisection_closes_in_on_where_the_arm_ends() -> None:
+    end, asked = 5.0, []
+
+    async def measure(rate: float, why: str) -> Probe:
+        asked.append((rate, why))
+        return Probe("A", rate, 1, (), 1.0, why)
+
+    def attained(probe: Probe) -> float:
+        return 1.0 if probe.rate <= end else 0.5
+
+    probes = await measure_arm((16, 1, 4, 8, 32), measure, attained, bisections=4)
+    assert [rate for rate, why in asked if why == "sweep"] == [1, 4, 8, 16], "two failures are enough"
+    found = capacity([(probe.rate, attained(probe)) for probe in probes])
+    assert found.holds is not None and found.fails is not None and found.holds <= end < found.fails < found.holds * 1.1
+    asked.clear()
+    await measure_arm((1, 2), measure, attained)
+    assert len(asked) == 2, "an arm that never failed is not bisected"
+
+
+async def test_a_broken_run_ends_the_arm() -> None:
+    async def measure(rate: float, why: str) -> Probe:
+        return Probe("A", rate, 1, (), 1.0, why, partial="the server is gone")
+
+    assert len(await measure_arm((1, 2, 4), measure, lambda probe: 1.0)) == 1
+
+
+HARDWARE = Hardware(default_cores()[:2], 1)
+COMMON = {"model.path": "nowhere", "engine.threads": "1"}
+ALL = ("colocated", "unchunked", "disaggregated", "bypass")
+
+
+def test_arms_are_equal_but_for_the_topology() -> None:
+    arms = make_arms(ALL, HARDWARE, (1, 1), 128)
+    shared = check_equal(arms, COMMON, HARDWARE)
+    assert shared["engine.threads"] == 1 and "prefill.replicas" not in shared and shared["model.path"] == "nowhere"
+    replicas = {arm.name: (arm.topology["prefill.replicas"], arm.topology["decode.replicas"]) for arm in arms}
+    assert replicas == {"colocated": ("0", "2"), "unchunked": ("0", "2"), "disaggregated": ("1", "1"), "bypass": ("1", "1")}
+
+
+def test_arms_that_differ_in_more_cannot_be_compared() -> None:
+    good, other = make_arms(("colocated", "disaggregated"), HARDWARE, (1, 1), 128)
+    faster = Arm("faster", {**other.topology, "engine.max_num_seqs": "128"})
+    with pytest.raises(ClusterError, match=r"differ in engine\.max_num_seqs"):
+        check_equal((good, faster), COMMON, HARDWARE)
+    greedy = Arm("greedy", {**other.topology, "prefill.replicas": "2"})
+    with pytest.raises(ClusterError, match="greedy uses cores"):
+        check_equal((good, greedy), COMMON, HARDWARE)
+    half = Arm("half", {**good.topology, "decode.cores": str(list(HARDWARE.cores[:1]))})
+    with pytest.raises(ClusterError, match="half uses cores"):
+        check_equal((other, half), COMMON, HARDWARE)
+
+
+def test_impossible_hardware_and_arms_are_refused() -> None:
+    with pytest.raises(ClusterError, match="cannot be used"):
+        Hardware((0, 4096), 1)
+    with pytest.raises(ClusterError, match="do not fill"):
+        Hardware(HARDWARE.cores, 3)
+    with pytest.raises(ClusterError, match="'fast' is none of"):
+        make_arms(("fast",), HARDWARE, (1, 1), 128)
+    for ratio in ((2, 1), (0, 1), (1, 0)):
+        with pytest.raises(ClusterError, match="cannot be split"):
+            make_arms(("disaggregated",), HARDWARE, ratio, 128)
+    assert make_arms(("colocated",), HARDWARE, (2, 1), 128), "a ratio that no arm uses is not looked at"
+    assert set(default_cores()) == os.sched_getaffinity(0)

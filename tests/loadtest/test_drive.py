@@ -1,0 +1,171 @@
+"""The open loop: nothing waits for an answer but the next turn of the same session."""
+
+import asyncio
+import random
+from collections.abc import Callable, Sequence
+
+import pytest
+
+from loadtest.arrivals import Constant, Poisson
+from loadtest.drive import GENERATOR_FULL, GONE_AFTER, NO_SERVER, Answer, Live, Run, drive
+from loadtest.metrics import Slo, Window, percentile, summarise
+from loadtest.workload import Item
+
+
+class Fake:
+    """Answers after `service_s`; as a queue with one place where `queue` says so."""
+
+    def __init__(
+        self, service_s: float = 0.0, queue: bool = False, answer: Callable[[int], Answer] = lambda n: Answer("ok", tokens=[7])
+    ) -> None:
+        self.service_s = service_s
+        self.lock = asyncio.Lock() if queue else None
+        self.answer = answer or (lambda n: Answer("ok", tokens=[7]))
+        self.prompts: list[list[int]] = []
+        self.at_once = self.most_at_once = 0
+
+    async def ask(self, prompt: Sequence[int], output_tokens: int, timeout_s: float, on_tokens: Callable[[int], None]) -> Answer:
+        self.prompts.append(list(prompt))
+        number = len(self.prompts) - 1
+        self.at_once += 1
+        self.most_at_once = max(self.most_at_once, self.at_once)
+        try:
+            if self.lock:
+                async with self.lock:
+                    await asyncio.sleep(self.service_s)
+            elif self.service_s:
+                await asyncio.sleep(self.service_s)
+        finally:
+            self.at_once -= 1
+        answer = self.answer(number)
+        if answer.outcome == "ok":
+            on_tokens(output_tokens)
+        return answer
+
+
+def items(number: int, **fields: object) -> list[Item]:
+    return [Item((i,), 1, **fields) for i in range(number)]  # type: ignore[arg-type]
+
+
+async def go(door: Fake, todo: list[Item], rate: float = 100.0, duration_s: float = 0.3, **options: object) -> Run:
+    times = Constant(rate).times(random.Random(0))
+    return await drive(todo, times, door, duration_s=duration_s, timeout_s=5.0, **options)  # type: ignore[arg-type]
+
+
+async def test_requests_go_out_whether_or_not_the_server_answers() -> None:
+    """30 are due before the first answer comes; a closed loop would have sent one."""
+    door = Fake(service_s=2.0)
+    run = await go(door, items(100))
+    assert len(run.records) == 30 == door.most_at_once and not run.partial
+    assert [record.scheduled for record in run.records] == pytest.approx([i / 100 for i in range(30)])
+    assert [record.number for record in run.records] == list(range(30))
+    for record in run.records:
+        assert record.sent >= record.scheduled and record.token_times[0] - record.sent >= 1.95
+        assert record.outcome == "ok" and record.ended >= record.token_times[-1]
+
+
+async def test_the_turns_of_a_session_wait_for_each_other_and_carry_the_answers() -> None:
+    door = Fake(service_s=0.02, answer=lambda n: Answer("ok", tokens=[100 + n]))
+    turns = [Item((1, 2), 1, "s"), Item((3,), 1, "s", think_s=0.05), Item((4,), 1, "s")]
+    run = await go(door, [*turns, Item((9,), 1)], rate=1000)
+    talk = [record for record in run.records if record.session == "s"]
+    prompts = [prompt for prompt in door.prompts if prompt[0] == 1]
+    assert len(talk) == 3 and prompts[0] == [1, 2]
+    first = next(i for i, prompt in enumerate(door.prompts) if prompt == [1, 2])
+    assert prompts[1] == [1, 2, 100 + first, 3] and prompts[2][:5] == [*prompts[1], prompts[2][4]] and prompts[2][-1] == 4
+    assert talk[1].scheduled >= talk[0].ended + 0.05 - 1e-3 and talk[2].scheduled >= talk[1].ended - 1e-3
+    assert [record.prompt_tokens for record in talk] == [2, 4, 6]
+
+
+async def test_a_session_ends_with_the_turn_that_failed_and_with_the_run() -> None:
+    refusing = Fake(answer=lambda n: Answer("refused", "SATURATED"))
+    run = await go(refusing, [Item((1,), 1, "s"), Item((2,), 1, "s")])
+    assert [record.reason for record in run.records] == ["SATURATED"] and run.records[0].output_tokens == 0
+    late = await go(Fake(service_s=0.2), [Item((i,), 1, "s") for i in range(9)], duration_s=0.5)
+    assert 2 <= len(late.records) <= 3, "a turn that would be due after the end is not sent"
+
+
+async def test_a_traces_own_times_are_kept() -> None:
+    todo = [Item((1,), 1, at=0.1), Item((2,), 1, at=0.0), Item((3,), 1, at=9.0)]
+    run = await drive(todo, iter(()), Fake(), duration_s=0.3, timeout_s=1)
+    assert [record.scheduled for record in run.records] == [0.0, 0.1]
+
+
+async def test_no_arrivals_left_ends_the_plan() -> None:
+    run = await drive(items(10), iter([0.0, 0.01]), Fake(), duration_s=0.3, timeout_s=1)
+    assert len(run.records) == 2
+
+
+async def test_a_server_that_is_gone_ends_the_run_with_what_there_is() -> None:
+    gone = Fake(answer=lambda n: Answer("ok", tokens=[1]) if n < 10 else Answer("failed", NO_SERVER))
+    run = await go(gone, items(5000), rate=500, duration_s=20)
+    assert "the server is gone" in run.partial
+    assert 10 + GONE_AFTER <= len(run.records) < 100 and sum(record.outcome == "ok" for record in run.records) == 10
+    now_and_then = Fake(answer=lambda n: Answer("failed", NO_SERVER) if n % 2 else Answer("ok", tokens=[1]))
+    assert not (await go(now_and_then, items(200), rate=500)).partial, "failures in between do not end it"
+
+
+async def test_streams_are_bounded_and_what_is_over_is_counted() -> None:
+    door = Fake(service_s=0.4)
+    run = await go(door, items(100), max_in_flight=5)
+    reasons = [record.reason for record in run.records]
+    assert door.most_at_once == 5 and reasons.count(GENERATOR_FULL) == 25 and len(reasons) == 30
+
+
+async def test_the_display_sees_what_goes_on() -> None:
+    live, seen = Live(), []
+    door = Fake(service_s=0.1)
+    running = asyncio.ensure_future(go(door, items(100), live=live))
+    while not running.done():
+        await asyncio.wait({running}, timeout=0.03)
+        seen.append((live.in_flight, len(live.records)))
+    assert live.due == live.sent == len(live.records) == 30 and live.in_flight == 0
+    assert max(flying for flying, _ in seen) > 3 and [ended for _, ended in seen] == sorted(ended for _, ended in seen)
+
+
+async def test_an_interrupted_run_keeps_its_records_and_leaves_nothing_behind() -> None:
+    door = Fake(service_s=30)
+    live = Live()
+    door.answer, door.service_s = (lambda n: Answer("ok", tokens=[1])), 0.0
+    running = asyncio.ensure_future(go(door, items(2000), rate=200, duration_s=20, live=live))
+    await asyncio.sleep(0.1)
+    door.service_s = 30
+    await asyncio.sleep(0.1)
+    running.cancel()
+    with pytest.raises(asyncio.CancelledError):
+        await running
+    assert door.at_once == 0 and 0 < len(live.records) < 100, "what came to an end is kept"
+
+
+async def test_measured_waiting_times_are_those_of_the_queue_that_was_measured() -> None:
+    """M/D/1: Poisson arrivals, one server, constant service. Pollaczek and Khinchine: mean wait = load · service / (2 (1 - load)).
+
+    The expected values of these very arrivals are computed by Lindley's recursion; the theory holds for the mean over all of them.
+    """
+    service, load, duration = 0.01, 0.6, 6.0
+    moments = []
+    for moment in Poisson(load / service).times(random.Random(5)):
+        if moment >= duration:
+            break
+        moments.append(moment)
+    waits, free = [], 0.0
+    for moment in moments:
+        waits.append(max(0.0, free - moment))
+        free = max(free, moment) + service
+    theory = load * service / (2 * (1 - load))
+    assert sum(waits) / len(waits) == pytest.approx(theory, rel=0.5), "the arrivals are Poisson"
+    run = await drive(items(len(moments)), iter(moments), Fake(service, queue=True), duration_s=duration, timeout_s=10)
+    told = summarise(run.records, Window(duration), Slo(ttft_s=1.0))
+    assert told.requests == told.completed == len(moments) and told.attainment == 1.0
+    # On a busy machine asyncio's sleep is late by some milliseconds, never early: only the bound from below is exact.
+    for percent, measured in ((50, told.ttft_ms.p50), (90, told.ttft_ms.p90)):
+        expected = percentile([1000 * (wait + service) for wait in waits], percent)
+        assert measured is not None and expected is not None and expected - 0.5 <= measured
+
+
+async def test_a_thousand_streams_do_not_disturb_its_clock() -> None:
+    """Behaviour, not speed: all of them were in flight at once, and each went out no earlier than it was due."""
+    door = Fake(service_s=4.0)
+    run = await go(door, items(2000), rate=1000, duration_s=1.2)
+    assert door.most_at_once >= 1000 and len(run.records) == 1200
+    assert all(record.sent >= record.scheduled - 1e-6 for record in run.records)

@@ -1,0 +1,473 @@
+"""Verdict, pictures and report of campaigns that are small simulations with a known answer."""
+
+import base64
+import io
+import json
+import random
+from collections.abc import Iterable, Sequence
+from dataclasses import replace
+from html.parser import HTMLParser
+from pathlib import Path
+from typing import Any
+
+import pytest
+from matplotlib.figure import Figure
+from matplotlib.image import imread
+from matplotlib.text import Text
+from rich.console import Console, RenderableType
+
+from loadtest.campaign import Arm, Campaign, Probe
+from loadtest.metrics import Slo
+from loadtest.pictures import PICTURES, paint
+from loadtest.record import Record
+from loadtest.report import as_json, compare_runs, console, draw, sections
+from loadtest.verdict import Results, best, by_variant, crossovers, verdict, versus
+
+DURATION_S = 16.0
+SLO = Slo(ttft_s=0.6, tpot_s=0.045)
+GAP_S = 0.02
+
+
+def simulate(arm: str, rate: float, seed: int) -> tuple[Record, ...]:
+    """One server that computes prompts first in, first out; then a token each 20 ms.
+
+    "mixed": a prompt takes 0.15 ms a token, and no token of anybody comes meanwhile.
+    "split": it takes 0.21 ms a token and a handoff of 5 ms + bytes / (1 GiB/s), and tokens flow on. Every 16th prompt misses its TTFT.
+    """
+    draw, split = random.Random(seed), arm == "split"
+    free, due, plan = 0.0, 0.0, []
+    while (due := due + draw.uniform(0.3, 1.7) / rate) < DURATION_S:
+        prompt = 3000 if len(plan) % 16 == 5 else draw.randrange(50, 400)
+        begin = max(due, free)
+        free = begin + prompt * (0.21e-3 if split else 0.15e-3)
+        plan.append((due, begin, free, prompt))
+    return tuple(_answer(i, *each, split, [] if split else [(b, e) for _, b, e, _ in plan]) for i, each in enumerate(plan))
+
+
+def _answer(number: int, due: float, begin: float, end: float, prompt: int, split: bool, stalls: Sequence[tuple[float, float]]) -> Record:
+    kv_bytes = prompt * 16_384 if split else 0
+    transfer = 0.005 + kv_bytes / 2**30 if split else 0.0
+    times = [end]
+    for i in range(15):
+        at = times[-1] + GAP_S + (transfer if i == 0 else 0.0)
+        for stall_begin, stall_end in stalls:
+            if stall_begin < at <= stall_end:
+                at = stall_end + GAP_S
+        times.append(at)
+    stages = {"queue": begin - due, "prefill": end - begin, "transfer": transfer, "decode": times[-1] - end - transfer}
+    if split:
+        stages |= {"prefill_compute": end - begin, "prefill_wait": 0.0, "read": transfer * 0.8}
+    return Record(
+        number=number,
+        session="",
+        scheduled=due,
+        sent=due + 0.0002,
+        token_times=tuple(times),
+        ended=times[-1],
+        outcome="ok",
+        reason="",
+        prompt_tokens=prompt,
+        output_tokens=16,
+        asked_tokens=16,
+        cached_tokens=prompt // 4 if split else 0,
+        stages_ms={stage: 1000 * s for stage, s in stages.items()},
+        prefill_worker="p0" if split else "",
+        decode_worker="d0",
+        retries=0,
+        transport="tcp" if split else "",
+        kv_bytes=kv_bytes,
+        kv_blocks=kv_bytes // 2**18,
+        recomputed_tokens=0,
+    )
+
+
+def campaign(probes: Sequence[Probe], **fields: Any) -> Campaign:
+    whole = Campaign(
+        title="Simulated arms",
+        slo=SLO,
+        warm_up_s=1.0,
+        cool_down_s=1.0,
+        arms=(
+            Arm("mixed", {"prefill.replicas": "0", "decode.replicas": "2", "engine.block_size": "16"}, "every worker does both"),
+            Arm("split", {"prefill.replicas": "1", "decode.replicas": "1", "engine.block_size": "16"}, "prefill and decode apart"),
+        ),
+        probes=tuple(probes),
+        workload={"kind": "synthetic", "input": [100, 900]},
+        config={"engine": {"device": "cpu"}},
+        machine={"processor": "a simulation", "packages": {"numpy": "2"}},
+    )
+    return replace(whole, **fields)
+
+
+def probe(arm: str, rate: float, seed: int = 0, **fields: Any) -> Probe:
+    return replace(Probe(arm, rate, seed, simulate(arm, rate, seed), DURATION_S), **fields)
+
+
+def counted(arm: str, rate: float, seed: int, met: int, missed: int, **fields: Any) -> Probe:
+    """A run of 12 s, 10 s of it in the window: so many requests meet the SLO and so many are refused."""
+    good = simulate("split", 0.5, 0)[0]
+    records = []
+    for i in range(met + missed):
+        due = 1 + 10 * i / (met + missed)
+        ok = i < met
+        times = tuple(due + 0.1 + GAP_S * k for k in range(16)) if ok else ()
+        records.append(
+            replace(
+                good,
+                number=i,
+                scheduled=due,
+                sent=due,
+                token_times=times,
+                ended=times[-1] if ok else due,
+                outcome="ok" if ok else "refused",
+                reason="" if ok else "SATURATED",
+                output_tokens=len(times),
+                stages_ms=good.stages_ms if ok else {},
+                transport="tcp" if ok else "",
+            )
+        )
+    return replace(Probe(arm, rate, seed, tuple(records), 12.0), **fields)
+
+
+def late(run: Probe) -> Probe:
+    """The same, sent 30 ms late."""
+    return replace(run, records=tuple(replace(record, sent=record.scheduled + 0.03) for record in run.records))
+
+
+@pytest.fixture(scope="module")
+def crossing() -> Campaign:
+    return campaign([probe(arm, rate, seed) for seed in (0, 1) for arm in ("mixed", "split") for rate in (2, 6, 10, 13)])
+
+
+@pytest.fixture(scope="module")
+def page(crossing: Campaign, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    void = replace(late(probe("split", 3, 5)), why="bisection")
+    return draw(replace(crossing, probes=(*crossing.probes, void), partial="stopped by hand"), tmp_path_factory.mktemp("report"))
+
+
+# Verdict
+
+
+def test_the_simulated_arms_cross_and_the_verdict_says_where_and_why(crossing: Campaign) -> None:
+    said = verdict(crossing)
+    assert said.leader == "split"
+    [found] = said.crossovers
+    assert (found.below, found.above) == ("mixed", "split") and 2 < found.rate < 10
+    assert any("mixed missed the SLO" in sentence and "TPOT too long, from decode" in sentence for sentence in said.sentences)
+
+
+def test_best_factor_and_crossover_by_hand() -> None:
+    """Over 10 s; at 1/s a is 0.1/s ahead, at 2/s b is, so they cross half-way. a holds 90 % up to 2/s, b everywhere."""
+    runs = []
+    for seed in (0, 1, 2):
+        runs += [counted("a", 1, seed, 10, 0), counted("a", 2, seed, 18, 2), counted("a", 4, seed, 30, 10), counted("a", 6, seed, 20, 40)]
+        runs += [counted("b", 1, seed, 9, 1), counted("b", 2, seed, 19, 1), counted("b", 4, seed, 38, 2), counted("b", 6, seed, 57, 3)]
+    said = verdict(campaign(runs))
+    assert said.winner == said.leader == "b"
+    assert said.bests["a"].goodput.mean == pytest.approx(1.8) and said.bests["a"].rate == 2 and said.bests["a"].ended
+    assert said.bests["b"].goodput.mean == pytest.approx(5.7) and said.bests["b"].rate == 6 and not said.bests["b"].ended
+    [comparison] = said.comparisons
+    assert comparison.factor == comparison.low == comparison.high == pytest.approx(5.7 / 1.8)
+    [found] = said.crossovers
+    assert (found.below, found.above, found.rate) == ("a", "b", pytest.approx(1.5))
+    assert "b still held" not in " ".join(said.sentences) and "It still held at the highest rate tried" in said.sentences[0]
+    assert any("at 6 requests/s a missed the SLO on 67 %" in sentence and "refused: SATURATED" in sentence for sentence in said.sentences)
+
+
+def test_the_factor_is_taken_seed_by_seed() -> None:
+    """Each arm's own goodput varies much between the seeds; b's is always 1.2 times as large, and that is beyond the spread."""
+    runs = [counted(arm, 2, seed, met, 0) for seed, n in ((0, 10), (1, 20), (2, 40)) for arm, met in (("a", n), ("b", n * 12 // 10))]
+    comparison = versus(Results.of(campaign(runs)), "b", "a")
+    assert comparison.factor == pytest.approx(1.2) and comparison.beyond_spread
+
+
+def test_a_difference_within_the_spread_has_no_winner() -> None:
+    runs = [counted("a", 2, 0, 20, 0), counted("b", 2, 0, 22, 0), counted("a", 2, 1, 23, 0), counted("b", 2, 1, 22, 0)]
+    said = verdict(campaign(runs))
+    assert said.leader == "b" and said.winner is None
+    assert any(sentence.startswith("No difference beyond the spread") for sentence in said.sentences)
+    assert not any(sentence.startswith("Why") for sentence in said.sentences)
+
+
+def test_one_seed_tells_no_spread() -> None:
+    said = verdict(campaign([counted("a", 2, 0, 10, 0), counted("b", 2, 0, 30, 0)]))
+    assert said.leader == "b" and said.winner is None and said.comparisons[0].factor == pytest.approx(3)
+    assert any("may be chance" in sentence for sentence in said.sentences)
+
+
+def test_an_arm_that_never_holds_loses_without_a_factor() -> None:
+    said = verdict(
+        campaign([counted(arm, 2, seed, 20 if arm == "b" else 10, 0 if arm == "b" else 10) for seed in (0, 1) for arm in ("a", "b")])
+    )
+    assert said.winner == "b" and said.comparisons[0].factor is None
+    assert any(sentence.startswith("a never holds 90 % attainment") for sentence in said.sentences)
+
+
+def test_a_seed_at_which_no_rate_held_counts_as_none() -> None:
+    found = best(Results.of(campaign([counted("a", 2, 0, 20, 0), counted("a", 2, 1, 10, 10)])), "a")
+    assert found.goodputs == {0: 2.0, 1: 0.0} and found.goodput.mean == 1.0 and found.rate == 2
+
+
+def test_holding_above_a_failure_is_luck() -> None:
+    runs = [counted("a", 2, 0, 20, 0), counted("a", 4, 0, 20, 20), counted("a", 6, 0, 60, 0)]
+    assert best(Results.of(campaign(runs)), "a").goodputs == {0: 2.0}
+
+
+@pytest.mark.parametrize("spoil", [late, lambda run: replace(run, partial="the server is gone")])
+def test_a_run_that_proves_nothing_is_left_out(spoil: Any) -> None:
+    runs = [counted(arm, 2, seed, 20, 0) for seed in (0, 1) for arm in ("a", "b")]
+    spoilt = [spoil(counted("b", 9, seed, 90, 0)) for seed in (0, 1)]
+    assert verdict(campaign([*runs, *(counted("b", 9, seed, 90, 0) for seed in (0, 1))])).winner == "b"
+    said = verdict(campaign([*runs, *spoilt]))
+    assert said.winner is None
+    assert said.sentences[-1] == "2 of 6 runs are void or ended early and are left out."
+
+
+def test_nothing_and_nobody() -> None:
+    assert verdict(campaign([])).sentences == ("Nothing can be said: no run counts.",)
+    assert verdict(campaign([late(counted("a", 2, 0, 20, 0))])).leader is None
+    refused = verdict(campaign([counted("a", 2, 0, 0, 20)]))
+    assert refused.leader is None and "a comes to 0 % at best, at 2 requests/s; commonest miss: refused: SATURATED." in refused.sentences
+    lucky = verdict(campaign([counted("a", 2, 0, 0, 20), counted("a", 4, 0, 40, 0)]))
+    assert lucky.leader is None and "a comes to 100 % at best, at 4 requests/s." in lucky.sentences
+
+
+def test_one_arm_is_described_and_not_compared() -> None:
+    said = verdict(campaign([counted("a", 2, 0, 20, 0), counted("a", 4, 0, 20, 20)], arms=(Arm("a", {}),)))
+    assert said.leader == "a" and said.winner is None and said.comparisons == () and len(said.sentences) == 1
+
+
+def test_ties_and_noise_are_no_crossover() -> None:
+    """At 1 and 2 each arm leads at one seed; at 4 b does at both. At 6 a is ahead again: that is one."""
+    met = {1: ((10, 10), (10, 10)), 2: ((21, 20), (19, 20)), 4: ((30, 38), (31, 38)), 6: ((50, 40), (51, 40))}
+    runs = [counted(arm, rate, seed, n[i], 0) for rate, some in met.items() for seed, n in enumerate(some) for i, arm in enumerate("ab")]
+    [found] = crossovers(Results.of(campaign(runs)), "a", "b")
+    gap_at_4, gap_at_6 = -0.75, 1.05
+    assert (found.below, found.above) == ("b", "a") and found.rate == pytest.approx(4 + 2 * gap_at_4 / (gap_at_4 - gap_at_6))
+
+
+def test_a_crossing_over_a_tie_lies_where_the_new_leader_begins_to_lead() -> None:
+    met = {1: (10, 8), 2: (20, 20), 3: (30, 30), 4: (36, 40)}
+    runs = [counted(arm, rate, 0, n[i], 0) for rate, n in met.items() for i, arm in enumerate("ab")]
+    [found] = crossovers(Results.of(campaign(runs)), "a", "b")
+    assert (found.below, found.above, found.rate) == ("a", "b", 3)
+
+
+def test_a_bisection_finds_the_best_and_is_no_part_of_the_curve() -> None:
+    runs = [counted("a", 2, 0, 20, 0), counted("a", 4, 0, 20, 20), counted("a", 3, 0, 30, 0, why="bisection")]
+    results = Results.of(campaign(runs))
+    assert best(results, "a").rate == 3
+    assert [point.rate for point in results.sweep("a")] == [2, 4] and [point.rate for point in results.points("a")] == [2, 3, 4]
+
+
+def test_variants_are_judged_apart() -> None:
+    both = campaign([counted("a", 2, 0, 20, 0, variant="input=8"), counted("a", 2, 0, 20, 0, variant="input=16")])
+    with pytest.raises(ValueError, match="by_variant"):
+        verdict(both)
+    assert {variant: len(part.probes) for variant, part in by_variant(both).items()} == {"input=8": 1, "input=16": 1}
+    assert [sum(variant in line for line in printed(console(both)).splitlines()) for variant in ("input=8", "input=16")] == [1, 1]
+
+
+# Pictures
+
+
+def drawn(whole: Campaign) -> dict[str, Figure | str]:
+    return {picture.name: made if isinstance(made, str) else made.figure for picture, made in paint(Results.of(whole))}
+
+
+def texts(figure: Figure) -> Iterable[Text]:
+    return (text for text in figure.findobj(Text) if isinstance(text, Text) and text.get_text().strip())
+
+
+def test_every_picture_is_drawn_with_units_names_and_readable_text(crossing: Campaign) -> None:
+    made = drawn(crossing)
+    assert list(made) == [picture.name for picture in PICTURES]
+    for name, figure in made.items():
+        assert isinstance(figure, Figure), f"{name}: {figure}"
+        words = " ".join(text.get_text() for text in texts(figure))
+        assert min(text.get_fontsize() for text in texts(figure)) >= 9, name
+        assert any(unit in words for unit in ("(ms)", "(requests/s)", "tokens/s")), name
+        assert ("mixed" in words and "split" in words) or name == "transfer", name
+
+
+def test_the_first_picture_shows_curves_bests_and_crossover(crossing: Campaign) -> None:
+    figure = drawn(crossing)["goodput"]
+    assert isinstance(figure, Figure)
+    [axes] = figure.axes
+    said = verdict(crossing)
+    assert axes.get_title() == f"split overtakes mixed at {said.crossovers[0].rate:.3g}/s"
+    stars = {line.get_xydata().tolist()[0][1] for line in axes.lines if line.get_marker() == "*"}  # type: ignore[union-attr]
+    assert stars == {found.goodput.mean for found in said.bests.values()}
+    assert len({(line.get_color(), line.get_linestyle()) for line in axes.lines}) > 4
+    quiet = drawn(campaign([counted("a", 2, 0, 20, 0)]))["goodput"]
+    assert isinstance(quiet, Figure) and quiet.axes[0].get_title() == "no crossover"
+
+
+def test_the_line_of_transfers_is_the_simulated_one(crossing: Campaign) -> None:
+    [caption] = [made.caption for picture, made in paint(Results.of(crossing)) if picture.name == "transfer" and not isinstance(made, str)]
+    assert "tcp transfer: 5 ms + bytes / (1 GiB/s)" in caption and "tcp read: 4 ms + bytes / (1.25 GiB/s)" in caption
+
+
+def test_bars_of_misses_add_up_to_what_missed() -> None:
+    figure = drawn(campaign([counted("a", 2, 0, 15, 5), counted("a", 4, 0, 10, 30)], arms=(Arm("a", {}),)))["misses"]
+    assert isinstance(figure, Figure)
+    heights: dict[float, float] = {}
+    for bar in figure.axes[0].patches:
+        heights[round(bar.get_x(), 3)] = heights.get(round(bar.get_x(), 3), 0.0) + bar.get_height()  # type: ignore[attr-defined]
+    assert sorted(heights.values()) == pytest.approx([0.25, 0.75])
+
+
+def without_a_first_token_in_time(whole: Figure) -> float:
+    return max(float(y) for line in whole.axes[0].lines[:1] for y in line.get_ydata())  # type: ignore[union-attr]
+
+
+def test_refused_requests_keep_the_ttft_curve_low() -> None:
+    figure = drawn(campaign([counted("a", 2, 0, 15, 5)]))["cdf"]
+    assert isinstance(figure, Figure) and without_a_first_token_in_time(figure) == 0.75
+
+
+REASONS = {
+    "everything refused": ([counted("a", 2, 0, 0, 20)], {"knee", "cdf", "timeline", "stages", "transfer", "cached"}),
+    "all well, one run": ([replace(probe("mixed", 2), records=simulate("mixed", 1, 0)[:6])], {"transfer", "cached", "misses"}),
+    "void": ([late(probe("mixed", 2))], {picture.name for picture in PICTURES}),
+    "partial": ([probe("mixed", 2, partial="gone")], {picture.name for picture in PICTURES}),
+    "nothing": ([], {picture.name for picture in PICTURES}),
+}
+
+
+@pytest.mark.parametrize("case", REASONS)
+def test_what_cannot_be_drawn_says_why(case: str) -> None:
+    probes, missing = REASONS[case]
+    made = drawn(campaign(probes))
+    assert {name for name, figure in made.items() if isinstance(figure, str)} == missing
+    assert all(figure for figure in made.values() if isinstance(figure, str))
+
+
+def test_answers_of_one_token_have_no_gaps() -> None:
+    run = probe("split", 4)
+    short = tuple(
+        replace(r, token_times=r.token_times[:1], ended=r.token_times[0], output_tokens=1, asked_tokens=1, decode_worker="", stages_ms={})
+        for r in run.records
+    )
+    made = drawn(campaign([replace(run, records=short)]))
+    assert isinstance(made["timeline"], str) and isinstance(made["stages"], str) and isinstance(made["cdf"], Figure)
+
+
+# Files
+
+
+class Page(HTMLParser):
+    """What a page holds; raises where tags do not nest."""
+
+    def __init__(self, text: str) -> None:
+        super().__init__()
+        self.open: list[str] = []
+        self.seen: list[tuple[str, dict[str, str | None]]] = []
+        self.words: list[tuple[str, str]] = []
+        self.feed(text)
+        self.close()
+        assert self.open == []
+
+    def handle_starttag(self, tag: str, attrs: list[tuple[str, str | None]]) -> None:
+        self.seen.append((tag, dict(attrs)))
+        if tag not in ("meta", "img"):
+            self.open.append(tag)
+
+    def handle_endtag(self, tag: str) -> None:
+        assert self.open.pop() == tag, f"</{tag}> at {self.getpos()}"
+
+    def handle_data(self, data: str) -> None:
+        if data.strip():
+            self.words.append((self.open[-1] if self.open else "", data.strip()))
+
+
+def test_the_page_is_one_file_with_verdict_first_and_the_same_pictures(page: Path) -> None:
+    parsed = Page(page.read_text())
+    tags = [tag for tag, _ in parsed.seen]
+    assert not {"script", "link", "iframe"} & set(tags)
+    images = [attributes["src"] or "" for tag, attributes in parsed.seen if tag == "img"]
+    assert len(images) == len(PICTURES)
+    for picture, source in zip(PICTURES, images, strict=True):
+        content = (page.parent / f"{picture.name}.png").read_bytes()
+        assert source == "data:image/png;base64," + base64.b64encode(content).decode()
+        assert imread(io.BytesIO(content)).shape[1] == 990
+    headings = [words for tag, words in parsed.words if tag == "h2"]
+    assert headings == ["Verdict", "Arms", "Definitions", "What was run"]
+    assert tags.index("section") < tags.index("table") < tags.index("img")
+
+
+def test_the_page_tells_void_runs_and_what_differs(page: Path) -> None:
+    parsed = Page(page.read_text())
+    whole = " ".join(words for _, words in parsed.words)
+    assert "Left out: split at 3 requests/s, seed 5: the generator was late" in whole
+    assert "The campaign ended early: stopped by hand" in whole
+    assert "The arms differ in prefill.replicas, decode.replicas, and in nothing else." in whole
+    assert [attributes for tag, attributes in parsed.seen if tag == "tr" and attributes.get("class") == "bad"] != []
+
+
+def test_names_from_outside_are_text_everywhere(tmp_path: Path) -> None:
+    evil = '<script>alert("x")</script> $\\frac{ [red]_& {{ 7 * 7 }}'
+    run = counted(evil, 2, 0, 18, 2, variant=evil)
+    whole = campaign([run, late(run)], title=evil, arms=(Arm(evil, {evil: evil}, evil),), workload={evil: evil}, skipped={evil: 3})
+    parsed = Page(draw(whole, tmp_path).read_text())
+    assert "script" not in [tag for tag, _ in parsed.seen]
+    assert ("title", evil) in parsed.words and ("td", evil) in parsed.words
+    assert "[red]_" in printed(console(whole)) and "[red]_" in printed(compare_runs(whole, whole))
+    hidden = drawn(campaign([counted("_hidden", 2, 0, 20, 0)], arms=(Arm("_hidden", {}),)))["goodput"]
+    assert isinstance(hidden, Figure) and "_hidden" in " ".join(text.get_text() for text in texts(hidden))
+
+
+VLLM_KEYS = {
+    "duration", "completed", "failed", "total_input_tokens", "total_output_tokens", "request_throughput", "request_goodput",
+    "output_throughput", "total_token_throughput", "max_concurrent_requests", "mean_ttft_ms", "p99_tpot_ms", "median_itl_ms", "p90_e2el_ms",
+}  # fmt: skip
+
+
+def test_numbers_of_one_run_are_at_the_top_as_in_vllm() -> None:
+    one = campaign([counted("a", 2, 7, 15, 5)])
+    told = json.loads(json.dumps(as_json(one, sections(one)), allow_nan=False))
+    assert told.keys() >= VLLM_KEYS | {"arm", "rate", "seed", "variant", "verdict"}
+    assert (told["arm"], told["seed"], told["request_goodput"], told["failed"]) == ("a", 7, 1.5, 5)
+
+
+def test_each_variant_has_pictures_of_its_own(tmp_path: Path) -> None:
+    draw(campaign([counted("a", 2, 0, 0, 20, variant=variant) for variant in ("input=8", "../16")]), tmp_path)
+    assert sorted(file.name for file in tmp_path.glob("*.png")) == ["goodput-1.png", "goodput-2.png", "misses-1.png", "misses-2.png"]
+
+
+def test_numbers_of_a_campaign_are_by_run(page: Path, crossing: Campaign) -> None:
+    told = json.loads((page.parent / "results.json").read_text())
+    assert "duration" not in told and told["verdict"][""]["leader"] == "split"
+    assert [(run["arm"], run["rate"], run["seed"]) for run in told["runs"][:-1]] == [(p.arm, p.rate, p.seed) for p in crossing.probes]
+    assert told["runs"][-1]["void"] and all(run.keys() >= VLLM_KEYS for run in told["runs"])
+
+
+# Console
+
+
+def printed(said: RenderableType) -> str:
+    out = io.StringIO()
+    Console(file=out, width=220).print(said)
+    return out.getvalue()
+
+
+def test_the_console_says_verdict_numbers_and_what_is_left_out(crossing: Campaign) -> None:
+    shown = printed(console(replace(crossing, probes=(*crossing.probes, late(probe("split", 3, 5))), partial="by hand")))
+    assert shown.splitlines()[0] == verdict(crossing).sentences[0]
+    assert sum(line.startswith(("│ mixed", "│ split")) for line in shown.splitlines()) == 8
+    assert "left out: split at 3 requests/s, seed 5: the generator was late" in shown and "ended early: by hand" in shown
+
+
+def test_two_runs_side_by_side() -> None:
+    a = campaign([counted("a", 2, 0, 20, 0), counted("a", 4, 0, 20, 20)])
+    b = campaign([counted("a", 2, 0, 10, 10), counted("a", 8, 0, 20, 20)], slo=Slo(ttft_s=9.0), workload={"kind": "trace"})
+    shown = printed(compare_runs(a, b))
+    [goodput] = [line for line in shown.splitlines() if "goodput" in line]
+    assert [cell.strip() for cell in goodput.split("│")[2:5]] == ["2", "1", "0.500"]
+    assert "only in A: a at 4 requests/s" in shown and "only in B: a at 8 requests/s" in shown
+    assert "not the same SLO" in shown and "not the same workload (kind): A synthetic, B trace" in shown
+
+
+def test_two_single_runs_are_compared_whatever_they_are() -> None:
+    shown = printed(compare_runs(campaign([counted("a", 2, 0, 20, 0)]), campaign([counted("b", 3, 0, 30, 0)])))
+    assert "a at 2 requests/s against b at 3 requests/s" in shown and "1.500" in shown and "only in" not in shown

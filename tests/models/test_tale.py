@@ -1,0 +1,190 @@
+"""The checkpoint that ships: whole, the one its card describes, able to recall, and a draft that mostly agrees with it."""
+
+import json
+import shutil
+from itertools import islice
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from tokenizers import Tokenizer
+from torch import nn
+
+from baton.cli import SHIPPED
+from engine.build import BuildError, Options, build
+from engine.engine import Engine
+from engine.naive import next_logits
+from engine.runner import ModelRunner
+from engine.sampling import SamplingParams
+from engine.sequence import Sequence
+from models.train import card, evaluate
+from models.train.corpus import documents
+from models.train.recipe import CONTEXT, RECIPES, SEED, TOKENIZER_DOCUMENTS, VOCAB
+from models.train.tokenizer import train_tokenizer
+
+DRAFT = SHIPPED.with_name("tale-draft")
+RESULTS = json.loads((SHIPPED / "results.json").read_text())
+BLOCK = 16
+
+
+@pytest.fixture(scope="module")
+def tokenizer() -> Tokenizer:
+    return Tokenizer.from_file(str(SHIPPED / "tokenizer.json"))
+
+
+@pytest.fixture(scope="module")
+def model() -> nn.Module:
+    return card.load(SHIPPED)
+
+
+@pytest.fixture(scope="module")
+def draft() -> nn.Module:
+    return card.load(DRAFT)
+
+
+@pytest.fixture
+def few(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Less of the held-out text."""
+    monkeypatch.setattr(evaluate, "HELD_OUT", {150: 24, 350: 8})
+
+
+def test_it_is_small_and_of_the_recipe(model: nn.Module, draft: nn.Module) -> None:
+    files = [file for folder in (SHIPPED, DRAFT) for file in folder.iterdir()]
+    assert sum(file.stat().st_size for file in files) <= 15_000_000
+    assert not any(file.suffix in (".bin", ".pt", ".pth", ".pkl") for file in files), "nothing is pickled"
+    sizes = {name: sum(p.numel() for p in m.parameters()) for name, m in (("tale", model), ("tale-draft", draft))}
+    assert sizes == RESULTS["parameters"] and 2e6 < sizes["tale"] < 6e6 and sizes["tale-draft"] < sizes["tale"] / 8
+    for folder in (SHIPPED, DRAFT):
+        config, shape = json.loads((folder / "config.json").read_text()), RECIPES[folder.name].shape
+        assert config["num_attention_heads"] > config["num_key_value_heads"] == shape.kv_heads, "grouped-query attention"
+        assert config["max_position_embeddings"] == shape.context >= 2048
+
+
+def test_the_tokenizer_is_made_from_the_seed() -> None:
+    made = train_tokenizer(VOCAB, SEED, TOKENIZER_DOCUMENTS)
+    for folder in (SHIPPED, DRAFT):
+        assert Tokenizer.from_file(str(folder / "tokenizer.json")).to_str() == made.to_str()
+
+
+def test_the_engine_gives_the_logits_of_transformers(model: nn.Module, tokenizer: Tokenizer) -> None:
+    ours = ModelRunner.load(SHIPPED).model
+    for text in islice(documents(SEED, "logits", 350), 3):
+        ids = tokenizer.encode(text, add_special_tokens=False).ids
+        with torch.inference_mode():
+            theirs = model(input_ids=torch.tensor([ids]), use_cache=False).logits[0]
+        for n in (1, 17, len(ids) // 2, len(ids)):
+            torch.testing.assert_close(next_logits(ours, ids[:n])[0], theirs[n - 1], rtol=0, atol=2e-3)
+
+
+@pytest.mark.usefixtures("few")
+def test_it_has_learned_what_its_card_says(model: nn.Module, draft: nn.Module, tokenizer: Tokenizer) -> None:
+    for name, m in (("tale", model), ("tale-draft", draft)):
+        loss = evaluate.held_out_loss(m, tokenizer)
+        assert loss.all == pytest.approx(RESULTS["losses"][name]["nats"], rel=0.25)
+        assert loss.assistant < loss.all, "what is asked for is easier than what is told"
+    untrained = nn.Module.train(card.load(SHIPPED), False)
+    with torch.no_grad():
+        for p in untrained.parameters():
+            p.normal_(std=0.02)
+    assert evaluate.held_out_loss(untrained, tokenizer).all > 5
+
+
+@pytest.mark.usefixtures("few")
+def test_the_draft_agrees(model: nn.Module, draft: nn.Module, tokenizer: Tokenizer) -> None:
+    agreement = evaluate.agreement(draft, model, tokenizer)
+    assert agreement == pytest.approx(RESULTS["agreement"], abs=0.05) and agreement >= 0.7
+    assert evaluate.agreement(model, model, tokenizer) == 1.0
+
+
+@pytest.mark.parametrize("distance", [64, 512])
+def test_it_recalls(distance: int, model: nn.Module, tokenizer: Tokenizer) -> None:
+    said = next(row for row in RESULTS["recall"] if row["distance"] == distance)
+    right, measured = evaluate.recall(model, tokenizer, distance, trials=20)
+    assert right >= said["tale"] - 0.25 and abs(measured - distance) < 0.25 * distance + 20
+
+
+def test_a_question_lies_as_far_from_its_fact_as_it_says(tokenizer: Tokenizer) -> None:
+    for distance in evaluate.DISTANCES:
+        prompt, answer, gap = evaluate.recall_question(tokenizer, distance, 0)
+        assert len(prompt) + len(answer) <= CONTEXT and abs(gap - distance) < 0.25 * distance + 20
+        text = tokenizer.decode(prompt, skip_special_tokens=False)
+        assert tokenizer.decode(answer).strip(".") not in text.replace("\n", " ")
+
+
+def ask(engine: Engine, prompt: list[int], name: str) -> tuple[list[int], list[int], int]:
+    """The greedy answer, the blocks it was computed on, and how many prompt tokens were cached."""
+    seq = Sequence(name, list(prompt), len(prompt), SamplingParams(max_tokens=24, temperature=0.0), b"root")
+    engine.add(seq)
+    said, blocks, cached = [], [], 0
+    while not engine.idle:
+        for output in engine.step():
+            if not said:
+                blocks, cached = list(output.seq.blocks), output.seq.cached
+            said.append(output.sampled.token if output.sampled else -1)
+    return said, blocks, cached
+
+
+def test_a_broken_kv_block_shows_in_the_answer(tokenizer: Tokenizer) -> None:
+    """The same prompts on the same cached blocks: right while they are whole, wrong when the one that holds the fact is not."""
+    engine = build(Options(SHIPPED, kv_memory_bytes=64 << 20)).engine
+    right = broken = asked = 0
+    for trial in range(12):
+        prompt, answer, gap = evaluate.recall_question(tokenizer, 256, trial)
+        first, blocks, _ = ask(engine, prompt, f"first {trial}")
+        if first != answer:
+            continue
+        asked += 1
+        again, _, cached = ask(engine, prompt, f"again {trial}")
+        assert cached >= len(prompt) - BLOCK - 1
+        right += again == answer
+        for block in {(len(prompt) - gap + i) // BLOCK for i in range(8)}:
+            engine.runner.pool.array[blocks[block]] = np.random.default_rng(trial).permutation(engine.runner.pool.array[blocks[block]])
+        with np.errstate(all="ignore"):
+            wrong, _, cached = ask(engine, prompt, f"broken {trial}")
+        broken += wrong != answer
+    assert asked >= 6 and right == asked and broken >= asked - 1
+
+
+@pytest.fixture
+def copy(tmp_path: Path) -> Path:
+    return Path(shutil.copytree(SHIPPED, tmp_path / "copy"))
+
+
+def flip(file: Path) -> None:
+    data = bytearray(file.read_bytes())
+    data[len(data) // 2] ^= 1
+    file.write_bytes(data)
+
+
+@pytest.mark.parametrize("name", ["model.safetensors", "tokenizer.json", "config.json"])
+def test_an_altered_file_is_refused_by_name(name: str, copy: Path) -> None:
+    options = Options(copy, kv_memory_bytes=32 << 20)
+    flip(copy / name)
+    with pytest.raises(BuildError, match=rf"{name}: altered or truncated"):
+        build(options)
+    if name == "model.safetensors":
+        (copy / "SHA256SUMS").unlink()
+        build(options)  # without the sums nobody would notice
+
+
+def test_a_truncated_or_missing_file_is_refused(copy: Path) -> None:
+    options, file = Options(copy, kv_memory_bytes=32 << 20), copy / "model.safetensors"
+    data = file.read_bytes()
+    file.write_bytes(data[: len(data) // 2])
+    with pytest.raises(BuildError, match="altered or truncated"):
+        build(options)
+    (copy / "SHA256SUMS").rename(copy / "sums")
+    with pytest.raises(ValueError, match="truncated or altered"):
+        build(options)
+    (copy / "sums").rename(copy / "SHA256SUMS")
+    file.unlink()
+    with pytest.raises(BuildError, match=r"model\.safetensors: cannot be read"):
+        build(options)
+
+
+def test_sums_that_make_no_sense_are_refused(copy: Path) -> None:
+    for line in ("no sum at all", f"{'0' * 64}  ../config.json"):
+        (copy / "SHA256SUMS").write_text(line + "\n")
+        with pytest.raises(BuildError, match="is no checksum of a file of this folder"):
+            build(Options(copy))

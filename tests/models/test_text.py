@@ -1,0 +1,138 @@
+"""The generated texts: the same from the same seed, many, in correct English, and their answers are right."""
+
+import re
+from collections import Counter
+from itertools import islice
+from random import Random
+
+import pytest
+from jinja2 import Environment
+
+from models.train import words
+from models.train.corpus import BOS, CHAT_TEMPLATE, EOS, document, documents, render
+from models.train.dialogues import Message, conversation, distinct_facts, fact, long_document
+from models.train.stories import story
+
+STORIES = [story(Random(f"test {i}"), 1 + i % 4) for i in range(400)]
+SIZES = (40, 150, 350, 1250)
+
+
+def test_a_document_is_a_function_of_seed_split_size_and_number() -> None:
+    for size in SIZES:
+        first = list(islice(documents(7, "a", size), 5))
+        assert first == list(islice(documents(7, "a", size), 5))
+        assert first[3:] == list(islice(documents(7, "a", size, start=3), 2)), "a document does not depend on those before it"
+        assert not set(first) & set(islice(documents(8, "a", size), 5)) and not set(first) & set(islice(documents(7, "b", size), 5))
+
+
+def test_there_are_more_than_ten_million_stories() -> None:
+    """Among n texts of which there are N equally likely ones, n²/2N pairs are expected to be equal: 80 for N = 10⁷."""
+    texts = Counter(story(Random(i), 1).text for i in range(40_000))
+    assert len(texts) == 40_000, "the shortest kind alone repeats itself"
+
+
+@pytest.mark.parametrize("size", SIZES)
+def test_documents_have_about_the_size_that_is_asked_for(size: int) -> None:
+    sizes = [len(text.split()) for text in islice(documents(1, "size", size), 60)]
+    assert 0.6 * size < sum(sizes) / len(sizes) < max(200, 1.6 * size)
+
+
+def test_english() -> None:
+    for told in STORIES:
+        for text in (told.text, *(f"{q} {answer}" for q, answer in told.questions)):
+            assert not re.search(r"\ba [aeiou]", text, re.IGNORECASE), text
+            assert not re.search(r"\ban [^aeiou]", text, re.IGNORECASE), text
+            assert not re.search(r"  | [.,?!]|\.\.|\b(\w+) \1\b(?! kept)", text), text
+        for sentence in told.sentences:
+            assert re.fullmatch(r'("?[A-Z].*[.?!]"?)', sentence), sentence
+            assert sentence.count('"') % 2 == 0, sentence
+
+
+def test_the_hero_keeps_one_name_and_one_pronoun() -> None:
+    for told in STORIES:
+        first, last = told.sentences[0], told.sentences[-4:]
+        assert told.hero.kind in first and any(told.hero.name in sentence for sentence in last)
+        opening = " ".join(told.sentences[:3])
+        wrong = r"\b(she|her)\b" if told.hero.he == "he" else r"\b(he|his|him)\b"
+        assert not re.search(wrong, opening), opening
+
+
+def test_numbers_add_up() -> None:
+    counted = 0
+    for told in STORIES:
+        found = re.search(
+            r"(?:had|picked) (\d+) (\w+)\. (?:\w+ found|There were) (\d+) more .*?(?:Now \w+ had|That made) (\d+) \2\."
+            r" \w+ gave (\d+) of them .*?(?:had|kept) (\d+)",
+            told.text,
+        )
+        if found:
+            had, _, more, total, given, left = (int(part) if part.isdigit() else 0 for part in found.groups())
+            assert had + more == total and total - given == left >= 0
+            counted += 1
+    assert counted > 50
+
+
+def test_every_answer_can_be_read_in_the_story() -> None:
+    """Whatever an answer names - somebody, a thing, a place, a number - stands in the text."""
+    things = {*words.QUALITIES, *words.OBJECTS, *words.SHELTERS, *words.LANDMARKS, *words.CONTAINERS, *words.FOODS, *words.ANIMALS}
+    checked = 0
+    for told in STORIES:
+        known = set(re.findall(r"\w+", told.text))
+        for _, answer in told.questions:
+            for i, word in enumerate(re.findall(r"\w+", answer)):
+                if word in things or word.isdigit() or (word[0].isupper() and i):
+                    assert word in known, (answer, word, told.text)
+                    checked += 1
+    assert checked > 5000
+
+
+def test_sums_are_right() -> None:
+    checked = 0
+    for i in range(300):
+        for message in conversation(Random(i), 150):
+            if found := re.fullmatch(r"(\d+) (plus|minus|times) (\d+) is (\d+)\.", message.content):
+                x, kind, y, result = found.groups()
+                assert {"plus": int(x) + int(y), "minus": int(x) - int(y), "times": int(x) * int(y)}[kind] == int(result)
+                checked += 1
+    assert checked > 100
+
+
+def test_a_conversation_alternates_and_ends_with_an_answer() -> None:
+    for i in range(200):
+        messages = conversation(Random(i), 120)
+        roles = [message.role for message in messages if message.role != "system"]
+        assert roles == ["user", "assistant"] * (len(roles) // 2) and all(message.content.strip() for message in messages)
+
+
+def test_a_fact_does_not_give_its_value_away() -> None:
+    for i in range(500):
+        told = fact(Random(i))
+        assert told.value in told.statement and told.value in told.answer and told.value not in told.question
+        assert told.statement != told.question
+    questions = [told.question for told in distinct_facts(Random(1), 60)]
+    assert len(set(questions)) == 60
+
+
+def test_only_the_beginning_of_a_long_document_holds_its_answers() -> None:
+    for i in range(50):
+        long = long_document(Random(i), 800, facts=6)
+        assert sum(len(message.content.split()) for message in long.messages) > 800
+        head, rest = long.messages[0].content, " ".join(message.content for message in long.messages[1:])
+        for told in long.facts:
+            assert told.statement[1:] in head
+            assert told.statement[1:] not in rest and told.answer not in rest
+
+
+def test_rendering_is_the_chat_template() -> None:
+    messages = [Message("system", "Be kind."), Message("user", "Hello"), Message("assistant", "Hi."), Message("user", "Bye")]
+    template = Environment().from_string(CHAT_TEMPLATE)
+    plain = [{"role": message.role, "content": message.content} for message in messages]
+    for reply in (False, True):
+        assert render(messages, reply) == template.render(messages=plain, bos_token=BOS, eos_token=EOS, add_generation_prompt=reply)
+
+
+def test_documents_are_whole() -> None:
+    for size in SIZES:
+        for i in range(40):
+            text = document(Random(i), size)
+            assert text.startswith(BOS) and text.endswith(EOS) and text.count(BOS) == 1

@@ -1,0 +1,122 @@
+"""The training loop on a model of a few thousand parameters: it learns, and one that was stopped goes on as if it had not been."""
+
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors.torch import load_file
+from tokenizers import Tokenizer
+
+from engine.checkpoint import Checkpoint, ModelConfig
+from models.folder import Shape
+from models.train import training
+from models.train.__main__ import export
+from models.train.batches import OTHERS_WEIGHT, collate, round_batches
+from models.train.corpus import SPECIAL
+from models.train.recipe import CONTEXT, PHASES, TALE, phase
+from models.train.tokenizer import train_tokenizer
+from models.train.training import Run, new_model, rate, read_run, train
+
+VOCAB = 400
+TINY = replace(TALE, name="tiny", shape=Shape(16, 32, 1, 2, 1, VOCAB, CONTEXT, tied=True))
+
+
+class Stopped(Exception):
+    pass
+
+
+@pytest.fixture(scope="module")
+def tokenizer() -> Tokenizer:
+    return train_tokenizer(VOCAB, seed=1, count=50)
+
+
+@pytest.fixture(autouse=True)
+def save_after_every_round(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(training, "SAVE_EVERY_S", 0.0)
+    monkeypatch.setattr("models.train.batches.ROUND_WORDS", 5000)
+
+
+def run(tokenizer: Tokenizer, folder: Path, stop_at: int | None = None) -> tuple[dict[str, torch.Tensor], Run]:
+    seen: list[Run] = []
+
+    def on_round(now: Run) -> None:
+        seen.append(now)
+        if now.round == stop_at:
+            raise Stopped
+
+    tokens = 60_000
+    model = train(TINY, tokens, tokenizer, folder, "cpu", on_round)
+    return {name: p.detach().clone() for name, p in model.named_parameters()}, seen[-1]
+
+
+def test_a_stopped_training_goes_on_as_if_it_had_not_been(tokenizer: Tokenizer, tmp_path: Path) -> None:
+    weights, whole = run(tokenizer, tmp_path / "whole")
+    with pytest.raises(Stopped):
+        run(tokenizer, tmp_path / "stopped", stop_at=2)
+    assert read_run(tmp_path / "stopped").round == 1, "the round that was cut off is not saved"
+    again, resumed = run(tokenizer, tmp_path / "stopped")
+    assert [entry[:2] for entry in resumed.history] == [entry[:2] for entry in whole.history] and len(whole.history) >= 3
+    for name, value in weights.items():
+        assert torch.equal(value, again[name]), name
+    assert not torch.equal(weights["model.embed_tokens.weight"], new_model(TINY).get_parameter("model.embed_tokens.weight"))
+
+
+def test_it_learns(tokenizer: Tokenizer, tmp_path: Path) -> None:
+    _, told = run(tokenizer, tmp_path)
+    assert told.history[-1][1] < told.history[0][1] - 0.1
+
+
+def test_a_draft_learns_from_its_teacher(tokenizer: Tokenizer) -> None:
+    """The loss against a teacher's distribution is least at the teacher itself: its entropy."""
+    batch = next(iter(round_batches(tokenizer, 0, PHASES[0])))
+    teacher, other = new_model(TINY), new_model(TINY)
+    with torch.no_grad():
+        for model, spread in ((teacher, 1.0), (other, 0.3)):
+            for p in model.parameters():
+                p.add_(torch.randn_like(p) * spread)
+    own = training._loss(teacher, batch, "cpu", teacher).item()
+    assert own < training._loss(other, batch, "cpu", teacher).item()
+    assert own != pytest.approx(training._loss(teacher, batch, "cpu", None).item(), rel=1e-3)
+
+
+def test_batches_are_bounded_complete_and_the_same_again(tokenizer: Tokenizer) -> None:
+    batches = list(round_batches(tokenizer, 3, PHASES[1]))
+    again = list(round_batches(tokenizer, 3, PHASES[1]))
+    assert all(torch.equal(a.ids, b.ids) for a, b in zip(batches, again, strict=True))
+    assert not torch.equal(batches[0].ids, next(iter(round_batches(tokenizer, 4, PHASES[1]))).ids)
+    for batch in batches:
+        assert batch.ids.numel() <= 4096 + CONTEXT + 1 and batch.ids.shape[1] <= CONTEXT + 1
+        assert batch.weights.shape == (batch.ids.shape[0], batch.ids.shape[1] - 1)
+        assert batch.tokens == int((batch.weights > 0).sum())
+
+
+def test_what_the_model_does_not_say_counts_less() -> None:
+    bos, eos, user, assistant, _ = range(len(SPECIAL))
+    row = [bos, user, 10, 11, eos, assistant, 12, 13, eos, user, 14]
+    low, full = OTHERS_WEIGHT, 1.0
+    expected = [low, low, low, low, low, full, full, full, low, low]
+    weights = collate([row, [bos, 10, 11, eos]]).weights
+    assert weights[0].tolist() == pytest.approx(expected)
+    assert weights[1].tolist() == pytest.approx([full, full, full] + [0.0] * 7), "a plain text counts whole, padding not at all"
+
+
+def test_the_rate_rises_stays_and_falls_to_nothing() -> None:
+    rates = [rate(i / 1000) for i in range(1001)]
+    top = rates.index(1.0)
+    assert rates[0] < 0.1 and rates[:top] == sorted(rates[:top]) and rates[top:] == sorted(rates[top:], reverse=True)
+    assert rates[300] == 1.0 and rates[-1] == pytest.approx(0.0)
+
+
+def test_the_phases_cover_the_whole_training() -> None:
+    assert [phase(at) for at in (0.0, 0.1, 0.2, 0.4, 0.5, 0.7, 1.1)] == [PHASES[i] for i in (0, 0, 1, 2, 2, 3, 3)]
+    assert all(sum(share for _, share in part.sizes) == pytest.approx(1.0) for part in PHASES)
+
+
+def test_what_is_exported_is_a_checkpoint(tokenizer: Tokenizer, tmp_path: Path) -> None:
+    model = new_model(TINY)
+    export(model, TINY, tokenizer, tmp_path)
+    checkpoint = Checkpoint(tmp_path, ModelConfig.read(tmp_path))
+    weights = load_file(tmp_path / "model.safetensors")
+    assert set(weights) == set(dict(model.named_parameters())) and all(w.dtype == torch.bfloat16 for w in weights.values())
+    assert torch.equal(checkpoint.tensor("model.norm.weight"), weights["model.norm.weight"])
