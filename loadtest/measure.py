@@ -20,6 +20,7 @@ from loadtest.workload import Item
 
 FIRST_ID = 10  # above the special tokens
 WARM_UP_REQUESTS = 4  # before anything is measured: connections, handshakes, first steps
+MAX_TRACE = 100_000  # requests of a trace, from its beginning: a public one holds more than fit into memory
 TRACE = "trace"  # arrivals: the trace's own times
 INTERRUPTED = "interrupted"
 
@@ -54,7 +55,7 @@ class Workload:
             encode = _encoder(self.tokenizer) if self.tokenizer else None
             trace = traces.read(
                 self.trace, self.format, first_id=FIRST_ID, vocab=self.vocab, seed=seed, encode=encode,
-                factor=self.scale, max_tokens=self.max_tokens, lenient=self.lenient,
+                factor=self.scale, max_tokens=self.max_tokens, lenient=self.lenient, limit=MAX_TRACE,
             )  # fmt: skip
             speed = rate if self.arrivals == TRACE else 1.0
             return [item if item.at is None else replace(item, at=item.at / speed) for item in trace.items], trace.skipped
