@@ -143,7 +143,7 @@ class PoolConfig(Section):
         default=30.0, ge=0, le=3600, description="How long a worker that was told to stop may finish its requests, seconds."
     )
     cores: tuple[int, ...] | None = Field(
-        default=None, strict=False, description="Cores of the pool's local workers, each on engine.threads of them in turn; null: not pinned."
+        default=None, strict=False, description="Cores of the pool's local workers, each on engine.threads of them; null: not pinned."
     )
 
     @model_validator(mode="after")

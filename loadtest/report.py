@@ -1,8 +1,8 @@
 """What a person and a program read of a campaign: a page, its pictures, a file of numbers, a table on the console.
 
-draw           report.html, *.png and results.json in a folder
-console        verdict and table
-compare_runs   two campaigns side by side
+draw            report.html, *.png and results.json in a folder
+console_table   verdict and table
+compare_runs    two campaigns side by side
 """
 
 import base64
@@ -140,7 +140,7 @@ def _cell(column: Column, value: Estimate) -> str:
     return column.text(value.mean) + spread
 
 
-def console(campaign: Campaign) -> RenderableType:
+def console_table(campaign: Campaign) -> RenderableType:
     """Verdict, then a row for each arm and rate. Void runs are named in red."""
     said: list[RenderableType] = []
     columns = [column for column in COLUMNS if column.name in ON_CONSOLE]

@@ -48,6 +48,7 @@ def write(folder: Path, draft_folder: Path, runs: dict[str, Run]) -> None:
             n: {"nats_per_token": x.all, "perplexity": x.perplexity, "own": x.assistant, "tokens": x.tokens} for n, x in losses.items()
         },
         "agreement": agreement,
+        "sums": {name: evaluate.sums(m, tokenizer) for name, m in ((folder.name, model), (draft_folder.name, draft))},
         "recall": recalls,
         "training": {n: {"tokens": r.tokens, "seconds": r.seconds, "rounds": r.round} for n, r in runs.items()},
         "parameters": {name: sum(p.numel() for p in m.parameters()) for name, m in ((folder.name, model), (draft_folder.name, draft))},

@@ -18,6 +18,7 @@ from models.train.recipe import CONTEXT, SEED
 HELD_OUT = {150: 200, 350: 100, 1250: 40}  # words of a document: how many
 DISTANCES = (32, 64, 128, 256, 512, 1024, 1536, 1800)  # tokens between the fact and the question
 RECALL_TRIALS = 50  # a distance
+SUMS = 100  # of a kind
 
 
 @dataclass(frozen=True, slots=True)
@@ -65,11 +66,31 @@ def recall(model: nn.Module, tokenizer: Tokenizer, distance: int, trials: int = 
     distances = []
     for trial in range(trials):
         prompt, answer, gap = recall_question(tokenizer, distance, trial)
-        ids = torch.tensor(prompt + answer)
-        # Each token of the answer is the greedy choice after the right ones: the same as decoding greedily and comparing.
-        right += bool((_logits(model, ids[:-1])[len(prompt) - 1 :].argmax(-1) == ids[len(prompt) :]).all())
+        right += _says(model, prompt, answer)
         distances.append(gap)
     return right / trials, sum(distances) / trials
+
+
+def _says(model: nn.Module, prompt: list[int], answer: list[int]) -> bool:
+    """Whether greedy decoding gives `answer`: each of its tokens is the best choice after the right ones before it."""
+    ids = torch.tensor(prompt + answer)
+    return bool((_logits(model, ids[:-1])[len(prompt) - 1 :].argmax(-1) == ids[len(prompt) :]).all())
+
+
+@torch.inference_mode()
+def sums(model: nn.Module, tokenizer: Tokenizer) -> dict[str, float]:
+    """Share of small sums that are right, by greedy decoding, of `SUMS` of each kind as they were trained."""
+    rng = Random(f"{SEED}/sums")
+    right: dict[str, float] = {}
+    for kind, largest in (("plus", 20), ("minus", 20), ("times", 10)):
+        count = 0
+        for _ in range(SUMS):
+            y, x = sorted(rng.randint(0, largest) for _ in range(2))
+            result = {"plus": x + y, "minus": x - y, "times": x * y}[kind]
+            prompt = tokenizer.encode(ask(f"What is {x} {kind} {y}?"), add_special_tokens=False).ids
+            count += _says(model, prompt, tokenizer.encode(f"{x} {kind} {y} is {result}.{EOS}", add_special_tokens=False).ids)
+        right[kind] = count / SUMS
+    return right
 
 
 def recall_question(tokenizer: Tokenizer, distance: int, trial: int) -> tuple[list[int], list[int], int]:

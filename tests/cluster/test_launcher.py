@@ -11,6 +11,7 @@ import subprocess
 import sys
 import time
 from collections.abc import AsyncIterator, Awaitable, Callable, Iterator
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -165,6 +166,14 @@ async def launch(request: pytest.FixtureRequest) -> AsyncIterator[Launch]:
 
 
 # Both launchers
+
+
+def test_each_process_gets_its_share_of_the_roles_cores() -> None:
+    """Two colocated workers on two cores must not compete for one of them: arms of a comparison would not be equal."""
+    two = Template("decode", ("x",), cores=(4, 5, 6, 7), cores_each=2)
+    assert [two.cores_of(f"decode-{i}") for i in range(3)] == [(4, 5), (6, 7), (4, 5)]
+    assert replace(two, cores_each=None).cores_of("decode-1") == (4, 5, 6, 7) == replace(two, cores_each=9).cores_of("decode-1")
+    assert replace(two, cores=None).cores_of("decode-1") == () and two.cores_of("router") == (4, 5)
 
 
 async def test_processes_come_up_with_names_and_environment(launch: Launch, template: Any, tmp_path: Path, monkeypatch: Any) -> None:

@@ -124,17 +124,17 @@ async def test_the_display_sees_what_goes_on() -> None:
 
 
 async def test_an_interrupted_run_keeps_its_records_and_leaves_nothing_behind() -> None:
-    door = Fake(service_s=30)
-    live = Live()
-    door.answer, door.service_s = (lambda n: Answer("ok", tokens=[1])), 0.0
-    running = asyncio.ensure_future(go(door, items(2000), rate=200, duration_s=20, live=live))
-    await asyncio.sleep(0.1)
+    door, live = Fake(), Live()
+    running = asyncio.ensure_future(go(door, items(4000), rate=200, duration_s=20, live=live))
+    while len(live.records) < 5:
+        await asyncio.sleep(0.01)
     door.service_s = 30
-    await asyncio.sleep(0.1)
+    while not door.at_once:
+        await asyncio.sleep(0.01)
     running.cancel()
     with pytest.raises(asyncio.CancelledError):
         await running
-    assert door.at_once == 0 and 0 < len(live.records) < 100, "what came to an end is kept"
+    assert door.at_once == 0 and 5 <= len(live.records) < 3000, "what came to an end is kept"
 
 
 async def test_measured_waiting_times_are_those_of_the_queue_that_was_measured() -> None:

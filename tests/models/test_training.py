@@ -34,7 +34,7 @@ def tokenizer() -> Tokenizer:
 @pytest.fixture(autouse=True)
 def save_after_every_round(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(training, "SAVE_EVERY_S", 0.0)
-    monkeypatch.setattr("models.train.batches.ROUND_WORDS", 5000)
+    monkeypatch.setattr("models.train.batches.ROUND_WORDS", 800)
 
 
 def run(tokenizer: Tokenizer, folder: Path, stop_at: int | None = None) -> tuple[dict[str, torch.Tensor], Run]:
