@@ -105,7 +105,7 @@ class Campaign:
             content = json.loads(file.read_text())
             if content["version"] != VERSION:
                 raise CampaignError(f"{file}: version {content['version']!r} is not {VERSION}")
-            return cls(
+            campaign = cls(
                 title=content["title"],
                 slo=Slo(**content["slo"]),
                 warm_up_s=content["warm_up_s"],
@@ -118,6 +118,9 @@ class Campaign:
                 skipped=content["skipped"],
                 partial=content["partial"],
             )
+            if strangers := {probe.arm for probe in campaign.probes} - {arm.name for arm in campaign.arms}:
+                raise CampaignError(f"{file}: runs of arms that it does not name: {', '.join(sorted(strangers))}")
+            return campaign
         except OSError as error:
             raise CampaignError(f"{file}: {error.strerror or error}") from None
         except (KeyError, TypeError, json.JSONDecodeError) as error:
@@ -129,9 +132,12 @@ _PROBE_FIELDS = ("arm", "rate", "seed", "duration_s", "why", "variant", "partial
 
 def _probes(folder: Path, entries: list[dict[str, Any]]) -> Iterator[Probe]:
     for entry in entries:
-        records = raw.read(folder / entry["records"])
-        probe = Probe(records=tuple(records), **{name: entry[name] for name in _PROBE_FIELDS})
-        yield probe
+        reading = raw.read(folder / entry["records"])
+        records = tuple(reading)
+        said = {name: entry[name] for name in _PROBE_FIELDS}
+        if reading.partial:
+            said["partial"] = said["partial"] or "its records end in the middle of a line"
+        yield Probe(records=records, **said)
 
 
 def this_machine() -> dict[str, Any]:

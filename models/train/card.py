@@ -24,6 +24,7 @@ from matplotlib import pyplot as plt
 BLUE, ORANGE = "#0072B2", "#D55E00"  # Okabe and Ito's palette
 PROMPTS = (
     "<|bos|>Once upon a time there was a fox who lived near the river and wanted to see the sea.",
+    "<|bos|>Willa was a curious rabbit who lived near the garden.",
     "<|bos|>Once upon a time there was a brave dragon named Zorbel.",
     evaluate.ask("Tell me a story about a hedgehog named Pim and an owl."),
 )
@@ -44,9 +45,7 @@ def write(folder: Path, draft_folder: Path, runs: dict[str, Run]) -> None:
         print(row)
         recalls.append(row)
     results: dict[str, Any] = {
-        "losses": {
-            n: {"nats_per_token": x.all, "perplexity": x.perplexity, "own": x.assistant, "tokens": x.tokens} for n, x in losses.items()
-        },
+        "losses": {n: {"nats": x.all, "perplexity": x.perplexity, "own": x.assistant, "tokens": x.tokens} for n, x in losses.items()},
         "agreement": agreement,
         "sums": {name: evaluate.sums(m, tokenizer) for name, m in ((folder.name, model), (draft_folder.name, draft))},
         "recall": recalls,
@@ -110,12 +109,12 @@ def draw_recall(recalls: list[dict[str, float]], file: Path) -> None:
     axes.set_xticks(ticks, [str(tick) for tick in ticks])
     axes.minorticks_off()
     axes.grid(alpha=0.3)
-    axes.legend(loc="lower left")
+    axes.legend(loc="center left")
     figure.savefig(file, dpi=110)
     plt.close(figure)
 
 
-def _smooth(values: tuple[float, ...], span: int = 9) -> list[float]:
+def _smooth(values: tuple[float, ...], span: int = 3) -> list[float]:
     return [sum(part) / len(part) for i in range(len(values)) for part in [values[max(0, i - span) : i + 1]]]
 
 

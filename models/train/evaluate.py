@@ -16,7 +16,8 @@ from models.train.dialogues import Message, long_document
 from models.train.recipe import CONTEXT, SEED
 
 HELD_OUT = {150: 200, 350: 100, 1250: 40}  # words of a document: how many
-DISTANCES = (32, 64, 128, 256, 512, 1024, 1536, 1800)  # tokens between the fact and the question
+DISTANCES = (32, 64, 128, 256, 512, 1024, 1800)  # tokens between the fact and the question
+WORDS_PER_TOKEN = 0.815  # of stories
 RECALL_TRIALS = 50  # a distance
 SUMS = 100  # of a kind
 
@@ -96,7 +97,7 @@ def sums(model: nn.Module, tokenizer: Tokenizer) -> dict[str, float]:
 def recall_question(tokenizer: Tokenizer, distance: int, trial: int) -> tuple[list[int], list[int], int]:
     """Prompt, right answer with its EOS, and the tokens between the value in the fact and the end of the question."""
     rng = Random(f"{SEED}/recall/{distance}/{trial}")
-    long = long_document(rng, int(max(0, distance - 70) * 0.71))
+    long = long_document(rng, int(max(0, distance - 40) * WORDS_PER_TOKEN))
     asked = rng.choice(long.facts)
     text = render([*long.messages, Message("user", asked.question)], reply=True)
     told = text.index(asked.value)

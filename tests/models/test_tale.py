@@ -108,8 +108,6 @@ def test_a_question_lies_as_far_from_its_fact_as_it_says(tokenizer: Tokenizer) -
     for distance in evaluate.DISTANCES:
         prompt, answer, gap = evaluate.recall_question(tokenizer, distance, 0)
         assert len(prompt) + len(answer) <= CONTEXT and abs(gap - distance) < 0.25 * distance + 20
-        text = tokenizer.decode(prompt, skip_special_tokens=False)
-        assert tokenizer.decode(answer).strip(".") not in text.replace("\n", " ")
 
 
 def ask(engine: Engine, prompt: list[int], name: str) -> tuple[list[int], list[int], int]:

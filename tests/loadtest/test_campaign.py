@@ -1,0 +1,89 @@
+"""A folder gives back what was measured, whole, or says what is wrong with it."""
+
+import json
+from pathlib import Path
+
+import pytest
+
+from loadtest.campaign import FILE, Arm, Campaign, CampaignError, Probe, this_machine
+from loadtest.metrics import Slo
+from loadtest.record import Record
+
+
+def record(number: int) -> Record:
+    times = tuple(number + 0.1 * i for i in range(3))
+    stages = {"queue": 1.0, "prefill": 90.0, "transfer": 2.0, "decode": 200.0}
+    return Record(
+        number,
+        "",
+        number - 0.1,
+        number - 0.1,
+        times,
+        times[-1],
+        "ok",
+        "",
+        10,
+        3,
+        3,
+        0,
+        stages,
+        "prefill-0",
+        "decode-0",
+        0,
+        "nixl",
+        640,
+        1,
+        0,
+    )
+
+
+@pytest.fixture
+def campaign() -> Campaign:
+    probes = tuple(
+        Probe("A", rate, seed, tuple(record(i) for i in range(1, 6)), 8.0, variant="input=9") for rate in (1.0, 2.0) for seed in (1, 2)
+    )
+    arms = (Arm("A", {"prefill.replicas": "0"}, "all in one"),)
+    return Campaign(
+        "t", Slo(ttft_s=1.0, itl_p99_s=0.2), 0.5, 0.5, arms, probes, {"input": "9"}, {"engine.threads": 1}, this_machine(), {"bad": 2}
+    )
+
+
+def test_what_is_saved_is_what_is_loaded(campaign: Campaign, tmp_path: Path) -> None:
+    campaign.save(tmp_path)
+    again = Campaign.load(tmp_path)
+    assert again == campaign
+    assert [again.summary(probe) for probe in again.probes] == [campaign.summary(probe) for probe in campaign.probes]
+    assert len(list((tmp_path / "records").glob("*.jsonl"))) == 4
+
+
+def test_records_that_were_cut_off_make_the_run_partial(campaign: Campaign, tmp_path: Path) -> None:
+    campaign.save(tmp_path)
+    file = tmp_path / "records" / "0001.jsonl"
+    file.write_bytes(file.read_bytes()[:-20])
+    again = Campaign.load(tmp_path)
+    assert [bool(probe.partial) for probe in again.probes] == [False, True, False, False] and len(again.probes[1].records) == 4
+
+
+@pytest.mark.parametrize(
+    ("change", "says"),
+    [
+        ({"version": 9}, "version 9"),
+        ({"arms": []}, "does not name: A"),
+        ({"slo": {"ttft": 1}}, "is no campaign"),
+        ({"probes": [{}]}, "is no campaign"),
+    ],
+)
+def test_a_folder_that_holds_none_is_refused(change: dict[str, object], says: str, campaign: Campaign, tmp_path: Path) -> None:
+    campaign.save(tmp_path)
+    file = tmp_path / FILE
+    file.write_text(json.dumps({**json.loads(file.read_text()), **change}))
+    with pytest.raises(CampaignError, match=says):
+        Campaign.load(tmp_path)
+
+
+def test_no_folder_and_no_json_are_refused_by_name(tmp_path: Path) -> None:
+    with pytest.raises(CampaignError, match=r"campaign\.json: No such file"):
+        Campaign.load(tmp_path)
+    (tmp_path / FILE).write_text("{")
+    with pytest.raises(CampaignError, match="is no campaign"):
+        Campaign.load(tmp_path)
