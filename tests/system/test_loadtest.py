@@ -1,0 +1,186 @@
+"""`baton loadtest` as it is typed, against real clusters."""
+
+import asyncio
+import json
+import os
+import signal
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+from live_cluster import Cluster, cluster, toy
+
+from loadtest.campaign import Campaign
+from loadtest.cluster import default_cores
+
+pytestmark = pytest.mark.system
+SHORT = ("--duration", "4", "--warm-up", "0.5", "--cool-down", "0.5", "--output", "6", "--timeout", "20")
+SLO = ("--slo", "ttft=2s,tpot=500ms")
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return toy(tmp_path_factory.mktemp("models") / "toy")
+
+
+@pytest.fixture(scope="module")
+def live(model: Path) -> Iterator[Cluster]:
+    with cluster(model) as running:
+        yield running
+
+
+def loadtest(*arguments: str, env: dict[str, str] | None = None) -> subprocess.CompletedProcess[str]:
+    command = [sys.executable, "-m", "baton", "loadtest", *arguments]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=170, env=env)
+    assert "Traceback" not in done.stderr, done.stderr
+    return done
+
+
+def test_an_endpoint_is_measured_reported_and_drawn_again(live: Cluster, tmp_path: Path) -> None:
+    out = tmp_path / "report"
+    done = loadtest(
+        "run",
+        *SLO,
+        *SHORT,
+        "--address",
+        live.grpc,
+        "--rate",
+        "8",
+        "--input",
+        "64-200",
+        "--turns",
+        "1-3",
+        "--seeds",
+        "1,2",
+        "--out",
+        str(out),
+    )
+    assert done.returncode == 0, done.stderr
+    campaign = Campaign.load(out)
+    assert [probe.seed for probe in campaign.probes] == [1, 2] and not campaign.partial
+    for probe in campaign.probes:
+        told = campaign.summary(probe)
+        assert told.requests == told.completed > 10 and told.attainment == 1.0 and told.output_tokens == 6 * told.requests
+        assert told.handoffs > 0 and told.recomputed_tokens == 0 and told.stages_ms["transfer"].count == told.handoffs
+        # The stages are the router's clock; what is left of the client's time is the network and the client itself.
+        assert told.stage_sum_gap.p50 is not None and told.stage_sum_gap.p50 < 0.25
+        turns = [record for record in probe.records if record.session]
+        assert any(record.cached_tokens for record in turns), "a later turn finds what the one before left"
+    page = (out / "report.html").read_text()
+    assert page.lstrip().startswith("<!doctype html") and len(list(out.glob("*.png"))) >= 4
+    numbers = json.loads((out / "results.json").read_text())
+    assert len(numbers["runs"]) == 2 and numbers["runs"][0]["request_goodput"] > 0
+    again = loadtest("replay", str(out), "--out", str(tmp_path / "again"))
+    assert again.returncode == 0 and (tmp_path / "again" / "report.html").read_text() == page
+    assert loadtest("diff", str(out), str(tmp_path / "again")).returncode == 0
+
+
+@pytest.mark.parametrize(
+    ("arguments", "status", "says"),
+    [
+        (("--slo", "ttft=0s", "--rate", "1"), 2, "must be positive"),
+        (("--slo", "fast=1s", "--rate", "1"), 2, "'fast' is none of"),
+        ((*SLO, "--rate", "0"), 2, "rate: 0 is not above 0"),
+        ((*SLO, "--rate", "1", "--arrivals", "sometimes"), 2, "arrivals"),
+        ((*SLO, "--rate", "1", "--input", "many"), 2, "input"),
+        ((*SLO, "--rate", "1", "--duration", "1"), 2, "nothing is left"),
+        ((*SLO, "--rate", "1", "--trace", "nowhere.jsonl"), 2, "nowhere.jsonl"),
+        ((*SLO, "--rate", "1", "--address", "127.0.0.1:9"), 1, "nobody answers at 127.0.0.1:9"),
+    ],
+)
+def test_bad_input_gets_a_clear_message(live: Cluster, arguments: tuple[str, ...], status: int, says: str, tmp_path: Path) -> None:
+    address = () if "--address" in arguments else ("--address", live.grpc)
+    done = loadtest("run", *arguments, *address, "--out", str(tmp_path / "out"))
+    assert (done.returncode, says in done.stderr) == (status, True), done.stderr
+    assert not (tmp_path / "out").exists() and not done.stdout
+
+
+def test_a_malformed_trace_line_is_named_or_counted(live: Cluster, tmp_path: Path) -> None:
+    trace = tmp_path / "trace.jsonl"
+    trace.write_text(
+        '{"prompt_tokens": 40, "output_tokens": 4}\n{"prompt_tokens": "x", "output_tokens": 4}\n{"prompt_tokens": 50, "output_tokens": 5}\n'
+    )
+    arguments = (
+        "run",
+        *SLO,
+        *SHORT,
+        "--address",
+        live.grpc,
+        "--rate",
+        "2",
+        "--seeds",
+        "1",
+        "--trace",
+        str(trace),
+        "--out",
+        str(tmp_path / "out"),
+    )
+    done = loadtest(*arguments)
+    assert done.returncode == 2 and "trace.jsonl, line 2: prompt_tokens" in done.stderr
+    assert loadtest(*arguments, "--lenient").returncode == 0
+    campaign = Campaign.load(tmp_path / "out")
+    assert sum(campaign.skipped.values()) == 1 and {record.asked_tokens for record in campaign.probes[0].records} == {4, 5}
+
+
+async def test_a_server_that_goes_away_leaves_partial_results(model: Path, tmp_path: Path) -> None:
+    with cluster(model) as doomed:
+        command = [sys.executable, "-m", "baton", "loadtest", "run", *SLO, "--address", doomed.grpc, "--rate", "20", "--seeds", "1,2,3"]
+        options = [
+            "--duration",
+            "20",
+            "--warm-up",
+            "0",
+            "--cool-down",
+            "0",
+            "--output",
+            "4",
+            "--timeout",
+            "5",
+            "--out",
+            str(tmp_path / "out"),
+        ]
+        process = await asyncio.create_subprocess_exec(*command, *options, stderr=subprocess.PIPE)
+        await asyncio.sleep(6)
+        router = doomed.status()["router"]["pid"]
+        os.kill(doomed.pid, signal.SIGSTOP)  # nobody is to start it again
+        os.kill(router, signal.SIGKILL)
+        try:
+            _, stderr = await asyncio.wait_for(process.communicate(), 60)
+        finally:
+            os.kill(doomed.pid, signal.SIGCONT)
+        assert process.returncode == 0 and b"partial: the server is gone" in stderr
+    campaign = Campaign.load(tmp_path / "out")
+    assert "the server is gone" in campaign.partial and len(campaign.probes) == 1
+    outcomes = {record.outcome for record in campaign.probes[0].records}
+    assert "ok" in outcomes and "failed" in outcomes
+    assert "the server is gone" in (tmp_path / "out" / "report.html").read_text()
+
+
+@pytest.mark.skipif(len(default_cores()) < 2, reason="two arms of two workers need two cores")
+def test_arms_are_compared_on_the_same_cores(model: Path, tmp_path: Path) -> None:
+    out, cores = tmp_path / "report", default_cores()[:2]
+    env = {**os.environ, "BATON_STATE_DIR": str(tmp_path / "state"), "BATON_ENGINE_KV_MEMORY_MIB": "64"}
+    done = loadtest(
+        "compare", *SLO, *SHORT, "--model", str(model), "--arms", "colocated,disaggregated", "--rates", "4,8", "--seeds", "1",
+        "--cores", ",".join(map(str, cores)), "--bisections", "0", "--out", str(out), env=env,
+    )  # fmt: skip
+    assert done.returncode == 0, done.stderr
+    assert "the same in every key but their topology" in done.stderr
+    campaign = Campaign.load(out)
+    assert [(probe.arm, probe.rate) for probe in campaign.probes] == [
+        ("colocated", 4),
+        ("colocated", 8),
+        ("disaggregated", 4),
+        ("disaggregated", 8),
+    ]
+    for probe in campaign.probes:
+        told = campaign.summary(probe)
+        assert told.completed == told.requests > 5 and (told.handoffs > 0) == (probe.arm == "disaggregated")
+    first, second = campaign.probes[0], campaign.probes[2]
+    asked = [[(round(r.scheduled, 6), r.prompt_tokens, r.asked_tokens) for r in probe.records] for probe in (first, second)]
+    assert asked[0] == asked[1], "both arms see the same requests at the same moments"
+    assert campaign.config["engine.threads"] == 1 and "prefill.replicas" not in campaign.config
+    refused = loadtest("compare", *SLO, "--model", str(model), "--rates", "1", "--cores", "0,4096", "--out", str(tmp_path / "no"), env=env)
+    assert refused.returncode == 1 and "cores: [4096] cannot be used" in refused.stderr
