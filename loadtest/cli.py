@@ -152,7 +152,10 @@ def compare(
 
 
 @app.command()
-def replay(folder: Annotated[Path, typer.Argument(help="Folder with campaign.json and records.")], out_: Out | None = None) -> None:
+def replay(
+    folder: Annotated[Path, typer.Argument(help="Folder with campaign.json and records.")],
+    out_: Annotated[Path | None, typer.Option("--out", help="Another folder for the report.")] = None,
+) -> None:
     """Draw a report again from its raw records."""
     from loadtest.campaign import Campaign
 
@@ -171,9 +174,11 @@ def diff(one: Path, other: Path) -> None:
 
 
 def _report(campaign: "Campaign", folder: Path) -> None:
+    from loadtest.campaign import Campaign
     from loadtest.report import console_table, draw
 
     campaign.save(folder)
+    campaign = Campaign.load(folder)  # the file's numbers are rounded: what is told now is what a replay tells
     draw(campaign, folder)
     out.print(console_table(campaign))
     if campaign.partial:

@@ -151,9 +151,7 @@ async def compare_arms(plan: Plan, comparison: Comparison, note: Callable[[str],
     try:
         for value in values:
             chunk = int(value) if key == "chunk" else comparison.chunk
-            varied = (
-                plan.workload if key in ("", "chunk") else replace(plan.workload, **{key: float(value) if key == "hit_rate" else value})
-            )
+            varied = _vary(plan.workload, key, value)
             arms = make_arms(comparison.arms, comparison.hardware, comparison.ratio, chunk)
             all_arms |= {arm.name: arm for arm in arms}
             config = check_equal(arms, common, comparison.hardware)

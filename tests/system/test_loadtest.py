@@ -151,6 +151,7 @@ async def test_a_server_that_goes_away_leaves_partial_results(model: Path, tmp_p
         finally:
             os.kill(doomed.pid, signal.SIGCONT)
         assert process.returncode == 0 and b"partial: the server is gone" in stderr
+        await asyncio.to_thread(doomed.wait, lambda: len(doomed.workers()) == 2)
     campaign = Campaign.load(tmp_path / "out")
     assert "the server is gone" in campaign.partial and len(campaign.probes) == 1
     outcomes = {record.outcome for record in campaign.probes[0].records}
