@@ -121,6 +121,28 @@ def goodput_against_rate(results: Results) -> Drawn | str:
     return Drawn(figure, f"{spread}; a star marks the largest goodput at {percent(ATTAINMENT)} attainment{hollow}.")
 
 
+@mpl.rc_context(STYLE)
+def best_of_each_variant(parts: Mapping[str, Results]) -> Figure:
+    """Of a campaign that varies a parameter: where one arm stops being the better one is a crossover, too."""
+    figure = Figure(figsize=(WIDTH, 4.8))
+    axes = figure.subplots()
+    places = np.arange(len(parts), dtype=float)
+    arms = list(dict.fromkeys(arm for results in parts.values() for arm in results.arms))
+    for i, (arm, look) in enumerate(_looks(arms).items()):
+        tops = [best(results, arm).goodput for results in parts.values()]
+        shift = 0.03 * (i - (len(arms) - 1) / 2)
+        bars = [top.half_width or 0.0 for top in tops]
+        means = [top.mean or 0.0 for top in tops]
+        axes.errorbar(
+            places + shift, means, bars, color=look.colour, marker=look.marker, linestyle=look.line, capsize=3, label=_short(arm)
+        )
+    axes.set_xticks(places, list(parts))
+    axes.set(xlabel="varied parameter", ylabel=f"largest goodput at {percent(ATTAINMENT)} attainment (requests/s)")
+    axes.set_ylim(bottom=0)
+    _legend(axes)
+    return figure
+
+
 def latency_throughput_knee(results: Results) -> Drawn | str:
     limits, figure = results.campaign.slo.limits, Figure(figsize=(WIDTH, 4.8))
     numbers: list[tuple[str, Callable[[Summary], float | None]]] = [

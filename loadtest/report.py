@@ -23,7 +23,7 @@ from loadtest.compare import ATTAINMENT
 from loadtest.metrics import MAX_LAG_S, Estimate, Summary
 from loadtest.verdict import Point, Results, Run, Verdict, by_variant, miss_text, percent, verdict_of, with_interval
 
-PAGE, NUMBERS = "report.html", "results.json"
+PAGE, NUMBERS, OVERVIEW = "report.html", "results.json", "variants.png"
 NONE = "-"
 
 
@@ -88,9 +88,14 @@ def draw(campaign: Campaign, folder: Path) -> Path:
             (folder / name).write_bytes(content)
             shown.append({"name": name, "title": picture.title, "caption": made.caption, "data": base64.b64encode(content).decode()})
         drawn.append({"part": part, "shown": shown, "missing": missing})
+    overview = ""
+    if len(parts) > 1:
+        content = pictures.png(pictures.best_of_each_variant({part.variant: part.results for part in parts}))
+        (folder / OVERVIEW).write_bytes(content)
+        overview = base64.b64encode(content).decode()
     (folder / NUMBERS).write_text(json.dumps(as_json(campaign, parts), indent=2, allow_nan=False) + "\n")
     page = folder / PAGE
-    page.write_text(_page(campaign, drawn))
+    page.write_text(_page(campaign, drawn, overview))
     return page
 
 
@@ -231,7 +236,7 @@ def flat(told: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, str]]
             yield f"{prefix}{key}", value if isinstance(value, str) else json.dumps(value, default=str)
 
 
-def _page(campaign: Campaign, drawn: Sequence[Mapping[str, Any]]) -> str:
+def _page(campaign: Campaign, drawn: Sequence[Mapping[str, Any]], overview: str) -> str:
     loader = FileSystemLoader(Path(__file__).parent)
     environment = Environment(loader=loader, autoescape=True, undefined=StrictUndefined, trim_blocks=True, lstrip_blocks=True)
     keys = list(dict.fromkeys(key for arm in campaign.arms for key in arm.topology))
@@ -240,6 +245,7 @@ def _page(campaign: Campaign, drawn: Sequence[Mapping[str, Any]]) -> str:
     return environment.get_template("report.html.jinja").render(
         campaign=campaign,
         drawn=drawn,
+        overview=overview,
         header=header(COLUMNS),
         row=lambda point: row(point, COLUMNS),
         with_interval=with_interval,

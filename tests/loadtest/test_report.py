@@ -432,7 +432,9 @@ def test_numbers_of_one_run_are_at_the_top_as_in_vllm() -> None:
 
 def test_each_variant_has_pictures_of_its_own(tmp_path: Path) -> None:
     draw(campaign([counted("a", 2, 0, 0, 20, variant=variant) for variant in ("input=8", "../16")]), tmp_path)
-    assert sorted(file.name for file in tmp_path.glob("*.png")) == ["goodput-1.png", "goodput-2.png", "misses-1.png", "misses-2.png"]
+    assert sorted(file.name for file in tmp_path.glob("*.png")) == [
+        "goodput-1.png", "goodput-2.png", "misses-1.png", "misses-2.png", "variants.png",
+    ]  # fmt: skip
 
 
 def test_numbers_of_a_campaign_are_by_run(page: Path, crossing: Campaign) -> None:
