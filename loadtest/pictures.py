@@ -133,9 +133,7 @@ def best_of_each_variant(parts: Mapping[str, Results]) -> Figure:
         shift = 0.03 * (i - (len(arms) - 1) / 2)
         bars = [top.half_width or 0.0 for top in tops]
         means = [top.mean or 0.0 for top in tops]
-        axes.errorbar(
-            places + shift, means, bars, color=look.colour, marker=look.marker, linestyle=look.line, capsize=3, label=_short(arm)
-        )
+        axes.errorbar(places + shift, means, bars, color=look.colour, marker=look.marker, linestyle=look.line, capsize=3, label=_short(arm))
     axes.set_xticks(places, list(parts))
     axes.set(xlabel="varied parameter", ylabel=f"largest goodput at {percent(ATTAINMENT)} attainment (requests/s)")
     axes.set_ylim(bottom=0)
