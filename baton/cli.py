@@ -45,7 +45,10 @@ out, err = (
 FREE = {"allow_extra_args": True, "ignore_unknown_options": True}
 DETACH_WITHIN_S = 150.0
 SHIPPED = Path(__file__).resolve().parents[1] / "models" / "tale"
-TRY = "Once upon a time there was a fox who lived near the river and wanted to see the sea"  # long enough for a handoff
+TRY = (  # long enough for a handoff
+    "Once upon a time there was a fox who lived near the river and wanted to see the sea."
+    " The fox was called Pim, and everybody knew that he was very brave. His best friend was Ida the owl."
+)
 DOWN_WITHIN_S = 60.0
 CHAT_TEMPERATURE = 0.5
 
@@ -291,7 +294,7 @@ def _banner(config: Config, running: state.ClusterState) -> None:
     err.print(f"gRPC   {running.endpoints['grpc']}   (baton.v1.Generation/Generate)")
     err.print(f"admin  {running.endpoints['admin']}")
     err.print(f"logs   {running.log_dir}")
-    err.print(f'try    baton generate "{TRY}" --max-tokens 40 --trace{named}')
+    err.print(f'try    baton generate "{TRY}" --max-tokens 60 --trace{named}', soft_wrap=True)
     err.print("[dim]Ctrl-C ends it[/]")
 
 
