@@ -30,6 +30,8 @@ class Echo(generation_pb2_grpc.GenerationServicer):
     def Generate(self, request: pb.GenerateRequest, context: grpc.ServicerContext) -> Iterator[pb.GenerateResponse]:
         self.asked.append(request)
         said = request.chat.messages[-1].content
+        if said == "hang":  # before the first token: whoever has read one may cancel at once, and nothing runs here after that
+            context.add_callback(self.cancelled.set)
         if said == "refuse":
             context.abort_with_status(rpc_status.to_status(to_status(BatonError(Reason.CONTEXT_LENGTH, "too long"))))
         for i, text in enumerate((said[:2], said[2:4])):
@@ -37,9 +39,7 @@ class Echo(generation_pb2_grpc.GenerationServicer):
         if said == "break":
             context.abort_with_status(rpc_status.to_status(to_status(BatonError(Reason.RETRIES_SPENT, "no worker came back"))))
         if said == "hang":
-            if context.add_callback(self.cancelled.set):  # not if it is over already
-                self.cancelled.wait(30)
-            self.cancelled.set()
+            self.cancelled.wait(30)
         length = sum(len(message.content) for message in request.chat.messages)
         yield pb.GenerateResponse(
             finished=pb.Finished(

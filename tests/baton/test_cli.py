@@ -53,13 +53,14 @@ class Answers(generation_pb2_grpc.GenerationServicer, worker_pb2_grpc.AdminServi
         if request.text == "refuse":
             error = BatonError(Reason.INVALID_FIELD, "max_tokens: must be at least 1", (Violation("max_tokens", "must be at least 1"),))
             context.abort_with_status(rpc_status.to_status(to_status(error)))
+        if request.text == "hang":  # before the first token: whoever has read one may cancel at once, and nothing runs here after that
+            context.add_callback(self.cancelled.set)
         yield pb.GenerateResponse(accepted=pb.Accepted(request_id="r"))
         for i, text in enumerate(TEXT):
             yield pb.GenerateResponse(tokens=pb.Tokens(tokens=[pb.Token(index=i, id=i + 5, text=text)]))
             if request.text == "break" and i == 1:
                 context.abort_with_status(rpc_status.to_status(to_status(BatonError(Reason.RETRIES_SPENT, "no worker came back"))))
         if request.text == "hang":
-            context.add_callback(self.cancelled.set)
             self.cancelled.wait(30)
         yield pb.GenerateResponse(
             finished=pb.Finished(
