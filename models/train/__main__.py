@@ -36,7 +36,7 @@ def main() -> None:
 
     for recipe in RECIPES.values():
         if arguments.only in (None, recipe.name):
-            teacher = card.load(arguments.out / recipe.teacher) if recipe.teacher else None
+            teacher = card.load(arguments.out / recipe.teacher).to(device) if recipe.teacher else None
             tokens = arguments.tokens or recipe.tokens
             model = _train(recipe, tokens, tokenizer, arguments.work / recipe.name, device, teacher)
             export(model.cpu(), recipe, tokenizer, arguments.out / recipe.name)
