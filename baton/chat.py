@@ -41,14 +41,12 @@ class Conversation:
         begin = [{"role": "system", "content": self.system}] if self.system else []
         question = {"role": "user", "content": text}
         asked = time.monotonic()
-        written, first = 0, None
+        first = None
         with self.client.generate(messages=[*begin, *self.turns, question], **self.sampling) as stream:
-            for token in stream:
+            for piece in stream.texts():
                 first = first or time.monotonic()
-                written += len(token.text)
-                yield token.text
+                yield piece
             result = stream.result
-        yield result.text[written:]
         self.last, self.first_token_s = result, (first or time.monotonic()) - asked
         self.turns += [question, {"role": "assistant", "content": result.text}]
 

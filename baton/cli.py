@@ -139,13 +139,12 @@ def generate(
             Client(address or state.need(name).endpoints["grpc"]) as client,
             _ask(client, prompt, chat, timeout_s=timeout, **sampling) as stream,
         ):
-            written = 0
-            for token in stream:
+            for piece in stream.texts():
                 if not as_json:
-                    written += sys.stdout.write(token.text)
+                    sys.stdout.write(piece)
                     sys.stdout.flush()
             result = stream.result
-        print(json.dumps(asdict(result), ensure_ascii=False) if as_json else result.text[written:])
+        print(json.dumps(asdict(result), ensure_ascii=False) if as_json else "")
         if trace:
             err.print(view.trace(result))
 

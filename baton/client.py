@@ -85,6 +85,7 @@ class _Assembly:
     texts: list[str] = field(default_factory=list)
     token_ids: list[int] = field(default_factory=list)
     request_id: str = ""
+    held_back: str = ""
     result: Result | None = None
 
     def take(self, response: pb.GenerateResponse) -> list[Token]:
@@ -97,6 +98,7 @@ class _Assembly:
                 self.token_ids += [token.id for token in tokens]
                 return tokens
             case "finished":
+                self.held_back = response.finished.text
                 self.result = self._finish(response.finished)
         return []
 
@@ -144,6 +146,12 @@ class Stream(_Stream):
                 yield from self._assembly.take(response)
         except grpc.RpcError as error:
             raise to_error(error) from None
+
+    def texts(self) -> Iterator[str]:
+        """The same as text alone, and at the end what was held back: all pieces together are the answer. Raises GenerateError."""
+        for token in self:
+            yield token.text
+        yield self._assembly.held_back
 
     def __enter__(self) -> Self:
         return self

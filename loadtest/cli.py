@@ -225,10 +225,9 @@ async def _show(slo: "Slo", duration_s: float, running: "asyncio.Task[Any]", liv
 
 def _numbers(field: str, text: str) -> tuple[float, ...]:
     try:
-        numbers = tuple(float(part) for part in text.split(","))
+        return tuple(float(part) for part in text.split(","))
     except ValueError:
         raise ValueError(f"{field}: {text!r} is not a list of numbers") from None
-    return numbers
 
 
 def _positive(field: str, number: float) -> float:

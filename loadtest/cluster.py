@@ -25,6 +25,11 @@ class ClusterError(RuntimeError):
     """A cluster that did not start, or arms that are not comparable; the text says what to look at."""
 
 
+def default_cores() -> tuple[int, ...]:
+    """All that this process may use."""
+    return tuple(sorted(os.sched_getaffinity(0))) if hasattr(os, "sched_getaffinity") else tuple(range(os.cpu_count() or 1))
+
+
 @dataclass(frozen=True, slots=True)
 class Hardware:
     """What every arm gets, whole: each worker computes on `threads` cores of its own."""
@@ -34,9 +39,9 @@ class Hardware:
 
     def __post_init__(self) -> None:
         """Raises ClusterError: more cores than this process may use, or a number that workers of `threads` cores do not fill."""
-        allowed = os.sched_getaffinity(0) if hasattr(os, "sched_getaffinity") else set(range(os.cpu_count() or 1))
-        if missing := sorted(set(self.cores) - allowed):
-            raise ClusterError(f"cores: {missing} cannot be used; this machine offers {sorted(allowed)}")
+        allowed = default_cores()
+        if missing := sorted(set(self.cores) - set(allowed)):
+            raise ClusterError(f"cores: {missing} cannot be used; this machine offers {list(allowed)}")
         if self.threads < 1 or len(self.cores) % self.threads or not self.cores:
             raise ClusterError(f"threads: workers of {self.threads} cores do not fill {len(self.cores)} cores")
 
@@ -135,8 +140,3 @@ class RunningCluster:
 def _baton(*arguments: str, timeout_s: float = 60.0) -> subprocess.CompletedProcess[str]:
     command = [sys.executable, "-m", "baton", *arguments]
     return subprocess.run(command, capture_output=True, text=True, timeout=timeout_s, stdin=subprocess.DEVNULL)
-
-
-def default_cores() -> tuple[int, ...]:
-    """All that this process may use."""
-    return tuple(sorted(os.sched_getaffinity(0))) if hasattr(os, "sched_getaffinity") else tuple(range(os.cpu_count() or 1))

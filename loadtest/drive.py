@@ -8,7 +8,7 @@ How late the generator itself was is part of each record, and a run in which it 
 import asyncio
 import gc
 import itertools
-from collections.abc import AsyncIterator, Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from time import perf_counter
@@ -161,7 +161,8 @@ class _Loop:
             said += answer.tokens
 
     async def _request(self, due: float, item: Item, prompt: list[int]) -> Answer:
-        number, sent, times = next(self._numbers), self._now(), []  # type: int, float, list[float]
+        number, sent = next(self._numbers), self._now()
+        times: list[float] = []
 
         def on_tokens(count: int) -> None:
             times.extend([self._now()] * count)
@@ -211,10 +212,3 @@ def _no_collection() -> Any:
         yield
     finally:
         gc.enable()
-
-
-async def ticks(every_s: float, until: "asyncio.Future[Any] | asyncio.Task[Any]") -> AsyncIterator[None]:
-    """For a display: now and then until the run is over."""
-    while not until.done():
-        yield
-        await asyncio.wait({until}, timeout=every_s)

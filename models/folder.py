@@ -8,12 +8,12 @@ from typing import Any
 
 from tokenizers import Tokenizer
 
+from engine.fingerprint import SUMS
 from models.train.corpus import BOS, CHAT_TEMPLATE, EOS, SPECIAL
 
 BOS_ID, EOS_ID = SPECIAL.index(BOS), SPECIAL.index(EOS)
 RMS_NORM_EPS = 1e-5
 ROPE_THETA = 10000.0
-SUMS = "SHA256SUMS"
 
 
 @dataclass(frozen=True, slots=True)

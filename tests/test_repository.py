@@ -21,7 +21,7 @@ ARROWS = {
     "router": {"engine.block_key", "engine.sampling", "cluster", "baton.v1"},
     "baton": {"baton", "cluster", "engine", "kvtransfer", "loadtest.cli"},
     "loadtest": {"baton"},
-    "models": set(),
+    "models": {"engine.fingerprint"},
 }
 # Heavy third parties and the only places that may import them.
 HOMES = {

@@ -34,23 +34,24 @@ def write(folder: Path, draft_folder: Path, runs: dict[str, Run]) -> None:
     """`results.json`, `loss.png`, `recall.png`, `samples.md` and `README.md` in `folder`, a short README.md in `draft_folder`."""
     tokenizer = Tokenizer.from_file(str(folder / "tokenizer.json"))
     model, draft = load(folder), load(draft_folder)
+    models = {folder.name: model, draft_folder.name: draft}
     print("held-out loss")
-    losses = {name: evaluate.held_out_loss(m, tokenizer) for name, m in ((folder.name, model), (draft_folder.name, draft))}
+    losses = {name: evaluate.held_out_loss(m, tokenizer) for name, m in models.items()}
     agreement = evaluate.agreement(draft, model, tokenizer)
     recalls: list[dict[str, float]] = []
     for distance in evaluate.DISTANCES:
         row: dict[str, float] = {"distance": distance}
-        for name, m in ((folder.name, model), (draft_folder.name, draft)):
+        for name, m in models.items():
             row[name], row["measured_distance"] = evaluate.recall(m, tokenizer, distance)
         print(row)
         recalls.append(row)
     results: dict[str, Any] = {
         "losses": {n: {"nats": x.all, "perplexity": x.perplexity, "own": x.assistant, "tokens": x.tokens} for n, x in losses.items()},
         "agreement": agreement,
-        "sums": {name: evaluate.sums(m, tokenizer) for name, m in ((folder.name, model), (draft_folder.name, draft))},
+        "sums": {name: evaluate.sums(m, tokenizer) for name, m in models.items()},
         "recall": recalls,
         "training": {n: {"tokens": r.tokens, "seconds": r.seconds, "rounds": r.round} for n, r in runs.items()},
-        "parameters": {name: sum(p.numel() for p in m.parameters()) for name, m in ((folder.name, model), (draft_folder.name, draft))},
+        "parameters": {name: sum(p.numel() for p in m.parameters()) for name, m in models.items()},
         "machine": {
             "processor": _processor(),
             "threads": torch.get_num_threads(),
