@@ -98,7 +98,9 @@ def compare(
     model: Annotated[
         str, typer.Option(help="Folder of a checkpoint; heavy: a seeded random one of 85 M parameters, made on the first use.")
     ] = "heavy",
-    arms: Annotated[str, typer.Option(help="Of colocated, unchunked, disaggregated, bypass.")] = "colocated,unchunked,disaggregated,bypass",
+    arms: Annotated[
+        str, typer.Option(help="Of colocated, unchunked, disaggregated, bypass; colocated@64: with its own chunk.")
+    ] = "colocated,unchunked,disaggregated,bypass",
     cores: Annotated[str | None, typer.Option(help="Cores that every arm gets, whole: 0,1. All by default.")] = None,
     threads: Annotated[int, typer.Option(help="Cores of one worker.")] = 1,
     ratio: Annotated[str, typer.Option(help="Prefill to decode workers of the arms that have both.")] = "1:1",

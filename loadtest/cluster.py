@@ -51,9 +51,10 @@ class Hardware:
 
 
 def make_arms(names: Sequence[str], hardware: Hardware, ratio: tuple[int, int], chunk: int) -> tuple[Arm, ...]:
-    """The arms by name, all on the same cores. `ratio`: prefill to decode workers; `chunk`: tokens of a prompt in one step at most.
+    """The arms by name, all on the same cores. `ratio`: prefill to decode workers; `chunk`: tokens in one step at most, of arms whose
+    name does not say its own: `colocated@64`.
 
-    Raises ClusterError for an unknown name or a ratio that the workers cannot be split by.
+    Raises ClusterError for an unknown name, a chunk that is no number, or a ratio that the workers cannot be split by.
     """
     n, (prefill_share, decode_share) = hardware.workers, ratio
     whole = {"prefill.replicas": "0", "decode.replicas": str(n), "decode.cores": str(list(hardware.cores))}
@@ -65,27 +66,29 @@ def make_arms(names: Sequence[str], hardware: Hardware, ratio: tuple[int, int], 
         "prefill.cores": str(list(hardware.cores[: prefill * hardware.threads])),
         "decode.cores": str(list(hardware.cores[prefill * hardware.threads :])),
     }
-    size, pair = {"engine.max_num_batched_tokens": str(chunk)}, f"{prefill}:{n - prefill}"
+    pair = f"{prefill}:{n - prefill}"
     known = {
-        "colocated": Arm("colocated", {**whole, **size}, f"{n} workers that do both, prompts in chunks of {chunk} tokens among decodes"),
-        "unchunked": Arm(
-            "unchunked", {**whole, "engine.max_num_batched_tokens": str(UNCHUNKED)}, f"{n} workers that do both, a prompt in one step"
-        ),
-        "disaggregated": Arm(
-            "disaggregated", {**split, **size, "router.bypass_tokens": "0"}, f"{pair} prefill and decode workers, every prompt handed over"
-        ),
-        "bypass": Arm(
-            "bypass",
-            {**split, **size, "router.bypass_tokens": str(BYPASS_TOKENS)},
+        "colocated": (whole, f"{n} workers that do both, prompts in chunks of {{}} tokens among decodes"),
+        "unchunked": (whole, f"{n} workers that do both, a prompt in one step"),
+        "disaggregated": ({**split, "router.bypass_tokens": "0"}, f"{pair} prefill and decode workers, every prompt handed over"),
+        "bypass": (
+            {**split, "router.bypass_tokens": str(BYPASS_TOKENS)},
             f"{pair} prefill and decode workers, prompts with up to {BYPASS_TOKENS} uncached tokens stay on the decode worker",
         ),
     }
+    arms: list[Arm] = []
     for name in names:
-        if name not in known:
+        kind, _, own = name.partition("@")
+        if kind not in known:
             raise ClusterError(f"arms: {name!r} is none of {', '.join(known)}")
-        if name in ("disaggregated", "bypass") and (min(ratio) < 1 or (n * prefill_share) % shares):
+        if own and (not own.isdigit() or kind == "unchunked"):
+            raise ClusterError(f"arms: {name!r}: after @ stands the number of tokens in one step, of an arm that works in chunks")
+        if kind in ("disaggregated", "bypass") and (min(ratio) < 1 or (n * prefill_share) % shares):
             raise ClusterError(f"ratio: {n} workers cannot be split {prefill_share}:{decode_share}")
-    return tuple(known[name] for name in names)
+        topology, words = known[kind]
+        size = UNCHUNKED if kind == "unchunked" else int(own or chunk)
+        arms.append(Arm(name, {**topology, "engine.max_num_batched_tokens": str(size)}, words.format(size)))
+    return tuple(arms)
 
 
 def flags(settings: Mapping[str, str]) -> list[str]:

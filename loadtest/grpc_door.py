@@ -13,17 +13,24 @@ GRACE_S = 1.0  # the server is to keep the deadline; past this the generator doe
 
 
 class GrpcDoor:
-    """Greedy, and past any end-of-sequence token: each request gets exactly as many tokens as the workload says."""
+    """Greedy, and past any end-of-sequence token: each request gets exactly as many tokens as the workload says. Only requests with
+    the same `salt` share cached prefixes."""
 
-    def __init__(self, address: str) -> None:
+    def __init__(self, address: str, salt: str = "") -> None:
         self._client = AsyncClient(address)
+        self._salt = salt
 
     async def ask(self, prompt: Sequence[int], output_tokens: int, timeout_s: float, on_tokens: Callable[[int], None]) -> Answer:
         tokens: list[int] = []
         try:
             async with asyncio.timeout(timeout_s + GRACE_S):
                 stream = self._client.generate(
-                    token_ids=prompt, max_tokens=output_tokens, temperature=0.0, ignore_eos=True, timeout_s=timeout_s
+                    token_ids=prompt,
+                    max_tokens=output_tokens,
+                    temperature=0.0,
+                    ignore_eos=True,
+                    timeout_s=timeout_s,
+                    cache_salt=self._salt,
                 )
                 async with stream:
                     async for token in stream:

@@ -3,6 +3,7 @@
 import asyncio
 import math
 import random
+import secrets
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, replace
 from functools import partial
@@ -157,7 +158,7 @@ async def compare_arms(plan: Plan, comparison: Comparison, note: Callable[[str],
             config = check_equal(arms, common, comparison.hardware)
             note(f"{', '.join(all_arms)}: the same in every key but their topology, {len(comparison.hardware.cores)} cores each")
             for seed, arm in abba(arms, plan.seeds):
-                async with RunningCluster({**common, **arm.topology}, f"loadtest-{arm.name}") as address:
+                async with RunningCluster({**common, **arm.topology}, "loadtest") as address:
                     await warm_up(address, plan.timeout_s)
                     measure = partial(notes.measure, plan, varied, address, arm.name, seed=seed, variant=f"{key}={value}" if key else "")
                     await measure_arm(
@@ -200,7 +201,8 @@ class _Notes:
         items, skipped = load.items(rate, seed)
         self.skipped |= skipped
         live = Live()
-        async with GrpcDoor(address) as door:
+        # A salt of its own: prompts of the run before, which may be the same ones, are not found in the caches.
+        async with GrpcDoor(address, salt=secrets.token_hex(8)) as door:
             times = load.times(rate, seed, items)
             run = asyncio.create_task(drive(items, times, door, duration_s=load.duration_s, timeout_s=plan.timeout_s, live=live))
             try:

@@ -81,6 +81,13 @@ def test_arms_are_equal_but_for_the_topology() -> None:
     assert replicas == {"colocated": ("0", "2"), "unchunked": ("0", "2"), "disaggregated": ("1", "1"), "bypass": ("1", "1")}
 
 
+def test_an_arm_may_have_a_chunk_of_its_own() -> None:
+    chunks = {
+        arm.name: arm.topology["engine.max_num_batched_tokens"] for arm in make_arms(("colocated", "colocated@64"), HARDWARE, (1, 1), 128)
+    }
+    assert chunks == {"colocated": "128", "colocated@64": "64"}
+
+
 def test_arms_that_differ_in_more_cannot_be_compared() -> None:
     good, other = make_arms(("colocated", "disaggregated"), HARDWARE, (1, 1), 128)
     faster = Arm("faster", {**other.topology, "engine.max_num_seqs": "128"})
@@ -101,6 +108,9 @@ def test_impossible_hardware_and_arms_are_refused() -> None:
         Hardware(HARDWARE.cores, 3)
     with pytest.raises(ClusterError, match="'fast' is none of"):
         make_arms(("fast",), HARDWARE, (1, 1), 128)
+    for name in ("colocated@many", "unchunked@64"):
+        with pytest.raises(ClusterError, match="after @"):
+            make_arms((name,), HARDWARE, (1, 1), 128)
     for ratio in ((2, 1), (0, 1), (1, 0)):
         with pytest.raises(ClusterError, match="cannot be split"):
             make_arms(("disaggregated",), HARDWARE, ratio, 128)

@@ -14,6 +14,7 @@ from live_cluster import Cluster, cluster, toy
 
 from loadtest.campaign import Campaign
 from loadtest.cluster import default_cores
+from loadtest.grpc_door import GrpcDoor
 
 pytestmark = pytest.mark.system
 SHORT = ("--duration", "4", "--warm-up", "0.5", "--cool-down", "0.5", "--output", "6", "--timeout", "20")
@@ -75,6 +76,16 @@ def test_an_endpoint_is_measured_reported_and_drawn_again(live: Cluster, tmp_pat
     again = loadtest("replay", str(out), "--out", str(tmp_path / "again"))
     assert again.returncode == 0 and (tmp_path / "again" / "report.html").read_text() == page
     assert loadtest("diff", str(out), str(tmp_path / "again")).returncode == 0
+
+
+async def test_a_run_finds_nothing_cached_that_another_left(live: Cluster) -> None:
+    async def cached(salt: str) -> int:
+        async with GrpcDoor(live.grpc, salt) as door:
+            return (await door.ask([11] * 64, 2, 30.0, lambda count: None)).cached_tokens
+
+    assert await cached("one run") == 0
+    assert await cached("one run") > 0, "within a run prefixes are shared"
+    assert await cached("another") == 0
 
 
 @pytest.mark.parametrize(
