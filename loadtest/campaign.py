@@ -10,8 +10,8 @@ import json
 import os
 import platform
 import sys
-from collections.abc import Iterator, Mapping
-from dataclasses import asdict, dataclass, field
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import asdict, dataclass, field, replace
 from datetime import UTC, datetime
 from importlib import metadata
 from pathlib import Path
@@ -125,6 +125,33 @@ class Campaign:
             raise CampaignError(f"{file}: {error.strerror or error}") from None
         except (KeyError, TypeError, json.JSONDecodeError) as error:
             raise CampaignError(f"{file}: is no campaign: {type(error).__name__} {error}") from None
+
+
+SAME = ("slo", "warm_up_s", "cool_down_s", "workload", "config")
+OWN = ("load_before", "when")  # of the machine: what every campaign has for itself
+
+
+def merge(campaigns: Sequence[Campaign]) -> Campaign:
+    """Parts of one campaign, measured apart (other seeds, rates, arms), as one. Raises CampaignError for what does not belong together."""
+    first, *others = campaigns
+    arms = {arm.name: arm for arm in first.arms}
+    for other in others:
+        different = [name for name in SAME if getattr(other, name) != getattr(first, name)]
+        different += ["machine"] if _lasting(other.machine) != _lasting(first.machine) else []
+        different += [f"arm {arm.name}" for arm in other.arms if arms.setdefault(arm.name, arm) != arm]
+        if different:
+            raise CampaignError(f"these campaigns are no parts of one: they differ in {', '.join(different)}")
+    return replace(
+        first,
+        arms=tuple(arms.values()),
+        probes=tuple(probe for campaign in campaigns for probe in campaign.probes),
+        skipped={reason: count for campaign in campaigns for reason, count in campaign.skipped.items()},
+        partial="; ".join(filter(None, dict.fromkeys(campaign.partial for campaign in campaigns))),
+    )
+
+
+def _lasting(machine: Mapping[str, Any]) -> dict[str, Any]:
+    return {name: value for name, value in machine.items() if name not in OWN}
 
 
 _PROBE_FIELDS = ("arm", "rate", "seed", "duration_s", "why", "variant", "partial")

@@ -99,7 +99,7 @@ def compare(
         str, typer.Option(help="Folder of a checkpoint; heavy: a seeded random one of 85 M parameters, made on the first use.")
     ] = "heavy",
     arms: Annotated[
-        str, typer.Option(help="Of colocated, unchunked, disaggregated, bypass; colocated@64: with its own chunk.")
+        str, typer.Option(help="Of colocated, unchunked, static, dynamic, disaggregated, bypass; colocated@64: with its own chunk.")
     ] = "colocated,unchunked,disaggregated,bypass",
     cores: Annotated[str | None, typer.Option(help="Cores that every arm gets, whole: 0,1. All by default.")] = None,
     threads: Annotated[int, typer.Option(help="Cores of one worker.")] = 1,
@@ -155,14 +155,16 @@ def compare(
 
 @app.command()
 def replay(
-    folder: Annotated[Path, typer.Argument(help="Folder with campaign.json and records.")],
+    folders: Annotated[list[Path], typer.Argument(help="Folder with campaign.json and records; several: parts of one campaign.")],
     out_: Annotated[Path | None, typer.Option("--out", help="Another folder for the report.")] = None,
 ) -> None:
     """Draw a report again from its raw records."""
-    from loadtest.campaign import Campaign
+    from loadtest.campaign import Campaign, merge
 
     with _failing():
-        _report(Campaign.load(folder), out_ or folder)
+        if len(folders) > 1 and out_ is None:
+            raise ValueError("out: parts of a campaign become a report in a folder of its own")
+        _report(merge([Campaign.load(folder) for folder in folders]), out_ or folders[0])
 
 
 @app.command()

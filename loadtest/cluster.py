@@ -15,7 +15,15 @@ UP_WITHIN_S = 180.0
 DOWN_WITHIN_S = 90.0
 # Keys in which arms may differ; in any other they may not.
 TOPOLOGY = frozenset(
-    {"prefill.replicas", "decode.replicas", "prefill.cores", "decode.cores", "router.bypass_tokens", "engine.max_num_batched_tokens"}
+    {
+        "prefill.replicas",
+        "decode.replicas",
+        "prefill.cores",
+        "decode.cores",
+        "router.bypass_tokens",
+        "engine.max_num_batched_tokens",
+        "engine.batching",
+    }
 )
 BYPASS_TOKENS = 128
 UNCHUNKED = 1_048_576  # tokens in one step: any prompt is one chunk
@@ -70,6 +78,8 @@ def make_arms(names: Sequence[str], hardware: Hardware, ratio: tuple[int, int], 
     known = {
         "colocated": (whole, f"{n} workers that do both, prompts in chunks of {{}} tokens among decodes"),
         "unchunked": (whole, f"{n} workers that do both, a prompt in one step"),
+        "static": ({**whole, "engine.batching": "static"}, f"{n} workers that do both, in full batches that nobody joins"),
+        "dynamic": ({**whole, "engine.batching": "dynamic"}, f"{n} workers that do both, in batches that nobody joins"),
         "disaggregated": ({**split, "router.bypass_tokens": "0"}, f"{pair} prefill and decode workers, every prompt handed over"),
         "bypass": (
             {**split, "router.bypass_tokens": str(BYPASS_TOKENS)},
@@ -130,7 +140,8 @@ class RunningCluster:
 
     async def __aenter__(self) -> str:
         """The gRPC address. Raises ClusterError."""
-        arguments = ["up", "--detach", "--name", self._name, "--router.port", "0", "--router.admin-port", "0", *flags(self._settings)]
+        ports = ("--router.port", "0", "--router.admin-port", "0", "--router.http-port", "0")
+        arguments = ["up", "--detach", "--name", self._name, *ports, *flags(self._settings)]
         done = await asyncio.to_thread(_baton, *arguments, timeout_s=UP_WITHIN_S)
         if done.returncode:
             raise ClusterError(done.stderr.strip())

@@ -9,6 +9,7 @@ from loadtest.drive import NO_SERVER, Answer, Outcome
 
 STAGES = ("queue", "prefill", "transfer", "decode", "prefill_wait", "prefill_compute", "read", "verify")
 REFUSALS = ("RESOURCE_EXHAUSTED", "INVALID_ARGUMENT", "FAILED_PRECONDITION", "UNAUTHENTICATED", "PERMISSION_DENIED", "OUT_OF_RANGE")
+DEADLINE = "DEADLINE"  # whoever of client, router and worker sees first that it is over
 GRACE_S = 1.0  # the server is to keep the deadline; past this the generator does
 
 
@@ -37,7 +38,7 @@ class GrpcDoor:
                         on_tokens(1)
                         tokens.append(token.id)
         except TimeoutError:
-            return Answer("timeout", "DEADLINE")
+            return Answer("timeout", DEADLINE)
         except GenerateError as error:
             return Answer(*_judge(error, bool(tokens)))
         result = stream.result
@@ -69,9 +70,9 @@ class GrpcDoor:
 
 
 def _judge(error: GenerateError, begun: bool) -> tuple[Outcome, str]:
-    reason = error.reason or error.code
     if error.code == "DEADLINE_EXCEEDED":
-        return "timeout", reason
+        return "timeout", DEADLINE
+    reason = error.reason or error.code
     if error.code == "UNAVAILABLE" and not error.reason:
         return "failed", NO_SERVER  # nobody of ours answered
     if begun:

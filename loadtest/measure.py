@@ -4,7 +4,7 @@ import asyncio
 import math
 import random
 import secrets
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Awaitable, Callable, Iterator, Mapping
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
@@ -16,7 +16,7 @@ from loadtest.cluster import Hardware, RunningCluster, check_equal, make_arms
 from loadtest.compare import abba, measure_arm
 from loadtest.drive import NO_SERVER, Live, Run, drive
 from loadtest.grpc_door import GrpcDoor
-from loadtest.metrics import Slo, Window, attainment
+from loadtest.metrics import Slo, Window, summarise
 from loadtest.workload import Item
 
 FIRST_ID = 10  # above the special tokens
@@ -162,15 +162,30 @@ async def compare_arms(plan: Plan, comparison: Comparison, note: Callable[[str],
                     await warm_up(address, plan.timeout_s)
                     measure = partial(notes.measure, plan, varied, address, arm.name, seed=seed, variant=f"{key}={value}" if key else "")
                     await measure_arm(
-                        comparison.rates,
-                        lambda rate, why, measure=measure: measure(rate=rate, why=why),  # type: ignore[misc]
-                        lambda probe: attainment(probe.records, plan.window, plan.slo),
-                        comparison.bisections,
+                        comparison.rates, partial(_measure_again, measure, plan, note), partial(_attained, plan), comparison.bisections
                     )
     except (KeyboardInterrupt, asyncio.CancelledError):
         notes.partial = INTERRUPTED
     title = f"{Path(comparison.model).name} on {len(comparison.hardware.cores)} cores"
     return notes.campaign(plan, title, tuple(all_arms.values()), config, machine)
+
+
+async def _measure_again(measure: Callable[..., Awaitable[Probe]], plan: Plan, note: Callable[[str], None], rate: float, why: str) -> Probe:
+    """A run at one rate; once more where it is void. Both are kept, and the report lists what was void."""
+    for last in (False, True):
+        probe = await measure(rate=rate, why=why)
+        told = summarise(probe.records, plan.window, plan.slo)
+        said = told.void or probe.partial or f"{told.attainment or 0.0:.0%} of {told.requests} within the SLO"
+        note(" ".join(filter(None, (probe.variant, f"{probe.arm}, {rate:.3g}/s, seed {probe.seed}: {said}"))))
+        if last or not told.void:
+            break
+    return probe
+
+
+def _attained(plan: Plan, probe: Probe) -> float | None:
+    """None where the run does not count."""
+    told = summarise(probe.records, plan.window, plan.slo)
+    return None if told.void else told.attainment
 
 
 def _vary(load: Workload, key: str, value: str) -> Workload:

@@ -1,11 +1,12 @@
 """A folder gives back what was measured, whole, or says what is wrong with it."""
 
 import json
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
 
-from loadtest.campaign import FILE, Arm, Campaign, CampaignError, Probe, this_machine
+from loadtest.campaign import FILE, Arm, Campaign, CampaignError, Probe, merge, this_machine
 from loadtest.metrics import Slo
 from loadtest.record import Record
 
@@ -87,3 +88,28 @@ def test_no_folder_and_no_json_are_refused_by_name(tmp_path: Path) -> None:
     (tmp_path / FILE).write_text("{")
     with pytest.raises(CampaignError, match="is no campaign"):
         Campaign.load(tmp_path)
+
+
+def test_parts_of_a_campaign_become_one(campaign: Campaign) -> None:
+    other = Arm("B", {"prefill.replicas": "1"})
+    more = Probe("B", 1.0, 3, (record(1),), 8.0)
+    part = replace(campaign, arms=(*campaign.arms, other), probes=(more,), machine={**campaign.machine, "when": "later"}, partial="broken")
+    whole = merge([campaign, part])
+    assert whole.arms == (*campaign.arms, other) and whole.probes == (*campaign.probes, more) and whole.partial == "broken"
+    assert merge([campaign]) == campaign
+
+
+@pytest.mark.parametrize(
+    ("change", "named"),
+    [
+        ({"slo": Slo(ttft_s=2.0)}, "slo"),
+        ({"workload": {"input": "10"}}, "workload"),
+        ({"config": {"engine.threads": 2}}, "config"),
+        ({"machine": {"cores": 1024}}, "machine"),
+        ({"arms": (Arm("A", {"prefill.replicas": "1"}),)}, "arm A"),
+        ({"warm_up_s": 0.6}, "warm_up_s"),
+    ],
+)
+def test_what_does_not_belong_together_is_not_put_together(campaign: Campaign, change: dict[str, object], named: str) -> None:
+    with pytest.raises(CampaignError, match=f"differ in {named}$"):
+        merge([campaign, replace(campaign, **change)])  # type: ignore[arg-type]

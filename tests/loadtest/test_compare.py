@@ -70,7 +70,7 @@ async def test_a_broken_run_ends_the_arm() -> None:
 
 HARDWARE = Hardware(default_cores()[:2], 1)
 COMMON = {"model.path": "nowhere", "engine.threads": "1"}
-ALL = ("colocated", "unchunked", "disaggregated", "bypass")
+ALL = ("colocated", "unchunked", "static", "dynamic", "disaggregated", "bypass")
 
 
 def test_arms_are_equal_but_for_the_topology() -> None:
@@ -78,7 +78,8 @@ def test_arms_are_equal_but_for_the_topology() -> None:
     shared = check_equal(arms, COMMON, HARDWARE)
     assert shared["engine.threads"] == 1 and "prefill.replicas" not in shared and shared["model.path"] == "nowhere"
     replicas = {arm.name: (arm.topology["prefill.replicas"], arm.topology["decode.replicas"]) for arm in arms}
-    assert replicas == {"colocated": ("0", "2"), "unchunked": ("0", "2"), "disaggregated": ("1", "1"), "bypass": ("1", "1")}
+    both, split = ("0", "2"), ("1", "1")
+    assert replicas == {**dict.fromkeys(ALL[:4], both), **dict.fromkeys(ALL[4:], split)}
 
 
 def test_an_arm_may_have_a_chunk_of_its_own() -> None:

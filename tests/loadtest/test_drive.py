@@ -13,14 +13,11 @@ from loadtest.workload import Item
 
 
 class Fake:
-    """Answers after `service_s`; as a queue with one place where `queue` says so."""
+    """Answers after `service_s`."""
 
-    def __init__(
-        self, service_s: float = 0.0, queue: bool = False, answer: Callable[[int], Answer] = lambda n: Answer("ok", tokens=[7])
-    ) -> None:
+    def __init__(self, service_s: float = 0.0, answer: Callable[[int], Answer] = lambda n: Answer("ok", tokens=[7])) -> None:
         self.service_s = service_s
-        self.lock = asyncio.Lock() if queue else None
-        self.answer = answer or (lambda n: Answer("ok", tokens=[7]))
+        self.answer = answer
         self.prompts: list[list[int]] = []
         self.at_once = self.most_at_once = 0
 
@@ -30,10 +27,7 @@ class Fake:
         self.at_once += 1
         self.most_at_once = max(self.most_at_once, self.at_once)
         try:
-            if self.lock:
-                async with self.lock:
-                    await asyncio.sleep(self.service_s)
-            elif self.service_s:
+            if self.service_s:
                 await asyncio.sleep(self.service_s)
         finally:
             self.at_once -= 1
@@ -137,6 +131,22 @@ async def test_an_interrupted_run_keeps_its_records_and_leaves_nothing_behind() 
     assert door.at_once == 0 and 5 <= len(live.records) < 3000, "what came to an end is kept"
 
 
+class Server:
+    """One place: an answer comes `service_s` after the one before it or after its own request, whichever is later."""
+
+    def __init__(self, service_s: float) -> None:
+        self.service_s = service_s
+        self.free = self.late = 0.0
+
+    async def ask(self, prompt: Sequence[int], output_tokens: int, timeout_s: float, on_tokens: Callable[[int], None]) -> Answer:
+        loop = asyncio.get_running_loop()
+        due = self.free = max(self.free, loop.time()) + self.service_s
+        await asyncio.sleep(due - loop.time())
+        self.late = max(self.late, loop.time() - due)
+        on_tokens(1)
+        return Answer("ok", tokens=[7])
+
+
 async def test_measured_waiting_times_are_those_of_the_queue_that_was_measured() -> None:
     """M/D/1: Poisson arrivals, one server, constant service. Pollaczek and Khinchine: mean wait = load · service / (2 (1 - load)).
 
@@ -154,13 +164,15 @@ async def test_measured_waiting_times_are_those_of_the_queue_that_was_measured()
         free = max(free, moment) + service
     theory = load * service / (2 * (1 - load))
     assert sum(waits) / len(waits) == pytest.approx(theory, rel=0.5), "the arrivals are Poisson"
-    run = await drive(items(len(moments)), iter(moments), Fake(service, queue=True), duration_s=duration, timeout_s=10)
+    server = Server(service)
+    run = await drive(items(len(moments)), iter(moments), server, duration_s=duration, timeout_s=10)
     told = summarise(run.records, Window(duration), Slo(ttft_s=1.0))
     assert told.requests == told.completed == len(moments) and told.attainment == 1.0
-    # On a busy machine asyncio's sleep is late by some milliseconds, never early: only the bound from below is exact.
-    for percent, measured in ((50, told.ttft_ms.p50), (90, told.ttft_ms.p90)):
+    assert told.lag_ms.max is not None
+    slack = 1000 * server.late + told.lag_ms.max + 1  # what a busy machine added, as seen by the server and by the generator itself
+    for percent, measured in ((50, told.ttft_ms.p50), (90, told.ttft_ms.p90), (99, told.ttft_ms.p99)):
         expected = percentile([1000 * (wait + service) for wait in waits], percent)
-        assert measured is not None and expected is not None and expected - 0.5 <= measured
+        assert measured is not None and expected is not None and expected - 0.5 <= measured <= expected + slack
 
 
 async def test_a_thousand_streams_do_not_disturb_its_clock() -> None:

@@ -1,0 +1,130 @@
+"""Whether the load generator measures the server and not itself.
+
+    python benchmarks/generator.py [--json FILE]
+
+A queue whose times are known: M/D/1 (Poisson arrivals, one server, constant service). The measured percentiles of its answer times stand
+beside those of theory, with a 95 % interval over the seeds. Then a real cluster on the same cores: offered five times what it
+can serve, until more than a thousand streams are open, and how late the generator was.
+"""
+
+import argparse
+import asyncio
+import json
+import math
+import random
+from collections.abc import Callable, Sequence
+from pathlib import Path
+
+from machine import describe
+
+from loadtest.arrivals import Poisson
+from loadtest.cluster import RunningCluster
+from loadtest.drive import Answer, Run, drive
+from loadtest.grpc_door import GrpcDoor
+from loadtest.measure import FIRST_ID, warm_up
+from loadtest.metrics import Summary, Window, mean_and_interval, summarise
+from loadtest.workload import Item
+
+SERVICE_S, LOADS, SEEDS, QUEUE_S = 0.020, (0.5, 0.8), range(1, 6), 40.0
+MODEL = Path(__file__).resolve().parent.parent / "models" / "tale"
+PROMPT, OUTPUT, OVERLOAD, STREAMS, TIMEOUT_S = 64, 64, 5.0, 1000, 120.0
+WORDS = 4000  # ids of the model's vocabulary that prompts are made of
+
+
+def md1_percentile(percent: float, load: float, service: float) -> float:
+    """Of wait + service in an M/D/1 queue, in seconds, by bisection of the waiting time's distribution:
+
+    P(W ≤ t) = (1 - λD) Σ_{k=0}^{⌊t/D⌋} e^{λ(t - kD)} (-λ(t - kD))^k / k!   (Erlang 1909; Crommelin 1932)
+    """
+    rate = load / service
+
+    def below(t: float) -> float:
+        terms = ((rate * (t - k * service), k) for k in range(math.floor(t / service) + 1))
+        return (1 - load) * math.fsum(math.exp(x) * (-x) ** k / math.factorial(k) for x, k in terms)
+
+    low, high = 0.0, 30 * service  # beyond, the alternating sum loses its digits
+    while high - low > 1e-6:
+        middle = (low + high) / 2
+        low, high = (middle, high) if below(middle) < percent / 100 else (low, middle)
+    return high + service
+
+
+class Queue:
+    """A door with one server: each answer comes `service` after the one before it or after its own arrival, whichever is later."""
+
+    def __init__(self, service: float) -> None:
+        self._service, self._free = service, 0.0
+
+    async def ask(self, prompt: Sequence[int], output_tokens: int, timeout_s: float, on_tokens: Callable[[int], None]) -> Answer:
+        loop = asyncio.get_running_loop()
+        self._free = max(self._free, loop.time()) + self._service
+        await asyncio.sleep(self._free - loop.time())
+        on_tokens(1)
+        return Answer("ok", tokens=(1,))
+
+
+async def measure_queue(load: float, seed: int) -> Summary:
+    items = [Item((1,), 1)] * int(2 * QUEUE_S * load / SERVICE_S)
+    times = Poisson(load / SERVICE_S).times(random.Random(seed))
+    run = await drive(items, times, Queue(SERVICE_S), duration_s=QUEUE_S, timeout_s=QUEUE_S)
+    return summarise(run.records, Window(QUEUE_S, QUEUE_S / 10))
+
+
+async def compare_queue(load: float) -> dict[str, object]:
+    told = [await measure_queue(load, seed) for seed in SEEDS]
+    row: dict[str, object] = {"load": load, "requests": sum(one.requests for one in told)}
+    for percent in (50, 90):
+        measured = mean_and_interval([getattr(one.ttft_ms, f"p{percent}") for one in told])
+        theory = 1000 * md1_percentile(percent, load, SERVICE_S)
+        row |= {f"p{percent}": measured.mean, f"p{percent} interval": measured.half_width, f"p{percent} theory": theory}
+        print(f"load {load}: P{percent} {measured.mean:6.1f} ms ± {measured.half_width or math.nan:4.1f}, M/D/1 {theory:6.1f} ms")
+    print(f"          lag P99 {max(one.lag_ms.p99 or 0.0 for one in told):.1f} ms")
+    return row
+
+
+async def flood(address: str, rate: float, duration_s: float) -> Run:
+    rng = random.Random(1)
+    items = [Item(tuple(rng.randrange(FIRST_ID, WORDS) for _ in range(PROMPT)), OUTPUT) for _ in range(int(rate * duration_s * 1.3) + 50)]
+    async with GrpcDoor(address) as door:
+        return await drive(items, Poisson(rate).times(random.Random(2)), door, duration_s=duration_s, timeout_s=TIMEOUT_S)
+
+
+async def compare_cluster() -> dict[str, object]:
+    settings = {
+        "model.path": str(MODEL),
+        "prefill.replicas": "0",
+        "decode.replicas": "2",
+        "engine.threads": "1",
+        "router.max_queue": "8192",
+        "telemetry.log_level": "warning",
+    }
+    async with RunningCluster(settings, "generator") as address:
+        await warm_up(address, TIMEOUT_S)
+        full = await flood(address, 60.0, 5.0)
+        done = [record for record in full.records if record.outcome == "ok"]
+        served = len(done) / max(record.ended for record in done)
+        rate = OVERLOAD * served
+        run = await flood(address, rate, 1.3 * STREAMS / (rate - served))
+    told = summarise(run.records, Window(run.duration_s))
+    lag, most = told.lag_ms, told.max_concurrent_requests
+    print(f"cluster: serves {served:.1f} requests/s; offered {rate:.0f}/s: {told.requests} requests, {most} streams at once")
+    print(f"         lag P50 {lag.p50:.1f} ms, P99 {lag.p99:.1f} ms, max {lag.max:.1f} ms; {told.void or 'the run counts'}")
+    return {"served": served, "offered": rate, "requests": told.requests, "streams": most, "lag_p50_ms": lag.p50, "lag_p99_ms": lag.p99}
+
+
+async def measure() -> dict[str, object]:
+    return {"queue": [await compare_queue(load) for load in LOADS], "cluster": await compare_cluster()}
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--json", type=Path)
+    options = parser.parse_args()
+    print(describe())
+    found = asyncio.run(measure())
+    if options.json:
+        options.json.write_text(json.dumps({"machine": describe(), **found}, indent=1))
+
+
+if __name__ == "__main__":
+    main()
