@@ -1,16 +1,18 @@
-"""Attention over the paged pool. One signature, `attend(q, kv_layer, meta)`; this kernel is plain torch and right on every device.
+"""Attention over the paged pool, in plain torch: right on every device, and what faster kernels are measured against.
 
-A step: `plan` turns the spans of the batch into index tensors, once. Then each layer's `store` writes the new keys and values into their
-slots and `attend` reads every sequence's back through its block table: decodes of similar length in one call, each longer
-span in one of its own. Nothing loops over tokens, and no layer touches a Python list of blocks.
+A step: `plan` turns the spans of the batch into index tensors, once. Then each layer stores the new keys and values in their slots and
+attends to every sequence's through its block table: decodes of similar length in one call, each longer span in one of its own. Where the
+pool was given a kernel that reads blocks in place, it does the decodes. Nothing loops over tokens, and no layer touches a list of blocks.
 
 Letters in shapes: T tokens of the batch in a row, B sequences, M blocks a sequence, S = M · bs keys, bs block size, Hq query heads, Hkv
-key/value heads, G = Hq / Hkv, D head dim, L layers, N blocks of the pool.
+key/value heads, G = Hq / Hkv, D head dim, Dv that of values, P parts (2: keys and values; 1: one vector that is both, its first Dv numbers
+being the value), L layers, N blocks of the pool.
 """
 
-from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
-from itertools import chain
+from array import array
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, replace
+from itertools import accumulate, chain
 from typing import NamedTuple
 
 import numpy as np
@@ -18,6 +20,8 @@ import numpy.typing as npt
 import torch
 import torch.nn.functional as F
 from torch import Tensor
+
+from engine.checkpoint import LayerAttention
 
 GROUP_BYTES = 32 << 20  # of keys and values gathered for one group of decodes
 GROUP_SPREAD = 8  # blocks by which lengths in a group may differ, beyond a half
@@ -36,22 +40,38 @@ class Span(NamedTuple):
 class KvLayer(NamedTuple):
     """Three views of one layer's slice of the pool."""
 
-    blocks: Tensor  # [N, 2, Hkv, bs, D]
-    rows: Tensor  # [*, bs * D]: row block · 2LHkv + kv · Hkv + head is what one head has in one block
+    blocks: Tensor  # [N, P, Hkv, bs, D]
+    rows: Tensor  # [*, bs * D]: row block · PLHkv + part · Hkv + head is what one head has in one block
     slots: Tensor  # [*, D]: slot row · bs + offset is what it has for one token
+
+
+@dataclass(frozen=True, slots=True)
+class Decodes:
+    """The spans of one token, the first of a batch, as a kernel that reads blocks in place wants them."""
+
+    size: int  # B
+    index: Tensor  # [2 B + *] int64: positions of the tokens; where each block table begins; the block tables, one after the other
+    keys: int  # that are seen, by all together
+
+
+# (pool, layer, q [T, Hq, D], kv [T, P, Hkv, D], out [T, Hq * Dv], decodes, how): the first `size` tokens of each. Stores, then attends.
+AttendInPlace = Callable[["PagedKv", int, Tensor, Tensor, Tensor, Decodes, LayerAttention], None]
 
 
 class PagedKv:
     """The pool as torch sees it, and the scratch memory that gathered keys and values share."""
 
-    def __init__(self, pool: Tensor) -> None:
-        """`pool` is `[N, L, 2, Hkv, bs, D]`, contiguous."""
-        _, layers, two, self.kv_heads, self.block_size, dim = pool.shape
-        self.rows_per_block = layers * two * self.kv_heads
-        rows, slots, step = pool.view(-1, self.block_size * dim), pool.view(-1, dim), two * self.kv_heads
+    def __init__(self, pool: Tensor, value_dim: int = 0, in_place: AttendInPlace | None = None) -> None:
+        """`pool` is `[N, L, P, Hkv, bs, D]`, contiguous; `value_dim`: Dv, 0 where it is D."""
+        _, layers, self.parts, self.kv_heads, self.block_size, dim = pool.shape
+        self.pool = pool
+        self.value_dim = value_dim or dim
+        self.in_place = in_place
+        self.rows_per_block = layers * self.parts * self.kv_heads
+        rows, slots, step = pool.view(-1, self.block_size * dim), pool.view(-1, dim), self.parts * self.kv_heads
         self.layers = [KvLayer(pool[:, i], rows[i * step :], slots[i * step * self.block_size :]) for i in range(layers)]
         self.row_bytes = rows.shape[1] * rows.element_size()
-        self._by_slot = pool.view(-1, self.rows_per_block, self.block_size, dim).transpose(1, 2)  # [N, bs, 2LHkv, D]
+        self._by_slot = pool.view(-1, self.rows_per_block, self.block_size, dim).transpose(1, 2)  # [N, bs, PLHkv, D]
         self._scratch = rows.new_empty(0, rows.shape[1])
 
     @property
@@ -63,14 +83,19 @@ class PagedKv:
         return torch.from_numpy(array).to(self._scratch.device)
 
     def rows(self, blocks: Ints) -> Ints:
-        """Rows of blocks `[B, M]` in any layer's `rows`: `[2, B, Hkv, M]`."""
-        parts = np.arange(2 * self.kv_heads).reshape(2, 1, self.kv_heads, 1)
+        """Rows of blocks `[B, M]` in any layer's `rows`: `[P, B, Hkv, M]`."""
+        parts = np.arange(self.parts * self.kv_heads).reshape(self.parts, 1, self.kv_heads, 1)
         return blocks[None, :, None, :] * self.rows_per_block + parts
 
     def clear(self, blocks: Ints, offsets: Ints) -> None:
         """Zeroes slots in all layers."""
         if len(blocks):
             self._by_slot[self.tensor(blocks), self.tensor(offsets)] = 0
+
+    def wipe(self, blocks: list[int]) -> None:
+        """Zeroes blocks."""
+        for block in blocks:
+            self.pool[block].zero_()
 
     def scratch(self, rows: int) -> Tensor:
         """Uninitialised `[rows, bs * D]`, valid until the next call. Kept from step to step: fresh pages cost more than the gather."""
@@ -86,7 +111,7 @@ class Group:
     first: int  # token of the batch
     size: int
     n: int
-    gather: Tensor  # [2 * B * Hkv * M] into a layer's rows
+    gather: Tensor  # [P * B * Hkv * M] into a layer's rows
     keys: int  # of the S gathered, those that a query of the group may see
     mask: Tensor | None  # added to the scores: [B, 1, 1, keys] or [n, keys]; None: plainly causal, from position 0
 
@@ -97,11 +122,13 @@ class Group:
 
 @dataclass(frozen=True, slots=True)
 class Meta:
-    """A batch as index tensors, the same for all layers."""
+    """A batch as index tensors. T' tokens are those that no kernel does in place: the ones after `decodes`."""
 
     positions: Tensor  # [T]
-    slots: Tensor  # [T * 2 * Hkv] into a layer's slots: where the new keys and values go
-    groups: tuple[Group, ...]  # in order; they cover the T tokens
+    decodes: Decodes | None
+    layers: tuple[LayerAttention, ...]  # [L]
+    slots: Tensor  # [T' * P * Hkv] into a layer's slots: where the new keys and values go
+    groups: tuple[tuple[Group, ...], ...]  # [L], shared by like layers: in order, they cover the T' tokens
     scratch: Tensor  # [rows, bs * D], room for the largest gather
 
 
@@ -109,37 +136,50 @@ class PagedAttention:
     """The `Attention` that a model is given for one step: store, then attend."""
 
     def __init__(self, paged: PagedKv, meta: Meta) -> None:
-        self._layers = paged.layers
+        self._paged = paged
         self._meta = meta
 
     def __call__(self, layer: int, q: Tensor, kv: Tensor) -> Tensor:
-        store(kv, self._layers[layer], self._meta)
-        return attend(q, self._layers[layer], self._meta)
+        """q `[T, Hq, D]` → `[T, Hq * Dv]`: softmax(scale · q kᵀ) v over the tokens at or before each query's own position."""
+        meta, paged = self._meta, self._paged
+        out, first = q.new_empty(q.shape[0], q.shape[1] * paged.value_dim), 0
+        if meta.decodes and paged.in_place:
+            first = meta.decodes.size
+            paged.in_place(paged, layer, q, kv, out, meta.decodes, meta.layers[layer])
+        if meta.groups[layer]:
+            store(kv[first:], paged.layers[layer], meta)
+        for group in meta.groups[layer]:
+            out[group.rows] = _attend_group(q[group.rows], paged, layer, group, meta)
+        return out
 
 
 def store(kv: Tensor, kv_layer: KvLayer, meta: Meta) -> None:
-    """kv `[T, 2, Hkv, D]` into the slots of its tokens."""
+    """kv `[T', P, Hkv, D]` into the slots of its tokens."""
     kv_layer.slots.index_copy_(0, meta.slots, kv.reshape(-1, kv.shape[-1]))
 
 
-def attend(q: Tensor, kv_layer: KvLayer, meta: Meta) -> Tensor:
-    """q `[T, Hq, D]` → `[T, Hq * D]`: softmax(q kᵀ / √D) v over the tokens at or before each query's own position."""
-    parts = [_attend_group(q[group.rows], kv_layer, group, meta.scratch) for group in meta.groups]
-    return parts[0] if len(parts) == 1 else torch.cat(parts)
-
-
-def _attend_group(q: Tensor, kv_layer: KvLayer, group: Group, scratch: Tensor) -> Tensor:
+def _attend_group(q: Tensor, paged: PagedKv, layer: int, group: Group, meta: Meta) -> Tensor:
     _, heads, dim = q.shape
-    kv_heads = kv_layer.blocks.shape[2]
-    kv = torch.index_select(kv_layer.rows, 0, group.gather, out=scratch[: len(group.gather)])
-    k, v = kv.view(2, group.size, kv_heads, -1, dim)[..., : group.keys, :]  # [B, Hkv, keys, D] each
+    gathered = torch.index_select(paged.layers[layer].rows, 0, group.gather, out=meta.scratch[: len(group.gather)])
+    kv = gathered.view(paged.parts, group.size, paged.kv_heads, -1, dim)[..., : group.keys, :]  # [P, B, Hkv, keys, D]
+    k, v = kv[0], kv[-1][..., : paged.value_dim]
     if group.n == 1:
         # The G queries that share a key head stand where a sequence of queries would: nothing is repeated.
-        q = q.view(-1, kv_heads, heads // kv_heads, dim)  # [B, Hkv, G, D]
-        return F.scaled_dot_product_attention(q, k, v, attn_mask=group.mask).reshape(-1, heads * dim)
-    q = q.transpose(0, 1)[None]  # [1, Hq, n, D]
-    out = F.scaled_dot_product_attention(q, k, v, attn_mask=group.mask, is_causal=group.mask is None, enable_gqa=True)
-    return out[0].transpose(0, 1).reshape(-1, heads * dim)
+        q = q.view(-1, paged.kv_heads, heads // paged.kv_heads, dim)  # [B, Hkv, G, D]
+        return _attend(q, k, v, group.mask, meta.layers[layer]).reshape(-1, heads * paged.value_dim)
+    out = _attend(q.transpose(0, 1)[None], k, v, group.mask, meta.layers[layer])  # [1, Hq, n, Dv]
+    return out[0].transpose(0, 1).reshape(-1, heads * paged.value_dim)
+
+
+def _attend(q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, how: LayerAttention) -> Tensor:
+    """q `[B, Hq, n, D]`, k `[B, Hkv, keys, D]`, v `[B, Hkv, keys, Dv]` → `[B, Hq, n, Dv]`; without a mask causal."""
+    if how.softcap is None:
+        return F.scaled_dot_product_attention(q, k, v, attn_mask=mask, is_causal=mask is None, scale=how.scale, enable_gqa=True)
+    assert mask is not None, "no kernel caps scores and masks them on its own"
+    k, v = (x.repeat_interleave(q.shape[1] // k.shape[1], dim=1) for x in (k, v))  # [B, Hq, keys, *]
+    scores = q @ k.transpose(-2, -1) * (q.shape[-1] ** -0.5 if how.scale is None else how.scale)
+    capped = how.softcap * torch.tanh(scores.float() / how.softcap) + mask
+    return capped.softmax(dim=-1).to(v.dtype) @ v
 
 
 def batch_order(spans: Sequence[Span]) -> list[int]:
@@ -147,19 +187,56 @@ def batch_order(spans: Sequence[Span]) -> list[int]:
     return sorted(range(len(spans)), key=lambda i: (spans[i].n > 1, spans[i].start))
 
 
-def plan(spans: Sequence[Span], paged: PagedKv, window: int | None = None) -> Meta:
-    """Index tensors for at least one span, in `batch_order`; `window`: how many keys a query sees at most, its own included.
+def plan(spans: Sequence[Span], paged: PagedKv, layers: Sequence[LayerAttention]) -> Meta:
+    """Index tensors for at least one span, in `batch_order`, once for layers that see the same keys.
 
-    Also zeroes the unwritten slots of each span's last block: they are masked, but zero times a NaN is a NaN. The block is the
+    Also zeroes slots behind the last token of a sequence, so that the bytes of its last block depend on its tokens only. The block is the
     sequence's own (a shared one is full), so nobody else reads it.
     """
-    table = _Table.of(spans, paged.block_size, window)
-    paged.clear(*table.tails())
-    blocks, offsets = table.slots()
-    slots = paged.rows(blocks[:, None])[..., 0].transpose(1, 0, 2) * paged.block_size + offsets[:, None, None]  # [T, 2, Hkv]
-    groups = tuple(_group(table, slice(*cut), paged, window) for cut in _cuts(table, paged))
-    scratch = paged.scratch(max(len(group.gather) for group in groups))
-    return Meta(paged.tensor(table.positions), paged.tensor(slots.reshape(-1)), groups, scratch)
+    decodes = sum(span.n == 1 for span in spans) if paged.in_place else 0
+    longer = _plan_longer(spans[decodes:], decodes, paged, layers)
+    if paged.in_place:
+        paged.wipe(_begun(spans, paged.block_size))
+    if not decodes:
+        return longer
+    found = _decodes(spans[:decodes], paged.block_size)
+    positions = found.index[:decodes]
+    return replace(longer, decodes=found, positions=torch.cat((positions, longer.positions)) if decodes < len(spans) else positions)
+
+
+def _decodes(spans: Sequence[Span], block_size: int) -> Decodes:
+    starts = [span.start for span in spans]
+    counts = [start // block_size + 1 for start in starts]
+    bases = accumulate(counts[:-1], initial=0)
+    tables = (span.blocks[:count] for span, count in zip(spans, counts, strict=True))
+    index = array("q", chain(starts, bases, chain.from_iterable(tables)))
+    return Decodes(len(spans), torch.frombuffer(index, dtype=torch.int64), sum(starts) + len(starts))
+
+
+def _plan_longer(spans: Sequence[Span], first: int, paged: PagedKv, layers: Sequence[LayerAttention]) -> Meta:
+    """What is to be gathered. `first`: the tokens of the batch before those of `spans`."""
+    if not spans:
+        none = paged.tensor(np.empty(0, np.int64))
+        return Meta(none, None, tuple(layers), none, ((),) * len(layers), paged.scratch(0))
+    whole = _Table.of(spans, paged.block_size, None)
+    if not paged.in_place:
+        # They are masked, but zero times a NaN is a NaN.
+        paged.clear(*whole.tails())
+    blocks, offsets = whole.slots()
+    slots = paged.rows(blocks[:, None])[..., 0].transpose(1, 0, 2) * paged.block_size + offsets[:, None, None]  # [T', P, Hkv]
+    kinds = {}
+    for window, masked in {(layer.window, layer.softcap is not None) for layer in layers}:
+        table = whole if window is None else _Table.of(spans, paged.block_size, window)
+        kinds[window, masked] = tuple(_group(table, slice(*cut), first, paged, window, masked) for cut in _cuts(table, paged))
+    groups = tuple(kinds[layer.window, layer.softcap is not None] for layer in layers)
+    scratch = paged.scratch(max(len(group.gather) for kind in kinds.values() for group in kind))
+    return Meta(paged.tensor(whole.positions), None, tuple(layers), paged.tensor(slots.reshape(-1)), groups, scratch)
+
+
+def _begun(spans: Sequence[Span], block_size: int) -> list[int]:
+    """The last block of each span that begins within the span: nothing of it was written yet."""
+    last = ((span, (span.start + span.n - 1) // block_size) for span in spans)
+    return [span.blocks[index] for span, index in last if index * block_size >= span.start]
 
 
 @dataclass(frozen=True, slots=True)
@@ -217,7 +294,7 @@ def _before(counts: Ints) -> Ints:
 def _cuts(table: _Table, paged: PagedKv) -> Iterator[tuple[int, int]]:
     """Spans `first : last` that make a group: one longer span, or decodes that waste little on each other's padding."""
     counts, decodes = table.counts.tolist(), int((table.ns == 1).sum())
-    most = GROUP_BYTES // (2 * paged.kv_heads * paged.row_bytes)  # blocks
+    most = GROUP_BYTES // (paged.parts * paged.kv_heads * paged.row_bytes)  # blocks
     first = 0
     while first < decodes:
         last = first + 1
@@ -228,7 +305,8 @@ def _cuts(table: _Table, paged: PagedKv) -> Iterator[tuple[int, int]]:
     yield from ((i, i + 1) for i in range(decodes, len(counts)))
 
 
-def _group(table: _Table, cut: slice, paged: PagedKv, window: int | None) -> Group:
+def _group(table: _Table, cut: slice, before: int, paged: PagedKv, window: int | None, masked: bool) -> Group:
+    """`before`: tokens of the batch before those of the table. `masked`: with a mask even where plain causality would do."""
     start, n = int(table.starts[cut.start]), int(table.ns[cut.start])
     blocks = table.padded(cut)  # [B, M]
     queries = table.starts[cut] if n == 1 else np.arange(start, start + n)  # [B] or [n]
@@ -236,12 +314,12 @@ def _group(table: _Table, cut: slice, paged: PagedKv, window: int | None) -> Gro
     if n > 1:
         keys = start + n - int(table.first_block[cut.start]) * table.block_size
     mask = None
-    if n == 1 or start > 0 or (window is not None and n > window):
+    if masked or n == 1 or start > 0 or (window is not None and n > window):
         first_key = paged.tensor(table.first_block[cut] * table.block_size)[:, None]  # [B, 1], with B = 1 for a longer span
         mask = _mask(paged.tensor(queries)[:, None], first_key + torch.arange(keys, device=first_key.device), window, paged.dtype)
         mask = mask[:, None, None] if n == 1 else mask
     gather = paged.tensor(paged.rows(blocks).reshape(-1))
-    return Group(int(_before(table.ns)[cut.start]), len(blocks), n, gather, keys, mask)
+    return Group(before + int(_before(table.ns)[cut.start]), len(blocks), n, gather, keys, mask)
 
 
 def _mask(queries: Tensor, keys: Tensor, window: int | None, dtype: torch.dtype) -> Tensor:

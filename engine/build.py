@@ -31,6 +31,7 @@ class Options:
     kv_memory_bytes: int | None = None
     kv_memory_fraction: float = 0.25
     threads: int | None = None
+    compiled: bool = False
     prefix_caching: bool = True
     limits: Limits = field(default_factory=Limits)
 
@@ -57,7 +58,14 @@ def build(options: Options, progress: Progress = lambda done, total: None) -> Bu
         from engine.runner import ModelRunner
 
         dtype = choose_dtype(config) if options.dtype == "auto" else options.dtype
-        runner = ModelRunner.load(options.path, dtype, options.block_size, options.threads, progress)  # type: ignore[assignment]
+        runner = ModelRunner.load(  # type: ignore[assignment]
+            options.path,
+            dtype,
+            options.block_size,
+            options.threads,
+            progress,
+            compiled=options.compiled,
+        )
     longest = options.max_model_len or runner.max_positions
     if longest > runner.max_positions:
         raise BuildError(f"model.max_model_len: {longest} is more than the {runner.max_positions} positions of the model")

@@ -1,13 +1,12 @@
-"""A Hugging Face model folder: config.json, read by ourselves, and safetensors, checked name by name before a byte of weight is read.
-
-What this engine does not compute exactly is refused with the file and the field, never approximated.
+"""A Hugging Face model folder: the facts of its config.json under names of ours (`engine.config_json` reads them), and its tensors
+(safetensors), which are checked name by name before a byte of weight is read.
 """
 
-import json
-from collections.abc import Iterable
+import re
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from safetensors import SafetensorError, safe_open
@@ -15,8 +14,8 @@ from torch import Tensor
 
 from engine.fingerprint import weight_files
 
-SUPPORTED = ("LlamaForCausalLM", "MistralForCausalLM", "Qwen2ForCausalLM", "Qwen3ForCausalLM")
 WEIGHT_DTYPES = {"F32", "F16", "BF16"}
+Shape = tuple[int, ...]
 
 
 class CheckpointError(ValueError):
@@ -30,105 +29,183 @@ class CheckpointError(ValueError):
 
 @dataclass(frozen=True, slots=True)
 class Rope:
-    """Rotary position embedding: the base and how low frequencies are stretched for long contexts."""
+    """Rotary position embedding: the base, and how low frequencies are stretched for long contexts (see `engine.rope`)."""
 
     theta: float = 10000.0
-    kind: str = "default"  # default | linear | llama3
+    kind: str = "default"  # default | linear | llama3 | yarn | longrope
     factor: float = 1.0
-    low_freq_factor: float = 1.0
-    high_freq_factor: float = 4.0
     original_positions: int = 0
+    slow: float = 1.0  # turns within the original positions
+    fast: float = 32.0
+    truncate: bool = True  # yarn: the blend begins and ends at whole pairs
+    stretch: tuple[float, ...] = ()  # longrope: a factor for each pair
+    amplitude: float = 1.0  # rotated elements grow by that
+
+
+@dataclass(frozen=True, slots=True)
+class LayerAttention:
+    """What a layer's queries do with the keys they see."""
+
+    window: int | None = None  # keys a query sees, itself included
+    softcap: float | None = None  # scores become cap * tanh(score / cap), before the mask
+    scale: float | None = None  # of q k^T; None: 1 / sqrt(D)
+
+
+@dataclass(frozen=True, slots=True)
+class LatentConfig:
+    """Multi-head latent attention (see `engine.projections.LatentAttention`)."""
+
+    rank: int  # of the latent that stands for keys and values
+    q_rank: int | None  # of the one that stands for queries; None: they are projected directly
+    nope_dim: int  # elements of a query head without position
+    rope_dim: int  # and those that are rotated
+    value_dim: int  # of a head, after the latent is projected up
+    interleaved: bool  # the two elements of a rotation are neighbours in the file
+
+
+@dataclass(frozen=True, slots=True)
+class ExpertConfig:
+    """A mixture of experts and who chooses among them (see `engine.moe.route`)."""
+
+    layers: frozenset[int]  # that have one
+    count: int
+    chosen: int  # experts a token passes through
+    intermediate: int  # of one expert
+    sigmoid: bool = False  # scores are sigmoids of the router's logits, not their softmax
+    biased: bool = False  # the choice, not the share, is made with a bias for each expert
+    groups: int = 1
+    open_groups: int = 1  # those with the best experts, among which a token chooses
+    normalised: bool = False  # the shares of a token's experts sum to 1, before `scale`
+    scale: float = 1.0
+    shared: int = 0  # intermediate size of the network that every token passes through as well
 
 
 @dataclass(frozen=True, slots=True)
 class ModelConfig:
-    """The facts of config.json that the computation needs, under names of ours."""
+    """The facts of config.json that the computation needs, under names of ours: all in which families differ."""
 
     architecture: str
     hidden: int
     layers: int
     heads: int
-    kv_heads: int
-    head_dim: int
+    kv_heads: int  # with `latent` 1: the pool sees one key head
+    head_dim: int  # of keys in the pool
     intermediate: int
     vocab: int
     max_positions: int
     norm_eps: float
-    rope: Rope
+    ropes: tuple[Rope, ...]  # one a layer
+    attention: tuple[LayerAttention, ...]  # one a layer
     tied: bool  # the LM head is the embedding
     qkv_bias: bool
     o_bias: bool
     mlp_bias: bool
     qk_norm: bool  # RMS norm over each head of q and k
-    sliding_window: int | None  # keys a query sees, itself included
     eos_token_ids: frozenset[int]
+    activation: str = "silu"  # silu | gelu_tanh
+    norm_offset: float = 0.0  # added to the weight of every norm
+    post_norms: bool = False  # what attention and MLP answer is normalised too, before it is added
+    embedding_scale: float = 1.0
+    logit_softcap: float | None = None  # logits become cap * tanh(logit / cap)
+    packed: bool = False  # q, k and v are one tensor in the file, and so are gate and up
+    latent: LatentConfig | None = None
+    experts: ExpertConfig | None = None
+    draft_layers: int = 0  # in the file behind the model's own, to predict further tokens; not read
 
-    @classmethod
-    def read(cls, path: Path) -> "ModelConfig":
-        """From config.json (and the eos ids of generation_config.json) in the folder `path`. Raises CheckpointError."""
-        file = path / "config.json"
-        raw = _json(file)
-        architecture = _architecture(raw, file)
-        _refuse_unsupported(raw, file)
-        heads, hidden = _size(raw, file, "num_attention_heads"), _size(raw, file, "hidden_size")
-        max_positions = _size(raw, file, "max_position_embeddings")
-        llama, qwen2, qwen3 = (architecture == f"{name}ForCausalLM" for name in ("Llama", "Qwen2", "Qwen3"))
-        kv_heads = _size(raw, file, "num_key_value_heads", default=heads if llama else None)
-        attention_bias = bool(raw.get("attention_bias", False)) and (llama or qwen3)
-        config = cls(
-            architecture=architecture,
-            hidden=hidden,
-            layers=_size(raw, file, "num_hidden_layers"),
-            heads=heads,
-            kv_heads=kv_heads,
-            head_dim=_size(raw, file, "head_dim", default=128 if qwen3 else hidden // heads),
-            intermediate=_size(raw, file, "intermediate_size"),
-            vocab=_size(raw, file, "vocab_size"),
-            max_positions=max_positions,
-            norm_eps=_number(raw, file, "rms_norm_eps", default=1e-6),
-            rope=_rope(raw, file),
-            tied=bool(raw.get("tie_word_embeddings", False)),
-            qkv_bias=qwen2 or attention_bias,
-            o_bias=attention_bias,
-            mlp_bias=llama and bool(raw.get("mlp_bias", False)),
-            qk_norm=qwen3,
-            sliding_window=_sliding_window(raw, file, architecture, max_positions),
-            eos_token_ids=_eos(raw, file) | _generation_eos(path),
-        )
-        if config.heads % config.kv_heads:
-            raise CheckpointError(file, "num_key_value_heads", f"{kv_heads} does not divide num_attention_heads {heads}")
-        if config.head_dim % 2:
-            raise CheckpointError(file, "head_dim", f"must be even for rotary embeddings, got {config.head_dim}")
-        return config
+    def experts_of(self, layer: int) -> ExpertConfig | None:
+        """None: it has a single network."""
+        return self.experts if self.experts and layer in self.experts.layers else None
+
+    @property
+    def rope_dim(self) -> int:
+        """Elements of a head that are rotated."""
+        return self.latent.rope_dim if self.latent else self.head_dim
+
+    @property
+    def kv_parts(self) -> int:
+        """See `KvLayout.parts`."""
+        return 1 if self.latent else 2
+
+    @property
+    def kv_value_dim(self) -> int:
+        """See `KvLayout.value_dim`."""
+        return self.latent.rank if self.latent else 0
 
 
-def expected_tensors(config: ModelConfig) -> dict[str, tuple[int, ...]]:
-    """Every tensor of the checkpoint by its Hugging Face name, with its shape `[out, in]`."""
-    c, d = config, config.head_dim
-    shapes: dict[str, tuple[int, ...]] = {"model.embed_tokens.weight": (c.vocab, c.hidden), "model.norm.weight": (c.hidden,)}
+def expected_tensors(config: ModelConfig) -> dict[str, Shape]:
+    """Every tensor of the checkpoint by its Hugging Face name, with its shape `[out, in]`; experts by their `_canonical` names."""
+    c = config
+    shapes: dict[str, Shape] = {"model.embed_tokens.weight": (c.vocab, c.hidden), "model.norm.weight": (c.hidden,)}
     if not c.tied:
         shapes["lm_head.weight"] = (c.vocab, c.hidden)
-    linears = {
-        "self_attn.q_proj": (c.heads * d, c.hidden, c.qkv_bias),
-        "self_attn.k_proj": (c.kv_heads * d, c.hidden, c.qkv_bias),
-        "self_attn.v_proj": (c.kv_heads * d, c.hidden, c.qkv_bias),
-        "self_attn.o_proj": (c.hidden, c.heads * d, c.o_bias),
-        "mlp.gate_proj": (c.intermediate, c.hidden, c.mlp_bias),
-        "mlp.up_proj": (c.intermediate, c.hidden, c.mlp_bias),
-        "mlp.down_proj": (c.hidden, c.intermediate, c.mlp_bias),
-    }
-    norms = {"input_layernorm": c.hidden, "post_attention_layernorm": c.hidden}
-    if c.qk_norm:
-        norms |= {"self_attn.q_norm": d, "self_attn.k_norm": d}
+    norms = ["input_layernorm", "post_attention_layernorm"]
+    if c.post_norms:
+        norms += ["pre_feedforward_layernorm", "post_feedforward_layernorm"]
+    attention = _latent_attention(c, c.latent) if c.latent else _attention(c)
     for i in range(c.layers):
-        layer = f"model.layers.{i}"
-        for name, (rows, columns, bias) in linears.items():
-            shapes[f"{layer}.{name}.weight"] = (rows, columns)
-            if bias:
-                shapes[f"{layer}.{name}.bias"] = (rows,)
-        for name, size in norms.items():
-            shapes[f"{layer}.{name}.weight"] = (size,)
+        experts = c.experts_of(i)
+        mlp = _mixture(c, experts) if experts else _mlp(c, c.intermediate, c.mlp_bias)
+        parts = {f"{name}.weight": (c.hidden,) for name in norms} | _under("self_attn", attention) | _under("mlp", mlp)
+        shapes |= _under(f"model.layers.{i}", parts)
     return shapes
+
+
+def _under(prefix: str, shapes: dict[str, Shape]) -> dict[str, Shape]:
+    return {f"{prefix}.{name}": shape for name, shape in shapes.items()}
+
+
+def _linear(name: str, rows: int, columns: int, bias: bool = False) -> dict[str, Shape]:
+    return {f"{name}.weight": (rows, columns)} | ({f"{name}.bias": (rows,)} if bias else {})
+
+
+def _attention(c: ModelConfig) -> dict[str, Shape]:
+    q, kv = c.heads * c.head_dim, c.kv_heads * c.head_dim
+    shapes = _linear("o_proj", c.hidden, q, c.o_bias)
+    for name, rows in {"qkv": q + 2 * kv}.items() if c.packed else {"q": q, "k": kv, "v": kv}.items():
+        shapes |= _linear(f"{name}_proj", rows, c.hidden, c.qkv_bias)
+    if c.qk_norm:
+        shapes |= {"q_norm.weight": (c.head_dim,), "k_norm.weight": (c.head_dim,)}
+    return shapes
+
+
+def _latent_attention(c: ModelConfig, latent: LatentConfig) -> dict[str, Shape]:
+    q = c.heads * (latent.nope_dim + latent.rope_dim)
+    shapes = _linear("kv_a_proj_with_mqa", latent.rank + latent.rope_dim, c.hidden, c.qkv_bias)
+    shapes |= {"kv_a_layernorm.weight": (latent.rank,)}
+    shapes |= _linear("kv_b_proj", c.heads * (latent.nope_dim + latent.value_dim), latent.rank)
+    shapes |= _linear("o_proj", c.hidden, c.heads * latent.value_dim, c.o_bias)
+    if latent.q_rank is None:
+        return shapes | _linear("q_proj", q, c.hidden)
+    shapes |= _linear("q_a_proj", latent.q_rank, c.hidden, c.qkv_bias)
+    return shapes | {"q_a_layernorm.weight": (latent.q_rank,)} | _linear("q_b_proj", q, latent.q_rank)
+
+
+def _mlp(c: ModelConfig, intermediate: int, bias: bool) -> dict[str, Shape]:
+    if c.packed:
+        up = _linear("gate_up_proj", 2 * intermediate, c.hidden)
+    else:
+        up = _linear("gate_proj", intermediate, c.hidden, bias) | _linear("up_proj", intermediate, c.hidden, bias)
+    return up | _linear("down_proj", c.hidden, intermediate, bias)
+
+
+def _mixture(c: ModelConfig, experts: ExpertConfig) -> dict[str, Shape]:
+    shapes: dict[str, Shape] = {"gate.weight": (experts.count, c.hidden)}
+    if experts.biased:
+        shapes["gate.e_score_correction_bias"] = (experts.count,)
+    if experts.shared:
+        shapes |= _under("shared_experts", _mlp(c, experts.shared, c.mlp_bias))
+    for i in range(experts.count):
+        shapes |= _under(f"experts.{i}", _mlp(c, experts.intermediate, bias=False))
+    return shapes
+
+
+class _Place(NamedTuple):
+    """Where a tensor is: a whole one of a file, or a part of one."""
+
+    file: Path
+    name: str
+    shape: Shape
+    part: tuple[int, slice] | None = None
 
 
 class Checkpoint:
@@ -138,45 +215,72 @@ class Checkpoint:
         """Raises CheckpointError for a missing, unexpected, misshapen or mistyped tensor and for a damaged file."""
         self._folder = path
         self._files = {file: _open(file) for file in _weight_files(path)}
-        self._where: dict[str, Path] = {name: file for file, opened in self._files.items() for name in opened.keys()}  # noqa: SIM118
+        self._where = dict(place for file, opened in self._files.items() for place in _places(file, opened))
         expected = expected_tensors(config)
-        self._check_names(expected, config.tied)
+        self._check_names(expected, config)
         for name, shape in expected.items():
             self._check_tensor(name, shape)
         if config.tied and "lm_head.weight" in self._where:
             self._check_tied()
 
     def tensor(self, name: str) -> Tensor:
-        """On the CPU, in the file's dtype."""
-        file = self._where[name]
+        """One of `expected_tensors`, on the CPU, in the file's dtype."""
+        place = self._where[name]
+        opened = self._files[place.file]
         try:
-            tensor: Tensor = self._files[file].get_tensor(name)
+            tensor: Tensor = opened.get_tensor(place.name) if place.part is None else opened.get_slice(place.name)[place.part]
         except (SafetensorError, OSError, RuntimeError) as error:
-            raise CheckpointError(file, name, f"cannot be read: {error}") from error
+            raise CheckpointError(place.file, name, f"cannot be read: {error}") from error
         return tensor
 
-    def _check_names(self, expected: Iterable[str], tied: bool) -> None:
-        allowed = set(expected) | ({"lm_head.weight"} if tied else set())
+    def _check_names(self, expected: Iterable[str], config: ModelConfig) -> None:
+        allowed = set(expected) | ({"lm_head.weight"} if config.tied else set())
         # Old Llama files carry the rotary frequencies, which follow from config.json.
-        found = {name for name in self._where if not name.endswith("rotary_emb.inv_freq")}
+        drafts = tuple(f"model.layers.{config.layers + i}." for i in range(config.draft_layers))
+        found = {name for name in self._where if not name.endswith("rotary_emb.inv_freq") and not name.startswith(drafts)}
         for word, names in (("missing", set(expected) - found), ("not part of this architecture", found - allowed)):
             if names:
                 listed = sorted(names)
                 more = f" and {len(listed) - 5} more" if len(listed) > 5 else ""
                 raise CheckpointError(self._folder, listed[0], f"{word}: {', '.join(listed[:5])}{more}")
 
-    def _check_tensor(self, name: str, shape: tuple[int, ...]) -> None:
-        file = self._where[name]
-        view = self._files[file].get_slice(name)
-        if tuple(view.get_shape()) != shape:
-            raise CheckpointError(file, name, f"shape {list(view.get_shape())}, config.json implies {list(shape)}")
-        if view.get_dtype() not in WEIGHT_DTYPES:
-            raise CheckpointError(file, name, f"dtype {view.get_dtype()} is not supported; supported: {', '.join(sorted(WEIGHT_DTYPES))}")
+    def _check_tensor(self, name: str, shape: Shape) -> None:
+        place = self._where[name]
+        dtype = self._files[place.file].get_slice(place.name).get_dtype()
+        if place.shape != shape:
+            raise CheckpointError(place.file, place.name, f"shape {list(place.shape)}, config.json implies {list(shape)}")
+        if dtype not in WEIGHT_DTYPES:
+            raise CheckpointError(place.file, place.name, f"dtype {dtype} is not supported; supported: {', '.join(sorted(WEIGHT_DTYPES))}")
 
     def _check_tied(self) -> None:
         if not torch.equal(self.tensor("lm_head.weight"), self.tensor("model.embed_tokens.weight")):
-            file = self._where["lm_head.weight"]
+            file = self._where["lm_head.weight"].file
             raise CheckpointError(file, "lm_head.weight", "differs from the embedding although config.json says tie_word_embeddings")
+
+
+def _places(file: Path, opened: Any) -> Iterator[tuple[str, _Place]]:
+    """The tensors of a file by the names of `expected_tensors`; where all experts are one tensor (transformers 5), each is a part of it."""
+    for name in opened.keys():  # noqa: SIM118
+        shape, canonical = tuple(opened.get_slice(name).get_shape()), _canonical(name)
+        block, _, kind = canonical.rpartition(".experts.")
+        if kind not in FUSED or len(shape) != 3:
+            yield canonical, _Place(file, name, shape)
+            continue
+        rows = shape[1] // len(FUSED[kind])
+        for expert in range(shape[0]):
+            for i, matrix in enumerate(FUSED[kind]):
+                part = (expert, slice(i * rows, (i + 1) * rows))
+                yield f"{block}.experts.{expert}.{matrix}.weight", _Place(file, name, (rows, shape[2]), part)
+
+
+FUSED = {"gate_up_proj": ("gate_proj", "up_proj"), "down_proj": ("down_proj",)}  # [E, out, in], these along `out`
+MIXTRAL = {"w1": "gate_proj", "w2": "down_proj", "w3": "up_proj"}
+
+
+def _canonical(name: str) -> str:
+    """Mixtral's files have names of their own for what others call mlp.gate and mlp.experts.N.gate_proj."""
+    name = name.replace(".block_sparse_moe.", ".mlp.")
+    return re.sub(r"(\.experts\.\d+\.)(w[123])\.", lambda match: f"{match[1]}{MIXTRAL[match[2]]}.", name)
 
 
 def _weight_files(path: Path) -> list[Path]:
@@ -194,89 +298,3 @@ def _open(file: Path) -> Any:
         return safe_open(file, framework="pt", device="cpu")
     except (SafetensorError, OSError) as error:
         raise CheckpointError(file, "", f"cannot be opened, truncated or altered? {error}") from error
-
-
-def _json(file: Path) -> dict[str, Any]:
-    try:
-        raw = json.loads(file.read_text())
-    except (OSError, ValueError) as error:
-        raise CheckpointError(file, "", f"cannot be read: {error}") from error
-    if not isinstance(raw, dict):
-        raise CheckpointError(file, "", "is not a JSON object")
-    return raw
-
-
-def _architecture(raw: dict[str, Any], file: Path) -> str:
-    names = raw.get("architectures")
-    if not isinstance(names, list) or len(names) != 1 or names[0] not in SUPPORTED:
-        raise CheckpointError(file, "architectures", f"{names!r} is not supported; supported: {', '.join(SUPPORTED)}")
-    return str(names[0])
-
-
-def _refuse_unsupported(raw: dict[str, Any], file: Path) -> None:
-    if raw.get("hidden_act", "silu") != "silu":
-        raise CheckpointError(file, "hidden_act", f"{raw['hidden_act']!r} is not supported; supported: silu")
-    for field in ("quantization_config", "compression_config"):
-        if raw.get(field):
-            raise CheckpointError(file, field, "quantised checkpoints are not supported")
-    if raw.get("use_sliding_window"):
-        raise CheckpointError(file, "use_sliding_window", "a window on some layers only is not supported")
-    if set(raw.get("layer_types") or []) - {"full_attention"}:
-        raise CheckpointError(file, "layer_types", "only full_attention is supported")
-
-
-def _sliding_window(raw: dict[str, Any], file: Path, architecture: str, max_positions: int) -> int | None:
-    """Only Mistral's applies to every layer; one that no sequence can outgrow is none."""
-    if architecture != "MistralForCausalLM" or raw.get("sliding_window") is None:
-        return None
-    window = _size(raw, file, "sliding_window")
-    return window if window < max_positions else None
-
-
-def _rope(raw: dict[str, Any], file: Path) -> Rope:
-    """Both spellings: `rope_parameters` (transformers 5) and `rope_theta` with `rope_scaling` (before)."""
-    field = "rope_parameters" if raw.get("rope_parameters") else "rope_scaling"
-    given = raw.get(field) or {}
-    if not isinstance(given, dict) or any(isinstance(value, dict) for value in given.values()):
-        raise CheckpointError(file, field, "must be one set of parameters for all layers")
-    kind = given.get("rope_type", given.get("type", "default"))
-    theta = _number(given if "rope_theta" in given else raw, file, "rope_theta", default=10000.0)
-    if given.get("partial_rotary_factor", raw.get("partial_rotary_factor", 1.0)) != 1.0:
-        raise CheckpointError(file, "partial_rotary_factor", "only whole heads are rotated here")
-    if kind == "default":
-        return Rope(theta)
-    if kind == "linear":
-        return Rope(theta, kind, _number(given, file, "factor"))
-    if kind != "llama3":
-        raise CheckpointError(file, f"{field}.rope_type", f"{kind!r} is not supported; supported: default, linear, llama3")
-    low, high = _number(given, file, "low_freq_factor"), _number(given, file, "high_freq_factor")
-    if low >= high:
-        raise CheckpointError(file, f"{field}.low_freq_factor", f"must be less than high_freq_factor {high}, got {low}")
-    return Rope(theta, kind, _number(given, file, "factor"), low, high, _size(given, file, "original_max_position_embeddings"))
-
-
-def _generation_eos(path: Path) -> frozenset[int]:
-    file = path / "generation_config.json"
-    return _eos(_json(file), file) if file.exists() else frozenset()
-
-
-def _eos(raw: dict[str, Any], file: Path) -> frozenset[int]:
-    value = raw.get("eos_token_id")
-    ids = [] if value is None else value if isinstance(value, list) else [value]
-    if not all(type(i) is int and i >= 0 for i in ids):
-        raise CheckpointError(file, "eos_token_id", f"must be a token id or a list of them, got {value!r}")
-    return frozenset(ids)
-
-
-def _size(raw: dict[str, Any], file: Path, field: str, default: int | None = None) -> int:
-    value = raw.get(field) if raw.get(field) is not None else default
-    if type(value) is not int or value < 1:
-        raise CheckpointError(file, field, f"must be a positive integer, got {value!r}")
-    return value
-
-
-def _number(raw: dict[str, Any], file: Path, field: str, default: float | None = None) -> float:
-    value = raw.get(field, default)
-    if isinstance(value, bool) or not isinstance(value, int | float) or not value > 0:
-        raise CheckpointError(file, field, f"must be a positive number, got {value!r}")
-    return float(value)

@@ -39,6 +39,18 @@ class Output:
     failure: str | None = None
 
 
+@dataclass(slots=True)
+class Counts:
+    """What an engine has done so far. Each only grows."""
+
+    chunks: int = 0  # sequences over all steps
+    computed_tokens: int = 0  # positions
+    recomputed_tokens: int = 0  # of these, again, because a preemption threw their KV away
+    queried_tokens: int = 0  # of sequences that began: looked for in the prefix cache
+    hit_tokens: int = 0  # and found there
+    preemptions: int = 0
+
+
 class Engine:
     def __init__(self, runner: Runner, limits: Limits, max_len: int, prefix_caching: bool = True) -> None:
         self.runner = runner
@@ -47,21 +59,26 @@ class Engine:
         self.block_size = runner.layout.block_size
         self.scheduler = Scheduler(self.pool, limits, self.block_size)
         self.sequences: dict[str, Sequence] = {}
+        self.counts = Counts()
         if max_len > self.pool.num_blocks * self.block_size:
             raise ValueError(f"max_len {max_len} does not fit the pool of {self.pool.num_blocks} blocks of {self.block_size} tokens")
 
     def step(self, now: float = 0.0) -> list[Output]:
         """One batch. `now` is the caller's clock, kept in `started_at` of the sequences whose first step this is."""
-        batch = self.scheduler.schedule().chunks
+        plan, counts = self.scheduler.schedule(now), self.counts
+        counts.preemptions += len(plan.preempted)
+        batch = plan.chunks
         if not batch:
             return []
-        for chunk in batch:
-            if chunk.seq.started_at is None:
-                chunk.seq.started_at = now
+        for seq in (chunk.seq for chunk in batch if chunk.seq.started_at is None):
+            seq.started_at = now
+            counts.queried_tokens += seq.arrived_with
+            counts.hit_tokens += seq.cached
         try:
             sampled = self.runner.run(batch)
         except NonFiniteLogits as error:
             return [self._fail(seq_id, error) for seq_id in error.sequence_ids]  # the others run again in the next step
+        counts.chunks += len(batch)
         outputs = []
         for chunk, token in zip(batch, sampled, strict=True):
             self._advance(chunk.seq, chunk.n)
@@ -156,6 +173,8 @@ class Engine:
         start, end = seq.computed, seq.computed + n
         again = max(0, min(end, seq.reached) - start)
         seq.recomputed += again
+        self.counts.computed_tokens += n
+        self.counts.recomputed_tokens += again
         seq.prefilled += max(0, min(end, seq.arrived_with - 1) - start - again)
         self.scheduler.advance(seq, end)
 

@@ -1,4 +1,4 @@
-"""The KV pool of a worker: one buffer, `[num_blocks, num_layers, 2, num_kv_heads, block_size, head_dim]`.
+"""The KV pool of a worker: one buffer, `[num_blocks, num_layers, parts, num_kv_heads, block_size, head_dim]`.
 
 A block is one contiguous piece: one transfer descriptor, one digest, one file on disk. A tensor-parallel head shard is contiguous
 inside each layer. The pool is plain host memory here; the runner takes per-layer strided views of it.
@@ -26,10 +26,12 @@ class KvLayout:
     head_dim: int
     layout_version: int = 1
     tensor_parallel: int = 1
+    parts: int = 2  # 2: a key and a value; 1: one vector that is both (multi-head latent attention)
+    value_dim: int = 0  # how many leading numbers of that one vector are the value; 0: all head_dim of them
 
     @property
     def block_shape(self) -> tuple[int, int, int, int, int]:
-        return (self.num_layers, 2, self.num_kv_heads, self.block_size, self.head_dim)
+        return (self.num_layers, self.parts, self.num_kv_heads, self.block_size, self.head_dim)
 
     @property
     def block_bytes(self) -> int:

@@ -14,7 +14,13 @@ class Linear:
     plain weight is then dropped, so nothing is held twice.
     """
 
-    def __init__(self, weights: Sequence[Tensor], biases: Sequence[Tensor], dtype: torch.dtype, device: torch.device) -> None:
+    def __init__(
+        self,
+        weights: Sequence[Tensor],
+        biases: Sequence[Tensor],
+        dtype: torch.dtype,
+        device: torch.device,
+    ) -> None:
         self.bias = stacked(biases, dtype, device) if biases else None  # [out]
         weight = stacked(weights, dtype, device)
         self._packed = device.type == "cpu" and torch._C._has_mkldnn and (dtype == torch.float32 or _multiplies_bfloat16())

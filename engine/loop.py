@@ -9,10 +9,10 @@ import threading
 import time
 from collections import deque
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, TypeVar
 
-from engine.engine import Engine, Output
+from engine.engine import Counts, Engine, Output
 
 T = TypeVar("T")
 CHECK_EVERY_S = 5.0
@@ -43,6 +43,7 @@ class Facts:
     owned_blocks: int
     sequences: int
     credit_tokens: int
+    counts: Counts
 
 
 def facts(engine: Engine) -> Facts:
@@ -56,6 +57,7 @@ def facts(engine: Engine) -> Facts:
         owned_blocks=engine.pool.num_owned,
         sequences=len(engine.sequences),
         credit_tokens=scheduler.credit_tokens(),
+        counts=replace(engine.counts),
     )
 
 
@@ -64,6 +66,8 @@ class EngineLoop:
 
     `on_failure(error)` is called there once if a step raises: the engine's memory is then in doubt, nothing runs any more, and the
     process must go.
+
+    `on_batch(seconds, tokens, sequences)` is called in the engine's thread after each step that computed something. It must not wait.
     """
 
     def __init__(
@@ -72,11 +76,13 @@ class EngineLoop:
         on_step: Callable[[list[Output]], None],
         on_cache: Callable[[list[CacheEvent]], None],
         on_failure: Callable[[BaseException], None],
+        on_batch: Callable[[float, int, int], None] = lambda seconds, tokens, sequences: None,
     ) -> None:
         self._engine = engine
         self._on_step = on_step
         self._on_cache = on_cache
         self._on_failure = on_failure
+        self._on_batch = on_batch
         self._commands: deque[tuple[Callable[[Engine], Any], asyncio.Future[Any] | None]] = deque()  # no future: nobody waits
         self._wake = threading.Event()
         self._closing = False
@@ -125,7 +131,7 @@ class EngineLoop:
                 if self._engine.idle:
                     self._rest()
                     continue
-                outputs = self._engine.step(time.monotonic())
+                outputs = self._step()
                 self._publish_cache()
                 if outputs:
                     self._post(self._on_step, outputs)
@@ -138,6 +144,14 @@ class EngineLoop:
         finally:
             self._stopped = True
             self._post(self._refuse)
+
+    def _step(self) -> list[Output]:
+        counts, began = self._engine.counts, time.monotonic()
+        chunks, tokens = counts.chunks, counts.computed_tokens
+        outputs = self._engine.step(began)
+        if counts.chunks > chunks:
+            self._on_batch(time.monotonic() - began, counts.computed_tokens - tokens, counts.chunks - chunks)
+        return outputs
 
     def _refuse(self) -> None:
         """On the event loop, like `call`: a command came either before this and is refused here, or after it and is refused there."""

@@ -6,6 +6,7 @@ Kept for ever; the engine's tokens are compared with these.
 import torch
 from torch import Tensor
 
+from engine.checkpoint import LayerAttention
 from engine.model import Transformer
 from engine.sampler import sample
 from engine.sampling import Sampled, SamplingParams
@@ -27,20 +28,22 @@ def generate(model: Transformer, tokens: list[int], params: SamplingParams, prom
 @torch.inference_mode()
 def next_logits(model: Transformer, tokens: list[int]) -> Tensor:
     """Logits `[1, V]` after the last of `tokens`."""
-    positions = torch.arange(len(tokens))
+    positions, config = torch.arange(len(tokens)), model.config
 
     def attention(layer: int, q: Tensor, kv: Tensor) -> Tensor:
-        return attend_plainly(q, kv[:, 0], kv[:, 1], model.config.sliding_window)
+        return attend_plainly(q, kv[:, 0], kv[:, -1][..., : config.kv_value_dim or config.head_dim], config.attention[layer])
 
     return model.forward(torch.tensor(tokens), positions, attention, positions[-1:])
 
 
-def attend_plainly(q: Tensor, k: Tensor, v: Tensor, window: int | None) -> Tensor:
-    """q `[T, Hq, D]`, k and v `[T, Hkv, D]` → `[T, Hq * D]`: the formula, with heads repeated and scores spelt out."""
+def attend_plainly(q: Tensor, k: Tensor, v: Tensor, how: LayerAttention) -> Tensor:
+    """q `[T, Hq, D]`, k `[T, Hkv, D]`, v `[T, Hkv, Dv]` → `[T, Hq * Dv]`: the formula, with heads repeated and scores spelt out."""
     length, heads, dim = q.shape
     k, v = (x.repeat_interleave(heads // x.shape[1], dim=1) for x in (k, v))  # [T, Hq, D]
-    scores = torch.einsum("qhd,khd->hqk", q, k) / dim**0.5
+    scores = torch.einsum("qhd,khd->hqk", q, k) * (dim**-0.5 if how.scale is None else how.scale)
+    if how.softcap is not None:
+        scores = how.softcap * torch.tanh(scores / how.softcap)
     age = torch.arange(length)[:, None] - torch.arange(length)  # [query, key]
-    hidden = (age < 0) if window is None else (age < 0) | (age >= window)
+    hidden = (age < 0) if how.window is None else (age < 0) | (age >= how.window)
     weights = scores.masked_fill(hidden, -torch.inf).softmax(dim=-1)
-    return torch.einsum("hqk,khd->qhd", weights, v).reshape(length, heads * dim)
+    return torch.einsum("hqk,khd->qhd", weights, v).reshape(length, -1)

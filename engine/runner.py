@@ -8,10 +8,12 @@ import torch
 from torch import Tensor
 
 from engine.attention import PagedAttention, PagedKv, Span, batch_order, plan
-from engine.checkpoint import Checkpoint, ModelConfig, expected_tensors
+from engine.checkpoint import Checkpoint, expected_tensors
+from engine.config_json import read_config
 from engine.fingerprint import fingerprint
 from engine.kvcache import KvLayout, KvPool
 from engine.model import Transformer
+from engine.ops import choose
 from engine.protocol import Chunk
 from engine.sampler import sample
 from engine.sampling import Sampled
@@ -46,6 +48,7 @@ class ModelRunner:
         threads: int | None = None,
         progress: Callable[[int, int], None] = ignore_progress,
         device: str = "cpu",
+        compiled: bool = True,
     ) -> "ModelRunner":
         """Reads the Hugging Face folder `path`; `progress(done, total)` is called per tensor. `threads` is torch's, for the whole process.
 
@@ -55,7 +58,7 @@ class ModelRunner:
             raise ValueError(f"dtype {dtype!r} is not supported; supported: {', '.join(DTYPES)}")
         if threads is not None:
             torch.set_num_threads(threads)
-        config = ModelConfig.read(path)
+        config = read_config(path)
         checkpoint = Checkpoint(path, config)
         total, done = len(expected_tensors(config)), 0
 
@@ -65,9 +68,19 @@ class ModelRunner:
             progress(done, total)
             return checkpoint.tensor(name)
 
-        model = Transformer(config, read, DTYPES[dtype], torch.device(device))
-        layout = KvLayout(f"{fingerprint(path)}-{dtype}", dtype, block_size, config.layers, config.kv_heads, config.head_dim)
-        return cls(model, layout, torch.device(device))
+        where = torch.device(device)
+        model = Transformer(config, read, DTYPES[dtype], where, choose(where, DTYPES[dtype], compiled))
+        layout = KvLayout(
+            f"{fingerprint(path)}-{dtype}",
+            dtype,
+            block_size,
+            config.layers,
+            config.kv_heads,
+            config.head_dim,
+            parts=config.kv_parts,
+            value_dim=config.kv_value_dim,
+        )
+        return cls(model, layout, where)
 
     def attach(self, pool: KvPool, tensor: Tensor | None = None) -> None:
         """Keys and values will live in `pool`; `tensor` is its memory as `[num_blocks, *block_shape]` where that is not the host's.
@@ -79,7 +92,7 @@ class ModelRunner:
         if tensor is None:
             tensor = torch.from_numpy(pool.array).view(DTYPES[self.layout.dtype])
         self.pool = pool
-        self._paged = PagedKv(tensor.view(pool.num_blocks, *self.layout.block_shape))
+        self._paged = PagedKv(tensor.view(pool.num_blocks, *self.layout.block_shape), self.layout.value_dim, self.model.ops.attend_in_place)
 
     def run(self, batch: Seq[Chunk]) -> list[Sampled | None]:
         """See `Runner.run`. Raises NonFiniteLogits where the model's answer is not a number."""
@@ -93,7 +106,7 @@ class ModelRunner:
         assert self._paged is not None, "attach a pool first"
         spans = [Span(chunk.seq.computed, chunk.n, chunk.seq.blocks) for chunk in batch]
         order = batch_order(spans)
-        meta = plan([spans[i] for i in order], self._paged, self.model.config.sliding_window)
+        meta = plan([spans[i] for i in order], self._paged, self.model.config.attention)
         tokens: list[int] = []
         last_row = [0] * len(batch)
         for i in order:

@@ -126,7 +126,8 @@ def _draw(scores: Tensor, seqs: Seq[Sequence]) -> Tensor:
     for least in (_least_top(scaled, seqs), _least_min_p(scaled, seqs)):
         if least is not None:
             scaled = scaled.masked_fill(scaled < least, -torch.inf)
-    return _argmax_with_noise(scaled, [noise_key(seq.params.seed, len(seq.tokens)) for seq in seqs])
+    keys = [_signed(noise_key(seq.params.seed, len(seq.tokens))) for seq in seqs]
+    return argmax_with_noise(scaled, torch.tensor(keys, device=scores.device))
 
 
 def _least_min_p(scaled: Tensor, seqs: Seq[Sequence]) -> Tensor | None:
@@ -172,18 +173,17 @@ def _cutoff(scaled: Tensor, k: Tensor, top_p: Tensor, width: int) -> tuple[Tenso
     return best.gather(1, kept - 1), (bounded | (mass[:, -1:] >= top_p * total))[:, 0]
 
 
-def _argmax_with_noise(scaled: Tensor, keys: list[int]) -> Tensor:
-    """Draws one id per row from softmax(scaled); scaled is `[R, V]`, at most 0.
+def argmax_with_noise(scaled: Tensor, keys: Tensor) -> Tensor:
+    """Draws one id per row from softmax(scaled); scaled is `[R, V]`, at most 0; keys `[R]`, the bits of `noise_key` as int64.
 
     The Gumbel-max trick: argmax of s + g with g = -log(-log u) is argmax of exp(s) / e with e = -log u. `u` is the top 53 bits of
     mix64(key + (id + 1) · golden ratio), SplitMix64's own sequence, so that a stream begun elsewhere draws the same.
     """
     vocab = scaled.shape[1]
     steps = _golden_steps(vocab, scaled.device)
-    signed = torch.tensor([_signed(key) for key in keys], device=scaled.device)[:, None]
     drawn, count = [], max(1, NOISE_ELEMENTS // vocab)
     for first in range(0, len(keys), count):
-        bits = _mix64_(signed[first : first + count] + steps)
+        bits = _mix64_(keys[first : first + count, None] + steps)
         e = _shift_right(bits, 11).double().mul_(2.0**-53).log_().neg_()  # u = 0 gives an infinite e, which nothing wins with
         drawn.append((scaled[first : first + count].double().exp_() / e).argmax(dim=-1))
     return torch.cat(drawn)

@@ -10,17 +10,25 @@ back and waits in its old place.
 
 Room is given in one order of arrival, to those who wait in the queue and to those who ask for room for KV from elsewhere: nobody is
 overtaken, and the oldest always fits once it is alone.
+
+How sequences join is `Limits.batching`. Continuous: at any step (Orca, Yu et al., OSDI 2022). The two that came before it are kept to
+compare with: whole batches, which nobody joins before all of their members are done. A dynamic batch is whoever waits when the one before
+it has ended; a static one waits until it is full, for `batch_wait_s` at most.
 """
 
 import itertools
+import math
 from bisect import insort
 from collections.abc import Iterable
 from dataclasses import dataclass, field
+from typing import Literal
 
 from engine.block_key import extend_keys
 from engine.blocks import BlockPool
 from engine.protocol import Chunk
 from engine.sequence import Sequence, State
+
+Batching = Literal["continuous", "dynamic", "static"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -29,6 +37,8 @@ class Limits:
     max_num_batched_tokens: int = 512
     reserve_growth: float = 0.5
     max_queue: int = 256
+    batching: Batching = "continuous"
+    batch_wait_s: float = 0.5
 
     def __post_init__(self) -> None:
         if self.max_num_batched_tokens < self.max_num_seqs:
@@ -53,9 +63,15 @@ class Scheduler:
         self.fetching: list[Sequence] = []
         self.claims: dict[str, int] = {}  # who was refused room for KV from elsewhere and will ask again → place in the order
         self._arrivals = itertools.count()
+        # The batch that is on: whoever came later than `_last` does not join.
+        self._last: float = math.inf if limits.batching == "continuous" else -1
+        self._forming_since: float | None = None
 
-    def schedule(self) -> Schedule:
+    def schedule(self, now: float = 0.0) -> Schedule:
+        """`now`, the caller's clock in seconds, tells how long a static batch has waited to be full."""
         plan = Schedule()
+        if self.limits.batching != "continuous":
+            self._form_batch(now)
         for seq in list(self.running):
             if seq.pending == 1 and seq.state is State.RUNNING and self._make_room(seq, plan):
                 plan.chunks.append(Chunk(seq, 1))
@@ -63,7 +79,7 @@ class Scheduler:
         for seq in self.running:
             if seq.pending > 1 and budget > 0:
                 budget -= self._chunk(seq, budget, plan)
-        while budget > 0 and self.waiting and not plan.preempted and self._admit(self.waiting[0]):
+        while budget > 0 and self.waiting and not plan.preempted and self._joins(self.waiting[0]) and self._admit(self.waiting[0]):
             seq = self.waiting.pop(0)
             seq.move("admit")
             self.running.append(seq)
@@ -120,6 +136,20 @@ class Scheduler:
         """Tokens that this worker could still promise to hold, over all that it has promised already."""
         promised = self.growth((*self.running, *self.fetching, *self.waiting))
         return (self.pool.available - promised) * self.block_size
+
+    def _form_batch(self, now: float) -> None:
+        if self.running or not self.waiting:
+            self._forming_since = None
+            return
+        if self._forming_since is None:
+            self._forming_since = now
+        members = self.waiting[: self.limits.max_num_seqs]
+        full = len(members) == self.limits.max_num_seqs
+        if self.limits.batching == "dynamic" or full or now - self._forming_since >= self.limits.batch_wait_s:
+            self._last = self._place(members[-1])
+
+    def _joins(self, seq: Sequence) -> bool:
+        return self._place(seq) <= self._last
 
     def _admit(self, seq: Sequence) -> bool:
         """Give a waiting sequence its blocks if it fits: what the prefix cache holds, and fresh ones for the rest."""

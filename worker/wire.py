@@ -105,6 +105,8 @@ def pack_layout(layout: KvLayout) -> worker_pb2.KvContract:
         head_dim=layout.head_dim,
         layout_version=layout.layout_version,
         tensor_parallel=layout.tensor_parallel,
+        parts=layout.parts,
+        value_dim=layout.value_dim,
     )
 
 
@@ -118,4 +120,6 @@ def unpack_layout(contract: worker_pb2.KvContract) -> KvLayout:
         head_dim=contract.head_dim,
         layout_version=contract.layout_version,
         tensor_parallel=contract.tensor_parallel,
+        parts=contract.parts,
+        value_dim=contract.value_dim,
     )

@@ -10,9 +10,39 @@ import pytest
 from safetensors.numpy import load_file, save_file
 
 from engine import fingerprint as fingerprints
-from engine.checkpoint import SUPPORTED, Checkpoint, CheckpointError, ModelConfig, Rope, expected_tensors
+from engine.checkpoint import Checkpoint, CheckpointError, LayerAttention, Rope, expected_tensors
+from engine.config_json import SUPPORTED, read_config
 from engine.fingerprint import fingerprint, tokenizer_fingerprint
 from models.make_small import make
+
+LLAMA3_ROPE = {
+    "rope_type": "llama3",
+    "factor": 8.0,
+    "low_freq_factor": 1.0,
+    "high_freq_factor": 4.0,
+    "original_max_position_embeddings": 16,
+}
+LONGROPE = {"type": "longrope", "short_factor": [1.0, 1.5, 2.0, 4.0], "long_factor": [9.0] * 4, "original_max_position_embeddings": 32}
+MIXTRAL = {"architectures": ["MixtralForCausalLM"], "num_local_experts": 4, "num_experts_per_tok": 2}
+QWEN3_MOE = {
+    "architectures": ["Qwen3MoeForCausalLM"],
+    "num_experts": 4,
+    "num_experts_per_tok": 2,
+    "moe_intermediate_size": 12,
+}
+DEEPSEEK2 = {
+    "architectures": ["DeepseekV2ForCausalLM"],
+    "num_key_value_heads": 4,
+    "q_lora_rank": None,
+    "kv_lora_rank": 6,
+    "qk_nope_head_dim": 12,
+    "qk_rope_head_dim": 4,
+    "v_head_dim": 8,
+    "n_routed_experts": 8,
+    "num_experts_per_tok": 2,
+    "moe_intermediate_size": 12,
+}
+DEEPSEEK3 = DEEPSEEK2 | {"architectures": ["DeepseekV3ForCausalLM"], "n_group": 4, "topk_group": 2}
 
 
 @pytest.fixture
@@ -34,7 +64,7 @@ def edit_weights(folder: Path, change: Callable[[dict[str, Any]], object]) -> No
 
 def refusal(folder: Path) -> CheckpointError:
     with pytest.raises(CheckpointError) as caught:
-        Checkpoint(folder, ModelConfig.read(folder))
+        Checkpoint(folder, read_config(folder))
     return caught.value
 
 
@@ -48,15 +78,24 @@ def refusal(folder: Path) -> CheckpointError:
         ({"architectures": "absent"}, "architectures", "None"),
         ({"hidden_act": "gelu"}, "hidden_act", "gelu"),
         ({"quantization_config": {"quant_method": "fp8"}}, "quantization_config", "not supported"),
-        ({"rope_scaling": {"rope_type": "yarn", "factor": 4.0}}, "rope_scaling.rope_type", "yarn"),
+        ({"rope_scaling": {"rope_type": "yarn", "factor": 4.0}}, "rope_scaling.original_max_position_embeddings", "positive integer"),
         ({"rope_parameters": {"rope_type": "dynamic", "rope_theta": 1e4}}, "rope_parameters.rope_type", "dynamic"),
-        ({"rope_scaling": {"rope_type": "linear"}}, "factor", "positive number"),
-        ({"rope_scaling": {"rope_type": "llama3", "factor": 8.0}}, "low_freq_factor", "positive number"),
+        ({"rope_scaling": {"rope_type": "linear"}}, "rope_scaling.factor", "positive number"),
+        ({"rope_scaling": {"rope_type": "linear", "factor": 2.0, "mscale": 1.0}}, "rope_scaling.mscale", "linear"),
+        ({"rope_scaling": LLAMA3_ROPE | {"low_freq_factor": 4.0}}, "rope_scaling.low_freq_factor", "less than"),
+        ({"rope_scaling": LLAMA3_ROPE | {"factor": "8"}}, "rope_scaling.factor", "positive number"),
+        ({"rope_scaling": LONGROPE | {"short_factor": [1.0]}}, "rope_scaling.short_factor", "4 positive numbers"),
+        ({"rope_scaling": [2]}, "rope_scaling", "object"),
         ({"rope_parameters": {"full_attention": {"rope_theta": 1e4}}}, "rope_parameters", "all layers"),
         ({"rope_theta": -1}, "rope_theta", "positive number"),
-        ({"partial_rotary_factor": 0.5}, "partial_rotary_factor", "whole heads"),
+        ({"partial_rotary_factor": 0.5}, "partial_rotary_factor", "supported: 1"),
+        ({"rope_parameters": {"rope_type": "default", "partial_rotary_factor": 0.5}}, "rope_parameters.partial_rotary_factor", "0.5"),
+        ({"use_bidirectional_attention": True}, "use_bidirectional_attention", "not supported"),
+        ({"tie_word_embeddings": 1}, "tie_word_embeddings", "true or false"),
         ({"use_sliding_window": True}, "use_sliding_window", "not supported"),
-        ({"layer_types": ["full_attention", "sliding_attention"]}, "layer_types", "full_attention"),
+        ({"layer_types": ["full_attention", "sliding_attention"]}, "layer_types", "not supported"),
+        ({"layer_types": ["full_attention"]}, "layer_types", "each of 2 layers"),
+        ({"layer_types": ["full_attention", "chunked_attention"]}, "layer_types", "chunked_attention"),
         ({"hidden_size": "absent"}, "hidden_size", "positive integer"),
         ({"vocab_size": 0}, "vocab_size", "positive integer"),
         ({"num_hidden_layers": 2.0}, "num_hidden_layers", "positive integer"),
@@ -79,34 +118,153 @@ def test_an_unknown_architecture_is_told_the_known_ones(folder: Path) -> None:
 
 
 def test_what_the_config_leaves_out(folder: Path) -> None:
-    before = ModelConfig.read(folder)
+    before = read_config(folder)
     edit_config(folder, head_dim="absent", rope_theta="absent", rms_norm_eps=before.norm_eps, tie_word_embeddings="absent")
-    assert ModelConfig.read(folder) == before
-    assert before.rope == Rope(theta=10000.0)
+    assert read_config(folder) == before
+    assert before.ropes == (Rope(theta=10000.0),) * 2
     edit_config(folder, num_key_value_heads="absent")
-    assert ModelConfig.read(folder).kv_heads == before.heads
+    assert read_config(folder).kv_heads == before.heads
 
 
 def test_every_eos_id_counts(folder: Path) -> None:
     edit_config(folder, eos_token_id=[5, 6])
     edit_config(folder, "generation_config.json", eos_token_id=[6, 9])
-    assert ModelConfig.read(folder).eos_token_ids == {5, 6, 9}
+    assert read_config(folder).eos_token_ids == {5, 6, 9}
     edit_config(folder, eos_token_id=None)
     (folder / "generation_config.json").unlink()
-    assert ModelConfig.read(folder).eos_token_ids == frozenset()
+    assert read_config(folder).eos_token_ids == frozenset()
 
 
-@pytest.mark.parametrize(("window", "kept"), [(None, None), (64, None), (63, 63)])
-def test_a_window_that_no_sequence_outgrows_is_none(folder: Path, window: int | None, kept: int | None) -> None:
+@pytest.mark.parametrize(("window", "kept"), [(None, None), (64, None), (63, 63), ("absent", None)])
+def test_a_window_that_no_sequence_outgrows_is_none(folder: Path, window: int | str | None, kept: int | None) -> None:
     edit_config(folder, architectures=["MistralForCausalLM"], sliding_window=window)
-    assert ModelConfig.read(folder).sliding_window == kept
+    assert {layer.window for layer in read_config(folder).attention} == {kept}
+
+
+# --- families -----------------------------------------------------------------------------------------------------------------------
+
+
+def windows(folder: Path, layers: int, **fields: Any) -> list[int | None]:
+    edit_config(folder, num_hidden_layers=layers, max_position_embeddings=8192, **fields)
+    return [layer.window for layer in read_config(folder).attention]
+
+
+def test_which_layers_have_a_window(folder: Path) -> None:
+    assert windows(folder, 3, architectures=["MistralForCausalLM"]) == [4096] * 3
+    assert windows(folder, 3, architectures=["Phi3ForCausalLM"]) == [None] * 3
+    assert windows(folder, 3, architectures=["Phi3ForCausalLM"], sliding_window=10) == [10] * 3
+    assert windows(folder, 4, architectures=["Gemma2ForCausalLM"]) == [10, None, 10, None]
+    assert windows(folder, 7, architectures=["Gemma3ForCausalLM"]) == [10] * 5 + [None, 10]
+    assert windows(folder, 3, sliding_window_pattern=3) == [10, 10, None]
+    assert windows(folder, 2, layer_types=["full_attention", "sliding_attention"]) == [None, 10]
+    edit_config(folder, layer_types="absent", sliding_window_pattern="absent")
+    assert windows(folder, 3, architectures=["Qwen2ForCausalLM"]) == [None] * 3
+    assert windows(folder, 30, use_sliding_window=True) == [None] * 28 + [10] * 2
+    assert windows(folder, 3, max_window_layers=1) == [None, 10, 10]
+    assert windows(folder, 3, layer_types=["sliding_attention", "full_attention", "full_attention"]) == [10, None, None]
+    assert windows(folder, 3, **QWEN3_MOE, layer_types="absent") == [10] * 3
+
+
+def test_gemma_3_has_two_rotary_embeddings_in_both_spellings(folder: Path) -> None:
+    far, near = Rope(5e5, "linear", 8.0), Rope(2e4)
+    edit_config(
+        folder,
+        architectures=["Gemma3ForCausalLM"],
+        sliding_window_pattern=2,
+        rope_theta=5e5,
+        rope_local_base_freq=2e4,
+        rope_scaling={"rope_type": "linear", "factor": 8.0},
+    )
+    assert read_config(folder).ropes == (near, far)
+    parameters = {
+        "full_attention": {"rope_type": "linear", "factor": 8.0, "rope_theta": 5e5},
+        "sliding_attention": {"rope_type": "default", "rope_theta": 2e4},
+    }
+    edit_config(folder, rope_theta="absent", rope_local_base_freq="absent", rope_scaling="absent", rope_parameters=parameters)
+    assert read_config(folder).ropes == (near, far)
+    edit_config(folder, rope_parameters="absent")
+    assert read_config(folder).ropes == (Rope(1e4), Rope(1e6))
+
+
+def test_gemma_softcaps_that_are_left_out_or_null(folder: Path) -> None:
+    edit_config(folder, architectures=["Gemma2ForCausalLM"])
+    config = read_config(folder)
+    assert (config.attention[0], config.logit_softcap) == (LayerAttention(None, 50.0, 256**-0.5), 30.0)
+    edit_config(folder, attn_logit_softcapping=None, final_logit_softcapping=None, query_pre_attn_scalar=64)
+    config = read_config(folder)
+    assert (config.attention[0], config.logit_softcap) == (LayerAttention(None, None, 0.125), None)
+    edit_config(folder, architectures=["Gemma3ForCausalLM"], attn_logit_softcapping="absent", final_logit_softcapping="absent")
+    config = read_config(folder)
+    assert (config.attention[0], config.logit_softcap) == (LayerAttention(None, None, 0.125), None)
+
+
+def test_longrope_ends_at_the_length_for_which_its_short_factors_hold(folder: Path) -> None:
+    edit_config(folder, architectures=["Phi3ForCausalLM"], rope_scaling=LONGROPE)
+    config = read_config(folder)
+    assert config.max_positions == 32
+    assert config.ropes[0].amplitude == pytest.approx((1 + 1 / 5) ** 0.5)  # 64 positions are 2^1 times 2^5
+    edit_config(folder, original_max_position_embeddings=16, rope_scaling=LONGROPE | {"type": "su"})
+    assert read_config(folder).max_positions == 16
+
+
+def test_which_layers_have_experts(folder: Path) -> None:
+    def layers(**fields: Any) -> set[int]:
+        edit_config(folder, num_hidden_layers=5, **fields)
+        config = read_config(folder)
+        return {i for i in range(5) if config.experts_of(i)}
+
+    assert layers() == set()
+    assert layers(**MIXTRAL) == {0, 1, 2, 3, 4}
+    assert layers(**QWEN3_MOE) == {0, 1, 2, 3, 4}
+    assert layers(decoder_sparse_step=2) == {1, 3}
+    assert layers(decoder_sparse_step=1, mlp_only_layers=[0, 3]) == {1, 2, 4}
+    assert layers(**DEEPSEEK2) == {0, 1, 2, 3, 4}
+    assert layers(first_k_dense_replace=4) == {4}
+    assert layers(**DEEPSEEK3, first_k_dense_replace="absent") == {3, 4}
+
+
+@pytest.mark.parametrize(
+    ("family", "fields", "field"),
+    [
+        (MIXTRAL, {"num_local_experts": "absent"}, "num_local_experts"),
+        (MIXTRAL, {"num_experts_per_tok": 5}, "num_experts_per_tok"),
+        (QWEN3_MOE, {"mlp_only_layers": 3}, "mlp_only_layers"),
+        (QWEN3_MOE, {"moe_intermediate_size": "absent"}, "moe_intermediate_size"),
+        (QWEN3_MOE, {"norm_topk_prob": "yes"}, "norm_topk_prob"),
+        (DEEPSEEK2, {"topk_method": "noaux_tc"}, "topk_method"),
+        (DEEPSEEK2, {"topk_method": "group_limited_greedy"}, "n_group"),
+        (DEEPSEEK2, {"norm_topk_prob": True}, "norm_topk_prob"),
+        (DEEPSEEK2, {"scoring_func": "sigmoid"}, "scoring_func"),
+        (DEEPSEEK2, {"moe_layer_freq": 2}, "moe_layer_freq"),
+        (DEEPSEEK2, {"rope_interleave": False}, "rope_interleave"),
+        (DEEPSEEK2, {"num_key_value_heads": 2}, "num_key_value_heads"),
+        (DEEPSEEK2, {"kv_lora_rank": 5}, "kv_lora_rank"),
+        (DEEPSEEK2, {"qk_rope_head_dim": 3}, "qk_rope_head_dim"),
+        (DEEPSEEK2, {"first_k_dense_replace": -1}, "first_k_dense_replace"),
+        (DEEPSEEK3, {"topk_method": "greedy"}, "topk_method"),
+        (DEEPSEEK3, {"scoring_func": "softmax"}, "scoring_func"),
+        (DEEPSEEK3, {"n_group": 3}, "n_group"),
+        (DEEPSEEK3, {"n_group": 8}, "n_group"),
+        (DEEPSEEK3, {"topk_group": 5}, "topk_group"),
+        (DEEPSEEK3, {"num_experts_per_tok": 5}, "num_experts_per_tok"),
+        ({"architectures": ["Gemma2ForCausalLM"]}, {"hidden_activation": "gelu"}, "hidden_activation"),
+        ({"architectures": ["Gemma2ForCausalLM"]}, {"sliding_window": None}, "sliding_window"),
+        ({"architectures": ["Gemma3ForCausalLM"]}, {"attn_logit_softcapping": 30.0}, "attn_logit_softcapping"),
+        ({"architectures": ["Gemma3ForCausalLM"]}, {"rope_parameters": {"rope_type": "default"}}, "rope_parameters.rope_type"),
+    ],
+)
+def test_what_a_family_refuses(folder: Path, family: dict[str, Any], fields: dict[str, Any], field: str) -> None:
+    edit_config(folder, **family)
+    read_config(folder)
+    edit_config(folder, **fields)
+    assert refusal(folder).field == field
 
 
 # --- weights ------------------------------------------------------------------------------------------------------------------------
 
 
 def test_a_good_folder_opens(folder: Path) -> None:
-    config = ModelConfig.read(folder)
+    config = read_config(folder)
     checkpoint = Checkpoint(folder, config)
     for name, shape in expected_tensors(config).items():
         assert tuple(checkpoint.tensor(name).shape) == shape
@@ -141,14 +299,14 @@ def test_a_dtype_that_is_no_weight(folder: Path) -> None:
 
 def test_rotary_frequencies_of_old_files_are_left_alone(folder: Path) -> None:
     edit_weights(folder, lambda w: w.update({"model.layers.0.self_attn.rotary_emb.inv_freq": np.zeros(4, np.float32)}))
-    Checkpoint(folder, ModelConfig.read(folder))
+    Checkpoint(folder, read_config(folder))
 
 
 def test_a_tied_head_in_the_file_must_be_the_embedding(folder: Path) -> None:
     edit_config(folder, tie_word_embeddings=True)
     assert refusal(folder).field == "lm_head.weight"
     edit_weights(folder, lambda w: w.update({"lm_head.weight": w["model.embed_tokens.weight"]}))
-    Checkpoint(folder, ModelConfig.read(folder))
+    Checkpoint(folder, read_config(folder))
 
 
 @pytest.mark.parametrize("keep", [0, 5, 500, -4])
@@ -189,6 +347,74 @@ def test_a_damaged_index(folder: Path, index: str) -> None:
 def test_a_missing_shard(folder: Path) -> None:
     (folder / "model.safetensors.index.json").write_text('{"weight_map": {"a": "model-00001-of-00002.safetensors"}}')
     assert refusal(folder).file.name == "model-00001-of-00002.safetensors"
+
+
+# --- experts ------------------------------------------------------------------------------------------------------------------------
+
+
+def make_mixtral(folder: Path) -> dict[str, Any]:
+    """Turns the folder's model into one with four experts in the layout of published files, and answers their tensors."""
+    edit_config(folder, **MIXTRAL, sliding_window=None)
+    random, weights = np.random.default_rng(1), load_file(folder / "model.safetensors")
+    for i in range(2):
+        for name in ("gate_proj", "up_proj", "down_proj"):
+            weights.pop(f"model.layers.{i}.mlp.{name}.weight")
+        block = f"model.layers.{i}.block_sparse_moe"
+        weights[f"{block}.gate.weight"] = random.random((4, 32), np.float32)
+        for expert in range(4):
+            for name, shape in (("w1", (96, 32)), ("w3", (96, 32)), ("w2", (32, 96))):
+                weights[f"{block}.experts.{expert}.{name}.weight"] = random.random(shape, np.float32)
+    save_file(weights, folder / "model.safetensors")
+    return weights
+
+
+def fuse(weights: dict[str, Any], layer: int) -> None:
+    """As transformers 5 keeps them in memory and can write them."""
+    block, fused = f"model.layers.{layer}.block_sparse_moe", f"model.layers.{layer}.mlp"
+    matrices = {name: np.stack([weights.pop(f"{block}.experts.{i}.{name}.weight") for i in range(4)]) for name in ("w1", "w2", "w3")}
+    weights[f"{fused}.experts.gate_up_proj"] = np.concatenate((matrices["w1"], matrices["w3"]), axis=1)
+    weights[f"{fused}.experts.down_proj"] = matrices["w2"]
+    weights[f"{fused}.gate.weight"] = weights.pop(f"{block}.gate.weight")
+
+
+def test_experts_are_the_same_in_both_layouts(folder: Path) -> None:
+    published = make_mixtral(folder)
+    config = read_config(folder)
+    separate = Checkpoint(folder, config)
+    expected = {name: separate.tensor(name).numpy().copy() for name in expected_tensors(config)}
+    for name, theirs in (("gate_proj", "w1"), ("up_proj", "w3"), ("down_proj", "w2")):
+        tensor = published[f"model.layers.1.block_sparse_moe.experts.2.{theirs}.weight"]
+        assert np.array_equal(expected[f"model.layers.1.mlp.experts.2.{name}.weight"], tensor)
+    edit_weights(folder, lambda w: (fuse(w, 0), fuse(w, 1)))
+    fused = Checkpoint(folder, config)
+    assert all(np.array_equal(fused.tensor(name).numpy(), tensor) for name, tensor in expected.items())
+
+
+@pytest.mark.parametrize(
+    ("change", "field"),
+    [
+        (lambda w: w[:3], "model.layers.0.mlp.experts.3.gate_proj.weight"),
+        (lambda w: np.concatenate((w, w[:1])), "model.layers.0.mlp.experts.4.gate_proj.weight"),
+        (lambda w: w[:, :-2], "model.layers.0.mlp.experts.gate_up_proj"),
+        (lambda w: w[0], "model.layers.0.mlp.experts.0.gate_proj.weight"),
+    ],
+)
+def test_experts_in_one_tensor_are_checked(folder: Path, change: Callable[[Any], Any], field: str) -> None:
+    make_mixtral(folder)
+    name = "model.layers.0.mlp.experts.gate_up_proj"
+    edit_weights(folder, lambda w: (fuse(w, 0), w.update({name: np.ascontiguousarray(change(w[name]))})))
+    assert refusal(folder).field == field
+
+
+def test_layers_for_further_tokens_are_left_alone(folder: Path) -> None:
+    edit_config(folder, **DEEPSEEK3)
+    config = read_config(folder)
+    weights = {name: np.zeros(shape, np.float32) for name, shape in expected_tensors(config).items()}
+    extra = {"model.layers.2.eh_proj.weight": np.zeros(3, np.float32)}
+    save_file(weights | extra, folder / "model.safetensors")
+    Checkpoint(folder, config)
+    save_file(weights | {"model.layers.3.eh_proj.weight": np.zeros(3, np.float32)}, folder / "model.safetensors")
+    assert refusal(folder).field == "model.layers.3.eh_proj.weight"
 
 
 # --- fingerprints -------------------------------------------------------------------------------------------------------------------

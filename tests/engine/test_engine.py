@@ -74,6 +74,19 @@ def test_random_workloads_equal_the_oracle(seed: int) -> None:
         assert seq.tokens[seq.prompt_len :] == expect(seq)
     engine.pool.check()
     assert engine.pool.num_owned == 0 and not engine.sequences
+    check_counts(engine, seqs)
+
+
+def check_counts(engine: Engine, seqs: list[Sequence]) -> None:
+    """What the engine counted is what its sequences, which all ended, know of themselves."""
+    counts = engine.counts
+    assert counts.queried_tokens == sum(seq.arrived_with for seq in seqs)
+    assert counts.hit_tokens == sum(seq.cached for seq in seqs)
+    assert counts.preemptions == sum(seq.preemptions for seq in seqs)
+    assert counts.recomputed_tokens == sum(seq.recomputed for seq in seqs)
+    once = sum(len(seq.tokens) - 1 - seq.cached for seq in seqs)
+    assert counts.computed_tokens - counts.recomputed_tokens == once
+    assert len(seqs) <= counts.chunks <= counts.computed_tokens
 
 
 def test_small_pools_preempt_and_recompute() -> None:
@@ -84,6 +97,7 @@ def test_small_pools_preempt_and_recompute() -> None:
         engine.add(seq)
     drain(engine)
     assert sum(seq.preemptions for seq in seqs) > 0 and sum(seq.recomputed for seq in seqs) > 0
+    check_counts(engine, seqs)
     assert [seq.tokens[6:] for seq in seqs] == [expect(seq) for seq in seqs]
 
 

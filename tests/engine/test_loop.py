@@ -9,6 +9,7 @@ from collections.abc import AsyncIterator
 from collections.abc import Sequence as Seq
 from contextlib import asynccontextmanager
 from dataclasses import dataclass, field
+from typing import Any
 
 import pytest
 
@@ -145,6 +146,28 @@ async def test_everything_runs_in_one_thread_and_is_told_in_another() -> None:
         await until(lambda: len(r.told.tokens("s")) == 8)
     assert commands == r.runner.threads and len(commands) == 1
     assert r.told.threads == {threading.get_ident()} != commands
+
+
+async def test_each_step_that_computed_something_is_told_in_the_engine_s_thread() -> None:
+    runner, told, threads = Gate(), Told(), set()
+    batches: list[tuple[float, int, int]] = []
+
+    def on_batch(*batch: Any) -> None:
+        batches.append(batch)
+        threads.add(threading.get_ident())
+
+    runner.attach(KvPool(runner.layout, 512))
+    loop = EngineLoop(Engine(runner, Limits(8, 32), 1024), told.on_step, told.events.extend, told.failures.append, on_batch)
+    loop.start()
+    await loop.call(lambda engine: [engine.add(make_seq(name, [ord(name)] * 48, max_tokens=4)) for name in "ab"])
+    await until(lambda: len(told.tokens("a")) == 4 == len(told.tokens("b")))
+    counts = (await loop.call(facts)).counts
+    await loop.close()
+    assert [tokens for _, tokens, _ in batches[:3]] == [32, 32, 32], "two prompts of 48 in chunks of a budget of 32"
+    assert sum(tokens for _, tokens, _ in batches) == counts.computed_tokens == 2 * (48 + 3) - counts.hit_tokens
+    assert sum(sequences for _, _, sequences in batches) == counts.chunks
+    assert all(seconds > 0 and tokens >= sequences > 0 for seconds, tokens, sequences in batches)
+    assert threads == runner.threads
 
 
 async def test_commands_run_in_the_order_in_which_they_were_given() -> None:

@@ -8,7 +8,8 @@ import torch
 from safetensors.torch import load_file
 from tokenizers import Tokenizer
 
-from engine.checkpoint import Checkpoint, ModelConfig
+from engine.checkpoint import Checkpoint
+from engine.config_json import read_config
 from models.folder import Shape
 from models.train import training
 from models.train.__main__ import export
@@ -116,7 +117,7 @@ def test_the_phases_cover_the_whole_training() -> None:
 def test_what_is_exported_is_a_checkpoint(tokenizer: Tokenizer, tmp_path: Path) -> None:
     model = new_model(TINY)
     export(model, TINY, tokenizer, tmp_path)
-    checkpoint = Checkpoint(tmp_path, ModelConfig.read(tmp_path))
+    checkpoint = Checkpoint(tmp_path, read_config(tmp_path))
     weights = load_file(tmp_path / "model.safetensors")
     assert set(weights) == set(dict(model.named_parameters())) and all(w.dtype == torch.bfloat16 for w in weights.values())
     assert torch.equal(checkpoint.tensor("model.norm.weight"), weights["model.norm.weight"])

@@ -1,0 +1,1 @@
+"""The parts of `benchmarks/peers.py`; `drivers/` holds one small program per engine."""

@@ -1,0 +1,43 @@
+"""This engine."""
+
+import time
+from pathlib import Path
+
+from engine.build import Options, build
+from engine.sampling import SamplingParams
+from engine.scheduler import Limits
+from engine.sequence import Sequence
+from peers.driver import Handler, Message, engine, serve
+
+
+def start(message: Message) -> tuple[str, Handler]:
+    options = Options(
+        Path(message["model"]),
+        max_model_len=message["context"],
+        kv_memory_bytes=message["kv_bytes"],
+        threads=message["threads"],
+        prefix_caching=False,
+        limits=Limits(max_num_seqs=message["max_seqs"], max_num_batched_tokens=message["max_batched_tokens"]),
+        dtype=message["dtype"],
+    )
+    ours = build(options).engine
+
+    def generate(prompts: list[list[int]], outputs: list[int]) -> list[list[tuple[int, float]]]:
+        made: list[list[tuple[int, float]]] = [[] for _ in prompts]
+        for i, (prompt, output) in enumerate(zip(prompts, outputs, strict=True)):
+            params = SamplingParams(max_tokens=output, temperature=0.0, ignore_eos=True)
+            ours.add(Sequence(str(i), list(prompt), len(prompt), params, b""))
+        while not ours.idle:
+            done = ours.step()
+            now = time.perf_counter()
+            for one in done:
+                if one.sampled is None:
+                    raise RuntimeError(one.failure)
+                made[int(one.seq.id)].append((one.sampled.token, now))
+        return made
+
+    return "this tree", engine(generate)
+
+
+if __name__ == "__main__":
+    serve(start)

@@ -1,0 +1,484 @@
+"""Compiled kernels of the CPU path (Numba): the operations of `engine.ops`, and attention of decodes over the blocks of the pool, in place.
+
+Importing this module compiles them, which takes seconds, or loads what an earlier process compiled. It fails where Numba is missing or
+finds nothing to compile for; `engine.ops.choose` then stays with plain torch.
+
+A kernel is a C function of one pointer, to its arguments as int64: addresses, sizes, and floats by their bits. So a call costs one
+`struct.pack` and one foreign call. Where there is enough to do, all of torch's own OpenMP threads make it at once (`GOMP_parallel`), each
+for its share: the threads of another pool would take the cores from the matrices in between.
+
+bfloat16 is uint16 to Numba: widened by a shift, rounded to nearest even on the way back. All sums are float32.
+
+The letters in shapes are those of `engine.attention` and `engine.ops`.
+"""
+
+import ctypes
+import math
+import struct
+from typing import Any
+
+import numpy as np
+import torch
+from llvmlite import ir
+from numba import carray, cfunc, njit, types
+from numba.core import cgutils
+from numba.extending import intrinsic, overload
+from numba.np.unsafe.ndarray import to_fixed_tuple
+from torch import Tensor
+
+from engine.attention import Decodes, PagedKv
+from engine.checkpoint import LayerAttention
+from engine.ops import Ops
+
+# Sums may be reordered, products fused into sums; NaN and infinity keep their meaning: they are how broken weights and KV are found.
+SUMS = {"reassoc", "contract", "nsz"}
+KERNEL = types.void(types.CPointer(types.int64))
+EVERYTHING = 1 << 62  # keys that a query without a window sees
+AHEAD = 16
+KEYS = 8  # that are summed at a time
+SHARED_FROM = 1 << 16  # numbers to compute; for fewer, waking the other threads costs more than they save
+
+LOG2_E = np.float32(math.log2(math.e))
+LN_2_HIGH = np.float32(0.693359375)  # few digits, so that n times it is exact
+LN_2_LOW = np.float32(math.log(2) - 0.693359375)
+ROUND = np.float32(1.5 * 2**23)  # a float32 of this size has no digits behind the point
+LEAST, MOST = np.float32(-87.0), np.float32(88.0)  # e to these is still a normal float32
+T2, T3, T4, T5, T6, T7 = (np.float32(1 / math.factorial(k)) for k in range(2, 8))
+ZERO, ONE, TWO = np.float32(0), np.float32(1), np.float32(2)
+BFLOAT16 = np.uint16(0)  # stands for its type
+GELU = np.float32(2 * math.sqrt(2 / math.pi))
+GELU_CUBE = np.float32(0.044715)
+
+_thread = types.ExternalFunction("omp_get_thread_num", types.intc())
+_threads = types.ExternalFunction("omp_get_num_threads", types.intc())
+
+
+# --- memory and numbers ----------------------------------------------------------------------------------------------------------------
+
+
+@intrinsic
+def _pointer(context: Any, address: Any) -> Any:
+    """An int64 as the address that it is."""
+
+    def generate(context: Any, builder: Any, signature: Any, arguments: Any) -> Any:
+        return builder.inttoptr(arguments[0], context.get_value_type(types.voidptr))
+
+    return types.voidptr(types.int64), generate
+
+
+@intrinsic
+def _prefetch(context: Any, array: Any) -> Any:
+    """Asks for the cache line of an array's first number."""
+
+    def generate(context: Any, builder: Any, signature: Any, arguments: Any) -> Any:
+        byte, flag = ir.IntType(8).as_pointer(), ir.IntType(32)
+        prefetch = cgutils.get_or_insert_function(
+            builder.module, ir.FunctionType(ir.VoidType(), [byte, flag, flag, flag]), "llvm.prefetch.p0"
+        )
+        first = context.make_array(signature.args[0])(context, builder, arguments[0]).data
+        builder.call(prefetch, [builder.bitcast(first, byte), flag(0), flag(3), flag(1)])  # to read, into every cache, data
+        return context.get_dummy_value()
+
+    return types.void(array), generate
+
+
+@njit
+def _int64s(address, size):
+    return carray(_pointer(address), size, np.int64)
+
+
+def _numbers(address, size, kind):
+    """The memory at an address as an array of numbers of `kind`'s type."""
+
+
+@overload(_numbers)
+def _numbers_of(address, size, kind):
+    if kind == types.uint16:
+        return lambda address, size, kind: carray(_pointer(address), size, np.uint16)
+    return lambda address, size, kind: carray(_pointer(address), size, np.float32)
+
+
+def _wide(x):
+    """As float32."""
+
+
+@overload(_wide)
+def _wide_of(x):
+    if x == types.uint16:
+        return lambda x: np.uint32(np.uint32(x) << np.uint32(16)).view(np.float32)
+    return lambda x: x
+
+
+def _put(array, index, value):
+    """`array[index] = value`, rounded to the array's type."""
+
+
+@overload(_put)
+def _put_into(array, index, value):
+    def put_float32(array, index, value):
+        array[index] = value
+
+    def put_bfloat16(array, index, value):
+        bits = np.float32(value).view(np.uint32)
+        rounded = np.uint32(bits + np.uint32(0x7FFF) + ((bits >> np.uint32(16)) & np.uint32(1))) >> np.uint32(16)
+        array[index] = np.uint16(rounded) if value == value else np.uint16(0x7FC0)
+
+    return put_float32 if array.dtype == types.float32 else put_bfloat16
+
+
+@njit
+def _real(bits):
+    """The float64 with these bits, as float32."""
+    return np.float32(np.int64(bits).view(np.float64))
+
+
+@njit(fastmath={"contract"})
+def _exp(x):
+    """e^x of a float32 to about one unit in the last place, NaN for NaN: 2^n · e^r with |r| ≤ ln 2 / 2, e^r by its Taylor series.
+
+    Never reordered: adding ROUND rounds to an integer, which is then found in the last digits of the float.
+    """
+    x = LEAST if x < LEAST else x
+    x = MOST if x > MOST else x
+    shifted = x * LOG2_E + ROUND
+    n = shifted - ROUND
+    r = x - n * LN_2_HIGH - n * LN_2_LOW
+    power = np.uint32((np.float32(shifted).view(np.uint32) << np.uint32(23)) + np.uint32(0x3F800000)).view(np.float32)
+    return ((((((T7 * r + T6) * r + T5) * r + T4) * r + T3) * r + T2) * r * r + r + ONE) * power
+
+
+@njit
+def _share(count):
+    """This thread's part of `count` rows."""
+    me, threads = _thread(), _threads()
+    return count * me // threads, count * (me + 1) // threads
+
+
+# --- the operations between matrices ---------------------------------------------------------------------------------------------------
+
+
+@njit(fastmath=SUMS, error_model="numpy")
+def _add_rms_norm(arguments, kind):
+    _, x_, y_, weight_, out_, rows, width, eps = arguments
+    x, y, out = _numbers(x_, rows * width, kind), _numbers(y_, rows * width, kind), _numbers(out_, rows * width, kind)
+    weight = _numbers(weight_, width, kind)
+    first, last = _share(rows)
+    for start in range(first * width, last * width, width):
+        row, normed = x[start : start + width], out[start : start + width]
+        if y_:
+            added = y[start : start + width]
+            for i in range(width):
+                _put(row, i, _wide(row[i]) + _wide(added[i]))
+        squares = ZERO
+        for i in range(width):
+            squares += _wide(row[i]) * _wide(row[i])
+        scale = ONE / np.float32(math.sqrt(squares / np.float32(width) + _real(eps)))
+        for i in range(width):
+            _put(normed, i, _wide(row[i]) * scale * _wide(weight[i]))
+
+
+@njit(fastmath=SUMS, error_model="numpy")
+def _gated(arguments, kind):
+    """gate · up / (1 + e^(-a · gate)): a = 1 is SiLU; a = 2 √(2/π) (1 + 0.044715 gate²) is GELU's tanh form."""
+    _, gate_up_, out_, rows, width, gelu = arguments
+    gate_up, out = _numbers(gate_up_, 2 * rows * width, kind), _numbers(out_, rows * width, kind)
+    first, last = _share(rows)
+    for start in range(first * width, last * width, width):
+        gates, ups, row = gate_up[2 * start : 2 * start + width], gate_up[2 * start + width :], out[start : start + width]
+        if gelu:
+            for i in range(width):
+                gate = _wide(gates[i])
+                sharp = gate * GELU * (ONE + GELU_CUBE * gate * gate)
+                _put(row, i, gate / (ONE + _exp(-sharp)) * _wide(ups[i]))
+        else:
+            for i in range(width):
+                gate = _wide(gates[i])
+                _put(row, i, gate / (ONE + _exp(-gate)) * _wide(ups[i]))
+
+
+@njit(fastmath=SUMS, error_model="numpy")
+def _rotate(arguments, kind):
+    _, x_, row_stride, head_stride, rotation_, rows, heads, dim = arguments
+    x, rotation = _numbers(x_, rows * row_stride, kind), _numbers(rotation_, rows * dim, ZERO)
+    first, last = _share(rows)
+    for row in range(first, last):
+        turns = rotation[row * dim : (row + 1) * dim]
+        for head in range(heads):
+            pairs = x[row * row_stride + head * head_stride :]
+            for i in range(dim // 2):
+                real, imaginary, cosine, sine = _wide(pairs[2 * i]), _wide(pairs[2 * i + 1]), turns[2 * i], turns[2 * i + 1]
+                _put(pairs, 2 * i, real * cosine - imaginary * sine)
+                _put(pairs, 2 * i + 1, real * sine + imaginary * cosine)
+
+
+# --- attention -------------------------------------------------------------------------------------------------------------------------
+
+
+@njit(fastmath=SUMS, error_model="numpy")
+def _attend(arguments, kind):
+    """One query a sequence. Its key and value go to their slot; then it sees the slots up to its own, or the window's, and no other."""
+    _, pool_, q_, q_stride, kv_, kv_stride, out_, index_, pool_size, index_size, size, heads = arguments[:12]
+    kv_heads, dim, value_dim, parts, block_size, layers, layer, window, softcap, scale = arguments[12:]
+    pool, index = _numbers(pool_, pool_size, kind), _int64s(index_, index_size)
+    positions, bases, tables = index[:size], index[size : 2 * size], index[2 * size :]
+    q, kv = _numbers(q_, size * q_stride, kind), _numbers(kv_, size * kv_stride, kind)
+    out = _numbers(out_, size * heads * value_dim, kind)
+    group, head_size = heads // kv_heads, block_size * dim
+    most = _whole(min(window, positions.max() + 1))
+    at = np.empty(most, np.int64)  # where the keys of a sequence begin in the pool, those of head 0
+    query = np.empty((group, dim), np.float32)
+    scores = np.empty((group, most), np.float32)
+    sums = np.empty((group, value_dim), np.float32)
+    me, threads = _thread(), _threads()
+    found, done, total = -1, 0, (positions.sum() + size) * kv_heads
+    for b in range(size):
+        length = positions[b] + 1
+        count = min(window, length)
+        for head in range(kv_heads):
+            if done * threads // total == me:
+                if found != b:
+                    _find_keys(tables[bases[b] :], length - count, count, block_size, (layers, layer, parts * kv_heads), dim, at)
+                    found = b
+                key, value = head * head_size, ((parts - 1) * kv_heads + head) * head_size
+                for part in range(parts):
+                    new = (b * kv_stride) + (part * kv_heads + head) * dim
+                    slot = at[count - 1] + (part * kv_heads + head) * head_size
+                    pool[slot : slot + dim] = kv[new : new + dim]
+                for g in range(group):
+                    row = q[b * q_stride + (head * group + g) * dim :]
+                    for d in range(dim):
+                        query[g, d] = _wide(row[d]) * _real(scale)
+                _score(pool, at, key, count, query, scores)
+                for g in range(group):
+                    _weigh(scores[g], count, _real(softcap))
+                _sum_values(pool, at, value, count, scores, sums)
+                for g in range(group):
+                    row = (b * heads + head * group + g) * value_dim
+                    for d in range(value_dim):
+                        _put(out, row + d, sums[g, d])
+            done += length
+
+
+@njit
+def _whole(count):
+    return -(-count // KEYS) * KEYS
+
+
+@njit
+def _find_keys(table, first, count, block_size, where, dim, at):
+    """`at[i]` of the key at position `first + i`. The last one stands again up to a whole number of KEYS, there to get no weight."""
+    layers, layer, rows = where
+    i, block, slot = 0, first // block_size, first % block_size
+    while i < count:
+        start = (table[block] * layers + layer) * rows * block_size * dim
+        for offset in range(slot, min(block_size, slot + count - i)):
+            at[i] = start + offset * dim
+            i += 1
+        block, slot = block + 1, 0
+    for j in range(count, _whole(count)):
+        at[j] = at[count - 1]
+
+
+@njit(fastmath=SUMS, error_model="numpy")
+def _score(pool, at, head, count, query, scores):
+    """q kᵀ: each key is read once, for all queries that share it, four at a time."""
+    group, dim = query.shape
+    for i in range(0, _whole(count), 4):
+        k0, k1, k2, k3 = pool[at[i] + head :], pool[at[i + 1] + head :], pool[at[i + 2] + head :], pool[at[i + 3] + head :]
+        if i + AHEAD < len(at):
+            for ahead in range(i + AHEAD, i + AHEAD + 4):
+                for d in range(0, dim, 16):
+                    _prefetch(pool[at[ahead] + head + d :])
+        for g in range(group):
+            row, out = query[g], scores[g, i:]
+            s0 = s1 = s2 = s3 = ZERO
+            for d in range(dim):
+                s0 += row[d] * _wide(k0[d])
+                s1 += row[d] * _wide(k1[d])
+                s2 += row[d] * _wide(k2[d])
+                s3 += row[d] * _wide(k3[d])
+            out[0], out[1], out[2], out[3] = s0, s1, s2, s3
+
+
+@njit(fastmath=SUMS, error_model="numpy")
+def _weigh(scores, count, softcap):
+    """softmax in place, of scores that are capped first where there is a cap; zero behind the `count` that are seen."""
+    if softcap > ZERO:
+        for i in range(count):
+            # cap · tanh(s / cap), tanh(x) = 1 - 2 / (e^2x + 1)
+            scores[i] = softcap - TWO * softcap / (_exp(TWO * scores[i] / softcap) + ONE)
+    best = scores[0]
+    for i in range(count):
+        if scores[i] > best:
+            best = scores[i]
+    total = ZERO
+    for i in range(count):
+        scores[i] = _exp(scores[i] - best)
+        total += scores[i]
+    for i in range(count):
+        scores[i] /= total
+    scores[count : _whole(count)] = ZERO
+
+
+@njit(fastmath=SUMS, error_model="numpy")
+def _sum_values(pool, at, head, count, weights, sums):
+    """Each value is read once, for all queries that share it, eight at a time: the sums are then read and written an eighth as often."""
+    group, dim = sums.shape
+    sums[:] = ZERO
+    for i in range(0, _whole(count), 8):
+        v0, v1, v2, v3 = pool[at[i] + head :], pool[at[i + 1] + head :], pool[at[i + 2] + head :], pool[at[i + 3] + head :]
+        v4, v5, v6, v7 = pool[at[i + 4] + head :], pool[at[i + 5] + head :], pool[at[i + 6] + head :], pool[at[i + 7] + head :]
+        if i + AHEAD < len(at):
+            for ahead in range(i + AHEAD, i + AHEAD + 8):
+                for d in range(0, dim, 16):
+                    _prefetch(pool[at[ahead] + head + d :])
+        for g in range(group):
+            w, out = weights[g, i:], sums[g]
+            w0, w1, w2, w3, w4, w5, w6, w7 = w[0], w[1], w[2], w[3], w[4], w[5], w[6], w[7]
+            for d in range(dim):
+                early = (w0 * _wide(v0[d]) + w1 * _wide(v1[d])) + (w2 * _wide(v2[d]) + w3 * _wide(v3[d]))
+                late = (w4 * _wide(v4[d]) + w5 * _wide(v5[d])) + (w6 * _wide(v6[d]) + w7 * _wide(v7[d]))
+                out[d] += early + late
+
+
+# --- the C functions, each for both types of numbers -------------------------------------------------------------------------------------
+
+
+@cfunc(KERNEL, cache=True)
+def _add_rms_norm_function(pointer):
+    arguments = to_fixed_tuple(carray(pointer, 8), 8)
+    if arguments[0]:
+        _add_rms_norm(arguments, BFLOAT16)
+    else:
+        _add_rms_norm(arguments, ZERO)
+
+
+@cfunc(KERNEL, cache=True)
+def _gated_function(pointer):
+    arguments = to_fixed_tuple(carray(pointer, 6), 6)
+    if arguments[0]:
+        _gated(arguments, BFLOAT16)
+    else:
+        _gated(arguments, ZERO)
+
+
+@cfunc(KERNEL, cache=True)
+def _rotate_function(pointer):
+    arguments = to_fixed_tuple(carray(pointer, 8), 8)
+    if arguments[0]:
+        _rotate(arguments, BFLOAT16)
+    else:
+        _rotate(arguments, ZERO)
+
+
+@cfunc(KERNEL, cache=True)
+def _attend_function(pointer):
+    arguments = to_fixed_tuple(carray(pointer, 22), 22)
+    if arguments[0]:
+        _attend(arguments, BFLOAT16)
+    else:
+        _attend(arguments, ZERO)
+
+
+# --- from Python -----------------------------------------------------------------------------------------------------------------------
+
+
+class Kernel:
+    """A C function from above. `format`: of its arguments behind the first, as `struct` has them: q an int64, d a float64."""
+
+    def __init__(self, function: Any, format: str) -> None:
+        self._address: int = function.address
+        self._pack = struct.Struct(f"q{format}").pack
+        # A short call keeps the GIL: to give it away and wait for it would take longer.
+        self._alone = ctypes.PYFUNCTYPE(None, ctypes.c_char_p)(self._address)
+
+    def __call__(self, work: int, dtype: torch.dtype, *arguments: float) -> None:
+        """`work`: how many numbers it computes with, about."""
+        packed = self._pack(dtype == torch.bfloat16, *arguments)
+        threads = torch.get_num_threads() if work >= SHARED_FROM else 1
+        if threads == 1:
+            self._alone(packed)
+        else:
+            _together(self._address, packed, threads, 0)
+
+
+def _team() -> Any:
+    """`GOMP_parallel(function, data, threads, flags)` of the OpenMP that torch has loaded. AttributeError where it is another kind."""
+    together = ctypes.CDLL(None).GOMP_parallel
+    together.restype, together.argtypes = None, [ctypes.c_void_p, ctypes.c_char_p, ctypes.c_uint, ctypes.c_uint]
+    return together
+
+
+_together = _team()
+_kernels = {
+    "add_rms_norm": Kernel(_add_rms_norm_function, "6qd"),
+    "gated": Kernel(_gated_function, "5q"),
+    "rotate": Kernel(_rotate_function, "7q"),
+    "attend": Kernel(_attend_function, "19q2d"),
+}
+
+
+def attend_in_place(paged: PagedKv, layer: int, q: Tensor, kv: Tensor, out: Tensor, decodes: Decodes, how: LayerAttention) -> None:
+    """An `engine.attention.AttendInPlace`: every key and value is read once, where it lies, for all the queries that share it."""
+    _, layers, parts, kv_heads, block_size, dim = paged.pool.shape
+    heads, q, kv = q.shape[1], _rows(q), _rows(kv)
+    _kernels["attend"](
+        decodes.keys * kv_heads * dim,
+        q.dtype,
+        paged.pool.data_ptr(),
+        q.data_ptr(),
+        q.stride(0),
+        kv.data_ptr(),
+        kv.stride(0),
+        out.data_ptr(),
+        decodes.index.data_ptr(),
+        paged.pool.numel(),
+        len(decodes.index),
+        decodes.size,
+        heads,
+        kv_heads,
+        dim,
+        paged.value_dim,
+        parts,
+        block_size,
+        layers,
+        layer,
+        EVERYTHING if how.window is None else how.window,
+        how.softcap or 0.0,
+        dim**-0.5 if how.scale is None else how.scale,
+    )
+
+
+def _rows(x: Tensor) -> Tensor:
+    """x, its rows contiguous."""
+    return x if x[0].is_contiguous() else x.contiguous()
+
+
+class CompiledOps(Ops):
+    """float32 and bfloat16 on the CPU."""
+
+    attend_in_place = staticmethod(attend_in_place)
+
+    def add_rms_norm(self, x: Tensor, y: Tensor | None, weight: Tensor, eps: float) -> Tensor:
+        rows, width = x.shape
+        out = torch.empty_like(x)
+        added = 0 if y is None else y.data_ptr()
+        _kernels["add_rms_norm"](rows * width, x.dtype, x.data_ptr(), added, weight.data_ptr(), out.data_ptr(), rows, width, eps)
+        return out
+
+    def silu_mul(self, gate_up: Tensor) -> Tensor:
+        return self._gated(gate_up, gelu=False)
+
+    def gelu_tanh_mul(self, gate_up: Tensor) -> Tensor:
+        return self._gated(gate_up, gelu=True)
+
+    def _gated(self, gate_up: Tensor, gelu: bool) -> Tensor:
+        rows, width = gate_up.shape[0], gate_up.shape[1] // 2
+        out = gate_up.new_empty(rows, width)
+        _kernels["gated"](2 * rows * width, gate_up.dtype, gate_up.data_ptr(), out.data_ptr(), rows, width, gelu)
+        return out
+
+    def rotate_(self, qk: Tensor, rotation: Tensor) -> None:
+        rows, heads, dim = qk.shape
+        strides, turns = (qk.stride(0), qk.stride(1)), rotation.data_ptr()
+        _kernels["rotate"](rows * heads * dim, qk.dtype, qk.data_ptr(), *strides, turns, rows, heads, dim)

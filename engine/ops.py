@@ -1,0 +1,64 @@
+"""The pointwise operations between the matrices of a layer, in plain torch: right on every device, and the definition that any faster
+version is measured against.
+
+Letters in shapes: T tokens of the batch, H hidden, I intermediate, D head dim.
+"""
+
+import logging
+from importlib.util import find_spec
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from engine.attention import AttendInPlace
+
+log = logging.getLogger(__name__)
+
+
+class Ops:
+    """What a `Transformer` computes between two matrices. Subclasses answer the same numbers, up to rounding, faster."""
+
+    # Attention of decodes without gathering what they see; None: there is no such kernel.
+    attend_in_place: AttendInPlace | None = None
+
+    def add_rms_norm(self, x: Tensor, y: Tensor | None, weight: Tensor, eps: float) -> Tensor:
+        """x / √(mean(x²) + eps) · weight, `[T, H]`, after `x += y` in place where a `y` is given."""
+        if y is not None:
+            x += y
+        return F.rms_norm(x, x.shape[-1:], weight, eps)
+
+    def silu_mul(self, gate_up: Tensor) -> Tensor:
+        """silu(gate) · up of `[T, 2 I]`, gate first: `[T, I]`."""
+        gate, up = gate_up.chunk(2, dim=-1)
+        return F.silu(gate).mul_(up)
+
+    def gelu_tanh_mul(self, gate_up: Tensor) -> Tensor:
+        """gelu(gate) · up of `[T, 2 I]` with gelu in its tanh form: `[T, I]`."""
+        gate, up = gate_up.chunk(2, dim=-1)
+        return F.gelu(gate, approximate="tanh").mul_(up)
+
+    def rotate_(self, qk: Tensor, rotation: Tensor) -> None:
+        """Rotary position embedding in place: qk `[T, heads, D]` as complex `[T, heads, D / 2]`, times `[T, 1, D / 2]`, in float32."""
+        if qk.dtype == torch.float32:
+            torch.view_as_complex(qk.view(*qk.shape[:-1], -1, 2)).mul_(rotation)
+        else:
+            precise = qk.float()
+            self.rotate_(precise, rotation)
+            qk.copy_(precise)
+
+
+def choose(device: torch.device, dtype: torch.dtype, compiled: bool) -> Ops:
+    """The fastest that can be had; plain torch where `compiled` is off. Compiling takes seconds, once for all processes of a machine."""
+    if compiled and device.type == "cuda" and find_spec("triton"):
+        from engine.gpu.triton_ops import TritonOps
+
+        return TritonOps()
+    if not compiled or device.type != "cpu" or dtype not in (torch.float32, torch.bfloat16):
+        return Ops()
+    try:
+        from engine.kernels import CompiledOps
+    except Exception as error:  # whatever a compiler may raise: plain torch is slower, not wrong
+        log.warning("engine.compiled: the kernels cannot be compiled, plain torch is used: %s: %s", type(error).__name__, error)
+        return Ops()
+    return CompiledOps()

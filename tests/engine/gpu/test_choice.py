@@ -1,0 +1,72 @@
+"""Which backend attends: the best that is installed and fits, or the one that was named, or a refusal that says why."""
+
+import pytest
+import torch
+
+from engine.gpu.attention import BACKENDS, Facts, choose, why_not
+
+H200 = Facts("cuda", torch.bfloat16, 16, 128, 2)
+
+
+def everything(_: str) -> bool:
+    return True
+
+
+def only(*packages: str):
+    return lambda package: package in packages
+
+
+@pytest.mark.parametrize(
+    ("facts", "found", "expected"),
+    [
+        (H200, everything, "flashinfer"),
+        (H200, only("flash_attn", "triton"), "triton"),  # blocks of 16
+        (Facts("cuda", torch.bfloat16, 256, 128, 2), only("flash_attn", "triton"), "flash_attn"),
+        (Facts("cuda", torch.bfloat16, 16, 80, 2), everything, "triton"),
+        (Facts("cuda", torch.float32, 256, 128, 2), everything, "triton"),
+        (Facts("cuda", torch.bfloat16, 256, 576, 1), everything, "triton"),
+        (H200, only(), "torch"),
+    ],
+)
+def test_auto(facts: Facts, found, expected: str) -> None:
+    assert choose("auto", facts, found) == expected
+
+
+def test_on_a_cpu_it_is_torch(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv("TRITON_INTERPRET", raising=False)
+    facts = Facts("cpu", torch.bfloat16, 256, 128, 2)
+    assert choose("auto", facts, everything) == "torch"
+    for backend in BACKENDS[:-1]:
+        with pytest.raises(ValueError, match=rf"engine\.attention_backend: {backend} is not possible here: it needs a CUDA device"):
+            choose(backend, facts, everything)
+
+
+@pytest.mark.parametrize(
+    ("backend", "facts", "found", "reason"),
+    [
+        ("flashinfer", H200, only("triton"), "flashinfer is not installed"),
+        ("flashinfer", Facts("cuda", torch.bfloat16, 16, 96, 2), everything, "head_dim 96"),
+        ("flashinfer", Facts("cuda", torch.float32, 16, 128, 2), everything, "float32"),
+        ("flash_attn", H200, everything, r"engine\.block_size 16 is not a multiple of 256"),
+        ("flash_attn", Facts("cuda", torch.bfloat16, 384, 128, 2), everything, r"engine\.block_size 384"),
+        ("flash_attn", Facts("cuda", torch.bfloat16, 256, 576, 1), everything, "one vector"),
+        ("flash_attn", Facts("cuda", torch.bfloat16, 256, 512, 2), everything, "head_dim 512"),
+        ("triton", H200, only(), "triton is not installed"),
+    ],
+)
+def test_a_named_one_that_cannot_be_is_refused_with_the_reason(backend: str, facts: Facts, found, reason: str) -> None:
+    with pytest.raises(ValueError, match=rf"engine\.attention_backend: {backend} is not possible here: .*{reason}"):
+        choose(backend, facts, found)
+
+
+def test_a_named_one_that_can_be_is_taken() -> None:
+    assert [choose(backend, Facts("cuda", torch.bfloat16, 256, 128, 2), everything) for backend in BACKENDS] == list(BACKENDS)
+
+
+def test_an_unknown_one_is_refused() -> None:
+    with pytest.raises(ValueError, match="'xformers' is unknown; known: auto, flashinfer"):
+        choose("xformers", H200, everything)
+
+
+def test_torch_is_always_possible() -> None:
+    assert why_not("torch", Facts("cpu", torch.float32, 1, 3, 1), only()) is None

@@ -1,0 +1,177 @@
+"""What only a CUDA device can show: graphs, streams, bfloat16, and the backends of others. `pytest -m gpu tests/engine/gpu`.
+
+The other tests of this folder run on the device, too, where there is one, and compile their kernels instead of interpreting them.
+"""
+
+import random
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+
+from engine.checkpoint import LayerAttention
+from engine.engine import Engine
+from engine.gpu.attention import BACKENDS, Facts, why_not
+from engine.gpu.inputs import Capacity
+from engine.gpu.overlap import OverlapEngine
+from engine.gpu.runner import GpuRunner
+from engine.kvcache import KvPool
+from engine.protocol import Chunk
+from engine.runner import ModelRunner
+from engine.sampling import SamplingParams
+from engine.scheduler import Limits
+from engine.sequence import Sequence
+
+pytestmark = pytest.mark.gpu
+CUDA = torch.device("cuda")
+HEADS, KV_HEADS, DIM = 8, 2, 128
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A Llama with heads of 128, which all backends can do, in bfloat16."""
+    from transformers import LlamaConfig
+    from transformers.models.auto.modeling_auto import AutoModelForCausalLM
+
+    path = tmp_path_factory.mktemp("model")
+    torch.manual_seed(0)
+    config = LlamaConfig(
+        hidden_size=512, intermediate_size=768, num_hidden_layers=3, num_attention_heads=HEADS, num_key_value_heads=KV_HEADS, head_dim=DIM,
+        vocab_size=1000, max_position_embeddings=2048, initializer_range=0.1,
+    )  # fmt: skip
+    AutoModelForCausalLM.from_config(config).to(torch.bfloat16).save_pretrained(path)
+    return path
+
+
+def runner(folder: Path, backend: str, block_size: int, dtype: str = "bfloat16", graph_sizes: tuple[int, ...] | None = None) -> GpuRunner:
+    loaded = GpuRunner.load(folder, dtype, block_size, device="cuda")
+    assert isinstance(loaded, GpuRunner)
+    pool = KvPool(loaded.layout, 8 * 1024 // block_size)
+    loaded.attach(pool, capacity=Capacity(8, 1024, 1024), backend=backend, graph_sizes=graph_sizes)
+    return loaded
+
+
+def logits(runner: GpuRunner | ModelRunner) -> torch.Tensor:
+    """Of prompts in chunks beside decodes, then of decodes alone."""
+    rng, found = random.Random(1), []
+    per = 512 // runner.layout.block_size
+    seqs = [
+        Sequence(
+            str(i), [rng.randrange(1000) for _ in range(n)], 1, SamplingParams(max_tokens=9), b"", blocks=[*range(i * per, i * per + per)]
+        )
+        for i, n in enumerate((1, 300, 17, 256, 500))
+    ]
+    for _ in range(6):
+        batch = [Chunk(seq, min(seq.pending, 200)) for seq in seqs]
+        found.append(runner.run_logits(batch).float().cpu())
+        for chunk in batch:
+            chunk.seq.computed += chunk.n
+            if chunk.seq.pending == 0:
+                chunk.seq.tokens.append(7)
+    return torch.cat(found)
+
+
+def usable(block_size: int) -> list[str]:
+    return [backend for backend in BACKENDS if why_not(backend, Facts("cuda", torch.bfloat16, block_size, DIM, 2)) is None]
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+@pytest.mark.parametrize("block_size", [16, 256])
+@pytest.mark.parametrize("graph_sizes", [(), (2, 8)], ids=["eager", "captured"])
+def test_logits_of_every_backend(folder: Path, backend: str, block_size: int, graph_sizes: tuple[int, ...]) -> None:
+    if backend not in usable(block_size):
+        pytest.skip(f"{backend} is not possible here")
+    exact = ModelRunner.load(folder, "float32", block_size, compiled=False)
+    exact.attach(KvPool(exact.layout, 8 * 1024 // block_size))
+    expected = logits(exact)
+    found = logits(runner(folder, backend, block_size, graph_sizes=graph_sizes))
+    assert (found - expected).square().mean().sqrt() < 0.02 * expected.std()
+
+
+def test_captured_steps_are_the_eager_ones(folder: Path) -> None:
+    """Bit by bit: a graph holds the same launches."""
+    assert torch.equal(logits(runner(folder, "triton", 16, graph_sizes=(8,))), logits(runner(folder, "triton", 16, graph_sizes=())))
+
+
+def test_one_step_in_flight_gives_the_tokens_of_the_plain_engine(folder: Path) -> None:
+    """float32, so that no near tie is decided otherwise by another kernel."""
+    limits = Limits(max_num_seqs=8, max_num_batched_tokens=256)
+    told = []
+    for kind in ("plain", "overlapped"):
+        rng = random.Random(2)
+        if kind == "plain":
+            exact = ModelRunner.load(folder, "float32", 16, compiled=False)
+            exact.attach(KvPool(exact.layout, 300))
+            engine = Engine(exact, limits, 600)
+        else:
+            engine = OverlapEngine(runner(folder, "triton", 16, "float32"), limits, 600)
+        seqs = []
+        for i in range(24):
+            params = SamplingParams(
+                max_tokens=rng.randint(1, 60), temperature=rng.choice((0.0, 0.9)), top_p=rng.choice((1.0, 0.8)), top_k=rng.choice((0, 40)),
+                repetition_penalty=rng.choice((1.0, 1.2)), seed=i, ignore_eos=True,
+            )  # fmt: skip
+            tokens = [rng.randrange(1000) for _ in range(rng.randint(1, 400))]
+            seqs.append(Sequence(str(i), tokens, len(tokens), params, b""))
+            engine.add(seqs[-1])
+        while not engine.idle:
+            engine.step()
+        told.append([seq.tokens[seq.prompt_len :] for seq in seqs])
+    same = sum(a == b for a, b in zip(*told, strict=True))
+    assert same >= 22, f"{same} of 24 texts are the same"
+
+
+def test_submitting_does_not_wait(folder: Path) -> None:
+    """Behind work that lasts, a step is handed over long before the device comes to it."""
+    ours = runner(folder, "triton", 16, graph_sizes=(1,))
+    seq = Sequence("a", [1] * 64, 64, SamplingParams(max_tokens=9, top_p=0.9, logprobs=3, repetition_penalty=1.2), b"", blocks=[*range(8)])
+    ours.run([Chunk(seq, 64)])
+    seq.computed = 64
+    seq.tokens.append(5)
+    ours.run([Chunk(seq, 1)])  # whatever the first one has to make is made
+    torch.cuda._sleep(2_000_000_000)
+    busy = torch.cuda.Event()
+    busy.record()
+    pending = ours.submit([Chunk(seq, 1)])
+    assert not busy.query(), "something waited for the device"
+    assert pending.result().sampled[0] is not None and busy.query()
+
+
+@pytest.mark.parametrize("how", [LayerAttention(), LayerAttention(window=300, softcap=30.0)], ids=["plain", "gemma"])
+@pytest.mark.parametrize("batch", [1, 64])
+def test_decode_at_full_size(how: LayerAttention, batch: int) -> None:
+    from engine.gpu.triton_attention import decode, splits
+
+    length, blocks = 3000, 64 * 190
+    pool = torch.randn(blocks, 1, 2, 8, 16, 128, device=CUDA).bfloat16()
+    tables = torch.randperm(blocks, device=CUDA)[: batch * 188].view(batch, 188).int()
+    seats, lens = torch.arange(batch, device=CUDA).int(), torch.full((batch,), length, device=CUDA).int()
+    q, out = torch.randn(batch, 32, 128, device=CUDA).bfloat16(), torch.empty(batch, 32, 128, device=CUDA).bfloat16()
+    decode(q, pool[:, 0], tables, seats, lens, how, out, splits(batch, 8, 132))
+    for b in (0, batch - 1):
+        kv = pool[tables[b].long(), 0].permute(1, 2, 0, 3, 4).flatten(2, 3)[:, :, :length].float()  # [2, Hkv, length, D]
+        k, v = (x.repeat_interleave(4, dim=0) for x in kv)
+        scores = torch.einsum("hd,hkd->hk", q[b].float(), k) * 128**-0.5
+        if how.softcap:
+            scores = how.softcap * torch.tanh(scores / how.softcap)
+        if how.window:
+            scores[:, : length - how.window] = -torch.inf
+        torch.testing.assert_close(out[b].float(), torch.einsum("hk,hkd->hd", scores.softmax(-1), v), rtol=2e-2, atol=2e-2)
+
+
+def test_blocks_cross_the_bus_both_ways() -> None:
+    from engine.gpu.staging import Staging
+    from engine.gpu.triton_blocks import digest_on_host
+
+    pool = torch.randn(300, 4, 2, 8, 16, 128, device=CUDA).bfloat16()
+    before, staging = pool.clone(), Staging(pool, 100)
+    blocks = np.random.default_rng(0).permutation(300)[:100]
+    staging.begin_out(blocks)
+    staging.wait()
+    assert staging.host.is_pinned()
+    assert staging.digests(blocks.tolist()) == digest_on_host(staging.host.numpy())
+    pool[torch.from_numpy(blocks).to(CUDA)] = 0
+    staging.begin_in(blocks)
+    staging.wait()
+    assert torch.equal(pool, before)
