@@ -49,6 +49,7 @@ TRY = (  # long enough for a handoff
     "Once upon a time there was a fox who lived near the river and wanted to see the sea."
     " The fox was called Pim, and everybody knew that he was very brave. His best friend was Ida the owl."
 )
+TRY_JSON = json.dumps({"messages": [{"role": "user", "content": "Tell me a story about a hedgehog named Pim and an owl."}]})
 DOWN_WITHIN_S = 60.0
 CHAT_TEMPERATURE = 0.5
 
@@ -136,7 +137,7 @@ def generate(
             "seed": seed, "stop": stop or None, "ignore_eos": ignore_eos or None,
         }  # fmt: skip
         with (
-            Client(address or state.need(name).endpoints["grpc"]) as client,
+            _client(address, name) as client,
             _ask(client, prompt, chat, timeout_s=timeout, **sampling) as stream,
         ):
             for piece in stream.texts():
@@ -170,7 +171,7 @@ def chat(
             "max_tokens": max_tokens, "temperature": temperature, "top_p": top_p, "top_k": top_k, "min_p": min_p, "seed": seed,
             "timeout_s": timeout,
         }  # fmt: skip
-        with Client(address or state.need(name).endpoints["grpc"]) as client:
+        with _client(address, name) as client:
             talk(Conversation(client, system, sampling), out, err)
 
 
@@ -186,6 +187,27 @@ def status(as_json: Annotated[bool, typer.Option("--json")] = False, address: Ad
             print(json.dumps(answer))
         else:
             out.print(view.status(answer))
+
+
+@app.command()
+def trace(
+    request: Annotated[str | None, typer.Argument(help="Id of the request.")] = None,
+    last: Annotated[bool, typer.Option("--last", help="The request that ended last.")] = False,
+    as_json: Annotated[bool, typer.Option("--json")] = False,
+    address: Address = None,
+    name: Name = "baton",
+) -> None:
+    """Draw the stages of a request that has ended, its retries and its handoff. `--address` is the router's admin address here."""
+    from baton.trace import draw, fetch
+
+    with _failing():
+        if last == (request is not None):
+            raise typer.BadParameter("name one request, or --last")
+        record = fetch(address or state.need(name).endpoints["admin"], request or "")
+        if as_json:
+            print(json.dumps(record))
+        else:
+            out.print(draw(record))
 
 
 @app.command(context_settings=FREE)
@@ -229,6 +251,11 @@ def config_schema() -> None:
 
 def main() -> None:
     app()
+
+
+def _client(address: str | None, name: str) -> Client:
+    """The key is no flag: others can read those."""
+    return Client(address or state.need(name).endpoints["grpc"], api_key=os.environ.get("BATON_API_KEY"))
 
 
 def _ask(client: Client, prompt: str, chat: bool, **options: Any) -> Stream:
@@ -289,11 +316,14 @@ class _Starting:
 
 def _banner(config: Config, running: state.ClusterState) -> None:
     named = "" if running.name == "baton" else f" --name {running.name}"
+    http = f"{'https' if config.security.tls_cert else 'http'}://{running.endpoints['http']}"
     err.print(f"[bold green]ready[/]  {config.prefill.replicas} prefill, {config.decode.replicas} decode, model {config.model.path}")
     err.print(f"gRPC   {running.endpoints['grpc']}   (baton.v1.Generation/Generate)")
+    err.print(f"HTTP   {http}/v1   (OpenAI)")
     err.print(f"admin  {running.endpoints['admin']}")
     err.print(f"logs   {running.log_dir}")
     err.print(f'try    baton generate "{TRY}" --max-tokens 60 --trace{named}', soft_wrap=True)
+    err.print(f"       curl {http}/v1/chat/completions -H 'content-type: application/json' -d '{TRY_JSON}'", soft_wrap=True, markup=False)
     err.print("[dim]Ctrl-C ends it[/]")
 
 

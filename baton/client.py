@@ -185,15 +185,18 @@ class AsyncStream(_Stream):
 
 
 class Client:
-    """`credentials` (grpc.ChannelCredentials) for TLS. Thread-safe; one channel for all requests."""
+    """`credentials` (grpc.ChannelCredentials) for TLS; `api_key` where one is asked for. Thread-safe; one channel for all requests."""
 
-    def __init__(self, address: str = DEFAULT_ADDRESS, credentials: grpc.ChannelCredentials | None = None) -> None:
+    def __init__(
+        self, address: str = DEFAULT_ADDRESS, credentials: grpc.ChannelCredentials | None = None, api_key: str | None = None
+    ) -> None:
         self._channel = grpc.secure_channel(address, credentials) if credentials else grpc.insecure_channel(address)
+        self._metadata = _metadata(api_key)
         self._stub = generation_pb2_grpc.GenerationStub(self._channel)  # type: ignore[no-untyped-call]
 
     def generate(self, prompt: str | None = None, *, timeout_s: float | None = None, **ask: Any) -> Stream:
         """See `build_request` for the keywords."""
-        return Stream(self._stub.Generate(build_request(prompt, **ask), timeout=timeout_s))
+        return Stream(self._stub.Generate(build_request(prompt, **ask), timeout=timeout_s, metadata=self._metadata))
 
     def close(self) -> None:
         self._channel.close()
@@ -208,13 +211,16 @@ class Client:
 class AsyncClient:
     """Like Client, for asyncio."""
 
-    def __init__(self, address: str = DEFAULT_ADDRESS, credentials: grpc.ChannelCredentials | None = None) -> None:
+    def __init__(
+        self, address: str = DEFAULT_ADDRESS, credentials: grpc.ChannelCredentials | None = None, api_key: str | None = None
+    ) -> None:
+        self._metadata = _metadata(api_key)
         self._channel = grpc.aio.secure_channel(address, credentials) if credentials else grpc.aio.insecure_channel(address)
         self._stub = generation_pb2_grpc.GenerationStub(self._channel)  # type: ignore[no-untyped-call]
 
     def generate(self, prompt: str | None = None, *, timeout_s: float | None = None, **ask: Any) -> AsyncStream:
         """See `build_request` for the keywords."""
-        return AsyncStream(self._stub.Generate(build_request(prompt, **ask), timeout=timeout_s))
+        return AsyncStream(self._stub.Generate(build_request(prompt, **ask), timeout=timeout_s, metadata=self._metadata))
 
     async def close(self) -> None:
         await self._channel.close()
@@ -260,6 +266,10 @@ def build_request(
         request.token_ids.ids.extend(token_ids or ())
         request.token_ids.SetInParent()
     return request
+
+
+def _metadata(api_key: str | None) -> tuple[tuple[str, str], ...]:
+    return () if api_key is None else (("authorization", f"Bearer {api_key}"),)
 
 
 def _to_token(token: pb.Token) -> Token:

@@ -15,7 +15,7 @@ from typing import Literal
 import numpy as np
 
 from baton import state
-from baton.up import UpError, check_ports
+from baton.up import PORTS, UpError, check_ports
 from cluster.config import Config, mask_password
 from cluster.redis_registry import RedisRegistry
 from cluster.redis_server import EmbeddedRedis
@@ -162,7 +162,8 @@ def _ports(config: Config) -> Finding:
     except UpError as error:
         return Finding("fail", "ports", str(error))
     free = shutil.disk_usage(state.state_dir()).free
-    return Finding("ok", "ports", f"{config.router.port} and {config.router.admin_port} are free; {free / 2**30:.0f} GiB of disk for logs")
+    ports = ", ".join(str(getattr(config.router, name)) for name in PORTS)
+    return Finding("ok", "ports", f"{ports} are free; {free / 2**30:.0f} GiB of disk for logs")
 
 
 def _serve() -> None:

@@ -38,6 +38,7 @@ from cluster.rpc import channel, target
 log = logging.getLogger(__name__)
 READY_WITHIN_S = 120.0
 WATCH_EVERY_S = 0.25
+PORTS = ("port", "admin_port", "http_port")  # of the router
 ROUTER_GRACE_S = 5.0  # on top of the drain
 
 Note = Callable[[str], None]
@@ -166,7 +167,7 @@ class Supervisor:
 def complete(config: Config, redis_url: str) -> Config:
     """What is still open at the start of a cluster: the key, the registry's address, and ports the router must keep when restarted."""
     router = config.router
-    ports = {name: getattr(router, name) or free_port(config.cluster.host) for name in ("port", "admin_port")}
+    ports = {name: getattr(router, name) or free_port(config.cluster.host) for name in PORTS}
     return config.model_copy(
         update={
             "cluster": config.cluster.model_copy(update={"key": config.cluster.key or secrets.token_hex(32)}),
@@ -186,7 +187,7 @@ def free_port(host: str, port: int = 0) -> int:
 
 def check_ports(config: Config) -> None:
     """Raises UpError when somebody else listens where the router should."""
-    for name in ("port", "admin_port"):
+    for name in PORTS:
         port = getattr(config.router, name)
         try:
             free_port(config.cluster.host, port)
@@ -254,7 +255,8 @@ async def workers_ready(config: Config) -> int:
 
 def ready_state(config: Config, log_dir: Path) -> state.ClusterState:
     host = config.cluster.host
-    endpoints = {"grpc": target(host, config.router.port), "admin": target(host, config.router.admin_port)}
+    ports = {"grpc": config.router.port, "http": config.router.http_port, "admin": config.router.admin_port}
+    endpoints = {name: target(host, port) for name, port in ports.items()}
     return state.ClusterState(config.cluster.name, os.getpid(), endpoints, config.redis.url, str(log_dir), state.born(os.getpid()))
 
 

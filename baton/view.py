@@ -20,11 +20,8 @@ def trace(result: Result) -> Group:
     start = 0.0
     for name, colour in STAGE_COLOURS.items():
         length = stages[name]
-        left = round(start / total * BAR_WIDTH)
-        width = max(1, round((start + length) / total * BAR_WIDTH) - left) if length else 0
-        bar = Text(" " * min(left, BAR_WIDTH - 1)) + Text("█" * width, style=colour)
-        bar.pad_right(max(0, BAR_WIDTH - len(bar.plain)))
-        table.add_row(name, bar, Text(f"{length:8.1f} ms", justify="right"), Text(_detail(name, result), style="dim"))
+        line = bar(start / total, (start + length) / total, colour)
+        table.add_row(name, line, Text(f"{length:8.1f} ms", justify="right"), Text(_detail(name, result), style="dim"))
         start += length
     usage = result.usage
     footer = Text(
@@ -33,6 +30,15 @@ def trace(result: Result) -> Group:
         style="bold",
     )
     return Group(table, footer)
+
+
+def bar(start: float, end: float, colour: str) -> Text:
+    """From `start` to `end` of a line, both as shares of it. What took any time is seen."""
+    left = round(start * BAR_WIDTH)
+    width = max(1, round(end * BAR_WIDTH) - left) if end > start else 0
+    line = Text(" " * min(left, BAR_WIDTH - 1)) + Text("█" * width, style=colour)
+    line.pad_right(max(0, BAR_WIDTH - len(line.plain)))
+    return line
 
 
 def _detail(stage: str, result: Result) -> str:

@@ -8,6 +8,7 @@ What a process learns when it starts (blocks that fit, the tokeniser's end token
 """
 
 import difflib
+import itertools
 import os
 import re
 from collections.abc import Iterable, Iterator, Mapping, Sequence
@@ -22,7 +23,7 @@ from pydantic.fields import FieldInfo
 
 ENV_PREFIX = "BATON_"
 # Read by others than this file: failpoint, the command line, the launcher, the tests.
-FOREIGN_ENV = ("BATON_FAILPOINTS", "BATON_FAILPOINTS_ONCE", "BATON_STATE_DIR", "BATON_PYTHON", "BATON_WORKER_NAME")
+FOREIGN_ENV = ("BATON_API_KEY", "BATON_FAILPOINTS", "BATON_FAILPOINTS_ONCE", "BATON_STATE_DIR", "BATON_PYTHON", "BATON_WORKER_NAME")
 FOREIGN_ENV_PREFIX = "BATON_TEST_"
 MASK = "********"
 
@@ -75,7 +76,14 @@ class EngineConfig(Section):
     prefix_caching: bool = Field(default=True, description="Keep the blocks of finished requests and reuse them for equal prefixes.")
     reserve_growth: float = Field(default=0.5, ge=0, le=1, description="Share of a sequence's remaining output that admission sets aside.")
     threads: int | None = Field(default=None, ge=1, le=1024, description="Compute threads of one worker; torch's own choice when not set.")
+    compiled: bool = Field(default=False, description="Compiled kernels where the machine can have them; false: plain torch everywhere.")
     max_queue: int = Field(default=256, ge=1, le=65536, description="Sequences waiting in one worker at most; more are refused.")
+    batching: Literal["continuous", "dynamic", "static"] = Field(
+        default="continuous",
+        description="When a sequence may join: at any step, or only with a whole batch (of who waits; of max_num_seqs). The latter two are"
+        " there to compare with, on workers that do both, prefill and decode.",
+    )
+    batch_wait_s: float = Field(default=0.5, ge=0, le=60, description="Longest wait for a static batch to be full, seconds.")
 
 
 class KvConfig(Section):
@@ -105,6 +113,15 @@ class KvConfig(Section):
 class RouterConfig(Section):
     port: int = Field(default=8470, ge=0, le=65535, description="Port of the public gRPC API; 0: any free one.")
     admin_port: int = Field(default=8471, ge=0, le=65535, description="Port of the admin API; 0: any free one.")
+    http_port: int = Field(default=8000, ge=0, le=65535, description="Port of the OpenAI-compatible HTTP API; 0: any free one.")
+    http_max_connections: int = Field(default=2048, ge=1, le=1_000_000, description="HTTP connections at a time; more are refused.")
+    http_read_timeout_s: float = Field(
+        default=20.0, gt=0, le=3600, description="Longest time for the headers of an HTTP request, and for its body, seconds."
+    )
+    http_idle_s: float = Field(default=75.0, gt=0, le=3600, description="How long an HTTP connection stays open between requests, seconds.")
+    http_stall_s: float = Field(
+        default=30.0, gt=0, le=3600, description="An HTTP client that does not read what waits for it is dropped after so long, seconds."
+    )
     max_inflight: int = Field(default=256, ge=1, le=65536, description="Requests being served at most.")
     max_queue: int = Field(default=512, ge=0, le=65536, description="Requests waiting for admission at most; more are refused.")
     queue_timeout_s: float = Field(default=60.0, gt=0, le=3600, description="Longest wait for admission, seconds.")
@@ -117,7 +134,9 @@ class RouterConfig(Section):
     predict_ttl_s: float = Field(
         default=2.0, ge=0, le=60, description="How long a prefix just sent counts as cached, unconfirmed, seconds."
     )
-    max_message_bytes: int = Field(default=4_194_304, ge=1024, le=1 << 30, description="Largest gRPC message accepted, bytes.")
+    max_message_bytes: int = Field(
+        default=4_194_304, ge=1024, le=1 << 30, description="Largest request accepted, a gRPC message or an HTTP body, bytes."
+    )
     recover_wait_s: float = Field(
         default=10.0, ge=0, le=600, description="How long a request whose worker died waits for another to appear, seconds."
     )
@@ -127,8 +146,10 @@ class RouterConfig(Section):
     def _ordered(self) -> Self:
         if self.default_timeout_s > self.max_timeout_s:
             raise ValueError(f"default_timeout_s ({self.default_timeout_s:g}) must not exceed max_timeout_s ({self.max_timeout_s:g})")
-        if self.port and self.port == self.admin_port:
-            raise ValueError(f"port and admin_port must differ (both {self.port})")
+        ports = {"port": self.port, "admin_port": self.admin_port, "http_port": self.http_port}
+        for first, second in itertools.combinations(ports, 2):
+            if ports[first] and ports[first] == ports[second]:
+                raise ValueError(f"{first} and {second} must differ (both {ports[first]})")
         return self
 
 
@@ -208,6 +229,11 @@ class SecurityConfig(Section):
         default=None, min_length=1, description="PEM file of the authority that peers are checked against; set: mutual TLS."
     )
 
+    api_keys: str | None = Field(
+        default=None, min_length=1, description="File of API keys, NAME SHA256HEX [TENANT] a line; not set: everybody may ask."
+    )
+    shared_prefixes: bool = Field(default=False, description="Tenants share cached prefixes; an attacker could guess another's prompts.")
+
     @model_validator(mode="after")
     def _pair(self) -> Self:
         if (self.tls_cert is None) != (self.tls_key is None):
@@ -217,6 +243,29 @@ class SecurityConfig(Section):
 
 class TelemetryConfig(Section):
     log_level: Literal["debug", "info", "warning", "error"] = Field(default="info", description="Least severe log line written.")
+    metrics: bool = Field(default=True, description="Offer /metrics and /health on every process.")
+    metrics_port: int = Field(default=0, ge=0, le=65535, description="Port of the router's /metrics and /targets; 0: any free one.")
+    worker_metrics_port: int = Field(
+        default=0, ge=0, le=65535, description="Port of a worker's /metrics; 0: any free one, as it must be for two workers of one host."
+    )
+    otlp_endpoint: str | None = Field(
+        default=None, pattern=r"^https?://[^/]+$", description="Where spans go: OTLP over gRPC, http://host:4317. Not set: no traces."
+    )
+    trace_sample_ratio: float = Field(
+        default=1.0, ge=0, le=1, description="Share of the requests that are traced; a client that sends a traceparent decides itself."
+    )
+    recent_requests: int = Field(
+        default=512, ge=0, le=65536, description="Finished requests whose stages the router keeps for `baton trace`."
+    )
+
+
+class SloConfig(Section):
+    """Objectives that requests are judged by while the cluster runs; one that is not set always holds."""
+
+    ttft_s: float | None = Field(default=None, gt=0, le=3600, description="Longest time to the first token, seconds.")
+    tpot_s: float | None = Field(default=None, gt=0, le=3600, description="Longest time per output token after the first, seconds.")
+    e2e_s: float | None = Field(default=None, gt=0, le=86400, description="Longest time to the last token, seconds.")
+    window: int = Field(default=1000, ge=1, le=1_000_000, description="Requests over which the attainment is taken.")
 
 
 class Config(Section):
@@ -231,8 +280,15 @@ class Config(Section):
     decode: DecodePoolConfig = Field(default=DecodePoolConfig(), description="The decode pool.")
     redis: RedisConfig = Field(default=RedisConfig(), description="The registry.")
     launcher: LauncherConfig = Field(default=LauncherConfig(), description="Who starts and restarts the processes.")
-    security: SecurityConfig = Field(default=SecurityConfig(), description="TLS of every channel.")
-    telemetry: TelemetryConfig = Field(default=TelemetryConfig(), description="Logs.")
+    security: SecurityConfig = Field(default=SecurityConfig(), description="TLS of every channel, and API keys.")
+    slo: SloConfig = Field(default=SloConfig(), description="Latency objectives of a request.")
+    telemetry: TelemetryConfig = Field(default=TelemetryConfig(), description="Logs, metrics, traces.")
+
+    @model_validator(mode="after")
+    def _whole_batches_need_whole_requests(self) -> Self:
+        if self.engine.batching != "continuous" and self.prefill.replicas:
+            raise ValueError(f"engine.batching {self.engine.batching} is for workers that do both: set prefill.replicas to 0")
+        return self
 
 
 @dataclass(frozen=True, slots=True)
@@ -415,9 +471,10 @@ def _explain(detail: Any, sources: Mapping[str, str]) -> str:
         if name == "redis.url":
             value = repr(mask_password(str(detail["input"])))
         return f"{name} = {value} ({sources[name]}): {message}"
-    # A rule between keys of a section: the text names the keys, the sources of those that were set follow.
-    given = [f"{key} from {source}" for key, source in sources.items() if key.startswith(f"{name}.") and source != "default"]
-    return f"{name}: {message} [{'; '.join(given)}]"
+    # A rule between keys, of a section or of several: the text names the keys, the sources of those that were set follow.
+    related = [key for key in sources if (key.startswith(f"{name}.") if name else key in message)]
+    given = [f"{key} from {sources[key]}" for key in related if sources[key] != "default"]
+    return f"{name or 'config'}: {message} [{'; '.join(given)}]"
 
 
 class _Loader(yaml.SafeLoader):

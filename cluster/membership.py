@@ -35,7 +35,8 @@ class Membership:
         self._events: deque[BlockEvent] = deque(maxlen=MAX_BUFFERED_EVENTS)
         self._new_events = asyncio.Event()
         self._beat = asyncio.Event()
-        self._reachable = True
+        self.reachable = True
+        self.reconnects = 0  # how often the registry came back after it had been away
         self._joined: WorkerRecord | None = None
 
     def announce(self, events: list[BlockEvent]) -> None:
@@ -89,6 +90,7 @@ class Membership:
                 await asyncio.sleep(self._heartbeat_s)
 
     def _note(self, reachable: bool, error: BaseException | None = None) -> None:
-        if reachable != self._reachable:
+        if reachable != self.reachable:
             log.warning("registry is %s", "reachable again" if reachable else f"away: {error}")
-        self._reachable = reachable
+            self.reconnects += reachable
+        self.reachable = reachable

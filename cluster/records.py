@@ -46,6 +46,7 @@ class WorkerRecord:
     kv_blocks: int
     transport: str
     load: Load = field(default_factory=Load)
+    metrics: str = ""  # host:port of its /metrics; empty: it offers none
 
     def to_json(self) -> bytes:
         return _encode(self)

@@ -70,7 +70,7 @@ class Server:
                 bound = self.grpc.add_insecure_port(address)
         except RuntimeError as error:
             raise BatonError(Reason.INTERNAL, f"cannot listen on {address}: {error}") from None
-        if not self._security.tls_ca and not _is_loopback(self._host):
+        if not self._security.tls_ca and not is_loopback(self._host):
             log.warning(
                 "%s is open to the network without mutual TLS: set security.tls_cert, tls_key and tls_ca", target(self._host, bound)
             )
@@ -88,7 +88,7 @@ def target(host: str, port: int) -> str:
     return f"[{host}]:{port}" if ":" in host else f"{host}:{port}"
 
 
-def _is_loopback(host: str) -> bool:
+def is_loopback(host: str) -> bool:
     try:
         return ipaddress.ip_address(host).is_loopback
     except ValueError:

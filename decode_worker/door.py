@@ -77,7 +77,9 @@ class Session:
             self._emit(call_id, error)
             return
         timeout_s = start.timeout_ms / 1000
-        await self._worker.run(seq, start.job.request_id, handle, timeout_s, lambda event: self._emit(call_id, event))
+        await self._worker.run(
+            seq, start.job.request_id, handle, timeout_s, lambda event: self._emit(call_id, event), start.job.traceparent
+        )
 
     def _emit(self, call_id: int, event: Event) -> None:
         if len(self._outbox) >= MAX_OUTBOX:

@@ -18,7 +18,7 @@ class DecodeProcess:
     def __init__(self, config: Config, stop: Stop) -> None:
         self.config = config
         self.host = Host(config, "decode", stop)
-        self.worker = DecodeWorker(self.host.name, config.engine.block_size, config.kv.on_failure)
+        self.worker = DecodeWorker(self.host.name, config.engine.block_size, config.kv.on_failure, self.host.book, self.host.tracer)
 
     async def start(self) -> None:
         host, worker = self.host, self.worker
@@ -36,6 +36,7 @@ class DecodeProcess:
         host.on_close(peers.close)
         host.on_close(importer.close)
         host.quarantined = lambda: importer.quarantined_blocks
+        host.book.read("baton_kv_quarantined_blocks", host.quarantined)
         worker_pb2_grpc.add_DecodeServicer_to_server(DecodeDoor(worker, host.built.model_fingerprint), host.server.grpc)  # type: ignore[no-untyped-call]
         await host.serve()
 

@@ -13,14 +13,18 @@ from collections.abc import Callable
 from dataclasses import dataclass, field, replace
 from typing import Literal
 
+from cluster import semconv
 from cluster.errors import BatonError, Reason
 from cluster.failpoint import failpoint
+from cluster.metrics import Book
+from cluster.telemetry import NO_SPAN, Span, Tracer, Value
+from decode_worker.meter import HandoffMeter
 from engine.engine import Engine, Output, Refused
 from engine.loop import EngineLoop
 from engine.sampling import Sampled
 from engine.sequence import Finish, Sequence
 from kvtransfer.handle import KvHandle
-from kvtransfer.importer import Fetch, Importer
+from kvtransfer.importer import Fetch, Importer, Report
 from worker.refusal import refusal
 
 log = logging.getLogger(__name__)
@@ -67,6 +71,11 @@ class Call:
     fetch: Fetch | None = None
     filling: list[int] = field(default_factory=list)  # blocks that a fetch that was given up may still write into
     handoff: HandoffFacts = HandoffFacts()
+    span: Span = NO_SPAN
+
+    def fail(self, error: BatonError) -> None:
+        self.emit(error)
+        self.span.end(error.reason.name)
 
 
 class DecodeWorker:
@@ -75,8 +84,10 @@ class DecodeWorker:
     loop: EngineLoop
     importer: Importer
 
-    def __init__(self, name: str, block_size: int, on_failure: Literal["recompute", "fail"]) -> None:
+    def __init__(self, name: str, block_size: int, on_failure: Literal["recompute", "fail"], book: Book, tracer: Tracer) -> None:
         self.name = name
+        self._meter = HandoffMeter(book)
+        self._tracer = tracer
         self._block_size = block_size
         self._on_failure = on_failure
         self._calls: dict[str, Call] = {}
@@ -87,9 +98,11 @@ class DecodeWorker:
     def idle(self) -> bool:
         return not self._calls and not self.importer.quarantined_blocks
 
-    async def run(self, seq: Sequence, request_id: str, handle: KvHandle | None, timeout_s: float, emit: Emit) -> None:
+    async def run(
+        self, seq: Sequence, request_id: str, handle: KvHandle | None, timeout_s: float, emit: Emit, traceparent: str = ""
+    ) -> None:
         """Serve one call: events go to `emit`, the last is Finished or a BatonError. Cancel it to end the call without one."""
-        call = Call(seq, request_id, handle, emit)
+        call = Call(seq, request_id, handle, emit, span=self._tracer.follow(semconv.DECODE_WORK, traceparent))
         self._calls[seq.id] = call
         try:
             if self.draining:
@@ -98,18 +111,19 @@ class DecodeWorker:
                 await self._place(call)
                 await call.ended.wait()
         except BatonError as error:
-            emit(error)
+            call.fail(error)
         except TimeoutError:
-            emit(BatonError(Reason.DEADLINE, "the deadline of the request is over"))
+            call.fail(BatonError(Reason.DEADLINE, "the deadline of the request is over"))
         except Refused as error:
-            emit(refusal(error))
+            call.fail(refusal(error))
         except Exception as error:
             log.error("a call failed", exc_info=error)
-            emit(BatonError(Reason.INTERNAL, "the call failed on our side"))
+            call.fail(BatonError(Reason.INTERNAL, "the call failed on our side"))
         except asyncio.CancelledError:
             # Nobody wants the request any more. After an error the lease stands: another worker may read it.
             if call.fetch is not None:
                 self.importer.release_later(call.fetch)
+            call.span.end(Reason.CANCELLED.name)
             raise
         finally:
             del self._calls[seq.id]
@@ -124,7 +138,7 @@ class DecodeWorker:
             if call is None or call.ended.is_set():
                 continue
             if output.sampled is None:
-                call.emit(BatonError(Reason.INTERNAL, output.failure or ""))
+                call.fail(BatonError(Reason.INTERNAL, output.failure or ""))
                 call.ended.set()
                 continue
             call.emit(output.sampled)
@@ -134,6 +148,10 @@ class DecodeWorker:
                 handoff = replace(call.handoff, recomputed_tokens=recomputed)
                 call.emit(Finished(output.finish, handoff, seq.cached, seq.preemptions))
                 call.ended.set()
+                self._meter.recomputed(recomputed)
+                call.span.set({semconv.CACHED_TOKENS: seq.cached, semconv.RECOMPUTED_TOKENS: recomputed})
+                call.span.set({semconv.PREEMPTIONS: seq.preemptions})
+                call.span.end()
 
     async def _place(self, call: Call) -> None:
         """Bring the sequence into the engine, with its KV where that can be had."""
@@ -141,16 +159,18 @@ class DecodeWorker:
             await self.loop.call(lambda engine: engine.add(call.seq))
             return
         try:
-            call.fetch = self.importer.open(call.handle, call.request_id)
-            async with call.fetch.holding():
-                await self._adopt(call, call.fetch, call.handle)
+            with call.span.child(semconv.TRANSFER, "client", {semconv.WORKER: call.handle.worker}) as span:
+                call.fetch = self.importer.open(call.handle, call.request_id)
+                async with call.fetch.holding():
+                    await self._adopt(call, call.fetch, call.handle, span)
         except BatonError as error:
+            self._meter.ended(error.reason.name, call.fetch.report if call.fetch else Report())
             log.warning("handoff of %s from %s failed: %s", call.request_id, call.handle.worker, error)
             if self._on_failure == "fail":
                 raise
             await self._recompute(call, error)
 
-    async def _adopt(self, call: Call, fetch: Fetch, handle: KvHandle) -> None:
+    async def _adopt(self, call: Call, fetch: Fetch, handle: KvHandle, span: Span) -> None:
         seq = call.seq
         if handle.tokens != len(seq.tokens) - 1:
             raise BatonError(Reason.LEASE_REFUSED, f"the handle holds {handle.tokens} tokens, the request {len(seq.tokens) - 1}")
@@ -171,6 +191,8 @@ class DecodeWorker:
             read_ms=report.read_ms,
             verify_ms=report.verify_ms,
         )
+        self._meter.ended("ok", report, first)
+        span.set(_attributes(call.handoff))
         call.emit(Adopted(call.handoff))  # before the engine has it: its first token may be there at once
         await self.loop.call(lambda engine: engine.adopt(seq))
         failpoint("kv.adopted")
@@ -203,3 +225,15 @@ class DecodeWorker:
         fetch, call.fetch = call.fetch, None
         filling, call.filling = call.filling, []
         await self.importer.dispose(fetch, filling)
+
+
+def _attributes(handoff: HandoffFacts) -> dict[str, Value]:
+    return {
+        semconv.TRANSPORT: handoff.transport,
+        semconv.BLOCKS: handoff.blocks,
+        semconv.BYTES: handoff.bytes,
+        semconv.BLOCKS_REUSED: handoff.blocks_reused,
+        semconv.DIGESTS_CHECKED: handoff.digests_checked,
+        semconv.READ_SECONDS: handoff.read_ms / 1000,
+        semconv.VERIFY_SECONDS: handoff.verify_ms / 1000,
+    }

@@ -40,6 +40,8 @@ class Exporter:
         self._clock = clock
         self._leases = LeaseTable(ttl_s)
         self._holders: dict[int, str] = {}  # lease id → who holds the blocks
+        # So far. late: asked for after its end; fenced: a handle that is forged, another request's, or of an earlier process.
+        self.events = dict.fromkeys(("granted", "renewed", "released", "expired", "late", "fenced"), 0)
 
     @property
     def num_leases(self) -> int:
@@ -55,6 +57,7 @@ class Exporter:
             self._pool.block(block_ids[0])[0] ^= 1
         lease = self._leases.grant(request_id, self._clock())
         self._holders[lease.id] = holder
+        self.events["granted"] += 1
         handle = KvHandle(
             worker=self.worker,
             address=self._address,
@@ -77,7 +80,9 @@ class Exporter:
         """Milliseconds that the lease lives from now. Raises BatonError(LEASE_REFUSED or LEASE_EXPIRED)."""
         self._check(handle, request_id)
         if not self._leases.renew(handle.lease_id, self._clock()):
+            self.events["late"] += 1
             raise BatonError(Reason.LEASE_EXPIRED, f"lease {handle.lease_id} of {self.worker} was released or expired")
+        self.events["renewed"] += 1
         return int(self._leases.ttl * 1000)
 
     def release(self, handle: KvHandle, request_id: str) -> bool:
@@ -85,13 +90,16 @@ class Exporter:
         self._check(handle, request_id)
         lease = self._leases.release(handle.lease_id, self._clock())
         if lease is None:
+            self.events["late"] += 1
             return False
+        self.events["released"] += 1
         self._free(self._holders.pop(lease.id))
         return True
 
     def reap(self) -> int:
         """Free what expired leases pinned. Returns how many there were."""
         expired = self._leases.expire(self._clock())
+        self.events["expired"] += len(expired)
         for lease in expired:
             log.info("lease %d expired", lease.id)
             self._free(self._holders.pop(lease.id))
@@ -104,12 +112,16 @@ class Exporter:
             self.reap()
 
     def _check(self, handle: KvHandle, request_id: str) -> None:
-        handle.verify(self._key, request_id)
-        if (handle.worker, handle.incarnation) != (self.worker, self.incarnation):
-            raise BatonError(
-                Reason.LEASE_REFUSED,
-                f"the handle is from {handle.worker}:{handle.incarnation}; this is {self.worker}:{self.incarnation}",
-            )
+        try:
+            handle.verify(self._key, request_id)
+            if (handle.worker, handle.incarnation) != (self.worker, self.incarnation):
+                raise BatonError(
+                    Reason.LEASE_REFUSED,
+                    f"the handle is from {handle.worker}:{handle.incarnation}; this is {self.worker}:{self.incarnation}",
+                )
+        except BatonError:
+            self.events["fenced"] += 1
+            raise
 
 
 def check_layout(mine: KvLayout, theirs: KvLayout) -> None:

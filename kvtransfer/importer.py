@@ -70,6 +70,7 @@ class Report:
     blocks: int = 0
     bytes: int = 0
     digests_checked: int = 0
+    digests_failed: int = 0
     read_ms: float = 0.0
     verify_ms: float = 0.0
     transport: str = ""  # what carried the bytes
@@ -244,6 +245,7 @@ class Fetch:
     async def _copy(self, pairs: Sequence[tuple[int, int]]) -> None:
         importer, handle = self._importer, self.handle
         name = await importer.shake_hands(handle, self._peer)
+        self.report.transport = importer.transport.carrier(name)
         lives_s = await self._peer.renew(handle)  # alive now, and for so long from now
         timeout = min(importer.read_timeout_s, lives_s * 0.9)
         failpoint("kv.before_read")
@@ -258,7 +260,6 @@ class Fetch:
         self.report.read_ms = (perf_counter() - started) * 1000
         if importer.checks.lease and monotonic() > deadline:
             raise BatonError(Reason.LEASE_EXPIRED, f"the read outlasted lease {handle.lease_id} of {handle.worker}")
-        self.report.transport = importer.transport.carrier(name)
         self.report.blocks = len(pairs)
         self.report.bytes = len(pairs) * importer.pool.layout.block_bytes
         if failpoint("kv.copied"):
@@ -272,7 +273,7 @@ class Fetch:
             wrong = mismatches(pool, blocks, expected)
         else:
             wrong = await asyncio.to_thread(mismatches, pool, blocks, expected)
-        self.report.digests_checked = len(pairs)
+        self.report.digests_checked, self.report.digests_failed = len(pairs), len(wrong)
         if wrong:
             raise BatonError(
                 Reason.DIGEST_MISMATCH, f"{len(wrong)} of {len(pairs)} blocks from {self.handle.worker} are not what was leased"

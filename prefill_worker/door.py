@@ -19,7 +19,7 @@ class PrefillDoor(worker_pb2_grpc.PrefillServicer):
     async def Prefill(self, request: pb.PrefillRequest, context: Context) -> pb.PrefillResponse:
         async with Answering(context):
             seq = to_sequence(request.job, self._model_fingerprint, hold=True)
-            done = await self._worker.prefill(seq, request.job.request_id)
+            done = await self._worker.prefill(seq, request.job.request_id, request.job.traceparent)
             return pb.PrefillResponse(
                 token=to_token(done.sampled),
                 handle=pack_handle(done.handle) if done.handle else b"",

@@ -15,7 +15,7 @@ class PrefillProcess:
     def __init__(self, config: Config, stop: Stop) -> None:
         self.config = config
         self.host = Host(config, "prefill", stop)
-        self.worker = PrefillWorker(config.engine.block_size)
+        self.worker = PrefillWorker(config.engine.block_size, self.host.tracer)
 
     async def start(self) -> None:
         host, worker = self.host, self.worker
@@ -32,6 +32,8 @@ class PrefillProcess:
             free=worker.free,
         )
         host.leases = lambda: exporter.num_leases
+        host.book.read("baton_leases_held", host.leases)
+        host.book.read("baton_leases_total", lambda: dict(exporter.events))
         server = host.server.grpc
         worker_pb2_grpc.add_PrefillServicer_to_server(PrefillDoor(worker, host.built.model_fingerprint), server)  # type: ignore[no-untyped-call]
         worker_pb2_grpc.add_KvExchangeServicer_to_server(KvExchangeDoor(exporter, host.transport, pool.layout), server)  # type: ignore[no-untyped-call]

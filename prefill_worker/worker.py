@@ -10,8 +10,10 @@ import asyncio
 from dataclasses import dataclass
 from time import monotonic
 
+from cluster import semconv
 from cluster.errors import BatonError, Reason
 from cluster.failpoint import failpoint
+from cluster.telemetry import Span, Tracer
 from engine.engine import Output, Refused
 from engine.loop import EngineLoop
 from engine.sampling import Sampled
@@ -37,8 +39,10 @@ class PrefillWorker:
     loop: EngineLoop
     exporter: Exporter
 
-    def __init__(self, block_size: int) -> None:
+    def __init__(self, block_size: int, tracer: Tracer) -> None:
         self._block_size = block_size
+        self._tracer = tracer
+        self._leases: dict[str, Span] = {}  # sequence → span of its lease
         self._running: dict[str, asyncio.Future[Output]] = {}
         self.draining = False
 
@@ -47,8 +51,12 @@ class PrefillWorker:
         """Nothing runs and nobody may still come to read."""
         return not self._running and not self.exporter.num_leases
 
-    async def prefill(self, seq: Sequence, request_id: str) -> Prefilled:
+    async def prefill(self, seq: Sequence, request_id: str, traceparent: str = "") -> Prefilled:
         """Raises BatonError(DRAINING, SATURATED, CONTEXT_LENGTH)."""
+        with self._tracer.follow(semconv.PREFILL_WORK, traceparent) as span:
+            return await self._prefill(seq, request_id, span)
+
+    async def _prefill(self, seq: Sequence, request_id: str, span: Span) -> Prefilled:
         if self.draining:
             raise BatonError(Reason.DRAINING, f"{self.exporter.worker} is draining")
         first: asyncio.Future[Output] = asyncio.get_running_loop().create_future()
@@ -58,7 +66,7 @@ class PrefillWorker:
             await self.loop.call(lambda engine: engine.add(seq))
             output = await first
             failpoint("prefill.computed")
-            result = await self._hand_over(seq, request_id, output, began)
+            result = await self._hand_over(seq, request_id, output, began, span)
             failpoint("prefill.reply")
             return result
         except Refused as error:
@@ -71,6 +79,8 @@ class PrefillWorker:
 
     def free(self, seq_id: str) -> None:
         """The blocks of a sequence may go: its lease ended, or it was given up."""
+        if lease := self._leases.pop(seq_id, None):
+            lease.end()
         self.loop.tell(lambda engine: engine.abort(seq_id))
 
     def on_step(self, outputs: list[Output]) -> None:
@@ -83,7 +93,7 @@ class PrefillWorker:
             else:
                 first.set_exception(BatonError(Reason.INTERNAL, output.failure))
 
-    async def _hand_over(self, seq: Sequence, request_id: str, output: Output, began: float) -> Prefilled:
+    async def _hand_over(self, seq: Sequence, request_id: str, output: Output, began: float, span: Span) -> Prefilled:
         started = seq.started_at or began
         now = monotonic()
         handle = None
@@ -92,4 +102,6 @@ class PrefillWorker:
             tokens = len(seq.tokens) - 1
             blocks = seq.blocks[: -(-tokens // self._block_size)]
             handle = await self.exporter.grant(seq.id, request_id, blocks, tokens)
+            self._leases[seq.id] = span.child(semconv.LEASE)
+        span.set({semconv.CACHED_TOKENS: seq.cached, semconv.WAIT_SECONDS: started - began, semconv.COMPUTE_SECONDS: now - started})
         return Prefilled(output.sampled, output.finish, handle, seq.cached, (started - began) * 1000, (now - started) * 1000)

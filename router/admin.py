@@ -13,6 +13,7 @@ from cluster.records import WorkerRecord
 from cluster.rpc import Context
 from router.admission import Admission
 from router.clients import Workers
+from router.journal import Journal
 from router.view import ClusterView
 from router.watch import Watch
 
@@ -24,6 +25,7 @@ class AdminDoor(worker_pb2_grpc.AdminServicer):
         workers: Workers,
         watch: Watch,
         admission: Admission,
+        journal: Journal,
         model_name: str,
         endpoints: Callable[[], dict[str, str]],
     ) -> None:
@@ -31,6 +33,7 @@ class AdminDoor(worker_pb2_grpc.AdminServicer):
         self._workers = workers
         self._watch = watch
         self._admission = admission
+        self._journal = journal
         self._model_name = model_name
         self._endpoints = endpoints
 
@@ -48,6 +51,13 @@ class AdminDoor(worker_pb2_grpc.AdminServicer):
             "workers": await asyncio.gather(*(self._describe(record) for record in members)),
         }
         return worker_pb2.StatusResponse(status_json=json.dumps(status))
+
+    async def Trace(self, request: worker_pb2.TraceRequest, context: Context) -> worker_pb2.TraceResponse:
+        if request.request_id:
+            found = [record for record in [self._journal.find(request.request_id)] if record is not None]
+        else:
+            found = self._journal.last(request.last or 1)
+        return worker_pb2.TraceResponse(records_json=json.dumps([record.to_json() for record in found]))
 
     async def _describe(self, record: WorkerRecord) -> dict[str, Any]:
         try:

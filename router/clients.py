@@ -13,6 +13,7 @@ from typing import TypeVar
 import grpc
 
 from baton.v1 import generation_pb2, worker_pb2, worker_pb2_grpc
+from cluster import semconv
 from cluster.config import SecurityConfig
 from cluster.errors import BatonError, Reason
 from cluster.records import WorkerRecord
@@ -78,7 +79,9 @@ class Workers:
 
     async def prefill(self, worker: WorkerRecord, request: Request, timeout_s: float) -> FirstToken:
         stub = worker_pb2_grpc.PrefillStub(self._channel(worker))  # type: ignore[no-untyped-call]
-        answer = await _answer(stub.Prefill(worker_pb2.PrefillRequest(job=to_job(request)), timeout=timeout_s))
+        with request.trace.span.child(semconv.PREFILL, "client", {semconv.WORKER: worker.name}) as span:
+            job = to_job(request, span.traceparent)
+            answer = await _answer(stub.Prefill(worker_pb2.PrefillRequest(job=job), timeout=timeout_s))
         return FirstToken(
             to_token(answer.token),
             answer.handle,
@@ -185,7 +188,9 @@ class DecodeSession:
         number = next(self._numbers)
         inbox: asyncio.Queue[worker_pb2.DecodeEvent | BatonError] = asyncio.Queue()
         self._calls[number] = inbox
-        start = worker_pb2.DecodeStart(job=to_job(request), handle=handle, timeout_ms=max(1, int(timeout_s * 1000)))
+        span = request.trace.span.child(semconv.DECODE, "client", {semconv.WORKER: self._name})
+        job = to_job(request, span.traceparent)
+        start = worker_pb2.DecodeStart(job=job, handle=handle, timeout_ms=max(1, int(timeout_s * 1000)))
         self._commands.put_nowait(worker_pb2.DecodeCommand(call_id=number, start=start))
         deadline = asyncio.get_running_loop().time() + timeout_s
         ended = False
@@ -196,13 +201,16 @@ class DecodeSession:
                 event = _to_event(message)
                 ended = isinstance(event, Ended)
                 yield event
-        except BatonError:
+        except BatonError as error:
             ended = True
+            span.end(error.reason.name)
             raise
         except TimeoutError:
+            span.end(Reason.DEADLINE.name)
             raise BatonError(Reason.DEADLINE, "the deadline of the request is over") from None
         finally:
             del self._calls[number]
+            span.end("" if ended else Reason.CANCELLED.name)
             if not ended and not self.lost:
                 self._commands.put_nowait(worker_pb2.DecodeCommand(call_id=number, cancel=worker_pb2.DecodeCancel()))
 
@@ -253,7 +261,7 @@ async def _answer(call: Awaitable[T]) -> T:
         raise BatonError(Reason.WORKER_LOST, "the channel to the worker was closed") from None
 
 
-def to_job(request: Request) -> worker_pb2.Job:
+def to_job(request: Request, traceparent: str = "") -> worker_pb2.Job:
     params = request.params
     sampling = generation_pb2.SamplingParams(
         temperature=params.temperature,
@@ -277,6 +285,7 @@ def to_job(request: Request) -> worker_pb2.Job:
         prompt_tokens=request.prompt_len,
         sampling=sampling,
         cache_salt=request.salt,
+        traceparent=traceparent,
     )
 
 

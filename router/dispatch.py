@@ -24,7 +24,7 @@ from cluster.records import WorkerRecord
 from engine.block_key import extend_keys, root_key
 from router.clients import Adopted, Ended, FirstToken, Workers
 from router.policy import MAX_QUEUE, Bypass, Choice, NoWorker, Saturated, choose_decode, choose_prefill
-from router.request import Request, Token
+from router.request import Failure, Request, Token
 from router.view import ClusterView
 
 log = logging.getLogger(__name__)
@@ -57,6 +57,7 @@ class Dispatcher:
                 async with aclosing(self._attempt(request, failed)) as tokens:
                     async for token in tokens:
                         request.tokens.append(token.id)
+                        request.trace.note_token()
                         yield token
             except BatonError as error:
                 self._spend_retry(request, error)
@@ -68,6 +69,7 @@ class Dispatcher:
             prefiller = self._view.record(choice.worker)
             first = await self._prefill(request, prefiller, choice, failed)
         else:
+            request.trace.bypasses.append(choice.reason)
             request.trace.watch.enter("prefill")
         handle = first.handle if first else b""
         try:
@@ -98,12 +100,13 @@ class Dispatcher:
         keys = self._keys(request)
         view.start_prefill(work, worker.name, len(request.tokens) - choice.overlap_blocks * worker.block_size)
         view.index.predict(worker.name, keys, self._clock() + self._config.predict_ttl_s)
-        trace.watch.enter("prefill")
+        trace.watch.enter("prefill", worker.name)
+        trace.choices.append(("prefill", choice.reason))
         trace.prefill_worker = ""
         try:
             first = await self._workers.prefill(worker, request, self._remaining(request))
         except BatonError as error:
-            self._blame(worker, error, failed)
+            self._blame(request, worker, error, failed)
             raise
         finally:
             view.end_prefill(work)
@@ -120,6 +123,8 @@ class Dispatcher:
         worker = self._view.record(choice.worker)
         view, trace, work = self._view, request.trace, self._work(request)
         trace.decode_worker = worker.name
+        trace.watch.at(worker.name)
+        trace.choices.append(("decode", choice.reason))
         known = len(request.tokens)
         view.start_decode(work, worker.name, request.longest)
         view.index.predict(worker.name, self._keys(request), self._clock() + self._config.predict_ttl_s)
@@ -128,10 +133,10 @@ class Dispatcher:
                 async for event in events:
                     match event:
                         case Token():
-                            trace.watch.enter("decode")
+                            trace.watch.enter("decode", worker.name)
                             yield event
                         case Adopted():
-                            trace.watch.enter("decode")
+                            trace.watch.enter("decode", worker.name)
                             self._note_handoff(request, event)
                             yield event
                         case Ended():
@@ -140,7 +145,7 @@ class Dispatcher:
                                 trace.cached_tokens = event.cached_tokens
                             request.finish = event.finish
         except BatonError as error:
-            self._blame(worker, error, failed)
+            self._blame(request, worker, error, failed)
             raise
         finally:
             view.end_decode(work)
@@ -192,8 +197,9 @@ class Dispatcher:
                 raise BatonError(Reason.RETRIES_SPENT, "no decode worker came back", metadata=_emitted(request))
             await asyncio.sleep(RECOVER_POLL_S)
 
-    def _blame(self, worker: WorkerRecord, error: BatonError, failed: set[str]) -> None:
+    def _blame(self, request: Request, worker: WorkerRecord, error: BatonError, failed: set[str]) -> None:
         failed.add(worker.name)
+        request.trace.failures.append(Failure(request.trace.watch.clock(), worker.name, error.reason.name))
         if error.reason in (Reason.WORKER_LOST, Reason.DRAINING):  # of a drain the registry tells a moment later
             self._view.mark_down(worker.name, worker.incarnation)
 
@@ -208,6 +214,7 @@ class Dispatcher:
             reason = Reason.SATURATED if error.reason is Reason.SATURATED else Reason.RETRIES_SPENT
             raise BatonError(reason, message, metadata=_emitted(request)) from error
         request.trace.retries += 1
+        request.trace.retry_reasons.append(error.reason.name)
         log.info("request %s is retried (%d) after %s", request.id, request.trace.retries, error.reason.name)
 
     def _work(self, request: Request) -> str:

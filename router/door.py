@@ -6,6 +6,7 @@ from contextlib import aclosing
 from baton.v1 import generation_pb2 as pb
 from baton.v1 import generation_pb2_grpc
 from cluster.rpc import Answering, Context
+from router.keys import ApiKeys
 from router.request import Trace
 from router.service import Accepted, Event, Finished, GenerateService, Piece
 from router.validate import Ask, AskSampling
@@ -14,16 +15,24 @@ _REASON = {"stop": pb.FINISH_REASON_STOP, "length": pb.FINISH_REASON_LENGTH}
 
 
 class GenerationDoor(generation_pb2_grpc.GenerationServicer):
-    def __init__(self, service: GenerateService) -> None:
+    def __init__(self, service: GenerateService, keys: ApiKeys) -> None:
         self._service = service
+        self._keys = keys
 
     async def Generate(self, request: pb.GenerateRequest, context: Context) -> AsyncIterator[pb.GenerateResponse]:
-        async with Answering(context), aclosing(self._service.generate(to_ask(request), context.time_remaining())) as events:
-            async for event in events:
-                yield to_response(event)
+        async with Answering(context):
+            tenant = self._keys.tenant(_metadata(context, "authorization"))
+            ask = to_ask(request, _metadata(context, "traceparent") or "", tenant)
+            async with aclosing(self._service.generate(ask, context.time_remaining())) as events:
+                async for event in events:
+                    yield to_response(event)
 
 
-def to_ask(request: pb.GenerateRequest) -> Ask:
+def _metadata(context: Context, name: str) -> str | None:
+    return next((str(value) for key, value in context.invocation_metadata() or () if key == name), None)
+
+
+def to_ask(request: pb.GenerateRequest, traceparent: str = "", tenant: str = "") -> Ask:
     kind = request.WhichOneof("prompt")
     return Ask(
         request_id=request.request_id,
@@ -33,6 +42,8 @@ def to_ask(request: pb.GenerateRequest) -> Ask:
         token_ids=tuple(request.token_ids.ids) if kind == "token_ids" else None,
         cache_salt=request.cache_salt,
         sampling=_to_sampling(request.sampling),
+        tenant=tenant,
+        traceparent=traceparent,
     )
 
 

@@ -1,9 +1,11 @@
 """A request inside the router: the facts it arrived with, the tokens it has got so far, and what became of it."""
 
+from array import array
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Literal
 
+from cluster.telemetry import NO_SPAN, Span
 from engine.sampling import SamplingParams
 
 Stage = Literal["queue", "prefill", "transfer", "decode"]
@@ -11,24 +13,55 @@ STAGES: tuple[Stage, ...] = ("queue", "prefill", "transfer", "decode")
 
 
 @dataclass(slots=True)
+class Lap:
+    """One stretch in one stage. Times are those of the stopwatch's clock; `end` is not set before the next lap or the stop."""
+
+    stage: Stage
+    start: float
+    worker: str = ""
+    end: float = 0.0
+
+
+@dataclass(slots=True)
 class Stopwatch:
     """Consecutive stretches of one clock: each moment belongs to exactly one stage, so the stages add up to the whole."""
 
     clock: Callable[[], float]
-    stage: Stage = "queue"
-    seconds: dict[Stage, float] = field(default_factory=lambda: dict.fromkeys(STAGES, 0.0))
-    since: float = field(init=False)
+    laps: list[Lap] = field(init=False)
 
     def __post_init__(self) -> None:
-        self.since = self.clock()
+        self.laps = [Lap("queue", self.clock())]
 
-    def enter(self, stage: Stage) -> None:
-        now = self.clock()
-        self.seconds[self.stage] += now - self.since
-        self.stage, self.since = stage, now
+    @property
+    def start(self) -> float:
+        return self.laps[0].start
+
+    @property
+    def seconds(self) -> dict[Stage, float]:
+        """Of each stage, up to the last lap that has ended."""
+        total = dict.fromkeys(STAGES, 0.0)
+        for lap in self.laps:
+            total[lap.stage] += max(0.0, lap.end - lap.start)
+        return total
+
+    def enter(self, stage: Stage, worker: str = "") -> None:
+        """A lap ends and the next begins, unless this one is of the same stage and worker. Called with every token."""
+        last = self.laps[-1]
+        if stage == last.stage and worker == last.worker:
+            return
+        if stage == last.stage and not last.worker:
+            last.worker = worker
+            return
+        last.end = self.clock()
+        self.laps.append(Lap(stage, last.end, worker))
+
+    def at(self, worker: str) -> None:
+        """The same stage goes on at a worker."""
+        self.enter(self.laps[-1].stage, worker)
 
     def stop(self) -> None:
-        self.enter(self.stage)
+        """The moment up to which the last lap counts; may be called again."""
+        self.laps[-1].end = self.clock()
 
 
 @dataclass(slots=True)
@@ -44,11 +77,21 @@ class Handoff:
     failure: str = ""
 
 
+@dataclass(frozen=True, slots=True)
+class Failure:
+    """A worker that failed the request."""
+
+    at: float  # on the stopwatch's clock
+    worker: str
+    reason: str
+
+
 @dataclass(slots=True)
 class Trace:
     """What became of a request; filled by the dispatcher, told to the client at the end."""
 
     watch: Stopwatch
+    span: Span = NO_SPAN
     prefill_worker: str = ""
     decode_worker: str = ""
     retries: int = 0
@@ -58,6 +101,21 @@ class Trace:
     read_ms: float = 0.0
     verify_ms: float = 0.0
     handoff: Handoff = field(default_factory=Handoff)
+    choices: list[tuple[str, str]] = field(default_factory=list)  # role and reason, of each worker that was chosen
+    bypasses: list[str] = field(default_factory=list)  # reasons
+    retry_reasons: list[str] = field(default_factory=list)
+    failures: list[Failure] = field(default_factory=list)
+    first_at: float = 0.0  # when the first token came, on the stopwatch's clock; 0 before
+    last_at: float = 0.0
+    gaps: "array[float]" = field(default_factory=lambda: array("d"))  # seconds between successive tokens
+
+    def note_token(self) -> None:
+        now = self.watch.clock()
+        if self.first_at:
+            self.gaps.append(now - self.last_at)
+        else:
+            self.first_at = now
+        self.last_at = now
 
 
 @dataclass(frozen=True, slots=True)

@@ -10,12 +10,14 @@ from contextlib import aclosing, asynccontextmanager
 from dataclasses import dataclass
 from time import monotonic
 
+from cluster import semconv
 from cluster.config import RouterConfig
 from cluster.errors import BatonError, Reason
 from router.admission import Admission, Admitted, Refused
 from router.detokenizer import Detokenizer
 from router.dispatch import Dispatcher
-from router.request import FinishReason, Request, Stopwatch, Token, Trace
+from router.journal import Journal
+from router.request import FinishReason, Request, Token
 from router.stop import StopMatcher
 from router.tokenizer import Tokenizer
 from router.validate import Ask, Limits, check, resolve
@@ -60,16 +62,20 @@ class GenerateService:
         dispatcher: Dispatcher,
         admission: Admission,
         config: RouterConfig,
+        journal: Journal,
         draw_seed: Draw,
         draw_id: Callable[[], str],
         limits: Limits | None = None,
+        shared_prefixes: bool = False,
     ) -> None:
+        self._shared_prefixes = shared_prefixes
         self._tokenizer = tokenizer
         self.model_name = model_name
         self._view = view
         self._dispatcher = dispatcher
         self._admission = admission
         self._config = config
+        self._journal = journal
         self._draw_seed = draw_seed
         self._draw_id = draw_id
         self._limits = limits or Limits()
@@ -78,29 +84,43 @@ class GenerateService:
         self.draining = False
 
     @property
+    def max_model_len(self) -> int | None:
+        """Longest prompt plus output, in tokens; None until the first worker has told."""
+        return self._view.served.max_model_len if self._view.served else None
+
+    @property
     def idle(self) -> bool:
         return self._admission.inflight == 0 and self._admission.queued == 0
 
     async def generate(self, ask: Ask, timeout_s: float | None) -> AsyncGenerator[Event, None]:
         """Accepted, then Pieces, then Finished. Raises BatonError. Closing the generator ends the request everywhere."""
-        watch = Stopwatch(monotonic)
-        if self.draining:
-            raise BatonError(Reason.DRAINING, "this router is draining")
+        operation = semconv.TEXT_COMPLETION if ask.messages is None else semconv.CHAT
+        with self._journal.open(operation, ask.request_id, ask.traceparent) as entry:
+            if self.draining:
+                raise BatonError(Reason.DRAINING, "this router is draining")
+            check(ask, self._limits, (self.model_name,), self._tokenizer.vocab_size)
+            deadline = monotonic() + self._clamp(timeout_s)
+            if deadline <= monotonic():
+                raise BatonError(Reason.DEADLINE, "the deadline was over before the request came")
+            served = self._view.served
+            if served is None:
+                raise BatonError(Reason.NO_WORKER, "no worker is ready")
+            tokens = await self._tokenize(ask, deadline)
+            params, stops = resolve(ask, len(tokens), served.max_model_len, self._draw_seed())
+            request = Request(ask.request_id or self._draw_id(), tokens, len(tokens), params, self._salt(ask), deadline, entry.trace)
+            entry.request = request
+            async with self._admitted(request):
+                yield Accepted(request.id, self.model_name, request.prompt_len)
+                async with aclosing(self._run(request, stops)) as events:
+                    async for event in events:
+                        if isinstance(event, Finished):
+                            entry.finish = event.reason
+                        yield event
+
+    async def tokenize(self, ask: Ask) -> list[int]:
+        """The prompt of `ask` as ids. Raises BatonError."""
         check(ask, self._limits, (self.model_name,), self._tokenizer.vocab_size)
-        deadline = monotonic() + self._clamp(timeout_s)
-        if deadline <= monotonic():
-            raise BatonError(Reason.DEADLINE, "the deadline was over before the request came")
-        served = self._view.served
-        if served is None:
-            raise BatonError(Reason.NO_WORKER, "no worker is ready")
-        tokens = await self._tokenize(ask, deadline)
-        params, stops = resolve(ask, len(tokens), served.max_model_len, self._draw_seed())
-        request = Request(ask.request_id or self._draw_id(), tokens, len(tokens), params, ask.cache_salt, deadline, Trace(watch))
-        async with self._admitted(request):
-            yield Accepted(request.id, self.model_name, request.prompt_len)
-            async with aclosing(self._run(request, stops)) as events:
-                async for event in events:
-                    yield event
+        return await self._tokenize(ask, monotonic() + self._config.default_timeout_s)
 
     async def _run(self, request: Request, stops: tuple[str, ...]) -> AsyncGenerator[Event, None]:
         text = Detokenizer(self._tokenizer, request.tokens[-8:])
@@ -159,6 +179,10 @@ class GenerateService:
             if left <= self._config.queue_timeout_s:
                 raise BatonError(Reason.DEADLINE, "the deadline was over before the request could be served") from None
             raise BatonError(Reason.SATURATED, f"waited {self._config.queue_timeout_s:g} s for admission") from None
+
+    def _salt(self, ask: Ask) -> str:
+        """What tells block keys apart: tenants do not share cached prefixes unless they are told to."""
+        return ask.cache_salt if self._shared_prefixes or not ask.tenant else f"{ask.tenant}\0{ask.cache_salt}"
 
     def _clamp(self, timeout_s: float | None) -> float:
         return min(self._config.default_timeout_s if timeout_s is None else timeout_s, self._config.max_timeout_s)

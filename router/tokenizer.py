@@ -103,6 +103,10 @@ class Tokenizer:
         """The id of a token by its spelling in the vocabulary."""
         return None if token is None else self._plain.token_to_id(token)
 
+    def name(self, token_id: int) -> str:
+        """The spelling of a token in the vocabulary; empty for an unknown id."""
+        return self._plain.id_to_token(token_id) or ""
+
     def decode(self, ids: Sequence[int]) -> str:
         """The text of a whole output, without special tokens. A stream goes through `router.detokenizer`."""
         return self._plain.decode(list(ids), skip_special_tokens=True)

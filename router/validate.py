@@ -51,6 +51,7 @@ class AskSampling:
     stop_token_ids: tuple[int, ...] = ()
     stop: tuple[str, ...] = ()
     max_tokens: int | None = None
+    default_max_tokens: int = DEFAULT_MAX_TOKENS  # the door's own, where max_tokens is absent; cut to what the context still holds
     min_tokens: int | None = None
     ignore_eos: bool | None = None
 
@@ -66,6 +67,8 @@ class Ask:
     token_ids: tuple[int, ...] | None = None
     cache_salt: str = ""
     sampling: AskSampling = AskSampling()
+    tenant: str = ""  # whose API key it came with
+    traceparent: str = ""  # W3C Trace Context of the caller, as it came; what is none is ignored
 
 
 @dataclass(frozen=True, slots=True)
@@ -124,7 +127,7 @@ def resolve(ask: Ask, prompt_tokens: int, context: int, draw_seed: int) -> tuple
     if asked.max_tokens is not None and asked.max_tokens > room:
         description = f"{prompt_tokens} prompt tokens and {asked.max_tokens} output tokens are more than the {context} of the context"
         raise _too_long("sampling.max_tokens", description, prompt_tokens, context)
-    max_tokens = min(DEFAULT_MAX_TOKENS, room) if asked.max_tokens is None else asked.max_tokens
+    max_tokens = min(asked.default_max_tokens, room) if asked.max_tokens is None else asked.max_tokens
     temperature = _or(asked.temperature, 1.0)
     params = SamplingParams(
         max_tokens=max_tokens,
@@ -190,7 +193,7 @@ def _sampling(asked: AskSampling, limits: Limits, vocab_size: int) -> Iterator[V
         value = getattr(asked, name)
         if value is not None and (refusal := allowed.refusal(value)):
             yield Violation(f"sampling.{name}", refusal)
-    most = DEFAULT_MAX_TOKENS if asked.max_tokens is None else asked.max_tokens
+    most = asked.default_max_tokens if asked.max_tokens is None else asked.max_tokens
     if asked.min_tokens is not None and asked.min_tokens > max(most, 0):
         yield Violation("sampling.min_tokens", f"must not be more than max_tokens ({most})")
     if asked.logprobs is not None and not 0 <= asked.logprobs <= limits.max_logprobs:

@@ -28,6 +28,12 @@ class Watch:
         self._registry = registry
         self._workers = workers
         self.registry_reachable = False
+        self._reached = 0
+
+    @property
+    def reconnects(self) -> int:
+        """How often the registry came back after it had been away."""
+        return max(0, self._reached - 1)
 
     async def run(self) -> None:
         async with asyncio.TaskGroup() as group:
@@ -105,4 +111,5 @@ class Watch:
     def _note(self, reachable: bool, error: BaseException | None = None) -> None:
         if reachable != self.registry_reachable:
             log.info("registry is %s", "reachable" if reachable else f"away: {error}")
+            self._reached += reachable
         self.registry_reachable = reachable

@@ -2,6 +2,7 @@
 
 import asyncio
 import logging
+import os
 import secrets
 import time
 from pathlib import Path
@@ -13,12 +14,20 @@ from baton.v1 import generation_pb2, generation_pb2_grpc, worker_pb2_grpc
 from cluster.config import Config, ConfigError
 from cluster.connect import connect_registry
 from cluster.lifecycle import Stage, Stop, move
+from cluster.metrics import Book
+from cluster.metrics_http import Exposition, MetricsServer
 from cluster.rpc import Server, Tasks
+from cluster.telemetry import make_tracer
+from router import gauges
 from router.admin import AdminDoor
 from router.admission import Admission
 from router.clients import Workers
 from router.dispatch import Dispatcher
 from router.door import GenerationDoor
+from router.http.app import HttpDoor
+from router.http.server import HttpServer
+from router.journal import Journal
+from router.keys import ApiKeys
 from router.service import GenerateService
 from router.tokenizer import Tokenizer
 from router.view import ClusterView
@@ -28,6 +37,10 @@ log = logging.getLogger(__name__)
 SERVICE = generation_pb2.DESCRIPTOR.services_by_name["Generation"].full_name
 HEALTH_EVERY_S = 0.1
 IDLE_POLL_S = 0.02
+
+
+def draw_id() -> str:
+    return f"req-{secrets.token_hex(8)}"
 
 
 class RouterProcess:
@@ -42,6 +55,13 @@ class RouterProcess:
         self._tasks = Tasks(stop.fail)
         self._workers = Workers(config.security)
         self._servers: list[Server] = []
+        self._http: HttpServer | None = None
+        self._keys = ApiKeys.load(config.security.api_keys)
+        self._model_name = config.model.served_name or Path(config.model.path).name
+        self._tracer = make_tracer(config.telemetry, config.cluster.name, "router", os.environ.get("BATON_WORKER_NAME", "router"))
+        self._book = Book("router", model=self._model_name)
+        self._journal = Journal(self._book, self._tracer, self._model_name, config.slo, config.telemetry.recent_requests)
+        self._metrics = MetricsServer(config, Exposition(self._book), lambda: self.stage is Stage.READY, self._targets)
 
     async def start(self) -> None:
         config = self.config
@@ -50,7 +70,8 @@ class RouterProcess:
         self._view = view = ClusterView(tokenizer.fingerprint)
         watch = Watch(view, self._registry, self._workers)
         admission = Admission(config.router.max_inflight, config.router.max_queue)
-        model_name = config.model.served_name or Path(config.model.path).name
+        model_name = self._model_name
+        gauges.tell(self._book, view, admission, watch, self._tracer)
         self.service = GenerateService(
             tokenizer=tokenizer,
             model_name=model_name,
@@ -58,39 +79,59 @@ class RouterProcess:
             dispatcher=Dispatcher(view, self._workers, config.router, max_queue=config.engine.max_queue),
             admission=admission,
             config=config.router,
+            journal=self._journal,
             draw_seed=lambda: secrets.randbits(63),
-            draw_id=lambda: f"req-{secrets.token_hex(8)}",
+            draw_id=draw_id,
+            shared_prefixes=config.security.shared_prefixes,
         )
-        generation_pb2_grpc.add_GenerationServicer_to_server(GenerationDoor(self.service), public.grpc)  # type: ignore[no-untyped-call]
+        generation_pb2_grpc.add_GenerationServicer_to_server(GenerationDoor(self.service, self._keys), public.grpc)  # type: ignore[no-untyped-call]
         if config.router.reflection:
             reflection.enable_server_reflection((SERVICE, "grpc.health.v1.Health", reflection.SERVICE_NAME), public.grpc)
         self.address = public.bind(config.router.port)
         admin_address = admin.bind(config.router.admin_port)
-        endpoints = {"grpc": self.address, "admin": admin_address}
-        door = AdminDoor(view, self._workers, watch, admission, model_name, lambda: endpoints)
+        http_door = HttpDoor(self.service, tokenizer, self._keys, config.router, lambda: bool(view.decode_workers()), draw_id)
+        self._http = HttpServer(config, http_door)
+        http_address = self._http.bind(config.router.http_port)
+        endpoints = {"grpc": self.address, "http": http_address, "admin": admin_address}
+        if config.telemetry.metrics:
+            endpoints["metrics"] = await self._metrics.start(config.telemetry.metrics_port)
+        door = AdminDoor(view, self._workers, watch, admission, self._journal, model_name, lambda: endpoints)
         worker_pb2_grpc.add_AdminServicer_to_server(door, admin.grpc)  # type: ignore[no-untyped-call]
         await public.start()
         await admin.start()
+        self._http.start(self._tasks)
         self._tasks.start(watch.run(), "watch")
         self._tasks.start(self._run_health(), "health")
         self.stage = move(self.stage, "ready")
-        log.info("router ready on %s (admin %s), model %s", self.address, admin_address, model_name)
+        log.info("router ready on %s (HTTP %s, admin %s), model %s", self.address, http_address, admin_address, model_name)
 
     async def drain(self) -> None:
         self.stage = move(self.stage, "drain")
         self.service.draining = True
         await self._set_health(False)
         deadline = time.monotonic() + self.config.decode.drain_s
-        while not self.service.idle and time.monotonic() < deadline:
+        while not self._idle and time.monotonic() < deadline:
             await asyncio.sleep(IDLE_POLL_S)
 
     async def close(self) -> None:
         self.stage = move(self.stage, "close")
+        if self._http is not None:
+            await self._http.stop()
         await self._tasks.close()
         for server in self._servers:
             await server.stop(0.5)
         await self._workers.close()
         await self._registry.close()
+        await self._metrics.close()
+        await asyncio.to_thread(self._tracer.close)
+
+    @property
+    def _idle(self) -> bool:
+        """An answer over HTTP may still be on its way out when its request is done."""
+        return self.service.idle and (self._http is None or self._http.idle)
+
+    def _targets(self) -> list[str]:
+        return [self._metrics.address, *(record.metrics for record in self._view.members() if record.metrics)]
 
     async def _run_health(self) -> None:
         while True:

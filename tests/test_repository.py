@@ -26,21 +26,29 @@ ARROWS = {
 # Heavy third parties and the only places that may import them.
 HOMES = {
     "torch": ("engine/", "models/"),
+    "numba": ("engine/kernels.py",),
+    "llvmlite": ("engine/kernels.py",),
+    "triton": ("engine/gpu/triton_",),
+    "flashinfer": ("engine/gpu/flashinfer_backend.py",),
+    "flash_attn": ("engine/gpu/flash_attn_backend.py",),
     "nixl_cu13": ("kvtransfer/nixl_transport.py",),
     "redis": ("cluster/redis_registry.py",),
     "ray": ("cluster/ray_launcher.py",),
     "opentelemetry": ("cluster/telemetry.py",),
+    "prometheus_client": ("cluster/metrics_http.py",),
     "kubernetes": ("cluster/",),
     "tokenizers": ("router/", "models/", "loadtest/measure.py"),
     "typer": ("baton/", "loadtest/cli.py"),
     "rich": ("baton/", "models/train/", "loadtest/"),
     "matplotlib": ("loadtest/", "models/"),
     "transformers": ("models/train/",),
+    "starlette": ("router/http/",),
+    "uvicorn": ("router/http/server.py",),
 }
 # Deciding code: no await, no clock, no randomness, no torch.
 PURE = (
     "engine/scheduler.py", "engine/blocks.py", "engine/sequence.py", "kvtransfer/lease.py", "router/policy.py", "router/view.py",
-    "router/prefix_index.py", "router/admission.py", "router/stop.py", "loadtest/metrics.py", "loadtest/verdict.py",
+    "router/prefix_index.py", "router/admission.py", "router/stop.py", "router/slo.py", "loadtest/metrics.py", "loadtest/verdict.py",
 )  # fmt: skip
 BANNED = {"pickle", "marshal", "shelve", "dill", "cloudpickle"}
 

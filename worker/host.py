@@ -23,8 +23,11 @@ from cluster.connect import connect_registry
 from cluster.errors import BatonError, Reason
 from cluster.lifecycle import Stage, Stop, move
 from cluster.membership import Membership
+from cluster.metrics import Book
+from cluster.metrics_http import Exposition, MetricsServer
 from cluster.records import BlockEvent, Load, WorkerRecord
 from cluster.rpc import Server, Tasks
+from cluster.telemetry import make_tracer
 from engine.build import Built, Options, build
 from engine.engine import Output
 from engine.loop import CacheEvent, EngineLoop, Facts, facts
@@ -34,6 +37,7 @@ from kvtransfer.importer import peer_name
 from kvtransfer.select import make_transport
 from kvtransfer.transport import Transport
 from worker.door import Residue, WorkerDoor
+from worker.meter import Meter
 
 log = logging.getLogger(__name__)
 MAX_MESSAGE_BYTES = 64 << 20
@@ -69,16 +73,22 @@ class Host:
         self._stop = stop
         self._registry = connect_registry(config)
         self._membership = Membership(self._registry, self.describe, config.redis.heartbeat_s, stop.fail)
-        self._closers: list[Callable[[], Awaitable[object]]] = [self._registry.close]
+        self.model_name = config.model.served_name or Path(config.model.path).name
+        self.tracer = make_tracer(config.telemetry, config.cluster.name, role, self.name)
+        self.book = Book(role, self.name, self.model_name)
+        self._meter = Meter(self.book, self._membership, self.tracer)
+        self._metrics = MetricsServer(config, Exposition(self.book, self.look), lambda: self.stage is Stage.READY)
+        self._closers: list[Callable[[], Awaitable[object]]] = [self._registry.close, lambda: asyncio.to_thread(self.tracer.close)]
         self.tasks = Tasks(stop.fail)
 
     async def open(self, on_step: Callable[[list[Output]], None]) -> None:
         """Raises what keeps the engine or the transport from starting."""
         began = time.monotonic()
         self.built = await asyncio.to_thread(build, options(self.config), _log_progress)
-        self.loop = EngineLoop(self.built.engine, on_step, self._on_cache, self._stop.fail)
+        self.loop = EngineLoop(self.built.engine, on_step, self._on_cache, self._stop.fail, self._meter.batch)
         self.loop.start()
         self._facts, self._looked = await self.loop.call(facts), time.monotonic()
+        self._meter.tell(lambda: self._facts, self.built.engine.pool.num_blocks, self.built.engine.block_size)
         self._closers.append(self.loop.close)
         config, pool = self.config, self.built.engine.runner.pool
         self.transport = await asyncio.to_thread(
@@ -104,6 +114,9 @@ class Host:
         worker_pb2_grpc.add_WorkerServicer_to_server(door, self.server.grpc)  # type: ignore[no-untyped-call]
         await self.server.start()
         self._closers.append(lambda: self.server.stop(0.5))
+        if self.config.telemetry.metrics:
+            self._closers.append(self._metrics.close)
+            await self._metrics.start(self.config.telemetry.worker_metrics_port)
         await self.server.health.set("", health_pb2.HealthCheckResponse.SERVING)
         self.stage = move(self.stage, "ready")
         self.tasks.start(self._membership.run(), "membership")
@@ -149,7 +162,7 @@ class Host:
             state="draining" if self.stage is Stage.DRAINING else "ready",
             pid=os.getpid(),
             host=socket.gethostname(),
-            model_name=self.config.model.served_name or Path(self.config.model.path).name,
+            model_name=self.model_name,
             model_fingerprint=self.built.model_fingerprint,
             tokenizer_fingerprint=self.built.tokenizer_fingerprint,
             block_size=layout.block_size,
@@ -165,6 +178,7 @@ class Host:
                 leases=self.leases(),
                 waiting_tokens=now.waiting_tokens,
             ),
+            metrics=self._metrics.address,
         )
 
     def residue(self) -> Residue:
@@ -189,8 +203,16 @@ def options(config: Config) -> Options:
         kv_memory_bytes=engine.kv_memory_mib << 20 if engine.kv_memory_mib else None,
         kv_memory_fraction=engine.kv_memory_fraction,
         threads=engine.threads,
+        compiled=engine.compiled,
         prefix_caching=engine.prefix_caching,
-        limits=Limits(engine.max_num_seqs, engine.max_num_batched_tokens, engine.reserve_growth, engine.max_queue),
+        limits=Limits(
+            engine.max_num_seqs,
+            engine.max_num_batched_tokens,
+            engine.reserve_growth,
+            engine.max_queue,
+            engine.batching,
+            engine.batch_wait_s,
+        ),
     )
 
 

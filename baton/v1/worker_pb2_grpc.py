@@ -476,6 +476,11 @@ class AdminStub:
                 request_serializer=baton_dot_v1_dot_worker__pb2.StatusRequest.SerializeToString,
                 response_deserializer=baton_dot_v1_dot_worker__pb2.StatusResponse.FromString,
                 _registered_method=True)
+        self.Trace = channel.unary_unary(
+                '/baton.v1.Admin/Trace',
+                request_serializer=baton_dot_v1_dot_worker__pb2.TraceRequest.SerializeToString,
+                response_deserializer=baton_dot_v1_dot_worker__pb2.TraceResponse.FromString,
+                _registered_method=True)
 
 
 class AdminServicer:
@@ -488,6 +493,13 @@ class AdminServicer:
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
+    def Trace(self, request, context):
+        """What became of requests that have ended, from the router's own memory of the last ones.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
 
 def add_AdminServicer_to_server(servicer, server):
     rpc_method_handlers = {
@@ -495,6 +507,11 @@ def add_AdminServicer_to_server(servicer, server):
                     servicer.Status,
                     request_deserializer=baton_dot_v1_dot_worker__pb2.StatusRequest.FromString,
                     response_serializer=baton_dot_v1_dot_worker__pb2.StatusResponse.SerializeToString,
+            ),
+            'Trace': grpc.unary_unary_rpc_method_handler(
+                    servicer.Trace,
+                    request_deserializer=baton_dot_v1_dot_worker__pb2.TraceRequest.FromString,
+                    response_serializer=baton_dot_v1_dot_worker__pb2.TraceResponse.SerializeToString,
             ),
     }
     generic_handler = grpc.method_handlers_generic_handler(
@@ -525,6 +542,33 @@ class Admin:
             '/baton.v1.Admin/Status',
             baton_dot_v1_dot_worker__pb2.StatusRequest.SerializeToString,
             baton_dot_v1_dot_worker__pb2.StatusResponse.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def Trace(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/baton.v1.Admin/Trace',
+            baton_dot_v1_dot_worker__pb2.TraceRequest.SerializeToString,
+            baton_dot_v1_dot_worker__pb2.TraceResponse.FromString,
             options,
             channel_credentials,
             insecure,

@@ -22,7 +22,7 @@ import yaml
 from grpc_status import rpc_status
 from typer.testing import CliRunner
 
-from baton import doctor, up
+from baton import doctor
 from baton.cli import app
 from baton.doctor import Finding
 from baton.v1 import generation_pb2 as pb
@@ -33,6 +33,7 @@ from cluster.rpc import to_status
 
 TEXT = ("Once ", "upon\n", "", "[bold]a[/] tïme", "\x1b[2J")  # what a model may say
 HELD_BACK = " 🙂"
+FREE_PORTS = ("--router.port", "0", "--router.admin-port", "0", "--router.http-port", "0")
 STATUS: dict[str, Any] = {
     "endpoints": {"grpc": "127.0.0.1:1", "admin": "127.0.0.1:2"},
     "model": "[red]small",
@@ -308,7 +309,7 @@ def test_a_port_that_is_taken_names_the_flag(env: dict[str, str], tmp_path: Path
 
 def test_a_cluster_that_cannot_come_up_says_why_and_leaves_nothing(env: dict[str, str], tmp_path: Path) -> None:
     began = time.monotonic()
-    rc, out, err = baton(env, "up", "--model", str(tmp_path / "nowhere"), "--router.port", "0", "--router.admin-port", "0")
+    rc, out, err = baton(env, "up", "--model", str(tmp_path / "nowhere"), *FREE_PORTS)
     assert (rc, out) == (1, "") and "does not start" in err and "nowhere" in err
     assert time.monotonic() - began < 45 and not list((tmp_path / "state").glob("*.json"))
 
@@ -318,8 +319,7 @@ def test_a_cluster_that_cannot_come_up_says_why_and_leaves_nothing(env: dict[str
 
 @pytest.mark.skipif(sys.platform != "linux", reason="nixl has no wheel elsewhere")
 def test_doctor_measures_what_carries_the_bytes(env: dict[str, str]) -> None:
-    free = [up.free_port("127.0.0.1") for _ in range(2)]
-    rc, out, err = baton(env, "doctor", "--json", "--router.port", str(free[0]), "--router.admin-port", str(free[1]))
+    rc, out, err = baton(env, "doctor", "--json", *FREE_PORTS)
     assert (rc, err, out.count("\n")) == (0, "", 1)
     findings = {finding["subject"]: finding for finding in json.loads(out)}
     assert set(findings) == {"python", "memory", "nixl", "tcp", "redis", "ray", "ports", "torch"}

@@ -41,11 +41,17 @@ LEGAL = {
     "kv.on_failure": "fail",
     "kv.ucx_tls": "tcp",
     "kv.ucx_net_devices": "eth0",
+    "engine.batching": "static",
+    "prefill.replicas": "0",
     "prefill.cores": "[0, 1]",
     "decode.cores": "[1]",
     "redis.url": "redis://10.0.0.2:6379/1",
     "launcher.kind": "ray",
     "telemetry.log_level": "debug",
+    "telemetry.otlp_endpoint": "http://127.0.0.1:4317",
+    "slo.ttft_s": "0.5",
+    "slo.tpot_s": "0.05",
+    "slo.e2e_s": "10",
 }
 
 
@@ -116,6 +122,8 @@ class TestEveryKey:
     def test_is_set_by_its_variable_and_by_its_flag(self, key: Key) -> None:
         text = legal(key)
         pair = dict.fromkeys(("BATON_SECURITY_TLS_CERT", "BATON_SECURITY_TLS_KEY"), text) if key.name.startswith("security") else {}
+        if key.name == "engine.batching":
+            pair = {"BATON_PREFILL_REPLICAS": "0"}
         by_env = load(env=pair | {key.env: text})
         assert by_env.sources[key.name] == f"env {key.env}"
         value = at(by_env.config, key.name)
@@ -153,6 +161,12 @@ class TestEveryKey:
         assert all(at(config, key.name) != key.default for key in keys())
         again = load([file(tmp_path, dump(config, secrets=True))], {})
         assert again.config == config
+
+
+def test_whole_batches_are_refused_where_prefill_is_apart() -> None:
+    text = refused(env={"BATON_ENGINE_BATCHING": "static"})
+    assert text.startswith("config: engine.batching static") and "set prefill.replicas to 0" in text
+    assert text.endswith("[engine.batching from env BATON_ENGINE_BATCHING]")
 
 
 class TestUnknownNames:
@@ -301,6 +315,7 @@ class TestRulesBetweenKeys:
             ({"kv.lease-ttl-s": "0.2", "kv.read-timeout-s": "0.1"}, {"kv.lease-ttl-s": "0.3", "kv.read-timeout-s": "0.1"}),
             ({"router.default-timeout-s": "601"}, {"router.default-timeout-s": "600"}),
             ({"router.port": "80", "router.admin-port": "80"}, {"router.port": "0", "router.admin-port": "0"}),
+            ({"router.admin-port": "80", "router.http-port": "80"}, {"router.admin-port": "80", "router.http-port": "81"}),
             ({"launcher.restart-backoff-s": "31"}, {"launcher.restart-backoff-s": "30"}),
             ({"security.tls-cert": "c"}, {"security.tls-cert": "c", "security.tls-key": "k"}),
             ({"security.tls-key": "k"}, {"security.tls-ca": "a"}),

@@ -91,6 +91,21 @@ async def test_the_registry_comes_later_than_the_worker() -> None:
         await until(worker.registry.members)
 
 
+async def test_each_return_of_the_registry_is_counted() -> None:
+    worker = Worker()
+    async with worker.present():
+        await until(worker.registry.members)
+        for times in (1, 2):
+            assert worker.membership.reachable and worker.membership.reconnects == times - 1
+            worker.registry.available = False
+            await until(lambda: not worker.membership.reachable)
+            worker.registry.available = True
+            await until(lambda times=times: worker.membership.reconnects == times)
+        asked = worker.asked
+        await until(lambda: worker.asked > asked + 2)
+        assert worker.membership.reconnects == 2, "a heartbeat is no return"
+
+
 async def test_a_registry_that_lost_everything_is_told_again() -> None:
     worker = Worker()
     async with worker.present():

@@ -412,6 +412,25 @@ async def test_forgetting_the_old_process_leaves_the_new_one_at_its_address_alon
 # What the watch makes of it
 
 
+async def test_the_first_look_at_the_registry_is_no_return(monkeypatch: pytest.MonkeyPatch) -> None:
+    for name, value in (("MEMBERS_EVERY_S", 0.01), ("AWAY_S", 0.01)):
+        monkeypatch.setattr(watch, name, value)
+    registry, workers = MemoryRegistry(), Workers(SecurityConfig())
+    looking = Watch(ClusterView(TOKENIZER), registry, workers)
+    registry.available = False
+    running = asyncio.create_task(looking.run())
+    await asyncio.sleep(0.05)
+    assert (looking.registry_reachable, looking.reconnects) == (False, 0)
+    for returns in (0, 1, 2):
+        registry.available = True
+        await until(lambda: looking.registry_reachable)
+        assert looking.reconnects == returns
+        registry.available = False
+        await until(lambda: not looking.registry_reachable)
+    running.cancel()
+    await asyncio.gather(running, return_exceptions=True)
+
+
 @asynccontextmanager
 async def watched(*members: WorkerRecord, workers: Workers) -> AsyncIterator[tuple[ClusterView, MemoryRegistry, "asyncio.Task[None]"]]:
     registry, view = MemoryRegistry(), ClusterView(TOKENIZER, absent_s=0.05)

@@ -12,13 +12,16 @@ from typing import Any
 import pytest
 from fake_workers import FakeWorkers, record
 
-from cluster.config import RouterConfig
+from cluster.config import RouterConfig, SloConfig
 from cluster.errors import BatonError, Reason
+from cluster.metrics import Book
+from cluster.telemetry import Tracer
 from engine.sampling import SamplingParams
 from engine.toy import naive
 from models.make_small import make_toy
 from router.admission import Admission
 from router.dispatch import Dispatcher
+from router.journal import Journal
 from router.request import FinishReason, Request, Stopwatch, Token
 from router.service import Accepted, Event, Finished, GenerateService, Piece
 from router.tokenizer import Tokenizer
@@ -70,12 +73,15 @@ class House:
     tokenizer: Any
     script: Any = field(default_factory=Script)
     config: RouterConfig = field(default_factory=RouterConfig)
+    slo: SloConfig = field(default_factory=SloConfig)
 
     def __post_init__(self) -> None:
         self.view = ClusterView(self.tokenizer.fingerprint)
         self.view.update([record("d0", tokenizer_fingerprint=self.tokenizer.fingerprint)], 0.0)
         self.admission = Admission(self.config.max_inflight, self.config.max_queue)
         numbers = count(1)
+        self.book = Book("router", model="toy")
+        self.journal = Journal(self.book, Tracer(), "toy", self.slo, keep=100)
         self.service = GenerateService(
             tokenizer=self.tokenizer,
             model_name="toy",
@@ -83,6 +89,7 @@ class House:
             dispatcher=self.script,
             admission=self.admission,
             config=self.config,
+            journal=self.journal,
             draw_seed=lambda: 77,
             draw_id=lambda: f"req-{next(numbers)}",
         )
@@ -476,6 +483,86 @@ def test_each_moment_belongs_to_one_stage() -> None:
     now = 110.0
     watch.stop()
     assert watch.seconds == {"queue": 1.0, "prefill": 3.25, "transfer": 0.5, "decode": 5.25}
+    assert [lap.stage for lap in watch.laps] == ["queue", "prefill", "transfer", "decode", "prefill", "decode"]
     assert sum(watch.seconds.values()) == now - 100.0
     watch.stop()
     assert sum(watch.seconds.values()) == now - 100.0
+
+
+def test_a_lap_ends_where_the_worker_changes() -> None:
+    now = 100.0
+    watch = Stopwatch(lambda: now)
+    watch.enter("transfer")
+    for at, worker in ((101.0, "d0"), (102.0, "d0"), (103.0, "d1")):
+        now = at
+        watch.at(worker)
+    now = 104.0
+    watch.stop()
+    laps = [(lap.stage, lap.worker, lap.start, lap.end) for lap in watch.laps[1:]]
+    assert laps == [("transfer", "d0", 100.0, 103.0), ("transfer", "d1", 103.0, 104.0)], "a worker is named where its lap began"
+    assert watch.seconds["transfer"] == 4.0
+
+
+# The journal
+
+
+def counted(house: House) -> dict[tuple[str, str], int]:
+    families = {family.name: family for family in house.book.families()}
+    return {
+        (series.labels["outcome"], series.labels["reason"]): int(series.value) for series in families["baton_router_requests_total"].series
+    }
+
+
+async def test_every_way_out_is_counted_once(tokenizer: Tokenizer) -> None:
+    house = House(tokenizer, Script(), RouterConfig(max_inflight=1, max_queue=0))
+    await house.ask()
+    await house.ask(stop=("b",))
+    await house.refused(max_tokens=0)
+    await house.refused("hello", 0.0)
+    house.script.gate = asyncio.Event()
+    blocker = asyncio.create_task(house.ask())
+    await until(lambda: len(house.script.begun) == 3)
+    await house.refused()
+    blocker.cancel()
+    await asyncio.gather(blocker, return_exceptions=True)
+    house.script.gate, house.script.error = None, BatonError(Reason.RETRIES_SPENT, "given up")
+    await house.refused()
+    house.script.error = None
+    async with aclosing(house.service.generate(Ask(text="x"), 10)) as events:
+        async for event in events:
+            if isinstance(event, Piece):
+                break
+    house.service.draining = True
+    await house.refused()
+    assert counted(house) == {
+        ("ok", "length"): 1,
+        ("ok", "stop"): 1,
+        ("invalid", "INVALID_FIELD"): 1,
+        ("failed", "DEADLINE"): 1,
+        ("refused", "SATURATED"): 1,
+        ("cancelled", "CANCELLED"): 2,
+        ("failed", "RETRIES_SPENT"): 1,
+        ("refused", "DRAINING"): 1,
+    }
+    assert [record.reason for record in house.journal.last(3)] == ["DRAINING", "CANCELLED", "RETRIES_SPENT"]
+    house.check()
+
+
+async def test_a_client_that_leaves_after_its_answer_has_had_it(tokenizer: Tokenizer) -> None:
+    house = House(tokenizer)
+    async with aclosing(house.service.generate(Ask(text="x"), 10)) as events:
+        async for event in events:
+            if isinstance(event, Finished):
+                break
+    assert counted(house) == {("ok", "length"): 1}
+
+
+async def test_chat_and_completion_are_told_apart_and_the_callers_trace_goes_on(tokenizer: Tokenizer) -> None:
+    house = House(tokenizer)
+    opened = []
+    house.journal.open, real = lambda *told: opened.append(told) or real(*told), house.journal.open  # type: ignore[method-assign]
+    for ask in (Ask(text="x", traceparent="00-a"), Ask(messages=(("user", "x"),), request_id="mine")):
+        async with aclosing(house.service.generate(ask, 10)) as events:
+            async for _ in events:
+                pass
+    assert opened == [("text_completion", "", "00-a"), ("chat", "mine", "")]

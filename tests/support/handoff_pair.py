@@ -7,6 +7,8 @@ from dataclasses import dataclass, field, replace
 from typing import Any
 
 from cluster.errors import BatonError
+from cluster.metrics import Book
+from cluster.telemetry import Tracer
 from decode_worker.worker import Adopted, DecodeWorker, Event, Finished
 from engine.block_key import root_key
 from engine.engine import Engine
@@ -74,6 +76,7 @@ class Pair:
     clock: Clock
     engines: tuple[Engine, Engine]
     failures: list[BaseException]
+    book: Book  # of the decode worker
 
     async def hand_over(self, request_id: str = "r", tokens: list[int] | None = None, params: SamplingParams | None = None) -> Prefilled:
         seq = Sequence(f"{request_id}#p", list(tokens or PROMPT), len(tokens or PROMPT), params or greedy(), root_key("toy"), hold=True)
@@ -156,6 +159,7 @@ async def pair(
     decode_blocks: int = 64,
     decode_layout: dict[str, Any] | None = None,
     ttl_s: float = 10.0,
+    tracer: Tracer | None = None,
 ) -> AsyncIterator[Pair]:
     failures: list[BaseException] = []
     clock = Clock()
@@ -167,8 +171,9 @@ async def pair(
         return Engine(runner, Limits(8, 64), min(128, blocks * BLOCK))
 
     engines = engine(64, {}), engine(decode_blocks, decode_layout or {})
-    prefill = PrefillWorker(BLOCK)
-    decode = DecodeWorker("decode-0", BLOCK, on_failure)
+    book, tracer = Book("decode", "decode-0"), tracer or Tracer()
+    prefill = PrefillWorker(BLOCK, tracer)
+    decode = DecodeWorker("decode-0", BLOCK, on_failure, book, tracer)
     prefill.loop = EngineLoop(engines[0], prefill.on_step, lambda events: None, failures.append)
     decode.loop = EngineLoop(engines[1], decode.on_step, lambda events: None, failures.append)
     pools = [e.runner.pool for e in engines]
@@ -188,7 +193,7 @@ async def pair(
     decode.loop.start()
     reaper = asyncio.create_task(exporter.run_reaper(0.01))
     try:
-        yield Pair(prefill, decode, wire, clock, engines, failures)
+        yield Pair(prefill, decode, wire, clock, engines, failures, book)
     finally:
         reaper.cancel()
         await decode.importer.close()

@@ -31,6 +31,7 @@ UP_WITHIN_S = 150.0
 class Cluster:
     name: str
     grpc: str
+    http: str
     admin: str
     pid: int
     env: dict[str, str]
@@ -108,13 +109,15 @@ def cluster(
     with tempfile.TemporaryDirectory(prefix="baton-test-") as folder:
         name = f"t{os.getpid()}"
         full = {**os.environ, "BATON_STATE_DIR": folder, **(env or {})}
-        fixed = ("--cluster.name", name, "--router.port", "0", "--router.admin-port", "0", "--engine.kv-memory-mib", "64")
+        ports = ("--router.port", "0", "--router.admin-port", "0", "--router.http-port", "0")
+        fixed = ("--cluster.name", name, *ports, "--engine.kv-memory-mib", "64")
         sizes = ("--prefill", str(prefill), "--decode", str(decode), "--launcher", launcher)
         command = [sys.executable, "-m", "baton", "up", "--detach", "--model", str(model), *sizes, *fixed, *flags]
         up = subprocess.run(command, env=full, capture_output=True, text=True, timeout=UP_WITHIN_S, cwd=ROOT)
         assert up.returncode == 0, up.stderr + "".join(path.read_text()[-1500:] for path in Path(folder).rglob("*.log"))
         told = json.loads(up.stdout)
-        running = Cluster(name, told["endpoints"]["grpc"], told["endpoints"]["admin"], told["pid"], full, Path(folder) / f"{name}-logs")
+        at = told["endpoints"]
+        running = Cluster(name, at["grpc"], at["http"], at["admin"], told["pid"], full, Path(folder) / f"{name}-logs")
         pids: list[int] = []
         try:
             yield running

@@ -1,0 +1,56 @@
+"""Names of spans and of their attributes.
+
+The GenAI conventions of OpenTelemetry still move, so their names stand here as text and nowhere else. What they have no word for begins
+with `baton.`. Nothing of a prompt or an output is ever an attribute.
+"""
+
+# Spans. Of the request itself the name is "OPERATION MODEL", as the conventions have it.
+QUEUE = "baton.queue"  # router: validated, tokenised, admitted, a worker chosen
+PREFILL = "baton.prefill"  # router: the call to a prefill worker
+PREFILL_WORK = "baton.prefill.work"  # prefill worker: the same call
+LEASE = "baton.lease"  # prefill worker: the KV is held for a reader
+DECODE = "baton.decode"  # router: the call to a decode worker
+DECODE_WORK = "baton.decode.work"  # decode worker: the same call
+TRANSFER = "baton.transfer"  # decode worker: room, read, digests, lease check
+
+CHAT = "chat"
+TEXT_COMPLETION = "text_completion"
+PROVIDER = "baton"
+
+# GenAI, attributes of the request's span
+OPERATION_NAME = "gen_ai.operation.name"
+PROVIDER_NAME = "gen_ai.provider.name"
+REQUEST_MODEL = "gen_ai.request.model"
+REQUEST_MAX_TOKENS = "gen_ai.request.max_tokens"
+REQUEST_TEMPERATURE = "gen_ai.request.temperature"
+REQUEST_TOP_P = "gen_ai.request.top_p"
+REQUEST_TOP_K = "gen_ai.request.top_k"
+RESPONSE_ID = "gen_ai.response.id"
+RESPONSE_MODEL = "gen_ai.response.model"
+RESPONSE_FINISH_REASONS = "gen_ai.response.finish_reasons"
+RESPONSE_TIME_TO_FIRST_TOKEN = "gen_ai.response.time_to_first_token"  # seconds
+USAGE_INPUT_TOKENS = "gen_ai.usage.input_tokens"
+USAGE_OUTPUT_TOKENS = "gen_ai.usage.output_tokens"
+USAGE_CACHED_TOKENS = "gen_ai.usage.cache_read.input_tokens"
+ERROR_TYPE = "error.type"
+
+# Ours
+WORKER = "baton.worker"
+RETRIES = "baton.retries"
+TRANSPORT = "baton.transport"
+BLOCKS = "baton.blocks"
+BYTES = "baton.bytes"
+BLOCKS_REUSED = "baton.blocks_reused"
+DIGESTS_CHECKED = "baton.digests_checked"
+RECOMPUTED_TOKENS = "baton.recomputed_tokens"
+CACHED_TOKENS = "baton.cached_tokens"
+PREEMPTIONS = "baton.preemptions"
+WAIT_SECONDS = "baton.wait_seconds"
+COMPUTE_SECONDS = "baton.compute_seconds"
+READ_SECONDS = "baton.read_seconds"
+VERIFY_SECONDS = "baton.verify_seconds"
+
+# The process, attributes of its resource
+SERVICE_NAME = "service.name"
+SERVICE_NAMESPACE = "service.namespace"
+SERVICE_INSTANCE = "service.instance.id"

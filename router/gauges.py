@@ -1,0 +1,49 @@
+"""What the router knows anyhow, for whoever scrapes: asked for then, counted never."""
+
+from collections.abc import Callable
+
+from cluster.metrics import Book, Key, Number
+from cluster.records import WorkerRecord
+from cluster.telemetry import Tracer
+from router.admission import Admission
+from router.view import ClusterView
+from router.watch import Watch
+
+
+def tell(book: Book, view: ClusterView, admission: Admission, watch: Watch, tracer: Tracer) -> None:
+    def of_workers(number: Callable[[WorkerRecord], Number]) -> Callable[[], dict[Key, Number]]:
+        return lambda: {(record.name, record.role): number(record) for record in view.members()}
+
+    def usable() -> dict[Key, Number]:
+        sent_to = {record.name for record in (*view.prefill_workers(), *view.decode_workers())}
+        return {(record.name, record.role): int(record.name in sent_to) for record in view.members()}
+
+    book.read("baton_router_requests_in_flight", lambda: admission.inflight)
+    book.read("baton_router_requests_queued", lambda: admission.queued)
+    book.read("baton_router_prefix_index_entries", lambda: view.index.entries)
+    book.read("baton_router_prefix_index_refused_total", lambda: view.index.refused)
+    book.read("baton_router_worker_usable", usable)
+    book.read(
+        "baton_router_worker_credit_tokens",
+        of_workers(lambda record: record.load.credit_tokens - view.unreported_decode_tokens(record.name)),
+    )
+    book.read("baton_router_worker_waiting_tokens", of_workers(lambda record: view.prefill_tokens(record.name)))
+    book.read("baton_kv_usage_ratio", lambda: _kv_usage(view))
+    book.read("baton_kv_cache_info", lambda: _kv_cache(view))
+    book.read("baton_registry_reachable", lambda: int(watch.registry_reachable))
+    book.read("baton_registry_reconnects_total", lambda: watch.reconnects)
+    book.read("baton_spans_exported_total", lambda: tracer.exported)
+    book.read("baton_spans_dropped_total", lambda: tracer.dropped)
+
+
+def _kv_usage(view: ClusterView) -> Number | dict[Key, Number]:
+    workers = view.decode_workers()
+    blocks = sum(worker.kv_blocks for worker in workers)
+    return 1 - sum(worker.load.free_blocks for worker in workers) / blocks if blocks else {}
+
+
+def _kv_cache(view: ClusterView) -> dict[Key, Number]:
+    if view.served is None:
+        return {}
+    blocks = sum(worker.kv_blocks for worker in view.decode_workers())
+    return {(str(view.served.block_size), str(blocks)): 1}

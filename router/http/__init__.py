@@ -1,0 +1,1 @@
+"""The OpenAI-compatible HTTP door: translates, and nothing else; `router.service` answers."""

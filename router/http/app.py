@@ -1,0 +1,297 @@
+"""The routes of the HTTP door. One request, top to bottom:
+
+    __call__     its id, and whatever goes wrong becomes an error object
+    _caller      API key → tenant
+    _body        type, size, time
+    openai_in    JSON → one Ask for each choice
+    _events      the service's events of all choices, as they come
+    openai_out   events → one answer, or chunks
+
+A status is sent only when there is something to send: until the first token, whatever goes wrong has a status of its own. After that the
+error object is the last event of the stream, without [DONE].
+"""
+
+import asyncio
+import logging
+import re
+import time
+from collections.abc import AsyncGenerator, Callable, Sequence
+from contextlib import aclosing
+from importlib.metadata import version
+from typing import Any
+
+from starlette.datastructures import Headers
+from starlette.exceptions import HTTPException
+from starlette.requests import ClientDisconnect, Request
+from starlette.responses import Response
+from starlette.routing import Route, Router
+from starlette.types import Message, Receive, Scope, Send
+
+from cluster.config import RouterConfig
+from cluster.errors import BatonError, Reason
+from router.http import openai_in
+from router.http.errors import HttpError, bad_value, to_http, to_json
+from router.http.openai_in import Asked, Caller
+from router.http.openai_out import Writer
+from router.http.openapi import document
+from router.http.stream import ClientGone, merge, while_connected
+from router.keys import ApiKeys
+from router.service import Event, GenerateService
+from router.tokenizer import Tokenizer
+from router.validate import Ask
+
+log = logging.getLogger(__name__)
+REQUEST_ID = re.compile(r"[A-Za-z0-9._:/+=@-]{1,120}")  # a choice's number follows
+TIMEOUT_HEADER = "x-request-timeout-ms"
+DONE = b"data: [DONE]\n\n"
+_STREAM_HEADERS = {"content-type": "text/event-stream; charset=utf-8", "cache-control": "no-cache", "x-accel-buffering": "no"}
+ReadBody = Callable[[bytes, Caller], Asked]
+
+
+class HttpDoor:
+    """An ASGI application."""
+
+    def __init__(
+        self,
+        service: GenerateService,
+        tokenizer: Tokenizer,
+        keys: ApiKeys,
+        config: RouterConfig,
+        serving: Callable[[], bool],
+        draw_id: Callable[[], str],
+    ) -> None:
+        """`serving`: whether a request could be answered now."""
+        self._service = service
+        self._tokenizer = tokenizer
+        self._keys = keys
+        self._config = config
+        self._serving = serving
+        self._draw_id = draw_id
+        self._created = int(time.time())
+        self._document = to_json(document())
+        routes = [
+            Route("/v1/chat/completions", self._chat, methods=["POST"]),
+            Route("/v1/completions", self._completion, methods=["POST"]),
+            Route("/v1/models", self._models),
+            Route("/v1/models/{name:path}", self._model),
+            Route("/tokenize", self._tokenize, methods=["POST"]),
+            Route("/detokenize", self._detokenize, methods=["POST"]),
+            Route("/health", self._ready),
+            Route("/readyz", self._ready),
+            Route("/livez", self._live),
+            Route("/version", self._version),
+            Route("/openapi.json", self._openapi),
+        ]
+        self._router = Router(routes, redirect_slashes=False)
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        given = Headers(scope=scope).get("x-request-id", "")
+        request_id = given if REQUEST_ID.fullmatch(given) else self._draw_id()
+        scope["app"] = self  # the router asks for it where it has to refuse
+        scope["state"] = {"request_id": request_id}
+        started = False
+
+        async def tell(message: Message) -> None:
+            nonlocal started
+            if message["type"] == "http.response.start":
+                started = True
+                message["headers"] = [*message["headers"], (b"x-request-id", request_id.encode())]
+            await send(message)
+
+        try:
+            await self._router(scope, receive, tell)
+        except (Exception, asyncio.CancelledError) as error:  # the server cancels what is left when it closes
+            if started:  # nothing of ours fails there: the client is told inside the stream
+                raise
+            refusal = self._refusal(error)
+            response = _json(refusal.body, refusal.status, refusal.headers)
+            await response(scope, receive, tell)
+
+    async def _chat(self, request: Request) -> Response:
+        return await self._generate(request, openai_in.chat)
+
+    async def _completion(self, request: Request) -> Response:
+        return await self._generate(request, openai_in.completion)
+
+    async def _generate(self, request: Request, read: ReadBody) -> Response:
+        caller = self._caller(request)
+        asked = read(await self._body(request), caller)
+        events = self._events(asked, _timeout_s(request))
+        writer = Writer(asked, self._tokenizer, caller.request_id, self._service.model_name)
+        if asked.stream:
+            return EventStream(_chunks(events, writer), self._refusal)
+        async with while_connected(request.receive), aclosing(events):
+            async for index, event in events:
+                writer.take(index, event)
+        return _json(writer.whole())
+
+    async def _events(self, asked: Asked, timeout_s: float | None) -> AsyncGenerator[tuple[int, Event], None]:
+        """Events of all choices, each with the choice's number. Raises HttpError."""
+
+        async def one(number: int, ask: Ask) -> AsyncGenerator[Event, None]:
+            try:
+                async with aclosing(self._service.generate(ask, timeout_s)) as events:
+                    async for event in events:
+                        yield event
+            except BatonError as error:
+                raise to_http(error, asked.names_of(number)) from None
+
+        async with aclosing(merge([one(number, ask) for number, ask in enumerate(asked.asks)])) as events:
+            async for number, event in events:
+                yield number, event
+
+    async def _models(self, request: Request) -> Response:
+        self._caller(request)
+        return _json({"object": "list", "data": [self._describe()]})
+
+    async def _model(self, request: Request) -> Response:
+        self._caller(request)
+        name = request.path_params["name"]
+        if name != self._service.model_name:
+            raise to_http(BatonError(Reason.MODEL_NOT_FOUND, f"model {name[:80]!r} is not served here"))
+        return _json(self._describe())
+
+    def _describe(self) -> dict[str, Any]:
+        name = self._service.model_name
+        return {
+            "id": name,
+            "object": "model",
+            "created": self._created,
+            "owned_by": "baton",
+            "root": name,
+            "parent": None,
+            "max_model_len": self._service.max_model_len,
+        }
+
+    async def _tokenize(self, request: Request) -> Response:
+        self._caller(request)
+        ask, names = openai_in.tokenize(await self._body(request))
+        try:
+            ids = await self._service.tokenize(ask)
+        except BatonError as error:
+            raise to_http(error, names) from None
+        return _json({"count": len(ids), "max_model_len": self._service.max_model_len, "tokens": ids})
+
+    async def _detokenize(self, request: Request) -> Response:
+        self._caller(request)
+        ask, names = openai_in.detokenize(await self._body(request))
+        try:
+            ids = await self._service.tokenize(ask)
+        except BatonError as error:
+            raise to_http(error, names) from None
+        return _json({"prompt": await asyncio.to_thread(self._tokenizer.decode, ids)})
+
+    async def _ready(self, request: Request) -> Response:
+        ready = self._serving() and not self._service.draining
+        if not ready:
+            reason = Reason.DRAINING if self._service.draining else Reason.NO_WORKER
+            raise to_http(BatonError(reason, "this router is draining" if self._service.draining else "no worker is ready"))
+        return _json({"status": "ok"})
+
+    async def _live(self, request: Request) -> Response:
+        return _json({"status": "ok"})
+
+    async def _version(self, request: Request) -> Response:
+        return _json({"version": version("baton")})
+
+    async def _openapi(self, request: Request) -> Response:
+        return Response(self._document, media_type="application/json")
+
+    def _caller(self, request: Request) -> Caller:
+        """Raises BatonError(UNAUTHENTICATED)."""
+        headers = request.headers
+        tenant = self._keys.tenant(headers.get("authorization"))
+        return Caller(request.scope["state"]["request_id"], tenant, headers.get("traceparent", ""))
+
+    async def _body(self, request: Request) -> bytes:
+        """Raises HttpError for a body of another kind, that is too long, or that does not come."""
+        _check_type(request.headers)
+        most = self._config.max_message_bytes
+        too_long = HttpError(413, f"the body must have at most {most} bytes")
+        if int(request.headers.get("content-length", "0")) > most:  # a number: the parser has seen to that
+            raise too_long
+        body = bytearray()
+        try:
+            async with asyncio.timeout(self._config.http_read_timeout_s):
+                async for part in request.stream():
+                    body += part
+                    if len(body) > most:
+                        raise too_long
+        except TimeoutError:
+            raise HttpError(408, "the body did not come in time", headers={"connection": "close"}) from None
+        return bytes(body)
+
+    def _refusal(self, error: BaseException) -> HttpError:
+        match error:
+            case HttpError():
+                return error
+            case BatonError():
+                return to_http(error)
+            case ClientGone() | ClientDisconnect():  # nobody will read it
+                return to_http(BatonError(Reason.CANCELLED, "the client is gone"))
+            case asyncio.CancelledError():
+                return to_http(BatonError(Reason.DRAINING, "this router is closing"))
+            case HTTPException():  # of the router: no such path, or not with this method
+                return HttpError(error.status_code, error.detail, headers=error.headers)
+        log.error("an HTTP request failed", exc_info=error)
+        return to_http(BatonError(Reason.INTERNAL, "the request failed on our side"))
+
+
+class EventStream(Response):
+    """Server-sent events. The status is sent with the first of them: what `chunks` raises before is the caller's to answer."""
+
+    def __init__(self, chunks: AsyncGenerator[bytes, None], refusal: Callable[[BaseException], HttpError]) -> None:
+        super().__init__(headers=_STREAM_HEADERS)
+        del self.headers["content-length"]
+        self._chunks = chunks
+        self._refusal = refusal
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        started, last = False, DONE
+        try:
+            async with while_connected(receive), aclosing(self._chunks) as chunks:
+                async for chunk in chunks:
+                    if not started:
+                        started = True
+                        await send({"type": "http.response.start", "status": 200, "headers": self.raw_headers})
+                    await send({"type": "http.response.body", "body": chunk, "more_body": True})
+        except (Exception, asyncio.CancelledError) as error:
+            if not started:
+                raise
+            last = _event(self._refusal(error).body)
+        await send({"type": "http.response.body", "body": last, "more_body": False})
+
+
+async def _chunks(events: AsyncGenerator[tuple[int, Event], None], writer: Writer) -> AsyncGenerator[bytes, None]:
+    async with aclosing(events):
+        async for index, event in events:
+            if data := b"".join(map(_event, writer.chunks(index, event))):
+                yield data
+    if data := b"".join(map(_event, writer.end())):
+        yield data
+
+
+def _event(value: Any) -> bytes:
+    return b"data: " + to_json(value) + b"\n\n"
+
+
+def _json(value: Any, status: int = 200, headers: dict[str, str] | None = None) -> Response:
+    return Response(to_json(value), status, headers, "application/json")
+
+
+def _check_type(headers: Headers) -> None:
+    kind, *options = [part.strip().lower() for part in headers.get("content-type", "").split(";")]
+    charsets: Sequence[str] = [option.removeprefix("charset=").strip('"') for option in options if option.startswith("charset=")]
+    if kind != "application/json" or any(charset not in ("utf-8", "utf8") for charset in charsets):
+        raise HttpError(415, "send the body as content-type: application/json, in UTF-8")
+    if headers.get("content-encoding", "identity").lower() != "identity":
+        raise HttpError(415, "a body with a content-encoding is not accepted")
+
+
+def _timeout_s(request: Request) -> float | None:
+    given = request.headers.get(TIMEOUT_HEADER)
+    if given is None:
+        return None
+    if not re.fullmatch(r"[0-9]{1,9}", given):
+        raise bad_value(TIMEOUT_HEADER, "must be a number of milliseconds")
+    return int(given) / 1000

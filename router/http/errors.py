@@ -1,0 +1,75 @@
+"""A refusal as clients of the OpenAI API know it: status, headers, and {"error": {"message", "type", "param", "code"}}."""
+
+import json
+import math
+from collections.abc import Mapping
+from http import HTTPStatus
+from typing import Any
+
+from cluster.errors import BatonError, Reason
+
+RETRY_AFTER_S = 1.0  # where the table of reasons names no time but a retry can help
+_CODES = {
+    Reason.INVALID_FIELD: "invalid_value",
+    Reason.CONTEXT_LENGTH: "context_length_exceeded",
+    Reason.UNAUTHENTICATED: "invalid_api_key",
+    Reason.SATURATED: "rate_limit_exceeded",
+}
+_NO_NAMES: Mapping[str, str] = {}
+
+
+class HttpError(Exception):
+    """What the HTTP door alone has to say: the reasons of `cluster.errors` come through `to_http`."""
+
+    def __init__(
+        self, status: int, message: str, *, param: str | None = None, code: str | None = None, headers: Mapping[str, str] | None = None
+    ) -> None:
+        super().__init__(message)
+        self.status = status
+        self.message = message
+        self.param = param
+        self.code = code or HTTPStatus(status).phrase.lower().replace(" ", "_")
+        self.headers = dict(headers or {})
+
+    @property
+    def type(self) -> str:
+        if self.status >= 500:
+            return "server_error"
+        return "rate_limit_error" if self.status == 429 else "invalid_request_error"
+
+    @property
+    def body(self) -> dict[str, Any]:
+        return {"error": {"message": self.message, "type": self.type, "param": self.param, "code": self.code}}
+
+
+def bad_value(param: str, description: str, code: str = "invalid_value") -> HttpError:
+    return HttpError(400, f"{param}: {description}", param=param, code=code)
+
+
+def to_http(error: BatonError, names: Mapping[str, str] = _NO_NAMES) -> HttpError:
+    """`names`: what the client calls a field of ours, where that is another name."""
+    kind = error.reason.value
+    param = "model" if error.reason is Reason.MODEL_NOT_FOUND else None
+    message = error.message
+    if error.violations:
+        first = error.violations[0]
+        param = to_param(first.field, names)
+        more = f" (and {len(error.violations) - 1} more)" if len(error.violations) > 1 else ""
+        message = f"{param}: {first.description}{more}"
+    headers = {}
+    if kind.http in (429, 503):
+        headers["retry-after"] = str(math.ceil(kind.retry_after or RETRY_AFTER_S))
+    if kind.http == 401:
+        headers["www-authenticate"] = "Bearer"
+    return HttpError(kind.http, message, param=param, code=_CODES.get(error.reason, error.reason.name.lower()), headers=headers)
+
+
+def to_param(field: str, names: Mapping[str, str]) -> str:
+    """`sampling.stop[0]` → `stop[0]`, `chat.messages[2].role` → `messages[2].role`."""
+    head, bracket, rest = field.removeprefix("sampling.").partition("[")
+    return names.get(head, head) + bracket + rest
+
+
+def to_json(value: Any) -> bytes:
+    """ASCII: a line separator of Unicode inside a text would end the line for some readers of event streams."""
+    return json.dumps(value, separators=(",", ":")).encode()

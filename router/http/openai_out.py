@@ -1,0 +1,223 @@
+"""Events of the service → answers of the OpenAI API: whole, or in chunks.
+
+    Writer            one HTTP request: its id, its choices, its usage
+    Chat, Completion  what a choice looks like in each of the two APIs
+
+A chunk is made for every token, also for one that completes no text (half a character, the beginning of a stop string): who counts chunks
+counts tokens.
+"""
+
+import time
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field
+from typing import Any, Protocol
+
+from router.http.openai_in import Asked
+from router.request import Token
+from router.service import Accepted, Event, Finished, Piece
+from router.tokenizer import Tokenizer
+
+LOWEST_LOGPROB = -9999.0  # JSON has no infinity
+_Json = dict[str, Any]
+
+
+@dataclass(slots=True)
+class Choice:
+    """What is known of one choice."""
+
+    begun: bool = False
+    texts: list[str] = field(default_factory=list)  # with `tokens`: kept for a whole answer only
+    tokens: list[tuple[Token, int]] = field(default_factory=list)  # and where the text of each begins, in characters
+    length: int = 0  # characters so far
+    finish: str | None = None
+    prompt_tokens: int = 0
+    completion_tokens: int = 0
+    cached_tokens: int = 0
+
+
+class Shape(Protocol):
+    prefix: str
+    name: str
+    chunk_name: str
+
+    def whole(self, text: str) -> _Json:
+        """The text of a choice."""
+
+    def begin(self) -> _Json | None:
+        """What a choice's first chunk holds before any text."""
+
+    def part(self, text: str) -> _Json:
+        """The same in a chunk."""
+
+    def last(self) -> _Json:
+        """What the chunk holds that tells why the choice ended."""
+
+    def logprobs(self, tokens: list[tuple[Token, int]]) -> _Json:
+        """Log-probabilities of `tokens`."""
+
+
+class Chat:
+    prefix, name, chunk_name = "chatcmpl", "chat.completion", "chat.completion.chunk"
+
+    def __init__(self, tokenizer: Tokenizer) -> None:
+        self._tokenizer = tokenizer
+
+    def whole(self, text: str) -> _Json:
+        return {"message": {"role": "assistant", "content": text, "refusal": None}}
+
+    def begin(self) -> _Json | None:
+        return {"delta": {"role": "assistant", "content": ""}}
+
+    def part(self, text: str) -> _Json:
+        return {"delta": {"content": text}}
+
+    def last(self) -> _Json:
+        return {"delta": {}}
+
+    def logprobs(self, tokens: list[tuple[Token, int]]) -> _Json:
+        content = []
+        for token, _ in tokens:
+            top = [self._entry(id_, logprob) for id_, logprob in token.top]
+            content.append(self._entry(token.id, token.logprob) | {"top_logprobs": top})
+        return {"content": content, "refusal": None}
+
+    def _entry(self, id_: int, logprob: float | None) -> _Json:
+        piece = self._tokenizer.piece(id_)
+        return {
+            "token": token_text(self._tokenizer, id_),
+            "logprob": _finite(logprob),
+            "bytes": None if piece is None else list(piece),
+        }
+
+
+class Completion:
+    prefix, name, chunk_name = "cmpl", "text_completion", "text_completion"
+
+    def __init__(self, tokenizer: Tokenizer) -> None:
+        self._tokenizer = tokenizer
+
+    def whole(self, text: str) -> _Json:
+        return {"text": text}
+
+    def begin(self) -> _Json | None:
+        return None
+
+    def part(self, text: str) -> _Json:
+        return {"text": text}
+
+    def last(self) -> _Json:
+        return {"text": ""}
+
+    def logprobs(self, tokens: list[tuple[Token, int]]) -> _Json:
+        """The chosen token is always among the top ones."""
+        text: Callable[[int], str] = lambda id_: token_text(self._tokenizer, id_)  # noqa: E731
+        return {
+            "tokens": [text(token.id) for token, _ in tokens],
+            "token_logprobs": [_finite(token.logprob) for token, _ in tokens],
+            "top_logprobs": [
+                {text(id_): _finite(logprob) for id_, logprob in (*token.top, (token.id, token.logprob))} for token, _ in tokens
+            ],
+            "text_offset": [offset for _, offset in tokens],
+        }
+
+
+class Writer:
+    def __init__(self, asked: Asked, tokenizer: Tokenizer, request_id: str, model: str, clock: Callable[[], float] = time.time) -> None:
+        self._asked = asked
+        self._shape: Shape = Chat(tokenizer) if asked.chat else Completion(tokenizer)
+        self._logprobs = asked.asks[0].sampling.logprobs is not None
+        self._choices = [Choice() for _ in asked.asks]
+        self._head = {"id": f"{self._shape.prefix}-{request_id}", "object": self._shape.name, "created": int(clock()), "model": model}
+        self._chunk_head = self._head | {"object": self._shape.chunk_name}
+
+    def take(self, index: int, event: Event) -> None:
+        """An event of a choice whose answer will be asked for as a whole."""
+        choice = self._choices[index]
+        if isinstance(event, Piece):
+            choice.texts.append(event.text)
+            if self._logprobs:
+                choice.tokens.append((event.token, choice.length))
+        elif isinstance(event, Finished):
+            choice.texts.append(event.text)
+        self._note(choice, event)
+
+    def whole(self) -> _Json:
+        choices = [
+            self._shape.whole("".join(choice.texts))
+            | {
+                "index": i,
+                "logprobs": self._shape.logprobs(choice.tokens) if self._logprobs else None,
+                "finish_reason": choice.finish,
+            }
+            for i, choice in enumerate(self._choices)
+        ]
+        return self._head | {"choices": choices, "usage": self.usage()}
+
+    def chunks(self, index: int, event: Event) -> Iterator[_Json]:
+        """What an event of a choice adds to the stream."""
+        choice = self._choices[index]
+        if not isinstance(event, Accepted) and not choice.begun:
+            choice.begun = True
+            if (first := self._shape.begin()) is not None:
+                yield self._chunk(index, first)
+        if isinstance(event, Piece):
+            logprobs = self._shape.logprobs([(event.token, choice.length)]) if self._logprobs else None
+            self._note(choice, event)
+            yield self._chunk(index, self._shape.part(event.text), logprobs)
+            return
+        self._note(choice, event)
+        if isinstance(event, Finished):
+            if event.text:
+                yield self._chunk(index, self._shape.part(event.text))
+            yield self._chunk(index, self._shape.last(), finish=choice.finish)
+
+    def end(self) -> Iterator[_Json]:
+        """After all choices have finished."""
+        if self._asked.include_usage:
+            yield self._chunk_head | {"choices": [], "usage": self.usage()}
+
+    def usage(self) -> _Json:
+        """A prompt counts once, however many choices it has; what was cached of it is what each of them found."""
+        n = self._asked.n
+        prompts = [self._choices[i : i + n] for i in range(0, len(self._choices), n)]
+        prompt_tokens = sum(max(choice.prompt_tokens for choice in choices) for choices in prompts)
+        completion_tokens = sum(choice.completion_tokens for choice in self._choices)
+        cached = sum(min(choice.cached_tokens for choice in choices) for choices in prompts)
+        return {
+            "prompt_tokens": prompt_tokens,
+            "completion_tokens": completion_tokens,
+            "total_tokens": prompt_tokens + completion_tokens,
+            "prompt_tokens_details": {"cached_tokens": cached},
+        }
+
+    def _note(self, choice: Choice, event: Event) -> None:
+        match event:
+            case Accepted():
+                choice.prompt_tokens = event.prompt_tokens
+            case Piece():
+                choice.completion_tokens += 1
+                choice.length += len(event.text)
+            case Finished():
+                choice.finish = event.reason
+                choice.cached_tokens = event.request.trace.cached_tokens
+
+    def _chunk(self, index: int, part: _Json, logprobs: _Json | None = None, finish: str | None = None) -> _Json:
+        chunk = self._chunk_head | {"choices": [part | {"index": index, "logprobs": logprobs, "finish_reason": finish}]}
+        if self._asked.continuous_usage:
+            return chunk | {"usage": self.usage()}
+        return chunk | {"usage": None} if self._asked.include_usage else chunk
+
+
+def token_text(tokenizer: Tokenizer, id_: int) -> str:
+    """A token for people: its text, the spelling of a special one, or the bytes of what is no text alone."""
+    piece = tokenizer.piece(id_)
+    if piece is None:
+        return tokenizer.name(id_)
+    try:
+        return piece.decode()
+    except UnicodeDecodeError:
+        return "bytes:" + "".join(f"\\x{byte:02x}" for byte in piece)
+
+
+def _finite(logprob: float | None) -> float:
+    return max(LOWEST_LOGPROB, logprob if logprob is not None else LOWEST_LOGPROB)

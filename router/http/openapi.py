@@ -1,0 +1,87 @@
+"""The OpenAPI document of the HTTP door, from the tables that requests are read with."""
+
+from collections.abc import Mapping
+from importlib.metadata import version
+from typing import Any
+
+from router.http import openai_in
+from router.http.openai_in import Parameter
+
+_Json = dict[str, Any]
+
+
+def document() -> _Json:
+    paths = {
+        "/v1/chat/completions": {"post": _post("Answers a conversation.", "Chat", stream=True)},
+        "/v1/completions": {"post": _post("Continues one text or several.", "Completion", stream=True)},
+        "/v1/models": {"get": _get("The model that is served.")},
+        "/v1/models/{name}": {"get": _get("One model.", refusals=("401", "404")) | {"parameters": [_NAME]}},
+        "/tokenize": {"post": _post("Token ids of a prompt.", "Tokenize")},
+        "/detokenize": {"post": _post("The text of token ids.", "Detokenize")},
+        "/health": {"get": _get("Whether a request could be answered now.", refusals=("503",))},
+        "/readyz": {"get": _get("The same.", refusals=("503",))},
+        "/livez": {"get": _get("Whether the process answers.", refusals=())},
+        "/version": {"get": _get("The version of the software.", refusals=())},
+    }
+    schemas = {
+        "Chat": _object(openai_in.CHAT, ("messages",), stream_options=_object(openai_in.STREAM_OPTIONS)),
+        "Completion": _object(openai_in.COMPLETION, ("prompt",), stream_options=_object(openai_in.STREAM_OPTIONS)),
+        "Tokenize": _object(openai_in.TOKENIZE),
+        "Detokenize": _object(openai_in.DETOKENIZE, ("tokens",)),
+        "Message": _object(openai_in.MESSAGE, ("role", "content"), role={"enum": ["system", "developer", "user", "assistant"]}),
+        "Error": _ERROR,
+    }
+    return {
+        "openapi": "3.1.0",
+        "info": {"title": "Baton", "version": version("baton"), "description": "OpenAI-compatible door of a Baton cluster."},
+        "paths": paths,
+        "components": {"schemas": schemas, "securitySchemes": {"key": {"type": "http", "scheme": "bearer"}}},
+        "security": [{}, {"key": []}],
+    }
+
+
+_NAME = {"name": "name", "in": "path", "required": True, "schema": {"type": "string", "minLength": 1}}
+_ERROR = {
+    "type": "object",
+    "properties": {
+        "error": {
+            "type": "object",
+            "properties": {
+                "message": {"type": "string"},
+                "type": {"type": "string"},
+                "param": {"type": ["string", "null"]},
+                "code": {"type": "string"},
+            },
+            "required": ["message", "type", "param", "code"],
+        }
+    },
+    "required": ["error"],
+}
+_REFUSAL = {"description": "Refused.", "content": {"application/json": {"schema": {"$ref": "#/components/schemas/Error"}}}}
+_GENERAL = ("400", "401", "404", "408", "413", "415", "429", "500", "503", "504")
+
+
+def _post(summary: str, schema: str, stream: bool = False) -> _Json:
+    content: _Json = {"application/json": {"schema": {"type": "object"}}}
+    if stream:
+        content["text/event-stream"] = {"schema": {"type": "string"}}
+    body = {"required": True, "content": {"application/json": {"schema": {"$ref": f"#/components/schemas/{schema}"}}}}
+    return {"summary": summary, "requestBody": body, "responses": _responses(content, _GENERAL)}
+
+
+def _get(summary: str, refusals: tuple[str, ...] = ("401",)) -> _Json:
+    return {"summary": summary, "responses": _responses({"application/json": {"schema": {"type": "object"}}}, refusals)}
+
+
+def _responses(content: _Json, refusals: tuple[str, ...]) -> _Json:
+    return {"200": {"description": "Done.", "content": content}} | dict.fromkeys(refusals, _REFUSAL)
+
+
+def _object(parameters: Mapping[str, Parameter], required: tuple[str, ...] = (), **narrower: _Json) -> _Json:
+    """`narrower`: schemas of members that are looked into later."""
+    members = {name: _nullable(narrower.get(name, parameter.schema), name in required) for name, parameter in parameters.items()}
+    return {"type": "object", "properties": members, "additionalProperties": False} | ({"required": list(required)} if required else {})
+
+
+def _nullable(schema: Mapping[str, Any], required: bool) -> _Json:
+    return dict(schema) if required or not schema else {"anyOf": [schema, {"type": "null"}]}

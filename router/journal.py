@@ -1,0 +1,259 @@
+"""What became of each request: counted, judged by the objectives, kept for a while, told to its trace. Once, when the request ends.
+
+    with journal.open("chat", request_id, traceparent) as entry:      # however the block is left, the request has ended
+        entry.request = ...                                           # once it is known to be well-formed
+        entry.finish = "stop"                                         # once the output is complete
+
+Whoever serves a request writes facts into `entry.trace` and knows nothing of metrics. A record keeps times, counts and names; nothing of a
+prompt or an output.
+"""
+
+import asyncio
+import time
+from array import array
+from collections import deque
+from collections.abc import Callable
+from dataclasses import asdict, dataclass
+from time import monotonic
+from types import TracebackType
+from typing import Any, Self
+
+from cluster import semconv
+from cluster.config import SloConfig
+from cluster.errors import BatonError, Reason
+from cluster.metrics import Book
+from cluster.telemetry import Tracer, Value
+from router.request import FinishReason, Request, Stopwatch, Trace
+from router.slo import Attainment, Objectives, Times, missed_because
+
+MAX_ID = 128  # characters; a longer one is refused, and need not be kept
+REFUSALS = frozenset({Reason.SATURATED, Reason.NO_WORKER, Reason.DRAINING})
+
+
+@dataclass(frozen=True, slots=True)
+class Record:
+    """A request that has ended."""
+
+    request_id: str  # empty when it was refused before it was given one
+    at: float  # arrival, seconds since the epoch
+    outcome: str  # ok, invalid, refused, failed, cancelled
+    reason: str  # of the finish, or of the error table
+    prompt_tokens: int
+    output_tokens: int
+    times: Times
+    trace: Trace
+    trace_id: str  # empty when it was not traced
+    slo_missed: str | None  # the stage to blame; None: met, or not judged
+
+    def to_json(self) -> dict[str, Any]:
+        """Times are seconds; those of laps and failures count from the arrival."""
+        trace, start, laps = self.trace, self.trace.watch.start, self.trace.watch.laps
+        return {
+            "request_id": self.request_id,
+            "at": self.at,
+            "outcome": self.outcome,
+            "reason": self.reason,
+            "prompt_tokens": self.prompt_tokens,
+            "output_tokens": self.output_tokens,
+            "cached_tokens": trace.cached_tokens,
+            "retries": trace.retries,
+            "laps": [{"stage": lap.stage, "worker": lap.worker, "start": lap.start - start, "end": lap.end - start} for lap in laps],
+            "failures": [{"at": failure.at - start, "worker": failure.worker, "reason": failure.reason} for failure in trace.failures],
+            "bypasses": trace.bypasses,
+            "handoff": asdict(trace.handoff),
+            "read": trace.read_ms / 1000,
+            "verify": trace.verify_ms / 1000,
+            "trace_id": self.trace_id,
+            "slo_missed": self.slo_missed,
+            **{name: getattr(self.times, f"{name}_s") for name in ("ttft", "tpot", "e2e", "prefill_wait", "prefill_compute")},
+        }
+
+
+class Entry:
+    """A request that is being served."""
+
+    def __init__(self, journal: "Journal", trace: Trace, operation: str, request_id: str, at: float) -> None:
+        """`request_id`: as the client gave it; `at`: seconds since the epoch."""
+        self.trace = trace
+        self.operation = operation
+        self.request_id = request_id
+        self.at = at
+        self.request: Request | None = None
+        self.finish: FinishReason | None = None
+        self._journal = journal
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, kind: object, error: BaseException | None, traceback: TracebackType | None) -> None:
+        if self.finish is None:
+            self.trace.watch.stop()
+        self._journal.close(self, *_outcome(self, error))
+
+
+class Journal:
+    def __init__(
+        self, book: Book, tracer: Tracer, model: str, slo: SloConfig, keep: int, wall_clock: Callable[[], float] = time.time
+    ) -> None:
+        """`keep`: how many records."""
+        self._tracer = tracer
+        self._model = model
+        self._wall_clock = wall_clock
+        self._objectives = Objectives(slo.ttft_s, slo.tpot_s, slo.e2e_s)
+        self._attainment = Attainment(slo.window)
+        self._records: deque[Record] = deque(maxlen=keep)
+        self._requests = book.counters("baton_router_requests_total")
+        self._prompt_tokens = book.counter("baton_router_prompt_tokens_total")
+        self._output_tokens = book.counter("baton_router_output_tokens_total")
+        self._cached_tokens = book.counter("baton_router_cached_tokens_total")
+        self._choices = book.counters("baton_router_choices_total")
+        self._bypasses = book.counters("baton_router_bypasses_total")
+        self._retries = book.counters("baton_router_retries_total")
+        self._ttft = book.histogram("baton_router_time_to_first_token_seconds")
+        self._itl = book.histogram("baton_router_inter_token_latency_seconds")
+        self._tpot = book.histogram("baton_router_time_per_output_token_seconds")
+        self._duration = book.histogram("baton_router_request_duration_seconds")
+        self._stages = book.histograms("baton_router_stage_duration_seconds")
+        self._prompt_length = book.histogram("baton_router_request_prompt_tokens")
+        self._output_length = book.histogram("baton_router_request_output_tokens")
+        if self._objectives.limits:
+            self._met = book.counter("baton_router_slo_met_total")
+            self._missed = book.counters("baton_router_slo_missed_total")
+            book.read("baton_router_slo_attainment_ratio", lambda: {} if (ratio := self._attainment.ratio) is None else ratio)
+            book.read("baton_router_slo_objective_seconds", lambda: dict(self._objectives.limits))
+
+    def open(self, operation: str, request_id: str = "", traceparent: str = "", clock: Callable[[], float] = monotonic) -> Entry:
+        """`operation`: of the GenAI conventions."""
+        trace = Trace(Stopwatch(clock), self._tracer.begin(f"{operation} {self._model}", traceparent))
+        return Entry(self, trace, operation, request_id[:MAX_ID], self._wall_clock())
+
+    def last(self, count: int = 1) -> list[Record]:
+        """Those that ended last, the newest first."""
+        return [record for record, _ in zip(reversed(self._records), range(count), strict=False)]
+
+    def find(self, request_id: str) -> Record | None:
+        """The newest of that id."""
+        return next((record for record in reversed(self._records) if record.request_id == request_id), None)
+
+    def close(self, entry: Entry, outcome: str, reason: str) -> None:
+        request, trace = entry.request, entry.trace
+        times = measure(trace)
+        missed = self._judge(outcome, times)
+        self._count(entry, outcome, reason, times)
+        trace.gaps = array("d")  # they are in the histogram now
+        span, trace_id = trace.span, trace.span.traceparent[3:35]
+        record = Record(
+            request_id=request.id if request else entry.request_id,
+            at=entry.at,
+            outcome=outcome,
+            reason=reason,
+            prompt_tokens=request.prompt_len if request else 0,
+            output_tokens=request.output_len if request else 0,
+            times=times,
+            trace=trace,
+            trace_id=trace_id,
+            slo_missed=missed,
+        )
+        self._records.append(record)
+        if trace_id:
+            queue = trace.watch.laps[0]
+            span.past_child(semconv.QUEUE, queue.end - queue.start)
+            span.set(self._attributes(entry, record))
+            span.end("" if outcome == "ok" else reason)
+
+    def _judge(self, outcome: str, times: Times) -> str | None:
+        """What a client got wrong or gave up is nobody's miss."""
+        if not self._objectives.limits or outcome in ("invalid", "cancelled"):
+            return None
+        missed = missed_because(self._objectives, times) if outcome == "ok" else "error"
+        self._attainment.note(missed is None)
+        if missed is None:
+            self._met.inc()
+        else:
+            self._missed[missed].inc()
+        return missed
+
+    def _count(self, entry: Entry, outcome: str, reason: str, times: Times) -> None:
+        request, trace = entry.request, entry.trace
+        self._requests[outcome, reason].inc()
+        if request is None or outcome == "refused":
+            return
+        self._prompt_tokens.inc(request.prompt_len)
+        self._prompt_length.observe(request.prompt_len)
+        self._output_tokens.inc(request.output_len)
+        self._cached_tokens.inc(trace.cached_tokens)
+        for choice in trace.choices:
+            self._choices[choice].inc()
+        for why in trace.bypasses:
+            self._bypasses[why].inc()
+        for why in trace.retry_reasons:
+            self._retries[why].inc()
+        if times.ttft_s is not None:
+            self._ttft.observe(times.ttft_s)
+            self._itl.observe_all(trace.gaps)
+        if outcome != "ok":
+            return
+        if times.tpot_s is not None:
+            self._tpot.observe(times.tpot_s)
+        self._duration.observe(times.e2e_s)
+        self._output_length.observe(request.output_len)
+        for stage, seconds in times.stages.items():
+            if seconds:  # a stage that there was not would hide how long the others waited
+                self._stages[stage].observe(seconds)
+
+    def _attributes(self, entry: Entry, record: Record) -> dict[str, Value]:
+        trace, request = entry.trace, entry.request
+        told: dict[str, Value] = {
+            semconv.OPERATION_NAME: entry.operation,
+            semconv.PROVIDER_NAME: semconv.PROVIDER,
+            semconv.REQUEST_MODEL: self._model,
+            semconv.RESPONSE_MODEL: self._model,
+            semconv.USAGE_INPUT_TOKENS: record.prompt_tokens,
+            semconv.USAGE_OUTPUT_TOKENS: record.output_tokens,
+            semconv.USAGE_CACHED_TOKENS: trace.cached_tokens,
+            semconv.RETRIES: trace.retries,
+        }
+        if request is not None:
+            params = request.params
+            told |= {
+                semconv.RESPONSE_ID: request.id,
+                semconv.REQUEST_MAX_TOKENS: params.max_tokens,
+                semconv.REQUEST_TEMPERATURE: params.temperature,
+                semconv.REQUEST_TOP_P: params.top_p,
+                semconv.REQUEST_TOP_K: params.top_k,
+            }
+        if record.times.ttft_s is not None:
+            told[semconv.RESPONSE_TIME_TO_FIRST_TOKEN] = record.times.ttft_s
+        if record.outcome == "ok":
+            told[semconv.RESPONSE_FINISH_REASONS] = [record.reason]
+        return told
+
+
+def measure(trace: Trace) -> Times:
+    """Of a request whose watch was stopped."""
+    watch, gaps, decoding = trace.watch, trace.gaps, trace.last_at - trace.first_at
+    return Times(
+        stages={str(stage): seconds for stage, seconds in watch.seconds.items()},
+        e2e_s=watch.laps[-1].end - watch.start,
+        ttft_s=trace.first_at - watch.start if trace.first_at else None,
+        tpot_s=decoding / len(gaps) if gaps else None,
+        tpot_rest_s=(decoding - gaps[0]) / (len(gaps) - 1) if len(gaps) > 1 else None,
+        prefill_wait_s=trace.prefill_wait_ms / 1000,
+        prefill_compute_s=trace.prefill_compute_ms / 1000,
+    )
+
+
+def _outcome(entry: Entry, error: BaseException | None) -> tuple[str, str]:
+    if entry.finish is not None:  # a client that leaves after the last event has had its answer
+        return "ok", entry.finish
+    if isinstance(error, BatonError):
+        reason = error.reason
+        begun = entry.request is not None and entry.request.output_len > 0
+        if reason in REFUSALS and not begun:
+            return "refused", reason.name
+        if reason is Reason.CANCELLED:
+            return "cancelled", reason.name
+        return ("invalid" if 400 <= reason.value.http < 429 else "failed"), reason.name
+    if isinstance(error, asyncio.CancelledError | GeneratorExit):
+        return "cancelled", Reason.CANCELLED.name
+    return "failed", Reason.INTERNAL.name

@@ -1,0 +1,260 @@
+"""The table of metrics keeps its own rules, a book never grows beyond it, and what is written about it elsewhere is true."""
+
+import json
+import math
+import os
+import re
+import subprocess
+import sys
+from collections.abc import Iterator
+from itertools import pairwise
+from pathlib import Path
+
+import pytest
+import yaml
+
+from cluster.metrics import (
+    ALL,
+    BY_NAME,
+    MAX_OPEN,
+    OPEN,
+    OTHER,
+    STAGES,
+    TABLE,
+    Alias,
+    Book,
+    Family,
+    Histogram,
+    Metric,
+    Role,
+    Series,
+)
+from router import policy
+from router.request import STAGES as ROUTER_STAGES
+
+ROOT = Path(__file__).resolve().parents[2]
+DEPLOY = ROOT / "deploy"
+UNITS = {
+    "1", "attempts", "blocks", "bytes", "choices", "entries", "handoffs", "leases", "ratio", "requests", "seconds", "sequences", "spans",
+    "times", "tokens",
+}  # fmt: skip
+OF_A_CLIENT = {"request", "request_id", "prompt", "user", "tenant", "session", "salt", "path", "query", "address", "ip"}
+
+
+def family(book: Book, name: str) -> Family:
+    return next(family for family in book.families() if family.name == name)
+
+
+def values(book: Book, name: str) -> dict[tuple[str, ...], float]:
+    return {tuple(series.labels.values()): series.value for series in family(book, name).series}
+
+
+class TestTable:
+    @pytest.mark.parametrize("metric", TABLE, ids=lambda metric: metric.name)
+    def test_keeps_the_naming_rules(self, metric: Metric) -> None:
+        assert re.fullmatch(r"baton_[a-z0-9_]+[a-z0-9]", metric.name)
+        assert metric.name.endswith("_total") == (metric.kind == "counter")
+        assert metric.unit in UNITS
+        if metric.unit in ("seconds", "bytes", "ratio", "tokens"):
+            assert metric.unit in metric.name.removesuffix("_total").rsplit("_", 1)[-1], "the unit is the last word"
+        assert metric.help.endswith(".") and metric.roles and set(metric.roles) <= set(ALL)
+        assert bool(metric.buckets) == (metric.kind == "histogram")
+        assert all(low < high for low, high in pairwise(metric.buckets)) and math.inf not in metric.buckets
+
+    @pytest.mark.parametrize("metric", TABLE, ids=lambda metric: metric.name)
+    def test_has_no_label_that_grows_with_the_load(self, metric: Metric) -> None:
+        assert not set(metric.labels) & OF_A_CLIENT
+        known = math.prod(len(allowed) for allowed in metric.labels.values() if allowed is not OPEN)
+        assert known * (MAX_OPEN if OPEN in metric.labels.values() else 1) <= 1024
+        assert not {"worker", "role"} & set(metric.labels) or metric.roles == ("router",), "a worker's own labels are on everything"
+        for allowed in metric.labels.values():
+            assert OTHER not in allowed and len(set(allowed)) == len(allowed)
+
+    def test_has_each_name_once(self) -> None:
+        assert len(BY_NAME) == len(TABLE)
+        for role in ALL:
+            names = [alias.name for metric in TABLE if role in metric.roles for alias in metric.aliases]
+            assert len(set(names)) == len(names) and not set(names) & set(BY_NAME)
+
+    @pytest.mark.parametrize(
+        ("metric", "alias"), [(metric, alias) for metric in TABLE for alias in metric.aliases], ids=lambda one: getattr(one, "name", "")
+    )
+    def test_aliases_name_labels_and_values_that_there_are(self, metric: Metric, alias: Alias) -> None:
+        assert set(alias.labels) | set(alias.only) == set(metric.labels), "a label that is dropped makes two series one"
+        assert not set(alias.labels) & set(alias.only)
+        assert all(value in metric.labels[label] for label, value in alias.only.items())
+        assert alias.name.endswith("_total") == (metric.kind == "counter")
+
+    @pytest.mark.parametrize("role", ALL)
+    def test_has_what_the_inference_extension_scrapes(self, role: Role) -> None:
+        found = {alias.name: (metric, alias) for metric in TABLE if role in metric.roles for alias in metric.aliases}
+        for name in ("vllm:num_requests_running", "vllm:num_requests_waiting", "vllm:kv_cache_usage_perc"):
+            assert found[name][0].kind == "gauge"
+        assert set(found["vllm:cache_config_info"][1].labels.values()) == {"block_size", "num_gpu_blocks"}
+
+    def test_speaks_the_router_s_words(self) -> None:
+        assert STAGES == ROUTER_STAGES
+        source = Path(policy.__file__).read_text()
+        for name, label in (("baton_router_choices_total", "reason"), ("baton_router_bypasses_total", "reason")):
+            for value in BY_NAME[name].labels[label]:
+                assert f'"{value}"' in source
+
+
+class TestBook:
+    def test_counts_from_zero(self) -> None:
+        book = Book("router")
+        retries = book.counters("baton_router_retries_total")
+        assert set(values(book, "baton_router_retries_total").values()) == {0}
+        retries["WORKER_LOST"].inc()
+        retries["WORKER_LOST"].inc(2)
+        assert values(book, "baton_router_retries_total")[("WORKER_LOST",)] == 3
+
+    def test_a_value_outside_the_table_is_other(self) -> None:
+        book = Book("router")
+        retries, requests = book.counters("baton_router_retries_total"), book.counters("baton_router_requests_total")
+        before = len(retries)
+        for i in range(1000):
+            retries[f"made up {i}"].inc()
+            requests["ok", f"made up {i}"].inc()
+        assert values(book, "baton_router_retries_total")[(OTHER,)] == 1000 and len(retries) == before + 1
+        assert values(book, "baton_router_requests_total") == {("ok", OTHER): 1000}
+
+    def test_open_labels_are_bounded(self) -> None:
+        book = Book("router")
+        told = {(f"decode-{i}", "decode"): 1 for i in range(MAX_OPEN + 500)}
+        book.read("baton_router_worker_credit_tokens", lambda: told)
+        found = values(book, "baton_router_worker_credit_tokens")
+        assert len(found) == MAX_OPEN + 1 and found[OTHER, "decode"] == 500 and found["decode-0", "decode"] == 1
+
+    def test_the_wrong_number_of_labels_is_a_mistake(self) -> None:
+        with pytest.raises(ValueError, match="labels"):
+            Book("router").counters("baton_router_requests_total")["ok"].inc()
+
+    @pytest.mark.parametrize(
+        ("role", "kind", "name"),
+        [
+            ("router", "counter", "baton_nothing_total"),
+            ("router", "counter", "baton_engine_preemptions_total"),
+            ("decode", "counter", "baton_leases_total"),
+            ("router", "histogram", "baton_router_prompt_tokens_total"),
+            ("router", "counter", "baton_router_requests_in_flight"),
+        ],
+    )
+    def test_refuses_what_is_not_in_the_table(self, role: Role, kind: str, name: str) -> None:
+        with pytest.raises(KeyError):
+            getattr(Book(role), kind)(name)
+
+    def test_refuses_to_be_asked_twice(self) -> None:
+        book = Book("router")
+        book.counter("baton_router_prompt_tokens_total")
+        with pytest.raises(KeyError):
+            book.counter("baton_router_prompt_tokens_total")
+        with pytest.raises(KeyError):
+            book.read("baton_router_prompt_tokens_total", lambda: 1)
+
+    def test_a_reader_is_asked_at_the_scrape_only(self) -> None:
+        book, asked = Book("router"), []
+
+        def inflight() -> int:
+            asked.append(1)
+            return len(asked)
+
+        book.read("baton_router_requests_in_flight", inflight)
+        assert not asked
+        assert values(book, "baton_router_requests_in_flight") == {(): 1}
+        assert values(book, "baton_router_requests_in_flight") == {(): 2}
+
+    def test_a_reader_that_knows_nothing_yet_shows_nothing(self) -> None:
+        book = Book("router")
+        book.read("baton_router_slo_attainment_ratio", lambda: {})
+        assert not book.families()
+
+    def test_a_worker_signs_everything_and_an_alias_is_vllm_s(self) -> None:
+        book = Book("decode", "decode-3", "tale")
+        book.read("baton_engine_sequences_running", lambda: 7)
+        ours, theirs = book.families()
+        assert ours.series == (Series({"worker": "decode-3", "role": "decode"}, 7),)
+        assert theirs.name == "vllm:num_requests_running"
+        assert theirs.series == (Series({"model_name": "tale", "engine": "0"}, 7),)
+
+    def test_an_alias_shows_only_its_part(self) -> None:
+        book = Book("router", model="tale")
+        requests = book.counters("baton_router_requests_total")
+        requests["ok", "stop"].inc(3)
+        requests["failed", "INTERNAL"].inc(5)
+        theirs = family(book, "vllm:request_success_total")
+        assert theirs.series == (Series({"model_name": "tale", "engine": "0", "finished_reason": "stop"}, 3),)
+
+
+class TestHistogram:
+    def test_a_value_on_a_bound_is_below_it(self) -> None:
+        histogram = Histogram((1.0, 2.0))
+        histogram.observe_all([0.5, 1.0, 1.5, 2.0, 2.5])
+        assert histogram.counts == [2, 2, 1] and histogram.sum == 7.5
+
+    def test_is_told_cumulatively(self) -> None:
+        book = Book("router")
+        ttft = book.histogram("baton_router_time_to_first_token_seconds")
+        ttft.observe_all([0.0005, 0.3, 0.3, 99.0])
+        told = family(book, "baton_router_time_to_first_token_seconds").series[0]
+        assert told.buckets[0] == 1 and told.buckets[-1] == 4 and told.buckets[-2] == 3
+        assert list(told.buckets) == sorted(told.buckets) and told.value == pytest.approx(99.6005)
+
+
+# What is written elsewhere
+
+
+@pytest.mark.parametrize("script", ["metric_table.py", "dashboard.py"])
+def test_what_is_generated_is_current(script: str) -> None:
+    env = {**os.environ, "PYTHONPATH": str(ROOT)}
+    done = subprocess.run([sys.executable, str(ROOT / "scripts" / script), "--check"], env=env, capture_output=True, text=True, timeout=60)
+    assert done.returncode == 0, done.stderr
+
+
+def names_in(expression: str) -> set[str]:
+    """Metrics of ours or vLLM's in PromQL, without the suffixes of a histogram."""
+    found = set(re.findall(r"\b(?:baton_|vllm:)\w+", expression))
+    return {re.sub(r"_(bucket|sum|count)$", "", name) if name not in KNOWN else name for name in found}
+
+
+KNOWN = set(BY_NAME) | {alias.name for metric in TABLE for alias in metric.aliases}
+
+
+def expressions() -> Iterator[tuple[str, str]]:
+    for panel in json.loads((DEPLOY / "grafana" / "baton.json").read_text())["panels"]:
+        for target in panel.get("targets", ()):
+            yield panel["title"], target["expr"]
+    for rule in rules():
+        yield rule["alert"], rule["expr"]
+
+
+def rules() -> list[dict[str, str]]:
+    groups = yaml.safe_load((DEPLOY / "prometheus" / "alerts.yml").read_text())["groups"]
+    return [rule for group in groups for rule in group["rules"]]
+
+
+@pytest.mark.parametrize(("where", "expression"), list(expressions()))
+def test_dashboard_and_alerts_ask_for_metrics_and_labels_that_there_are(where: str, expression: str) -> None:
+    names = names_in(expression)
+    assert names <= KNOWN and (names or "process_" in expression or "up{" in expression)
+    for name, selector in re.findall(r"(baton_\w+)\{([^}]*)\}", expression):
+        metric = BY_NAME[next(iter(names_in(name)))]
+        for label, value in re.findall(r'(\w+)[!=~]+"([^"]*)"', selector):
+            if label in metric.labels and metric.labels[label] is not OPEN:
+                assert set(value.split("|")) <= set(metric.labels[label]), f"{label}={value}"
+            else:
+                assert label in metric.labels or label in ("worker", "role", "job", "instance")
+
+
+def test_a_metric_that_there_is_not_would_be_seen() -> None:
+    """Negative control."""
+    assert names_in("rate(baton_router_request_total[5m])") - KNOWN
+    assert names_in("sum(rate(baton_router_time_to_first_token_seconds_bucket[5m]))") <= KNOWN
+
+
+@pytest.mark.parametrize("rule", rules(), ids=lambda rule: rule["alert"])
+def test_every_alert_says_what_to_do(rule: dict[str, dict[str, str]]) -> None:
+    page, _, anchor = rule["annotations"]["runbook"].partition("#")
+    assert anchor == str(rule["alert"]).lower()
+    assert f"\n### {rule['alert']}\n" in (ROOT / page).read_text()
+    assert rule["labels"]["severity"] in ("critical", "warning", "info") and rule["annotations"]["summary"]

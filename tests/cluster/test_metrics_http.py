@@ -1,0 +1,207 @@
+"""The little listener of every process: what a scraper reads, and that nobody can hold it up."""
+
+import asyncio
+import json
+import ssl
+import subprocess
+from collections.abc import AsyncIterator, Callable
+from contextlib import asynccontextmanager, suppress
+from pathlib import Path
+
+import pytest
+from prometheus_client.openmetrics.parser import text_string_to_metric_families as read_openmetrics
+from prometheus_client.parser import text_string_to_metric_families as read_text
+
+from cluster import metrics_http
+from cluster.config import ClusterConfig, Config, SecurityConfig
+from cluster.errors import BatonError, Reason
+from cluster.metrics import Book
+from cluster.metrics_http import Exposition, MetricsServer
+
+
+def make_book() -> Book:
+    book = Book("router", model='a "quoted" model')
+    book.counters("baton_router_requests_total")["ok", "stop"].inc(3)
+    book.histogram("baton_router_time_to_first_token_seconds").observe_all([0.004, 0.4])
+    book.read("baton_router_requests_in_flight", lambda: 2)
+    return book
+
+
+@asynccontextmanager
+async def serving(
+    config: Config | None = None, healthy: Callable[[], bool] = lambda: True, exposition: Exposition | None = None
+) -> AsyncIterator[MetricsServer]:
+    server = MetricsServer(config or Config(), exposition or Exposition(make_book()), healthy, lambda: ["127.0.0.1:1", "127.0.0.1:2"])
+    await server.start(0)
+    try:
+        yield server
+    finally:
+        await server.close()
+
+
+async def say(server: MetricsServer, text: bytes, tls: ssl.SSLContext | None = None) -> bytes:
+    """Everything that comes back until the other side closes."""
+    host, _, port = server.address.rpartition(":")
+    reader, writer = await asyncio.open_connection(host, int(port), ssl=tls)
+    try:
+        writer.write(text)
+        return await asyncio.wait_for(reader.read(), 30)
+    finally:
+        writer.close()
+
+
+async def get(server: MetricsServer, path: str, *fields: str, method: str = "GET") -> tuple[int, str, str]:
+    """(status, content type, body)."""
+    request = "\r\n".join((f"{method} {path} HTTP/1.1", "Host: x", *fields, "", ""))
+    head, _, body = (await say(server, request.encode())).decode().partition("\r\n\r\n")
+    told = dict(line.split(": ", 1) for line in head.split("\r\n")[1:])
+    if method == "GET":
+        assert int(told["Content-Length"]) == len(body.encode())
+    return int(head.split(" ")[1]), told["Content-Type"], body
+
+
+async def test_text_as_prometheus_reads_it() -> None:
+    async with serving() as server:
+        status, content_type, body = await get(server, "/metrics")
+    assert status == 200 and content_type.startswith("text/plain; version=")
+    families = {family.name: family for family in read_text(body)}
+    ttft = {
+        sample.labels.get("le", sample.name[-5:]): sample.value for sample in families["baton_router_time_to_first_token_seconds"].samples
+    }
+    assert ttft["0.0025"] == 0 and ttft["0.005"] == 1 and ttft["+Inf"] == 2 and ttft["count"] == 2 and ttft["s_sum"] == 0.404
+    assert [sample.value for sample in families["baton_router_requests"].samples] == [3]
+    running = families["vllm:num_requests_running"].samples[0]
+    assert running.value == 2 and running.labels == {"model_name": 'a "quoted" model', "engine": "0"}
+    assert families["process_resident_memory_bytes"].samples[0].value > 0
+    assert not [name for name in families if name.endswith("_created")]
+
+
+async def test_openmetrics_where_it_is_asked_for() -> None:
+    async with serving() as server:
+        status, content_type, body = await get(server, "/metrics", "Accept: application/openmetrics-text; version=1.0.0, text/plain; q=0.5")
+    assert status == 200 and content_type.startswith("application/openmetrics-text")
+    families = {family.name: family for family in read_openmetrics(body)}
+    assert families["baton_router_requests"].type == "counter"
+
+
+async def test_health_is_the_process_s_own() -> None:
+    async with serving(healthy=lambda: True) as well, serving(healthy=lambda: False) as ill:
+        assert (await get(well, "/health"))[0] == 200 and (await get(ill, "/health"))[0] == 503
+
+
+async def test_targets_are_what_http_sd_reads() -> None:
+    async with serving() as server:
+        status, content_type, body = await get(server, "/targets")
+    assert (status, content_type) == (200, "application/json")
+    assert json.loads(body) == [{"targets": ["127.0.0.1:1", "127.0.0.1:2"]}]
+
+
+async def test_head_has_no_body() -> None:
+    async with serving() as server:
+        assert (await get(server, "/metrics", method="HEAD"))[2] == ""
+
+
+@pytest.mark.parametrize(
+    ("request_", "status"),
+    [
+        (b"GET /else HTTP/1.1\r\n\r\n", 404),
+        (b"POST /metrics HTTP/1.1\r\n\r\n", 405),
+        (b"GET /metrics\r\n\r\n", 400),
+        (b"\x16\x03\x01 \xff\xfe HTTP/9\r\n\r\n", 400),
+        (b"GET /metrics HTTP/1.1\r\n" + b"x: " + b"y" * 20_000 + b"\r\n\r\n", 400),
+    ],
+)
+async def test_what_is_no_scrape_is_refused(request_: bytes, status: int) -> None:
+    async with serving() as server:
+        assert (await say(server, request_)).startswith(f"HTTP/1.1 {status} ".encode())
+        assert (await get(server, "/health"))[0] == 200
+
+
+async def test_half_a_request_does_not_stay(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(metrics_http, "REQUEST_S", 0.05)
+    async with serving() as server:
+        assert await say(server, b"GET /metr") == b""
+        assert not server._writers
+
+
+async def test_connections_are_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(metrics_http, "MAX_CONNECTIONS", 3)
+    async with serving() as server:
+        host, _, port = server.address.rpartition(":")
+        held = [await asyncio.open_connection(host, int(port)) for _ in range(3)]
+        while len(server._writers) < 3:
+            await asyncio.sleep(0.001)
+        assert (await say(server, b"")).startswith(b"HTTP/1.1 503 ")
+        held.pop()[1].close()
+        while len(server._writers) > 2:
+            await asyncio.sleep(0.001)
+        assert (await get(server, "/health"))[0] == 200
+        for _, writer in held:
+            writer.close()
+
+
+async def test_closing_cuts_off_who_is_still_there() -> None:
+    async with serving() as server:
+        host, _, port = server.address.rpartition(":")
+        reader, writer = await asyncio.open_connection(host, int(port))
+        while not server._writers:
+            await asyncio.sleep(0.001)
+        await server.close()
+        with suppress(ConnectionError):
+            assert await asyncio.wait_for(reader.read(), 30) == b""
+        writer.close()
+        with pytest.raises(ConnectionRefusedError):
+            await asyncio.open_connection(host, int(port))
+
+
+async def test_a_port_that_is_taken_is_an_error_that_names_it() -> None:
+    async with serving() as server:
+        port = int(server.address.rpartition(":")[2])
+        with pytest.raises(BatonError, match=str(port)):
+            await MetricsServer(Config(), Exposition(make_book()), lambda: True).start(port)
+
+
+async def test_a_scrape_looks_first_and_survives_an_engine_that_hangs() -> None:
+    looks = []
+
+    async def look() -> None:
+        looks.append(len(looks))
+        if len(looks) > 1:
+            raise BatonError(Reason.INTERNAL, "the engine has not answered for 60 s")
+
+    async with serving(exposition=Exposition(make_book(), look)) as server:
+        assert (await get(server, "/metrics"))[0] == 200 and looks == [0]
+        assert (await get(server, "/metrics"))[0] == 200 and looks == [0, 1]
+
+
+# TLS
+
+
+@pytest.fixture(scope="module")
+def certificates(tmp_path_factory: pytest.TempPathFactory) -> dict[str, str]:
+    """An authority, and one pair that it signed for 127.0.0.1, used by both sides."""
+    folder = tmp_path_factory.mktemp("tls")
+
+    def openssl(*arguments: str) -> None:
+        subprocess.run(["openssl", *arguments], cwd=folder, check=True, capture_output=True)
+
+    openssl("req", "-x509", "-newkey", "rsa:2048", "-nodes", "-keyout", "ca.key", "-out", "ca.pem", "-days", "2", "-subj", "/CN=authority")
+    openssl("req", "-newkey", "rsa:2048", "-nodes", "-keyout", "own.key", "-out", "own.csr", "-subj", "/CN=localhost")
+    (folder / "names").write_text("subjectAltName=IP:127.0.0.1\n")
+    openssl(
+        "x509", "-req", "-in", "own.csr", "-CA", "ca.pem", "-CAkey", "ca.key", "-out", "own.pem", "-days", "2", "-extfile", "names"
+    )  # fmt: skip
+    return {name: str(Path(folder) / name) for name in ("ca.pem", "own.pem", "own.key")}
+
+
+async def test_mutual_tls_lets_in_whom_the_authority_knows(certificates: dict[str, str]) -> None:
+    security = SecurityConfig(tls_cert=certificates["own.pem"], tls_key=certificates["own.key"], tls_ca=certificates["ca.pem"])
+    async with serving(Config(cluster=ClusterConfig(), security=security)) as server:
+        known = ssl.create_default_context(cafile=certificates["ca.pem"])
+        known.load_cert_chain(certificates["own.pem"], certificates["own.key"])
+        request = b"GET /metrics HTTP/1.1\r\n\r\n"
+        assert (await say(server, request, known)).startswith(b"HTTP/1.1 200 ")
+        stranger = ssl.create_default_context(cafile=certificates["ca.pem"])
+        for without in (stranger, None):
+            with suppress(ssl.SSLError, ConnectionError):
+                assert await say(server, request, without) == b""

@@ -1,0 +1,519 @@
+"""The routes of the HTTP door, over a service that follows a script: what is answered, what is refused and how, and that every way out
+frees the request."""
+
+import asyncio
+import json
+from hashlib import sha256
+from typing import Any
+
+import pytest
+from http_door import CHAT, COMPLETION, CONTEXT, HELLO, Call, House, Script, failing, settled, toy_tokenizer
+
+from cluster.config import RouterConfig
+from cluster.errors import BatonError, Reason
+from router.http.openapi import document
+from router.keys import ApiKeys, Entry
+from router.tokenizer import Tokenizer
+
+STREAM = {**HELLO, "stream": True}
+PROMPT = {"prompt": "hello"}
+MIB = 1 << 20
+
+
+@pytest.fixture(scope="module")
+def tokenizer(tmp_path_factory: pytest.TempPathFactory) -> Tokenizer:
+    return toy_tokenizer(tmp_path_factory.mktemp("toy"))
+
+
+@pytest.fixture
+def house(tokenizer: Tokenizer) -> House:
+    return House(tokenizer)
+
+
+# Answers
+
+
+async def test_a_chat(house: House) -> None:
+    answer = await house.post(CHAT, {**HELLO, "model": "toy", "max_tokens": 5, "temperature": 0})
+    assert answer.status == 200 and answer.headers["content-type"] == "application/json"
+    assert answer.json["choices"][0]["message"]["content"] == "abc" and answer.json["choices"][0]["finish_reason"] == "length"
+    assert answer.json["model"] == "toy" and answer.json["object"] == "chat.completion"
+    (request,) = house.script.begun
+    assert bytes(request.tokens[: request.prompt_len]) == b"user: hello\nassistant: " and request.params.max_tokens == 5
+    assert answer.json["usage"]["prompt_tokens"] == request.prompt_len and answer.json["usage"]["completion_tokens"] == 3
+    house.check()
+
+
+async def test_a_chat_in_chunks(house: House) -> None:
+    answer = await house.post(CHAT, {**STREAM, "stream_options": {"include_usage": True}})
+    assert (
+        answer.headers["cache-control"] == "no-cache"
+        and answer.headers["x-accel-buffering"] == "no"
+        and "content-length" not in answer.headers
+    )
+    *chunks, usage = answer.chunks
+    assert [chunk["choices"][0]["delta"].get("content", "") for chunk in chunks] == ["", "a", "b", "c", ""]
+    assert usage["usage"]["completion_tokens"] == 3 and usage["choices"] == []
+    house.check()
+
+
+@pytest.mark.parametrize("prompt", ["hello", list(b"hello")])
+async def test_a_completion(house: House, prompt: Any) -> None:
+    answer = await house.post(COMPLETION, {"prompt": prompt})
+    assert answer.json["choices"] == [{"index": 0, "text": "abc", "logprobs": None, "finish_reason": "length"}]
+    (request,) = house.script.begun
+    assert request.tokens[:5] == list(b"hello") and request.params.max_tokens == 16
+
+
+async def test_a_batch_of_completions(house: House) -> None:
+    answer = await house.post(COMPLETION, {"prompt": ["x", "yy", "zzz"], "n": 2, "seed": 5})
+    assert [choice["index"] for choice in answer.json["choices"]] == list(range(6))
+    assert answer.json["usage"]["prompt_tokens"] == 1 + 2 + 3 and answer.json["usage"]["completion_tokens"] == 6 * 3
+    assert [request.params.seed for request in house.script.begun] == [5, 6] * 3
+    house.check()
+
+
+async def test_the_default_length_is_that_of_each_api(house: House) -> None:
+    await house.post(CHAT)
+    await house.post(COMPLETION, PROMPT)
+    chat, completion = house.script.begun
+    assert chat.longest == CONTEXT and completion.params.max_tokens == 16
+
+
+async def test_cached_tokens_are_told(tokenizer: Tokenizer) -> None:
+    house = House(tokenizer, Script(cached=16))
+    assert (await house.post(CHAT)).json["usage"]["prompt_tokens_details"] == {"cached_tokens": 16}
+
+
+async def test_a_stop_string_ends_the_text_and_the_work(tokenizer: Tokenizer) -> None:
+    house = House(tokenizer, Script(b"abcdef"))
+    answer = await house.post(CHAT, {**STREAM, "stop": "cd"})
+    told = [chunk["choices"][0] for chunk in answer.chunks]
+    assert "".join(choice["delta"].get("content", "") for choice in told) == "ab" and told[-1]["finish_reason"] == "stop"
+    assert house.script.said == 4
+    house.check()
+
+
+async def test_a_character_is_never_split(tokenizer: Tokenizer) -> None:
+    house = House(tokenizer, Script("aé🙂".encode()))
+    answer = await house.post(CHAT, STREAM)
+    assert [chunk["choices"][0]["delta"].get("content") for chunk in answer.chunks] == ["", "a", "", "é", "", "", "", "🙂", None]
+
+
+@pytest.mark.parametrize(
+    ("path", "body"), [(CHAT, {**HELLO, "logprobs": True, "top_logprobs": 2}), (COMPLETION, {**PROMPT, "logprobs": 2})]
+)
+async def test_logprobs(house: House, path: str, body: dict[str, Any]) -> None:
+    (choice,) = (await house.post(path, body)).json["choices"]
+    told = choice["logprobs"]
+    if path == CHAT:
+        assert [entry["token"] for entry in told["content"]] == ["a", "b", "c"] and len(told["content"][0]["top_logprobs"]) == 2
+    else:
+        assert told["tokens"] == ["a", "b", "c"] and told["text_offset"] == [0, 1, 2] and len(told["top_logprobs"][0]) == 2
+
+
+async def test_no_choice_waits_for_another(tokenizer: Tokenizer) -> None:
+    """The second choice says everything while the first has said nothing."""
+    gate = asyncio.Event()
+    house = House(tokenizer, Script(gate=gate, waits=lambda request: request.id.endswith("-0")))
+    call = Call(house.door, "POST", CHAT, {**STREAM, "n": 2})
+    task = asyncio.create_task(call.run())
+    await settled(lambda: b'"finish_reason":"length"' in call.got)
+    assert b'"index":0' not in call.got
+    gate.set()
+    answer = await task
+    assert {chunk["choices"][0]["index"] for chunk in answer.chunks} == {0, 1}
+    house.check()
+
+
+async def test_the_first_token_is_sent_before_the_second_is_made(tokenizer: Tokenizer) -> None:
+    gate = asyncio.Event()
+    house = House(tokenizer, Script(gate=gate, gate_at=1))
+    call = Call(house.door, "POST", COMPLETION, {**PROMPT, "stream": True})
+    task = asyncio.create_task(call.run())
+    await settled(lambda: b'"text":"a"' in call.got)
+    assert house.script.said == 1
+    gate.set()
+    assert (await task).status == 200
+
+
+async def test_tokenize_and_detokenize(house: House) -> None:
+    answer = await house.post("/tokenize", {"prompt": "héllo"})
+    assert answer.json == {"count": 6, "max_model_len": CONTEXT, "tokens": list("héllo".encode())}
+    assert (await house.post("/detokenize", {"tokens": answer.json["tokens"]})).json == {"prompt": "héllo"}
+    chat = await house.post("/tokenize", HELLO)
+    assert bytes(chat.json["tokens"]) == b"user: hello\nassistant: "
+    assert (await house.post("/detokenize", {"tokens": [1, 257]})).error["param"] == "tokens[1]"
+    assert (await house.post("/tokenize", {"prompt": ""})).error["param"] == "prompt"
+    assert (await house.post("/tokenize", {"prompt": "x", "model": "other"})).status == 404
+
+
+async def test_models(house: House) -> None:
+    (model,) = (await house.get("/v1/models")).json["data"]
+    assert (model["id"], model["object"], model["root"], model["max_model_len"]) == ("toy", "model", "toy", CONTEXT)
+    assert (await house.get("/v1/models/toy")).json == model
+    for name in ("other", "toy/../x", "a/b"):
+        answer = await house.get(f"/v1/models/{name}")
+        assert (answer.status, answer.error["code"], answer.error["param"]) == (404, "model_not_found", "model")
+
+
+# Health
+
+
+async def test_health(house: House) -> None:
+    assert (await house.get("/health")).status == (await house.get("/readyz")).status == (await house.get("/livez")).status == 200
+    assert set((await house.get("/version")).json) == {"version"}
+    house.serving = False
+    for path in ("/health", "/readyz"):
+        answer = await house.get(path)
+        assert (answer.status, answer.error["code"]) == (503, "no_worker") and int(answer.headers["retry-after"]) >= 1
+    assert (await house.get("/livez")).status == 200
+
+
+async def test_who_drains_is_not_ready_and_refuses(house: House) -> None:
+    house.service.draining = True
+    for answer in (await house.get("/readyz"), await house.post(CHAT), await house.post(CHAT, STREAM)):
+        assert (answer.status, answer.error["code"]) == (503, "draining") and answer.headers["retry-after"]
+    assert (await house.get("/livez")).status == 200
+
+
+async def test_before_the_first_worker(tokenizer: Tokenizer) -> None:
+    house = House(tokenizer, workers=False, serving=False)
+    assert (await house.get("/v1/models")).json["data"][0]["max_model_len"] is None
+    answer = await house.post(CHAT)
+    assert (answer.status, answer.error["code"]) == (503, "no_worker")
+
+
+# Refusals
+
+
+@pytest.mark.parametrize("path", [CHAT, COMPLETION])
+@pytest.mark.parametrize("stream", [False, True])
+@pytest.mark.parametrize(
+    ("fields", "param", "code"),
+    [
+        ({"temperature": -1}, "temperature", "invalid_value"),
+        ({"temperature": 1e400}, "temperature", "invalid_value"),
+        ({"top_p": 0}, "top_p", "invalid_value"),
+        ({"top_k": -2}, "top_k", "invalid_value"),
+        ({"min_p": 1.5}, "min_p", "invalid_value"),
+        ({"presence_penalty": 3}, "presence_penalty", "invalid_value"),
+        ({"stop": ["a", ""]}, "stop[1]", "invalid_value"),
+        ({"stop": ["x"] * 17}, "stop", "invalid_value"),
+        ({"logit_bias": {"257": 1}}, "logit_bias[257]", "invalid_value"),
+        ({"logit_bias": {"1": 101}}, "logit_bias[1]", "invalid_value"),
+        ({"max_tokens": 0}, "max_tokens", "invalid_value"),
+        ({"max_tokens": CONTEXT}, "max_tokens", "context_length_exceeded"),
+        ({"max_tokens": 5, "min_tokens": 6}, "min_tokens", "invalid_value"),
+        ({"stop_token_ids": [257]}, "stop_token_ids[0]", "invalid_value"),
+        ({"cache_salt": "x" * 257}, "cache_salt", "invalid_value"),
+        ({"model": "other"}, "model", "model_not_found"),
+        ({"tools": [{}]}, "tools", "unsupported_parameter"),
+        ({"colour": "red"}, "colour", "unknown_parameter"),
+    ],
+    ids=str,
+)
+async def test_a_bad_value_names_the_parameter(house: House, path: str, stream: bool, fields: Any, param: str, code: str) -> None:
+    """A status of its own also where a stream was asked for; and no worker hears of it."""
+    if path == COMPLETION and param == "tools":
+        code = "unknown_parameter"
+    body = json.dumps({**(HELLO if path == CHAT else PROMPT), "stream": stream, **fields}).replace("Infinity", "1e400")
+    answer = await house.post(path, body.encode())
+    assert answer.status == (404 if code == "model_not_found" else 400)
+    assert (answer.error["param"], answer.error["code"]) == (param, code) and answer.headers["content-type"] == "application/json"
+    assert not house.script.begun
+    house.check()
+
+
+@pytest.mark.parametrize(
+    ("path", "body", "param"),
+    [
+        (CHAT, {"messages": [{"role": "wizard", "content": "x"}]}, "messages[0].role"),
+        (CHAT, {"messages": [{"role": "user", "content": "\ud800"}]}, "messages[0].content"),
+        (CHAT, {**HELLO, "logprobs": True, "top_logprobs": 21}, "top_logprobs"),
+        (CHAT, {**HELLO, "max_completion_tokens": 0}, "max_completion_tokens"),
+        (CHAT, {**HELLO, "max_completion_tokens": CONTEXT}, "max_completion_tokens"),
+        (CHAT, {"messages": HELLO["messages"] * 1001}, "messages"),
+        (COMPLETION, {"prompt": ""}, "prompt"),
+        (COMPLETION, {"prompt": "x" * (MIB + 1)}, "prompt"),
+        (COMPLETION, {"prompt": "x" * CONTEXT}, "prompt"),
+        (COMPLETION, {"prompt": [1, 257]}, "prompt[1]"),
+        (COMPLETION, {"prompt": [1, -1]}, "prompt[1]"),
+        (COMPLETION, {"prompt": ["a", ""]}, "prompt[1]"),
+        (COMPLETION, {"prompt": [[1], [2, 257]]}, "prompt[1][1]"),
+        (COMPLETION, {**PROMPT, "logprobs": 21}, "logprobs"),
+    ],
+    ids=lambda value: str(value)[:60],
+)  # fmt: skip
+async def test_a_bad_prompt_says_where(house: House, path: str, body: Any, param: str) -> None:
+    answer = await house.post(path, body)
+    assert (answer.status, answer.error["param"]) == (400, param) and answer.error["message"].startswith(param)
+    house.check()
+
+
+@pytest.mark.parametrize(
+    ("headers", "status"),
+    [
+        ({"content-type": "text/plain"}, 415),
+        ({"content-type": ""}, 415),
+        ({"content-type": "application/json; charset=latin-1"}, 415),
+        ({"content-type": "Application/JSON; Charset=UTF-8"}, 200),
+        ({"content-encoding": "gzip"}, 415),
+        ({"content-encoding": "identity"}, 200),
+        ({"content-length": "999999999"}, 413),
+    ],
+)
+async def test_other_kinds_of_bodies_are_refused(house: House, headers: dict[str, str], status: int) -> None:
+    answer = await house.post(CHAT, headers=headers)
+    assert answer.status == status
+    assert status == 200 or answer.error["code"] in ("unsupported_media_type", "request_entity_too_large")
+
+
+async def test_a_body_is_as_long_as_it_is_and_not_as_it_says(tokenizer: Tokenizer) -> None:
+    house = House(tokenizer, config=RouterConfig(max_message_bytes=1024))
+    assert (await house.post(CHAT, b"{" + b" " * 1024 + b"}", headers={"content-length": "5"})).status == 413
+    body = json.dumps(HELLO).encode()
+    assert (await house.post(CHAT, body.ljust(1024))).status == 200
+
+
+async def test_no_such_path_and_no_such_method(house: House) -> None:
+    assert (await house.get("/v1/embeddings")).error["code"] == "not_found"
+    assert (await house.get("/v1/chat/completions/")).status == 404
+    for method in ("GET", "OPTIONS", "PUT", "DELETE"):
+        answer = await house.get(CHAT, method=method)
+        assert (answer.status, answer.error["code"], answer.headers["allow"]) == (405, "method_not_allowed", "POST")
+        assert not any(name.startswith("access-control") for name in answer.headers)
+    assert (await house.get("/livez", method="HEAD")).status == 200
+
+
+@pytest.mark.parametrize(
+    ("reason", "status", "retry"),
+    [
+        (Reason.SATURATED, 429, True),
+        (Reason.NO_WORKER, 503, True),
+        (Reason.RETRIES_SPENT, 503, True),
+        (Reason.DEADLINE, 504, False),
+        (Reason.INTERNAL, 500, False),
+    ],
+)
+@pytest.mark.parametrize("stream", [False, True])
+async def test_what_fails_before_the_first_token_has_a_status(
+    tokenizer: Tokenizer, reason: Reason, status: int, retry: bool, stream: bool
+) -> None:
+    house = House(tokenizer, failing(BatonError(reason, "so it is")))
+    answer = await house.post(CHAT, {**HELLO, "stream": stream})
+    assert (answer.status, answer.error["message"]) == (status, "so it is") and ("retry-after" in answer.headers) == retry
+    house.check()
+
+
+async def test_what_fails_after_the_first_token_is_the_last_event(tokenizer: Tokenizer) -> None:
+    house = House(tokenizer, failing(BatonError(Reason.RETRIES_SPENT, "no worker came back"), after=2))
+    answer = await house.post(CHAT, STREAM)
+    assert answer.status == 200
+    *chunks, last = [json.loads(data) for data in answer.data]
+    assert "".join(chunk["choices"][0]["delta"].get("content", "") for chunk in chunks) == "ab"
+    assert last == {"error": {"message": "no worker came back", "type": "server_error", "param": None, "code": "retries_spent"}}
+    whole = await house.post(CHAT)
+    assert (whole.status, whole.error["code"]) == (503, "retries_spent"), "half an answer is none"
+    house.check()
+
+
+async def test_the_failure_of_one_choice_ends_all(tokenizer: Tokenizer) -> None:
+    script = Script(
+        b"a", error=BatonError(Reason.RETRIES_SPENT, "gone"), fails=lambda request: request.id.endswith("-1"), gate=asyncio.Event()
+    )
+    script.waits = lambda request: not request.id.endswith("-1")
+    house = House(tokenizer, script)
+    answer = await house.post(CHAT, {**STREAM, "n": 3})
+    assert json.loads(answer.data[-1])["error"]["code"] == "retries_spent" and "[DONE]" not in answer.data
+    house.check()
+
+
+@pytest.mark.parametrize("after", [0, 2])
+async def test_what_nobody_foresaw_is_told_without_its_words(tokenizer: Tokenizer, after: int, caplog: pytest.LogCaptureFixture) -> None:
+    house = House(tokenizer, Script(b"abc"[:after], error=ZeroDivisionError("a prompt")))
+    answer = await house.post(CHAT, STREAM)
+    assert answer.status == (200 if after else 500)
+    told = json.loads(answer.data[-1]) if after else answer.json
+    assert told["error"]["code"] == "internal" and "a prompt" not in answer.body.decode() and "ZeroDivisionError" in caplog.text
+    house.check()
+
+
+async def test_too_many_at_once(tokenizer: Tokenizer) -> None:
+    house = House(tokenizer, Script(gate=asyncio.Event()), RouterConfig(max_inflight=2, max_queue=0))
+    answer = await house.post(CHAT, {**HELLO, "n": 3})
+    assert (answer.status, answer.error["code"]) == (429, "rate_limit_exceeded") and answer.headers["retry-after"] == "1"
+    house.check()
+
+
+# Deadlines
+
+
+async def test_a_deadline_ends_the_wait(tokenizer: Tokenizer) -> None:
+    house = House(tokenizer, Script(gate=asyncio.Event()), RouterConfig(max_inflight=1))
+    first = asyncio.create_task(house.post(CHAT))
+    await settled(lambda: len(house.script.begun) == 1)
+    answer = await house.post(CHAT, headers={"x-request-timeout-ms": "30"})
+    assert (answer.status, answer.error["code"]) == (504, "deadline")
+    house.script.gate.set()  # type: ignore[union-attr]
+    assert (await first).status == 200
+    house.check()
+
+
+@pytest.mark.parametrize("timeout", ["", "-1", "1.5", "soon", "9" * 10])
+async def test_a_timeout_that_is_none_is_named(house: House, timeout: str) -> None:
+    answer = await house.post(CHAT, headers={"x-request-timeout-ms": timeout})
+    assert (answer.status, answer.error["param"]) == (400, "x-request-timeout-ms")
+
+
+async def test_a_body_that_does_not_come(tokenizer: Tokenizer) -> None:
+    house = House(tokenizer, config=RouterConfig(http_read_timeout_s=0.02))
+    answer = await house.post(CHAT, unfinished=True)
+    assert (answer.status, answer.error["code"], answer.headers["connection"]) == (408, "request_timeout", "close")
+
+
+async def test_who_leaves_in_the_middle_of_the_body(house: House) -> None:
+    call = Call(house.door, "POST", CHAT, HELLO, unfinished=True)
+    task = asyncio.create_task(call.run())
+    await asyncio.sleep(0)
+    call.gone.set()
+    await asyncio.wait_for(task, 5)
+    assert not house.script.begun
+
+
+# The client leaves
+
+
+@pytest.mark.parametrize("stream", [False, True])
+@pytest.mark.parametrize("n", [1, 3])
+async def test_who_leaves_before_the_first_token_frees_everything(tokenizer: Tokenizer, stream: bool, n: int) -> None:
+    house = House(tokenizer, Script(gate=asyncio.Event()))
+    call = Call(house.door, "POST", CHAT, {**HELLO, "stream": stream, "n": n})
+    task = asyncio.create_task(call.run())
+    await settled(lambda: len(house.script.begun) == n)
+    call.gone.set()
+    await asyncio.wait_for(task, 5)
+    house.check()
+
+
+@pytest.mark.parametrize("n", [1, 3])
+@pytest.mark.parametrize("after", range(1, 6))
+async def test_who_leaves_in_the_middle_of_a_stream_frees_everything(tokenizer: Tokenizer, n: int, after: int) -> None:
+    house = House(tokenizer, Script(b"x" * 1000))
+    await asyncio.wait_for(house.post(CHAT, {**STREAM, "n": n}, leave_after=after), 5)
+    assert house.script.said < 1000
+    house.check()
+
+
+async def test_who_leaves_the_queue_frees_the_place(tokenizer: Tokenizer) -> None:
+    house = House(tokenizer, Script(gate=asyncio.Event()), RouterConfig(max_inflight=1))
+    first = asyncio.create_task(house.post(CHAT))
+    call = Call(house.door, "POST", CHAT, HELLO)
+    second = asyncio.create_task(call.run())
+    await settled(lambda: house.admission.queued == 1)
+    call.gone.set()
+    await asyncio.wait_for(second, 5)
+    assert house.admission.queued == 0 and len(house.script.begun) == 1
+    house.script.gate.set()  # type: ignore[union-attr]
+    await first
+    house.check()
+
+
+@pytest.mark.parametrize("gate_at", [0, 2])
+async def test_a_server_that_closes_says_so(tokenizer: Tokenizer, gate_at: int) -> None:
+    house = House(tokenizer, Script(gate=asyncio.Event(), gate_at=gate_at))
+    call = Call(house.door, "POST", CHAT, STREAM)
+    task = asyncio.create_task(call.run())
+    await settled(lambda: len(house.script.begun) == 1 and house.script.said == gate_at)
+    await asyncio.sleep(0.01)
+    task.cancel()
+    answer = await task
+    error = json.loads(answer.data[-1])["error"] if gate_at else answer.error
+    assert error["code"] == "draining" and answer.status == (200 if gate_at else 503)
+    house.check()
+
+
+async def test_a_place_that_is_not_given_back_is_seen(tokenizer: Tokenizer) -> None:
+    """Negative control."""
+    house = House(tokenizer)
+    house.admission.leave = lambda slot: []  # type: ignore[method-assign]
+    await house.post(CHAT)
+    with pytest.raises(AssertionError):
+        house.check()
+
+
+# Who asks
+
+
+async def test_the_id_of_a_request(house: House) -> None:
+    answer = await house.post(CHAT, headers={"x-request-id": "my-id.1"})
+    assert answer.headers["x-request-id"] == "my-id.1" and answer.json["id"] == "chatcmpl-my-id.1" and house.script.begun[0].id == "my-id.1"
+    for bad in ("", "a b", "x" * 121, "a\rb", "é"):
+        answer = await house.post(CHAT, headers={"x-request-id": bad})
+        assert answer.headers["x-request-id"].startswith("req-") and answer.json["id"] == f"chatcmpl-{answer.headers['x-request-id']}"
+    for answer in (await house.get("/livez"), await house.get("/nowhere"), await house.post(CHAT, {}), await house.post(CHAT, STREAM)):
+        assert answer.headers["x-request-id"].startswith("req-")
+
+
+async def test_the_trace_of_the_caller_goes_along(house: House, monkeypatch: pytest.MonkeyPatch) -> None:
+    asked = []
+    generate = house.service.generate
+    monkeypatch.setattr(house.service, "generate", lambda ask, timeout: (asked.append(ask), generate(ask, timeout))[1])
+    parent = "00-" + "a" * 32 + "-" + "b" * 16 + "-01"
+    await house.post(CHAT, headers={"traceparent": parent})
+    await house.post(CHAT)
+    assert [ask.traceparent for ask in asked] == [parent, ""]
+
+
+def keys(**tenants: str) -> ApiKeys:
+    return ApiKeys(Entry(key, sha256(key.encode()).digest(), tenant) for key, tenant in tenants.items())
+
+
+@pytest.mark.parametrize("path", [CHAT, COMPLETION, "/tokenize", "/detokenize", "/v1/models", "/v1/models/toy"])
+async def test_without_a_key_nothing_is_answered_where_keys_are_asked_for(tokenizer: Tokenizer, path: str) -> None:
+    house = House(tokenizer, keys=keys(k="shop"))
+    method = "GET" if "models" in path else "POST"
+    for headers in ({}, {"authorization": "Bearer wrong"}):
+        answer = await Call(house.door, method, path, b"no JSON", headers).run()
+        assert (answer.status, answer.error["code"], answer.headers["www-authenticate"]) == (401, "invalid_api_key", "Bearer")
+    answer = await Call(house.door, method, path, b"no JSON", {"authorization": "Bearer k"}).run()
+    assert answer.status == (200 if method == "GET" else 400)
+
+
+async def test_probes_need_no_key(tokenizer: Tokenizer) -> None:
+    house = House(tokenizer, keys=keys(k="shop"))
+    for path in ("/health", "/readyz", "/livez", "/version", "/openapi.json"):
+        assert (await house.get(path)).status == 200
+
+
+async def test_tenants_do_not_share_prefixes_unless_told_to(tokenizer: Tokenizer) -> None:
+    async def salts(house: House) -> list[str]:
+        for key, salt in (("a", ""), ("b", ""), ("c", ""), ("a", "s"), ("b", "s")):
+            await house.post(CHAT, {**HELLO, "cache_salt": salt}, headers={"authorization": f"Bearer {key}"})
+        return [request.salt for request in house.script.begun]
+
+    one, other, colleague, one_salted, other_salted = await salts(House(tokenizer, keys=keys(a="one", b="other", c="one")))
+    assert len({one, other, one_salted, other_salted}) == 4 and one == colleague
+    shared = await salts(House(tokenizer, keys=keys(a="one", b="other", c="one"), shared_prefixes=True))
+    assert shared == ["", "", "", "s", "s"]
+    assert await salts(House(tokenizer)) == shared, "without keys nobody is a tenant"
+
+
+async def test_no_salt_reaches_into_another_tenant(tokenizer: Tokenizer) -> None:
+    house = House(tokenizer, keys=keys(a="x", b="xy"))
+    for key, salt in (("a", "y\0s"), ("b", "s"), ("a", "\0s"), ("a", "s")):
+        await house.post(CHAT, {**HELLO, "cache_salt": salt}, headers={"authorization": f"Bearer {key}"})
+    assert len({request.salt for request in house.script.begun}) == 4
+
+
+# The document
+
+
+async def test_the_document_has_every_route(house: House) -> None:
+    told = (await house.get("/openapi.json")).json
+    assert told == document()
+    routes = {route.path.replace(":path", ""): route.methods for route in house.door._router.routes}  # type: ignore[attr-defined]
+    del routes["/openapi.json"]
+    assert {path: set(methods) for path, methods in told["paths"].items()} == {
+        path: {method.lower() for method in methods} - {"head"} for path, methods in routes.items()
+    }

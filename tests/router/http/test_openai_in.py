@@ -1,0 +1,325 @@
+"""What clients of the OpenAI API send, as the router understands it, and what it refuses to understand."""
+
+import json
+from dataclasses import replace
+from typing import Any
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from router.http import openai_in
+from router.http.errors import HttpError
+from router.http.openai_in import CHAT, COMPLETION, MAX_CHOICES, TOKENIZE, Asked, Caller, Parameter, chat, completion, read
+from router.validate import Ask, AskSampling
+
+CALLER = Caller("id", "tenant", "00-trace")
+HELLO = [{"role": "user", "content": "hello"}]
+
+
+def ask_chat(messages: Any = HELLO, **fields: Any) -> Asked:
+    return chat(json.dumps({"messages": messages, **fields}).encode(), CALLER)
+
+
+def ask_completion(prompt: Any = "hello", **fields: Any) -> Asked:
+    return completion(json.dumps({"prompt": prompt, **fields}).encode(), CALLER)
+
+
+def sampling(asked: Asked) -> AskSampling:
+    (ask,) = asked.asks
+    return ask.sampling
+
+
+def refused(read_body: Any, *arguments: Any, **fields: Any) -> HttpError:
+    with pytest.raises(HttpError) as caught:
+        read_body(*arguments, **fields)
+    assert caught.value.status == 400
+    return caught.value
+
+
+# Prompts
+
+
+def test_a_chat_is_its_messages() -> None:
+    asked = ask_chat([{"role": "developer", "content": "be brief"}, {"role": "user", "content": "hi"}], model="m", cache_salt="s")
+    (ask,) = asked.asks
+    assert ask.messages == (("system", "be brief"), ("user", "hi")) and ask.text is None and ask.token_ids is None
+    assert (ask.model, ask.cache_salt, ask.request_id, ask.tenant, ask.traceparent) == ("m", "s", "id", "tenant", "00-trace")
+    assert asked.chat and not asked.stream and asked.n == 1
+
+
+def test_text_parts_are_lines() -> None:
+    parts = [{"type": "text", "text": "one"}, {"type": "text", "text": "two"}]
+    assert ask_chat([{"role": "user", "content": parts}]).asks[0].messages == (("user", "one\ntwo"),)
+
+
+def test_an_answer_can_be_sent_back_as_clients_keep_it() -> None:
+    kept = {
+        "role": "assistant",
+        "content": "hi",
+        "refusal": None,
+        "tool_calls": None,
+        "function_call": None,
+        "audio": None,
+        "annotations": [],
+    }
+    assert ask_chat([*HELLO, kept]).asks[0].messages == (("user", "hello"), ("assistant", "hi"))
+
+
+@pytest.mark.parametrize(
+    ("prompt", "texts", "ids"),
+    [
+        ("hello", ["hello"], [None]),
+        (["a", "b"], ["a", "b"], [None, None]),
+        ([1, 2], [None], [(1, 2)]),
+        ([[1], [2, 3]], [None, None], [(1,), (2, 3)]),
+        (["a", [7]], ["a", None], [None, (7,)]),
+    ],
+)
+def test_a_completion_is_one_prompt_or_several(prompt: Any, texts: list[Any], ids: list[Any]) -> None:
+    asked = ask_completion(prompt)
+    assert [ask.text for ask in asked.asks] == texts and [ask.token_ids for ask in asked.asks] == ids
+    assert not any(ask.messages for ask in asked.asks)
+
+
+def test_the_field_of_a_batch_says_which_prompt() -> None:
+    asked = ask_completion(["a", "b"], n=2)
+    assert [asked.names_of(i)["text"] for i in range(4)] == ["prompt[0]", "prompt[0]", "prompt[1]", "prompt[1]"]
+    assert ask_completion("a", n=2).names_of(1)["text"] == "prompt"
+    assert ask_chat(n=2).names_of(1)["chat.messages"] == "messages"
+
+
+@pytest.mark.parametrize("prompt", [None, 1, {}, [], [[]], [""] * (MAX_CHOICES + 1), [1, "a"], [[1], 2], [True], [1.5], [[None]]])
+def test_a_prompt_that_is_none_names_the_parameter(prompt: Any) -> None:
+    assert refused(ask_completion, prompt).param == "prompt"
+
+
+@pytest.mark.parametrize(
+    ("messages", "param", "code"),
+    [
+        ([], "messages", "invalid_value"),
+        ("hello", "messages", "invalid_value"),
+        (None, "messages", "missing_required_parameter"),
+        (["hello"], "messages[0]", "invalid_value"),
+        ([{"content": "x"}], "messages[0].role", "missing_required_parameter"),
+        ([{"role": "user"}], "messages[0].content", "missing_required_parameter"),
+        ([{"role": "user", "content": None}], "messages[0].content", "missing_required_parameter"),
+        ([{"role": "user", "content": []}], "messages[0].content", "invalid_value"),
+        ([{"role": 1, "content": "x"}], "messages[0].role", "invalid_value"),
+        ([*HELLO, {"role": "user", "content": "x", "colour": "red"}], "messages[1].colour", "unknown_parameter"),
+        ([{"role": "user", "content": "x", "name": "Ida"}], "messages[0].name", "unsupported_parameter"),
+        ([{"role": "assistant", "content": "x", "tool_calls": [{}]}], "messages[0].tool_calls", "unsupported_parameter"),
+        ([{"role": "user", "content": ["x"]}], "messages[0].content[0]", "invalid_value"),
+        ([{"role": "user", "content": [{"type": "image_url"}]}], "messages[0].content[0].type", "unsupported_parameter"),
+        ([{"role": "user", "content": [{"type": "text"}]}], "messages[0].content[0].text", "missing_required_parameter"),
+        ([{"role": "user", "content": [{"type": "text", "text": 1}]}], "messages[0].content[0].text", "invalid_value"),
+        ([{"role": "user", "content": [{"type": "text", "text": "", "x": 1}]}], "messages[0].content[0].x", "unknown_parameter"),
+    ],
+)  # fmt: skip
+def test_a_message_that_is_none_says_where(messages: Any, param: str, code: str) -> None:
+    error = refused(ask_chat, messages)
+    assert (error.param, error.code) == (param, code) and param in error.message
+
+
+# Parameters
+
+
+def test_every_sampling_parameter_arrives() -> None:
+    given: dict[str, Any] = {
+        "temperature": 0.5, "top_p": 0.9, "top_k": 5, "min_p": 0.1, "repetition_penalty": 1.1, "presence_penalty": -1,
+        "frequency_penalty": 1, "seed": 7, "logit_bias": {"5": -100, "0": 1.5}, "stop": ["a", "b"], "stop_token_ids": [3],
+        "max_tokens": 9, "min_tokens": 2,
+        "ignore_eos": True,
+    }  # fmt: skip
+    assert set(given) == set(openai_in.SAMPLING)
+    want = {**given, "logit_bias": {5: -100, 0: 1.5}, "stop": ("a", "b"), "stop_token_ids": (3,)}
+    assert sampling(ask_completion(**given)) == AskSampling(**want, default_max_tokens=16)
+    got = sampling(ask_chat(**given))
+    assert replace(got, default_max_tokens=16) == AskSampling(**want, default_max_tokens=16)
+
+
+def test_nothing_asked_is_nothing_sampled() -> None:
+    assert sampling(ask_completion()) == AskSampling(default_max_tokens=16)
+    assert sampling(ask_chat()).default_max_tokens > 1_000_000, "a chat may use the whole context"
+
+
+def test_one_stop_string_is_a_list_of_one() -> None:
+    assert sampling(ask_chat(stop="end")).stop == ("end",)
+
+
+def test_the_new_name_of_max_tokens() -> None:
+    asked = ask_chat(max_completion_tokens=5)
+    assert sampling(asked).max_tokens == 5 and asked.names["max_tokens"] == "max_completion_tokens"
+    assert sampling(ask_chat(max_completion_tokens=5, max_tokens=5)).max_tokens == 5
+    assert refused(ask_chat, max_completion_tokens=5, max_tokens=6).param == "max_tokens"
+    assert refused(ask_completion, max_completion_tokens=5).code == "unknown_parameter"
+
+
+def test_logprobs_of_both_apis() -> None:
+    assert sampling(ask_chat(logprobs=True)).logprobs == 0
+    assert sampling(ask_chat(logprobs=True, top_logprobs=3)).logprobs == 3
+    assert sampling(ask_chat(logprobs=False)).logprobs is None
+    assert refused(ask_chat, top_logprobs=3).param == "top_logprobs"
+    assert refused(ask_chat, logprobs=3).param == "logprobs"
+    assert sampling(ask_completion(logprobs=3)).logprobs == 3
+    assert refused(ask_completion, logprobs=True).param == "logprobs"
+
+
+def test_each_choice_is_a_request_with_a_seed_of_its_own() -> None:
+    asked = ask_completion(["a", "b"], n=3, seed=(1 << 64) - 2)
+    assert [ask.text for ask in asked.asks] == ["a"] * 3 + ["b"] * 3
+    assert [ask.sampling.seed for ask in asked.asks] == [(1 << 64) - 2, (1 << 64) - 1, 0] * 2
+    assert [ask.request_id for ask in asked.asks] == [f"id-{i}" for i in range(6)]
+    assert [ask.sampling.seed for ask in ask_chat(n=2).asks] == [None, None]
+
+
+def test_a_negative_seed_is_one_of_64_bits() -> None:
+    assert sampling(ask_chat(seed=-1)).seed == (1 << 64) - 1
+    assert refused(ask_chat, seed=1 << 64).param == refused(ask_chat, seed=-(1 << 63) - 1).param == "seed"
+
+
+@pytest.mark.parametrize("n", [0, -1, MAX_CHOICES + 1, 10**9, 1.0, True, "1"])
+def test_n_is_bounded(n: Any) -> None:
+    assert refused(ask_chat, n=n).param == "n"
+
+
+def test_prompts_times_n_is_bounded() -> None:
+    assert len(ask_completion(["a"] * 32, n=4).asks) == 128
+    assert refused(ask_completion, ["a"] * 32, n=5).param == "n"
+
+
+def test_best_of_is_n_or_refused() -> None:
+    assert len(ask_completion(best_of=1).asks) == 1 and len(ask_completion(best_of=2, n=2).asks) == 2
+    for fields in ({"best_of": 2}, {"best_of": 1, "n": 2}):
+        error = refused(ask_completion, **fields)
+        assert (error.param, error.code) == ("best_of", "unsupported_parameter")
+
+
+def test_stream_options_belong_to_a_stream() -> None:
+    asked = ask_chat(stream=True, stream_options={"include_usage": True, "continuous_usage_stats": True, "include_obfuscation": False})
+    assert asked.stream and asked.include_usage and asked.continuous_usage
+    assert not ask_chat(stream=True).include_usage and not ask_chat(stream=True, stream_options={}).include_usage
+    assert refused(ask_chat, stream_options={}).param == "stream_options"
+    assert refused(ask_chat, stream=True, stream_options={"usage": True}).param == "stream_options.usage"
+    assert refused(ask_chat, stream=True, stream_options={"include_usage": 1}).param == "stream_options.include_usage"
+
+
+@pytest.mark.parametrize(
+    "bias", [{"x": 1}, {"-1": 1}, {"01": 1}, {"1.0": 1}, {"٣": 1}, {"": 1}, {"9" * 5000: 1}, {"1": "1"}, {"1": True}, [1], 5]
+)
+def test_a_bias_that_is_none_names_the_parameter(bias: Any) -> None:
+    assert refused(ask_chat, logit_bias=bias).param == "logit_bias"
+
+
+# What is accepted without effect, and what is not accepted
+
+TABLES = [("chat", CHAT, ask_chat), ("completion", COMPLETION, ask_completion)]
+NEUTRAL = [(api, name, p, ask) for api, table, ask in TABLES for name, p in table.items() if not p.supported]
+WITHOUT_EFFECT = [(api, name, ask) for api, table, ask in TABLES for name, p in table.items() if p.supported and not p.schema]
+
+
+@pytest.mark.parametrize(("api", "name", "parameter", "ask"), NEUTRAL, ids=lambda value: value if isinstance(value, str) else "")
+def test_what_would_change_the_answer_is_refused_by_name(api: str, name: str, parameter: Parameter, ask: Any) -> None:
+    for value in (*parameter.schema["enum"], None):
+        assert ask(**{name: value}) == ask(), "what asks for nothing changes nothing"
+    for value in ([{"type": "function"}], {"type": "json_object"}, "other", 3, not parameter.schema["enum"][0]):
+        if value not in parameter.schema["enum"]:
+            error = refused(ask, **{name: value})
+            assert (error.param, error.code) == (name, "unsupported_parameter") and name in error.message
+
+
+@pytest.mark.parametrize(("api", "name", "ask"), WITHOUT_EFFECT, ids=lambda value: value if isinstance(value, str) else "")
+def test_what_cannot_change_the_answer_is_accepted(api: str, name: str, ask: Any) -> None:
+    for value in ("x", {"a": 1}, True, 5, None):
+        assert ask(**{name: value}) == ask()
+
+
+def test_tools_and_formats_are_among_them() -> None:
+    """The tables are tested from themselves: these must not go missing."""
+    names = {(api, name) for api, name, _, _ in NEUTRAL}
+    assert names >= {("chat", name) for name in ("tools", "tool_choice", "functions", "response_format", "audio", "priority", "modalities")}
+    assert names >= {("completion", name) for name in ("echo", "suffix", "priority")}
+    assert {name for _, name, _ in WITHOUT_EFFECT} >= {"user", "metadata", "store"}
+
+
+@pytest.mark.parametrize("ask", [ask_chat, ask_completion])
+def test_an_unknown_parameter_is_named(ask: Any) -> None:
+    error = refused(ask, temperatur=1)
+    assert (error.param, error.code) == ("temperatur", "unknown_parameter")
+
+
+@pytest.mark.parametrize("ask", [ask_chat, ask_completion])
+def test_null_is_absent(ask: Any) -> None:
+    table = CHAT if ask is ask_chat else COMPLETION
+    everything = dict.fromkeys(set(table) - {"messages", "prompt"})
+    assert ask(**everything) == ask()
+
+
+@pytest.mark.parametrize(
+    ("name", "value"),
+    [
+        ("temperature", "1"), ("temperature", True), ("top_k", 1.5), ("top_k", True), ("max_tokens", 5.0), ("max_tokens", "5"),
+        ("stream", 1), ("stream", "true"), ("ignore_eos", 0), ("stop", 1), ("stop", [1]), ("stop", {"a": 1}), ("stop_token_ids", ["1"]),
+        ("stop_token_ids", 1), ("model", 1), ("cache_salt", 1), ("seed", 1.5), ("stream_options", []),
+    ],
+)  # fmt: skip
+def test_a_value_of_another_type_is_not_guessed(name: str, value: Any) -> None:
+    error = refused(ask_chat, **{name: value})
+    assert (error.param, error.code) == (name, "invalid_value")
+
+
+# Bodies
+
+
+@pytest.mark.parametrize(
+    "body",
+    [
+        b"", b"{", b"null", b"[]", b'"x"', b"1", b"{} {}", b'{"messages":', b"{'messages': []}", b'{"n": NaN}', b'{"n": Infinity}',
+        b'{"n": -Infinity}', b'{"n": ' + b"9" * 5000 + b"}", b"[" * 100_000, b'{"a":' * 100_000, b"\xff\xfe{}",
+        '{"messages": []}'.encode("utf-16"), b"\xef\xbb\xbf{}", b'{"user": "\xff"}', b'{"n": 1, "n": 1}',
+        b'{"user": {"a": 1, "a": 2}}', b"\x00", b'{"user": "a\nb"}',
+    ],
+)  # fmt: skip
+def test_a_body_that_is_no_json_object_is_refused(body: bytes) -> None:
+    error = refused(read, body, CHAT)
+    assert error.code == "invalid_json" and error.param is None
+
+
+def test_lone_surrogates_reach_the_check_of_texts() -> None:
+    assert read(b'{"user": "\\ud800"}', CHAT) == {"user": "\ud800"}
+
+
+JSON = st.recursive(
+    st.none() | st.booleans() | st.integers() | st.floats(allow_nan=False, allow_infinity=False) | st.text(),
+    lambda children: st.lists(children, max_size=4) | st.dictionaries(st.text(max_size=5), children, max_size=4),
+    max_leaves=8,
+)
+
+
+@settings(max_examples=300, deadline=None)
+@given(st.dictionaries(st.sampled_from([*CHAT, *COMPLETION, *TOKENIZE, "tokens", "other"]), JSON, max_size=6), JSON)
+def test_any_json_is_an_ask_or_a_refusal(fields: dict[str, Any], message: Any) -> None:
+    body = json.dumps({"messages": [message], "prompt": message, **fields}).encode()
+    for read_body in (lambda: chat(body, CALLER), lambda: completion(body, CALLER), lambda: openai_in.tokenize(body)):
+        try:
+            made = read_body()
+        except HttpError as error:
+            assert error.status == 400 and error.message
+        else:
+            assert isinstance(made, Asked) or isinstance(made[0], Ask)
+
+
+# /tokenize and /detokenize
+
+
+def test_tokenize_takes_a_prompt_or_messages() -> None:
+    assert openai_in.tokenize(b'{"prompt": "x", "model": "m"}')[0] == Ask(model="m", text="x")
+    assert openai_in.tokenize(json.dumps({"messages": HELLO}).encode())[0] == Ask(messages=(("user", "hello"),))
+    for body in ({}, {"prompt": "x", "messages": HELLO}):
+        assert refused(openai_in.tokenize, json.dumps(body).encode()).param == "prompt"
+
+
+def test_detokenize_takes_ids() -> None:
+    assert openai_in.detokenize(b'{"tokens": [1, 2]}')[0] == Ask(token_ids=(1, 2))
+    for body in (b"{}", b'{"tokens": "x"}', b'{"tokens": [1.5]}'):
+        assert refused(openai_in.detokenize, body).param == "tokens"

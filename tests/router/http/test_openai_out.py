@@ -1,0 +1,198 @@
+"""Answers as clients of the OpenAI API read them: whole or in chunks, the same text, the same tokens, the same usage."""
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+from http_door import toy_tokenizer
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from engine.sampling import SamplingParams
+from router.http.openai_in import Asked
+from router.http.openai_out import Writer, token_text
+from router.request import Request, Stopwatch, Token, Trace
+from router.service import Accepted, Event, Finished, Piece
+from router.tokenizer import Tokenizer
+from router.validate import Ask, AskSampling
+
+HEAD = {"id": "chatcmpl-r", "created": 1000, "model": "m"}
+
+
+@pytest.fixture(scope="module")
+def tokenizer(tmp_path_factory: pytest.TempPathFactory) -> Tokenizer:
+    return toy_tokenizer(tmp_path_factory.mktemp("toy"))
+
+
+def writer(tokenizer: Tokenizer, choices: int = 1, logprobs: int | None = None, **fields: Any) -> Writer:
+    asks = (Ask(sampling=AskSampling(logprobs=logprobs)),) * choices
+    return Writer(Asked(asks, **{"n": choices, "chat": True, **fields}), tokenizer, "r", "m", lambda: 1000.9)
+
+
+def events(texts: list[str], held_back: str = "", prompt: int = 3, cached: int = 2, finish: Any = "stop", top: bool = True) -> list[Event]:
+    """One choice; token ids are 65, 66, …"""
+    request = Request("r", [0] * prompt, prompt, SamplingParams(9), "", 0.0, Trace(Stopwatch(lambda: 0.0), cached_tokens=cached))
+    tokens = [Token(65 + i, -0.5, ((66 + i, -0.1), (65 + i, -0.5)) if top else ()) for i in range(len(texts))]
+    pieces = [Piece(i, token, text) for i, (token, text) in enumerate(zip(tokens, texts, strict=True))]
+    return [Accepted("r", "m", prompt), *pieces, Finished(request, finish, held_back, None)]
+
+
+def chunks(made: Writer, *choices: list[Event]) -> list[dict[str, Any]]:
+    return [chunk for i, choice in enumerate(choices) for event in choice for chunk in made.chunks(i, event)] + list(made.end())
+
+
+def whole(made: Writer, *choices: list[Event]) -> dict[str, Any]:
+    for i, choice in enumerate(choices):
+        for event in choice:
+            made.take(i, event)
+    return made.whole()
+
+
+def test_a_whole_chat(tokenizer: Tokenizer) -> None:
+    assert whole(writer(tokenizer), events(["a", "", "b"], "c")) == HEAD | {
+        "object": "chat.completion",
+        "choices": [
+            {
+                "index": 0,
+                "message": {"role": "assistant", "content": "abc", "refusal": None},
+                "logprobs": None,
+                "finish_reason": "stop",
+            }
+        ],
+        "usage": {"prompt_tokens": 3, "completion_tokens": 3, "total_tokens": 6, "prompt_tokens_details": {"cached_tokens": 2}},
+    }
+
+
+def test_a_whole_completion(tokenizer: Tokenizer) -> None:
+    made = whole(writer(tokenizer, chat=False), events(["a"], finish="length"))
+    assert (made["id"], made["object"]) == ("cmpl-r", "text_completion")
+    assert made["choices"] == [{"index": 0, "text": "a", "logprobs": None, "finish_reason": "length"}]
+
+
+def test_chunks_of_a_chat(tokenizer: Tokenizer) -> None:
+    made = chunks(writer(tokenizer), events(["a", "", "b"], "c"))
+    assert all({name: chunk[name] for name in HEAD} == HEAD and chunk["object"] == "chat.completion.chunk" for chunk in made)
+    assert all("usage" not in chunk for chunk in made)
+    deltas = [chunk["choices"][0]["delta"] for chunk in made]
+    assert deltas == [{"role": "assistant", "content": ""}, *({"content": text} for text in ("a", "", "b", "c")), {}]
+    assert [chunk["choices"][0]["finish_reason"] for chunk in made] == [None] * 5 + ["stop"]
+
+
+def test_chunks_of_a_completion(tokenizer: Tokenizer) -> None:
+    made = chunks(writer(tokenizer, chat=False), events(["a", "b"]))
+    assert [chunk["choices"][0] for chunk in made] == [
+        {"index": 0, "text": "a", "logprobs": None, "finish_reason": None},
+        {"index": 0, "text": "b", "logprobs": None, "finish_reason": None},
+        {"index": 0, "text": "", "logprobs": None, "finish_reason": "stop"},
+    ]
+
+
+def test_the_usage_of_a_stream_stands_in_a_chunk_of_its_own(tokenizer: Tokenizer) -> None:
+    *made, last = chunks(writer(tokenizer, include_usage=True), events(["a"]))
+    assert all(chunk["usage"] is None for chunk in made)
+    assert (
+        last["choices"] == [] and last["usage"]["completion_tokens"] == 1 and last["usage"]["prompt_tokens_details"] == {"cached_tokens": 2}
+    )
+
+
+def test_the_usage_so_far_stands_in_every_chunk(tokenizer: Tokenizer) -> None:
+    made = chunks(writer(tokenizer, continuous_usage=True), events(["a", "b"]))
+    assert [chunk["usage"]["completion_tokens"] for chunk in made] == [0, 1, 2, 2]
+    assert all(chunk["usage"]["prompt_tokens"] == 3 for chunk in made) and all(chunk["choices"] for chunk in made)
+
+
+def test_a_prompt_counts_once_and_is_cached_as_far_as_every_choice_found_it(tokenizer: Tokenizer) -> None:
+    made = writer(tokenizer, choices=4, n=2, chat=False)
+    usage = whole(
+        made, events(["a"], cached=0), events(["b"], cached=16), events(["c"], prompt=5, cached=32), events(["d"], prompt=5, cached=32)
+    )
+    assert usage["usage"] == {
+        "prompt_tokens": 8, "completion_tokens": 4, "total_tokens": 12, "prompt_tokens_details": {"cached_tokens": 32},
+    }  # fmt: skip
+    assert [choice["index"] for choice in usage["choices"]] == [0, 1, 2, 3] and [choice["text"] for choice in usage["choices"]] == list(
+        "abcd"
+    )
+
+
+def test_the_first_chunk_of_each_choice_has_the_role(tokenizer: Tokenizer) -> None:
+    made = writer(tokenizer, choices=2)
+    first, second = events(["a"]), events(["b"])
+    mixed = [(0, first[0]), (1, second[0]), (1, second[1]), (0, first[1]), (0, first[2]), (1, second[2])]
+    told = [chunk["choices"][0] for i, event in mixed for chunk in made.chunks(i, event)]
+    assert [(choice["index"], choice["delta"].get("role")) for choice in told] == [
+        (1, "assistant"), (1, None), (0, "assistant"), (0, None), (0, None), (1, None),
+    ]  # fmt: skip
+
+
+# Log-probabilities
+
+
+def test_logprobs_of_a_chat(tokenizer: Tokenizer) -> None:
+    (choice,) = whole(writer(tokenizer, logprobs=2), events(["A"]))["choices"]
+    b, a = {"token": "B", "logprob": -0.1, "bytes": [66]}, {"token": "A", "logprob": -0.5, "bytes": [65]}
+    assert choice["logprobs"] == {"content": [a | {"top_logprobs": [b, a]}], "refusal": None}
+
+
+def test_logprobs_of_a_completion(tokenizer: Tokenizer) -> None:
+    (choice,) = whole(writer(tokenizer, logprobs=2, chat=False), events(["A", "", "C"]))["choices"]
+    assert choice["logprobs"] == {
+        "tokens": ["A", "B", "C"],
+        "token_logprobs": [-0.5] * 3,
+        "top_logprobs": [{"B": -0.1, "A": -0.5}, {"C": -0.1, "B": -0.5}, {"D": -0.1, "C": -0.5}],
+        "text_offset": [0, 1, 1],
+    }
+
+
+def test_the_chosen_token_is_told_where_no_top_was_asked_for(tokenizer: Tokenizer) -> None:
+    (choice,) = whole(writer(tokenizer, logprobs=0, chat=False), events(["A"], top=False))["choices"]
+    assert choice["logprobs"]["top_logprobs"] == [{"A": -0.5}]
+    (choice,) = whole(writer(tokenizer, logprobs=0), events(["A"], top=False))["choices"]
+    assert choice["logprobs"]["content"] == [{"token": "A", "logprob": -0.5, "bytes": [65], "top_logprobs": []}]
+
+
+@pytest.mark.parametrize("chat", [True, False])
+def test_logprobs_in_chunks_are_those_of_the_whole(tokenizer: Tokenizer, chat: bool) -> None:
+    said = events(["A", "", "C"], "!")
+    (choice,) = whole(writer(tokenizer, logprobs=2, chat=chat), said)["choices"]
+    parts = [chunk["choices"][0]["logprobs"] for chunk in chunks(writer(tokenizer, logprobs=2, chat=chat), said)]
+    for name, values in choice["logprobs"].items():
+        if values is not None:
+            assert [value for part in parts if part for value in part[name]] == values
+
+
+def test_no_infinity_gets_into_the_json(tokenizer: Tokenizer) -> None:
+    made = writer(tokenizer, logprobs=1)
+    for logprob in (float("-inf"), float("nan"), None):
+        (chunk,) = [chunk for chunk in made.chunks(0, Piece(0, Token(65, logprob, ((66, float("-inf")),)), "A"))][-1:]
+        (entry,) = chunk["choices"][0]["logprobs"]["content"]
+        assert entry["logprob"] == entry["top_logprobs"][0]["logprob"] == -9999.0
+        json.dumps(chunk, allow_nan=False)
+
+
+def test_tokens_for_people(tokenizer: Tokenizer) -> None:
+    assert token_text(tokenizer, 65) == "A" and token_text(tokenizer, 256) == "<|eos|>"
+    assert token_text(tokenizer, 0xC3) == "bytes:\\xc3" and token_text(tokenizer, 100_000) == ""
+
+
+@settings(max_examples=200, deadline=None)
+@given(st.lists(st.text(max_size=3), min_size=1, max_size=6), st.text(max_size=2), st.booleans(), st.booleans())
+def test_chunks_put_together_are_the_whole(tmp_path_factory: Any, texts: list[str], rest: str, chat: bool, usage: bool) -> None:
+    tokenizer = _tokenizer(tmp_path_factory)
+    said = events(texts, rest)
+    (choice,) = whole(writer(tokenizer, chat=chat), said)["choices"]
+    text = choice["message"]["content"] if chat else choice["text"]
+    made = [chunk for chunk in chunks(writer(tokenizer, chat=chat, include_usage=usage), said) if chunk["choices"]]
+    told = [chunk["choices"][0] for chunk in made]
+    assert "".join(part["delta"].get("content", "") if chat else part["text"] for part in told) == text == "".join(texts) + rest
+    assert [part["finish_reason"] for part in told] == [None] * (len(told) - 1) + ["stop"]
+    assert len(told) == len(texts) + bool(rest) + 1 + chat, "one chunk a token"
+
+
+_MADE: dict[str, Tokenizer] = {}
+
+
+def _tokenizer(folders: pytest.TempPathFactory) -> Tokenizer:
+    if "toy" not in _MADE:
+        _MADE["toy"] = toy_tokenizer(Path(folders.mktemp("toy")))
+    return _MADE["toy"]

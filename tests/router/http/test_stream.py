@@ -1,0 +1,139 @@
+"""Streams that are read together, and work that ends when nobody listens any more."""
+
+import asyncio
+from collections.abc import AsyncGenerator
+from contextlib import aclosing
+from typing import Any
+
+import pytest
+
+from router.http.stream import ClientGone, merge, while_connected
+
+
+class Source:
+    """Counts, as far as it is let; remembers that it was closed."""
+
+    def __init__(self, count: int = 3, error: Exception | None = None, gate: asyncio.Event | None = None) -> None:
+        self.count, self.error, self.gate = count, error, gate
+        self.made = 0
+        self.closed = False
+
+    async def run(self) -> AsyncGenerator[int, None]:
+        try:
+            for i in range(self.count):
+                if self.gate:
+                    await self.gate.wait()
+                await asyncio.sleep(0)
+                self.made += 1
+                yield i
+            if self.error:
+                raise self.error
+        finally:
+            self.closed = True
+
+
+async def read(*sources: Source) -> list[tuple[int, int]]:
+    async with aclosing(merge([source.run() for source in sources])) as items:
+        return [item async for item in items]
+
+
+@pytest.mark.parametrize("streams", [1, 2, 5])
+async def test_every_item_comes_once_and_in_the_order_of_its_stream(streams: int) -> None:
+    sources = [Source(4) for _ in range(streams)]
+    items = await read(*sources)
+    for number in range(streams):
+        assert [item for i, item in items if i == number] == [0, 1, 2, 3]
+    assert len(items) == 4 * streams and all(source.closed for source in sources)
+
+
+async def test_no_stream_waits_for_another() -> None:
+    gate = asyncio.Event()
+    slow, quick = Source(1, gate=gate), Source(3)
+    async with aclosing(merge([slow.run(), quick.run()])) as items:
+        assert [await anext(items) for _ in range(3)] == [(1, 0), (1, 1), (1, 2)]
+        gate.set()
+        assert [item async for item in items] == [(0, 0)]
+
+
+@pytest.mark.parametrize("streams", [1, 3])
+async def test_the_first_failure_ends_all(streams: int) -> None:
+    never = asyncio.Event()
+    sources = [Source(1, ValueError("first"))] + [Source(1, gate=never) for _ in range(streams - 1)]
+    with pytest.raises(ValueError, match="first"):
+        await read(*sources)
+    assert all(source.closed for source in sources)
+
+
+@pytest.mark.parametrize("streams", [1, 3])
+async def test_closing_ends_all(streams: int) -> None:
+    sources = [Source(100) for _ in range(streams)]
+    items = merge([source.run() for source in sources])
+    await anext(items)
+    await items.aclose()
+    assert all(source.closed for source in sources if source.made)
+    assert not [task for task in asyncio.all_tasks() if task is not asyncio.current_task()]
+
+
+async def test_who_reads_slowly_holds_little() -> None:
+    sources = [Source(1000) for _ in range(4)]
+    async with aclosing(merge([source.run() for source in sources])) as items:
+        await anext(items)
+        for _ in range(100):
+            await asyncio.sleep(0)
+        assert sum(source.made for source in sources) <= 1 + 1 + 4, "the one taken, the one queued, and one in the hand of each"
+
+
+class Line:
+    """A connection: what `receive` gives."""
+
+    def __init__(self) -> None:
+        self.gone = asyncio.Event()
+        self.first: list[dict[str, Any]] = [{"type": "http.request", "body": b"", "more_body": False}]
+
+    async def receive(self) -> dict[str, Any]:
+        if self.first:
+            return self.first.pop()
+        await self.gone.wait()
+        return {"type": "http.disconnect"}
+
+
+async def test_the_work_is_cancelled_when_the_client_leaves() -> None:
+    line, ended = Line(), False
+    asyncio.get_running_loop().call_later(0.01, line.gone.set)
+    with pytest.raises(ClientGone):
+        async with while_connected(line.receive):
+            try:
+                await asyncio.sleep(60)
+            finally:
+                ended = True
+    assert ended and not asyncio.current_task().cancelling()  # type: ignore[union-attr]
+
+
+async def test_work_that_is_done_is_not_disturbed() -> None:
+    line = Line()
+    async with while_connected(line.receive):
+        await asyncio.sleep(0)
+    line.gone.set()
+    await asyncio.sleep(0.01)
+    assert len(asyncio.all_tasks()) == 1
+
+
+async def test_errors_of_the_work_are_its_own() -> None:
+    for error in (ValueError(), TimeoutError()):
+        with pytest.raises(type(error)):
+            async with while_connected(Line().receive):
+                raise error
+
+
+async def test_cancelling_from_outside_is_cancelling() -> None:
+    async def work() -> None:
+        async with while_connected(Line().receive):
+            await asyncio.sleep(60)
+
+    task = asyncio.create_task(work())
+    await asyncio.sleep(0.01)
+    task.cancel()
+    with pytest.raises(asyncio.CancelledError):
+        await task
+    await asyncio.sleep(0)
+    assert len(asyncio.all_tasks()) == 1

@@ -1,0 +1,265 @@
+"""What became of a request: the numbers are those of its stages, its record tells them again, and nothing of its text is in either."""
+
+import json
+import threading
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+
+import pytest
+
+from cluster import semconv
+from cluster.config import SloConfig
+from cluster.errors import BatonError, Reason
+from cluster.metrics import Book
+from cluster.telemetry import Span, Tracer
+from engine.sampling import SamplingParams
+from router.journal import MAX_ID, Entry, Journal
+from router.request import Failure, Request
+
+SECRET = [104, 117, 115, 104]
+TRACEPARENT = "00-0af7651916cd43dd8448eb211c80319c-b7ad6b7169203331-01"
+
+
+@dataclass
+class Clock:
+    now: float = 1000.0
+
+    def __call__(self) -> float:
+        return self.now
+
+
+class Box:
+    def __init__(self) -> None:
+        self.spans: list[Span] = []
+        self.done = threading.Event()
+
+    def export(self, spans: Sequence[Span]) -> bool:
+        self.spans += spans
+        return True
+
+    def shutdown(self) -> None: ...
+
+
+@dataclass
+class Desk:
+    """A journal on a clock that tests turn."""
+
+    slo: SloConfig = field(default_factory=SloConfig)
+    keep: int = 10
+    tracer: Tracer = field(default_factory=Tracer)
+
+    def __post_init__(self) -> None:
+        self.clock = Clock()
+        self.book = Book("router", model="tale")
+        self.journal = Journal(self.book, self.tracer, "tale", self.slo, self.keep, wall_clock=lambda: 5e9)
+
+    def open(self, name: str = "r", traceparent: str = "") -> Entry:
+        return self.journal.open("chat", name, traceparent, clock=self.clock)
+
+    def request(self, entry: Entry, name: str = "r", prompt: int = 4) -> Request:
+        params = SamplingParams(max_tokens=8, temperature=0.5, seed=(1 << 64) - 1)
+        entry.request = Request(name, (SECRET * prompt)[:prompt], prompt, params, "salt", 2000.0, entry.trace)
+        return entry.request
+
+    def serve(self, *steps: "tuple[str, str, float, int]", name: str = "r", traceparent: str = "", finish: str = "length") -> Entry:
+        """Each step: stage, worker, seconds, tokens that come at its end one after another, evenly."""
+        with self.open(name, traceparent) as entry:
+            request = self.request(entry, name)
+            for stage, worker, seconds, tokens in steps:
+                entry.trace.watch.enter(stage, worker)  # type: ignore[arg-type]
+                for _ in range(tokens):
+                    self.clock.now += seconds / tokens
+                    request.tokens.append(7)
+                    entry.trace.note_token()
+                self.clock.now += 0.0 if tokens else seconds
+            entry.trace.watch.stop()
+            entry.finish = finish  # type: ignore[assignment]
+        return entry
+
+    def numbers(self, name: str) -> dict[tuple[str, ...], tuple[float, int]]:
+        """label values → (value or sum, count of a histogram)."""
+        for family in self.book.families():
+            if family.name == name:
+                return {
+                    tuple(series.labels.values()): (pytest.approx(series.value), series.buckets[-1] if series.buckets else 0)
+                    for series in family.series
+                }
+        return {}
+
+
+HANDOFF = (("queue", "", 0.5, 0), ("prefill", "p0", 1.0, 1), ("transfer", "d0", 0.25, 0), ("decode", "d0", 2.0, 4))
+
+
+def test_the_times_of_a_request() -> None:
+    desk = Desk()
+    desk.serve(*HANDOFF)
+    assert desk.numbers("baton_router_time_to_first_token_seconds") == {(): (1.5, 1)}
+    assert desk.numbers("baton_router_inter_token_latency_seconds") == {(): (2.25, 4)}
+    assert desk.numbers("baton_router_time_per_output_token_seconds") == {(): (2.25 / 4, 1)}
+    assert desk.numbers("baton_router_request_duration_seconds") == {(): (3.75, 1)}
+    assert desk.numbers("baton_router_stage_duration_seconds") == {
+        ("queue",): (0.5, 1), ("prefill",): (1.0, 1), ("transfer",): (0.25, 1), ("decode",): (2.0, 1),
+    }  # fmt: skip
+    assert desk.numbers("baton_router_prompt_tokens_total") == {(): (4, 0)}
+    assert desk.numbers("baton_router_output_tokens_total") == {(): (5, 0)}
+    assert desk.numbers("baton_router_request_output_tokens") == {(): (5, 1)}
+
+
+def test_a_stage_that_there_was_not_is_not_a_short_one() -> None:
+    desk = Desk()
+    desk.serve(("prefill", "d0", 1.0, 1), ("decode", "d0", 1.0, 3))
+    assert desk.numbers("baton_router_stage_duration_seconds")["transfer",] == (0, 0)
+
+
+def test_one_token_has_no_gap() -> None:
+    desk = Desk(SloConfig(tpot_s=0.001))
+    desk.serve(("prefill", "p0", 1.0, 1))
+    assert desk.numbers("baton_router_time_per_output_token_seconds") == {(): (0, 0)}
+    assert desk.numbers("baton_router_slo_met_total") == {(): (1, 0)}
+
+
+def test_choices_bypasses_and_retries() -> None:
+    desk = Desk()
+    with desk.open() as entry:
+        desk.request(entry)
+        entry.trace.choices += [("prefill", "cached prefix"), ("decode", "fits"), ("decode", "fits"), ("decode", "a new one")]
+        entry.trace.bypasses += ["short"]
+        entry.trace.retry_reasons += ["WORKER_LOST", "WORKER_LOST"]
+        entry.finish = "stop"
+    assert desk.numbers("baton_router_choices_total") == {
+        ("prefill", "cached prefix"): (1, 0), ("decode", "fits"): (2, 0), ("decode", "other"): (1, 0),
+    }  # fmt: skip
+    assert desk.numbers("baton_router_bypasses_total")["short",] == (1, 0)
+    assert desk.numbers("baton_router_retries_total")["WORKER_LOST",] == (2, 0)
+
+
+def test_what_was_refused_took_no_prompt() -> None:
+    desk = Desk()
+    with pytest.raises(BatonError), desk.open() as entry:
+        desk.request(entry)
+        raise BatonError(Reason.SATURATED, "full")
+    assert desk.numbers("baton_router_prompt_tokens_total") == {(): (0, 0)}
+    assert desk.numbers("baton_router_requests_total") == {("refused", "SATURATED"): (1, 0)}
+
+
+def test_saturated_after_the_first_token_is_a_failure() -> None:
+    desk = Desk()
+    with pytest.raises(BatonError), desk.open() as entry:
+        desk.request(entry).tokens.append(1)
+        entry.trace.note_token()
+        raise BatonError(Reason.SATURATED, "full")
+    assert desk.numbers("baton_router_requests_total") == {("failed", "SATURATED"): (1, 0)}
+    assert desk.numbers("baton_router_time_to_first_token_seconds") == {(): (0, 1)}
+    assert desk.numbers("baton_router_request_duration_seconds") == {(): (0, 0)}
+
+
+class TestObjectives:
+    def test_without_any_nothing_is_told(self) -> None:
+        desk = Desk()
+        desk.serve(*HANDOFF)
+        assert not [family.name for family in desk.book.families() if "_slo_" in family.name]
+
+    def test_met_and_missed(self) -> None:
+        desk = Desk(SloConfig(ttft_s=1.2, window=3))
+        assert desk.numbers("baton_router_slo_attainment_ratio") == {}
+        desk.serve(*HANDOFF)
+        desk.serve(*HANDOFF[1:])
+        assert desk.numbers("baton_router_slo_missed_total")["prefill",] == (1, 0)
+        assert desk.numbers("baton_router_slo_met_total") == {(): (1, 0)}
+        assert desk.numbers("baton_router_slo_attainment_ratio") == {(): (0.5, 0)}
+        assert desk.numbers("baton_router_slo_objective_seconds") == {("ttft",): (1.2, 0)}
+        assert [record.slo_missed for record in desk.journal.last(2)] == [None, "prefill"]
+
+    def test_a_failure_is_a_miss_and_a_mistake_or_a_cancel_is_none(self) -> None:
+        desk = Desk(SloConfig(ttft_s=10))
+        for reason in (Reason.INTERNAL, Reason.SATURATED, Reason.INVALID_FIELD, Reason.UNAUTHENTICATED, Reason.CANCELLED):
+            with pytest.raises(BatonError), desk.open():
+                raise BatonError(reason, "x")
+        with pytest.raises(GeneratorExit), desk.open():
+            raise GeneratorExit
+        assert desk.numbers("baton_router_slo_missed_total")["error",] == (2, 0)
+        assert desk.numbers("baton_router_slo_attainment_ratio") == {(): (0, 0)}
+
+
+class TestRecords:
+    def test_tell_the_laps_and_the_failures(self) -> None:
+        desk = Desk()
+        with desk.open() as entry:
+            request = desk.request(entry)
+            watch = entry.trace.watch
+            for at, stage, worker in ((0.5, "prefill", "p0"), (1.5, "prefill", "p1"), (2.0, "transfer", ""), (2.0, "transfer", "d1")):
+                desk.clock.now = 1000 + at
+                watch.enter(stage, worker)  # type: ignore[arg-type]
+            entry.trace.failures.append(Failure(1001.5, "p0", "WORKER_LOST"))
+            entry.trace.retries = 1
+            request.tokens += SECRET
+            desk.clock.now = 1003.0
+            watch.stop()
+            entry.finish = "stop"
+        told = desk.journal.last()[0].to_json()
+        assert told["laps"] == [
+            {"stage": "queue", "worker": "", "start": 0.0, "end": 0.5},
+            {"stage": "prefill", "worker": "p0", "start": 0.5, "end": 1.5},
+            {"stage": "prefill", "worker": "p1", "start": 1.5, "end": 2.0},
+            {"stage": "transfer", "worker": "d1", "start": 2.0, "end": 3.0},
+        ]
+        assert told["failures"] == [{"at": 1.5, "worker": "p0", "reason": "WORKER_LOST"}]
+        assert (told["e2e"], told["retries"], told["outcome"], told["reason"], told["at"]) == (3.0, 1, "ok", "stop", 5e9)
+        assert json.loads(json.dumps(told)) == told
+        assert str(SECRET)[1:-1] not in json.dumps(told) and "salt" not in json.dumps(told)
+
+    def test_are_found_by_their_newest_name(self) -> None:
+        desk = Desk(keep=3)
+        for name in ("a", "b", "a", "c"):
+            desk.serve(*HANDOFF, name=name)
+        assert [record.request_id for record in desk.journal.last(9)] == ["c", "a", "b"]
+        found = desk.journal.find("a")
+        assert found is desk.journal.last(2)[1] and desk.journal.find("d") is None
+
+    def test_keep_no_more_than_asked(self) -> None:
+        desk = Desk(keep=0)
+        desk.serve(*HANDOFF)
+        assert desk.journal.last(5) == []
+
+    def test_of_a_refused_request_have_the_clients_name(self) -> None:
+        desk = Desk()
+        with pytest.raises(BatonError), desk.open("x" * 1000):
+            raise BatonError(Reason.INVALID_FIELD, "request_id: too long")
+        assert desk.journal.last()[0].request_id == "x" * MAX_ID
+
+    def test_hold_no_gaps(self) -> None:
+        """A long answer is not kept token by token."""
+        desk = Desk()
+        entry = desk.serve(*HANDOFF)
+        assert len(entry.trace.gaps) == 0 and desk.journal.last()[0].times.tpot_s == pytest.approx(2.25 / 4)
+
+
+def test_a_traced_request_tells_what_the_conventions_ask_for() -> None:
+    box = Box()
+    desk = Desk(tracer=Tracer(box))
+    desk.serve(*HANDOFF, traceparent=TRACEPARENT)
+    with pytest.raises(BatonError), desk.open(traceparent=TRACEPARENT):
+        raise BatonError(Reason.NO_WORKER, "none")
+    desk.tracer.close()
+    queue, good, _, bad = box.spans
+    assert (good.name, good.kind, good.error) == ("chat tale", "server", "")
+    assert good.attributes == {
+        semconv.OPERATION_NAME: "chat",
+        semconv.PROVIDER_NAME: "baton",
+        semconv.REQUEST_MODEL: "tale",
+        semconv.RESPONSE_MODEL: "tale",
+        semconv.RESPONSE_ID: "r",
+        semconv.REQUEST_MAX_TOKENS: 8,
+        semconv.REQUEST_TEMPERATURE: 0.5,
+        semconv.REQUEST_TOP_P: 1.0,
+        semconv.REQUEST_TOP_K: 0,
+        semconv.RESPONSE_TIME_TO_FIRST_TOKEN: 1.5,
+        semconv.RESPONSE_FINISH_REASONS: ["length"],
+        semconv.USAGE_INPUT_TOKENS: 4,
+        semconv.USAGE_OUTPUT_TOKENS: 5,
+        semconv.USAGE_CACHED_TOKENS: 0,
+        semconv.RETRIES: 0,
+    }
+    assert (queue.name, queue.parent_id, queue.end_ns - queue.start_ns) == (semconv.QUEUE, good.span_id, 500_000_000)
+    assert bad.error == "NO_WORKER" and bad.attributes[semconv.ERROR_TYPE] == "NO_WORKER" and bad.span_id != good.span_id
+    assert {record.trace_id for record in desk.journal.last(2)} == {TRACEPARENT[3:35]}

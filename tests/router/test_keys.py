@@ -1,0 +1,98 @@
+"""API keys: who may ask, as whom, and what a file of keys must look like."""
+
+import hmac
+from hashlib import sha256
+from pathlib import Path
+
+import pytest
+
+from cluster.config import ConfigError
+from cluster.errors import BatonError, Reason
+from router import keys
+from router.keys import ApiKeys
+
+
+def line(name: str, key: str, tenant: str = "") -> str:
+    return f"{name} {sha256(key.encode()).hexdigest()} {tenant}\n"
+
+
+def load(folder: Path, text: str) -> ApiKeys:
+    path = folder / "keys"
+    path.write_text(text)
+    return ApiKeys.load(str(path))
+
+
+def refused(known: ApiKeys, authorization: str | None) -> str:
+    with pytest.raises(BatonError) as caught:
+        known.tenant(authorization)
+    assert caught.value.reason is Reason.UNAUTHENTICATED
+    return caught.value.message
+
+
+@pytest.fixture
+def known(tmp_path: Path) -> ApiKeys:
+    return load(
+        tmp_path,
+        "# two keys\n\n"
+        + line("ci", "secret-1")
+        + "  "
+        + line("app", "secret-2", "shop").upper().replace("APP", "app").replace("SHOP", "shop"),
+    )
+
+
+def test_a_key_speaks_for_its_tenant_or_its_own_name(known: ApiKeys) -> None:
+    assert known
+    assert known.tenant("Bearer secret-1") == "ci" and known.tenant("bearer  secret-2") == "shop"
+
+
+@pytest.mark.parametrize(
+    "authorization",
+    [
+        None, "", "Bearer", "Bearer ", "secret-1", "Basic secret-1", "Bearer secret-3", "Bearer secret-1x", "Bearer " + "x" * 10_000,
+        "Bearer \ud800",
+    ],
+)  # fmt: skip
+def test_everybody_else_is_refused(known: ApiKeys, authorization: str | None) -> None:
+    message = refused(known, authorization)
+    assert "secret" not in message
+
+
+def test_without_keys_everybody_may_ask() -> None:
+    nobody = ApiKeys.load(None)
+    assert not nobody and nobody.tenant(None) == nobody.tenant("Bearer x") == ""
+
+
+def test_every_entry_is_compared_whichever_fits(known: ApiKeys, monkeypatch: pytest.MonkeyPatch) -> None:
+    compared = []
+    monkeypatch.setattr(keys.hmac, "compare_digest", lambda a, b: (compared.append(a), a == b)[1])
+    for key in ("secret-1", "secret-2", "secret-3"):
+        compared.clear()
+        try:
+            known.tenant(f"Bearer {key}")
+        except BatonError:
+            assert key == "secret-3"
+        assert len(compared) == 2
+    assert hmac.compare_digest is keys.hmac.compare_digest
+
+
+@pytest.mark.parametrize(
+    ("text", "what"),
+    [
+        ("", "holds no key"),
+        ("# nothing\n", "holds no key"),
+        ("ci\n", "keys:1: must be NAME SHA256HEX"),
+        ("\nci secret\n", "keys:2: must be NAME SHA256HEX"),
+        (line("ci", "k", "a b"), "must be NAME SHA256HEX"),
+        (line("a/b", "k"), "names have"),
+        (line("ci", "k", "x" * 65), "names have"),
+    ],
+)
+def test_a_file_that_is_none_names_the_line(tmp_path: Path, text: str, what: str) -> None:
+    with pytest.raises(ConfigError, match=r"security\.api_keys") as caught:
+        load(tmp_path, text)
+    assert what in str(caught.value)
+
+
+def test_a_file_that_is_not_there(tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match="cannot be read"):
+        ApiKeys.load(str(tmp_path / "nowhere"))

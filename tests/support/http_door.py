@@ -1,0 +1,222 @@
+"""The HTTP door over a service whose dispatcher follows a script, and a client that speaks ASGI and can leave when it likes."""
+
+import asyncio
+import json
+from collections.abc import AsyncGenerator, Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from itertools import count
+from pathlib import Path
+from typing import Any
+
+from fake_workers import record
+
+from cluster.config import RouterConfig, SloConfig
+from cluster.errors import BatonError
+from cluster.metrics import Book
+from cluster.telemetry import Tracer
+from engine.sampling import SamplingParams
+from models.make_small import make_toy
+from router.admission import Admission
+from router.http.app import HttpDoor
+from router.journal import Journal
+from router.keys import ApiKeys
+from router.request import FinishReason, Request, Token
+from router.service import GenerateService
+from router.tokenizer import Tokenizer
+from router.view import ClusterView
+
+CONTEXT = 4096  # tokens, of the worker that the view knows
+CHAT, COMPLETION = "/v1/chat/completions", "/v1/completions"
+HELLO = {"messages": [{"role": "user", "content": "hello"}]}
+
+
+def toy_tokenizer(path: Path) -> Tokenizer:
+    """A byte is its own token id; 256 ends the text."""
+    make_toy(path)
+    return Tokenizer.load(path)
+
+
+@dataclass
+class Script:
+    """Stands in for the dispatcher: says `ids`, then `finish` or `error`. Waits at `gate` before token number `gate_at`."""
+
+    ids: Sequence[int] = b"abc"
+    finish: FinishReason | None = "length"
+    error: Exception | None = None
+    cached: int = 0
+    gate: asyncio.Event | None = None
+    gate_at: int = 0
+    waits: Callable[[Request], bool] = lambda request: True  # who is stopped by the gate
+    fails: Callable[[Request], bool] = lambda request: True
+    begun: list[Request] = field(default_factory=list)
+    ended: int = 0
+    said: int = 0
+
+    async def generate(self, request: Request) -> AsyncGenerator[Token, None]:
+        self.begun.append(request)
+        request.trace.cached_tokens = self.cached
+        try:
+            for i, id_ in enumerate((*self.ids, None)):
+                if self.gate is not None and i == self.gate_at and self.waits(request):
+                    await self.gate.wait()
+                await asyncio.sleep(0)
+                if id_ is not None:
+                    request.tokens.append(id_)
+                    self.said += 1
+                    yield told(id_, request.params)
+            if self.error is not None and self.fails(request):
+                raise self.error
+            request.finish = self.finish
+        finally:
+            self.ended += 1
+
+
+def told(id_: int, params: SamplingParams) -> Token:
+    if params.logprobs is None:
+        return Token(id_)
+    return Token(id_, -0.5, tuple(((id_ + i) % 257, -0.5 - i) for i in range(params.logprobs)))
+
+
+@dataclass
+class House:
+    tokenizer: Tokenizer
+    script: Script = field(default_factory=Script)
+    config: RouterConfig = field(default_factory=RouterConfig)
+    keys: ApiKeys = field(default_factory=ApiKeys)
+    serving: bool = True
+    workers: bool = True
+    shared_prefixes: bool = False
+
+    def __post_init__(self) -> None:
+        view = ClusterView(self.tokenizer.fingerprint)
+        if self.workers:
+            view.update([record("d0", tokenizer_fingerprint=self.tokenizer.fingerprint, max_model_len=CONTEXT)], 0.0)
+        self.admission = Admission(self.config.max_inflight, self.config.max_queue)
+        numbers = count(1)
+        draw_id = lambda: f"req-{next(numbers)}"  # noqa: E731
+        self.service = GenerateService(
+            tokenizer=self.tokenizer,
+            model_name="toy",
+            view=view,
+            dispatcher=self.script,  # type: ignore[arg-type]
+            admission=self.admission,
+            config=self.config,
+            journal=Journal(Book("router", model="toy"), Tracer(), "toy", SloConfig(), keep=10),
+            draw_seed=lambda: 77,
+            draw_id=draw_id,
+            shared_prefixes=self.shared_prefixes,
+        )
+        self.door = HttpDoor(self.service, self.tokenizer, self.keys, self.config, lambda: self.serving, draw_id)
+
+    async def post(self, path: str, body: Any = None, **options: Any) -> "Answer":
+        return await Call(self.door, "POST", path, HELLO if body is None else body, **options).run()
+
+    async def get(self, path: str, method: str = "GET", **options: Any) -> "Answer":
+        return await Call(self.door, method, path, b"", **options).run()
+
+    def check(self) -> None:
+        """Nobody is inside and nobody waits."""
+        self.admission.check()
+        assert self.service.idle and self.script.ended == len(self.script.begun)
+
+
+@dataclass
+class Answer:
+    status: int
+    headers: dict[str, str]
+    body: bytes
+
+    @property
+    def json(self) -> Any:
+        return json.loads(self.body)
+
+    @property
+    def error(self) -> dict[str, Any]:
+        error: dict[str, Any] = self.json["error"]
+        assert set(self.json) == {"error"} and set(error) == {"message", "type", "param", "code"}
+        assert isinstance(error["message"], str) and error["message"] and isinstance(error["type"], str) and isinstance(error["code"], str)
+        return error
+
+    @property
+    def data(self) -> list[str]:
+        """Of each server-sent event."""
+        assert self.headers["content-type"].startswith("text/event-stream") and self.body.endswith(b"\n\n")
+        events = self.body.decode().split("\n\n")[:-1]
+        assert all(event.startswith("data: ") and "\n" not in event for event in events)
+        return [event.removeprefix("data: ") for event in events]
+
+    @property
+    def chunks(self) -> list[dict[str, Any]]:
+        """Of a stream that came to its end."""
+        *chunks, done = self.data
+        assert done == "[DONE]"
+        return [json.loads(chunk) for chunk in chunks]
+
+
+@dataclass
+class Call:
+    """One HTTP exchange. `leave_after`: the client goes when it has got so many pieces of the body."""
+
+    app: Any
+    method: str
+    path: str
+    body: Any
+    headers: Mapping[str, str] = field(default_factory=dict)
+    leave_after: int | None = None
+    unfinished: bool = False  # more of the body is to come, and never does
+    got: bytes = b""
+    status: int = 0
+
+    def __post_init__(self) -> None:
+        self.gone = asyncio.Event()
+        self.told: dict[str, str] = {}
+        self.pieces = 0
+        self._parts = [self.body if isinstance(self.body, bytes) else json.dumps(self.body).encode()]
+        self.complete = False
+
+    async def run(self) -> Answer:
+        headers = {"content-type": "application/json", "content-length": str(len(self._parts[0])), **self.headers}
+        scope = {
+            "type": "http",
+            "method": self.method,
+            "path": self.path,
+            "raw_path": self.path.encode(),
+            "query_string": b"",
+            "root_path": "",
+            "scheme": "http",
+            "http_version": "1.1",
+            "headers": [(name.lower().encode(), value.encode("latin-1")) for name, value in headers.items()],
+        }
+        await self.app(scope, self._receive, self._send)
+        return Answer(self.status, self.told, self.got)
+
+    async def _receive(self) -> dict[str, Any]:
+        if self._parts:
+            return {"type": "http.request", "body": self._parts.pop(), "more_body": self.unfinished}
+        await self.gone.wait()
+        return {"type": "http.disconnect"}
+
+    async def _send(self, message: dict[str, Any]) -> None:
+        await asyncio.sleep(0)
+        if message["type"] == "http.response.start":
+            assert not self.status
+            self.status = message["status"]
+            self.told = {name.decode(): value.decode() for name, value in message["headers"]}
+            return
+        assert self.status and not self.complete
+        self.complete = not message.get("more_body", False)
+        if not self.gone.is_set():
+            self.got += message.get("body", b"")
+            self.pieces += 1
+            if self.pieces == self.leave_after:
+                self.gone.set()
+
+
+async def settled(condition: Callable[[], bool], within_s: float = 5.0) -> None:
+    async with asyncio.timeout(within_s):
+        while not condition():
+            await asyncio.sleep(0.001)
+
+
+def failing(error: BatonError, after: int = 0) -> Script:
+    return Script(ids=b"abc"[:after], error=error)

@@ -1,0 +1,446 @@
+"""The HTTP door of a whole cluster: driven by the unmodified `openai` package and by one other public client, by raw sockets that behave
+badly, and by a fuzzer. Every token is checked against the oracle."""
+
+import asyncio
+import json
+import random
+import re
+import socket
+import time
+from collections.abc import Iterator
+from dataclasses import dataclass
+from hashlib import sha256
+from pathlib import Path
+from typing import Any
+
+import httpx2
+import openai
+import psutil
+import pytest
+from huggingface_hub import InferenceClient
+from live_cluster import Cluster, cluster, toy, toy_output
+
+from baton.cli import SHIPPED
+from baton.client import AsyncClient, Client, GenerateError
+
+pytestmark = pytest.mark.system
+CONTEXT = 1024
+HELLO: list[Any] = [{"role": "user", "content": "hello, how are you today?"}]
+PROMPT = b"user: hello, how are you today?\nassistant: "
+EXACT: dict[str, Any] = {"temperature": 0, "max_tokens": 24, "extra_body": {"ignore_eos": True}}
+KEYS = {"key-a": "one", "key-b": "other"}
+
+
+@pytest.fixture(scope="module")
+def live(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Cluster]:
+    with cluster(toy(tmp_path_factory.mktemp("models") / "toy", context=CONTEXT, step_delay_ms=2)) as running:
+        yield running
+
+
+@pytest.fixture(scope="module")
+def small(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Cluster]:
+    """Everything is over quickly, and one needs a key."""
+    folder = tmp_path_factory.mktemp("small")
+    lines = [f"{key} {sha256(key.encode()).hexdigest()} {tenant}\n" for key, tenant in KEYS.items()]
+    (folder / "keys").write_text("".join(lines))
+    flags = ("--security.api-keys", str(folder / "keys"), "--router.http-read-timeout-s", "2")
+    with cluster(toy(folder / "toy", context=128), *flags) as running:
+        yield running
+
+
+@pytest.fixture
+def client(live: Cluster) -> Iterator[openai.OpenAI]:
+    with openai.OpenAI(base_url=f"http://{live.http}/v1", api_key="none", max_retries=0) as made:
+        yield made
+
+
+def text_of(ids: list[int]) -> str:
+    """256 ends the text: it has none of its own."""
+    return bytes(id_ for id_ in ids if id_ < 256).decode(errors="replace")
+
+
+def said(prompt: bytes = PROMPT, **params: Any) -> str:
+    return text_of(toy_output(list(prompt), **{"max_tokens": 24, **params}))
+
+
+# The openai package
+
+
+def test_chat(client: openai.OpenAI) -> None:
+    answer = client.chat.completions.create(model="toy", messages=HELLO, **EXACT)
+    (choice,) = answer.choices
+    assert choice.message.content == said() and choice.message.role == "assistant" and choice.finish_reason == "length"
+    assert answer.usage and (answer.usage.prompt_tokens, answer.usage.completion_tokens) == (len(PROMPT), 24)
+    again = client.chat.completions.create(model="toy", messages=HELLO, **EXACT)
+    assert again.usage and again.usage.prompt_tokens_details and again.usage.prompt_tokens_details.cached_tokens
+    assert again.choices[0].message.content == choice.message.content
+
+
+def test_chat_in_chunks(client: openai.OpenAI) -> None:
+    stream = client.chat.completions.create(model="toy", messages=HELLO, stream=True, stream_options={"include_usage": True}, **EXACT)
+    *chunks, last = list(stream)
+    assert "".join(chunk.choices[0].delta.content or "" for chunk in chunks) == said()
+    assert chunks[0].choices[0].delta.role == "assistant" and [c.choices[0].finish_reason for c in chunks[-2:]] == [None, "length"]
+    assert not last.choices and last.usage and last.usage.completion_tokens == 24
+    assert len({chunk.id for chunk in chunks}) == 1
+
+
+async def test_chat_with_the_asynchronous_client(live: Cluster) -> None:
+    async with openai.AsyncOpenAI(base_url=f"http://{live.http}/v1", api_key="none", max_retries=0) as made:
+
+        async def one(seed: int) -> str:
+            stream = await made.chat.completions.create(
+                model="toy", messages=HELLO, stream=True, seed=seed, max_tokens=24, extra_body={"ignore_eos": True}
+            )
+            return "".join([chunk.choices[0].delta.content or "" async for chunk in stream])
+
+        answers = await asyncio.gather(*(one(seed) for seed in range(20)))
+    assert answers == [said(temperature=1.0, seed=seed) for seed in range(20)]
+    await live.quiet()
+
+
+def test_choices_are_those_of_their_seeds(client: openai.OpenAI) -> None:
+    options: dict[str, Any] = {"model": "toy", "max_tokens": 24, "extra_body": {"ignore_eos": True}, "seed": 7, "n": 4}
+    answer = client.completions.create(prompt="some prompt of a few tokens", **options)
+    want = [said(b"some prompt of a few tokens", temperature=1.0, seed=7 + i) for i in range(4)]
+    assert [choice.text for choice in answer.choices] == want and len(set(want)) == 4
+    assert answer.usage and (answer.usage.prompt_tokens, answer.usage.completion_tokens) == (27, 4 * 24)
+    got = [""] * 4
+    for chunk in client.completions.create(prompt="some prompt of a few tokens", stream=True, **options):
+        got[chunk.choices[0].index] += chunk.choices[0].text
+    assert got == want
+
+
+@pytest.mark.parametrize("prompt", ["one prompt", ["one prompt", "another one"], [1, 2, 3], [[1, 2, 3], [4, 5]]])
+def test_completions_of_every_kind_of_prompt(client: openai.OpenAI, prompt: Any) -> None:
+    several = prompt if isinstance(prompt[0], (list, str)) and isinstance(prompt, list) else [prompt]
+    ids = [list(one.encode()) if isinstance(one, str) else one for one in several]
+    answer = client.completions.create(model="toy", prompt=prompt, **EXACT)
+    assert [choice.text for choice in answer.choices] == [text_of(toy_output(one, max_tokens=24)) for one in ids]
+    assert answer.usage and answer.usage.prompt_tokens == sum(map(len, ids))
+
+
+def test_logprobs(client: openai.OpenAI) -> None:
+    chat = client.chat.completions.create(model="toy", messages=HELLO, logprobs=True, top_logprobs=1, **EXACT)
+    entries = chat.choices[0].logprobs.content  # type: ignore[union-attr]
+    assert entries and len(entries) == 24 and all(entry.top_logprobs[0].token == entry.token for entry in entries)
+    ids = toy_output(list(PROMPT), max_tokens=24)
+    assert [entry.bytes for entry in entries] == [[id_] if id_ < 256 else None for id_ in ids]
+    legacy = client.completions.create(model="toy", prompt=PROMPT.decode(), logprobs=1, **EXACT).choices[0].logprobs
+    assert legacy and legacy.tokens == [entry.token for entry in entries] and legacy.token_logprobs == [0.0] * 24
+
+
+def test_a_stop_string(client: openai.OpenAI) -> None:
+    whole = said()
+    stop = next(whole[i : i + 2] for i in range(8, 20) if "\ufffd" not in whole[i : i + 2] and whole.index(whole[i : i + 2]) == i)
+    answer = client.chat.completions.create(model="toy", messages=HELLO, stop=[stop], **EXACT)
+    assert answer.choices[0].message.content == whole[: whole.index(stop)] and answer.choices[0].finish_reason == "stop"
+
+
+def test_models_and_headers(client: openai.OpenAI) -> None:
+    (model,) = client.models.list().data
+    assert model.id == "toy" and model.model_extra and model.model_extra["max_model_len"] == CONTEXT
+    assert client.models.retrieve("toy") == model
+    raw = client.chat.completions.with_raw_response.create(model="toy", messages=HELLO, extra_headers={"x-request-id": "mine"}, **EXACT)
+    assert raw.headers["x-request-id"] == "mine" and raw.parse().id == "chatcmpl-mine"
+
+
+@pytest.mark.parametrize(
+    ("change", "kind", "param", "code"),
+    [
+        ({"model": "other"}, openai.NotFoundError, "model", "model_not_found"),
+        ({"temperature": -1}, openai.BadRequestError, "temperature", "invalid_value"),
+        ({"max_tokens": CONTEXT}, openai.BadRequestError, "max_tokens", "context_length_exceeded"),
+        ({"tools": [{"type": "function", "function": {"name": "f"}}]}, openai.BadRequestError, "tools", "unsupported_parameter"),
+        ({"response_format": {"type": "json_object"}}, openai.BadRequestError, "response_format", "unsupported_parameter"),
+        ({"extra_body": {"guided_json": {}}}, openai.BadRequestError, "guided_json", "unknown_parameter"),
+        ({"messages": [{"role": "user", "content": "x" * 2000}]}, openai.BadRequestError, "messages", "context_length_exceeded"),
+    ],
+)
+@pytest.mark.parametrize("stream", [False, True])
+def test_errors_are_those_of_the_package(
+    client: openai.OpenAI, change: dict[str, Any], kind: type[openai.APIStatusError], param: str, code: str, stream: bool
+) -> None:
+    with pytest.raises(kind) as caught:
+        client.chat.completions.create(**{"model": "toy", "messages": HELLO, "stream": stream, **EXACT, **change})
+    assert (caught.value.param, caught.value.code) == (param, code) and caught.value.request_id
+
+
+def test_a_deadline_of_the_server(client: openai.OpenAI) -> None:
+    headers = {"x-request-timeout-ms": "200"}
+    with pytest.raises(openai.InternalServerError) as caught:
+        client.completions.create(prompt="x", model="toy", max_tokens=900, extra_headers=headers, extra_body={"ignore_eos": True})
+    assert (caught.value.status_code, caught.value.code) == (504, "deadline")
+    with pytest.raises(openai.APIError) as broken:
+        more = {"extra_headers": headers, "extra_body": {"ignore_eos": True}}
+        list(client.completions.create(prompt="x", model="toy", max_tokens=900, stream=True, **more))
+    assert broken.value.code == "deadline"
+
+
+def test_another_public_client(live: Cluster) -> None:
+    other = InferenceClient(base_url=f"http://{live.http}/v1", api_key="none")
+    options: dict[str, Any] = {"model": "toy", "temperature": 0, "max_tokens": 24, "extra_body": {"ignore_eos": True}}
+    answer = other.chat_completion(HELLO, logprobs=True, top_logprobs=1, **options)
+    assert answer.choices[0].message.content == said() and answer.usage.completion_tokens == 24
+    stream = other.chat_completion(HELLO, stream=True, stream_options={"include_usage": True}, **options)
+    assert "".join(chunk.choices[0].delta.content or "" for chunk in stream if chunk.choices) == said()
+
+
+def test_the_same_door_as_grpc(live: Cluster, client: openai.OpenAI) -> None:
+    with Client(live.grpc) as grpc_client, grpc_client.generate("a prompt", max_tokens=24, seed=5, ignore_eos=True) as stream:
+        want = "".join(stream.texts())
+    assert (
+        client.completions.create(model="toy", prompt="a prompt", max_tokens=24, seed=5, extra_body={"ignore_eos": True}).choices[0].text
+        == want
+    )
+
+
+def test_where_it_is(live: Cluster) -> None:
+    told = json.loads(live.baton("status", "--json", "--name", live.name).stdout)["endpoints"]
+    assert told["http"] == live.http
+    log = (live.logs.parent / f"{live.name}-up.log").read_text()
+    (url, body) = re.search(r"curl (\S+) -H 'content-type: application/json' -d '(.*)'", log).groups()  # type: ignore[union-attr]
+    answer = httpx2.post(url, content=body, headers={"content-type": "application/json"}, timeout=60)
+    assert url == f"http://{live.http}/v1/chat/completions" and answer.json()["choices"][0]["message"]["content"]
+    for path in ("health", "readyz", "livez", "version", "openapi.json"):
+        assert httpx2.get(f"http://{live.http}/{path}").status_code == 200
+
+
+# Sockets that behave badly
+
+
+def connect(live: Cluster) -> socket.socket:
+    host, port = live.http.rsplit(":", 1)
+    return socket.create_connection((host, int(port)), timeout=30)
+
+
+def post(body: dict[str, Any], path: str = "/v1/completions") -> bytes:
+    data = json.dumps(body).encode()
+    return f"POST {path} HTTP/1.1\r\nhost: x\r\ncontent-type: application/json\r\ncontent-length: {len(data)}\r\n\r\n".encode() + data
+
+
+LONG = {"prompt": "x" * 50, "max_tokens": 900, "ignore_eos": True, "stream": True}
+
+
+def inflight(live: Cluster) -> int:
+    return int(live.status()["router"]["inflight"])
+
+
+@pytest.mark.parametrize("reset", [False, True])
+async def test_a_socket_dropped_in_the_middle_of_a_stream_frees_everything(live: Cluster, reset: bool) -> None:
+    dropped = [connect(live) for _ in range(8)]
+    for sock in dropped:
+        sock.sendall(post({**LONG, "n": 2}))
+    for sock in dropped:
+        assert sock.recv(200).startswith(b"HTTP/1.1 200")
+    assert inflight(live) == 16
+    for sock in dropped:
+        if reset:
+            sock.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, b"\x01\0\0\0\0\0\0\0")
+        sock.close()
+    await live.quiet()
+
+
+async def test_half_a_body_frees_everything(live: Cluster) -> None:
+    halves = [connect(live) for _ in range(8)]
+    for sock in halves:
+        sock.sendall(post(LONG)[:-20])
+    assert inflight(live) == 0
+    for sock in halves:
+        sock.close()
+    await live.quiet()
+
+
+async def test_a_reader_that_stops_disturbs_nobody(live: Cluster, client: openai.OpenAI) -> None:
+    stopped = connect(live)
+    stopped.sendall(post(LONG))
+    assert (await asyncio.to_thread(client.chat.completions.create, model="toy", messages=HELLO, **EXACT)).choices[
+        0
+    ].message.content == said()
+    stopped.close()
+    await live.quiet()
+
+
+def test_many_idle_connections_cost_little_and_disturb_nobody(live: Cluster, client: openai.OpenAI) -> None:
+    router = psutil.Process(live.status()["router"]["pid"])
+    before = router.num_fds(), router.memory_info().rss
+    idle = [connect(live) for _ in range(200)]
+    live.wait(lambda: router.num_fds() >= before[0] + 200)
+    assert client.chat.completions.create(model="toy", messages=HELLO, **EXACT).choices[0].message.content == said()
+    assert router.memory_info().rss - before[1] < 64 << 20
+    for sock in idle:
+        sock.close()
+    live.wait(lambda: router.num_fds() < before[0] + 20)
+
+
+# Keys and tenants
+
+
+def complete(small: Cluster, key: str | None, prompt: str, **fields: Any) -> httpx2.Response:
+    headers = {} if key is None else {"authorization": f"Bearer {key}"}
+    body = {"prompt": prompt, "max_tokens": 4, "temperature": 0, "ignore_eos": True, **fields}
+    return httpx2.post(f"http://{small.http}/v1/completions", json=body, headers=headers, timeout=60)
+
+
+def cached(response: httpx2.Response) -> int:
+    return int(response.json()["usage"]["prompt_tokens_details"]["cached_tokens"])
+
+
+def test_nobody_is_answered_without_a_key(small: Cluster) -> None:
+    assert complete(small, None, "x").status_code == complete(small, "key-c", "x").status_code == 401
+    assert complete(small, "key-a", "x").status_code == 200
+    for key in (None, "key-c", "key-a"):
+        with Client(small.grpc, api_key=key) as grpc_client, grpc_client.generate("x", max_tokens=2) as stream:
+            if key == "key-a":
+                assert len(list(stream)) == 2
+            else:
+                with pytest.raises(GenerateError) as caught:
+                    list(stream)
+                assert caught.value.reason == "UNAUTHENTICATED"
+    asked = small.baton("generate", "x", "--max-tokens", "2", "--name", small.name)
+    assert asked.returncode == 1 and "API key" in asked.stderr
+    small.env["BATON_API_KEY"] = "key-b"
+    assert small.baton("generate", "x", "--max-tokens", "2", "--name", small.name).returncode == 0
+    del small.env["BATON_API_KEY"]
+
+
+def test_no_tenant_finds_what_another_has_cached(small: Cluster) -> None:
+    prompt = "".join(random.choices("abcdefgh", k=100))
+    assert cached(complete(small, "key-a", prompt)) == 0
+    assert cached(complete(small, "key-a", prompt)) > 0
+    assert cached(complete(small, "key-b", prompt)) == 0
+    assert cached(complete(small, "key-a", prompt, cache_salt="s")) == 0
+    with Client(small.grpc, api_key="key-a") as grpc_client, grpc_client.generate(prompt, max_tokens=4) as stream:
+        list(stream)
+        assert stream.result.usage.cached_tokens > 0, "a tenant is the same at both doors"
+
+
+# Fuzz
+
+
+@dataclass
+class Fuzzed:
+    """What must hold whatever was sent."""
+
+    small: Cluster
+    answers: int = 0
+
+    def check(self, response: Any) -> None:
+        self.answers += 1
+        assert response.status_code in (200, 400, 401, 404, 405, 408, 413, 415), (response.status_code, response.text)
+        if response.status_code != 200:
+            error = json.loads(response.text)["error"]
+            assert set(error) == {"message", "type", "param", "code"} and error["message"] and error["code"]
+        assert response.headers["x-request-id"] or response.status_code == 408
+
+    async def over(self) -> None:
+        """Nothing is left, nothing died, and it answers rightly."""
+        await self.small.quiet()
+        assert complete(self.small, "key-a", "a prompt").json()["choices"][0]["text"] == said(b"a prompt", max_tokens=4)
+        assert not re.search(r"Traceback|an HTTP request failed|a call failed", self.small.log("router-0"))
+
+
+@pytest.fixture
+def fuzzed(small: Cluster) -> Iterator[Fuzzed]:
+    made = Fuzzed(small)
+    yield made
+    asyncio.run(made.over())
+    assert made.answers > 20
+
+
+HEADERS = {"authorization": "Bearer key-a"}
+
+
+BODIES: list[tuple[str, dict[str, Any]]] = [
+    ("/v1/chat/completions", {"messages": HELLO, "max_tokens": 3, "logprobs": True, "top_logprobs": 2, "stop": ["x"], "seed": 1}),
+    ("/v1/chat/completions", {"messages": HELLO, "stream": True, "stream_options": {"include_usage": True}, "n": 2, "max_tokens": 3}),
+    ("/v1/completions", {"prompt": [[1, 2, 3], "abc"], "max_tokens": 3, "logit_bias": {"5": 1.5}, "temperature": 0.5}),
+    ("/tokenize", {"prompt": "some text"}),
+    ("/detokenize", {"tokens": [1, 2, 3, 255]}),
+]
+PIECES = [b"\\ud800", b"\x00", b"\xff", b"1e999", b"-1", b"null", b"[[[[", b"{}", b'"', b"\xf0\x9f\x99\x82", b"9" * 400, b"NaN", b"\\u0000"]
+
+
+def mutated(rng: random.Random, body: bytes) -> bytes:
+    data = bytearray(body)
+    for _ in range(rng.choice((1, 1, 2, 5))):
+        at = rng.randrange(len(data) + 1)
+        match rng.randrange(5):
+            case 0:
+                data[at : at + 1] = bytes([rng.randrange(256)])
+            case 1:
+                del data[at : at + rng.randrange(1, 9)]
+            case 2:
+                data[at:at] = rng.choice(PIECES)
+            case 3:
+                data[at:at] = data[rng.randrange(len(data) + 1) :][:20]
+            case _:
+                del data[at:]
+    return bytes(data)
+
+
+def test_bytes_that_were_changed_on_the_way(fuzzed: Fuzzed) -> None:
+    rng = random.Random(6)
+    router = psutil.Process(fuzzed.small.status()["router"]["pid"])
+    with httpx2.Client(
+        base_url=f"http://{fuzzed.small.http}", headers=HEADERS | {"content-type": "application/json"}, timeout=60
+    ) as client:
+        for i in range(600):
+            if i == 200:
+                warm = router.memory_info().rss
+            path, body = rng.choice(BODIES)
+            fuzzed.check(client.post(path, content=mutated(rng, json.dumps(body).encode())))
+    assert router.memory_info().rss - warm < 16 << 20 and router.is_running()
+
+
+def test_requests_that_were_changed_on_the_way(small: Cluster) -> None:
+    """Bytes of the whole request, headers too: an answer or a closed connection, and never a 500."""
+    rng = random.Random(7)
+    for _ in range(200):
+        path, body = rng.choice(BODIES)
+        with connect(small) as sock:
+            sock.sendall(mutated(rng, post(body, path).replace(b"host: x", b"host: x\r\nauthorization: Bearer key-a")))
+            sock.shutdown(socket.SHUT_WR)
+            got = sock.recv(100)
+            assert not got or re.match(rb"HTTP/1.1 (200|400|401|404|405|408|413|415|501|503) ", got), got
+    asyncio.run(Fuzzed(small).over())
+
+
+# Life and death
+
+
+async def until_status(client: httpx2.AsyncClient, status: int) -> None:
+    deadline = time.monotonic() + 30
+    while True:
+        try:
+            if (await client.get("/readyz")).status_code == status:
+                return
+        except httpx2.TransportError:
+            pass
+        assert time.monotonic() < deadline
+        await asyncio.sleep(0.02)
+
+
+# The checkpoint that ships
+
+
+async def test_the_shipped_model_tells_the_same_over_both_doors(tmp_path: Path) -> None:
+    with cluster(SHIPPED, "--engine.threads", "1") as tale:
+        question: list[Any] = [{"role": "user", "content": "Tell me a story about a hedgehog named Pim and an owl."}]
+        async with (
+            AsyncClient(tale.grpc) as grpc_client,
+            grpc_client.generate(messages=question, max_tokens=40, temperature=0.0) as stream,
+        ):
+            want = "".join([token.text async for token in stream]) + stream._assembly.held_back
+        async with openai.AsyncOpenAI(base_url=f"http://{tale.http}/v1", api_key="none", max_retries=0) as made:
+            (model,) = (await made.models.list()).data
+            assert model.id == "tale"
+            answer = await made.chat.completions.create(
+                model="tale", messages=question, max_tokens=40, temperature=0, logprobs=True, top_logprobs=3
+            )
+        (choice,) = answer.choices
+        assert choice.message.content == want and "Pim" in want
+        entries = choice.logprobs.content  # type: ignore[union-attr]
+        assert entries and "".join(entry.token for entry in entries if entry.bytes).strip() == want.strip()
+        assert all(entry.top_logprobs[0].token == entry.token and entry.logprob <= 0 for entry in entries), "greedy is the best one"
+        await tale.quiet()

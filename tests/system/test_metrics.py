@@ -1,0 +1,334 @@
+"""Metrics of a live cluster: complete, true to what was done, fit for promtool, and scraped by a real Prometheus.
+
+The tests that need Prometheus's own programs are skipped without them: `apt-get install prometheus` has both.
+"""
+
+import asyncio
+import json
+import os
+import shutil
+import subprocess
+import time
+import urllib.error
+import urllib.parse
+import urllib.request
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import grpc
+import psutil
+import pytest
+import yaml
+from live_cluster import ROOT, Cluster, cluster, toy
+from prometheus_client.parser import text_string_to_metric_families
+
+from baton.client import AsyncClient, GenerateError
+from baton.up import free_port
+from cluster.metrics import TABLE, Role
+
+pytestmark = pytest.mark.system
+
+DEPLOY = ROOT / "deploy" / "prometheus"
+REQUESTS, PROMPT, OUTPUT = 6, 200, 16
+needs_promtool = pytest.mark.skipif(not shutil.which("promtool"), reason="no promtool: apt-get install prometheus")
+needs_prometheus = pytest.mark.skipif(not shutil.which("prometheus"), reason="no prometheus: apt-get install prometheus")
+
+
+def fetch(address: str, path: str) -> str:
+    with urllib.request.urlopen(f"http://{address}{path}", timeout=10) as answer:
+        return str(answer.read().decode())
+
+
+@dataclass
+class Scrape:
+    """Samples by name and labels."""
+
+    text: str
+
+    def __post_init__(self) -> None:
+        self.samples = [sample for family in text_string_to_metric_families(self.text) for sample in family.samples]
+
+    @property
+    def names(self) -> set[str]:
+        return {line.split(" ")[2] for line in self.text.splitlines() if line.startswith("# TYPE ")}
+
+    def sum(self, name: str, **labels: str) -> float:
+        """Of the samples with these labels; KeyError when there is none of the name."""
+        found = [sample for sample in self.samples if sample.name == name]
+        if not found:
+            raise KeyError(name)
+        return sum(sample.value for sample in found if labels.items() <= sample.labels.items())
+
+
+def scrape(live: Cluster) -> dict[Role, Scrape]:
+    """Of a cluster with one worker of each role."""
+    workers = {worker["role"]: worker["metrics"] for worker in live.workers()}
+    addresses = {"router": live.status()["endpoints"]["metrics"], **workers}
+    return {role: Scrape(fetch(address, "/metrics")) for role, address in addresses.items()}
+
+
+async def serve(client: AsyncClient, prompt: list[int], **more: Any) -> None:
+    params = {"max_tokens": OUTPUT, "temperature": 0.0, "ignore_eos": True, "timeout_s": 60, **more}
+    async with client.generate(token_ids=prompt, **params) as stream:
+        async for _ in stream:
+            pass
+
+
+@pytest.fixture(scope="module")
+def live(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Cluster]:
+    model = toy(tmp_path_factory.mktemp("models") / "toy")
+    with cluster(model, "--slo.ttft-s", "100", "--slo.tpot-s", "1e-9", "--slo.window", "50") as running:
+        yield running
+
+
+@pytest.fixture(scope="module")
+def used(live: Cluster) -> dict[Role, Scrape]:
+    asyncio.run(use(live))
+    return scrape(live)
+
+
+async def use(live: Cluster) -> None:
+    """Six handoffs of six prompts, one short prompt, one refusal and one cancel."""
+    async with live.client() as client:
+        for i in range(REQUESTS):
+            await serve(client, [(i * 37 + k * (i + 2)) % 250 for k in range(PROMPT)])
+        await serve(client, [1, 2, 3])
+        with pytest.raises(GenerateError):
+            await serve(client, [1, 2, 3], max_tokens=0)
+        async with client.generate(token_ids=[9] * 50, max_tokens=3000, ignore_eos=True, timeout_s=60) as stream:
+            async for _ in stream:
+                break
+    await live.quiet()
+
+
+@pytest.mark.parametrize("role", ["router", "prefill", "decode"])
+def test_a_process_tells_all_that_the_table_has_for_it(used: dict[Role, Scrape], role: Role) -> None:
+    """And nothing else: a metric that was forgotten at wiring would be missed here."""
+    expected = {metric.name for metric in TABLE if role in metric.roles}
+    told = {name for name in used[role].names if name.startswith("baton_")}
+    assert told == expected
+    aliases = {alias.name for metric in TABLE if role in metric.roles for alias in metric.aliases}
+    assert {name for name in used[role].names if name.startswith("vllm:")} == aliases
+
+
+def test_the_router_counts_what_was_done(used: dict[Role, Scrape]) -> None:
+    router = used["router"]
+    assert router.sum("baton_router_requests_total", outcome="ok", reason="length") == REQUESTS + 1
+    assert router.sum("baton_router_requests_total", outcome="invalid", reason="INVALID_FIELD") == 1
+    assert router.sum("baton_router_requests_total", outcome="cancelled", reason="CANCELLED") == 1
+    assert router.sum("baton_router_prompt_tokens_total") == REQUESTS * PROMPT + 3 + 50
+    assert router.sum("baton_router_time_to_first_token_seconds_count") == REQUESTS + 2
+    assert router.sum("baton_router_request_duration_seconds_count") == REQUESTS + 1
+    assert router.sum("baton_router_stage_duration_seconds_count", stage="transfer") == REQUESTS
+    stages, whole = router.sum("baton_router_stage_duration_seconds_sum"), router.sum("baton_router_request_duration_seconds_sum")
+    assert stages == pytest.approx(whole, abs=1e-6)
+    assert router.sum("baton_router_choices_total", role="prefill") == REQUESTS + 1
+    assert router.sum("baton_router_bypasses_total", reason="short") == 1
+    assert router.sum("baton_router_requests_in_flight") == 0 == router.sum("baton_router_requests_queued")
+    assert router.sum("baton_router_slo_missed_total") == REQUESTS + 1 and router.sum("baton_router_slo_met_total") == 0
+    assert router.sum("baton_router_slo_attainment_ratio") == 0
+    assert router.sum("baton_router_worker_usable") == 2 and router.sum("baton_router_worker_usable", worker="decode-0") == 1
+    assert router.sum("baton_router_worker_credit_tokens", worker="decode-0") > 0
+    assert router.sum("baton_registry_reachable") == 1
+
+
+def test_the_workers_count_what_was_done(used: dict[Role, Scrape]) -> None:
+    prefill, decode = used["prefill"], used["decode"]
+    me = {"worker": "decode-0", "role": "decode"}
+    assert decode.sum("baton_handoffs_total", transport="nixl", outcome="ok", **me) >= REQUESTS
+    handoffs = decode.sum("baton_handoffs_total")
+    assert decode.sum("baton_handoff_read_duration_seconds_count", transport="nixl") == handoffs
+    checked = decode.sum("baton_digests_checked_total")
+    assert checked >= 13 * REQUESTS and decode.sum("baton_digests_failed_total") == 0
+    assert decode.sum("baton_handoff_read_bytes_sum", transport="nixl") == checked * 2 * 16 * 8 * 8
+    assert decode.sum("baton_handoff_recomputed_tokens_total") == 0
+    granted, ended = (prefill.sum("baton_leases_total", event=event) for event in ("granted", "released"))
+    assert granted == ended == REQUESTS + 1 and prefill.sum("baton_leases_held") == 0
+    assert prefill.sum("baton_engine_computed_tokens_total") == REQUESTS * PROMPT + 50
+    for worker in (prefill, decode):
+        assert worker.sum("baton_engine_step_tokens_sum") == worker.sum("baton_engine_computed_tokens_total")
+        assert worker.sum("baton_engine_step_duration_seconds_count") == worker.sum("baton_engine_step_sequences_count") > 0
+        assert worker.sum("baton_kv_blocks", state="used") == 0 == worker.sum("baton_kv_usage_ratio")
+        assert worker.sum("baton_kv_blocks", state="cached") > 0
+    blocks = next(sample.labels["num_blocks"] for sample in decode.samples if sample.name == "baton_kv_cache_info")
+    assert decode.sum("baton_kv_blocks") == int(blocks)
+
+
+def test_an_alias_is_the_same_number(used: dict[Role, Scrape]) -> None:
+    for role, told in used.items():
+        for metric in (metric for metric in TABLE if role in metric.roles):
+            suffixes = ("_sum", "_count") if metric.kind == "histogram" else ("",)
+            for alias in metric.aliases:
+                for suffix in suffixes:
+                    assert told.sum(alias.name + suffix, model_name="toy", engine="0") == told.sum(metric.name + suffix, **alias.only)
+
+
+def test_nothing_of_a_request_is_in_a_label(used: dict[Role, Scrape]) -> None:
+    known = {"worker", "role", "le", "model_name", "engine", "version", "finished_reason", "num_gpu_blocks"}
+    known |= {label for metric in TABLE for label in metric.labels}
+    for told in used.values():
+        assert {label for sample in told.samples for label in sample.labels} <= known
+
+
+@needs_promtool
+def test_promtool_objects_to_the_colon_of_the_aliases_only(used: dict[Role, Scrape]) -> None:
+    for told in used.values():
+        own = "".join(line for line in told.text.splitlines(keepends=True) if "vllm:" not in line)
+        assert promtool("check", "metrics", input=own) == (0, "")
+        status, complaints = promtool("check", "metrics", input=told.text)
+        assert status != 0 and all(line.startswith("vllm:") and line.endswith("':'") for line in complaints.splitlines())
+        assert promtool("check", "metrics", input=own.replace("baton_kv_usage_ratio", "baton_kv_usage_ms"))[0] != 0, "negative control"
+
+
+def promtool(*arguments: str, **options: Any) -> tuple[int, str]:
+    done = subprocess.run(["promtool", *arguments], capture_output=True, text=True, timeout=60, cwd=DEPLOY, **options)
+    return done.returncode, done.stdout + done.stderr
+
+
+@needs_promtool
+def test_the_alerts_are_rules_and_fire_when_they_should() -> None:
+    assert promtool("check", "rules", "alerts.yml")[0] == 0
+    status, told = promtool("test", "rules", "alerts_test.yml")
+    assert status == 0, told
+
+
+@needs_promtool
+def test_an_alert_that_does_not_fire_is_seen(tmp_path: Path) -> None:
+    """Negative control."""
+    rules, tests = ((DEPLOY / name).read_text() for name in ("alerts.yml", "alerts_test.yml"))
+    (tmp_path / "alerts.yml").write_text(rules.replace("baton_digests_failed_total[10m]) > 0", "baton_digests_failed_total[10m]) > 99"))
+    (tmp_path / "alerts_test.yml").write_text(tests)
+    done = subprocess.run(["promtool", "test", "rules", "alerts_test.yml"], cwd=tmp_path, capture_output=True, text=True, timeout=60)
+    assert done.returncode != 0 and "BatonDigestFailed" in done.stdout + done.stderr
+
+
+# A real Prometheus
+
+
+@contextmanager
+def prometheus(folder: Path, router: str) -> Iterator[str]:
+    """Scrapes what the shipped configuration scrapes, four times a second; yields its address."""
+    config = yaml.safe_load((DEPLOY / "prometheus.yml").read_text())
+    config["global"] = {"scrape_interval": "250ms", "evaluation_interval": "250ms"}
+    config["rule_files"] = [str(DEPLOY / "alerts.yml")]
+    config["scrape_configs"][0]["http_sd_configs"] = [{"url": f"http://{router}/targets", "refresh_interval": "250ms"}]
+    (folder / "prometheus.yml").write_text(yaml.safe_dump(config))
+    address = f"127.0.0.1:{free_port('127.0.0.1')}"
+    places = (f"--config.file={folder / 'prometheus.yml'}", f"--storage.tsdb.path={folder / 'data'}")
+    command = ["prometheus", *places, f"--web.listen-address={address}"]
+    with (folder / "prometheus.log").open("wb") as log:
+        process = subprocess.Popen(command, stdout=log, stderr=log)
+    try:
+        yield address
+    finally:
+        process.terminate()
+        process.wait(20)
+
+
+def ask(address: str, expression: str) -> dict[str, float]:
+    """Values by the `instance`, or else the only label, of each series."""
+    told = json.loads(fetch(address, f"/api/v1/query?{urllib.parse.urlencode({'query': expression})}"))
+    return {"".join(one["metric"].values()): float(one["value"][1]) for one in told["data"]["result"]}
+
+
+def wait_for(address: str, expression: str, expected: dict[str, float]) -> None:
+    deadline, found = time.monotonic() + 60, {}
+    while time.monotonic() < deadline:
+        try:
+            found = ask(address, expression)
+        except (urllib.error.URLError, ConnectionError):
+            found = {}
+        if found == expected:
+            return
+        time.sleep(0.1)
+    raise AssertionError(f"{expression} is {found}, not {expected}")
+
+
+@needs_prometheus
+def test_a_real_prometheus_finds_and_scrapes_every_process(live: Cluster, used: dict[Role, Scrape], tmp_path: Path) -> None:
+    before = scrape(live)
+    with prometheus(tmp_path, live.status()["endpoints"]["metrics"]) as address:
+        wait_for(address, 'count(up{job="baton"} == 1)', {"": 3.0})
+        wait_for(address, 'sum(baton_router_requests_total{outcome="ok"})', {"": before["router"].sum("vllm:request_success_total")})
+        wait_for(address, "sum by (role) (baton_kv_usage_ratio)", {"": 0.0, "prefill": 0.0, "decode": 0.0})
+        wait_for(
+            address,
+            "histogram_quantile(1, sum by (le) (baton_router_request_prompt_tokens_bucket)) >= bool 200",
+            {"": 1.0},
+        )
+        dashboard = json.loads((ROOT / "deploy" / "grafana" / "baton.json").read_text())
+        expressions = [target["expr"] for panel in dashboard["panels"] for target in panel.get("targets", ())]
+        for expression in expressions:
+            ask(address, expression.replace("$__rate_interval", "1m"))
+        loaded = json.loads(fetch(address, "/api/v1/rules"))["data"]["groups"][0]["rules"]
+        assert len(loaded) == 17 and not [rule for rule in loaded if rule["health"] == "err"]
+
+
+@needs_prometheus
+def test_a_worker_that_is_lost_raises_an_alert(tmp_path: Path) -> None:
+    """In a live cluster: the only decode worker hangs; nothing of the pipeline from fact to alert is stubbed."""
+    with cluster(toy(tmp_path / "toy"), prefill=0) as live, prometheus(tmp_path, live.status()["endpoints"]["metrics"]) as address:
+        wait_for(address, "sum(baton_router_worker_usable)", {"": 1.0})
+        pending = 'count(ALERTS{alertname="BatonNoDecodeWorker"})'
+        wait_for(address, pending, {})
+        pid = live.kill("decode-0", 19)  # SIGSTOP
+        try:
+            wait_for(address, pending, {"": 1.0})
+        finally:
+            os.kill(pid, 18)
+
+
+# Off, and restarted
+
+
+def listening(pid: int) -> int:
+    return len({c.laddr.port for c in psutil.Process(pid).net_connections("inet") if c.status == psutil.CONN_LISTEN})
+
+
+def test_off_means_that_nothing_listens(live: Cluster, tmp_path: Path) -> None:
+    with cluster(toy(tmp_path / "toy"), "--telemetry.metrics", "false") as silent:
+        assert "metrics" in live.status()["endpoints"] and "metrics" not in silent.status()["endpoints"]
+        assert all(worker["metrics"] for worker in live.workers()) and not any(worker["metrics"] for worker in silent.workers())
+        for told, quiet in ((router_pid(live), router_pid(silent)), *zip(pids(live), pids(silent), strict=True)):
+            assert listening(told) - listening(quiet) == 1
+
+
+def router_pid(live: Cluster) -> int:
+    return int(live.status()["router"]["pid"])
+
+
+def pids(live: Cluster) -> list[int]:
+    return [worker["pid"] for worker in live.workers()]
+
+
+def test_a_taken_port_is_an_error_that_names_it(live: Cluster, tmp_path: Path) -> None:
+    port = live.status()["endpoints"]["metrics"].rpartition(":")[2]
+    flags = ("--model", str(toy(tmp_path / "toy")), "--cluster.name", "second", "--telemetry.metrics-port", port)
+    ports = ("--router.port", "0", "--router.admin-port", "0", "--router.http-port", "0", "--engine.kv-memory-mib", "64")
+    done = live.baton("up", *flags, *ports, timeout=120)
+    assert done.returncode == 1 and f"cannot listen on 127.0.0.1:{port}" in done.stderr
+
+
+async def test_health_follows_the_process(tmp_path: Path) -> None:
+    """A worker that drains says so, and the targets follow one that is started anew."""
+    with cluster(toy(tmp_path / "toy"), prefill=0) as live:
+        router = live.status()["endpoints"]["metrics"]
+        assert fetch(router, "/health") == "ok\n" and fetch(live.workers()[0]["metrics"], "/health") == "ok\n"
+        before = json.loads(fetch(router, "/targets"))[0]["targets"]
+        assert before == [router, live.workers()[0]["metrics"]]
+        incarnation = live.workers()[0]["incarnation"]
+        live.kill("decode-0")
+        live.wait(lambda: live.workers()[0]["incarnation"] != incarnation and live.workers()[0]["state"] == "ready")
+        assert json.loads(fetch(router, "/targets"))[0]["targets"] == [router, live.workers()[0]["metrics"]]
+        async with live.client() as client:
+            await serve(client, list(range(100)))
+        assert scrape_one(live).sum("baton_engine_computed_tokens_total") > 0
+        with pytest.raises(grpc.RpcError), grpc.insecure_channel(router) as channel:  # no gRPC there
+            channel.unary_unary("/x/y")(b"", timeout=5)
+
+
+def scrape_one(live: Cluster) -> Scrape:
+    return Scrape(fetch(live.workers()[0]["metrics"], "/metrics"))

@@ -1,0 +1,177 @@
+"""Leases, handoffs and digests are counted by what became of them."""
+
+import asyncio
+from dataclasses import replace
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+from handoff_pair import PROMPT, Pair, greedy, pair
+
+from cluster import semconv
+from cluster.errors import BatonError
+from cluster.metrics import Book
+from cluster.telemetry import Span, Tracer
+from engine.block_key import root_key
+from engine.engine import Counts
+from engine.loop import Facts
+from engine.sequence import Sequence
+from worker.meter import Meter
+
+
+def told(book: Book, name: str) -> dict[tuple[str, ...], float]:
+    """Of a worker's book: the label values after worker and role → the number, or how many of a histogram."""
+    (family,) = (family for family in book.families() if family.name == name)
+    return {
+        tuple(value for label, value in series.labels.items() if label not in ("worker", "role")): number
+        for series in family.series
+        if (number := series.buckets[-1] if series.buckets else series.value)
+    }
+
+
+def events(p: Pair) -> dict[str, int]:
+    return {event: count for event, count in p.prefill.exporter.events.items() if count}
+
+
+async def test_a_handoff_that_is_well() -> None:
+    async with pair() as p:
+        for request in "ab":  # the second finds four of five blocks here
+            await p.start(await p.hand_over(request), request).task
+        await p.settled()
+        assert told(p.book, "baton_handoffs_total") == {("tcp", "ok"): 2}
+        assert told(p.book, "baton_handoff_read_duration_seconds") == {("tcp",): 2} == told(p.book, "baton_handoff_read_bytes")
+        assert told(p.book, "baton_handoff_verify_duration_seconds") == {(): 2}
+        assert told(p.book, "baton_digests_checked_total") == {(): 6} and told(p.book, "baton_handoff_reused_blocks_total") == {(): 4}
+        assert not told(p.book, "baton_digests_failed_total") and not told(p.book, "baton_handoff_recomputed_tokens_total")
+        assert events(p) == {"granted": 2, "renewed": 2, "released": 2}
+
+
+async def test_a_block_that_is_not_what_was_leased() -> None:
+    async with pair() as p:
+        first = await p.hand_over()
+        p.engines[0].runner.pool.block(first.handle.block_ids[1])[3] ^= 0x10
+        await p.start(first).task
+        await p.settled()
+        assert told(p.book, "baton_handoffs_total") == {("tcp", "DIGEST_MISMATCH"): 1}
+        assert told(p.book, "baton_digests_checked_total") == {(): 5} and told(p.book, "baton_digests_failed_total") == {(): 1}
+        assert told(p.book, "baton_handoff_recomputed_tokens_total") == {(): len(PROMPT)}
+
+
+async def test_a_lease_that_nobody_came_for() -> None:
+    async with pair() as p:
+        first = await p.hand_over()
+        p.clock.now += 1000
+        await p.settled()
+        assert events(p) == {"granted": 1, "expired": 1}
+        await p.start(first).task
+        assert events(p) == {"granted": 1, "expired": 1, "late": 2}, "asked to renew it, then to end it"
+        assert told(p.book, "baton_handoffs_total") == {("tcp", "LEASE_EXPIRED"): 1}
+
+
+@pytest.mark.parametrize("change", [{"incarnation": 6}, {"request_id": "another"}, {"tokens": 3}])
+async def test_a_handle_that_is_not_ours(change: dict[str, Any]) -> None:
+    async with pair() as p:
+        first = await p.hand_over()
+        forged = replace(first.handle, **change)
+        for ask in (p.prefill.exporter.renew, p.prefill.exporter.release):
+            with pytest.raises(BatonError):
+                ask(forged, first.handle.request_id)
+        assert events(p) == {"granted": 1, "fenced": 2}
+        assert p.prefill.exporter.release(first.handle, first.handle.request_id)
+        await p.settled()
+
+
+async def test_a_handle_that_is_refused_before_anything_is_read() -> None:
+    async with pair() as p:
+        first = await p.hand_over()
+        await p.start(first, handle=replace(first.handle, mac=bytes(16))).task
+        assert told(p.book, "baton_handoffs_total") == {("none", "LEASE_REFUSED"): 1}
+        assert not told(p.book, "baton_handoff_read_bytes")
+        p.clock.now += 1000
+        await p.settled()
+
+
+class Box:
+    def __init__(self) -> None:
+        self.spans: list[Span] = []
+
+    def export(self, spans: Any) -> bool:
+        self.spans += spans
+        return True
+
+    def shutdown(self) -> None: ...
+
+
+@pytest.mark.parametrize(("cut", "error"), [(False, ""), (True, semconv.TRANSFER)])
+async def test_the_spans_of_both_workers(cut: bool, error: str) -> None:
+    """Whose caller traces: the work, the lease until it is released, the transfer. A broken transfer is no broken call."""
+    box = Box()
+    tracer = Tracer(box)
+    async with pair(tracer=tracer) as p:
+        root = tracer.begin("root")
+        first = await p.prefill.prefill(sequence(PROMPT, hold=True), "r", root.traceparent)
+        if cut:
+            p.clock.now += 1000
+        continued = sequence([*PROMPT, first.sampled.token])
+        await p.decode.run(continued, "r", first.handle, 20.0, lambda event: None, root.traceparent)
+        await p.settled()
+    tracer.close()
+    spans = {span.name: span for span in box.spans}
+    assert set(spans) == {semconv.PREFILL_WORK, semconv.LEASE, semconv.DECODE_WORK, semconv.TRANSFER}
+    assert {name for name, span in spans.items() if span.error} == ({error} if error else set())
+    assert spans[semconv.LEASE].parent_id == spans[semconv.PREFILL_WORK].span_id
+    assert spans[semconv.TRANSFER].parent_id == spans[semconv.DECODE_WORK].span_id
+    assert spans[semconv.PREFILL_WORK].parent_id == spans[semconv.DECODE_WORK].parent_id == root.span_id
+    assert spans[semconv.PREFILL_WORK].attributes[semconv.CACHED_TOKENS] == 0
+    if not cut:
+        assert spans[semconv.TRANSFER].attributes[semconv.BLOCKS] == 5
+        assert spans[semconv.LEASE].end_ns >= spans[semconv.TRANSFER].start_ns
+
+
+def sequence(tokens: list[int], hold: bool = False) -> Sequence:
+    return Sequence(f"r#{hold}", list(tokens), len(PROMPT), greedy(), root_key("toy"), hold)
+
+
+async def test_what_a_caller_cancels_ends_its_span() -> None:
+    box = Box()
+    tracer = Tracer(box)
+    async with pair(tracer=tracer) as p:
+        p.engines[1].runner.step_delay_s = 0.01
+        working = p.decode.run(sequence(PROMPT), "r", None, 20.0, lambda event: None, tracer.begin("root").traceparent)
+        call = asyncio.create_task(working)
+        while not p.engines[1].sequences:
+            await asyncio.sleep(0.001)
+        call.cancel()
+        await asyncio.gather(call, return_exceptions=True)
+        await p.settled()
+    tracer.close()
+    assert [(span.name, span.error) for span in box.spans] == [(semconv.DECODE_WORK, "CANCELLED")]
+
+
+def test_an_engine_s_facts_are_read_when_somebody_asks() -> None:
+    book = Book("decode", "decode-0", "tale")
+    membership, tracer = SimpleNamespace(reachable=False, reconnects=3), SimpleNamespace(exported=1, dropped=2)
+    meter = Meter(book, membership, tracer)  # type: ignore[arg-type]
+    facts = Facts(1, 2, 3, 30, 10, 70, 5, 6, Counts(1, 100, 20, 300, 40, 7))
+    meter.tell(lambda: facts, 100, 16)
+    meter.batch(0.25, 48, 2)
+    meter.batch(0.25, 2, 2)
+    assert told(book, "baton_kv_blocks") == {("used",): 70, ("cached",): 10, ("free",): 20}
+    assert told(book, "baton_kv_usage_ratio") == {(): 0.7} and told(book, "baton_kv_cache_info") == {("16", "100"): 1}
+    assert told(book, "baton_engine_step_tokens") == {(): 2} == told(book, "baton_engine_step_duration_seconds")
+    for name, value in {
+        "baton_engine_sequences_running": 1,
+        "baton_engine_sequences_waiting": 2,
+        "baton_engine_computed_tokens_total": 100,
+        "baton_engine_recomputed_tokens_total": 20,
+        "baton_engine_prefix_queried_tokens_total": 300,
+        "baton_engine_prefix_hit_tokens_total": 40,
+        "baton_engine_preemptions_total": 7,
+        "baton_registry_reconnects_total": 3,
+        "baton_spans_exported_total": 1,
+        "baton_spans_dropped_total": 2,
+    }.items():
+        assert told(book, name) == {(): value}, name
+    assert not told(book, "baton_registry_reachable")
+    facts = replace(facts, running=9)
+    assert told(book, "baton_engine_sequences_running") == {(): 9}
