@@ -210,6 +210,20 @@ def trace(
             out.print(draw(record))
 
 
+@app.command()
+def top(
+    once: Annotated[bool, typer.Option("--once", help="One look, and the end.")] = False,
+    every: Annotated[float, typer.Option(min=0.1, help="Seconds between two looks.")] = 1.0,
+    address: Address = None,
+    name: Name = "baton",
+) -> None:
+    """Watch the cluster: workers, requests on their way, the last ones. `--address` is the router's admin address here."""
+    from baton.top import run
+
+    with _failing():
+        run(address or state.need(name).endpoints["admin"], out, every, once)
+
+
 @app.command(context_settings=FREE)
 def doctor(context: typer.Context, config: ConfigFiles = None, as_json: Annotated[bool, typer.Option("--json")] = False) -> None:
     """Check this machine: NIXL and what really carries the bytes, Redis, Ray, ports, memory."""
@@ -316,11 +330,13 @@ class _Starting:
 
 def _banner(config: Config, running: state.ClusterState) -> None:
     named = "" if running.name == "baton" else f" --name {running.name}"
-    http = f"{'https' if config.security.tls_cert else 'http'}://{running.endpoints['http']}"
+    scheme = "https" if config.security.tls_cert else "http"
+    http = f"{scheme}://{running.endpoints['http']}"
     err.print(f"[bold green]ready[/]  {config.prefill.replicas} prefill, {config.decode.replicas} decode, model {config.model.path}")
     err.print(f"gRPC   {running.endpoints['grpc']}   (baton.v1.Generation/Generate)")
     err.print(f"HTTP   {http}/v1   (OpenAI)")
     err.print(f"admin  {running.endpoints['admin']}")
+    err.print(f"page   {scheme}://{running.endpoints['page']}/")
     err.print(f"logs   {running.log_dir}")
     err.print(f'try    baton generate "{TRY}" --max-tokens 60 --trace{named}', soft_wrap=True)
     err.print(f"       curl {http}/v1/chat/completions -H 'content-type: application/json' -d '{TRY_JSON}'", soft_wrap=True, markup=False)

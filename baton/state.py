@@ -13,7 +13,7 @@ class ClusterState:
 
     name: str
     pid: int  # of the supervisor
-    endpoints: dict[str, str]  # "grpc", "http", "admin"
+    endpoints: dict[str, str]  # "grpc", "http", "admin", "page"
     redis_url: str  # with its password
     log_dir: str
     born: int | None = None  # when that process started: its number may be another's by now

@@ -38,7 +38,7 @@ from cluster.rpc import channel, target
 log = logging.getLogger(__name__)
 READY_WITHIN_S = 120.0
 WATCH_EVERY_S = 0.25
-PORTS = ("port", "admin_port", "http_port")  # of the router
+PORTS = ("port", "admin_port", "http_port", "page_port")  # of the router
 ROUTER_GRACE_S = 5.0  # on top of the drain
 
 Note = Callable[[str], None]
@@ -167,7 +167,11 @@ class Supervisor:
 def complete(config: Config, redis_url: str) -> Config:
     """What is still open at the start of a cluster: the key, the registry's address, and ports the router must keep when restarted."""
     router = config.router
-    ports = {name: getattr(router, name) or free_port(config.cluster.host) for name in PORTS}
+    ports = {name: getattr(router, name) for name in PORTS}
+    for name in PORTS:
+        while not ports[name]:  # the system may offer the same one twice
+            port = free_port(config.cluster.host)
+            ports[name] = 0 if port in ports.values() else port
     return config.model_copy(
         update={
             "cluster": config.cluster.model_copy(update={"key": config.cluster.key or secrets.token_hex(32)}),
@@ -255,7 +259,8 @@ async def workers_ready(config: Config) -> int:
 
 def ready_state(config: Config, log_dir: Path) -> state.ClusterState:
     host = config.cluster.host
-    ports = {"grpc": config.router.port, "http": config.router.http_port, "admin": config.router.admin_port}
+    router = config.router
+    ports = {"grpc": router.port, "http": router.http_port, "admin": router.admin_port, "page": router.page_port}
     endpoints = {name: target(host, port) for name, port in ports.items()}
     return state.ClusterState(config.cluster.name, os.getpid(), endpoints, config.redis.url, str(log_dir), state.born(os.getpid()))
 

@@ -25,7 +25,7 @@ from loadtest.measure import FIRST_ID, warm_up
 from loadtest.metrics import Summary, Window, mean_and_interval, summarise
 from loadtest.workload import Item
 
-SERVICE_S, LOADS, SEEDS, QUEUE_S = 0.020, (0.5, 0.8), range(1, 6), 40.0
+SERVICE_S, LOADS, SEEDS, QUEUE_S = 0.020, (0.5, 0.8), range(1, 5), 30.0
 MODEL = Path(__file__).resolve().parent.parent / "models" / "tale"
 PROMPT, OUTPUT, OVERLOAD, STREAMS, TIMEOUT_S = 64, 64, 5.0, 1000, 120.0
 WORDS = 4000  # ids of the model's vocabulary that prompts are made of

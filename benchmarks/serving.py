@@ -38,7 +38,7 @@ def cluster(model: Path, *flags: str) -> Iterator[dict[str, str]]:
     """Endpoints of a cluster with one prefill and one decode worker."""
     with tempfile.TemporaryDirectory() as folder:
         env = {**os.environ, "BATON_STATE_DIR": folder}
-        ports = ("--router.port", "0", "--router.admin-port", "0", "--router.http-port", "0")
+        ports = ("--router.port", "0", "--router.admin-port", "0", "--router.http-port", "0", "--router.page-port", "0")
         fixed = ("--detach", "--model", str(model), "--cluster.name", "bench", *ports)
         up = subprocess.run([sys.executable, "-m", "baton", "up", *fixed, *flags], env=env, capture_output=True, text=True, timeout=180)
         if up.returncode:

@@ -76,7 +76,15 @@ class EngineConfig(Section):
     prefix_caching: bool = Field(default=True, description="Keep the blocks of finished requests and reuse them for equal prefixes.")
     reserve_growth: float = Field(default=0.5, ge=0, le=1, description="Share of a sequence's remaining output that admission sets aside.")
     threads: int | None = Field(default=None, ge=1, le=1024, description="Compute threads of one worker; torch's own choice when not set.")
-    compiled: bool = Field(default=False, description="Compiled kernels where the machine can have them; false: plain torch everywhere.")
+    device: Literal["cpu", "cuda"] = Field(default="cpu", description="Where the model computes and its KV lies.")
+    attention_backend: Literal["auto", "flashinfer", "flash_attn", "triton", "torch"] = Field(
+        default="auto", description="Attention kernels on a cuda device; auto: the best that is installed and fits. One that is named must."
+    )
+    weight_dtype: Literal["auto", "int8"] = Field(
+        default="auto",
+        description="Type of the matrices; auto: as model.dtype. int8: quantised when loaded, activations per step.",
+    )
+    compiled: bool = Field(default=True, description="Compiled kernels where the machine can have them; false: plain torch everywhere.")
     max_queue: int = Field(default=256, ge=1, le=65536, description="Sequences waiting in one worker at most; more are refused.")
     batching: Literal["continuous", "dynamic", "static"] = Field(
         default="continuous",
@@ -114,6 +122,7 @@ class RouterConfig(Section):
     port: int = Field(default=8470, ge=0, le=65535, description="Port of the public gRPC API; 0: any free one.")
     admin_port: int = Field(default=8471, ge=0, le=65535, description="Port of the admin API; 0: any free one.")
     http_port: int = Field(default=8000, ge=0, le=65535, description="Port of the OpenAI-compatible HTTP API; 0: any free one.")
+    page_port: int = Field(default=8472, ge=0, le=65535, description="Port of the live page; 0: any free one.")
     http_max_connections: int = Field(default=2048, ge=1, le=1_000_000, description="HTTP connections at a time; more are refused.")
     http_read_timeout_s: float = Field(
         default=20.0, gt=0, le=3600, description="Longest time for the headers of an HTTP request, and for its body, seconds."
@@ -146,7 +155,7 @@ class RouterConfig(Section):
     def _ordered(self) -> Self:
         if self.default_timeout_s > self.max_timeout_s:
             raise ValueError(f"default_timeout_s ({self.default_timeout_s:g}) must not exceed max_timeout_s ({self.max_timeout_s:g})")
-        ports = {"port": self.port, "admin_port": self.admin_port, "http_port": self.http_port}
+        ports = {"port": self.port, "admin_port": self.admin_port, "http_port": self.http_port, "page_port": self.page_port}
         for first, second in itertools.combinations(ports, 2):
             if ports[first] and ports[first] == ports[second]:
                 raise ValueError(f"{first} and {second} must differ (both {ports[first]})")
@@ -230,7 +239,13 @@ class SecurityConfig(Section):
     )
 
     api_keys: str | None = Field(
-        default=None, min_length=1, description="File of API keys, NAME SHA256HEX [TENANT] a line; not set: everybody may ask."
+        default=None, min_length=1, description="File of API keys, NAME SHA256HEX [TENANT] ... a line; not set: everybody may ask."
+    )
+    requests_per_minute: int | None = Field(
+        default=None, ge=1, le=1_000_000_000, description="Requests of one tenant in a minute; the file of keys may say otherwise."
+    )
+    tokens_per_minute: int | None = Field(
+        default=None, ge=1, le=1_000_000_000, description="Prompt and output tokens of one tenant in a minute; likewise."
     )
     shared_prefixes: bool = Field(default=False, description="Tenants share cached prefixes; an attacker could guess another's prompts.")
 
@@ -238,6 +253,12 @@ class SecurityConfig(Section):
     def _pair(self) -> Self:
         if (self.tls_cert is None) != (self.tls_key is None):
             raise ValueError("tls_cert and tls_key go together: set both or neither")
+        return self
+
+    @model_validator(mode="after")
+    def _limits_are_of_tenants(self) -> Self:
+        if not self.api_keys and (self.requests_per_minute or self.tokens_per_minute):
+            raise ValueError("requests_per_minute and tokens_per_minute are of tenants: they need api_keys")
         return self
 
 

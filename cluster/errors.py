@@ -24,6 +24,7 @@ class Reason(Enum):
     CONTEXT_LENGTH = Kind("INVALID_ARGUMENT", 400)
     UNAUTHENTICATED = Kind("UNAUTHENTICATED", 401)
     MODEL_NOT_FOUND = Kind("NOT_FOUND", 404)
+    RATE_LIMITED = Kind("RESOURCE_EXHAUSTED", 429, retry_after=60.0)
     SATURATED = Kind("RESOURCE_EXHAUSTED", 429, retry_elsewhere=True, retry_after=1.0)
     NO_WORKER = Kind("UNAVAILABLE", 503, retry_after=1.0)
     DRAINING = Kind("UNAVAILABLE", 503, retry_elsewhere=True, retry_after=1.0)
@@ -49,16 +50,23 @@ class Violation:
 
 
 class BatonError(Exception):
-    """A failure with a reason of the table. `violations` go with INVALID_FIELD and CONTEXT_LENGTH."""
+    """A failure with a reason of the table. `violations` go with INVALID_FIELD and CONTEXT_LENGTH; `retry_after` is told instead of the
+    table's where more is known."""
 
     def __init__(
-        self, reason: Reason, message: str, violations: tuple[Violation, ...] = (), metadata: dict[str, str] | None = None
+        self,
+        reason: Reason,
+        message: str,
+        violations: tuple[Violation, ...] = (),
+        metadata: dict[str, str] | None = None,
+        retry_after: float | None = None,
     ) -> None:
         super().__init__(message)
         self.reason = reason
         self.message = message
         self.violations = violations
         self.metadata = metadata or {}
+        self.retry_after = reason.value.retry_after if retry_after is None else retry_after  # seconds
 
     def __str__(self) -> str:
         return f"{self.reason.name}: {self.message}"

@@ -171,8 +171,8 @@ def to_status(error: BatonError) -> status_pb2.Status:
     if error.violations:
         fields = [error_details_pb2.BadRequest.FieldViolation(field=v.field, description=v.description) for v in error.violations]
         details.append(error_details_pb2.BadRequest(field_violations=fields))
-    if kind.retry_after is not None:
-        delay = duration_pb2.Duration(nanos=int(kind.retry_after % 1 * 1e9), seconds=int(kind.retry_after))
+    if error.retry_after is not None:
+        delay = duration_pb2.Duration(nanos=int(error.retry_after % 1 * 1e9), seconds=int(error.retry_after))
         details.append(error_details_pb2.RetryInfo(retry_delay=delay))
     packed = []
     for detail in details:

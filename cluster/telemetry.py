@@ -155,7 +155,8 @@ class Tracer:
 
     def __init__(self, collector: Collector | None = None, sample_ratio: float = 1.0, max_queued: int = MAX_QUEUED) -> None:
         self.exported = 0  # spans
-        self.dropped = 0
+        self._refused = 0  # by a full or closed queue: counted by whoever serves
+        self._lost = 0  # on the way to the collector: counted by the thread
         self._collector = collector
         self._sample_ratio = sample_ratio
         self._max_queued = max_queued
@@ -166,6 +167,10 @@ class Tracer:
         self._thread = threading.Thread(target=self._run, name="spans", daemon=True)
         if collector is not None:
             self._thread.start()
+
+    @property
+    def dropped(self) -> int:
+        return self._refused + self._lost
 
     def begin(self, name: str, traceparent: str = "", kind: Kind = "server") -> Span:
         """The span of a request that a client sent; NO_SPAN when it is not to be traced. What is no traceparent counts as none."""
@@ -195,11 +200,11 @@ class Tracer:
         # A thread of its own: closing a channel may wait for the call in flight.
         threading.Thread(target=self._collector.shutdown, name="close spans", daemon=True).start()
         self._thread.join(CLOSE_WITHIN_S / 2)
-        self.dropped += len(self._queue)
+        self._refused += len(self._queue)
 
     def _send(self, span: Span) -> None:
         if self._closing or len(self._queue) >= self._max_queued:
-            self.dropped += 1
+            self._refused += 1
             return
         self._queue.append(span)
         if len(self._queue) >= BATCH:
@@ -223,7 +228,7 @@ class Tracer:
         if reached:
             self.exported += spans
         else:
-            self.dropped += spans
+            self._lost += spans
         if reached != self._reached:
             log.warning("the span collector is %s", "reachable again" if reached else "away; spans are dropped")
         self._reached = reached

@@ -31,7 +31,10 @@ class Options:
     kv_memory_bytes: int | None = None
     kv_memory_fraction: float = 0.25
     threads: int | None = None
-    compiled: bool = False
+    device: str = "cpu"  # cuda
+    attention_backend: str = "auto"  # of `engine.gpu.attention`
+    weight_dtype: str = "auto"  # as dtype; int8
+    compiled: bool = True
     prefix_caching: bool = True
     limits: Limits = field(default_factory=Limits)
 
@@ -57,30 +60,55 @@ def build(options: Options, progress: Progress = lambda done, total: None) -> Bu
         # Torch is loaded here and only here, so that a toy cluster starts without it.
         from engine.runner import ModelRunner
 
+        kind = ModelRunner
+        if options.device != "cpu":
+            from engine.gpu.device import is_there
+            from engine.gpu.runner import GpuRunner
+
+            if not is_there(options.device):
+                raise BuildError(f"engine.device: there is no {options.device} device that this torch can use")
+            kind = GpuRunner
         dtype = choose_dtype(config) if options.dtype == "auto" else options.dtype
-        runner = ModelRunner.load(  # type: ignore[assignment]
+        runner = kind.load(  # type: ignore[assignment]
             options.path,
             dtype,
             options.block_size,
             options.threads,
             progress,
+            options.device,
+            weight_dtype=options.weight_dtype,
             compiled=options.compiled,
         )
     longest = options.max_model_len or runner.max_positions
     if longest > runner.max_positions:
         raise BuildError(f"model.max_model_len: {longest} is more than the {runner.max_positions} positions of the model")
-    blocks = count_blocks(options, longest, runner.layout.block_bytes, available_memory())
-    runner.attach(KvPool(runner.layout, blocks))
+    engine = _on_device(runner, options, longest) if options.device != "cpu" else _on_cpu(runner, options, longest)
     try:
-        warm_up(runner, min(longest - 1, options.limits.max_num_batched_tokens, blocks * options.block_size - 1))
+        warm_up(runner, min(longest - 1, options.limits.max_num_batched_tokens, runner.pool.num_blocks * options.block_size - 1))
     except NonFiniteLogits:
         raise BuildError(f"model.path: the weights in {options.path} give logits that are no numbers") from None
-    return Built(
-        Engine(runner, options.limits, longest, options.prefix_caching),
-        runner.layout.model_fingerprint,
-        tokenizer_fingerprint(options.path),
-        longest,
-    )
+    return Built(engine, runner.layout.model_fingerprint, tokenizer_fingerprint(options.path), longest)
+
+
+def _on_cpu(runner: Any, options: Options, longest: int) -> Engine:
+    blocks = count_blocks(options, longest, runner.layout.block_bytes, available_memory())
+    runner.attach(KvPool(runner.layout, blocks))
+    return Engine(runner, options.limits, longest, options.prefix_caching)
+
+
+def _on_device(runner: Any, options: Options, longest: int) -> Engine:
+    """With the pool on the device, its host memory being what transports see of it, and one step in flight."""
+    from engine.gpu.device import free_memory
+    from engine.gpu.inputs import Capacity
+    from engine.gpu.overlap import OverlapEngine
+
+    blocks = count_blocks(options, longest, runner.layout.block_bytes, free_memory(runner.device))
+    capacity = Capacity(options.limits.max_num_seqs, options.limits.max_num_batched_tokens, longest)
+    try:
+        runner.attach(KvPool(runner.layout, blocks), capacity=capacity, backend=options.attention_backend)
+    except ValueError as error:
+        raise BuildError(str(error)) from None
+    return OverlapEngine(runner, options.limits, longest, options.prefix_caching)
 
 
 def choose_dtype(config: dict[str, Any]) -> str:

@@ -15,6 +15,8 @@ from torch import Tensor
 from engine.fingerprint import weight_files
 
 WEIGHT_DTYPES = {"F32", "F16", "BF16"}
+FUSED = {"gate_up_proj": ("gate_proj", "up_proj"), "down_proj": ("down_proj",)}  # of all experts: [E, out, in], these along `out`
+MIXTRAL = {"w1": "gate_proj", "w2": "down_proj", "w3": "up_proj"}
 Shape = tuple[int, ...]
 
 
@@ -263,7 +265,7 @@ def _places(file: Path, opened: Any) -> Iterator[tuple[str, _Place]]:
     for name in opened.keys():  # noqa: SIM118
         shape, canonical = tuple(opened.get_slice(name).get_shape()), _canonical(name)
         block, _, kind = canonical.rpartition(".experts.")
-        if kind not in FUSED or len(shape) != 3:
+        if kind not in FUSED or len(shape) != 3 or shape[1] % len(FUSED[kind]):
             yield canonical, _Place(file, name, shape)
             continue
         rows = shape[1] // len(FUSED[kind])
@@ -271,10 +273,6 @@ def _places(file: Path, opened: Any) -> Iterator[tuple[str, _Place]]:
             for i, matrix in enumerate(FUSED[kind]):
                 part = (expert, slice(i * rows, (i + 1) * rows))
                 yield f"{block}.experts.{expert}.{matrix}.weight", _Place(file, name, (rows, shape[2]), part)
-
-
-FUSED = {"gate_up_proj": ("gate_proj", "up_proj"), "down_proj": ("down_proj",)}  # [E, out, in], these along `out`
-MIXTRAL = {"w1": "gate_proj", "w2": "down_proj", "w3": "up_proj"}
 
 
 def _canonical(name: str) -> str:

@@ -7,7 +7,7 @@ from collections.abc import Sequence as Seq
 from dataclasses import dataclass
 
 from engine.blocks import BlockPool
-from engine.protocol import NonFiniteLogits, Runner
+from engine.protocol import Chunk, NonFiniteLogits, Runner
 from engine.sampling import Sampled
 from engine.scheduler import Limits, Scheduler
 from engine.sequence import Finish, Sequence, State, finish_reason
@@ -65,20 +65,14 @@ class Engine:
 
     def step(self, now: float = 0.0) -> list[Output]:
         """One batch. `now` is the caller's clock, kept in `started_at` of the sequences whose first step this is."""
-        plan, counts = self.scheduler.schedule(now), self.counts
-        counts.preemptions += len(plan.preempted)
-        batch = plan.chunks
+        batch = self._schedule(now)
         if not batch:
             return []
-        for seq in (chunk.seq for chunk in batch if chunk.seq.started_at is None):
-            seq.started_at = now
-            counts.queried_tokens += seq.arrived_with
-            counts.hit_tokens += seq.cached
         try:
             sampled = self.runner.run(batch)
         except NonFiniteLogits as error:
             return [self._fail(seq_id, error) for seq_id in error.sequence_ids]  # the others run again in the next step
-        counts.chunks += len(batch)
+        self.counts.chunks += len(batch)
         outputs = []
         for chunk, token in zip(batch, sampled, strict=True):
             self._advance(chunk.seq, chunk.n)
@@ -146,6 +140,16 @@ class Engine:
     def release(self, blocks: Seq[int]) -> None:
         """End an ownership that the caller kept (`give_up`, `abort`)."""
         self.pool.release(blocks)
+
+    def _schedule(self, now: float) -> list[Chunk]:
+        """The next batch. What it says of the sequences that begin with it is counted."""
+        plan, counts = self.scheduler.schedule(now), self.counts
+        counts.preemptions += len(plan.preempted)
+        for seq in (chunk.seq for chunk in plan.chunks if chunk.seq.started_at is None):
+            seq.started_at = now
+            counts.queried_tokens += seq.arrived_with
+            counts.hit_tokens += seq.cached
+        return plan.chunks
 
     def _welcome(self, seq: Sequence) -> None:
         if not 1 <= seq.prompt_len <= len(seq.tokens):

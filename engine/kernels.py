@@ -1,11 +1,11 @@
-"""Compiled kernels of the CPU path (Numba): the operations of `engine.ops`, and attention of decodes over the blocks of the pool, in place.
+"""Compiled kernels of the CPU path (Numba): the operations of `engine.ops`, and attention of decodes, which reads blocks in place.
 
 Importing this module compiles them, which takes seconds, or loads what an earlier process compiled. It fails where Numba is missing or
 finds nothing to compile for; `engine.ops.choose` then stays with plain torch.
 
 A kernel is a C function of one pointer, to its arguments as int64: addresses, sizes, and floats by their bits. So a call costs one
-`struct.pack` and one foreign call. Where there is enough to do, all of torch's own OpenMP threads make it at once (`GOMP_parallel`), each
-for its share: the threads of another pool would take the cores from the matrices in between.
+`struct.pack` and one foreign call. Where there is enough to do, all of torch's own OpenMP threads make it at once, each for its share
+(`GOMP_parallel`): the threads of another pool would take the cores from the matrices in between.
 
 bfloat16 is uint16 to Numba: widened by a shift, rounded to nearest even on the way back. All sums are float32.
 
@@ -13,8 +13,10 @@ The letters in shapes are those of `engine.attention` and `engine.ops`.
 """
 
 import ctypes
+import logging
 import math
 import struct
+from collections.abc import Callable
 from typing import Any
 
 import numpy as np
@@ -22,6 +24,7 @@ import torch
 from llvmlite import ir
 from numba import carray, cfunc, njit, types
 from numba.core import cgutils
+from numba.core.caching import FunctionCache
 from numba.extending import intrinsic, overload
 from numba.np.unsafe.ndarray import to_fixed_tuple
 from torch import Tensor
@@ -30,14 +33,18 @@ from engine.attention import Decodes, PagedKv
 from engine.checkpoint import LayerAttention
 from engine.ops import Ops
 
+log = logging.getLogger(__name__)
+
 # Sums may be reordered, products fused into sums; NaN and infinity keep their meaning: they are how broken weights and KV are found.
 SUMS = {"reassoc", "contract", "nsz"}
 KERNEL = types.void(types.CPointer(types.int64))
 EVERYTHING = 1 << 62  # keys that a query without a window sees
-AHEAD = 16
+AHEAD = 32  # keys between the one that is asked for and the one that is used: blocks lie anywhere, so no processor guesses the next
+LINE = 64  # bytes of a cache line
 KEYS = 8  # that are summed at a time
 SHARED_FROM = 1 << 16  # numbers to compute; for fewer, waking the other threads costs more than they save
 
+STEPS, SMALLEST = np.float32(127), np.finfo(np.float32).tiny
 LOG2_E = np.float32(math.log2(math.e))
 LN_2_HIGH = np.float32(0.693359375)  # few digits, so that n times it is exact
 LN_2_LOW = np.float32(math.log(2) - 0.693359375)
@@ -67,19 +74,19 @@ def _pointer(context: Any, address: Any) -> Any:
 
 
 @intrinsic
-def _prefetch(context: Any, array: Any) -> Any:
-    """Asks for the cache line of an array's first number."""
+def _prefetch(context: Any, array: Any, index: Any) -> Any:
+    """Asks for the cache line of `array[index]`; an index outside the array does no harm."""
 
     def generate(context: Any, builder: Any, signature: Any, arguments: Any) -> Any:
         byte, flag = ir.IntType(8).as_pointer(), ir.IntType(32)
         prefetch = cgutils.get_or_insert_function(
             builder.module, ir.FunctionType(ir.VoidType(), [byte, flag, flag, flag]), "llvm.prefetch.p0"
         )
-        first = context.make_array(signature.args[0])(context, builder, arguments[0]).data
-        builder.call(prefetch, [builder.bitcast(first, byte), flag(0), flag(3), flag(1)])  # to read, into every cache, data
+        wanted = builder.gep(context.make_array(signature.args[0])(context, builder, arguments[0]).data, [arguments[1]])
+        builder.call(prefetch, [builder.bitcast(wanted, byte), flag(0), flag(3), flag(1)])  # to read, into every cache, data
         return context.get_dummy_value()
 
-    return types.void(array), generate
+    return types.void(array, index), generate
 
 
 @njit
@@ -211,6 +218,45 @@ def _rotate(arguments, kind):
                 _put(pairs, 2 * i + 1, real * sine + imaginary * cosine)
 
 
+# --- matrices of int8 ------------------------------------------------------------------------------------------------------------------
+
+
+@njit(error_model="numpy")
+def _quantize(arguments, kind):
+    """The same numbers as `Ops.quantize`, to the last bit."""
+    _, x_, out_, steps_, rows, width = arguments
+    x, steps, out = _numbers(x_, rows * width, kind), _numbers(steps_, rows, ZERO), carray(_pointer(out_), rows * width, np.uint8)
+    first, last = _share(rows)
+    for row in range(first, last):
+        values, rounded = x[row * width : (row + 1) * width], out[row * width : (row + 1) * width]
+        # As integers, floats without their sign are in the same order, and a NaN is the greatest.
+        greatest = np.uint32(0)
+        for i in range(width):
+            greatest = max(greatest, np.uint32(np.float32(_wide(values[i])).view(np.uint32) & np.uint32(0x7FFFFFFF)))
+        step = np.uint32(greatest).view(np.float32) / STEPS
+        steps[row] = step if step > SMALLEST or step != step else SMALLEST
+        for i in range(width):
+            nearest = np.float32(_wide(values[i]) / steps[row] + ROUND)
+            rounded[i] = np.uint8(nearest.view(np.uint32) + np.uint32(128))
+
+
+@njit(error_model="numpy")
+def _dequantize(arguments, kind):
+    """The same numbers as `Ops.dequantize`, to the last bit."""
+    _, products_, steps_, bias_, out_, rows, width = arguments
+    products, steps = _numbers(products_, rows * width, ZERO), _numbers(steps_, rows, ZERO)
+    bias, out = _numbers(bias_, width, kind), _numbers(out_, rows * width, kind)
+    first, last = _share(rows)
+    for row in range(first, last):
+        values, scaled, step = products[row * width : (row + 1) * width], out[row * width : (row + 1) * width], steps[row]
+        if bias_:
+            for i in range(width):
+                _put(scaled, i, values[i] * step + _wide(bias[i]))
+        else:
+            for i in range(width):
+                _put(scaled, i, values[i] * step)
+
+
 # --- attention -------------------------------------------------------------------------------------------------------------------------
 
 
@@ -285,10 +331,10 @@ def _score(pool, at, head, count, query, scores):
     group, dim = query.shape
     for i in range(0, _whole(count), 4):
         k0, k1, k2, k3 = pool[at[i] + head :], pool[at[i + 1] + head :], pool[at[i + 2] + head :], pool[at[i + 3] + head :]
-        if i + AHEAD < len(at):
+        if i + AHEAD < _whole(count):
             for ahead in range(i + AHEAD, i + AHEAD + 4):
-                for d in range(0, dim, 16):
-                    _prefetch(pool[at[ahead] + head + d :])
+                for d in range(0, dim, LINE // pool.itemsize):
+                    _prefetch(pool, at[ahead] + head + d)
         for g in range(group):
             row, out = query[g], scores[g, i:]
             s0 = s1 = s2 = s3 = ZERO
@@ -328,10 +374,10 @@ def _sum_values(pool, at, head, count, weights, sums):
     for i in range(0, _whole(count), 8):
         v0, v1, v2, v3 = pool[at[i] + head :], pool[at[i + 1] + head :], pool[at[i + 2] + head :], pool[at[i + 3] + head :]
         v4, v5, v6, v7 = pool[at[i + 4] + head :], pool[at[i + 5] + head :], pool[at[i + 6] + head :], pool[at[i + 7] + head :]
-        if i + AHEAD < len(at):
+        if i + AHEAD < _whole(count):
             for ahead in range(i + AHEAD, i + AHEAD + 8):
-                for d in range(0, dim, 16):
-                    _prefetch(pool[at[ahead] + head + d :])
+                for d in range(0, dim, LINE // pool.itemsize):
+                    _prefetch(pool, at[ahead] + head + d)
         for g in range(group):
             w, out = weights[g, i:], sums[g]
             w0, w1, w2, w3, w4, w5, w6, w7 = w[0], w[1], w[2], w[3], w[4], w[5], w[6], w[7]
@@ -341,10 +387,20 @@ def _sum_values(pool, at, head, count, weights, sums):
                 out[d] += early + late
 
 
-# --- the C functions, each for both types of numbers -------------------------------------------------------------------------------------
+# --- the C functions, each for both types of numbers -----------------------------------------------------------------------------------
 
 
-@cfunc(KERNEL, cache=True)
+def _function(kernel: Callable[[Any], None]) -> Any:
+    """Compiled, and kept on disk where there is a place for that: beside this file, under the user's cache, or in NUMBA_CACHE_DIR."""
+    try:
+        FunctionCache(kernel)
+    except RuntimeError:
+        log.warning("nowhere to keep compiled kernels: every start compiles them; NUMBA_CACHE_DIR can name a folder")
+        return cfunc(KERNEL)(kernel)
+    return cfunc(KERNEL, cache=True)(kernel)
+
+
+@_function
 def _add_rms_norm_function(pointer):
     arguments = to_fixed_tuple(carray(pointer, 8), 8)
     if arguments[0]:
@@ -353,7 +409,7 @@ def _add_rms_norm_function(pointer):
         _add_rms_norm(arguments, ZERO)
 
 
-@cfunc(KERNEL, cache=True)
+@_function
 def _gated_function(pointer):
     arguments = to_fixed_tuple(carray(pointer, 6), 6)
     if arguments[0]:
@@ -362,7 +418,7 @@ def _gated_function(pointer):
         _gated(arguments, ZERO)
 
 
-@cfunc(KERNEL, cache=True)
+@_function
 def _rotate_function(pointer):
     arguments = to_fixed_tuple(carray(pointer, 8), 8)
     if arguments[0]:
@@ -371,7 +427,25 @@ def _rotate_function(pointer):
         _rotate(arguments, ZERO)
 
 
-@cfunc(KERNEL, cache=True)
+@_function
+def _quantize_function(pointer):
+    arguments = to_fixed_tuple(carray(pointer, 6), 6)
+    if arguments[0]:
+        _quantize(arguments, BFLOAT16)
+    else:
+        _quantize(arguments, ZERO)
+
+
+@_function
+def _dequantize_function(pointer):
+    arguments = to_fixed_tuple(carray(pointer, 7), 7)
+    if arguments[0]:
+        _dequantize(arguments, BFLOAT16)
+    else:
+        _dequantize(arguments, ZERO)
+
+
+@_function
 def _attend_function(pointer):
     arguments = to_fixed_tuple(carray(pointer, 22), 22)
     if arguments[0]:
@@ -414,6 +488,8 @@ _kernels = {
     "add_rms_norm": Kernel(_add_rms_norm_function, "6qd"),
     "gated": Kernel(_gated_function, "5q"),
     "rotate": Kernel(_rotate_function, "7q"),
+    "quantize": Kernel(_quantize_function, "5q"),
+    "dequantize": Kernel(_dequantize_function, "6q"),
     "attend": Kernel(_attend_function, "19q2d"),
 }
 
@@ -460,17 +536,20 @@ class CompiledOps(Ops):
     attend_in_place = staticmethod(attend_in_place)
 
     def add_rms_norm(self, x: Tensor, y: Tensor | None, weight: Tensor, eps: float) -> Tensor:
+        if not x.is_contiguous() or weight.dtype != x.dtype:
+            return super().add_rms_norm(x, y, weight, eps)
         rows, width = x.shape
         out = torch.empty_like(x)
+        y = y if y is None else y.contiguous()
         added = 0 if y is None else y.data_ptr()
         _kernels["add_rms_norm"](rows * width, x.dtype, x.data_ptr(), added, weight.data_ptr(), out.data_ptr(), rows, width, eps)
         return out
 
     def silu_mul(self, gate_up: Tensor) -> Tensor:
-        return self._gated(gate_up, gelu=False)
+        return self._gated(gate_up.contiguous(), gelu=False)
 
     def gelu_tanh_mul(self, gate_up: Tensor) -> Tensor:
-        return self._gated(gate_up, gelu=True)
+        return self._gated(gate_up.contiguous(), gelu=True)
 
     def _gated(self, gate_up: Tensor, gelu: bool) -> Tensor:
         rows, width = gate_up.shape[0], gate_up.shape[1] // 2
@@ -479,6 +558,24 @@ class CompiledOps(Ops):
         return out
 
     def rotate_(self, qk: Tensor, rotation: Tensor) -> None:
+        if qk.stride(2) != 1:
+            return super().rotate_(qk, rotation)
         rows, heads, dim = qk.shape
+        rotation = rotation.contiguous()
         strides, turns = (qk.stride(0), qk.stride(1)), rotation.data_ptr()
         _kernels["rotate"](rows * heads * dim, qk.dtype, qk.data_ptr(), *strides, turns, rows, heads, dim)
+        return None
+
+    def quantize(self, x: Tensor) -> tuple[Tensor, Tensor]:
+        x = x.contiguous()
+        rows, width = x.shape
+        out, steps = x.new_empty(rows, width, dtype=torch.uint8), x.new_empty(rows, dtype=torch.float32)
+        _kernels["quantize"](rows * width, x.dtype, x.data_ptr(), out.data_ptr(), steps.data_ptr(), rows, width)
+        return out, steps
+
+    def dequantize(self, products: Tensor, steps: Tensor, bias: Tensor | None, dtype: torch.dtype) -> Tensor:
+        rows, width = products.shape
+        out = products if dtype == torch.float32 else products.new_empty(rows, width, dtype=dtype)
+        added = 0 if bias is None else bias.data_ptr()
+        _kernels["dequantize"](rows * width, dtype, products.data_ptr(), steps.data_ptr(), added, out.data_ptr(), rows, width)
+        return out

@@ -1,10 +1,15 @@
 """A matrix that multiplies, in the form that the device multiplies fastest."""
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from functools import cache
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
+
+from engine.ops import Ops
+
+_NONE: tuple[str, list[float], str] = ("none", [], "")  # what oneDNN is to do behind the product
 
 
 class Linear:
@@ -12,6 +17,9 @@ class Linear:
 
     On the CPU the weight is reordered once for oneDNN, which at 2 to 32 rows is worth a factor of 2 to 5 over `F.linear` in float32. The
     plain weight is then dropped, so nothing is held twice.
+
+    `weight_dtype` int8 (CPU only): each row of W, and each row of x when it comes, is rounded to 255 steps between plus and minus its
+    greatest element; `ops` does the latter. Products and sums of those are exact: a row of y depends on its own row of x only, to the bit.
     """
 
     def __init__(
@@ -20,18 +28,61 @@ class Linear:
         biases: Sequence[Tensor],
         dtype: torch.dtype,
         device: torch.device,
+        weight_dtype: str = "auto",
+        ops: Ops | None = None,
     ) -> None:
-        self.bias = stacked(biases, dtype, device) if biases else None  # [out]
+        """Raises ValueError for int8 where it is not exact."""
+        bias = stacked(biases, dtype, device) if biases else None  # [out]
+        if weight_dtype == "int8":
+            self._multiply = _int8(stacked(weights, torch.float32, device), bias, dtype, ops or Ops())
+            return
         weight = stacked(weights, dtype, device)
-        self._packed = device.type == "cpu" and torch._C._has_mkldnn and (dtype == torch.float32 or _multiplies_bfloat16())
-        self._weight: Tensor = torch.ops.mkldnn._reorder_linear_weight(weight, None) if self._packed else weight
+        if device.type == "cpu" and torch._C._has_mkldnn and (dtype == torch.float32 or _multiplies_bfloat16()):
+            self._multiply = _packed(weight, bias)
+        else:
+            self._multiply = lambda x: F.linear(x, weight, bias)
 
     def __call__(self, x: Tensor) -> Tensor:
         """[T, in] → [T, out]."""
-        if self._packed:
-            y: Tensor = torch.ops.mkldnn._linear_pointwise(x, self._weight, self.bias, "none", [], "")
-            return y
-        return F.linear(x, self._weight, self.bias)
+        return self._multiply(x)
+
+
+def multiplies_int8(device: torch.device) -> bool:
+    """Whether int8 is exact there: a CPU without VNNI lets sums of two products overflow."""
+    return device.type == "cpu" and torch._C._has_mkldnn and _is_exact()
+
+
+@cache
+def _is_exact() -> bool:
+    """Tried with the greatest products there are."""
+    x, weight = torch.full((2, 64), 255, dtype=torch.uint8), torch.full((64, 64), 127, dtype=torch.int8)
+    multiply = _product(weight, torch.ones(64))
+    return bool((multiply(x) == 127 * 127 * 64).all())
+
+
+def _packed(weight: Tensor, bias: Tensor | None) -> Callable[[Tensor], Tensor]:
+    reordered, multiply = torch.ops.mkldnn._reorder_linear_weight(weight, None), torch.ops.mkldnn._linear_pointwise.default
+    return lambda x: multiply(x, reordered, bias, *_NONE)
+
+
+def _int8(weight: Tensor, bias: Tensor | None, dtype: torch.dtype, ops: Ops) -> Callable[[Tensor], Tensor]:
+    if not multiplies_int8(weight.device):
+        raise ValueError("engine.weight_dtype: int8 needs a CPU that multiplies it exactly (VNNI)")
+    scales = weight.abs().amax(dim=1).div_(127).clamp_(min=torch.finfo(torch.float32).tiny)  # [out]
+    multiply = _product(weight.div_(scales[:, None]).round_().to(torch.int8), scales)
+
+    def linear(x: Tensor) -> Tensor:
+        rounded, steps = ops.quantize(x)
+        return ops.dequantize(multiply(rounded), steps, bias, dtype)
+
+    return linear
+
+
+def _product(weight: Tensor, scales: Tensor) -> Callable[[Tensor], Tensor]:
+    """(x - 128) Wᵀ · scales in float32, of uint8 x `[T, in]` and int8 W `[out, in]`."""
+    zeros, multiply = torch.zeros(len(scales), dtype=torch.int64), torch.ops.onednn.qlinear_pointwise.default
+    packed = torch.ops.onednn.qlinear_prepack(weight, None)
+    return lambda x: multiply(x, 1.0, 128, packed, scales, zeros, None, 1.0, 0, torch.float32, *_NONE)
 
 
 def _multiplies_bfloat16() -> bool:

@@ -20,11 +20,13 @@ from engine.weights import ReadTensor, Weights
 class Transformer:
     """Weights and the function they define."""
 
-    def __init__(self, config: ModelConfig, read: ReadTensor, dtype: torch.dtype, device: torch.device, ops: Ops) -> None:
-        """Reads every tensor of `expected_tensors(config)` once, and holds them as `dtype` on `device`."""
+    def __init__(
+        self, config: ModelConfig, read: ReadTensor, dtype: torch.dtype, device: torch.device, ops: Ops, weight_dtype: str = "auto"
+    ) -> None:
+        """Reads every tensor of `expected_tensors(config)` once, and holds them as `dtype` on `device`; matrices as `weight_dtype`."""
         self.config = config
         self.ops = ops
-        weights = Weights(read, dtype, device)
+        weights = Weights(read, dtype, device, weight_dtype, ops=ops)
         self.embedding = weights.placed(weights.tensor("model.embed_tokens.weight"))  # [V, H]
         self.scale = torch.tensor(config.embedding_scale, dtype=dtype, device=device)  # rounded as the model was trained with it
         self.layers = [Layer(config, i, weights.under(f"model.layers.{i}"), ops) for i in range(config.layers)]

@@ -126,7 +126,7 @@ class GroupedExperts(Experts):
 def _groups(weights: Weights, *sizes: int) -> bool:
     """Whether torch has a grouped product of its own for such matrices: elsewhere it is a slow loop."""
     aligned = all(size % GROUPED_ALIGNMENT == 0 for size in sizes)
-    return aligned and weights.device.type == "cuda" and weights.dtype == torch.bfloat16
+    return aligned and weights.device.type == "cuda" and weights.dtype == torch.bfloat16 and weights.weight_dtype == "auto"
 
 
 def _stack(count: int, weights: Weights, *names: str) -> Tensor:

@@ -13,6 +13,7 @@ from torch import Tensor
 
 from engine.attention import AttendInPlace
 
+TINY = torch.finfo(torch.float32).tiny  # the step of a row of zeros
 log = logging.getLogger(__name__)
 
 
@@ -46,6 +47,19 @@ class Ops:
             precise = qk.float()
             self.rotate_(precise, rotation)
             qk.copy_(precise)
+
+    def quantize(self, x: Tensor) -> tuple[Tensor, Tensor]:
+        """Rows of `[T, H]` in steps of their own, 127 to the greatest element: uint8 `[T, H]` around 128, and the steps `[T]`, float32."""
+        precise = x.float()
+        steps = precise.abs().amax(dim=-1).div_(127).clamp_(min=TINY)
+        return precise.div(steps[:, None]).round_().add_(128).to(torch.uint8), steps
+
+    def dequantize(self, products: Tensor, steps: Tensor, bias: Tensor | None, dtype: torch.dtype) -> Tensor:
+        """products · steps + bias, of float32 `[T, out]` and `[T]`, as `dtype`. Products may be overwritten."""
+        products *= steps[:, None]
+        if bias is not None:
+            products += bias
+        return products.to(dtype)
 
 
 def choose(device: torch.device, dtype: torch.dtype, compiled: bool) -> Ops:

@@ -12,6 +12,7 @@ from engine.checkpoint import Checkpoint, expected_tensors
 from engine.config_json import read_config
 from engine.fingerprint import fingerprint
 from engine.kvcache import KvLayout, KvPool
+from engine.memory import keep_memory
 from engine.model import Transformer
 from engine.ops import choose
 from engine.protocol import Chunk
@@ -19,6 +20,7 @@ from engine.sampler import sample
 from engine.sampling import Sampled
 
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
+WEIGHT_DTYPES = ("auto", "int8")
 
 
 def ignore_progress(done: int, total: int) -> None:
@@ -48,14 +50,18 @@ class ModelRunner:
         threads: int | None = None,
         progress: Callable[[int, int], None] = ignore_progress,
         device: str = "cpu",
+        weight_dtype: str = "auto",
         compiled: bool = True,
     ) -> "ModelRunner":
         """Reads the Hugging Face folder `path`; `progress(done, total)` is called per tensor. `threads` is torch's, for the whole process.
 
-        Raises CheckpointError for a folder that cannot be served, ValueError for an unknown dtype.
+        `weight_dtype`: auto or int8, see `Linear`; `compiled`: see `engine.ops`. Raises CheckpointError for a folder that cannot be served,
+        ValueError for a dtype that is unknown or that this processor cannot multiply.
         """
         if dtype not in DTYPES:
             raise ValueError(f"dtype {dtype!r} is not supported; supported: {', '.join(DTYPES)}")
+        if weight_dtype not in WEIGHT_DTYPES:
+            raise ValueError(f"weight_dtype {weight_dtype!r} is not supported; supported: {', '.join(WEIGHT_DTYPES)}")
         if threads is not None:
             torch.set_num_threads(threads)
         config = read_config(path)
@@ -69,9 +75,12 @@ class ModelRunner:
             return checkpoint.tensor(name)
 
         where = torch.device(device)
-        model = Transformer(config, read, DTYPES[dtype], where, choose(where, DTYPES[dtype], compiled))
+        model = Transformer(config, read, DTYPES[dtype], where, choose(where, DTYPES[dtype], compiled), weight_dtype)
+        keep_memory()  # only now: what loading needed for a moment has been given back
+        # KV of a model whose matrices were rounded is not KV of the model.
+        rounded = "" if weight_dtype == "auto" else f"-{weight_dtype}"
         layout = KvLayout(
-            f"{fingerprint(path)}-{dtype}",
+            f"{fingerprint(path)}-{dtype}{rounded}",
             dtype,
             block_size,
             config.layers,

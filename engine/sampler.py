@@ -34,9 +34,11 @@ def sample(logits: Tensor, seqs: Seq[Sequence], eos_token_ids: frozenset[int]) -
     """
     if not seqs:
         return []
-    _check(logits, seqs)
+    tokens = logits.argmax(dim=-1)  # the first of equals; what is no number counts as the greatest
+    _check(logits.gather(1, tokens[:, None])[:, 0], seqs)
     scores = _adjusted(logits, seqs, eos_token_ids)
-    tokens = scores.argmax(dim=-1)  # the first of equals
+    if scores is not logits:
+        tokens = scores.argmax(dim=-1)
     drawn = _rows(seqs, lambda p: p.temperature >= GREEDY_BELOW)
     if drawn:
         rows = torch.tensor(drawn, device=logits.device)
@@ -48,8 +50,9 @@ def _rows(seqs: Seq[Sequence], asks: Callable[[SamplingParams], bool]) -> list[i
     return [i for i, seq in enumerate(seqs) if asks(seq.params)]
 
 
-def _check(logits: Tensor, seqs: Seq[Sequence]) -> None:
-    finite = logits.amax(dim=-1).isfinite()
+def _check(best: Tensor, seqs: Seq[Sequence]) -> None:
+    """`best`: the greatest logit of each row."""
+    finite = best.isfinite()
     if not finite.all():
         raise NonFiniteLogits([seq.id for seq, good in zip(seqs, finite.tolist(), strict=True) if not good])
 

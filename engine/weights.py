@@ -1,12 +1,13 @@
 """From the tensors of a checkpoint to what a layer computes with."""
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 
 import torch
 from torch import Tensor
 
 from engine.linear import Linear
+from engine.ops import Ops
 
 # Name in `expected_tensors` → tensor on the CPU
 ReadTensor = Callable[[str], Tensor]
@@ -19,7 +20,9 @@ class Weights:
     read: ReadTensor
     dtype: torch.dtype
     device: torch.device
+    weight_dtype: str  # of matrices, see `Linear`
     prefix: str = ""
+    ops: Ops = field(default_factory=Ops)
 
     def under(self, part: str) -> "Weights":
         """Those of one part of the model."""
@@ -44,4 +47,4 @@ class Weights:
 
     def matrix(self, weights: Sequence[Tensor], biases: Sequence[Tensor] = ()) -> Linear:
         """`linear` of tensors that were read before."""
-        return Linear(weights, biases, self.dtype, self.device)
+        return Linear(weights, biases, self.dtype, self.device, self.weight_dtype, self.ops)

@@ -140,7 +140,7 @@ class RunningCluster:
 
     async def __aenter__(self) -> str:
         """The gRPC address. Raises ClusterError."""
-        ports = ("--router.port", "0", "--router.admin-port", "0", "--router.http-port", "0")
+        ports = ("--router.port", "0", "--router.admin-port", "0", "--router.http-port", "0", "--router.page-port", "0")
         arguments = ["up", "--detach", "--name", self._name, *ports, *flags(self._settings)]
         done = await asyncio.to_thread(_baton, *arguments, timeout_s=UP_WITHIN_S)
         if done.returncode:

@@ -12,7 +12,7 @@ from typing import Any
 
 from loadtest import arrivals, traces, workload
 from loadtest.campaign import Arm, Campaign, Probe, this_machine
-from loadtest.cluster import Hardware, RunningCluster, check_equal, make_arms
+from loadtest.cluster import ClusterError, Hardware, RunningCluster, check_equal, make_arms
 from loadtest.compare import abba, measure_arm
 from loadtest.drive import NO_SERVER, Live, Run, drive
 from loadtest.grpc_door import GrpcDoor
@@ -142,7 +142,8 @@ async def measure_endpoint(plan: Plan, address: str, rate: float) -> Campaign:
 
 
 async def compare_arms(plan: Plan, comparison: Comparison, note: Callable[[str], None]) -> Campaign:
-    """Every arm at every rate, as `loadtest.compare` orders them. Raises ClusterError, WorkloadError, ValueError."""
+    """Every arm at every rate, as `loadtest.compare` orders them. Raises WorkloadError, ValueError, and ClusterError before anything was
+    measured; what is measured by then is kept."""
     notes = _Notes()
     machine = this_machine()
     common = {"model.path": comparison.model, "engine.threads": str(comparison.hardware.threads), "telemetry.log_level": "warning"}
@@ -166,6 +167,10 @@ async def compare_arms(plan: Plan, comparison: Comparison, note: Callable[[str],
                     )
     except (KeyboardInterrupt, asyncio.CancelledError):
         notes.partial = INTERRUPTED
+    except (ClusterError, ConnectionError) as error:  # what was measured before is worth keeping
+        if not notes.probes:
+            raise
+        notes.partial = f"the next cluster did not come up: {error}"
     title = f"{Path(comparison.model).name} on {len(comparison.hardware.cores)} cores"
     return notes.campaign(plan, title, tuple(all_arms.values()), config, machine)
 

@@ -129,11 +129,13 @@ def best_of_each_variant(parts: Mapping[str, Results]) -> Figure:
     places = np.arange(len(parts), dtype=float)
     arms = list(dict.fromkeys(arm for results in parts.values() for arm in results.arms))
     for i, (arm, look) in enumerate(_looks(arms).items()):
-        tops = [best(results, arm).goodput for results in parts.values()]
+        ran = [place for place, results in zip(places, parts.values(), strict=True) if arm in results.arms]
+        tops = [best(results, arm).goodput for results in parts.values() if arm in results.arms]
         shift = 0.03 * (i - (len(arms) - 1) / 2)
         bars = [top.half_width or 0.0 for top in tops]
         means = [top.mean or 0.0 for top in tops]
-        axes.errorbar(places + shift, means, bars, color=look.colour, marker=look.marker, linestyle=look.line, capsize=3, label=_short(arm))
+        where = np.array(ran) + shift
+        axes.errorbar(where, means, bars, color=look.colour, marker=look.marker, linestyle=look.line, capsize=3, label=_short(arm))
     axes.set_xticks(places, list(parts))
     axes.set(xlabel="varied parameter", ylabel=f"largest goodput at {percent(ATTAINMENT)} attainment (requests/s)")
     axes.set_ylim(bottom=0)

@@ -24,9 +24,16 @@ from loadtest.record import Record
 
 
 def by_variant(campaign: Campaign) -> dict[str, Campaign]:
-    """Variant -> the campaign with its probes only, in the order in which the variants first ran."""
-    names = dict.fromkeys(probe.variant for probe in campaign.probes) or {"": None}
-    return {name: replace(campaign, probes=tuple(probe for probe in campaign.probes if probe.variant == name)) for name in names}
+    """Variant -> the campaign with its probes and the arms that ran it only, in the order in which the variants first ran."""
+    names = dict.fromkeys(probe.variant for probe in campaign.probes)
+    if len(names) < 2:
+        return {next(iter(names), ""): campaign}
+    parts = {name: tuple(probe for probe in campaign.probes if probe.variant == name) for name in names}
+    ran = {name: {probe.arm for probe in probes} for name, probes in parts.items()}
+    return {
+        name: replace(campaign, probes=probes, arms=tuple(arm for arm in campaign.arms if arm.name in ran[name]))
+        for name, probes in parts.items()
+    }
 
 
 @dataclass(frozen=True, slots=True)

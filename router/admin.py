@@ -14,6 +14,7 @@ from cluster.rpc import Context
 from router.admission import Admission
 from router.clients import Workers
 from router.journal import Journal
+from router.live import Live
 from router.view import ClusterView
 from router.watch import Watch
 
@@ -26,6 +27,7 @@ class AdminDoor(worker_pb2_grpc.AdminServicer):
         watch: Watch,
         admission: Admission,
         journal: Journal,
+        live: Live,
         model_name: str,
         endpoints: Callable[[], dict[str, str]],
     ) -> None:
@@ -34,6 +36,7 @@ class AdminDoor(worker_pb2_grpc.AdminServicer):
         self._watch = watch
         self._admission = admission
         self._journal = journal
+        self._live = live
         self._model_name = model_name
         self._endpoints = endpoints
 
@@ -51,6 +54,9 @@ class AdminDoor(worker_pb2_grpc.AdminServicer):
             "workers": await asyncio.gather(*(self._describe(record) for record in members)),
         }
         return worker_pb2.StatusResponse(status_json=json.dumps(status))
+
+    async def Live(self, request: worker_pb2.LiveRequest, context: Context) -> worker_pb2.LiveResponse:
+        return worker_pb2.LiveResponse(live_json=json.dumps(await self._live.look()))
 
     async def Trace(self, request: worker_pb2.TraceRequest, context: Context) -> worker_pb2.TraceResponse:
         if request.request_id:

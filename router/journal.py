@@ -13,7 +13,7 @@ import time
 from array import array
 from collections import deque
 from collections.abc import Callable
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, field
 from time import monotonic
 from types import TracebackType
 from typing import Any, Self
@@ -22,12 +22,25 @@ from cluster import semconv
 from cluster.config import SloConfig
 from cluster.errors import BatonError, Reason
 from cluster.metrics import Book
-from cluster.telemetry import Tracer, Value
+from cluster.telemetry import NO_SPAN, Tracer, Value
 from router.request import FinishReason, Request, Stopwatch, Trace
 from router.slo import Attainment, Objectives, Times, missed_because
 
 MAX_ID = 128  # characters; a longer one is refused, and need not be kept
-REFUSALS = frozenset({Reason.SATURATED, Reason.NO_WORKER, Reason.DRAINING})
+REFUSALS = frozenset({Reason.RATE_LIMITED, Reason.SATURATED, Reason.NO_WORKER, Reason.DRAINING})
+
+
+@dataclass(slots=True)
+class Totals:
+    """Of all requests that have ended since the start."""
+
+    outcomes: dict[str, int] = field(default_factory=dict)
+    prompt_tokens: int = 0
+    output_tokens: int = 0
+    cached_tokens: int = 0
+    met: int = 0  # completed, and every objective that there is was met
+    handoffs: int = 0
+    handoff_bytes: int = 0
 
 
 @dataclass(frozen=True, slots=True)
@@ -83,9 +96,11 @@ class Entry:
         self._journal = journal
 
     def __enter__(self) -> Self:
+        self._journal.open_entries[self] = None
         return self
 
     def __exit__(self, kind: object, error: BaseException | None, traceback: TracebackType | None) -> None:
+        del self._journal.open_entries[self]
         if self.finish is None:
             self.trace.watch.stop()
         self._journal.close(self, *_outcome(self, error))
@@ -96,6 +111,8 @@ class Journal:
         self, book: Book, tracer: Tracer, model: str, slo: SloConfig, keep: int, wall_clock: Callable[[], float] = time.time
     ) -> None:
         """`keep`: how many records."""
+        self.totals = Totals()
+        self.open_entries: dict[Entry, None] = {}  # a set that remembers the order
         self._tracer = tracer
         self._model = model
         self._wall_clock = wall_clock
@@ -127,6 +144,16 @@ class Journal:
         trace = Trace(Stopwatch(clock), self._tracer.begin(f"{operation} {self._model}", traceparent))
         return Entry(self, trace, operation, request_id[:MAX_ID], self._wall_clock())
 
+    @property
+    def objectives(self) -> dict[str, float]:
+        """Seconds."""
+        return self._objectives.limits
+
+    @property
+    def attainment(self) -> float | None:
+        """Share of the last requests that met every objective. None: there is no objective, or no request yet."""
+        return self._attainment.ratio
+
     def last(self, count: int = 1) -> list[Record]:
         """Those that ended last, the newest first."""
         return [record for record, _ in zip(reversed(self._records), range(count), strict=False)]
@@ -140,6 +167,7 @@ class Journal:
         times = measure(trace)
         missed = self._judge(outcome, times)
         self._count(entry, outcome, reason, times)
+        self._add(entry, outcome, missed)
         trace.gaps = array("d")  # they are in the histogram now
         span, trace_id = trace.span, trace.span.traceparent[3:35]
         record = Record(
@@ -160,6 +188,7 @@ class Journal:
             span.past_child(semconv.QUEUE, queue.end - queue.start)
             span.set(self._attributes(entry, record))
             span.end("" if outcome == "ok" else reason)
+            trace.span = NO_SPAN  # the record outlives it
 
     def _judge(self, outcome: str, times: Times) -> str | None:
         """What a client got wrong or gave up is nobody's miss."""
@@ -172,6 +201,18 @@ class Journal:
         else:
             self._missed[missed].inc()
         return missed
+
+    def _add(self, entry: Entry, outcome: str, missed: str | None) -> None:
+        totals, request, trace = self.totals, entry.request, entry.trace
+        totals.outcomes[outcome] = totals.outcomes.get(outcome, 0) + 1
+        totals.met += outcome == "ok" and missed is None
+        if request is None or outcome == "refused":
+            return
+        totals.prompt_tokens += request.prompt_len
+        totals.output_tokens += request.output_len
+        totals.cached_tokens += trace.cached_tokens
+        totals.handoffs += bool(trace.handoff.transport)
+        totals.handoff_bytes += trace.handoff.bytes
 
     def _count(self, entry: Entry, outcome: str, reason: str, times: Times) -> None:
         request, trace = entry.request, entry.trace

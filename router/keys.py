@@ -1,13 +1,14 @@
 """Who is asking: API keys by their SHA-256, and the tenant that a key speaks for.
 
-One entry a line in the file that `security.api_keys` names: `NAME SHA256HEX [TENANT]`; without a tenant, NAME is one. Empty lines and lines
+One entry a line in the file that `security.api_keys` names: `NAME SHA256HEX [TENANT] [requests=N] [tokens=N]`. Without a tenant, NAME is
+one. `requests` and `tokens` are the tenant's limits a minute where they are not those of the configuration (0: none). Empty lines and lines
 that begin with # are skipped. A plain hash is enough because keys are drawn, not chosen: nobody can try all of them.
 """
 
 import hmac
 import re
 from collections.abc import Iterable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from hashlib import sha256
 from pathlib import Path
 from typing import Self
@@ -17,7 +18,16 @@ from cluster.errors import BatonError, Reason
 
 _NAME = re.compile(r"[A-Za-z0-9_.-]{1,64}")
 _DIGEST = re.compile(r"[0-9a-fA-F]{64}")
+_QUOTA = re.compile(r"(requests|tokens)=([0-9]{1,9})")
 MAX_KEY = 512  # characters
+
+
+@dataclass(frozen=True, slots=True)
+class Quota:
+    """What a tenant may use in a minute; None: as much as there is."""
+
+    requests: int | None = None
+    tokens: int | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -25,16 +35,26 @@ class Entry:
     name: str
     digest: bytes
     tenant: str
+    quota: tuple[tuple[str, int | None], ...] = ()  # fields of the tenant's Quota that are not the configuration's
 
 
 class ApiKeys:
     """No entries: everybody may ask, and nobody is a tenant."""
 
-    def __init__(self, entries: Iterable[Entry] = ()) -> None:
+    def __init__(self, entries: Iterable[Entry] = (), quota: Quota | None = None) -> None:
+        """`quota`: of a tenant whose entries name none. Raises ConfigError when two entries of one tenant do not agree."""
         self._entries = tuple(entries)
+        self._quotas: dict[str, Quota] = {}
+        given: dict[tuple[str, str], int | None] = {}
+        for entry in self._entries:
+            for what, amount in entry.quota:
+                if given.setdefault((entry.tenant, what), amount) != amount:
+                    raise ConfigError(f"security.api_keys: {entry.name}: other {what} than another key of {entry.tenant}")
+            own = self._quotas.get(entry.tenant, quota or Quota())
+            self._quotas[entry.tenant] = replace(own, **dict(entry.quota))
 
     @classmethod
-    def load(cls, path: str | None) -> Self:
+    def load(cls, path: str | None, quota: Quota | None = None) -> Self:
         """Raises ConfigError for a file that cannot be read, that holds no key, or that has a line which is none."""
         if path is None:
             return cls()
@@ -45,10 +65,18 @@ class ApiKeys:
         entries = [_entry(line, f"{path}:{i}") for i, line in enumerate(lines, 1) if line.strip() and not line.strip().startswith("#")]
         if not entries:
             raise ConfigError(f"security.api_keys: {path} holds no key")
-        return cls(entries)
+        return cls(entries, quota)
 
     def __bool__(self) -> bool:
         return bool(self._entries)
+
+    @property
+    def limited(self) -> bool:
+        """Whether any tenant has a limit."""
+        return any(quota != Quota() for quota in self._quotas.values())
+
+    def quota(self, tenant: str) -> Quota:
+        return self._quotas[tenant]
 
     def tenant(self, authorization: str | None) -> str:
         """Whom `Bearer KEY` speaks for; empty when no key is asked for. Raises UNAUTHENTICATED.
@@ -68,10 +96,12 @@ class ApiKeys:
 
 
 def _entry(line: str, where: str) -> Entry:
-    parts = line.split()
-    if len(parts) not in (2, 3) or not _DIGEST.fullmatch(parts[1]):
-        raise ConfigError(f"security.api_keys: {where}: must be NAME SHA256HEX [TENANT]")
+    words = line.split()
+    parts = [word for word in words if "=" not in word]
+    options = [_QUOTA.fullmatch(word) for word in words if "=" in word]
+    if len(parts) not in (2, 3) or not _DIGEST.fullmatch(parts[1]) or not all(options):
+        raise ConfigError(f"security.api_keys: {where}: must be NAME SHA256HEX [TENANT] [requests=N] [tokens=N]")
     name, digest, tenant = parts[0], parts[1], parts[-1] if len(parts) == 3 else parts[0]
     if not (_NAME.fullmatch(name) and _NAME.fullmatch(tenant)):
         raise ConfigError(f"security.api_keys: {where}: names have 1 to 64 letters, digits, '_', '.' and '-'")
-    return Entry(name, bytes.fromhex(digest), tenant)
+    return Entry(name, bytes.fromhex(digest), tenant, tuple((option[1], int(option[2]) or None) for option in options if option))

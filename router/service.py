@@ -17,6 +17,7 @@ from router.admission import Admission, Admitted, Refused
 from router.detokenizer import Detokenizer
 from router.dispatch import Dispatcher
 from router.journal import Journal
+from router.rates import Rates, Unlimited
 from router.request import FinishReason, Request, Token
 from router.stop import StopMatcher
 from router.tokenizer import Tokenizer
@@ -66,6 +67,7 @@ class GenerateService:
         draw_seed: Draw,
         draw_id: Callable[[], str],
         limits: Limits | None = None,
+        rates: Rates | Unlimited | None = None,
         shared_prefixes: bool = False,
     ) -> None:
         self._shared_prefixes = shared_prefixes
@@ -79,6 +81,7 @@ class GenerateService:
         self._draw_seed = draw_seed
         self._draw_id = draw_id
         self._limits = limits or Limits()
+        self._rates = rates or Unlimited()
         self._waiting: dict[str, asyncio.Event] = {}
         self._attempts = itertools.count(1)
         self.draining = False
@@ -109,7 +112,8 @@ class GenerateService:
             params, stops = resolve(ask, len(tokens), served.max_model_len, self._draw_seed())
             request = Request(ask.request_id or self._draw_id(), tokens, len(tokens), params, self._salt(ask), deadline, entry.trace)
             entry.request = request
-            async with self._admitted(request):
+            await self._rates.admit(ask.tenant, request.prompt_len)
+            async with self._charged(ask.tenant, request), self._admitted(request):
                 yield Accepted(request.id, self.model_name, request.prompt_len)
                 async with aclosing(self._run(request, stops)) as events:
                     async for event in events:
@@ -152,6 +156,14 @@ class GenerateService:
                 return await asyncio.to_thread(self._tokenizer.encode, ask.text or "")
         except TimeoutError:
             raise BatonError(Reason.DEADLINE, "the deadline was over before the prompt was tokenised") from None
+
+    @asynccontextmanager
+    async def _charged(self, tenant: str, request: Request) -> AsyncIterator[None]:
+        """However it ends, its tenant has used what it got."""
+        try:
+            yield
+        finally:
+            await self._rates.charge(tenant, request.output_len)
 
     @asynccontextmanager
     async def _admitted(self, request: Request) -> AsyncIterator[None]:

@@ -153,6 +153,11 @@ class ClusterView:
     def down_workers(self) -> list[WorkerRecord]:
         return [record for record in self.members() if self._members[record.name].down]
 
+    @property
+    def unfit(self) -> set[str]:
+        """Members whose records do not fit the served model."""
+        return {name for name, member in self._members.items() if member.refused}
+
     def prefill_workers(self) -> list[WorkerRecord]:
         """Those that a request can be sent to, by name."""
         return self._usable("prefill")

@@ -25,9 +25,12 @@ from router.clients import Workers
 from router.dispatch import Dispatcher
 from router.door import GenerationDoor
 from router.http.app import HttpDoor
+from router.http.page import Page
 from router.http.server import HttpServer
 from router.journal import Journal
-from router.keys import ApiKeys
+from router.keys import ApiKeys, Quota
+from router.live import Live
+from router.rates import Rates, Unlimited, redis_counters
 from router.service import GenerateService
 from router.tokenizer import Tokenizer
 from router.view import ClusterView
@@ -56,7 +59,8 @@ class RouterProcess:
         self._workers = Workers(config.security)
         self._servers: list[Server] = []
         self._http: HttpServer | None = None
-        self._keys = ApiKeys.load(config.security.api_keys)
+        self._page: HttpServer | None = None
+        self._keys = ApiKeys.load(config.security.api_keys, Quota(config.security.requests_per_minute, config.security.tokens_per_minute))
         self._model_name = config.model.served_name or Path(config.model.path).name
         self._tracer = make_tracer(config.telemetry, config.cluster.name, "router", os.environ.get("BATON_WORKER_NAME", "router"))
         self._book = Book("router", model=self._model_name)
@@ -82,6 +86,7 @@ class RouterProcess:
             journal=self._journal,
             draw_seed=lambda: secrets.randbits(63),
             draw_id=draw_id,
+            rates=self._rates(),
             shared_prefixes=config.security.shared_prefixes,
         )
         generation_pb2_grpc.add_GenerationServicer_to_server(GenerationDoor(self.service, self._keys), public.grpc)  # type: ignore[no-untyped-call]
@@ -92,14 +97,18 @@ class RouterProcess:
         http_door = HttpDoor(self.service, tokenizer, self._keys, config.router, lambda: bool(view.decode_workers()), draw_id)
         self._http = HttpServer(config, http_door)
         http_address = self._http.bind(config.router.http_port)
-        endpoints = {"grpc": self.address, "http": http_address, "admin": admin_address}
+        live = Live(view, self._workers, watch, admission, self._journal, model_name)
+        self._page = HttpServer(config, Page(live, http_door, self._keys, config.cluster.host))
+        page_address = self._page.bind(config.router.page_port)
+        endpoints = {"grpc": self.address, "http": http_address, "admin": admin_address, "page": page_address}
         if config.telemetry.metrics:
             endpoints["metrics"] = await self._metrics.start(config.telemetry.metrics_port)
-        door = AdminDoor(view, self._workers, watch, admission, self._journal, model_name, lambda: endpoints)
+        door = AdminDoor(view, self._workers, watch, admission, self._journal, live, model_name, lambda: endpoints)
         worker_pb2_grpc.add_AdminServicer_to_server(door, admin.grpc)  # type: ignore[no-untyped-call]
         await public.start()
         await admin.start()
         self._http.start(self._tasks)
+        self._page.start(self._tasks)
         self._tasks.start(watch.run(), "watch")
         self._tasks.start(self._run_health(), "health")
         self.stage = move(self.stage, "ready")
@@ -115,8 +124,8 @@ class RouterProcess:
 
     async def close(self) -> None:
         self.stage = move(self.stage, "close")
-        if self._http is not None:
-            await self._http.stop()
+        for http in filter(None, (self._http, self._page)):
+            await http.stop()
         await self._tasks.close()
         for server in self._servers:
             await server.stop(0.5)
@@ -128,7 +137,13 @@ class RouterProcess:
     @property
     def _idle(self) -> bool:
         """An answer over HTTP may still be on its way out when its request is done."""
-        return self.service.idle and (self._http is None or self._http.idle)
+        return self.service.idle and all(http is None or http.idle for http in (self._http, self._page))
+
+    def _rates(self) -> Rates | Unlimited:
+        redis = self.config.redis
+        if not self._keys.limited:
+            return Unlimited()
+        return Rates(redis_counters(redis.url, self.config.cluster.name), self._keys.quota, redis.command_timeout_s)
 
     def _targets(self) -> list[str]:
         return [self._metrics.address, *(record.metrics for record in self._view.members() if record.metrics)]

@@ -21,7 +21,7 @@ ARROWS = {
     "router": {"engine.block_key", "engine.sampling", "cluster", "baton.v1"},
     "baton": {"baton", "cluster", "engine", "kvtransfer", "loadtest.cli"},
     "loadtest": {"baton"},
-    "models": {"engine.fingerprint"},
+    "models": {"engine.fingerprint", "engine.memory"},
 }
 # Heavy third parties and the only places that may import them.
 HOMES = {
@@ -44,6 +44,7 @@ HOMES = {
     "transformers": ("models/train/",),
     "starlette": ("router/http/",),
     "uvicorn": ("router/http/server.py",),
+    "limits": ("router/rates.py",),
 }
 # Deciding code: no await, no clock, no randomness, no torch.
 PURE = (
@@ -123,6 +124,7 @@ def test_proto_is_no_package() -> None:
         ("baton.cli", "torch"),
         ("baton.cli", "matplotlib"),
         ("engine.toy", "torch"),
+        ("engine.runner", "numba"),
     ],
 )
 def test_light_processes_stay_light(module: str, absent: str) -> None:

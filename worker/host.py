@@ -203,6 +203,9 @@ def options(config: Config) -> Options:
         kv_memory_bytes=engine.kv_memory_mib << 20 if engine.kv_memory_mib else None,
         kv_memory_fraction=engine.kv_memory_fraction,
         threads=engine.threads,
+        device=engine.device,
+        attention_backend=engine.attention_backend,
+        weight_dtype=engine.weight_dtype,
         compiled=engine.compiled,
         prefix_caching=engine.prefix_caching,
         limits=Limits(

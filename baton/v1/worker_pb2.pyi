@@ -275,6 +275,16 @@ class StatusResponse(_message.Message):
     status_json: str
     def __init__(self, status_json: _Optional[str] = ...) -> None: ...
 
+class LiveRequest(_message.Message):
+    __slots__ = ()
+    def __init__(self) -> None: ...
+
+class LiveResponse(_message.Message):
+    __slots__ = ("live_json",)
+    LIVE_JSON_FIELD_NUMBER: _ClassVar[int]
+    live_json: str
+    def __init__(self, live_json: _Optional[str] = ...) -> None: ...
+
 class TraceRequest(_message.Message):
     __slots__ = ("request_id", "last")
     REQUEST_ID_FIELD_NUMBER: _ClassVar[int]

@@ -481,6 +481,11 @@ class AdminStub:
                 request_serializer=baton_dot_v1_dot_worker__pb2.TraceRequest.SerializeToString,
                 response_deserializer=baton_dot_v1_dot_worker__pb2.TraceResponse.FromString,
                 _registered_method=True)
+        self.Live = channel.unary_unary(
+                '/baton.v1.Admin/Live',
+                request_serializer=baton_dot_v1_dot_worker__pb2.LiveRequest.SerializeToString,
+                response_deserializer=baton_dot_v1_dot_worker__pb2.LiveResponse.FromString,
+                _registered_method=True)
 
 
 class AdminServicer:
@@ -500,6 +505,13 @@ class AdminServicer:
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
+    def Live(self, request, context):
+        """The pools, the requests on their way and the last ones, at this moment.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
 
 def add_AdminServicer_to_server(servicer, server):
     rpc_method_handlers = {
@@ -512,6 +524,11 @@ def add_AdminServicer_to_server(servicer, server):
                     servicer.Trace,
                     request_deserializer=baton_dot_v1_dot_worker__pb2.TraceRequest.FromString,
                     response_serializer=baton_dot_v1_dot_worker__pb2.TraceResponse.SerializeToString,
+            ),
+            'Live': grpc.unary_unary_rpc_method_handler(
+                    servicer.Live,
+                    request_deserializer=baton_dot_v1_dot_worker__pb2.LiveRequest.FromString,
+                    response_serializer=baton_dot_v1_dot_worker__pb2.LiveResponse.SerializeToString,
             ),
     }
     generic_handler = grpc.method_handlers_generic_handler(
@@ -569,6 +586,33 @@ class Admin:
             '/baton.v1.Admin/Trace',
             baton_dot_v1_dot_worker__pb2.TraceRequest.SerializeToString,
             baton_dot_v1_dot_worker__pb2.TraceResponse.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def Live(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/baton.v1.Admin/Live',
+            baton_dot_v1_dot_worker__pb2.LiveRequest.SerializeToString,
+            baton_dot_v1_dot_worker__pb2.LiveResponse.FromString,
             options,
             channel_credentials,
             insecure,

@@ -10,7 +10,19 @@ from torch import Tensor
 def upload(values: npt.NDArray[Any], device: torch.device) -> Tensor:
     """A new tensor on the device. Returns before the copy is made: the pinned memory in between is torch's, which keeps it until then."""
     host = torch.from_numpy(values)
-    return host.pin_memory().to(device, non_blocking=True) if device.type == "cuda" else host.clone()
+    if device.type != "cuda" or not len(host):
+        return host.to(device, copy=True)
+    return host.pin_memory().to(device, non_blocking=True)
+
+
+def is_there(device: str) -> bool:
+    return torch.device(device).type != "cuda" or torch.cuda.is_available()
+
+
+def free_memory(device: torch.device) -> int:
+    """Bytes that a CUDA device has left."""
+    free: int = torch.cuda.mem_get_info(device)[0]
+    return free
 
 
 class Mark:

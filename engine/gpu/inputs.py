@@ -97,6 +97,8 @@ class Inputs:
         tokens = sum(span.n for span in spans)
         if len(batch) > self.capacity.max_num_seqs or tokens > self.capacity.max_num_batched_tokens:
             raise ValueError(f"a batch of {len(batch)} sequences and {tokens} tokens; the runner was made for {self.capacity}")
+        if any(len(span.blocks) > self.width for span in spans):  # they would run over into the table of another
+            raise ValueError(f"a sequence of more than {self.width} blocks; the runner was made for {self.capacity}")
         order = batch_order(spans)
         seated = self._take_seats([batch[i].seq for i in order])
         spans = [spans[i] for i in order]

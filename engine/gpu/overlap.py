@@ -17,6 +17,9 @@ What that asks of everybody, besides:
 - **Preemption waits for the step in flight.** Where the pool lacks a block for a decode, that step is read before anything is scheduled:
   then nothing is parked, and the queue gets no sequence with an unknown token.
 
+The pool of such an engine may lie on a device. What is held is copied to the host's memory of the pool, where transports read it, and what
+is adopted is copied from there: `to_host`, `to_device`.
+
 A token reaches its reader as early as without all this: when its step has ended. A new sequence starts one step later.
 """
 
@@ -29,7 +32,7 @@ from engine.engine import Engine, Output
 from engine.protocol import Chunk, NonFiniteLogits, Runner
 from engine.sampling import Sampled
 from engine.scheduler import Limits, Scheduler
-from engine.sequence import Sequence
+from engine.sequence import Sequence, State
 
 UNKNOWN = -1
 
@@ -55,6 +58,14 @@ class OverlapRunner(Runner, Protocol):
 
     def submit(self, batch: Seq[Chunk]) -> Pending:
         """Begins what `run` does. Steps are computed in order. `UNKNOWN` stands for what the step before sampled for the sequence."""
+        ...
+
+    def to_host(self, blocks: Seq[int]) -> None:
+        """What steps that have been read wrote into these blocks is in `pool` afterwards, where transports find it."""
+        ...
+
+    def to_device(self, blocks: Seq[int]) -> None:
+        """Steps submitted from now on find in these blocks what a transport put into `pool`."""
         ...
 
 
@@ -106,13 +117,10 @@ class OverlapEngine(Engine):
     def step(self, now: float = 0.0) -> list[Output]:
         """Hands over the next batch, then answers for the one before it."""
         outputs = self._land(None) if self.scheduler.lacks_blocks() else []
-        batch = self.scheduler.schedule(now).chunks
+        batch = self._schedule(now)
         if not batch and self.scheduler.flight is not None:
             outputs += self._land(None)
-            batch = self.scheduler.schedule(now).chunks  # what has landed made room
-        for chunk in batch:
-            if chunk.seq.started_at is None:
-                chunk.seq.started_at = now
+            batch = self._schedule(now)  # what has landed made room
         flight = Flight(batch, self.runner.submit(batch)) if batch else None
         outputs += self._land(flight)
         for chunk in batch:
@@ -120,12 +128,26 @@ class OverlapEngine(Engine):
                 self._book(chunk)
         return outputs
 
+    def adopt(self, seq: Sequence) -> None:
+        self.runner.to_device(seq.blocks[seq.sealed : self._blocks_of(len(seq.tokens) - 1)])
+        super().adopt(seq)
+
+    def _settle(self, seq: Sequence, sampled: Sampled) -> Output:
+        output = super()._settle(seq, sampled)
+        if seq.state is State.HELD:
+            self.runner.to_host(seq.blocks[: self._blocks_of(seq.computed)])
+        return output
+
+    def _blocks_of(self, tokens: int) -> int:
+        return -(-tokens // self.block_size)
+
     def _land(self, following: Flight | None) -> list[Output]:
         """Read the step in flight, if there is one; `following` has been handed over behind it."""
         landed, self.scheduler.flight = self.scheduler.flight, following
         if landed is None:
             return []
         result = landed.pending.result()
+        self.counts.chunks += len(landed.batch) - len(result.failed)
         self.pool.release(landed.parked)
         outputs = []
         for i, (chunk, sampled) in enumerate(zip(landed.batch, result.sampled, strict=True)):

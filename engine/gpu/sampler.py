@@ -41,7 +41,7 @@ class Filters:
 
     temperature: Tensor  # float32, 1 where greedy
     top_k: Tensor  # int64, at least V for none
-    top_p: Tensor  # float64, more than 1 for none
+    top_p: Tensor  # float64 of a float32, more than 1 for none
     log_min_p: Tensor  # float32, -inf for none
     greedy: Tensor  # bool
     keys: Tensor  # int64
@@ -137,7 +137,7 @@ class Sampler:
         narrow = upload(facts.astype(np.float32), self._device)[:, : len(params)]
         any_top = bool(((facts[1] < vocab) | (facts[2] < 1))[: len(params)].any())
         noise = upload(keys.view(np.int64), self._device)
-        return Filters(narrow[0], sent[1].long(), sent[2], narrow[3].log(), sent[4] > 0, noise, any_top)
+        return Filters(narrow[0], sent[1].long(), narrow[2].double(), narrow[3].log(), sent[4] > 0, noise, any_top)
 
     def _logprobs(self, logits: Tensor, tokens: Tensor, asked: list[int], n: int) -> tuple[Tensor, Tensor]:
         """Of the model's own distribution: `[r, 1 + n]`, and the ids `[r, n]`, by (log-probability descending, id ascending)."""

@@ -3,7 +3,6 @@
 Muon: Jordan et al. 2024, "Muon: an optimizer for hidden layers". Distillation: Hinton et al. 2015, https://arxiv.org/abs/1503.02531.
 """
 
-import ctypes
 import json
 import math
 import time
@@ -19,6 +18,7 @@ from torch import Tensor, nn
 from torch.nn import functional
 from transformers import LlamaConfig, LlamaForCausalLM
 
+from engine.memory import keep_memory
 from models.folder import BOS_ID, EOS_ID, RMS_NORM_EPS
 from models.train.batches import Batch, round_batches
 from models.train.recipe import SEED, Recipe, phase
@@ -26,7 +26,6 @@ from models.train.recipe import SEED, Recipe, phase
 WARMUP = 0.026  # of the training
 DECAY_FROM = 0.48  # of the training; the rate falls to zero from there
 SAVE_EVERY_S = 120.0
-_M_TRIM_THRESHOLD, _M_MMAP_MAX = -1, -4  # of malloc.h
 
 
 @dataclass(slots=True)
@@ -58,14 +57,6 @@ def new_model(recipe: Recipe) -> nn.Module:
     )
     model: nn.Module = LlamaForCausalLM(config)
     return model
-
-
-def keep_memory() -> None:
-    """Let glibc keep what it freed: fresh pages for every large tensor took a third of a step on a CPU."""
-    libc = ctypes.CDLL(None)
-    if hasattr(libc, "mallopt"):
-        libc.mallopt(_M_MMAP_MAX, 0)
-        libc.mallopt(_M_TRIM_THRESHOLD, 2**31 - 1)
 
 
 def train(

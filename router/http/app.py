@@ -119,8 +119,8 @@ class HttpDoor:
         events = self._events(asked, _timeout_s(request))
         writer = Writer(asked, self._tokenizer, caller.request_id, self._service.model_name)
         if asked.stream:
-            return EventStream(_chunks(events, writer), self._refusal)
-        async with while_connected(request.receive), aclosing(events):
+            return EventStream(_chunks(events, writer), self._longest_s, self._refusal)
+        async with while_connected(request.receive, self._longest_s), aclosing(events):
             async for index, event in events:
                 writer.take(index, event)
         return _json(writer.whole())
@@ -197,6 +197,11 @@ class HttpDoor:
     async def _openapi(self, request: Request) -> Response:
         return Response(self._document, media_type="application/json")
 
+    @property
+    def _longest_s(self) -> float:
+        """A request is over at its deadline; only who reads its answer slowly can make it last longer."""
+        return self._config.max_timeout_s + self._config.http_stall_s
+
     def _caller(self, request: Request) -> Caller:
         """Raises BatonError(UNAUTHENTICATED)."""
         headers = request.headers
@@ -228,7 +233,7 @@ class HttpDoor:
             case BatonError():
                 return to_http(error)
             case ClientGone() | ClientDisconnect():  # nobody will read it
-                return to_http(BatonError(Reason.CANCELLED, "the client is gone"))
+                return to_http(BatonError(Reason.CANCELLED, "the client is gone or does not read"))
             case asyncio.CancelledError():
                 return to_http(BatonError(Reason.DRAINING, "this router is closing"))
             case HTTPException():  # of the router: no such path, or not with this method
@@ -240,16 +245,17 @@ class HttpDoor:
 class EventStream(Response):
     """Server-sent events. The status is sent with the first of them: what `chunks` raises before is the caller's to answer."""
 
-    def __init__(self, chunks: AsyncGenerator[bytes, None], refusal: Callable[[BaseException], HttpError]) -> None:
+    def __init__(self, chunks: AsyncGenerator[bytes, None], within_s: float, refusal: Callable[[BaseException], HttpError]) -> None:
         super().__init__(headers=_STREAM_HEADERS)
         del self.headers["content-length"]
         self._chunks = chunks
+        self._within_s = within_s
         self._refusal = refusal
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         started, last = False, DONE
         try:
-            async with while_connected(receive), aclosing(self._chunks) as chunks:
+            async with while_connected(receive, self._within_s), aclosing(self._chunks) as chunks:
                 async for chunk in chunks:
                     if not started:
                         started = True

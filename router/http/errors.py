@@ -13,7 +13,8 @@ _CODES = {
     Reason.INVALID_FIELD: "invalid_value",
     Reason.CONTEXT_LENGTH: "context_length_exceeded",
     Reason.UNAUTHENTICATED: "invalid_api_key",
-    Reason.SATURATED: "rate_limit_exceeded",
+    Reason.RATE_LIMITED: "rate_limit_exceeded",
+    Reason.SATURATED: "overloaded",
 }
 _NO_NAMES: Mapping[str, str] = {}
 
@@ -58,7 +59,7 @@ def to_http(error: BatonError, names: Mapping[str, str] = _NO_NAMES) -> HttpErro
         message = f"{param}: {first.description}{more}"
     headers = {}
     if kind.http in (429, 503):
-        headers["retry-after"] = str(math.ceil(kind.retry_after or RETRY_AFTER_S))
+        headers["retry-after"] = str(math.ceil(error.retry_after or RETRY_AFTER_S))
     if kind.http == 401:
         headers["www-authenticate"] = "Bearer"
     return HttpError(kind.http, message, param=param, code=_CODES.get(error.reason, error.reason.name.lower()), headers=headers)

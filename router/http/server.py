@@ -3,13 +3,14 @@
     head        time for the headers of a request, once its first byte is there or the connection is new
     idle        time between two requests (uvicorn's own keep-alive timer)
     stall       time for a reader to take what is waiting for it
-    number      connections at a time; more are refused
+    number      connections at a time, as far as the system lets the process open files; more are refused
 
 Size and time of a body are the application's business.
 """
 
 import asyncio
 import logging
+import resource
 import socket
 import ssl
 from collections.abc import Iterator
@@ -27,6 +28,7 @@ from router.http.errors import HttpError, to_json
 
 log = logging.getLogger(__name__)
 MAX_HEAD_BYTES = 32 << 10
+OTHER_FILES = 256  # of the process
 SEND_BUFFER_BYTES = 128 << 10  # in the kernel; it would let a reader that stops hold megabytes
 BACKLOG = 1024
 CLOSE_WITHIN_S = 2  # whole seconds: uvicorn's type
@@ -42,10 +44,11 @@ class HttpServer:
         self._server = _Server(
             uvicorn.Config(
                 app,
-                http=_bounded(config.router),
+                http=_bounded(config.router, _connections(config.router.http_max_connections)),
                 ws="none",
                 lifespan="off",
                 log_config=None,
+                log_level="error",  # its warnings are about what clients send: anybody could fill the log
                 access_log=False,
                 proxy_headers=False,
                 server_header=False,
@@ -101,8 +104,21 @@ class _Server(uvicorn.Server):
         yield
 
 
-def _bounded(limits: RouterConfig) -> type[H11Protocol]:
-    """uvicorn makes its connections from a class."""
+def _connections(wanted: int) -> int:
+    """How many there can be so that enough files are left for the workers and the registry; raises the process's limit if it may."""
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    needed = wanted + OTHER_FILES
+    if soft == resource.RLIM_INFINITY or soft >= needed:
+        return wanted
+    try:
+        resource.setrlimit(resource.RLIMIT_NOFILE, (needed if hard == resource.RLIM_INFINITY else min(needed, hard), hard))
+    except (OSError, ValueError):  # more than the system allows although its limit says otherwise
+        log.debug("the limit of open files stays at %d", soft)
+    return max(1, min(wanted, resource.getrlimit(resource.RLIMIT_NOFILE)[0] - OTHER_FILES))
+
+
+def _bounded(limits: RouterConfig, most: int) -> type[H11Protocol]:
+    """uvicorn makes its connections from a class. `most`: connections."""
 
     class Connection(H11Protocol):
         def __init__(self, *args: Any, **kwargs: Any) -> None:
@@ -112,7 +128,7 @@ def _bounded(limits: RouterConfig) -> type[H11Protocol]:
 
         def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
             super().connection_made(transport)
-            if len(self.connections) > limits.http_max_connections:
+            if len(self.connections) > most:
                 self._refuse(HttpError(503, "too many connections are open", headers={"retry-after": "1"}))
             else:
                 self._await_head()

@@ -11,12 +11,15 @@ T = TypeVar("T")
 
 
 class ClientGone(Exception):
-    """The client closed the connection."""
+    """The client closed the connection, or does not take its answer."""
 
 
 @asynccontextmanager
-async def while_connected(receive: Receive) -> AsyncIterator[None]:
-    """The body is cancelled when the client leaves; then ClientGone is raised. The request's own body has been read before."""
+async def while_connected(receive: Receive, within_s: float) -> AsyncIterator[None]:
+    """The body is cancelled when the client leaves, or after so many seconds; then ClientGone is raised.
+
+    The request's own body has been read before.
+    """
 
     async def watch() -> None:
         while (await receive())["type"] != "http.disconnect":
@@ -24,7 +27,7 @@ async def while_connected(receive: Receive) -> AsyncIterator[None]:
         scope.reschedule(0.0)  # a moment that is over
 
     try:
-        async with asyncio.timeout(None) as scope:
+        async with asyncio.timeout(within_s) as scope:
             watcher = asyncio.create_task(watch())
             try:
                 yield

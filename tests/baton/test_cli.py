@@ -33,7 +33,7 @@ from cluster.rpc import to_status
 
 TEXT = ("Once ", "upon\n", "", "[bold]a[/] tïme", "\x1b[2J")  # what a model may say
 HELD_BACK = " 🙂"
-FREE_PORTS = ("--router.port", "0", "--router.admin-port", "0", "--router.http-port", "0")
+FREE_PORTS = ("--router.port", "0", "--router.admin-port", "0", "--router.http-port", "0", "--router.page-port", "0")
 STATUS: dict[str, Any] = {
     "endpoints": {"grpc": "127.0.0.1:1", "admin": "127.0.0.1:2"},
     "model": "[red]small",

@@ -10,6 +10,7 @@ import grpc
 import pytest
 from grpc_health.v1 import health, health_pb2, health_pb2_grpc
 
+from baton import up
 from baton.up import Supervisor
 from baton.v1 import worker_pb2, worker_pb2_grpc
 from cluster.config import load
@@ -61,3 +62,12 @@ async def test_ready_is_when_the_router_reaches_every_worker(router: tuple[Route
     scripted.states = ["ready", "ready"]
     await asyncio.wait_for(waiting, 10)
     assert notes == ["0 of 2 workers ready", "1 of 2 workers ready", "2 of 2 workers ready"]
+
+
+def test_free_ports_of_the_router_differ(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The system offers one that is taken already: by another choice, and by the configuration."""
+    offered = iter([5000, 5000, 5001, 8471, 5002])
+    monkeypatch.setattr(up, "free_port", lambda host: next(offered))
+    config = load([], flags={"router.port": "0", "router.http-port": "0", "router.page-port": "0", "router.admin-port": "8471"}).config
+    router = up.complete(config, "redis://x").router
+    assert (router.port, router.admin_port, router.http_port, router.page_port) == (5000, 8471, 5001, 5002)

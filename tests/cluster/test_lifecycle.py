@@ -212,7 +212,7 @@ def test_the_second_signal_ends_a_real_process(number: signal.Signals) -> None:
 
 
 def router(model: Path, stop: Stop, **ports: int) -> RouterProcess:
-    config = RouterConfig(**{"port": 0, "admin_port": 0, "http_port": 0, **ports})
+    config = RouterConfig(**{"port": 0, "admin_port": 0, "http_port": 0, "page_port": 0, **ports})
     return RouterProcess(Config(model=ModelConfig(path=str(model)), redis=RedisConfig(url="redis://127.0.0.1:1"), router=config), stop)
 
 

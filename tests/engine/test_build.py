@@ -9,6 +9,7 @@ from typing import Any
 
 import numpy as np
 import pytest
+import torch
 from safetensors.numpy import load_file, save_file
 
 from engine.build import BuildError, Options, available_memory, build, choose_dtype, count_blocks, warm_up
@@ -180,6 +181,12 @@ def test_a_small_budget_is_refused(small: Path) -> None:
     with pytest.raises(BuildError, match=r"^engine.kv_memory_mib: .*96 tokens"):
         build(options(small, kv_memory_bytes=5 * BLOCK_BYTES))
     assert build(options(small, kv_memory_bytes=6 * BLOCK_BYTES)).engine.pool.num_blocks == 6
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="there is one")
+def test_a_device_that_is_not_there_is_refused(small: Path) -> None:
+    with pytest.raises(BuildError, match=r"engine\.device: there is no cuda device"):
+        build(Options(small, device="cuda"))
 
 
 def test_a_missing_folder_is_refused(tmp_path: Path) -> None:

@@ -396,6 +396,7 @@ def test_experts_are_the_same_in_both_layouts(folder: Path) -> None:
         (lambda w: w[:3], "model.layers.0.mlp.experts.3.gate_proj.weight"),
         (lambda w: np.concatenate((w, w[:1])), "model.layers.0.mlp.experts.4.gate_proj.weight"),
         (lambda w: w[:, :-2], "model.layers.0.mlp.experts.gate_up_proj"),
+        (lambda w: np.concatenate((w, w[:, :1]), axis=1), "model.layers.0.mlp.experts.0.gate_proj.weight"),
         (lambda w: w[0], "model.layers.0.mlp.experts.0.gate_proj.weight"),
     ],
 )

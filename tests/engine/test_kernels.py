@@ -1,133 +1,238 @@
-"""The compiled kernels of the CPU answer what plain torch answers, up to rounding, and where they cannot be had plain torch serves."""
+"""Attention that reads blocks in place: the formula in float64, over ragged lengths, blocks in any order, and slots that hold NaN."""
 
 import random
-import subprocess
-import sys
-from pathlib import Path
+from dataclasses import dataclass
 
 import pytest
 import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
 from torch import Tensor
 
-from engine.attention import PagedAttention, PagedKv, Span, plan
+from engine.attention import Meta, PagedAttention, PagedKv, Span, batch_order, plan
 from engine.checkpoint import LayerAttention
-from engine.kernels import CompiledOps
-from engine.ops import Ops, choose
 
-DTYPES = {torch.float32: 2e-6, torch.bfloat16: 1e-2}  # and how far apart answers may be, relative to values of about 1
-PLAIN, COMPILED = Ops(), CompiledOps()
+pytest.importorskip("numba")
+from engine import kernels
 
-
-def values(*shape: int, dtype: torch.dtype = torch.float32, seed: int = 0) -> Tensor:
-    return torch.randn(*shape, generator=torch.Generator().manual_seed(seed)).to(dtype)
+TOLERANCE = {torch.float32: 2e-6, torch.bfloat16: 2.0**-8}  # of values of about one
+LAYERS = 2
 
 
-def close(a: Tensor, b: Tensor, tolerance: float) -> None:
-    torch.testing.assert_close(a.float(), b.float(), rtol=tolerance, atol=tolerance)
+@dataclass(frozen=True)
+class Shape:
+    heads: int
+    kv_heads: int
+    dim: int
+    block_size: int
+    dtype: torch.dtype = torch.float32
+    value_dim: int = 0  # then there is one part
+
+    @property
+    def parts(self) -> int:
+        return 1 if self.value_dim else 2
 
 
-@pytest.fixture(params=[1, 2], autouse=True)
-def threads(request: pytest.FixtureRequest) -> object:
-    before = torch.get_num_threads()
-    torch.set_num_threads(request.param)
-    yield request.param
-    torch.set_num_threads(before)
+PLAIN = LayerAttention()
+SHAPES = st.builds(
+    lambda kv_heads, group, half, **rest: Shape(kv_heads * group, kv_heads, 2 * half, **rest),
+    kv_heads=st.integers(1, 4),
+    group=st.integers(1, 4),
+    half=st.integers(1, 40),
+    block_size=st.sampled_from([1, 2, 3, 4, 7, 16, 64]),
+    dtype=st.sampled_from(list(TOLERANCE)),
+)
+HOWS = st.builds(
+    LayerAttention,
+    window=st.none() | st.integers(1, 40),
+    softcap=st.none() | st.floats(0.5, 30.0),
+    scale=st.none() | st.floats(0.05, 1.0),
+)
 
 
-@pytest.mark.parametrize("dtype", DTYPES)
-@pytest.mark.parametrize(("rows", "width"), [(1, 64), (3, 200), (64, 768)])
-def test_the_norm_adds_and_normalises(dtype: torch.dtype, rows: int, width: int) -> None:
-    weight, y = values(width, dtype=dtype, seed=1), values(rows, width, dtype=dtype, seed=2)
-    for added in (None, y):
-        a, b = values(rows, width, dtype=dtype), values(rows, width, dtype=dtype)
-        close(COMPILED.add_rms_norm(a, added, weight, 1e-5), PLAIN.add_rms_norm(b, added, weight, 1e-5), 4 * DTYPES[dtype])
-        assert torch.equal(a, b), "the sum is left in x"
+class Case:
+    """Sequences of known lengths on a pool of NaN, whose blocks were drawn at random; the last tokens of each are new."""
+
+    def __init__(self, shape: Shape, lengths: list[tuple[int, int]], seed: int = 0, in_place: bool = True) -> None:
+        """`lengths`: (tokens before, new tokens) of each."""
+        self.shape, self.lengths = shape, lengths
+        generator = torch.Generator().manual_seed(seed)
+        tables = [-(-(before + new) // shape.block_size) for before, new in lengths]
+        ids = list(range(sum(tables) + 3))
+        random.Random(seed).shuffle(ids)
+        self.pool = torch.full((len(ids), LAYERS, shape.parts, shape.kv_heads, shape.block_size, shape.dim), torch.nan, dtype=shape.dtype)
+        self.spans = [Span(before, new, [ids.pop() for _ in range(count)]) for (before, new), count in zip(lengths, tables, strict=True)]
+        self.kv = [
+            torch.randn(before + new, shape.parts, shape.kv_heads, shape.dim, generator=generator).to(shape.dtype)
+            for before, new in lengths
+        ]
+        for span, kv in zip(self.spans, self.kv, strict=True):
+            for position in range(span.start):
+                self.slot(span, position)[:] = kv[position]
+        self.q = torch.randn(sum(new for _, new in lengths), shape.heads, shape.dim, generator=generator).to(shape.dtype)
+        self.paged = PagedKv(self.pool, shape.value_dim, kernels.attend_in_place if in_place else None)
+
+    def slot(self, span: Span, position: int) -> Tensor:
+        """[L, P, Hkv, D]"""
+        return self.pool[span.blocks[position // self.shape.block_size], :, :, :, position % self.shape.block_size]
+
+    def plan(self, how: LayerAttention = PLAIN) -> Meta:
+        return plan(self.spans, self.paged, [how] * LAYERS)
+
+    def attend(self, how: LayerAttention = PLAIN, layer: int = 1) -> Tensor:
+        new = torch.cat([kv[span.start :] for span, kv in zip(self.spans, self.kv, strict=True)])
+        return PagedAttention(self.paged, self.plan(how))(layer, self.q, new)
+
+    def expected(self, how: LayerAttention = PLAIN) -> Tensor:
+        """[T, Hq * Dv] in float64, a query and a head at a time."""
+        rows, group = [], self.shape.heads // self.shape.kv_heads
+        queries = iter(self.q.double())
+        for span, kv in zip(self.spans, self.kv, strict=True):
+            for position in range(span.start, span.start + span.n):
+                query = next(queries)
+                first = 0 if how.window is None else max(0, position + 1 - how.window)
+                for head in range(self.shape.heads):
+                    seen = kv[first : position + 1, :, head // group].double()  # [keys, P, D]
+                    values = seen[:, -1, : self.shape.value_dim or self.shape.dim]
+                    scores = seen[:, 0] @ query[head] * (self.shape.dim**-0.5 if how.scale is None else how.scale)
+                    if how.softcap is not None:
+                        scores = how.softcap * torch.tanh(scores / how.softcap)
+                    rows.append(scores.softmax(dim=0) @ values)
+        return torch.stack(rows).view(len(self.q), -1)
+
+    def check(self, how: LayerAttention = PLAIN) -> None:
+        before = self.pool.clone()
+        out, bound = self.attend(how), TOLERANCE[self.shape.dtype]
+        torch.testing.assert_close(out.double(), self.expected(how), atol=bound * 4, rtol=bound)
+        for span, kv in zip(self.spans, self.kv, strict=True):
+            for position in range(span.start, span.start + span.n):
+                assert torch.equal(self.slot(span, position)[1], kv[position]), "the new key and value are in their slot"
+                self.slot(span, position)[1] = self.slot(span, position)[0] = torch.nan
+                before_slot = before[span.blocks[position // self.shape.block_size], :, :, :, position % self.shape.block_size]
+                before_slot[:] = torch.nan
+        unchanged = (self.pool == before) | (before.isnan() & (self.pool.isnan() | (self.pool == 0)))
+        assert unchanged.all(), "only new slots are written, and blocks that begin are zeroed"
 
 
-@pytest.mark.parametrize("dtype", DTYPES)
-@pytest.mark.parametrize(("rows", "width"), [(1, 7), (5, 96), (64, 1024)])
-def test_the_gates(dtype: torch.dtype, rows: int, width: int) -> None:
-    gate_up = 4 * values(rows, 2 * width, dtype=dtype)
-    gate_up[0, 0], gate_up[0, 1] = 90.0, -90.0  # where e^x ends
-    close(COMPILED.silu_mul(gate_up), PLAIN.silu_mul(gate_up), 4 * DTYPES[dtype])
-    close(COMPILED.gelu_tanh_mul(gate_up), PLAIN.gelu_tanh_mul(gate_up), 8 * DTYPES[dtype])
+@given(SHAPES, HOWS, st.lists(st.integers(0, 70), min_size=1, max_size=9), st.integers(0, 1000), st.sampled_from([1, 2, 5]))
+@settings(max_examples=120, deadline=None)
+def test_decodes(shape: Shape, how: LayerAttention, before: list[int], seed: int, threads: int) -> None:
+    run_with(threads, Case(shape, [(length, 1) for length in before], seed), how)
 
 
-def test_what_is_no_number_stays_none() -> None:
-    """It is how broken weights are found."""
-    x = values(2, 64)
-    x[1, 3] = torch.nan
-    assert COMPILED.add_rms_norm(x.clone(), None, torch.ones(64), 1e-5)[1].isnan().all()
-    assert COMPILED.silu_mul(x)[1, 3].isnan() and COMPILED.silu_mul(x)[0].isfinite().all()
+def run_with(threads: int, case: Case, how: LayerAttention = PLAIN) -> None:
+    usual, shared_from = torch.get_num_threads(), kernels.SHARED_FROM
+    torch.set_num_threads(threads)
+    kernels.SHARED_FROM = 1
+    try:
+        case.check(how)
+    finally:
+        torch.set_num_threads(usual)
+        kernels.SHARED_FROM = shared_from
 
 
-@pytest.mark.parametrize("dtype", DTYPES)
-@pytest.mark.parametrize(("rows", "heads", "dim"), [(1, 2, 8), (17, 6, 64)])
-def test_rotation_in_a_part_of_a_wider_row(dtype: torch.dtype, rows: int, heads: int, dim: int) -> None:
-    a, b = values(rows, heads + 2, dim, dtype=dtype), values(rows, heads + 2, dim, dtype=dtype)
-    angles = values(rows, 1, dim // 2, seed=3)
-    rotation = torch.polar(torch.ones_like(angles), angles)
-    COMPILED.rotate_(a[:, :heads], rotation)
-    PLAIN.rotate_(b[:, :heads], rotation)
-    close(a, b, 4 * DTYPES[dtype])
-    assert torch.equal(a[:, heads:], b[:, heads:]), "the values are not turned"
+@given(
+    st.integers(1, 4),
+    st.integers(1, 30),
+    st.integers(1, 30),
+    HOWS,
+    st.lists(st.integers(0, 60), min_size=1, max_size=5),
+    st.sampled_from([1, 16]),
+)
+@settings(max_examples=40, deadline=None)
+def test_one_vector_that_is_key_and_value(
+    heads: int, value: int, rest: int, how: LayerAttention, before: list[int], block_size: int
+) -> None:
+    shape = Shape(heads, 1, value + rest, block_size, value_dim=value)
+    Case(shape, [(length, 1) for length in before]).check(how)
 
 
-CASES = {
-    "plain": (LayerAttention(), 2),
-    "window": (LayerAttention(window=5), 2),
-    "softcap": (LayerAttention(softcap=2.0, scale=0.3), 2),
-    "latent": (LayerAttention(scale=0.2), 1),
-}
+@pytest.mark.parametrize("batch", [1, 2, 31, 64])
+@pytest.mark.parametrize("dtype", list(TOLERANCE))
+def test_batches(batch: int, dtype: torch.dtype) -> None:
+    rng = random.Random(batch)
+    Case(Shape(8, 2, 64, 16, dtype), [(rng.randrange(200), 1) for _ in range(batch)]).check()
 
 
-@pytest.mark.parametrize("dtype", DTYPES)
-@pytest.mark.parametrize("case", CASES)
-@pytest.mark.parametrize(("block_size", "heads", "kv_heads", "dim"), [(16, 8, 2, 32), (1, 3, 3, 24), (5, 4, 1, 64)])
-def test_attention_reads_blocks_in_place(dtype: torch.dtype, case: str, block_size: int, heads: int, kv_heads: int, dim: int) -> None:
-    """Ragged lengths, blocks in any order, NaN where nothing was written: one-token spans and a longer one beside them."""
-    how, parts = CASES[case]
-    kv_heads, value_dim = (1, dim // 2) if parts == 1 else (kv_heads, 0)
-    rng, layers = random.Random(7), 2
-    lengths = [1, 2, block_size, block_size + 1, 3 * block_size, 83, 200]
-    counts = [-(-length // block_size) for length in lengths]
-    order = rng.sample(range(sum(counts) + 3), sum(counts))
-    tables = [[order.pop() for _ in range(count)] for count in counts]
-    pool = torch.full((sum(counts) + 3, layers, parts, kv_heads, block_size, dim), torch.nan, dtype=dtype)
-    for i, (length, table) in enumerate(zip(lengths, tables, strict=True)):
-        past = values(length, layers, parts, kv_heads, dim, dtype=dtype, seed=i)
-        for position in range(length - 1):
-            pool[table[position // block_size], :, :, :, position % block_size] = past[position]
-    spans = [Span(length - 1, 1, table) for length, table in zip(lengths, tables, strict=True)]
-    q = values(len(spans), heads, dim, dtype=dtype, seed=50)
-    kv = values(len(spans), parts, kv_heads, dim, dtype=dtype, seed=51)
-    answers, pools = [], []
-    for in_place in (None, COMPILED.attend_in_place):
-        paged = PagedKv(pool.clone(), value_dim, in_place)
-        answers.append(PagedAttention(paged, plan(spans, paged, [how] * layers))(1, q, kv))
-        pools.append(paged.pool)
-    assert answers[1].isfinite().all()
-    close(answers[1], answers[0], 20 * DTYPES[dtype])
-    for span, row in zip(spans, kv, strict=True):
-        block, offset = span.blocks[span.start // block_size], span.start % block_size
-        assert torch.equal(pools[1][block, 1, :, :, offset], row), "the new key and value are in their slot"
-        assert torch.equal(pools[1][block, 0, :, :, :offset], pool[block, 0, :, :, :offset]), "another layer is left alone"
+@pytest.mark.parametrize("threads", [1, 2, 3, 8])
+def test_one_long_sequence(threads: int) -> None:
+    run_with(threads, Case(Shape(6, 3, 32, 16), [(1500, 1)]))
 
 
-def test_off_by_config_means_plain_torch() -> None:
-    assert type(choose(torch.device("cpu"), torch.float32, compiled=False)) is Ops
-    assert type(choose(torch.device("cpu"), torch.float32, compiled=True)) is CompiledOps
+@given(
+    SHAPES,
+    HOWS,
+    st.lists(st.tuples(st.integers(0, 40), st.sampled_from([1, 1, 2, 9, 20])), min_size=1, max_size=6),
+    st.integers(0, 1000),
+)
+@settings(max_examples=60, deadline=None)
+def test_decodes_beside_longer_spans(shape: Shape, how: LayerAttention, lengths: list[tuple[int, int]], seed: int) -> None:
+    lengths = [lengths[i] for i in batch_order([Span(before, new, []) for before, new in lengths])]
+    Case(Shape(shape.heads, shape.kv_heads, shape.dim, shape.block_size), lengths, seed).check(how)
 
 
-def test_without_numba_plain_torch_serves(tmp_path: Path) -> None:
-    (tmp_path / "numba.py").write_text("raise ImportError('not here')\n")
-    code = """
-import sys, torch
-sys.path.insert(0, sys.argv[1])
-from engine.ops import Ops, choose
-assert type(choose(torch.device("cpu"), torch.float32, compiled=True)) is Ops
-"""
-    root = Path(__file__).resolve().parents[2]
-    done = subprocess.run([sys.executable, "-c", code, str(tmp_path)], cwd=root, capture_output=True, text=True, timeout=60)
-    assert done.returncode == 0, done.stderr
-    assert "numba" in done.stderr or "not here" in done.stderr, "the log says why"
+def test_layers_with_windows_of_their_own() -> None:
+    case = Case(Shape(4, 2, 16, 4), [(50, 1), (9, 1), (30, 3)])
+    hows = [LayerAttention(window=8), LayerAttention(scale=0.5, softcap=3.0)]
+    meta = plan(case.spans, case.paged, hows)
+    new = torch.cat([kv[span.start :] for span, kv in zip(case.spans, case.kv, strict=True)])
+    for layer, how in enumerate(hows):
+        out = PagedAttention(case.paged, meta)(layer, case.q, new)
+        torch.testing.assert_close(out.double(), case.expected(how), atol=1e-5, rtol=1e-5)
+
+
+def test_strided_tensors() -> None:
+    """q and kv as views of one matrix's output, with rows longer than they are, and with heads that are not neighbours."""
+    case = Case(Shape(4, 2, 16, 4), [(5, 1), (20, 1)])
+    rows = torch.cat((case.q, torch.stack([kv[-1] for kv in case.kv]).view(2, 4, 16), torch.full((2, 1, 16), torch.nan)), dim=1)
+    q, kv = rows[:, :4], rows[:, 4:8].view(2, 2, 2, 16)
+    expected = PagedAttention(case.paged, case.plan())(0, q, kv)
+    torch.testing.assert_close(expected.double(), case.expected(), atol=1e-5, rtol=1e-5)
+    spread = q.transpose(0, 1).contiguous().transpose(0, 1)
+    assert torch.equal(PagedAttention(case.paged, case.plan())(0, spread, kv), expected)
+
+
+@pytest.mark.parametrize("part", [0, 1])
+def test_a_key_or_value_that_is_no_number_shows_in_its_sequence_only(part: int) -> None:
+    case = Case(Shape(4, 2, 16, 4), [(30, 1), (30, 1), (30, 1)])
+    case.slot(case.spans[1], 11)[:, part] = torch.nan
+    assert case.attend().isnan().any(dim=1).tolist() == [False, True, False]
+
+
+def test_another_block_changes_the_answer() -> None:
+    """Negative control: the block table is what is read."""
+    case = Case(Shape(4, 2, 16, 4), [(30, 1), (30, 1)])
+    case.spans[0].blocks[2] = case.spans[1].blocks[2]  # type: ignore[index]
+    assert (case.attend().double() - case.expected()).abs().amax(dim=1)[0] > 1e-2
+
+
+def test_without_the_kernel_nothing_is_attended_in_place() -> None:
+    lengths = [(9, 1), (30, 1), (5, 4)]
+    plain, in_place = (Case(Shape(4, 2, 16, 4), lengths, in_place=way) for way in (False, True))
+    assert plain.plan().decodes is None
+    found = in_place.plan().decodes
+    assert found is not None and found.size == 2
+    torch.testing.assert_close(plain.attend(), in_place.attend(), atol=1e-5, rtol=1e-5)
+
+
+def test_a_block_that_begins_is_zeroed_and_no_other() -> None:
+    case = Case(Shape(2, 2, 4, 4), [(8, 1), (9, 1), (3, 6), (4, 2)])
+    case.plan()
+    begun = [(span.blocks[-1], index) for index, span in enumerate(case.spans) if index != 1]
+    for block, _ in begun:
+        assert (case.pool[block] == 0).all()
+    assert (case.pool == 0).flatten(1).any(dim=1).sum() == len(begun)
+
+
+def test_kernels_work_where_there_is_no_place_to_keep_them(monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture) -> None:
+    def nowhere(function: object) -> None:
+        raise RuntimeError("cannot cache function: no locator available")
+
+    monkeypatch.setattr(kernels, "FunctionCache", nowhere)
+
+    def first_two_are_one(pointer):  # type: ignore[no-untyped-def]
+        kernels.carray(pointer, 2)[1] = kernels.carray(pointer, 2)[0]
+
+    memory = torch.tensor([7, 0])
+    kernels._function(first_two_are_one).ctypes(memory.data_ptr())
+    assert memory.tolist() == [7, 7] and "NUMBA_CACHE_DIR" in caplog.text

@@ -24,7 +24,7 @@ def tensors() -> dict[str, Tensor]:
 
 @pytest.fixture(params=[SeparateExperts, GroupedExperts])
 def experts(request: pytest.FixtureRequest) -> SeparateExperts | GroupedExperts:
-    weights = Weights(tensors().__getitem__, torch.float32, torch.device("cpu"))
+    weights = Weights(tensors().__getitem__, torch.float32, torch.device("cpu"), "auto")
     made: SeparateExperts | GroupedExperts = request.param(COUNT, weights, Ops().silu_mul)
     return made
 
@@ -57,7 +57,7 @@ def test_experts_that_nobody_chose(experts: SeparateExperts | GroupedExperts, us
 
 
 def test_one_product_for_each_expert_that_was_chosen_whatever_the_tokens() -> None:
-    experts = SeparateExperts(COUNT, Weights(tensors().__getitem__, torch.float32, torch.device("cpu")), Ops().silu_mul)
+    experts = SeparateExperts(COUNT, Weights(tensors().__getitem__, torch.float32, torch.device("cpu"), "auto"), Ops().silu_mul)
     calls: list[tuple[int, int]] = []
 
     def counted(expert: int, network: Callable[[Tensor], Tensor]) -> Callable[[Tensor], Tensor]:

@@ -18,7 +18,7 @@ from rich.console import Console, RenderableType
 
 from loadtest.campaign import Arm, Campaign, Probe
 from loadtest.metrics import Slo
-from loadtest.pictures import PICTURES, paint
+from loadtest.pictures import PICTURES, best_of_each_variant, paint
 from loadtest.record import Record
 from loadtest.report import as_json, compare_runs, console_table, draw, sections
 from loadtest.verdict import Results, best, by_variant, crossovers, verdict, versus
@@ -428,6 +428,16 @@ def test_numbers_of_one_run_are_at_the_top_as_in_vllm() -> None:
     told = json.loads(json.dumps(as_json(one, sections(one)), allow_nan=False))
     assert told.keys() >= VLLM_KEYS | {"arm", "rate", "seed", "variant", "verdict"}
     assert (told["arm"], told["seed"], told["request_goodput"], told["failed"]) == ("a", 7, 1.5, 5)
+
+
+def test_an_arm_that_did_not_run_a_variant_is_not_in_it(tmp_path: Path) -> None:
+    """It has no goodput there, which is something else than none."""
+    both = campaign([counted(arm, 2, 0, 20, 0, variant=variant) for arm, variant in (("a", "v=1"), ("a", "v=2"), ("b", "v=2"))])
+    assert {variant: Results.of(part).arms for variant, part in by_variant(both).items()} == {"v=1": ("a",), "v=2": ("a", "b")}
+    draw(both, tmp_path)
+    assert set(json.loads((tmp_path / "results.json").read_text())["verdict"]["v=1"]["bests"]) == {"a"}
+    drawn = best_of_each_variant({variant: Results.of(part) for variant, part in by_variant(both).items()})
+    assert [len(bars.lines[0].get_xdata()) for bars in drawn.axes[0].containers] == [2, 1]
 
 
 def test_each_variant_has_pictures_of_its_own(tmp_path: Path) -> None:

@@ -9,7 +9,7 @@ import pytest
 from cluster.config import ConfigError
 from cluster.errors import BatonError, Reason
 from router import keys
-from router.keys import ApiKeys
+from router.keys import ApiKeys, Quota
 
 
 def line(name: str, key: str, tenant: str = "") -> str:
@@ -62,6 +62,21 @@ def test_without_keys_everybody_may_ask() -> None:
     assert not nobody and nobody.tenant(None) == nobody.tenant("Bearer x") == ""
 
 
+def test_limits_are_the_configurations_unless_the_file_says_otherwise(tmp_path: Path) -> None:
+    text = line("a", "1", "shop tokens=50") + line("b", "2", "shop") + line("c", "3", "requests=0 tokens=7") + line("d", "4")
+    path = tmp_path / "keys"
+    path.write_text(text)
+    known = ApiKeys.load(str(path), Quota(requests=9))
+    assert {tenant: known.quota(tenant) for tenant in ("shop", "c", "d")} == {"shop": Quota(9, 50), "c": Quota(None, 7), "d": Quota(9)}
+    assert known.limited and not load(tmp_path, line("d", "4")).limited and not ApiKeys().limited
+    assert load(tmp_path, line("d", "4", "tokens=1")).limited
+
+
+def test_keys_of_one_tenant_agree_on_its_limits(tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match="b: other tokens than another key of shop"):
+        load(tmp_path, line("a", "1", "shop tokens=50") + line("b", "2", "shop tokens=51"))
+
+
 def test_every_entry_is_compared_whichever_fits(known: ApiKeys, monkeypatch: pytest.MonkeyPatch) -> None:
     compared = []
     monkeypatch.setattr(keys.hmac, "compare_digest", lambda a, b: (compared.append(a), a == b)[1])
@@ -83,6 +98,8 @@ def test_every_entry_is_compared_whichever_fits(known: ApiKeys, monkeypatch: pyt
         ("ci\n", "keys:1: must be NAME SHA256HEX"),
         ("\nci secret\n", "keys:2: must be NAME SHA256HEX"),
         (line("ci", "k", "a b"), "must be NAME SHA256HEX"),
+        (line("ci", "k", "tokens=many"), "must be NAME SHA256HEX"),
+        (line("ci", "k", "bytes=1"), "must be NAME SHA256HEX"),
         (line("a/b", "k"), "names have"),
         (line("ci", "k", "x" * 65), "names have"),
     ],

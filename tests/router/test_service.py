@@ -566,3 +566,49 @@ async def test_chat_and_completion_are_told_apart_and_the_callers_trace_goes_on(
             async for _ in events:
                 pass
     assert opened == [("text_completion", "", "00-a"), ("chat", "mine", "")]
+
+
+# Limits of tenants
+
+
+@dataclass
+class Counter:
+    """In the place of Rates."""
+
+    said: list[tuple[str, str, int]] = field(default_factory=list)
+    error: BatonError | None = None
+
+    async def admit(self, tenant: str, tokens: int) -> None:
+        if self.error:
+            raise self.error
+        self.said.append(("prompt", tenant, tokens))
+
+    async def charge(self, tenant: str, tokens: int) -> None:
+        self.said.append(("output", tenant, tokens))
+
+
+async def test_a_tenant_is_charged_for_what_it_got_however_it_ends(tokenizer: Tokenizer) -> None:
+    house, counter = House(tokenizer), Counter()
+    house.service._rates = counter
+    ask = Ask(text="hello", tenant="shop")
+    async with aclosing(house.service.generate(ask, 10)) as events:
+        assert len([event async for event in events]) == 5
+    async with aclosing(house.service.generate(ask, 10)) as events:
+        async for event in events:
+            if isinstance(event, Piece):
+                break  # the client leaves
+    house.script.error = BatonError(Reason.RETRIES_SPENT, "")
+    with pytest.raises(BatonError):
+        async with aclosing(house.service.generate(ask, 10)) as events:
+            [event async for event in events]
+    assert counter.said == [(kind, "shop", tokens) for got in (3, 1, 3) for kind, tokens in (("prompt", 5), ("output", got))]
+    house.check()
+
+
+async def test_who_has_used_its_minute_is_refused_before_any_work(tokenizer: Tokenizer) -> None:
+    house, counter = House(tokenizer), Counter(error=BatonError(Reason.RATE_LIMITED, "", retry_after=7.0))
+    house.service._rates = counter
+    error = await house.refused()
+    assert error.reason is Reason.RATE_LIMITED and not house.script.begun and not counter.said
+    assert house.journal.last()[0].outcome == "refused"
+    house.check()

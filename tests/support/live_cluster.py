@@ -33,6 +33,7 @@ class Cluster:
     grpc: str
     http: str
     admin: str
+    page: str
     pid: int
     env: dict[str, str]
     logs: Path
@@ -109,7 +110,7 @@ def cluster(
     with tempfile.TemporaryDirectory(prefix="baton-test-") as folder:
         name = f"t{os.getpid()}"
         full = {**os.environ, "BATON_STATE_DIR": folder, **(env or {})}
-        ports = ("--router.port", "0", "--router.admin-port", "0", "--router.http-port", "0")
+        ports = ("--router.port", "0", "--router.admin-port", "0", "--router.http-port", "0", "--router.page-port", "0")
         fixed = ("--cluster.name", name, *ports, "--engine.kv-memory-mib", "64")
         sizes = ("--prefill", str(prefill), "--decode", str(decode), "--launcher", launcher)
         command = [sys.executable, "-m", "baton", "up", "--detach", "--model", str(model), *sizes, *fixed, *flags]
@@ -117,7 +118,7 @@ def cluster(
         assert up.returncode == 0, up.stderr + "".join(path.read_text()[-1500:] for path in Path(folder).rglob("*.log"))
         told = json.loads(up.stdout)
         at = told["endpoints"]
-        running = Cluster(name, at["grpc"], at["http"], at["admin"], told["pid"], full, Path(folder) / f"{name}-logs")
+        running = Cluster(name, at["grpc"], at["http"], at["admin"], at["page"], told["pid"], full, Path(folder) / f"{name}-logs")
         pids: list[int] = []
         try:
             yield running

@@ -3,8 +3,10 @@ badly, and by a fuzzer. Every token is checked against the oracle."""
 
 import asyncio
 import json
+import os
 import random
 import re
+import signal
 import socket
 import time
 from collections.abc import Iterator
@@ -17,8 +19,11 @@ import httpx2
 import openai
 import psutil
 import pytest
+import schemathesis
 from huggingface_hub import InferenceClient
+from hypothesis import HealthCheck, given, settings
 from live_cluster import Cluster, cluster, toy, toy_output
+from schemathesis.generation import GenerationMode
 
 from baton.cli import SHIPPED
 from baton.client import AsyncClient, Client, GenerateError
@@ -28,7 +33,8 @@ CONTEXT = 1024
 HELLO: list[Any] = [{"role": "user", "content": "hello, how are you today?"}]
 PROMPT = b"user: hello, how are you today?\nassistant: "
 EXACT: dict[str, Any] = {"temperature": 0, "max_tokens": 24, "extra_body": {"ignore_eos": True}}
-KEYS = {"key-a": "one", "key-b": "other"}
+LONG_ASK: dict[str, Any] = {"model": "toy", "prompt": "x", "max_tokens": 900, "extra_body": {"ignore_eos": True}}
+KEYS = {"key-a": "one", "key-b": "other", "key-c": "few requests=3", "key-d": "few"}
 
 
 @pytest.fixture(scope="module")
@@ -166,14 +172,19 @@ def test_errors_are_those_of_the_package(
     assert (caught.value.param, caught.value.code) == (param, code) and caught.value.request_id
 
 
+def test_who_waits_no_longer_frees_everything(live: Cluster, client: openai.OpenAI) -> None:
+    with pytest.raises(openai.APITimeoutError):
+        client.with_options(timeout=0.3).completions.create(**LONG_ASK)
+    asyncio.run(live.quiet())
+
+
 def test_a_deadline_of_the_server(client: openai.OpenAI) -> None:
     headers = {"x-request-timeout-ms": "200"}
     with pytest.raises(openai.InternalServerError) as caught:
-        client.completions.create(prompt="x", model="toy", max_tokens=900, extra_headers=headers, extra_body={"ignore_eos": True})
+        client.completions.create(**LONG_ASK, extra_headers=headers)
     assert (caught.value.status_code, caught.value.code) == (504, "deadline")
     with pytest.raises(openai.APIError) as broken:
-        more = {"extra_headers": headers, "extra_body": {"ignore_eos": True}}
-        list(client.completions.create(prompt="x", model="toy", max_tokens=900, stream=True, **more))
+        list(client.completions.create(**LONG_ASK, extra_headers=headers | {"x-request-timeout-ms": "1000"}, stream=True))
     assert broken.value.code == "deadline"
 
 
@@ -261,6 +272,18 @@ async def test_a_reader_that_stops_disturbs_nobody(live: Cluster, client: openai
     await live.quiet()
 
 
+def test_many_idle_connections_cost_little_and_disturb_nobody(live: Cluster, client: openai.OpenAI) -> None:
+    router = psutil.Process(live.status()["router"]["pid"])
+    before = router.num_fds(), router.memory_info().rss
+    idle = [connect(live) for _ in range(1000)]
+    live.wait(lambda: router.num_fds() >= before[0] + 1000)
+    assert client.chat.completions.create(model="toy", messages=HELLO, **EXACT).choices[0].message.content == said()
+    assert router.memory_info().rss - before[1] < 64 << 20
+    for sock in idle:
+        sock.close()
+    live.wait(lambda: router.num_fds() < before[0] + 20)
+
+
 # Keys and tenants
 
 
@@ -275,9 +298,9 @@ def cached(response: httpx2.Response) -> int:
 
 
 def test_nobody_is_answered_without_a_key(small: Cluster) -> None:
-    assert complete(small, None, "x").status_code == complete(small, "key-c", "x").status_code == 401
+    assert complete(small, None, "x").status_code == complete(small, "key-z", "x").status_code == 401
     assert complete(small, "key-a", "x").status_code == 200
-    for key in (None, "key-c", "key-a"):
+    for key in (None, "key-z", "key-a"):
         with Client(small.grpc, api_key=key) as grpc_client, grpc_client.generate("x", max_tokens=2) as stream:
             if key == "key-a":
                 assert len(list(stream)) == 2
@@ -301,6 +324,23 @@ def test_no_tenant_finds_what_another_has_cached(small: Cluster) -> None:
     with Client(small.grpc, api_key="key-a") as grpc_client, grpc_client.generate(prompt, max_tokens=4) as stream:
         list(stream)
         assert stream.result.usage.cached_tokens > 0, "a tenant is the same at both doors"
+
+
+def test_a_tenant_has_one_budget_at_both_doors_and_with_all_its_keys(small: Cluster) -> None:
+    def over_grpc(key: str) -> None:
+        with Client(small.grpc, api_key=key) as grpc_client, grpc_client.generate("x", max_tokens=2) as stream:
+            list(stream)
+
+    assert complete(small, "key-c", "x").status_code == complete(small, "key-d", "x").status_code == 200
+    over_grpc("key-d")
+    refused = complete(small, "key-c", "x")
+    assert refused.status_code == 429 and refused.json()["error"]["code"] == "rate_limit_exceeded"
+    assert 1 <= int(refused.headers["retry-after"]) <= 61
+    with pytest.raises(GenerateError) as caught:
+        over_grpc("key-d")
+    assert (caught.value.code, caught.value.reason) == ("RESOURCE_EXHAUSTED", "RATE_LIMITED")
+    assert caught.value.retry_after_s is not None and 1 <= caught.value.retry_after_s <= 61
+    assert complete(small, "key-a", "x").status_code == 200, "others have their own"
 
 
 # Fuzz
@@ -337,6 +377,20 @@ def fuzzed(small: Cluster) -> Iterator[Fuzzed]:
 
 
 HEADERS = {"authorization": "Bearer key-a"}
+
+
+@pytest.mark.parametrize("mode", [GenerationMode.POSITIVE, GenerationMode.NEGATIVE])
+@pytest.mark.parametrize("path", ["/v1/chat/completions", "/v1/completions", "/tokenize", "/detokenize", "/v1/models/{name}"])
+def test_whatever_the_document_allows_or_forbids(fuzzed: Fuzzed, path: str, mode: GenerationMode) -> None:
+    schema = schemathesis.openapi.from_url(f"http://{fuzzed.small.http}/openapi.json")
+    operation = schema[path]["GET" if "models" in path else "POST"]
+
+    @settings(max_examples=40, deadline=None, suppress_health_check=list(HealthCheck), database=None, derandomize=True)
+    @given(operation.as_strategy(generation_mode=mode))
+    def fuzz(case: Any) -> None:
+        fuzzed.check(case.call(headers=HEADERS, timeout=60))
+
+    fuzz()
 
 
 BODIES: list[tuple[str, dict[str, Any]]] = [
@@ -397,6 +451,22 @@ def test_requests_that_were_changed_on_the_way(small: Cluster) -> None:
 # Life and death
 
 
+async def test_a_router_that_is_told_to_stop_finishes_its_streams(live: Cluster) -> None:
+    """And refuses what comes later; the launcher starts it again at the same address."""
+    async with httpx2.AsyncClient(base_url=f"http://{live.http}", timeout=60) as client:
+        async with client.stream("POST", "/v1/completions", json={**LONG, "max_tokens": 600}) as response:
+            lines = response.aiter_lines()
+            await anext(lines)
+            os.kill(live.status()["router"]["pid"], signal.SIGTERM)
+            await until_status(client, 503)
+            refused = await client.post("/v1/completions", json=LONG)
+            assert refused.status_code == 503 and refused.json()["error"]["code"] == "draining" and refused.headers["retry-after"]
+            rest = [line async for line in lines if line]
+            assert rest[-1] == "data: [DONE]" and len(rest) == 602
+        await until_status(client, 200)
+    await live.quiet()
+
+
 async def until_status(client: httpx2.AsyncClient, status: int) -> None:
     deadline = time.monotonic() + 30
     while True:
@@ -407,6 +477,20 @@ async def until_status(client: httpx2.AsyncClient, status: int) -> None:
             pass
         assert time.monotonic() < deadline
         await asyncio.sleep(0.02)
+
+
+async def test_a_worker_that_dies_is_not_seen_in_the_stream(live: Cluster) -> None:
+    live.wait(lambda: [worker["state"] for worker in live.workers()] == ["ready"] * 2)
+    async with httpx2.AsyncClient(base_url=f"http://{live.http}", timeout=60) as client:
+        body = {"prompt": list(range(50)), "max_tokens": 300, "ignore_eos": True, "stream": True, "temperature": 0}
+        async with client.stream("POST", "/v1/completions", json=body) as response:
+            got = []
+            async for line in response.aiter_lines():
+                got += [line.removeprefix("data: ")] if line else []
+                if len(got) == 20:
+                    live.kill("decode-0")
+    assert got[-1] == "[DONE]"
+    assert "".join(json.loads(chunk)["choices"][0]["text"] for chunk in got[:-1]) == text_of(toy_output(list(range(50)), max_tokens=300))
 
 
 # The checkpoint that ships

@@ -307,7 +307,7 @@ def pids(live: Cluster) -> list[int]:
 def test_a_taken_port_is_an_error_that_names_it(live: Cluster, tmp_path: Path) -> None:
     port = live.status()["endpoints"]["metrics"].rpartition(":")[2]
     flags = ("--model", str(toy(tmp_path / "toy")), "--cluster.name", "second", "--telemetry.metrics-port", port)
-    ports = ("--router.port", "0", "--router.admin-port", "0", "--router.http-port", "0", "--engine.kv-memory-mib", "64")
+    ports = [part for name in ("port", "admin-port", "http-port", "page-port") for part in (f"--router.{name}", "0")]
     done = live.baton("up", *flags, *ports, timeout=120)
     assert done.returncode == 1 and f"cannot listen on 127.0.0.1:{port}" in done.stderr
 

@@ -1,6 +1,7 @@
 """This engine."""
 
 import time
+from dataclasses import fields
 from pathlib import Path
 
 from engine.build import Options, build
@@ -11,6 +12,10 @@ from peers.driver import Handler, Message, engine, serve
 
 
 def start(message: Message) -> tuple[str, Handler]:
+    chosen = {key: message[key] for key in ("dtype", "weight_dtype") if key in message}
+    unknown = chosen.keys() - {field.name for field in fields(Options)}
+    if unknown:
+        raise ValueError(f"engine.build.Options has no {', '.join(sorted(unknown))}")
     options = Options(
         Path(message["model"]),
         max_model_len=message["context"],
@@ -18,7 +23,7 @@ def start(message: Message) -> tuple[str, Handler]:
         threads=message["threads"],
         prefix_caching=False,
         limits=Limits(max_num_seqs=message["max_seqs"], max_num_batched_tokens=message["max_batched_tokens"]),
-        dtype=message["dtype"],
+        **chosen,
     )
     ours = build(options).engine
 

@@ -81,6 +81,8 @@ def test_more_than_the_capacity_is_refused(device: torch.device) -> None:
         found.prepare([Chunk(sequence(name, 6, 5, [1, 2]), 1) for name in "abc"])
     with pytest.raises(ValueError, match="65 tokens"):
         found.prepare([Chunk(sequence("a", 65, 0, list(range(17))), 65)])
+    with pytest.raises(ValueError, match="more than 20 blocks"):
+        found.prepare([Chunk(sequence("a", 9, 8, list(range(21))), 1)])
 
 
 def test_random_lives_of_tables(device: torch.device) -> None:

@@ -29,7 +29,9 @@ class LateToy(ToyRunner):
 
     def __init__(self, blocks: int) -> None:
         super().__init__(TOY, "toy", BLOCK)
-        self.attach(KvPool(self.layout, blocks))
+        self.device = KvPool(self.layout, blocks)
+        self.attach(self.device)
+        self.pool = KvPool(self.layout, blocks)  # the host's
         self.last: dict[str, int] = {}
         self.queue: deque[LateStep] = deque()
         self.poisoned: set[str] = set()  # sequences whose logits are no numbers
@@ -39,6 +41,12 @@ class LateToy(ToyRunner):
         step = LateStep(self, batch)
         self.queue.append(step)
         return step
+
+    def to_host(self, blocks: Seq[int]) -> None:
+        self.pool.array[blocks] = self.device.array[blocks]
+
+    def to_device(self, blocks: Seq[int]) -> None:
+        self.device.array[blocks] = self.pool.array[blocks]
 
 
 class LateStep:
@@ -182,8 +190,8 @@ def test_an_aborted_sequence_keeps_its_blocks_until_the_step_in_flight_is_read()
     assert e.step() == []
     e.pool.check()
     assert e.reserve(fetched) and set(fetched.blocks) & set(mine)
-    filled = e.runner.pool.array[fetched.blocks].copy()
-    assert e.step() == [] and np.array_equal(e.runner.pool.array[fetched.blocks], filled)
+    filled = e.runner.device.array[fetched.blocks].copy()
+    assert e.step() == [] and np.array_equal(e.runner.device.array[fetched.blocks], filled)
 
 
 def test_preemption_reads_the_step_in_flight_first() -> None:
@@ -224,7 +232,7 @@ def test_an_adopted_sequence_decodes_where_it_was_left() -> None:
     target.runner.pool.array[arrived.blocks] = source.runner.pool.array[seq.blocks]
     target.adopt(arrived)
     assert first + told(drain(target), "a") == naive([9, 8, 7, 6, 5], arrived.params, width=2)
-    assert arrived.prefilled == 0
+    assert arrived.prefilled == 0 and not source.runner.pool.array[[b for b in range(64) if b not in seq.blocks]].any()
 
 
 @pytest.mark.parametrize("seed", range(40))
@@ -256,14 +264,14 @@ def test_random_lives(seed: int) -> None:
         elif action < 0.6 and not e.reserve(seq):
             e.abort(name)
         elif action < 0.6:
-            # As if another worker's bytes landed in the blocks: they must be there unchanged when it is over.
+            # As if another worker's bytes landed in the blocks on the device: they must be there unchanged when it is over.
             fresh = seq.blocks[seq.computed // BLOCK :]
-            e.runner.pool.array[fresh] = rng.randrange(1, 256)
-            fetching[name] = (seq, e.runner.pool.array[fresh].copy())
+            e.runner.device.array[fresh] = rng.randrange(1, 256)
+            fetching[name] = (seq, e.runner.device.array[fresh].copy())
         elif fetching and action < 0.8:
             name, (seq, landed) = fetching.popitem()
             fresh = seq.blocks[seq.computed // BLOCK :]
-            assert np.array_equal(e.runner.pool.array[fresh], landed), "a step wrote into blocks that were somebody else's"
+            assert np.array_equal(e.runner.device.array[fresh], landed), "a step wrote into blocks that were somebody else's"
             e.release(e.abort(name))
         for output in e.step():
             told_so_far.setdefault(output.seq.id, []).append(output.sampled.token)
@@ -278,3 +286,14 @@ def test_random_lives(seed: int) -> None:
         assert found == (expected[: len(found)] if name in aborted else expected)
         assert UNKNOWN not in seq.tokens
     assert e.pool.num_owned == 0
+
+
+def test_it_counts_like_an_engine_that_waits() -> None:
+    ours = engine()
+    seqs = [sequence(f"s{i}", list(range(i, i + 10 + i))) for i in range(4)]
+    for seq in seqs:
+        ours.add(seq)
+    outputs = drain(ours)
+    counts = ours.counts
+    assert counts.queried_tokens == sum(seq.arrived_with for seq in seqs) and counts.hit_tokens == sum(seq.cached for seq in seqs)
+    assert len(outputs) <= counts.chunks <= counts.computed_tokens

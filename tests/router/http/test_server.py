@@ -2,6 +2,7 @@
 
 import asyncio
 import json
+import resource
 import socket
 import ssl
 import subprocess
@@ -16,6 +17,7 @@ from http_door import CHAT, HELLO, House, Script, settled, toy_tokenizer
 from cluster.config import ClusterConfig, Config, RouterConfig, SecurityConfig
 from cluster.errors import BatonError
 from cluster.rpc import Tasks
+from router.http import server
 from router.http.server import MAX_HEAD_BYTES, HttpServer
 from router.tokenizer import Tokenizer
 
@@ -101,13 +103,13 @@ async def serving(
     house = House(tokenizer, script or Script(), config.router)
     failures: list[BaseException] = []
     tasks = Tasks(failures.append)
-    server = HttpServer(config, house.door)
-    address = server.bind(0)
-    server.start(tasks)
+    made = HttpServer(config, house.door)
+    address = made.bind(0)
+    made.start(tasks)
     try:
-        yield Running(house, server, address, context)
+        yield Running(house, made, address, context)
     finally:
-        await server.stop()
+        await made.stop()
         await tasks.close()
     assert not failures
 
@@ -396,6 +398,25 @@ async def test_mutual_tls_lets_nobody_in_without_a_certificate(tokenizer: Tokeni
         assert (await client.response())[0] == 200
 
 
+@pytest.mark.parametrize(
+    ("soft", "hard", "allowed", "left"), [(4096, 4096, 2048, 4096), (300, 4096, 2048, 2304), (300, 600, 344, 600), (100, 100, 1, 100)]
+)
+def test_connections_leave_files_for_the_rest(monkeypatch: pytest.MonkeyPatch, soft: int, hard: int, allowed: int, left: int) -> None:
+    limit = [(soft, hard)]
+    monkeypatch.setattr(server.resource, "getrlimit", lambda kind: limit[-1])
+    monkeypatch.setattr(server.resource, "setrlimit", lambda kind, value: limit.append(value))
+    assert server._connections(2048) == allowed and limit[-1] == (left, hard)
+
+
+def test_a_limit_that_cannot_be_raised_is_kept_to(monkeypatch: pytest.MonkeyPatch) -> None:
+    def refuse(kind: int, value: tuple[int, int]) -> None:
+        raise ValueError("not allowed")
+
+    monkeypatch.setattr(server.resource, "getrlimit", lambda kind: (300, resource.RLIM_INFINITY))
+    monkeypatch.setattr(server.resource, "setrlimit", refuse)
+    assert server._connections(2048) == 44
+
+
 def test_a_certificate_that_cannot_be_used_is_found_at_the_start(tmp_path: Path, tokenizer: Tokenizer) -> None:
     (tmp_path / "x.pem").write_text("no certificate")
     security = SecurityConfig(tls_cert=str(tmp_path / "x.pem"), tls_key=str(tmp_path / "x.pem"))
@@ -417,7 +438,7 @@ def test_a_door_that_is_open_to_the_network_says_so(
 ) -> None:
     config = Config(security=SecurityConfig(**security))
     everywhere = config.model_copy(update={"cluster": ClusterConfig().model_copy(update={"host": host})})
-    server = HttpServer(everywhere, House(tokenizer).door)
-    server.bind(0)
-    server._socket.close()
+    made = HttpServer(everywhere, House(tokenizer).door)
+    made.bind(0)
+    made._socket.close()
     assert ("security.api_keys" in caplog.text) == warned

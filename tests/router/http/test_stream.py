@@ -101,7 +101,7 @@ async def test_the_work_is_cancelled_when_the_client_leaves() -> None:
     line, ended = Line(), False
     asyncio.get_running_loop().call_later(0.01, line.gone.set)
     with pytest.raises(ClientGone):
-        async with while_connected(line.receive):
+        async with while_connected(line.receive, 60):
             try:
                 await asyncio.sleep(60)
             finally:
@@ -109,9 +109,15 @@ async def test_the_work_is_cancelled_when_the_client_leaves() -> None:
     assert ended and not asyncio.current_task().cancelling()  # type: ignore[union-attr]
 
 
+async def test_who_takes_for_ever_is_gone() -> None:
+    with pytest.raises(ClientGone):
+        async with while_connected(Line().receive, 0.01):
+            await asyncio.sleep(60)
+
+
 async def test_work_that_is_done_is_not_disturbed() -> None:
     line = Line()
-    async with while_connected(line.receive):
+    async with while_connected(line.receive, 60):
         await asyncio.sleep(0)
     line.gone.set()
     await asyncio.sleep(0.01)
@@ -121,13 +127,13 @@ async def test_work_that_is_done_is_not_disturbed() -> None:
 async def test_errors_of_the_work_are_its_own() -> None:
     for error in (ValueError(), TimeoutError()):
         with pytest.raises(type(error)):
-            async with while_connected(Line().receive):
+            async with while_connected(Line().receive, 60):
                 raise error
 
 
 async def test_cancelling_from_outside_is_cancelling() -> None:
     async def work() -> None:
-        async with while_connected(Line().receive):
+        async with while_connected(Line().receive, 60):
             await asyncio.sleep(60)
 
     task = asyncio.create_task(work())

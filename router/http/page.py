@@ -1,0 +1,96 @@
+"""The live page: three files of `static/`, what they ask for, and the API beside it for the playground.
+
+    /                 the page
+    /live             `router.live.Live.look`
+    /live/ID          what became of a request
+    /v1/...           the HTTP door
+
+A page that somebody opens elsewhere must not be able to ask this one through the visitor's browser: requests that name another origin are
+refused, and on loopback so are requests under another host name (DNS rebinding).
+"""
+
+from collections.abc import Mapping
+from pathlib import Path
+
+from starlette.datastructures import Headers
+from starlette.exceptions import HTTPException
+from starlette.requests import Request
+from starlette.responses import FileResponse, Response
+from starlette.routing import Route, Router
+from starlette.types import Receive, Scope, Send
+
+from cluster.errors import BatonError
+from cluster.rpc import is_loopback
+from router.http.app import HttpDoor
+from router.http.errors import HttpError, to_http, to_json
+from router.keys import ApiKeys
+from router.live import Live
+
+STATIC = Path(__file__).parent / "static"
+FILES = {"/": "page.html", "/page.css": "page.css", "/page.js": "page.js"}
+HEADERS = {
+    "cache-control": "no-store",
+    "content-security-policy": "default-src 'self'; img-src 'self' data:; frame-ancestors 'none'; base-uri 'none'; form-action 'none'",
+    "x-content-type-options": "nosniff",
+    "referrer-policy": "no-referrer",
+}
+
+
+class Page:
+    """An ASGI application."""
+
+    def __init__(self, live: Live, door: HttpDoor, keys: ApiKeys, host: str) -> None:
+        """`host`: where it listens."""
+        self._live = live
+        self._door = door
+        self._keys = keys
+        self._only_loopback = is_loopback(host)
+        files = [Route(path, self._file) for path in FILES]
+        self._router = Router([*files, Route("/live", self._look), Route("/live/{request_id:path}", self._find)], redirect_slashes=False)
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        try:
+            self._refuse_strangers(Headers(scope=scope))
+            if scope["path"].startswith("/v1/"):
+                await self._door(scope, receive, send)
+                return
+            scope["app"] = self  # the router asks for it where it has to refuse
+            await self._router(scope, receive, send)
+        except BatonError as error:
+            await _refusal(to_http(error))(scope, receive, send)
+        except HttpError as error:
+            await _refusal(error)(scope, receive, send)
+        except HTTPException as error:
+            await _refusal(HttpError(error.status_code, error.detail, headers=error.headers))(scope, receive, send)
+
+    def _refuse_strangers(self, headers: Headers) -> None:
+        host = headers.get("host", "")
+        origin = headers.get("origin")
+        if origin is not None and origin.partition("://")[2] != host:
+            raise HttpError(403, "this page answers itself only", code="foreign_origin")
+        if self._only_loopback and not is_loopback(_name(host)):
+            raise HttpError(403, "ask for this page by the address that it listens on", code="foreign_host")
+
+    async def _file(self, request: Request) -> Response:
+        return FileResponse(STATIC / FILES[request.url.path], headers=HEADERS)
+
+    async def _look(self, request: Request) -> Response:
+        self._keys.tenant(request.headers.get("authorization"))
+        return Response(to_json(await self._live.look()), headers=HEADERS, media_type="application/json")
+
+    async def _find(self, request: Request) -> Response:
+        self._keys.tenant(request.headers.get("authorization"))
+        found = self._live.find(request.path_params["request_id"])
+        if found is None:
+            raise HttpError(404, "no request of this id has ended, or it is forgotten by now")
+        return Response(to_json(found), headers=HEADERS, media_type="application/json")
+
+
+def _name(host: str) -> str:
+    """Of `name:port` or `[address]:port`."""
+    return host[1:].partition("]")[0] if host.startswith("[") else host.partition(":")[0]
+
+
+def _refusal(error: HttpError) -> Response:
+    headers: Mapping[str, str] = {**HEADERS, **error.headers}
+    return Response(to_json(error.body), error.status, headers, "application/json")

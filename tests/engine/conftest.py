@@ -1,0 +1,17 @@
+"""`BATON_TEST_PLAIN=1 python -m pytest tests/engine`: everything once more with the compiled kernels switched off."""
+
+import os
+from collections.abc import Iterator
+
+import pytest
+
+
+@pytest.fixture(scope="session", autouse=True)
+def plain_torch() -> Iterator[None]:
+    with pytest.MonkeyPatch.context() as patch:
+        if os.environ.get("BATON_TEST_PLAIN"):
+            from engine import runner
+            from engine.ops import Ops
+
+            patch.setattr(runner, "choose", lambda *_: Ops())
+        yield

@@ -1,0 +1,80 @@
+"""Ten thousand steps give back what they take."""
+
+import gc
+import random
+from pathlib import Path
+
+import psutil
+import pytest
+
+from engine.block_key import root_key
+from engine.build import Options, build
+from engine.engine import Engine
+from engine.sampling import SamplingParams
+from engine.scheduler import Limits
+from engine.sequence import Sequence
+from models.make_small import make
+
+STEPS, WARM_UP = 10_000, 1_500
+MOST_BYTES, MOST_OBJECTS = 8 << 20, 1_000
+
+
+class Load:
+    """Sequences of every kind come, end, and are aborted."""
+
+    def __init__(self, engine: Engine, seed: int) -> None:
+        self.engine = engine
+        self.rng = random.Random(seed)
+        self.made = 0
+
+    def run(self, steps: int) -> None:
+        for _ in range(steps):
+            while len(self.engine.sequences) < 8:
+                self.engine.add(self.sequence())
+            if self.rng.random() < 0.02:
+                self.engine.abort(self.rng.choice(list(self.engine.sequences)))
+            self.engine.step()
+
+    def sequence(self) -> Sequence:
+        rng, self.made = self.rng, self.made + 1
+        params = SamplingParams(
+            max_tokens=rng.randrange(1, 30), temperature=rng.choice([0.0, 1.0]), seed=self.made, logprobs=rng.choice([None, 2]),
+            repetition_penalty=rng.choice([1.0, 1.2]), top_p=rng.choice([1.0, 0.9]), ignore_eos=True,
+        )  # fmt: skip
+        prompt = [rng.randrange(10, 300) for _ in range(rng.randrange(1, 60))]
+        return Sequence(f"s{self.made}", prompt, len(prompt), params, root_key("leaks"))
+
+
+def grown(load: Load, steps: int) -> tuple[int, int]:
+    """(bytes, objects) more after so many steps."""
+    load.run(WARM_UP)
+    process = psutil.Process()
+    gc.collect()
+    before = process.memory_info().rss, len(gc.get_objects())
+    load.run(steps)
+    gc.collect()
+    return process.memory_info().rss - before[0], len(gc.get_objects()) - before[1]
+
+
+@pytest.fixture(params=["auto", "int8"])
+def load(tmp_path: Path, request: pytest.FixtureRequest) -> Load:
+    make(tmp_path, hidden=64, layers=2, heads=4, kv_heads=2, vocab=300, context=96)
+    limits = Limits(max_num_seqs=8, max_num_batched_tokens=64)
+    return Load(build(Options(tmp_path, kv_memory_bytes=1 << 20, threads=1, weight_dtype=request.param, limits=limits)).engine, seed=1)
+
+
+def test_ten_thousand_steps_leave_nothing(load: Load) -> None:
+    more = grown(load, STEPS)
+    assert more[0] < MOST_BYTES and more[1] < MOST_OBJECTS, more
+    for name in list(load.engine.sequences):
+        load.engine.abort(name)
+    load.engine.pool.check()
+    assert load.engine.pool.num_owned == 0 and load.engine.idle
+
+
+def test_a_leak_would_be_seen(load: Load, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Negative control: 100 bytes and one object for every step."""
+    kept: list[list[int]] = []
+    step = load.engine.step
+    monkeypatch.setattr(load.engine, "step", lambda now=0.0: (kept.append([len(kept)] * 12), step(now))[1])
+    assert grown(load, 2 * MOST_OBJECTS)[1] >= MOST_OBJECTS

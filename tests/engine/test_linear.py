@@ -1,0 +1,95 @@
+"""Matrices in every form multiply like the plain one; int8 is exact about what it rounds, row by row."""
+
+import pytest
+import torch
+from torch import Tensor
+
+from engine import linear
+from engine.linear import Linear, multiplies_int8
+from engine.ops import Ops, choose
+
+CPU = torch.device("cpu")
+ROWS = [1, 2, 7, 64, 300]
+int8 = pytest.mark.skipif(not multiplies_int8(CPU), reason="no VNNI")
+
+
+def numbers(*shape: int, seed: int = 0) -> Tensor:
+    return torch.randn(*shape, generator=torch.Generator().manual_seed(seed))
+
+
+def exact(x: Tensor, weights: list[Tensor], biases: list[Tensor]) -> Tensor:
+    y = x.double() @ torch.cat(weights).double().T
+    return y + torch.cat(biases).double() if biases else y
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("rows", [0, *ROWS])
+@pytest.mark.parametrize("bias", [False, True])
+def test_stacked_matrices_are_one(dtype: torch.dtype, rows: int, bias: bool) -> None:
+    weights = [numbers(size, 96, seed=size).to(dtype) for size in (40, 8, 65)]
+    biases = [numbers(size, seed=size).to(dtype) for size in (40, 8, 65)] if bias else []
+    x = numbers(rows, 96, seed=1).to(dtype)
+    y = Linear(weights, biases, dtype, CPU)(x)
+    bound = 1e-4 if dtype == torch.float32 else 0.05
+    torch.testing.assert_close(y.double(), exact(x, weights, biases), atol=bound, rtol=bound / 10)
+
+
+@int8
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("rows", [0, *ROWS])
+@pytest.mark.parametrize("bias", [False, True])
+def test_int8_is_exact_about_what_was_rounded(dtype: torch.dtype, rows: int, bias: bool) -> None:
+    weights, biases = [numbers(40, 96, seed=2), numbers(65, 96, seed=3)], [numbers(105, seed=4).to(dtype)] if bias else []
+    x = numbers(rows, 96, seed=1).to(dtype)
+    y = Linear(weights, biases, dtype, CPU, "int8")(x)
+    whole = torch.cat(weights).double()
+    steps = whole.abs().amax(dim=1, keepdim=True) / 127
+    rounded, x_steps = Ops().quantize(x)
+    expected = exact((rounded.double() - 128) * x_steps[:, None].double(), [(whole / steps).round() * steps], biases)
+    bound = 1e-5 if dtype == torch.float32 else 2.0**-8
+    assert y.dtype == dtype
+    torch.testing.assert_close(y.double(), expected, atol=bound, rtol=bound)
+
+
+@int8
+def test_int8_is_near_the_plain_product() -> None:
+    weight, x = numbers(512, 768, seed=5), numbers(200, 768, seed=6) * torch.logspace(-3, 3, 200)[:, None]
+    error = (Linear([weight], [], torch.float32, CPU, "int8")(x) - x @ weight.T).norm(dim=1) / (x @ weight.T).norm(dim=1)
+    assert error.min() > 1e-4 and error.max() < 0.02
+
+
+@int8
+@pytest.mark.parametrize("compiled", [False, True])
+def test_an_int8_row_does_not_depend_on_its_neighbours(compiled: bool) -> None:
+    """To the bit: the same token in another batch is the same token."""
+    ops = choose(CPU, torch.float32, compiled)
+    matrix, x = Linear([numbers(130, 200, seed=7)], [], torch.float32, CPU, "int8", ops), numbers(33, 200, seed=8)
+    x[5] *= 1e6
+    whole = matrix(x)
+    for rows in (slice(0, 1), slice(3, 5), slice(6, 33)):
+        assert torch.equal(matrix(x[rows]), whole[rows])
+
+
+@int8
+def test_int8_rows_of_nothing_and_of_no_numbers() -> None:
+    weight, x = numbers(64, 32, seed=9), numbers(4, 32, seed=10)
+    weight[3], x[1], x[2, 4] = 0.0, 0.0, torch.nan
+    y = Linear([weight], [], torch.float32, CPU, "int8")(x)
+    assert (y[1] == 0).all() and y[2].isnan().all() and (y[[0, 3], 3] == 0).all() and y[[0, 3]].isfinite().all()
+
+
+def test_int8_is_refused_where_it_would_not_be_exact(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(linear, "_is_exact", lambda: False)
+    with pytest.raises(ValueError, match=r"engine\.weight_dtype.*VNNI"):
+        Linear([numbers(8, 8)], [], torch.float32, CPU, "int8")
+    monkeypatch.undo()
+    with pytest.raises(ValueError, match=r"engine\.weight_dtype"):
+        Linear([numbers(8, 8).to("meta")], [], torch.float32, torch.device("meta"), "int8")
+
+
+def test_what_overflows_is_found(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Negative control of the trial: a product that stops at 2^15, as without VNNI, is not exact."""
+    monkeypatch.setattr(linear, "_product", lambda weight, scales: lambda x: ((x - 128) @ weight.float().T).clamp(max=2.0**15))
+    linear._is_exact.cache_clear()
+    assert not multiplies_int8(CPU)
+    linear._is_exact.cache_clear()

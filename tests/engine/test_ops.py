@@ -1,0 +1,168 @@
+"""The compiled operations answer what plain torch answers, to the rounding of their type, and plain torch is there when they are not."""
+
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+from torch import Tensor
+
+from engine.ops import Ops, choose
+from models.make_small import make
+
+CPU = torch.device("cpu")
+# Of a result: what one rounding of the type, or a few float32 roundings inside, can make of it.
+RELATIVE = {torch.float32: 2.0**-20, torch.bfloat16: 2.0**-7}
+DTYPES = tuple(RELATIVE)
+SHAPES = [(1, 8), (1, 64), (3, 37), (16, 512), (64, 130), (700, 96)]  # the last is shared between threads
+
+
+@pytest.fixture(scope="module")
+def compiled() -> Ops:
+    pytest.importorskip("numba")
+    ops = choose(CPU, torch.float32, compiled=True)
+    assert type(ops) is not Ops
+    return ops
+
+
+@pytest.fixture(params=[1, 3], autouse=True)
+def threads(request: pytest.FixtureRequest) -> None:
+    before = torch.get_num_threads()
+    torch.set_num_threads(request.param)
+    request.addfinalizer(lambda: torch.set_num_threads(before))
+
+
+def numbers(*shape: int, dtype: torch.dtype = torch.float32, scale: float = 1.0) -> Tensor:
+    generator = torch.Generator().manual_seed(sum(shape))
+    return (torch.randn(*shape, generator=generator) * scale).to(dtype)
+
+
+def assert_near(ours: Tensor, theirs: Tensor, spread: Tensor | float = 0.0) -> None:
+    """Within the type's rounding of the result, and of `spread` where a difference of greater numbers is left."""
+    assert ours.dtype == theirs.dtype and ours.shape == theirs.shape
+    far = (ours.double() - theirs.double()).abs() > RELATIVE[ours.dtype] * (theirs.double().abs() + spread) + 1e-30
+    assert not far.any(), (ours[far], theirs[far])
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("shape", SHAPES)
+@pytest.mark.parametrize("added", [False, True])
+def test_norm(compiled: Ops, shape: tuple[int, int], dtype: torch.dtype, added: bool) -> None:
+    weight = numbers(shape[1], dtype=dtype)
+    ours, theirs = numbers(*shape, dtype=dtype), numbers(*shape, dtype=dtype)
+    y = numbers(*shape, dtype=dtype).flip(0) if added else None
+    assert_near(compiled.add_rms_norm(ours, y, weight, 1e-5), Ops().add_rms_norm(theirs, y, weight, 1e-5))
+    assert torch.equal(ours, theirs), "x + y is one rounding: nothing may differ"
+    assert added == (not torch.equal(ours, numbers(*shape, dtype=dtype)))
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("shape", SHAPES)
+@pytest.mark.parametrize("name", ["silu_mul", "gelu_tanh_mul"])
+def test_gates(compiled: Ops, name: str, shape: tuple[int, int], dtype: torch.dtype) -> None:
+    gate_up = numbers(shape[0], 2 * shape[1], dtype=dtype, scale=4.0)
+    # Against the exact answer: plain torch rounds the gate on the way, and where e^x is tiny 1 + tanh loses digits.
+    exact = getattr(Ops(), name)(gate_up.double()).to(dtype)
+    assert_near(getattr(compiled, name)(gate_up), exact, spread=1e-3)
+
+
+def test_gates_far_out(compiled: Ops) -> None:
+    gates = torch.tensor([-1e30, -1e4, -89.0, -30.0, -0.0, 0.0, 30.0, 89.0, 1e4, 1e30])[None]
+    out = compiled.silu_mul(torch.cat((gates, torch.full_like(gates, 2.0)), dim=1))
+    torch.testing.assert_close(out, 2 * gates.clamp(min=0) + 2 * gates * gates.sigmoid() * (gates.abs() < 20), rtol=1e-6, atol=1e-5)
+    broken = compiled.silu_mul(torch.tensor([[torch.nan, 1.0, torch.inf, 1.0, 1.0, torch.nan, 1.0, -torch.inf]]))
+    assert broken.isfinite().tolist() == [[False, False, False, False]]
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize(("rows", "heads", "dim"), [(1, 1, 2), (3, 5, 16), (40, 12, 64), (130, 6, 128)])
+def test_rotation(compiled: Ops, rows: int, heads: int, dim: int, dtype: torch.dtype) -> None:
+    """Of a part of each row: what is beside it stays. Also of a part of each head."""
+    rotation = torch.polar(torch.ones(rows, 1, dim // 2), numbers(rows, 1, dim // 2) * 10)
+    for part in ((slice(None), slice(0, heads), slice(None)), (slice(None), slice(1, None), slice(4, None))):
+        ours, theirs = (numbers(rows, heads + 1, dim + (4 if part[1].start else 0), dtype=dtype) for _ in range(2))
+        compiled.rotate_(ours[part], rotation)
+        Ops().rotate_(theirs[part], rotation)
+        assert_near(ours, theirs, spread=theirs[part].double().abs().max())
+        before = numbers(*ours.shape, dtype=dtype)
+        before[part] = ours[part]
+        assert torch.equal(before, ours)
+        assert not torch.equal(ours, numbers(*ours.shape, dtype=dtype))
+
+
+def test_rotation_of_strided_numbers(compiled: Ops) -> None:
+    rotation = torch.polar(torch.ones(3, 1, 2), numbers(3, 1, 2))
+    ours, theirs = (numbers(3, 4, 5).transpose(1, 2) for _ in range(2))
+    compiled.rotate_(ours, rotation)
+    Ops().rotate_(theirs, rotation)
+    assert_near(ours, theirs, spread=4.0)
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("shape", SHAPES)
+def test_quantising_is_the_same_to_the_last_bit(compiled: Ops, shape: tuple[int, int], dtype: torch.dtype) -> None:
+    x = numbers(*shape, dtype=dtype) * torch.logspace(-30, 30, shape[0])[:, None].to(dtype)
+    x[shape[0] // 2] = 0
+    (ours, our_steps), (theirs, their_steps) = compiled.quantize(x), Ops().quantize(x)
+    assert torch.equal(ours, theirs) and torch.equal(our_steps, their_steps)
+    assert ours.max() == 255 or ours.min() == 1 or not x.any(), "the greatest element takes the last step"
+    products, bias = numbers(*shape), numbers(shape[1], dtype=dtype)
+    for added in (None, bias):
+        assert torch.equal(
+            compiled.dequantize(products.clone(), our_steps, added, dtype), Ops().dequantize(products.clone(), our_steps, added, dtype)
+        )
+
+
+def test_a_row_that_is_no_number_has_a_step_that_is_none(compiled: Ops) -> None:
+    x = numbers(3, 40)
+    x[1, 7] = torch.nan
+    for ops in (compiled, Ops()):
+        assert ops.quantize(x)[1].isnan().tolist() == [False, True, False]
+
+
+def test_no_rows(compiled: Ops) -> None:
+    x = torch.empty(0, 16)
+    assert compiled.add_rms_norm(x, x, torch.ones(16), 1e-5).shape == (0, 16)
+    assert compiled.silu_mul(x).shape == (0, 8)
+    assert compiled.quantize(x)[0].shape == (0, 16)
+
+
+@pytest.mark.parametrize(
+    ("device", "dtype", "wanted"), [("cpu", torch.float32, False), ("meta", torch.float32, True), ("cpu", torch.float16, True)]
+)
+def test_plain_torch_where_the_kernels_are_not_for(device: str, dtype: torch.dtype, wanted: bool) -> None:
+    assert type(choose(torch.device(device), dtype, compiled=wanted)) is Ops
+
+
+PROCESS = """
+import sys
+sys.modules.update({name: None for name in sys.argv[3:]})
+from engine.build import Options, build
+from engine.sampling import SamplingParams
+from engine.sequence import Sequence
+from pathlib import Path
+engine = build(Options(Path(sys.argv[1]), kv_memory_bytes=1 << 22, threads=1, compiled=sys.argv[2] == "on")).engine
+seq = Sequence("s", list(range(50, 75)), 25, SamplingParams(max_tokens=20, temperature=0.0, ignore_eos=True), b"root")
+engine.add(seq)
+while not engine.idle:
+    engine.step()
+print(type(engine.runner.model.ops).__name__, "numba" in sys.modules, seq.tokens[25:])
+"""
+
+
+def run(folder: Path, compiled: str, *absent: str) -> tuple[str, str]:
+    done = subprocess.run(
+        [sys.executable, "-c", PROCESS, str(folder), compiled, *absent], capture_output=True, text=True, timeout=150, check=True
+    )
+    return done.stdout.strip(), done.stderr
+
+
+def test_a_process_without_numba_serves_the_same_tokens(tmp_path: Path) -> None:
+    pytest.importorskip("numba")
+    make(tmp_path, hidden=64, layers=2, heads=4, kv_heads=2, vocab=300, context=96)
+    fast, slow = run(tmp_path, "on"), run(tmp_path, "on", "numba")
+    assert fast[0].startswith("CompiledOps True") and "engine.compiled" not in fast[1]
+    assert slow[0].startswith("Ops True") and "engine.compiled" in slow[1] and "numba" in slow[1]
+    assert fast[0].split("[")[1] == slow[0].split("[")[1]
+    assert run(tmp_path, "off")[0].startswith("Ops False"), "nobody asked for it, so it is not even imported"

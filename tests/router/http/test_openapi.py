@@ -1,0 +1,90 @@
+"""The OpenAPI document and the page for people say what the tables of parameters say."""
+
+import json
+import re
+from pathlib import Path
+from typing import Any
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from jsonschema import Draft202012Validator
+
+from router.http.errors import HttpError
+from router.http.openai_in import CHAT, COMPLETION, Caller, chat, completion
+from router.http.openapi import document
+
+PAGE = Path(__file__).resolve().parents[3] / "docs" / "http.md"
+PARAMETERS = CHAT | COMPLETION
+VALUES = st.sampled_from(
+    [
+        None, True, False, 0, 1, -1, 0.5, 1 << 70, "", "x", "auto", "none", [], ["a"], [1], [[1], [2]], ["a", [1]], {}, {"5": 1},
+        {"type": "text"},
+    ]
+)  # fmt: skip
+MESSAGES = st.sampled_from(
+    [
+        {"role": "user", "content": "x"},
+        {"role": "user", "content": [{"type": "text", "text": "x"}]},
+        {"role": "assistant", "content": "x", "tool_calls": [], "refusal": None},
+        {"role": "user", "content": [{"type": "image_url"}]},
+        {"role": "user", "content": None},
+        {"role": "user", "content": "x", "name": "y"},
+        "x",
+    ]
+)
+
+
+def validator(name: str) -> Draft202012Validator:
+    return Draft202012Validator({"$ref": f"#/components/schemas/{name}", "components": document()["components"]})
+
+
+def test_its_schemas_are_schemas() -> None:
+    for name, schema in document()["components"]["schemas"].items():
+        Draft202012Validator.check_schema(schema)
+        assert schema["type"] == "object", name
+
+
+@settings(max_examples=400, deadline=None)
+@given(
+    st.sampled_from(["Chat", "Completion"]),
+    st.dictionaries(st.sampled_from([*PARAMETERS, "other"]), VALUES, max_size=4),
+    st.lists(MESSAGES, max_size=2),
+    VALUES,
+)
+def test_what_is_accepted_is_allowed_by_the_document(name: str, fields: dict[str, Any], messages: list[Any], prompt: Any) -> None:
+    body = fields | ({"messages": messages} if name == "Chat" else {"prompt": prompt})
+    try:
+        (chat if name == "Chat" else completion)(json.dumps(body).encode(), Caller("r"))
+    except HttpError:
+        return
+    validator(name).validate(body)
+
+
+@pytest.mark.parametrize(
+    ("name", "body"),
+    [
+        ("Chat", {}),
+        ("Chat", {"messages": []}),
+        ("Chat", {"messages": [{"role": "wizard", "content": "x"}]}),
+        ("Chat", {"messages": [{"role": "user", "content": "x"}], "other": 1}),
+        ("Chat", {"messages": [{"role": "user", "content": "x"}], "tools": [{}]}),
+        ("Completion", {"prompt": 1}),
+        ("Completion", {"prompt": "x", "n": 0}),
+        ("Completion", {"prompt": "x", "echo": True}),
+        ("Completion", {"prompt": "x", "temperature": "1"}),
+    ],
+)
+def test_what_is_refused_for_its_shape_is_forbidden_by_the_document(name: str, body: Any) -> None:
+    """Negative control."""
+    assert not validator(name).is_valid(body)
+
+
+def test_the_page_has_every_parameter_where_it_belongs() -> None:
+    table = PAGE.read_text().partition("## Parameters")[2].partition("\n- Roles")[0]
+    effective, extra, without, neutral = (
+        {*re.findall(r"`([a-z_]+)`", row.split("|")[1])} for row in table.splitlines() if row.startswith("| `")
+    )
+    assert neutral == {name for name, parameter in PARAMETERS.items() if not parameter.supported} | {"best_of"}
+    assert without == {name for name, parameter in PARAMETERS.items() if parameter.supported and not parameter.schema}
+    assert effective | extra == set(PARAMETERS) - neutral - without

@@ -1,0 +1,186 @@
+"""What the live page and `baton top` are told: states of workers, requests on their way, totals."""
+
+import asyncio
+import json
+from collections.abc import Iterable
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+import pytest
+from fake_workers import TOKENIZER, record
+
+from cluster.config import SloConfig
+from cluster.errors import BatonError, Reason
+from cluster.metrics import Book
+from cluster.records import WorkerRecord
+from cluster.telemetry import Tracer
+from engine.sampling import SamplingParams
+from router.admission import Admission
+from router.journal import Entry, Journal
+from router.live import FRESH_S, GONE_S, MAX_REQUESTS, Live
+from router.request import Handoff, Request
+from router.view import ABSENT_S, ClusterView
+
+
+@dataclass
+class Asked:
+    """In the place of `router.clients.Workers`."""
+
+    silent: set[str] = field(default_factory=set)
+    says: dict[str, Any] = field(default_factory=dict)  # fields of a record
+    asked: int = 0
+
+    async def describe(self, worker: WorkerRecord) -> tuple[WorkerRecord, dict[str, int]]:
+        self.asked += 1
+        await asyncio.sleep(0)
+        if worker.name in self.silent:
+            raise BatonError(Reason.WORKER_LOST, "")
+        return replace(worker, **self.says), {"blocks_in_use": 7}
+
+
+@dataclass
+class Watching:
+    registry_reachable: bool = True
+
+
+@dataclass
+class House:
+    slo: SloConfig = field(default_factory=SloConfig)
+
+    def __post_init__(self) -> None:
+        self.now = 100.0
+        self.view = ClusterView(TOKENIZER)
+        self.workers = Asked()
+        self.watch = Watching()
+        self.journal = Journal(Book("router", model="toy"), Tracer(), "toy", self.slo, keep=100)
+        self.live = Live(
+            self.view, self.workers, self.watch, Admission(4, 4), self.journal, "toy", clock=lambda: self.now  # type: ignore[arg-type]
+        )  # fmt: skip
+
+    def there(self, *names: str) -> None:
+        self.view.update(map(record, names), self.now)
+
+    async def look(self, after: float = 0.0) -> dict[str, Any]:
+        self.now += after
+        told = await self.live.look()
+        return json.loads(json.dumps(told))  # type: ignore[no-any-return]
+
+    async def states(self, after: float = 1.0) -> dict[str, str]:
+        return {worker["name"]: worker["state"] for worker in (await self.look(after))["workers"]}
+
+    def open(self, name: str = "r") -> Entry:
+        entry = self.journal.open("chat", name, clock=lambda: self.now)
+        entry.request = Request(name, [1, 2, 3], 3, SamplingParams(max_tokens=9), "", 1e9, entry.trace)
+        return entry
+
+
+async def test_workers_stand_in_order_with_what_they_say_now() -> None:
+    house = House()
+    house.there("d0", "p1", "p0")
+    told = (await house.look())["workers"]
+    assert [worker["name"] for worker in told] == ["p0", "p1", "d0"]
+    assert told[2]["role"] == "decode" and told[2]["blocks_in_use"] == 7 and told[2]["kv_blocks"] == 1000
+
+
+async def test_a_worker_that_dies_is_unreachable_then_gone_and_at_last_forgotten() -> None:
+    house = House()
+    house.there("p0", "d0")
+    assert await house.states() == {"p0": "ready", "d0": "ready"}
+    house.workers.silent = {"d0"}
+    assert await house.states() == {"p0": "ready", "d0": "unreachable"}
+    house.now += ABSENT_S
+    house.there("p0")
+    assert await house.states() == {"p0": "ready", "d0": "gone"}
+    assert await house.states(GONE_S - 6) == {"p0": "ready", "d0": "gone"}
+    assert await house.states(6) == {"p0": "ready"}
+
+
+async def test_one_that_comes_back_is_there_once() -> None:
+    house = House()
+    house.there("d0")
+    house.workers.silent = {"d0"}
+    assert await house.states() == {"d0": "unreachable"}
+    house.workers.silent = set()
+    house.view.update([record("d0", incarnation=2)], house.now)
+    assert await house.states() == {"d0": "ready"}
+
+
+async def test_one_that_drains_goes_without_alarm() -> None:
+    house = House()
+    house.there("p0", "d0")
+    house.workers.says = {"state": "draining"}
+    assert await house.states() == {"p0": "draining", "d0": "draining"}
+    house.now += ABSENT_S
+    house.there("p0")
+    assert await house.states() == {"p0": "draining"}
+
+
+async def test_one_that_serves_another_model_is_unfit() -> None:
+    house = House()
+    house.view.update([record("d0"), record("d1", model_fingerprint="other")], house.now)
+    assert await house.states() == {"d0": "ready", "d1": "unfit"}
+
+
+async def test_many_who_look_ask_the_workers_once() -> None:
+    house = House()
+    house.there("p0", "d0")
+    await asyncio.gather(*(house.look() for _ in range(50)))
+    assert house.workers.asked == 2
+    await house.look(FRESH_S)
+    assert house.workers.asked == 4
+
+
+async def test_a_request_is_seen_on_its_way_and_then_among_the_last() -> None:
+    house = House()
+    with house.open("r1") as entry:
+        entry.trace.watch.enter("prefill", "p0")
+        entry.trace.prefill_worker = "p0"
+        entry.request.tokens.append(4)  # type: ignore[union-attr]
+        told = await house.look(2.0)
+        [request] = told["requests"]
+        assert (request["request_id"], request["stage"], request["worker"], request["output_tokens"]) == ("r1", "prefill", "p0", 1)
+        assert request["age"] == 2.0 and not told["recent"]
+        assert told["totals"]["output_tokens"] == 1, "tokens count as they come"
+        entry.trace.handoff = Handoff("nixl", blocks=1, bytes=4096)
+        entry.finish = "length"
+    told = await house.look(1.0)
+    assert not told["requests"] and [last["request_id"] for last in told["recent"]] == ["r1"]
+    totals = told["totals"]
+    assert totals["outcomes"] == {"ok": 1} and (totals["output_tokens"], totals["prompt_tokens"], totals["met"]) == (1, 3, 1)
+    assert (totals["handoffs"], totals["handoff_bytes"]) == (1, 4096)
+    assert house.live.find("r1") is not None and house.live.find("r2") is None
+
+
+async def test_errors_are_kept_apart_and_are_not_goodput() -> None:
+    house = House()
+    for reason in (Reason.SATURATED, Reason.RETRIES_SPENT, Reason.INVALID_FIELD):
+        with pytest.raises(BatonError), house.open(reason.name):
+            raise BatonError(reason, "")
+    told = await house.look()
+    assert {error["reason"] for error in told["errors"]} == {"SATURATED", "RETRIES_SPENT"}
+    assert told["totals"]["outcomes"] == {"refused": 1, "failed": 1, "invalid": 1} and told["totals"]["met"] == 0
+
+
+async def test_a_request_that_misses_its_objective_is_not_goodput() -> None:
+    house = House(SloConfig(e2e_s=1.0))
+    for seconds in (0.5, 2.0):
+        with house.open() as entry:
+            house.now += seconds
+            entry.trace.watch.stop()
+            entry.finish = "stop"
+    told = await house.look()
+    assert told["totals"]["met"] == 1 and told["slo"] == {"objectives": {"e2e": 1.0}, "attainment": 0.5}
+
+
+async def test_what_is_told_is_bounded() -> None:
+    house = House()
+    entries: Iterable[Entry] = [house.open(f"r{i}") for i in range(MAX_REQUESTS + 5)]
+    for entry in entries:
+        entry.__enter__()
+    assert len((await house.look())["requests"]) == MAX_REQUESTS
+
+
+async def test_a_registry_that_is_away_is_told() -> None:
+    house = House()
+    house.watch.registry_reachable = False
+    assert (await house.look())["router"]["registry"] == "away"

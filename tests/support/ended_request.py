@@ -1,0 +1,39 @@
+"""A request that has ended, as `router.journal.Record.to_json` tells it."""
+
+from typing import Any
+
+HANDOFF = {
+    "transport": "nixl", "blocks": 13, "bytes": 26624, "blocks_reused": 2, "digests_checked": 13, "recomputed_tokens": 0, "failure": "",
+}  # fmt: skip
+NO_HANDOFF = {**dict.fromkeys(HANDOFF, 0), "transport": "", "failure": ""}
+
+
+def lap(stage: str, start: float, end: float, worker: str = "") -> dict[str, Any]:
+    return {"stage": stage, "worker": worker, "start": start, "end": end}
+
+
+def record(**change: Any) -> dict[str, Any]:
+    whole = {
+        "request_id": "req-1",
+        "at": 1.8e9,
+        "outcome": "ok",
+        "reason": "length",
+        "prompt_tokens": 199,
+        "output_tokens": 21,
+        "cached_tokens": 32,
+        "retries": 0,
+        "laps": [lap("queue", 0, 0.1), lap("prefill", 0.1, 0.4, "p0"), lap("transfer", 0.4, 0.5, "d0"), lap("decode", 0.5, 1.0, "d0")],
+        "failures": [],
+        "bypasses": [],
+        "handoff": HANDOFF,
+        "read": 0.02,
+        "verify": 0.003,
+        "trace_id": "",
+        "slo_missed": None,
+        "ttft": 0.4,
+        "tpot": 0.03,
+        "e2e": 1.0,
+        "prefill_wait": 0.05,
+        "prefill_compute": 0.2,
+    }
+    return {**whole, **change}
