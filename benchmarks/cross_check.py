@@ -30,6 +30,14 @@ from router.tokenizer import Tokenizer
 SHAPE = {"hidden": 512, "layers": 8, "heads": 8, "kv_heads": 4}
 RATE, REQUESTS, PROMPT, OUTPUT, ROUNDS = 2.0, 60, 200, 64, 3
 CONSTANT = "1000000"  # burstiness: the shape of a gamma distribution
+# The command `vllm` asks for the version of a package that a build for the CPU has under another name.
+BENCH = """
+from vllm.benchmarks.serve import add_cli_args, main
+from vllm.utils.argparse_utils import FlexibleArgumentParser
+parser = FlexibleArgumentParser()
+add_cli_args(parser)
+main(parser.parse_args())
+"""
 NUMBERS = ("mean_ttft_ms", "median_ttft_ms", "mean_tpot_ms", "median_tpot_ms", "mean_e2el_ms", "output_throughput")
 
 
@@ -49,9 +57,9 @@ def prompts(path: Path, tokenizer: Tokenizer, seed: int) -> Path:
 
 def theirs(python: Path, endpoints: dict[str, str], model: Path, dataset: Path, out: Path) -> dict[str, float]:
     command = [
-        str(python.parent / "vllm"), "bench", "serve", "--backend", "openai", "--base-url", f"http://{endpoints['http']}",
+        str(python), "-c", BENCH, "--backend", "openai", "--base-url", f"http://{endpoints['http']}",
         "--endpoint", "/v1/completions", "--model", model.name, "--tokenizer", str(model), "--dataset-name", "custom",
-        "--dataset-path", str(dataset), "--custom-output-len", str(OUTPUT), "--custom-skip-chat-template", "--skip-chat-template",
+        "--dataset-path", str(dataset), "--custom-output-len", str(OUTPUT), "--skip-chat-template",
         "--num-prompts", str(REQUESTS), "--request-rate", str(RATE), "--burstiness", CONSTANT, "--ignore-eos", "--disable-shuffle",
         "--percentile-metrics", "ttft,tpot,e2el", "--save-result", "--result-dir", str(out), "--result-filename", "theirs.json",
     ]  # fmt: skip

@@ -41,10 +41,10 @@ class Ops:
 
     def rotate_(self, qk: Tensor, rotation: Tensor) -> None:
         """Rotary position embedding in place: qk `[T, heads, D]` as complex `[T, heads, D / 2]`, times `[T, 1, D / 2]`, in float32."""
-        if qk.dtype == torch.float32:
+        if qk.dtype == torch.float32 and qk.stride(-1) == 1:
             torch.view_as_complex(qk.view(*qk.shape[:-1], -1, 2)).mul_(rotation)
         else:
-            precise = qk.float()
+            precise = qk.to(torch.float32, copy=True, memory_format=torch.contiguous_format)
             self.rotate_(precise, rotation)
             qk.copy_(precise)
 

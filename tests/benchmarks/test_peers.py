@@ -167,7 +167,7 @@ def test_the_picture_can_be_drawn(tmp_path: Path) -> None:
 
 def test_labels_are_one_engine_each_and_the_reference_is_one_of_them() -> None:
     assert len({engine.label for engine in ENGINES}) == len(ENGINES) and REFERENCE in ENGINES
-    assert {engine.precision for engine in ENGINES if engine.name == OURS} == {"float32", "bfloat16"}
+    assert {engine.precision for engine in ENGINES if engine.name == OURS} == {"float32", "bfloat16", "int8"}
 
 
 def test_room_for_kv_follows_the_kv_type() -> None:

@@ -29,6 +29,7 @@ SECRET = "0123456789abcdef"
 # A legal value, other than the default, for each key whose default does not suggest one.
 LEGAL = {
     "router.port": "9000",
+    "router.admin_port": "9001",
     "cluster.name": "other",
     "cluster.key": SECRET,
     "cluster.host": "10.0.0.1",
@@ -37,6 +38,9 @@ LEGAL = {
     "model.max_model_len": "2048",
     "engine.kv_memory_mib": "64",
     "engine.threads": "2",
+    "engine.device": "cuda",
+    "engine.attention_backend": "triton",
+    "engine.weight_dtype": "int8",
     "kv.transport": "tcp",
     "kv.on_failure": "fail",
     "kv.ucx_tls": "tcp",
@@ -49,6 +53,8 @@ LEGAL = {
     "launcher.kind": "ray",
     "telemetry.log_level": "debug",
     "telemetry.otlp_endpoint": "http://127.0.0.1:4317",
+    "security.requests_per_minute": "60",
+    "security.tokens_per_minute": "1000",
     "slo.ttft_s": "0.5",
     "slo.tpot_s": "0.05",
     "slo.e2e_s": "10",
@@ -121,7 +127,9 @@ class TestEveryKey:
     @pytest.mark.parametrize("key", keys(), ids=lambda key: key.name)
     def test_is_set_by_its_variable_and_by_its_flag(self, key: Key) -> None:
         text = legal(key)
-        pair = dict.fromkeys(("BATON_SECURITY_TLS_CERT", "BATON_SECURITY_TLS_KEY"), text) if key.name.startswith("security") else {}
+        pair = {}  # what a key of security goes together with
+        if key.name.startswith("security"):
+            pair = dict.fromkeys(("BATON_SECURITY_TLS_CERT", "BATON_SECURITY_TLS_KEY", "BATON_SECURITY_API_KEYS"), "x")
         if key.name == "engine.batching":
             pair = {"BATON_PREFILL_REPLICAS": "0"}
         by_env = load(env=pair | {key.env: text})

@@ -1,5 +1,6 @@
 """Attention that reads blocks in place: the formula in float64, over ragged lengths, blocks in any order, and slots that hold NaN."""
 
+import ctypes
 import random
 from dataclasses import dataclass
 
@@ -234,5 +235,5 @@ def test_kernels_work_where_there_is_no_place_to_keep_them(monkeypatch: pytest.M
         kernels.carray(pointer, 2)[1] = kernels.carray(pointer, 2)[0]
 
     memory = torch.tensor([7, 0])
-    kernels._function(first_two_are_one).ctypes(memory.data_ptr())
+    ctypes.PYFUNCTYPE(None, ctypes.c_void_p)(kernels._function(first_two_are_one).address)(memory.data_ptr())
     assert memory.tolist() == [7, 7] and "NUMBA_CACHE_DIR" in caplog.text

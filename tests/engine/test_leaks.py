@@ -34,6 +34,7 @@ class Load:
             if self.rng.random() < 0.02:
                 self.engine.abort(self.rng.choice(list(self.engine.sequences)))
             self.engine.step()
+            self.engine.pool.drain_changes()  # as the loop does
 
     def sequence(self) -> Sequence:
         rng, self.made = self.rng, self.made + 1

@@ -89,7 +89,7 @@ def test_int8_is_refused_where_it_would_not_be_exact(monkeypatch: pytest.MonkeyP
 
 def test_what_overflows_is_found(monkeypatch: pytest.MonkeyPatch) -> None:
     """Negative control of the trial: a product that stops at 2^15, as without VNNI, is not exact."""
-    monkeypatch.setattr(linear, "_product", lambda weight, scales: lambda x: ((x - 128) @ weight.float().T).clamp(max=2.0**15))
+    monkeypatch.setattr(linear, "_product", lambda weight, scales: lambda x: ((x.float() - 128) @ weight.float().T).clamp(max=2.0**15))
     linear._is_exact.cache_clear()
     assert not multiplies_int8(CPU)
     linear._is_exact.cache_clear()

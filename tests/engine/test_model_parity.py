@@ -256,7 +256,8 @@ def llama(tmp_path_factory: pytest.TempPathFactory) -> tuple[torch.nn.Module, Pa
 def test_decodes_of_any_length_in_one_or_many_groups(
     llama: tuple[torch.nn.Module, Path], monkeypatch: pytest.MonkeyPatch, group_bytes: int | None
 ) -> None:
-    monkeypatch.setattr(attention, "GROUP_BYTES", group_bytes)
+    if group_bytes:
+        monkeypatch.setattr(attention, "GROUP_BYTES", group_bytes)
     model, folder = llama
     pages = Pages(folder, block_size=2, blocks=600, compiled=not group_bytes)
     made = [pages.sequence(length, seed) for seed, length in enumerate((300, 2, 40, 41, 7, 150, 16))]
