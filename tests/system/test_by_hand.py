@@ -135,7 +135,13 @@ def processes(folder: Path, **model: int) -> Iterator[Processes]:
         hand.start("redis", str(find_binary()), "--port", str(ports["redis"]), "--bind", "127.0.0.1", "--save", "")
         prefill = hand.python("prefill_worker", "--config", "cluster.yaml")
         decode = hand.python("decode_worker", env={**common, "BATON_CLUSTER_KEY": KEY, "BATON_ENGINE_KV_MEMORY_MIB": "64"})
-        flags = ("--router.port", str(ports["router"]), f"--router.admin-port={ports['admin']}", "--router.http-port=0")
+        flags = (
+            "--router.port",
+            str(ports["router"]),
+            f"--router.admin-port={ports['admin']}",
+            "--router.http-port=0",
+            "--router.page-port=0",
+        )
         router = hand.python("router", *flags, env=common)
         address = f"127.0.0.1:{ports['router']}"
         made = Processes(hand, path, address, f"127.0.0.1:{ports['admin']}", prefill, decode, router)
