@@ -27,8 +27,8 @@ from loadtest.campaign import Campaign
 from models.make_small import make
 from router.tokenizer import Tokenizer
 
-SHAPE = {"hidden": 512, "layers": 8, "heads": 8, "kv_heads": 4}
-RATE, REQUESTS, PROMPT, OUTPUT, ROUNDS = 2.0, 60, 200, 64, 3
+SHAPE = {"hidden": 768, "layers": 12, "heads": 12, "kv_heads": 4}  # a step that is long beside what a client costs on the same cores
+RATE, REQUESTS, PROMPT, OUTPUT, ROUNDS = 1.0, 40, 200, 64, 2
 CONSTANT = "1000000"  # burstiness: the shape of a gamma distribution
 # The command `vllm` asks for the version of a package that a build for the CPU has under another name.
 BENCH = """

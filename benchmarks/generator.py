@@ -3,8 +3,8 @@
     python benchmarks/generator.py [--json FILE]
 
 A queue whose times are known: M/D/1 (Poisson arrivals, one server, constant service). The measured percentiles of its answer times stand
-beside those of theory, with a 95 % interval over the seeds. Then a real cluster on the same cores: offered five times what it
-can serve, until more than a thousand streams are open, and how late the generator was.
+beside those of theory, with a 95 % interval over the seeds. Then a real cluster of the toy model, whose steps take time but no core, as those
+of an accelerator: offered five times what it can serve, until more than a thousand streams are open, and how late the generator was.
 """
 
 import argparse
@@ -12,6 +12,7 @@ import asyncio
 import json
 import math
 import random
+import tempfile
 from collections.abc import Callable, Sequence
 from pathlib import Path
 
@@ -24,11 +25,12 @@ from loadtest.grpc_door import GrpcDoor
 from loadtest.measure import FIRST_ID, warm_up
 from loadtest.metrics import Summary, Window, mean_and_interval, summarise
 from loadtest.workload import Item
+from models.make_small import make_toy
 
 SERVICE_S, LOADS, SEEDS, QUEUE_S = 0.020, (0.5, 0.8), range(1, 5), 30.0
-MODEL = Path(__file__).resolve().parent.parent / "models" / "tale"
+STEP_MS, AT_ONCE = 30, 32  # of a worker
 PROMPT, OUTPUT, OVERLOAD, STREAMS, TIMEOUT_S = 64, 64, 5.0, 1000, 120.0
-WORDS = 4000  # ids of the model's vocabulary that prompts are made of
+WORDS = 256  # ids of the model's vocabulary that prompts are made of
 
 
 def md1_percentile(percent: float, load: float, service: float) -> float:
@@ -89,9 +91,11 @@ async def flood(address: str, rate: float, duration_s: float) -> Run:
         return await drive(items, Poisson(rate).times(random.Random(2)), door, duration_s=duration_s, timeout_s=TIMEOUT_S)
 
 
-async def compare_cluster() -> dict[str, object]:
+async def compare_cluster(model: Path) -> dict[str, object]:
+    make_toy(model, step_delay_ms=STEP_MS)
     settings = {
-        "model.path": str(MODEL),
+        "model.path": str(model),
+        "engine.max_num_seqs": str(AT_ONCE),
         "prefill.replicas": "0",
         "decode.replicas": "2",
         "engine.threads": "1",
@@ -113,7 +117,8 @@ async def compare_cluster() -> dict[str, object]:
 
 
 async def measure() -> dict[str, object]:
-    return {"queue": [await compare_queue(load) for load in LOADS], "cluster": await compare_cluster()}
+    with tempfile.TemporaryDirectory() as folder:
+        return {"queue": [await compare_queue(load) for load in LOADS], "cluster": await compare_cluster(Path(folder))}
 
 
 def main() -> None:

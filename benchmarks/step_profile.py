@@ -103,9 +103,9 @@ def draw(found: dict[str, dict[int, dict[str, float]]], path: Path) -> None:
         for i, end in enumerate(left):
             axes.text(end, i, f" {end:.2f}", va="center")
         axes.set(title=f"batch {batch}", xlabel="ms a decode step", xlim=(0, 1.15 * max(left)))
-        axes.invert_yaxis()
+    panes[0].invert_yaxis()  # of both
     panes[0].legend(loc="upper center", bbox_to_anchor=(1.0, -0.2), ncols=len(PARTS), frameon=False)
-    figure.suptitle(f"A decode step, 30 M parameters, {CONTEXT} tokens of context, {torch.get_num_threads()} cores")
+    figure.suptitle(f"A decode step, 30 M parameters, {CONTEXT} tokens of context, {torch.get_num_threads()} cores", y=1.04)
     figure.savefig(path, dpi=110, bbox_inches="tight")
 
 

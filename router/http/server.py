@@ -39,7 +39,9 @@ class HttpServer:
         """Raises OSError (ssl.SSLError) for a certificate that cannot be used."""
         security = config.security
         self._config = config
-        self._socket = socket.socket(socket.AF_INET6 if ":" in config.cluster.host else socket.AF_INET)
+        family = socket.AF_INET6 if ":" in config.cluster.host else socket.AF_INET
+        # The protocol by its name: asyncio switches Nagle's delay off for such connections only, and it costs 40 ms a request.
+        self._socket = socket.socket(family, socket.SOCK_STREAM, socket.IPPROTO_TCP)
         self._task: asyncio.Task[None] | None = None
         self._server = _Server(
             uvicorn.Config(

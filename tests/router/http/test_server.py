@@ -135,6 +135,17 @@ async def test_one_connection_serves_many_requests(tokenizer: Tokenizer) -> None
         await running.freed()
 
 
+async def test_small_pieces_do_not_wait_for_each_other(tokenizer: Tokenizer) -> None:
+    """Nagle's delay is off: with it, the first event of a stream waits 40 ms for the acknowledgement of the headers."""
+    async with serving(tokenizer) as running:
+        client = await running.connect()
+        client.send(request())
+        await client.response()
+        [connection] = running.server._server.server_state.connections
+        made = connection.transport.get_extra_info("socket")  # type: ignore[union-attr]
+        assert made.getsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY)
+
+
 async def test_pipelined_requests_are_answered_in_order(tokenizer: Tokenizer) -> None:
     async with serving(tokenizer) as running:
         client = await running.connect()
