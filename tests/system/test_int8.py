@@ -1,0 +1,47 @@
+"""A cluster with int8 matrices: its tokens are those of a bare engine with int8 matrices, to the last one, and its KV is nobody else's."""
+
+import random
+
+import pytest
+import torch
+from live_cluster import cluster
+from tokenizers import Tokenizer
+
+from baton.cli import SHIPPED
+from engine.build import Options, build
+from engine.engine import Engine
+from engine.fingerprint import fingerprint
+from engine.linear import multiplies_int8
+from engine.sampling import SamplingParams
+from engine.sequence import Sequence
+from models.train.stories import story
+
+pytestmark = [pytest.mark.system, pytest.mark.skipif(not multiplies_int8(torch.device("cpu")), reason="no VNNI")]
+GREEDY = SamplingParams(max_tokens=40, temperature=0.0, ignore_eos=True)
+
+
+def tokens(engine: Engine, prompt: list[int]) -> list[int]:
+    seq = Sequence("bare", list(prompt), len(prompt), GREEDY, b"root")
+    engine.add(seq)
+    while not engine.idle:
+        engine.step()
+    return seq.tokens[len(prompt) :]
+
+
+async def test_text_is_that_of_a_bare_engine_of_the_same_precision() -> None:
+    """Sums of int8 products are exact and do not depend on the batch, so there is no near-tie to allow for."""
+    tokenizer = Tokenizer.from_file(str(SHIPPED / "tokenizer.json"))
+    bare = build(Options(SHIPPED, weight_dtype="int8", kv_memory_bytes=32 << 20, threads=1, prefix_caching=False)).engine
+    flags = ("--engine.threads", "1", "--engine.weight-dtype", "int8", "--router.bypass-tokens", "0")
+    with cluster(SHIPPED, *flags) as live:
+        assert {worker["model_fingerprint"] for worker in live.workers()} == {f"{fingerprint(SHIPPED)}-float32-int8"}
+        async with live.client() as client:
+            for seed in range(6):
+                prompt = tokenizer.encode(" ".join(story(random.Random(seed), 4).sentences[: 3 + 2 * seed])).ids
+                params = {"max_tokens": 40, "temperature": 0.0, "ignore_eos": True, "timeout_s": 60}
+                async with client.generate(token_ids=prompt, **params) as stream:
+                    got = [token.id async for token in stream]
+                handoff = stream.result.handoff
+                assert got == tokens(bare, prompt)
+                assert handoff["blocks"] == handoff["digests_checked"] > 0 and handoff["recomputed_tokens"] == 0 and not handoff["failure"]
+        await live.quiet()
