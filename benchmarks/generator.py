@@ -3,8 +3,8 @@
     python benchmarks/generator.py [--json FILE]
 
 A queue whose times are known: M/D/1 (Poisson arrivals, one server, constant service). The measured percentiles of its answer times stand
-beside those of theory, with a 95 % interval over the seeds. Then a real cluster of the toy model, whose steps take time but no core, as those
-of an accelerator: offered five times what it can serve, until more than a thousand streams are open, and how late the generator was.
+beside those of theory, with a 95 % interval over the seeds. Then a real cluster of the toy model, whose steps take time but no core, as
+an accelerator's do: offered five times what it can serve, until more than a thousand streams are open, and how late the generator was.
 """
 
 import argparse
