@@ -240,6 +240,7 @@ def build_request(
     model: str = "",
     request_id: str = "",
     cache_salt: str = "",
+    priority: int = 0,
     **sampling: Any,
 ) -> pb.GenerateRequest:
     """One of `prompt`, `messages` ({"role", "content"}) and `token_ids`; `sampling` are the fields of baton.v1.SamplingParams.
@@ -255,6 +256,7 @@ def build_request(
         model=model,
         request_id=request_id,
         cache_salt=cache_salt,
+        priority=priority,
         sampling=pb.SamplingParams(**{name: value for name, value in sampling.items() if value is not None}),
     )
     if prompt is not None:

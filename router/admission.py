@@ -1,6 +1,6 @@
-"""How many requests are served at a time, and who waits, in order of arrival. Decides and does nothing else.
+"""How many requests are served at a time, and who waits, by priority and then in order of arrival. Decides and does nothing else.
 
-The order is that of `_waiting`, and `_next` alone chooses from it: priorities or fair shares replace these two.
+`_next` alone chooses who comes next.
 """
 
 from dataclasses import dataclass
@@ -29,7 +29,7 @@ class Admission:
         self.max_inflight = max_inflight
         self.max_queue = max_queue
         self._inside: set[str] = set()
-        self._waiting: dict[str, None] = {}  # a set that remembers the order
+        self._waiting: dict[str, int] = {}  # request → priority, in order of arrival
 
     @property
     def inflight(self) -> int:
@@ -39,19 +39,20 @@ class Admission:
     def queued(self) -> int:
         return len(self._waiting)
 
-    def enter(self, request_id: str) -> Admitted | Queued | Refused:
-        """A request that is here already keeps its place."""
+    def enter(self, request_id: str, priority: int = 0) -> Admitted | Queued | Refused:
+        """Of those who wait, the least `priority` comes first, and of equals who came first. A request that is here already keeps its
+        place."""
         if request_id in self._inside:
             return Admitted()
         if request_id in self._waiting:
-            return Queued(list(self._waiting).index(request_id))
+            return Queued(sorted(self._waiting, key=self._waiting.__getitem__).index(request_id))
         if self.inflight < self.max_inflight:  # then nobody waits
             self._inside.add(request_id)
             return Admitted()
         if self.queued >= self.max_queue:
             return Refused(self.inflight, self.queued)
-        self._waiting[request_id] = None
-        return Queued(self.queued - 1)
+        self._waiting[request_id] = priority
+        return Queued(sum(other <= priority for other in self._waiting.values()) - 1)
 
     def leave(self, request_id: str) -> list[str]:
         """Served, failed, or tired of waiting: the same. Returns who is admitted now; an unknown id changes nothing."""
@@ -75,4 +76,4 @@ class Admission:
             raise RuntimeError("a request waits for a free place")
 
     def _next(self) -> str:
-        return next(iter(self._waiting))
+        return min(self._waiting, key=self._waiting.__getitem__)  # the first of equals

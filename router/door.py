@@ -41,6 +41,7 @@ def to_ask(request: pb.GenerateRequest, traceparent: str = "", tenant: str = "")
         messages=tuple((message.role, message.content) for message in request.chat.messages) if kind == "chat" else None,
         token_ids=tuple(request.token_ids.ids) if kind == "token_ids" else None,
         cache_salt=request.cache_salt,
+        priority=request.priority,
         sampling=_to_sampling(request.sampling),
         tenant=tenant,
         traceparent=traceparent,

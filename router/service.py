@@ -113,7 +113,7 @@ class GenerateService:
             request = Request(ask.request_id or self._draw_id(), tokens, len(tokens), params, self._salt(ask), deadline, entry.trace)
             entry.request = request
             await self._rates.admit(ask.tenant, request.prompt_len)
-            async with self._charged(ask.tenant, request), self._admitted(request):
+            async with self._charged(ask.tenant, request), self._admitted(request, ask.priority):
                 yield Accepted(request.id, self.model_name, request.prompt_len)
                 async with aclosing(self._run(request, stops)) as events:
                     async for event in events:
@@ -166,12 +166,12 @@ class GenerateService:
             await self._rates.charge(tenant, request.output_len)
 
     @asynccontextmanager
-    async def _admitted(self, request: Request) -> AsyncIterator[None]:
-        """A place among the requests being served; waits for one in order of arrival, `queue_timeout_s` at most."""
+    async def _admitted(self, request: Request, priority: int) -> AsyncIterator[None]:
+        """A place among the requests being served; waits for its turn, `queue_timeout_s` at most."""
         slot = f"{request.id}#{next(self._attempts)}"
         turn = self._waiting[slot] = asyncio.Event()
         try:
-            answer = self._admission.enter(slot)
+            answer = self._admission.enter(slot, priority)
             if isinstance(answer, Refused):
                 raise BatonError(Reason.SATURATED, "too many requests are being served and waiting")
             if not isinstance(answer, Admitted):

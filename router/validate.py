@@ -67,6 +67,7 @@ class Ask:
     token_ids: tuple[int, ...] | None = None
     cache_salt: str = ""
     sampling: AskSampling = AskSampling()
+    priority: int = 0  # among those that wait for admission: the least comes first
     tenant: str = ""  # whose API key it came with
     traceparent: str = ""  # W3C Trace Context of the caller, as it came; what is none is ignored
 
@@ -152,6 +153,8 @@ def _identity(ask: Ask, limits: Limits) -> Iterator[Violation]:
     if len(ask.request_id) > limits.max_request_id or not (ask.request_id.isascii() and ask.request_id.isprintable()):
         yield Violation("request_id", f"must be at most {limits.max_request_id} printable ASCII characters")
     yield from _text("cache_salt", ask.cache_salt, limits.max_salt)
+    if not -_INT32 <= ask.priority <= _INT32:
+        yield Violation("priority", "must fit 32 bits")
 
 
 def _prompt(ask: Ask, limits: Limits, vocab_size: int) -> Iterator[Violation]:

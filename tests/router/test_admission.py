@@ -12,21 +12,26 @@ names = st.sampled_from("abcdefgh")
 
 
 class AdmissionMachine(RuleBasedStateMachine):
-    """The model is one list in order of arrival: the first three are served."""
+    """The model is one list: the first three are served, and behind them the others stand by priority and arrival."""
 
     def __init__(self) -> None:
         super().__init__()
         self.admission = Admission(MAX_INFLIGHT, MAX_QUEUE)
         self.order: list[str] = []
+        self.priority: dict[str, int] = {}
 
-    @rule(name=names)
-    def enter(self, name: str) -> None:
-        answer = self.admission.enter(name)
+    @rule(name=names, priority=st.integers(-1, 1))
+    def enter(self, name: str, priority: int) -> None:
+        answer = self.admission.enter(name, priority)
         if name not in self.order and len(self.order) == MAX_INFLIGHT + MAX_QUEUE:
             assert answer == Refused(MAX_INFLIGHT, MAX_QUEUE)
             return
         if name not in self.order:
-            self.order.append(name)
+            self.priority[name] = priority
+            place = len(self.order)
+            while place > MAX_INFLIGHT and self.priority[self.order[place - 1]] > priority:
+                place -= 1
+            self.order.insert(place, name)
         place = self.order.index(name)
         assert answer == (Admitted() if place < MAX_INFLIGHT else Queued(place - MAX_INFLIGHT))
 

@@ -340,6 +340,24 @@ async def test_waiting_is_bounded_and_a_refusal_comes_at_once(tokenizer: Tokeniz
     house.check()
 
 
+async def test_of_those_who_wait_the_least_priority_comes_first(tokenizer: Tokenizer) -> None:
+    gate = asyncio.Event()
+    house = House(tokenizer, Script(gate=gate), RouterConfig(max_inflight=1))
+
+    async def ask(name: str, priority: int) -> None:
+        async with aclosing(house.service.generate(Ask(request_id=name, text="x", priority=priority), 10)) as events:
+            [event async for event in events]
+
+    asking = []
+    for name, priority in (("served", 9), ("late", 1), ("soon", 0), ("first", -1), ("second", -1)):
+        asking.append(asyncio.create_task(ask(name, priority)))
+        await asyncio.sleep(0.01)
+    gate.set()
+    await asyncio.gather(*asking)
+    assert [request.id for request in house.script.begun] == ["served", "first", "second", "soon", "late"]
+    house.check()
+
+
 async def test_places_are_given_in_order_of_arrival(tokenizer: Tokenizer) -> None:
     house = full(tokenizer)
     tasks = await occupy(house, waiting=3)

@@ -41,9 +41,12 @@ def refused(read_body: Any, *arguments: Any, **fields: Any) -> HttpError:
 
 
 def test_a_chat_is_its_messages() -> None:
-    asked = ask_chat([{"role": "developer", "content": "be brief"}, {"role": "user", "content": "hi"}], model="m", cache_salt="s")
+    asked = ask_chat(
+        [{"role": "developer", "content": "be brief"}, {"role": "user", "content": "hi"}], model="m", cache_salt="s", priority=-3
+    )
     (ask,) = asked.asks
     assert ask.messages == (("system", "be brief"), ("user", "hi")) and ask.text is None and ask.token_ids is None
+    assert ask.priority == -3 and ask_chat([{"role": "user", "content": "hi"}]).asks[0].priority == 0
     assert (ask.model, ask.cache_salt, ask.request_id, ask.tenant, ask.traceparent) == ("m", "s", "id", "tenant", "00-trace")
     assert asked.chat and not asked.stream and asked.n == 1
 
@@ -237,8 +240,8 @@ def test_what_cannot_change_the_answer_is_accepted(api: str, name: str, ask: Any
 def test_tools_and_formats_are_among_them() -> None:
     """The tables are tested from themselves: these must not go missing."""
     names = {(api, name) for api, name, _, _ in NEUTRAL}
-    assert names >= {("chat", name) for name in ("tools", "tool_choice", "functions", "response_format", "audio", "priority", "modalities")}
-    assert names >= {("completion", name) for name in ("echo", "suffix", "priority")}
+    assert names >= {("chat", name) for name in ("tools", "tool_choice", "functions", "response_format", "audio", "modalities")}
+    assert names >= {("completion", name) for name in ("echo", "suffix")}
     assert {name for _, name, _ in WITHOUT_EFFECT} >= {"user", "metadata", "store"}
 
 
