@@ -219,7 +219,7 @@ def measure(options: argparse.Namespace) -> dict[str, Any]:
         "cores": cores,
         "threads": options.threads,
         "seed": options.seed,
-        "repeats": options.repeats,
+        "repeats": max((len(rates) for _, samples in measured for one in samples for rates in one.rates.values()), default=0),
         "minutes": (time.monotonic() - began) / 60,
         "versions": {**run.versions, "torch": version("torch")},
         "left_out": run.left_out,
@@ -262,7 +262,8 @@ def cell_names(rows: Sequence[Mapping[str, Any]]) -> list[str]:
 
 def draw(results: Mapping[str, Any], file: Path) -> None:
     titles = {name: f"{model['parameters'] / 1e6:.0f} M parameters" for name, model in results["models"].items()}
-    note = f"{results['machine'].partition(', Linux')[0]}; {results['threads']} threads; median and range of {results['repeats']}"
+    spread = "one repeat" if results["repeats"] == 1 else f"median and range of {results['repeats']}"
+    note = f"{results['machine'].partition(', Linux')[0]}; {results['threads']} threads; {spread}"
     picture(results["rows"], titles, cell_names(results["rows"]), file, note)
 
 
