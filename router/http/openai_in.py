@@ -115,14 +115,8 @@ _PROMPT = Parameter(
     {
         "anyOf": [
             {"type": "string"},
-            {"type": "array", "items": {"type": "string"}, "minItems": 1, "maxItems": MAX_CHOICES},
             _SOME_IDS,
-            {
-                "type": "array",
-                "items": {"type": "array", "items": {"type": "integer"}, "minItems": 1},
-                "minItems": 1,
-                "maxItems": MAX_CHOICES,
-            },
+            {"type": "array", "items": {"anyOf": [{"type": "string"}, _SOME_IDS]}, "minItems": 1, "maxItems": MAX_CHOICES},
         ]
     },
 )

@@ -6,7 +6,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import example, given, settings
 from hypothesis import strategies as st
 from jsonschema import Draft202012Validator
 
@@ -46,6 +46,7 @@ def test_its_schemas_are_schemas() -> None:
 
 
 @settings(max_examples=400, deadline=None)
+@example("Completion", {}, [], ["a", [1]])
 @given(
     st.sampled_from(["Chat", "Completion"]),
     st.dictionaries(st.sampled_from([*PARAMETERS, "other"]), VALUES, max_size=4),
