@@ -13,7 +13,7 @@ import time
 from array import array
 from collections import deque
 from collections.abc import Callable
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass
 from time import monotonic
 from types import TracebackType
 from typing import Any, Self
@@ -21,7 +21,7 @@ from typing import Any, Self
 from cluster import semconv
 from cluster.config import SloConfig
 from cluster.errors import BatonError, Reason
-from cluster.metrics import Book
+from cluster.metrics import Book, Number
 from cluster.telemetry import NO_SPAN, Tracer, Value
 from router.request import FinishReason, Request, Stopwatch, Trace
 from router.slo import Attainment, Objectives, Times, missed_because
@@ -30,17 +30,17 @@ MAX_ID = 128  # characters; a longer one is refused, and need not be kept
 REFUSALS = frozenset({Reason.RATE_LIMITED, Reason.SATURATED, Reason.NO_WORKER, Reason.DRAINING})
 
 
-@dataclass(slots=True)
+@dataclass(frozen=True, slots=True)
 class Totals:
     """Of all requests that have ended since the start."""
 
-    outcomes: dict[str, int] = field(default_factory=dict)
-    prompt_tokens: int = 0
-    output_tokens: int = 0
-    cached_tokens: int = 0
-    met: int = 0  # completed, and every objective that there is was met
-    handoffs: int = 0
-    handoff_bytes: int = 0
+    outcomes: dict[str, Number]
+    prompt_tokens: Number
+    output_tokens: Number
+    cached_tokens: Number
+    met: int  # completed, and every objective that there is was met
+    handoffs: int
+    handoff_bytes: int
 
 
 @dataclass(frozen=True, slots=True)
@@ -111,7 +111,7 @@ class Journal:
         self, book: Book, tracer: Tracer, model: str, slo: SloConfig, keep: int, wall_clock: Callable[[], float] = time.time
     ) -> None:
         """`keep`: how many records."""
-        self.totals = Totals()
+        self._goodput = self._handoffs = self._handoff_bytes = 0  # of `totals`; the rest of it is counted for the metrics already
         self.open_entries: dict[Entry, None] = {}  # a set that remembers the order
         self._tracer = tracer
         self._model = model
@@ -145,6 +145,21 @@ class Journal:
         return Entry(self, trace, operation, request_id[:MAX_ID], self._wall_clock())
 
     @property
+    def totals(self) -> Totals:
+        outcomes: dict[str, Number] = {}
+        for labels, counted in self._requests.items():
+            outcomes[labels[0]] = outcomes.get(labels[0], 0) + counted.value
+        return Totals(
+            outcomes=outcomes,
+            prompt_tokens=self._prompt_tokens.value,
+            output_tokens=self._output_tokens.value,
+            cached_tokens=self._cached_tokens.value,
+            met=self._goodput,
+            handoffs=self._handoffs,
+            handoff_bytes=self._handoff_bytes,
+        )
+
+    @property
     def objectives(self) -> dict[str, float]:
         """Seconds."""
         return self._objectives.limits
@@ -167,7 +182,9 @@ class Journal:
         times = measure(trace)
         missed = self._judge(outcome, times)
         self._count(entry, outcome, reason, times)
-        self._add(entry, outcome, missed)
+        self._goodput += outcome == "ok" and missed is None
+        self._handoffs += bool(trace.handoff.transport)
+        self._handoff_bytes += trace.handoff.bytes
         trace.gaps = array("d")  # they are in the histogram now
         span, trace_id = trace.span, trace.span.traceparent[3:35]
         record = Record(
@@ -201,18 +218,6 @@ class Journal:
         else:
             self._missed[missed].inc()
         return missed
-
-    def _add(self, entry: Entry, outcome: str, missed: str | None) -> None:
-        totals, request, trace = self.totals, entry.request, entry.trace
-        totals.outcomes[outcome] = totals.outcomes.get(outcome, 0) + 1
-        totals.met += outcome == "ok" and missed is None
-        if request is None or outcome == "refused":
-            return
-        totals.prompt_tokens += request.prompt_len
-        totals.output_tokens += request.output_len
-        totals.cached_tokens += trace.cached_tokens
-        totals.handoffs += bool(trace.handoff.transport)
-        totals.handoff_bytes += trace.handoff.bytes
 
     def _count(self, entry: Entry, outcome: str, reason: str, times: Times) -> None:
         request, trace = entry.request, entry.trace
