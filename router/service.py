@@ -1,6 +1,6 @@
 """One Generate request from question to answer, in plain objects: validate, tokenise, admit, dispatch, turn tokens into text.
 
-The doors (gRPC here, HTTP later) only translate.
+The doors (gRPC, HTTP) only translate.
 """
 
 import asyncio
