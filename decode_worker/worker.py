@@ -127,7 +127,8 @@ class DecodeWorker:
             raise
         finally:
             del self._calls[seq.id]
-            if not call.ended.is_set():
+            # Ended and cancelled at once, a call that was recomputed may not have come to give its blocks back.
+            if not call.ended.is_set() or call.filling:
                 await asyncio.shield(self._withdraw(call))
 
     def on_step(self, outputs: list[Output]) -> None:

@@ -6,12 +6,16 @@ Each protection has its negative control: the same fault with the check off give
 import asyncio
 import random
 import threading
+import time
 from dataclasses import replace
 
 import pytest
 from handoff_pair import KEY, PROMPT, Pair, expected, greedy, pair
 
 from cluster.errors import BatonError, Reason
+from decode_worker.worker import Adopted, Event, Finished
+from engine.block_key import root_key
+from engine.sequence import Sequence, State
 from kvtransfer.digest import block_digests
 from kvtransfer.importer import Checks
 
@@ -390,6 +394,36 @@ async def test_deadline_in_the_middle_of_a_failed_fetch_leaves_nothing() -> None
             await asyncio.sleep(0.01)
         leave.set()
         await call.task
+        await p.settled()
+
+
+async def test_cancel_of_a_recomputed_call_that_is_done_before_its_task_wakes_leaves_nothing() -> None:
+    """On a busy machine the engine can be through with a request before its task learns that the request was queued."""
+    async with pair() as p:
+        first = await p.hand_over()
+        seq = Sequence("r#d", [*PROMPT, first.sampled.token], len(PROMPT), greedy(), root_key("toy"))
+        ends: list[bool] = []
+
+        def fail() -> None:
+            raise BatonError(Reason.LEASE_EXPIRED, "the lease was released")
+
+        def hold_up() -> None:
+            done = threading.Event()
+            while seq.state is not State.DONE:
+                time.sleep(0.001)
+            p.decode.loop.tell(lambda engine: done.set())  # what the last step produced has been posted by then
+            done.wait(10)
+
+        def emit(event: Event) -> None:
+            if isinstance(event, Adopted):
+                asyncio.get_running_loop().call_soon(hold_up)
+            if isinstance(event, Finished):
+                ends.append(task.cancel())
+
+        p.wire.on["renew"] = fail
+        task = asyncio.create_task(p.decode.run(seq, "r", first.handle, 20.0, emit))
+        await asyncio.gather(task, return_exceptions=True)
+        assert ends == [True] and task.cancelled()
         await p.settled()
 
 
