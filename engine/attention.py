@@ -2,7 +2,8 @@
 
 A step: `plan` turns the spans of the batch into index tensors, once. Then each layer stores the new keys and values in their slots and
 attends to every sequence's through its block table: decodes of similar length in one call, each longer span in one of its own. Where the
-pool was given a kernel that reads blocks in place, it does the decodes. Nothing loops over tokens, and no layer touches a list of blocks.
+pool was given kernels, one does the decodes, reading blocks in place, and one what a longer span gathered. Nothing loops over tokens, and
+no layer touches a list of blocks.
 
 Letters in shapes: T tokens of the batch in a row, B sequences, M blocks a sequence, S = M · bs keys, bs block size, Hq query heads, Hkv
 key/value heads, G = Hq / Hkv, D head dim, Dv that of values, P parts (2: keys and values; 1: one vector that is both, its first Dv numbers
@@ -22,8 +23,10 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from engine.checkpoint import LayerAttention
+from engine.sizes import rounded_up
 
 GROUP_BYTES = 32 << 20  # of keys and values gathered for one group of decodes
+KEY_STEPS = 4  # sizes from one power of two to the next, in blocks: of gathered keys
 GROUP_SPREAD = 8  # blocks by which lengths in a group may differ, beyond a half
 
 Ints = npt.NDArray[np.int64]
@@ -56,17 +59,27 @@ class Decodes:
 
 # (pool, layer, q [T, Hq, D], kv [T, P, Hkv, D], out [T, Hq * Dv], decodes, how): the first `size` tokens of each. Stores, then attends.
 AttendInPlace = Callable[["PagedKv", int, Tensor, Tensor, Tensor, Decodes, LayerAttention], None]
+# (q [n, Hq, D], k [Hkv, S, D], v [Hkv, S, Dv], keys, how) → [n, Hq * Dv]: a span whose tokens are the last n of the first `keys` keys.
+AttendSpan = Callable[[Tensor, Tensor, Tensor, int, LayerAttention], Tensor]
+
+
+class Kernels(NamedTuple):
+    """What may do the work of this module faster, all of it or none."""
+
+    attend_in_place: AttendInPlace
+    attend_span: AttendSpan
+    store: Callable[[Tensor, KvLayer, Tensor], None]  # see `store`
 
 
 class PagedKv:
     """The pool as torch sees it, and the scratch memory that gathered keys and values share."""
 
-    def __init__(self, pool: Tensor, value_dim: int = 0, in_place: AttendInPlace | None = None) -> None:
+    def __init__(self, pool: Tensor, value_dim: int = 0, kernels: Kernels | None = None) -> None:
         """`pool` is `[N, L, P, Hkv, bs, D]`, contiguous; `value_dim`: Dv, 0 where it is D."""
         _, layers, self.parts, self.kv_heads, self.block_size, dim = pool.shape
         self.pool = pool
         self.value_dim = value_dim or dim
-        self.in_place = in_place
+        self.kernels = kernels
         self.rows_per_block = layers * self.parts * self.kv_heads
         rows, slots, step = pool.view(-1, self.block_size * dim), pool.view(-1, dim), self.parts * self.kv_heads
         self.layers = [KvLayer(pool[:, i], rows[i * step :], slots[i * step * self.block_size :]) for i in range(layers)]
@@ -113,7 +126,7 @@ class Group:
     n: int
     gather: Tensor  # [P * B * Hkv * M] into a layer's rows
     keys: int  # of the S gathered, those that a query of the group may see
-    mask: Tensor | None  # added to the scores: [B, 1, 1, keys] or [n, keys]; None: plainly causal, from position 0
+    mask: Tensor | None  # added to the scores: [B, 1, 1, keys] or [n, keys]; None: plainly causal, from position 0, or a kernel knows
 
     @property
     def rows(self) -> slice:
@@ -140,28 +153,35 @@ class PagedAttention:
         self._meta = meta
 
     def __call__(self, layer: int, q: Tensor, kv: Tensor) -> Tensor:
-        """q `[T, Hq, D]` → `[T, Hq * Dv]`: softmax(scale · q kᵀ) v over the tokens at or before each query's own position."""
-        meta, paged = self._meta, self._paged
+        """q `[T, Hq, D]` → `[T, Hq * Dv]`: softmax(scale · q kᵀ) v over the tokens at or before each query's own position. 0 for rows that
+        are more than the batch has."""
+        meta, paged, kernels = self._meta, self._paged, self._paged.kernels
+        tokens = len(meta.positions)
         out, first = q.new_empty(q.shape[0], q.shape[1] * paged.value_dim), 0
-        if meta.decodes and paged.in_place:
+        if meta.decodes and kernels:
             first = meta.decodes.size
-            paged.in_place(paged, layer, q, kv, out, meta.decodes, meta.layers[layer])
+            kernels.attend_in_place(paged, layer, q, kv, out, meta.decodes, meta.layers[layer])
         if meta.groups[layer]:
-            store(kv[first:], paged.layers[layer], meta)
+            (kernels.store if kernels else store)(kv[first:tokens], paged.layers[layer], meta.slots)
         for group in meta.groups[layer]:
             out[group.rows] = _attend_group(q[group.rows], paged, layer, group, meta)
+        out[tokens:] = 0
         return out
 
 
-def store(kv: Tensor, kv_layer: KvLayer, meta: Meta) -> None:
-    """kv `[T', P, Hkv, D]` into the slots of its tokens."""
-    kv_layer.slots.index_copy_(0, meta.slots, kv.reshape(-1, kv.shape[-1]))
+def store(kv: Tensor, kv_layer: KvLayer, slots: Tensor) -> None:
+    """kv `[T', P, Hkv, D]` into the slots `[T' * P * Hkv]` of its tokens."""
+    kv_layer.slots.index_copy_(0, slots, kv.reshape(-1, kv.shape[-1]))
 
 
 def _attend_group(q: Tensor, paged: PagedKv, layer: int, group: Group, meta: Meta) -> Tensor:
     _, heads, dim = q.shape
     gathered = torch.index_select(paged.layers[layer].rows, 0, group.gather, out=meta.scratch[: len(group.gather)])
-    kv = gathered.view(paged.parts, group.size, paged.kv_heads, -1, dim)[..., : group.keys, :]  # [P, B, Hkv, keys, D]
+    kv = gathered.view(paged.parts, group.size, paged.kv_heads, -1, dim)  # [P, B, Hkv, S, D]
+    if paged.kernels:
+        kv[..., group.keys :, :] = 0  # they get no weight, but zero times a NaN is a NaN
+        return paged.kernels.attend_span(q, kv[0, 0], kv[-1, 0, ..., : paged.value_dim], group.keys, meta.layers[layer])
+    kv = kv[..., : group.keys, :]
     k, v = kv[0], kv[-1][..., : paged.value_dim]
     if group.n == 1:
         # The G queries that share a key head stand where a sequence of queries would: nothing is repeated.
@@ -193,9 +213,9 @@ def plan(spans: Sequence[Span], paged: PagedKv, layers: Sequence[LayerAttention]
     Also zeroes slots behind the last token of a sequence, so that the bytes of its last block depend on its tokens only. The block is the
     sequence's own (a shared one is full), so nobody else reads it.
     """
-    decodes = sum(span.n == 1 for span in spans) if paged.in_place else 0
+    decodes = sum(span.n == 1 for span in spans) if paged.kernels else 0
     longer = _plan_longer(spans[decodes:], decodes, paged, layers)
-    if paged.in_place:
+    if paged.kernels:
         paged.wipe(_begun(spans, paged.block_size))
     if not decodes:
         return longer
@@ -219,7 +239,7 @@ def _plan_longer(spans: Sequence[Span], first: int, paged: PagedKv, layers: Sequ
         none = paged.tensor(np.empty(0, np.int64))
         return Meta(none, None, tuple(layers), none, ((),) * len(layers), paged.scratch(0))
     whole = _Table.of(spans, paged.block_size, None)
-    if not paged.in_place:
+    if not paged.kernels:
         # They are masked, but zero times a NaN is a NaN.
         paged.clear(*whole.tails())
     blocks, offsets = whole.slots()
@@ -278,9 +298,9 @@ class _Table:
         return np.repeat(self.flat[self.bases + self.counts - 1], tails), offsets
 
     def padded(self, cut: slice) -> Ints:
-        """Block tables of some spans `[B, M]`; short ones repeat their last block."""
+        """Block tables of some spans `[B, M]`; short ones repeat their last block, and so does the longest up to a size that comes back."""
         bases, counts = self.bases[cut], self.counts[cut]
-        steps = np.minimum(np.arange(counts.max()), counts[:, None] - 1)
+        steps = np.minimum(np.arange(rounded_up(int(counts.max()), KEY_STEPS)), counts[:, None] - 1)
         table: Ints = self.flat[bases[:, None] + steps]
         return table
 
@@ -314,7 +334,7 @@ def _group(table: _Table, cut: slice, before: int, paged: PagedKv, window: int |
     if n > 1:
         keys = start + n - int(table.first_block[cut.start]) * table.block_size
     mask = None
-    if masked or n == 1 or start > 0 or (window is not None and n > window):
+    if n == 1 or (not paged.kernels and (masked or start > 0 or (window is not None and n > window))):
         first_key = paged.tensor(table.first_block[cut] * table.block_size)[:, None]  # [B, 1], with B = 1 for a longer span
         mask = _mask(paged.tensor(queries)[:, None], first_key + torch.arange(keys, device=first_key.device), window, paged.dtype)
         mask = mask[:, None, None] if n == 1 else mask

@@ -8,7 +8,7 @@ A keyed block is immutable and may have several owners; `cached` are keyed block
 Invariant (`check`): every block is in exactly one of free, cached, owned.
 """
 
-from collections import OrderedDict, deque
+from collections import OrderedDict
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
@@ -29,7 +29,8 @@ class BlockPool:
             raise ValueError(f"num_blocks must be at least 1, got {num_blocks}")
         self.num_blocks = num_blocks
         self.prefix_caching = prefix_caching
-        self._free: deque[int] = deque(range(num_blocks))
+        # What was freed last is taken first: its memory is there, and perhaps in a cache.
+        self._free = list(reversed(range(num_blocks)))
         self._owners: dict[int, int] = {}  # block → number of owners
         self._key_of: dict[int, bytes] = {}  # sealed blocks, owned or cached
         self._block_of: dict[bytes, int] = {}
@@ -141,7 +142,7 @@ class BlockPool:
 
     def _take(self) -> int:
         if self._free:
-            block = self._free.popleft()
+            block = self._free.pop()
         else:
             block, _ = self._cached.popitem(last=False)
             self._unkey(block)

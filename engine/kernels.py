@@ -1,4 +1,5 @@
-"""Compiled kernels of the CPU path (Numba): the operations of `engine.ops`, and attention of decodes, which reads blocks in place.
+"""Compiled kernels of the CPU path (Numba): the operations of `engine.ops`, attention of decodes, which reads blocks in place, and the
+softmax between the two products that are the attention of longer spans.
 
 Importing this module compiles them, which takes seconds, or loads what an earlier process compiled. It fails where Numba is missing or
 finds nothing to compile for; `engine.ops.choose` then stays with plain torch.
@@ -16,7 +17,7 @@ import ctypes
 import logging
 import math
 import struct
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import numpy as np
@@ -29,9 +30,11 @@ from numba.extending import intrinsic, overload
 from numba.np.unsafe.ndarray import to_fixed_tuple
 from torch import Tensor
 
-from engine.attention import Decodes, PagedKv
+from engine.attention import KEY_STEPS, Decodes, Kernels, KvLayer, PagedKv
 from engine.checkpoint import LayerAttention
+from engine.linear import product
 from engine.ops import Ops
+from engine.sizes import rounded_up
 
 log = logging.getLogger(__name__)
 
@@ -42,6 +45,9 @@ EVERYTHING = 1 << 62  # keys that a query without a window sees
 AHEAD = 32  # keys between the one that is asked for and the one that is used: blocks lie anywhere, so no processor guesses the next
 LINE = 64  # bytes of a cache line
 KEYS = 8  # that are summed at a time
+LEAST_QUERIES, LEAST_KEYS = 16, 64  # whose scores are computed together, where there are so many
+QUERIES = 256  # of a longer span at a time, fewer where SCORE_BYTES does not hold the scores of a group of heads
+SCORE_BYTES = 8 << 20
 SHARED_FROM = 1 << 16  # numbers to compute; for fewer, waking the other threads costs more than they save
 
 STEPS, SMALLEST = np.float32(127), np.finfo(np.float32).tiny
@@ -274,7 +280,7 @@ def _attend(arguments, kind):
     at = np.empty(most, np.int64)  # where the keys of a sequence begin in the pool, those of head 0
     query = np.empty((group, dim), np.float32)
     scores = np.empty((group, most), np.float32)
-    sums = np.empty((group, value_dim), np.float32)
+    totals, sums = np.empty(group, np.float32), np.empty((group, value_dim), np.float32)
     me, threads = _thread(), _threads()
     found, done, total = -1, 0, (positions.sum() + size) * kv_heads
     for b in range(size):
@@ -296,12 +302,13 @@ def _attend(arguments, kind):
                         query[g, d] = _wide(row[d]) * _real(scale)
                 _score(pool, at, key, count, query, scores)
                 for g in range(group):
-                    _weigh(scores[g], count, _real(softcap))
+                    totals[g] = _weigh(scores[g], count, _real(softcap))
+                    scores[g, count : _whole(count)] = ZERO
                 _sum_values(pool, at, value, count, scores, sums)
                 for g in range(group):
                     row = (b * heads + head * group + g) * value_dim
                     for d in range(value_dim):
-                        _put(out, row + d, sums[g, d])
+                        _put(out, row + d, sums[g, d] / totals[g])
             done += length
 
 
@@ -346,24 +353,33 @@ def _score(pool, at, head, count, query, scores):
             out[0], out[1], out[2], out[3] = s0, s1, s2, s3
 
 
+@njit
+def _greatest(values, count):
+    """As integers, the digits of negative ones turned round, floats are in the same order; those a processor compares many at a time."""
+    greatest = np.int32(-(2**31))
+    for i in range(count):
+        greatest = max(greatest, _in_order(values[i]))
+    return np.int32(_in_order(np.int32(greatest).view(np.float32))).view(np.float32)
+
+
+@njit
+def _in_order(x):
+    bits = np.float32(x).view(np.int32)
+    return np.int32(bits ^ ((bits >> np.int32(31)) & np.int32(0x7FFFFFFF)))
+
+
 @njit(fastmath=SUMS, error_model="numpy")
 def _weigh(scores, count, softcap):
-    """softmax in place, of scores that are capped first where there is a cap; zero behind the `count` that are seen."""
+    """softmax's numerators in place, of scores that are capped first where there is a cap. Answers their sum."""
     if softcap > ZERO:
         for i in range(count):
             # cap · tanh(s / cap), tanh(x) = 1 - 2 / (e^2x + 1)
             scores[i] = softcap - TWO * softcap / (_exp(TWO * scores[i] / softcap) + ONE)
-    best = scores[0]
+    greatest, total = _greatest(scores, count), ZERO
     for i in range(count):
-        if scores[i] > best:
-            best = scores[i]
-    total = ZERO
-    for i in range(count):
-        scores[i] = _exp(scores[i] - best)
+        scores[i] = _exp(scores[i] - greatest)
         total += scores[i]
-    for i in range(count):
-        scores[i] /= total
-    scores[count : _whole(count)] = ZERO
+    return total
 
 
 @njit(fastmath=SUMS, error_model="numpy")
@@ -385,6 +401,37 @@ def _sum_values(pool, at, head, count, weights, sums):
                 early = (w0 * _wide(v0[d]) + w1 * _wide(v1[d])) + (w2 * _wide(v2[d]) + w3 * _wide(v3[d]))
                 late = (w4 * _wide(v4[d]) + w5 * _wide(v5[d])) + (w6 * _wide(v6[d]) + w7 * _wide(v7[d]))
                 out[d] += early + late
+
+
+@njit
+def _store(arguments, kind):
+    _, kv_, kv_stride, pool_, pool_size, slots_, tokens, rows, dim = arguments
+    kv, pool = _numbers(kv_, tokens * kv_stride, kind), _numbers(pool_, pool_size, kind)
+    slots = _int64s(slots_, tokens * rows)
+    first, last = _share(tokens)
+    for token in range(first, last):
+        for row in range(rows):
+            new, slot = token * kv_stride + row * dim, slots[token * rows + row] * dim
+            pool[slot : slot + dim] = kv[new : new + dim]
+
+
+@njit(error_model="numpy")
+def _weigh_span(arguments, kind):
+    """Rows of scores, over and over those of `n` queries in order, of which the first sees `seen` keys, the next one more, and so on.
+    `weights` may lie where `scores` do."""
+    _, scores_, weights_, totals_, rows, keys, n, seen, window, softcap = arguments
+    scores, weights, totals = _numbers(scores_, rows * keys, ZERO), _numbers(weights_, rows * keys, kind), _numbers(totals_, rows, ZERO)
+    first, last = _share(rows)
+    for row in range(first, last):
+        end = seen + row % n
+        at, begin = row * keys, max(0, end - window)
+        precise, rounded = scores[at + begin : at + end], weights[at + begin : at + end]
+        totals[row] = _weigh(precise, end - begin, _real(softcap))
+        if weights_ != scores_:
+            for i in range(end - begin):
+                _put(rounded, i, precise[i])
+        weights[at : at + begin] = 0
+        weights[at + end : at + keys] = 0
 
 
 # --- the C functions, each for both types of numbers -----------------------------------------------------------------------------------
@@ -454,6 +501,24 @@ def _attend_function(pointer):
         _attend(arguments, ZERO)
 
 
+@_function
+def _store_function(pointer):
+    arguments = to_fixed_tuple(carray(pointer, 9), 9)
+    if arguments[0]:
+        _store(arguments, BFLOAT16)
+    else:
+        _store(arguments, ZERO)
+
+
+@_function
+def _weigh_span_function(pointer):
+    arguments = to_fixed_tuple(carray(pointer, 10), 10)
+    if arguments[0]:
+        _weigh_span(arguments, BFLOAT16)
+    else:
+        _weigh_span(arguments, ZERO)
+
+
 # --- from Python -----------------------------------------------------------------------------------------------------------------------
 
 
@@ -491,6 +556,8 @@ _kernels = {
     "quantize": Kernel(_quantize_function, "5q"),
     "dequantize": Kernel(_dequantize_function, "6q"),
     "attend": Kernel(_attend_function, "19q2d"),
+    "store": Kernel(_store_function, "8q"),
+    "weigh_span": Kernel(_weigh_span_function, "8qd"),
 }
 
 
@@ -525,15 +592,64 @@ def attend_in_place(paged: PagedKv, layer: int, q: Tensor, kv: Tensor, out: Tens
     )
 
 
+def attend_span(q: Tensor, k: Tensor, v: Tensor, keys: int, how: LayerAttention) -> Tensor:
+    """An `engine.attention.AttendSpan`: a few queries at a time, so that their scores stay in the caches and little is computed that no
+    query sees, in products of few different sizes. Scores are float32; in bfloat16 the weights are rounded as the values are."""
+    (n, heads, dim), (kv_heads, size, value_dim) = q.shape, v.shape
+    group, window = heads // kv_heads, EVERYTHING if how.window is None else how.window
+    scale = dim**-0.5 if how.scale is None else how.scale
+    queries, precise, out = q.float() * scale, k.float(), q.new_empty(n, heads, value_dim)
+    for first, last in _parts(n, min(QUERIES, max(1, SCORE_BYTES // (4 * group * size)))):
+        count, seen = last - first, keys - n + first + 1  # by the first of them
+        end, start = seen + count - 1, max(0, seen - window)
+        width = min(size, max(LEAST_KEYS, rounded_up(end - start, KEY_STEPS)))
+        start = max(0, end - width)
+        width = min(width, size - start)
+        rows, totals = group * count, q.new_empty(group, count, 1, dtype=torch.float32)
+        for head in range(kv_heads):
+            mine = slice(head * group, (head + 1) * group)
+            asking = queries[first:last, mine].transpose(0, 1).reshape(rows, dim)
+            scores = product(asking, precise[head, start : start + width].t())
+            weights = scores if q.dtype == torch.float32 else torch.empty_like(scores, dtype=q.dtype)
+            addresses = scores.data_ptr(), weights.data_ptr(), totals.data_ptr()
+            _kernels["weigh_span"](8 * rows * width, q.dtype, *addresses, rows, width, count, seen - start, window, how.softcap or 0.0)
+            sums = product(weights, v[head, start : start + width]).view(group, count, value_dim)
+            torch.div(sums.transpose(0, 1), totals.transpose(0, 1), out=out[first:last, mine])
+    return out.view(n, heads * value_dim)
+
+
+def _parts(n: int, most: int) -> Iterator[tuple[int, int]]:
+    """Ranges that cover `range(n)`, each a power of two long. The last ones may overlap: a query computed twice is another size saved."""
+    done = 0
+    while done < n:
+        count = 1 << (max(LEAST_QUERIES, min(n - done, most)) - 1).bit_length()
+        while count > min(n, most):
+            count //= 2
+        done = min(done + count, n)
+        yield done - count, done
+
+
 def _rows(x: Tensor) -> Tensor:
     """x, its rows contiguous."""
     return x if x[0].is_contiguous() else x.contiguous()
 
 
+def store(kv: Tensor, kv_layer: KvLayer, slots: Tensor) -> None:
+    """As `engine.attention.store`."""
+    kv, dim = _rows(kv), kv.shape[-1]
+    stored, row = kv_layer.slots.data_ptr(), kv.shape[1] * kv.shape[2]
+    _kernels["store"](
+        kv.numel(), kv.dtype, kv.data_ptr(), kv.stride(0), stored, kv_layer.slots.numel(), slots.data_ptr(), len(kv), row, dim
+    )
+
+
+ATTENTION = Kernels(attend_in_place, attend_span, store)
+
+
 class CompiledOps(Ops):
     """float32 and bfloat16 on the CPU."""
 
-    attend_in_place = staticmethod(attend_in_place)
+    attention = ATTENTION
 
     def add_rms_norm(self, x: Tensor, y: Tensor | None, weight: Tensor, eps: float) -> Tensor:
         if not x.is_contiguous() or weight.dtype != x.dtype:

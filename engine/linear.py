@@ -85,6 +85,14 @@ def _product(weight: Tensor, scales: Tensor) -> Callable[[Tensor], Tensor]:
     return lambda x: multiply(x, 1.0, 128, packed, scales, zeros, None, 1.0, 0, torch.float32, *_NONE)
 
 
+def product(x: Tensor, y: Tensor) -> Tensor:
+    """x `[T, in]` · y `[in, out]`, neither known before. Of float32, torch's own product is half as fast as oneDNN's on some processors."""
+    if x.dtype == torch.float32 and torch._C._has_mkldnn:
+        multiply: Callable[..., Tensor] = torch.ops.mkldnn._linear_pointwise.default
+        return multiply(x, y.t(), None, *_NONE)
+    return x @ y
+
+
 def _multiplies_bfloat16() -> bool:
     """Whether oneDNN does on this processor."""
     return bool(torch.ops.mkldnn._is_mkldnn_bf16_supported())

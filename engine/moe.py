@@ -12,6 +12,7 @@ from torch import Tensor
 
 from engine.checkpoint import ExpertConfig, ModelConfig
 from engine.ops import Ops
+from engine.sizes import rounded_up
 from engine.weights import Weights
 
 GROUPED_ALIGNMENT = 8  # elements: rows of the grouped kernel begin at multiples of 16 bytes
@@ -103,7 +104,8 @@ class SeparateExperts(Experts):
         y, first = torch.empty_like(rows), 0
         for network, n in zip(self.networks, owners.bincount(minlength=len(self.networks)).tolist(), strict=True):
             if n:
-                y[first : first + n] = network(rows[first : first + n])
+                mine = F.pad(rows[first : first + n], (0, 0, 0, rounded_up(n) - n))
+                y[first : first + n] = network(mine)[:n]
                 first += n
         return y
 

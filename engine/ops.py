@@ -11,7 +11,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from engine.attention import AttendInPlace
+from engine.attention import Kernels
 
 TINY = torch.finfo(torch.float32).tiny  # the step of a row of zeros
 log = logging.getLogger(__name__)
@@ -20,8 +20,7 @@ log = logging.getLogger(__name__)
 class Ops:
     """What a `Transformer` computes between two matrices. Subclasses answer the same numbers, up to rounding, faster."""
 
-    # Attention of decodes without gathering what they see; None: there is no such kernel.
-    attend_in_place: AttendInPlace | None = None
+    attention: Kernels | None = None
 
     def add_rms_norm(self, x: Tensor, y: Tensor | None, weight: Tensor, eps: float) -> Tensor:
         """x / √(mean(x²) + eps) · weight, `[T, H]`, after `x += y` in place where a `y` is given."""

@@ -5,6 +5,7 @@ from collections.abc import Sequence as Seq
 from pathlib import Path
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
 from engine.attention import PagedAttention, PagedKv, Span, batch_order, plan
@@ -18,6 +19,7 @@ from engine.ops import choose
 from engine.protocol import Chunk
 from engine.sampler import sample
 from engine.sampling import Sampled
+from engine.sizes import rounded_up
 
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
 WEIGHT_DTYPES = ("auto", "int8")
@@ -101,7 +103,7 @@ class ModelRunner:
         if tensor is None:
             tensor = torch.from_numpy(pool.array).view(DTYPES[self.layout.dtype])
         self.pool = pool
-        self._paged = PagedKv(tensor.view(pool.num_blocks, *self.layout.block_shape), self.layout.value_dim, self.model.ops.attend_in_place)
+        self._paged = PagedKv(tensor.view(pool.num_blocks, *self.layout.block_shape), self.layout.value_dim, self.model.ops.attention)
 
     def run(self, batch: Seq[Chunk]) -> list[Sampled | None]:
         """See `Runner.run`. Raises NonFiniteLogits where the model's answer is not a number."""
@@ -123,7 +125,10 @@ class ModelRunner:
             tokens += seq.tokens[start : start + spans[i].n]
             last_row[i] = len(tokens) - 1
         rows = [row for chunk, row in zip(batch, last_row, strict=True) if chunk.samples]
-        return self.model.forward(self._tensor(tokens), meta.positions, PagedAttention(self._paged, meta), self._tensor(rows))
+        more, more_rows = rounded_up(len(tokens)) - len(tokens), rounded_up(len(rows)) - len(rows) if rows else 0
+        positions = F.pad(meta.positions, (0, more)) if more else meta.positions
+        padded, padded_rows = self._tensor(tokens + [0] * more), self._tensor(rows + rows[-1:] * more_rows)
+        return self.model.forward(padded, positions, PagedAttention(self._paged, meta), padded_rows)[: len(rows)]
 
     def _tensor(self, ids: list[int]) -> Tensor:
         return torch.tensor(ids, dtype=torch.int64, device=self.device)

@@ -71,7 +71,7 @@ class Case:
             for position in range(span.start):
                 self.slot(span, position)[:] = kv[position]
         self.q = torch.randn(sum(new for _, new in lengths), shape.heads, shape.dim, generator=generator).to(shape.dtype)
-        self.paged = PagedKv(self.pool, shape.value_dim, kernels.attend_in_place if in_place else None)
+        self.paged = PagedKv(self.pool, shape.value_dim, kernels.ATTENTION if in_place else None)
 
     def slot(self, span: Span, position: int) -> Tensor:
         """[L, P, Hkv, D]"""
@@ -169,7 +169,67 @@ def test_one_long_sequence(threads: int) -> None:
 @settings(max_examples=60, deadline=None)
 def test_decodes_beside_longer_spans(shape: Shape, how: LayerAttention, lengths: list[tuple[int, int]], seed: int) -> None:
     lengths = [lengths[i] for i in batch_order([Span(before, new, []) for before, new in lengths])]
-    Case(Shape(shape.heads, shape.kv_heads, shape.dim, shape.block_size), lengths, seed).check(how)
+    Case(shape, lengths, seed).check(how)
+
+
+@given(SHAPES, HOWS, st.integers(0, 60), st.integers(2, 90), st.integers(1, 40), st.sampled_from([1, 3]), st.booleans())
+@settings(max_examples=100, deadline=None)
+def test_spans_a_few_queries_at_a_time(
+    shape: Shape, how: LayerAttention, before: int, new: int, at_once: int, threads: int, latent: bool
+) -> None:
+    if latent:
+        shape = Shape(shape.heads, 1, shape.dim, shape.block_size, shape.dtype, value_dim=max(1, shape.dim - 3))
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(kernels, "QUERIES", at_once)
+        run_with(threads, Case(shape, [(before, new)]), how)
+
+
+@given(st.integers(1, 600), st.integers(1, 300))
+def test_parts_cover_all_queries_in_few_sizes(n: int, most: int) -> None:
+    parts = list(kernels._parts(n, most))
+    assert sorted({i for first, last in parts for i in range(first, last)}) == list(range(n))
+    sizes = {last - first for first, last in parts}
+    assert all(size & (size - 1) == 0 and 1 <= size <= most for size in sizes)
+    assert sum(last - first for first, last in parts) < 2 * n + 16
+
+
+def test_products_of_many_lengths_have_few_sizes(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Each size costs memory that is not given back, and time when it is met first."""
+    sizes = set()
+
+    def product(x: Tensor, y: Tensor) -> Tensor:
+        sizes.add((x.shape, y.shape))
+        return x @ y
+
+    monkeypatch.setattr(kernels, "product", product)
+    for before in range(0, 1000, 37):
+        for new in range(2, 100, 9):
+            Case(Shape(2, 1, 8, 16), [(before, new)]).attend()
+    assert len(sizes) <= 2 * 7 * 20  # of both products, counts of queries, widths
+
+
+def test_scores_of_a_long_span_have_a_bound(monkeypatch: pytest.MonkeyPatch) -> None:
+    case, sizes = Case(Shape(4, 2, 16, 16), [(100, 90)]), []
+
+    def product(x: Tensor, y: Tensor) -> Tensor:
+        answer = kernels_product(x, y)
+        sizes.append(answer.nbytes)
+        return answer
+
+    kernels_product = kernels.product
+    monkeypatch.setattr(kernels, "product", product)
+    monkeypatch.setattr(kernels, "SCORE_BYTES", 16 << 10)
+    case.check()
+    assert 8 << 10 < max(sizes) <= 16 << 10
+    monkeypatch.setattr(kernels, "SCORE_BYTES", 1)
+    case.check()  # one query at a time at least
+
+
+@pytest.mark.parametrize("part", [0, 1])
+def test_a_number_that_is_none_in_a_longer_span_shows_in_its_sequence_only(part: int) -> None:
+    case = Case(Shape(4, 2, 16, 4), [(30, 3), (30, 5), (30, 4)])
+    case.slot(case.spans[1], 11)[:, part] = torch.nan
+    assert case.attend().isnan().any(dim=1).tolist() == [False] * 3 + [True] * 5 + [False] * 4
 
 
 def test_layers_with_windows_of_their_own() -> None:
