@@ -211,24 +211,25 @@ class _Place(NamedTuple):
 
 
 class Checkpoint:
-    """The weights of one folder, memory-mapped: opening checks names, shapes and types; `tensor` copies nothing until it is used."""
+    """The weights of one folder: opening checks names, shapes and types. `tensor` maps the file anew, so that what was read of it counts as
+    this process's memory no longer than the tensor lives."""
 
     def __init__(self, path: Path, config: ModelConfig) -> None:
         """Raises CheckpointError for a missing, unexpected, misshapen or mistyped tensor and for a damaged file."""
         self._folder = path
-        self._files = {file: _open(file) for file in _weight_files(path)}
-        self._where = dict(place for file, opened in self._files.items() for place in _places(file, opened))
+        files = {file: _open(file) for file in _weight_files(path)}
+        self._where = dict(place for file, opened in files.items() for place in _places(file, opened))
         expected = expected_tensors(config)
         self._check_names(expected, config)
         for name, shape in expected.items():
-            self._check_tensor(name, shape)
+            _check_tensor(self._where[name], files[self._where[name].file], shape)
         if config.tied and "lm_head.weight" in self._where:
             self._check_tied()
 
     def tensor(self, name: str) -> Tensor:
         """One of `expected_tensors`, on the CPU, in the file's dtype."""
         place = self._where[name]
-        opened = self._files[place.file]
+        opened = _open(place.file)
         try:
             tensor: Tensor = opened.get_tensor(place.name) if place.part is None else opened.get_slice(place.name)[place.part]
         except (SafetensorError, OSError, RuntimeError) as error:
@@ -246,18 +247,18 @@ class Checkpoint:
                 more = f" and {len(listed) - 5} more" if len(listed) > 5 else ""
                 raise CheckpointError(self._folder, listed[0], f"{word}: {', '.join(listed[:5])}{more}")
 
-    def _check_tensor(self, name: str, shape: Shape) -> None:
-        place = self._where[name]
-        dtype = self._files[place.file].get_slice(place.name).get_dtype()
-        if place.shape != shape:
-            raise CheckpointError(place.file, place.name, f"shape {list(place.shape)}, config.json implies {list(shape)}")
-        if dtype not in WEIGHT_DTYPES:
-            raise CheckpointError(place.file, place.name, f"dtype {dtype} is not supported; supported: {', '.join(sorted(WEIGHT_DTYPES))}")
-
     def _check_tied(self) -> None:
         if not torch.equal(self.tensor("lm_head.weight"), self.tensor("model.embed_tokens.weight")):
             file = self._where["lm_head.weight"].file
             raise CheckpointError(file, "lm_head.weight", "differs from the embedding although config.json says tie_word_embeddings")
+
+
+def _check_tensor(place: _Place, opened: Any, shape: Shape) -> None:
+    dtype = opened.get_slice(place.name).get_dtype()
+    if place.shape != shape:
+        raise CheckpointError(place.file, place.name, f"shape {list(place.shape)}, config.json implies {list(shape)}")
+    if dtype not in WEIGHT_DTYPES:
+        raise CheckpointError(place.file, place.name, f"dtype {dtype} is not supported; supported: {', '.join(sorted(WEIGHT_DTYPES))}")
 
 
 def _places(file: Path, opened: Any) -> Iterator[tuple[str, _Place]]:
