@@ -16,6 +16,7 @@ from engine.scheduler import Limits
 from engine.sequence import Sequence
 
 Progress = Callable[[int, int], None]
+WARM_UP_TOKENS = 256  # more would take longer and make little faster
 
 
 class BuildError(ValueError):
@@ -84,7 +85,8 @@ def build(options: Options, progress: Progress = lambda done, total: None) -> Bu
         raise BuildError(f"model.max_model_len: {longest} is more than the {runner.max_positions} positions of the model")
     engine = _on_device(runner, options, longest) if options.device != "cpu" else _on_cpu(runner, options, longest)
     try:
-        warm_up(runner, min(longest - 1, options.limits.max_num_batched_tokens, runner.pool.num_blocks * options.block_size - 1))
+        tokens = min(WARM_UP_TOKENS, options.limits.max_num_batched_tokens)
+        warm_up(runner, min(longest - 1, tokens, runner.pool.num_blocks * options.block_size - 1))
     except NonFiniteLogits:
         raise BuildError(f"model.path: the weights in {options.path} give logits that are no numbers") from None
     return Built(engine, runner.layout.model_fingerprint, tokenizer_fingerprint(options.path), longest)

@@ -234,16 +234,41 @@ def _quantize(arguments, kind):
     x, steps, out = _numbers(x_, rows * width, kind), _numbers(steps_, rows, ZERO), carray(_pointer(out_), rows * width, np.uint8)
     first, last = _share(rows)
     for row in range(first, last):
-        values, rounded = x[row * width : (row + 1) * width], out[row * width : (row + 1) * width]
-        # As integers, floats without their sign are in the same order, and a NaN is the greatest.
-        greatest = np.uint32(0)
-        for i in range(width):
-            greatest = max(greatest, np.uint32(np.float32(_wide(values[i])).view(np.uint32) & np.uint32(0x7FFFFFFF)))
-        step = np.uint32(greatest).view(np.float32) / STEPS
-        steps[row] = step if step > SMALLEST or step != step else SMALLEST
-        for i in range(width):
-            nearest = np.float32(_wide(values[i]) / steps[row] + ROUND)
-            rounded[i] = np.uint8(nearest.view(np.uint32) + np.uint32(128))
+        steps[row] = _round_row(x[row * width : (row + 1) * width], out[row * width : (row + 1) * width])
+
+
+@njit(error_model="numpy")
+def _round_row(values, rounded):
+    # As integers, floats without their sign are in the same order, and a NaN is the greatest.
+    greatest = np.uint32(0)
+    for i in range(len(values)):
+        greatest = max(greatest, np.uint32(np.float32(_wide(values[i])).view(np.uint32) & np.uint32(0x7FFFFFFF)))
+    step = np.uint32(greatest).view(np.float32) / STEPS
+    step = step if step > SMALLEST or step != step else SMALLEST
+    for i in range(len(values)):
+        nearest = np.float32(_wide(values[i]) / step + ROUND)
+        rounded[i] = np.uint8(nearest.view(np.uint32) + np.uint32(128))
+    return step
+
+
+@njit(error_model="numpy")
+def _multiply_row(arguments, kind):
+    """What `_quantize`, oneDNN and `_dequantize` make of a single row, to the last bit: such a product is short, three calls are not."""
+    _, x_, matrix_, steps_, sums_, bias_, out_, width, outs = arguments
+    x, rounded = _numbers(x_, width, kind), np.empty(width, np.uint8)
+    matrix, sums = carray(_pointer(matrix_), outs * width, np.int8), carray(_pointer(sums_), outs, np.int32)
+    steps, bias, out = _numbers(steps_, outs, ZERO), _numbers(bias_, outs, kind), _numbers(out_, outs, kind)
+    step = _round_row(x, rounded)
+    first, last = _share(outs)
+    for i in range(first, last):
+        weights = matrix[i * width : (i + 1) * width]
+        product = np.int32(0)
+        for k in range(width):
+            product += np.int32(np.int32(rounded[k]) * np.int32(weights[k]))
+        value = np.float32(np.int32(product - np.int32(128) * sums[i])) * steps[i] * step
+        if bias_:
+            value += _wide(bias[i])
+        _put(out, i, value)
 
 
 @njit(error_model="numpy")
@@ -484,6 +509,15 @@ def _quantize_function(pointer):
 
 
 @_function
+def _multiply_row_function(pointer):
+    arguments = to_fixed_tuple(carray(pointer, 9), 9)
+    if arguments[0]:
+        _multiply_row(arguments, BFLOAT16)
+    else:
+        _multiply_row(arguments, ZERO)
+
+
+@_function
 def _dequantize_function(pointer):
     arguments = to_fixed_tuple(carray(pointer, 7), 7)
     if arguments[0]:
@@ -554,6 +588,7 @@ _kernels = {
     "gated": Kernel(_gated_function, "5q"),
     "rotate": Kernel(_rotate_function, "7q"),
     "quantize": Kernel(_quantize_function, "5q"),
+    "multiply_row": Kernel(_multiply_row_function, "8q"),
     "dequantize": Kernel(_dequantize_function, "6q"),
     "attend": Kernel(_attend_function, "19q2d"),
     "store": Kernel(_store_function, "8q"),
@@ -688,6 +723,19 @@ class CompiledOps(Ops):
         out, steps = x.new_empty(rows, width, dtype=torch.uint8), x.new_empty(rows, dtype=torch.float32)
         _kernels["quantize"](rows * width, x.dtype, x.data_ptr(), out.data_ptr(), steps.data_ptr(), rows, width)
         return out, steps
+
+    def row_multiplier(self, matrix: Tensor, steps: Tensor, bias: Tensor | None) -> Callable[[Tensor], Tensor]:
+        (outs, width), sums = matrix.shape, matrix.sum(dim=1, dtype=torch.int32)
+        fixed = matrix.data_ptr(), steps.data_ptr(), sums.data_ptr(), 0 if bias is None else bias.data_ptr()
+        held = matrix, steps, sums, bias
+
+        def multiply(x: Tensor) -> Tensor:
+            assert held is not None
+            x, out = x.contiguous(), x.new_empty(1, outs)
+            _kernels["multiply_row"](outs * width, x.dtype, x.data_ptr(), *fixed, out.data_ptr(), width, outs)
+            return out
+
+        return multiply
 
     def dequantize(self, products: Tensor, steps: Tensor, bias: Tensor | None, dtype: torch.dtype) -> Tensor:
         rows, width = products.shape

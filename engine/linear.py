@@ -36,10 +36,11 @@ class Linear:
         if weight_dtype == "int8":
             self._multiply = _int8(stacked(weights, torch.float32, device), bias, dtype, ops or Ops())
             return
-        weight = stacked(weights, dtype, device)
         if device.type == "cpu" and torch._C._has_mkldnn and (dtype == torch.float32 or _multiplies_bfloat16()):
-            self._multiply = _packed(weight, bias)
+            alone = len(weights) == 1 and weights[0].dtype == dtype
+            self._multiply = _packed(weights[0].contiguous() if alone else stacked(weights, dtype, device), bias)
         else:
+            weight = stacked(weights, dtype, device)
             self._multiply = lambda x: F.linear(x, weight, bias)
 
     def __call__(self, x: Tensor) -> Tensor:
@@ -69,9 +70,12 @@ def _int8(weight: Tensor, bias: Tensor | None, dtype: torch.dtype, ops: Ops) -> 
     if not multiplies_int8(weight.device):
         raise ValueError("engine.weight_dtype: int8 needs a CPU that multiplies it exactly (VNNI)")
     scales = weight.abs().amax(dim=1).div_(127).clamp_(min=torch.finfo(torch.float32).tiny)  # [out]
-    multiply = _product(weight.div_(scales[:, None]).round_().to(torch.int8), scales)
+    matrix = weight.div_(scales[:, None]).round_().to(torch.int8)
+    multiply, multiply_row = _product(matrix, scales), ops.row_multiplier(matrix, scales, bias)
 
     def linear(x: Tensor) -> Tensor:
+        if len(x) == 1 and multiply_row is not None:
+            return multiply_row(x)
         rounded, steps = ops.quantize(x)
         return ops.dequantize(multiply(rounded), steps, bias, dtype)
 

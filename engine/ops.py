@@ -5,6 +5,7 @@ Letters in shapes: T tokens of the batch, H hidden, I intermediate, D head dim.
 """
 
 import logging
+from collections.abc import Callable
 from importlib.util import find_spec
 
 import torch
@@ -52,6 +53,11 @@ class Ops:
         precise = x.float()
         steps = precise.abs().amax(dim=-1).div_(127).clamp_(min=TINY)
         return precise.div(steps[:, None]).round_().add_(128).to(torch.uint8), steps
+
+    def row_multiplier(self, matrix: Tensor, steps: Tensor, bias: Tensor | None) -> Callable[[Tensor], Tensor] | None:
+        """x `[1, H]` → `[1, out]` of int8 `[out, H]`, the steps `[out]` of its rows, and a bias, where that is faster than a matrix product
+        between `quantize` and `dequantize`; their very numbers."""
+        return None
 
     def dequantize(self, products: Tensor, steps: Tensor, bias: Tensor | None, dtype: torch.dtype) -> Tensor:
         """products · steps + bias, of float32 `[T, out]` and `[T]`, as `dtype`. Products may be overwritten."""

@@ -71,6 +71,21 @@ def test_an_int8_row_does_not_depend_on_its_neighbours(compiled: bool) -> None:
 
 
 @int8
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("bias", [False, True])
+@pytest.mark.parametrize("outs,width", [(1, 1), (3, 17), (130, 200), (700, 1536)])
+def test_an_int8_row_alone_is_what_it_is_among_others(dtype: torch.dtype, bias: bool, outs: int, width: int) -> None:
+    """Two ways to the same bits."""
+    biases = [numbers(outs, seed=3).to(dtype)] if bias else []
+    matrix = Linear([numbers(outs, width, seed=1)], biases, dtype, CPU, "int8", choose(CPU, dtype, True))
+    x = (numbers(9, width, seed=2) * torch.logspace(-6, 6, 9)[:, None]).to(dtype)
+    x[3], x[4, 0], x[5, 0] = 0.0, torch.nan, torch.inf
+    whole = matrix(x)
+    for i in range(len(x)):
+        torch.testing.assert_close(matrix(x[i : i + 1]), whole[i : i + 1], atol=0, rtol=0, equal_nan=True)
+
+
+@int8
 def test_int8_rows_of_nothing_and_of_no_numbers() -> None:
     weight, x = numbers(64, 32, seed=9), numbers(4, 32, seed=10)
     weight[3], x[1], x[2, 4] = 0.0, 0.0, torch.nan
