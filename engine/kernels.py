@@ -633,23 +633,23 @@ def attend_span(q: Tensor, k: Tensor, v: Tensor, keys: int, how: LayerAttention)
     (n, heads, dim), (kv_heads, size, value_dim) = q.shape, v.shape
     group, window = heads // kv_heads, EVERYTHING if how.window is None else how.window
     scale = dim**-0.5 if how.scale is None else how.scale
-    queries, precise, out = q.float() * scale, k.float(), q.new_empty(n, heads, value_dim)
+    queries, precise = (q.float() * scale).view(n, kv_heads, group, dim), k.float()
+    out = q.new_empty(n, kv_heads, group, value_dim)
     for first, last in _parts(n, min(QUERIES, max(1, SCORE_BYTES // (4 * group * size)))):
         count, seen = last - first, keys - n + first + 1  # by the first of them
         end, start = seen + count - 1, max(0, seen - window)
         width = min(size, max(LEAST_KEYS, rounded_up(end - start, KEY_STEPS)))
         start = max(0, end - width)
-        width = min(width, size - start)
-        rows, totals = group * count, q.new_empty(group, count, 1, dtype=torch.float32)
+        near, rows = slice(start, min(start + width, size)), group * count
+        asking = queries[first:last].permute(1, 2, 0, 3).reshape(kv_heads, rows, dim)
+        weights, totals = [], q.new_empty(kv_heads, group, count, 1, dtype=torch.float32)
         for head in range(kv_heads):
-            mine = slice(head * group, (head + 1) * group)
-            asking = queries[first:last, mine].transpose(0, 1).reshape(rows, dim)
-            scores = product(asking, precise[head, start : start + width].t())
-            weights = scores if q.dtype == torch.float32 else torch.empty_like(scores, dtype=q.dtype)
-            addresses = scores.data_ptr(), weights.data_ptr(), totals.data_ptr()
+            scores = product(asking[head], precise[head, near].t())
+            weights.append(scores if q.dtype == torch.float32 else torch.empty_like(scores, dtype=q.dtype))
+            addresses, width = (scores.data_ptr(), weights[-1].data_ptr(), totals[head].data_ptr()), scores.shape[1]
             _kernels["weigh_span"](8 * rows * width, q.dtype, *addresses, rows, width, count, seen - start, window, how.softcap or 0.0)
-            sums = product(weights, v[head, start : start + width]).view(group, count, value_dim)
-            torch.div(sums.transpose(0, 1), totals.transpose(0, 1), out=out[first:last, mine])
+        sums = torch.stack([product(mine, v[head, near]) for head, mine in enumerate(weights)]).view(kv_heads, group, count, value_dim)
+        torch.div(sums.permute(2, 0, 1, 3), totals.permute(2, 0, 1, 3), out=out[first:last])
     return out.view(n, heads * value_dim)
 
 

@@ -87,7 +87,8 @@ OURS = "baton"
 ENGINES = (
     Engine(OURS, "float32", "baton", None, _dtype("float32")),
     Engine(OURS, "bfloat16", "baton", None, _dtype("bfloat16")),
-    Engine(OURS, "int8", "baton", None, _dtype("float32", weight_dtype="int8")),
+    Engine(OURS, "int8", "baton", None, _dtype("bfloat16", weight_dtype="int8")),
+    Engine(f"{OURS} f32-act", "int8", "baton", None, _dtype("float32", weight_dtype="int8")),
     REFERENCE,
     Engine("transformers continuous", "float32", "transformers", None, {"dtype": "float32", "continuous": True}, kinds=("mixed",)),
     Engine("llama.cpp", "float32", "llama_cpp", "llama.cpp", {"kv_dtype": "float32", "flash": False}, "float32"),

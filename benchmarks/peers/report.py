@@ -45,7 +45,7 @@ def ratio(over: Mapping[int, float], under: Mapping[int, float]) -> float | None
 
 def best_peer(samples: Sequence[Samples], precision: str, cell: str) -> Samples | None:
     """The fastest engine of a precision class that is not ours."""
-    peers = [one for one in samples if one.engine.precision == precision and one.engine.name != OURS and one.rates.get(cell)]
+    peers = [one for one in samples if one.engine.precision == precision and not one.engine.name.startswith(OURS) and one.rates.get(cell)]
     return max(peers, key=lambda one: statistics.median(one.rates[cell].values()), default=None)
 
 
