@@ -28,6 +28,7 @@ from models.make_small import make
 
 SHAPE = {"hidden": 512, "layers": 8, "heads": 8, "kv_heads": 4}
 REQUESTS, PROMPT, OUTPUT, REPEATS = 32, (64, 512), (32, 128), 5
+WARM_UP, KV_MIB = 2, 384  # repeats until every page of the pools was touched
 CLUSTERS = {
     "colocated, 1 worker of 2 cores": ("--prefill.replicas", "0", "--engine.threads", "2"),
     "colocated, 2 workers of 1 core": ("--prefill.replicas", "0", "--decode.replicas", "2", "--engine.threads", "1"),
@@ -70,15 +71,15 @@ def main() -> None:
     shares: dict[str, list[float]] = {name: [] for name in CLUSTERS}
     with tempfile.TemporaryDirectory() as folder:
         make(model := Path(folder) / "model", **SHAPE)
-        engine = build(Options(model, limits=Limits(max_num_seqs=64), kv_memory_bytes=1 << 30, threads=2)).engine
+        engine = build(Options(model, limits=Limits(max_num_seqs=64), kv_memory_bytes=KV_MIB << 20, threads=2)).engine
         vocab = engine.runner.vocab_size
         for number, (name, flags) in enumerate(CLUSTERS.items()):
-            with cluster(model, "--engine.kv-memory-mib", "1024", *flags) as endpoints:
-                for repeat in range(REPEATS + 1):
+            with cluster(model, "--engine.kv-memory-mib", str(KV_MIB), *flags) as endpoints:
+                for repeat in range(WARM_UP + REPEATS):
                     work = requests(100 * number + repeat, vocab)
                     made = sum(output for _, output in work)
                     bare, whole = made / run_engine(engine, work), made / asyncio.run(run_cluster(endpoints["grpc"], work))
-                    if repeat:  # the first warms up
+                    if repeat >= WARM_UP:
                         bare_rates.append(bare)
                         shares[name].append(whole / bare)
     print(describe())

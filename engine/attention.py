@@ -165,7 +165,8 @@ class PagedAttention:
             (kernels.store if kernels else store)(kv[first:tokens], paged.layers[layer], meta.slots)
         for group in meta.groups[layer]:
             out[group.rows] = _attend_group(q[group.rows], paged, layer, group, meta)
-        out[tokens:] = 0
+        if tokens < len(out):
+            out[tokens:] = 0
         return out
 
 

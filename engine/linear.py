@@ -20,6 +20,7 @@ class Linear:
 
     `weight_dtype` int8 (CPU only): each row of W, and each row of x when it comes, is rounded to 255 steps between plus and minus its
     greatest element; `ops` does the latter. Products and sums of those are exact: a row of y depends on its own row of x only, to the bit.
+    Where `ops` multiplies a single row, W is held a second time for that, a byte a weight.
     """
 
     def __init__(

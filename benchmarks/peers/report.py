@@ -177,6 +177,7 @@ def picture(rows: Sequence[Mapping[str, Any]], titles: Mapping[str, str], cells:
             panel.set_yticks(range(len(mine)), [row["engine"] for row in mine] if panel is line[0] else [""] * len(mine), fontsize=8)
             panel.set_ylim(len(mine) - 0.4, -0.6)
             panel.set_xlim(left=0)
+            panel.set_visible(any(cell in row["cells"] for row in mine))
             panel.set_xlabel("prompt tokens/s" if cell.startswith("prefill") else "output tokens/s", fontsize=8)
             panel.set_title(cell, fontsize=9)
             panel.tick_params(axis="x", labelsize=8)

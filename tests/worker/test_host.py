@@ -1,0 +1,39 @@
+import threading
+
+import pytest
+
+from cluster.config import load
+from worker.host import fits, in_a_thread_that_ends
+
+
+@pytest.mark.parametrize(
+    "prefill,decode,threads,cores,pinned,fit",
+    [
+        ("1", "1", None, 2, {}, False),  # the default: each takes all cores
+        ("1", "1", "1", 2, {}, True),
+        ("0", "1", None, 2, {}, True),
+        ("0", "2", "1", 2, {}, True),
+        ("0", "2", "2", 2, {}, False),
+        ("2", "2", "4", 16, {}, True),
+        ("2", "3", "4", 16, {}, False),
+        ("1", "1", "1", 1, {"prefill.cores": "[0]", "decode.cores": "[1]"}, True),  # each sees its own core only
+        ("4", "1", "1", 1, {"prefill.cores": "[0, 1, 2, 3]"}, True),
+    ],
+)
+def test_threads_that_do_not_fit_are_seen(
+    prefill: str, decode: str, threads: str | None, cores: int, pinned: dict[str, str], fit: bool
+) -> None:
+    flags = {"prefill.replicas": prefill, "decode.replicas": decode, **pinned}
+    config = load(env={}, flags=flags | ({"engine.threads": threads} if threads else {})).config
+    assert fits(config, "decode", cores) is fit
+
+
+async def test_the_thread_that_built_a_model_does_not_stay() -> None:
+    """It would keep OpenMP threads, which slow those of the engine down."""
+    thread = await in_a_thread_that_ends(threading.current_thread)
+    assert thread is not threading.current_thread() and not thread.is_alive()
+
+
+async def test_its_error_is_raised() -> None:
+    with pytest.raises(ValueError, match="invalid literal"):
+        await in_a_thread_that_ends(int, "x")
