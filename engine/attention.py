@@ -26,7 +26,7 @@ from engine.checkpoint import LayerAttention
 from engine.sizes import rounded_up
 
 GROUP_BYTES = 32 << 20  # of keys and values gathered for one group of decodes
-KEY_STEPS = 4  # sizes from one power of two to the next, in blocks: of gathered keys
+KEY_STEPS = 4  # sizes from one power of two to the next, of keys that are gathered or computed with
 GROUP_SPREAD = 8  # blocks by which lengths in a group may differ, beyond a half
 
 Ints = npt.NDArray[np.int64]

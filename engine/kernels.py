@@ -640,13 +640,13 @@ def attend_span(q: Tensor, k: Tensor, v: Tensor, keys: int, how: LayerAttention)
         end, start = seen + count - 1, max(0, seen - window)
         width = min(size, max(LEAST_KEYS, rounded_up(end - start, KEY_STEPS)))
         start = max(0, end - width)
-        near, rows = slice(start, min(start + width, size)), group * count
+        near, rows = slice(start, start + width), group * count
         asking = queries[first:last].permute(1, 2, 0, 3).reshape(kv_heads, rows, dim)
         weights, totals = [], q.new_empty(kv_heads, group, count, 1, dtype=torch.float32)
         for head in range(kv_heads):
             scores = product(asking[head], precise[head, near].t())
             weights.append(scores if q.dtype == torch.float32 else torch.empty_like(scores, dtype=q.dtype))
-            addresses, width = (scores.data_ptr(), weights[-1].data_ptr(), totals[head].data_ptr()), scores.shape[1]
+            addresses = scores.data_ptr(), weights[-1].data_ptr(), totals[head].data_ptr()
             _kernels["weigh_span"](8 * rows * width, q.dtype, *addresses, rows, width, count, seen - start, window, how.softcap or 0.0)
         sums = torch.stack([product(mine, v[head, near]) for head, mine in enumerate(weights)]).view(kv_heads, group, count, value_dim)
         torch.div(sums.permute(2, 0, 1, 3), totals.permute(2, 0, 1, 3), out=out[first:last])
@@ -726,12 +726,10 @@ class CompiledOps(Ops):
 
     def row_multiplier(self, matrix: Tensor, steps: Tensor, bias: Tensor | None) -> Callable[[Tensor], Tensor]:
         (outs, width), sums = matrix.shape, matrix.sum(dim=1, dtype=torch.int32)
-        fixed = matrix.data_ptr(), steps.data_ptr(), sums.data_ptr(), 0 if bias is None else bias.data_ptr()
-        held = matrix, steps, sums, bias
 
         def multiply(x: Tensor) -> Tensor:
-            assert held is not None
             x, out = x.contiguous(), x.new_empty(1, outs)
+            fixed = matrix.data_ptr(), steps.data_ptr(), sums.data_ptr(), 0 if bias is None else bias.data_ptr()
             _kernels["multiply_row"](outs * width, x.dtype, x.data_ptr(), *fixed, out.data_ptr(), width, outs)
             return out
 

@@ -46,7 +46,7 @@ MAX_MESSAGE_BYTES = 64 << 20
 IDLE_POLL_S = 0.02
 # Between two operations OpenMP threads wait awake, for the next one begins at once. Where there are more of them than cores, those that
 # wait keep those that work from their core: on two cores shared by two workers 7 % of the throughput was left.
-SLEEP_SOON = {"GOMP_SPINCOUNT": "1000"}
+SLEEP_SOON = ("GOMP_SPINCOUNT", "1000")
 LOOK_S = 0.3  # a step of a large model may take seconds; nobody who asks how we are waits for it
 HUNG_S = 60.0  # but no step takes so long
 
@@ -91,8 +91,7 @@ class Host:
         began = time.monotonic()
         cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
         if not fits(self.config, self.role, cores):
-            for name, value in SLEEP_SOON.items():
-                os.environ.setdefault(name, value)  # read when torch is loaded, which is now
+            os.environ.setdefault(*SLEEP_SOON)  # read when torch is loaded, which is now
         self.built = await in_a_thread_that_ends(build, options(self.config), _log_progress)
         self.loop = EngineLoop(self.built.engine, on_step, self._on_cache, self._stop.fail, self._meter.batch)
         self.loop.start()

@@ -99,14 +99,13 @@ def test_devices_of_a_host():
 
 
 def test_an_idle_transport_costs_next_to_nothing(shared_peers, make_reader):
-    """NIXL's own progress thread would take a whole core; ours wakes 20 times a second. The bound lies far from both: clocks of shared
-    machines are coarse."""
+    """NIXL's own progress thread would take a whole core; ours, which wakes every TICK_S, up to 3 % of one."""
     reader, peer = make_reader("nixl"), shared_peers("nixl")
     reader.connect(peer)
     reader.read(peer, [0], [0])
     used = peer.ask("cpu")
     time.sleep(2)
-    assert (peer.ask("cpu") - used) / 2 < 0.25
+    assert (peer.ask("cpu") - used) / 2 < 0.1
 
 
 def test_where_no_process_may_read_another_ucx_takes_tcp_and_we_refuse_it(start_peer, make_reader):
