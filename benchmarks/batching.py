@@ -17,11 +17,11 @@ from typing import get_args
 
 from machine import describe
 
-from engine.build import Options, build
-from engine.sampling import SamplingParams
-from engine.scheduler import Batching, Limits, Scheduler
-from engine.sequence import Sequence
-from models.make_small import make
+from baton.engine.build import Options, build
+from baton.engine.sampling import SamplingParams
+from baton.engine.scheduler import Batching, Limits, Scheduler
+from baton.engine.sequence import Sequence
+from baton.models.make_small import make
 
 SHAPE = {"hidden": 512, "layers": 8, "heads": 8, "kv_heads": 4}
 REQUESTS, AT_ONCE, REPEATS = 96, 16, 5

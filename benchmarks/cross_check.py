@@ -23,8 +23,8 @@ from machine import describe
 from peers.engines import Places
 from serving import cluster
 
+from baton.models.make_small import make
 from loadtest.campaign import Campaign
-from models.make_small import make
 from router.tokenizer import Tokenizer
 
 SHAPE = {"hidden": 768, "layers": 12, "heads": 12, "kv_heads": 4}  # a step that is long beside what a client costs on the same cores

@@ -18,7 +18,7 @@ from machine import describe
 from serving import AT_ONCE, REQUESTS, TOKENS, ask, cluster, cpu_s, router_pid
 
 from baton.client import AsyncClient
-from models.make_small import make_toy
+from baton.models.make_small import make_toy
 
 ROUNDS, ALONE = 5, 100  # requests that are alone, each round
 Ask = Callable[[list[int], int], Awaitable[float]]  # prompt, output tokens → seconds until the first token

@@ -18,6 +18,7 @@ from pathlib import Path
 
 from machine import describe
 
+from baton.models.make_small import make_toy
 from loadtest.arrivals import Poisson
 from loadtest.cluster import RunningCluster
 from loadtest.drive import Answer, Run, drive
@@ -25,7 +26,6 @@ from loadtest.grpc_door import GrpcDoor
 from loadtest.measure import FIRST_ID, warm_up
 from loadtest.metrics import Summary, Window, mean_and_interval, summarise
 from loadtest.workload import Item
-from models.make_small import make_toy
 
 SERVICE_S, LOADS, SEEDS, QUEUE_S = 0.020, (0.5, 0.8), range(1, 5), 30.0
 STEP_MS, AT_ONCE = 30, 32  # of a worker

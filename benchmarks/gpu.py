@@ -29,23 +29,23 @@ import torch.multiprocessing as mp
 from machine import describe
 from torch import Tensor
 
-from engine.checkpoint import expected_tensors
-from engine.config_json import read_config
-from engine.gpu.attention import BACKENDS, Facts, why_not
-from engine.gpu.inputs import Capacity, Seat
-from engine.gpu.overlap import UNKNOWN, OverlapEngine
-from engine.gpu.runner import GpuRunner
-from engine.gpu.sampler import Sampler, pick_plainly
-from engine.gpu.staging import Staging
-from engine.gpu.triton_blocks import digest, gather, scatter, words_of
-from engine.gpu.triton_sampling import pick
-from engine.kvcache import KvLayout, KvPool
-from engine.model import Transformer
-from engine.ops import choose
-from engine.protocol import Chunk
-from engine.sampling import SamplingParams
-from engine.scheduler import Limits
-from engine.sequence import Sequence
+from baton.engine.checkpoint import expected_tensors
+from baton.engine.config_json import read_config
+from baton.engine.gpu.attention import BACKENDS, Facts, why_not
+from baton.engine.gpu.inputs import Capacity, Seat
+from baton.engine.gpu.overlap import UNKNOWN, OverlapEngine
+from baton.engine.gpu.runner import GpuRunner
+from baton.engine.gpu.sampler import Sampler, pick_plainly
+from baton.engine.gpu.staging import Staging
+from baton.engine.gpu.triton_blocks import digest, gather, scatter, words_of
+from baton.engine.gpu.triton_sampling import pick
+from baton.engine.kvcache import KvLayout, KvPool
+from baton.engine.model import Transformer
+from baton.engine.ops import choose
+from baton.engine.protocol import Chunk
+from baton.engine.sampling import SamplingParams
+from baton.engine.scheduler import Limits
+from baton.engine.sequence import Sequence
 
 SMOKE = "--cpu-smoke" in sys.argv
 BUDGET_S = 420.0  # no section begins later

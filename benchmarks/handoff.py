@@ -16,7 +16,7 @@ from pathlib import Path
 import numpy as np
 from machine import describe
 
-from engine.kvcache import KvLayout, KvPool
+from baton.engine.kvcache import KvLayout, KvPool
 from kvtransfer.digest import block_digests, mismatches
 from kvtransfer.select import make_transport
 

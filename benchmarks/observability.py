@@ -28,12 +28,12 @@ from opentelemetry.proto.collector.trace.v1 import trace_service_pb2, trace_serv
 from serving import cluster, cpu_s, load, router_pid
 
 from baton.client import AsyncClient
+from baton.cluster.config import RouterConfig, SloConfig
+from baton.cluster.metrics import Book
+from baton.cluster.records import Load, WorkerRecord
+from baton.cluster.telemetry import Span, Tracer
+from baton.models.make_small import make_toy
 from baton.v1 import worker_pb2, worker_pb2_grpc
-from cluster.config import RouterConfig, SloConfig
-from cluster.metrics import Book
-from cluster.records import Load, WorkerRecord
-from cluster.telemetry import Span, Tracer
-from models.make_small import make_toy
 from router.admission import Admission
 from router.clients import Adopted, DecodeEvent, Ended, FirstToken
 from router.dispatch import Dispatcher

@@ -30,9 +30,9 @@ from peers.process import Driver, DriverError
 from peers.report import Ceilings, Samples, Spread, picture, summary, table
 from safetensors.numpy import load_file, save_file
 
-from engine.build import available_memory
-from models.folder import EOS_ID
-from models.make_small import make
+from baton.engine.build import available_memory
+from baton.models.folder import EOS_ID
+from baton.models.make_small import make
 
 MODELS = {
     "small": {"hidden": 512, "layers": 8, "heads": 8, "kv_heads": 4, "vocab": 4096, "context": 4096},

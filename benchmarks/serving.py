@@ -24,8 +24,8 @@ import grpc
 from machine import describe
 
 from baton.client import AsyncClient, Result
+from baton.models.make_small import make, make_toy
 from baton.v1 import worker_pb2, worker_pb2_grpc
-from models.make_small import make, make_toy
 
 SEED, ROUNDS = 7, 5
 REQUESTS, TOKENS, AT_ONCE = 300, 101, 32

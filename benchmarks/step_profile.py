@@ -24,16 +24,16 @@ import torch
 from machine import describe
 from torch.profiler import ProfilerActivity, profile, record_function
 
-from engine import runner as runner_module
-from engine.attention import PagedAttention
-from engine.build import Options, build
-from engine.engine import Engine
-from engine.linear import Linear
-from engine.ops import Ops
-from engine.sampling import SamplingParams
-from engine.scheduler import Limits
-from engine.sequence import Sequence
-from models.make_small import make
+from baton.engine import runner as runner_module
+from baton.engine.attention import PagedAttention
+from baton.engine.build import Options, build
+from baton.engine.engine import Engine
+from baton.engine.linear import Linear
+from baton.engine.ops import Ops
+from baton.engine.sampling import SamplingParams
+from baton.engine.scheduler import Limits
+from baton.engine.sequence import Sequence
+from baton.models.make_small import make
 
 SHAPE = {"hidden": 512, "layers": 8, "heads": 8, "kv_heads": 4, "vocab": 4096, "context": 2048}
 ARMS: dict[str, dict[str, Any]] = {

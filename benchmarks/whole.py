@@ -19,12 +19,12 @@ from machine import describe
 from serving import ask, cluster
 
 from baton.client import AsyncClient
-from engine.build import Options, build
-from engine.engine import Engine
-from engine.sampling import SamplingParams
-from engine.scheduler import Limits
-from engine.sequence import Sequence
-from models.make_small import make
+from baton.engine.build import Options, build
+from baton.engine.engine import Engine
+from baton.engine.sampling import SamplingParams
+from baton.engine.scheduler import Limits
+from baton.engine.sequence import Sequence
+from baton.models.make_small import make
 
 SHAPE = {"hidden": 512, "layers": 8, "heads": 8, "kv_heads": 4}
 REQUESTS, PROMPT, OUTPUT, REPEATS = 32, (64, 512), (32, 128), 5

@@ -5,15 +5,15 @@ from typing import TypeVar
 
 import grpc
 
+from baton.cluster.config import SecurityConfig
+from baton.cluster.errors import BatonError, Reason
+from baton.cluster.rpc import Tasks, channel, to_error
+from baton.engine.kvcache import KvLayout
 from baton.v1 import worker_pb2 as pb
 from baton.v1 import worker_pb2_grpc
-from cluster.config import SecurityConfig
-from cluster.errors import BatonError, Reason
-from cluster.rpc import Tasks, channel, to_error
-from engine.kvcache import KvLayout
+from baton.worker.wire import pack_handle, pack_layout, unpack_layout
 from kvtransfer.handle import KvHandle
 from kvtransfer.importer import PeerFacts
-from worker.wire import pack_handle, pack_layout, unpack_layout
 
 T = TypeVar("T")
 CALL_TIMEOUT_S = 2.0

@@ -3,13 +3,13 @@
 import asyncio
 from collections.abc import AsyncIterator
 
+from baton.cluster.errors import BatonError
+from baton.cluster.rpc import Context
+from baton.engine.sampling import Sampled
 from baton.v1 import generation_pb2, worker_pb2_grpc
 from baton.v1 import worker_pb2 as pb
-from cluster.errors import BatonError
-from cluster.rpc import Context
+from baton.worker.wire import to_finish, to_sequence, to_token, unpack_handle
 from decode_worker.worker import Adopted, DecodeWorker, Event, Finished, HandoffFacts
-from engine.sampling import Sampled
-from worker.wire import to_finish, to_sequence, to_token, unpack_handle
 
 MAX_OUTBOX = 65536  # events a router may leave unread before it counts as gone
 

@@ -1,6 +1,6 @@
 """Counts what became of the handles that came with requests."""
 
-from cluster.metrics import Book
+from baton.cluster.metrics import Book
 from kvtransfer.importer import Report
 
 

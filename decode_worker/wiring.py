@@ -2,18 +2,18 @@
 
 from collections.abc import Sequence
 
+from baton.cluster.config import Config
+from baton.cluster.lifecycle import Stop
 from baton.v1 import worker_pb2_grpc
-from cluster.config import Config
-from cluster.lifecycle import Stop
+from baton.worker.host import Host
 from decode_worker.clients import Peers
 from decode_worker.door import DecodeDoor
 from decode_worker.worker import DecodeWorker
 from kvtransfer.importer import Importer
-from worker.host import Host
 
 
 class DecodeProcess:
-    """Implements `cluster.lifecycle.Process`."""
+    """Implements `baton.cluster.lifecycle.Process`."""
 
     def __init__(self, config: Config, stop: Stop) -> None:
         self.config = config

@@ -13,19 +13,19 @@ from collections.abc import Callable
 from dataclasses import dataclass, field, replace
 from typing import Literal
 
-from cluster import semconv
-from cluster.errors import BatonError, Reason
-from cluster.failpoint import failpoint
-from cluster.metrics import Book
-from cluster.telemetry import NO_SPAN, Span, Tracer, Value
+from baton.cluster import semconv
+from baton.cluster.errors import BatonError, Reason
+from baton.cluster.failpoint import failpoint
+from baton.cluster.metrics import Book
+from baton.cluster.telemetry import NO_SPAN, Span, Tracer, Value
+from baton.engine.engine import Engine, Output, Refused
+from baton.engine.loop import EngineLoop
+from baton.engine.sampling import Sampled
+from baton.engine.sequence import Finish, Sequence
+from baton.worker.refusal import refusal
 from decode_worker.meter import HandoffMeter
-from engine.engine import Engine, Output, Refused
-from engine.loop import EngineLoop
-from engine.sampling import Sampled
-from engine.sequence import Finish, Sequence
 from kvtransfer.handle import KvHandle
 from kvtransfer.importer import Fetch, Importer, Report
-from worker.refusal import refusal
 
 log = logging.getLogger(__name__)
 ROOM_POLL_S = 0.02  # a release on another path may make room without a step of ours

@@ -8,7 +8,7 @@ import logging
 import struct
 from collections.abc import Sequence
 
-from cluster.errors import BatonError
+from baton.cluster.errors import BatonError
 from kvtransfer.tcp_transport import TcpTransport
 from kvtransfer.transport import Transport, transfer_failed
 

@@ -5,8 +5,8 @@ from collections.abc import Sequence
 
 from xxhash import xxh3_128_digest
 
-from cluster.errors import BatonError, Reason
-from engine.kvcache import KvPool
+from baton.cluster.errors import BatonError, Reason
+from baton.engine.kvcache import KvPool
 
 DIGEST_BYTES = 16
 INLINE_BYTES = 4 << 20  # digested in well under a millisecond; more than that is no work for an event loop

@@ -5,9 +5,9 @@ import logging
 from collections.abc import Callable, Sequence
 from time import monotonic
 
-from cluster.errors import BatonError, Reason
-from cluster.failpoint import failpoint
-from engine.kvcache import KvLayout, KvPool
+from baton.cluster.errors import BatonError, Reason
+from baton.cluster.failpoint import failpoint
+from baton.engine.kvcache import KvLayout, KvPool
 from kvtransfer.digest import INLINE_BYTES, block_digests
 from kvtransfer.handle import KvHandle
 from kvtransfer.lease import LeaseTable

@@ -8,7 +8,7 @@ import hmac
 from dataclasses import dataclass, fields, replace
 from hashlib import blake2b
 
-from cluster.errors import BatonError, Reason
+from baton.cluster.errors import BatonError, Reason
 
 MAC_BYTES = 16
 

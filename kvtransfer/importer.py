@@ -17,9 +17,9 @@ from dataclasses import dataclass
 from time import monotonic, perf_counter
 from typing import Protocol
 
-from cluster.errors import BatonError, Reason
-from cluster.failpoint import failpoint
-from engine.kvcache import KvLayout, KvPool
+from baton.cluster.errors import BatonError, Reason
+from baton.cluster.failpoint import failpoint
+from baton.engine.kvcache import KvLayout, KvPool
 from kvtransfer.digest import DIGEST_BYTES, INLINE_BYTES, mismatches
 from kvtransfer.exporter import check_layout
 from kvtransfer.handle import KvHandle

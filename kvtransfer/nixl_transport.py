@@ -37,7 +37,7 @@ from typing import Any
 
 import numpy as np
 
-from engine.kvcache import KvPool
+from baton.engine.kvcache import KvPool
 from kvtransfer.transport import ReadPending, check_blocks, transfer_failed
 
 log = logging.getLogger(__name__)

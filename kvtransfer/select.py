@@ -3,8 +3,8 @@
 import logging
 import sys
 
-from cluster.errors import BatonError
-from engine.kvcache import KvPool
+from baton.cluster.errors import BatonError
+from baton.engine.kvcache import KvPool
 from kvtransfer.auto_transport import AutoTransport
 from kvtransfer.tcp_transport import TcpTransport
 from kvtransfer.transport import Transport

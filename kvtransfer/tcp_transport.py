@@ -28,8 +28,8 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from cluster.errors import BatonError
-from engine.kvcache import KvPool
+from baton.cluster.errors import BatonError
+from baton.engine.kvcache import KvPool
 from kvtransfer.transport import check_blocks, runs, transfer_failed
 
 log = logging.getLogger(__name__)

@@ -8,7 +8,7 @@ between them for each peer.
 from collections.abc import Callable, Iterator, Sequence
 from typing import Protocol
 
-from cluster.errors import BatonError, Reason
+from baton.cluster.errors import BatonError, Reason
 
 
 class Transport(Protocol):

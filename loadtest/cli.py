@@ -14,7 +14,7 @@ import typer
 from rich.console import Console
 from rich.progress import BarColumn, Progress, TextColumn, TimeRemainingColumn
 
-from baton import state
+from baton.launch import state
 
 if TYPE_CHECKING:  # numpy and matplotlib are loaded by the commands that need them, not by every `baton status`
     from loadtest.campaign import Campaign
@@ -257,7 +257,7 @@ def _model(name: str) -> str:
     folder = state.state_dir() / "models" / "heavy"
     if not (folder / "config.json").exists():
         err.print("making the heavy model (once)")
-        subprocess.run([sys.executable, "-m", "models.make_small", str(folder), *HEAVY], check=True)
+        subprocess.run([sys.executable, "-m", "baton.models.make_small", str(folder), *HEAVY], check=True)
     return str(folder)
 
 

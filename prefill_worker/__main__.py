@@ -1,6 +1,6 @@
 """`python -m prefill_worker --config FILE [--SECTION.KEY VALUE ...]`: one prefill worker in the foreground."""
 
-from cluster.main import main
+from baton.cluster.main import main
 from prefill_worker.wiring import PrefillProcess
 
 if __name__ == "__main__":

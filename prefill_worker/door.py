@@ -1,14 +1,14 @@
 """gRPC of a prefill worker: `Prefill` for routers, `KvExchange` for decode workers. Protobuf stops here."""
 
+from baton.cluster.errors import BatonError, Reason
+from baton.cluster.rpc import Answering, Context
+from baton.engine.kvcache import KvLayout
 from baton.v1 import worker_pb2 as pb
 from baton.v1 import worker_pb2_grpc
-from cluster.errors import BatonError, Reason
-from cluster.rpc import Answering, Context
-from engine.kvcache import KvLayout
+from baton.worker.wire import pack_handle, pack_layout, to_finish, to_sequence, to_token, unpack_handle, unpack_layout
 from kvtransfer.exporter import Exporter
 from kvtransfer.transport import Transport
 from prefill_worker.worker import PrefillWorker
-from worker.wire import pack_handle, pack_layout, to_finish, to_sequence, to_token, unpack_handle, unpack_layout
 
 
 class PrefillDoor(worker_pb2_grpc.PrefillServicer):

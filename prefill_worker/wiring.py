@@ -1,16 +1,16 @@
 """A prefill worker, put together by hand."""
 
+from baton.cluster.config import Config
+from baton.cluster.lifecycle import Stop
 from baton.v1 import worker_pb2_grpc
-from cluster.config import Config
-from cluster.lifecycle import Stop
+from baton.worker.host import Host
 from kvtransfer.exporter import Exporter
 from prefill_worker.door import KvExchangeDoor, PrefillDoor
 from prefill_worker.worker import PrefillWorker
-from worker.host import Host
 
 
 class PrefillProcess:
-    """Implements `cluster.lifecycle.Process`."""
+    """Implements `baton.cluster.lifecycle.Process`."""
 
     def __init__(self, config: Config, stop: Stop) -> None:
         self.config = config

@@ -10,17 +10,17 @@ import asyncio
 from dataclasses import dataclass
 from time import monotonic
 
-from cluster import semconv
-from cluster.errors import BatonError, Reason
-from cluster.failpoint import failpoint
-from cluster.telemetry import Span, Tracer
-from engine.engine import Output, Refused
-from engine.loop import EngineLoop
-from engine.sampling import Sampled
-from engine.sequence import Finish, Sequence
+from baton.cluster import semconv
+from baton.cluster.errors import BatonError, Reason
+from baton.cluster.failpoint import failpoint
+from baton.cluster.telemetry import Span, Tracer
+from baton.engine.engine import Output, Refused
+from baton.engine.loop import EngineLoop
+from baton.engine.sampling import Sampled
+from baton.engine.sequence import Finish, Sequence
+from baton.worker.refusal import refusal
 from kvtransfer.exporter import Exporter
 from kvtransfer.handle import KvHandle
-from worker.refusal import refusal
 
 
 @dataclass(frozen=True, slots=True)

@@ -1,6 +1,6 @@
 """`python -m router --config FILE [--SECTION.KEY VALUE ...]`: the router in the foreground."""
 
-from cluster.main import main
+from baton.cluster.main import main
 from router.wiring import RouterProcess
 
 if __name__ == "__main__":

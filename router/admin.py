@@ -7,10 +7,10 @@ from collections.abc import Callable
 from dataclasses import asdict
 from typing import Any
 
+from baton.cluster.errors import BatonError
+from baton.cluster.records import WorkerRecord
+from baton.cluster.rpc import Context
 from baton.v1 import worker_pb2, worker_pb2_grpc
-from cluster.errors import BatonError
-from cluster.records import WorkerRecord
-from cluster.rpc import Context
 from router.admission import Admission
 from router.clients import Workers
 from router.journal import Journal

@@ -16,7 +16,7 @@ from jinja2.ext import Extension
 from jinja2.parser import Parser
 from jinja2.sandbox import ImmutableSandboxedEnvironment
 
-from cluster.errors import BatonError, Reason, invalid
+from baton.cluster.errors import BatonError, Reason, invalid
 
 MAX_RENDERED = 8 << 20  # characters; a template may repeat what it is given
 HOLE = "\ue000"  # private use: stands for a content in an outline

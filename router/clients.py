@@ -12,12 +12,12 @@ from typing import TypeVar
 
 import grpc
 
+from baton.cluster import semconv
+from baton.cluster.config import SecurityConfig
+from baton.cluster.errors import BatonError, Reason
+from baton.cluster.records import WorkerRecord
+from baton.cluster.rpc import channel, to_error
 from baton.v1 import generation_pb2, worker_pb2, worker_pb2_grpc
-from cluster import semconv
-from cluster.config import SecurityConfig
-from cluster.errors import BatonError, Reason
-from cluster.records import WorkerRecord
-from cluster.rpc import channel, to_error
 from router.request import FinishReason, Handoff, Request, Token
 
 log = logging.getLogger(__name__)

@@ -18,10 +18,10 @@ from collections.abc import AsyncGenerator, Callable
 from contextlib import aclosing
 from time import monotonic
 
-from cluster.config import RouterConfig
-from cluster.errors import BatonError, Reason
-from cluster.records import WorkerRecord
-from engine.block_key import extend_keys, root_key
+from baton.cluster.config import RouterConfig
+from baton.cluster.errors import BatonError, Reason
+from baton.cluster.records import WorkerRecord
+from baton.engine.block_key import extend_keys, root_key
 from router.clients import Adopted, Ended, FirstToken, Workers
 from router.policy import MAX_QUEUE, Bypass, Choice, NoWorker, Saturated, choose_decode, choose_prefill
 from router.request import Failure, Request, Token

@@ -3,9 +3,9 @@
 from collections.abc import AsyncIterator
 from contextlib import aclosing
 
+from baton.cluster.rpc import Answering, Context
 from baton.v1 import generation_pb2 as pb
 from baton.v1 import generation_pb2_grpc
-from cluster.rpc import Answering, Context
 from router.keys import ApiKeys
 from router.request import Trace
 from router.service import Accepted, Event, Finished, GenerateService, Piece

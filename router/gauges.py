@@ -2,9 +2,9 @@
 
 from collections.abc import Callable
 
-from cluster.metrics import Book, Key, Number
-from cluster.records import WorkerRecord
-from cluster.telemetry import Tracer
+from baton.cluster.metrics import Book, Key, Number
+from baton.cluster.records import WorkerRecord
+from baton.cluster.telemetry import Tracer
 from router.admission import Admission
 from router.view import ClusterView
 from router.watch import Watch

@@ -18,11 +18,11 @@ from time import monotonic
 from types import TracebackType
 from typing import Any, Self
 
-from cluster import semconv
-from cluster.config import SloConfig
-from cluster.errors import BatonError, Reason
-from cluster.metrics import Book, Number
-from cluster.telemetry import NO_SPAN, Tracer, Value
+from baton.cluster import semconv
+from baton.cluster.config import SloConfig
+from baton.cluster.errors import BatonError, Reason
+from baton.cluster.metrics import Book, Number
+from baton.cluster.telemetry import NO_SPAN, Tracer, Value
 from router.request import FinishReason, Request, Stopwatch, Trace
 from router.slo import Attainment, Objectives, Times, missed_because
 

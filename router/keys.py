@@ -13,8 +13,8 @@ from hashlib import sha256
 from pathlib import Path
 from typing import Self
 
-from cluster.config import ConfigError
-from cluster.errors import BatonError, Reason
+from baton.cluster.config import ConfigError
+from baton.cluster.errors import BatonError, Reason
 
 _NAME = re.compile(r"[A-Za-z0-9_.-]{1,64}")
 _DIGEST = re.compile(r"[0-9a-fA-F]{64}")

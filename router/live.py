@@ -9,8 +9,8 @@ from dataclasses import asdict
 from time import monotonic
 from typing import Any
 
-from cluster.errors import BatonError
-from cluster.records import WorkerRecord
+from baton.cluster.errors import BatonError
+from baton.cluster.records import WorkerRecord
 from router.admission import Admission
 from router.clients import Workers
 from router.journal import Entry, Journal, Record

@@ -21,7 +21,7 @@ Parameters that both take:
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 
-from cluster.records import WorkerRecord
+from baton.cluster.records import WorkerRecord
 from router.view import ClusterView
 
 OVERLAP_WEIGHT = 1.0  # a token that need not be fetched or computed outweighs so many tokens of load

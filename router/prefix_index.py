@@ -12,7 +12,7 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 from typing import Literal
 
-from cluster.records import BlockEvent
+from baton.cluster.records import BlockEvent
 
 MAX_ENTRIES = 2_000_000  # pairs of worker and key, about 150 bytes each
 MAX_AHEAD = 1024  # events of one worker that wait for a lost one

@@ -20,7 +20,7 @@ from limits.aio.storage import MemoryStorage, RedisStorage, Storage
 from limits.aio.strategies import FixedWindowRateLimiter
 from limits.errors import StorageError
 
-from cluster.errors import BatonError, Reason, invalid
+from baton.cluster.errors import BatonError, Reason, invalid
 from router.keys import Quota
 
 log = logging.getLogger(__name__)
@@ -107,6 +107,6 @@ class Unlimited:
 
 
 def redis_counters(url: str, cluster: str) -> Storage:
-    """Beside the registry's own keys (`cluster.redis_registry`). Nothing is asked of Redis yet."""
+    """Beside the registry's own keys (`baton.cluster.redis_registry`). Nothing is asked of Redis yet."""
     address = f"redis+{url}" if url.startswith("unix:") else url
     return RedisStorage(address, wrap_exceptions=True, implementation="redispy", key_prefix=f"baton:{{{cluster}}}:rate")

@@ -5,8 +5,8 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Literal
 
-from cluster.telemetry import NO_SPAN, Span
-from engine.sampling import SamplingParams
+from baton.cluster.telemetry import NO_SPAN, Span
+from baton.engine.sampling import SamplingParams
 
 Stage = Literal["queue", "prefill", "transfer", "decode"]
 STAGES: tuple[Stage, ...] = ("queue", "prefill", "transfer", "decode")

@@ -10,9 +10,9 @@ from contextlib import aclosing, asynccontextmanager
 from dataclasses import dataclass
 from time import monotonic
 
-from cluster import semconv
-from cluster.config import RouterConfig
-from cluster.errors import BatonError, Reason
+from baton.cluster import semconv
+from baton.cluster.config import RouterConfig
+from baton.cluster.errors import BatonError, Reason
 from router.admission import Admission, Admitted, Refused
 from router.detokenizer import Detokenizer
 from router.dispatch import Dispatcher

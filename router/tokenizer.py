@@ -23,7 +23,7 @@ from typing import Any, Self
 import tokenizers
 from tokenizers import AddedToken, Encoding
 
-from cluster.errors import invalid
+from baton.cluster.errors import invalid
 from router.chat_template import ChatTemplate, Message, Outline, fill
 
 _NAMED = ("bos_token", "eos_token", "unk_token", "sep_token", "pad_token", "cls_token", "mask_token")
@@ -285,7 +285,7 @@ def _read(path: Path) -> _Json:
 
 
 def _fingerprint(data: bytes) -> str:
-    """That of `engine.fingerprint.tokenizer_fingerprint`, which workers put into their records; a test compares."""
+    """That of `baton.engine.fingerprint.tokenizer_fingerprint`, which workers put into their records; a test compares."""
     name = b"tokenizer.json"
     head = len(name).to_bytes(4, "little") + name + len(data).to_bytes(8, "little")
     return blake2b(head + data, digest_size=16, person=b"baton.tokenizer").hexdigest()

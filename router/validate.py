@@ -8,8 +8,8 @@ from dataclasses import dataclass, field
 from types import MappingProxyType
 from typing import TypeVar
 
-from cluster.errors import BatonError, Reason, Violation, invalid
-from engine.sampling import SamplingParams
+from baton.cluster.errors import BatonError, Reason, Violation, invalid
+from baton.engine.sampling import SamplingParams
 
 ROLES = ("system", "user", "assistant")
 DEFAULT_MAX_TOKENS = 256

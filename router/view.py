@@ -13,7 +13,7 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import Literal
 
-from cluster.records import WorkerRecord
+from baton.cluster.records import WorkerRecord
 from router.prefix_index import PrefixIndex
 
 ABSENT_S = 3.0  # three heartbeats of the default configuration

@@ -8,9 +8,9 @@ import asyncio
 import logging
 from time import monotonic
 
-from cluster.errors import BatonError
-from cluster.records import WorkerRecord
-from cluster.registry import Registry, RegistryUnavailable
+from baton.cluster.errors import BatonError
+from baton.cluster.records import WorkerRecord
+from baton.cluster.registry import Registry, RegistryUnavailable
 from router.clients import Workers
 from router.view import ClusterView, Joined, Left, Refused, Reincarnated
 

@@ -10,14 +10,14 @@ from pathlib import Path
 from grpc_health.v1 import health_pb2
 from grpc_reflection.v1alpha import reflection
 
+from baton.cluster.config import Config, ConfigError
+from baton.cluster.connect import connect_registry
+from baton.cluster.lifecycle import Stage, Stop, move
+from baton.cluster.metrics import Book
+from baton.cluster.metrics_http import Exposition, MetricsServer
+from baton.cluster.rpc import Server, Tasks
+from baton.cluster.telemetry import make_tracer
 from baton.v1 import generation_pb2, generation_pb2_grpc, worker_pb2_grpc
-from cluster.config import Config, ConfigError
-from cluster.connect import connect_registry
-from cluster.lifecycle import Stage, Stop, move
-from cluster.metrics import Book
-from cluster.metrics_http import Exposition, MetricsServer
-from cluster.rpc import Server, Tasks
-from cluster.telemetry import make_tracer
 from router import gauges
 from router.admin import AdminDoor
 from router.admission import Admission
@@ -47,7 +47,7 @@ def draw_id() -> str:
 
 
 class RouterProcess:
-    """Implements `cluster.lifecycle.Process`. Healthy is a router that could serve a request now: one decode worker at least."""
+    """Implements `baton.cluster.lifecycle.Process`. Healthy is a router that could serve a request now: one decode worker at least."""
 
     def __init__(self, config: Config, stop: Stop) -> None:
         if not config.model.path:

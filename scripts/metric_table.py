@@ -3,7 +3,7 @@
 import sys
 from pathlib import Path
 
-from cluster.metrics import ALL, OPEN, REASONS, TABLE, Metric
+from baton.cluster.metrics import ALL, OPEN, REASONS, TABLE, Metric
 
 PAGE = Path(__file__).resolve().parent.parent / "docs" / "observability.md"
 BEGIN, END = "<!-- metrics: written by scripts/metric_table.py -->", "<!-- end of metrics -->"

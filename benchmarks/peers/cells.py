@@ -91,7 +91,7 @@ class Model:
     heads: int
     kv_heads: int
     vocab: int
-    inner: int  # 3 * hidden, as `models.make_small` makes them
+    inner: int  # 3 * hidden, as `baton.models.make_small` makes them
     context: int
 
     @property

@@ -27,8 +27,8 @@ from starlette.responses import Response
 from starlette.routing import Route, Router
 from starlette.types import Message, Receive, Scope, Send
 
-from cluster.config import RouterConfig
-from cluster.errors import BatonError, Reason
+from baton.cluster.config import RouterConfig
+from baton.cluster.errors import BatonError, Reason
 from router.http import openai_in
 from router.http.errors import HttpError, bad_value, to_http, to_json
 from router.http.openai_in import Asked, Caller

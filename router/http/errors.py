@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from http import HTTPStatus
 from typing import Any
 
-from cluster.errors import BatonError, Reason
+from baton.cluster.errors import BatonError, Reason
 
 RETRY_AFTER_S = 1.0  # where the table of reasons names no time but a retry can help
 _CODES = {
@@ -20,7 +20,7 @@ _NO_NAMES: Mapping[str, str] = {}
 
 
 class HttpError(Exception):
-    """What the HTTP door alone has to say: the reasons of `cluster.errors` come through `to_http`."""
+    """What the HTTP door alone has to say: the reasons of `baton.cluster.errors` come through `to_http`."""
 
     def __init__(
         self, status: int, message: str, *, param: str | None = None, code: str | None = None, headers: Mapping[str, str] | None = None

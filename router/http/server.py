@@ -21,9 +21,9 @@ import uvicorn
 from starlette.types import ASGIApp
 from uvicorn.protocols.http.h11_impl import H11Protocol
 
-from cluster.config import Config, RouterConfig
-from cluster.errors import BatonError, Reason
-from cluster.rpc import Tasks, is_loopback, target
+from baton.cluster.config import Config, RouterConfig
+from baton.cluster.errors import BatonError, Reason
+from baton.cluster.rpc import Tasks, is_loopback, target
 from router.http.errors import HttpError, to_json
 
 log = logging.getLogger(__name__)

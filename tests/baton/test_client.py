@@ -14,10 +14,10 @@ import grpc
 import pytest
 
 from baton.client import AsyncClient, Client, GenerateError, Result, Token, Usage, build_request
+from baton.cluster.errors import BatonError, Reason, Violation
+from baton.cluster.rpc import Context, abort
 from baton.v1 import generation_pb2 as pb
 from baton.v1 import generation_pb2_grpc
-from cluster.errors import BatonError, Reason, Violation
-from cluster.rpc import Context, abort
 
 FINISHED = pb.Finished(
     request_id="r",
@@ -348,7 +348,7 @@ with Client("127.0.0.1:1") as client:
         list(client.generate("x", timeout_s=0.1))
     except Exception as error:
         assert type(error).__name__ == "GenerateError", error
-ours = {"baton", "cluster", "decode_worker", "engine", "kvtransfer", "loadtest", "models", "prefill_worker", "router", "worker"}
+ours = {"decode_worker", "kvtransfer", "loadtest", "prefill_worker", "router"}
 loaded = {name.split(".")[0] for name in sys.modules}
 print(sorted(loaded & (ours | {"torch", "numpy", "pydantic", "redis", "ray", "tokenizers", "typer", "rich", "yaml"})))
 print(sorted(name for name in sys.modules if name.startswith("baton.")))
@@ -356,6 +356,6 @@ print(sorted(name for name in sys.modules if name.startswith("baton.")))
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=60)
     assert done.returncode == 0, done.stderr
     assert done.stdout.splitlines() == [
-        "['baton']",
+        "[]",
         "['baton.client', 'baton.v1', 'baton.v1.generation_pb2', 'baton.v1.generation_pb2_grpc']",
     ]

@@ -9,7 +9,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from pydantic import ValidationError
 
-from cluster.config import (
+from baton.cluster.config import (
     FOREIGN_ENV,
     MASK,
     ClusterConfig,

@@ -2,7 +2,7 @@
 
 import grpc
 
-from cluster.errors import Reason
+from baton.cluster.errors import Reason
 
 
 def test_every_reason_is_one_of_its_own() -> None:

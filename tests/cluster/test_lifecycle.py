@@ -12,9 +12,9 @@ from typing import Any
 
 import pytest
 
-from cluster.config import Config, ModelConfig, RedisConfig, RouterConfig
-from cluster.lifecycle import MOVES, IllegalStage, Stage, Stop, move, run
-from models.make_small import make_toy
+from baton.cluster.config import Config, ModelConfig, RedisConfig, RouterConfig
+from baton.cluster.lifecycle import MOVES, IllegalStage, Stage, Stop, move, run
+from baton.models.make_small import make_toy
 from router.wiring import RouterProcess
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -172,7 +172,7 @@ async def test_signals_ask_and_are_given_back() -> None:
 
 HANGING = """
     import asyncio, sys
-    from cluster.lifecycle import Stop, run
+    from baton.cluster.lifecycle import Stop, run
 
     class Hanging:
         async def start(self):

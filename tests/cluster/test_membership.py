@@ -8,14 +8,14 @@ from typing import Any
 
 import pytest
 
-from cluster import membership
-from cluster.config import RedisConfig
-from cluster.lifecycle import Stop, run
-from cluster.membership import Membership
-from cluster.memory_registry import MemoryRegistry
-from cluster.records import BlockEvent, Load, WorkerRecord
-from cluster.registry import RegistryUnavailable, StaleIncarnation
-from cluster.rpc import Tasks
+from baton.cluster import membership
+from baton.cluster.config import RedisConfig
+from baton.cluster.lifecycle import Stop, run
+from baton.cluster.membership import Membership
+from baton.cluster.memory_registry import MemoryRegistry
+from baton.cluster.records import BlockEvent, Load, WorkerRecord
+from baton.cluster.registry import RegistryUnavailable, StaleIncarnation
+from baton.cluster.rpc import Tasks
 
 RECORD = WorkerRecord("d0", "decode", "host:1", 5, "ready", 1, "host", "toy", "model", "tokens", 16, 1024, 100, "tcp", Load())
 

@@ -13,7 +13,7 @@ from pathlib import Path
 import pytest
 import yaml
 
-from cluster.metrics import (
+from baton.cluster.metrics import (
     ALL,
     BY_NAME,
     MAX_OPEN,

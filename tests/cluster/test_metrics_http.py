@@ -12,11 +12,11 @@ import pytest
 from prometheus_client.openmetrics.parser import text_string_to_metric_families as read_openmetrics
 from prometheus_client.parser import text_string_to_metric_families as read_text
 
-from cluster import metrics_http
-from cluster.config import ClusterConfig, Config, SecurityConfig
-from cluster.errors import BatonError, Reason
-from cluster.metrics import Book
-from cluster.metrics_http import Exposition, MetricsServer
+from baton.cluster import metrics_http
+from baton.cluster.config import ClusterConfig, Config, SecurityConfig
+from baton.cluster.errors import BatonError, Reason
+from baton.cluster.metrics import Book
+from baton.cluster.metrics_http import Exposition, MetricsServer
 
 
 def make_book() -> Book:

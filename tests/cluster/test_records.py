@@ -2,7 +2,7 @@
 
 import pytest
 
-from cluster.records import Load, WorkerRecord
+from baton.cluster.records import Load, WorkerRecord
 
 RECORD = WorkerRecord("d", "decode", "h:1", 5, "ready", 1, "h", "m", "f", "t", 16, 128, 64, "tcp")
 

@@ -20,11 +20,11 @@ import redis
 import redis.asyncio
 from redis.asyncio.connection import AbstractConnection
 
-from cluster.config import RedisConfig
-from cluster.records import BlockEvent, Pools, WorkerRecord
-from cluster.redis_registry import RedisRegistry
-from cluster.redis_server import HOST, EmbeddedRedis, RedisServerError, find_binary
-from cluster.registry import RegistryUnavailable
+from baton.cluster.config import RedisConfig
+from baton.cluster.records import BlockEvent, Pools, WorkerRecord
+from baton.cluster.redis_registry import RedisRegistry
+from baton.cluster.registry import RegistryUnavailable
+from baton.launch.redis_server import HOST, EmbeddedRedis, RedisServerError, find_binary
 
 CONFIG = RedisConfig(record_ttl_s=60.0, command_timeout_s=0.25)
 BOUND = 2.0  # seconds; longer than the command timeout by what a busy machine may add, far shorter than for ever
@@ -382,7 +382,7 @@ class TestEmbeddedRedis:
             free.bind((HOST, 0))
             ports = [taken.getsockname()[1], free.getsockname()[1]]
             free.close()
-            monkeypatch.setattr("cluster.redis_server._free_port", lambda: ports.pop(0))
+            monkeypatch.setattr("baton.launch.redis_server._free_port", lambda: ports.pop(0))
             with EmbeddedRedis() as server, redis.Redis.from_url(server.url) as raw:
                 assert raw.ping() and ports == []
 
@@ -398,7 +398,7 @@ class TestEmbeddedRedis:
         assert find_binary() == tmp_path / "redis-server"
 
     def test_a_server_that_never_answers_is_ended(self, monkeypatch: pytest.MonkeyPatch) -> None:
-        monkeypatch.setattr("cluster.redis_server._answers", lambda port, password: False)
+        monkeypatch.setattr("baton.launch.redis_server._answers", lambda port, password: False)
         with pytest.raises(RedisServerError, match="did not answer in time"):
             EmbeddedRedis(start_timeout_s=0.3)
 

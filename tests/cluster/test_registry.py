@@ -13,12 +13,12 @@ import redis
 from hypothesis import given
 from hypothesis import strategies as st
 
-from cluster.config import RedisConfig
-from cluster.memory_registry import MemoryRegistry
-from cluster.records import BlockEvent, Load, Pools, WorkerRecord
-from cluster.redis_registry import RedisRegistry
-from cluster.redis_server import EmbeddedRedis
-from cluster.registry import EVENTS_BATCH, FENCE_LIFETIMES, Registry, StaleIncarnation
+from baton.cluster.config import RedisConfig
+from baton.cluster.memory_registry import MemoryRegistry
+from baton.cluster.records import BlockEvent, Load, Pools, WorkerRecord
+from baton.cluster.redis_registry import RedisRegistry
+from baton.cluster.registry import EVENTS_BATCH, FENCE_LIFETIMES, Registry, StaleIncarnation
+from baton.launch.redis_server import EmbeddedRedis
 
 TTL = 60.0  # seconds; how long a record lives here
 CONFIG = RedisConfig(record_ttl_s=TTL, command_timeout_s=5.0, stream_maxlen=3000)

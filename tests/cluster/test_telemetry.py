@@ -12,10 +12,10 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from cluster import semconv, telemetry
-from cluster.config import ConfigError, TelemetryConfig
-from cluster.errors import BatonError, Reason
-from cluster.telemetry import NO_SPAN, Span, Tracer, make_tracer, parse_traceparent
+from baton.cluster import semconv, telemetry
+from baton.cluster.config import ConfigError, TelemetryConfig
+from baton.cluster.errors import BatonError, Reason
+from baton.cluster.telemetry import NO_SPAN, Span, Tracer, make_tracer, parse_traceparent
 
 TRACE, PARENT = "0af7651916cd43dd8448eb211c80319c", "b7ad6b7169203331"
 GIVEN = f"00-{TRACE}-{PARENT}-01"

@@ -10,8 +10,8 @@ import pytest
 def plain_torch() -> Iterator[None]:
     with pytest.MonkeyPatch.context() as patch:
         if os.environ.get("BATON_TEST_PLAIN"):
-            from engine import runner
-            from engine.ops import Ops
+            from baton.engine import runner
+            from baton.engine.ops import Ops
 
             patch.setattr(runner, "choose", lambda *_: Ops())
         yield

@@ -12,18 +12,18 @@ import pytest
 import torch
 from safetensors.numpy import load_file, save_file
 
-from engine.build import BuildError, Options, available_memory, build, choose_dtype, count_blocks, warm_up
-from engine.checkpoint import CheckpointError
-from engine.engine import Engine
-from engine.fingerprint import fingerprint, tokenizer_fingerprint
-from engine.kvcache import KvPool
-from engine.naive import generate
-from engine.runner import ModelRunner
-from engine.sampling import SamplingParams
-from engine.scheduler import Limits
-from engine.sequence import Sequence
-from engine.toy import ToyRunner, naive
-from models.make_small import make, make_toy
+from baton.engine.build import BuildError, Options, available_memory, build, choose_dtype, count_blocks, warm_up
+from baton.engine.checkpoint import CheckpointError
+from baton.engine.engine import Engine
+from baton.engine.fingerprint import fingerprint, tokenizer_fingerprint
+from baton.engine.kvcache import KvPool
+from baton.engine.naive import generate
+from baton.engine.runner import ModelRunner
+from baton.engine.sampling import SamplingParams
+from baton.engine.scheduler import Limits
+from baton.engine.sequence import Sequence
+from baton.engine.toy import ToyRunner, naive
+from baton.models.make_small import make, make_toy
 
 MIB = 1 << 20
 BLOCK_BYTES = 2 * 2 * 2 * 16 * 16 * 4  # of the small model: layers, k and v, heads, tokens, dim, float32

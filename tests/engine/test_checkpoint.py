@@ -9,11 +9,11 @@ import numpy as np
 import pytest
 from safetensors.numpy import load_file, save_file
 
-from engine import fingerprint as fingerprints
-from engine.checkpoint import Checkpoint, CheckpointError, LayerAttention, Rope, expected_tensors
-from engine.config_json import SUPPORTED, read_config
-from engine.fingerprint import fingerprint, tokenizer_fingerprint
-from models.make_small import make
+from baton.engine import fingerprint as fingerprints
+from baton.engine.checkpoint import Checkpoint, CheckpointError, LayerAttention, Rope, expected_tensors
+from baton.engine.config_json import SUPPORTED, read_config
+from baton.engine.fingerprint import fingerprint, tokenizer_fingerprint
+from baton.models.make_small import make
 
 LLAMA3_ROPE = {
     "rope_type": "llama3",

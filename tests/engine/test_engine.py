@@ -4,13 +4,13 @@ import random
 
 import pytest
 
-from engine.block_key import root_key
-from engine.engine import Engine, Malformed, QueueFull, TooLong
-from engine.kvcache import KvPool
-from engine.sampling import SamplingParams
-from engine.scheduler import Limits
-from engine.sequence import Finish, IllegalMove, Sequence, State
-from engine.toy import ToyRunner, naive
+from baton.engine.block_key import root_key
+from baton.engine.engine import Engine, Malformed, QueueFull, TooLong
+from baton.engine.kvcache import KvPool
+from baton.engine.sampling import SamplingParams
+from baton.engine.scheduler import Limits
+from baton.engine.sequence import Finish, IllegalMove, Sequence, State
+from baton.engine.toy import ToyRunner, naive
 
 BLOCK = 4
 CONFIG = {"vocab_size": 257, "eos_token_id": 256, "max_position_embeddings": 4096, "kv_width": 8}

@@ -10,11 +10,11 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
-from engine.attention import Meta, PagedAttention, PagedKv, Span, batch_order, plan
-from engine.checkpoint import LayerAttention
+from baton.engine.attention import Meta, PagedAttention, PagedKv, Span, batch_order, plan
+from baton.engine.checkpoint import LayerAttention
 
 pytest.importorskip("numba")
-from engine import kernels
+from baton.engine import kernels
 
 TOLERANCE = {torch.float32: 2e-6, torch.bfloat16: 2.0**-8}  # of values of about one
 LAYERS = 2

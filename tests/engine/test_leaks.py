@@ -7,13 +7,13 @@ from pathlib import Path
 import psutil
 import pytest
 
-from engine.block_key import root_key
-from engine.build import Options, build
-from engine.engine import Engine
-from engine.sampling import SamplingParams
-from engine.scheduler import Limits
-from engine.sequence import Sequence
-from models.make_small import make
+from baton.engine.block_key import root_key
+from baton.engine.build import Options, build
+from baton.engine.engine import Engine
+from baton.engine.sampling import SamplingParams
+from baton.engine.scheduler import Limits
+from baton.engine.sequence import Sequence
+from baton.models.make_small import make
 
 STEPS, WARM_UP = 10_000, 1_500
 MOST_BYTES, MOST_OBJECTS = 8 << 20, 1_000

@@ -4,9 +4,9 @@ import pytest
 import torch
 from torch import Tensor
 
-from engine import linear
-from engine.linear import Linear, multiplies_int8
-from engine.ops import Ops, choose
+from baton.engine import linear
+from baton.engine.linear import Linear, multiplies_int8
+from baton.engine.ops import Ops, choose
 
 CPU = torch.device("cpu")
 ROWS = [1, 2, 7, 64, 300]

@@ -13,15 +13,15 @@ from typing import Any
 
 import pytest
 
-from engine.block_key import root_key
-from engine.engine import Engine, Output, TooLong
-from engine.kvcache import KvPool
-from engine.loop import CacheEvent, EngineLoop, EngineStopped, facts
-from engine.protocol import Chunk
-from engine.sampling import Sampled, SamplingParams
-from engine.scheduler import Limits
-from engine.sequence import Sequence, State
-from engine.toy import ToyRunner, naive
+from baton.engine.block_key import root_key
+from baton.engine.engine import Engine, Output, TooLong
+from baton.engine.kvcache import KvPool
+from baton.engine.loop import CacheEvent, EngineLoop, EngineStopped, facts
+from baton.engine.protocol import Chunk
+from baton.engine.sampling import Sampled, SamplingParams
+from baton.engine.scheduler import Limits
+from baton.engine.sequence import Sequence, State
+from baton.engine.toy import ToyRunner, naive
 
 BLOCK = 4
 CONFIG = {"vocab_size": 257, "eos_token_id": 256, "max_position_embeddings": 4096, "kv_width": 8}

@@ -25,15 +25,15 @@ from transformers import (
 )
 from transformers.models.auto.modeling_auto import AutoModelForCausalLM
 
-from engine import attention
-from engine.attention import PagedKv
-from engine.config_json import SUPPORTED, read_config
-from engine.kvcache import KvPool
-from engine.naive import next_logits
-from engine.protocol import Chunk
-from engine.runner import ModelRunner
-from engine.sampling import SamplingParams
-from engine.sequence import Sequence
+from baton.engine import attention
+from baton.engine.attention import PagedKv
+from baton.engine.config_json import SUPPORTED, read_config
+from baton.engine.kvcache import KvPool
+from baton.engine.naive import next_logits
+from baton.engine.protocol import Chunk
+from baton.engine.runner import ModelRunner
+from baton.engine.sampling import SamplingParams
+from baton.engine.sequence import Sequence
 
 TOLERANCE = 1e-4  # absolute, on float32 logits whose standard deviation is about 5
 SIZES = {

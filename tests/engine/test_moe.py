@@ -7,10 +7,10 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from engine.checkpoint import ExpertConfig
-from engine.moe import GroupedExperts, SeparateExperts, route
-from engine.ops import Ops
-from engine.weights import Weights
+from baton.engine.checkpoint import ExpertConfig
+from baton.engine.moe import GroupedExperts, SeparateExperts, route
+from baton.engine.ops import Ops
+from baton.engine.weights import Weights
 
 HIDDEN, INNER, COUNT = 16, 24, 6
 LAYERS = frozenset({0})

@@ -8,8 +8,8 @@ import pytest
 import torch
 from torch import Tensor
 
-from engine.ops import Ops, choose
-from models.make_small import make
+from baton.engine.ops import Ops, choose
+from baton.models.make_small import make
 
 CPU = torch.device("cpu")
 # Of a result: what one rounding of the type, or a few float32 roundings inside, can make of it.
@@ -139,9 +139,9 @@ def test_plain_torch_where_the_kernels_are_not_for(device: str, dtype: torch.dty
 PROCESS = """
 import sys
 sys.modules.update({name: None for name in sys.argv[3:]})
-from engine.build import Options, build
-from engine.sampling import SamplingParams
-from engine.sequence import Sequence
+from baton.engine.build import Options, build
+from baton.engine.sampling import SamplingParams
+from baton.engine.sequence import Sequence
 from pathlib import Path
 engine = build(Options(Path(sys.argv[1]), kv_memory_bytes=1 << 22, threads=1, compiled=sys.argv[2] == "on")).engine
 seq = Sequence("s", list(range(50, 75)), 25, SamplingParams(max_tokens=20, temperature=0.0, ignore_eos=True), b"root")

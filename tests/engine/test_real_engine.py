@@ -12,17 +12,17 @@ import torch
 from near_tie import TOLERANCE, assert_same, parting, score
 from torch import Tensor
 
-from engine.block_key import block_keys, root_key
-from engine.blocks import BlockPool
-from engine.engine import Engine, Output
-from engine.kvcache import KvPool
-from engine.naive import generate, next_logits
-from engine.protocol import Chunk
-from engine.runner import ModelRunner
-from engine.sampling import SamplingParams
-from engine.scheduler import Limits
-from engine.sequence import Sequence, State
-from models.make_small import make
+from baton.engine.block_key import block_keys, root_key
+from baton.engine.blocks import BlockPool
+from baton.engine.engine import Engine, Output
+from baton.engine.kvcache import KvPool
+from baton.engine.naive import generate, next_logits
+from baton.engine.protocol import Chunk
+from baton.engine.runner import ModelRunner
+from baton.engine.sampling import SamplingParams
+from baton.engine.scheduler import Limits
+from baton.engine.sequence import Sequence, State
+from baton.models.make_small import make
 
 BLOCK = 4
 VOCAB = 300

@@ -1,4 +1,4 @@
-"""The runner keeps the contract of `engine.protocol`, and its tokens are the naive oracle's."""
+"""The runner keeps the contract of `baton.engine.protocol`, and its tokens are the naive oracle's."""
 
 import random
 from pathlib import Path
@@ -7,13 +7,13 @@ import numpy as np
 import pytest
 import torch
 
-from engine.kvcache import KvLayout, KvPool
-from engine.naive import generate
-from engine.protocol import Chunk, NonFiniteLogits, Runner
-from engine.runner import ModelRunner
-from engine.sampling import Sampled, SamplingParams
-from engine.sequence import Sequence, finish_reason
-from models.make_small import make
+from baton.engine.kvcache import KvLayout, KvPool
+from baton.engine.naive import generate
+from baton.engine.protocol import Chunk, NonFiniteLogits, Runner
+from baton.engine.runner import ModelRunner
+from baton.engine.sampling import Sampled, SamplingParams
+from baton.engine.sequence import Sequence, finish_reason
+from baton.models.make_small import make
 
 BLOCK = 4
 GREEDY = SamplingParams(max_tokens=12, temperature=0.0)

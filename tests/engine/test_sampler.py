@@ -13,10 +13,10 @@ import pytest
 import torch
 from torch import Tensor
 
-from engine.protocol import NonFiniteLogits
-from engine.sampler import sample
-from engine.sampling import SamplingParams, mix64, noise_key
-from engine.sequence import Sequence
+from baton.engine.protocol import NonFiniteLogits
+from baton.engine.sampler import sample
+from baton.engine.sampling import SamplingParams, mix64, noise_key
+from baton.engine.sequence import Sequence
 
 VOCAB = 97
 EOS = frozenset({3, 4})
@@ -194,7 +194,7 @@ def test_filters_do_not_depend_on_how_many_are_sorted(monkeypatch: pytest.Monkey
     for seq in seqs:  # a large top_k in one row would have that many sorted in all
         seq.params = replace(seq.params, top_k=seq.params.top_k % 3, temperature=1.5)
     before = sample(logits, seqs, EOS)
-    monkeypatch.setattr("engine.sampler.SELECTED", selected)
+    monkeypatch.setattr("baton.engine.sampler.SELECTED", selected)
     assert sample(logits, seqs, EOS) == before
     assert [answer.token for answer in before] == [plain_sample(row.double().numpy(), seq) for row, seq in zip(logits, seqs, strict=True)]
 

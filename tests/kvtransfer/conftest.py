@@ -14,7 +14,7 @@ from types import ModuleType
 import numpy as np
 import pytest
 
-from engine.kvcache import KvPool
+from baton.engine.kvcache import KvPool
 
 HERE = Path(__file__).parent
 SENTINEL = 0xA5

@@ -16,8 +16,8 @@ from hashlib import blake2b
 
 import numpy as np
 
-from cluster.errors import BatonError
-from engine.kvcache import KvLayout, KvPool
+from baton.cluster.errors import BatonError
+from baton.engine.kvcache import KvLayout, KvPool
 
 PROCESS_VM_READV = {"x86_64": 310, "aarch64": 270}.get(platform.machine())
 

@@ -5,8 +5,8 @@ from collections.abc import Iterator
 import numpy as np
 import pytest
 
-from cluster.errors import BatonError, Reason
-from engine.kvcache import KvLayout, KvPool
+from baton.cluster.errors import BatonError, Reason
+from baton.engine.kvcache import KvLayout, KvPool
 from kvtransfer.auto_transport import AutoTransport
 from kvtransfer.nixl_transport import NixlTransport
 from kvtransfer.select import make_transport

@@ -4,7 +4,7 @@ from dataclasses import fields, replace
 
 import pytest
 
-from cluster.errors import BatonError, Reason
+from baton.cluster.errors import BatonError, Reason
 from kvtransfer.handle import KvHandle, mac_key
 
 KEY = mac_key("the key of this cluster")

@@ -10,7 +10,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from cluster.errors import BatonError, Reason
+from baton.cluster.errors import BatonError, Reason
 from kvtransfer.transport import ReadPending
 
 if sys.platform != "linux":

@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 
 import kvtransfer.tcp_transport as tcp
-from cluster.errors import BatonError
+from baton.cluster.errors import BatonError
 from kvtransfer.tcp_transport import MAGIC, NONCE_BYTES, OK, OUT_OF_RANGE, PROOF_BYTES, _Address, _open, _proof, _receive
 
 

@@ -10,7 +10,7 @@ from contextlib import suppress
 import numpy as np
 import pytest
 
-from cluster.errors import BatonError, Reason
+from baton.cluster.errors import BatonError, Reason
 from kvtransfer.transport import ReadPending, runs
 
 KINDS = ["nixl", "nixl-tcp", "tcp"] if sys.platform == "linux" else ["tcp"]

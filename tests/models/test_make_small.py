@@ -8,10 +8,10 @@ import pytest
 from jinja2 import Environment
 from tokenizers import Tokenizer
 
-from engine.naive import generate
-from engine.runner import ModelRunner
-from engine.sampling import SamplingParams
-from models.make_small import SPECIAL, byte_characters, make, make_toy
+from baton.engine.naive import generate
+from baton.engine.runner import ModelRunner
+from baton.engine.sampling import SamplingParams
+from baton.models.make_small import SPECIAL, byte_characters, make, make_toy
 
 MESSAGES = [{"role": "system", "content": "Be brief."}, {"role": "user", "content": "Hello"}]
 

@@ -11,17 +11,17 @@ import torch
 from tokenizers import Tokenizer
 from torch import nn
 
-from baton.cli import SHIPPED
-from engine.build import BuildError, Options, build
-from engine.engine import Engine
-from engine.naive import next_logits
-from engine.runner import ModelRunner
-from engine.sampling import SamplingParams
-from engine.sequence import Sequence
-from models.train import card, evaluate
-from models.train.corpus import documents
-from models.train.recipe import CONTEXT, RECIPES, SEED, TOKENIZER_DOCUMENTS, VOCAB
-from models.train.tokenizer import train_tokenizer
+from baton.cli.main import SHIPPED
+from baton.engine.build import BuildError, Options, build
+from baton.engine.engine import Engine
+from baton.engine.naive import next_logits
+from baton.engine.runner import ModelRunner
+from baton.engine.sampling import SamplingParams
+from baton.engine.sequence import Sequence
+from baton.models.train import card, evaluate
+from baton.models.train.corpus import documents
+from baton.models.train.recipe import CONTEXT, RECIPES, SEED, TOKENIZER_DOCUMENTS, VOCAB
+from baton.models.train.tokenizer import train_tokenizer
 
 DRAFT = SHIPPED.with_name("tale-draft")
 RESULTS = json.loads((SHIPPED / "results.json").read_text())

@@ -8,10 +8,10 @@ from random import Random
 import pytest
 from jinja2 import Environment
 
-from models.train import words
-from models.train.corpus import BOS, CHAT_TEMPLATE, EOS, document, documents, render
-from models.train.dialogues import Message, conversation, distinct_facts, fact, long_document
-from models.train.stories import story
+from baton.models.train import words
+from baton.models.train.corpus import BOS, CHAT_TEMPLATE, EOS, document, documents, render
+from baton.models.train.dialogues import Message, conversation, distinct_facts, fact, long_document
+from baton.models.train.stories import story
 
 STORIES = [story(Random(f"test {i}"), 1 + i % 4) for i in range(400)]
 SIZES = (40, 150, 350, 1250)

@@ -8,16 +8,16 @@ import torch
 from safetensors.torch import load_file
 from tokenizers import Tokenizer
 
-from engine.checkpoint import Checkpoint
-from engine.config_json import read_config
-from models.folder import Shape
-from models.train import training
-from models.train.__main__ import export
-from models.train.batches import OTHERS_WEIGHT, collate, round_batches
-from models.train.corpus import SPECIAL
-from models.train.recipe import CONTEXT, PHASES, TALE, phase
-from models.train.tokenizer import train_tokenizer
-from models.train.training import Run, new_model, rate, read_run, train
+from baton.engine.checkpoint import Checkpoint
+from baton.engine.config_json import read_config
+from baton.models.folder import Shape
+from baton.models.train import training
+from baton.models.train.__main__ import export
+from baton.models.train.batches import OTHERS_WEIGHT, collate, round_batches
+from baton.models.train.corpus import SPECIAL
+from baton.models.train.recipe import CONTEXT, PHASES, TALE, phase
+from baton.models.train.tokenizer import train_tokenizer
+from baton.models.train.training import Run, new_model, rate, read_run, train
 
 VOCAB = 400
 TINY = replace(TALE, name="tiny", shape=Shape(16, 32, 1, 2, 1, VOCAB, CONTEXT, tied=True))
@@ -35,7 +35,7 @@ def tokenizer() -> Tokenizer:
 @pytest.fixture(autouse=True)
 def save_after_every_round(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(training, "SAVE_EVERY_S", 0.0)
-    monkeypatch.setattr("models.train.batches.ROUND_WORDS", 800)
+    monkeypatch.setattr("baton.models.train.batches.ROUND_WORDS", 800)
 
 
 def run(tokenizer: Tokenizer, folder: Path, stop_at: int | None = None) -> tuple[dict[str, torch.Tensor], Run]:

@@ -10,14 +10,14 @@ from typing import Any
 import pytest
 from fake_workers import TOKENIZER, record
 
+from baton.cluster.config import Config, SecurityConfig
+from baton.cluster.errors import BatonError, Reason
+from baton.cluster.memory_registry import MemoryRegistry
+from baton.cluster.records import WorkerRecord
+from baton.cluster.rpc import Answering, Context, Server, abort
+from baton.engine.sampling import SamplingParams
 from baton.v1 import generation_pb2, worker_pb2_grpc
 from baton.v1 import worker_pb2 as pb
-from cluster.config import Config, SecurityConfig
-from cluster.errors import BatonError, Reason
-from cluster.memory_registry import MemoryRegistry
-from cluster.records import WorkerRecord
-from cluster.rpc import Answering, Context, Server, abort
-from engine.sampling import SamplingParams
 from router import watch
 from router.clients import Adopted, CacheSnapshot, Ended, FirstToken, Workers
 from router.request import Handoff, Request, Stopwatch, Token, Trace

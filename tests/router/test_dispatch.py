@@ -10,11 +10,11 @@ from dataclasses import dataclass, field, replace
 import pytest
 from fake_workers import TOKENIZER, Call, FakeWorkers, Fault, record
 
-from cluster.config import RouterConfig
-from cluster.errors import BatonError, Reason
-from cluster.records import Load, WorkerRecord
-from engine.sampling import SamplingParams
-from engine.toy import naive
+from baton.cluster.config import RouterConfig
+from baton.cluster.errors import BatonError, Reason
+from baton.cluster.records import Load, WorkerRecord
+from baton.engine.sampling import SamplingParams
+from baton.engine.toy import naive
 from router import dispatch
 from router.clients import DecodeEvent
 from router.dispatch import Dispatcher

@@ -7,12 +7,12 @@ from dataclasses import dataclass, field
 
 import pytest
 
-from cluster import semconv
-from cluster.config import SloConfig
-from cluster.errors import BatonError, Reason
-from cluster.metrics import Book
-from cluster.telemetry import Span, Tracer
-from engine.sampling import SamplingParams
+from baton.cluster import semconv
+from baton.cluster.config import SloConfig
+from baton.cluster.errors import BatonError, Reason
+from baton.cluster.metrics import Book
+from baton.cluster.telemetry import Span, Tracer
+from baton.engine.sampling import SamplingParams
 from router.journal import MAX_ID, Entry, Journal
 from router.request import Failure, Request
 

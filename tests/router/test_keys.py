@@ -6,8 +6,8 @@ from pathlib import Path
 
 import pytest
 
-from cluster.config import ConfigError
-from cluster.errors import BatonError, Reason
+from baton.cluster.config import ConfigError
+from baton.cluster.errors import BatonError, Reason
 from router import keys
 from router.keys import ApiKeys, Quota
 

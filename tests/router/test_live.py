@@ -9,12 +9,12 @@ from typing import Any
 import pytest
 from fake_workers import TOKENIZER, record
 
-from cluster.config import SloConfig
-from cluster.errors import BatonError, Reason
-from cluster.metrics import Book
-from cluster.records import WorkerRecord
-from cluster.telemetry import Tracer
-from engine.sampling import SamplingParams
+from baton.cluster.config import SloConfig
+from baton.cluster.errors import BatonError, Reason
+from baton.cluster.metrics import Book
+from baton.cluster.records import WorkerRecord
+from baton.cluster.telemetry import Tracer
+from baton.engine.sampling import SamplingParams
 from router.admission import Admission
 from router.journal import Entry, Journal
 from router.live import FRESH_S, GONE_S, MAX_REQUESTS, Live

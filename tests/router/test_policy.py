@@ -7,7 +7,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from cluster.records import BlockEvent, Load, WorkerRecord
+from baton.cluster.records import BlockEvent, Load, WorkerRecord
 from router.policy import Bypass, Choice, NoWorker, Saturated, choose_decode, choose_prefill
 from router.view import ClusterView
 

@@ -6,7 +6,7 @@ from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
 
-from cluster.records import BlockEvent
+from baton.cluster.records import BlockEvent
 from router.prefix_index import PrefixIndex
 
 KEYS = [bytes([i]) * 16 for i in range(6)]

@@ -8,8 +8,8 @@ from collections.abc import Iterator
 import pytest
 from limits.aio.storage import MemoryStorage
 
-from cluster.errors import BatonError, Reason
-from cluster.redis_server import EmbeddedRedis
+from baton.cluster.errors import BatonError, Reason
+from baton.launch.redis_server import EmbeddedRedis
 from router.keys import Quota
 from router.rates import AGAIN_S, Rates, redis_counters
 

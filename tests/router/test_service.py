@@ -12,13 +12,13 @@ from typing import Any
 import pytest
 from fake_workers import FakeWorkers, record
 
-from cluster.config import RouterConfig, SloConfig
-from cluster.errors import BatonError, Reason
-from cluster.metrics import Book
-from cluster.telemetry import Tracer
-from engine.sampling import SamplingParams
-from engine.toy import naive
-from models.make_small import make_toy
+from baton.cluster.config import RouterConfig, SloConfig
+from baton.cluster.errors import BatonError, Reason
+from baton.cluster.metrics import Book
+from baton.cluster.telemetry import Tracer
+from baton.engine.sampling import SamplingParams
+from baton.engine.toy import naive
+from baton.models.make_small import make_toy
 from router.admission import Admission
 from router.dispatch import Dispatcher
 from router.journal import Journal

@@ -11,8 +11,8 @@ from hypothesis import strategies as st
 from tokenizers import AddedToken, decoders, models, normalizers, pre_tokenizers, processors, trainers
 from transformers import PreTrainedTokenizerFast
 
-from cluster.errors import BatonError, Reason
-from engine.fingerprint import tokenizer_fingerprint
+from baton.cluster.errors import BatonError, Reason
+from baton.engine.fingerprint import tokenizer_fingerprint
 from router.chat_template import ChatTemplate
 from router.tokenizer import Tokenizer
 

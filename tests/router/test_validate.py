@@ -9,7 +9,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from cluster.errors import BatonError, Reason
+from baton.cluster.errors import BatonError, Reason
 from router.validate import MAX_VIOLATIONS, Ask, AskSampling, Limits, check, resolve
 
 LIMITS = Limits()

@@ -8,7 +8,7 @@ from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
 
-from cluster.records import BlockEvent, Load, WorkerRecord
+from baton.cluster.records import BlockEvent, Load, WorkerRecord
 from router.view import ClusterView, Joined, Left, Refused, Reincarnated, Served
 
 TOKENS = "tokenizer"

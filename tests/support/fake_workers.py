@@ -8,9 +8,9 @@ from dataclasses import dataclass, replace
 from itertools import count
 from typing import Any
 
-from cluster.errors import BatonError, Reason
-from cluster.records import Load, WorkerRecord
-from engine.toy import naive
+from baton.cluster.errors import BatonError, Reason
+from baton.cluster.records import Load, WorkerRecord
+from baton.engine.toy import naive
 from router.clients import Adopted, DecodeEvent, Ended, FirstToken
 from router.request import FinishReason, Handoff, Request, Token
 

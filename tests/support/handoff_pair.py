@@ -6,18 +6,18 @@ from contextlib import asynccontextmanager
 from dataclasses import dataclass, field, replace
 from typing import Any
 
-from cluster.errors import BatonError
-from cluster.metrics import Book
-from cluster.telemetry import Tracer
+from baton.cluster.errors import BatonError
+from baton.cluster.metrics import Book
+from baton.cluster.telemetry import Tracer
+from baton.engine.block_key import root_key
+from baton.engine.engine import Engine
+from baton.engine.kvcache import KvLayout, KvPool
+from baton.engine.loop import EngineLoop
+from baton.engine.sampling import Sampled, SamplingParams
+from baton.engine.scheduler import Limits
+from baton.engine.sequence import Sequence
+from baton.engine.toy import ToyRunner, naive
 from decode_worker.worker import Adopted, DecodeWorker, Event, Finished
-from engine.block_key import root_key
-from engine.engine import Engine
-from engine.kvcache import KvLayout, KvPool
-from engine.loop import EngineLoop
-from engine.sampling import Sampled, SamplingParams
-from engine.scheduler import Limits
-from engine.sequence import Sequence
-from engine.toy import ToyRunner, naive
 from kvtransfer.exporter import Exporter
 from kvtransfer.handle import KvHandle, mac_key
 from kvtransfer.importer import Checks, Importer, PeerFacts

@@ -10,12 +10,12 @@ from typing import Any
 
 from fake_workers import record
 
-from cluster.config import RouterConfig, SloConfig
-from cluster.errors import BatonError
-from cluster.metrics import Book
-from cluster.telemetry import Tracer
-from engine.sampling import SamplingParams
-from models.make_small import make_toy
+from baton.cluster.config import RouterConfig, SloConfig
+from baton.cluster.errors import BatonError
+from baton.cluster.metrics import Book
+from baton.cluster.telemetry import Tracer
+from baton.engine.sampling import SamplingParams
+from baton.models.make_small import make_toy
 from router.admission import Admission
 from router.http.app import HttpDoor
 from router.journal import Journal

@@ -17,11 +17,11 @@ from typing import Any
 import grpc
 
 from baton.client import AsyncClient
-from baton.state import alive
+from baton.engine.sampling import SamplingParams
+from baton.engine.toy import naive
+from baton.launch.state import alive
+from baton.models.make_small import make_toy
 from baton.v1 import worker_pb2, worker_pb2_grpc
-from engine.sampling import SamplingParams
-from engine.toy import naive
-from models.make_small import make_toy
 
 ROOT = Path(__file__).resolve().parents[2]
 UP_WITHIN_S = 150.0

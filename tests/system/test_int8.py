@@ -7,14 +7,14 @@ import torch
 from live_cluster import cluster
 from tokenizers import Tokenizer
 
-from baton.cli import SHIPPED
-from engine.build import Options, build
-from engine.engine import Engine
-from engine.fingerprint import fingerprint
-from engine.linear import multiplies_int8
-from engine.sampling import SamplingParams
-from engine.sequence import Sequence
-from models.train.stories import story
+from baton.cli.main import SHIPPED
+from baton.engine.build import Options, build
+from baton.engine.engine import Engine
+from baton.engine.fingerprint import fingerprint
+from baton.engine.linear import multiplies_int8
+from baton.engine.sampling import SamplingParams
+from baton.engine.sequence import Sequence
+from baton.models.train.stories import story
 
 pytestmark = [pytest.mark.system, pytest.mark.skipif(not multiplies_int8(torch.device("cpu")), reason="no VNNI")]
 GREEDY = SamplingParams(max_tokens=40, temperature=0.0, ignore_eos=True)

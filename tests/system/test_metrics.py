@@ -25,9 +25,9 @@ import yaml
 from live_cluster import ROOT, Cluster, cluster, toy
 from prometheus_client.parser import text_string_to_metric_families
 
+from baton.cli.up import free_port
 from baton.client import AsyncClient, GenerateError
-from baton.up import free_port
-from cluster.metrics import TABLE, Role
+from baton.cluster.metrics import TABLE, Role
 
 pytestmark = pytest.mark.system
 

@@ -13,13 +13,13 @@ from live_cluster import Cluster, cluster
 from near_tie import TOLERANCE, assert_same, parting
 from tokenizers import Tokenizer
 
-from baton.cli import SHIPPED
+from baton.cli.main import SHIPPED
 from baton.client import AsyncClient, Result, Token
-from engine.build import Options, build
-from engine.runner import ModelRunner
-from engine.sampling import Sampled, SamplingParams
-from engine.sequence import Sequence
-from models.train.stories import story
+from baton.engine.build import Options, build
+from baton.engine.runner import ModelRunner
+from baton.engine.sampling import Sampled, SamplingParams
+from baton.engine.sequence import Sequence
+from baton.models.train.stories import story
 
 pytestmark = pytest.mark.system
 

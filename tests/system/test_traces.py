@@ -18,10 +18,10 @@ import grpc
 import pytest
 from live_cluster import Cluster, cluster, toy
 
+from baton.cli.up import free_port
 from baton.client import build_request
-from baton.up import free_port
+from baton.cluster import semconv
 from baton.v1 import generation_pb2, generation_pb2_grpc
-from cluster import semconv
 
 pytestmark = pytest.mark.system
 trace_service = pytest.importorskip(

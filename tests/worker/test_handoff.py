@@ -12,10 +12,10 @@ from dataclasses import replace
 import pytest
 from handoff_pair import KEY, PROMPT, Pair, expected, greedy, pair
 
-from cluster.errors import BatonError, Reason
+from baton.cluster.errors import BatonError, Reason
+from baton.engine.block_key import root_key
+from baton.engine.sequence import Sequence, State
 from decode_worker.worker import Adopted, Event, Finished
-from engine.block_key import root_key
-from engine.sequence import Sequence, State
 from kvtransfer.digest import block_digests
 from kvtransfer.importer import Checks
 

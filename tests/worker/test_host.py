@@ -2,8 +2,8 @@ import threading
 
 import pytest
 
-from cluster.config import load
-from worker.host import fits, in_a_thread_that_ends
+from baton.cluster.config import load
+from baton.worker.host import fits, in_a_thread_that_ends
 
 
 @pytest.mark.parametrize(

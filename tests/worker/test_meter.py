@@ -8,15 +8,15 @@ from typing import Any
 import pytest
 from handoff_pair import PROMPT, Pair, greedy, pair
 
-from cluster import semconv
-from cluster.errors import BatonError
-from cluster.metrics import Book
-from cluster.telemetry import Span, Tracer
-from engine.block_key import root_key
-from engine.engine import Counts
-from engine.loop import Facts
-from engine.sequence import Sequence
-from worker.meter import Meter
+from baton.cluster import semconv
+from baton.cluster.errors import BatonError
+from baton.cluster.metrics import Book
+from baton.cluster.telemetry import Span, Tracer
+from baton.engine.block_key import root_key
+from baton.engine.engine import Counts
+from baton.engine.loop import Facts
+from baton.engine.sequence import Sequence
+from baton.worker.meter import Meter
 
 
 def told(book: Book, name: str) -> dict[tuple[str, ...], float]:

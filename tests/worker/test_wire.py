@@ -2,9 +2,9 @@
 
 from dataclasses import astuple, fields
 
+from baton.engine.kvcache import KvLayout
 from baton.v1 import worker_pb2
-from engine.kvcache import KvLayout
-from worker.wire import pack_layout, unpack_layout
+from baton.worker.wire import pack_layout, unpack_layout
 
 # No two fields alike, none with its default or that of protobuf
 LAYOUT = KvLayout("model", "bfloat16", 3, 4, 5, 6, layout_version=7, tensor_parallel=8, parts=9, value_dim=10)

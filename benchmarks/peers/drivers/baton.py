@@ -4,10 +4,10 @@ import time
 from dataclasses import fields
 from pathlib import Path
 
-from engine.build import Options, build
-from engine.sampling import SamplingParams
-from engine.scheduler import Limits
-from engine.sequence import Sequence
+from baton.engine.build import Options, build
+from baton.engine.sampling import SamplingParams
+from baton.engine.scheduler import Limits
+from baton.engine.sequence import Sequence
 from peers.driver import Handler, Message, engine, serve
 
 

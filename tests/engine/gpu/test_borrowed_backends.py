@@ -1,5 +1,5 @@
 """FlashInfer and flash-attn cannot run here. Stand-ins with their signatures, which do in plain torch what theirs do on a device, show that
-they are told the right things: the answers are those of `engine.attention`."""
+they are told the right things: the answers are those of `baton.engine.attention`."""
 
 import random
 import sys
@@ -9,12 +9,12 @@ import pytest
 import torch
 from torch import Tensor
 
-from engine.checkpoint import LayerAttention
-from engine.gpu.attention import DeviceAttention, TorchAttention
-from engine.gpu.inputs import Capacity, Inputs
-from engine.protocol import Chunk
-from engine.sampling import SamplingParams
-from engine.sequence import Sequence
+from baton.engine.checkpoint import LayerAttention
+from baton.engine.gpu.attention import DeviceAttention, TorchAttention
+from baton.engine.gpu.inputs import Capacity, Inputs
+from baton.engine.protocol import Chunk
+from baton.engine.sampling import SamplingParams
+from baton.engine.sequence import Sequence
 
 pytest.importorskip("triton")
 LAYERS = (LayerAttention(), LayerAttention(window=6), LayerAttention(softcap=3.0, scale=0.4), LayerAttention(window=6))
@@ -108,7 +108,7 @@ def backend(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> 
     stand_in = ModuleType(request.param)
     stand_in.__dict__.update(packages[request.param])
     monkeypatch.setitem(sys.modules, request.param, stand_in)
-    module = f"engine.gpu.{request.param}_backend"
+    module = f"baton.engine.gpu.{request.param}_backend"
     monkeypatch.delitem(sys.modules, module, raising=False)
     found = __import__(module, fromlist=["x"])
     monkeypatch.delitem(sys.modules, module)

@@ -21,7 +21,9 @@ def test_every_kernel_compiles_for_hopper(tmp_path: Path) -> None:
     done = subprocess.run(command, capture_output=True, text=True, env=environment, timeout=600)
     assert done.returncode == 0, done.stderr[-2000:]
     shared = json.loads(done.stdout)
-    kernels = {line.split("(")[0][4:] for path in (HERE.parents[2] / "engine" / "gpu").glob("triton_*.py") for line in launched(path)}
+    kernels = {
+        line.split("(")[0][4:] for path in (HERE.parents[2] / "baton" / "engine" / "gpu").glob("triton_*.py") for line in launched(path)
+    }
     assert set(shared) == kernels
     assert max(shared.values()) <= MOST_SHARED
 

@@ -5,12 +5,12 @@ import random
 import pytest
 import torch
 
-from engine import sampler as reference
-from engine.gpu.inputs import Seat
-from engine.gpu.overlap import UNKNOWN
-from engine.gpu.sampler import Pick, Sampler, answers, pick_plainly
-from engine.sampling import Sampled, SamplingParams
-from engine.sequence import Sequence
+from baton.engine import sampler as reference
+from baton.engine.gpu.inputs import Seat
+from baton.engine.gpu.overlap import UNKNOWN
+from baton.engine.gpu.sampler import Pick, Sampler, answers, pick_plainly
+from baton.engine.sampling import Sampled, SamplingParams
+from baton.engine.sequence import Sequence
 
 EOS = frozenset([1, 2])
 VOCAB = 320
@@ -18,7 +18,7 @@ SEATS = 16
 
 
 def kernels() -> Pick:
-    return pytest.importorskip("engine.gpu.triton_sampling", reason="needs triton", exc_type=ImportError).pick
+    return pytest.importorskip("baton.engine.gpu.triton_sampling", reason="needs triton", exc_type=ImportError).pick
 
 
 PICKS = [pytest.param(lambda: pick_plainly, id="plain"), pytest.param(kernels, id="triton")]

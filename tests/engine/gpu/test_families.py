@@ -8,15 +8,15 @@ import torch
 from transformers import DeepseekV2Config, Gemma2Config, PretrainedConfig, Qwen3Config
 from transformers.models.auto.modeling_auto import AutoModelForCausalLM
 
-from engine import runner as plain_runner
-from engine.gpu.inputs import Capacity
-from engine.gpu.runner import GpuRunner
-from engine.kvcache import KvPool
-from engine.protocol import Chunk
-from engine.sampling import SamplingParams
-from engine.sequence import Sequence
+from baton.engine import runner as plain_runner
+from baton.engine.gpu.inputs import Capacity
+from baton.engine.gpu.runner import GpuRunner
+from baton.engine.kvcache import KvPool
+from baton.engine.protocol import Chunk
+from baton.engine.sampling import SamplingParams
+from baton.engine.sequence import Sequence
 
-triton_ops = pytest.importorskip("engine.gpu.triton_ops", reason="needs triton", exc_type=ImportError)
+triton_ops = pytest.importorskip("baton.engine.gpu.triton_ops", reason="needs triton", exc_type=ImportError)
 SIZES = {
     "hidden_size": 32,
     "num_hidden_layers": 2,

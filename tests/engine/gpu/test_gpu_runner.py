@@ -7,18 +7,18 @@ from pathlib import Path
 import pytest
 import torch
 
-from engine.engine import Engine
-from engine.gpu.graphs import Graphs, ladder
-from engine.gpu.inputs import Capacity
-from engine.gpu.overlap import OverlapEngine
-from engine.gpu.runner import GpuRunner
-from engine.kvcache import KvLayout, KvPool
-from engine.protocol import Chunk, NonFiniteLogits
-from engine.runner import ModelRunner
-from engine.sampling import SamplingParams
-from engine.scheduler import Limits
-from engine.sequence import Sequence
-from models.make_small import make
+from baton.engine.engine import Engine
+from baton.engine.gpu.graphs import Graphs, ladder
+from baton.engine.gpu.inputs import Capacity
+from baton.engine.gpu.overlap import OverlapEngine
+from baton.engine.gpu.runner import GpuRunner
+from baton.engine.kvcache import KvLayout, KvPool
+from baton.engine.protocol import Chunk, NonFiniteLogits
+from baton.engine.runner import ModelRunner
+from baton.engine.sampling import SamplingParams
+from baton.engine.scheduler import Limits
+from baton.engine.sequence import Sequence
+from baton.models.make_small import make
 
 BLOCK = 4
 LIMITS = Limits(max_num_seqs=5, max_num_batched_tokens=24)
@@ -156,7 +156,7 @@ def test_a_sequence_moves_from_one_device_to_another_through_the_host(
 ) -> None:
     """Prefilled here, copied out, carried over as bytes, copied in, decoded there: the tokens of one runner, and nothing computed twice."""
     pytest.importorskip("triton")
-    monkeypatch.setattr("engine.gpu.runner.STAGED_BLOCKS", 2)  # more than one round
+    monkeypatch.setattr("baton.engine.gpu.runner.STAGED_BLOCKS", 2)  # more than one round
     prompt, params = list(range(5, 23)), SamplingParams(max_tokens=9, temperature=0.0)
     source, target = loaded(folder, device), loaded(folder, device)
     a = Sequence("a", list(prompt), 18, params, b"", blocks=[3, 1, 4, 15, 9, 2])

@@ -5,11 +5,11 @@ import random
 import pytest
 import torch
 
-from engine.gpu.inputs import Capacity, Inputs, Step
-from engine.gpu.overlap import UNKNOWN
-from engine.protocol import Chunk
-from engine.sampling import SamplingParams
-from engine.sequence import Sequence
+from baton.engine.gpu.inputs import Capacity, Inputs, Step
+from baton.engine.gpu.overlap import UNKNOWN
+from baton.engine.protocol import Chunk
+from baton.engine.sampling import SamplingParams
+from baton.engine.sequence import Sequence
 
 SCRATCH = 500
 

@@ -10,18 +10,18 @@ import numpy as np
 import pytest
 import torch
 
-from engine.checkpoint import LayerAttention
-from engine.engine import Engine
-from engine.gpu.attention import BACKENDS, Facts, why_not
-from engine.gpu.inputs import Capacity
-from engine.gpu.overlap import OverlapEngine
-from engine.gpu.runner import GpuRunner
-from engine.kvcache import KvPool
-from engine.protocol import Chunk
-from engine.runner import ModelRunner
-from engine.sampling import SamplingParams
-from engine.scheduler import Limits
-from engine.sequence import Sequence
+from baton.engine.checkpoint import LayerAttention
+from baton.engine.engine import Engine
+from baton.engine.gpu.attention import BACKENDS, Facts, why_not
+from baton.engine.gpu.inputs import Capacity
+from baton.engine.gpu.overlap import OverlapEngine
+from baton.engine.gpu.runner import GpuRunner
+from baton.engine.kvcache import KvPool
+from baton.engine.protocol import Chunk
+from baton.engine.runner import ModelRunner
+from baton.engine.sampling import SamplingParams
+from baton.engine.scheduler import Limits
+from baton.engine.sequence import Sequence
 
 pytestmark = pytest.mark.gpu
 CUDA = torch.device("cuda")
@@ -141,7 +141,7 @@ def test_submitting_does_not_wait(folder: Path) -> None:
 @pytest.mark.parametrize("how", [LayerAttention(), LayerAttention(window=300, softcap=30.0)], ids=["plain", "gemma"])
 @pytest.mark.parametrize("batch", [1, 64])
 def test_decode_at_full_size(how: LayerAttention, batch: int) -> None:
-    from engine.gpu.triton_attention import decode, splits
+    from baton.engine.gpu.triton_attention import decode, splits
 
     length, blocks = 3000, 64 * 190
     pool = torch.randn(blocks, 1, 2, 8, 16, 128, device=CUDA).bfloat16()
@@ -161,8 +161,8 @@ def test_decode_at_full_size(how: LayerAttention, batch: int) -> None:
 
 
 def test_blocks_cross_the_bus_both_ways() -> None:
-    from engine.gpu.staging import Staging
-    from engine.gpu.triton_blocks import digest_on_host
+    from baton.engine.gpu.staging import Staging
+    from baton.engine.gpu.triton_blocks import digest_on_host
 
     pool = torch.randn(300, 4, 2, 8, 16, 128, device=CUDA).bfloat16()
     before, staging = pool.clone(), Staging(pool, 100)

@@ -11,14 +11,14 @@ from collections.abc import Sequence as Seq
 import numpy as np
 import pytest
 
-from engine.engine import Output
-from engine.gpu.overlap import UNKNOWN, OverlapEngine, Pending, StepResult
-from engine.kvcache import KvPool
-from engine.protocol import Chunk
-from engine.sampling import Sampled, SamplingParams
-from engine.scheduler import Limits
-from engine.sequence import Finish, Sequence, State
-from engine.toy import ToyRunner, naive
+from baton.engine.engine import Output
+from baton.engine.gpu.overlap import UNKNOWN, OverlapEngine, Pending, StepResult
+from baton.engine.kvcache import KvPool
+from baton.engine.protocol import Chunk
+from baton.engine.sampling import Sampled, SamplingParams
+from baton.engine.scheduler import Limits
+from baton.engine.sequence import Finish, Sequence, State
+from baton.engine.toy import ToyRunner, naive
 
 BLOCK = 4
 TOY = {"vocab_size": 257, "eos_token_id": 256, "max_position_embeddings": 512, "kv_width": 2}

@@ -8,9 +8,9 @@ import pytest
 import torch
 from torch import Tensor
 
-from engine.checkpoint import LayerAttention
+from baton.engine.checkpoint import LayerAttention
 
-kernels = pytest.importorskip("engine.gpu.triton_attention", reason="needs triton", exc_type=ImportError)
+kernels = pytest.importorskip("baton.engine.gpu.triton_attention", reason="needs triton", exc_type=ImportError)
 
 
 @dataclass

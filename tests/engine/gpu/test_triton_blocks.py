@@ -6,8 +6,8 @@ import numpy as np
 import pytest
 import torch
 
-blocks = pytest.importorskip("engine.gpu.triton_blocks", reason="needs triton", exc_type=ImportError)
-from engine.gpu.staging import Staging  # noqa: E402 - only where triton is
+blocks = pytest.importorskip("baton.engine.gpu.triton_blocks", reason="needs triton", exc_type=ImportError)
+from baton.engine.gpu.staging import Staging  # noqa: E402 - only where triton is
 
 SHAPE = (2, 2, 3, 16, 14)  # 5,376 bytes in bfloat16, no multiple of what a program takes; more than one program
 

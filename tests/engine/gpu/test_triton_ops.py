@@ -3,9 +3,9 @@
 import pytest
 import torch
 
-from engine.ops import Ops
+from baton.engine.ops import Ops
 
-triton_ops = pytest.importorskip("engine.gpu.triton_ops", reason="needs triton", exc_type=ImportError)
+triton_ops = pytest.importorskip("baton.engine.gpu.triton_ops", reason="needs triton", exc_type=ImportError)
 PLAIN, FUSED = Ops(), triton_ops.TritonOps()
 TOLERANCE = {torch.float32: {"rtol": 1e-5, "atol": 1e-6}, torch.bfloat16: {"rtol": 2e-2, "atol": 2e-2}}
 

@@ -9,8 +9,8 @@ from typing import Any
 import pytest
 from http_door import CHAT, COMPLETION, CONTEXT, HELLO, Call, House, Script, failing, settled, toy_tokenizer
 
-from cluster.config import RouterConfig
-from cluster.errors import BatonError, Reason
+from baton.cluster.config import RouterConfig
+from baton.cluster.errors import BatonError, Reason
 from router.http.openapi import document
 from router.keys import ApiKeys, Entry
 from router.tokenizer import Tokenizer

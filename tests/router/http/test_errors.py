@@ -2,7 +2,7 @@
 
 import pytest
 
-from cluster.errors import BatonError, Reason, Violation, invalid
+from baton.cluster.errors import BatonError, Reason, Violation, invalid
 from router.http.errors import HttpError, to_http, to_json, to_param
 
 

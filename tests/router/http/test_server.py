@@ -14,9 +14,9 @@ from typing import Any
 import pytest
 from http_door import CHAT, HELLO, House, Script, settled, toy_tokenizer
 
-from cluster.config import ClusterConfig, Config, RouterConfig, SecurityConfig
-from cluster.errors import BatonError
-from cluster.rpc import Tasks
+from baton.cluster.config import ClusterConfig, Config, RouterConfig, SecurityConfig
+from baton.cluster.errors import BatonError
+from baton.cluster.rpc import Tasks
 from router.http import server
 from router.http.server import MAX_HEAD_BYTES, HttpServer
 from router.tokenizer import Tokenizer

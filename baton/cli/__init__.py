@@ -1,0 +1,1 @@
+"""What a person types: the commands of `baton`."""

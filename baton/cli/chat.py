@@ -1,0 +1,132 @@
+"""`baton chat`: a conversation in a terminal. Answers go to stdout, everything else to stderr, so that both can be piped.
+
+Every turn sends the whole conversation; what the cluster still holds of it is not computed again, and the line under each answer tells how
+much that was. A turn that fails or is interrupted leaves the conversation as it was.
+"""
+
+import sys
+import time
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from typing import Any
+
+from rich.console import Console
+from rich.text import Text
+
+from baton.cli import view
+from baton.client import Client, GenerateError, Result
+
+COMMANDS = {
+    "/new": "forget the conversation",
+    "/trace": "draw the stages of the last answer",
+    "/help": "this list",
+    "/quit": "end (or Ctrl-D)",
+}
+PROMPT = "\nyou   "
+
+
+@dataclass(slots=True)
+class Conversation:
+    """What was said. `ask` streams an answer and keeps the turn only when it came to its end."""
+
+    client: Client
+    system: str | None = None
+    sampling: dict[str, Any] = field(default_factory=dict)  # and timeout_s
+    turns: list[dict[str, str]] = field(default_factory=list)
+    last: Result | None = None
+    first_token_s: float = 0.0
+
+    def ask(self, text: str) -> Iterator[str]:
+        """Pieces of the answer. Raises GenerateError; ValueError for text that no message can hold."""
+        begin = [{"role": "system", "content": self.system}] if self.system else []
+        question = {"role": "user", "content": text}
+        asked = time.monotonic()
+        first = None
+        with self.client.generate(messages=[*begin, *self.turns, question], **self.sampling) as stream:
+            for piece in stream.texts():
+                first = first or time.monotonic()
+                yield piece
+            result = stream.result
+        self.last, self.first_token_s = result, (first or time.monotonic()) - asked
+        self.turns += [question, {"role": "assistant", "content": result.text}]
+
+    def forget(self) -> None:
+        self.turns.clear()
+        self.last = None
+
+
+def talk(conversation: Conversation, out: Console, err: Console) -> None:
+    """Until the end of stdin or /quit."""
+    interactive = sys.stdin.isatty()
+    if interactive:
+        import readline  # noqa: F401 - gives `input` its editing and history
+
+        err.print("[dim]/help lists the commands, Ctrl-C interrupts an answer, Ctrl-D ends[/]")
+    while (line := _read(interactive)) is not None:
+        text = line.strip()
+        if text == "/quit":
+            return
+        if text.startswith("/"):
+            _command(text, conversation, err)
+        elif text:
+            _answer(text, conversation, out, err, interactive)
+
+
+def _read(interactive: bool) -> str | None:
+    """One line; None at the end."""
+    try:
+        return input(PROMPT if interactive else "")
+    except (EOFError, KeyboardInterrupt):
+        if interactive:
+            print(file=sys.stderr)
+        return None
+
+
+def _answer(text: str, conversation: Conversation, out: Console, err: Console, interactive: bool) -> None:
+    try:
+        if interactive:
+            err.print("[bold]model[/] ", end="")
+        for piece in conversation.ask(text):
+            out.file.write(piece)
+            out.file.flush()
+        out.file.write("\n")
+        assert conversation.last is not None
+        err.print(told(conversation.last, conversation.first_token_s), soft_wrap=True)
+    except KeyboardInterrupt:
+        err.print("\n[yellow]interrupted; the conversation is as it was before[/]")
+    except (GenerateError, ValueError) as error:
+        out.file.write("\n")
+        if not interactive:
+            raise
+        hint = " (/new begins a new conversation)" if getattr(error, "reason", "") == "CONTEXT_LENGTH" else ""
+        err.print(Text(f"{error}{hint}", style="red"), soft_wrap=True)
+
+
+def _command(text: str, conversation: Conversation, err: Console) -> None:
+    if text == "/new":
+        conversation.forget()
+        err.print("[dim]the conversation is forgotten[/]")
+    elif text == "/trace" and conversation.last:
+        err.print(view.trace(conversation.last))
+    elif text == "/trace":
+        err.print("[dim]nothing was answered yet[/]")
+    else:
+        if text != "/help":
+            err.print(Text(f"{text} is no command", style="red"))
+        for name, what in COMMANDS.items():
+            err.print(f"{name:<8}[dim]{what}[/]")
+
+
+def told(result: Result, first_token_s: float) -> Text:
+    """What a turn cost, in one line."""
+    usage = result.usage
+    way = result.workers["decode"]
+    if prefill := result.workers["prefill"]:
+        moved = view.size(result.handoff["bytes"]) if result.handoff["bytes"] else "nothing to move"
+        way = f"{prefill} → {moved} → {way}"
+    share = usage.cached_tokens / max(1, usage.prompt_tokens)
+    return Text(
+        f"{usage.cached_tokens} of {usage.prompt_tokens} prompt tokens cached ({share:.0%}) · {usage.completion_tokens} out"
+        f" · first after {1000 * first_token_s:.0f} ms · {way}",
+        style="dim",
+    )

@@ -1,0 +1,181 @@
+"""`baton doctor`: is everything that a cluster needs here, and does it work? A finding says what was tried, not what is installed."""
+
+import asyncio
+import json
+import os
+import shutil
+import subprocess
+import sys
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+from importlib.metadata import PackageNotFoundError, version
+from typing import Literal
+
+import numpy as np
+
+from baton.cli.up import PORTS, UpError, check_ports
+from baton.cluster.config import Config, mask_password
+from baton.cluster.redis_registry import RedisRegistry
+from baton.engine.build import available_memory
+from baton.engine.kvcache import KvLayout, KvPool
+from baton.launch import state
+from baton.launch.redis_server import EmbeddedRedis
+from kvtransfer.select import make_transport
+from kvtransfer.transport import Transport
+
+BLOCK_BYTES, BLOCKS = 64 << 10, 1024  # 64 MiB in blocks of a common size
+REPEATS = 5
+PEER_WITHIN_S = 20.0
+
+
+@dataclass(frozen=True, slots=True)
+class Finding:
+    verdict: Literal["ok", "warn", "fail"]
+    subject: str
+    detail: str
+
+
+def examine(config: Config) -> list[Finding]:
+    return [_python(), _memory(config), *_transports(config), _redis(config), _ray(), _ports(config), _torch()]
+
+
+def _python() -> Finding:
+    cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count()
+    return Finding("ok", "python", f"{sys.version.split()[0]} on {sys.platform}, {cores} cores usable")
+
+
+def _memory(config: Config) -> Finding:
+    free = available_memory()
+    share = config.engine.kv_memory_mib << 20 if config.engine.kv_memory_mib else int(free * config.engine.kv_memory_fraction)
+    workers = config.prefill.replicas + config.decode.replicas
+    detail = f"{free / 2**30:.1f} GiB free; KV pools of {workers} workers take up to {share / 2**30:.1f} GiB each"
+    return Finding("ok" if share * workers < free else "warn", "memory", detail)
+
+
+def _torch() -> Finding:
+    try:
+        return Finding("ok", "torch", version("torch"))
+    except PackageNotFoundError:
+        return Finding("fail", "torch", "is not installed")
+
+
+def _transports(config: Config) -> list[Finding]:
+    """Each by itself; with `auto`, two workers of this host use NIXL if it works, else TCP."""
+    findings = []
+    works = False
+    for kind in ("nixl", "tcp"):
+        needed = config.kv.transport == kind or (kind == "tcp" and config.kv.transport == "auto" and not works)
+        try:
+            detail = _measure(kind, config)
+            used = needed or (kind == "nixl" and config.kv.transport == "auto")
+            works = works or used
+            findings.append(Finding("ok", kind, detail + (" (in use)" if used else "")))
+        except Exception as error:  # whatever a native library comes up with is a finding
+            findings.append(Finding("fail" if needed else "warn", kind, str(error)))
+    return findings
+
+
+def _measure(kind: str, config: Config) -> str:
+    """Read 64 MiB out of another process, beside a plain copy of the same bytes."""
+    peer = subprocess.Popen(
+        [sys.executable, "-m", "baton.cli.doctor", kind, config.cluster.host, config.kv.ucx_tls or "", config.kv.ucx_net_devices or ""],
+        stdin=subprocess.PIPE,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.DEVNULL,
+        text=True,
+    )
+    try:
+        assert peer.stdout is not None
+        line = peer.stdout.readline()
+        if not line:
+            raise RuntimeError("the other process could not open the transport")
+        pool = _pool()
+        mine = _open(kind, "doctor-reader", pool, config.cluster.host, config.kv.ucx_tls, config.kv.ucx_net_devices)
+        try:
+            mine.connect("doctor-peer", bytes.fromhex(json.loads(line)["address"]))
+            blocks = list(range(BLOCKS))
+            read = min(_timed(lambda: mine.read("doctor-peer", blocks, blocks, PEER_WITHIN_S)) for _ in range(REPEATS))
+            if not (pool.array == CONTENT).all():
+                raise RuntimeError("the bytes that arrived are not the bytes that were sent")
+            copy = min(_timed(lambda: np.copyto(pool.array, CONTENT)) for _ in range(REPEATS))
+            rate = pool.nbytes / read / 1e9
+            return f"{rate:.1f} GB/s between two processes, {copy / read:.0%} of a plain copy; {mine.backend_detail()}"
+        finally:
+            mine.close()
+    finally:
+        peer.communicate("", timeout=PEER_WITHIN_S)
+
+
+def _pool() -> KvPool:
+    return KvPool(KvLayout("doctor", "int64", 16, 1, 1, BLOCK_BYTES // 2 // 16 // 8), BLOCKS)
+
+
+CONTENT = (np.arange(BLOCK_BYTES * BLOCKS, dtype=np.uint32) % 251).astype(np.uint8).reshape(BLOCKS, BLOCK_BYTES)
+
+
+def _open(kind: str, name: str, pool: KvPool, host: str, tls: str | None, devices: str | None) -> Transport:
+    return make_transport(kind, peer=name, pool=pool, host=host, key=b"doctor" * 6, ucx_tls=tls or None, ucx_net_devices=devices or None)
+
+
+def _timed(action: Callable[[], object]) -> float:
+    began = time.perf_counter()
+    action()
+    return time.perf_counter() - began
+
+
+def _redis(config: Config) -> Finding:
+    async def ask(url: str) -> float:
+        registry = RedisRegistry(url, "baton-doctor", config.redis)
+        try:
+            await registry.ping()
+            began = time.perf_counter()
+            await registry.ping()
+            return time.perf_counter() - began
+        finally:
+            await registry.close()
+
+    try:
+        if config.redis.url != "embedded":
+            return Finding(
+                "ok", "redis", f"{mask_password(config.redis.url)} answers in {asyncio.run(ask(config.redis.url)) * 1000:.2f} ms"
+            )
+        with EmbeddedRedis() as server:
+            return Finding("ok", "redis", f"embedded server starts and answers in {asyncio.run(ask(server.url)) * 1000:.2f} ms")
+    except Exception as error:
+        return Finding("fail", "redis", str(error))
+
+
+def _ray() -> Finding:
+    try:
+        return Finding("ok", "ray", f"{version('ray')} installed; `baton up --launcher ray` uses it")
+    except PackageNotFoundError:
+        return Finding("warn", "ray", "not installed; the local launcher works without it")
+
+
+def _ports(config: Config) -> Finding:
+    running = state.read(config.cluster.name)
+    if running is not None:
+        return Finding("ok", "ports", f"cluster {running.name!r} is running (pid {running.pid}) on {running.endpoints['grpc']}")
+    try:
+        check_ports(config)
+    except UpError as error:
+        return Finding("fail", "ports", str(error))
+    free = shutil.disk_usage(state.state_dir()).free
+    ports = ", ".join(str(getattr(config.router, name)) for name in PORTS)
+    return Finding("ok", "ports", f"{ports} are free; {free / 2**30:.0f} GiB of disk for logs")
+
+
+def _serve() -> None:
+    """The other process of `_measure`: offers a pool of known bytes until stdin closes."""
+    kind, host, tls, devices = sys.argv[1:5]
+    pool = _pool()
+    pool.array[:] = CONTENT
+    transport = _open(kind, "doctor-peer", pool, host, tls, devices)
+    print(json.dumps({"address": transport.address().hex()}), flush=True)
+    sys.stdin.read()
+    transport.close()
+
+
+if __name__ == "__main__":
+    _serve()

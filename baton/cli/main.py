@@ -1,0 +1,429 @@
+"""The `baton` command. Results go to stdout, everything else to stderr.
+
+Exit status: 0 done, 1 it failed (the reason is on stderr), 2 the command line or the configuration cannot be used.
+"""
+
+import asyncio
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import asdict
+from pathlib import Path
+from typing import Annotated, Any, Self
+
+import grpc
+import typer
+import yaml
+from rich.console import Console
+from rich.markup import escape
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, SpinnerColumn, TaskID
+from rich.status import Status
+
+from baton.cli import view
+from baton.client import Client, GenerateError, Stream
+from baton.cluster import config as configuration
+from baton.cluster.config import Config, ConfigError
+from baton.cluster.errors import BatonError
+from baton.cluster.main import read_arguments
+from baton.launch import state
+from baton.v1 import worker_pb2, worker_pb2_grpc
+from loadtest.cli import app as loadtest_app
+
+app = typer.Typer(no_args_is_help=True, add_completion=True, pretty_exceptions_enable=False, help=__doc__)
+config_app = typer.Typer(no_args_is_help=True, help="The configuration: what is in force, and what there is.")
+app.add_typer(config_app, name="config")
+app.add_typer(loadtest_app, name="loadtest")
+PIPE_WIDTH = 180  # columns of a table that nobody's terminal limits
+out, err = (
+    Console(stderr=stderr, highlight=False, width=None if stream.isatty() else PIPE_WIDTH)
+    for stderr, stream in ((False, sys.stdout), (True, sys.stderr))
+)
+FREE = {"allow_extra_args": True, "ignore_unknown_options": True}
+DETACH_WITHIN_S = 150.0
+SHIPPED = Path(__file__).resolve().parents[1] / "models" / "tale"
+TRY = (  # long enough for a handoff
+    "Once upon a time there was a fox who lived near the river and wanted to see the sea."
+    " The fox was called Pim, and everybody knew that he was very brave. His best friend was Ida the owl."
+)
+TRY_JSON = json.dumps({"messages": [{"role": "user", "content": "Tell me a story about a hedgehog named Pim and an owl."}]})
+DOWN_WITHIN_S = 60.0
+CHAT_TEMPERATURE = 0.5
+
+ConfigFiles = Annotated[list[Path] | None, typer.Option("--config", help="Configuration file (YAML); may be given more than once.")]
+Name = Annotated[str, typer.Option("--name", help="Which cluster.")]
+Address = Annotated[str | None, typer.Option(help="host:port of the router; the running cluster's by default.")]
+
+
+@app.command(context_settings=FREE)
+def up(
+    context: typer.Context,
+    config: ConfigFiles = None,
+    model: Annotated[str | None, typer.Option(help="Folder of a Hugging Face checkpoint.")] = None,
+    prefill: Annotated[int | None, typer.Option(help="Prefill workers; 0 makes a colocated cluster.")] = None,
+    decode: Annotated[int | None, typer.Option(help="Decode workers.")] = None,
+    launcher: Annotated[str | None, typer.Option(help="local or ray.")] = None,
+    name: Annotated[str | None, typer.Option("--name", help="Name of the cluster.")] = None,
+    detach: Annotated[bool, typer.Option("--detach", help="Return when the cluster is ready; end it with `baton down`.")] = False,
+) -> None:
+    """Start a cluster: router, prefill and decode workers, Redis. Every key of the configuration is a flag: --engine.block-size 32."""
+    with _failing():
+        shorthand = {
+            "model.path": model, "prefill.replicas": prefill, "decode.replicas": decode, "launcher.kind": launcher, "cluster.name": name,
+        }  # fmt: skip
+        loaded = _load(context, config, {key: str(value) for key, value in shorthand.items() if value is not None})
+        if state.read(loaded.cluster.name) is not None:
+            raise state.StateError(f"a cluster {loaded.cluster.name!r} is running already; `baton down` ends it")
+        if detach:
+            _detach(loaded.cluster.name)
+        else:
+            _run(loaded)
+
+
+@app.command()
+def down(name: Name = "baton") -> None:
+    """End a cluster: requests that run may finish, then everything goes."""
+    with _failing():
+        running = state.need(name)
+        os.kill(running.pid, signal.SIGTERM)
+        with _waiting("stopping"):
+            deadline = time.monotonic() + DOWN_WITHIN_S
+            while state.alive(running.pid):
+                if time.monotonic() > deadline:
+                    raise state.StateError(f"the supervisor (pid {running.pid}) is still there after {DOWN_WITHIN_S:g} s")
+                time.sleep(0.05)
+        err.print(f"cluster {name} is down")
+
+
+@app.command()
+def scale(
+    prefill: Annotated[int | None, typer.Option(min=0)] = None,
+    decode: Annotated[int | None, typer.Option(min=1)] = None,
+    name: Name = "baton",
+) -> None:
+    """Change the size of a pool while it serves."""
+    with _failing():
+        running = state.need(name)
+        wanted = asyncio.run(_desire(running, prefill, decode))
+        out.print(f"prefill {wanted[0]}, decode {wanted[1]}")
+
+
+@app.command()
+def generate(
+    prompt: Annotated[str, typer.Argument(help="The prompt; - reads it from stdin.")],
+    chat: Annotated[bool, typer.Option("--chat", help="The prompt is one user message, under the model's chat template.")] = False,
+    max_tokens: Annotated[int | None, typer.Option()] = None,
+    min_tokens: Annotated[int | None, typer.Option()] = None,
+    temperature: Annotated[float | None, typer.Option(help="0 is greedy.")] = None,
+    top_p: Annotated[float | None, typer.Option()] = None,
+    top_k: Annotated[int | None, typer.Option()] = None,
+    min_p: Annotated[float | None, typer.Option()] = None,
+    seed: Annotated[int | None, typer.Option()] = None,
+    stop: Annotated[list[str] | None, typer.Option(help="Stop string; may be given more than once.")] = None,
+    ignore_eos: Annotated[bool, typer.Option("--ignore-eos")] = False,
+    timeout: Annotated[float | None, typer.Option(help="Seconds.")] = None,
+    trace: Annotated[bool, typer.Option("--trace", help="Draw the stages of this request.")] = False,
+    as_json: Annotated[bool, typer.Option("--json", help="One JSON object instead of streamed text.")] = False,
+    address: Address = None,
+    name: Name = "baton",
+) -> None:
+    """Stream the answer to one prompt."""
+    with _failing():
+        sampling: dict[str, Any] = {
+            "max_tokens": max_tokens, "min_tokens": min_tokens, "temperature": temperature, "top_p": top_p, "top_k": top_k, "min_p": min_p,
+            "seed": seed, "stop": stop or None, "ignore_eos": ignore_eos or None,
+        }  # fmt: skip
+        with (
+            _client(address, name) as client,
+            _ask(client, prompt, chat, timeout_s=timeout, **sampling) as stream,
+        ):
+            for piece in stream.texts():
+                if not as_json:
+                    sys.stdout.write(piece)
+                    sys.stdout.flush()
+            result = stream.result
+        print(json.dumps(asdict(result), ensure_ascii=False) if as_json else "")
+        if trace:
+            err.print(view.trace(result))
+
+
+@app.command()
+def chat(
+    system: Annotated[str | None, typer.Option(help="System message.")] = None,
+    max_tokens: Annotated[int | None, typer.Option()] = None,
+    temperature: Annotated[float, typer.Option(help="0 is greedy.")] = CHAT_TEMPERATURE,
+    top_p: Annotated[float | None, typer.Option()] = None,
+    top_k: Annotated[int | None, typer.Option()] = None,
+    min_p: Annotated[float | None, typer.Option()] = None,
+    seed: Annotated[int | None, typer.Option()] = None,
+    timeout: Annotated[float | None, typer.Option(help="Seconds for one answer.")] = None,
+    address: Address = None,
+    name: Name = "baton",
+) -> None:
+    """Talk to the model, turn by turn. Lines that are piped in are turns too."""
+    from baton.cli.chat import Conversation, talk
+
+    with _failing():
+        sampling = {
+            "max_tokens": max_tokens, "temperature": temperature, "top_p": top_p, "top_k": top_k, "min_p": min_p, "seed": seed,
+            "timeout_s": timeout,
+        }  # fmt: skip
+        with _client(address, name) as client:
+            talk(Conversation(client, system, sampling), out, err)
+
+
+@app.command()
+def status(as_json: Annotated[bool, typer.Option("--json")] = False, address: Address = None, name: Name = "baton") -> None:
+    """Endpoints, workers, load, leases. `--address` is the router's admin address here."""
+    with _failing():
+        admin = address or state.need(name).endpoints["admin"]
+        with grpc.insecure_channel(admin) as channel:
+            stub = worker_pb2_grpc.AdminStub(channel)  # type: ignore[no-untyped-call]
+            answer = json.loads(stub.Status(worker_pb2.StatusRequest(), timeout=5).status_json)
+        if as_json:
+            print(json.dumps(answer))
+        else:
+            out.print(view.status(answer))
+
+
+@app.command()
+def trace(
+    request: Annotated[str | None, typer.Argument(help="Id of the request.")] = None,
+    last: Annotated[bool, typer.Option("--last", help="The request that ended last.")] = False,
+    as_json: Annotated[bool, typer.Option("--json")] = False,
+    address: Address = None,
+    name: Name = "baton",
+) -> None:
+    """Draw the stages of a request that has ended, its retries and its handoff. `--address` is the router's admin address here."""
+    from baton.cli.trace import draw, fetch
+
+    with _failing():
+        if last == (request is not None):
+            raise typer.BadParameter("name one request, or --last")
+        record = fetch(address or state.need(name).endpoints["admin"], request or "")
+        if as_json:
+            print(json.dumps(record))
+        else:
+            out.print(draw(record))
+
+
+@app.command()
+def top(
+    once: Annotated[bool, typer.Option("--once", help="One look, and the end.")] = False,
+    every: Annotated[float, typer.Option(min=0.1, help="Seconds between two looks.")] = 1.0,
+    address: Address = None,
+    name: Name = "baton",
+) -> None:
+    """Watch the cluster: workers, requests on their way, the last ones. `--address` is the router's admin address here."""
+    from baton.cli.top import run
+
+    with _failing():
+        run(address or state.need(name).endpoints["admin"], out, every, once)
+
+
+@app.command(context_settings=FREE)
+def doctor(context: typer.Context, config: ConfigFiles = None, as_json: Annotated[bool, typer.Option("--json")] = False) -> None:
+    """Check this machine: NIXL and what really carries the bytes, Redis, Ray, ports, memory."""
+    from baton.cli.doctor import examine  # it loads NIXL, torch and Ray, which no other command needs
+
+    with _failing():
+        findings = examine(_load(context, config, {}))
+        if as_json:
+            print(json.dumps([asdict(finding) for finding in findings]))
+        else:
+            for finding in findings:
+                mark = {"ok": "[green]ok  [/]", "warn": "[yellow]warn[/]", "fail": "[red]fail[/]"}[finding.verdict]
+                out.print(f"{mark} {finding.subject:<10} {escape(finding.detail)}", soft_wrap=True)
+        if any(finding.verdict == "fail" for finding in findings):
+            raise typer.Exit(1)
+
+
+@config_app.command("print", context_settings=FREE)
+def config_print(context: typer.Context, config: ConfigFiles = None, as_json: Annotated[bool, typer.Option("--json")] = False) -> None:
+    """The values in force, and where each comes from."""
+    with _failing():
+        files, flags = _arguments(context, config, {})
+        loaded = configuration.load(files, flags=flags)
+        if as_json:
+            print(json.dumps(yaml.safe_load(configuration.dump(loaded.config))))  # secrets are masked
+            return
+        for line in configuration.dump(loaded.config).splitlines():
+            if not line.startswith(" "):
+                section = line.rstrip(":")
+            source = loaded.sources.get(f"{section}.{line.strip().partition(':')[0]}", "")
+            print(f"{line:<60} # {source}" if source and source != "default" else line)
+
+
+@config_app.command("schema")
+def config_schema() -> None:
+    """JSON schema of the configuration."""
+    print(json.dumps(configuration.schema(), indent=2))
+
+
+def main() -> None:
+    app()
+
+
+def _client(address: str | None, name: str) -> Client:
+    """The key is no flag: others can read those."""
+    return Client(address or state.need(name).endpoints["grpc"], api_key=os.environ.get("BATON_API_KEY"))
+
+
+def _ask(client: Client, prompt: str, chat: bool, **options: Any) -> Stream:
+    """Raises typer.BadParameter for what no request can hold: a number out of its range, bytes that are no text."""
+    try:
+        text = sys.stdin.read() if prompt == "-" else prompt
+        return client.generate(**({"messages": [{"role": "user", "content": text}]} if chat else {"prompt": text}), **options)
+    except ValueError as error:
+        raise typer.BadParameter(str(error)) from None
+
+
+def _run(config: Config) -> None:
+    from baton.cli.up import Supervisor, check_ports  # the launchers, which no other command needs
+
+    config = _with_model(config)
+    check_ports(config)
+    log_dir = state.state_dir() / f"{config.cluster.name}-logs"
+    for old in log_dir.glob("*.log"):
+        old.unlink()
+    with _Starting() as starting:
+
+        def on_ready(running: state.ClusterState) -> None:
+            starting.stop()
+            _banner(config, running)
+
+        asyncio.run(Supervisor(config, log_dir, starting.note, starting.loading).run(on_ready))
+
+
+class _Starting:
+    """What a person sees while a cluster starts: lines of state, and on a terminal a bar for each worker that loads weights."""
+
+    def __init__(self) -> None:
+        self._bars = Progress(SpinnerColumn(), "{task.description}", BarColumn(), MofNCompleteColumn(), console=err, transient=True)
+        self._tasks: dict[str, TaskID] = {}
+        self._live = err.is_terminal
+
+    def __enter__(self) -> Self:
+        if self._live:
+            self._bars.start()
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.stop()
+
+    def note(self, line: str) -> None:
+        err.print(line)
+
+    def loading(self, name: str, done: int, total: int) -> None:
+        if name not in self._tasks:
+            self._tasks[name] = self._bars.add_task(name, total=total)
+        self._bars.update(self._tasks[name], completed=done, total=total)
+
+    def stop(self) -> None:
+        if self._live:
+            self._bars.stop()
+            self._live = False
+
+
+def _banner(config: Config, running: state.ClusterState) -> None:
+    named = "" if running.name == "baton" else f" --name {running.name}"
+    scheme = "https" if config.security.tls_cert else "http"
+    http = f"{scheme}://{running.endpoints['http']}"
+    err.print(f"[bold green]ready[/]  {config.prefill.replicas} prefill, {config.decode.replicas} decode, model {config.model.path}")
+    err.print(f"gRPC   {running.endpoints['grpc']}   (baton.v1.Generation/Generate)")
+    err.print(f"HTTP   {http}/v1   (OpenAI)")
+    err.print(f"admin  {running.endpoints['admin']}")
+    err.print(f"page   {scheme}://{running.endpoints['page']}/")
+    err.print(f"logs   {running.log_dir}")
+    err.print(f'try    baton generate "{TRY}" --max-tokens 60 --trace{named}', soft_wrap=True)
+    err.print(f"       curl {http}/v1/chat/completions -H 'content-type: application/json' -d '{TRY_JSON}'", soft_wrap=True, markup=False)
+    err.print("[dim]Ctrl-C ends it[/]")
+
+
+def _with_model(config: Config) -> Config:
+    """The named model, or the one that ships."""
+    path = Path(config.model.path or SHIPPED).resolve()
+    return config.model_copy(update={"model": config.model.model_copy(update={"path": str(path)})})
+
+
+def _detach(name: str) -> None:
+    """The same command, without --detach, in a session of its own."""
+    arguments = [argument for argument in sys.argv[1:] if argument != "--detach"]
+    log = state.state_dir() / f"{name}-up.log"
+    with log.open("wb") as output:
+        child = subprocess.Popen(
+            [sys.executable, "-m", "baton", *arguments], stdin=subprocess.DEVNULL, stdout=output, stderr=output, start_new_session=True
+        )
+    with _waiting("starting"):
+        deadline = time.monotonic() + DETACH_WITHIN_S
+        while (running := state.read(name)) is None:
+            if child.poll() is not None:
+                raise state.StateError(f"the cluster did not come up:\n{log.read_text(errors='replace').strip()}")
+            if time.monotonic() > deadline:
+                child.terminate()
+                raise state.StateError(f"the cluster is not ready after {DETACH_WITHIN_S:g} s; see {log}")
+            time.sleep(0.05)
+    print(json.dumps({"name": running.name, "pid": running.pid, "endpoints": running.endpoints}))
+
+
+async def _desire(running: state.ClusterState, prefill: int | None, decode: int | None) -> tuple[int, int]:
+    from baton.cluster.records import Pools
+    from baton.cluster.redis_registry import RedisRegistry
+
+    registry = RedisRegistry(running.redis_url, running.name, Config().redis)
+    try:
+        now = await registry.desired() or Pools(1, 1)
+        wanted = Pools(now.prefill if prefill is None else prefill, now.decode if decode is None else decode)
+        await registry.desire(wanted)
+        return wanted.prefill, wanted.decode
+    finally:
+        await registry.close()
+
+
+def _arguments(context: typer.Context, config: list[Path] | None, shorthand: dict[str, str]) -> tuple[list[Path], dict[str, str]]:
+    files, flags = read_arguments(context.args)
+    return [*(config or ()), *files], {**flags, **shorthand}
+
+
+def _load(context: typer.Context, config: list[Path] | None, shorthand: dict[str, str]) -> Config:
+    files, flags = _arguments(context, config, shorthand)
+    return configuration.load(files, flags=flags).config
+
+
+@contextmanager
+def _waiting(text: str) -> Iterator[Status | None]:
+    """A spinner for a person, nothing for a file."""
+    if not err.is_terminal:
+        yield None
+        return
+    with err.status(text) as spinner:
+        yield spinner
+
+
+@contextmanager
+def _failing() -> Iterator[None]:
+    """Expected failures become a line on stderr and an exit status."""
+    try:
+        yield
+    except ConfigError as error:
+        err.print(str(error), markup=False, soft_wrap=True)
+        raise typer.Exit(2) from None
+    except BrokenPipeError:  # whoever read our output has had enough; the interpreter would flush into the same pipe again
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        raise typer.Exit(1) from None
+    except (BatonError, GenerateError, state.StateError, OSError) as error:
+        err.print(f"baton: {error}", markup=False, soft_wrap=True)
+        raise typer.Exit(1) from None
+    except grpc.RpcError as error:
+        err.print(f"baton: {error.code().name}: {error.details()}", markup=False, soft_wrap=True)
+        raise typer.Exit(1) from None
+    except KeyboardInterrupt:
+        raise typer.Exit(130) from None
+
+
+if __name__ == "__main__":
+    main()

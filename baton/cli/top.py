@@ -1,0 +1,141 @@
+"""`baton top`: the cluster at this moment in the terminal, from the router's `Live`. What the live page shows, without a browser."""
+
+import json
+import time
+from collections import deque
+from collections.abc import Callable
+from typing import Any
+
+import grpc
+from rich.console import Console, Group
+from rich.live import Live
+from rich.table import Table
+from rich.text import Text
+
+from baton.cli.view import STAGE_COLOURS, bar, size
+from baton.v1 import worker_pb2, worker_pb2_grpc
+
+RATE_OVER_S = 10.0
+STATE_STYLES = {"ready": "green", "draining": "yellow"}  # the rest is red
+MAX_DOTS = 24
+Snapshot = dict[str, Any]
+
+
+def run(admin: str, console: Console, every_s: float, once: bool) -> None:
+    """Until Ctrl-C. A router that is away is said to be so, and asked again. Raises grpc.RpcError when `once` finds nobody."""
+    with grpc.insecure_channel(admin) as channel:
+        stub = worker_pb2_grpc.AdminStub(channel)  # type: ignore[no-untyped-call]
+
+        def look() -> Snapshot:
+            told: Snapshot = json.loads(stub.Live(worker_pb2.LiveRequest(), timeout=5).live_json)
+            return told
+
+        if once:
+            console.print(draw(look(), {}))
+            return
+        with Live(console=console, screen=console.is_terminal, auto_refresh=False) as live:
+            watch(look, lambda shown: live.update(shown, refresh=True), every_s)
+
+
+def watch(look: Callable[[], Snapshot], show: Callable[[Group], None], every_s: float) -> None:
+    seen: deque[Snapshot] = deque()
+    shown = Group()
+    while True:
+        try:
+            now = look()
+        except grpc.RpcError as error:
+            show(Group(Text(f"the router does not answer: {error.code().name}", style="red"), shown))
+        else:
+            if seen and now["clock"] < seen[-1]["clock"]:
+                seen.clear()  # another router process
+            seen.append(now)
+            while now["clock"] - seen[0]["clock"] > RATE_OVER_S:
+                seen.popleft()
+            shown = draw(now, rates(seen[0], now))
+            show(shown)
+        time.sleep(every_s)
+
+
+def rates(before: Snapshot, now: Snapshot) -> dict[str, float]:
+    """Of every total, a second. Empty when no time lies between."""
+    seconds = now["clock"] - before["clock"]
+    totals = ((name, value, before["totals"][name]) for name, value in now["totals"].items() if name != "outcomes")
+    return {name: max(0.0, (value - then) / seconds) for name, value, then in totals} if seconds > 0 else {}
+
+
+def draw(now: Snapshot, rate: dict[str, float]) -> Group:
+    """`rate`: totals a second, where they are known."""
+    return Group(_head(now, rate), _workers(now), _requests(now), _recent(now), _errors(now))
+
+
+def _head(now: Snapshot, rate: dict[str, float]) -> Text:
+    router, totals, slo = now["router"], now["totals"], now["slo"]
+    head = Text(f"{now['model']}  {router['inflight']} in flight, {router['queued']} queued", style="bold")
+    if rate:
+        goodput = "goodput" if slo["objectives"] else "completed"
+        head.append(f"  {goodput} {rate['met']:.2f}/s  {rate['output_tokens']:.1f} tokens/s  KV {size(rate['handoff_bytes'])}/s")
+    if slo["attainment"] is not None:
+        head.append(f"  SLO {100 * slo['attainment']:.0f} %")
+    if totals["prompt_tokens"]:
+        head.append(f"  cached {100 * totals['cached_tokens'] / totals['prompt_tokens']:.0f} %")
+    if router["registry"] != "reachable":
+        head.append("  registry away", style="red")
+    return head
+
+
+def _workers(now: Snapshot) -> Table:
+    table = _table("worker", "state", "running", "waiting", "KV in use", "cached", "leases", "requests")
+    for worker in now["workers"]:
+        dots = Text()
+        here = [request for request in now["requests"] if request["worker"] == worker["name"]]
+        for request in here[:MAX_DOTS]:
+            dots.append("●", style=STAGE_COLOURS[request["stage"]])
+        dots.append("…" if len(here) > MAX_DOTS else "")
+        state = Text(worker["state"], style=STATE_STYLES.get(worker["state"], "bold red"))
+        used = f"{100 * worker['blocks_in_use'] / worker['kv_blocks']:.0f} %"
+        table.add_row(
+            worker["name"], state, str(worker["running"]), str(worker["waiting"]), used, str(worker["cached_blocks"]),
+            str(worker["leases"]), dots,
+        )  # fmt: skip
+    return table
+
+
+def _requests(now: Snapshot) -> Table:
+    table = _table("request", "stage", "prefill", "decode", "prompt", "output", "age", "retries")
+    for request in now["requests"][:10]:
+        stage = Text(request["stage"], style=STAGE_COLOURS[request["stage"]])
+        table.add_row(
+            request["request_id"], stage, request["prefill_worker"], request["decode_worker"], str(request["prompt_tokens"]),
+            str(request["output_tokens"]), f"{request['age']:.1f} s", str(request["retries"] or ""),
+        )  # fmt: skip
+    return table
+
+
+def _recent(now: Snapshot) -> Table:
+    table = _table("last", "stages", "TTFT", "total", "tokens")
+    for record in now["recent"][:6]:
+        ok, whole = record["outcome"] == "ok", record["e2e"] or 1e-9
+        stages = Text(f"{record['outcome']}: {record['reason']}", style="red")
+        if ok:
+            longest = max(record["laps"], key=lambda lap: lap["end"] - lap["start"])
+            stages = Text.assemble(*(_lap(lap, whole) for lap in record["laps"]), f" {longest['stage']}")
+        ttft = "" if record["ttft"] is None else f"{1000 * record['ttft']:.0f} ms"
+        tokens = f"{record['prompt_tokens']} → {record['output_tokens']}"
+        table.add_row(record["request_id"], stages, ttft, f"{1000 * record['e2e']:.0f} ms", tokens)
+    return table
+
+
+def _lap(lap: dict[str, Any], whole: float) -> Text:
+    return Text(bar(0.0, (lap["end"] - lap["start"]) / whole, "").plain.rstrip(), style=STAGE_COLOURS[lap["stage"]])
+
+
+def _errors(now: Snapshot) -> Text:
+    lines = [f"{error['reason']} {error['worker']} {error['request_id']}" for error in now["errors"][:4]]
+    return Text("\n".join(lines), style="red")
+
+
+def _table(*titles: str) -> Table:
+    table = Table(box=None, padding=(0, 2, 0, 0), title_justify="left")
+    for title in titles:
+        table.add_column(title, no_wrap=True)
+    return table

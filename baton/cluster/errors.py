@@ -1,0 +1,77 @@
+"""The one table of failures: reason → gRPC status, HTTP status, and whether a retry elsewhere can help.
+
+A refusal is an answer. Whoever raises names the reason; the doors translate (gRPC: `baton.cluster.rpc`, HTTP: the router's door); nobody
+else invents a status. `retry_elsewhere` is the router's question ("may another worker succeed?"), `retry_after` the client's
+("may I succeed later?").
+"""
+
+from dataclasses import dataclass
+from enum import Enum
+
+
+@dataclass(frozen=True, slots=True, eq=False)  # by identity: two reasons of the same kind would be one member of the enumeration
+class Kind:
+    grpc: str  # name of a grpc.StatusCode
+    http: int
+    retry_elsewhere: bool = False
+    retry_after: float | None = None  # seconds, told to the client
+
+
+class Reason(Enum):
+    """Names are the `reason` of google.rpc.ErrorInfo (domain "baton") and of `CallError` between our processes."""
+
+    INVALID_FIELD = Kind("INVALID_ARGUMENT", 400)
+    CONTEXT_LENGTH = Kind("INVALID_ARGUMENT", 400)
+    UNAUTHENTICATED = Kind("UNAUTHENTICATED", 401)
+    MODEL_NOT_FOUND = Kind("NOT_FOUND", 404)
+    RATE_LIMITED = Kind("RESOURCE_EXHAUSTED", 429, retry_after=60.0)
+    SATURATED = Kind("RESOURCE_EXHAUSTED", 429, retry_elsewhere=True, retry_after=1.0)
+    NO_WORKER = Kind("UNAVAILABLE", 503, retry_after=1.0)
+    DRAINING = Kind("UNAVAILABLE", 503, retry_elsewhere=True, retry_after=1.0)
+    WORKER_LOST = Kind("UNAVAILABLE", 503, retry_elsewhere=True, retry_after=1.0)
+    RETRIES_SPENT = Kind("UNAVAILABLE", 503, retry_after=1.0)
+    DEADLINE = Kind("DEADLINE_EXCEEDED", 504)
+    CANCELLED = Kind("CANCELLED", 499)
+    # Handoff. To a client they never mean more than "try again": the KV was not used.
+    HANDSHAKE_MISMATCH = Kind("FAILED_PRECONDITION", 503, retry_elsewhere=True)
+    LEASE_REFUSED = Kind("PERMISSION_DENIED", 503, retry_elsewhere=True)
+    LEASE_EXPIRED = Kind("ABORTED", 503, retry_elsewhere=True)
+    DIGEST_MISMATCH = Kind("DATA_LOSS", 503, retry_elsewhere=True)
+    TRANSFER_FAILED = Kind("UNAVAILABLE", 503, retry_elsewhere=True)
+    INTERNAL = Kind("INTERNAL", 500, retry_elsewhere=True)
+
+
+@dataclass(frozen=True, slots=True)
+class Violation:
+    """One field of the caller's message and what is wrong with it."""
+
+    field: str
+    description: str
+
+
+class BatonError(Exception):
+    """A failure with a reason of the table. `violations` go with INVALID_FIELD and CONTEXT_LENGTH; `retry_after` is told instead of the
+    table's where more is known."""
+
+    def __init__(
+        self,
+        reason: Reason,
+        message: str,
+        violations: tuple[Violation, ...] = (),
+        metadata: dict[str, str] | None = None,
+        retry_after: float | None = None,
+    ) -> None:
+        super().__init__(message)
+        self.reason = reason
+        self.message = message
+        self.violations = violations
+        self.metadata = metadata or {}
+        self.retry_after = reason.value.retry_after if retry_after is None else retry_after  # seconds
+
+    def __str__(self) -> str:
+        return f"{self.reason.name}: {self.message}"
+
+
+def invalid(field: str, description: str) -> BatonError:
+    """The refusal of one bad field."""
+    return BatonError(Reason.INVALID_FIELD, f"{field}: {description}", (Violation(field, description),))

@@ -1,0 +1,48 @@
+"""The main function that all our processes share: arguments → configuration → life."""
+
+import asyncio
+import os
+import sys
+from collections.abc import Callable, Sequence
+from pathlib import Path
+
+from baton.cluster.config import Config, ConfigError, load
+from baton.cluster.lifecycle import Process, Stop, run
+from baton.cluster.telemetry import setup_logging
+
+USAGE = 2  # exit status for a configuration that cannot be used
+
+
+def read_arguments(arguments: Sequence[str]) -> tuple[list[Path], dict[str, str]]:
+    """`--config FILE` (repeatable) and `--section.key VALUE` or `--section.key=VALUE`. Raises ConfigError."""
+    files: list[Path] = []
+    flags: dict[str, str] = {}
+    rest = iter(arguments)
+    for argument in rest:
+        name, equals, value = argument.partition("=")
+        if not name.startswith("--"):
+            raise ConfigError(f"argument {argument!r}: expected --config FILE or --section.key VALUE")
+        if not equals:
+            try:
+                value = next(rest)
+            except StopIteration:
+                raise ConfigError(f"argument {name}: a value is missing") from None
+        if name == "--config":
+            files.append(Path(value))
+        else:
+            flags[name.removeprefix("--")] = value
+    return files, flags
+
+
+def main(role: str, process: Callable[[Config, Stop], Process]) -> None:
+    """Run until SIGTERM or SIGINT. Exit status: 0 after a drain, 1 after a failure, 2 for a bad configuration."""
+    try:
+        files, flags = read_arguments(sys.argv[1:])
+        config = load(files, flags=flags).config
+        setup_logging(config.telemetry, os.environ.get("BATON_WORKER_NAME", role))
+        stop = Stop()
+        made = process(config, stop)
+    except ConfigError as error:
+        print(error, file=sys.stderr)
+        sys.exit(USAGE)
+    sys.exit(asyncio.run(run(made, stop)))

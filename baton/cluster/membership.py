@@ -1,0 +1,96 @@
+"""A worker's presence in the registry: joins, refreshes its record, publishes its block events.
+
+The registry is a cache of truths that the worker can rebuild: while it is away the worker serves on, and the next heartbeat repairs what
+was lost. Events wait for it too; of a long outage the oldest are dropped, and the gap in the numbers makes readers ask for a snapshot.
+"""
+
+import asyncio
+import contextlib
+import logging
+from collections import deque
+from collections.abc import Awaitable, Callable
+
+from baton.cluster.records import BlockEvent, WorkerRecord
+from baton.cluster.registry import Registry, RegistryUnavailable, StaleIncarnation
+
+log = logging.getLogger(__name__)
+MAX_BUFFERED_EVENTS = 4096
+PUBLISH_DELAY_S = 0.01  # events of a few steps go together
+
+
+class Membership:
+    """`describe` gives the record as it is now; `on_stale` is called when a newer incarnation has taken this worker's name."""
+
+    def __init__(
+        self,
+        registry: Registry,
+        describe: Callable[[], Awaitable[WorkerRecord]],
+        heartbeat_s: float,
+        on_stale: Callable[[BaseException], None],
+    ) -> None:
+        self._registry = registry
+        self._describe = describe
+        self._heartbeat_s = heartbeat_s
+        self._on_stale = on_stale
+        self._events: deque[BlockEvent] = deque(maxlen=MAX_BUFFERED_EVENTS)
+        self._new_events = asyncio.Event()
+        self._beat = asyncio.Event()
+        self.reachable = True
+        self.reconnects = 0  # how often the registry came back after it had been away
+        self._joined: WorkerRecord | None = None
+
+    def announce(self, events: list[BlockEvent]) -> None:
+        """Queue block events. When the registry is away for long the oldest are dropped: readers see the gap."""
+        self._events.extend(events)
+        self._new_events.set()
+
+    def beat(self) -> None:
+        """Refresh the record now instead of at the next heartbeat."""
+        self._beat.set()
+
+    async def run(self) -> None:
+        async with asyncio.TaskGroup() as group:
+            group.create_task(self._run_heartbeat())
+            group.create_task(self._run_events())
+
+    async def leave(self) -> None:
+        """Best effort; an unreachable registry lets the record expire."""
+        if self._joined is not None:
+            with contextlib.suppress(RegistryUnavailable):
+                await self._registry.leave(self._joined.name, self._joined.incarnation)
+
+    async def _run_heartbeat(self) -> None:
+        while True:
+            record = await self._describe()
+            try:
+                await self._registry.join(record)
+                self._joined = record
+                self._note(True)
+            except RegistryUnavailable as error:
+                self._note(False, error)
+            except StaleIncarnation as error:
+                self._on_stale(error)
+                return
+            with contextlib.suppress(TimeoutError):
+                await asyncio.wait_for(self._beat.wait(), self._heartbeat_s)
+            self._beat.clear()
+
+    async def _run_events(self) -> None:
+        while True:
+            await self._new_events.wait()
+            await asyncio.sleep(PUBLISH_DELAY_S)
+            self._new_events.clear()
+            batch, self._events = self._events, deque(maxlen=MAX_BUFFERED_EVENTS)
+            try:
+                await self._registry.publish(list(batch))
+            except RegistryUnavailable as error:
+                self._note(False, error)
+                self._events = deque([*batch, *self._events], MAX_BUFFERED_EVENTS)
+                self._new_events.set()
+                await asyncio.sleep(self._heartbeat_s)
+
+    def _note(self, reachable: bool, error: BaseException | None = None) -> None:
+        if reachable != self.reachable:
+            log.warning("registry is %s", "reachable again" if reachable else f"away: {error}")
+            self.reconnects += reachable
+        self.reachable = reachable

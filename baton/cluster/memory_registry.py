@@ -1,0 +1,110 @@
+"""A registry inside one process, for tests and for a cluster that is one process. Values are held encoded, as Redis would hold them."""
+
+import asyncio
+import time
+from collections import deque
+from collections.abc import Callable, Mapping, Sequence
+from itertools import islice
+
+from baton.cluster.config import RedisConfig
+from baton.cluster.records import BlockEvent, Pools, WorkerRecord
+from baton.cluster.registry import EVENTS_BATCH, FENCE_LIFETIMES, RegistryUnavailable, StaleIncarnation
+
+
+class MemoryRegistry:
+    """`now` (seconds) decides what has expired. Setting `available` to False plays an outage."""
+
+    def __init__(self, config: RedisConfig | None = None, now: Callable[[], float] = time.monotonic) -> None:
+        config = config or RedisConfig()
+        self.garbage = 0
+        self.available = True
+        self._ttl = config.record_ttl_s
+        self._now = now
+        self._records: dict[str, tuple[bytes, float]] = {}  # name → JSON, when it expires
+        self._fences: dict[str, tuple[int, float]] = {}  # name → newest incarnation, when it is forgotten
+        self._entries: deque[tuple[int, Mapping[bytes, bytes]]] = deque(maxlen=config.stream_maxlen)
+        self._last_id = 0
+        self._published = asyncio.Event()
+        self._pools: bytes | None = None
+
+    async def join(self, record: WorkerRecord) -> None:
+        self._reach()
+        newest = self._newest(record.name)
+        if newest is not None and newest > record.incarnation:
+            raise StaleIncarnation(record.name, record.incarnation, newest)
+        now = self._now()
+        self._records[record.name] = (record.to_json(), now + self._ttl)
+        self._fences[record.name] = (record.incarnation, now + self._ttl * FENCE_LIFETIMES)
+
+    async def leave(self, name: str, incarnation: int) -> None:
+        self._reach()
+        if self._newest(name) == incarnation:
+            self._records.pop(name, None)
+
+    async def members(self) -> list[WorkerRecord]:
+        self._reach()
+        now = self._now()
+        self._records = {name: held for name, held in self._records.items() if held[1] > now}
+        found = []
+        for name, (data, _) in sorted(self._records.items()):
+            try:
+                found.append(WorkerRecord.from_json(data, name))
+            except ValueError:
+                self.garbage += 1
+        return found
+
+    async def publish(self, events: Sequence[BlockEvent]) -> None:
+        self._reach()
+        for event in events:
+            self._last_id += 1
+            self._entries.append((self._last_id, event.to_fields()))
+        self._published.set()
+        self._published = asyncio.Event()
+
+    async def events(self, after: str | None, wait_s: float) -> tuple[list[BlockEvent], str]:
+        self._reach()
+        if after is None:
+            return [], str(self._last_id)
+        cursor = int(after)
+        if self._last_id == cursor and wait_s > 0:
+            try:
+                await asyncio.wait_for(self._published.wait(), wait_s)
+            except TimeoutError:
+                return [], after
+            self._reach()
+        found = []
+        for entry_id, fields in islice((entry for entry in self._entries if entry[0] > cursor), EVENTS_BATCH):
+            after = str(entry_id)
+            try:
+                found.append(BlockEvent.from_fields(fields))
+            except ValueError:
+                self.garbage += 1
+        return found, after
+
+    async def desire(self, pools: Pools) -> None:
+        self._reach()
+        self._pools = pools.to_json()
+
+    async def desired(self) -> Pools | None:
+        self._reach()
+        if self._pools is None:
+            return None
+        try:
+            return Pools.from_json(self._pools)
+        except ValueError:
+            self.garbage += 1
+            return None
+
+    async def ping(self) -> None:
+        self._reach()
+
+    async def close(self) -> None:
+        pass
+
+    def _reach(self) -> None:
+        if not self.available:
+            raise RegistryUnavailable("down", "switched off")
+
+    def _newest(self, name: str) -> int | None:
+        incarnation, forgotten = self._fences.get(name, (None, 0.0))
+        return incarnation if forgotten > self._now() else None

@@ -1,0 +1,450 @@
+"""Every metric of every process: one table, and the numbers behind it.
+
+Whoever counts asks the process's `Book` once, at wiring, and from then on adds to plain numbers: no lock, no lookup by name, once per
+request or per step. What is known anyhow (the length of a queue, the blocks of a pool) is not counted: `Book.read` names a function
+that is asked when somebody scrapes. `baton.cluster.metrics_http` writes a book down in Prometheus's format; nothing else knows that format.
+
+The rules hold for the whole table and are checked by a test: base units, counters end in _total, no label that names a request, and for
+each label the values that it may have. A value outside of them counts as "other".
+
+A number has one writer, so it needs no lock. A scrape may see the sum of a histogram one value ahead of its buckets.
+
+Aliases are other people's names for our numbers: what the Gateway API Inference Extension scrapes, and what dashboards for vLLM show. They
+have no storage of their own. `model_name` and `engine` are on each of them, as vLLM has it.
+"""
+
+from bisect import bisect_left
+from collections.abc import Callable, Hashable, Iterable, Mapping
+from dataclasses import dataclass, field
+from types import MappingProxyType
+from typing import Any, Literal, TypeVar
+
+from baton.cluster.errors import Reason
+
+Kind = Literal["counter", "gauge", "histogram"]
+Role = Literal["router", "prefill", "decode"]
+Labels = Mapping[str, tuple[str, ...]]
+Number = int | float
+
+OTHER = "other"
+OPEN: tuple[str, ...] = ()  # values that are not known before: workers, sizes. MAX_OPEN series at most, the rest counts as "other"
+MAX_OPEN = 256
+ROUTER: tuple[Role, ...] = ("router",)
+PREFILL: tuple[Role, ...] = ("prefill",)
+DECODE: tuple[Role, ...] = ("decode",)
+WORKERS: tuple[Role, ...] = ("prefill", "decode")
+ALL: tuple[Role, ...] = ("router", "prefill", "decode")
+
+REASONS = tuple(Reason.__members__)
+OUTCOMES = ("ok", "invalid", "refused", "failed", "cancelled")
+FINISHES = ("stop", "length")
+STAGES = ("queue", "prefill", "transfer", "decode")
+TRANSPORTS = ("nixl", "tcp", "none")
+OBJECTIVES = ("ttft", "tpot", "e2e")
+CAUSES = ("queue", "prefill_wait", "prefill_compute", "prefill", "transfer", "decode", "error")
+
+# Bounds of OpenTelemetry's GenAI conventions, with room below for small models.
+TTFT_S = (0.001, 0.0025, 0.005, 0.01, 0.02, 0.04, 0.06, 0.08, 0.1, 0.25, 0.5, 0.75, 1.0, 2.5, 5.0, 7.5, 10.0, 30.0)
+TOKEN_S = (0.0005, 0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.075, 0.1, 0.15, 0.2, 0.3, 0.4, 0.5, 0.75, 1.0, 2.5)
+DURATION_S = (0.01, 0.02, 0.04, 0.08, 0.16, 0.32, 0.64, 1.28, 2.56, 5.12, 10.24, 20.48, 40.96, 81.92, 300.0)
+STAGE_S = (0.0005, 0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 30.0, 60.0)
+READ_S = (0.0001, 0.00025, 0.0005, 0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 5.0)
+SIZE_BYTES = tuple(float(4**power) for power in range(5, 17))  # 1 KiB … 4 GiB
+LENGTH_TOKENS = tuple(float(2**power) for power in range(0, 18))
+BATCH_TOKENS = tuple(float(2**power) for power in range(0, 15))
+BATCH_SEQUENCES = tuple(float(2**power) for power in range(0, 11))
+
+
+@dataclass(frozen=True, slots=True)
+class Alias:
+    """`labels`: our label → theirs. A series is shown when its other labels have the values in `only`."""
+
+    name: str
+    labels: Mapping[str, str] = field(default_factory=dict)
+    only: Mapping[str, str] = field(default_factory=dict)
+
+
+@dataclass(frozen=True, slots=True)
+class Metric:
+    """`unit` is what one of the number is; `labels` are those beside `worker` and `role`, which are on everything a worker tells."""
+
+    name: str
+    kind: Kind
+    unit: str
+    roles: tuple[Role, ...]
+    help: str
+    labels: Labels = field(default_factory=dict)
+    buckets: tuple[float, ...] = ()
+    aliases: tuple[Alias, ...] = ()
+
+
+TABLE: tuple[Metric, ...] = (
+    # Requests, as the router sees them
+    Metric(
+        "baton_router_requests_total", "counter", "requests", ROUTER,
+        "Requests that ended, by how and why: a finish reason, or a reason of the error table.",
+        {"outcome": OUTCOMES, "reason": (*FINISHES, *REASONS)},
+        aliases=(Alias("vllm:request_success_total", {"reason": "finished_reason"}, {"outcome": "ok"}),),
+    ),
+    Metric(
+        "baton_router_requests_in_flight", "gauge", "requests", ROUTER, "Requests that are being served.",
+        aliases=(Alias("vllm:num_requests_running"),),
+    ),
+    Metric(
+        "baton_router_requests_queued", "gauge", "requests", ROUTER, "Requests that wait for admission.",
+        aliases=(Alias("vllm:num_requests_waiting"),),
+    ),
+    Metric(
+        "baton_router_time_to_first_token_seconds", "histogram", "seconds", ROUTER,
+        "From the arrival of a request to its first token.", buckets=TTFT_S, aliases=(Alias("vllm:time_to_first_token_seconds"),),
+    ),
+    Metric(
+        "baton_router_inter_token_latency_seconds", "histogram", "seconds", ROUTER,
+        "Between two successive tokens of a request.", buckets=TOKEN_S, aliases=(Alias("vllm:inter_token_latency_seconds"),),
+    ),
+    Metric(
+        "baton_router_time_per_output_token_seconds", "histogram", "seconds", ROUTER,
+        "Of a request: from its first to its last token, over the tokens after the first.", buckets=TOKEN_S,
+        aliases=(Alias("vllm:request_time_per_output_token_seconds"),),
+    ),
+    Metric(
+        "baton_router_request_duration_seconds", "histogram", "seconds", ROUTER,
+        "From the arrival of a request to its end, of those that ended well.", buckets=DURATION_S,
+        aliases=(Alias("vllm:e2e_request_latency_seconds"),),
+    ),
+    Metric(
+        "baton_router_stage_duration_seconds", "histogram", "seconds", ROUTER,
+        "Consecutive stages of a request that ended well; they add up to its duration.", {"stage": STAGES}, STAGE_S,
+        aliases=(
+            Alias("vllm:request_queue_time_seconds", only={"stage": "queue"}),
+            Alias("vllm:request_prefill_time_seconds", only={"stage": "prefill"}),
+            Alias("vllm:request_decode_time_seconds", only={"stage": "decode"}),
+        ),
+    ),
+    Metric(
+        "baton_router_prompt_tokens_total", "counter", "tokens", ROUTER, "Prompt tokens of requests that were not refused.",
+        aliases=(Alias("vllm:prompt_tokens_total"),),
+    ),
+    Metric(
+        "baton_router_output_tokens_total", "counter", "tokens", ROUTER, "Tokens that were streamed to clients.",
+        aliases=(Alias("vllm:generation_tokens_total"),),
+    ),
+    Metric("baton_router_cached_tokens_total", "counter", "tokens", ROUTER, "Prompt tokens whose KV was found instead of computed."),
+    Metric(
+        "baton_router_request_prompt_tokens", "histogram", "tokens", ROUTER, "Length of a prompt.", buckets=LENGTH_TOKENS,
+        aliases=(Alias("vllm:request_prompt_tokens"),),
+    ),
+    Metric(
+        "baton_router_request_output_tokens", "histogram", "tokens", ROUTER, "Length of an output that ended well.", buckets=LENGTH_TOKENS,
+        aliases=(Alias("vllm:request_generation_tokens"),),
+    ),
+    # Decisions
+    Metric(
+        "baton_router_choices_total", "counter", "choices", ROUTER, "Workers that were chosen, by the reason of the choice.",
+        {"role": ("prefill", "decode"), "reason": ("cached prefix", "least work", "fits", "queues")},
+    ),
+    Metric(
+        "baton_router_bypasses_total", "counter", "requests", ROUTER, "Prompts that a decode worker was left to compute itself.",
+        {"reason": ("short", "cached", "no prefill worker")},
+    ),
+    Metric(
+        "baton_router_retries_total", "counter", "attempts", ROUTER, "Further attempts, by what made them necessary.", {"reason": REASONS},
+    ),
+    # Service levels
+    Metric("baton_router_slo_met_total", "counter", "requests", ROUTER, "Requests that met every objective of the slo section."),
+    Metric(
+        "baton_router_slo_missed_total", "counter", "requests", ROUTER,
+        "Requests that missed an objective, by the stage that cost most; error: refused or failed.", {"cause": CAUSES},
+    ),
+    Metric(
+        "baton_router_slo_attainment_ratio", "gauge", "ratio", ROUTER, "Share of the last slo.window requests that met every objective.",
+    ),
+    Metric("baton_router_slo_objective_seconds", "gauge", "seconds", ROUTER, "The objectives in force.", {"objective": OBJECTIVES}),
+    # The cluster, as the router sees it
+    Metric("baton_router_prefix_index_entries", "gauge", "entries", ROUTER, "Pairs of worker and block key in the prefix index."),
+    Metric(
+        "baton_router_prefix_index_refused_total", "counter", "entries", ROUTER, "Entries that were not kept because the index was full.",
+    ),
+    Metric(
+        "baton_router_worker_usable", "gauge", "1", ROUTER, "1: requests are sent to this worker; 0: it is down, drains, or does not fit.",
+        {"worker": OPEN, "role": ("prefill", "decode")},
+    ),
+    Metric(
+        "baton_router_worker_credit_tokens", "gauge", "tokens", ROUTER,
+        "Tokens that a worker can still promise to hold, less what was sent there since it said so.",
+        {"worker": OPEN, "role": ("prefill", "decode")},
+    ),
+    Metric(
+        "baton_router_worker_waiting_tokens", "gauge", "tokens", ROUTER, "Uncached prompt tokens that are believed to wait there.",
+        {"worker": OPEN, "role": ("prefill", "decode")},
+    ),
+    # Engine
+    Metric(
+        "baton_engine_step_duration_seconds", "histogram", "seconds", WORKERS, "One step of the engine.", buckets=STAGE_S,
+    ),
+    Metric("baton_engine_step_tokens", "histogram", "tokens", WORKERS, "Positions computed in one step.", buckets=BATCH_TOKENS),
+    Metric("baton_engine_step_sequences", "histogram", "sequences", WORKERS, "Sequences in one step.", buckets=BATCH_SEQUENCES),
+    Metric(
+        "baton_engine_sequences_running", "gauge", "sequences", WORKERS, "Sequences that are admitted or whose KV is being fetched.",
+        aliases=(Alias("vllm:num_requests_running"),),
+    ),
+    Metric(
+        "baton_engine_sequences_waiting", "gauge", "sequences", WORKERS, "Sequences in the engine's queue.",
+        aliases=(Alias("vllm:num_requests_waiting"),),
+    ),
+    Metric(
+        "baton_engine_preemptions_total", "counter", "sequences", WORKERS, "Sequences that had to give their blocks back.",
+        aliases=(Alias("vllm:num_preemptions_total"),),
+    ),
+    Metric("baton_engine_computed_tokens_total", "counter", "tokens", WORKERS, "Positions whose KV was computed here."),
+    Metric("baton_engine_recomputed_tokens_total", "counter", "tokens", WORKERS, "Of these, computed again because of a preemption."),
+    Metric(
+        "baton_engine_prefix_queried_tokens_total", "counter", "tokens", WORKERS, "Tokens that were looked for in the prefix cache.",
+        aliases=(Alias("vllm:prefix_cache_queries_total"),),
+    ),
+    Metric(
+        "baton_engine_prefix_hit_tokens_total", "counter", "tokens", WORKERS, "Of these, found.",
+        aliases=(Alias("vllm:prefix_cache_hits_total"),),
+    ),
+    # KV
+    Metric(
+        "baton_kv_blocks", "gauge", "blocks", WORKERS, "Blocks of the KV pool: used by sequences or leases, kept as prefix cache, free.",
+        {"state": ("used", "cached", "free")},
+    ),
+    Metric(
+        "baton_kv_usage_ratio", "gauge", "ratio", ALL, "Used blocks, as a share of the pool; at the router, of all decode workers' pools.",
+        aliases=(Alias("vllm:kv_cache_usage_perc"),),
+    ),
+    Metric(
+        "baton_kv_cache_info", "gauge", "1", ALL, "Always 1. The size of a block in tokens and of the pool in blocks.",
+        {"block_size": OPEN, "num_blocks": OPEN},
+        aliases=(Alias("vllm:cache_config_info", {"block_size": "block_size", "num_blocks": "num_gpu_blocks"}),),
+    ),
+    Metric("baton_kv_quarantined_blocks", "gauge", "blocks", DECODE, "Blocks that an abandoned read may still write into."),
+    # Leases, where the KV is
+    Metric("baton_leases_held", "gauge", "leases", PREFILL, "Leases that are alive."),
+    Metric(
+        "baton_leases_total", "counter", "leases", PREFILL,
+        "What became of leases. late: asked for after its end; fenced: forged, another request's, or of an earlier process.",
+        {"event": ("granted", "renewed", "released", "expired", "late", "fenced")},
+        aliases=(Alias("vllm:nixl_num_kv_expired_reqs_total", only={"event": "expired"}),),
+    ),
+    # Handoffs, where the KV goes
+    Metric(
+        "baton_handoffs_total", "counter", "handoffs", DECODE, "Handles that came with a request: ok, or why the KV was not used.",
+        {"transport": TRANSPORTS, "outcome": ("ok", *REASONS)},
+    ),
+    Metric(
+        "baton_handoff_read_duration_seconds", "histogram", "seconds", DECODE, "Time of a read of KV.", {"transport": TRANSPORTS}, READ_S,
+        aliases=(Alias("vllm:nixl_xfer_time_seconds", only={"transport": "nixl"}),),
+    ),
+    Metric(
+        "baton_handoff_read_bytes", "histogram", "bytes", DECODE, "Size of a read of KV.", {"transport": TRANSPORTS}, SIZE_BYTES,
+        aliases=(Alias("vllm:nixl_bytes_transferred", only={"transport": "nixl"}),),
+    ),
+    Metric(
+        "baton_handoff_verify_duration_seconds", "histogram", "seconds", DECODE, "Digests and lease check of a read.", buckets=READ_S,
+    ),
+    Metric("baton_handoff_reused_blocks_total", "counter", "blocks", DECODE, "Blocks of a handle that were here already."),
+    Metric(
+        "baton_handoff_recomputed_tokens_total", "counter", "tokens", DECODE, "Prompt tokens computed here although a handle had come.",
+    ),
+    Metric("baton_digests_checked_total", "counter", "blocks", DECODE, "Blocks whose digest was compared after a read."),
+    Metric("baton_digests_failed_total", "counter", "blocks", DECODE, "Of these, those that were not what was leased."),
+    # The process
+    Metric("baton_registry_reachable", "gauge", "1", ALL, "1: the registry answered the last call."),
+    Metric("baton_registry_reconnects_total", "counter", "times", ALL, "How often the registry came back after it had been away."),
+    Metric("baton_spans_exported_total", "counter", "spans", ALL, "Spans that the collector took."),
+    Metric("baton_spans_dropped_total", "counter", "spans", ALL, "Spans that were lost: the queue was full, or the collector away."),
+)  # fmt: skip
+BY_NAME: Mapping[str, Metric] = MappingProxyType({metric.name: metric for metric in TABLE})
+
+
+class Counter:
+    """Grows only."""
+
+    __slots__ = ("value",)
+
+    def __init__(self) -> None:
+        self.value: Number = 0
+
+    def inc(self, by: Number = 1) -> None:
+        self.value += by
+
+
+class Histogram:
+    """`counts[i]`: values above `bounds[i - 1]` and up to `bounds[i]`; the last has no upper bound."""
+
+    __slots__ = ("bounds", "counts", "sum")
+
+    def __init__(self, bounds: tuple[float, ...]) -> None:
+        self.bounds = bounds
+        self.counts = [0] * (len(bounds) + 1)
+        self.sum = 0.0
+
+    def observe(self, value: float) -> None:
+        self.counts[bisect_left(self.bounds, value)] += 1
+        self.sum += value
+
+    def observe_all(self, values: Iterable[float]) -> None:
+        for value in values:
+            self.observe(value)
+
+
+Child = TypeVar("Child", Counter, Histogram)
+Key = str | tuple[str, ...]  # values of the labels in their order; of one label, the value alone
+Reading = Number | Mapping[Any, Number]  # by Key, whose type would have to be that of the mapping exactly
+
+
+class Children(dict[Key, Child]):
+    """The series of one metric by their label values. Asking makes them; a value that the table does not know gives "other"."""
+
+    def __init__(self, metric: Metric, make: Callable[[], Child]) -> None:
+        super().__init__()
+        self._metric = metric
+        self._make: Callable[[], Child] = make
+        if len(metric.labels) == 1:  # known from the start, so that the first event is a step from 0
+            for value in next(iter(metric.labels.values())):
+                self[value] = make()
+
+    def __missing__(self, key: Key) -> Child:
+        known = bounded(self._metric, key, self)
+        if known in self:
+            return self[known]
+        child: Child = self._make()
+        self[known] = child
+        return child
+
+
+@dataclass(frozen=True, slots=True)
+class Series:
+    """`value`, or of a histogram the cumulative count for each bound and at last of all, and the `sum`."""
+
+    labels: Mapping[str, str]
+    value: Number
+    buckets: tuple[int, ...] = ()
+
+
+@dataclass(frozen=True, slots=True)
+class Family:
+    name: str
+    kind: Kind
+    help: str
+    bounds: tuple[float, ...]
+    series: tuple[Series, ...]
+
+
+class Book:
+    """The numbers of one process. A name that is not in the table, or not one of this role, is a KeyError: a mistake of ours."""
+
+    def __init__(self, role: Role, worker: str = "", model: str = "") -> None:
+        """`worker`: its name, where the process is one."""
+        self.role = role
+        self.model = model
+        self._own = {"worker": worker, "role": role} if worker else {}
+        self._children: dict[str, Children[Counter] | Children[Histogram]] = {}
+        self._readers: dict[str, Callable[[], Reading]] = {}
+
+    def counter(self, name: str) -> Counter:
+        """Of a metric without labels."""
+        return self.counters(name)[()]
+
+    def counters(self, name: str) -> Children[Counter]:
+        metric = self._find(name, "counter")
+        children = Children(metric, Counter)
+        self._children[name] = children
+        return children
+
+    def histogram(self, name: str) -> Histogram:
+        """Of a metric without labels."""
+        return self.histograms(name)[()]
+
+    def histograms(self, name: str) -> Children[Histogram]:
+        metric = self._find(name, "histogram")
+        children = Children(metric, lambda: Histogram(metric.buckets))
+        self._children[name] = children
+        return children
+
+    def read(self, name: str, function: Callable[[], Reading]) -> None:
+        """A gauge, or a counter that is kept elsewhere: the number, or numbers by label values, when it is asked for."""
+        self._find(name, "gauge", "counter")
+        self._readers[name] = function
+
+    def families(self) -> list[Family]:
+        """All that is known now, in the order of the table; aliases stand behind what they are an alias of."""
+        found = []
+        for metric in TABLE:
+            series = self._series(metric)
+            if not series:
+                continue
+            own = tuple(Series({**self._own, **one.labels}, one.value, one.buckets) for one in series)
+            found.append(Family(metric.name, metric.kind, metric.help, metric.buckets, own))
+            for alias in metric.aliases:
+                renamed = self._renamed(alias, series)
+                if renamed:
+                    text = f"{metric.help} The same as {metric.name}."
+                    found.append(Family(alias.name, metric.kind, text, metric.buckets, renamed))
+        return found
+
+    def _find(self, name: str, *kinds: Kind) -> Metric:
+        metric = BY_NAME[name]
+        if self.role not in metric.roles or metric.kind not in kinds or name in self._children or name in self._readers:
+            wanted = " or ".join(kinds)
+            raise KeyError(f"{name}: a {metric.kind} of {', '.join(metric.roles)}; asked for as {wanted} by {self.role}, or twice")
+        return metric
+
+    def _series(self, metric: Metric) -> list[Series]:
+        names = tuple(metric.labels)
+        if metric.name in self._readers:
+            return [Series(dict(zip(names, _values(key), strict=True)), value) for key, value in self._reading(metric).items()]
+        found = []
+        for key, child in self._children.get(metric.name, {}).items():
+            labels = dict(zip(names, _values(key), strict=True))
+            if isinstance(child, Counter):
+                found.append(Series(labels, child.value))
+            else:
+                found.append(Series(labels, child.sum, _cumulative(child.counts)))
+        return found
+
+    def _reading(self, metric: Metric) -> dict[Key, Number]:
+        told = self._readers[metric.name]()
+        if not isinstance(told, Mapping):
+            return {(): told}
+        numbers: dict[Key, Number] = {}
+        for key, value in told.items():
+            known = bounded(metric, key, numbers)
+            numbers[known] = numbers.get(known, 0) + value
+        return numbers
+
+    def _renamed(self, alias: Alias, series: Iterable[Series]) -> tuple[Series, ...]:
+        same = {"model_name": self.model, "engine": "0"}
+        return tuple(
+            Series({**same, **{theirs: one.labels[ours] for ours, theirs in alias.labels.items()}}, one.value, one.buckets)
+            for one in series
+            if all(one.labels[label] == value for label, value in alias.only.items())
+        )
+
+
+def bounded(metric: Metric, key: Key, known: Mapping[Key, Hashable]) -> Key:
+    """`key` with "other" for what the table does not allow; `known` are the series that there are already."""
+    values = _values(key)
+    if len(values) != len(metric.labels):
+        raise ValueError(f"{metric.name} has the labels {list(metric.labels)}, not {len(values)}")
+    full = len(known) >= MAX_OPEN and key not in known
+    kept = tuple(
+        OTHER if (full if allowed is OPEN else value not in allowed) else value
+        for value, allowed in zip(values, metric.labels.values(), strict=True)
+    )
+    return kept[0] if isinstance(key, str) else kept
+
+
+def _values(key: Key) -> tuple[str, ...]:
+    return (key,) if isinstance(key, str) else key
+
+
+def _cumulative(counts: list[int]) -> tuple[int, ...]:
+    total, found = 0, []
+    for count in counts:
+        total += count
+        found.append(total)
+    return tuple(found)

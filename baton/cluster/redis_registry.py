@@ -1,0 +1,237 @@
+"""The registry in Redis (6.2 or later). The only file that imports redis.
+
+    baton:{NAME}:worker:W    JSON record of worker W, expires
+    baton:{NAME}:fence:W     newest incarnation of W, expires later
+    baton:{NAME}:members     set of worker names; who reads it drops those whose record is gone
+    baton:{NAME}:events      stream of block events, about `stream_maxlen` long
+    baton:{NAME}:pools       JSON of the wanted pool sizes
+
+The braces are literal: a sharded Redis then keeps all keys of one cluster of ours in one slot, where one script may touch them together.
+The scripts take whatever stands under a key: a value of the wrong type is overwritten by a writer and counted as garbage by a reader.
+"""
+
+import asyncio
+import contextlib
+import re
+from collections.abc import Awaitable, Sequence
+from typing import Any, cast
+
+from redis.asyncio import Redis
+from redis.exceptions import (
+    AuthenticationError,
+    BusyLoadingError,
+    NoPermissionError,
+    OutOfMemoryError,
+    ReadOnlyError,
+    RedisError,
+)
+from redis.exceptions import ConnectionError as RedisConnectionError
+from redis.exceptions import TimeoutError as RedisTimeoutError
+
+from baton.cluster.config import RedisConfig
+from baton.cluster.records import BlockEvent, Pools, WorkerRecord
+from baton.cluster.registry import EVENTS_BATCH, FENCE_LIFETIMES, RegistryUnavailable, StaleIncarnation
+
+_PUBLISH_BATCH = 256  # events in one command
+_CONNECTIONS = 16
+
+# KEYS record, fence, members. ARGV incarnation, JSON, record ms, fence ms, name. Returns the newer incarnation when there is one.
+# Incarnations are compared as decimal text: a Lua number holds 53 bits of them.
+_JOIN = """
+local newest = redis.pcall('GET', KEYS[2])
+if type(newest) == 'string' and string.match(newest, '^%d+$') then
+  if #newest > #ARGV[1] or (#newest == #ARGV[1] and newest > ARGV[1]) then return newest end
+end
+redis.call('SET', KEYS[1], ARGV[2], 'PX', ARGV[3])
+redis.call('SET', KEYS[2], ARGV[1], 'PX', ARGV[4])
+if redis.call('TYPE', KEYS[3]).ok ~= 'set' then redis.call('DEL', KEYS[3]) end
+redis.call('SADD', KEYS[3], ARGV[5])
+return false
+"""
+
+# KEYS record, fence, members. ARGV incarnation, name.
+_LEAVE = """
+if redis.pcall('GET', KEYS[2]) == ARGV[1] then
+  redis.call('DEL', KEYS[1])
+  redis.pcall('SREM', KEYS[3], ARGV[2])
+end
+"""
+
+# KEYS members. ARGV prefix of a record's key. Returns name, JSON, name, JSON, ...; JSON is empty where something else stands.
+_MEMBERS = """
+local names = redis.pcall('SMEMBERS', KEYS[1])
+if names.err then return {'', ''} end
+local found = {}
+for _, name in ipairs(names) do
+  local record = redis.pcall('GET', ARGV[1] .. name)
+  if record then
+    found[#found + 1] = name
+    found[#found + 1] = type(record) == 'string' and record or ''
+  else
+    redis.pcall('SREM', KEYS[1], name)
+  end
+end
+return found
+"""
+
+# KEYS stream. ARGV maxlen, then w, i, s, k, b of each event. No DEL without need: once a script has written, Redis no longer refuses it
+# for lack of memory.
+_PUBLISH = """
+local kind = redis.call('TYPE', KEYS[1]).ok
+if kind ~= 'stream' and kind ~= 'none' then redis.call('DEL', KEYS[1]) end
+for i = 2, #ARGV, 5 do
+  redis.call('XADD', KEYS[1], 'MAXLEN', '~', ARGV[1], '*',
+    'w', ARGV[i], 'i', ARGV[i + 1], 's', ARGV[i + 2], 'k', ARGV[i + 3], 'b', ARGV[i + 4])
+end
+"""
+
+
+class RedisRegistry:
+    """`url` is redis://, rediss:// or unix:// (not `embedded`: whoever started that server knows its address)."""
+
+    def __init__(self, url: str, cluster: str, config: RedisConfig) -> None:
+        self.garbage = 0
+        self._prefix = f"baton:{{{cluster}}}:"
+        self._config = config
+        self._commands = _client(url)
+        self._blocking = _client(url)  # a blocked XREAD holds its connection
+
+    async def join(self, record: WorkerRecord) -> None:
+        ttl_ms = round(self._config.record_ttl_s * 1000)
+        newest = await self._script(
+            _JOIN,
+            self._worker_keys(record.name),
+            (record.incarnation, record.to_json(), ttl_ms, ttl_ms * FENCE_LIFETIMES, record.name),
+        )
+        if newest is not None:
+            raise StaleIncarnation(record.name, record.incarnation, int(newest))
+
+    async def leave(self, name: str, incarnation: int) -> None:
+        await self._script(_LEAVE, self._worker_keys(name), (incarnation, name))
+
+    async def members(self) -> list[WorkerRecord]:
+        reply = await self._script(_MEMBERS, (self._key("members"),), (self._key("worker:"),))
+        found = []
+        for name, data in zip(reply[::2], reply[1::2], strict=True):
+            try:
+                found.append(WorkerRecord.from_json(data, name.decode()))
+            except ValueError:
+                self.garbage += 1
+        return sorted(found, key=lambda record: record.name)
+
+    async def publish(self, events: Sequence[BlockEvent]) -> None:
+        for start in range(0, len(events), _PUBLISH_BATCH):
+            values = [value for event in events[start : start + _PUBLISH_BATCH] for value in event.to_fields().values()]
+            await self._script(_PUBLISH, (self._key("events"),), (self._config.stream_maxlen, *values))
+
+    async def events(self, after: str | None, wait_s: float) -> tuple[list[BlockEvent], str]:
+        if after is None:
+            return [], await self._last_id()
+        stream, block_ms = self._key("events"), round(wait_s * 1000)
+        block = ("BLOCK", block_ms) if block_ms > 0 else ()  # BLOCK 0 would wait for ever
+        reply = await self._bounded(
+            _send(self._blocking, "XREAD", "COUNT", EVENTS_BATCH, *block, "STREAMS", stream, after), wait_s=max(wait_s, 0.0)
+        )
+        if not reply:
+            # A server that lost its data and whose clock is behind numbers from before the cursor: begin again there.
+            return [], "0-0" if _order(await self._last_id()) < _order(after) else after
+        found = []
+        for entry_id, fields in reply[0][1]:
+            after = entry_id.decode()
+            try:
+                found.append(BlockEvent.from_fields(fields))
+            except ValueError:
+                self.garbage += 1
+        return found, after
+
+    async def desire(self, pools: Pools) -> None:
+        await self._bounded(_send(self._commands, "SET", self._key("pools"), pools.to_json()))
+
+    async def desired(self) -> Pools | None:
+        data = await self._bounded(_send(self._commands, "GET", self._key("pools")))
+        if data is None:
+            return None
+        try:
+            return Pools.from_json(data)
+        except ValueError:
+            self.garbage += 1
+            return None
+
+    async def ping(self) -> None:
+        await self._bounded(_send(self._commands, "PING"))
+
+    async def close(self) -> None:
+        for client in (self._commands, self._blocking):
+            with contextlib.suppress(RegistryUnavailable):
+                await self._bounded(client.aclose())
+
+    def _key(self, name: str) -> str:
+        return self._prefix + name
+
+    def _worker_keys(self, name: str) -> tuple[str, str, str]:
+        return self._key(f"worker:{name}"), self._key(f"fence:{name}"), self._key("members")
+
+    async def _last_id(self) -> str:
+        newest = await self._bounded(_send(self._commands, "XREVRANGE", self._key("events"), "+", "-", "COUNT", 1))
+        return cast(str, newest[0][0].decode()) if newest else "0-0"
+
+    async def _script(self, script: str, keys: Sequence[str], arguments: Sequence[str | bytes | int]) -> Any:
+        # EVAL, not EVALSHA: a few hundred bytes more, and no second path for a server that forgot its scripts.
+        return await self._bounded(_send(self._commands, "EVAL", script, len(keys), *keys, *arguments))
+
+    async def _bounded(self, call: Awaitable[Any], wait_s: float = 0.0) -> Any:
+        """Await one command for the command timeout (and `wait_s`, when the command itself waits) and classify what goes wrong.
+
+        A command cut off here closes its connection, so no later command can read its answer.
+        """
+        try:
+            async with asyncio.timeout(self._config.command_timeout_s + wait_s):
+                return await call
+        except TimeoutError:
+            raise RegistryUnavailable("slow", f"no answer from Redis within {self._config.command_timeout_s:g} s") from None
+        except (RedisError, OSError) as error:
+            raise RegistryUnavailable(_kind(error), f"Redis: {error}") from error
+
+
+def _client(url: str) -> Redis:
+    # RESP2 saves a new connection a round trip. None of redis-py's timeouts: `_bounded` is the one clock.
+    return Redis.from_url(url, protocol=2, socket_timeout=None, socket_connect_timeout=None, max_connections=_CONNECTIONS)
+
+
+def _send(client: Redis, *command: str | bytes | int) -> Awaitable[Any]:
+    return cast(Awaitable[Any], client.execute_command(*command))  # type: ignore[no-untyped-call]
+
+
+def _order(entry_id: str) -> tuple[int, int]:
+    milliseconds, _, counter = entry_id.partition("-")
+    return int(milliseconds), int(counter)
+
+
+_KINDS: dict[str, str] = {
+    "LOADING": "loading",
+    "READONLY": "readonly",
+    "OOM": "oom",
+    "NOAUTH": "auth",
+    "WRONGPASS": "auth",
+    "NOPERM": "auth",
+    "user executing the script": "auth",  # NOPERM inside a script, as 6.2 says it
+}
+_CLASSES: tuple[tuple[type[Exception], str], ...] = (  # some derive from ConnectionError, which stands last
+    (BusyLoadingError, "loading"),
+    (ReadOnlyError, "readonly"),
+    (OutOfMemoryError, "oom"),
+    (AuthenticationError, "auth"),
+    (NoPermissionError, "auth"),
+    (RedisTimeoutError, "slow"),
+    (RedisConnectionError, "down"),
+    (OSError, "down"),
+)
+
+
+def _kind(error: Exception) -> str:
+    for error_class, kind in _CLASSES:
+        if isinstance(error, error_class):
+            return kind
+    # An error inside a script comes as "ERR Error running script ...: -OOM command not allowed ...".
+    code = re.search(rf"\b({'|'.join(_KINDS)})\b", str(error))
+    return _KINDS[code[1]] if code else "refused"

@@ -1,0 +1,256 @@
+"""gRPC as all our processes use it: server and channel options, TLS, and the two translations of the error table.
+
+Keepalive needs both of its arguments: without `ping_timeout_ms` a hung peer is noticed after a minute instead of seconds.
+"""
+
+import asyncio
+import inspect
+import ipaddress
+import logging
+from collections.abc import AsyncIterator, Awaitable, Callable, Iterable
+from contextlib import aclosing
+from pathlib import Path
+from typing import Any, NoReturn, TypeAlias
+
+import grpc
+from google.protobuf import any_pb2, duration_pb2
+from google.protobuf.message import DecodeError
+from google.rpc import code_pb2, error_details_pb2, status_pb2
+from grpc_health.v1 import health, health_pb2_grpc
+from grpc_status import rpc_status
+
+from baton.cluster.config import Config, SecurityConfig
+from baton.cluster.errors import BatonError, Reason, Violation, invalid
+
+log = logging.getLogger(__name__)
+Context: TypeAlias = "grpc.aio.ServicerContext[Any, Any]"
+DOMAIN = "baton"
+KEEPALIVE_S = 1.0
+_OPTIONS: list[tuple[str, Any]] = [
+    ("grpc.keepalive_time_ms", int(KEEPALIVE_S * 1000)),
+    ("grpc.keepalive_timeout_ms", 2000),
+    ("grpc.http2.ping_timeout_ms", 2000),
+    ("grpc.keepalive_permit_without_calls", 1),
+    ("grpc.http2.max_pings_without_data", 0),
+]
+CHANNEL_OPTIONS = [
+    *_OPTIONS,
+    ("grpc.initial_reconnect_backoff_ms", 50),
+    ("grpc.min_reconnect_backoff_ms", 1000),  # also how long a connection may take to come up: a busy or distant peer is not a lost one
+    ("grpc.max_reconnect_backoff_ms", 1000),
+    ("grpc.max_receive_message_length", 64 << 20),
+]
+SERVER_OPTIONS = [
+    *_OPTIONS,
+    ("grpc.http2.min_ping_interval_without_data_ms", 200),
+    ("grpc.http2.min_recv_ping_interval_without_data_ms", 200),
+    ("grpc.http2.max_ping_strikes", 0),
+    ("grpc.so_reuseport", 0),
+]
+
+
+class Server:
+    """A gRPC server with standard health; `health.set` speaks for the whole process under the name ""."""
+
+    def __init__(self, config: Config, max_message_bytes: int) -> None:
+        options = [*SERVER_OPTIONS, ("grpc.max_receive_message_length", max_message_bytes)]
+        self.grpc = grpc.aio.server(interceptors=[Reader()], options=options)
+        self.health = health.aio.HealthServicer()
+        health_pb2_grpc.add_HealthServicer_to_server(self.health, self.grpc)
+        self._security = config.security
+        self._host = config.cluster.host
+
+    def bind(self, port: int) -> str:
+        """Take a port (0: any free one); returns `host:port`. Raises BatonError(INTERNAL) when it is taken."""
+        address = target(self._host, port)
+        try:
+            if self._security.tls_cert:
+                bound = self.grpc.add_secure_port(address, _server_credentials(self._security))
+            else:
+                bound = self.grpc.add_insecure_port(address)
+        except RuntimeError as error:
+            raise BatonError(Reason.INTERNAL, f"cannot listen on {address}: {error}") from None
+        if not self._security.tls_ca and not is_loopback(self._host):
+            log.warning(
+                "%s is open to the network without mutual TLS: set security.tls_cert, tls_key and tls_ca", target(self._host, bound)
+            )
+        return target(self._host, bound)
+
+    async def start(self) -> None:
+        await self.grpc.start()
+
+    async def stop(self, grace: float | None) -> None:
+        await self.grpc.stop(grace)
+
+
+def target(host: str, port: int) -> str:
+    """`host:port` as gRPC writes it; an IPv6 address stands in brackets."""
+    return f"[{host}]:{port}" if ":" in host else f"{host}:{port}"
+
+
+def is_loopback(host: str) -> bool:
+    try:
+        return ipaddress.ip_address(host).is_loopback
+    except ValueError:
+        return host == "localhost"
+
+
+class Reader(grpc.aio.ServerInterceptor):  # type: ignore[misc]
+    """Bytes that are no message of the method are the caller's mistake (gRPC itself answers UNKNOWN)."""
+
+    async def intercept_service(self, continuation: Callable[[Any], Awaitable[Any]], details: grpc.HandlerCallDetails) -> Any:
+        handler = await continuation(details)
+        if handler is None or handler.request_streaming:
+            return handler
+        if inspect.isasyncgenfunction(handler.unary_stream):
+            return grpc.unary_stream_rpc_method_handler(_stream(handler.unary_stream), _read_with(handler), handler.response_serializer)
+        if inspect.iscoroutinefunction(handler.unary_unary):
+            return grpc.unary_unary_rpc_method_handler(_answer(handler.unary_unary), _read_with(handler), handler.response_serializer)
+        return handler
+
+
+def _read_with(handler: Any) -> Callable[[bytes], Any]:
+    def read(data: bytes) -> Any:
+        try:
+            return handler.request_deserializer(data)
+        except DecodeError as error:
+            return invalid("request", str(error))
+
+    return read
+
+
+def _answer(method: Callable[[Any, Context], Awaitable[Any]]) -> Callable[[Any, Context], Awaitable[Any]]:
+    async def answer(request: Any, context: Context) -> Any:
+        if isinstance(request, BatonError):
+            await abort(context, request)
+        return await method(request, context)
+
+    return answer
+
+
+def _stream(method: Callable[[Any, Context], Any]) -> Callable[[Any, Context], AsyncIterator[Any]]:
+    async def stream(request: Any, context: Context) -> AsyncIterator[Any]:
+        if isinstance(request, BatonError):
+            await abort(context, request)
+        async with aclosing(method(request, context)) as responses:
+            async for response in responses:
+                yield response
+
+    return stream
+
+
+def channel(address: str, security: SecurityConfig) -> grpc.aio.Channel:
+    """A channel to one of our own processes."""
+    if security.tls_cert:
+        return grpc.aio.secure_channel(address, _channel_credentials(security), options=CHANNEL_OPTIONS)
+    return grpc.aio.insecure_channel(address, options=CHANNEL_OPTIONS)
+
+
+def _read(path: str | None) -> bytes | None:
+    return Path(path).read_bytes() if path else None
+
+
+def _server_credentials(security: SecurityConfig) -> grpc.ServerCredentials:
+    pair = (_read(security.tls_key), _read(security.tls_cert))
+    return grpc.ssl_server_credentials([pair], _read(security.tls_ca), require_client_auth=security.tls_ca is not None)
+
+
+def _channel_credentials(security: SecurityConfig) -> grpc.ChannelCredentials:
+    return grpc.ssl_channel_credentials(_read(security.tls_ca), _read(security.tls_key), _read(security.tls_cert))
+
+
+async def abort(context: Context, error: BatonError) -> NoReturn:
+    """End the call with google.rpc.Status: ErrorInfo always, BadRequest and RetryInfo where the table has them."""
+    await context.abort_with_status(rpc_status.to_status(to_status(error)))
+    raise AssertionError("abort returned")
+
+
+def to_status(error: BatonError) -> status_pb2.Status:
+    kind = error.reason.value
+    details: list[Any] = [error_details_pb2.ErrorInfo(reason=error.reason.name, domain=DOMAIN, metadata=error.metadata)]
+    if error.violations:
+        fields = [error_details_pb2.BadRequest.FieldViolation(field=v.field, description=v.description) for v in error.violations]
+        details.append(error_details_pb2.BadRequest(field_violations=fields))
+    if error.retry_after is not None:
+        delay = duration_pb2.Duration(nanos=int(error.retry_after % 1 * 1e9), seconds=int(error.retry_after))
+        details.append(error_details_pb2.RetryInfo(retry_delay=delay))
+    packed = []
+    for detail in details:
+        wrapper = any_pb2.Any()
+        wrapper.Pack(detail)
+        packed.append(wrapper)
+    return status_pb2.Status(code=code_pb2.Code.Value(kind.grpc), message=error.message, details=packed)
+
+
+def to_error(error: grpc.RpcError) -> BatonError:
+    """What a peer of ours meant: its own reason where it gave one, else the reason that fits the bare status."""
+    try:
+        status = rpc_status.from_call(error)
+    except (ValueError, DecodeError):  # details that contradict the status, or are none
+        status = None
+    for detail in status.details if status else ():
+        info = error_details_pb2.ErrorInfo()
+        if detail.Unpack(info) and info.domain == DOMAIN and info.reason in Reason.__members__:
+            return BatonError(Reason[info.reason], status.message, _violations(status), dict(info.metadata))
+    reason = {
+        grpc.StatusCode.DEADLINE_EXCEEDED: Reason.DEADLINE,
+        grpc.StatusCode.CANCELLED: Reason.CANCELLED,
+        grpc.StatusCode.UNAVAILABLE: Reason.WORKER_LOST,
+        grpc.StatusCode.UNAUTHENTICATED: Reason.UNAUTHENTICATED,
+    }.get(error.code(), Reason.INTERNAL)
+    return BatonError(reason, error.details() or error.code().name)
+
+
+def _violations(status: status_pb2.Status) -> tuple[Violation, ...]:
+    for detail in status.details:
+        bad = error_details_pb2.BadRequest()
+        if detail.Unpack(bad):
+            return tuple(Violation(v.field, v.description) for v in bad.field_violations)
+    return ()
+
+
+class Answering:
+    """`async with Answering(context):` turns what the body raises into the status that the caller can act on.
+
+    What nobody foresaw is logged here and becomes INTERNAL without its text, which may quote a prompt.
+    """
+
+    def __init__(self, context: Context) -> None:
+        self._context = context
+
+    async def __aenter__(self) -> None:
+        return None
+
+    async def __aexit__(self, kind: object, error: BaseException | None, trace: object) -> None:
+        if isinstance(error, BatonError):
+            await abort(self._context, error)
+        if isinstance(error, TimeoutError):
+            await abort(self._context, BatonError(Reason.DEADLINE, "the deadline of the call is over"))
+        if isinstance(error, Exception) and not isinstance(error, grpc.aio.AbortError):
+            log.error("a call failed", exc_info=error)
+            await abort(self._context, BatonError(Reason.INTERNAL, "the call failed on our side"))
+
+
+class Tasks:
+    """Background tasks that end with their owner and whose failures are not lost."""
+
+    def __init__(self, on_failure: Callable[[BaseException], None]) -> None:
+        self._tasks: set[asyncio.Task[Any]] = set()
+        self._on_failure = on_failure
+
+    def start(self, coroutine: Any, name: str) -> "asyncio.Task[Any]":
+        task = asyncio.get_running_loop().create_task(coroutine, name=name)
+        self._tasks.add(task)
+        task.add_done_callback(self._done)
+        return task
+
+    async def close(self) -> None:
+        tasks: Iterable[asyncio.Task[Any]] = list(self._tasks)
+        for task in tasks:
+            task.cancel()
+        await asyncio.gather(*tasks, return_exceptions=True)
+
+    def _done(self, task: "asyncio.Task[Any]") -> None:
+        self._tasks.discard(task)
+        if not task.cancelled() and (error := task.exception()) is not None:
+            self._on_failure(error)

@@ -1,0 +1,351 @@
+"""Attention over the paged pool, in plain torch: right on every device, and what faster kernels are measured against.
+
+A step: `plan` turns the spans of the batch into index tensors, once. Then each layer stores the new keys and values in their slots and
+attends to every sequence's through its block table: decodes of similar length in one call, each longer span in one of its own. Where the
+pool was given kernels, one does the decodes, reading blocks in place, and one what a longer span gathered. Nothing loops over tokens, and
+no layer touches a list of blocks.
+
+Letters in shapes: T tokens of the batch in a row, B sequences, M blocks a sequence, S = M · bs keys, bs block size, Hq query heads, Hkv
+key/value heads, G = Hq / Hkv, D head dim, Dv that of values, P parts (2: keys and values; 1: one vector that is both, its first Dv numbers
+being the value), L layers, N blocks of the pool.
+"""
+
+from array import array
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, replace
+from itertools import accumulate, chain
+from typing import NamedTuple
+
+import numpy as np
+import numpy.typing as npt
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from baton.engine.checkpoint import LayerAttention
+from baton.engine.sizes import rounded_up
+
+GROUP_BYTES = 32 << 20  # of keys and values gathered for one group of decodes
+KEY_STEPS = 4  # sizes from one power of two to the next, of keys that are gathered or computed with
+GROUP_SPREAD = 8  # blocks by which lengths in a group may differ, beyond a half
+
+Ints = npt.NDArray[np.int64]
+
+
+class Span(NamedTuple):
+    """`n` tokens of one sequence from position `start` on; `blocks` is its block table, at least up to `start + n`."""
+
+    start: int
+    n: int
+    blocks: Sequence[int]
+
+
+class KvLayer(NamedTuple):
+    """Three views of one layer's slice of the pool."""
+
+    blocks: Tensor  # [N, P, Hkv, bs, D]
+    rows: Tensor  # [*, bs * D]: row block · PLHkv + part · Hkv + head is what one head has in one block
+    slots: Tensor  # [*, D]: slot row · bs + offset is what it has for one token
+
+
+@dataclass(frozen=True, slots=True)
+class Decodes:
+    """The spans of one token, the first of a batch, as a kernel that reads blocks in place wants them."""
+
+    size: int  # B
+    index: Tensor  # [2 B + *] int64: positions of the tokens; where each block table begins; the block tables, one after the other
+    keys: int  # that are seen, by all together
+
+
+# (pool, layer, q [T, Hq, D], kv [T, P, Hkv, D], out [T, Hq * Dv], decodes, how): the first `size` tokens of each. Stores, then attends.
+AttendInPlace = Callable[["PagedKv", int, Tensor, Tensor, Tensor, Decodes, LayerAttention], None]
+# (q [n, Hq, D], k [Hkv, S, D], v [Hkv, S, Dv], keys, how) → [n, Hq * Dv]: a span whose tokens are the last n of the first `keys` keys.
+AttendSpan = Callable[[Tensor, Tensor, Tensor, int, LayerAttention], Tensor]
+
+
+class Kernels(NamedTuple):
+    """What may do the work of this module faster, all of it or none."""
+
+    attend_in_place: AttendInPlace
+    attend_span: AttendSpan
+    store: Callable[[Tensor, KvLayer, Tensor], None]  # see `store`
+
+
+class PagedKv:
+    """The pool as torch sees it, and the scratch memory that gathered keys and values share."""
+
+    def __init__(self, pool: Tensor, value_dim: int = 0, kernels: Kernels | None = None) -> None:
+        """`pool` is `[N, L, P, Hkv, bs, D]`, contiguous; `value_dim`: Dv, 0 where it is D."""
+        _, layers, self.parts, self.kv_heads, self.block_size, dim = pool.shape
+        self.pool = pool
+        self.value_dim = value_dim or dim
+        self.kernels = kernels
+        self.rows_per_block = layers * self.parts * self.kv_heads
+        rows, slots, step = pool.view(-1, self.block_size * dim), pool.view(-1, dim), self.parts * self.kv_heads
+        self.layers = [KvLayer(pool[:, i], rows[i * step :], slots[i * step * self.block_size :]) for i in range(layers)]
+        self.row_bytes = rows.shape[1] * rows.element_size()
+        self._by_slot = pool.view(-1, self.rows_per_block, self.block_size, dim).transpose(1, 2)  # [N, bs, PLHkv, D]
+        self._scratch = rows.new_empty(0, rows.shape[1])
+
+    @property
+    def dtype(self) -> torch.dtype:
+        return self._scratch.dtype
+
+    def tensor(self, array: Ints) -> Tensor:
+        """On the pool's device."""
+        return torch.from_numpy(array).to(self._scratch.device)
+
+    def rows(self, blocks: Ints) -> Ints:
+        """Rows of blocks `[B, M]` in any layer's `rows`: `[P, B, Hkv, M]`."""
+        parts = np.arange(self.parts * self.kv_heads).reshape(self.parts, 1, self.kv_heads, 1)
+        return blocks[None, :, None, :] * self.rows_per_block + parts
+
+    def clear(self, blocks: Ints, offsets: Ints) -> None:
+        """Zeroes slots in all layers."""
+        if len(blocks):
+            self._by_slot[self.tensor(blocks), self.tensor(offsets)] = 0
+
+    def wipe(self, blocks: list[int]) -> None:
+        """Zeroes blocks."""
+        for block in blocks:
+            self.pool[block].zero_()
+
+    def scratch(self, rows: int) -> Tensor:
+        """Uninitialised `[rows, bs * D]`, valid until the next call. Kept from step to step: fresh pages cost more than the gather."""
+        if rows > len(self._scratch):
+            self._scratch = self._scratch.new_empty(rows, self._scratch.shape[1])
+        return self._scratch[:rows]
+
+
+@dataclass(frozen=True, slots=True)
+class Group:
+    """`size` sequences with `n` tokens each, neighbours in the batch: many with one, or one with many. `gather` finds their KV."""
+
+    first: int  # token of the batch
+    size: int
+    n: int
+    gather: Tensor  # [P * B * Hkv * M] into a layer's rows
+    keys: int  # of the S gathered, those that a query of the group may see
+    mask: Tensor | None  # added to the scores: [B, 1, 1, keys] or [n, keys]; None: plainly causal, from position 0, or a kernel knows
+
+    @property
+    def rows(self) -> slice:
+        return slice(self.first, self.first + self.size * self.n)
+
+
+@dataclass(frozen=True, slots=True)
+class Meta:
+    """A batch as index tensors. T' tokens are those that no kernel does in place: the ones after `decodes`."""
+
+    positions: Tensor  # [T]
+    decodes: Decodes | None
+    layers: tuple[LayerAttention, ...]  # [L]
+    slots: Tensor  # [T' * P * Hkv] into a layer's slots: where the new keys and values go
+    groups: tuple[tuple[Group, ...], ...]  # [L], shared by like layers: in order, they cover the T' tokens
+    scratch: Tensor  # [rows, bs * D], room for the largest gather
+
+
+class PagedAttention:
+    """The `Attention` that a model is given for one step: store, then attend."""
+
+    def __init__(self, paged: PagedKv, meta: Meta) -> None:
+        self._paged = paged
+        self._meta = meta
+
+    def __call__(self, layer: int, q: Tensor, kv: Tensor) -> Tensor:
+        """q `[T, Hq, D]` → `[T, Hq * Dv]`: softmax(scale · q kᵀ) v over the tokens at or before each query's own position. 0 for rows that
+        are more than the batch has."""
+        meta, paged, kernels = self._meta, self._paged, self._paged.kernels
+        tokens = len(meta.positions)
+        out, first = q.new_empty(q.shape[0], q.shape[1] * paged.value_dim), 0
+        if meta.decodes and kernels:
+            first = meta.decodes.size
+            kernels.attend_in_place(paged, layer, q, kv, out, meta.decodes, meta.layers[layer])
+        if meta.groups[layer]:
+            (kernels.store if kernels else store)(kv[first:tokens], paged.layers[layer], meta.slots)
+        for group in meta.groups[layer]:
+            out[group.rows] = _attend_group(q[group.rows], paged, layer, group, meta)
+        if tokens < len(out):
+            out[tokens:] = 0
+        return out
+
+
+def store(kv: Tensor, kv_layer: KvLayer, slots: Tensor) -> None:
+    """kv `[T', P, Hkv, D]` into the slots `[T' * P * Hkv]` of its tokens."""
+    kv_layer.slots.index_copy_(0, slots, kv.reshape(-1, kv.shape[-1]))
+
+
+def _attend_group(q: Tensor, paged: PagedKv, layer: int, group: Group, meta: Meta) -> Tensor:
+    _, heads, dim = q.shape
+    gathered = torch.index_select(paged.layers[layer].rows, 0, group.gather, out=meta.scratch[: len(group.gather)])
+    kv = gathered.view(paged.parts, group.size, paged.kv_heads, -1, dim)  # [P, B, Hkv, S, D]
+    if paged.kernels:
+        kv[..., group.keys :, :] = 0  # they get no weight, but zero times a NaN is a NaN
+        return paged.kernels.attend_span(q, kv[0, 0], kv[-1, 0, ..., : paged.value_dim], group.keys, meta.layers[layer])
+    kv = kv[..., : group.keys, :]
+    k, v = kv[0], kv[-1][..., : paged.value_dim]
+    if group.n == 1:
+        # The G queries that share a key head stand where a sequence of queries would: nothing is repeated.
+        q = q.view(-1, paged.kv_heads, heads // paged.kv_heads, dim)  # [B, Hkv, G, D]
+        return _attend(q, k, v, group.mask, meta.layers[layer]).reshape(-1, heads * paged.value_dim)
+    out = _attend(q.transpose(0, 1)[None], k, v, group.mask, meta.layers[layer])  # [1, Hq, n, Dv]
+    return out[0].transpose(0, 1).reshape(-1, heads * paged.value_dim)
+
+
+def _attend(q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, how: LayerAttention) -> Tensor:
+    """q `[B, Hq, n, D]`, k `[B, Hkv, keys, D]`, v `[B, Hkv, keys, Dv]` → `[B, Hq, n, Dv]`; without a mask causal."""
+    if how.softcap is None:
+        return F.scaled_dot_product_attention(q, k, v, attn_mask=mask, is_causal=mask is None, scale=how.scale, enable_gqa=True)
+    assert mask is not None, "no kernel caps scores and masks them on its own"
+    k, v = (x.repeat_interleave(q.shape[1] // k.shape[1], dim=1) for x in (k, v))  # [B, Hq, keys, *]
+    scores = q @ k.transpose(-2, -1) * (q.shape[-1] ** -0.5 if how.scale is None else how.scale)
+    capped = how.softcap * torch.tanh(scores.float() / how.softcap) + mask
+    return capped.softmax(dim=-1).to(v.dtype) @ v
+
+
+def batch_order(spans: Sequence[Span]) -> list[int]:
+    """Indices of the spans in the order that `plan` wants: decodes first, those of similar length side by side."""
+    return sorted(range(len(spans)), key=lambda i: (spans[i].n > 1, spans[i].start))
+
+
+def plan(spans: Sequence[Span], paged: PagedKv, layers: Sequence[LayerAttention]) -> Meta:
+    """Index tensors for at least one span, in `batch_order`, once for layers that see the same keys.
+
+    Also zeroes slots behind the last token of a sequence, so that the bytes of its last block depend on its tokens only. The block is the
+    sequence's own (a shared one is full), so nobody else reads it.
+    """
+    decodes = sum(span.n == 1 for span in spans) if paged.kernels else 0
+    longer = _plan_longer(spans[decodes:], decodes, paged, layers)
+    if paged.kernels:
+        paged.wipe(_begun(spans, paged.block_size))
+    if not decodes:
+        return longer
+    found = _decodes(spans[:decodes], paged.block_size)
+    positions = found.index[:decodes]
+    return replace(longer, decodes=found, positions=torch.cat((positions, longer.positions)) if decodes < len(spans) else positions)
+
+
+def _decodes(spans: Sequence[Span], block_size: int) -> Decodes:
+    starts = [span.start for span in spans]
+    counts = [start // block_size + 1 for start in starts]
+    bases = accumulate(counts[:-1], initial=0)
+    tables = (span.blocks[:count] for span, count in zip(spans, counts, strict=True))
+    index = array("q", chain(starts, bases, chain.from_iterable(tables)))
+    return Decodes(len(spans), torch.frombuffer(index, dtype=torch.int64), sum(starts) + len(starts))
+
+
+def _plan_longer(spans: Sequence[Span], first: int, paged: PagedKv, layers: Sequence[LayerAttention]) -> Meta:
+    """What is to be gathered. `first`: the tokens of the batch before those of `spans`."""
+    if not spans:
+        none = paged.tensor(np.empty(0, np.int64))
+        return Meta(none, None, tuple(layers), none, ((),) * len(layers), paged.scratch(0))
+    whole = _Table.of(spans, paged.block_size, None)
+    if not paged.kernels:
+        # They are masked, but zero times a NaN is a NaN.
+        paged.clear(*whole.tails())
+    blocks, offsets = whole.slots()
+    slots = paged.rows(blocks[:, None])[..., 0].transpose(1, 0, 2) * paged.block_size + offsets[:, None, None]  # [T', P, Hkv]
+    kinds = {}
+    for window, masked in {(layer.window, layer.softcap is not None) for layer in layers}:
+        table = whole if window is None else _Table.of(spans, paged.block_size, window)
+        kinds[window, masked] = tuple(_group(table, slice(*cut), first, paged, window, masked) for cut in _cuts(table, paged))
+    groups = tuple(kinds[layer.window, layer.softcap is not None] for layer in layers)
+    scratch = paged.scratch(max(len(group.gather) for kind in kinds.values() for group in kind))
+    return Meta(paged.tensor(whole.positions), None, tuple(layers), paged.tensor(slots.reshape(-1)), groups, scratch)
+
+
+def _begun(spans: Sequence[Span], block_size: int) -> list[int]:
+    """The last block of each span that begins within the span: nothing of it was written yet."""
+    last = ((span, (span.start + span.n - 1) // block_size) for span in spans)
+    return [span.blocks[index] for span, index in last if index * block_size >= span.start]
+
+
+@dataclass(frozen=True, slots=True)
+class _Table:
+    """The spans as arrays. A block that no query of a span sees any more (sliding window) is left out of its table."""
+
+    block_size: int
+    starts: Ints  # [B]
+    ns: Ints  # [B]
+    first_block: Ints  # [B] index in the sequence of the first block in the table
+    counts: Ints  # [B] blocks in the table
+    flat: Ints  # all tables, one after the other
+    bases: Ints  # [B] where each begins in `flat`
+    owners: Ints  # [T] span of each token
+    positions: Ints  # [T]
+
+    @classmethod
+    def of(cls, spans: Sequence[Span], block_size: int, window: int | None) -> "_Table":
+        starts = np.array([span.start for span in spans])
+        ns = np.array([span.n for span in spans])
+        seen = starts if window is None else np.minimum(starts, window - 1)  # keys before the first query that it sees
+        first_block = (starts - seen) // block_size
+        counts = (starts + ns - 1) // block_size + 1 - first_block
+        tables = (span.blocks[f : f + c] for span, f, c in zip(spans, first_block.tolist(), counts.tolist(), strict=True))
+        flat = np.fromiter(chain.from_iterable(tables), dtype=np.int64)
+        owners = np.repeat(np.arange(len(spans)), ns)
+        positions = np.arange(len(owners)) + (starts - _before(ns))[owners]
+        return cls(block_size, starts, ns, first_block, counts, flat, _before(counts), owners, positions)
+
+    def slots(self) -> tuple[Ints, Ints]:
+        """Block and offset of each token, `[T]` each."""
+        index = self.bases[self.owners] + self.positions // self.block_size - self.first_block[self.owners]
+        return self.flat[index], self.positions % self.block_size
+
+    def tails(self) -> tuple[Ints, Ints]:
+        """Block and offset of each slot behind the last token of a span, in its last block."""
+        tails = -(self.starts + self.ns) % self.block_size  # [B]
+        offsets = np.arange(tails.sum()) + np.repeat(self.block_size - tails - _before(tails), tails)
+        return np.repeat(self.flat[self.bases + self.counts - 1], tails), offsets
+
+    def padded(self, cut: slice) -> Ints:
+        """Block tables of some spans `[B, M]`; short ones repeat their last block, and so does the longest up to a size that comes back."""
+        bases, counts = self.bases[cut], self.counts[cut]
+        steps = np.minimum(np.arange(rounded_up(int(counts.max()), KEY_STEPS)), counts[:, None] - 1)
+        table: Ints = self.flat[bases[:, None] + steps]
+        return table
+
+
+def _before(counts: Ints) -> Ints:
+    """Sum of the counts before each."""
+    before: Ints = np.cumsum(counts) - counts
+    return before
+
+
+def _cuts(table: _Table, paged: PagedKv) -> Iterator[tuple[int, int]]:
+    """Spans `first : last` that make a group: one longer span, or decodes that waste little on each other's padding."""
+    counts, decodes = table.counts.tolist(), int((table.ns == 1).sum())
+    most = GROUP_BYTES // (paged.parts * paged.kv_heads * paged.row_bytes)  # blocks
+    first = 0
+    while first < decodes:
+        last = first + 1
+        while last < decodes and 2 * counts[last] <= 3 * counts[first] + 2 * GROUP_SPREAD and (last + 1 - first) * counts[last] <= most:
+            last += 1
+        yield first, last
+        first = last
+    yield from ((i, i + 1) for i in range(decodes, len(counts)))
+
+
+def _group(table: _Table, cut: slice, before: int, paged: PagedKv, window: int | None, masked: bool) -> Group:
+    """`before`: tokens of the batch before those of the table. `masked`: with a mask even where plain causality would do."""
+    start, n = int(table.starts[cut.start]), int(table.ns[cut.start])
+    blocks = table.padded(cut)  # [B, M]
+    queries = table.starts[cut] if n == 1 else np.arange(start, start + n)  # [B] or [n]
+    keys = blocks.shape[1] * table.block_size
+    if n > 1:
+        keys = start + n - int(table.first_block[cut.start]) * table.block_size
+    mask = None
+    if n == 1 or (not paged.kernels and (masked or start > 0 or (window is not None and n > window))):
+        first_key = paged.tensor(table.first_block[cut] * table.block_size)[:, None]  # [B, 1], with B = 1 for a longer span
+        mask = _mask(paged.tensor(queries)[:, None], first_key + torch.arange(keys, device=first_key.device), window, paged.dtype)
+        mask = mask[:, None, None] if n == 1 else mask
+    gather = paged.tensor(paged.rows(blocks).reshape(-1))
+    return Group(before + int(_before(table.ns)[cut.start]), len(blocks), n, gather, keys, mask)
+
+
+def _mask(queries: Tensor, keys: Tensor, window: int | None, dtype: torch.dtype) -> Tensor:
+    """0 where the key's position is seen from the query's, -inf elsewhere."""
+    hidden = keys > queries
+    if window is not None:
+        hidden |= keys <= queries - window
+    return torch.zeros(hidden.shape, dtype=dtype, device=hidden.device).masked_fill_(hidden, -torch.inf)

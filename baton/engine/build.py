@@ -1,0 +1,181 @@
+"""From a folder and a memory budget to an engine: which runner, how many blocks, how long a sequence may be."""
+
+import json
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from baton.engine import toy
+from baton.engine.engine import Engine
+from baton.engine.fingerprint import check_sums, fingerprint, tokenizer_fingerprint
+from baton.engine.kvcache import KvPool
+from baton.engine.protocol import Chunk, NonFiniteLogits, Runner
+from baton.engine.sampling import SamplingParams
+from baton.engine.scheduler import Limits
+from baton.engine.sequence import Sequence
+
+Progress = Callable[[int, int], None]
+WARM_UP_TOKENS = 256  # more would take longer and make little faster
+
+
+class BuildError(ValueError):
+    """The model and the budget do not go together; the text says what to change."""
+
+
+@dataclass(frozen=True, slots=True)
+class Options:
+    path: Path
+    dtype: str = "float32"  # auto: as config.json says
+    block_size: int = 16
+    max_model_len: int | None = None
+    kv_memory_bytes: int | None = None
+    kv_memory_fraction: float = 0.25
+    threads: int | None = None
+    device: str = "cpu"  # cuda
+    attention_backend: str = "auto"  # of `baton.engine.gpu.attention`
+    weight_dtype: str = "auto"  # as dtype; int8
+    compiled: bool = True
+    prefix_caching: bool = True
+    limits: Limits = field(default_factory=Limits)
+
+
+@dataclass(frozen=True, slots=True)
+class Built:
+    engine: Engine
+    model_fingerprint: str
+    tokenizer_fingerprint: str
+    max_model_len: int
+
+
+def build(options: Options, progress: Progress = lambda done, total: None) -> Built:
+    """Load the model and lay out its pool. Raises CheckpointError, BuildError or OSError, each naming what is wrong."""
+    try:
+        check_sums(options.path)
+    except ValueError as error:
+        raise BuildError(f"model.path: {error}") from None
+    config = _read_config(options.path)
+    if config.get("architectures") == [toy.ARCHITECTURE]:
+        runner = toy.ToyRunner.load(options.path, fingerprint(options.path), options.block_size)
+    else:
+        # Torch is loaded here and only here, so that a toy cluster starts without it.
+        from baton.engine.runner import ModelRunner
+
+        kind = ModelRunner
+        if options.device != "cpu":
+            from baton.engine.gpu.device import is_there
+            from baton.engine.gpu.runner import GpuRunner
+
+            if not is_there(options.device):
+                raise BuildError(f"engine.device: there is no {options.device} device that this torch can use")
+            kind = GpuRunner
+        dtype = choose_dtype(config) if options.dtype == "auto" else options.dtype
+        runner = kind.load(  # type: ignore[assignment]
+            options.path,
+            dtype,
+            options.block_size,
+            options.threads,
+            progress,
+            options.device,
+            weight_dtype=options.weight_dtype,
+            compiled=options.compiled,
+        )
+    longest = options.max_model_len or runner.max_positions
+    if longest > runner.max_positions:
+        raise BuildError(f"model.max_model_len: {longest} is more than the {runner.max_positions} positions of the model")
+    engine = _on_device(runner, options, longest) if options.device != "cpu" else _on_cpu(runner, options, longest)
+    try:
+        tokens = min(WARM_UP_TOKENS, options.limits.max_num_batched_tokens)
+        warm_up(runner, min(longest - 1, tokens, runner.pool.num_blocks * options.block_size - 1))
+    except NonFiniteLogits:
+        raise BuildError(f"model.path: the weights in {options.path} give logits that are no numbers") from None
+    return Built(engine, runner.layout.model_fingerprint, tokenizer_fingerprint(options.path), longest)
+
+
+def _on_cpu(runner: Any, options: Options, longest: int) -> Engine:
+    blocks = count_blocks(options, longest, runner.layout.block_bytes, available_memory())
+    runner.attach(KvPool(runner.layout, blocks))
+    return Engine(runner, options.limits, longest, options.prefix_caching)
+
+
+def _on_device(runner: Any, options: Options, longest: int) -> Engine:
+    """With the pool on the device, its host memory being what transports see of it, and one step in flight."""
+    from baton.engine.gpu.device import free_memory
+    from baton.engine.gpu.inputs import Capacity
+    from baton.engine.gpu.overlap import OverlapEngine
+
+    blocks = count_blocks(options, longest, runner.layout.block_bytes, free_memory(runner.device))
+    capacity = Capacity(options.limits.max_num_seqs, options.limits.max_num_batched_tokens, longest)
+    try:
+        runner.attach(KvPool(runner.layout, blocks), capacity=capacity, backend=options.attention_backend)
+    except ValueError as error:
+        raise BuildError(str(error)) from None
+    return OverlapEngine(runner, options.limits, longest, options.prefix_caching)
+
+
+def choose_dtype(config: dict[str, Any]) -> str:
+    """What config.json says under either of its names; float32, which holds every float16, where that is no type of ours."""
+    return "bfloat16" if (config.get("dtype") or config.get("torch_dtype")) == "bfloat16" else "float32"
+
+
+def warm_up(runner: Runner, tokens: int) -> None:
+    """One prefill and one decode: the first ones of a process are several times slower, and no request should pay for that.
+
+    What they leave in the pool's first blocks is in nobody's books.
+    """
+    blocks = list(range(-(-(tokens + 1) // runner.layout.block_size)))
+    seq = Sequence("warm-up", [0] * tokens, tokens, SamplingParams(max_tokens=2), b"", blocks=blocks)
+    for n in (tokens, 1):
+        runner.run([Chunk(seq, n)])
+        seq.tokens.append(0)
+        seq.computed += n
+
+
+def count_blocks(options: Options, longest: int, block_bytes: int, available: int) -> int:
+    """Blocks of the pool: the budget's worth, but no more than twice what `max_num_seqs` longest sequences can use.
+
+    The second half of that is room for prefixes nobody is using right now.
+    """
+    per_sequence = -(-longest // options.block_size)
+    budget = options.kv_memory_bytes or int(available * options.kv_memory_fraction)
+    blocks = min(budget // block_bytes, 2 * options.limits.max_num_seqs * per_sequence)
+    if blocks < per_sequence:
+        key = "engine.kv_memory_mib" if options.kv_memory_bytes else "engine.kv_memory_fraction"
+        raise BuildError(
+            f"{key}: {budget / 2**20:.1f} MiB hold {blocks * options.block_size} tokens of KV, fewer than one sequence of"
+            f" {longest} tokens needs ({per_sequence * block_bytes / 2**20:.1f} MiB); give more memory or lower model.max_model_len"
+        )
+    return blocks
+
+
+def available_memory() -> int:
+    """Bytes that this process could still take: what the machine has free, under the limit of its control group."""
+    free = 1 << 40
+    for line in _lines("/proc/meminfo"):
+        if line.startswith("MemAvailable:"):
+            free = int(line.split()[1]) << 10
+    limit = next(iter(_lines("/sys/fs/cgroup/memory.max")), "max").strip()
+    used = next(iter(_lines("/sys/fs/cgroup/memory.current")), "0").strip()
+    if limit.isdigit():
+        free = min(free, max(0, int(limit) - int(used)))
+    return free if free < 1 << 40 else 4 << 30  # a system that does not say: assume little
+
+
+def _read_config(path: Path) -> dict[str, Any]:
+    file = path / "config.json"
+    if not file.is_file():
+        raise BuildError(f"model.path: {path} holds no config.json")
+    try:
+        config = json.loads(file.read_text())
+    except ValueError as error:
+        raise BuildError(f"model.path: {file} cannot be read: {error}") from None
+    if not isinstance(config, dict):
+        raise BuildError(f"model.path: {file} is not a JSON object")
+    return config
+
+
+def _lines(path: str) -> list[str]:
+    try:
+        return Path(path).read_text().splitlines()
+    except OSError:
+        return []

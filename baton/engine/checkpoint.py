@@ -1,0 +1,299 @@
+"""A Hugging Face model folder: the facts of its config.json under names of ours (`baton.engine.config_json` reads them), and its tensors
+(safetensors), which are checked name by name before a byte of weight is read.
+"""
+
+import re
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import torch
+from safetensors import SafetensorError, safe_open
+from torch import Tensor
+
+from baton.engine.fingerprint import weight_files
+
+WEIGHT_DTYPES = {"F32", "F16", "BF16"}
+FUSED = {"gate_up_proj": ("gate_proj", "up_proj"), "down_proj": ("down_proj",)}  # of all experts: [E, out, in], these along `out`
+MIXTRAL = {"w1": "gate_proj", "w2": "down_proj", "w3": "up_proj"}
+Shape = tuple[int, ...]
+
+
+class CheckpointError(ValueError):
+    """A model folder that cannot be served. `file` and `field` (or tensor) say where to look."""
+
+    def __init__(self, file: Path, field: str, message: str) -> None:
+        super().__init__(f"{file}: {field}: {message}" if field else f"{file}: {message}")
+        self.file = file
+        self.field = field
+
+
+@dataclass(frozen=True, slots=True)
+class Rope:
+    """Rotary position embedding: the base, and how low frequencies are stretched for long contexts (see `baton.engine.rope`)."""
+
+    theta: float = 10000.0
+    kind: str = "default"  # default | linear | llama3 | yarn | longrope
+    factor: float = 1.0
+    original_positions: int = 0
+    slow: float = 1.0  # turns within the original positions
+    fast: float = 32.0
+    truncate: bool = True  # yarn: the blend begins and ends at whole pairs
+    stretch: tuple[float, ...] = ()  # longrope: a factor for each pair
+    amplitude: float = 1.0  # rotated elements grow by that
+
+
+@dataclass(frozen=True, slots=True)
+class LayerAttention:
+    """What a layer's queries do with the keys they see."""
+
+    window: int | None = None  # keys a query sees, itself included
+    softcap: float | None = None  # scores become cap * tanh(score / cap), before the mask
+    scale: float | None = None  # of q k^T; None: 1 / sqrt(D)
+
+
+@dataclass(frozen=True, slots=True)
+class LatentConfig:
+    """Multi-head latent attention (see `baton.engine.projections.LatentAttention`)."""
+
+    rank: int  # of the latent that stands for keys and values
+    q_rank: int | None  # of the one that stands for queries; None: they are projected directly
+    nope_dim: int  # elements of a query head without position
+    rope_dim: int  # and those that are rotated
+    value_dim: int  # of a head, after the latent is projected up
+    interleaved: bool  # the two elements of a rotation are neighbours in the file
+
+
+@dataclass(frozen=True, slots=True)
+class ExpertConfig:
+    """A mixture of experts and who chooses among them (see `baton.engine.moe.route`)."""
+
+    layers: frozenset[int]  # that have one
+    count: int
+    chosen: int  # experts a token passes through
+    intermediate: int  # of one expert
+    sigmoid: bool = False  # scores are sigmoids of the router's logits, not their softmax
+    biased: bool = False  # the choice, not the share, is made with a bias for each expert
+    groups: int = 1
+    open_groups: int = 1  # those with the best experts, among which a token chooses
+    normalised: bool = False  # the shares of a token's experts sum to 1, before `scale`
+    scale: float = 1.0
+    shared: int = 0  # intermediate size of the network that every token passes through as well
+
+
+@dataclass(frozen=True, slots=True)
+class ModelConfig:
+    """The facts of config.json that the computation needs, under names of ours: all in which families differ."""
+
+    architecture: str
+    hidden: int
+    layers: int
+    heads: int
+    kv_heads: int  # with `latent` 1: the pool sees one key head
+    head_dim: int  # of keys in the pool
+    intermediate: int
+    vocab: int
+    max_positions: int
+    norm_eps: float
+    ropes: tuple[Rope, ...]  # one a layer
+    attention: tuple[LayerAttention, ...]  # one a layer
+    tied: bool  # the LM head is the embedding
+    qkv_bias: bool
+    o_bias: bool
+    mlp_bias: bool
+    qk_norm: bool  # RMS norm over each head of q and k
+    eos_token_ids: frozenset[int]
+    activation: str = "silu"  # silu | gelu_tanh
+    norm_offset: float = 0.0  # added to the weight of every norm
+    post_norms: bool = False  # what attention and MLP answer is normalised too, before it is added
+    embedding_scale: float = 1.0
+    logit_softcap: float | None = None  # logits become cap * tanh(logit / cap)
+    packed: bool = False  # q, k and v are one tensor in the file, and so are gate and up
+    latent: LatentConfig | None = None
+    experts: ExpertConfig | None = None
+    draft_layers: int = 0  # in the file behind the model's own, to predict further tokens; not read
+
+    def experts_of(self, layer: int) -> ExpertConfig | None:
+        """None: it has a single network."""
+        return self.experts if self.experts and layer in self.experts.layers else None
+
+    @property
+    def rope_dim(self) -> int:
+        """Elements of a head that are rotated."""
+        return self.latent.rope_dim if self.latent else self.head_dim
+
+    @property
+    def kv_parts(self) -> int:
+        """See `KvLayout.parts`."""
+        return 1 if self.latent else 2
+
+    @property
+    def kv_value_dim(self) -> int:
+        """See `KvLayout.value_dim`."""
+        return self.latent.rank if self.latent else 0
+
+
+def expected_tensors(config: ModelConfig) -> dict[str, Shape]:
+    """Every tensor of the checkpoint by its Hugging Face name, with its shape `[out, in]`; experts by their `_canonical` names."""
+    c = config
+    shapes: dict[str, Shape] = {"model.embed_tokens.weight": (c.vocab, c.hidden), "model.norm.weight": (c.hidden,)}
+    if not c.tied:
+        shapes["lm_head.weight"] = (c.vocab, c.hidden)
+    norms = ["input_layernorm", "post_attention_layernorm"]
+    if c.post_norms:
+        norms += ["pre_feedforward_layernorm", "post_feedforward_layernorm"]
+    attention = _latent_attention(c, c.latent) if c.latent else _attention(c)
+    for i in range(c.layers):
+        experts = c.experts_of(i)
+        mlp = _mixture(c, experts) if experts else _mlp(c, c.intermediate, c.mlp_bias)
+        parts = {f"{name}.weight": (c.hidden,) for name in norms} | _under("self_attn", attention) | _under("mlp", mlp)
+        shapes |= _under(f"model.layers.{i}", parts)
+    return shapes
+
+
+def _under(prefix: str, shapes: dict[str, Shape]) -> dict[str, Shape]:
+    return {f"{prefix}.{name}": shape for name, shape in shapes.items()}
+
+
+def _linear(name: str, rows: int, columns: int, bias: bool = False) -> dict[str, Shape]:
+    return {f"{name}.weight": (rows, columns)} | ({f"{name}.bias": (rows,)} if bias else {})
+
+
+def _attention(c: ModelConfig) -> dict[str, Shape]:
+    q, kv = c.heads * c.head_dim, c.kv_heads * c.head_dim
+    shapes = _linear("o_proj", c.hidden, q, c.o_bias)
+    for name, rows in {"qkv": q + 2 * kv}.items() if c.packed else {"q": q, "k": kv, "v": kv}.items():
+        shapes |= _linear(f"{name}_proj", rows, c.hidden, c.qkv_bias)
+    if c.qk_norm:
+        shapes |= {"q_norm.weight": (c.head_dim,), "k_norm.weight": (c.head_dim,)}
+    return shapes
+
+
+def _latent_attention(c: ModelConfig, latent: LatentConfig) -> dict[str, Shape]:
+    q = c.heads * (latent.nope_dim + latent.rope_dim)
+    shapes = _linear("kv_a_proj_with_mqa", latent.rank + latent.rope_dim, c.hidden, c.qkv_bias)
+    shapes |= {"kv_a_layernorm.weight": (latent.rank,)}
+    shapes |= _linear("kv_b_proj", c.heads * (latent.nope_dim + latent.value_dim), latent.rank)
+    shapes |= _linear("o_proj", c.hidden, c.heads * latent.value_dim, c.o_bias)
+    if latent.q_rank is None:
+        return shapes | _linear("q_proj", q, c.hidden)
+    shapes |= _linear("q_a_proj", latent.q_rank, c.hidden, c.qkv_bias)
+    return shapes | {"q_a_layernorm.weight": (latent.q_rank,)} | _linear("q_b_proj", q, latent.q_rank)
+
+
+def _mlp(c: ModelConfig, intermediate: int, bias: bool) -> dict[str, Shape]:
+    if c.packed:
+        up = _linear("gate_up_proj", 2 * intermediate, c.hidden)
+    else:
+        up = _linear("gate_proj", intermediate, c.hidden, bias) | _linear("up_proj", intermediate, c.hidden, bias)
+    return up | _linear("down_proj", c.hidden, intermediate, bias)
+
+
+def _mixture(c: ModelConfig, experts: ExpertConfig) -> dict[str, Shape]:
+    shapes: dict[str, Shape] = {"gate.weight": (experts.count, c.hidden)}
+    if experts.biased:
+        shapes["gate.e_score_correction_bias"] = (experts.count,)
+    if experts.shared:
+        shapes |= _under("shared_experts", _mlp(c, experts.shared, c.mlp_bias))
+    for i in range(experts.count):
+        shapes |= _under(f"experts.{i}", _mlp(c, experts.intermediate, bias=False))
+    return shapes
+
+
+class _Place(NamedTuple):
+    """Where a tensor is: a whole one of a file, or a part of one."""
+
+    file: Path
+    name: str
+    shape: Shape
+    part: tuple[int, slice] | None = None
+
+
+class Checkpoint:
+    """The weights of one folder: opening checks names, shapes and types. `tensor` maps the file anew, so that what was read of it counts as
+    this process's memory no longer than the tensor lives."""
+
+    def __init__(self, path: Path, config: ModelConfig) -> None:
+        """Raises CheckpointError for a missing, unexpected, misshapen or mistyped tensor and for a damaged file."""
+        self._folder = path
+        files = {file: _open(file) for file in _weight_files(path)}
+        self._where = dict(place for file, opened in files.items() for place in _places(file, opened))
+        expected = expected_tensors(config)
+        self._check_names(expected, config)
+        for name, shape in expected.items():
+            _check_tensor(self._where[name], files[self._where[name].file], shape)
+        if config.tied and "lm_head.weight" in self._where:
+            self._check_tied()
+
+    def tensor(self, name: str) -> Tensor:
+        """One of `expected_tensors`, on the CPU, in the file's dtype."""
+        place = self._where[name]
+        opened = _open(place.file)
+        try:
+            tensor: Tensor = opened.get_tensor(place.name) if place.part is None else opened.get_slice(place.name)[place.part]
+        except (SafetensorError, OSError, RuntimeError) as error:
+            raise CheckpointError(place.file, name, f"cannot be read: {error}") from error
+        return tensor
+
+    def _check_names(self, expected: Iterable[str], config: ModelConfig) -> None:
+        allowed = set(expected) | ({"lm_head.weight"} if config.tied else set())
+        # Old Llama files carry the rotary frequencies, which follow from config.json.
+        drafts = tuple(f"model.layers.{config.layers + i}." for i in range(config.draft_layers))
+        found = {name for name in self._where if not name.endswith("rotary_emb.inv_freq") and not name.startswith(drafts)}
+        for word, names in (("missing", set(expected) - found), ("not part of this architecture", found - allowed)):
+            if names:
+                listed = sorted(names)
+                more = f" and {len(listed) - 5} more" if len(listed) > 5 else ""
+                raise CheckpointError(self._folder, listed[0], f"{word}: {', '.join(listed[:5])}{more}")
+
+    def _check_tied(self) -> None:
+        if not torch.equal(self.tensor("lm_head.weight"), self.tensor("model.embed_tokens.weight")):
+            file = self._where["lm_head.weight"].file
+            raise CheckpointError(file, "lm_head.weight", "differs from the embedding although config.json says tie_word_embeddings")
+
+
+def _check_tensor(place: _Place, opened: Any, shape: Shape) -> None:
+    dtype = opened.get_slice(place.name).get_dtype()
+    if place.shape != shape:
+        raise CheckpointError(place.file, place.name, f"shape {list(place.shape)}, config.json implies {list(shape)}")
+    if dtype not in WEIGHT_DTYPES:
+        raise CheckpointError(place.file, place.name, f"dtype {dtype} is not supported; supported: {', '.join(sorted(WEIGHT_DTYPES))}")
+
+
+def _places(file: Path, opened: Any) -> Iterator[tuple[str, _Place]]:
+    """The tensors of a file by the names of `expected_tensors`; where all experts are one tensor (transformers 5), each is a part of it."""
+    for name in opened.keys():  # noqa: SIM118
+        shape, canonical = tuple(opened.get_slice(name).get_shape()), _canonical(name)
+        block, _, kind = canonical.rpartition(".experts.")
+        if kind not in FUSED or len(shape) != 3 or shape[1] % len(FUSED[kind]):
+            yield canonical, _Place(file, name, shape)
+            continue
+        rows = shape[1] // len(FUSED[kind])
+        for expert in range(shape[0]):
+            for i, matrix in enumerate(FUSED[kind]):
+                part = (expert, slice(i * rows, (i + 1) * rows))
+                yield f"{block}.experts.{expert}.{matrix}.weight", _Place(file, name, (rows, shape[2]), part)
+
+
+def _canonical(name: str) -> str:
+    """Mixtral's files have names of their own for what others call mlp.gate and mlp.experts.N.gate_proj."""
+    name = name.replace(".block_sparse_moe.", ".mlp.")
+    return re.sub(r"(\.experts\.\d+\.)(w[123])\.", lambda match: f"{match[1]}{MIXTRAL[match[2]]}.", name)
+
+
+def _weight_files(path: Path) -> list[Path]:
+    try:
+        files = weight_files(path)
+    except (OSError, ValueError) as error:
+        raise CheckpointError(path / "model.safetensors.index.json", "weight_map", str(error)) from error
+    if not files:
+        raise CheckpointError(path, "", "neither model.safetensors nor model.safetensors.index.json is there")
+    return files
+
+
+def _open(file: Path) -> Any:
+    try:
+        return safe_open(file, framework="pt", device="cpu")
+    except (SafetensorError, OSError) as error:
+        raise CheckpointError(file, "", f"cannot be opened, truncated or altered? {error}") from error

@@ -1,0 +1,204 @@
+"""The engine: schedule, run, advance, settle. Synchronous and single-threaded; `baton.engine.loop` gives it a thread.
+
+`hold`, `reserve`/`adopt` and `release` are all that an engine needs in order to be one half of a disaggregated pair.
+"""
+
+from collections.abc import Sequence as Seq
+from dataclasses import dataclass
+
+from baton.engine.blocks import BlockPool
+from baton.engine.protocol import Chunk, NonFiniteLogits, Runner
+from baton.engine.sampling import Sampled
+from baton.engine.scheduler import Limits, Scheduler
+from baton.engine.sequence import Finish, Sequence, State, finish_reason
+
+
+class Refused(Exception):
+    """A sequence that the engine does not take; nothing is kept of it."""
+
+
+class QueueFull(Refused):
+    """The waiting queue is at its bound."""
+
+
+class TooLong(Refused):
+    """The sequence cannot fit this engine even when it is alone in it."""
+
+
+class Malformed(Refused):
+    """The sequence is none: it has no tokens, or one that the model does not know, or a prompt that is not a part of it."""
+
+
+@dataclass(frozen=True, slots=True)
+class Output:
+    """One token of one sequence; `finish` is set with the last. With `failure` there is no token, and the sequence is gone."""
+
+    seq: Sequence
+    sampled: Sampled | None
+    finish: Finish | None = None
+    failure: str | None = None
+
+
+@dataclass(slots=True)
+class Counts:
+    """What an engine has done so far. Each only grows."""
+
+    chunks: int = 0  # sequences over all steps
+    computed_tokens: int = 0  # positions
+    recomputed_tokens: int = 0  # of these, again, because a preemption threw their KV away
+    queried_tokens: int = 0  # of sequences that began: looked for in the prefix cache
+    hit_tokens: int = 0  # and found there
+    preemptions: int = 0
+
+
+class Engine:
+    def __init__(self, runner: Runner, limits: Limits, max_len: int, prefix_caching: bool = True) -> None:
+        self.runner = runner
+        self.max_len = max_len  # tokens of one sequence, prompt and output
+        self.pool = BlockPool(runner.pool.num_blocks, prefix_caching)
+        self.block_size = runner.layout.block_size
+        self.scheduler = Scheduler(self.pool, limits, self.block_size)
+        self.sequences: dict[str, Sequence] = {}
+        self.counts = Counts()
+        if max_len > self.pool.num_blocks * self.block_size:
+            raise ValueError(f"max_len {max_len} does not fit the pool of {self.pool.num_blocks} blocks of {self.block_size} tokens")
+
+    def step(self, now: float = 0.0) -> list[Output]:
+        """One batch. `now` is the caller's clock, kept in `started_at` of the sequences whose first step this is."""
+        batch = self._schedule(now)
+        if not batch:
+            return []
+        try:
+            sampled = self.runner.run(batch)
+        except NonFiniteLogits as error:
+            return [self._fail(seq_id, error) for seq_id in error.sequence_ids]  # the others run again in the next step
+        self.counts.chunks += len(batch)
+        outputs = []
+        for chunk, token in zip(batch, sampled, strict=True):
+            self._advance(chunk.seq, chunk.n)
+            if token is not None:
+                outputs.append(self._settle(chunk.seq, token))
+        return outputs
+
+    @property
+    def idle(self) -> bool:
+        return not (self.scheduler.running or self.scheduler.waiting)
+
+    def add(self, seq: Sequence) -> None:
+        """Queue a sequence. Raises QueueFull, TooLong or Malformed; nothing is kept of it then."""
+        self._welcome(seq)
+        self.scheduler.enqueue(seq)
+
+    def reserve(self, seq: Sequence) -> bool:
+        """Room for KV that is fetched from elsewhere: `seq.blocks[seq.computed // block_size:]` are to be filled by the caller.
+
+        False while there is no room, or while others who came earlier wait for it: ask again, or `abort`. Raises as `add`.
+        """
+        self._welcome(seq)
+        if self.scheduler.reserve(seq):
+            return True
+        del self.sequences[seq.id]
+        return False
+
+    def adopt(self, seq: Sequence) -> None:
+        """The caller filled the reserved blocks and vouches for them: all tokens but the last count as computed."""
+        self.scheduler.fetching.remove(seq)
+        seq.move("adopt")
+        self.scheduler.running.append(seq)
+        self.scheduler.advance(seq, len(seq.tokens) - 1)
+
+    def give_up(self, seq: Sequence) -> list[int]:
+        """The fetch failed: queue the sequence for a local prefill.
+
+        Returns the blocks that were being filled. They still belong to the caller, who releases them once no byte can land in them.
+        """
+        filling = self._withdraw(seq, "give_up")
+        self.scheduler.enqueue(seq)
+        return filling
+
+    def abort(self, seq_id: str) -> list[int]:
+        """Forget a sequence in whatever state. Returns the blocks that a fetch may still be filling (see `give_up`), else []."""
+        self.scheduler.claims.pop(seq_id, None)
+        seq = self.sequences.pop(seq_id, None)
+        if seq is None:
+            return []
+        match seq.state:
+            case State.FETCHING:
+                return self._withdraw(seq, "abort")
+            case State.WAITING:
+                self.scheduler.waiting.remove(seq)
+                seq.move("abort")
+            case State.RUNNING:
+                self.scheduler.running.remove(seq)
+                seq.move("abort")
+                self.scheduler.free(seq)
+            case State.HELD:
+                seq.move("release")
+                self.scheduler.free(seq)
+        return []
+
+    def release(self, blocks: Seq[int]) -> None:
+        """End an ownership that the caller kept (`give_up`, `abort`)."""
+        self.pool.release(blocks)
+
+    def _schedule(self, now: float) -> list[Chunk]:
+        """The next batch. What it says of the sequences that begin with it is counted."""
+        plan, counts = self.scheduler.schedule(now), self.counts
+        counts.preemptions += len(plan.preempted)
+        for seq in (chunk.seq for chunk in plan.chunks if chunk.seq.started_at is None):
+            seq.started_at = now
+            counts.queried_tokens += seq.arrived_with
+            counts.hit_tokens += seq.cached
+        return plan.chunks
+
+    def _welcome(self, seq: Sequence) -> None:
+        if not 1 <= seq.prompt_len <= len(seq.tokens):
+            raise Malformed(f"{seq.prompt_len} prompt tokens among {len(seq.tokens)}")
+        if min(seq.tokens) < 0 or max(seq.tokens) >= self.runner.vocab_size:
+            raise Malformed(f"a token id is outside the model's vocabulary of {self.runner.vocab_size}")
+        if len(seq.tokens) + max(1, seq.remaining) > self.max_len:
+            raise TooLong(f"{len(seq.tokens)} tokens and {seq.remaining} to come; one sequence may have {self.max_len}")
+        if len(self.scheduler.waiting) >= self.scheduler.limits.max_queue:
+            raise QueueFull(f"{len(self.scheduler.waiting)} sequences are waiting")
+        if seq.id in self.sequences:
+            raise ValueError(f"sequence {seq.id} is already here")
+        self.sequences[seq.id] = seq
+
+    def _withdraw(self, seq: Sequence, event: str) -> list[int]:
+        self.scheduler.fetching.remove(seq)
+        seq.move(event)
+        filling = seq.blocks[seq.sealed :]
+        seq.blocks = seq.blocks[: seq.sealed]
+        self.scheduler.free(seq)
+        seq.reached = 0
+        return filling
+
+    def _advance(self, seq: Sequence, n: int) -> None:
+        start, end = seq.computed, seq.computed + n
+        again = max(0, min(end, seq.reached) - start)
+        seq.recomputed += again
+        self.counts.computed_tokens += n
+        self.counts.recomputed_tokens += again
+        seq.prefilled += max(0, min(end, seq.arrived_with - 1) - start - again)
+        self.scheduler.advance(seq, end)
+
+    def _fail(self, seq_id: str, error: NonFiniteLogits) -> Output:
+        """A sequence whose KV or weights gave no number: it ends here, and nobody finds its blocks again."""
+        seq = self.sequences[seq_id]
+        self.pool.forget(seq.blocks)
+        self.abort(seq_id)
+        return Output(seq, None, failure=str(error))
+
+    def _settle(self, seq: Sequence, sampled: Sampled) -> Output:
+        seq.tokens.append(sampled.token)
+        reason = finish_reason(seq, self.runner.eos_token_ids, self.max_len)
+        if reason is None and not seq.hold:
+            return Output(seq, sampled)
+        self.scheduler.running.remove(seq)
+        if reason is None:
+            seq.move("hold")
+            return Output(seq, sampled)
+        seq.move("finish")
+        self.scheduler.free(seq)
+        del self.sequences[seq.id]
+        return Output(seq, sampled, reason)

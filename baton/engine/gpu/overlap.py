@@ -1,0 +1,172 @@
+"""An engine with one step in flight: the next batch is chosen and handed over while the device computes the one before it.
+
+1. `step` schedules a batch and gives it to `submit`, which returns at once.
+2. Only then it reads the results of the step before, which by now has ended or soon will, and settles its sequences.
+3. It books the new step as if it were done: its positions count as computed, and every sequence that will sample gets `UNKNOWN` as its last
+   token. So scheduling needs no rule of its own: such a sequence has one pending token, like any that decodes. The runner takes the token
+   from where it was sampled, on the device; the host writes it over `UNKNOWN` one step later.
+
+What that asks of everybody, besides:
+
+- **Nobody sees an unknown token.** Before a sequence is settled or leaves, its `UNKNOWN` goes. Blocks are sealed when the step that filled
+  them has been read: by then all their tokens are known, and their KV is written.
+- **Surplus.** That a sequence met a stop token is seen one step late. The step in flight computes a position for it that nobody asked for;
+  its answer is dropped. Ends that can be foreseen (length, `hold`) make no surplus: they get no `UNKNOWN`, so nothing is pending.
+- **No block leaves while a step in flight may write it.** Blocks of a sequence that ends or is aborted are parked until that step has been
+  read. The device would keep the order; who fills a block from elsewhere (`Engine.reserve`) would not.
+- **Preemption waits for the step in flight.** Where the pool lacks a block for a decode, that step is read before anything is scheduled:
+  then nothing is parked, and the queue gets no sequence with an unknown token.
+
+The pool of such an engine may lie on a device. What is held is copied to the host's memory of the pool, where transports read it, and what
+is adopted is copied from there: `to_host`, `to_device`.
+
+A token reaches its reader as early as without all this: when its step has ended. A new sequence starts one step later.
+"""
+
+from collections.abc import Sequence as Seq
+from dataclasses import dataclass, field
+from typing import Protocol
+
+from baton.engine.blocks import BlockPool
+from baton.engine.engine import Engine, Output
+from baton.engine.protocol import Chunk, NonFiniteLogits, Runner
+from baton.engine.sampling import Sampled
+from baton.engine.scheduler import Limits, Scheduler
+from baton.engine.sequence import Sequence, State
+
+UNKNOWN = -1
+
+
+@dataclass(frozen=True, slots=True)
+class StepResult:
+    """What a step gave, aligned with its batch: None where a chunk did not sample, or failed."""
+
+    sampled: list[Sampled | None]
+    failed: frozenset[int] = frozenset()  # indices whose logits were no numbers; the others are good
+
+
+class Pending(Protocol):
+    """A step on its way."""
+
+    def result(self) -> StepResult:
+        """Waits for the end of the step: its KV is written then, too."""
+        ...
+
+
+class OverlapRunner(Runner, Protocol):
+    """A runner that need not be waited for. Two implementations: `baton.engine.gpu.runner.GpuRunner` and the toy in the tests."""
+
+    def submit(self, batch: Seq[Chunk]) -> Pending:
+        """Begins what `run` does. Steps are computed in order. `UNKNOWN` stands for what the step before sampled for the sequence."""
+        ...
+
+    def to_host(self, blocks: Seq[int]) -> None:
+        """What steps that have been read wrote into these blocks is in `pool` afterwards, where transports find it."""
+        ...
+
+    def to_device(self, blocks: Seq[int]) -> None:
+        """Steps submitted from now on find in these blocks what a transport put into `pool`."""
+        ...
+
+
+@dataclass(slots=True)
+class Flight:
+    """A step between `submit` and the reading of its results."""
+
+    batch: list[Chunk]
+    pending: Pending
+    gone: set[Sequence] = field(default_factory=set)  # of the batch: they left after it was handed over
+    parked: list[int] = field(default_factory=list)  # their blocks
+
+
+class LateScheduler(Scheduler):
+    """A scheduler that parks blocks which a step in flight may still write."""
+
+    def __init__(self, pool: BlockPool, limits: Limits, block_size: int) -> None:
+        super().__init__(pool, limits, block_size)
+        self.flight: Flight | None = None
+
+    def lacks_blocks(self) -> bool:
+        """Whether the decodes of the next step need more blocks than there are, so that it would preempt."""
+        return sum(seq.pending == 1 and seq.computed == len(seq.blocks) * self.block_size for seq in self.running) > self.pool.available
+
+    def free(self, seq: Sequence) -> None:
+        if seq.tokens[-1] == UNKNOWN:
+            seq.tokens.pop()
+        if self.flight is not None and any(chunk.seq is seq for chunk in self.flight.batch):
+            self.flight.gone.add(seq)
+            self.flight.parked += seq.blocks
+            seq.blocks = []
+        super().free(seq)
+
+
+class OverlapEngine(Engine):
+    """An `Engine` that gives the same tokens, with a runner that can `submit`."""
+
+    runner: OverlapRunner
+    scheduler: LateScheduler
+
+    def __init__(self, runner: OverlapRunner, limits: Limits, max_len: int, prefix_caching: bool = True) -> None:
+        super().__init__(runner, limits, max_len, prefix_caching)
+        self.scheduler = LateScheduler(self.pool, limits, self.block_size)
+
+    @property
+    def idle(self) -> bool:
+        return super().idle and self.scheduler.flight is None
+
+    def step(self, now: float = 0.0) -> list[Output]:
+        """Hands over the next batch, then answers for the one before it."""
+        outputs = self._land(None) if self.scheduler.lacks_blocks() else []
+        batch = self._schedule(now)
+        if not batch and self.scheduler.flight is not None:
+            outputs += self._land(None)
+            batch = self._schedule(now)  # what has landed made room
+        flight = Flight(batch, self.runner.submit(batch)) if batch else None
+        outputs += self._land(flight)
+        for chunk in batch:
+            if flight is not None and chunk.seq not in flight.gone:
+                self._book(chunk)
+        return outputs
+
+    def adopt(self, seq: Sequence) -> None:
+        self.runner.to_device(seq.blocks[seq.sealed : self._blocks_of(len(seq.tokens) - 1)])
+        super().adopt(seq)
+
+    def _settle(self, seq: Sequence, sampled: Sampled) -> Output:
+        output = super()._settle(seq, sampled)
+        if seq.state is State.HELD:
+            self.runner.to_host(seq.blocks[: self._blocks_of(seq.computed)])
+        return output
+
+    def _blocks_of(self, tokens: int) -> int:
+        return -(-tokens // self.block_size)
+
+    def _land(self, following: Flight | None) -> list[Output]:
+        """Read the step in flight, if there is one; `following` has been handed over behind it."""
+        landed, self.scheduler.flight = self.scheduler.flight, following
+        if landed is None:
+            return []
+        result = landed.pending.result()
+        self.counts.chunks += len(landed.batch) - len(result.failed)
+        self.pool.release(landed.parked)
+        outputs = []
+        for i, (chunk, sampled) in enumerate(zip(landed.batch, result.sampled, strict=True)):
+            seq = chunk.seq
+            if seq in landed.gone:
+                continue
+            if i in result.failed:
+                outputs.append(self._fail(seq.id, NonFiniteLogits([seq.id])))
+                continue
+            if seq.tokens[-1] == UNKNOWN:
+                seq.tokens.pop()
+            seq.computed -= chunk.n  # as before it was booked
+            self._advance(seq, chunk.n)
+            if sampled is not None:
+                outputs.append(self._settle(seq, sampled))
+        return outputs
+
+    def _book(self, chunk: Chunk) -> None:
+        seq, samples = chunk.seq, chunk.samples
+        seq.computed += chunk.n
+        if samples and not (seq.hold or seq.remaining <= 1 or len(seq.tokens) + 1 >= self.max_len):
+            seq.tokens.append(UNKNOWN)

@@ -1,0 +1,186 @@
+"""A runner that hands a step to the device and does not wait for it.
+
+`submit` fills the inputs, replays a graph or runs the model, samples, and starts the copies of the answers, all on one stream, so that
+steps are computed in order; `Pending.result` waits for the event behind the last copy. On the CPU the same code computes at once.
+"""
+
+from collections.abc import Sequence as Seq
+from dataclasses import replace
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from baton.engine.gpu.attention import DeviceAttention, installed, make_attention
+from baton.engine.gpu.device import Mark
+from baton.engine.gpu.graphs import Captures, Graphs, ladder, uncaptured
+from baton.engine.gpu.inputs import Capacity, Inputs, Ints, Step
+from baton.engine.gpu.overlap import StepResult
+from baton.engine.gpu.sampler import Draw, Pick, Sampler, answers, pick_plainly
+from baton.engine.kvcache import KvPool
+from baton.engine.model import Transformer
+from baton.engine.moe import Mixture, SeparateExperts
+from baton.engine.protocol import Chunk, NonFiniteLogits
+from baton.engine.runner import DTYPES, ModelRunner
+from baton.engine.sampling import Sampled, SamplingParams
+from baton.engine.sequence import Sequence
+
+STAGED_BLOCKS = 64  # that cross the bus at a time
+
+
+class DevicePending:
+    """A step on its way: its answers are being copied to the host."""
+
+    def __init__(self, step: Step, sampling: list[int], draw: Draw | None, copied: Mark) -> None:
+        self._batch = step.batch
+        self._sampling = sampling  # indices into the batch, row by row
+        self._draw = draw
+        self._copied = copied
+
+    def result(self) -> StepResult:
+        self._copied.wait()
+        sampled: list[Sampled | None] = [None] * len(self._batch)
+        if self._draw is not None:
+            for i, answer in zip(self._sampling, answers(self._draw, [self._batch[i].seq for i in self._sampling]), strict=True):
+                sampled[i] = answer
+        return StepResult(sampled, frozenset(i for i in self._sampling if sampled[i] is None))
+
+
+class GpuRunner(ModelRunner):
+    """A `ModelRunner` that can `submit`. Loaded as one; `attach` takes what the device needs to know besides."""
+
+    def attach(
+        self,
+        pool: KvPool,
+        tensor: Tensor | None = None,
+        capacity: Capacity | None = None,
+        backend: str = "auto",
+        graph_sizes: Seq[int] | None = None,
+    ) -> None:
+        """Lays out the pool on the device, or takes `tensor`, `[num_blocks + 1, *block_shape]`: the last block is scratch.
+
+        `capacity` bounds every batch. `backend`: see `engine.gpu.attention`. `graph_sizes`: batch sizes of which decode steps are captured,
+        where that can be; None: a ladder up to the capacity. Raises ValueError for a pool of another layout and for a backend that cannot
+        be had.
+        """
+        if difference := self.layout.difference(pool.layout):
+            raise ValueError(f"the pool does not fit the model: {difference}")
+        if capacity is None:
+            raise ValueError("capacity: a runner on a device is made for batches up to a bound")
+        shape = (pool.num_blocks + 1, *self.layout.block_shape)
+        if tensor is None:
+            tensor = torch.zeros(shape, dtype=DTYPES[self.layout.dtype], device=self.device)
+        self.pool = pool
+        self.blocks = tensor.view(shape)
+        self._inputs = Inputs(capacity, self.layout.block_size, pool.num_blocks, self.device)
+        self._sampler = Sampler(self.eos_token_ids, capacity.max_num_seqs, self.device, _pick(self.device))
+        config = self.model.config
+        self.attention: DeviceAttention = make_attention(
+            backend, self.blocks, config.attention, config.heads, self.layout.value_dim, self._inputs
+        )
+        self.graphs = Graphs(Captures(self.device) if self.device.type == "cuda" else uncaptured)
+        if self.attention.capturable and not _asks_the_device(self.model):
+            self._capture(ladder(capacity.max_num_seqs) if graph_sizes is None else sorted(graph_sizes))
+        self._warm_up_sampler()
+
+    def run(self, batch: Seq[Chunk]) -> list[Sampled | None]:
+        result = self.submit(batch).result()
+        if result.failed:
+            raise NonFiniteLogits([batch[i].seq.id for i in sorted(result.failed)])
+        return result.sampled
+
+    @torch.inference_mode()
+    def submit(self, batch: Seq[Chunk]) -> DevicePending:
+        """See `OverlapRunner.submit`."""
+        step, sampling, logits = self._compute(batch)
+        draw: Draw | None = None
+        if sampling:
+            seated = [seat for i, seat in zip(step.order, step.seated, strict=True) if batch[i].samples]
+            draw = self._sampler.draw(logits, [batch[i].seq for i in sampling], seated)
+            self._inputs.remember(seated, draw.tokens)
+            draw = self._to_host(draw)
+        copied = Mark(self.device)
+        copied.record()
+        return DevicePending(step, sampling, draw, copied)
+
+    def to_host(self, blocks: Seq[int]) -> None:
+        """Copies blocks of the device into `pool`, from where they are exported. Waits; the blocks must be written (`Pending.result`)."""
+        for part in self._parts(blocks):
+            self._staging.begin_out(part)
+            self._staging.wait()
+            self.pool.array[part] = self._staging.host[: len(part)].numpy()
+
+    def to_device(self, blocks: Seq[int]) -> None:
+        """Copies blocks of `pool`, where they were imported, to the device. Steps that are submitted later find them there."""
+        for part in self._parts(blocks):
+            self._staging.wait()
+            self._staging.host[: len(part)].numpy()[:] = self.pool.array[part]
+            self._staging.begin_in(part)
+
+    def _parts(self, blocks: Seq[int]) -> list[Ints]:
+        if not hasattr(self, "_staging"):
+            from baton.engine.gpu.staging import Staging
+
+            self._staging = Staging(self.blocks, STAGED_BLOCKS)
+        return [np.array(blocks[i : i + STAGED_BLOCKS]) for i in range(0, len(blocks), STAGED_BLOCKS)]
+
+    @torch.inference_mode()
+    def run_logits(self, batch: Seq[Chunk]) -> Tensor:
+        """Computes the batch; float32 logits `[chunks that sample, V]` in the batch's order."""
+        _, sampling, logits = self._compute(batch)
+        return logits[torch.tensor(sampling, device=self.device).argsort()]
+
+    def _compute(self, batch: Seq[Chunk]) -> tuple[Step, list[int], Tensor]:
+        """(step, indices of the chunks that sample, in the step's order, their logits in that order)."""
+        step = self._inputs.prepare(batch, self.graphs.sizes)
+        sampling = [i for i in step.order if batch[i].samples]
+        self.attention.begin(step)
+        if step.captured:
+            logits = self.graphs.run(step.size)
+            if len(sampling) == len(batch):
+                return step, sampling, logits[: len(batch)]
+            return step, sampling, logits[self._inputs.upload([row for row, i in enumerate(step.order) if batch[i].samples])]
+        lasts = (step.rows[1:] - 1).tolist()
+        rows = self._inputs.upload([row for i, row in zip(step.order, lasts, strict=True) if batch[i].samples])
+        return step, sampling, self._forward(step, rows)
+
+    def _forward(self, step: Step, rows: Tensor) -> Tensor:
+        return self.model.forward(self._inputs.ids(step), step.positions, self.attention, rows)
+
+    @torch.inference_mode()
+    def _capture(self, sizes: Seq[int]) -> None:
+        """Graphs of these sizes, ascending, from batches of dummies. They leave their logits in one place."""
+        logits = torch.empty(max(sizes, default=0), self.vocab_size, device=self.device)
+        for size in reversed(sizes):
+            step = self._inputs.dummies(size)
+            self.attention.begin(step)
+            rows = torch.arange(size, device=self.device)
+            self.graphs.add(size, lambda step=step, rows=rows: logits[: len(rows)].copy_(self._forward(step, rows)))  # type: ignore[misc]
+
+    @torch.inference_mode()
+    def _warm_up_sampler(self) -> None:
+        """Its kernels are compiled at their first call, which shall be no request's."""
+        params = SamplingParams(max_tokens=1, top_k=2, top_p=0.5, min_p=0.1, logprobs=1)
+        seq = Sequence("warm-up", [0], 1, params, root=b"")
+        self._sampler.draw(torch.zeros(1, self.vocab_size, device=self.device), [seq], [])
+
+    def _to_host(self, draw: Draw) -> Draw:
+        """Copies on their way into pinned memory; valid behind the step's event."""
+        tensors = (draw.tokens, draw.finite, draw.logprobs, draw.ids)
+        tokens, finite, logprobs, ids = (None if t is None else t.to("cpu", non_blocking=True) for t in tensors)
+        assert tokens is not None and finite is not None
+        return replace(draw, tokens=tokens, finite=finite, logprobs=logprobs, ids=ids)
+
+
+def _asks_the_device(model: Transformer) -> bool:
+    """Whether a forward pass waits for numbers: experts that have matrices of their own do, and cannot be captured."""
+    return any(isinstance(layer.mlp, Mixture) and isinstance(layer.mlp.experts, SeparateExperts) for layer in model.layers)
+
+
+def _pick(device: torch.device) -> Pick:
+    """Our kernels where Triton can compile them."""
+    if device.type != "cuda" or not installed("triton"):
+        return pick_plainly
+    from baton.engine.gpu.triton_sampling import pick
+
+    return pick

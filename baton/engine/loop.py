@@ -1,0 +1,210 @@
+"""The one thread that owns an engine. Async code talks to it through awaitables; it talks back through one callback per step.
+
+Everything that touches the engine runs in its thread, between two steps: a command waits for one step at most. Results
+reach the event loop in the order in which the engine produced them, so whoever awaits a command has already seen all earlier steps.
+"""
+
+import asyncio
+import threading
+import time
+from collections import deque
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+from typing import Any, TypeVar
+
+from baton.engine.engine import Counts, Engine, Output
+
+T = TypeVar("T")
+CHECK_EVERY_S = 5.0
+
+
+class EngineStopped(RuntimeError):
+    """The loop was closed or has failed: the command did not and will not run."""
+
+
+@dataclass(frozen=True, slots=True)
+class CacheEvent:
+    """A run of keys that the prefix cache gained ("stored") or lost ("removed"). Numbered from 1 without gap."""
+
+    sequence: int
+    kind: str
+    keys: tuple[bytes, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class Facts:
+    """The engine's load at one moment."""
+
+    running: int
+    waiting: int
+    waiting_tokens: int  # known and not computed
+    free_blocks: int  # free or evictable
+    cached_blocks: int
+    owned_blocks: int
+    sequences: int
+    credit_tokens: int
+    counts: Counts
+
+
+def facts(engine: Engine) -> Facts:
+    scheduler = engine.scheduler
+    return Facts(
+        running=len(scheduler.running) + len(scheduler.fetching),
+        waiting=len(scheduler.waiting),
+        waiting_tokens=sum(seq.pending for seq in (*scheduler.waiting, *scheduler.running) if seq.pending > 1),
+        free_blocks=engine.pool.available,
+        cached_blocks=engine.pool.num_cached,
+        owned_blocks=engine.pool.num_owned,
+        sequences=len(engine.sequences),
+        credit_tokens=scheduler.credit_tokens(),
+        counts=replace(engine.counts),
+    )
+
+
+class EngineLoop:
+    """`on_step(outputs)` and `on_cache(events)` are called on the event loop that was current at `start`.
+
+    `on_failure(error)` is called there once if a step raises: the engine's memory is then in doubt, nothing runs any more, and the
+    process must go.
+
+    `on_batch(seconds, tokens, sequences)` is called in the engine's thread after each step that computed something. It must not wait.
+    """
+
+    def __init__(
+        self,
+        engine: Engine,
+        on_step: Callable[[list[Output]], None],
+        on_cache: Callable[[list[CacheEvent]], None],
+        on_failure: Callable[[BaseException], None],
+        on_batch: Callable[[float, int, int], None] = lambda seconds, tokens, sequences: None,
+    ) -> None:
+        self._engine = engine
+        self._on_step = on_step
+        self._on_cache = on_cache
+        self._on_failure = on_failure
+        self._on_batch = on_batch
+        self._commands: deque[tuple[Callable[[Engine], Any], asyncio.Future[Any] | None]] = deque()  # no future: nobody waits
+        self._wake = threading.Event()
+        self._closing = False
+        self._stopped = False
+        self._cache_sequence = 0
+        self._checked = time.monotonic()
+        self._thread = threading.Thread(target=self._run, name="engine", daemon=True)
+
+    def start(self) -> None:
+        self._loop = asyncio.get_running_loop()
+        self._thread.start()
+
+    async def call(self, function: Callable[[Engine], T]) -> T:
+        """`function(engine)` in the engine's thread. Its exception is raised here. A cancelled caller's command still runs.
+
+        Raises EngineStopped where nobody is left to run it.
+        """
+        if self._stopped:
+            raise EngineStopped("the engine has stopped")
+        future: asyncio.Future[T] = self._loop.create_future()
+        self._commands.append((function, future))
+        self._wake.set()
+        return await future
+
+    def tell(self, function: Callable[[Engine], object]) -> None:
+        """`function(engine)` in the engine's thread, without waiting: for clean-up, which must not be cancelled. It may not raise."""
+        self._commands.append((function, None))
+        self._wake.set()
+
+    async def snapshot(self) -> tuple[int, list[bytes]]:
+        """The number of the last cache event, and the keys that are cached after it."""
+        return await self.call(lambda engine: (self._cache_sequence, engine.pool.sealed_keys()))
+
+    async def close(self) -> None:
+        """Stop after the step in flight. What still runs is dropped, and commands that wait are refused."""
+        self._closing = True
+        self._wake.set()
+        if self._thread.is_alive():
+            await asyncio.to_thread(self._thread.join)
+
+    def _run(self) -> None:
+        try:
+            while not self._closing:
+                while self._commands:
+                    self._execute(*self._commands.popleft())
+                if self._engine.idle:
+                    self._rest()
+                    continue
+                outputs = self._step()
+                self._publish_cache()
+                if outputs:
+                    self._post(self._on_step, outputs)
+                elif self._engine.scheduler.waiting and not self._engine.scheduler.running:
+                    # Nothing fits: only a release, which is a command, can change that.
+                    self._wake.wait(timeout=0.05)
+                    self._wake.clear()
+        except BaseException as error:
+            self._post(self._on_failure, error)
+        finally:
+            self._stopped = True
+            self._post(self._refuse)
+
+    def _step(self) -> list[Output]:
+        counts, began = self._engine.counts, time.monotonic()
+        chunks, tokens = counts.chunks, counts.computed_tokens
+        outputs = self._engine.step(began)
+        if counts.chunks > chunks:
+            self._on_batch(time.monotonic() - began, counts.computed_tokens - tokens, counts.chunks - chunks)
+        return outputs
+
+    def _refuse(self) -> None:
+        """On the event loop, like `call`: a command came either before this and is refused here, or after it and is refused there."""
+        while self._commands:
+            _, future = self._commands.popleft()
+            if future is not None:
+                _fail(future, EngineStopped("the engine has stopped"))
+
+    def _rest(self) -> None:
+        now = time.monotonic()
+        if now - self._checked > CHECK_EVERY_S:
+            self._engine.pool.check()
+            self._checked = now
+        self._wake.wait(timeout=CHECK_EVERY_S)
+        self._wake.clear()
+
+    def _execute(self, function: Callable[[Engine], T], future: "asyncio.Future[T] | None") -> None:
+        try:
+            value = function(self._engine)
+        except Exception as error:
+            if future is None:
+                raise
+            self._publish_cache()
+            self._post(_fail, future, error)
+        else:
+            self._publish_cache()
+            if future is not None:
+                self._post(_resolve, future, value)
+
+    def _publish_cache(self) -> None:
+        events: list[CacheEvent] = []
+        run: list[bytes] = []
+        changes = self._engine.pool.drain_changes()
+        for i, change in enumerate(changes):
+            run.append(change.key)
+            if i + 1 == len(changes) or changes[i + 1].stored != change.stored:
+                self._cache_sequence += 1
+                events.append(CacheEvent(self._cache_sequence, "stored" if change.stored else "removed", tuple(run)))
+                run = []
+        if events:
+            self._post(self._on_cache, events)
+
+    def _post(self, function: Callable[..., None], *args: object) -> None:
+        # The loop is gone only when the process is on its way out, and then nobody listens.
+        if not self._loop.is_closed():
+            self._loop.call_soon_threadsafe(function, *args)
+
+
+def _resolve(future: "asyncio.Future[T]", value: T) -> None:
+    if not future.done():
+        future.set_result(value)
+
+
+def _fail(future: "asyncio.Future[T]", error: Exception) -> None:
+    if not future.done():
+        future.set_exception(error)

@@ -1,0 +1,81 @@
+"""A decoder: x += attention(norm(x)); x += mlp(norm(x)). What families add to that is data in `ModelConfig`.
+
+Knows tokens, positions and weights. Where keys and values live and which of them a token sees is the business of the `Attention` that it
+is given: nothing here knows of batches, blocks or requests. Letters in shapes: T tokens of all sequences in a row, H hidden, D rotated
+elements of a head, V vocabulary, R rows asked for.
+"""
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from baton.engine.checkpoint import ModelConfig
+from baton.engine.moe import Mixture, Mlp, activation
+from baton.engine.ops import Ops
+from baton.engine.projections import Attention, LatentAttention, SelfAttention
+from baton.engine.rope import frequencies, rotation
+from baton.engine.weights import ReadTensor, Weights
+
+
+class Transformer:
+    """Weights and the function they define."""
+
+    def __init__(
+        self, config: ModelConfig, read: ReadTensor, dtype: torch.dtype, device: torch.device, ops: Ops, weight_dtype: str = "auto"
+    ) -> None:
+        """Reads every tensor of `expected_tensors(config)` once, and holds them as `dtype` on `device`; matrices as `weight_dtype`."""
+        self.config = config
+        self.ops = ops
+        weights = Weights(read, dtype, device, weight_dtype, ops=ops)
+        self.embedding = weights.placed(weights.tensor("model.embed_tokens.weight"))  # [V, H]
+        self.scale = torch.tensor(config.embedding_scale, dtype=dtype, device=device)  # rounded as the model was trained with it
+        self.layers = [Layer(config, i, weights.under(f"model.layers.{i}"), ops) for i in range(config.layers)]
+        self.norm = weights.vector("model.norm", config.norm_offset)  # [H]
+        self.head = weights.matrix([self.embedding if config.tied else weights.tensor("lm_head.weight")])
+        self.frequencies = {rope: frequencies(rope, config.rope_dim).to(device) for rope in dict.fromkeys(config.ropes)}  # [D / 2] each
+
+    def forward(self, tokens: Tensor, positions: Tensor, attention: Attention, rows: Tensor) -> Tensor:
+        """Logits `[R, V]` in float32 of the tokens at `rows`; tokens and positions are `[T]` int64. Keys and values go to `attention`."""
+        c, norm, eps = self.config, self.ops.add_rms_norm, self.config.norm_eps
+        x = F.embedding(tokens, self.embedding)  # [T, H]
+        if c.embedding_scale != 1:
+            x *= self.scale
+        y: Tensor | None = None  # what the sublayer before answered: the norm adds it to x
+        rotations = {rope: rotation(positions, turns, rope.amplitude) for rope, turns in self.frequencies.items()}
+        for i, layer in enumerate(self.layers):
+            y = layer.attention(norm(x, y, layer.norm1, eps), rotations[c.ropes[i]], i, attention)
+            if layer.post_norm1 is not None:
+                y = norm(y, None, layer.post_norm1, eps)
+            if layer is self.layers[-1]:
+                x, y = x[rows], y[rows]  # [R, H]: behind the last attention no token needs another
+            y = layer.mlp(norm(x, y, layer.norm2, eps))
+            if layer.post_norm2 is not None:
+                y = norm(y, None, layer.post_norm2, eps)
+        logits = self.head(norm(x, y, self.norm, eps)).float()
+        return logits if c.logit_softcap is None else c.logit_softcap * torch.tanh(logits / c.logit_softcap)
+
+
+class Layer:
+    """One decoder layer: two sublayers, a norm before each, and in some families one behind each."""
+
+    def __init__(self, config: ModelConfig, index: int, weights: Weights, ops: Ops) -> None:
+        c, experts = config, config.experts_of(index)
+        self.attention: SelfAttention | LatentAttention
+        self.mlp: Mlp | Mixture
+        if c.latent:
+            self.attention = LatentAttention(c, c.latent, weights.under("self_attn"), ops)
+        else:
+            self.attention = SelfAttention(c, weights.under("self_attn"), ops)
+        if experts:
+            self.mlp = Mixture(c, experts, weights.under("mlp"), ops)
+        else:
+            self.mlp = Mlp(weights.under("mlp"), activation(c, ops), c.mlp_bias, c.packed)
+
+        def norm(name: str) -> Tensor:  # [H]
+            return weights.vector(name, c.norm_offset)
+
+        # Where there are four norms, the name of the second of two is that of the one behind attention.
+        self.norm1 = norm("input_layernorm")
+        self.norm2 = norm("pre_feedforward_layernorm" if c.post_norms else "post_attention_layernorm")
+        self.post_norm1: Tensor | None = norm("post_attention_layernorm") if c.post_norms else None
+        self.post_norm2: Tensor | None = norm("post_feedforward_layernorm") if c.post_norms else None

@@ -1,0 +1,83 @@
+"""The pointwise operations between the matrices of a layer, in plain torch: right on every device, and the definition that any faster
+version is measured against.
+
+Letters in shapes: T tokens of the batch, H hidden, I intermediate, D head dim.
+"""
+
+import logging
+from collections.abc import Callable
+from importlib.util import find_spec
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from baton.engine.attention import Kernels
+
+TINY = torch.finfo(torch.float32).tiny  # the step of a row of zeros
+log = logging.getLogger(__name__)
+
+
+class Ops:
+    """What a `Transformer` computes between two matrices. Subclasses answer the same numbers, up to rounding, faster."""
+
+    attention: Kernels | None = None
+
+    def add_rms_norm(self, x: Tensor, y: Tensor | None, weight: Tensor, eps: float) -> Tensor:
+        """x / √(mean(x²) + eps) · weight, `[T, H]`, after `x += y` in place where a `y` is given."""
+        if y is not None:
+            x += y
+        return F.rms_norm(x, x.shape[-1:], weight, eps)
+
+    def silu_mul(self, gate_up: Tensor) -> Tensor:
+        """silu(gate) · up of `[T, 2 I]`, gate first: `[T, I]`."""
+        gate, up = gate_up.chunk(2, dim=-1)
+        return F.silu(gate).mul_(up)
+
+    def gelu_tanh_mul(self, gate_up: Tensor) -> Tensor:
+        """gelu(gate) · up of `[T, 2 I]` with gelu in its tanh form: `[T, I]`."""
+        gate, up = gate_up.chunk(2, dim=-1)
+        return F.gelu(gate, approximate="tanh").mul_(up)
+
+    def rotate_(self, qk: Tensor, rotation: Tensor) -> None:
+        """Rotary position embedding in place: qk `[T, heads, D]` as complex `[T, heads, D / 2]`, times `[T, 1, D / 2]`, in float32."""
+        if qk.dtype == torch.float32 and qk.stride(-1) == 1:
+            torch.view_as_complex(qk.view(*qk.shape[:-1], -1, 2)).mul_(rotation)
+        else:
+            precise = qk.to(torch.float32, copy=True, memory_format=torch.contiguous_format)
+            self.rotate_(precise, rotation)
+            qk.copy_(precise)
+
+    def quantize(self, x: Tensor) -> tuple[Tensor, Tensor]:
+        """Rows of `[T, H]` in steps of their own, 127 to the greatest element: uint8 `[T, H]` around 128, and the steps `[T]`, float32."""
+        precise = x.float()
+        steps = precise.abs().amax(dim=-1).div_(127).clamp_(min=TINY)
+        return precise.div(steps[:, None]).round_().add_(128).to(torch.uint8), steps
+
+    def row_multiplier(self, matrix: Tensor, steps: Tensor, bias: Tensor | None) -> Callable[[Tensor], Tensor] | None:
+        """x `[1, H]` → `[1, out]` of int8 `[out, H]`, the steps `[out]` of its rows, and a bias, where that is faster than a matrix product
+        between `quantize` and `dequantize`; their very numbers."""
+        return None
+
+    def dequantize(self, products: Tensor, steps: Tensor, bias: Tensor | None, dtype: torch.dtype) -> Tensor:
+        """products · steps + bias, of float32 `[T, out]` and `[T]`, as `dtype`. Products may be overwritten."""
+        products *= steps[:, None]
+        if bias is not None:
+            products += bias
+        return products.to(dtype)
+
+
+def choose(device: torch.device, dtype: torch.dtype, compiled: bool) -> Ops:
+    """The fastest that can be had; plain torch where `compiled` is off. Compiling takes seconds, once for all processes of a machine."""
+    if compiled and device.type == "cuda" and find_spec("triton"):
+        from baton.engine.gpu.triton_ops import TritonOps
+
+        return TritonOps()
+    if not compiled or device.type != "cpu" or dtype not in (torch.float32, torch.bfloat16):
+        return Ops()
+    try:
+        from baton.engine.kernels import CompiledOps
+    except Exception as error:  # whatever a compiler may raise: plain torch is slower, not wrong
+        log.warning("engine.compiled: the kernels cannot be compiled, plain torch is used: %s: %s", type(error).__name__, error)
+        return Ops()
+    return CompiledOps()

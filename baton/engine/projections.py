@@ -1,0 +1,106 @@
+"""The attention half of a layer: from its input to queries, keys and values, and from what attention answers to its output.
+
+Letters in shapes: T tokens, H hidden, Hq query heads, Hkv key/value heads, D head dim, Dv that of values, P parts (2: keys and values;
+1: one vector that is both).
+"""
+
+from collections.abc import Callable
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from baton.engine.checkpoint import LatentConfig, ModelConfig
+from baton.engine.ops import Ops
+from baton.engine.rope import pairs
+from baton.engine.weights import Weights
+
+# (layer, q [T, Hq, D], kv [T, P, Hkv, D]) → [T, Hq * Dv]
+Attention = Callable[[int, Tensor, Tensor], Tensor]
+
+LATENT_EPS = 1e-6  # of the norms inside latent attention, whatever rms_norm_eps says
+
+
+class SelfAttention:
+    """Multi-head, grouped-query or multi-query: each head of q, k and v by a matrix of its own; the three are one matrix here."""
+
+    def __init__(self, config: ModelConfig, weights: Weights, ops: Ops) -> None:
+        c, d = config, config.head_dim
+        self.config, self.ops = config, ops
+
+        def qkv(kind: str) -> list[Tensor]:
+            """As three tensors, the rows of q and k in pairs."""
+            if c.packed:
+                q, k, v = torch.split(weights.tensor(f"qkv_proj.{kind}"), [c.heads * d, c.kv_heads * d, c.kv_heads * d])
+            else:
+                q, k, v = (weights.tensor(f"{part}_proj.{kind}") for part in "qkv")
+            return [pairs(q, d), pairs(k, d), v]
+
+        self.qkv = weights.matrix(qkv("weight"), qkv("bias") if c.qkv_bias else [])
+        self.out = weights.linear("o_proj", bias=c.o_bias)
+        self.qk_norm: Tensor | None = None  # [Hq + Hkv, D]
+        if c.qk_norm:
+            q, k = (pairs(weights.vector(name, c.norm_offset), d) for name in ("q_norm", "k_norm"))
+            self.qk_norm = torch.cat((q.expand(c.heads, -1), k.expand(c.kv_heads, -1)))
+
+    def __call__(self, x: Tensor, rotation: Tensor, layer: int, attention: Attention) -> Tensor:
+        """[T, H] → [T, H]."""
+        c = self.config
+        heads = self.qkv(x).view(x.shape[0], c.heads + 2 * c.kv_heads, c.head_dim)  # [T, Hq + 2 Hkv, D]
+        qk = heads[:, : c.heads + c.kv_heads]
+        if self.qk_norm is not None:
+            qk.copy_(F.rms_norm(qk, qk.shape[-1:], None, c.norm_eps) * self.qk_norm)
+        self.ops.rotate_(qk, rotation)
+        kv = heads[:, c.heads :].view(-1, 2, c.kv_heads, c.head_dim)  # [T, 2, Hkv, D]
+        return self.out(attention(layer, heads[:, : c.heads], kv))
+
+
+class LatentAttention:
+    """Multi-head latent attention (DeepSeek-V2, arXiv 2405.04434), the projections of keys and values absorbed into queries and outputs.
+
+    A token leaves one vector behind, the same for all heads: a latent of R numbers, from which each head would make its key and its value
+    by two matrices, and rope_dim numbers that carry the position. Instead of making keys, q W_uk is held against the latents; instead of
+    making values, the latents are summed and the sum is multiplied by W_uv. What is left is attention with a single key head,
+    D = R + rope_dim, whose values are the first R numbers of the keys. These two matrices keep the model's type where others are quantised.
+    """
+
+    def __init__(self, config: ModelConfig, latent: LatentConfig, weights: Weights, ops: Ops) -> None:
+        c, self.latent, self.ops, self.heads = config, latent, ops, config.heads
+
+        def paired(rows: Tensor, head: int) -> Tensor:
+            """The last rope_dim of each head's rows, which are those that are rotated, in pairs where the file has them apart."""
+            if latent.interleaved:
+                return rows
+            kept, turned = torch.split(rows.view(-1, head, *rows.shape[1:]), [head - latent.rope_dim, latent.rope_dim], dim=1)
+            return torch.cat((kept, pairs(turned.flatten(0, 1), latent.rope_dim).view_as(turned)), dim=1).flatten(0, 1)
+
+        def from_input(name: str) -> list[Tensor]:
+            return [paired(weights.tensor(name), c.head_dim)]
+
+        q_name = "q_b_proj" if latent.q_rank else "q_proj"
+        self.q_down = weights.linear("q_a_proj", bias=c.qkv_bias) if latent.q_rank else None
+        self.q_norm = weights.vector("q_a_layernorm") if latent.q_rank else None
+        self.q = weights.matrix([paired(weights.tensor(f"{q_name}.weight"), latent.nope_dim + latent.rope_dim)])
+        self.kv = weights.matrix(from_input("kv_a_proj_with_mqa.weight"), from_input("kv_a_proj_with_mqa.bias") if c.qkv_bias else [])
+        self.kv_norm = weights.vector("kv_a_layernorm")  # [R]
+        up = weights.tensor("kv_b_proj.weight").view(c.heads, -1, latent.rank)  # [Hq, nope_dim + value_dim, R]
+        self.key_up = weights.placed(up[:, : latent.nope_dim])  # W_uk [Hq, nope_dim, R]
+        self.value_up = weights.placed(up[:, latent.nope_dim :].transpose(1, 2))  # W_uv [Hq, R, value_dim]
+        self.out = weights.linear("o_proj", bias=c.o_bias)
+
+    def __call__(self, x: Tensor, rotation: Tensor, layer: int, attention: Attention) -> Tensor:
+        """[T, H] → [T, H]."""
+        rank, nope, norm = self.latent.rank, self.latent.nope_dim, self.ops.add_rms_norm
+        key = self.kv(x)  # [T, D]
+        if self.q_down is not None and self.q_norm is not None:
+            x = norm(self.q_down(x), None, self.q_norm, LATENT_EPS)
+        q = self.q(x).view(x.shape[0], self.heads, -1)  # [T, Hq, nope_dim + rope_dim]
+        heads = key.new_empty(x.shape[0], self.heads + 1, key.shape[-1])  # the queries and, last, the key
+        heads[:, :-1, :rank] = torch.bmm(q[..., :nope].transpose(0, 1), self.key_up).transpose(0, 1)
+        heads[:, :-1, rank:] = q[..., nope:]
+        heads[:, -1, :rank] = norm(key[:, :rank].contiguous(), None, self.kv_norm, LATENT_EPS)
+        heads[:, -1, rank:] = key[:, rank:]
+        self.ops.rotate_(heads[..., rank:], rotation)
+        latents = attention(layer, heads[:, :-1], heads[:, None, -1:]).view(x.shape[0], self.heads, rank)
+        values = torch.bmm(latents.transpose(0, 1), self.value_up)  # [Hq, T, value_dim]
+        return self.out(values.transpose(0, 1).flatten(1))

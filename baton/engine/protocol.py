@@ -1,0 +1,50 @@
+"""What the engine asks of the thing that computes: a batch of chunks in, at most one sampled token per chunk out. No torch here."""
+
+from collections.abc import Sequence as Seq
+from dataclasses import dataclass
+from typing import Protocol
+
+from baton.engine.kvcache import KvLayout, KvPool
+from baton.engine.sampling import Sampled
+from baton.engine.sequence import Sequence
+
+
+@dataclass(frozen=True, slots=True)
+class Chunk:
+    """Compute the KV of `seq.tokens[seq.computed : seq.computed + n]`; `seq.blocks` already has room for it.
+
+    One chunk per sequence and batch, `n >= 1`. The runner changes nothing in `seq`.
+    """
+
+    seq: Sequence
+    n: int
+
+    @property
+    def samples(self) -> bool:
+        """Whether the chunk reaches the last known token, so that the next one can be sampled."""
+        return self.seq.computed + self.n == len(self.seq.tokens)
+
+
+class NonFiniteLogits(ArithmeticError):
+    """The model's answer is not a number: broken weights or keys and values. `sequence_ids` are the rows it is true for."""
+
+    def __init__(self, sequence_ids: list[str]) -> None:
+        super().__init__(f"logits are not finite for {', '.join(sequence_ids)}")
+        self.sequence_ids = sequence_ids
+
+
+class Runner(Protocol):
+    """One model on one device. Two implementations: `baton.engine.runner.ModelRunner` (torch) and `baton.engine.toy.ToyRunner`."""
+
+    layout: KvLayout
+    pool: KvPool
+    vocab_size: int
+    eos_token_ids: frozenset[int]
+    max_positions: int
+
+    def run(self, batch: Seq[Chunk]) -> list[Sampled | None]:
+        """Write the KV of every chunk into the pool; answers are aligned with `batch`, None where a chunk does not sample.
+
+        When it returns, the KV is written: another process may read the blocks. Raises NonFiniteLogits: nothing was sampled, for nobody.
+        """
+        ...

@@ -1,0 +1,134 @@
+"""One model on one torch device: batches in, sampled tokens out."""
+
+from collections.abc import Callable
+from collections.abc import Sequence as Seq
+from pathlib import Path
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from baton.engine.attention import PagedAttention, PagedKv, Span, batch_order, plan
+from baton.engine.checkpoint import Checkpoint, expected_tensors
+from baton.engine.config_json import read_config
+from baton.engine.fingerprint import fingerprint
+from baton.engine.kvcache import KvLayout, KvPool
+from baton.engine.memory import keep_memory
+from baton.engine.model import Transformer
+from baton.engine.ops import choose
+from baton.engine.protocol import Chunk
+from baton.engine.sampler import sample
+from baton.engine.sampling import Sampled
+from baton.engine.sizes import rounded_up
+
+DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
+WEIGHT_DTYPES = ("auto", "int8")
+
+
+def ignore_progress(done: int, total: int) -> None:
+    """For callers who do not watch the load."""
+
+
+class ModelRunner:
+    """A `Runner`. Made in two steps, because how many blocks fit is decided in between: `load` the weights, `attach` the pool."""
+
+    pool: KvPool
+
+    def __init__(self, model: Transformer, layout: KvLayout, device: torch.device) -> None:
+        self.model = model
+        self.layout = layout
+        self.device = device
+        self.vocab_size = model.config.vocab
+        self.eos_token_ids = model.config.eos_token_ids
+        self.max_positions = model.config.max_positions
+        self._paged: PagedKv | None = None
+
+    @classmethod
+    def load(
+        cls,
+        path: Path,
+        dtype: str = "float32",
+        block_size: int = 16,
+        threads: int | None = None,
+        progress: Callable[[int, int], None] = ignore_progress,
+        device: str = "cpu",
+        weight_dtype: str = "auto",
+        compiled: bool = True,
+    ) -> "ModelRunner":
+        """Reads the Hugging Face folder `path`; `progress(done, total)` is called per tensor. `threads` is torch's, for the whole process.
+
+        `weight_dtype`: auto or int8, see `Linear`; `compiled`: see `engine.ops`. Raises CheckpointError for a folder that cannot be served,
+        ValueError for a dtype that is unknown or that this processor cannot multiply.
+        """
+        if dtype not in DTYPES:
+            raise ValueError(f"dtype {dtype!r} is not supported; supported: {', '.join(DTYPES)}")
+        if weight_dtype not in WEIGHT_DTYPES:
+            raise ValueError(f"weight_dtype {weight_dtype!r} is not supported; supported: {', '.join(WEIGHT_DTYPES)}")
+        if threads is not None:
+            torch.set_num_threads(threads)
+        config = read_config(path)
+        checkpoint = Checkpoint(path, config)
+        total, done = len(expected_tensors(config)), 0
+
+        def read(name: str) -> Tensor:
+            nonlocal done
+            done += 1
+            progress(done, total)
+            return checkpoint.tensor(name)
+
+        where = torch.device(device)
+        model = Transformer(config, read, DTYPES[dtype], where, choose(where, DTYPES[dtype], compiled), weight_dtype)
+        keep_memory()  # only now: what loading needed for a moment has been given back
+        # KV of a model whose matrices were rounded is not KV of the model.
+        rounded = "" if weight_dtype == "auto" else f"-{weight_dtype}"
+        layout = KvLayout(
+            f"{fingerprint(path)}-{dtype}{rounded}",
+            dtype,
+            block_size,
+            config.layers,
+            config.kv_heads,
+            config.head_dim,
+            parts=config.kv_parts,
+            value_dim=config.kv_value_dim,
+        )
+        return cls(model, layout, where)
+
+    def attach(self, pool: KvPool, tensor: Tensor | None = None) -> None:
+        """Keys and values will live in `pool`; `tensor` is its memory as `[num_blocks, *block_shape]` where that is not the host's.
+
+        Raises ValueError for a pool of another layout.
+        """
+        if difference := self.layout.difference(pool.layout):
+            raise ValueError(f"the pool does not fit the model: {difference}")
+        if tensor is None:
+            tensor = torch.from_numpy(pool.array).view(DTYPES[self.layout.dtype])
+        self.pool = pool
+        self._paged = PagedKv(tensor.view(pool.num_blocks, *self.layout.block_shape), self.layout.value_dim, self.model.ops.attention)
+
+    def run(self, batch: Seq[Chunk]) -> list[Sampled | None]:
+        """See `Runner.run`. Raises NonFiniteLogits where the model's answer is not a number."""
+        sampling = [chunk.seq for chunk in batch if chunk.samples]
+        sampled = iter(sample(self.run_logits(batch), sampling, self.eos_token_ids))
+        return [next(sampled) if chunk.samples else None for chunk in batch]
+
+    @torch.inference_mode()
+    def run_logits(self, batch: Seq[Chunk]) -> Tensor:
+        """Computes the batch; float32 logits `[chunks that sample, vocab]` in the batch's order."""
+        assert self._paged is not None, "attach a pool first"
+        spans = [Span(chunk.seq.computed, chunk.n, chunk.seq.blocks) for chunk in batch]
+        order = batch_order(spans)
+        meta = plan([spans[i] for i in order], self._paged, self.model.config.attention)
+        tokens: list[int] = []
+        last_row = [0] * len(batch)
+        for i in order:
+            seq, start = batch[i].seq, spans[i].start
+            tokens += seq.tokens[start : start + spans[i].n]
+            last_row[i] = len(tokens) - 1
+        rows = [row for chunk, row in zip(batch, last_row, strict=True) if chunk.samples]
+        more, more_rows = rounded_up(len(tokens)) - len(tokens), rounded_up(len(rows)) - len(rows)
+        positions = F.pad(meta.positions, (0, more)) if more else meta.positions
+        padded, padded_rows = self._tensor(tokens + [0] * more), self._tensor(rows + rows[-1:] * more_rows)
+        return self.model.forward(padded, positions, PagedAttention(self._paged, meta), padded_rows)[: len(rows)]
+
+    def _tensor(self, ids: list[int]) -> Tensor:
+        return torch.tensor(ids, dtype=torch.int64, device=self.device)

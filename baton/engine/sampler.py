@@ -1,0 +1,264 @@
+"""Logits in, one token per row out: every stage works on all rows that ask for it at once, and on no others.
+
+Order, as in vLLM and Hugging Face: logit bias, repetition penalty, presence and frequency penalties, min_tokens; then for rows that are
+not greedy temperature, top-k, top-p, min-p, and the draw. Log-probabilities are those of the logits as the model gave them.
+
+A row's result depends on its own logits and sequence only: stages compute row by row, and the noise of a token is a function of (seed,
+position, token id). The filters never renormalise; each is a least value that a token must reach, so ties stay in together.
+"""
+
+from array import array
+from collections.abc import Callable
+from collections.abc import Sequence as Seq
+from functools import lru_cache
+from itertools import chain
+
+import torch
+from torch import Tensor
+
+from baton.engine.protocol import NonFiniteLogits
+from baton.engine.sampling import Sampled, SamplingParams, noise_key
+from baton.engine.sequence import Sequence
+
+GREEDY_BELOW = 1e-5  # temperatures under this are 0: the division would leave float32
+SELECTED = 256  # top-p is sought among so many of the best; rows for which they are too few look among more
+WIDEN = 8  # times as many
+NOISE_ELEMENTS = 1 << 16  # noise is made for so many tokens at a time, so that its dozen passes stay in the cache
+
+
+@torch.inference_mode()
+def sample(logits: Tensor, seqs: Seq[Sequence], eos_token_ids: frozenset[int]) -> list[Sampled]:
+    """The next token of each sequence; `logits` is `[B, V]` float32 with a row per sequence and is not changed.
+
+    A row in which everything is masked is sampled as if no bias, penalty or min_tokens had been asked for. Raises NonFiniteLogits.
+    """
+    if not seqs:
+        return []
+    tokens = logits.argmax(dim=-1)  # the first of equals; what is no number counts as the greatest
+    _check(logits.gather(1, tokens[:, None])[:, 0], seqs)
+    scores = _adjusted(logits, seqs, eos_token_ids)
+    if scores is not logits:
+        tokens = scores.argmax(dim=-1)
+    drawn = _rows(seqs, lambda p: p.temperature >= GREEDY_BELOW)
+    if drawn:
+        rows = torch.tensor(drawn, device=logits.device)
+        tokens[rows] = _draw(scores[rows], [seqs[i] for i in drawn])
+    return _answers(logits, seqs, tokens.tolist())
+
+
+def _rows(seqs: Seq[Sequence], asks: Callable[[SamplingParams], bool]) -> list[int]:
+    return [i for i, seq in enumerate(seqs) if asks(seq.params)]
+
+
+def _check(best: Tensor, seqs: Seq[Sequence]) -> None:
+    """`best`: the greatest logit of each row."""
+    finite = best.isfinite()
+    if not finite.all():
+        raise NonFiniteLogits([seq.id for seq, good in zip(seqs, finite.tolist(), strict=True) if not good])
+
+
+# --- what the request adds to the logits -------------------------------------------------------------------------------------------
+
+
+def _adjusted(logits: Tensor, seqs: Seq[Sequence], eos_token_ids: frozenset[int]) -> Tensor:
+    """`logits` itself where no row asks for anything."""
+    biased = _rows(seqs, lambda p: bool(p.logit_bias))
+    repeated = _rows(seqs, lambda p: p.repetition_penalty != 1.0)
+    counted = [i for i in _rows(seqs, lambda p: p.presence_penalty != 0.0 or p.frequency_penalty != 0.0) if seqs[i].output_len]
+    young = [i for i, seq in enumerate(seqs) if seq.output_len < seq.params.min_tokens]
+    if not (biased or repeated or counted or young):
+        return logits
+    scores = logits.clone()
+    if biased:
+        _add_bias(scores, biased, seqs)
+    if repeated:
+        _penalise_repetition(scores, repeated, seqs)
+    if counted:
+        _penalise_counts(scores, counted, seqs)
+    if young:
+        _mask_stops(scores, young, seqs, eos_token_ids)
+    if not (biased or young):
+        return scores
+    dead = scores.amax(dim=-1, keepdim=True) == -torch.inf
+    return torch.where(dead, logits, scores) if dead.any() else scores
+
+
+def _add_bias(scores: Tensor, rows: list[int], seqs: Seq[Sequence]) -> None:
+    entries = [(i, token, bias) for i in rows for token, bias in seqs[i].params.logit_bias.items() if 0 <= token < scores.shape[1]]
+    index = _index([(i, token) for i, token, _ in entries], scores.device)
+    scores[index] += torch.tensor([bias for *_, bias in entries], dtype=scores.dtype, device=scores.device)
+
+
+def _penalise_repetition(scores: Tensor, rows: list[int], seqs: Seq[Sequence]) -> None:
+    """Keskar et al. 2019 (CTRL), on prompt and output: positive logits divided, negative ones multiplied."""
+    lists = [seqs[i].tokens for i in rows]
+    index = _flat_index(rows, lists, scores)
+    penalty = _column([seqs[i].params.repetition_penalty for i in rows], scores)[:, 0].repeat_interleave(_lengths(lists, scores.device))
+    flat = scores.view(-1)
+    seen = flat[index]  # a token seen twice is computed twice from the same logit, and written twice with the same value
+    flat[index] = torch.where(seen > 0, seen / penalty, seen * penalty)
+
+
+def _penalise_counts(scores: Tensor, rows: list[int], seqs: Seq[Sequence]) -> None:
+    """OpenAI's two penalties, on output only."""
+    outputs = _flat_index(rows, [seqs[i].tokens[seqs[i].prompt_len :] for i in rows], scores)
+    index, counts = torch.unique(outputs, return_counts=True)
+    owner = index // scores.shape[1]
+    presence = _column([seq.params.presence_penalty for seq in seqs], scores)[:, 0]
+    frequency = _column([seq.params.frequency_penalty for seq in seqs], scores)[:, 0]
+    scores.view(-1)[index] -= presence[owner] + frequency[owner] * counts
+
+
+def _mask_stops(scores: Tensor, rows: list[int], seqs: Seq[Sequence], eos_token_ids: frozenset[int]) -> None:
+    """What would end the sequence cannot be drawn yet."""
+    stops = [(i, token) for i in rows for token in _stop_ids(seqs[i].params, eos_token_ids) if 0 <= token < scores.shape[1]]
+    scores[_index(stops, scores.device)] = -torch.inf
+
+
+def _stop_ids(params: SamplingParams, eos_token_ids: frozenset[int]) -> frozenset[int]:
+    return params.stop_token_ids if params.ignore_eos else params.stop_token_ids | eos_token_ids
+
+
+# --- the draw ------------------------------------------------------------------------------------------------------------------------
+
+
+def _draw(scores: Tensor, seqs: Seq[Sequence]) -> Tensor:
+    """Token ids `[R]` drawn from softmax(scores / temperature) under the filters."""
+    # Relative to the best token, so that no temperature overflows.
+    scaled = (scores - scores.amax(dim=-1, keepdim=True)) / _column([seq.params.temperature for seq in seqs], scores)
+    for least in (_least_top(scaled, seqs), _least_min_p(scaled, seqs)):
+        if least is not None:
+            scaled = scaled.masked_fill(scaled < least, -torch.inf)
+    keys = [_signed(noise_key(seq.params.seed, len(seq.tokens))) for seq in seqs]
+    return argmax_with_noise(scaled, torch.tensor(keys, device=scores.device))
+
+
+def _least_min_p(scaled: Tensor, seqs: Seq[Sequence]) -> Tensor | None:
+    """A token needs min_p times the best one's probability; the best one's score is 0."""
+    min_p = [seq.params.min_p for seq in seqs]
+    return _column(min_p, scaled).log() if any(min_p) else None
+
+
+def _least_top(scaled: Tensor, seqs: Seq[Sequence]) -> Tensor | None:
+    """Least score `[R, 1]` that top-k, and top-p of what top-k leaves, let through; -inf where a row asks for neither."""
+    vocab = scaled.shape[1]
+    top_k = [seq.params.top_k if 0 < seq.params.top_k < vocab else vocab for seq in seqs]
+    rows = [i for i, seq in enumerate(seqs) if top_k[i] < vocab or seq.params.top_p < 1.0]
+    if not rows:
+        return None
+    index = torch.tensor(rows, device=scaled.device)
+    k = torch.tensor([top_k[i] for i in rows], device=scaled.device)[:, None]
+    top_p = torch.tensor([seqs[i].params.top_p if seqs[i].params.top_p < 1.0 else torch.inf for i in rows], device=scaled.device)[:, None]
+    width = min(vocab, max(SELECTED, *(size for size in top_k if size < vocab), 0))
+    chosen = scaled[index]
+    found, enough = _cutoff(chosen, k, top_p, width)
+    while not enough.all():
+        width, short = min(vocab, width * WIDEN), (~enough).nonzero()[:, 0]
+        found[short], enough[short] = _cutoff(chosen[short], k[short], top_p[short], width)
+    least = scaled.new_full((len(seqs), 1), -torch.inf)
+    least[index] = found
+    return least
+
+
+def _cutoff(scaled: Tensor, k: Tensor, top_p: Tensor, width: int) -> tuple[Tensor, Tensor]:
+    """Least score kept `[r, 1]`, sought among each row's `width` best, and whether they were enough to tell `[r]`.
+
+    Sums are running sums in a fixed order, so that neither the width nor the other rows enter.
+    """
+    best = scaled.topk(width).values  # descending
+    weights = best.exp()
+    mass = weights.double().cumsum(dim=-1)
+    bounded = k <= width
+    everything = scaled.exp().double().cumsum(dim=-1)[:, -1:] if not bounded.all() else mass[:, -1:]
+    total = torch.where(bounded, mass.gather(1, k.clamp(max=width) - 1), everything)
+    # A token stays while the mass before it is short of p: the one that crosses p is the last.
+    kept = torch.minimum(((mass - weights) < top_p * total).sum(dim=-1, keepdim=True).clamp_(min=1), k)
+    return best.gather(1, kept - 1), (bounded | (mass[:, -1:] >= top_p * total))[:, 0]
+
+
+def argmax_with_noise(scaled: Tensor, keys: Tensor) -> Tensor:
+    """Draws one id per row from softmax(scaled); scaled is `[R, V]`, at most 0; keys `[R]`, the bits of `noise_key` as int64.
+
+    The Gumbel-max trick: argmax of s + g with g = -log(-log u) is argmax of exp(s) / e with e = -log u. `u` is the top 53 bits of
+    mix64(key + (id + 1) · golden ratio), SplitMix64's own sequence, so that a stream begun elsewhere draws the same.
+    """
+    vocab = scaled.shape[1]
+    steps = _golden_steps(vocab, scaled.device)
+    drawn, count = [], max(1, NOISE_ELEMENTS // vocab)
+    for first in range(0, len(keys), count):
+        bits = _mix64_(keys[first : first + count, None] + steps)
+        e = _shift_right(bits, 11).double().mul_(2.0**-53).log_().neg_()  # u = 0 gives an infinite e, which nothing wins with
+        drawn.append((scaled[first : first + count].double().exp_() / e).argmax(dim=-1))
+    return torch.cat(drawn)
+
+
+@lru_cache(maxsize=4)
+def _golden_steps(vocab: int, device: torch.device) -> Tensor:
+    """(id + 1) · 0x9E3779B97F4A7C15 modulo 2^64, int64 `[V]`."""
+    return torch.arange(1, vocab + 1, dtype=torch.int64, device=device) * _signed(0x9E3779B97F4A7C15)
+
+
+def _mix64_(x: Tensor) -> Tensor:
+    """`baton.engine.sampling.mix64` in place: int64 multiplication wraps like uint64's."""
+    x.bitwise_xor_(_shift_right(x, 30)).mul_(_signed(0xBF58476D1CE4E5B9))
+    x.bitwise_xor_(_shift_right(x, 27)).mul_(_signed(0x94D049BB133111EB))
+    return x.bitwise_xor_(_shift_right(x, 31))
+
+
+def _shift_right(x: Tensor, bits: int) -> Tensor:
+    """As if unsigned."""
+    return (x >> bits).bitwise_and_((1 << (64 - bits)) - 1)
+
+
+def _signed(x: int) -> int:
+    """The int64 with the bits of the uint64 `x`."""
+    return x - (1 << 64) if x >> 63 else x
+
+
+# --- the answer ----------------------------------------------------------------------------------------------------------------------
+
+
+def _answers(logits: Tensor, seqs: Seq[Sequence], tokens: list[int]) -> list[Sampled]:
+    answers = [Sampled(token) for token in tokens]
+    asked = _rows(seqs, lambda p: p.logprobs is not None)
+    if not asked:
+        return answers
+    logprobs = logits[torch.tensor(asked, device=logits.device)].log_softmax(dim=-1)  # [r, V]
+    for i, row in zip(asked, logprobs, strict=True):
+        answers[i] = Sampled(tokens[i], float(row[tokens[i]]), _best(row, seqs[i].params.logprobs or 0))
+    return answers
+
+
+def _best(logprobs: Tensor, n: int) -> tuple[tuple[int, float], ...]:
+    """The n best of `[V]`, by (log-probability descending, id ascending): ties at the end are cut by id, not by chance."""
+    if n == 0:
+        return ()
+    least = logprobs.topk(min(n, len(logprobs))).values[-1]
+    ids = (logprobs >= least).nonzero()[:, 0]  # ascending
+    best = sorted(zip(logprobs[ids].tolist(), ids.tolist(), strict=True), key=lambda pair: -pair[0])
+    return tuple((token, logprob) for logprob, token in best[:n])
+
+
+# --- index tensors -------------------------------------------------------------------------------------------------------------------
+
+
+def _column(values: Seq[float], like: Tensor) -> Tensor:
+    """`[R, 1]`."""
+    return torch.tensor(values, dtype=like.dtype, device=like.device)[:, None]
+
+
+def _index(pairs: Seq[tuple[int, int]], device: torch.device) -> tuple[Tensor, Tensor]:
+    """(row, token) pairs as an index of two tensors."""
+    rows, tokens = torch.tensor(pairs, dtype=torch.int64, device=device).view(-1, 2).unbind(dim=1)
+    return rows, tokens
+
+
+def _lengths(lists: Seq[Seq[int]], device: torch.device) -> Tensor:
+    return torch.tensor([len(tokens) for tokens in lists], device=device)
+
+
+def _flat_index(rows: list[int], lists: Seq[Seq[int]], scores: Tensor) -> Tensor:
+    """Every token of every list in the row its list belongs to, as an index into the flattened `scores`."""
+    tokens = torch.frombuffer(array("q", chain.from_iterable(lists)), dtype=torch.int64).to(scores.device)
+    starts = torch.tensor(rows, device=scores.device) * scores.shape[1]
+    return starts.repeat_interleave(_lengths(lists, scores.device)).add_(tokens)

@@ -1,0 +1,217 @@
+"""Which sequences run in the next step, and for how many tokens each. Decides and does nothing else.
+
+The order of a step: decodes first (a token somebody waits for), then the prompt chunks of admitted sequences, then admissions from
+the queue in order of arrival, all under one token budget. There is no branch on the worker's role: a prefill worker is a
+scheduler whose sequences are held after one token, a decode worker one whose sequences mostly arrive computed.
+
+Admission counts future growth: a sequence is admitted when the pool still holds its known tokens plus a share (`reserve_growth`) of
+what it and the admitted ones may yet produce. Whatever that share leaves open is settled by preemption: the youngest gives its blocks
+back and waits in its old place.
+
+Room is given in one order of arrival, to those who wait in the queue and to those who ask for room for KV from elsewhere: nobody is
+overtaken, and the oldest always fits once it is alone.
+
+How sequences join is `Limits.batching`. Continuous: at any step (Orca, Yu et al., OSDI 2022). The two that came before it are kept to
+compare with: whole batches, which nobody joins before all of their members are done. A dynamic batch is whoever waits when the one before
+it has ended; a static one waits until it is full, for `batch_wait_s` at most.
+"""
+
+import itertools
+import math
+from bisect import insort
+from collections.abc import Iterable
+from dataclasses import dataclass, field
+from typing import Literal
+
+from baton.engine.block_key import extend_keys
+from baton.engine.blocks import BlockPool
+from baton.engine.protocol import Chunk
+from baton.engine.sequence import Sequence, State
+
+Batching = Literal["continuous", "dynamic", "static"]
+
+
+@dataclass(frozen=True, slots=True)
+class Limits:
+    max_num_seqs: int = 64
+    max_num_batched_tokens: int = 512
+    reserve_growth: float = 0.5
+    max_queue: int = 256
+    batching: Batching = "continuous"
+    batch_wait_s: float = 0.5
+
+    def __post_init__(self) -> None:
+        if self.max_num_batched_tokens < self.max_num_seqs:
+            raise ValueError(
+                f"max_num_batched_tokens ({self.max_num_batched_tokens}) must hold one token of each of max_num_seqs ({self.max_num_seqs})"
+            )
+
+
+@dataclass(slots=True)
+class Schedule:
+    chunks: list[Chunk] = field(default_factory=list)
+    preempted: list[Sequence] = field(default_factory=list)
+
+
+class Scheduler:
+    def __init__(self, pool: BlockPool, limits: Limits, block_size: int) -> None:
+        self.pool = pool
+        self.limits = limits
+        self.block_size = block_size
+        self.waiting: list[Sequence] = []  # in order of arrival
+        self.running: list[Sequence] = []  # in order of admission
+        self.fetching: list[Sequence] = []
+        self.claims: dict[str, int] = {}  # who was refused room for KV from elsewhere and will ask again → place in the order
+        self._arrivals = itertools.count()
+        # The batch that is on: whoever came later than `_last` does not join.
+        self._last: float = math.inf if limits.batching == "continuous" else -1
+        self._forming_since: float | None = None
+
+    def schedule(self, now: float = 0.0) -> Schedule:
+        """`now`, the caller's clock in seconds, tells how long a static batch has waited to be full."""
+        plan = Schedule()
+        if self.limits.batching != "continuous":
+            self._form_batch(now)
+        for seq in list(self.running):
+            if seq.pending == 1 and seq.state is State.RUNNING and self._make_room(seq, plan):
+                plan.chunks.append(Chunk(seq, 1))
+        budget = self.limits.max_num_batched_tokens - len(plan.chunks)
+        for seq in self.running:
+            if seq.pending > 1 and budget > 0:
+                budget -= self._chunk(seq, budget, plan)
+        while budget > 0 and self.waiting and not plan.preempted and self._joins(self.waiting[0]) and self._admit(self.waiting[0]):
+            seq = self.waiting.pop(0)
+            seq.move("admit")
+            self.running.append(seq)
+            budget -= self._chunk(seq, budget, plan)
+        return plan
+
+    def reserve(self, seq: Sequence) -> bool:
+        """Blocks for the known tokens of a sequence whose KV comes from elsewhere, leaving the last token to compute.
+
+        `seq.computed` then says how much of it was already here. False, and nothing changed, while there is no room.
+        """
+        self._arrive(seq)
+        if not self._admit(seq):
+            self.claims[seq.id] = self._place(seq)
+            return False
+        self.claims.pop(seq.id, None)
+        seq.move("reserve")
+        self.fetching.append(seq)
+        return True
+
+    def enqueue(self, seq: Sequence) -> None:
+        self._arrive(seq)
+        self.claims.pop(seq.id, None)
+        insort(self.waiting, seq, key=self._place)
+
+    def preempt(self, seq: Sequence) -> None:
+        self.running.remove(seq)
+        seq.move("preempt")
+        seq.preemptions += 1
+        self.free(seq)
+        self.enqueue(seq)
+
+    def free(self, seq: Sequence) -> None:
+        """Take a sequence's blocks away; what it computed is gone unless the prefix cache keeps it."""
+        self.pool.release(seq.blocks)
+        seq.blocks = []
+        seq.computed = seq.sealed = 0
+
+    def advance(self, seq: Sequence, computed: int) -> None:
+        """`seq` holds the KV of `computed` positions now: seal the blocks that this filled."""
+        seq.computed = computed
+        seq.reached = max(seq.reached, computed)
+        self._extend_keys(seq)
+        full = computed // self.block_size
+        while seq.sealed < full:
+            self.pool.seal(seq.blocks[seq.sealed], seq.keys[seq.sealed])
+            seq.sealed += 1
+
+    def growth(self, seqs: Iterable[Sequence]) -> int:
+        """Blocks that these sequences will ask for beyond those they own, if each runs to its last token."""
+        return sum(max(0, self._final_blocks(seq) - len(seq.blocks)) for seq in seqs)
+
+    def credit_tokens(self) -> int:
+        """Tokens that this worker could still promise to hold, over all that it has promised already."""
+        promised = self.growth((*self.running, *self.fetching, *self.waiting))
+        return (self.pool.available - promised) * self.block_size
+
+    def _form_batch(self, now: float) -> None:
+        if self.running or not self.waiting:
+            self._forming_since = None
+            return
+        if self._forming_since is None:
+            self._forming_since = now
+        members = self.waiting[: self.limits.max_num_seqs]
+        full = len(members) == self.limits.max_num_seqs
+        if self.limits.batching == "dynamic" or full or now - self._forming_since >= self.limits.batch_wait_s:
+            self._last = self._place(members[-1])
+
+    def _joins(self, seq: Sequence) -> bool:
+        return self._place(seq) <= self._last
+
+    def _admit(self, seq: Sequence) -> bool:
+        """Give a waiting sequence its blocks if it fits: what the prefix cache holds, and fresh ones for the rest."""
+        if len(self.running) + len(self.fetching) >= self.limits.max_num_seqs or not self._is_next(seq):
+            return False
+        self._extend_keys(seq)
+        # The last known token is always computed here, or there would be no logits to sample from.
+        keys = seq.keys[: (len(seq.tokens) - 1) // self.block_size]
+        known, idle = self.pool.matched(keys)
+        fresh = self._blocks_for(len(seq.tokens)) - known
+        room = self.pool.available - idle - fresh
+        if room < 0:
+            return False
+        others = (*self.running, *self.fetching)
+        growth = self.growth(others) + max(0, self._final_blocks(seq) - known - fresh)
+        if others and room < growth * self.limits.reserve_growth:
+            return False
+        seq.blocks = self.pool.match(keys) + (self.pool.allocate(fresh) or [])
+        seq.sealed = known
+        seq.computed = known * self.block_size
+        if seq.reached == 0:
+            seq.cached = seq.computed
+        seq.reached = max(seq.reached, seq.computed)
+        return True
+
+    def _make_room(self, seq: Sequence, plan: Schedule) -> bool:
+        """A block for the token that `seq` computes next. Preempts the youngest until there is one, `seq` itself at last."""
+        if seq.computed < len(seq.blocks) * self.block_size:
+            return True
+        while (block := self.pool.allocate(1)) is None:
+            victim = self.running[-1]
+            self.preempt(victim)
+            plan.preempted.append(victim)
+            if victim is seq:
+                return False
+        seq.blocks += block
+        return True
+
+    def _chunk(self, seq: Sequence, budget: int, plan: Schedule) -> int:
+        n = min(seq.pending, budget)
+        plan.chunks.append(Chunk(seq, n))
+        return n
+
+    def _extend_keys(self, seq: Sequence) -> None:
+        extend_keys(seq.keys, seq.root, seq.tokens, self.block_size)
+
+    def _arrive(self, seq: Sequence) -> None:
+        if seq.arrival is None:
+            seq.arrival = next(self._arrivals)
+
+    def _place(self, seq: Sequence) -> int:
+        assert seq.arrival is not None
+        return seq.arrival
+
+    def _is_next(self, seq: Sequence) -> bool:
+        """Nobody who came earlier still waits for room, in the queue or with a claim."""
+        earliest = min((*self.claims.values(), *(self._place(first) for first in self.waiting[:1])), default=self._place(seq))
+        return self._place(seq) <= earliest
+
+    def _final_blocks(self, seq: Sequence) -> int:
+        """Blocks that it owns at its end here, at most. A sequence that is held stops at its first token."""
+        return self._blocks_for(len(seq.tokens) + (0 if seq.hold else max(0, seq.remaining)))
+
+    def _blocks_for(self, tokens: int) -> int:
+        return -(-tokens // self.block_size)

@@ -1,0 +1,99 @@
+"""A request inside the engine: few stored facts, the rest derived.
+
+Two lengths tell everything: `len(tokens)`, what is known, and `computed`, the positions whose KV is in `blocks`. A prefill, a
+chunk of one, a decode step, a resumed and an adopted sequence are the same subtraction, `pending`.
+"""
+
+from dataclasses import dataclass, field
+from enum import Enum
+
+from baton.engine.sampling import SamplingParams
+
+
+class State(Enum):
+    WAITING = "waiting"  # in the scheduler's queue, owns no block
+    FETCHING = "fetching"  # owns blocks that another worker's KV is being copied into
+    RUNNING = "running"
+    HELD = "held"  # prompt computed; blocks pinned for a reader
+    DONE = "done"
+
+
+class Finish(Enum):
+    STOP = "stop"
+    LENGTH = "length"
+
+
+# (state, event) → state. Every move goes through Sequence.move; a pair that is not here changes nothing and raises.
+MOVES = {
+    (State.WAITING, "admit"): State.RUNNING,
+    (State.WAITING, "reserve"): State.FETCHING,
+    (State.WAITING, "abort"): State.DONE,
+    (State.FETCHING, "adopt"): State.RUNNING,
+    (State.FETCHING, "give_up"): State.WAITING,
+    (State.FETCHING, "abort"): State.DONE,
+    (State.RUNNING, "preempt"): State.WAITING,
+    (State.RUNNING, "hold"): State.HELD,
+    (State.RUNNING, "finish"): State.DONE,
+    (State.RUNNING, "abort"): State.DONE,
+    (State.HELD, "release"): State.DONE,
+}
+
+
+class IllegalMove(RuntimeError):
+    """An event that the state does not know: a mistake of ours. Nothing was changed."""
+
+
+@dataclass(eq=False, slots=True)
+class Sequence:
+    id: str
+    tokens: list[int]
+    prompt_len: int  # the client's prompt; the tokens beyond are output, of an earlier attempt or ours
+    params: SamplingParams
+    root: bytes  # parent of the first block key
+    hold: bool = False  # prefill worker: keep the blocks after the first token
+    computed: int = 0
+    blocks: list[int] = field(default_factory=list)
+    keys: list[bytes] = field(default_factory=list)  # of the full blocks whose tokens are known, as far as computed
+    sealed: int = 0  # leading blocks that are in the prefix cache
+    state: State = State.WAITING
+    cached: int = 0  # prompt tokens found in the prefix cache at first admission
+    reached: int = 0  # the most that was ever computed: below it, work is done again
+    recomputed: int = 0  # positions computed again because a preemption threw their KV away
+    prefilled: int = 0  # positions computed here, for the first time, before the last token that was known on arrival
+    preemptions: int = 0
+    arrival: int | None = None  # place in the order in which room is given; kept over preemption
+    arrived_with: int = 0  # len(tokens) on arrival
+    started_at: float | None = None  # the caller's clock when the first chunk was scheduled
+
+    def __post_init__(self) -> None:
+        self.arrived_with = len(self.tokens)
+
+    @property
+    def pending(self) -> int:
+        """Tokens that are known and not computed: 1 while decoding, more while prefilling."""
+        return len(self.tokens) - self.computed
+
+    @property
+    def output_len(self) -> int:
+        return len(self.tokens) - self.prompt_len
+
+    @property
+    def remaining(self) -> int:
+        """Tokens that may still be sampled."""
+        return self.params.max_tokens - self.output_len
+
+    def move(self, event: str) -> None:
+        target = MOVES.get((self.state, event))
+        if target is None:
+            raise IllegalMove(f"sequence {self.id} is {self.state.value}: {event!r} is not possible")
+        self.state = target
+
+
+def finish_reason(seq: Sequence, eos: frozenset[int], max_len: int) -> Finish | None:
+    """Why the sequence ends after its last token; None to go on."""
+    last, params = seq.tokens[-1], seq.params
+    if seq.output_len >= params.min_tokens and (last in params.stop_token_ids or (last in eos and not params.ignore_eos)):
+        return Finish.STOP
+    if seq.remaining <= 0 or len(seq.tokens) >= max_len:
+        return Finish.LENGTH
+    return None

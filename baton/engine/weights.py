@@ -1,0 +1,50 @@
+"""From the tensors of a checkpoint to what a layer computes with."""
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field, replace
+
+import torch
+from torch import Tensor
+
+from baton.engine.linear import Linear
+from baton.engine.ops import Ops
+
+# Name in `expected_tensors` → tensor on the CPU
+ReadTensor = Callable[[str], Tensor]
+
+
+@dataclass(frozen=True, slots=True)
+class Weights:
+    """Reads the tensors whose names begin alike, and puts them on the device in the form in which they are used."""
+
+    read: ReadTensor
+    dtype: torch.dtype
+    device: torch.device
+    weight_dtype: str  # of matrices, see `Linear`
+    prefix: str = ""
+    ops: Ops = field(default_factory=Ops)
+
+    def under(self, part: str) -> "Weights":
+        """Those of one part of the model."""
+        return replace(self, prefix=f"{self.prefix}{part}.")
+
+    def tensor(self, name: str) -> Tensor:
+        """As the file has it."""
+        return self.read(self.prefix + name)
+
+    def placed(self, tensor: Tensor, dtype: torch.dtype | None = None) -> Tensor:
+        """A copy on the device, that does not keep the file open."""
+        return tensor.to(self.device, dtype or self.dtype, copy=True)
+
+    def vector(self, name: str, offset: float = 0.0) -> Tensor:
+        """`name.weight + offset`, `[n]`."""
+        return self.placed(self.tensor(f"{name}.weight").float() + offset)
+
+    def linear(self, *names: str, bias: bool = False) -> Linear:
+        """One matrix out of several, one below the other, each with a bias or none."""
+        biases = [self.tensor(f"{name}.bias") for name in names] if bias else []
+        return self.matrix([self.tensor(f"{name}.weight") for name in names], biases)
+
+    def matrix(self, weights: Sequence[Tensor], biases: Sequence[Tensor] = ()) -> Linear:
+        """`linear` of tensors that were read before."""
+        return Linear(weights, biases, self.dtype, self.device, self.weight_dtype, self.ops)

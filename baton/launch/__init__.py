@@ -1,0 +1,1 @@
+"""Starting processes and keeping them alive: on this machine or under Ray."""

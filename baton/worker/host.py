@@ -1,0 +1,250 @@
+"""An engine and its place in the cluster: what a worker is before it has a role.
+
+open      load the model, start the engine's thread, open the transport
+serve     listen, answer health and `Worker`, join the registry
+drain     say so, refuse new work, wait until the role is idle
+close     in reverse
+"""
+
+import asyncio
+import logging
+import os
+import socket
+import time
+from collections.abc import Awaitable, Callable
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from typing import Literal, TypeVar
+
+from grpc_health.v1 import health_pb2
+
+from baton.cluster.config import Config, ConfigError, PoolConfig
+from baton.cluster.connect import connect_registry
+from baton.cluster.errors import BatonError, Reason
+from baton.cluster.lifecycle import Stage, Stop, move
+from baton.cluster.membership import Membership
+from baton.cluster.metrics import Book
+from baton.cluster.metrics_http import Exposition, MetricsServer
+from baton.cluster.records import BlockEvent, Load, WorkerRecord
+from baton.cluster.rpc import Server, Tasks
+from baton.cluster.telemetry import make_tracer
+from baton.engine.build import Built, Options, build
+from baton.engine.engine import Output
+from baton.engine.loop import CacheEvent, EngineLoop, Facts, facts
+from baton.engine.scheduler import Limits
+from baton.v1 import worker_pb2_grpc
+from baton.worker.door import Residue, WorkerDoor
+from baton.worker.meter import Meter
+from kvtransfer.handle import mac_key
+from kvtransfer.importer import peer_name
+from kvtransfer.select import make_transport
+from kvtransfer.transport import Transport
+
+log = logging.getLogger(__name__)
+T = TypeVar("T")
+MAX_MESSAGE_BYTES = 64 << 20
+IDLE_POLL_S = 0.02
+# Between two operations OpenMP threads wait awake, for the next one begins at once. Where there are more of them than cores, those that
+# wait keep those that work from their core: on two cores shared by two workers 7 % of the throughput was left.
+SLEEP_SOON = ("GOMP_SPINCOUNT", "1000")
+LOOK_S = 0.3  # a step of a large model may take seconds; nobody who asks how we are waits for it
+HUNG_S = 60.0  # but no step takes so long
+
+
+class Host:
+    """`leases` and `quarantined` count what the role holds beyond the engine's own sequences."""
+
+    built: Built
+    loop: EngineLoop
+    transport: Transport
+    server: Server
+    address: str
+
+    def __init__(self, config: Config, role: Literal["prefill", "decode"], stop: Stop) -> None:
+        if not config.cluster.key:
+            raise ConfigError("cluster.key: every worker needs the cluster's key (BATON_CLUSTER_KEY); `baton up` draws one")
+        if not config.model.path:
+            raise ConfigError("model.path: no model is given (BATON_MODEL_PATH)")
+        self.config = config
+        self.role = role
+        self.pool_config: PoolConfig = getattr(config, role)
+        self.name = os.environ.get("BATON_WORKER_NAME") or f"{role}-{os.getpid()}"
+        # Microseconds since the epoch: grows with every restart, on any host whose clock is not set back.
+        self.incarnation = time.time_ns() // 1000
+        self.key = mac_key(config.cluster.key)
+        self.stage = Stage.STARTING
+        self.leases: Callable[[], int] = lambda: 0
+        self.quarantined: Callable[[], int] = lambda: 0
+        self._stop = stop
+        self._registry = connect_registry(config)
+        self._membership = Membership(self._registry, self.describe, config.redis.heartbeat_s, stop.fail)
+        self.model_name = config.model.served_name or Path(config.model.path).name
+        self.tracer = make_tracer(config.telemetry, config.cluster.name, role, self.name)
+        self.book = Book(role, self.name, self.model_name)
+        self._meter = Meter(self.book, self._membership, self.tracer)
+        self._metrics = MetricsServer(config, Exposition(self.book, self.look), lambda: self.stage is Stage.READY)
+        self._closers: list[Callable[[], Awaitable[object]]] = [self._registry.close, lambda: asyncio.to_thread(self.tracer.close)]
+        self.tasks = Tasks(stop.fail)
+
+    async def open(self, on_step: Callable[[list[Output]], None]) -> None:
+        """Raises what keeps the engine or the transport from starting."""
+        began = time.monotonic()
+        cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+        if not fits(self.config, self.role, cores):
+            os.environ.setdefault(*SLEEP_SOON)  # read when torch is loaded, which is now
+        self.built = await in_a_thread_that_ends(build, options(self.config), _log_progress)
+        self.loop = EngineLoop(self.built.engine, on_step, self._on_cache, self._stop.fail, self._meter.batch)
+        self.loop.start()
+        self._facts, self._looked = await self.loop.call(facts), time.monotonic()
+        self._meter.tell(lambda: self._facts, self.built.engine.pool.num_blocks, self.built.engine.block_size)
+        self._closers.append(self.loop.close)
+        config, pool = self.config, self.built.engine.runner.pool
+        self.transport = await asyncio.to_thread(
+            make_transport,
+            config.kv.transport,
+            peer=peer_name(self.name, self.incarnation),
+            pool=pool,
+            host=config.cluster.host,
+            key=self.key,
+            ucx_tls=config.kv.ucx_tls,
+            ucx_net_devices=config.kv.ucx_net_devices,
+        )
+        self._closers.append(lambda: asyncio.to_thread(self.transport.close))
+        self.server = Server(config, MAX_MESSAGE_BYTES)
+        self.address = self.server.bind(self.pool_config.port)
+        took, mib = time.monotonic() - began, pool.nbytes / 2**20
+        longest = self.built.max_model_len
+        log.info("%s in %.1f s: %d blocks (%.0f MiB), longest sequence %d", config.model.path, took, pool.num_blocks, mib, longest)
+
+    async def serve(self) -> None:
+        """The role has added its own services to `server.grpc`."""
+        door = WorkerDoor(self.incarnation, self.describe, self.loop.snapshot, self.residue)
+        worker_pb2_grpc.add_WorkerServicer_to_server(door, self.server.grpc)  # type: ignore[no-untyped-call]
+        await self.server.start()
+        self._closers.append(lambda: self.server.stop(0.5))
+        if self.config.telemetry.metrics:
+            self._closers.append(self._metrics.close)
+            await self._metrics.start(self.config.telemetry.worker_metrics_port)
+        await self.server.health.set("", health_pb2.HealthCheckResponse.SERVING)
+        self.stage = move(self.stage, "ready")
+        self.tasks.start(self._membership.run(), "membership")
+        log.info("%s (incarnation %d) ready on %s, transport %s", self.name, self.incarnation, self.address, self.transport.name)
+
+    async def drain(self, idle: Callable[[], bool]) -> None:
+        """Tell everybody, then wait until the role is idle, `drain_s` at most."""
+        self.stage = move(self.stage, "drain")
+        await self.server.health.set("", health_pb2.HealthCheckResponse.NOT_SERVING)
+        self._membership.beat()
+        deadline = time.monotonic() + self.pool_config.drain_s
+        while not idle() and time.monotonic() < deadline:
+            await asyncio.sleep(IDLE_POLL_S)
+
+    async def close(self) -> None:
+        self.stage = move(self.stage, "close")
+        await self.tasks.close()
+        await self._membership.leave()
+        for close in reversed(self._closers):
+            await close()
+
+    def on_close(self, close: Callable[[], Awaitable[object]]) -> None:
+        self._closers.append(close)
+
+    async def look(self) -> Facts:
+        """The engine's load; the last known while it is in a long step. Raises BatonError(INTERNAL) when it has not answered for long."""
+        try:
+            async with asyncio.timeout(LOOK_S):
+                self._facts, self._looked = await self.loop.call(facts), time.monotonic()
+        except TimeoutError:
+            if time.monotonic() - self._looked > HUNG_S:
+                raise BatonError(Reason.INTERNAL, f"the engine has not answered for {HUNG_S:g} s") from None
+        return self._facts
+
+    async def describe(self) -> WorkerRecord:
+        now = await self.look()
+        layout = self.built.engine.runner.layout
+        return WorkerRecord(
+            name=self.name,
+            role=self.role,
+            address=self.address,
+            incarnation=self.incarnation,
+            state="draining" if self.stage is Stage.DRAINING else "ready",
+            pid=os.getpid(),
+            host=socket.gethostname(),
+            model_name=self.model_name,
+            model_fingerprint=self.built.model_fingerprint,
+            tokenizer_fingerprint=self.built.tokenizer_fingerprint,
+            block_size=layout.block_size,
+            max_model_len=self.built.max_model_len,
+            kv_blocks=self.built.engine.pool.num_blocks,
+            transport=self.transport.name,
+            load=Load(
+                running=now.running,
+                waiting=now.waiting,
+                free_blocks=now.free_blocks,
+                credit_tokens=now.credit_tokens,
+                cached_blocks=now.cached_blocks,
+                leases=self.leases(),
+                waiting_tokens=now.waiting_tokens,
+            ),
+            metrics=self._metrics.address,
+        )
+
+    def residue(self) -> Residue:
+        """As of the last look."""
+        now = self._facts
+        return Residue(now.sequences, self.leases(), self.quarantined(), now.owned_blocks)
+
+    def _on_cache(self, events: list[CacheEvent]) -> None:
+        self._membership.announce(
+            [BlockEvent(self.name, self.incarnation, event.sequence, event.kind, event.keys) for event in events]  # type: ignore[arg-type]
+        )
+
+
+def fits(config: Config, role: Literal["prefill", "decode"], cores: int) -> bool:
+    """Whether all workers that may compute on these cores have one for each of their threads. Those of other hosts count as if here."""
+    if getattr(config, role).cores is not None:
+        return True
+    workers = sum(pool.replicas for pool in (config.prefill, config.decode) if pool.cores is None)
+    return max(1, workers) * (config.engine.threads or cores) <= cores
+
+
+async def in_a_thread_that_ends(function: Callable[..., T], *arguments: object) -> T:
+    """For what computes with torch before the engine's thread does.
+
+    A thread keeps the OpenMP threads that it once computed with. With more of these than cores, libgomp lets none wait awake any more, and
+    every operation of the engine would begin by waking one: a sixth of the throughput on two cores.
+    """
+    with ThreadPoolExecutor(1) as alone:
+        return await asyncio.get_running_loop().run_in_executor(alone, function, *arguments)
+
+
+def options(config: Config) -> Options:
+    """The engine's slice of the configuration."""
+    engine, model = config.engine, config.model
+    return Options(
+        path=Path(model.path),
+        dtype=model.dtype,
+        block_size=engine.block_size,
+        max_model_len=model.max_model_len,
+        kv_memory_bytes=engine.kv_memory_mib << 20 if engine.kv_memory_mib else None,
+        kv_memory_fraction=engine.kv_memory_fraction,
+        threads=engine.threads,
+        device=engine.device,
+        attention_backend=engine.attention_backend,
+        weight_dtype=engine.weight_dtype,
+        compiled=engine.compiled,
+        prefix_caching=engine.prefix_caching,
+        limits=Limits(
+            engine.max_num_seqs,
+            engine.max_num_batched_tokens,
+            engine.reserve_growth,
+            engine.max_queue,
+            engine.batching,
+            engine.batch_wait_s,
+        ),
+    )
+
+
+def _log_progress(done: int, total: int) -> None:
+    if done == total or done % max(1, total // 10) == 0:
+        log.info("loading weights %d/%d", done, total)

@@ -1,0 +1,45 @@
+"""Counts what every worker does, whatever its role: the steps of its engine, its KV pool, its registry."""
+
+from collections.abc import Callable
+
+from baton.cluster.membership import Membership
+from baton.cluster.metrics import Book
+from baton.cluster.telemetry import Tracer
+from baton.engine.loop import Facts
+
+
+class Meter:
+    def __init__(self, book: Book, membership: Membership, tracer: Tracer) -> None:
+        self._book = book
+        self._step_s = book.histogram("baton_engine_step_duration_seconds")
+        self._step_tokens = book.histogram("baton_engine_step_tokens")
+        self._step_sequences = book.histogram("baton_engine_step_sequences")
+        book.read("baton_registry_reachable", lambda: int(membership.reachable))
+        book.read("baton_registry_reconnects_total", lambda: membership.reconnects)
+        book.read("baton_spans_exported_total", lambda: tracer.exported)
+        book.read("baton_spans_dropped_total", lambda: tracer.dropped)
+
+    def batch(self, seconds: float, tokens: int, sequences: int) -> None:
+        """One step; in the engine's thread, which alone writes these three."""
+        self._step_s.observe(seconds)
+        self._step_tokens.observe(tokens)
+        self._step_sequences.observe(sequences)
+
+    def tell(self, facts: Callable[[], Facts], num_blocks: int, block_size: int) -> None:
+        """`facts`: of the last look at the engine."""
+        read = self._book.read
+        read("baton_engine_sequences_running", lambda: facts().running)
+        read("baton_engine_sequences_waiting", lambda: facts().waiting)
+        read("baton_engine_preemptions_total", lambda: facts().counts.preemptions)
+        read("baton_engine_computed_tokens_total", lambda: facts().counts.computed_tokens)
+        read("baton_engine_recomputed_tokens_total", lambda: facts().counts.recomputed_tokens)
+        read("baton_engine_prefix_queried_tokens_total", lambda: facts().counts.queried_tokens)
+        read("baton_engine_prefix_hit_tokens_total", lambda: facts().counts.hit_tokens)
+        read("baton_kv_blocks", lambda: _blocks(facts()))
+        read("baton_kv_usage_ratio", lambda: facts().owned_blocks / num_blocks)
+        read("baton_kv_cache_info", lambda: {(str(block_size), str(num_blocks)): 1})
+
+
+def _blocks(facts: Facts) -> dict[str | tuple[str, ...], int | float]:
+    """`free_blocks` of the engine are those that can be had, cached ones among them."""
+    return {"used": facts.owned_blocks, "cached": facts.cached_blocks, "free": facts.free_blocks - facts.cached_blocks}

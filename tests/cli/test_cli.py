@@ -1,0 +1,349 @@
+"""The `baton` command as a script sees it: results on stdout, everything else on stderr, no colour in a pipe, and an exit status that says
+whether it failed (1) or could not be understood (2)."""
+
+import json
+import os
+import re
+import signal
+import socket
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from typing import Any
+
+import grpc
+import numpy as np
+import pytest
+import yaml
+from grpc_status import rpc_status
+from typer.testing import CliRunner
+
+from baton.cli import doctor
+from baton.cli.doctor import Finding
+from baton.cli.main import app
+from baton.cluster.config import MASK, Config, keys, load
+from baton.cluster.errors import BatonError, Reason, Violation
+from baton.cluster.rpc import to_status
+from baton.v1 import generation_pb2 as pb
+from baton.v1 import generation_pb2_grpc, worker_pb2, worker_pb2_grpc
+
+TEXT = ("Once ", "upon\n", "", "[bold]a[/] tïme", "\x1b[2J")  # what a model may say
+HELD_BACK = " 🙂"
+FREE_PORTS = ("--router.port", "0", "--router.admin-port", "0", "--router.http-port", "0", "--router.page-port", "0")
+STATUS: dict[str, Any] = {
+    "endpoints": {"grpc": "127.0.0.1:1", "admin": "127.0.0.1:2"},
+    "model": "[red]small",
+    "router": {"pid": 1, "inflight": 2, "queued": 3, "registry": "away"},
+    "workers": [],
+}
+
+
+class Answers(generation_pb2_grpc.GenerationServicer, worker_pb2_grpc.AdminServicer):
+    """Stands for a router: says the same to everything, unless the prompt asks for a failure."""
+
+    def __init__(self) -> None:
+        self.asked: list[pb.GenerateRequest] = []
+        self.cancelled = threading.Event()
+
+    def Generate(self, request: pb.GenerateRequest, context: grpc.ServicerContext) -> Iterator[pb.GenerateResponse]:
+        self.asked.append(request)
+        if request.text == "refuse":
+            error = BatonError(Reason.INVALID_FIELD, "max_tokens: must be at least 1", (Violation("max_tokens", "must be at least 1"),))
+            context.abort_with_status(rpc_status.to_status(to_status(error)))
+        if request.text == "hang":  # before the first token: whoever has read one may cancel at once, and nothing runs here after that
+            context.add_callback(self.cancelled.set)
+        yield pb.GenerateResponse(accepted=pb.Accepted(request_id="r"))
+        for i, text in enumerate(TEXT):
+            yield pb.GenerateResponse(tokens=pb.Tokens(tokens=[pb.Token(index=i, id=i + 5, text=text)]))
+            if request.text == "break" and i == 1:
+                context.abort_with_status(rpc_status.to_status(to_status(BatonError(Reason.RETRIES_SPENT, "no worker came back"))))
+        if request.text == "hang":
+            self.cancelled.wait(30)
+        yield pb.GenerateResponse(
+            finished=pb.Finished(
+                reason=pb.FINISH_REASON_LENGTH,
+                text=HELD_BACK,
+                request_id="r",
+                usage=pb.Usage(prompt_tokens=7, completion_tokens=len(TEXT)),
+                stages=pb.StageTimes(queue_ms=1, prefill_ms=20, transfer_ms=3, decode_ms=40),
+                workers=pb.Workers(prefill="prefill-0", decode="decode-0"),
+                handoff=pb.Handoff(transport="nixl", blocks=3, bytes=4096, digests_checked=3),
+            )
+        )
+
+    def Status(self, request: worker_pb2.StatusRequest, context: grpc.ServicerContext) -> worker_pb2.StatusResponse:
+        return worker_pb2.StatusResponse(status_json=json.dumps(STATUS))
+
+
+@pytest.fixture(scope="module")
+def router() -> Iterator[tuple[str, Answers]]:
+    answers, server = Answers(), grpc.server(ThreadPoolExecutor(8))
+    generation_pb2_grpc.add_GenerationServicer_to_server(answers, server)
+    worker_pb2_grpc.add_AdminServicer_to_server(answers, server)
+    port = server.add_insecure_port("127.0.0.1:0")
+    server.start()
+    yield f"127.0.0.1:{port}", answers
+    server.stop(None)
+
+
+@pytest.fixture
+def env(tmp_path: Path) -> dict[str, str]:
+    clean = {name: value for name, value in os.environ.items() if not name.startswith("BATON_")}
+    return {**clean, "BATON_STATE_DIR": str(tmp_path / "state")}
+
+
+def start(env: dict[str, str], *arguments: str, **kwargs: Any) -> subprocess.Popen[str]:
+    pipes = {"stdin": subprocess.DEVNULL, "stdout": subprocess.PIPE, "stderr": subprocess.PIPE, **kwargs}
+    return subprocess.Popen([sys.executable, "-m", "baton", *arguments], env=env, text=True, encoding="utf-8", **pipes)
+
+
+def baton(env: dict[str, str], *arguments: str, text: str | None = None) -> tuple[int, str, str]:
+    """Exit status, stdout, stderr; whatever happens, no colour and no traceback."""
+    process = start(env, *arguments, stdin=subprocess.PIPE)
+    try:
+        out, err = process.communicate(text or "", timeout=60)
+    finally:
+        process.kill()
+    assert "\x1b" not in out.replace(TEXT[-1], "") + err and "Traceback" not in err
+    return process.returncode, out, err
+
+
+def invoke(env: dict[str, str], *arguments: str) -> tuple[int, str, str]:
+    """The same without a process of its own, where only the words matter."""
+    told = CliRunner(env={name: None for name in os.environ if name.startswith("BATON_")} | env).invoke(app, arguments)
+    assert told.exception is None or isinstance(told.exception, SystemExit), told.exception
+    return told.exit_code, told.stdout, told.stderr
+
+
+# --- generate and status -------------------------------------------------------------------------------------------------------------
+
+
+def test_stdout_is_the_text_and_nothing_else(env: dict[str, str], router: tuple[str, Answers]) -> None:
+    rc, out, err = baton(env, "generate", "tell me", "--address", router[0])
+    assert (rc, out, err) == (0, "".join(TEXT) + HELD_BACK + "\n", "")
+
+
+def test_the_trace_goes_to_stderr(env: dict[str, str], router: tuple[str, Answers]) -> None:
+    rc, out, err = baton(env, "generate", "tell me", "--trace", "--address", router[0])
+    assert (rc, out) == (0, "".join(TEXT) + HELD_BACK + "\n")
+    assert all(word in err for word in ("queue", "prefill-0", "nixl: 3 blocks, 4.0 KiB", "decode-0", "64.0 ms"))
+
+
+def test_json_is_one_object_on_one_line(env: dict[str, str], router: tuple[str, Answers]) -> None:
+    rc, out, err = baton(env, "generate", "-", "--json", "--seed", "5", "--stop", "x", "--address", router[0], text="from a pipe")
+    assert (rc, err, out.count("\n")) == (0, "", 1)
+    told = json.loads(out)
+    assert told["text"] == "".join(TEXT) + HELD_BACK and told["token_ids"] == [5, 6, 7, 8, 9]
+    asked = router[1].asked[-1]
+    assert asked.text == "from a pipe" and asked.sampling.seed == 5 and list(asked.sampling.stop) == ["x"]
+    assert not asked.sampling.HasField("temperature"), "what was not asked for is left to the router"
+
+
+def test_chat_is_a_message(env: dict[str, str], router: tuple[str, Answers]) -> None:
+    assert baton(env, "generate", "hello", "--chat", "--address", router[0])[0] == 0
+    assert [(m.role, m.content) for m in router[1].asked[-1].chat.messages] == [("user", "hello")]
+
+
+def test_a_refusal_is_one_line_on_stderr(env: dict[str, str], router: tuple[str, Answers]) -> None:
+    rc, out, err = baton(env, "generate", "refuse", "--json", "--address", router[0])
+    assert (rc, out, err) == (1, "", "baton: INVALID_FIELD: max_tokens: must be at least 1\n")
+
+
+def test_a_stream_that_breaks_is_a_failure_after_its_text(env: dict[str, str], router: tuple[str, Answers]) -> None:
+    rc, out, err = baton(env, "generate", "break", "--address", router[0])
+    assert (rc, out, err) == (1, "Once upon\n", "baton: RETRIES_SPENT: no worker came back\n")
+
+
+def test_nobody_there_is_a_failure(env: dict[str, str]) -> None:
+    with socket.socket() as closed:
+        closed.bind(("127.0.0.1", 0))
+        address = f"127.0.0.1:{closed.getsockname()[1]}"
+        for verb in (("generate", "x"), ("status",)):
+            rc, out, err = baton(env, *verb, "--address", address)
+            assert (rc, out) == (1, "") and err.startswith("baton: UNAVAILABLE: ") and err.count("\n") == 1
+
+
+def test_ctrl_c_ends_the_request(env: dict[str, str], router: tuple[str, Answers]) -> None:
+    process = start(env, "generate", "hang", "--address", router[0], start_new_session=True)
+    assert process.stdout is not None and process.stdout.readline() == "Once upon\n"
+    process.send_signal(signal.SIGINT)
+    _, err = process.communicate(timeout=20)
+    assert process.returncode == 130 and "Traceback" not in err
+    assert router[1].cancelled.wait(10), "the router was not told"
+
+
+def test_a_reader_who_has_had_enough_is_no_reason_for_a_message(env: dict[str, str], router: tuple[str, Answers]) -> None:
+    read, write = os.pipe()
+    os.close(read)
+    process = start(env, "generate", "tell me", "--address", router[0], stdout=write)
+    os.close(write)
+    _, err = process.communicate(timeout=60)
+    assert (process.returncode, err) == (1, "")
+
+
+@pytest.mark.parametrize("flags", [("--seed", "-1"), ("--max-tokens", "99999999999")])
+def test_a_number_that_no_request_can_hold(env: dict[str, str], flags: tuple[str, ...]) -> None:
+    rc, out, err = invoke(env, "generate", "x", *flags, "--address", "127.0.0.1:1")
+    assert (rc, out) == (2, "") and "out of range" in err
+
+
+def test_status_takes_the_admin_address(env: dict[str, str], router: tuple[str, Answers]) -> None:
+    rc, out, err = baton(env, "status", "--json", "--address", router[0])
+    assert (rc, err) == (0, "") and json.loads(out) == STATUS
+    rc, out, err = baton(env, "status", "--address", router[0])
+    assert (rc, err) == (0, "") and "[red]small" in out and "registry away" in out and "2 in flight" in out
+
+
+# --- what cannot be understood -------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("arguments", "said"),
+    [
+        (("up", "--engine.blok-size", "8"), "engine.blok-size: no such key; did you mean engine.block_size?"),
+        (("doctor", "--block-size=8"), "did you mean"),
+        (("config", "print", "--router.prot", "1"), "did you mean router.port?"),
+        (("config", "print", "--engine.block-size"), "a value is missing"),
+        (("config", "print", "--engine.block-size", "zero"), "engine.block_size = 'zero' (flag --engine.block-size)"),
+        (("up", "8470"), "argument '8470': expected"),
+        (("up", "--cluster.key", "0123456789abcdef"), "use BATON_CLUSTER_KEY or a file"),
+        (("up", "--config", "nowhere.yaml"), "nowhere.yaml: cannot be read"),
+        (("up", "--launcher", "pigeon"), "launcher.kind = 'pigeon'"),
+        (("up", "--name", "a/b"), "cluster.name = 'a/b'"),
+        (("generate",), "Missing argument"),
+        (("generate", "x", "--max-tokes", "3"), "--max-tokens"),
+        (("scale", "--decode", "0"), "--decode"),
+        (("serve",), "No such command"),
+    ],
+)
+def test_what_cannot_be_understood_is_status_2(env: dict[str, str], arguments: tuple[str, ...], said: str) -> None:
+    rc, out, err = invoke(env, *arguments)
+    assert (rc, out) == (2, "") and said in err
+
+
+def test_a_refusal_in_a_pipe_has_no_colour(env: dict[str, str]) -> None:
+    for arguments in (("up", "--engine.blok-size", "8"), ("generate", "x", "--max-tokes", "3")):
+        rc, out, err = baton(env, *arguments)
+        assert (rc, out) == (2, "") and err
+
+
+def test_a_variable_that_is_no_key_is_refused(env: dict[str, str]) -> None:
+    rc, out, err = invoke({**env, "BATON_ENGINE_BLOK_SIZE": "8"}, "config", "print")
+    assert (rc, out) == (2, "") and "BATON_ENGINE_BLOK_SIZE" in err and "BATON_ENGINE_BLOCK_SIZE?" in err
+
+
+def test_a_long_message_stays_on_its_line(env: dict[str, str]) -> None:
+    rc, _, err = invoke(env, "config", "print", "--config", f"/{'folder/' * 40}nowhere.yaml")
+    assert rc == 2 and err.count("\n") == 1 and len(err) > 280
+
+
+@pytest.mark.parametrize("arguments", [("down",), ("scale", "--prefill", "2"), ("status",), ("generate", "x")])
+def test_without_a_cluster_the_way_to_one_is_told(env: dict[str, str], arguments: tuple[str, ...]) -> None:
+    rc, out, err = invoke(env, *arguments)
+    assert (rc, out) == (1, "") and "`baton up`" in err
+
+
+# --- config --------------------------------------------------------------------------------------------------------------------------
+
+
+def test_config_print_is_the_tree_with_its_sources(env: dict[str, str], tmp_path: Path) -> None:
+    (tmp_path / "a.yaml").write_text("router: {admin_port: 9000}\nprefill: {cores: [0, 1]}\n")
+    extra = {"BATON_ENGINE_MAX_NUM_SEQS": "7", "BATON_CLUSTER_KEY": "0123456789abcdef", "BATON_REDIS_URL": "redis://:secret@host:1/0"}
+    rc, out, err = baton({**env, **extra}, "config", "print", "--config", str(tmp_path / "a.yaml"), "--engine.block-size", "8")
+    assert (rc, err) == (0, "")
+    lines = {line.split(":")[0].strip(): line for line in out.splitlines() if line.startswith("  ")}
+    assert re.search(r"8 +# flag --engine.block-size$", lines["block_size"])
+    assert re.search(r"7 +# env BATON_ENGINE_MAX_NUM_SEQS$", lines["max_num_seqs"])
+    assert re.search(rf"9000 +# file {tmp_path}/a.yaml$", lines["admin_port"])
+    assert "#" not in lines["kv_memory_fraction"]
+    assert "secret" not in out and "0123456789abcdef" not in out and out.count(MASK) == 2
+    tree = yaml.safe_load(out)
+    assert tree["router"]["admin_port"] == 9000 and tree["prefill"]["cores"] == [0, 1]
+
+
+def test_config_print_is_read_back_as_the_same(env: dict[str, str], tmp_path: Path) -> None:
+    rc, out, _ = baton(env, "config", "print", "--kv.transport", "tcp")
+    assert rc == 0
+    (tmp_path / "again.yaml").write_text(out)
+    assert load([tmp_path / "again.yaml"], {}).config == load(env={}, flags={"kv.transport": "tcp"}).config != Config()
+
+
+def test_config_as_json_hides_what_the_text_hides(env: dict[str, str]) -> None:
+    secrets = {"BATON_CLUSTER_KEY": "0123456789abcdef", "BATON_REDIS_URL": "redis://:secret@host:1/0"}
+    rc, out, err = baton({**env, **secrets}, "config", "print", "--json", "--engine.block-size", "8")
+    assert (rc, err, out.count("\n")) == (0, "", 1)
+    assert json.loads(out)["engine"]["block_size"] == 8 and json.loads(out)["redis"]["url"] == f"redis://:{MASK}@host:1/0"
+    assert "secret" not in out and "0123456789abcdef" not in out
+
+
+def test_config_schema_names_every_key(env: dict[str, str]) -> None:
+    rc, out, err = baton(env, "config", "schema")
+    assert (rc, err) == (0, "")
+    schema = json.loads(out)
+    for key in keys():
+        section, leaf = key.name.split(".")
+        fields = schema["$defs"][schema["properties"][section]["$ref"].rpartition("/")[2]]["properties"]
+        assert fields[leaf]["description"] == key.description
+
+
+# --- up ------------------------------------------------------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def taken() -> Iterator[int]:
+    with socket.socket() as listener:
+        listener.bind(("127.0.0.1", 0))
+        listener.listen()
+        yield listener.getsockname()[1]
+
+
+@pytest.mark.parametrize("detach", [(), ("--detach",)])
+def test_a_port_that_is_taken_names_the_flag(env: dict[str, str], tmp_path: Path, taken: int, detach: tuple[str, ...]) -> None:
+    rc, out, err = baton(env, "up", *detach, "--model", str(tmp_path), "--router.port", str(taken))
+    assert (rc, out) == (1, "") and f"127.0.0.1:{taken}" in err and "--router.port" in err
+
+
+def test_a_cluster_that_cannot_come_up_says_why_and_leaves_nothing(env: dict[str, str], tmp_path: Path) -> None:
+    began = time.monotonic()
+    rc, out, err = baton(env, "up", "--model", str(tmp_path / "nowhere"), *FREE_PORTS)
+    assert (rc, out) == (1, "") and "does not start" in err and "nowhere" in err
+    assert time.monotonic() - began < 45 and not list((tmp_path / "state").glob("*.json"))
+
+
+# --- doctor --------------------------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="nixl has no wheel elsewhere")
+def test_doctor_measures_what_carries_the_bytes(env: dict[str, str]) -> None:
+    rc, out, err = baton(env, "doctor", "--json", *FREE_PORTS)
+    assert (rc, err, out.count("\n")) == (0, "", 1)
+    findings = {finding["subject"]: finding for finding in json.loads(out)}
+    assert set(findings) == {"python", "memory", "nixl", "tcp", "redis", "ray", "ports", "torch"}
+    for kind in ("nixl", "tcp"):
+        assert findings[kind]["verdict"] == "ok"
+        rate = re.match(r"([\d.]+) GB/s between two processes, \d+% of a plain copy; ", findings[kind]["detail"])
+        assert rate and float(rate[1]) > 0
+    assert "UCX" in findings["nixl"]["detail"] and findings["nixl"]["detail"].endswith("(in use)")
+
+
+def test_doctor_compares_the_bytes(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Negative control: a transport that brings other bytes is no rate but a failure."""
+    wrong = doctor.CONTENT.copy()
+    wrong[17, 5] ^= 1
+    assert not np.array_equal(wrong, doctor.CONTENT)
+    monkeypatch.setattr(doctor, "CONTENT", wrong)
+    with pytest.raises(RuntimeError, match="not the bytes that were sent"):
+        doctor._measure("tcp", Config())
+
+
+def test_doctor_fails_with_what_fails(env: dict[str, str], monkeypatch: pytest.MonkeyPatch, taken: int) -> None:
+    monkeypatch.setattr(doctor, "_transports", lambda config: [Finding("warn", "tcp", "[slow] " + "x" * 200)])
+    rc, out, err = invoke(env, "doctor", "--router.port", str(taken))
+    assert (rc, err) == (1, "")
+    lines = out.splitlines()
+    assert sum(line.startswith("fail ports") and "--router.port" in line for line in lines) == 1
+    assert f"warn tcp        [slow] {'x' * 200}" in lines

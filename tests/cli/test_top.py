@@ -1,0 +1,100 @@
+"""`baton top`: what is drawn, rates between two looks, and that it outlives the router."""
+
+from typing import Any
+
+import grpc
+import pytest
+from ended_request import record
+from rich.console import Console, RenderableType
+
+from baton.cli import top
+
+WORKER = {
+    "name": "decode-0", "role": "decode", "state": "ready", "incarnation": 1, "kv_blocks": 100, "transport": "nixl", "running": 2,
+    "waiting": 1, "free_blocks": 50, "credit_tokens": 1, "cached_blocks": 7, "leases": 3, "waiting_tokens": 0, "blocks_in_use": 50,
+}  # fmt: skip
+REQUEST = {
+    "request_id": "req-9", "stage": "decode", "worker": "decode-0", "prefill_worker": "prefill-0", "decode_worker": "decode-0",
+    "prompt_tokens": 199, "output_tokens": 5, "cached_tokens": 0, "retries": 0, "age": 1.25,
+}  # fmt: skip
+TOTALS = {
+    "outcomes": {"ok": 1},
+    "prompt_tokens": 200,
+    "output_tokens": 100,
+    "cached_tokens": 50,
+    "met": 1,
+    "handoffs": 1,
+    "handoff_bytes": 0,
+}
+
+
+def snapshot(clock: float = 0.0, totals: dict[str, Any] | None = None, **change: Any) -> dict[str, Any]:
+    whole = {
+        "clock": clock,
+        "model": "tale",
+        "router": {"inflight": 1, "queued": 0, "registry": "reachable"},
+        "workers": [WORKER],
+        "requests": [REQUEST],
+        "recent": [record(request_id="req-1")],
+        "errors": [],
+        "totals": {**TOTALS, **(totals or {})},
+        "slo": {"objectives": {}, "attainment": None},
+    }
+    return {**whole, **change}
+
+
+def text(shown: RenderableType) -> str:
+    console = Console(width=160)
+    with console.capture() as capture:
+        console.print(shown)
+    return capture.get()
+
+
+def test_what_is_drawn() -> None:
+    told = text(top.draw(snapshot(), {}))
+    for part in ("tale", "1 in flight", "cached 25 %", "decode-0", "ready", "50 %", "●", "req-9", "prefill-0", "req-1", "199 → 21"):
+        assert part in told
+    assert "tokens/s" not in told, "one look knows no rate"
+
+
+def test_what_is_wrong_is_drawn() -> None:
+    error = {"request_id": "req-3", "at": 0.0, "outcome": "failed", "reason": "RETRIES_SPENT", "worker": "decode-1"}
+    router = {"inflight": 0, "queued": 0, "registry": "away"}
+    failed = record(outcome="failed", reason="RETRIES_SPENT", ttft=None)
+    told = text(top.draw(snapshot(workers=[{**WORKER, "state": "gone"}], errors=[error], router=router, recent=[failed]), {}))
+    for part in ("gone", "registry away", "RETRIES_SPENT decode-1 req-3", "failed: RETRIES_SPENT"):
+        assert part in told
+
+
+def test_rates_lie_between_two_looks() -> None:
+    before, now = snapshot(10.0), snapshot(12.0, {"output_tokens": 300, "met": 5, "handoff_bytes": 4096})
+    assert top.rates(before, now)["output_tokens"] == 100 and top.rates(before, now)["met"] == 2
+    told = text(top.draw(now, top.rates(before, now)))
+    assert "completed 2.00/s" in told and "100.0 tokens/s" in told and "KV 2.0 KiB/s" in told
+    judged = snapshot(slo={"objectives": {"ttft": 1.0}, "attainment": 0.97})
+    assert "goodput" in text(top.draw(judged, top.rates(before, now))) and "SLO 97 %" in text(top.draw(judged, {}))
+    assert top.rates(now, now) == {}
+
+
+def test_a_router_that_goes_and_comes_back_as_another(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Its totals begin again: no rate is drawn from one to the other."""
+    looks = iter([snapshot(10.0), snapshot(11.0, {"output_tokens": 200}), None, snapshot(1.0, {"output_tokens": 3}), StopIteration()])
+    shown: list[str] = []
+
+    class Away(grpc.RpcError):
+        def code(self) -> grpc.StatusCode:
+            return grpc.StatusCode.UNAVAILABLE
+
+    def look() -> dict[str, Any]:
+        told = next(looks)
+        if told is None:
+            raise Away
+        if isinstance(told, StopIteration):
+            raise KeyboardInterrupt
+        return told
+
+    monkeypatch.setattr(top.time, "sleep", lambda seconds: None)
+    with pytest.raises(KeyboardInterrupt):
+        top.watch(look, lambda drawn: shown.append(text(drawn)), 1.0)
+    assert ["tokens/s" in one for one in shown] == [False, True, True, False]
+    assert "does not answer: UNAVAILABLE" in shown[2] and "100.0 tokens/s" in shown[2]

@@ -1,0 +1,80 @@
+"""What `baton trace` draws."""
+
+from itertools import pairwise
+from typing import Any
+
+import pytest
+from ended_request import NO_HANDOFF, lap, record
+from rich.console import Console
+
+from baton.cli.trace import draw
+from baton.cli.view import BAR_WIDTH, bar
+
+
+def drawn(told: dict[str, Any]) -> list[str]:
+    console = Console(width=160)
+    with console.capture() as capture:
+        console.print(draw(told))
+    return capture.get().splitlines()
+
+
+def bars(lines: list[str]) -> list[tuple[str, int, int]]:
+    """(stage, where its bar begins, where it ends), in columns of the time line."""
+    offset = lines[1].index("█")  # the first stage begins with the line
+    return [(line.split()[0], line.index("█") - offset, line.rindex("█") + 1 - offset) for line in lines if "█" in line]
+
+
+def test_stages_stand_one_after_the_other() -> None:
+    lines = drawn(record())
+    told = bars(lines)
+    assert [stage for stage, _, _ in told] == ["queue", "prefill", "transfer", "decode"]
+    for (_, _, end), (_, start, _) in pairwise(told):
+        assert start == end, "no gap, no overlap"
+    assert told[0][1] == 0 and told[-1][2] == BAR_WIDTH
+    assert told[-1][2] - told[-1][1] == BAR_WIDTH / 2
+    assert lines[0].startswith("req-1") and "ok (length)" in lines[0]
+    assert "p0: waited 50.0, computed 200.0" in lines[2]
+    assert "d0: nixl, 13 blocks, 26.0 KiB, 2 already there; read 20.0, verified 3.0" in lines[3]
+    assert "d0: 30.00 ms a token" in lines[4] and "500.0 ms" in lines[4]
+    assert lines[5] == "1000.0 ms · first token after 400.0 ms · prompt 199 tokens (32 cached) · output 21"
+
+
+def test_a_failure_stands_where_it_happened() -> None:
+    laps = [lap("queue", 0, 0.1), lap("prefill", 0.1, 0.5, "p0"), lap("prefill", 0.5, 1.0, "p1")]
+    failures = [{"at": 0.5, "worker": "p0", "reason": "WORKER_LOST"}]
+    lines = drawn(record(laps=laps, failures=failures, retries=1, outcome="failed", reason="RETRIES_SPENT", trace_id="ab" * 16, ttft=None))
+    assert [line.split()[0] for line in lines[1:5]] == ["queue", "prefill", "✗", "prefill"]
+    (failure,) = (line for line in lines if "✗" in line)
+    assert "p0: WORKER_LOST" in failure and failure.index("✗") - lines[1].index("█") == BAR_WIDTH // 2
+    assert "failed (RETRIES_SPENT)" in lines[0] and "ab" * 16 in lines[0]
+    assert "1 retry" in lines[-1] and "first token" not in lines[-1]
+    first, second = (line for line in lines if line.split()[0] == "prefill")
+    assert "waited" not in first and "p1: waited" in second, "what is known of all attempts together is told once"
+
+
+@pytest.mark.parametrize(
+    ("change", "told"),
+    [
+        ({"bypasses": ["short"], "prefill_compute": 0.0, "handoff": NO_HANDOFF}, "p0 itself (short)"),
+        ({"handoff": NO_HANDOFF}, "d0: no KV moved"),
+        (
+            {"handoff": {**NO_HANDOFF, "failure": "DIGEST_MISMATCH", "recomputed_tokens": 199}},
+            "d0: not used (DIGEST_MISMATCH); 199 tokens recomputed",
+        ),
+        ({"slo_missed": "prefill_wait"}, "missed its objectives because of: prefill_wait"),
+        ({"tpot": None}, "500.0 ms  d0"),
+        ({"request_id": "", "laps": [lap("queue", 0.0, 0.0)], "e2e": 0.0, "ttft": None}, "(no id)"),
+    ],
+)
+def test_what_else_can_be_told(change: dict[str, Any], told: str) -> None:
+    assert any(told in line for line in drawn(record(**change)))
+
+
+def test_markup_in_an_id_is_text() -> None:
+    assert drawn(record(request_id="[red]x[/]"))[0].startswith("[red]x[/]")
+
+
+def test_a_bar_that_took_any_time_is_seen() -> None:
+    assert bar(0.5, 0.5, "red").plain.count("█") == 0
+    assert bar(0.5, 0.5001, "red").plain.count("█") == 1
+    assert all(len(bar(start / 100, 1.0, "red").plain) == BAR_WIDTH for start in range(100))

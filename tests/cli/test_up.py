@@ -1,0 +1,73 @@
+"""When `baton up` calls a cluster ready: not before the router itself reaches every worker."""
+
+import asyncio
+import json
+from collections.abc import AsyncIterator
+from pathlib import Path
+from typing import Any
+
+import grpc
+import pytest
+from grpc_health.v1 import health, health_pb2, health_pb2_grpc
+
+from baton.cli import up
+from baton.cli.up import Supervisor
+from baton.cluster.config import load
+from baton.launch.launcher import RestartRule
+from baton.launch.local_launcher import LocalLauncher
+from baton.v1 import worker_pb2, worker_pb2_grpc
+
+POLLS = 4
+
+
+class Router(worker_pb2_grpc.AdminServicer):
+    """Serves, and knows the workers in `states`."""
+
+    def __init__(self) -> None:
+        self.states: list[str] = []
+        self.asked = asyncio.Queue[int]()
+
+    async def Status(self, request: worker_pb2.StatusRequest, context: Any) -> worker_pb2.StatusResponse:
+        self.asked.put_nowait(len(self.states))
+        return worker_pb2.StatusResponse(status_json=json.dumps({"workers": [{"state": state} for state in self.states]}))
+
+
+@pytest.fixture
+async def router() -> AsyncIterator[tuple[Router, list[int]]]:
+    server, router, serving = grpc.aio.server(), Router(), health.aio.HealthServicer()
+    await serving.set("", health_pb2.HealthCheckResponse.SERVING)
+    health_pb2_grpc.add_HealthServicer_to_server(serving, server)
+    worker_pb2_grpc.add_AdminServicer_to_server(router, server)
+    ports = [server.add_insecure_port("127.0.0.1:0") for _ in range(2)]
+    await server.start()
+    yield router, ports
+    await server.stop(None)
+
+
+async def test_ready_is_when_the_router_reaches_every_worker(router: tuple[Router, list[int]], tmp_path: Path) -> None:
+    """A router that serves with one worker of two would send the first request without a handoff."""
+    scripted, (port, admin_port) = router
+    config = load([], flags={"router.port": str(port), "router.admin-port": str(admin_port)}).config
+    notes: list[str] = []
+    waiting = asyncio.create_task(
+        Supervisor(config, tmp_path, notes.append)._wait_until_ready(config, LocalLauncher(RestartRule(0.1, 1.0), tmp_path, []))
+    )
+    for states in ([], ["ready"], ["ready", "unreachable"], ["ready", "starting"]):
+        scripted.states = states
+        while not scripted.asked.empty():
+            scripted.asked.get_nowait()
+        for _ in range(POLLS):
+            await asyncio.wait_for(scripted.asked.get(), 10)
+        assert not waiting.done(), states
+    scripted.states = ["ready", "ready"]
+    await asyncio.wait_for(waiting, 10)
+    assert notes == ["0 of 2 workers ready", "1 of 2 workers ready", "2 of 2 workers ready"]
+
+
+def test_free_ports_of_the_router_differ(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The system offers one that is taken already: by another choice, and by the configuration."""
+    offered = iter([5000, 5000, 5001, 8471, 5002])
+    monkeypatch.setattr(up, "free_port", lambda host: next(offered))
+    config = load([], flags={"router.port": "0", "router.http-port": "0", "router.page-port": "0", "router.admin-port": "8471"}).config
+    router = up.complete(config, "redis://x").router
+    assert (router.port, router.admin_port, router.http_port, router.page_port) == (5000, 8471, 5001, 5002)

@@ -1,0 +1,43 @@
+"""A program that owns a launcher, so that a test can kill it: python launching.py HOW FOLDER [RAY_ADDRESS].
+
+HOW is local, local-without-leash, ray, or ray-empty (no process). It prints one line of JSON when its process is up, and stops the launcher
+when its stdin ends.
+"""
+
+import asyncio
+import json
+import os
+import sys
+from pathlib import Path
+
+from baton.launch import child
+from baton.launch.launcher import Launcher, RestartRule, Template
+from baton.launch.local_launcher import LocalLauncher
+
+LAUNCHED = Path(__file__).with_name("launched.py")
+NO_LEASH = Path(__file__).with_name("no_leash.py")
+
+
+async def main(how: str, folder: str, address: str | None = None) -> None:
+    os.environ.pop("PYTHONPATH")  # as if nothing was installed: that others find this project is the launcher's care
+    launcher: Launcher
+    if how.startswith("local"):
+        launcher = LocalLauncher(RestartRule(0.1, 1.0, 5.0))
+        if how == "local-without-leash":
+            child.LEASH = NO_LEASH
+    else:
+        from baton.launch.ray_launcher import RayLauncher
+
+        launcher = RayLauncher(address, RestartRule(0.1, 1.0, 5.0), ray_num_cpus=8, ray_num_gpus=2)
+    await launcher.start()
+    await launcher.add(Template("decode", (sys.executable, str(LAUNCHED), "serve", folder), grace_s=5.0), 0 if how == "ray-empty" else 1)
+    states = await launcher.processes()
+    told = {"pid": os.getpid(), "children": [state.pid for state in states], "address": getattr(launcher, "address", None)}
+    print(json.dumps(told), flush=True)
+    await asyncio.to_thread(sys.stdin.read)
+    ended = await launcher.stop()
+    print(json.dumps([state.last_exit for state in ended]), flush=True)
+
+
+if __name__ == "__main__":
+    asyncio.run(main(*sys.argv[1:]))

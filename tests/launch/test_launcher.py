@@ -1,0 +1,583 @@
+"""One behaviour suite for both launchers, with real child processes and a real Ray cluster; then what is special to each.
+
+The Ray cluster belongs to another process (`launching.py`), as it would in life; each test joins it.
+"""
+
+import asyncio
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import AsyncIterator, Awaitable, Callable, Iterator
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import ray
+from ray._raylet import Config
+
+from baton.cluster.errors import BatonError, Reason
+from baton.launch.launcher import Launcher, ProcessState, RestartRule, Restarts, Roster, Template
+from baton.launch.local_launcher import LocalLauncher, pick_gpus
+from baton.launch.ray_launcher import RayLauncher
+
+HERE = Path(__file__).parent
+ROOT = HERE.parents[1]
+RULE = RestartRule(backoff_s=0.1, max_backoff_s=1.0, stable_s=5.0)
+TOKEN = {"RAY_AUTH_MODE": "token", "RAY_AUTH_TOKEN": "0123456789abcdef" * 4}  # else Ray writes one under the home directory
+
+Launch = Callable[..., Awaitable[Launcher]]
+
+
+# Helpers
+
+
+async def until(condition: Callable[[], Any], timeout_s: float = 40.0) -> Any:
+    """The first truthy answer of a function or coroutine function."""
+    deadline = time.monotonic() + timeout_s
+    while True:
+        answer = condition()
+        answer = await answer if asyncio.iscoroutine(answer) else answer
+        if answer:
+            return answer
+        assert time.monotonic() < deadline, f"{condition} is still {answer!r}"
+        await asyncio.sleep(0.05)
+
+
+def told(folder: Path, name: str, event: str = "start") -> list[dict[str, Any]]:
+    path = folder / f"{name}.jsonl"
+    lines = path.read_text().splitlines() if path.exists() else []
+    return [fact for fact in map(json.loads, lines) if fact["event"] == event]
+
+
+async def born(folder: Path, name: str, times: int = 1) -> dict[str, Any]:
+    """What it told of itself at its latest start, of at least `times`."""
+    return (await until(lambda: len(told(folder, name)) >= times and told(folder, name)))[-1]
+
+
+def alive(pid: int) -> bool:
+    """Zombies do not count: whoever inherits an orphan may be slow to bury it."""
+    try:
+        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] != "Z"
+    except (FileNotFoundError, ProcessLookupError):
+        return False
+
+
+async def gone(*pids: int) -> None:
+    await until(lambda: not any(map(alive, pids)))
+
+
+async def ask(port: int) -> int:
+    """The pid that answers there."""
+    async with asyncio.timeout(5):
+        reader, writer = await asyncio.open_connection("127.0.0.1", port)
+        try:
+            return int(await reader.read(64))
+        finally:
+            writer.close()
+
+
+async def state_of(launcher: Launcher, name: str) -> ProcessState:
+    return next(state for state in await launcher.processes() if state.name == name)
+
+
+async def in_state(launcher: Launcher, name: str, state: str, restarts: int = 0) -> ProcessState:
+    async def reached() -> ProcessState | None:
+        now = await state_of(launcher, name)
+        return now if now.state == state and now.restarts >= restarts else None
+
+    return await until(reached)
+
+
+@pytest.fixture
+def template(tmp_path: Path) -> Callable[..., Template]:
+    def make(behaviour: str = "serve", role: str = "decode", **more: Any) -> Template:
+        return Template(role, (sys.executable, str(HERE / "launched.py"), behaviour, str(tmp_path)), **{"grace_s": 5.0, **more})
+
+    return make
+
+
+class Program:
+    """`launching.py` as another process."""
+
+    def __init__(self, how: str, folder: Path, *address: str) -> None:
+        self.process = subprocess.Popen(
+            [sys.executable, str(HERE / "launching.py"), how, str(folder), *address],
+            env={**os.environ, **TOKEN, "PYTHONPATH": str(ROOT)},
+            cwd=folder,
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            text=True,
+        )
+
+    def line(self) -> Any:
+        """The next JSON it prints; what Ray prints in between is passed over."""
+        assert self.process.stdout is not None
+        for text in self.process.stdout:
+            if text.startswith(("{", "[{", "[0", "[-", "[]")):
+                return json.loads(text)
+        raise AssertionError("the program ended")
+
+    def stop(self) -> Any:
+        out, _ = self.process.communicate(timeout=30)
+        return json.loads(out.splitlines()[-1])
+
+    def kill(self) -> None:
+        """And do not wait for the end of its stdout: a child may hold it."""
+        with self.process:
+            self.process.kill()
+
+
+@pytest.fixture(scope="module")
+def ray_address(tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
+    with pytest.MonkeyPatch.context() as patch:
+        for key, value in TOKEN.items():
+            patch.setenv(key, value)
+        Config.initialize("")  # Ray read the mode when it was imported; a person's environment is there before that
+        program = Program("ray-empty", tmp_path_factory.mktemp("host"))
+        try:
+            yield program.line()["address"]
+            program.stop()
+        finally:
+            program.kill()
+
+
+@pytest.fixture(params=["local", "ray"])
+async def launch(request: pytest.FixtureRequest) -> AsyncIterator[Launch]:
+    """Starts a launcher of either kind, both with two devices to give away."""
+    launchers: list[Launcher] = []
+
+    async def start(**more: Any) -> Launcher:
+        launcher: Launcher
+        if request.param == "local":
+            launcher = LocalLauncher(more.pop("rule", RULE), gpu_ids=("0", "1"), **more)
+        else:
+            launcher = RayLauncher(request.getfixturevalue("ray_address"), more.pop("rule", RULE), place_timeout_s=10.0, **more)
+        launchers.append(launcher)
+        await launcher.start()
+        return launcher
+
+    yield start
+    for launcher in launchers:
+        await launcher.stop()
+
+
+# Both launchers
+
+
+def test_each_process_gets_its_share_of_the_roles_cores() -> None:
+    """Two colocated workers on two cores must not compete for one of them: arms of a comparison would not be equal."""
+    two = Template("decode", ("x",), cores=(4, 5, 6, 7), cores_each=2)
+    assert [two.cores_of(f"decode-{i}") for i in range(3)] == [(4, 5), (6, 7), (4, 5)]
+    assert replace(two, cores_each=None).cores_of("decode-1") == (4, 5, 6, 7) == replace(two, cores_each=9).cores_of("decode-1")
+    assert replace(two, cores=None).cores_of("decode-1") == () and two.cores_of("router") == (4, 5)
+
+
+async def test_processes_come_up_with_names_and_environment(launch: Launch, template: Any, tmp_path: Path, monkeypatch: Any) -> None:
+    launcher = await launch()
+    await launcher.add(template(env={"BATON_COLOUR": "blue"}, cores=(0,)), 2)
+    await launcher.add(template(role="prefill"), 1)
+    states = await launcher.processes()
+    assert [(state.name, state.role, state.state, state.restarts, state.last_exit) for state in states] == [
+        ("decode-0", "decode", "running", 0, None),
+        ("decode-1", "decode", "running", 0, None),
+        ("prefill-0", "prefill", "running", 0, None),
+    ]
+    for state in states:
+        start = await born(tmp_path, state.name)
+        assert start["pid"] == state.pid == start["session"]
+        assert await ask(start["port"]) == state.pid
+        assert state.node
+        assert start["env"]["HOME"] == os.environ["HOME"]
+        assert start["env"].get("BATON_COLOUR") == ("blue" if state.role == "decode" else None)
+        assert start["cores"] == ([0] if state.role == "decode" else sorted(os.sched_getaffinity(0)))
+        # The same process as by hand: not what Ray does to its own workers.
+        assert (start["nice"], start["blocked"], start["cwd"]) == (os.nice(0), [], os.getcwd())
+        assert start["env"].get("OMP_NUM_THREADS") == os.environ.get("OMP_NUM_THREADS")
+        assert "RAY_JOB_ID" not in start["env"] and "RAY_RAYLET_PID" not in start["env"]
+
+
+async def test_a_killed_process_is_started_again_under_its_name(launch: Launch, template: Any, tmp_path: Path) -> None:
+    launcher = await launch()
+    await launcher.add(template(), 2)
+    first, other = await born(tmp_path, "decode-0"), await born(tmp_path, "decode-1")
+    os.kill(first["pid"], signal.SIGKILL)
+    second = await born(tmp_path, "decode-0", times=2)
+    assert second["pid"] != first["pid"] and second["incarnation"] != first["incarnation"]
+    state = await in_state(launcher, "decode-0", "running", restarts=1)
+    assert (state.pid, state.restarts, state.last_exit) == (second["pid"], 1, -signal.SIGKILL)
+    assert await ask(second["port"]) == second["pid"]
+    unharmed = await state_of(launcher, "decode-1")
+    assert (unharmed.pid, unharmed.restarts) == (other["pid"], 0)
+
+
+async def test_a_crash_loop_backs_off_and_touches_nobody(launch: Launch, template: Any, tmp_path: Path) -> None:
+    launcher = await launch()
+    await launcher.add(template(), 1)
+    await launcher.add(template("crash", role="prefill"), 1)
+    healthy = await born(tmp_path, "decode-0")
+    waiting = await in_state(launcher, "prefill-0", "backoff", restarts=2)
+    assert (waiting.pid, waiting.last_exit) == (None, 3)
+    await born(tmp_path, "prefill-0", times=5)
+    starts = [start["at"] for start in told(tmp_path, "prefill-0")]
+    # From the last thing that one run did to the first thing of the next: the wait, and then some. Without it, 0.2 s.
+    assert all(later - earlier >= wait for earlier, later, wait in zip(starts, starts[1:], (0.1, 0.2, 0.4, 0.8), strict=False))
+    assert await ask(healthy["port"]) == healthy["pid"]
+    assert (await state_of(launcher, "decode-0")).restarts == 0
+
+
+async def test_resizing_leaves_no_gap_in_a_serving_process(launch: Launch, template: Any, tmp_path: Path) -> None:
+    launcher = await launch()
+    await launcher.add(template(), 1)
+    serving = await born(tmp_path, "decode-0")
+    answers, quiet = 0, asyncio.Event()
+
+    async def callers() -> None:
+        nonlocal answers
+        while not quiet.is_set():
+            assert await ask(serving["port"]) == serving["pid"]  # a refused connection raises
+            answers += 1
+            await asyncio.sleep(0.005)
+
+    async with asyncio.TaskGroup() as group:
+        group.create_task(callers())
+        assert await launcher.resize("decode", 3) == []
+        grown = [await born(tmp_path, f"decode-{index}") for index in (1, 2)]
+        ended = await launcher.resize("decode", 1)
+        quiet.set()
+    # The highest numbers went, each by SIGTERM and in its own time.
+    assert [(state.name, state.state, state.pid, state.last_exit) for state in ended] == [
+        ("decode-2", "exited", None, 0),
+        ("decode-1", "exited", None, 0),
+    ]
+    assert told(tmp_path, "decode-1", "asked") and told(tmp_path, "decode-2", "asked")
+    assert not any(alive(start["pid"]) for start in grown)
+    assert [(state.name, state.pid, state.restarts) for state in await launcher.processes()] == [("decode-0", serving["pid"], 0)]
+    assert answers > 20
+    # A name is never used twice.
+    await launcher.resize("decode", 2)
+    assert [state.name for state in await launcher.processes()] == ["decode-0", "decode-3"]
+
+
+async def test_who_ignores_sigterm_is_killed_after_its_grace(launch: Launch, template: Any, tmp_path: Path) -> None:
+    launcher = await launch()
+    await launcher.add(template("stubborn", grace_s=1.0), 1)
+    pid = (await born(tmp_path, "decode-0"))["pid"]
+    shrinking = asyncio.create_task(launcher.resize("decode", 0))
+    await until(lambda: told(tmp_path, "decode-0", "asked"))
+    assert (await state_of(launcher, "decode-0")).state == "stopping" and alive(pid)
+    assert [(state.state, state.last_exit) for state in await shrinking] == [("exited", -signal.SIGKILL)]
+    assert not alive(pid)
+    assert await launcher.processes() == []
+
+
+async def test_a_drain_goes_on_when_its_caller_is_cancelled(launch: Launch, template: Any, tmp_path: Path) -> None:
+    launcher = await launch()
+    await launcher.add(template("stubborn", grace_s=1.0), 1)
+    pid = (await born(tmp_path, "decode-0"))["pid"]
+    shrinking = asyncio.create_task(launcher.resize("decode", 0))
+    await until(lambda: told(tmp_path, "decode-0", "asked"))
+    shrinking.cancel()
+    with pytest.raises(asyncio.CancelledError):
+        await shrinking
+    assert (await state_of(launcher, "decode-0")).state == "stopping"
+
+    async def empty() -> bool:
+        return await launcher.processes() == []
+
+    await until(empty)
+    assert not alive(pid)
+
+
+async def test_stop_leaves_nothing(launch: Launch, template: Any, tmp_path: Path) -> None:
+    launcher = await launch()
+    await launcher.add(template("stubborn", grace_s=1.0), 2)
+    await launcher.add(template("parent", role="prefill"), 1)
+    await launcher.add(template("crash", role="router"), 1)
+    starts = [await born(tmp_path, name) for name in ("decode-0", "decode-1", "prefill-0")]
+    await in_state(launcher, "router-0", "backoff")
+    ended = await launcher.stop()
+    assert [(state.name, state.last_exit) for state in ended] == [("decode-0", -9), ("decode-1", -9), ("prefill-0", -15), ("router-0", 3)]
+    await gone(*(start["pid"] for start in starts), starts[2]["grandchild"])
+    # All were asked before any was killed: at the same time, not one after the other.
+    assert told(tmp_path, "decode-0", "asked") and told(tmp_path, "decode-1", "asked")
+    assert await launcher.processes() == [] and await launcher.stop() == []
+    with pytest.raises(BatonError) as refused:
+        await launcher.add(template(), 1)
+    assert refused.value.reason is Reason.DRAINING
+
+
+async def test_devices_are_shared_out_and_a_drained_one_serves_another_role(launch: Launch, template: Any, tmp_path: Path) -> None:
+    launcher = await launch()
+    await launcher.add(template(role="prefill", gpus=1.0), 2)
+    await launcher.add(template(role="router"), 1)
+    given = {name: (await born(tmp_path, name))["env"]["CUDA_VISIBLE_DEVICES"] for name in ("prefill-0", "prefill-1", "router-0")}
+    assert sorted(given.values()) == ["", "0", "1"] and given["router-0"] == ""
+    await launcher.resize("prefill", 1)
+    await launcher.add(template(gpus=1.0), 1)
+    assert (await born(tmp_path, "decode-0"))["env"]["CUDA_VISIBLE_DEVICES"] == given["prefill-1"]
+
+
+async def test_no_room_is_a_refusal_that_starts_nothing(launch: Launch, template: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    launcher = await launch()
+
+    async def refused(attempt: Awaitable[Any], message: str) -> None:
+        with monkeypatch.context() as patch, pytest.raises(BatonError, match=message) as error:
+            patch.setattr(launcher, "_place_timeout_s", 0.5, raising=False)
+            await attempt
+        assert error.value.reason is Reason.SATURATED
+
+    await refused(launcher.add(template(role="prefill", gpus=1.0), 3), r"prefill: no room for 3 processes of .*1 GPUs each")
+    assert await launcher.processes() == []
+    await launcher.add(template(role="prefill", gpus=1.0), 2)
+    states = await launcher.processes()
+    await refused(launcher.resize("prefill", 3), r"prefill: no room for 1 processes")
+    assert await launcher.processes() == states
+    assert await launcher.resize("prefill", 2) == []
+
+
+# Local
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="PR_SET_PDEATHSIG")
+async def test_a_killed_launcher_leaves_no_child(tmp_path: Path) -> None:
+    program = Program("local", tmp_path)
+    (child,) = (await asyncio.to_thread(program.line))["children"]
+    await born(tmp_path, "decode-0")
+    program.kill()
+    try:
+        await gone(child)
+    finally:
+        if alive(child):
+            os.kill(child, signal.SIGKILL)
+    assert not told(tmp_path, "decode-0", "asked")
+
+
+async def test_without_its_leash_the_child_of_a_killed_launcher_lives_on(tmp_path: Path) -> None:
+    """Negative control of the one above."""
+    program = Program("local-without-leash", tmp_path)
+    (child,) = (await asyncio.to_thread(program.line))["children"]
+    try:
+        start = await born(tmp_path, "decode-0")
+        program.kill()
+        await asyncio.sleep(0.5)
+        assert await ask(start["port"]) == child
+    finally:
+        os.kill(child, signal.SIGKILL)
+
+
+async def test_output_goes_to_the_log_of_the_name(tmp_path: Path) -> None:
+    launcher = LocalLauncher(RULE, log_dir=tmp_path / "logs")
+    await launcher.start()
+    await launcher.add(Template("router", ("/no/such/program",)), 1)
+    state = await in_state(launcher, "router-0", "backoff", restarts=1)
+    assert state.last_exit == 1
+    await launcher.stop()
+    assert "cannot start /no/such/program" in (tmp_path / "logs" / "router-0.log").read_text()
+
+
+async def test_the_end_of_the_event_loop_ends_the_children(tmp_path: Path, template: Any) -> None:
+    """asyncio.run cancels what is left: nobody called stop()."""
+
+    async def careless() -> int:
+        launcher = LocalLauncher(RULE)
+        await launcher.add(template("stubborn"), 1)
+        return int((await born(tmp_path, "decode-0"))["pid"])
+
+    await gone(await asyncio.to_thread(asyncio.run, careless()))
+
+
+# Ray
+
+
+async def joined(address: str, **more: Any) -> RayLauncher:
+    launcher = RayLauncher(address, RULE, **more)
+    await launcher.start()
+    return launcher
+
+
+async def test_a_killed_supervisor_comes_back_with_one_child(ray_address: str, template: Any, tmp_path: Path) -> None:
+    launcher = await joined(ray_address)
+    try:
+        await launcher.add(template("parent"), 1)
+        first = await born(tmp_path, "decode-0")
+        supervisor = int(Path(f"/proc/{first['pid']}/stat").read_text().rpartition(")")[2].split()[1])
+        os.kill(supervisor, signal.SIGKILL)
+        second = await born(tmp_path, "decode-0", times=2)
+        assert not alive(first["pid"]) and second["incarnation"] != first["incarnation"]
+        state = await in_state(launcher, "decode-0", "running", restarts=1)
+        assert (state.pid, state.restarts) == (second["pid"], 1)
+    finally:
+        await launcher.stop()
+    await gone(second["pid"])
+
+
+async def test_a_killed_driver_leaves_no_child_and_the_cluster_it_joined(ray_address: str, tmp_path: Path) -> None:
+    program = Program("ray", tmp_path, ray_address)
+    (child,) = (await asyncio.to_thread(program.line))["children"]
+    assert (await born(tmp_path, "decode-0"))["env"]["PYTHONPATH"] == str(ROOT)
+    program.kill()
+    await gone(child)
+    await (await joined(ray_address)).stop()
+
+
+async def test_what_shrank_is_kept_for_its_size_until_its_group_is_empty(ray_address: str, template: Any) -> None:
+    launcher = await joined(ray_address)
+    try:
+        await free_cpus(8)
+        await launcher.add(template(cpus=2.0), 2)
+        await launcher.resize("decode", 3)
+        await free_cpus(2)
+        await launcher.resize("decode", 1)
+        await free_cpus(4)  # the growth is undone, one of the first two is kept
+        await launcher.add(template(role="prefill", cpus=2.0), 1)
+        await free_cpus(4)
+        await launcher.resize("decode", 0)
+        await launcher.resize("prefill", 0)
+        await free_cpus(8)
+    finally:
+        await launcher.stop()
+
+
+async def test_a_cancelled_growth_leaves_nothing(ray_address: str, template: Any) -> None:
+    launcher = await joined(ray_address)
+    try:
+        await launcher.add(template(cpus=1.0), 1)
+        growing = asyncio.create_task(launcher.resize("decode", 2))
+        await free_cpus(6)
+        growing.cancel()
+        with pytest.raises(asyncio.CancelledError):
+            await growing
+        assert [state.name for state in await launcher.processes()] == ["decode-0"]
+        await free_cpus(7)
+    finally:
+        await launcher.stop()
+
+
+async def test_placement_over_two_nodes(second_node: str, template: Any) -> None:
+    packing, spreading = await joined(second_node, placement="PACK"), await joined(second_node, placement="SPREAD")
+    try:
+        for launcher, nodes in ((packing, 1), (spreading, 2)):
+            await launcher.add(template(), 2)
+            assert len({state.node for state in await launcher.processes()}) == nodes
+    finally:
+        await spreading.stop()
+        await packing.stop()  # last: it holds this process's connection
+
+
+async def free_cpus(count: float) -> None:
+    await until(lambda: ray.available_resources().get("CPU", 0) == count)
+
+
+@pytest.fixture
+async def second_node(ray_address: str, tmp_path: Path) -> AsyncIterator[str]:
+    """The address of a cluster of two nodes, the other one with 4 CPUs."""
+    command = [str(Path(sys.executable).with_name("ray")), "start", "--address", ray_address, "--num-cpus", "4", "--block"]
+    with open(tmp_path / "node.log", "wb") as log:
+        node = subprocess.Popen(command, stdout=log, stderr=log)
+    try:
+        launcher = await joined(ray_address)
+        await free_cpus(12)
+        await launcher.stop()
+        yield ray_address
+    finally:
+        node.terminate()
+        node.wait(20)
+
+
+async def test_a_cluster_started_here_ends_with_stop(tmp_path: Path) -> None:
+    program = Program("ray", tmp_path)
+    try:
+        up = await asyncio.to_thread(program.line)
+        await born(tmp_path, "decode-0")
+        family = descendants(up["pid"])
+        assert up["children"][0] in family and len(family) > 4  # GCS, raylet, agents, supervisor, child
+        assert await asyncio.to_thread(program.stop) == [0]
+        await gone(*family)
+    finally:
+        program.kill()
+
+
+def descendants(pid: int) -> list[int]:
+    parents = {}
+    for stat in Path("/proc").glob("[0-9]*/stat"):
+        try:
+            parents[int(stat.parent.name)] = int(stat.read_text().rpartition(")")[2].split()[1])
+        except (FileNotFoundError, ProcessLookupError):
+            continue
+    family = [pid]
+    for member in family:
+        family += [child for child, parent in parents.items() if parent == member]
+    return family[1:]
+
+
+async def test_a_dead_address_is_refused_soon() -> None:
+    with pytest.raises(BatonError, match=r"no Ray cluster at 127\.0\.0\.1:9"):
+        await joined("127.0.0.1:9")
+
+
+# Rules, with a stopped clock
+
+
+def test_the_wait_doubles_to_its_maximum_and_starts_over_after_a_stable_run() -> None:
+    restarts = Restarts(RestartRule(backoff_s=0.5, max_backoff_s=3.0, stable_s=10.0))
+    waits = []
+    for now in range(0, 50, 5):  # each run takes a second
+        restarts.started(now)
+        waits.append(restarts.exited(now + 1))
+    assert waits == [0.5, 1.0, 2.0, 3.0, 3.0, 3.0, 3.0, 3.0, 3.0, 3.0]
+    restarts.started(100)
+    assert restarts.exited(109.9) == 3.0
+    restarts.started(200)
+    assert [restarts.exited(210), restarts.count] == [0.5, 11]
+
+
+def test_it_tries_for_ever() -> None:
+    restarts = Restarts(RestartRule())
+    for now in range(5000):
+        restarts.started(now)
+        assert 0 < restarts.exited(now) <= 30.0
+
+
+def test_the_roster_never_uses_a_name_twice() -> None:
+    roster, template = Roster(), Template("decode", ("x",))
+    assert roster.add(template, 2) == ["decode-0", "decode-1"]
+    assert roster.resize("decode", 4) == (["decode-2", "decode-3"], [])
+    assert roster.resize("decode", 1) == ([], ["decode-3", "decode-2", "decode-1"])
+    assert roster.resize("decode", 2) == (["decode-4"], [])
+    roster.withdraw("decode", ["decode-4"])
+    assert roster.resize("decode", 1) == ([], [])
+    roster.resize("decode", 0)
+    assert roster.add(template, 1) == ["decode-5"]  # an empty role may be given another template
+
+
+def test_the_roster_refuses_by_name() -> None:
+    roster, template = Roster(), Template("decode", ("x",))
+    roster.add(template, 1)
+    for attempt in (
+        lambda: roster.resize("encode", 1),
+        lambda: roster.resize("decode", -1),
+        lambda: roster.add(template, 1),
+        lambda: roster.add(Template("prefill", ("x",)), -1),
+    ):
+        with pytest.raises(BatonError) as refused:
+            attempt()
+        assert refused.value.reason is Reason.INVALID_FIELD
+    assert roster.resize("decode", 1) == ([], [])
+
+
+def test_devices() -> None:
+    assert pick_gpus({"0": 1.0, "1": 0.0}, 1) == ("1",)
+    assert pick_gpus({"0": 0.5, "1": 0.0}, 0.5) == ("0",)
+    assert pick_gpus({"0": 0.5, "1": 0.0}, 2) is None
+    assert pick_gpus({"0": 0.9, "1": 0.9}, 0) == ()
+
+
+@pytest.mark.parametrize("wrong", [{"role": ""}, {"argv": ()}, {"gpus": 1.5}, {"cpus": -1.0}, {"grace_s": -1.0}])
+def test_a_template_that_cannot_work_is_refused(wrong: dict[str, Any]) -> None:
+    with pytest.raises(BatonError) as refused:
+        Template(**{"role": "decode", "argv": ("x",), **wrong})
+    assert refused.value.reason is Reason.INVALID_FIELD

@@ -1,0 +1,109 @@
+"""What a running cluster leaves for the other commands: whole or not at all, for its owner only, and never a word about the dead."""
+
+import json
+import os
+import stat
+import subprocess
+import sys
+from dataclasses import asdict, replace
+from pathlib import Path
+
+import pytest
+
+from baton.launch import state
+from baton.launch.state import ClusterState, StateError, alive, born
+
+
+@pytest.fixture(autouse=True)
+def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    monkeypatch.setenv("BATON_STATE_DIR", str(tmp_path / "state"))
+    return tmp_path / "state"
+
+
+def mine(name: str = "baton") -> ClusterState:
+    endpoints = {"grpc": "127.0.0.1:1", "admin": "127.0.0.1:2"}
+    return ClusterState(name, os.getpid(), endpoints, "redis://:secret@127.0.0.1:3/0", "/logs", born(os.getpid()))
+
+
+def mode(path: Path) -> int:
+    return stat.S_IMODE(path.stat().st_mode)
+
+
+def test_what_is_written_is_read() -> None:
+    state.write(mine())
+    assert state.read("baton") == state.need("baton") == mine()
+    state.write(replace(mine(), log_dir="/other"))
+    assert state.need("baton").log_dir == "/other"
+
+
+def test_clusters_are_told_apart_by_name() -> None:
+    state.write(mine("a"))
+    state.write(replace(mine("a.b"), log_dir="/other"))
+    assert state.need("a").log_dir == "/logs" and state.need("a.b").log_dir == "/other"
+    state.remove("a")
+    assert state.read("a") is None and state.read("a.b") is not None
+    state.remove("a")  # once more does nothing
+
+
+def test_only_the_owner_can_read_it(folder: Path) -> None:
+    before = os.umask(0)
+    try:
+        state.write(mine())
+    finally:
+        os.umask(before)
+    assert mode(folder) == 0o700 and mode(folder / "baton.json") == 0o600
+    assert [path.name for path in folder.iterdir()] == ["baton.json"]
+
+
+def test_a_folder_of_somebody_else_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    state.write(mine())
+    uid = os.getuid()
+    monkeypatch.setattr(os, "getuid", lambda: uid + 1)
+    with pytest.raises(StateError, match="somebody else; set BATON_STATE_DIR"):
+        state.read("baton")
+
+
+@pytest.mark.parametrize("content", ["", "{", "[]", "7", '{"name": "baton"}', '{"unknown": 1}'])
+def test_a_damaged_file_is_no_cluster(folder: Path, content: str) -> None:
+    state.write(mine())
+    (folder / "baton.json").write_text(content)
+    assert state.read("baton") is None
+
+
+def test_where_there_is_no_cluster_the_way_to_one_is_named() -> None:
+    with pytest.raises(StateError, match=r"no cluster 'other'.*`baton up`"):
+        state.need("other")
+
+
+def test_a_dead_supervisor_is_no_cluster() -> None:
+    child = subprocess.Popen([sys.executable, "-c", "input()"], stdin=subprocess.PIPE)
+    state.write(replace(mine(), pid=child.pid, born=born(child.pid)))
+    assert state.read("baton") is not None
+    child.kill()
+    os.waitid(os.P_PID, child.pid, os.WEXITED | os.WNOWAIT)
+    assert not alive(child.pid), "a zombie is not alive"
+    assert state.read("baton") is None
+    child.wait()
+    assert not alive(child.pid) and state.read("baton") is None
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="tells processes of one number apart by /proc")
+def test_a_number_that_another_process_has_now_is_no_cluster(folder: Path) -> None:
+    """Or `baton down` would end a process that has nothing to do with it."""
+    child = subprocess.Popen([sys.executable, "-c", "input()"], stdin=subprocess.PIPE)
+    try:
+        started = born(os.getpid())
+        assert started is not None and born(child.pid) != started
+        state.write(replace(mine(), pid=child.pid))
+        assert alive(child.pid) and state.read("baton") is None
+        old = asdict(mine())
+        del old["born"]
+        (folder / "baton.json").write_text(json.dumps(old))
+        assert state.read("baton") is None
+    finally:
+        child.kill()
+        child.wait()
+
+
+def test_a_process_of_somebody_else_is_alive() -> None:
+    assert alive(1) and alive(os.getpid())
