@@ -1,4 +1,4 @@
-"""`python -m baton.models.train` makes the checkpoints that ship: tokenizer, model, draft, model cards. Stopped, it goes on where it was."""
+"""`python -m baton.models.train` makes what ships: tokenizer, model, draft, model cards. Stopped, it goes on where it was."""
 
 import argparse
 import os
