@@ -3,8 +3,8 @@
 import asyncio
 from collections.abc import AsyncIterator
 
-from baton.cluster.errors import BatonError
-from baton.cluster.rpc import Context
+from baton.cluster.errors import BatonError, invalid
+from baton.cluster.rpc import Answering, Context
 from baton.engine.sampling import Sampled
 from baton.v1 import generation_pb2, worker_pb2_grpc
 from baton.v1 import worker_pb2 as pb
@@ -22,13 +22,14 @@ class DecodeDoor(worker_pb2_grpc.DecodeServicer):
     async def Session(self, request_iterator: AsyncIterator[pb.DecodeCommand], context: Context) -> AsyncIterator[pb.DecodeEvents]:
         session = Session(self._worker, self._model_fingerprint)
         reader = asyncio.create_task(session.obey(request_iterator))
-        try:
-            while not session.overflowed:
-                yield await session.next_events()
-        finally:
-            # The router is gone or wants no more: what it started ends with it.
-            reader.cancel()
-            await asyncio.shield(session.close())
+        async with Answering(context):
+            try:
+                while not session.overflowed:
+                    yield await session.next_events()
+            finally:
+                # The router is gone or wants no more: what it started ends with it.
+                reader.cancel()
+                await asyncio.shield(session.close())
 
 
 class Session:
@@ -36,22 +37,30 @@ class Session:
         self._worker = worker
         self._model_fingerprint = model_fingerprint
         self._calls: dict[int, asyncio.Task[None]] = {}
+        self._firsts: dict[int, asyncio.Future[int]] = {}  # of live calls: the first token is still to come
         self._outbox: list[pb.DecodeEvent] = []
         self._filled = asyncio.Event()
         self.overflowed = False  # the router does not read: the stream ends, and with it all that was started on it
+        self._refused: BatonError | None = None  # the router broke the protocol: likewise
 
     async def obey(self, commands: AsyncIterator[pb.DecodeCommand]) -> None:
         async for command in commands:
             match command.WhichOneof("command"):
                 case "start":
                     self._start(command.call_id, command.start)
+                case "first":
+                    first = self._firsts.get(command.call_id)
+                    if first is not None and not first.done():
+                        first.set_result(command.first.token_id)
                 case "cancel":
                     if task := self._calls.get(command.call_id):
                         task.cancel()
 
     async def next_events(self) -> pb.DecodeEvents:
-        """Everything that has come up since the last message."""
+        """Everything that has come up since the last message. Raises BatonError when the router broke the protocol."""
         await self._filled.wait()
+        if self._refused is not None:
+            raise self._refused
         events, self._outbox = self._outbox, []
         self._filled.clear()
         return pb.DecodeEvents(events=events)
@@ -64,10 +73,19 @@ class Session:
 
     def _start(self, call_id: int, start: pb.DecodeStart) -> None:
         if call_id in self._calls:
-            return  # a router of ours never does this
+            # No answer under this number could tell the two calls apart.
+            self._refused = invalid("call_id", f"{call_id} is the number of a call that has not ended")
+            self._filled.set()
+            return
+        if start.live:
+            self._firsts[call_id] = asyncio.get_running_loop().create_future()
         task = asyncio.create_task(self._run(call_id, start))
         self._calls[call_id] = task
-        task.add_done_callback(lambda _: self._calls.pop(call_id, None))
+        task.add_done_callback(lambda _: self._forget(call_id))
+
+    def _forget(self, call_id: int) -> None:
+        del self._calls[call_id]
+        self._firsts.pop(call_id, None)
 
     async def _run(self, call_id: int, start: pb.DecodeStart) -> None:
         try:
@@ -76,10 +94,12 @@ class Session:
         except BatonError as error:
             self._emit(call_id, error)
             return
-        timeout_s = start.timeout_ms / 1000
-        await self._worker.run(
-            seq, start.job.request_id, handle, timeout_s, lambda event: self._emit(call_id, event), start.job.traceparent
-        )
+
+        def emit(event: Event) -> None:
+            self._emit(call_id, event)
+
+        first = self._firsts.get(call_id)
+        await self._worker.run(seq, start.job.request_id, handle, start.timeout_ms / 1000, emit, first, start.job.traceparent)
 
     def _emit(self, call_id: int, event: Event) -> None:
         if len(self._outbox) >= MAX_OUTBOX:

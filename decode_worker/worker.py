@@ -1,6 +1,7 @@
-"""What a decode worker does: takes a request with its KV (or without), and generates with continuous batching.
+"""The decode role: takes a request with its KV (or without), and generates with continuous batching.
 
     start → handle?  verify → wait for room → fetch → adopt        nothing of the prompt is computed here
+          → live     the same while the prompt is still computed elsewhere: piece by piece, and the first token comes last
           → else     add                                           bypass: the prompt is prefilled in chunks between decodes
           → tokens … → finished
 
@@ -18,14 +19,15 @@ from baton.cluster.errors import BatonError, Reason
 from baton.cluster.failpoint import failpoint
 from baton.cluster.metrics import Book
 from baton.cluster.telemetry import NO_SPAN, Span, Tracer, Value
-from baton.engine.engine import Engine, Output, Refused
+from baton.engine.engine import Engine, Output, Refused, learn
 from baton.engine.loop import EngineLoop
 from baton.engine.sampling import Sampled
 from baton.engine.sequence import Finish, Sequence
+from baton.worker.kv_port import KvPort
 from baton.worker.refusal import refusal
 from decode_worker.meter import HandoffMeter
 from kvtransfer.handle import KvHandle
-from kvtransfer.importer import Fetch, Importer, Report
+from kvtransfer.importer import Fetch, Report
 
 log = logging.getLogger(__name__)
 ROOM_POLL_S = 0.02  # a release on another path may make room without a step of ours
@@ -67,6 +69,7 @@ class Call:
     request_id: str
     handle: KvHandle | None
     emit: Emit
+    first: "asyncio.Future[int] | None" = None  # of a live call: the first token, when it is known
     ended: asyncio.Event = field(default_factory=asyncio.Event)
     fetch: Fetch | None = None
     filling: list[int] = field(default_factory=list)  # blocks that a fetch that was given up may still write into
@@ -79,10 +82,10 @@ class Call:
 
 
 class DecodeWorker:
-    """`loop` and `importer` are set by the wiring, because both want to call back."""
+    """`loop` and `port` are set by the wiring, because both want to call back."""
 
     loop: EngineLoop
-    importer: Importer
+    port: KvPort
 
     def __init__(self, name: str, block_size: int, on_failure: Literal["recompute", "fail"], book: Book, tracer: Tracer) -> None:
         self.name = name
@@ -96,13 +99,23 @@ class DecodeWorker:
 
     @property
     def idle(self) -> bool:
-        return not self._calls and not self.importer.quarantined_blocks
+        return not self._calls and not self.port.importer.quarantined_blocks
 
     async def run(
-        self, seq: Sequence, request_id: str, handle: KvHandle | None, timeout_s: float, emit: Emit, traceparent: str = ""
+        self,
+        seq: Sequence,
+        request_id: str,
+        handle: KvHandle | None,
+        timeout_s: float,
+        emit: Emit,
+        first: "asyncio.Future[int] | None" = None,
+        traceparent: str = "",
     ) -> None:
-        """Serve one call: events go to `emit`, the last is Finished or a BatonError. Cancel it to end the call without one."""
-        call = Call(seq, request_id, handle, emit, span=self._tracer.follow(semconv.DECODE_WORK, traceparent))
+        """Serve one call: events go to `emit`, the last is Finished or a BatonError. Cancel it to end the call without one.
+
+        `first`: of a live call, whose `seq` has only the prompt; resolves to the token that the prefill worker samples.
+        """
+        call = Call(seq, request_id, handle, emit, first, span=self._tracer.follow(semconv.DECODE_WORK, traceparent))
         self._calls[seq.id] = call
         try:
             if self.draining:
@@ -122,7 +135,7 @@ class DecodeWorker:
         except asyncio.CancelledError:
             # Nobody wants the request any more. After an error the lease stands: another worker may read it.
             if call.fetch is not None:
-                self.importer.release_later(call.fetch)
+                self.port.importer.release_later(call.fetch)
             call.span.end(Reason.CANCELLED.name)
             raise
         finally:
@@ -161,7 +174,7 @@ class DecodeWorker:
             return
         try:
             with call.span.child(semconv.TRANSFER, "client", {semconv.WORKER: call.handle.worker}) as span:
-                call.fetch = self.importer.open(call.handle, call.request_id)
+                call.fetch = self.port.importer.open(call.handle, call.request_id)
                 async with call.fetch.holding():
                     await self._adopt(call, call.fetch, call.handle, span)
         except BatonError as error:
@@ -173,59 +186,66 @@ class DecodeWorker:
 
     async def _adopt(self, call: Call, fetch: Fetch, handle: KvHandle, span: Span) -> None:
         seq = call.seq
-        if handle.tokens != len(seq.tokens) - 1:
-            raise BatonError(Reason.LEASE_REFUSED, f"the handle holds {handle.tokens} tokens, the request {len(seq.tokens) - 1}")
+        whole = len(seq.tokens) - (call.first is None)  # all but the first token
+        if (handle.start, handle.end) != (0, whole):
+            raise BatonError(Reason.LEASE_REFUSED, f"the handle is for positions {handle.start} to {handle.end}, the request has {whole}")
         async with self._room:
             while not await self.loop.call(lambda engine: engine.reserve(seq)):
                 await asyncio.sleep(ROOM_POLL_S)
         failpoint("kv.reserved")
-        first = seq.computed // self._block_size
-        await fetch.read([(i, seq.blocks[i]) for i in range(first, len(handle.block_ids))])
+        reused = await self.port.fill(seq, fetch)
         call.fetch = None  # read, verified, and its lease released
         report = fetch.report
+        first = await call.first if call.first is not None else None
         call.handoff = HandoffFacts(
             transport=report.transport,
             blocks=report.blocks,
             bytes=report.bytes,
-            blocks_reused=first,
+            blocks_reused=reused,
             digests_checked=report.digests_checked,
             read_ms=report.read_ms,
             verify_ms=report.verify_ms,
         )
-        self._meter.ended("ok", report, first)
+        self._meter.ended("ok", report, reused)
         span.set(_attributes(call.handoff))
         call.emit(Adopted(call.handoff))  # before the engine has it: its first token may be there at once
-        await self.loop.call(lambda engine: engine.adopt(seq))
+
+        def adopt(engine: Engine) -> None:
+            engine.arrive(seq, handle.end)
+            engine.adopt(seq, first)
+
+        await self.loop.call(adopt)
         failpoint("kv.adopted")
 
     async def _recompute(self, call: Call, error: BatonError) -> None:
-        """The KV is not to be had: prefill here."""
+        """The KV is not to be had: prefill here. Of a live call, not before the first token is known: nobody else may sample it."""
         call.handoff = HandoffFacts(failure=error.reason.name)
         seq = call.seq
+        call.emit(Adopted(call.handoff))  # from here on the lease is our business
+        if call.fetch is not None:
+            self.port.importer.release_later(call.fetch)
+        first = await call.first if call.first is not None else None
 
         def requeue(engine: Engine) -> None:
             if seq.id in engine.sequences:
-                call.filling = engine.give_up(seq)  # kept by the call: we may be cancelled while the command runs
-            else:
-                engine.add(seq)
+                call.filling.extend(engine.give_up(seq, first))  # kept by the call: we may be cancelled while the command runs
+                return
+            if first is not None:
+                learn(seq, first)
+            engine.add(seq)
 
-        call.emit(Adopted(call.handoff))  # from here on the lease is our business
-        if call.fetch is not None:
-            self.importer.release_later(call.fetch)
         await self.loop.call(requeue)
         await self._let_go(call)
 
     async def _withdraw(self, call: Call) -> None:
         """The call ends before its time: nothing of it may stay."""
-        filling = await self.loop.call(lambda engine: engine.abort(call.seq.id))
-        call.filling = [*call.filling, *filling]  # read after the await: a requeue before the abort has put its blocks there
-        await self._let_go(call)
+        fetch, call.fetch = call.fetch, None
+        await self.port.withdraw(call.seq.id, fetch, call.filling)
 
     async def _let_go(self, call: Call) -> None:
         """Blocks that a fetch was to fill go back when no byte can land in them."""
         fetch, call.fetch = call.fetch, None
-        filling, call.filling = call.filling, []
-        await self.importer.dispose(fetch, filling)
+        await self.port.withdraw(None, fetch, call.filling)
 
 
 def _attributes(handoff: HandoffFacts) -> dict[str, Value]:

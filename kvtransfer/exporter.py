@@ -1,4 +1,11 @@
-"""The side that holds the blocks: leases them, answers for the leases, frees what expired."""
+"""The side that holds the blocks: leases them, tells readers which of them are ready, answers for the leases, frees what ended.
+
+export = exporter.open(request_id, 0, n, ended)     before or while the KV is computed: a handle for positions 0 to n
+export.publish(blocks)                              so many leading blocks are full now; digested in the background
+export.finish(blocks)                               the range is complete
+exporter.piece(handle, ...)                         a reader asks for what is ready beyond what it has; waits for more
+exporter.release(handle, ...)                       the reader is done; the answer says whether the lease was alive all along
+"""
 
 import asyncio
 import logging
@@ -8,17 +15,89 @@ from time import monotonic
 from baton.cluster.errors import BatonError, Reason
 from baton.cluster.failpoint import failpoint
 from baton.engine.kvcache import KvLayout, KvPool
-from kvtransfer.digest import INLINE_BYTES, block_digests
-from kvtransfer.handle import KvHandle
+from kvtransfer.digest import DIGEST_BYTES, INLINE_BYTES, block_digests
+from kvtransfer.handle import KvHandle, Piece
 from kvtransfer.lease import LeaseTable
 
 log = logging.getLogger(__name__)
+MAX_WAIT_S = 5.0  # longest wait of one `piece`; the reader asks again, which also tells us that it lives
+
+
+class Export:
+    """What one lease covers, and how much of it is ready. `publish` and `finish` come from one task."""
+
+    def __init__(self, exporter: "Exporter", handle: KvHandle, ended: Callable[[], None]) -> None:
+        self.handle = handle
+        self.ended = ended
+        self.alive = True
+        self.complete = False
+        self.block_ids: list[int] = []
+        self.digests = bytearray()
+        self._exporter = exporter
+        self._wanted: list[int] = []  # blocks that are full; those beyond `block_ids` are being digested
+        self._digesting: asyncio.Task[None] | None = None
+        self._grown = asyncio.Event()
+
+    def publish(self, block_ids: Sequence[int]) -> None:
+        """The first `len(block_ids)` blocks of the range are these, full, and not written any more. They may be told again."""
+        self._wanted = list(block_ids)
+        if self._digesting is None or self._digesting.done():
+            self._digesting = asyncio.create_task(self._digest())
+
+    def finish(self, block_ids: Sequence[int]) -> bool:
+        """As `publish`, and the range is complete. Does not wait for the digests: a reader does, the first token need not.
+
+        False, and nothing is done, when the lease has ended.
+        """
+        if not self._exporter.completed(self):
+            return False
+        self.publish(block_ids)
+        assert self._digesting is not None
+        self._digesting.add_done_callback(self._completed)
+        return True
+
+    async def wait_beyond(self, first: int, timeout_s: float) -> None:
+        """Until more than `first` blocks are ready, the range is complete, the lease has ended, or the time is over."""
+        try:
+            async with asyncio.timeout(timeout_s):
+                while self.alive and not self.complete and len(self.block_ids) <= first:
+                    self._grown.clear()
+                    await self._grown.wait()
+        except TimeoutError:
+            pass
+
+    def end(self) -> None:
+        """The lease ended, however: nothing more is told, and the holder may free the blocks."""
+        self.alive = False
+        if self._digesting is not None:
+            self._digesting.cancel()
+        self._grown.set()
+        self.ended()
+
+    async def _digest(self) -> None:
+        while len(self.block_ids) < len(self._wanted):
+            fresh = self._wanted[len(self.block_ids) :]
+            digests = await self._exporter.digest(fresh)
+            if not self.alive:
+                return
+            if not self.block_ids and failpoint("kv.exported"):
+                self._exporter.pool.block(fresh[0])[0] ^= 1
+            self.block_ids += fresh
+            self.digests += digests
+            self._grown.set()
+
+    def _completed(self, done: asyncio.Task[None]) -> None:
+        if done.cancelled():
+            return
+        if done.exception() is not None:
+            log.error("blocks of lease %d cannot be digested", self.handle.lease_id, exc_info=done.exception())
+            self._exporter.revoke(self)
+            return
+        self.complete = True
+        self._grown.set()
 
 
 class Exporter:
-    """`free(holder)` is told once for each lease that ends, however it ends: the blocks it pinned may go. It must not wait: whoever
-    releases learns at once whether the lease was alive."""
-
     def __init__(
         self,
         *,
@@ -28,35 +107,30 @@ class Exporter:
         pool: KvPool,
         key: bytes,
         ttl_s: float,
-        free: Callable[[str], None],
         clock: Callable[[], float] = monotonic,
     ) -> None:
         self.worker = worker
         self.incarnation = incarnation
+        self.pool = pool
         self._address = address
-        self._pool = pool
         self._key = key
-        self._free = free
         self._clock = clock
         self._leases = LeaseTable(ttl_s)
-        self._holders: dict[int, str] = {}  # lease id → who holds the blocks
+        self._exports: dict[int, Export] = {}  # by lease
         # So far. late: asked for after its end; fenced: a handle that is forged, another request's, or of an earlier process.
-        self.events = dict.fromkeys(("granted", "renewed", "released", "expired", "late", "fenced"), 0)
+        self.events = dict.fromkeys(("granted", "renewed", "released", "revoked", "expired", "late", "fenced"), 0)
 
     @property
     def num_leases(self) -> int:
         return len(self._leases)
 
-    async def grant(self, holder: str, request_id: str, block_ids: Sequence[int], tokens: int) -> KvHandle:
-        """Lease blocks that `holder` keeps and that nobody writes any more, for `request_id` alone."""
-        if len(block_ids) * self._pool.layout.block_bytes <= INLINE_BYTES:
-            digests = block_digests(self._pool, block_ids)
-        else:
-            digests = await asyncio.to_thread(block_digests, self._pool, block_ids)
-        if failpoint("kv.exported"):
-            self._pool.block(block_ids[0])[0] ^= 1
-        lease = self._leases.grant(request_id, self._clock())
-        self._holders[lease.id] = holder
+    def open(self, request_id: str, start: int, end: int, ended: Callable[[], None]) -> Export:
+        """Lease positions `start` (at the beginning of a block) to `end` for `request_id` alone.
+
+        `ended` is called once when the lease ends, however it ends: the blocks that it pinned may go. It must not wait: whoever releases
+        learns at once whether the lease was alive.
+        """
+        lease = self._leases.grant()
         self.events["granted"] += 1
         handle = KvHandle(
             worker=self.worker,
@@ -64,24 +138,61 @@ class Exporter:
             incarnation=self.incarnation,
             lease_id=lease.id,
             request_id=request_id,
-            block_ids=tuple(block_ids),
-            digests=digests,
-            tokens=tokens,
-            layout_fingerprint=self._pool.layout.fingerprint,
+            start=start,
+            end=end,
+            layout_fingerprint=self.pool.layout.fingerprint,
             ttl_ms=int(self._leases.ttl * 1000),
         )
-        return handle.sealed(self._key)
+        export = self._exports[lease.id] = Export(self, handle.sealed(self._key), ended)
+        return export
+
+    def completed(self, export: Export) -> bool:
+        """The holder has computed all of it. False: the lease has ended."""
+        return self._leases.complete(export.handle.lease_id, self._clock())
+
+    def revoke(self, export: Export) -> None:
+        """The holder takes its blocks back. Readers learn of it from the answer to their release."""
+        if self._leases.revoke(export.handle.lease_id, self._clock()) is not None:
+            self.events["revoked"] += 1
+            self._end(export.handle.lease_id)
+
+    async def digest(self, block_ids: Sequence[int]) -> bytes:
+        """DIGEST_BYTES a block; off the event loop where it would hold it up."""
+        if len(block_ids) * self.pool.layout.block_bytes <= INLINE_BYTES:
+            return block_digests(self.pool, block_ids)
+        return await asyncio.to_thread(block_digests, self.pool, block_ids)
 
     def handshake(self, theirs: KvLayout) -> None:
         """Raises BatonError(HANDSHAKE_MISMATCH) naming the field in which a reader's KV differs from ours."""
-        check_layout(self._pool.layout, theirs)
+        check_layout(self.pool.layout, theirs)
+
+    async def piece(self, handle: KvHandle, request_id: str, first: int, wait_s: float) -> Piece:
+        """The blocks of the range that are ready, from the `first` on; waits for one, `wait_s` at most. The lease is renewed before and
+        after. Raises BatonError(LEASE_REFUSED or LEASE_EXPIRED)."""
+        self.renew(handle, request_id)
+        export = self._exports[handle.lease_id]
+        if first < 0:
+            raise BatonError(Reason.LEASE_REFUSED, f"there is no block {first}")
+        if not export.complete and len(export.block_ids) <= first:
+            await export.wait_beyond(first, min(wait_s, MAX_WAIT_S))
+            self.renew(handle, request_id)
+        piece = Piece(
+            lease_id=handle.lease_id,
+            request_id=request_id,
+            first=first,
+            block_ids=tuple(export.block_ids[first:]),
+            digests=bytes(export.digests[first * DIGEST_BYTES :]),
+            complete=export.complete,
+            ttl_ms=int(self._leases.ttl * 1000),
+        )
+        return piece.sealed(self._key)
 
     def renew(self, handle: KvHandle, request_id: str) -> int:
         """Milliseconds that the lease lives from now. Raises BatonError(LEASE_REFUSED or LEASE_EXPIRED)."""
         self._check(handle, request_id)
         if not self._leases.renew(handle.lease_id, self._clock()):
             self.events["late"] += 1
-            raise BatonError(Reason.LEASE_EXPIRED, f"lease {handle.lease_id} of {self.worker} was released or expired")
+            raise BatonError(Reason.LEASE_EXPIRED, f"lease {handle.lease_id} of {self.worker} has ended")
         self.events["renewed"] += 1
         return int(self._leases.ttl * 1000)
 
@@ -93,7 +204,7 @@ class Exporter:
             self.events["late"] += 1
             return False
         self.events["released"] += 1
-        self._free(self._holders.pop(lease.id))
+        self._end(lease.id)
         return True
 
     def reap(self) -> int:
@@ -102,7 +213,7 @@ class Exporter:
         self.events["expired"] += len(expired)
         for lease in expired:
             log.info("lease %d expired", lease.id)
-            self._free(self._holders.pop(lease.id))
+            self._end(lease.id)
         return len(expired)
 
     async def run_reaper(self, interval_s: float) -> None:
@@ -110,6 +221,9 @@ class Exporter:
         while True:
             await asyncio.sleep(interval_s)
             self.reap()
+
+    def _end(self, lease_id: int) -> None:
+        self._exports.pop(lease_id).end()
 
     def _check(self, handle: KvHandle, request_id: str) -> None:
         try:

@@ -1,12 +1,14 @@
-"""What a reader needs in order to fetch a lease; minted by the worker that holds the blocks, opaque to everybody between.
+"""What a reader needs in order to fetch KV: a handle, which is a ticket for a range of positions, and the pieces that come behind it.
 
-The MAC binds every field, the request among them: a handle that was altered, made up, or moved to another request is refused by whoever
-holds the cluster key. Durations cross hosts, absolute times never do.
+A handle is minted before the KV is complete and never changes. Which blocks hold the range, and their digests, the holder tells in
+`Piece`s as it seals them. A MAC binds every field of both, the request among them: one that was altered, made up, or moved to another
+request or lease is refused by everybody who holds the cluster key. Durations cross hosts, absolute times never do.
 """
 
 import hmac
 from dataclasses import dataclass, fields, replace
 from hashlib import blake2b
+from typing import Self
 
 from baton.cluster.errors import BatonError, Reason
 
@@ -14,38 +16,78 @@ MAC_BYTES = 16
 
 
 @dataclass(frozen=True, slots=True)
-class KvHandle:
-    worker: str
-    address: str  # of the worker's KvExchange
-    incarnation: int
-    lease_id: int
-    request_id: str
-    block_ids: tuple[int, ...]
-    digests: bytes  # 16 bytes a block
-    tokens: int  # positions that the blocks hold; the last block may be partial
-    layout_fingerprint: bytes
-    ttl_ms: int
-    mac: bytes = b""
+class _Sealed:
+    """Plain facts and the MAC over all of them, which a subclass has as its last field, `mac`."""
 
-    def sealed(self, key: bytes) -> "KvHandle":
-        return replace(self, mac=self._compute_mac(key))
+    def sealed(self, key: bytes) -> Self:
+        return replace(self, **{"mac": self._compute_mac(key)})
 
-    def verify(self, key: bytes, request_id: str) -> None:
-        """Raises BatonError(LEASE_REFUSED) unless `key` made this handle, as it is, for this request."""
-        if not hmac.compare_digest(self.mac, self._compute_mac(key)):
-            raise BatonError(Reason.LEASE_REFUSED, "the handle was not made with the key of this cluster, or was altered")
-        if self.request_id != request_id:
-            raise BatonError(Reason.LEASE_REFUSED, "the handle belongs to another request")
+    def is_sealed_with(self, key: bytes) -> bool:
+        return hmac.compare_digest(getattr(self, "mac", b""), self._compute_mac(key))
 
     def _compute_mac(self, key: bytes) -> bytes:
-        mac = blake2b(digest_size=MAC_BYTES, key=key, person=b"baton.kv.handle")
+        mac = blake2b(digest_size=MAC_BYTES, key=key, person=f"baton.kv.{type(self).__name__}".encode()[:16])
         for f in fields(self):
             if f.name == "mac":
                 continue
             value = getattr(self, f.name)
             data = value if isinstance(value, bytes) else repr(value).encode()
-            mac.update(len(data).to_bytes(4, "little") + data)  # length-prefixed: no two handles share an encoding
+            mac.update(len(data).to_bytes(4, "little") + data)  # length-prefixed: no two objects share an encoding
         return mac.digest()
+
+
+@dataclass(frozen=True, slots=True)
+class KvHandle(_Sealed):
+    worker: str
+    address: str  # of the worker's KvExchange
+    incarnation: int
+    lease_id: int
+    request_id: str
+    start: int  # first position, at the beginning of a block
+    end: int  # one past the last position; the last block may be partial
+    layout_fingerprint: bytes
+    ttl_ms: int
+    mac: bytes = b""
+
+    def verify(self, key: bytes, request_id: str) -> None:
+        """Raises BatonError(LEASE_REFUSED) unless `key` made this handle, as it is, for this request."""
+        if not self.is_sealed_with(key):
+            raise BatonError(Reason.LEASE_REFUSED, "the handle was not made with the key of this cluster, or was altered")
+        if self.request_id != request_id:
+            raise BatonError(Reason.LEASE_REFUSED, "the handle belongs to another request")
+
+
+@dataclass(frozen=True, slots=True)
+class Piece(_Sealed):
+    """Blocks of a handle's range that may be read now, in the order of their positions."""
+
+    lease_id: int
+    request_id: str
+    first: int  # which block of the range `block_ids[0]` is
+    block_ids: tuple[int, ...]
+    digests: bytes  # 16 bytes a block
+    complete: bool  # nothing comes after these
+    ttl_ms: int  # the lease lives for so long from now
+    mac: bytes = b""
+
+    def verify(self, key: bytes, handle: KvHandle) -> None:
+        """Raises BatonError(LEASE_REFUSED) unless `key` made this piece for the lease of `handle`."""
+        if not self.is_sealed_with(key):
+            raise BatonError(Reason.LEASE_REFUSED, "the piece was not made with the key of this cluster, or was altered")
+        if (self.lease_id, self.request_id) != (handle.lease_id, handle.request_id):
+            raise BatonError(Reason.LEASE_REFUSED, "the piece belongs to another lease")
+
+
+@dataclass(frozen=True, slots=True)
+class Wish(_Sealed):
+    """A worker asks another to lend it cached blocks. Sealed, so that only workers of the cluster pin each other's blocks."""
+
+    worker: str  # who is asked
+    incarnation: int
+    request_id: str
+    start: int  # position of the first key's block
+    keys: bytes  # block keys, 16 bytes each
+    mac: bytes = b""
 
 
 def mac_key(cluster_key: str) -> bytes:

@@ -2,7 +2,8 @@
 
     fetch = importer.open(handle, request_id)     MAC, request, layout
     async with fetch.holding():                   the lease is renewed while we wait for room
-        await fetch.read(pairs)                   handshake (once per peer) → read inside the lease → digests → lease still alive
+        await fetch.read(blocks, skip)            piece by piece as the holder makes them ready: read inside the lease, then digests, while
+                                                  the next piece is read; at the end: was the lease alive all along?
     importer.dispose(fetch, blocks)               after any failure: blocks go back once no byte can land in them
 
 A transport cannot be cancelled. A read that was given up goes on until it settles, so its destination stays in quarantine that long.
@@ -10,6 +11,7 @@ A transport cannot be cancelled. A read that was given up goes on until it settl
 
 import asyncio
 import logging
+from collections import Counter
 from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import asynccontextmanager
@@ -22,12 +24,15 @@ from baton.cluster.failpoint import failpoint
 from baton.engine.kvcache import KvLayout, KvPool
 from kvtransfer.digest import DIGEST_BYTES, INLINE_BYTES, mismatches
 from kvtransfer.exporter import check_layout
-from kvtransfer.handle import KvHandle
-from kvtransfer.transport import ReadPending, Transport
+from kvtransfer.handle import KvHandle, Piece, Wish
+from kvtransfer.transport import ReadPending, Transport, transfer_failed
 
 log = logging.getLogger(__name__)
 READERS = 4  # reads at once; each blocks a thread
+READ_BYTES = 8 << 20  # one read; the digests of one are compared while the next is under way
+PIECE_WAIT_S = 1.0  # how long the holder may wait for a block to become ready before it answers that there is none yet
 SETTLE_POLL_S = 0.05
+_Identity = tuple[str, int]  # name and incarnation of a worker
 
 
 @dataclass(frozen=True, slots=True)
@@ -45,12 +50,20 @@ class Peer(Protocol):
 
     async def handshake(self, layout: KvLayout, transport: str) -> PeerFacts: ...
 
+    async def piece(self, handle: KvHandle, first: int, wait_s: float) -> Piece:
+        """What is ready from the `first` block of the range on; waits for one, `wait_s` at most. Renews the lease."""
+        ...
+
     async def renew(self, handle: KvHandle) -> float:
         """Seconds the lease lives from now."""
         ...
 
     async def release(self, handle: KvHandle) -> bool:
         """Whether it was alive until now."""
+        ...
+
+    async def lend(self, wish: Wish) -> KvHandle:
+        """A handle for the longest cached run of the blocks wished for."""
         ...
 
 
@@ -72,7 +85,7 @@ class Report:
     digests_checked: int = 0
     digests_failed: int = 0
     read_ms: float = 0.0
-    verify_ms: float = 0.0
+    verify_ms: float = 0.0  # that nothing but the proof was waited for: digests beyond the last read, and the holder's last word
     transport: str = ""  # what carried the bytes
 
 
@@ -92,13 +105,16 @@ class Importer:
         self.pool = pool
         self.checks = checks or Checks()
         self.read_timeout_s = read_timeout_s
-        self._key = key
+        self.key = key
         self._connect = connect
         self._free = free
-        self._handshakes: dict[tuple[str, int], asyncio.Task[None]] = {}
+        self._handshakes: dict[_Identity, asyncio.Task[None]] = {}
+        self._reads: Counter[_Identity] = Counter()  # fetches that read from a peer now
+        self._broken: dict[_Identity, asyncio.Event] = {}  # peers to connect anew, once nobody reads from them any more
         self._quarantine: dict[asyncio.Task[None], int] = {}
         self._releases: set[asyncio.Task[None]] = set()
-        self.threads = ThreadPoolExecutor(READERS, thread_name_prefix="kv-read")
+        self.readers = ThreadPoolExecutor(READERS, thread_name_prefix="kv-read")
+        self._links = ThreadPoolExecutor(READERS, thread_name_prefix="kv-link")  # connecting never waits behind reads
 
     @property
     def quarantined_blocks(self) -> int:
@@ -106,17 +122,36 @@ class Importer:
 
     def open(self, handle: KvHandle, request_id: str) -> "Fetch":
         """Raises BatonError(LEASE_REFUSED, HANDSHAKE_MISMATCH) for a handle that must not be used here."""
-        handle.verify(self._key, request_id)
+        handle.verify(self.key, request_id)
         if self.checks.layout and handle.layout_fingerprint != self.pool.layout.fingerprint:
             raise BatonError(Reason.HANDSHAKE_MISMATCH, "layout_fingerprint: the KV behind the handle is laid out differently")
-        blocks = -(-handle.tokens // self.pool.layout.block_size)
-        if not len(handle.block_ids) == blocks == len(handle.digests) / DIGEST_BYTES:
-            raise BatonError(Reason.LEASE_REFUSED, f"the handle names {len(handle.block_ids)} blocks for {handle.tokens} tokens")
+        if not 0 <= handle.start < handle.end or handle.start % self.pool.layout.block_size:
+            raise BatonError(Reason.LEASE_REFUSED, f"the handle is for positions {handle.start} to {handle.end}")
         return Fetch(self, handle, self._connect(handle.address))
 
+    async def borrow(self, worker: str, incarnation: int, address: str, request_id: str, start: int, keys: Sequence[bytes]) -> "Fetch":
+        """Ask a worker for blocks in its prefix cache: those of `keys`, the first of which begins at position `start`.
+
+        Raises BatonError; LEASE_REFUSED when it caches none of them.
+        """
+        wish = Wish(worker, incarnation, request_id, start, b"".join(keys)).sealed(self.key)
+        handle = await self._connect(address).lend(wish)
+        if (handle.worker, handle.incarnation, handle.start) != (worker, incarnation, start):
+            raise BatonError(Reason.LEASE_REFUSED, f"{address} is {handle.worker} incarnation {handle.incarnation} now")
+        return self.open(handle, request_id)
+
     async def shake_hands(self, handle: KvHandle, peer: Peer) -> str:
-        """Once per worker and incarnation, however many requests wait for it. Returns the transport's name of the peer."""
+        """Once per worker and incarnation, however many requests wait for it. Returns the transport's name of the peer.
+
+        A peer that failed a read is connected anew, after the reads that are still under way: cutting them would fail them, too.
+        """
         identity = (handle.worker, handle.incarnation)
+        while (drained := self._broken.get(identity)) is not None:
+            try:
+                async with asyncio.timeout(2 * self.read_timeout_s):
+                    await drained.wait()
+            except TimeoutError:
+                raise transfer_failed(f"earlier reads from {handle.worker} do not end") from None
         task = self._handshakes.get(identity)
         if task is None or (task.done() and (task.cancelled() or task.exception() is not None)):
             task = asyncio.create_task(self._shake_hands(handle, peer))
@@ -130,22 +165,39 @@ class Importer:
             raise BatonError(Reason.LEASE_REFUSED, f"{handle.address} is {facts.worker} incarnation {facts.incarnation} now")
         if self.checks.layout:
             check_layout(self.pool.layout, facts.layout)
-        await self.in_thread(self._drop_older, handle)
-        await self.in_thread(self.transport.connect, peer_name(handle.worker, handle.incarnation), facts.transport_address)
-
-    def _drop_older(self, handle: KvHandle) -> None:
         for worker, incarnation in list(self._handshakes):
             if worker == handle.worker and incarnation != handle.incarnation:
-                self._handshakes.pop((worker, incarnation), None)
-                self.transport.disconnect(peer_name(worker, incarnation))
+                del self._handshakes[worker, incarnation]
+                await self._in_link_thread(self.transport.disconnect, peer_name(worker, incarnation))
+        await self._in_link_thread(self.transport.connect, peer_name(handle.worker, handle.incarnation), facts.transport_address)
 
-    def lost(self, handle: KvHandle) -> None:
-        """Reads from this peer fail: the next one shakes hands anew. Disconnected, what is pending from a dead peer settles."""
-        self._handshakes.pop((handle.worker, handle.incarnation), None)
-        self.threads.submit(self.transport.disconnect, peer_name(handle.worker, handle.incarnation))
+    @asynccontextmanager
+    async def reading(self, handle: KvHandle) -> AsyncIterator[None]:
+        """Around everything that reads from a peer. A failure inside marks the peer to be connected anew."""
+        identity = (handle.worker, handle.incarnation)
+        self._reads[identity] += 1
+        try:
+            yield
+        except BatonError as error:
+            if error.reason is Reason.TRANSFER_FAILED:
+                self._broken.setdefault(identity, asyncio.Event())
+            raise
+        finally:
+            self._reads[identity] -= 1
+            if not self._reads[identity]:
+                del self._reads[identity]
+                self._disconnect_broken(identity)
 
-    async def in_thread(self, function: Callable[..., None], *args: object) -> None:
-        await asyncio.wrap_future(self.threads.submit(function, *args))
+    def _disconnect_broken(self, identity: _Identity) -> None:
+        """Disconnected, what is pending from a dead peer settles."""
+        drained = self._broken.pop(identity, None)
+        if drained is not None:
+            self._handshakes.pop(identity, None)
+            self._links.submit(self.transport.disconnect, peer_name(*identity))
+            drained.set()
+
+    async def _in_link_thread(self, function: Callable[..., None], *args: object) -> None:
+        await asyncio.wrap_future(self._links.submit(function, *args))
 
     async def dispose(self, fetch: "Fetch | None", blocks: Sequence[int]) -> None:
         """Give blocks back that a fetch was to fill: at once if nothing can land in them, else when that is so."""
@@ -174,7 +226,8 @@ class Importer:
         for task in tasks:
             task.cancel()
         await asyncio.gather(*tasks, return_exceptions=True)
-        await asyncio.to_thread(self.threads.shutdown)
+        for threads in (self.readers, self._links):
+            await asyncio.to_thread(threads.shutdown)
 
 
 class Fetch:
@@ -183,8 +236,10 @@ class Fetch:
     def __init__(self, importer: Importer, handle: KvHandle, peer: Peer) -> None:
         self.handle = handle
         self.report = Report()
+        self.num_blocks = -(-(handle.end - handle.start) // importer.pool.layout.block_size)
         self._importer = importer
         self._peer = peer
+        self._alive_until = 0.0  # on our clock: the lease lives at least so long. Every renewal moves it.
         self._reading: Future[None] | None = None
         self._pending: ReadPending | None = None
 
@@ -210,74 +265,118 @@ class Fetch:
         ttl = self.handle.ttl_ms / 1000
         while True:
             await asyncio.sleep(ttl / 3)
+            asked = monotonic()
             try:
                 ttl = await self._peer.renew(self.handle)
             except BatonError as error:
                 log.info("lease %d of %s is not renewed: %s", self.handle.lease_id, self.handle.worker, error)
                 return
+            self._alive_until = asked + ttl
 
-    async def read(self, pairs: Sequence[tuple[int, int]]) -> None:
-        """Fetch the handle's blocks `i` into our blocks `b` for each (i, b) of `pairs`, and end the lease.
+    async def read(self, blocks: Sequence[int], skip: int = 0) -> None:
+        """Fetch the range's blocks from the `skip`-th on into `blocks`, as they become ready, and end the lease.
 
         Returns only if every byte is what was leased. Raises BatonError otherwise; the destination must then not be used.
         """
-        importer, handle = self._importer, self.handle
-        if pairs:
-            await self._copy(pairs)
-            started = perf_counter()
-            if importer.checks.digests:
-                await self._compare(pairs)
-            self.report.verify_ms = (perf_counter() - started) * 1000
+        if len(blocks) != self.num_blocks - skip:
+            raise BatonError(Reason.LEASE_REFUSED, f"{len(blocks)} blocks for {self.num_blocks - skip} of the handle")
+        if blocks:
+            name = await self._importer.shake_hands(self.handle, self._peer)
+            self.report.transport = self._importer.transport.carrier(name)
+            async with self._importer.reading(self.handle):
+                await self._read_pieces(name, blocks, skip)
         failpoint("kv.before_check")
         started = perf_counter()
-        was_held = await self._peer.release(handle)
+        was_held = await self._peer.release(self.handle)
         self.report.verify_ms += (perf_counter() - started) * 1000
-        if pairs and importer.checks.lease and not was_held:
-            raise BatonError(Reason.LEASE_EXPIRED, f"lease {handle.lease_id} of {handle.worker} ended before the read did")
+        if blocks and self._importer.checks.lease and not was_held:
+            raise BatonError(Reason.LEASE_EXPIRED, f"lease {self.handle.lease_id} of {self.handle.worker} ended before the read did")
 
     async def release(self) -> None:
-        """Tell the holder that nobody will read. Best effort: the lease expires anyhow."""
+        """Tell the holder that nobody will read. Best effort: the lease expires by itself."""
         try:
             await self._peer.release(self.handle)
         except BatonError as error:
             log.debug("release of lease %d: %s", self.handle.lease_id, error)
 
-    async def _copy(self, pairs: Sequence[tuple[int, int]]) -> None:
-        importer, handle = self._importer, self.handle
-        name = await importer.shake_hands(handle, self._peer)
-        self.report.transport = importer.transport.carrier(name)
-        lives_s = await self._peer.renew(handle)  # alive now, and for so long from now
-        timeout = min(importer.read_timeout_s, lives_s * 0.9)
-        failpoint("kv.before_read")
-        remote, local = [handle.block_ids[i] for i, _ in pairs], [block for _, block in pairs]
-        started, deadline = perf_counter(), monotonic() + lives_s
-        self._reading = importer.threads.submit(importer.transport.read, name, remote, local, timeout)
+    async def _read_pieces(self, name: str, blocks: Sequence[int], skip: int) -> None:
+        """Copies in order; the digests of what was copied are compared while the next copy is under way."""
+        at_once = max(1, READ_BYTES // self._importer.pool.layout.block_bytes)
+        done, comparing = 0, None
         try:
-            await asyncio.wrap_future(self._reading)
-        except BatonError:
-            importer.lost(handle)
-            raise
-        self.report.read_ms = (perf_counter() - started) * 1000
-        if importer.checks.lease and monotonic() > deadline:
-            raise BatonError(Reason.LEASE_EXPIRED, f"the read outlasted lease {handle.lease_id} of {handle.worker}")
-        self.report.blocks = len(pairs)
-        self.report.bytes = len(pairs) * importer.pool.layout.block_bytes
-        if failpoint("kv.copied"):
-            importer.pool.block(local[0])[0] ^= 1
+            while done < len(blocks):
+                piece = await self._next_piece(skip + done)
+                failpoint("kv.before_read")
+                for at in range(0, len(piece.block_ids), at_once):
+                    remote = piece.block_ids[at : at + at_once]
+                    local = blocks[done : done + len(remote)]
+                    await self._copy(name, remote, local)
+                    done += len(remote)
+                    await self._compared(comparing)
+                    digests = piece.digests[at * DIGEST_BYTES : (at + len(remote)) * DIGEST_BYTES]
+                    comparing = asyncio.create_task(self._compare(local, digests))
+            await self._compared(comparing)
+        finally:
+            if comparing is not None:
+                comparing.cancel()
+                await asyncio.gather(comparing, return_exceptions=True)
 
-    async def _compare(self, pairs: Sequence[tuple[int, int]]) -> None:
-        digests = self.handle.digests
-        expected = b"".join(digests[i * DIGEST_BYTES : (i + 1) * DIGEST_BYTES] for i, _ in pairs)
-        pool, blocks = self._importer.pool, [block for _, block in pairs]
+    async def _next_piece(self, first: int) -> Piece:
+        """At least one block. Waits for the holder for as long as the caller lets us."""
+        wait_s = min(PIECE_WAIT_S, self.handle.ttl_ms / 3000)
+        while True:
+            asked = monotonic()
+            piece = await self._peer.piece(self.handle, first, wait_s)
+            piece.verify(self._importer.key, self.handle)
+            self._alive_until = asked + piece.ttl_ms / 1000
+            end = first + len(piece.block_ids)
+            if piece.first != first or end > self.num_blocks or len(piece.digests) != len(piece.block_ids) * DIGEST_BYTES:
+                raise BatonError(Reason.LEASE_REFUSED, f"the holder tells blocks {piece.first} to {end} of {self.num_blocks}")
+            if piece.complete and end < self.num_blocks:
+                raise BatonError(Reason.LEASE_REFUSED, f"the holder has {end} blocks of the {self.num_blocks} that the handle is for")
+            if piece.block_ids:
+                return piece
+
+    async def _copy(self, name: str, remote: Sequence[int], local: Sequence[int]) -> None:
+        started = perf_counter()
+        self._reading = self._importer.readers.submit(self._read_now, name, remote, local)
+        await asyncio.wrap_future(self._reading)
+        self.report.read_ms += (perf_counter() - started) * 1000
+        self.report.blocks += len(remote)
+        self.report.bytes += len(remote) * self._importer.pool.layout.block_bytes
+        if failpoint("kv.copied"):
+            self._importer.pool.block(local[0])[0] ^= 1
+
+    def _read_now(self, name: str, remote: Sequence[int], local: Sequence[int]) -> None:
+        """In a reader's thread. The lease counts from now: it was renewed while the read waited for the thread."""
+        importer, handle = self._importer, self.handle
+        left = self._alive_until - monotonic()
+        if importer.checks.lease and left <= 0:
+            raise BatonError(Reason.LEASE_EXPIRED, f"lease {handle.lease_id} of {handle.worker} was over before the read began")
+        importer.transport.read(name, remote, local, min(importer.read_timeout_s, max(0.001, left * 0.9)))
+        if importer.checks.lease and monotonic() > self._alive_until:
+            raise BatonError(Reason.LEASE_EXPIRED, f"the read outlasted lease {handle.lease_id} of {handle.worker}")
+
+    async def _compared(self, comparing: "asyncio.Task[None] | None") -> None:
+        if comparing is not None:
+            started = perf_counter()
+            await comparing
+            self.report.verify_ms += (perf_counter() - started) * 1000
+
+    async def _compare(self, blocks: Sequence[int], expected: bytes) -> None:
+        """Raises BatonError(DIGEST_MISMATCH) unless the blocks have these digests."""
+        if not self._importer.checks.digests:
+            return
+        pool = self._importer.pool
         if len(blocks) * pool.layout.block_bytes <= INLINE_BYTES:
             wrong = mismatches(pool, blocks, expected)
         else:
             wrong = await asyncio.to_thread(mismatches, pool, blocks, expected)
-        self.report.digests_checked, self.report.digests_failed = len(pairs), len(wrong)
+        self.report.digests_checked += len(blocks)
+        self.report.digests_failed += len(wrong)
         if wrong:
-            raise BatonError(
-                Reason.DIGEST_MISMATCH, f"{len(wrong)} of {len(pairs)} blocks from {self.handle.worker} are not what was leased"
-            )
+            message = f"{len(wrong)} of {len(blocks)} blocks from {self.handle.worker} are not what was leased"
+            raise BatonError(Reason.DIGEST_MISMATCH, message)
 
 
 def peer_name(worker: str, incarnation: int) -> str:

@@ -1,82 +1,111 @@
-"""Leases on blocks: pinned for a reader until released or expired. Decides only: `now` (monotonic seconds) is an argument.
+"""Leases on blocks: pinned for a reader until released, revoked or expired. Decides only: `now` (monotonic seconds) is an argument.
 
-Expiry never depends on new work arriving nor on any order: the reaper asks for all that has expired, on its own timer. A lease
-that ended never comes back, and its number is never used again, so "it is alive now" means "it was alive all along".
+A lease is open while its holder still computes what it covers: a reader may already take the blocks that are sealed, and the time does
+not run, because the holder's own call has a deadline. It is complete afterwards, and expires unless it is renewed. Expiry never depends
+on new work or on any order: the reaper asks for all that has expired, on its own timer. A lease that ended never comes back, and its
+number is never used again, so "it is alive now" means "it was alive all along".
 """
 
+import math
 from dataclasses import dataclass, field
 from enum import Enum
 
 
 class LeaseState(Enum):
-    HELD = "held"
+    OPEN = "open"
+    COMPLETE = "complete"
     RELEASED = "released"
+    REVOKED = "revoked"
     EXPIRED = "expired"
 
 
 MOVES = {
-    (LeaseState.HELD, "renew"): LeaseState.HELD,
-    (LeaseState.HELD, "release"): LeaseState.RELEASED,
-    (LeaseState.HELD, "expire"): LeaseState.EXPIRED,
+    (LeaseState.OPEN, "renew"): LeaseState.OPEN,
+    (LeaseState.OPEN, "complete"): LeaseState.COMPLETE,
+    (LeaseState.OPEN, "release"): LeaseState.RELEASED,
+    (LeaseState.OPEN, "revoke"): LeaseState.REVOKED,
+    (LeaseState.COMPLETE, "renew"): LeaseState.COMPLETE,
+    (LeaseState.COMPLETE, "release"): LeaseState.RELEASED,
+    (LeaseState.COMPLETE, "revoke"): LeaseState.REVOKED,
+    (LeaseState.COMPLETE, "expire"): LeaseState.EXPIRED,
 }
 
 
 @dataclass(slots=True)
 class Lease:
     id: int
-    request_id: str
-    expires_at: float
-    state: LeaseState = LeaseState.HELD
+    expires_at: float = math.inf
+    state: LeaseState = LeaseState.OPEN
 
 
 class IllegalLeaseMove(RuntimeError):
-    """An event that the lease's state does not know. Nothing was changed."""
+    """An event that the lease's state does not allow. Nothing was changed."""
 
 
 @dataclass(slots=True)
 class LeaseTable:
+    """The leases that are alive."""
+
     ttl: float  # seconds
-    _held: dict[int, Lease] = field(default_factory=dict)
+    _alive: dict[int, Lease] = field(default_factory=dict)
     _last_id: int = 0
 
     def __len__(self) -> int:
-        return len(self._held)
+        return len(self._alive)
 
-    def grant(self, request_id: str, now: float) -> Lease:
+    def grant(self) -> Lease:
+        """An open lease."""
         self._last_id += 1
-        lease = Lease(self._last_id, request_id, now + self.ttl)
-        self._held[lease.id] = lease
+        lease = Lease(self._last_id)
+        self._alive[lease.id] = lease
         return lease
 
     def get(self, lease_id: int, now: float) -> Lease | None:
         """The lease if it is alive. One that is past its time is dead even if the reaper has not come by yet."""
-        lease = self._held.get(lease_id)
+        lease = self._alive.get(lease_id)
         return lease if lease is not None and now < lease.expires_at else None
 
     def renew(self, lease_id: int, now: float) -> bool:
-        """Extend by the full ttl from now. False: it is not alive, and stays so."""
+        """A reader is there: a complete lease lives for the full ttl from now. False: it is not alive, and stays so."""
         lease = self.get(lease_id, now)
         if lease is None:
             return False
         move(lease, "renew")
+        if lease.state is LeaseState.COMPLETE:
+            lease.expires_at = now + self.ttl
+        return True
+
+    def complete(self, lease_id: int, now: float) -> bool:
+        """The holder has computed all that the lease covers: the time begins to run. False: nobody waits for it any more."""
+        lease = self.get(lease_id, now)
+        if lease is None:
+            return False
+        move(lease, "complete")
         lease.expires_at = now + self.ttl
         return True
 
     def release(self, lease_id: int, now: float) -> Lease | None:
         """End a lease that is alive. None: it had ended before; the reaper frees what an expired one pinned."""
-        lease = self.get(lease_id, now)
-        if lease is None:
-            return None
-        move(lease, "release")
-        return self._held.pop(lease_id)
+        return self._end(lease_id, now, "release")
+
+    def revoke(self, lease_id: int, now: float) -> Lease | None:
+        """The holder takes its blocks back: whoever reads them now learns at the end that the lease was gone. None: it had ended before."""
+        return self._end(lease_id, now, "revoke")
 
     def expire(self, now: float) -> list[Lease]:
         """All leases whose time is over; they are gone from the table."""
-        expired = [lease for lease in self._held.values() if now >= lease.expires_at]
+        expired = [lease for lease in self._alive.values() if now >= lease.expires_at]
         for lease in expired:
             move(lease, "expire")
-            del self._held[lease.id]
+            del self._alive[lease.id]
         return expired
+
+    def _end(self, lease_id: int, now: float, event: str) -> Lease | None:
+        lease = self.get(lease_id, now)
+        if lease is None:
+            return None
+        move(lease, event)
+        return self._alive.pop(lease_id)
 
 
 def move(lease: Lease, event: str) -> None:

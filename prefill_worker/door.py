@@ -1,14 +1,15 @@
-"""gRPC of a prefill worker: `Prefill` for routers, `KvExchange` for decode workers. Protobuf stops here."""
+"""gRPC of the prefill role: `Prefill` for routers. Protobuf stops here."""
 
-from baton.cluster.errors import BatonError, Reason
+import asyncio
+from collections.abc import AsyncIterator
+
 from baton.cluster.rpc import Answering, Context
-from baton.engine.kvcache import KvLayout
 from baton.v1 import worker_pb2 as pb
 from baton.v1 import worker_pb2_grpc
-from baton.worker.wire import pack_handle, pack_layout, to_finish, to_sequence, to_token, unpack_handle, unpack_layout
-from kvtransfer.exporter import Exporter
-from kvtransfer.transport import Transport
-from prefill_worker.worker import PrefillWorker
+from baton.worker.kv_port import Place
+from baton.worker.wire import pack_handle, to_finish, to_sequence, to_token
+from kvtransfer.handle import KvHandle
+from prefill_worker.worker import Prefilled, PrefillWorker, Source
 
 
 class PrefillDoor(worker_pb2_grpc.PrefillServicer):
@@ -16,46 +17,40 @@ class PrefillDoor(worker_pb2_grpc.PrefillServicer):
         self._worker = worker
         self._model_fingerprint = model_fingerprint
 
-    async def Prefill(self, request: pb.PrefillRequest, context: Context) -> pb.PrefillResponse:
+    async def Prefill(self, request: pb.PrefillRequest, context: Context) -> AsyncIterator[pb.PrefillEvent]:
         async with Answering(context):
-            seq = to_sequence(request.job, self._model_fingerprint, hold=True)
-            done = await self._worker.prefill(seq, request.job.request_id, request.job.traceparent)
-            return pb.PrefillResponse(
-                token=to_token(done.sampled),
-                handle=pack_handle(done.handle) if done.handle else b"",
-                finish=to_finish(done.finish),
-                cached_tokens=done.cached_tokens,
-                wait_ms=done.wait_ms,
-                compute_ms=done.compute_ms,
-            )
-        raise AssertionError("answered with an error")
+            opened: asyncio.Queue[KvHandle | None] = asyncio.Queue()
+            task = asyncio.create_task(self._prefill(request, opened))
+            task.add_done_callback(lambda _: opened.put_nowait(None))
+            try:
+                while (handle := await opened.get()) is not None:
+                    yield pb.PrefillEvent(opened=pb.PrefillOpened(handle=pack_handle(handle)))
+                yield pb.PrefillEvent(done=to_response(await task))
+            finally:
+                # The router is gone or wants no more: what it started ends with it.
+                task.cancel()
+                await asyncio.gather(task, return_exceptions=True)
+
+    async def _prefill(self, request: pb.PrefillRequest, opened: "asyncio.Queue[KvHandle | None]") -> Prefilled:
+        job = request.job
+        seq = to_sequence(job, self._model_fingerprint, hold=True)
+        return await self._worker.prefill(seq, job.request_id, opened.put_nowait, to_source(request), job.traceparent)
 
 
-class KvExchangeDoor(worker_pb2_grpc.KvExchangeServicer):
-    def __init__(self, exporter: Exporter, transport: Transport, layout: KvLayout) -> None:
-        self._exporter = exporter
-        self._transport = transport
-        self._contract = pack_layout(layout)
+def to_source(request: pb.PrefillRequest) -> Source | None:
+    if not request.HasField("source"):
+        return None
+    source = request.source
+    return Source(Place(source.worker, source.incarnation, source.address), source.blocks)
 
-    async def Handshake(self, request: pb.HandshakeRequest, context: Context) -> pb.HandshakeResponse:
-        async with Answering(context):
-            self._exporter.handshake(unpack_layout(request.contract))
-            if request.transport != self._transport.name:
-                raise BatonError(Reason.HANDSHAKE_MISMATCH, f"transport: {self._transport.name!r} here, {request.transport!r} there")
-            return pb.HandshakeResponse(
-                worker=self._exporter.worker,
-                incarnation=self._exporter.incarnation,
-                contract=self._contract,
-                transport_address=self._transport.address(),
-            )
-        raise AssertionError("answered with an error")
 
-    async def Renew(self, request: pb.RenewRequest, context: Context) -> pb.RenewResponse:
-        async with Answering(context):
-            return pb.RenewResponse(ttl_ms=self._exporter.renew(unpack_handle(request.handle), request.request_id))
-        raise AssertionError("answered with an error")
-
-    async def Release(self, request: pb.ReleaseRequest, context: Context) -> pb.ReleaseResponse:
-        async with Answering(context):
-            return pb.ReleaseResponse(was_held=self._exporter.release(unpack_handle(request.handle), request.request_id))
-        raise AssertionError("answered with an error")
+def to_response(done: Prefilled) -> pb.PrefillResponse:
+    return pb.PrefillResponse(
+        token=to_token(done.sampled),
+        handle=pack_handle(done.handle) if done.handle else b"",
+        finish=to_finish(done.finish),
+        cached_tokens=done.cached_tokens,
+        fetched_tokens=done.fetched_tokens,
+        wait_ms=done.wait_ms,
+        compute_ms=done.compute_ms,
+    )

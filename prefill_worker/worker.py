@@ -1,12 +1,15 @@
-"""What a prefill worker does: computes a prompt, samples the first token, leases the KV.
+"""The prefill role: computes a prompt, samples the first token, leases the KV.
 
-    prefill: add to the engine → first token → hold → lease → {token, handle}
+    prefill: fetch what another worker caches, where the router says so
+             → compute the rest in chunks; after the first of several, `opened`: a reader may take the blocks that are full
+             → first token → hold → lease complete → {token, handle}
 
-Whoever is cancelled on the way takes everything along: the engine command that frees a sequence always comes after the one that
-added it.
+Cancelling a call anywhere frees everything it held: the engine command that frees a sequence always comes after the one that added it.
 """
 
 import asyncio
+import logging
+from collections.abc import Callable
 from dataclasses import dataclass
 from time import monotonic
 
@@ -14,94 +17,203 @@ from baton.cluster import semconv
 from baton.cluster.errors import BatonError, Reason
 from baton.cluster.failpoint import failpoint
 from baton.cluster.telemetry import Span, Tracer
-from baton.engine.engine import Output, Refused
+from baton.engine.block_key import extend_keys
+from baton.engine.engine import Engine, Output, Refused
 from baton.engine.loop import EngineLoop
 from baton.engine.sampling import Sampled
 from baton.engine.sequence import Finish, Sequence
+from baton.worker.kv_port import KvPort, Place
 from baton.worker.refusal import refusal
-from kvtransfer.exporter import Exporter
+from kvtransfer.exporter import Export
 from kvtransfer.handle import KvHandle
+from kvtransfer.importer import Fetch
+
+log = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True, slots=True)
+class Source:
+    """A worker that is thought to cache the leading `blocks` blocks of a prompt."""
+
+    place: Place
+    blocks: int
 
 
 @dataclass(frozen=True, slots=True)
 class Prefilled:
     sampled: Sampled
     finish: Finish | None
-    handle: KvHandle | None  # None when the first token ends the output
+    handle: KvHandle | None  # None when the first token ends the output, or when nobody waits for the KV any more
     cached_tokens: int
+    fetched_tokens: int
     wait_ms: float
     compute_ms: float
 
 
+@dataclass(eq=False, slots=True)
+class Call:
+    seq: Sequence
+    request_id: str
+    first: "asyncio.Future[Output]"
+    opened: Callable[[KvHandle], None]
+    span: Span
+    export: Export | None = None
+    lease: Span | None = None
+    running: bool = True  # the engine computes; afterwards the end of the lease frees the sequence
+
+
 class PrefillWorker:
-    """`loop` and `exporter` are set by the wiring, because both want to call back."""
+    """`loop` and `port` are set by the wiring, because both want to call back."""
 
     loop: EngineLoop
-    exporter: Exporter
+    port: KvPort
 
     def __init__(self, block_size: int, tracer: Tracer) -> None:
         self._block_size = block_size
         self._tracer = tracer
-        self._leases: dict[str, Span] = {}  # sequence → span of its lease
-        self._running: dict[str, asyncio.Future[Output]] = {}
+        self._running: dict[str, Call] = {}
         self.draining = False
 
     @property
     def idle(self) -> bool:
         """Nothing runs and nobody may still come to read."""
-        return not self._running and not self.exporter.num_leases
+        return not self._running and not self.port.exporter.num_leases
 
-    async def prefill(self, seq: Sequence, request_id: str, traceparent: str = "") -> Prefilled:
-        """Raises BatonError(DRAINING, SATURATED, CONTEXT_LENGTH)."""
-        with self._tracer.follow(semconv.PREFILL_WORK, traceparent) as span:
-            return await self._prefill(seq, request_id, span)
-
-    async def _prefill(self, seq: Sequence, request_id: str, span: Span) -> Prefilled:
+    async def prefill(
+        self,
+        seq: Sequence,
+        request_id: str,
+        opened: Callable[[KvHandle], None] = lambda handle: None,
+        source: Source | None = None,
+        traceparent: str = "",
+    ) -> Prefilled:
+        """`opened` is called when a long prompt has begun. Raises BatonError(DRAINING, SATURATED, CONTEXT_LENGTH)."""
         if self.draining:
-            raise BatonError(Reason.DRAINING, f"{self.exporter.worker} is draining")
-        first: asyncio.Future[Output] = asyncio.get_running_loop().create_future()
-        self._running[seq.id] = first
-        began = monotonic()
-        try:
-            await self.loop.call(lambda engine: engine.add(seq))
-            output = await first
-            failpoint("prefill.computed")
-            result = await self._hand_over(seq, request_id, output, began, span)
-            failpoint("prefill.reply")
-            return result
-        except Refused as error:
-            raise refusal(error) from None
-        except BaseException:
-            self.free(seq.id)
-            raise
-        finally:
-            del self._running[seq.id]
+            raise BatonError(Reason.DRAINING, f"{self.port.place.worker} is draining")
+        with self._tracer.follow(semconv.PREFILL_WORK, traceparent) as span:
+            call = Call(seq, request_id, asyncio.get_running_loop().create_future(), opened, span)
+            self._running[seq.id] = call
+            try:
+                return await self._prefill(call, source)
+            except Refused as error:
+                raise refusal(error) from None
+            except BaseException:
+                self._give_up(call)
+                raise
+            finally:
+                call.running = False
+                del self._running[seq.id]
 
-    def free(self, seq_id: str) -> None:
-        """The blocks of a sequence may go: its lease ended, or it was given up."""
-        if lease := self._leases.pop(seq_id, None):
-            lease.end()
-        self.loop.tell(lambda engine: engine.abort(seq_id))
+    async def _prefill(self, call: Call, source: Source | None) -> Prefilled:
+        began, seq = monotonic(), call.seq
+        fetched = await self._fetch(call, source) if source else None
+        if fetched is None:
+            await self.loop.call(lambda engine: engine.add(seq))
+        output = await call.first
+        failpoint("prefill.computed")
+        result = self._hand_over(call, output, began, fetched or 0)
+        failpoint("prefill.reply")
+        return result
 
     def on_step(self, outputs: list[Output]) -> None:
         for output in outputs:
-            first = self._running.get(output.seq.id)
-            if first is None or first.done():
+            call = self._running.get(output.seq.id)
+            if call is None or call.first.done():
                 continue
-            if output.failure is None:
-                first.set_result(output)
+            if output.failure is not None:
+                call.first.set_exception(BatonError(Reason.INTERNAL, output.failure))
+            elif output.sampled is not None:
+                call.first.set_result(output)
             else:
-                first.set_exception(BatonError(Reason.INTERNAL, output.failure))
+                self._publish(call, output)
 
-    async def _hand_over(self, seq: Sequence, request_id: str, output: Output, began: float, span: Span) -> Prefilled:
+    def _publish(self, call: Call, output: Output) -> None:
+        """A chunk is computed and more will come: the blocks that are full can be read now."""
+        if call.export is None:
+            call.export = self._open(call)
+            call.opened(call.export.handle)
+        call.export.publish(output.full)
+        failpoint("prefill.chunk")
+
+    def _open(self, call: Call) -> Export:
+        call.lease = call.span.child(semconv.LEASE)
+        return self.port.exporter.open(call.request_id, 0, call.seq.arrived_with, lambda: self._lease_ended(call))
+
+    def _lease_ended(self, call: Call) -> None:
+        if call.lease is not None:
+            call.lease.end()
+        if not call.running:
+            self._free(call.seq)
+
+    def _free(self, seq: Sequence) -> None:
+        self.loop.tell(lambda engine: engine.abort(seq.id))
+
+    def _give_up(self, call: Call) -> None:
+        """The call failed or was cancelled: whoever reads its blocks is told so when it ends its lease."""
+        if call.export is not None:
+            self.port.exporter.revoke(call.export)
+        self._free(call.seq)
+
+    def _hand_over(self, call: Call, output: Output, began: float, fetched: int) -> Prefilled:
+        seq, handle = call.seq, None
         started = seq.started_at or began
         now = monotonic()
-        handle = None
         assert output.sampled is not None
         if output.finish is None:
             tokens = len(seq.tokens) - 1
-            blocks = seq.blocks[: -(-tokens // self._block_size)]
-            handle = await self.exporter.grant(seq.id, request_id, blocks, tokens)
-            self._leases[seq.id] = span.child(semconv.LEASE)
-        span.set({semconv.CACHED_TOKENS: seq.cached, semconv.WAIT_SECONDS: started - began, semconv.COMPUTE_SECONDS: now - started})
-        return Prefilled(output.sampled, output.finish, handle, seq.cached, (started - began) * 1000, (now - started) * 1000)
+            export = call.export = call.export or self._open(call)
+            if export.finish(seq.blocks[: -(-tokens // self._block_size)]):
+                handle = export.handle
+            else:
+                self._free(seq)  # its reader gave up while the prompt was computed
+        elif call.export is not None:
+            self.port.exporter.revoke(call.export)
+        call.span.set({semconv.CACHED_TOKENS: seq.cached, semconv.WAIT_SECONDS: started - began, semconv.COMPUTE_SECONDS: now - started})
+        waited, took = (started - began) * 1000, (now - started) * 1000
+        return Prefilled(output.sampled, output.finish, handle, seq.cached, fetched, waited, took)
+
+    async def _fetch(self, call: Call, source: Source) -> int | None:
+        """Bring the sequence into the engine with what `source` caches. Returns how many positions that was; None where there is no
+        room yet and nothing was done: whoever waits anyway can compute."""
+        seq, filling = call.seq, []
+        fetch: Fetch | None = None
+        if not await self.loop.call(lambda engine: engine.reserve(seq)):
+            return None
+
+        def give_up(engine: Engine) -> None:
+            filling.extend(engine.give_up(seq))  # here, because the caller may be cancelled while the command runs
+
+        first = seq.computed
+        try:
+            try:
+                keys = self._keys_beyond(seq, first, source.blocks)
+                if keys:
+                    place = source.place
+                    fetch = await self.port.importer.borrow(place.worker, place.incarnation, place.address, call.request_id, first, keys)
+                    async with fetch.holding():
+                        await self.port.fill(seq, fetch)
+                    await self.loop.call(lambda engine: engine.arrive(seq, fetch.handle.end))
+                failpoint("prefill.fetched")
+                await self.loop.call(lambda engine: engine.adopt(seq))
+                return fetch.handle.end - first if fetch else 0
+            except BatonError as error:
+                log.info("KV of %s is not fetched from %s: %s", call.request_id, source.place.worker, error)
+                await self.loop.call(give_up)
+                self._drop(fetch)
+                await self.port.withdraw(None, fetch, filling)
+                return 0
+        except BaseException:
+            self._drop(fetch)
+            await asyncio.shield(self.port.withdraw(seq.id, fetch, filling))
+            raise
+
+    def _keys_beyond(self, seq: Sequence, position: int, blocks: int) -> list[bytes]:
+        """Keys of the full blocks from `position` on, as far as `blocks` leading ones, and short of the last token."""
+        size = self._block_size
+        keys = list(seq.keys)
+        extend_keys(keys, seq.root, seq.tokens, size)
+        return keys[position // size : min(blocks, (len(seq.tokens) - 1) // size)]
+
+    def _drop(self, fetch: Fetch | None) -> None:
+        if fetch is not None:
+            self.port.importer.release_later(fetch)

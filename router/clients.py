@@ -41,6 +41,25 @@ class FirstToken:
     cached_tokens: int
     wait_ms: float
     compute_ms: float
+    fetched_tokens: int = 0  # of the prompt, whose KV came from the source
+
+
+@dataclass(frozen=True, slots=True)
+class Opened:
+    """The prompt has begun: its KV can be read while the rest is computed."""
+
+    handle: bytes
+
+
+@dataclass(frozen=True, slots=True)
+class Source:
+    """A worker that is thought to cache the leading `blocks` blocks of a prompt."""
+
+    worker: WorkerRecord
+    blocks: int
+
+
+PrefillEvent = Opened | FirstToken
 
 
 @dataclass(frozen=True, slots=True)
@@ -77,23 +96,39 @@ class Workers:
         self._sessions: dict[_Identity, DecodeSession] = {}
         self._releases: set[asyncio.Task[None]] = set()
 
-    async def prefill(self, worker: WorkerRecord, request: Request, timeout_s: float) -> FirstToken:
+    async def prefill(
+        self, worker: WorkerRecord, request: Request, timeout_s: float, source: Source | None = None
+    ) -> AsyncGenerator[PrefillEvent, None]:
+        """Opened at most once, when a long prompt has begun, and FirstToken at the end. Closing the generator early cancels the call.
+
+        `source`: a worker that caches more of the prompt. Raises BatonError.
+        """
         stub = worker_pb2_grpc.PrefillStub(self._channel(worker))  # type: ignore[no-untyped-call]
         with request.trace.span.child(semconv.PREFILL, "client", {semconv.WORKER: worker.name}) as span:
-            job = to_job(request, span.traceparent)
-            answer = await _answer(stub.Prefill(worker_pb2.PrefillRequest(job=job), timeout=timeout_s))
-        return FirstToken(
-            to_token(answer.token),
-            answer.handle,
-            _FINISH[answer.finish],
-            answer.cached_tokens,
-            answer.wait_ms,
-            answer.compute_ms,
-        )
+            asked = worker_pb2.PrefillRequest(job=to_job(request, span.traceparent))
+            if source is not None:
+                asked.source.CopyFrom(to_source(source))
+            call = stub.Prefill(asked, timeout=timeout_s)
+            try:
+                while (message := await _answer(call.read())) is not grpc.aio.EOF:
+                    yield _to_prefill_event(message)
+            finally:
+                call.cancel()
 
-    def decode(self, worker: WorkerRecord, request: Request, handle: bytes, timeout_s: float) -> AsyncGenerator[DecodeEvent, None]:
-        """Events up to and including Ended. Closing the generator early cancels the call on the worker."""
-        return self._session(worker).run(request, handle, timeout_s)
+    def decode(
+        self,
+        worker: WorkerRecord,
+        request: Request,
+        handle: bytes,
+        timeout_s: float,
+        first: "asyncio.Future[int] | None" = None,
+    ) -> AsyncGenerator[DecodeEvent, None]:
+        """Events up to and including Ended. Closing the generator early cancels the call on the worker.
+
+        `first`: the prompt is still being computed, and its KV is read piece by piece; resolves to the first token, which the worker
+        is told then.
+        """
+        return self._session(worker).run(request, handle, timeout_s, first)
 
     def release(self, worker: WorkerRecord, handle: bytes, request_id: str) -> None:
         """End a lease that nobody will read, without waiting. Best effort: it expires anyhow."""
@@ -182,7 +217,9 @@ class DecodeSession:
         self._writer = asyncio.create_task(self._write())
         self._reader = asyncio.create_task(self._read())
 
-    async def run(self, request: Request, handle: bytes, timeout_s: float) -> AsyncGenerator[DecodeEvent, None]:
+    async def run(
+        self, request: Request, handle: bytes, timeout_s: float, first: "asyncio.Future[int] | None" = None
+    ) -> AsyncGenerator[DecodeEvent, None]:
         if self.lost:
             raise BatonError(Reason.WORKER_LOST, f"{self._name} is gone")
         number = next(self._numbers)
@@ -190,8 +227,11 @@ class DecodeSession:
         self._calls[number] = inbox
         span = request.trace.span.child(semconv.DECODE, "client", {semconv.WORKER: self._name})
         job = to_job(request, span.traceparent)
-        start = worker_pb2.DecodeStart(job=job, handle=handle, timeout_ms=max(1, int(timeout_s * 1000)))
+        live = first is not None
+        start = worker_pb2.DecodeStart(job=job, handle=handle, timeout_ms=max(1, int(timeout_s * 1000)), live=live)
         self._commands.put_nowait(worker_pb2.DecodeCommand(call_id=number, start=start))
+        if first is not None:
+            first.add_done_callback(lambda done: self._tell_first(number, done))
         deadline = asyncio.get_running_loop().time() + timeout_s
         ended = False
         try:
@@ -213,6 +253,11 @@ class DecodeSession:
             span.end("" if ended else Reason.CANCELLED.name)
             if not ended and not self.lost:
                 self._commands.put_nowait(worker_pb2.DecodeCommand(call_id=number, cancel=worker_pb2.DecodeCancel()))
+
+    def _tell_first(self, number: int, first: "asyncio.Future[int]") -> None:
+        if number in self._calls and not first.cancelled() and not self.lost:
+            told = worker_pb2.DecodeFirst(token_id=first.result())
+            self._commands.put_nowait(worker_pb2.DecodeCommand(call_id=number, first=told))
 
     async def close(self) -> None:
         self._lose(BatonError(Reason.WORKER_LOST, f"{self._name} is gone"))
@@ -286,6 +331,26 @@ def to_job(request: Request, traceparent: str = "") -> worker_pb2.Job:
         sampling=sampling,
         cache_salt=request.salt,
         traceparent=traceparent,
+    )
+
+
+def to_source(source: Source) -> worker_pb2.KvSource:
+    worker = source.worker
+    return worker_pb2.KvSource(worker=worker.name, incarnation=worker.incarnation, address=worker.address, blocks=source.blocks)
+
+
+def _to_prefill_event(message: worker_pb2.PrefillEvent) -> PrefillEvent:
+    if message.WhichOneof("event") == "opened":
+        return Opened(message.opened.handle)
+    done = message.done
+    return FirstToken(
+        to_token(done.token),
+        done.handle,
+        _FINISH[done.finish],
+        done.cached_tokens,
+        done.wait_ms,
+        done.compute_ms,
+        done.fetched_tokens,
     )
 
 

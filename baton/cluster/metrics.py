@@ -220,13 +220,13 @@ TABLE: tuple[Metric, ...] = (
         {"block_size": OPEN, "num_blocks": OPEN},
         aliases=(Alias("vllm:cache_config_info", {"block_size": "block_size", "num_blocks": "num_gpu_blocks"}),),
     ),
-    Metric("baton_kv_quarantined_blocks", "gauge", "blocks", DECODE, "Blocks that an abandoned read may still write into."),
+    Metric("baton_kv_quarantined_blocks", "gauge", "blocks", WORKERS, "Blocks that an abandoned read may still write into."),
     # Leases, where the KV is
-    Metric("baton_leases_held", "gauge", "leases", PREFILL, "Leases that are alive."),
+    Metric("baton_leases_held", "gauge", "leases", WORKERS, "Leases that are alive."),
     Metric(
-        "baton_leases_total", "counter", "leases", PREFILL,
+        "baton_leases_total", "counter", "leases", WORKERS,
         "What became of leases. late: asked for after its end; fenced: forged, another request's, or of an earlier process.",
-        {"event": ("granted", "renewed", "released", "expired", "late", "fenced")},
+        {"event": ("granted", "renewed", "released", "revoked", "expired", "late", "fenced")},
         aliases=(Alias("vllm:nixl_num_kv_expired_reqs_total", only={"event": "expired"}),),
     ),
     # Handoffs, where the KV goes

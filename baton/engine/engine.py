@@ -1,6 +1,6 @@
 """The engine: schedule, run, advance, settle. Synchronous and single-threaded; `baton.engine.loop` gives it a thread.
 
-`hold`, `reserve`/`adopt` and `release` are all that an engine needs in order to be one half of a disaggregated pair.
+`hold`, `reserve`/`arrive`/`adopt`, `pin` and `release` are all that an engine needs in order to be one half of a disaggregated pair.
 """
 
 from collections.abc import Sequence as Seq
@@ -31,12 +31,16 @@ class Malformed(Refused):
 
 @dataclass(frozen=True, slots=True)
 class Output:
-    """One token of one sequence; `finish` is set with the last. With `failure` there is no token, and the sequence is gone."""
+    """One token of one sequence; `finish` is set with the last. With `failure` there is no token, and the sequence is gone.
+
+    With neither token nor failure, a chunk of a prompt that will be held was computed: `full` are its blocks that are full now.
+    """
 
     seq: Sequence
     sampled: Sampled | None
     finish: Finish | None = None
     failure: str | None = None
+    full: tuple[int, ...] = ()
 
 
 @dataclass(slots=True)
@@ -75,9 +79,7 @@ class Engine:
         self.counts.chunks += len(batch)
         outputs = []
         for chunk, token in zip(batch, sampled, strict=True):
-            self._advance(chunk.seq, chunk.n)
-            if token is not None:
-                outputs.append(self._settle(chunk.seq, token))
+            outputs += self._land_chunk(chunk, token)
         return outputs
 
     @property
@@ -94,24 +96,39 @@ class Engine:
 
         False while there is no room, or while others who came earlier wait for it: ask again, or `abort`. Raises as `add`.
         """
-        self._welcome(seq)
+        if seq.id not in self.scheduler.claims:  # who asks again was welcomed before
+            self._welcome(seq)
         if self.scheduler.reserve(seq):
+            self.sequences[seq.id] = seq
             return True
-        del self.sequences[seq.id]
+        self.sequences.pop(seq.id, None)
         return False
 
-    def adopt(self, seq: Sequence) -> None:
-        """The caller filled the reserved blocks and vouches for them: all tokens but the last count as computed."""
+    def arrive(self, seq: Sequence, end: int) -> None:
+        """The caller filled the reserved blocks up to position `end` and vouches for them. More may come from elsewhere."""
+        if not seq.computed <= end <= len(seq.tokens):
+            raise ValueError(f"sequence {seq.id} has {seq.computed} positions of {len(seq.tokens)}: it cannot have {end} now")
+        seq.move("arrive")
+        self.scheduler.advance(seq, end)
+
+    def adopt(self, seq: Sequence, first: int | None = None) -> None:
+        """Nothing more comes from elsewhere: what is pending is computed here. `first`: a token that became known meanwhile."""
+        if first is not None:
+            learn(seq, first)
+        if not seq.pending:
+            raise ValueError(f"nothing of sequence {seq.id} is left to compute: no token could be sampled")
         self.scheduler.fetching.remove(seq)
         seq.move("adopt")
+        seq.began = seq.computed
         self.scheduler.running.append(seq)
-        self.scheduler.advance(seq, len(seq.tokens) - 1)
 
-    def give_up(self, seq: Sequence) -> list[int]:
-        """The fetch failed: queue the sequence for a local prefill.
+    def give_up(self, seq: Sequence, first: int | None = None) -> list[int]:
+        """The fetch failed: queue the sequence for a local prefill. `first`: as for `adopt`.
 
         Returns the blocks that were being filled. They still belong to the caller, who releases them once no byte can land in them.
         """
+        if first is not None:
+            learn(seq, first)
         filling = self._withdraw(seq, "give_up")
         self.scheduler.enqueue(seq)
         return filling
@@ -137,8 +154,12 @@ class Engine:
                 self.scheduler.free(seq)
         return []
 
+    def pin(self, keys: Seq[bytes]) -> list[int]:
+        """The cached blocks of the longest known prefix of `keys`, for a peer to read. They belong to the caller, who releases them."""
+        return self.pool.match(keys)
+
     def release(self, blocks: Seq[int]) -> None:
-        """End an ownership that the caller kept (`give_up`, `abort`)."""
+        """End an ownership that the caller kept (`give_up`, `abort`, `pin`)."""
         self.pool.release(blocks)
 
     def _schedule(self, now: float) -> list[Chunk]:
@@ -182,6 +203,14 @@ class Engine:
         seq.prefilled += max(0, min(end, seq.arrived_with - 1) - start - again)
         self.scheduler.advance(seq, end)
 
+    def _land_chunk(self, chunk: Chunk, sampled: Sampled | None) -> list[Output]:
+        """What a computed chunk means for its sequence."""
+        seq = chunk.seq
+        self._advance(seq, chunk.n)
+        if sampled is not None:
+            return [self._settle(seq, sampled)]
+        return [Output(seq, None, full=tuple(seq.blocks[: seq.computed // self.block_size]))] if seq.hold else []
+
     def _fail(self, seq_id: str, error: NonFiniteLogits) -> Output:
         """A sequence whose KV or weights gave no number: it ends here, and nobody finds its blocks again."""
         seq = self.sequences[seq_id]
@@ -202,3 +231,9 @@ class Engine:
         self.scheduler.free(seq)
         del self.sequences[seq.id]
         return Output(seq, sampled, reason)
+
+
+def learn(seq: Sequence, token: int) -> None:
+    """A token that somebody else sampled: part of what the sequence arrived with."""
+    seq.tokens.append(token)
+    seq.arrived_with = len(seq.tokens)

@@ -169,7 +169,7 @@ class Scheduler:
             return False
         seq.blocks = self.pool.match(keys) + (self.pool.allocate(fresh) or [])
         seq.sealed = known
-        seq.computed = known * self.block_size
+        seq.computed = seq.began = known * self.block_size
         if seq.reached == 0:
             seq.cached = seq.computed
         seq.reached = max(seq.reached, seq.computed)
@@ -180,7 +180,8 @@ class Scheduler:
         if seq.computed < len(seq.blocks) * self.block_size:
             return True
         while (block := self.pool.allocate(1)) is None:
-            victim = self.running[-1]
+            # A peer may be reading the blocks of a prompt that will be held.
+            victim = next((other for other in reversed(self.running) if not other.hold), seq)
             self.preempt(victim)
             plan.preempted.append(victim)
             if victim is seq:

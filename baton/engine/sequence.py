@@ -1,7 +1,7 @@
 """A request inside the engine: few stored facts, the rest derived.
 
 Two lengths tell everything: `len(tokens)`, what is known, and `computed`, the positions whose KV is in `blocks`. A prefill, a
-chunk of one, a decode step, a resumed and an adopted sequence are the same subtraction, `pending`.
+chunk of one, a decode step, a resumed sequence and one whose KV came from elsewhere, whole or in part, are the same subtraction, `pending`.
 """
 
 from dataclasses import dataclass, field
@@ -28,6 +28,7 @@ MOVES = {
     (State.WAITING, "admit"): State.RUNNING,
     (State.WAITING, "reserve"): State.FETCHING,
     (State.WAITING, "abort"): State.DONE,
+    (State.FETCHING, "arrive"): State.FETCHING,
     (State.FETCHING, "adopt"): State.RUNNING,
     (State.FETCHING, "give_up"): State.WAITING,
     (State.FETCHING, "abort"): State.DONE,
@@ -56,6 +57,7 @@ class Sequence:
     keys: list[bytes] = field(default_factory=list)  # of the full blocks whose tokens are known, as far as computed
     sealed: int = 0  # leading blocks that are in the prefix cache
     state: State = State.WAITING
+    began: int = 0  # `computed` when it was last admitted or adopted
     cached: int = 0  # prompt tokens found in the prefix cache at first admission
     reached: int = 0  # the most that was ever computed: below it, work is done again
     recomputed: int = 0  # positions computed again because a preemption threw their KV away

@@ -24,26 +24,56 @@ class Job(_message.Message):
     def __init__(self, request_id: _Optional[str] = ..., token_ids: _Optional[_Iterable[int]] = ..., prompt_tokens: _Optional[int] = ..., sampling: _Optional[_Union[_generation_pb2.SamplingParams, _Mapping]] = ..., cache_salt: _Optional[str] = ..., traceparent: _Optional[str] = ...) -> None: ...
 
 class PrefillRequest(_message.Message):
-    __slots__ = ("job",)
+    __slots__ = ("job", "source")
     JOB_FIELD_NUMBER: _ClassVar[int]
+    SOURCE_FIELD_NUMBER: _ClassVar[int]
     job: Job
-    def __init__(self, job: _Optional[_Union[Job, _Mapping]] = ...) -> None: ...
+    source: KvSource
+    def __init__(self, job: _Optional[_Union[Job, _Mapping]] = ..., source: _Optional[_Union[KvSource, _Mapping]] = ...) -> None: ...
+
+class KvSource(_message.Message):
+    __slots__ = ("worker", "incarnation", "address", "blocks")
+    WORKER_FIELD_NUMBER: _ClassVar[int]
+    INCARNATION_FIELD_NUMBER: _ClassVar[int]
+    ADDRESS_FIELD_NUMBER: _ClassVar[int]
+    BLOCKS_FIELD_NUMBER: _ClassVar[int]
+    worker: str
+    incarnation: int
+    address: str
+    blocks: int
+    def __init__(self, worker: _Optional[str] = ..., incarnation: _Optional[int] = ..., address: _Optional[str] = ..., blocks: _Optional[int] = ...) -> None: ...
+
+class PrefillEvent(_message.Message):
+    __slots__ = ("opened", "done")
+    OPENED_FIELD_NUMBER: _ClassVar[int]
+    DONE_FIELD_NUMBER: _ClassVar[int]
+    opened: PrefillOpened
+    done: PrefillResponse
+    def __init__(self, opened: _Optional[_Union[PrefillOpened, _Mapping]] = ..., done: _Optional[_Union[PrefillResponse, _Mapping]] = ...) -> None: ...
+
+class PrefillOpened(_message.Message):
+    __slots__ = ("handle",)
+    HANDLE_FIELD_NUMBER: _ClassVar[int]
+    handle: bytes
+    def __init__(self, handle: _Optional[bytes] = ...) -> None: ...
 
 class PrefillResponse(_message.Message):
-    __slots__ = ("token", "handle", "finish", "cached_tokens", "wait_ms", "compute_ms")
+    __slots__ = ("token", "handle", "finish", "cached_tokens", "wait_ms", "compute_ms", "fetched_tokens")
     TOKEN_FIELD_NUMBER: _ClassVar[int]
     HANDLE_FIELD_NUMBER: _ClassVar[int]
     FINISH_FIELD_NUMBER: _ClassVar[int]
     CACHED_TOKENS_FIELD_NUMBER: _ClassVar[int]
     WAIT_MS_FIELD_NUMBER: _ClassVar[int]
     COMPUTE_MS_FIELD_NUMBER: _ClassVar[int]
+    FETCHED_TOKENS_FIELD_NUMBER: _ClassVar[int]
     token: GeneratedToken
     handle: bytes
     finish: _generation_pb2.FinishReason
     cached_tokens: int
     wait_ms: float
     compute_ms: float
-    def __init__(self, token: _Optional[_Union[GeneratedToken, _Mapping]] = ..., handle: _Optional[bytes] = ..., finish: _Optional[_Union[_generation_pb2.FinishReason, str]] = ..., cached_tokens: _Optional[int] = ..., wait_ms: _Optional[float] = ..., compute_ms: _Optional[float] = ...) -> None: ...
+    fetched_tokens: int
+    def __init__(self, token: _Optional[_Union[GeneratedToken, _Mapping]] = ..., handle: _Optional[bytes] = ..., finish: _Optional[_Union[_generation_pb2.FinishReason, str]] = ..., cached_tokens: _Optional[int] = ..., wait_ms: _Optional[float] = ..., compute_ms: _Optional[float] = ..., fetched_tokens: _Optional[int] = ...) -> None: ...
 
 class GeneratedToken(_message.Message):
     __slots__ = ("id", "logprob", "top")
@@ -56,15 +86,14 @@ class GeneratedToken(_message.Message):
     def __init__(self, id: _Optional[int] = ..., logprob: _Optional[float] = ..., top: _Optional[_Iterable[_Union[_generation_pb2.TopLogprob, _Mapping]]] = ...) -> None: ...
 
 class KvHandle(_message.Message):
-    __slots__ = ("worker", "address", "incarnation", "lease_id", "request_id", "block_ids", "digests", "tokens", "layout_fingerprint", "ttl_ms", "mac")
+    __slots__ = ("worker", "address", "incarnation", "lease_id", "request_id", "start", "end", "layout_fingerprint", "ttl_ms", "mac")
     WORKER_FIELD_NUMBER: _ClassVar[int]
     ADDRESS_FIELD_NUMBER: _ClassVar[int]
     INCARNATION_FIELD_NUMBER: _ClassVar[int]
     LEASE_ID_FIELD_NUMBER: _ClassVar[int]
     REQUEST_ID_FIELD_NUMBER: _ClassVar[int]
-    BLOCK_IDS_FIELD_NUMBER: _ClassVar[int]
-    DIGESTS_FIELD_NUMBER: _ClassVar[int]
-    TOKENS_FIELD_NUMBER: _ClassVar[int]
+    START_FIELD_NUMBER: _ClassVar[int]
+    END_FIELD_NUMBER: _ClassVar[int]
     LAYOUT_FINGERPRINT_FIELD_NUMBER: _ClassVar[int]
     TTL_MS_FIELD_NUMBER: _ClassVar[int]
     MAC_FIELD_NUMBER: _ClassVar[int]
@@ -73,13 +102,66 @@ class KvHandle(_message.Message):
     incarnation: int
     lease_id: int
     request_id: str
-    block_ids: _containers.RepeatedScalarFieldContainer[int]
-    digests: bytes
-    tokens: int
+    start: int
+    end: int
     layout_fingerprint: bytes
     ttl_ms: int
     mac: bytes
-    def __init__(self, worker: _Optional[str] = ..., address: _Optional[str] = ..., incarnation: _Optional[int] = ..., lease_id: _Optional[int] = ..., request_id: _Optional[str] = ..., block_ids: _Optional[_Iterable[int]] = ..., digests: _Optional[bytes] = ..., tokens: _Optional[int] = ..., layout_fingerprint: _Optional[bytes] = ..., ttl_ms: _Optional[int] = ..., mac: _Optional[bytes] = ...) -> None: ...
+    def __init__(self, worker: _Optional[str] = ..., address: _Optional[str] = ..., incarnation: _Optional[int] = ..., lease_id: _Optional[int] = ..., request_id: _Optional[str] = ..., start: _Optional[int] = ..., end: _Optional[int] = ..., layout_fingerprint: _Optional[bytes] = ..., ttl_ms: _Optional[int] = ..., mac: _Optional[bytes] = ...) -> None: ...
+
+class PieceRequest(_message.Message):
+    __slots__ = ("handle", "request_id", "first", "wait_ms")
+    HANDLE_FIELD_NUMBER: _ClassVar[int]
+    REQUEST_ID_FIELD_NUMBER: _ClassVar[int]
+    FIRST_FIELD_NUMBER: _ClassVar[int]
+    WAIT_MS_FIELD_NUMBER: _ClassVar[int]
+    handle: bytes
+    request_id: str
+    first: int
+    wait_ms: int
+    def __init__(self, handle: _Optional[bytes] = ..., request_id: _Optional[str] = ..., first: _Optional[int] = ..., wait_ms: _Optional[int] = ...) -> None: ...
+
+class KvPiece(_message.Message):
+    __slots__ = ("lease_id", "request_id", "first", "block_ids", "digests", "complete", "ttl_ms", "mac")
+    LEASE_ID_FIELD_NUMBER: _ClassVar[int]
+    REQUEST_ID_FIELD_NUMBER: _ClassVar[int]
+    FIRST_FIELD_NUMBER: _ClassVar[int]
+    BLOCK_IDS_FIELD_NUMBER: _ClassVar[int]
+    DIGESTS_FIELD_NUMBER: _ClassVar[int]
+    COMPLETE_FIELD_NUMBER: _ClassVar[int]
+    TTL_MS_FIELD_NUMBER: _ClassVar[int]
+    MAC_FIELD_NUMBER: _ClassVar[int]
+    lease_id: int
+    request_id: str
+    first: int
+    block_ids: _containers.RepeatedScalarFieldContainer[int]
+    digests: bytes
+    complete: bool
+    ttl_ms: int
+    mac: bytes
+    def __init__(self, lease_id: _Optional[int] = ..., request_id: _Optional[str] = ..., first: _Optional[int] = ..., block_ids: _Optional[_Iterable[int]] = ..., digests: _Optional[bytes] = ..., complete: _Optional[bool] = ..., ttl_ms: _Optional[int] = ..., mac: _Optional[bytes] = ...) -> None: ...
+
+class LendRequest(_message.Message):
+    __slots__ = ("worker", "incarnation", "request_id", "start", "keys", "mac")
+    WORKER_FIELD_NUMBER: _ClassVar[int]
+    INCARNATION_FIELD_NUMBER: _ClassVar[int]
+    REQUEST_ID_FIELD_NUMBER: _ClassVar[int]
+    START_FIELD_NUMBER: _ClassVar[int]
+    KEYS_FIELD_NUMBER: _ClassVar[int]
+    MAC_FIELD_NUMBER: _ClassVar[int]
+    worker: str
+    incarnation: int
+    request_id: str
+    start: int
+    keys: bytes
+    mac: bytes
+    def __init__(self, worker: _Optional[str] = ..., incarnation: _Optional[int] = ..., request_id: _Optional[str] = ..., start: _Optional[int] = ..., keys: _Optional[bytes] = ..., mac: _Optional[bytes] = ...) -> None: ...
+
+class LendResponse(_message.Message):
+    __slots__ = ("handle",)
+    HANDLE_FIELD_NUMBER: _ClassVar[int]
+    handle: bytes
+    def __init__(self, handle: _Optional[bytes] = ...) -> None: ...
 
 class HandshakeRequest(_message.Message):
     __slots__ = ("worker", "incarnation", "contract", "transport")
@@ -158,24 +240,34 @@ class ReleaseResponse(_message.Message):
     def __init__(self, was_held: _Optional[bool] = ...) -> None: ...
 
 class DecodeCommand(_message.Message):
-    __slots__ = ("call_id", "start", "cancel")
+    __slots__ = ("call_id", "start", "cancel", "first")
     CALL_ID_FIELD_NUMBER: _ClassVar[int]
     START_FIELD_NUMBER: _ClassVar[int]
     CANCEL_FIELD_NUMBER: _ClassVar[int]
+    FIRST_FIELD_NUMBER: _ClassVar[int]
     call_id: int
     start: DecodeStart
     cancel: DecodeCancel
-    def __init__(self, call_id: _Optional[int] = ..., start: _Optional[_Union[DecodeStart, _Mapping]] = ..., cancel: _Optional[_Union[DecodeCancel, _Mapping]] = ...) -> None: ...
+    first: DecodeFirst
+    def __init__(self, call_id: _Optional[int] = ..., start: _Optional[_Union[DecodeStart, _Mapping]] = ..., cancel: _Optional[_Union[DecodeCancel, _Mapping]] = ..., first: _Optional[_Union[DecodeFirst, _Mapping]] = ...) -> None: ...
 
 class DecodeStart(_message.Message):
-    __slots__ = ("job", "handle", "timeout_ms")
+    __slots__ = ("job", "handle", "timeout_ms", "live")
     JOB_FIELD_NUMBER: _ClassVar[int]
     HANDLE_FIELD_NUMBER: _ClassVar[int]
     TIMEOUT_MS_FIELD_NUMBER: _ClassVar[int]
+    LIVE_FIELD_NUMBER: _ClassVar[int]
     job: Job
     handle: bytes
     timeout_ms: int
-    def __init__(self, job: _Optional[_Union[Job, _Mapping]] = ..., handle: _Optional[bytes] = ..., timeout_ms: _Optional[int] = ...) -> None: ...
+    live: bool
+    def __init__(self, job: _Optional[_Union[Job, _Mapping]] = ..., handle: _Optional[bytes] = ..., timeout_ms: _Optional[int] = ..., live: _Optional[bool] = ...) -> None: ...
+
+class DecodeFirst(_message.Message):
+    __slots__ = ("token_id",)
+    TOKEN_ID_FIELD_NUMBER: _ClassVar[int]
+    token_id: int
+    def __init__(self, token_id: _Optional[int] = ...) -> None: ...
 
 class DecodeCancel(_message.Message):
     __slots__ = ()

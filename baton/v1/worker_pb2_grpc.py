@@ -26,7 +26,7 @@ if _version_not_supported:
 
 
 class PrefillStub:
-    """A prefill worker: prompt in; first token and a handle to the leased KV out.
+    """The prefill role: prompt in; first token and a handle to the leased KV out.
     """
 
     def __init__(self, channel):
@@ -35,19 +35,20 @@ class PrefillStub:
         Args:
             channel: A grpc.Channel.
         """
-        self.Prefill = channel.unary_unary(
+        self.Prefill = channel.unary_stream(
                 '/baton.v1.Prefill/Prefill',
                 request_serializer=baton_dot_v1_dot_worker__pb2.PrefillRequest.SerializeToString,
-                response_deserializer=baton_dot_v1_dot_worker__pb2.PrefillResponse.FromString,
+                response_deserializer=baton_dot_v1_dot_worker__pb2.PrefillEvent.FromString,
                 _registered_method=True)
 
 
 class PrefillServicer:
-    """A prefill worker: prompt in; first token and a handle to the leased KV out.
+    """The prefill role: prompt in; first token and a handle to the leased KV out.
     """
 
     def Prefill(self, request, context):
-        """Missing associated documentation comment in .proto file."""
+        """`opened` at most once, when a long prompt has begun: its blocks can be read from then on, as they are filled. `done` once, last.
+        """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
@@ -55,10 +56,10 @@ class PrefillServicer:
 
 def add_PrefillServicer_to_server(servicer, server):
     rpc_method_handlers = {
-            'Prefill': grpc.unary_unary_rpc_method_handler(
+            'Prefill': grpc.unary_stream_rpc_method_handler(
                     servicer.Prefill,
                     request_deserializer=baton_dot_v1_dot_worker__pb2.PrefillRequest.FromString,
-                    response_serializer=baton_dot_v1_dot_worker__pb2.PrefillResponse.SerializeToString,
+                    response_serializer=baton_dot_v1_dot_worker__pb2.PrefillEvent.SerializeToString,
             ),
     }
     generic_handler = grpc.method_handlers_generic_handler(
@@ -69,7 +70,7 @@ def add_PrefillServicer_to_server(servicer, server):
 
  # This class is part of an EXPERIMENTAL API.
 class Prefill:
-    """A prefill worker: prompt in; first token and a handle to the leased KV out.
+    """The prefill role: prompt in; first token and a handle to the leased KV out.
     """
 
     @staticmethod
@@ -83,12 +84,12 @@ class Prefill:
             wait_for_ready=None,
             timeout=None,
             metadata=None):
-        return grpc.experimental.unary_unary(
+        return grpc.experimental.unary_stream(
             request,
             target,
             '/baton.v1.Prefill/Prefill',
             baton_dot_v1_dot_worker__pb2.PrefillRequest.SerializeToString,
-            baton_dot_v1_dot_worker__pb2.PrefillResponse.FromString,
+            baton_dot_v1_dot_worker__pb2.PrefillEvent.FromString,
             options,
             channel_credentials,
             insecure,
@@ -101,7 +102,7 @@ class Prefill:
 
 
 class KvExchangeStub:
-    """Offered by a worker whose KV others may fetch.
+    """Offered by every worker: others may fetch its KV.
     """
 
     def __init__(self, channel):
@@ -115,10 +116,20 @@ class KvExchangeStub:
                 request_serializer=baton_dot_v1_dot_worker__pb2.HandshakeRequest.SerializeToString,
                 response_deserializer=baton_dot_v1_dot_worker__pb2.HandshakeResponse.FromString,
                 _registered_method=True)
+        self.Piece = channel.unary_unary(
+                '/baton.v1.KvExchange/Piece',
+                request_serializer=baton_dot_v1_dot_worker__pb2.PieceRequest.SerializeToString,
+                response_deserializer=baton_dot_v1_dot_worker__pb2.KvPiece.FromString,
+                _registered_method=True)
         self.Renew = channel.unary_unary(
                 '/baton.v1.KvExchange/Renew',
                 request_serializer=baton_dot_v1_dot_worker__pb2.RenewRequest.SerializeToString,
                 response_deserializer=baton_dot_v1_dot_worker__pb2.RenewResponse.FromString,
+                _registered_method=True)
+        self.Lend = channel.unary_unary(
+                '/baton.v1.KvExchange/Lend',
+                request_serializer=baton_dot_v1_dot_worker__pb2.LendRequest.SerializeToString,
+                response_deserializer=baton_dot_v1_dot_worker__pb2.LendResponse.FromString,
                 _registered_method=True)
         self.Release = channel.unary_unary(
                 '/baton.v1.KvExchange/Release',
@@ -128,7 +139,7 @@ class KvExchangeStub:
 
 
 class KvExchangeServicer:
-    """Offered by a worker whose KV others may fetch.
+    """Offered by every worker: others may fetch its KV.
     """
 
     def Handshake(self, request, context):
@@ -138,8 +149,22 @@ class KvExchangeServicer:
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
+    def Piece(self, request, context):
+        """Which blocks of a handle's range are ready; waits a little for the next. Extends the lease, and fails as Renew does.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
     def Renew(self, request, context):
         """Extends a lease that is alive. PERMISSION_DENIED: forged, expired, released, or another request's.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
+    def Lend(self, request, context):
+        """Leases the longest cached run of the blocks that are asked for. PERMISSION_DENIED: forged, or none of them is cached.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
@@ -160,10 +185,20 @@ def add_KvExchangeServicer_to_server(servicer, server):
                     request_deserializer=baton_dot_v1_dot_worker__pb2.HandshakeRequest.FromString,
                     response_serializer=baton_dot_v1_dot_worker__pb2.HandshakeResponse.SerializeToString,
             ),
+            'Piece': grpc.unary_unary_rpc_method_handler(
+                    servicer.Piece,
+                    request_deserializer=baton_dot_v1_dot_worker__pb2.PieceRequest.FromString,
+                    response_serializer=baton_dot_v1_dot_worker__pb2.KvPiece.SerializeToString,
+            ),
             'Renew': grpc.unary_unary_rpc_method_handler(
                     servicer.Renew,
                     request_deserializer=baton_dot_v1_dot_worker__pb2.RenewRequest.FromString,
                     response_serializer=baton_dot_v1_dot_worker__pb2.RenewResponse.SerializeToString,
+            ),
+            'Lend': grpc.unary_unary_rpc_method_handler(
+                    servicer.Lend,
+                    request_deserializer=baton_dot_v1_dot_worker__pb2.LendRequest.FromString,
+                    response_serializer=baton_dot_v1_dot_worker__pb2.LendResponse.SerializeToString,
             ),
             'Release': grpc.unary_unary_rpc_method_handler(
                     servicer.Release,
@@ -179,7 +214,7 @@ def add_KvExchangeServicer_to_server(servicer, server):
 
  # This class is part of an EXPERIMENTAL API.
 class KvExchange:
-    """Offered by a worker whose KV others may fetch.
+    """Offered by every worker: others may fetch its KV.
     """
 
     @staticmethod
@@ -210,6 +245,33 @@ class KvExchange:
             _registered_method=True)
 
     @staticmethod
+    def Piece(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/baton.v1.KvExchange/Piece',
+            baton_dot_v1_dot_worker__pb2.PieceRequest.SerializeToString,
+            baton_dot_v1_dot_worker__pb2.KvPiece.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
     def Renew(request,
             target,
             options=(),
@@ -226,6 +288,33 @@ class KvExchange:
             '/baton.v1.KvExchange/Renew',
             baton_dot_v1_dot_worker__pb2.RenewRequest.SerializeToString,
             baton_dot_v1_dot_worker__pb2.RenewResponse.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def Lend(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/baton.v1.KvExchange/Lend',
+            baton_dot_v1_dot_worker__pb2.LendRequest.SerializeToString,
+            baton_dot_v1_dot_worker__pb2.LendResponse.FromString,
             options,
             channel_credentials,
             insecure,

@@ -30,10 +30,14 @@ from baton.cluster.rpc import Server, Tasks
 from baton.cluster.telemetry import make_tracer
 from baton.engine.build import Built, Options, build
 from baton.engine.engine import Output
+from baton.engine.kvcache import KvPool
 from baton.engine.loop import CacheEvent, EngineLoop, Facts, facts
 from baton.engine.scheduler import Limits
 from baton.v1 import worker_pb2_grpc
 from baton.worker.door import Residue, WorkerDoor
+from baton.worker.kv_door import KvExchangeDoor
+from baton.worker.kv_peers import Peers
+from baton.worker.kv_port import KvPort, Place
 from baton.worker.meter import Meter
 from kvtransfer.handle import mac_key
 from kvtransfer.importer import peer_name
@@ -52,11 +56,10 @@ HUNG_S = 60.0  # but no step takes so long
 
 
 class Host:
-    """`leases` and `quarantined` count what the role holds beyond the engine's own sequences."""
-
     built: Built
     loop: EngineLoop
     transport: Transport
+    port: KvPort
     server: Server
     address: str
 
@@ -73,8 +76,6 @@ class Host:
         self.incarnation = time.time_ns() // 1000
         self.key = mac_key(config.cluster.key)
         self.stage = Stage.STARTING
-        self.leases: Callable[[], int] = lambda: 0
-        self.quarantined: Callable[[], int] = lambda: 0
         self._stop = stop
         self._registry = connect_registry(config)
         self._membership = Membership(self._registry, self.describe, config.redis.heartbeat_s, stop.fail)
@@ -112,9 +113,21 @@ class Host:
         self._closers.append(lambda: asyncio.to_thread(self.transport.close))
         self.server = Server(config, MAX_MESSAGE_BYTES)
         self.address = self.server.bind(self.pool_config.port)
+        self._open_port(pool)
         took, mib = time.monotonic() - began, pool.nbytes / 2**20
         longest = self.built.max_model_len
         log.info("%s in %.1f s: %d blocks (%.0f MiB), longest sequence %d", config.model.path, took, pool.num_blocks, mib, longest)
+
+    def _open_port(self, pool: KvPool) -> None:
+        peers = Peers(self.name, self.incarnation, self.config.security)
+        place = Place(self.name, self.incarnation, self.address)
+        self.port = port = KvPort(place, pool, self.loop, self.transport, self.key, self.config.kv, peers.connect)
+        self._closers += [peers.close, port.close]
+        worker_pb2_grpc.add_KvExchangeServicer_to_server(KvExchangeDoor(port), self.server.grpc)  # type: ignore[no-untyped-call]
+        self.tasks.start(port.exporter.run_reaper(self.config.kv.reap_interval_s), "lease reaper")
+        self.book.read("baton_leases_held", lambda: port.exporter.num_leases)
+        self.book.read("baton_leases_total", lambda: dict(port.exporter.events))
+        self.book.read("baton_kv_quarantined_blocks", lambda: port.importer.quarantined_blocks)
 
     async def serve(self) -> None:
         """The role has added its own services to `server.grpc`."""
@@ -145,9 +158,6 @@ class Host:
         await self._membership.leave()
         for close in reversed(self._closers):
             await close()
-
-    def on_close(self, close: Callable[[], Awaitable[object]]) -> None:
-        self._closers.append(close)
 
     async def look(self) -> Facts:
         """The engine's load; the last known while it is in a long step. Raises BatonError(INTERNAL) when it has not answered for long."""
@@ -183,7 +193,7 @@ class Host:
                 free_blocks=now.free_blocks,
                 credit_tokens=now.credit_tokens,
                 cached_blocks=now.cached_blocks,
-                leases=self.leases(),
+                leases=self.port.exporter.num_leases,
                 waiting_tokens=now.waiting_tokens,
             ),
             metrics=self._metrics.address,
@@ -192,7 +202,7 @@ class Host:
     def residue(self) -> Residue:
         """As of the last look."""
         now = self._facts
-        return Residue(now.sequences, self.leases(), self.quarantined(), now.owned_blocks)
+        return Residue(now.sequences, self.port.exporter.num_leases, self.port.importer.quarantined_blocks, now.owned_blocks)
 
     def _on_cache(self, events: list[CacheEvent]) -> None:
         self._membership.announce(

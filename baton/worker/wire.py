@@ -1,6 +1,7 @@
 """Between `baton.v1` and the plain objects of engine and kvtransfer: protobuf stops here."""
 
 import itertools
+from dataclasses import asdict, fields
 
 from google.protobuf.message import DecodeError
 
@@ -10,7 +11,7 @@ from baton.engine.kvcache import KvLayout
 from baton.engine.sampling import Sampled, SamplingParams
 from baton.engine.sequence import Finish, Sequence
 from baton.v1 import generation_pb2, worker_pb2
-from kvtransfer.handle import KvHandle
+from kvtransfer.handle import KvHandle, Piece, Wish
 
 _numbers = itertools.count(1)
 _FINISH = {Finish.STOP: generation_pb2.FINISH_REASON_STOP, Finish.LENGTH: generation_pb2.FINISH_REASON_LENGTH}
@@ -57,20 +58,7 @@ def to_finish(finish: Finish | None) -> "generation_pb2.FinishReason":
 
 
 def pack_handle(handle: KvHandle) -> bytes:
-    message = worker_pb2.KvHandle(
-        worker=handle.worker,
-        address=handle.address,
-        incarnation=handle.incarnation,
-        lease_id=handle.lease_id,
-        request_id=handle.request_id,
-        block_ids=handle.block_ids,
-        digests=handle.digests,
-        tokens=handle.tokens,
-        layout_fingerprint=handle.layout_fingerprint,
-        ttl_ms=handle.ttl_ms,
-        mac=handle.mac,
-    )
-    return message.SerializeToString()
+    return worker_pb2.KvHandle(**asdict(handle)).SerializeToString()
 
 
 def unpack_handle(data: bytes) -> KvHandle:
@@ -80,46 +68,29 @@ def unpack_handle(data: bytes) -> KvHandle:
         message.ParseFromString(data)
     except DecodeError:
         raise BatonError(Reason.LEASE_REFUSED, "the handle cannot be read") from None
-    return KvHandle(
-        worker=message.worker,
-        address=message.address,
-        incarnation=message.incarnation,
-        lease_id=message.lease_id,
-        request_id=message.request_id,
-        block_ids=tuple(message.block_ids),
-        digests=message.digests,
-        tokens=message.tokens,
-        layout_fingerprint=message.layout_fingerprint,
-        ttl_ms=message.ttl_ms,
-        mac=message.mac,
-    )
+    return KvHandle(**{f.name: getattr(message, f.name) for f in fields(KvHandle)})
+
+
+def pack_piece(piece: Piece) -> worker_pb2.KvPiece:
+    return worker_pb2.KvPiece(**asdict(piece))
+
+
+def unpack_piece(message: worker_pb2.KvPiece) -> Piece:
+    facts = {f.name: getattr(message, f.name) for f in fields(Piece)}
+    return Piece(**(facts | {"block_ids": tuple(message.block_ids)}))
+
+
+def pack_wish(wish: Wish) -> worker_pb2.LendRequest:
+    return worker_pb2.LendRequest(**asdict(wish))
+
+
+def unpack_wish(message: worker_pb2.LendRequest) -> Wish:
+    return Wish(**{f.name: getattr(message, f.name) for f in fields(Wish)})
 
 
 def pack_layout(layout: KvLayout) -> worker_pb2.KvContract:
-    return worker_pb2.KvContract(
-        model_fingerprint=layout.model_fingerprint,
-        dtype=layout.dtype,
-        block_size=layout.block_size,
-        num_layers=layout.num_layers,
-        num_kv_heads=layout.num_kv_heads,
-        head_dim=layout.head_dim,
-        layout_version=layout.layout_version,
-        tensor_parallel=layout.tensor_parallel,
-        parts=layout.parts,
-        value_dim=layout.value_dim,
-    )
+    return worker_pb2.KvContract(**asdict(layout))
 
 
 def unpack_layout(contract: worker_pb2.KvContract) -> KvLayout:
-    return KvLayout(
-        model_fingerprint=contract.model_fingerprint,
-        dtype=contract.dtype,
-        block_size=contract.block_size,
-        num_layers=contract.num_layers,
-        num_kv_heads=contract.num_kv_heads,
-        head_dim=contract.head_dim,
-        layout_version=contract.layout_version,
-        tensor_parallel=contract.tensor_parallel,
-        parts=contract.parts,
-        value_dim=contract.value_dim,
-    )
+    return KvLayout(**{f.name: getattr(contract, f.name) for f in fields(KvLayout)})

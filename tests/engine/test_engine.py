@@ -132,6 +132,7 @@ def hand_over(prefill: Engine, decode: Engine, seq: Sequence, *, copy: bool = Tr
     last = -(-(len(adopted.tokens) - 1) // BLOCK)
     if copy:
         copy_blocks(prefill, decode, held.blocks[first:last], adopted.blocks[first:last])
+    decode.arrive(adopted, len(adopted.tokens) - 1)
     decode.adopt(adopted)
     prefill.abort(held.id)
     return adopted
@@ -158,6 +159,100 @@ def test_handoff_without_the_copy_is_seen() -> None:
     seq = hand_over(prefill, decode, make_seq("s", list(range(1, 11))), copy=False)
     drain(decode)
     assert seq.tokens[10:] != expect(seq)
+
+
+@pytest.mark.parametrize("seed", range(40))
+def test_kv_from_elsewhere_may_end_anywhere_and_the_rest_is_computed_here(seed: int) -> None:
+    """`computed += n`, once or in several arrivals; what is pending is a prefill like any other."""
+    rng = random.Random(seed)
+    source, target = make_engine(), make_engine(budget=rng.choice([8, 64]))
+    tokens = [rng.randrange(256) for _ in range(rng.randrange(6, 40))]
+    held = make_seq("s", tokens, hold=True)
+    source.add(held)
+    drain(source)
+    seq = make_seq("s", tokens, max_tokens=9, seed=seed)
+    assert target.reserve(seq)
+    ends = sorted(rng.sample(range(1, len(tokens)), rng.randrange(1, 4)))
+    copy_blocks(source, target, held.blocks[: -(-ends[-1] // BLOCK)], seq.blocks[: -(-ends[-1] // BLOCK)])
+    for end in ends:
+        target.arrive(seq, end)
+    target.adopt(seq)
+    drain(target)
+    assert seq.tokens[len(tokens) :] == expect(seq) and seq.prefilled == len(tokens) - 1 - ends[-1]
+    target.pool.check()
+
+
+def test_a_token_that_became_known_during_the_fetch_is_not_sampled_again() -> None:
+    source, target = make_engine(), make_engine()
+    tokens = list(range(1, 11))
+    held = make_seq("s", tokens, hold=True)
+    source.add(held)
+    drain(source)
+    for fails in (False, True):
+        seq = make_seq(f"s{fails}", tokens, max_tokens=9)
+        assert target.reserve(seq)
+        copy_blocks(source, target, held.blocks[:3], seq.blocks[:3])
+        if fails:
+            target.release(target.give_up(seq, held.tokens[-1]))
+        else:
+            target.arrive(seq, len(tokens))
+            target.adopt(seq, held.tokens[-1])
+        outputs = []
+        while not target.idle:
+            outputs += target.step()
+        assert seq.tokens[len(tokens) :] == expect(seq) and len(outputs) == 8
+        target.pool.forget(range(target.pool.num_blocks))
+
+
+def test_nothing_can_be_adopted_with_nothing_left_to_compute() -> None:
+    """No logits, no token."""
+    engine = make_engine()
+    seq = make_seq("s", [1, 2, 3, 4, 5])
+    assert engine.reserve(seq)
+    engine.arrive(seq, 5)
+    with pytest.raises(ValueError, match="left to compute"):
+        engine.adopt(seq)
+    assert seq.state is State.FETCHING
+    with pytest.raises(ValueError, match="cannot have 6"):
+        engine.arrive(seq, 6)
+
+
+def test_a_prompt_that_will_be_held_tells_which_blocks_are_full_and_keeps_them() -> None:
+    """Its blocks may be read by now: another sequence is preempted in its place, or the one that needs room itself."""
+    engine = make_engine(16, budget=8, max_len=64)
+    decoding = [make_seq(f"d{i}", [i] * 7, max_tokens=40) for i in range(2)]
+    for seq in decoding:
+        engine.add(seq)
+    engine.step()
+    held = make_seq("h", list(range(30)), hold=True)
+    engine.add(held)
+    told: list[tuple[int, ...]] = []
+    while held.state is not State.HELD:
+        told += [output.full for output in engine.step() if output.seq is held and output.sampled is None]
+    assert told and all(full == tuple(held.blocks[: len(full)]) for full in told)
+    assert [len(full) for full in told] == sorted(len(full) for full in told)
+    blocks = list(held.blocks)
+    drain(engine)
+    assert held.preemptions == 0 and held.blocks == blocks and sum(seq.preemptions for seq in decoding)
+    engine.abort(held.id)
+    engine.pool.check()
+    assert all(seq.tokens[7:] == expect(seq) for seq in decoding)
+
+
+def test_pinned_blocks_are_not_evicted() -> None:
+    engine = make_engine(16, max_len=64)
+    seq = make_seq("s", list(range(16)), max_tokens=1)
+    engine.add(seq)
+    drain(engine)
+    pinned = engine.pin(seq.keys)
+    content = [bytes(engine.runner.pool.block(block)) for block in pinned]
+    assert len(pinned) == 4
+    other = make_seq("other", list(range(100, 140)), max_tokens=8)
+    engine.add(other)
+    drain(engine)
+    assert [bytes(engine.runner.pool.block(block)) for block in pinned] == content
+    engine.release(pinned)
+    engine.pool.check()
 
 
 def test_give_up_recomputes_and_returns_the_blocks_in_danger() -> None:
@@ -276,6 +371,7 @@ def test_nobody_is_overtaken(first: str) -> None:
             engine.add(small)
             admitted = admitted or engine.reserve(big)
         elif engine.reserve(small):
+            engine.arrive(small, len(small.tokens) - 1)
             engine.adopt(small)
             late += big.state is State.WAITING
         else:

@@ -279,7 +279,7 @@ async def test_what_a_command_did_to_the_cache_is_numbered_before_the_next_comma
         await r.loop.call(lambda engine: engine.add(make_seq("other", [9] * 3, max_tokens=3)))
         await r.runner.inside()
         seq = make_seq("fetched", list(range(18)))
-        r.loop.tell(lambda engine: engine.reserve(seq) and engine.adopt(seq))
+        r.loop.tell(lambda engine: engine.reserve(seq) and (engine.arrive(seq, 17), engine.adopt(seq)))
         looking = asyncio.create_task(r.loop.snapshot())
         await asyncio.sleep(0)
         r.runner.let(math.inf)

@@ -233,6 +233,7 @@ def hand_over(
         for i in range(twin.computed // BLOCK, -(-(len(twin.tokens) - 1) // BLOCK)):
             if copied(twin, i):
                 decode.runner.pool.array[twin.blocks[i]] = prefill.runner.pool.array[seq.blocks[i]]
+        decode.arrive(twin, len(twin.tokens) - 1)
         decode.adopt(twin)
     return adopted
 

@@ -1,27 +1,42 @@
-"""A handle is accepted as it was made, by the key that made it, for the request it was made for; and in no other case."""
+"""Handles, pieces and wishes are accepted as they were made, by the key that made them, for what they were made for; else never."""
 
 from dataclasses import fields, replace
 
 import pytest
 
 from baton.cluster.errors import BatonError, Reason
-from kvtransfer.handle import KvHandle, mac_key
+from kvtransfer.handle import KvHandle, Piece, Wish, mac_key
 
 KEY = mac_key("the key of this cluster")
-HANDLE = KvHandle("prefill-0", "127.0.0.1:1", 7, 3, "req", (4, 5), b"\x01" * 32, 20, b"\x02" * 16, 10_000).sealed(KEY)
-OTHER = {str: "x", int: 99, bytes: b"\x03" * 16, tuple: (4, 6)}
+HANDLE = KvHandle("prefill-0", "127.0.0.1:1", 7, 3, "req", 0, 20, b"\x02" * 16, 10_000).sealed(KEY)
+PIECE = Piece(3, "req", 1, (4, 5), b"\x01" * 32, False, 10_000).sealed(KEY)
+WISH = Wish("decode-0", 7, "req", 16, b"\x05" * 32).sealed(KEY)
+OTHER = {str: "x", int: 99, bytes: b"\x03" * 16, tuple: (4, 6), bool: True}
 
 
-def test_own_handle_is_accepted() -> None:
+def test_own_handle_and_piece_are_accepted() -> None:
     HANDLE.verify(KEY, "req")
+    PIECE.verify(KEY, HANDLE)
+    assert WISH.is_sealed_with(KEY)
 
 
-@pytest.mark.parametrize("name", [f.name for f in fields(KvHandle)])
-def test_any_altered_field_is_refused(name: str) -> None:
-    altered = replace(HANDLE, **{name: OTHER[type(getattr(HANDLE, name))]})
-    with pytest.raises(BatonError) as caught:
-        altered.verify(KEY, altered.request_id)
-    assert caught.value.reason is Reason.LEASE_REFUSED
+@pytest.mark.parametrize(
+    ("sealed", "name"), [(sealed, f.name) for sealed in (HANDLE, PIECE, WISH) for f in fields(sealed)], ids=lambda value: str(value)[:20]
+)
+def test_any_altered_field_is_refused(sealed: KvHandle | Piece | Wish, name: str) -> None:
+    altered = replace(sealed, **{name: OTHER[type(getattr(sealed, name))]})
+    assert altered != sealed and not altered.is_sealed_with(KEY)
+    if isinstance(altered, KvHandle):
+        with pytest.raises(BatonError) as caught:
+            altered.verify(KEY, altered.request_id)
+        assert caught.value.reason is Reason.LEASE_REFUSED
+
+
+@pytest.mark.parametrize("change", [{"lease_id": 4}, {"request_id": "req2"}])
+def test_a_piece_of_another_lease_or_request_is_refused(change: dict[str, object]) -> None:
+    """Also when it has the right seal: another lease's blocks hold another prompt."""
+    with pytest.raises(BatonError, match="another lease"):
+        replace(PIECE, **change).sealed(KEY).verify(KEY, HANDLE)
 
 
 def test_other_request_and_other_key_are_refused() -> None:

@@ -1,11 +1,13 @@
 """The lease table under a stopped clock: nothing expired is served, nothing alive is reaped, nothing is stranded."""
 
+import math
+
 import pytest
 from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, rule
 
-from kvtransfer.lease import IllegalLeaseMove, LeaseState, LeaseTable, move
+from kvtransfer.lease import IllegalLeaseMove, Lease, LeaseState, LeaseTable, move
 
 TTL = 10.0
 
@@ -19,6 +21,7 @@ class LeaseMachine(RuleBasedStateMachine):
         self.now = 0.0
         self.expires: dict[int, float] = {}  # leases not yet released nor reaped
         self.used: set[int] = set()
+        self.complete_ones: set[int] = set()
 
     def alive(self, lease_id: int) -> bool:
         return lease_id in self.expires and self.now < self.expires[lease_id]
@@ -32,22 +35,32 @@ class LeaseMachine(RuleBasedStateMachine):
 
     @rule()
     def grant(self) -> None:
-        lease = self.table.grant("r", self.now)
+        lease = self.table.grant()
         assert lease.id not in self.used
         self.used.add(lease.id)
-        self.expires[lease.id] = self.now + TTL
+        self.expires[lease.id] = math.inf
+
+    @rule(data=st.data())
+    def complete(self, data: st.DataObject) -> None:
+        lease_id = self.pick(data)
+        if lease_id in self.complete_ones:
+            return
+        assert self.table.complete(lease_id, self.now) == self.alive(lease_id)
+        if self.alive(lease_id):
+            self.complete_ones.add(lease_id)
+            self.expires[lease_id] = self.now + TTL
 
     @rule(data=st.data())
     def renew(self, data: st.DataObject) -> None:
         lease_id = self.pick(data)
         assert self.table.renew(lease_id, self.now) == self.alive(lease_id)
-        if self.alive(lease_id):
+        if self.alive(lease_id) and lease_id in self.complete_ones:
             self.expires[lease_id] = self.now + TTL
 
-    @rule(data=st.data())
-    def release(self, data: st.DataObject) -> None:
+    @rule(data=st.data(), how=st.sampled_from(["release", "revoke"]))
+    def end(self, data: st.DataObject, how: str) -> None:
         lease_id = self.pick(data)
-        lease = self.table.release(lease_id, self.now)
+        lease = getattr(self.table, how)(lease_id, self.now)
         assert (lease is not None) == self.alive(lease_id)
         if lease is not None:
             del self.expires[lease_id]
@@ -70,16 +83,33 @@ TestLeases = LeaseMachine.TestCase
 TestLeases.settings = settings(max_examples=100, stateful_step_count=40, deadline=None)
 
 
+def granted(table: LeaseTable, now: float) -> Lease:
+    lease = table.grant()
+    table.complete(lease.id, now)
+    return lease
+
+
 def test_reaper_passes_over_a_renewed_lease_in_front() -> None:
     table = LeaseTable(TTL)
-    first, second = table.grant("a", 0.0), table.grant("b", 1.0)
+    first, second = granted(table, 0.0), granted(table, 1.0)
     table.renew(first.id, 9.0)
     assert table.expire(12.0) == [second]
 
 
-def test_illegal_move_names_both_and_changes_nothing() -> None:
-    lease = LeaseTable(TTL).grant("a", 0.0)
-    move(lease, "release")
-    with pytest.raises(IllegalLeaseMove, match=r"released.*'renew'"):
-        move(lease, "renew")
-    assert lease.state is LeaseState.RELEASED
+def test_the_time_of_an_open_lease_does_not_run() -> None:
+    table = LeaseTable(TTL)
+    lease = table.grant()
+    assert table.renew(lease.id, 1000.0) and not table.expire(1000.0)
+    assert table.complete(lease.id, 1000.0) and not table.expire(1000.0 + TTL - 1)
+    assert table.expire(1000.0 + TTL) == [lease]
+
+
+@pytest.mark.parametrize(("events", "state"), [(["release"], "released"), (["revoke"], "revoked"), (["complete", "expire"], "expired")])
+@pytest.mark.parametrize("event", ["renew", "complete", "release", "revoke", "expire"])
+def test_a_lease_that_ended_never_comes_back(events: list[str], state: str, event: str) -> None:
+    lease = LeaseTable(TTL).grant()
+    for earlier in events:
+        move(lease, earlier)
+    with pytest.raises(IllegalLeaseMove, match=rf"{state}.*'{event}'"):
+        move(lease, event)
+    assert lease.state is LeaseState(state)

@@ -6,6 +6,7 @@ from contextlib import asynccontextmanager
 from dataclasses import dataclass, field, replace
 from typing import Any
 
+from baton.cluster.config import KvConfig
 from baton.cluster.errors import BatonError
 from baton.cluster.metrics import Book
 from baton.cluster.telemetry import Tracer
@@ -17,10 +18,10 @@ from baton.engine.sampling import Sampled, SamplingParams
 from baton.engine.scheduler import Limits
 from baton.engine.sequence import Sequence
 from baton.engine.toy import ToyRunner, naive
+from baton.worker.kv_port import KvPort, Place
 from decode_worker.worker import Adopted, DecodeWorker, Event, Finished
-from kvtransfer.exporter import Exporter
-from kvtransfer.handle import KvHandle, mac_key
-from kvtransfer.importer import Checks, Importer, PeerFacts
+from kvtransfer.handle import KvHandle, Piece, Wish, mac_key
+from kvtransfer.importer import Checks, PeerFacts
 from kvtransfer.tcp_transport import TcpTransport
 from prefill_worker.worker import Prefilled, PrefillWorker
 
@@ -32,12 +33,11 @@ PROMPT = list(range(1, 19))  # four full blocks and a partial one
 
 @dataclass
 class Wire:
-    """Implements Peer by calling the exporter. `on` has a hook per call name that runs before it."""
+    """Implements Peer by calling the port at the other end. `on` has a hook per call name that runs before it."""
 
-    exporter: Exporter
-    layout: KvLayout
-    address: Callable[[], bytes]
+    port: KvPort
     check_layout: bool = True
+    forge: Callable[[Piece], Piece] = lambda piece: piece  # what a peer that is wrong tells instead
     on: dict[str, Callable[[], Any]] = field(default_factory=dict)
 
     async def _pass(self, name: str) -> None:
@@ -48,16 +48,25 @@ class Wire:
     async def handshake(self, layout: KvLayout, transport: str) -> PeerFacts:
         await self._pass("handshake")
         if self.check_layout:
-            self.exporter.handshake(layout)
-        return PeerFacts(self.exporter.worker, self.exporter.incarnation, self.layout, self.address())
+            self.port.exporter.handshake(layout)
+        exporter = self.port.exporter
+        return PeerFacts(exporter.worker, exporter.incarnation, self.port.pool.layout, self.port.transport.address())
+
+    async def piece(self, handle: KvHandle, first: int, wait_s: float) -> Piece:
+        await self._pass("piece")
+        return self.forge(await self.port.exporter.piece(handle, handle.request_id, first, wait_s))
 
     async def renew(self, handle: KvHandle) -> float:
         await self._pass("renew")
-        return self.exporter.renew(handle, handle.request_id) / 1000
+        return self.port.exporter.renew(handle, handle.request_id) / 1000
 
     async def release(self, handle: KvHandle) -> bool:
         await self._pass("release")
-        return self.exporter.release(handle, handle.request_id)
+        return self.port.exporter.release(handle, handle.request_id)
+
+    async def lend(self, wish: Wish) -> KvHandle:
+        await self._pass("lend")
+        return await self.port.lend(wish)
 
 
 class Clock:
@@ -72,15 +81,26 @@ class Clock:
 class Pair:
     prefill: PrefillWorker
     decode: DecodeWorker
-    wire: Wire
+    wire: Wire  # from the decode to the prefill worker
+    back: Wire  # from the prefill to the decode worker
     clock: Clock
     engines: tuple[Engine, Engine]
     failures: list[BaseException]
     book: Book  # of the decode worker
 
-    async def hand_over(self, request_id: str = "r", tokens: list[int] | None = None, params: SamplingParams | None = None) -> Prefilled:
+    async def hand_over(
+        self, request_id: str = "r", tokens: list[int] | None = None, params: SamplingParams | None = None, **more: Any
+    ) -> Prefilled:
         seq = Sequence(f"{request_id}#p", list(tokens or PROMPT), len(tokens or PROMPT), params or greedy(), root_key("toy"), hold=True)
-        return await self.prefill.prefill(seq, request_id)
+        return await self.prefill.prefill(seq, request_id, **more)
+
+    async def blocks_of(self, handle: KvHandle) -> tuple[int, ...]:
+        """The holder's blocks behind a complete handle, once they are digested."""
+        export = self.prefill.port.exporter._exports[handle.lease_id]
+        async with asyncio.timeout(5):
+            while not export.complete:
+                await asyncio.sleep(0)
+        return tuple(export.block_ids)
 
     def start(
         self,
@@ -94,6 +114,15 @@ class Pair:
         seq = Sequence(f"{request_id}#d", [*prompt, first.sampled.token], len(prompt), greedy(), root_key("toy"))
         call = Call(seq)
         call.task = asyncio.create_task(self.decode.run(seq, request_id, handle or first.handle, timeout_s, call.events.append))
+        return call
+
+    def start_live(self, handle: KvHandle, request_id: str = "r", timeout_s: float = 20.0, tokens: list[int] | None = None) -> "Call":
+        """`call.first` is to be set to the first token."""
+        prompt = tokens or PROMPT
+        call = Call(Sequence(f"{request_id}#d", list(prompt), len(prompt), greedy(), root_key("toy")))
+        call.first = asyncio.get_running_loop().create_future()
+        running = self.decode.run(call.seq, request_id, handle, timeout_s, call.events.append, call.first)
+        call.task = asyncio.create_task(running)
         return call
 
     async def settled(self) -> None:
@@ -111,8 +140,8 @@ class Pair:
             "prefill blocks": prefill.pool.num_owned,
             "decode blocks": decode.pool.num_owned,
             "sequences": len(prefill.sequences) + len(decode.sequences),
-            "leases": self.prefill.exporter.num_leases,
-            "quarantine": self.decode.importer.quarantined_blocks,
+            "leases": self.prefill.port.exporter.num_leases + self.decode.port.exporter.num_leases,
+            "quarantine": self.prefill.port.importer.quarantined_blocks + self.decode.port.importer.quarantined_blocks,
             "busy": int(not self.prefill.idle) + int(not self.decode.idle),
         }
         return {name: count for name, count in left.items() if count}
@@ -123,6 +152,7 @@ class Call:
     seq: Sequence
     events: list[Event] = field(default_factory=list)
     task: asyncio.Task[None] = field(init=False)
+    first: "asyncio.Future[int] | None" = None
 
     @property
     def tokens(self) -> list[int]:
@@ -160,6 +190,7 @@ async def pair(
     decode_layout: dict[str, Any] | None = None,
     ttl_s: float = 10.0,
     tracer: Tracer | None = None,
+    chunk: int = 64,
 ) -> AsyncIterator[Pair]:
     failures: list[BaseException] = []
     clock = Clock()
@@ -168,7 +199,7 @@ async def pair(
         runner = ToyRunner(CONFIG, "toy", BLOCK)
         runner.layout = replace(runner.layout, **change)
         runner.attach(KvPool(runner.layout, blocks))
-        return Engine(runner, Limits(8, 64), min(128, blocks * BLOCK))
+        return Engine(runner, Limits(8, chunk), min(128, blocks * BLOCK))
 
     engines = engine(64, {}), engine(decode_blocks, decode_layout or {})
     book, tracer = Book("decode", "decode-0"), tracer or Tracer()
@@ -176,28 +207,27 @@ async def pair(
     decode = DecodeWorker("decode-0", BLOCK, on_failure, book, tracer)
     prefill.loop = EngineLoop(engines[0], prefill.on_step, lambda events: None, failures.append)
     decode.loop = EngineLoop(engines[1], decode.on_step, lambda events: None, failures.append)
-    pools = [e.runner.pool for e in engines]
-    serving, reading = (TcpTransport(pool, "127.0.0.1", KEY) for pool in pools)
-    prefill.exporter = exporter = Exporter(
-        worker="prefill-0", incarnation=7, address="there", pool=pools[0], key=KEY, ttl_s=ttl_s, free=prefill.free, clock=clock
-    )
-    wire = Wire(exporter, pools[0].layout, serving.address, check_layout=checks is None or checks.layout)
-
-    async def free(blocks: Any) -> None:
-        await decode.loop.call(lambda engine: engine.release(blocks))
-
-    decode.importer = Importer(
-        transport=reading, pool=pools[1], key=KEY, connect=lambda address: wire, free=free, read_timeout_s=2.0, checks=checks
-    )
+    wires: dict[str, Wire] = {}
+    ports = []
+    for worker, e, name in ((prefill, engines[0], "prefill-0"), (decode, engines[1], "decode-0")):
+        transport = TcpTransport(e.runner.pool, "127.0.0.1", KEY)
+        config = KvConfig(lease_ttl_s=ttl_s, read_timeout_s=min(2.0, ttl_s / 2), reap_interval_s=0.01)
+        worker.port = port = KvPort(
+            Place(name, 7, f"at {name}"), e.runner.pool, worker.loop, transport, KEY, config, wires.__getitem__, checks
+        )
+        port.exporter._clock = clock
+        wires[f"at {name}"] = Wire(port, check_layout=checks is None or checks.layout)
+        ports.append(port)
+    wire, back = wires["at prefill-0"], wires["at decode-0"]
     prefill.loop.start()
     decode.loop.start()
-    reaper = asyncio.create_task(exporter.run_reaper(0.01))
+    reapers = [asyncio.create_task(port.exporter.run_reaper(0.01)) for port in ports]
     try:
-        yield Pair(prefill, decode, wire, clock, engines, failures, book)
+        yield Pair(prefill, decode, wire, back, clock, engines, failures, book)
     finally:
-        reaper.cancel()
-        await decode.importer.close()
-        serving.close()
-        reading.close()
+        for reaper, port in zip(reapers, ports, strict=True):
+            reaper.cancel()
+            await port.close()
+            port.transport.close()
         await prefill.loop.close()
         await decode.loop.close()

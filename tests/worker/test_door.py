@@ -3,8 +3,10 @@
 import asyncio
 from collections.abc import AsyncIterator
 
+import pytest
 from handoff_pair import expected, pair
 
+from baton.cluster.errors import BatonError, Reason
 from baton.v1 import generation_pb2, worker_pb2
 from decode_worker import door
 from decode_worker.door import DecodeDoor, Session
@@ -59,12 +61,25 @@ async def test_router_that_does_not_read_loses_its_stream(monkeypatch: object) -
         await p.settled()
 
 
-async def test_number_used_twice_starts_nothing() -> None:
+async def test_number_used_twice_ends_the_stream_and_all_that_was_started_on_it() -> None:
+    """Answers under one number could not be told apart."""
     async with pair() as p:
+        p.engines[1].runner.step_delay_s = 0.01
         session = Session(p.decode, "toy")
-        obeying = asyncio.create_task(session.obey(commands(start(1, [1, 2, 3]), start(1, [4, 5, 6]))))
-        await asyncio.sleep(0)
+        obeying = asyncio.create_task(session.obey(commands(start(7, [1, 2, 3]), start(8, [1, 2]), start(7, [4, 5, 6]))))
+        with pytest.raises(BatonError, match=r"call_id: 7") as caught:
+            while True:
+                await session.next_events()
+        assert caught.value.reason is Reason.INVALID_FIELD
         await session.close()
         obeying.cancel()
         await asyncio.gather(obeying, return_exceptions=True)
+        await p.settled()
+
+
+async def test_numbers_that_differ_start_a_call_each() -> None:
+    """Negative control."""
+    async with pair() as p:
+        events = await read(p, start(7, [1, 2, 3]), start(8, [1, 2]))
+        assert {event.call_id for event in events if event.WhichOneof("event") == "finished"} == {7, 8}
         await p.settled()

@@ -7,7 +7,9 @@ import asyncio
 import random
 import threading
 import time
+from collections.abc import Callable
 from dataclasses import replace
+from functools import partial
 
 import pytest
 from handoff_pair import KEY, PROMPT, Pair, expected, greedy, pair
@@ -17,6 +19,7 @@ from baton.engine.block_key import root_key
 from baton.engine.sequence import Sequence, State
 from decode_worker.worker import Adopted, Event, Finished
 from kvtransfer.digest import block_digests
+from kvtransfer.handle import Piece
 from kvtransfer.importer import Checks
 
 
@@ -48,7 +51,7 @@ def flip(p: Pair, block: int) -> None:
 async def test_flipped_byte_is_recomputed() -> None:
     async with pair() as p:
         first = await p.hand_over()
-        flip(p, first.handle.block_ids[1])
+        flip(p, (await p.blocks_of(first.handle))[1])
         call = p.start(first)
         await call.task
         assert call.tokens == expected(1)
@@ -61,7 +64,7 @@ async def test_flipped_byte_without_digests_gives_wrong_tokens() -> None:
     """Negative control."""
     async with pair(checks=Checks(digests=False)) as p:
         first = await p.hand_over()
-        flip(p, first.handle.block_ids[1])
+        flip(p, (await p.blocks_of(first.handle))[1])
         call = p.start(first)
         await call.task
         assert call.tokens != expected(1) and call.finished.handoff.failure == ""
@@ -70,11 +73,11 @@ async def test_flipped_byte_without_digests_gives_wrong_tokens() -> None:
 async def test_flipped_byte_under_fail_policy_is_an_error() -> None:
     async with pair(on_failure="fail") as p:
         first = await p.hand_over()
-        flip(p, first.handle.block_ids[1])
+        flip(p, (await p.blocks_of(first.handle))[1])
         call = p.start(first)
         await call.task
         assert call.error.reason is Reason.DIGEST_MISMATCH and not call.tokens
-        assert p.prefill.exporter.num_leases == 1  # whoever sent the request here decides what becomes of the lease
+        assert p.prefill.port.exporter.num_leases == 1  # whoever sent the request here decides what becomes of the lease
         p.clock.now += 1000
         await p.settled()
 
@@ -86,7 +89,7 @@ def expire_and_overwrite(p: Pair) -> None:
 
 async def overwrite(p: Pair, blocks: tuple[int, ...]) -> None:
     expire_and_overwrite(p)
-    p.prefill.exporter.reap()
+    p.prefill.port.exporter.reap()
     for block in blocks:
         p.engines[0].runner.pool.array[block] = 7
 
@@ -94,14 +97,15 @@ async def overwrite(p: Pair, blocks: tuple[int, ...]) -> None:
 async def late_read(checks: Checks) -> "tuple[list[int], str]":
     async with pair(checks=checks) as p:
         first = await p.hand_over()
-        read = p.decode.importer.transport.read
+        blocks = await p.blocks_of(first.handle)
+        read = p.decode.port.importer.transport.read
         loop = asyncio.get_running_loop()
 
         def read_late(*arguments: object) -> None:
-            asyncio.run_coroutine_threadsafe(overwrite(p, first.handle.block_ids), loop).result(5)
+            asyncio.run_coroutine_threadsafe(overwrite(p, blocks), loop).result(5)
             read(*arguments)
 
-        p.decode.importer.transport.read = read_late
+        p.decode.port.importer.transport.read = read_late
         call = p.start(first)
         await call.task
         await p.settled()
@@ -172,7 +176,7 @@ CONTRACT = [
 async def test_handshake_names_the_field_that_differs(name: str, value: object) -> None:
     async with pair() as p:
         with pytest.raises(BatonError) as caught:
-            p.prefill.exporter.handshake(replace(p.wire.layout, **{name: value}))
+            p.prefill.port.exporter.handshake(replace(p.wire.port.pool.layout, **{name: value}))
         assert caught.value.reason is Reason.HANDSHAKE_MISMATCH and name in caught.value.message
 
 
@@ -193,10 +197,11 @@ async def test_other_model_without_the_handshake_gives_wrong_tokens() -> None:
         async with pair(checks=Checks(layout=layout_check), decode_layout={"model_fingerprint": "toy with other weights"}) as p:
             # The other model's KV: every element one higher.
             first = await p.hand_over()
-            pool = p.engines[0].runner.pool
-            pool.array.view("int64")[list(first.handle.block_ids)] += 1
-            digests = block_digests(pool, first.handle.block_ids)
-            call = p.start(first, handle=replace(first.handle, digests=digests).sealed(KEY))
+            pool, blocks = p.engines[0].runner.pool, await p.blocks_of(first.handle)
+            pool.array.view("int64")[list(blocks)] += 1
+            digests = block_digests(pool, blocks)
+            p.wire.forge = partial(altered, digests=digests)
+            call = p.start(first)
             await call.task
             assert (call.tokens == expected(1)) is layout_check
 
@@ -215,17 +220,19 @@ async def test_handle_after_release_is_refused() -> None:
     async with pair() as p:
         first = await p.hand_over()
         await p.start(first).task
+        # The cache would have all but the last block: without it, everything behind the handle is needed again.
+        await p.decode.loop.call(lambda engine: engine.pool.forget(range(engine.pool.num_blocks)))
         again = p.start(first)
         await again.task
         assert again.tokens == expected(1)
-        assert again.finished.handoff.blocks == 0 or again.finished.handoff.failure == "LEASE_EXPIRED"
+        assert (again.finished.handoff.blocks, again.finished.handoff.failure) == (0, "LEASE_EXPIRED")
         await p.settled()
 
 
 async def test_handle_of_an_earlier_incarnation_is_refused() -> None:
     async with pair() as p:
         first = await p.hand_over()
-        p.prefill.exporter.incarnation = 8
+        p.prefill.port.exporter.incarnation = 8
         call = p.start(first)
         await call.task
         assert call.finished.handoff.failure == "LEASE_REFUSED" and call.tokens == expected(1)
@@ -237,9 +244,9 @@ async def test_second_reader_of_a_lease_that_the_first_did_not_finish() -> None:
     """A decode worker that dies before the end of its read leaves the lease alive: another reads the same KV."""
     async with pair() as p:
         first = await p.hand_over()
-        reader = p.decode.importer.open(first.handle, "r")
-        name = await p.decode.importer.shake_hands(first.handle, p.wire)
-        p.decode.importer.transport.read(name, first.handle.block_ids[:2], [60, 61], 2.0)
+        reader = p.decode.port.importer.open(first.handle, "r")
+        name = await p.decode.port.importer.shake_hands(first.handle, p.wire)
+        p.decode.port.importer.transport.read(name, (await p.blocks_of(first.handle))[:2], [60, 61], 2.0)
         del reader  # killed here
         call = p.start(first)
         await call.task
@@ -247,7 +254,7 @@ async def test_second_reader_of_a_lease_that_the_first_did_not_finish() -> None:
         await p.settled()
 
 
-@pytest.mark.parametrize("place", ["handshake", "renew", "release"])
+@pytest.mark.parametrize("place", ["handshake", "piece", "release"])
 async def test_cancel_at_every_word_of_the_wire_frees_everything(place: str) -> None:
     async with pair() as p:
         first = await p.hand_over()
@@ -286,7 +293,7 @@ async def test_cancel_while_decoding_frees_everything(after: int) -> None:
 async def test_blocks_of_a_cancelled_read_wait_until_nothing_can_land() -> None:
     async with pair() as p:
         first = await p.hand_over()
-        transport = p.decode.importer.transport
+        transport = p.decode.port.importer.transport
         read, gate, reading = transport.read, asyncio.Event(), asyncio.Event()
         loop = asyncio.get_running_loop()
 
@@ -300,8 +307,8 @@ async def test_blocks_of_a_cancelled_read_wait_until_nothing_can_land() -> None:
         await reading.wait()
         call.task.cancel()
         await asyncio.gather(call.task, return_exceptions=True)
-        assert p.decode.importer.quarantined_blocks == len(call.seq.blocks or first.handle.block_ids)
-        assert p.engines[1].pool.num_owned == p.decode.importer.quarantined_blocks
+        assert p.decode.port.importer.quarantined_blocks == 5
+        assert p.engines[1].pool.num_owned == p.decode.port.importer.quarantined_blocks
         gate.set()
         await p.settled()
 
@@ -349,15 +356,50 @@ async def test_finish_at_the_first_token_leases_nothing() -> None:
         await p.settled()
 
 
-@pytest.mark.parametrize("change", [{"blocks": 3}, {"blocks": 10}, {"digests": 16}])
-async def test_handle_that_contradicts_itself_is_refused(change: dict[str, int]) -> None:
+def altered(piece: Piece, **change: object) -> Piece:
+    """By a peer that has the key."""
+    return replace(piece, **change).sealed(KEY)
+
+
+FORGERIES = {
+    "too few blocks": lambda piece: replace(piece, block_ids=piece.block_ids[:3], digests=piece.digests[:48]),
+    "too many blocks": lambda piece: replace(piece, block_ids=piece.block_ids * 2, digests=piece.digests * 2),
+    "too few digests": lambda piece: replace(piece, digests=piece.digests[:16]),
+    "other blocks of the range": lambda piece: replace(piece, first=1),
+    "another lease": lambda piece: replace(piece, lease_id=piece.lease_id + 1),
+    "another request": lambda piece: replace(piece, request_id="x"),
+}
+
+
+@pytest.mark.parametrize("forge", FORGERIES.values(), ids=FORGERIES)
+async def test_piece_that_contradicts_its_handle_is_refused(forge: Callable[[Piece], Piece]) -> None:
     """Made with the right key by a peer that is wrong: too few blocks would leave the rest of ours as they were."""
     async with pair() as p:
         first = await p.hand_over()
-        handle = first.handle
-        blocks = (handle.block_ids * 2)[: change.get("blocks", len(handle.block_ids))]
-        digests = (handle.digests * 2)[: change.get("digests", 16 * len(blocks))]
-        call = p.start(first, handle=replace(handle, block_ids=blocks, digests=digests).sealed(KEY))
+        p.wire.forge = lambda piece: forge(piece).sealed(KEY)
+        call = p.start(first)
+        await call.task
+        assert call.tokens == expected(1) and call.finished.handoff.failure == "LEASE_REFUSED"
+        p.clock.now += 1000
+        await p.settled()
+
+
+async def test_piece_that_was_altered_on_the_way_is_refused() -> None:
+    async with pair() as p:
+        first = await p.hand_over()
+        p.wire.forge = lambda piece: replace(piece, block_ids=tuple(reversed(piece.block_ids)))
+        call = p.start(first)
+        await call.task
+        assert call.tokens == expected(1) and call.finished.handoff.failure == "LEASE_REFUSED"
+        p.clock.now += 1000
+        await p.settled()
+
+
+@pytest.mark.parametrize("change", [{"start": 4}, {"start": 2}, {"end": 16}, {"end": 19}, {"start": 18}])
+async def test_handle_for_other_positions_is_refused(change: dict[str, int]) -> None:
+    async with pair() as p:
+        first = await p.hand_over()
+        call = p.start(first, handle=replace(first.handle, **change).sealed(KEY))
         await call.task
         assert call.tokens == expected(1) and call.finished.handoff.failure == "LEASE_REFUSED"
         p.clock.now += 1000
@@ -420,7 +462,7 @@ async def test_cancel_of_a_recomputed_call_that_is_done_before_its_task_wakes_le
             if isinstance(event, Finished):
                 ends.append(task.cancel())
 
-        p.wire.on["renew"] = fail
+        p.wire.on["piece"] = fail
         task = asyncio.create_task(p.decode.run(seq, "r", first.handle, 20.0, emit))
         await asyncio.gather(task, return_exceptions=True)
         assert ends == [True] and task.cancelled()
@@ -437,7 +479,7 @@ async def test_storm_of_cancels_and_failed_fetches_leaves_nothing(seed: int) -> 
             if rng.random() < 0.5:
                 raise BatonError(Reason.TRANSFER_FAILED, "the peer is gone")
 
-        p.wire.on["renew"] = sometimes
+        p.wire.on["piece"] = sometimes
 
         async def one(name: str) -> None:
             call = p.start(await p.hand_over(name), name)

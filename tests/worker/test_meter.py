@@ -30,7 +30,7 @@ def told(book: Book, name: str) -> dict[tuple[str, ...], float]:
 
 
 def events(p: Pair) -> dict[str, int]:
-    return {event: count for event, count in p.prefill.exporter.events.items() if count}
+    return {event: count for event, count in p.prefill.port.exporter.events.items() if count}
 
 
 async def test_a_handoff_that_is_well() -> None:
@@ -49,7 +49,7 @@ async def test_a_handoff_that_is_well() -> None:
 async def test_a_block_that_is_not_what_was_leased() -> None:
     async with pair() as p:
         first = await p.hand_over()
-        p.engines[0].runner.pool.block(first.handle.block_ids[1])[3] ^= 0x10
+        p.engines[0].runner.pool.block((await p.blocks_of(first.handle))[1])[3] ^= 0x10
         await p.start(first).task
         await p.settled()
         assert told(p.book, "baton_handoffs_total") == {("tcp", "DIGEST_MISMATCH"): 1}
@@ -64,20 +64,20 @@ async def test_a_lease_that_nobody_came_for() -> None:
         await p.settled()
         assert events(p) == {"granted": 1, "expired": 1}
         await p.start(first).task
-        assert events(p) == {"granted": 1, "expired": 1, "late": 2}, "asked to renew it, then to end it"
+        assert events(p) == {"granted": 1, "expired": 1, "late": 2}, "asked for its blocks, then to end it"
         assert told(p.book, "baton_handoffs_total") == {("tcp", "LEASE_EXPIRED"): 1}
 
 
-@pytest.mark.parametrize("change", [{"incarnation": 6}, {"request_id": "another"}, {"tokens": 3}])
+@pytest.mark.parametrize("change", [{"incarnation": 6}, {"request_id": "another"}, {"end": 3}])
 async def test_a_handle_that_is_not_ours(change: dict[str, Any]) -> None:
     async with pair() as p:
         first = await p.hand_over()
         forged = replace(first.handle, **change)
-        for ask in (p.prefill.exporter.renew, p.prefill.exporter.release):
+        for ask in (p.prefill.port.exporter.renew, p.prefill.port.exporter.release):
             with pytest.raises(BatonError):
                 ask(forged, first.handle.request_id)
         assert events(p) == {"granted": 1, "fenced": 2}
-        assert p.prefill.exporter.release(first.handle, first.handle.request_id)
+        assert p.prefill.port.exporter.release(first.handle, first.handle.request_id)
         await p.settled()
 
 
@@ -109,11 +109,11 @@ async def test_the_spans_of_both_workers(cut: bool, error: str) -> None:
     tracer = Tracer(box)
     async with pair(tracer=tracer) as p:
         root = tracer.begin("root")
-        first = await p.prefill.prefill(sequence(PROMPT, hold=True), "r", root.traceparent)
+        first = await p.prefill.prefill(sequence(PROMPT, hold=True), "r", traceparent=root.traceparent)
         if cut:
             p.clock.now += 1000
         continued = sequence([*PROMPT, first.sampled.token])
-        await p.decode.run(continued, "r", first.handle, 20.0, lambda event: None, root.traceparent)
+        await p.decode.run(continued, "r", first.handle, 20.0, lambda event: None, traceparent=root.traceparent)
         await p.settled()
     tracer.close()
     spans = {span.name: span for span in box.spans}
@@ -137,7 +137,7 @@ async def test_what_a_caller_cancels_ends_its_span() -> None:
     tracer = Tracer(box)
     async with pair(tracer=tracer) as p:
         p.engines[1].runner.step_delay_s = 0.01
-        working = p.decode.run(sequence(PROMPT), "r", None, 20.0, lambda event: None, tracer.begin("root").traceparent)
+        working = p.decode.run(sequence(PROMPT), "r", None, 20.0, lambda event: None, traceparent=tracer.begin("root").traceparent)
         call = asyncio.create_task(working)
         while not p.engines[1].sequences:
             await asyncio.sleep(0.001)

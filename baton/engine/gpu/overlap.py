@@ -128,15 +128,23 @@ class OverlapEngine(Engine):
                 self._book(chunk)
         return outputs
 
-    def adopt(self, seq: Sequence) -> None:
-        self.runner.to_device(seq.blocks[seq.sealed : self._blocks_of(len(seq.tokens) - 1)])
-        super().adopt(seq)
+    def arrive(self, seq: Sequence, end: int) -> None:
+        self.runner.to_device(seq.blocks[seq.sealed : self._blocks_of(end)])
+        super().arrive(seq, end)
 
-    def _settle(self, seq: Sequence, sampled: Sampled) -> Output:
-        output = super()._settle(seq, sampled)
-        if seq.state is State.HELD:
-            self.runner.to_host(seq.blocks[: self._blocks_of(seq.computed)])
-        return output
+    def pin(self, keys: Seq[bytes]) -> list[int]:
+        blocks = super().pin(keys)
+        self.runner.to_host(blocks)
+        return blocks
+
+    def _land_chunk(self, chunk: Chunk, sampled: Sampled | None) -> list[Output]:
+        seq, before = chunk.seq, chunk.seq.computed
+        outputs = super()._land_chunk(chunk, sampled)
+        if seq.hold and seq.state is not State.DONE:
+            # The block that was begun before may be full only now. What the cache held at the start was never copied to the host.
+            first = 0 if before == seq.began else before // self.block_size
+            self.runner.to_host(seq.blocks[first : self._blocks_of(seq.computed)])
+        return outputs
 
     def _blocks_of(self, tokens: int) -> int:
         return -(-tokens // self.block_size)
@@ -160,9 +168,7 @@ class OverlapEngine(Engine):
             if seq.tokens[-1] == UNKNOWN:
                 seq.tokens.pop()
             seq.computed -= chunk.n  # as before it was booked
-            self._advance(seq, chunk.n)
-            if sampled is not None:
-                outputs.append(self._settle(seq, sampled))
+            outputs += self._land_chunk(chunk, sampled)
         return outputs
 
     def _book(self, chunk: Chunk) -> None:

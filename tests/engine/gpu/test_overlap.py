@@ -230,6 +230,7 @@ def test_an_adopted_sequence_decodes_where_it_was_left() -> None:
     arrived.prompt_len, arrived.arrived_with = 5, 6
     assert target.reserve(arrived)
     target.runner.pool.array[arrived.blocks] = source.runner.pool.array[seq.blocks]
+    target.arrive(arrived, 5)
     target.adopt(arrived)
     assert first + told(drain(target), "a") == naive([9, 8, 7, 6, 5], arrived.params, width=2)
     assert arrived.prefilled == 0 and not source.runner.pool.array[[b for b in range(64) if b not in seq.blocks]].any()

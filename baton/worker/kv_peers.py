@@ -1,4 +1,4 @@
-"""A decode worker's view of the workers it fetches KV from: `KvExchange` over gRPC, one channel per address."""
+"""The workers that a worker fetches KV from: `KvExchange` over gRPC, one channel per address."""
 
 from collections.abc import Awaitable
 from typing import TypeVar
@@ -11,8 +11,8 @@ from baton.cluster.rpc import Tasks, channel, to_error
 from baton.engine.kvcache import KvLayout
 from baton.v1 import worker_pb2 as pb
 from baton.v1 import worker_pb2_grpc
-from baton.worker.wire import pack_handle, pack_layout, unpack_layout
-from kvtransfer.handle import KvHandle
+from baton.worker.wire import pack_handle, pack_layout, pack_wish, unpack_handle, unpack_layout, unpack_piece
+from kvtransfer.handle import KvHandle, Piece, Wish
 from kvtransfer.importer import PeerFacts
 
 T = TypeVar("T")
@@ -54,6 +54,15 @@ class PeerClient:
         request = pb.HandshakeRequest(worker=self._name, incarnation=self._incarnation, contract=pack_layout(layout), transport=transport)
         answer: pb.HandshakeResponse = await _ask(self._stub.Handshake(request, timeout=CALL_TIMEOUT_S))
         return PeerFacts(answer.worker, answer.incarnation, unpack_layout(answer.contract), answer.transport_address)
+
+    async def piece(self, handle: KvHandle, first: int, wait_s: float) -> Piece:
+        request = pb.PieceRequest(handle=pack_handle(handle), request_id=handle.request_id, first=first, wait_ms=int(wait_s * 1000))
+        answer: pb.KvPiece = await _ask(self._stub.Piece(request, timeout=wait_s + CALL_TIMEOUT_S))
+        return unpack_piece(answer)
+
+    async def lend(self, wish: Wish) -> KvHandle:
+        answer: pb.LendResponse = await _ask(self._stub.Lend(pack_wish(wish), timeout=CALL_TIMEOUT_S))
+        return unpack_handle(answer.handle)
 
     async def renew(self, handle: KvHandle) -> float:
         request = pb.RenewRequest(handle=pack_handle(handle), request_id=handle.request_id)

@@ -1,0 +1,130 @@
+"""A worker's KV port: what others read of its pool, and what it reads of theirs. Every worker has one, whatever its roles.
+
+out   a role opens an export while it computes a prompt; `lend` pins cached blocks for a peer that asks for them
+in    `fill` brings the KV behind a handle into the blocks reserved for a sequence; `dispose` gives blocks back after a failure
+"""
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+
+from baton.cluster.config import KvConfig
+from baton.cluster.errors import BatonError, Reason
+from baton.engine.block_key import KEY_BYTES
+from baton.engine.engine import Engine
+from baton.engine.kvcache import KvPool
+from baton.engine.loop import EngineLoop
+from baton.engine.sequence import Sequence as EngineSequence
+from kvtransfer.exporter import Exporter
+from kvtransfer.handle import KvHandle, Wish
+from kvtransfer.importer import Checks, Fetch, Importer, Peer
+from kvtransfer.transport import Transport
+
+MAX_LENT = 256  # loans at a time: each pins blocks that the pool would otherwise evict
+
+
+@dataclass(frozen=True, slots=True)
+class Place:
+    """Where a worker's KV is: who holds it, since when, and the address of its KvExchange."""
+
+    worker: str
+    incarnation: int
+    address: str
+
+
+class KvPort:
+    def __init__(
+        self,
+        place: Place,
+        pool: KvPool,
+        loop: EngineLoop,
+        transport: Transport,
+        key: bytes,
+        config: KvConfig,
+        connect: Callable[[str], Peer],
+        checks: Checks | None = None,
+    ) -> None:
+        self.place = place
+        self.pool = pool
+        self.transport = transport
+        self._loop = loop
+        self._lent = 0
+        self.exporter = Exporter(
+            worker=place.worker, incarnation=place.incarnation, address=place.address, pool=pool, key=key, ttl_s=config.lease_ttl_s
+        )
+        self.importer = Importer(
+            transport=transport,
+            pool=pool,
+            key=key,
+            connect=connect,
+            free=self._free,
+            read_timeout_s=config.read_timeout_s,
+            checks=checks,
+        )
+
+    async def lend(self, wish: Wish) -> KvHandle:
+        """Pin the longest cached run of the blocks wished for, and lease it. Raises BatonError(LEASE_REFUSED, SATURATED)."""
+        if not wish.is_sealed_with(self.importer.key) or (wish.worker, wish.incarnation) != (self.place.worker, self.place.incarnation):
+            raise BatonError(Reason.LEASE_REFUSED, f"the wish is for {wish.worker}:{wish.incarnation}, or was altered")
+        size = self.pool.layout.block_size
+        if not 0 < len(wish.keys) <= self.pool.num_blocks * KEY_BYTES or len(wish.keys) % KEY_BYTES or wish.start % size:
+            raise BatonError(Reason.LEASE_REFUSED, f"{len(wish.keys)} bytes of keys from position {wish.start} on")
+        if self._lent >= MAX_LENT:
+            raise BatonError(Reason.SATURATED, f"{self._lent} loans are out")
+        keys = [wish.keys[at : at + KEY_BYTES] for at in range(0, len(wish.keys), KEY_BYTES)]
+        blocks = await self._pin(keys)
+        if not blocks:
+            raise BatonError(Reason.LEASE_REFUSED, "none of these blocks is cached")
+        self._lent += 1
+        export = self.exporter.open(wish.request_id, wish.start, wish.start + len(blocks) * size, lambda: self._unpin(blocks))
+        export.finish(blocks)
+        return export.handle
+
+    async def fill(self, seq: EngineSequence, fetch: Fetch) -> int:
+        """Bring what the handle is for into the reserved blocks of `seq`. Returns how many blocks of the range were here already.
+
+        Raises BatonError: the blocks must not be used, and go to `dispose` once the engine has taken them from the sequence.
+        """
+        size, handle = self.pool.layout.block_size, fetch.handle
+        have = seq.computed // size - handle.start // size
+        if have < 0:
+            raise BatonError(Reason.LEASE_REFUSED, f"the handle begins at position {handle.start}, the sequence has {seq.computed}")
+        if handle.end > len(seq.tokens):
+            raise BatonError(Reason.LEASE_REFUSED, f"the handle is for {handle.end} positions, the sequence has {len(seq.tokens)} tokens")
+        skip = min(have, fetch.num_blocks)
+        first = handle.start // size + skip
+        await fetch.read(seq.blocks[first : handle.start // size + fetch.num_blocks], skip)
+        return skip
+
+    async def withdraw(self, seq_id: str | None, fetch: Fetch | None, filling: list[int]) -> None:
+        """End a sequence that a fetch may be filling (None: only its blocks are left). `filling`, blocks that were taken from it before,
+        is empty afterwards: whoever is cancelled here may call again."""
+        if seq_id is not None:
+            taken = await self._loop.call(lambda engine: engine.abort(seq_id))
+            filling += taken  # after the await: a command that took blocks before the abort has put them there by now
+        blocks = list(filling)
+        filling.clear()
+        await self.importer.dispose(fetch, blocks)
+
+    async def close(self) -> None:
+        await self.importer.close()
+
+    async def _pin(self, keys: Sequence[bytes]) -> list[int]:
+        """A caller that is cancelled leaves nothing pinned: the command that gives back comes after the one that took."""
+        pinned: list[int] = []
+
+        def pin(engine: Engine) -> None:
+            pinned.extend(engine.pin(keys))
+
+        try:
+            await self._loop.call(pin)
+        except BaseException:
+            self._loop.tell(lambda engine: engine.release(pinned))
+            raise
+        return pinned
+
+    def _unpin(self, blocks: list[int]) -> None:
+        self._lent -= 1
+        self._loop.tell(lambda engine: engine.release(blocks))
+
+    async def _free(self, blocks: Sequence[int]) -> None:
+        await self._loop.call(lambda engine: engine.release(blocks))
