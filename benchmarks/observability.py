@@ -51,9 +51,9 @@ CLUSTER_ROUNDS, CLUSTER_REQUESTS = 5, 300  # `serving.load` sends so many
 class Answering:
     """Stands in for the workers: hands over and answers at once, so that what is left is the router."""
 
-    async def prefill(self, worker: WorkerRecord, request: Request, timeout_s: float) -> FirstToken:
+    async def prefill(self, worker: WorkerRecord, request: Request, timeout_s: float) -> AsyncGenerator[FirstToken, None]:
         with request.trace.span.child("baton.prefill", "client", {"baton.worker": worker.name}):
-            return FirstToken(
+            yield FirstToken(
                 Token(7), b"lease" if request.params.max_tokens > 1 else b"", None if request.params.max_tokens > 1 else "length", 0, 0, 1
             )
 

@@ -104,7 +104,7 @@ class Dispatcher:
         trace.choices.append(("prefill", choice.reason))
         trace.prefill_worker = ""
         try:
-            first = await self._workers.prefill(worker, request, self._remaining(request))
+            first = await self._first_token(worker, request)
         except BatonError as error:
             self._blame(request, worker, error, failed)
             raise
@@ -116,6 +116,13 @@ class Dispatcher:
         if not request.output_len:
             trace.cached_tokens = first.cached_tokens
         return first
+
+    async def _first_token(self, worker: WorkerRecord, request: Request) -> FirstToken:
+        async with aclosing(self._workers.prefill(worker, request, self._remaining(request))) as events:
+            async for event in events:
+                if isinstance(event, FirstToken):
+                    return event
+        raise BatonError(Reason.INTERNAL, "the prefill ended without a token")
 
     async def _decode(self, request: Request, handle: bytes, failed: set[str]) -> AsyncGenerator[Token | Adopted, None]:
         """Tokens of one decode worker, and Adopted when it no longer needs the lease. Sets `request.finish` at the end."""

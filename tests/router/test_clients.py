@@ -19,7 +19,7 @@ from baton.engine.sampling import SamplingParams
 from baton.v1 import generation_pb2, worker_pb2_grpc
 from baton.v1 import worker_pb2 as pb
 from router import watch
-from router.clients import Adopted, CacheSnapshot, Ended, FirstToken, Workers
+from router.clients import Adopted, CacheSnapshot, Ended, FirstToken, Opened, Source, Workers
 from router.request import Handoff, Request, Stopwatch, Token, Trace
 from router.view import ClusterView
 from router.watch import Watch
@@ -45,6 +45,7 @@ class Worker(
         self.says: asyncio.Queue[list[pb.DecodeEvent] | BatonError | None] = asyncio.Queue()
         self.prefills: list[pb.PrefillRequest] = []
         self.on_prefill: Callable[[], Any] = pb.PrefillResponse
+        self.opens = b""  # handle of a prompt that has begun
         self.cancelled = 0
         self.released: list[tuple[bytes, str]] = []
         self.on_describe: Callable[[], Any] = pb.DescribeResponse
@@ -64,15 +65,16 @@ class Worker(
         async for command in commands:
             self.heard.put_nowait(command)
 
-    async def Prefill(self, request: pb.PrefillRequest, context: Context) -> pb.PrefillResponse:
+    async def Prefill(self, request: pb.PrefillRequest, context: Context) -> AsyncIterator[pb.PrefillEvent]:
         self.prefills.append(request)
         async with Answering(context):
             try:
-                return await settled(self.on_prefill())
+                if self.opens:
+                    yield pb.PrefillEvent(opened=pb.PrefillOpened(handle=self.opens))
+                yield pb.PrefillEvent(done=await settled(self.on_prefill()))
             except asyncio.CancelledError:
                 self.cancelled += 1
                 raise
-        raise AssertionError
 
     async def Release(self, request: pb.ReleaseRequest, context: Context) -> pb.ReleaseResponse:
         self.released.append((request.handle, request.request_id))
@@ -87,6 +89,11 @@ class Worker(
 
 async def settled(value: Any) -> Any:
     return await value if asyncio.iscoroutine(value) else value
+
+
+async def prefill(workers: Workers, worker: WorkerRecord, asked: Request, timeout_s: float) -> FirstToken:
+    *_, first = [event async for event in workers.prefill(worker, asked, timeout_s)]
+    return first
 
 
 def sleeping() -> Any:
@@ -153,13 +160,52 @@ async def test_every_parameter_travels() -> None:
         worker.on_prefill = lambda: pb.PrefillResponse(
             token=pb.GeneratedToken(id=5), handle=b"h", cached_tokens=16, wait_ms=1, compute_ms=2
         )
-        assert await workers.prefill(d0, request(), 5) == FirstToken(Token(5), b"h", None, 16, 1.0, 2.0)
+        assert await prefill(workers, d0, request(), 5) == FirstToken(Token(5), b"h", None, 16, 1.0, 2.0)
         sampling = worker.prefills[0].job.sampling
         plain = {f.name: getattr(sampling, f.name) for f in sampling.DESCRIPTOR.fields if not f.is_repeated}
         lists = {"stop_token_ids": frozenset(sampling.stop_token_ids), "logit_bias": dict(sampling.logit_bias)}
         assert SamplingParams(**plain, **lists) == PARAMS
-        await workers.prefill(d0, request(params=replace(PARAMS, logprobs=None)), 5)
+        await prefill(workers, d0, request(params=replace(PARAMS, logprobs=None)), 5)
         assert not worker.prefills[1].job.sampling.HasField("logprobs")
+
+
+async def test_a_long_prompt_is_opened_before_its_first_token() -> None:
+    async with pair() as (worker, workers, d0, _):
+        worker.opens, worker.on_prefill = b"ticket", lambda: pb.PrefillResponse(token=pb.GeneratedToken(id=5), fetched_tokens=32)
+        source = Source(replace(d0, name="d9", incarnation=4, address="there:1"), 6)
+        events = [event async for event in workers.prefill(d0, request(), 5, source)]
+        assert events == [Opened(b"ticket"), FirstToken(Token(5), b"", None, 0, 0.0, 0.0, 32)]
+        told = worker.prefills[0].source
+        assert (told.worker, told.incarnation, told.address, told.blocks) == ("d9", 4, "there:1", 6)
+
+
+async def test_the_first_token_of_a_live_call_follows_its_start() -> None:
+    async with pair() as (worker, workers, d0, _):
+        first: asyncio.Future[int] = asyncio.get_running_loop().create_future()
+        events = workers.decode(d0, request(), b"ticket", 5, first)
+        call = asyncio.create_task(anext(events))
+        start = await worker.heard.get()
+        assert start.start.live and start.start.handle == b"ticket"
+        first.set_result(77)
+        told = await worker.heard.get()
+        assert (told.call_id, told.first.token_id) == (start.call_id, 77)
+        worker.says.put_nowait([token(start.call_id, 8)])
+        assert await call == Token(8)
+        await events.aclose()
+        assert (await worker.heard.get()).WhichOneof("command") == "cancel"
+
+
+async def test_a_live_call_that_ended_is_told_nothing_more() -> None:
+    async with pair() as (worker, workers, d0, _):
+        first: asyncio.Future[int] = asyncio.get_running_loop().create_future()
+        call = asyncio.create_task(anext(workers.decode(d0, request(), b"ticket", 5, first)))
+        start = await worker.heard.get()
+        call.cancel()
+        await asyncio.gather(call, return_exceptions=True)
+        first.set_result(77)
+        assert (await worker.heard.get()).WhichOneof("command") == "cancel"
+        await asyncio.sleep(0.05)
+        assert worker.heard.empty() and start.call_id == 1
 
 
 async def test_many_calls_share_one_stream() -> None:
@@ -233,7 +279,7 @@ async def test_nobody_there_is_told_at_once() -> None:
     async with pair() as (_, workers, d0, server):
         await server.stop(None)
         assert (await refused(take(workers, d0))).reason is Reason.WORKER_LOST
-        assert (await refused(workers.prefill(d0, request(), 5))).reason is Reason.WORKER_LOST
+        assert (await refused(prefill(workers, d0, request(), 5))).reason is Reason.WORKER_LOST
         assert (await refused(workers.describe(d0))).reason is Reason.WORKER_LOST
         assert (await refused(workers.snapshot(d0))).reason is Reason.WORKER_LOST
         workers.release(d0, b"h", "r")  # best effort
@@ -287,7 +333,7 @@ async def test_closing_between_two_tokens_cancels_too() -> None:
 async def test_a_prefill_that_is_cancelled_is_cancelled_on_the_worker() -> None:
     async with pair() as (worker, workers, d0, _):
         worker.on_prefill = sleeping
-        call = asyncio.create_task(workers.prefill(d0, request(), 30))
+        call = asyncio.create_task(prefill(workers, d0, request(), 30))
         while not worker.prefills:
             await asyncio.sleep(0.01)
         call.cancel()
@@ -314,7 +360,7 @@ async def test_a_worker_that_says_nothing_meets_the_deadline() -> None:
         assert error.reason is Reason.DEADLINE
         assert (await worker.heard.get()).HasField("start") and (await worker.heard.get()).HasField("cancel")
         worker.on_prefill = sleeping
-        assert (await refused(workers.prefill(d0, request(), 0.1))).reason is Reason.DEADLINE
+        assert (await refused(prefill(workers, d0, request(), 0.1))).reason is Reason.DEADLINE
 
 
 async def test_the_deadline_is_that_of_the_call_not_of_each_token() -> None:
@@ -342,7 +388,7 @@ async def test_every_reason_of_a_worker_arrives(reason: Reason) -> None:
             raise BatonError(reason, "because")
 
         worker.on_prefill = fail
-        error = await refused(workers.prefill(d0, request(), 5))
+        error = await refused(prefill(workers, d0, request(), 5))
         assert (error.reason, error.message) == (reason, "because")
         call = asyncio.create_task(take(workers, d0))
         number = (await worker.heard.get()).call_id
@@ -376,7 +422,7 @@ async def test_calls_to_a_forgotten_worker_are_lost_not_cancelled() -> None:
     """The channel closes under them, which gRPC tells as a cancellation; whoever waits was not cancelled and may go elsewhere."""
     async with pair() as (worker, workers, d0, _):
         worker.on_prefill = worker.on_describe = sleeping
-        asks = [workers.prefill(d0, request(), 30), take(workers, d0), workers.describe(d0)]
+        asks = [prefill(workers, d0, request(), 30), take(workers, d0), workers.describe(d0)]
         calls = [asyncio.create_task(ask) for ask in asks]
         await worker.heard.get()
         await asyncio.sleep(0.1)

@@ -62,7 +62,7 @@ class FakeWorkers:
         self.replies: Callable[[], None] = lambda: None
         self._numbers = count(1)
 
-    async def prefill(self, worker: WorkerRecord, request: Request, timeout_s: float) -> FirstToken:
+    async def prefill(self, worker: WorkerRecord, request: Request, timeout_s: float) -> AsyncGenerator[FirstToken, None]:
         self.calls.append(Call("prefill", worker.name, len(request.tokens)))
         async with self._counted(timeout_s):
             await asyncio.sleep(0)
@@ -76,7 +76,7 @@ class FakeWorkers:
             self.leases[handle] = (worker.name, request.id, len(request.tokens))
             self.endings[handle] = 0
         self.replies()
-        return FirstToken(Token(token), handle, finish, 16, 1.0, 2.0)
+        yield FirstToken(Token(token), handle, finish, 16, 1.0, 2.0)
 
     async def decode(self, worker: WorkerRecord, request: Request, handle: bytes, timeout_s: float) -> AsyncGenerator[DecodeEvent, None]:
         self.calls.append(Call("decode", worker.name, len(request.tokens), handle))
