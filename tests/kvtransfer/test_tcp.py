@@ -10,9 +10,9 @@ from contextlib import suppress
 import numpy as np
 import pytest
 
-import kvtransfer.tcp_transport as tcp
 from baton.cluster.errors import BatonError
-from kvtransfer.tcp_transport import MAGIC, NONCE_BYTES, OK, OUT_OF_RANGE, PROOF_BYTES, _Address, _open, _proof, _receive
+from kvtransfer import tcp_server, tcp_transport, tcp_wire
+from kvtransfer.tcp_wire import MAGIC, NONCE_BYTES, OK, OUT_OF_RANGE, PROOF_BYTES, Address, open_connection, proof, receive
 
 
 @pytest.fixture
@@ -23,8 +23,8 @@ def server(make_reader):
     return reader
 
 
-def target(server) -> _Address:
-    return _Address.parse(server.transport.address())
+def target(server) -> Address:
+    return Address.parse(server.transport.address())
 
 
 def dial(server) -> socket.socket:
@@ -32,7 +32,7 @@ def dial(server) -> socket.socket:
 
 
 def hear(sock: socket.socket, size: int) -> bytes:
-    return _receive(sock, size, time.monotonic() + 5)
+    return receive(sock, size, time.monotonic() + 5)
 
 
 def drain(sock: socket.socket) -> bytes:
@@ -50,8 +50,8 @@ def finish(sock: socket.socket) -> None:
         sock.shutdown(socket.SHUT_WR)
 
 
-def serving_threads() -> int:
-    return sum(thread.name == "kv-tcp-serve" for thread in threading.enumerate())
+def connections(server) -> int:
+    return server.transport._server.num_connections
 
 
 @pytest.mark.parametrize(("key", "admitted"), [("key", True), ("other key", False), ("", False)])
@@ -77,8 +77,8 @@ def test_a_reader_that_cannot_prove_the_key_hears_not_a_byte_of_kv(key, what, se
     sock.sendall(MAGIC + nonce)
     answer = hear(sock, NONCE_BYTES + PROOF_BYTES)
     nonces = nonce + answer[:NONCE_BYTES]
-    assert answer[NONCE_BYTES:] == _proof(b"key", b"server", address.instance, nonces)
-    sock.sendall(_proof(key, b"reader", address.instance, nonces) + struct.pack("<III", 2, 4, 7))
+    assert answer[NONCE_BYTES:] == proof(b"key", b"server", address.instance, nonces)
+    sock.sendall(proof(key, b"reader", address.instance, nonces) + struct.pack("<III", 2, 4, 7))
     finish(sock)
     expected = OK + OK + server.pool.array[[4, 7]].tobytes() if what == "served" else b""
     assert drain(sock) == expected
@@ -108,7 +108,7 @@ def test_a_server_that_cannot_prove_the_key_is_told_nothing(make_reader, server)
         thread = threading.Thread(target=impostor, args=(listener,))
         thread.start()
         address = target(server)
-        there = _Address(address.instance, address.num_blocks, address.block_bytes, "127.0.0.1", listener.getsockname()[1])
+        there = Address(address.instance, address.num_blocks, address.block_bytes, "127.0.0.1", listener.getsockname()[1])
         with pytest.raises(BatonError, match="another cluster key"):
             make_reader("tcp").transport.connect("impostor:1", there.pack())
         thread.join()
@@ -136,35 +136,34 @@ def test_another_process_behind_the_address_is_refused(make_reader, start_peer):
 
 @pytest.mark.parametrize("garbage", [b"", b"GET / HTTP/1.1\r\n\r\n" + b"x" * 100, bytes(range(256)) * 4, MAGIC, MAGIC + bytes(200)])
 def test_garbage_is_answered_with_an_end(garbage, server, monkeypatch):
-    monkeypatch.setattr(tcp, "HANDSHAKE_TIMEOUT", 0.3)
+    monkeypatch.setattr(tcp_wire, "HANDSHAKE_TIMEOUT", 0.3)
     sock = dial(server)
     sock.sendall(garbage)
     finish(sock)
     assert len(drain(sock)) <= NONCE_BYTES + PROOF_BYTES
-    _open(target(server), b"key", time.monotonic() + 2).close()
+    open_connection(target(server), b"key", time.monotonic() + 2).close()
 
 
 def test_strangers_are_few_and_soon_gone(make_reader, monkeypatch):
-    monkeypatch.setattr(tcp, "MAX_STRANGERS", 4)
-    monkeypatch.setattr(tcp, "HANDSHAKE_TIMEOUT", 1.0)
+    monkeypatch.setattr(tcp_server, "MAX_STRANGERS", 4)
+    monkeypatch.setattr(tcp_wire, "HANDSHAKE_TIMEOUT", 1.0)
     server, reader = make_reader("tcp"), make_reader("tcp")
-    wait_until(lambda: serving_threads() == 0)
     reader.transport.connect("server:1", server.transport.address())
-    before = serving_threads()
+    before = connections(server)
     silent = [dial(server) for _ in range(12)]
     for sock in silent[:2]:
         sock.sendall(MAGIC[:3])  # some begin and stop
-    wait_until(lambda: serving_threads() == before + 4)
+    wait_until(lambda: connections(server) == before + 4)
     reader.transport.read("server:1", [1], [1], 5)  # who is in is served
     for sock in silent:
         assert drain(sock) == b""  # turned away at once, or when their time was up
-        assert serving_threads() <= before + 4
-    wait_until(lambda: serving_threads() == before)
+        assert connections(server) <= before + 4
+    wait_until(lambda: connections(server) == before)
     make_reader("tcp").transport.connect("server:1", server.transport.address())
 
 
 def test_a_stranger_cannot_buy_time_with_single_bytes(server, monkeypatch):
-    monkeypatch.setattr(tcp, "HANDSHAKE_TIMEOUT", 0.4)
+    monkeypatch.setattr(tcp_wire, "HANDSHAKE_TIMEOUT", 0.4)
     began = time.monotonic()
     with dial(server) as sock, pytest.raises(OSError):
         while time.monotonic() < began + 5:
@@ -175,7 +174,7 @@ def test_a_stranger_cannot_buy_time_with_single_bytes(server, monkeypatch):
 
 def test_a_request_out_of_range_reads_no_memory(server):
     num_blocks = server.pool.num_blocks
-    sock = _open(target(server), b"key", time.monotonic() + 5)
+    sock = open_connection(target(server), b"key", time.monotonic() + 5)
     sock.settimeout(5)
     for blocks in ([num_blocks], [0, num_blocks], [2**32 - 1]):
         sock.sendall(struct.pack(f"<I{len(blocks)}I", len(blocks), *blocks))
@@ -189,29 +188,64 @@ def test_a_request_out_of_range_reads_no_memory(server):
 def test_connections_are_used_again_and_bounded(make_reader, server):
     reader = make_reader("tcp")
     reader.transport.connect("server:1", server.transport.address())
-    before = serving_threads()
+    before = connections(server)
     for _ in range(20):
         reader.transport.read("server:1", [1, 2], [3, 4], 5)
-    assert serving_threads() == before
+    assert connections(server) == before
     threads = [threading.Thread(target=reader.transport.read, args=("server:1", [i], [i], 5)) for i in range(32)]
     for thread in threads:
         thread.start()
     for thread in threads:
         thread.join()
-    assert serving_threads() <= before - 1 + tcp.CONNECTIONS_PER_PEER
+    assert connections(server) <= before - 1 + tcp_transport.CONNECTIONS_PER_PEER
     assert np.array_equal(reader.pool.array[:32], server.pool.array[:32])
+
+
+def test_a_thousand_readers_cost_sockets_and_no_threads(server):
+    before = threading.active_count()
+    socks = [open_connection(target(server), b"key", time.monotonic() + 20) for _ in range(1024)]
+    assert connections(server) == 1024
+    assert threading.active_count() - before <= tcp_server.MAX_STRANGERS
+    for block, sock in enumerate(socks):
+        sock.sendall(struct.pack("<II", 1, block % 64))
+    for block, sock in enumerate(socks):
+        assert hear(sock, 1 + 4096) == OK + server.pool.array[block % 64].tobytes()
+    assert threading.active_count() - before <= tcp_server.MAX_STRANGERS + tcp_server.SERVING
+    for sock in socks:
+        sock.close()
+    wait_until(lambda: connections(server) == 0)
+
+
+def test_the_reader_too_many_is_told_so(make_reader, server, monkeypatch):
+    monkeypatch.setattr(tcp_server, "MAX_CONNECTIONS", 2)
+    readers = [make_reader("tcp") for _ in range(3)]
+    for reader in readers[:2]:
+        reader.transport.connect("server:1", server.transport.address())
+    with pytest.raises(BatonError, match="as many KV connections as it can"):
+        readers[2].transport.connect("server:1", server.transport.address())
+    readers[0].transport.read("server:1", [1], [1], 5)  # who is in is served
+    readers[0].transport.disconnect("server:1")
+    wait_until(lambda: connections(server) == 1)
+    readers[2].transport.connect("server:1", server.transport.address())
+
+
+def test_a_connection_without_a_reader_ends(make_reader, server, monkeypatch):
+    monkeypatch.setattr(tcp_server, "IDLE_S", 0.1)
+    with open_connection(target(server), b"key", time.monotonic() + 5) as sock:
+        assert drain(sock) == b""
+    assert connections(server) == 0
 
 
 def test_an_idle_connection_that_died_is_replaced(make_reader, server, monkeypatch):
     reader = make_reader("tcp")
     reader.transport.connect("server:1", server.transport.address())
-    for sock in list(server.transport._server._connections):
+    for sock in list(server.transport._server._open):
         sock.shutdown(socket.SHUT_RDWR)  # what a restart of something in between does to it
     time.sleep(0.05)
     reader.transport.read("server:1", [1], [1], 5)
-    monkeypatch.setattr(tcp, "IDLE_LIMIT", 0.0)
+    monkeypatch.setattr(tcp_wire, "IDLE_LIMIT", 0.0)
     opened = []
-    monkeypatch.setattr(tcp, "_open", lambda *args: opened.append(args) or _open(*args))
+    monkeypatch.setattr(tcp_wire, "open_connection", lambda *args: opened.append(args) or open_connection(*args))
     reader.transport.read("server:1", [2], [2], 5)
     assert opened  # one that was idle for too long is not trusted, though it looks well
     assert np.array_equal(reader.pool.array[[1, 2]], server.pool.array[[1, 2]])
@@ -229,7 +263,7 @@ def test_a_read_of_a_stalled_server_ends_when_all_connections_wait(make_reader, 
             reader.read(peer, [0], [0], timeout=0.5)
         ended.append(time.monotonic() - began)
 
-    threads = [threading.Thread(target=read) for _ in range(3 * tcp.CONNECTIONS_PER_PEER)]
+    threads = [threading.Thread(target=read) for _ in range(3 * tcp_transport.CONNECTIONS_PER_PEER)]
     for thread in threads:
         thread.start()
     for thread in threads:
@@ -241,10 +275,10 @@ def test_a_read_of_a_stalled_server_ends_when_all_connections_wait(make_reader, 
 
 def test_it_listens_where_it_is_told(make_reader):
     reader = make_reader("tcp")
-    listener = reader.transport._server._listener
+    listener = reader.transport._server.listener
     assert listener.getsockname()[0] == "127.0.0.1"
     told = make_reader("tcp", host="0.0.0.0", advertise="127.0.0.1")
-    assert _Address.parse(told.transport.address()).host == "127.0.0.1"
+    assert Address.parse(told.transport.address()).host == "127.0.0.1"
     reader.transport.connect("told:1", told.transport.address())
 
 

@@ -1,0 +1,183 @@
+"""The serving end of the TCP transport: the pool, to whoever proves the key.
+
+One thread accepts and watches the connections that are idle; a request on one of them gets a thread of a pool for as long as it is
+answered. So a thousand readers cost a thousand sockets, and as many threads as are busy at once.
+"""
+
+import logging
+import os
+import selectors
+import socket
+import threading
+import time
+from collections import deque
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import suppress
+
+import numpy as np
+
+from baton.engine.kvcache import KvPool
+from kvtransfer import tcp_wire as wire
+from kvtransfer.transport import runs
+
+log = logging.getLogger(__name__)
+
+MAX_STRANGERS = 32  # connections that have not proved the key; one thread each
+MAX_CONNECTIONS = 8192  # connections that have: 1,024 readers with all of theirs, twice
+SERVING = 64  # requests answered at once; those beyond wait for a thread
+BACKLOG = 1024  # connections that wait to be accepted, or turned away
+WATCH_S = 0.2  # how often the watching thread looks whether it is to end
+IDLE_S = 120.0  # a reader drops a connection that is idle for `wire.IDLE_LIMIT`; one that is idle for so long has no reader any more
+
+
+class Server:
+    def __init__(self, pool: KvPool, host: str, port: int, key: bytes) -> None:
+        self.instance = os.urandom(wire.INSTANCE_BYTES)
+        self._pool = pool
+        self._key = key
+        self._strangers = threading.BoundedSemaphore(MAX_STRANGERS)
+        self._lock = threading.Lock()
+        self._open: set[socket.socket] = set()  # all of them
+        self._admitted: set[socket.socket] = set()  # of these, those that proved the key
+        self._to_park: deque[socket.socket] = deque()  # answered: the watching thread takes them back
+        self._closed = False
+        family = socket.AF_INET6 if ":" in host else socket.AF_INET
+        self.listener = socket.create_server((host, port), family=family, backlog=BACKLOG)
+        self.listener.setblocking(False)
+        self.port: int = self.listener.getsockname()[1]
+        self._wakeup, self._wake = socket.socketpair()
+        self._wakeup.setblocking(False)
+        self._selector = selectors.DefaultSelector()
+        self._greeters = ThreadPoolExecutor(MAX_STRANGERS, "kv-tcp-greet")
+        self._servers = ThreadPoolExecutor(SERVING, "kv-tcp-serve")
+        self._watcher = threading.Thread(target=self._watch, name="kv-tcp-watch", daemon=True)
+        self._watcher.start()
+
+    @property
+    def num_connections(self) -> int:
+        with self._lock:
+            return len(self._open)
+
+    @property
+    def num_strangers(self) -> int:
+        with self._lock:
+            return len(self._open) - len(self._admitted)
+
+    def close(self) -> None:
+        self._closed = True
+        self._watcher.join()
+        with self._lock:
+            for sock in self._open:
+                wire.shut(sock)  # wakes the thread that answers, which then closes it
+        for threads in (self._greeters, self._servers):
+            threads.shutdown(cancel_futures=True)
+        with self._lock:
+            left, self._open = self._open, set()
+        for sock in left:
+            sock.close()
+        self._wakeup.close()
+        self._wake.close()
+
+    def _watch(self) -> None:
+        """Accepts, parks what was answered, hands over what has a request, drops what was idle for too long."""
+        idle_since: dict[socket.socket, float] = {}
+        self._selector.register(self.listener, selectors.EVENT_READ)
+        self._selector.register(self._wakeup, selectors.EVENT_READ)
+        with self.listener, self._selector:
+            while not self._closed:
+                for key, _ in self._selector.select(WATCH_S):
+                    if key.fileobj is self.listener:
+                        self._accept()
+                    elif key.fileobj is self._wakeup:
+                        with suppress(BlockingIOError):
+                            self._wakeup.recv(4096)
+                    else:
+                        sock = key.fileobj
+                        assert isinstance(sock, socket.socket)
+                        self._selector.unregister(sock)
+                        del idle_since[sock]
+                        self._servers.submit(self._serve, sock)
+                now = time.monotonic()
+                while self._to_park:
+                    sock = self._to_park.popleft()
+                    self._selector.register(sock, selectors.EVENT_READ)
+                    idle_since[sock] = now
+                for sock in [sock for sock, since in idle_since.items() if now - since > IDLE_S]:
+                    self._selector.unregister(sock)
+                    del idle_since[sock]
+                    self._drop(sock)
+
+    def _accept(self) -> None:
+        try:
+            sock, _ = self.listener.accept()
+        except BlockingIOError:
+            return
+        except OSError as error:  # out of descriptors, or it was reset before we came
+            log.warning("cannot accept a KV reader: %s", error)
+            time.sleep(WATCH_S)
+            return
+        if not self._strangers.acquire(blocking=False):
+            sock.close()
+            return
+        with self._lock:
+            self._open.add(sock)
+        self._greeters.submit(self._greet, sock)
+
+    def _greet(self, sock: socket.socket) -> None:
+        """A connection that proves the key is parked; the one too many is told so."""
+        try:
+            if not wire.prove_as_server(sock, self._key, self.instance):
+                log.warning("a KV reader without the cluster key was refused")
+                self._drop(sock)
+                return
+            with self._lock:
+                room = len(self._admitted) < MAX_CONNECTIONS
+                if room:
+                    self._admitted.add(sock)
+            wire.send(sock, wire.OK if room else wire.FULL, time.monotonic() + wire.HANDSHAKE_TIMEOUT)
+            if room:
+                self._park(sock)
+            else:
+                log.warning("a KV reader was turned away: %d connections are open", MAX_CONNECTIONS)
+                self._drop(sock)
+        except OSError as error:
+            log.debug("KV reader gone: %s", error)
+            self._drop(sock)
+        finally:
+            self._strangers.release()
+
+    def _serve(self, sock: socket.socket) -> None:
+        try:
+            if self._answer(sock):
+                self._park(sock)
+                return
+        except OSError as error:
+            log.debug("KV reader gone: %s", error)
+        self._drop(sock)
+
+    def _answer(self, sock: socket.socket) -> bool:
+        """One request. False: the connection has to end."""
+        deadline = time.monotonic() + wire.STALL_TIMEOUT
+        (count,) = wire.COUNT.unpack(wire.receive(sock, wire.COUNT.size, deadline))
+        if count > self._pool.num_blocks:  # before anything is allocated for it
+            wire.send(sock, wire.OUT_OF_RANGE, deadline)
+            return False
+        blocks = np.frombuffer(wire.receive(sock, count * wire.INDEX.itemsize, deadline), dtype=wire.INDEX)
+        if count and int(blocks.max()) >= self._pool.num_blocks:
+            wire.send(sock, wire.OUT_OF_RANGE, deadline)
+            return True
+        wire.send(sock, wire.OK, deadline)
+        for first, size in runs(blocks.tolist()):
+            wire.send(sock, wire.bytes_of(self._pool, first, size), None)
+        return True
+
+    def _park(self, sock: socket.socket) -> None:
+        self._to_park.append(sock)
+        with suppress(OSError):  # closing
+            self._wake.send(b"\0")
+
+    def _drop(self, sock: socket.socket) -> None:
+        with self._lock:
+            self._open.discard(sock)
+            self._admitted.discard(sock)
+        sock.close()

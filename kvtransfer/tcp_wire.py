@@ -1,0 +1,166 @@
+"""What both ends of the TCP transport say to each other, and how they wait.
+
+A connection, in order (integers little-endian, proofs HMAC-SHA256 under the cluster key):
+
+1. reader → server  MAGIC, nonce
+2. server → reader  nonce, proof("server", instance, both nonces)     instance: random bytes of this server, part of its address
+3. reader → server  proof("reader", instance, both nonces)
+4. server → reader  OK, or FULL, or the connection is closed
+5. any number of times: reader → server count, indices of blocks; server → reader OK and the bytes of the blocks, or OUT_OF_RANGE
+
+So both sides prove the key, and the server that it is the process which gave the address, before anything else is said. It is the
+peer that is authenticated, not each byte: where others can inject packets, the network has to be encrypted.
+"""
+
+import hmac
+import os
+import socket
+import struct
+import time
+from contextlib import suppress
+from dataclasses import dataclass
+
+import numpy as np
+
+from baton.engine.kvcache import KvPool
+from kvtransfer.transport import transfer_failed
+
+MAGIC = b"baton-kv-tcp/2\r\n"
+NONCE_BYTES = INSTANCE_BYTES = PROOF_BYTES = 32
+OK, OUT_OF_RANGE, FULL = b"\x01", b"\x02", b"\x03"
+ADDRESS = struct.Struct(f"<{len(MAGIC)}s{INSTANCE_BYTES}sQQH")  # MAGIC, instance, num_blocks, block_bytes, port; the host follows
+COUNT = struct.Struct("<I")
+INDEX = np.dtype("<u4")
+
+# Seconds.
+CONNECT_TIMEOUT = 5.0
+HANDSHAKE_TIMEOUT = 2.0  # what a server gives a stranger
+STALL_TIMEOUT = 30.0  # a reader that takes not a byte for so long loses its connection
+IDLE_LIMIT = 30.0  # a connection idle for longer may have been forgotten by something in between, without a word: its reader drops it
+
+
+@dataclass(frozen=True, slots=True)
+class Address:
+    instance: bytes
+    num_blocks: int
+    block_bytes: int
+    host: str
+    port: int
+
+    def pack(self) -> bytes:
+        return ADDRESS.pack(MAGIC, self.instance, self.num_blocks, self.block_bytes, self.port) + self.host.encode()
+
+    @classmethod
+    def parse(cls, data: bytes) -> "Address":
+        """Raises BatonError(TRANSFER_FAILED) for what `pack` did not make."""
+        try:
+            magic, instance, num_blocks, block_bytes, port = ADDRESS.unpack_from(data)
+            host = data[ADDRESS.size :].decode("ascii")
+        except (struct.error, UnicodeDecodeError) as error:
+            raise transfer_failed("not the address of a TCP transport") from error
+        if magic != MAGIC or not host.isprintable() or not 0 < len(host) < 256:
+            raise transfer_failed("not the address of a TCP transport")
+        return cls(instance, num_blocks, block_bytes, host, port)
+
+
+def open_connection(target: Address, key: bytes, deadline: float) -> socket.socket:
+    """A connection on which both sides have proved the key. Raises OSError, ConnectionRefusedError where the server has another key, is
+    not the process that gave the address, or serves as many readers as it can."""
+    deadline = min(deadline, time.monotonic() + CONNECT_TIMEOUT)
+    sock = socket.create_connection((target.host, target.port), timeout=left(deadline))
+    try:
+        tune(sock)
+        nonce = os.urandom(NONCE_BYTES)
+        send(sock, MAGIC + nonce, deadline)
+        answer = receive(sock, NONCE_BYTES + PROOF_BYTES, deadline)
+        nonces = nonce + answer[:NONCE_BYTES]
+        if not hmac.compare_digest(answer[NONCE_BYTES:], proof(key, b"server", target.instance, nonces)):
+            raise ConnectionRefusedError("it has another cluster key, or is not the process that gave the address")
+        send(sock, proof(key, b"reader", target.instance, nonces), deadline)
+        verdict = receive(sock, 1, deadline)
+        if verdict == FULL:
+            raise ConnectionRefusedError("it serves as many KV connections as it can")
+        if verdict != OK:
+            raise ConnectionRefusedError("it does not speak this protocol")
+    except BaseException:
+        sock.close()
+        raise
+    return sock
+
+
+def prove_as_server(sock: socket.socket, key: bytes, instance: bytes) -> bool:
+    """Steps 1 to 3. False: the other side does not know the key. Raises OSError unless it speaks in time."""
+    deadline = time.monotonic() + HANDSHAKE_TIMEOUT
+    tune(sock)
+    hello = receive(sock, len(MAGIC) + NONCE_BYTES, deadline)
+    if not hello.startswith(MAGIC):
+        raise ConnectionRefusedError("not a KV reader")
+    nonces = hello[len(MAGIC) :] + os.urandom(NONCE_BYTES)
+    send(sock, nonces[NONCE_BYTES:] + proof(key, b"server", instance, nonces), deadline)
+    return hmac.compare_digest(receive(sock, PROOF_BYTES, deadline), proof(key, b"reader", instance, nonces))
+
+
+def proof(key: bytes, side: bytes, instance: bytes, nonces: bytes) -> bytes:
+    return hmac.digest(key, MAGIC + side + instance + nonces, "sha256")
+
+
+def bytes_of(pool: KvPool, first: int, count: int) -> memoryview:
+    """The memory of `count` neighbouring blocks."""
+    run: memoryview = pool.array[first : first + count].reshape(-1).data
+    return run
+
+
+def left(deadline: float) -> float:
+    seconds = deadline - time.monotonic()
+    if seconds <= 0:
+        raise TimeoutError("timed out")
+    return seconds
+
+
+def send(sock: socket.socket, data: bytes | memoryview, deadline: float | None) -> None:
+    """All of it. Without a deadline, the other side has to take something every STALL_TIMEOUT seconds."""
+    view = memoryview(data)
+    while view:
+        sock.settimeout(STALL_TIMEOUT if deadline is None else left(deadline))
+        view = view[sock.send(view) :]
+
+
+def receive_into(sock: socket.socket, view: memoryview, deadline: float | None) -> None:
+    while view:
+        sock.settimeout(None if deadline is None else left(deadline))
+        count = sock.recv_into(view)
+        if count == 0:
+            raise ConnectionResetError("closed by the other side")
+        view = view[count:]
+
+
+def receive(sock: socket.socket, size: int, deadline: float | None) -> bytes:
+    data = bytearray(size)
+    receive_into(sock, memoryview(data), deadline)
+    return bytes(data)
+
+
+def tune(sock: socket.socket) -> None:
+    """No delay, and a peer whose host is gone is noticed within seconds. What a platform does not know is left out."""
+    sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+    sock.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
+    for option, value in (("TCP_KEEPIDLE", 5), ("TCP_KEEPINTVL", 1), ("TCP_KEEPCNT", 3), ("TCP_USER_TIMEOUT", 5000)):
+        if hasattr(socket, option):
+            sock.setsockopt(socket.IPPROTO_TCP, getattr(socket, option), value)
+
+
+def is_quiet(sock: socket.socket) -> bool:
+    """Open, and with nothing to read: bytes on an idle connection mean that it ended or that the other side is confused."""
+    sock.settimeout(0)
+    try:
+        sock.recv(1, socket.MSG_PEEK)
+    except BlockingIOError:
+        return True
+    except OSError:
+        pass
+    return False
+
+
+def shut(sock: socket.socket) -> None:
+    with suppress(OSError):
+        sock.shutdown(socket.SHUT_RDWR)
