@@ -1,0 +1,259 @@
+"""KV that comes back: a prefill worker fetches what another worker's prefix cache holds, and computes only the rest.
+
+The decode worker keeps the blocks of the first turn, the generated ones among them; the next turn's prompt begins with that conversation.
+"""
+
+import asyncio
+
+import pytest
+from handoff_pair import KEY, PROMPT, Pair, expected, greedy, pair
+
+from baton.cluster.errors import BatonError, Reason
+from baton.engine.block_key import block_keys, root_key
+from baton.engine.toy import naive
+from baton.worker import kv_port
+from baton.worker.kv_port import Place
+from kvtransfer.handle import Wish
+from kvtransfer.importer import Checks
+from prefill_worker.worker import Prefilled, Source
+
+HOLDER = Place("decode-0", 7, "at decode-0")
+
+
+async def first_turn(p: Pair) -> list[int]:
+    """The conversation so far: 18 tokens of prompt, 12 generated. The prefill worker forgets it."""
+    call = p.start(await p.hand_over())
+    await call.task
+    await p.settled()
+    await p.prefill.loop.call(lambda engine: engine.pool.forget(range(64)))
+    return [*PROMPT, *expected()]
+
+
+async def second_turn(p: Pair, conversation: list[int], blocks: int = 7, place: Place = HOLDER) -> tuple[list[int], Prefilled]:
+    prompt = [*conversation, 50, 51, 52, 53, 54]
+    first = await p.hand_over("next", prompt, source=Source(place, blocks))
+    call = p.start(first, "next", tokens=prompt)
+    await call.task
+    assert [first.sampled.token, *call.tokens] == naive(prompt, greedy())
+    assert call.finished.handoff.recomputed_tokens == 0
+    return prompt, first
+
+
+def computed(p: Pair) -> int:
+    return p.engines[0].counts.computed_tokens
+
+
+@pytest.mark.parametrize("blocks", [1, 3, 7, 100])
+async def test_only_what_the_source_lacks_is_computed(blocks: int) -> None:
+    async with pair() as p:
+        conversation = await first_turn(p)
+        before = computed(p)
+        prompt, first = await second_turn(p, conversation, blocks)
+        fetched = 4 * min(blocks, 7)  # 29 of the conversation's 30 tokens have KV: 7 full blocks
+        assert (first.fetched_tokens, first.cached_tokens) == (fetched, 0)
+        assert computed(p) - before == len(prompt) - fetched
+        await p.settled()
+
+
+async def test_without_a_source_all_of_it_is_computed() -> None:
+    """Negative control."""
+    async with pair() as p:
+        conversation = await first_turn(p)
+        before = computed(p)
+        first = await p.hand_over("next", conversation)
+        assert first.fetched_tokens == 0 and computed(p) - before == len(conversation)
+        await p.start(first, "next", tokens=conversation).task
+        await p.settled()
+
+
+async def test_what_is_cached_here_is_not_fetched() -> None:
+    async with pair() as p:
+        conversation = await first_turn(p)
+        await second_turn(p, conversation)
+        events = dict(p.decode.port.exporter.events)
+        prompt = [*conversation, 50, 51, 52, 53, 54]
+        first = await p.hand_over("again", prompt, source=Source(HOLDER, 8))
+        assert (first.fetched_tokens, first.cached_tokens) == (0, 32) and p.decode.port.exporter.events == events
+        await p.start(first, "again", tokens=prompt).task
+        await p.settled()
+
+
+async def test_what_the_source_no_longer_has_is_computed() -> None:
+    async with pair() as p:
+        conversation = await first_turn(p)
+        await p.decode.loop.call(lambda engine: engine.pool.forget(range(64)))
+        _, first = await second_turn(p, conversation)
+        assert first.fetched_tokens == 0
+        await p.settled()
+
+
+@pytest.mark.parametrize("place", [Place("decode-0", 6, "at decode-0"), Place("decode-1", 7, "at decode-0")])
+async def test_a_source_that_is_somebody_else_by_now_is_not_read(place: Place) -> None:
+    async with pair() as p:
+        conversation = await first_turn(p)
+        _, first = await second_turn(p, conversation, place=place)
+        assert first.fetched_tokens == 0 and p.decode.port.exporter.events["granted"] == 0
+        await p.settled()
+
+
+def flip(p: Pair) -> None:
+    read = p.prefill.port.importer.transport.read
+
+    def read_wrong(name: str, remote: list[int], local: list[int], timeout: float) -> None:
+        read(name, remote, local, timeout)
+        p.engines[0].runner.pool.block(local[1])[3] ^= 0x10
+
+    p.prefill.port.importer.transport.read = read_wrong
+
+
+async def test_a_flipped_byte_is_recomputed() -> None:
+    async with pair() as p:
+        conversation = await first_turn(p)
+        flip(p)
+        _, first = await second_turn(p, conversation)
+        assert first.fetched_tokens == 0
+        await p.settled()
+
+
+async def test_a_flipped_byte_without_digests_gives_wrong_tokens() -> None:
+    """Negative control."""
+    async with pair(checks=Checks(digests=False)) as p:
+        conversation = await first_turn(p)
+        flip(p)
+        first = await p.hand_over("next", conversation, source=Source(HOLDER, 7))
+        assert first.fetched_tokens == 28 and first.sampled.token != naive(conversation, greedy(max_tokens=1))[0]
+
+
+@pytest.mark.parametrize("checks", [Checks(digests=False), Checks(digests=False, lease=False)], ids=["checked", "negative control"])
+async def test_a_loan_that_ended_under_the_read_is_void(checks: Checks) -> None:
+    async with pair(checks=checks) as p:
+        conversation = await first_turn(p)
+        read, loop = p.prefill.port.importer.transport.read, asyncio.get_running_loop()
+
+        async def end_and_overwrite(blocks: list[int]) -> None:
+            p.clock.now += 1000
+            p.decode.port.exporter.reap()
+            p.engines[1].runner.pool.array[blocks] = 7
+
+        def read_late(name: str, remote: list[int], local: list[int], timeout: float) -> None:
+            asyncio.run_coroutine_threadsafe(end_and_overwrite(list(remote)), loop).result(5)
+            read(name, remote, local, timeout)
+
+        p.prefill.port.importer.transport.read = read_late
+        first = await p.hand_over("next", conversation, source=Source(HOLDER, 7))
+        right = first.sampled.token == naive(conversation, greedy(max_tokens=1))[0]
+        assert (right, first.fetched_tokens) == ((True, 0) if checks.lease else (False, 28))
+
+
+async def test_cached_blocks_that_are_lent_are_not_evicted() -> None:
+    async with pair(decode_blocks=16) as p:
+        conversation = await first_turn(p)
+        keys = block_keys(root_key("toy"), conversation, 4)
+        handle = await p.back.lend(Wish("decode-0", 7, "x", 0, b"".join(keys)).sealed(KEY))
+        assert (handle.start, handle.end) == (0, 28) and p.engines[1].pool.num_owned == 7
+        assert await p.decode.loop.call(lambda engine: engine.pool.allocate(10)) is None
+        assert p.decode.port.exporter.release(handle, "x")
+        await p.settled()
+
+
+WISHES = {
+    "without the key": (lambda wish: wish, "was altered"),
+    "of another worker": (lambda wish: Wish("prefill-0", 7, "x", 0, wish.keys).sealed(KEY), "the wish is for"),
+    "for no block": (lambda wish: Wish("decode-0", 7, "x", 0, b"").sealed(KEY), "0 bytes of keys"),
+    "for half a key": (lambda wish: Wish("decode-0", 7, "x", 0, b"k" * 24).sealed(KEY), "24 bytes of keys"),
+    "for more than there is": (lambda wish: Wish("decode-0", 7, "x", 0, bytes(16 * 65)).sealed(KEY), "1040 bytes of keys"),
+    "from within a block": (lambda wish: Wish("decode-0", 7, "x", 3, wish.keys).sealed(KEY), "position 3"),
+    "for what is not cached": (lambda wish: Wish("decode-0", 7, "x", 0, b"k" * 16).sealed(KEY), "none of these blocks"),
+}
+
+
+@pytest.mark.parametrize(("make", "words"), WISHES.values(), ids=WISHES)
+async def test_wishes_that_are_refused_pin_nothing(make: object, words: str) -> None:
+    async with pair() as p:
+        keys = block_keys(root_key("toy"), await first_turn(p), 4)
+        wish = make(Wish("decode-0", 7, "x", 0, b"".join(keys)))  # type: ignore[operator]
+        with pytest.raises(BatonError, match=words) as caught:
+            await p.back.lend(wish)
+        assert caught.value.reason is Reason.LEASE_REFUSED
+        await p.settled()
+
+
+async def test_loans_are_bounded_and_end_by_themselves(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(kv_port, "MAX_LENT", 2)
+    async with pair() as p:
+        wish = Wish("decode-0", 7, "x", 0, b"".join(block_keys(root_key("toy"), await first_turn(p), 4))).sealed(KEY)
+        for _ in range(2):
+            await p.back.lend(wish)
+        with pytest.raises(BatonError) as caught:
+            await p.back.lend(wish)
+        assert caught.value.reason is Reason.SATURATED
+        p.clock.now += 1000
+        await p.settled()
+        await p.back.lend(wish)
+        p.clock.now += 1000
+        await p.settled()
+
+
+@pytest.mark.parametrize("place", ["lend", "handshake", "piece", "release"])
+async def test_cancel_at_every_word_of_the_wire_frees_everything(place: str) -> None:
+    async with pair() as p:
+        conversation = await first_turn(p)
+        reached, gate = asyncio.Event(), asyncio.Event()
+
+        async def hang() -> None:
+            reached.set()
+            await gate.wait()
+
+        p.back.on[place] = hang
+        task = asyncio.create_task(p.hand_over("next", conversation, source=Source(HOLDER, 7)))
+        await reached.wait()
+        p.back.on.clear()
+        task.cancel()
+        gate.set()
+        await asyncio.gather(task, return_exceptions=True)
+        p.clock.now += 1000
+        await p.settled()
+
+
+@pytest.mark.parametrize("turns", [1, 2, 5, 9, 14, 20, 30, 45])
+async def test_cancel_at_any_turn_of_the_event_loop_frees_everything(turns: int) -> None:
+    async with pair() as p:
+        conversation = await first_turn(p)
+        task = asyncio.create_task(p.hand_over("next", conversation, source=Source(HOLDER, 7)))
+        for _ in range(turns):
+            await asyncio.sleep(0.0005)
+        task.cancel()
+        await asyncio.gather(task, return_exceptions=True)
+        p.clock.now += 1000
+        await p.settled()
+
+
+async def test_a_source_that_does_not_answer_costs_a_computation() -> None:
+    async with pair() as p:
+        conversation = await first_turn(p)
+
+        def fail() -> None:
+            raise BatonError(Reason.TRANSFER_FAILED, "the peer is gone")
+
+        for place in ("lend", "handshake", "piece", "release"):
+            p.back.on = {place: fail}
+            _, first = await second_turn(p, conversation)
+            assert first.fetched_tokens == 0, place
+            await p.prefill.loop.call(lambda engine: engine.pool.forget(range(64)))
+            p.clock.now += 1000
+            await p.settled()
+
+
+async def test_where_there_is_no_room_nothing_is_fetched() -> None:
+    """Whoever waits anyway can compute; and room is given in the order of arrival."""
+    async with pair() as p:
+        conversation = await first_turn(p)
+        held = await p.prefill.loop.call(lambda engine: engine.pool.allocate(60))
+        task = asyncio.create_task(p.hand_over("next", conversation, source=Source(HOLDER, 7)))
+        await asyncio.sleep(0.05)
+        assert not task.done() and p.decode.port.exporter.events["granted"] == 0
+        await p.prefill.loop.call(lambda engine: engine.release(held))
+        first = await task
+        assert first.sampled.token == naive(conversation, greedy(max_tokens=1))[0] and first.fetched_tokens == 0
+        await p.start(first, "next", tokens=conversation).task
+        await p.settled()
