@@ -265,15 +265,16 @@ class Dispatcher:
     def _keys(self, request: Request) -> list[bytes]:
         """Block keys of all tokens so far. Empty while no worker has told what model it serves.
 
-        Raises BatonError(RETRIES_SPENT) when that is another model than the one that began: its tokens would not continue this output.
+        Raises BatonError(RETRIES_SPENT) when that is another model than the one that began the output.
         """
         served = self._view.served
         if served is None:
             return []
-        if request.model is None:
-            request.model = served.model_fingerprint
-        elif request.model != served.model_fingerprint:
-            raise BatonError(Reason.RETRIES_SPENT, "the cluster serves another model now", metadata=_emitted(request))
+        if request.model not in (None, served.model_fingerprint):
+            if request.output_len:
+                raise BatonError(Reason.RETRIES_SPENT, "the cluster serves another model now", metadata=_emitted(request))
+            request.keys.clear()
+        request.model = served.model_fingerprint
         extend_keys(request.keys, root_key(served.model_fingerprint, request.salt), request.tokens, served.block_size)
         return request.keys
 
