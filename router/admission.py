@@ -1,9 +1,47 @@
-"""How many requests are served at a time, and who waits, by priority and then in order of arrival. Decides and does nothing else.
+"""How many requests are served at a time, who waits, and who is refused because waiting would be in vain. Decides and does nothing else.
 
-`_next` alone chooses who comes next.
+A request gets a place at once while one is free. Otherwise it waits, by priority and then in order of arrival, and is refused when the
+queue is full. What happens when more comes in than can be served is `overload`:
+
+    queue   Everybody waits who finds room in the queue. Under overload everybody is late: the wait grows to the length of the queue.
+    codel   A request that could not begin in time is refused at once, and one that has become hopeless in the queue is dropped. The wait
+            is the number of those ahead times the measured time between two places that are given back. Bursts may fill the queue up to
+            the point where the last one is just in time. A queue that stands (its waits have been longer than TARGET for a whole
+            interval) is no burst: from then on it is kept to a SHARE of that, because at the edge every error of the estimate is a miss.
+    lifo    As codel, and while the queue stands the newest comes first (of the least priority).
+
+The standing queue is CoDel's criterion (Nichols and Jacobson, "Controlling Queue Delay", ACM Queue 2012; RFC 8289), the newest first
+Facebook's answer to it (Maurer, "Fail at Scale", ACM Queue 2015). CoDel drops at the head of the queue; we refuse at its tail, where
+nothing has been waited for yet and the client can still go elsewhere.
+
+Only who would have to wait is ever judged: with a place free a request is served whatever the estimate says, so an estimate that is wrong
+corrects itself. An objective that could not be met even without waiting is not held against anybody.
+
+All times are seconds on the caller's clock.
 """
 
+import math
+from collections import deque
 from dataclasses import dataclass
+from typing import Literal
+
+from router.pace import Pace
+
+Overload = Literal["queue", "codel", "lifo"]
+INTERVAL_S = 0.1  # at least, and at least the time that a request is served
+TARGET = 0.1  # of the interval: a wait that is no queue yet
+SHARE = 0.5  # of the time that a request could wait, which a standing queue may take
+RECENTLY_S = 1.0  # refusals of so long ago are taken to come back
+
+
+@dataclass(frozen=True, slots=True)
+class Due:
+    """By when what of a request must be done."""
+
+    deadline: float = math.inf  # the client's
+    first: float = math.inf  # objective: the first token
+    end: float = math.inf  # objective: the last token
+    max_tokens: int = 1 << 31
 
 
 @dataclass(frozen=True, slots=True)
@@ -20,16 +58,33 @@ class Queued:
 class Refused:
     inflight: int
     queued: int
+    late: bool = False  # there was room to wait, but no time
+    retry_after: float | None = None  # seconds after which it would be expected to be let in; None: nothing was measured yet
+
+
+@dataclass(frozen=True, slots=True)
+class _Waiter:
+    priority: int
+    since: float
+    due: Due
+
+
+ANY_TIME = Due()
 
 
 class Admission:
-    def __init__(self, max_inflight: int, max_queue: int) -> None:
+    def __init__(self, max_inflight: int, max_queue: int, overload: Overload = "codel") -> None:
         if max_inflight < 1 or max_queue < 0:
             raise ValueError(f"cannot serve {max_inflight} requests and queue {max_queue}")
         self.max_inflight = max_inflight
         self.max_queue = max_queue
+        self.places = max_inflight  # what the workers can be given now, `max_inflight` at most
+        self.pace = Pace()
+        self._overload = overload
         self._inside: set[str] = set()
-        self._waiting: dict[str, int] = {}  # request → priority, in order of arrival
+        self._waiting: dict[str, _Waiter] = {}  # in order of arrival
+        self._standing_since: float | None = None  # the moment of the first of consecutive waits that were longer than the target
+        self._refusals: deque[float] = deque(maxlen=65536)  # moments of the recent ones
 
     @property
     def inflight(self) -> int:
@@ -39,32 +94,55 @@ class Admission:
     def queued(self) -> int:
         return len(self._waiting)
 
-    def enter(self, request_id: str, priority: int = 0) -> Admitted | Queued | Refused:
+    def enter(self, request_id: str, priority: int = 0, now: float = 0.0, due: Due = ANY_TIME) -> Admitted | Queued | Refused:
         """Of those who wait, the least `priority` comes first, and of equals who came first. A request that is here already keeps its
         place."""
         if request_id in self._inside:
             return Admitted()
         if request_id in self._waiting:
-            return Queued(sorted(self._waiting, key=self._waiting.__getitem__).index(request_id))
-        if self.inflight < self.max_inflight:  # then nobody waits
+            return Queued(sorted(self._waiting, key=self._order).index(request_id))
+        if self.inflight < self.places:  # then nobody waits
             self._inside.add(request_id)
+            self._note_wait(0.0, now)
             return Admitted()
-        if self.queued >= self.max_queue:
-            return Refused(self.inflight, self.queued)
-        self._waiting[request_id] = priority
-        return Queued(sum(other <= priority for other in self._waiting.values()) - 1)
+        ahead = sum(other.priority <= priority for other in self._waiting.values())
+        wait, room = (ahead + 1) * self._turn_s, self._room_s(due, now, now)
+        if self.queued >= self.max_queue or wait > room * (SHARE if self.standing(now) else 1.0):
+            return self._refuse(wait - room, now)
+        self._waiting[request_id] = _Waiter(priority, now, due)
+        return Queued(ahead)
 
-    def leave(self, request_id: str) -> list[str]:
+    def leave(self, request_id: str, now: float = 0.0) -> list[str]:
         """Served, failed, or tired of waiting: the same. Returns who is admitted now; an unknown id changes nothing."""
         self._waiting.pop(request_id, None)
         self._inside.discard(request_id)
-        admitted = []
-        while self._waiting and self.inflight < self.max_inflight:
-            chosen = self._next()
-            del self._waiting[chosen]
-            self._inside.add(chosen)
-            admitted.append(chosen)
-        return admitted
+        return self._fill(now)
+
+    def resize(self, places: int | None, now: float = 0.0) -> list[str]:
+        """What the workers can be given from now on; None: only `max_inflight` bounds it. Returns who is admitted now."""
+        self.places = max(1, min(self.max_inflight, self.max_inflight if places is None else places))
+        return self._fill(now)
+
+    def drop_hopeless(self, now: float) -> list[str]:
+        """Those who wait and could not be served in time any more, if they began now. They have left."""
+        hopeless = [id_ for id_, waiter in self._waiting.items() if self._room_s(waiter.due, waiter.since, now) < 0]
+        for request_id in hopeless:
+            del self._waiting[request_id]
+            self._refusals.append(now)
+        return hopeless
+
+    def standing(self, now: float) -> bool:
+        """Whether the queue stands: it has not come down to the target for a whole interval."""
+        return self._standing_since is not None and now - self._standing_since >= self._interval_s
+
+    def retry_after(self, now: float, more_s: float = 0.0) -> float | None:
+        """When a request that is refused now would be let in: `more_s` later than it may wait, and after those who were refused in
+        the last second: if all of them come back, they are served one after the other."""
+        if self.pace.held_s is None:
+            return None
+        while self._refusals and self._refusals[0] < now - RECENTLY_S:
+            self._refusals.popleft()
+        return max(0.0, more_s) + len(self._refusals) * self._turn_s
 
     def check(self) -> None:
         """The conservation law. Raises RuntimeError."""
@@ -72,8 +150,53 @@ class Admission:
             raise RuntimeError("a request is served and waits")
         if self.inflight > self.max_inflight or self.queued > self.max_queue:
             raise RuntimeError(f"{self.inflight} of {self.max_inflight} served, {self.queued} of {self.max_queue} waiting")
-        if self._waiting and self.inflight < self.max_inflight:
+        if self._waiting and self.inflight < self.places:
             raise RuntimeError("a request waits for a free place")
 
-    def _next(self) -> str:
-        return min(self._waiting, key=self._waiting.__getitem__)  # the first of equals
+    @property
+    def _interval_s(self) -> float:
+        return max(INTERVAL_S, self.pace.held_s or 0.0)
+
+    def _fill(self, now: float) -> list[str]:
+        admitted = []
+        while self._waiting and self.inflight < self.places:
+            chosen = self._next(now)
+            self._note_wait(now - self._waiting.pop(chosen).since, now)
+            self._inside.add(chosen)
+            admitted.append(chosen)
+        return admitted
+
+    def _next(self, now: float) -> str:
+        if self._overload == "lifo" and self.standing(now):
+            return min(reversed(self._waiting), key=self._order)  # the last of equals
+        return min(self._waiting, key=self._order)  # the first of equals
+
+    def _order(self, request_id: str) -> int:
+        return self._waiting[request_id].priority
+
+    def _note_wait(self, waited: float, now: float) -> None:
+        if waited <= TARGET * self._interval_s:
+            self._standing_since = None
+        elif self._standing_since is None:
+            self._standing_since = now
+
+    @property
+    def _turn_s(self) -> float:
+        """From one place that is given back to the next: `places` requests are served at a time, each for `held_s` (Little's law)."""
+        return (self.pace.held_s or 0.0) / self.places
+
+    def _room_s(self, due: Due, since: float, now: float) -> float:
+        """How long a request that came at `since` can wait from `now` on and be in time. Below zero: it is hopeless."""
+        if self._overload == "queue" or self.pace.held_s is None:
+            return math.inf
+        needs = self.pace.needs_s(due.max_tokens)
+        latest = due.deadline - needs
+        for objective, need in ((due.first, self.pace.first_s), (due.end, needs)):
+            if since + need <= objective:  # it could be met
+                latest = min(latest, objective - need)
+        return latest - now
+
+    def _refuse(self, more_s: float, now: float) -> Refused:
+        late = self.queued < self.max_queue
+        self._refusals.append(now)
+        return Refused(self.inflight, self.queued, late, self.retry_after(now, more_s if late else 0.0))

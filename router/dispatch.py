@@ -9,6 +9,8 @@
 A worker that fails costs a retry: the tokens that were sent become part of the prompt and the request starts at 1, elsewhere. The
 sampler's noise is a function of (seed, position), so the continued stream is the undisturbed one. Whatever the request holds on the
 way (a lease, a place on a worker, a number in the view) is given back where it was taken, in a `finally`.
+
+Decode workers that are all full are no failure: the request waits for one before its prompt is computed.
 """
 
 import asyncio
@@ -16,6 +18,7 @@ import itertools
 import logging
 from collections.abc import AsyncGenerator, Callable
 from contextlib import aclosing
+from dataclasses import dataclass
 from time import monotonic
 
 from baton.cluster.config import RouterConfig
@@ -23,27 +26,45 @@ from baton.cluster.errors import BatonError, Reason
 from baton.cluster.records import WorkerRecord
 from baton.engine.block_key import extend_keys, root_key
 from router.clients import Adopted, Ended, FirstToken, Workers
-from router.policy import MAX_QUEUE, Bypass, Choice, NoWorker, Saturated, choose_decode, choose_prefill
+from router.policy import TERMS, Bypass, Choice, Identity, NoWorker, Saturated, Terms, choose_decode, choose_prefill
 from router.request import Failure, Request, Token
 from router.view import ClusterView
 
 log = logging.getLogger(__name__)
 RECOVER_POLL_S = 0.05
+ROOM_POLL_S = 0.02  # between two looks for a decode worker with room; loads are reported far more seldom, but our own work ends at any time
 # The decode worker failed, not the KV: what the prefill worker holds is as good as before.
 LEASE_STANDS = frozenset({Reason.WORKER_LOST, Reason.DRAINING, Reason.SATURATED})
 NEAR_DEADLINE_S = 0.05  # too little left to try again
 
 
+class _NoRoom(BatonError):
+    """The answer of our own view, given after the whole wait: trying again at once would give the same."""
+
+
+@dataclass(slots=True)
+class _Lease:
+    """The KV that a prefill worker holds for the request. No handle: there is none, or it is the decode worker's business now."""
+
+    holder: WorkerRecord | None = None
+    handle: bytes = b""
+
+
 class Dispatcher:
     def __init__(
-        self, view: ClusterView, workers: Workers, config: RouterConfig, clock: Callable[[], float] = monotonic, max_queue: int = MAX_QUEUE
+        self,
+        view: ClusterView,
+        workers: Workers,
+        config: RouterConfig,
+        clock: Callable[[], float] = monotonic,
+        max_queue: int = TERMS.max_queue,
     ) -> None:
         """`max_queue`: sequences that a worker lets wait."""
         self._view = view
         self._workers = workers
         self._config = config
         self._clock = clock
-        self._max_queue = max_queue
+        self._terms = Terms(bypass_tokens=config.bypass_tokens, max_queue=max_queue)
         self._numbers = itertools.count(1)
 
     async def generate(self, request: Request) -> AsyncGenerator[Token, None]:
@@ -51,7 +72,7 @@ class Dispatcher:
 
         Closing the generator ends the request everywhere. Raises BatonError when it cannot be continued.
         """
-        failed: set[str] = set()  # workers that failed this request
+        failed: set[Identity] = set()  # workers that failed this request
         while request.finish is None:
             try:
                 async with aclosing(self._attempt(request, failed)) as tokens:
@@ -62,54 +83,58 @@ class Dispatcher:
             except BatonError as error:
                 self._spend_retry(request, error)
 
-    async def _attempt(self, request: Request, failed: set[str]) -> AsyncGenerator[Token, None]:
-        prefiller, first = None, None
+    async def _attempt(self, request: Request, failed: set[Identity]) -> AsyncGenerator[Token, None]:
         choice = await self._choose_prefill(request, failed)
-        if isinstance(choice, Choice):
-            prefiller = self._view.record(choice.worker)
-            first = await self._prefill(request, prefiller, choice, failed)
-        else:
-            request.trace.bypasses.append(choice.reason)
-            request.trace.watch.enter("prefill")
-        handle = first.handle if first else b""
+        lease = _Lease()
         try:
-            if first:
+            if isinstance(choice, Choice):
+                first = await self._prefill(request, choice, failed, lease)
                 yield first.token
                 if first.finish:
                     request.finish = first.finish
                     return
                 request.trace.watch.enter("transfer")
+            else:
+                request.trace.bypasses.append(choice.reason)
+                request.trace.watch.enter("prefill")
             while request.finish is None:
-                try:
-                    async with aclosing(self._decode(request, handle, failed)) as events:
-                        async for event in events:
-                            if isinstance(event, Token):
-                                yield event
-                            else:
-                                handle = b""  # the decode worker has the KV, or gave it up: the lease is its business
-                except BatonError as error:
-                    if not handle or error.reason not in LEASE_STANDS:
-                        raise
-                    self._spend_retry(request, error)  # another decode worker reads the same lease
+                async with aclosing(self._decode_leased(request, lease, failed)) as tokens:
+                    async for token in tokens:
+                        yield token
         finally:
-            if handle and prefiller:
-                self._workers.release(prefiller, handle, request.id)
+            if lease.handle and lease.holder:
+                self._workers.release(lease.holder, lease.handle, request.id)
 
-    async def _prefill(self, request: Request, worker: WorkerRecord, choice: Choice, failed: set[str]) -> FirstToken:
+    async def _decode_leased(self, request: Request, lease: _Lease, failed: set[Identity]) -> AsyncGenerator[Token, None]:
+        """Tokens of one decode worker. Returns early, with a retry spent, where another one may read the same lease."""
+        try:
+            async with aclosing(self._decode(request, lease.handle, failed)) as events:
+                async for event in events:
+                    if isinstance(event, Token):
+                        yield event
+                    else:
+                        lease.handle = b""  # the decode worker has the KV, or gave it up: the lease is its business
+        except BatonError as error:
+            if not lease.handle or error.reason not in LEASE_STANDS:
+                raise
+            self._spend_retry(request, error)
+
+    async def _prefill(self, request: Request, choice: Choice, failed: set[Identity], lease: _Lease) -> FirstToken:
         view, trace, work = self._view, request.trace, self._work(request)
-        keys = self._keys(request)
-        view.start_prefill(work, worker.name, len(request.tokens) - choice.overlap_blocks * worker.block_size)
-        view.index.predict(worker.name, keys, self._clock() + self._config.predict_ttl_s)
+        worker = lease.holder = view.record(choice.worker)
         trace.watch.enter("prefill", worker.name)
         trace.choices.append(("prefill", choice.reason))
         trace.prefill_worker = ""
         try:
+            view.start_prefill(work, worker.name, len(request.tokens) - choice.overlap_blocks * worker.block_size)
+            view.index.predict(worker.name, self._keys(request), self._clock() + self._config.predict_ttl_s)
             first = await self._first_token(worker, request)
         except BatonError as error:
             self._blame(request, worker, error, failed)
             raise
         finally:
             view.end_prefill(work)
+        lease.handle = first.handle
         trace.prefill_worker = worker.name
         trace.prefill_wait_ms += first.wait_ms
         trace.prefill_compute_ms += first.compute_ms
@@ -124,7 +149,7 @@ class Dispatcher:
                     return event
         raise BatonError(Reason.INTERNAL, "the prefill ended without a token")
 
-    async def _decode(self, request: Request, handle: bytes, failed: set[str]) -> AsyncGenerator[Token | Adopted, None]:
+    async def _decode(self, request: Request, handle: bytes, failed: set[Identity]) -> AsyncGenerator[Token | Adopted, None]:
         """Tokens of one decode worker, and Adopted when it no longer needs the lease. Sets `request.finish` at the end."""
         choice = await self._choose_decode(request, failed)
         worker = self._view.record(choice.worker)
@@ -133,9 +158,9 @@ class Dispatcher:
         trace.watch.at(worker.name)
         trace.choices.append(("decode", choice.reason))
         known = len(request.tokens)
-        view.start_decode(work, worker.name, request.longest)
-        view.index.predict(worker.name, self._keys(request), self._clock() + self._config.predict_ttl_s)
         try:
+            view.start_decode(work, worker.name, request.longest)
+            view.index.predict(worker.name, self._keys(request), self._clock() + self._config.predict_ttl_s)
             async with aclosing(self._workers.decode(worker, request, handle, self._remaining(request))) as events:
                 async for event in events:
                     match event:
@@ -168,27 +193,43 @@ class Dispatcher:
         total.digests_checked += told.digests_checked
         total.failure = told.failure or total.failure
 
-    async def _choose_prefill(self, request: Request, failed: set[str]) -> Choice | Bypass:
-        choice = choose_prefill(
-            self._view, self._keys(request), len(request.tokens), self._config.bypass_tokens, self._clock(), frozenset(failed)
-        )
-        if isinstance(choice, NoWorker):
-            await self._wait_for_workers(request, failed)
-            return Bypass("no prefill worker")
-        return choice
-
-    async def _choose_decode(self, request: Request, failed: set[str]) -> Choice:
+    async def _choose_prefill(self, request: Request, failed: set[Identity]) -> Choice | Bypass:
+        until = self._clock() + self._config.queue_timeout_s
         while True:
-            choice = choose_decode(
-                self._view, self._keys(request), request.longest, self._clock(), frozenset(failed), max_queue=self._max_queue
-            )
+            keys, now = self._keys(request), self._clock()
+            choice = choose_prefill(self._view, keys, len(request.tokens), request.longest, now, failed, self._terms)
+            if isinstance(choice, Choice | Bypass):
+                return choice
+            if isinstance(choice, NoWorker):
+                await self._wait_for_workers(request, failed)
+            else:
+                await self._wait_for_room(request, until)
+
+    async def _choose_decode(self, request: Request, failed: set[Identity]) -> Choice:
+        until = self._clock() + self._config.queue_timeout_s
+        while True:
+            choice = choose_decode(self._view, self._keys(request), request.longest, self._clock(), failed, self._terms)
             if isinstance(choice, Choice):
                 return choice
             if isinstance(choice, Saturated):
-                raise BatonError(Reason.SATURATED, "every decode worker's queue is full")
-            await self._wait_for_workers(request, failed)
+                await self._wait_for_room(request, until)
+            else:
+                await self._wait_for_workers(request, failed)
 
-    async def _wait_for_workers(self, request: Request, failed: set[str]) -> None:
+    async def _wait_for_room(self, request: Request, until: float) -> None:
+        """A moment, in which a decode worker may come to have room. Those who wait here are bounded by admission.
+
+        Raises DEADLINE, and SATURATED at `until`.
+        """
+        now = self._clock()
+        if now >= request.deadline:
+            raise _too_late(request, "while it waited for a decode worker with room")
+        if now >= until:
+            message = f"no decode worker had room for {self._config.queue_timeout_s:g} s"
+            raise _NoRoom(Reason.SATURATED, message, metadata=_emitted(request))
+        await asyncio.sleep(min(ROOM_POLL_S, request.deadline - now, until - now))
+
+    async def _wait_for_workers(self, request: Request, failed: set[Identity]) -> None:
         """Returns when there is a decode worker. A new request is refused at once; one that was begun waits for the next to appear."""
         if self._view.decode_workers() and not failed:
             return
@@ -199,20 +240,20 @@ class Dispatcher:
         while not self._view.decode_workers():
             now = self._clock()
             if now >= request.deadline:
-                raise _too_late(request)
+                raise _too_late(request, "while no decode worker was there")
             if now >= until:
                 raise BatonError(Reason.RETRIES_SPENT, "no decode worker came back", metadata=_emitted(request))
             await asyncio.sleep(RECOVER_POLL_S)
 
-    def _blame(self, request: Request, worker: WorkerRecord, error: BatonError, failed: set[str]) -> None:
-        failed.add(worker.name)
+    def _blame(self, request: Request, worker: WorkerRecord, error: BatonError, failed: set[Identity]) -> None:
+        failed.add((worker.name, worker.incarnation))
         request.trace.failures.append(Failure(request.trace.watch.clock(), worker.name, error.reason.name))
         if error.reason in (Reason.WORKER_LOST, Reason.DRAINING):  # of a drain the registry tells a moment later
             self._view.mark_down(worker.name, worker.incarnation)
 
     def _spend_retry(self, request: Request, error: BatonError) -> None:
         """Raises unless the request may be tried once more."""
-        if not error.reason.value.retry_elsewhere:
+        if isinstance(error, _NoRoom) or not error.reason.value.retry_elsewhere:
             raise error
         if request.deadline - self._clock() < NEAR_DEADLINE_S:
             raise _too_late(request) from error
@@ -231,15 +272,16 @@ class Dispatcher:
     def _keys(self, request: Request) -> list[bytes]:
         """Block keys of all tokens so far. Empty while no worker has told what model it serves.
 
-        Raises BatonError(RETRIES_SPENT) when that is another model than the one that began: its tokens would not continue this output.
+        Raises BatonError(RETRIES_SPENT) when that is another model than the one that began the output.
         """
         served = self._view.served
         if served is None:
             return []
-        if request.model is None:
-            request.model = served.model_fingerprint
-        elif request.model != served.model_fingerprint:
-            raise BatonError(Reason.RETRIES_SPENT, "the cluster serves another model now", metadata=_emitted(request))
+        if request.model not in (None, served.model_fingerprint):
+            if request.output_len:
+                raise BatonError(Reason.RETRIES_SPENT, "the cluster serves another model now", metadata=_emitted(request))
+            request.keys.clear()
+        request.model = served.model_fingerprint
         extend_keys(request.keys, root_key(served.model_fingerprint, request.salt), request.tokens, served.block_size)
         return request.keys
 
@@ -251,5 +293,5 @@ def _emitted(request: Request) -> dict[str, str]:
     return {"tokens_emitted": str(request.output_len)}
 
 
-def _too_late(request: Request) -> BatonError:
-    return BatonError(Reason.DEADLINE, "the deadline of the request is over", metadata=_emitted(request))
+def _too_late(request: Request, when: str = "before it could be tried again") -> BatonError:
+    return BatonError(Reason.DEADLINE, f"the deadline of the request was over {when}", metadata=_emitted(request))

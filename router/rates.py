@@ -1,11 +1,14 @@
 """How much each tenant may ask for in a minute: requests, and tokens of prompts and outputs. Counted in Redis, so over all routers.
 
 A window begins with a tenant's first request and lasts a minute (the fixed windows of the library `limits`). A prompt counts when its
-request is let in, an output when it ends: nobody knows before how long it will be. What it goes over the limit, the rest of the window
-pays for.
+request is let in, an output when it ends: nobody knows before how long it will be. What goes over the limit is paid for by the rest of
+the window.
 
-While Redis does not answer, each router counts for itself, from nothing: a tenant may get more than its limit then, and nobody is refused
-for want of a counter.
+Counting is atomic: a request is counted first and taken back if that was too much, so of any number that come at once no more are let in
+than the quota has room for. While one is taken back another may be refused that would just have fitted.
+
+While Redis does not answer, each router counts for itself, from nothing: a tenant may get more than its limit then, and no request is
+refused for want of a counter.
 """
 
 import asyncio
@@ -13,6 +16,7 @@ import logging
 import math
 import time
 from collections.abc import Awaitable, Callable
+from dataclasses import dataclass
 from typing import TypeVar
 
 from limits import RateLimitItemPerMinute
@@ -26,6 +30,22 @@ from router.keys import Quota
 log = logging.getLogger(__name__)
 AGAIN_S = 1.0  # pause before a Redis that was away is asked again
 T = TypeVar("T")
+
+
+@dataclass(frozen=True, slots=True)
+class _Cost:
+    what: str
+    limit: RateLimitItemPerMinute
+    amount: int
+
+
+@dataclass(frozen=True, slots=True)
+class _Full:
+    """A quota that has no room left, until the end of its window (seconds since the epoch)."""
+
+    what: str
+    most: int
+    until: float
 
 
 class Rates:
@@ -47,31 +67,45 @@ class Rates:
         self._wall_clock = wall_clock
         self._again_at = -math.inf
 
+    async def check(self, tenant: str) -> None:
+        """Raises RATE_LIMITED for a tenant that has used all of its minute. Counts nothing: work is not begun for one that has."""
+        costs = self._costs(tenant, 1)
+
+        if costs:
+            self._raise(tenant, await self._ask(lambda limiter: _find_full(limiter, costs, tenant)))
+
     async def admit(self, tenant: str, prompt_tokens: int) -> None:
         """Counts one request and its prompt. Raises RATE_LIMITED with the time that is left of the window, INVALID_FIELD for a prompt
         that no window has room for; then nothing is counted."""
         quota = self._quota(tenant)
         if quota.tokens is not None and prompt_tokens > quota.tokens:
             raise invalid("prompt", f"has {prompt_tokens} tokens, and {tenant} may use {quota.tokens} a minute")
-        costs = [
-            (what, RateLimitItemPerMinute(amount), cost)
-            for what, amount, cost in (("requests", quota.requests, 1), ("tokens", quota.tokens, prompt_tokens))
-            if amount is not None
-        ]
+        costs = self._costs(tenant, prompt_tokens)
 
-        async def enter(limiter: FixedWindowRateLimiter) -> tuple[str, int, float] | None:
-            for what, limit, cost in costs:
-                if not await limiter.test(limit, what, tenant, cost=cost):
-                    return what, limit.amount, (await limiter.get_window_stats(limit, what, tenant)).reset_time
-            for what, limit, cost in costs:
-                await limiter.hit(limit, what, tenant, cost=cost)
+        async def enter(limiter: FixedWindowRateLimiter) -> _Full | None:
+            # Looked at first: a Redis that does not answer would still carry out, later, what it was sent.
+            if full := await _find_full(limiter, costs, tenant):
+                return full
+            for i, cost in enumerate(costs):
+                if not await limiter.hit(cost.limit, cost.what, tenant, cost=cost.amount):
+                    full = await _full(limiter, cost, tenant)
+                    for counted in costs[: i + 1]:
+                        await limiter.hit(counted.limit, counted.what, tenant, cost=-counted.amount)
+                    return full
             return None
 
-        full = await self._ask(enter) if costs else None
-        if full is not None:
-            what, amount, until = full
-            left = max(1.0, until - self._wall_clock())
-            raise BatonError(Reason.RATE_LIMITED, f"{tenant} has used its {amount} {what} of this minute", retry_after=left)
+        if costs:
+            self._raise(tenant, await self._ask(enter))
+
+    async def refund(self, tenant: str, prompt_tokens: int) -> None:
+        """What `admit` counted of a request that was refused after all."""
+
+        async def take_back(limiter: FixedWindowRateLimiter) -> None:
+            for cost in self._costs(tenant, prompt_tokens):
+                await limiter.hit(cost.limit, cost.what, tenant, cost=-cost.amount)
+
+        if self._costs(tenant, prompt_tokens):
+            await self._ask(take_back)
 
     async def charge(self, tenant: str, output_tokens: int) -> None:
         """An output of a request that was let in, whether or not there is room for it."""
@@ -79,6 +113,17 @@ class Rates:
         if amount is not None and output_tokens:
             limit = RateLimitItemPerMinute(amount)
             await self._ask(lambda limiter: limiter.hit(limit, "tokens", tenant, cost=output_tokens))
+
+    def _costs(self, tenant: str, prompt_tokens: int) -> list["_Cost"]:
+        """Of one request, where there is a limit."""
+        quota = self._quota(tenant)
+        costs = (("requests", quota.requests, 1), ("tokens", quota.tokens, prompt_tokens))
+        return [_Cost(what, RateLimitItemPerMinute(most), amount) for what, most, amount in costs if most is not None and amount]
+
+    def _raise(self, tenant: str, full: "_Full | None") -> None:
+        if full is not None:
+            left = max(1.0, full.until - self._wall_clock())
+            raise BatonError(Reason.RATE_LIMITED, f"{tenant} has used its {full.most} {full.what} of this minute", retry_after=left)
 
     async def _ask(self, question: Callable[[FixedWindowRateLimiter], Awaitable[T]]) -> T:
         if self._clock() >= self._again_at:
@@ -96,8 +141,25 @@ class Rates:
         return await question(self._own)
 
 
+async def _find_full(limiter: FixedWindowRateLimiter, costs: list[_Cost], tenant: str) -> _Full | None:
+    for cost in costs:
+        if not await limiter.test(cost.limit, cost.what, tenant, cost=cost.amount):
+            return await _full(limiter, cost, tenant)
+    return None
+
+
+async def _full(limiter: FixedWindowRateLimiter, cost: _Cost, tenant: str) -> _Full:
+    return _Full(cost.what, cost.limit.amount, (await limiter.get_window_stats(cost.limit, cost.what, tenant)).reset_time)
+
+
 class Unlimited:
     """In its place where there are no API keys, and so no tenants."""
+
+    async def check(self, tenant: str) -> None:
+        pass
+
+    async def refund(self, tenant: str, prompt_tokens: int) -> None:
+        pass
 
     async def admit(self, tenant: str, prompt_tokens: int) -> None:
         pass

@@ -1,10 +1,9 @@
-"""One Generate request from question to answer, in plain objects: validate, tokenise, admit, dispatch, turn tokens into text.
+"""One Generate request from question to answer, in plain objects: validate, admit, tokenise, dispatch, turn tokens into text.
 
-The doors (gRPC, HTTP) only translate.
+The doors (gRPC, HTTP) only translate. Nothing is done for a request before it is admitted but to look at its bounds, which are bytes and
+counts: whoever is refused has cost next to nothing, and is charged nothing.
 """
 
-import asyncio
-import itertools
 from collections.abc import AsyncGenerator, AsyncIterator, Callable
 from contextlib import aclosing, asynccontextmanager
 from dataclasses import dataclass
@@ -13,15 +12,18 @@ from time import monotonic
 from baton.cluster import semconv
 from baton.cluster.config import RouterConfig
 from baton.cluster.errors import BatonError, Reason
-from router.admission import Admission, Admitted, Refused
+from baton.engine.block_key import extend_keys, root_key
+from router.admission import Admission
 from router.detokenizer import Detokenizer
 from router.dispatch import Dispatcher
-from router.journal import Journal
+from router.gate import Gate
+from router.journal import REFUSALS, Journal
 from router.rates import Rates, Unlimited
-from router.request import FinishReason, Request, Token
+from router.request import FinishReason, Request, Token, Trace
 from router.stop import StopMatcher
 from router.tokenizer import Tokenizer
-from router.validate import Ask, Limits, check, resolve
+from router.tokenizer_pool import TokenizerPool
+from router.validate import Ask, Context, Limits, check, resolve
 from router.view import ClusterView
 
 
@@ -49,6 +51,7 @@ class Finished:
     stop: str | None  # the stop string that ended the output
 
 
+LONG_PROMPT = 4096  # tokens; the block keys of a longer one are computed off the event loop
 Event = Accepted | Piece | Finished
 Draw = Callable[[], int]
 
@@ -75,15 +78,14 @@ class GenerateService:
         self.model_name = model_name
         self._view = view
         self._dispatcher = dispatcher
-        self._admission = admission
+        self._gate = Gate(admission, view, config, journal.objectives)
+        self._pool = TokenizerPool(config.tokenizer_threads, config.max_inflight)
         self._config = config
         self._journal = journal
         self._draw_seed = draw_seed
         self._draw_id = draw_id
         self._limits = limits or Limits()
         self._rates = rates or Unlimited()
-        self._waiting: dict[str, asyncio.Event] = {}
-        self._attempts = itertools.count(1)
         self.draining = False
 
     @property
@@ -93,7 +95,10 @@ class GenerateService:
 
     @property
     def idle(self) -> bool:
-        return self._admission.inflight == 0 and self._admission.queued == 0
+        return self._gate.idle
+
+    def close(self) -> None:
+        self._pool.close()
 
     async def generate(self, ask: Ask, timeout_s: float | None) -> AsyncGenerator[Event, None]:
         """Accepted, then Pieces, then Finished. Raises BatonError. Closing the generator ends the request everywhere."""
@@ -101,30 +106,46 @@ class GenerateService:
         with self._journal.open(operation, ask.request_id, ask.traceparent) as entry:
             if self.draining:
                 raise BatonError(Reason.DRAINING, "this router is draining")
-            check(ask, self._limits, (self.model_name,), self._tokenizer.vocab_size)
+            self._check(ask)
             deadline = monotonic() + self._clamp(timeout_s)
             if deadline <= monotonic():
                 raise BatonError(Reason.DEADLINE, "the deadline was over before the request came")
-            served = self._view.served
-            if served is None:
+            if self._view.served is None:
                 raise BatonError(Reason.NO_WORKER, "no worker is ready")
-            tokens = await self._tokenize(ask, deadline)
-            params, stops = resolve(ask, len(tokens), served.max_model_len, self._draw_seed())
-            request = Request(ask.request_id or self._draw_id(), tokens, len(tokens), params, self._salt(ask), deadline, entry.trace)
-            entry.request = request
-            await self._rates.admit(ask.tenant, request.prompt_len)
-            async with self._charged(ask.tenant, request), self._admitted(request, ask.priority):
-                yield Accepted(request.id, self.model_name, request.prompt_len)
-                async with aclosing(self._run(request, stops)) as events:
-                    async for event in events:
-                        if isinstance(event, Finished):
-                            entry.finish = event.reason
-                        yield event
+            await self._rates.check(ask.tenant)
+            async with self._gate.place(entry, ask, deadline):
+                request, stops = await self._make_request(ask, deadline, entry.trace)
+                entry.request = request
+                async with self._charged(ask.tenant, request):
+                    yield Accepted(request.id, self.model_name, request.prompt_len)
+                    async with aclosing(self._run(request, stops)) as events:
+                        async for event in events:
+                            if isinstance(event, Finished):
+                                entry.finish = event.reason
+                            yield event
 
     async def tokenize(self, ask: Ask) -> list[int]:
-        """The prompt of `ask` as ids. Raises BatonError."""
-        check(ask, self._limits, (self.model_name,), self._tokenizer.vocab_size)
+        """The prompt of `ask` as ids. Raises BatonError; CONTEXT_LENGTH for a prompt that is longer than the context."""
+        self._check(ask)
         return await self._tokenize(ask, monotonic() + self._config.default_timeout_s)
+
+    def _check(self, ask: Ask) -> None:
+        longest = self.max_model_len
+        context = None if longest is None else Context(longest, self._tokenizer.longest_token)
+        check(ask, self._limits, (self.model_name,), self._tokenizer.vocab_size, context)
+
+    async def _make_request(self, ask: Ask, deadline: float, trace: Trace) -> tuple[Request, tuple[str, ...]]:
+        served = self._view.served
+        if served is None:
+            raise BatonError(Reason.NO_WORKER, "no worker is ready")
+        tokens = await self._tokenize(ask, deadline)
+        params, stops = resolve(ask, len(tokens), served.max_model_len, self._draw_seed())
+        request = Request(ask.request_id or self._draw_id(), tokens, len(tokens), params, self._salt(ask), deadline, trace)
+        if len(tokens) > LONG_PROMPT:
+            request.model = served.model_fingerprint
+            root = root_key(served.model_fingerprint, request.salt)
+            await self._pool.run(extend_keys, request.keys, root, tokens, served.block_size, within_s=deadline - monotonic())
+        return request, stops
 
     async def _run(self, request: Request, stops: tuple[str, ...]) -> AsyncGenerator[Event, None]:
         text = Detokenizer(self._tokenizer, request.tokens[-8:])
@@ -149,48 +170,24 @@ class GenerateService:
     async def _tokenize(self, ask: Ask, deadline: float) -> list[int]:
         if ask.token_ids is not None:
             return list(ask.token_ids)
-        try:
-            async with asyncio.timeout(deadline - monotonic()):
-                if ask.messages is not None:
-                    return await asyncio.to_thread(self._tokenizer.render, ask.messages)
-                return await asyncio.to_thread(self._tokenizer.encode, ask.text or "")
-        except TimeoutError:
-            raise BatonError(Reason.DEADLINE, "the deadline was over before the prompt was tokenised") from None
+        left, most = deadline - monotonic(), self.max_model_len
+        if ask.messages is not None:
+            return await self._pool.run(self._tokenizer.render, ask.messages, most, within_s=left)
+        return await self._pool.run(self._tokenizer.encode, ask.text or "", most, within_s=left)
 
     @asynccontextmanager
     async def _charged(self, tenant: str, request: Request) -> AsyncIterator[None]:
-        """However it ends, its tenant has used what it got."""
+        """The quota is charged here and nowhere else: the prompt when the request is let in, the output however it ends. A request that
+        is refused after all, before anything was computed for it, has cost nothing."""
+        await self._rates.admit(tenant, request.prompt_len)
         try:
             yield
+        except BatonError as error:
+            if error.reason in REFUSALS and not request.output_len:
+                await self._rates.refund(tenant, request.prompt_len)
+            raise
         finally:
             await self._rates.charge(tenant, request.output_len)
-
-    @asynccontextmanager
-    async def _admitted(self, request: Request, priority: int) -> AsyncIterator[None]:
-        """A place among the requests being served; waits for its turn, `queue_timeout_s` at most."""
-        slot = f"{request.id}#{next(self._attempts)}"
-        turn = self._waiting[slot] = asyncio.Event()
-        try:
-            answer = self._admission.enter(slot, priority)
-            if isinstance(answer, Refused):
-                raise BatonError(Reason.SATURATED, "too many requests are being served and waiting")
-            if not isinstance(answer, Admitted):
-                await self._wait(turn, request)
-            yield
-        finally:
-            del self._waiting[slot]
-            for next_slot in self._admission.leave(slot):
-                self._waiting[next_slot].set()
-
-    async def _wait(self, turn: asyncio.Event, request: Request) -> None:
-        left = request.deadline - monotonic()
-        try:
-            async with asyncio.timeout(min(left, self._config.queue_timeout_s)):
-                await turn.wait()
-        except TimeoutError:
-            if left <= self._config.queue_timeout_s:
-                raise BatonError(Reason.DEADLINE, "the deadline was over before the request could be served") from None
-            raise BatonError(Reason.SATURATED, f"waited {self._config.queue_timeout_s:g} s for admission") from None
 
     def _salt(self, ask: Ask) -> str:
         """What tells block keys apart: tenants do not share cached prefixes unless they are told to."""

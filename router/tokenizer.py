@@ -11,6 +11,10 @@ The pieces are those into which the tokeniser itself would have cut the text, so
 those of `transformers`. White space that the template trims from a content is trimmed. A template that looks into the contents (one that
 drops an assistant's reasoning, say) writes another text in the first rendering than the outline says. That text is taken if no control
 token in it can stem from a content; else the outline stands, and what the template would have changed stays.
+
+Other threads must be able to run meanwhile, above all the one with the event loop. `Tokenizer.encode` of the library holds the GIL until it
+is done (0.8 s for 1 MiB); `encode_batch` does not, so everything goes through it. What an Encoding gives out as a Python list, and its
+own end, holds the GIL again, so a prompt that is too long is told by its count alone, found piece by piece.
 """
 
 import json
@@ -25,10 +29,13 @@ from tokenizers import AddedToken, Encoding
 
 from baton.cluster.errors import invalid
 from router.chat_template import ChatTemplate, Message, Outline, fill
+from router.validate import too_long
 
 _NAMED = ("bos_token", "eos_token", "unk_token", "sep_token", "pad_token", "cls_token", "mask_token")
 _BYTE = re.compile(r"<0x([0-9A-F]{2})>")
 _ROUNDS = 8  # of cutting control tokens out of plain text
+_PIECE = 1 << 16  # characters of a long text that are counted at a time
+_CUT_COSTS = 16  # tokens by which the count of a piece may exceed what it has in the whole text
 _Json = dict[str, Any]
 
 
@@ -56,6 +63,8 @@ class Tokenizer:
         decoder = json.loads(definition).get("decoder")
         self._byte_level = _has(decoder, "ByteLevel")
         self._byte_fallback = _has(decoder, "ByteFallback")
+        self.longest_token = self._find_longest(json.loads(definition))  # characters of text; None: no bound is known
+        self._around = self._find_around()
         self._anchor = None if self._byte_level else self._find_anchor()
         self._pieces: dict[int, bytes | None] = {}
 
@@ -75,22 +84,28 @@ class Tokenizer:
         except ValueError as error:
             raise ValueError(f"{path}: {error}") from None
 
-    def encode(self, text: str) -> list[int]:
+    def encode(self, text: str, most: int | None = None) -> list[int]:
         """A plain prompt, with what the post-processor puts around it. Control tokens that `text` spells out stay text.
 
-        Raises INVALID_FIELD (`text`) for the rare text that this tokeniser can write with a control token only.
+        `most`: a prompt of so many tokens, or more, is refused with CONTEXT_LENGTH. Raises INVALID_FIELD (`text`) for the rare text that
+        this tokeniser can write with a control token only.
         """
-        merged = Encoding.merge(self._as_text(text, self._plain, "text"), growing_offsets=True)
-        return self._plain.post_process(merged).ids
+        self._check_count([text], most, "text")
+        encodings = self._as_text(text, self._plain, "text")
+        if len(encodings) == 1 and self._around is not None:
+            before, after = self._around
+            return before + encodings[0].ids + after
+        return self._plain.post_process(Encoding.merge(encodings, growing_offsets=True)).ids
 
-    def render(self, messages: Sequence[Message]) -> list[int]:
+    def render(self, messages: Sequence[Message], most: int | None = None) -> list[int]:
         """A conversation of (role, content), by the model's chat template, up to where the assistant begins to write.
 
-        Contents are data; roles are taken as the template's own words, so they have to be known ones. Raises INVALID_FIELD (`chat`)
-        without a chat template and where it refuses the conversation, INTERNAL where it breaks.
+        Contents are data; roles are taken as the template's own words, so they have to be known ones. `most`: as for `encode`. Raises
+        INVALID_FIELD (`chat`) without a chat template and where it refuses the conversation, INTERNAL where it breaks.
         """
         if self._chat is None:
             raise invalid("chat", "this model has no chat template; send text")
+        self._check_count([content for _, content in messages], most, "chat")
         text = self._chat.render(messages)
         outline = self._chat.outline(messages)
         if text != outline.text:
@@ -98,6 +113,18 @@ class Tokenizer:
             if self._all_from_template(ids, outline, messages):
                 return ids
         return list(self._encode_outline(outline))
+
+    def _check_count(self, texts: Sequence[str], most: int | None, field: str) -> None:
+        """Raises CONTEXT_LENGTH as soon as it is certain that `texts` have `most` tokens. Short ones are not looked at."""
+        if most is None or sum(map(len, texts)) <= _PIECE:
+            return
+        count = 0
+        for text in texts:
+            for at in range(0, len(text), _PIECE):
+                (encoding,) = self._plain.encode_batch_fast([text[at : at + _PIECE]], add_special_tokens=False)
+                count += max(0, len(encoding) - _CUT_COSTS)
+                if count >= most:
+                    raise too_long(field, count, most, "at least ")
 
     def id_for(self, token: str | None) -> int | None:
         """The id of a token by its spelling in the vocabulary."""
@@ -123,7 +150,7 @@ class Tokenizer:
         return self._pieces[token_id]
 
     def _parse(self, text: str) -> list[int]:
-        return self._parser.encode(text, add_special_tokens=False).ids
+        return _encode(self._parser, text).ids
 
     def _all_from_template(self, ids: list[int], outline: Outline, messages: Sequence[Message]) -> bool:
         """True if no control token of the text that became `ids` can stem from a content."""
@@ -136,7 +163,7 @@ class Tokenizer:
 
     def _encode_outline(self, outline: Outline) -> Iterator[int]:
         contents = iter(outline.contents)
-        encoding = self._parser.encode(outline.shape, add_special_tokens=False)
+        encoding = _encode(self._parser, outline.shape)
         done = 0
         for id_, (start, end) in zip(encoding.ids, encoding.offsets, strict=True):
             if id_ in self._control:
@@ -154,7 +181,7 @@ class Tokenizer:
         """`text` without control tokens. Some models (Unigram above all) know their spelling as a word: such words are cut in two."""
         parts = [text]
         for _ in range(_ROUNDS):
-            encodings = [(self._inner if i else first).encode(part, add_special_tokens=False) for i, part in enumerate(parts)]
+            encodings = [_encode(self._inner if i else first, part) for i, part in enumerate(parts)]
             spans = [self._control_spans(encoding) for encoding in encodings]
             if not any(spans):
                 return encodings
@@ -164,7 +191,39 @@ class Tokenizer:
         raise invalid(field, "holds text that this model can read as a control token only")
 
     def _control_spans(self, encoding: Encoding) -> list[tuple[int, int]]:
-        return [span for id_, span in zip(encoding.ids, encoding.offsets, strict=True) if id_ in self._control]
+        ids = encoding.ids
+        if self._control.isdisjoint(ids):  # nearly always; offsets cost far more than the ids
+            return []
+        return [span for id_, span in zip(ids, encoding.offsets, strict=True) if id_ in self._control]
+
+    def _find_longest(self, tree: _Json) -> int | None:
+        """No token stands for more characters than it is spelled with: true of byte-level BPE and byte fallback, as long as nothing
+        shortens the text before (a normalizer may strip, an added token swallow the space around it)."""
+        if not (self._byte_level or self._byte_fallback) or tree["model"].get("type") != "BPE":
+            return None
+        if any(node.get("type") not in ("Sequence", "Prepend", "Replace", None) for node in _nodes(tree.get("normalizer"))):
+            return None
+        if any(len(_spelling(node)) > 1 for node in _nodes(tree.get("normalizer")) if node.get("type") == "Replace"):
+            return None
+        added = self._plain.get_added_tokens_decoder().values()
+        if any(token.lstrip or token.rstrip for token in added):
+            return None
+        return max((len(token) for token, id_ in self._plain.get_vocab().items() if id_ not in self._control), default=None)
+
+    def _find_around(self) -> tuple[list[int], list[int]] | None:
+        """What the post-processor puts before and after a prompt. None where it does more than that."""
+        found: tuple[list[int], list[int]] | None = None
+        for probe in ("a", "a b\n3 c"):
+            bare, whole = _encode(self._plain, probe).ids, self._plain.encode_batch([probe])[0].ids
+            extra = len(whole) - len(bare)
+            at = next((i for i in range(extra + 1) if whole[i : i + len(bare)] == bare), None)
+            if at is None:
+                return None
+            around = whole[:at], whole[at + len(bare) :]
+            if found not in (None, around):
+                return None
+            found = around
+        return found
 
     def _find_piece(self, token_id: int) -> bytes | None:
         token = self._text_token(token_id)
@@ -197,6 +256,17 @@ class Tokenizer:
         """A token of plain letters: what another token adds behind it is what it adds anywhere but at the beginning."""
         ids = sorted(set(self._plain.get_vocab().values()) - self.special_ids)
         return next((id_ for id_ in ids if self._byte(self._plain.id_to_token(id_) or "") is None and self.decode([id_]).isalnum()), None)
+
+
+def _encode(tokenizer: tokenizers.Tokenizer, text: str) -> Encoding:
+    """Without holding the GIL."""
+    return tokenizer.encode_batch([text], add_special_tokens=False)[0]
+
+
+def _spelling(replace: _Json) -> str:
+    """The text that a Replace normalizer takes away; a pattern may take away any amount."""
+    pattern = replace.get("pattern", {})
+    return pattern.get("String", "any") if isinstance(pattern, dict) else "any"
 
 
 def _cut(text: str, spans: list[tuple[int, int]]) -> Iterator[str]:

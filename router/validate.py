@@ -35,6 +35,14 @@ class Limits:
 
 
 @dataclass(frozen=True, slots=True)
+class Context:
+    """What the served model can hold. A prompt of more characters than so many of the longest tokens is too long, whatever it says."""
+
+    tokens: int  # prompt and output
+    longest_token: int | None  # characters; None: a token of this model may stand for any number of them
+
+
+@dataclass(frozen=True, slots=True)
 class AskSampling:
     """None is absent."""
 
@@ -98,13 +106,16 @@ _RANGES = {
 _BIAS = _Range(-100, 100)
 
 
-def check(ask: Ask, limits: Limits, served_names: Collection[str], vocab_size: int) -> None:
-    """Raises MODEL_NOT_FOUND, or INVALID_FIELD with every field that is wrong (the first of a long list of values stands for the others).
+def check(ask: Ask, limits: Limits, served_names: Collection[str], vocab_size: int, context: Context | None = None) -> None:
+    """Raises MODEL_NOT_FOUND, CONTEXT_LENGTH for a prompt that cannot fit by its mere size, or INVALID_FIELD with every field that is wrong
+    (the first of a long list of values stands for the others).
 
     The work is bounded by the limits: a list that is too long is not looked at. An empty `ask.model` is the served one.
     """
     if ask.model and ask.model not in served_names:
         raise BatonError(Reason.MODEL_NOT_FOUND, f"model {ask.model[:80]!r} is not served here")
+    if context is not None:
+        _check_size(ask, context)
     found = [*_identity(ask, limits), *_prompt(ask, limits, vocab_size), *_sampling(ask.sampling, limits, vocab_size)]
     if found:
         more = f" (and {len(found) - 1} more)" if len(found) > 1 else ""
@@ -117,17 +128,15 @@ def resolve(ask: Ask, prompt_tokens: int, context: int, draw_seed: int) -> tuple
 
     Raises CONTEXT_LENGTH where the prompt leaves no room for an output, or not for as many tokens as were asked for.
     """
-    asked = ask.sampling
-    field = "text" if ask.text is not None else "chat" if ask.messages is not None else "token_ids"
+    asked, field = ask.sampling, _prompt_field(ask)
     if prompt_tokens < 1:
         raise invalid(field, "the prompt has no tokens")
     room = context - prompt_tokens
     if room < 1:
-        description = f"the prompt has {prompt_tokens} tokens; prompt and output together may have {context}"
-        raise _too_long(field, description, prompt_tokens, context)
+        raise too_long(field, prompt_tokens, context)
     if asked.max_tokens is not None and asked.max_tokens > room:
         description = f"{prompt_tokens} prompt tokens and {asked.max_tokens} output tokens are more than the {context} of the context"
-        raise _too_long("sampling.max_tokens", description, prompt_tokens, context)
+        raise _context_length("sampling.max_tokens", description, prompt_tokens, context)
     max_tokens = min(asked.default_max_tokens, room) if asked.max_tokens is None else asked.max_tokens
     temperature = _or(asked.temperature, 1.0)
     params = SamplingParams(
@@ -147,6 +156,21 @@ def resolve(ask: Ask, prompt_tokens: int, context: int, draw_seed: int) -> tuple
         ignore_eos=bool(asked.ignore_eos),
     )
     return params, asked.stop
+
+
+def _prompt_field(ask: Ask) -> str:
+    return "text" if ask.text is not None else "chat" if ask.messages is not None else "token_ids"
+
+
+def _check_size(ask: Ask, context: Context) -> None:
+    """Looks at lengths only."""
+    if ask.token_ids is not None and len(ask.token_ids) >= context.tokens:
+        raise too_long("token_ids", len(ask.token_ids), context.tokens)
+    if context.longest_token is None:
+        return
+    size = len(ask.text or "") + sum(len(content) for _, content in ask.messages or ())
+    if size >= context.tokens * context.longest_token:
+        raise too_long(_prompt_field(ask), -(-size // context.longest_token), context.tokens, "at least ")
 
 
 def _identity(ask: Ask, limits: Limits) -> Iterator[Violation]:
@@ -258,6 +282,12 @@ def _or(value: T | None, default: T) -> T:
     return default if value is None else value
 
 
-def _too_long(field: str, description: str, prompt_tokens: int, context: int) -> BatonError:
+def too_long(field: str, prompt_tokens: int, context: int, about: str = "") -> BatonError:
+    """The refusal of a prompt that leaves no room for an output. `about`: "at least " where `prompt_tokens` is not the whole count."""
+    description = f"the prompt has {about}{prompt_tokens} tokens; prompt and output together may have {context}"
+    return _context_length(field, description, prompt_tokens, context)
+
+
+def _context_length(field: str, description: str, prompt_tokens: int, context: int) -> BatonError:
     metadata = {"prompt_tokens": str(prompt_tokens), "context": str(context)}
     return BatonError(Reason.CONTEXT_LENGTH, description, (Violation(field, description),), metadata)

@@ -101,6 +101,10 @@ class _Ledger:
         tasks = self._tasks.get(record.name, {}).values()
         return sum(task.tokens for task in tasks if task.incarnation == record.incarnation and task.since >= since)
 
+    def count(self, record: WorkerRecord) -> int:
+        """Likewise, requests."""
+        return sum(task.incarnation == record.incarnation for task in self._tasks.get(record.name, {}).values())
+
     def recent_tokens(self, record: WorkerRecord) -> int:
         """With what ended since the last update."""
         return self.tokens(record) + self._ended[record.name, record.incarnation]
@@ -200,6 +204,10 @@ class ClusterView:
         """Tokens of our decodes on a member that its reported load does not show yet."""
         member = self._members[worker]
         return self._decodes.tokens(member.record, member.covers)
+
+    def decodes(self, worker: str) -> int:
+        """How many of our requests decode on a member."""
+        return self._decodes.count(self._members[worker].record)
 
     def decode_tokens(self, worker: str) -> int:
         """Tokens of all our decodes on a member."""

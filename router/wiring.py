@@ -73,7 +73,7 @@ class RouterProcess:
         tokenizer = await asyncio.to_thread(Tokenizer.load, Path(config.model.path))
         self._view = view = ClusterView(tokenizer.fingerprint)
         watch = Watch(view, self._registry, self._workers)
-        admission = Admission(config.router.max_inflight, config.router.max_queue)
+        admission = Admission(config.router.max_inflight, config.router.max_queue, config.router.overload)
         model_name = self._model_name
         gauges.tell(self._book, view, admission, watch, self._tracer)
         self.service = GenerateService(
@@ -129,6 +129,8 @@ class RouterProcess:
         await self._tasks.close()
         for server in self._servers:
             await server.stop(0.5)
+        if self._http is not None:  # then everything was started
+            self.service.close()
         await self._workers.close()
         await self._registry.close()
         await self._metrics.close()

@@ -57,7 +57,8 @@ HOMES = {
 PURE = (
     "baton/engine/scheduler.py", "baton/engine/blocks.py", "baton/engine/sequence.py", "kvtransfer/lease.py",
     "router/policy.py", "router/view.py",
-    "router/prefix_index.py", "router/admission.py", "router/stop.py", "router/slo.py", "loadtest/metrics.py", "loadtest/verdict.py",
+    "router/prefix_index.py", "router/admission.py", "router/pace.py",
+    "router/stop.py", "router/slo.py", "loadtest/metrics.py", "loadtest/verdict.py",
 )  # fmt: skip
 BANNED = {"pickle", "marshal", "shelve", "dill", "cloudpickle"}
 

@@ -133,7 +133,15 @@ class RouterConfig(Section):
     )
     max_inflight: int = Field(default=256, ge=1, le=65536, description="Requests being served at most.")
     max_queue: int = Field(default=512, ge=0, le=65536, description="Requests waiting for admission at most; more are refused.")
-    queue_timeout_s: float = Field(default=60.0, gt=0, le=3600, description="Longest wait for admission, seconds.")
+    queue_timeout_s: float = Field(
+        default=60.0, gt=0, le=3600, description="Longest wait for admission, and then for a decode worker with room, seconds."
+    )
+    overload: Literal["queue", "codel", "lifo"] = Field(
+        default="codel",
+        description="Requests that waiting would make too late for their deadline or the slo section: queue: wait all the same; codel: are"
+        " refused at once, and the queue is kept short while it stands; lifo: likewise, and the newest comes first then.",
+    )
+    tokenizer_threads: int = Field(default=2, ge=1, le=64, description="Threads that turn prompts into tokens.")
     default_timeout_s: float = Field(default=300.0, gt=0, le=86400, description="Deadline of a request whose client set none, seconds.")
     max_timeout_s: float = Field(default=600.0, gt=0, le=86400, description="Longest deadline a client can have, seconds.")
     max_retries: int = Field(default=3, ge=0, le=16, description="Further attempts of one request after a worker failed it.")

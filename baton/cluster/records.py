@@ -47,6 +47,7 @@ class WorkerRecord:
     transport: str
     load: Load = field(default_factory=Load)
     metrics: str = ""  # host:port of its /metrics; empty: it offers none
+    max_num_seqs: int = 0  # sequences in one step of its engine; 0: it does not say
 
     def to_json(self) -> bytes:
         return _encode(self)

@@ -197,6 +197,7 @@ class Host:
                 waiting_tokens=now.waiting_tokens,
             ),
             metrics=self._metrics.address,
+            max_num_seqs=self.built.engine.scheduler.limits.max_num_seqs,
         )
 
     def residue(self) -> Residue:

@@ -46,6 +46,7 @@ LEGAL = {
     "kv.ucx_tls": "tcp",
     "kv.ucx_net_devices": "eth0",
     "engine.batching": "static",
+    "router.overload": "lifo",
     "prefill.replicas": "0",
     "prefill.cores": "[0, 1]",
     "decode.cores": "[1]",

@@ -1,11 +1,15 @@
-"""Admission against a model, and its bounds."""
+"""Admission against a model, its bounds, and what it does when more comes in than can be served."""
+
+import random
+from dataclasses import dataclass, field
 
 import pytest
 from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, rule
 
-from router.admission import Admission, Admitted, Queued, Refused
+from router.admission import INTERVAL_S, SHARE, Admission, Admitted, Due, Overload, Queued, Refused
+from router.pace import Pace
 
 MAX_INFLIGHT, MAX_QUEUE = 3, 2
 names = st.sampled_from("abcdefgh")
@@ -85,3 +89,207 @@ def test_the_check_sees_what_it_is_for() -> None:
     for broken in (lost, doubled, crowded):
         with pytest.raises(RuntimeError):
             broken.check()
+
+
+# Places
+
+
+def test_places_come_and_go() -> None:
+    admission = Admission(4, 10)
+    assert admission.resize(1) == [] and admission.enter("a") == Admitted()
+    assert [admission.enter(name) for name in "bcdef"] == [Queued(ahead) for ahead in range(5)]
+    assert admission.resize(3) == ["b", "c"] and admission.resize(2) == [] and admission.leave("a") == []
+    assert admission.resize(None) == ["d", "e"], "max_inflight is all that bounds it"
+    assert admission.resize(0) == [] and admission.places == 1
+    admission.check()
+
+
+# Overload
+
+
+def measured(places: int = 2, held_s: float = 1.0, overload: Overload = "codel", max_queue: int = 100) -> Admission:
+    """Full; a request holds its place for `held_s`, a tenth of it before the first token, 10 tokens."""
+    admission = Admission(places, max_queue, overload)
+    admission.pace.note(held_s, held_s / 10, 10)
+    for number in range(places):
+        admission.enter(f"inside {number}")
+    return admission
+
+
+def test_who_could_not_be_served_in_time_is_refused() -> None:
+    admission = measured()
+    assert admission.enter("a", 0, 0.0, Due(deadline=1.4)) == Refused(2, 0, late=True, retry_after=pytest.approx(0.1 + 0.5))
+    assert admission.enter("b", 0, 0.0, Due(deadline=1.6)) == Queued(0)  # a place in half a second, and a second there
+    assert isinstance(admission.enter("c", 0, 0.0, Due(deadline=1.9)), Refused)
+    assert admission.enter("d", -1, 0.0, Due(deadline=1.9)) == Queued(0), "with a better priority there is nobody ahead"
+    admission.check()
+
+
+def test_a_short_output_needs_less() -> None:
+    admission = measured()
+    assert isinstance(admission.enter("long", 0, 0.0, Due(deadline=0.8, max_tokens=100)), Refused)
+    assert admission.enter("short", 0, 0.0, Due(deadline=0.8, max_tokens=1)) == Queued(0)
+
+
+def test_objectives_count_from_the_arrival_and_only_while_they_can_be_met() -> None:
+    admission = measured()
+    assert isinstance(admission.enter("a", 0, 10.0, Due(first=10.5)), Refused)
+    assert isinstance(admission.enter("b", 0, 10.0, Due(end=11.4)), Refused)
+    assert admission.enter("c", 0, 10.0, Due(first=10.7, end=11.6)) == Queued(0)
+    assert admission.enter("d", 0, 10.0, Due(first=10.05, end=10.9)) == Queued(1), "not even alone would it meet these"
+
+
+def test_with_a_place_free_nobody_is_judged() -> None:
+    """A wrong estimate would otherwise never be corrected."""
+    admission = measured(held_s=1e6)
+    admission.leave("inside 0")
+    assert admission.enter("a", 0, 0.0, Due(deadline=0.1)) == Admitted()
+
+
+def test_before_anything_was_measured_everybody_waits() -> None:
+    admission = Admission(1, 1)
+    admission.enter("a")
+    assert admission.enter("b", 0, 0.0, Due(deadline=0.001)) == Queued(0)
+    assert admission.enter("c", 0, 0.0, Due(deadline=0.001)) == Refused(1, 1) and admission.retry_after(0.0) is None
+
+
+def test_hopeless_requests_are_dropped_and_others_are_not() -> None:
+    admission = measured()
+    for name, deadline in (("a", 2.0), ("b", 3.0), ("c", 4.0)):
+        assert isinstance(admission.enter(name, 0, 0.0, Due(deadline=deadline)), Queued)
+    assert admission.drop_hopeless(0.9) == [] and admission.drop_hopeless(1.1) == ["a"]
+    assert admission.leave("inside 0", 2.5) == ["b"], "who is dropped has no place any more"
+    admission.check()
+
+
+def test_a_queue_of_patient_requests_is_served_in_full_and_in_order() -> None:
+    admission = measured(max_queue=50)
+    names = [f"{number}" for number in range(50)]
+    for name in names:
+        assert isinstance(admission.enter(name, 0, 0.0, Due(deadline=300.0)), Queued)
+    served, now, inside = [], 0.0, ["inside 0", "inside 1"]
+    while inside:
+        now += 0.5
+        assert admission.drop_hopeless(now) == []
+        admitted = admission.leave(inside.pop(0), now)
+        served += admitted
+        inside += admitted
+    assert served == names
+
+
+def test_the_old_way_refuses_nobody_while_there_is_room_to_wait() -> None:
+    admission = measured(overload="queue", max_queue=2)
+    assert [admission.enter(name, 0, 0.0, Due(deadline=0.01)) for name in "ab"] == [Queued(0), Queued(1)]
+    assert admission.drop_hopeless(1e9) == [] and isinstance(admission.enter("c"), Refused)
+
+
+def stand(admission: Admission, now: float = 0.0) -> float:
+    """Waits have been long for an interval: the moment at which the queue stands."""
+    admission.enter("first", 0, now)
+    now += 1.0
+    admission.leave("inside 0", now)
+    assert not admission.standing(now)
+    return now + max(INTERVAL_S, 1.0)
+
+
+def test_a_queue_that_stands_is_kept_short() -> None:
+    admission = measured(places=1)
+    burst = admission.enter("burst", 0, 0.0, Due(deadline=2.5))
+    assert burst == Queued(0) and admission.leave("burst") == []
+    now = stand(admission)
+    assert admission.standing(now)
+    assert isinstance(admission.enter("at the edge", 0, now, Due(deadline=now + 2.5)), Refused)
+    assert admission.enter("in good time", 0, now, Due(deadline=now + 1.0 + 1.0 / SHARE + 0.1)) == Queued(0)
+    admission.leave("in good time", now)
+    admission.leave("first", now)
+    assert admission.enter("no wait", 0, now) == Admitted() and not admission.standing(now), "it has come down"
+
+
+def test_the_newest_comes_first_while_the_queue_stands() -> None:
+    for overload, first, then in (("codel", "old", "new"), ("lifo", "new", "old")):
+        admission = measured(places=1, overload=overload)  # type: ignore[arg-type]
+        now = stand(admission)
+        admission.enter("least urgent", 1, now)
+        for name in ("old", "new"):
+            admission.enter(name, 0, now)
+        assert admission.leave("first", now) == [first] and admission.leave(first, now) == [then]
+        assert admission.leave(then, now) == ["least urgent"]
+
+
+def test_whoever_is_refused_is_told_to_come_after_those_who_were_refused_before() -> None:
+    """All who come back when they are told to would be served one after the other."""
+    admission = measured(places=2, held_s=1.0, max_queue=0)
+    told = [answer.retry_after for answer in (admission.enter(f"{n}", 0, 0.0) for n in range(4)) if isinstance(answer, Refused)]
+    assert told == [0.5, 1.0, 1.5, 2.0]
+    assert admission.retry_after(1.5) == 0.0, "a second later they are forgotten"
+
+
+@dataclass
+class Server:
+    """`places` requests at a time, `held_s` each, exactly; clients with a deadline that come at random."""
+
+    admission: Admission
+    held_s: float = 0.2
+    deadline_s: float = 1.0
+    inside: dict[str, float] = field(default_factory=dict)  # request → when it will be done
+    due: dict[str, float] = field(default_factory=dict)
+    good: int = 0
+
+    def run(self, per_s: float, seconds: float, seed: int) -> float:
+        """Requests a second that were done in time."""
+        rng, now, number = random.Random(seed), 0.0, 0
+        coming = rng.expovariate(per_s)
+        while now < seconds:
+            ending = min(self.inside, key=self.inside.__getitem__, default=None)
+            if ending is not None and self.inside[ending] <= coming:
+                now = self.inside.pop(ending)
+                self.good += now <= self.due[ending]
+                self.admission.pace.note(self.held_s, self.held_s / 10, 40)
+                self.admission.drop_hopeless(now)
+                self.begin(self.admission.leave(ending, now), now)
+                continue
+            now, number = coming, number + 1
+            coming += rng.expovariate(per_s)
+            name, self.due[f"{number}"] = f"{number}", now + self.deadline_s
+            if self.admission.enter(name, 0, now, Due(deadline=self.due[name])) == Admitted():
+                self.begin([name], now)
+        return self.good / seconds
+
+    def begin(self, names: list[str], now: float) -> None:
+        self.inside |= {name: now + self.held_s for name in names}
+
+
+@pytest.mark.parametrize("times", [1, 2, 5, 10])
+@pytest.mark.parametrize("overload", ["codel", "lifo"])
+def test_goodput_stands_under_overload(overload: Overload, times: int) -> None:
+    """8 places of 0.2 s are 40 requests a second."""
+    assert Server(Admission(8, 512, overload)).run(40.0 * times, 60.0, seed=times) >= 0.9 * 40 * (0.95 if times == 1 else 1)
+
+
+def test_goodput_collapses_when_everybody_waits() -> None:
+    """Negative control."""
+    assert Server(Admission(8, 512, "queue")).run(80.0, 60.0, seed=2) < 10
+
+
+# Pace
+
+
+def test_pace_follows_what_it_is_told() -> None:
+    pace = Pace()
+    assert pace.held_s is None and pace.needs_s(100) == 0.0
+    pace.note(1.0, 0.1, 10)
+    assert (pace.held_s, pace.first_s, pace.token_s) == (1.0, 0.1, pytest.approx(0.1))
+    assert pace.needs_s(1 << 31) == 1.0 and pace.needs_s(3) == pytest.approx(0.4)
+    for _ in range(100):
+        pace.note(2.0, 0.5, 16)
+    assert pace.held_s == pytest.approx(2.0, rel=0.01) and pace.first_s == pytest.approx(0.5, rel=0.01)
+
+
+def test_a_failure_says_at_least_so_long() -> None:
+    pace = Pace()
+    pace.note_failure(5.0)
+    assert pace.held_s == 5.0
+    pace.note_failure(1.0)
+    assert pace.held_s == 5.0
+    pace.note_failure(21.0)
+    assert pace.held_s == 6.0

@@ -380,15 +380,93 @@ async def test_the_deadline_ends_the_wait_for_workers() -> None:
     world.check()
 
 
+FULL = Load(waiting=256)
+
+
 @pytest.mark.parametrize("prompt", [PROMPT, SHORT])
-async def test_full_queues_everywhere_are_an_answer(prompt: list[int]) -> None:
-    world = World()
-    world.view.update([record("p0"), record("d0", load=Load(waiting=256))], 1.0)
-    error, seen = await world.refused(world.request(prompt))
-    assert error.reason is Reason.SATURATED and error.metadata == {"tokens_emitted": str(len(seen))}
-    assert [call.kind for call in world.workers.calls] == ["prefill"] * len(seen)
-    assert len(world.workers.released) == len(seen)
+async def test_full_queues_everywhere_are_an_answer_after_the_wait(prompt: list[int]) -> None:
+    """No prompt is computed that would have nowhere to go, and waiting is no retry."""
+    world = World(config=RouterConfig(bypass_tokens=8, queue_timeout_s=0.1))
+    world.view.update([record("p0"), record("d0", load=FULL)], 1.0)
+    began = time.monotonic()
+    request = world.request(prompt)
+    error, seen = await world.refused(request)
+    assert error.reason is Reason.SATURATED and error.metadata == {"tokens_emitted": "0"} and seen == []
+    assert world.workers.calls == [] and request.trace.retries == 0 and time.monotonic() - began >= 0.1
     world.check()
+
+
+@pytest.mark.parametrize("prompt", [PROMPT, SHORT])
+async def test_a_full_cluster_is_waited_for(prompt: list[int]) -> None:
+    world = World()
+    world.view.update([record("p0"), record("d0", load=FULL)], 1.0)
+    serving = asyncio.create_task(world.serve(world.request(prompt)))
+    await asyncio.sleep(0.1)
+    assert world.workers.calls == [], "nothing is computed meanwhile"
+    world.view.update([record("p0"), record("d0")], 2.0)
+    request, seen = await serving
+    assert seen == truth(request) and request.trace.retries == 0 and request.trace.retry_reasons == []
+    world.check()
+
+
+async def test_a_cluster_that_is_full_when_the_prompt_is_computed_is_waited_for_too() -> None:
+    world = World()
+    world.workers.replies = lambda: world.view.update([record("p0"), record("d0", load=FULL)], 1.0) and None
+    serving = asyncio.create_task(world.serve())
+    await asyncio.sleep(0.1)
+    assert world.kinds() == [("prefill", "p0", 40)]
+    world.view.update([record("p0"), record("d0")], 2.0)
+    request, seen = await serving
+    assert seen == truth(request) and request.trace.retries == 0 and len(world.workers.calls) == 2
+    world.check()
+
+
+async def test_the_deadline_ends_the_wait_for_room() -> None:
+    world = World()
+    world.view.update([record("p0"), record("d0", load=FULL)], 1.0)
+    error, seen = await world.refused(world.request(timeout_s=0.1))
+    assert error.reason is Reason.DEADLINE and "decode worker with room" in error.message
+    assert seen == [] and world.workers.calls == []
+    world.check()
+
+
+async def test_after_the_last_decode_worker_came_back_the_prompt_goes_to_a_prefill_worker() -> None:
+    """What was missing was the decode worker: to bypass the prefill workers would be wrong, and its reason a lie."""
+    world = World("p0 d0", RouterConfig(bypass_tokens=8, recover_wait_s=5))
+    fail(world, "d0", tokens=3)
+    back = asyncio.create_task(come_back(world, "d0", 0.15))
+    request, seen = await world.serve()
+    assert back.done() and seen == truth(request) and request.trace.bypasses == []
+    assert world.kinds()[-2:] == [("prefill", "p0", 44), ("decode", "d0", 45)]
+    world.check()
+
+
+async def test_numbers_in_the_view_are_taken_back_whatever_fails_after_they_were_set() -> None:
+    for role, prompt in (("prefill", PROMPT), ("decode", SHORT)):
+        world = World()
+
+        def broken(*_: object) -> None:
+            raise RuntimeError("a mistake of ours")
+
+        world.view.index.predict = broken  # type: ignore[method-assign]
+        with pytest.raises(RuntimeError):
+            await world.serve(world.request(prompt))
+        assert world.view.prefill_tokens("p0") == 0 == world.view.decode_tokens("d0"), role
+
+
+async def test_a_worker_that_was_restarted_is_asked_again() -> None:
+    """Another process: what failed the request is gone."""
+    world = World("p0 d0", RouterConfig(bypass_tokens=8, recover_wait_s=5))
+    fail(world, "p0", error=BatonError(Reason.INTERNAL, "no"))
+    fail(world, "d0", tokens=2)
+
+    def restart(stage: str) -> None:
+        world.view.update([replace(record("p0"), incarnation=2), record("d0"), record("d1")], 1.0)
+
+    world.workers.tick = restart
+    request, seen = await world.serve()
+    assert seen == truth(request)
+    assert world.kinds()[0] == ("prefill", "p0", 40) and ("prefill", "p0", 42) in world.kinds()
 
 
 async def test_a_worker_that_says_it_is_full_is_asked_a_few_times_at_most() -> None:

@@ -8,7 +8,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from baton.cluster.records import BlockEvent, Load, WorkerRecord
-from router.policy import Bypass, Choice, NoWorker, Saturated, choose_decode, choose_prefill
+from router.policy import TERMS, Bypass, Choice, NoWorker, Saturated, choose_decode, choose_prefill, places
 from router.view import ClusterView
 
 BLOCK = 16
@@ -32,12 +32,14 @@ def cluster(*workers: WorkerRecord, cached: dict[str, int] | None = None) -> Clu
     return view
 
 
-def prefill(view: ClusterView, bypass_tokens: int = 0, **options: Any) -> Choice | Bypass | NoWorker:
-    return choose_prefill(view, KEYS, PROMPT, bypass_tokens, 0.0, **options)
+def prefill(
+    view: ClusterView, bypass_tokens: int = 0, longest: int = 200, exclude: Any = (), now: float = 0.0, **terms: Any
+) -> Choice | Bypass | NoWorker | Saturated:
+    return choose_prefill(view, KEYS, PROMPT, longest, now, exclude, replace(TERMS, bypass_tokens=bypass_tokens, **terms))
 
 
-def decode(view: ClusterView, needed: int = 200, **options: Any) -> Choice | Saturated | None:
-    return choose_decode(view, KEYS, needed, 0.0, **options)
+def decode(view: ClusterView, longest: int = 200, exclude: Any = (), **terms: Any) -> Choice | Saturated | None:
+    return choose_decode(view, KEYS, longest, 0.0, exclude, replace(TERMS, **terms))
 
 
 IDLE = (worker("p0"), worker("p1"), worker("d0"), worker("d1"))
@@ -60,8 +62,8 @@ def test_a_cached_prefix_draws_until_the_queue_there_costs_more() -> None:
 def test_a_prefix_just_sent_draws_the_next_request() -> None:
     view = cluster(*IDLE)
     view.index.predict("p1", KEYS, 2.0)
-    assert choose_prefill(view, KEYS, PROMPT, 0, 1.0) == Choice("p1", 10, 0, "cached prefix")
-    assert choose_prefill(view, KEYS, PROMPT, 0, 2.0) == Choice("p0", 0, 160, "least work")
+    assert prefill(view, now=1.0) == Choice("p1", 10, 0, "cached prefix")
+    assert prefill(view, now=2.0) == Choice("p0", 0, 160, "least work")
 
 
 def test_our_own_work_spreads_requests() -> None:
@@ -81,11 +83,18 @@ def test_what_others_put_there_counts() -> None:
 
 def test_who_failed_the_request_is_left_out() -> None:
     view = cluster(*IDLE)
-    assert prefill(view, exclude={"p0"}) == Choice("p1", 0, 160, "least work")
-    assert prefill(view, exclude={"p0", "p1"}) == Bypass("no prefill worker")
-    assert isinstance(prefill(view, exclude={"d0", "d1"}), Choice)  # a decode worker may be back by then
-    assert decode(view, exclude={"d0"}) == Choice("d1", 0, 0, "fits")
-    assert decode(view, exclude={"d0", "d1"}) is None
+    assert prefill(view, exclude={("p0", 1)}) == Choice("p1", 0, 160, "least work")
+    assert prefill(view, exclude={("p0", 1), ("p1", 1)}) == Bypass("no prefill worker")
+    assert isinstance(prefill(view, exclude={("d0", 1), ("d1", 1)}), Choice)  # a decode worker may be back by then
+    assert decode(view, exclude={("d0", 1)}) == Choice("d1", 0, 0, "fits")
+    assert decode(view, exclude={("d0", 1), ("d1", 1)}) is None
+
+
+def test_a_restarted_worker_did_not_fail_the_request() -> None:
+    """Its process is a new one: (name, incarnation) failed, not the name."""
+    view = cluster(worker("p0"), replace(worker("d0"), incarnation=2))
+    assert decode(view, exclude={("d0", 1)}) == Choice("d0", 0, 0, "fits")
+    assert prefill(view, exclude={("p0", 0)}) == Choice("p0", 0, 160, "least work")
 
 
 def test_workers_that_are_down_are_left_out() -> None:
@@ -125,6 +134,47 @@ def test_bypass_looks_at_the_worker_that_would_decode() -> None:
     view = cluster(worker("p0"), worker("d0"), worker("d1", credit_tokens=0), cached={"d1": 10})
     assert decode(view) == Choice("d0", 0, 0, "fits")
     assert prefill(view, bypass_tokens=32) == Choice("p0", 0, 160, "least work")
+
+
+def test_bypass_and_decode_judge_the_same_length() -> None:
+    """d0 caches the prompt and has room for it, but not for the output: the request will go to d1, which caches nothing."""
+    view = cluster(worker("p0"), worker("d0", credit_tokens=900), worker("d1", credit_tokens=1000), cached={"d0": 10})
+    assert decode(view, longest=950) == Choice("d1", 0, 600, "fits")
+    assert prefill(view, bypass_tokens=32, longest=950) == Choice("p0", 0, 160, "least work")
+    assert prefill(view, bypass_tokens=32, longest=900) == Bypass("cached"), "where there is room for all of it"
+
+
+def test_bypass_and_decode_obey_the_same_bound_on_queues() -> None:
+    view = cluster(worker("p0"), worker("d0", waiting=9), cached={"d0": 10})
+    assert decode(view, max_queue=8) == Saturated() == prefill(view, bypass_tokens=32, max_queue=8)
+    assert prefill(view, bypass_tokens=32) == Bypass("cached")
+
+
+def test_no_prompt_is_computed_while_no_decode_worker_can_take_the_sequence() -> None:
+    busy = worker("d0", credit_tokens=199, waiting=1)
+    assert prefill(cluster(worker("p0"), busy)) == Saturated() == prefill(cluster(busy))
+    assert isinstance(prefill(cluster(worker("p0"), busy, worker("d1"))), Choice)
+    assert isinstance(prefill(cluster(worker("p0"), worker("d0", credit_tokens=200, waiting=1))), Choice), "the credit holds it"
+
+
+def test_a_worker_that_promised_more_than_it_holds_takes_as_many_as_it_runs_while_nobody_waits_there() -> None:
+    """Credit counts every sequence at its full length, which few reach."""
+    view = cluster(worker("p0"), replace(worker("d0", credit_tokens=-500), max_num_seqs=2))
+    for request in "ab":
+        assert isinstance(prefill(view), Choice)
+        view.start_decode(request, "d0", 200)
+    assert prefill(view) == Saturated()
+    view.end_decode("a")
+    assert isinstance(prefill(view), Choice)
+
+
+def test_places_are_what_the_workers_run_and_a_quarter_ahead() -> None:
+    def of(name: str, max_num_seqs: int) -> WorkerRecord:
+        return replace(worker(name), max_num_seqs=max_num_seqs)
+
+    assert places(cluster(of("d0", 8))) == 10 and places(cluster(of("d0", 1))) == 2
+    assert places(cluster(of("p0", 8), of("d0", 8), of("d1", 6))) == 8 + 6 + 2 + 2 + 2
+    assert places(cluster(of("p0", 8))) is None and places(cluster(of("d0", 8), of("d1", 0))) is None
 
 
 def test_decode_goes_where_less_is_promised() -> None:
@@ -196,6 +246,8 @@ def test_any_cluster(prefills: list[Load], decodes: list[Load], cached: list[int
     if isinstance(choice, Choice):
         costs = {f"p{i}": load.waiting_tokens + PROMPT - held.get(f"p{i}", 0) * BLOCK for i, load in enumerate(prefills)}
         assert choice.cost == costs[choice.worker] == min(costs.values()) and choice.overlap_blocks == held.get(choice.worker, 0)
+    elif isinstance(choice, Saturated):
+        assert isinstance(target, Saturated) or (isinstance(target, Choice) and target.reason == "queues")
     else:
         assert isinstance(choice, NoWorker) is (not decodes)
     if isinstance(target, Choice):

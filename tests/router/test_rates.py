@@ -1,5 +1,6 @@
 """Limits of tenants: against a real Redis, shared between routers, and what happens while it is away."""
 
+import asyncio
 import os
 import signal
 import time
@@ -124,3 +125,43 @@ async def test_a_window_ends() -> None:
     for key in storage.expirations:
         storage.expirations[key] -= 61
     await router.admit("few", 1)
+
+
+@pytest.mark.parametrize(("tenant", "tokens", "let_in"), [("few", 1, 2), ("small", 40, 2), ("both", 60, 1)])
+async def test_of_many_that_come_at_once_no_more_are_let_in_than_there_is_room_for(
+    server: EmbeddedRedis, tenant: str, tokens: int, let_in: int
+) -> None:
+    """Through two routers, so that nothing but Redis can keep the count."""
+    routers = [make(server, f"at once {tenant}") for _ in range(2)]
+
+    async def one(number: int) -> bool:
+        try:
+            await routers[number % 2].admit(tenant, tokens)
+        except BatonError as error:
+            assert error.reason is Reason.RATE_LIMITED
+            return False
+        return True
+
+    assert sum(await asyncio.gather(*(one(number) for number in range(20)))) == let_in
+    if tenant == "small":
+        await routers[0].admit("small", 20)
+    await refused(routers[1], tenant, tokens)
+
+
+async def test_looking_counts_nothing_and_sees_a_minute_that_is_used_up(router: Rates) -> None:
+    for _ in range(5):
+        await router.check("few")
+    for _ in range(2):
+        await router.admit("few", 1)
+    with pytest.raises(BatonError) as caught:
+        await router.check("few")
+    assert caught.value.reason is Reason.RATE_LIMITED and caught.value.retry_after is not None
+    await router.check("free")
+
+
+async def test_what_was_refused_after_all_is_given_back(router: Rates) -> None:
+    for _ in range(5):
+        await router.admit("both", 90)
+        await router.refund("both", 90)
+    await router.admit("both", 100)
+    await router.refund("free", 10)

@@ -2,6 +2,7 @@
 
 import asyncio
 import random
+import threading
 import time
 from collections.abc import AsyncGenerator, Callable, Sequence
 from contextlib import aclosing
@@ -106,7 +107,7 @@ class House:
     def check(self) -> None:
         """Nobody is inside and nobody waits."""
         self.admission.check()
-        assert self.service.idle and not self.service._waiting
+        assert self.service.idle and not self.service._gate._waiting
         assert (self.admission.inflight, self.admission.queued) == (0, 0)
 
 
@@ -293,9 +294,9 @@ async def test_a_deadline_in_the_past_is_over_at_once(tokenizer: Tokenizer, give
 
 async def test_tokenising_ends_at_the_deadline(tokenizer: Tokenizer) -> None:
     class Slow:
-        fingerprint, vocab_size, piece = tokenizer.fingerprint, tokenizer.vocab_size, tokenizer.piece
+        fingerprint, vocab_size, piece, longest_token = tokenizer.fingerprint, tokenizer.vocab_size, tokenizer.piece, 1
 
-        def encode(self, text: str) -> list[int]:
+        def encode(self, text: str, most: int) -> list[int]:
             time.sleep(0.4)
             return [1]
 
@@ -457,7 +458,7 @@ async def ids(house: House) -> list[Event]:
 async def test_a_place_that_is_not_given_back_is_seen(tokenizer: Tokenizer) -> None:
     """Negative control."""
     house = House(tokenizer)
-    house.admission.leave = lambda slot: []  # type: ignore[method-assign]
+    house.admission.leave = lambda slot, now: []  # type: ignore[method-assign]
     await house.ask()
     with pytest.raises(AssertionError):
         house.check()
@@ -594,7 +595,15 @@ class Counter:
     """In the place of Rates."""
 
     said: list[tuple[str, str, int]] = field(default_factory=list)
-    error: BatonError | None = None
+    error: BatonError | None = None  # when the prompt is counted
+    used_up: BatonError | None = None
+
+    async def check(self, tenant: str) -> None:
+        if self.used_up:
+            raise self.used_up
+
+    async def refund(self, tenant: str, tokens: int) -> None:
+        self.said.append(("back", tenant, tokens))
 
     async def admit(self, tenant: str, tokens: int) -> None:
         if self.error:
@@ -623,10 +632,147 @@ async def test_a_tenant_is_charged_for_what_it_got_however_it_ends(tokenizer: To
     house.check()
 
 
+@dataclass
+class Watched:
+    """The tokeniser, and how often it was asked."""
+
+    inner: Tokenizer
+    asked: int = 0
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self.inner, name)
+
+    def encode(self, text: str, most: int | None = None) -> list[int]:
+        self.asked += 1
+        return self.inner.encode(text, most)
+
+
 async def test_who_has_used_its_minute_is_refused_before_any_work(tokenizer: Tokenizer) -> None:
-    house, counter = House(tokenizer), Counter(error=BatonError(Reason.RATE_LIMITED, "", retry_after=7.0))
+    house, counter = House(Watched(tokenizer)), Counter(used_up=BatonError(Reason.RATE_LIMITED, "", retry_after=7.0))
     house.service._rates = counter
     error = await house.refused()
     assert error.reason is Reason.RATE_LIMITED and not house.script.begun and not counter.said
+    assert house.tokenizer.asked == 0, "no prompt was tokenised"
     assert house.journal.last()[0].outcome == "refused"
+    house.check()
+
+
+async def test_who_uses_the_rest_of_its_minute_meanwhile_is_refused_before_the_dispatch(tokenizer: Tokenizer) -> None:
+    house, counter = House(tokenizer), Counter(error=BatonError(Reason.RATE_LIMITED, "", retry_after=7.0))
+    house.service._rates = counter
+    assert (await house.refused()).reason is Reason.RATE_LIMITED and not house.script.begun and not counter.said
+    house.check()
+
+
+async def test_a_full_router_tokenises_nothing_and_charges_nothing(tokenizer: Tokenizer) -> None:
+    """Neither for those it refuses, nor for those that wait."""
+    house, counter = full(Watched(tokenizer), max_queue=1), Counter()  # type: ignore[arg-type]
+    house.service._rates = counter
+    tasks = await occupy(house, waiting=1)
+    for _ in range(5):
+        assert (await house.refused()).reason is Reason.SATURATED
+    assert house.tokenizer.asked == 1 and counter.said == [("prompt", "", 1)]
+    house.script.gate.set()
+    await asyncio.gather(*tasks)
+    assert house.tokenizer.asked == 2
+    house.check()
+
+
+async def test_a_request_that_is_refused_after_all_is_charged_nothing(tokenizer: Tokenizer) -> None:
+    house, counter = House(tokenizer, Script(ids=b"", error=BatonError(Reason.NO_WORKER, ""))), Counter()
+    house.service._rates = counter
+    assert (await house.refused()).reason is Reason.NO_WORKER
+    assert counter.said == [("prompt", "", 5), ("back", "", 5), ("output", "", 0)]
+    house.script.ids = b"a"
+    await house.refused()
+    assert counter.said[3:] == [("prompt", "", 5), ("output", "", 1)], "what was served is not given back"
+    house.check()
+
+
+async def test_a_prompt_that_cannot_fit_by_its_bytes_is_refused_before_any_work(tokenizer: Tokenizer) -> None:
+    house = House(Watched(tokenizer))
+    for ask in (Ask(text="x" * 5000), Ask(token_ids=(1,) * 5000), Ask(messages=(("user", "x" * 3000),) * 2)):
+        with pytest.raises(BatonError) as caught:
+            async with aclosing(house.service.generate(ask, 10)) as events:
+                await anext(events)
+        assert caught.value.reason is Reason.CONTEXT_LENGTH and caught.value.metadata["context"] == "4096"
+    assert house.tokenizer.asked == 0
+    house.check()
+
+
+async def test_the_tokenisers_queue_is_bounded(tokenizer: Tokenizer) -> None:
+    house = House(tokenizer, config=RouterConfig(max_inflight=2, tokenizer_threads=1))
+    go = threading.Event()
+    waiting = [asyncio.create_task(house.service._pool.run(go.wait, within_s=5)) for _ in range(3)]
+    await asyncio.sleep(0.01)
+    with pytest.raises(BatonError) as caught:
+        await house.service.tokenize(Ask(text="x"))
+    assert caught.value.reason is Reason.SATURATED
+    waiting[2].cancel()  # who is no longer waited for counts until a thread has come to it
+    go.set()
+    await asyncio.gather(*waiting, return_exceptions=True)
+    assert await house.service.tokenize(Ask(text="x")) == [ord("x")]
+
+
+# Overload
+
+
+async def warm(house: House, held_s: float) -> None:
+    """The pace of requests that hold their place for so long."""
+    for _ in range(200):
+        house.admission.pace.note(held_s, held_s / 10, 40)
+
+
+async def test_who_could_not_be_served_in_time_is_refused_at_once_and_told_when_to_come_again(tokenizer: Tokenizer) -> None:
+    house = full(tokenizer, max_queue=100)
+    await warm(house, 1.0)
+    tasks = await occupy(house, waiting=3)
+    began = time.monotonic()
+    error = await house.refused("late", 3.0)
+    assert error.reason is Reason.SATURATED and time.monotonic() - began < 0.5
+    assert error.retry_after is not None and 1.0 <= error.retry_after <= 4.0, "four are ahead, each for a second"
+    patient = asyncio.create_task(house.ask("patient", 300.0))
+    await until(lambda: house.admission.queued == 4)
+    house.script.gate.set()
+    await asyncio.gather(*tasks, patient)
+    house.check()
+
+
+async def test_who_becomes_hopeless_in_the_queue_is_dropped_before_anything_is_computed_for_it(tokenizer: Tokenizer) -> None:
+    house = full(Watched(tokenizer), max_queue=100)  # type: ignore[arg-type]
+    await warm(house, 0.2)
+    tasks = await occupy(house)
+    error = await house.refused("hopeless", 0.5)  # the place is never given back
+    assert error.reason is Reason.SATURATED and "in time" in error.message and error.retry_after is not None
+    assert len(house.script.begun) == 1 and house.tokenizer.asked == 1
+    house.script.gate.set()
+    await asyncio.gather(*tasks)
+    house.check()
+
+
+async def test_the_objectives_are_deadlines_too(tokenizer: Tokenizer) -> None:
+    house = House(tokenizer, Script(gate=asyncio.Event()), RouterConfig(max_inflight=1), SloConfig(ttft_s=1.0))
+    await warm(house, 0.5)
+    tasks = await occupy(house, waiting=1)
+    assert (await house.refused("third", 300.0)).reason is Reason.SATURATED
+    house.script.gate.set()
+    await asyncio.gather(*tasks)
+    house.check()
+
+
+async def test_places_follow_the_workers(tokenizer: Tokenizer) -> None:
+    """One that joins lets in who waits, at once."""
+    house = House(tokenizer, Script(gate=asyncio.Event()))
+
+    def show(*names: str) -> None:
+        members = [record(name, tokenizer_fingerprint=tokenizer.fingerprint, max_num_seqs=1) for name in names]
+        house.view.update(members, 1.0)
+
+    show("d0")
+    tasks = [asyncio.create_task(house.ask()) for _ in range(4)]
+    await until(lambda: house.admission.queued == 2 and len(house.script.begun) == 2)
+    show("d0", "d1")
+    await until(lambda: len(house.script.begun) == 4)
+    house.script.gate.set()
+    await asyncio.gather(*tasks)
     house.check()

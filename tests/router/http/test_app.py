@@ -69,7 +69,8 @@ async def test_a_batch_of_completions(house: House) -> None:
     answer = await house.post(COMPLETION, {"prompt": ["x", "yy", "zzz"], "n": 2, "seed": 5})
     assert [choice["index"] for choice in answer.json["choices"]] == list(range(6))
     assert answer.json["usage"]["prompt_tokens"] == 1 + 2 + 3 and answer.json["usage"]["completion_tokens"] == 6 * 3
-    assert [request.params.seed for request in house.script.begun] == [5, 6] * 3
+    begun = sorted((request.prompt_len, request.params.seed) for request in house.script.begun)  # they are tokenised side by side
+    assert begun == [(length, seed) for length in (1, 2, 3) for seed in (5, 6)]
     house.check()
 
 
@@ -410,7 +411,7 @@ async def test_who_leaves_the_queue_frees_the_place(tokenizer: Tokenizer) -> Non
     first = asyncio.create_task(house.post(CHAT))
     call = Call(house.door, "POST", CHAT, HELLO)
     second = asyncio.create_task(call.run())
-    await settled(lambda: house.admission.queued == 1)
+    await settled(lambda: house.admission.queued == 1 and len(house.script.begun) == 1)
     call.gone.set()
     await asyncio.wait_for(second, 5)
     assert house.admission.queued == 0 and len(house.script.begun) == 1
@@ -436,7 +437,7 @@ async def test_a_server_that_closes_says_so(tokenizer: Tokenizer, gate_at: int) 
 async def test_a_place_that_is_not_given_back_is_seen(tokenizer: Tokenizer) -> None:
     """Negative control."""
     house = House(tokenizer)
-    house.admission.leave = lambda slot: []  # type: ignore[method-assign]
+    house.admission.leave = lambda slot, now: []  # type: ignore[method-assign]
     await house.post(CHAT)
     with pytest.raises(AssertionError):
         house.check()

@@ -1,0 +1,118 @@
+"""Where requests wait for a place among those that are served. `admission` decides; this waits, and measures what it decides by."""
+
+import asyncio
+import itertools
+from collections.abc import AsyncIterator, Callable, Iterable, Iterator, Mapping
+from contextlib import asynccontextmanager, contextmanager
+from time import monotonic
+
+from baton.cluster.config import RouterConfig
+from baton.cluster.errors import BatonError, Reason
+from router.admission import Admission, Admitted, Due, Refused
+from router.journal import Entry
+from router.policy import places
+from router.validate import Ask
+from router.view import ClusterView
+
+LOOK_S = 0.02  # how often those who wait are looked through: workers come and go, and hope ends without an event
+
+
+class Gate:
+    def __init__(
+        self,
+        admission: Admission,
+        view: ClusterView,
+        config: RouterConfig,
+        objectives: Mapping[str, float],
+        clock: Callable[[], float] = monotonic,
+    ) -> None:
+        """`objectives`: seconds; "ttft" and "e2e" are regarded. `clock`: that of the requests' deadlines and stopwatches."""
+        self._admission = admission
+        self._view = view
+        self._config = config
+        self._objectives = objectives
+        self._clock = clock
+        self._waiting: dict[str, asyncio.Future[None]] = {}
+        self._numbers = itertools.count(1)
+        self._timer: asyncio.TimerHandle | None = None
+
+    @property
+    def idle(self) -> bool:
+        return not self._waiting and self._admission.inflight == 0 and self._admission.queued == 0
+
+    @asynccontextmanager
+    async def place(self, entry: Entry, ask: Ask, deadline: float) -> AsyncIterator[None]:
+        """A place among the requests being served. Raises SATURATED with the time after which it is worth while to come again, and
+        DEADLINE."""
+        slot = f"{ask.request_id}#{next(self._numbers)}"  # callers may give two requests the same id
+        turn = self._waiting[slot] = asyncio.get_running_loop().create_future()
+        try:
+            await self._enter(slot, turn, ask.priority, self._due(entry, ask, deadline))
+            with self._timed(entry):
+                yield
+        finally:
+            del self._waiting[slot]
+            self._drop_hopeless()
+            self._let_in(self._admission.leave(slot, self._clock()))
+
+    async def _enter(self, slot: str, turn: "asyncio.Future[None]", priority: int, due: Due) -> None:
+        now = self._clock()
+        self._let_in(self._admission.resize(places(self._view), now))
+        answer = self._admission.enter(slot, priority, now, due)
+        if isinstance(answer, Admitted):
+            return
+        if isinstance(answer, Refused):
+            message = "more requests wait than can be served in time" if answer.late else "too many requests are being served and waiting"
+            raise BatonError(Reason.SATURATED, message, retry_after=answer.retry_after)
+        if self._timer is None:
+            self._timer = asyncio.get_running_loop().call_later(LOOK_S, self._look)
+        left, longest = due.deadline - now, self._config.queue_timeout_s
+        try:
+            async with asyncio.timeout(min(left, longest)):
+                await turn
+        except TimeoutError:
+            if left <= longest:
+                raise BatonError(Reason.DEADLINE, "the deadline of the request was over while it waited for admission") from None
+            after = self._admission.retry_after(self._clock())
+            raise BatonError(Reason.SATURATED, f"waited {longest:g} s for admission", retry_after=after) from None
+
+    def _due(self, entry: Entry, ask: Ask, deadline: float) -> Due:
+        began, asked = entry.trace.watch.start, ask.sampling
+        limits = {name: began + limit for name, limit in self._objectives.items()}
+        most = asked.default_max_tokens if asked.max_tokens is None else asked.max_tokens
+        never = float("inf")
+        return Due(deadline, limits.get("ttft", never), limits.get("e2e", never), most)
+
+    @contextmanager
+    def _timed(self, entry: Entry) -> Iterator[None]:
+        """What a request that ends well, or runs out of time, says of the pace. One that its client gave up says nothing."""
+        began, pace = self._clock(), self._admission.pace
+        try:
+            yield
+        except BatonError as error:
+            if error.reason is Reason.DEADLINE:
+                pace.note_failure(self._clock() - began)
+            raise
+        if entry.request is not None and entry.trace.first_at:
+            pace.note(self._clock() - began, entry.trace.first_at - began, entry.request.output_len)
+
+    def _look(self) -> None:
+        self._timer = None
+        self._drop_hopeless()
+        self._let_in(self._admission.resize(places(self._view), self._clock()))
+        if self._admission.queued:
+            self._timer = asyncio.get_running_loop().call_later(LOOK_S, self._look)
+
+    def _drop_hopeless(self) -> None:
+        now = self._clock()
+        for slot in self._admission.drop_hopeless(now):
+            after = self._admission.retry_after(now)
+            refusal = BatonError(Reason.SATURATED, "waited until it could not be served in time any more", retry_after=after)
+            turn = self._waiting.get(slot)  # None: it is leaving already
+            if turn is not None and not turn.done():
+                turn.set_exception(refusal)
+
+    def _let_in(self, slots: Iterable[str]) -> None:
+        for slot in slots:
+            if not self._waiting[slot].done():
+                self._waiting[slot].set_result(None)
