@@ -37,7 +37,7 @@ class DecodeProcess:
         host.on_close(importer.close)
         host.quarantined = lambda: importer.quarantined_blocks
         host.book.read("baton_kv_quarantined_blocks", host.quarantined)
-        worker_pb2_grpc.add_DecodeServicer_to_server(DecodeDoor(worker, host.built.model_fingerprint), host.server.grpc)  # type: ignore[no-untyped-call]
+        worker_pb2_grpc.add_DecodeServicer_to_server(DecodeDoor(worker, host.identity), host.server.grpc)  # type: ignore[no-untyped-call]
         await host.serve()
 
     async def drain(self) -> None:

@@ -5,6 +5,7 @@ from baton.cluster.rpc import Answering, Context
 from baton.engine.kvcache import KvLayout
 from baton.v1 import worker_pb2 as pb
 from baton.v1 import worker_pb2_grpc
+from baton.worker.identity import Identity
 from baton.worker.wire import pack_handle, pack_layout, to_finish, to_sequence, to_token, unpack_handle, unpack_layout
 from kvtransfer.exporter import Exporter
 from kvtransfer.transport import Transport
@@ -12,13 +13,14 @@ from prefill_worker.worker import PrefillWorker
 
 
 class PrefillDoor(worker_pb2_grpc.PrefillServicer):
-    def __init__(self, worker: PrefillWorker, model_fingerprint: str) -> None:
+    def __init__(self, worker: PrefillWorker, identity: Identity) -> None:
         self._worker = worker
-        self._model_fingerprint = model_fingerprint
+        self._identity = identity
 
     async def Prefill(self, request: pb.PrefillRequest, context: Context) -> pb.PrefillResponse:
         async with Answering(context):
-            seq = to_sequence(request.job, self._model_fingerprint, hold=True)
+            self._identity.check(request.to)
+            seq = to_sequence(request.job, self._identity.model_fingerprint, hold=True)
             done = await self._worker.prefill(seq, request.job.request_id, request.job.traceparent)
             return pb.PrefillResponse(
                 token=to_token(done.sampled),

@@ -35,7 +35,7 @@ class PrefillProcess:
         host.book.read("baton_leases_held", host.leases)
         host.book.read("baton_leases_total", lambda: dict(exporter.events))
         server = host.server.grpc
-        worker_pb2_grpc.add_PrefillServicer_to_server(PrefillDoor(worker, host.built.model_fingerprint), server)  # type: ignore[no-untyped-call]
+        worker_pb2_grpc.add_PrefillServicer_to_server(PrefillDoor(worker, host.identity), server)  # type: ignore[no-untyped-call]
         worker_pb2_grpc.add_KvExchangeServicer_to_server(KvExchangeDoor(exporter, host.transport, pool.layout), server)  # type: ignore[no-untyped-call]
         host.tasks.start(exporter.run_reaper(self.config.kv.reap_interval_s), "lease reaper")
         await host.serve()

@@ -72,7 +72,7 @@ class RouterProcess:
         public, admin = self._servers = [Server(config, config.router.max_message_bytes) for _ in range(2)]
         tokenizer = await asyncio.to_thread(Tokenizer.load, Path(config.model.path))
         self._view = view = ClusterView(tokenizer.fingerprint)
-        watch = Watch(view, self._registry, self._workers)
+        watch = Watch(view, self._registry, self._workers, config.router.hang_s)
         admission = Admission(config.router.max_inflight, config.router.max_queue)
         model_name = self._model_name
         gauges.tell(self._book, view, admission, watch, self._tracer)

@@ -149,6 +149,13 @@ class RouterConfig(Section):
     recover_wait_s: float = Field(
         default=10.0, ge=0, le=600, description="How long a request whose worker died waits for another to appear, seconds."
     )
+    hang_s: float = Field(
+        default=2.0,
+        ge=0.2,
+        le=600,
+        description="A worker that does not answer, or whose engine makes no progress, is passed over after so long, seconds; after twice"
+        " as long its requests go on elsewhere.",
+    )
     reflection: bool = Field(default=True, description="Offer gRPC server reflection.")
 
     @model_validator(mode="after")

@@ -25,7 +25,7 @@ from baton.cluster.lifecycle import Stage, Stop, move
 from baton.cluster.membership import Membership
 from baton.cluster.metrics import Book
 from baton.cluster.metrics_http import Exposition, MetricsServer
-from baton.cluster.records import BlockEvent, Load, WorkerRecord
+from baton.cluster.records import BlockEvent, Load, WorkerRecord, WorkerState
 from baton.cluster.rpc import Server, Tasks
 from baton.cluster.telemetry import make_tracer
 from baton.engine.build import Built, Options, build
@@ -34,7 +34,9 @@ from baton.engine.loop import CacheEvent, EngineLoop, Facts, facts
 from baton.engine.scheduler import Limits
 from baton.v1 import worker_pb2_grpc
 from baton.worker.door import Residue, WorkerDoor
+from baton.worker.identity import Identity
 from baton.worker.meter import Meter
+from baton.worker.stall import Activity, Stall
 from kvtransfer.handle import mac_key
 from kvtransfer.importer import peer_name
 from kvtransfer.select import make_transport
@@ -48,7 +50,7 @@ IDLE_POLL_S = 0.02
 # wait keep those that work from their core: on two cores shared by two workers 7 % of the throughput was left.
 SLEEP_SOON = ("GOMP_SPINCOUNT", "1000")
 LOOK_S = 0.3  # a step of a large model may take seconds; nobody who asks how we are waits for it
-HUNG_S = 60.0  # but no step takes so long
+HUNG_S = 60.0  # no step takes so long
 
 
 class Host:
@@ -84,6 +86,8 @@ class Host:
         self._meter = Meter(self.book, self._membership, self.tracer)
         self._metrics = MetricsServer(config, Exposition(self.book, self.look), lambda: self.stage is Stage.READY)
         self._closers: list[Callable[[], Awaitable[object]]] = [self._registry.close, lambda: asyncio.to_thread(self.tracer.close)]
+        self._stall = Stall(HUNG_S)
+        self._held = 0  # leases, as of the last look: a load that differs in nothing is not news
         self.tasks = Tasks(stop.fail)
 
     async def open(self, on_step: Callable[[list[Output]], None]) -> None:
@@ -95,7 +99,7 @@ class Host:
         self.built = await in_a_thread_that_ends(build, options(self.config), _log_progress)
         self.loop = EngineLoop(self.built.engine, on_step, self._on_cache, self._stop.fail, self._meter.batch)
         self.loop.start()
-        self._facts, self._looked = await self.loop.call(facts), time.monotonic()
+        self._facts = await self.loop.call(facts)
         self._meter.tell(lambda: self._facts, self.built.engine.pool.num_blocks, self.built.engine.block_size)
         self._closers.append(self.loop.close)
         config, pool = self.config, self.built.engine.runner.pool
@@ -118,7 +122,7 @@ class Host:
 
     async def serve(self) -> None:
         """The role has added its own services to `server.grpc`."""
-        door = WorkerDoor(self.incarnation, self.describe, self.loop.snapshot, self.residue)
+        door = WorkerDoor(self.identity, self.probe, self.describe, self.loop.snapshot, self.residue)
         worker_pb2_grpc.add_WorkerServicer_to_server(door, self.server.grpc)  # type: ignore[no-untyped-call]
         await self.server.start()
         self._closers.append(lambda: self.server.stop(0.5))
@@ -150,14 +154,23 @@ class Host:
         self._closers.append(close)
 
     async def look(self) -> Facts:
-        """The engine's load; the last known while it is in a long step. Raises BatonError(INTERNAL) when it has not answered for long."""
+        """The engine's load; the last known while it is in a long step. Raises BatonError(INTERNAL) when the engine hangs for good."""
         try:
             async with asyncio.timeout(LOOK_S):
-                self._facts, self._looked = await self.loop.call(facts), time.monotonic()
+                self._facts, self._held = await self.loop.call(facts), self.leases()
         except TimeoutError:
-            if time.monotonic() - self._looked > HUNG_S:
-                raise BatonError(Reason.INTERNAL, f"the engine has not answered for {HUNG_S:g} s") from None
+            if self.stalled_s() > HUNG_S:
+                raise BatonError(Reason.INTERNAL, f"the engine has made no progress for {HUNG_S:g} s") from None
         return self._facts
+
+    def stalled_s(self) -> float:
+        """For how long the engine has made no progress although it has work."""
+        return self._stall.look(time.monotonic(), Activity(*self.loop.activity()))
+
+    async def probe(self) -> tuple[WorkerState, Load, float]:
+        """State, load, and for how long the engine has been stalled."""
+        now = await self.look()
+        return self._state, self._load(now), self.stalled_s()
 
     async def describe(self) -> WorkerRecord:
         now = await self.look()
@@ -167,7 +180,7 @@ class Host:
             role=self.role,
             address=self.address,
             incarnation=self.incarnation,
-            state="draining" if self.stage is Stage.DRAINING else "ready",
+            state=self._state,
             pid=os.getpid(),
             host=socket.gethostname(),
             model_name=self.model_name,
@@ -177,17 +190,29 @@ class Host:
             max_model_len=self.built.max_model_len,
             kv_blocks=self.built.engine.pool.num_blocks,
             transport=self.transport.name,
-            load=Load(
-                running=now.running,
-                waiting=now.waiting,
-                free_blocks=now.free_blocks,
-                credit_tokens=now.credit_tokens,
-                cached_blocks=now.cached_blocks,
-                leases=self.leases(),
-                waiting_tokens=now.waiting_tokens,
-            ),
+            load=self._load(now),
             metrics=self._metrics.address,
         )
+
+    @property
+    def _state(self) -> WorkerState:
+        return "ready" if self.stage in (Stage.STARTING, Stage.READY) else "draining"
+
+    def _load(self, now: Facts) -> Load:
+        return Load(
+            running=now.running,
+            waiting=now.waiting,
+            free_blocks=now.free_blocks,
+            credit_tokens=now.credit_tokens,
+            cached_blocks=now.cached_blocks,
+            leases=self._held,
+            waiting_tokens=now.waiting_tokens,
+        )
+
+    @property
+    def identity(self) -> Identity:
+        """Known once the model is loaded."""
+        return Identity(self.name, self.incarnation, self.built.model_fingerprint)
 
     def residue(self) -> Residue:
         """As of the last look."""
