@@ -37,6 +37,12 @@ class _Asked:
     since: float  # awake seconds
 
 
+@dataclass(frozen=True, slots=True)
+class _Answered:
+    at: float  # awake seconds
+    stalled_s: float
+
+
 class Probes:
     def __init__(self, view: ClusterView, workers: Workers, hang_s: float) -> None:
         self._view = view
@@ -44,7 +50,7 @@ class Probes:
         self._hang_s = hang_s
         self._awake = AwakeClock(monotonic(), 2 * LOOK_EVERY_S)
         self._asked: dict[_Identity, _Asked] = {}
-        self._answered: dict[_Identity, float] = {}  # awake seconds
+        self._answered: dict[_Identity, _Answered] = {}
         self._lost: set[_Identity] = set()
         self._epoch = 0
 
@@ -63,12 +69,13 @@ class Probes:
         members = {(worker.name, worker.incarnation): worker for worker in self._view.members()}
         self._forget(members.keys())
         for identity, worker in members.items():
-            asked = self._asked.get(identity)
+            asked, answered = self._asked.get(identity), self._answered.get(identity)
             if asked is not None:
-                await self._judge(worker, now - asked.since)
-                if now - asked.since >= LOST_SHARE * self._hang_s:
+                silent_s = now - asked.since
+                await self._judge(worker, max(silent_s, answered.stalled_s if answered else 0.0))
+                if silent_s >= LOST_SHARE * self._hang_s:
                     self._view.note_silence(*identity)
-            elif now - self._answered.get(identity, -self._hang_s) >= ASK_SHARE * self._hang_s:
+            elif answered is None or now - answered.at >= ASK_SHARE * self._hang_s:
                 self._asked[identity] = _Asked(asyncio.create_task(self._ask(worker, epoch)), now)
 
     async def _ask(self, worker: WorkerRecord, epoch: int) -> None:
@@ -79,7 +86,7 @@ class Probes:
             log.debug("no answer from %s: %s", worker.name, error)
             self._view.note_silence(*identity)
         else:
-            self._answered[identity] = self._awake.seconds
+            self._answered[identity] = _Answered(self._awake.seconds, answer.stalled_s)
             await self._judge(worker, answer.stalled_s)
             self._view.note_answer(*identity, answer.state, answer.load, epoch)
         finally:

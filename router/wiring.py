@@ -10,6 +10,7 @@ from pathlib import Path
 from grpc_health.v1 import health_pb2
 from grpc_reflection.v1alpha import reflection
 
+from baton.cluster import pulse
 from baton.cluster.config import Config, ConfigError
 from baton.cluster.connect import connect_registry
 from baton.cluster.lifecycle import Stage, Stop, move
@@ -110,6 +111,7 @@ class RouterProcess:
         self._http.start(self._tasks)
         self._page.start(self._tasks)
         self._tasks.start(watch.run(), "watch")
+        self._tasks.start(pulse.beat(), "pulse")
         self._tasks.start(self._run_health(), "health")
         self.stage = move(self.stage, "ready")
         log.info("router ready on %s (HTTP %s, admin %s), model %s", self.address, http_address, admin_address, model_name)

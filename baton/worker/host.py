@@ -18,9 +18,11 @@ from typing import Literal, TypeVar
 
 from grpc_health.v1 import health_pb2
 
+from baton.cluster import pulse
 from baton.cluster.config import Config, ConfigError, PoolConfig
 from baton.cluster.connect import connect_registry
 from baton.cluster.errors import BatonError, Reason
+from baton.cluster.failpoint import failpoint
 from baton.cluster.lifecycle import Stage, Stop, move
 from baton.cluster.membership import Membership
 from baton.cluster.metrics import Book
@@ -97,7 +99,7 @@ class Host:
         if not fits(self.config, self.role, cores):
             os.environ.setdefault(*SLEEP_SOON)  # read when torch is loaded, which is now
         self.built = await in_a_thread_that_ends(build, options(self.config), _log_progress)
-        self.loop = EngineLoop(self.built.engine, on_step, self._on_cache, self._stop.fail, self._meter.batch)
+        self.loop = EngineLoop(self.built.engine, on_step, self._on_cache, self._stop.fail, self._on_batch)
         self.loop.start()
         self._facts = await self.loop.call(facts)
         self._meter.tell(lambda: self._facts, self.built.engine.pool.num_blocks, self.built.engine.block_size)
@@ -132,6 +134,7 @@ class Host:
         await self.server.health.set("", health_pb2.HealthCheckResponse.SERVING)
         self.stage = move(self.stage, "ready")
         self.tasks.start(self._membership.run(), "membership")
+        self.tasks.start(pulse.beat(self.stalled_s), "pulse")
         log.info("%s (incarnation %d) ready on %s, transport %s", self.name, self.incarnation, self.address, self.transport.name)
 
     async def drain(self, idle: Callable[[], bool]) -> None:
@@ -218,6 +221,11 @@ class Host:
         """As of the last look."""
         now = self._facts
         return Residue(now.sequences, self.leases(), self.quarantined(), now.owned_blocks)
+
+    def _on_batch(self, seconds: float, tokens: int, sequences: int) -> None:
+        """In the engine's thread."""
+        failpoint("engine.step")
+        self._meter.batch(seconds, tokens, sequences)
 
     def _on_cache(self, events: list[CacheEvent]) -> None:
         self._membership.announce(

@@ -113,6 +113,8 @@ async def test_an_outage_of_the_registry_is_not_seen_by_any_request(live: Cluste
     assert not load.failures and not load.retries
     assert during > 5 and after > 5
     await asyncio.to_thread(live.wait, lambda: live.status()["router"]["registry"] == "reachable")
+    with server(live) as client:
+        assert json.loads(client.get(f"baton:{{{live.name}}}:pools") or b"{}") == {"prefill": 2, "decode": 2}
     assert {worker["pid"] for worker in live.workers()} == pids
     await live.quiet()
     await cached_where_it_was_computed(live)
