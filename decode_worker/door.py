@@ -8,6 +8,7 @@ from baton.cluster.rpc import Answering, Context
 from baton.engine.sampling import Sampled
 from baton.v1 import generation_pb2, worker_pb2_grpc
 from baton.v1 import worker_pb2 as pb
+from baton.worker.identity import Identity
 from baton.worker.wire import to_finish, to_sequence, to_token, unpack_handle
 from decode_worker.worker import Adopted, DecodeWorker, Event, Finished, HandoffFacts
 
@@ -15,12 +16,12 @@ MAX_OUTBOX = 65536  # events a router may leave unread before it counts as gone
 
 
 class DecodeDoor(worker_pb2_grpc.DecodeServicer):
-    def __init__(self, worker: DecodeWorker, model_fingerprint: str) -> None:
+    def __init__(self, worker: DecodeWorker, identity: Identity) -> None:
         self._worker = worker
-        self._model_fingerprint = model_fingerprint
+        self._identity = identity
 
     async def Session(self, request_iterator: AsyncIterator[pb.DecodeCommand], context: Context) -> AsyncIterator[pb.DecodeEvents]:
-        session = Session(self._worker, self._model_fingerprint)
+        session = Session(self._worker, self._identity)
         reader = asyncio.create_task(session.obey(request_iterator))
         async with Answering(context):
             try:
@@ -33,9 +34,9 @@ class DecodeDoor(worker_pb2_grpc.DecodeServicer):
 
 
 class Session:
-    def __init__(self, worker: DecodeWorker, model_fingerprint: str) -> None:
+    def __init__(self, worker: DecodeWorker, identity: Identity) -> None:
         self._worker = worker
-        self._model_fingerprint = model_fingerprint
+        self._identity = identity
         self._calls: dict[int, asyncio.Task[None]] = {}
         self._firsts: dict[int, asyncio.Future[int]] = {}  # of live calls: the first token is still to come
         self._outbox: list[pb.DecodeEvent] = []
@@ -89,8 +90,9 @@ class Session:
 
     async def _run(self, call_id: int, start: pb.DecodeStart) -> None:
         try:
+            self._identity.check(start.to)
             handle = unpack_handle(start.handle) if start.handle else None
-            seq = to_sequence(start.job, self._model_fingerprint)
+            seq = to_sequence(start.job, self._identity.model_fingerprint)
         except BatonError as error:
             self._emit(call_id, error)
             return

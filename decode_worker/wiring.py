@@ -20,7 +20,7 @@ class DecodeProcess:
         host, worker = self.host, self.worker
         await host.open(worker.on_step)
         worker.loop, worker.port = host.loop, host.port
-        door = DecodeDoor(worker, host.built.model_fingerprint)
+        door = DecodeDoor(worker, host.identity)
         worker_pb2_grpc.add_DecodeServicer_to_server(door, host.server.grpc)  # type: ignore[no-untyped-call]
         await host.serve()
 

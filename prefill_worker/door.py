@@ -6,6 +6,7 @@ from collections.abc import AsyncIterator
 from baton.cluster.rpc import Answering, Context
 from baton.v1 import worker_pb2 as pb
 from baton.v1 import worker_pb2_grpc
+from baton.worker.identity import Identity
 from baton.worker.kv_port import Place
 from baton.worker.wire import pack_handle, to_finish, to_sequence, to_token
 from kvtransfer.handle import KvHandle
@@ -13,12 +14,13 @@ from prefill_worker.worker import Prefilled, PrefillWorker, Source
 
 
 class PrefillDoor(worker_pb2_grpc.PrefillServicer):
-    def __init__(self, worker: PrefillWorker, model_fingerprint: str) -> None:
+    def __init__(self, worker: PrefillWorker, identity: Identity) -> None:
         self._worker = worker
-        self._model_fingerprint = model_fingerprint
+        self._identity = identity
 
     async def Prefill(self, request: pb.PrefillRequest, context: Context) -> AsyncIterator[pb.PrefillEvent]:
         async with Answering(context):
+            self._identity.check(request.to)
             opened: asyncio.Queue[KvHandle | None] = asyncio.Queue()
             task = asyncio.create_task(self._prefill(request, opened))
             task.add_done_callback(lambda _: opened.put_nowait(None))
@@ -33,7 +35,7 @@ class PrefillDoor(worker_pb2_grpc.PrefillServicer):
 
     async def _prefill(self, request: pb.PrefillRequest, opened: "asyncio.Queue[KvHandle | None]") -> Prefilled:
         job = request.job
-        seq = to_sequence(job, self._model_fingerprint, hold=True)
+        seq = to_sequence(job, self._identity.model_fingerprint, hold=True)
         return await self._worker.prefill(seq, job.request_id, opened.put_nowait, to_source(request), job.traceparent)
 
 

@@ -7,7 +7,7 @@ import asyncio
 import itertools
 import logging
 from collections.abc import AsyncGenerator, Awaitable
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 from typing import TypeVar
 
 import grpc
@@ -15,7 +15,7 @@ import grpc
 from baton.cluster import semconv
 from baton.cluster.config import SecurityConfig
 from baton.cluster.errors import BatonError, Reason
-from baton.cluster.records import WorkerRecord
+from baton.cluster.records import Load, WorkerRecord, WorkerState
 from baton.cluster.rpc import channel, to_error
 from baton.v1 import generation_pb2, worker_pb2, worker_pb2_grpc
 from router.request import FinishReason, Handoff, Request, Token
@@ -86,6 +86,15 @@ class CacheSnapshot:
     keys: tuple[bytes, ...]
 
 
+@dataclass(frozen=True, slots=True)
+class Answer:
+    """To a probe."""
+
+    state: WorkerState
+    load: Load
+    stalled_s: float  # for how long the engine has made no progress
+
+
 class Workers:
     """Channels and decode sessions, by worker and incarnation."""
 
@@ -105,7 +114,7 @@ class Workers:
         """
         stub = worker_pb2_grpc.PrefillStub(self._channel(worker))  # type: ignore[no-untyped-call]
         with request.trace.span.child(semconv.PREFILL, "client", {semconv.WORKER: worker.name}) as span:
-            asked = worker_pb2.PrefillRequest(job=to_job(request, span.traceparent))
+            asked = worker_pb2.PrefillRequest(job=to_job(request, span.traceparent), to=to_addressee(worker))
             if source is not None:
                 asked.source.CopyFrom(to_source(source))
             call = stub.Prefill(asked, timeout=timeout_s)
@@ -138,14 +147,14 @@ class Workers:
 
     async def snapshot(self, worker: WorkerRecord) -> CacheSnapshot:
         stub = worker_pb2_grpc.WorkerStub(self._channel(worker))  # type: ignore[no-untyped-call]
-        answer = await _answer(stub.Snapshot(worker_pb2.SnapshotRequest(), timeout=ASK_TIMEOUT_S))
+        answer = await _answer(stub.Snapshot(worker_pb2.SnapshotRequest(to=to_addressee(worker)), timeout=ASK_TIMEOUT_S))
         keys = tuple(answer.keys[at : at + 16] for at in range(0, len(answer.keys), 16))
         return CacheSnapshot(answer.incarnation, answer.sequence, keys)
 
     async def describe(self, worker: WorkerRecord) -> tuple[WorkerRecord, dict[str, int]]:
         """The worker's record as it is now, and what it holds: leases, blocks in use, blocks in quarantine."""
         stub = worker_pb2_grpc.WorkerStub(self._channel(worker))  # type: ignore[no-untyped-call]
-        answer = await _answer(stub.Describe(worker_pb2.DescribeRequest(), timeout=ASK_TIMEOUT_S))
+        answer = await _answer(stub.Describe(worker_pb2.DescribeRequest(to=to_addressee(worker)), timeout=ASK_TIMEOUT_S))
         residue = {
             "idle": int(answer.idle),
             "leases": answer.leases,
@@ -154,16 +163,26 @@ class Workers:
         }
         return WorkerRecord.from_json(answer.record_json), residue
 
+    async def probe(self, worker: WorkerRecord, timeout_s: float) -> Answer:
+        """How the worker is at this moment."""
+        stub = worker_pb2_grpc.WorkerStub(self._channel(worker))  # type: ignore[no-untyped-call]
+        answer = await _answer(stub.Probe(worker_pb2.ProbeRequest(to=to_addressee(worker)), timeout=timeout_s))
+        return Answer("draining" if answer.state == "draining" else "ready", _to_load(answer.load), answer.stalled_ms / 1000)
+
     def welcome(self, worker: WorkerRecord) -> None:
         """The worker joined; it may have been forgotten before."""
         self._gone.pop(_identity(worker), None)
 
     async def forget(self, worker: WorkerRecord) -> None:
-        """The worker is gone, or its process was replaced. What is still asked of it fails with WORKER_LOST."""
-        identity = _identity(worker)
-        self._gone[identity] = None
+        """The worker is gone, or its process was replaced. What is still asked of it fails with WORKER_LOST, and so does any later call."""
+        self._gone[_identity(worker)] = None
         if len(self._gone) > MAX_GONE:
             del self._gone[next(iter(self._gone))]
+        await self.lose(worker)
+
+    async def lose(self, worker: WorkerRecord) -> None:
+        """What is still asked of the worker fails with WORKER_LOST. The next call opens another connection."""
+        identity = _identity(worker)
         session, old = self._sessions.pop(identity, None), self._channels.pop(identity, None)
         if session is not None:
             await session.close()
@@ -191,7 +210,7 @@ class Workers:
         session = self._sessions.get(identity)
         if session is None or session.lost:
             stub = worker_pb2_grpc.DecodeStub(self._channel(worker))  # type: ignore[no-untyped-call]
-            session = self._sessions[identity] = DecodeSession(worker.name, stub)
+            session = self._sessions[identity] = DecodeSession(worker, stub)
         return session
 
     async def _release(self, worker: WorkerRecord, handle: bytes, request_id: str) -> None:
@@ -207,9 +226,10 @@ def _identity(worker: WorkerRecord) -> _Identity:
 
 
 class DecodeSession:
-    def __init__(self, name: str, stub: worker_pb2_grpc.DecodeStub) -> None:
+    def __init__(self, worker: WorkerRecord, stub: worker_pb2_grpc.DecodeStub) -> None:
         self.lost = False
-        self._name = name
+        self._name = worker.name
+        self._to = to_addressee(worker)
         self._numbers = itertools.count(1)
         self._calls: dict[int, asyncio.Queue[worker_pb2.DecodeEvent | BatonError]] = {}
         self._commands: asyncio.Queue[worker_pb2.DecodeCommand] = asyncio.Queue()
@@ -227,8 +247,8 @@ class DecodeSession:
         self._calls[number] = inbox
         span = request.trace.span.child(semconv.DECODE, "client", {semconv.WORKER: self._name})
         job = to_job(request, span.traceparent)
-        live = first is not None
-        start = worker_pb2.DecodeStart(job=job, handle=handle, timeout_ms=max(1, int(timeout_s * 1000)), live=live)
+        timeout_ms, live = max(1, int(timeout_s * 1000)), first is not None
+        start = worker_pb2.DecodeStart(job=job, handle=handle, timeout_ms=timeout_ms, to=self._to, live=live)
         self._commands.put_nowait(worker_pb2.DecodeCommand(call_id=number, start=start))
         if first is not None:
             first.add_done_callback(lambda done: self._tell_first(number, done))
@@ -332,6 +352,15 @@ def to_job(request: Request, traceparent: str = "") -> worker_pb2.Job:
         cache_salt=request.salt,
         traceparent=traceparent,
     )
+
+
+def to_addressee(worker: WorkerRecord) -> worker_pb2.Addressee:
+    """Whom a call means: what listens at the address by now may be somebody else."""
+    return worker_pb2.Addressee(worker=worker.name, incarnation=worker.incarnation, model_fingerprint=worker.model_fingerprint)
+
+
+def _to_load(load: worker_pb2.WorkerLoad) -> Load:
+    return Load(**{field.name: getattr(load, field.name) for field in fields(Load)})
 
 
 def to_source(source: Source) -> worker_pb2.KvSource:

@@ -34,7 +34,8 @@ log = logging.getLogger(__name__)
 RECOVER_POLL_S = 0.05
 ROOM_POLL_S = 0.02  # between two looks for a decode worker with room; loads are reported far more seldom, but our own work ends at any time
 # The decode worker failed, not the KV: what the prefill worker holds is as good as before.
-LEASE_STANDS = frozenset({Reason.WORKER_LOST, Reason.DRAINING, Reason.SATURATED})
+LEASE_STANDS = frozenset({Reason.WORKER_LOST, Reason.WRONG_WORKER, Reason.DRAINING, Reason.SATURATED})
+GONE = frozenset({Reason.WORKER_LOST, Reason.WRONG_WORKER, Reason.DRAINING})
 NEAR_DEADLINE_S = 0.05  # too little left to try again
 
 
@@ -248,7 +249,7 @@ class Dispatcher:
     def _blame(self, request: Request, worker: WorkerRecord, error: BatonError, failed: set[Identity]) -> None:
         failed.add((worker.name, worker.incarnation))
         request.trace.failures.append(Failure(request.trace.watch.clock(), worker.name, error.reason.name))
-        if error.reason in (Reason.WORKER_LOST, Reason.DRAINING):  # of a drain the registry tells a moment later
+        if error.reason in GONE:  # the registry says so a moment later
             self._view.mark_down(worker.name, worker.incarnation)
 
     def _spend_retry(self, request: Request, error: BatonError) -> None:

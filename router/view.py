@@ -1,19 +1,21 @@
 """What the router believes about the cluster: who is there, who can be used, what we have sent them, what they cache.
 
-Facts come in from outside: records of the registry (`update`), failures and probes of calls (`mark_down`, `mark_up`), block events
-(`index`), our own work (`start_...`, `end_...`). Nothing is asked for, and nothing is decided here. While the registry is away nobody
-calls `update` and the last members stay. A registry that lost its contents shows too few members: one that is missing stays for
-`absent_s`, long enough to join again.
+Facts come in from outside: records of the registry (`update`), failed calls (`mark_down`), answers to probes and their absence
+(`note_answer`, `note_silence`), block events (`index`), our own work (`start_...`, `end_...`). The view asks nobody and decides nothing.
 
-Our own work is a set of requests for each worker, never a counter: an end that comes twice, or after the worker went, bends nothing.
+A member leaves when two witnesses agree: the registry has answered without it for `absent_s` (a draining one: once), and it has failed on
+its own connection since the first of those answers. While the registry does not answer, nobody calls `update`, and that time counts for
+nothing. So neither a registry that is away, nor one that lost its contents, removes a worker that answers.
+
+Our own work is a set of requests for each worker, never a counter: an end that comes twice, or after the worker has left, changes nothing.
 """
 
 from collections import Counter
 from collections.abc import Iterable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Literal
 
-from baton.cluster.records import WorkerRecord
+from baton.cluster.records import Load, WorkerRecord, WorkerState
 from router.prefix_index import PrefixIndex
 
 ABSENT_S = 3.0  # three heartbeats of the default configuration
@@ -60,9 +62,12 @@ class Served:
 @dataclass(slots=True)
 class _Member:
     record: WorkerRecord
-    seen: float  # when the registry last showed this incarnation
-    covers: int = 0  # the reported load tells of work that started before this update
-    down: bool = False
+    registered: Load  # as the registry last showed it; a probe may have brought a newer one since
+    absent_since: float | None = None  # the registry's first answer without it; None: it was in the last answer
+    failed: bool = False  # the last probe since then failed
+    covers: int = 0  # the reported load includes work that started before this epoch
+    down: bool = False  # a call failed, and no probe has been answered since
+    hung: bool = False
     refused: str | None = None  # field that does not fit
     foreign_tokens: int = 0  # uncached prompt tokens waiting there that are not ours
 
@@ -71,7 +76,7 @@ class _Member:
 class _Task:
     incarnation: int
     tokens: int
-    since: int  # number of updates before it
+    since: int  # the epoch in which it started
 
 
 class _Ledger:
@@ -80,7 +85,7 @@ class _Ledger:
     def __init__(self) -> None:
         self._tasks: dict[str, dict[str, _Task]] = {}  # worker → request → task
         self._places: dict[str, str] = {}  # request → worker
-        self._ended: Counter[tuple[str, int]] = Counter()  # worker, incarnation → tokens that ended since the last update
+        self._ended: Counter[tuple[str, int]] = Counter()  # worker, incarnation → tokens that ended since the last report
 
     def start(self, request_id: str, worker: str, task: _Task) -> None:
         self.end(request_id)
@@ -106,11 +111,14 @@ class _Ledger:
         return sum(task.incarnation == record.incarnation for task in self._tasks.get(record.name, {}).values())
 
     def recent_tokens(self, record: WorkerRecord) -> int:
-        """With what ended since the last update."""
+        """With what ended since the last report."""
         return self.tokens(record) + self._ended[record.name, record.incarnation]
 
     def note_update(self) -> None:
         self._ended.clear()
+
+    def note_report(self, record: WorkerRecord) -> None:
+        self._ended.pop((record.name, record.incarnation), None)
 
 
 class ClusterView:
@@ -121,7 +129,8 @@ class ClusterView:
         self._tokenizer_fingerprint = tokenizer_fingerprint
         self._absent_s = absent_s
         self._members: dict[str, _Member] = {}
-        self._updates = 0
+        self._epoch = 0
+        self._updated = 0  # the epoch of the last update
         self._prefills = _Ledger()
         self._decodes = _Ledger()
 
@@ -129,26 +138,62 @@ class ClusterView:
 
     def update(self, records: Iterable[WorkerRecord], now: float) -> list[Fact]:
         """The registry's members at the moment `now` (seconds on any one clock). Returns what is new about them."""
-        self._updates += 1
+        before, self._updated = self._updated, self.next_epoch()
         facts: list[Fact] = []
+        present: set[str] = set()
         for record in records:
-            facts += self._note(record, now)
-        facts += self._drop_absent(now)
+            facts += self._note(record, before, present)
+        facts += self._drop_absent(now, present)
         facts += self._judge()
         self._prefills.note_update()
         self._decodes.note_update()
         return facts
 
+    def next_epoch(self) -> int:
+        """Begins another stretch of our own work, so that a report can be told from what started after it was asked for."""
+        self._epoch += 1
+        return self._epoch
+
     def mark_down(self, name: str, incarnation: int) -> None:
-        """A call showed that this process does not answer. It gets no requests until `mark_up`, or until another takes its name."""
-        member = self._members.get(name)
-        if member is not None and member.record.incarnation == incarnation:
+        """A call failed. The process gets no requests until it answers a probe, or until another takes its name."""
+        if member := self._member(name, incarnation):
             member.down = True
 
     def mark_up(self, name: str, incarnation: int) -> None:
+        """It answers and takes requests."""
+        if member := self._member(name, incarnation):
+            member.down = member.failed = False
+
+    def mark_hung(self, name: str, incarnation: int, hung: bool) -> bool:
+        """Whether the process, though connected, makes no progress. Then a decode worker gets requests only where no other is left, and a
+        prefill worker none. Returns whether that is news."""
+        member = self._member(name, incarnation)
+        if member is None or member.hung == hung:
+            return False
+        member.hung = hung
+        return True
+
+    def hung(self, name: str) -> bool:
         member = self._members.get(name)
-        if member is not None and member.record.incarnation == incarnation:
-            member.down = False
+        return member is not None and member.hung
+
+    def note_answer(self, name: str, incarnation: int, state: WorkerState, load: Load, epoch: int) -> None:
+        """The process answered a probe that was sent when `epoch` began."""
+        member = self._member(name, incarnation)
+        if member is None:
+            return
+        member.failed = False
+        member.down = member.down and (state != "ready" or member.hung)
+        news = load != member.record.load  # else it may be the one from before a long step
+        member.record = replace(member.record, state=state, load=load)
+        if news:
+            self._read_load(member, epoch)
+            self._prefills.note_report(member.record)
+
+    def note_silence(self, name: str, incarnation: int) -> None:
+        """A probe of the process failed."""
+        if member := self._member(name, incarnation):
+            member.failed = member.down = True
 
     def members(self) -> list[WorkerRecord]:
         """All of them, usable or not, by name."""
@@ -213,35 +258,51 @@ class ClusterView:
         """Tokens of all our decodes on a member."""
         return self._decodes.tokens(self._members[worker].record)
 
-    def _start(self, ledger: _Ledger, request_id: str, worker: str, tokens: int) -> None:
-        ledger.start(request_id, worker, _Task(self._members[worker].record.incarnation, tokens, self._updates))
+    def _member(self, name: str, incarnation: int) -> _Member | None:
+        member = self._members.get(name)
+        return member if member is not None and member.record.incarnation == incarnation else None
 
-    def _note(self, record: WorkerRecord, now: float) -> list[Fact]:
+    def _start(self, ledger: _Ledger, request_id: str, worker: str, tokens: int) -> None:
+        ledger.start(request_id, worker, _Task(self._members[worker].record.incarnation, tokens, self._epoch))
+
+    def _note(self, record: WorkerRecord, before: int, present: set[str]) -> list[Fact]:
+        """`before`: the epoch of the last update. A report that this update brings was written after it."""
         member = self._members.get(record.name)
         if member is not None and record.incarnation < member.record.incarnation:
-            return []  # a ghost; if it is the only one left, it joins when the newer one has been absent for long enough
+            return []  # a ghost; if it is the only one left, it joins when the newer one has left
+        present.add(record.name)
         if member is not None and record.incarnation == member.record.incarnation:
-            changed = record.load != member.record.load
-            member.record, member.seen = record, now
-            if changed:
-                self._read_load(member)
+            member.absent_since = None
+            if record.load == member.registered:  # no news, and a probe may have brought a later load
+                member.record = replace(record, load=member.record.load)
+            else:
+                member.record, member.registered = record, record.load
+                self._read_load(member, before)
             return []
         fact: Fact = Reincarnated(member.record, record) if member else Joined(record)
-        member = self._members[record.name] = _Member(record, now)
-        self._read_load(member)
+        member = self._members[record.name] = _Member(record, record.load)
+        self._read_load(member, before)
         self.index.join(record.name, record.incarnation)
         return [fact]
 
-    def _read_load(self, member: _Member) -> None:
-        """A report that this update brings was written after the last one: it tells of all that we had sent by then, perhaps of more."""
-        member.covers = self._updates - 1
+    def _read_load(self, member: _Member, covers: int) -> None:
+        """The member's load is new. It includes everything that we had sent before the epoch `covers`, and perhaps more."""
+        member.covers = covers
         member.foreign_tokens = max(0, member.record.load.waiting_tokens - self._prefills.recent_tokens(member.record))
 
-    def _drop_absent(self, now: float) -> list[Fact]:
-        absent = [name for name, member in sorted(self._members.items()) if member.seen < now and now - member.seen >= self._absent_s]
-        for name in absent:
-            self.index.forget(name)
-        return [Left(self._members.pop(name).record) for name in absent]
+    def _drop_absent(self, now: float, present: set[str]) -> list[Fact]:
+        facts: list[Fact] = []
+        for name, member in sorted(self._members.items()):
+            if name in present:
+                continue
+            if member.absent_since is None:
+                member.absent_since, member.failed = now, False
+            patience_s = 0.0 if member.record.state == "draining" else self._absent_s
+            if member.failed and now - member.absent_since >= patience_s:
+                del self._members[name]
+                self.index.forget(name)
+                facts.append(Left(member.record))
+        return facts
 
     def _judge(self) -> list[Fact]:
         """Fix the served model by the first ready decode worker, for as long as there is one that fits; find out who does not fit."""
@@ -271,4 +332,8 @@ class ClusterView:
 
     def _usable(self, role: Literal["prefill", "decode"]) -> list[WorkerRecord]:
         members = (self._members[name] for name in sorted(self._members))
-        return [m.record for m in members if m.record.role == role and m.record.state == "ready" and not m.down and m.refused is None]
+        usable = [m for m in members if m.record.role == role and m.record.state == "ready" and not m.down and m.refused is None]
+        awake = [m for m in usable if not m.hung]
+        # Without a prefill worker the decode workers do its work. Without a decode worker the request would be refused, and a worker that
+        # seems to hang may go on in the next moment.
+        return [m.record for m in (awake if awake or role == "prefill" else usable)]

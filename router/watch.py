@@ -1,7 +1,7 @@
-"""What the router learns without being asked: members, block events, snapshots, who came back.
+"""What the router learns without being asked: members, block events, snapshots, and how each worker is (`router.probes`).
 
-Four loops, each of which survives whatever the registry or a worker does. While the registry is away the last known members stand, and
-direct failures and probes alone decide who is down.
+Four loops, each of which survives whatever the registry or a worker does. While the registry is away the last known members stay, and
+failed calls and probes alone decide who is down.
 """
 
 import asyncio
@@ -12,21 +12,22 @@ from baton.cluster.errors import BatonError
 from baton.cluster.records import WorkerRecord
 from baton.cluster.registry import Registry, RegistryUnavailable
 from router.clients import Workers
+from router.probes import Probes
 from router.view import ClusterView, Joined, Left, Refused, Reincarnated
 
 log = logging.getLogger(__name__)
 MEMBERS_EVERY_S = 0.25
-PROBE_EVERY_S = 0.25
 SNAPSHOT_EVERY_S = 0.2
 EVENTS_WAIT_S = 1.0
 AWAY_S = 0.5  # pause before a registry that was away is asked again
 
 
 class Watch:
-    def __init__(self, view: ClusterView, registry: Registry, workers: Workers) -> None:
+    def __init__(self, view: ClusterView, registry: Registry, workers: Workers, hang_s: float) -> None:
         self._view = view
         self._registry = registry
         self._workers = workers
+        self._probes = Probes(view, workers, hang_s)
         self.registry_reachable = False
         self._reached = 0
 
@@ -40,7 +41,7 @@ class Watch:
             group.create_task(self._run_members())
             group.create_task(self._run_events())
             group.create_task(self._run_snapshots())
-            group.create_task(self._run_probes())
+            group.create_task(self._probes.run())
 
     async def _run_members(self) -> None:
         while True:
@@ -93,20 +94,6 @@ class Watch:
                     log.debug("no snapshot of %s: %s", name, error)
                     continue
                 self._view.index.snapshot(name, snapshot.incarnation, snapshot.sequence, snapshot.keys)
-
-    async def _run_probes(self) -> None:
-        """A worker that failed a request is asked until it answers again."""
-        while True:
-            await asyncio.sleep(PROBE_EVERY_S)
-            await asyncio.gather(*(self._probe(worker) for worker in self._view.down_workers()))
-
-    async def _probe(self, worker: WorkerRecord) -> None:
-        try:
-            record, _ = await self._workers.describe(worker)
-        except (BatonError, ValueError):
-            return
-        if record.incarnation == worker.incarnation and record.state == "ready":
-            self._view.mark_up(worker.name, worker.incarnation)
 
     def _note(self, reachable: bool, error: BaseException | None = None) -> None:
         if reachable != self.registry_reachable:

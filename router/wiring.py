@@ -10,6 +10,7 @@ from pathlib import Path
 from grpc_health.v1 import health_pb2
 from grpc_reflection.v1alpha import reflection
 
+from baton.cluster import pulse
 from baton.cluster.config import Config, ConfigError
 from baton.cluster.connect import connect_registry
 from baton.cluster.lifecycle import Stage, Stop, move
@@ -72,7 +73,7 @@ class RouterProcess:
         public, admin = self._servers = [Server(config, config.router.max_message_bytes) for _ in range(2)]
         tokenizer = await asyncio.to_thread(Tokenizer.load, Path(config.model.path))
         self._view = view = ClusterView(tokenizer.fingerprint)
-        watch = Watch(view, self._registry, self._workers)
+        watch = Watch(view, self._registry, self._workers, config.router.hang_s)
         admission = Admission(config.router.max_inflight, config.router.max_queue, config.router.overload)
         model_name = self._model_name
         gauges.tell(self._book, view, admission, watch, self._tracer)
@@ -110,6 +111,7 @@ class RouterProcess:
         self._http.start(self._tasks)
         self._page.start(self._tasks)
         self._tasks.start(watch.run(), "watch")
+        self._tasks.start(pulse.beat(), "pulse")
         self._tasks.start(self._run_health(), "health")
         self.stage = move(self.stage, "ready")
         log.info("router ready on %s (HTTP %s, admin %s), model %s", self.address, http_address, admin_address, model_name)

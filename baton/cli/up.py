@@ -136,7 +136,9 @@ class Supervisor:
     async def _watch(self, launcher: Launcher, registry: Registry, pools: Pools, stop: asyncio.Event) -> None:
         while not stop.is_set():
             try:
-                wanted = await registry.desired() or pools
+                wanted = await registry.desired()
+                if wanted is None:  # the registry lost it, and who scales one pool must find the size of the other
+                    await registry.desire(wanted := pools)
             except RegistryUnavailable:
                 wanted = pools
                 self._revive_redis()
@@ -201,7 +203,7 @@ def check_ports(config: Config) -> None:
 
 
 def make_launcher(config: Config, log_dir: Path) -> Launcher:
-    rule = RestartRule(config.launcher.restart_backoff_s, config.launcher.restart_backoff_max_s)
+    rule = RestartRule(config.launcher.restart_backoff_s, config.launcher.restart_backoff_max_s, hang_s=config.launcher.hang_s)
     if config.launcher.kind == "local":
         return LocalLauncher(rule, log_dir, [gpu for gpu in os.environ.get("CUDA_VISIBLE_DEVICES", "").split(",") if gpu])
     # Ray is loaded here and only here: a laptop cluster starts without it.

@@ -23,7 +23,15 @@ from pydantic.fields import FieldInfo
 
 ENV_PREFIX = "BATON_"
 # Read by others than this file: failpoint, the command line, the launcher, the tests.
-FOREIGN_ENV = ("BATON_API_KEY", "BATON_FAILPOINTS", "BATON_FAILPOINTS_ONCE", "BATON_STATE_DIR", "BATON_PYTHON", "BATON_WORKER_NAME")
+FOREIGN_ENV = (
+    "BATON_API_KEY",
+    "BATON_FAILPOINTS",
+    "BATON_FAILPOINTS_ONCE",
+    "BATON_PULSE_FD",
+    "BATON_PYTHON",
+    "BATON_STATE_DIR",
+    "BATON_WORKER_NAME",
+)
 FOREIGN_ENV_PREFIX = "BATON_TEST_"
 MASK = "********"
 
@@ -157,6 +165,13 @@ class RouterConfig(Section):
     recover_wait_s: float = Field(
         default=10.0, ge=0, le=600, description="How long a request whose worker died waits for another to appear, seconds."
     )
+    hang_s: float = Field(
+        default=2.0,
+        ge=0.2,
+        le=600,
+        description="A worker that does not answer, or whose engine makes no progress, is passed over after so long, seconds; after twice"
+        " as long its requests go on elsewhere.",
+    )
     reflection: bool = Field(default=True, description="Offer gRPC server reflection.")
 
     @model_validator(mode="after")
@@ -228,6 +243,13 @@ class LauncherConfig(Section):
         default=0.5, gt=0, le=600, description="Wait before the first restart of a dead worker, seconds; doubles."
     )
     restart_backoff_max_s: float = Field(default=30.0, gt=0, le=3600, description="Longest wait before a restart, seconds.")
+    hang_s: float = Field(
+        default=10.0,
+        ge=1,
+        le=3600,
+        description="A process whose event loop is blocked, or whose engine makes no progress, is killed and started again after so long,"
+        " seconds. Longer than router.hang_s.",
+    )
     ray_address: str | None = Field(default=None, min_length=1, description="Address of a running Ray cluster; null: start one here.")
 
     @model_validator(mode="after")
@@ -312,6 +334,12 @@ class Config(Section):
     security: SecurityConfig = Field(default=SecurityConfig(), description="TLS of every channel, and API keys.")
     slo: SloConfig = Field(default=SloConfig(), description="Latency objectives of a request.")
     telemetry: TelemetryConfig = Field(default=TelemetryConfig(), description="Logs, metrics, traces.")
+
+    @model_validator(mode="after")
+    def _the_router_looks_first(self) -> Self:
+        if self.launcher.hang_s <= self.router.hang_s:
+            raise ValueError(f"launcher.hang_s ({self.launcher.hang_s:g}) must be more than router.hang_s ({self.router.hang_s:g})")
+        return self
 
     @model_validator(mode="after")
     def _whole_batches_need_whole_requests(self) -> Self:

@@ -29,6 +29,7 @@ class Reason(Enum):
     NO_WORKER = Kind("UNAVAILABLE", 503, retry_after=1.0)
     DRAINING = Kind("UNAVAILABLE", 503, retry_elsewhere=True, retry_after=1.0)
     WORKER_LOST = Kind("UNAVAILABLE", 503, retry_elsewhere=True, retry_after=1.0)
+    WRONG_WORKER = Kind("FAILED_PRECONDITION", 503, retry_elsewhere=True)  # another process has the address of the worker that was meant
     RETRIES_SPENT = Kind("UNAVAILABLE", 503, retry_after=1.0)
     DEADLINE = Kind("DEADLINE_EXCEEDED", 504)
     CANCELLED = Kind("CANCELLED", 499)

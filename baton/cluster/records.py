@@ -14,6 +14,9 @@ SIGNED = ".credit_tokens"  # the one number that may be negative
 KEY_BYTES = 16  # of engine.block_key; this room imports nothing of ours
 
 
+WorkerState = Literal["ready", "draining"]
+
+
 @dataclass(frozen=True, slots=True)
 class Load:
     """How busy a worker is at one moment."""
@@ -35,7 +38,7 @@ class WorkerRecord:
     role: Literal["prefill", "decode"]
     address: str  # gRPC host:port
     incarnation: int  # grows whenever the worker's process restarts
-    state: Literal["ready", "draining"]
+    state: WorkerState
     pid: int
     host: str
     model_name: str

@@ -5,6 +5,7 @@ reach the event loop in the order in which the engine produced them, so whoever 
 """
 
 import asyncio
+import contextlib
 import threading
 import time
 from collections import deque
@@ -16,6 +17,7 @@ from baton.engine.engine import Counts, Engine, Output
 
 T = TypeVar("T")
 CHECK_EVERY_S = 5.0
+JOIN_S = 5.0  # a thread that hangs in a step cannot be ended: the process goes without it
 
 
 class EngineStopped(RuntimeError):
@@ -88,6 +90,9 @@ class EngineLoop:
         self._closing = False
         self._stopped = False
         self._cache_sequence = 0
+        self._laps = 0
+        self._busy_since: float | None = None
+        self._cpu_clock: int | None = None
         self._checked = time.monotonic()
         self._thread = threading.Thread(target=self._run, name="engine", daemon=True)
 
@@ -116,27 +121,41 @@ class EngineLoop:
         """The number of the last cache event, and the keys that are cached after it."""
         return await self.call(lambda engine: (self._cache_sequence, engine.pool.sealed_keys()))
 
+    def activity(self) -> tuple[int, float | None, float | None]:
+        """(steps and commands that have ended; start of the one under way, on the monotonic clock, None at rest; processor seconds of the
+        engine's thread, None where the system does not tell). Never waits for the thread."""
+        cpu_s = None
+        if self._cpu_clock is not None:
+            with contextlib.suppress(OSError):  # the thread has ended
+                cpu_s = time.clock_gettime(self._cpu_clock)
+        return self._laps, self._busy_since, cpu_s
+
     async def close(self) -> None:
         """Stop after the step in flight. What still runs is dropped, and commands that wait are refused."""
         self._closing = True
         self._wake.set()
         if self._thread.is_alive():
-            await asyncio.to_thread(self._thread.join)
+            await asyncio.to_thread(self._thread.join, JOIN_S)
 
     def _run(self) -> None:
+        if hasattr(time, "pthread_getcpuclockid"):
+            self._cpu_clock = time.pthread_getcpuclockid(threading.get_ident())
         try:
             while not self._closing:
                 while self._commands:
+                    self._begin()
                     self._execute(*self._commands.popleft())
                 if self._engine.idle:
                     self._rest()
                     continue
+                self._begin()
                 outputs = self._step()
                 self._publish_cache()
                 if outputs:
                     self._post(self._on_step, outputs)
                 elif self._engine.scheduler.waiting and not self._engine.scheduler.running:
                     # Nothing fits: only a release, which is a command, can change that.
+                    self._busy_since = None
                     self._wake.wait(timeout=0.05)
                     self._wake.clear()
         except BaseException as error:
@@ -144,6 +163,10 @@ class EngineLoop:
         finally:
             self._stopped = True
             self._post(self._refuse)
+
+    def _begin(self) -> None:
+        self._laps += 1
+        self._busy_since = time.monotonic()
 
     def _step(self) -> list[Output]:
         counts, began = self._engine.counts, time.monotonic()
@@ -161,6 +184,7 @@ class EngineLoop:
                 _fail(future, EngineStopped("the engine has stopped"))
 
     def _rest(self) -> None:
+        self._busy_since = None
         now = time.monotonic()
         if now - self._checked > CHECK_EVERY_S:
             self._engine.pool.check()

@@ -14,7 +14,8 @@ from collections.abc import Mapping
 from contextlib import nullcontext, suppress
 from pathlib import Path
 
-from baton.launch.launcher import NAME_VARIABLE, ProcessState, RestartRule, Restarts, State, Template
+from baton.cluster import pulse
+from baton.launch.launcher import NAME_VARIABLE, ProcessState, RestartRule, Restarts, State, Template, Watchdog
 
 POLL_S = 0.1
 KILLED_S = 5.0  # how long we wait for a process to go that was sent SIGKILL (it may hang in a driver)
@@ -45,6 +46,8 @@ class Child:
         self._log = log_dir and log_dir / f"{name}.log"
         self._cwd = cwd
         self._process: subprocess.Popen[bytes] | None = None
+        self._pulses: int | None = None  # reading end of the pipe that the process writes its pulses into
+        self._hang_s = rule.hang_s
         self._last_exit: int | None = None
         self._asked = asyncio.Event()
         self._task: asyncio.Task[None] | None = None
@@ -85,22 +88,35 @@ class Child:
         cores = ",".join(map(str, self._template.cores_of(self._name)))
         command = [sys.executable, "-I", "-S", str(LEASH), str(os.getpid()), cores, *self._template.argv]
         try:
-            with open(self._log, "ab") if self._log else nullcontext() as log:
-                self._process = subprocess.Popen(
-                    command, env=self._env, cwd=self._cwd, stdin=subprocess.DEVNULL, stdout=log, stderr=log, start_new_session=True
-                )
+            self._pulses, ours = os.pipe()
+            os.set_blocking(self._pulses, False)
+            os.set_blocking(ours, False)
+            try:
+                with open(self._log, "ab") if self._log else nullcontext() as log:
+                    self._process = subprocess.Popen(
+                        command,
+                        env={**self._env, pulse.VARIABLE: str(ours)},
+                        cwd=self._cwd,
+                        stdin=subprocess.DEVNULL,
+                        stdout=log,
+                        stderr=log,
+                        start_new_session=True,
+                        pass_fds=(ours,),
+                    )
+            finally:
+                os.close(ours)
         except OSError as error:  # no memory, no process left, no log: as good as an exit at once
             logger.error("%s: cannot be started: %s", self._name, error)
             self._process = None
+            self._close_pulses()
 
     async def _run_ended(self) -> None:
         """Returns when the process is gone: by itself, or because `stop` asked for it."""
         process = self._process
         if process is None:
             return
-        while process.poll() is None and not self._asked.is_set():
-            await self._wait_unless_asked(POLL_S)
-        if process.poll() is None:
+        hangs = await self._hangs(process)
+        if process.poll() is None and not hangs:
             process.terminate()
             await _gone(process, self._template.grace_s)
         self._kill()
@@ -109,8 +125,25 @@ class Child:
         else:
             logger.error("%s: pid %d is still there %.0f s after SIGKILL", self._name, process.pid, KILLED_S)
         self._process = None
+        self._close_pulses()
         log = logger.info if self._asked.is_set() else logger.warning
         log("%s: pid %d ended with status %s", self._name, process.pid, self._last_exit)
+
+    async def _hangs(self, process: "subprocess.Popen[bytes]") -> bool:
+        """Returns when the process has ended, has to end (False), or hangs (True)."""
+        watchdog = Watchdog(self._hang_s, time.monotonic())
+        while process.poll() is None and not self._asked.is_set():
+            await self._wait_unless_asked(POLL_S)
+            said = pulse.read(self._pulses) if self._pulses is not None else None
+            if why := watchdog.look(time.monotonic(), said):
+                logger.error("%s: pid %d is killed: %s", self._name, process.pid, why)
+                return True
+        return False
+
+    def _close_pulses(self) -> None:
+        if self._pulses is not None:
+            os.close(self._pulses)
+            self._pulses = None
 
     def _kill(self) -> None:
         """The process, and what it started: the group lives on when its leader is gone."""

@@ -1,8 +1,9 @@
 """Who runs the processes of a cluster: the launchers' contract, and the rules that both of them obey.
 
 1 `Launcher.add` gives a role its `Template` and its first processes → 2 `Roster` names each one, `role-index`, a name never used again →
-3 `_open` puts each in a `Place`: a child process, here or on a node of Ray → 4 a process that ends unasked is started again under its
-name, after the wait that `Restarts` decides → 5 `resize` opens new names or drains the highest ones → 6 `stop` drains them all.
+3 `_open` puts each in a `Place`: a child process, here or on a node of Ray → 4 a process that hangs (`Watchdog`) is killed; one that ends
+unasked is started again under its name, after the wait that `Restarts` decides → 5 `resize` opens new names or drains the highest ones →
+6 `stop` drains them all.
 
 Nothing of a request passes here: a launcher may die and be slow without a token being late.
 """
@@ -13,8 +14,10 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from typing import Literal, Protocol
 
+from baton.cluster.awake import AwakeClock
 from baton.cluster.errors import BatonError, Reason, invalid
 
+LOOK_AT_MOST_S = 0.5
 NAME_VARIABLE = "BATON_WORKER_NAME"
 
 State = Literal["running", "backoff", "stopping", "exited"]
@@ -69,6 +72,31 @@ class RestartRule:
     backoff_s: float = 0.5
     max_backoff_s: float = 30.0
     stable_s: float = 30.0
+    hang_s: float = 10.0  # a process that hangs for so long is killed
+
+
+class Watchdog:
+    """Does a process still live inside? Judged by its pulses (`cluster.pulse`), once it has sent the first: one that sends none, or that is
+    loading its model, is left alone. Time during which the supervisor itself was stopped does not count.
+
+    A long step is not taken for a hang, whatever the model and however busy the machine: the pulse tells of an engine that makes no
+    progress, not of one that is slow.
+    """
+
+    def __init__(self, hang_s: float, now: float) -> None:
+        self._hang_s = hang_s
+        self._awake = AwakeClock(now, LOOK_AT_MOST_S)
+        self._heard: float | None = None  # awake seconds
+
+    def look(self, now: float, stalled_s: float | None) -> str | None:
+        """Why the process must be killed. To be called often; `stalled_s` is what the newest pulse since the last look says."""
+        awake = self._awake.look(now)
+        if stalled_s is not None:
+            self._heard = awake
+            return f"its engine has made no progress for {stalled_s:.1f} s" if stalled_s >= self._hang_s else None
+        if self._heard is None or awake - self._heard < self._hang_s:
+            return None
+        return f"it has shown no sign of life for {awake - self._heard:.1f} s"
 
 
 class Restarts:

@@ -7,6 +7,16 @@ from typing import ClassVar as _ClassVar, Optional as _Optional, Union as _Union
 
 DESCRIPTOR: _descriptor.FileDescriptor
 
+class Addressee(_message.Message):
+    __slots__ = ("worker", "incarnation", "model_fingerprint")
+    WORKER_FIELD_NUMBER: _ClassVar[int]
+    INCARNATION_FIELD_NUMBER: _ClassVar[int]
+    MODEL_FINGERPRINT_FIELD_NUMBER: _ClassVar[int]
+    worker: str
+    incarnation: int
+    model_fingerprint: str
+    def __init__(self, worker: _Optional[str] = ..., incarnation: _Optional[int] = ..., model_fingerprint: _Optional[str] = ...) -> None: ...
+
 class Job(_message.Message):
     __slots__ = ("request_id", "token_ids", "prompt_tokens", "sampling", "cache_salt", "traceparent")
     REQUEST_ID_FIELD_NUMBER: _ClassVar[int]
@@ -24,12 +34,14 @@ class Job(_message.Message):
     def __init__(self, request_id: _Optional[str] = ..., token_ids: _Optional[_Iterable[int]] = ..., prompt_tokens: _Optional[int] = ..., sampling: _Optional[_Union[_generation_pb2.SamplingParams, _Mapping]] = ..., cache_salt: _Optional[str] = ..., traceparent: _Optional[str] = ...) -> None: ...
 
 class PrefillRequest(_message.Message):
-    __slots__ = ("job", "source")
+    __slots__ = ("job", "to", "source")
     JOB_FIELD_NUMBER: _ClassVar[int]
+    TO_FIELD_NUMBER: _ClassVar[int]
     SOURCE_FIELD_NUMBER: _ClassVar[int]
     job: Job
+    to: Addressee
     source: KvSource
-    def __init__(self, job: _Optional[_Union[Job, _Mapping]] = ..., source: _Optional[_Union[KvSource, _Mapping]] = ...) -> None: ...
+    def __init__(self, job: _Optional[_Union[Job, _Mapping]] = ..., to: _Optional[_Union[Addressee, _Mapping]] = ..., source: _Optional[_Union[KvSource, _Mapping]] = ...) -> None: ...
 
 class KvSource(_message.Message):
     __slots__ = ("worker", "incarnation", "address", "blocks")
@@ -252,16 +264,18 @@ class DecodeCommand(_message.Message):
     def __init__(self, call_id: _Optional[int] = ..., start: _Optional[_Union[DecodeStart, _Mapping]] = ..., cancel: _Optional[_Union[DecodeCancel, _Mapping]] = ..., first: _Optional[_Union[DecodeFirst, _Mapping]] = ...) -> None: ...
 
 class DecodeStart(_message.Message):
-    __slots__ = ("job", "handle", "timeout_ms", "live")
+    __slots__ = ("job", "handle", "timeout_ms", "to", "live")
     JOB_FIELD_NUMBER: _ClassVar[int]
     HANDLE_FIELD_NUMBER: _ClassVar[int]
     TIMEOUT_MS_FIELD_NUMBER: _ClassVar[int]
+    TO_FIELD_NUMBER: _ClassVar[int]
     LIVE_FIELD_NUMBER: _ClassVar[int]
     job: Job
     handle: bytes
     timeout_ms: int
+    to: Addressee
     live: bool
-    def __init__(self, job: _Optional[_Union[Job, _Mapping]] = ..., handle: _Optional[bytes] = ..., timeout_ms: _Optional[int] = ..., live: _Optional[bool] = ...) -> None: ...
+    def __init__(self, job: _Optional[_Union[Job, _Mapping]] = ..., handle: _Optional[bytes] = ..., timeout_ms: _Optional[int] = ..., to: _Optional[_Union[Addressee, _Mapping]] = ..., live: _Optional[bool] = ...) -> None: ...
 
 class DecodeFirst(_message.Message):
     __slots__ = ("token_id",)
@@ -325,9 +339,45 @@ class CallError(_message.Message):
     message: str
     def __init__(self, reason: _Optional[str] = ..., message: _Optional[str] = ...) -> None: ...
 
+class ProbeRequest(_message.Message):
+    __slots__ = ("to",)
+    TO_FIELD_NUMBER: _ClassVar[int]
+    to: Addressee
+    def __init__(self, to: _Optional[_Union[Addressee, _Mapping]] = ...) -> None: ...
+
+class ProbeResponse(_message.Message):
+    __slots__ = ("state", "load", "stalled_ms")
+    STATE_FIELD_NUMBER: _ClassVar[int]
+    LOAD_FIELD_NUMBER: _ClassVar[int]
+    STALLED_MS_FIELD_NUMBER: _ClassVar[int]
+    state: str
+    load: WorkerLoad
+    stalled_ms: int
+    def __init__(self, state: _Optional[str] = ..., load: _Optional[_Union[WorkerLoad, _Mapping]] = ..., stalled_ms: _Optional[int] = ...) -> None: ...
+
+class WorkerLoad(_message.Message):
+    __slots__ = ("running", "waiting", "free_blocks", "credit_tokens", "cached_blocks", "leases", "waiting_tokens")
+    RUNNING_FIELD_NUMBER: _ClassVar[int]
+    WAITING_FIELD_NUMBER: _ClassVar[int]
+    FREE_BLOCKS_FIELD_NUMBER: _ClassVar[int]
+    CREDIT_TOKENS_FIELD_NUMBER: _ClassVar[int]
+    CACHED_BLOCKS_FIELD_NUMBER: _ClassVar[int]
+    LEASES_FIELD_NUMBER: _ClassVar[int]
+    WAITING_TOKENS_FIELD_NUMBER: _ClassVar[int]
+    running: int
+    waiting: int
+    free_blocks: int
+    credit_tokens: int
+    cached_blocks: int
+    leases: int
+    waiting_tokens: int
+    def __init__(self, running: _Optional[int] = ..., waiting: _Optional[int] = ..., free_blocks: _Optional[int] = ..., credit_tokens: _Optional[int] = ..., cached_blocks: _Optional[int] = ..., leases: _Optional[int] = ..., waiting_tokens: _Optional[int] = ...) -> None: ...
+
 class SnapshotRequest(_message.Message):
-    __slots__ = ()
-    def __init__(self) -> None: ...
+    __slots__ = ("to",)
+    TO_FIELD_NUMBER: _ClassVar[int]
+    to: Addressee
+    def __init__(self, to: _Optional[_Union[Addressee, _Mapping]] = ...) -> None: ...
 
 class SnapshotResponse(_message.Message):
     __slots__ = ("incarnation", "sequence", "keys")
@@ -340,8 +390,10 @@ class SnapshotResponse(_message.Message):
     def __init__(self, incarnation: _Optional[int] = ..., sequence: _Optional[int] = ..., keys: _Optional[bytes] = ...) -> None: ...
 
 class DescribeRequest(_message.Message):
-    __slots__ = ()
-    def __init__(self) -> None: ...
+    __slots__ = ("to",)
+    TO_FIELD_NUMBER: _ClassVar[int]
+    to: Addressee
+    def __init__(self, to: _Optional[_Union[Addressee, _Mapping]] = ...) -> None: ...
 
 class DescribeResponse(_message.Message):
     __slots__ = ("record_json", "idle", "leases", "quarantined_blocks", "blocks_in_use")

@@ -432,7 +432,7 @@ class Decode:
 
 
 class WorkerStub:
-    """Offered by every worker.
+    """Offered by every worker. Every call says whom it means, and anybody else answers FAILED_PRECONDITION (WRONG_WORKER).
     """
 
     def __init__(self, channel):
@@ -441,6 +441,11 @@ class WorkerStub:
         Args:
             channel: A grpc.Channel.
         """
+        self.Probe = channel.unary_unary(
+                '/baton.v1.Worker/Probe',
+                request_serializer=baton_dot_v1_dot_worker__pb2.ProbeRequest.SerializeToString,
+                response_deserializer=baton_dot_v1_dot_worker__pb2.ProbeResponse.FromString,
+                _registered_method=True)
         self.Snapshot = channel.unary_unary(
                 '/baton.v1.Worker/Snapshot',
                 request_serializer=baton_dot_v1_dot_worker__pb2.SnapshotRequest.SerializeToString,
@@ -454,8 +459,15 @@ class WorkerStub:
 
 
 class WorkerServicer:
-    """Offered by every worker.
+    """Offered by every worker. Every call says whom it means, and anybody else answers FAILED_PRECONDITION (WRONG_WORKER).
     """
+
+    def Probe(self, request, context):
+        """How the worker is at this moment. Answered by its event loop without waiting for a long step of its engine.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
 
     def Snapshot(self, request, context):
         """The keys of all blocks that are sealed now, and the sequence number of the last block event they include.
@@ -473,6 +485,11 @@ class WorkerServicer:
 
 def add_WorkerServicer_to_server(servicer, server):
     rpc_method_handlers = {
+            'Probe': grpc.unary_unary_rpc_method_handler(
+                    servicer.Probe,
+                    request_deserializer=baton_dot_v1_dot_worker__pb2.ProbeRequest.FromString,
+                    response_serializer=baton_dot_v1_dot_worker__pb2.ProbeResponse.SerializeToString,
+            ),
             'Snapshot': grpc.unary_unary_rpc_method_handler(
                     servicer.Snapshot,
                     request_deserializer=baton_dot_v1_dot_worker__pb2.SnapshotRequest.FromString,
@@ -492,8 +509,35 @@ def add_WorkerServicer_to_server(servicer, server):
 
  # This class is part of an EXPERIMENTAL API.
 class Worker:
-    """Offered by every worker.
+    """Offered by every worker. Every call says whom it means, and anybody else answers FAILED_PRECONDITION (WRONG_WORKER).
     """
+
+    @staticmethod
+    def Probe(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/baton.v1.Worker/Probe',
+            baton_dot_v1_dot_worker__pb2.ProbeRequest.SerializeToString,
+            baton_dot_v1_dot_worker__pb2.ProbeResponse.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
 
     @staticmethod
     def Snapshot(request,

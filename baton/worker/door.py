@@ -1,11 +1,12 @@
 """`baton.v1.Worker`: what every worker answers about itself, whatever its role."""
 
 from collections.abc import Awaitable, Callable
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 
-from baton.cluster.records import WorkerRecord
-from baton.cluster.rpc import Context
+from baton.cluster.records import Load, WorkerRecord, WorkerState
+from baton.cluster.rpc import Answering, Context
 from baton.v1 import worker_pb2, worker_pb2_grpc
+from baton.worker.identity import Identity
 
 
 @dataclass(frozen=True, slots=True)
@@ -21,27 +22,42 @@ class Residue:
 class WorkerDoor(worker_pb2_grpc.WorkerServicer):
     def __init__(
         self,
-        incarnation: int,
+        identity: Identity,
+        probe: Callable[[], Awaitable[tuple[WorkerState, Load, float]]],
         describe: Callable[[], Awaitable[WorkerRecord]],
         snapshot: Callable[[], Awaitable[tuple[int, list[bytes]]]],
         residue: Callable[[], Residue],
     ) -> None:
-        self._incarnation = incarnation
+        self._identity = identity
+        self._probe = probe
         self._describe = describe
         self._snapshot = snapshot
         self._residue = residue
 
+    async def Probe(self, request: worker_pb2.ProbeRequest, context: Context) -> worker_pb2.ProbeResponse:
+        async with Answering(context):
+            self._identity.check(request.to)
+            state, load, stalled_s = await self._probe()
+            return worker_pb2.ProbeResponse(state=state, load=worker_pb2.WorkerLoad(**asdict(load)), stalled_ms=int(stalled_s * 1000))
+        raise AssertionError("answered with an error")
+
     async def Snapshot(self, request: worker_pb2.SnapshotRequest, context: Context) -> worker_pb2.SnapshotResponse:
-        sequence, keys = await self._snapshot()
-        return worker_pb2.SnapshotResponse(incarnation=self._incarnation, sequence=sequence, keys=b"".join(keys))
+        async with Answering(context):
+            self._identity.check(request.to)
+            sequence, keys = await self._snapshot()
+            return worker_pb2.SnapshotResponse(incarnation=self._identity.incarnation, sequence=sequence, keys=b"".join(keys))
+        raise AssertionError("answered with an error")
 
     async def Describe(self, request: worker_pb2.DescribeRequest, context: Context) -> worker_pb2.DescribeResponse:
-        record = await self._describe()
-        residue = self._residue()  # of the same look at the engine
-        return worker_pb2.DescribeResponse(
-            record_json=record.to_json().decode(),
-            idle=residue.sequences == 0,
-            leases=residue.leases,
-            quarantined_blocks=residue.quarantined_blocks,
-            blocks_in_use=residue.blocks_in_use,
-        )
+        async with Answering(context):
+            self._identity.check(request.to)
+            record = await self._describe()
+            residue = self._residue()  # of the same look at the engine
+            return worker_pb2.DescribeResponse(
+                record_json=record.to_json().decode(),
+                idle=residue.sequences == 0,
+                leases=residue.leases,
+                quarantined_blocks=residue.quarantined_blocks,
+                blocks_in_use=residue.blocks_in_use,
+            )
+        raise AssertionError("answered with an error")

@@ -18,14 +18,16 @@ from typing import Literal, TypeVar
 
 from grpc_health.v1 import health_pb2
 
+from baton.cluster import pulse
 from baton.cluster.config import Config, ConfigError, PoolConfig
 from baton.cluster.connect import connect_registry
 from baton.cluster.errors import BatonError, Reason
+from baton.cluster.failpoint import failpoint
 from baton.cluster.lifecycle import Stage, Stop, move
 from baton.cluster.membership import Membership
 from baton.cluster.metrics import Book
 from baton.cluster.metrics_http import Exposition, MetricsServer
-from baton.cluster.records import BlockEvent, Load, WorkerRecord
+from baton.cluster.records import BlockEvent, Load, WorkerRecord, WorkerState
 from baton.cluster.rpc import Server, Tasks
 from baton.cluster.telemetry import make_tracer
 from baton.engine.build import Built, Options, build
@@ -35,10 +37,12 @@ from baton.engine.loop import CacheEvent, EngineLoop, Facts, facts
 from baton.engine.scheduler import Limits
 from baton.v1 import worker_pb2_grpc
 from baton.worker.door import Residue, WorkerDoor
+from baton.worker.identity import Identity
 from baton.worker.kv_door import KvExchangeDoor
 from baton.worker.kv_peers import Peers
 from baton.worker.kv_port import KvPort, Place
 from baton.worker.meter import Meter
+from baton.worker.stall import Activity, Stall
 from kvtransfer.handle import mac_key
 from kvtransfer.importer import peer_name
 from kvtransfer.select import make_transport
@@ -52,7 +56,7 @@ IDLE_POLL_S = 0.02
 # wait keep those that work from their core: on two cores shared by two workers 7 % of the throughput was left.
 SLEEP_SOON = ("GOMP_SPINCOUNT", "1000")
 LOOK_S = 0.3  # a step of a large model may take seconds; nobody who asks how we are waits for it
-HUNG_S = 60.0  # but no step takes so long
+HUNG_S = 60.0  # no step takes so long
 
 
 class Host:
@@ -85,6 +89,8 @@ class Host:
         self._meter = Meter(self.book, self._membership, self.tracer)
         self._metrics = MetricsServer(config, Exposition(self.book, self.look), lambda: self.stage is Stage.READY)
         self._closers: list[Callable[[], Awaitable[object]]] = [self._registry.close, lambda: asyncio.to_thread(self.tracer.close)]
+        self._stall = Stall(HUNG_S)
+        self._held = 0  # leases, as of the last look: a load that differs in nothing is not news
         self.tasks = Tasks(stop.fail)
 
     async def open(self, on_step: Callable[[list[Output]], None]) -> None:
@@ -94,9 +100,9 @@ class Host:
         if not fits(self.config, self.role, cores):
             os.environ.setdefault(*SLEEP_SOON)  # read when torch is loaded, which is now
         self.built = await in_a_thread_that_ends(build, options(self.config), _log_progress)
-        self.loop = EngineLoop(self.built.engine, on_step, self._on_cache, self._stop.fail, self._meter.batch)
+        self.loop = EngineLoop(self.built.engine, on_step, self._on_cache, self._stop.fail, self._on_batch)
         self.loop.start()
-        self._facts, self._looked = await self.loop.call(facts), time.monotonic()
+        self._facts = await self.loop.call(facts)
         self._meter.tell(lambda: self._facts, self.built.engine.pool.num_blocks, self.built.engine.block_size)
         self._closers.append(self.loop.close)
         config, pool = self.config, self.built.engine.runner.pool
@@ -131,7 +137,7 @@ class Host:
 
     async def serve(self) -> None:
         """The role has added its own services to `server.grpc`."""
-        door = WorkerDoor(self.incarnation, self.describe, self.loop.snapshot, self.residue)
+        door = WorkerDoor(self.identity, self.probe, self.describe, self.loop.snapshot, self.residue)
         worker_pb2_grpc.add_WorkerServicer_to_server(door, self.server.grpc)  # type: ignore[no-untyped-call]
         await self.server.start()
         self._closers.append(lambda: self.server.stop(0.5))
@@ -141,6 +147,7 @@ class Host:
         await self.server.health.set("", health_pb2.HealthCheckResponse.SERVING)
         self.stage = move(self.stage, "ready")
         self.tasks.start(self._membership.run(), "membership")
+        self.tasks.start(pulse.beat(self.stalled_s), "pulse")
         log.info("%s (incarnation %d) ready on %s, transport %s", self.name, self.incarnation, self.address, self.transport.name)
 
     async def drain(self, idle: Callable[[], bool]) -> None:
@@ -160,14 +167,23 @@ class Host:
             await close()
 
     async def look(self) -> Facts:
-        """The engine's load; the last known while it is in a long step. Raises BatonError(INTERNAL) when it has not answered for long."""
+        """The engine's load; the last known while it is in a long step. Raises BatonError(INTERNAL) when the engine hangs for good."""
         try:
             async with asyncio.timeout(LOOK_S):
-                self._facts, self._looked = await self.loop.call(facts), time.monotonic()
+                self._facts, self._held = await self.loop.call(facts), self.port.exporter.num_leases
         except TimeoutError:
-            if time.monotonic() - self._looked > HUNG_S:
-                raise BatonError(Reason.INTERNAL, f"the engine has not answered for {HUNG_S:g} s") from None
+            if self.stalled_s() > HUNG_S:
+                raise BatonError(Reason.INTERNAL, f"the engine has made no progress for {HUNG_S:g} s") from None
         return self._facts
+
+    def stalled_s(self) -> float:
+        """For how long the engine has made no progress although it has work."""
+        return self._stall.look(time.monotonic(), Activity(*self.loop.activity()))
+
+    async def probe(self) -> tuple[WorkerState, Load, float]:
+        """State, load, and for how long the engine has been stalled."""
+        now = await self.look()
+        return self._state, self._load(now), self.stalled_s()
 
     async def describe(self) -> WorkerRecord:
         now = await self.look()
@@ -177,7 +193,7 @@ class Host:
             role=self.role,
             address=self.address,
             incarnation=self.incarnation,
-            state="draining" if self.stage is Stage.DRAINING else "ready",
+            state=self._state,
             pid=os.getpid(),
             host=socket.gethostname(),
             model_name=self.model_name,
@@ -187,23 +203,40 @@ class Host:
             max_model_len=self.built.max_model_len,
             kv_blocks=self.built.engine.pool.num_blocks,
             transport=self.transport.name,
-            load=Load(
-                running=now.running,
-                waiting=now.waiting,
-                free_blocks=now.free_blocks,
-                credit_tokens=now.credit_tokens,
-                cached_blocks=now.cached_blocks,
-                leases=self.port.exporter.num_leases,
-                waiting_tokens=now.waiting_tokens,
-            ),
+            load=self._load(now),
             metrics=self._metrics.address,
             max_num_seqs=self.built.engine.scheduler.limits.max_num_seqs,
         )
+
+    @property
+    def _state(self) -> WorkerState:
+        return "ready" if self.stage in (Stage.STARTING, Stage.READY) else "draining"
+
+    def _load(self, now: Facts) -> Load:
+        return Load(
+            running=now.running,
+            waiting=now.waiting,
+            free_blocks=now.free_blocks,
+            credit_tokens=now.credit_tokens,
+            cached_blocks=now.cached_blocks,
+            leases=self._held,
+            waiting_tokens=now.waiting_tokens,
+        )
+
+    @property
+    def identity(self) -> Identity:
+        """Known once the model is loaded."""
+        return Identity(self.name, self.incarnation, self.built.model_fingerprint)
 
     def residue(self) -> Residue:
         """As of the last look."""
         now = self._facts
         return Residue(now.sequences, self.port.exporter.num_leases, self.port.importer.quarantined_blocks, now.owned_blocks)
+
+    def _on_batch(self, seconds: float, tokens: int, sequences: int) -> None:
+        """In the engine's thread."""
+        failpoint("engine.step")
+        self._meter.batch(seconds, tokens, sequences)
 
     def _on_cache(self, events: list[CacheEvent]) -> None:
         self._membership.announce(

@@ -67,5 +67,26 @@ def parent() -> None:
     signal.pause()
 
 
+def hang() -> None:
+    """Shows signs of life, then none, and does not hear SIGTERM."""
+    signal.signal(signal.SIGTERM, signal.SIG_IGN)
+    birth()
+    pulse(0.0)
+    signal.pause()
+
+
+def stall() -> None:
+    """Its event loop lives, its engine does not."""
+    birth()
+    began = time.monotonic()
+    while True:
+        pulse(time.monotonic() - began)
+        time.sleep(0.05)
+
+
+def pulse(stalled_s: float) -> None:
+    os.write(int(os.environ["BATON_PULSE_FD"]), f"{stalled_s:.3f}\n".encode())
+
+
 if __name__ == "__main__":
-    {"serve": serve, "crash": crash, "stubborn": stubborn, "parent": parent}[sys.argv[1]]()
+    {"serve": serve, "crash": crash, "stubborn": stubborn, "parent": parent, "hang": hang, "stall": stall}[sys.argv[1]]()

@@ -20,7 +20,7 @@ import ray
 from ray._raylet import Config
 
 from baton.cluster.errors import BatonError, Reason
-from baton.launch.launcher import Launcher, ProcessState, RestartRule, Restarts, Roster, Template
+from baton.launch.launcher import Launcher, ProcessState, RestartRule, Restarts, Roster, Template, Watchdog
 from baton.launch.local_launcher import LocalLauncher, pick_gpus
 from baton.launch.ray_launcher import RayLauncher
 
@@ -212,6 +212,29 @@ async def test_a_killed_process_is_started_again_under_its_name(launch: Launch, 
     assert await ask(second["port"]) == second["pid"]
     unharmed = await state_of(launcher, "decode-1")
     assert (unharmed.pid, unharmed.restarts) == (other["pid"], 0)
+
+
+@pytest.mark.parametrize("how", ["hang", "stall"])
+async def test_a_process_that_hangs_is_killed_and_started_again(launch: Launch, template: Any, tmp_path: Path, how: str) -> None:
+    launcher = await launch(rule=replace(RULE, hang_s=1.0))
+    await launcher.add(template(), 1)  # shows no sign of life at all, as one that is not ours
+    await launcher.add(template(how, role="prefill"), 1)
+    first, other = await born(tmp_path, "prefill-0"), await born(tmp_path, "decode-0")
+    second = await born(tmp_path, "prefill-0", times=2)
+    assert second["pid"] != first["pid"] and not alive(first["pid"]) and second["at"] - first["at"] >= 1.0
+    state = await in_state(launcher, "prefill-0", "running", restarts=1)
+    assert state.last_exit == -signal.SIGKILL
+    unharmed = await state_of(launcher, "decode-0")
+    assert (unharmed.pid, unharmed.restarts) == (other["pid"], 0)
+
+
+async def test_a_process_that_is_stopped_for_a_moment_is_not_killed(launch: Launch, template: Any, tmp_path: Path) -> None:
+    """Negative control of the above: the same silence, shorter."""
+    launcher = await launch(rule=replace(RULE, hang_s=30.0))
+    await launcher.add(template("hang"), 1)
+    process = await born(tmp_path, "decode-0")
+    await asyncio.sleep(1.5)
+    assert (await state_of(launcher, "decode-0")).pid == process["pid"]
 
 
 async def test_a_crash_loop_backs_off_and_touches_nobody(launch: Launch, template: Any, tmp_path: Path) -> None:
@@ -533,6 +556,29 @@ def test_the_wait_doubles_to_its_maximum_and_starts_over_after_a_stable_run() ->
     assert restarts.exited(109.9) == 3.0
     restarts.started(200)
     assert [restarts.exited(210), restarts.count] == [0.5, 11]
+
+
+def test_the_watchdog_judges_only_who_has_shown_a_sign_of_life() -> None:
+    watchdog = Watchdog(10.0, 0.0)
+    looks = [watchdog.look(now / 10, None) for now in range(6000)]
+    assert not any(looks), "it is loading its model, or sends no pulses at all"
+    assert watchdog.look(600.0, 0.0) is None
+    assert [watchdog.look(600.1 + now / 10, None) is None for now in range(98)] == [True] * 98
+    assert watchdog.look(610.1, None) is not None
+
+
+def test_the_watchdog_believes_what_the_process_says_of_its_engine() -> None:
+    watchdog = Watchdog(10.0, 0.0)
+    assert watchdog.look(0.1, 9.9) is None and watchdog.look(0.2, None) is None and watchdog.look(0.3, 0.0) is None
+    assert "no progress" in (watchdog.look(0.4, 10.0) or "")
+
+
+def test_a_pause_of_the_supervisor_is_not_held_against_the_process() -> None:
+    """The machine slept, or the supervisor did: the pulses of that time were not sent, or lie unread."""
+    watchdog = Watchdog(10.0, 0.0)
+    assert watchdog.look(0.1, 0.0) is None
+    assert watchdog.look(3600.0, None) is None and watchdog.look(3600.1, None) is None
+    assert watchdog.look(3600.2, 0.0) is None
 
 
 def test_it_tries_for_ever() -> None:

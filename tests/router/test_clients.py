@@ -13,17 +13,18 @@ from fake_workers import TOKENIZER, record
 from baton.cluster.config import Config, SecurityConfig
 from baton.cluster.errors import BatonError, Reason
 from baton.cluster.memory_registry import MemoryRegistry
-from baton.cluster.records import WorkerRecord
+from baton.cluster.records import Load, WorkerRecord
 from baton.cluster.rpc import Answering, Context, Server, abort
 from baton.engine.sampling import SamplingParams
 from baton.v1 import generation_pb2, worker_pb2_grpc
 from baton.v1 import worker_pb2 as pb
-from router import watch
+from router import probes, watch
 from router.clients import Adopted, CacheSnapshot, Ended, FirstToken, Opened, Source, Workers
 from router.request import Handoff, Request, Stopwatch, Token, Trace
 from router.view import ClusterView
 from router.watch import Watch
 
+HANG_S = 2.0
 PARAMS = SamplingParams(
     max_tokens=9, min_tokens=2, temperature=0.5, top_k=7, top_p=0.75, min_p=0.25, repetition_penalty=1.5, presence_penalty=-0.5,
     frequency_penalty=0.125, seed=2**64 - 1, logit_bias={3: -1.5}, logprobs=0, stop_token_ids=frozenset({5, 4}), ignore_eos=True,
@@ -49,6 +50,7 @@ class Worker(
         self.cancelled = 0
         self.released: list[tuple[bytes, str]] = []
         self.on_describe: Callable[[], Any] = pb.DescribeResponse
+        self.on_probe: Callable[[], Any] = lambda: pb.ProbeResponse(state="ready")
 
     async def Session(self, request_iterator: AsyncIterator[pb.DecodeCommand], context: Context) -> AsyncIterator[pb.DecodeEvents]:
         self.streams += 1
@@ -82,6 +84,11 @@ class Worker(
 
     async def Snapshot(self, request: pb.SnapshotRequest, context: Context) -> pb.SnapshotResponse:
         return pb.SnapshotResponse(incarnation=7, sequence=3, keys=b"a" * 16 + b"b" * 16)
+
+    async def Probe(self, request: pb.ProbeRequest, context: Context) -> pb.ProbeResponse:
+        async with Answering(context):
+            return await settled(self.on_probe())
+        raise AssertionError
 
     async def Describe(self, request: pb.DescribeRequest, context: Context) -> pb.DescribeResponse:
         return await settled(self.on_describe())
@@ -462,7 +469,7 @@ async def test_the_first_look_at_the_registry_is_no_return(monkeypatch: pytest.M
     for name, value in (("MEMBERS_EVERY_S", 0.01), ("AWAY_S", 0.01)):
         monkeypatch.setattr(watch, name, value)
     registry, workers = MemoryRegistry(), Workers(SecurityConfig())
-    looking = Watch(ClusterView(TOKENIZER), registry, workers)
+    looking = Watch(ClusterView(TOKENIZER), registry, workers, HANG_S)
     registry.available = False
     running = asyncio.create_task(looking.run())
     await asyncio.sleep(0.05)
@@ -478,11 +485,13 @@ async def test_the_first_look_at_the_registry_is_no_return(monkeypatch: pytest.M
 
 
 @asynccontextmanager
-async def watched(*members: WorkerRecord, workers: Workers) -> AsyncIterator[tuple[ClusterView, MemoryRegistry, "asyncio.Task[None]"]]:
+async def watched(
+    *members: WorkerRecord, workers: Workers, hang_s: float = HANG_S
+) -> AsyncIterator[tuple[ClusterView, MemoryRegistry, "asyncio.Task[None]"]]:
     registry, view = MemoryRegistry(), ClusterView(TOKENIZER, absent_s=0.05)
     for member in members:
         await registry.join(member)
-    running = asyncio.create_task(Watch(view, registry, workers).run())
+    running = asyncio.create_task(Watch(view, registry, workers, hang_s).run())
     await until(lambda: len(view.members()) == len(members))
     try:
         yield view, registry, running
@@ -497,36 +506,36 @@ async def until(condition: Callable[[], Any], within_s: float = 3.0) -> None:
             await asyncio.sleep(0.01)
 
 
-def describing(answer: WorkerRecord) -> Callable[[], pb.DescribeResponse]:
-    return lambda: pb.DescribeResponse(record_json=answer.to_json().decode())
+async def wrong_worker() -> None:
+    raise BatonError(Reason.WRONG_WORKER, "incarnation: the call is meant for 1, this is 2")
 
 
 @pytest.fixture
 def quick(monkeypatch: pytest.MonkeyPatch) -> None:
-    for name in ("MEMBERS_EVERY_S", "PROBE_EVERY_S", "SNAPSHOT_EVERY_S", "AWAY_S"):
+    for name in ("MEMBERS_EVERY_S", "SNAPSHOT_EVERY_S", "AWAY_S"):
         monkeypatch.setattr(watch, name, 0.02)
+    monkeypatch.setattr(probes, "LOOK_EVERY_S", 0.02)
+    monkeypatch.setattr(probes, "ASK_SHARE", 0.0)
 
 
 async def test_a_worker_that_was_down_is_used_again_when_it_answers(quick: None) -> None:
     async with pair() as (worker, workers, d0, _), watched(d0, workers=workers) as (view, _, _):
-        worker.on_describe = describing(replace(d0, incarnation=2))
+        worker.on_probe = wrong_worker
         view.mark_down("d0", 1)
         await asyncio.sleep(0.2)
         assert view.down_workers(), "another process answered"
-        worker.on_describe = describing(replace(d0, state="draining"))
+        worker.on_probe = lambda: pb.ProbeResponse(state="draining")
         await asyncio.sleep(0.2)
         assert view.down_workers(), "it answers, but takes nothing any more"
-        worker.on_describe = describing(d0)
+        worker.on_probe = lambda: pb.ProbeResponse(state="ready")
         await until(lambda: not view.down_workers())
 
 
 async def test_probes_go_on_when_a_worker_is_forgotten_in_the_middle_of_one(quick: None) -> None:
-    async with pair() as (worker, workers, d0, _), pair() as (other, _, d1, _):
+    async with pair() as (worker, workers, d0, _), pair() as (_, _, d1, _):
         d1 = replace(d1, name="d1")
-        async with watched(d0, d1, workers=workers) as (view, registry, running):
-            worker.on_describe = sleeping
-            other.on_describe = describing(d1)
-            view.mark_down("d0", 1)
+        async with watched(d0, d1, workers=workers, hang_s=0.1) as (view, registry, running):
+            worker.on_probe = sleeping
             await asyncio.sleep(0.1)
             await registry.leave("d0", 1)
             await until(lambda: len(view.members()) == 1)
@@ -536,13 +545,73 @@ async def test_probes_go_on_when_a_worker_is_forgotten_in_the_middle_of_one(quic
 
 
 async def test_who_left_is_forgotten(quick: None) -> None:
-    async with pair() as (worker, workers, d0, _), watched(d0, workers=workers) as (view, registry, _):
+    async with pair() as (worker, workers, d0, server), watched(d0, workers=workers) as (view, registry, _):
         call = asyncio.create_task(take(workers, d0))
         await worker.heard.get()
         await registry.leave("d0", 1)
+        await server.stop(None)
         assert (await refused(call)).reason is Reason.WORKER_LOST
-        assert view.members() == []
-        await until(lambda: not workers._sessions and not workers._channels)
+        await until(lambda: not view.members() and not workers._sessions and not workers._channels)
+
+
+async def test_a_registry_that_lost_a_worker_does_not_cut_its_streams(quick: None) -> None:
+    """Whatever the registry says: it answers."""
+    async with pair() as (worker, workers, d0, _), watched(d0, workers=workers) as (view, registry, _):
+        call = asyncio.create_task(take(workers, d0))
+        number = (await worker.heard.get()).call_id
+        await registry.leave("d0", 1)
+        await asyncio.sleep(0.3)  # six times as long as an absent worker is given
+        assert view.decode_workers() == [replace(d0, load=Load())] and not call.done()
+        worker.says.put_nowait([finished(number)])
+        assert len(await call) == 1
+
+
+async def test_the_load_of_a_worker_is_known_while_the_registry_is_away(quick: None) -> None:
+    async with pair() as (worker, workers, d0, _), watched(d0, workers=workers) as (view, registry, _):
+        registry.available = False
+        worker.on_probe = lambda: pb.ProbeResponse(state="ready", load=pb.WorkerLoad(credit_tokens=-7, waiting=3, waiting_tokens=50))
+        await until(lambda: view.record("d0").load == Load(credit_tokens=-7, waiting=3, waiting_tokens=50))
+        assert view.prefill_tokens("d0") == 50
+        worker.on_probe = lambda: pb.ProbeResponse(state="draining")
+        await until(lambda: not view.decode_workers())
+
+
+async def test_a_silent_worker_is_passed_over_and_then_lost(quick: None) -> None:
+    async with pair() as (worker, workers, d0, _), pair() as (other, _, d1, _):
+        d1 = replace(d1, name="d1")
+        async with watched(d0, d1, workers=workers, hang_s=0.5) as (view, _, _):
+            call = asyncio.create_task(take(workers, d0))
+            number = (await worker.heard.get()).call_id
+            worker.on_probe = sleeping  # its event loop is blocked; the connection stands
+            await until(lambda: [found.name for found in view.decode_workers()] == ["d1"])
+            worker.says.put_nowait([token(number, 7)])  # not lost yet
+            assert (await refused(call)).reason is Reason.WORKER_LOST
+            other.on_probe = sleeping
+            call = asyncio.create_task(take(workers, d1))
+            number = (await other.heard.get()).call_id
+            await asyncio.sleep(1.5)
+            assert not call.done(), "there is nobody else to go to"
+
+
+async def test_a_worker_whose_engine_hangs_is_passed_over_until_it_goes_on(quick: None) -> None:
+    async with pair() as (worker, workers, d0, _), pair() as (_, _, d1, _):
+        d1 = replace(d1, name="d1")
+        async with watched(d0, d1, workers=workers) as (view, _, _):
+            call = asyncio.create_task(take(workers, d0))
+            number = (await worker.heard.get()).call_id
+            worker.on_probe = lambda: pb.ProbeResponse(state="ready", stalled_ms=1300)
+            await until(lambda: [found.name for found in view.decode_workers()] == ["d1"])
+            worker.on_probe = lambda: pb.ProbeResponse(state="ready")
+            await until(lambda: len(view.decode_workers()) == 2)
+            worker.says.put_nowait([finished(number)])
+            assert len(await call) == 1, "a stall is no death"
+            call = asyncio.create_task(take(workers, d0))
+            await worker.heard.get()
+            worker.on_probe = lambda: pb.ProbeResponse(state="ready", stalled_ms=4100)
+            assert (await refused(call)).reason is Reason.WORKER_LOST
+            assert [found.name for found in view.decode_workers()] == ["d1"]
+            worker.on_probe = lambda: pb.ProbeResponse(state="ready")
+            await until(lambda: len(view.decode_workers()) == 2)
 
 
 async def test_of_a_process_that_was_replaced_the_calls_are_lost(quick: None) -> None:
@@ -555,11 +624,10 @@ async def test_of_a_process_that_was_replaced_the_calls_are_lost(quick: None) ->
 
 
 async def test_a_registry_that_is_away_takes_nobody_away(quick: None) -> None:
-    async with pair() as (worker, workers, d0, _), watched(d0, workers=workers) as (view, registry, running):
+    async with pair() as (_, workers, d0, _), watched(d0, workers=workers) as (view, registry, running):
         registry.available = False
-        worker.on_describe = describing(d0)
         await asyncio.sleep(0.2)
-        assert view.members() == [d0] and not running.done()
+        assert [member.name for member in view.members()] == ["d0"] and not running.done()
         view.mark_down("d0", 1)
         await until(lambda: not view.down_workers())
         registry.available = True

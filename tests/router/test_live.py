@@ -60,6 +60,13 @@ class House:
     def there(self, *names: str) -> None:
         self.view.update(map(record, names), self.now)
 
+    def leaves(self, name: str, *others: str) -> None:
+        """The registry and the worker's own connection both say so."""
+        self.there(*others)
+        self.view.note_silence(name, 1)
+        self.now += ABSENT_S
+        self.there(*others)
+
     async def look(self, after: float = 0.0) -> dict[str, Any]:
         self.now += after
         told = await self.live.look()
@@ -88,8 +95,7 @@ async def test_a_worker_that_dies_is_unreachable_then_gone_and_at_last_forgotten
     assert await house.states() == {"p0": "ready", "d0": "ready"}
     house.workers.silent = {"d0"}
     assert await house.states() == {"p0": "ready", "d0": "unreachable"}
-    house.now += ABSENT_S
-    house.there("p0")
+    house.leaves("d0", "p0")
     assert await house.states() == {"p0": "ready", "d0": "gone"}
     assert await house.states(GONE_S - 6) == {"p0": "ready", "d0": "gone"}
     assert await house.states(6) == {"p0": "ready"}
@@ -110,8 +116,7 @@ async def test_one_that_drains_goes_without_alarm() -> None:
     house.there("p0", "d0")
     house.workers.says = {"state": "draining"}
     assert await house.states() == {"p0": "draining", "d0": "draining"}
-    house.now += ABSENT_S
-    house.there("p0")
+    house.leaves("d0", "p0")
     assert await house.states() == {"p0": "draining"}
 
 

@@ -51,13 +51,104 @@ def test_a_registry_that_lost_everything_takes_nobody_away_who_joins_again() -> 
     assert view.update([], 1.0) == [] and names(view.decode_workers()) == ["d0"]
     assert view.update([D0], 2.9) == []
     assert view.index.needing_snapshot() == ["p0", "d0"]
-    assert view.update([D0], 3.0) == [Left(P0)] and view.find("p0") is None and view.index.needing_snapshot() == ["d0"]
+    view.note_silence("p0", 1)
+    assert view.update([D0], 3.9) == []
+    assert view.update([D0], 4.0) == [Left(P0)] and view.find("p0") is None and view.index.needing_snapshot() == ["d0"]
     assert view.update([D0], 100.0) == []
 
 
-def test_without_patience_it_would() -> None:
-    """Negative control: one empty answer of the registry ends every request."""
-    assert view_of(P0, D0, absent_s=0.0).update([], 0.1) == [Left(D0), Left(P0)]
+def test_an_outage_of_the_registry_counts_for_nothing() -> None:
+    """It was away for longer than a record lives: its first answer has nobody in it."""
+    view = view_of(P0, D0)
+    assert view.update([], 60.0) == [] and view.update([], 62.9) == []
+    assert view.update([P0, D0], 63.0) == [] and view.update([], 63.1) == [], "the count begins again"
+    view.note_silence("d0", 1)
+    assert view.update([], 66.0) == []
+    assert view.update([], 66.2) == [Left(D0)]
+
+
+def test_the_registry_alone_removes_nobody() -> None:
+    view = view_of(P0, D0)
+    view.note_silence("d0", 1)
+    view.note_answer("d0", 1, "ready", Load(), 1)
+    for now in (1.0, 10.0, 100.0):
+        assert view.update([P0], now) == [] and names(view.decode_workers()) == ["d0"]
+    view.note_silence("d0", 2)  # of another process
+    assert view.update([P0], 101.0) == []
+    view.note_silence("d0", 1)
+    assert view.update([P0], 102.0) == [Left(D0)]
+
+
+def test_a_failure_from_before_the_absence_is_no_second_witness() -> None:
+    view = view_of(P0, D0)
+    view.note_silence("d0", 1)
+    assert view.update([P0], 1.0) == [] and view.update([P0], 9.0) == [] and view.down_workers() == [D0]
+    view.note_silence("d0", 1)
+    assert view.update([P0], 9.1) == [Left(D0)]
+
+
+def test_a_worker_that_drained_and_left_goes_at_once() -> None:
+    view = view_of(P0, D0)
+    draining = worker("d0", state="draining")
+    view.update([P0, draining], 1.0)
+    assert view.update([P0], 2.0) == [], "it still answers: its streams run to their ends"
+    view.note_silence("d0", 1)
+    assert view.update([P0], 2.3) == [Left(draining)]
+
+
+def test_a_silent_worker_stays_while_the_registry_has_it() -> None:
+    view = view_of(P0, D0)
+    view.note_silence("d0", 1)
+    assert view.update([P0, D0], 100.0) == [] and view.down_workers() == [D0]
+
+
+def test_with_one_witness_and_no_patience_an_empty_answer_ends_every_request() -> None:
+    """Negative control: the registry's word alone, counted from the last time that it showed the members."""
+    view = view_of(P0, D0, absent_s=0.0)
+    for member in view._members.values():
+        member.absent_since, member.failed = 0.0, True
+    assert view.update([], 0.1) == [Left(D0), Left(P0)]
+
+
+def test_a_worker_that_hangs_is_passed_over() -> None:
+    view = view_of(P0, D0, D1)
+    assert view.mark_hung("d0", 1, True) and not view.mark_hung("d0", 1, True) and not view.mark_hung("d1", 9, True)
+    assert names(view.decode_workers()) == ["d1"] and view.hung("d0") and not view.hung("d1")
+    view.mark_hung("d1", 1, True)
+    assert names(view.decode_workers()) == ["d0", "d1"], "better one of them than to refuse everybody"
+    view.mark_hung("p0", 1, True)
+    assert view.prefill_workers() == [], "the decode workers can do its work"
+    for name in ("p0", "d0"):
+        assert view.mark_hung(name, 1, False)
+    assert names(view.prefill_workers() + view.decode_workers()) == ["p0", "d0"]
+
+
+def test_a_worker_that_was_lost_while_it_hung_comes_back_when_it_goes_on() -> None:
+    view = view_of(D0, D1)
+    view.mark_hung("d0", 1, True)
+    view.mark_down("d0", 1)
+    view.note_answer("d0", 1, "ready", Load(), 1)  # its event loop still answers
+    assert names(view.down_workers()) == ["d0"]
+    view.mark_hung("d0", 1, False)
+    view.note_answer("d0", 1, "ready", Load(), 1)
+    assert view.down_workers() == []
+
+
+def test_what_a_probe_reports_and_what_it_cannot_know_yet() -> None:
+    view = view_of(P0, D0)
+    view.start_decode("early", "d0", 100)
+    epoch = view.next_epoch()  # the probe is sent
+    view.start_decode("late", "d0", 10)
+    assert view.unreported_decode_tokens("d0") == 110
+    view.note_answer("d0", 1, "ready", Load(credit_tokens=5), epoch)
+    assert view.unreported_decode_tokens("d0") == 10 and view.record("d0").load.credit_tokens == 5
+    later = view.next_epoch()
+    view.note_answer("d0", 1, "ready", Load(credit_tokens=5), later)  # no news: perhaps a look from before a long step
+    assert view.unreported_decode_tokens("d0") == 10
+    view.update([P0, D0], 1.0)  # the registry has not heard of it
+    assert view.record("d0").load.credit_tokens == 5
+    view.note_answer("d0", 1, "draining", Load(credit_tokens=5), later)
+    assert view.decode_workers() == []
 
 
 def test_a_new_process_of_the_same_name() -> None:
@@ -78,8 +169,9 @@ def test_a_lower_number_gets_in_when_the_higher_one_is_gone() -> None:
     """A host whose clock was set back."""
     view = view_of(worker("d0", incarnation=9))
     assert view.update([D0], 2.0) == []
-    assert view.update([D0], 3.0) == [Left(worker("d0", incarnation=9))]
-    assert view.update([D0], 3.1) == [Joined(D0)]
+    view.note_silence("d0", 9)
+    assert view.update([D0], 5.0) == [Left(worker("d0", incarnation=9))]
+    assert view.update([D0], 5.1) == [Joined(D0)]
 
 
 def test_down_until_it_answers() -> None:
@@ -130,6 +222,8 @@ def test_the_served_model_changes_when_nobody_serves_it_any_more() -> None:
 def test_the_served_model_stays_while_there_is_no_decode_worker() -> None:
     view = view_of(P0, D0)
     view.update([P0], 9.0)
+    view.note_silence("d0", 1)
+    view.update([P0], 12.0)
     assert view.decode_workers() == [] and view.served == Served("model", 16, 1024)
     strange = worker("d0", tokenizer_fingerprint="other", model_fingerprint="other")
     view.update([P0, strange], 10.0)
@@ -216,10 +310,13 @@ class LedgerMachine(RuleBasedStateMachine):
 
     @rule(name=st.sampled_from(["d0", "d1"]))
     def leave_or_come(self, name: str) -> None:
-        if self.incarnations.pop(name, None) is None:
+        gone = self.incarnations.pop(name, None)
+        if gone is None:
             self.incarnations[name] = 100 + int(self.now)
         self.now += 5.0
         self.update()
+        if gone is not None:
+            self.view.note_silence(name, gone)
         self.now += 5.0
         self.update()
 
@@ -239,8 +336,12 @@ def test_nothing_stays_of_workers_that_left() -> None:
     for number in range(50):
         name = f"d{number}"
         view.update([worker(name)], number * 10.0)
+        for other in view.members():
+            if other.name != name:
+                view.note_silence(other.name, 1)
         view.start_decode("r", name, 1)
         view.end_decode("r")
     view.update([D0], 1000.0)
+    view.note_silence("d49", 1)
     view.update([D0], 1010.0)
     assert names(view.members()) == ["d0"] and not view._decodes._tasks and not view._decodes._places and not view._decodes._ended

@@ -8,14 +8,18 @@ from handoff_pair import expected, pair
 
 from baton.cluster.errors import BatonError, Reason
 from baton.v1 import generation_pb2, worker_pb2
+from baton.worker.identity import Identity
 from decode_worker import door
 from decode_worker.door import DecodeDoor, Session
+
+ME = Identity("decode-0", 5, "toy")
+TO = worker_pb2.Addressee(worker="decode-0", incarnation=5, model_fingerprint="toy")
 
 
 def start(call_id: int, tokens: list[int], **fields: object) -> worker_pb2.DecodeCommand:
     sampling = generation_pb2.SamplingParams(max_tokens=12, temperature=0.0, ignore_eos=True)
     job = worker_pb2.Job(request_id=f"r{call_id}", token_ids=tokens, prompt_tokens=len(tokens), sampling=sampling)
-    return worker_pb2.DecodeCommand(call_id=call_id, start=worker_pb2.DecodeStart(job=job, timeout_ms=20_000, **fields))
+    return worker_pb2.DecodeCommand(call_id=call_id, start=worker_pb2.DecodeStart(job=job, timeout_ms=20_000, **{"to": TO, **fields}))
 
 
 async def commands(*given: worker_pb2.DecodeCommand) -> AsyncIterator[worker_pb2.DecodeCommand]:
@@ -26,7 +30,7 @@ async def commands(*given: worker_pb2.DecodeCommand) -> AsyncIterator[worker_pb2
 
 async def read(p: object, *given: worker_pb2.DecodeCommand) -> list[worker_pb2.DecodeEvent]:
     """Events until every call has ended."""
-    stream, events = DecodeDoor(p.decode, "toy").Session(commands(*given), None), []  # type: ignore[attr-defined, arg-type]
+    stream, events = DecodeDoor(p.decode, ME).Session(commands(*given), None), []  # type: ignore[attr-defined, arg-type]
     open_calls = {command.call_id for command in given}
     async for message in stream:
         events += message.events
@@ -52,7 +56,7 @@ async def test_router_that_does_not_read_loses_its_stream(monkeypatch: object) -
     monkeypatch.setattr(door, "MAX_OUTBOX", 4)  # type: ignore[attr-defined]
     async with pair() as p:
         p.engines[1].runner.step_delay_s = 0.01
-        stream = DecodeDoor(p.decode, "toy").Session(commands(start(1, [1, 2, 3])), None)  # type: ignore[arg-type]
+        stream = DecodeDoor(p.decode, ME).Session(commands(start(1, [1, 2, 3])), None)  # type: ignore[arg-type]
         await anext(stream)
         while p.engines[1].sequences:  # a dozen events come up meanwhile
             await asyncio.sleep(0.01)
@@ -65,7 +69,7 @@ async def test_number_used_twice_ends_the_stream_and_all_that_was_started_on_it(
     """Answers under one number could not be told apart."""
     async with pair() as p:
         p.engines[1].runner.step_delay_s = 0.01
-        session = Session(p.decode, "toy")
+        session = Session(p.decode, ME)
         obeying = asyncio.create_task(session.obey(commands(start(7, [1, 2, 3]), start(8, [1, 2]), start(7, [4, 5, 6]))))
         with pytest.raises(BatonError, match=r"call_id: 7") as caught:
             while True:
@@ -82,4 +86,29 @@ async def test_numbers_that_differ_start_a_call_each() -> None:
     async with pair() as p:
         events = await read(p, start(7, [1, 2, 3]), start(8, [1, 2]))
         assert {event.call_id for event in events if event.WhichOneof("event") == "finished"} == {7, 8}
+        await p.settled()
+
+
+def addressed(**change: object) -> worker_pb2.Addressee:
+    return worker_pb2.Addressee(**{"worker": ME.worker, "incarnation": ME.incarnation, "model_fingerprint": ME.model_fingerprint, **change})
+
+
+@pytest.mark.parametrize(
+    ("to", "field"),
+    [
+        (addressed(worker="decode-1"), "worker"),
+        (addressed(incarnation=4), "incarnation"),
+        (addressed(model_fingerprint="other"), "model_fingerprint"),
+        (None, "worker"),
+    ],
+)
+async def test_a_call_meant_for_another_is_refused_by_name(to: worker_pb2.Addressee | None, field: str) -> None:
+    with pytest.raises(BatonError) as refused:
+        ME.check(to or worker_pb2.Addressee())
+    assert refused.value.reason is Reason.WRONG_WORKER and refused.value.metadata == {"field": field}
+    assert Reason.WRONG_WORKER.value.retry_elsewhere
+    async with pair() as p:
+        (event,) = await read(p, start(1, [1, 2, 3], to=to))
+        assert event.error.reason == "WRONG_WORKER" and event.error.message.startswith(field)
+        assert p.engines[1].counts.computed_tokens == 0
         await p.settled()

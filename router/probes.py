@@ -1,0 +1,116 @@
+"""The router asks every worker all the time how it is, over the worker's own connection. So it knows without the registry who answers, who
+hangs, and how busy each one is.
+
+    router.hang_s                       what becomes of the worker
+    0.6 of it without an answer,        hung: it is chosen only where no other decode worker is left. Its streams stay. (With the interval
+        or without progress             between two probes this is noticed within `hang_s`.)
+    2 times of it                       lost: its streams go on elsewhere, as if it had been killed; if there is no elsewhere, they stay
+    a failed probe                      down, until it answers again; once the registry does not have it either, it leaves
+
+"Without progress" is the worker's own account of its engine (`worker.stall`): its event loop may answer while its engine hangs. Only time
+during which the router itself was awake counts.
+"""
+
+import asyncio
+import logging
+from collections.abc import Set
+from dataclasses import dataclass
+from time import monotonic
+
+from baton.cluster.awake import AwakeClock
+from baton.cluster.errors import BatonError
+from baton.cluster.records import WorkerRecord
+from router.clients import Workers
+from router.view import ClusterView
+
+log = logging.getLogger(__name__)
+LOOK_EVERY_S = 0.25
+ASK_SHARE = 0.25  # of hang_s, between an answer and the next question
+HUNG_SHARE = 0.6
+LOST_SHARE = 2.0
+_Identity = tuple[str, int]
+
+
+@dataclass(slots=True)
+class _Asked:
+    task: "asyncio.Task[None]"
+    since: float  # awake seconds
+
+
+@dataclass(frozen=True, slots=True)
+class _Answered:
+    at: float  # awake seconds
+    stalled_s: float
+
+
+class Probes:
+    def __init__(self, view: ClusterView, workers: Workers, hang_s: float) -> None:
+        self._view = view
+        self._workers = workers
+        self._hang_s = hang_s
+        self._awake = AwakeClock(monotonic(), 2 * LOOK_EVERY_S)
+        self._asked: dict[_Identity, _Asked] = {}
+        self._answered: dict[_Identity, _Answered] = {}
+        self._lost: set[_Identity] = set()
+        self._epoch = 0
+
+    async def run(self) -> None:
+        try:
+            while True:
+                await asyncio.sleep(LOOK_EVERY_S)
+                await self._look(self._awake.look(monotonic()))
+        finally:
+            for asked in self._asked.values():
+                asked.task.cancel()
+
+    async def _look(self, now: float) -> None:
+        # A call that was sent just before a probe may overtake it or not: what counts as reported began a round earlier.
+        epoch, self._epoch = self._epoch, self._view.next_epoch()
+        members = {(worker.name, worker.incarnation): worker for worker in self._view.members()}
+        self._forget(members.keys())
+        for identity, worker in members.items():
+            asked, answered = self._asked.get(identity), self._answered.get(identity)
+            if asked is not None:
+                silent_s = now - asked.since
+                await self._judge(worker, max(silent_s, answered.stalled_s if answered else 0.0))
+                if silent_s >= LOST_SHARE * self._hang_s:
+                    self._view.note_silence(*identity)
+            elif answered is None or now - answered.at >= ASK_SHARE * self._hang_s:
+                self._asked[identity] = _Asked(asyncio.create_task(self._ask(worker, epoch)), now)
+
+    async def _ask(self, worker: WorkerRecord, epoch: int) -> None:
+        identity = worker.name, worker.incarnation
+        try:
+            answer = await self._workers.probe(worker, (LOST_SHARE + 1) * self._hang_s)
+        except BatonError as error:
+            log.debug("no answer from %s: %s", worker.name, error)
+            self._view.note_silence(*identity)
+        else:
+            self._answered[identity] = _Answered(self._awake.seconds, answer.stalled_s)
+            await self._judge(worker, answer.stalled_s)
+            self._view.note_answer(*identity, answer.state, answer.load, epoch)
+        finally:
+            self._asked.pop(identity, None)
+
+    async def _judge(self, worker: WorkerRecord, silent_s: float) -> None:
+        """`silent_s`: without an answer, or without progress."""
+        identity = worker.name, worker.incarnation
+        hung = silent_s >= HUNG_SHARE * self._hang_s
+        if self._view.mark_hung(*identity, hung):
+            log.warning("%s %s", worker.name, f"has hung for {silent_s:.1f} s" if hung else "goes on")
+        if not hung:
+            self._lost.discard(identity)
+        elif silent_s >= LOST_SHARE * self._hang_s and identity not in self._lost and self._elsewhere(worker):
+            self._lost.add(identity)
+            log.warning("%s hangs: its requests go on elsewhere", worker.name)
+            self._view.mark_down(*identity)
+            await self._workers.lose(worker)
+
+    def _elsewhere(self, worker: WorkerRecord) -> bool:
+        return any(other.name != worker.name and not self._view.hung(other.name) for other in self._view.decode_workers())
+
+    def _forget(self, members: Set[_Identity]) -> None:
+        for identity in [known for known in self._asked if known not in members]:
+            self._asked.pop(identity).task.cancel()
+        self._answered = {identity: at for identity, at in self._answered.items() if identity in members}
+        self._lost &= members

@@ -1,0 +1,130 @@
+"""Redis hangs, is emptied and dies for longer than a worker's record lives, under load: no request is refused, no stream retried."""
+
+import asyncio
+import json
+import os
+import random
+import signal
+from collections.abc import Iterator
+
+import pytest
+import redis
+from live_cluster import Cluster, cluster, toy, toy_output
+
+from baton.client import AsyncClient, GenerateError, Result
+
+pytestmark = pytest.mark.system
+CLIENTS = 4
+# Seconds. An absent worker is given three, a record lives for two: each outage is longer than both together.
+RECORDS = ("--redis.record-ttl-s", "2", "--redis.heartbeat-s", "0.5")
+OUTAGE_S = float(os.environ.get("BATON_TEST_OUTAGE_S", "7"))
+AFTER_S = 4.0
+
+
+@pytest.fixture(scope="module")
+def live(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Cluster]:
+    with cluster(toy(tmp_path_factory.mktemp("models") / "toy", step_delay_ms=5), *RECORDS, prefill=2, decode=2) as running:
+        yield running
+
+
+class Load:
+    """Clients that ask one request after the other; one of them has streams that last through the whole outage."""
+
+    def __init__(self, live: Cluster) -> None:
+        self._live = live
+        self._until = asyncio.Event()
+        self.served = self.retries = 0
+        self.failures: list[str] = []
+
+    async def __aenter__(self) -> "Load":
+        self._client = await self._live.client().__aenter__()
+        self._tasks = [asyncio.create_task(self._run(seed)) for seed in range(CLIENTS)]
+        while self.served < CLIENTS:
+            await asyncio.sleep(0.05)
+        return self
+
+    async def __aexit__(self, *_: object) -> None:
+        self._until.set()
+        await asyncio.gather(*self._tasks)
+        await self._client.__aexit__(None, None, None)
+
+    async def _run(self, seed: int) -> None:
+        rng = random.Random(seed)
+        while not self._until.is_set():
+            length = 1200 if seed == 0 else rng.randrange(8, 40)
+            prompt = [rng.randrange(256) for _ in range(rng.randrange(20, 150))]
+            try:
+                result = await ask(self._client, prompt, length)
+            except GenerateError as error:
+                self.failures.append(f"{error.reason}: {error}")
+                continue
+            assert list(result.token_ids) == toy_output(prompt, max_tokens=length)
+            self.served += 1
+            self.retries += result.workers["retries"]
+
+
+async def ask(client: AsyncClient, prompt: list[int], max_tokens: int) -> Result:
+    async with client.generate(token_ids=prompt, max_tokens=max_tokens, temperature=0.0, ignore_eos=True, timeout_s=60) as stream:
+        async for _ in stream:
+            pass
+        return stream.result
+
+
+def server(live: Cluster) -> redis.Redis:
+    state = json.loads((live.logs.parent / f"{live.name}.json").read_text())
+    return redis.Redis.from_url(state["redis_url"], socket_timeout=2)
+
+
+async def outage(live: Cluster, kind: str) -> None:
+    """Ends when Redis answers again, for whoever waits for it."""
+    with server(live) as client:
+        pid = client.info()["process_id"]
+        match kind:
+            case "stopped":
+                os.kill(pid, signal.SIGSTOP)
+                await asyncio.sleep(OUTAGE_S)
+                os.kill(pid, signal.SIGCONT)
+            case "paused":
+                client.client_pause(int(OUTAGE_S * 1000))
+                await asyncio.sleep(OUTAGE_S)
+            case "flushed":  # over and over: no record lives for longer than a moment
+                for _ in range(int(OUTAGE_S / 0.05)):
+                    client.flushall()
+                    await asyncio.sleep(0.05)
+            case "killed":  # `baton up` starts another, empty one at the same address; it is killed, too
+                for _ in range(int(OUTAGE_S / 0.5)):
+                    os.kill(pid, signal.SIGKILL)
+                    await asyncio.sleep(0.5)
+                    try:
+                        pid = client.info()["process_id"]
+                    except redis.RedisError:
+                        continue
+
+
+@pytest.mark.parametrize("kind", ["stopped", "paused", "flushed", "killed"])
+async def test_an_outage_of_the_registry_is_not_seen_by_any_request(live: Cluster, kind: str) -> None:
+    pids = {worker["pid"] for worker in live.workers()}
+    async with Load(live) as load:
+        before = load.served
+        await outage(live, kind)
+        during = load.served - before
+        await asyncio.sleep(AFTER_S)
+        after = load.served - before - during
+    assert not load.failures and not load.retries
+    assert during > 5 and after > 5
+    await asyncio.to_thread(live.wait, lambda: live.status()["router"]["registry"] == "reachable")
+    with server(live) as client:
+        assert json.loads(client.get(f"baton:{{{live.name}}}:pools") or b"{}") == {"prefill": 2, "decode": 2}
+    assert {worker["pid"] for worker in live.workers()} == pids
+    await live.quiet()
+    await cached_where_it_was_computed(live)
+
+
+async def cached_where_it_was_computed(live: Cluster) -> None:
+    """The prefix index is right again: what one request leaves in a cache, the next one finds."""
+    prompt = [random.randrange(256) for _ in range(160)]
+    async with live.client() as client:
+        await ask(client, prompt, 4)
+        await asyncio.sleep(2.5)  # longer than a prediction counts: only a report of the worker can tell
+        result = await ask(client, prompt, 4)
+    assert result.usage.cached_tokens >= 144

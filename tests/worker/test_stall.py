@@ -1,0 +1,111 @@
+"""When does an engine count as hanging? Never because it is slow; always when its thread waits for something that does not come."""
+
+import asyncio
+import threading
+import time
+from collections.abc import Callable
+from collections.abc import Sequence as Seq
+
+import pytest
+
+from baton.engine import loop as loop_module
+from baton.engine.block_key import root_key
+from baton.engine.engine import Engine
+from baton.engine.kvcache import KvPool
+from baton.engine.loop import EngineLoop
+from baton.engine.protocol import Chunk
+from baton.engine.sampling import Sampled, SamplingParams
+from baton.engine.scheduler import Limits
+from baton.engine.sequence import Sequence
+from baton.engine.toy import ToyRunner
+from baton.worker.stall import Activity, Stall
+
+LONGEST_S = 60.0
+
+
+def looks(stall: Stall, *seen: tuple[float, int, float | None, float | None]) -> list[float]:
+    return [round(stall.look(now, Activity(laps, busy, cpu)), 3) for now, laps, busy, cpu in seen]
+
+
+def test_an_engine_that_rests_is_not_stalled() -> None:
+    assert looks(Stall(LONGEST_S), (0.0, 5, None, 1.0), (100.0, 5, None, 1.0)) == [0.0, 0.0]
+
+
+def test_a_thread_that_waits_inside_a_step_is() -> None:
+    stall = Stall(LONGEST_S)
+    assert looks(stall, (1.0, 5, 0.9, 1.0), (2.0, 5, 0.9, 1.001), (3.0, 5, 0.9, 1.002)) == [0.0, 1.0, 2.0]
+    assert looks(stall, (3.5, 6, 3.4, 1.003), (4.0, 6, 3.4, 1.003)) == [0.0, 0.5], "another step, another count"
+    assert looks(stall, (4.5, 6, None, 1.003)) == [0.0]
+
+
+@pytest.mark.parametrize("share", [1.0, 0.2, 0.05])
+def test_a_long_step_that_computes_is_not_however_little_processor_it_gets(share: float) -> None:
+    stall = Stall(LONGEST_S)
+    assert all(stall.look(now / 4, Activity(5, 0.0, now / 4 * share)) == 0.0 for now in range(1, 200))
+
+
+def test_a_step_that_computes_for_ever_is_stalled_in_the_end() -> None:
+    stall = Stall(LONGEST_S)
+    assert looks(stall, (59.0, 5, 0.0, 59.0), (61.0, 5, 0.0, 61.0)) == [0.0, 61.0]
+
+
+def test_without_a_clock_of_the_thread_only_the_longest_step_counts() -> None:
+    assert looks(Stall(LONGEST_S), (1.0, 5, 0.0, None), (30.0, 5, 0.0, None), (61.0, 5, 0.0, None)) == [0.0, 0.0, 61.0]
+
+
+def test_time_before_the_step_began_does_not_count() -> None:
+    """Nobody looked for a while, and a step has just begun."""
+    stall = Stall(LONGEST_S)
+    assert looks(stall, (0.0, 5, None, 1.0), (100.0, 5, 99.9, 1.0)) == [0.0, 0.1]
+
+
+class Runner(ToyRunner):
+    """Its steps take a while, computing or waiting."""
+
+    def __init__(self, how: Callable[[float], None]) -> None:
+        super().__init__({"vocab_size": 257, "eos_token_id": 256, "max_position_embeddings": 4096, "kv_width": 8}, "toy", 4)
+        self.how = how
+
+    def run(self, batch: Seq[Chunk]) -> list[Sampled | None]:
+        self.how(1.0)
+        return super().run(batch)
+
+
+def compute(seconds: float) -> None:
+    until = time.monotonic() + seconds
+    while time.monotonic() < until:
+        sum(range(1000))
+
+
+@pytest.mark.parametrize(("how", "stalls"), [(time.sleep, True), (compute, False)], ids=["waits", "computes"])
+async def test_a_real_engine_thread(how: Callable[[float], None], stalls: bool) -> None:
+    runner = Runner(how)
+    runner.attach(KvPool(runner.layout, 64))
+    loop = EngineLoop(Engine(runner, Limits(8, 64), 256), lambda outputs: None, lambda events: None, lambda error: None)
+    loop.start()
+    stall, seen = Stall(LONGEST_S), []
+    await loop.call(lambda engine: engine.add(Sequence("s", [1, 2, 3], 3, SamplingParams(max_tokens=1), root_key("toy"))))
+    for _ in range(20):
+        seen.append(stall.look(time.monotonic(), Activity(*loop.activity())))
+        await asyncio.sleep(0.04)
+    assert (max(seen) > 0.5) is stalls
+    if not stalls:
+        assert max(seen) < 0.3
+    await loop.close()
+
+
+async def test_a_thread_that_hangs_does_not_hold_up_the_end(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(loop_module, "JOIN_S", 0.1)
+    runner, release = Runner(lambda seconds: None), threading.Event()
+    runner.how = lambda seconds: assert_set(release)
+    runner.attach(KvPool(runner.layout, 64))
+    loop = EngineLoop(Engine(runner, Limits(8, 64), 256), lambda outputs: None, lambda events: None, lambda error: None)
+    loop.start()
+    await loop.call(lambda engine: engine.add(Sequence("s", [1, 2, 3], 3, SamplingParams(max_tokens=1), root_key("toy"))))
+    async with asyncio.timeout(5):
+        await loop.close()
+    release.set()
+
+
+def assert_set(event: threading.Event) -> None:
+    assert event.wait(20)
