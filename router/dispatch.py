@@ -3,6 +3,7 @@
     generate
       1 choose_prefill → prefill worker            or bypass: the decode worker prefills itself
       2 Prefill → first token, handle              the token goes to the client at once
+        opened: the prompt is long, its KV can be read while the rest of it is computed: step 3 and the start of 4 come now
       3 choose_decode → decode worker              late, with fresh load; another one if it fails before it holds the KV
       4 Decode → adopted, tokens, ended
 
@@ -25,7 +26,8 @@ from baton.cluster.config import RouterConfig
 from baton.cluster.errors import BatonError, Reason
 from baton.cluster.records import WorkerRecord
 from baton.engine.block_key import extend_keys, root_key
-from router.clients import Adopted, Ended, FirstToken, Workers
+from router.clients import Adopted, DecodeEvent, Ended, FirstToken, Opened, Source, Workers
+from router.early import EarlyDecode
 from router.policy import TERMS, Bypass, Choice, Identity, NoWorker, Saturated, Terms, choose_decode, choose_prefill
 from router.request import Failure, Request, Token
 from router.view import ClusterView
@@ -44,11 +46,22 @@ class _NoRoom(BatonError):
 
 
 @dataclass(slots=True)
+class _Started:
+    """A decode call, and its place in the view's books. The call runs already if it is an early one."""
+
+    worker: WorkerRecord
+    work: str
+    known: int  # tokens it was sent
+    early: EarlyDecode | None = None
+
+
+@dataclass(slots=True)
 class _Lease:
     """The KV that a prefill worker holds for the request. No handle: there is none, or it is the decode worker's business now."""
 
     holder: WorkerRecord | None = None
     handle: bytes = b""
+    reader: _Started | None = None  # who reads it already
 
 
 class Dispatcher:
@@ -65,7 +78,7 @@ class Dispatcher:
         self._workers = workers
         self._config = config
         self._clock = clock
-        self._terms = Terms(bypass_tokens=config.bypass_tokens, max_queue=max_queue)
+        self._terms = Terms(bypass_tokens=config.bypass_tokens, fetch_tokens=config.fetch_tokens, max_queue=max_queue)
         self._numbers = itertools.count(1)
 
     async def generate(self, request: Request) -> AsyncGenerator[Token, None]:
@@ -103,13 +116,14 @@ class Dispatcher:
                     async for token in tokens:
                         yield token
         finally:
+            await self._dismiss(lease)
             if lease.handle and lease.holder:
                 self._workers.release(lease.holder, lease.handle, request.id)
 
     async def _decode_leased(self, request: Request, lease: _Lease, failed: set[Identity]) -> AsyncGenerator[Token, None]:
         """Tokens of one decode worker. Returns early, with a retry spent, where another one may read the same lease."""
         try:
-            async with aclosing(self._decode(request, lease.handle, failed)) as events:
+            async with aclosing(self._decode(request, lease, failed)) as events:
                 async for event in events:
                     if isinstance(event, Token):
                         yield event
@@ -129,7 +143,7 @@ class Dispatcher:
         try:
             view.start_prefill(work, worker.name, len(request.tokens) - choice.overlap_blocks * worker.block_size)
             view.index.predict(worker.name, self._keys(request), self._clock() + self._config.predict_ttl_s)
-            first = await self._first_token(worker, request)
+            first = await self._first_token(request, choice, failed, lease)
         except BatonError as error:
             self._blame(request, worker, error, failed)
             raise
@@ -137,32 +151,69 @@ class Dispatcher:
             view.end_prefill(work)
         lease.handle = first.handle
         trace.prefill_worker = worker.name
+        trace.fetched_tokens += first.fetched_tokens
         trace.prefill_wait_ms += first.wait_ms
         trace.prefill_compute_ms += first.compute_ms
         if not request.output_len:
             trace.cached_tokens = first.cached_tokens
         return first
 
-    async def _first_token(self, worker: WorkerRecord, request: Request) -> FirstToken:
-        async with aclosing(self._workers.prefill(worker, request, self._remaining(request))) as events:
+    async def _first_token(self, request: Request, choice: Choice, failed: set[Identity], lease: _Lease) -> FirstToken:
+        """Starts the decode call on the way, if the prompt is long and a decode worker has room at that moment."""
+        worker, source = self._view.record(choice.worker), None
+        if choice.source is not None:
+            source = Source(self._view.record(choice.source.worker), choice.source.blocks)
+        async with aclosing(self._workers.prefill(worker, request, self._remaining(request), source)) as events:
             async for event in events:
-                if isinstance(event, FirstToken):
-                    return event
+                if isinstance(event, Opened):
+                    await self._start_early(request, event.handle, failed, lease)
+                    continue
+                if lease.reader is not None and lease.reader.early is not None:
+                    await self._tell_first(lease, event)
+                return event
         raise BatonError(Reason.INTERNAL, "the prefill ended without a token")
 
-    async def _decode(self, request: Request, handle: bytes, failed: set[Identity]) -> AsyncGenerator[Token | Adopted, None]:
+    async def _start_early(self, request: Request, handle: bytes, failed: set[Identity], lease: _Lease) -> None:
+        choice = choose_decode(self._view, self._keys(request), request.longest, self._clock(), failed, self._terms)
+        if not isinstance(choice, Choice) or choice.reason != "fits":
+            return  # the lease waits for one that has room
+        lease.reader = started = self._start(request, choice)
+        started.early = EarlyDecode(lambda first: self._workers.decode(started.worker, request, handle, self._remaining(request), first))
+        await asyncio.sleep(0)  # it is on its way before a token is added to the request
+
+    async def _tell_first(self, lease: _Lease, first: FirstToken) -> None:
+        assert lease.reader is not None and lease.reader.early is not None
+        if first.finish or lease.reader.early.failed:
+            await self._dismiss(lease)
+        else:
+            lease.reader.early.first.set_result(first.token.id)
+
+    async def _dismiss(self, lease: _Lease) -> None:
+        """End an early decode call that nobody took over."""
+        reader, lease.reader = lease.reader, None
+        if reader is not None:
+            self._view.end_decode(reader.work)
+            if reader.early is not None:
+                await reader.early.close()
+
+    def _start(self, request: Request, choice: Choice) -> _Started:
+        """Into the view's books; whoever calls ends it there."""
+        worker, work = self._view.record(choice.worker), self._work(request)
+        request.trace.choices.append(("decode", choice.reason))
+        self._view.index.predict(worker.name, self._keys(request), self._clock() + self._config.predict_ttl_s)
+        self._view.start_decode(work, worker.name, request.longest)  # last: whoever fails before has nothing to take back
+        return _Started(worker, work, len(request.tokens))
+
+    async def _decode(self, request: Request, lease: _Lease, failed: set[Identity]) -> AsyncGenerator[Token | Adopted, None]:
         """Tokens of one decode worker, and Adopted when it no longer needs the lease. Sets `request.finish` at the end."""
-        choice = await self._choose_decode(request, failed)
-        worker = self._view.record(choice.worker)
-        view, trace, work = self._view, request.trace, self._work(request)
+        started, lease.reader = lease.reader, None
+        if started is None:
+            started = self._start(request, await self._choose_decode(request, failed))
+        worker, trace, handle = started.worker, request.trace, lease.handle
         trace.decode_worker = worker.name
         trace.watch.at(worker.name)
-        trace.choices.append(("decode", choice.reason))
-        known = len(request.tokens)
         try:
-            view.start_decode(work, worker.name, request.longest)
-            view.index.predict(worker.name, self._keys(request), self._clock() + self._config.predict_ttl_s)
-            async with aclosing(self._workers.decode(worker, request, handle, self._remaining(request))) as events:
+            async with aclosing(self._events(request, started, handle)) as events:
                 async for event in events:
                     match event:
                         case Token():
@@ -174,14 +225,19 @@ class Dispatcher:
                             yield event
                         case Ended():
                             trace.handoff.recomputed_tokens += event.recomputed_tokens
-                            if not handle and known == request.prompt_len:
+                            if not handle and started.early is None and started.known == request.prompt_len:
                                 trace.cached_tokens = event.cached_tokens
                             request.finish = event.finish
         except BatonError as error:
             self._blame(request, worker, error, failed)
             raise
         finally:
-            view.end_decode(work)
+            self._view.end_decode(started.work)
+
+    def _events(self, request: Request, started: _Started, handle: bytes) -> AsyncGenerator[DecodeEvent, None]:
+        if started.early is not None:
+            return started.early.events()
+        return self._workers.decode(started.worker, request, handle, self._remaining(request))
 
     def _note_handoff(self, request: Request, adopted: Adopted) -> None:
         trace, told, total = request.trace, adopted.handoff, request.trace.handoff

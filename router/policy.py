@@ -6,6 +6,8 @@
                      Bypass, so that the decode worker computes the prompt itself: when no prefill worker is left, and when the decode
                      worker that would be chosen lacks `bypass_tokens` or fewer of the prompt.
                      Saturated while no decode worker can take the sequence: a prompt computed now would have nowhere to go.
+                     What another worker caches can be fetched from it, the `source`. A fetch costs as much as `fetch_tokens` tokens, so
+                     it is done where it saves more.
     choose_decode    among the decode workers whose credit holds the sequence, the one with the least
                      cost = tokens it has promised to hold + uncached prompt tokens that wait there
                             - `overlap_weight` times the tokens of this sequence that it caches.
@@ -42,6 +44,7 @@ class Terms:
     """What every choice of a router is computed with."""
 
     bypass_tokens: int = 32  # uncached prompt tokens that a decode worker computes itself
+    fetch_tokens: int = 128  # tokens that a prefill worker could compute in the time of a fetch; 0: nothing is fetched
     overlap_weight: float = 1.0  # a token that need not be fetched or computed outweighs so many tokens of load
     max_queue: int = 256  # requests that wait in one worker; `engine.max_queue` of the configuration
 
@@ -50,11 +53,20 @@ TERMS = Terms()
 
 
 @dataclass(frozen=True, slots=True)
+class Cached:
+    """A worker and how many leading blocks of the prompt it is thought to hold."""
+
+    worker: str
+    blocks: int
+
+
+@dataclass(frozen=True, slots=True)
 class Choice:
     worker: str
-    overlap_blocks: int  # leading blocks that it is thought to hold
+    overlap_blocks: int  # leading blocks that it is thought to hold, or to fetch from `source`
     cost: float  # tokens
     reason: str
+    source: Cached | None = None  # of a prefill worker: who holds more of the prompt
 
 
 @dataclass(frozen=True, slots=True)
@@ -97,8 +109,9 @@ def choose_prefill(
         missing = prompt_tokens - decoder.overlap * view.record(decoder.name).block_size
         if missing <= terms.bypass_tokens:
             return Bypass("cached" if prompt_tokens > terms.bypass_tokens else "short")
-    choices = [_prefill_choice(view, worker, overlaps, prompt_tokens) for worker in workers]
-    return min(choices, key=lambda choice: (choice.cost, view.prefill_tokens(choice.worker), choice.worker))
+    most = _most_cached(view, overlaps, exclude) if terms.fetch_tokens else None
+    choices = [_prefill_choice(view, worker, overlaps, prompt_tokens, most, terms.fetch_tokens) for worker in workers]
+    return min(choices, key=lambda choice: (choice.cost, view.prefill_tokens(choice.worker), choice.source is not None, choice.worker))
 
 
 def choose_decode(
@@ -124,9 +137,19 @@ def places(view: ClusterView) -> int | None:
     return sum(worker.max_num_seqs for worker in decoders) + sum(-(-worker.max_num_seqs // AHEAD) for worker in (*decoders, *prefillers))
 
 
-def _prefill_choice(view: ClusterView, worker: WorkerRecord, overlaps: Mapping[str, int], prompt_tokens: int) -> Choice:
-    overlap = overlaps.get(worker.name, 0)
-    waiting = view.prefill_tokens(worker.name)
+def _most_cached(view: ClusterView, overlaps: Mapping[str, int], exclude: Collection[Identity]) -> Cached | None:
+    usable = {worker.name for worker in (*view.prefill_workers(), *view.decode_workers()) if _identity(worker) not in exclude}
+    cached = [Cached(name, blocks) for name, blocks in overlaps.items() if name in usable]
+    return max(cached, key=lambda c: (c.blocks, c.worker), default=None)
+
+
+def _prefill_choice(
+    view: ClusterView, worker: WorkerRecord, overlaps: Mapping[str, int], prompt_tokens: int, most: Cached | None, fetch_tokens: int
+) -> Choice:
+    overlap, waiting = overlaps.get(worker.name, 0), view.prefill_tokens(worker.name)
+    if most is not None and (most.blocks - overlap) * worker.block_size > fetch_tokens:
+        cost = waiting + fetch_tokens + max(0, prompt_tokens - most.blocks * worker.block_size)
+        return Choice(worker.name, most.blocks, cost, "fetched prefix", most)
     cost = waiting + max(0, prompt_tokens - overlap * worker.block_size)
     return Choice(worker.name, overlap, cost, "cached prefix" if overlap else "least work")
 

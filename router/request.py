@@ -96,6 +96,7 @@ class Trace:
     decode_worker: str = ""
     retries: int = 0
     cached_tokens: int = 0
+    fetched_tokens: int = 0  # of the prompt, whose KV the prefill worker fetched from another worker's cache
     prefill_wait_ms: float = 0.0
     prefill_compute_ms: float = 0.0
     read_ms: float = 0.0

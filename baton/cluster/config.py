@@ -156,6 +156,11 @@ class RouterConfig(Section):
     bypass_tokens: int = Field(
         default=32, ge=0, description="With this many uncached prompt tokens or fewer, the decode worker prefills itself."
     )
+    fetch_tokens: int = Field(
+        default=128,
+        ge=0,
+        description="A prefill worker fetches a cached prefix from another worker where that saves it more tokens than this; 0: never.",
+    )
     predict_ttl_s: float = Field(
         default=2.0, ge=0, le=60, description="How long a prefix just sent counts as cached, unconfirmed, seconds."
     )

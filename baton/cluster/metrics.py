@@ -141,7 +141,7 @@ TABLE: tuple[Metric, ...] = (
     # Decisions
     Metric(
         "baton_router_choices_total", "counter", "choices", ROUTER, "Workers that were chosen, by the reason of the choice.",
-        {"role": ("prefill", "decode"), "reason": ("cached prefix", "least work", "fits", "queues")},
+        {"role": ("prefill", "decode"), "reason": ("cached prefix", "fetched prefix", "least work", "fits", "queues")},
     ),
     Metric(
         "baton_router_bypasses_total", "counter", "requests", ROUTER, "Prompts that a decode worker was left to compute itself.",

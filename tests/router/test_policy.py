@@ -8,7 +8,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from baton.cluster.records import BlockEvent, Load, WorkerRecord
-from router.policy import TERMS, Bypass, Choice, NoWorker, Saturated, choose_decode, choose_prefill, places
+from router.policy import TERMS, Bypass, Cached, Choice, NoWorker, Saturated, choose_decode, choose_prefill, places
 from router.view import ClusterView
 
 BLOCK = 16
@@ -35,7 +35,9 @@ def cluster(*workers: WorkerRecord, cached: dict[str, int] | None = None) -> Clu
 def prefill(
     view: ClusterView, bypass_tokens: int = 0, longest: int = 200, exclude: Any = (), now: float = 0.0, **terms: Any
 ) -> Choice | Bypass | NoWorker | Saturated:
-    return choose_prefill(view, KEYS, PROMPT, longest, now, exclude, replace(TERMS, bypass_tokens=bypass_tokens, **terms))
+    """Nothing is fetched from another worker's cache unless `fetch_tokens` is given."""
+    given = {"bypass_tokens": bypass_tokens, "fetch_tokens": 0} | terms
+    return choose_prefill(view, KEYS, PROMPT, longest, now, exclude, replace(TERMS, **given))
 
 
 def decode(view: ClusterView, longest: int = 200, exclude: Any = (), **terms: Any) -> Choice | Saturated | None:
@@ -127,6 +129,34 @@ def test_bypass(cached: int, bypass_tokens: int, expected: Bypass | None) -> Non
     view = cluster(*IDLE, cached={"d1": cached} if cached else {})
     answer = prefill(view, bypass_tokens)
     assert answer == expected if expected else isinstance(answer, Choice)
+
+
+def test_a_prefix_that_another_worker_caches_is_fetched_where_that_saves_more_than_it_costs() -> None:
+    view = cluster(*IDLE, cached={"d1": 9})
+    assert prefill(view, fetch_tokens=143) == Choice("p0", 9, 159, "fetched prefix", Cached("d1", 9))
+    assert prefill(view, fetch_tokens=144) == Choice("p0", 0, 160, "least work")
+    assert prefill(view) == Choice("p0", 0, 160, "least work")
+
+
+def test_what_a_prefill_worker_caches_itself_is_not_fetched() -> None:
+    view = cluster(*IDLE, cached={"d1": 9, "p1": 4})
+    assert prefill(view, fetch_tokens=80) == Choice("p1", 4, 96, "cached prefix"), "80 tokens would be saved, at the price of 80"
+    assert prefill(view, fetch_tokens=79).source == Cached("d1", 9)
+
+
+def test_an_idle_prefill_worker_fetches_from_a_busy_one() -> None:
+    view = cluster(*IDLE, cached={"p1": 10})
+    assert prefill(view, fetch_tokens=20) == Choice("p1", 10, 0, "cached prefix")
+    view.start_prefill("a", "p1", 100)
+    assert prefill(view, fetch_tokens=20) == Choice("p0", 10, 20, "fetched prefix", Cached("p1", 10))
+
+
+@pytest.mark.parametrize("gone", [("d1", 1)])
+def test_nothing_is_fetched_from_a_worker_that_failed_the_request_or_is_down(gone: tuple[str, int]) -> None:
+    view = cluster(*IDLE, cached={"d1": 9})
+    assert prefill(view, fetch_tokens=20, exclude={gone}) == Choice("p0", 0, 160, "least work")
+    view.mark_down(*gone)
+    assert prefill(view, fetch_tokens=20) == Choice("p0", 0, 160, "least work")
 
 
 def test_bypass_looks_at_the_worker_that_would_decode() -> None:

@@ -11,7 +11,7 @@ from typing import Any
 from baton.cluster.errors import BatonError, Reason
 from baton.cluster.records import Load, WorkerRecord
 from baton.engine.toy import naive
-from router.clients import Adopted, DecodeEvent, Ended, FirstToken
+from router.clients import Adopted, DecodeEvent, Ended, FirstToken, Opened, PrefillEvent, Source
 from router.request import FinishReason, Handoff, Request, Token
 
 TOKENIZER = "tokenizer"
@@ -58,40 +58,62 @@ class FakeWorkers:
         self.leases: dict[bytes, tuple[str, str, int]] = {}  # handle → worker, request, tokens
         self.endings: Counter[bytes] = Counter()  # how often each lease was ended
         self.released: list[bytes] = []
+        self.sources: list[tuple[str, int] | None] = []  # of each prefill
+        self.opens = False  # prompts are long: their KV can be read before they are computed
+        self.lent_early = True  # an early reader leaves a lease for the end of the prefill; False: it has all of it and ends the lease
         self.tick: Callable[[str], None] = lambda stage: None
         self.replies: Callable[[], None] = lambda: None
         self._numbers = count(1)
 
-    async def prefill(self, worker: WorkerRecord, request: Request, timeout_s: float) -> AsyncGenerator[FirstToken, None]:
+    async def prefill(
+        self, worker: WorkerRecord, request: Request, timeout_s: float, source: Source | None = None
+    ) -> AsyncGenerator[PrefillEvent, None]:
         self.calls.append(Call("prefill", worker.name, len(request.tokens)))
+        self.sources.append((source.worker.name, source.blocks) if source else None)
         async with self._counted(timeout_s):
             await asyncio.sleep(0)
-            if fault := self._fault(worker):
-                await fault.strike()
-            token, finish = _next(request.tokens, request)
-            await asyncio.sleep(0)
-            self.tick("prefill")
-        handle = b"" if finish else f"lease {next(self._numbers)}".encode()
-        if handle:
-            self.leases[handle] = (worker.name, request.id, len(request.tokens))
-            self.endings[handle] = 0
+            handle = self._grant(worker, request) if self.opens else b""
+            try:
+                if handle:
+                    yield Opened(handle)
+                    await asyncio.sleep(0)
+                if fault := self._fault(worker):
+                    await fault.strike()
+                token, finish = _next(request.tokens, request)
+                await asyncio.sleep(0)
+                self.tick("prefill")
+            except BaseException:
+                self._revoke(handle)
+                raise
+        if finish:
+            self._revoke(handle)
+            handle = b""
+        elif not handle:
+            handle = self._grant(worker, request)
         self.replies()
-        yield FirstToken(Token(token), handle, finish, 16, 1.0, 2.0)
+        yield FirstToken(Token(token), handle if handle in self.leases else b"", finish, 16, 1.0, 2.0)
 
-    async def decode(self, worker: WorkerRecord, request: Request, handle: bytes, timeout_s: float) -> AsyncGenerator[DecodeEvent, None]:
-        self.calls.append(Call("decode", worker.name, len(request.tokens), handle))
+    async def decode(
+        self, worker: WorkerRecord, request: Request, handle: bytes, timeout_s: float, first: "asyncio.Future[int] | None" = None
+    ) -> AsyncGenerator[DecodeEvent, None]:
+        known, finish = list(request.tokens), None
+        self.calls.append(Call("early decode" if first else "decode", worker.name, len(known), handle))
         async with self._counted(timeout_s):
             await asyncio.sleep(0)
             fault = self._fault(worker)
             if fault and fault.tokens is None:
                 await fault.strike()
             if handle:
-                _, request_id, tokens = self.leases[handle]
-                assert (request_id, tokens) == (request.id, len(request.tokens) - 1)
-                self._end(handle)
+                if first and not self.lent_early:
+                    self._end(handle)
+                holder = self.leases.get(handle)
+                if first:
+                    known.append(await first)
+                assert holder is None or holder[1:] == (request.id, len(known) - 1)
+                if handle in self.leases:
+                    self._end(handle)
                 self.tick("transfer")
                 yield Adopted(Handoff("tcp", blocks=3, bytes=3000, digests_checked=3), 1.0, 2.0)
-            known, finish = list(request.tokens), None
             for made in count():
                 await asyncio.sleep(0)
                 if fault and fault.tokens == made:
@@ -109,7 +131,19 @@ class FakeWorkers:
         holder = self.leases.get(handle, (worker.name, request_id, 0))
         assert holder[:2] == (worker.name, request_id)
         self.released.append(handle)
+        if self.opens and handle not in self.leases:
+            return  # an early reader ended it, and its word is still on the way to the dispatcher: a holder answers "late", no more
         self._end(handle)
+
+    def _grant(self, worker: WorkerRecord, request: Request) -> bytes:
+        handle = f"lease {next(self._numbers)}".encode()
+        self.leases[handle] = (worker.name, request.id, len(request.tokens))
+        self.endings[handle] = 0
+        return handle
+
+    def _revoke(self, handle: bytes) -> None:
+        if handle in self.leases:
+            self._end(handle)
 
     def _end(self, handle: bytes) -> None:
         self.endings[handle] += 1

@@ -1,0 +1,51 @@
+"""A decode call that starts before anybody iterates over its events: while the prompt is still computed, its KV is already read.
+
+The events wait here until the dispatcher comes for them. `first` resolves to the token that the prefill worker samples.
+"""
+
+import asyncio
+from collections.abc import AsyncGenerator, Callable
+from contextlib import aclosing
+
+from baton.cluster.errors import BatonError
+from router.clients import DecodeEvent
+
+Open = Callable[["asyncio.Future[int]"], AsyncGenerator[DecodeEvent, None]]
+
+
+class EarlyDecode:
+    def __init__(self, open_call: Open) -> None:
+        self.first: asyncio.Future[int] = asyncio.get_running_loop().create_future()
+        self._events: asyncio.Queue[DecodeEvent | BatonError | None] = asyncio.Queue()
+        self._task = asyncio.create_task(self._run(open_call))
+
+    @property
+    def failed(self) -> bool:
+        """Whether the call ended before its first token was known: it is of no use any more."""
+        return self._task.done() and not self.first.done()
+
+    async def events(self) -> AsyncGenerator[DecodeEvent, None]:
+        """All of them, from the beginning. Raises the BatonError that ended the call. Closing the generator early cancels the call."""
+        try:
+            while (event := await self._events.get()) is not None:
+                if isinstance(event, BatonError):
+                    raise event
+                yield event
+        finally:
+            await self.close()
+
+    async def close(self) -> None:
+        """Cancels the call unless it has ended."""
+        self.first.cancel()
+        self._task.cancel()
+        await asyncio.gather(self._task, return_exceptions=True)
+
+    async def _run(self, open_call: Open) -> None:
+        try:
+            async with aclosing(open_call(self.first)) as events:
+                async for event in events:
+                    self._events.put_nowait(event)
+        except BatonError as error:
+            self._events.put_nowait(error)
+        else:
+            self._events.put_nowait(None)
