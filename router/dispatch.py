@@ -22,7 +22,8 @@ from baton.cluster.config import RouterConfig
 from baton.cluster.errors import BatonError, Reason
 from baton.cluster.records import WorkerRecord
 from baton.engine.block_key import extend_keys, root_key
-from router.clients import Adopted, Ended, FirstToken, Workers
+from router.clients import Adopted, Died, Ended, FirstToken, Workers
+from router.poison import Poison
 from router.policy import MAX_QUEUE, Bypass, Choice, NoWorker, Saturated, choose_decode, choose_prefill
 from router.request import Failure, Request, Token
 from router.view import ClusterView
@@ -46,6 +47,7 @@ class Dispatcher:
         self._clock = clock
         self._max_queue = max_queue
         self._numbers = itertools.count(1)
+        self._poison = Poison()
 
     async def generate(self, request: Request) -> AsyncGenerator[Token, None]:
         """Every token of the output, once and in order; `request.finish` says at the end why there is no more.
@@ -53,15 +55,20 @@ class Dispatcher:
         Closing the generator ends the request everywhere. Raises BatonError when it cannot be continued.
         """
         failed: set[str] = set()  # workers that failed this request
-        while request.finish is None:
-            try:
-                async with aclosing(self._attempt(request, failed)) as tokens:
-                    async for token in tokens:
-                        request.tokens.append(token.id)
-                        request.trace.note_token()
-                        yield token
-            except BatonError as error:
-                self._spend_retry(request, error)
+        self._refuse_poison(request)
+        try:
+            while request.finish is None:
+                await self._wait_for_trial(request)
+                try:
+                    async with aclosing(self._attempt(request, failed)) as tokens:
+                        async for token in tokens:
+                            request.tokens.append(token.id)
+                            request.trace.note_token()
+                            yield token
+                except BatonError as error:
+                    self._spend_retry(request, error)
+        finally:
+            self._poison.forget(request)
 
     async def _attempt(self, request: Request, failed: set[str]) -> AsyncGenerator[Token, None]:
         prefiller, first = None, None
@@ -99,6 +106,7 @@ class Dispatcher:
     async def _prefill(self, request: Request, worker: WorkerRecord, choice: Choice, failed: set[str]) -> FirstToken:
         view, trace, work = self._view, request.trace, self._work(request)
         keys = self._keys(request)
+        self._poison.begin(work, request, worker.name, worker.incarnation)
         view.start_prefill(work, worker.name, len(request.tokens) - choice.overlap_blocks * worker.block_size)
         view.index.predict(worker.name, keys, self._clock() + self._config.predict_ttl_s)
         trace.watch.enter("prefill", worker.name)
@@ -107,9 +115,10 @@ class Dispatcher:
         try:
             first = await self._workers.prefill(worker, request, self._remaining(request))
         except BatonError as error:
-            self._blame(request, worker, error, failed)
+            self._blame(request, worker, error, failed, work)
             raise
         finally:
+            self._poison.end(work)
             view.end_prefill(work)
         trace.prefill_worker = worker.name
         trace.prefill_wait_ms += first.wait_ms
@@ -127,6 +136,7 @@ class Dispatcher:
         trace.watch.at(worker.name)
         trace.choices.append(("decode", choice.reason))
         known = len(request.tokens)
+        self._poison.begin(work, request, worker.name, worker.incarnation)
         view.start_decode(work, worker.name, request.longest)
         view.index.predict(worker.name, self._keys(request), self._clock() + self._config.predict_ttl_s)
         try:
@@ -146,9 +156,10 @@ class Dispatcher:
                                 trace.cached_tokens = event.cached_tokens
                             request.finish = event.finish
         except BatonError as error:
-            self._blame(request, worker, error, failed)
+            self._blame(request, worker, error, failed, work)
             raise
         finally:
+            self._poison.end(work)
             view.end_decode(work)
 
     def _note_handoff(self, request: Request, adopted: Adopted) -> None:
@@ -198,11 +209,35 @@ class Dispatcher:
                 raise BatonError(Reason.RETRIES_SPENT, "no decode worker came back", metadata=_emitted(request))
             await asyncio.sleep(RECOVER_POLL_S)
 
-    def _blame(self, request: Request, worker: WorkerRecord, error: BatonError, failed: set[str]) -> None:
+    def _blame(self, request: Request, worker: WorkerRecord, error: BatonError, failed: set[str], work: str) -> None:
+        """Raises BatonError(POISONOUS) when it was the request that killed the worker."""
         failed.add(worker.name)
         request.trace.failures.append(Failure(request.trace.watch.clock(), worker.name, error.reason.name))
         if error.reason in GONE:  # the registry says so a moment later
             self._view.mark_down(worker.name, worker.incarnation)
+
+        if isinstance(error, Died) and self._poison.died(work):
+            parents, block_size, prompt = self._prompt(request)
+            self._poison.quarantine(parents, block_size, prompt, self._clock() + self._config.quarantine_s)
+            message = f"{request.suspicion.deaths} workers died of this request"
+            raise BatonError(Reason.POISONOUS, message, metadata=_emitted(request)) from error
+
+    def _refuse_poison(self, request: Request) -> None:
+        if self._view.served is not None and (left_s := self._poison.refusal(*self._prompt(request), self._clock())) is not None:
+            raise BatonError(Reason.POISONOUS, f"workers died of this prompt; it is refused for another {left_s:.0f} s")
+
+    async def _wait_for_trial(self, request: Request) -> None:
+        while not self._poison.may_try(request):
+            if self._clock() >= request.deadline:
+                raise _too_late(request)
+            await asyncio.sleep(RECOVER_POLL_S)
+
+    def _prompt(self, request: Request) -> tuple[list[bytes], int, list[int]]:
+        """Root key and keys of the prompt's full blocks, tokens of a block, the prompt."""
+        served = self._view.served
+        assert served is not None
+        keys, full = self._keys(request), request.prompt_len // served.block_size
+        return [root_key(served.model_fingerprint, request.salt), *keys[:full]], served.block_size, request.tokens[: request.prompt_len]
 
     def _spend_retry(self, request: Request, error: BatonError) -> None:
         """Raises unless the request may be tried once more."""

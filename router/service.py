@@ -108,7 +108,9 @@ class GenerateService:
             served = self._view.served
             if served is None:
                 raise BatonError(Reason.NO_WORKER, "no worker is ready")
+            entry.trace.step = "tokenising"
             tokens = await self._tokenize(ask, deadline)
+            entry.trace.step = "admission"
             params, stops = resolve(ask, len(tokens), served.max_model_len, self._draw_seed())
             request = Request(ask.request_id or self._draw_id(), tokens, len(tokens), params, self._salt(ask), deadline, entry.trace)
             entry.request = request

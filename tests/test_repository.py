@@ -56,7 +56,7 @@ HOMES = {
 # Deciding code: no await, no clock, no randomness, no torch.
 PURE = (
     "baton/engine/scheduler.py", "baton/engine/blocks.py", "baton/engine/sequence.py", "kvtransfer/lease.py",
-    "router/policy.py", "router/view.py",
+    "router/policy.py", "router/poison.py", "router/view.py", "baton/cluster/awake.py", "baton/worker/stall.py",
     "router/prefix_index.py", "router/admission.py", "router/stop.py", "router/slo.py", "loadtest/metrics.py", "loadtest/verdict.py",
 )  # fmt: skip
 BANNED = {"pickle", "marshal", "shelve", "dill", "cloudpickle"}
