@@ -125,7 +125,7 @@ def name_the_stage(error: BatonError, trace: Trace) -> None:
     last, seconds = trace.watch.laps[-1], trace.watch.seconds
     stage = trace.step if last.stage == "queue" and trace.step else last.stage
     place = f" at {last.worker}" if last.worker else ""
-    retries = f", after {trace.retries} retries" if trace.retries else ""
+    retries = f", after {trace.retries} {'retry' if trace.retries == 1 else 'retries'}" if trace.retries else ""
     split = ", ".join(f"{name} {seconds[name]:.3f} s" for name in STAGES if seconds[name])
     error.message = f"{error.message}: it ended in {stage}{place}{retries} ({split or 'no time was left'})"
     error.metadata = {**error.metadata, "stage": stage, **{f"{name}_s": f"{seconds[name]:.3f}" for name in STAGES}}
