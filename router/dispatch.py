@@ -220,6 +220,7 @@ class Dispatcher:
             parents, block_size, prompt = self._prompt(request)
             self._poison.quarantine(parents, block_size, prompt, self._clock() + self._config.quarantine_s)
             message = f"{request.suspicion.deaths} workers died of this request"
+            log.warning("request %s is given up: %s", request.id, message)
             raise BatonError(Reason.POISONOUS, message, metadata=_emitted(request)) from error
 
     def _refuse_poison(self, request: Request) -> None:
