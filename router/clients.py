@@ -24,6 +24,7 @@ log = logging.getLogger(__name__)
 RELEASE_TIMEOUT_S = 2.0
 ASK_TIMEOUT_S = 1.0
 MAX_GONE = 1024
+NOT_CONNECTED = "failed to connect"  # gRPC's words for a call that never left: nobody listens there
 _Identity = tuple[str, int]  # name and incarnation of a worker
 T = TypeVar("T")
 _FINISH: dict[int, FinishReason | None] = {
@@ -93,6 +94,13 @@ class Answer:
     state: WorkerState
     load: Load
     stalled_s: float  # for how long the engine has made no progress
+
+
+class Died(BatonError):
+    """The process was lost while the call was on it. A call that did not reach any process has the same reason and is no Died."""
+
+    def __init__(self, message: str) -> None:
+        super().__init__(Reason.WORKER_LOST, message)
 
 
 class Workers:
@@ -280,7 +288,7 @@ class DecodeSession:
             self._commands.put_nowait(worker_pb2.DecodeCommand(call_id=number, first=told))
 
     async def close(self) -> None:
-        self._lose(BatonError(Reason.WORKER_LOST, f"{self._name} is gone"))
+        self._lose(Died(f"{self._name} is gone"))
         self._stream.cancel()
         self._reader.cancel()
         await asyncio.gather(self._reader, self._writer, return_exceptions=True)
@@ -301,7 +309,9 @@ class DecodeSession:
                     if inbox is not None:
                         inbox.put_nowait(event)
         except grpc.RpcError as error:
-            reason = BatonError(Reason.WORKER_LOST, f"{self._name}: {to_error(error).message}")
+            found = _meaning(error)
+            text = f"{self._name}: {found.message}"
+            reason = Died(text) if isinstance(found, Died) else BatonError(Reason.WORKER_LOST, text)
         finally:
             self._lose(reason)
 
@@ -318,12 +328,19 @@ async def _answer(call: Awaitable[T]) -> T:
     try:
         return await call
     except grpc.RpcError as error:
-        raise to_error(error) from None
+        raise _meaning(error) from None
     except asyncio.CancelledError:
         task = asyncio.current_task()
         if task is None or task.cancelling():
             raise
-        raise BatonError(Reason.WORKER_LOST, "the channel to the worker was closed") from None
+        raise Died("the channel to the worker was closed") from None
+
+
+def _meaning(error: grpc.RpcError) -> BatonError:
+    ours = to_error(error)
+    if ours.reason is Reason.WORKER_LOST and not ours.message.startswith(NOT_CONNECTED):
+        return Died(ours.message)
+    return ours
 
 
 def to_job(request: Request, traceparent: str = "") -> worker_pb2.Job:

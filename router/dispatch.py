@@ -26,8 +26,9 @@ from baton.cluster.config import RouterConfig
 from baton.cluster.errors import BatonError, Reason
 from baton.cluster.records import WorkerRecord
 from baton.engine.block_key import extend_keys, root_key
-from router.clients import Adopted, DecodeEvent, Ended, FirstToken, Opened, Source, Workers
+from router.clients import Adopted, DecodeEvent, Died, Ended, FirstToken, Opened, Source, Workers
 from router.early import EarlyDecode
+from router.poison import Poison
 from router.policy import TERMS, Bypass, Choice, Identity, NoWorker, Saturated, Terms, choose_decode, choose_prefill
 from router.request import Failure, Request, Token
 from router.view import ClusterView
@@ -80,6 +81,7 @@ class Dispatcher:
         self._clock = clock
         self._terms = Terms(bypass_tokens=config.bypass_tokens, fetch_tokens=config.fetch_tokens, max_queue=max_queue)
         self._numbers = itertools.count(1)
+        self._poison = Poison()
 
     async def generate(self, request: Request) -> AsyncGenerator[Token, None]:
         """Every token of the output, once and in order; `request.finish` says at the end why there is no more.
@@ -87,15 +89,20 @@ class Dispatcher:
         Closing the generator ends the request everywhere. Raises BatonError when it cannot be continued.
         """
         failed: set[Identity] = set()  # workers that failed this request
-        while request.finish is None:
-            try:
-                async with aclosing(self._attempt(request, failed)) as tokens:
-                    async for token in tokens:
-                        request.tokens.append(token.id)
-                        request.trace.note_token()
-                        yield token
-            except BatonError as error:
-                self._spend_retry(request, error)
+        self._refuse_poison(request)
+        try:
+            while request.finish is None:
+                await self._wait_for_trial(request)
+                try:
+                    async with aclosing(self._attempt(request, failed)) as tokens:
+                        async for token in tokens:
+                            request.tokens.append(token.id)
+                            request.trace.note_token()
+                            yield token
+                except BatonError as error:
+                    self._spend_retry(request, error)
+        finally:
+            self._poison.forget(request)
 
     async def _attempt(self, request: Request, failed: set[Identity]) -> AsyncGenerator[Token, None]:
         choice = await self._choose_prefill(request, failed)
@@ -141,13 +148,15 @@ class Dispatcher:
         trace.choices.append(("prefill", choice.reason))
         trace.prefill_worker = ""
         try:
+            self._poison.begin(work, request, worker.name, worker.incarnation)
             view.start_prefill(work, worker.name, len(request.tokens) - choice.overlap_blocks * worker.block_size)
             view.index.predict(worker.name, self._keys(request), self._clock() + self._config.predict_ttl_s)
             first = await self._first_token(request, choice, failed, lease)
         except BatonError as error:
-            self._blame(request, worker, error, failed)
+            self._blame(request, worker, error, failed, work)
             raise
         finally:
+            self._poison.end(work)
             view.end_prefill(work)
         lease.handle = first.handle
         trace.prefill_worker = worker.name
@@ -183,7 +192,7 @@ class Dispatcher:
 
     async def _tell_first(self, lease: _Lease, first: FirstToken) -> None:
         assert lease.reader is not None and lease.reader.early is not None
-        if first.finish or lease.reader.early.failed:
+        if first.finish:
             await self._dismiss(lease)
         else:
             lease.reader.early.first.set_result(first.token.id)
@@ -192,6 +201,7 @@ class Dispatcher:
         """End an early decode call that nobody took over."""
         reader, lease.reader = lease.reader, None
         if reader is not None:
+            self._poison.end(reader.work)
             self._view.end_decode(reader.work)
             if reader.early is not None:
                 await reader.early.close()
@@ -201,7 +211,9 @@ class Dispatcher:
         worker, work = self._view.record(choice.worker), self._work(request)
         request.trace.choices.append(("decode", choice.reason))
         self._view.index.predict(worker.name, self._keys(request), self._clock() + self._config.predict_ttl_s)
-        self._view.start_decode(work, worker.name, request.longest)  # last: whoever fails before has nothing to take back
+        # Last: whoever fails before has nothing to take back.
+        self._poison.begin(work, request, worker.name, worker.incarnation)
+        self._view.start_decode(work, worker.name, request.longest)
         return _Started(worker, work, len(request.tokens))
 
     async def _decode(self, request: Request, lease: _Lease, failed: set[Identity]) -> AsyncGenerator[Token | Adopted, None]:
@@ -229,9 +241,10 @@ class Dispatcher:
                                 trace.cached_tokens = event.cached_tokens
                             request.finish = event.finish
         except BatonError as error:
-            self._blame(request, worker, error, failed)
+            self._blame(request, worker, error, failed, started.work)
             raise
         finally:
+            self._poison.end(started.work)
             self._view.end_decode(started.work)
 
     def _events(self, request: Request, started: _Started, handle: bytes) -> AsyncGenerator[DecodeEvent, None]:
@@ -302,11 +315,36 @@ class Dispatcher:
                 raise BatonError(Reason.RETRIES_SPENT, "no decode worker came back", metadata=_emitted(request))
             await asyncio.sleep(RECOVER_POLL_S)
 
-    def _blame(self, request: Request, worker: WorkerRecord, error: BatonError, failed: set[Identity]) -> None:
+    def _blame(self, request: Request, worker: WorkerRecord, error: BatonError, failed: set[Identity], work: str) -> None:
+        """Raises BatonError(POISONOUS) when it was the request that killed the worker."""
         failed.add((worker.name, worker.incarnation))
         request.trace.failures.append(Failure(request.trace.watch.clock(), worker.name, error.reason.name))
         if error.reason in GONE:  # the registry says so a moment later
             self._view.mark_down(worker.name, worker.incarnation)
+
+        if isinstance(error, Died) and self._poison.died(work):
+            parents, block_size, prompt = self._prompt(request)
+            self._poison.quarantine(parents, block_size, prompt, self._clock() + self._config.quarantine_s)
+            message = f"{request.suspicion.deaths} workers died of this request"
+            log.warning("request %s is given up: %s", request.id, message)
+            raise BatonError(Reason.POISONOUS, message, metadata=_emitted(request)) from error
+
+    def _refuse_poison(self, request: Request) -> None:
+        if self._view.served is not None and (left_s := self._poison.refusal(*self._prompt(request), self._clock())) is not None:
+            raise BatonError(Reason.POISONOUS, f"workers died of this prompt; it is refused for another {left_s:.0f} s")
+
+    async def _wait_for_trial(self, request: Request) -> None:
+        while not self._poison.may_try(request):
+            if self._clock() >= request.deadline:
+                raise _too_late(request)
+            await asyncio.sleep(RECOVER_POLL_S)
+
+    def _prompt(self, request: Request) -> tuple[list[bytes], int, list[int]]:
+        """Root key and keys of the prompt's full blocks, tokens of a block, the prompt."""
+        served = self._view.served
+        assert served is not None
+        keys, full = self._keys(request), request.prompt_len // served.block_size
+        return [root_key(served.model_fingerprint, request.salt), *keys[:full]], served.block_size, request.tokens[: request.prompt_len]
 
     def _spend_retry(self, request: Request, error: BatonError) -> None:
         """Raises unless the request may be tried once more."""

@@ -19,11 +19,6 @@ class EarlyDecode:
         self._events: asyncio.Queue[DecodeEvent | BatonError | None] = asyncio.Queue()
         self._task = asyncio.create_task(self._run(open_call))
 
-    @property
-    def failed(self) -> bool:
-        """Whether the call ended before its first token was known: it is of no use any more."""
-        return self._task.done() and not self.first.done()
-
     async def events(self) -> AsyncGenerator[DecodeEvent, None]:
         """All of them, from the beginning. Raises the BatonError that ended the call. Closing the generator early cancels the call."""
         try:

@@ -23,7 +23,7 @@ from baton.cluster.config import SloConfig
 from baton.cluster.errors import BatonError, Reason
 from baton.cluster.metrics import Book, Number
 from baton.cluster.telemetry import NO_SPAN, Tracer, Value
-from router.request import FinishReason, Request, Stopwatch, Trace
+from router.request import FinishReason, Request, Stopwatch, Trace, name_the_stage
 from router.slo import Attainment, Objectives, Times, missed_because
 
 MAX_ID = 128  # characters; a longer one is refused, and need not be kept
@@ -103,6 +103,8 @@ class Entry:
         del self._journal.open_entries[self]
         if self.finish is None:
             self.trace.watch.stop()
+            if isinstance(error, BatonError) and error.reason is Reason.DEADLINE:
+                name_the_stage(error, self.trace)
         self._journal.close(self, *_outcome(self, error))
 
 

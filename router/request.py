@@ -5,6 +5,7 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Literal
 
+from baton.cluster.errors import BatonError
 from baton.cluster.telemetry import NO_SPAN, Span
 from baton.engine.sampling import SamplingParams
 
@@ -94,6 +95,7 @@ class Trace:
     span: Span = NO_SPAN
     prefill_worker: str = ""
     decode_worker: str = ""
+    step: str = ""  # within the queue: tokenising, admission
     retries: int = 0
     cached_tokens: int = 0
     fetched_tokens: int = 0  # of the prompt, whose KV the prefill worker fetched from another worker's cache
@@ -119,6 +121,17 @@ class Trace:
         self.last_at = now
 
 
+def name_the_stage(error: BatonError, trace: Trace) -> None:
+    """Adds to a DEADLINE where the request was when its time was over, and how that time was spent. The trace's watch has been stopped."""
+    last, seconds = trace.watch.laps[-1], trace.watch.seconds
+    stage = trace.step if last.stage == "queue" and trace.step else last.stage
+    place = f" at {last.worker}" if last.worker else ""
+    retries = f", after {trace.retries} {'retry' if trace.retries == 1 else 'retries'}" if trace.retries else ""
+    split = ", ".join(f"{name} {seconds[name]:.3f} s" for name in STAGES if seconds[name])
+    error.message = f"{error.message}: it ended in {stage}{place}{retries} ({split or 'no time was left'})"
+    error.metadata = {**error.metadata, "stage": stage, **{f"{name}_s": f"{seconds[name]:.3f}" for name in STAGES}}
+
+
 @dataclass(frozen=True, slots=True)
 class Token:
     """A token as a worker made it."""
@@ -126,6 +139,15 @@ class Token:
     id: int
     logprob: float | None = None
     top: tuple[tuple[int, float], ...] = ()
+
+
+@dataclass(frozen=True, slots=True)
+class Suspicion:
+    """That a request kills the workers it is on (`router.poison`)."""
+
+    position: int = -1  # tokens that it had when a process last died under it
+    deaths: int = 0  # of processes, at that position
+    without_token: int = 0  # of those, in how many it had got no token there
 
 
 FinishReason = Literal["stop", "length"]
@@ -144,6 +166,7 @@ class Request:
     trace: Trace
     finish: FinishReason | None = None
     model: str | None = None  # fingerprint of the model that began to answer: no other may go on
+    suspicion: Suspicion = Suspicion()
     keys: list[bytes] = field(default_factory=list)  # of the full blocks of `tokens`, as far as they were needed
 
     @property

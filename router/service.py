@@ -113,9 +113,11 @@ class GenerateService:
             if self._view.served is None:
                 raise BatonError(Reason.NO_WORKER, "no worker is ready")
             await self._rates.check(ask.tenant)
+            entry.trace.step = "admission"
             async with self._gate.place(entry, ask, deadline):
+                entry.trace.step = "tokenising"
                 request, stops = await self._make_request(ask, deadline, entry.trace)
-                entry.request = request
+                entry.request, entry.trace.step = request, ""
                 async with self._charged(ask.tenant, request):
                     yield Accepted(request.id, self.model_name, request.prompt_len)
                     async with aclosing(self._run(request, stops)) as events:

@@ -56,7 +56,8 @@ HOMES = {
 # Deciding code: no await, no clock, no randomness, no torch.
 PURE = (
     "baton/engine/scheduler.py", "baton/engine/blocks.py", "baton/engine/sequence.py", "kvtransfer/lease.py",
-    "router/policy.py", "router/view.py",
+    "baton/cluster/awake.py", "baton/worker/stall.py",
+    "router/policy.py", "router/poison.py", "router/view.py",
     "router/prefix_index.py", "router/admission.py", "router/pace.py",
     "router/stop.py", "router/slo.py", "loadtest/metrics.py", "loadtest/verdict.py",
 )  # fmt: skip

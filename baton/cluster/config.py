@@ -177,6 +177,12 @@ class RouterConfig(Section):
         description="A worker that does not answer, or whose engine makes no progress, is passed over after so long, seconds; after twice"
         " as long its requests go on elsewhere.",
     )
+    quarantine_s: float = Field(
+        default=600.0,
+        ge=0,
+        le=86400,
+        description="How long a prompt under which two workers died is refused, seconds; 0: it may be tried again at once.",
+    )
     reflection: bool = Field(default=True, description="Offer gRPC server reflection.")
 
     @model_validator(mode="after")

@@ -40,6 +40,7 @@ class Reason(Enum):
     DIGEST_MISMATCH = Kind("DATA_LOSS", 503, retry_elsewhere=True)
     TRANSFER_FAILED = Kind("UNAVAILABLE", 503, retry_elsewhere=True)
     INTERNAL = Kind("INTERNAL", 500, retry_elsewhere=True)
+    POISONOUS = Kind("INTERNAL", 500)  # workers died of this request, or of one with its prompt a while ago
 
 
 @dataclass(frozen=True, slots=True)

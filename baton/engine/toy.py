@@ -6,6 +6,8 @@ token: a wrong block is visible in the text. The vocabulary is 257, a prime: no 
 """
 
 import json
+import os
+import signal
 import time
 from collections.abc import Sequence as Seq
 from pathlib import Path
@@ -26,6 +28,7 @@ class ToyRunner:
         self.max_positions = config["max_position_embeddings"]
         self.step_delay_s = config.get("step_delay_ms", 0) / 1000
         self.token_delay_s = config.get("token_delay_us", 0) / 1e6
+        self.poison = config.get("poison_token")  # the process dies when it computes this one
         self.layout = KvLayout(fingerprint, "int64", block_size, 1, 1, config["kv_width"])
 
     @classmethod
@@ -41,6 +44,8 @@ class ToyRunner:
         delay = self.step_delay_s + self.token_delay_s * sum(chunk.n for chunk in batch)
         if delay:
             time.sleep(delay)
+        if any(self.poison in chunk.seq.tokens[chunk.seq.computed : chunk.seq.computed + chunk.n] for chunk in batch):
+            os.kill(os.getpid(), signal.SIGKILL)
         return [self._run(chunk) for chunk in batch]
 
     def _run(self, chunk: Chunk) -> Sampled | None:

@@ -43,8 +43,19 @@ def make(
     save_file(_weights(shape, np.random.default_rng(seed)), path / "model.safetensors", metadata={"format": "pt"})
 
 
-def make_toy(path: Path, *, vocab: int = 257, context: int = 4096, step_delay_ms: float = 0, token_delay_us: float = 0) -> None:
-    """A folder for the toy runner: no weights, and a tokenizer in which a byte is its own token id and 256 ends the text."""
+def make_toy(
+    path: Path,
+    *,
+    vocab: int = 257,
+    context: int = 4096,
+    step_delay_ms: float = 0,
+    token_delay_us: float = 0,
+    poison_token: int | None = None,
+) -> None:
+    """A folder for the toy runner: no weights, and a tokenizer in which a byte is its own token id and 256 ends the text.
+
+    A worker that computes the `poison_token` dies.
+    """
     if vocab < 257:
         raise ValueError(f"vocab must hold 256 bytes and <|eos|>, got {vocab}")
     path.mkdir(parents=True, exist_ok=True)
@@ -62,6 +73,8 @@ def make_toy(path: Path, *, vocab: int = 257, context: int = 4096, step_delay_ms
         "step_delay_ms": step_delay_ms,
         "token_delay_us": token_delay_us,
     }
+    if poison_token is not None:
+        config["poison_token"] = poison_token
     write_json(path / "config.json", config)
     write_json(path / "tokenizer_config.json", tokenizer_config(context, TOY_CHAT_TEMPLATE))
 

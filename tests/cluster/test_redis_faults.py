@@ -418,7 +418,7 @@ class TestEmbeddedRedis:
     def test_ends_with_a_parent_that_is_killed(self, thread: str) -> None:
         """The control is the other thread: the kernel's tie is not made there, and the server outlives its starter."""
         code = (
-            "import threading, time\nfrom cluster.redis_server import EmbeddedRedis\nkept = []\n"
+            "import threading, time\nfrom baton.launch.redis_server import EmbeddedRedis\nkept = []\n"
             "def start():\n    kept.append(EmbeddedRedis())\n    print(kept[0].pid, flush=True)\n    time.sleep(60)\n"
             + ("start()" if thread == "main" else "threading.Thread(target=start).start()")
         )

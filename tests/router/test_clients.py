@@ -19,7 +19,7 @@ from baton.engine.sampling import SamplingParams
 from baton.v1 import generation_pb2, worker_pb2_grpc
 from baton.v1 import worker_pb2 as pb
 from router import probes, watch
-from router.clients import Adopted, CacheSnapshot, Ended, FirstToken, Opened, Source, Workers
+from router.clients import Adopted, CacheSnapshot, Died, Ended, FirstToken, Opened, Source, Workers
 from router.request import Handoff, Request, Stopwatch, Token, Trace
 from router.view import ClusterView
 from router.watch import Watch
@@ -633,3 +633,17 @@ async def test_a_registry_that_is_away_takes_nobody_away(quick: None) -> None:
         registry.available = True
         await registry.join(replace(d0, incarnation=2))
         await until(lambda: view.record("d0").incarnation == 2)
+
+
+async def test_a_call_that_was_on_a_lost_process_is_told_from_one_that_never_reached_it() -> None:
+    async with pair() as (worker, workers, d0, server):
+        worker.on_prefill = sleeping
+        calls = [asyncio.create_task(take(workers, d0)), asyncio.create_task(prefill(workers, d0, request(), 30))]
+        await worker.heard.get()
+        while not worker.prefills:
+            await asyncio.sleep(0.01)
+        await server.stop(None)
+        assert [type(await refused(call)) for call in calls] == [Died, Died]
+        for late in (take(workers, d0), prefill(workers, d0, request(), 5)):
+            error = await refused(late, 5)
+            assert error.reason is Reason.WORKER_LOST and not isinstance(error, Died)

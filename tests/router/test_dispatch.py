@@ -16,7 +16,7 @@ from baton.cluster.records import Load, WorkerRecord
 from baton.engine.sampling import SamplingParams
 from baton.engine.toy import naive
 from router import dispatch
-from router.clients import DecodeEvent
+from router.clients import DecodeEvent, Died
 from router.dispatch import Dispatcher
 from router.request import Request, Stopwatch, Trace
 from router.view import ClusterView
@@ -617,12 +617,14 @@ async def test_cancel_at_every_await(make: Callable[[], World], monkeypatch: pyt
         task = asyncio.create_task(world.serve(request))
         for _ in range(turns):
             await asyncio.sleep(0)
-        ended, before = world.workers.ends.total(), world.workers.ends["cancelled"]
+        ended, before, errors = (world.workers.ends.total(), *(world.workers.ends[how] for how in ("cancelled", "error")))
         finished = task.done()
         task.cancel()
         await asyncio.gather(task, return_exceptions=True)
         world.stop_healer()
-        assert world.workers.ends["cancelled"] - before == len(world.workers.calls) - ended, "every worker at work saw the cancel"
+        own = world.workers.ends["error"] - errors  # of two that were at work, one may have met its fault in that very turn
+        cut = world.workers.ends["cancelled"] - before
+        assert cut + own == len(world.workers.calls) - ended and own <= 1, "every worker at work saw the cancel"
         assert request.output == truth(request)[: len(request.output)]
         world.check()
         if finished:
@@ -642,7 +644,7 @@ async def test_close_between_any_two_tokens(make: Callable[[], World], taken: in
     world.stop_healer()
     assert seen == truth(request)[:taken]
     # What an early reader did may not have come to the dispatcher yet: then it releases once more, which changes nothing.
-    if taken == 0 or not world.workers.calls[-1].kind == "early decode":
+    if taken == 0 or world.workers.calls[-1].kind != "early decode":
         nobody_took = taken > 0 and world.workers.calls[-1].kind == "prefill"
         assert len(world.workers.released) == nobody_took, "the router ends a lease that nobody took"
     world.check()
@@ -784,4 +786,33 @@ async def test_another_model_never_goes_on_with_an_output() -> None:
                 world.view.update(other, time.monotonic())
     assert caught.value.reason is Reason.RETRIES_SPENT and "another model" in caught.value.message
     assert seen == truth(request)[: len(seen)]
+    world.check()
+
+
+# A request that kills
+
+
+async def test_a_request_under_which_two_workers_die_is_ended_and_its_prompt_refused() -> None:
+    world = World("d0 d1 d2")
+    for name in ("d0", "d1", "d2"):
+        fail(world, name, error=Died("connection reset"))
+    error, seen = await world.refused(world.request(SHORT))
+    assert error.reason is Reason.POISONOUS and not error.reason.value.retry_elsewhere and seen == []
+    assert len(world.workers.calls) == 2, "the third worker lives"
+    error, _ = await world.refused(world.request(SHORT))
+    assert error.reason is Reason.POISONOUS and len(world.workers.calls) == 2
+    for name in ("d0", "d1"):
+        world.view.mark_up(name, 1)
+    world.workers.faults.clear()
+    await world.serve(world.request([9, *SHORT]))
+    world.check()
+
+
+async def test_workers_that_were_lost_before_the_call_reached_them_accuse_nobody() -> None:
+    """Negative control: two workers were gone already."""
+    world = World("d0 d1 d2")
+    for name in ("d0", "d1"):
+        fail(world, name, error=LOST)
+    request, seen = await world.serve(world.request(SHORT))
+    assert seen == truth(request) and request.trace.retries == 2
     world.check()

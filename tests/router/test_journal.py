@@ -263,3 +263,35 @@ def test_a_traced_request_tells_what_the_conventions_ask_for() -> None:
     assert (queue.name, queue.parent_id, queue.end_ns - queue.start_ns) == (semconv.QUEUE, good.span_id, 500_000_000)
     assert bad.error == "NO_WORKER" and bad.attributes[semconv.ERROR_TYPE] == "NO_WORKER" and bad.span_id != good.span_id
     assert {record.trace_id for record in desk.journal.last(2)} == {TRACEPARENT[3:35]}
+
+
+def test_a_deadline_names_the_stage_that_spent_it() -> None:
+    now = 100.0
+    error = BatonError(Reason.DEADLINE, "the deadline of the request is over", metadata={"tokens_emitted": "3"})
+    journal = Journal(Book("router", model="toy"), Tracer(), "toy", SloConfig(), keep=1)
+    with pytest.raises(BatonError), journal.open("chat", clock=lambda: now) as entry:
+        now += 0.5
+        entry.trace.watch.enter("prefill", "prefill-1")
+        now += 4.0
+        entry.trace.watch.enter("decode", "decode-0")
+        entry.trace.retries = 1
+        now += 0.25
+        raise error
+    assert str(error) == (
+        "DEADLINE: the deadline of the request is over: it ended in decode at decode-0, after 1 retry"
+        " (queue 0.500 s, prefill 4.000 s, decode 0.250 s)"
+    )
+    spent = {"queue_s": "0.500", "prefill_s": "4.000", "transfer_s": "0.000", "decode_s": "0.250"}
+    assert error.metadata == {"tokens_emitted": "3", "stage": "decode", **spent}
+
+
+def test_a_deadline_in_the_queue_says_what_was_waited_for() -> None:
+    error = BatonError(Reason.DEADLINE, "over")
+    with pytest.raises(BatonError), Journal(Book("router", model="toy"), Tracer(), "toy", SloConfig(), keep=1).open("chat") as entry:
+        entry.trace.step = "tokenising"
+        raise error
+    assert error.metadata["stage"] == "tokenising" and "it ended in tokenising" in str(error)
+    other = BatonError(Reason.SATURATED, "full")
+    with pytest.raises(BatonError), Journal(Book("router", model="toy"), Tracer(), "toy", SloConfig(), keep=1).open("chat"):
+        raise other
+    assert other.metadata == {}

@@ -154,7 +154,7 @@ async def test_lease_that_expired_before_the_read_is_not_used(model: Path) -> No
 
 
 async def test_hung_decode_worker_is_given_up_and_its_late_tokens_are_fenced(model: Path) -> None:
-    with faulty(model, prefill=1, decode=2) as live:
+    with faulty(model, "", "--launcher.hang-s", "120", prefill=1, decode=2) as live:
         async with (
             live.client() as client,
             client.generate(token_ids=PROMPT, max_tokens=200, **GREEDY) as stream,
@@ -191,7 +191,8 @@ async def test_short_stall_is_no_death(model: Path) -> None:
 
 
 async def test_hung_prefill_worker_while_it_is_read_from(model: Path) -> None:
-    with faulty(model, "kv.reserved=sleep:0.5", prefill=1, decode=1) as live:
+    # Its supervisor has patience: this is about those who read from it.
+    with faulty(model, "kv.reserved=sleep:0.5", "--launcher.hang-s", "120", prefill=1, decode=1) as live:
         async with (
             live.client() as client,
             client.generate(token_ids=PROMPT, max_tokens=24, **GREEDY) as stream,

@@ -303,7 +303,9 @@ async def test_what_fails_before_the_first_token_has_a_status(
 ) -> None:
     house = House(tokenizer, failing(BatonError(reason, "so it is")))
     answer = await house.post(CHAT, {**HELLO, "stream": stream})
-    assert (answer.status, answer.error["message"]) == (status, "so it is") and ("retry-after" in answer.headers) == retry
+    message, _, spent = answer.error["message"].partition(": it ended in ")
+    assert (answer.status, message) == (status, "so it is") and ("retry-after" in answer.headers) == retry
+    assert bool(spent) == (reason is Reason.DEADLINE)
     house.check()
 
 

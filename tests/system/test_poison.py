@@ -1,0 +1,61 @@
+"""A prompt that kills every worker that computes it: it is ended after two, and others on those workers continue exactly."""
+
+import asyncio
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+from live_cluster import Cluster, cluster, toy, toy_output
+
+from baton.client import AsyncClient, GenerateError, Result
+
+pytestmark = pytest.mark.system
+POISON = 250
+SHORT = [1, 2, POISON, *range(4, 20)]  # the decode worker computes it
+LONG = [*range(1, 100), POISON, *range(100, 140)]  # the prefill worker does
+
+
+@pytest.fixture
+def live(tmp_path: Path) -> Iterator[Cluster]:
+    with cluster(toy(tmp_path / "toy", step_delay_ms=5, poison_token=POISON), prefill=3, decode=3) as running:
+        yield running
+
+
+async def ask(client: AsyncClient, prompt: list[int], tokens: int = 12) -> Result:
+    async with client.generate(token_ids=prompt, max_tokens=tokens, temperature=0.0, ignore_eos=True, timeout_s=60) as stream:
+        async for _ in stream:
+            pass
+        return stream.result
+
+
+def harmless(count: int, tokens: int) -> list[list[int]]:
+    """Prompts in whose text the toy never comes to the token that kills."""
+    prompts = ([i, *range(30, 49)] for i in range(250))
+    return [prompt for prompt in prompts if POISON not in toy_output(prompt, max_tokens=tokens)][:count]
+
+
+@pytest.mark.parametrize(("prompt", "role"), [(SHORT, "decode"), (LONG, "prefill")], ids=["decode", "prefill"])
+async def test_a_prompt_that_kills_is_given_up_after_two_workers(live: Cluster, prompt: list[int], role: str) -> None:
+    before = {worker["name"]: worker["incarnation"] for worker in live.workers()}
+    neighbours = harmless(6, 250)
+    async with live.client() as client:
+        streams = [asyncio.create_task(ask(client, neighbour, 250)) for neighbour in neighbours]
+        await asyncio.to_thread(live.wait, lambda: sum(worker["load"]["running"] for worker in live.workers("decode")) >= 4)
+        with pytest.raises(GenerateError) as ended:
+            await ask(client, prompt)
+        assert ended.value.reason == "POISONOUS" and ended.value.code == "INTERNAL" and "2 workers" in str(ended.value)
+        for again in (prompt, [*prompt, 5, 6, 7]):
+            with pytest.raises(GenerateError) as refused:
+                await ask(client, again)
+            assert refused.value.reason == "POISONOUS" and "refused" in str(refused.value)
+        for neighbour, stream in zip(neighbours, streams, strict=True):
+            assert list((await stream).token_ids) == toy_output(neighbour, max_tokens=250)
+        await asyncio.to_thread(live.wait, lambda: len(replaced(live, before)) == 2)
+        assert {name.rpartition("-")[0] for name in replaced(live, before)} == {role}
+    await live.quiet()
+
+
+def replaced(live: Cluster, before: dict[str, int]) -> set[str]:
+    """Workers that are another process now, and answer."""
+    found = {worker["name"]: worker["incarnation"] for worker in live.workers() if "error" not in worker}
+    return {name for name, incarnation in before.items() if found.get(name, incarnation) != incarnation}
