@@ -70,13 +70,13 @@ class Session:
         task.add_done_callback(lambda _: self._calls.pop(call_id, None))
 
     async def _run(self, call_id: int, start: pb.DecodeStart) -> None:
+        timeout_s = start.timeout_ms / 1000
         try:
             handle = unpack_handle(start.handle) if start.handle else None
-            seq = to_sequence(start.job, self._model_fingerprint)
+            seq = to_sequence(start.job, self._model_fingerprint, timeout_s=timeout_s)
         except BatonError as error:
             self._emit(call_id, error)
             return
-        timeout_s = start.timeout_ms / 1000
         await self._worker.run(
             seq, start.job.request_id, handle, timeout_s, lambda event: self._emit(call_id, event), start.job.traceparent
         )

@@ -22,7 +22,7 @@ from baton.engine.engine import Engine, Output, Refused
 from baton.engine.loop import EngineLoop
 from baton.engine.sampling import Sampled
 from baton.engine.sequence import Finish, Sequence
-from baton.worker.refusal import refusal
+from baton.worker.refusal import failure, refusal
 from decode_worker.meter import HandoffMeter
 from kvtransfer.handle import KvHandle
 from kvtransfer.importer import Fetch, Importer, Report
@@ -139,7 +139,7 @@ class DecodeWorker:
             if call is None or call.ended.is_set():
                 continue
             if output.sampled is None:
-                call.fail(BatonError(Reason.INTERNAL, output.failure or ""))
+                call.fail(failure(output))
                 call.ended.set()
                 continue
             call.emit(output.sampled)

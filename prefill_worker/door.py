@@ -18,7 +18,7 @@ class PrefillDoor(worker_pb2_grpc.PrefillServicer):
 
     async def Prefill(self, request: pb.PrefillRequest, context: Context) -> pb.PrefillResponse:
         async with Answering(context):
-            seq = to_sequence(request.job, self._model_fingerprint, hold=True)
+            seq = to_sequence(request.job, self._model_fingerprint, hold=True, timeout_s=context.time_remaining())
             done = await self._worker.prefill(seq, request.job.request_id, request.job.traceparent)
             return pb.PrefillResponse(
                 token=to_token(done.sampled),

@@ -18,7 +18,7 @@ from baton.engine.engine import Output, Refused
 from baton.engine.loop import EngineLoop
 from baton.engine.sampling import Sampled
 from baton.engine.sequence import Finish, Sequence
-from baton.worker.refusal import refusal
+from baton.worker.refusal import failure, refusal
 from kvtransfer.exporter import Exporter
 from kvtransfer.handle import KvHandle
 
@@ -88,10 +88,10 @@ class PrefillWorker:
             first = self._running.get(output.seq.id)
             if first is None or first.done():
                 continue
-            if output.failure is None:
+            if output.sampled is not None:
                 first.set_result(output)
             else:
-                first.set_exception(BatonError(Reason.INTERNAL, output.failure))
+                first.set_exception(failure(output))
 
     async def _hand_over(self, seq: Sequence, request_id: str, output: Output, began: float, span: Span) -> Prefilled:
         started = seq.started_at or began
