@@ -127,7 +127,8 @@ class Clients:
             seen.e2e_s = time.perf_counter() - began
         except grpc.aio.AioRpcError as error:
             seen.e2e_s, seen.status = time.perf_counter() - began, error.code().name
-            seen.retry_after_s = retry_after(error)
+            if error.code() is grpc.StatusCode.RESOURCE_EXHAUSTED:
+                seen.retry_after_s = retry_after(error)
         return seen
 
     async def closed(self, seconds: float) -> float:
