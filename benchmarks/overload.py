@@ -1,6 +1,6 @@
 """Goodput when more comes in than can be served: the old way (everybody waits) beside the ways that refuse who would be late.
 
-    python benchmarks/overload.py [--model toy|tale|both] [--seconds 10] [--repeats 2] [--json FILE]
+    python benchmarks/overload.py [--model toy|tale|both] [--arms ARM ...] [--seconds 10] [--repeats 2] [--json FILE]
 
 Real clusters through `baton up`, one prefill and one decode worker; clients arrive open-loop (Poisson) and nobody comes twice. Prompts of
 100 tokens, outputs of 40, client deadline 5 s. Good is a request that is complete and had its first token and its last within the
@@ -196,8 +196,8 @@ def run(work: Workload, folder: Path, options: argparse.Namespace) -> dict[str, 
     else:
         model = Path(baton.models.__file__).parent / "tale"
     slo = ("--slo.ttft-s", str(work.ttft_s), "--slo.e2e-s", str(work.e2e_s))
-    rate, arms = None, {}
-    for arm in ARMS:
+    rate, arms = options.rate, {}
+    for arm in options.arms:
         with cluster(model, *work.flags, *slo, "--router.overload", arm) as endpoints:
             rate, cells = asyncio.run(measure(endpoints, work, options, rate))
         arms[arm] = {times: [cell.row(work) for cell in several] for times, several in cells.items()}
@@ -218,6 +218,8 @@ def run(work: Workload, folder: Path, options: argparse.Namespace) -> dict[str, 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--model", choices=("toy", "tale", "both"), default="both")
+    parser.add_argument("--arms", nargs="+", choices=ARMS, default=ARMS)
+    parser.add_argument("--rate", type=float, help="of 1x, instead of measuring it")
     parser.add_argument("--seconds", type=float, default=10.0)
     parser.add_argument("--repeats", type=int, default=2)
     parser.add_argument("--json", type=Path)
