@@ -163,13 +163,13 @@ def _prompt_field(ask: Ask) -> str:
 
 
 def _check_size(ask: Ask, context: Context, limits: Limits) -> None:
-    """Looks at lengths only; more messages than are allowed are refused without that."""
-    if ask.token_ids is not None and len(ask.token_ids) >= context.tokens:
+    """Looks at lengths only. What is beyond the absolute limits is told as that, by `_prompt`, at no greater cost."""
+    if ask.token_ids is not None and context.tokens <= len(ask.token_ids) <= limits.max_prompt_ids:
         raise too_long("token_ids", len(ask.token_ids), context.tokens)
     if context.longest_token is None:
         return
     size = len(ask.text or "") + sum(len(content) for _, content in (ask.messages or ())[: limits.max_messages])
-    if size >= context.tokens * context.longest_token:
+    if context.tokens * context.longest_token <= size <= limits.max_prompt_bytes:
         raise too_long(_prompt_field(ask), -(-size // context.longest_token), context.tokens, "at least ")
 
 

@@ -110,8 +110,9 @@ async def refused(house: GenerateService, ask: Ask) -> BatonError:
 
 HOSTILE = {
     "a text of 1 MiB": (Ask(text="x" * (1 << 20)), Reason.CONTEXT_LENGTH),
-    "a text of 4 MiB": (Ask(text="x" * (4 << 20)), Reason.CONTEXT_LENGTH),
-    "1.3 million ids": (Ask(token_ids=(7,) * 1_300_000), Reason.CONTEXT_LENGTH),
+    "a text of 4 MiB": (Ask(text="x" * (4 << 20)), Reason.INVALID_FIELD),
+    "1.3 million ids": (Ask(token_ids=(7,) * 1_300_000), Reason.INVALID_FIELD),
+    "a million ids": (Ask(token_ids=(7,) * 1_000_000), Reason.CONTEXT_LENGTH),
     "100,000 messages": (Ask(messages=(("user", "hello"),) * 100_000), Reason.INVALID_FIELD),
     "1,000 messages of 1 kB": (Ask(messages=(("user", "x" * 1024),) * 1000), Reason.CONTEXT_LENGTH),
     "300,000 biases": (Ask(text="x", sampling=AskSampling(logit_bias=dict.fromkeys(range(300_000), 1.0))), Reason.INVALID_FIELD),
