@@ -13,10 +13,9 @@ import os
 import tempfile
 import time
 from pathlib import Path
-from typing import Any
+from typing import Any, Self
 
 import grpc
-import httpx
 from machine import describe
 from serving import cluster
 
@@ -43,17 +42,42 @@ OVER_GRPC = {
 }
 
 
+class Connection:
+    """HTTP/1.1, one exchange after the other. A request that the router refuses to read ends it."""
+
+    def __init__(self, address: str) -> None:
+        self._host, _, self._port = address.rpartition(":")
+
+    async def __aenter__(self) -> Self:
+        self._reader, self._writer = await asyncio.open_connection(self._host, int(self._port))
+        return self
+
+    async def __aexit__(self, *_: object) -> None:
+        self._writer.close()
+
+    async def exchange(self, path: str, body: bytes | None = None) -> int:
+        """The status."""
+        head = f"{'GET' if body is None else 'POST'} {path} HTTP/1.1\r\nhost: x\r\n"
+        if body is not None:
+            head += f"content-type: application/json\r\ncontent-length: {len(body)}\r\n"
+        self._writer.write(head.encode() + b"\r\n" + (body or b""))
+        answer = (await self._reader.readuntil(b"\r\n\r\n")).decode().lower()
+        length = next((int(line.split(":")[1]) for line in answer.split("\r\n") if line.startswith("content-length:")), 0)
+        await self._reader.readexactly(length)
+        return int(answer.split()[1])
+
+
 class Listener:
     """Asks `/livez` again and again."""
 
-    def __init__(self, client: httpx.AsyncClient) -> None:
-        self._client = client
+    def __init__(self, connection: Connection) -> None:
+        self._connection = connection
         self.longest_s = 0.0
 
     async def run(self) -> None:
         while True:
             began = time.perf_counter()
-            await self._client.get("/livez")
+            await self._connection.exchange("/livez")
             self.longest_s = max(self.longest_s, time.perf_counter() - began)
 
 
@@ -61,18 +85,14 @@ async def measure(endpoints: dict[str, str]) -> dict[str, list[float]]:
     """Longest gaps, ms, of each round."""
     rows: dict[str, list[float]] = {}
     options = [("grpc.max_send_message_length", 64 << 20), ("grpc.enable_http_proxy", 0)]
-    base = f"http://{endpoints['http']}"
-    async with (
-        httpx.AsyncClient(base_url=base, trust_env=False) as quiet,
-        httpx.AsyncClient(base_url=base, trust_env=False, timeout=60) as stranger,
-        grpc.aio.insecure_channel(endpoints["grpc"], options=options) as channel,
-    ):
+    async with Connection(endpoints["http"]) as quiet, grpc.aio.insecure_channel(endpoints["grpc"], options=options) as channel:
         call = channel.unary_stream("/baton.v1.Generation/Generate")
         listener = Listener(quiet)
         listening = asyncio.create_task(listener.run())
 
         async def send(path: str, body: bytes) -> None:
-            await stranger.post(path, content=body, headers={"content-type": "application/json"})
+            async with Connection(endpoints["http"]) as stranger:
+                await stranger.exchange(path, body)
 
         async def ask(request: bytes) -> None:
             try:
