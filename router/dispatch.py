@@ -150,7 +150,7 @@ class Dispatcher:
         trace.decode_worker = worker.name
         trace.watch.at(worker.name)
         trace.choices.append(("decode", choice.reason))
-        known = len(request.tokens)
+        first_here = not handle and not request.output_len  # the prompt is computed here, and was nowhere before
         try:
             view.start_decode(work, worker.name, request.longest)
             view.index.predict(worker.name, self._keys(request), self._clock() + self._config.predict_ttl_s)
@@ -166,8 +166,7 @@ class Dispatcher:
                             yield event
                         case Ended():
                             trace.handoff.recomputed_tokens += event.recomputed_tokens
-                            if not handle and known == request.prompt_len:
-                                trace.cached_tokens = event.cached_tokens
+                            trace.cached_tokens = event.cached_tokens if first_here else trace.cached_tokens
                             request.finish = event.finish
         except BatonError as error:
             self._blame(request, worker, error, failed)
