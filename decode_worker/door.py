@@ -89,10 +89,11 @@ class Session:
         self._firsts.pop(call_id, None)
 
     async def _run(self, call_id: int, start: pb.DecodeStart) -> None:
+        timeout_s = start.timeout_ms / 1000
         try:
             self._identity.check(start.to)
             handle = unpack_handle(start.handle) if start.handle else None
-            seq = to_sequence(start.job, self._identity.model_fingerprint)
+            seq = to_sequence(start.job, self._identity.model_fingerprint, timeout_s=timeout_s)
         except BatonError as error:
             self._emit(call_id, error)
             return
@@ -101,7 +102,7 @@ class Session:
             self._emit(call_id, event)
 
         first = self._firsts.get(call_id)
-        await self._worker.run(seq, start.job.request_id, handle, start.timeout_ms / 1000, emit, first, start.job.traceparent)
+        await self._worker.run(seq, start.job.request_id, handle, timeout_s, emit, first, start.job.traceparent)
 
     def _emit(self, call_id: int, event: Event) -> None:
         if len(self._outbox) >= MAX_OUTBOX:

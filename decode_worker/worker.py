@@ -24,7 +24,7 @@ from baton.engine.loop import EngineLoop
 from baton.engine.sampling import Sampled
 from baton.engine.sequence import Finish, Sequence
 from baton.worker.kv_port import KvPort
-from baton.worker.refusal import refusal
+from baton.worker.refusal import failure, refusal
 from decode_worker.meter import HandoffMeter
 from kvtransfer.handle import KvHandle
 from kvtransfer.importer import Fetch, Report
@@ -152,7 +152,7 @@ class DecodeWorker:
             if call is None or call.ended.is_set():
                 continue
             if output.sampled is None:
-                call.fail(BatonError(Reason.INTERNAL, output.failure or ""))
+                call.fail(failure(output))
                 call.ended.set()
                 continue
             call.emit(output.sampled)

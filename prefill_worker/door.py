@@ -22,7 +22,7 @@ class PrefillDoor(worker_pb2_grpc.PrefillServicer):
         async with Answering(context):
             self._identity.check(request.to)
             opened: asyncio.Queue[KvHandle | None] = asyncio.Queue()
-            task = asyncio.create_task(self._prefill(request, opened))
+            task = asyncio.create_task(self._prefill(request, opened, context.time_remaining()))
             task.add_done_callback(lambda _: opened.put_nowait(None))
             try:
                 while (handle := await opened.get()) is not None:
@@ -33,9 +33,9 @@ class PrefillDoor(worker_pb2_grpc.PrefillServicer):
                 task.cancel()
                 await asyncio.gather(task, return_exceptions=True)
 
-    async def _prefill(self, request: pb.PrefillRequest, opened: "asyncio.Queue[KvHandle | None]") -> Prefilled:
+    async def _prefill(self, request: pb.PrefillRequest, opened: "asyncio.Queue[KvHandle | None]", timeout_s: float | None) -> Prefilled:
         job = request.job
-        seq = to_sequence(job, self._identity.model_fingerprint, hold=True)
+        seq = to_sequence(job, self._identity.model_fingerprint, hold=True, timeout_s=timeout_s)
         return await self._worker.prefill(seq, job.request_id, opened.put_nowait, to_source(request), job.traceparent)
 
 

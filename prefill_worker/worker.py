@@ -23,7 +23,7 @@ from baton.engine.loop import EngineLoop
 from baton.engine.sampling import Sampled
 from baton.engine.sequence import Finish, Sequence
 from baton.worker.kv_port import KvPort, Place
-from baton.worker.refusal import refusal
+from baton.worker.refusal import failure, refusal
 from kvtransfer.exporter import Export
 from kvtransfer.handle import KvHandle
 from kvtransfer.importer import Fetch
@@ -120,10 +120,10 @@ class PrefillWorker:
             call = self._running.get(output.seq.id)
             if call is None or call.first.done():
                 continue
-            if output.failure is not None:
-                call.first.set_exception(BatonError(Reason.INTERNAL, output.failure))
-            elif output.sampled is not None:
+            if output.sampled is not None:
                 call.first.set_result(output)
+            elif output.failure is not None or output.expired:
+                call.first.set_exception(failure(output))
             else:
                 self._publish(call, output)
 

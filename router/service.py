@@ -17,7 +17,7 @@ from router.admission import Admission
 from router.detokenizer import Detokenizer
 from router.dispatch import Dispatcher
 from router.gate import Gate
-from router.journal import REFUSALS, Journal
+from router.journal import REFUSALS, Entry, Journal
 from router.rates import Rates, Unlimited
 from router.request import FinishReason, Request, Token, Trace
 from router.stop import StopMatcher
@@ -113,18 +113,9 @@ class GenerateService:
             if self._view.served is None:
                 raise BatonError(Reason.NO_WORKER, "no worker is ready")
             await self._rates.check(ask.tenant)
-            entry.trace.step = "admission"
-            async with self._gate.place(entry, ask, deadline):
-                entry.trace.step = "tokenising"
-                request, stops = await self._make_request(ask, deadline, entry.trace)
-                entry.request, entry.trace.step = request, ""
-                async with self._charged(ask.tenant, request):
-                    yield Accepted(request.id, self.model_name, request.prompt_len)
-                    async with aclosing(self._run(request, stops)) as events:
-                        async for event in events:
-                            if isinstance(event, Finished):
-                                entry.finish = event.reason
-                            yield event
+            async with aclosing(self._serve(ask, deadline, entry)) as events:
+                async for event in events:
+                    yield event
 
     async def tokenize(self, ask: Ask) -> list[int]:
         """The prompt of `ask` as ids. Raises BatonError; CONTEXT_LENGTH for a prompt that is longer than the context."""
@@ -135,6 +126,19 @@ class GenerateService:
         longest = self.max_model_len
         context = None if longest is None else Context(longest, self._tokenizer.longest_token)
         check(ask, self._limits, (self.model_name,), self._tokenizer.vocab_size, context)
+
+    async def _serve(self, ask: Ask, deadline: float, entry: Entry) -> AsyncGenerator[Event, None]:
+        entry.trace.step = "admission"
+        async with self._gate.place(entry, ask, deadline):
+            entry.trace.step = "tokenising"
+            request, stops = await self._make_request(ask, deadline, entry.trace)
+            entry.request, entry.trace.step = request, ""
+            async with self._charged(ask.tenant, request), aclosing(self._run(request, stops)) as events:
+                yield Accepted(request.id, self.model_name, request.prompt_len)
+                async for event in events:
+                    if isinstance(event, Finished):
+                        entry.finish = event.reason
+                    yield event
 
     async def _make_request(self, ask: Ask, deadline: float, trace: Trace) -> tuple[Request, tuple[str, ...]]:
         served = self._view.served

@@ -115,7 +115,7 @@ def check(ask: Ask, limits: Limits, served_names: Collection[str], vocab_size: i
     if ask.model and ask.model not in served_names:
         raise BatonError(Reason.MODEL_NOT_FOUND, f"model {ask.model[:80]!r} is not served here")
     if context is not None:
-        _check_size(ask, context)
+        _check_size(ask, context, limits)
     found = [*_identity(ask, limits), *_prompt(ask, limits, vocab_size), *_sampling(ask.sampling, limits, vocab_size)]
     if found:
         more = f" (and {len(found) - 1} more)" if len(found) > 1 else ""
@@ -162,14 +162,14 @@ def _prompt_field(ask: Ask) -> str:
     return "text" if ask.text is not None else "chat" if ask.messages is not None else "token_ids"
 
 
-def _check_size(ask: Ask, context: Context) -> None:
-    """Looks at lengths only."""
-    if ask.token_ids is not None and len(ask.token_ids) >= context.tokens:
+def _check_size(ask: Ask, context: Context, limits: Limits) -> None:
+    """Looks at lengths only. What is beyond the absolute limits is told as that, by `_prompt`, at no greater cost."""
+    if ask.token_ids is not None and context.tokens <= len(ask.token_ids) <= limits.max_prompt_ids:
         raise too_long("token_ids", len(ask.token_ids), context.tokens)
     if context.longest_token is None:
         return
-    size = len(ask.text or "") + sum(len(content) for _, content in ask.messages or ())
-    if size >= context.tokens * context.longest_token:
+    size = len(ask.text or "") + sum(len(content) for _, content in (ask.messages or ())[: limits.max_messages])
+    if context.tokens * context.longest_token <= size <= limits.max_prompt_bytes:
         raise too_long(_prompt_field(ask), -(-size // context.longest_token), context.tokens, "at least ")
 
 

@@ -31,15 +31,16 @@ class Malformed(Refused):
 
 @dataclass(frozen=True, slots=True)
 class Output:
-    """One token of one sequence; `finish` is set with the last. With `failure` there is no token, and the sequence is gone.
+    """One token of one sequence; `finish` is set with the last. With `failure` or `expired` there is no token, and the sequence is gone.
 
-    With neither token nor failure, a chunk of a prompt that will be held was computed: `full` are its blocks that are full now.
+    With none of them, a chunk of a prompt that will be held was computed: `full` are its blocks that are full now.
     """
 
     seq: Sequence
     sampled: Sampled | None
     finish: Finish | None = None
     failure: str | None = None
+    expired: bool = False  # it waited in the queue until nobody waited for it any more
     full: tuple[int, ...] = ()
 
 
@@ -69,15 +70,15 @@ class Engine:
 
     def step(self, now: float = 0.0) -> list[Output]:
         """One batch. `now` is the caller's clock, kept in `started_at` of the sequences whose first step this is."""
-        batch = self._schedule(now)
+        outputs: list[Output] = []
+        batch = self._schedule(now, outputs)
         if not batch:
-            return []
+            return outputs
         try:
             sampled = self.runner.run(batch)
         except NonFiniteLogits as error:
-            return [self._fail(seq_id, error) for seq_id in error.sequence_ids]  # the others run again in the next step
+            return outputs + [self._fail(seq_id, error) for seq_id in error.sequence_ids]  # the others run again in the next step
         self.counts.chunks += len(batch)
-        outputs = []
         for chunk, token in zip(batch, sampled, strict=True):
             outputs += self._land_chunk(chunk, token)
         return outputs
@@ -162,10 +163,13 @@ class Engine:
         """End an ownership that the caller kept (`give_up`, `abort`, `pin`)."""
         self.pool.release(blocks)
 
-    def _schedule(self, now: float) -> list[Chunk]:
-        """The next batch. What it says of the sequences that begin with it is counted."""
+    def _schedule(self, now: float, outputs: list[Output]) -> list[Chunk]:
+        """The next batch. What it says of the sequences that begin with it is counted; those that have expired are added to `outputs`."""
         plan, counts = self.scheduler.schedule(now), self.counts
         counts.preemptions += len(plan.preempted)
+        for seq in plan.expired:
+            del self.sequences[seq.id]
+            outputs.append(Output(seq, None, expired=True))
         for seq in (chunk.seq for chunk in plan.chunks if chunk.seq.started_at is None):
             seq.started_at = now
             counts.queried_tokens += seq.arrived_with

@@ -51,6 +51,7 @@ class Limits:
 class Schedule:
     chunks: list[Chunk] = field(default_factory=list)
     preempted: list[Sequence] = field(default_factory=list)
+    expired: list[Sequence] = field(default_factory=list)  # they have left the queue: nothing is computed for them
 
 
 class Scheduler:
@@ -68,8 +69,11 @@ class Scheduler:
         self._forming_since: float | None = None
 
     def schedule(self, now: float = 0.0) -> Schedule:
-        """`now`, the caller's clock in seconds, tells how long a static batch has waited to be full."""
-        plan = Schedule()
+        """`now`, the caller's clock in seconds, tells who in the queue has expired and how long a static batch has waited to be full."""
+        plan = Schedule(expired=[seq for seq in self.waiting if seq.expires_at <= now])
+        for seq in plan.expired:
+            self.waiting.remove(seq)
+            seq.move("abort")
         if self.limits.batching != "continuous":
             self._form_batch(now)
         for seq in list(self.running):

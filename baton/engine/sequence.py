@@ -4,6 +4,7 @@ Two lengths tell everything: `len(tokens)`, what is known, and `computed`, the p
 chunk of one, a decode step, a resumed sequence and one whose KV came from elsewhere, whole or in part, are the same subtraction, `pending`.
 """
 
+import math
 from dataclasses import dataclass, field
 from enum import Enum
 
@@ -66,6 +67,7 @@ class Sequence:
     arrival: int | None = None  # place in the order in which room is given; kept over preemption
     arrived_with: int = 0  # len(tokens) on arrival
     started_at: float | None = None  # the caller's clock when the first chunk was scheduled
+    expires_at: float = math.inf  # on the same clock: from then on nobody waits for it, and it is not begun
 
     def __post_init__(self) -> None:
         self.arrived_with = len(self.tokens)

@@ -1,7 +1,9 @@
 """Between `baton.v1` and the plain objects of engine and kvtransfer: protobuf stops here."""
 
 import itertools
+import math
 from dataclasses import asdict, fields
+from time import monotonic
 
 from google.protobuf.message import DecodeError
 
@@ -17,8 +19,8 @@ _numbers = itertools.count(1)
 _FINISH = {Finish.STOP: generation_pb2.FINISH_REASON_STOP, Finish.LENGTH: generation_pb2.FINISH_REASON_LENGTH}
 
 
-def to_sequence(job: worker_pb2.Job, model_fingerprint: str, hold: bool = False) -> Sequence:
-    """A sequence with an id of its own: two attempts of one request are two sequences."""
+def to_sequence(job: worker_pb2.Job, model_fingerprint: str, hold: bool = False, timeout_s: float | None = None) -> Sequence:
+    """A sequence with an id of its own: two attempts of one request are two sequences. `timeout_s`: how long somebody waits for it."""
     return Sequence(
         id=f"{job.request_id}#{next(_numbers)}",
         tokens=list(job.token_ids),
@@ -26,6 +28,7 @@ def to_sequence(job: worker_pb2.Job, model_fingerprint: str, hold: bool = False)
         params=to_params(job.sampling),
         root=root_key(model_fingerprint, job.cache_salt),
         hold=hold,
+        expires_at=math.inf if timeout_s is None else monotonic() + timeout_s,  # the clock of the engine's loop
     )
 
 

@@ -396,3 +396,38 @@ def test_what_is_no_sequence_is_refused_before_it_reaches_the_model(tokens: list
     with pytest.raises(Malformed):
         engine.add(Sequence("s", tokens, prompt_len, SamplingParams(max_tokens=2), ROOT))
     assert not engine.sequences
+
+
+# Whoever waits for too long
+
+
+@pytest.mark.parametrize("late", [True, False])
+def test_a_sequence_that_expires_in_the_queue_is_dropped_before_anything_is_computed(late: bool) -> None:
+    """And (negative control) one that does not expire is computed."""
+    engine = make_engine(seqs=1)
+    first, second, third = (make_seq(name, list(range(12)), max_tokens=4) for name in "abc")
+    second.expires_at = 10.0
+    for seq in (first, second, third):
+        engine.add(seq)
+    outputs = []
+    now = 0.0
+    while not engine.idle:
+        now += 5.0 if late else 0.1
+        outputs += engine.step(now)
+    dropped = [output.seq.id for output in outputs if output.expired]
+    assert dropped == (["b"] if late else []) and second.output_len == (0 if late else 4)
+    assert second.prefilled == 0 if late else second.output_len == 4
+    assert expect(first) == first.tokens[12:] and expect(third) == third.tokens[12:], "the others are undisturbed"
+    assert not engine.sequences and (second.state is State.DONE)
+    engine.pool.check()
+
+
+def test_a_sequence_that_runs_does_not_expire() -> None:
+    """Its deadline is for whoever asked for it to hold; the queue is where work can still be saved."""
+    engine = make_engine()
+    seq = make_seq("a", [1, 2, 3])
+    seq.expires_at = 1.0
+    engine.add(seq)
+    while not engine.idle:
+        assert not any(output.expired for output in engine.step(0.5 if seq.started_at is None else 5.0))
+    assert seq.output_len == 8

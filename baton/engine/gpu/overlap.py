@@ -117,10 +117,10 @@ class OverlapEngine(Engine):
     def step(self, now: float = 0.0) -> list[Output]:
         """Hands over the next batch, then answers for the one before it."""
         outputs = self._land(None) if self.scheduler.lacks_blocks() else []
-        batch = self._schedule(now)
+        batch = self._schedule(now, outputs)
         if not batch and self.scheduler.flight is not None:
             outputs += self._land(None)
-            batch = self._schedule(now)  # what has landed made room
+            batch = self._schedule(now, outputs)  # what has landed made room
         flight = Flight(batch, self.runner.submit(batch)) if batch else None
         outputs += self._land(flight)
         for chunk in batch:
