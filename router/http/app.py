@@ -200,7 +200,7 @@ class HttpDoor:
     @property
     def _longest_s(self) -> float:
         """A request is over at its deadline; only who reads its answer slowly can make it last longer."""
-        return self._config.max_timeout_s + self._config.http_stall_s
+        return self._config.max_timeout_s + self._config.stall_s
 
     def _caller(self, request: Request) -> Caller:
         """Raises BatonError(UNAUTHENTICATED)."""
