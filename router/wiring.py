@@ -8,7 +8,6 @@ import time
 from pathlib import Path
 
 from grpc_health.v1 import health_pb2
-from grpc_reflection.v1alpha import reflection
 
 from baton.cluster.config import Config, ConfigError
 from baton.cluster.connect import connect_registry
@@ -18,7 +17,7 @@ from baton.cluster.metrics_http import Exposition, MetricsServer
 from baton.cluster.rpc import Server, Tasks
 from baton.cluster.telemetry import make_tracer
 from baton.v1 import generation_pb2, generation_pb2_grpc, worker_pb2_grpc
-from router import gauges
+from router import gauges, reflection
 from router.admin import AdminDoor
 from router.admission import Admission
 from router.clients import Workers
@@ -91,7 +90,7 @@ class RouterProcess:
         )
         generation_pb2_grpc.add_GenerationServicer_to_server(GenerationDoor(self.service, self._keys), public.grpc)  # type: ignore[no-untyped-call]
         if config.router.reflection:
-            reflection.enable_server_reflection((SERVICE, "grpc.health.v1.Health", reflection.SERVICE_NAME), public.grpc)
+            reflection.offer((SERVICE, "grpc.health.v1.Health"), public.grpc)
         self.address = public.bind(config.router.port)
         admin_address = admin.bind(config.router.admin_port)
         http_door = HttpDoor(self.service, tokenizer, self._keys, config.router, lambda: bool(view.decode_workers()), draw_id)
