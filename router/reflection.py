@@ -23,7 +23,7 @@ class Symbols:
         old = descriptor_pb2.FileDescriptorProto()
         reflection_pb2.DESCRIPTOR.CopyToProto(old)
         renamed = json_format.MessageToJson(old).replace("v1alpha", "v1")
-        self._added.Add(json_format.Parse(renamed, descriptor_pb2.FileDescriptorProto()))  # type: ignore[no-untyped-call]
+        self._added.Add(json_format.Parse(renamed, descriptor_pb2.FileDescriptorProto()))
 
     def __getattr__(self, name: str) -> Any:
         return getattr(self._known, name)

@@ -68,7 +68,7 @@ class RouterProcess:
 
     async def start(self) -> None:
         config = self.config
-        public, admin = self._servers = [Server(config, config.router.max_message_bytes) for _ in range(2)]
+        public, admin = self._servers = [Server(config, config.router.max_message_bytes, config.router.stall_s) for _ in range(2)]
         tokenizer = await asyncio.to_thread(Tokenizer.load, Path(config.model.path))
         self._view = view = ClusterView(tokenizer.fingerprint)
         watch = Watch(view, self._registry, self._workers)
