@@ -152,7 +152,7 @@ class GenerateService:
         try:
             async with asyncio.timeout(deadline - monotonic()):
                 if ask.messages is not None:
-                    return await asyncio.to_thread(self._tokenizer.render, ask.messages)
+                    return await asyncio.to_thread(self._tokenizer.render, ask.messages, ask.names)
                 return await asyncio.to_thread(self._tokenizer.encode, ask.text or "")
         except TimeoutError:
             raise BatonError(Reason.DEADLINE, "the deadline was over before the prompt was tokenised") from None

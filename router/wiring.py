@@ -23,7 +23,7 @@ from router.admission import Admission
 from router.clients import Workers
 from router.dispatch import Dispatcher
 from router.door import GenerationDoor
-from router.http.app import HttpDoor
+from router.http.app import HttpDoor, allow_origins
 from router.http.page import Page
 from router.http.server import HttpServer
 from router.journal import Journal
@@ -94,7 +94,7 @@ class RouterProcess:
         self.address = public.bind(config.router.port)
         admin_address = admin.bind(config.router.admin_port)
         http_door = HttpDoor(self.service, tokenizer, self._keys, config.router, lambda: bool(view.decode_workers()), draw_id)
-        self._http = HttpServer(config, http_door)
+        self._http = HttpServer(config, allow_origins(http_door, config.router.cors_origins))
         http_address = self._http.bind(config.router.http_port)
         live = Live(view, self._workers, watch, admission, self._journal, model_name)
         self._page = HttpServer(config, Page(live, http_door, self._keys, config.cluster.host))

@@ -128,6 +128,11 @@ class RouterConfig(Section):
         default=20.0, gt=0, le=3600, description="Longest time for the headers of an HTTP request, and for its body, seconds."
     )
     http_idle_s: float = Field(default=75.0, gt=0, le=3600, description="How long an HTTP connection stays open between requests, seconds.")
+    cors_origins: tuple[str, ...] = Field(
+        default=(),
+        strict=False,
+        description="Origins whose pages may use the HTTP API from a browser (https://app.example, or *); empty: none.",
+    )
     stall_s: float = Field(
         default=30.0,
         gt=0,

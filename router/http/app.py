@@ -22,10 +22,11 @@ from typing import Any
 
 from starlette.datastructures import Headers
 from starlette.exceptions import HTTPException
+from starlette.middleware.cors import CORSMiddleware
 from starlette.requests import ClientDisconnect, Request
 from starlette.responses import Response
 from starlette.routing import Route, Router
-from starlette.types import Message, Receive, Scope, Send
+from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from baton.cluster.config import RouterConfig
 from baton.cluster.errors import BatonError, Reason
@@ -42,6 +43,7 @@ from router.validate import Ask
 
 log = logging.getLogger(__name__)
 REQUEST_ID = re.compile(r"[A-Za-z0-9._:/+=@-]{1,120}")  # a choice's number follows
+AT_ONCE_BYTES = 64 << 10  # a longer body is read in a thread: each step holds the others up, but not all steps together
 TIMEOUT_HEADER = "x-request-timeout-ms"
 DONE = b"data: [DONE]\n\n"
 _STREAM_HEADERS = {"content-type": "text/event-stream; charset=utf-8", "cache-control": "no-cache", "x-accel-buffering": "no"}
@@ -115,7 +117,8 @@ class HttpDoor:
 
     async def _generate(self, request: Request, read: ReadBody) -> Response:
         caller = self._caller(request)
-        asked = read(await self._body(request), caller)
+        body = await self._body(request)
+        asked = read(body, caller) if len(body) <= AT_ONCE_BYTES else await asyncio.to_thread(read, body, caller)
         events = self._events(asked, _timeout_s(request))
         writer = Writer(asked, self._tokenizer, caller.request_id, self._service.model_name)
         if asked.stream:
@@ -240,6 +243,14 @@ class HttpDoor:
                 return HttpError(error.status_code, error.detail, headers=error.headers)
         log.error("an HTTP request failed", exc_info=error)
         return to_http(BatonError(Reason.INTERNAL, "the request failed on our side"))
+
+
+def allow_origins(app: ASGIApp, origins: Sequence[str]) -> ASGIApp:
+    """`app`, which browsers let pages of `origins` use. Keys travel in a header that the page sets itself, so no credentials are needed."""
+    if not origins:
+        return app
+    told = ("x-request-id", "retry-after")
+    return CORSMiddleware(app, allow_origins=origins, allow_methods=("GET", "POST"), allow_headers=("*",), expose_headers=told)
 
 
 class EventStream(Response):

@@ -57,6 +57,8 @@ def to_http(error: BatonError, names: Mapping[str, str] = _NO_NAMES) -> HttpErro
         param = to_param(first.field, names)
         more = f" (and {len(error.violations) - 1} more)" if len(error.violations) > 1 else ""
         message = f"{param}: {first.description}{more}"
+    if error.reason is Reason.CONTEXT_LENGTH and (context := error.metadata.get("context")):
+        message += f"; this model's maximum context length is {context} tokens"  # what clients look for, LiteLLM above all
     headers = {}
     if kind.http in (429, 503):
         headers["retry-after"] = str(math.ceil(error.retry_after or RETRY_AFTER_S))
