@@ -1,4 +1,4 @@
-"""`baton.v1.Generation`: translates, and nothing else. Protobuf stops here."""
+"""The gRPC service `baton.v1.Generation`: it only translates. Protobuf stops here."""
 
 from collections.abc import AsyncIterator
 from contextlib import aclosing

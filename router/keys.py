@@ -1,8 +1,8 @@
-"""Who is asking: API keys by their SHA-256, and the tenant that a key speaks for.
+"""API keys, stored as SHA-256 hashes, and the tenant that each key belongs to.
 
-One entry a line in the file that `security.api_keys` names: `NAME SHA256HEX [TENANT] [requests=N] [tokens=N]`. Without a tenant, NAME is
-one. `requests` and `tokens` are the tenant's limits a minute where they are not those of the configuration (0: none). Empty lines and lines
-that begin with # are skipped. A plain hash is enough because keys are drawn, not chosen: nobody can try all of them.
+The file that `security.api_keys` names has one entry a line: `NAME SHA256HEX [TENANT] [requests=N] [tokens=N]`. Without TENANT, the tenant
+is NAME. `requests` and `tokens` replace the tenant's limits a minute from the configuration (0: no limit). Empty lines and lines that begin
+with # are skipped. A plain hash is enough, because keys are random and nobody can try them all.
 """
 
 import hmac
@@ -24,7 +24,7 @@ MAX_KEY = 512  # characters
 
 @dataclass(frozen=True, slots=True)
 class Quota:
-    """What a tenant may use in a minute; None: as much as there is."""
+    """What a tenant may use in a minute; None: no limit."""
 
     requests: int | None = None
     tokens: int | None = None
@@ -35,27 +35,27 @@ class Entry:
     name: str
     digest: bytes
     tenant: str
-    quota: tuple[tuple[str, int | None], ...] = ()  # fields of the tenant's Quota that are not the configuration's
+    quota: tuple[tuple[str, int | None], ...] = ()  # fields of the tenant's Quota that replace the configuration's
 
 
 class ApiKeys:
-    """No entries: everybody may ask, and nobody is a tenant."""
+    """Without entries everybody may ask, and nobody is a tenant."""
 
     def __init__(self, entries: Iterable[Entry] = (), quota: Quota | None = None) -> None:
-        """`quota`: of a tenant whose entries name none. Raises ConfigError when two entries of one tenant do not agree."""
+        """`quota` is that of a tenant whose entries set none. Raises ConfigError when two entries of one tenant disagree."""
         self._entries = tuple(entries)
         self._quotas: dict[str, Quota] = {}
         given: dict[tuple[str, str], int | None] = {}
         for entry in self._entries:
             for what, amount in entry.quota:
                 if given.setdefault((entry.tenant, what), amount) != amount:
-                    raise ConfigError(f"security.api_keys: {entry.name}: other {what} than another key of {entry.tenant}")
+                    raise ConfigError(f"security.api_keys: {entry.name}: {what} differs from that of another key of {entry.tenant}")
             own = self._quotas.get(entry.tenant, quota or Quota())
             self._quotas[entry.tenant] = replace(own, **dict(entry.quota))
 
     @classmethod
     def load(cls, path: str | None, quota: Quota | None = None) -> Self:
-        """Raises ConfigError for a file that cannot be read, that holds no key, or that has a line which is none."""
+        """Raises ConfigError for a file that cannot be read, that holds no key, or that has a malformed line."""
         if path is None:
             return cls()
         try:
@@ -79,9 +79,9 @@ class ApiKeys:
         return self._quotas[tenant]
 
     def tenant(self, authorization: str | None) -> str:
-        """Whom `Bearer KEY` speaks for; empty when no key is asked for. Raises UNAUTHENTICATED.
+        """The tenant that `Bearer KEY` belongs to; empty when no key is needed. Raises UNAUTHENTICATED.
 
-        Every entry is compared, whichever fits, and hashes instead of keys: the time taken tells nothing of either.
+        Hashes are compared, not keys, and always with every entry, so the time taken reveals nothing about either.
         """
         if not self._entries:
             return ""
@@ -91,7 +91,7 @@ class ApiKeys:
         digest = sha256(key.strip().encode(errors="replace")).digest()
         found = [entry for entry in self._entries if hmac.compare_digest(entry.digest, digest)]
         if not found:
-            raise BatonError(Reason.UNAUTHENTICATED, "this API key is not known")
+            raise BatonError(Reason.UNAUTHENTICATED, "this API key is unknown")
         return found[0].tenant
 
 

@@ -71,7 +71,7 @@ class Asked:
 
 @dataclass(frozen=True)
 class Rule:
-    """What a client is told whose value is refused."""
+    """What a client is told when its value is refused."""
 
     must: str | Callable[[Any], str]
     code: str = "invalid_value"
@@ -452,7 +452,7 @@ def _asked(given: Generation, prompts: list[Ask], caller: Caller, *, chat: bool,
 
 
 def _choices(prompts: list[Ask], n: int, request_id: str) -> Iterator[Ask]:
-    """Each choice is a request of its own; of a given seed each gets its own too, the first the given one."""
+    """Each choice is a request of its own. Where a seed is given, choice i gets that seed plus i."""
     alone = n * len(prompts) == 1
     for i, ask in enumerate(prompts):
         for j in range(n):
@@ -477,4 +477,4 @@ def _object(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
 
 
 def _no_number(name: str) -> Any:
-    raise _Malformed(f"{name} is no number of JSON")
+    raise _Malformed(f"{name} is not a JSON number")
