@@ -25,6 +25,8 @@ class GenerationDoor(generation_pb2_grpc.GenerationServicer):
             ask = to_ask(request, _metadata(context, "traceparent") or "", tenant)
             async with aclosing(self._service.generate(ask, context.time_remaining())) as events:
                 async for event in events:
+                    if isinstance(event, Accepted):
+                        context.set_trailing_metadata((("x-request-id", event.request_id),))
                     yield to_response(event)
 
 

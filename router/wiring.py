@@ -38,6 +38,7 @@ from router.watch import Watch
 log = logging.getLogger(__name__)
 SERVICE = generation_pb2.DESCRIPTOR.services_by_name["Generation"].full_name
 HEALTH_EVERY_S = 0.1
+KEYS_EVERY_S = 1.0
 IDLE_POLL_S = 0.02
 
 
@@ -104,12 +105,14 @@ class RouterProcess:
             endpoints["metrics"] = await self._metrics.start(config.telemetry.metrics_port)
         door = AdminDoor(view, self._workers, watch, admission, self._journal, live, model_name, lambda: endpoints)
         worker_pb2_grpc.add_AdminServicer_to_server(door, admin.grpc)  # type: ignore[no-untyped-call]
+        await public.health.set("liveness", health_pb2.HealthCheckResponse.SERVING)  # as long as the process answers
         await public.start()
         await admin.start()
         self._http.start(self._tasks)
         self._page.start(self._tasks)
         self._tasks.start(watch.run(), "watch")
         self._tasks.start(self._run_health(), "health")
+        self._tasks.start(self._run_keys(), "keys")
         self.stage = move(self.stage, "ready")
         log.info("router ready on %s (HTTP %s, admin %s), model %s", self.address, http_address, admin_address, model_name)
 
@@ -153,7 +156,21 @@ class RouterProcess:
                 await self._set_health(bool(self._view.decode_workers()))
             await asyncio.sleep(HEALTH_EVERY_S)
 
+    async def _run_keys(self) -> None:
+        while True:
+            await asyncio.sleep(KEYS_EVERY_S)
+            limited = self._keys.limited
+            try:
+                if not self._keys.refresh():
+                    continue
+            except ConfigError as error:
+                log.error("the API keys stay as they were: %s", error)
+                continue
+            log.info("the API keys were read again")
+            if self._keys.limited and not limited:
+                log.warning("the limits of tenants hold after the next start: there were none at this one")
+
     async def _set_health(self, serving: bool) -> None:
         status = health_pb2.HealthCheckResponse.SERVING if serving else health_pb2.HealthCheckResponse.NOT_SERVING
-        for name in ("", SERVICE):
+        for name in ("", SERVICE, "readiness"):
             await self._servers[0].health.set(name, status)

@@ -65,3 +65,12 @@ async def test_streams_that_nobody_reads_give_their_places_back(tokenizer: Token
                 assert to_error(caught.value).reason is Reason.STALLED
         for stream in unread:
             stream.cancel()
+
+
+async def test_the_trailing_metadata_have_the_id_of_the_request(tokenizer: Tokenizer) -> None:
+    async with serving(House(tokenizer), None) as stub:
+        for given, want in (("mine", "mine"), ("", "req-1")):
+            call = stub.Generate(pb.GenerateRequest(text="hello", request_id=given))
+            async for _ in call:
+                pass
+            assert dict(await call.trailing_metadata())["x-request-id"] == want
