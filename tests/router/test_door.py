@@ -9,12 +9,13 @@ import pytest
 from http_door import House, Script, settled, toy_tokenizer
 
 from baton.cluster.config import Config, RouterConfig
-from baton.cluster.errors import Reason
+from baton.cluster.errors import BatonError, Reason
 from baton.cluster.rpc import Server, to_error
 from baton.v1 import generation_pb2 as pb
 from baton.v1 import generation_pb2_grpc
-from router.door import GenerationDoor
+from router.door import GenerationDoor, to_ask
 from router.tokenizer import Tokenizer
+from router.validate import Limits, check
 
 ASK = pb.GenerateRequest(text="hello", sampling=pb.SamplingParams(logprobs=20))
 SMALL_WINDOW = [("grpc.http2.bdp_probe", 0)]  # 64 KiB; else it grows to megabytes, which take long to fill
@@ -74,3 +75,18 @@ async def test_the_trailing_metadata_have_the_id_of_the_request(tokenizer: Token
             async for _ in call:
                 pass
             assert dict(await call.trailing_metadata())["x-request-id"] == want
+
+
+def test_lists_that_are_too_long_are_not_copied_whole_and_refused_all_the_same() -> None:
+    limits = Limits()
+    chat = pb.Chat(messages=[pb.ChatMessage(role="user", content="x")] * 5000)
+    bias = {i: 1.0 for i in range(5000)}
+    many = pb.SamplingParams(logit_bias=bias, stop=["x"] * 5000, stop_token_ids=range(5000))
+    ask = to_ask(pb.GenerateRequest(chat=chat, sampling=many))
+    assert ask.messages is not None
+    lengths = [len(each) for each in (ask.messages, ask.sampling.logit_bias, ask.sampling.stop, ask.sampling.stop_token_ids)]
+    assert lengths == [limits.max_messages + 1, limits.max_logit_bias + 1, limits.max_stop + 1, limits.max_stop_token_ids + 1]
+    with pytest.raises(BatonError) as caught:
+        check(ask, limits, (), 10_000)
+    fields = {violation.field for violation in caught.value.violations}
+    assert fields == {"chat.messages", "sampling.logit_bias", "sampling.stop", "sampling.stop_token_ids"}
