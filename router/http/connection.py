@@ -63,7 +63,8 @@ class Exchange:
 
     async def send(self, message: Message) -> None:
         """Waits while the reader has not taken what was sent before."""
-        await self._connection.writable.wait()
+        if not (writable := self._connection.writable).is_set():
+            await writable.wait()
         if self.gone:
             return
         if not self.started:
@@ -86,15 +87,17 @@ class Exchange:
         self._head = self._connection.pack(h11.Response(status_code=status, headers=headers, reason=_PHRASES.get(status, b"")))
 
     def _continue(self, message: Message) -> None:
-        pack, head, self._head = self._connection.pack, self._head, b""
-        data = head + pack(h11.Data(data=b"" if self._head_only else message.get("body", b"")))
-        self.complete = not message.get("more_body", False)
-        if self.complete:
-            data += pack(h11.EndOfMessage())
-        self._connection.write(data)
-        if self.complete:
-            self.news.set()
-            self._connection.answered()
+        connection = self._connection
+        data = connection.pack(h11.Data(data=b"" if self._head_only else message.get("body", b"")))
+        if self._head:
+            data, self._head = self._head + data, b""
+        if message.get("more_body", False):
+            connection.write(data)
+            return
+        self.complete = True
+        connection.write(data + connection.pack(h11.EndOfMessage()))
+        self.news.set()
+        connection.answered()
 
 
 class Connection(asyncio.Protocol):
