@@ -60,12 +60,15 @@ class ChatTemplate:
             raise ValueError(f"the chat template does not compile: line {error.lineno}: {error.message}") from None
         self._tokens = dict(tokens)
 
-    def render(self, messages: Sequence[Message]) -> str:
-        """The conversation as text, up to where the assistant begins to write.
+    def render(self, messages: Sequence[Message], names: Sequence[str] = ()) -> str:
+        """The conversation as text, up to where the assistant begins to write. `names`: of the participants, by message; "" where none.
 
         Raises INVALID_FIELD (`chat`) where the template refuses the conversation or writes too much, INTERNAL where it breaks.
         """
         given = [{"role": role, "content": content} for role, content in messages]
+        for message, name in zip(given, names, strict=False):
+            if name:
+                message["name"] = name
         pieces, size = [], 0
         try:
             for piece in self._template.generate(messages=given, tools=None, documents=None, add_generation_prompt=True, **self._tokens):
@@ -79,22 +82,26 @@ class ChatTemplate:
             raise BatonError(Reason.INTERNAL, f"the chat template failed: {type(error).__name__}") from error
         return "".join(pieces)
 
-    def outline(self, messages: Sequence[Message]) -> Outline:
-        """The conversation rendered without the contents: the template gets stand-ins that it cannot tell from text.
+    def outline(self, messages: Sequence[Message], names: Sequence[str] = ()) -> Outline:
+        """The conversation rendered without the contents and names: the template gets stand-ins that it cannot tell from text.
 
         A stand-in keeps the white space at both ends of its content, so that templates that trim or strip do here what they do to the
         content; a content of nothing but white space stays itself. Raises as `render` does, and INTERNAL where the template takes
         stand-ins apart.
         """
-        cores = [content.strip() for _, content in messages]
-        hidden = [
-            (role, content.replace(core, f"{HOLE}{i}{_END}", 1) if core else content)
-            for i, ((role, content), core) in enumerate(zip(messages, cores, strict=True))
-        ]
-        parts = _STAND_IN.split(self.render(hidden))  # text, number, text, number, …, text
+        cores = [text.strip() for text in (*(content for _, content in messages), *names)]
+        hidden = [_hide(i, content, core) for i, ((_, content), core) in enumerate(zip(messages, cores, strict=False))]
+        hidden_names = [_hide(i, name, cores[i]) for i, name in enumerate(names, len(messages))]
+        parts = _STAND_IN.split(
+            self.render([(role, text) for (role, _), text in zip(messages, hidden, strict=True)], hidden_names)
+        )  # text, number, text, number, …, text
         if any(HOLE in part or _END in part for part in parts[::2]):
             raise BatonError(Reason.INTERNAL, "the chat template takes message contents apart")
         return Outline(HOLE.join(parts[::2]), tuple(cores[int(number)] for number in parts[1::2]))
+
+
+def _hide(number: int, text: str, core: str) -> str:
+    return text.replace(core, f"{HOLE}{number}{_END}", 1) if core else text
 
 
 class _Refusal(TemplateError):

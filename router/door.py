@@ -1,7 +1,8 @@
-"""`baton.v1.Generation`: translates, and nothing else. Protobuf stops here."""
+"""The gRPC service `baton.v1.Generation`: it only translates. Protobuf stops here."""
 
 from collections.abc import AsyncIterator
 from contextlib import aclosing
+from itertools import islice
 
 from baton.cluster.rpc import Answering, Context
 from baton.v1 import generation_pb2 as pb
@@ -9,8 +10,9 @@ from baton.v1 import generation_pb2_grpc
 from router.keys import ApiKeys
 from router.request import Trace
 from router.service import Accepted, Event, Finished, GenerateService, Piece
-from router.validate import Ask, AskSampling
+from router.validate import Ask, AskSampling, Limits
 
+_LIMITS = Limits()
 _REASON = {"stop": pb.FINISH_REASON_STOP, "length": pb.FINISH_REASON_LENGTH}
 
 
@@ -25,6 +27,8 @@ class GenerationDoor(generation_pb2_grpc.GenerationServicer):
             ask = to_ask(request, _metadata(context, "traceparent") or "", tenant)
             async with aclosing(self._service.generate(ask, context.time_remaining())) as events:
                 async for event in events:
+                    if isinstance(event, Accepted):
+                        context.set_trailing_metadata((("x-request-id", event.request_id),))
                     yield to_response(event)
 
 
@@ -33,19 +37,24 @@ def _metadata(context: Context, name: str) -> str | None:
 
 
 def to_ask(request: pb.GenerateRequest, traceparent: str = "", tenant: str = "") -> Ask:
+    """A list that is too long is cut one item beyond its limit: it is refused all the same, and costs no more than a list that is not."""
     kind = request.WhichOneof("prompt")
     return Ask(
         request_id=request.request_id,
         model=request.model,
         text=request.text if kind == "text" else None,
-        messages=tuple((message.role, message.content) for message in request.chat.messages) if kind == "chat" else None,
-        token_ids=tuple(request.token_ids.ids) if kind == "token_ids" else None,
+        messages=_messages(request.chat) if kind == "chat" else None,
+        token_ids=tuple(request.token_ids.ids[: _LIMITS.max_prompt_ids + 1]) if kind == "token_ids" else None,
         cache_salt=request.cache_salt,
         priority=request.priority,
         sampling=_to_sampling(request.sampling),
         tenant=tenant,
         traceparent=traceparent,
     )
+
+
+def _messages(chat: pb.Chat) -> tuple[tuple[str, str], ...]:
+    return tuple((message.role, message.content) for message in chat.messages[: _LIMITS.max_messages + 1])
 
 
 _REPEATED = {"logit_bias", "stop_token_ids", "stop"}
@@ -55,7 +64,10 @@ _OPTIONAL = [name for name in pb.SamplingParams.DESCRIPTOR.fields_by_name if nam
 def _to_sampling(sampling: pb.SamplingParams) -> AskSampling:
     given = {name: getattr(sampling, name) for name in _OPTIONAL if sampling.HasField(name)}
     return AskSampling(
-        logit_bias=dict(sampling.logit_bias), stop_token_ids=tuple(sampling.stop_token_ids), stop=tuple(sampling.stop), **given
+        logit_bias=dict(islice(sampling.logit_bias.items(), _LIMITS.max_logit_bias + 1)),
+        stop_token_ids=tuple(sampling.stop_token_ids[: _LIMITS.max_stop_token_ids + 1]),
+        stop=tuple(sampling.stop[: _LIMITS.max_stop + 1]),
+        **given,
     )
 
 

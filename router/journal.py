@@ -1,11 +1,12 @@
-"""What became of each request: counted, judged by the objectives, kept for a while, told to its trace. Once, when the request ends.
+"""What became of each request. When a request ends, the journal counts it, judges it by the objectives, keeps a record for a while and
+completes its trace.
 
-    with journal.open("chat", request_id, traceparent) as entry:      # however the block is left, the request has ended
-        entry.request = ...                                           # once it is known to be well-formed
-        entry.finish = "stop"                                         # once the output is complete
+    with journal.open("chat", request_id, traceparent) as entry:      # the request ends with the block, however the block is left
+        entry.request = ...                                           # when the request is known to be well-formed
+        entry.finish = "stop"                                         # when the output is complete
 
-Whoever serves a request writes facts into `entry.trace` and knows nothing of metrics. A record keeps times, counts and names; nothing of a
-prompt or an output.
+The code that serves a request writes facts into `entry.trace` and knows nothing about metrics. A record keeps times, counts and names, but
+nothing of the prompt or the output.
 """
 
 import asyncio
@@ -26,19 +27,19 @@ from baton.cluster.telemetry import NO_SPAN, Tracer, Value
 from router.request import FinishReason, Request, Stopwatch, Trace, name_the_stage
 from router.slo import Attainment, Objectives, Times, missed_because
 
-MAX_ID = 128  # characters; a longer one is refused, and need not be kept
+MAX_ID = 128  # characters; a request with a longer id is refused
 REFUSALS = frozenset({Reason.RATE_LIMITED, Reason.SATURATED, Reason.NO_WORKER, Reason.DRAINING})
 
 
 @dataclass(frozen=True, slots=True)
 class Totals:
-    """Of all requests that have ended since the start."""
+    """Sums over all requests that have ended since the start."""
 
     outcomes: dict[str, Number]
     prompt_tokens: Number
     output_tokens: Number
     cached_tokens: Number
-    met: int  # completed, and every objective that there is was met
+    met: int  # requests that completed and met every objective that is set
     handoffs: int
     handoff_bytes: int
 
@@ -47,19 +48,19 @@ class Totals:
 class Record:
     """A request that has ended."""
 
-    request_id: str  # empty when it was refused before it was given one
+    request_id: str  # empty when the request was refused before it had one
     at: float  # arrival, seconds since the epoch
     outcome: str  # ok, invalid, refused, failed, cancelled
-    reason: str  # of the finish, or of the error table
+    reason: str  # why the output ended, or the reason from the error table
     prompt_tokens: int
     output_tokens: int
     times: Times
     trace: Trace
-    trace_id: str  # empty when it was not traced
-    slo_missed: str | None  # the stage to blame; None: met, or not judged
+    trace_id: str  # empty when the request was not traced
+    slo_missed: str | None  # the stage to blame; None: all objectives met, or not judged
 
     def to_json(self) -> dict[str, Any]:
-        """Times are seconds; those of laps and failures count from the arrival."""
+        """Times are in seconds; those of laps and failures count from the arrival."""
         trace, start, laps = self.trace, self.trace.watch.start, self.trace.watch.laps
         return {
             "request_id": self.request_id,
@@ -86,7 +87,7 @@ class Entry:
     """A request that is being served."""
 
     def __init__(self, journal: "Journal", trace: Trace, operation: str, request_id: str, at: float) -> None:
-        """`request_id`: as the client gave it; `at`: seconds since the epoch."""
+        """`request_id` is the client's own; `at` is in seconds since the epoch."""
         self.trace = trace
         self.operation = operation
         self.request_id = request_id
@@ -112,9 +113,9 @@ class Journal:
     def __init__(
         self, book: Book, tracer: Tracer, model: str, slo: SloConfig, keep: int, wall_clock: Callable[[], float] = time.time
     ) -> None:
-        """`keep`: how many records."""
-        self._goodput = self._handoffs = self._handoff_bytes = 0  # of `totals`; the rest of it is counted for the metrics already
-        self.open_entries: dict[Entry, None] = {}  # a set that remembers the order
+        """`keep`: number of records kept."""
+        self._goodput = self._handoffs = self._handoff_bytes = 0  # for `totals`; the metrics count the rest
+        self.open_entries: dict[Entry, None] = {}  # an ordered set
         self._tracer = tracer
         self._model = model
         self._wall_clock = wall_clock
@@ -142,7 +143,7 @@ class Journal:
             book.read("baton_router_slo_objective_seconds", lambda: dict(self._objectives.limits))
 
     def open(self, operation: str, request_id: str = "", traceparent: str = "", clock: Callable[[], float] = monotonic) -> Entry:
-        """`operation`: of the GenAI conventions."""
+        """`operation`: a name from OpenTelemetry's GenAI conventions."""
         trace = Trace(Stopwatch(clock), self._tracer.begin(f"{operation} {self._model}", traceparent))
         return Entry(self, trace, operation, request_id[:MAX_ID], self._wall_clock())
 
@@ -168,15 +169,15 @@ class Journal:
 
     @property
     def attainment(self) -> float | None:
-        """Share of the last requests that met every objective. None: there is no objective, or no request yet."""
+        """Share of the last requests that met every objective. None: no objective is set, or no request has ended yet."""
         return self._attainment.ratio
 
     def last(self, count: int = 1) -> list[Record]:
-        """Those that ended last, the newest first."""
+        """The records of the requests that ended last, newest first."""
         return [record for record, _ in zip(reversed(self._records), range(count), strict=False)]
 
     def find(self, request_id: str) -> Record | None:
-        """The newest of that id."""
+        """The newest record with this id."""
         return next((record for record in reversed(self._records) if record.request_id == request_id), None)
 
     def close(self, entry: Entry, outcome: str, reason: str) -> None:
@@ -207,10 +208,10 @@ class Journal:
             span.past_child(semconv.QUEUE, queue.end - queue.start)
             span.set(self._attributes(entry, record))
             span.end("" if outcome == "ok" else reason)
-            trace.span = NO_SPAN  # the record outlives it
+            trace.span = NO_SPAN  # the record outlives the span
 
     def _judge(self, outcome: str, times: Times) -> str | None:
-        """What a client got wrong or gave up is nobody's miss."""
+        """Requests that the client got wrong or gave up are not judged."""
         if not self._objectives.limits or outcome in ("invalid", "cancelled"):
             return None
         missed = missed_because(self._objectives, times) if outcome == "ok" else "error"
@@ -246,7 +247,7 @@ class Journal:
         self._duration.observe(times.e2e_s)
         self._output_length.observe(request.output_len)
         for stage, seconds in times.stages.items():
-            if seconds:  # a stage that there was not would hide how long the others waited
+            if seconds:  # zeros of requests that skipped the stage would hide how long the others took
                 self._stages[stage].observe(seconds)
 
     def _attributes(self, entry: Entry, record: Record) -> dict[str, Value]:
@@ -278,7 +279,7 @@ class Journal:
 
 
 def measure(trace: Trace) -> Times:
-    """Of a request whose watch was stopped."""
+    """The times of a request whose watch has been stopped."""
     watch, gaps, decoding = trace.watch, trace.gaps, trace.last_at - trace.first_at
     return Times(
         stages={str(stage): seconds for stage, seconds in watch.seconds.items()},
@@ -292,7 +293,7 @@ def measure(trace: Trace) -> Times:
 
 
 def _outcome(entry: Entry, error: BaseException | None) -> tuple[str, str]:
-    if entry.finish is not None:  # a client that leaves after the last event has had its answer
+    if entry.finish is not None:  # even if the client left after the last event
         return "ok", entry.finish
     if isinstance(error, BatonError):
         reason = error.reason

@@ -1,11 +1,12 @@
-"""Who is asking: API keys by their SHA-256, and the tenant that a key speaks for.
+"""API keys, stored as SHA-256 hashes, and the tenant that each key belongs to.
 
-One entry a line in the file that `security.api_keys` names: `NAME SHA256HEX [TENANT] [requests=N] [tokens=N]`. Without a tenant, NAME is
-one. `requests` and `tokens` are the tenant's limits a minute where they are not those of the configuration (0: none). Empty lines and lines
-that begin with # are skipped. A plain hash is enough because keys are drawn, not chosen: nobody can try all of them.
+The file that `security.api_keys` names has one entry a line: `NAME SHA256HEX [TENANT] [requests=N] [tokens=N]`. Without TENANT, the tenant
+is NAME. `requests` and `tokens` replace the tenant's limits a minute from the configuration (0: no limit). Empty lines and lines that begin
+with # are skipped. A plain hash is enough, because keys are random and nobody can try them all.
 """
 
 import hmac
+import os
 import re
 from collections.abc import Iterable
 from dataclasses import dataclass, replace
@@ -20,11 +21,12 @@ _NAME = re.compile(r"[A-Za-z0-9_.-]{1,64}")
 _DIGEST = re.compile(r"[0-9a-fA-F]{64}")
 _QUOTA = re.compile(r"(requests|tokens)=([0-9]{1,9})")
 MAX_KEY = 512  # characters
+_Stamp = tuple[int, int, int]
 
 
 @dataclass(frozen=True, slots=True)
 class Quota:
-    """What a tenant may use in a minute; None: as much as there is."""
+    """What a tenant may use in a minute; None: no limit."""
 
     requests: int | None = None
     tokens: int | None = None
@@ -35,37 +37,47 @@ class Entry:
     name: str
     digest: bytes
     tenant: str
-    quota: tuple[tuple[str, int | None], ...] = ()  # fields of the tenant's Quota that are not the configuration's
+    quota: tuple[tuple[str, int | None], ...] = ()  # fields of the tenant's Quota that replace the configuration's
 
 
 class ApiKeys:
-    """No entries: everybody may ask, and nobody is a tenant."""
+    """Without entries everybody may ask, and nobody is a tenant."""
 
     def __init__(self, entries: Iterable[Entry] = (), quota: Quota | None = None) -> None:
-        """`quota`: of a tenant whose entries name none. Raises ConfigError when two entries of one tenant do not agree."""
-        self._entries = tuple(entries)
-        self._quotas: dict[str, Quota] = {}
+        """`quota` is that of a tenant whose entries set none. Raises ConfigError when two entries of one tenant disagree."""
+        self._path: str | None = None  # the file that `refresh` reads
+        self._stamp: _Stamp | None = None
+        self._quota = quota
+        self._take(entries)
+
+    def _take(self, entries: Iterable[Entry]) -> None:
+        taken, quotas = tuple(entries), dict[str, Quota]()
         given: dict[tuple[str, str], int | None] = {}
-        for entry in self._entries:
+        for entry in taken:
             for what, amount in entry.quota:
                 if given.setdefault((entry.tenant, what), amount) != amount:
-                    raise ConfigError(f"security.api_keys: {entry.name}: other {what} than another key of {entry.tenant}")
-            own = self._quotas.get(entry.tenant, quota or Quota())
-            self._quotas[entry.tenant] = replace(own, **dict(entry.quota))
+                    raise ConfigError(f"security.api_keys: {entry.name}: {what} differ from those of another key of {entry.tenant}")
+            own = quotas.get(entry.tenant, self._quota or Quota())
+            quotas[entry.tenant] = replace(own, **dict(entry.quota))
+        self._entries, self._quotas = taken, quotas
 
     @classmethod
     def load(cls, path: str | None, quota: Quota | None = None) -> Self:
-        """Raises ConfigError for a file that cannot be read, that holds no key, or that has a line which is none."""
+        """Raises ConfigError for a file that cannot be read, that holds no key, or that has a malformed line."""
         if path is None:
             return cls()
-        try:
-            lines = Path(path).read_text(encoding="utf-8").splitlines()
-        except (OSError, ValueError) as error:
-            raise ConfigError(f"security.api_keys: {path} cannot be read: {error}") from None
-        entries = [_entry(line, f"{path}:{i}") for i, line in enumerate(lines, 1) if line.strip() and not line.strip().startswith("#")]
-        if not entries:
-            raise ConfigError(f"security.api_keys: {path} holds no key")
-        return cls(entries, quota)
+        stamp = _stamp(path)
+        keys = cls(_read(path), quota)
+        keys._path, keys._stamp = path, stamp
+        return keys
+
+    def refresh(self) -> bool:
+        """Read the file again if it has changed; tells whether it has. Raises ConfigError, once, and keeps the keys as they were."""
+        if self._path is None or (stamp := _stamp(self._path)) == self._stamp:
+            return False
+        self._stamp = stamp
+        self._take(_read(self._path))
+        return True
 
     def __bool__(self) -> bool:
         return bool(self._entries)
@@ -76,12 +88,13 @@ class ApiKeys:
         return any(quota != Quota() for quota in self._quotas.values())
 
     def quota(self, tenant: str) -> Quota:
-        return self._quotas[tenant]
+        """Of a tenant whose key was taken away, no limit: only its running requests still ask."""
+        return self._quotas.get(tenant, Quota())
 
     def tenant(self, authorization: str | None) -> str:
-        """Whom `Bearer KEY` speaks for; empty when no key is asked for. Raises UNAUTHENTICATED.
+        """The tenant that `Bearer KEY` belongs to; empty when no key is needed. Raises UNAUTHENTICATED.
 
-        Every entry is compared, whichever fits, and hashes instead of keys: the time taken tells nothing of either.
+        Hashes are compared, not keys, and always with every entry, so the time taken reveals nothing about either.
         """
         if not self._entries:
             return ""
@@ -91,8 +104,28 @@ class ApiKeys:
         digest = sha256(key.strip().encode(errors="replace")).digest()
         found = [entry for entry in self._entries if hmac.compare_digest(entry.digest, digest)]
         if not found:
-            raise BatonError(Reason.UNAUTHENTICATED, "this API key is not known")
+            raise BatonError(Reason.UNAUTHENTICATED, "this API key is unknown")
         return found[0].tenant
+
+
+def _stamp(path: str) -> _Stamp | None:
+    """Changes whenever the file does; None while there is no file."""
+    try:
+        found = os.stat(path)
+    except OSError:
+        return None
+    return found.st_mtime_ns, found.st_size, found.st_ino
+
+
+def _read(path: str) -> list[Entry]:
+    try:
+        lines = Path(path).read_text(encoding="utf-8").splitlines()
+    except (OSError, ValueError) as error:
+        raise ConfigError(f"security.api_keys: {path} cannot be read: {error}") from None
+    entries = [_entry(line, f"{path}:{i}") for i, line in enumerate(lines, 1) if line.strip() and not line.strip().startswith("#")]
+    if not entries:
+        raise ConfigError(f"security.api_keys: {path} holds no key")
+    return entries
 
 
 def _entry(line: str, where: str) -> Entry:

@@ -1,6 +1,6 @@
-"""What there is to see at this moment: the pools and their load, requests on their way, what became of the last ones.
+"""The state of the cluster at this moment: the pools and their load, the requests on their way, and what became of the last ones.
 
-Nothing of a prompt or an output is in it.
+It holds nothing of a prompt or an output.
 """
 
 import asyncio
@@ -17,8 +17,8 @@ from router.journal import Entry, Journal, Record
 from router.view import ClusterView
 from router.watch import Watch
 
-FRESH_S = 0.4  # however many look, the workers are asked no more often
-GONE_S = 60.0  # how long a worker that went without draining is still shown
+FRESH_S = 0.4  # the workers are asked no more often than this, however many visitors look
+GONE_S = 60.0  # how long a worker that left without draining is still shown
 MAX_REQUESTS = 64
 MAX_RECENT = 12
 MAX_ERRORS = 8
@@ -46,14 +46,17 @@ class Live:
         self._lock = asyncio.Lock()
         self._looked_at = 0.0
         self._looked: list[dict[str, Any]] = []
-        self._last: dict[str, tuple[dict[str, Any], float]] = {}  # worker → how it was, and when
+        self._last: dict[str, tuple[dict[str, Any], float]] = {}  # worker → its last state, and when that was
 
     async def look(self) -> dict[str, Any]:
-        """Ready for JSON. Times are seconds, `clock` those of one clock; `totals` only grow."""
+        """The state, ready for JSON. Times are in seconds, `clock` from one clock; `totals` only grow."""
         now, journal = self._clock(), self._journal
         requests = [_on_its_way(entry, now) for entry in journal.open_entries]
         totals = asdict(journal.totals)
         totals["output_tokens"] += sum(request["output_tokens"] for request in requests)
+        handoffs = [entry.trace.handoff for entry in journal.open_entries]
+        totals["handoffs"] += sum(bool(handoff.transport) for handoff in handoffs)
+        totals["handoff_bytes"] += sum(handoff.bytes for handoff in handoffs)
         recent = [record.to_json() for record in journal.last(MAX_RECENT)]
         return {
             "clock": now,
@@ -72,7 +75,7 @@ class Live:
         }
 
     def find(self, request_id: str) -> dict[str, Any] | None:
-        """What became of a request that has ended."""
+        """The record of a request that has ended."""
         record = self._journal.find(request_id)
         return record.to_json() if record else None
 

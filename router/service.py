@@ -178,7 +178,7 @@ class GenerateService:
             return list(ask.token_ids)
         left, most = deadline - monotonic(), self.max_model_len
         if ask.messages is not None:
-            return await self._pool.run(self._tokenizer.render, ask.messages, most, within_s=left)
+            return await self._pool.run(self._tokenizer.render, ask.messages, ask.names, most, within_s=left)
         return await self._pool.run(self._tokenizer.encode, ask.text or "", most, within_s=left)
 
     @asynccontextmanager

@@ -97,20 +97,21 @@ class Tokenizer:
             return before + encodings[0].ids + after
         return self._plain.post_process(Encoding.merge(encodings, growing_offsets=True)).ids
 
-    def render(self, messages: Sequence[Message], most: int | None = None) -> list[int]:
+    def render(self, messages: Sequence[Message], names: Sequence[str] = (), most: int | None = None) -> list[int]:
         """A conversation of (role, content), by the model's chat template, up to where the assistant begins to write.
 
-        Contents are data; roles are taken as the template's own words, so they have to be known ones. `most`: as for `encode`. Raises
-        INVALID_FIELD (`chat`) without a chat template and where it refuses the conversation, INTERNAL where it breaks.
+        `names`: of the participants, by message; "" where none. Contents and names are data; roles are taken as the template's own words,
+        so they have to be known ones. `most`: as for `encode`. Raises INVALID_FIELD (`chat`) without a chat template and where it refuses
+        the conversation, INTERNAL where it breaks.
         """
         if self._chat is None:
             raise invalid("chat", "this model has no chat template; send text")
         self._check_count([content for _, content in messages], most, "chat")
-        text = self._chat.render(messages)
-        outline = self._chat.outline(messages)
+        text = self._chat.render(messages, names)
+        outline = self._chat.outline(messages, names)
         if text != outline.text:
             ids = self._parse(text)
-            if self._all_from_template(ids, outline, messages):
+            if self._all_from_template(ids, outline, [*(content for _, content in messages), *names]):
                 return ids
         return list(self._encode_outline(outline))
 
@@ -152,9 +153,9 @@ class Tokenizer:
     def _parse(self, text: str) -> list[int]:
         return _encode(self._parser, text).ids
 
-    def _all_from_template(self, ids: list[int], outline: Outline, messages: Sequence[Message]) -> bool:
-        """True if no control token of the text that became `ids` can stem from a content."""
-        if any(self._controls(self._parse(content)) for _, content in messages):
+    def _all_from_template(self, ids: list[int], outline: Outline, data: Sequence[str]) -> bool:
+        """True if no control token of the text that became `ids` can stem from `data`."""
+        if any(self._controls(self._parse(text)) for text in data):
             return False
         return self._controls(ids) == self._controls(self._parse(outline.shape))
 

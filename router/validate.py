@@ -32,6 +32,7 @@ class Limits:
     max_logprobs: int = 20
     max_request_id: int = 128
     max_salt: int = 256  # bytes
+    max_name: int = 256  # bytes
 
 
 @dataclass(frozen=True, slots=True)
@@ -72,6 +73,7 @@ class Ask:
     model: str = ""
     text: str | None = None
     messages: tuple[tuple[str, str], ...] | None = None  # role, content
+    names: tuple[str, ...] = ()  # of the participants, by message; "" where none
     token_ids: tuple[int, ...] | None = None
     cache_salt: str = ""
     sampling: AskSampling = AskSampling()
@@ -88,7 +90,9 @@ class _Range:
 
     def refusal(self, value: float) -> str | None:
         inside = self.low <= value <= self.high and not (self.above_low and value == self.low)  # NaN is nowhere
-        return None if inside else f"must be {'greater than' if self.above_low else 'at least'} {self.low:g} and at most {self.high:g}"
+        return (
+            None if inside else f"must be {'greater than' if self.above_low else 'at least'} {self.low:.10g} and at most {self.high:.10g}"
+        )
 
 
 _RANGES = {
@@ -191,6 +195,8 @@ def _prompt(ask: Ask, limits: Limits, vocab_size: int) -> Iterator[Violation]:
             yield Violation("text", "must not be empty")
     if ask.messages is not None:
         yield from _messages(ask.messages, limits)
+        for i, name in enumerate(ask.names):
+            yield from _text(f"chat.messages[{i}].name", name, limits.max_name)
     if ask.token_ids is not None:
         if not 1 <= len(ask.token_ids) <= limits.max_prompt_ids:
             yield Violation("token_ids.ids", f"must be 1 to {limits.max_prompt_ids} ids")

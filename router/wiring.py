@@ -8,7 +8,6 @@ import time
 from pathlib import Path
 
 from grpc_health.v1 import health_pb2
-from grpc_reflection.v1alpha import reflection
 
 from baton.cluster import pulse
 from baton.cluster.config import Config, ConfigError
@@ -19,13 +18,13 @@ from baton.cluster.metrics_http import Exposition, MetricsServer
 from baton.cluster.rpc import Server, Tasks
 from baton.cluster.telemetry import make_tracer
 from baton.v1 import generation_pb2, generation_pb2_grpc, worker_pb2_grpc
-from router import gauges
+from router import gauges, reflection
 from router.admin import AdminDoor
 from router.admission import Admission
 from router.clients import Workers
 from router.dispatch import Dispatcher
 from router.door import GenerationDoor
-from router.http.app import HttpDoor
+from router.http.app import HttpDoor, allow_origins
 from router.http.page import Page
 from router.http.server import HttpServer
 from router.journal import Journal
@@ -40,6 +39,7 @@ from router.watch import Watch
 log = logging.getLogger(__name__)
 SERVICE = generation_pb2.DESCRIPTOR.services_by_name["Generation"].full_name
 HEALTH_EVERY_S = 0.1
+KEYS_EVERY_S = 1.0
 IDLE_POLL_S = 0.02
 
 
@@ -70,7 +70,7 @@ class RouterProcess:
 
     async def start(self) -> None:
         config = self.config
-        public, admin = self._servers = [Server(config, config.router.max_message_bytes) for _ in range(2)]
+        public, admin = self._servers = [Server(config, config.router.max_message_bytes, config.router.stall_s) for _ in range(2)]
         tokenizer = await asyncio.to_thread(Tokenizer.load, Path(config.model.path))
         self._view = view = ClusterView(tokenizer.fingerprint)
         watch = Watch(view, self._registry, self._workers, config.router.hang_s)
@@ -92,11 +92,11 @@ class RouterProcess:
         )
         generation_pb2_grpc.add_GenerationServicer_to_server(GenerationDoor(self.service, self._keys), public.grpc)  # type: ignore[no-untyped-call]
         if config.router.reflection:
-            reflection.enable_server_reflection((SERVICE, "grpc.health.v1.Health", reflection.SERVICE_NAME), public.grpc)
+            reflection.offer((SERVICE, "grpc.health.v1.Health"), public.grpc)
         self.address = public.bind(config.router.port)
         admin_address = admin.bind(config.router.admin_port)
         http_door = HttpDoor(self.service, tokenizer, self._keys, config.router, lambda: bool(view.decode_workers()), draw_id)
-        self._http = HttpServer(config, http_door)
+        self._http = HttpServer(config, allow_origins(http_door, config.router.cors_origins))
         http_address = self._http.bind(config.router.http_port)
         live = Live(view, self._workers, watch, admission, self._journal, model_name)
         self._page = HttpServer(config, Page(live, http_door, self._keys, config.cluster.host))
@@ -106,6 +106,7 @@ class RouterProcess:
             endpoints["metrics"] = await self._metrics.start(config.telemetry.metrics_port)
         door = AdminDoor(view, self._workers, watch, admission, self._journal, live, model_name, lambda: endpoints)
         worker_pb2_grpc.add_AdminServicer_to_server(door, admin.grpc)  # type: ignore[no-untyped-call]
+        await public.health.set("liveness", health_pb2.HealthCheckResponse.SERVING)  # as long as the process answers
         await public.start()
         await admin.start()
         self._http.start(self._tasks)
@@ -113,6 +114,7 @@ class RouterProcess:
         self._tasks.start(watch.run(), "watch")
         self._tasks.start(pulse.beat(), "pulse")
         self._tasks.start(self._run_health(), "health")
+        self._tasks.start(self._run_keys(), "keys")
         self.stage = move(self.stage, "ready")
         log.info("router ready on %s (HTTP %s, admin %s), model %s", self.address, http_address, admin_address, model_name)
 
@@ -158,7 +160,21 @@ class RouterProcess:
                 await self._set_health(bool(self._view.decode_workers()))
             await asyncio.sleep(HEALTH_EVERY_S)
 
+    async def _run_keys(self) -> None:
+        while True:
+            await asyncio.sleep(KEYS_EVERY_S)
+            limited = self._keys.limited
+            try:
+                if not self._keys.refresh():
+                    continue
+            except ConfigError as error:
+                log.error("the API keys stay as they were: %s", error)
+                continue
+            log.info("the API keys were read again")
+            if self._keys.limited and not limited:
+                log.warning("the limits of tenants hold after the next start: there were none at this one")
+
     async def _set_health(self, serving: bool) -> None:
         status = health_pb2.HealthCheckResponse.SERVING if serving else health_pb2.HealthCheckResponse.NOT_SERVING
-        for name in ("", SERVICE):
+        for name in ("", SERVICE, "readiness"):
             await self._servers[0].health.set(name, status)

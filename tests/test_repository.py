@@ -50,7 +50,7 @@ HOMES = {
     "matplotlib": ("loadtest/", "baton/models/"),
     "transformers": ("baton/models/train/",),
     "starlette": ("router/http/",),
-    "uvicorn": ("router/http/server.py",),
+    "h11": ("router/http/connection.py", "baton/cluster/metrics_http.py"),
     "limits": ("router/rates.py",),
 }
 # Deciding code: no await, no clock, no randomness, no torch.

@@ -136,8 +136,16 @@ class RouterConfig(Section):
         default=20.0, gt=0, le=3600, description="Longest time for the headers of an HTTP request, and for its body, seconds."
     )
     http_idle_s: float = Field(default=75.0, gt=0, le=3600, description="How long an HTTP connection stays open between requests, seconds.")
-    http_stall_s: float = Field(
-        default=30.0, gt=0, le=3600, description="An HTTP client that does not read what waits for it is dropped after so long, seconds."
+    cors_origins: tuple[str, ...] = Field(
+        default=(),
+        strict=False,
+        description="Origins whose pages may use the HTTP API from a browser (https://app.example, or *); empty: none.",
+    )
+    stall_s: float = Field(
+        default=30.0,
+        gt=0,
+        le=3600,
+        description="A client that does not read what waits for it, over gRPC or HTTP, is dropped after so long, seconds.",
     )
     max_inflight: int = Field(default=256, ge=1, le=65536, description="Requests being served at most.")
     max_queue: int = Field(default=512, ge=0, le=65536, description="Requests waiting for admission at most; more are refused.")

@@ -33,6 +33,7 @@ class Reason(Enum):
     RETRIES_SPENT = Kind("UNAVAILABLE", 503, retry_after=1.0)
     DEADLINE = Kind("DEADLINE_EXCEEDED", 504)
     CANCELLED = Kind("CANCELLED", 499)
+    STALLED = Kind("ABORTED", 499)  # the client did not read its answer
     # Handoff. To a client they never mean more than "try again": the KV was not used.
     HANDSHAKE_MISMATCH = Kind("FAILED_PRECONDITION", 503, retry_elsewhere=True)
     LEASE_REFUSED = Kind("PERMISSION_DENIED", 503, retry_elsewhere=True)

@@ -7,7 +7,7 @@ import asyncio
 import inspect
 import ipaddress
 import logging
-from collections.abc import AsyncIterator, Awaitable, Callable, Iterable
+from collections.abc import Awaitable, Callable, Iterable
 from contextlib import aclosing
 from pathlib import Path
 from typing import Any, NoReturn, TypeAlias
@@ -52,9 +52,10 @@ SERVER_OPTIONS = [
 class Server:
     """A gRPC server with standard health; `health.set` speaks for the whole process under the name ""."""
 
-    def __init__(self, config: Config, max_message_bytes: int) -> None:
+    def __init__(self, config: Config, max_message_bytes: int, stall_s: float | None = None) -> None:
+        """`stall_s`: how long a response stream may wait for its client to read; None: for ever."""
         options = [*SERVER_OPTIONS, ("grpc.max_receive_message_length", max_message_bytes)]
-        self.grpc = grpc.aio.server(interceptors=[Reader()], options=options)
+        self.grpc = grpc.aio.server(interceptors=[Edge(stall_s)], options=options)
         self.health = health.aio.HealthServicer()
         health_pb2_grpc.add_HealthServicer_to_server(self.health, self.grpc)
         self._security = config.security
@@ -95,15 +96,20 @@ def is_loopback(host: str) -> bool:
         return host == "localhost"
 
 
-class Reader(grpc.aio.ServerInterceptor):  # type: ignore[misc]
-    """Bytes that are no message of the method are the caller's mistake (gRPC itself answers UNKNOWN)."""
+class Edge(grpc.aio.ServerInterceptor):  # type: ignore[misc]
+    """Where gRPC itself would blame us: bytes that are not a message of the method (it answers UNKNOWN), clients that leave (it logs a
+    traceback), clients that do not read (it waits)."""
+
+    def __init__(self, stall_s: float | None) -> None:
+        self._stall_s = stall_s
 
     async def intercept_service(self, continuation: Callable[[Any], Awaitable[Any]], details: grpc.HandlerCallDetails) -> Any:
         handler = await continuation(details)
         if handler is None or handler.request_streaming:
             return handler
         if inspect.isasyncgenfunction(handler.unary_stream):
-            return grpc.unary_stream_rpc_method_handler(_stream(handler.unary_stream), _read_with(handler), handler.response_serializer)
+            stream = _stream(handler.unary_stream, self._stall_s)
+            return grpc.unary_stream_rpc_method_handler(stream, _read_with(handler), handler.response_serializer)
         if inspect.iscoroutinefunction(handler.unary_unary):
             return grpc.unary_unary_rpc_method_handler(_answer(handler.unary_unary), _read_with(handler), handler.response_serializer)
         return handler
@@ -128,15 +134,40 @@ def _answer(method: Callable[[Any, Context], Awaitable[Any]]) -> Callable[[Any, 
     return answer
 
 
-def _stream(method: Callable[[Any, Context], Any]) -> Callable[[Any, Context], AsyncIterator[Any]]:
-    async def stream(request: Any, context: Context) -> AsyncIterator[Any]:
+def _stream(method: Callable[[Any, Context], Any], stall_s: float | None) -> Callable[[Any, Context], Awaitable[None]]:
+    async def stream(request: Any, context: Context) -> None:
         if isinstance(request, BatonError):
             await abort(context, request)
-        async with aclosing(method(request, context)) as responses:
-            async for response in responses:
-                yield response
+        try:
+            async with aclosing(method(request, context)) as responses:
+                async for response in responses:
+                    await _write(context, response, stall_s)
+        except _NotRead:  # everything that the call held is given back by now; gRPC keeps the status behind what is unread
+            await abort(context, BatonError(Reason.STALLED, f"the client read nothing for {stall_s:g} s"))
 
     return stream
+
+
+class _NotRead(Exception):
+    pass
+
+
+async def _write(context: Context, response: Any, stall_s: float | None) -> None:
+    """Returns when the response fits into the flow-control window."""
+    try:
+        async with asyncio.timeout(stall_s) as scope:
+            await context.write(response)
+    except TimeoutError:
+        if not scope.expired():
+            raise
+        raise _NotRead from None
+    except grpc.aio.InternalError:
+        raise _gone() from None
+
+
+def _gone() -> asyncio.CancelledError:
+    """The client left. gRPC cancels the call in a moment; until then every operation fails, and gRPC would log each as our error."""
+    return asyncio.CancelledError("the client left")
 
 
 def channel(address: str, security: SecurityConfig) -> grpc.aio.Channel:
@@ -161,7 +192,10 @@ def _channel_credentials(security: SecurityConfig) -> grpc.ChannelCredentials:
 
 async def abort(context: Context, error: BatonError) -> NoReturn:
     """End the call with google.rpc.Status: ErrorInfo always, BadRequest and RetryInfo where the table has them."""
-    await context.abort_with_status(rpc_status.to_status(to_status(error)))
+    try:
+        await context.abort_with_status(rpc_status.to_status(to_status(error)))
+    except grpc.aio.InternalError:
+        raise _gone() from None
     raise AssertionError("abort returned")
 
 

@@ -1,14 +1,14 @@
 """The routes of the HTTP door. One request, top to bottom:
 
-    __call__     its id, and whatever goes wrong becomes an error object
+    __call__     its id; every failure becomes an error object
     _caller      API key → tenant
     _body        type, size, time
     openai_in    JSON → one Ask for each choice
     _events      the service's events of all choices, as they come
     openai_out   events → one answer, or chunks
 
-A status is sent only when there is something to send: until the first token, whatever goes wrong has a status of its own. After that the
-error object is the last event of the stream, without [DONE].
+The status is sent with the first token, so a failure before it has a status of its own. After that, the error object is the last event of
+the stream, and [DONE] does not follow.
 """
 
 import asyncio
@@ -22,10 +22,11 @@ from typing import Any
 
 from starlette.datastructures import Headers
 from starlette.exceptions import HTTPException
+from starlette.middleware.cors import CORSMiddleware
 from starlette.requests import ClientDisconnect, Request
 from starlette.responses import Response
 from starlette.routing import Route, Router
-from starlette.types import Message, Receive, Scope, Send
+from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from baton.cluster.config import RouterConfig
 from baton.cluster.errors import BatonError, Reason
@@ -42,6 +43,7 @@ from router.validate import Ask
 
 log = logging.getLogger(__name__)
 REQUEST_ID = re.compile(r"[A-Za-z0-9._:/+=@-]{1,120}")  # a choice's number follows
+AT_ONCE_BYTES = 64 << 10  # a longer body is read in a thread: each step holds the others up, but not all steps together
 TIMEOUT_HEADER = "x-request-timeout-ms"
 DONE = b"data: [DONE]\n\n"
 _STREAM_HEADERS = {"content-type": "text/event-stream; charset=utf-8", "cache-control": "no-cache", "x-accel-buffering": "no"}
@@ -60,7 +62,7 @@ class HttpDoor:
         serving: Callable[[], bool],
         draw_id: Callable[[], str],
     ) -> None:
-        """`serving`: whether a request could be answered now."""
+        """`serving` tells whether a request could be answered now."""
         self._service = service
         self._tokenizer = tokenizer
         self._keys = keys
@@ -87,7 +89,7 @@ class HttpDoor:
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         given = Headers(scope=scope).get("x-request-id", "")
         request_id = given if REQUEST_ID.fullmatch(given) else self._draw_id()
-        scope["app"] = self  # the router asks for it where it has to refuse
+        scope["app"] = self  # starlette's router looks for it before it refuses
         scope["state"] = {"request_id": request_id}
         started = False
 
@@ -100,8 +102,8 @@ class HttpDoor:
 
         try:
             await self._router(scope, receive, tell)
-        except (Exception, asyncio.CancelledError) as error:  # the server cancels what is left when it closes
-            if started:  # nothing of ours fails there: the client is told inside the stream
+        except (Exception, asyncio.CancelledError) as error:  # a server that closes cancels its requests
+            if started:  # EventStream has told the client already
                 raise
             refusal = self._refusal(error)
             response = _json(refusal.body, refusal.status, refusal.headers)
@@ -115,7 +117,8 @@ class HttpDoor:
 
     async def _generate(self, request: Request, read: ReadBody) -> Response:
         caller = self._caller(request)
-        asked = read(await self._body(request), caller)
+        body = await self._body(request)
+        asked = read(body, caller) if len(body) <= AT_ONCE_BYTES else await asyncio.to_thread(read, body, caller)
         events = self._events(asked, _timeout_s(request))
         writer = Writer(asked, self._tokenizer, caller.request_id, self._service.model_name)
         if asked.stream:
@@ -199,8 +202,8 @@ class HttpDoor:
 
     @property
     def _longest_s(self) -> float:
-        """A request is over at its deadline; only who reads its answer slowly can make it last longer."""
-        return self._config.max_timeout_s + self._config.http_stall_s
+        """A request ends at its deadline; only a client that reads slowly can make it last longer."""
+        return self._config.max_timeout_s + self._config.stall_s
 
     def _caller(self, request: Request) -> Caller:
         """Raises BatonError(UNAUTHENTICATED)."""
@@ -209,11 +212,11 @@ class HttpDoor:
         return Caller(request.scope["state"]["request_id"], tenant, headers.get("traceparent", ""))
 
     async def _body(self, request: Request) -> bytes:
-        """Raises HttpError for a body of another kind, that is too long, or that does not come."""
+        """Raises HttpError for a body of another type, for one that is too long, and for one that does not arrive in time."""
         _check_type(request.headers)
         most = self._config.max_message_bytes
         too_long = HttpError(413, f"the body must have at most {most} bytes")
-        if int(request.headers.get("content-length", "0")) > most:  # a number: the parser has seen to that
+        if int(request.headers.get("content-length", "0")) > most:  # h11 accepts only a number
             raise too_long
         body = bytearray()
         try:
@@ -223,7 +226,7 @@ class HttpDoor:
                     if len(body) > most:
                         raise too_long
         except TimeoutError:
-            raise HttpError(408, "the body did not come in time", headers={"connection": "close"}) from None
+            raise HttpError(408, "the body did not arrive in time", headers={"connection": "close"}) from None
         return bytes(body)
 
     def _refusal(self, error: BaseException) -> HttpError:
@@ -232,18 +235,26 @@ class HttpDoor:
                 return error
             case BatonError():
                 return to_http(error)
-            case ClientGone() | ClientDisconnect():  # nobody will read it
-                return to_http(BatonError(Reason.CANCELLED, "the client is gone or does not read"))
+            case ClientGone() | ClientDisconnect():  # nobody will read this
+                return to_http(BatonError(Reason.CANCELLED, "the client left or does not read"))
             case asyncio.CancelledError():
                 return to_http(BatonError(Reason.DRAINING, "this router is closing"))
-            case HTTPException():  # of the router: no such path, or not with this method
+            case HTTPException():  # from starlette's router: unknown path, or wrong method
                 return HttpError(error.status_code, error.detail, headers=error.headers)
         log.error("an HTTP request failed", exc_info=error)
         return to_http(BatonError(Reason.INTERNAL, "the request failed on our side"))
 
 
+def allow_origins(app: ASGIApp, origins: Sequence[str]) -> ASGIApp:
+    """`app`, which browsers let pages of `origins` use. Keys travel in a header that the page sets itself, so no credentials are needed."""
+    if not origins:
+        return app
+    told = ("x-request-id", "retry-after")
+    return CORSMiddleware(app, allow_origins=origins, allow_methods=("GET", "POST"), allow_headers=("*",), expose_headers=told)
+
+
 class EventStream(Response):
-    """Server-sent events. The status is sent with the first of them: what `chunks` raises before is the caller's to answer."""
+    """Server-sent events. The status is sent with the first event; an error that `chunks` raises before it is raised to the caller."""
 
     def __init__(self, chunks: AsyncGenerator[bytes, None], within_s: float, refusal: Callable[[BaseException], HttpError]) -> None:
         super().__init__(headers=_STREAM_HEADERS)

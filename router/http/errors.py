@@ -1,4 +1,4 @@
-"""A refusal as clients of the OpenAI API know it: status, headers, and {"error": {"message", "type", "param", "code"}}."""
+"""Refusals in the form that clients of the OpenAI API know: status, headers, and {"error": {"message", "type", "param", "code"}}."""
 
 import json
 import math
@@ -8,7 +8,7 @@ from typing import Any
 
 from baton.cluster.errors import BatonError, Reason
 
-RETRY_AFTER_S = 1.0  # where the table of reasons names no time but a retry can help
+RETRY_AFTER_S = 1.0  # told where a retry can help but the table of reasons names no time
 _CODES = {
     Reason.INVALID_FIELD: "invalid_value",
     Reason.CONTEXT_LENGTH: "context_length_exceeded",
@@ -20,7 +20,7 @@ _NO_NAMES: Mapping[str, str] = {}
 
 
 class HttpError(Exception):
-    """What the HTTP door alone has to say: the reasons of `baton.cluster.errors` come through `to_http`."""
+    """A refusal that only the HTTP door makes, or one of `baton.cluster.errors` after `to_http` has translated it."""
 
     def __init__(
         self, status: int, message: str, *, param: str | None = None, code: str | None = None, headers: Mapping[str, str] | None = None
@@ -48,7 +48,7 @@ def bad_value(param: str, description: str, code: str = "invalid_value") -> Http
 
 
 def to_http(error: BatonError, names: Mapping[str, str] = _NO_NAMES) -> HttpError:
-    """`names`: what the client calls a field of ours, where that is another name."""
+    """`names` maps our fields to the names that the client uses, where they differ."""
     kind = error.reason.value
     param = "model" if error.reason is Reason.MODEL_NOT_FOUND else None
     message = error.message
@@ -57,6 +57,8 @@ def to_http(error: BatonError, names: Mapping[str, str] = _NO_NAMES) -> HttpErro
         param = to_param(first.field, names)
         more = f" (and {len(error.violations) - 1} more)" if len(error.violations) > 1 else ""
         message = f"{param}: {first.description}{more}"
+    if error.reason is Reason.CONTEXT_LENGTH and (context := error.metadata.get("context")):
+        message += f"; this model's maximum context length is {context} tokens"  # what clients look for, LiteLLM above all
     headers = {}
     if kind.http in (429, 503):
         headers["retry-after"] = str(math.ceil(error.retry_after or RETRY_AFTER_S))
@@ -72,5 +74,5 @@ def to_param(field: str, names: Mapping[str, str]) -> str:
 
 
 def to_json(value: Any) -> bytes:
-    """ASCII: a line separator of Unicode inside a text would end the line for some readers of event streams."""
+    """Writes ASCII, because some readers of event streams end a line at Unicode's line separators."""
     return json.dumps(value, separators=(",", ":")).encode()

@@ -1,26 +1,46 @@
 """Request bodies of the OpenAI API → `router.validate.Ask`, one for each choice.
 
-Every parameter that is known stands in a table, with what it must be. A name that is in no table is refused. A few are there so that
-clients which always send them are served: those that cannot change the answer are accepted whatever they hold, and those that would are
-accepted where they ask for nothing. So no parameter is ignored that would have made a difference.
+A model below says of every parameter that is known what it must be; the same models make the OpenAPI document. A name that no model has is
+refused. A few are there so that clients which always send them are served: parameters that cannot change the answer are accepted whatever
+they hold, and parameters that would are accepted where they ask for nothing. So no parameter is ignored that would have made a difference.
 
-Bounds of values are those of `router.validate`; here is only what JSON lets one say and an Ask does not. The first thing that is wrong is
-told, and nothing after it is looked at.
+Bounds of values are those of `router.validate`; the models only bound what JSON can say and an Ask cannot. The first error is told, by the
+parameter down to its index. How long a body takes to parse depends on how many values it holds, so those are counted first.
 """
 
 import json
-from collections.abc import Callable, Iterable, Iterator, Mapping
-from dataclasses import dataclass, field, replace
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass, field, fields, replace
 from types import MappingProxyType
-from typing import Any
+from typing import Annotated, Any, TypeVar
+
+from pydantic import (
+    BaseModel,
+    BeforeValidator,
+    ConfigDict,
+    Discriminator,
+    Field,
+    GetCoreSchemaHandler,
+    GetJsonSchemaHandler,
+    StringConstraints,
+    Tag,
+    WithJsonSchema,
+)
+from pydantic import ValidationError as Invalid
+from pydantic_core import CoreSchema, core_schema
 
 from router.http.errors import HttpError, bad_value
-from router.validate import Ask, AskSampling
+from router.validate import Ask, AskSampling, Limits
 
 MAX_CHOICES = 128  # of one HTTP request: prompts times n
 COMPLETION_MAX_TOKENS = 16  # the default of the legacy API
+# Parsing a body of so many values takes 10 ms, and so does one of so many lists, objects and their members; nothing else runs meanwhile.
+MAX_VALUES = 1 << 18
+MAX_NODES = 1 << 15
+_LIMITS = Limits()
 _CONTEXT = 1 << 31  # as many tokens as the context still holds: the default of a chat
 _NO_NAMES: Mapping[str, str] = MappingProxyType({})
+_UNSUPPORTED = "unsupported_parameter"
 
 
 @dataclass(frozen=True, slots=True)
@@ -49,335 +69,390 @@ class Asked:
         return {ours: f"prompt[{choice // self.n}]" if theirs == "prompt" else theirs for ours, theirs in self.names.items()}
 
 
-@dataclass(frozen=True, slots=True)
-class Parameter:
-    fits: Callable[[Any], bool]
-    must: str  # "must be …"
-    schema: Mapping[str, Any]
-    supported: bool = True  # False: only what fits asks for nothing
+@dataclass(frozen=True)
+class Rule:
+    """What a client is told when its value is refused."""
+
+    must: str | Callable[[Any], str]
+    code: str = "invalid_value"
 
 
-def _type(name: str, *types: type) -> Parameter:
-    """By exact type: true is no number."""
-    return Parameter(lambda value: type(value) in types, f"must be {'an' if name[0] in 'aio' else 'a'} {name}", {"type": name})
+@dataclass(frozen=True)
+class Neutral(Rule):
+    """A parameter that would change the answer and is not supported; `values`, and null, ask for nothing."""
+
+    code: str = _UNSUPPORTED
+    values: tuple[Any, ...] = ()
+
+    def __get_pydantic_core_schema__(self, source: Any, handler: GetCoreSchemaHandler) -> CoreSchema:
+        return core_schema.no_info_after_validator_function(self._check, handler(source))
+
+    def __get_pydantic_json_schema__(self, schema: CoreSchema, handler: GetJsonSchemaHandler) -> dict[str, Any]:
+        return {"enum": [*self.values, None]}
+
+    def _check(self, value: Any) -> Any:
+        if value is not None and not any(type(value) is type(known) and value == known for known in self.values):
+            raise ValueError
+        return value
 
 
-def _list(name: str, type_: type, schema: str) -> Parameter:
-    return Parameter(
-        lambda value: type(value) is list and all(type(item) is type_ for item in value),
-        f"must be a list of {name}",
-        {"type": "array", "items": {"type": schema}},
-    )
-
-
-def _neutral(*values: Any) -> Parameter:
-    """What would change the answer and is not supported; `values`, and null, ask for nothing."""
+def neutral(*values: Any) -> Neutral:
     written = " or ".join(json.dumps(value) for value in values or (None,))
-    return Parameter(
-        lambda value: any(type(value) is type(known) and value == known for known in values),
-        f"is not supported here (only {written} is accepted)",
-        {"enum": list(values or (None,))},
-        supported=False,
-    )
+    return Neutral(f"is not supported here (only {written} is accepted)", values=values)
 
 
-_INTEGER = _type("integer", int)
-_NUMBER = _type("number", int, float)
-_BOOLEAN = _type("boolean", bool)
-_STRING = _type("string", str)
-_OBJECT = _type("object", dict)
-_WHATEVER = Parameter(lambda value: True, "", {})  # cannot change the answer
-_IDS = _list("token ids", int, "integer")
-_SEED = Parameter(
-    lambda value: type(value) is int and -(1 << 63) <= value < 1 << 64,
-    "must be an integer of 64 bits",
-    {"type": "integer", "minimum": -(1 << 63), "maximum": (1 << 64) - 1},
-)
-_CHOICES = Parameter(
-    lambda value: type(value) is int and 1 <= value <= MAX_CHOICES,
-    f"must be an integer from 1 to {MAX_CHOICES}",
-    {"type": "integer", "minimum": 1, "maximum": MAX_CHOICES},
-)
-_STOP = Parameter(
-    lambda value: type(value) is str or (type(value) is list and all(type(item) is str for item in value)),
-    "must be a string or a list of strings",
-    {"anyOf": [{"type": "string"}, {"type": "array", "items": {"type": "string"}}]},
-)
-_BIAS = Parameter(
-    lambda value: type(value) is dict and all(map(_is_id, value)) and all(type(bias) in (int, float) for bias in value.values()),
-    "must be an object of token ids and numbers",
-    {"type": "object", "propertyNames": {"pattern": "^(0|[1-9][0-9]{0,9})$"}, "additionalProperties": {"type": "number"}},
-)
-_SOME_IDS = {"type": "array", "items": {"type": "integer"}, "minItems": 1}
-_PROMPT = Parameter(
-    lambda value: _is_prompt(value) or (type(value) is list and 1 <= len(value) <= MAX_CHOICES and all(map(_is_prompt, value))),
-    f"must be a string, a list of token ids, or a list of up to {MAX_CHOICES} of these",
-    {
-        "anyOf": [
-            {"type": "string"},
-            _SOME_IDS,
-            {"type": "array", "items": {"anyOf": [{"type": "string"}, _SOME_IDS]}, "minItems": 1, "maxItems": MAX_CHOICES},
-        ]
-    },
-)
-_CONTENT = Parameter(
-    lambda value: type(value) is str or (type(value) is list and len(value) > 0),
-    "must be a string or a list of parts",
-    {
-        "anyOf": [
-            {"type": "string"},
-            {
-                "type": "array",
-                "minItems": 1,
-                "items": {
-                    "type": "object",
-                    "properties": {"type": {"enum": ["text"]}, "text": {"type": "string"}},
-                    "required": ["type", "text"],
-                    "additionalProperties": False,
-                },
-            },
-        ]
-    },
-)
-_MESSAGES = Parameter(
-    lambda value: type(value) is list and len(value) > 0,
-    "must be a list of messages",
-    {"type": "array", "items": {"$ref": "#/components/schemas/Message"}, "minItems": 1},
-)
+class Body(BaseModel):
+    """`true` is not a number and `"1"` is not one either. null is the same as absent."""
 
-SAMPLING: Mapping[str, Parameter] = {  # by the names of AskSampling
-    "temperature": _NUMBER,
-    "top_p": _NUMBER,
-    "top_k": _INTEGER,
-    "min_p": _NUMBER,
-    "repetition_penalty": _NUMBER,
-    "presence_penalty": _NUMBER,
-    "frequency_penalty": _NUMBER,
-    "seed": _SEED,
-    "logit_bias": _BIAS,
-    "stop": _STOP,
-    "stop_token_ids": _IDS,
-    "max_tokens": _INTEGER,
-    "min_tokens": _INTEGER,
-    "ignore_eos": _BOOLEAN,
-}
-_COMMON: Mapping[str, Parameter] = {
-    "model": _STRING,
-    **SAMPLING,
-    "n": _CHOICES,
-    "stream": _BOOLEAN,
-    "stream_options": _OBJECT,
-    "cache_salt": _STRING,
-    "priority": _INTEGER,
-    "user": _WHATEVER,
-    "metadata": _WHATEVER,
-    "store": _WHATEVER,
-    "safety_identifier": _WHATEVER,
-    "prompt_cache_key": _WHATEVER,
-    "prompt_cache_retention": _WHATEVER,
-    "service_tier": _neutral("auto", "default"),
-    "skip_special_tokens": _neutral(True),
-    "include_stop_str_in_output": _neutral(False),
-    "prompt_logprobs": _neutral(),
-    "structured_outputs": _neutral(),
-}
-CHAT: Mapping[str, Parameter] = {
-    **_COMMON,
-    "messages": _MESSAGES,
-    "max_completion_tokens": _INTEGER,
-    "logprobs": _BOOLEAN,
-    "top_logprobs": _INTEGER,
-    "parallel_tool_calls": _WHATEVER,
-    "tools": _neutral([]),
-    "tool_choice": _neutral("none", "auto"),
-    "functions": _neutral([]),
-    "function_call": _neutral("none", "auto"),
-    "response_format": _neutral({"type": "text"}),
-    "modalities": _neutral(["text"]),
-    "audio": _neutral(),
-    "prediction": _neutral(),
-    "reasoning_effort": _neutral("none"),
-    "verbosity": _neutral("medium"),
-    "web_search_options": _neutral(),
-    "add_generation_prompt": _neutral(True),
-    "continue_final_message": _neutral(False),
-    "chat_template": _neutral(),
-    "chat_template_kwargs": _neutral({}),
-}
-COMPLETION: Mapping[str, Parameter] = {
-    **_COMMON,
-    "prompt": _PROMPT,
-    "logprobs": _INTEGER,
-    "best_of": _CHOICES,
-    "echo": _neutral(False),
-    "suffix": _neutral(""),
-    "response_format": _neutral({"type": "text"}),
-    "add_special_tokens": _neutral(True),
-}
-TOKENIZE: Mapping[str, Parameter] = {
-    "model": _STRING,
-    "prompt": _STRING,
-    "messages": _MESSAGES,
-    "add_special_tokens": _neutral(True),
-    "add_generation_prompt": _neutral(True),
-    "return_token_strs": _neutral(False),
-}
-DETOKENIZE: Mapping[str, Parameter] = {"model": _STRING, "tokens": _IDS}
-STREAM_OPTIONS: Mapping[str, Parameter] = {
-    "include_usage": _BOOLEAN,
-    "continuous_usage_stats": _BOOLEAN,
-    "include_obfuscation": _WHATEVER,
-}
-MESSAGE: Mapping[str, Parameter] = {
-    "role": _STRING,
-    "content": _CONTENT,
-    "name": _neutral(),
-    "tool_calls": _neutral([]),
-    "function_call": _neutral(),
-    "refusal": _neutral(),
-    "audio": _neutral(),
-    "annotations": _neutral([]),
-}
-PART: Mapping[str, Parameter] = {"type": _neutral("text"), "text": _STRING}
+    model_config = ConfigDict(strict=True, extra="forbid", frozen=True)
 
 
-def read(body: bytes, known: Mapping[str, Parameter], required: Iterable[str] = ()) -> dict[str, Any]:
-    """A JSON object whose members are `known`; those that are null are absent. Raises HttpError."""
-    try:
-        tree = json.loads(body.decode(), object_pairs_hook=_object, parse_constant=_no_number)
-    except RecursionError:
-        raise HttpError(400, "the body is nested too deeply", code="invalid_json") from None
-    except ValueError as error:
-        raise HttpError(400, f"the body is not JSON in UTF-8: {error}"[:200], code="invalid_json") from None
-    if type(tree) is not dict:
-        raise HttpError(400, "the body must be a JSON object", code="invalid_json")
-    return _members(tree, known, required)
+def _sized(most: int, what: str, otherwise: str) -> Callable[[Any], str]:
+    """Says of a list or an object whether it was its size that was refused."""
+
+    def must(value: Any) -> str:
+        if not isinstance(value, list | dict) or 0 < len(value) <= most:
+            return otherwise
+        return f"must be at most {most} {what} (got {len(value)})" if value else "must not be empty"
+
+    return must
+
+
+def _few(value: Any) -> Any:
+    """An object that is too large is refused before its entries are looked at."""
+    if isinstance(value, dict) and len(value) > _LIMITS.max_logit_bias:
+        raise ValueError
+    return value
+
+
+def _kind(value: Any) -> str | None:
+    return "text" if isinstance(value, str) else "parts" if isinstance(value, list) else None
+
+
+Whatever = Any  # cannot change the answer
+Integer = Annotated[int | None, Rule("must be an integer")]
+Number = Annotated[float | None, Rule("must be a number")]
+Boolean = Annotated[bool | None, Rule("must be a boolean")]
+String = Annotated[str | None, Rule("must be a string")]
+_Ids = Annotated[list[int], Field(fail_fast=True)]
+_Prompt = Annotated[list[int], Field(fail_fast=True, min_length=1)]
+Ids = Annotated[_Ids | None, Rule("must be a list of token ids")]
+Seed = Annotated[Annotated[int, Field(ge=-(1 << 63), lt=1 << 64)] | None, Rule("must be an integer of 64 bits")]
+Choices = Annotated[Annotated[int, Field(ge=1, le=MAX_CHOICES)] | None, Rule(f"must be an integer from 1 to {MAX_CHOICES}")]
+Stop = Annotated[str | Annotated[list[str], Field(fail_fast=True)] | None, Rule("must be a string or a list of strings")]
+Bias = Annotated[
+    Annotated[
+        dict[Annotated[str, StringConstraints(pattern=r"^(0|[1-9][0-9]{0,9})$")], float],
+        Field(max_length=_LIMITS.max_logit_bias),
+        BeforeValidator(_few),
+    ]
+    | None,
+    Rule(_sized(_LIMITS.max_logit_bias, "entries", "must be an object of token ids and numbers")),
+]
+Prompt = Annotated[
+    str | _Prompt | Annotated[list[str | _Prompt], Field(min_length=1, max_length=MAX_CHOICES, fail_fast=True)],
+    Rule(_sized(MAX_CHOICES, "prompts", f"must be a string, a list of token ids, or a list of up to {MAX_CHOICES} of these")),
+]
+
+
+class StreamOptions(Body):
+    include_usage: Boolean = None
+    continuous_usage_stats: Boolean = None
+    include_obfuscation: Whatever = None
+
+
+class Part(Body):
+    type: Annotated[Any, neutral("text")]
+    text: Annotated[str, Rule("must be a string")]
+
+
+Content = Annotated[
+    Annotated[str, Tag("text")] | Annotated[list[Part], Field(min_length=1, fail_fast=True), Tag("parts")],
+    Discriminator(_kind),
+    Rule("must be a string or a list of parts"),
+]
+
+
+class Message(Body):
+    role: Annotated[str, Rule("must be a string"), WithJsonSchema({"enum": ["system", "developer", "user", "assistant"]})]
+    content: Content
+    name: String = None
+    tool_calls: Annotated[Any, neutral([])] = None
+    function_call: Annotated[Any, neutral()] = None
+    refusal: Annotated[Any, neutral()] = None
+    audio: Annotated[Any, neutral()] = None
+    annotations: Annotated[Any, neutral([])] = None
+
+
+Messages = Annotated[
+    list[Message],
+    Field(min_length=1, max_length=_LIMITS.max_messages, fail_fast=True),
+    Rule(_sized(_LIMITS.max_messages, "messages", "must be a list of messages")),
+]
+
+
+class Generation(Body):
+    """What both APIs have."""
+
+    model: String = None
+    temperature: Number = None
+    top_p: Number = None
+    top_k: Integer = None
+    min_p: Number = None
+    repetition_penalty: Number = None
+    presence_penalty: Number = None
+    frequency_penalty: Number = None
+    seed: Seed = None
+    logit_bias: Bias = None
+    stop: Stop = None
+    stop_token_ids: Ids = None
+    max_tokens: Integer = None
+    min_tokens: Integer = None
+    ignore_eos: Boolean = None
+    n: Choices = None
+    stream: Boolean = None
+    stream_options: Annotated[StreamOptions | None, Rule("must be an object")] = None
+    cache_salt: String = None
+    priority: Integer = None
+    user: Whatever = None
+    metadata: Whatever = None
+    store: Whatever = None
+    safety_identifier: Whatever = None
+    prompt_cache_key: Whatever = None
+    prompt_cache_retention: Whatever = None
+    service_tier: Annotated[Any, neutral("auto", "default")] = None
+    skip_special_tokens: Annotated[Any, neutral(True)] = None
+    include_stop_str_in_output: Annotated[Any, neutral(False)] = None
+    prompt_logprobs: Annotated[Any, neutral()] = None
+    structured_outputs: Annotated[Any, neutral()] = None
+    response_format: Annotated[Any, neutral({"type": "text"})] = None
+
+
+class Chat(Generation):
+    """Body of POST /v1/chat/completions."""
+
+    messages: Messages
+    max_completion_tokens: Integer = None
+    logprobs: Boolean = None
+    top_logprobs: Integer = None
+    parallel_tool_calls: Whatever = None
+    tools: Annotated[Any, neutral([])] = None
+    tool_choice: Annotated[Any, neutral("none", "auto")] = None
+    functions: Annotated[Any, neutral([])] = None
+    function_call: Annotated[Any, neutral("none", "auto")] = None
+    modalities: Annotated[Any, neutral(["text"])] = None
+    audio: Annotated[Any, neutral()] = None
+    prediction: Annotated[Any, neutral()] = None
+    reasoning_effort: Annotated[Any, neutral("none")] = None
+    verbosity: Annotated[Any, neutral("medium")] = None
+    web_search_options: Annotated[Any, neutral()] = None
+    add_generation_prompt: Annotated[Any, neutral(True)] = None
+    continue_final_message: Annotated[Any, neutral(False)] = None
+    chat_template: Annotated[Any, neutral()] = None
+    chat_template_kwargs: Annotated[Any, neutral({})] = None
+
+
+class Completion(Generation):
+    """Body of POST /v1/completions."""
+
+    prompt: Prompt
+    logprobs: Integer = None
+    best_of: Choices = None
+    echo: Annotated[Any, neutral(False)] = None
+    suffix: Annotated[Any, neutral("")] = None
+    add_special_tokens: Annotated[Any, neutral(True)] = None
+
+
+class Tokenize(Body):
+    """Body of POST /tokenize."""
+
+    model: String = None
+    prompt: String = None
+    messages: Annotated[Messages | None, Rule("must be a list of messages")] = None
+    add_special_tokens: Annotated[Any, neutral(True)] = None
+    add_generation_prompt: Annotated[Any, neutral(True)] = None
+    return_token_strs: Annotated[Any, neutral(False)] = None
+
+
+class Detokenize(Body):
+    """Body of POST /detokenize."""
+
+    model: String = None
+    tokens: Annotated[_Ids, Rule("must be a list of token ids")]
+
+
+B = TypeVar("B", bound=Body)
+SAMPLING = tuple(one.name for one in fields(AskSampling) if one.name not in ("logprobs", "default_max_tokens"))
 
 
 def chat(body: bytes, caller: Caller) -> Asked:
     """Of POST /v1/chat/completions. Raises HttpError."""
-    given = read(body, CHAT, ("messages",))
-    limit = "max_completion_tokens" if "max_completion_tokens" in given else "max_tokens"
-    if limit != "max_tokens" and given.get("max_tokens", given[limit]) != given[limit]:
+    given = read(body, Chat)
+    limit = "max_tokens" if given.max_completion_tokens is None else "max_completion_tokens"
+    max_tokens = getattr(given, limit)
+    if given.max_tokens not in (None, max_tokens):
         raise bad_value("max_tokens", "is the old name of max_completion_tokens; the two differ")
-    wanted = given.get("logprobs", False)
-    if "top_logprobs" in given and not wanted:
+    if given.top_logprobs is not None and not given.logprobs:
         raise bad_value("top_logprobs", "needs logprobs to be true")
+    logprobs = (given.top_logprobs or 0) if given.logprobs else None
+    messages, names = _conversation(given.messages)
     ask = Ask(
-        model=given.get("model", ""),
-        messages=messages(given["messages"]),
-        cache_salt=given.get("cache_salt", ""),
-        priority=given.get("priority", 0),
-        sampling=_sampling(
-            given,
-            max_tokens=given.get(limit),
-            default_max_tokens=_CONTEXT,
-            logprobs=given.get("top_logprobs", 0) if wanted else None,
-        ),
+        model=given.model or "",
+        messages=messages,
+        names=names,
+        cache_salt=given.cache_salt or "",
+        priority=given.priority or 0,
+        sampling=_sampling(given, max_tokens=max_tokens, default_max_tokens=_CONTEXT, logprobs=logprobs),
         tenant=caller.tenant,
         traceparent=caller.traceparent,
     )
-    names = {"chat": "messages", "chat.messages": "messages", "logprobs": "top_logprobs", "max_tokens": limit}
-    return _asked(given, [ask], caller, chat=True, names=names)
+    called = {"chat": "messages", "chat.messages": "messages", "logprobs": "top_logprobs", "max_tokens": limit}
+    return _asked(given, [ask], caller, chat=True, names=called)
 
 
 def completion(body: bytes, caller: Caller) -> Asked:
     """Of POST /v1/completions. Raises HttpError."""
-    given = read(body, COMPLETION, ("prompt",))
-    if given.get("best_of", given.get("n", 1)) != given.get("n", 1):
-        raise bad_value("best_of", "is not supported here (only the value of n is accepted)", "unsupported_parameter")
-    sampling = _sampling(
-        given, max_tokens=given.get("max_tokens"), default_max_tokens=COMPLETION_MAX_TOKENS, logprobs=given.get("logprobs")
-    )
-    prompt = given["prompt"]
+    given = read(body, Completion)
+    if given.best_of not in (None, given.n or 1):
+        raise bad_value("best_of", "is not supported here (only the value of n is accepted)", _UNSUPPORTED)
+    sampling = _sampling(given, default_max_tokens=COMPLETION_MAX_TOKENS, logprobs=given.logprobs)
+    prompts: Any = [given.prompt] if isinstance(given.prompt, str) or isinstance(given.prompt[0], int) else given.prompt
     asks = [
         Ask(
-            model=given.get("model", ""),
-            text=one if type(one) is str else None,
-            token_ids=None if type(one) is str else tuple(one),
-            cache_salt=given.get("cache_salt", ""),
-            priority=given.get("priority", 0),
+            model=given.model or "",
+            text=one if isinstance(one, str) else None,
+            token_ids=None if isinstance(one, str) else tuple(one),
+            cache_salt=given.cache_salt or "",
+            priority=given.priority or 0,
             sampling=sampling,
             tenant=caller.tenant,
             traceparent=caller.traceparent,
         )
-        for one in ([prompt] if _is_prompt(prompt) else prompt)
+        for one in prompts
     ]
     return _asked(given, asks, caller, chat=False, names={"text": "prompt", "token_ids": "prompt", "token_ids.ids": "prompt"})
 
 
 def tokenize(body: bytes) -> tuple[Ask, Mapping[str, str]]:
     """Of POST /tokenize: what is asked, and how its fields are called there. Raises HttpError."""
-    given = read(body, TOKENIZE)
-    if ("prompt" in given) == ("messages" in given):
+    given = read(body, Tokenize)
+    if (given.prompt is None) == (given.messages is None):
         raise bad_value("prompt", "exactly one of prompt and messages must be given")
-    asked = messages(given["messages"]) if "messages" in given else None
-    names = {"text": "prompt", "chat": "messages", "chat.messages": "messages"}
-    return Ask(model=given.get("model", ""), text=given.get("prompt"), messages=asked), names
+    messages, names = (None, ()) if given.messages is None else _conversation(given.messages)
+    called = {"text": "prompt", "chat": "messages", "chat.messages": "messages"}
+    return Ask(model=given.model or "", text=given.prompt, messages=messages, names=names), called
 
 
 def detokenize(body: bytes) -> tuple[Ask, Mapping[str, str]]:
     """Of POST /detokenize, likewise."""
-    given = read(body, DETOKENIZE, ("tokens",))
-    return Ask(model=given.get("model", ""), token_ids=tuple(given["tokens"])), {"token_ids.ids": "tokens"}
+    given = read(body, Detokenize)
+    return Ask(model=given.model or "", token_ids=tuple(given.tokens)), {"token_ids.ids": "tokens"}
 
 
-def messages(given: list[Any]) -> tuple[tuple[str, str], ...]:
-    """(role, content) of each message; the text parts of a content are its lines. Raises HttpError."""
-    return tuple(_message(f"messages[{i}]", message) for i, message in enumerate(given))
+def read(body: bytes, model: type[B]) -> B:
+    """Raises HttpError."""
+    _bound(body)
+    try:
+        tree = json.loads(body.decode(), object_pairs_hook=_object, parse_constant=_no_number)
+    except RecursionError:
+        raise _no_json("it is nested too deeply") from None
+    except (_Malformed, json.JSONDecodeError, UnicodeDecodeError) as error:
+        raise _no_json(str(error)) from None
+    except ValueError:  # Python's own limit
+        raise _no_json("a number has too many digits") from None
+    if type(tree) is not dict:
+        raise HttpError(400, "the body must be a JSON object", code="invalid_json")
+    try:
+        return model.model_validate(tree)
+    except Invalid as refused:
+        first = refused.errors(include_url=False, include_context=False, include_input=False)[0]
+        raise _refusal(model, tree, first["loc"]) from None
 
 
-def _message(where: str, message: Any) -> tuple[str, str]:
-    if type(message) is not dict:
-        raise bad_value(where, "must be an object")
-    given = _members(message, MESSAGE, ("role", "content"), f"{where}.")
-    role, content = given["role"], given["content"]
-    if type(content) is list:
-        content = "\n".join(_part(f"{where}.content[{i}]", part) for i, part in enumerate(content))
-    return "system" if role == "developer" else role, content
+def _refusal(model: type[BaseModel], tree: Any, path: tuple[int | str, ...]) -> HttpError:
+    """`path` goes through models, lists of models and the tags of unions, which are skipped, to a field and perhaps into its value."""
+    where, value, rule = "", tree, Rule("must be an object")
+    for step in path:
+        if isinstance(step, int):
+            where, value, rule = f"{where}[{step}]", value[step], Rule("must be an object")
+        elif isinstance(value, dict):
+            where = f"{where}.{step[:80]}" if where else step[:80]
+            if step not in model.model_fields:
+                return bad_value(where, "is not known here", "unknown_parameter")
+            rule = next(one for one in model.model_fields[step].metadata if isinstance(one, Rule))
+            value = value.get(step)
+            if value is None:
+                return bad_value(where, "must be given", "missing_required_parameter")
+            if step not in _MODELS:
+                break
+            model = _MODELS[step]
+    must = rule.must if isinstance(rule.must, str) else rule.must(value)
+    return bad_value(where, must, rule.code)
 
 
-def _part(where: str, part: Any) -> str:
-    if type(part) is not dict:
-        raise bad_value(where, "must be an object")
-    if part.get("type") != "text":  # before the other members, which depend on it
-        raise bad_value(f"{where}.type", PART["type"].must, "unsupported_parameter")
-    text: str = _members(part, PART, ("type", "text"), f"{where}.")["text"]
-    return text
+# Fields that hold models, whose errors are told deeper.
+_MODELS: Mapping[str, type[Body]] = {"messages": Message, "content": Part, "stream_options": StreamOptions}
 
 
-def _sampling(given: Mapping[str, Any], **more: Any) -> AskSampling:
-    fields = {name: given[name] for name in SAMPLING if name in given} | more
-    if "seed" in fields:
-        fields["seed"] %= 1 << 64
-    if "logit_bias" in fields:
-        fields["logit_bias"] = {int(id_): bias for id_, bias in fields["logit_bias"].items()}
-    stop = fields.get("stop", ())
-    fields["stop"] = (stop,) if type(stop) is str else tuple(stop)
-    fields["stop_token_ids"] = tuple(fields.get("stop_token_ids", ()))
-    return AskSampling(**fields)
+def _bound(body: bytes) -> None:
+    """Raises HttpError for a body of too many values. Characters inside strings count only until they matter."""
+    outside = body
+    for look_closer in (True, False):
+        if outside.count(b",") <= MAX_VALUES and sum(map(outside.count, (b"[", b"{", b":"))) <= MAX_NODES:
+            return
+        if look_closer:
+            bare = body.replace(b"\\\\", b"").replace(b'\\"', b"")
+            if bare.count(b'"') > 4 * MAX_VALUES:
+                break
+            outside = b"".join(bare.split(b'"')[::2])
+    raise HttpError(400, f"the body must hold at most {MAX_VALUES} values, and {MAX_NODES} lists, objects and members", code="invalid_json")
 
 
-def _asked(given: Mapping[str, Any], prompts: list[Ask], caller: Caller, *, chat: bool, names: Mapping[str, str]) -> Asked:
-    n, stream = given.get("n", 1), given.get("stream", False)
+def _conversation(given: list[Message]) -> tuple[tuple[tuple[str, str], ...], tuple[str, ...]]:
+    """(role, content) of each message, and their names where any has one. The text parts of a content are its lines."""
+    messages = tuple(
+        (
+            "system" if one.role == "developer" else one.role,
+            one.content if isinstance(one.content, str) else "\n".join(part.text for part in one.content),
+        )
+        for one in given
+    )
+    names = tuple(one.name or "" for one in given)
+    return messages, names if any(names) else ()
+
+
+def _sampling(given: Generation, **more: Any) -> AskSampling:
+    told = {name: value for name in SAMPLING if (value := getattr(given, name)) is not None} | more
+    if "seed" in told:
+        told["seed"] %= 1 << 64
+    if "logit_bias" in told:
+        told["logit_bias"] = {int(id_): bias for id_, bias in told["logit_bias"].items()}
+    stop = told.get("stop", ())
+    told["stop"] = (stop,) if isinstance(stop, str) else tuple(stop)
+    told["stop_token_ids"] = tuple(told.get("stop_token_ids", ()))
+    return AskSampling(**told)
+
+
+def _asked(given: Generation, prompts: list[Ask], caller: Caller, *, chat: bool, names: Mapping[str, str]) -> Asked:
+    n = given.n or 1
     if n * len(prompts) > MAX_CHOICES:
         raise bad_value("n", f"{len(prompts)} prompts with {n} choices each are more than {MAX_CHOICES} choices")
-    if "stream_options" in given and not stream:
+    if given.stream_options is not None and not given.stream:
         raise bad_value("stream_options", "needs stream to be true")
-    options = _members(given.get("stream_options", {}), STREAM_OPTIONS, (), "stream_options.")
+    options = given.stream_options or StreamOptions()
     return Asked(
         asks=tuple(_choices(prompts, n, caller.request_id)),
         n=n,
         chat=chat,
-        stream=stream,
-        include_usage=options.get("include_usage", False),
-        continuous_usage=options.get("continuous_usage_stats", False),
+        stream=bool(given.stream),
+        include_usage=bool(options.include_usage),
+        continuous_usage=bool(options.continuous_usage_stats),
         names=names,
     )
 
 
 def _choices(prompts: list[Ask], n: int, request_id: str) -> Iterator[Ask]:
-    """Each choice is a request of its own; of a given seed each gets its own too, the first the given one."""
+    """Each choice is a request of its own. Where a seed is given, choice i gets that seed plus i."""
     alone = n * len(prompts) == 1
     for i, ask in enumerate(prompts):
         for j in range(n):
@@ -386,37 +461,20 @@ def _choices(prompts: list[Ask], n: int, request_id: str) -> Iterator[Ask]:
             yield replace(ask, request_id=request_id if alone else f"{request_id}-{i * n + j}", sampling=sampling)
 
 
-def _members(tree: dict[str, Any], known: Mapping[str, Parameter], required: Iterable[str], prefix: str = "") -> dict[str, Any]:
-    given = {}
-    for name, value in tree.items():
-        parameter = known.get(name)
-        if parameter is None:
-            raise bad_value(f"{prefix}{name[:80]}", "is not known here", "unknown_parameter")
-        if value is None:
-            continue
-        if not parameter.fits(value):
-            raise bad_value(prefix + name, parameter.must, "invalid_value" if parameter.supported else "unsupported_parameter")
-        given[name] = value
-    for name in required:
-        if name not in given:
-            raise bad_value(prefix + name, "must be given", "missing_required_parameter")
-    return given
+class _Malformed(ValueError):
+    pass
+
+
+def _no_json(why: str) -> HttpError:
+    return HttpError(400, f"the body is not JSON in UTF-8: {why}"[:200], code="invalid_json")
 
 
 def _object(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
     made = dict(pairs)
     if len(made) < len(pairs):
-        raise ValueError("a member of an object is given twice")
+        raise _Malformed("a member of an object is given twice")
     return made
 
 
 def _no_number(name: str) -> Any:
-    raise ValueError(f"{name} is no number of JSON")
-
-
-def _is_prompt(value: Any) -> bool:
-    return type(value) is str or (type(value) is list and len(value) > 0 and all(type(id_) is int for id_ in value))
-
-
-def _is_id(key: str) -> bool:
-    return key.isascii() and key.isdigit() and len(key) <= 10 and str(int(key)) == key
+    raise _Malformed(f"{name} is not a JSON number")

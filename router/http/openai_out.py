@@ -3,8 +3,8 @@
     Writer            one HTTP request: its id, its choices, its usage
     Chat, Completion  what a choice looks like in each of the two APIs
 
-A chunk is made for every token, also for one that completes no text (half a character, the beginning of a stop string): who counts chunks
-counts tokens.
+Every token makes a chunk, even one that completes no text (half a character, the beginning of a stop string), so a client that counts
+chunks counts tokens.
 """
 
 import time
@@ -23,11 +23,11 @@ _Json = dict[str, Any]
 
 @dataclass(slots=True)
 class Choice:
-    """What is known of one choice."""
+    """What is known about one choice."""
 
     begun: bool = False
     texts: list[str] = field(default_factory=list)  # with `tokens`: kept for a whole answer only
-    tokens: list[tuple[Token, int]] = field(default_factory=list)  # and where the text of each begins, in characters
+    tokens: list[tuple[Token, int]] = field(default_factory=list)  # each with the character at which its text begins
     length: int = 0  # characters so far
     finish: str | None = None
     prompt_tokens: int = 0
@@ -44,13 +44,13 @@ class Shape(Protocol):
         """The text of a choice."""
 
     def begin(self) -> _Json | None:
-        """What a choice's first chunk holds before any text."""
+        """The first chunk of a choice, before any text."""
 
     def part(self, text: str) -> _Json:
-        """The same in a chunk."""
+        """A piece of text in a chunk."""
 
     def last(self) -> _Json:
-        """What the chunk holds that tells why the choice ended."""
+        """The chunk that tells why the choice ended."""
 
     def logprobs(self, tokens: list[tuple[Token, int]]) -> _Json:
         """Log-probabilities of `tokens`."""
@@ -131,7 +131,7 @@ class Writer:
         self._chunk_head = self._head | {"object": self._shape.chunk_name}
 
     def take(self, index: int, event: Event) -> None:
-        """An event of a choice whose answer will be asked for as a whole."""
+        """Note an event of a choice whose answer is sent as a whole."""
         choice = self._choices[index]
         if isinstance(event, Piece):
             choice.texts.append(event.text)
@@ -154,7 +154,7 @@ class Writer:
         return self._head | {"choices": choices, "usage": self.usage()}
 
     def chunks(self, index: int, event: Event) -> Iterator[_Json]:
-        """What an event of a choice adds to the stream."""
+        """The chunks that an event of a choice adds to the stream."""
         choice = self._choices[index]
         if not isinstance(event, Accepted) and not choice.begun:
             choice.begun = True
@@ -177,7 +177,7 @@ class Writer:
             yield self._chunk_head | {"choices": [], "usage": self.usage()}
 
     def usage(self) -> _Json:
-        """A prompt counts once, however many choices it has; what was cached of it is what each of them found."""
+        """A prompt counts once, however many choices it has; its cached tokens are those that every choice found cached."""
         n = self._asked.n
         prompts = [self._choices[i : i + n] for i in range(0, len(self._choices), n)]
         prompt_tokens = sum(max(choice.prompt_tokens for choice in choices) for choices in prompts)
@@ -209,7 +209,7 @@ class Writer:
 
 
 def token_text(tokenizer: Tokenizer, id_: int) -> str:
-    """A token for people: its text, the spelling of a special one, or the bytes of what is no text alone."""
+    """A token as people can read it: its text, the spelling of a special token, or the bytes of a token that is not text by itself."""
     piece = tokenizer.piece(id_)
     if piece is None:
         return tokenizer.name(id_)

@@ -1,11 +1,11 @@
-"""The OpenAPI document of the HTTP door, from the tables that requests are read with."""
+"""The OpenAPI document of the HTTP door, from the models that requests are read with."""
 
-from collections.abc import Mapping
 from importlib.metadata import version
 from typing import Any
 
-from router.http import openai_in
-from router.http.openai_in import Parameter
+from pydantic.json_schema import models_json_schema
+
+from router.http.openai_in import Chat, Completion, Detokenize, Tokenize
 
 _Json = dict[str, Any]
 
@@ -23,14 +23,9 @@ def document() -> _Json:
         "/livez": {"get": _get("Whether the process answers.", refusals=())},
         "/version": {"get": _get("The version of the software.", refusals=())},
     }
-    schemas = {
-        "Chat": _object(openai_in.CHAT, ("messages",), stream_options=_object(openai_in.STREAM_OPTIONS)),
-        "Completion": _object(openai_in.COMPLETION, ("prompt",), stream_options=_object(openai_in.STREAM_OPTIONS)),
-        "Tokenize": _object(openai_in.TOKENIZE),
-        "Detokenize": _object(openai_in.DETOKENIZE, ("tokens",)),
-        "Message": _object(openai_in.MESSAGE, ("role", "content"), role={"enum": ["system", "developer", "user", "assistant"]}),
-        "Error": _ERROR,
-    }
+    models = [(model, "validation") for model in (Chat, Completion, Tokenize, Detokenize)]
+    _, made = models_json_schema(models, ref_template="#/components/schemas/{model}")  # type: ignore[arg-type]
+    schemas = made["$defs"] | {"Error": _ERROR}
     return {
         "openapi": "3.1.0",
         "info": {"title": "Baton", "version": version("baton"), "description": "OpenAI-compatible door of a Baton cluster."},
@@ -75,13 +70,3 @@ def _get(summary: str, refusals: tuple[str, ...] = ("401",)) -> _Json:
 
 def _responses(content: _Json, refusals: tuple[str, ...]) -> _Json:
     return {"200": {"description": "Done.", "content": content}} | dict.fromkeys(refusals, _REFUSAL)
-
-
-def _object(parameters: Mapping[str, Parameter], required: tuple[str, ...] = (), **narrower: _Json) -> _Json:
-    """`narrower`: schemas of members that are looked into later."""
-    members = {name: _nullable(narrower.get(name, parameter.schema), name in required) for name, parameter in parameters.items()}
-    return {"type": "object", "properties": members, "additionalProperties": False} | ({"required": list(required)} if required else {})
-
-
-def _nullable(schema: Mapping[str, Any], required: bool) -> _Json:
-    return dict(schema) if required or not schema else {"anyOf": [schema, {"type": "null"}]}

@@ -1,12 +1,12 @@
-"""The live page: three files of `static/`, what they ask for, and the API beside it for the playground.
+"""The live page: three files of `static/`, the data they ask for, and the API for the playground.
 
     /                 the page
     /live             `router.live.Live.look`
-    /live/ID          what became of a request
+    /live/ID          the record of a request that has ended
     /v1/...           the HTTP door
 
-A page that somebody opens elsewhere must not be able to ask this one through the visitor's browser: requests that name another origin are
-refused, and on loopback so are requests under another host name (DNS rebinding).
+Another page must not reach this one through a visitor's browser. So requests from another origin are refused, and on loopback also requests
+under another host name (DNS rebinding).
 """
 
 from collections.abc import Mapping
@@ -40,7 +40,7 @@ class Page:
     """An ASGI application."""
 
     def __init__(self, live: Live, door: HttpDoor, keys: ApiKeys, host: str) -> None:
-        """`host`: where it listens."""
+        """`host`: the address it listens on."""
         self._live = live
         self._door = door
         self._keys = keys
@@ -54,7 +54,7 @@ class Page:
             if scope["path"].startswith("/v1/"):
                 await self._door(scope, receive, send)
                 return
-            scope["app"] = self  # the router asks for it where it has to refuse
+            scope["app"] = self  # starlette's router looks for it before it refuses
             await self._router(scope, receive, send)
         except BatonError as error:
             await _refusal(to_http(error))(scope, receive, send)
@@ -67,9 +67,9 @@ class Page:
         host = headers.get("host", "")
         origin = headers.get("origin")
         if origin is not None and origin.partition("://")[2] != host:
-            raise HttpError(403, "this page answers itself only", code="foreign_origin")
+            raise HttpError(403, "this page answers only requests from itself", code="foreign_origin")
         if self._only_loopback and not is_loopback(_name(host)):
-            raise HttpError(403, "ask for this page by the address that it listens on", code="foreign_host")
+            raise HttpError(403, "open this page under the address that it listens on", code="foreign_host")
 
     async def _file(self, request: Request) -> Response:
         return FileResponse(STATIC / FILES[request.url.path], headers=HEADERS)
@@ -82,12 +82,12 @@ class Page:
         self._keys.tenant(request.headers.get("authorization"))
         found = self._live.find(request.path_params["request_id"])
         if found is None:
-            raise HttpError(404, "no request of this id has ended, or it is forgotten by now")
+            raise HttpError(404, "no request with this id has ended, or its record is no longer kept")
         return Response(to_json(found), headers=HEADERS, media_type="application/json")
 
 
 def _name(host: str) -> str:
-    """Of `name:port` or `[address]:port`."""
+    """The name in `name:port`, or the address in `[address]:port`."""
     return host[1:].partition("]")[0] if host.startswith("[") else host.partition(":")[0]
 
 

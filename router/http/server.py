@@ -1,74 +1,45 @@
-"""uvicorn in the router's event loop, and the bounds of a connection that it does not have itself.
-
-    head        time for the headers of a request, once its first byte is there or the connection is new
-    idle        time between two requests (uvicorn's own keep-alive timer)
-    stall       time for a reader to take what is waiting for it
-    number      connections at a time, as far as the system lets the process open files; more are refused
-
-Size and time of a body are the application's business.
-"""
+"""The HTTP listener: its socket, its TLS, the number of its connections. A connection's own limits are in `connection`."""
 
 import asyncio
 import logging
 import resource
 import socket
 import ssl
-from collections.abc import Iterator
-from contextlib import contextmanager
-from typing import Any
+import time
 
-import uvicorn
 from starlette.types import ASGIApp
-from uvicorn.protocols.http.h11_impl import H11Protocol
 
-from baton.cluster.config import Config, RouterConfig
+from baton.cluster.config import Config, SecurityConfig
 from baton.cluster.errors import BatonError, Reason
 from baton.cluster.rpc import Tasks, is_loopback, target
-from router.http.errors import HttpError, to_json
+from router.http.connection import Connection
 
 log = logging.getLogger(__name__)
-MAX_HEAD_BYTES = 32 << 10
 OTHER_FILES = 256  # of the process
 SEND_BUFFER_BYTES = 128 << 10  # in the kernel; it would let a reader that stops hold megabytes
 BACKLOG = 1024
-CLOSE_WITHIN_S = 2  # whole seconds: uvicorn's type
+CLOSE_WITHIN_S = 2.0
+CLOSE_POLL_S = 0.01
 
 
 class HttpServer:
     def __init__(self, config: Config, app: ASGIApp) -> None:
         """Raises OSError (ssl.SSLError) for a certificate that cannot be used."""
-        security = config.security
         self._config = config
+        self._app = app
+        self._most = _connections(config.router.http_max_connections)
+        self._ssl = _ssl_context(config.security)
         family = socket.AF_INET6 if ":" in config.cluster.host else socket.AF_INET
-        # The protocol by its name: asyncio switches Nagle's delay off for such connections only, and it costs 40 ms a request.
+        # asyncio turns Nagle's delay off only for a socket that names its protocol, and the delay costs 40 ms a request.
         self._socket = socket.socket(family, socket.SOCK_STREAM, socket.IPPROTO_TCP)
-        self._task: asyncio.Task[None] | None = None
-        self._server = _Server(
-            uvicorn.Config(
-                app,
-                http=_bounded(config.router, _connections(config.router.http_max_connections)),
-                ws="none",
-                lifespan="off",
-                log_config=None,
-                log_level="error",  # its warnings are about what clients send: anybody could fill the log
-                access_log=False,
-                proxy_headers=False,
-                server_header=False,
-                h11_max_incomplete_event_size=MAX_HEAD_BYTES,
-                timeout_keep_alive=config.router.http_idle_s,  # type: ignore[arg-type]  # it ends up in call_later
-                timeout_graceful_shutdown=CLOSE_WITHIN_S,
-                ssl_certfile=security.tls_cert,
-                ssl_keyfile=security.tls_key,
-                ssl_ca_certs=security.tls_ca,
-                ssl_cert_reqs=ssl.CERT_REQUIRED if security.tls_ca else ssl.CERT_NONE,
-            )
-        )
-        self._server.config.load()
+        self._listening: asyncio.Task[None] | None = None
+        self.connections: set[Connection] = set()
+        self._tasks: set[asyncio.Task[None]] = set()  # the application's
 
     @property
     def idle(self) -> bool:
         """Nothing is being answered."""
-        return not self._server.server_state.tasks
+        return not self._tasks
 
     def bind(self, port: int) -> str:
         """Take a port (0: any free one); returns `host:port`. Raises BatonError(INTERNAL) when it is taken."""
@@ -77,7 +48,7 @@ class HttpServer:
             self._socket.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
             self._socket.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, SEND_BUFFER_BYTES)  # connections inherit it
             self._socket.bind((host, port))
-            self._socket.listen(BACKLOG)  # who connects from now on is served as soon as the server runs
+            self._socket.listen(BACKLOG)  # clients that connect from now on are served as soon as the server runs
         except OSError as error:
             raise BatonError(Reason.INTERNAL, f"cannot listen on {target(host, port)}: {error.strerror}") from None
         address = target(host, self._socket.getsockname()[1])
@@ -86,24 +57,47 @@ class HttpServer:
         return address
 
     def start(self, tasks: Tasks) -> None:
-        self._task = tasks.start(self._server.serve([self._socket]), "http")
+        self._listening = tasks.start(self._listen(), "http")
 
     async def stop(self) -> None:
-        """Close every connection. Who still waits for an answer is told that there will be none."""
-        if self._task is None:
+        """Close every connection. A client that still waits for an answer is told that there will be none."""
+        if self._listening is None:
             self._socket.close()
             return
-        self._server.should_exit = True
-        for request in self._server.server_state.tasks:
-            request.cancel()
-        await asyncio.wait([self._task])
+        self._listening.cancel()
+        await asyncio.wait([self._listening])
+        for connection in list(self.connections):
+            connection.leave()
+        until = time.monotonic() + CLOSE_WITHIN_S
+        while (self.connections or self._tasks) and time.monotonic() < until:
+            await asyncio.sleep(CLOSE_POLL_S)
+        for connection in list(self.connections):
+            connection.abort()
+
+    async def _listen(self) -> None:
+        limits, loop = self._config.router, asyncio.get_running_loop()
+        server = await loop.create_server(
+            lambda: Connection(self._app, limits, self._most, self.connections, self._tasks),
+            sock=self._socket,
+            backlog=BACKLOG,
+            ssl=self._ssl,
+            ssl_handshake_timeout=limits.http_read_timeout_s if self._ssl else None,
+        )
+        try:
+            await loop.create_future()  # until it is cancelled
+        finally:
+            server.close()
 
 
-class _Server(uvicorn.Server):
-    @contextmanager
-    def capture_signals(self) -> Iterator[None]:
-        """They belong to the process."""
-        yield
+def _ssl_context(security: SecurityConfig) -> ssl.SSLContext | None:
+    if security.tls_cert is None:
+        return None
+    context = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
+    context.load_cert_chain(security.tls_cert, security.tls_key)
+    if security.tls_ca:
+        context.load_verify_locations(security.tls_ca)
+        context.verify_mode = ssl.CERT_REQUIRED
+    return context
 
 
 def _connections(wanted: int) -> int:
@@ -117,87 +111,3 @@ def _connections(wanted: int) -> int:
     except (OSError, ValueError):  # more than the system allows although its limit says otherwise
         log.debug("the limit of open files stays at %d", soft)
     return max(1, min(wanted, resource.getrlimit(resource.RLIMIT_NOFILE)[0] - OTHER_FILES))
-
-
-def _bounded(limits: RouterConfig, most: int) -> type[H11Protocol]:
-    """uvicorn makes its connections from a class. `most`: connections."""
-
-    class Connection(H11Protocol):
-        def __init__(self, *args: Any, **kwargs: Any) -> None:
-            super().__init__(*args, **kwargs)
-            self._head: asyncio.TimerHandle | None = None
-            self._stall: asyncio.TimerHandle | None = None
-
-        def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
-            super().connection_made(transport)
-            if len(self.connections) > most:
-                self._refuse(HttpError(503, "too many connections are open", headers={"retry-after": "1"}))
-            else:
-                self._await_head()
-
-        def connection_lost(self, exc: Exception | None) -> None:
-            for timer in (self._head, self._stall):
-                if timer is not None:
-                    timer.cancel()
-            super().connection_lost(exc)
-
-        def data_received(self, data: bytes) -> None:
-            super().data_received(data)
-            self._await_head()
-
-        def pause_writing(self) -> None:
-            super().pause_writing()
-            self._await_reader()
-
-        def resume_writing(self) -> None:
-            super().resume_writing()
-            if self._stall is not None and not self.transport.is_closing():
-                self._stall.cancel()
-                self._stall = None
-
-        def on_response_complete(self) -> None:
-            super().on_response_complete()
-            self._await_reader_if_closing()
-
-        def timeout_keep_alive_handler(self) -> None:
-            super().timeout_keep_alive_handler()
-            self._await_reader_if_closing()
-
-        def send_400_response(self, msg: str) -> None:
-            self._refuse(HttpError(400, "this is no HTTP request", code="invalid_http"))
-
-        def _await_head(self) -> None:
-            """The timer runs while no request is being answered and one has begun to arrive, or none was there yet."""
-            waiting = self.cycle is None or self.cycle.response_complete
-            if not waiting and self._head is not None:
-                self._head.cancel()
-                self._head = None
-            elif waiting and self._head is None:
-                self._head = self.loop.call_later(limits.http_read_timeout_s, self._late)
-
-        def _late(self) -> None:
-            self._refuse(HttpError(408, "the headers did not come in time"))
-
-        def _await_reader_if_closing(self) -> None:
-            if self.transport.is_closing():  # and waits for what is buffered to be taken
-                self._await_reader()
-
-        def _await_reader(self) -> None:
-            if self._stall is None:
-                self._stall = self.loop.call_later(limits.http_stall_s, self.transport.abort)
-
-        def _refuse(self, error: HttpError) -> None:
-            """Where no request is that could be answered; in the middle of an answer nothing can be told."""
-            if not self.transport.is_closing() and (self.cycle is None or self.cycle.response_complete):
-                self.transport.write(_answer(error))
-            self.transport.close()
-            self._await_reader_if_closing()
-
-    return Connection
-
-
-def _answer(error: HttpError) -> bytes:
-    body = to_json(error.body)
-    headers = {"content-type": "application/json", "content-length": str(len(body)), "connection": "close", **error.headers}
-    lines = [f"HTTP/1.1 {error.status} {error.code}", *(f"{name}: {value}" for name, value in headers.items()), "", ""]
-    return "\r\n".join(lines).encode() + body

@@ -1,4 +1,4 @@
-"""Several answers as one, and for as long as somebody listens."""
+"""Merging several answers into one, and ending an answer when its client leaves."""
 
 import asyncio
 from collections.abc import AsyncGenerator, AsyncIterator, Sequence
@@ -11,20 +11,20 @@ T = TypeVar("T")
 
 
 class ClientGone(Exception):
-    """The client closed the connection, or does not take its answer."""
+    """The client closed the connection, or does not read its answer."""
 
 
 @asynccontextmanager
 async def while_connected(receive: Receive, within_s: float) -> AsyncIterator[None]:
-    """The body is cancelled when the client leaves, or after so many seconds; then ClientGone is raised.
+    """Cancels the block when the client leaves, or after `within_s` seconds, and raises ClientGone.
 
-    The request's own body has been read before.
+    The request's body must have been read before.
     """
 
     async def watch() -> None:
         while (await receive())["type"] != "http.disconnect":
             pass
-        scope.reschedule(0.0)  # a moment that is over
+        scope.reschedule(0.0)  # in the past: the timeout expires at once
 
     try:
         async with asyncio.timeout(within_s) as scope:
@@ -40,9 +40,10 @@ async def while_connected(receive: Receive, within_s: float) -> AsyncIterator[No
 
 
 async def merge(streams: Sequence[AsyncGenerator[T, None]]) -> AsyncGenerator[tuple[int, T], None]:
-    """Items of all, as they come, each with the number of its stream. The first failure is raised and ends the others; so does closing.
+    """Yields the items of all streams as they come, each with the number of its stream. The first failure is raised and ends the other
+    streams; closing the generator ends them, too.
 
-    A stream runs ahead of the reader by one item, so who reads slowly holds little.
+    A stream runs ahead of the reader by one item, so a slow reader holds little memory.
     """
     if len(streams) == 1:
         async with aclosing(streams[0]) as only:

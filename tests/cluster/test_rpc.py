@@ -19,8 +19,8 @@ from baton.client import to_error as client_error
 from baton.cluster.config import ClusterConfig, Config, SecurityConfig
 from baton.cluster.errors import BatonError, Reason, Violation
 from baton.cluster.rpc import Answering, Context, Server, Tasks, abort, channel, target, to_error, to_status
+from baton.v1 import generation_pb2, generation_pb2_grpc, worker_pb2_grpc
 from baton.v1 import worker_pb2 as pb
-from baton.v1 import worker_pb2_grpc
 
 
 class Scripted(worker_pb2_grpc.PrefillServicer):
@@ -368,3 +368,97 @@ async def test_a_server_listens_on_ipv6_too() -> None:
             await asyncio.wait_for(open_channel.channel_ready(), 5)
     finally:
         await server.stop(0)
+
+
+# Streams
+
+
+class Talker(generation_pb2_grpc.GenerationServicer):
+    """Says the same for ever; counts who listens."""
+
+    def __init__(self) -> None:
+        self.open = self.ended = self.said = 0
+
+    async def Generate(self, request: generation_pb2.GenerateRequest, context: Context) -> AsyncIterator[generation_pb2.GenerateResponse]:
+        async with Answering(context):
+            self.open += 1
+            try:
+                while True:
+                    self.said += 1
+                    yield generation_pb2.GenerateResponse(accepted=generation_pb2.Accepted(request_id="x" * 10_000))
+                    await asyncio.sleep(0)
+            finally:
+                self.open -= 1
+                self.ended += 1
+
+
+@asynccontextmanager
+async def talking(stall_s: float | None) -> AsyncIterator[tuple[Talker, generation_pb2_grpc.GenerationStub]]:
+    server, talker = Server(Config(), 1 << 20, stall_s), Talker()
+    generation_pb2_grpc.add_GenerationServicer_to_server(talker, server.grpc)
+    address = server.bind(0)
+    await server.start()
+    async with channel(address, SecurityConfig()) as opened:
+        yield talker, generation_pb2_grpc.GenerationStub(opened)
+    await server.stop(None)
+
+
+async def settled(condition: Callable[[], bool], within_s: float = 20.0) -> None:
+    async with asyncio.timeout(within_s):
+        while not condition():
+            await asyncio.sleep(0.01)
+
+
+async def test_streams_that_are_not_read_end_and_say_why_when_they_are() -> None:
+    async with talking(stall_s=0.3) as (talker, stub):
+        calls = [stub.Generate(generation_pb2.GenerateRequest()) for _ in range(3)]
+        await settled(lambda: talker.ended == 3)
+        for call in calls:
+            with pytest.raises(grpc.aio.AioRpcError) as caught:
+                async for _ in call:
+                    pass
+            assert to_error(caught.value).reason is Reason.STALLED
+
+
+async def test_a_stream_that_is_read_slowly_goes_on() -> None:
+    """Negative control: it lasts for several times the limit."""
+    async with talking(stall_s=0.3) as (talker, stub):
+        call = stub.Generate(generation_pb2.GenerateRequest())
+        until = time.monotonic() + 1.5
+        while time.monotonic() < until:
+            for _ in range(200):
+                await call.read()
+            await asyncio.sleep(0.02)
+        assert talker.open == 1
+        call.cancel()
+        await settled(lambda: talker.ended == 1)
+
+
+async def test_without_a_limit_a_stream_waits_for_its_reader() -> None:
+    """Negative control."""
+    async with talking(stall_s=None) as (talker, stub):
+        call = stub.Generate(generation_pb2.GenerateRequest())
+        await call.read()
+        said = -1
+        while said != talker.said:
+            said = talker.said
+            await asyncio.sleep(0.5)
+        assert talker.open == 1
+        call.cancel()
+        await settled(lambda: talker.ended == 1)
+
+
+@pytest.mark.parametrize("stalled", [False, True])
+async def test_clients_that_leave_are_no_errors_of_ours(stalled: bool, caplog: pytest.LogCaptureFixture) -> None:
+    async with talking(stall_s=0.2 if stalled else None) as (talker, stub):
+        calls = [stub.Generate(generation_pb2.GenerateRequest()) for _ in range(40)]
+        if stalled:
+            await settled(lambda: talker.ended == len(calls))
+        else:
+            await asyncio.gather(*(call.read() for call in calls))
+            await asyncio.sleep(0.5)
+        for call in calls:
+            call.cancel()
+        await settled(lambda: talker.ended == len(calls))
+        await asyncio.sleep(0.2)
+    assert [record.getMessage() for record in caplog.records if record.levelname in ("ERROR", "CRITICAL")] == []

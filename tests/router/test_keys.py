@@ -73,7 +73,7 @@ def test_limits_are_the_configurations_unless_the_file_says_otherwise(tmp_path: 
 
 
 def test_keys_of_one_tenant_agree_on_its_limits(tmp_path: Path) -> None:
-    with pytest.raises(ConfigError, match="b: other tokens than another key of shop"):
+    with pytest.raises(ConfigError, match="b: tokens differ from those of another key of shop"):
         load(tmp_path, line("a", "1", "shop tokens=50") + line("b", "2", "shop tokens=51"))
 
 
@@ -113,3 +113,37 @@ def test_a_file_that_is_none_names_the_line(tmp_path: Path, text: str, what: str
 def test_a_file_that_is_not_there(tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match="cannot be read"):
         ApiKeys.load(str(tmp_path / "nowhere"))
+
+
+# A file that changes while the router runs
+
+
+def test_a_changed_file_is_read_again(tmp_path: Path) -> None:
+    known = load(tmp_path, line("ci", "old"))
+    assert not known.refresh(), "it has not changed"
+    (tmp_path / "new").write_text(line("ci", "new") + line("few", "other", "few requests=3"))
+    (tmp_path / "new").replace(tmp_path / "keys")
+    assert known.refresh() and not known.refresh()
+    assert known.tenant("Bearer new") == "ci" and known.quota("few") == Quota(requests=3)
+    assert "unknown" in refused(known, "Bearer old")
+
+
+@pytest.mark.parametrize("text", ["", "no key\n", None])
+def test_a_file_that_cannot_be_used_changes_nothing(tmp_path: Path, text: str | None) -> None:
+    known = load(tmp_path, line("ci", "old"))
+    (tmp_path / "keys").unlink()
+    if text is not None:
+        (tmp_path / "keys").write_text(text)
+    with pytest.raises(ConfigError):
+        known.refresh()
+    assert known.tenant("Bearer old") == "ci"
+    assert not known.refresh(), "it is said once"
+    (tmp_path / "keys").write_text(line("ci", "new"))
+    assert known.refresh() and known.tenant("Bearer new") == "ci"
+
+
+def test_a_tenant_whose_key_was_taken_away_has_no_quota_left_to_ask_for(tmp_path: Path) -> None:
+    """Its running requests are still charged."""
+    known = load(tmp_path, line("ci", "a", "one requests=3") + line("x", "b"))
+    (tmp_path / "keys").write_text(line("x", "b"))
+    assert known.refresh() and known.quota("one") == Quota()

@@ -189,3 +189,14 @@ async def test_a_registry_that_is_away_is_told() -> None:
     house = House()
     house.watch.registry_reachable = False
     assert (await house.look())["router"]["registry"] == "away"
+
+
+async def test_kv_counts_as_moved_while_its_request_still_runs() -> None:
+    house = House()
+    with house.open() as entry:
+        assert (await house.look())["totals"]["handoffs"] == 0
+        entry.trace.handoff = Handoff(transport="tcp", blocks=2, bytes=640)
+        running = (await house.look())["totals"]
+        entry.finish = "stop"
+    ended = (await house.look())["totals"]
+    assert (running["handoffs"], running["handoff_bytes"]) == (ended["handoffs"], ended["handoff_bytes"]) == (1, 640)

@@ -3,11 +3,12 @@
 
 const EVERY_MS = 500;
 const RATE_OVER_S = 10;
+const COMPLETED_OVER_S = 60; // requests end more rarely than tokens come
 const STAGES = ["queue", "prefill", "transfer", "decode"];
 const BAD = new Set(["unreachable", "gone", "unfit"]);
 const $ = (id) => document.getElementById(id);
 
-const seen = []; // snapshots of the last RATE_OVER_S
+const seen = []; // snapshots of the last COMPLETED_OVER_S
 let key = "";
 
 function make(tag, attributes = {}, ...children) {
@@ -72,7 +73,7 @@ function told(text, bad = false) {
 function show(now) {
   if (seen.length && now.clock < seen.at(-1).clock) seen.length = 0; // another router process
   seen.push(now);
-  while (now.clock - seen[0].clock > RATE_OVER_S) seen.shift();
+  while (now.clock - seen[0].clock > COMPLETED_OVER_S) seen.shift();
   $("model").textContent = now.model;
   $("registry").hidden = now.router.registry === "reachable";
   $("registry").textContent = `registry ${now.router.registry}`;
@@ -82,8 +83,9 @@ function show(now) {
   showRecent(now);
 }
 
-function rate(name) {
-  const [first, last] = [seen[0], seen.at(-1)];
+function rate(name, overS = RATE_OVER_S) {
+  const last = seen.at(-1);
+  const first = seen.find((one) => last.clock - one.clock <= overS);
   const seconds = last.clock - first.clock;
   return seconds > 0 ? Math.max(0, last.totals[name] - first.totals[name]) / seconds : 0;
 }
@@ -92,7 +94,7 @@ function showNumbers(now) {
   const { attainment, objectives } = now.slo;
   const judged = Object.keys(objectives).length > 0;
   const share = attainment === null ? "" : `, ${(100 * attainment).toFixed(0)} % meet the SLO`;
-  put("goodput", short(rate("met")), judged ? `goodput, requests/s${share}` : "requests/s completed (no SLO is set)");
+  put("goodput", short(rate("met", COMPLETED_OVER_S)), judged ? `goodput, requests/s${share}` : "requests/s completed (no SLO is set)");
   const meter = $("goodput").querySelector("meter");
   meter.hidden = attainment === null;
   if (attainment !== null) Object.assign(meter, { value: attainment, low: 0.9, high: 0.95, optimum: 1 });
@@ -100,7 +102,7 @@ function showNumbers(now) {
   put("tokens", short(rate("output_tokens")), "output tokens/s");
   const { cached_tokens: cached, prompt_tokens: prompt } = now.totals;
   put("cached", prompt ? `${((100 * cached) / prompt).toFixed(0)} %` : "–", "prompt tokens cached");
-  put("moved", bytes(rate("handoff_bytes")), `KV moved/s, ${now.totals.handoffs} handoffs`);
+  put("moved", bytes(rate("handoff_bytes")), `KV moved/s, ${now.totals.handoffs} handoff${now.totals.handoffs === 1 ? "" : "s"}`);
 }
 
 function put(id, value, caption) {
@@ -140,7 +142,7 @@ function card(worker) {
   const used = BAD.has(worker.state) ? 0 : worker.blocks_in_use / worker.kv_blocks;
   element.querySelector(".blocks i").style.width = `${100 * used}%`;
   const waiting = worker.waiting ? `, ${worker.waiting} waiting` : "";
-  const leases = worker.leases ? `, ${worker.leases} leases` : "";
+  const leases = worker.leases ? `, ${worker.leases} lease${worker.leases === 1 ? "" : "s"}` : "";
   element.querySelector(".detail").textContent = BAD.has(worker.state)
     ? { gone: "left without a word", unreachable: "does not answer", unfit: "serves another model" }[worker.state]
     : `${worker.running} running${waiting}${leases} · KV ${(100 * used).toFixed(0)} % of ${worker.kv_blocks} blocks in use, ${worker.cached_blocks} cached`;
@@ -166,6 +168,7 @@ function drawWires(now, cards, router) {
   const direct = workers("decode").filter((worker) => colocated || busy.has(`>${worker.name}`)); // without a prefill worker
   pairs.push(...direct.map((worker) => ["", worker.name]));
   const flow = $("flow").getBoundingClientRect();
+  const between = colocated ? null : $("prefill").getBoundingClientRect();
   const stacked = getComputedStyle($("flow")).gridTemplateColumns.split(" ").length === 1;
   const paths = pairs.map(([from, to]) => {
     const [a, b] = [from ? cards.get(from) : router, cards.get(to)].map((element) => element.getBoundingClientRect());
@@ -173,13 +176,27 @@ function drawWires(now, cards, router) {
     const [x1, y1, x2, y2] = stacked
       ? [a.left + a.width / 2, a.bottom, b.left + b.width / 2, b.top]
       : [a.right, a.top + a.height / 2, b.left, b.top + b.height / 2];
-    const [ax, ay, bx, by] = [x1 - flow.left, y1 - flow.top, x2 - flow.left, y2 - flow.top];
-    const middle = stacked ? `${ax} ${(ay + by) / 2} ${bx} ${(ay + by) / 2}` : `${(ax + bx) / 2} ${ay} ${(ax + bx) / 2} ${by}`;
-    path.setAttribute("d", `M${ax} ${ay} C${middle} ${bx} ${by}`);
+    const start = [x1 - flow.left, y1 - flow.top];
+    const end = [x2 - flow.left, y2 - flow.top];
+    const past = from || !between || cards.get(to).parentElement.id === "prefill" ? null : { x: between.left - flow.left - 8, y: between.bottom - flow.top - 4 };
+    path.setAttribute("d", past ? around(start, end, past, stacked) : curve(start, end, stacked));
     path.setAttribute("class", busy.has(`${from}>${to}`) ? "busy" : "");
     return path;
   });
   $("wires").replaceChildren(...paths);
+}
+
+function curve([ax, ay], [bx, by], stacked) {
+  const [mx, my] = [(ax + bx) / 2, (ay + by) / 2];
+  return `M${ax} ${ay} C${stacked ? `${ax} ${my} ${bx} ${my}` : `${mx} ${ay} ${mx} ${by}`} ${bx} ${by}`;
+}
+
+// Around the prefill pool, which would hide the line: under it, or to its left where the pools are stacked.
+function around([ax, ay], [bx, by], past, stacked) {
+  if (stacked) return `M${ax} ${ay} C${past.x} ${ay} ${past.x} ${ay} ${past.x} ${ay + 40} V${by - 40} C${past.x} ${by} ${past.x} ${by} ${bx} ${by}`;
+  const [left, right] = [past.x + 8, bx - 90];
+  const [near, far] = [(ax + left) / 2, (right + bx) / 2];
+  return `M${ax} ${ay} C${near} ${ay} ${near} ${past.y} ${left} ${past.y} H${right} C${far} ${past.y} ${far} ${by} ${bx} ${by}`;
 }
 
 // Requests that have ended
@@ -273,7 +290,7 @@ function details(stage, record, worker) {
   const moved = record.handoff;
   if (stage === "prefill" && record.cached_tokens) return `${worker}, ${record.cached_tokens} of ${record.prompt_tokens} tokens were cached`;
   if (stage === "transfer") return moved.transport ? `${moved.transport}: ${moved.blocks} blocks, ${bytes(moved.bytes)}` : "no KV moved";
-  if (stage === "decode" && record.tpot) return `${worker}, ${time(record.tpot)} a token${record.retries ? `, ${record.retries} retries` : ""}`;
+  if (stage === "decode" && record.tpot) return `${worker}, ${time(record.tpot)} a token${record.retries ? `, ${record.retries} ${record.retries === 1 ? "retry" : "retries"}` : ""}`;
   return worker;
 }
 

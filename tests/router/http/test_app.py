@@ -11,6 +11,7 @@ from http_door import CHAT, COMPLETION, CONTEXT, HELLO, Call, House, Script, fai
 
 from baton.cluster.config import RouterConfig
 from baton.cluster.errors import BatonError, Reason
+from router.http.app import allow_origins
 from router.http.openapi import document
 from router.keys import ApiKeys, Entry
 from router.tokenizer import Tokenizer
@@ -520,3 +521,54 @@ async def test_the_document_has_every_route(house: House) -> None:
     assert {path: set(methods) for path, methods in told["paths"].items()} == {
         path: {method.lower() for method in methods} - {"head"} for path, methods in routes.items()
     }
+
+
+# What public clients expect
+
+
+async def test_a_context_that_overflows_is_told_in_the_words_that_clients_look_for(house: House) -> None:
+    """LiteLLM looks for them, in lower case, to try a model with a longer context."""
+    for path, body in ((CHAT, {**HELLO, "max_tokens": CONTEXT}), (COMPLETION, {"prompt": "x" * CONTEXT})):
+        error = (await house.post(path, body)).error
+        assert error["code"] == "context_length_exceeded"
+        assert f"this model's maximum context length is {CONTEXT} tokens" in error["message"].lower()
+
+
+async def test_a_bound_is_told_in_full(house: House) -> None:
+    error = (await house.post(CHAT, {**HELLO, "top_k": 1 << 31})).error
+    assert error["message"] == "top_k: must be at least -1 and at most 2147483647"
+
+
+async def test_a_name_is_part_of_a_message(house: House) -> None:
+    assert (await house.post(CHAT, {"messages": [{**HELLO["messages"][0], "name": "Ida"}]})).status == 200
+    error = (await house.post(CHAT, {"messages": [{**HELLO["messages"][0], "name": "x" * 257}]})).error
+    assert error["param"] == "messages[0].name"
+
+
+# Pages of other origins
+
+
+@pytest.mark.parametrize(
+    ("origins", "origin", "allowed"),
+    [
+        ((), "https://a.example", None),
+        (("https://a.example",), "https://a.example", "https://a.example"),
+        (("https://a.example",), "https://b.example", None),
+        (("*",), "https://b.example", "*"),
+    ],
+)
+async def test_only_pages_of_listed_origins_may_read_an_answer(
+    tokenizer: Tokenizer, origins: tuple[str, ...], origin: str, allowed: str | None
+) -> None:
+    house = House(tokenizer)
+    app = allow_origins(house.door, origins)
+    headers = {"origin": origin, "access-control-request-method": "POST", "access-control-request-headers": "authorization,content-type"}
+    preflight = await Call(app, "OPTIONS", CHAT, b"", headers=headers).run()
+    assert (preflight.status == 200) == (allowed is not None)
+    answer = await Call(app, "POST", CHAT, HELLO, headers={"origin": origin}).run()
+    assert answer.status == 200, "it is the browser that keeps the answer from the page"
+    assert answer.headers.get("access-control-allow-origin") == allowed
+    if allowed:
+        assert preflight.headers["access-control-allow-headers"] == "authorization,content-type"
+        assert answer.headers["access-control-expose-headers"] == "x-request-id, retry-after"
+    assert "access-control-allow-credentials" not in answer.headers

@@ -10,7 +10,22 @@ from hypothesis import strategies as st
 
 from router.http import openai_in
 from router.http.errors import HttpError
-from router.http.openai_in import CHAT, COMPLETION, MAX_CHOICES, TOKENIZE, Asked, Caller, Parameter, chat, completion, read
+from router.http.openai_in import (
+    MAX_CHOICES,
+    MAX_NODES,
+    MAX_VALUES,
+    Asked,
+    Body,
+    Caller,
+    Chat,
+    Completion,
+    Neutral,
+    Rule,
+    Tokenize,
+    chat,
+    completion,
+    read,
+)
 from router.validate import Ask, AskSampling
 
 CALLER = Caller("id", "tenant", "00-trace")
@@ -110,7 +125,7 @@ def test_a_prompt_that_is_none_names_the_parameter(prompt: Any) -> None:
         ([{"role": "user", "content": []}], "messages[0].content", "invalid_value"),
         ([{"role": 1, "content": "x"}], "messages[0].role", "invalid_value"),
         ([*HELLO, {"role": "user", "content": "x", "colour": "red"}], "messages[1].colour", "unknown_parameter"),
-        ([{"role": "user", "content": "x", "name": "Ida"}], "messages[0].name", "unsupported_parameter"),
+        ([{"role": "user", "content": "x", "name": 5}], "messages[0].name", "invalid_value"),
         ([{"role": "assistant", "content": "x", "tool_calls": [{}]}], "messages[0].tool_calls", "unsupported_parameter"),
         ([{"role": "user", "content": ["x"]}], "messages[0].content[0]", "invalid_value"),
         ([{"role": "user", "content": [{"type": "image_url"}]}], "messages[0].content[0].type", "unsupported_parameter"),
@@ -216,17 +231,25 @@ def test_a_bias_that_is_none_names_the_parameter(bias: Any) -> None:
 
 # What is accepted without effect, and what is not accepted
 
-TABLES = [("chat", CHAT, ask_chat), ("completion", COMPLETION, ask_completion)]
-NEUTRAL = [(api, name, p, ask) for api, table, ask in TABLES for name, p in table.items() if not p.supported]
-WITHOUT_EFFECT = [(api, name, ask) for api, table, ask in TABLES for name, p in table.items() if p.supported and not p.schema]
+
+def rules(model: type[Body]) -> dict[str, Rule | None]:
+    """None: whatever it holds, it has no effect."""
+    return {name: next((one for one in info.metadata if isinstance(one, Rule)), None) for name, info in model.model_fields.items()}
 
 
-@pytest.mark.parametrize(("api", "name", "parameter", "ask"), NEUTRAL, ids=lambda value: value if isinstance(value, str) else "")
-def test_what_would_change_the_answer_is_refused_by_name(api: str, name: str, parameter: Parameter, ask: Any) -> None:
-    for value in (*parameter.schema["enum"], None):
+APIS = [("chat", rules(Chat), ask_chat), ("completion", rules(Completion), ask_completion)]
+NEUTRAL = [
+    (api, name, rule.values or (None,), ask) for api, known, ask in APIS for name, rule in known.items() if isinstance(rule, Neutral)
+]
+WITHOUT_EFFECT = [(api, name, ask) for api, known, ask in APIS for name, rule in known.items() if rule is None]
+
+
+@pytest.mark.parametrize(("api", "name", "neutral", "ask"), NEUTRAL, ids=lambda value: value if isinstance(value, str) else "")
+def test_what_would_change_the_answer_is_refused_by_name(api: str, name: str, neutral: tuple[Any, ...], ask: Any) -> None:
+    for value in (*neutral, None):
         assert ask(**{name: value}) == ask(), "what asks for nothing changes nothing"
-    for value in ([{"type": "function"}], {"type": "json_object"}, "other", 3, not parameter.schema["enum"][0]):
-        if value not in parameter.schema["enum"]:
+    for value in ([{"type": "function"}], {"type": "json_object"}, "other", 3, not neutral[0]):
+        if value not in neutral:
             error = refused(ask, **{name: value})
             assert (error.param, error.code) == (name, "unsupported_parameter") and name in error.message
 
@@ -253,8 +276,8 @@ def test_an_unknown_parameter_is_named(ask: Any) -> None:
 
 @pytest.mark.parametrize("ask", [ask_chat, ask_completion])
 def test_null_is_absent(ask: Any) -> None:
-    table = CHAT if ask is ask_chat else COMPLETION
-    everything = dict.fromkeys(set(table) - {"messages", "prompt"})
+    model = Chat if ask is ask_chat else Completion
+    everything = dict.fromkeys(set(model.model_fields) - {"messages", "prompt"})
     assert ask(**everything) == ask()
 
 
@@ -271,6 +294,15 @@ def test_a_value_of_another_type_is_not_guessed(name: str, value: Any) -> None:
     assert (error.param, error.code) == (name, "invalid_value")
 
 
+# Names
+
+
+def test_names_go_with_their_messages() -> None:
+    """Agent frameworks send them."""
+    given = [{"role": "user", "content": "hi", "name": "Ida"}, {"role": "assistant", "content": "x"}, {**HELLO[0], "name": None}]
+    assert ask_chat(given).asks[0].names == ("Ida", "", "") and ask_chat().asks[0].names == ()
+
+
 # Bodies
 
 
@@ -284,12 +316,13 @@ def test_a_value_of_another_type_is_not_guessed(name: str, value: Any) -> None:
     ],
 )  # fmt: skip
 def test_a_body_that_is_no_json_object_is_refused(body: bytes) -> None:
-    error = refused(read, body, CHAT)
+    error = refused(read, body, Chat)
     assert error.code == "invalid_json" and error.param is None
 
 
 def test_lone_surrogates_reach_the_check_of_texts() -> None:
-    assert read(b'{"user": "\\ud800"}', CHAT) == {"user": "\ud800"}
+    assert read(b'{"user": "\\ud800", "prompt": ""}', Completion).user == "\ud800"
+    assert ask_completion("\ud800").asks[0].text == "\ud800"
 
 
 JSON = st.recursive(
@@ -300,7 +333,12 @@ JSON = st.recursive(
 
 
 @settings(max_examples=300, deadline=None)
-@given(st.dictionaries(st.sampled_from([*CHAT, *COMPLETION, *TOKENIZE, "tokens", "other"]), JSON, max_size=6), JSON)
+@given(
+    st.dictionaries(
+        st.sampled_from([*Chat.model_fields, *Completion.model_fields, *Tokenize.model_fields, "tokens", "other"]), JSON, max_size=6
+    ),
+    JSON,
+)
 def test_any_json_is_an_ask_or_a_refusal(fields: dict[str, Any], message: Any) -> None:
     body = json.dumps({"messages": [message], "prompt": message, **fields}).encode()
     for read_body in (lambda: chat(body, CALLER), lambda: completion(body, CALLER), lambda: openai_in.tokenize(body)):
@@ -310,6 +348,57 @@ def test_any_json_is_an_ask_or_a_refusal(fields: dict[str, Any], message: Any) -
             assert error.status == 400 and error.message
         else:
             assert isinstance(made, Asked) or isinstance(made[0], Ask)
+
+
+def items(text: str, count: int) -> bytes:
+    return b'{"user": [' + b",".join([text.encode()] * count) + b'], "prompt": ""}'
+
+
+def test_a_body_of_too_many_values_is_not_parsed(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Its bytes are few, but parsing it would hold everybody else up."""
+    monkeypatch.setattr(openai_in.json, "loads", lambda *arguments, **options: pytest.fail("parsed"))
+    escaped = '"' + 100 * "\\\\" + '"'
+    for body in (
+        items("1", MAX_VALUES + 9),
+        items("[]", MAX_NODES + 9),
+        items("{}", MAX_NODES + 9),
+        items(escaped, MAX_VALUES + 9),
+        items('{"a":1}', MAX_NODES // 2 + 9),
+    ):
+        with pytest.raises(HttpError) as caught:
+            read(body, Completion)
+        assert caught.value.status == 400 and str(MAX_VALUES) in caught.value.message
+
+
+def test_a_text_may_hold_any_number_of_commas_and_brackets() -> None:
+    """Negative control: what stands in a string is no value."""
+    for text in ("," * (MAX_VALUES + 9), ":" * MAX_NODES + ":", "[{" * MAX_NODES, '\\",' * (MAX_VALUES + 9), ',"' * (MAX_VALUES // 2)):
+        assert ask_completion(text).asks[0].text == text
+    assert len(read(items("1", MAX_VALUES - 9), Completion).user) == MAX_VALUES - 9
+
+
+@pytest.mark.parametrize(
+    ("ask", "fields", "message"),
+    [
+        (ask_chat, {"messages": []}, "messages: must not be empty"),
+        (ask_chat, {"messages": [HELLO[0]] * 1001}, "messages: must be at most 1000 messages (got 1001)"),
+        (ask_chat, {"messages": 5}, "messages: must be a list of messages"),
+        (ask_completion, {"prompt": []}, "prompt: must not be empty"),
+        (ask_completion, {"prompt": ["x"] * 129}, "prompt: must be at most 128 prompts (got 129)"),
+        (ask_chat, {"logit_bias": {str(i): 1 for i in range(1025)}}, "logit_bias: must be at most 1024 entries (got 1025)"),
+    ],
+)
+def test_a_list_of_a_wrong_length_is_told_so(ask: Any, fields: dict[str, Any], message: str) -> None:
+    assert refused(ask, **fields).message == message
+
+
+def test_a_number_of_too_many_digits_is_told_in_our_words() -> None:
+    error = refused(read, b'{"n": ' + b"9" * 5000 + b"}", Chat)
+    assert error.message == "the body is not JSON in UTF-8: a number has too many digits"
+
+
+def test_a_name_that_is_not_unicode_is_unknown() -> None:
+    assert refused(read, b'{"prompt": "", "\\ud800": 1}', Completion).status == 400
 
 
 # /tokenize and /detokenize

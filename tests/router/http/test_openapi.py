@@ -1,4 +1,4 @@
-"""The OpenAPI document and the page for people say what the tables of parameters say."""
+"""The OpenAPI document and the page for people say what the models of parameters say."""
 
 import json
 import re
@@ -11,11 +11,12 @@ from hypothesis import strategies as st
 from jsonschema import Draft202012Validator
 
 from router.http.errors import HttpError
-from router.http.openai_in import CHAT, COMPLETION, Caller, chat, completion
+from router.http.openai_in import Caller, Chat, Completion, Neutral, Rule, chat, completion
 from router.http.openapi import document
 
 PAGE = Path(__file__).resolve().parents[3] / "docs" / "http.md"
-PARAMETERS = CHAT | COMPLETION
+PARAMETERS = Chat.model_fields | Completion.model_fields
+RULES = {name: next((one for one in info.metadata if isinstance(one, Rule)), None) for name, info in PARAMETERS.items()}
 VALUES = st.sampled_from(
     [
         None, True, False, 0, 1, -1, 0.5, 1 << 70, "", "x", "auto", "none", [], ["a"], [1], [[1], [2]], ["a", [1]], {}, {"5": 1},
@@ -86,6 +87,6 @@ def test_the_page_has_every_parameter_where_it_belongs() -> None:
     effective, extra, without, neutral = (
         {*re.findall(r"`([a-z_]+)`", row.split("|")[1])} for row in table.splitlines() if row.startswith("| `")
     )
-    assert neutral == {name for name, parameter in PARAMETERS.items() if not parameter.supported} | {"best_of"}
-    assert without == {name for name, parameter in PARAMETERS.items() if parameter.supported and not parameter.schema}
+    assert neutral == {name for name, rule in RULES.items() if isinstance(rule, Neutral)} | {"best_of"}
+    assert without == {name for name, rule in RULES.items() if rule is None}
     assert effective | extra == set(PARAMETERS) - neutral - without

@@ -13,15 +13,18 @@ from typing import Any
 
 import pytest
 from http_door import CHAT, HELLO, House, Script, settled, toy_tokenizer
+from starlette.responses import Response
+from starlette.types import ASGIApp
 
 from baton.cluster.config import ClusterConfig, Config, RouterConfig, SecurityConfig
 from baton.cluster.errors import BatonError
 from baton.cluster.rpc import Tasks
 from router.http import server
-from router.http.server import MAX_HEAD_BYTES, HttpServer
+from router.http.connection import MAX_HEAD_BYTES, PROBE_S
+from router.http.server import HttpServer
 from router.tokenizer import Tokenizer
 
-LIMITS: dict[str, Any] = {"http_read_timeout_s": 0.2, "http_idle_s": 0.3, "http_stall_s": 0.3, "http_max_connections": 5}
+LIMITS: dict[str, Any] = {"http_read_timeout_s": 0.2, "http_idle_s": 0.3, "stall_s": 0.3, "http_max_connections": 5}
 
 
 @pytest.fixture(scope="module")
@@ -84,7 +87,7 @@ class Running:
 
     @property
     def connections(self) -> int:
-        return len(self.server._server.server_state.connections)
+        return len(self.server.connections)
 
     async def freed(self) -> None:
         await settled(lambda: self.connections == 0 and self.server.idle)
@@ -97,13 +100,14 @@ async def serving(
     script: Script | None = None,
     security: SecurityConfig | None = None,
     context: ssl.SSLContext | None = None,
+    app: ASGIApp | None = None,
     **limits: Any,
 ) -> AsyncIterator[Running]:
     config = Config(router=RouterConfig(http_port=0, **{**LIMITS, **limits}), security=security or SecurityConfig())
     house = House(tokenizer, script or Script(), config.router)
     failures: list[BaseException] = []
     tasks = Tasks(failures.append)
-    made = HttpServer(config, house.door)
+    made = HttpServer(config, app or house.door)
     address = made.bind(0)
     made.start(tasks)
     try:
@@ -141,8 +145,8 @@ async def test_small_pieces_do_not_wait_for_each_other(tokenizer: Tokenizer) -> 
         client = await running.connect()
         client.send(request())
         await client.response()
-        [connection] = running.server._server.server_state.connections
-        made = connection.transport.get_extra_info("socket")  # type: ignore[union-attr]
+        [connection] = running.server.connections
+        made = connection._transport.get_extra_info("socket")
         assert made.getsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY)
 
 
@@ -299,7 +303,7 @@ async def test_a_reader_that_stops_is_dropped_and_holds_little(tokenizer: Tokeni
 
 async def test_a_reader_that_is_slow_gets_everything(tokenizer: Tokenizer) -> None:
     """Negative control of the above: it takes longer than the stall, and never stops."""
-    async with serving(tokenizer, Script(b"x" * 4000), http_stall_s=0.5) as running:
+    async with serving(tokenizer, Script(b"x" * 4000), stall_s=0.5) as running:
         client = await running.connect()
         client.send(request({**HELLO, "stream": True, "logprobs": True, "top_logprobs": 20}))
         got, began = b"", asyncio.get_running_loop().time()
@@ -317,6 +321,101 @@ async def test_a_reader_that_never_takes_the_end_is_dropped(tokenizer: Tokenizer
         await settled(lambda: running.house.script.ended == 1)
         await running.freed()
         assert not client.writer.is_closing()
+
+
+# The edges of HTTP/1.1 (RFC 9112)
+
+
+async def test_two_lengths_are_one_request_too_many(tokenizer: Tokenizer) -> None:
+    """6.1: what follows such a request may have been smuggled past a proxy, so the connection ends with its answer."""
+    body = json.dumps(HELLO).encode()
+    chunked = b"%x\r\n%s\r\n0\r\n\r\n" % (len(body), body)
+    head = request(body).partition(b"\r\n\r\n")[0]
+    async with serving(tokenizer) as running:
+        client = await running.connect()
+        client.send(head + b"\r\ntransfer-encoding: chunked\r\n\r\n" + chunked + request())
+        status, headers, _ = await client.response()
+        assert (status, headers["connection"]) == (200, "close") and await client.closed()
+        await running.freed()
+        client = await running.connect()
+        client.send(head.replace(b"content-length", b"x-length") + b"\r\ntransfer-encoding: chunked\r\n\r\n" + chunked + request())
+        assert [(await client.response())[0] for _ in range(2)] == [200, 200], "with one length it stays open"
+
+
+@pytest.mark.parametrize("sent", [b"nonsense\r\n", b"-1\r\n", b"5\r\nhello, too long\r\n", b"1" * 30 + b"\r\n"])
+async def test_a_chunk_of_a_bad_size_is_told(tokenizer: Tokenizer, sent: bytes) -> None:
+    head = request().partition(b"\r\n\r\n")[0].replace(b"content-length", b"x-length")
+    async with serving(tokenizer) as running:
+        client = await running.connect()
+        client.send(head + b"\r\ntransfer-encoding: chunked\r\n\r\n" + sent)
+        assert await client.error() == (400, "invalid_http")
+        await running.freed()
+        assert not running.house.script.begun
+
+
+@pytest.mark.parametrize(
+    ("target", "path"), [("http://x/livez?a=b", "/livez"), ("https://other:1/livez", "/livez"), ("HTTP://x/no%20way", "/no way")]
+)
+async def test_a_target_may_be_a_whole_uri(tokenizer: Tokenizer, target: str, path: str) -> None:
+    async with serving(tokenizer) as running:
+        client = await running.connect()
+        client.send(request(b"", target, method="GET"))
+        assert (await client.response())[0] == (200 if path == "/livez" else 404)
+
+
+async def test_the_authority_of_a_whole_uri_replaces_the_host(tokenizer: Tokenizer) -> None:
+    """3.2.2. The live page decides by the host who may ask."""
+    seen: list[tuple[str, list[str]]] = []
+
+    async def app(scope: Any, receive: Any, send: Any) -> None:
+        seen.append((scope["path"], [value.decode() for name, value in scope["headers"] if name == b"host"]))
+        await Response(b"")(scope, receive, send)
+
+    async with serving(tokenizer, app=app) as running:
+        client = await running.connect()
+        for target in ("/", "http://evil.example", "http://evil.example:80/a?b=http://c/"):
+            client.send(request(b"", target, method="GET"))
+            await client.response()
+    assert seen == [("/", ["x"]), ("/", ["evil.example"]), ("/a", ["evil.example:80"])]
+
+
+@pytest.mark.parametrize("stream", [False, True])
+async def test_a_client_that_has_said_everything_gets_its_answer(tokenizer: Tokenizer, stream: bool) -> None:
+    """`nc -N` closes its sending half after the request, and waits."""
+    gate = asyncio.Event()
+    async with serving(tokenizer, Script(gate=gate)) as running:
+        client = await running.connect()
+        client.send(STREAM if stream else request())
+        client.writer.write_eof()
+        assert (await client.reader.readuntil(b"\r\n\r\n")).startswith(b"HTTP/1.1 100 ")
+        await asyncio.sleep(3 * PROBE_S)
+        gate.set()
+        status, _, body = await client.response()
+        assert status == 200 and (b"[DONE]" if stream else b'"content":"abc"') in body and await client.closed()
+        await running.freed()
+
+
+async def test_half_a_request_and_an_end_is_no_request(tokenizer: Tokenizer) -> None:
+    async with serving(tokenizer, http_read_timeout_s=60) as running:
+        for sent in (request()[:-5], request()[:50]):
+            client = await running.connect()
+            client.send(sent)
+            client.writer.write_eof()
+            assert await client.error() == (400, "invalid_http")
+        await running.freed()
+        assert not running.house.script.begun
+
+
+async def test_an_application_that_fails_ends_the_connection(tokenizer: Tokenizer, caplog: pytest.LogCaptureFixture) -> None:
+    async def app(scope: Any, receive: Any, send: Any) -> None:
+        raise RuntimeError("on our side")
+
+    async with serving(tokenizer, app=app) as running:
+        client = await running.connect()
+        client.send(request())
+        assert await client.closed()
+        await running.freed()
+    assert "on our side" in caplog.text
 
 
 # More than there is room for

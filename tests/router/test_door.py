@@ -1,0 +1,92 @@
+"""The gRPC door over a real socket: what clients that do not read cost the others."""
+
+import asyncio
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+
+import grpc
+import pytest
+from http_door import House, Script, settled, toy_tokenizer
+
+from baton.cluster.config import Config, RouterConfig
+from baton.cluster.errors import BatonError, Reason
+from baton.cluster.rpc import Server, to_error
+from baton.v1 import generation_pb2 as pb
+from baton.v1 import generation_pb2_grpc
+from router.door import GenerationDoor, to_ask
+from router.tokenizer import Tokenizer
+from router.validate import Limits, check
+
+ASK = pb.GenerateRequest(text="hello", sampling=pb.SamplingParams(logprobs=20))
+SMALL_WINDOW = [("grpc.http2.bdp_probe", 0)]  # 64 KiB; else it grows to megabytes, which take long to fill
+
+
+@pytest.fixture(scope="module")
+def tokenizer(tmp_path_factory: pytest.TempPathFactory) -> Tokenizer:
+    return toy_tokenizer(tmp_path_factory.mktemp("toy"))
+
+
+@asynccontextmanager
+async def serving(house: House, stall_s: float | None) -> AsyncIterator[generation_pb2_grpc.GenerationStub]:
+    server = Server(Config(), 1 << 20, stall_s)
+    generation_pb2_grpc.add_GenerationServicer_to_server(GenerationDoor(house.service, house.keys), server.grpc)
+    address = server.bind(0)
+    await server.start()
+    async with grpc.aio.insecure_channel(address, options=SMALL_WINDOW) as opened:
+        yield generation_pb2_grpc.GenerationStub(opened)
+    await server.stop(None)
+    await settled(lambda: house.service.idle)
+    house.check()
+
+
+@pytest.mark.parametrize("stall_s", [0.3, None])
+async def test_streams_that_nobody_reads_give_their_places_back(tokenizer: Tokenizer, stall_s: float | None) -> None:
+    """None is the negative control: without a limit they keep the others out."""
+    house = House(tokenizer, Script(b"x" * 100_000), RouterConfig(max_inflight=8, queue_timeout_s=5.0))
+    async with serving(house, stall_s) as stub:
+        unread = [stub.Generate(ASK) for _ in range(8)]
+        await settled(lambda: house.admission.inflight == 8)
+        for _ in range(8):  # each of them has one more place to wait for
+            call = stub.Generate(ASK)
+            if stall_s is None:
+                with pytest.raises(TimeoutError):
+                    async with asyncio.timeout(1.5):
+                        await call.read()
+                break
+            assert (await call.read()).accepted.prompt_tokens == 5
+            call.cancel()
+        if stall_s is None:
+            assert house.admission.inflight == 8
+        else:
+            await settled(lambda: house.service.idle)
+            for stream in unread:
+                with pytest.raises(grpc.aio.AioRpcError) as caught:
+                    async for _ in stream:
+                        pass
+                assert to_error(caught.value).reason is Reason.STALLED
+        for stream in unread:
+            stream.cancel()
+
+
+async def test_the_trailing_metadata_have_the_id_of_the_request(tokenizer: Tokenizer) -> None:
+    async with serving(House(tokenizer), None) as stub:
+        for given, want in (("mine", "mine"), ("", "req-1")):
+            call = stub.Generate(pb.GenerateRequest(text="hello", request_id=given))
+            async for _ in call:
+                pass
+            assert dict(await call.trailing_metadata())["x-request-id"] == want
+
+
+def test_lists_that_are_too_long_are_not_copied_whole_and_refused_all_the_same() -> None:
+    limits = Limits()
+    chat = pb.Chat(messages=[pb.ChatMessage(role="user", content="x")] * 5000)
+    bias = {i: 1.0 for i in range(5000)}
+    many = pb.SamplingParams(logit_bias=bias, stop=["x"] * 5000, stop_token_ids=range(5000))
+    ask = to_ask(pb.GenerateRequest(chat=chat, sampling=many))
+    assert ask.messages is not None
+    lengths = [len(each) for each in (ask.messages, ask.sampling.logit_bias, ask.sampling.stop, ask.sampling.stop_token_ids)]
+    assert lengths == [limits.max_messages + 1, limits.max_logit_bias + 1, limits.max_stop + 1, limits.max_stop_token_ids + 1]
+    with pytest.raises(BatonError) as caught:
+        check(ask, limits, (), 10_000)
+    fields = {violation.field for violation in caught.value.violations}
+    assert fields == {"chat.messages", "sampling.logit_bias", "sampling.stop", "sampling.stop_token_ids"}
