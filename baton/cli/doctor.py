@@ -16,6 +16,7 @@ import numpy as np
 
 from baton.cli.up import PORTS, UpError, check_ports
 from baton.cluster.config import Config, mask_password
+from baton.cluster.packages import command
 from baton.cluster.redis_registry import RedisRegistry
 from baton.engine.build import available_memory
 from baton.engine.kvcache import KvLayout, KvPool
@@ -79,7 +80,7 @@ def _transports(config: Config) -> list[Finding]:
 def _measure(kind: str, config: Config) -> str:
     """Read 64 MiB out of another process, beside a plain copy of the same bytes."""
     peer = subprocess.Popen(
-        [sys.executable, "-m", "baton.cli.doctor", kind, config.cluster.host, config.kv.ucx_tls or "", config.kv.ucx_net_devices or ""],
+        command("baton.cli.doctor", kind, config.cluster.host, config.kv.ucx_tls or "", config.kv.ucx_net_devices or ""),
         stdin=subprocess.PIPE,
         stdout=subprocess.PIPE,
         stderr=subprocess.DEVNULL,

@@ -30,6 +30,7 @@ from baton.cluster import config as configuration
 from baton.cluster.config import Config, ConfigError
 from baton.cluster.errors import BatonError
 from baton.cluster.main import read_arguments
+from baton.cluster.packages import command
 from baton.launch import state
 from baton.v1 import worker_pb2, worker_pb2_grpc
 from loadtest.cli import app as loadtest_app
@@ -356,7 +357,7 @@ def _detach(name: str) -> None:
     log = state.state_dir() / f"{name}-up.log"
     with log.open("wb") as output:
         child = subprocess.Popen(
-            [sys.executable, "-m", "baton", *arguments], stdin=subprocess.DEVNULL, stdout=output, stderr=output, start_new_session=True
+            command("baton", *arguments), stdin=subprocess.DEVNULL, stdout=output, stderr=output, start_new_session=True
         )
     with _waiting("starting"):
         deadline = time.monotonic() + DETACH_WITHIN_S
@@ -423,7 +424,3 @@ def _failing() -> Iterator[None]:
         raise typer.Exit(1) from None
     except KeyboardInterrupt:
         raise typer.Exit(130) from None
-
-
-if __name__ == "__main__":
-    main()

@@ -13,7 +13,6 @@ import re
 import secrets
 import signal
 import socket
-import sys
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
@@ -26,6 +25,7 @@ from grpc_health.v1 import health_pb2, health_pb2_grpc
 from baton.cluster.config import Config, keys
 from baton.cluster.connect import connect_registry
 from baton.cluster.errors import BatonError
+from baton.cluster.packages import command
 from baton.cluster.records import Pools
 from baton.cluster.registry import Registry, RegistryUnavailable
 from baton.cluster.rpc import channel, target
@@ -215,11 +215,11 @@ def make_launcher(config: Config, log_dir: Path) -> Launcher:
 def templates(config: Config) -> list[tuple[Template, int]]:
     """Router and pools. The configuration travels as environment, so that a process on any node gets it whole."""
     env = MappingProxyType(to_env(config))
-    router = Template("router", (sys.executable, "-m", "router"), env, cpus=0.0, grace_s=config.decode.drain_s + ROUTER_GRACE_S)
+    router = Template("router", command("router"), env, cpus=0.0, grace_s=config.decode.drain_s + ROUTER_GRACE_S)
     made = [(router, 1)]
     for role in ("prefill", "decode"):
         pool = getattr(config, role)
-        argv = (sys.executable, "-m", f"{role}_worker")
+        argv = command(f"{role}_worker")
         template = Template(role, argv, env, pool.cpus, pool.gpus, pool.cores, config.engine.threads, pool.drain_s + ROUTER_GRACE_S)
         made.append((template, pool.replicas))
     return made

@@ -13,6 +13,7 @@ from typing import Any
 import grpc
 import pytest
 
+import baton
 from baton.client import AsyncClient, Client, GenerateError, Result, Token, Usage, build_request
 from baton.cluster.errors import BatonError, Reason, Violation
 from baton.cluster.rpc import Context, abort
@@ -359,3 +360,10 @@ print(sorted(name for name in sys.modules if name.startswith("baton.")))
         "[]",
         "['baton.client', 'baton.v1', 'baton.v1.generation_pb2', 'baton.v1.generation_pb2_grpc']",
     ]
+
+
+def test_the_package_offers_its_client_and_loads_it_late() -> None:
+    code = "import sys, baton; assert 'grpc' not in sys.modules; from baton import AsyncClient, Client; import baton.client as c;"
+    code += "assert (Client, AsyncClient) == (c.Client, c.AsyncClient) and not {'torch', 'redis', 'pydantic'} & set(sys.modules)"
+    subprocess.run([sys.executable, "-c", code], check=True, timeout=60)
+    assert not hasattr(baton, "Server")
