@@ -215,7 +215,7 @@ def make_launcher(config: Config, log_dir: Path) -> Launcher:
 def templates(config: Config) -> list[tuple[Template, int]]:
     """Router and pools. The configuration travels as environment, so that a process on any node gets it whole."""
     env = MappingProxyType(to_env(config))
-    router = Template("router", command("router"), env, cpus=0.0, grace_s=config.decode.drain_s + ROUTER_GRACE_S)
+    router = Template("router", command("router"), env, cpus=0.0, grace_s=config.router.drain_s + ROUTER_GRACE_S)
     made = [(router, 1)]
     for role in ("prefill", "decode"):
         pool = getattr(config, role)

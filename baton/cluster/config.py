@@ -149,6 +149,9 @@ class RouterConfig(Section):
     recover_wait_s: float = Field(
         default=10.0, ge=0, le=600, description="How long a request whose worker died waits for another to appear, seconds."
     )
+    drain_s: float = Field(
+        default=30.0, ge=0, le=3600, description="How long a router that was told to stop lets its requests finish, seconds."
+    )
     reflection: bool = Field(default=True, description="Offer gRPC server reflection.")
 
     @model_validator(mode="after")
