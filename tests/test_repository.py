@@ -21,7 +21,7 @@ ARROWS = {
     "baton.cli": {"baton", "kvtransfer", "loadtest.cli"},
     "baton.cluster": set(),
     "baton.engine": set(),
-    "baton.launch": {"baton.cluster"},
+    "baton.launch": {"baton.cluster", "baton.v1"},
     "baton.models": {"baton.engine.fingerprint", "baton.engine.memory"},
     "baton.worker": WORKER,
     "decode_worker": WORKER | {"baton.worker"},

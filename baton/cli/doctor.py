@@ -14,13 +14,13 @@ from typing import Literal
 
 import numpy as np
 
-from baton.cli.up import PORTS, UpError, check_ports
-from baton.cluster.config import Config, mask_password
+from baton.cluster.config import PORTS, Config, mask_password
 from baton.cluster.packages import command
 from baton.cluster.redis_registry import RedisRegistry
 from baton.engine.build import available_memory
 from baton.engine.kvcache import KvLayout, KvPool
 from baton.launch import state
+from baton.launch.plan import UpError, check_ports
 from baton.launch.redis_server import EmbeddedRedis
 from kvtransfer.select import make_transport
 from kvtransfer.transport import Transport
@@ -163,7 +163,7 @@ def _ports(config: Config) -> Finding:
     except UpError as error:
         return Finding("fail", "ports", str(error))
     free = shutil.disk_usage(state.state_dir()).free
-    ports = ", ".join(str(getattr(config.router, name)) for name in PORTS)
+    ports = ", ".join(str(config.at(name)) for name in PORTS["router"] if config.at(name))
     return Finding("ok", "ports", f"{ports} are free; {free / 2**30:.0f} GiB of disk for logs")
 
 

@@ -12,6 +12,7 @@ from rich.live import Live
 from rich.table import Table
 from rich.text import Text
 
+from baton.cli.access import Access
 from baton.cli.view import STAGE_COLOURS, bar, size
 from baton.v1 import worker_pb2, worker_pb2_grpc
 
@@ -21,9 +22,9 @@ MAX_DOTS = 24
 Snapshot = dict[str, Any]
 
 
-def run(admin: str, console: Console, every_s: float, once: bool) -> None:
+def run(admin: Access, console: Console, every_s: float, once: bool) -> None:
     """Until Ctrl-C. A router that is away is said to be so, and asked again. Raises grpc.RpcError when `once` finds nobody."""
-    with grpc.insecure_channel(admin) as channel:
+    with admin.channel() as channel:
         stub = worker_pb2_grpc.AdminStub(channel)  # type: ignore[no-untyped-call]
 
         def look() -> Snapshot:

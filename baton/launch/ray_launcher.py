@@ -55,6 +55,9 @@ class Supervisor:
     async def stop(self) -> ProcessState:
         return await self._child.stop()
 
+    async def hurry(self) -> None:
+        await self._child.hurry()
+
 
 def inherited(template: Template) -> dict[str, str]:
     """The node's environment with what Ray adds for its own workers taken out, so that the child is the process a person would start."""
@@ -103,6 +106,11 @@ class _RayPlace:
         except (RayError, TimeoutError):
             self.last = replace(self.last, pid=None, state="backoff")
         return self.last
+
+    async def hurry(self) -> None:
+        with suppress(RayError, TimeoutError):
+            async with asyncio.timeout(ANSWER_S):
+                await _result(self.supervisor.hurry.remote())
 
     async def stop(self) -> ProcessState:
         try:

@@ -12,6 +12,7 @@ import threading
 import time
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
@@ -28,6 +29,8 @@ from baton.cli.main import app
 from baton.cluster.config import MASK, Config, keys, load
 from baton.cluster.errors import BatonError, Reason, Violation
 from baton.cluster.rpc import to_status
+from baton.launch.state import ClusterState, born
+from baton.models.make_small import make_toy
 from baton.v1 import generation_pb2 as pb
 from baton.v1 import generation_pb2_grpc, worker_pb2, worker_pb2_grpc
 
@@ -308,10 +311,57 @@ def test_a_port_that_is_taken_names_the_flag(env: dict[str, str], tmp_path: Path
 
 
 def test_a_cluster_that_cannot_come_up_says_why_and_leaves_nothing(env: dict[str, str], tmp_path: Path) -> None:
+    make_toy(tmp_path / "toy")
+    (tmp_path / "toy" / "config.json").write_text("{")
     began = time.monotonic()
-    rc, out, err = baton(env, "up", "--model", str(tmp_path / "nowhere"), *FREE_PORTS)
-    assert (rc, out) == (1, "") and "does not start" in err and "nowhere" in err
+    rc, out, err = baton(env, "up", "--model", str(tmp_path / "toy"), *FREE_PORTS)
+    assert (rc, out) == (1, "") and "does not start" in err and "config.json cannot be read" in err
     assert time.monotonic() - began < 45 and not list((tmp_path / "state").glob("*.json"))
+
+
+@pytest.mark.parametrize("detach", [(), ("--detach",)])
+def test_a_model_that_is_not_there_starts_nothing(env: dict[str, str], tmp_path: Path, detach: tuple[str, ...]) -> None:
+    rc, out, err = invoke(env, "up", *detach, "--model", str(tmp_path / "nowhere"), *FREE_PORTS)
+    assert (rc, out, err) == (1, "", f"baton: model.path: there is no folder {tmp_path / 'nowhere'}\n")
+    assert not list((tmp_path / "state").glob("*log*")), "no process was started"
+
+
+def test_redis_that_is_away_is_one_line(env: dict[str, str], tmp_path: Path) -> None:
+    make_toy(tmp_path / "toy")
+    rc, out, err = baton(env, "up", "--model", str(tmp_path / "toy"), *FREE_PORTS, "--redis.url", "redis://127.0.0.1:1/0")
+    assert (rc, out) == (1, "") and err.splitlines()[-1].startswith("baton: down: Redis: ")
+    told = running(env, "c")
+    rc, out, err = invoke(env, "scale", "--prefill", "2", "--name", told)
+    assert (rc, out) == (1, "") and err.startswith("baton: down: Redis: ") and err.count("\n") == 1
+
+
+def running(env: dict[str, str], name: str) -> str:
+    """This process passes for the supervisor of a cluster."""
+    folder = Path(env["BATON_STATE_DIR"])
+    folder.mkdir(exist_ok=True)
+    known = ClusterState(name, os.getpid(), {"grpc": "127.0.0.1:1"}, "redis://127.0.0.1:1/0", "", born(os.getpid()))
+    (folder / f"{name}.json").write_text(json.dumps(asdict(known)))
+    return name
+
+
+def test_a_cluster_that_runs_is_named(env: dict[str, str]) -> None:
+    running(env, "other")
+    rc, _, err = invoke(env, "status")
+    assert rc == 1 and "no cluster 'baton' is running here; running: other" in err
+    rc, _, err = invoke(env, "up", "--name", "other", *FREE_PORTS)
+    assert rc == 1 and "`baton down --name other` ends it" in err
+
+
+@pytest.mark.parametrize(("number", "status"), [(signal.SIGINT, 130), (signal.SIGTERM, 143)])
+def test_a_cluster_that_is_ended_before_it_is_ready_is_a_failure(
+    env: dict[str, str], tmp_path: Path, number: signal.Signals, status: int
+) -> None:
+    make_toy(tmp_path / "toy")
+    process = start(env, "up", "--model", str(tmp_path / "toy"), *FREE_PORTS)
+    assert process.stderr is not None and "0 of 2 workers ready" in process.stderr.readline()
+    process.send_signal(number)
+    out, err = process.communicate(timeout=60)
+    assert (process.returncode, out) == (status, "") and "Traceback" not in err
 
 
 # --- doctor --------------------------------------------------------------------------------------------------------------------------

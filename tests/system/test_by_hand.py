@@ -18,8 +18,8 @@ import yaml
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 from live_cluster import ROOT, toy, toy_output
 
-from baton.cli.up import free_port
 from baton.client import Client, GenerateError, Result
+from baton.launch.plan import free_port
 from baton.launch.redis_server import find_binary
 from baton.v1 import worker_pb2, worker_pb2_grpc
 
