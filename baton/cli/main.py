@@ -217,12 +217,18 @@ def top(
 
 
 @app.command(context_settings=FREE)
-def doctor(context: typer.Context, config: ConfigFiles = None, as_json: Annotated[bool, typer.Option("--json")] = False) -> None:
-    """Check this machine: NIXL and what really carries the bytes, Redis, Ray, ports, memory."""
+def doctor(
+    context: typer.Context,
+    config: ConfigFiles = None,
+    ray: Annotated[bool, typer.Option("--ray", help="Start a Ray cluster, too, and run a task.")] = False,
+    as_json: Annotated[bool, typer.Option("--json")] = False,
+) -> None:
+    """Try on this machine what a cluster needs: NIXL and what really carries the bytes, Redis, torch, Ray, ports, memory."""
     from baton.cli.doctor import examine  # it loads NIXL, torch and Ray, which no other command needs
 
     with _failing():
-        findings = examine(_load(context, config, {}))
+        loaded = _load(context, config, {})
+        findings = examine(loaded, ray or loaded.launcher.kind == "ray")
         if as_json:
             print(json.dumps([asdict(finding) for finding in findings]))
         else:

@@ -158,7 +158,7 @@ def _server_credentials(security: SecurityConfig) -> grpc.ServerCredentials:
 
 
 def channel_credentials(security: SecurityConfig) -> grpc.ChannelCredentials:
-    return grpc.sslchannel_credentials(_read(security.tls_ca), _read(security.tls_key), _read(security.tls_cert))
+    return grpc.ssl_channel_credentials(_read(security.tls_ca), _read(security.tls_key), _read(security.tls_cert))
 
 
 async def abort(context: Context, error: BatonError) -> NoReturn:

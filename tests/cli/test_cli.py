@@ -21,9 +21,10 @@ import numpy as np
 import pytest
 import yaml
 from grpc_status import rpc_status
+from rich.console import Console
 from typer.testing import CliRunner
 
-from baton.cli import doctor
+from baton.cli import doctor, view
 from baton.cli.doctor import Finding
 from baton.cli.main import app
 from baton.cluster.config import MASK, Config, keys, load
@@ -390,6 +391,25 @@ def test_doctor_compares_the_bytes(monkeypatch: pytest.MonkeyPatch) -> None:
         doctor._measure("tcp", Config())
 
 
+def test_doctor_multiplies_matrices() -> None:
+    found = doctor._torch(load([], {}, {"engine.threads": "1"}).config)
+    assert found.verdict == "ok" and re.search(r" at \d+ GFLOP/s with 1 threads$", found.detail)
+
+
+@pytest.mark.parametrize(
+    ("code", "said"),
+    [
+        ("import time; time.sleep(60)", "no answer within 1 s"),
+        ("1 / 0", "ZeroDivisionError"),
+        ("import os; os.abort()", "ended with status -6"),
+    ],
+)
+def test_doctor_tells_what_a_trial_came_to(code: str, said: str) -> None:
+    """Negative control: a trial that hangs, fails or crashes is a failure."""
+    found = doctor._tried("torch", code, 1.0)
+    assert found.verdict == "fail" and said in found.detail
+
+
 def test_doctor_fails_with_what_fails(env: dict[str, str], monkeypatch: pytest.MonkeyPatch, taken: int) -> None:
     monkeypatch.setattr(doctor, "_transports", lambda config: [Finding("warn", "tcp", "[slow] " + "x" * 200)])
     rc, out, err = invoke(env, "doctor", "--router.port", str(taken))
@@ -397,3 +417,28 @@ def test_doctor_fails_with_what_fails(env: dict[str, str], monkeypatch: pytest.M
     lines = out.splitlines()
     assert sum(line.startswith("fail ports") and "--router.port" in line for line in lines) == 1
     assert f"warn tcp        [slow] {'x' * 200}" in lines
+
+
+# --- a narrow terminal ---------------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("width", [40, 80, 180])
+def test_status_can_be_read_in_any_terminal(width: int) -> None:
+    load = {"running": 3, "waiting": 0, "free_blocks": 12345, "cached_blocks": 678, "leases": 2}
+    worker = {
+        "name": "decode-0", "role": "decode", "state": "ready", "address": "127.0.0.1:34567", "pid": 1234567,
+        "incarnation": 1763790000123456, "kv_blocks": 23456, "transport": "auto", "load": load,
+    }  # fmt: skip
+    console = Console(width=width)
+    with console.capture() as capture:
+        console.print(view.status({**STATUS, "workers": [worker]}))
+    told = capture.get()
+    assert "…" not in told and max(map(len, told.splitlines())) <= width
+    for part in ("decode-0", "127.0.0.1:34567", "1234567", "1763790000123456", "12345/23456", "678"):
+        assert part in told, part
+    assert ("incarnation" in told.splitlines()[2]) == (width == 180), "a table where there is room for one"
+
+
+def test_top_in_a_pipe_is_one_look_and_with_nobody_there_an_end(env: dict[str, str]) -> None:
+    rc, out, err = baton(env, "top", "--address", "127.0.0.1:1")
+    assert (rc, out) == (1, "") and err.startswith("baton: UNAVAILABLE") and err.count("\n") == 1
