@@ -13,6 +13,7 @@ import asyncio
 import re
 from collections.abc import AsyncIterator, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Any, Self, TypeAlias
 
 import grpc
@@ -247,6 +248,15 @@ class AsyncClient:
 
     async def __aexit__(self, *_: object) -> None:
         await self.close()
+
+
+def tls_from(env: Mapping[str, str]) -> grpc.ChannelCredentials | None:
+    """Credentials from the files that BATON_SECURITY_TLS_CA, _CERT and _KEY name, as the command line and every process of a cluster read
+    them; None when neither authority nor certificate is named. Raises OSError."""
+    ca, key, cert = (env.get(f"BATON_SECURITY_TLS_{part}") for part in ("CA", "KEY", "CERT"))
+    if not ca and not cert:
+        return None
+    return grpc.ssl_channel_credentials(*(Path(file).read_bytes() if file else None for file in (ca, key, cert)))
 
 
 def channel_options(address: str, options: Options = ()) -> list[tuple[str, Any]]:

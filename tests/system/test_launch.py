@@ -14,6 +14,7 @@ from live_cluster import Cluster, cluster, toy
 
 from baton.cluster.packages import command
 from baton.launch.state import alive
+from loadtest.grpc_door import GrpcDoor
 
 pytestmark = pytest.mark.system
 PROXIES = ("http_proxy", "https_proxy", "grpc_proxy", "HTTP_PROXY", "HTTPS_PROXY")
@@ -74,6 +75,15 @@ def test_an_address_takes_the_files_of_the_configuration(secured: Cluster, autho
     (tmp_path / "client.yaml").write_text(f"security:\n{settings}")
     by_file = secured.baton("generate", PROMPT, "--address", secured.grpc, "--config", str(tmp_path / "client.yaml"))
     assert by_file.returncode == 0 and by_file.stdout.strip(), by_file.stderr
+
+
+async def test_a_load_test_reaches_a_tls_cluster(secured: Cluster, authority: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    async with GrpcDoor(secured.grpc) as door:
+        assert (await door.ask(range(1, 20), 4, 5.0, lambda count: None)).outcome != "ok", "negative control: no files"
+    for key in ("cert", "key", "ca"):
+        monkeypatch.setenv(f"BATON_SECURITY_TLS_{key.upper()}", str(authority / f"{key}.pem"))
+    async with GrpcDoor(secured.grpc) as door:
+        assert (await door.ask(range(1, 20), 4, 30.0, lambda count: None)).outcome == "ok"
 
 
 def test_without_its_files_nobody_gets_in(secured: Cluster) -> None:

@@ -107,12 +107,8 @@ def test_the_names_that_it_takes(wheel: Path, installed: Path) -> None:
 
 @pytest.mark.timeout(400)
 def test_the_first_screen_of_the_readme(terminal: Terminal) -> None:
-    small = (
-        "--engine.kv-memory-mib",
-        "64",
-        "--engine.compiled",
-        "false",
-    )  # an installation compiles its kernels once, for a minute or more
+    # An installation compiles its kernels at its first start, for a minute or more; that is not what is tried here.
+    small = ("--engine.kv-memory-mib", "64", "--engine.compiled", "false")
     up = json.loads(terminal.type("baton", "up", "--detach", *FREE_PORTS, *small))
     assert terminal.type("baton", "generate", PROMPT, "--max-tokens", "20", "--trace").strip()
     status = json.loads(terminal.type("baton", "status", "--json"))
