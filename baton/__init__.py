@@ -1,1 +1,20 @@
-"""What a person imports and types: the client, the command line, the generated stubs."""
+"""Baton serves large language models with prefill and decode on separate pools of workers.
+
+`from baton import Client, AsyncClient` is what an application needs; nothing else is loaded until it is asked for.
+"""
+
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from baton.client import AsyncClient, Client
+
+__all__ = ["AsyncClient", "Client"]
+
+
+def __getattr__(name: str) -> object:
+    """Lazily: every process of ours imports this package, and most need no client."""
+    if name not in __all__:
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    from baton import client
+
+    return getattr(client, name)

@@ -1,5 +1,18 @@
-"""`python -m baton`: the same as the `baton` command."""
+"""The `baton` command, also as `python -m baton`."""
 
-from baton.cli.main import main
+import signal
 
-main()
+from baton.cluster.packages import enter
+
+
+def main() -> None:
+    interrupt = signal.getsignal(signal.SIGINT)
+    enter()  # before anything else is imported
+    from baton.cli.main import main as run
+
+    signal.signal(signal.SIGINT, interrupt)
+    run()
+
+
+if __name__ == "__main__":
+    main()

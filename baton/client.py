@@ -10,9 +10,11 @@ Leaving the stream's context before its end cancels the request: the cluster sto
 """
 
 import asyncio
+import re
 from collections.abc import AsyncIterator, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any, Self
+from pathlib import Path
+from typing import Any, Self, TypeAlias
 
 import grpc
 from google.protobuf.message import DecodeError
@@ -23,6 +25,9 @@ from baton.v1 import generation_pb2 as pb
 from baton.v1 import generation_pb2_grpc
 
 DEFAULT_ADDRESS = "127.0.0.1:8470"
+# A proxy of the environment (http_proxy, https_proxy) cannot reach this host's loopback; any other address follows it.
+_LOOPBACK = re.compile(r"(dns:(//[^/]*/)?|ipv[46]:)?(localhost|127(\.\d+){1,3}|\[::1\]|\[::ffff:127(\.\d+){3}\])(:\w+)?$")
+Options: TypeAlias = Sequence[tuple[str, Any]]
 _FINISH = {pb.FINISH_REASON_STOP: "stop", pb.FINISH_REASON_LENGTH: "length"}
 
 
@@ -185,12 +190,20 @@ class AsyncStream(_Stream):
 
 
 class Client:
-    """`credentials` (grpc.ChannelCredentials) for TLS; `api_key` where one is asked for. Thread-safe; one channel for all requests."""
+    """`credentials` (grpc.ChannelCredentials) for TLS; `api_key` where one is asked for; `options`: further ones of the gRPC channel.
+
+    Thread-safe; one channel for all requests.
+    """
 
     def __init__(
-        self, address: str = DEFAULT_ADDRESS, credentials: grpc.ChannelCredentials | None = None, api_key: str | None = None
+        self,
+        address: str = DEFAULT_ADDRESS,
+        credentials: grpc.ChannelCredentials | None = None,
+        api_key: str | None = None,
+        options: Options = (),
     ) -> None:
-        self._channel = grpc.secure_channel(address, credentials) if credentials else grpc.insecure_channel(address)
+        how = channel_options(address, options)
+        self._channel = grpc.secure_channel(address, credentials, how) if credentials else grpc.insecure_channel(address, how)
         self._metadata = _metadata(api_key)
         self._stub = generation_pb2_grpc.GenerationStub(self._channel)  # type: ignore[no-untyped-call]
 
@@ -212,10 +225,15 @@ class AsyncClient:
     """Like Client, for asyncio."""
 
     def __init__(
-        self, address: str = DEFAULT_ADDRESS, credentials: grpc.ChannelCredentials | None = None, api_key: str | None = None
+        self,
+        address: str = DEFAULT_ADDRESS,
+        credentials: grpc.ChannelCredentials | None = None,
+        api_key: str | None = None,
+        options: Options = (),
     ) -> None:
         self._metadata = _metadata(api_key)
-        self._channel = grpc.aio.secure_channel(address, credentials) if credentials else grpc.aio.insecure_channel(address)
+        how = channel_options(address, options)
+        self._channel = grpc.aio.secure_channel(address, credentials, how) if credentials else grpc.aio.insecure_channel(address, how)
         self._stub = generation_pb2_grpc.GenerationStub(self._channel)  # type: ignore[no-untyped-call]
 
     def generate(self, prompt: str | None = None, *, timeout_s: float | None = None, **ask: Any) -> AsyncStream:
@@ -230,6 +248,19 @@ class AsyncClient:
 
     async def __aexit__(self, *_: object) -> None:
         await self.close()
+
+
+def tls_from(env: Mapping[str, str]) -> grpc.ChannelCredentials | None:
+    """Credentials from the files that BATON_SECURITY_TLS_CA, _CERT and _KEY name, as the command line and every process of a cluster read
+    them; None when neither authority nor certificate is named. Raises OSError."""
+    ca, key, cert = (env.get(f"BATON_SECURITY_TLS_{part}") for part in ("CA", "KEY", "CERT"))
+    if not ca and not cert:
+        return None
+    return grpc.ssl_channel_credentials(*(Path(file).read_bytes() if file else None for file in (ca, key, cert)))
+
+
+def channel_options(address: str, options: Options = ()) -> list[tuple[str, Any]]:
+    return [*([("grpc.enable_http_proxy", 0)] if _LOOPBACK.match(address) else ()), *options]
 
 
 def build_request(

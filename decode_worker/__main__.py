@@ -1,7 +1,15 @@
 """`python -m decode_worker --config FILE [--SECTION.KEY VALUE ...]`: one decode worker in the foreground."""
 
-from baton.cluster.main import main
-from decode_worker.wiring import DecodeProcess
+from baton.cluster.packages import enter
+
+
+def main() -> None:
+    enter()  # before anything else is imported
+    from baton.cluster.main import main as run
+    from decode_worker.wiring import DecodeProcess
+
+    run("decode", DecodeProcess)
+
 
 if __name__ == "__main__":
-    main("decode", DecodeProcess)
+    main()

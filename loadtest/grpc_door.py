@@ -1,10 +1,11 @@
 """The gRPC door: `baton.v1.Generation`."""
 
 import asyncio
+import os
 from collections.abc import Callable, Sequence
 from typing import Self
 
-from baton.client import AsyncClient, GenerateError
+from baton.client import AsyncClient, GenerateError, tls_from
 from loadtest.drive import NO_SERVER, Answer, Outcome
 
 STAGES = ("queue", "prefill", "transfer", "decode", "prefill_wait", "prefill_compute", "read", "verify")
@@ -15,10 +16,10 @@ GRACE_S = 1.0  # the server is to keep the deadline; past this the generator doe
 
 class GrpcDoor:
     """Greedy, and past any end-of-sequence token: each request gets exactly as many tokens as the workload says. Only requests with
-    the same `salt` share cached prefixes."""
+    the same `salt` share cached prefixes. TLS files and the API key come from the environment (`tls_from`, BATON_API_KEY)."""
 
     def __init__(self, address: str, salt: str = "") -> None:
-        self._client = AsyncClient(address)
+        self._client = AsyncClient(address, tls_from(os.environ), os.environ.get("BATON_API_KEY"))
         self._salt = salt
 
     async def ask(self, prompt: Sequence[int], output_tokens: int, timeout_s: float, on_tokens: Callable[[int], None]) -> Answer:

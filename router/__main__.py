@@ -1,7 +1,15 @@
 """`python -m router --config FILE [--SECTION.KEY VALUE ...]`: the router in the foreground."""
 
-from baton.cluster.main import main
-from router.wiring import RouterProcess
+from baton.cluster.packages import enter
+
+
+def main() -> None:
+    enter()  # before anything else is imported
+    from baton.cluster.main import main as run
+    from router.wiring import RouterProcess
+
+    run("router", RouterProcess)
+
 
 if __name__ == "__main__":
-    main("router", RouterProcess)
+    main()

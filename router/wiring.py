@@ -5,7 +5,9 @@ import logging
 import os
 import secrets
 import time
+from contextlib import AsyncExitStack
 from pathlib import Path
+from typing import Any
 
 from grpc_health.v1 import health_pb2
 
@@ -58,19 +60,22 @@ class RouterProcess:
         self._registry = connect_registry(config)
         self._tasks = Tasks(stop.fail)
         self._workers = Workers(config.security)
-        self._servers: list[Server] = []
-        self._http: HttpServer | None = None
-        self._page: HttpServer | None = None
+        self._https: list[HttpServer] = []
         self._keys = ApiKeys.load(config.security.api_keys, Quota(config.security.requests_per_minute, config.security.tokens_per_minute))
         self._model_name = config.model.served_name or Path(config.model.path).name
         self._tracer = make_tracer(config.telemetry, config.cluster.name, "router", os.environ.get("BATON_WORKER_NAME", "router"))
         self._book = Book("router", model=self._model_name)
         self._journal = Journal(self._book, self._tracer, self._model_name, config.slo, config.telemetry.recent_requests)
         self._metrics = MetricsServer(config, Exposition(self._book), lambda: self.stage is Stage.READY, self._targets)
+        self._closers = AsyncExitStack()  # all of them run, in reverse, whichever fails
+        self._closers.push_async_callback(asyncio.to_thread, self._tracer.close)
+        for close in (self._metrics.close, self._registry.close, self._workers.close):
+            self._closers.push_async_callback(close)
 
     async def start(self) -> None:
         config = self.config
-        public, admin = self._servers = [Server(config, config.router.max_message_bytes, config.router.stall_s) for _ in range(2)]
+        public, admin = (self._server() for _ in range(2))
+        self._health = public.health
         tokenizer = await asyncio.to_thread(Tokenizer.load, Path(config.model.path))
         self._view = view = ClusterView(tokenizer.fingerprint)
         watch = Watch(view, self._registry, self._workers, config.router.hang_s)
@@ -90,17 +95,19 @@ class RouterProcess:
             rates=self._rates(),
             shared_prefixes=config.security.shared_prefixes,
         )
+        self._closers.callback(self.service.close)
         generation_pb2_grpc.add_GenerationServicer_to_server(GenerationDoor(self.service, self._keys), public.grpc)  # type: ignore[no-untyped-call]
         if config.router.reflection:
             reflection.offer((SERVICE, "grpc.health.v1.Health"), public.grpc)
         self.address = public.bind(config.router.port)
         admin_address = admin.bind(config.router.admin_port)
         http_door = HttpDoor(self.service, tokenizer, self._keys, config.router, lambda: bool(view.decode_workers()), draw_id)
-        self._http = HttpServer(config, allow_origins(http_door, config.router.cors_origins))
-        http_address = self._http.bind(config.router.http_port)
+        self._closers.push_async_callback(self._tasks.close)
+        http = self._http(allow_origins(http_door, config.router.cors_origins))
+        http_address = http.bind(config.router.http_port)
         live = Live(view, self._workers, watch, admission, self._journal, model_name)
-        self._page = HttpServer(config, Page(live, http_door, self._keys, config.cluster.host))
-        page_address = self._page.bind(config.router.page_port)
+        page = self._http(Page(live, http_door, self._keys, config.cluster.host))
+        page_address = page.bind(config.router.page_port)
         endpoints = {"grpc": self.address, "http": http_address, "admin": admin_address, "page": page_address}
         if config.telemetry.metrics:
             endpoints["metrics"] = await self._metrics.start(config.telemetry.metrics_port)
@@ -109,8 +116,8 @@ class RouterProcess:
         await public.health.set("liveness", health_pb2.HealthCheckResponse.SERVING)  # as long as the process answers
         await public.start()
         await admin.start()
-        self._http.start(self._tasks)
-        self._page.start(self._tasks)
+        http.start(self._tasks)
+        page.start(self._tasks)
         self._tasks.start(watch.run(), "watch")
         self._tasks.start(pulse.beat(), "pulse")
         self._tasks.start(self._run_health(), "health")
@@ -122,28 +129,28 @@ class RouterProcess:
         self.stage = move(self.stage, "drain")
         self.service.draining = True
         await self._set_health(False)
-        deadline = time.monotonic() + self.config.decode.drain_s
+        deadline = time.monotonic() + self.config.router.drain_s
         while not self._idle and time.monotonic() < deadline:
             await asyncio.sleep(IDLE_POLL_S)
 
     async def close(self) -> None:
         self.stage = move(self.stage, "close")
-        for http in filter(None, (self._http, self._page)):
-            await http.stop()
-        await self._tasks.close()
-        for server in self._servers:
-            await server.stop(0.5)
-        if self._http is not None:  # then everything was started
-            self.service.close()
-        await self._workers.close()
-        await self._registry.close()
-        await self._metrics.close()
-        await asyncio.to_thread(self._tracer.close)
+        await self._closers.aclose()
+
+    def _server(self) -> Server:
+        server = Server(self.config, self.config.router.max_message_bytes, self.config.router.stall_s)
+        self._closers.push_async_callback(server.stop, 0.5)
+        return server
+
+    def _http(self, app: Any) -> HttpServer:
+        self._https.append(http := HttpServer(self.config, app))
+        self._closers.push_async_callback(http.stop)
+        return http
 
     @property
     def _idle(self) -> bool:
         """An answer over HTTP may still be on its way out when its request is done."""
-        return self.service.idle and all(http is None or http.idle for http in (self._http, self._page))
+        return self.service.idle and all(http.idle for http in self._https)
 
     def _rates(self) -> Rates | Unlimited:
         redis = self.config.redis
@@ -177,4 +184,4 @@ class RouterProcess:
     async def _set_health(self, serving: bool) -> None:
         status = health_pb2.HealthCheckResponse.SERVING if serving else health_pb2.HealthCheckResponse.NOT_SERVING
         for name in ("", SERVICE, "readiness"):
-            await self._servers[0].health.set(name, status)
+            await self._health.set(name, status)

@@ -17,11 +17,11 @@ WORKER = {"baton.engine", "baton.cluster", "baton.v1", "kvtransfer"}
 
 # room → what of ours it may import. A longer entry allows only that module.
 ARROWS = {
-    "baton": {"baton.v1"},
+    "baton": {"baton.client", "baton.v1"},
     "baton.cli": {"baton", "kvtransfer", "loadtest.cli"},
     "baton.cluster": set(),
     "baton.engine": set(),
-    "baton.launch": {"baton.cluster"},
+    "baton.launch": {"baton.cluster", "baton.v1"},
     "baton.models": {"baton.engine.fingerprint", "baton.engine.memory"},
     "baton.worker": WORKER,
     "decode_worker": WORKER | {"baton.worker"},
@@ -137,6 +137,7 @@ def test_proto_is_no_package() -> None:
     ("module", "absent"),
     [
         ("router.wiring", "torch"),
+        ("baton", "grpc"),
         ("baton.client", "torch"),
         ("baton.client", "baton.cluster"),
         ("baton.cli.main", "torch"),
@@ -151,6 +152,7 @@ def test_light_processes_stay_light(module: str, absent: str) -> None:
 
 
 def test_init_files_hold_a_docstring_only() -> None:
-    for path in ROOT.glob("*/__init__.py"):
-        body = ast.parse(path.read_text()).body
-        assert len(body) == 1 and isinstance(body[0], ast.Expr), path
+    """`baton` alone has a lazy door to its client."""
+    for path in {path.parent for path in sources()}:
+        body = ast.parse((path / "__init__.py").read_text()).body
+        assert path == ROOT / "baton" or (len(body) == 1 and isinstance(body[0], ast.Expr)), path

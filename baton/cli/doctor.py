@@ -1,25 +1,31 @@
-"""`baton doctor`: is everything that a cluster needs here, and does it work? A finding says what was tried, not what is installed."""
+"""`baton doctor`: does everything that a cluster needs work here? Each finding is something that was tried, not merely found.
+
+Whatever may hang or crash (a native library, Ray's daemons) runs in a process of its own with a time limit.
+"""
 
 import asyncio
 import json
 import os
 import shutil
+import signal
 import subprocess
 import sys
 import time
 from collections.abc import Callable
+from contextlib import suppress
 from dataclasses import dataclass
 from importlib.metadata import PackageNotFoundError, version
 from typing import Literal
 
 import numpy as np
 
-from baton.cli.up import PORTS, UpError, check_ports
-from baton.cluster.config import Config, mask_password
+from baton.cluster.config import PORTS, Config, mask_password
+from baton.cluster.packages import command
 from baton.cluster.redis_registry import RedisRegistry
 from baton.engine.build import available_memory
 from baton.engine.kvcache import KvLayout, KvPool
 from baton.launch import state
+from baton.launch.plan import UpError, check_ports
 from baton.launch.redis_server import EmbeddedRedis
 from kvtransfer.select import make_transport
 from kvtransfer.transport import Transport
@@ -27,6 +33,7 @@ from kvtransfer.transport import Transport
 BLOCK_BYTES, BLOCKS = 64 << 10, 1024  # 64 MiB in blocks of a common size
 REPEATS = 5
 PEER_WITHIN_S = 20.0
+RAY_WITHIN_S = 90.0
 
 
 @dataclass(frozen=True, slots=True)
@@ -36,8 +43,9 @@ class Finding:
     detail: str
 
 
-def examine(config: Config) -> list[Finding]:
-    return [_python(), _memory(config), *_transports(config), _redis(config), _ray(), _ports(config), _torch()]
+def examine(config: Config, with_ray: bool) -> list[Finding]:
+    """`with_ray`: start a Ray cluster, which takes ten seconds or more."""
+    return [_python(), _memory(config), *_transports(config), _redis(config), _ray(with_ray), _ports(config), _torch(config)]
 
 
 def _python() -> Finding:
@@ -53,11 +61,47 @@ def _memory(config: Config) -> Finding:
     return Finding("ok" if share * workers < free else "warn", "memory", detail)
 
 
-def _torch() -> Finding:
+TORCH = """
+import sys, time, torch
+torch.set_num_threads(int(sys.argv[1]) or torch.get_num_threads())
+a, b = torch.arange(512 * 512, dtype=torch.float32).reshape(512, 512) % 7, torch.eye(512) * 2
+assert torch.equal(a @ b, a * 2), "a product of two matrices is wrong"
+began = time.perf_counter()
+for _ in range(20):
+    a @ b
+rate = 20 * 2 * 512**3 / (time.perf_counter() - began)
+print(f"{torch.__version__} multiplies matrices at {rate / 1e9:.0f} GFLOP/s with {torch.get_num_threads()} threads")
+"""
+RAY = """
+import os, socket
+import ray
+os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")
+ray.init(address="local", include_dashboard=False, log_to_driver=False, configure_logging=False, num_cpus=1)
+assert ray.get(ray.remote(lambda: 6 * 7).remote(), timeout=40) == 42, "a task gave a wrong answer"
+print(f"{ray.__version__} starts a cluster here and runs a task")
+ray.shutdown()
+"""
+
+
+def _torch(config: Config) -> Finding:
+    return _tried("torch", TORCH, 60.0, str(config.engine.threads or 0))
+
+
+def _tried(subject: str, code: str, within_s: float, *arguments: str) -> Finding:
+    """Runs a program; what it prints, or the last line of its complaint, is the finding."""
+    process = subprocess.Popen(
+        [sys.executable, "-P", "-c", code, *arguments], stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, start_new_session=True
+    )
     try:
-        return Finding("ok", "torch", version("torch"))
-    except PackageNotFoundError:
-        return Finding("fail", "torch", "is not installed")
+        out, err = process.communicate(timeout=within_s)
+    except subprocess.TimeoutExpired:
+        return Finding("fail", subject, f"no answer within {within_s:g} s")
+    finally:
+        with suppress(ProcessLookupError):
+            os.killpg(process.pid, signal.SIGKILL)  # with whatever it started
+        process.communicate()
+    lines = (err if process.returncode else out).strip().splitlines() or [f"ended with status {process.returncode}"]
+    return Finding("fail" if process.returncode else "ok", subject, lines[-1])
 
 
 def _transports(config: Config) -> list[Finding]:
@@ -79,7 +123,7 @@ def _transports(config: Config) -> list[Finding]:
 def _measure(kind: str, config: Config) -> str:
     """Read 64 MiB out of another process, beside a plain copy of the same bytes."""
     peer = subprocess.Popen(
-        [sys.executable, "-m", "baton.cli.doctor", kind, config.cluster.host, config.kv.ucx_tls or "", config.kv.ucx_net_devices or ""],
+        command("baton.cli.doctor", kind, config.cluster.host, config.kv.ucx_tls or "", config.kv.ucx_net_devices or ""),
         stdin=subprocess.PIPE,
         stdout=subprocess.PIPE,
         stderr=subprocess.DEVNULL,
@@ -146,11 +190,14 @@ def _redis(config: Config) -> Finding:
         return Finding("fail", "redis", str(error))
 
 
-def _ray() -> Finding:
+def _ray(tried: bool) -> Finding:
     try:
-        return Finding("ok", "ray", f"{version('ray')} installed; `baton up --launcher ray` uses it")
+        installed = version("ray")
     except PackageNotFoundError:
         return Finding("warn", "ray", "not installed; the local launcher works without it")
+    if not tried:
+        return Finding("ok", "ray", f"{installed} is installed; not tried (--ray starts a cluster)")
+    return _tried("ray", RAY, RAY_WITHIN_S)
 
 
 def _ports(config: Config) -> Finding:
@@ -162,8 +209,8 @@ def _ports(config: Config) -> Finding:
     except UpError as error:
         return Finding("fail", "ports", str(error))
     free = shutil.disk_usage(state.state_dir()).free
-    ports = ", ".join(str(getattr(config.router, name)) for name in PORTS)
-    return Finding("ok", "ports", f"{ports} are free; {free / 2**30:.0f} GiB of disk for logs")
+    ports = ", ".join(str(config.at(name)) for name in PORTS["router"] if config.at(name))
+    return Finding("ok", "ports", f"{ports or 'any free ones'} can be had; {free / 2**30:.0f} GiB of disk for logs")
 
 
 def _serve() -> None:

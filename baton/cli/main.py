@@ -6,31 +6,30 @@ Exit status: 0 done, 1 it failed (the reason is on stderr), 2 the command line o
 import asyncio
 import json
 import os
-import signal
-import subprocess
 import sys
-import time
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from dataclasses import asdict
 from pathlib import Path
-from typing import Annotated, Any, Self
+from typing import Annotated, Any
 
 import grpc
 import typer
 import yaml
 from rich.console import Console
 from rich.markup import escape
-from rich.progress import BarColumn, MofNCompleteColumn, Progress, SpinnerColumn, TaskID
 from rich.status import Status
 
 from baton.cli import view
+from baton.cli.access import find
 from baton.client import Client, GenerateError, Stream
 from baton.cluster import config as configuration
 from baton.cluster.config import Config, ConfigError
 from baton.cluster.errors import BatonError
 from baton.cluster.main import read_arguments
+from baton.cluster.registry import RegistryUnavailable
 from baton.launch import state
+from baton.launch.redis_server import RedisServerError
 from baton.v1 import worker_pb2, worker_pb2_grpc
 from loadtest.cli import app as loadtest_app
 
@@ -44,14 +43,6 @@ out, err = (
     for stderr, stream in ((False, sys.stdout), (True, sys.stderr))
 )
 FREE = {"allow_extra_args": True, "ignore_unknown_options": True}
-DETACH_WITHIN_S = 150.0
-SHIPPED = Path(__file__).resolve().parents[1] / "models" / "tale"
-TRY = (  # long enough for a handoff
-    "Once upon a time there was a fox who lived near the river and wanted to see the sea."
-    " The fox was called Pim, and everybody knew that he was very brave. His best friend was Ida the owl."
-)
-TRY_JSON = json.dumps({"messages": [{"role": "user", "content": "Tell me a story about a hedgehog named Pim and an owl."}]})
-DOWN_WITHIN_S = 60.0
 CHAT_TEMPERATURE = 0.5
 
 ConfigFiles = Annotated[list[Path] | None, typer.Option("--config", help="Configuration file (YAML); may be given more than once.")]
@@ -71,32 +62,24 @@ def up(
     detach: Annotated[bool, typer.Option("--detach", help="Return when the cluster is ready; end it with `baton down`.")] = False,
 ) -> None:
     """Start a cluster: router, prefill and decode workers, Redis. Every key of the configuration is a flag: --engine.block-size 32."""
+    from baton.cli.up import start  # the launchers, which no other command needs
+
     with _failing():
         shorthand = {
             "model.path": model, "prefill.replicas": prefill, "decode.replicas": decode, "launcher.kind": launcher, "cluster.name": name,
         }  # fmt: skip
         loaded = _load(context, config, {key: str(value) for key, value in shorthand.items() if value is not None})
-        if state.read(loaded.cluster.name) is not None:
-            raise state.StateError(f"a cluster {loaded.cluster.name!r} is running already; `baton down` ends it")
-        if detach:
-            _detach(loaded.cluster.name)
-        else:
-            _run(loaded)
+        with _waiting("starting") if detach else nullcontext():
+            start(loaded, err, detach)
 
 
 @app.command()
 def down(name: Name = "baton") -> None:
     """End a cluster: requests that run may finish, then everything goes."""
-    with _failing():
-        running = state.need(name)
-        os.kill(running.pid, signal.SIGTERM)
-        with _waiting("stopping"):
-            deadline = time.monotonic() + DOWN_WITHIN_S
-            while state.alive(running.pid):
-                if time.monotonic() > deadline:
-                    raise state.StateError(f"the supervisor (pid {running.pid}) is still there after {DOWN_WITHIN_S:g} s")
-                time.sleep(0.05)
-        err.print(f"cluster {name} is down")
+    from baton.cli.up import end
+
+    with _failing(), _waiting("stopping"):
+        end(name, err)
 
 
 @app.command()
@@ -130,6 +113,7 @@ def generate(
     as_json: Annotated[bool, typer.Option("--json", help="One JSON object instead of streamed text.")] = False,
     address: Address = None,
     name: Name = "baton",
+    config: ConfigFiles = None,
 ) -> None:
     """Stream the answer to one prompt."""
     with _failing():
@@ -138,7 +122,7 @@ def generate(
             "seed": seed, "stop": stop or None, "ignore_eos": ignore_eos or None,
         }  # fmt: skip
         with (
-            _client(address, name) as client,
+            find("grpc", address, name, config).client() as client,
             _ask(client, prompt, chat, timeout_s=timeout, **sampling) as stream,
         ):
             for piece in stream.texts():
@@ -163,6 +147,7 @@ def chat(
     timeout: Annotated[float | None, typer.Option(help="Seconds for one answer.")] = None,
     address: Address = None,
     name: Name = "baton",
+    config: ConfigFiles = None,
 ) -> None:
     """Talk to the model, turn by turn. Lines that are piped in are turns too."""
     from baton.cli.chat import Conversation, talk
@@ -172,16 +157,20 @@ def chat(
             "max_tokens": max_tokens, "temperature": temperature, "top_p": top_p, "top_k": top_k, "min_p": min_p, "seed": seed,
             "timeout_s": timeout,
         }  # fmt: skip
-        with _client(address, name) as client:
+        with find("grpc", address, name, config).client() as client:
             talk(Conversation(client, system, sampling), out, err)
 
 
 @app.command()
-def status(as_json: Annotated[bool, typer.Option("--json")] = False, address: Address = None, name: Name = "baton") -> None:
+def status(
+    as_json: Annotated[bool, typer.Option("--json")] = False,
+    address: Address = None,
+    name: Name = "baton",
+    config: ConfigFiles = None,
+) -> None:
     """Endpoints, workers, load, leases. `--address` is the router's admin address here."""
     with _failing():
-        admin = address or state.need(name).endpoints["admin"]
-        with grpc.insecure_channel(admin) as channel:
+        with find("admin", address, name, config).channel() as channel:
             stub = worker_pb2_grpc.AdminStub(channel)  # type: ignore[no-untyped-call]
             answer = json.loads(stub.Status(worker_pb2.StatusRequest(), timeout=5).status_json)
         if as_json:
@@ -197,6 +186,7 @@ def trace(
     as_json: Annotated[bool, typer.Option("--json")] = False,
     address: Address = None,
     name: Name = "baton",
+    config: ConfigFiles = None,
 ) -> None:
     """Draw the stages of a request that has ended, its retries and its handoff. `--address` is the router's admin address here."""
     from baton.cli.trace import draw, fetch
@@ -204,7 +194,7 @@ def trace(
     with _failing():
         if last == (request is not None):
             raise typer.BadParameter("name one request, or --last")
-        record = fetch(address or state.need(name).endpoints["admin"], request or "")
+        record = fetch(find("admin", address, name, config), request or "")
         if as_json:
             print(json.dumps(record))
         else:
@@ -217,21 +207,28 @@ def top(
     every: Annotated[float, typer.Option(min=0.1, help="Seconds between two looks.")] = 1.0,
     address: Address = None,
     name: Name = "baton",
+    config: ConfigFiles = None,
 ) -> None:
     """Watch the cluster: workers, requests on their way, the last ones. `--address` is the router's admin address here."""
     from baton.cli.top import run
 
     with _failing():
-        run(address or state.need(name).endpoints["admin"], out, every, once)
+        run(find("admin", address, name, config), out, every, once)
 
 
 @app.command(context_settings=FREE)
-def doctor(context: typer.Context, config: ConfigFiles = None, as_json: Annotated[bool, typer.Option("--json")] = False) -> None:
-    """Check this machine: NIXL and what really carries the bytes, Redis, Ray, ports, memory."""
+def doctor(
+    context: typer.Context,
+    config: ConfigFiles = None,
+    ray: Annotated[bool, typer.Option("--ray", help="Start a Ray cluster, too, and run a task.")] = False,
+    as_json: Annotated[bool, typer.Option("--json")] = False,
+) -> None:
+    """Try on this machine what a cluster needs: NIXL and what really carries the bytes, Redis, torch, Ray, ports, memory."""
     from baton.cli.doctor import examine  # it loads NIXL, torch and Ray, which no other command needs
 
     with _failing():
-        findings = examine(_load(context, config, {}))
+        loaded = _load(context, config, {})
+        findings = examine(loaded, ray or loaded.launcher.kind == "ray")
         if as_json:
             print(json.dumps([asdict(finding) for finding in findings]))
         else:
@@ -268,11 +265,6 @@ def main() -> None:
     app()
 
 
-def _client(address: str | None, name: str) -> Client:
-    """The key is no flag: others can read those."""
-    return Client(address or state.need(name).endpoints["grpc"], api_key=os.environ.get("BATON_API_KEY"))
-
-
 def _ask(client: Client, prompt: str, chat: bool, **options: Any) -> Stream:
     """Raises typer.BadParameter for what no request can hold: a number out of its range, bytes that are no text."""
     try:
@@ -280,94 +272,6 @@ def _ask(client: Client, prompt: str, chat: bool, **options: Any) -> Stream:
         return client.generate(**({"messages": [{"role": "user", "content": text}]} if chat else {"prompt": text}), **options)
     except ValueError as error:
         raise typer.BadParameter(str(error)) from None
-
-
-def _run(config: Config) -> None:
-    from baton.cli.up import Supervisor, check_ports  # the launchers, which no other command needs
-
-    config = _with_model(config)
-    check_ports(config)
-    log_dir = state.state_dir() / f"{config.cluster.name}-logs"
-    for old in log_dir.glob("*.log"):
-        old.unlink()
-    with _Starting() as starting:
-
-        def on_ready(running: state.ClusterState) -> None:
-            starting.stop()
-            _banner(config, running)
-
-        asyncio.run(Supervisor(config, log_dir, starting.note, starting.loading).run(on_ready))
-
-
-class _Starting:
-    """What a person sees while a cluster starts: lines of state, and on a terminal a bar for each worker that loads weights."""
-
-    def __init__(self) -> None:
-        self._bars = Progress(SpinnerColumn(), "{task.description}", BarColumn(), MofNCompleteColumn(), console=err, transient=True)
-        self._tasks: dict[str, TaskID] = {}
-        self._live = err.is_terminal
-
-    def __enter__(self) -> Self:
-        if self._live:
-            self._bars.start()
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        self.stop()
-
-    def note(self, line: str) -> None:
-        err.print(line)
-
-    def loading(self, name: str, done: int, total: int) -> None:
-        if name not in self._tasks:
-            self._tasks[name] = self._bars.add_task(name, total=total)
-        self._bars.update(self._tasks[name], completed=done, total=total)
-
-    def stop(self) -> None:
-        if self._live:
-            self._bars.stop()
-            self._live = False
-
-
-def _banner(config: Config, running: state.ClusterState) -> None:
-    named = "" if running.name == "baton" else f" --name {running.name}"
-    scheme = "https" if config.security.tls_cert else "http"
-    http = f"{scheme}://{running.endpoints['http']}"
-    err.print(f"[bold green]ready[/]  {config.prefill.replicas} prefill, {config.decode.replicas} decode, model {config.model.path}")
-    err.print(f"gRPC   {running.endpoints['grpc']}   (baton.v1.Generation/Generate)")
-    err.print(f"HTTP   {http}/v1   (OpenAI)")
-    err.print(f"admin  {running.endpoints['admin']}")
-    err.print(f"page   {scheme}://{running.endpoints['page']}/")
-    err.print(f"logs   {running.log_dir}")
-    err.print(f'try    baton generate "{TRY}" --max-tokens 60 --trace{named}', soft_wrap=True)
-    err.print(f"       curl {http}/v1/chat/completions -H 'content-type: application/json' -d '{TRY_JSON}'", soft_wrap=True, markup=False)
-    err.print("[dim]Ctrl-C ends it[/]")
-
-
-def _with_model(config: Config) -> Config:
-    """The named model, or the one that ships."""
-    path = Path(config.model.path or SHIPPED).resolve()
-    return config.model_copy(update={"model": config.model.model_copy(update={"path": str(path)})})
-
-
-def _detach(name: str) -> None:
-    """The same command, without --detach, in a session of its own."""
-    arguments = [argument for argument in sys.argv[1:] if argument != "--detach"]
-    log = state.state_dir() / f"{name}-up.log"
-    with log.open("wb") as output:
-        child = subprocess.Popen(
-            [sys.executable, "-m", "baton", *arguments], stdin=subprocess.DEVNULL, stdout=output, stderr=output, start_new_session=True
-        )
-    with _waiting("starting"):
-        deadline = time.monotonic() + DETACH_WITHIN_S
-        while (running := state.read(name)) is None:
-            if child.poll() is not None:
-                raise state.StateError(f"the cluster did not come up:\n{log.read_text(errors='replace').strip()}")
-            if time.monotonic() > deadline:
-                child.terminate()
-                raise state.StateError(f"the cluster is not ready after {DETACH_WITHIN_S:g} s; see {log}")
-            time.sleep(0.05)
-    print(json.dumps({"name": running.name, "pid": running.pid, "endpoints": running.endpoints}))
 
 
 async def _desire(running: state.ClusterState, prefill: int | None, decode: int | None) -> tuple[int, int]:
@@ -415,7 +319,7 @@ def _failing() -> Iterator[None]:
     except BrokenPipeError:  # whoever read our output has had enough; the interpreter would flush into the same pipe again
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         raise typer.Exit(1) from None
-    except (BatonError, GenerateError, state.StateError, OSError) as error:
+    except (BatonError, GenerateError, RegistryUnavailable, RedisServerError, state.StateError, OSError) as error:
         err.print(f"baton: {error}", markup=False, soft_wrap=True)
         raise typer.Exit(1) from None
     except grpc.RpcError as error:
@@ -423,7 +327,3 @@ def _failing() -> Iterator[None]:
         raise typer.Exit(1) from None
     except KeyboardInterrupt:
         raise typer.Exit(130) from None
-
-
-if __name__ == "__main__":
-    main()

@@ -9,10 +9,10 @@ from typing import Any
 import grpc
 from rich.console import Console, Group
 from rich.live import Live
-from rich.table import Table
 from rich.text import Text
 
-from baton.cli.view import STAGE_COLOURS, bar, size
+from baton.cli.access import Access
+from baton.cli.view import STAGE_COLOURS, Fitting, bar, size
 from baton.v1 import worker_pb2, worker_pb2_grpc
 
 RATE_OVER_S = 10.0
@@ -21,17 +21,21 @@ MAX_DOTS = 24
 Snapshot = dict[str, Any]
 
 
-def run(admin: str, console: Console, every_s: float, once: bool) -> None:
-    """Until Ctrl-C. A router that is away is said to be so, and asked again. Raises grpc.RpcError when `once` finds nobody."""
-    with grpc.insecure_channel(admin) as channel:
+def run(admin: Access, console: Console, every_s: float, once: bool) -> None:
+    """Until Ctrl-C; one look where nobody watches (`once`, or a pipe). A router that goes away is said to be away, and asked again.
+
+    Raises grpc.RpcError when the first look finds nobody.
+    """
+    with admin.channel() as channel:
         stub = worker_pb2_grpc.AdminStub(channel)  # type: ignore[no-untyped-call]
 
         def look() -> Snapshot:
             told: Snapshot = json.loads(stub.Live(worker_pb2.LiveRequest(), timeout=5).live_json)
             return told
 
-        if once:
-            console.print(draw(look(), {}))
+        first = look()
+        if once or not console.is_terminal:
+            console.print(draw(first, {}))
             return
         with Live(console=console, screen=console.is_terminal, auto_refresh=False) as live:
             watch(look, lambda shown: live.update(shown, refresh=True), every_s)
@@ -83,8 +87,8 @@ def _head(now: Snapshot, rate: dict[str, float]) -> Text:
     return head
 
 
-def _workers(now: Snapshot) -> Table:
-    table = _table("worker", "state", "running", "waiting", "KV in use", "cached", "leases", "requests")
+def _workers(now: Snapshot) -> Fitting:
+    table = Fitting(("worker", "state", "running", "waiting", "KV in use", "cached", "leases", "requests"))
     for worker in now["workers"]:
         dots = Text()
         here = [request for request in now["requests"] if request["worker"] == worker["name"]]
@@ -100,8 +104,8 @@ def _workers(now: Snapshot) -> Table:
     return table
 
 
-def _requests(now: Snapshot) -> Table:
-    table = _table("request", "stage", "prefill", "decode", "prompt", "output", "age", "retries")
+def _requests(now: Snapshot) -> Fitting:
+    table = Fitting(("request", "stage", "prefill", "decode", "prompt", "output", "age", "retries"))
     for request in now["requests"][:10]:
         stage = Text(request["stage"], style=STAGE_COLOURS[request["stage"]])
         table.add_row(
@@ -111,8 +115,8 @@ def _requests(now: Snapshot) -> Table:
     return table
 
 
-def _recent(now: Snapshot) -> Table:
-    table = _table("last", "stages", "TTFT", "total", "tokens")
+def _recent(now: Snapshot) -> Fitting:
+    table = Fitting(("last", "stages", "TTFT", "total", "tokens"))
     for record in now["recent"][:6]:
         ok, whole = record["outcome"] == "ok", record["e2e"] or 1e-9
         stages = Text(f"{record['outcome']}: {record['reason']}", style="red")
@@ -132,10 +136,3 @@ def _lap(lap: dict[str, Any], whole: float) -> Text:
 def _errors(now: Snapshot) -> Text:
     lines = [f"{error['reason']} {error['worker']} {error['request_id']}" for error in now["errors"][:4]]
     return Text("\n".join(lines), style="red")
-
-
-def _table(*titles: str) -> Table:
-    table = Table(box=None, padding=(0, 2, 0, 0), title_justify="left")
-    for title in titles:
-        table.add_column(title, no_wrap=True)
-    return table

@@ -4,11 +4,11 @@ import json
 from datetime import datetime
 from typing import Any
 
-import grpc
 from rich.console import Group
 from rich.table import Table
 from rich.text import Text
 
+from baton.cli.access import Access
 from baton.cli.view import BAR_WIDTH, STAGE_COLOURS, bar, size
 from baton.launch.state import StateError
 from baton.v1 import worker_pb2, worker_pb2_grpc
@@ -16,9 +16,9 @@ from baton.v1 import worker_pb2, worker_pb2_grpc
 _GOOD, _BAD = "green", "red"
 
 
-def fetch(admin: str, request_id: str) -> dict[str, Any]:
+def fetch(admin: Access, request_id: str) -> dict[str, Any]:
     """The record of a request; of the last one when the id is empty. Raises StateError when the router does not have it, grpc.RpcError."""
-    with grpc.insecure_channel(admin) as channel:
+    with admin.channel() as channel:
         stub = worker_pb2_grpc.AdminStub(channel)  # type: ignore[no-untyped-call]
         records: list[dict[str, Any]] = json.loads(stub.Trace(worker_pb2.TraceRequest(request_id=request_id), timeout=5).records_json)
     if not records:

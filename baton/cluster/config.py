@@ -36,6 +36,14 @@ FOREIGN_ENV_PREFIX = "BATON_TEST_"
 MASK = "********"
 
 
+# Every port that a process of a role listens on.
+PORTS = {
+    "router": ("router.port", "router.admin_port", "router.http_port", "router.page_port", "telemetry.metrics_port"),
+    "prefill": ("prefill.port", "telemetry.worker_metrics_port"),
+    "decode": ("decode.port", "telemetry.worker_metrics_port"),
+}
+
+
 class ConfigError(ValueError):
     """The configuration cannot be used. The text names the key, where it was set, and what to do."""
 
@@ -191,16 +199,15 @@ class RouterConfig(Section):
         le=86400,
         description="How long a prompt under which two workers died is refused, seconds; 0: it may be tried again at once.",
     )
+    drain_s: float = Field(
+        default=30.0, ge=0, le=3600, description="How long a router that was told to stop lets its requests finish, seconds."
+    )
     reflection: bool = Field(default=True, description="Offer gRPC server reflection.")
 
     @model_validator(mode="after")
     def _ordered(self) -> Self:
         if self.default_timeout_s > self.max_timeout_s:
             raise ValueError(f"default_timeout_s ({self.default_timeout_s:g}) must not exceed max_timeout_s ({self.max_timeout_s:g})")
-        ports = {"port": self.port, "admin_port": self.admin_port, "http_port": self.http_port, "page_port": self.page_port}
-        for first, second in itertools.combinations(ports, 2):
-            if ports[first] and ports[first] == ports[second]:
-                raise ValueError(f"{first} and {second} must differ (both {ports[first]})")
         return self
 
 
@@ -359,6 +366,21 @@ class Config(Section):
         if self.launcher.hang_s <= self.router.hang_s:
             raise ValueError(f"launcher.hang_s ({self.launcher.hang_s:g}) must be more than router.hang_s ({self.router.hang_s:g})")
         return self
+
+    @model_validator(mode="after")
+    def _ports_differ(self) -> Self:
+        """Those of one process. Pools may share theirs: their workers may run on different hosts."""
+        for names in PORTS.values():
+            ports = {name: port for name in names if (port := self.at(name))}
+            for first, second in itertools.combinations(ports, 2):
+                if ports[first] == ports[second]:
+                    raise ValueError(f"{first} and {second} must differ (both {ports[first]})")
+        return self
+
+    def at(self, name: str) -> Any:
+        """The value of a dotted key."""
+        section, leaf = name.split(".")
+        return getattr(getattr(self, section), leaf)
 
     @model_validator(mode="after")
     def _whole_batches_need_whole_requests(self) -> Self:

@@ -1,17 +1,30 @@
 """The life of a process: starting → ready → draining → closed.
 
-The first SIGTERM or SIGINT drains: health says NOT_SERVING, no new work is taken, what runs may finish within the grace. A second one
-ends the process at once. `run` takes the process as an object with three awaitables, so a test starts one the same way.
+The first SIGTERM or SIGINT drains: health says NOT_SERVING, new work is refused, and what runs may finish within its grace. A second one
+gives up whatever the process is waiting for, in every stage. `close` is bounded; what hangs in it is given up and the rest still runs.
+`run` takes the process as an object with three awaitables, so a test starts one the same way.
 """
 
 import asyncio
 import logging
+import os
 import signal
-from collections.abc import Coroutine
+import sys
+import threading
+from collections.abc import Callable, Coroutine
 from enum import Enum
 from typing import Any, Protocol
 
+from baton.cluster.errors import BatonError
+
 log = logging.getLogger(__name__)
+CLOSE_S = 10.0  # for `close`
+HURRY_S = 2.0  # for `close` after a second signal
+EXIT_S = 5.0  # after `close`, for threads that nobody can stop; then the process ends without them
+SIGNALS = (signal.SIGTERM, signal.SIGINT)
+# Their text is all a person needs; anything else is a bug and is logged with its traceback. A checkpoint or a configuration that cannot be
+# used is a ValueError.
+FORESEEN = (BatonError, OSError, ValueError)
 
 
 class Stage(Enum):
@@ -44,10 +57,10 @@ def move(stage: Stage, event: str) -> Stage:
 
 class Process(Protocol):
     async def start(self) -> None:
-        """Become ready; raises what keeps it from that."""
+        """Become ready; raises what prevents that."""
 
     async def drain(self) -> None:
-        """Refuse new work and return when nothing runs any more, or when the grace is over."""
+        """Refuse new work; return when nothing runs any more or the grace is over."""
 
     async def close(self) -> None:
         """Free everything, in the reverse order of start. Called once, also after a failed start."""
@@ -69,41 +82,92 @@ class Stop:
     def fail(self, error: BaseException) -> None:
         if self.failure is None:
             self.failure = error
-            log.error("cannot go on: %r", error, exc_info=error)
+            log.error("the process cannot go on: %r", error, exc_info=error)
         self.now.set()
         self.asked.set()
 
 
-async def run(process: Process, stop: Stop) -> int:
-    """Start, serve until asked to stop, drain, close. Returns the exit status: 0, or 1 after a failure."""
+async def run(process: Process, stop: Stop, gone_within: Callable[[float], object] = lambda seconds: None) -> int:
+    """Start, serve until asked to stop, drain, close. Returns the exit status: 0, or 1 after a failure.
+
+    `gone_within` is told when the end begins, in how many seconds the whole process must be gone, threads included; the latest call counts.
+    """
     loop = asyncio.get_running_loop()
-    for number in (signal.SIGTERM, signal.SIGINT):
+    for number in SIGNALS:
         loop.add_signal_handler(number, stop.ask)
     try:
-        if await _unless(stop.asked, process.start()):
+        if await _unless(stop.asked, process.start(), stop.now):
             await stop.asked.wait()
             if stop.failure is None:
                 log.info("draining")
                 await _unless(stop.now, process.drain())
     except Exception as error:
-        log.error("%s", error, exc_info=log.isEnabledFor(logging.DEBUG))
+        log.error("%s", error, exc_info=not isinstance(error, FORESEEN) or log.isEnabledFor(logging.DEBUG))
         stop.failure = error
     finally:
-        await process.close()
-        for number in (signal.SIGTERM, signal.SIGINT):
+        await _close(process, stop, gone_within)
+        for number in SIGNALS:
             loop.remove_signal_handler(number)
     return 0 if stop.failure is None else 1
 
 
-async def _unless(event: asyncio.Event, work: Coroutine[Any, Any, None]) -> bool:
-    """Await `work`, but give it up when `event` is set. True if it came to its end; its exception is raised."""
+async def _close(process: Process, stop: Stop, gone_within: Callable[[float], object]) -> None:
+    within = HURRY_S if stop.now.is_set() else CLOSE_S
+    gone_within(within + EXIT_S)
+    given_up = asyncio.Event() if stop.now.is_set() else stop.now
+    try:
+        async with asyncio.timeout(within):
+            finished = await _unless(given_up, process.close())
+    except Exception as error:
+        log.error("closing: %r", error, exc_info=not isinstance(error, TimeoutError))
+        stop.failure = stop.failure or error
+        finished = not isinstance(error, TimeoutError)
+    if not finished:
+        gone_within(HURRY_S / 4)
+
+
+async def _unless(event: asyncio.Event, work: Coroutine[Any, Any, None], at_once: asyncio.Event | None = None) -> bool:
+    """Await `work`, but cancel it when `event` is set. True if it came to its end; its exception is raised.
+
+    Cancelled work may still tidy up; it is waited for until `at_once` is set, or for CLOSE_S.
+    """
     task = asyncio.create_task(work)
-    waiter = asyncio.create_task(event.wait())
-    done, _ = await asyncio.wait({task, waiter}, return_when=asyncio.FIRST_COMPLETED)
-    waiter.cancel()
-    if task not in done:
+    try:
+        if await _first(task, event):
+            task.result()
+            return True
+    finally:
         task.cancel()
-        await asyncio.gather(task, return_exceptions=True)
-        return False
-    task.result()
-    return True
+    async with asyncio.timeout(CLOSE_S):
+        if await _first(task, at_once or asyncio.Event()) and not task.cancelled() and (error := task.exception()) is not None:
+            log.warning("given up, with %r", error)
+    return False
+
+
+async def _first(task: "asyncio.Task[None]", event: asyncio.Event) -> bool:
+    """Whether the task was done before the event was set."""
+    waiter = asyncio.create_task(event.wait())
+    try:
+        await asyncio.wait({task, waiter}, return_when=asyncio.FIRST_COMPLETED)
+        return task.done()
+    finally:
+        waiter.cancel()
+
+
+class LastResort:
+    """Ends this process when its time is over, whatever its threads are doing. Call it again to move the moment."""
+
+    def __init__(self) -> None:
+        self._timer: threading.Timer | None = None
+
+    def __call__(self, seconds: float) -> None:
+        if self._timer is not None:
+            self._timer.cancel()
+        self._timer = threading.Timer(seconds, self._leave)
+        self._timer.daemon = True
+        self._timer.start()
+
+    @staticmethod
+    def _leave() -> None:
+        print("something does not end; the process leaves without it", file=sys.stderr, flush=True)
+        os._exit(1)

@@ -7,7 +7,7 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 
 from baton.cluster.config import Config, ConfigError, load
-from baton.cluster.lifecycle import Process, Stop, run
+from baton.cluster.lifecycle import LastResort, Process, Stop, run
 from baton.cluster.telemetry import setup_logging
 
 USAGE = 2  # exit status for a configuration that cannot be used
@@ -45,4 +45,4 @@ def main(role: str, process: Callable[[Config, Stop], Process]) -> None:
     except ConfigError as error:
         print(error, file=sys.stderr)
         sys.exit(USAGE)
-    sys.exit(asyncio.run(run(made, stop)))
+    sys.exit(asyncio.run(run(made, stop, LastResort())))

@@ -33,8 +33,10 @@ _OPTIONS: list[tuple[str, Any]] = [
     ("grpc.keepalive_permit_without_calls", 1),
     ("grpc.http2.max_pings_without_data", 0),
 ]
+NO_PROXY = ("grpc.enable_http_proxy", 0)  # of the environment: there is none between processes of one cluster
 CHANNEL_OPTIONS = [
     *_OPTIONS,
+    NO_PROXY,
     ("grpc.initial_reconnect_backoff_ms", 50),
     ("grpc.min_reconnect_backoff_ms", 1000),  # also how long a connection may take to come up: a busy or distant peer is not a lost one
     ("grpc.max_reconnect_backoff_ms", 1000),
@@ -173,7 +175,7 @@ def _gone() -> asyncio.CancelledError:
 def channel(address: str, security: SecurityConfig) -> grpc.aio.Channel:
     """A channel to one of our own processes."""
     if security.tls_cert:
-        return grpc.aio.secure_channel(address, _channel_credentials(security), options=CHANNEL_OPTIONS)
+        return grpc.aio.secure_channel(address, channel_credentials(security), options=CHANNEL_OPTIONS)
     return grpc.aio.insecure_channel(address, options=CHANNEL_OPTIONS)
 
 
@@ -186,7 +188,7 @@ def _server_credentials(security: SecurityConfig) -> grpc.ServerCredentials:
     return grpc.ssl_server_credentials([pair], _read(security.tls_ca), require_client_auth=security.tls_ca is not None)
 
 
-def _channel_credentials(security: SecurityConfig) -> grpc.ChannelCredentials:
+def channel_credentials(security: SecurityConfig) -> grpc.ChannelCredentials:
     return grpc.ssl_channel_credentials(_read(security.tls_ca), _read(security.tls_key), _read(security.tls_cert))
 
 

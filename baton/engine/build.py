@@ -1,6 +1,7 @@
 """From a folder and a memory budget to an engine: which runner, how many blocks, how long a sequence may be."""
 
 import json
+import resource
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -149,7 +150,7 @@ def count_blocks(options: Options, longest: int, block_bytes: int, available: in
 
 
 def available_memory() -> int:
-    """Bytes that this process could still take: what the machine has free, under the limit of its control group."""
+    """Bytes that this process could still take: what the machine has free, under the limits of its control group and of `ulimit -v`."""
     free = 1 << 40
     for line in _lines("/proc/meminfo"):
         if line.startswith("MemAvailable:"):
@@ -158,6 +159,10 @@ def available_memory() -> int:
     used = next(iter(_lines("/sys/fs/cgroup/memory.current")), "0").strip()
     if limit.isdigit():
         free = min(free, max(0, int(limit) - int(used)))
+    space, _ = resource.getrlimit(resource.RLIMIT_AS)
+    if space != resource.RLIM_INFINITY:
+        pages = next(iter(_lines("/proc/self/statm")), "0").split()[0]
+        free = min(free, max(0, space - int(pages) * resource.getpagesize()))
     return free if free < 1 << 40 else 4 << 30  # a system that does not say: assume little
 
 

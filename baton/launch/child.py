@@ -1,5 +1,12 @@
 """One named child process: started, watched, started again, drained. The same under both launchers.
 
+    event →      start     end       retry     ask        gone
+    idle         running
+    running                backoff             stopping
+    backoff                          running   stopping
+    stopping                                              exited
+
+`end`: the run ended unasked, or could not be started; `retry`: the wait is over; `ask`: `stop` was called; `gone`: nothing is left of it.
 Exits are polled for: no SIGCHLD, no thread per child, no particular event loop needed, and a few microseconds per look.
 """
 
@@ -13,15 +20,38 @@ import time
 from collections.abc import Mapping
 from contextlib import nullcontext, suppress
 from pathlib import Path
+from typing import Literal
 
 from baton.cluster import pulse
 from baton.launch.launcher import NAME_VARIABLE, ProcessState, RestartRule, Restarts, State, Template, Watchdog
 
 POLL_S = 0.1
+HURRIED_S = 3.0  # from a second SIGTERM to SIGKILL
 KILLED_S = 5.0  # how long we wait for a process to go that was sent SIGKILL (it may hang in a driver)
 LEASH = Path(__file__).with_name("leash.py")
 
+Life = Literal["idle", State]
+MOVES: dict[tuple[Life, str], Life] = {
+    ("idle", "start"): "running",
+    ("running", "end"): "backoff",
+    ("running", "ask"): "stopping",
+    ("backoff", "retry"): "running",
+    ("backoff", "ask"): "stopping",
+    ("stopping", "gone"): "exited",
+}
+
 logger = logging.getLogger(__name__)
+
+
+class IllegalLife(RuntimeError):
+    """An event that the state does not know. Nothing was changed."""
+
+
+def move(state: Life, event: str) -> Life:
+    target = MOVES.get((state, event))
+    if target is None:
+        raise IllegalLife(f"the child is {state}: {event!r} is not possible")
+    return target
 
 
 class Child:
@@ -49,39 +79,52 @@ class Child:
         self._pulses: int | None = None  # reading end of the pipe that the process writes its pulses into
         self._hang_s = rule.hang_s
         self._last_exit: int | None = None
+        self._state: Life = "idle"
         self._asked = asyncio.Event()
+        self._hurried = asyncio.Event()
         self._task: asyncio.Task[None] | None = None
 
     def start(self) -> None:
         """On the event loop's thread; when that thread ends, the child is killed."""
+        self._move("start")
         self._spawn()
         self._task = asyncio.create_task(self._supervise(), name=f"supervise {self._name}")
 
     async def state(self) -> ProcessState:
-        done = self._task is None or self._task.done()
-        state: State = "exited" if done else "stopping" if self._asked.is_set() else "running" if self._process else "backoff"
         pid = self._process.pid if self._process else None
+        state: State = "exited" if self._state == "idle" else self._state
         return ProcessState(self._name, self._template.role, pid, state, self._restarts.count, self._last_exit, self._node)
 
     async def stop(self) -> ProcessState:
         """`Place.stop`. May be called again, and cancelled: the draining goes on."""
+        if not self._asked.is_set() and self._state != "idle":
+            self._move("ask")
         self._asked.set()
         if self._task is not None:
             await asyncio.shield(self._task)
         return await self.state()
 
+    async def hurry(self) -> None:
+        """`Place.hurry`."""
+        self._hurried.set()
+
     async def _supervise(self) -> None:
         try:
             while True:
                 await self._run_ended()
+                if not self._asked.is_set():
+                    self._move("end")
+                    await _either(self._asked, self._restarts.exited(time.monotonic()))
                 if self._asked.is_set():
+                    self._move("gone")
                     return
-                await self._wait_unless_asked(self._restarts.exited(time.monotonic()))
-                if self._asked.is_set():
-                    return
+                self._move("retry")
                 self._spawn()
         finally:
             self._kill()  # the event loop ends, and with it our care
+
+    def _move(self, event: str) -> None:
+        self._state = move(self._state, event)
 
     def _spawn(self) -> None:
         self._restarts.started(time.monotonic())
@@ -118,7 +161,9 @@ class Child:
         hangs = await self._hangs(process)
         if process.poll() is None and not hangs:
             process.terminate()
-            await _gone(process, self._template.grace_s)
+            if not await _gone(process, self._template.grace_s, self._hurried) and self._hurried.is_set():
+                process.terminate()  # a second one: our processes then end at once, but in order
+                await _gone(process, HURRIED_S)
         self._kill()
         if await _gone(process, KILLED_S):
             self._last_exit = process.returncode
@@ -133,7 +178,7 @@ class Child:
         """Returns when the process has ended, has to end (False), or hangs (True)."""
         watchdog = Watchdog(self._hang_s, time.monotonic())
         while process.poll() is None and not self._asked.is_set():
-            await self._wait_unless_asked(POLL_S)
+            await _either(self._asked, POLL_S)
             said = pulse.read(self._pulses) if self._pulses is not None else None
             if why := watchdog.look(time.monotonic(), said):
                 logger.error("%s: pid %d is killed: %s", self._name, process.pid, why)
@@ -151,16 +196,20 @@ class Child:
             with suppress(ProcessLookupError, PermissionError):
                 os.killpg(self._process.pid, signal.SIGKILL)
 
-    async def _wait_unless_asked(self, seconds: float) -> None:
-        with suppress(TimeoutError):
-            async with asyncio.timeout(seconds):
-                await self._asked.wait()
+
+async def _either(event: asyncio.Event, seconds: float) -> None:
+    """Returns when the event is set or the time is over."""
+    with suppress(TimeoutError):
+        async with asyncio.timeout(seconds):
+            await event.wait()
 
 
-async def _gone(process: subprocess.Popen[bytes], timeout_s: float) -> bool:
+async def _gone(process: subprocess.Popen[bytes], timeout_s: float, unless: asyncio.Event | None = None) -> bool:
+    """Whether the process ended in time, and before `unless` was set."""
+    unless = unless or asyncio.Event()
     deadline = time.monotonic() + timeout_s
     while process.poll() is None:
-        if time.monotonic() >= deadline:
+        if time.monotonic() >= deadline or unless.is_set():
             return False
-        await asyncio.sleep(min(POLL_S, max(deadline - time.monotonic(), 0)))
+        await _either(unless, min(POLL_S, max(deadline - time.monotonic(), 0)))
     return True

@@ -179,9 +179,13 @@ def _natural(count: int) -> int:
 
 
 class Place(Protocol):
-    """Where one name's process is kept alive. Neither method raises, and both are bounded."""
+    """Where one name's process is kept alive. No method raises, and all are bounded."""
 
     async def state(self) -> ProcessState: ...
+
+    async def hurry(self) -> None:
+        """A `stop` under way no longer waits for the grace: SIGTERM again, and soon SIGKILL."""
+        ...
 
     async def stop(self) -> ProcessState:
         """SIGTERM, `grace_s`, SIGKILL; at once if nothing runs. Returns the end when nothing is left of it."""
@@ -246,6 +250,10 @@ class Launcher(ABC):
         ended = await self._drain(list(self._places))
         await self._close()
         return ended
+
+    async def hurry(self) -> None:
+        """Whatever is being drained ends now instead of after its grace."""
+        await asyncio.gather(*(self._places[name].hurry() for name in self._drains if name in self._places))
 
     def _refuse_if_stopped(self) -> None:
         if self._stopped:

@@ -14,7 +14,7 @@ import os
 import socket
 from collections.abc import Awaitable, Callable, Mapping
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import suppress
+from contextlib import chdir, suppress
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, Literal
@@ -25,6 +25,7 @@ from ray.util.placement_group import PlacementGroup, placement_group, remove_pla
 from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 
 from baton.cluster.errors import BatonError, Reason
+from baton.cluster.packages import HOME
 from baton.launch.child import KILLED_S, Child
 from baton.launch.launcher import Launcher, Place, ProcessState, RestartRule, Template
 
@@ -33,7 +34,6 @@ JOIN_S = 60.0  # to start or join a cluster
 SUPERVISOR_S = 60.0  # for Ray to start the supervisors of a growth, once they have room
 ANSWER_S = 2.0  # for a supervisor to say how its child is
 PARTING_S = KILLED_S + 5.0  # beyond the grace, for a supervisor to say that its child is gone
-ROOT = Path(__file__).parents[2]
 
 
 class Supervisor:
@@ -54,6 +54,9 @@ class Supervisor:
 
     async def stop(self) -> ProcessState:
         return await self._child.stop()
+
+    async def hurry(self) -> None:
+        await self._child.hurry()
 
 
 def inherited(template: Template) -> dict[str, str]:
@@ -103,6 +106,11 @@ class _RayPlace:
         except (RayError, TimeoutError):
             self.last = replace(self.last, pid=None, state="backoff")
         return self.last
+
+    async def hurry(self) -> None:
+        with suppress(RayError, TimeoutError):
+            async with asyncio.timeout(ANSWER_S):
+                await _result(self.supervisor.hurry.remote())
 
     async def stop(self) -> ProcessState:
         try:
@@ -204,18 +212,21 @@ class RayLauncher(Launcher):
         if self._address is None:
             # `address="local"`: else what a killed cluster left behind is taken for a living one. Niceness: see Supervisor. Prestarted
             # workers, one idle Python per core, are of no use to supervisors: theirs have another PYTHONPATH.
-            ray.init(
+            self._init(
                 address="local",
                 include_dashboard=False,
-                log_to_driver=False,
-                configure_logging=False,
                 num_cpus=self._num_cpus,
                 num_gpus=self._num_gpus,
                 _system_config={"worker_niceness": 0, "prestart_worker_first_driver": False},
             )
         else:
-            ray.init(address=self._address, log_to_driver=False, configure_logging=False)
+            self._init(address=self._address)
         self._connected_here = True
+
+    def _init(self, **how: Any) -> None:
+        """Ray tells its workers to import from the working directory of this moment first: it must hold no Python files."""
+        with chdir("/"):
+            ray.init(log_to_driver=False, configure_logging=False, **how)
 
     async def _close(self) -> None:
         if self._connected_here:
@@ -285,10 +296,12 @@ class RayLauncher(Launcher):
 
 
 def _runtime_env() -> dict[str, Any]:
-    """Lets supervisors and their children import this project from where it is here, also from a checkout that is not installed."""
-    if ROOT.name in ("site-packages", "dist-packages"):
-        return {}
-    return {"env_vars": {"PYTHONPATH": f"{ROOT}{os.pathsep}${{PYTHONPATH}}"}}
+    """Supervisors and their children import this project from where it lies here, also from a checkout that is not installed, and nothing
+    from a working directory."""
+    env = {"PYTHONSAFEPATH": "1"}
+    if HOME.name not in ("site-packages", "dist-packages"):
+        env["PYTHONPATH"] = f"{HOME}{os.pathsep}${{PYTHONPATH}}"
+    return {"env_vars": env}
 
 
 async def _result(ref: Any) -> Any:

@@ -9,10 +9,12 @@ close     in reverse
 import asyncio
 import logging
 import os
+import secrets
 import socket
 import time
-from collections.abc import Awaitable, Callable
+from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import AsyncExitStack
 from pathlib import Path
 from typing import Literal, TypeVar
 
@@ -75,7 +77,7 @@ class Host:
         self.config = config
         self.role = role
         self.pool_config: PoolConfig = getattr(config, role)
-        self.name = os.environ.get("BATON_WORKER_NAME") or f"{role}-{os.getpid()}"
+        self.name = os.environ.get("BATON_WORKER_NAME") or default_name(role)
         # Microseconds since the epoch: grows with every restart, on any host whose clock is not set back.
         self.incarnation = time.time_ns() // 1000
         self.key = mac_key(config.cluster.key)
@@ -88,7 +90,9 @@ class Host:
         self.book = Book(role, self.name, self.model_name)
         self._meter = Meter(self.book, self._membership, self.tracer)
         self._metrics = MetricsServer(config, Exposition(self.book, self.look), lambda: self.stage is Stage.READY)
-        self._closers: list[Callable[[], Awaitable[object]]] = [self._registry.close, lambda: asyncio.to_thread(self.tracer.close)]
+        self._closers = AsyncExitStack()  # all of them run, in reverse, whichever fails
+        self._closers.push_async_callback(self._registry.close)
+        self._closers.push_async_callback(asyncio.to_thread, self.tracer.close)
         self._stall = Stall(HUNG_S)
         self._held = 0  # leases, as of the last look: a load that differs in nothing is not news
         self.tasks = Tasks(stop.fail)
@@ -104,7 +108,7 @@ class Host:
         self.loop.start()
         self._facts = await self.loop.call(facts)
         self._meter.tell(lambda: self._facts, self.built.engine.pool.num_blocks, self.built.engine.block_size)
-        self._closers.append(self.loop.close)
+        self._closers.push_async_callback(self.loop.close)
         config, pool = self.config, self.built.engine.runner.pool
         self.transport = await asyncio.to_thread(
             make_transport,
@@ -116,7 +120,7 @@ class Host:
             ucx_tls=config.kv.ucx_tls,
             ucx_net_devices=config.kv.ucx_net_devices,
         )
-        self._closers.append(lambda: asyncio.to_thread(self.transport.close))
+        self._closers.push_async_callback(asyncio.to_thread, self.transport.close)
         self.server = Server(config, MAX_MESSAGE_BYTES)
         self.address = self.server.bind(self.pool_config.port)
         self._open_port(pool)
@@ -128,7 +132,8 @@ class Host:
         peers = Peers(self.name, self.incarnation, self.config.security)
         place = Place(self.name, self.incarnation, self.address)
         self.port = port = KvPort(place, pool, self.loop, self.transport, self.key, self.config.kv, peers.connect)
-        self._closers += [peers.close, port.close]
+        self._closers.push_async_callback(peers.close)
+        self._closers.push_async_callback(port.close)
         worker_pb2_grpc.add_KvExchangeServicer_to_server(KvExchangeDoor(port), self.server.grpc)  # type: ignore[no-untyped-call]
         self.tasks.start(port.exporter.run_reaper(self.config.kv.reap_interval_s), "lease reaper")
         self.book.read("baton_leases_held", lambda: port.exporter.num_leases)
@@ -140,9 +145,9 @@ class Host:
         door = WorkerDoor(self.identity, self.probe, self.describe, self.loop.snapshot, self.residue)
         worker_pb2_grpc.add_WorkerServicer_to_server(door, self.server.grpc)  # type: ignore[no-untyped-call]
         await self.server.start()
-        self._closers.append(lambda: self.server.stop(0.5))
+        self._closers.push_async_callback(self.server.stop, 0.5)
         if self.config.telemetry.metrics:
-            self._closers.append(self._metrics.close)
+            self._closers.push_async_callback(self._metrics.close)
             await self._metrics.start(self.config.telemetry.worker_metrics_port)
         await self.server.health.set("", health_pb2.HealthCheckResponse.SERVING)
         self.stage = move(self.stage, "ready")
@@ -161,10 +166,9 @@ class Host:
 
     async def close(self) -> None:
         self.stage = move(self.stage, "close")
-        await self.tasks.close()
-        await self._membership.leave()
-        for close in reversed(self._closers):
-            await close()
+        async with self._closers:
+            await self.tasks.close()
+            await self._membership.leave()
 
     async def look(self) -> Facts:
         """The engine's load; the last known while it is in a long step. Raises BatonError(INTERNAL) when the engine hangs for good."""
@@ -242,6 +246,11 @@ class Host:
         self._membership.announce(
             [BlockEvent(self.name, self.incarnation, event.sequence, event.kind, event.keys) for event in events]  # type: ignore[arg-type]
         )
+
+
+def default_name(role: str) -> str:
+    """Different for any two processes: in containers every pid may be 1, and containers on the host's network share its name."""
+    return f"{role}-{socket.gethostname().partition('.')[0][:40]}-{os.getpid()}-{secrets.token_hex(2)}"
 
 
 def fits(config: Config, role: Literal["prefill", "decode"], cores: int) -> bool:

@@ -1,6 +1,8 @@
 """The client of application backends, sync and async, against a server in this process that says what the test wants said."""
 
 import asyncio
+import os
+import socket
 import subprocess
 import sys
 import threading
@@ -13,7 +15,8 @@ from typing import Any
 import grpc
 import pytest
 
-from baton.client import AsyncClient, Client, GenerateError, Result, Token, Usage, build_request
+import baton
+from baton.client import AsyncClient, Client, GenerateError, Result, Token, Usage, build_request, channel_options
 from baton.cluster.errors import BatonError, Reason, Violation
 from baton.cluster.rpc import Context, abort
 from baton.v1 import generation_pb2 as pb
@@ -359,3 +362,49 @@ print(sorted(name for name in sys.modules if name.startswith("baton.")))
         "[]",
         "['baton.client', 'baton.v1', 'baton.v1.generation_pb2', 'baton.v1.generation_pb2_grpc']",
     ]
+
+
+def test_the_package_offers_its_client_and_loads_it_late() -> None:
+    code = "import sys, baton; assert 'grpc' not in sys.modules; from baton import AsyncClient, Client; import baton.client as c;"
+    code += "assert (Client, AsyncClient) == (c.Client, c.AsyncClient) and not {'torch', 'redis', 'pydantic'} & set(sys.modules)"
+    subprocess.run([sys.executable, "-c", code], check=True, timeout=60)
+    assert not hasattr(baton, "Server")
+
+
+@pytest.mark.parametrize(
+    ("address", "through_a_proxy"),
+    [("127.0.0.1:1", False), ("localhost:1", False), ("[::1]:1", False), ("dns:///localhost:1", False), ("ipv4:127.0.0.1:1", False),
+     ("far.example:1", True), ("10.0.0.1:1", True), ("127.example.com:1", True), ("localhost.example:1", True)],
+)  # fmt: skip
+def test_only_other_hosts_are_reached_through_a_proxy(address: str, through_a_proxy: bool) -> None:
+    assert (("grpc.enable_http_proxy", 0) not in channel_options(address)) == through_a_proxy
+
+
+def test_a_channel_to_another_host_follows_the_environment() -> None:
+    """And one to loopback does not: what connects to the proxy says so."""
+    code = (
+        "import sys\nfrom baton import Client\n"
+        "try: Client(sys.argv[1]).generate('x', timeout_s=3).__iter__().__next__()\n"
+        "except Exception: pass"
+    )
+    for address, asks in (("far.example:1234", True), ("127.0.0.1:1", False)):
+        with socket.socket() as proxy:
+            proxy.bind(("127.0.0.1", 0))
+            proxy.listen()
+            proxy.settimeout(60)
+            url = f"http://127.0.0.1:{proxy.getsockname()[1]}"
+            env = {**os.environ, "http_proxy": url, "https_proxy": url, "grpc_proxy": url, "no_proxy": ""}
+            client = subprocess.Popen([sys.executable, "-c", code, address], env=env)
+            try:
+                if asks:
+                    taken, _ = proxy.accept()
+                    with taken:
+                        assert taken.recv(100).startswith(b"CONNECT far.example:1234")
+                client.wait(60)
+                proxy.settimeout(0)
+                if not asks:
+                    with pytest.raises(BlockingIOError):
+                        proxy.accept()
+            finally:
+                client.kill()
+                client.wait()

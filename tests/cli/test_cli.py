@@ -12,6 +12,7 @@ import threading
 import time
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
@@ -20,14 +21,17 @@ import numpy as np
 import pytest
 import yaml
 from grpc_status import rpc_status
+from rich.console import Console
 from typer.testing import CliRunner
 
-from baton.cli import doctor
+from baton.cli import doctor, view
 from baton.cli.doctor import Finding
 from baton.cli.main import app
 from baton.cluster.config import MASK, Config, keys, load
 from baton.cluster.errors import BatonError, Reason, Violation
 from baton.cluster.rpc import to_status
+from baton.launch.state import ClusterState, born
+from baton.models.make_small import make_toy
 from baton.v1 import generation_pb2 as pb
 from baton.v1 import generation_pb2_grpc, worker_pb2, worker_pb2_grpc
 
@@ -101,11 +105,11 @@ def start(env: dict[str, str], *arguments: str, **kwargs: Any) -> subprocess.Pop
     return subprocess.Popen([sys.executable, "-m", "baton", *arguments], env=env, text=True, encoding="utf-8", **pipes)
 
 
-def baton(env: dict[str, str], *arguments: str, text: str | None = None) -> tuple[int, str, str]:
+def baton(env: dict[str, str], *arguments: str, text: str | None = None, within_s: float = 60) -> tuple[int, str, str]:
     """Exit status, stdout, stderr; whatever happens, no colour and no traceback."""
     process = start(env, *arguments, stdin=subprocess.PIPE)
     try:
-        out, err = process.communicate(text or "", timeout=60)
+        out, err = process.communicate(text or "", timeout=within_s)
     finally:
         process.kill()
     assert "\x1b" not in out.replace(TEXT[-1], "") + err and "Traceback" not in err
@@ -308,10 +312,57 @@ def test_a_port_that_is_taken_names_the_flag(env: dict[str, str], tmp_path: Path
 
 
 def test_a_cluster_that_cannot_come_up_says_why_and_leaves_nothing(env: dict[str, str], tmp_path: Path) -> None:
+    make_toy(tmp_path / "toy")
+    (tmp_path / "toy" / "config.json").write_text("{")
     began = time.monotonic()
-    rc, out, err = baton(env, "up", "--model", str(tmp_path / "nowhere"), *FREE_PORTS)
-    assert (rc, out) == (1, "") and "does not start" in err and "nowhere" in err
+    rc, out, err = baton(env, "up", "--model", str(tmp_path / "toy"), *FREE_PORTS)
+    assert (rc, out) == (1, "") and "does not start" in err and "config.json cannot be read" in err
     assert time.monotonic() - began < 45 and not list((tmp_path / "state").glob("*.json"))
+
+
+@pytest.mark.parametrize("detach", [(), ("--detach",)])
+def test_a_model_that_is_not_there_starts_nothing(env: dict[str, str], tmp_path: Path, detach: tuple[str, ...]) -> None:
+    rc, out, err = invoke(env, "up", *detach, "--model", str(tmp_path / "nowhere"), *FREE_PORTS)
+    assert (rc, out, err) == (1, "", f"baton: model.path: there is no folder {tmp_path / 'nowhere'}\n")
+    assert not list((tmp_path / "state").glob("*log*")), "no process was started"
+
+
+def test_redis_that_is_away_is_one_line(env: dict[str, str], tmp_path: Path) -> None:
+    make_toy(tmp_path / "toy")
+    rc, out, err = baton(env, "up", "--model", str(tmp_path / "toy"), *FREE_PORTS, "--redis.url", "redis://127.0.0.1:1/0")
+    assert (rc, out) == (1, "") and err.splitlines()[-1].startswith("baton: down: Redis: ")
+    told = running(env, "c")
+    rc, out, err = invoke(env, "scale", "--prefill", "2", "--name", told)
+    assert (rc, out) == (1, "") and err.startswith("baton: down: Redis: ") and err.count("\n") == 1
+
+
+def running(env: dict[str, str], name: str) -> str:
+    """This process passes for the supervisor of a cluster."""
+    folder = Path(env["BATON_STATE_DIR"])
+    folder.mkdir(exist_ok=True)
+    known = ClusterState(name, os.getpid(), {"grpc": "127.0.0.1:1"}, "redis://127.0.0.1:1/0", "", born(os.getpid()))
+    (folder / f"{name}.json").write_text(json.dumps(asdict(known)))
+    return name
+
+
+def test_a_cluster_that_runs_is_named(env: dict[str, str]) -> None:
+    running(env, "other")
+    rc, _, err = invoke(env, "status")
+    assert rc == 1 and "no cluster 'baton' is running here; running: other" in err
+    rc, _, err = invoke(env, "up", "--name", "other", *FREE_PORTS)
+    assert rc == 1 and "`baton down --name other` ends it" in err
+
+
+@pytest.mark.parametrize(("number", "status"), [(signal.SIGINT, 130), (signal.SIGTERM, 143)])
+def test_a_cluster_that_is_ended_before_it_is_ready_is_a_failure(
+    env: dict[str, str], tmp_path: Path, number: signal.Signals, status: int
+) -> None:
+    make_toy(tmp_path / "toy")
+    process = start(env, "up", "--model", str(tmp_path / "toy"), *FREE_PORTS)
+    assert process.stderr is not None and "0 of 2 workers ready" in process.stderr.readline()
+    process.send_signal(number)
+    out, err = process.communicate(timeout=60)
+    assert (process.returncode, out) == (status, "") and "Traceback" not in err
 
 
 # --- doctor --------------------------------------------------------------------------------------------------------------------------
@@ -319,7 +370,7 @@ def test_a_cluster_that_cannot_come_up_says_why_and_leaves_nothing(env: dict[str
 
 @pytest.mark.skipif(sys.platform != "linux", reason="nixl has no wheel elsewhere")
 def test_doctor_measures_what_carries_the_bytes(env: dict[str, str]) -> None:
-    rc, out, err = baton(env, "doctor", "--json", *FREE_PORTS)
+    rc, out, err = baton(env, "doctor", "--json", *FREE_PORTS, within_s=170)
     assert (rc, err, out.count("\n")) == (0, "", 1)
     findings = {finding["subject"]: finding for finding in json.loads(out)}
     assert set(findings) == {"python", "memory", "nixl", "tcp", "redis", "ray", "ports", "torch"}
@@ -340,6 +391,25 @@ def test_doctor_compares_the_bytes(monkeypatch: pytest.MonkeyPatch) -> None:
         doctor._measure("tcp", Config())
 
 
+def test_doctor_multiplies_matrices() -> None:
+    found = doctor._torch(load([], {}, {"engine.threads": "1"}).config)
+    assert found.verdict == "ok" and re.search(r" at \d+ GFLOP/s with 1 threads$", found.detail)
+
+
+@pytest.mark.parametrize(
+    ("code", "said"),
+    [
+        ("import time; time.sleep(60)", "no answer within 1 s"),
+        ("1 / 0", "ZeroDivisionError"),
+        ("import os; os.abort()", "ended with status -6"),
+    ],
+)
+def test_doctor_tells_what_a_trial_came_to(code: str, said: str) -> None:
+    """Negative control: a trial that hangs, fails or crashes is a failure."""
+    found = doctor._tried("torch", code, 1.0)
+    assert found.verdict == "fail" and said in found.detail
+
+
 def test_doctor_fails_with_what_fails(env: dict[str, str], monkeypatch: pytest.MonkeyPatch, taken: int) -> None:
     monkeypatch.setattr(doctor, "_transports", lambda config: [Finding("warn", "tcp", "[slow] " + "x" * 200)])
     rc, out, err = invoke(env, "doctor", "--router.port", str(taken))
@@ -347,3 +417,28 @@ def test_doctor_fails_with_what_fails(env: dict[str, str], monkeypatch: pytest.M
     lines = out.splitlines()
     assert sum(line.startswith("fail ports") and "--router.port" in line for line in lines) == 1
     assert f"warn tcp        [slow] {'x' * 200}" in lines
+
+
+# --- a narrow terminal ---------------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("width", [40, 80, 180])
+def test_status_can_be_read_in_any_terminal(width: int) -> None:
+    load = {"running": 3, "waiting": 0, "free_blocks": 12345, "cached_blocks": 678, "leases": 2}
+    worker = {
+        "name": "decode-0", "role": "decode", "state": "ready", "address": "127.0.0.1:34567", "pid": 1234567,
+        "incarnation": 1763790000123456, "kv_blocks": 23456, "transport": "auto", "load": load,
+    }  # fmt: skip
+    console = Console(width=width)
+    with console.capture() as capture:
+        console.print(view.status({**STATUS, "workers": [worker]}))
+    told = capture.get()
+    assert "…" not in told and max(map(len, told.splitlines())) <= width
+    for part in ("decode-0", "127.0.0.1:34567", "1234567", "1763790000123456", "12345/23456", "678"):
+        assert part in told, part
+    assert ("incarnation" in told.splitlines()[2]) == (width == 180), "a table where there is room for one"
+
+
+def test_top_in_a_pipe_is_one_look_and_with_nobody_there_an_end(env: dict[str, str]) -> None:
+    rc, out, err = baton(env, "top", "--address", "127.0.0.1:1")
+    assert (rc, out) == (1, "") and err.startswith("baton: UNAVAILABLE") and err.count("\n") == 1

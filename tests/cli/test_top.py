@@ -66,6 +66,19 @@ def test_what_is_wrong_is_drawn() -> None:
         assert part in told
 
 
+@pytest.mark.parametrize("width", [40, 80, 160])
+def test_nothing_is_cut_off(width: int) -> None:
+    """Whatever does not fit beside the rest goes below it."""
+    now = snapshot(requests=[{**REQUEST, "request_id": "req-0123456789abcdef"}])
+    console = Console(width=width)
+    with console.capture() as capture:
+        console.print(top.draw(now, {}))
+    told = capture.get()
+    assert "…" not in told and max(map(len, told.splitlines())) <= width
+    for part in ("decode-0", "ready", "50 %", "req-0123456789abcdef", "1.2 s", "199 → 21", "req-1"):
+        assert part in told.replace("\n", " "), (part, told)
+
+
 def test_rates_lie_between_two_looks() -> None:
     before, now = snapshot(10.0), snapshot(12.0, {"output_tokens": 300, "met": 5, "handoff_bytes": 4096})
     assert top.rates(before, now)["output_tokens"] == 100 and top.rates(before, now)["met"] == 2

@@ -7,13 +7,17 @@ import subprocess
 import sys
 import textwrap
 from collections.abc import Callable
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
 import pytest
 
+from baton.cluster import lifecycle
 from baton.cluster.config import Config, ModelConfig, RedisConfig, RouterConfig
+from baton.cluster.errors import BatonError, Reason
 from baton.cluster.lifecycle import MOVES, IllegalStage, Stage, Stop, move, run
+from baton.cluster.rpc import Server
 from baton.models.make_small import make_toy
 from router.wiring import RouterProcess
 
@@ -159,6 +163,70 @@ async def test_a_failure_during_the_drain_ends_it() -> None:
     assert await ended(task) == 1 and process.seen[-2:] == ["drain given up", "close"]
 
 
+async def test_a_second_request_ends_a_start_that_does_not_let_itself_be_cancelled() -> None:
+    async def stubborn() -> None:
+        while True:
+            with suppress(asyncio.CancelledError):
+                await asyncio.sleep(0.5)
+                return
+
+    process, stop = Recorded(start=stubborn), Stop()
+    task = asyncio.create_task(run(process, stop))
+    await until(lambda: process.seen)
+    stop.ask()
+    await asyncio.sleep(0.05)
+    assert process.seen == ["start"], "one request waits for what the start tidies up"
+    stop.ask()
+    await until(lambda: process.seen == ["start", "close"])
+    assert await ended(task) == 0
+
+
+async def test_a_second_request_ends_the_closing() -> None:
+    process, stop, within = Recorded(close=forever), Stop(), list[float]()
+    task = asyncio.create_task(run(process, stop, within.append))
+    await until(lambda: process.seen)
+    stop.ask()
+    await until(lambda: "close" in process.seen)
+    await asyncio.sleep(0.05)
+    assert not task.done(), "one request waits until everything is closed"
+    stop.ask()
+    assert await ended(task) == 0 and process.seen[-1] == "close given up"
+    assert len(within) == 2 and within[1] < 1 < within[0], "then the process has to be gone soon"
+
+
+async def test_closing_is_bounded(monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture) -> None:
+    monkeypatch.setattr(lifecycle, "CLOSE_S", 0.1)
+    process, stop = Recorded(close=forever), Stop()
+    stop.ask()
+    assert await ended(asyncio.create_task(run(process, stop))) == 1
+    assert process.seen[-1] == "close given up" and "closing" in caplog.text
+
+
+async def test_what_fails_while_closing_is_a_failure_with_its_traceback(caplog: pytest.LogCaptureFixture) -> None:
+    process, stop = Recorded(close=fails(KeyError("x"))), Stop()
+    stop.ask()
+    assert await ended(asyncio.create_task(run(process, stop))) == 1
+    assert isinstance(stop.failure, KeyError) and caplog.records[-1].exc_info
+
+
+@pytest.mark.parametrize(
+    ("error", "traceback"),
+    [
+        (KeyError("x"), True),
+        (TypeError("x"), True),
+        (OSError("no file"), False),
+        (BatonError(Reason.INTERNAL, "taken"), False),
+        (ValueError("no"), False),
+    ],
+    ids=lambda value: type(value).__name__,
+)
+async def test_only_what_nobody_foresaw_is_logged_with_its_traceback(
+    error: Exception, traceback: bool, caplog: pytest.LogCaptureFixture
+) -> None:
+    assert await ended(asyncio.create_task(run(Recorded(start=fails(error)), Stop()))) == 1
+    assert bool(caplog.records[-1].exc_info) == traceback and str(error) in caplog.records[-1].getMessage()
+
+
 async def test_signals_ask_and_are_given_back() -> None:
     process, stop = Recorded(), Stop()
     task = asyncio.create_task(run(process, stop))
@@ -208,12 +276,56 @@ def test_the_second_signal_ends_a_real_process(number: signal.Signals) -> None:
         child.stdout.close()
 
 
+STUCK = """
+    import asyncio, sys, threading
+    from baton.cluster.lifecycle import LastResort, Stop, run
+
+    class Stuck:
+        async def start(self):
+            print("started", flush=True)
+        async def drain(self):
+            pass
+        async def close(self):
+            print("closing", flush=True)
+            await asyncio.to_thread(threading.Event().wait)
+
+    sys.exit(asyncio.run(run(Stuck(), Stop(), LastResort())))
+"""
+
+
+def test_the_second_signal_ends_a_process_whose_thread_hangs() -> None:
+    """asyncio and the interpreter would both wait for that thread."""
+    child = subprocess.Popen(
+        [sys.executable, "-c", textwrap.dedent(STUCK)], stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, cwd=ROOT
+    )
+    try:
+        assert child.stdout is not None and child.stdout.readline() == "started\n"
+        child.terminate()
+        assert child.stdout.readline() == "closing\n"
+        with pytest.raises(subprocess.TimeoutExpired):
+            child.wait(0.5)
+        child.terminate()
+        assert child.wait(4) == 1
+    finally:
+        child.kill()
+        child.communicate()
+
+
 # The router's own life
 
 
 def router(model: Path, stop: Stop, **ports: int) -> RouterProcess:
     config = RouterConfig(**{"port": 0, "admin_port": 0, "http_port": 0, "page_port": 0, **ports})
     return RouterProcess(Config(model=ModelConfig(path=str(model)), redis=RedisConfig(url="redis://127.0.0.1:1"), router=config), stop)
+
+
+async def stops_and_fails(server: Server, grace: float | None) -> None:
+    await server.grpc.stop(grace)
+    raise RuntimeError("does not stop")
+
+
+async def note(seen: list[str], name: str) -> None:
+    seen.append(name)
 
 
 async def left() -> "set[asyncio.Task[Any]]":
@@ -236,6 +348,20 @@ async def test_a_router_whose_port_is_taken_fails_and_says_which(tmp_path: Path)
     assert await run(router(tmp_path / "toy", stop, admin_port=port), stop) == 1
     assert f"cannot listen on 127.0.0.1:{port}" in str(stop.failure) and not await left()
     taken.close()
+
+
+async def test_a_router_closes_everything_whatever_fails(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    make_toy(tmp_path / "toy")
+    stop = Stop()
+    process = router(tmp_path / "toy", stop)
+    closed = []
+    monkeypatch.setattr(Server, "stop", stops_and_fails)
+    for part in (process._workers, process._registry):
+        process._closers.push_async_callback(note, closed, type(part).__name__)
+    await process.start()
+    with pytest.raises(RuntimeError, match="does not stop"):
+        await process.close()
+    assert closed == ["RedisRegistry", "Workers"] and not await left()
 
 
 async def test_a_router_starts_without_its_registry_and_leaves_nothing(tmp_path: Path) -> None:

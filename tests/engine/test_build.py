@@ -1,6 +1,8 @@
 """From a folder to an engine: how many blocks, how long a sequence, and what is refused, by the name of the key that is to be changed."""
 
 import json
+import subprocess
+import sys
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
@@ -62,6 +64,14 @@ def run(engine: Engine, prompt: list[int], max_tokens: int = 6) -> list[int]:
 
 
 # --- how many blocks -----------------------------------------------------------------------------------------------------------------
+
+
+def test_a_limit_of_the_address_space_is_minded() -> None:
+    """As `ulimit -v` sets it: what the process has taken of it already is gone."""
+    code = "import resource; from baton.engine.build import available_memory as a; whole = a(); space = 4 << 30;"
+    code += "resource.setrlimit(resource.RLIMIT_AS, (space, space)); left = a(); print(left); assert left < min(whole, space)"
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=60)
+    assert done.returncode == 0 and 0 < int(done.stdout) < 4 << 30, done.stderr
 
 
 def test_blocks_are_the_budgets_worth() -> None:

@@ -20,6 +20,7 @@ import ray
 from ray._raylet import Config
 
 from baton.cluster.errors import BatonError, Reason
+from baton.launch.child import MOVES, IllegalLife, Life, move
 from baton.launch.launcher import Launcher, ProcessState, RestartRule, Restarts, Roster, Template, Watchdog
 from baton.launch.local_launcher import LocalLauncher, pick_gpus
 from baton.launch.ray_launcher import RayLauncher
@@ -98,6 +99,32 @@ def template(tmp_path: Path) -> Callable[..., Template]:
         return Template(role, (sys.executable, str(HERE / "launched.py"), behaviour, str(tmp_path)), **{"grace_s": 5.0, **more})
 
     return make
+
+
+@pytest.mark.parametrize("state", ["idle", "running", "backoff", "stopping", "exited"])
+@pytest.mark.parametrize("event", ["start", "end", "retry", "ask", "gone"])
+def test_a_child_lives_by_its_table(state: Life, event: str) -> None:
+    if (state, event) in MOVES:
+        assert move(state, event) == MOVES[state, event]
+        return
+    with pytest.raises(IllegalLife, match=f"{state}.*{event}"):
+        move(state, event)
+
+
+async def test_a_hurried_drain_ends_at_once(template: Callable[..., Template], tmp_path: Path) -> None:
+    """The process ignores SIGTERM; its grace alone would be five minutes."""
+    launcher = LocalLauncher(RULE)
+    await launcher.start()
+    await launcher.add(template("stubborn", grace_s=300.0), 1)
+    born_as = await born(tmp_path, "decode-0")
+    stopping = asyncio.create_task(launcher.stop())
+    await in_state(launcher, "decode-0", "stopping")
+    done, _ = await asyncio.wait({stopping}, timeout=0.5)
+    assert not done, "one request waits for the grace"
+    await launcher.hurry()
+    async with asyncio.timeout(60):
+        assert [ended.state for ended in await stopping] == ["exited"]
+    await gone(born_as["pid"])
 
 
 class Program:

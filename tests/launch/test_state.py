@@ -5,6 +5,7 @@ import os
 import stat
 import subprocess
 import sys
+import tempfile
 from dataclasses import asdict, replace
 from pathlib import Path
 
@@ -107,3 +108,38 @@ def test_a_number_that_another_process_has_now_is_no_cluster(folder: Path) -> No
 
 def test_a_process_of_somebody_else_is_alive() -> None:
     assert alive(1) and alive(os.getpid())
+
+
+def test_the_clusters_that_run_are_named() -> None:
+    state.write(mine("a.b"))
+    state.write(replace(mine("dead"), born=1))
+    assert state.running() == ["a.b"]
+    with pytest.raises(StateError, match=r"no cluster 'other' is running here; running: a\.b"):
+        state.need("other")
+
+
+def test_what_cannot_be_read_is_not_taken_for_nothing(folder: Path) -> None:
+    state.write(mine())
+    (folder / "baton.json").unlink()
+    (folder / "baton.json").mkdir()  # any error of the system will do
+    with pytest.raises(StateError, match=r"baton\.json cannot be read .*whether cluster 'baton' is running is not known"):
+        state.need("baton")
+
+
+def test_a_place_that_cannot_be_used_is_named(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    folder.write_text("a file")
+    with pytest.raises(StateError, match=f"{folder} cannot be used .*BATON_STATE_DIR"):
+        state.state_dir()
+    folder.unlink()
+    folder.mkdir()
+    (folder / "baton.new").mkdir()
+    with pytest.raises(StateError, match=r"baton\.json cannot be written .*make room"):
+        state.write(mine())
+
+
+def test_a_full_temporary_folder_is_still_the_one(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """`tempfile` would go elsewhere, and nobody would find what was written before."""
+    monkeypatch.delenv("BATON_STATE_DIR")
+    monkeypatch.setenv("TMPDIR", str(tmp_path))
+    monkeypatch.setattr(tempfile, "tempdir", "/var/tmp")
+    assert state.state_dir() == tmp_path / f"baton-{os.getuid()}"

@@ -37,14 +37,22 @@ class Cluster:
     pid: int
     env: dict[str, str]
     logs: Path
+    tls: Path | None = None
 
     def client(self) -> AsyncClient:
         return AsyncClient(self.grpc)
 
     def status(self) -> dict[str, Any]:
-        with grpc.insecure_channel(self.admin) as channel:
+        with self._channel() as channel:
             stub = worker_pb2_grpc.AdminStub(channel)
             return json.loads(stub.Status(worker_pb2.StatusRequest(), timeout=5).status_json)
+
+    def _channel(self) -> grpc.Channel:
+        options = [("grpc.enable_http_proxy", 0)]
+        if self.tls is None:
+            return grpc.insecure_channel(self.admin, options)
+        files = [(self.tls / f"{name}.pem").read_bytes() for name in ("ca", "key", "cert")]
+        return grpc.secure_channel(self.admin, grpc.ssl_channel_credentials(*files), options)
 
     def workers(self, role: str | None = None) -> list[dict[str, Any]]:
         return [worker for worker in self.status()["workers"] if role in (None, worker["role"])]
@@ -104,9 +112,15 @@ class Cluster:
 
 @contextmanager
 def cluster(
-    model: Path, *flags: str, prefill: int = 1, decode: int = 1, launcher: str = "local", env: Mapping[str, str] | None = None
+    model: Path,
+    *flags: str,
+    prefill: int = 1,
+    decode: int = 1,
+    launcher: str = "local",
+    env: Mapping[str, str] | None = None,
+    tls: Path | None = None,
 ) -> Iterator[Cluster]:
-    """`baton up --detach`, and `baton down` at the end; nothing of it may be alive then."""
+    """`baton up --detach`, and `baton down` at the end; nothing of it may be alive then. `tls`: the folder of cert.pem, key.pem, ca.pem."""
     with tempfile.TemporaryDirectory(prefix="baton-test-") as folder:
         name = f"t{os.getpid()}"
         full = {**os.environ, "BATON_STATE_DIR": folder, **(env or {})}
@@ -118,7 +132,7 @@ def cluster(
         assert up.returncode == 0, up.stderr + "".join(path.read_text()[-1500:] for path in Path(folder).rglob("*.log"))
         told = json.loads(up.stdout)
         at = told["endpoints"]
-        running = Cluster(name, at["grpc"], at["http"], at["admin"], at["page"], told["pid"], full, Path(folder) / f"{name}-logs")
+        running = Cluster(name, at["grpc"], at["http"], at["admin"], at["page"], told["pid"], full, Path(folder) / f"{name}-logs", tls)
         pids: list[int] = []
         try:
             yield running

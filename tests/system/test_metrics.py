@@ -25,9 +25,9 @@ import yaml
 from live_cluster import ROOT, Cluster, cluster, toy
 from prometheus_client.parser import text_string_to_metric_families
 
-from baton.cli.up import free_port
 from baton.client import AsyncClient, GenerateError
 from baton.cluster.metrics import TABLE, Role
+from baton.launch.plan import free_port
 
 pytestmark = pytest.mark.system
 

@@ -18,9 +18,9 @@ import grpc
 import pytest
 from live_cluster import Cluster, cluster, toy
 
-from baton.cli.up import free_port
 from baton.client import build_request
 from baton.cluster import semconv
+from baton.launch.plan import free_port
 from baton.v1 import generation_pb2, generation_pb2_grpc
 
 pytestmark = pytest.mark.system

@@ -10,11 +10,11 @@ import grpc
 import pytest
 from grpc_health.v1 import health, health_pb2, health_pb2_grpc
 
-from baton.cli import up
-from baton.cli.up import Supervisor
 from baton.cluster.config import load
+from baton.launch import plan
 from baton.launch.launcher import RestartRule
 from baton.launch.local_launcher import LocalLauncher
+from baton.launch.supervisor import Supervisor
 from baton.v1 import worker_pb2, worker_pb2_grpc
 
 POLLS = 4
@@ -67,7 +67,7 @@ async def test_ready_is_when_the_router_reaches_every_worker(router: tuple[Route
 def test_free_ports_of_the_router_differ(monkeypatch: pytest.MonkeyPatch) -> None:
     """The system offers one that is taken already: by another choice, and by the configuration."""
     offered = iter([5000, 5000, 5001, 8471, 5002])
-    monkeypatch.setattr(up, "free_port", lambda host: next(offered))
+    monkeypatch.setattr(plan, "free_port", lambda host: next(offered))
     config = load([], flags={"router.port": "0", "router.http-port": "0", "router.page-port": "0", "router.admin-port": "8471"}).config
-    router = up.complete(config, "redis://x").router
+    router = plan.complete(config, "redis://x").router
     assert (router.port, router.admin_port, router.http_port, router.page_port) == (5000, 8471, 5001, 5002)

@@ -1,0 +1,54 @@
+"""How a command reaches a cluster: its address, TLS, an API key, and whether a proxy of the environment lies between.
+
+A cluster that runs here left word of its address and its TLS files. For any other the command line names the address, and the same
+configuration as for a server (--config, BATON_SECURITY_TLS_CA, _CERT, _KEY) names the files; https:// before the address asks for TLS with
+the system's authorities. The API key is BATON_API_KEY and never a flag: others can read a command line.
+"""
+
+import os
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import grpc
+
+from baton.client import Client, channel_options
+from baton.cluster import config as configuration
+from baton.cluster.config import SecurityConfig
+from baton.cluster.rpc import NO_PROXY, channel_credentials
+from baton.launch import state
+
+TLS = "https://"
+
+
+@dataclass(frozen=True, slots=True)
+class Access:
+    address: str
+    credentials: grpc.ChannelCredentials | None
+    options: tuple[tuple[str, Any], ...] = ()
+
+    def client(self) -> Client:
+        return Client(self.address, self.credentials, os.environ.get("BATON_API_KEY"), self.options)
+
+    def channel(self) -> grpc.Channel:
+        options = channel_options(self.address, self.options)
+        if self.credentials is not None:
+            return grpc.secure_channel(self.address, self.credentials, options)
+        return grpc.insecure_channel(self.address, options)
+
+
+def find(endpoint: str, address: str | None, name: str, config: list[Path] | None = None) -> Access:
+    """`endpoint`: "grpc" or "admin" of the cluster `name`, unless there is an address. Raises StateError, ConfigError, OSError."""
+    if address is None:
+        running = state.need(name)
+        files = running.tls
+        security = SecurityConfig(tls_cert=files.get("cert"), tls_key=files.get("key"), tls_ca=files.get("ca"))
+        return Access(running.endpoints[endpoint], _credentials(security), (NO_PROXY,))
+    security = configuration.load(config or []).config.security
+    if address.startswith(TLS):
+        return Access(address.removeprefix(TLS).rstrip("/"), _credentials(security) or grpc.ssl_channel_credentials())
+    return Access(address, _credentials(security))
+
+
+def _credentials(security: SecurityConfig) -> grpc.ChannelCredentials | None:
+    return channel_credentials(security) if security.tls_cert or security.tls_ca else None

@@ -1,0 +1,140 @@
+"""From a configuration to what a launcher runs: what is completed, what is checked before anything starts, and the template of each role.
+
+The configuration travels as environment variables, so a process on any node gets the whole of it.
+"""
+
+import errno
+import itertools
+import os
+import secrets
+import socket
+from pathlib import Path
+from types import MappingProxyType
+
+from baton.cluster.config import PORTS, Config, keys
+from baton.cluster.packages import HOME, command
+from baton.cluster.rpc import target
+from baton.launch import state
+from baton.launch.launcher import Launcher, RestartRule, Template
+from baton.launch.local_launcher import LocalLauncher
+
+ROLES = ("prefill", "decode")
+DOORS = ("port", "admin_port", "http_port", "page_port")  # of the router; they stay the same when it is restarted
+NEEDED = ("config.json", "tokenizer.json")  # of a model's folder; what else it needs depends on the model
+GRACE_S = 15.0  # on top of the drain, for closing
+
+
+class UpError(state.StateError):
+    """The cluster cannot come up; the text says what to change or to look at."""
+
+
+def complete(config: Config, redis_url: str) -> Config:
+    """Fills in what is open until a cluster starts: its key, the registry's address, and the router's ports."""
+    router = config.router
+    ports = {name: getattr(router, name) for name in DOORS}
+    taken = {config.at(name) for names in PORTS.values() for name in names}
+    for name in DOORS:
+        while not ports[name]:  # the system may offer the same port twice
+            port = free_port(config.cluster.host)
+            ports[name] = 0 if port in taken else port
+        taken.add(ports[name])
+    return config.model_copy(
+        update={
+            "cluster": config.cluster.model_copy(update={"key": config.cluster.key or secrets.token_hex(32)}),
+            "redis": config.redis.model_copy(update={"url": redis_url}),
+            "router": router.model_copy(update=ports),
+        }
+    )
+
+
+def free_port(host: str, port: int = 0) -> int:
+    """`port` if one can listen on it, any free one for 0. Raises OSError."""
+    with socket.socket(socket.AF_INET6 if ":" in host else socket.AF_INET) as probe:
+        probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        probe.bind((host, port))
+        return int(probe.getsockname()[1])
+
+
+def check_ports(config: Config) -> None:
+    """Raises UpError when two processes of this host would share a port, or when somebody else listens where the router should."""
+    if config.launcher.kind == "local":
+        check_shared_ports(config)
+    for name in PORTS["router"]:
+        port = config.at(name)
+        try:
+            free_port(config.cluster.host, port)
+        except OSError as error:
+            where, flag = target(config.cluster.host, port), f"--{name.replace('_', '-')}"
+            if error.errno == errno.EADDRNOTAVAIL:
+                raise UpError(f"cluster.host: {config.cluster.host} is no address of this machine (is its interface up?)") from None
+            raise UpError(f"{name}: cannot listen on {where} ({error.strerror}); choose another with {flag}") from None
+
+
+def check_shared_ports(config: Config) -> None:
+    """Raises UpError: all processes of a local cluster run on one host, so a fixed port has room for one of them."""
+    counts = {"router": 1, "prefill": config.prefill.replicas, "decode": config.decode.replicas}
+    users = [(name, role) for role, names in PORTS.items() for name in names if config.at(name) for _ in range(counts[role])]
+    for (first, one), (second, other) in itertools.combinations(users, 2):
+        if config.at(first) == config.at(second):
+            who = f"{first} and {second}" if first != second else f"{first}: two workers ({one}, {other})"
+            raise UpError(f"{who} would share port {config.at(first)} of this host; 0 takes any free port")
+
+
+def check_model(config: Config) -> None:
+    """Raises UpError when the folder cannot hold a model. Not asked when Ray may run the processes on other hosts."""
+    if config.launcher.ray_address is not None:
+        return
+    folder = Path(config.model.path)
+    if not folder.is_dir():
+        raise UpError(f"model.path: {folder} is not a folder" if folder.exists() else f"model.path: there is no folder {folder}")
+    if missing := [name for name in NEEDED if not (folder / name).is_file()]:
+        raise UpError(f"model.path: {folder} holds no {' and no '.join(missing)}")
+
+
+def make_launcher(config: Config, log_dir: Path) -> Launcher:
+    rule = RestartRule(config.launcher.restart_backoff_s, config.launcher.restart_backoff_max_s, hang_s=config.launcher.hang_s)
+    if config.launcher.kind == "local":
+        return LocalLauncher(rule, log_dir, [gpu for gpu in os.environ.get("CUDA_VISIBLE_DEVICES", "").split(",") if gpu])
+    # Ray is loaded here and only here: a laptop cluster starts without it.
+    from baton.launch.ray_launcher import RayLauncher
+
+    needed = 1 + sum(pool.cpus * pool.replicas for pool in (config.prefill, config.decode))
+    own = None if config.launcher.ray_address else max(int(needed) + 2, 4)
+    return RayLauncher(config.launcher.ray_address, rule, log_dir, ray_num_cpus=own)
+
+
+def templates(config: Config) -> list[tuple[Template, int]]:
+    """Router and pools, each with the number of its processes."""
+    env = MappingProxyType({**to_env(config), **kernel_cache()})
+    made = [(Template("router", command("router"), env, cpus=0.0, grace_s=config.router.drain_s + GRACE_S), 1)]
+    for role in ROLES:
+        pool = getattr(config, role)
+        argv = command(f"{role}_worker")
+        template = Template(role, argv, env, pool.cpus, pool.gpus, pool.cores, config.engine.threads, pool.drain_s + GRACE_S)
+        made.append((template, pool.replicas))
+    return made
+
+
+def to_env(config: Config) -> dict[str, str]:
+    """The variables from which `baton.cluster.config.load` makes this configuration again."""
+    env = {}
+    for key in keys():
+        value = config.at(key.name)
+        if value != key.default:
+            env[key.env] = "null" if value is None else str(list(value) if isinstance(value, tuple) else value)
+    return env
+
+
+def kernel_cache() -> dict[str, str]:
+    """Where workers keep compiled kernels when neither of Numba's own places can be written; else every start would compile for long."""
+    own_places = (HOME / "baton" / "engine", Path(os.environ.get("XDG_CACHE_HOME") or Path("~/.cache").expanduser()))
+    if os.environ.get("NUMBA_CACHE_DIR") or any(map(writable, own_places)):
+        return {}
+    return {"NUMBA_CACHE_DIR": str(state.state_dir() / "kernels")}
+
+
+def writable(folder: Path) -> bool:
+    """Whether files can be made there, or in the nearest folder above that exists."""
+    while not folder.exists() and folder != folder.parent:
+        folder = folder.parent
+    return folder.is_dir() and os.access(folder, os.W_OK | os.X_OK)

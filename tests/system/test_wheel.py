@@ -1,0 +1,135 @@
+"""What `pip install` leaves behind, and that it works from there: the wheel in an empty environment, the first screen of the README, typed
+in a folder full of files with our names."""
+
+import json
+import os
+import subprocess
+import sys
+import sysconfig
+import venv
+import zipfile
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+from live_cluster import ROOT
+
+from baton.cluster.packages import NAMES
+
+pytestmark = pytest.mark.system
+STRANGERS = (
+    "router.py", "models.py", "cluster.py", "worker.py", "engine/__init__.py", "launch/__init__.py", "baton_stuff.py", "baton/__init__.py",
+    "kvtransfer.py", "loadtest.py", "prefill_worker.py", "decode_worker.py", "grpc.py", "yaml.py", "redis.py", "client.py",
+)  # fmt: skip
+PROMPT = "Once upon a time there was a fox who lived near the river and wanted to see the sea. The fox was called Pim."
+FREE_PORTS = ("--router.port", "0", "--router.admin-port", "0", "--router.http-port", "0", "--router.page-port", "0")
+
+
+@pytest.fixture(scope="module")
+def wheel(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("wheel")
+    build = [
+        sys.executable,
+        "-m",
+        "pip",
+        "wheel",
+        "--no-deps",
+        "--no-build-isolation",
+        "--no-index",
+        "--quiet",
+        "-w",
+        str(folder),
+        str(ROOT),
+    ]
+    subprocess.run(build, check=True, timeout=170, cwd=folder)
+    (made,) = folder.glob("*.whl")
+    return made
+
+
+@pytest.fixture(scope="module")
+def installed(wheel: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The `bin` of an environment that sees the libraries of this one, but nothing of this checkout."""
+    home = tmp_path_factory.mktemp("environment")
+    venv.create(home, with_pip=False, symlinks=True)
+    (site,) = home.glob("lib/python*/site-packages")
+    libraries = tmp_path_factory.mktemp("libraries")
+    for entry in Path(sysconfig.get_path("purelib")).iterdir():
+        if entry.name.removesuffix(".py") not in NAMES and not entry.name.endswith(".pth") and not entry.name.startswith("baton-"):
+            (libraries / entry.name).symlink_to(entry)
+    pip = [sys.executable, "-m", "pip", "--python", str(home / "bin" / "python")]
+    subprocess.run([*pip, "install", "--no-deps", "--no-index", "--quiet", str(wheel)], check=True, timeout=170, cwd=home)
+    (site / "libraries.pth").write_text(f"{libraries}\n")
+    return home / "bin"
+
+
+@pytest.fixture
+def folder(tmp_path: Path) -> Path:
+    for name in STRANGERS:
+        file = tmp_path / "application" / name
+        file.parent.mkdir(parents=True, exist_ok=True)
+        file.write_text(f'raise SystemExit("a stranger\'s {name} ran")\n')
+    return tmp_path / "application"
+
+
+class Terminal:
+    def __init__(self, bin: Path, folder: Path, state: Path) -> None:
+        clean = {name: value for name, value in os.environ.items() if not name.startswith(("BATON_", "PYTHON", "VIRTUAL_ENV"))}
+        self.env = {**clean, "PATH": f"{bin}{os.pathsep}{clean['PATH']}", "BATON_STATE_DIR": str(state)}
+        self.folder = folder
+
+    def type(self, *words: str, **options: Any) -> str:
+        done = subprocess.run(words, cwd=self.folder, env=self.env, capture_output=True, text=True, timeout=170, **options)
+        logs = "".join(log.read_text()[-2000:] for log in Path(self.env["BATON_STATE_DIR"]).rglob("*.log"))
+        assert done.returncode == 0 and "stranger" not in done.stderr, f"{words}: {done.stdout}\n{done.stderr}\n{logs}"
+        return done.stdout
+
+
+@pytest.fixture
+def terminal(installed: Path, folder: Path, tmp_path: Path) -> Iterator[Terminal]:
+    terminal = Terminal(installed, folder, tmp_path / "state")
+    yield terminal
+    subprocess.run(["baton", "down"], cwd="/", env=terminal.env, capture_output=True, timeout=100)
+
+
+def test_the_names_that_it_takes(wheel: Path, installed: Path) -> None:
+    with zipfile.ZipFile(wheel) as archive:
+        names = set(archive.namelist())
+    assert {name.partition("/")[0] for name in names if ".dist-info/" not in name} == set(NAMES)
+    (site,) = installed.parent.glob("lib/python*/site-packages")
+    ours = {
+        path.name for path in site.iterdir() if not path.name.startswith(("pip", "setuptools", "baton-", "libraries", "_", "distutils"))
+    }
+    assert ours == set(NAMES)
+    for needed in ("baton/models/tale/model.safetensors", "baton/models/tale/tokenizer.json", "router/http/static/page.html"):
+        assert needed in names, needed
+
+
+@pytest.mark.timeout(400)
+def test_the_first_screen_of_the_readme(terminal: Terminal) -> None:
+    # An installation compiles its kernels at its first start, for a minute or more; that is not what is tried here.
+    small = ("--engine.kv-memory-mib", "64", "--engine.compiled", "false")
+    up = json.loads(terminal.type("baton", "up", "--detach", *FREE_PORTS, *small))
+    assert terminal.type("baton", "generate", PROMPT, "--max-tokens", "20", "--trace").strip()
+    status = json.loads(terminal.type("baton", "status", "--json"))
+    assert sorted(worker["role"] for worker in status["workers"]) == ["decode", "prefill"] and status["model"] == "tale"
+    assert terminal.type("baton", "chat", input="Tell me a story about a hedgehog named Pim.\n").strip()
+    snippet = (
+        "from baton import Client\n"
+        f"with Client({up['endpoints']['grpc']!r}) as client, client.generate('Once upon a time', max_tokens=4) as stream:\n"
+        "    print(''.join(stream.texts()))\n"
+    )
+    assert terminal.type("python", "-P", "-c", snippet).strip()
+    terminal.type("baton", "down")
+
+
+def test_it_would_have_run_the_strangers(terminal: Terminal) -> None:
+    """Negative control: Python itself imports from the folder."""
+    done = subprocess.run(["python", "-m", "router"], cwd=terminal.folder, env=terminal.env, capture_output=True, text=True, timeout=60)
+    assert "a stranger's router.py ran" in done.stderr
+
+
+def test_the_checkpoint_of_the_wheel_is_whole(terminal: Terminal) -> None:
+    """The sums beside it are checked by every worker at its start; here, that they came along."""
+    code = "import baton, pathlib; print((pathlib.Path(baton.__file__).parent / 'models' / 'tale' / 'SHA256SUMS').read_text())"
+    assert "model.safetensors" in terminal.type("python", "-P", "-c", code)
