@@ -22,9 +22,11 @@ from baton.models.make_small import make_toy
 from loadtest.arrivals import Poisson
 from loadtest.cluster import RunningCluster
 from loadtest.drive import Answer, Run, drive
+from loadtest.estimate import mean_and_interval
 from loadtest.grpc_door import GrpcDoor
 from loadtest.measure import FIRST_ID, warm_up
-from loadtest.metrics import Summary, Window, mean_and_interval, summarise
+from loadtest.summary import Summary, summarise
+from loadtest.window import Window
 from loadtest.workload import Item
 
 SERVICE_S, LOADS, SEEDS, QUEUE_S = 0.020, (0.5, 0.8), range(1, 5), 30.0

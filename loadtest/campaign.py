@@ -18,8 +18,10 @@ from pathlib import Path
 from typing import Any
 
 from loadtest import record as raw
-from loadtest.metrics import Slo, Summary, Window, summarise
 from loadtest.record import Record
+from loadtest.slo import Slo
+from loadtest.summary import Summary, summarise
+from loadtest.window import Window
 
 FILE = "campaign.json"
 VERSION = 1

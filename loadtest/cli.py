@@ -20,7 +20,7 @@ if TYPE_CHECKING:  # numpy and matplotlib are loaded by the commands that need t
     from loadtest.campaign import Campaign
     from loadtest.drive import Live
     from loadtest.measure import Plan
-    from loadtest.metrics import Slo
+    from loadtest.slo import Slo
 
 app = typer.Typer(no_args_is_help=True, help="Load test: goodput under an SLO, and whether disaggregation pays.")
 out, err = Console(highlight=False), Console(stderr=True, highlight=False)
@@ -193,7 +193,7 @@ def _report(campaign: "Campaign", folder: Path) -> None:
 def _plan(given: dict[str, Any]) -> "Plan":
     """From a command's arguments. Raises ValueError."""
     from loadtest.measure import Plan, Workload
-    from loadtest.metrics import Slo
+    from loadtest.slo import Slo
 
     slo = Slo.parse(given["slo"])
     said: dict[str, Any] = {name: given.get(f"{name}_", given.get(name)) for name in Workload.__slots__}
@@ -206,7 +206,9 @@ def _plan(given: dict[str, Any]) -> "Plan":
 
 async def _show(slo: "Slo", duration_s: float, running: "asyncio.Task[Any]", live: "Live", title: str) -> None:
     """A line that moves: what went out, what came back, how it looks just now."""
-    from loadtest.metrics import itl, meets, percentile, ttft
+    from loadtest.distribution import percentile
+    from loadtest.latency import itl, ttft
+    from loadtest.slo import meets
 
     columns = (TextColumn("{task.description}"), BarColumn(bar_width=20), TextColumn("{task.fields[now]}"), TimeRemainingColumn())
     with Progress(*columns, console=err, transient=True, disable=not err.is_terminal) as bar:

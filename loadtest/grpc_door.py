@@ -5,9 +5,9 @@ from collections.abc import Callable, Sequence
 from typing import Self
 
 from baton.client import AsyncClient, GenerateError
+from baton.stages import TOLD
 from loadtest.drive import NO_SERVER, Answer, Outcome
 
-STAGES = ("queue", "prefill", "transfer", "decode", "prefill_wait", "prefill_compute", "read", "verify")
 REFUSALS = ("RESOURCE_EXHAUSTED", "INVALID_ARGUMENT", "FAILED_PRECONDITION", "UNAUTHENTICATED", "PERMISSION_DENIED", "OUT_OF_RANGE")
 DEADLINE = "DEADLINE"  # whoever of client, router and worker sees first that it is over
 GRACE_S = 1.0  # the server is to keep the deadline; past this the generator does
@@ -49,7 +49,7 @@ class GrpcDoor:
             tokens,
             result.usage.prompt_tokens,
             result.usage.cached_tokens,
-            {name: result.stages_ms[name] for name in STAGES},
+            {name: result.stages_ms[name] for name in TOLD},
             result.workers["prefill"],
             result.workers["decode"],
             result.workers["retries"],

@@ -16,7 +16,9 @@ from loadtest.cluster import ClusterError, Hardware, RunningCluster, check_equal
 from loadtest.compare import abba, measure_arm
 from loadtest.drive import NO_SERVER, Live, Run, drive
 from loadtest.grpc_door import GrpcDoor
-from loadtest.metrics import Slo, Window, summarise
+from loadtest.slo import Slo
+from loadtest.summary import summarise
+from loadtest.window import Window
 from loadtest.workload import Item
 
 FIRST_ID = 10  # above the special tokens

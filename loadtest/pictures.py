@@ -18,9 +18,14 @@ from matplotlib.figure import Figure
 from matplotlib.ticker import FuncFormatter, LogLocator, NullFormatter, PercentFormatter
 from numpy.typing import NDArray
 
+from baton.stages import STAGES
 from loadtest.compare import ATTAINMENT
-from loadtest.metrics import SERVER_STAGES, Estimate, Miss, Summary, itl, percentile, ttft, ttft_parts
+from loadtest.distribution import percentile
+from loadtest.estimate import Estimate
+from loadtest.latency import itl, ttft, ttft_parts
 from loadtest.record import Record
+from loadtest.slo import Miss
+from loadtest.summary import Summary
 from loadtest.verdict import Point, Results, best, crossovers, miss_text, percent
 
 DPI = 110
@@ -238,7 +243,7 @@ def stage_waterfall(results: Results) -> Drawn | str:
     _stack(to_first, {arm: [parts for r in records if (parts := ttft_parts(r))] for arm, records in told.items()}, "until the first token")
     _stack(
         whole,
-        {arm: [{stage: r.stages_ms.get(stage, 0.0) / 1000 for stage in SERVER_STAGES} for r in records] for arm, records in told.items()},
+        {arm: [{stage: r.stages_ms.get(stage, 0.0) / 1000 for stage in STAGES} for r in records] for arm, records in told.items()},
         "the whole request, at the server",
     )
     whole.set_yticklabels([])

@@ -20,7 +20,8 @@ from rich.text import Text
 from loadtest import pictures
 from loadtest.campaign import Campaign
 from loadtest.compare import ATTAINMENT
-from loadtest.metrics import MAX_LAG_S, Estimate, Summary
+from loadtest.estimate import Estimate
+from loadtest.summary import MAX_LAG_S, Summary
 from loadtest.verdict import Point, Results, Run, Verdict, by_variant, miss_text, percent, verdict_of, with_interval
 
 PAGE, NUMBERS, OVERVIEW = "report.html", "results.json", "variants.png"

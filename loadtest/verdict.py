@@ -19,8 +19,10 @@ from typing import Any, Self
 
 from loadtest.campaign import Campaign, Probe
 from loadtest.compare import ATTAINMENT, capacity
-from loadtest.metrics import Estimate, Miss, Summary, mean_and_interval
+from loadtest.estimate import Estimate, mean_and_interval
 from loadtest.record import Record
+from loadtest.slo import Miss
+from loadtest.summary import Summary
 
 
 def by_variant(campaign: Campaign) -> dict[str, Campaign]:

@@ -38,10 +38,10 @@ from router.http.stream import ClientGone, merge, while_connected
 from router.keys import ApiKeys
 from router.service import Event, GenerateService
 from router.tokenizer import Tokenizer
-from router.validate import Ask
+from router.validate import MAX_REQUEST_ID, Ask
 
 log = logging.getLogger(__name__)
-REQUEST_ID = re.compile(r"[A-Za-z0-9._:/+=@-]{1,120}")  # a choice's number follows
+REQUEST_ID = re.compile(rf"[A-Za-z0-9._:/+=@-]{{1,{MAX_REQUEST_ID - 8}}}")  # leaves room for the number of a choice
 TIMEOUT_HEADER = "x-request-timeout-ms"
 DONE = b"data: [DONE]\n\n"
 _STREAM_HEADERS = {"content-type": "text/event-stream; charset=utf-8", "cache-control": "no-cache", "x-accel-buffering": "no"}

@@ -7,8 +7,8 @@ from pathlib import Path
 import pytest
 
 from loadtest.campaign import FILE, Arm, Campaign, CampaignError, Probe, merge, this_machine
-from loadtest.metrics import Slo
 from loadtest.record import Record
+from loadtest.slo import Slo
 
 
 def record(number: int) -> Record:

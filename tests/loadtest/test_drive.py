@@ -7,8 +7,11 @@ from collections.abc import Callable, Sequence
 import pytest
 
 from loadtest.arrivals import Constant, Poisson
+from loadtest.distribution import percentile
 from loadtest.drive import GENERATOR_FULL, GONE_AFTER, NO_SERVER, Answer, Live, Run, drive
-from loadtest.metrics import Slo, Window, percentile, summarise
+from loadtest.slo import Slo
+from loadtest.summary import summarise
+from loadtest.window import Window
 from loadtest.workload import Item
 
 

@@ -10,7 +10,7 @@ from loadtest.campaign import Campaign
 from loadtest.cluster import ClusterError, Hardware
 from loadtest.drive import Live, Run
 from loadtest.measure import Comparison, Plan, Workload, compare_arms
-from loadtest.metrics import Slo
+from loadtest.slo import Slo
 
 WORKLOAD = Workload(
     input="8", output="4", hit_rate=0.0, turns="1", think="0", prefix_tokens=64, prefix_branching=4, prefix_depth=1, trace=None,

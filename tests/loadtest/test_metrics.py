@@ -12,33 +12,13 @@ import pytest
 from hypothesis import assume, given
 from hypothesis import strategies as st
 
-from loadtest.metrics import (
-    Distribution,
-    Miss,
-    Slo,
-    Window,
-    attainment,
-    broken,
-    concurrency,
-    e2e,
-    goodput,
-    itl,
-    lag,
-    max_output_tokens_per_s,
-    mean_and_interval,
-    meets,
-    miss_reason,
-    percentile,
-    server_time,
-    stage_sum_gap,
-    summarise,
-    t_quantile,
-    tpot,
-    ttft,
-    ttft_parts,
-    void_reason,
-)
+from loadtest.distribution import Distribution, percentile
+from loadtest.estimate import mean_and_interval, t_quantile
+from loadtest.latency import e2e, itl, lag, server_time, stage_sum_gap, tpot, ttft, ttft_parts
 from loadtest.record import Outcome, Record
+from loadtest.slo import Miss, Slo, broken, meets, miss_reason
+from loadtest.summary import summarise, void_reason
+from loadtest.window import Window, attainment, concurrency, goodput, max_output_tokens_per_s
 
 WINDOW = Window(10.0)
 LOOSE = Slo(ttft_s=100.0)

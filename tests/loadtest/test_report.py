@@ -17,10 +17,10 @@ from matplotlib.text import Text
 from rich.console import Console, RenderableType
 
 from loadtest.campaign import Arm, Campaign, Probe
-from loadtest.metrics import Slo
 from loadtest.pictures import PICTURES, best_of_each_variant, paint
 from loadtest.record import Record
 from loadtest.report import as_json, compare_runs, console_table, draw, sections
+from loadtest.slo import Slo
 from loadtest.verdict import Results, best, by_variant, crossovers, verdict, versus
 
 DURATION_S = 16.0
