@@ -24,7 +24,7 @@ from loadtest.summary import Summary, summarise
 from loadtest.window import Window
 
 FILE = "campaign.json"
-VERSION = 1
+VERSION = 2
 PACKAGES = ("torch", "nixl-cu13", "grpcio", "ray", "redis", "numpy")
 
 
@@ -49,6 +49,7 @@ class Probe:
     rate: float  # requests/s offered
     seed: int
     records: tuple[Record, ...]
+    due: int  # requests that became due; each must have a record
     duration_s: float
     why: str = "sweep"  # or "bisection"
     variant: str = ""  # the point of a varied parameter, such as "input=800"
@@ -73,7 +74,7 @@ class Campaign:
         return Window(probe.duration_s, self.warm_up_s, self.cool_down_s)
 
     def summary(self, probe: Probe) -> Summary:
-        return summarise(probe.records, self.window(probe), self.slo)
+        return summarise(probe.records, self.window(probe), self.slo, due=probe.due)
 
     def save(self, folder: Path) -> None:
         """Raises OSError."""
@@ -156,7 +157,7 @@ def _lasting(machine: Mapping[str, Any]) -> dict[str, Any]:
     return {name: value for name, value in machine.items() if name not in OWN}
 
 
-_PROBE_FIELDS = ("arm", "rate", "seed", "duration_s", "why", "variant", "partial")
+_PROBE_FIELDS = ("arm", "rate", "seed", "due", "duration_s", "why", "variant", "partial")
 
 
 def _probes(folder: Path, entries: list[dict[str, Any]]) -> Iterator[Probe]:

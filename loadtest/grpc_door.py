@@ -6,7 +6,8 @@ from typing import Self
 
 from baton.client import AsyncClient, GenerateError
 from baton.stages import TOLD
-from loadtest.drive import NO_SERVER, Answer, Outcome
+from loadtest.drive import NO_SERVER, Answer
+from loadtest.record import Outcome
 
 REFUSALS = ("RESOURCE_EXHAUSTED", "INVALID_ARGUMENT", "FAILED_PRECONDITION", "UNAUTHENTICATED", "PERMISSION_DENIED", "OUT_OF_RANGE")
 DEADLINE = "DEADLINE"  # whoever of client, router and worker sees first that it is over

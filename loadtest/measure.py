@@ -181,7 +181,7 @@ async def _measure_again(measure: Callable[..., Awaitable[Probe]], plan: Plan, n
     """A run at one rate; once more where it is void. Both are kept, and the report lists what was void."""
     for last in (False, True):
         probe = await measure(rate=rate, why=why)
-        told = summarise(probe.records, plan.window, plan.slo)
+        told = summarise(probe.records, plan.window, plan.slo, due=probe.due)
         said = told.void or probe.partial or f"{told.attainment or 0.0:.0%} of {told.requests} within the SLO"
         note(" ".join(filter(None, (probe.variant, f"{probe.arm}, {rate:.3g}/s, seed {probe.seed}: {said}"))))
         if last or not told.void:
@@ -191,7 +191,7 @@ async def _measure_again(measure: Callable[..., Awaitable[Probe]], plan: Plan, n
 
 def _attained(plan: Plan, probe: Probe) -> float | None:
     """None where the run does not count."""
-    told = summarise(probe.records, plan.window, plan.slo)
+    told = summarise(probe.records, plan.window, plan.slo, due=probe.due)
     return None if told.void else told.attainment
 
 
@@ -233,9 +233,9 @@ class _Notes:
             except asyncio.CancelledError:
                 run.cancel()
                 await asyncio.wait({run})
-                self.probes.append(Probe(arm, rate, seed, tuple(live.records), load.duration_s, why, variant, INTERRUPTED))
+                self.probes.append(Probe(arm, rate, seed, tuple(live.records), live.due, load.duration_s, why, variant, INTERRUPTED))
                 raise
-        probe = Probe(arm, rate, seed, done.records, done.duration_s, why, variant, done.partial)
+        probe = Probe(arm, rate, seed, done.records, done.due, done.duration_s, why, variant, done.partial)
         self.probes.append(probe)
         return probe
 

@@ -100,26 +100,31 @@ class Summary:
         }
 
 
-def summarise(records: Iterable[Record], window: Window, slo: Slo | None = None, max_lag_s: float = MAX_LAG_S) -> Summary:
-    """`records`: the whole run. Those due outside the window count only towards what was in flight and arrived during it."""
+def summarise(
+    records: Iterable[Record], window: Window, slo: Slo | None = None, *, due: int | None = None, max_lag_s: float = MAX_LAG_S
+) -> Summary:
+    """`records`: those of the whole run. Those due outside the window count only towards what was in flight and arrived during it.
+
+    due   requests that became due in the whole run. Without it nobody checks that each of them has its record.
+    """
     records = list(records)
-    due = window.select(records)
-    completed = [record for record in due if record.outcome == "ok"]
-    failures = [record for record in due if record.outcome != "ok"]
-    misses = Counter(miss for record in due if slo and (miss := miss_reason(record, slo)))
+    in_window = window.select(records)
+    completed = [record for record in in_window if record.outcome == "ok"]
+    failures = [record for record in in_window if record.outcome != "ok"]
+    misses = Counter(miss for record in in_window if slo and (miss := miss_reason(record, slo)))
     prompt_tokens = sum(record.prompt_tokens for record in completed)
     in_flight = concurrency(records, window)
     return Summary(
         window=window,
         slo=slo,
-        void=void_reason(due, window, max_lag_s),
-        requests=len(due),
+        void=(None if due is None else lost_reason(records, due)) or void_reason(in_window, window, max_lag_s),
+        requests=len(in_window),
         completed=len(completed),
-        outcomes=Counter(record.outcome for record in due),
+        outcomes=Counter(record.outcome for record in in_window),
         reasons=Counter(record.reason or "unknown" for record in failures),
-        met=len(due) - misses.total() if slo else None,
-        goodput=goodput(due, window, slo) if slo else None,
-        attainment=attainment(due, window, slo) if slo else None,
+        met=len(in_window) - misses.total() if slo else None,
+        goodput=goodput(in_window, window, slo) if slo else None,
+        attainment=attainment(in_window, window, slo) if slo else None,
         misses=misses,
         ttft_ms=_in_ms(ttft(record) for record in completed),
         tpot_ms=_in_ms(tpot(record) for record in completed),
@@ -129,19 +134,29 @@ def summarise(records: Iterable[Record], window: Window, slo: Slo | None = None,
             stage: Distribution.of([record.stages_ms[stage] for record in completed if _went_through(record, stage)]) for stage in TOLD
         },
         stage_sum_gap=Distribution.of([gap for record in completed if (gap := stage_sum_gap(record)) is not None]),
-        lag_ms=_in_ms(lag(record) for record in due),
+        lag_ms=_in_ms(lag(record) for record in in_window),
         input_tokens=prompt_tokens,
         output_tokens=sum(record.output_tokens for record in completed),
         cached_share=sum(record.cached_tokens for record in completed) / prompt_tokens if prompt_tokens else None,
-        retries=sum(record.retries for record in due),
-        recomputed_tokens=sum(record.recomputed_tokens for record in due),
-        handoffs=sum(record.transport != "" for record in due),
-        kv_bytes=sum(record.kv_bytes for record in due),
-        kv_blocks=sum(record.kv_blocks for record in due),
+        retries=sum(record.retries for record in in_window),
+        recomputed_tokens=sum(record.recomputed_tokens for record in in_window),
+        handoffs=sum(record.transport != "" for record in in_window),
+        kv_bytes=sum(record.kv_bytes for record in in_window),
+        kv_blocks=sum(record.kv_blocks for record in in_window),
         max_output_tokens_per_s=max_output_tokens_per_s(records, window),
         max_concurrent_requests=in_flight.max,
         mean_concurrent_requests=in_flight.mean,
     )
+
+
+def lost_reason(records: Iterable[Record], due: int) -> str | None:
+    """Why the records are not those of the requests that became due: each must have exactly one. None: they are."""
+    numbers = Counter(record.number for record in records)
+    if twice := sum(count > 1 for count in numbers.values()):
+        return f"{twice} of {due} requests have more than one record"
+    if len(numbers) != due:
+        return f"{due} requests became due and {len(numbers)} have a record"
+    return None
 
 
 def void_reason(records: Iterable[Record], window: Window, max_lag_s: float = MAX_LAG_S) -> str | None:

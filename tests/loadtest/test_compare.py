@@ -47,7 +47,7 @@ async def test_bisection_closes_in_on_where_the_arm_ends() -> None:
 
     async def measure(rate: float, why: str) -> Probe:
         asked.append((rate, why))
-        return Probe("A", rate, 1, (), 1.0, why)
+        return Probe("A", rate, 1, (), 0, 1.0, why)
 
     def attained(probe: Probe) -> float:
         return 1.0 if probe.rate <= end else 0.5
@@ -63,7 +63,7 @@ async def test_bisection_closes_in_on_where_the_arm_ends() -> None:
 
 async def test_a_broken_run_ends_the_arm() -> None:
     async def measure(rate: float, why: str) -> Probe:
-        return Probe("A", rate, 1, (), 1.0, why, partial="the server is gone")
+        return Probe("A", rate, 1, (), 0, 1.0, why, partial="the server is gone")
 
     assert len(await measure_arm((1, 2, 4), measure, lambda probe: 1.0)) == 1
 

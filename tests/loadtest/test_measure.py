@@ -40,7 +40,7 @@ def compared(monkeypatch: pytest.MonkeyPatch) -> Callable[[int], Awaitable[Campa
             async def __aexit__(self, *arguments: Any) -> None: ...
 
         async def drive(*arguments: Any, **options: Any) -> Run:
-            return Run((), 4.0, "")
+            return Run((), 0, 4.0, "")
 
         async def warm_up(*arguments: Any) -> None: ...
 

@@ -100,7 +100,8 @@ def campaign(probes: Sequence[Probe], **fields: Any) -> Campaign:
 
 
 def probe(arm: str, rate: float, seed: int = 0, **fields: Any) -> Probe:
-    return replace(Probe(arm, rate, seed, simulate(arm, rate, seed), DURATION_S), **fields)
+    records = simulate(arm, rate, seed)
+    return replace(Probe(arm, rate, seed, records, len(records), DURATION_S), **fields)
 
 
 def counted(arm: str, rate: float, seed: int, met: int, missed: int, **fields: Any) -> Probe:
@@ -126,7 +127,7 @@ def counted(arm: str, rate: float, seed: int, met: int, missed: int, **fields: A
                 transport="tcp" if ok else "",
             )
         )
-    return replace(Probe(arm, rate, seed, tuple(records), 12.0), **fields)
+    return replace(Probe(arm, rate, seed, tuple(records), len(records), 12.0), **fields)
 
 
 def late(run: Probe) -> Probe:
@@ -328,7 +329,7 @@ def test_refused_requests_keep_the_ttft_curve_low() -> None:
 
 REASONS = {
     "everything refused": ([counted("a", 2, 0, 0, 20)], {"knee", "cdf", "timeline", "stages", "transfer", "cached"}),
-    "all well, one run": ([replace(probe("mixed", 2), records=simulate("mixed", 1, 0)[:6])], {"transfer", "cached", "misses"}),
+    "all well, one run": ([replace(probe("mixed", 2), records=simulate("mixed", 1, 0)[:6], due=6)], {"transfer", "cached", "misses"}),
     "void": ([late(probe("mixed", 2))], {picture.name for picture in PICTURES}),
     "partial": ([probe("mixed", 2, partial="gone")], {picture.name for picture in PICTURES}),
     "nothing": ([], {picture.name for picture in PICTURES}),
