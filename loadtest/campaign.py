@@ -40,6 +40,12 @@ class Arm:
     topology: Mapping[str, str]
     explained: str = ""
 
+    def joined(self, other: "Arm") -> "Arm":
+        """Of the same arm at two values of a varied key: `a | b` where they differ."""
+        before = {key: other.topology.get(key, value) for key, value in self.topology.items()}
+        both = {key: value if before[key] == value else f"{before[key]} | {value}" for key, value in self.topology.items()}
+        return Arm(self.name, both, self.explained if self.explained == other.explained else f"{other.explained} | {self.explained}")
+
 
 @dataclass(frozen=True, slots=True)
 class Probe:

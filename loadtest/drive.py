@@ -24,6 +24,8 @@ MAX_IN_FLIGHT = 20_000  # streams; the generator refuses what is due beyond that
 GONE_AFTER = 20  # requests in a row that found no server
 GENERATOR_FULL = "GENERATOR_FULL"
 NO_SERVER = "NO_SERVER"
+DEADLINE = "DEADLINE"  # whoever of client, router and worker notices first that the time is over
+GRACE_S = 1.0  # the server has to keep the deadline; past this the generator enforces it
 MAX_REASON = 200  # characters of an exception that are kept
 
 

@@ -8,6 +8,8 @@ import itertools
 from baton import stages
 from loadtest.record import Record
 
+MAX_STAGE_GAP = 0.02  # of the request's time: what the stages may leave unexplained
+
 
 def ttft(record: Record) -> float | None:
     """Time to first token, s, from the moment the request was DUE. None without a token.

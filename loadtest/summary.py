@@ -27,6 +27,7 @@ class Summary:
     completed: int  # of these, ended ok
     outcomes: Mapping[str, int]
     reasons: Mapping[str, int]  # of those that did not end ok
+    failures: Mapping[str, int]  # the same with their outcome: "refused: SATURATED"
     met: int | None  # None without an SLO, as the next three
     goodput: float | None  # requests/s
     attainment: float | None
@@ -37,7 +38,7 @@ class Summary:
     itl_ms: Distribution  # of all gaps of all requests
     e2e_ms: Distribution
     stages_ms: Mapping[str, Distribution]  # of the requests that went through the stage
-    stage_sum_gap: Distribution  # share of the E2E from `sent`; `max` is to stay within 0.02
+    stage_sum_gap: Distribution  # share of the E2E from `sent`; within MAX_STAGE_GAP the stages explain the request
     lag_ms: Distribution
 
     input_tokens: int
@@ -122,6 +123,7 @@ def summarise(
         completed=len(completed),
         outcomes=Counter(record.outcome for record in in_window),
         reasons=Counter(record.reason or "unknown" for record in failures),
+        failures=Counter(f"{record.outcome}: {record.reason or 'unknown'}" for record in failures),
         met=len(in_window) - misses.total() if slo else None,
         goodput=goodput(in_window, window, slo) if slo else None,
         attainment=attainment(in_window, window, slo) if slo else None,

@@ -4,6 +4,7 @@ import base64
 import io
 import json
 import random
+import statistics
 from collections.abc import Iterable, Sequence
 from dataclasses import replace
 from html.parser import HTMLParser
@@ -20,8 +21,9 @@ from loadtest.campaign import Arm, Campaign, Probe
 from loadtest.pictures import PICTURES, best_of_each_variant, paint
 from loadtest.record import Record
 from loadtest.report import as_json, compare_runs, console_table, draw, sections
+from loadtest.results import Results, best, by_variant
 from loadtest.slo import Slo
-from loadtest.verdict import Results, best, by_variant, crossovers, verdict, versus
+from loadtest.verdict import crossovers, over_variants, varied_crossovers, verdict, verdict_of, versus
 
 DURATION_S = 16.0
 SLO = Slo(ttft_s=0.6, tpot_s=0.045)
@@ -158,7 +160,9 @@ def test_the_simulated_arms_cross_and_the_verdict_says_where_and_why(crossing: C
 
 
 def test_best_factor_and_crossover_by_hand() -> None:
-    """Over 10 s; at 1/s a is 0.1/s ahead, at 2/s b is, so they cross half-way. a holds 90 % up to 2/s, b everywhere."""
+    """Over 10 s; at 1/s a is 0.1/s ahead, at 2/s b is, so they cross half-way. a holds 90 % up to 2/s, b everywhere.
+
+    Seed 0 chooses, seeds 1 and 2 judge."""
     runs = []
     for seed in (0, 1, 2):
         runs += [counted("a", 1, seed, 10, 0), counted("a", 2, seed, 18, 2), counted("a", 4, seed, 30, 10), counted("a", 6, seed, 20, 40)]
@@ -204,9 +208,88 @@ def test_an_arm_that_never_holds_loses_without_a_factor() -> None:
     assert any(sentence.startswith("a never holds 90 % attainment") for sentence in said.sentences)
 
 
-def test_a_seed_at_which_no_rate_held_counts_as_none() -> None:
-    found = best(Results.of(campaign([counted("a", 2, 0, 20, 0), counted("a", 2, 1, 10, 10)])), "a")
-    assert found.goodputs == {0: 2.0, 1: 0.0} and found.goodput.mean == 1.0 and found.rate == 2
+def test_at_one_rate_there_is_no_choice_and_every_seed_judges() -> None:
+    found = best(Results.of(campaign([counted("a", 2, 0, 20, 0), counted("a", 2, 1, 18, 2)])), "a")
+    assert found.goodputs == {0: 2.0, 1: 1.8} and found.rate == 2 and found.attainment == 0.95 and found.chosen_by is None
+    failed = best(Results.of(campaign([counted("a", 2, 0, 20, 0), counted("a", 2, 1, 10, 10)])), "a")
+    assert failed.rate is None and failed.goodputs == {0: 0.0, 1: 0.0} and failed.ended
+
+
+def test_the_first_seed_chooses_the_rate_and_the_others_judge_the_arm_there() -> None:
+    """Seed 7 was lucky at 4/s. That is where the arm is judged, and what it is worth there the other seeds say."""
+    runs = [counted("a", 2, 7, 20, 0), counted("a", 4, 7, 40, 0), counted("a", 8, 7, 30, 50)]
+    for seed in (1, 2):
+        runs += [counted("a", 2, seed, 20, 0), counted("a", 4, seed, 34, 6), counted("a", 8, seed, 30, 50)]
+    found = best(Results.of(campaign(runs)), "a")
+    assert (found.rate, found.chosen_by, found.goodputs) == (4, 7, {1: 3.4, 2: 3.4}) and found.attainment == pytest.approx(0.85)
+    said = verdict(campaign(runs, arms=(Arm("a", {}),))).sentences
+    assert "offered 4, chosen on seed 7, where the other seeds attain 85 %" in said[0]
+    alone = best(Results.of(campaign(runs[:3])), "a")
+    assert alone.goodputs == {7: 4.0} and alone.chosen_by is None, "a single seed both chooses and judges"
+
+
+def test_an_arm_that_was_tried_more_often_gains_nothing_by_it() -> None:
+    """Two equal arms whose goodput and attainment are noise; b is tried at six rates, a at two. The judges see no difference on average.
+
+    Negative control: the largest goodput of each seed's runs, as chosen and told by the same seed, favours b.
+    """
+    draw = random.Random(5)
+    differences, cursed = [], []
+    for _trial in range(60):
+        runs = []
+        for arm, rates in (("a", (4.0, 4.1)), ("b", (4.0, 4.02, 4.04, 4.06, 4.08, 4.1))):
+            for seed in (0, 1, 2):
+                runs += [counted(arm, rate, seed, 40 - (missed := draw.randrange(4)), missed) for rate in rates]
+        results = Results.of(campaign(runs))
+        told = {arm: best(results, arm).goodput.mean or 0.0 for arm in ("a", "b")}
+        largest = {arm: max(run.summary.goodput or 0.0 for run in results.sound(arm)) for arm in ("a", "b")}
+        differences.append(told["b"] - told["a"])
+        cursed.append(largest["b"] - largest["a"])
+    spread = 2.5 * statistics.stdev(differences) / len(differences) ** 0.5
+    assert abs(statistics.mean(differences)) < spread
+    assert statistics.mean(cursed) > 2.5 * statistics.stdev(cursed) / len(cursed) ** 0.5
+
+
+def test_many_arms_that_are_alike_have_a_winner_no_more_often_than_two() -> None:
+    """Of six equal arms the luckiest is compared with the unluckiest: without the correction it beats one of them far more than 1 in 20."""
+    draw = random.Random(3)
+    found, uncorrected = 0, 0
+    for _trial in range(100):
+        runs = [counted(arm, 2, seed, 20 + draw.randrange(9), 0) for seed in range(5) for arm in "abcdef"]
+        results = Results.of(campaign(runs))
+        said = verdict_of(results)
+        assert all(comparison.family == 15 for comparison in said.comparisons)
+        found += any(comparison.beyond_spread for comparison in said.comparisons)
+        uncorrected += any(versus(results, str(said.leader), arm).beyond_spread for arm in "abcdef" if arm != said.leader)
+    assert found <= 9 and uncorrected >= 25
+
+
+def test_few_seeds_are_called_few() -> None:
+    def sentences(seeds: int) -> str:
+        return " ".join(verdict(campaign([counted(arm, 2, seed, 20, 0) for seed in range(seeds) for arm in "ab"])).sentences)
+
+    assert "Only 2 seeds judge, so an interval is ± 12.7 standard errors wide" in sentences(2)
+    assert "seeds judge" not in sentences(1) + sentences(4)
+
+
+def test_where_arms_cross_over_a_varied_parameter() -> None:
+    """a is 20 % ahead at 100, b as much at 300: in the middle they are equal. Noise between a and c is no crossing."""
+    met = {"input=100": {"a": 24, "b": 16, "c": 24}, "input=300": {"a": 16, "b": 24, "c": 16}, "input=500": {"a": 16, "b": 24, "c": 16}}
+    runs = [
+        counted(arm, 4, seed, n + (seed % 2 if arm == "c" else 0), 0, variant=variant)
+        for variant, arms in met.items()
+        for arm, n in arms.items()
+        for seed in range(5)
+    ]
+    parts = {variant: Results.of(part) for variant, part in by_variant(campaign(runs)).items()}
+    [one, two] = varied_crossovers(parts)
+    assert (one.below, one.above, one.value, one.low, one.high) == ("a", "b", pytest.approx(200), 100, 300)
+    assert (two.below, two.above) == ("c", "b")
+    assert over_variants(parts)[0] == ("Crossover: b overtakes a between input 100 and 300, at about 200 by linear interpolation.")
+    assert over_variants(parts)[0] in printed(console_table(campaign(runs)))
+    same = {f"input={n}": parts["input=300"] for n in (100, 300)}
+    assert over_variants(same) == ["No crossover between input 100 and 300: no arm overtakes another beyond the spread."]
+    assert over_variants({"trace=a": parts["input=100"], "trace=b": parts["input=300"]}) == [], "words have no order"
 
 
 def test_holding_above_a_failure_is_luck() -> None:
@@ -216,12 +299,12 @@ def test_holding_above_a_failure_is_luck() -> None:
 
 @pytest.mark.parametrize("spoil", [late, lambda run: replace(run, partial="the server is gone")])
 def test_a_run_that_proves_nothing_is_left_out(spoil: Any) -> None:
-    runs = [counted(arm, 2, seed, 20, 0) for seed in (0, 1) for arm in ("a", "b")]
-    spoilt = [spoil(counted("b", 9, seed, 90, 0)) for seed in (0, 1)]
-    assert verdict(campaign([*runs, *(counted("b", 9, seed, 90, 0) for seed in (0, 1))])).winner == "b"
+    runs = [counted(arm, 2, seed, 20, 0) for seed in (0, 1, 2) for arm in ("a", "b")]
+    spoilt = [spoil(counted("b", 9, seed, 90, 0)) for seed in (0, 1, 2)]
+    assert verdict(campaign([*runs, *(counted("b", 9, seed, 90, 0) for seed in (0, 1, 2))])).winner == "b"
     said = verdict(campaign([*runs, *spoilt]))
     assert said.winner is None
-    assert said.sentences[-1] == "2 of 6 runs are void or ended early and are left out."
+    assert said.sentences[-1] == "3 of 9 runs are void or ended early and are left out."
 
 
 def test_nothing_and_nobody() -> None:
@@ -239,9 +322,11 @@ def test_one_arm_is_described_and_not_compared() -> None:
 
 
 def test_ties_and_noise_are_no_crossover() -> None:
-    """At 1 and 2 each arm leads at one seed; at 4 b does at both. At 6 a is ahead again: that is one."""
+    """At 1 and 2 each arm leads at half of the seeds; at 4 b does at all. At 6 a is ahead again: that is one."""
     met = {1: ((10, 10), (10, 10)), 2: ((22, 20), (19, 20)), 4: ((30, 38), (31, 38)), 6: ((50, 40), (51, 40))}
-    runs = [counted(arm, rate, seed, n[i], 0) for rate, some in met.items() for seed, n in enumerate(some) for i, arm in enumerate("ab")]
+    runs = [
+        counted(arm, rate, seed, n[i], 0) for rate, some in met.items() for seed, n in enumerate(2 * some) for i, arm in enumerate("ab")
+    ]
     [found] = crossovers(Results.of(campaign(runs)), "a", "b")
     gap_at_4, gap_at_6 = -0.75, 1.05
     assert (found.below, found.above) == ("b", "a") and found.rate == pytest.approx(4 + 2 * gap_at_4 / (gap_at_4 - gap_at_6))
