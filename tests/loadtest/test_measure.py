@@ -97,10 +97,10 @@ async def test_a_varied_chunk_is_told_of_the_arms_that_have_it(compared: Callabl
 async def test_what_down_says_is_heard(monkeypatch: pytest.MonkeyPatch, code: str, says: str) -> None:
     real = subprocess.run
     monkeypatch.setattr(cluster, "DOWN_WITHIN_S", 0.5 if "sleep" in code else 30.0)
-    monkeypatch.setattr(cluster.subprocess, "run", lambda command, **options: real([command[0], "-c", code], **options))
+    monkeypatch.setattr(subprocess, "run", lambda command, **options: real([command[0], "-c", code], **options))
     with pytest.raises(ClusterError, match=says):
         await RunningCluster({}, "x").__aexit__(None, None, None)
-    await RunningCluster({}, "x").__aexit__(KeyError, KeyError(), None), "an error that is on its way is not replaced"
+    await RunningCluster({}, "x").__aexit__(KeyError, KeyError(), None)  # an error that is on its way is not replaced
 
 
 def test_seeds_that_repeat_are_refused() -> None:
@@ -128,6 +128,7 @@ async def test_sessions_need_the_door_that_tells_token_ids(monkeypatch: pytest.M
 async def test_a_long_trace_says_how_far_it_is(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     path = tmp_path / "trace.csv"
     path.write_text("Timestamp,Request tokens,Response tokens\n" + "".join(f"{i / 100},5,5\n" for i in range(50_001)))
-    items, _ = replace(WORKLOAD, trace=str(path), arrivals="trace").items(10.0, 1, (told := []).append)
+    told: list[str] = []
+    items, _ = replace(WORKLOAD, trace=str(path), arrivals="trace").items(10.0, 1, told.append)
     assert told == [f"{path}: 50000 rows read"]
     assert len(items) == 4000 and max(item.at or 0.0 for item in items) < 4.0

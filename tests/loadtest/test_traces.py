@@ -73,7 +73,8 @@ def load(tmp_path: Path) -> Callable[..., Trace]:
     def load(content: str | bytes, **options: Any) -> Trace:
         path = tmp_path / "trace"
         path.write_bytes(content.encode() if isinstance(content, str) else content)
-        return read(path, Reading(**{"first_id": 100, "vocab": 30_000, "encode": letters} | options))
+        given: dict[str, Any] = {"first_id": 100, "vocab": 30_000, "encode": letters} | options
+        return read(path, Reading(**given))
 
     return load
 
@@ -499,7 +500,8 @@ def test_so_many_sessions_and_single_requests_end_the_reading(load: Callable[...
 
 def test_a_million_rows_are_read_in_bounded_memory_and_say_how_far(tmp_path: Path) -> None:
     """Tokens are drawn for what is kept only. All of them would be a thousand tokens of 8 bytes a row."""
-    rows, path, told = 200_000, tmp_path / "long.csv", []
+    rows, path = 200_000, tmp_path / "long.csv"
+    told: list[int] = []
     with path.open("w") as file:
         file.write("Timestamp,Request tokens,Response tokens\n")
         file.writelines(f"{i / 10},1000,10\n" for i in range(rows))

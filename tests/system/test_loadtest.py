@@ -15,6 +15,7 @@ from live_cluster import Cluster, cluster, toy
 from loadtest.campaign import Campaign
 from loadtest.cluster import default_cores
 from loadtest.grpc_door import GrpcDoor
+from loadtest.latency import MAX_STAGE_GAP
 
 pytestmark = pytest.mark.system
 SHORT = ("--duration", "4", "--warm-up", "0.5", "--cool-down", "0.5", "--output", "6", "--timeout", "20")
@@ -76,6 +77,66 @@ def test_an_endpoint_is_measured_reported_and_drawn_again(live: Cluster, tmp_pat
     again = loadtest("replay", str(out), "--out", str(tmp_path / "again"))
     assert again.returncode == 0 and (tmp_path / "again" / "report.html").read_text() == page
     assert loadtest("diff", str(out), str(tmp_path / "again")).returncode == 0
+
+
+def test_the_http_door_is_measured_too(live: Cluster, tmp_path: Path) -> None:
+    out = tmp_path / "report"
+    load = ("--rate", "8", "--input", "64-200", "--seeds", "1", "--out", str(out))
+    done = loadtest("run", *SLO, *SHORT, "--address", live.http, "--door", "http", *load)
+    assert done.returncode == 0, done.stderr
+    campaign = Campaign.load(out)
+    told = campaign.summary(campaign.probes[0])
+    assert told.requests == told.completed > 10 and told.output_tokens == 6 * told.requests and told.void is None
+    assert campaign.workload["door"] == "http" and told.stage_sum_gap.count == 0, "this door tells no stages"
+    talks = loadtest("run", *SLO, *SHORT, "--address", live.http, "--door", "http", "--turns", "2", *load)
+    assert talks.returncode == 2 and "HTTP door tells no token ids" in talks.stderr
+
+
+def test_the_stages_explain_what_the_client_saw(tmp_path: Path) -> None:
+    """Steps of 40 ms, so that what the network and a busy machine add is small beside them."""
+    out = tmp_path / "report"
+    with cluster(toy(tmp_path / "slow", step_delay_ms=40)) as slow:
+        load = (
+            "--rate",
+            "2",
+            "--input",
+            "64-200",
+            "--output",
+            "24",
+            "--seeds",
+            "1",
+            "--duration",
+            "6",
+            "--warm-up",
+            "0",
+            "--cool-down",
+            "0",
+        )
+        done = loadtest("run", "--slo", "ttft=5s", *load, "0", "--address", slow.grpc, "--out", str(out))
+    assert done.returncode == 0, done.stderr
+    campaign = Campaign.load(out)
+    gap = campaign.summary(campaign.probes[0]).stage_sum_gap
+    assert gap.count > 4 and gap.p50 is not None and gap.p50 <= MAX_STAGE_GAP
+    assert "How well the server's stages explain each request" in (out / "report.html").read_text()
+
+
+def test_a_run_that_is_void_is_no_success(live: Cluster, tmp_path: Path) -> None:
+    """Nothing becomes due in the window: the one request of the trace comes before it."""
+    trace = tmp_path / "trace.jsonl"
+    trace.write_text('{"prompt_tokens": 40, "output_tokens": 4, "at": 0}\n')
+    options = ("--arrivals", "trace", "--trace", str(trace), "--seeds", "1", "--address", live.grpc, "--out", str(tmp_path / "out"))
+    done = loadtest("run", *SLO, *SHORT, "--rate", "1", *options)
+    assert done.returncode == 1 and "none of the 1 runs counts" in done.stderr
+    assert (tmp_path / "out" / "report.html").exists(), "the report says why"
+    again = loadtest("replay", str(tmp_path / "out"))
+    assert again.returncode == 1 and "none of the 1 runs counts" in again.stderr
+
+
+def test_sharegpt_without_a_tokenizer_names_the_flag(live: Cluster, tmp_path: Path) -> None:
+    trace = tmp_path / "sharegpt.json"
+    trace.write_text('[{"id": "1", "conversations": [{"from": "human", "value": "a"}, {"from": "gpt", "value": "b"}]}]')
+    done = loadtest("run", *SLO, "--rate", "1", "--trace", str(trace), "--address", live.grpc, "--out", str(tmp_path / "out"))
+    assert done.returncode == 2 and "--tokenizer" in done.stderr
 
 
 async def test_a_run_finds_nothing_cached_that_another_left(live: Cluster) -> None:
@@ -161,7 +222,7 @@ async def test_a_server_that_goes_away_leaves_partial_results(model: Path, tmp_p
             _, stderr = await asyncio.wait_for(process.communicate(), 60)
         finally:
             os.kill(doomed.pid, signal.SIGCONT)
-        assert process.returncode == 0 and b"partial: the server is gone" in stderr
+        assert process.returncode == 1 and b"partial: the server is gone" in stderr and b"none of the 1 runs counts" in stderr
         await asyncio.to_thread(doomed.wait, lambda: len(doomed.workers()) == 2)
     campaign = Campaign.load(tmp_path / "out")
     assert "the server is gone" in campaign.partial and len(campaign.probes) == 1
