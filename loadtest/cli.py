@@ -89,8 +89,10 @@ def _report(campaign: "Campaign", folder: Path) -> None:
     if campaign.partial:
         err.print(f"partial: {campaign.partial}", style="yellow", markup=False)
     err.print(f"report {folder / 'report.html'}", markup=False, soft_wrap=True)
-    if not any(part.results.counted for part in sections(campaign)):
-        raise RuntimeError(f"none of the {len(campaign.probes)} runs counts, so nothing was measured")
+    runs = [run for part in sections(campaign) for run in part.results.runs]
+    if all(run.flaw for run in runs):
+        why = "; ".join(dict.fromkeys(run.flaw for run in runs))
+        raise RuntimeError(f"none of the {len(runs)} runs counts, so nothing was measured: {why}")
 
 
 def _plan(measured: Measured, entrance: Entrance, load: Load) -> "Plan":
@@ -127,7 +129,7 @@ def _plan(measured: Measured, entrance: Entrance, load: Load) -> "Plan":
         timeout_s=measured.timeout,
         access=_access(entrance),
         show=partial(_show, slo, load.duration),
-        note=lambda line: err.print(line, markup=False),
+        note=lambda line: err.print(line, markup=False, soft_wrap=True),
     )
 
 

@@ -15,6 +15,7 @@ from typing import Any
 
 from jinja2 import Environment, FileSystemLoader, StrictUndefined
 from rich.console import Group, RenderableType
+from rich.table import Column as WholeColumn
 from rich.table import Table
 from rich.text import Text
 
@@ -165,7 +166,7 @@ def console_table(campaign: Campaign) -> RenderableType:
         if part.variant:
             said.append(Text(part.variant, style="bold underline"))
         said += [Text(sentence, style="bold" if i == 0 else "") for i, sentence in enumerate(part.verdict.sentences)]
-        table = Table(*header(columns))
+        table = Table(*(WholeColumn(name, overflow="fold") for name in header(columns)))
         for arm in part.results.arms:
             for point in part.results.points(arm):
                 table.add_row(*(Text(cell) for cell in row(point, columns)))

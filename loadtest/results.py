@@ -111,11 +111,6 @@ class Results:
         return {point.arm: point for arm in self.arms for point in self.points(arm) if point.rate == rate}
 
     @property
-    def counted(self) -> int:
-        """Runs that count."""
-        return sum(not run.flaw for run in self.runs)
-
-    @property
     def pilot(self) -> int | None:
         """The seed whose runs choose each arm's rate: the campaign's first. None: nothing ran."""
         return self.runs[0].probe.seed if self.runs else None

@@ -21,7 +21,7 @@ from rich.console import Console, RenderableType
 from loadtest.campaign import Arm, Campaign, Probe
 from loadtest.pictures import PICTURES, best_of_each_variant, paint
 from loadtest.record import Record
-from loadtest.report import as_json, compare_runs, console_table, draw, sections
+from loadtest.report import as_json, compare_runs, console_table, draw, explained, failures, sections
 from loadtest.results import Results, best, by_variant
 from loadtest.slo import Slo
 from loadtest.verdict import crossovers, over_variants, varied_crossovers, verdict, verdict_of, versus
@@ -545,9 +545,9 @@ def test_numbers_of_a_campaign_are_by_run(page: Path, crossing: Campaign) -> Non
 # Console
 
 
-def printed(said: RenderableType) -> str:
+def printed(said: RenderableType, width: int = 220) -> str:
     out = io.StringIO()
-    Console(file=out, width=220).print(said)
+    Console(file=out, width=width).print(said)
     return out.getvalue()
 
 
@@ -556,6 +556,34 @@ def test_the_console_says_verdict_numbers_and_what_is_left_out(crossing: Campaig
     assert shown.splitlines()[0] == verdict(crossing).sentences[0]
     assert sum(line.startswith(("│ mixed", "│ split")) for line in shown.splitlines()) == 8
     assert "left out: split at 3 requests/s, seed 5: the generator was late" in shown and "ended early: by hand" in shown
+
+
+def test_a_narrow_terminal_loses_no_digit(crossing: Campaign) -> None:
+    assert "…" not in printed(console_table(crossing), width=80)
+
+
+def test_failures_and_stages_are_told_by_arm(tmp_path: Path) -> None:
+    run = counted("a", 4, 0, 10, 30)
+    reasons = replace(run, records=(*run.records[:30], *(replace(record, reason="DRAINING") for record in run.records[30:])))
+    whole = campaign([counted("a", 2, 0, 20, 0), reasons, probe("split", 2)])
+    results = Results.of(whole)
+    assert failures(results) == [("a", "4", "refused: SATURATED", 20, 40), ("a", "4", "refused: DRAINING", 10, 40)]
+    [(arm, requests, median, largest, within)] = [row for row in explained(results) if row[0] == "split"]
+    assert (arm, requests) == ("split", len(results.records(results.points("split")[0]))) and median <= largest < 0.02 and within == 1.0
+    page = draw(whole, tmp_path).read_text()
+    assert "refused: DRAINING" in page and "How well the server's stages explain each request" in page
+    well = draw(campaign([probe("split", 2)]), tmp_path / "well").read_text()
+    assert "Every request of the runs that count ended well." in well
+
+
+def test_stages_that_do_not_explain_the_time_are_marked(tmp_path: Path) -> None:
+    """Negative control: a server that leaves out its decode stage."""
+    run = probe("split", 2)
+    lying = replace(run, records=tuple(replace(r, stages_ms={**r.stages_ms, "decode": 0.0}) for r in run.records))
+    [(_, _, median, _, within)] = explained(Results.of(campaign([lying])))
+    assert median > 0.1 and within == 0.0
+    parsed = Page(draw(campaign([lying]), tmp_path).read_text())
+    assert sum(tag == "tr" and attributes.get("class") == "bad" for tag, attributes in parsed.seen) == 1
 
 
 def test_two_runs_side_by_side() -> None:
