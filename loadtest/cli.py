@@ -25,7 +25,7 @@ if TYPE_CHECKING:  # numpy and matplotlib are loaded by the commands that need t
     from loadtest.slo import Slo
 
 app = typer.Typer(no_args_is_help=True, help="Load test: goodput under an SLO, and whether disaggregation pays.")
-out, err = Console(highlight=False), Console(stderr=True, highlight=False)
+out, err = Console(highlight=False, width=None if sys.stdout.isatty() else 200), Console(stderr=True, highlight=False)
 
 HEAVY = ("--hidden", "768", "--layers", "12", "--heads", "12", "--kv-heads", "4")
 DISPLAY_EVERY_S = 0.5

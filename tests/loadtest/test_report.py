@@ -247,7 +247,7 @@ def test_an_arm_that_was_tried_more_often_gains_nothing_by_it() -> None:
         largest = {arm: max(run.summary.goodput or 0.0 for run in results.sound(arm)) for arm in ("a", "b")}
         differences.append(told["b"] - told["a"])
         cursed.append(largest["b"] - largest["a"])
-    spread = 2.5 * statistics.stdev(differences) / len(differences) ** 0.5
+    spread = 3 * statistics.stdev(differences) / len(differences) ** 0.5
     assert abs(statistics.mean(differences)) < spread
     assert statistics.mean(cursed) > 2.5 * statistics.stdev(cursed) / len(cursed) ** 0.5
 
@@ -263,7 +263,7 @@ def test_many_arms_that_are_alike_have_a_winner_no_more_often_than_two() -> None
         assert all(comparison.family == 15 for comparison in said.comparisons)
         found += any(comparison.beyond_spread for comparison in said.comparisons)
         uncorrected += any(versus(results, str(said.leader), arm).beyond_spread for arm in "abcdef" if arm != said.leader)
-    assert found <= 9 and uncorrected >= 25
+    assert found <= 4 < uncorrected
 
 
 def test_few_seeds_are_called_few() -> None:
