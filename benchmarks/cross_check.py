@@ -1,4 +1,4 @@
-"""The numbers of `baton loadtest` beside those of a generator that is not ours, `vllm bench serve` through the HTTP door, in turns.
+"""The numbers of `baton loadtest` beside those of a generator that is not ours, `vllm bench serve`: both through the HTTP door, in turns.
 
     python benchmarks/peers.py --install vllm                                            # once
     ~/.cache/baton-peers/venvs/vllm/bin/pip install pandas datasets                      # once
@@ -28,7 +28,7 @@ from loadtest.campaign import Campaign
 from router.tokenizer import Tokenizer
 
 SHAPE = {"hidden": 768, "layers": 12, "heads": 12, "kv_heads": 4}  # a step that is long beside what a client costs on the same cores
-RATE, REQUESTS, PROMPT, OUTPUT, ROUNDS = 1.0, 40, 200, 64, 2
+RATE, REQUESTS, PROMPT, OUTPUT, ROUNDS = 1.0, 40, 200, 64, 5
 CONSTANT = "1000000"  # burstiness: the shape of a gamma distribution
 # The command `vllm` asks for the version of a package that a build for the CPU has under another name.
 BENCH = """
@@ -44,7 +44,7 @@ NUMBERS = ("mean_ttft_ms", "median_ttft_ms", "mean_tpot_ms", "median_tpot_ms", "
 def prompts(path: Path, tokenizer: Tokenizer, seed: int) -> Path:
     """Texts that are exactly so many tokens, as lines of JSON."""
     rng = random.Random(seed)
-    lines = []
+    lines: list[str] = []
     while len(lines) < REQUESTS:
         text = " ".join("".join(rng.choices(string.ascii_lowercase, k=5)) for _ in range(PROMPT))
         ids = tokenizer.encode(text)[:PROMPT]
@@ -75,8 +75,9 @@ def theirs(python: Path, endpoints: dict[str, str], model: Path, dataset: Path, 
 
 def ours(endpoints: dict[str, str], out: Path, seed: int) -> dict[str, float]:
     command = [
-        sys.executable, "-m", "baton", "loadtest", "run", "--slo", "ttft=10s", "--rate", str(RATE), "--address", endpoints["grpc"],
-        "--arrivals", "constant", "--input", str(PROMPT), "--output", str(OUTPUT), "--duration", str(REQUESTS / RATE), "--warm-up", "0",
+        sys.executable, "-m", "baton", "loadtest", "run", "--slo", "ttft=10s", "--rate", str(RATE), "--address", endpoints["http"],
+        "--door", "http", "--arrivals", "constant", "--input", str(PROMPT), "--output", str(OUTPUT),
+        "--duration", str(REQUESTS / RATE), "--warm-up", "0",
         "--cool-down", "0", "--seeds", str(seed), "--out", str(out),
     ]  # fmt: skip
     done = subprocess.run(command, capture_output=True, text=True, timeout=300)
@@ -127,7 +128,7 @@ def main() -> None:
         print(f"{number:20} ours {mine:9.2f}   theirs {other:9.2f}   {mine / other - 1:+6.1%}")
     if options.json:
         options.json.parent.mkdir(parents=True, exist_ok=True)
-        options.json.write_text(json.dumps({"machine": describe(), "rows": rows, "numbers": found}, indent=1))
+        options.json.write_text(json.dumps({"machine": describe(), "door": "http", "rows": rows, "numbers": found}, indent=1))
 
 
 if __name__ == "__main__":

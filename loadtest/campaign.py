@@ -18,11 +18,13 @@ from pathlib import Path
 from typing import Any
 
 from loadtest import record as raw
-from loadtest.metrics import Slo, Summary, Window, summarise
 from loadtest.record import Record
+from loadtest.slo import Slo
+from loadtest.summary import Summary, summarise
+from loadtest.window import Window
 
 FILE = "campaign.json"
-VERSION = 1
+VERSION = 2
 PACKAGES = ("torch", "nixl-cu13", "grpcio", "ray", "redis", "numpy")
 
 
@@ -38,6 +40,12 @@ class Arm:
     topology: Mapping[str, str]
     explained: str = ""
 
+    def joined(self, other: "Arm") -> "Arm":
+        """Of the same arm at two values of a varied key: `a | b` where they differ."""
+        before = {key: other.topology.get(key, value) for key, value in self.topology.items()}
+        both = {key: value if before[key] == value else f"{before[key]} | {value}" for key, value in self.topology.items()}
+        return Arm(self.name, both, self.explained if self.explained == other.explained else f"{other.explained} | {self.explained}")
+
 
 @dataclass(frozen=True, slots=True)
 class Probe:
@@ -47,6 +55,7 @@ class Probe:
     rate: float  # requests/s offered
     seed: int
     records: tuple[Record, ...]
+    due: int  # requests that became due; each must have a record
     duration_s: float
     why: str = "sweep"  # or "bisection"
     variant: str = ""  # the point of a varied parameter, such as "input=800"
@@ -71,7 +80,7 @@ class Campaign:
         return Window(probe.duration_s, self.warm_up_s, self.cool_down_s)
 
     def summary(self, probe: Probe) -> Summary:
-        return summarise(probe.records, self.window(probe), self.slo)
+        return summarise(probe.records, self.window(probe), self.slo, due=probe.due)
 
     def save(self, folder: Path) -> None:
         """Raises OSError."""
@@ -154,7 +163,7 @@ def _lasting(machine: Mapping[str, Any]) -> dict[str, Any]:
     return {name: value for name, value in machine.items() if name not in OWN}
 
 
-_PROBE_FIELDS = ("arm", "rate", "seed", "duration_s", "why", "variant", "partial")
+_PROBE_FIELDS = ("arm", "rate", "seed", "due", "duration_s", "why", "variant", "partial")
 
 
 def _probes(folder: Path, entries: list[dict[str, Any]]) -> Iterator[Probe]:

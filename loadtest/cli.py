@@ -15,142 +15,42 @@ from rich.console import Console
 from rich.progress import BarColumn, Progress, TextColumn, TimeRemainingColumn
 
 from baton.launch import state
+from loadtest.options import Arms, Entrance, Load, Measured, Target, takes
 
 if TYPE_CHECKING:  # numpy and matplotlib are loaded by the commands that need them, not by every `baton status`
+    from loadtest.access import Access
     from loadtest.campaign import Campaign
     from loadtest.drive import Live
-    from loadtest.measure import Plan
-    from loadtest.metrics import Slo
+    from loadtest.plan import Comparison, Plan
+    from loadtest.slo import Slo
 
 app = typer.Typer(no_args_is_help=True, help="Load test: goodput under an SLO, and whether disaggregation pays.")
-out, err = Console(highlight=False), Console(stderr=True, highlight=False)
+out, err = Console(highlight=False, width=None if sys.stdout.isatty() else 200), Console(stderr=True, highlight=False)
 
 HEAVY = ("--hidden", "768", "--layers", "12", "--heads", "12", "--kv-heads", "4")
 DISPLAY_EVERY_S = 0.5
-RECENT = 200  # requests that the display looks at
-
-Slos = Annotated[str, typer.Option("--slo", help="What a request must meet: ttft, tpot, itl_p99, with units.")]
-Out = Annotated[Path, typer.Option("--out", help="Folder for the report and the raw records.")]
-Seeds = Annotated[str, typer.Option(help="Several, for confidence intervals.")]
-Prompt = Annotated[str, typer.Option("--input", help="Prompt tokens: 512, 100-600 or lognormal:512:0.6.")]
-Output = Annotated[str, typer.Option("--output", help="Output tokens, in the same ways.")]
-HitRate = Annotated[float, typer.Option(help="Share of the prompt tokens in prefixes that came before.")]
-Turns = Annotated[str, typer.Option(help="Requests of a session; each carries the answers before it.")]
-Think = Annotated[str, typer.Option(help="Pause of a session between answer and next turn, seconds.")]
-PrefixTokens = Annotated[int, typer.Option(help="Tokens of one level of the tree of shared prefixes.")]
-Branching = Annotated[int, typer.Option(help="Different prefixes on each level.")]
-Depth = Annotated[int, typer.Option(help="Levels of shared prefixes.")]
-TraceFile = Annotated[Path | None, typer.Option("--trace", help="Recorded workload instead: ShareGPT, Mooncake, BurstGPT, Azure, plain.")]
-TraceFormat = Annotated[str, typer.Option("--format", help="auto, sharegpt, mooncake, burstgpt, azure or plain.")]
-Tokens = Annotated[Path | None, typer.Option("--tokenizer", help="tokenizer.json that turns the text of a ShareGPT trace into ids.")]
-Scale = Annotated[float, typer.Option(help="All lengths times this, so that a real trace fits a small machine.")]
-MaxTokens = Annotated[int, typer.Option(help="Longest prompt with its answer; longer requests are left out and counted.")]
-Vocab = Annotated[int, typer.Option(help="Token ids are drawn below this.")]
-Lenient = Annotated[bool, typer.Option("--lenient", help="Skip malformed lines of a trace, and count them.")]
-ArrivalKind = Annotated[str, typer.Option("--arrivals", help="poisson, constant, gamma:BURSTINESS, or trace (its own times).")]
-Duration = Annotated[float, typer.Option(help="Seconds in which requests become due.")]
-WarmUp = Annotated[float, typer.Option(help="Seconds at the start that do not count.")]
-CoolDown = Annotated[float, typer.Option(help="Seconds at the end that do not count.")]
-Timeout = Annotated[float, typer.Option(help="Deadline of each request, seconds.")]
 
 
 @app.command()
-def run(
-    slo: Slos,
-    rate: Annotated[float, typer.Option(help="Requests per second; of a trace with its own times: how much faster it is played.")],
-    address: Annotated[str | None, typer.Option(help="host:port of the gRPC door; the running cluster's by default.")] = None,
-    name: Annotated[str, typer.Option(help="Which running cluster.")] = "baton",
-    out_: Out = Path("loadtest-report"),
-    duration: Duration = 30.0,
-    warm_up: WarmUp = 3.0,
-    cool_down: CoolDown = 2.0,
-    seeds: Seeds = "1,2,3",
-    timeout: Timeout = 60.0,
-    arrivals: ArrivalKind = "poisson",
-    input_: Prompt = "100-300",
-    output: Output = "32",
-    hit_rate: HitRate = 0.0,
-    turns: Turns = "1",
-    think: Think = "0",
-    prefix_tokens: PrefixTokens = 64,
-    prefix_branching: Branching = 4,
-    prefix_depth: Depth = 1,
-    trace: TraceFile = None,
-    format_: TraceFormat = "auto",
-    tokenizer: Tokens = None,
-    scale: Scale = 1.0,
-    max_tokens: MaxTokens = 2048,
-    vocab: Vocab = 256,
-    lenient: Lenient = False,
-) -> None:
+@takes(Target, Measured, Entrance, Load)
+def run(target: Target, measured: Measured, entrance: Entrance, load: Load) -> None:
     """Measure one endpoint at one rate."""
     with _failing():
         from loadtest.measure import measure_endpoint
 
-        target = address or state.need(name).endpoints["grpc"]
-        _report(asyncio.run(measure_endpoint(_plan(locals()), target, _positive("rate", rate))), out_)
+        plan = _plan(measured, entrance, load)
+        address = target.address or state.need(target.name).endpoints[entrance.door]
+        _report(asyncio.run(measure_endpoint(plan, address, _positive("rate", target.rate))), measured.out)
 
 
 @app.command()
-def compare(
-    slo: Slos,
-    rates: Annotated[str, typer.Option(help="Requests per second of the sweep: 1,2,4.")],
-    model: Annotated[
-        str, typer.Option(help="Folder of a checkpoint; heavy: a seeded random one of 85 M parameters, made on the first use.")
-    ] = "heavy",
-    arms: Annotated[
-        str, typer.Option(help="Of colocated, unchunked, static, dynamic, disaggregated, bypass; colocated@64: with its own chunk.")
-    ] = "colocated,unchunked,disaggregated,bypass",
-    cores: Annotated[str | None, typer.Option(help="Cores that every arm gets, whole: 0,1. All by default.")] = None,
-    threads: Annotated[int, typer.Option(help="Cores of one worker.")] = 1,
-    ratio: Annotated[str, typer.Option(help="Prefill to decode workers of the arms that have both.")] = "1:1",
-    chunk: Annotated[int, typer.Option(help="Tokens in one step at most.")] = 256,
-    vary: Annotated[str, typer.Option(help="A parameter at several values: input=100,400,1000 (also output, hit_rate, chunk).")] = "",
-    bisections: Annotated[
-        int, typer.Option(help="Runs of each arm and seed between the last rate that holds and the first that does not.")
-    ] = 2,
-    out_: Out = Path("loadtest-report"),
-    duration: Duration = 20.0,
-    warm_up: WarmUp = 3.0,
-    cool_down: CoolDown = 2.0,
-    seeds: Seeds = "1,2",
-    timeout: Timeout = 60.0,
-    arrivals: ArrivalKind = "poisson",
-    input_: Prompt = "100-600",
-    output: Output = "32",
-    hit_rate: HitRate = 0.0,
-    turns: Turns = "1",
-    think: Think = "0",
-    prefix_tokens: PrefixTokens = 64,
-    prefix_branching: Branching = 4,
-    prefix_depth: Depth = 1,
-    trace: TraceFile = None,
-    format_: TraceFormat = "auto",
-    tokenizer: Tokens = None,
-    scale: Scale = 1.0,
-    max_tokens: MaxTokens = 2048,
-    vocab: Vocab = 256,
-    lenient: Lenient = False,
-) -> None:
+@takes(Arms, Measured, Entrance, Load)
+def compare(arms: Arms, measured: Measured, entrance: Entrance, load: Load) -> None:
     """Is it worth separating prefill and decode? The same cores, the same requests, every arm."""
     with _failing():
-        from loadtest.cluster import Hardware, default_cores
-        from loadtest.measure import Comparison, compare_arms
+        from loadtest.measure import compare_arms
 
-        prefill_share, _, decode_share = ratio.partition(":")
-        if not (prefill_share.isdigit() and decode_share.isdigit()):
-            raise ValueError(f"ratio: {ratio!r} is not N:M")
-        comparison = Comparison(
-            model=_model(model),
-            arms=tuple(arms.split(",")),
-            hardware=Hardware(tuple(map(int, _numbers("cores", cores))) if cores else default_cores(), threads),
-            ratio=(int(prefill_share), int(decode_share)),
-            chunk=chunk,
-            rates=tuple(_positive("rates", rate) for rate in _numbers("rates", rates)),
-            vary=_vary(vary),
-            bisections=bisections,
-        )
-        _report(asyncio.run(compare_arms(_plan(locals()), comparison, err.print)), out_)
+        _report(asyncio.run(compare_arms(_plan(measured, entrance, load), _comparison(arms))), measured.out)
 
 
 @app.command()
@@ -178,35 +78,92 @@ def diff(one: Path, other: Path) -> None:
 
 
 def _report(campaign: "Campaign", folder: Path) -> None:
+    """Raises RuntimeError where no run counts: a script must not take that for a result."""
     from loadtest.campaign import Campaign
-    from loadtest.report import console_table, draw
+    from loadtest.report import console_table, draw, sections
 
     campaign.save(folder)
     campaign = Campaign.load(folder)  # the file's numbers are rounded: what is told now is what a replay tells
     draw(campaign, folder)
     out.print(console_table(campaign))
     if campaign.partial:
-        err.print(f"[yellow]partial: {campaign.partial}[/]")
-    err.print(f"report {folder / 'report.html'}")
+        err.print(f"partial: {campaign.partial}", style="yellow", markup=False)
+    err.print(f"report {folder / 'report.html'}", markup=False, soft_wrap=True)
+    runs = [run for part in sections(campaign) for run in part.results.runs]
+    if all(run.flaw for run in runs):
+        why = "; ".join(dict.fromkeys(run.flaw for run in runs))
+        raise RuntimeError(f"none of the {len(runs)} runs counts, so nothing was measured: {why}")
 
 
-def _plan(given: dict[str, Any]) -> "Plan":
-    """From a command's arguments. Raises ValueError."""
-    from loadtest.measure import Plan, Workload
-    from loadtest.metrics import Slo
+def _plan(measured: Measured, entrance: Entrance, load: Load) -> "Plan":
+    """Raises ValueError."""
+    from loadtest.plan import Plan, Workload
+    from loadtest.slo import Slo
 
-    slo = Slo.parse(given["slo"])
-    said: dict[str, Any] = {name: given.get(f"{name}_", given.get(name)) for name in Workload.__slots__}
-    said |= {"duration_s": given["duration"], **{name: said[name] and str(said[name]) for name in ("trace", "tokenizer")}}
-    seeds = tuple(int(number) for number in _numbers("seeds", given["seeds"]))
+    slo = Slo.parse(measured.slo)
+    workload = Workload(
+        input=load.input,
+        output=load.output,
+        hit_rate=load.hit_rate,
+        turns=load.turns,
+        think=load.think,
+        prefix_tokens=load.prefix_tokens,
+        prefix_branching=load.prefix_branching,
+        prefix_depth=load.prefix_depth,
+        trace=None if load.trace is None else str(load.trace),
+        format=load.format,
+        tokenizer=None if load.tokenizer is None else str(load.tokenizer),
+        scale=load.scale,
+        max_tokens=load.max_tokens,
+        vocab=load.vocab,
+        lenient=load.lenient,
+        arrivals=load.arrivals,
+        duration_s=load.duration,
+    )
     return Plan(
-        Workload(**said), slo, seeds, given["warm_up"], given["cool_down"], given["timeout"], partial(_show, slo, given["duration"])
+        workload=workload,
+        slo=slo,
+        seeds=tuple(int(number) for number in _numbers("seeds", measured.seeds)),
+        warm_up_s=measured.warm_up,
+        cool_down_s=measured.cool_down,
+        timeout_s=measured.timeout,
+        access=_access(entrance),
+        show=partial(_show, slo, load.duration),
+        note=lambda line: err.print(line, markup=False, soft_wrap=True),
+    )
+
+
+def _access(entrance: Entrance) -> "Access":
+    """Raises ValueError."""
+    from loadtest.access import Access, Tls
+
+    files = (entrance.tls_ca, entrance.tls_cert, entrance.tls_key)
+    return Access(entrance.door, entrance.api_key, Tls(*files) if entrance.tls or any(files) else None)
+
+
+def _comparison(arms: Arms) -> "Comparison":
+    """Raises ValueError and ClusterError."""
+    from loadtest.cluster import Hardware, default_cores
+    from loadtest.plan import Comparison
+
+    prefill_share, _, decode_share = arms.ratio.partition(":")
+    if not (prefill_share.isdigit() and decode_share.isdigit()):
+        raise ValueError(f"ratio: {arms.ratio!r} is not N:M")
+    return Comparison(
+        model=_model(arms.model),
+        arms=tuple(arms.arms.split(",")),
+        hardware=Hardware(tuple(map(int, _numbers("cores", arms.cores))) if arms.cores else default_cores(), arms.threads),
+        ratio=(int(prefill_share), int(decode_share)),
+        chunk=arms.chunk,
+        rates=tuple(_positive("rates", rate) for rate in _numbers("rates", arms.rates)),
+        vary=_vary(arms.vary),
+        bisections=arms.bisections,
     )
 
 
 async def _show(slo: "Slo", duration_s: float, running: "asyncio.Task[Any]", live: "Live", title: str) -> None:
     """A line that moves: what went out, what came back, how it looks just now."""
-    from loadtest.metrics import itl, meets, percentile, ttft
+    from loadtest.progress import line
 
     columns = (TextColumn("{task.description}"), BarColumn(bar_width=20), TextColumn("{task.fields[now]}"), TimeRemainingColumn())
     with Progress(*columns, console=err, transient=True, disable=not err.is_terminal) as bar:
@@ -215,16 +172,7 @@ async def _show(slo: "Slo", duration_s: float, running: "asyncio.Task[Any]", liv
         while not running.done():
             await asyncio.wait({running}, timeout=DISPLAY_EVERY_S)
             passed += DISPLAY_EVERY_S
-            recent = live.records[-RECENT:]
-            firsts = percentile([value for record in recent if (value := ttft(record)) is not None], 50)
-            gaps = percentile([gap for record in recent for gap in itl(record)], 50)
-            met = sum(meets(record, slo) for record in recent) / len(recent) if recent else 0.0
-            now = f"{live.in_flight} in flight · {len(live.records)}/{live.due} ended · SLO {met:4.0%}"
-            if firsts is not None:
-                now += f" · TTFT {1000 * firsts:.0f} ms"
-            if gaps is not None:
-                now += f" · ITL {1000 * gaps:.1f} ms"
-            bar.update(task, completed=min(passed, duration_s), now=now)
+            bar.update(task, completed=min(passed, duration_s), now=line(live, slo, passed))
 
 
 def _numbers(field: str, text: str) -> tuple[float, ...]:
@@ -241,9 +189,11 @@ def _positive(field: str, number: float) -> float:
 
 
 def _vary(text: str) -> tuple[str, tuple[str, ...]]:
+    from loadtest.plan import VARIED
+
     key, _, values = text.partition("=")
     key = key.replace("-", "_")
-    if text and (key not in ("input", "output", "hit_rate", "chunk") or not values):
+    if text and (key not in VARIED or not values):
         raise ValueError(f"vary: {text!r} is not input=, output=, hit_rate= or chunk= with values")
     return key, tuple(values.split(",")) if values else ("",)
 

@@ -132,25 +132,37 @@ def check_equal(arms: Sequence[Arm], common: Mapping[str, str], hardware: Hardwa
 
 
 class RunningCluster:
-    """`async with RunningCluster(settings) as address`."""
+    """`async with RunningCluster(settings, name) as endpoints`, which holds "grpc" and "http" (host:port)."""
 
     def __init__(self, settings: Mapping[str, str], name: str) -> None:
         self._settings = settings
         self._name = name
 
-    async def __aenter__(self) -> str:
-        """The gRPC address. Raises ClusterError."""
+    async def __aenter__(self) -> dict[str, str]:
+        """Raises ClusterError."""
         ports = ("--router.port", "0", "--router.admin-port", "0", "--router.http-port", "0", "--router.page-port", "0")
         arguments = ["up", "--detach", "--name", self._name, *ports, *flags(self._settings)]
         done = await asyncio.to_thread(_baton, *arguments, timeout_s=UP_WITHIN_S)
         if done.returncode:
             raise ClusterError(done.stderr.strip())
-        return str(json.loads(done.stdout)["endpoints"]["grpc"])
+        return dict(json.loads(done.stdout)["endpoints"])
 
-    async def __aexit__(self, *_: object) -> None:
-        await asyncio.to_thread(_baton, "down", "--name", self._name, timeout_s=DOWN_WITHIN_S)
+    async def __aexit__(self, kind: object, error: BaseException | None, traceback: object) -> None:
+        """Raises ClusterError where the cluster did not end, because the next arm would share its cores with what is left of it. An error
+        that is on its way already, such as an interruption, is not replaced."""
+        try:
+            done = await asyncio.to_thread(_baton, "down", "--name", self._name, timeout_s=DOWN_WITHIN_S)
+            if done.returncode:
+                raise ClusterError(f"`baton down --name {self._name}` failed: {done.stderr.strip()}")
+        except ClusterError:
+            if error is None:
+                raise
 
 
 def _baton(*arguments: str, timeout_s: float = 60.0) -> subprocess.CompletedProcess[str]:
+    """Raises ClusterError when the command takes longer."""
     command = [sys.executable, "-m", "baton", *arguments]
-    return subprocess.run(command, capture_output=True, text=True, timeout=timeout_s, stdin=subprocess.DEVNULL)
+    try:
+        return subprocess.run(command, capture_output=True, text=True, timeout=timeout_s, stdin=subprocess.DEVNULL)
+    except subprocess.TimeoutExpired:
+        raise ClusterError(f"`baton {arguments[0]}` did not end within {timeout_s:g} s") from None

@@ -3,7 +3,9 @@
 for each seed                      the arms in order, then in reverse order, in turn (A B B A): a machine that slows down slows both
   for each arm                     its cluster is started
     for each rate                  a run of the sweep
-    bisect                         between the largest rate that holds the attainment and the smallest that does not
+    the first seed                 bisects between the largest rate that holds the attainment and the smallest that does not,
+                                   and so chooses the arm's rate
+    every other seed               judges the arm at that rate (`results.Best` says why)
 """
 
 import math
@@ -52,11 +54,29 @@ def next_rate(known: Capacity) -> float | None:
     return math.sqrt(known.holds * known.fails)
 
 
-async def measure_arm(
+async def pilot_arm(
     rates: Sequence[float], measure: Measure, attained: Callable[[Probe], float | None], bisections: int = BISECTIONS
-) -> list[Probe]:
-    """The sweep from the lowest rate up, then the bisection. A sweep ends two rates after the arm has failed: what comes after that
-    takes long, since every request has to time out, and tells nothing."""
+) -> float | None:
+    """The sweep, then the bisection. Returns the largest rate that holds the attainment; None: no rate does."""
+    probes = await _sweep(rates, measure, attained)
+    for _ in range(bisections):
+        between = next_rate(_capacity(probes, attained))
+        if between is None or probes[-1].partial:
+            break
+        probes.append(await measure(between, "bisection"))
+    return _capacity(probes, attained).holds
+
+
+async def judge_arm(rates: Sequence[float], chosen: float | None, measure: Measure, attained: Callable[[Probe], float | None]) -> None:
+    """The sweep, and a run at the rate that the pilot chose, where that is not a rate of the sweep."""
+    probes = await _sweep(rates, measure, attained)
+    if chosen is not None and chosen not in {probe.rate for probe in probes} and not probes[-1].partial:
+        await measure(chosen, "judge")
+
+
+async def _sweep(rates: Sequence[float], measure: Measure, attained: Callable[[Probe], float | None]) -> list[Probe]:
+    """From the lowest rate up. It ends two rates after the arm has failed: every request beyond has to time out, which takes long and tells
+    nothing."""
     probes: list[Probe] = []
     failed = 0
     for rate in sorted(rates):
@@ -66,9 +86,8 @@ async def measure_arm(
         failed += share is not None and share < ATTAINMENT
         if probe.partial or failed > 1:
             break
-    for _ in range(bisections):
-        between = next_rate(capacity([(probe.rate, attained(probe)) for probe in probes]))
-        if between is None or probes[-1].partial:
-            break
-        probes.append(await measure(between, "bisection"))
     return probes
+
+
+def _capacity(probes: Sequence[Probe], attained: Callable[[Probe], float | None]) -> Capacity:
+    return capacity([(probe.rate, attained(probe)) for probe in probes])

@@ -1,27 +1,32 @@
-"""The open loop: requests go out when they are due, whether or not the server has answered those before.
+"""The open loop: requests go out when they are due, whether or not the server has answered the earlier ones.
 
-A closed loop waits for answers and so slows down together with the server: the queue that users of an overloaded server see is never
-measured (Schroeder et al., NSDI 2006, "Open versus closed: a cautionary tale"). Here only the turns of one session wait for each other.
-How late the generator itself was is part of each record, and a run in which it was late is void.
+A closed loop waits for answers, so it slows down together with the server and never measures the queue that users of an overloaded server
+stand in (Schroeder et al., NSDI 2006, "Open versus closed: a cautionary tale"). Here only the turns of one session wait for each other.
+Each record says how late the generator itself was, and a run in which it was late is void.
+
+Every request that becomes due leaves exactly one record, whatever happens to it. A run counts what became due apart from its records, so
+that a lost one is noticed (`summary.lost_reason`).
 """
 
 import asyncio
 import gc
 import itertools
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from time import perf_counter
-from typing import Any, Literal, Protocol
+from typing import Protocol
 
-from loadtest.record import Record
+from loadtest.record import Outcome, Record
 from loadtest.workload import Item
 
-Outcome = Literal["ok", "refused", "failed", "timeout", "cancelled"]
-MAX_IN_FLIGHT = 20_000  # streams; what is due beyond that is refused by the generator itself, and counted
-GONE_AFTER = 20  # requests in a row that found nobody there
+MAX_IN_FLIGHT = 20_000  # streams; the generator refuses what is due beyond that, and counts it
+GONE_AFTER = 20  # requests in a row that found no server
 GENERATOR_FULL = "GENERATOR_FULL"
 NO_SERVER = "NO_SERVER"
+DEADLINE = "DEADLINE"  # whoever of client, router and worker notices first that the time is over
+GRACE_S = 1.0  # the server has to keep the deadline; past this the generator enforces it
+MAX_REASON = 200  # characters of an exception that are kept
 
 
 @dataclass(slots=True)
@@ -47,25 +52,26 @@ class Door(Protocol):
     """An endpoint that generates. One implementation for each protocol."""
 
     async def ask(self, prompt: Sequence[int], output_tokens: int, timeout_s: float, on_tokens: Callable[[int], None]) -> Answer:
-        """`on_tokens(n)` as n tokens arrive. Raises nothing but CancelledError: what went wrong is in the answer."""
+        """Calls `on_tokens(n)` as n tokens arrive. What went wrong is in the answer; an exception is recorded as a failed request."""
 
 
 @dataclass(slots=True)
 class Live:
-    """What may be read while a run is on, and what is left of one that was interrupted."""
+    """What may be read during a run, and what remains of one that was interrupted."""
 
-    due: int = 0
-    sent: int = 0
+    planned: int = 0  # sessions and single requests
+    due: int = 0  # requests that became due so far
     in_flight: int = 0
     records: list[Record] = field(default_factory=list)
 
 
 @dataclass(frozen=True, slots=True)
 class Run:
-    """`partial` says why a run ended before its plan did; its records are those that came to an end."""
+    """`partial` says why a run ended before its plan did; its records are those of the requests that ended."""
 
     records: tuple[Record, ...]
-    duration_s: float  # from the first moment to the last due time's window
+    due: int  # requests that became due
+    duration_s: float  # from the first moment to the end of the window in which requests become due
     partial: str = ""
 
 
@@ -79,16 +85,16 @@ async def drive(
     live: Live | None = None,
     max_in_flight: int = MAX_IN_FLIGHT,
 ) -> Run:
-    """Sends what is due within `duration_s` and waits for all answers, each at most `timeout_s`.
+    """Sends what is due within `duration_s` and waits for all answers, each for at most `timeout_s`.
 
-    A session's first turn, and every request of its own, takes the next of `arrivals` (or its own `at`); a later turn is due when the
-    answer before it has come and its pause is over. Ends early, as partial, when the server is gone.
+    A single request and the first turn of a session take the next of `arrivals` (or their own `at`). A later turn is due when the answer
+    before it has come and its pause is over. A run ends early, as partial, when the server is gone.
     """
     plan = _plan(items, arrivals, duration_s)
     loop = _Loop(door, timeout_s, live or Live(), max_in_flight, duration_s)
     with _no_collection():
         partial = await loop.run(plan)
-    return Run(tuple(sorted(loop.live.records, key=lambda record: record.number)), duration_s, partial)
+    return Run(tuple(sorted(loop.live.records, key=lambda record: record.number)), loop.live.due, duration_s, partial)
 
 
 def _plan(items: Iterable[Item], arrivals: Iterable[float], duration_s: float) -> list[tuple[float, list[Item]]]:
@@ -122,42 +128,52 @@ class _Loop:
         self._numbers = itertools.count()
         self._nobody = 0  # answers in a row that found no server
         self._begun = 0.0
+        self._tasks: set[asyncio.Task[None]] = set()
+        self._broke = ""  # an exception of a session itself: a fault of the generator
 
     async def run(self, plan: list[tuple[float, list[Item]]]) -> str:
+        """Returns why the run ended early, "" when it did not."""
         self._begun = perf_counter()
-        tasks: set[asyncio.Task[None]] = set()
-        self.live.due = len(plan)
+        self.live.planned = len(plan)
         try:
             for due, turns in plan:
                 await asyncio.sleep(max(0.0, due - self._now()))
                 if self._nobody >= GONE_AFTER:
                     return f"the server is gone: {GONE_AFTER} requests in a row found nobody there"
+                self.live.due += 1
                 task = asyncio.create_task(self._session(due, turns))
-                tasks.add(task)
-                task.add_done_callback(tasks.discard)
-            if tasks:
-                await asyncio.wait(tasks)
+                self._tasks.add(task)
+                task.add_done_callback(self._ended)
+            if self._tasks:
+                await asyncio.wait(self._tasks)
         finally:
-            for task in list(tasks):
+            for task in list(self._tasks):
                 task.cancel()
-            await asyncio.gather(*tasks, return_exceptions=True)
-        return ""
+            await asyncio.gather(*self._tasks, return_exceptions=True)
+        return self._broke
+
+    def _ended(self, task: asyncio.Task[None]) -> None:
+        self._tasks.discard(task)
+        if not task.cancelled() and (error := task.exception()) is not None:
+            self._broke = f"the generator failed: {_told(error)}"
 
     def _now(self) -> float:
         return perf_counter() - self._begun
 
     async def _session(self, due: float, turns: list[Item]) -> None:
+        """The caller has counted the first turn as due."""
         said: list[int] = []
         for number, turn in enumerate(turns):
             if number:
                 due = self._now() + turn.think_s
-            if due >= self._duration_s:
-                return
+                if due >= self._duration_s:
+                    return
+                self.live.due += 1
             await asyncio.sleep(max(0.0, due - self._now()))
             said += turn.tokens
             answer = await self._request(due, turn, said)
             if answer.outcome != "ok":
-                return  # whoever gets no answer does not go on talking
+                return  # a user who gets no answer does not continue the conversation
             said += answer.tokens
 
     async def _request(self, due: float, item: Item, prompt: list[int]) -> Answer:
@@ -170,12 +186,7 @@ class _Loop:
         if self.live.in_flight >= self._max_in_flight:
             answer = Answer("refused", GENERATOR_FULL)
         else:
-            self.live.sent += 1
-            self.live.in_flight += 1
-            try:
-                answer = await self._door.ask(prompt, item.output_tokens, self._timeout_s, on_tokens)
-            finally:
-                self.live.in_flight -= 1
+            answer = await self._ask(item, prompt, on_tokens)
         record = Record(
             number=number,
             session=item.session,
@@ -202,10 +213,24 @@ class _Loop:
         self._nobody = self._nobody + 1 if answer.reason == NO_SERVER else 0
         return answer
 
+    async def _ask(self, item: Item, prompt: list[int], on_tokens: Callable[[int], None]) -> Answer:
+        """A door that raises has failed the request. It must not disappear: the arm that loses most requests would look best."""
+        self.live.in_flight += 1
+        try:
+            return await self._door.ask(prompt, item.output_tokens, self._timeout_s, on_tokens)
+        except Exception as error:
+            return Answer("failed", _told(error))
+        finally:
+            self.live.in_flight -= 1
+
+
+def _told(error: BaseException) -> str:
+    return f"{type(error).__name__}: {error}"[:MAX_REASON]
+
 
 @contextmanager
-def _no_collection() -> Any:
-    """A collection stops every stream at once: with thousands of them it is what a generator's lag is made of."""
+def _no_collection() -> Iterator[None]:
+    """A garbage collection stops every stream at once; with thousands of streams it would be most of the generator's lag."""
     gc.collect()
     gc.disable()
     try:

@@ -5,21 +5,25 @@ import os
 from collections.abc import Callable, Sequence
 from typing import Self
 
-from baton.client import AsyncClient, GenerateError, tls_from
-from loadtest.drive import NO_SERVER, Answer, Outcome
+import grpc
 
-STAGES = ("queue", "prefill", "transfer", "decode", "prefill_wait", "prefill_compute", "read", "verify")
+from baton.client import AsyncClient, GenerateError, tls_from
+from baton.stages import TOLD
+from loadtest.drive import DEADLINE, GRACE_S, NO_SERVER, Answer
+from loadtest.record import Outcome
+
 REFUSALS = ("RESOURCE_EXHAUSTED", "INVALID_ARGUMENT", "FAILED_PRECONDITION", "UNAUTHENTICATED", "PERMISSION_DENIED", "OUT_OF_RANGE")
-DEADLINE = "DEADLINE"  # whoever of client, router and worker sees first that it is over
-GRACE_S = 1.0  # the server is to keep the deadline; past this the generator does
+CUT_SHORT = "CUT_SHORT"
+Pem = tuple[bytes | None, bytes | None, bytes | None]  # authority, private key, certificate
 
 
 class GrpcDoor:
-    """Greedy, and past any end-of-sequence token: each request gets exactly as many tokens as the workload says. Only requests with
-    the same `salt` share cached prefixes. TLS files and the API key come from the environment (`tls_from`, BATON_API_KEY)."""
+    """Greedy, and past any end-of-sequence token, so each request gets exactly as many tokens as the workload says. Only requests with the
+    same `salt` share cached prefixes. A key or TLS files that are not given come from the environment (BATON_API_KEY, `tls_from`)."""
 
-    def __init__(self, address: str, salt: str = "") -> None:
-        self._client = AsyncClient(address, tls_from(os.environ), os.environ.get("BATON_API_KEY"))
+    def __init__(self, address: str, salt: str = "", api_key: str | None = None, tls: Pem | None = None) -> None:
+        credentials = tls_from(os.environ) if tls is None else grpc.ssl_channel_credentials(*tls)
+        self._client = AsyncClient(address, credentials, api_key or os.environ.get("BATON_API_KEY"))
         self._salt = salt
 
     async def ask(self, prompt: Sequence[int], output_tokens: int, timeout_s: float, on_tokens: Callable[[int], None]) -> Answer:
@@ -42,15 +46,18 @@ class GrpcDoor:
             return Answer("timeout", DEADLINE)
         except GenerateError as error:
             return Answer(*_judge(error, bool(tokens)))
-        result = stream.result
+        try:
+            result = stream.result
+        except RuntimeError:  # the stream ended without the event that ends an answer
+            return Answer("failed", CUT_SHORT)
         handoff = result.handoff
         return Answer(
             "ok" if len(tokens) == output_tokens else "failed",
-            "" if len(tokens) == output_tokens else "CUT_SHORT",
+            "" if len(tokens) == output_tokens else CUT_SHORT,
             tokens,
             result.usage.prompt_tokens,
             result.usage.cached_tokens,
-            {name: result.stages_ms[name] for name in STAGES},
+            {name: result.stages_ms[name] for name in TOLD},
             result.workers["prefill"],
             result.workers["decode"],
             result.workers["retries"],
@@ -75,7 +82,7 @@ def _judge(error: GenerateError, begun: bool) -> tuple[Outcome, str]:
         return "timeout", DEADLINE
     reason = error.reason or error.code
     if error.code == "UNAVAILABLE" and not error.reason:
-        return "failed", NO_SERVER  # nobody of ours answered
+        return "failed", NO_SERVER  # no router of ours answered
     if begun:
         return "failed", reason
     return ("refused", reason) if error.code in REFUSALS or error.retry_after_s is not None else ("failed", reason)

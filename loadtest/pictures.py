@@ -18,10 +18,16 @@ from matplotlib.figure import Figure
 from matplotlib.ticker import FuncFormatter, LogLocator, NullFormatter, PercentFormatter
 from numpy.typing import NDArray
 
+from baton.stages import STAGES
 from loadtest.compare import ATTAINMENT
-from loadtest.metrics import SERVER_STAGES, Estimate, Miss, Summary, itl, percentile, ttft, ttft_parts
+from loadtest.distribution import percentile
+from loadtest.estimate import Estimate
+from loadtest.latency import itl, ttft, ttft_parts
 from loadtest.record import Record
-from loadtest.verdict import Point, Results, best, crossovers, miss_text, percent
+from loadtest.results import Point, Results, best
+from loadtest.slo import Miss
+from loadtest.summary import Summary
+from loadtest.verdict import all_crossovers, miss_text, numeric, percent, varied_crossovers
 
 DPI = 110
 WIDTH = 9.0  # inches
@@ -105,9 +111,9 @@ def goodput_against_rate(results: Results) -> Drawn | str:
         axes.plot([p.rate for p in between], [p.goodput.mean or 0.0 for p in between], look.marker, color=look.colour, fillstyle="none")
         top = best(results, arm)
         if top.rate and top.goodput.mean:
-            label = f"best of {_short(arm)}: {top.goodput.mean:.3g}/s"
+            label = f"{_short(arm)}: {top.goodput.mean:.3g}/s"
             axes.plot(top.rate, top.goodput.mean, "*", color=look.colour, markersize=17, markeredgecolor="black", label=label, zorder=5)
-    crossed = [found for pair in itertools.combinations(results.arms, 2) for found in crossovers(results, *pair)]
+    crossed = all_crossovers(results)
     for i, found in enumerate(crossed):
         axes.axvline(found.rate, color="black", linewidth=1, linestyle=(0, (1, 3)), label="crossover" if i == 0 else None)
     said = [f"{_short(found.above)} overtakes {_short(found.below)} at {found.rate:.3g}/s" for found in crossed]
@@ -117,8 +123,8 @@ def goodput_against_rate(results: Results) -> Drawn | str:
     _legend(axes, loc="upper left")  # nothing is above what is offered
     seeds = max(len(point.runs) for arm in results.arms for point in results.points(arm))
     spread = f"Mean of {seeds} seeds with 95 % interval" if seeds > 1 else "One seed, so no spread is known"
-    hollow = "; hollow: rates that a bisection tried" if any(run.probe.why != "sweep" for run in results.runs) else ""
-    return Drawn(figure, f"{spread}; a star marks the largest goodput at {percent(ATTAINMENT)} attainment{hollow}.")
+    hollow = "; hollow: rates that only some seeds ran" if any(run.probe.why != "sweep" for run in results.runs) else ""
+    return Drawn(figure, f"{spread}; a star marks each arm at its highest rate that holds {percent(ATTAINMENT)} attainment{hollow}.")
 
 
 @mpl.rc_context(STYLE)
@@ -126,18 +132,23 @@ def best_of_each_variant(parts: Mapping[str, Results]) -> Figure:
     """Of a campaign that varies a parameter: where one arm stops being the better one is a crossover, too."""
     figure = Figure(figsize=(WIDTH, 4.8))
     axes = figure.subplots()
-    places = np.arange(len(parts), dtype=float)
+    values = {variant: value for value, variant in numeric(list(parts))}
+    places = np.array([values[variant] for variant in parts] if values else range(len(parts)), dtype=float)
+    step = float(np.ptp(places)) / max(len(parts) - 1, 1) or 1.0
+    if values:
+        for i, found in enumerate(varied_crossovers(parts)):
+            axes.axvline(found.value, color="black", linewidth=1, linestyle=(0, (1, 3)), label="crossover" if i == 0 else None)
     arms = list(dict.fromkeys(arm for results in parts.values() for arm in results.arms))
     for i, (arm, look) in enumerate(_looks(arms).items()):
         ran = [place for place, results in zip(places, parts.values(), strict=True) if arm in results.arms]
         tops = [best(results, arm).goodput for results in parts.values() if arm in results.arms]
-        shift = 0.03 * (i - (len(arms) - 1) / 2)
+        shift = 0.03 * step * (i - (len(arms) - 1) / 2)
         bars = [top.half_width or 0.0 for top in tops]
         means = [top.mean or 0.0 for top in tops]
         where = np.array(ran) + shift
         axes.errorbar(where, means, bars, color=look.colour, marker=look.marker, linestyle=look.line, capsize=3, label=_short(arm))
     axes.set_xticks(places, list(parts))
-    axes.set(xlabel="varied parameter", ylabel=f"largest goodput at {percent(ATTAINMENT)} attainment (requests/s)")
+    axes.set(xlabel="varied parameter", ylabel=f"goodput at the highest rate that holds {percent(ATTAINMENT)} attainment (requests/s)")
     axes.set_ylim(bottom=0)
     _legend(axes)
     return figure
@@ -238,7 +249,7 @@ def stage_waterfall(results: Results) -> Drawn | str:
     _stack(to_first, {arm: [parts for r in records if (parts := ttft_parts(r))] for arm, records in told.items()}, "until the first token")
     _stack(
         whole,
-        {arm: [{stage: r.stages_ms.get(stage, 0.0) / 1000 for stage in SERVER_STAGES} for r in records] for arm, records in told.items()},
+        {arm: [{stage: r.stages_ms.get(stage, 0.0) / 1000 for stage in STAGES} for r in records] for arm, records in told.items()},
         "the whole request, at the server",
     )
     whole.set_yticklabels([])

@@ -7,6 +7,7 @@ compare_runs    two campaigns side by side
 
 import base64
 import json
+from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -14,14 +15,19 @@ from typing import Any
 
 from jinja2 import Environment, FileSystemLoader, StrictUndefined
 from rich.console import Group, RenderableType
+from rich.table import Column as WholeColumn
 from rich.table import Table
 from rich.text import Text
 
 from loadtest import pictures
 from loadtest.campaign import Campaign
 from loadtest.compare import ATTAINMENT
-from loadtest.metrics import MAX_LAG_S, Estimate, Summary
-from loadtest.verdict import Point, Results, Run, Verdict, by_variant, miss_text, percent, verdict_of, with_interval
+from loadtest.distribution import percentile
+from loadtest.estimate import Estimate
+from loadtest.latency import MAX_STAGE_GAP, stage_sum_gap
+from loadtest.results import Point, Results, Run, by_variant
+from loadtest.summary import MAX_LAG_S, Summary
+from loadtest.verdict import Verdict, judged, miss_text, over_variants, percent, verdict_of, with_interval
 
 PAGE, NUMBERS, OVERVIEW = "report.html", "results.json", "variants.png"
 NONE = "-"
@@ -69,7 +75,11 @@ class Section:
 
 def sections(campaign: Campaign) -> list[Section]:
     whole = {variant: Results.of(part) for variant, part in by_variant(campaign).items()}
-    return [Section(variant, results, verdict_of(results)) for variant, results in whole.items()]
+    return [Section(variant, results, verdict_of(results, len(whole))) for variant, results in whole.items()]
+
+
+def by_name(parts: Sequence[Section]) -> dict[str, Results]:
+    return {part.variant: part.results for part in parts}
 
 
 def draw(campaign: Campaign, folder: Path) -> Path:
@@ -90,12 +100,12 @@ def draw(campaign: Campaign, folder: Path) -> Path:
         drawn.append({"part": part, "shown": shown, "missing": missing})
     overview = ""
     if len(parts) > 1:
-        content = pictures.png(pictures.best_of_each_variant({part.variant: part.results for part in parts}))
+        content = pictures.png(pictures.best_of_each_variant(by_name(parts)))
         (folder / OVERVIEW).write_bytes(content)
         overview = base64.b64encode(content).decode()
     (folder / NUMBERS).write_text(json.dumps(as_json(campaign, parts), indent=2, allow_nan=False) + "\n")
     page = folder / PAGE
-    page.write_text(_page(campaign, drawn, overview))
+    page.write_text(_page(campaign, drawn, overview, over_variants(by_name(parts))))
     return page
 
 
@@ -107,6 +117,7 @@ def as_json(campaign: Campaign, parts: Sequence[Section]) -> dict[str, Any]:
         "slo": str(campaign.slo),
         "arms": {arm.name: dict(arm.topology) for arm in campaign.arms},
         "verdict": {part.variant: part.verdict.as_json() for part in parts},
+        "varied": over_variants(by_name(parts)),
         "partial": campaign.partial,
         "runs": runs,
     }
@@ -149,11 +160,13 @@ def console_table(campaign: Campaign) -> RenderableType:
     """Verdict, then a row for each arm and rate. Void runs are named in red."""
     said: list[RenderableType] = []
     columns = [column for column in COLUMNS if column.name in ON_CONSOLE]
-    for part in sections(campaign):
+    parts = sections(campaign)
+    said += [Text(sentence, style="bold") for sentence in over_variants(by_name(parts))]
+    for part in parts:
         if part.variant:
             said.append(Text(part.variant, style="bold underline"))
         said += [Text(sentence, style="bold" if i == 0 else "") for i, sentence in enumerate(part.verdict.sentences)]
-        table = Table(*header(columns))
+        table = Table(*(WholeColumn(name, overflow="fold") for name in header(columns)))
         for arm in part.results.arms:
             for point in part.results.points(arm):
                 table.add_row(*(Text(cell) for cell in row(point, columns)))
@@ -236,7 +249,32 @@ def flat(told: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, str]]
             yield f"{prefix}{key}", value if isinstance(value, str) else json.dumps(value, default=str)
 
 
-def _page(campaign: Campaign, drawn: Sequence[Mapping[str, Any]], overview: str) -> str:
+def failures(results: Results) -> list[tuple[str, str, str, int, int]]:
+    """(arm, rate, outcome and reason, requests, of how many) of what did not end well, by arm and rate, the commonest first."""
+    rows = []
+    for arm in results.arms:
+        for point in results.points(arm):
+            counts = sum((Counter(run.summary.failures) for run in point.runs), Counter[str]())
+            rows += [(arm, f"{point.rate:.4g}", reason, count, point.requests) for reason, count in counts.most_common()]
+    return rows
+
+
+def explained(results: Results) -> list[tuple[str, int, float, float, float]]:
+    """(arm, requests, the median gap, the largest gap, share of requests within MAX_STAGE_GAP) where the server told stages.
+
+    A gap is what the stages' sum differs by from the time that the client saw, as a share of the latter.
+    """
+    rows = []
+    for arm in results.arms:
+        records = [record for point in results.points(arm) for record in results.records(point)]
+        gaps = [gap for record in records if (gap := stage_sum_gap(record)) is not None]
+        if gaps:
+            within = sum(gap <= MAX_STAGE_GAP for gap in gaps) / len(gaps)
+            rows.append((arm, len(gaps), percentile(gaps, 50) or 0.0, max(gaps), within))
+    return rows
+
+
+def _page(campaign: Campaign, drawn: Sequence[Mapping[str, Any]], overview: str, varied: Sequence[str]) -> str:
     loader = FileSystemLoader(Path(__file__).parent)
     environment = Environment(loader=loader, autoescape=True, undefined=StrictUndefined, trim_blocks=True, lstrip_blocks=True)
     keys = list(dict.fromkeys(key for arm in campaign.arms for key in arm.topology))
@@ -246,6 +284,13 @@ def _page(campaign: Campaign, drawn: Sequence[Mapping[str, Any]], overview: str)
         campaign=campaign,
         drawn=drawn,
         overview=overview,
+        varied=varied,
+        failures=failures,
+        explained=explained,
+        judged=judged,
+        percent=percent,
+        max_stage_gap=percent(MAX_STAGE_GAP),
+        max_stage_gap_share=MAX_STAGE_GAP,
         header=header(COLUMNS),
         row=lambda point: row(point, COLUMNS),
         with_interval=with_interval,

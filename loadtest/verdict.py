@@ -1,168 +1,34 @@
 """What a campaign shows, in numbers and then in words. Pure: the same records give the same verdict.
 
-    by_variant   one campaign for each point of a varied parameter
-    Results      a campaign of one variant with every run summarised, once
-    best         an arm's largest goodput at 90 % attainment, for each seed
-    versus       one arm's best against another's
-    crossovers   where one arm overtakes another as the rate grows
-    verdict      all of it, and the sentences a report begins with
+    versus              one arm against another, each at the rate chosen for it
+    crossovers          where one arm overtakes another as the rate grows
+    varied_crossovers   where one arm overtakes another as the varied parameter grows
+    verdict             all of it, and the sentences a report begins with
 
-Runs that are void or ended early are left out of everything but the list of runs.
+Every comparison of a family is made at a confidence of 1 - 0.05 / (comparisons in the family), so that all of its intervals together hold
+with 95 % (Dunn, "Multiple comparisons among means", 1961). The family is all pairs of arms at all variants, not only those with the leader:
+which arm leads is decided by the same data.
 """
 
 import itertools
 import math
-from collections import Counter
-from collections.abc import Callable, Mapping
-from dataclasses import asdict, dataclass, replace
-from typing import Any, Self
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import asdict, dataclass
+from typing import Any
 
-from loadtest.campaign import Campaign, Probe
-from loadtest.compare import ATTAINMENT, capacity
-from loadtest.metrics import Estimate, Miss, Summary, mean_and_interval
-from loadtest.record import Record
+from loadtest.campaign import Campaign
+from loadtest.compare import ATTAINMENT
+from loadtest.estimate import Estimate, mean_and_interval, t_quantile
+from loadtest.results import Best, Point, Results, best
+from loadtest.slo import Miss
 
-
-def by_variant(campaign: Campaign) -> dict[str, Campaign]:
-    """Variant -> the campaign with its probes and the arms that ran it only, in the order in which the variants first ran."""
-    names = dict.fromkeys(probe.variant for probe in campaign.probes)
-    if len(names) < 2:
-        return {next(iter(names), ""): campaign}
-    parts = {name: tuple(probe for probe in campaign.probes if probe.variant == name) for name in names}
-    ran = {name: {probe.arm for probe in probes} for name, probes in parts.items()}
-    return {
-        name: replace(campaign, probes=probes, arms=tuple(arm for arm in campaign.arms if arm.name in ran[name]))
-        for name, probes in parts.items()
-    }
-
-
-@dataclass(frozen=True, slots=True)
-class Run:
-    """A probe and what it came to."""
-
-    probe: Probe
-    summary: Summary
-
-    @property
-    def flaw(self) -> str:
-        """Why it proves nothing, "" when it counts. A run that ended early misses the requests that it would have failed."""
-        return self.summary.void or (f"ended early: {self.probe.partial}" if self.probe.partial else "")
-
-
-@dataclass(frozen=True, slots=True)
-class Point:
-    """The runs of one arm at one rate that count: one for each seed."""
-
-    arm: str
-    rate: float
-    runs: tuple[Run, ...]
-
-    def estimate(self, number: Callable[[Summary], float | None]) -> Estimate:
-        """Over the seeds, of those runs where the number exists."""
-        return mean_and_interval([value for run in self.runs if (value := number(run.summary)) is not None])
-
-    @property
-    def goodput(self) -> Estimate:
-        return self.estimate(lambda summary: summary.goodput)
-
-    @property
-    def attainment(self) -> float:
-        return 1 - self.misses.total() / self.requests
-
-    @property
-    def requests(self) -> int:
-        return sum(run.summary.requests for run in self.runs)
-
-    @property
-    def misses(self) -> Counter[Miss]:
-        return sum((Counter(run.summary.misses) for run in self.runs), Counter())
-
-
-@dataclass(frozen=True, slots=True)
-class Results:
-    campaign: Campaign
-    runs: tuple[Run, ...]  # in the order in which they ran
-
-    @classmethod
-    def of(cls, campaign: Campaign) -> Self:
-        """Raises ValueError: several variants (see `by_variant`), or a run that is shorter than warm-up and cool-down."""
-        if len({probe.variant for probe in campaign.probes}) > 1:
-            raise ValueError("results are of one variant; split the campaign by_variant")
-        return cls(campaign, tuple(Run(probe, campaign.summary(probe)) for probe in campaign.probes))
-
-    @property
-    def arms(self) -> tuple[str, ...]:
-        return tuple(dict.fromkeys([arm.name for arm in self.campaign.arms] + [run.probe.arm for run in self.runs]))
-
-    def sound(self, arm: str) -> list[Run]:
-        return [run for run in self.runs if run.probe.arm == arm and not run.flaw]
-
-    def points(self, arm: str) -> list[Point]:
-        """By rate, from the lowest."""
-        runs = sorted(self.sound(arm), key=lambda run: run.probe.rate)
-        return [Point(arm, rate, tuple(same)) for rate, same in itertools.groupby(runs, key=lambda run: run.probe.rate)]
-
-    def sweep(self, arm: str) -> list[Point]:
-        """Without the rates that only a bisection visited: each seed has its own, so they are no part of a curve."""
-        return [point for point in self.points(arm) if any(run.probe.why == "sweep" for run in point.runs)]
-
-    def records(self, point: Point) -> list[Record]:
-        """Of all its seeds, due in the window."""
-        return [record for run in point.runs for record in self.campaign.window(run.probe).select(run.probe.records)]
-
-    def at(self, rate: float) -> dict[str, Point]:
-        """Arm -> its point there; arms without one are left out."""
-        return {point.arm: point for arm in self.arms for point in self.points(arm) if point.rate == rate}
-
-    @property
-    def knee(self) -> float | None:
-        """Where arms are looked at closely: of the rates that most arms ran, nearest to the first arm's best. None: no run counts."""
-        ran = Counter(point.rate for arm in self.arms for point in self.points(arm))
-        if not ran:
-            return None
-        wanted = best(self, self.arms[0]).rate
-        return min(ran, key=lambda rate: (-ran[rate], rate if wanted is None else abs(rate - wanted)))
-
-
-# Numbers
-
-
-@dataclass(frozen=True, slots=True)
-class Best:
-    """An arm's largest goodput at rates that hold the attainment, requests/s."""
-
-    goodputs: Mapping[int, float]  # seed -> it; 0 where no rate held
-    rates: Mapping[int, float]  # seed -> where that was
-    ended: bool  # every seed saw a higher rate fail; else the arm can do more than was asked of it
-
-    @property
-    def goodput(self) -> Estimate:
-        return mean_and_interval(list(self.goodputs.values()))
-
-    @property
-    def rate(self) -> float | None:
-        """Mean over the seeds. None: no rate held."""
-        return mean_and_interval(list(self.rates.values())).mean
-
-
-def best(results: Results, arm: str) -> Best:
-    """For each seed alone, since each has its own bisection. A rate that holds above one that failed is luck (`compare.capacity`)."""
-    goodputs, rates, ended = {}, {}, True
-    for seed in sorted({run.probe.seed for run in results.sound(arm)}):
-        runs = [run for run in results.sound(arm) if run.probe.seed == seed]
-        known = capacity([(run.probe.rate, run.summary.attainment) for run in runs])
-        held = [run for run in runs if known.holds is not None and run.probe.rate <= known.holds]
-        top = max(held, key=lambda run: run.summary.goodput or 0.0, default=None)
-        goodputs[seed] = (top.summary.goodput or 0.0) if top else 0.0
-        ended &= known.fails is not None
-        if top:
-            rates[seed] = top.probe.rate
-    return Best(goodputs, rates, ended)
+MISTAKES = 0.05  # how often a family of comparisons may contain a false one
+FEW_SEEDS = 4  # fewer than these give an interval that says little
 
 
 @dataclass(frozen=True, slots=True)
 class Comparison:
-    """`ahead` has the larger best. `factor` with its 95 % interval: None where a seed has no goodput, or only one seed ran both."""
+    """`ahead` has the larger goodput. `factor` with its interval: None where a seed has no goodput, or only one seed judged both."""
 
     ahead: str
     behind: str
@@ -170,29 +36,30 @@ class Comparison:
     low: float | None
     high: float | None
     beyond_spread: bool | None  # None: one seed tells no spread
+    family: int  # comparisons whose intervals hold together with 95 %
 
 
-def versus(results: Results, ahead: str, behind: str) -> Comparison:
-    """Seed by seed: with one seed both arms got the same requests at the same moments, which takes that chance out of the difference.
+def versus(results: Results, ahead: str, behind: str, family: int = 1) -> Comparison:
+    """Seed by seed: with one seed both arms got the same requests, which takes that chance out of the difference.
 
     The factor is the geometric mean of the seeds' ratios, its interval Student's on their logarithms.
     """
     a, b = best(results, ahead).goodputs, best(results, behind).goodputs
     pairs = [(a[seed], b[seed]) for seed in sorted(a.keys() & b.keys())]
     if not pairs:
-        return Comparison(ahead, behind, None, None, None, None)
+        return Comparison(ahead, behind, None, None, None, None, family)
     if any(x <= 0 or y <= 0 for x, y in pairs):  # no ratio
         never = len(pairs) > 1 and all(x > 0 and y <= 0 for x, y in pairs)
-        return Comparison(ahead, behind, None, None, None, True if never else _clear([x - y for x, y in pairs]))
+        return Comparison(ahead, behind, None, None, None, True if never else _clear([x - y for x, y in pairs], family), family)
     logs = [math.log(x / y) for x, y in pairs]
-    found = mean_and_interval(logs)
+    found = mean_and_interval(logs, 1 - MISTAKES / family)
     low, high = (None if end is None else math.exp(end) for end in (found.low, found.high))
-    return Comparison(ahead, behind, math.exp(found.mean or 0.0), low, high, _clear(logs))
+    return Comparison(ahead, behind, math.exp(found.mean or 0.0), low, high, _clear(logs, family), family)
 
 
-def _clear(differences: list[float]) -> bool | None:
-    """Their interval leaves 0 out."""
-    found = mean_and_interval(differences)
+def _clear(differences: list[float], family: int) -> bool | None:
+    """Whether their interval leaves 0 out. None: one difference has no interval."""
+    found = mean_and_interval(differences, 1 - MISTAKES / family)
     return None if found.low is None or found.high is None else not found.low <= 0 <= found.high
 
 
@@ -203,25 +70,84 @@ class Crossover:
     above: str
 
 
-def crossovers(results: Results, first: str, second: str) -> list[Crossover]:
-    """Where the curves of mean goodput cross, by linear interpolation between the rates that both ran.
+def all_crossovers(results: Results) -> list[Crossover]:
+    """Of every pair of arms that ran."""
+    pairs = list(itertools.combinations([arm for arm in results.arms if results.sound(arm)], 2))
+    return [crossing for pair in pairs for crossing in crossovers(results, *pair, len(pairs))]
 
-    A rate counts as led only where the difference leaves the spread (with one seed: where there is one), else every tie at low
-    rates, where both serve all that is offered, would be a crossing.
-    """
+
+def crossovers(results: Results, first: str, second: str, pairs: int = 1) -> list[Crossover]:
+    """Where the curves of mean goodput cross, by linear interpolation between the rates that both ran."""
     mine, theirs = ({point.rate: point for point in results.sweep(arm)} for arm in (first, second))
     rates = sorted(mine.keys() & theirs.keys())
     gaps = [_paired(mine[rate], theirs[rate]) for rate in rates]
-    led = [(i, math.copysign(1, _mean(gap))) for i, gap in enumerate(gaps) if _mean(gap) and _clear(gap) is not False]
+    found = _crossings(rates, gaps, pairs * len(rates))
+    return [Crossover(rate, *((first, second) if first_led else (second, first))) for rate, first_led in found]
+
+
+@dataclass(frozen=True, slots=True)
+class VariedCrossover:
+    """Somewhere between `low` and `high`, the nearest values that were measured; `value` is a linear interpolation."""
+
+    parameter: str
+    value: float
+    low: float
+    high: float
+    below: str  # the arm that is ahead at smaller values
+    above: str
+
+
+def varied_crossovers(parts: Mapping[str, Results]) -> list[VariedCrossover]:
+    """Of every pair of arms, over the variants of a campaign ("input=32", ...) that vary one parameter with numbers for values.
+
+    The arms are compared by (a - b) / (a + b), which does not depend on how fast a variant is.
+    """
+    values = numeric(list(parts))
+    if len(values) < 2:
+        return []
+    arms = list(dict.fromkeys(arm for results in parts.values() for arm in results.arms))
+    pairs = list(itertools.combinations(arms, 2))
     found = []
+    for first, second in pairs:
+        here = [(value, gap) for value, name in values if (gap := _relative(parts[name], first, second))]
+        places = [value for value, _ in here]
+        for value, first_led in _crossings(places, [gap for _, gap in here], len(pairs) * len(values)):
+            low = max(place for place in places if place <= value)
+            high = min(place for place in places if place >= value)
+            parameter = next(iter(parts)).partition("=")[0]
+            found.append(VariedCrossover(parameter, value, low, high, *((first, second) if first_led else (second, first))))
+    return found
+
+
+def numeric(variants: Sequence[str]) -> list[tuple[float, str]]:
+    """(value, variant) from the smallest value; empty where they vary several parameters or one that is no number."""
+    split = [variant.partition("=") for variant in variants]
+    if len({key for key, _, _ in split}) != 1:
+        return []
+    try:
+        return sorted((float(value), variant) for (_, _, value), variant in zip(split, variants, strict=True))
+    except ValueError:
+        return []
+
+
+def _relative(results: Results, first: str, second: str) -> list[float]:
+    a, b = (best(results, arm).goodputs if arm in results.arms else {} for arm in (first, second))
+    return [(a[seed] - b[seed]) / (a[seed] + b[seed]) if a[seed] + b[seed] else 0.0 for seed in sorted(a.keys() & b.keys())]
+
+
+def _crossings(places: Sequence[float], gaps: Sequence[list[float]], family: int) -> Iterator[tuple[float, bool]]:
+    """(place, whether the first arm led before it) of each change of the lead. `gaps`: the first arm's advantage by seed.
+
+    An arm leads only where the difference leaves the spread (with one seed: where there is one), else every tie at low rates, where both
+    serve all that is offered, would be a crossing.
+    """
+    led = [(i, math.copysign(1, _mean(gap))) for i, gap in enumerate(gaps) if _mean(gap) and _clear(gap, family) is not False]
     for (i, before), (j, after) in itertools.pairwise(led):
         if before == after:
             continue
         k = max(k for k in range(i, j) if _mean(gaps[k]) * after <= 0)  # from here on the new leader leads
         here, there = _mean(gaps[k]), _mean(gaps[k + 1])
-        rate = rates[k] + (rates[k + 1] - rates[k]) * here / (here - there)
-        found.append(Crossover(rate, *((first, second) if before > 0 else (second, first))))
-    return found
+        yield places[k] + (places[k + 1] - places[k]) * here / (here - there), before > 0
 
 
 def _paired(one: Point, other: Point) -> list[float]:
@@ -240,7 +166,7 @@ def _mean(values: list[float]) -> float:
 @dataclass(frozen=True, slots=True)
 class Verdict:
     winner: str | None  # ahead of every other arm beyond the spread
-    leader: str | None  # the largest best, whatever the spread. None: no arm has one
+    leader: str | None  # the largest goodput, whatever the spread. None: no arm has one
     bests: Mapping[str, Best]
     comparisons: tuple[Comparison, ...]  # of the leader with each other arm
     crossovers: tuple[Crossover, ...]
@@ -255,15 +181,17 @@ def verdict(campaign: Campaign) -> Verdict:
     return verdict_of(Results.of(campaign))
 
 
-def verdict_of(results: Results) -> Verdict:
+def verdict_of(results: Results, variants: int = 1) -> Verdict:
+    """`variants`: how many the campaign has; they are one family of comparisons."""
     bests = {arm: best(results, arm) for arm in results.arms}
     leader = max(bests, key=lambda arm: bests[arm].goodput.mean or 0.0, default=None)
     if leader is None or not bests[leader].goodput.mean:
         return Verdict(None, None, bests, (), (), (*_nobody(results), *_left_out(results)))
     ran = [arm for arm in results.arms if results.sound(arm)]
-    compared = tuple(versus(results, leader, arm) for arm in ran if arm != leader)
-    crossed = tuple(crossing for pair in itertools.combinations(ran, 2) for crossing in crossovers(results, *pair))
-    sentences = [_leads(leader, bests[leader], compared)]
+    family = max(1, math.comb(len(ran), 2) * variants)
+    compared = tuple(versus(results, leader, arm, family) for arm in ran if arm != leader)
+    crossed = tuple(all_crossovers(results))
+    sentences = _leads(leader, bests[leader], compared)
     for comparison in compared:
         sentences += _against(comparison, bests) + _why(results, comparison, bests[leader])
     if compared:
@@ -271,6 +199,20 @@ def verdict_of(results: Results) -> Verdict:
     sentences += _left_out(results)
     winner = leader if compared and all(comparison.beyond_spread for comparison in compared) else None
     return Verdict(winner, leader, bests, compared, crossed, tuple(sentences))
+
+
+def over_variants(parts: Mapping[str, Results]) -> list[str]:
+    """Sentences about the varied parameter; none where nothing numeric was varied."""
+    values = numeric(list(parts))
+    if len(values) < 2:
+        return []
+    found = [
+        f"Crossover: {one.above} overtakes {one.below} between {one.parameter} {one.low:g} and {one.high:g}, "
+        f"at about {one.value:.3g} by linear interpolation."
+        for one in varied_crossovers(parts)
+    ]
+    key = next(iter(parts)).partition("=")[0]
+    return found or [f"No crossover between {key} {values[0][0]:g} and {values[-1][0]:g}: no arm overtakes another beyond the spread."]
 
 
 def percent(share: float) -> str:
@@ -299,13 +241,30 @@ def miss_text(miss: Miss) -> str:
             return f"{what}: {miss.where}"
 
 
-def _leads(leader: str, top: Best, compared: tuple[Comparison, ...]) -> str:
+def judged(top: Best) -> str:
+    """How the arm's rate was chosen, and what came of it."""
+    if top.rate is None:
+        return "no rate held"
+    if top.chosen_by is None:
+        return f"offered {top.rate:.3g}"
+    others = "" if top.attainment is None else f", where the other seeds attain {percent(top.attainment)}"
+    return f"offered {top.rate:.3g}, chosen on seed {top.chosen_by}{others}"
+
+
+def _leads(leader: str, top: Best, compared: tuple[Comparison, ...]) -> list[str]:
     which = "the largest goodput" if compared else "a goodput"
-    seeds = f"95 % interval over {top.goodput.count} seeds" if top.goodput.count > 1 else "one seed"
+    n = top.goodput.count
+    seeds = f"95 % interval over {n} seeds" if n > 1 else "one seed"
     more = "" if top.ended else " It still held at the highest rate tried, so it can do more than this."
-    rate = f"offered {top.rate:.3g}" if top.rate else ""
     goodput = with_interval(top.goodput)
-    return f"{leader} has {which} at {percent(ATTAINMENT)} attainment or more: {goodput} requests/s ({seeds}, {rate}).{more}"
+    said = [
+        f"{leader} has {which} at the highest rate that holds {percent(ATTAINMENT)} attainment: {goodput} requests/s "
+        f"({seeds}; {judged(top)}).{more}"
+    ]
+    if 1 < n < FEW_SEEDS:
+        t = t_quantile(n - 1, 1 - MISTAKES)
+        said.append(f"Only {n} seeds judge, so an interval is ± {t:.3g} standard errors wide and shows large differences only.")
+    return said
 
 
 def _against(comparison: Comparison, bests: Mapping[str, Best]) -> list[str]:
@@ -313,27 +272,29 @@ def _against(comparison: Comparison, bests: Mapping[str, Best]) -> list[str]:
     other = bests[behind]
     if not other.goodput.mean:
         return [f"{behind} never holds {percent(ATTAINMENT)} attainment, not even at the lowest rate tried."]
+    together = f", {comparison.family} comparisons together" if comparison.family > 1 else ""
     if comparison.factor is None:
         factor = ", at some seed without any" if 0.0 in other.goodputs.values() else ""
     elif comparison.low is None:
         factor = f", a factor of {comparison.factor:.3g}"
     else:
-        factor = f", a factor of {comparison.factor:.3g} (95 % interval {comparison.low:.3g} to {comparison.high:.3g}, seed by seed)"
-    numbers = f"{behind} reaches {with_interval(other.goodput)} requests/s{factor}"
+        interval = f"95 % interval {comparison.low:.3g} to {comparison.high:.3g}, seed by seed{together}"
+        factor = f", a factor of {comparison.factor:.3g} ({interval})"
+    numbers = f"{behind} reaches {with_interval(other.goodput)} requests/s ({judged(other)}){factor}"
     match comparison.beyond_spread:
         case True:
             said = [f"{numbers}."]
         case False:
             said = [f"No difference beyond the spread between {ahead} and {behind}: {numbers}."]
         case None:
-            said = [f"{numbers}; without two seeds that ran both, no spread is known, and this may be chance."]
+            said = [f"{numbers}; without two seeds that judged both, no spread is known, and this may be chance."]
     if not other.ended:
         said.append(f"{behind} still held at the highest rate tried: higher rates would tell more.")
     return said
 
 
 def _why(results: Results, comparison: Comparison, top: Best) -> list[str]:
-    """What kept the loser back: the commonest miss near the leader's best rate, where the loser no longer holds."""
+    """What kept the loser back: the commonest miss near the leader's rate, where the loser no longer holds."""
     failing = [point for point in results.points(comparison.behind) if point.attainment < ATTAINMENT]
     if comparison.beyond_spread is False or not failing:
         return []

@@ -17,6 +17,7 @@ from baton.cluster.config import SecurityConfig
 from baton.cluster.errors import BatonError, Reason
 from baton.cluster.records import Load, WorkerRecord, WorkerState
 from baton.cluster.rpc import channel, to_error
+from baton.engine.block_key import KEY_BYTES
 from baton.v1 import generation_pb2, worker_pb2, worker_pb2_grpc
 from router.request import FinishReason, Handoff, Request, Token
 
@@ -156,7 +157,7 @@ class Workers:
     async def snapshot(self, worker: WorkerRecord) -> CacheSnapshot:
         stub = worker_pb2_grpc.WorkerStub(self._channel(worker))  # type: ignore[no-untyped-call]
         answer = await _answer(stub.Snapshot(worker_pb2.SnapshotRequest(to=to_addressee(worker)), timeout=ASK_TIMEOUT_S))
-        keys = tuple(answer.keys[at : at + 16] for at in range(0, len(answer.keys), 16))
+        keys = tuple(answer.keys[at : at + KEY_BYTES] for at in range(0, len(answer.keys), KEY_BYTES))
         return CacheSnapshot(answer.incarnation, answer.sequence, keys)
 
     async def describe(self, worker: WorkerRecord) -> tuple[WorkerRecord, dict[str, int]]:

@@ -24,10 +24,11 @@ from baton.cluster.config import SloConfig
 from baton.cluster.errors import BatonError, Reason
 from baton.cluster.metrics import Book, Number
 from baton.cluster.telemetry import NO_SPAN, Tracer, Value
+from baton.stages import e2e, tpot, ttft
 from router.request import FinishReason, Request, Stopwatch, Trace, name_the_stage
 from router.slo import Attainment, Objectives, Times, missed_because
+from router.validate import MAX_REQUEST_ID
 
-MAX_ID = 128  # characters; a request with a longer id is refused
 REFUSALS = frozenset({Reason.RATE_LIMITED, Reason.SATURATED, Reason.NO_WORKER, Reason.DRAINING})
 
 
@@ -71,6 +72,7 @@ class Record:
             "output_tokens": self.output_tokens,
             "cached_tokens": trace.cached_tokens,
             "retries": trace.retries,
+            "stages": self.times.stages,
             "laps": [{"stage": lap.stage, "worker": lap.worker, "start": lap.start - start, "end": lap.end - start} for lap in laps],
             "failures": [{"at": failure.at - start, "worker": failure.worker, "reason": failure.reason} for failure in trace.failures],
             "bypasses": trace.bypasses,
@@ -145,7 +147,7 @@ class Journal:
     def open(self, operation: str, request_id: str = "", traceparent: str = "", clock: Callable[[], float] = monotonic) -> Entry:
         """`operation`: a name from OpenTelemetry's GenAI conventions."""
         trace = Trace(Stopwatch(clock), self._tracer.begin(f"{operation} {self._model}", traceparent))
-        return Entry(self, trace, operation, request_id[:MAX_ID], self._wall_clock())
+        return Entry(self, trace, operation, request_id[:MAX_REQUEST_ID], self._wall_clock())
 
     @property
     def totals(self) -> Totals:
@@ -280,13 +282,13 @@ class Journal:
 
 def measure(trace: Trace) -> Times:
     """The times of a request whose watch has been stopped."""
-    watch, gaps, decoding = trace.watch, trace.gaps, trace.last_at - trace.first_at
+    watch, gaps = trace.watch, trace.gaps
     return Times(
         stages={str(stage): seconds for stage, seconds in watch.seconds.items()},
-        e2e_s=watch.laps[-1].end - watch.start,
-        ttft_s=trace.first_at - watch.start if trace.first_at else None,
-        tpot_s=decoding / len(gaps) if gaps else None,
-        tpot_rest_s=(decoding - gaps[0]) / (len(gaps) - 1) if len(gaps) > 1 else None,
+        e2e_s=e2e(watch.start, watch.laps[-1].end),
+        ttft_s=ttft(watch.start, trace.first_at) if trace.first_at else None,
+        tpot_s=tpot(trace.first_at, trace.last_at, len(gaps) + 1),
+        tpot_rest_s=tpot(trace.first_at + gaps[0], trace.last_at, len(gaps)) if gaps else None,
         prefill_wait_s=trace.prefill_wait_ms / 1000,
         prefill_compute_s=trace.prefill_compute_ms / 1000,
     )

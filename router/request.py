@@ -8,9 +8,7 @@ from typing import Literal
 from baton.cluster.errors import BatonError
 from baton.cluster.telemetry import NO_SPAN, Span
 from baton.engine.sampling import SamplingParams
-
-Stage = Literal["queue", "prefill", "transfer", "decode"]
-STAGES: tuple[Stage, ...] = ("queue", "prefill", "transfer", "decode")
+from baton.stages import STAGES, Stage, itl
 
 
 @dataclass(slots=True)
@@ -115,7 +113,7 @@ class Trace:
     def note_token(self) -> None:
         now = self.watch.clock()
         if self.first_at:
-            self.gaps.append(now - self.last_at)
+            self.gaps.append(itl(self.last_at, now))
         else:
             self.first_at = now
         self.last_at = now

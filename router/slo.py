@@ -1,12 +1,14 @@
 """Did a request meet its objectives, and if not, what cost most? Decides and does nothing else.
 
-The same words and formulae as `loadtest/metrics.py`, taken from the router's own clock: what happened before the request arrived and
-after its tokens left is not in it. An objective on something that there was not (the TPOT of one token) holds.
+The formulae are those of `baton.stages`, on the router's own clock, which sees neither what happened before the request arrived nor what
+happened after its tokens left. An objective on something that does not exist (the TPOT of one token) holds.
 """
 
 from collections import deque
 from collections.abc import Mapping
 from dataclasses import dataclass, field
+
+from baton.stages import largest, slow_tokens_because, ttft_parts
 
 
 @dataclass(frozen=True, slots=True)
@@ -25,7 +27,7 @@ class Objectives:
 
 @dataclass(frozen=True, slots=True)
 class Times:
-    """Of one request, seconds. `stages`: queue, prefill, transfer, decode."""
+    """Of one request, seconds. `stages`: those of `baton.stages.STAGES`."""
 
     stages: Mapping[str, float]
     e2e_s: float
@@ -43,27 +45,11 @@ def missed_because(objectives: Objectives, times: Times) -> str | None:
         if value is None or value <= limit:
             continue
         if name == "ttft":
-            return _largest(_ttft_parts(times))
+            return largest(ttft_parts({**times.stages, "prefill_wait": times.prefill_wait_s, "prefill_compute": times.prefill_compute_s}))
         if name == "e2e":
-            return _largest(times.stages)
-        handoff_alone = times.tpot_rest_s is None or times.tpot_rest_s <= limit
-        return "transfer" if times.stages["transfer"] and handoff_alone else "decode"
+            return largest(times.stages)
+        return slow_tokens_because(times.stages["transfer"], times.tpot_rest_s is None or times.tpot_rest_s <= limit)
     return None
-
-
-def _ttft_parts(times: Times) -> dict[str, float]:
-    """With a bypass the decode worker waits and computes and does not tell them apart: all of it is `prefill`."""
-    told = times.prefill_wait_s + times.prefill_compute_s
-    return {
-        "queue": times.stages["queue"],
-        "prefill_wait": times.prefill_wait_s,
-        "prefill_compute": times.prefill_compute_s,
-        "prefill": max(0.0, times.stages["prefill"] - told),
-    }
-
-
-def _largest(parts: Mapping[str, float]) -> str:
-    return max(parts, key=lambda part: parts[part])
 
 
 @dataclass(slots=True)

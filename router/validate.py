@@ -9,11 +9,11 @@ from types import MappingProxyType
 from typing import TypeVar
 
 from baton.cluster.errors import BatonError, Reason, Violation, invalid
-from baton.engine.sampling import SamplingParams
+from baton.engine.sampling import GREEDY_BELOW, SamplingParams
 
 ROLES = ("system", "user", "assistant")
 DEFAULT_MAX_TOKENS = 256
-GREEDY_BELOW = 1e-5  # the sampler's own limit
+MAX_REQUEST_ID = 128  # characters; a longer one is refused
 MAX_VIOLATIONS = 20  # told in one answer: it travels in the trailers, which gRPC limits to 8 KiB
 T = TypeVar("T", int, float)
 _INT32 = (1 << 31) - 1
@@ -30,7 +30,7 @@ class Limits:
     max_stop_token_ids: int = 128
     max_logit_bias: int = 1024
     max_logprobs: int = 20
-    max_request_id: int = 128
+    max_request_id: int = MAX_REQUEST_ID
     max_salt: int = 256  # bytes
     max_name: int = 256  # bytes
 

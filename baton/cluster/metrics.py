@@ -20,6 +20,7 @@ from types import MappingProxyType
 from typing import Any, Literal, TypeVar
 
 from baton.cluster.errors import Reason
+from baton.stages import PREFILL_PARTS, STAGES
 
 Kind = Literal["counter", "gauge", "histogram"]
 Role = Literal["router", "prefill", "decode"]
@@ -38,10 +39,9 @@ ALL: tuple[Role, ...] = ("router", "prefill", "decode")
 REASONS = tuple(Reason.__members__)
 OUTCOMES = ("ok", "invalid", "refused", "failed", "cancelled")
 FINISHES = ("stop", "length")
-STAGES = ("queue", "prefill", "transfer", "decode")
 TRANSPORTS = ("nixl", "tcp", "none")
 OBJECTIVES = ("ttft", "tpot", "e2e")
-CAUSES = ("queue", "prefill_wait", "prefill_compute", "prefill", "transfer", "decode", "error")
+CAUSES = ("queue", *PREFILL_PARTS, "prefill", "transfer", "decode", "error")
 
 # Bounds of OpenTelemetry's GenAI conventions, with room below for small models.
 TTFT_S = (0.001, 0.0025, 0.005, 0.01, 0.02, 0.04, 0.06, 0.08, 0.1, 0.25, 0.5, 0.75, 1.0, 2.5, 5.0, 7.5, 10.0, 30.0)

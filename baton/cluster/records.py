@@ -9,9 +9,10 @@ from collections.abc import Mapping
 from dataclasses import MISSING, asdict, dataclass, field, fields, is_dataclass
 from typing import Any, Literal, Self, get_args, get_origin
 
+from baton.engine.block_key import KEY_BYTES
+
 EVENT_KINDS = ("stored", "removed", "cleared")
 SIGNED = ".credit_tokens"  # the one number that may be negative
-KEY_BYTES = 16  # of engine.block_key; this room imports nothing of ours
 
 
 WorkerState = Literal["ready", "draining"]
@@ -88,7 +89,7 @@ class BlockEvent:
     incarnation: int
     sequence: int  # counts the events of one incarnation from 1 without gaps
     kind: Literal["stored", "removed", "cleared"]
-    keys: tuple[bytes, ...] = ()  # 16 bytes each
+    keys: tuple[bytes, ...] = ()  # KEY_BYTES each
 
     def to_fields(self) -> dict[bytes, bytes]:
         """Five flat byte strings, as a Redis stream entry holds them."""

@@ -17,10 +17,9 @@ import torch
 from torch import Tensor
 
 from baton.engine.protocol import NonFiniteLogits
-from baton.engine.sampling import Sampled, SamplingParams, noise_key
+from baton.engine.sampling import GREEDY_BELOW, Sampled, SamplingParams, noise_key
 from baton.engine.sequence import Sequence
 
-GREEDY_BELOW = 1e-5  # temperatures under this are 0: the division would leave float32
 SELECTED = 256  # top-p is sought among so many of the best; rows for which they are too few look among more
 WIDEN = 8  # times as many
 NOISE_ELEMENTS = 1 << 16  # noise is made for so many tokens at a time, so that its dozen passes stay in the cache

@@ -4,6 +4,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from types import MappingProxyType
 
+GREEDY_BELOW = 1e-5  # temperatures under this are 0: the division would leave float32
 _MASK = (1 << 64) - 1
 _NO_BIAS: Mapping[int, float] = MappingProxyType({})
 

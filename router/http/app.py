@@ -39,10 +39,10 @@ from router.http.stream import ClientGone, merge, while_connected
 from router.keys import ApiKeys
 from router.service import Event, GenerateService
 from router.tokenizer import Tokenizer
-from router.validate import Ask
+from router.validate import MAX_REQUEST_ID, Ask
 
 log = logging.getLogger(__name__)
-REQUEST_ID = re.compile(r"[A-Za-z0-9._:/+=@-]{1,120}")  # a choice's number follows
+REQUEST_ID = re.compile(rf"[A-Za-z0-9._:/+=@-]{{1,{MAX_REQUEST_ID - 8}}}")  # leaves room for the number of a choice
 AT_ONCE_BYTES = 64 << 10  # a longer body is read in a thread: each step holds the others up, but not all steps together
 TIMEOUT_HEADER = "x-request-timeout-ms"
 DONE = b"data: [DONE]\n\n"

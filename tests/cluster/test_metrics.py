@@ -19,7 +19,6 @@ from baton.cluster.metrics import (
     MAX_OPEN,
     OPEN,
     OTHER,
-    STAGES,
     TABLE,
     Alias,
     Book,
@@ -30,7 +29,6 @@ from baton.cluster.metrics import (
     Series,
 )
 from router import policy
-from router.request import STAGES as ROUTER_STAGES
 
 ROOT = Path(__file__).resolve().parents[2]
 DEPLOY = ROOT / "deploy"
@@ -93,7 +91,6 @@ class TestTable:
         assert set(found["vllm:cache_config_info"][1].labels.values()) == {"block_size", "num_gpu_blocks"}
 
     def test_speaks_the_router_s_words(self) -> None:
-        assert STAGES == ROUTER_STAGES
         source = Path(policy.__file__).read_text()
         for name, label in (("baton_router_choices_total", "reason"), ("baton_router_bypasses_total", "reason")):
             for value in BY_NAME[name].labels[label]:

@@ -7,8 +7,8 @@ from pathlib import Path
 import pytest
 
 from loadtest.campaign import FILE, Arm, Campaign, CampaignError, Probe, merge, this_machine
-from loadtest.metrics import Slo
 from loadtest.record import Record
+from loadtest.slo import Slo
 
 
 def record(number: int) -> Record:
@@ -41,7 +41,7 @@ def record(number: int) -> Record:
 @pytest.fixture
 def campaign() -> Campaign:
     probes = tuple(
-        Probe("A", rate, seed, tuple(record(i) for i in range(1, 6)), 8.0, variant="input=9") for rate in (1.0, 2.0) for seed in (1, 2)
+        Probe("A", rate, seed, tuple(record(i) for i in range(1, 6)), 5, 8.0, variant="input=9") for rate in (1.0, 2.0) for seed in (1, 2)
     )
     arms = (Arm("A", {"prefill.replicas": "0"}, "all in one"),)
     return Campaign(
@@ -63,6 +63,18 @@ def test_records_that_were_cut_off_make_the_run_partial(campaign: Campaign, tmp_
     file.write_bytes(file.read_bytes()[:-20])
     again = Campaign.load(tmp_path)
     assert [bool(probe.partial) for probe in again.probes] == [False, True, False, False] and len(again.probes[1].records) == 4
+
+
+def test_a_record_that_is_lost_from_the_file_makes_the_run_void(campaign: Campaign, tmp_path: Path) -> None:
+    campaign.save(tmp_path)
+    file = tmp_path / "records" / "0001.jsonl"
+    lines = file.read_text().splitlines(keepends=True)
+    file.write_text("".join([*lines[:2], *lines[3:]]))
+    again = Campaign.load(tmp_path)
+    assert [again.summary(probe).void for probe in again.probes] == [None, "5 requests became due and 4 have a record", None, None]
+    file.write_text("".join([*lines[:2], *lines[1:]]))
+    again = Campaign.load(tmp_path)
+    assert again.summary(again.probes[1]).void == "1 of 5 requests have more than one record"
 
 
 @pytest.mark.parametrize(
@@ -92,7 +104,7 @@ def test_no_folder_and_no_json_are_refused_by_name(tmp_path: Path) -> None:
 
 def test_parts_of_a_campaign_become_one(campaign: Campaign) -> None:
     other = Arm("B", {"prefill.replicas": "1"})
-    more = Probe("B", 1.0, 3, (record(1),), 8.0)
+    more = Probe("B", 1.0, 3, (record(1),), 1, 8.0)
     part = replace(campaign, arms=(*campaign.arms, other), probes=(more,), machine={**campaign.machine, "when": "later"}, partial="broken")
     whole = merge([campaign, part])
     assert whole.arms == (*campaign.arms, other) and whole.probes == (*campaign.probes, more) and whole.partial == "broken"

@@ -6,7 +6,7 @@ import pytest
 
 from loadtest.campaign import Arm, Probe
 from loadtest.cluster import ClusterError, Hardware, check_equal, default_cores, make_arms
-from loadtest.compare import Capacity, abba, capacity, measure_arm, next_rate
+from loadtest.compare import Capacity, abba, capacity, judge_arm, next_rate, pilot_arm
 
 A, B, C = (Arm(name, {}) for name in "ABC")
 
@@ -42,30 +42,52 @@ def test_the_next_rate_lies_between() -> None:
     assert next_rate(Capacity(2, None)) is None and next_rate(Capacity(None, 2)) is None
 
 
+class Simulated:
+    """Holds every rate up to `end`; remembers what was measured."""
+
+    def __init__(self, end: float, partial: str = "") -> None:
+        self.end, self.partial = end, partial
+        self.asked: list[tuple[float, str]] = []
+
+    async def measure(self, rate: float, why: str) -> Probe:
+        self.asked.append((rate, why))
+        return Probe("A", rate, 1, (), 0, 1.0, why, partial=self.partial)
+
+    def attained(self, probe: Probe) -> float:
+        return 1.0 if probe.rate <= self.end else 0.5
+
+
 async def test_bisection_closes_in_on_where_the_arm_ends() -> None:
-    end, asked = 5.0, []
+    arm = Simulated(5.0)
+    chosen = await pilot_arm((16, 1, 4, 8, 32), arm.measure, arm.attained, bisections=4)
+    assert [rate for rate, why in arm.asked if why == "sweep"] == [1, 4, 8, 16], "two failures are enough"
+    fails = min(rate for rate, _ in arm.asked if rate > arm.end)
+    assert chosen is not None and chosen <= arm.end < fails < chosen * 1.1
+    tireless = Simulated(99.0)
+    assert await pilot_arm((1, 2), tireless.measure, tireless.attained) == 2 and len(tireless.asked) == 2, "nothing to bisect"
+    hopeless = Simulated(0.0)
+    assert await pilot_arm((1, 2), hopeless.measure, hopeless.attained) is None
 
-    async def measure(rate: float, why: str) -> Probe:
-        asked.append((rate, why))
-        return Probe("A", rate, 1, (), 1.0, why)
 
-    def attained(probe: Probe) -> float:
-        return 1.0 if probe.rate <= end else 0.5
-
-    probes = await measure_arm((16, 1, 4, 8, 32), measure, attained, bisections=4)
-    assert [rate for rate, why in asked if why == "sweep"] == [1, 4, 8, 16], "two failures are enough"
-    found = capacity([(probe.rate, attained(probe)) for probe in probes])
-    assert found.holds is not None and found.fails is not None and found.holds <= end < found.fails < found.holds * 1.1
-    asked.clear()
-    await measure_arm((1, 2), measure, attained)
-    assert len(asked) == 2, "an arm that never failed is not bisected"
+async def test_the_other_seeds_judge_at_the_rate_that_the_first_chose() -> None:
+    arm = Simulated(5.0)
+    await judge_arm((1, 4, 8, 16), 4.6, arm.measure, arm.attained)
+    assert arm.asked == [(1, "sweep"), (4, "sweep"), (8, "sweep"), (16, "sweep"), (4.6, "judge")]
+    weaker = Simulated(1.0)
+    await judge_arm((1, 4, 8, 16), 16, weaker.measure, weaker.attained)
+    assert weaker.asked[-1] == (16, "judge"), "a sweep that ended earlier does not spare the arm its rate"
+    for chosen in (4.0, None):
+        again = Simulated(5.0)
+        await judge_arm((1, 4), chosen, again.measure, again.attained)
+        assert len(again.asked) == 2, "a rate of the sweep is measured once, and without a rate there is nothing to judge"
 
 
 async def test_a_broken_run_ends_the_arm() -> None:
-    async def measure(rate: float, why: str) -> Probe:
-        return Probe("A", rate, 1, (), 1.0, why, partial="the server is gone")
-
-    assert len(await measure_arm((1, 2, 4), measure, lambda probe: 1.0)) == 1
+    arm = Simulated(5.0, partial="the server is gone")
+    await pilot_arm((1, 2, 4), arm.measure, arm.attained)
+    assert len(arm.asked) == 1
+    await judge_arm((1, 2, 4), 3.0, arm.measure, arm.attained)
+    assert len(arm.asked) == 2
 
 
 HARDWARE = Hardware(default_cores()[:2], 1)

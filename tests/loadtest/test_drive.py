@@ -6,9 +6,13 @@ from collections.abc import Callable, Sequence
 
 import pytest
 
+import loadtest.drive as drive_module
 from loadtest.arrivals import Constant, Poisson
+from loadtest.distribution import percentile
 from loadtest.drive import GENERATOR_FULL, GONE_AFTER, NO_SERVER, Answer, Live, Run, drive
-from loadtest.metrics import Slo, Window, percentile, summarise
+from loadtest.slo import Miss, Slo
+from loadtest.summary import lost_reason, summarise
+from loadtest.window import Window
 from loadtest.workload import Item
 
 
@@ -113,7 +117,7 @@ async def test_the_display_sees_what_goes_on() -> None:
     while not running.done():
         await asyncio.wait({running}, timeout=0.03)
         seen.append((live.in_flight, len(live.records)))
-    assert live.due == live.sent == len(live.records) == 30 and live.in_flight == 0
+    assert live.planned == live.due == len(live.records) == 30 and live.in_flight == 0
     assert max(flying for flying, _ in seen) > 3 and [ended for _, ended in seen] == sorted(ended for _, ended in seen)
 
 
@@ -129,6 +133,42 @@ async def test_an_interrupted_run_keeps_its_records_and_leaves_nothing_behind() 
     with pytest.raises(asyncio.CancelledError):
         await running
     assert door.at_once == 0 and 5 <= len(live.records) < 3000, "what came to an end is kept"
+
+
+class Raising(Fake):
+    """Breaks on every third request, half of the time after it has sent tokens."""
+
+    async def ask(self, prompt: Sequence[int], output_tokens: int, timeout_s: float, on_tokens: Callable[[int], None]) -> Answer:
+        answer = await super().ask(prompt, output_tokens, timeout_s, on_tokens)
+        if len(self.prompts) % 3 == 0:
+            raise RuntimeError("the stream has not come to its end")
+        return answer
+
+
+async def test_a_door_that_raises_loses_no_request() -> None:
+    run = await go(Raising(), items(100))
+    failed = [record for record in run.records if record.outcome == "failed"]
+    assert len(run.records) == run.due == 30 and len(failed) == 10
+    assert {record.reason for record in failed} == {"RuntimeError: the stream has not come to its end"}
+    told = summarise(run.records, Window(run.duration_s), Slo(ttft_s=60.0), due=run.due, max_lag_s=60.0)
+    assert told.void is None and told.requests == 30 and told.attainment == pytest.approx(2 / 3)
+    assert told.misses[Miss("failed", "RuntimeError: the stream has not come to its end")] == 10
+
+
+async def test_every_turn_that_becomes_due_is_counted() -> None:
+    turns = [Item((i,), 1, f"s{i // 3}") for i in range(30)]
+    run = await go(Fake(), turns, rate=1000)
+    assert run.due == len(run.records) == 30
+    refused = await go(Fake(answer=lambda n: Answer("refused", "SATURATED")), turns, rate=1000)
+    assert refused.due == len(refused.records) == 10, "the turns after a refusal never become due"
+
+
+async def test_a_fault_of_the_generator_itself_is_told(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Negative control of the count: no record is made, and the run cannot be taken for a good one."""
+    monkeypatch.setattr(drive_module, "Record", lambda **_: 1 / 0)
+    run = await go(Fake(), items(100))
+    assert run.partial == "the generator failed: ZeroDivisionError: division by zero"
+    assert run.due == 30 and lost_reason(run.records, run.due) == "30 requests became due and 0 have a record"
 
 
 class Server:

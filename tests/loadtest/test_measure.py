@@ -1,62 +1,134 @@
-"""A campaign of arms whose clusters fail: what was measured before is kept and marked."""
+"""Campaigns: which seed does what, and what is left when a cluster fails."""
 
+import subprocess
 from collections.abc import Awaitable, Callable
+from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 import pytest
 
-from loadtest import measure
+from loadtest import cluster, measure
+from loadtest.access import Access
 from loadtest.campaign import Campaign
-from loadtest.cluster import ClusterError, Hardware
-from loadtest.drive import Live, Run
-from loadtest.measure import Comparison, Plan, Workload, compare_arms
-from loadtest.metrics import Slo
+from loadtest.cluster import ClusterError, Hardware, RunningCluster
+from loadtest.drive import Answer, Run
+from loadtest.measure import compare_arms, measure_endpoint
+from loadtest.plan import Comparison, Plan, Workload
+from loadtest.slo import Slo
 
-WORKLOAD = Workload(
-    input="8", output="4", hit_rate=0.0, turns="1", think="0", prefix_tokens=64, prefix_branching=4, prefix_depth=1, trace=None,
-    format="auto", tokenizer=None, scale=1.0, max_tokens=64, vocab=256, lenient=False, arrivals="constant", duration_s=4.0,
+WORKLOAD = Workload(input="8", output="4", max_tokens=64, arrivals="constant", duration_s=4.0)
+PLAN = Plan(workload=WORKLOAD, slo=Slo(ttft_s=1.0), seeds=(1, 2), warm_up_s=0.5, cool_down_s=0.5, timeout_s=5.0)
+COMPARISON = Comparison(
+    model="model", arms=("colocated", "disaggregated"), hardware=Hardware((0, 1), 1), ratio=(1, 1), chunk=64, rates=(1.0,),
+    vary=("", ("",)), bisections=0,
 )  # fmt: skip
-COMPARISON = Comparison("model", ("colocated", "disaggregated"), Hardware((0, 1), 1), (1, 1), 64, (1.0,), ("", ("",)), 0)
-
-
-async def show(run: Any, live: Live, what: str) -> None: ...
+BATON = "import sys; sys.stderr.write({!r}); sys.exit({})"
 
 
 @pytest.fixture
-def compared(monkeypatch: pytest.MonkeyPatch) -> Callable[[int], Awaitable[Campaign]]:
-    """Only so many clusters come up."""
+def compared(monkeypatch: pytest.MonkeyPatch) -> Callable[..., Awaitable[Campaign]]:
+    """Only so many clusters come up, and only so many go down."""
 
-    def make(clusters: int) -> Awaitable[Campaign]:
-        left = iter(range(clusters))
+    def make(clusters: int, end: int = 99, plan: Plan = PLAN, **changes: Any) -> Awaitable[Campaign]:
+        left, ends = iter(range(clusters)), iter(range(end))
 
         class Cluster:
             def __init__(self, *arguments: Any) -> None: ...
 
-            async def __aenter__(self) -> str:
+            async def __aenter__(self) -> dict[str, str]:
                 if next(left, None) is None:
                     raise ClusterError("a port is taken")
-                return "127.0.0.1:1"
+                return {"grpc": "127.0.0.1:1", "http": "127.0.0.1:2"}
 
-            async def __aexit__(self, *arguments: Any) -> None: ...
+            async def __aexit__(self, *arguments: Any) -> None:
+                if next(ends, None) is None:
+                    raise ClusterError("it did not end")
 
         async def drive(*arguments: Any, **options: Any) -> Run:
-            return Run((), 4.0, "")
+            return Run((), 0, 4.0, "")
 
         async def warm_up(*arguments: Any) -> None: ...
 
         for name, fake in (("RunningCluster", Cluster), ("drive", drive), ("warm_up", warm_up), ("check_equal", lambda *_: {})):
             monkeypatch.setattr(measure, name, fake)
-        return compare_arms(Plan(WORKLOAD, Slo(ttft_s=1.0), (1, 2), 0.5, 0.5, 5.0, show), COMPARISON, lambda line: None)
+        return compare_arms(plan, replace(COMPARISON, **changes))
 
     return make
 
 
-async def test_what_was_measured_before_a_cluster_failed_is_kept(compared: Callable[[int], Awaitable[Campaign]]) -> None:
+async def test_what_was_measured_before_a_cluster_failed_is_kept(compared: Callable[..., Awaitable[Campaign]]) -> None:
     campaign = await compared(3)
     assert len({(probe.arm, probe.seed) for probe in campaign.probes}) == 3 and "a port is taken" in campaign.partial
     assert not (await compared(4)).partial
 
 
-async def test_a_first_cluster_that_fails_is_an_error(compared: Callable[[int], Awaitable[Campaign]]) -> None:
+async def test_a_cluster_that_does_not_end_ends_the_campaign_and_keeps_it(compared: Callable[..., Awaitable[Campaign]]) -> None:
+    campaign = await compared(4, end=2)
+    assert len({(probe.arm, probe.seed) for probe in campaign.probes}) == 3 and "it did not end" in campaign.partial
+
+
+async def test_a_first_cluster_that_fails_is_an_error(compared: Callable[..., Awaitable[Campaign]]) -> None:
     with pytest.raises(ClusterError, match="a port is taken"):
         await compared(0)
+
+
+async def test_the_pilot_bisects_and_the_others_judge(
+    compared: Callable[..., Awaitable[Campaign]], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Every run attains all up to 3/s."""
+    monkeypatch.setattr(measure._Runs, "attained", lambda self, probe: 1.0 if probe.rate <= 3 else 0.0)
+    campaign = await compared(9, rates=(2.0, 8.0), bisections=2)
+    by_seed = {seed: [(p.rate, p.why) for p in campaign.probes if (p.seed, p.arm) == (seed, "colocated")] for seed in (1, 2)}
+    assert [why for _, why in dict(by_seed[1]).items()] == ["sweep", "sweep", "bisection", "bisection"]
+    chosen = max(rate for rate, _ in by_seed[1] if rate <= 3)
+    assert dict(by_seed[2]) == {2.0: "sweep", 8.0: "sweep", chosen: "judge"}
+
+
+async def test_a_varied_chunk_is_told_of_the_arms_that_have_it(compared: Callable[..., Awaitable[Campaign]]) -> None:
+    campaign = await compared(99, vary=("chunk", ("64", "256")), arms=("colocated", "colocated@32"))
+    chunks = {arm.name: arm.topology["engine.max_num_batched_tokens"] for arm in campaign.arms}
+    assert chunks == {"colocated": "64 | 256", "colocated@32": "32"}
+
+
+@pytest.mark.parametrize(
+    ("code", "says"), [(BATON.format("no such cluster", 3), "no such cluster"), ("import time; time.sleep(60)", "did not end within 0.5 s")]
+)
+async def test_what_down_says_is_heard(monkeypatch: pytest.MonkeyPatch, code: str, says: str) -> None:
+    real = subprocess.run
+    monkeypatch.setattr(cluster, "DOWN_WITHIN_S", 0.5 if "sleep" in code else 30.0)
+    monkeypatch.setattr(subprocess, "run", lambda command, **options: real([command[0], "-c", code], **options))
+    with pytest.raises(ClusterError, match=says):
+        await RunningCluster({}, "x").__aexit__(None, None, None)
+    await RunningCluster({}, "x").__aexit__(KeyError, KeyError(), None)  # an error that is on its way is not replaced
+
+
+def test_seeds_that_repeat_are_refused() -> None:
+    with pytest.raises(ValueError, match="seeds: 1,1: a seed that stands twice"):
+        replace(PLAN, seeds=(1, 1))
+
+
+class Silent:
+    async def ask(self, *arguments: Any) -> Answer:
+        return Answer("ok", tokens=(1,))
+
+    async def __aenter__(self) -> "Silent":
+        return self
+
+    async def __aexit__(self, *_: object) -> None: ...
+
+
+async def test_sessions_need_the_door_that_tells_token_ids(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(Access, "door", lambda *_: Silent())
+    sessions = replace(PLAN, workload=replace(WORKLOAD, turns="2"), access=Access("http"))
+    with pytest.raises(ValueError, match="HTTP door tells no token ids"):
+        await measure_endpoint(sessions, "127.0.0.1:1", 1.0)
+
+
+async def test_a_long_trace_says_how_far_it_is(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    path = tmp_path / "trace.csv"
+    path.write_text("Timestamp,Request tokens,Response tokens\n" + "".join(f"{i / 100},5,5\n" for i in range(50_001)))
+    told: list[str] = []
+    items, _ = replace(WORKLOAD, trace=str(path), arrivals="trace").items(10.0, 1, told.append)
+    assert told == [f"{path}: 50000 rows read"]
+    assert len(items) == 4000 and max(item.at or 0.0 for item in items) < 4.0

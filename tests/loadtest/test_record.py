@@ -45,8 +45,8 @@ counts = st.integers(0, 2**63)
 def records(draw: st.DrawFn) -> Record:
     sent, *tokens, ended = sorted(draw(st.lists(microseconds, min_size=2, max_size=8)))
     stages = st.dictionaries(st.sampled_from(["queue", "prefill", "a new one"]), st.integers(0, 10**9).map(lambda us: us / 1000))
-    numbers = {name: draw(counts) for name in Record.__slots__ if name.endswith("_tokens") or name.startswith("kv_")}
-    texts = {name: draw(st.text(max_size=5)) for name in TEXTS}
+    numbers: dict[str, Any] = {name: draw(counts) for name in Record.__slots__ if name.endswith("_tokens") or name.startswith("kv_")}
+    texts: dict[str, Any] = {name: draw(st.text(max_size=5)) for name in TEXTS}
     return Record(
         number=draw(counts),
         scheduled=draw(microseconds),

@@ -4,12 +4,14 @@ import base64
 import io
 import json
 import random
+import statistics
 from collections.abc import Iterable, Sequence
 from dataclasses import replace
 from html.parser import HTMLParser
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 from matplotlib.figure import Figure
 from matplotlib.image import imread
@@ -17,11 +19,12 @@ from matplotlib.text import Text
 from rich.console import Console, RenderableType
 
 from loadtest.campaign import Arm, Campaign, Probe
-from loadtest.metrics import Slo
 from loadtest.pictures import PICTURES, best_of_each_variant, paint
 from loadtest.record import Record
-from loadtest.report import as_json, compare_runs, console_table, draw, sections
-from loadtest.verdict import Results, best, by_variant, crossovers, verdict, versus
+from loadtest.report import as_json, compare_runs, console_table, draw, explained, failures, sections
+from loadtest.results import Results, best, by_variant
+from loadtest.slo import Slo
+from loadtest.verdict import crossovers, over_variants, varied_crossovers, verdict, verdict_of, versus
 
 DURATION_S = 16.0
 SLO = Slo(ttft_s=0.6, tpot_s=0.045)
@@ -35,7 +38,8 @@ def simulate(arm: str, rate: float, seed: int) -> tuple[Record, ...]:
     "split": it takes 0.21 ms a token and a handoff of 5 ms + bytes / (1 GiB/s), and tokens flow on. Every 16th prompt misses its TTFT.
     """
     draw, split = random.Random(seed), arm == "split"
-    free, due, plan = 0.0, 0.0, []
+    free, due = 0.0, 0.0
+    plan: list[tuple[float, float, float, int]] = []
     while (due := due + draw.uniform(0.3, 1.7) / rate) < DURATION_S:
         prompt = 3000 if len(plan) % 16 == 5 else draw.randrange(50, 400)
         begin = max(due, free)
@@ -100,7 +104,8 @@ def campaign(probes: Sequence[Probe], **fields: Any) -> Campaign:
 
 
 def probe(arm: str, rate: float, seed: int = 0, **fields: Any) -> Probe:
-    return replace(Probe(arm, rate, seed, simulate(arm, rate, seed), DURATION_S), **fields)
+    records = simulate(arm, rate, seed)
+    return replace(Probe(arm, rate, seed, records, len(records), DURATION_S), **fields)
 
 
 def counted(arm: str, rate: float, seed: int, met: int, missed: int, **fields: Any) -> Probe:
@@ -126,7 +131,7 @@ def counted(arm: str, rate: float, seed: int, met: int, missed: int, **fields: A
                 transport="tcp" if ok else "",
             )
         )
-    return replace(Probe(arm, rate, seed, tuple(records), 12.0), **fields)
+    return replace(Probe(arm, rate, seed, tuple(records), len(records), 12.0), **fields)
 
 
 def late(run: Probe) -> Probe:
@@ -157,7 +162,9 @@ def test_the_simulated_arms_cross_and_the_verdict_says_where_and_why(crossing: C
 
 
 def test_best_factor_and_crossover_by_hand() -> None:
-    """Over 10 s; at 1/s a is 0.1/s ahead, at 2/s b is, so they cross half-way. a holds 90 % up to 2/s, b everywhere."""
+    """Over 10 s; at 1/s a is 0.1/s ahead, at 2/s b is, so they cross half-way. a holds 90 % up to 2/s, b everywhere.
+
+    Seed 0 chooses, seeds 1 and 2 judge."""
     runs = []
     for seed in (0, 1, 2):
         runs += [counted("a", 1, seed, 10, 0), counted("a", 2, seed, 18, 2), counted("a", 4, seed, 30, 10), counted("a", 6, seed, 20, 40)]
@@ -169,7 +176,7 @@ def test_best_factor_and_crossover_by_hand() -> None:
     [comparison] = said.comparisons
     assert comparison.factor == comparison.low == comparison.high == pytest.approx(5.7 / 1.8)
     [found] = said.crossovers
-    assert (found.below, found.above, found.rate) == ("a", "b", pytest.approx(1.5))
+    assert (found.below, found.above) == ("a", "b") and found.rate == pytest.approx(1.5)
     assert "b still held" not in " ".join(said.sentences) and "It still held at the highest rate tried" in said.sentences[0]
     assert any("at 6 requests/s a missed the SLO on 67 %" in sentence and "refused: SATURATED" in sentence for sentence in said.sentences)
 
@@ -203,9 +210,88 @@ def test_an_arm_that_never_holds_loses_without_a_factor() -> None:
     assert any(sentence.startswith("a never holds 90 % attainment") for sentence in said.sentences)
 
 
-def test_a_seed_at_which_no_rate_held_counts_as_none() -> None:
-    found = best(Results.of(campaign([counted("a", 2, 0, 20, 0), counted("a", 2, 1, 10, 10)])), "a")
-    assert found.goodputs == {0: 2.0, 1: 0.0} and found.goodput.mean == 1.0 and found.rate == 2
+def test_at_one_rate_there_is_no_choice_and_every_seed_judges() -> None:
+    found = best(Results.of(campaign([counted("a", 2, 0, 20, 0), counted("a", 2, 1, 18, 2)])), "a")
+    assert found.goodputs == {0: 2.0, 1: 1.8} and found.rate == 2 and found.attainment == 0.95 and found.chosen_by is None
+    failed = best(Results.of(campaign([counted("a", 2, 0, 20, 0), counted("a", 2, 1, 10, 10)])), "a")
+    assert failed.rate is None and failed.goodputs == {0: 0.0, 1: 0.0} and failed.ended
+
+
+def test_the_first_seed_chooses_the_rate_and_the_others_judge_the_arm_there() -> None:
+    """Seed 7 was lucky at 4/s. That is where the arm is judged, and what it is worth there the other seeds say."""
+    runs = [counted("a", 2, 7, 20, 0), counted("a", 4, 7, 40, 0), counted("a", 8, 7, 30, 50)]
+    for seed in (1, 2):
+        runs += [counted("a", 2, seed, 20, 0), counted("a", 4, seed, 34, 6), counted("a", 8, seed, 30, 50)]
+    found = best(Results.of(campaign(runs)), "a")
+    assert (found.rate, found.chosen_by, found.goodputs) == (4, 7, {1: 3.4, 2: 3.4}) and found.attainment == pytest.approx(0.85)
+    said = verdict(campaign(runs, arms=(Arm("a", {}),))).sentences
+    assert "offered 4, chosen on seed 7, where the other seeds attain 85 %" in said[0]
+    alone = best(Results.of(campaign(runs[:3])), "a")
+    assert alone.goodputs == {7: 4.0} and alone.chosen_by is None, "a single seed both chooses and judges"
+
+
+def test_an_arm_that_was_tried_more_often_gains_nothing_by_it() -> None:
+    """Two equal arms whose goodput and attainment are noise; b is tried at six rates, a at two. The judges see no difference on average.
+
+    Negative control: the largest goodput of each seed's runs, as chosen and told by the same seed, favours b.
+    """
+    draw = random.Random(5)
+    differences, cursed = [], []
+    for _trial in range(60):
+        runs = []
+        for arm, rates in (("a", (4.0, 4.1)), ("b", (4.0, 4.02, 4.04, 4.06, 4.08, 4.1))):
+            for seed in (0, 1, 2):
+                runs += [counted(arm, rate, seed, 40 - (missed := draw.randrange(4)), missed) for rate in rates]
+        results = Results.of(campaign(runs))
+        told = {arm: best(results, arm).goodput.mean or 0.0 for arm in ("a", "b")}
+        largest = {arm: max(run.summary.goodput or 0.0 for run in results.sound(arm)) for arm in ("a", "b")}
+        differences.append(told["b"] - told["a"])
+        cursed.append(largest["b"] - largest["a"])
+    spread = 3 * statistics.stdev(differences) / len(differences) ** 0.5
+    assert abs(statistics.mean(differences)) < spread
+    assert statistics.mean(cursed) > 2.5 * statistics.stdev(cursed) / len(cursed) ** 0.5
+
+
+def test_many_arms_that_are_alike_have_a_winner_no_more_often_than_two() -> None:
+    """Of six equal arms the luckiest is compared with the unluckiest: without the correction it beats one of them far more than 1 in 20."""
+    draw = random.Random(3)
+    found, uncorrected = 0, 0
+    for _trial in range(100):
+        runs = [counted(arm, 2, seed, 20 + draw.randrange(9), 0) for seed in range(5) for arm in "abcdef"]
+        results = Results.of(campaign(runs))
+        said = verdict_of(results)
+        assert all(comparison.family == 15 for comparison in said.comparisons)
+        found += any(comparison.beyond_spread for comparison in said.comparisons)
+        uncorrected += any(versus(results, str(said.leader), arm).beyond_spread for arm in "abcdef" if arm != said.leader)
+    assert found <= 4 < uncorrected
+
+
+def test_few_seeds_are_called_few() -> None:
+    def sentences(seeds: int) -> str:
+        return " ".join(verdict(campaign([counted(arm, 2, seed, 20, 0) for seed in range(seeds) for arm in "ab"])).sentences)
+
+    assert "Only 2 seeds judge, so an interval is ± 12.7 standard errors wide" in sentences(2)
+    assert "seeds judge" not in sentences(1) + sentences(4)
+
+
+def test_where_arms_cross_over_a_varied_parameter() -> None:
+    """a is 20 % ahead at 100, b as much at 300: in the middle they are equal. Noise between a and c is no crossing."""
+    met = {"input=100": {"a": 24, "b": 16, "c": 24}, "input=300": {"a": 16, "b": 24, "c": 16}, "input=500": {"a": 16, "b": 24, "c": 16}}
+    runs = [
+        counted(arm, 4, seed, n + (seed % 2 if arm == "c" else 0), 0, variant=variant)
+        for variant, arms in met.items()
+        for arm, n in arms.items()
+        for seed in range(5)
+    ]
+    parts = {variant: Results.of(part) for variant, part in by_variant(campaign(runs)).items()}
+    [one, two] = varied_crossovers(parts)
+    assert (one.below, one.above, one.low, one.high) == ("a", "b", 100, 300) and one.value == pytest.approx(200)
+    assert (two.below, two.above) == ("c", "b")
+    assert over_variants(parts)[0] == ("Crossover: b overtakes a between input 100 and 300, at about 200 by linear interpolation.")
+    assert over_variants(parts)[0] in printed(console_table(campaign(runs)))
+    same = {f"input={n}": parts["input=300"] for n in (100, 300)}
+    assert over_variants(same) == ["No crossover between input 100 and 300: no arm overtakes another beyond the spread."]
+    assert over_variants({"trace=a": parts["input=100"], "trace=b": parts["input=300"]}) == [], "words have no order"
 
 
 def test_holding_above_a_failure_is_luck() -> None:
@@ -215,12 +301,12 @@ def test_holding_above_a_failure_is_luck() -> None:
 
 @pytest.mark.parametrize("spoil", [late, lambda run: replace(run, partial="the server is gone")])
 def test_a_run_that_proves_nothing_is_left_out(spoil: Any) -> None:
-    runs = [counted(arm, 2, seed, 20, 0) for seed in (0, 1) for arm in ("a", "b")]
-    spoilt = [spoil(counted("b", 9, seed, 90, 0)) for seed in (0, 1)]
-    assert verdict(campaign([*runs, *(counted("b", 9, seed, 90, 0) for seed in (0, 1))])).winner == "b"
+    runs = [counted(arm, 2, seed, 20, 0) for seed in (0, 1, 2) for arm in ("a", "b")]
+    spoilt = [spoil(counted("b", 9, seed, 90, 0)) for seed in (0, 1, 2)]
+    assert verdict(campaign([*runs, *(counted("b", 9, seed, 90, 0) for seed in (0, 1, 2))])).winner == "b"
     said = verdict(campaign([*runs, *spoilt]))
     assert said.winner is None
-    assert said.sentences[-1] == "2 of 6 runs are void or ended early and are left out."
+    assert said.sentences[-1] == "3 of 9 runs are void or ended early and are left out."
 
 
 def test_nothing_and_nobody() -> None:
@@ -238,9 +324,11 @@ def test_one_arm_is_described_and_not_compared() -> None:
 
 
 def test_ties_and_noise_are_no_crossover() -> None:
-    """At 1 and 2 each arm leads at one seed; at 4 b does at both. At 6 a is ahead again: that is one."""
+    """At 1 and 2 each arm leads at half of the seeds; at 4 b does at all. At 6 a is ahead again: that is one."""
     met = {1: ((10, 10), (10, 10)), 2: ((22, 20), (19, 20)), 4: ((30, 38), (31, 38)), 6: ((50, 40), (51, 40))}
-    runs = [counted(arm, rate, seed, n[i], 0) for rate, some in met.items() for seed, n in enumerate(some) for i, arm in enumerate("ab")]
+    runs = [
+        counted(arm, rate, seed, n[i], 0) for rate, some in met.items() for seed, n in enumerate(2 * some) for i, arm in enumerate("ab")
+    ]
     [found] = crossovers(Results.of(campaign(runs)), "a", "b")
     gap_at_4, gap_at_6 = -0.75, 1.05
     assert (found.below, found.above) == ("b", "a") and found.rate == pytest.approx(4 + 2 * gap_at_4 / (gap_at_4 - gap_at_6))
@@ -285,7 +373,7 @@ def test_every_picture_is_drawn_with_units_names_and_readable_text(crossing: Cam
     for name, figure in made.items():
         assert isinstance(figure, Figure), f"{name}: {figure}"
         words = " ".join(text.get_text() for text in texts(figure))
-        assert min(text.get_fontsize() for text in texts(figure)) >= 9, name
+        assert min(float(text.get_fontsize()) for text in texts(figure)) >= 9, name
         assert any(unit in words for unit in ("(ms)", "(requests/s)", "tokens/s")), name
         assert ("mixed" in words and "split" in words) or name == "transfer", name
 
@@ -318,7 +406,7 @@ def test_bars_of_misses_add_up_to_what_missed() -> None:
 
 
 def without_a_first_token_in_time(whole: Figure) -> float:
-    return max(float(y) for line in whole.axes[0].lines[:1] for y in line.get_ydata())  # type: ignore[union-attr]
+    return max(float(y) for line in whole.axes[0].lines[:1] for y in np.asarray(line.get_ydata(), float))
 
 
 def test_refused_requests_keep_the_ttft_curve_low() -> None:
@@ -328,7 +416,7 @@ def test_refused_requests_keep_the_ttft_curve_low() -> None:
 
 REASONS = {
     "everything refused": ([counted("a", 2, 0, 0, 20)], {"knee", "cdf", "timeline", "stages", "transfer", "cached"}),
-    "all well, one run": ([replace(probe("mixed", 2), records=simulate("mixed", 1, 0)[:6])], {"transfer", "cached", "misses"}),
+    "all well, one run": ([replace(probe("mixed", 2), records=simulate("mixed", 1, 0)[:6], due=6)], {"transfer", "cached", "misses"}),
     "void": ([late(probe("mixed", 2))], {picture.name for picture in PICTURES}),
     "partial": ([probe("mixed", 2, partial="gone")], {picture.name for picture in PICTURES}),
     "nothing": ([], {picture.name for picture in PICTURES}),
@@ -437,7 +525,7 @@ def test_an_arm_that_did_not_run_a_variant_is_not_in_it(tmp_path: Path) -> None:
     draw(both, tmp_path)
     assert set(json.loads((tmp_path / "results.json").read_text())["verdict"]["v=1"]["bests"]) == {"a"}
     drawn = best_of_each_variant({variant: Results.of(part) for variant, part in by_variant(both).items()})
-    assert [len(bars.lines[0].get_xdata()) for bars in drawn.axes[0].containers] == [2, 1]
+    assert [len(bars.lines[0].get_xdata()) for bars in drawn.axes[0].containers] == [2, 1]  # type: ignore[attr-defined]
 
 
 def test_each_variant_has_pictures_of_its_own(tmp_path: Path) -> None:
@@ -457,9 +545,9 @@ def test_numbers_of_a_campaign_are_by_run(page: Path, crossing: Campaign) -> Non
 # Console
 
 
-def printed(said: RenderableType) -> str:
+def printed(said: RenderableType, width: int = 220) -> str:
     out = io.StringIO()
-    Console(file=out, width=220).print(said)
+    Console(file=out, width=width).print(said)
     return out.getvalue()
 
 
@@ -468,6 +556,34 @@ def test_the_console_says_verdict_numbers_and_what_is_left_out(crossing: Campaig
     assert shown.splitlines()[0] == verdict(crossing).sentences[0]
     assert sum(line.startswith(("│ mixed", "│ split")) for line in shown.splitlines()) == 8
     assert "left out: split at 3 requests/s, seed 5: the generator was late" in shown and "ended early: by hand" in shown
+
+
+def test_a_narrow_terminal_loses_no_digit(crossing: Campaign) -> None:
+    assert "…" not in printed(console_table(crossing), width=80)
+
+
+def test_failures_and_stages_are_told_by_arm(tmp_path: Path) -> None:
+    run = counted("a", 4, 0, 10, 30)
+    reasons = replace(run, records=(*run.records[:30], *(replace(record, reason="DRAINING") for record in run.records[30:])))
+    whole = campaign([counted("a", 2, 0, 20, 0), reasons, probe("split", 2)])
+    results = Results.of(whole)
+    assert failures(results) == [("a", "4", "refused: SATURATED", 20, 40), ("a", "4", "refused: DRAINING", 10, 40)]
+    [(arm, requests, median, largest, within)] = [row for row in explained(results) if row[0] == "split"]
+    assert (arm, requests) == ("split", len(results.records(results.points("split")[0]))) and median <= largest < 0.02 and within == 1.0
+    page = draw(whole, tmp_path).read_text()
+    assert "refused: DRAINING" in page and "How well the server's stages explain each request" in page
+    well = draw(campaign([probe("split", 2)]), tmp_path / "well").read_text()
+    assert "Every request of the runs that count ended well." in well
+
+
+def test_stages_that_do_not_explain_the_time_are_marked(tmp_path: Path) -> None:
+    """Negative control: a server that leaves out its decode stage."""
+    run = probe("split", 2)
+    lying = replace(run, records=tuple(replace(r, stages_ms={**r.stages_ms, "decode": 0.0}) for r in run.records))
+    [(_, _, median, _, within)] = explained(Results.of(campaign([lying])))
+    assert median > 0.1 and within == 0.0
+    parsed = Page(draw(campaign([lying]), tmp_path).read_text())
+    assert sum(tag == "tr" and attributes.get("class") == "bad" for tag, attributes in parsed.seen) == 1
 
 
 def test_two_runs_side_by_side() -> None:

@@ -1,14 +1,16 @@
 """Readers of published traces, on samples in their exact forms, and on what goes wrong with such files."""
 
 import json
+import tracemalloc
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-from loadtest import traces
-from loadtest.traces import FORMATS, Trace, detect, read
+from loadtest import trace_lines
+from loadtest.trace_formats import FORMATS
+from loadtest.traces import Reading, Trace, detect, read
 from loadtest.workload import Item, WorkloadError, bound, hit_rate, scale
 
 SHAREGPT = json.dumps(
@@ -71,7 +73,8 @@ def load(tmp_path: Path) -> Callable[..., Trace]:
     def load(content: str | bytes, **options: Any) -> Trace:
         path = tmp_path / "trace"
         path.write_bytes(content.encode() if isinstance(content, str) else content)
-        return read(path, **{"first_id": 100, "vocab": 30_000, "encode": letters} | options)
+        given: dict[str, Any] = {"first_id": 100, "vocab": 30_000, "encode": letters} | options
+        return read(path, Reading(**given))
 
     return load
 
@@ -140,13 +143,13 @@ def test_sharegpt_is_read_alike_in_chunks_of_any_size(
     content = json.dumps(conversations, indent=indent) + "\n"
     whole = load(content)
     raw = json.dumps(conversations, indent=indent, ensure_ascii=False).encode("utf-8-sig")
-    monkeypatch.setattr(traces, "CHUNK", chunk)
+    monkeypatch.setattr(trace_lines, "CHUNK", chunk)
     assert load(content) == load(raw) == whole
     assert len(whole.items) == 3
 
 
 def test_sharegpt_stops_reading_at_the_limit(load: Callable[..., Trace], monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(traces, "CHUNK", 64)
+    monkeypatch.setattr(trace_lines, "CHUNK", 64)
     assert len(load(SHAREGPT.replace(', {"id": "i6', "x" * 5000), limit=2).items) == 2
     with pytest.raises(WorkloadError, match="not JSON"):
         load(SHAREGPT.replace(', {"id": "i6', "x" * 5000), limit=3)
@@ -326,9 +329,9 @@ def test_a_file_without_requests_is_refused(load: Callable[..., Trace], content:
 def test_a_file_that_is_not_there_is_refused(tmp_path: Path) -> None:
     for path in (tmp_path / "none.csv", tmp_path):
         with pytest.raises(WorkloadError, match=str(path)):
-            read(path, first_id=0, vocab=10)
+            read(path, Reading(first_id=0, vocab=10))
         with pytest.raises(WorkloadError, match=str(path)):
-            read(path, "azure", first_id=0, vocab=10)
+            read(path, Reading(first_id=0, vocab=10, format="azure"))
 
 
 MALFORMED = [
@@ -440,7 +443,7 @@ def test_a_malformed_conversation_is_an_error_or_counted(load: Callable[..., Tra
 def test_broken_json_says_where_and_keeps_what_came_before(
     load: Callable[..., Trace], monkeypatch: pytest.MonkeyPatch, tail: str | bytes, problem: str, chunk: int
 ) -> None:
-    monkeypatch.setattr(traces, "CHUNK", chunk)
+    monkeypatch.setattr(trace_lines, "CHUNK", chunk)
     content = ("\n" + SHAREGPT[:-1]).encode() + (tail.encode() if isinstance(tail, str) else tail)
     with pytest.raises(WorkloadError, match=f"trace, {problem}"):
         load(content)
@@ -450,7 +453,7 @@ def test_broken_json_says_where_and_keeps_what_came_before(
 
 
 def test_a_line_without_an_end_is_refused(load: Callable[..., Trace], monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(traces, "MAX_LINE", 200)
+    monkeypatch.setattr(trace_lines, "MAX_LINE", 200)
     with pytest.raises(WorkloadError, match="trace, line 4: longer than 200 bytes"):
         load(MOONCAKE + " " * 300)
     assert len(load(MOONCAKE + " " * 300, lenient=True).items) == 3
@@ -465,9 +468,48 @@ def test_a_line_without_an_end_is_refused(load: Callable[..., Trace], monkeypatc
         ({"factor": 0.0}, "scale: 0.0"),
         ({"max_tokens": 1}, "max_tokens: 1"),
         ({"vocab": 50}, "vocab: "),
-        ({"encode": None}, "encode: a sharegpt file holds text"),
+        ({"encode": None}, r"tokenizer: a sharegpt file holds text.*--tokenizer"),
     ],
 )
 def test_a_senseless_option_is_named(load: Callable[..., Trace], options: dict[str, Any], problem: str) -> None:
     with pytest.raises(WorkloadError, match=f"^{problem}"):
         load(SHAREGPT, **options)
+
+
+def test_requests_within_a_time_are_kept_wherever_they_stand(load: Callable[..., Trace]) -> None:
+    rows = [(50, 7), (10, 1), (90, 9), (19.9, 2), (0.5, 3), (10.4, 4), (10.5, 5)]
+    content = "Timestamp,Request tokens,Response tokens\n" + "".join(f"{at},{n},1\n" for at, n in rows)
+    trace = load(content, within_s=10.0)
+    assert [(item.at, len(item.tokens)) for item in trace.items] == [(0.0, 3), (9.5, 1), (pytest.approx(9.9), 4)]
+    assert load(content, within_s=1000.0).items == load(content).items
+
+
+def test_turns_without_a_time_go_with_their_session(load: Callable[..., Trace]) -> None:
+    content = "".join(
+        f'{{"prompt_tokens": {n}, "output_tokens": 1, "session": "{session}"{at}}}\n'
+        for n, session, at in ((1, "late", ', "at": 50'), (2, "early", ', "at": 1'), (3, "late", ""), (4, "early", ""))
+    )
+    assert [len(item.tokens) for item in load(content, within_s=10.0).items] == [2, 4]
+
+
+def test_so_many_sessions_and_single_requests_end_the_reading(load: Callable[..., Trace]) -> None:
+    content = "".join(f'{{"prompt_tokens": {n}, "output_tokens": 1, "session": "{n // 2}"}}\n' for n in range(1, 20))
+    trace = load(content + "no JSON\n", openings=3)
+    assert [len(item.tokens) for item in trace.items] == [1, 2, 3, 4, 5], "and what comes after is not read"
+
+
+def test_a_million_rows_are_read_in_bounded_memory_and_say_how_far(tmp_path: Path) -> None:
+    """Tokens are drawn for what is kept only. All of them would be a thousand tokens of 8 bytes a row."""
+    rows, path = 200_000, tmp_path / "long.csv"
+    told: list[int] = []
+    with path.open("w") as file:
+        file.write("Timestamp,Request tokens,Response tokens\n")
+        file.writelines(f"{i / 10},1000,10\n" for i in range(rows))
+    tracemalloc.start()
+    try:
+        trace = read(path, Reading(first_id=10, vocab=256, within_s=20.0), told.append)
+        _, peak = tracemalloc.get_traced_memory()
+    finally:
+        tracemalloc.stop()
+    assert len(trace.items) == 200 and told == [50_000, 100_000, 150_000, 200_000]
+    assert peak < 200 * 1000 * 8 * 3, f"{peak >> 20} MiB for 200 requests of {rows} rows"

@@ -5,6 +5,7 @@ import statistics
 from collections.abc import Sequence
 from dataclasses import replace
 from itertools import groupby
+from typing import Any
 
 import pytest
 from hypothesis import given, settings
@@ -166,7 +167,9 @@ def test_the_hit_rate_of_sessions_is_that_of_their_openings() -> None:
     workload = replace(CHAT, hit_rate=0.4, prefix_depth=3, prefix_branching=2, prefix_tokens=64)
     items = workload.items(900, seed=0)
     assert naive_hit_rate(items) == pytest.approx(0.4, abs=0.02)
-    openings, later, seen = [], [], set()
+    openings: list[tuple[int, ...]] = []
+    later: list[tuple[int, ...]] = []
+    seen: set[str] = set()
     for item in items:
         (later if item.session and item.session in seen else openings).append(item.tokens[:16])
         seen.add(item.session)
@@ -185,8 +188,9 @@ def test_a_hit_rate_that_no_list_reaches_is_refused() -> None:
     [("hit_rate", 1.0), ("hit_rate", -0.1), ("hit_rate", float("nan")), ("prefix_depth", 0), ("prefix_branching", 0), ("prefix_tokens", 0)],
 )
 def test_a_bad_field_is_named(field: str, value: float) -> None:
+    changed: dict[str, Any] = {field: value}
     with pytest.raises(WorkloadError, match=f"^{field}: .* is not from "):
-        replace(PLAIN, **{field: value})
+        replace(PLAIN, **changed)
 
 
 @pytest.mark.parametrize(("first", "vocab"), [(5, 5), (-1, 10), (10, 5), (0, 1 << 30)])

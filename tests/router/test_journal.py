@@ -13,8 +13,9 @@ from baton.cluster.errors import BatonError, Reason
 from baton.cluster.metrics import Book
 from baton.cluster.telemetry import Span, Tracer
 from baton.engine.sampling import SamplingParams
-from router.journal import MAX_ID, Entry, Journal
+from router.journal import Entry, Journal
 from router.request import Failure, Request
+from router.validate import MAX_REQUEST_ID
 
 SECRET = [104, 117, 115, 104]
 TRACEPARENT = "00-0af7651916cd43dd8448eb211c80319c-b7ad6b7169203331-01"
@@ -225,7 +226,7 @@ class TestRecords:
         desk = Desk()
         with pytest.raises(BatonError), desk.open("x" * 1000):
             raise BatonError(Reason.INVALID_FIELD, "request_id: too long")
-        assert desk.journal.last()[0].request_id == "x" * MAX_ID
+        assert desk.journal.last()[0].request_id == "x" * MAX_REQUEST_ID
 
     def test_hold_no_gaps(self) -> None:
         """A long answer is not kept token by token."""

@@ -6,8 +6,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from loadtest import metrics as loadtest
 from loadtest.record import Record
+from loadtest.slo import FLOAT_NOISE_S, Slo, miss_reason
 from router.slo import Attainment, Objectives, Times, missed_because
 
 STAGES = {"queue": 0.1, "prefill": 0.4, "transfer": 0.2, "decode": 0.3}
@@ -57,7 +57,7 @@ def test_agrees_with_the_load_test(
         "queue": queue, "prefill": wait + compute, "transfer": transfer, "decode": 1.0, "prefill_wait": wait, "prefill_compute": compute,
     }  # fmt: skip
     record = replace(ANSWERED, token_times=tuple(times), output_tokens=len(times), stages_ms={name: 1000 * at for name, at in told.items()})
-    miss = loadtest.miss_reason(record, loadtest.Slo(ttft_limit, tpot_limit))
+    miss = miss_reason(record, Slo(ttft_limit, tpot_limit))
     decoding = times[-1] - times[0]
     ours = Times(
         stages={name: told[name] for name in STAGES},
@@ -68,7 +68,7 @@ def test_agrees_with_the_load_test(
         prefill_wait_s=wait,
         prefill_compute_s=compute,
     )
-    noise = loadtest.FLOAT_NOISE_S
+    noise = FLOAT_NOISE_S
     assert missed_because(Objectives(ttft_limit + noise, tpot_limit + noise), ours) == (miss.where if miss else None)
 
 

@@ -15,6 +15,7 @@ from live_cluster import Cluster, cluster, toy
 from loadtest.campaign import Campaign
 from loadtest.cluster import default_cores
 from loadtest.grpc_door import GrpcDoor
+from loadtest.latency import MAX_STAGE_GAP
 
 pytestmark = pytest.mark.system
 SHORT = ("--duration", "4", "--warm-up", "0.5", "--cool-down", "0.5", "--output", "6", "--timeout", "20")
@@ -39,6 +40,12 @@ def loadtest(*arguments: str, env: dict[str, str] | None = None) -> subprocess.C
     return done
 
 
+def check(done: subprocess.CompletedProcess[str]) -> None:
+    """It ended well; or a busy machine made the generator late, which is told and says nothing against what the requests did."""
+    late = "nothing was measured: the generator was late" in done.stderr
+    assert done.returncode == (1 if late else 0), done.stderr
+
+
 def test_an_endpoint_is_measured_reported_and_drawn_again(live: Cluster, tmp_path: Path) -> None:
     out = tmp_path / "report"
     done = loadtest(
@@ -58,7 +65,7 @@ def test_an_endpoint_is_measured_reported_and_drawn_again(live: Cluster, tmp_pat
         "--out",
         str(out),
     )
-    assert done.returncode == 0, done.stderr
+    check(done)
     campaign = Campaign.load(out)
     assert [probe.seed for probe in campaign.probes] == [1, 2] and not campaign.partial
     for probe in campaign.probes:
@@ -66,7 +73,7 @@ def test_an_endpoint_is_measured_reported_and_drawn_again(live: Cluster, tmp_pat
         assert told.requests == told.completed > 10 and told.attainment == 1.0 and told.output_tokens == 6 * told.requests
         assert told.handoffs > 0 and told.recomputed_tokens == 0 and told.stages_ms["transfer"].count == told.handoffs
         # The stages are the router's clock; what is left of the client's time is the network and the client itself.
-        assert told.stage_sum_gap.p50 is not None and told.stage_sum_gap.p50 < 0.25
+        assert told.stage_sum_gap.count == told.requests and probe.due == len(probe.records)
         turns = [record for record in probe.records if record.session]
         assert any(record.cached_tokens for record in turns), "a later turn finds what the one before left"
     page = (out / "report.html").read_text()
@@ -74,8 +81,68 @@ def test_an_endpoint_is_measured_reported_and_drawn_again(live: Cluster, tmp_pat
     numbers = json.loads((out / "results.json").read_text())
     assert len(numbers["runs"]) == 2 and numbers["runs"][0]["request_goodput"] > 0
     again = loadtest("replay", str(out), "--out", str(tmp_path / "again"))
-    assert again.returncode == 0 and (tmp_path / "again" / "report.html").read_text() == page
+    assert again.returncode == done.returncode and (tmp_path / "again" / "report.html").read_text() == page
     assert loadtest("diff", str(out), str(tmp_path / "again")).returncode == 0
+
+
+def test_the_http_door_is_measured_too(live: Cluster, tmp_path: Path) -> None:
+    out = tmp_path / "report"
+    load = ("--rate", "8", "--input", "64-200", "--seeds", "1", "--out", str(out))
+    done = loadtest("run", *SLO, *SHORT, "--address", live.http, "--door", "http", *load)
+    check(done)
+    campaign = Campaign.load(out)
+    told = campaign.summary(campaign.probes[0])
+    assert told.requests == told.completed > 10 and told.output_tokens == 6 * told.requests
+    assert campaign.workload["door"] == "http" and told.stage_sum_gap.count == 0, "this door tells no stages"
+    talks = loadtest("run", *SLO, *SHORT, "--address", live.http, "--door", "http", "--turns", "2", *load)
+    assert talks.returncode == 2 and "HTTP door tells no token ids" in talks.stderr
+
+
+def test_the_stages_explain_what_the_client_saw(tmp_path: Path) -> None:
+    """Steps of 40 ms, so that what the network and a busy machine add is small beside them."""
+    out = tmp_path / "report"
+    with cluster(toy(tmp_path / "slow", step_delay_ms=40)) as slow:
+        load = (
+            "--rate",
+            "2",
+            "--input",
+            "64-200",
+            "--output",
+            "24",
+            "--seeds",
+            "1",
+            "--duration",
+            "6",
+            "--warm-up",
+            "0",
+            "--cool-down",
+            "0",
+        )
+        done = loadtest("run", "--slo", "ttft=5s", *load, "0", "--address", slow.grpc, "--out", str(out))
+    check(done)
+    campaign = Campaign.load(out)
+    gap = campaign.summary(campaign.probes[0]).stage_sum_gap
+    assert gap.count > 4 and gap.p50 is not None and gap.p50 <= MAX_STAGE_GAP
+    assert "How well the server's stages explain each request" in (out / "report.html").read_text()
+
+
+def test_a_run_that_is_void_is_no_success(live: Cluster, tmp_path: Path) -> None:
+    """Nothing becomes due in the window: the one request of the trace comes before it."""
+    trace = tmp_path / "trace.jsonl"
+    trace.write_text('{"prompt_tokens": 40, "output_tokens": 4, "at": 0}\n')
+    options = ("--arrivals", "trace", "--trace", str(trace), "--seeds", "1", "--address", live.grpc, "--out", str(tmp_path / "out"))
+    done = loadtest("run", *SLO, *SHORT, "--rate", "1", *options)
+    assert done.returncode == 1 and "none of the 1 runs counts" in done.stderr
+    assert (tmp_path / "out" / "report.html").exists(), "the report says why"
+    again = loadtest("replay", str(tmp_path / "out"))
+    assert again.returncode == 1 and "none of the 1 runs counts" in again.stderr
+
+
+def test_sharegpt_without_a_tokenizer_names_the_flag(live: Cluster, tmp_path: Path) -> None:
+    trace = tmp_path / "sharegpt.json"
+    trace.write_text('[{"id": "1", "conversations": [{"from": "human", "value": "a"}, {"from": "gpt", "value": "b"}]}]')
+    done = loadtest("run", *SLO, "--rate", "1", "--trace", str(trace), "--address", live.grpc, "--out", str(tmp_path / "out"))
+    assert done.returncode == 2 and "--tokenizer" in done.stderr
 
 
 async def test_a_run_finds_nothing_cached_that_another_left(live: Cluster) -> None:
@@ -130,7 +197,7 @@ def test_a_malformed_trace_line_is_named_or_counted(live: Cluster, tmp_path: Pat
     )
     done = loadtest(*arguments)
     assert done.returncode == 2 and "trace.jsonl, line 2: prompt_tokens" in done.stderr
-    assert loadtest(*arguments, "--lenient").returncode == 0
+    check(loadtest(*arguments, "--lenient"))
     campaign = Campaign.load(tmp_path / "out")
     assert sum(campaign.skipped.values()) == 1 and {record.asked_tokens for record in campaign.probes[0].records} == {4, 5}
 
@@ -161,7 +228,7 @@ async def test_a_server_that_goes_away_leaves_partial_results(model: Path, tmp_p
             _, stderr = await asyncio.wait_for(process.communicate(), 60)
         finally:
             os.kill(doomed.pid, signal.SIGCONT)
-        assert process.returncode == 0 and b"partial: the server is gone" in stderr
+        assert process.returncode == 1 and b"partial: the server is gone" in stderr and b"none of the 1 runs counts" in stderr
         await asyncio.to_thread(doomed.wait, lambda: len(doomed.workers()) == 2)
     campaign = Campaign.load(tmp_path / "out")
     assert "the server is gone" in campaign.partial and len(campaign.probes) == 1
@@ -178,10 +245,10 @@ def test_arms_are_compared_on_the_same_cores(model: Path, tmp_path: Path) -> Non
         "compare", *SLO, *SHORT, "--model", str(model), "--arms", "colocated,disaggregated", "--rates", "4,8", "--seeds", "1",
         "--cores", ",".join(map(str, cores)), "--bisections", "0", "--out", str(out), env=env,
     )  # fmt: skip
-    assert done.returncode == 0, done.stderr
+    check(done)
     assert "the same in every key but their topology" in done.stderr
     campaign = Campaign.load(out)
-    assert [(probe.arm, probe.rate) for probe in campaign.probes] == [
+    assert list(dict.fromkeys((probe.arm, probe.rate) for probe in campaign.probes)) == [  # a void run is run again
         ("colocated", 4),
         ("colocated", 8),
         ("disaggregated", 4),
@@ -190,7 +257,7 @@ def test_arms_are_compared_on_the_same_cores(model: Path, tmp_path: Path) -> Non
     for probe in campaign.probes:
         told = campaign.summary(probe)
         assert told.completed == told.requests > 5 and (told.handoffs > 0) == (probe.arm == "disaggregated")
-    first, second = campaign.probes[0], campaign.probes[2]
+    first, second = (next(probe for probe in campaign.probes if probe.arm == arm) for arm in ("colocated", "disaggregated"))
     asked = [[(round(r.scheduled, 6), r.prompt_tokens, r.asked_tokens) for r in probe.records] for probe in (first, second)]
     assert asked[0] == asked[1], "both arms see the same requests at the same moments"
     assert campaign.config["engine.threads"] == 1 and "prefill.replicas" not in campaign.config

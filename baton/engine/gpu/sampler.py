@@ -16,8 +16,8 @@ from torch import Tensor
 from baton.engine.gpu.device import upload
 from baton.engine.gpu.inputs import Seat
 from baton.engine.gpu.overlap import UNKNOWN
-from baton.engine.sampler import GREEDY_BELOW, argmax_with_noise
-from baton.engine.sampling import Sampled, SamplingParams, noise_key
+from baton.engine.sampler import argmax_with_noise
+from baton.engine.sampling import GREEDY_BELOW, Sampled, SamplingParams, noise_key
 from baton.engine.sequence import Sequence
 
 _ID_BITS = 32

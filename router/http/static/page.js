@@ -4,7 +4,6 @@
 const EVERY_MS = 500;
 const RATE_OVER_S = 10;
 const COMPLETED_OVER_S = 60; // requests end more rarely than tokens come
-const STAGES = ["queue", "prefill", "transfer", "decode"];
 const BAD = new Set(["unreachable", "gone", "unfit"]);
 const $ = (id) => document.getElementById(id);
 
@@ -277,10 +276,9 @@ async function showStages(id) {
   if (!response.ok) return;
   const record = await response.json();
   const list = make("dl");
-  for (const stage of STAGES) {
+  for (const [stage, spent] of Object.entries(record.stages)) {
     const laps = record.laps.filter((lap) => lap.stage === stage);
     const worker = [...new Set(laps.map((lap) => lap.worker).filter(Boolean))].join(", ");
-    const spent = laps.reduce((sum, lap) => sum + lap.end - lap.start, 0);
     list.append(make("dt", {}, stage), make("dd", {}, details(stage, record, worker)), make("dd", {}, time(spent)));
   }
   $("stages").replaceChildren(bar(record), list);

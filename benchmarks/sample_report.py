@@ -1,0 +1,76 @@
+"""The campaign behind docs/sample-report: does disaggregation pay on two cores, with short prompts and with long ones?
+
+    python benchmarks/sample_report.py measure short     # about 20 minutes each, on a quiet machine
+    python benchmarks/sample_report.py measure long
+    python benchmarks/sample_report.py draw              # writes docs/sample-report
+
+    python benchmarks/sample_report.py measure short --quick   # a toy model and short runs: shows that it works, measures nothing
+    python benchmarks/sample_report.py measure long --quick
+    python benchmarks/sample_report.py draw --quick            # writes into the folder of the measurements
+
+The parts are measured apart, so that neither takes long, and drawn as one campaign. Raw records are kept in `--records`.
+"""
+
+import argparse
+import os
+import subprocess
+import sys
+import tempfile
+from pathlib import Path
+
+from baton.models.make_small import make_toy
+
+ROOT = Path(__file__).resolve().parents[1]
+ARMS = "colocated,unchunked,disaggregated,bypass"
+SLO = "ttft=3s,tpot=35ms,itl_p99=200ms"
+# A quarter of each prompt is shared, so that the picture of cached tokens has something to show.
+COMMON = ["--arms", ARMS, "--slo", SLO, "--hit-rate", "0.25", "--prefix-tokens", "16", "--prefix-depth", "12", "--bisections", "1"]
+WHOLE = ["--output", "64", "--arrivals", "gamma:4", "--duration", "14", "--warm-up", "3", "--cool-down", "1", "--timeout", "20"]
+QUICK = ["--output", "6", "--seeds", "1,2", "--duration", "3", "--warm-up", "0.5", "--cool-down", "0.5", "--timeout", "10"]
+PARTS = {
+    "short": (["--vary", "input=32", "--rates", "3,6"], ["--vary", "input=32", "--rates", "2"]),
+    "long": (["--vary", "input=480", "--rates", "0.8,1.6"], ["--vary", "input=480", "--rates", "2"]),
+}
+
+
+def measure(part: str, records: Path, quick: bool) -> None:
+    whole, small = PARTS[part]
+    with tempfile.TemporaryDirectory() as folder:
+        model: list[str] = []
+        if quick:
+            make_toy(toy := Path(folder) / "toy", step_delay_ms=2)
+            model = ["--model", str(toy)]
+        _loadtest("compare", *COMMON, *(QUICK + small if quick else WHOLE + whole), *model, "--out", str(records / part))
+
+
+def draw(records: Path, out: Path) -> None:
+    _loadtest("replay", *(str(records / part) for part in PARTS), "--out", str(out))
+
+
+def _loadtest(*arguments: str) -> None:
+    """Ends this process with the command's status where that is not 0."""
+    command = [sys.executable, "-m", "baton", "loadtest", *arguments]
+    print(" ".join(["baton", *command[3:]]))
+    done = subprocess.run(command, cwd=ROOT, env={**os.environ, "PYTHONPATH": str(ROOT)})
+    if done.returncode:
+        sys.exit(done.returncode)
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("what", choices=("measure", "draw"))
+    parser.add_argument("part", nargs="?", choices=sorted(PARTS))
+    parser.add_argument("--records", type=Path, default=Path(tempfile.gettempdir()) / "baton-sample")
+    parser.add_argument("--quick", action="store_true")
+    options = parser.parse_args()
+    records = options.records / ("quick" if options.quick else "whole")
+    if options.what == "draw":
+        draw(records, records / "report" if options.quick else ROOT / "docs" / "sample-report")
+    elif options.part is None:
+        parser.error("measure which part: short or long?")
+    else:
+        measure(options.part, records, options.quick)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,127 @@
+"""The flags of the commands, each declared once: a dataclass for what belongs together, and a command that takes such objects.
+
+    @takes(Target, Measured, Load)
+    def run(target: Target, measured: Measured, load: Load) -> None: ...
+
+gives a command with a flag for every field of the three classes. A field that is renamed changes its flag or fails the type check; nothing
+looks values up by name.
+"""
+
+import inspect
+from collections.abc import Callable
+from dataclasses import MISSING, dataclass, fields
+from pathlib import Path
+from typing import Annotated, Any, Literal, get_type_hints
+
+import typer
+
+
+def takes(*kinds: type) -> Callable[[Callable[..., None]], Callable[..., None]]:
+    """Turns a function of one object for each kind into one with a keyword for each of their fields, as typer reads it.
+
+    Raises TypeError where two of the classes share the name of a field.
+    """
+    owners = [(kind, field) for kind in kinds for field in fields(kind)]
+    names = [field.name for _, field in owners]
+    if shared := sorted({name for name in names if names.count(name) > 1}):
+        raise TypeError(f"two option classes share {', '.join(shared)}")
+    hints = {kind: get_type_hints(kind, include_extras=True) for kind in kinds}
+    parameters = [
+        inspect.Parameter(
+            field.name,
+            inspect.Parameter.KEYWORD_ONLY,
+            default=inspect.Parameter.empty if field.default is MISSING else field.default,
+            annotation=hints[kind][field.name],
+        )
+        for kind, field in owners
+    ]
+
+    def decorate(command: Callable[..., None]) -> Callable[..., None]:
+        def call(**given: Any) -> None:
+            command(*(kind(**{field.name: given[field.name] for field in fields(kind)}) for kind in kinds))
+
+        call.__name__, call.__doc__ = command.__name__, command.__doc__
+        call.__signature__ = inspect.Signature(parameters)  # type: ignore[attr-defined]
+        call.__annotations__ = {parameter.name: parameter.annotation for parameter in parameters}
+        return call
+
+    return decorate
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Measured:
+    """What counts, and where it is written."""
+
+    slo: Annotated[str, typer.Option(help="What a request must meet: ttft, tpot, itl_p99, with units: ttft=500ms,tpot=50ms.")]
+    out: Annotated[Path, typer.Option(help="Folder for the report and the raw records.")] = Path("loadtest-report")
+    warm_up: Annotated[float, typer.Option(help="Seconds at the start that do not count.")] = 3.0
+    cool_down: Annotated[float, typer.Option(help="Seconds at the end that do not count.")] = 2.0
+    timeout: Annotated[float, typer.Option(help="Deadline of each request, seconds.")] = 60.0
+    seeds: Annotated[
+        str, typer.Option(help="One run each, for confidence intervals; of `compare` the first chooses the rates and the others judge.")
+    ] = "1,2,3,4,5,6"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Entrance:
+    """How to get in at the door."""
+
+    door: Annotated[Literal["grpc", "http"], typer.Option(help="grpc (baton.v1), or http (/v1/completions of the OpenAI API).")] = "grpc"
+    api_key: Annotated[str | None, typer.Option(envvar="BATON_API_KEY", help="Key of a tenant.")] = None
+    tls: Annotated[bool, typer.Option("--tls", help="Use TLS, with the system's authorities unless --tls-ca names another.")] = False
+    tls_ca: Annotated[Path | None, typer.Option(help="PEM file of the authority that signed the server's certificate.")] = None
+    tls_cert: Annotated[Path | None, typer.Option(help="PEM file of a client certificate, for mutual TLS.")] = None
+    tls_key: Annotated[Path | None, typer.Option(help="PEM file of its private key.")] = None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Load:
+    """What is sent."""
+
+    input: Annotated[str, typer.Option(help="Prompt tokens: 512, 100-600 or lognormal:512:0.6.")] = "100-600"
+    output: Annotated[str, typer.Option(help="Output tokens, in the same ways.")] = "32"
+    hit_rate: Annotated[float, typer.Option(help="Share of the prompt tokens in prefixes that came before.")] = 0.0
+    turns: Annotated[str, typer.Option(help="Requests of a session; each carries the answers before it.")] = "1"
+    think: Annotated[str, typer.Option(help="Pause of a session between an answer and the next turn, seconds.")] = "0"
+    prefix_tokens: Annotated[int, typer.Option(help="Tokens of one level of the tree of shared prefixes.")] = 64
+    prefix_branching: Annotated[int, typer.Option(help="Different prefixes on each level.")] = 4
+    prefix_depth: Annotated[int, typer.Option(help="Levels of shared prefixes.")] = 1
+    trace: Annotated[Path | None, typer.Option(help="Recorded workload instead: ShareGPT, Mooncake, BurstGPT, Azure, plain.")] = None
+    format: Annotated[str, typer.Option(help="auto, sharegpt, mooncake, burstgpt, azure or plain.")] = "auto"
+    tokenizer: Annotated[Path | None, typer.Option(help="tokenizer.json that turns the text of a ShareGPT trace into ids.")] = None
+    scale: Annotated[float, typer.Option(help="All lengths times this, so that a real trace fits a small machine.")] = 1.0
+    max_tokens: Annotated[int, typer.Option(help="Longest prompt with its answer; longer requests are left out and counted.")] = 2048
+    vocab: Annotated[int, typer.Option(help="Token ids are drawn below this.")] = 256
+    lenient: Annotated[bool, typer.Option("--lenient", help="Skip malformed lines of a trace, and count them.")] = False
+    arrivals: Annotated[str, typer.Option(help="poisson, constant, gamma:BURSTINESS, or trace (its own times).")] = "poisson"
+    duration: Annotated[float, typer.Option(help="Seconds in which requests become due.")] = 20.0
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Target:
+    """What `run` measures."""
+
+    rate: Annotated[float, typer.Option(help="Requests per second; of a trace with its own times: how much faster it is played.")]
+    address: Annotated[str | None, typer.Option(help="host:port of the door; the running cluster's by default.")] = None
+    name: Annotated[str, typer.Option(help="Which running cluster.")] = "baton"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Arms:
+    """What `compare` compares."""
+
+    rates: Annotated[str, typer.Option(help="Requests per second of the sweep: 1,2,4.")]
+    model: Annotated[
+        str, typer.Option(help="Folder of a checkpoint; heavy: a seeded random one of 85 M parameters, made on the first use.")
+    ] = "heavy"
+    arms: Annotated[
+        str, typer.Option(help="Of colocated, unchunked, static, dynamic, disaggregated, bypass; colocated@64: with its own chunk.")
+    ] = "colocated,unchunked,disaggregated,bypass"
+    cores: Annotated[str | None, typer.Option(help="Cores that every arm gets, whole: 0,1. All by default.")] = None
+    threads: Annotated[int, typer.Option(help="Cores of one worker.")] = 1
+    ratio: Annotated[str, typer.Option(help="Prefill to decode workers of the arms that have both.")] = "1:1"
+    chunk: Annotated[int, typer.Option(help="Tokens in one step at most.")] = 256
+    vary: Annotated[str, typer.Option(help="A parameter at several values: input=100,400,1000 (also output, hit_rate, chunk).")] = ""
+    bisections: Annotated[
+        int, typer.Option(help="Runs of each arm between the last rate that holds and the first that does not, to choose its rate.")
+    ] = 2

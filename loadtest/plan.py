@@ -1,0 +1,148 @@
+"""What a campaign is asked to do: which requests, under which promise, with which seeds, against which arms."""
+
+import asyncio
+import math
+import random
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+from typing import Any
+
+from loadtest import arrivals, traces, workload
+from loadtest.access import Access
+from loadtest.cluster import Hardware
+from loadtest.drive import Live, Run
+from loadtest.slo import Slo
+from loadtest.window import Window
+from loadtest.workload import Item
+
+FIRST_ID = 10  # above the special tokens
+MAX_TRACE = 100_000  # requests of a trace that one run holds: a public trace has more than fit into memory
+TRACE = "trace"  # arrivals: the trace's own times
+CHUNK = "chunk"  # the one parameter that can be varied and is no field of Workload
+VARIED = ("input", "output", "hit_rate", CHUNK)
+
+Show = Callable[["asyncio.Task[Run]", Live, str], Any]  # awaited during a run
+Note = Callable[[str], None]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Workload:
+    """What is sent: a trace where one is named, else synthetic requests. Functions of rate and seed."""
+
+    input: str = "100-300"
+    output: str = "32"
+    hit_rate: float = 0.0
+    turns: str = "1"
+    think: str = "0"
+    prefix_tokens: int = 64
+    prefix_branching: int = 4
+    prefix_depth: int = 1
+    trace: str | None = None
+    format: str = "auto"
+    tokenizer: str | None = None
+    scale: float = 1.0
+    max_tokens: int = 2048
+    vocab: int = 256
+    lenient: bool = False
+    arrivals: str = "poisson"
+    duration_s: float = 30.0
+
+    def items(self, rate: float, seed: int, note: Note = lambda line: None) -> tuple[list[Item], Mapping[str, int]]:
+        """What is to be sent, and what was left out, by reason. Raises WorkloadError."""
+        return self._recorded(rate, seed, note) if self.trace else self._synthetic(rate, seed)
+
+    def _recorded(self, rate: float, seed: int, note: Note) -> tuple[list[Item], Mapping[str, int]]:
+        timed = self.arrivals == TRACE
+        reading = traces.Reading(
+            first_id=FIRST_ID, vocab=self.vocab, seed=seed, format=self.format, encode=_encoder(self.tokenizer) if self.tokenizer else None,
+            factor=self.scale, max_tokens=self.max_tokens, lenient=self.lenient, limit=MAX_TRACE,
+            openings=None if timed else self._enough(rate), within_s=self.duration_s * rate if timed else None,
+        )  # fmt: skip
+        trace = traces.read(str(self.trace), reading, lambda rows: note(f"{self.trace}: {rows} rows read"))
+        speed = rate if timed else 1.0
+        return [item if item.at is None else replace(item, at=item.at / speed) for item in trace.items], trace.skipped
+
+    def _synthetic(self, rate: float, seed: int) -> tuple[list[Item], Mapping[str, int]]:
+        turns = workload.parse_tokens(self.turns, "turns")
+        made = workload.Synthetic(
+            prompt=workload.parse_tokens(self.input, "input"), output=workload.parse_tokens(self.output, "output"),
+            first_id=FIRST_ID, vocab=self.vocab, hit_rate=self.hit_rate, prefix_depth=self.prefix_depth,
+            prefix_branching=self.prefix_branching, prefix_tokens=self.prefix_tokens, turns=turns,
+            think=workload.parse_seconds(self.think, "think"),
+        )  # fmt: skip
+        rng = random.Random(0)
+        turns_each = sum(turns.tokens(rng) for _ in range(100)) / 100
+        items = made.items(math.ceil(self._enough(rate) * turns_each), seed)
+        bounded = workload.bound(workload.scale(items, self.scale), self.max_tokens)
+        return list(bounded.items), {"more than max_tokens": bounded.dropped} if bounded.dropped else {}
+
+    def _enough(self, rate: float) -> int:
+        """Arrivals that no run of this length exceeds."""
+        return math.ceil(rate * self.duration_s * 1.5 + 50)
+
+    def times(self, rate: float, seed: int, items: list[Item]) -> Iterator[float]:
+        """When they are due. Raises ValueError."""
+        if self.arrivals == TRACE:
+            if any(item.at is None and not item.session for item in items):
+                raise ValueError("arrivals: trace: this workload has no times of its own")
+            return iter(())
+        if any(item.at is not None for item in items):
+            raise ValueError(f"arrivals: this trace has times of its own, so it is not {self.arrivals}; say --arrivals trace")
+        return arrivals.parse(self.arrivals)(rate).times(random.Random(f"{seed} arrivals"))
+
+    def vary(self, key: str, value: str) -> "Workload":
+        """With another value of one field; CHUNK and "" change nothing here."""
+        changed: Any = {"hit_rate": float(value)} if key == "hit_rate" else {key: value} if key in ("input", "output") else {}
+        return replace(self, **changed)
+
+
+def _encoder(path: str) -> Callable[[str], list[int]]:
+    from tokenizers import Tokenizer
+
+    if not Path(path).is_file():
+        raise ValueError(f"tokenizer: {path}: no such file")
+    tokenizer = Tokenizer.from_file(path)
+    return lambda text: list(tokenizer.encode(text, add_special_tokens=False).ids)
+
+
+async def _show_nothing(running: "asyncio.Task[Run]", live: Live, title: str) -> None: ...
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Plan:
+    """What both kinds of campaign need. The first of several seeds chooses the rates of a comparison (`results.Best`)."""
+
+    workload: Workload
+    slo: Slo
+    seeds: tuple[int, ...]
+    warm_up_s: float
+    cool_down_s: float
+    timeout_s: float
+    access: Access = field(default_factory=Access)
+    show: Show = _show_nothing
+    note: Note = lambda line: None
+
+    def __post_init__(self) -> None:
+        """Raises ValueError where nothing would be left to measure, or a seed stands twice."""
+        self.window  # noqa: B018
+        if len(set(self.seeds)) != len(self.seeds):
+            raise ValueError(f"seeds: {','.join(map(str, self.seeds))}: a seed that stands twice repeats the same requests")
+
+    @property
+    def window(self) -> Window:
+        return Window(self.workload.duration_s, self.warm_up_s, self.cool_down_s)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Comparison:
+    """What only `compare` needs. `vary`: one of VARIED and its values; ("", ("",)) varies nothing."""
+
+    model: str
+    arms: tuple[str, ...]
+    hardware: Hardware
+    ratio: tuple[int, int]
+    chunk: int
+    rates: tuple[float, ...]
+    vary: tuple[str, tuple[str, ...]]
+    bisections: int

@@ -1,0 +1,121 @@
+"""A promise on latency, whether a request keeps it, and which stage is to blame where it does not. Pure."""
+
+import math
+import re
+from dataclasses import dataclass, replace
+from typing import Self
+
+from baton.stages import largest, slow_tokens_because
+from loadtest.distribution import percentile
+from loadtest.latency import itl, tpot, ttft, ttft_parts
+from loadtest.record import Record
+
+FLOAT_NOISE_S = 1e-9  # of differences of times: 1.1 - 0.9 > 0.2 is no missed promise
+
+
+@dataclass(frozen=True, slots=True)
+class Slo:
+    """Latency objectives, s; a request must meet all that are given. Raises ValueError: none given, or one not positive and finite."""
+
+    ttft_s: float | None = None
+    tpot_s: float | None = None
+    itl_p99_s: float | None = None  # of the request's own gaps
+
+    def __post_init__(self) -> None:
+        if not self.limits:
+            raise ValueError(f"an SLO limits at least one of {', '.join(_OBJECTIVES)}")
+        for name, limit in self.limits.items():
+            if not 0 < limit < math.inf:
+                raise ValueError(f"{name}={limit}s: must be positive and finite")
+
+    @property
+    def limits(self) -> dict[str, float]:
+        """Name -> s, of those that are given, in the order of a request's life."""
+        given = {"ttft": self.ttft_s, "tpot": self.tpot_s, "itl_p99": self.itl_p99_s}
+        return {name: limit for name, limit in given.items() if limit is not None}
+
+    @classmethod
+    def parse(cls, text: str) -> Self:
+        """From "ttft=500ms,tpot=50ms,itl_p99=0.2s". Raises ValueError that names the part which is wrong."""
+        limits: dict[str, float] = {}
+        for part in text.split(","):
+            name, _, value = (word.strip() for word in part.partition("="))
+            if name not in _OBJECTIVES:
+                raise ValueError(f"SLO {text!r}: {name!r} is none of {', '.join(_OBJECTIVES)}")
+            if name in limits:
+                raise ValueError(f"SLO {text!r}: {name} is given twice")
+            time = re.fullmatch(r"(\d+(?:\.\d*)?|\.\d+)\s*(ms|s)", value)
+            if not time:
+                raise ValueError(f"SLO {text!r}: {name}={value} is not a time with its unit, such as 500ms or 0.5s")
+            limits[name] = float(time[1]) / (1000 if time[2] == "ms" else 1)
+            if not 0 < limits[name] < math.inf:
+                raise ValueError(f"SLO {text!r}: {name}={value} must be positive and finite")
+        return cls(**{f"{name}_s": limit for name, limit in limits.items()})
+
+    def __str__(self) -> str:
+        return ",".join(f"{name}={limit * 1000:.10g}ms" for name, limit in self.limits.items())
+
+
+_OBJECTIVES = ("ttft", "tpot", "itl_p99")
+
+
+@dataclass(frozen=True, slots=True)
+class Miss:
+    """Why a request does not count. One per request, so misses add up.
+
+    what       where
+    ttft       largest of `ttft_parts`, "unknown" without stages
+    tpot, itl_p99   "transfer" when the gap that holds the handoff explains it alone, else "decode"
+    short      "output": it ended ok, with fewer tokens than were asked for
+    refused, failed, timeout, cancelled   the reason in Baton's error table, "unknown" without one
+    """
+
+    what: str
+    where: str
+
+
+def broken(record: Record, slo: Slo) -> str | None:
+    """What keeps the request from counting (`Miss.what`): the first in the order outcome, tokens, TTFT, TPOT, ITL. None: it counts.
+
+    An objective on something undefined holds: one token has no TPOT and no gap. vLLM's goodput does the same.
+    """
+    if record.outcome != "ok":
+        return record.outcome
+    if record.output_tokens < record.asked_tokens or not record.token_times:
+        return "short"
+    for name, limit in slo.limits.items():
+        if not _holds(record, name, limit):
+            return name
+    return None
+
+
+def meets(record: Record, slo: Slo) -> bool:
+    """It ended ok with every token it asked for, and each objective holds (DistServe's goodput: all of them at once)."""
+    return broken(record, slo) is None
+
+
+def miss_reason(record: Record, slo: Slo) -> Miss | None:
+    """None: it meets the SLO."""
+    what = broken(record, slo)
+    if what is None:
+        return None
+    if record.outcome != "ok":
+        return Miss(what, record.reason or "unknown")
+    if what == "short":
+        return Miss(what, "output")
+    if what == "ttft":
+        parts = ttft_parts(record)
+        return Miss(what, largest(parts) if parts else "unknown")
+    later = replace(record, token_times=record.token_times[1:], output_tokens=record.output_tokens - 1)
+    return Miss(what, slow_tokens_because(record.stages_ms.get("transfer", 0.0), _holds(later, what, slo.limits[what])))
+
+
+def _holds(record: Record, name: str, limit: float) -> bool:
+    match name:
+        case "ttft":
+            value = ttft(record)
+        case "tpot":
+            value = tpot(record)
+        case _:
+            value = percentile(itl(record), 99)
+    return value is None or value <= limit + FLOAT_NOISE_S

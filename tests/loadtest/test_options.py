@@ -1,0 +1,90 @@
+"""The flags of the commands are the fields of the option classes."""
+
+from dataclasses import dataclass, fields, is_dataclass
+from pathlib import Path
+from typing import Annotated, Any
+
+import pytest
+import typer
+from typer.testing import CliRunner
+
+from loadtest import cli, options
+from loadtest.options import takes
+from loadtest.plan import Plan, Workload
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class First:
+    rate: Annotated[float, typer.Option(help="How fast.")]
+    out_: Annotated[Path, typer.Option("--out")] = Path("here")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Second:
+    loud: Annotated[bool, typer.Option("--loud")] = False
+
+
+def test_a_command_gets_the_objects_that_its_flags_describe() -> None:
+    app, got = typer.Typer(), []
+
+    @app.command()
+    @takes(First, Second)
+    def command(first: First, second: Second) -> None:
+        """What it does."""
+        got.append((first, second))
+
+    assert CliRunner().invoke(app, ["--rate", "2", "--loud"]).exit_code == 0
+    assert got == [(First(rate=2.0), Second(loud=True))]
+    assert CliRunner().invoke(app, []).exit_code == 2, "a field without a default is required"
+    shown = CliRunner().invoke(app, ["--help"]).output
+    assert "What it does." in shown and "How fast." in shown and "--out" in shown
+
+
+def test_classes_that_share_a_field_are_refused() -> None:
+    with pytest.raises(TypeError, match="share out_, rate"):
+        takes(First, First)
+
+
+@dataclass
+class Seen:
+    plan: Plan | None = None
+
+
+OTHERS: dict[str, Any] = {
+    "input": "7", "output": "8", "hit_rate": 0.25, "turns": "2", "think": "3", "prefix_tokens": 11, "prefix_branching": 12,
+    "prefix_depth": 13, "trace": "t.csv", "format": "azure", "tokenizer": "t.json", "scale": 0.5, "max_tokens": 99, "vocab": 77,
+    "lenient": True, "arrivals": "constant", "duration": 40.0,
+}  # fmt: skip
+
+
+def test_every_flag_reaches_the_plan() -> None:
+    """A field that is renamed in one place is not silently None in the other."""
+    load = options.Load(**OTHERS)
+    assert {field.name for field in fields(options.Load)} == OTHERS.keys()
+    measured = options.Measured(slo="ttft=1s", warm_up=4.0, cool_down=5.0, timeout=6.0, seeds="9,8")
+    plan = cli._plan(measured, options.Entrance(door="http", api_key="k"), load)
+    assert plan.workload == Workload(**{("duration_s" if name == "duration" else name): value for name, value in OTHERS.items()})
+    assert (plan.warm_up_s, plan.cool_down_s, plan.timeout_s, plan.seeds) == (4.0, 5.0, 6.0, (9, 8))
+    assert (plan.access.protocol, plan.access.api_key, plan.access.tls) == ("http", "k", None)
+    defaults = Workload()
+    for field in fields(options.Load):
+        assert OTHERS[field.name] != field.default and hasattr(defaults, "duration_s" if field.name == "duration" else field.name)
+
+
+def test_tls_is_on_when_any_of_its_files_is_named(tmp_path: Path) -> None:
+    (authority := tmp_path / "ca.pem").write_text("x")
+    named = cli._access(options.Entrance(tls_ca=authority)).tls
+    assert named is not None and named.ca == authority and cli._access(options.Entrance(tls=True)).tls is not None
+    with pytest.raises(ValueError, match="go together"):
+        cli._access(options.Entrance(tls_cert=authority))
+    with pytest.raises(ValueError, match=r"none\.pem: no such file"):
+        cli._access(options.Entrance(tls_ca=tmp_path / "none.pem"))
+    with pytest.raises(ValueError, match="TLS: "):
+        named.context()
+
+
+def test_every_command_is_described() -> None:
+    for command in ("run", "compare", "replay", "diff"):
+        shown = CliRunner().invoke(cli.app, [command, "--help"])
+        assert shown.exit_code == 0, shown.output
+    assert all(is_dataclass(kind) for kind in (options.Measured, options.Entrance, options.Load, options.Target, options.Arms))
