@@ -479,6 +479,26 @@ def test_fields_of_a_newer_writer_are_skipped_and_an_older_one_may_lack_those_wi
         WorkerRecord.from_json(json.dumps(tree))
 
 
+def test_a_refusal_is_one_line_that_names_the_field() -> None:
+    tree = json.loads(record().to_json())
+    for change, where in (
+        ({"kv_blocks": "x" * 5000}, "record.kv_blocks"),
+        ({"load": {"leases": -1}}, "record.load.leases"),
+        ({"state": "gone"}, "record.state"),
+    ):
+        with pytest.raises(ValueError, match=f"^{where}: ") as refusal:
+            WorkerRecord.from_json(json.dumps(tree | change))
+        assert len(str(refusal.value)) < 200 and "\n" not in str(refusal.value)
+
+
+def test_only_the_credit_may_be_negative() -> None:
+    tree = json.loads(record().to_json())
+    assert WorkerRecord.from_json(json.dumps(tree | {"load": {"credit_tokens": -5}})).load.credit_tokens == -5
+    for name in (name for name in tree["load"] if name != "credit_tokens"):
+        with pytest.raises(ValueError, match=f"record.load.{name}"):
+            WorkerRecord.from_json(json.dumps(tree | {"load": {name: -5}}))
+
+
 json_values = st.recursive(st.none() | st.booleans() | st.integers() | st.floats() | st.text(), lambda inner: st.lists(inner), max_leaves=5)
 
 
