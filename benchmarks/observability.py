@@ -173,7 +173,7 @@ def scraping(address: str) -> Iterator[list[float]]:
 def metrics_address(admin: str) -> str:
     with grpc.insecure_channel(admin) as channel:
         status = worker_pb2_grpc.AdminStub(channel).Status(worker_pb2.StatusRequest(), timeout=5)
-    return str(json.loads(status.status_json)["endpoints"]["metrics"])
+    return status.endpoints["metrics"]
 
 
 async def cost(endpoints: dict[str, str], offset: int) -> tuple[float, float]:

@@ -8,13 +8,14 @@ import itertools
 import logging
 from collections.abc import AsyncGenerator, Awaitable
 from dataclasses import dataclass
-from typing import TypeVar
+from typing import Any, TypeVar
 
 import grpc
 
 from baton.cluster import semconv
 from baton.cluster.config import SecurityConfig
 from baton.cluster.errors import BatonError, Reason
+from baton.cluster.messages import plain
 from baton.cluster.records import WorkerRecord
 from baton.cluster.rpc import channel, to_error
 from baton.v1 import generation_pb2, worker_pb2, worker_pb2_grpc
@@ -107,17 +108,11 @@ class Workers:
         keys = tuple(answer.keys[at : at + 16] for at in range(0, len(answer.keys), 16))
         return CacheSnapshot(answer.incarnation, answer.sequence, keys)
 
-    async def describe(self, worker: WorkerRecord) -> tuple[WorkerRecord, dict[str, int]]:
-        """The worker's record as it is now, and what it holds: leases, blocks in use, blocks in quarantine."""
+    async def describe(self, worker: WorkerRecord) -> tuple[WorkerRecord, dict[str, Any]]:
+        """The worker's record as it is now, and what it holds (`baton.v1.Residue`). Raises ValueError for an answer without a record."""
         stub = worker_pb2_grpc.WorkerStub(self._channel(worker))  # type: ignore[no-untyped-call]
         answer = await _answer(stub.Describe(worker_pb2.DescribeRequest(), timeout=ASK_TIMEOUT_S))
-        residue = {
-            "idle": int(answer.idle),
-            "leases": answer.leases,
-            "quarantined_blocks": answer.quarantined_blocks,
-            "blocks_in_use": answer.blocks_in_use,
-        }
-        return WorkerRecord.from_json(answer.record_json), residue
+        return WorkerRecord.from_mapping(plain(answer.record)), plain(answer.residue)
 
     def welcome(self, worker: WorkerRecord) -> None:
         """The worker joined; it may have been forgotten before."""

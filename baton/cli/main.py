@@ -25,6 +25,7 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, SpinnerColumn
 from rich.status import Status
 
 from baton.cli import view
+from baton.cli.admin import read_status
 from baton.client import Client, GenerateError, Stream
 from baton.cluster import config as configuration
 from baton.cluster.config import Config, ConfigError
@@ -183,7 +184,7 @@ def status(as_json: Annotated[bool, typer.Option("--json")] = False, address: Ad
         admin = address or state.need(name).endpoints["admin"]
         with grpc.insecure_channel(admin) as channel:
             stub = worker_pb2_grpc.AdminStub(channel)  # type: ignore[no-untyped-call]
-            answer = json.loads(stub.Status(worker_pb2.StatusRequest(), timeout=5).status_json)
+            answer = read_status(stub.Status(worker_pb2.StatusRequest(), timeout=5))
         if as_json:
             print(json.dumps(answer))
         else:

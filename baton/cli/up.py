@@ -6,7 +6,6 @@ desires are obeyed → 6 on SIGTERM or Ctrl-C, everything in reverse.
 """
 
 import asyncio
-import json
 import logging
 import os
 import re
@@ -254,7 +253,7 @@ async def workers_ready(config: Config) -> int:
             answer = await stub.Status(worker_pb2.StatusRequest(), timeout=2.0)
         except grpc.RpcError:
             return 0
-        return sum(worker["state"] == "ready" for worker in json.loads(answer.status_json)["workers"])
+        return sum(worker.record.state == "ready" for worker in answer.workers)
 
 
 def ready_state(config: Config, log_dir: Path) -> state.ClusterState:

@@ -1,7 +1,7 @@
 """`baton.v1.Worker`: what every worker answers about itself, whatever its role."""
 
 from collections.abc import Awaitable, Callable
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 
 from baton.cluster.records import WorkerRecord
 from baton.cluster.rpc import Context
@@ -39,9 +39,11 @@ class WorkerDoor(worker_pb2_grpc.WorkerServicer):
         record = await self._describe()
         residue = self._residue()  # of the same look at the engine
         return worker_pb2.DescribeResponse(
-            record_json=record.to_json().decode(),
-            idle=residue.sequences == 0,
-            leases=residue.leases,
-            quarantined_blocks=residue.quarantined_blocks,
-            blocks_in_use=residue.blocks_in_use,
+            record=worker_pb2.WorkerRecord(**asdict(record)),
+            residue=worker_pb2.Residue(
+                idle=residue.sequences == 0,
+                leases=residue.leases,
+                quarantined_blocks=residue.quarantined_blocks,
+                blocks_in_use=residue.blocks_in_use,
+            ),
         )

@@ -4,7 +4,7 @@ import asyncio
 import time
 from collections.abc import AsyncIterator, Callable
 from contextlib import aclosing, asynccontextmanager
-from dataclasses import replace
+from dataclasses import asdict, replace
 from typing import Any
 
 import pytest
@@ -452,7 +452,7 @@ async def until(condition: Callable[[], Any], within_s: float = 3.0) -> None:
 
 
 def describing(answer: WorkerRecord) -> Callable[[], pb.DescribeResponse]:
-    return lambda: pb.DescribeResponse(record_json=answer.to_json().decode())
+    return lambda: pb.DescribeResponse(record=pb.WorkerRecord(**asdict(answer)))
 
 
 @pytest.fixture

@@ -11,10 +11,12 @@ from fake_workers import TOKENIZER, record
 
 from baton.cluster.config import SloConfig
 from baton.cluster.errors import BatonError, Reason
+from baton.cluster.messages import plain
 from baton.cluster.metrics import Book
 from baton.cluster.records import WorkerRecord
 from baton.cluster.telemetry import Tracer
 from baton.engine.sampling import SamplingParams
+from baton.v1 import worker_pb2
 from router.admission import Admission
 from router.journal import Entry, Journal
 from router.live import FRESH_S, GONE_S, MAX_REQUESTS, Live
@@ -63,6 +65,7 @@ class House:
     async def look(self, after: float = 0.0) -> dict[str, Any]:
         self.now += after
         told = await self.live.look()
+        assert plain(worker_pb2.LiveResponse(**told)) == told, "the page and the terminal are told the same"
         return json.loads(json.dumps(told))  # type: ignore[no-any-return]
 
     async def states(self, after: float = 1.0) -> dict[str, str]:

@@ -16,6 +16,7 @@ from typing import Any
 
 import grpc
 
+from baton.cli.admin import read_status
 from baton.client import AsyncClient
 from baton.engine.sampling import SamplingParams
 from baton.engine.toy import naive
@@ -44,7 +45,7 @@ class Cluster:
     def status(self) -> dict[str, Any]:
         with grpc.insecure_channel(self.admin) as channel:
             stub = worker_pb2_grpc.AdminStub(channel)
-            return json.loads(stub.Status(worker_pb2.StatusRequest(), timeout=5).status_json)
+            return read_status(stub.Status(worker_pb2.StatusRequest(), timeout=5))
 
     def workers(self, role: str | None = None) -> list[dict[str, Any]]:
         return [worker for worker in self.status()["workers"] if role in (None, worker["role"])]
