@@ -31,6 +31,7 @@ from serving import cluster, cpu_s, load, router_pid
 
 from baton.client import AsyncClient
 from baton.cluster.config import RouterConfig, SloConfig
+from baton.cluster.handoff import Handoff
 from baton.cluster.metrics import Book
 from baton.cluster.otel import OtelTracer
 from baton.cluster.records import Load, WorkerRecord
@@ -41,7 +42,7 @@ from router.admission import Admission
 from router.clients import Adopted, DecodeEvent, Ended, FirstToken
 from router.dispatch import Dispatcher
 from router.journal import Entry, Journal
-from router.request import Handoff, Request, Token, Trace
+from router.request import Request, Token, Trace
 from router.service import GenerateService
 from router.tokenizer import Tokenizer
 from router.validate import Ask, AskSampling
@@ -62,7 +63,7 @@ class Answering:
 
     async def decode(self, worker: WorkerRecord, request: Request, handle: bytes, timeout_s: float) -> AsyncGenerator[DecodeEvent, None]:
         with request.trace.span.child("baton.decode", "client", {"baton.worker": worker.name}):
-            yield Adopted(Handoff("tcp", 4, 4096, 0, 4), 0.1, 0.1)
+            yield Adopted(Handoff(transport="tcp", blocks=4, bytes=4096, digests_checked=4, read_ms=0.1, verify_ms=0.1))
             for _ in range(request.params.max_tokens - 1):
                 yield Token(7)
             yield Ended("length", 0, 0)

@@ -15,11 +15,12 @@ import grpc
 from baton.cluster import semconv
 from baton.cluster.config import SecurityConfig
 from baton.cluster.errors import BatonError, Reason
+from baton.cluster.handoff import Handoff
 from baton.cluster.messages import plain
 from baton.cluster.records import WorkerRecord
 from baton.cluster.rpc import channel, to_error
 from baton.v1 import generation_pb2, worker_pb2, worker_pb2_grpc
-from router.request import FinishReason, Handoff, Request, Token
+from router.request import FinishReason, Request, Token
 
 log = logging.getLogger(__name__)
 RELEASE_TIMEOUT_S = 2.0
@@ -47,8 +48,6 @@ class FirstToken:
 @dataclass(frozen=True, slots=True)
 class Adopted:
     handoff: Handoff
-    read_ms: float
-    verify_ms: float
 
 
 @dataclass(frozen=True, slots=True)
@@ -296,15 +295,12 @@ def _to_event(message: worker_pb2.DecodeEvent | BatonError) -> DecodeEvent:
         case "token":
             return to_token(message.token)
         case "adopted":
-            told = message.adopted.handoff
-            handoff = Handoff(told.transport, told.blocks, told.bytes, told.blocks_reused, told.digests_checked, 0, told.failure)
-            return Adopted(handoff, message.adopted.read_ms, message.adopted.verify_ms)
+            return Adopted(Handoff(**plain(message.adopted.handoff)))
         case "finished":
-            told = message.finished.handoff
             finish = _FINISH[message.finished.reason]
             if finish is None:
                 raise BatonError(Reason.INTERNAL, "the worker finished without a reason")
-            return Ended(finish, told.recomputed_tokens, message.finished.cached_tokens)
+            return Ended(finish, message.finished.handoff.recomputed_tokens, message.finished.cached_tokens)
         case "error":
             name = message.error.reason
             raise BatonError(Reason[name] if name in Reason.__members__ else Reason.INTERNAL, message.error.message)

@@ -137,7 +137,7 @@ class Dispatcher:
                             yield event
                         case Adopted():
                             trace.watch.enter("decode", worker.name)
-                            self._note_handoff(request, event)
+                            trace.handoff += event.handoff
                             yield event
                         case Ended():
                             trace.handoff.recomputed_tokens += event.recomputed_tokens
@@ -149,17 +149,6 @@ class Dispatcher:
             raise
         finally:
             view.end_decode(work)
-
-    def _note_handoff(self, request: Request, adopted: Adopted) -> None:
-        trace, told, total = request.trace, adopted.handoff, request.trace.handoff
-        trace.read_ms += adopted.read_ms
-        trace.verify_ms += adopted.verify_ms
-        total.transport = told.transport or total.transport
-        total.blocks += told.blocks
-        total.bytes += told.bytes
-        total.blocks_reused += told.blocks_reused
-        total.digests_checked += told.digests_checked
-        total.failure = told.failure or total.failure
 
     async def _choose_prefill(self, request: Request, failed: set[str]) -> Choice | Bypass:
         choice = choose_prefill(

@@ -25,7 +25,7 @@ ARROWS = {
     "baton.models": {"baton.engine.fingerprint", "baton.engine.memory"},
     "baton.worker": WORKER,
     "decode_worker": WORKER | {"baton.worker"},
-    "kvtransfer": {"baton.engine.kvcache", "baton.cluster.errors", "baton.cluster.failpoint"},
+    "kvtransfer": {"baton.engine.kvcache", "baton.cluster.errors", "baton.cluster.failpoint", "baton.cluster.handoff"},
     "loadtest": {"baton.client", "baton.launch.state"},
     "prefill_worker": WORKER | {"baton.worker"},
     "router": {"baton.engine.block_key", "baton.engine.sampling", "baton.cluster", "baton.v1"},

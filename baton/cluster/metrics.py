@@ -22,6 +22,7 @@ from types import MappingProxyType
 from typing import Any, Literal, TypeVar
 
 from baton.cluster.errors import Reason
+from baton.cluster.handoff import COUNTED
 
 Kind = Literal["counter", "gauge", "histogram"]
 Role = Literal["router", "prefill", "decode"]
@@ -247,12 +248,7 @@ TABLE: tuple[Metric, ...] = (
     Metric(
         "baton_handoff_verify_duration_seconds", "histogram", "seconds", DECODE, "Digests and lease check of a read.", buckets=READ_S,
     ),
-    Metric("baton_handoff_reused_blocks_total", "counter", "blocks", DECODE, "Blocks of a handle that were here already."),
-    Metric(
-        "baton_handoff_recomputed_tokens_total", "counter", "tokens", DECODE, "Prompt tokens computed here although a handle had come.",
-    ),
-    Metric("baton_digests_checked_total", "counter", "blocks", DECODE, "Blocks whose digest was compared after a read."),
-    Metric("baton_digests_failed_total", "counter", "blocks", DECODE, "Of these, those that were not what was leased."),
+    *(Metric(fact.counter, "counter", fact.unit, DECODE, fact.help) for fact in COUNTED.values()),
     # The process
     Metric("baton_registry_reachable", "gauge", "1", ALL, "1: the registry answered the last call."),
     Metric("baton_registry_reconnects_total", "counter", "times", ALL, "How often the registry came back after it had been away."),

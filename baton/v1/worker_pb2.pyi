@@ -202,16 +202,36 @@ class DecodeEvent(_message.Message):
     def __init__(self, call_id: _Optional[int] = ..., adopted: _Optional[_Union[Adopted, _Mapping]] = ..., token: _Optional[_Union[GeneratedToken, _Mapping]] = ..., finished: _Optional[_Union[DecodeFinished, _Mapping]] = ..., error: _Optional[_Union[CallError, _Mapping]] = ...) -> None: ...
 
 class Adopted(_message.Message):
-    __slots__ = ("handoff", "read_ms", "verify_ms", "cached_tokens")
+    __slots__ = ("handoff", "cached_tokens")
     HANDOFF_FIELD_NUMBER: _ClassVar[int]
+    CACHED_TOKENS_FIELD_NUMBER: _ClassVar[int]
+    handoff: HandoffFacts
+    cached_tokens: int
+    def __init__(self, handoff: _Optional[_Union[HandoffFacts, _Mapping]] = ..., cached_tokens: _Optional[int] = ...) -> None: ...
+
+class HandoffFacts(_message.Message):
+    __slots__ = ("transport", "blocks", "bytes", "blocks_reused", "digests_checked", "digests_failed", "recomputed_tokens", "read_ms", "verify_ms", "failure")
+    TRANSPORT_FIELD_NUMBER: _ClassVar[int]
+    BLOCKS_FIELD_NUMBER: _ClassVar[int]
+    BYTES_FIELD_NUMBER: _ClassVar[int]
+    BLOCKS_REUSED_FIELD_NUMBER: _ClassVar[int]
+    DIGESTS_CHECKED_FIELD_NUMBER: _ClassVar[int]
+    DIGESTS_FAILED_FIELD_NUMBER: _ClassVar[int]
+    RECOMPUTED_TOKENS_FIELD_NUMBER: _ClassVar[int]
     READ_MS_FIELD_NUMBER: _ClassVar[int]
     VERIFY_MS_FIELD_NUMBER: _ClassVar[int]
-    CACHED_TOKENS_FIELD_NUMBER: _ClassVar[int]
-    handoff: _generation_pb2.Handoff
+    FAILURE_FIELD_NUMBER: _ClassVar[int]
+    transport: str
+    blocks: int
+    bytes: int
+    blocks_reused: int
+    digests_checked: int
+    digests_failed: int
+    recomputed_tokens: int
     read_ms: float
     verify_ms: float
-    cached_tokens: int
-    def __init__(self, handoff: _Optional[_Union[_generation_pb2.Handoff, _Mapping]] = ..., read_ms: _Optional[float] = ..., verify_ms: _Optional[float] = ..., cached_tokens: _Optional[int] = ...) -> None: ...
+    failure: str
+    def __init__(self, transport: _Optional[str] = ..., blocks: _Optional[int] = ..., bytes: _Optional[int] = ..., blocks_reused: _Optional[int] = ..., digests_checked: _Optional[int] = ..., digests_failed: _Optional[int] = ..., recomputed_tokens: _Optional[int] = ..., read_ms: _Optional[float] = ..., verify_ms: _Optional[float] = ..., failure: _Optional[str] = ...) -> None: ...
 
 class DecodeFinished(_message.Message):
     __slots__ = ("reason", "handoff", "cached_tokens", "preemptions")
@@ -220,10 +240,10 @@ class DecodeFinished(_message.Message):
     CACHED_TOKENS_FIELD_NUMBER: _ClassVar[int]
     PREEMPTIONS_FIELD_NUMBER: _ClassVar[int]
     reason: _generation_pb2.FinishReason
-    handoff: _generation_pb2.Handoff
+    handoff: HandoffFacts
     cached_tokens: int
     preemptions: int
-    def __init__(self, reason: _Optional[_Union[_generation_pb2.FinishReason, str]] = ..., handoff: _Optional[_Union[_generation_pb2.Handoff, _Mapping]] = ..., cached_tokens: _Optional[int] = ..., preemptions: _Optional[int] = ...) -> None: ...
+    def __init__(self, reason: _Optional[_Union[_generation_pb2.FinishReason, str]] = ..., handoff: _Optional[_Union[HandoffFacts, _Mapping]] = ..., cached_tokens: _Optional[int] = ..., preemptions: _Optional[int] = ...) -> None: ...
 
 class CallError(_message.Message):
     __slots__ = ("reason", "message")
@@ -564,7 +584,7 @@ class TraceRecord(_message.Message):
     laps: _containers.RepeatedCompositeFieldContainer[TraceLap]
     failures: _containers.RepeatedCompositeFieldContainer[TraceFailure]
     bypasses: _containers.RepeatedScalarFieldContainer[str]
-    handoff: _generation_pb2.Handoff
+    handoff: HandoffFacts
     read: float
     verify: float
     trace_id: str
@@ -574,7 +594,7 @@ class TraceRecord(_message.Message):
     e2e: float
     prefill_wait: float
     prefill_compute: float
-    def __init__(self, request_id: _Optional[str] = ..., at: _Optional[float] = ..., outcome: _Optional[str] = ..., reason: _Optional[str] = ..., prompt_tokens: _Optional[int] = ..., output_tokens: _Optional[int] = ..., cached_tokens: _Optional[int] = ..., retries: _Optional[int] = ..., laps: _Optional[_Iterable[_Union[TraceLap, _Mapping]]] = ..., failures: _Optional[_Iterable[_Union[TraceFailure, _Mapping]]] = ..., bypasses: _Optional[_Iterable[str]] = ..., handoff: _Optional[_Union[_generation_pb2.Handoff, _Mapping]] = ..., read: _Optional[float] = ..., verify: _Optional[float] = ..., trace_id: _Optional[str] = ..., slo_missed: _Optional[str] = ..., ttft: _Optional[float] = ..., tpot: _Optional[float] = ..., e2e: _Optional[float] = ..., prefill_wait: _Optional[float] = ..., prefill_compute: _Optional[float] = ...) -> None: ...
+    def __init__(self, request_id: _Optional[str] = ..., at: _Optional[float] = ..., outcome: _Optional[str] = ..., reason: _Optional[str] = ..., prompt_tokens: _Optional[int] = ..., output_tokens: _Optional[int] = ..., cached_tokens: _Optional[int] = ..., retries: _Optional[int] = ..., laps: _Optional[_Iterable[_Union[TraceLap, _Mapping]]] = ..., failures: _Optional[_Iterable[_Union[TraceFailure, _Mapping]]] = ..., bypasses: _Optional[_Iterable[str]] = ..., handoff: _Optional[_Union[HandoffFacts, _Mapping]] = ..., read: _Optional[float] = ..., verify: _Optional[float] = ..., trace_id: _Optional[str] = ..., slo_missed: _Optional[str] = ..., ttft: _Optional[float] = ..., tpot: _Optional[float] = ..., e2e: _Optional[float] = ..., prefill_wait: _Optional[float] = ..., prefill_compute: _Optional[float] = ...) -> None: ...
 
 class TraceLap(_message.Message):
     __slots__ = ("stage", "worker", "start", "end")

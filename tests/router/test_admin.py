@@ -11,6 +11,7 @@ from fake_workers import TOKENIZER, record
 from baton.cli.admin import read_live, read_records, read_status
 from baton.cluster.config import Config, SloConfig
 from baton.cluster.errors import BatonError, Reason
+from baton.cluster.handoff import Handoff
 from baton.cluster.messages import plain
 from baton.cluster.metrics import Book
 from baton.cluster.records import Load, WorkerRecord
@@ -25,7 +26,7 @@ from router.admission import Admission
 from router.clients import Workers
 from router.journal import Journal
 from router.live import Live
-from router.request import Failure, Handoff, Request
+from router.request import Failure, Request
 from router.view import ClusterView
 
 BUSY = Load(running=3, waiting=2, free_blocks=500, credit_tokens=-40, cached_blocks=7, leases=1, waiting_tokens=90)
@@ -56,8 +57,7 @@ class House:
             trace.watch.enter("prefill", "p0")
             trace.failures.append(Failure(trace.watch.clock(), "p0", "WORKER_LOST"))
             trace.bypasses.append("short")
-            trace.handoff = Handoff("nixl", 3, 1 << 33, 1, 3, 0, "")
-            trace.read_ms = 2.5
+            trace.handoff = Handoff(transport="nixl", blocks=3, bytes=1 << 33, blocks_reused=1, digests_checked=3, read_ms=2.5)
             if error:
                 raise error
             trace.watch.stop()

@@ -12,6 +12,7 @@ from fake_workers import TOKENIZER, record
 
 from baton.cluster.config import Config, SecurityConfig
 from baton.cluster.errors import BatonError, Reason
+from baton.cluster.handoff import Handoff
 from baton.cluster.memory_registry import MemoryRegistry
 from baton.cluster.records import WorkerRecord
 from baton.cluster.rpc import Answering, Context, Server, abort
@@ -20,7 +21,7 @@ from baton.v1 import generation_pb2, worker_pb2_grpc
 from baton.v1 import worker_pb2 as pb
 from router import watch
 from router.clients import Adopted, CacheSnapshot, Ended, FirstToken, Workers
-from router.request import Handoff, Request, Stopwatch, Token, Trace
+from router.request import Request, Stopwatch, Token, Trace
 from router.view import ClusterView
 from router.watch import Watch
 
@@ -136,14 +137,14 @@ async def test_one_call() -> None:
         assert start.call_id == 1 and start.start.handle == b"handle" and 9000 < start.start.timeout_ms <= 10_000
         job = start.start.job
         assert (job.request_id, list(job.token_ids), job.prompt_tokens, job.cache_salt) == ("r", [1, 2, 3], 2, "salt")
-        told = generation_pb2.Handoff(transport="nixl", blocks=3, bytes=300, blocks_reused=1, digests_checked=3, failure="")
-        adopted = pb.DecodeEvent(call_id=1, adopted=pb.Adopted(handoff=told, read_ms=1.5, verify_ms=2.5))
+        told = Handoff(transport="nixl", blocks=3, bytes=300, blocks_reused=1, digests_checked=3, read_ms=1.5, verify_ms=2.5)
+        adopted = pb.DecodeEvent(call_id=1, adopted=pb.Adopted(handoff=pb.HandoffFacts(**asdict(told))))
         top = [generation_pb2.TopLogprob(id=4, logprob=-0.5)]
         rich = pb.DecodeEvent(call_id=1, token=pb.GeneratedToken(id=9, logprob=-0.25, top=top))
         worker.says.put_nowait([adopted, rich, token(1, 8)])
         worker.says.put_nowait([finished(1, generation_pb2.FINISH_REASON_STOP)])
         assert await call == [
-            Adopted(Handoff("nixl", 3, 300, 1, 3, 0, ""), 1.5, 2.5), Token(9, -0.25, ((4, -0.5),)), Token(8), Ended("stop", 0, 32),
+            Adopted(told), Token(9, -0.25, ((4, -0.5),)), Token(8), Ended("stop", 0, 32),
         ]  # fmt: skip
         assert worker.heard.empty(), "nothing to cancel"
 

@@ -11,6 +11,7 @@ from fake_workers import TOKENIZER, record
 
 from baton.cluster.config import SloConfig
 from baton.cluster.errors import BatonError, Reason
+from baton.cluster.handoff import Handoff
 from baton.cluster.messages import plain
 from baton.cluster.metrics import Book
 from baton.cluster.records import WorkerRecord
@@ -20,7 +21,7 @@ from baton.v1 import worker_pb2
 from router.admission import Admission
 from router.journal import Entry, Journal
 from router.live import FRESH_S, GONE_S, MAX_REQUESTS, Live
-from router.request import Handoff, Request
+from router.request import Request
 from router.view import ABSENT_S, ClusterView
 
 
@@ -144,7 +145,7 @@ async def test_a_request_is_seen_on_its_way_and_then_among_the_last() -> None:
         assert (request["request_id"], request["stage"], request["worker"], request["output_tokens"]) == ("r1", "prefill", "p0", 1)
         assert request["age"] == 2.0 and not told["recent"]
         assert told["totals"]["output_tokens"] == 1, "tokens count as they come"
-        entry.trace.handoff = Handoff("nixl", blocks=1, bytes=4096)
+        entry.trace.handoff = Handoff(transport="nixl", blocks=1, bytes=4096)
         entry.finish = "length"
     told = await house.look(1.0)
     assert not told["requests"] and [last["request_id"] for last in told["recent"]] == ["r1"]

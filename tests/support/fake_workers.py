@@ -9,10 +9,11 @@ from itertools import count
 from typing import Any
 
 from baton.cluster.errors import BatonError, Reason
+from baton.cluster.handoff import Handoff
 from baton.cluster.records import Load, WorkerRecord
 from baton.engine.toy import naive
 from router.clients import Adopted, DecodeEvent, Ended, FirstToken
-from router.request import FinishReason, Handoff, Request, Token
+from router.request import FinishReason, Request, Token
 
 TOKENIZER = "tokenizer"
 EOS = 256
@@ -90,7 +91,7 @@ class FakeWorkers:
                 assert (request_id, tokens) == (request.id, len(request.tokens) - 1)
                 self._end(handle)
                 self.tick("transfer")
-                yield Adopted(Handoff("tcp", blocks=3, bytes=3000, digests_checked=3), 1.0, 2.0)
+                yield Adopted(Handoff(transport="tcp", blocks=3, bytes=3000, digests_checked=3, read_ms=1.0, verify_ms=2.0))
             known, finish = list(request.tokens), None
             for made in count():
                 await asyncio.sleep(0)
