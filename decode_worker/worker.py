@@ -173,6 +173,7 @@ class DecodeWorker:
         call.handoff = replace(fetch.report, blocks_reused=first)
         self._meter.ended("ok", call.handoff)
         span.set(call.handoff.attributes())
+        span.end()  # the request may be over before `adopt` returns
         call.emit(Adopted(call.handoff))  # before the engine has it: its first token may be there at once
         await self.loop.call(lambda engine: engine.adopt(seq))
         failpoint("kv.adopted")

@@ -68,10 +68,7 @@ class PrefixIndex:
         if event.sequence <= held.last or event.sequence in held.ahead:
             return "duplicate"
         held.newest = max(held.newest or 0, event.sequence)
-        if event.kind == "cleared":
-            self._restart(held, event.sequence, ())  # whatever was missed does not matter any more
-        else:
-            held.ahead[event.sequence] = event
+        held.ahead[event.sequence] = event
         self._catch_up(held)
         if len(held.ahead) > self._max_ahead:
             del held.ahead[min(held.ahead)]  # only a snapshot can help now, and it will be newer than this one

@@ -11,7 +11,7 @@ from typing import Annotated, Any, Literal, Self, TypeVar
 
 from pydantic import Field, TypeAdapter, ValidationError
 
-EVENT_KINDS = ("stored", "removed", "cleared")
+EVENT_KINDS = ("stored", "removed")
 KEY_BYTES = 16  # of engine.block_key; this room imports nothing of ours
 
 Count = Annotated[int, Field(ge=0)]
@@ -87,12 +87,12 @@ class Pools:
 
 @dataclass(frozen=True, slots=True)
 class BlockEvent:
-    """Blocks became shareable on a worker (`stored`), were dropped (`removed`), or are all gone (`cleared`, no keys)."""
+    """Blocks became shareable on a worker (`stored`) or were dropped (`removed`)."""
 
     worker: str
     incarnation: int
     sequence: int  # counts the events of one incarnation from 1 without gaps
-    kind: Literal["stored", "removed", "cleared"]
+    kind: Literal["stored", "removed"]
     keys: tuple[bytes, ...] = ()  # 16 bytes each
 
     def to_fields(self) -> dict[bytes, bytes]:

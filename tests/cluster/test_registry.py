@@ -12,9 +12,9 @@ import pytest
 import redis
 from hypothesis import given
 from hypothesis import strategies as st
+from memory_registry import MemoryRegistry
 
 from baton.cluster.config import RedisConfig
-from baton.cluster.memory_registry import MemoryRegistry
 from baton.cluster.records import BlockEvent, Load, Pools, WorkerRecord
 from baton.cluster.redis_registry import RedisRegistry
 from baton.cluster.registry import EVENTS_BATCH, FENCE_LIFETIMES, Registry, StaleIncarnation
@@ -236,10 +236,10 @@ async def test_events_come_in_order_once_and_only_from_the_cursor_on(world: Worl
     assert none == []
     assert await world.other.events(cursor, 0.0) == ([], cursor)
     await world.registry.publish(stored(3, 4))
-    cleared = BlockEvent("prefill-0", 8, 1, "cleared")
-    await world.registry.publish([cleared])
+    removed = BlockEvent("prefill-0", 8, 1, "removed", (KEY,))
+    await world.registry.publish([removed])
     found, later = await world.other.events(cursor, 0.0)
-    assert found == [*stored(3, 4), cleared]
+    assert found == [*stored(3, 4), removed]
     assert await world.other.events(later, 0.0) == ([], later)
     # A cursor can be used again, by anyone.
     assert (await world.registry.events(cursor, 0.0))[0] == found
@@ -301,6 +301,7 @@ async def test_old_events_are_dropped_and_a_reader_left_behind_sees_the_gap(worl
         {b"s": b"0"},
         {b"i": b"-1"},
         {b"k": b"eaten"},
+        {b"k": b"cleared"},
         {b"b": b"15 bytes exactly"[:15]},
         {b"w": b"\xff"},
         {b"w": b""},
@@ -454,7 +455,7 @@ events = st.builds(
     worker=st.text(min_size=1),
     incarnation=small,
     sequence=st.integers(1, 2**64 - 1),
-    kind=st.sampled_from(["stored", "removed", "cleared"]),
+    kind=st.sampled_from(["stored", "removed"]),
     keys=st.lists(st.binary(min_size=16, max_size=16)).map(tuple),
 )
 

@@ -9,11 +9,11 @@ from typing import Any
 
 import pytest
 from fake_workers import TOKENIZER, record
+from memory_registry import MemoryRegistry
 
 from baton.cluster.config import Config, SecurityConfig
 from baton.cluster.errors import BatonError, Reason
 from baton.cluster.handoff import Handoff
-from baton.cluster.memory_registry import MemoryRegistry
 from baton.cluster.records import WorkerRecord
 from baton.cluster.rpc import Answering, Context, Server, abort
 from baton.engine.sampling import SamplingParams
