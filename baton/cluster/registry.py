@@ -11,8 +11,8 @@ from typing import Protocol
 from baton.cluster.records import BlockEvent, Pools, WorkerRecord
 
 EVENTS_BATCH = 1000  # most events that one call of `events` returns
-# A writer of an old incarnation is refused for this many record lifetimes after the last write of a newer one, and not for ever: a host whose
-# clock was set back draws a lower incarnation than before, and must be able to join again.
+# A writer of an old incarnation is refused for this many record lifetimes after the last write of a newer one, and not for ever: a host
+# whose clock was set back draws a lower incarnation than before, and must be able to join again.
 FENCE_LIFETIMES = 10
 
 
