@@ -4,7 +4,7 @@ A log line is one event on stderr and carries the name of the process.
 
 A span is one phase of a request: made when the phase begins, told a few facts, ended. Here stands what the rest of the code sees of spans,
 and what they are when tracing is off: one object, `NO_SPAN`, that does nothing. With `telemetry.otlp_endpoint`, `baton.cluster.otel` makes
-real ones with the OpenTelemetry SDK; without, the SDK is not loaded.
+real ones and the OpenTelemetry SDK exports them; without, the SDK is not loaded.
 
 Whether a request is traced is decided once, at the router: by the `traceparent` of the client (W3C Trace Context), otherwise by the sample
 ratio. Every process after that follows the `traceparent` that its caller sends, and records nothing without one.

@@ -79,8 +79,7 @@ class TestTraceparent:
         span.end()
         spans = delivered(tracer, box)
         assert spans["work"].parent_id == spans["request"].span_id and spans["work"].trace_id == spans["request"].trace_id
-        _, trace_id, span_id, flags = span.traceparent.split("-")
-        assert (int(trace_id, 16), int(span_id, 16)) == (spans["request"].trace_id, spans["request"].span_id) and int(flags, 16) & 1
+        assert span.traceparent == f"00-{spans['request'].trace_id:032x}-{spans['request'].span_id:016x}-01"
 
 
 class TestSampling:

@@ -242,7 +242,7 @@ def test_a_traced_request_tells_what_the_conventions_ask_for() -> None:
         semconv.REQUEST_TOP_P: 1.0,
         semconv.REQUEST_TOP_K: 0,
         semconv.RESPONSE_TIME_TO_FIRST_TOKEN: 1.5,
-        semconv.RESPONSE_FINISH_REASONS: ("length",),
+        semconv.RESPONSE_FINISH_REASONS: ["length"],
         semconv.USAGE_INPUT_TOKENS: 4,
         semconv.USAGE_OUTPUT_TOKENS: 5,
         semconv.USAGE_CACHED_TOKENS: 0,
