@@ -17,14 +17,15 @@ from baton.cluster.config import SecurityConfig
 from baton.cluster.errors import BatonError, Reason
 from baton.cluster.handoff import Handoff
 from baton.cluster.messages import plain
-from baton.cluster.records import WorkerRecord
+from baton.cluster.records import KEY_BYTES, WorkerRecord
 from baton.cluster.rpc import channel, to_error
 from baton.v1 import generation_pb2, worker_pb2, worker_pb2_grpc
 from router.request import FinishReason, Request, Token
 
 log = logging.getLogger(__name__)
 RELEASE_TIMEOUT_S = 2.0
-ASK_TIMEOUT_S = 1.0
+ASK_TIMEOUT_S = 1.0  # for an answer, or for one page of a snapshot
+SNAPSHOT_TIMEOUT_S = 60.0  # for all pages
 MAX_GONE = 1024
 _Identity = tuple[str, int]  # name and incarnation of a worker
 T = TypeVar("T")
@@ -64,7 +65,7 @@ DecodeEvent = Token | Adopted | Ended
 class CacheSnapshot:
     incarnation: int
     sequence: int
-    keys: tuple[bytes, ...]
+    keys: set[bytes]
 
 
 class Workers:
@@ -102,10 +103,22 @@ class Workers:
         task.add_done_callback(self._releases.discard)
 
     async def snapshot(self, worker: WorkerRecord) -> CacheSnapshot:
+        """The keys of all blocks in the worker's cache. It may take long as a whole, but not from one page to the next."""
         stub = worker_pb2_grpc.WorkerStub(self._channel(worker))  # type: ignore[no-untyped-call]
-        answer = await _answer(stub.Snapshot(worker_pb2.SnapshotRequest(), timeout=ASK_TIMEOUT_S))
-        keys = tuple(answer.keys[at : at + 16] for at in range(0, len(answer.keys), 16))
-        return CacheSnapshot(answer.incarnation, answer.sequence, keys)
+        pages = stub.Snapshot(worker_pb2.SnapshotRequest(), timeout=SNAPSHOT_TIMEOUT_S)
+        keys: set[bytes] = set()
+        try:
+            while True:
+                page = await _answer(asyncio.wait_for(pages.read(), ASK_TIMEOUT_S))
+                if page is grpc.aio.EOF:
+                    break
+                incarnation, sequence = page.incarnation, page.sequence
+                keys.update(page.keys[at : at + KEY_BYTES] for at in range(0, len(page.keys), KEY_BYTES))
+        except TimeoutError:
+            raise BatonError(Reason.DEADLINE, f"{worker.name} did not go on with its snapshot") from None
+        finally:
+            pages.cancel()
+        return CacheSnapshot(incarnation, sequence, keys)
 
     async def describe(self, worker: WorkerRecord) -> tuple[WorkerRecord, dict[str, Any]]:
         """The worker's record as it is now, and what it holds (`baton.v1.Residue`). Raises ValueError for an answer without a record."""

@@ -75,7 +75,7 @@ class PrefixIndex:
         return "ok" if held.last >= event.sequence else "gap"
 
     def snapshot(self, worker: str, incarnation: int, sequence: int, keys: Iterable[bytes]) -> Applied:
-        """All that the worker's cache held after event `sequence`. Later events that are here already come on top.
+        """All that the worker's cache held after event `sequence`. Later events that are here already come on top. A set becomes ours.
 
         `duplicate`: no news. `gap`: events that came after it are still missing. `stale`: as for `apply`.
         """
@@ -137,7 +137,12 @@ class PrefixIndex:
         held.keys = set()
         held.last = sequence
         held.ahead = {number: event for number, event in held.ahead.items() if number > sequence}
-        self._store(held, keys)
+        if isinstance(keys, set) and len(keys) <= self._max_entries - self.entries:  # a million keys one by one would take a second
+            held.keys = keys
+            for key in [key for key in held.predicted if key in keys]:
+                del held.predicted[key]
+        else:
+            self._store(held, keys)
 
     def _catch_up(self, held: _Holdings) -> None:
         while (event := held.ahead.pop(held.last + 1, None)) is not None:

@@ -352,7 +352,7 @@ class WorkerStub:
         Args:
             channel: A grpc.Channel.
         """
-        self.Snapshot = channel.unary_unary(
+        self.Snapshot = channel.unary_stream(
                 '/baton.v1.Worker/Snapshot',
                 request_serializer=baton_dot_v1_dot_worker__pb2.SnapshotRequest.SerializeToString,
                 response_deserializer=baton_dot_v1_dot_worker__pb2.SnapshotResponse.FromString,
@@ -370,6 +370,7 @@ class WorkerServicer:
 
     def Snapshot(self, request, context):
         """The keys of all blocks that are sealed now, and the sequence number of the last block event they include.
+        In as many messages as it takes, one at least: a cache may hold millions of keys.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
@@ -384,7 +385,7 @@ class WorkerServicer:
 
 def add_WorkerServicer_to_server(servicer, server):
     rpc_method_handlers = {
-            'Snapshot': grpc.unary_unary_rpc_method_handler(
+            'Snapshot': grpc.unary_stream_rpc_method_handler(
                     servicer.Snapshot,
                     request_deserializer=baton_dot_v1_dot_worker__pb2.SnapshotRequest.FromString,
                     response_serializer=baton_dot_v1_dot_worker__pb2.SnapshotResponse.SerializeToString,
@@ -417,7 +418,7 @@ class Worker:
             wait_for_ready=None,
             timeout=None,
             metadata=None):
-        return grpc.experimental.unary_unary(
+        return grpc.experimental.unary_stream(
             request,
             target,
             '/baton.v1.Worker/Snapshot',

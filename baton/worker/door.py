@@ -1,11 +1,13 @@
 """`baton.v1.Worker`: what every worker answers about itself, whatever its role."""
 
-from collections.abc import Awaitable, Callable
+from collections.abc import AsyncIterator, Awaitable, Callable
 from dataclasses import asdict, dataclass
 
 from baton.cluster.records import WorkerRecord
 from baton.cluster.rpc import Context
 from baton.v1 import worker_pb2, worker_pb2_grpc
+
+PAGE_KEYS = 8192  # of one message of a snapshot: 128 KiB, a few milliseconds of the router's event loop
 
 
 @dataclass(frozen=True, slots=True)
@@ -31,9 +33,11 @@ class WorkerDoor(worker_pb2_grpc.WorkerServicer):
         self._snapshot = snapshot
         self._residue = residue
 
-    async def Snapshot(self, request: worker_pb2.SnapshotRequest, context: Context) -> worker_pb2.SnapshotResponse:
+    async def Snapshot(self, request: worker_pb2.SnapshotRequest, context: Context) -> AsyncIterator[worker_pb2.SnapshotResponse]:
         sequence, keys = await self._snapshot()
-        return worker_pb2.SnapshotResponse(incarnation=self._incarnation, sequence=sequence, keys=b"".join(keys))
+        for start in range(0, max(1, len(keys)), PAGE_KEYS):
+            page = b"".join(keys[start : start + PAGE_KEYS])
+            yield worker_pb2.SnapshotResponse(incarnation=self._incarnation, sequence=sequence, keys=page)
 
     async def Describe(self, request: worker_pb2.DescribeRequest, context: Context) -> worker_pb2.DescribeResponse:
         record = await self._describe()

@@ -20,7 +20,7 @@ from baton.cluster.telemetry import Tracer
 from baton.engine.sampling import SamplingParams
 from baton.v1 import worker_pb2 as pb
 from baton.v1 import worker_pb2_grpc
-from baton.worker.door import Residue, WorkerDoor
+from baton.worker.door import PAGE_KEYS, Residue, WorkerDoor
 from router.admin import AdminDoor
 from router.admission import Admission
 from router.clients import Workers
@@ -40,13 +40,14 @@ class House:
         self.workers = Workers(Config().security)
         self.journal = Journal(Book("router", model="toy"), Tracer(), "toy", SloConfig(e2e_s=100.0), keep=10)
         self.says: WorkerRecord | None = None
+        self.cached = 0  # blocks
 
     async def describe(self) -> WorkerRecord:
         assert self.says is not None
         return self.says
 
     async def snapshot(self) -> tuple[int, list[bytes]]:
-        return 0, []
+        return 3, [number.to_bytes(16, "big") for number in range(self.cached)]
 
     def end(self, name: str, error: BatonError | None = None) -> None:
         """A request that ends now."""
@@ -117,6 +118,16 @@ async def test_live_arrives_as_the_page_gets_it(house: tuple[House, Any]) -> Non
     assert workers["d0"]["credit_tokens"] == -40 and workers["d0"]["state"] == "ready" and workers["p0"]["state"] == "unreachable"
     assert told["totals"]["outcomes"] == {"ok": 1} and told["totals"]["handoff_bytes"] == 1 << 33
     assert [one["request_id"] for one in told["recent"]] == ["good"] and told["slo"] == {"objectives": {"e2e": 100.0}, "attainment": 1.0}
+
+
+@pytest.mark.parametrize("cached", [0, PAGE_KEYS, 3 * PAGE_KEYS + 1])
+async def test_a_cache_of_any_size_arrives_page_by_page(house: tuple[House, Any], cached: int) -> None:
+    known = house[0].says
+    house[0].cached = cached
+    assert known is not None
+    snapshot = await house[0].workers.snapshot(known)
+    assert (snapshot.incarnation, snapshot.sequence) == (1, 3)
+    assert snapshot.keys == {number.to_bytes(16, "big") for number in range(cached)}
 
 
 @pytest.mark.parametrize("change", [{"role": "king"}, {"state": "gone"}])

@@ -19,7 +19,7 @@ from baton.cluster.rpc import Answering, Context, Server, abort
 from baton.engine.sampling import SamplingParams
 from baton.v1 import generation_pb2, worker_pb2_grpc
 from baton.v1 import worker_pb2 as pb
-from router import watch
+from router import clients, watch
 from router.clients import Adopted, CacheSnapshot, Ended, FirstToken, Workers
 from router.request import Request, Stopwatch, Token, Trace
 from router.view import ClusterView
@@ -49,6 +49,10 @@ class Worker(
         self.cancelled = 0
         self.released: list[tuple[bytes, str]] = []
         self.on_describe: Callable[[], Any] = pb.DescribeResponse
+        self.snapshots = 0
+        self.on_snapshot: BatonError | None = None
+        self.pages = [b"a" * 16, b"b" * 16]
+        self.page_s = 0.0  # pause after a page
 
     async def Session(self, request_iterator: AsyncIterator[pb.DecodeCommand], context: Context) -> AsyncIterator[pb.DecodeEvents]:
         self.streams += 1
@@ -79,8 +83,13 @@ class Worker(
         self.released.append((request.handle, request.request_id))
         return pb.ReleaseResponse(was_held=True)
 
-    async def Snapshot(self, request: pb.SnapshotRequest, context: Context) -> pb.SnapshotResponse:
-        return pb.SnapshotResponse(incarnation=7, sequence=3, keys=b"a" * 16 + b"b" * 16)
+    async def Snapshot(self, request: pb.SnapshotRequest, context: Context) -> AsyncIterator[pb.SnapshotResponse]:
+        self.snapshots += 1
+        if self.on_snapshot is not None:
+            await abort(context, self.on_snapshot)
+        for part in self.pages:
+            yield pb.SnapshotResponse(incarnation=7, sequence=3, keys=part)
+            await asyncio.sleep(self.page_s)
 
     async def Describe(self, request: pb.DescribeRequest, context: Context) -> pb.DescribeResponse:
         return await settled(self.on_describe())
@@ -393,12 +402,28 @@ async def test_a_forgotten_worker_may_come_back() -> None:
         assert (await refused(workers.snapshot(d0))).reason is Reason.WORKER_LOST
         assert not workers._channels  # nothing is opened for it again
         workers.welcome(d0)
-        assert await workers.snapshot(d0) == CacheSnapshot(7, 3, (b"a" * 16, b"b" * 16))
+        assert await workers.snapshot(d0) == CacheSnapshot(7, 3, {b"a" * 16, b"b" * 16})
         await workers.forget(d0)
         workers.welcome(d0)
         call = asyncio.create_task(take(workers, d0))
         worker.says.put_nowait([finished((await worker.heard.get()).call_id)])
         assert len(await call) == 1
+
+
+async def test_a_snapshot_takes_as_long_as_its_pages_need(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The deadline is that of one page: a cache of any size arrives."""
+    monkeypatch.setattr(clients, "ASK_TIMEOUT_S", 0.5)
+    async with pair() as (worker, workers, d0, _):
+        worker.pages, worker.page_s = [bytes([i]) * 16 for i in range(10)], 0.1
+        assert (await workers.snapshot(d0)).keys == set(worker.pages)
+        worker.page_s = 30.0
+        assert (await refused(workers.snapshot(d0))).reason is Reason.DEADLINE
+
+
+async def test_an_empty_cache_has_a_snapshot() -> None:
+    async with pair() as (worker, workers, d0, _):
+        worker.pages = [b""]
+        assert await workers.snapshot(d0) == CacheSnapshot(7, 3, set())
 
 
 async def test_forgetting_the_old_process_leaves_the_new_one_at_its_address_alone() -> None:
@@ -473,6 +498,19 @@ async def test_a_worker_that_was_down_is_used_again_when_it_answers(quick: None)
         assert view.down_workers(), "it answers, but takes nothing any more"
         worker.on_describe = describing(d0)
         await until(lambda: not view.down_workers())
+
+
+@pytest.mark.parametrize("fails", [True, False])
+async def test_a_snapshot_that_does_not_come_is_asked_for_ever_more_seldom(quick: None, fails: bool) -> None:
+    """A worker copies its keys for each attempt. The control: one that comes is asked for once."""
+    async with pair() as (worker, workers, d0, _):
+        worker.pages = [b"a" * 16, b"b" * 16]
+        if fails:
+            worker.on_snapshot = BatonError(Reason.INTERNAL, "not now")
+        async with watched(replace(d0, incarnation=7), workers=workers) as (view, _, _):
+            await asyncio.sleep(0.6)
+            assert bool(view.index.needing_snapshot()) == fails
+            assert (2 <= worker.snapshots <= 6) if fails else worker.snapshots == 1  # 30 without the growing pause
 
 
 async def test_probes_go_on_when_a_worker_is_forgotten_in_the_middle_of_one(quick: None) -> None:

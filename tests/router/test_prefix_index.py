@@ -262,3 +262,21 @@ def test_the_index_is_bounded() -> None:
     assert index.entries == 2
     index.apply(event("a", 1, "stored", *KEYS))
     assert index.entries == 4 and index.overlap(KEYS, 0.0) == {"a": 2, "b": 2}
+
+
+def test_a_snapshot_as_a_set_is_the_same_as_one_key_by_key() -> None:
+    """Taken over whole, so that a million keys do not hold up the router; predictions that came true are told apart no longer."""
+    indexes = [joined("a"), joined("a")]
+    for index, keys in zip(indexes, (set(KEYS[:3]), list(KEYS[:3])), strict=True):
+        index.predict("a", [KEYS[1], KEYS[4]], FAR)
+        index.apply(event("a", 3, "removed", KEYS[2]))
+        assert index.snapshot("a", 1, 2, keys) == "ok"
+    for index in indexes:
+        assert index.overlap(KEYS, 0.0) == {"a": 2} and index.entries == 3 and index.overlap(KEYS[4:], 0.0) == {"a": 1}
+
+
+def test_a_snapshot_larger_than_the_index_is_cut() -> None:
+    index = PrefixIndex(max_entries=2)
+    index.join("a", 1)
+    index.snapshot("a", 1, 2, set(KEYS[:4]))
+    assert index.entries == 2 and index.refused == 2
