@@ -48,7 +48,7 @@ from router.tokenizer import Tokenizer
 from router.validate import Ask, AskSampling
 from router.view import ClusterView
 
-TOKENS, ROUNDS, REQUESTS = 101, 9, 200  # of the measurement in one process
+TOKENS, ROUNDS, REQUESTS = 101, 21, 100  # of the measurement in one process
 CLUSTER_ROUNDS, CLUSTER_REQUESTS = 5, 300  # `serving.load` sends so many
 
 
@@ -110,8 +110,12 @@ async def burn(service: GenerateService, tokens: int) -> float:
     return (time.process_time() - began) / REQUESTS
 
 
-def measure_alone(tokenizer: Tokenizer) -> dict[str, dict[str, float]]:
-    """arm → µs a request of one token, µs a further token; medians over rounds in which the arms take turns."""
+def measure_alone(tokenizer: Tokenizer) -> dict[str, dict[str, Any]]:
+    """arm → µs a request of one token, µs a further token: medians over rounds in which the arms take turns.
+
+    `more_`: the quartiles of what an arm costs more than "off" in the same round, as a share of "off". On a busy machine the rounds
+    differ far more than the arms.
+    """
     note = Trace.note_token
     arms: dict[str, tuple[GenerateService, Callable[[Trace], None]]] = {
         "off": (make_service(tokenizer, Silent, Tracer()), lambda trace: None),
@@ -126,7 +130,13 @@ def measure_alone(tokenizer: Tokenizer) -> dict[str, dict[str, float]]:
             costs[arm]["request_us"].append(one * 1e6)
             costs[arm]["token_us"].append((many - one) / (TOKENS - 1) * 1e6)
     Trace.note_token = note  # type: ignore[method-assign]
-    return {arm: {name: statistics.median(values[1:]) for name, values in told.items()} for arm, told in costs.items()}
+    told: dict[str, dict[str, Any]] = {}
+    for arm, names in costs.items():
+        told[arm] = {name: statistics.median(values[1:]) for name, values in names.items()}
+        for name, values in names.items():
+            shares = [value / off - 1 for value, off in zip(values[1:], costs["off"][name][1:], strict=True)]
+            told[arm][f"more_{name}"] = statistics.quantiles(shares, n=4)
+    return told
 
 
 class Receiver(trace_service_pb2_grpc.TraceServiceServicer):  # type: ignore[misc]
@@ -218,10 +228,15 @@ def measure_clusters(model: Path) -> dict[str, Any]:
     return {"arms": told, "spans": receiver.spans, "scrapes": len(took), "scrape_ms_median": 1e3 * statistics.median(took)}
 
 
-def show_alone(arms: dict[str, dict[str, float]]) -> None:
-    print(f"\nthe router's path alone; median of {ROUNDS} rounds of {REQUESTS} requests; µs more than off in brackets")
+def show_alone(arms: dict[str, dict[str, Any]]) -> None:
+    print(
+        f"\nthe router's path alone; median of {ROUNDS} rounds of {REQUESTS} requests; more than off in the same round: median (quartiles)"
+    )
     for arm, told in arms.items():
-        cells = [f"{value:8.2f} ({value - arms['off'][name]:+6.2f})" for name, value in told.items()]
+        cells = []
+        for name in ("request_us", "token_us"):
+            low, middle, high = told[f"more_{name}"]
+            cells.append(f"{told[name]:8.2f} {middle:+5.0%} ({low:+5.0%} … {high:+5.0%})")
         print(f"  {arm:<20} {cells[0]} µs a request  {cells[1]} µs a token")
 
 
