@@ -16,7 +16,7 @@ import tempfile
 import threading
 import time
 import urllib.request
-from collections.abc import AsyncGenerator, Callable, Iterator
+from collections.abc import AsyncGenerator, Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack, contextmanager
 from pathlib import Path
@@ -25,26 +25,30 @@ from typing import Any
 import grpc
 from machine import describe
 from opentelemetry.proto.collector.trace.v1 import trace_service_pb2, trace_service_pb2_grpc
+from opentelemetry.sdk.trace import ReadableSpan
+from opentelemetry.sdk.trace.export import SpanExporter, SpanExportResult
 from serving import cluster, cpu_s, load, router_pid
 
 from baton.client import AsyncClient
 from baton.cluster.config import RouterConfig, SloConfig
+from baton.cluster.handoff import Handoff
 from baton.cluster.metrics import Book
+from baton.cluster.otel import OtelTracer
 from baton.cluster.records import Load, WorkerRecord
-from baton.cluster.telemetry import Span, Tracer
+from baton.cluster.telemetry import Tracer
 from baton.models.make_small import make_toy
 from baton.v1 import worker_pb2, worker_pb2_grpc
 from router.admission import Admission
 from router.clients import Adopted, DecodeEvent, Ended, FirstToken
 from router.dispatch import Dispatcher
 from router.journal import Entry, Journal
-from router.request import Handoff, Request, Token, Trace
+from router.request import Request, Token, Trace
 from router.service import GenerateService
 from router.tokenizer import Tokenizer
 from router.validate import Ask, AskSampling
 from router.view import ClusterView
 
-TOKENS, ROUNDS, REQUESTS = 101, 9, 200  # of the measurement in one process
+TOKENS, ROUNDS, REQUESTS = 101, 21, 100  # of the measurement in one process
 CLUSTER_ROUNDS, CLUSTER_REQUESTS = 5, 300  # `serving.load` sends so many
 
 
@@ -59,7 +63,7 @@ class Answering:
 
     async def decode(self, worker: WorkerRecord, request: Request, handle: bytes, timeout_s: float) -> AsyncGenerator[DecodeEvent, None]:
         with request.trace.span.child("baton.decode", "client", {"baton.worker": worker.name}):
-            yield Adopted(Handoff("tcp", 4, 4096, 0, 4), 0.1, 0.1)
+            yield Adopted(Handoff(transport="tcp", blocks=4, bytes=4096, digests_checked=4, read_ms=0.1, verify_ms=0.1))
             for _ in range(request.params.max_tokens - 1):
                 yield Token(7)
             yield Ended("length", 0, 0)
@@ -73,11 +77,9 @@ class Silent(Journal):
     def close(self, entry: Entry, outcome: str, reason: str) -> None: ...
 
 
-class Swallow:
-    def export(self, spans: list[Span]) -> bool:
-        return True
-
-    def shutdown(self) -> None: ...
+class Swallow(SpanExporter):
+    def export(self, spans: Sequence[ReadableSpan]) -> SpanExportResult:
+        return SpanExportResult.SUCCESS
 
 
 def make_service(tokenizer: Tokenizer, journal: Callable[..., Journal], tracer: Tracer) -> GenerateService:
@@ -108,13 +110,17 @@ async def burn(service: GenerateService, tokens: int) -> float:
     return (time.process_time() - began) / REQUESTS
 
 
-def measure_alone(tokenizer: Tokenizer) -> dict[str, dict[str, float]]:
-    """arm → µs a request of one token, µs a further token; medians over rounds in which the arms take turns."""
+def measure_alone(tokenizer: Tokenizer) -> dict[str, dict[str, Any]]:
+    """arm → µs a request of one token, µs a further token: medians over rounds in which the arms take turns.
+
+    `more_`: the quartiles of what an arm costs more than "off" in the same round, as a share of "off". On a busy machine the rounds
+    differ far more than the arms.
+    """
     note = Trace.note_token
     arms: dict[str, tuple[GenerateService, Callable[[Trace], None]]] = {
         "off": (make_service(tokenizer, Silent, Tracer()), lambda trace: None),
         "metrics": (make_service(tokenizer, Journal, Tracer()), note),
-        "metrics and traces": (make_service(tokenizer, Journal, Tracer(Swallow())), note),  # type: ignore[arg-type]
+        "metrics and traces": (make_service(tokenizer, Journal, OtelTracer(Swallow())), note),
     }
     costs: dict[str, dict[str, list[float]]] = {arm: {"request_us": [], "token_us": []} for arm in arms}
     for _ in range(ROUNDS + 1):
@@ -124,7 +130,13 @@ def measure_alone(tokenizer: Tokenizer) -> dict[str, dict[str, float]]:
             costs[arm]["request_us"].append(one * 1e6)
             costs[arm]["token_us"].append((many - one) / (TOKENS - 1) * 1e6)
     Trace.note_token = note  # type: ignore[method-assign]
-    return {arm: {name: statistics.median(values[1:]) for name, values in told.items()} for arm, told in costs.items()}
+    told: dict[str, dict[str, Any]] = {}
+    for arm, names in costs.items():
+        told[arm] = {name: statistics.median(values[1:]) for name, values in names.items()}
+        for name, values in names.items():
+            shares = [value / off - 1 for value, off in zip(values[1:], costs["off"][name][1:], strict=True)]
+            told[arm][f"more_{name}"] = statistics.quantiles(shares, n=4)
+    return told
 
 
 class Receiver(trace_service_pb2_grpc.TraceServiceServicer):  # type: ignore[misc]
@@ -172,7 +184,7 @@ def scraping(address: str) -> Iterator[list[float]]:
 def metrics_address(admin: str) -> str:
     with grpc.insecure_channel(admin) as channel:
         status = worker_pb2_grpc.AdminStub(channel).Status(worker_pb2.StatusRequest(), timeout=5)
-    return str(json.loads(status.status_json)["endpoints"]["metrics"])
+    return status.endpoints["metrics"]
 
 
 async def cost(endpoints: dict[str, str], offset: int) -> tuple[float, float]:
@@ -216,10 +228,15 @@ def measure_clusters(model: Path) -> dict[str, Any]:
     return {"arms": told, "spans": receiver.spans, "scrapes": len(took), "scrape_ms_median": 1e3 * statistics.median(took)}
 
 
-def show_alone(arms: dict[str, dict[str, float]]) -> None:
-    print(f"\nthe router's path alone; median of {ROUNDS} rounds of {REQUESTS} requests; µs more than off in brackets")
+def show_alone(arms: dict[str, dict[str, Any]]) -> None:
+    print(
+        f"\nthe router's path alone; median of {ROUNDS} rounds of {REQUESTS} requests; more than off in the same round: median (quartiles)"
+    )
     for arm, told in arms.items():
-        cells = [f"{value:8.2f} ({value - arms['off'][name]:+6.2f})" for name, value in told.items()]
+        cells = []
+        for name in ("request_us", "token_us"):
+            low, middle, high = told[f"more_{name}"]
+            cells.append(f"{told[name]:8.2f} {middle:+5.0%} ({low:+5.0%} … {high:+5.0%})")
         print(f"  {arm:<20} {cells[0]} µs a request  {cells[1]} µs a token")
 
 

@@ -52,7 +52,7 @@ def cluster(model: Path, *flags: str) -> Iterator[dict[str, str]]:
 def router_pid(admin: str) -> int:
     with grpc.insecure_channel(admin) as channel:
         answer = worker_pb2_grpc.AdminStub(channel).Status(worker_pb2.StatusRequest(), timeout=5)
-    return int(json.loads(answer.status_json)["router"]["pid"])
+    return int(answer.router.pid)
 
 
 def cpu_s(pid: int) -> float:

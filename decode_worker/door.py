@@ -2,15 +2,16 @@
 
 import asyncio
 from collections.abc import AsyncIterator
+from dataclasses import asdict
 
 from baton.cluster.errors import BatonError, invalid
 from baton.cluster.rpc import Answering, Context
 from baton.engine.sampling import Sampled
-from baton.v1 import generation_pb2, worker_pb2_grpc
 from baton.v1 import worker_pb2 as pb
+from baton.v1 import worker_pb2_grpc
 from baton.worker.identity import Identity
 from baton.worker.wire import to_finish, to_sequence, to_token, unpack_handle
-from decode_worker.worker import Adopted, DecodeWorker, Event, Finished, HandoffFacts
+from decode_worker.worker import Adopted, DecodeWorker, Event, Finished
 
 MAX_OUTBOX = 65536  # events a router may leave unread before it counts as gone
 
@@ -118,27 +119,14 @@ def to_message(call_id: int, event: Event) -> pb.DecodeEvent:
         case Sampled():
             return pb.DecodeEvent(call_id=call_id, token=to_token(event))
         case Adopted(handoff):
-            adopted = pb.Adopted(handoff=to_handoff(handoff), read_ms=handoff.read_ms, verify_ms=handoff.verify_ms)
-            return pb.DecodeEvent(call_id=call_id, adopted=adopted)
+            return pb.DecodeEvent(call_id=call_id, adopted=pb.Adopted(handoff=pb.HandoffFacts(**asdict(handoff))))
         case Finished():
             finished = pb.DecodeFinished(
                 reason=to_finish(event.finish),
-                handoff=to_handoff(event.handoff),
+                handoff=pb.HandoffFacts(**asdict(event.handoff)),
                 cached_tokens=event.cached_tokens,
                 preemptions=event.preemptions,
             )
             return pb.DecodeEvent(call_id=call_id, finished=finished)
         case BatonError():
             return pb.DecodeEvent(call_id=call_id, error=pb.CallError(reason=event.reason.name, message=event.message))
-
-
-def to_handoff(handoff: HandoffFacts) -> generation_pb2.Handoff:
-    return generation_pb2.Handoff(
-        transport=handoff.transport,
-        blocks=handoff.blocks,
-        bytes=handoff.bytes,
-        blocks_reused=handoff.blocks_reused,
-        digests_checked=handoff.digests_checked,
-        recomputed_tokens=handoff.recomputed_tokens,
-        failure=handoff.failure,
-    )

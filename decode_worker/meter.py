@@ -1,7 +1,7 @@
 """Counts what became of the handles that came with requests."""
 
+from baton.cluster.handoff import COUNTED, Handoff
 from baton.cluster.metrics import Book
-from kvtransfer.importer import Report
 
 
 class HandoffMeter:
@@ -10,22 +10,18 @@ class HandoffMeter:
         self._read_s = book.histograms("baton_handoff_read_duration_seconds")
         self._read_bytes = book.histograms("baton_handoff_read_bytes")
         self._verify_s = book.histogram("baton_handoff_verify_duration_seconds")
-        self._reused = book.counter("baton_handoff_reused_blocks_total")
-        self._recomputed = book.counter("baton_handoff_recomputed_tokens_total")
-        self._checked = book.counter("baton_digests_checked_total")
-        self._wrong = book.counter("baton_digests_failed_total")
+        self._counted = {name: book.counter(fact.counter) for name, fact in COUNTED.items()}
 
-    def ended(self, outcome: str, report: Report, blocks_reused: int = 0) -> None:
-        """`outcome`: ok, or the reason why the KV was not used. `report`: of what was done until then."""
-        transport = report.transport or "none"
+    def ended(self, outcome: str, handoff: Handoff) -> None:
+        """`outcome`: ok, or the reason why the KV was not used. `handoff`: what was done until then."""
+        transport = handoff.transport or "none"
         self._handoffs[transport, outcome].inc()
-        self._reused.inc(blocks_reused)
-        self._checked.inc(report.digests_checked)
-        self._wrong.inc(report.digests_failed)
-        if report.blocks:
-            self._read_s[transport].observe(report.read_ms / 1000)
-            self._read_bytes[transport].observe(report.bytes)
-            self._verify_s.observe(report.verify_ms / 1000)
+        for name, counter in self._counted.items():
+            counter.inc(getattr(handoff, name))
+        if handoff.blocks:
+            self._read_s[transport].observe(handoff.read_ms / 1000)
+            self._read_bytes[transport].observe(handoff.bytes)
+            self._verify_s.observe(handoff.verify_ms / 1000)
 
     def recomputed(self, tokens: int) -> None:
-        self._recomputed.inc(tokens)
+        self._counted["recomputed_tokens"].inc(tokens)

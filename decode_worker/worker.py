@@ -17,8 +17,9 @@ from typing import Literal
 from baton.cluster import semconv
 from baton.cluster.errors import BatonError, Reason
 from baton.cluster.failpoint import failpoint
+from baton.cluster.handoff import Handoff
 from baton.cluster.metrics import Book
-from baton.cluster.telemetry import NO_SPAN, Span, Tracer, Value
+from baton.cluster.telemetry import NO_SPAN, Span, Tracer
 from baton.engine.engine import Engine, Output, Refused, learn
 from baton.engine.loop import EngineLoop
 from baton.engine.sampling import Sampled
@@ -27,34 +28,21 @@ from baton.worker.kv_port import KvPort
 from baton.worker.refusal import failure, refusal
 from decode_worker.meter import HandoffMeter
 from kvtransfer.handle import KvHandle
-from kvtransfer.importer import Fetch, Report
+from kvtransfer.importer import Fetch
 
 log = logging.getLogger(__name__)
 ROOM_POLL_S = 0.02  # a release on another path may make room without a step of ours
 
 
 @dataclass(frozen=True, slots=True)
-class HandoffFacts:
-    transport: str = ""
-    blocks: int = 0
-    bytes: int = 0
-    blocks_reused: int = 0
-    digests_checked: int = 0
-    recomputed_tokens: int = 0
-    failure: str = ""
-    read_ms: float = 0.0
-    verify_ms: float = 0.0
-
-
-@dataclass(frozen=True, slots=True)
 class Adopted:
-    handoff: HandoffFacts
+    handoff: Handoff
 
 
 @dataclass(frozen=True, slots=True)
 class Finished:
     finish: Finish
-    handoff: HandoffFacts
+    handoff: Handoff
     cached_tokens: int
     preemptions: int
 
@@ -73,7 +61,7 @@ class Call:
     ended: asyncio.Event = field(default_factory=asyncio.Event)
     fetch: Fetch | None = None
     filling: list[int] = field(default_factory=list)  # blocks that a fetch that was given up may still write into
-    handoff: HandoffFacts = HandoffFacts()
+    handoff: Handoff = field(default_factory=Handoff)
     span: Span = NO_SPAN
 
     def fail(self, error: BatonError) -> None:
@@ -178,7 +166,7 @@ class DecodeWorker:
                 async with call.fetch.holding():
                     await self._adopt(call, call.fetch, call.handle, span)
         except BatonError as error:
-            self._meter.ended(error.reason.name, call.fetch.report if call.fetch else Report())
+            self._meter.ended(error.reason.name, call.fetch.report if call.fetch else Handoff())
             log.warning("handoff of %s from %s failed: %s", call.request_id, call.handle.worker, error)
             if self._on_failure == "fail":
                 raise
@@ -195,19 +183,11 @@ class DecodeWorker:
         failpoint("kv.reserved")
         reused = await self.port.fill(seq, fetch)
         call.fetch = None  # read, verified, and its lease released
-        report = fetch.report
+        call.handoff = replace(fetch.report, blocks_reused=reused)
+        self._meter.ended("ok", call.handoff)
+        span.set(call.handoff.attributes())
+        span.end()  # the request may be over before `adopt` returns
         first = await call.first if call.first is not None else None
-        call.handoff = HandoffFacts(
-            transport=report.transport,
-            blocks=report.blocks,
-            bytes=report.bytes,
-            blocks_reused=reused,
-            digests_checked=report.digests_checked,
-            read_ms=report.read_ms,
-            verify_ms=report.verify_ms,
-        )
-        self._meter.ended("ok", report, reused)
-        span.set(_attributes(call.handoff))
         call.emit(Adopted(call.handoff))  # before the engine has it: its first token may be there at once
 
         def adopt(engine: Engine) -> None:
@@ -219,7 +199,7 @@ class DecodeWorker:
 
     async def _recompute(self, call: Call, error: BatonError) -> None:
         """The KV is not to be had: prefill here. Of a live call, not before the first token is known: nobody else may sample it."""
-        call.handoff = HandoffFacts(failure=error.reason.name)
+        call.handoff = Handoff(failure=error.reason.name)
         seq = call.seq
         call.emit(Adopted(call.handoff))  # from here on the lease is our business
         if call.fetch is not None:
@@ -246,15 +226,3 @@ class DecodeWorker:
         """Blocks that a fetch was to fill go back when no byte can land in them."""
         fetch, call.fetch = call.fetch, None
         await self.port.withdraw(None, fetch, call.filling)
-
-
-def _attributes(handoff: HandoffFacts) -> dict[str, Value]:
-    return {
-        semconv.TRANSPORT: handoff.transport,
-        semconv.BLOCKS: handoff.blocks,
-        semconv.BYTES: handoff.bytes,
-        semconv.BLOCKS_REUSED: handoff.blocks_reused,
-        semconv.DIGESTS_CHECKED: handoff.digests_checked,
-        semconv.READ_SECONDS: handoff.read_ms / 1000,
-        semconv.VERIFY_SECONDS: handoff.verify_ms / 1000,
-    }

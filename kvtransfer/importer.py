@@ -21,6 +21,7 @@ from typing import Protocol
 
 from baton.cluster.errors import BatonError, Reason
 from baton.cluster.failpoint import failpoint
+from baton.cluster.handoff import Handoff
 from baton.engine.kvcache import KvLayout, KvPool
 from kvtransfer.digest import DIGEST_BYTES, INLINE_BYTES, mismatches
 from kvtransfer.exporter import check_layout
@@ -74,19 +75,6 @@ class Checks:
     digests: bool = True
     lease: bool = True
     layout: bool = True
-
-
-@dataclass(slots=True)
-class Report:
-    """What a fetch did."""
-
-    blocks: int = 0
-    bytes: int = 0
-    digests_checked: int = 0
-    digests_failed: int = 0
-    read_ms: float = 0.0
-    verify_ms: float = 0.0  # that nothing but the proof was waited for: digests beyond the last read, and the holder's last word
-    transport: str = ""  # what carried the bytes
 
 
 class Importer:
@@ -235,7 +223,7 @@ class Fetch:
 
     def __init__(self, importer: Importer, handle: KvHandle, peer: Peer) -> None:
         self.handle = handle
-        self.report = Report()
+        self.report = Handoff()
         self.num_blocks = -(-(handle.end - handle.start) // importer.pool.layout.block_size)
         self._importer = importer
         self._peer = peer

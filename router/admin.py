@@ -1,11 +1,9 @@
 """`baton.v1.Admin`, on a port of its own: the cluster as the router sees it, each worker asked afresh."""
 
 import asyncio
-import json
 import os
 from collections.abc import Callable
 from dataclasses import asdict
-from typing import Any
 
 from baton.cluster.errors import BatonError
 from baton.cluster.records import WorkerRecord
@@ -41,33 +39,32 @@ class AdminDoor(worker_pb2_grpc.AdminServicer):
         self._endpoints = endpoints
 
     async def Status(self, request: worker_pb2.StatusRequest, context: Context) -> worker_pb2.StatusResponse:
-        members = self._view.members()
-        status = {
-            "endpoints": self._endpoints(),
-            "model": self._model_name,
-            "router": {
-                "pid": os.getpid(),
-                "inflight": self._admission.inflight,
-                "queued": self._admission.queued,
-                "registry": "reachable" if self._watch.registry_reachable else "away",
-            },
-            "workers": await asyncio.gather(*(self._describe(record) for record in members)),
-        }
-        return worker_pb2.StatusResponse(status_json=json.dumps(status))
+        return worker_pb2.StatusResponse(
+            endpoints=self._endpoints(),
+            model=self._model_name,
+            router=worker_pb2.RouterStatus(
+                pid=os.getpid(),
+                inflight=self._admission.inflight,
+                queued=self._admission.queued,
+                registry="reachable" if self._watch.registry_reachable else "away",
+            ),
+            workers=await asyncio.gather(*(self._describe(record) for record in self._view.members())),
+        )
 
     async def Live(self, request: worker_pb2.LiveRequest, context: Context) -> worker_pb2.LiveResponse:
-        return worker_pb2.LiveResponse(live_json=json.dumps(await self._live.look()))
+        return worker_pb2.LiveResponse(**await self._live.look())
 
     async def Trace(self, request: worker_pb2.TraceRequest, context: Context) -> worker_pb2.TraceResponse:
         if request.request_id:
             found = [record for record in [self._journal.find(request.request_id)] if record is not None]
         else:
             found = self._journal.last(request.last or 1)
-        return worker_pb2.TraceResponse(records_json=json.dumps([record.to_json() for record in found]))
+        return worker_pb2.TraceResponse(records=[worker_pb2.TraceRecord(**record.to_json()) for record in found])
 
-    async def _describe(self, record: WorkerRecord) -> dict[str, Any]:
+    async def _describe(self, record: WorkerRecord) -> worker_pb2.WorkerStatus:
         try:
             fresh, residue = await self._workers.describe(record)
         except (BatonError, ValueError) as error:
-            return {**asdict(record), "state": "unreachable", "error": str(error)}
-        return {**asdict(fresh), **residue}
+            last = worker_pb2.WorkerRecord(**{**asdict(record), "state": "unreachable"})
+            return worker_pb2.WorkerStatus(record=last, error=str(error))
+        return worker_pb2.WorkerStatus(record=worker_pb2.WorkerRecord(**asdict(fresh)), residue=worker_pb2.Residue(**residue))

@@ -8,22 +8,25 @@ import itertools
 import logging
 from collections.abc import AsyncGenerator, Awaitable
 from dataclasses import dataclass, fields
-from typing import TypeVar
+from typing import Any, TypeVar
 
 import grpc
 
 from baton.cluster import semconv
 from baton.cluster.config import SecurityConfig
 from baton.cluster.errors import BatonError, Reason
+from baton.cluster.handoff import Handoff
+from baton.cluster.messages import plain
 from baton.cluster.records import Load, WorkerRecord, WorkerState
 from baton.cluster.rpc import channel, to_error
 from baton.engine.block_key import KEY_BYTES
 from baton.v1 import generation_pb2, worker_pb2, worker_pb2_grpc
-from router.request import FinishReason, Handoff, Request, Token
+from router.request import FinishReason, Request, Token
 
 log = logging.getLogger(__name__)
 RELEASE_TIMEOUT_S = 2.0
-ASK_TIMEOUT_S = 1.0
+ASK_TIMEOUT_S = 1.0  # for an answer, or for one page of a snapshot
+SNAPSHOT_TIMEOUT_S = 60.0  # for all pages
 MAX_GONE = 1024
 NOT_CONNECTED = "failed to connect"  # gRPC's words for a call that never left: nobody listens there
 _Identity = tuple[str, int]  # name and incarnation of a worker
@@ -67,8 +70,6 @@ PrefillEvent = Opened | FirstToken
 @dataclass(frozen=True, slots=True)
 class Adopted:
     handoff: Handoff
-    read_ms: float
-    verify_ms: float
 
 
 @dataclass(frozen=True, slots=True)
@@ -85,7 +86,7 @@ DecodeEvent = Token | Adopted | Ended
 class CacheSnapshot:
     incarnation: int
     sequence: int
-    keys: tuple[bytes, ...]
+    keys: set[bytes]
 
 
 @dataclass(frozen=True, slots=True)
@@ -155,22 +156,28 @@ class Workers:
         task.add_done_callback(self._releases.discard)
 
     async def snapshot(self, worker: WorkerRecord) -> CacheSnapshot:
+        """The keys of all blocks in the worker's cache. It may take long as a whole, but not from one page to the next."""
         stub = worker_pb2_grpc.WorkerStub(self._channel(worker))  # type: ignore[no-untyped-call]
-        answer = await _answer(stub.Snapshot(worker_pb2.SnapshotRequest(to=to_addressee(worker)), timeout=ASK_TIMEOUT_S))
-        keys = tuple(answer.keys[at : at + KEY_BYTES] for at in range(0, len(answer.keys), KEY_BYTES))
-        return CacheSnapshot(answer.incarnation, answer.sequence, keys)
+        pages = stub.Snapshot(worker_pb2.SnapshotRequest(to=to_addressee(worker)), timeout=SNAPSHOT_TIMEOUT_S)
+        keys: set[bytes] = set()
+        try:
+            while True:
+                page = await _answer(asyncio.wait_for(pages.read(), ASK_TIMEOUT_S))
+                if page is grpc.aio.EOF:
+                    break
+                incarnation, sequence = page.incarnation, page.sequence
+                keys.update(page.keys[at : at + KEY_BYTES] for at in range(0, len(page.keys), KEY_BYTES))
+        except TimeoutError:
+            raise BatonError(Reason.DEADLINE, f"{worker.name} did not go on with its snapshot") from None
+        finally:
+            pages.cancel()
+        return CacheSnapshot(incarnation, sequence, keys)
 
-    async def describe(self, worker: WorkerRecord) -> tuple[WorkerRecord, dict[str, int]]:
-        """The worker's record as it is now, and what it holds: leases, blocks in use, blocks in quarantine."""
+    async def describe(self, worker: WorkerRecord) -> tuple[WorkerRecord, dict[str, Any]]:
+        """The worker's record as it is now, and what it holds (`baton.v1.Residue`). Raises ValueError for an answer without a record."""
         stub = worker_pb2_grpc.WorkerStub(self._channel(worker))  # type: ignore[no-untyped-call]
         answer = await _answer(stub.Describe(worker_pb2.DescribeRequest(to=to_addressee(worker)), timeout=ASK_TIMEOUT_S))
-        residue = {
-            "idle": int(answer.idle),
-            "leases": answer.leases,
-            "quarantined_blocks": answer.quarantined_blocks,
-            "blocks_in_use": answer.blocks_in_use,
-        }
-        return WorkerRecord.from_json(answer.record_json), residue
+        return WorkerRecord.from_mapping(plain(answer.record)), plain(answer.residue)
 
     async def probe(self, worker: WorkerRecord, timeout_s: float) -> Answer:
         """How the worker is at this moment."""
@@ -413,15 +420,12 @@ def _to_event(message: worker_pb2.DecodeEvent | BatonError) -> DecodeEvent:
         case "token":
             return to_token(message.token)
         case "adopted":
-            told = message.adopted.handoff
-            handoff = Handoff(told.transport, told.blocks, told.bytes, told.blocks_reused, told.digests_checked, 0, told.failure)
-            return Adopted(handoff, message.adopted.read_ms, message.adopted.verify_ms)
+            return Adopted(Handoff(**plain(message.adopted.handoff)))
         case "finished":
-            told = message.finished.handoff
             finish = _FINISH[message.finished.reason]
             if finish is None:
                 raise BatonError(Reason.INTERNAL, "the worker finished without a reason")
-            return Ended(finish, told.recomputed_tokens, message.finished.cached_tokens)
+            return Ended(finish, message.finished.handoff.recomputed_tokens, message.finished.cached_tokens)
         case "error":
             name = message.error.reason
             raise BatonError(Reason[name] if name in Reason.__members__ else Reason.INTERNAL, message.error.message)

@@ -233,7 +233,7 @@ class Dispatcher:
                             yield event
                         case Adopted():
                             trace.watch.enter("decode", worker.name)
-                            self._note_handoff(request, event)
+                            trace.handoff += event.handoff
                             yield event
                         case Ended():
                             trace.handoff.recomputed_tokens += event.recomputed_tokens
@@ -251,17 +251,6 @@ class Dispatcher:
         if started.early is not None:
             return started.early.events()
         return self._workers.decode(started.worker, request, handle, self._remaining(request))
-
-    def _note_handoff(self, request: Request, adopted: Adopted) -> None:
-        trace, told, total = request.trace, adopted.handoff, request.trace.handoff
-        trace.read_ms += adopted.read_ms
-        trace.verify_ms += adopted.verify_ms
-        total.transport = told.transport or total.transport
-        total.blocks += told.blocks
-        total.bytes += told.bytes
-        total.blocks_reused += told.blocks_reused
-        total.digests_checked += told.digests_checked
-        total.failure = told.failure or total.failure
 
     async def _choose_prefill(self, request: Request, failed: set[Identity]) -> Choice | Bypass:
         until = self._clock() + self._config.queue_timeout_s

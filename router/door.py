@@ -94,7 +94,7 @@ def _to_finished(event: Finished) -> pb.Finished:
         usage=pb.Usage(prompt_tokens=request.prompt_len, completion_tokens=request.output_len, cached_tokens=trace.cached_tokens),
         stages=_to_stages(trace),
         workers=pb.Workers(prefill=trace.prefill_worker, decode=trace.decode_worker, retries=trace.retries),
-        handoff=pb.Handoff(**{name: getattr(trace.handoff, name) for name in trace.handoff.__slots__}),
+        handoff=pb.Handoff(**{fact.name: getattr(trace.handoff, fact.name) for fact in pb.Handoff.DESCRIPTOR.fields}),
     )
     if event.stop is not None:
         message.stop = event.stop
@@ -112,6 +112,6 @@ def _to_stages(trace: Trace) -> pb.StageTimes:
         decode_ms=seconds["decode"] * 1000,
         prefill_wait_ms=trace.prefill_wait_ms,
         prefill_compute_ms=trace.prefill_compute_ms,
-        read_ms=trace.read_ms,
-        verify_ms=trace.verify_ms,
+        read_ms=trace.handoff.read_ms,
+        verify_ms=trace.handoff.verify_ms,
     )

@@ -1,4 +1,4 @@
-"""What the router knows anyhow, for whoever scrapes: asked for then, counted never."""
+"""Metrics of what the router knows without counting: read at each scrape."""
 
 from collections.abc import Callable
 

@@ -68,17 +68,14 @@ class PrefixIndex:
         if event.sequence <= held.last or event.sequence in held.ahead:
             return "duplicate"
         held.newest = max(held.newest or 0, event.sequence)
-        if event.kind == "cleared":
-            self._restart(held, event.sequence, ())  # whatever was missed does not matter any more
-        else:
-            held.ahead[event.sequence] = event
+        held.ahead[event.sequence] = event
         self._catch_up(held)
         if len(held.ahead) > self._max_ahead:
             del held.ahead[min(held.ahead)]  # only a snapshot can help now, and it will be newer than this one
         return "ok" if held.last >= event.sequence else "gap"
 
     def snapshot(self, worker: str, incarnation: int, sequence: int, keys: Iterable[bytes]) -> Applied:
-        """All that the worker's cache held after event `sequence`. Later events that are here already come on top.
+        """All that the worker's cache held after event `sequence`. Later events that are here already come on top. A set becomes ours.
 
         `duplicate`: no news. `gap`: events that came after it are still missing. `stale`: as for `apply`.
         """
@@ -140,7 +137,12 @@ class PrefixIndex:
         held.keys = set()
         held.last = sequence
         held.ahead = {number: event for number, event in held.ahead.items() if number > sequence}
-        self._store(held, keys)
+        if isinstance(keys, set) and len(keys) <= self._max_entries - self.entries:  # a million keys one by one would take a second
+            held.keys = keys
+            for key in [key for key in held.predicted if key in keys]:
+                del held.predicted[key]
+        else:
+            self._store(held, keys)
 
     def _catch_up(self, held: _Holdings) -> None:
         while (event := held.ahead.pop(held.last + 1, None)) is not None:

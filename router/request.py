@@ -6,6 +6,7 @@ from dataclasses import dataclass, field
 from typing import Literal
 
 from baton.cluster.errors import BatonError
+from baton.cluster.handoff import Handoff
 from baton.cluster.telemetry import NO_SPAN, Span
 from baton.engine.sampling import SamplingParams
 from baton.stages import STAGES, Stage, itl
@@ -63,19 +64,6 @@ class Stopwatch:
         self.laps[-1].end = self.clock()
 
 
-@dataclass(slots=True)
-class Handoff:
-    """How the KV got to the decode worker, over all attempts."""
-
-    transport: str = ""
-    blocks: int = 0
-    bytes: int = 0
-    blocks_reused: int = 0
-    digests_checked: int = 0
-    recomputed_tokens: int = 0
-    failure: str = ""
-
-
 @dataclass(frozen=True, slots=True)
 class Failure:
     """A worker that failed the request."""
@@ -99,9 +87,7 @@ class Trace:
     fetched_tokens: int = 0  # of the prompt, whose KV the prefill worker fetched from another worker's cache
     prefill_wait_ms: float = 0.0
     prefill_compute_ms: float = 0.0
-    read_ms: float = 0.0
-    verify_ms: float = 0.0
-    handoff: Handoff = field(default_factory=Handoff)
+    handoff: Handoff = field(default_factory=Handoff)  # over all attempts
     choices: list[tuple[str, str]] = field(default_factory=list)  # role and reason, of each worker that was chosen
     bypasses: list[str] = field(default_factory=list)  # reasons
     retry_reasons: list[str] = field(default_factory=list)

@@ -18,6 +18,7 @@ from router.view import ClusterView, Joined, Left, Refused, Reincarnated
 log = logging.getLogger(__name__)
 MEMBERS_EVERY_S = 0.25
 SNAPSHOT_EVERY_S = 0.2
+SNAPSHOT_AT_LEAST_EVERY_S = 10.0  # however often it has failed
 EVENTS_WAIT_S = 1.0
 AWAY_S = 0.5  # pause before a registry that was away is asked again
 
@@ -81,19 +82,27 @@ class Watch:
                 self._view.index.apply(event)
 
     async def _run_snapshots(self) -> None:
-        """Who missed an event asks for the whole."""
-        while True:
-            await asyncio.sleep(SNAPSHOT_EVERY_S)
-            for name in self._view.index.needing_snapshot():
-                worker = self._view.find(name)
-                if worker is None:
-                    continue
-                try:
-                    snapshot = await self._workers.snapshot(worker)
-                except BatonError as error:
-                    log.debug("no snapshot of %s: %s", name, error)
-                    continue
+        """For each worker of which an event was missed: ask for its whole cache, until that is known."""
+        asked: set[str] = set()
+        async with asyncio.TaskGroup() as group:
+            while True:
+                await asyncio.sleep(SNAPSHOT_EVERY_S)
+                for name in set(self._view.index.needing_snapshot()) - asked:
+                    asked.add(name)
+                    group.create_task(self._ask_snapshots(name, asked))
+
+    async def _ask_snapshots(self, name: str, asked: set[str]) -> None:
+        """Failures make the pauses longer: each attempt costs the worker's engine a copy of all keys. Removes `name` from `asked`."""
+        pause = SNAPSHOT_EVERY_S
+        while name in self._view.index.needing_snapshot() and (worker := self._view.find(name)) is not None:
+            try:
+                snapshot = await self._workers.snapshot(worker)
                 self._view.index.snapshot(name, snapshot.incarnation, snapshot.sequence, snapshot.keys)
+            except BatonError as error:
+                log.debug("no snapshot of %s: %s", name, error)
+                pause = min(2 * pause, SNAPSHOT_AT_LEAST_EVERY_S)
+            await asyncio.sleep(pause)
+        asked.discard(name)
 
     def _note(self, reachable: bool, error: BaseException | None = None) -> None:
         if reachable != self.registry_reachable:

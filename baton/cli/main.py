@@ -22,6 +22,7 @@ from rich.status import Status
 
 from baton.cli import view
 from baton.cli.access import find
+from baton.cli.admin import read_status
 from baton.client import Client, GenerateError, Stream
 from baton.cluster import config as configuration
 from baton.cluster.config import Config, ConfigError
@@ -172,7 +173,7 @@ def status(
     with _failing():
         with find("admin", address, name, config).channel() as channel:
             stub = worker_pb2_grpc.AdminStub(channel)  # type: ignore[no-untyped-call]
-            answer = json.loads(stub.Status(worker_pb2.StatusRequest(), timeout=5).status_json)
+            answer = read_status(stub.Status(worker_pb2.StatusRequest(), timeout=5))
         if as_json:
             print(json.dumps(answer))
         else:

@@ -1,6 +1,5 @@
 """`baton top`: the cluster at this moment in the terminal, from the router's `Live`. What the live page shows, without a browser."""
 
-import json
 import time
 from collections import deque
 from collections.abc import Callable
@@ -12,6 +11,7 @@ from rich.live import Live
 from rich.text import Text
 
 from baton.cli.access import Access
+from baton.cli.admin import read_live
 from baton.cli.view import STAGE_COLOURS, Fitting, bar, size
 from baton.v1 import worker_pb2, worker_pb2_grpc
 
@@ -30,8 +30,7 @@ def run(admin: Access, console: Console, every_s: float, once: bool) -> None:
         stub = worker_pb2_grpc.AdminStub(channel)  # type: ignore[no-untyped-call]
 
         def look() -> Snapshot:
-            told: Snapshot = json.loads(stub.Live(worker_pb2.LiveRequest(), timeout=5).live_json)
-            return told
+            return read_live(stub.Live(worker_pb2.LiveRequest(), timeout=5))
 
         first = look()
         if once or not console.is_terminal:

@@ -1,6 +1,5 @@
 """`baton trace`: what became of one request, from the router's own memory of the last ones, as a waterfall in the terminal."""
 
-import json
 from datetime import datetime
 from typing import Any
 
@@ -9,6 +8,7 @@ from rich.table import Table
 from rich.text import Text
 
 from baton.cli.access import Access
+from baton.cli.admin import read_records
 from baton.cli.view import BAR_WIDTH, STAGE_COLOURS, bar, size
 from baton.launch.state import StateError
 from baton.v1 import worker_pb2, worker_pb2_grpc
@@ -20,7 +20,7 @@ def fetch(admin: Access, request_id: str) -> dict[str, Any]:
     """The record of a request; of the last one when the id is empty. Raises StateError when the router does not have it, grpc.RpcError."""
     with admin.channel() as channel:
         stub = worker_pb2_grpc.AdminStub(channel)  # type: ignore[no-untyped-call]
-        records: list[dict[str, Any]] = json.loads(stub.Trace(worker_pb2.TraceRequest(request_id=request_id), timeout=5).records_json)
+        records = read_records(stub.Trace(worker_pb2.TraceRequest(request_id=request_id), timeout=5))
     if not records:
         what = f"no request {request_id!r}" if request_id else "no request"
         raise StateError(f"the router remembers {what} that has ended; it keeps the last telemetry.recent_requests")

@@ -1,7 +1,8 @@
 """A worker's presence in the registry: joins, refreshes its record, publishes its block events.
 
-The registry is a cache of truths that the worker can rebuild: while it is away the worker serves on, and the next heartbeat repairs what
-was lost. Events wait for it too; of a long outage the oldest are dropped, and the gap in the numbers makes readers ask for a snapshot.
+The registry is a cache of truths that the worker can rebuild: while it is away the worker goes on serving, and the next heartbeat repairs
+what was lost. Events wait for the registry, too; in a long outage the oldest are dropped, and the gap in their numbers makes readers ask
+for a snapshot.
 """
 
 import asyncio
@@ -15,11 +16,11 @@ from baton.cluster.registry import Registry, RegistryUnavailable, StaleIncarnati
 
 log = logging.getLogger(__name__)
 MAX_BUFFERED_EVENTS = 4096
-PUBLISH_DELAY_S = 0.01  # events of a few steps go together
+PUBLISH_DELAY_S = 0.01  # so that the events of a few steps go together
 
 
 class Membership:
-    """`describe` gives the record as it is now; `on_stale` is called when a newer incarnation has taken this worker's name."""
+    """`describe` returns the record as it is now; `on_stale` is called when a newer incarnation has taken this worker's name."""
 
     def __init__(
         self,
@@ -36,11 +37,11 @@ class Membership:
         self._new_events = asyncio.Event()
         self._beat = asyncio.Event()
         self.reachable = True
-        self.reconnects = 0  # how often the registry came back after it had been away
+        self.reconnects = 0  # how often the registry has come back after an outage
         self._joined: WorkerRecord | None = None
 
     def announce(self, events: list[BlockEvent]) -> None:
-        """Queue block events. When the registry is away for long the oldest are dropped: readers see the gap."""
+        """Queue block events. In a long outage of the registry the oldest are dropped, and readers see the gap."""
         self._events.extend(events)
         self._new_events.set()
 
@@ -54,7 +55,7 @@ class Membership:
             group.create_task(self._run_events())
 
     async def leave(self) -> None:
-        """Best effort; an unreachable registry lets the record expire."""
+        """Best effort: if the registry is unreachable, the record expires."""
         if self._joined is not None:
             with contextlib.suppress(RegistryUnavailable):
                 await self._registry.leave(self._joined.name, self._joined.incarnation)

@@ -1,16 +1,18 @@
 """Every metric of every process: one table, and the numbers behind it.
 
-Whoever counts asks the process's `Book` once, at wiring, and from then on adds to plain numbers: no lock, no lookup by name, once per
-request or per step. What is known anyhow (the length of a queue, the blocks of a pool) is not counted: `Book.read` names a function
-that is asked when somebody scrapes. `baton.cluster.metrics_http` writes a book down in Prometheus's format; nothing else knows that format.
+Code that counts asks the process's `Book` for its counters once, at wiring. After that it adds to plain numbers, once per request or per
+step, without a lock and without a lookup by name. What the process knows without counting (the length of a queue, the blocks of a pool) is
+read: `Book.read` names a function that is called at each scrape. `baton.cluster.metrics_http` writes a book in Prometheus's format.
 
-The rules hold for the whole table and are checked by a test: base units, counters end in _total, no label that names a request, and for
-each label the values that it may have. A value outside of them counts as "other".
+The counters are ours because those of prometheus_client lock: `inc` takes 0.28 us there and 0.04 us here, `observe` 0.65 us and 0.2 us, a
+look-up by labels 0.8 us and 0.06 us, and every token is observed. A number has one writer, so it needs no lock; a scrape may see the sum of
+a histogram one value ahead of its buckets.
 
-A number has one writer, so it needs no lock. A scrape may see the sum of a histogram one value ahead of its buckets.
+The rules hold for the whole table, and a test checks them: base units, counters end in _total, no label names a request, and each label has
+a known set of values. A value outside that set counts as "other".
 
 Aliases are other people's names for our numbers: what the Gateway API Inference Extension scrapes, and what dashboards for vLLM show. They
-have no storage of their own. `model_name` and `engine` are on each of them, as vLLM has it.
+have no storage of their own. Each carries `model_name` and `engine`, as in vLLM.
 """
 
 from bisect import bisect_left
@@ -20,6 +22,7 @@ from types import MappingProxyType
 from typing import Any, Literal, TypeVar
 
 from baton.cluster.errors import Reason
+from baton.cluster.handoff import COUNTED
 from baton.stages import PREFILL_PARTS, STAGES
 
 Kind = Literal["counter", "gauge", "histogram"]
@@ -28,7 +31,7 @@ Labels = Mapping[str, tuple[str, ...]]
 Number = int | float
 
 OTHER = "other"
-OPEN: tuple[str, ...] = ()  # values that are not known before: workers, sizes. MAX_OPEN series at most, the rest counts as "other"
+OPEN: tuple[str, ...] = ()  # values that are not known in advance: workers, sizes. After MAX_OPEN series the rest count as "other"
 MAX_OPEN = 256
 ROUTER: tuple[Role, ...] = ("router",)
 PREFILL: tuple[Role, ...] = ("prefill",)
@@ -57,7 +60,7 @@ BATCH_SEQUENCES = tuple(float(2**power) for power in range(0, 11))
 
 @dataclass(frozen=True, slots=True)
 class Alias:
-    """`labels`: our label → theirs. A series is shown when its other labels have the values in `only`."""
+    """`labels`: our label → theirs. Only series whose other labels have the values in `only` are shown."""
 
     name: str
     labels: Mapping[str, str] = field(default_factory=dict)
@@ -66,7 +69,7 @@ class Alias:
 
 @dataclass(frozen=True, slots=True)
 class Metric:
-    """`unit` is what one of the number is; `labels` are those beside `worker` and `role`, which are on everything a worker tells."""
+    """`labels` does not list `worker` and `role`, which every metric of a worker has."""
 
     name: str
     kind: Kind
@@ -245,12 +248,7 @@ TABLE: tuple[Metric, ...] = (
     Metric(
         "baton_handoff_verify_duration_seconds", "histogram", "seconds", DECODE, "Digests and lease check of a read.", buckets=READ_S,
     ),
-    Metric("baton_handoff_reused_blocks_total", "counter", "blocks", DECODE, "Blocks of a handle that were here already."),
-    Metric(
-        "baton_handoff_recomputed_tokens_total", "counter", "tokens", DECODE, "Prompt tokens computed here although a handle had come.",
-    ),
-    Metric("baton_digests_checked_total", "counter", "blocks", DECODE, "Blocks whose digest was compared after a read."),
-    Metric("baton_digests_failed_total", "counter", "blocks", DECODE, "Of these, those that were not what was leased."),
+    *(Metric(fact.counter, "counter", fact.unit, DECODE, fact.help) for fact in COUNTED.values()),
     # The process
     Metric("baton_registry_reachable", "gauge", "1", ALL, "1: the registry answered the last call."),
     Metric("baton_registry_reconnects_total", "counter", "times", ALL, "How often the registry came back after it had been away."),
@@ -261,7 +259,7 @@ BY_NAME: Mapping[str, Metric] = MappingProxyType({metric.name: metric for metric
 
 
 class Counter:
-    """Grows only."""
+    """A number that only grows."""
 
     __slots__ = ("value",)
 
@@ -273,7 +271,7 @@ class Counter:
 
 
 class Histogram:
-    """`counts[i]`: values above `bounds[i - 1]` and up to `bounds[i]`; the last has no upper bound."""
+    """`counts[i]` counts the values above `bounds[i - 1]` and up to `bounds[i]`; the last count has no upper bound."""
 
     __slots__ = ("bounds", "counts", "sum")
 
@@ -292,18 +290,18 @@ class Histogram:
 
 
 Child = TypeVar("Child", Counter, Histogram)
-Key = str | tuple[str, ...]  # values of the labels in their order; of one label, the value alone
-Reading = Number | Mapping[Any, Number]  # by Key, whose type would have to be that of the mapping exactly
+Key = str | tuple[str, ...]  # the label values in the order of the labels; for a single label, the value alone
+Reading = Number | Mapping[Any, Number]  # by Key: a mapping's key type is invariant, so it cannot be spelled here
 
 
 class Children(dict[Key, Child]):
-    """The series of one metric by their label values. Asking makes them; a value that the table does not know gives "other"."""
+    """The series of one metric by label values, each made when it is first asked for. A value that the table does not know is "other"."""
 
     def __init__(self, metric: Metric, make: Callable[[], Child]) -> None:
         super().__init__()
         self._metric = metric
         self._make: Callable[[], Child] = make
-        if len(metric.labels) == 1:  # known from the start, so that the first event is a step from 0
+        if len(metric.labels) == 1:  # present from the start, so that the first event is a step up from 0
             for value in next(iter(metric.labels.values())):
                 self[value] = make()
 
@@ -318,7 +316,7 @@ class Children(dict[Key, Child]):
 
 @dataclass(frozen=True, slots=True)
 class Series:
-    """`value`, or of a histogram the cumulative count for each bound and at last of all, and the `sum`."""
+    """For a histogram, `value` is the sum and `buckets` the cumulative counts, one for each bound and one for all values."""
 
     labels: Mapping[str, str]
     value: Number
@@ -335,10 +333,10 @@ class Family:
 
 
 class Book:
-    """The numbers of one process. A name that is not in the table, or not one of this role, is a KeyError: a mistake of ours."""
+    """The numbers of one process. A name that is not in the table, or does not belong to this role, is our mistake: a KeyError."""
 
     def __init__(self, role: Role, worker: str = "", model: str = "") -> None:
-        """`worker`: its name, where the process is one."""
+        """`worker`: the worker's name; empty in a process that is not a worker."""
         self.role = role
         self.model = model
         self._own = {"worker": worker, "role": role} if worker else {}
@@ -346,7 +344,7 @@ class Book:
         self._readers: dict[str, Callable[[], Reading]] = {}
 
     def counter(self, name: str) -> Counter:
-        """Of a metric without labels."""
+        """The counter of a metric without labels."""
         return self.counters(name)[()]
 
     def counters(self, name: str) -> Children[Counter]:
@@ -356,7 +354,7 @@ class Book:
         return children
 
     def histogram(self, name: str) -> Histogram:
-        """Of a metric without labels."""
+        """The histogram of a metric without labels."""
         return self.histograms(name)[()]
 
     def histograms(self, name: str) -> Children[Histogram]:
@@ -366,12 +364,12 @@ class Book:
         return children
 
     def read(self, name: str, function: Callable[[], Reading]) -> None:
-        """A gauge, or a counter that is kept elsewhere: the number, or numbers by label values, when it is asked for."""
+        """A gauge, or a counter that is kept elsewhere. At each scrape `function` returns the number, or numbers by label values."""
         self._find(name, "gauge", "counter")
         self._readers[name] = function
 
     def families(self) -> list[Family]:
-        """All that is known now, in the order of the table; aliases stand behind what they are an alias of."""
+        """All numbers as they are now, in the order of the table; aliases follow their metric."""
         found = []
         for metric in TABLE:
             series = self._series(metric)
@@ -426,7 +424,7 @@ class Book:
 
 
 def bounded(metric: Metric, key: Key, known: Mapping[Key, Hashable]) -> Key:
-    """`key` with "other" for what the table does not allow; `known` are the series that there are already."""
+    """`key` with "other" in place of values that the table does not allow; `known` are the series that exist already."""
     values = _values(key)
     if len(values) != len(metric.labels):
         raise ValueError(f"{metric.name} has the labels {list(metric.labels)}, not {len(values)}")

@@ -1,16 +1,21 @@
 """`/metrics` and `/health` on a port of their own, on every process; on the router also `/targets`, the list of all of them.
 
-The only file that knows Prometheus's format, through prometheus_client. HTTP as far as a scraper needs it: GET and HEAD, one request a
-connection, everything bounded. Where TLS is configured it holds here too; mutual TLS then keeps strangers out.
+The only file that knows Prometheus's format, through prometheus_client, and HTTP/1 through h11. A connection carries one request, GET or
+HEAD, and has REQUEST_S for it. TLS applies here where it is configured; mutual TLS then keeps strangers out.
+
+The connections are ours, not uvicorn's: uvicorn takes 50 ms more CPU and 1.5 MiB more memory at the start of every worker (h11 alone: 11 ms
+and 0.1 MiB), wakes ten times a second, and has no deadline for a client that sends or reads slowly.
 """
 
 import asyncio
 import json
 import ssl
-from collections.abc import Awaitable, Callable, Iterable, Iterator
+from collections.abc import Awaitable, Callable, Iterator
 from contextlib import suppress
+from http import HTTPStatus
 from typing import Any
 
+import h11
 from prometheus_client import ProcessCollector
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, HistogramMetricFamily
 from prometheus_client.core import Metric as WireMetric
@@ -28,13 +33,12 @@ MAX_CONNECTIONS = 32
 REQUEST_S = 10.0  # from the connection to the last byte of the answer
 JSON = "application/json"
 TEXT = "text/plain; charset=utf-8"
-_STATUS = {200: "OK", 400: "Bad Request", 404: "Not Found", 405: "Method Not Allowed", 503: "Service Unavailable"}
 
 Page = tuple[int, str, bytes]  # status, content type, body
 
 
 class Exposition:
-    """A book as text. `refresh` is awaited first: what a worker knows of its engine is then of this moment."""
+    """A book as text. `refresh` is awaited first, so that the numbers of a worker's engine are those of this moment."""
 
     def __init__(self, book: Book, refresh: Callable[[], Awaitable[object]] | None = None) -> None:
         self.book = book
@@ -43,7 +47,7 @@ class Exposition:
     async def page(self, accept: str = "") -> tuple[str, bytes]:
         """(content type, body) in the format that `accept` asks for: Prometheus text, or OpenMetrics."""
         if self._refresh is not None:
-            with suppress(BatonError):  # an engine that hangs is what somebody who scrapes wants to see
+            with suppress(BatonError):  # whoever scrapes wants to see that the engine hangs
                 await self._refresh()
         snapshot = _Snapshot(self.book.families())
         encode, content_type = choose_encoder(accept)
@@ -72,7 +76,7 @@ class MetricsServer:
         """Listen on `port` (0: any free one); returns `host:port`. Raises BatonError(INTERNAL) when it is taken."""
         tls = _server_context(self._security) if self._security.tls_cert else None
         try:
-            self._server = await asyncio.start_server(self._serve, self._host, port, limit=MAX_HEAD_BYTES, ssl=tls)
+            self._server = await asyncio.start_server(self._serve, self._host, port, ssl=tls)
         except OSError as error:
             raise BatonError(Reason.INTERNAL, f"telemetry: cannot listen on {target(self._host, port)}: {error.strerror}") from None
         self.address = target(self._host, self._server.sockets[0].getsockname()[1])
@@ -86,50 +90,52 @@ class MetricsServer:
 
     async def _serve(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         self._writers.add(writer)
+        connection = h11.Connection(h11.SERVER, max_incomplete_event_size=MAX_HEAD_BYTES)
         try:
             async with asyncio.timeout(REQUEST_S):
                 if len(self._writers) > MAX_CONNECTIONS:
-                    _write(writer, (503, TEXT, b"too many connections\n"))
+                    writer.write(_encode(connection, (503, TEXT, b"too many connections\n")))
                 else:
-                    head = (await reader.readuntil(b"\r\n\r\n")).decode("latin-1")
-                    _write(writer, await self._answer(head), with_body=not head.startswith("HEAD "))
+                    request = await _receive(connection, reader)
+                    writer.write(_encode(connection, await self._answer(request), with_body=request.method != b"HEAD"))
                 await writer.drain()
-        except asyncio.LimitOverrunError:
-            _write(writer, (400, TEXT, b"the request is too long\n"))
-        except (TimeoutError, asyncio.IncompleteReadError, OSError):
-            pass  # whoever asked does not want the answer any more
+        except h11.RemoteProtocolError as error:
+            writer.write(_encode(connection, (error.error_status_hint, TEXT, f"{error}\n".encode())))
+        except (TimeoutError, OSError):
+            writer.transport.abort()  # the client is too slow, or gone: closing would wait until it has read the rest
         finally:
             self._writers.discard(writer)
             writer.close()
 
-    async def _answer(self, head: str) -> Page:
-        line, *fields = head.split("\r\n")
-        words = line.split(" ")
-        if len(words) != 3 or not words[2].startswith("HTTP/1."):
-            return 400, TEXT, b"this is no HTTP/1 request\n"
-        if words[0] not in ("GET", "HEAD"):
+    async def _answer(self, request: h11.Request) -> Page:
+        if request.method not in (b"GET", b"HEAD"):
             return 405, TEXT, b"GET or HEAD\n"
-        match words[1].partition("?")[0]:
-            case "/metrics":
-                return 200, *await self._exposition.page(_field(fields, "accept"))
-            case "/health":
+        match request.target.partition(b"?")[0]:
+            case b"/metrics":
+                accept = b",".join(value for name, value in request.headers if name == b"accept")
+                return 200, *await self._exposition.page(accept.decode("latin-1"))
+            case b"/health":
                 return (200, TEXT, b"ok\n") if self._healthy() else (503, TEXT, b"not ready\n")
-            case "/targets" if self._targets is not None:
+            case b"/targets" if self._targets is not None:
                 return 200, JSON, json.dumps([{"targets": self._targets()}]).encode()
         return 404, TEXT, b"there are /metrics and /health\n"
 
 
-def _field(fields: Iterable[str], name: str) -> str:
-    """Of a header; of one that comes several times, all of it."""
-    pairs = (field.partition(":") for field in fields)
-    return ",".join(value.strip() for key, _, value in pairs if key.lower() == name)
+async def _receive(connection: h11.Connection, reader: asyncio.StreamReader) -> h11.Request:
+    """Raises h11.RemoteProtocolError for bytes that are not an HTTP/1 request, ConnectionError when the client closes early."""
+    while (event := connection.next_event()) is h11.NEED_DATA:
+        connection.receive_data(await reader.read(MAX_HEAD_BYTES))
+    if isinstance(event, h11.Request):
+        return event
+    raise ConnectionResetError("the client closed the connection")
 
 
-def _write(writer: asyncio.StreamWriter, page: Page, with_body: bool = True) -> None:
+def _encode(connection: h11.Connection, page: Page, with_body: bool = True) -> bytes:
     status, content_type, body = page
-    fields = (f"Content-Type: {content_type}", f"Content-Length: {len(body)}", "Connection: close")
-    head = "\r\n".join((f"HTTP/1.1 {status} {_STATUS[status]}", *fields, "", ""))
-    writer.write(head.encode() + (body if with_body else b""))
+    headers = [("Content-Type", content_type), ("Content-Length", str(len(body))), ("Connection", "close")]
+    response = h11.Response(status_code=status, headers=headers, reason=HTTPStatus(status).phrase.encode())
+    parts = (response, h11.Data(data=body if with_body else b""), h11.EndOfMessage())
+    return b"".join(connection.send(part) or b"" for part in parts)
 
 
 def _server_context(security: SecurityConfig) -> ssl.SSLContext:
@@ -141,7 +147,7 @@ def _server_context(security: SecurityConfig) -> ssl.SSLContext:
 
 
 class _Snapshot(Collector):
-    """Families as prometheus_client takes them, and what it knows of the process itself: CPU, memory, open files."""
+    """Our families in the form of prometheus_client, and its own ones of the process: CPU, memory, open files."""
 
     _process = ProcessCollector(registry=None)
 

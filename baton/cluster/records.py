@@ -1,34 +1,36 @@
 """What workers tell each other through the registry, and how it is written down.
 
-Records and pools are JSON objects. A reader skips fields it does not know (a newer writer), takes the default, if there is one, of a field
-that is missing (an older writer), and refuses a wrong type. Block events are many and mostly keys, so their keys are packed as bytes.
+Records and pools are JSON objects, read and written by pydantic from the types of the dataclasses. A reader skips fields that it does not
+know (a newer writer), takes the default of a missing field that has one (an older writer), and refuses a value of the wrong type. A block
+event consists mostly of keys, and there are many events, so the keys are packed as bytes.
 """
 
-import json
-from collections.abc import Mapping
-from dataclasses import MISSING, asdict, dataclass, field, fields, is_dataclass
-from typing import Any, Literal, Self, get_args, get_origin
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from typing import Annotated, Any, Literal, Self, TypeVar
+
+from pydantic import Field, TypeAdapter, ValidationError
 
 from baton.engine.block_key import KEY_BYTES
 
-EVENT_KINDS = ("stored", "removed", "cleared")
-SIGNED = ".credit_tokens"  # the one number that may be negative
-
-
+EVENT_KINDS = ("stored", "removed")
 WorkerState = Literal["ready", "draining"]
+
+Count = Annotated[int, Field(ge=0)]
+T = TypeVar("T")
 
 
 @dataclass(frozen=True, slots=True)
 class Load:
     """How busy a worker is at one moment."""
 
-    running: int = 0  # sequences
-    waiting: int = 0  # sequences
-    free_blocks: int = 0  # free and evictable
+    running: Count = 0  # sequences
+    waiting: Count = 0  # sequences
+    free_blocks: Count = 0  # free and evictable
     credit_tokens: int = 0  # decode tokens it can still promise to hold; below zero when it has promised more than fits
-    cached_blocks: int = 0
-    leases: int = 0
-    waiting_tokens: int = 0  # uncached prompt tokens not computed yet
+    cached_blocks: Count = 0
+    leases: Count = 0
+    waiting_tokens: Count = 0  # uncached prompt tokens not computed yet
 
 
 @dataclass(frozen=True, slots=True)
@@ -38,57 +40,62 @@ class WorkerRecord:
     name: str
     role: Literal["prefill", "decode"]
     address: str  # gRPC host:port
-    incarnation: int  # grows whenever the worker's process restarts
+    incarnation: Count  # grows whenever the worker's process restarts
     state: WorkerState
-    pid: int
+    pid: Count
     host: str
     model_name: str
     model_fingerprint: str
     tokenizer_fingerprint: str
-    block_size: int  # tokens
-    max_model_len: int  # tokens
-    kv_blocks: int
+    block_size: Count  # tokens
+    max_model_len: Count  # tokens
+    kv_blocks: Count
     transport: str
     load: Load = field(default_factory=Load)
     metrics: str = ""  # host:port of its /metrics; empty: it offers none
-    max_num_seqs: int = 0  # sequences in one step of its engine; 0: it does not say
+    max_num_seqs: Count = 0  # sequences in one step of its engine; 0: it does not say
 
     def to_json(self) -> bytes:
-        return _encode(self)
+        return _RECORD.dump_json(self)
 
     @classmethod
-    def from_json(cls, data: bytes | str, name: str | None = None) -> Self:
-        """Raises ValueError for anything that is no record, or not the record of `name`."""
-        record = cls(**_decode(cls, _parse(data), "record"))
+    def from_json(cls, data: bytes | str, name: str | None = None) -> "WorkerRecord":
+        """Raises ValueError for data that is not a record, or not the record of `name`."""
+        record = _checked(lambda: _RECORD.validate_json(data, strict=True), "record")
         if name not in (None, record.name):
             raise ValueError(f"record: of {record.name!r}, not of {name!r}")
         return record
+
+    @classmethod
+    def from_mapping(cls, fields: Mapping[str, Any]) -> "WorkerRecord":
+        """Raises ValueError for values that are not those of a record."""
+        return _checked(lambda: _RECORD.validate_python(fields), "record")
 
 
 @dataclass(frozen=True, slots=True)
 class Pools:
     """How many workers each pool should have."""
 
-    prefill: int
-    decode: int
+    prefill: Count
+    decode: Count
 
     def to_json(self) -> bytes:
-        return _encode(self)
+        return _POOLS.dump_json(self)
 
     @classmethod
-    def from_json(cls, data: bytes | str) -> Self:
-        """Raises ValueError for anything that is no pair of sizes."""
-        return cls(**_decode(cls, _parse(data), "pools"))
+    def from_json(cls, data: bytes | str) -> "Pools":
+        """Raises ValueError for data that is not a pair of sizes."""
+        return _checked(lambda: _POOLS.validate_json(data, strict=True), "pools")
 
 
 @dataclass(frozen=True, slots=True)
 class BlockEvent:
-    """Blocks became shareable on a worker (`stored`), were dropped (`removed`), or are all gone (`cleared`, no keys)."""
+    """Blocks became shareable on a worker (`stored`) or were dropped (`removed`)."""
 
     worker: str
     incarnation: int
     sequence: int  # counts the events of one incarnation from 1 without gaps
-    kind: Literal["stored", "removed", "cleared"]
+    kind: Literal["stored", "removed"]
     keys: tuple[bytes, ...] = ()  # KEY_BYTES each
 
     def to_fields(self) -> dict[bytes, bytes]:
@@ -103,7 +110,7 @@ class BlockEvent:
 
     @classmethod
     def from_fields(cls, entry: Mapping[bytes, bytes]) -> Self:
-        """Raises ValueError for anything that is no event."""
+        """Raises ValueError for an entry that is not an event."""
         try:
             worker, kind, packed = entry[b"w"].decode(), entry[b"k"].decode(), entry[b"b"]
             incarnation, sequence = int(entry[b"i"]), int(entry[b"s"])
@@ -115,36 +122,15 @@ class BlockEvent:
         return cls(worker, incarnation, sequence, kind, keys)  # type: ignore[arg-type]  # one of EVENT_KINDS
 
 
-def _encode(record: Any) -> bytes:
-    return json.dumps(asdict(record), separators=(",", ":")).encode()
+_RECORD = TypeAdapter(WorkerRecord)
+_POOLS = TypeAdapter(Pools)
 
 
-def _parse(data: bytes | str) -> Any:
+def _checked(read: Callable[[], T], what: str) -> T:
+    """What `read` returns. Raises a ValueError of one line that names the first field that is wrong, but not all of its value."""
     try:
-        return json.loads(data)
-    except (ValueError, RecursionError) as error:  # ValueError covers bad UTF-8 too
-        raise ValueError(f"no JSON: {error}") from None
-
-
-def _decode(cls: type, data: Any, where: str) -> dict[str, Any]:
-    """The constructor arguments of the dataclass `cls` in the parsed object `data`."""
-    if not isinstance(data, dict):
-        raise ValueError(f"{where}: must be an object, not {type(data).__name__}")
-    for f in fields(cls):
-        if f.name not in data and f.default is MISSING and f.default_factory is MISSING:
-            raise ValueError(f"{where}: no field {f.name!r}")
-    return {f.name: _value(f.type, data[f.name], f"{where}.{f.name}") for f in fields(cls) if f.name in data}
-
-
-def _value(kind: Any, value: Any, where: str) -> Any:
-    if isinstance(kind, type) and is_dataclass(kind):
-        return kind(**_decode(kind, value, where))
-    if get_origin(kind) is Literal:
-        if isinstance(value, str) and value in get_args(kind):
-            return value
-    elif kind is int:
-        if isinstance(value, int) and not isinstance(value, bool) and (value >= 0 or where.endswith(SIGNED)):
-            return value
-    elif isinstance(value, kind):
-        return value
-    raise ValueError(f"{where}: cannot be {value!r:.80}")
+        return read()
+    except ValidationError as error:
+        first = error.errors(include_url=False)[0]
+        where = ".".join([what, *map(str, first["loc"])])
+        raise ValueError(f"{where}: {first['msg']}, not {first['input']!r:.80}") from None

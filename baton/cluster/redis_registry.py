@@ -2,12 +2,12 @@
 
     baton:{NAME}:worker:W    JSON record of worker W, expires
     baton:{NAME}:fence:W     newest incarnation of W, expires later
-    baton:{NAME}:members     set of worker names; who reads it drops those whose record is gone
+    baton:{NAME}:members     set of worker names; readers drop those whose record is gone
     baton:{NAME}:events      stream of block events, about `stream_maxlen` long
     baton:{NAME}:pools       JSON of the wanted pool sizes
 
 The braces are literal: a sharded Redis then keeps all keys of one cluster of ours in one slot, where one script may touch them together.
-The scripts take whatever stands under a key: a value of the wrong type is overwritten by a writer and counted as garbage by a reader.
+The scripts accept anything under a key: a writer overwrites a value of the wrong type, a reader counts it as garbage.
 """
 
 import asyncio
@@ -74,8 +74,8 @@ end
 return found
 """
 
-# KEYS stream. ARGV maxlen, then w, i, s, k, b of each event. No DEL without need: once a script has written, Redis no longer refuses it
-# for lack of memory.
+# KEYS stream. ARGV maxlen, then w, i, s, k, b of each event. It deletes only if it must: once a script has written, Redis no longer refuses
+# it for lack of memory.
 _PUBLISH = """
 local kind = redis.call('TYPE', KEYS[1]).ok
 if kind ~= 'stream' and kind ~= 'none' then redis.call('DEL', KEYS[1]) end
@@ -87,7 +87,7 @@ end
 
 
 class RedisRegistry:
-    """`url` is redis://, rediss:// or unix:// (not `embedded`: whoever started that server knows its address)."""
+    """`url` is redis://, rediss:// or unix://; for an embedded server, the address that it was started with."""
 
     def __init__(self, url: str, cluster: str, config: RedisConfig) -> None:
         self.garbage = 0
@@ -133,7 +133,7 @@ class RedisRegistry:
             _send(self._blocking, "XREAD", "COUNT", EVENTS_BATCH, *block, "STREAMS", stream, after), wait_s=max(wait_s, 0.0)
         )
         if not reply:
-            # A server that lost its data and whose clock is behind numbers from before the cursor: begin again there.
+            # A server that lost its data and whose clock is behind numbers its entries from before the cursor: start again there.
             return [], "0-0" if _order(await self._last_id()) < _order(after) else after
         found = []
         for entry_id, fields in reply[0][1]:
@@ -176,13 +176,13 @@ class RedisRegistry:
         return cast(str, newest[0][0].decode()) if newest else "0-0"
 
     async def _script(self, script: str, keys: Sequence[str], arguments: Sequence[str | bytes | int]) -> Any:
-        # EVAL, not EVALSHA: a few hundred bytes more, and no second path for a server that forgot its scripts.
+        # EVAL instead of EVALSHA: a few hundred bytes more, but no second path for a server that has lost its scripts.
         return await self._bounded(_send(self._commands, "EVAL", script, len(keys), *keys, *arguments))
 
     async def _bounded(self, call: Awaitable[Any], wait_s: float = 0.0) -> Any:
-        """Await one command for the command timeout (and `wait_s`, when the command itself waits) and classify what goes wrong.
+        """Await one command, at most for the command timeout (plus `wait_s` if the command itself waits), and classify its failure.
 
-        A command cut off here closes its connection, so no later command can read its answer.
+        A command that is cut off here closes its connection, so no later command can read its answer.
         """
         try:
             async with asyncio.timeout(self._config.command_timeout_s + wait_s):
@@ -194,7 +194,7 @@ class RedisRegistry:
 
 
 def _client(url: str) -> Redis:
-    # RESP2 saves a new connection a round trip. None of redis-py's timeouts: `_bounded` is the one clock.
+    # RESP2 saves each new connection a round trip. The timeouts of redis-py are off: `_bounded` is the only clock.
     return Redis.from_url(url, protocol=2, socket_timeout=None, socket_connect_timeout=None, max_connections=_CONNECTIONS)
 
 
@@ -216,7 +216,7 @@ _KINDS: dict[str, str] = {
     "NOPERM": "auth",
     "user executing the script": "auth",  # NOPERM inside a script, as 6.2 says it
 }
-_CLASSES: tuple[tuple[type[Exception], str], ...] = (  # some derive from ConnectionError, which stands last
+_CLASSES: tuple[tuple[type[Exception], str], ...] = (  # some derive from ConnectionError, which therefore comes last
     (BusyLoadingError, "loading"),
     (ReadOnlyError, "readonly"),
     (OutOfMemoryError, "oom"),
@@ -232,6 +232,6 @@ def _kind(error: Exception) -> str:
     for error_class, kind in _CLASSES:
         if isinstance(error, error_class):
             return kind
-    # An error inside a script comes as "ERR Error running script ...: -OOM command not allowed ...".
+    # An error inside a script arrives as "ERR Error running script ...: -OOM command not allowed ...".
     code = re.search(rf"\b({'|'.join(_KINDS)})\b", str(error))
     return _KINDS[code[1]] if code else "refused"

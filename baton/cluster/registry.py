@@ -1,7 +1,8 @@
 """The registry: who is alive, what their caches hold, how large the pools should be.
 
-It is a cache of truths that workers can rebuild: losing or flushing it fails no request, and no request waits for it. Two implementations
-live behind the contract, `baton.cluster.redis_registry` and `baton.cluster.memory_registry`; one behaviour suite runs on both.
+It is a cache of truths that workers can rebuild: losing or flushing it fails no request, and no request waits for it. The implementation is
+`baton.cluster.redis_registry`. Tests have a second one, in memory, for outages and clocks that they control; one behaviour suite runs on
+both.
 """
 
 from collections.abc import Sequence
@@ -10,8 +11,8 @@ from typing import Protocol
 from baton.cluster.records import BlockEvent, Pools, WorkerRecord
 
 EVENTS_BATCH = 1000  # most events that one call of `events` returns
-# A writer of an old incarnation is refused for this many record lifetimes after the last write of a newer one. Not for ever: a host whose
-# clock was set back draws a lower incarnation than before, and has to get in again.
+# A writer of an old incarnation is refused for this many record lifetimes after the last write of a newer one, and not for ever: a host
+# whose clock was set back draws a lower incarnation than before, and must be able to join again.
 FENCE_LIFETIMES = 10
 
 
@@ -32,34 +33,34 @@ class StaleIncarnation(Exception):
 
 
 class Registry(Protocol):
-    """Every method raises RegistryUnavailable soon instead of waiting for a registry that is away, and may be called again."""
+    """Every method raises RegistryUnavailable soon, instead of waiting for a registry that is away, and may then be called again."""
 
-    garbage: int  # values found that no worker of ours wrote, so far; they are skipped
+    garbage: int  # how many values have been found that none of our workers wrote; they are skipped
 
     async def join(self, record: WorkerRecord) -> None:
-        """Write or refresh a record; it expires. Raises StaleIncarnation, and writes nothing, when a newer incarnation was here."""
+        """Write or refresh a record, which then expires. Writes nothing and raises StaleIncarnation when a newer incarnation has joined."""
 
     async def leave(self, name: str, incarnation: int) -> None:
-        """Remove the record of `name` if it is this incarnation's own."""
+        """Remove the record of `name` if this incarnation wrote it."""
 
     async def members(self) -> list[WorkerRecord]:
-        """The records that have not expired, by name."""
+        """The records that have not expired, sorted by name."""
 
     async def publish(self, events: Sequence[BlockEvent]) -> None:
-        """Append `events` in their order. A batch that failed may have been stored: publish it again, readers drop what they know."""
+        """Append `events` in their order. A call that failed may still have stored them: publish them again, readers drop duplicates."""
 
     async def events(self, after: str | None, wait_s: float) -> tuple[list[BlockEvent], str]:
         """At most EVENTS_BATCH events after the cursor `after`, and the cursor for the next call; waits up to `wait_s` for a first one.
 
-        `after` None means from now on, and returns at once with a cursor. Old events are dropped: who is too far behind, or meets a
-        registry that lost its contents, sees a gap in `BlockEvent.sequence`.
+        `after` None means from now on, and returns at once with a cursor. Old events are dropped: a reader that is too far behind, or whose
+        registry lost its contents, sees a gap in `BlockEvent.sequence`.
         """
 
     async def desire(self, pools: Pools) -> None:
         """Store the wanted pool sizes; they do not expire."""
 
     async def desired(self) -> Pools | None:
-        """The wanted pool sizes, None when nobody stored any."""
+        """The wanted pool sizes; None when none were stored."""
 
     async def ping(self) -> None:
         """Return when the registry answers."""

@@ -1,10 +1,10 @@
 """Names of spans and of their attributes.
 
-The GenAI conventions of OpenTelemetry still move, so their names stand here as text and nowhere else. What they have no word for begins
-with `baton.`. Nothing of a prompt or an output is ever an attribute.
+The GenAI conventions of OpenTelemetry still change, so their names are copied here as text, and only here. Names that the conventions lack
+begin with `baton.`; those of a handoff are in `baton.cluster.handoff`. Nothing of a prompt or an output is ever an attribute.
 """
 
-# Spans. Of the request itself the name is "OPERATION MODEL", as the conventions have it.
+# Spans. That of the request itself is called "OPERATION MODEL", as the conventions have it.
 QUEUE = "baton.queue"  # router: validated, tokenised, admitted, a worker chosen
 PREFILL = "baton.prefill"  # router: the call to a prefill worker
 PREFILL_WORK = "baton.prefill.work"  # prefill worker: the same call
@@ -37,18 +37,11 @@ ERROR_TYPE = "error.type"
 # Ours
 WORKER = "baton.worker"
 RETRIES = "baton.retries"
-TRANSPORT = "baton.transport"
-BLOCKS = "baton.blocks"
-BYTES = "baton.bytes"
-BLOCKS_REUSED = "baton.blocks_reused"
-DIGESTS_CHECKED = "baton.digests_checked"
 RECOMPUTED_TOKENS = "baton.recomputed_tokens"
 CACHED_TOKENS = "baton.cached_tokens"
 PREEMPTIONS = "baton.preemptions"
 WAIT_SECONDS = "baton.wait_seconds"
 COMPUTE_SECONDS = "baton.compute_seconds"
-READ_SECONDS = "baton.read_seconds"
-VERIFY_SECONDS = "baton.verify_seconds"
 
 # The process, attributes of its resource
 SERVICE_NAME = "service.name"

@@ -29,13 +29,6 @@ def block_key(parent: bytes, token_ids: Sequence[int]) -> bytes:
     return blake2b(parent + ids.tobytes(), digest_size=KEY_BYTES).digest()
 
 
-def block_keys(root: bytes, token_ids: Sequence[int], block_size: int) -> list[bytes]:
-    """Keys of all full blocks of `token_ids`; a partial last block has none."""
-    keys: list[bytes] = []
-    extend_keys(keys, root, token_ids, block_size)
-    return keys
-
-
 def extend_keys(keys: list[bytes], root: bytes, token_ids: Sequence[int], block_size: int) -> None:
     """Append to `keys`, those of the first full blocks, the keys of the full blocks that `token_ids` has beyond them."""
     while (start := len(keys) * block_size) + block_size <= len(token_ids):

@@ -308,16 +308,36 @@ class DecodeEvent(_message.Message):
     def __init__(self, call_id: _Optional[int] = ..., adopted: _Optional[_Union[Adopted, _Mapping]] = ..., token: _Optional[_Union[GeneratedToken, _Mapping]] = ..., finished: _Optional[_Union[DecodeFinished, _Mapping]] = ..., error: _Optional[_Union[CallError, _Mapping]] = ...) -> None: ...
 
 class Adopted(_message.Message):
-    __slots__ = ("handoff", "read_ms", "verify_ms", "cached_tokens")
+    __slots__ = ("handoff", "cached_tokens")
     HANDOFF_FIELD_NUMBER: _ClassVar[int]
+    CACHED_TOKENS_FIELD_NUMBER: _ClassVar[int]
+    handoff: HandoffFacts
+    cached_tokens: int
+    def __init__(self, handoff: _Optional[_Union[HandoffFacts, _Mapping]] = ..., cached_tokens: _Optional[int] = ...) -> None: ...
+
+class HandoffFacts(_message.Message):
+    __slots__ = ("transport", "blocks", "bytes", "blocks_reused", "digests_checked", "digests_failed", "recomputed_tokens", "read_ms", "verify_ms", "failure")
+    TRANSPORT_FIELD_NUMBER: _ClassVar[int]
+    BLOCKS_FIELD_NUMBER: _ClassVar[int]
+    BYTES_FIELD_NUMBER: _ClassVar[int]
+    BLOCKS_REUSED_FIELD_NUMBER: _ClassVar[int]
+    DIGESTS_CHECKED_FIELD_NUMBER: _ClassVar[int]
+    DIGESTS_FAILED_FIELD_NUMBER: _ClassVar[int]
+    RECOMPUTED_TOKENS_FIELD_NUMBER: _ClassVar[int]
     READ_MS_FIELD_NUMBER: _ClassVar[int]
     VERIFY_MS_FIELD_NUMBER: _ClassVar[int]
-    CACHED_TOKENS_FIELD_NUMBER: _ClassVar[int]
-    handoff: _generation_pb2.Handoff
+    FAILURE_FIELD_NUMBER: _ClassVar[int]
+    transport: str
+    blocks: int
+    bytes: int
+    blocks_reused: int
+    digests_checked: int
+    digests_failed: int
+    recomputed_tokens: int
     read_ms: float
     verify_ms: float
-    cached_tokens: int
-    def __init__(self, handoff: _Optional[_Union[_generation_pb2.Handoff, _Mapping]] = ..., read_ms: _Optional[float] = ..., verify_ms: _Optional[float] = ..., cached_tokens: _Optional[int] = ...) -> None: ...
+    failure: str
+    def __init__(self, transport: _Optional[str] = ..., blocks: _Optional[int] = ..., bytes: _Optional[int] = ..., blocks_reused: _Optional[int] = ..., digests_checked: _Optional[int] = ..., digests_failed: _Optional[int] = ..., recomputed_tokens: _Optional[int] = ..., read_ms: _Optional[float] = ..., verify_ms: _Optional[float] = ..., failure: _Optional[str] = ...) -> None: ...
 
 class DecodeFinished(_message.Message):
     __slots__ = ("reason", "handoff", "cached_tokens", "preemptions")
@@ -326,10 +346,10 @@ class DecodeFinished(_message.Message):
     CACHED_TOKENS_FIELD_NUMBER: _ClassVar[int]
     PREEMPTIONS_FIELD_NUMBER: _ClassVar[int]
     reason: _generation_pb2.FinishReason
-    handoff: _generation_pb2.Handoff
+    handoff: HandoffFacts
     cached_tokens: int
     preemptions: int
-    def __init__(self, reason: _Optional[_Union[_generation_pb2.FinishReason, str]] = ..., handoff: _Optional[_Union[_generation_pb2.Handoff, _Mapping]] = ..., cached_tokens: _Optional[int] = ..., preemptions: _Optional[int] = ...) -> None: ...
+    def __init__(self, reason: _Optional[_Union[_generation_pb2.FinishReason, str]] = ..., handoff: _Optional[_Union[HandoffFacts, _Mapping]] = ..., cached_tokens: _Optional[int] = ..., preemptions: _Optional[int] = ...) -> None: ...
 
 class CallError(_message.Message):
     __slots__ = ("reason", "message")
@@ -355,24 +375,6 @@ class ProbeResponse(_message.Message):
     stalled_ms: int
     def __init__(self, state: _Optional[str] = ..., load: _Optional[_Union[WorkerLoad, _Mapping]] = ..., stalled_ms: _Optional[int] = ...) -> None: ...
 
-class WorkerLoad(_message.Message):
-    __slots__ = ("running", "waiting", "free_blocks", "credit_tokens", "cached_blocks", "leases", "waiting_tokens")
-    RUNNING_FIELD_NUMBER: _ClassVar[int]
-    WAITING_FIELD_NUMBER: _ClassVar[int]
-    FREE_BLOCKS_FIELD_NUMBER: _ClassVar[int]
-    CREDIT_TOKENS_FIELD_NUMBER: _ClassVar[int]
-    CACHED_BLOCKS_FIELD_NUMBER: _ClassVar[int]
-    LEASES_FIELD_NUMBER: _ClassVar[int]
-    WAITING_TOKENS_FIELD_NUMBER: _ClassVar[int]
-    running: int
-    waiting: int
-    free_blocks: int
-    credit_tokens: int
-    cached_blocks: int
-    leases: int
-    waiting_tokens: int
-    def __init__(self, running: _Optional[int] = ..., waiting: _Optional[int] = ..., free_blocks: _Optional[int] = ..., credit_tokens: _Optional[int] = ..., cached_blocks: _Optional[int] = ..., leases: _Optional[int] = ..., waiting_tokens: _Optional[int] = ...) -> None: ...
-
 class SnapshotRequest(_message.Message):
     __slots__ = ("to",)
     TO_FIELD_NUMBER: _ClassVar[int]
@@ -396,38 +398,271 @@ class DescribeRequest(_message.Message):
     def __init__(self, to: _Optional[_Union[Addressee, _Mapping]] = ...) -> None: ...
 
 class DescribeResponse(_message.Message):
-    __slots__ = ("record_json", "idle", "leases", "quarantined_blocks", "blocks_in_use")
-    RECORD_JSON_FIELD_NUMBER: _ClassVar[int]
+    __slots__ = ("record", "residue")
+    RECORD_FIELD_NUMBER: _ClassVar[int]
+    RESIDUE_FIELD_NUMBER: _ClassVar[int]
+    record: WorkerRecord
+    residue: Residue
+    def __init__(self, record: _Optional[_Union[WorkerRecord, _Mapping]] = ..., residue: _Optional[_Union[Residue, _Mapping]] = ...) -> None: ...
+
+class WorkerRecord(_message.Message):
+    __slots__ = ("name", "role", "address", "incarnation", "state", "pid", "host", "model_name", "model_fingerprint", "tokenizer_fingerprint", "block_size", "max_model_len", "kv_blocks", "transport", "load", "metrics", "max_num_seqs")
+    NAME_FIELD_NUMBER: _ClassVar[int]
+    ROLE_FIELD_NUMBER: _ClassVar[int]
+    ADDRESS_FIELD_NUMBER: _ClassVar[int]
+    INCARNATION_FIELD_NUMBER: _ClassVar[int]
+    STATE_FIELD_NUMBER: _ClassVar[int]
+    PID_FIELD_NUMBER: _ClassVar[int]
+    HOST_FIELD_NUMBER: _ClassVar[int]
+    MODEL_NAME_FIELD_NUMBER: _ClassVar[int]
+    MODEL_FINGERPRINT_FIELD_NUMBER: _ClassVar[int]
+    TOKENIZER_FINGERPRINT_FIELD_NUMBER: _ClassVar[int]
+    BLOCK_SIZE_FIELD_NUMBER: _ClassVar[int]
+    MAX_MODEL_LEN_FIELD_NUMBER: _ClassVar[int]
+    KV_BLOCKS_FIELD_NUMBER: _ClassVar[int]
+    TRANSPORT_FIELD_NUMBER: _ClassVar[int]
+    LOAD_FIELD_NUMBER: _ClassVar[int]
+    METRICS_FIELD_NUMBER: _ClassVar[int]
+    MAX_NUM_SEQS_FIELD_NUMBER: _ClassVar[int]
+    name: str
+    role: str
+    address: str
+    incarnation: int
+    state: str
+    pid: int
+    host: str
+    model_name: str
+    model_fingerprint: str
+    tokenizer_fingerprint: str
+    block_size: int
+    max_model_len: int
+    kv_blocks: int
+    transport: str
+    load: WorkerLoad
+    metrics: str
+    max_num_seqs: int
+    def __init__(self, name: _Optional[str] = ..., role: _Optional[str] = ..., address: _Optional[str] = ..., incarnation: _Optional[int] = ..., state: _Optional[str] = ..., pid: _Optional[int] = ..., host: _Optional[str] = ..., model_name: _Optional[str] = ..., model_fingerprint: _Optional[str] = ..., tokenizer_fingerprint: _Optional[str] = ..., block_size: _Optional[int] = ..., max_model_len: _Optional[int] = ..., kv_blocks: _Optional[int] = ..., transport: _Optional[str] = ..., load: _Optional[_Union[WorkerLoad, _Mapping]] = ..., metrics: _Optional[str] = ..., max_num_seqs: _Optional[int] = ...) -> None: ...
+
+class WorkerLoad(_message.Message):
+    __slots__ = ("running", "waiting", "free_blocks", "credit_tokens", "cached_blocks", "leases", "waiting_tokens")
+    RUNNING_FIELD_NUMBER: _ClassVar[int]
+    WAITING_FIELD_NUMBER: _ClassVar[int]
+    FREE_BLOCKS_FIELD_NUMBER: _ClassVar[int]
+    CREDIT_TOKENS_FIELD_NUMBER: _ClassVar[int]
+    CACHED_BLOCKS_FIELD_NUMBER: _ClassVar[int]
+    LEASES_FIELD_NUMBER: _ClassVar[int]
+    WAITING_TOKENS_FIELD_NUMBER: _ClassVar[int]
+    running: int
+    waiting: int
+    free_blocks: int
+    credit_tokens: int
+    cached_blocks: int
+    leases: int
+    waiting_tokens: int
+    def __init__(self, running: _Optional[int] = ..., waiting: _Optional[int] = ..., free_blocks: _Optional[int] = ..., credit_tokens: _Optional[int] = ..., cached_blocks: _Optional[int] = ..., leases: _Optional[int] = ..., waiting_tokens: _Optional[int] = ...) -> None: ...
+
+class Residue(_message.Message):
+    __slots__ = ("idle", "leases", "quarantined_blocks", "blocks_in_use")
     IDLE_FIELD_NUMBER: _ClassVar[int]
     LEASES_FIELD_NUMBER: _ClassVar[int]
     QUARANTINED_BLOCKS_FIELD_NUMBER: _ClassVar[int]
     BLOCKS_IN_USE_FIELD_NUMBER: _ClassVar[int]
-    record_json: str
     idle: bool
     leases: int
     quarantined_blocks: int
     blocks_in_use: int
-    def __init__(self, record_json: _Optional[str] = ..., idle: _Optional[bool] = ..., leases: _Optional[int] = ..., quarantined_blocks: _Optional[int] = ..., blocks_in_use: _Optional[int] = ...) -> None: ...
+    def __init__(self, idle: _Optional[bool] = ..., leases: _Optional[int] = ..., quarantined_blocks: _Optional[int] = ..., blocks_in_use: _Optional[int] = ...) -> None: ...
 
 class StatusRequest(_message.Message):
     __slots__ = ()
     def __init__(self) -> None: ...
 
 class StatusResponse(_message.Message):
-    __slots__ = ("status_json",)
-    STATUS_JSON_FIELD_NUMBER: _ClassVar[int]
-    status_json: str
-    def __init__(self, status_json: _Optional[str] = ...) -> None: ...
+    __slots__ = ("endpoints", "model", "router", "workers")
+    class EndpointsEntry(_message.Message):
+        __slots__ = ("key", "value")
+        KEY_FIELD_NUMBER: _ClassVar[int]
+        VALUE_FIELD_NUMBER: _ClassVar[int]
+        key: str
+        value: str
+        def __init__(self, key: _Optional[str] = ..., value: _Optional[str] = ...) -> None: ...
+    ENDPOINTS_FIELD_NUMBER: _ClassVar[int]
+    MODEL_FIELD_NUMBER: _ClassVar[int]
+    ROUTER_FIELD_NUMBER: _ClassVar[int]
+    WORKERS_FIELD_NUMBER: _ClassVar[int]
+    endpoints: _containers.ScalarMap[str, str]
+    model: str
+    router: RouterStatus
+    workers: _containers.RepeatedCompositeFieldContainer[WorkerStatus]
+    def __init__(self, endpoints: _Optional[_Mapping[str, str]] = ..., model: _Optional[str] = ..., router: _Optional[_Union[RouterStatus, _Mapping]] = ..., workers: _Optional[_Iterable[_Union[WorkerStatus, _Mapping]]] = ...) -> None: ...
+
+class RouterStatus(_message.Message):
+    __slots__ = ("pid", "inflight", "queued", "registry")
+    PID_FIELD_NUMBER: _ClassVar[int]
+    INFLIGHT_FIELD_NUMBER: _ClassVar[int]
+    QUEUED_FIELD_NUMBER: _ClassVar[int]
+    REGISTRY_FIELD_NUMBER: _ClassVar[int]
+    pid: int
+    inflight: int
+    queued: int
+    registry: str
+    def __init__(self, pid: _Optional[int] = ..., inflight: _Optional[int] = ..., queued: _Optional[int] = ..., registry: _Optional[str] = ...) -> None: ...
+
+class WorkerStatus(_message.Message):
+    __slots__ = ("record", "residue", "error")
+    RECORD_FIELD_NUMBER: _ClassVar[int]
+    RESIDUE_FIELD_NUMBER: _ClassVar[int]
+    ERROR_FIELD_NUMBER: _ClassVar[int]
+    record: WorkerRecord
+    residue: Residue
+    error: str
+    def __init__(self, record: _Optional[_Union[WorkerRecord, _Mapping]] = ..., residue: _Optional[_Union[Residue, _Mapping]] = ..., error: _Optional[str] = ...) -> None: ...
 
 class LiveRequest(_message.Message):
     __slots__ = ()
     def __init__(self) -> None: ...
 
 class LiveResponse(_message.Message):
-    __slots__ = ("live_json",)
-    LIVE_JSON_FIELD_NUMBER: _ClassVar[int]
-    live_json: str
-    def __init__(self, live_json: _Optional[str] = ...) -> None: ...
+    __slots__ = ("clock", "model", "router", "workers", "requests", "recent", "errors", "totals", "slo")
+    CLOCK_FIELD_NUMBER: _ClassVar[int]
+    MODEL_FIELD_NUMBER: _ClassVar[int]
+    ROUTER_FIELD_NUMBER: _ClassVar[int]
+    WORKERS_FIELD_NUMBER: _ClassVar[int]
+    REQUESTS_FIELD_NUMBER: _ClassVar[int]
+    RECENT_FIELD_NUMBER: _ClassVar[int]
+    ERRORS_FIELD_NUMBER: _ClassVar[int]
+    TOTALS_FIELD_NUMBER: _ClassVar[int]
+    SLO_FIELD_NUMBER: _ClassVar[int]
+    clock: float
+    model: str
+    router: LiveRouter
+    workers: _containers.RepeatedCompositeFieldContainer[LiveWorker]
+    requests: _containers.RepeatedCompositeFieldContainer[LiveJob]
+    recent: _containers.RepeatedCompositeFieldContainer[TraceRecord]
+    errors: _containers.RepeatedCompositeFieldContainer[LiveError]
+    totals: LiveTotals
+    slo: LiveSlo
+    def __init__(self, clock: _Optional[float] = ..., model: _Optional[str] = ..., router: _Optional[_Union[LiveRouter, _Mapping]] = ..., workers: _Optional[_Iterable[_Union[LiveWorker, _Mapping]]] = ..., requests: _Optional[_Iterable[_Union[LiveJob, _Mapping]]] = ..., recent: _Optional[_Iterable[_Union[TraceRecord, _Mapping]]] = ..., errors: _Optional[_Iterable[_Union[LiveError, _Mapping]]] = ..., totals: _Optional[_Union[LiveTotals, _Mapping]] = ..., slo: _Optional[_Union[LiveSlo, _Mapping]] = ...) -> None: ...
+
+class LiveRouter(_message.Message):
+    __slots__ = ("inflight", "queued", "registry")
+    INFLIGHT_FIELD_NUMBER: _ClassVar[int]
+    QUEUED_FIELD_NUMBER: _ClassVar[int]
+    REGISTRY_FIELD_NUMBER: _ClassVar[int]
+    inflight: int
+    queued: int
+    registry: str
+    def __init__(self, inflight: _Optional[int] = ..., queued: _Optional[int] = ..., registry: _Optional[str] = ...) -> None: ...
+
+class LiveWorker(_message.Message):
+    __slots__ = ("name", "role", "state", "incarnation", "kv_blocks", "transport", "running", "waiting", "free_blocks", "credit_tokens", "cached_blocks", "leases", "waiting_tokens", "blocks_in_use")
+    NAME_FIELD_NUMBER: _ClassVar[int]
+    ROLE_FIELD_NUMBER: _ClassVar[int]
+    STATE_FIELD_NUMBER: _ClassVar[int]
+    INCARNATION_FIELD_NUMBER: _ClassVar[int]
+    KV_BLOCKS_FIELD_NUMBER: _ClassVar[int]
+    TRANSPORT_FIELD_NUMBER: _ClassVar[int]
+    RUNNING_FIELD_NUMBER: _ClassVar[int]
+    WAITING_FIELD_NUMBER: _ClassVar[int]
+    FREE_BLOCKS_FIELD_NUMBER: _ClassVar[int]
+    CREDIT_TOKENS_FIELD_NUMBER: _ClassVar[int]
+    CACHED_BLOCKS_FIELD_NUMBER: _ClassVar[int]
+    LEASES_FIELD_NUMBER: _ClassVar[int]
+    WAITING_TOKENS_FIELD_NUMBER: _ClassVar[int]
+    BLOCKS_IN_USE_FIELD_NUMBER: _ClassVar[int]
+    name: str
+    role: str
+    state: str
+    incarnation: int
+    kv_blocks: int
+    transport: str
+    running: int
+    waiting: int
+    free_blocks: int
+    credit_tokens: int
+    cached_blocks: int
+    leases: int
+    waiting_tokens: int
+    blocks_in_use: int
+    def __init__(self, name: _Optional[str] = ..., role: _Optional[str] = ..., state: _Optional[str] = ..., incarnation: _Optional[int] = ..., kv_blocks: _Optional[int] = ..., transport: _Optional[str] = ..., running: _Optional[int] = ..., waiting: _Optional[int] = ..., free_blocks: _Optional[int] = ..., credit_tokens: _Optional[int] = ..., cached_blocks: _Optional[int] = ..., leases: _Optional[int] = ..., waiting_tokens: _Optional[int] = ..., blocks_in_use: _Optional[int] = ...) -> None: ...
+
+class LiveJob(_message.Message):
+    __slots__ = ("request_id", "stage", "worker", "prefill_worker", "decode_worker", "prompt_tokens", "output_tokens", "cached_tokens", "retries", "age")
+    REQUEST_ID_FIELD_NUMBER: _ClassVar[int]
+    STAGE_FIELD_NUMBER: _ClassVar[int]
+    WORKER_FIELD_NUMBER: _ClassVar[int]
+    PREFILL_WORKER_FIELD_NUMBER: _ClassVar[int]
+    DECODE_WORKER_FIELD_NUMBER: _ClassVar[int]
+    PROMPT_TOKENS_FIELD_NUMBER: _ClassVar[int]
+    OUTPUT_TOKENS_FIELD_NUMBER: _ClassVar[int]
+    CACHED_TOKENS_FIELD_NUMBER: _ClassVar[int]
+    RETRIES_FIELD_NUMBER: _ClassVar[int]
+    AGE_FIELD_NUMBER: _ClassVar[int]
+    request_id: str
+    stage: str
+    worker: str
+    prefill_worker: str
+    decode_worker: str
+    prompt_tokens: int
+    output_tokens: int
+    cached_tokens: int
+    retries: int
+    age: float
+    def __init__(self, request_id: _Optional[str] = ..., stage: _Optional[str] = ..., worker: _Optional[str] = ..., prefill_worker: _Optional[str] = ..., decode_worker: _Optional[str] = ..., prompt_tokens: _Optional[int] = ..., output_tokens: _Optional[int] = ..., cached_tokens: _Optional[int] = ..., retries: _Optional[int] = ..., age: _Optional[float] = ...) -> None: ...
+
+class LiveError(_message.Message):
+    __slots__ = ("request_id", "at", "outcome", "reason", "worker")
+    REQUEST_ID_FIELD_NUMBER: _ClassVar[int]
+    AT_FIELD_NUMBER: _ClassVar[int]
+    OUTCOME_FIELD_NUMBER: _ClassVar[int]
+    REASON_FIELD_NUMBER: _ClassVar[int]
+    WORKER_FIELD_NUMBER: _ClassVar[int]
+    request_id: str
+    at: float
+    outcome: str
+    reason: str
+    worker: str
+    def __init__(self, request_id: _Optional[str] = ..., at: _Optional[float] = ..., outcome: _Optional[str] = ..., reason: _Optional[str] = ..., worker: _Optional[str] = ...) -> None: ...
+
+class LiveTotals(_message.Message):
+    __slots__ = ("outcomes", "prompt_tokens", "output_tokens", "cached_tokens", "met", "handoffs", "handoff_bytes")
+    class OutcomesEntry(_message.Message):
+        __slots__ = ("key", "value")
+        KEY_FIELD_NUMBER: _ClassVar[int]
+        VALUE_FIELD_NUMBER: _ClassVar[int]
+        key: str
+        value: int
+        def __init__(self, key: _Optional[str] = ..., value: _Optional[int] = ...) -> None: ...
+    OUTCOMES_FIELD_NUMBER: _ClassVar[int]
+    PROMPT_TOKENS_FIELD_NUMBER: _ClassVar[int]
+    OUTPUT_TOKENS_FIELD_NUMBER: _ClassVar[int]
+    CACHED_TOKENS_FIELD_NUMBER: _ClassVar[int]
+    MET_FIELD_NUMBER: _ClassVar[int]
+    HANDOFFS_FIELD_NUMBER: _ClassVar[int]
+    HANDOFF_BYTES_FIELD_NUMBER: _ClassVar[int]
+    outcomes: _containers.ScalarMap[str, int]
+    prompt_tokens: int
+    output_tokens: int
+    cached_tokens: int
+    met: int
+    handoffs: int
+    handoff_bytes: int
+    def __init__(self, outcomes: _Optional[_Mapping[str, int]] = ..., prompt_tokens: _Optional[int] = ..., output_tokens: _Optional[int] = ..., cached_tokens: _Optional[int] = ..., met: _Optional[int] = ..., handoffs: _Optional[int] = ..., handoff_bytes: _Optional[int] = ...) -> None: ...
+
+class LiveSlo(_message.Message):
+    __slots__ = ("objectives", "attainment")
+    class ObjectivesEntry(_message.Message):
+        __slots__ = ("key", "value")
+        KEY_FIELD_NUMBER: _ClassVar[int]
+        VALUE_FIELD_NUMBER: _ClassVar[int]
+        key: str
+        value: float
+        def __init__(self, key: _Optional[str] = ..., value: _Optional[float] = ...) -> None: ...
+    OBJECTIVES_FIELD_NUMBER: _ClassVar[int]
+    ATTAINMENT_FIELD_NUMBER: _ClassVar[int]
+    objectives: _containers.ScalarMap[str, float]
+    attainment: float
+    def __init__(self, objectives: _Optional[_Mapping[str, float]] = ..., attainment: _Optional[float] = ...) -> None: ...
 
 class TraceRequest(_message.Message):
     __slots__ = ("request_id", "last")
@@ -438,7 +673,86 @@ class TraceRequest(_message.Message):
     def __init__(self, request_id: _Optional[str] = ..., last: _Optional[int] = ...) -> None: ...
 
 class TraceResponse(_message.Message):
-    __slots__ = ("records_json",)
-    RECORDS_JSON_FIELD_NUMBER: _ClassVar[int]
-    records_json: str
-    def __init__(self, records_json: _Optional[str] = ...) -> None: ...
+    __slots__ = ("records",)
+    RECORDS_FIELD_NUMBER: _ClassVar[int]
+    records: _containers.RepeatedCompositeFieldContainer[TraceRecord]
+    def __init__(self, records: _Optional[_Iterable[_Union[TraceRecord, _Mapping]]] = ...) -> None: ...
+
+class TraceRecord(_message.Message):
+    __slots__ = ("request_id", "at", "outcome", "reason", "prompt_tokens", "output_tokens", "cached_tokens", "retries", "laps", "failures", "bypasses", "handoff", "read", "verify", "trace_id", "slo_missed", "ttft", "tpot", "e2e", "prefill_wait", "prefill_compute", "stages", "fetched_tokens")
+    class StagesEntry(_message.Message):
+        __slots__ = ("key", "value")
+        KEY_FIELD_NUMBER: _ClassVar[int]
+        VALUE_FIELD_NUMBER: _ClassVar[int]
+        key: str
+        value: float
+        def __init__(self, key: _Optional[str] = ..., value: _Optional[float] = ...) -> None: ...
+    REQUEST_ID_FIELD_NUMBER: _ClassVar[int]
+    AT_FIELD_NUMBER: _ClassVar[int]
+    OUTCOME_FIELD_NUMBER: _ClassVar[int]
+    REASON_FIELD_NUMBER: _ClassVar[int]
+    PROMPT_TOKENS_FIELD_NUMBER: _ClassVar[int]
+    OUTPUT_TOKENS_FIELD_NUMBER: _ClassVar[int]
+    CACHED_TOKENS_FIELD_NUMBER: _ClassVar[int]
+    RETRIES_FIELD_NUMBER: _ClassVar[int]
+    LAPS_FIELD_NUMBER: _ClassVar[int]
+    FAILURES_FIELD_NUMBER: _ClassVar[int]
+    BYPASSES_FIELD_NUMBER: _ClassVar[int]
+    HANDOFF_FIELD_NUMBER: _ClassVar[int]
+    READ_FIELD_NUMBER: _ClassVar[int]
+    VERIFY_FIELD_NUMBER: _ClassVar[int]
+    TRACE_ID_FIELD_NUMBER: _ClassVar[int]
+    SLO_MISSED_FIELD_NUMBER: _ClassVar[int]
+    TTFT_FIELD_NUMBER: _ClassVar[int]
+    TPOT_FIELD_NUMBER: _ClassVar[int]
+    E2E_FIELD_NUMBER: _ClassVar[int]
+    PREFILL_WAIT_FIELD_NUMBER: _ClassVar[int]
+    PREFILL_COMPUTE_FIELD_NUMBER: _ClassVar[int]
+    STAGES_FIELD_NUMBER: _ClassVar[int]
+    FETCHED_TOKENS_FIELD_NUMBER: _ClassVar[int]
+    request_id: str
+    at: float
+    outcome: str
+    reason: str
+    prompt_tokens: int
+    output_tokens: int
+    cached_tokens: int
+    retries: int
+    laps: _containers.RepeatedCompositeFieldContainer[TraceLap]
+    failures: _containers.RepeatedCompositeFieldContainer[TraceFailure]
+    bypasses: _containers.RepeatedScalarFieldContainer[str]
+    handoff: HandoffFacts
+    read: float
+    verify: float
+    trace_id: str
+    slo_missed: str
+    ttft: float
+    tpot: float
+    e2e: float
+    prefill_wait: float
+    prefill_compute: float
+    stages: _containers.ScalarMap[str, float]
+    fetched_tokens: int
+    def __init__(self, request_id: _Optional[str] = ..., at: _Optional[float] = ..., outcome: _Optional[str] = ..., reason: _Optional[str] = ..., prompt_tokens: _Optional[int] = ..., output_tokens: _Optional[int] = ..., cached_tokens: _Optional[int] = ..., retries: _Optional[int] = ..., laps: _Optional[_Iterable[_Union[TraceLap, _Mapping]]] = ..., failures: _Optional[_Iterable[_Union[TraceFailure, _Mapping]]] = ..., bypasses: _Optional[_Iterable[str]] = ..., handoff: _Optional[_Union[HandoffFacts, _Mapping]] = ..., read: _Optional[float] = ..., verify: _Optional[float] = ..., trace_id: _Optional[str] = ..., slo_missed: _Optional[str] = ..., ttft: _Optional[float] = ..., tpot: _Optional[float] = ..., e2e: _Optional[float] = ..., prefill_wait: _Optional[float] = ..., prefill_compute: _Optional[float] = ..., stages: _Optional[_Mapping[str, float]] = ..., fetched_tokens: _Optional[int] = ...) -> None: ...
+
+class TraceLap(_message.Message):
+    __slots__ = ("stage", "worker", "start", "end")
+    STAGE_FIELD_NUMBER: _ClassVar[int]
+    WORKER_FIELD_NUMBER: _ClassVar[int]
+    START_FIELD_NUMBER: _ClassVar[int]
+    END_FIELD_NUMBER: _ClassVar[int]
+    stage: str
+    worker: str
+    start: float
+    end: float
+    def __init__(self, stage: _Optional[str] = ..., worker: _Optional[str] = ..., start: _Optional[float] = ..., end: _Optional[float] = ...) -> None: ...
+
+class TraceFailure(_message.Message):
+    __slots__ = ("at", "worker", "reason")
+    AT_FIELD_NUMBER: _ClassVar[int]
+    WORKER_FIELD_NUMBER: _ClassVar[int]
+    REASON_FIELD_NUMBER: _ClassVar[int]
+    at: float
+    worker: str
+    reason: str
+    def __init__(self, at: _Optional[float] = ..., worker: _Optional[str] = ..., reason: _Optional[str] = ...) -> None: ...

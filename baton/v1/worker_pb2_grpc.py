@@ -446,7 +446,7 @@ class WorkerStub:
                 request_serializer=baton_dot_v1_dot_worker__pb2.ProbeRequest.SerializeToString,
                 response_deserializer=baton_dot_v1_dot_worker__pb2.ProbeResponse.FromString,
                 _registered_method=True)
-        self.Snapshot = channel.unary_unary(
+        self.Snapshot = channel.unary_stream(
                 '/baton.v1.Worker/Snapshot',
                 request_serializer=baton_dot_v1_dot_worker__pb2.SnapshotRequest.SerializeToString,
                 response_deserializer=baton_dot_v1_dot_worker__pb2.SnapshotResponse.FromString,
@@ -471,6 +471,7 @@ class WorkerServicer:
 
     def Snapshot(self, request, context):
         """The keys of all blocks that are sealed now, and the sequence number of the last block event they include.
+        In as many messages as it takes, one at least: a cache may hold millions of keys.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
@@ -490,7 +491,7 @@ def add_WorkerServicer_to_server(servicer, server):
                     request_deserializer=baton_dot_v1_dot_worker__pb2.ProbeRequest.FromString,
                     response_serializer=baton_dot_v1_dot_worker__pb2.ProbeResponse.SerializeToString,
             ),
-            'Snapshot': grpc.unary_unary_rpc_method_handler(
+            'Snapshot': grpc.unary_stream_rpc_method_handler(
                     servicer.Snapshot,
                     request_deserializer=baton_dot_v1_dot_worker__pb2.SnapshotRequest.FromString,
                     response_serializer=baton_dot_v1_dot_worker__pb2.SnapshotResponse.SerializeToString,
@@ -550,7 +551,7 @@ class Worker:
             wait_for_ready=None,
             timeout=None,
             metadata=None):
-        return grpc.experimental.unary_unary(
+        return grpc.experimental.unary_stream(
             request,
             target,
             '/baton.v1.Worker/Snapshot',

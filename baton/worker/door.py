@@ -1,12 +1,14 @@
 """`baton.v1.Worker`: what every worker answers about itself, whatever its role."""
 
-from collections.abc import Awaitable, Callable
+from collections.abc import AsyncIterator, Awaitable, Callable
 from dataclasses import asdict, dataclass
 
 from baton.cluster.records import Load, WorkerRecord, WorkerState
 from baton.cluster.rpc import Answering, Context
 from baton.v1 import worker_pb2, worker_pb2_grpc
 from baton.worker.identity import Identity
+
+PAGE_KEYS = 8192  # of one message of a snapshot: 128 KiB, a few milliseconds of the router's event loop
 
 
 @dataclass(frozen=True, slots=True)
@@ -41,12 +43,13 @@ class WorkerDoor(worker_pb2_grpc.WorkerServicer):
             return worker_pb2.ProbeResponse(state=state, load=worker_pb2.WorkerLoad(**asdict(load)), stalled_ms=int(stalled_s * 1000))
         raise AssertionError("answered with an error")
 
-    async def Snapshot(self, request: worker_pb2.SnapshotRequest, context: Context) -> worker_pb2.SnapshotResponse:
+    async def Snapshot(self, request: worker_pb2.SnapshotRequest, context: Context) -> AsyncIterator[worker_pb2.SnapshotResponse]:
         async with Answering(context):
             self._identity.check(request.to)
             sequence, keys = await self._snapshot()
-            return worker_pb2.SnapshotResponse(incarnation=self._identity.incarnation, sequence=sequence, keys=b"".join(keys))
-        raise AssertionError("answered with an error")
+            for start in range(0, max(1, len(keys)), PAGE_KEYS):
+                page = b"".join(keys[start : start + PAGE_KEYS])
+                yield worker_pb2.SnapshotResponse(incarnation=self._identity.incarnation, sequence=sequence, keys=page)
 
     async def Describe(self, request: worker_pb2.DescribeRequest, context: Context) -> worker_pb2.DescribeResponse:
         async with Answering(context):
@@ -54,10 +57,12 @@ class WorkerDoor(worker_pb2_grpc.WorkerServicer):
             record = await self._describe()
             residue = self._residue()  # of the same look at the engine
             return worker_pb2.DescribeResponse(
-                record_json=record.to_json().decode(),
-                idle=residue.sequences == 0,
-                leases=residue.leases,
-                quarantined_blocks=residue.quarantined_blocks,
-                blocks_in_use=residue.blocks_in_use,
+                record=worker_pb2.WorkerRecord(**asdict(record)),
+                residue=worker_pb2.Residue(
+                    idle=residue.sequences == 0,
+                    leases=residue.leases,
+                    quarantined_blocks=residue.quarantined_blocks,
+                    blocks_in_use=residue.blocks_in_use,
+                ),
             )
         raise AssertionError("answered with an error")

@@ -1,4 +1,4 @@
-"""Counts what every worker does, whatever its role: the steps of its engine, its KV pool, its registry."""
+"""Metrics that every worker has, whatever its role: the steps of its engine, its KV pool, its registry."""
 
 from collections.abc import Callable
 
@@ -20,13 +20,13 @@ class Meter:
         book.read("baton_spans_dropped_total", lambda: tracer.dropped)
 
     def batch(self, seconds: float, tokens: int, sequences: int) -> None:
-        """One step; in the engine's thread, which alone writes these three."""
+        """Count one step. Called in the engine's thread, the only writer of these three."""
         self._step_s.observe(seconds)
         self._step_tokens.observe(tokens)
         self._step_sequences.observe(sequences)
 
     def tell(self, facts: Callable[[], Facts], num_blocks: int, block_size: int) -> None:
-        """`facts`: of the last look at the engine."""
+        """`facts` returns those of the last look at the engine."""
         read = self._book.read
         read("baton_engine_sequences_running", lambda: facts().running)
         read("baton_engine_sequences_waiting", lambda: facts().waiting)
@@ -41,5 +41,5 @@ class Meter:
 
 
 def _blocks(facts: Facts) -> dict[str | tuple[str, ...], int | float]:
-    """`free_blocks` of the engine are those that can be had, cached ones among them."""
+    """The engine's `free_blocks` are all that can be allocated, including the cached ones."""
     return {"used": facts.owned_blocks, "cached": facts.cached_blocks, "free": facts.free_blocks - facts.cached_blocks}

@@ -80,7 +80,7 @@ class Answers(generation_pb2_grpc.GenerationServicer, worker_pb2_grpc.AdminServi
         )
 
     def Status(self, request: worker_pb2.StatusRequest, context: grpc.ServicerContext) -> worker_pb2.StatusResponse:
-        return worker_pb2.StatusResponse(status_json=json.dumps(STATUS))
+        return worker_pb2.StatusResponse(**STATUS)
 
 
 @pytest.fixture(scope="module")

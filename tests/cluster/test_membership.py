@@ -7,12 +7,12 @@ from dataclasses import dataclass, field, replace
 from typing import Any
 
 import pytest
+from memory_registry import MemoryRegistry
 
 from baton.cluster import membership
 from baton.cluster.config import RedisConfig
 from baton.cluster.lifecycle import Stop, run
 from baton.cluster.membership import Membership
-from baton.cluster.memory_registry import MemoryRegistry
 from baton.cluster.records import BlockEvent, Load, WorkerRecord
 from baton.cluster.registry import RegistryUnavailable, StaleIncarnation
 from baton.cluster.rpc import Tasks

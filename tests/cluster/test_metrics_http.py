@@ -104,17 +104,54 @@ async def test_head_has_no_body() -> None:
 @pytest.mark.parametrize(
     ("request_", "status"),
     [
-        (b"GET /else HTTP/1.1\r\n\r\n", 404),
-        (b"POST /metrics HTTP/1.1\r\n\r\n", 405),
+        (b"GET /else HTTP/1.1\r\nHost: x\r\n\r\n", 404),
+        (b"POST /metrics HTTP/1.1\r\nHost: x\r\n\r\n", 405),
+        (b"GET /metrics HTTP/1.1\r\n\r\n", 400),
         (b"GET /metrics\r\n\r\n", 400),
         (b"\x16\x03\x01 \xff\xfe HTTP/9\r\n\r\n", 400),
-        (b"GET /metrics HTTP/1.1\r\n" + b"x: " + b"y" * 20_000 + b"\r\n\r\n", 400),
+        (b"GET /metrics HTTP/1.1\r\n" + b"x: " + b"y" * 20_000 + b"\r\n\r\n", 431),
     ],
 )
-async def test_what_is_no_scrape_is_refused(request_: bytes, status: int) -> None:
+async def test_a_request_that_is_not_a_scrape_is_refused(request_: bytes, status: int) -> None:
     async with serving() as server:
         assert (await say(server, request_)).startswith(f"HTTP/1.1 {status} ".encode())
         assert (await get(server, "/health"))[0] == 200
+
+
+async def test_a_client_that_hangs_up_in_the_middle_of_a_request_leaves_nothing() -> None:
+    async with serving() as server:
+        host, _, port = server.address.rpartition(":")
+        _, writer = await asyncio.open_connection(host, int(port))
+        writer.write(b"GET /metr")
+        writer.close()
+        await writer.wait_closed()
+        assert (await get(server, "/health"))[0] == 200
+        while server._writers:
+            await asyncio.sleep(0.001)
+
+
+async def test_a_client_that_does_not_read_does_not_stay(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(metrics_http, "REQUEST_S", 0.2)
+
+    class Endless(Exposition):
+        async def page(self, accept: str = "") -> tuple[str, bytes]:
+            return "text/plain", b"x" * (64 << 20)
+
+    async with serving(exposition=Endless(make_book())) as server:
+        host, _, port = server.address.rpartition(":")
+        reader, writer = await asyncio.open_connection(host, int(port), limit=1)
+        writer.write(b"GET /metrics HTTP/1.1\r\nHost: x\r\n\r\n")
+        while not server._writers:
+            await asyncio.sleep(0.001)
+        while server._writers:
+            await asyncio.sleep(0.01)
+        got = 0
+        with suppress(ConnectionError):
+            while part := await reader.read(1 << 20):
+                got += len(part)
+        assert got < 64 << 20, "the rest of the answer was kept for a client that does not read"
+        assert (await get(server, "/health"))[0] == 200
+        writer.close()
 
 
 async def test_half_a_request_does_not_stay(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -199,7 +236,7 @@ async def test_mutual_tls_lets_in_whom_the_authority_knows(certificates: dict[st
     async with serving(Config(cluster=ClusterConfig(), security=security)) as server:
         known = ssl.create_default_context(cafile=certificates["ca.pem"])
         known.load_cert_chain(certificates["own.pem"], certificates["own.key"])
-        request = b"GET /metrics HTTP/1.1\r\n\r\n"
+        request = b"GET /metrics HTTP/1.1\r\nHost: x\r\n\r\n"
         assert (await say(server, request, known)).startswith(b"HTTP/1.1 200 ")
         stranger = ssl.create_default_context(cafile=certificates["ca.pem"])
         for without in (stranger, None):

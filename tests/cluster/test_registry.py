@@ -12,9 +12,9 @@ import pytest
 import redis
 from hypothesis import given
 from hypothesis import strategies as st
+from memory_registry import MemoryRegistry
 
 from baton.cluster.config import RedisConfig
-from baton.cluster.memory_registry import MemoryRegistry
 from baton.cluster.records import BlockEvent, Load, Pools, WorkerRecord
 from baton.cluster.redis_registry import RedisRegistry
 from baton.cluster.registry import EVENTS_BATCH, FENCE_LIFETIMES, Registry, StaleIncarnation
@@ -236,10 +236,10 @@ async def test_events_come_in_order_once_and_only_from_the_cursor_on(world: Worl
     assert none == []
     assert await world.other.events(cursor, 0.0) == ([], cursor)
     await world.registry.publish(stored(3, 4))
-    cleared = BlockEvent("prefill-0", 8, 1, "cleared")
-    await world.registry.publish([cleared])
+    removed = BlockEvent("prefill-0", 8, 1, "removed", (KEY,))
+    await world.registry.publish([removed])
     found, later = await world.other.events(cursor, 0.0)
-    assert found == [*stored(3, 4), cleared]
+    assert found == [*stored(3, 4), removed]
     assert await world.other.events(later, 0.0) == ([], later)
     # A cursor can be used again, by anyone.
     assert (await world.registry.events(cursor, 0.0))[0] == found
@@ -301,6 +301,7 @@ async def test_old_events_are_dropped_and_a_reader_left_behind_sees_the_gap(worl
         {b"s": b"0"},
         {b"i": b"-1"},
         {b"k": b"eaten"},
+        {b"k": b"cleared"},
         {b"b": b"15 bytes exactly"[:15]},
         {b"w": b"\xff"},
         {b"w": b""},
@@ -454,7 +455,7 @@ events = st.builds(
     worker=st.text(min_size=1),
     incarnation=small,
     sequence=st.integers(1, 2**64 - 1),
-    kind=st.sampled_from(["stored", "removed", "cleared"]),
+    kind=st.sampled_from(["stored", "removed"]),
     keys=st.lists(st.binary(min_size=16, max_size=16)).map(tuple),
 )
 
@@ -477,6 +478,26 @@ def test_fields_of_a_newer_writer_are_skipped_and_an_older_one_may_lack_those_wi
     del tree["kv_blocks"]
     with pytest.raises(ValueError, match="kv_blocks"):
         WorkerRecord.from_json(json.dumps(tree))
+
+
+def test_a_refusal_is_one_line_that_names_the_field() -> None:
+    tree = json.loads(record().to_json())
+    for change, where in (
+        ({"kv_blocks": "x" * 5000}, "record.kv_blocks"),
+        ({"load": {"leases": -1}}, "record.load.leases"),
+        ({"state": "gone"}, "record.state"),
+    ):
+        with pytest.raises(ValueError, match=f"^{where}: ") as refusal:
+            WorkerRecord.from_json(json.dumps(tree | change))
+        assert len(str(refusal.value)) < 200 and "\n" not in str(refusal.value)
+
+
+def test_only_the_credit_may_be_negative() -> None:
+    tree = json.loads(record().to_json())
+    assert WorkerRecord.from_json(json.dumps(tree | {"load": {"credit_tokens": -5}})).load.credit_tokens == -5
+    for name in (name for name in tree["load"] if name != "credit_tokens"):
+        with pytest.raises(ValueError, match=f"record.load.{name}"):
+            WorkerRecord.from_json(json.dumps(tree | {"load": {name: -5}}))
 
 
 json_values = st.recursive(st.none() | st.booleans() | st.integers() | st.floats() | st.text(), lambda inner: st.lists(inner), max_leaves=5)

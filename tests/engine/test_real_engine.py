@@ -12,7 +12,7 @@ import torch
 from near_tie import TOLERANCE, assert_same, parting, score
 from torch import Tensor
 
-from baton.engine.block_key import block_keys, root_key
+from baton.engine.block_key import extend_keys, root_key
 from baton.engine.blocks import BlockPool
 from baton.engine.engine import Engine, Output
 from baton.engine.kvcache import KvPool
@@ -80,6 +80,12 @@ def recorder(engine: Engine) -> Recorder:
 def make_seq(name: str, tokens: list[int], hold: bool = False, **params: object) -> Sequence:
     values = {"max_tokens": 8, "temperature": 0.0, "ignore_eos": True, **params}
     return Sequence(name, list(tokens), len(tokens), SamplingParams(**values), ROOT, hold)  # type: ignore[arg-type]
+
+
+def keys_of(tokens: list[int]) -> list[bytes]:
+    keys: list[bytes] = []
+    extend_keys(keys, ROOT, tokens, BLOCK)
+    return keys
 
 
 def random_tokens(rng: random.Random, length: int) -> list[int]:
@@ -321,7 +327,7 @@ def test_broken_blocks_are_not_found_again(loaded: ModelRunner) -> None:
     start(engine, [broken], steps=2)
     engine.runner.pool.array[broken.blocks[0]] = 0xFF
     drain(engine)
-    assert engine.pool.matched(block_keys(ROOT, prompt, BLOCK)) == (0, 0)
+    assert engine.pool.matched(keys_of(prompt)) == (0, 0)
     again = make_seq("again", prompt)
     engine.add(again)
     assert not failures(drain(engine))
@@ -374,6 +380,6 @@ def test_broken_weights_fail_the_sequences_that_meet_them(folder: Path, loaded: 
         engine.add(seq)
     assert set(failures(drain(engine))) == {"early", "late"}
     assert_oracle(loaded, [seqs["good0"], seqs["good1"]])
-    keys = block_keys(ROOT, prompts["early"], BLOCK)
+    keys = keys_of(prompts["early"])
     assert engine.pool.matched(keys) == (0, 0)
     assert_empty(engine)

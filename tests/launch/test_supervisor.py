@@ -1,7 +1,6 @@
 """When `baton up` calls a cluster ready: not before the router itself reaches every worker."""
 
 import asyncio
-import json
 from collections.abc import AsyncIterator
 from pathlib import Path
 from typing import Any
@@ -29,7 +28,7 @@ class Router(worker_pb2_grpc.AdminServicer):
 
     async def Status(self, request: worker_pb2.StatusRequest, context: Any) -> worker_pb2.StatusResponse:
         self.asked.put_nowait(len(self.states))
-        return worker_pb2.StatusResponse(status_json=json.dumps({"workers": [{"state": state} for state in self.states]}))
+        return worker_pb2.StatusResponse(workers=[{"record": {"state": state}} for state in self.states])
 
 
 @pytest.fixture

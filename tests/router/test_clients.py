@@ -4,23 +4,24 @@ import asyncio
 import time
 from collections.abc import AsyncIterator, Callable
 from contextlib import aclosing, asynccontextmanager
-from dataclasses import replace
+from dataclasses import asdict, replace
 from typing import Any
 
 import pytest
 from fake_workers import TOKENIZER, record
+from memory_registry import MemoryRegistry
 
 from baton.cluster.config import Config, SecurityConfig
 from baton.cluster.errors import BatonError, Reason
-from baton.cluster.memory_registry import MemoryRegistry
+from baton.cluster.handoff import Handoff
 from baton.cluster.records import Load, WorkerRecord
 from baton.cluster.rpc import Answering, Context, Server, abort
 from baton.engine.sampling import SamplingParams
 from baton.v1 import generation_pb2, worker_pb2_grpc
 from baton.v1 import worker_pb2 as pb
-from router import probes, watch
+from router import clients, probes, watch
 from router.clients import Adopted, CacheSnapshot, Died, Ended, FirstToken, Opened, Source, Workers
-from router.request import Handoff, Request, Stopwatch, Token, Trace
+from router.request import Request, Stopwatch, Token, Trace
 from router.view import ClusterView
 from router.watch import Watch
 
@@ -51,6 +52,10 @@ class Worker(
         self.released: list[tuple[bytes, str]] = []
         self.on_describe: Callable[[], Any] = pb.DescribeResponse
         self.on_probe: Callable[[], Any] = lambda: pb.ProbeResponse(state="ready")
+        self.snapshots = 0
+        self.on_snapshot: BatonError | None = None
+        self.pages = [b"a" * 16, b"b" * 16]
+        self.page_s = 0.0  # pause after a page
 
     async def Session(self, request_iterator: AsyncIterator[pb.DecodeCommand], context: Context) -> AsyncIterator[pb.DecodeEvents]:
         self.streams += 1
@@ -82,8 +87,13 @@ class Worker(
         self.released.append((request.handle, request.request_id))
         return pb.ReleaseResponse(was_held=True)
 
-    async def Snapshot(self, request: pb.SnapshotRequest, context: Context) -> pb.SnapshotResponse:
-        return pb.SnapshotResponse(incarnation=7, sequence=3, keys=b"a" * 16 + b"b" * 16)
+    async def Snapshot(self, request: pb.SnapshotRequest, context: Context) -> AsyncIterator[pb.SnapshotResponse]:
+        self.snapshots += 1
+        if self.on_snapshot is not None:
+            await abort(context, self.on_snapshot)
+        for part in self.pages:
+            yield pb.SnapshotResponse(incarnation=7, sequence=3, keys=part)
+            await asyncio.sleep(self.page_s)
 
     async def Probe(self, request: pb.ProbeRequest, context: Context) -> pb.ProbeResponse:
         async with Answering(context):
@@ -150,14 +160,14 @@ async def test_one_call() -> None:
         assert start.call_id == 1 and start.start.handle == b"handle" and 9000 < start.start.timeout_ms <= 10_000
         job = start.start.job
         assert (job.request_id, list(job.token_ids), job.prompt_tokens, job.cache_salt) == ("r", [1, 2, 3], 2, "salt")
-        told = generation_pb2.Handoff(transport="nixl", blocks=3, bytes=300, blocks_reused=1, digests_checked=3, failure="")
-        adopted = pb.DecodeEvent(call_id=1, adopted=pb.Adopted(handoff=told, read_ms=1.5, verify_ms=2.5))
+        told = Handoff(transport="nixl", blocks=3, bytes=300, blocks_reused=1, digests_checked=3, read_ms=1.5, verify_ms=2.5)
+        adopted = pb.DecodeEvent(call_id=1, adopted=pb.Adopted(handoff=pb.HandoffFacts(**asdict(told))))
         top = [generation_pb2.TopLogprob(id=4, logprob=-0.5)]
         rich = pb.DecodeEvent(call_id=1, token=pb.GeneratedToken(id=9, logprob=-0.25, top=top))
         worker.says.put_nowait([adopted, rich, token(1, 8)])
         worker.says.put_nowait([finished(1, generation_pb2.FINISH_REASON_STOP)])
         assert await call == [
-            Adopted(Handoff("nixl", 3, 300, 1, 3, 0, ""), 1.5, 2.5), Token(9, -0.25, ((4, -0.5),)), Token(8), Ended("stop", 0, 32),
+            Adopted(told), Token(9, -0.25, ((4, -0.5),)), Token(8), Ended("stop", 0, 32),
         ]  # fmt: skip
         assert worker.heard.empty(), "nothing to cancel"
 
@@ -445,12 +455,28 @@ async def test_a_forgotten_worker_may_come_back() -> None:
         assert (await refused(workers.snapshot(d0))).reason is Reason.WORKER_LOST
         assert not workers._channels  # nothing is opened for it again
         workers.welcome(d0)
-        assert await workers.snapshot(d0) == CacheSnapshot(7, 3, (b"a" * 16, b"b" * 16))
+        assert await workers.snapshot(d0) == CacheSnapshot(7, 3, {b"a" * 16, b"b" * 16})
         await workers.forget(d0)
         workers.welcome(d0)
         call = asyncio.create_task(take(workers, d0))
         worker.says.put_nowait([finished((await worker.heard.get()).call_id)])
         assert len(await call) == 1
+
+
+async def test_a_snapshot_takes_as_long_as_its_pages_need(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The deadline is that of one page: a cache of any size arrives."""
+    monkeypatch.setattr(clients, "ASK_TIMEOUT_S", 0.5)
+    async with pair() as (worker, workers, d0, _):
+        worker.pages, worker.page_s = [bytes([i]) * 16 for i in range(10)], 0.1
+        assert (await workers.snapshot(d0)).keys == set(worker.pages)
+        worker.page_s = 30.0
+        assert (await refused(workers.snapshot(d0))).reason is Reason.DEADLINE
+
+
+async def test_an_empty_cache_has_a_snapshot() -> None:
+    async with pair() as (worker, workers, d0, _):
+        worker.pages = [b""]
+        assert await workers.snapshot(d0) == CacheSnapshot(7, 3, set())
 
 
 async def test_forgetting_the_old_process_leaves_the_new_one_at_its_address_alone() -> None:
@@ -510,6 +536,10 @@ async def wrong_worker() -> None:
     raise BatonError(Reason.WRONG_WORKER, "incarnation: the call is meant for 1, this is 2")
 
 
+def describing(answer: WorkerRecord) -> Callable[[], pb.DescribeResponse]:
+    return lambda: pb.DescribeResponse(record=pb.WorkerRecord(**asdict(answer)))
+
+
 @pytest.fixture
 def quick(monkeypatch: pytest.MonkeyPatch) -> None:
     for name in ("MEMBERS_EVERY_S", "SNAPSHOT_EVERY_S", "AWAY_S"):
@@ -529,6 +559,19 @@ async def test_a_worker_that_was_down_is_used_again_when_it_answers(quick: None)
         assert view.down_workers(), "it answers, but takes nothing any more"
         worker.on_probe = lambda: pb.ProbeResponse(state="ready")
         await until(lambda: not view.down_workers())
+
+
+@pytest.mark.parametrize("fails", [True, False])
+async def test_a_snapshot_that_does_not_come_is_asked_for_ever_more_seldom(quick: None, fails: bool) -> None:
+    """A worker copies its keys for each attempt. The control: one that comes is asked for once."""
+    async with pair() as (worker, workers, d0, _):
+        worker.pages = [b"a" * 16, b"b" * 16]
+        if fails:
+            worker.on_snapshot = BatonError(Reason.INTERNAL, "not now")
+        async with watched(replace(d0, incarnation=7), workers=workers) as (view, _, _):
+            await asyncio.sleep(0.6)
+            assert bool(view.index.needing_snapshot()) == fails
+            assert (2 <= worker.snapshots <= 6) if fails else worker.snapshots == 1  # 30 without the growing pause
 
 
 async def test_probes_go_on_when_a_worker_is_forgotten_in_the_middle_of_one(quick: None) -> None:

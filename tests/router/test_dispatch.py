@@ -98,7 +98,7 @@ async def test_a_request_crosses_both_workers() -> None:
     assert world.workers.calls == [Call("prefill", "p0", 40), Call("decode", "d0", 41, b"lease 1")]
     trace = request.trace
     assert (trace.prefill_worker, trace.decode_worker, trace.retries, trace.cached_tokens) == ("p0", "d0", 0, 16)
-    assert (trace.prefill_wait_ms, trace.prefill_compute_ms, trace.read_ms, trace.verify_ms) == (1.0, 2.0, 1.0, 2.0)
+    assert (trace.prefill_wait_ms, trace.prefill_compute_ms, trace.handoff.read_ms, trace.handoff.verify_ms) == (1.0, 2.0, 1.0, 2.0)
     assert (trace.handoff.transport, trace.handoff.blocks, trace.handoff.bytes, trace.handoff.digests_checked) == ("tcp", 3, 3000, 3)
     assert world.workers.released == []
     world.check()

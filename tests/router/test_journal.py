@@ -1,17 +1,17 @@
 """What became of a request: the numbers are those of its stages, its record tells them again, and nothing of its text is in either."""
 
 import json
-import threading
-from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 import pytest
+from spans import Box
 
 from baton.cluster import semconv
 from baton.cluster.config import SloConfig
 from baton.cluster.errors import BatonError, Reason
 from baton.cluster.metrics import Book
-from baton.cluster.telemetry import Span, Tracer
+from baton.cluster.otel import OtelTracer
+from baton.cluster.telemetry import Tracer
 from baton.engine.sampling import SamplingParams
 from router.journal import Entry, Journal
 from router.request import Failure, Request
@@ -27,18 +27,6 @@ class Clock:
 
     def __call__(self) -> float:
         return self.now
-
-
-class Box:
-    def __init__(self) -> None:
-        self.spans: list[Span] = []
-        self.done = threading.Event()
-
-    def export(self, spans: Sequence[Span]) -> bool:
-        self.spans += spans
-        return True
-
-    def shutdown(self) -> None: ...
 
 
 @dataclass
@@ -237,7 +225,7 @@ class TestRecords:
 
 def test_a_traced_request_tells_what_the_conventions_ask_for() -> None:
     box = Box()
-    desk = Desk(tracer=Tracer(box))
+    desk = Desk(tracer=OtelTracer(box))
     desk.serve(*HANDOFF, traceparent=TRACEPARENT)
     with pytest.raises(BatonError), desk.open(traceparent=TRACEPARENT):
         raise BatonError(Reason.NO_WORKER, "none")

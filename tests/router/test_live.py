@@ -11,14 +11,17 @@ from fake_workers import TOKENIZER, record
 
 from baton.cluster.config import SloConfig
 from baton.cluster.errors import BatonError, Reason
+from baton.cluster.handoff import Handoff
+from baton.cluster.messages import plain
 from baton.cluster.metrics import Book
 from baton.cluster.records import WorkerRecord
 from baton.cluster.telemetry import Tracer
 from baton.engine.sampling import SamplingParams
+from baton.v1 import worker_pb2
 from router.admission import Admission
 from router.journal import Entry, Journal
 from router.live import FRESH_S, GONE_S, MAX_REQUESTS, Live
-from router.request import Handoff, Request
+from router.request import Request
 from router.view import ABSENT_S, ClusterView
 
 
@@ -70,6 +73,7 @@ class House:
     async def look(self, after: float = 0.0) -> dict[str, Any]:
         self.now += after
         told = await self.live.look()
+        assert plain(worker_pb2.LiveResponse(**told)) == told, "the page and the terminal are told the same"
         return json.loads(json.dumps(told))  # type: ignore[no-any-return]
 
     async def states(self, after: float = 1.0) -> dict[str, str]:
@@ -146,7 +150,7 @@ async def test_a_request_is_seen_on_its_way_and_then_among_the_last() -> None:
         assert (request["request_id"], request["stage"], request["worker"], request["output_tokens"]) == ("r1", "prefill", "p0", 1)
         assert request["age"] == 2.0 and not told["recent"]
         assert told["totals"]["output_tokens"] == 1, "tokens count as they come"
-        entry.trace.handoff = Handoff("nixl", blocks=1, bytes=4096)
+        entry.trace.handoff = Handoff(transport="nixl", blocks=1, bytes=4096)
         entry.finish = "length"
     told = await house.look(1.0)
     assert not told["requests"] and [last["request_id"] for last in told["recent"]] == ["r1"]

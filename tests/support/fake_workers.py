@@ -9,10 +9,11 @@ from itertools import count
 from typing import Any
 
 from baton.cluster.errors import BatonError, Reason
+from baton.cluster.handoff import Handoff
 from baton.cluster.records import Load, WorkerRecord
 from baton.engine.toy import naive
 from router.clients import Adopted, DecodeEvent, Ended, FirstToken, Opened, PrefillEvent, Source
-from router.request import FinishReason, Handoff, Request, Token
+from router.request import FinishReason, Request, Token
 
 TOKENIZER = "tokenizer"
 EOS = 256
@@ -113,7 +114,7 @@ class FakeWorkers:
                 if handle in self.leases:
                     self._end(handle)
                 self.tick("transfer")
-                yield Adopted(Handoff("tcp", blocks=3, bytes=3000, digests_checked=3), 1.0, 2.0)
+                yield Adopted(Handoff(transport="tcp", blocks=3, bytes=3000, digests_checked=3, read_ms=1.0, verify_ms=2.0))
             for made in count():
                 await asyncio.sleep(0)
                 if fault and fault.tokens == made:

@@ -16,6 +16,7 @@ from typing import Any
 
 import grpc
 
+from baton.cli.admin import read_status
 from baton.client import AsyncClient
 from baton.engine.sampling import SamplingParams
 from baton.engine.toy import naive
@@ -45,7 +46,7 @@ class Cluster:
     def status(self) -> dict[str, Any]:
         with self._channel() as channel:
             stub = worker_pb2_grpc.AdminStub(channel)
-            return json.loads(stub.Status(worker_pb2.StatusRequest(), timeout=5).status_json)
+            return read_status(stub.Status(worker_pb2.StatusRequest(), timeout=5))
 
     def _channel(self) -> grpc.Channel:
         options = [("grpc.enable_http_proxy", 0)]

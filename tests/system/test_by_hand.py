@@ -18,6 +18,7 @@ import yaml
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 from live_cluster import ROOT, toy, toy_output
 
+from baton.cli.admin import read_status
 from baton.client import Client, GenerateError, Result
 from baton.launch.plan import free_port
 from baton.launch.redis_server import find_binary
@@ -105,8 +106,8 @@ class Processes:
     def workers(self) -> list[dict[str, Any]]:
         """Those that the router knows."""
         with grpc.insecure_channel(self.admin) as channel:
-            status = worker_pb2_grpc.AdminStub(channel).Status(worker_pb2.StatusRequest(), timeout=5)
-        return list(json.loads(status.status_json)["workers"])
+            answer = worker_pb2_grpc.AdminStub(channel).Status(worker_pb2.StatusRequest(), timeout=5)
+        return list(read_status(answer)["workers"])
 
 
 def healthy(address: str) -> bool:

@@ -139,8 +139,8 @@ def test_the_workers_count_what_was_done(used: dict[Role, Scrape]) -> None:
     prefill, decode = used["prefill"], used["decode"]
     me = {"worker": "decode-0", "role": "decode"}
     assert decode.sum("baton_handoffs_total", transport="nixl", outcome="ok", **me) >= REQUESTS
-    handoffs = decode.sum("baton_handoffs_total")
-    assert decode.sum("baton_handoff_read_duration_seconds_count", transport="nixl") == handoffs
+    read = decode.sum("baton_handoffs_total", outcome="ok")  # the cancelled request may end before its KV is read
+    assert decode.sum("baton_handoff_read_duration_seconds_count", transport="nixl") == read
     checked = decode.sum("baton_digests_checked_total")
     assert checked >= 13 * REQUESTS and decode.sum("baton_digests_failed_total") == 0
     assert decode.sum("baton_handoff_read_bytes_sum", transport="nixl") == checked * 2 * 16 * 8 * 8

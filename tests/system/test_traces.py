@@ -164,8 +164,8 @@ def test_one_trace_across_router_prefill_and_decode(traced: tuple[Cluster, Recei
     assert (told[semconv.USAGE_INPUT_TOKENS], told[semconv.USAGE_OUTPUT_TOKENS]) == (200, 12)
     assert told[semconv.RESPONSE_FINISH_REASONS] == ["length"]
     moved = spans[semconv.TRANSFER].attributes
-    assert (moved[semconv.TRANSPORT], moved[semconv.BLOCKS], moved[semconv.DIGESTS_CHECKED]) == ("nixl", 13, 13)
-    assert moved[semconv.BYTES] == 13 * 2 * 16 * 8 * 8 and moved[semconv.WORKER] == "prefill-0"
+    assert (moved["baton.transport"], moved["baton.blocks"], moved["baton.digests_checked"]) == ("nixl", 13, 13)
+    assert moved["baton.bytes"] == 13 * 2 * 16 * 8 * 8 and moved[semconv.WORKER] == "prefill-0"
     for span in spans.values():
         assert spans[root].start <= span.start <= span.end and not span.error
     for name in (semconv.QUEUE, semconv.PREFILL, semconv.PREFILL_WORK, semconv.TRANSFER):

@@ -1,4 +1,5 @@
-"""A registry inside one process, for tests and for a cluster that is one process. Values are held encoded, as Redis would hold them."""
+"""A registry without a server, whose outages and clock a test controls. The contract suite runs on it and on Redis, so that a test which
+uses it tests what production does. Values are held encoded, as Redis holds them."""
 
 import asyncio
 import time
@@ -12,7 +13,7 @@ from baton.cluster.registry import EVENTS_BATCH, FENCE_LIFETIMES, RegistryUnavai
 
 
 class MemoryRegistry:
-    """`now` (seconds) decides what has expired. Setting `available` to False plays an outage."""
+    """`now` (seconds) decides what has expired. While `available` is False, every call fails as in an outage."""
 
     def __init__(self, config: RedisConfig | None = None, now: Callable[[], float] = time.monotonic) -> None:
         config = config or RedisConfig()

@@ -1,0 +1,24 @@
+"""What the router's admin port tells, as plain values: the form in which commands draw it and print it as JSON."""
+
+from typing import Any
+
+from baton.cluster.messages import plain
+from baton.v1 import worker_pb2
+
+
+def read_status(answer: worker_pb2.StatusResponse) -> dict[str, Any]:
+    """A worker is one flat object: its record, and what it holds. One that does not answer has `error` instead."""
+    return {**plain(answer), "workers": [_worker(worker) for worker in answer.workers]}
+
+
+def read_live(answer: worker_pb2.LiveResponse) -> dict[str, Any]:
+    return plain(answer)
+
+
+def read_records(answer: worker_pb2.TraceResponse) -> list[dict[str, Any]]:
+    """The newest first."""
+    return [plain(record) for record in answer.records]
+
+
+def _worker(worker: worker_pb2.WorkerStatus) -> dict[str, Any]:
+    return {**plain(worker.record), **({"error": worker.error} if worker.error else plain(worker.residue))}

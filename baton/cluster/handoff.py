@@ -1,0 +1,89 @@
+"""What a handoff of KV did. Each fact is declared here, once, with every place where it is shown.
+
+The reader of the KV fills it in, the decode worker sends it, the router adds it up over the attempts of a request. Metrics, attributes of
+spans and messages follow from the declaration: a new fact is a line here and a field of the same name in `baton.v1.HandoffFacts` (and in
+`baton.v1.Handoff`, if clients are to see it).
+"""
+
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, field, fields
+from types import MappingProxyType
+from typing import Any, Self, TypeVar
+
+T = TypeVar("T")
+
+
+@dataclass(frozen=True, slots=True)
+class Shown:
+    span: str = ""  # attribute of the transfer's span; empty: none
+    scale: float = 1  # of that attribute: the value times this
+    counter: str = ""  # metric of decode workers that adds the values up; empty: none
+    unit: str = ""
+    help: str = ""
+
+
+def _fact(default: T, **shown: str | float) -> T:
+    value: T = field(default=default, metadata={"shown": Shown(**shown)})  # type: ignore[arg-type]
+    return value
+
+
+@dataclass(slots=True, kw_only=True)
+class Handoff:
+    """Of one read, of one call to a decode worker, or of a request over all its attempts."""
+
+    transport: str = _fact("", span="baton.transport")  # what carried the bytes; empty: no KV moved
+    blocks: int = _fact(0, span="baton.blocks")  # moved
+    bytes: int = _fact(0, span="baton.bytes")  # moved
+    blocks_reused: int = _fact(
+        0,
+        span="baton.blocks_reused",
+        counter="baton_handoff_reused_blocks_total",
+        unit="blocks",
+        help="Blocks of a handle that were here already.",
+    )
+    digests_checked: int = _fact(
+        0,
+        span="baton.digests_checked",
+        counter="baton_digests_checked_total",
+        unit="blocks",
+        help="Blocks whose digest was compared after a read.",
+    )
+    digests_failed: int = _fact(
+        0, counter="baton_digests_failed_total", unit="blocks", help="Of these, those that were not what was leased."
+    )
+    recomputed_tokens: int = _fact(
+        0,
+        counter="baton_handoff_recomputed_tokens_total",
+        unit="tokens",
+        help="Prompt tokens computed here although a handle had come.",
+    )
+    read_ms: float = _fact(0.0, span="baton.read_seconds", scale=1e-3)
+    verify_ms: float = _fact(0.0, span="baton.verify_seconds", scale=1e-3)  # digests, and the check that the lease was alive
+    failure: str = ""  # why the KV was not used: a reason of the error table
+
+    def __add__(self, later: Self) -> "Handoff":
+        """Both together: numbers add up; of texts the later one stands, unless it is empty."""
+        total: dict[str, Any] = {}
+        for name in NAMES:
+            old, new = getattr(self, name), getattr(later, name)
+            total[name] = new or old if isinstance(new, str) else old + new
+        return Handoff(**total)
+
+    def attributes(self) -> dict[str, str | int | float]:
+        """What the span of the transfer tells."""
+        found: dict[str, str | int | float] = {}
+        for name, shown in SHOWN.items():
+            value = getattr(self, name)
+            if shown.span:
+                found[shown.span] = value if shown.scale == 1 else value * shown.scale
+        return found
+
+
+def _shown() -> Iterator[tuple[str, Shown]]:
+    for one in fields(Handoff):
+        yield one.name, one.metadata.get("shown", Shown())
+
+
+SHOWN: Mapping[str, Shown] = MappingProxyType(dict(_shown()))
+NAMES = tuple(SHOWN)
+COUNTED: Mapping[str, Shown] = MappingProxyType({name: shown for name, shown in SHOWN.items() if shown.counter})

@@ -1,0 +1,158 @@
+"""The admin port over a real wire: what the router knows arrives in the terminal with the same names and values."""
+
+import asyncio
+from collections.abc import AsyncIterator
+from dataclasses import asdict, replace
+from typing import Any
+
+import pytest
+from fake_workers import TOKENIZER, record
+
+from baton.cli.admin import read_live, read_records, read_status
+from baton.cluster.config import Config, SloConfig
+from baton.cluster.errors import BatonError, Reason
+from baton.cluster.handoff import Handoff
+from baton.cluster.messages import plain
+from baton.cluster.metrics import Book
+from baton.cluster.records import Load, WorkerRecord
+from baton.cluster.rpc import Server, channel
+from baton.cluster.telemetry import Tracer
+from baton.engine.sampling import SamplingParams
+from baton.v1 import worker_pb2 as pb
+from baton.v1 import worker_pb2_grpc
+from baton.worker.door import PAGE_KEYS, Residue, WorkerDoor
+from router.admin import AdminDoor
+from router.admission import Admission
+from router.clients import Workers
+from router.journal import Journal
+from router.live import Live
+from router.request import Failure, Request
+from router.view import ClusterView
+
+BUSY = Load(running=3, waiting=2, free_blocks=500, credit_tokens=-40, cached_blocks=7, leases=1, waiting_tokens=90)
+
+
+class House:
+    """A router's admin door, and one living worker behind it."""
+
+    def __init__(self) -> None:
+        self.view = ClusterView(TOKENIZER)
+        self.workers = Workers(Config().security)
+        self.journal = Journal(Book("router", model="toy"), Tracer(), "toy", SloConfig(e2e_s=100.0), keep=10)
+        self.says: WorkerRecord | None = None
+        self.cached = 0  # blocks
+
+    async def describe(self) -> WorkerRecord:
+        assert self.says is not None
+        return self.says
+
+    async def snapshot(self) -> tuple[int, list[bytes]]:
+        return 3, [number.to_bytes(16, "big") for number in range(self.cached)]
+
+    def end(self, name: str, error: BatonError | None = None) -> None:
+        """A request that ends now."""
+        entry = self.journal.open("chat", name)
+        with entry:
+            entry.request = Request(name, [1, 2, 3, 4], 3, SamplingParams(max_tokens=9), "", 1e9, entry.trace)
+            trace = entry.trace
+            trace.watch.enter("prefill", "p0")
+            trace.failures.append(Failure(trace.watch.clock(), "p0", "WORKER_LOST"))
+            trace.bypasses.append("short")
+            trace.handoff = Handoff(transport="nixl", blocks=3, bytes=1 << 33, blocks_reused=1, digests_checked=3, read_ms=2.5)
+            if error:
+                raise error
+            trace.watch.stop()
+            entry.finish = "length"
+
+
+@pytest.fixture
+async def house() -> AsyncIterator[tuple[House, Any]]:
+    house, admission = House(), Admission(4, 4)
+    worker_server, admin_server = Server(Config(), 1 << 20), Server(Config(), 1 << 20)
+    door = WorkerDoor(1, house.describe, house.snapshot, lambda: Residue(1, 2, 3, 4))
+    worker_pb2_grpc.add_WorkerServicer_to_server(door, worker_server.grpc)
+    address = worker_server.bind(0)
+    house.says = record("d0", address=address, load=BUSY)
+    house.view.update([house.says, record("p0", address="127.0.0.1:1")], 0.0)
+    watch: Any = type("Watching", (), {"registry_reachable": True})
+    live = Live(house.view, house.workers, watch, admission, house.journal, "toy")
+    admin = AdminDoor(house.view, house.workers, watch, admission, house.journal, live, "toy", lambda: {"grpc": "127.0.0.1:9"})
+    worker_pb2_grpc.add_AdminServicer_to_server(admin, admin_server.grpc)
+    admin_address = admin_server.bind(0)
+    await asyncio.gather(worker_server.start(), admin_server.start())
+    async with channel(admin_address, Config().security) as wire:
+        yield house, worker_pb2_grpc.AdminStub(wire)
+    await house.workers.close()
+    await asyncio.gather(worker_server.stop(0), admin_server.stop(0))
+
+
+async def test_status_tells_of_a_worker_that_answers_and_of_one_that_does_not(house: tuple[House, Any]) -> None:
+    told = read_status(await house[1].Status(pb.StatusRequest(), timeout=20))
+    assert told["endpoints"] == {"grpc": "127.0.0.1:9"} and told["model"] == "toy" and told["router"]["registry"] == "reachable"
+    workers = {worker["name"]: worker for worker in told["workers"]}
+    assert house[0].says is not None
+    held = {"idle": False, "leases": 2, "quarantined_blocks": 3, "blocks_in_use": 4}
+    assert workers["d0"] == {**asdict(house[0].says), **held}
+    lost = workers["p0"]
+    assert lost["state"] == "unreachable" and "WORKER_LOST" in lost["error"] and lost["kv_blocks"] == 1000 and "idle" not in lost
+
+
+async def test_a_trace_arrives_as_the_journal_keeps_it(house: tuple[House, Any]) -> None:
+    house[0].end("good")
+    with pytest.raises(BatonError):
+        house[0].end("bad", BatonError(Reason.RETRIES_SPENT, ""))
+    for name in ("good", "bad"):
+        [found] = read_records(await house[1].Trace(pb.TraceRequest(request_id=name), timeout=20))
+        kept = house[0].journal.find(name)
+        assert kept is not None and found == kept.to_json()
+    assert read_records(await house[1].Trace(pb.TraceRequest(request_id="nobody"), timeout=20)) == []
+    last = read_records(await house[1].Trace(pb.TraceRequest(last=5), timeout=20))
+    assert [one["request_id"] for one in last] == ["bad", "good"]
+    assert last[0]["slo_missed"] == "error" and last[1]["slo_missed"] is None and last[1]["tpot"] is None
+
+
+async def test_live_arrives_as_the_page_gets_it(house: tuple[House, Any]) -> None:
+    house[0].end("good")
+    told = read_live(await house[1].Live(pb.LiveRequest(), timeout=20))
+    workers = {worker["name"]: worker for worker in told["workers"]}
+    assert workers["d0"]["credit_tokens"] == -40 and workers["d0"]["state"] == "ready" and workers["p0"]["state"] == "unreachable"
+    assert told["totals"]["outcomes"] == {"ok": 1} and told["totals"]["handoff_bytes"] == 1 << 33
+    assert [one["request_id"] for one in told["recent"]] == ["good"] and told["slo"] == {"objectives": {"e2e": 100.0}, "attainment": 1.0}
+
+
+@pytest.mark.parametrize("cached", [0, PAGE_KEYS, 3 * PAGE_KEYS + 1])
+async def test_a_cache_of_any_size_arrives_page_by_page(house: tuple[House, Any], cached: int) -> None:
+    known = house[0].says
+    house[0].cached = cached
+    assert known is not None
+    snapshot = await house[0].workers.snapshot(known)
+    assert (snapshot.incarnation, snapshot.sequence) == (1, 3)
+    assert snapshot.keys == {number.to_bytes(16, "big") for number in range(cached)}
+
+
+@pytest.mark.parametrize("change", [{"role": "king"}, {"state": "gone"}])
+async def test_an_answer_that_is_not_a_record_is_refused(house: tuple[House, Any], change: dict[str, str]) -> None:
+    known = house[0].says
+    assert known is not None
+    house[0].says = replace(known, **change)  # type: ignore[arg-type]
+    with pytest.raises(ValueError, match=f"record.{next(iter(change))}"):
+        await house[0].workers.describe(known)
+
+
+def test_a_record_and_its_message_have_the_same_fields() -> None:
+    """A field that only one of them has would be lost on the way, or refused."""
+    facts = record("d0", load=BUSY)
+    message = pb.WorkerRecord(**asdict(facts))
+    assert plain(message) == asdict(facts) and WorkerRecord.from_mapping(plain(message)) == facts
+
+
+def test_a_message_refuses_a_name_that_it_does_not_have() -> None:
+    """Negative control: what the router tells cannot drift away from the contract unseen."""
+    with pytest.raises(ValueError, match="colour"):
+        pb.LiveResponse(requests=[{"request_id": "r", "colour": "red"}])
+
+
+def test_what_is_not_set_is_none_and_what_is_zero_is_zero() -> None:
+    told = plain(pb.LiveResponse(slo={"objectives": {}, "attainment": None}))
+    assert told["slo"] == {"objectives": {}, "attainment": None} and told["totals"] is None
+    assert told["clock"] == 0.0 and told["workers"] == []
