@@ -161,19 +161,24 @@ def _least_top(scaled: Tensor, seqs: Seq[Sequence]) -> Tensor | None:
 
 
 def _cutoff(scaled: Tensor, k: Tensor, top_p: Tensor, width: int) -> tuple[Tensor, Tensor]:
-    """Least score kept `[r, 1]`, sought among each row's `width` best, and whether they were enough to tell `[r]`.
+    """The least score kept `[r, 1]`, sought among each row's `width` best, and whether they were enough to tell `[r]`.
 
-    Sums are running sums in a fixed order, so that neither the width nor the other rows enter.
+    `top_p` is infinite where a row does not ask for it. Sums are running sums in a fixed order, so neither the width nor the other rows
+    change them.
     """
     best = scaled.topk(width).values  # descending
     weights = best.exp()
     mass = weights.double().cumsum(dim=-1)
-    bounded = k <= width
+    limited = k < scaled.shape[1]
+    # Tokens that top-k keeps: k, and those that tie with the k-th.
+    left = torch.where(limited, (scaled >= best.gather(1, k.clamp(max=width) - 1)).sum(dim=-1, keepdim=True), k)
+    bounded = left <= width
     everything = scaled.exp().double().cumsum(dim=-1)[:, -1:] if not bounded.all() else mass[:, -1:]
-    total = torch.where(bounded, mass.gather(1, k.clamp(max=width) - 1), everything)
+    total = torch.where(bounded, mass.gather(1, left.clamp(max=width) - 1), everything)
     # A token stays while the mass before it is short of p: the one that crosses p is the last.
-    kept = torch.minimum(((mass - weights) < top_p * total).sum(dim=-1, keepdim=True).clamp_(min=1), k)
-    return best.gather(1, kept - 1), (bounded | (mass[:, -1:] >= top_p * total))[:, 0]
+    kept = torch.minimum(((mass - weights) < top_p * total).sum(dim=-1, keepdim=True).clamp_(min=1), left)
+    enough = torch.where(limited, top_p.isinf(), mass[:, -1:] >= top_p * total)
+    return best.gather(1, kept - 1), (bounded | enough)[:, 0]
 
 
 def argmax_with_noise(scaled: Tensor, keys: Tensor) -> Tensor:

@@ -220,8 +220,10 @@ def pick_plainly(scores: Tensor, best: Tensor, filters: Filters) -> Tensor:
         ordered = scaled.sort(dim=-1, descending=True).values
         weights = ordered.exp()
         mass = weights.double().cumsum(dim=-1)
-        total = mass.gather(1, filters.top_k[:, None].clamp(max=scores.shape[1]) - 1)
+        kth = ordered.gather(1, filters.top_k[:, None].clamp(max=scores.shape[1]) - 1)
+        left = (ordered >= kth).sum(dim=-1, keepdim=True).clamp_(min=1)  # k, and those that tie with the k-th
+        total = mass.gather(1, left - 1)
         kept = ((mass - weights) < filters.top_p[:, None] * total).sum(dim=-1, keepdim=True).clamp_(min=1)
-        least = torch.maximum(least, ordered.gather(1, torch.minimum(kept, filters.top_k[:, None]) - 1))
+        least = torch.maximum(least, ordered.gather(1, torch.minimum(kept, left) - 1))
     drawn = argmax_with_noise(scaled.masked_fill(scaled < least, -torch.inf), filters.keys)
     return torch.where(filters.greedy, scores.argmax(dim=-1), drawn)

@@ -64,9 +64,7 @@ def _cutoff_kernel(scores, bests, temperatures, top_ks, top_ps, least, vocab, ro
         upto = tl.min(tl.where(short, upto, counts), 0)
     if p < 1:
         counts, masses = _weigh(row, best, temperature, vocab, high + steps * 0, CHUNK, PIVOTS)
-        worst = tl.exp(-high.to(tl.int32).to(tl.float32, bitcast=True)).to(tl.float64)
-        surplus = tl.maximum(upto - k, 0).to(tl.float64)  # equals of the k-th best; they share its place, but only k have a mass
-        target = p * (tl.max(masses, 0) - surplus * worst)
+        target = p * tl.max(masses, 0)  # of what top-k keeps: k scores, and those that tie with the k-th
         low = tl.full([], -1, tl.int64)
         below = tl.full([], 0, tl.int64)
         while (high - low > 1) & (upto - below > 1):

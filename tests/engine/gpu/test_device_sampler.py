@@ -103,6 +103,22 @@ def test_each_filter_alone(device: torch.device, pick, filters: dict[str, float]
     assert [answer and answer.token for answer in draw(ours, logits, seqs)] == [answer.token for answer in expected]
 
 
+@pytest.mark.parametrize("pick", PICKS)
+def test_the_mass_of_top_k_includes_those_that_tie_with_the_last(device: torch.device, pick) -> None:
+    """Four scores of 2, six of 1: top-k 5 keeps ten, so a nucleus of 0.9 needs more than the first four."""
+    logits = torch.full((200, VOCAB), -30.0, device=device)
+    logits[:, :4], logits[:, 4:10] = 2.0, 1.0
+    ours, found = sampler(device, pick()), []
+    for first in (0, 1):
+        seqs = [
+            Sequence(str(i), [0], 1, SamplingParams(max_tokens=9, seed=2 * i + first, top_k=5, top_p=0.9), root=b"") for i in range(200)
+        ]
+        drawn = [answer.token for answer in draw(ours, logits, seqs) if answer]
+        assert drawn == [answer.token for answer in reference.sample(logits, seqs, EOS)]
+        found += drawn
+    assert set(found) == set(range(10))
+
+
 def test_penalties_follow_a_sequence_whose_last_token_is_unknown_on_the_host(device: torch.device) -> None:
     """Three steps in a row, the host a step behind, beside the reference that knows everything."""
     rng, ours = random.Random(3), sampler(device, pick_plainly)
