@@ -39,6 +39,19 @@ class Options:
     prefix_caching: bool = True
     limits: Limits = field(default_factory=Limits)
 
+    def __post_init__(self) -> None:
+        """BuildError names the configuration's key for a value that no engine can be built with."""
+        for key, value, least in (
+            ("engine.block_size", self.block_size, 1),
+            ("model.max_model_len", self.max_model_len, 2),  # a prompt of one token, and one token after it
+            ("engine.kv_memory_mib", self.kv_memory_bytes, 1),
+            ("engine.threads", self.threads, 1),
+        ):
+            if value is not None and value < least:
+                raise BuildError(f"{key}: must be {least} or more, got {value}")
+        if not 0 < self.kv_memory_fraction <= 1:
+            raise BuildError(f"engine.kv_memory_fraction: must be more than 0 and at most 1, got {self.kv_memory_fraction}")
+
 
 @dataclass(frozen=True, slots=True)
 class Built:
@@ -55,6 +68,8 @@ def build(options: Options, progress: Progress = lambda done, total: None) -> Bu
     except ValueError as error:
         raise BuildError(f"model.path: {error}") from None
     config = _read_config(options.path)
+    if not (options.path / "tokenizer.json").is_file():
+        raise BuildError(f"model.path: {options.path} holds no tokenizer.json")
     if config.get("architectures") == [toy.ARCHITECTURE]:
         runner = toy.ToyRunner.load(options.path, fingerprint(options.path), options.block_size)
     else:

@@ -15,8 +15,25 @@ from torch import Tensor
 from baton.engine.fingerprint import weight_files
 
 WEIGHT_DTYPES = {"F32", "F16", "BF16"}
+QUANTISED_DTYPES = ("F4", "F6", "F8", "I4", "I8", "U8", "I32")
+# What GPTQ, AWQ, compressed-tensors, FP8 and bitsandbytes put beside a matrix or in its place
+QUANTISED_NAMES = (
+    ".qweight", ".qzeros", ".scales", ".g_idx", ".weight_packed", ".weight_scale", ".weight_scale_inv", ".weight_zero_point",
+    ".weight_shape", ".input_scale", ".SCB", ".absmax", ".quant_map", ".quant_state.bitsandbytes__nf4",
+    ".quant_state.bitsandbytes__fp4",
+)  # fmt: skip
+QUANTISED = "the weights are quantised, which is not supported"
 FUSED = {"gate_up_proj": ("gate_proj", "up_proj"), "down_proj": ("down_proj",)}  # of all experts: [E, out, in], these along `out`
 MIXTRAL = {"w1": "gate_proj", "w2": "down_proj", "w3": "up_proj"}
+# Files of weights that are not read, and why
+OTHER_WEIGHTS = {
+    "pytorch_model*.bin": "a pickle, which can run code when it is read; save the model again with safe_serialization",
+    "*.gguf": "the GGUF format is not read; use the model's folder of safetensors",
+    "adapter_model.*": "an adapter is not a model; merge it into its base model and save that",
+    "*.safetensors": "safetensors under another name; the weights must be in model.safetensors, or in the files of its index",
+    "*.pt": "a pickle, which can run code when it is read; save the model as safetensors",
+    "*.pth": "a pickle, which can run code when it is read; save the model as safetensors",
+}
 Shape = tuple[int, ...]
 
 
@@ -241,6 +258,8 @@ class Checkpoint:
         # Old Llama files carry the rotary frequencies, which follow from config.json.
         drafts = tuple(f"model.layers.{config.layers + i}." for i in range(config.draft_layers))
         found = {name for name in self._where if not name.endswith("rotary_emb.inv_freq") and not name.startswith(drafts)}
+        if quantised := sorted(name for name in found - allowed if name.endswith(QUANTISED_NAMES)):
+            raise CheckpointError(self._folder, quantised[0], f"{QUANTISED}, although config.json has no quantization_config")
         for word, names in (("missing", set(expected) - found), ("not part of this architecture", found - allowed)):
             if names:
                 listed = sorted(names)
@@ -255,6 +274,8 @@ class Checkpoint:
 
 def _check_tensor(place: _Place, opened: Any, shape: Shape) -> None:
     dtype = opened.get_slice(place.name).get_dtype()
+    if dtype.startswith(QUANTISED_DTYPES):
+        raise CheckpointError(place.file, place.name, f"dtype {dtype}: {QUANTISED}, although config.json has no quantization_config")
     if place.shape != shape:
         raise CheckpointError(place.file, place.name, f"shape {list(place.shape)}, config.json implies {list(shape)}")
     if dtype not in WEIGHT_DTYPES:
@@ -288,8 +309,16 @@ def _weight_files(path: Path) -> list[Path]:
     except (OSError, ValueError) as error:
         raise CheckpointError(path / "model.safetensors.index.json", "weight_map", str(error)) from error
     if not files:
-        raise CheckpointError(path, "", "neither model.safetensors nor model.safetensors.index.json is there")
+        raise CheckpointError(path, "", f"neither model.safetensors nor model.safetensors.index.json is there{_found_instead(path)}")
     return files
+
+
+def _found_instead(path: Path) -> str:
+    """What a folder without weights of ours holds in their place, and what to do about it; nothing where it holds nothing like them."""
+    for pattern, what in OTHER_WEIGHTS.items():
+        if found := sorted(path.glob(pattern)):
+            return f"; {found[0].name} is: {what}"
+    return ""
 
 
 def _open(file: Path) -> Any:

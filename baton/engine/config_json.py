@@ -29,6 +29,7 @@ class Family:
     # but every nth.
     windows: str | int = "none"
     window: int | None = None
+    window_pattern: bool = False  # knows sliding_window_pattern, which says n
     packed: bool = False
     gemma: bool = False  # norms of 1 + weight, also behind attention and MLP; scaled embedding; tanh GELU; query_pre_attn_scalar
     score_softcap: float | None = None
@@ -47,7 +48,9 @@ FAMILIES = {
     "Qwen3ForCausalLM": QWEN3,
     "Qwen3MoeForCausalLM": replace(QWEN3, head_dim=None, windows="switched", experts="qwen3"),
     "Gemma2ForCausalLM": GEMMA2,
-    "Gemma3ForCausalLM": replace(GEMMA2, theta=1e6, local_theta=10000.0, qk_norm=True, windows=6, score_softcap=None, logit_softcap=None),
+    "Gemma3ForCausalLM": replace(
+        GEMMA2, theta=1e6, local_theta=10000.0, qk_norm=True, windows=6, window_pattern=True, score_softcap=None, logit_softcap=None
+    ),
     "Phi3ForCausalLM": Family(norm_eps=1e-5, multi_head=True, windows="all", packed=True),
     "DeepseekV2ForCausalLM": Family(attention_bias=True, mlp_bias=True, experts="deepseek2", latent=True),
     "DeepseekV3ForCausalLM": Family(attention_bias=True, experts="deepseek3", latent=True),
@@ -120,6 +123,8 @@ def _refuse_unsupported(f: Fields, family: Family) -> None:
     for field in ("quantization_config", "compression_config"):
         if f.get(field):
             raise f.error(field, "quantised checkpoints are not supported")
+    if f.has("transformers_weights"):
+        raise f.error("transformers_weights", "is not supported: the weights are read from model.safetensors or from those its index names")
     if family.windows not in ("switched", "upper"):
         f.only("use_sliding_window", False)
     f.only("use_bidirectional_attention", False)
@@ -132,7 +137,7 @@ def _sliding_layers(f: Fields, family: Family, layers: int) -> list[bool]:
     """Which layers have a window."""
     switch, free = f.flag("use_sliding_window") and _window(f, family) is not None, True
     if isinstance(family.windows, int):
-        every = f.size("sliding_window_pattern", family.windows)
+        every = f.size("sliding_window_pattern", family.windows) if family.window_pattern else family.windows
         sliding = [(i + 1) % every > 0 for i in range(layers)]
     elif family.windows == "upper" and switch:
         first = f.size("max_window_layers", 28, least=0)
@@ -188,6 +193,8 @@ def _ropes(f: Fields, family: Family, sliding: list[bool], dim: int) -> tuple[Ro
         if unknown := sorted(set(both.raw) - {FULL, SLIDING}):
             raise both.error(unknown[0], f"must be one of {FULL}, {SLIDING}")
         far, near = both.inner(FULL), both.inner(SLIDING)
+        # As in transformers: the older field's entries go into those of the layers without a window.
+        far = replace(far, raw=far.raw | f.inner("rope_scaling").raw)
     else:
         far, near = f.inner("rope_scaling"), Fields(f.file, {})
     local_theta = f.number("rope_local_base_freq", family.local_theta)
