@@ -22,7 +22,7 @@ ARROWS = {
     "baton.cluster": set(),
     "baton.engine": set(),
     "baton.launch": {"baton.cluster"},
-    "baton.models": {"baton.engine.fingerprint", "baton.engine.memory"},
+    "baton.models": {"baton.engine.fingerprint", "baton.engine.cpu.allocator"},
     "baton.worker": WORKER,
     "decode_worker": WORKER | {"baton.worker"},
     "kvtransfer": {"baton.engine.kvcache", "baton.cluster.errors", "baton.cluster.failpoint"},
@@ -33,8 +33,8 @@ ARROWS = {
 # Heavy third parties and the only places that may import them.
 HOMES = {
     "torch": ("baton/engine/", "baton/models/"),
-    "numba": ("baton/engine/kernels.py",),
-    "llvmlite": ("baton/engine/kernels.py",),
+    "numba": ("baton/engine/cpu/",),
+    "llvmlite": ("baton/engine/cpu/primitives.py",),
     "triton": ("baton/engine/gpu/triton_",),
     "flashinfer": ("baton/engine/gpu/flashinfer_backend.py",),
     "flash_attn": ("baton/engine/gpu/flash_attn_backend.py",),

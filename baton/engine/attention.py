@@ -23,7 +23,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from baton.engine.checkpoint import LayerAttention
-from baton.engine.sizes import rounded_up
+from baton.engine.cpu.sizes import rounded_up
 
 GROUP_BYTES = 32 << 20  # of keys and values gathered for one group of decodes
 KEY_STEPS = 4  # sizes from one power of two to the next, of keys that are gathered or computed with

@@ -33,7 +33,7 @@ class Options:
     kv_memory_fraction: float = 0.25
     threads: int | None = None
     device: str = "cpu"  # cuda
-    attention_backend: str = "auto"  # of `baton.engine.gpu.attention`
+    attention_backend: str = "auto"  # of `baton.engine.gpu.choice`
     weight_dtype: str = "auto"  # as dtype; int8
     compiled: bool = True
     prefix_caching: bool = True

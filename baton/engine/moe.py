@@ -11,8 +11,8 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from baton.engine.checkpoint import ExpertConfig, ModelConfig
+from baton.engine.cpu.sizes import rounded_up
 from baton.engine.ops import Ops
-from baton.engine.sizes import rounded_up
 from baton.engine.weights import Weights
 
 GROUPED_ALIGNMENT = 8  # elements: rows of the grouped kernel begin at multiples of 16 bytes

@@ -10,16 +10,16 @@ from torch import Tensor
 
 from baton.engine.attention import PagedAttention, PagedKv, Span, batch_order, plan
 from baton.engine.checkpoint import Checkpoint, expected_tensors
+from baton.engine.choice import choose_ops
 from baton.engine.config_json import read_config
+from baton.engine.cpu.allocator import keep_memory
+from baton.engine.cpu.sizes import rounded_up
 from baton.engine.fingerprint import fingerprint
 from baton.engine.kvcache import KvLayout, KvPool
-from baton.engine.memory import keep_memory
 from baton.engine.model import Transformer
-from baton.engine.ops import choose
 from baton.engine.protocol import Chunk
 from baton.engine.sampler import sample
 from baton.engine.sampling import Sampled
-from baton.engine.sizes import rounded_up
 
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
 WEIGHT_DTYPES = ("auto", "int8")
@@ -77,7 +77,7 @@ class ModelRunner:
             return checkpoint.tensor(name)
 
         where = torch.device(device)
-        model = Transformer(config, read, DTYPES[dtype], where, choose(where, DTYPES[dtype], compiled), weight_dtype)
+        model = Transformer(config, read, DTYPES[dtype], where, choose_ops(where, DTYPES[dtype], compiled), weight_dtype)
         keep_memory()  # only now: what loading needed for a moment has been given back
         # KV of a model whose matrices were rounded is not KV of the model.
         rounded = "" if weight_dtype == "auto" else f"-{weight_dtype}"

@@ -11,7 +11,8 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from baton.engine.gpu.attention import DeviceAttention, installed, make_attention
+from baton.engine.gpu.attention import DeviceAttention
+from baton.engine.gpu.choice import installed, make_attention
 from baton.engine.gpu.device import Mark
 from baton.engine.gpu.graphs import Captures, Graphs, ladder, uncaptured
 from baton.engine.gpu.inputs import Capacity, Inputs, Ints, Step
@@ -59,9 +60,9 @@ class GpuRunner(ModelRunner):
     ) -> None:
         """Lays out the pool on the device, or takes `tensor`, `[num_blocks + 1, *block_shape]`: the last block is scratch.
 
-        `capacity` bounds every batch. `backend`: see `engine.gpu.attention`. `graph_sizes`: batch sizes of which decode steps are captured,
-        where that can be; None: a ladder up to the capacity. Raises ValueError for a pool of another layout and for a backend that cannot
-        be had.
+        `capacity` bounds every batch. `backend`: see `baton.engine.gpu.choice`. `graph_sizes`: batch sizes of which decode steps are
+        captured, where that can be; None: a ladder up to the capacity. Raises ValueError for a pool of another layout and for a backend
+        that cannot be had.
         """
         if difference := self.layout.difference(pool.layout):
             raise ValueError(f"the pool does not fit the model: {difference}")

@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from baton.engine.gpu.attention import BACKENDS, Facts, choose, why_not
+from baton.engine.gpu.choice import BACKENDS, Facts, choose, why_not
 
 H200 = Facts("cuda", torch.bfloat16, 16, 128, 2)
 
