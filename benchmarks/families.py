@@ -3,8 +3,8 @@
     python benchmarks/families.py [--json FILE]
 
 A random model of two layers each, of the widths of a small published model (DeepSeek's attention is that of V2-Lite, with fewer experts),
-prefills a prompt in chunks with `engine.compiled` on and off, in turns. A family whose compiled prefill takes more than BOUND times the plain one's
-is a failure: it is named, and the exit status is 1.
+prefills a prompt in chunks with `engine.compiled` on and off, in turns. A family whose compiled prefill takes more than BOUND times as long
+as the plain one is a failure: it is named, and the exit status is 1.
 """
 
 import argparse
