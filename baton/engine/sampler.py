@@ -1,10 +1,14 @@
 """Logits in, one token per row out: every stage works on all rows that ask for it at once, and on no others.
 
 Order, as in vLLM and Hugging Face: logit bias, repetition penalty, presence and frequency penalties, min_tokens; then for rows that are
-not greedy temperature, top-k, top-p, min-p, and the draw. Log-probabilities are those of the logits as the model gave them.
+not greedy temperature, top-k, top-p, min-p, top-a, and the draw. Log-probabilities are those of the logits as the model gave them.
 
 A row's result depends on its own logits and sequence only: stages compute row by row, and the noise of a token is a function of (seed,
-position, token id). The filters never renormalise; each is a least value that a token must reach, so ties stay in together.
+position, token id).
+
+The filters never renormalise. Each is a least score that a token must reach, so tokens that tie stay in together. Top-k keeps those that
+tie with the k-th, and top-p is a share of the mass of all that top-k keeps. Min-p and top-a look at the distribution after temperature and
+before top-k and top-p.
 """
 
 from array import array
@@ -126,7 +130,7 @@ def _draw(scores: Tensor, seqs: Seq[Sequence]) -> Tensor:
     """Token ids `[R]` drawn from softmax(scores / temperature) under the filters."""
     # Relative to the best token, so that no temperature overflows.
     scaled = (scores - scores.amax(dim=-1, keepdim=True)) / _column([seq.params.temperature for seq in seqs], scores)
-    for least in (_least_top(scaled, seqs), _least_min_p(scaled, seqs)):
+    for least in (_least_top(scaled, seqs), _least_min_p(scaled, seqs), _least_top_a(scaled, seqs)):
         if least is not None:
             scaled = scaled.masked_fill(scaled < least, -torch.inf)
     keys = [_signed(noise_key(seq.params.seed, len(seq.tokens))) for seq in seqs]
@@ -137,6 +141,12 @@ def _least_min_p(scaled: Tensor, seqs: Seq[Sequence]) -> Tensor | None:
     """A token needs min_p times the best one's probability; the best one's score is 0."""
     min_p = [seq.params.min_p for seq in seqs]
     return _column(min_p, scaled).log() if any(min_p) else None
+
+
+def _least_top_a(scaled: Tensor, seqs: Seq[Sequence]) -> Tensor | None:
+    """A token needs top_a times the square of the best one's probability, which is 1 / Σ e^score, for the best one's score is 0."""
+    top_a = [seq.params.top_a for seq in seqs]
+    return _column(top_a, scaled).log() - scaled.logsumexp(dim=-1, keepdim=True) if any(top_a) else None
 
 
 def _least_top(scaled: Tensor, seqs: Seq[Sequence]) -> Tensor | None:

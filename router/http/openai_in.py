@@ -14,6 +14,7 @@ from dataclasses import dataclass, field, replace
 from types import MappingProxyType
 from typing import Any
 
+from baton.engine.sampling import NUMBERS
 from router.http.errors import HttpError, bad_value
 from router.validate import Ask, AskSampling
 
@@ -146,13 +147,7 @@ _MESSAGES = Parameter(
 )
 
 SAMPLING: Mapping[str, Parameter] = {  # by the names of AskSampling
-    "temperature": _NUMBER,
-    "top_p": _NUMBER,
-    "top_k": _INTEGER,
-    "min_p": _NUMBER,
-    "repetition_penalty": _NUMBER,
-    "presence_penalty": _NUMBER,
-    "frequency_penalty": _NUMBER,
+    **{name: _INTEGER if number.integer else _NUMBER for name, number in NUMBERS.items()},
     "seed": _SEED,
     "logit_bias": _BIAS,
     "stop": _STOP,

@@ -43,6 +43,7 @@ def random_params(rng: random.Random) -> SamplingParams:
         top_k=maybe(rng.randint(1, 2 * VOCAB), 0),
         top_p=maybe(rng.uniform(0.05, 1), 1.0),
         min_p=maybe(rng.uniform(0, 0.5), 0.0),
+        top_a=maybe(rng.uniform(0, 1), 0.0),
         repetition_penalty=maybe(rng.uniform(0.5, 2), 1.0),
         presence_penalty=maybe(rng.uniform(-2, 2), 0.0),
         frequency_penalty=maybe(rng.uniform(-2, 2), 0.0),
@@ -76,13 +77,15 @@ def plain_filter(scaled: Row, p: SamplingParams) -> list[int]:
     if 0 < p.top_k < len(left):
         left = at_least(scaled, left, sorted(scaled, reverse=True)[p.top_k - 1])
     probs, mass = np.exp(scaled - scaled.max()), 0.0
+    best = probs.max() / probs.sum()
+    surest = [i for i in range(len(scaled)) if probs[i] / probs.sum() >= p.top_a * best**2]
     probs /= probs[left].sum()
     for token in sorted(left, key=lambda i: -scaled[i]):
         mass += probs[token]
         if mass >= p.top_p:
             left = at_least(scaled, left, scaled[token])
             break
-    return [i for i in left if probs[i] >= p.min_p * probs.max()]
+    return [i for i in left if probs[i] >= p.min_p * probs.max() and i in surest]
 
 
 def at_least(scaled: Row, ids: list[int], least: float) -> list[int]:
@@ -183,6 +186,11 @@ RAMP = torch.tensor([[0.5, 0.25, 0.125, 0.0625, 0.0625]]).log()
         (SamplingParams(max_tokens=1, top_k=2, top_p=0.66), {0}),  # top_p counts what top_k left: 0.5 of 0.75
         (SamplingParams(max_tokens=1, min_p=0.3), {0, 1}),
         (SamplingParams(max_tokens=1, min_p=1.0), {0}),
+        (SamplingParams(max_tokens=1, top_a=0.3), {0, 1, 2}),  # 0.075, of 0.5 squared
+        (SamplingParams(max_tokens=1, top_a=0.25), {0, 1, 2, 3, 4}),  # 0.0625: as much is enough
+        (SamplingParams(max_tokens=1, top_a=1.0), {0, 1}),
+        (SamplingParams(max_tokens=1, top_a=0.3, top_k=2), {0, 1}),
+        (SamplingParams(max_tokens=1, temperature=0.5, top_a=0.3), {0, 1}),  # best is 0.73: 0.16 is asked for, 0.18 and 0.05 are there
         (SamplingParams(max_tokens=1, temperature=0.5, min_p=0.3), {0}),  # temperature comes first
         (SamplingParams(max_tokens=1, temperature=1e-30), {0}),
         (SamplingParams(max_tokens=1, temperature=0.0), {0}),

@@ -42,7 +42,7 @@ class Filters:
     temperature: Tensor  # float32, 1 where greedy
     top_k: Tensor  # int64, at least V for none
     top_p: Tensor  # float64 of a float32, more than 1 for none
-    log_min_p: Tensor  # float32, -inf for none
+    floor: Tensor  # float32, the least scaled score that min-p and top-a let through, -inf for none
     greedy: Tensor  # bool
     keys: Tensor  # int64
     any_top: bool
@@ -71,7 +71,7 @@ class Sampler:
         if all(seq.params.temperature < GREEDY_BELOW for seq in seqs):
             tokens = scores.argmax(dim=-1)
         else:
-            tokens = self._pick(scores, best, self._filters(seqs, scores.shape[1]))
+            tokens = self._pick(scores, best, self._filters(seqs, scores, best))
         if penalised:
             self._remembered(logits.shape[1]).note(
                 [seqs[i] for i in penalised], [seated[i] for i in penalised], tokens[self._index(penalised)]
@@ -123,13 +123,13 @@ class Sampler:
             scores = torch.where(dead, logits, scores)
         return scores
 
-    def _filters(self, seqs: Seq[Sequence], vocab: int) -> Filters:
-        params = [seq.params for seq in seqs]
+    def _filters(self, seqs: Seq[Sequence], scores: Tensor, best: Tensor) -> Filters:
+        params, vocab = [seq.params for seq in seqs], scores.shape[1]
         # Rows of an aligned length: Triton compiles a kernel again for a pointer that is aligned otherwise.
-        facts = np.ones((5, -(-len(params) // ALIGNED) * ALIGNED))
+        facts = np.ones((6, -(-len(params) // ALIGNED) * ALIGNED))
         for i, p in enumerate(params):
             cold = p.temperature < GREEDY_BELOW
-            facts[:, i] = (1.0, vocab, 2.0, 0.0, 1.0) if cold else (p.temperature, p.top_k or vocab, p.top_p, p.min_p, 0.0)
+            facts[:, i] = (1.0, vocab, 2.0, 0.0, 1.0, 0.0) if cold else (p.temperature, p.top_k or vocab, p.top_p, p.min_p, 0.0, p.top_a)
         facts[1] = np.where((facts[1] > 0) & (facts[1] < vocab), facts[1], vocab)
         facts[2] = np.where(facts[2] < 1, facts[2], 2.0)
         keys = np.array([noise_key(p.seed, len(seq.tokens)) for p, seq in zip(params, seqs, strict=True)], dtype=np.uint64)
@@ -137,7 +137,11 @@ class Sampler:
         narrow = upload(facts.astype(np.float32), self._device)[:, : len(params)]
         any_top = bool(((facts[1] < vocab) | (facts[2] < 1))[: len(params)].any())
         noise = upload(keys.view(np.int64), self._device)
-        return Filters(narrow[0], sent[1].long(), narrow[2].double(), narrow[3].log(), sent[4] > 0, noise, any_top)
+        floor = narrow[3].log()
+        if facts[5, : len(params)].any():
+            scaled = (scores - best[:, None]) / narrow[0][:, None]
+            floor = torch.maximum(floor, narrow[5].log() - scaled.logsumexp(dim=-1))  # see `baton.engine.sampler`
+        return Filters(narrow[0], sent[1].long(), narrow[2].double(), floor, sent[4] > 0, noise, any_top)
 
     def _logprobs(self, logits: Tensor, tokens: Tensor, asked: list[int], n: int) -> tuple[Tensor, Tensor]:
         """Of the model's own distribution: `[r, 1 + n]`, and the ids `[r, n]`, by (log-probability descending, id ascending)."""
@@ -215,7 +219,7 @@ def _penalises(params: SamplingParams) -> bool:
 def pick_plainly(scores: Tensor, best: Tensor, filters: Filters) -> Tensor:
     """In plain torch, by sorting: what `baton.engine.gpu.triton_sampling.pick` is measured against."""
     scaled = (scores - best[:, None]) / filters.temperature[:, None]
-    least = filters.log_min_p[:, None]
+    least = filters.floor[:, None]
     if filters.any_top:
         ordered = scaled.sort(dim=-1, descending=True).values
         weights = ordered.exp()

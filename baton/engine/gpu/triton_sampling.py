@@ -97,7 +97,7 @@ def _race_kernel(scores, bests, temperatures, least, greedy, keys, firsts, winne
 
 def pick(scores: Tensor, best: Tensor, filters: Filters) -> Tensor:
     """Token ids `[R]` of scores `[R, V]` float32 under the filters of their rows; `best` `[R]` is the highest of each."""
-    least = filters.log_min_p
+    least = filters.floor
     if filters.any_top:
         least = torch.maximum(least, cutoff(scores, best, filters))
     return race(scores, best, least, filters)

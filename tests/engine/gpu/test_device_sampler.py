@@ -49,6 +49,7 @@ def random_params(rng: random.Random) -> SamplingParams:
         top_k=rng.choice((0, 1, 7, 200, 10**6)),
         top_p=rng.choice((1.0, 0.05, 0.5, 0.95)),
         min_p=rng.choice((0.0, 0.0, 0.2)),
+        top_a=rng.choice((0.0, 0.0, 0.4)),
         repetition_penalty=rng.choice((1.0, 1.0, 1.3, 0.8)),
         presence_penalty=rng.choice((0.0, 0.0, 0.7)),
         frequency_penalty=rng.choice((0.0, 0.0, -0.4)),
@@ -91,7 +92,9 @@ def test_it_draws_what_the_reference_draws(device: torch.device, pick) -> None:
 
 @pytest.mark.parametrize("pick", PICKS)
 @pytest.mark.parametrize(
-    "filters", [{"top_k": 5}, {"top_p": 0.9}, {"top_k": 50, "top_p": 0.3}, {"top_p": 1e-9}, {"top_k": VOCAB - 1}, {"min_p": 0.5}], ids=str
+    "filters",
+    [{"top_k": 5}, {"top_p": 0.9}, {"top_k": 50, "top_p": 0.3}, {"top_p": 1e-9}, {"top_k": VOCAB - 1}, {"min_p": 0.5}, {"top_a": 0.8}],
+    ids=str,
 )
 def test_each_filter_alone(device: torch.device, pick, filters: dict[str, float]) -> None:
     """Against the reference, on scores among which many are equal, and some masked."""
