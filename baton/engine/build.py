@@ -20,7 +20,7 @@ WARM_UP_TOKENS = 256  # more would take longer and make little faster
 
 
 class BuildError(ValueError):
-    """The model and the budget do not go together; the text says what to change."""
+    """The model and the options do not go together. The text names the key to change."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -114,7 +114,7 @@ def _on_cpu(runner: Any, options: Options, longest: int) -> Engine:
 
 
 def _on_device(runner: Any, options: Options, longest: int) -> Engine:
-    """With the pool on the device, its host memory being what transports see of it, and one step in flight."""
+    """With the pool on the device and one step in flight. Transports see the host memory of the pool, into which blocks are copied."""
     from baton.engine.gpu.device import free_memory
     from baton.engine.gpu.inputs import Capacity
     from baton.engine.gpu.overlap import OverlapEngine
@@ -129,14 +129,14 @@ def _on_device(runner: Any, options: Options, longest: int) -> Engine:
 
 
 def choose_dtype(config: dict[str, Any]) -> str:
-    """What config.json says under either of its names; float32, which holds every float16, where that is no type of ours."""
+    """What config.json says, under either name of the field. float32, which holds every float16, where that is not one of our types."""
     return "bfloat16" if (config.get("dtype") or config.get("torch_dtype")) == "bfloat16" else "float32"
 
 
 def warm_up(runner: Runner, tokens: int) -> None:
-    """One prefill and one decode: the first ones of a process are several times slower, and no request should pay for that.
+    """One prefill and one decode. The first ones of a process are several times slower, and no request should pay for that.
 
-    What they leave in the pool's first blocks is in nobody's books.
+    What they leave in the pool's first blocks is recorded nowhere.
     """
     blocks = list(range(-(-(tokens + 1) // runner.layout.block_size)))
     seq = Sequence("warm-up", [0] * tokens, tokens, SamplingParams(max_tokens=2), b"", blocks=blocks)
@@ -147,9 +147,9 @@ def warm_up(runner: Runner, tokens: int) -> None:
 
 
 def count_blocks(options: Options, longest: int, block_bytes: int, available: int) -> int:
-    """Blocks of the pool: the budget's worth, but no more than twice what `max_num_seqs` longest sequences can use.
+    """Blocks of the pool: as many as the budget holds, but no more than twice what `max_num_seqs` sequences of full length can use.
 
-    The second half of that is room for prefixes nobody is using right now.
+    The second half is room for prefixes that no sequence is using right now.
     """
     per_sequence = -(-longest // options.block_size)
     budget = options.kv_memory_bytes or int(available * options.kv_memory_fraction)
@@ -164,7 +164,7 @@ def count_blocks(options: Options, longest: int, block_bytes: int, available: in
 
 
 def available_memory() -> int:
-    """Bytes that this process could still take: what the machine has free, under the limit of its control group."""
+    """Bytes that this process could still take: what the machine has free, within the limit of its control group."""
     free = 1 << 40
     for line in _lines("/proc/meminfo"):
         if line.startswith("MemAvailable:"):
@@ -173,7 +173,7 @@ def available_memory() -> int:
     used = next(iter(_lines("/sys/fs/cgroup/memory.current")), "0").strip()
     if limit.isdigit():
         free = min(free, max(0, int(limit) - int(used)))
-    return free if free < 1 << 40 else 4 << 30  # a system that does not say: assume little
+    return free if free < 1 << 40 else 4 << 30  # the system does not say: assume little
 
 
 def _read_config(path: Path) -> dict[str, Any]:

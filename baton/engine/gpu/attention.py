@@ -27,7 +27,7 @@ class DeviceAttention:
         self.views = pool.unbind(dim=1)  # [N, P, Hkv, bs, D] each
 
     def begin(self, step: Step) -> None:
-        """What is the same for all layers. Also before a captured step is replayed."""
+        """Prepares what is the same for all layers. Called before a captured step is replayed, too."""
         raise NotImplementedError
 
     def __call__(self, layer: int, q: Tensor, kv: Tensor) -> Tensor:

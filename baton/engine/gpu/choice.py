@@ -40,7 +40,7 @@ def installed(package: str) -> bool:
 
 
 def why_not(backend: str, facts: Facts, found: Callable[[str], bool] = installed) -> str | None:
-    """What keeps a backend from serving a pool; None if nothing does."""
+    """Why a backend cannot serve a pool; None if it can."""
     if backend == "torch":
         return None
     if not found(backend):

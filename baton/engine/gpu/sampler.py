@@ -1,5 +1,5 @@
-"""`engine.sampler` without a question to the device: what a row asks for is known on the host, and everything that depends on logits stays
-where they are. The answer is read when somebody wants it.
+"""`baton.engine.sampler` for a device, without waiting for it: what a row asks for is known on the host, and everything that depends on
+logits stays where they are. The answer is read when it is wanted.
 
 Same order, same filters, same noise, so the same tokens, up to the last bit of a logarithm. Penalties need the tokens so far, the last of
 which the host may not know yet: they are counted on the device, in the sequence's seat, as they are sampled.
@@ -37,7 +37,7 @@ class Draw:
 
 @dataclass(frozen=True, slots=True)
 class Filters:
-    """Of the rows of one draw, `[R]` each, on the device."""
+    """What the rows of one draw ask for, `[R]` each, on the device."""
 
     temperature: Tensor  # float32, 1 where greedy
     top_k: Tensor  # int64, at least V for none
@@ -171,7 +171,7 @@ class History:
         for seq, seat in zip(seqs, seated, strict=True):
             if self._noted[seat.index] == (seq, len(seq.tokens)):
                 continue
-            assert seq.tokens[-1] != UNKNOWN, "who is in a step with an unknown token was in the one before it, in this seat"
+            assert seq.tokens[-1] != UNKNOWN, "a sequence with an unknown token was in the step before, in this seat"
             tokens = upload(np.array(seq.tokens), self._device)
             self._in_prompt[seat.index].zero_().index_fill_(0, tokens[: seq.prompt_len], True)
             outputs = tokens[seq.prompt_len :]
@@ -198,7 +198,7 @@ class History:
 
 
 def answers(draw: Draw, seqs: Seq[Sequence]) -> list[Sampled | None]:
-    """A draw whose tensors are on the host, in words; None where the logits were no numbers."""
+    """A draw whose tensors are on the host, as `Sampled`; None where the logits are not finite."""
     sampled = [Sampled(token) if finite else None for token, finite in zip(draw.tokens.tolist(), draw.finite.tolist(), strict=True)]
     if draw.logprobs is not None and draw.ids is not None:
         for i, row, ids in zip(draw.asked, draw.logprobs.tolist(), draw.ids.tolist(), strict=True):
@@ -217,7 +217,7 @@ def _penalises(params: SamplingParams) -> bool:
 
 
 def pick_plainly(scores: Tensor, best: Tensor, filters: Filters) -> Tensor:
-    """In plain torch, by sorting: what `baton.engine.gpu.triton_sampling.pick` is measured against."""
+    """In plain torch, by sorting. `baton.engine.gpu.triton_sampling.pick` is measured against it."""
     scaled = (scores - best[:, None]) / filters.temperature[:, None]
     least = filters.floor[:, None]
     if filters.any_top:

@@ -1,4 +1,4 @@
-"""The draw of `baton.engine.sampler` in two kernels that never ask the host anything.
+"""The draw of `baton.engine.sampler` in two kernels that never wait for the host.
 
 `cutoff` finds the least score that top-k and top-p let through, without sorting: scores relative to the best are at most 0, so the bits of
 their magnitude order them, and a search over these bits with several pivots at a time finds the place where the count, or the mass, of what
