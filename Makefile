@@ -13,7 +13,7 @@ setup: $(DEV)
 $(READY): pyproject.toml constraints.txt
 	test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
 	$(BIN)/python -m pip install --quiet --disable-pip-version-check --constraint constraints.txt --editable .
-	-$(BIN)/python -c "import baton.engine.kernels"  # compiled once, so that the first start is not the one that waits
+	-$(BIN)/python -c "import baton.engine.cpu.compiled_ops"  # compiled once, so that the first start is not the one that waits
 	touch $@
 
 $(DEV): $(READY)

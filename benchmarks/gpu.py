@@ -30,8 +30,9 @@ from machine import describe
 from torch import Tensor
 
 from baton.engine.checkpoint import expected_tensors
+from baton.engine.choice import choose_ops
 from baton.engine.config_json import read_config
-from baton.engine.gpu.attention import BACKENDS, Facts, why_not
+from baton.engine.gpu.choice import BACKENDS, Facts, why_not
 from baton.engine.gpu.inputs import Capacity, Seat
 from baton.engine.gpu.overlap import UNKNOWN, OverlapEngine
 from baton.engine.gpu.runner import GpuRunner
@@ -41,7 +42,6 @@ from baton.engine.gpu.triton_blocks import digest, gather, scatter, words_of
 from baton.engine.gpu.triton_sampling import pick
 from baton.engine.kvcache import KvLayout, KvPool
 from baton.engine.model import Transformer
-from baton.engine.ops import choose
 from baton.engine.protocol import Chunk
 from baton.engine.sampling import SamplingParams
 from baton.engine.scheduler import Limits
@@ -189,7 +189,7 @@ def random_runner(
             return torch.ones(shapes[name])
         return torch.empty(shapes[name], dtype=machine.dtype, device=machine.device).normal_(std=0.02)
 
-    model = Transformer(config, read, machine.dtype, machine.device, choose(machine.device, machine.dtype, True))
+    model = Transformer(config, read, machine.dtype, machine.device, choose_ops(machine.device, machine.dtype, True))
     name = str(machine.dtype).removeprefix("torch.")
     layout = KvLayout("random", name, how.pop("block_size", BLOCK), config.layers, config.kv_heads, config.head_dim)
     runner = GpuRunner(model, layout, machine.device)

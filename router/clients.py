@@ -20,6 +20,7 @@ from baton.cluster.messages import plain
 from baton.cluster.records import Load, WorkerRecord, WorkerState
 from baton.cluster.rpc import channel, to_error
 from baton.engine.block_key import KEY_BYTES
+from baton.engine.sampling import FIELDS
 from baton.v1 import generation_pb2, worker_pb2, worker_pb2_grpc
 from router.request import FinishReason, Request, Token
 
@@ -352,23 +353,9 @@ def _meaning(error: grpc.RpcError) -> BatonError:
 
 
 def to_job(request: Request, traceparent: str = "") -> worker_pb2.Job:
-    params = request.params
-    sampling = generation_pb2.SamplingParams(
-        temperature=params.temperature,
-        top_p=params.top_p,
-        top_k=params.top_k,
-        min_p=params.min_p,
-        repetition_penalty=params.repetition_penalty,
-        presence_penalty=params.presence_penalty,
-        frequency_penalty=params.frequency_penalty,
-        seed=params.seed,
-        logit_bias=params.logit_bias,
-        logprobs=params.logprobs,
-        stop_token_ids=sorted(params.stop_token_ids),
-        max_tokens=params.max_tokens,
-        min_tokens=params.min_tokens,
-        ignore_eos=params.ignore_eos,
-    )
+    told = {name: getattr(request.params, name) for name in FIELDS}
+    told["stop_token_ids"] = sorted(request.params.stop_token_ids)  # the same bytes for the same request
+    sampling = generation_pb2.SamplingParams(**told)
     return worker_pb2.Job(
         request_id=request.id,
         token_ids=request.tokens,

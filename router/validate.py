@@ -4,12 +4,12 @@ Plain data on both sides, so that every door (gRPC, HTTP) asks the same way; fie
 """
 
 from collections.abc import Collection, Iterator, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, make_dataclass
 from types import MappingProxyType
-from typing import TypeVar
+from typing import Any, TypeVar
 
 from baton.cluster.errors import BatonError, Reason, Violation, invalid
-from baton.engine.sampling import GREEDY_BELOW, SamplingParams
+from baton.engine.sampling import GREEDY_BELOW, NUMBERS, Range, SamplingParams
 
 ROLES = ("system", "user", "assistant")
 DEFAULT_MAX_TOKENS = 256
@@ -43,17 +43,14 @@ class Context:
     longest_token: int | None  # characters; None: a token of this model may stand for any number of them
 
 
+# The numbers of `baton.engine.sampling`, each by its name, None where it is absent.
+_Numbers: Any = make_dataclass("_Numbers", [(name, float | None, None) for name in NUMBERS], frozen=True, slots=True)
+
+
 @dataclass(frozen=True, slots=True)
-class AskSampling:
+class AskSampling(_Numbers):  # type: ignore[misc]
     """None is absent."""
 
-    temperature: float | None = None
-    top_p: float | None = None
-    top_k: int | None = None
-    min_p: float | None = None
-    repetition_penalty: float | None = None
-    presence_penalty: float | None = None
-    frequency_penalty: float | None = None
     seed: int | None = None
     logit_bias: Mapping[int, float] = field(default_factory=lambda: _NO_BIAS)
     logprobs: int | None = None
@@ -82,32 +79,12 @@ class Ask:
     traceparent: str = ""  # W3C Trace Context of the caller, as it came; what is none is ignored
 
 
-@dataclass(frozen=True, slots=True)
-class _Range:
-    low: float
-    high: float
-    above_low: bool = False  # low itself is not allowed
-
-    def refusal(self, value: float) -> str | None:
-        inside = self.low <= value <= self.high and not (self.above_low and value == self.low)  # NaN is nowhere
-        return (
-            None if inside else f"must be {'greater than' if self.above_low else 'at least'} {self.low:.10g} and at most {self.high:.10g}"
-        )
-
-
 _RANGES = {
-    "temperature": _Range(0, 100),
-    "top_p": _Range(0, 1, above_low=True),
-    "top_k": _Range(-1, _INT32),
-    "min_p": _Range(0, 1),
-    # A smaller one would carry logits out of float32.
-    "repetition_penalty": _Range(0.01, 100),
-    "presence_penalty": _Range(-2, 2),
-    "frequency_penalty": _Range(-2, 2),
-    "max_tokens": _Range(1, _INT32),
-    "min_tokens": _Range(0, _INT32),
+    **{name: number.range for name, number in NUMBERS.items()},
+    "max_tokens": Range(1, _INT32),
+    "min_tokens": Range(0, _INT32),
 }
-_BIAS = _Range(-100, 100)
+_BIAS = Range(-100, 100)
 
 
 def check(ask: Ask, limits: Limits, served_names: Collection[str], vocab_size: int, context: Context | None = None) -> None:
@@ -142,17 +119,13 @@ def resolve(ask: Ask, prompt_tokens: int, context: int, draw_seed: int) -> tuple
         description = f"{prompt_tokens} prompt tokens and {asked.max_tokens} output tokens are more than the {context} of the context"
         raise _context_length("sampling.max_tokens", description, prompt_tokens, context)
     max_tokens = min(asked.default_max_tokens, room) if asked.max_tokens is None else asked.max_tokens
-    temperature = _or(asked.temperature, 1.0)
+    numbers: dict[str, Any] = {name: _or(getattr(asked, name), number.default) for name, number in NUMBERS.items()}
+    numbers["temperature"] = numbers["temperature"] if numbers["temperature"] >= GREEDY_BELOW else 0.0
+    numbers["top_k"] = max(0, numbers["top_k"])
     params = SamplingParams(
         max_tokens=max_tokens,
         min_tokens=min(_or(asked.min_tokens, 0), max_tokens),
-        temperature=temperature if temperature >= GREEDY_BELOW else 0.0,
-        top_k=max(0, _or(asked.top_k, 0)),
-        top_p=_or(asked.top_p, 1.0),
-        min_p=_or(asked.min_p, 0.0),
-        repetition_penalty=_or(asked.repetition_penalty, 1.0),
-        presence_penalty=_or(asked.presence_penalty, 0.0),
-        frequency_penalty=_or(asked.frequency_penalty, 0.0),
+        **numbers,
         seed=_or(asked.seed, draw_seed),
         logit_bias=MappingProxyType(dict(asked.logit_bias)),
         logprobs=asked.logprobs,

@@ -76,7 +76,7 @@ class ModelConfig(Section):
     path: str = Field(default="", description="Folder of the checkpoint (config.json, tokenizer.json, *.safetensors).")
     served_name: str | None = Field(default=None, min_length=1, description="Name that clients ask for; the folder's name when not set.")
     dtype: Literal["float32", "bfloat16", "auto"] = Field(
-        default="float32", description="Type of weights and KV; auto: as the checkpoint says."
+        default="float32", description="Type of weights and KV; auto: bfloat16 where the checkpoint says so, else float32."
     )
     max_model_len: int | None = Field(
         default=None, ge=2, description="Longest prompt plus output, in tokens; the model's own limit when not set."
@@ -100,7 +100,11 @@ class EngineConfig(Section):
         default="auto",
         description="Type of the matrices; auto: as model.dtype. int8: quantised when loaded, activations per step.",
     )
-    compiled: bool = Field(default=True, description="Compiled kernels where the machine can have them; false: plain torch everywhere.")
+    compiled: bool = Field(
+        default=True,
+        description="Compiled kernels for a layer's operations, and on a CPU matrices packed for oneDNN; false: plain torch for all of it."
+        " Attention on a cuda device follows attention_backend.",
+    )
     max_queue: int = Field(default=256, ge=1, le=65536, description="Sequences waiting in one worker at most; more are refused.")
     batching: Literal["continuous", "dynamic", "static"] = Field(
         default="continuous",

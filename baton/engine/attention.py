@@ -1,9 +1,9 @@
-"""Attention over the paged pool, in plain torch: right on every device, and what faster kernels are measured against.
+"""Attention over the paged pool, in plain torch. It is right on every device, and faster kernels are measured against it.
 
 A step: `plan` turns the spans of the batch into index tensors, once. Then each layer stores the new keys and values in their slots and
-attends to every sequence's through its block table: decodes of similar length in one call, each longer span in one of its own. Where the
-pool was given kernels, one does the decodes, reading blocks in place, and one what a longer span gathered. Nothing loops over tokens, and
-no layer touches a list of blocks.
+attends to those of each sequence through its block table: decodes of similar length in one call, each longer span in a call of its own.
+Where the pool was given kernels, one computes the decodes, reading blocks in place, and another each longer span, from what was gathered
+for it. Nothing loops over tokens, and no layer touches a list of blocks.
 
 Letters in shapes: T tokens of the batch in a row, B sequences, M blocks a sequence, S = M · bs keys, bs block size, Hq query heads, Hkv
 key/value heads, G = Hq / Hkv, D head dim, Dv that of values, P parts (2: keys and values; 1: one vector that is both, its first Dv numbers
@@ -23,11 +23,11 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from baton.engine.checkpoint import LayerAttention
-from baton.engine.sizes import rounded_up
+from baton.engine.cpu.sizes import rounded_up
 
 GROUP_BYTES = 32 << 20  # of keys and values gathered for one group of decodes
 KEY_STEPS = 4  # sizes from one power of two to the next, of keys that are gathered or computed with
-GROUP_SPREAD = 8  # blocks by which lengths in a group may differ, beyond a half
+GROUP_SPREAD = 8  # blocks by which lengths in a group may differ, beyond half their length
 
 Ints = npt.NDArray[np.int64]
 
@@ -50,7 +50,7 @@ class KvLayer(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class Decodes:
-    """The spans of one token, the first of a batch, as a kernel that reads blocks in place wants them."""
+    """The spans of one token, which come first in a batch, in the form that a kernel needs to read blocks in place."""
 
     size: int  # B
     index: Tensor  # [2 B + *] int64: positions of the tokens; where each block table begins; the block tables, one after the other
@@ -64,7 +64,7 @@ AttendSpan = Callable[[Tensor, Tensor, Tensor, int, LayerAttention], Tensor]
 
 
 class Kernels(NamedTuple):
-    """What may do the work of this module faster, all of it or none."""
+    """Functions that do the work of this module faster: all of it, or none."""
 
     attend_in_place: AttendInPlace
     attend_span: AttendSpan
@@ -72,7 +72,7 @@ class Kernels(NamedTuple):
 
 
 class PagedKv:
-    """The pool as torch sees it, and the scratch memory that gathered keys and values share."""
+    """The pool as torch sees it, and the scratch memory into which keys and values are gathered."""
 
     def __init__(self, pool: Tensor, value_dim: int = 0, kernels: Kernels | None = None) -> None:
         """`pool` is `[N, L, P, Hkv, bs, D]`, contiguous; `value_dim`: Dv, 0 where it is D."""
@@ -111,7 +111,7 @@ class PagedKv:
             self.pool[block].zero_()
 
     def scratch(self, rows: int) -> Tensor:
-        """Uninitialised `[rows, bs * D]`, valid until the next call. Kept from step to step: fresh pages cost more than the gather."""
+        """Uninitialised `[rows, bs * D]`, valid until the next call. Kept from step to step, for fresh pages cost more than the gather."""
         if rows > len(self._scratch):
             self._scratch = self._scratch.new_empty(rows, self._scratch.shape[1])
         return self._scratch[:rows]
@@ -119,14 +119,14 @@ class PagedKv:
 
 @dataclass(frozen=True, slots=True)
 class Group:
-    """`size` sequences with `n` tokens each, neighbours in the batch: many with one, or one with many. `gather` finds their KV."""
+    """`size` neighbours in the batch with `n` tokens each: many sequences with one token, or one with many. `gather` finds their KV."""
 
     first: int  # token of the batch
     size: int
     n: int
     gather: Tensor  # [P * B * Hkv * M] into a layer's rows
     keys: int  # of the S gathered, those that a query of the group may see
-    mask: Tensor | None  # added to the scores: [B, 1, 1, keys] or [n, keys]; None: plainly causal, from position 0, or a kernel knows
+    mask: Tensor | None  # added to the scores: [B, 1, 1, keys] or [n, keys]; None: causal from position 0, or a kernel masks by itself
 
     @property
     def rows(self) -> slice:
@@ -135,7 +135,7 @@ class Group:
 
 @dataclass(frozen=True, slots=True)
 class Meta:
-    """A batch as index tensors. T' tokens are those that no kernel does in place: the ones after `decodes`."""
+    """A batch as index tensors. T' counts the tokens after `decodes`, which no kernel computes in place."""
 
     positions: Tensor  # [T]
     decodes: Decodes | None
@@ -153,8 +153,8 @@ class PagedAttention:
         self._meta = meta
 
     def __call__(self, layer: int, q: Tensor, kv: Tensor) -> Tensor:
-        """q `[T, Hq, D]` → `[T, Hq * Dv]`: softmax(scale · q kᵀ) v over the tokens at or before each query's own position. 0 for rows that
-        are more than the batch has."""
+        """q `[T, Hq, D]` → `[T, Hq * Dv]`: softmax(scale · q kᵀ) v over the tokens at or before each query's own position. Rows behind
+        those of the batch are 0."""
         meta, paged, kernels = self._meta, self._paged, self._paged.kernels
         tokens = len(meta.positions)
         out, first = q.new_empty(q.shape[0], q.shape[1] * paged.value_dim), 0
@@ -180,7 +180,7 @@ def _attend_group(q: Tensor, paged: PagedKv, layer: int, group: Group, meta: Met
     gathered = torch.index_select(paged.layers[layer].rows, 0, group.gather, out=meta.scratch[: len(group.gather)])
     kv = gathered.view(paged.parts, group.size, paged.kv_heads, -1, dim)  # [P, B, Hkv, S, D]
     if paged.kernels:
-        kv[..., group.keys :, :] = 0  # they get no weight, but zero times a NaN is a NaN
+        kv[..., group.keys :, :] = 0  # they have no weight, but zero times NaN is NaN
         return paged.kernels.attend_span(q, kv[0, 0], kv[-1, 0, ..., : paged.value_dim], group.keys, meta.layers[layer])
     kv = kv[..., : group.keys, :]
     k, v = kv[0], kv[-1][..., : paged.value_dim]
@@ -211,8 +211,8 @@ def batch_order(spans: Sequence[Span]) -> list[int]:
 def plan(spans: Sequence[Span], paged: PagedKv, layers: Sequence[LayerAttention]) -> Meta:
     """Index tensors for at least one span, in `batch_order`, once for layers that see the same keys.
 
-    Also zeroes slots behind the last token of a sequence, so that the bytes of its last block depend on its tokens only. The block is the
-    sequence's own (a shared one is full), so nobody else reads it.
+    Also zeroes the slots behind the last token of a sequence, so that the bytes of its last block depend on its tokens only. Shared blocks
+    are full, so nobody else reads this one.
     """
     decodes = sum(span.n == 1 for span in spans) if paged.kernels else 0
     longer = _plan_longer(spans[decodes:], decodes, paged, layers)
@@ -235,13 +235,13 @@ def _decodes(spans: Sequence[Span], block_size: int) -> Decodes:
 
 
 def _plan_longer(spans: Sequence[Span], first: int, paged: PagedKv, layers: Sequence[LayerAttention]) -> Meta:
-    """What is to be gathered. `first`: the tokens of the batch before those of `spans`."""
+    """The plan of spans that are gathered. `first`: how many tokens of the batch come before those of `spans`."""
     if not spans:
         none = paged.tensor(np.empty(0, np.int64))
         return Meta(none, None, tuple(layers), none, ((),) * len(layers), paged.scratch(0))
     whole = _Table.of(spans, paged.block_size, None)
     if not paged.kernels:
-        # They are masked, but zero times a NaN is a NaN.
+        # They are masked, but zero times NaN is NaN.
         paged.clear(*whole.tails())
     blocks, offsets = whole.slots()
     slots = paged.rows(blocks[:, None])[..., 0].transpose(1, 0, 2) * paged.block_size + offsets[:, None, None]  # [T', P, Hkv]
@@ -255,14 +255,14 @@ def _plan_longer(spans: Sequence[Span], first: int, paged: PagedKv, layers: Sequ
 
 
 def _begun(spans: Sequence[Span], block_size: int) -> list[int]:
-    """The last block of each span that begins within the span: nothing of it was written yet."""
+    """The last block of each span, where it begins within the span: nothing has been written to it yet."""
     last = ((span, (span.start + span.n - 1) // block_size) for span in spans)
     return [span.blocks[index] for span, index in last if index * block_size >= span.start]
 
 
 @dataclass(frozen=True, slots=True)
 class _Table:
-    """The spans as arrays. A block that no query of a span sees any more (sliding window) is left out of its table."""
+    """The spans as arrays. A table leaves out the blocks that no query of its span sees any more (sliding window)."""
 
     block_size: int
     starts: Ints  # [B]
@@ -299,7 +299,7 @@ class _Table:
         return np.repeat(self.flat[self.bases + self.counts - 1], tails), offsets
 
     def padded(self, cut: slice) -> Ints:
-        """Block tables of some spans `[B, M]`; short ones repeat their last block, and so does the longest up to a size that comes back."""
+        """Block tables of some spans `[B, M]`; short ones repeat their last block, and so does the longest, up to one of few sizes."""
         bases, counts = self.bases[cut], self.counts[cut]
         steps = np.minimum(np.arange(rounded_up(int(counts.max()), KEY_STEPS)), counts[:, None] - 1)
         table: Ints = self.flat[bases[:, None] + steps]
@@ -327,7 +327,7 @@ def _cuts(table: _Table, paged: PagedKv) -> Iterator[tuple[int, int]]:
 
 
 def _group(table: _Table, cut: slice, before: int, paged: PagedKv, window: int | None, masked: bool) -> Group:
-    """`before`: tokens of the batch before those of the table. `masked`: with a mask even where plain causality would do."""
+    """`before`: how many tokens of the batch come before those of the table. `masked`: make a mask even where causality alone would do."""
     start, n = int(table.starts[cut.start]), int(table.ns[cut.start])
     blocks = table.padded(cut)  # [B, M]
     queries = table.starts[cut] if n == 1 else np.arange(start, start + n)  # [B] or [n]

@@ -21,7 +21,7 @@ WARM_UP_TOKENS = 256  # more would take longer and make little faster
 
 
 class BuildError(ValueError):
-    """The model and the budget do not go together; the text says what to change."""
+    """The model and the options do not go together. The text names the key to change."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -34,11 +34,24 @@ class Options:
     kv_memory_fraction: float = 0.25
     threads: int | None = None
     device: str = "cpu"  # cuda
-    attention_backend: str = "auto"  # of `baton.engine.gpu.attention`
+    attention_backend: str = "auto"  # of `baton.engine.gpu.choice`
     weight_dtype: str = "auto"  # as dtype; int8
     compiled: bool = True
     prefix_caching: bool = True
     limits: Limits = field(default_factory=Limits)
+
+    def __post_init__(self) -> None:
+        """BuildError names the configuration's key for a value that no engine can be built with."""
+        for key, value, least in (
+            ("engine.block_size", self.block_size, 1),
+            ("model.max_model_len", self.max_model_len, 2),  # a prompt of one token, and one token after it
+            ("engine.kv_memory_mib", self.kv_memory_bytes, 1),
+            ("engine.threads", self.threads, 1),
+        ):
+            if value is not None and value < least:
+                raise BuildError(f"{key}: must be {least} or more, got {value}")
+        if not 0 < self.kv_memory_fraction <= 1:
+            raise BuildError(f"engine.kv_memory_fraction: must be more than 0 and at most 1, got {self.kv_memory_fraction}")
 
 
 @dataclass(frozen=True, slots=True)
@@ -56,6 +69,8 @@ def build(options: Options, progress: Progress = lambda done, total: None) -> Bu
     except ValueError as error:
         raise BuildError(f"model.path: {error}") from None
     config = _read_config(options.path)
+    if not (options.path / "tokenizer.json").is_file():
+        raise BuildError(f"model.path: {options.path} holds no tokenizer.json")
     if config.get("architectures") == [toy.ARCHITECTURE]:
         runner = toy.ToyRunner.load(options.path, fingerprint(options.path), options.block_size)
     else:
@@ -100,7 +115,7 @@ def _on_cpu(runner: Any, options: Options, longest: int) -> Engine:
 
 
 def _on_device(runner: Any, options: Options, longest: int) -> Engine:
-    """With the pool on the device, its host memory being what transports see of it, and one step in flight."""
+    """With the pool on the device and one step in flight. Transports see the host memory of the pool, into which blocks are copied."""
     from baton.engine.gpu.device import free_memory
     from baton.engine.gpu.inputs import Capacity
     from baton.engine.gpu.overlap import OverlapEngine
@@ -115,14 +130,14 @@ def _on_device(runner: Any, options: Options, longest: int) -> Engine:
 
 
 def choose_dtype(config: dict[str, Any]) -> str:
-    """What config.json says under either of its names; float32, which holds every float16, where that is no type of ours."""
+    """What config.json says, under either name of the field. float32, which holds every float16, where that is not one of our types."""
     return "bfloat16" if (config.get("dtype") or config.get("torch_dtype")) == "bfloat16" else "float32"
 
 
 def warm_up(runner: Runner, tokens: int) -> None:
-    """One prefill and one decode: the first ones of a process are several times slower, and no request should pay for that.
+    """One prefill and one decode. The first ones of a process are several times slower, and no request should pay for that.
 
-    What they leave in the pool's first blocks is in nobody's books.
+    What they leave in the pool's first blocks is recorded nowhere.
     """
     blocks = list(range(-(-(tokens + 1) // runner.layout.block_size)))
     seq = Sequence("warm-up", [0] * tokens, tokens, SamplingParams(max_tokens=2), b"", blocks=blocks)
@@ -133,9 +148,9 @@ def warm_up(runner: Runner, tokens: int) -> None:
 
 
 def count_blocks(options: Options, longest: int, block_bytes: int, available: int) -> int:
-    """Blocks of the pool: the budget's worth, but no more than twice what `max_num_seqs` longest sequences can use.
+    """Blocks of the pool: as many as the budget holds, but no more than twice what `max_num_seqs` sequences of full length can use.
 
-    The second half of that is room for prefixes nobody is using right now.
+    The second half is room for prefixes that no sequence is using right now.
     """
     per_sequence = -(-longest // options.block_size)
     budget = options.kv_memory_bytes or int(available * options.kv_memory_fraction)
@@ -150,7 +165,7 @@ def count_blocks(options: Options, longest: int, block_bytes: int, available: in
 
 
 def available_memory() -> int:
-    """Bytes that this process could still take: what the machine has free, under the limits of its control group and of `ulimit -v`."""
+    """Bytes that this process could still take: what the machine has free, within the limits of its control group and of `ulimit -v`."""
     free = 1 << 40
     for line in _lines("/proc/meminfo"):
         if line.startswith("MemAvailable:"):
@@ -163,7 +178,7 @@ def available_memory() -> int:
     if space != resource.RLIM_INFINITY:
         pages = next(iter(_lines("/proc/self/statm")), "0").split()[0]
         free = min(free, max(0, space - int(pages) * resource.getpagesize()))
-    return free if free < 1 << 40 else 4 << 30  # a system that does not say: assume little
+    return free if free < 1 << 40 else 4 << 30  # the system does not say: assume little
 
 
 def _read_config(path: Path) -> dict[str, Any]:

@@ -1,5 +1,5 @@
-"""A Hugging Face model folder: the facts of its config.json under names of ours (`baton.engine.config_json` reads them), and its tensors
-(safetensors), which are checked name by name before a byte of weight is read.
+"""A Hugging Face model folder: the facts of its config.json under our own names (`baton.engine.config_json` reads them), and its tensors
+(safetensors), whose names, shapes and types are checked before any weight is read.
 """
 
 import re
@@ -15,13 +15,30 @@ from torch import Tensor
 from baton.engine.fingerprint import weight_files
 
 WEIGHT_DTYPES = {"F32", "F16", "BF16"}
+QUANTISED_DTYPES = ("F4", "F6", "F8", "I4", "I8", "U8", "I32")
+# What GPTQ, AWQ, compressed-tensors, FP8 and bitsandbytes put beside a matrix or in its place
+QUANTISED_NAMES = (
+    ".qweight", ".qzeros", ".scales", ".g_idx", ".weight_packed", ".weight_scale", ".weight_scale_inv", ".weight_zero_point",
+    ".weight_shape", ".input_scale", ".SCB", ".absmax", ".quant_map", ".quant_state.bitsandbytes__nf4",
+    ".quant_state.bitsandbytes__fp4",
+)  # fmt: skip
+QUANTISED = "the weights are quantised, which is not supported"
 FUSED = {"gate_up_proj": ("gate_proj", "up_proj"), "down_proj": ("down_proj",)}  # of all experts: [E, out, in], these along `out`
 MIXTRAL = {"w1": "gate_proj", "w2": "down_proj", "w3": "up_proj"}
+# Files of weights that are not read, and why
+OTHER_WEIGHTS = {
+    "pytorch_model*.bin": "a pickle, which can run code when it is read; save the model again with safe_serialization",
+    "*.gguf": "the GGUF format is not read; use the model's folder of safetensors",
+    "adapter_model.*": "an adapter is not a model; merge it into its base model and save that",
+    "*.safetensors": "safetensors under another name; the weights must be in model.safetensors, or in the files of its index",
+    "*.pt": "a pickle, which can run code when it is read; save the model as safetensors",
+    "*.pth": "a pickle, which can run code when it is read; save the model as safetensors",
+}
 Shape = tuple[int, ...]
 
 
 class CheckpointError(ValueError):
-    """A model folder that cannot be served. `file` and `field` (or tensor) say where to look."""
+    """A model folder that cannot be served. `file` and `field` (a field or a tensor) say where to look."""
 
     def __init__(self, file: Path, field: str, message: str) -> None:
         super().__init__(f"{file}: {field}: {message}" if field else f"{file}: {message}")
@@ -67,9 +84,9 @@ class LatentConfig:
 
 @dataclass(frozen=True, slots=True)
 class ExpertConfig:
-    """A mixture of experts and who chooses among them (see `baton.engine.moe.route`)."""
+    """A mixture of experts, and how a token's experts are chosen (see `baton.engine.moe.route`)."""
 
-    layers: frozenset[int]  # that have one
+    layers: frozenset[int]  # that have a mixture
     count: int
     chosen: int  # experts a token passes through
     intermediate: int  # of one expert
@@ -84,7 +101,7 @@ class ExpertConfig:
 
 @dataclass(frozen=True, slots=True)
 class ModelConfig:
-    """The facts of config.json that the computation needs, under names of ours: all in which families differ."""
+    """The facts of config.json that the computation needs, under our own names: everything in which families differ."""
 
     architecture: str
     hidden: int
@@ -106,13 +123,13 @@ class ModelConfig:
     eos_token_ids: frozenset[int]
     activation: str = "silu"  # silu | gelu_tanh
     norm_offset: float = 0.0  # added to the weight of every norm
-    post_norms: bool = False  # what attention and MLP answer is normalised too, before it is added
+    post_norms: bool = False  # the outputs of attention and MLP are normalised too, before they are added
     embedding_scale: float = 1.0
     logit_softcap: float | None = None  # logits become cap * tanh(logit / cap)
     packed: bool = False  # q, k and v are one tensor in the file, and so are gate and up
     latent: LatentConfig | None = None
     experts: ExpertConfig | None = None
-    draft_layers: int = 0  # in the file behind the model's own, to predict further tokens; not read
+    draft_layers: int = 0  # layers behind the model's own that predict further tokens; they are not read
 
     def experts_of(self, layer: int) -> ExpertConfig | None:
         """None: it has a single network."""
@@ -211,8 +228,8 @@ class _Place(NamedTuple):
 
 
 class Checkpoint:
-    """The weights of one folder: opening checks names, shapes and types. `tensor` maps the file anew, so that what was read of it counts as
-    this process's memory no longer than the tensor lives."""
+    """The weights of one folder. Opening it checks names, shapes and types. `tensor` maps the file anew each time, so that what was read
+    counts as this process's memory only while the tensor lives."""
 
     def __init__(self, path: Path, config: ModelConfig) -> None:
         """Raises CheckpointError for a missing, unexpected, misshapen or mistyped tensor and for a damaged file."""
@@ -238,9 +255,11 @@ class Checkpoint:
 
     def _check_names(self, expected: Iterable[str], config: ModelConfig) -> None:
         allowed = set(expected) | ({"lm_head.weight"} if config.tied else set())
-        # Old Llama files carry the rotary frequencies, which follow from config.json.
+        # Old Llama files hold the rotary frequencies, which follow from config.json.
         drafts = tuple(f"model.layers.{config.layers + i}." for i in range(config.draft_layers))
         found = {name for name in self._where if not name.endswith("rotary_emb.inv_freq") and not name.startswith(drafts)}
+        if quantised := sorted(name for name in found - allowed if name.endswith(QUANTISED_NAMES)):
+            raise CheckpointError(self._folder, quantised[0], f"{QUANTISED}, although config.json has no quantization_config")
         for word, names in (("missing", set(expected) - found), ("not part of this architecture", found - allowed)):
             if names:
                 listed = sorted(names)
@@ -255,6 +274,8 @@ class Checkpoint:
 
 def _check_tensor(place: _Place, opened: Any, shape: Shape) -> None:
     dtype = opened.get_slice(place.name).get_dtype()
+    if dtype.startswith(QUANTISED_DTYPES):
+        raise CheckpointError(place.file, place.name, f"dtype {dtype}: {QUANTISED}, although config.json has no quantization_config")
     if place.shape != shape:
         raise CheckpointError(place.file, place.name, f"shape {list(place.shape)}, config.json implies {list(shape)}")
     if dtype not in WEIGHT_DTYPES:
@@ -277,7 +298,7 @@ def _places(file: Path, opened: Any) -> Iterator[tuple[str, _Place]]:
 
 
 def _canonical(name: str) -> str:
-    """Mixtral's files have names of their own for what others call mlp.gate and mlp.experts.N.gate_proj."""
+    """Mixtral's files have their own names for what others call mlp.gate and mlp.experts.N.gate_proj."""
     name = name.replace(".block_sparse_moe.", ".mlp.")
     return re.sub(r"(\.experts\.\d+\.)(w[123])\.", lambda match: f"{match[1]}{MIXTRAL[match[2]]}.", name)
 
@@ -288,8 +309,16 @@ def _weight_files(path: Path) -> list[Path]:
     except (OSError, ValueError) as error:
         raise CheckpointError(path / "model.safetensors.index.json", "weight_map", str(error)) from error
     if not files:
-        raise CheckpointError(path, "", "neither model.safetensors nor model.safetensors.index.json is there")
+        raise CheckpointError(path, "", f"neither model.safetensors nor model.safetensors.index.json is there{_found_instead(path)}")
     return files
+
+
+def _found_instead(path: Path) -> str:
+    """What a folder without weights of ours holds in their place, and what to do about it; nothing where it holds nothing like them."""
+    for pattern, what in OTHER_WEIGHTS.items():
+        if found := sorted(path.glob(pattern)):
+            return f"; {found[0].name} is: {what}"
+    return ""
 
 
 def _open(file: Path) -> Any:

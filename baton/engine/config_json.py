@@ -1,6 +1,7 @@
-"""config.json of a Hugging Face folder, read by ourselves: what an architecture's name says and what the fields say, as a `ModelConfig`.
+"""Reads config.json of a Hugging Face folder into a `ModelConfig`: what the architecture's name says, and what the fields say.
 
-What changes the computation and is not computed exactly here is refused with the file and the field, never approximated or passed over.
+A field that changes the computation in a way that is not computed exactly here is refused, with the file and the field. Nothing is
+approximated or passed over.
 """
 
 from dataclasses import dataclass, replace
@@ -13,7 +14,7 @@ from baton.engine.rope import flat_fields, read_rope, score_growth
 
 @dataclass(frozen=True, slots=True)
 class Family:
-    """What an architecture's name says by itself. Defaults are those of transformers for a file that leaves the field out."""
+    """What an architecture's name says by itself. Defaults are those that transformers uses for a file without the field."""
 
     norm_eps: float = 1e-6
     theta: float = 10000.0
@@ -21,14 +22,15 @@ class Family:
     head_dim: int | None = None  # None: hidden_size / num_attention_heads
     multi_head: bool = False  # num_key_value_heads may be left out: as many as query heads
     tied: bool = False
-    attention_bias: bool = False  # knows that field
-    qkv_bias: bool = False  # always has those
-    mlp_bias: bool = False  # knows that field
+    attention_bias: bool = False  # reads that field
+    qkv_bias: bool = False  # always has those biases
+    mlp_bias: bool = False  # reads that field
     qk_norm: bool = False
     # Layers with a window: none; all; when use_sliding_window says so, all ("switched") or those from max_window_layers on ("upper"); all
     # but every nth.
     windows: str | int = "none"
     window: int | None = None
+    window_pattern: bool = False  # reads sliding_window_pattern, which says n
     packed: bool = False
     gemma: bool = False  # norms of 1 + weight, also behind attention and MLP; scaled embedding; tanh GELU; query_pre_attn_scalar
     score_softcap: float | None = None
@@ -47,7 +49,9 @@ FAMILIES = {
     "Qwen3ForCausalLM": QWEN3,
     "Qwen3MoeForCausalLM": replace(QWEN3, head_dim=None, windows="switched", experts="qwen3"),
     "Gemma2ForCausalLM": GEMMA2,
-    "Gemma3ForCausalLM": replace(GEMMA2, theta=1e6, local_theta=10000.0, qk_norm=True, windows=6, score_softcap=None, logit_softcap=None),
+    "Gemma3ForCausalLM": replace(
+        GEMMA2, theta=1e6, local_theta=10000.0, qk_norm=True, windows=6, window_pattern=True, score_softcap=None, logit_softcap=None
+    ),
     "Phi3ForCausalLM": Family(norm_eps=1e-5, multi_head=True, windows="all", packed=True),
     "DeepseekV2ForCausalLM": Family(attention_bias=True, mlp_bias=True, experts="deepseek2", latent=True),
     "DeepseekV3ForCausalLM": Family(attention_bias=True, experts="deepseek3", latent=True),
@@ -77,7 +81,7 @@ def read_config(path: Path) -> ModelConfig:
         raise f.error("head_dim", f"must be even for rotary embeddings, got {head_dim}")
     sliding = _sliding_layers(f, family, layers)
     ropes = _ropes(f, family, sliding, latent.rope_dim if latent else head_dim)
-    # Beyond the original length, longrope would change the keys of all tokens with the length of the sequence, also those in the cache.
+    # Beyond the original length, longrope changes the keys of all tokens with the length of the sequence, those in the cache too.
     originals = [rope.original_positions for rope in ropes if rope.kind == "longrope"]
     max_positions = min([f.size("max_position_embeddings"), *originals])
     attention_bias = family.attention_bias and f.flag("attention_bias")
@@ -120,6 +124,8 @@ def _refuse_unsupported(f: Fields, family: Family) -> None:
     for field in ("quantization_config", "compression_config"):
         if f.get(field):
             raise f.error(field, "quantised checkpoints are not supported")
+    if f.has("transformers_weights"):
+        raise f.error("transformers_weights", "is not supported: the weights are read from model.safetensors or from those its index names")
     if family.windows not in ("switched", "upper"):
         f.only("use_sliding_window", False)
     f.only("use_bidirectional_attention", False)
@@ -132,7 +138,7 @@ def _sliding_layers(f: Fields, family: Family, layers: int) -> list[bool]:
     """Which layers have a window."""
     switch, free = f.flag("use_sliding_window") and _window(f, family) is not None, True
     if isinstance(family.windows, int):
-        every = f.size("sliding_window_pattern", family.windows)
+        every = f.size("sliding_window_pattern", family.windows) if family.window_pattern else family.windows
         sliding = [(i + 1) % every > 0 for i in range(layers)]
     elif family.windows == "upper" and switch:
         first = f.size("max_window_layers", 28, least=0)
@@ -152,12 +158,12 @@ def _sliding_layers(f: Fields, family: Family, layers: int) -> list[bool]:
 
 
 def _window(f: Fields, family: Family) -> int | None:
-    """Keys that a query of a layer with a window sees; null, as opposed to a field that is left out, says that there is none."""
+    """Keys that a query of a layer with a window sees. Null, unlike a missing field, means that there is no window."""
     return None if f.raw.get("sliding_window", family.window) is None else f.size("sliding_window", family.window)
 
 
 def _softcap(f: Fields, field: str, default: float | None) -> float | None:
-    """Null says that there is none."""
+    """Null means that there is none."""
     return None if f.raw.get(field, default) is None else f.number(field, default)
 
 
@@ -188,6 +194,8 @@ def _ropes(f: Fields, family: Family, sliding: list[bool], dim: int) -> tuple[Ro
         if unknown := sorted(set(both.raw) - {FULL, SLIDING}):
             raise both.error(unknown[0], f"must be one of {FULL}, {SLIDING}")
         far, near = both.inner(FULL), both.inner(SLIDING)
+        # As in transformers: the older field's entries go into those of the layers without a window.
+        far = replace(far, raw=far.raw | f.inner("rope_scaling").raw)
     else:
         far, near = f.inner("rope_scaling"), Fields(f.file, {})
     local_theta = f.number("rope_local_base_freq", family.local_theta)
@@ -214,7 +222,7 @@ def _latent(f: Fields, family: Family, heads: int) -> LatentConfig:
 
 
 def _either(f: Fields, field: str, other: str, default: int | None = None, least: int = 1) -> int:
-    """A field that has two names."""
+    """The value of a field that has two names."""
     return f.size(other if f.has(other) and not f.has(field) else field, default, least)
 
 
@@ -257,7 +265,7 @@ def _deepseek_experts(f: Fields, layers: int, sigmoid: bool) -> ExpertConfig:
     else:
         f.only("topk_method", "greedy", "group_limited_greedy")
         f.only("scoring_func", "softmax")
-        f.only("norm_topk_prob", False)  # implementations differ in what they make of it
+        f.only("norm_topk_prob", False)  # implementations disagree about what it does
         grouped, groups, open_groups = f.get("topk_method") == "group_limited_greedy", None, None
     intermediate = f.size("moe_intermediate_size")
     experts = ExpertConfig(

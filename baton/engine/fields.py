@@ -11,7 +11,7 @@ from baton.engine.checkpoint import CheckpointError
 
 @dataclass(frozen=True, slots=True)
 class Fields:
-    """A JSON object. Every complaint names the file and the path of the field in it; null is as good as absent."""
+    """A JSON object. Every refusal names the file and the path of the field in it. Null counts as absent."""
 
     file: Path
     raw: dict[str, Any]

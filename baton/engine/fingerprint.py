@@ -30,12 +30,13 @@ def tokenizer_fingerprint(path: Path) -> str:
 
 
 def weight_files(path: Path) -> list[Path]:
-    """The safetensors files of a model folder: those that the index names, else model.safetensors, else none (the toy has none).
+    """The safetensors files of a model folder: model.safetensors, else those that the index names, else none (the toy has none).
 
-    ValueError where the index is not a map from tensor to a file beside it.
+    A folder may hold both, when a model was saved twice. transformers then reads the single file, and so do we. ValueError where the index
+    is not a map from tensor to a file beside it.
     """
     index, single = path / "model.safetensors.index.json", path / "model.safetensors"
-    if not index.exists():
+    if single.exists() or not index.exists():
         return [single] if single.exists() else []
     try:
         names = sorted(set(json.loads(index.read_text())["weight_map"].values()))

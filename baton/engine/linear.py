@@ -1,22 +1,22 @@
 """A matrix that multiplies, in the form that the device multiplies fastest."""
 
 from collections.abc import Callable, Sequence
-from functools import cache
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from baton.engine.cpu import onednn
 from baton.engine.ops import Ops
 
-_NONE: tuple[str, list[float], str] = ("none", [], "")  # what oneDNN is to do behind the product
+Multiply = Callable[[Tensor], Tensor]  # [T, in] → [T, out]
 
 
 class Linear:
     """`y = x Wᵀ + b`, W `[out, in]`: several matrices of a checkpoint stacked along `out`.
 
-    On the CPU the weight is reordered once for oneDNN, which at 2 to 32 rows is worth a factor of 2 to 5 over `F.linear` in float32. The
-    plain weight is then dropped, so nothing is held twice.
+    Where `ops` says so, a weight on the CPU is reordered once for oneDNN, which at 2 to 32 rows is worth a factor of 2 to 5 over `F.linear`
+    in float32. The plain weight is then dropped, so nothing is held twice.
 
     `weight_dtype` int8 (CPU only): each row of W, and each row of x when it comes, is rounded to 255 steps between plus and minus its
     greatest element; `ops` does the latter. Products and sums of those are exact: a row of y depends on its own row of x only, to the bit.
@@ -33,46 +33,32 @@ class Linear:
         ops: Ops | None = None,
     ) -> None:
         """Raises ValueError for int8 where it is not exact."""
+        ops = ops or Ops()
         bias = stacked(biases, dtype, device) if biases else None  # [out]
         if weight_dtype == "int8":
-            self._multiply = _int8(stacked(weights, torch.float32, device), bias, dtype, ops or Ops())
-            return
-        if device.type == "cpu" and torch._C._has_mkldnn and (dtype == torch.float32 or _multiplies_bfloat16()):
+            self._multiply = _int8(stacked(weights, torch.float32, device), bias, dtype, ops)
+        elif ops.packs and device.type == "cpu" and onednn.multiplies(dtype):
             alone = len(weights) == 1 and weights[0].dtype == dtype
-            self._multiply = _packed(weights[0].contiguous() if alone else stacked(weights, dtype, device), bias)
+            self._multiply = onednn.packed(weights[0].contiguous() if alone else stacked(weights, dtype, device), bias)
         else:
-            weight = stacked(weights, dtype, device)
-            self._multiply = lambda x: F.linear(x, weight, bias)
+            self._multiply = _plain(stacked(weights, dtype, device), bias)
 
     def __call__(self, x: Tensor) -> Tensor:
         """[T, in] → [T, out]."""
         return self._multiply(x)
 
 
-def multiplies_int8(device: torch.device) -> bool:
-    """Whether int8 is exact there: a CPU without VNNI lets sums of two products overflow."""
-    return device.type == "cpu" and torch._C._has_mkldnn and _is_exact()
+def _plain(weight: Tensor, bias: Tensor | None) -> Multiply:
+    return lambda x: F.linear(x, weight, bias)
 
 
-@cache
-def _is_exact() -> bool:
-    """Tried with the greatest products there are."""
-    x, weight = torch.full((2, 64), 255, dtype=torch.uint8), torch.full((64, 64), 127, dtype=torch.int8)
-    multiply = _product(weight, torch.ones(64))
-    return bool((multiply(x) == 127 * 127 * 64).all())
-
-
-def _packed(weight: Tensor, bias: Tensor | None) -> Callable[[Tensor], Tensor]:
-    reordered, multiply = torch.ops.mkldnn._reorder_linear_weight(weight, None), torch.ops.mkldnn._linear_pointwise.default
-    return lambda x: multiply(x, reordered, bias, *_NONE)
-
-
-def _int8(weight: Tensor, bias: Tensor | None, dtype: torch.dtype, ops: Ops) -> Callable[[Tensor], Tensor]:
-    if not multiplies_int8(weight.device):
+def _int8(weight: Tensor, bias: Tensor | None, dtype: torch.dtype, ops: Ops) -> Multiply:
+    if not onednn.multiplies_int8(weight.device):
         raise ValueError("engine.weight_dtype: int8 needs a CPU that multiplies it exactly (VNNI)")
     scales = weight.abs().amax(dim=1).div_(127).clamp_(min=torch.finfo(torch.float32).tiny)  # [out]
     matrix = weight.div_(scales[:, None]).round_().to(torch.int8)
-    multiply, multiply_row = _product(matrix, scales), ops.row_multiplier(matrix, scales, bias)
+    multiply = onednn.packed_int8(matrix, scales) if ops.packs else _plain_int8(matrix, scales)
+    multiply_row = ops.row_multiplier(matrix, scales, bias)
 
     def linear(x: Tensor) -> Tensor:
         if len(x) == 1 and multiply_row is not None:
@@ -83,24 +69,9 @@ def _int8(weight: Tensor, bias: Tensor | None, dtype: torch.dtype, ops: Ops) -> 
     return linear
 
 
-def _product(weight: Tensor, scales: Tensor) -> Callable[[Tensor], Tensor]:
-    """(x - 128) Wᵀ · scales in float32, of uint8 x `[T, in]` and int8 W `[out, in]`."""
-    zeros, multiply = torch.zeros(len(scales), dtype=torch.int64), torch.ops.onednn.qlinear_pointwise.default
-    packed = torch.ops.onednn.qlinear_prepack(weight, None)
-    return lambda x: multiply(x, 1.0, 128, packed, scales, zeros, None, 1.0, 0, torch.float32, *_NONE)
-
-
-def product(x: Tensor, y: Tensor) -> Tensor:
-    """x `[T, in]` · y `[in, out]`, neither known before. Of float32, torch's own product is half as fast as oneDNN's on some processors."""
-    if x.dtype == torch.float32 and torch._C._has_mkldnn:
-        multiply: Callable[..., Tensor] = torch.ops.mkldnn._linear_pointwise.default
-        return multiply(x, y.t(), None, *_NONE)
-    return x @ y
-
-
-def _multiplies_bfloat16() -> bool:
-    """Whether oneDNN does on this processor."""
-    return bool(torch.ops.mkldnn._is_mkldnn_bf16_supported())
+def _plain_int8(matrix: Tensor, scales: Tensor) -> Multiply:
+    """As `onednn.packed_int8`, with its very numbers."""
+    return lambda x: torch._int_mm(x.to(torch.int16).sub_(128).to(torch.int8), matrix.t()).float().mul_(scales)
 
 
 def stacked(parts: Sequence[Tensor], dtype: torch.dtype, device: torch.device) -> Tensor:

@@ -1,7 +1,7 @@
 """A decoder: x += attention(norm(x)); x += mlp(norm(x)). What families add to that is data in `ModelConfig`.
 
-Knows tokens, positions and weights. Where keys and values live and which of them a token sees is the business of the `Attention` that it
-is given: nothing here knows of batches, blocks or requests. Letters in shapes: T tokens of all sequences in a row, H hidden, D rotated
+It knows tokens, positions and weights. The `Attention` that it is given decides where keys and values live and which of them a token sees:
+nothing here knows of batches, blocks or requests. Letters in shapes: T tokens of all sequences in a row, H hidden, D rotated
 elements of a head, V vocabulary, R rows asked for.
 """
 
@@ -40,14 +40,14 @@ class Transformer:
         x = F.embedding(tokens, self.embedding)  # [T, H]
         if c.embedding_scale != 1:
             x *= self.scale
-        y: Tensor | None = None  # what the sublayer before answered: the norm adds it to x
+        y: Tensor | None = None  # the output of the sublayer before: the norm adds it to x
         rotations = {rope: rotation(positions, turns, rope.amplitude) for rope, turns in self.frequencies.items()}
         for i, layer in enumerate(self.layers):
             y = layer.attention(norm(x, y, layer.norm1, eps), rotations[c.ropes[i]], i, attention)
             if layer.post_norm1 is not None:
                 y = norm(y, None, layer.post_norm1, eps)
             if layer is self.layers[-1]:
-                x, y = x[rows], y[rows]  # [R, H]: behind the last attention no token needs another
+                x, y = x[rows], y[rows]  # [R, H]: after the last attention no token needs another
             y = layer.mlp(norm(x, y, layer.norm2, eps))
             if layer.post_norm2 is not None:
                 y = norm(y, None, layer.post_norm2, eps)
@@ -56,7 +56,7 @@ class Transformer:
 
 
 class Layer:
-    """One decoder layer: two sublayers, a norm before each, and in some families one behind each."""
+    """One decoder layer: two sublayers, a norm before each, and in some families one after each."""
 
     def __init__(self, config: ModelConfig, index: int, weights: Weights, ops: Ops) -> None:
         c, experts = config, config.experts_of(index)
@@ -74,7 +74,7 @@ class Layer:
         def norm(name: str) -> Tensor:  # [H]
             return weights.vector(name, c.norm_offset)
 
-        # Where there are four norms, the name of the second of two is that of the one behind attention.
+        # Where there are four norms, the one after attention has the name that the second of two has elsewhere.
         self.norm1 = norm("input_layernorm")
         self.norm2 = norm("pre_feedforward_layernorm" if c.post_norms else "post_attention_layernorm")
         self.post_norm1: Tensor | None = norm("post_attention_layernorm") if c.post_norms else None

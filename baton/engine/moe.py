@@ -11,8 +11,8 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from baton.engine.checkpoint import ExpertConfig, ModelConfig
+from baton.engine.cpu.sizes import rounded_up
 from baton.engine.ops import Ops
-from baton.engine.sizes import rounded_up
 from baton.engine.weights import Weights
 
 GROUPED_ALIGNMENT = 8  # elements: rows of the grouped kernel begin at multiples of 16 bytes
@@ -38,7 +38,7 @@ class Mlp:
 
 
 class Mixture:
-    """Sparsely gated experts, and those that every token shares."""
+    """Sparsely gated experts, and the network that every token passes through as well."""
 
     def __init__(self, config: ModelConfig, experts: ExpertConfig, weights: Weights, ops: Ops) -> None:
         self.config, activate = experts, activation(config, ops)
@@ -95,7 +95,7 @@ class Experts(ABC):
 
 
 class SeparateExperts(Experts):
-    """Each a network with matrices of its own: one product for every expert that anyone chose."""
+    """Each expert is a network with its own matrices: one product for every expert that some token chose."""
 
     def __init__(self, count: int, weights: Weights, activate: Callable[[Tensor], Tensor]) -> None:
         self.networks = [Mlp(weights.under(str(i)), activate) for i in range(count)]
@@ -111,7 +111,7 @@ class SeparateExperts(Experts):
 
 
 class GroupedExperts(Experts):
-    """All in one product, where the device has a kernel for that: nothing is read back, so a graph of the device can hold it."""
+    """All experts in one product, where the device has a kernel for that. Nothing is read back, so it can be captured in a graph."""
 
     def __init__(self, count: int, weights: Weights, activate: Callable[[Tensor], Tensor]) -> None:
         self.activate = activate
@@ -126,7 +126,7 @@ class GroupedExperts(Experts):
 
 
 def _groups(weights: Weights, *sizes: int) -> bool:
-    """Whether torch has a grouped product of its own for such matrices: elsewhere it is a slow loop."""
+    """Whether torch has a grouped kernel for such matrices. Elsewhere its grouped product is a slow loop."""
     aligned = all(size % GROUPED_ALIGNMENT == 0 for size in sizes)
     return aligned and weights.device.type == "cuda" and weights.dtype == torch.bfloat16 and weights.weight_dtype == "auto"
 

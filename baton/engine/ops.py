@@ -1,12 +1,10 @@
-"""The pointwise operations between the matrices of a layer, in plain torch: right on every device, and the definition that any faster
-version is measured against.
+"""The pointwise operations between the matrices of a layer, in plain torch. They are right on every device, and define what any faster
+version must answer.
 
 Letters in shapes: T tokens of the batch, H hidden, I intermediate, D head dim.
 """
 
-import logging
 from collections.abc import Callable
-from importlib.util import find_spec
 
 import torch
 import torch.nn.functional as F
@@ -15,13 +13,16 @@ from torch import Tensor
 from baton.engine.attention import Kernels
 
 TINY = torch.finfo(torch.float32).tiny  # the step of a row of zeros
-log = logging.getLogger(__name__)
 
 
 class Ops:
     """What a `Transformer` computes between two matrices. Subclasses answer the same numbers, up to rounding, faster."""
 
     attention: Kernels | None = None
+
+    def __init__(self, packs: bool = False) -> None:
+        """`packs`: matrices on a CPU are reordered for oneDNN (see `Linear`)."""
+        self.packs = packs
 
     def add_rms_norm(self, x: Tensor, y: Tensor | None, weight: Tensor, eps: float) -> Tensor:
         """x / √(mean(x²) + eps) · weight, `[T, H]`, after `x += y` in place where a `y` is given."""
@@ -65,19 +66,3 @@ class Ops:
         if bias is not None:
             products += bias
         return products.to(dtype)
-
-
-def choose(device: torch.device, dtype: torch.dtype, compiled: bool) -> Ops:
-    """The fastest that can be had; plain torch where `compiled` is off. Compiling takes seconds, once for all processes of a machine."""
-    if compiled and device.type == "cuda" and find_spec("triton"):
-        from baton.engine.gpu.triton_ops import TritonOps
-
-        return TritonOps()
-    if not compiled or device.type != "cpu" or dtype not in (torch.float32, torch.bfloat16):
-        return Ops()
-    try:
-        from baton.engine.kernels import CompiledOps
-    except Exception as error:  # whatever a compiler may raise: plain torch is slower, not wrong
-        log.warning("engine.compiled: the kernels cannot be compiled, plain torch is used: %s: %s", type(error).__name__, error)
-        return Ops()
-    return CompiledOps()

@@ -1,4 +1,4 @@
-"""The attention half of a layer: from its input to queries, keys and values, and from what attention answers to its output.
+"""The attention half of a layer: from its input to queries, keys and values, and from attention's answer to the layer's output.
 
 Letters in shapes: T tokens, H hidden, Hq query heads, Hkv key/value heads, D head dim, Dv that of values, P parts (2: keys and values;
 1: one vector that is both).
@@ -22,7 +22,7 @@ LATENT_EPS = 1e-6  # of the norms inside latent attention, whatever rms_norm_eps
 
 
 class SelfAttention:
-    """Multi-head, grouped-query or multi-query: each head of q, k and v by a matrix of its own; the three are one matrix here."""
+    """Multi-head, grouped-query or multi-query attention: q, k and v are made by a matrix each, which are one matrix here."""
 
     def __init__(self, config: ModelConfig, weights: Weights, ops: Ops) -> None:
         c, d = config, config.head_dim

@@ -74,11 +74,23 @@ def pairs(rows: Tensor, dim: int) -> Tensor:
 
 
 def flat_fields(f: Fields) -> Fields:
-    """What config.json says for all layers, in both spellings: `rope_parameters` (transformers 5) and `rope_scaling` (before)."""
-    field = "rope_parameters" if f.get("rope_parameters") else "rope_scaling"
+    """The parameters that hold for all layers: `rope_scaling` where the file has it, else `rope_parameters` (transformers 5).
+
+    Where a file has both, transformers reads `rope_scaling` alone. Advice to "add rope_scaling" to a folder that transformers 5 saved makes
+    such a file, and the base in its `rope_parameters` is then lost without a word. That is refused unless the base is the same anyway.
+    """
+    field = "rope_scaling" if f.get("rope_scaling") else "rope_parameters"
     given = f.inner(field)
     if any(isinstance(value, dict) for value in given.raw.values()):
         raise f.error(field, "must be one set of parameters for all layers")
+    if field == "rope_scaling" and not given.has("rope_theta"):
+        lost = f.inner("rope_parameters")
+        if lost.has("rope_theta") and (not f.has("rope_theta") or f.number("rope_theta") != lost.number("rope_theta")):
+            raise f.error(
+                field,
+                f"replaces rope_parameters, so that the rope_theta there, {lost.raw['rope_theta']!r}, would not be used;"
+                " write rope_theta into rope_scaling as well",
+            )
     return given
 
 

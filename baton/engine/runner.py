@@ -10,27 +10,27 @@ from torch import Tensor
 
 from baton.engine.attention import PagedAttention, PagedKv, Span, batch_order, plan
 from baton.engine.checkpoint import Checkpoint, expected_tensors
+from baton.engine.choice import choose_ops
 from baton.engine.config_json import read_config
+from baton.engine.cpu.allocator import keep_memory
+from baton.engine.cpu.sizes import rounded_up
 from baton.engine.fingerprint import fingerprint
 from baton.engine.kvcache import KvLayout, KvPool
-from baton.engine.memory import keep_memory
 from baton.engine.model import Transformer
-from baton.engine.ops import choose
 from baton.engine.protocol import Chunk
 from baton.engine.sampler import sample
 from baton.engine.sampling import Sampled
-from baton.engine.sizes import rounded_up
 
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
 WEIGHT_DTYPES = ("auto", "int8")
 
 
 def ignore_progress(done: int, total: int) -> None:
-    """For callers who do not watch the load."""
+    """For callers that do not follow the load."""
 
 
 class ModelRunner:
-    """A `Runner`. Made in two steps, because how many blocks fit is decided in between: `load` the weights, `attach` the pool."""
+    """A `Runner`, made in two steps: `load` the weights, then `attach` the pool. How many blocks fit is decided in between."""
 
     pool: KvPool
 
@@ -57,7 +57,7 @@ class ModelRunner:
     ) -> "ModelRunner":
         """Reads the Hugging Face folder `path`; `progress(done, total)` is called per tensor. `threads` is torch's, for the whole process.
 
-        `weight_dtype`: auto or int8, see `Linear`; `compiled`: see `engine.ops`. Raises CheckpointError for a folder that cannot be served,
+        `weight_dtype`: auto or int8, see `Linear`; `compiled`: see `choose_ops`. Raises CheckpointError for a folder that cannot be served,
         ValueError for a dtype that is unknown or that this processor cannot multiply.
         """
         if dtype not in DTYPES:
@@ -77,8 +77,8 @@ class ModelRunner:
             return checkpoint.tensor(name)
 
         where = torch.device(device)
-        model = Transformer(config, read, DTYPES[dtype], where, choose(where, DTYPES[dtype], compiled), weight_dtype)
-        keep_memory()  # only now: what loading needed for a moment has been given back
+        model = Transformer(config, read, DTYPES[dtype], where, choose_ops(where, DTYPES[dtype], compiled), weight_dtype)
+        keep_memory()  # only now, when what loading needed for a moment has been given back
         # KV of a model whose matrices were rounded is not KV of the model.
         rounded = "" if weight_dtype == "auto" else f"-{weight_dtype}"
         layout = KvLayout(

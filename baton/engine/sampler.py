@@ -1,10 +1,14 @@
 """Logits in, one token per row out: every stage works on all rows that ask for it at once, and on no others.
 
 Order, as in vLLM and Hugging Face: logit bias, repetition penalty, presence and frequency penalties, min_tokens; then for rows that are
-not greedy temperature, top-k, top-p, min-p, and the draw. Log-probabilities are those of the logits as the model gave them.
+not greedy temperature, top-k, top-p, min-p, top-a, and the draw. Log-probabilities are those of the logits as the model gave them.
 
 A row's result depends on its own logits and sequence only: stages compute row by row, and the noise of a token is a function of (seed,
-position, token id). The filters never renormalise; each is a least value that a token must reach, so ties stay in together.
+position, token id).
+
+The filters never renormalise. Each is a least score that a token must reach, so tokens that tie stay in together. Top-k keeps those that
+tie with the k-th, and top-p is a share of the mass of all that top-k keeps. Min-p and top-a look at the distribution after temperature and
+before top-k and top-p.
 """
 
 from array import array
@@ -125,7 +129,7 @@ def _draw(scores: Tensor, seqs: Seq[Sequence]) -> Tensor:
     """Token ids `[R]` drawn from softmax(scores / temperature) under the filters."""
     # Relative to the best token, so that no temperature overflows.
     scaled = (scores - scores.amax(dim=-1, keepdim=True)) / _column([seq.params.temperature for seq in seqs], scores)
-    for least in (_least_top(scaled, seqs), _least_min_p(scaled, seqs)):
+    for least in (_least_top(scaled, seqs), _least_min_p(scaled, seqs), _least_top_a(scaled, seqs)):
         if least is not None:
             scaled = scaled.masked_fill(scaled < least, -torch.inf)
     keys = [_signed(noise_key(seq.params.seed, len(seq.tokens))) for seq in seqs]
@@ -136,6 +140,12 @@ def _least_min_p(scaled: Tensor, seqs: Seq[Sequence]) -> Tensor | None:
     """A token needs min_p times the best one's probability; the best one's score is 0."""
     min_p = [seq.params.min_p for seq in seqs]
     return _column(min_p, scaled).log() if any(min_p) else None
+
+
+def _least_top_a(scaled: Tensor, seqs: Seq[Sequence]) -> Tensor | None:
+    """A token needs top_a times the square of the best one's probability, which is 1 / Σ e^score, for the best one's score is 0."""
+    top_a = [seq.params.top_a for seq in seqs]
+    return _column(top_a, scaled).log() - scaled.logsumexp(dim=-1, keepdim=True) if any(top_a) else None
 
 
 def _least_top(scaled: Tensor, seqs: Seq[Sequence]) -> Tensor | None:
@@ -160,19 +170,24 @@ def _least_top(scaled: Tensor, seqs: Seq[Sequence]) -> Tensor | None:
 
 
 def _cutoff(scaled: Tensor, k: Tensor, top_p: Tensor, width: int) -> tuple[Tensor, Tensor]:
-    """Least score kept `[r, 1]`, sought among each row's `width` best, and whether they were enough to tell `[r]`.
+    """The least score kept `[r, 1]`, sought among each row's `width` best, and whether they were enough to tell `[r]`.
 
-    Sums are running sums in a fixed order, so that neither the width nor the other rows enter.
+    `top_p` is infinite where a row does not ask for it. Sums are running sums in a fixed order, so neither the width nor the other rows
+    change them.
     """
     best = scaled.topk(width).values  # descending
     weights = best.exp()
     mass = weights.double().cumsum(dim=-1)
-    bounded = k <= width
+    limited = k < scaled.shape[1]
+    # Tokens that top-k keeps: k, and those that tie with the k-th.
+    left = torch.where(limited, (scaled >= best.gather(1, k.clamp(max=width) - 1)).sum(dim=-1, keepdim=True), k)
+    bounded = left <= width
     everything = scaled.exp().double().cumsum(dim=-1)[:, -1:] if not bounded.all() else mass[:, -1:]
-    total = torch.where(bounded, mass.gather(1, k.clamp(max=width) - 1), everything)
+    total = torch.where(bounded, mass.gather(1, left.clamp(max=width) - 1), everything)
     # A token stays while the mass before it is short of p: the one that crosses p is the last.
-    kept = torch.minimum(((mass - weights) < top_p * total).sum(dim=-1, keepdim=True).clamp_(min=1), k)
-    return best.gather(1, kept - 1), (bounded | (mass[:, -1:] >= top_p * total))[:, 0]
+    kept = torch.minimum(((mass - weights) < top_p * total).sum(dim=-1, keepdim=True).clamp_(min=1), left)
+    enough = torch.where(limited, top_p.isinf(), mass[:, -1:] >= top_p * total)
+    return best.gather(1, kept - 1), (bounded | enough)[:, 0]
 
 
 def argmax_with_noise(scaled: Tensor, keys: Tensor) -> Tensor:

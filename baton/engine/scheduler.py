@@ -41,6 +41,12 @@ class Limits:
     batch_wait_s: float = 0.5
 
     def __post_init__(self) -> None:
+        """ValueError names the limit under which nothing could ever run."""
+        for name, least in (("max_num_seqs", 1), ("max_num_batched_tokens", 1), ("max_queue", 1), ("batch_wait_s", 0)):
+            if getattr(self, name) < least:
+                raise ValueError(f"engine.{name}: must be {least} or more, got {getattr(self, name)}")
+        if not 0 <= self.reserve_growth <= 1:
+            raise ValueError(f"engine.reserve_growth: must be from 0 to 1, got {self.reserve_growth}")
         if self.max_num_batched_tokens < self.max_num_seqs:
             raise ValueError(
                 f"max_num_batched_tokens ({self.max_num_batched_tokens}) must hold one token of each of max_num_seqs ({self.max_num_seqs})"

@@ -15,7 +15,7 @@ ReadTensor = Callable[[str], Tensor]
 
 @dataclass(frozen=True, slots=True)
 class Weights:
-    """Reads the tensors whose names begin alike, and puts them on the device in the form in which they are used."""
+    """Reads the tensors that share a prefix, and puts them on the device in the form in which they are used."""
 
     read: ReadTensor
     dtype: torch.dtype
@@ -33,7 +33,7 @@ class Weights:
         return self.read(self.prefix + name)
 
     def placed(self, tensor: Tensor, dtype: torch.dtype | None = None) -> Tensor:
-        """A copy on the device, that does not keep the file open."""
+        """A copy on the device, which does not keep the file open."""
         return tensor.to(self.device, dtype or self.dtype, copy=True)
 
     def vector(self, name: str, offset: float = 0.0) -> Tensor:
@@ -41,10 +41,10 @@ class Weights:
         return self.placed(self.tensor(f"{name}.weight").float() + offset)
 
     def linear(self, *names: str, bias: bool = False) -> Linear:
-        """One matrix out of several, one below the other, each with a bias or none."""
+        """One matrix made of several, one below the other, all with a bias or all without."""
         biases = [self.tensor(f"{name}.bias") for name in names] if bias else []
         return self.matrix([self.tensor(f"{name}.weight") for name in names], biases)
 
     def matrix(self, weights: Sequence[Tensor], biases: Sequence[Tensor] = ()) -> Linear:
-        """`linear` of tensors that were read before."""
+        """As `linear`, of tensors that have been read already."""
         return Linear(weights, biases, self.dtype, self.device, self.weight_dtype, self.ops)

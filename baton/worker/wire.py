@@ -10,7 +10,7 @@ from google.protobuf.message import DecodeError
 from baton.cluster.errors import BatonError, Reason
 from baton.engine.block_key import root_key
 from baton.engine.kvcache import KvLayout
-from baton.engine.sampling import Sampled, SamplingParams
+from baton.engine.sampling import FIELDS, Sampled, SamplingParams
 from baton.engine.sequence import Finish, Sequence
 from baton.v1 import generation_pb2, worker_pb2
 from kvtransfer.handle import KvHandle, Piece, Wish
@@ -33,22 +33,12 @@ def to_sequence(job: worker_pb2.Job, model_fingerprint: str, hold: bool = False,
 
 
 def to_params(sampling: generation_pb2.SamplingParams) -> SamplingParams:
-    return SamplingParams(
-        max_tokens=sampling.max_tokens,
-        min_tokens=sampling.min_tokens,
-        temperature=sampling.temperature,
-        top_k=sampling.top_k,
-        top_p=sampling.top_p,
-        min_p=sampling.min_p,
-        repetition_penalty=sampling.repetition_penalty,
-        presence_penalty=sampling.presence_penalty,
-        frequency_penalty=sampling.frequency_penalty,
-        seed=sampling.seed,
-        logit_bias=dict(sampling.logit_bias),
-        logprobs=sampling.logprobs if sampling.HasField("logprobs") else None,
-        stop_token_ids=frozenset(sampling.stop_token_ids),
-        ignore_eos=sampling.ignore_eos,
-    )
+    """Every field by its name; a job says all of them."""
+    given = {name: getattr(sampling, name) for name in FIELDS}
+    given["logit_bias"] = dict(sampling.logit_bias)
+    given["logprobs"] = sampling.logprobs if sampling.HasField("logprobs") else None
+    given["stop_token_ids"] = frozenset(sampling.stop_token_ids)
+    return SamplingParams(**given)
 
 
 def to_token(sampled: Sampled) -> worker_pb2.GeneratedToken:

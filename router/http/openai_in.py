@@ -25,10 +25,12 @@ from pydantic import (
     StringConstraints,
     Tag,
     WithJsonSchema,
+    create_model,
 )
 from pydantic import ValidationError as Invalid
 from pydantic_core import CoreSchema, core_schema
 
+from baton.engine.sampling import NUMBERS
 from router.http.errors import HttpError, bad_value
 from router.validate import Ask, AskSampling, Limits
 
@@ -191,17 +193,15 @@ Messages = Annotated[
 ]
 
 
-class Generation(Body):
+# A field for each number that `baton.engine.sampling` declares.
+_NUMBERS: dict[str, Any] = {name: (Integer if number.integer else Number, None) for name, number in NUMBERS.items()}
+Numbers: Any = create_model("Numbers", __base__=Body, **_NUMBERS)
+
+
+class Generation(Numbers):  # type: ignore[misc]
     """What both APIs have."""
 
     model: String = None
-    temperature: Number = None
-    top_p: Number = None
-    top_k: Integer = None
-    min_p: Number = None
-    repetition_penalty: Number = None
-    presence_penalty: Number = None
-    frequency_penalty: Number = None
     seed: Seed = None
     logit_bias: Bias = None
     stop: Stop = None

@@ -13,5 +13,5 @@ def plain_torch() -> Iterator[None]:
             from baton.engine import runner
             from baton.engine.ops import Ops
 
-            patch.setattr(runner, "choose", lambda *_: Ops())
+            patch.setattr(runner, "choose_ops", lambda *_: Ops())
         yield

@@ -199,6 +199,51 @@ def test_a_device_that_is_not_there_is_refused(small: Path) -> None:
         build(Options(small, device="cuda"))
 
 
+@pytest.mark.parametrize(
+    ("change", "key"),
+    [
+        ({"block_size": 0}, "engine.block_size"),
+        ({"block_size": -16}, "engine.block_size"),
+        ({"max_model_len": 1}, "model.max_model_len"),
+        ({"max_model_len": 0}, "model.max_model_len"),
+        ({"kv_memory_bytes": 0}, "engine.kv_memory_mib"),
+        ({"kv_memory_bytes": -1}, "engine.kv_memory_mib"),
+        ({"threads": 0}, "engine.threads"),
+        ({"kv_memory_fraction": 0.0}, "engine.kv_memory_fraction"),
+        ({"kv_memory_fraction": 1.5}, "engine.kv_memory_fraction"),
+    ],
+)
+def test_options_that_build_nothing_are_refused_by_name(change: dict[str, Any], key: str) -> None:
+    with pytest.raises(BuildError, match=rf"^{key}: must be .*got "):
+        Options(Path(), **change)
+
+
+@pytest.mark.parametrize(
+    ("change", "key"),
+    [
+        ({"max_num_seqs": 0}, "max_num_seqs"),
+        ({"max_num_seqs": -4}, "max_num_seqs"),
+        ({"max_num_batched_tokens": 0}, "max_num_batched_tokens"),
+        ({"max_queue": 0}, "max_queue"),
+        ({"reserve_growth": -0.1}, "reserve_growth"),
+        ({"reserve_growth": 1.1}, "reserve_growth"),
+        ({"batch_wait_s": -1.0}, "batch_wait_s"),
+    ],
+)
+def test_limits_under_which_nothing_runs_are_refused_by_name(change: dict[str, Any], key: str) -> None:
+    with pytest.raises(ValueError, match=rf"^engine.{key}: must be .*got "):
+        Limits(**change)
+    Limits(1, 1, 0.0, 1, batch_wait_s=0.0)
+
+
+def test_a_missing_tokenizer_is_named_before_the_weights_are_loaded(small: Path, tmp_path: Path) -> None:
+    folder = altered(small, tmp_path / "model", lambda folder: (folder / "tokenizer.json").unlink())
+    loaded: list[int] = []
+    with pytest.raises(BuildError, match=r"tokenizer\.json"):
+        build(options(folder), lambda done, total: loaded.append(done))
+    assert not loaded
+
+
 def test_a_missing_folder_is_refused(tmp_path: Path) -> None:
     with pytest.raises(BuildError, match=r"^model.path: .*nothing holds no config.json"):
         build(options(tmp_path / "nothing"))
@@ -212,7 +257,7 @@ def test_a_missing_folder_is_refused(tmp_path: Path) -> None:
         (lambda folder: edit(folder, architectures=["GPT2LMHeadModel"]), CheckpointError, r"GPT2LMHeadModel.*supported: LlamaForCausalLM"),
         (lambda folder: edit(folder, architectures=7), CheckpointError, "architectures: 7 is not supported"),
         (lambda folder: (folder / "model.safetensors").unlink(), CheckpointError, "model.safetensors"),
-        (lambda folder: (folder / "tokenizer.json").unlink(), OSError, "tokenizer.json"),
+        (lambda folder: (folder / "tokenizer.json").unlink(), BuildError, r"model.path: .* holds no tokenizer.json"),
         (break_weights, BuildError, r"model.path: the weights in .* no numbers"),
     ],
     ids=["no-json", "no-object", "unsupported", "no-name", "no-weights", "no-tokenizer", "nan"],

@@ -92,6 +92,12 @@ def refusal(folder: Path) -> CheckpointError:
         ({"rope_parameters": {"rope_type": "default", "partial_rotary_factor": 0.5}}, "rope_parameters.partial_rotary_factor", "0.5"),
         ({"use_bidirectional_attention": True}, "use_bidirectional_attention", "not supported"),
         ({"tie_word_embeddings": 1}, "tie_word_embeddings", "true or false"),
+        (
+            {"rope_parameters": {"rope_theta": 5e4}, "rope_scaling": {"rope_type": "linear", "factor": 2.0}, "rope_theta": "absent"},
+            "rope_scaling",
+            "rope_theta",
+        ),
+        ({"transformers_weights": "other.safetensors"}, "transformers_weights", "not supported"),
         ({"use_sliding_window": True}, "use_sliding_window", "not supported"),
         ({"layer_types": ["full_attention", "sliding_attention"]}, "layer_types", "not supported"),
         ({"layer_types": ["full_attention"]}, "layer_types", "each of 2 layers"),
@@ -154,6 +160,8 @@ def test_which_layers_have_a_window(folder: Path) -> None:
     assert windows(folder, 3, architectures=["Phi3ForCausalLM"]) == [None] * 3
     assert windows(folder, 3, architectures=["Phi3ForCausalLM"], sliding_window=10) == [10] * 3
     assert windows(folder, 4, architectures=["Gemma2ForCausalLM"]) == [10, None, 10, None]
+    assert windows(folder, 4, sliding_window_pattern=3) == [10, None, 10, None]  # a field of Gemma 3's: Gemma 2 does not know it
+    edit_config(folder, sliding_window_pattern="absent")
     assert windows(folder, 7, architectures=["Gemma3ForCausalLM"]) == [10] * 5 + [None, 10]
     assert windows(folder, 3, sliding_window_pattern=3) == [10, 10, None]
     assert windows(folder, 2, layer_types=["full_attention", "sliding_attention"]) == [None, 10]
@@ -340,13 +348,53 @@ def test_no_weights_at_all(folder: Path) -> None:
 
 @pytest.mark.parametrize("index", ["{}", "[]", '{"weight_map": {"a": "../model.safetensors"}}', '{"weight_map": {"a": 3}}'])
 def test_a_damaged_index(folder: Path, index: str) -> None:
+    (folder / "model.safetensors").unlink()
     (folder / "model.safetensors.index.json").write_text(index)
     assert refusal(folder).field == "weight_map"
 
 
 def test_a_missing_shard(folder: Path) -> None:
+    (folder / "model.safetensors").unlink()
     (folder / "model.safetensors.index.json").write_text('{"weight_map": {"a": "model-00001-of-00002.safetensors"}}')
     assert refusal(folder).file.name == "model-00001-of-00002.safetensors"
+
+
+def test_a_single_file_is_read_although_there_is_an_index(folder: Path) -> None:
+    """As in transformers (tests/engine/test_model_parity.py asks it)."""
+    (folder / "model.safetensors.index.json").write_text('{"weight_map": {"a": "model-00001-of-00002.safetensors"}}')
+    assert fingerprints.weight_files(folder) == [folder / "model.safetensors"]
+    Checkpoint(folder, read_config(folder))
+
+
+@pytest.mark.parametrize(
+    ("name", "says"),
+    [
+        ("pytorch_model.bin", "pytorch_model.bin is: a pickle"),
+        ("pytorch_model-00001-of-00002.bin", "pickle"),
+        ("model-q4_k_m.gguf", "GGUF"),
+        ("adapter_model.safetensors", "adapter"),
+        ("consolidated.safetensors", "under another name"),
+        ("consolidated.00.pth", "pickle"),
+    ],
+)
+def test_a_folder_without_weights_of_ours_says_what_it_holds(folder: Path, name: str, says: str) -> None:
+    (folder / "model.safetensors").rename(folder / name)
+    error = str(refusal(folder))
+    assert name in error and says in error
+
+
+@pytest.mark.parametrize("suffix", ["qweight", "weight_scale_inv", "scales"])
+def test_quantised_tensors_are_called_so_without_quantization_config(folder: Path, suffix: str) -> None:
+    name = f"model.layers.0.self_attn.q_proj.{suffix}"
+    edit_weights(folder, lambda w: w.update({name: np.zeros(3, np.int32)}))
+    error = refusal(folder)
+    assert error.field == name and "quantised" in str(error) and "quantization_config" in str(error)
+
+
+def test_a_matrix_of_eight_bits_is_called_quantised(folder: Path) -> None:
+    name = "model.layers.0.mlp.up_proj.weight"
+    edit_weights(folder, lambda w: w.update({name: w[name].astype(np.int8)}))
+    assert refusal(folder).field == name and "quantised" in str(refusal(folder))
 
 
 # --- experts ------------------------------------------------------------------------------------------------------------------------

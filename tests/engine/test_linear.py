@@ -4,9 +4,11 @@ import pytest
 import torch
 from torch import Tensor
 
-from baton.engine import linear
-from baton.engine.linear import Linear, multiplies_int8
-from baton.engine.ops import Ops, choose
+from baton.engine.choice import choose_ops
+from baton.engine.cpu import onednn
+from baton.engine.cpu.onednn import multiplies_int8
+from baton.engine.linear import Linear
+from baton.engine.ops import Ops
 
 CPU = torch.device("cpu")
 ROWS = [1, 2, 7, 64, 300]
@@ -62,7 +64,7 @@ def test_int8_is_near_the_plain_product() -> None:
 @pytest.mark.parametrize("compiled", [False, True])
 def test_an_int8_row_does_not_depend_on_its_neighbours(compiled: bool) -> None:
     """To the bit: the same token in another batch is the same token."""
-    ops = choose(CPU, torch.float32, compiled)
+    ops = choose_ops(CPU, torch.float32, compiled)
     matrix, x = Linear([numbers(130, 200, seed=7)], [], torch.float32, CPU, "int8", ops), numbers(33, 200, seed=8)
     x[5] *= 1e6
     whole = matrix(x)
@@ -77,7 +79,7 @@ def test_an_int8_row_does_not_depend_on_its_neighbours(compiled: bool) -> None:
 def test_an_int8_row_alone_is_what_it_is_among_others(dtype: torch.dtype, bias: bool, outs: int, width: int) -> None:
     """Two ways to the same bits."""
     biases = [numbers(outs, seed=3).to(dtype)] if bias else []
-    matrix = Linear([numbers(outs, width, seed=1)], biases, dtype, CPU, "int8", choose(CPU, dtype, True))
+    matrix = Linear([numbers(outs, width, seed=1)], biases, dtype, CPU, "int8", choose_ops(CPU, dtype, True))
     x = (numbers(9, width, seed=2) * torch.logspace(-6, 6, 9)[:, None]).to(dtype)
     x[3], x[4, 0], x[5, 0] = 0.0, torch.nan, torch.inf
     whole = matrix(x)
@@ -94,7 +96,7 @@ def test_int8_rows_of_nothing_and_of_no_numbers() -> None:
 
 
 def test_int8_is_refused_where_it_would_not_be_exact(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(linear, "_is_exact", lambda: False)
+    monkeypatch.setattr(onednn, "_is_exact", lambda: False)
     with pytest.raises(ValueError, match=r"engine\.weight_dtype.*VNNI"):
         Linear([numbers(8, 8)], [], torch.float32, CPU, "int8")
     monkeypatch.undo()
@@ -104,7 +106,7 @@ def test_int8_is_refused_where_it_would_not_be_exact(monkeypatch: pytest.MonkeyP
 
 def test_what_overflows_is_found(monkeypatch: pytest.MonkeyPatch) -> None:
     """Negative control of the trial: a product that stops at 2^15, as without VNNI, is not exact."""
-    monkeypatch.setattr(linear, "_product", lambda weight, scales: lambda x: ((x.float() - 128) @ weight.float().T).clamp(max=2.0**15))
-    linear._is_exact.cache_clear()
+    monkeypatch.setattr(onednn, "packed_int8", lambda weight, scales: lambda x: ((x.float() - 128) @ weight.float().T).clamp(max=2.0**15))
+    onednn._is_exact.cache_clear()
     assert not multiplies_int8(CPU)
-    linear._is_exact.cache_clear()
+    onednn._is_exact.cache_clear()

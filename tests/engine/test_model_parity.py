@@ -8,8 +8,10 @@ from pathlib import Path
 import pytest
 import torch
 from safetensors import safe_open
+from safetensors.torch import save_file
 from torch import Tensor
 from transformers import (
+    AutoConfig,
     DeepseekV2Config,
     DeepseekV3Config,
     Gemma2Config,
@@ -27,6 +29,7 @@ from transformers.models.auto.modeling_auto import AutoModelForCausalLM
 
 from baton.engine import attention
 from baton.engine.attention import PagedKv
+from baton.engine.checkpoint import CheckpointError
 from baton.engine.config_json import SUPPORTED, read_config
 from baton.engine.kvcache import KvPool
 from baton.engine.naive import next_logits
@@ -310,6 +313,59 @@ def test_the_old_spelling_of_rope_is_read_the_same(tmp_path: Path) -> None:
     assert read_config(tmp_path) == new
     assert new.ropes[0].kind == "llama3"
     assert new.ropes[0].original_positions == 64
+
+
+def edit_config(folder: Path, **fields: object) -> None:
+    file = folder / "config.json"
+    raw = json.loads(file.read_text()) | fields
+    file.write_text(json.dumps({name: value for name, value in raw.items() if value is not None}))
+
+
+SCALING = {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 64}
+
+
+@pytest.mark.parametrize(
+    ("name", "fields"),
+    [
+        ("llama", {"rope_scaling": SCALING | {"rope_theta": 777.0}}),
+        ("llama", {"rope_scaling": SCALING, "rope_theta": 10000.0}),
+        ("llama3-rope", {"rope_scaling": {"type": "linear", "factor": 2.0, "rope_theta": 1000.0}}),
+        ("deepseek3", {"rope_scaling": SCALING | {"rope_theta": 1000.0, "mscale": 1.0, "mscale_all_dim": 0.5}}),
+        ("gemma3", {"rope_scaling": {"factor": 2.0}}),
+        ("gemma2", {"sliding_window_pattern": 3, "layer_types": None, "num_hidden_layers": 2}),
+    ],
+    ids=["theta-inside", "theta-outside", "llama3-to-linear", "deepseek", "gemma3-merges", "gemma2-ignores-the-pattern"],
+)
+def test_what_a_config_says_twice_is_read_as_transformers_reads_it(tmp_path: Path, name: str, fields: dict[str, object]) -> None:
+    build(name, tmp_path)
+    before = read_config(tmp_path)
+    edit_config(tmp_path, **fields)
+    tokens = random_tokens(75, seed=1)
+    model = AutoModelForCausalLM.from_pretrained(tmp_path, attn_implementation="eager", dtype="float32").eval()
+    assert_close(next_logits(ModelRunner.load(tmp_path).model, tokens), reference(model, tokens)[-1:])
+    assert (read_config(tmp_path) != before) is ("rope_scaling" in fields)
+
+
+def test_a_base_that_rope_scaling_would_lose_is_refused(tmp_path: Path) -> None:
+    """transformers goes back to its default without a word."""
+    build("llama3-rope", tmp_path)
+    edit_config(tmp_path, rope_scaling=SCALING)
+    assert AutoConfig.from_pretrained(tmp_path).rope_parameters["rope_theta"] == 10000.0
+    with pytest.raises(CheckpointError, match=r"rope_scaling: replaces rope_parameters.*1000\.0"):
+        read_config(tmp_path)
+
+
+def test_of_a_single_file_and_an_index_the_file_is_read(tmp_path: Path) -> None:
+    model = build("llama", tmp_path / "shards")
+    index = json.loads((tmp_path / "shards" / "model.safetensors.index.json").read_text())
+    other = build("llama-tied", tmp_path / "whole")
+    edit_config(tmp_path / "whole", tie_word_embeddings=False)
+    tensors = {key: value.contiguous() for key, value in other.state_dict().items()}
+    save_file({key: value.clone() for key, value in tensors.items()}, tmp_path / "shards" / "model.safetensors")
+    tokens, folder = random_tokens(20, seed=1), tmp_path / "shards"
+    theirs = AutoModelForCausalLM.from_pretrained(folder, attn_implementation="eager", dtype="float32").eval()
+    assert index["weight_map"] and not torch.equal(reference(model, tokens), reference(theirs, tokens))
+    assert_close(next_logits(ModelRunner.load(folder).model, tokens), reference(theirs, tokens)[-1:])
 
 
 @pytest.mark.parametrize("name", CONFIGS)

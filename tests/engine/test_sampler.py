@@ -43,6 +43,7 @@ def random_params(rng: random.Random) -> SamplingParams:
         top_k=maybe(rng.randint(1, 2 * VOCAB), 0),
         top_p=maybe(rng.uniform(0.05, 1), 1.0),
         min_p=maybe(rng.uniform(0, 0.5), 0.0),
+        top_a=maybe(rng.uniform(0, 1), 0.0),
         repetition_penalty=maybe(rng.uniform(0.5, 2), 1.0),
         presence_penalty=maybe(rng.uniform(-2, 2), 0.0),
         frequency_penalty=maybe(rng.uniform(-2, 2), 0.0),
@@ -71,18 +72,24 @@ def plain_scores(logits: Row, seq: Sequence) -> Row:
 
 
 def plain_filter(scaled: Row, p: SamplingParams) -> list[int]:
-    """Ids that may be drawn."""
-    order = sorted(range(len(scaled)), key=lambda i: -scaled[i])
-    if p.top_k:
-        order = order[: p.top_k]
-    probs = np.exp(scaled[order] - scaled[order[0]])
-    probs /= probs.sum()
-    kept, mass = [], 0.0
-    for token, prob in zip(order, probs, strict=True):
-        if mass < p.top_p and prob >= p.min_p * probs[0]:
-            kept.append(token)
-        mass += prob
-    return kept
+    """Ids that may be drawn. Each filter is a least score: whoever ties with the last one that is kept is kept too."""
+    left = list(range(len(scaled)))
+    if 0 < p.top_k < len(left):
+        left = at_least(scaled, left, sorted(scaled, reverse=True)[p.top_k - 1])
+    probs, mass = np.exp(scaled - scaled.max()), 0.0
+    best = probs.max() / probs.sum()
+    surest = [i for i in range(len(scaled)) if probs[i] / probs.sum() >= p.top_a * best**2]
+    probs /= probs[left].sum()
+    for token in sorted(left, key=lambda i: -scaled[i]):
+        mass += probs[token]
+        if mass >= p.top_p:
+            left = at_least(scaled, left, scaled[token])
+            break
+    return [i for i in left if probs[i] >= p.min_p * probs.max() and i in surest]
+
+
+def at_least(scaled: Row, ids: list[int], least: float) -> list[int]:
+    return [i for i in ids if scaled[i] >= least]
 
 
 def plain_gumbel(seed: int, position: int, token: int) -> float:
@@ -179,6 +186,11 @@ RAMP = torch.tensor([[0.5, 0.25, 0.125, 0.0625, 0.0625]]).log()
         (SamplingParams(max_tokens=1, top_k=2, top_p=0.66), {0}),  # top_p counts what top_k left: 0.5 of 0.75
         (SamplingParams(max_tokens=1, min_p=0.3), {0, 1}),
         (SamplingParams(max_tokens=1, min_p=1.0), {0}),
+        (SamplingParams(max_tokens=1, top_a=0.3), {0, 1, 2}),  # 0.075, of 0.5 squared
+        (SamplingParams(max_tokens=1, top_a=0.25), {0, 1, 2, 3, 4}),  # 0.0625: as much is enough
+        (SamplingParams(max_tokens=1, top_a=1.0), {0, 1}),
+        (SamplingParams(max_tokens=1, top_a=0.3, top_k=2), {0, 1}),
+        (SamplingParams(max_tokens=1, temperature=0.5, top_a=0.3), {0, 1}),  # best is 0.73: 0.16 is asked for, 0.18 and 0.05 are there
         (SamplingParams(max_tokens=1, temperature=0.5, min_p=0.3), {0}),  # temperature comes first
         (SamplingParams(max_tokens=1, temperature=1e-30), {0}),
         (SamplingParams(max_tokens=1, temperature=0.0), {0}),
@@ -186,6 +198,35 @@ RAMP = torch.tensor([[0.5, 0.25, 0.125, 0.0625, 0.0625]]).log()
 )
 def test_filters(params: SamplingParams, left: set[int]) -> None:
     assert drawn(params, RAMP) == left
+
+
+TIES = torch.tensor([[2.0] * 4 + [1.0] * 6 + [-30.0] * 20])
+
+
+@pytest.mark.parametrize(
+    ("params", "left"),
+    [
+        (SamplingParams(max_tokens=1, top_k=5), 10),
+        # Top-p counts the mass of everything that top-k kept, ties included: 0.64 of ten tokens is the first four's.
+        (SamplingParams(max_tokens=1, top_k=5, top_p=0.9), 10),
+        (SamplingParams(max_tokens=1, top_k=5, top_p=0.6), 4),
+        (SamplingParams(max_tokens=1, top_k=3, top_p=0.9), 4),
+        (SamplingParams(max_tokens=1, top_p=0.9), 10),
+    ],
+)
+@pytest.mark.parametrize("selected", [1, 5, 9, 256])
+def test_filters_among_ties(monkeypatch: pytest.MonkeyPatch, selected: int, params: SamplingParams, left: int) -> None:
+    """As bfloat16 makes them. `selected` 5 and 9: the ties with the fifth go on behind what is sorted first."""
+    monkeypatch.setattr("baton.engine.sampler.SELECTED", selected)
+    assert drawn(params, TIES, 600) == set(range(left)) == set(plain_filter(TIES[0].double().numpy(), params))
+
+
+@pytest.mark.parametrize("seed", range(4))
+def test_agrees_with_the_plain_sampler_on_scores_that_tie(seed: int) -> None:
+    seqs, logits = random_sequences(50, seed), (random_logits(50, seed) / 3).round()
+    expected = [plain_sample(row.double().numpy(), seq) for row, seq in zip(logits, seqs, strict=True)]
+    found = [answer.token for answer in sample(logits, seqs, EOS)]
+    assert found == expected
 
 
 @pytest.mark.parametrize("selected", [1, 10, VOCAB])

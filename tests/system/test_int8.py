@@ -9,9 +9,9 @@ from tokenizers import Tokenizer
 
 from baton.cli.main import SHIPPED
 from baton.engine.build import Options, build
+from baton.engine.cpu.onednn import multiplies_int8
 from baton.engine.engine import Engine
 from baton.engine.fingerprint import fingerprint
-from baton.engine.linear import multiplies_int8
 from baton.engine.sampling import SamplingParams
 from baton.engine.sequence import Sequence
 from baton.models.train.stories import story

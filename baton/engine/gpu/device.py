@@ -1,4 +1,4 @@
-"""What a device does behind the host's back, and how to wait for it. On the CPU everything is done at once, so that the same code runs."""
+"""Work that a device does while the host goes on, and how to wait for it. A CPU does everything at once, so the same code runs there."""
 
 from typing import Any
 
@@ -8,7 +8,7 @@ from torch import Tensor
 
 
 def upload(values: npt.NDArray[Any], device: torch.device) -> Tensor:
-    """A new tensor on the device. Returns before the copy is made: the pinned memory in between is torch's, which keeps it until then."""
+    """A new tensor on the device. Returns before the copy is made: torch keeps the pinned memory in between until then."""
     host = torch.from_numpy(values)
     if device.type != "cuda" or not len(host):
         return host.to(device, copy=True)
@@ -32,11 +32,11 @@ class Mark:
         self._event = torch.cuda.Event() if device.type == "cuda" else None  # type: ignore[no-untyped-call]
 
     def record(self) -> None:
-        """Moves the mark behind all work given so far."""
+        """Sets the mark after all work given so far."""
         if self._event is not None:
             self._event.record()
 
     def wait(self) -> None:
-        """Until the device has passed the mark; at once where none was recorded."""
+        """Waits until the device has passed the mark; returns at once where none was recorded."""
         if self._event is not None:
             self._event.synchronize()

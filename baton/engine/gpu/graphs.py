@@ -27,7 +27,7 @@ class Graphs:
     """Captured decode steps, by size."""
 
     def __init__(self, capture: Callable[[Compute], Compute]) -> None:
-        """`capture`: `Captures(device)`, or on a device without graphs a function that answers what it got."""
+        """`capture`: `Captures(device)`, or on a device without graphs `uncaptured`."""
         self._capture = capture
         self._replays: dict[int, Compute] = {}
 
@@ -40,7 +40,7 @@ class Graphs:
         self._replays[size] = self._capture(compute)
 
     def run(self, size: int) -> Tensor:
-        """What `compute` of this size answers for what is in the inputs now; valid until the next run of any size."""
+        """The answer of this size's `compute` for what is in the inputs now. Valid until the next run of any size."""
         return self._replays[size]()
 
 

@@ -33,7 +33,7 @@ class Capacity:
 
 @dataclass(eq=False, slots=True)
 class Seat:
-    """A row of the tables on the device, and who sits there."""
+    """A row of the tables on the device, and the sequence that has it."""
 
     index: int
     seq: Sequence | None = None
@@ -72,7 +72,7 @@ class Inputs:
     """The tables, and the tensors that a captured graph reads."""
 
     def __init__(self, capacity: Capacity, block_size: int, scratch_block: int, device: torch.device) -> None:
-        """`scratch_block` is nobody's: the dummy sequence writes there."""
+        """`scratch_block` belongs to no sequence: the dummy sequence writes there."""
         seats, tokens = capacity.max_num_seqs, capacity.max_num_batched_tokens
         self.capacity = capacity
         self.block_size = block_size
@@ -123,7 +123,7 @@ class Inputs:
         captured: bool,
         facts: Ints,
     ) -> Step:
-        """Sends `facts` `[4, T]`, and what is to know of the sequences, each with padding behind it."""
+        """Sends `facts` `[4, T]` and the facts of the sequences, each followed by padding."""
         padding = size - decodes
         dummies = np.array([[0], [0], [self._scratch_slot], [0]]).repeat(padding, axis=1)
         self._fill(self._token_rows, np.concatenate((facts, dummies), axis=1))
@@ -167,7 +167,7 @@ class Inputs:
         return torch.cat((known, step.tokens[step.size :])) if len(step.tokens) > step.size else known
 
     def _take_seats(self, seqs: list[Sequence]) -> list[Seat]:
-        """Old seats for those who have one; the others get those that were used longest ago."""
+        """Sequences keep the seat they have; the others get the seats that were used longest ago."""
         now = next(self._steps)
         for seq in seqs:
             if seat := self._seat_of.get(seq):
@@ -210,7 +210,7 @@ class Inputs:
         blocks = np.fromiter(chain.from_iterable(touched), dtype=np.int64)
         slots = blocks[(bases - starts // size)[owners] + positions // size] * size + positions % size
         tails = np.zeros_like(slots)
-        # Only who writes the first slot of a block zeroes those behind: they are zero for whoever comes later.
+        # Only the span that writes the first slot of a block zeroes those behind: they are zero for any that comes later.
         tails[befores + ns - 1] = np.where((ends - 1) // size * size >= starts, -ends % size, 0)
         return np.stack((np.fromiter(chain.from_iterable(ids), dtype=np.int64), positions, slots, tails))
 

@@ -11,7 +11,8 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from baton.engine.gpu.attention import DeviceAttention, installed, make_attention
+from baton.engine.gpu.attention import DeviceAttention
+from baton.engine.gpu.choice import installed, make_attention
 from baton.engine.gpu.device import Mark
 from baton.engine.gpu.graphs import Captures, Graphs, ladder, uncaptured
 from baton.engine.gpu.inputs import Capacity, Inputs, Ints, Step
@@ -47,7 +48,7 @@ class DevicePending:
 
 
 class GpuRunner(ModelRunner):
-    """A `ModelRunner` that can `submit`. Loaded as one; `attach` takes what the device needs to know besides."""
+    """A `ModelRunner` that can `submit`. It is loaded as one; `attach` takes what a device needs in addition."""
 
     def attach(
         self,
@@ -59,9 +60,9 @@ class GpuRunner(ModelRunner):
     ) -> None:
         """Lays out the pool on the device, or takes `tensor`, `[num_blocks + 1, *block_shape]`: the last block is scratch.
 
-        `capacity` bounds every batch. `backend`: see `engine.gpu.attention`. `graph_sizes`: batch sizes of which decode steps are captured,
-        where that can be; None: a ladder up to the capacity. Raises ValueError for a pool of another layout and for a backend that cannot
-        be had.
+        `capacity` bounds every batch. `backend`: see `baton.engine.gpu.choice`. `graph_sizes`: batch sizes of which decode steps are
+        captured, where that can be; None: a ladder up to the capacity. Raises ValueError for a pool of another layout and for a backend
+        that cannot be had.
         """
         if difference := self.layout.difference(pool.layout):
             raise ValueError(f"the pool does not fit the model: {difference}")
@@ -159,13 +160,13 @@ class GpuRunner(ModelRunner):
 
     @torch.inference_mode()
     def _warm_up_sampler(self) -> None:
-        """Its kernels are compiled at their first call, which shall be no request's."""
+        """Its kernels are compiled at their first call, which must not be a request's."""
         params = SamplingParams(max_tokens=1, top_k=2, top_p=0.5, min_p=0.1, logprobs=1)
         seq = Sequence("warm-up", [0], 1, params, root=b"")
         self._sampler.draw(torch.zeros(1, self.vocab_size, device=self.device), [seq], [])
 
     def _to_host(self, draw: Draw) -> Draw:
-        """Copies on their way into pinned memory; valid behind the step's event."""
+        """Starts the copies into pinned memory. They are valid after the step's event."""
         tensors = (draw.tokens, draw.finite, draw.logprobs, draw.ids)
         tokens, finite, logprobs, ids = (None if t is None else t.to("cpu", non_blocking=True) for t in tensors)
         assert tokens is not None and finite is not None
@@ -173,7 +174,7 @@ class GpuRunner(ModelRunner):
 
 
 def _asks_the_device(model: Transformer) -> bool:
-    """Whether a forward pass waits for numbers: experts that have matrices of their own do, and cannot be captured."""
+    """Whether a forward pass reads numbers back: experts with separate matrices do, and cannot be captured."""
     return any(isinstance(layer.mlp, Mixture) and isinstance(layer.mlp.experts, SeparateExperts) for layer in model.layers)
 
 

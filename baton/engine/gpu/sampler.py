@@ -1,5 +1,5 @@
-"""`engine.sampler` without a question to the device: what a row asks for is known on the host, and everything that depends on logits stays
-where they are. The answer is read when somebody wants it.
+"""`baton.engine.sampler` for a device, without waiting for it: what a row asks for is known on the host, and everything that depends on
+logits stays where they are. The answer is read when it is wanted.
 
 Same order, same filters, same noise, so the same tokens, up to the last bit of a logarithm. Penalties need the tokens so far, the last of
 which the host may not know yet: they are counted on the device, in the sequence's seat, as they are sampled.
@@ -37,12 +37,12 @@ class Draw:
 
 @dataclass(frozen=True, slots=True)
 class Filters:
-    """Of the rows of one draw, `[R]` each, on the device."""
+    """What the rows of one draw ask for, `[R]` each, on the device."""
 
     temperature: Tensor  # float32, 1 where greedy
     top_k: Tensor  # int64, at least V for none
     top_p: Tensor  # float64 of a float32, more than 1 for none
-    log_min_p: Tensor  # float32, -inf for none
+    floor: Tensor  # float32, the least scaled score that min-p and top-a let through, -inf for none
     greedy: Tensor  # bool
     keys: Tensor  # int64
     any_top: bool
@@ -71,7 +71,7 @@ class Sampler:
         if all(seq.params.temperature < GREEDY_BELOW for seq in seqs):
             tokens = scores.argmax(dim=-1)
         else:
-            tokens = self._pick(scores, best, self._filters(seqs, scores.shape[1]))
+            tokens = self._pick(scores, best, self._filters(seqs, scores, best))
         if penalised:
             self._remembered(logits.shape[1]).note(
                 [seqs[i] for i in penalised], [seated[i] for i in penalised], tokens[self._index(penalised)]
@@ -123,13 +123,13 @@ class Sampler:
             scores = torch.where(dead, logits, scores)
         return scores
 
-    def _filters(self, seqs: Seq[Sequence], vocab: int) -> Filters:
-        params = [seq.params for seq in seqs]
+    def _filters(self, seqs: Seq[Sequence], scores: Tensor, best: Tensor) -> Filters:
+        params, vocab = [seq.params for seq in seqs], scores.shape[1]
         # Rows of an aligned length: Triton compiles a kernel again for a pointer that is aligned otherwise.
-        facts = np.ones((5, -(-len(params) // ALIGNED) * ALIGNED))
+        facts = np.ones((6, -(-len(params) // ALIGNED) * ALIGNED))
         for i, p in enumerate(params):
             cold = p.temperature < GREEDY_BELOW
-            facts[:, i] = (1.0, vocab, 2.0, 0.0, 1.0) if cold else (p.temperature, p.top_k or vocab, p.top_p, p.min_p, 0.0)
+            facts[:, i] = (1.0, vocab, 2.0, 0.0, 1.0, 0.0) if cold else (p.temperature, p.top_k or vocab, p.top_p, p.min_p, 0.0, p.top_a)
         facts[1] = np.where((facts[1] > 0) & (facts[1] < vocab), facts[1], vocab)
         facts[2] = np.where(facts[2] < 1, facts[2], 2.0)
         keys = np.array([noise_key(p.seed, len(seq.tokens)) for p, seq in zip(params, seqs, strict=True)], dtype=np.uint64)
@@ -137,7 +137,11 @@ class Sampler:
         narrow = upload(facts.astype(np.float32), self._device)[:, : len(params)]
         any_top = bool(((facts[1] < vocab) | (facts[2] < 1))[: len(params)].any())
         noise = upload(keys.view(np.int64), self._device)
-        return Filters(narrow[0], sent[1].long(), narrow[2].double(), narrow[3].log(), sent[4] > 0, noise, any_top)
+        floor = narrow[3].log()
+        if facts[5, : len(params)].any():
+            scaled = (scores - best[:, None]) / narrow[0][:, None]
+            floor = torch.maximum(floor, narrow[5].log() - scaled.logsumexp(dim=-1))  # see `baton.engine.sampler`
+        return Filters(narrow[0], sent[1].long(), narrow[2].double(), floor, sent[4] > 0, noise, any_top)
 
     def _logprobs(self, logits: Tensor, tokens: Tensor, asked: list[int], n: int) -> tuple[Tensor, Tensor]:
         """Of the model's own distribution: `[r, 1 + n]`, and the ids `[r, n]`, by (log-probability descending, id ascending)."""
@@ -167,7 +171,7 @@ class History:
         for seq, seat in zip(seqs, seated, strict=True):
             if self._noted[seat.index] == (seq, len(seq.tokens)):
                 continue
-            assert seq.tokens[-1] != UNKNOWN, "who is in a step with an unknown token was in the one before it, in this seat"
+            assert seq.tokens[-1] != UNKNOWN, "a sequence with an unknown token was in the step before, in this seat"
             tokens = upload(np.array(seq.tokens), self._device)
             self._in_prompt[seat.index].zero_().index_fill_(0, tokens[: seq.prompt_len], True)
             outputs = tokens[seq.prompt_len :]
@@ -194,7 +198,7 @@ class History:
 
 
 def answers(draw: Draw, seqs: Seq[Sequence]) -> list[Sampled | None]:
-    """A draw whose tensors are on the host, in words; None where the logits were no numbers."""
+    """A draw whose tensors are on the host, as `Sampled`; None where the logits are not finite."""
     sampled = [Sampled(token) if finite else None for token, finite in zip(draw.tokens.tolist(), draw.finite.tolist(), strict=True)]
     if draw.logprobs is not None and draw.ids is not None:
         for i, row, ids in zip(draw.asked, draw.logprobs.tolist(), draw.ids.tolist(), strict=True):
@@ -213,15 +217,17 @@ def _penalises(params: SamplingParams) -> bool:
 
 
 def pick_plainly(scores: Tensor, best: Tensor, filters: Filters) -> Tensor:
-    """In plain torch, by sorting: what `baton.engine.gpu.triton_sampling.pick` is measured against."""
+    """In plain torch, by sorting. `baton.engine.gpu.triton_sampling.pick` is measured against it."""
     scaled = (scores - best[:, None]) / filters.temperature[:, None]
-    least = filters.log_min_p[:, None]
+    least = filters.floor[:, None]
     if filters.any_top:
         ordered = scaled.sort(dim=-1, descending=True).values
         weights = ordered.exp()
         mass = weights.double().cumsum(dim=-1)
-        total = mass.gather(1, filters.top_k[:, None].clamp(max=scores.shape[1]) - 1)
+        kth = ordered.gather(1, filters.top_k[:, None].clamp(max=scores.shape[1]) - 1)
+        left = (ordered >= kth).sum(dim=-1, keepdim=True).clamp_(min=1)  # k, and those that tie with the k-th
+        total = mass.gather(1, left - 1)
         kept = ((mass - weights) < filters.top_p[:, None] * total).sum(dim=-1, keepdim=True).clamp_(min=1)
-        least = torch.maximum(least, ordered.gather(1, torch.minimum(kept, filters.top_k[:, None]) - 1))
+        least = torch.maximum(least, ordered.gather(1, torch.minimum(kept, left) - 1))
     drawn = argmax_with_noise(scaled.masked_fill(scaled < least, -torch.inf), filters.keys)
     return torch.where(filters.greedy, scores.argmax(dim=-1), drawn)

@@ -1,4 +1,4 @@
-"""Attention in our own kernels, and what it shares with the backends of others: they read the pool, our kernel writes it."""
+"""Attention in our own kernels, and what it shares with borrowed backends: those read the pool, and our kernel writes it."""
 
 from collections.abc import Sequence
 

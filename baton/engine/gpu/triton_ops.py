@@ -1,5 +1,4 @@
-"""The pointwise operations of a layer as one kernel each: on a device every launch that is saved is time, and every pass over memory
-too."""
+"""The pointwise operations of a layer as one kernel each: on a device, every launch and every pass over memory that is saved is time."""
 
 import torch
 import triton

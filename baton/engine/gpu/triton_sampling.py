@@ -1,4 +1,4 @@
-"""The draw of `baton.engine.sampler` in two kernels that never ask the host anything.
+"""The draw of `baton.engine.sampler` in two kernels that never wait for the host.
 
 `cutoff` finds the least score that top-k and top-p let through, without sorting: scores relative to the best are at most 0, so the bits of
 their magnitude order them, and a search over these bits with several pivots at a time finds the place where the count, or the mass, of what
@@ -64,9 +64,7 @@ def _cutoff_kernel(scores, bests, temperatures, top_ks, top_ps, least, vocab, ro
         upto = tl.min(tl.where(short, upto, counts), 0)
     if p < 1:
         counts, masses = _weigh(row, best, temperature, vocab, high + steps * 0, CHUNK, PIVOTS)
-        worst = tl.exp(-high.to(tl.int32).to(tl.float32, bitcast=True)).to(tl.float64)
-        surplus = tl.maximum(upto - k, 0).to(tl.float64)  # equals of the k-th best; they share its place, but only k have a mass
-        target = p * (tl.max(masses, 0) - surplus * worst)
+        target = p * tl.max(masses, 0)  # of what top-k keeps: k scores, and those that tie with the k-th
         low = tl.full([], -1, tl.int64)
         below = tl.full([], 0, tl.int64)
         while (high - low > 1) & (upto - below > 1):
@@ -99,7 +97,7 @@ def _race_kernel(scores, bests, temperatures, least, greedy, keys, firsts, winne
 
 def pick(scores: Tensor, best: Tensor, filters: Filters) -> Tensor:
     """Token ids `[R]` of scores `[R, V]` float32 under the filters of their rows; `best` `[R]` is the highest of each."""
-    least = filters.log_min_p
+    least = filters.floor
     if filters.any_top:
         least = torch.maximum(least, cutoff(scores, best, filters))
     return race(scores, best, least, filters)

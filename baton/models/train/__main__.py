@@ -1,4 +1,4 @@
-"""`python -m baton.models.train` makes what ships: tokenizer, model, draft, model cards. Stopped, it goes on where it was."""
+"""`python -m baton.models.train` makes what ships: tokenizer, model, draft and model cards. A stopped run continues where it was."""
 
 import argparse
 import os
@@ -64,7 +64,7 @@ def _train(recipe: Recipe, tokens: int, tokenizer: Tokenizer, work: Path, device
 
 
 def export(model: nn.Module, recipe: Recipe, tokenizer: Tokenizer, folder: Path) -> None:
-    """A Hugging Face folder with weights in bfloat16. What else is in the folder stays."""
+    """A Hugging Face folder with weights in bfloat16. Other files in the folder stay."""
     write(folder, recipe.shape, tokenizer, dtype="bfloat16", temperature=0.8)
     weights = {name: p.detach().to(torch.bfloat16).contiguous() for name, p in model.named_parameters()}
     save_file(weights, folder / "model.safetensors", metadata={"format": "pt"})

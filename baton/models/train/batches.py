@@ -1,4 +1,4 @@
-"""Documents → batches of about the same number of tokens."""
+"""Turns documents into batches of about the same number of tokens."""
 
 from collections.abc import Iterator
 from dataclasses import dataclass

@@ -1,4 +1,4 @@
-"""Document `i` of a split is a function of (seed, split, size, i): no file, no end, and the same again after a restart."""
+"""Document `i` of a split is a function of (seed, split, size, i): there is no file and no end, and a restart gives the same documents."""
 
 from collections.abc import Iterator, Sequence
 from random import Random
@@ -19,7 +19,7 @@ TINY, SHORT, LONG = 30, 130, 300  # words: nothing but copying, no story alone, 
 
 
 def render(messages: Sequence[Message], reply: bool = False) -> str:
-    """What CHAT_TEMPLATE makes of `messages`; with `reply`, the assistant is to speak next."""
+    """`messages` as CHAT_TEMPLATE renders them; with `reply`, the assistant speaks next."""
     return BOS + "".join(f"<|{m.role}|>{m.content}{EOS}" for m in messages) + ("<|assistant|>" if reply else "")
 
 
@@ -40,7 +40,7 @@ def document(rng: Random, size: int) -> str:
 
 
 def documents(seed: int, split: str, size: int, start: int = 0) -> Iterator[str]:
-    """From number `start` on. Splits share no document."""
+    """Documents from number `start` on. Splits share none."""
     while True:
         yield document(Random(f"{seed}/{split}/{size}/{start}"), size)
         start += 1
@@ -58,7 +58,7 @@ def _plain(rng: Random, size: int) -> str:
 
 
 def _list_of_facts(rng: Random, size: int) -> str:
-    """Many facts, then a question for each in another order: nothing but recall."""
+    """Many facts, then a question for each in another order: pure recall."""
     count = max(2, min(size // 22, 60))
     told = distinct_facts(rng, count)
     messages = [Message("user", " ".join(f"{upper(f.statement)}." for f in told)), Message("assistant", "I will remember that.")]
@@ -75,6 +75,6 @@ def _long(rng: Random, size: int) -> str:
 
 
 def _repeat(rng: Random) -> str:
-    """Things, places and names without sense, and the same again: nothing but copying."""
+    """Things, places and names without sense, and the same again: pure copying."""
     parts = [rng.choice((words.thing, words.place, words.invented_name))(rng) for _ in range(rng.randint(4, 30))]
     return render([Message("user", f"Repeat this: {', '.join(parts)}."), Message("assistant", f"{', '.join(parts)}.")])

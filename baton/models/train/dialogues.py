@@ -24,7 +24,7 @@ class Message:
 
 @dataclass(frozen=True, slots=True)
 class Fact:
-    """Something that only its telling can teach."""
+    """A fact that can only be known from having been told."""
 
     statement: str  # without capital and full stop
     question: str
@@ -120,7 +120,7 @@ def _sum(talk: Talk, rng: Random) -> None:
 
 
 def _story(talk: Talk, rng: Random, please: str = "") -> None:
-    """`please`: how it is asked for, if that tells nothing of the story."""
+    """`please`: how the story is asked for, where that says nothing about it."""
     s = outline(rng)
     hero, friend = s.hero, s.friend
     length, episodes = rng.choice((("a", 2), ("a", 2), ("a", 3), ("a short", 1), ("a long", 4)))
@@ -143,7 +143,7 @@ def _story(talk: Talk, rng: Random, please: str = "") -> None:
 
 
 def _casual(rng: Random, text: str) -> str:
-    """Sometimes as people type: no capital at the start, no sign at the end."""
+    """Sometimes as people type: no capital at the start, no punctuation at the end."""
     return text[0].lower() + text[1:].rstrip(".?!") if rng.random() < 0.25 else text
 
 
@@ -213,7 +213,7 @@ TOPICS: tuple[tuple[Callable[[Talk, Random], None], int], ...] = (
 
 
 def conversation(rng: Random, size: int) -> list[Message]:
-    """Of about `size` words; it ends with questions for what was told and not asked yet."""
+    """Of about `size` words; it ends with questions about what was told and not asked yet."""
     talk = Talk()
     if rng.random() < 0.1:
         talk.messages.append(Message("system", rng.choice(("You are Tale.", "You tell stories.", "Answer in one sentence.", "Be kind."))))

@@ -49,7 +49,7 @@ def held_out_loss(model: nn.Module, tokenizer: Tokenizer) -> Loss:
 
 @torch.inference_mode()
 def agreement(draft: nn.Module, target: nn.Module, tokenizer: Tokenizer) -> float:
-    """Share of positions of held-out text at which both would say the same token, greedily."""
+    """Share of positions in held-out text at which both choose the same token greedily."""
     same = count = 0
     for ids in _held_out(tokenizer):
         same += int((_logits(draft, ids[:-1]).argmax(-1) == _logits(target, ids[:-1]).argmax(-1)).sum())
@@ -108,7 +108,7 @@ def recall_question(tokenizer: Tokenizer, distance: int, trial: int) -> tuple[li
 
 @torch.inference_mode()
 def generate(model: nn.Module, tokenizer: Tokenizer, text: str, temperature: float, seed: int, limit: int = 400) -> str:
-    """Goes on after `text`, special tokens spelled out, until the model ends it."""
+    """Continues `text`, special tokens spelled out, until the model ends it."""
     ids = torch.tensor([tokenizer.encode(text, add_special_tokens=False).ids])
     torch.manual_seed(seed)
     options = {"do_sample": True, "temperature": temperature, "top_k": 0} if temperature else {"do_sample": False}

@@ -40,7 +40,7 @@ class Story:
         return " ".join(self.sentences)
 
     def tell(self, *sentences: str | tuple[str, ...]) -> None:
-        """Sentences in order; of a tuple one."""
+        """Sentences in order; of a tuple, one is chosen."""
         self.sentences.extend(upper(said if isinstance(said, str) else self.rng.choice(said)) for said in sentences)
 
     def ask(self, question: str | tuple[str, ...], answer: str) -> None:
@@ -51,7 +51,7 @@ class Story:
 
 
 def character(rng: Random, *others: Character) -> Character:
-    """Somebody who shares neither name nor kind with the others."""
+    """A character that shares neither name nor kind with the others."""
     while True:
         girl = rng.random() < 0.5
         kind = rng.choice(words.ANIMALS) if rng.random() < 0.7 else ("girl" if girl else "boy")

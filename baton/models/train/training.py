@@ -18,7 +18,7 @@ from torch import Tensor, nn
 from torch.nn import functional
 from transformers import LlamaConfig, LlamaForCausalLM
 
-from baton.engine.memory import keep_memory
+from baton.engine.cpu.allocator import keep_memory
 from baton.models.folder import BOS_ID, EOS_ID, RMS_NORM_EPS
 from baton.models.train.batches import Batch, round_batches
 from baton.models.train.recipe import SEED, Recipe, phase
@@ -146,7 +146,7 @@ def _save(folder: Path, model: nn.Module, optimizers: list[torch.optim.Optimizer
 
 
 def _resume(folder: Path, model: nn.Module, optimizers: list[torch.optim.Optimizer]) -> Run:
-    """What `_save` wrote, put back; a new run where nothing is."""
+    """Restores what `_save` wrote, or starts a new run where there is nothing."""
     file = folder / "state.safetensors"
     if not file.exists():
         return Run()
@@ -164,7 +164,7 @@ def _resume(folder: Path, model: nn.Module, optimizers: list[torch.optim.Optimiz
 
 
 def read_run(folder: Path) -> Run:
-    """How far the training whose state is in `folder` has come."""
+    """How far the training in `folder` has come."""
     with safe_open(folder / "state.safetensors", "pt") as file:
         saved = json.loads(file.metadata()["run"])
     return Run(saved["round"], saved["tokens"], saved["seconds"], [tuple(entry) for entry in saved["history"]])

@@ -1,4 +1,4 @@
-"""The words of the generated world. Every list is data; what is done with it stands in `stories` and `dialogues`."""
+"""The words of the generated world. The lists are data; `stories` and `dialogues` use them."""
 
 from random import Random
 
@@ -111,7 +111,7 @@ _CODAS = "l m n r s x th nk rt".split()
 
 
 def invented_name(rng: Random) -> str:
-    """A name that stands in no list, so that names must be copied and cannot all be known."""
+    """A name that is in no list, so that names must be copied and cannot all be learnt."""
     syllables = "".join(rng.choice(_ONSETS) + rng.choice(_VOWELS) for _ in range(rng.choice((1, 2))))
     return (syllables + rng.choice(_CODAS)).capitalize()
 

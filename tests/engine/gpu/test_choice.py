@@ -1,9 +1,11 @@
 """Which backend attends: the best that is installed and fits, or the one that was named, or a refusal that says why."""
 
+import sys
+
 import pytest
 import torch
 
-from baton.engine.gpu.attention import BACKENDS, Facts, choose, why_not
+from baton.engine.gpu.choice import BACKENDS, Facts, choose, installed, why_not
 
 H200 = Facts("cuda", torch.bfloat16, 16, 128, 2)
 
@@ -66,6 +68,12 @@ def test_a_named_one_that_can_be_is_taken() -> None:
 def test_an_unknown_one_is_refused() -> None:
     with pytest.raises(ValueError, match="'xformers' is unknown; known: auto, flashinfer"):
         choose("xformers", H200, everything)
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="triton is built for Linux")
+def test_triton_is_installed_where_the_tests_of_this_folder_need_it() -> None:
+    """They skip without it; a missing dependency must not look like a passed suite."""
+    assert installed("triton")
 
 
 def test_torch_is_always_possible() -> None:

@@ -49,6 +49,7 @@ def random_params(rng: random.Random) -> SamplingParams:
         top_k=rng.choice((0, 1, 7, 200, 10**6)),
         top_p=rng.choice((1.0, 0.05, 0.5, 0.95)),
         min_p=rng.choice((0.0, 0.0, 0.2)),
+        top_a=rng.choice((0.0, 0.0, 0.4)),
         repetition_penalty=rng.choice((1.0, 1.0, 1.3, 0.8)),
         presence_penalty=rng.choice((0.0, 0.0, 0.7)),
         frequency_penalty=rng.choice((0.0, 0.0, -0.4)),
@@ -91,7 +92,9 @@ def test_it_draws_what_the_reference_draws(device: torch.device, pick) -> None:
 
 @pytest.mark.parametrize("pick", PICKS)
 @pytest.mark.parametrize(
-    "filters", [{"top_k": 5}, {"top_p": 0.9}, {"top_k": 50, "top_p": 0.3}, {"top_p": 1e-9}, {"top_k": VOCAB - 1}, {"min_p": 0.5}], ids=str
+    "filters",
+    [{"top_k": 5}, {"top_p": 0.9}, {"top_k": 50, "top_p": 0.3}, {"top_p": 1e-9}, {"top_k": VOCAB - 1}, {"min_p": 0.5}, {"top_a": 0.8}],
+    ids=str,
 )
 def test_each_filter_alone(device: torch.device, pick, filters: dict[str, float]) -> None:
     """Against the reference, on scores among which many are equal, and some masked."""
@@ -101,6 +104,22 @@ def test_each_filter_alone(device: torch.device, pick, filters: dict[str, float]
     seqs = [Sequence(str(i), [0], 1, SamplingParams(max_tokens=9, seed=rng.getrandbits(63), **filters), root=b"") for i in range(16)]
     expected = reference.sample(logits, seqs, EOS)
     assert [answer and answer.token for answer in draw(ours, logits, seqs)] == [answer.token for answer in expected]
+
+
+@pytest.mark.parametrize("pick", PICKS)
+def test_the_mass_of_top_k_includes_those_that_tie_with_the_last(device: torch.device, pick) -> None:
+    """Four scores of 2, six of 1: top-k 5 keeps ten, so a nucleus of 0.9 needs more than the first four."""
+    logits = torch.full((200, VOCAB), -30.0, device=device)
+    logits[:, :4], logits[:, 4:10] = 2.0, 1.0
+    ours, found = sampler(device, pick()), []
+    for first in (0, 1):
+        seqs = [
+            Sequence(str(i), [0], 1, SamplingParams(max_tokens=9, seed=2 * i + first, top_k=5, top_p=0.9), root=b"") for i in range(200)
+        ]
+        drawn = [answer.token for answer in draw(ours, logits, seqs) if answer]
+        assert drawn == [answer.token for answer in reference.sample(logits, seqs, EOS)]
+        found += drawn
+    assert set(found) == set(range(10))
 
 
 def test_penalties_follow_a_sequence_whose_last_token_is_unknown_on_the_host(device: torch.device) -> None:

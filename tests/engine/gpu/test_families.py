@@ -46,7 +46,7 @@ def test_logits_are_those_of_transformers(
     torch.manual_seed(1)
     model = AutoModelForCausalLM.from_config(config, attn_implementation="eager").eval()
     model.save_pretrained(tmp_path)
-    monkeypatch.setattr(plain_runner, "choose", lambda *_: triton_ops.TritonOps())
+    monkeypatch.setattr(plain_runner, "choose_ops", lambda *_: triton_ops.TritonOps())
     runner = GpuRunner.load(tmp_path, block_size=4, device=str(device))
     assert isinstance(runner, GpuRunner)
     runner.attach(KvPool(runner.layout, 20), capacity=Capacity(3, 64, 64), backend="triton", graph_sizes=(3,))

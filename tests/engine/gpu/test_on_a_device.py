@@ -12,7 +12,7 @@ import torch
 
 from baton.engine.checkpoint import LayerAttention
 from baton.engine.engine import Engine
-from baton.engine.gpu.attention import BACKENDS, Facts, why_not
+from baton.engine.gpu.choice import BACKENDS, Facts, why_not
 from baton.engine.gpu.inputs import Capacity
 from baton.engine.gpu.overlap import OverlapEngine
 from baton.engine.gpu.runner import GpuRunner

@@ -8,6 +8,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from baton.engine.sampling import NUMBERS
 from router.http import openai_in
 from router.http.errors import HttpError
 from router.http.openai_in import (
@@ -149,6 +150,7 @@ def test_every_sampling_parameter_arrives() -> None:
         "max_tokens": 9, "min_tokens": 2,
         "ignore_eos": True,
     }  # fmt: skip
+    given |= {name: number.range.high for name, number in NUMBERS.items() if name not in given}
     assert set(given) == set(openai_in.SAMPLING)
     want = {**given, "logit_bias": {5: -100, 0: 1.5}, "stop": ("a", "b"), "stop_token_ids": (3,)}
     assert sampling(ask_completion(**given)) == AskSampling(**want, default_max_tokens=16)

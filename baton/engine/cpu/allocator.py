@@ -1,4 +1,4 @@
-"""The C library's allocator, told what this program is like."""
+"""Settings of the C library's allocator."""
 
 import ctypes
 
@@ -7,7 +7,7 @@ _M_MMAP_MAX = -4
 
 
 def keep_memory() -> None:
-    """Lets glibc keep what was freed, for the whole process: fresh pages for every large tensor cost up to a third of a step on a CPU."""
+    """Makes glibc keep freed memory, for the whole process. Fresh pages for every large tensor cost up to a third of a step on a CPU."""
     libc = ctypes.CDLL(None)
     if hasattr(libc, "mallopt"):
         libc.mallopt(_M_MMAP_MAX, 0)

@@ -8,7 +8,8 @@ import pytest
 import torch
 from torch import Tensor
 
-from baton.engine.ops import Ops, choose
+from baton.engine.choice import choose_ops
+from baton.engine.ops import Ops
 from baton.models.make_small import make
 
 CPU = torch.device("cpu")
@@ -20,8 +21,7 @@ SHAPES = [(1, 8), (1, 64), (3, 37), (16, 512), (64, 130), (700, 96)]  # the last
 
 @pytest.fixture(scope="module")
 def compiled() -> Ops:
-    pytest.importorskip("numba")
-    ops = choose(CPU, torch.float32, compiled=True)
+    ops = choose_ops(CPU, torch.float32, compiled=True)
     assert type(ops) is not Ops
     return ops
 
@@ -133,7 +133,7 @@ def test_no_rows(compiled: Ops) -> None:
     ("device", "dtype", "wanted"), [("cpu", torch.float32, False), ("meta", torch.float32, True), ("cpu", torch.float16, True)]
 )
 def test_plain_torch_where_the_kernels_are_not_for(device: str, dtype: torch.dtype, wanted: bool) -> None:
-    assert type(choose(torch.device(device), dtype, compiled=wanted)) is Ops
+    assert type(choose_ops(torch.device(device), dtype, compiled=wanted)) is Ops
 
 
 PROCESS = """
@@ -160,7 +160,6 @@ def run(folder: Path, compiled: str, *absent: str) -> tuple[str, str]:
 
 
 def test_a_process_without_numba_serves_the_same_tokens(tmp_path: Path) -> None:
-    pytest.importorskip("numba")
     make(tmp_path, hidden=64, layers=2, heads=4, kv_heads=2, vocab=300, context=96)
     fast, slow = run(tmp_path, "on"), run(tmp_path, "on", "numba")
     assert fast[0].startswith("CompiledOps True") and "engine.compiled" not in fast[1]

@@ -12,9 +12,8 @@ from torch import Tensor
 
 from baton.engine.attention import Meta, PagedAttention, PagedKv, Span, batch_order, plan
 from baton.engine.checkpoint import LayerAttention
-
-pytest.importorskip("numba")
-from baton.engine import kernels
+from baton.engine.cpu import kernel, span_attention
+from baton.engine.cpu.compiled_ops import ATTENTION
 
 TOLERANCE = {torch.float32: 2e-6, torch.bfloat16: 2.0**-8}  # of values of about one
 LAYERS = 2
@@ -71,7 +70,7 @@ class Case:
             for position in range(span.start):
                 self.slot(span, position)[:] = kv[position]
         self.q = torch.randn(sum(new for _, new in lengths), shape.heads, shape.dim, generator=generator).to(shape.dtype)
-        self.paged = PagedKv(self.pool, shape.value_dim, kernels.ATTENTION if in_place else None)
+        self.paged = PagedKv(self.pool, shape.value_dim, ATTENTION if in_place else None)
 
     def slot(self, span: Span, position: int) -> Tensor:
         """[L, P, Hkv, D]"""
@@ -122,14 +121,14 @@ def test_decodes(shape: Shape, how: LayerAttention, before: list[int], seed: int
 
 
 def run_with(threads: int, case: Case, how: LayerAttention = PLAIN) -> None:
-    usual, shared_from = torch.get_num_threads(), kernels.SHARED_FROM
+    usual, shared_from = torch.get_num_threads(), kernel.SHARED_FROM
     torch.set_num_threads(threads)
-    kernels.SHARED_FROM = 1
+    kernel.SHARED_FROM = 1
     try:
         case.check(how)
     finally:
         torch.set_num_threads(usual)
-        kernels.SHARED_FROM = shared_from
+        kernel.SHARED_FROM = shared_from
 
 
 @given(
@@ -180,13 +179,13 @@ def test_spans_a_few_queries_at_a_time(
     if latent:
         shape = Shape(shape.heads, 1, shape.dim, shape.block_size, shape.dtype, value_dim=max(1, shape.dim - 3))
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(kernels, "QUERIES", at_once)
+        patch.setattr(span_attention, "QUERIES", at_once)
         run_with(threads, Case(shape, [(before, new)]), how)
 
 
 @given(st.integers(1, 600), st.integers(1, 300))
 def test_parts_cover_all_queries_in_few_sizes(n: int, most: int) -> None:
-    parts = list(kernels._parts(n, most))
+    parts = list(span_attention.parts(n, most))
     assert sorted({i for first, last in parts for i in range(first, last)}) == list(range(n))
     sizes = {last - first for first, last in parts}
     assert all(size & (size - 1) == 0 and 1 <= size <= most for size in sizes)
@@ -201,7 +200,7 @@ def test_products_of_many_lengths_have_few_sizes(monkeypatch: pytest.MonkeyPatch
         sizes.add((x.shape, y.shape))
         return x @ y
 
-    monkeypatch.setattr(kernels, "product", product)
+    monkeypatch.setattr(span_attention, "product", product)
     for before in range(0, 1000, 37):
         for new in range(2, 100, 9):
             Case(Shape(2, 1, 8, 16), [(before, new)]).attend()
@@ -212,16 +211,16 @@ def test_scores_of_a_long_span_have_a_bound(monkeypatch: pytest.MonkeyPatch) -> 
     case, sizes = Case(Shape(4, 2, 16, 16), [(100, 90)]), []
 
     def product(x: Tensor, y: Tensor) -> Tensor:
-        answer = kernels_product(x, y)
+        answer = onednn_product(x, y)
         sizes.append(answer.nbytes)
         return answer
 
-    kernels_product = kernels.product
-    monkeypatch.setattr(kernels, "product", product)
-    monkeypatch.setattr(kernels, "SCORE_BYTES", 16 << 10)
+    onednn_product = span_attention.product
+    monkeypatch.setattr(span_attention, "product", product)
+    monkeypatch.setattr(span_attention, "SCORE_BYTES", 16 << 10)
     case.check()
     assert 8 << 10 < max(sizes) <= 16 << 10
-    monkeypatch.setattr(kernels, "SCORE_BYTES", 1)
+    monkeypatch.setattr(span_attention, "SCORE_BYTES", 1)
     case.check()  # one query at a time at least
 
 
@@ -289,11 +288,11 @@ def test_kernels_work_where_there_is_no_place_to_keep_them(monkeypatch: pytest.M
     def nowhere(function: object) -> None:
         raise RuntimeError("cannot cache function: no locator available")
 
-    monkeypatch.setattr(kernels, "FunctionCache", nowhere)
+    monkeypatch.setattr(kernel, "FunctionCache", nowhere)
 
     def first_two_are_one(pointer):  # type: ignore[no-untyped-def]
-        kernels.carray(pointer, 2)[1] = kernels.carray(pointer, 2)[0]
+        kernel.carray(pointer, 2)[1] = kernel.carray(pointer, 2)[0]
 
     memory = torch.tensor([7, 0])
-    ctypes.PYFUNCTYPE(None, ctypes.c_void_p)(kernels._function(first_two_are_one).address)(memory.data_ptr())
+    ctypes.PYFUNCTYPE(None, ctypes.c_void_p)(kernel.c_function(first_two_are_one).address)(memory.data_ptr())
     assert memory.tolist() == [7, 7] and "NUMBA_CACHE_DIR" in caplog.text

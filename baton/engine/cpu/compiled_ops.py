@@ -1,0 +1,73 @@
+"""The operations of a layer on compiled kernels.
+
+Importing this module compiles them, which takes seconds, or loads what an earlier process compiled. It fails where Numba finds nothing to
+compile for, or where torch's threads are not GNU's OpenMP; `baton.engine.choice.choose_ops` then stays with plain torch.
+"""
+
+from collections.abc import Callable
+
+import torch
+from torch import Tensor
+
+from baton.engine.attention import Kernels
+from baton.engine.cpu import int8, pointwise
+from baton.engine.cpu.decode_attention import attend_in_place, store
+from baton.engine.cpu.span_attention import attend_span
+from baton.engine.ops import Ops
+
+ATTENTION = Kernels(attend_in_place, attend_span, store)
+
+
+class CompiledOps(Ops):
+    """float32 and bfloat16 on the CPU."""
+
+    attention = ATTENTION
+
+    def __init__(self) -> None:
+        super().__init__(packs=True)
+
+    def add_rms_norm(self, x: Tensor, y: Tensor | None, weight: Tensor, eps: float) -> Tensor:
+        if not x.is_contiguous() or weight.dtype != x.dtype:
+            return super().add_rms_norm(x, y, weight, eps)
+        out = torch.empty_like(x)
+        pointwise.add_rms_norm(x, y if y is None else y.contiguous(), weight, out, eps)
+        return out
+
+    def silu_mul(self, gate_up: Tensor) -> Tensor:
+        return _gated(gate_up.contiguous(), gelu=False)
+
+    def gelu_tanh_mul(self, gate_up: Tensor) -> Tensor:
+        return _gated(gate_up.contiguous(), gelu=True)
+
+    def rotate_(self, qk: Tensor, rotation: Tensor) -> None:
+        if qk.stride(2) != 1:
+            return super().rotate_(qk, rotation)
+        pointwise.rotate(qk, rotation.contiguous())
+        return None
+
+    def quantize(self, x: Tensor) -> tuple[Tensor, Tensor]:
+        x = x.contiguous()
+        out, steps = torch.empty_like(x, dtype=torch.uint8), x.new_empty(len(x), dtype=torch.float32)
+        int8.quantize(x, out, steps)
+        return out, steps
+
+    def row_multiplier(self, matrix: Tensor, steps: Tensor, bias: Tensor | None) -> Callable[[Tensor], Tensor]:
+        sums, outs = matrix.sum(dim=1, dtype=torch.int32), len(matrix)
+
+        def multiply(x: Tensor) -> Tensor:
+            out = x.new_empty(1, outs)
+            int8.multiply_row(x.contiguous(), matrix, steps, sums, bias, out)
+            return out
+
+        return multiply
+
+    def dequantize(self, products: Tensor, steps: Tensor, bias: Tensor | None, dtype: torch.dtype) -> Tensor:
+        out = products if dtype == torch.float32 else torch.empty_like(products, dtype=dtype)
+        int8.dequantize(products, steps, bias, out)
+        return out
+
+
+def _gated(gate_up: Tensor, gelu: bool) -> Tensor:
+    out = gate_up.new_empty(gate_up.shape[0], gate_up.shape[1] // 2)
+    pointwise.gated(gate_up, out, gelu)
+    return out

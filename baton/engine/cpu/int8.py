@@ -1,0 +1,79 @@
+"""What stands before and behind a product of int8 matrices, compiled; and the whole product of a single row.
+
+The numbers are those of `baton.engine.ops.Ops`, to the last bit.
+"""
+
+import numpy as np
+from numba import njit
+
+from baton.engine.cpu.kernel import floats, int8s, int32s, kernel, numbers, uint8s
+from baton.engine.cpu.primitives import ROUND, put, share, wide
+
+STEPS, SMALLEST = np.float32(127), np.finfo(np.float32).tiny
+
+
+@njit(error_model="numpy")
+def _round_row(values, rounded):
+    # As integers, floats without their sign are in the same order, and a NaN is the greatest.
+    greatest = np.uint32(0)
+    for i in range(len(values)):
+        greatest = max(greatest, np.uint32(np.float32(wide(values[i])).view(np.uint32) & np.uint32(0x7FFFFFFF)))
+    step = np.uint32(greatest).view(np.float32) / STEPS
+    step = step if step > SMALLEST or step != step else SMALLEST
+    for i in range(len(values)):
+        nearest = np.float32(wide(values[i]) / step + ROUND)
+        rounded[i] = np.uint8(nearest.view(np.uint32) + np.uint32(128))
+    return step
+
+
+@kernel("rows * width", x=numbers("rows", "width"), out=uint8s("rows", "width"), steps=floats("rows"))
+def quantize(x, out, steps, rows, width):
+    """As `Ops.quantize`."""
+    first, last = share(rows)
+    for row in range(first, last):
+        steps[row] = _round_row(x[row * width : (row + 1) * width], out[row * width : (row + 1) * width])
+
+
+@kernel(
+    "outs * width",
+    x=numbers("1", "width"),
+    matrix=int8s("outs", "width"),
+    steps=floats("outs"),
+    sums=int32s("outs"),
+    bias=numbers("outs", optional=True),
+    out=numbers("1", "outs"),
+)
+def multiply_row(x, matrix, steps, sums, bias, has_bias, out, width, outs):
+    """What `quantize`, oneDNN and `dequantize` make of a single row. Such a product is short, and three calls are not."""
+    rounded = np.empty(width, np.uint8)
+    step = _round_row(x, rounded)
+    first, last = share(outs)
+    for i in range(first, last):
+        weights = matrix[i * width : (i + 1) * width]
+        product = np.int32(0)
+        for k in range(width):
+            product += np.int32(np.int32(rounded[k]) * np.int32(weights[k]))
+        value = np.float32(np.int32(product - np.int32(128) * sums[i])) * steps[i] * step
+        if has_bias:
+            value += wide(bias[i])
+        put(out, i, value)
+
+
+@kernel(
+    "rows * width",
+    products=floats("rows", "width"),
+    steps=floats("rows"),
+    bias=numbers("width", optional=True),
+    out=numbers("rows", "width"),
+)
+def dequantize(products, steps, bias, has_bias, out, rows, width):
+    """As `Ops.dequantize`. `out` may be `products`."""
+    first, last = share(rows)
+    for row in range(first, last):
+        values, scaled, step = products[row * width : (row + 1) * width], out[row * width : (row + 1) * width], steps[row]
+        if has_bias:
+            for i in range(width):
+                put(scaled, i, values[i] * step + wide(bias[i]))
+        else:
+            for i in range(width):
+                put(scaled, i, values[i] * step)

@@ -1,0 +1,300 @@
+"""A compiled kernel, from one declaration of its arguments.
+
+    @kernel("rows * width", x=numbers("rows", "width"), weight=numbers("width"), out=numbers("rows", "width"), eps=REAL)
+    def scale(x, weight, out, rows, width, eps): ...
+
+The function is Numba's Python and runs once on each thread of torch's team. It is compiled where it stands, so what it calls must stand
+above it. It may ask for the declared arguments by name, arrays as flat
+views; for the sizes that the shapes name; for `x_stride0`, `x_stride1` … where strides are free; and for `has_x` where x may be None. The
+declaration generates everything in between: the Python call, which compares every tensor's type, shape and strides with it before any
+native code runs; the packed arguments; and the C function that unpacks them. So these cannot disagree.
+
+The C function has one argument, a pointer to int64s: addresses, sizes, and floats by their bits. A call thus costs one `struct.pack` and
+one foreign call. Where there is enough to do, all of torch's own OpenMP threads make it at once, each for its share (`GOMP_parallel`): the
+threads of another pool would take the cores from the matrices in between.
+"""
+
+import ctypes
+import inspect
+import logging
+import struct
+import sys
+import zlib
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from numba import carray, cfunc, njit, types
+from numba.core.caching import FunctionCache
+from numba.np.unsafe.ndarray import to_fixed_tuple
+from torch import Tensor
+
+from baton.engine.cpu import primitives
+
+log = logging.getLogger(__name__)
+
+C_FUNCTION = types.void(types.CPointer(types.int64))
+SHARED_FROM = 1 << 16  # numbers to compute; for fewer, waking the other threads costs more than they save
+
+
+@dataclass(frozen=True, slots=True)
+class Array:
+    """A tensor: its type, its shape, and how much of it must lie in one piece."""
+
+    dtype: torch.dtype | None  # None: the type of the call's numbers, float32 or bfloat16
+    view: str  # how the kernel sees the memory
+    dims: tuple[str, ...]  # sizes: a name is bound by the first tensor that has it, an expression of names is compared
+    strided: int = 0  # leading dimensions whose strides are free; the others lie in one piece
+    optional: bool = False
+    elements: int = 1  # that the kernel sees for one of the tensor
+
+
+def numbers(*dims: str, strided: int = 0, optional: bool = False) -> Array:
+    """Of the call's own type: all of a call's numbers are float32, or all are bfloat16."""
+    return Array(None, "", dims, strided, optional)
+
+
+def floats(*dims: str) -> Array:
+    return Array(torch.float32, "float32", dims)
+
+
+def complexes(*dims: str) -> Array:
+    """The kernel sees real and imaginary parts in turn."""
+    return Array(torch.complex64, "float32", dims, elements=2)
+
+
+def int64s(*dims: str) -> Array:
+    return Array(torch.int64, "int64", dims)
+
+
+def int32s(*dims: str) -> Array:
+    return Array(torch.int32, "int32", dims)
+
+
+def int8s(*dims: str) -> Array:
+    return Array(torch.int8, "int8", dims)
+
+
+def uint8s(*dims: str) -> Array:
+    return Array(torch.uint8, "uint8", dims)
+
+
+@dataclass(frozen=True, slots=True)
+class Scalar:
+    code: str  # as `struct` has it
+
+
+INT, REAL = Scalar("q"), Scalar("d")
+Declared = dict[str, Array | Scalar]
+
+
+class ArgumentError(TypeError):
+    """A call that does not fit the kernel's declaration; the text names kernel and argument."""
+
+
+def kernel(work: str, fast: set[str] | bool = False, **arguments: Array | Scalar) -> Callable[[Callable[..., None]], Callable[..., None]]:
+    """`work`: an expression of sizes and integers, about how many numbers a call computes with. `fast`: Numba's `fastmath`.
+
+    The call takes the declared arguments in their order. It raises ArgumentError for one that does not fit.
+    """
+
+    def compile_(function: Callable[..., None]) -> Callable[..., None]:
+        names = _Names(arguments)
+        packed_by = struct.Struct("q" + names.format)  # the first says whether numbers are bfloat16
+        address = _c_function(function, arguments, names, fast).address
+        space = {
+            "bfloat16": torch.bfloat16,
+            "float32": torch.float32,
+            "threads_of": torch.get_num_threads,
+            "module": sys.modules[__name__],
+            "pack": packed_by.pack,
+            # A short call keeps the GIL: to give it away and wait for it would take longer.
+            "alone": ctypes.PYFUNCTYPE(None, ctypes.c_char_p)(address),
+            "together": _together,
+            "address": address,
+            "refuse": lambda *given: _refuse(function.__name__, arguments, given),
+            **{f"{name}_dtype": each.dtype for name, each in arguments.items() if isinstance(each, Array)},
+        }
+        exec(compile(_python_call(work, arguments, names), f"<call of {function.__name__}>", "exec"), space)
+        call: Callable[..., None] = space["call"]
+        call.__name__ = call.__qualname__ = function.__name__
+        call.__doc__ = function.__doc__
+        return call
+
+    return compile_
+
+
+class _Names:
+    """The values of a call in the order in which they are packed: the declared arguments, then the sizes, then the free strides."""
+
+    def __init__(self, arguments: Declared) -> None:
+        arrays = {name: each for name, each in arguments.items() if isinstance(each, Array)}
+        self.sizes: dict[str, str] = {}  # name → the tensor that binds it
+        for name, each in arrays.items():
+            if not each.optional:
+                for size in each.dims:
+                    if size.isidentifier() and size not in arguments:
+                        self.sizes.setdefault(size, name)
+        self.strides = {f"{name}_stride{i}": (name, i) for name, each in arrays.items() for i in range(each.strided)}
+        self.packed = [*arguments, *self.sizes, *self.strides]
+        declared = (each.code if isinstance(each, Scalar) else "q" for each in arguments.values())
+        self.format = "".join(declared) + "q" * (len(self.sizes) + len(self.strides))
+
+
+# --- the C function ------------------------------------------------------------------------------------------------------------------
+
+
+def _c_function(function: Callable[..., None], arguments: Declared, names: _Names, fast: set[str] | bool) -> Any:
+    """A function of one pointer that unpacks and calls `function`, compiled for both types of numbers."""
+    asked = list(inspect.signature(function).parameters)
+
+    def given(kind: str) -> Iterator[str]:
+        for name in asked:
+            each = arguments.get(name)
+            if isinstance(each, Array):
+                size = f"{name}_stride0 * ({each.dims[0]})" if each.strided else " * ".join(f"({dim})" for dim in each.dims)
+                yield f"view_{each.view or kind}({name}, {each.elements} * {size})"
+            elif name.startswith("has_"):
+                yield f"{name.removeprefix('has_')} != 0"
+            else:
+                yield f"real({name})" if each is REAL else name
+
+    known = {*names.packed, *(f"has_{name}" for name, each in arguments.items() if isinstance(each, Array) and each.optional)}
+    if unknown := [name for name in asked if name not in known]:
+        raise ArgumentError(f"{function.__name__}: {unknown[0]}: neither declared nor a size or stride of what is")
+    name, count = function.__name__, 1 + len(names.packed)
+    source = f"""
+def make(stamp):
+    def {name}(pointer):
+        stamp
+        half, {", ".join(names.packed)} = to_fixed_tuple(carray(pointer, {count}), {count})
+        if half:
+            body({", ".join(given("uint16"))})
+        else:
+            body({", ".join(given("float32"))})
+    return {name}
+"""
+    views = {view: getattr(primitives, view) for view in vars(primitives) if view.startswith("view_")}
+    space = {"body": njit(fastmath=fast, error_model="numpy")(function), "carray": carray, "to_fixed_tuple": to_fixed_tuple} | views
+    space |= {"real": primitives.real, "__name__": function.__module__}
+    # With the file and line of `function`, Numba keeps what it compiled beside that file, for as long as the file does not change.
+    code = function.__code__
+    exec(compile("\n" * (code.co_firstlineno - 1) + source, code.co_filename, "exec"), space)
+    unpacking = space["make"](_stamp())
+    unpacking.__qualname__ = name
+    return c_function(unpacking)
+
+
+def _stamp() -> int:
+    """Over the files of this folder. It is part of what a compiled kernel is kept under: Numba itself looks at the kernel's own file only,
+    and would not see a change in what that file uses."""
+    stamp = 0
+    for file in sorted(Path(__file__).parent.glob("*.py")):
+        stamp = zlib.crc32(file.read_bytes(), stamp)
+    return stamp
+
+
+def c_function(function: Callable[[Any], None]) -> Any:
+    """Compiled, and kept on disk where there is a place for that: beside its file, under the user's cache, or in NUMBA_CACHE_DIR."""
+    try:
+        FunctionCache(function)
+    except RuntimeError:
+        log.warning("nowhere to keep compiled kernels: every start compiles them; NUMBA_CACHE_DIR can name a folder")
+        return cfunc(C_FUNCTION)(function)
+    return cfunc(C_FUNCTION, cache=True)(function)
+
+
+# --- the call from Python ------------------------------------------------------------------------------------------------------------
+
+
+def _python_call(work: str, arguments: Declared, names: _Names) -> str:
+    """Source of the call. It is generated so that what is checked costs a comparison each, and no loop."""
+    arrays = {name: each for name, each in arguments.items() if isinstance(each, Array)}
+    kind_of = next(name for name, each in arrays.items() if each.dtype is None and not each.optional)
+    lines, conditions = [], ["(kind is float32 or kind is bfloat16)"]
+    for name, each in arrays.items():
+        bound = [size if names.sizes.get(size) == name else "_" for size in each.dims]
+        if set(bound) != {"_"}:
+            lines.append(f"{', '.join(bound)}, = {name}.shape")
+        lines += [f"{name}_strides = {name}.stride()"] if each.strided else []
+        lines += [f"{name}_stride{i} = {name}_strides[{i}]" for i in range(each.strided)]
+        checks = [f"{name}.dtype is {f'{name}_dtype' if each.dtype else 'kind'}"] if name != kind_of else []
+        if "_" in bound:
+            checks.append(f"{name}.shape == ({', '.join(each.dims)},)")
+        checks.append(_in_one_piece(name, each))
+        conditions.append(f"({name} is None or ({' and '.join(checks)}))" if each.optional else " and ".join(checks))
+    pointers = {
+        name: f"0 if {name} is None else {name}.data_ptr()" if each.optional else f"{name}.data_ptr()" for name, each in arrays.items()
+    }
+    given, joined = ", ".join(arguments), "\n            and ".join(conditions)
+    return f"""
+def call({given}):
+    try:
+        kind = {kind_of}.dtype
+        {"; ".join(lines)}
+        good = (
+            {joined}
+        )
+    except (AttributeError, IndexError, ValueError):
+        good = False
+    if not good:
+        refuse({given})
+    packed = pack(kind is bfloat16, {", ".join(pointers.get(name, name) for name in names.packed)})
+    if {work} < module.SHARED_FROM or (threads := threads_of()) == 1:
+        alone(packed)
+    else:
+        together(address, packed, threads, 0)
+"""
+
+
+def _in_one_piece(name: str, each: Array) -> str:
+    if not each.strided:
+        return f"{name}.is_contiguous()"
+    inner = each.dims[each.strided :]
+    usual = ", ".join(" * ".join(f"({dim})" for dim in inner[i + 1 :]) or "1" for i in range(len(inner)))
+    # Torch lets the stride of a dimension of size 1 be anything.
+    return f"({name}_strides[{each.strided}:] == ({usual},) or {name}[{', '.join('0' * each.strided)}].is_contiguous())"
+
+
+def _refuse(kernel: str, arguments: Declared, given: tuple[Any, ...]) -> None:
+    """Raises ArgumentError for the first argument that does not fit."""
+    arrays = {name: (each, value) for (name, each), value in zip(arguments.items(), given, strict=True) if isinstance(each, Array)}
+    sizes = {name: value for (name, each), value in zip(arguments.items(), given, strict=True) if each is INT}
+    kind = None
+    for name, (each, tensor) in arrays.items():
+        if each.optional and tensor is None:
+            continue
+        if not isinstance(tensor, Tensor):
+            raise ArgumentError(f"{kernel}: {name}: must be a tensor, got {type(tensor).__name__}")
+        allowed = [each.dtype] if each.dtype else [torch.float32, torch.bfloat16] if kind is None else [kind]
+        if tensor.dtype not in allowed:
+            raise ArgumentError(f"{kernel}: {name}: must be {' or '.join(str(dtype) for dtype in allowed)}, got {tensor.dtype}")
+        kind = kind if each.dtype else tensor.dtype
+        if tensor.dim() != len(each.dims):
+            raise ArgumentError(f"{kernel}: {name}: must be [{', '.join(each.dims)}], got {list(tensor.shape)}")
+        if not each.optional:
+            for size, found in zip(each.dims, tensor.shape, strict=True):
+                if size.isidentifier():
+                    sizes.setdefault(size, found)
+    for name, (each, tensor) in arrays.items():
+        if tensor is None:
+            continue
+        wanted = [eval(dim, {}, sizes) for dim in each.dims]
+        if list(tensor.shape) != wanted:
+            raise ArgumentError(f"{kernel}: {name}: must be [{', '.join(each.dims)}] = {wanted}, got {list(tensor.shape)}")
+        if not tensor[(0,) * each.strided].is_contiguous():
+            which = f"behind its first {each.strided} dimensions, " if each.strided else ""
+            raise ArgumentError(f"{kernel}: {name}: must lie in one piece, {which}got strides {tensor.stride()}")
+    raise ArgumentError(f"{kernel}: {given!r} do not fit the declaration")
+
+
+def _team() -> Any:
+    """`GOMP_parallel(function, data, threads, flags)` of the OpenMP that torch has loaded. AttributeError where it is another kind."""
+    together = ctypes.CDLL(None).GOMP_parallel
+    together.restype, together.argtypes = None, [ctypes.c_void_p, ctypes.c_char_p, ctypes.c_uint, ctypes.c_uint]
+    return together
+
+
+_together = _team()

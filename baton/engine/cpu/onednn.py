@@ -1,0 +1,55 @@
+"""Matrices in the form in which oneDNN multiplies them fastest."""
+
+from collections.abc import Callable
+from functools import cache
+
+import torch
+from torch import Tensor
+
+_NONE: tuple[str, list[float], str] = ("none", [], "")  # what oneDNN is to do behind the product
+
+
+def multiplies(dtype: torch.dtype) -> bool:
+    """Whether oneDNN multiplies matrices of this type on this processor."""
+    return torch._C._has_mkldnn and (dtype == torch.float32 or bool(torch.ops.mkldnn._is_mkldnn_bf16_supported()))
+
+
+def multiplies_int8(device: torch.device) -> bool:
+    """Whether products of int8 are exact there. A CPU without VNNI lets sums of two products overflow."""
+    return device.type == "cpu" and torch._C._has_mkldnn and _is_exact()
+
+
+@cache
+def _is_exact() -> bool:
+    """Tried with the greatest products there are."""
+    x, weight = torch.full((2, 64), 255, dtype=torch.uint8), torch.full((64, 64), 127, dtype=torch.int8)
+    multiply = packed_int8(weight, torch.ones(64))
+    return bool((multiply(x) == 127 * 127 * 64).all())
+
+
+def packed(weight: Tensor, bias: Tensor | None) -> Callable[[Tensor], Tensor]:
+    """x Wᵀ + bias, W `[out, in]` reordered once."""
+    reordered, multiply = torch.ops.mkldnn._reorder_linear_weight(weight, None), torch.ops.mkldnn._linear_pointwise.default
+    return lambda x: multiply(x, reordered, bias, *_NONE)
+
+
+def packed_int8(weight: Tensor, scales: Tensor) -> Callable[[Tensor], Tensor]:
+    """(x - 128) Wᵀ · scales in float32, of uint8 x `[T, in]` and int8 W `[out, in]`."""
+    zeros, multiply = torch.zeros(len(scales), dtype=torch.int64), torch.ops.onednn.qlinear_pointwise.default
+    weights = torch.ops.onednn.qlinear_prepack(weight, None)
+    return lambda x: multiply(x, 1.0, 128, weights, scales, zeros, None, 1.0, 0, torch.float32, *_NONE)
+
+
+def product(x: Tensor, y: Tensor) -> Tensor:
+    """x `[T, in]` · y `[in, out]`, neither known before. Torch's own product of float32 is half as fast as oneDNN's on some processors.
+
+    A y that does not lie in one piece, as it is or transposed, is copied first: oneDNN has only its reference code for it, which takes up
+    to a thousand times as long.
+    """
+    if x.dtype != torch.float32 or not torch._C._has_mkldnn:
+        return x @ y
+    multiply: Callable[..., Tensor] = torch.ops.mkldnn._linear_pointwise.default
+    turned = y.t()
+    if not (turned.is_contiguous() or y.is_contiguous()):
+        turned = turned.contiguous()
+    return multiply(x, turned, None, *_NONE)

@@ -1,0 +1,72 @@
+"""The operations between two matrices of a layer, compiled. `baton.engine.ops.Ops` defines what they compute."""
+
+import math
+
+import numpy as np
+
+from baton.engine.cpu.kernel import INT, REAL, complexes, kernel, numbers
+from baton.engine.cpu.primitives import ONE, SUMS, ZERO, exp, put, share, wide
+
+GELU = np.float32(2 * math.sqrt(2 / math.pi))
+GELU_CUBE = np.float32(0.044715)
+
+
+@kernel(
+    "rows * width",
+    SUMS,
+    x=numbers("rows", "width"),
+    y=numbers("rows", "width", optional=True),
+    weight=numbers("width"),
+    out=numbers("rows", "width"),
+    eps=REAL,
+)
+def add_rms_norm(x, y, has_y, weight, out, rows, width, eps):
+    first, last = share(rows)
+    for start in range(first * width, last * width, width):
+        row, normed = x[start : start + width], out[start : start + width]
+        if has_y:
+            added = y[start : start + width]
+            for i in range(width):
+                put(row, i, wide(row[i]) + wide(added[i]))
+        squares = ZERO
+        for i in range(width):
+            squares += wide(row[i]) * wide(row[i])
+        scale = ONE / np.float32(math.sqrt(squares / np.float32(width) + eps))
+        for i in range(width):
+            put(normed, i, wide(row[i]) * scale * wide(weight[i]))
+
+
+@kernel("2 * rows * width", SUMS, gate_up=numbers("rows", "2 * width"), out=numbers("rows", "width"), gelu=INT)
+def gated(gate_up, out, rows, width, gelu):
+    """gate · up / (1 + e^(-a · gate)): a = 1 is SiLU; a = 2 √(2/π) (1 + 0.044715 gate²) is GELU's tanh form."""
+    first, last = share(rows)
+    for start in range(first * width, last * width, width):
+        gates, ups, row = gate_up[2 * start : 2 * start + width], gate_up[2 * start + width :], out[start : start + width]
+        if gelu:
+            for i in range(width):
+                gate = wide(gates[i])
+                sharp = gate * GELU * (ONE + GELU_CUBE * gate * gate)
+                put(row, i, gate / (ONE + exp(-sharp)) * wide(ups[i]))
+        else:
+            for i in range(width):
+                gate = wide(gates[i])
+                put(row, i, gate / (ONE + exp(-gate)) * wide(ups[i]))
+
+
+@kernel(
+    "rows * heads * dim",
+    SUMS,
+    x=numbers("rows", "heads", "dim", strided=2),
+    rotation=complexes("rows", "1", "dim // 2"),
+)
+def rotate(x, x_stride0, x_stride1, rotation, rows, heads, dim):
+    """Two neighbours of x are a complex number each, and are multiplied by one of `rotation`, in place."""
+    first, last = share(rows)
+    for row in range(first, last):
+        turns = rotation[row * dim : (row + 1) * dim]
+        for head in range(heads):
+            pairs = x[row * x_stride0 + head * x_stride1 :]
+            for i in range(dim // 2):
+                real, imaginary, cosine, sine = wide(pairs[2 * i]), wide(pairs[2 * i + 1]), turns[2 * i], turns[2 * i + 1]
+                put(pairs, 2 * i, real * cosine - imaginary * sine)
+                put(pairs, 2 * i + 1, real * sine + imaginary * cosine)

@@ -1,0 +1,144 @@
+"""What the compiled kernels (Numba) are made of: access to memory, numbers of both types, e^x, and a thread's share of the work.
+
+bfloat16 is uint16 to Numba. It is widened by a shift, and rounded to nearest even on the way back. All sums are float32.
+"""
+
+import math
+from typing import Any
+
+import numpy as np
+from llvmlite import ir
+from numba import carray, njit, types
+from numba.core import cgutils
+from numba.extending import intrinsic, overload
+
+# Sums may be reordered and products fused into sums. NaN and infinity keep their meaning: they show broken weights and KV.
+SUMS = {"reassoc", "contract", "nsz"}
+ROUND = np.float32(1.5 * 2**23)  # a float32 of this size has no digits behind the point
+ZERO, ONE, TWO = np.float32(0), np.float32(1), np.float32(2)
+BFLOAT16 = np.uint16(0)  # stands for its type
+
+LOG2_E = np.float32(math.log2(math.e))
+LN_2_HIGH = np.float32(0.693359375)  # few digits, so that n times it is exact
+LN_2_LOW = np.float32(math.log(2) - 0.693359375)
+LEAST, MOST = np.float32(-87.0), np.float32(88.0)  # e to these is still a normal float32
+T2, T3, T4, T5, T6, T7 = (np.float32(1 / math.factorial(k)) for k in range(2, 8))
+
+_thread = types.ExternalFunction("omp_get_thread_num", types.intc())
+_threads = types.ExternalFunction("omp_get_num_threads", types.intc())
+
+
+@intrinsic
+def _pointer(context: Any, address: Any) -> Any:
+    """An int64 as the address that it is."""
+
+    def generate(context: Any, builder: Any, signature: Any, arguments: Any) -> Any:
+        return builder.inttoptr(arguments[0], context.get_value_type(types.voidptr))
+
+    return types.voidptr(types.int64), generate
+
+
+@intrinsic
+def prefetch(context: Any, array: Any, index: Any) -> Any:
+    """Asks for the cache line of `array[index]`. An index outside the array does no harm."""
+
+    def generate(context: Any, builder: Any, signature: Any, arguments: Any) -> Any:
+        byte, flag = ir.IntType(8).as_pointer(), ir.IntType(32)
+        fetch = cgutils.get_or_insert_function(builder.module, ir.FunctionType(ir.VoidType(), [byte, flag, flag, flag]), "llvm.prefetch.p0")
+        wanted = builder.gep(context.make_array(signature.args[0])(context, builder, arguments[0]).data, [arguments[1]])
+        builder.call(fetch, [builder.bitcast(wanted, byte), flag(0), flag(3), flag(1)])  # to read, into every cache, data
+        return context.get_dummy_value()
+
+    return types.void(array, index), generate
+
+
+@njit
+def view_float32(address, size):
+    return carray(_pointer(address), size, np.float32)
+
+
+@njit
+def view_uint16(address, size):
+    return carray(_pointer(address), size, np.uint16)
+
+
+@njit
+def view_int64(address, size):
+    return carray(_pointer(address), size, np.int64)
+
+
+@njit
+def view_int32(address, size):
+    return carray(_pointer(address), size, np.int32)
+
+
+@njit
+def view_int8(address, size):
+    return carray(_pointer(address), size, np.int8)
+
+
+@njit
+def view_uint8(address, size):
+    return carray(_pointer(address), size, np.uint8)
+
+
+@njit
+def real(bits):
+    """The float64 with these bits, as float32."""
+    return np.float32(np.int64(bits).view(np.float64))
+
+
+def wide(x):
+    """A number of either type as float32."""
+
+
+@overload(wide)
+def _wide_of(x):
+    if x == types.uint16:
+        return lambda x: np.uint32(np.uint32(x) << np.uint32(16)).view(np.float32)
+    return lambda x: x
+
+
+def put(array, index, value):
+    """`array[index] = value`, rounded to the array's type."""
+
+
+@overload(put)
+def _put_into(array, index, value):
+    def put_float32(array, index, value):
+        array[index] = value
+
+    def put_bfloat16(array, index, value):
+        bits = np.float32(value).view(np.uint32)
+        rounded = np.uint32(bits + np.uint32(0x7FFF) + ((bits >> np.uint32(16)) & np.uint32(1))) >> np.uint32(16)
+        array[index] = np.uint16(rounded) if value == value else np.uint16(0x7FC0)
+
+    return put_float32 if array.dtype == types.float32 else put_bfloat16
+
+
+@njit(fastmath={"contract"})
+def exp(x):
+    """e^x of a float32 to about one unit in the last place, NaN for NaN: 2^n · e^r with |r| ≤ ln 2 / 2, e^r by its Taylor series.
+
+    Never reordered: adding ROUND rounds to an integer, which then stands in the last digits of the float.
+    """
+    x = LEAST if x < LEAST else x
+    x = MOST if x > MOST else x
+    shifted = x * LOG2_E + ROUND
+    n = shifted - ROUND
+    r = x - n * LN_2_HIGH - n * LN_2_LOW
+    power = np.uint32((np.float32(shifted).view(np.uint32) << np.uint32(23)) + np.uint32(0x3F800000)).view(np.float32)
+    return ((((((T7 * r + T6) * r + T5) * r + T4) * r + T3) * r + T2) * r * r + r + ONE) * power
+
+
+@njit
+def team():
+    """This thread's number, and how many threads there are."""
+    return _thread(), _threads()
+
+
+@njit
+def share(count):
+    """This thread's part of `count` rows: the first, and the one behind the last."""
+    me, threads = _thread(), _threads()
+    return count * me // threads, count * (me + 1) // threads

@@ -1,0 +1,94 @@
+"""Which kernels attend on a device, chosen once at start by what is installed and what the layout allows. The caller never branches.
+
+flashinfer   any block size, heads of 64, 128 or 256: the fastest on Hopper
+flash_attn   blocks of a multiple of 256 tokens
+triton       everything, heads of any size and one-vector KV (multi-head latent attention) included; comes with torch on CUDA
+torch        everything, slowly, on every device; cannot be captured into graphs
+"""
+
+import os
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from importlib.util import find_spec
+
+import torch
+from torch import Tensor
+
+from baton.engine.checkpoint import LayerAttention
+from baton.engine.gpu.attention import DeviceAttention, TorchAttention
+from baton.engine.gpu.inputs import Inputs
+
+BACKENDS = ("flashinfer", "flash_attn", "triton", "torch")  # best first
+FLASHINFER_HEADS = (64, 128, 256)
+FLASH_ATTN_BLOCK = 256
+HALVES = (torch.bfloat16, torch.float16)
+
+
+@dataclass(frozen=True, slots=True)
+class Facts:
+    """What decides which backends are possible."""
+
+    device: str  # "cuda", "cpu"
+    dtype: torch.dtype
+    block_size: int
+    head_dim: int
+    parts: int
+
+
+def installed(package: str) -> bool:
+    return find_spec(package) is not None
+
+
+def why_not(backend: str, facts: Facts, found: Callable[[str], bool] = installed) -> str | None:
+    """Why a backend cannot serve a pool; None if it can."""
+    if backend == "torch":
+        return None
+    if not found(backend):
+        return f"the package {backend} is not installed"
+    if backend == "triton":
+        interpreted = os.environ.get("TRITON_INTERPRET") == "1"
+        return None if facts.device == "cuda" or interpreted else f"it needs a CUDA device, this is {facts.device!r}"
+    if facts.device != "cuda":
+        return f"it needs a CUDA device, this is {facts.device!r}"
+    if facts.dtype not in HALVES:
+        return f"it computes in bfloat16 or float16, the model is {facts.dtype}"
+    if facts.parts != 2:
+        return "the KV of this model is one vector a token"
+    if backend == "flashinfer":
+        return None if facts.head_dim in FLASHINFER_HEADS else f"head_dim {facts.head_dim} is none of {FLASHINFER_HEADS}"
+    if facts.block_size % FLASH_ATTN_BLOCK:
+        return f"engine.block_size {facts.block_size} is not a multiple of {FLASH_ATTN_BLOCK}"
+    return None if facts.head_dim <= 256 and facts.head_dim % 8 == 0 else f"head_dim {facts.head_dim} is not a multiple of 8 up to 256"
+
+
+def choose(wanted: str, facts: Facts, found: Callable[[str], bool] = installed) -> str:
+    """The best possible backend for `auto`, else the one that is named. Raises ValueError where that is not possible."""
+    if wanted == "auto":
+        return next(backend for backend in BACKENDS if why_not(backend, facts, found) is None)
+    if wanted not in BACKENDS:
+        raise ValueError(f"engine.attention_backend: {wanted!r} is unknown; known: auto, {', '.join(BACKENDS)}")
+    if reason := why_not(wanted, facts, found):
+        raise ValueError(f"engine.attention_backend: {wanted} is not possible here: {reason}")
+    return wanted
+
+
+def make_attention(
+    wanted: str, pool: Tensor, layers: Sequence[LayerAttention], heads: int, value_dim: int, inputs: Inputs
+) -> DeviceAttention:
+    """Raises ValueError where `wanted` is unknown or not possible."""
+    _, _, parts, _, size, dim = pool.shape
+    match choose(wanted, Facts(pool.device.type, pool.dtype, size, dim, parts)):
+        case "flashinfer":
+            from baton.engine.gpu.flashinfer_backend import FlashInferAttention
+
+            return FlashInferAttention(pool, layers, heads, value_dim, inputs)
+        case "flash_attn":
+            from baton.engine.gpu.flash_attn_backend import FlashAttnAttention
+
+            return FlashAttnAttention(pool, layers, heads, value_dim, inputs)
+        case "triton":
+            from baton.engine.gpu.triton_backend import TritonAttention
+
+            return TritonAttention(pool, layers, heads, value_dim, inputs)
+        case _:
+            return TorchAttention(pool, layers, heads, value_dim, inputs)

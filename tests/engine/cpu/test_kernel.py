@@ -1,0 +1,216 @@
+"""A kernel's call takes what its declaration says and refuses everything else before any native code runs."""
+
+import subprocess
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from numba.core import ccallback
+from torch import Tensor
+
+from baton.engine.cpu import decode_attention, int8, kernel, pointwise, span_attention
+from baton.engine.cpu.kernel import INT, REAL, ArgumentError, floats, int64s, numbers
+
+
+@kernel.kernel(
+    "rows * width",
+    x=numbers("rows", "width", strided=1),
+    more=numbers("width", optional=True),
+    marks=int64s("rows"),
+    out=floats("rows", "2 * width"),
+    times=INT,
+    add=REAL,
+)
+def _spread(x, x_stride0, more, has_more, marks, out, rows, width, times, add):  # type: ignore[no-untyped-def]
+    """out = x · times + add + more, and the row's mark beside each; only what was declared is read."""
+    for row in range(rows):
+        for i in range(width):
+            value = x[row * x_stride0 + i]
+            out[2 * (row * width + i)] = value * times + add + (more[i] if has_more else 0)
+            out[2 * (row * width + i) + 1] = marks[row]
+
+
+def arguments(**change: Any) -> dict[str, Any]:
+    given = {
+        "x": torch.arange(12.0).view(3, 4)[:, :2],
+        "more": torch.tensor([100.0, 200.0]),
+        "marks": torch.tensor([7, 8, 9]),
+        "out": torch.zeros(3, 4),
+        "times": 10,
+        "add": 0.5,
+    }
+    return given | change
+
+
+def test_every_argument_arrives_where_it_is_declared() -> None:
+    given = arguments()
+    _spread(**given)
+    assert given["out"].tolist() == [[100.5, 7, 210.5, 7], [140.5, 8, 250.5, 8], [180.5, 9, 290.5, 9]]
+    given = arguments(more=None)
+    _spread(*given.values())
+    assert given["out"].tolist() == [[0.5, 7, 10.5, 7], [40.5, 8, 50.5, 8], [80.5, 9, 90.5, 9]]
+
+
+@pytest.fixture
+def nothing_native(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A call that got as far as packing its arguments fails in another way."""
+
+    def packed(*_: object) -> bytes:
+        raise AssertionError("the arguments were packed")
+
+    for call in (_spread, *KERNELS.values()):
+        monkeypatch.setitem(call.__globals__, "pack", packed)  # type: ignore[attr-defined]
+
+
+@pytest.mark.usefixtures("nothing_native")
+@pytest.mark.parametrize(
+    ("change", "says"),
+    [
+        ({"x": torch.zeros(3, 2, dtype=torch.float64)}, "x: must be torch.float32 or torch.bfloat16, got torch.float64"),
+        ({"x": torch.zeros(3, 2, dtype=torch.bfloat16)}, "more: must be torch.bfloat16, got torch.float32"),
+        ({"x": torch.zeros(3, 2, 1)}, r"x: must be \[rows, width\], got \[3, 2, 1\]"),
+        ({"x": torch.zeros(2, 3).t()}, "x: must lie in one piece, behind its first 1 dimensions"),
+        ({"x": None}, "x: must be a tensor, got NoneType"),
+        ({"more": torch.zeros(3)}, r"more: must be \[width\] = \[2\], got \[3\]"),
+        ({"more": torch.zeros(4)[::2]}, "more: must lie in one piece"),
+        ({"marks": torch.zeros(3)}, "marks: must be torch.int64, got torch.float32"),
+        ({"marks": torch.zeros(4, dtype=torch.int64)}, r"marks: must be \[rows\] = \[3\], got \[4\]"),
+        ({"marks": 5}, "marks: must be a tensor, got int"),
+        ({"out": torch.zeros(3, 2)}, r"out: must be \[rows, 2 \* width\] = \[3, 4\], got \[3, 2\]"),
+        ({"out": torch.zeros(3, 8)[:, ::2]}, "out: must lie in one piece"),
+    ],
+)
+def test_what_does_not_fit_is_refused_by_name(change: dict[str, Any], says: str) -> None:
+    with pytest.raises(ArgumentError, match=f"^_spread: {says}"):
+        _spread(**arguments(**change))
+
+
+@pytest.mark.usefixtures("nothing_native")
+@pytest.mark.parametrize("name", arguments())
+def test_a_missing_argument_is_refused_by_name(name: str) -> None:
+    given = arguments()
+    del given[name]
+    with pytest.raises(TypeError, match=rf"_spread\(\) missing 1 required positional argument: '{name}'"):
+        _spread(**given)
+
+
+@pytest.mark.usefixtures("nothing_native")
+def test_what_fits_is_packed() -> None:
+    """Negative control of the fixture."""
+    with pytest.raises(AssertionError, match="packed"):
+        _spread(**arguments())
+
+
+def test_a_function_that_asks_for_what_is_not_declared_is_refused() -> None:
+    def asks(x, hight):  # type: ignore[no-untyped-def]
+        pass
+
+    with pytest.raises(ArgumentError, match="asks: hight: neither declared"):
+        kernel.kernel("rows", x=numbers("rows"))(asks)
+
+
+def half(*shape: int) -> Tensor:
+    return torch.zeros(*shape, dtype=torch.bfloat16)
+
+
+KERNELS: dict[str, Callable[..., None]] = {
+    "add_rms_norm": pointwise.add_rms_norm,
+    "gated": pointwise.gated,
+    "rotate": pointwise.rotate,
+    "quantize": int8.quantize,
+    "multiply_row": int8.multiply_row,
+    "dequantize": int8.dequantize,
+    "attend": decode_attention._attend,
+    "store": decode_attention._store,
+    "weigh_span": span_attention._weigh_span,
+}
+# A call of each with tensors that fit: 3 rows or tokens of 8 numbers.
+GOOD: dict[str, tuple[Any, ...]] = {
+    "add_rms_norm": (half(3, 8), half(3, 8), half(8), half(3, 8), 1e-5),
+    "gated": (half(3, 16), half(3, 8), 0),
+    "rotate": (half(3, 2, 8), torch.zeros(3, 1, 4, dtype=torch.complex64)),
+    "quantize": (half(3, 8), torch.zeros(3, 8, dtype=torch.uint8), torch.zeros(3)),
+    "multiply_row": (
+        half(1, 8), torch.zeros(5, 8, dtype=torch.int8), torch.zeros(5), torch.zeros(5, dtype=torch.int32), half(5), half(1, 5),
+    ),
+    "dequantize": (torch.zeros(3, 8), torch.zeros(3), half(8), half(3, 8)),
+    "attend": (
+        half(4, 2, 2, 1, 4, 8), half(3, 2, 8), half(3, 2, 1, 8), half(3, 16), torch.tensor([0, 1, 2, 0, 1, 2, 1, 2, 3]),
+        3, 6, 8, 1, 1 << 62, 0.0, 1.0,
+    ),
+    "store": (half(3, 2, 1, 8), half(64, 8), torch.arange(6)),
+    "weigh_span": (torch.zeros(6, 8), half(6, 8), torch.zeros(6), 3, 4, 1 << 62, 0.0),
+}  # fmt: skip
+TENSORS = [(name, i) for name, given in GOOD.items() for i, value in enumerate(given) if isinstance(value, Tensor)]
+
+
+def test_every_compiled_kernel_is_tried() -> None:
+    made = {
+        name.lstrip("_")
+        for module in (pointwise, int8, decode_attention, span_attention)
+        for name, value in vars(module).items()
+        if getattr(value, "__code__", None) and value.__code__.co_filename.startswith("<call of")
+    }
+    assert made == set(KERNELS) == set(GOOD)
+
+
+@pytest.mark.parametrize("name", GOOD)
+def test_a_call_that_fits_is_made(name: str) -> None:
+    """Negative control of what follows."""
+    KERNELS[name](*(value.clone() if isinstance(value, Tensor) else value for value in GOOD[name]))
+
+
+@pytest.mark.usefixtures("nothing_native")
+@pytest.mark.parametrize(("name", "at"), TENSORS)
+def test_no_kernel_takes_another_type_size_or_stride(name: str, at: int) -> None:
+    good = GOOD[name][at]
+    longer = torch.cat((good, good), dim=-1)
+    wrong = {
+        "type": good.to(torch.float64 if not good.is_complex() else torch.complex128),
+        "size": longer,
+        "rank": good[None],
+        "stride": longer[..., ::2],
+    }
+    if (name, at) == ("attend", 4):
+        del wrong["size"]  # the block tables are as long as they are
+    for how, tensor in wrong.items():
+        with pytest.raises(ArgumentError, match=rf"^_?{name}: "):
+            KERNELS[name](*GOOD[name][:at], tensor, *GOOD[name][at + 1 :])
+            pytest.fail(f"another {how} was taken")
+
+
+def test_kernels_are_kept_on_disk_until_a_file_of_theirs_changes(tmp_path: Path) -> None:
+    """Numba looks at the file of the kernel alone; what it uses from others of the folder must count, too."""
+    script = tmp_path / "script.py"
+    source = (
+        "from numba.core import ccallback\n"
+        "from baton.engine.cpu import kernel\n"
+        "import sys\n"
+        "kernel._stamp = lambda: int(sys.argv[1])\n"
+        "hits = []\n"
+        "compile_ = ccallback.CFunc.compile\n"
+        "def counted(self):\n"
+        "    compile_(self)\n"
+        "    hits.append(self.cache_hits)\n"
+        "ccallback.CFunc.compile = counted\n"
+        "@kernel.kernel('n', x=kernel.numbers('n'))\n"
+        "def double(x, n):\n"
+        "    for i in range(n):\n"
+        "        x[i] = x[i] * 2\n"
+        "import torch\n"
+        "x = torch.ones(3)\n"
+        "double(x)\n"
+        "assert x.tolist() == [2.0, 2.0, 2.0]\n"
+        "print(hits)\n"
+    )
+    script.write_text(source)
+
+    def hits(stamp: int) -> str:
+        done = subprocess.run([sys.executable, str(script), str(stamp)], capture_output=True, text=True, timeout=120, check=True)
+        return done.stdout.strip()
+
+    assert hasattr(ccallback.CFunc, "cache_hits")
+    assert [hits(stamp) for stamp in (1, 1, 2, 1)] == ["[0]", "[1]", "[0]", "[1]"]

@@ -1,0 +1,48 @@
+"""Every product of every family is one that oneDNN has fast code for: its own log says which code ran."""
+
+import pytest
+import torch
+from families import FAMILIES, loaded, prefill
+
+from baton.engine.cpu import onednn
+from baton.engine.cpu.onednn import multiplies_int8, product
+
+CPU = torch.device("cpu")
+SLOW = ",ref"  # reference code, "ref:any" or "ref_int8:any", written to be compared with
+
+
+def executed(capfd: pytest.CaptureFixture[str]) -> list[str]:
+    """oneDNN's products since the last question, a line each."""
+    lines = capfd.readouterr().out.splitlines()
+    return [line for line in lines if ",exec," in line and (",inner_product," in line or ",matmul," in line)]
+
+
+@pytest.mark.parametrize("precision", ["float32", "bfloat16", "int8"])
+@pytest.mark.parametrize("family", FAMILIES)
+def test_no_family_falls_back_to_reference_code(family: str, precision: str, capfd: pytest.CaptureFixture[str]) -> None:
+    if precision == "int8" and not multiplies_int8(CPU):
+        pytest.skip("no VNNI")
+    if precision == "bfloat16" and not onednn.multiplies(torch.bfloat16):
+        pytest.skip("this processor's oneDNN has no bfloat16")
+    runner = loaded(family, precision, layers=2, scale=8)
+    capfd.readouterr()
+    with torch.backends.mkldnn.verbose(torch.backends.mkldnn.VERBOSE_ON):
+        prefill(runner, 64, chunk=40)
+    lines = executed(capfd)
+    assert len(lines) > 8
+    assert not [line for line in lines if SLOW in line]
+
+
+def test_values_that_are_a_part_of_the_keys_would_be_multiplied_by_reference_code(capfd: pytest.CaptureFixture[str]) -> None:
+    """Negative control: what `product` copies, and what became of it without."""
+    x, keys = torch.randn(8, 16), torch.randn(16, 24)
+    values = keys[:, :20]
+    with torch.backends.mkldnn.verbose(torch.backends.mkldnn.VERBOSE_ON):
+        slow = torch.ops.mkldnn._linear_pointwise.default(x, values.t(), None, "none", [], "")
+    assert any(SLOW in line for line in executed(capfd))
+    with torch.backends.mkldnn.verbose(torch.backends.mkldnn.VERBOSE_ON):
+        fast = product(x, values)
+        product(x, torch.randn(24, 16).t())  # keys: transposed, in one piece
+    lines = executed(capfd)
+    assert len(lines) == 2 and not any(SLOW in line for line in lines)
+    torch.testing.assert_close(fast, slow)

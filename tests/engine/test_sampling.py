@@ -1,0 +1,71 @@
+"""A sampling parameter that is a number is declared once: everything between a client and the sampler follows from the declaration."""
+
+import math
+from dataclasses import MISSING, fields, replace
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+
+from baton.engine.sampling import FIELDS, NUMBERS, Range, SamplingParams
+from baton.v1 import generation_pb2
+from baton.worker.wire import to_params
+from router.clients import to_job
+from router.http import openai_in
+from router.validate import Ask, AskSampling, resolve
+
+
+def other(name: str) -> float:
+    """A value that is allowed and not the default."""
+    number = NUMBERS[name]
+    return next(value for value in (1, 0.5, 2, 0.25) if not number.range.refusal(value) and value != number.default)
+
+
+def test_the_numbers_are_these() -> None:
+    assert set(NUMBERS) == {
+        "temperature", "top_k", "top_p", "min_p", "top_a", "repetition_penalty", "presence_penalty", "frequency_penalty",
+    }  # fmt: skip
+    assert NUMBERS["top_k"].integer and not NUMBERS["top_a"].integer
+    assert all(number.range.refusal(number.default) is None for number in NUMBERS.values())
+
+
+def test_every_field_of_the_engine_has_its_place_in_a_job() -> None:
+    """A parameter that is declared but not in generation.proto cannot be sent; `stop` is the router's own."""
+    assert set(FIELDS) == set(generation_pb2.SamplingParams.DESCRIPTOR.fields_by_name) - {"stop"}
+
+
+def test_what_the_router_resolved_is_what_the_engine_gets() -> None:
+    values: dict[str, Any] = {
+        "max_tokens": 7, "min_tokens": 3, "seed": 1 << 63, "logit_bias": {5: 1.5}, "logprobs": 2, "stop_token_ids": frozenset({9, 4}),
+        "ignore_eos": True,
+    }  # fmt: skip
+    params = SamplingParams(**values, **{name: other(name) for name in NUMBERS})
+    assert all(getattr(params, each.name) != each.default for each in fields(SamplingParams) if each.default is not MISSING)
+    for sent in (params, SamplingParams(max_tokens=1), replace(params, logprobs=0)):
+        request: Any = SimpleNamespace(id="r", tokens=[1], prompt_len=1, salt="", params=sent)
+        assert to_params(to_job(request).sampling) == sent
+
+
+@pytest.mark.parametrize("name", NUMBERS)
+def test_a_request_sets_it_and_its_absence_is_the_default(name: str) -> None:
+    def resolved(**given: float) -> float:
+        params, _ = resolve(Ask(text="a", sampling=AskSampling(**given)), 1, 100, draw_seed=1)
+        value: float = getattr(params, name)
+        return value
+
+    assert resolved() == NUMBERS[name].default
+    assert resolved(**{name: other(name)}) == other(name)
+    assert resolved(**{name: NUMBERS[name].range.high}) == NUMBERS[name].range.high
+
+
+@pytest.mark.parametrize("name", NUMBERS)
+def test_the_http_door_knows_it(name: str) -> None:
+    parameter = openai_in.SAMPLING[name]
+    assert parameter.fits(other(name)) is (type(other(name)) is int or not NUMBERS[name].integer)
+    assert not parameter.fits("1")
+
+
+def test_ranges() -> None:
+    assert Range(0, 1).refusal(0) is None and Range(0, 1).refusal(1) is None
+    assert Range(0, 1, above_low=True).refusal(0) == "must be greater than 0 and at most 1"
+    assert all(Range(0, 1).refusal(value) == "must be at least 0 and at most 1" for value in (-0.1, 1.1, math.nan, math.inf))
