@@ -9,7 +9,7 @@ import pytest
 from handoff_pair import KEY, PROMPT, Pair, expected, greedy, pair
 
 from baton.cluster.errors import BatonError, Reason
-from baton.engine.block_key import block_keys, root_key
+from baton.engine.block_key import extend_keys, root_key
 from baton.engine.toy import naive
 from baton.worker import kv_port
 from baton.worker.kv_port import Place
@@ -18,6 +18,12 @@ from kvtransfer.importer import Checks
 from prefill_worker.worker import Prefilled, Source
 
 HOLDER = Place("decode-0", 7, "at decode-0")
+
+
+def block_keys(root: bytes, tokens: list[int], size: int) -> list[bytes]:
+    keys: list[bytes] = []
+    extend_keys(keys, root, tokens, size)
+    return keys
 
 
 async def first_turn(p: Pair) -> list[int]:
