@@ -31,7 +31,7 @@ from baton.cluster.metrics import Book
 from baton.cluster.metrics_http import Exposition, MetricsServer
 from baton.cluster.records import BlockEvent, Load, WorkerRecord, WorkerState
 from baton.cluster.rpc import Server, Tasks
-from baton.cluster.telemetry import make_tracer
+from baton.cluster.tracing import make_tracer
 from baton.engine.build import Built, Options, build
 from baton.engine.engine import Output
 from baton.engine.kvcache import KvPool

@@ -47,6 +47,7 @@ LEGAL = {
     "kv.ucx_net_devices": "eth0",
     "engine.batching": "static",
     "router.overload": "lifo",
+    "router.cors_origins": "['https://app.example']",
     "prefill.replicas": "0",
     "prefill.cores": "[0, 1]",
     "decode.cores": "[1]",
