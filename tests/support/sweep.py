@@ -4,12 +4,12 @@ import asyncio
 from collections.abc import AsyncIterator, Awaitable, Callable
 from typing import Any
 
-FINE = 40  # turns up to which each one is tried
-COARSE = 1.1  # beyond, where a peer's answer is waited for, the next trial has so many times the turns
 
+async def cancelled(work: Callable[[], Awaitable[Any]], fine: int = 40, coarse: float = 1.1) -> AsyncIterator["asyncio.Task[Any]"]:
+    """For each trial the ended task. The last one ended by itself; whoever iterates looks after each what is left.
 
-async def cancelled(work: Callable[[], Awaitable[Any]]) -> AsyncIterator["asyncio.Task[Any]"]:
-    """For each trial the ended task. The last one ended by itself; whoever iterates looks after each what is left."""
+    Each number of turns up to `fine` is tried. Beyond, where something outside is waited for, the next trial has `coarse` times the turns.
+    """
     turns, tried = 0, 0
     while True:
 
@@ -29,10 +29,10 @@ async def cancelled(work: Callable[[], Awaitable[Any]]) -> AsyncIterator["asynci
         yield task
         if finished:
             task.result()
-            assert tried >= 2, "nothing was cancelled"
+            assert tried >= 1, "nothing was cancelled"
             return
         tried += 1
-        turns = turns + 1 if turns < FINE else int(turns * COARSE)
+        turns = turns + 1 if turns < fine else int(turns * coarse)
 
 
 async def until(condition: Callable[[], Any], within_s: float = 10.0) -> None:
