@@ -25,7 +25,7 @@ from google.protobuf.message import Message
 from google.rpc import error_details_pb2
 from grpc_status import rpc_status
 from machine import describe
-from serving import cluster, router_pid
+from serving import cluster, cpu_s, router_pid
 
 import baton.models
 from baton.models.make_small import make_toy
@@ -38,7 +38,7 @@ TIMES = (1, 2, 5, 10)
 COLUMNS = {
     "offered": "offered", "complete": "complete", "refused": "refused", " late": "late", "other": "other", "TTFT p99": "ttft_p99_ms",
     "E2E p99": "e2e_p99_ms", "refusal p50": "refusal_p50_ms", "p99, ms": "refusal_p99_ms", "retry, s": "retry_after_p50_s",
-    "RSS, MiB": "rss_mib",
+    "RSS, MiB": "rss_mib", "router, cores": "router_cores", "client": "client_cores",
 }  # fmt: skip
 METHOD = "/baton.v1.Generation/Generate"
 
@@ -75,6 +75,8 @@ class Cell:
     seen: list[Seen] = field(default_factory=list)
     seconds: float = 0.0
     rss_mib: float = 0.0
+    router_s: float = 0.0  # CPU time of the router
+    client_s: float = 0.0  # and of this process
 
     def row(self, work: Workload) -> dict[str, float]:
         complete = [one for one in self.seen if not one.status]
@@ -94,6 +96,8 @@ class Cell:
             "refusal_p99_ms": percentile([one.e2e_s * 1000 for one in refused], 0.99),
             "retry_after_p50_s": percentile(told, 0.5),
             "rss_mib": self.rss_mib,
+            "router_cores": self.router_s / self.seconds,
+            "client_cores": self.client_s / self.seconds,
         }
 
 
@@ -183,8 +187,10 @@ async def measure(
     cells: dict[int, list[Cell]] = {}
     for times in TIMES:
         for repeat in range(options.repeats):
+            router_s, client_s = cpu_s(pid), time.process_time()
             seen = await clients.open(rate * times, options.seconds, SEED * 1000 + times * 10 + repeat)
-            cells.setdefault(times, []).append(Cell(seen, options.seconds, rss_mib(pid)))
+            spent = cpu_s(pid) - router_s, time.process_time() - client_s
+            cells.setdefault(times, []).append(Cell(seen, options.seconds, rss_mib(pid), *spent))
             await asyncio.sleep(1.0)
     await clients.close()
     return rate, cells

@@ -124,7 +124,7 @@ def main() -> None:
     print(machine)
     with tempfile.TemporaryDirectory() as folder:
         make_toy(Path(folder) / "toy")
-        flags = ("--prefill", "0", "--engine.kv-memory-mib", "64", "--router.max-message-bytes", str(16 << 20))
+        flags = ("--prefill", "0", "--engine.kv-memory-mib", "64")
         with cluster(Path(folder) / "toy", *flags) as endpoints:
             rows = asyncio.run(measure(endpoints))
     print(f"longest gap of /livez, ms, {ROUNDS} rounds")

@@ -212,10 +212,12 @@ class Workers:
         """What is still asked of the worker fails with WORKER_LOST. The next call opens another connection."""
         identity = _identity(worker)
         session, old = self._sessions.pop(identity, None), self._channels.pop(identity, None)
-        if session is not None:
-            await session.close()
-        if old is not None:
-            await old.close()
+        try:
+            if session is not None:
+                await session.close()
+        finally:  # nobody else knows the channel any more, so it is closed even if this is cancelled
+            if old is not None:
+                await old.close()
 
     async def close(self) -> None:
         for session in list(self._sessions.values()):

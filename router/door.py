@@ -1,6 +1,6 @@
 """The gRPC service `baton.v1.Generation`: it only translates. Protobuf stops here."""
 
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Sequence
 from contextlib import aclosing
 from itertools import islice
 
@@ -24,7 +24,7 @@ class GenerationDoor(generation_pb2_grpc.GenerationServicer):
     async def Generate(self, request: pb.GenerateRequest, context: Context) -> AsyncIterator[pb.GenerateResponse]:
         async with Answering(context):
             tenant = self._keys.tenant(_metadata(context, "authorization"))
-            ask = to_ask(request, _metadata(context, "traceparent") or "", tenant)
+            ask = to_ask(request, _metadata(context, "traceparent") or "", tenant, self._service.max_model_len)
             async with aclosing(self._service.generate(ask, context.time_remaining())) as events:
                 async for event in events:
                     if isinstance(event, Accepted):
@@ -36,21 +36,29 @@ def _metadata(context: Context, name: str) -> str | None:
     return next((str(value) for key, value in context.invocation_metadata() or () if key == name), None)
 
 
-def to_ask(request: pb.GenerateRequest, traceparent: str = "", tenant: str = "") -> Ask:
-    """A list that is too long is cut one item beyond its limit: it is refused all the same, and costs no more than a list that is not."""
+def to_ask(request: pb.GenerateRequest, traceparent: str = "", tenant: str = "", context: int | None = None) -> Ask:
+    """A list that is too long is cut one item beyond its limit: it is refused all the same, and costs no more than a list that is not.
+    `context`: the longest prompt plus output, in tokens, as far as it is known."""
     kind = request.WhichOneof("prompt")
     return Ask(
         request_id=request.request_id,
         model=request.model,
         text=request.text if kind == "text" else None,
         messages=_messages(request.chat) if kind == "chat" else None,
-        token_ids=tuple(request.token_ids.ids[: _LIMITS.max_prompt_ids + 1]) if kind == "token_ids" else None,
+        token_ids=_ids(request.token_ids, context) if kind == "token_ids" else None,
         cache_salt=request.cache_salt,
         priority=request.priority,
         sampling=_to_sampling(request.sampling),
         tenant=tenant,
         traceparent=traceparent,
     )
+
+
+def _ids(given: pb.TokenIds, context: int | None) -> Sequence[int]:
+    """A prompt that fills the context is refused by its length alone: numbers of the same count stand for it, for a million ids would
+    take 20 ms to copy."""
+    count = min(len(given.ids), _LIMITS.max_prompt_ids + 1)
+    return tuple(given.ids[:count]) if context is None or count < context else range(count)
 
 
 def _messages(chat: pb.Chat) -> tuple[tuple[str, str], ...]:

@@ -7,7 +7,6 @@ import asyncio
 from collections.abc import AsyncGenerator, Callable
 from contextlib import aclosing
 
-from baton.cluster.errors import BatonError
 from router.clients import DecodeEvent
 
 Open = Callable[["asyncio.Future[int]"], AsyncGenerator[DecodeEvent, None]]
@@ -16,14 +15,14 @@ Open = Callable[["asyncio.Future[int]"], AsyncGenerator[DecodeEvent, None]]
 class EarlyDecode:
     def __init__(self, open_call: Open) -> None:
         self.first: asyncio.Future[int] = asyncio.get_running_loop().create_future()
-        self._events: asyncio.Queue[DecodeEvent | BatonError | None] = asyncio.Queue()
+        self._events: asyncio.Queue[DecodeEvent | Exception | None] = asyncio.Queue()
         self._task = asyncio.create_task(self._run(open_call))
 
     async def events(self) -> AsyncGenerator[DecodeEvent, None]:
-        """All of them, from the beginning. Raises the BatonError that ended the call. Closing the generator early cancels the call."""
+        """All of them, from the beginning. Raises what ended the call, a BatonError. Closing the generator early cancels the call."""
         try:
             while (event := await self._events.get()) is not None:
-                if isinstance(event, BatonError):
+                if isinstance(event, Exception):
                     raise event
                 yield event
         finally:
@@ -40,7 +39,7 @@ class EarlyDecode:
             async with aclosing(open_call(self.first)) as events:
                 async for event in events:
                     self._events.put_nowait(event)
-        except BatonError as error:
+        except Exception as error:  # also one that nobody foresaw: the reader would wait for ever
             self._events.put_nowait(error)
         else:
             self._events.put_nowait(None)

@@ -3,7 +3,7 @@
 Plain data on both sides, so that every door (gRPC, HTTP) asks the same way; field names are those of the proto.
 """
 
-from collections.abc import Collection, Iterator, Mapping
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, make_dataclass
 from types import MappingProxyType
 from typing import Any, TypeVar
@@ -71,7 +71,7 @@ class Ask:
     text: str | None = None
     messages: tuple[tuple[str, str], ...] | None = None  # role, content
     names: tuple[str, ...] = ()  # of the participants, by message; "" where none
-    token_ids: tuple[int, ...] | None = None
+    token_ids: Sequence[int] | None = None
     cache_salt: str = ""
     sampling: AskSampling = AskSampling()
     priority: int = 0  # among those that wait for admission: the least comes first
@@ -231,7 +231,7 @@ def _bias(bias: Mapping[int, float], limits: Limits, vocab_size: int) -> Iterato
             yield Violation(f"sampling.logit_bias[{id_}]", refusal)
 
 
-def _ids(field: str, ids: tuple[int, ...], vocab_size: int) -> Iterator[Violation]:
+def _ids(field: str, ids: Sequence[int], vocab_size: int) -> Iterator[Violation]:
     """The first bad id stands for all of them."""
     if not ids or (min(ids) >= 0 and max(ids) < vocab_size):
         return

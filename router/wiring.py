@@ -17,7 +17,7 @@ from baton.cluster.connect import connect_registry
 from baton.cluster.lifecycle import Stage, Stop, move
 from baton.cluster.metrics import Book
 from baton.cluster.metrics_http import Exposition, MetricsServer
-from baton.cluster.rpc import Server, Tasks
+from baton.cluster.rpc import Check, Server, Tasks
 from baton.cluster.tracing import make_tracer
 from baton.v1 import generation_pb2, generation_pb2_grpc, worker_pb2_grpc
 from router import gauges, reflection
@@ -32,6 +32,7 @@ from router.http.server import HttpServer
 from router.journal import Journal
 from router.keys import ApiKeys, Quota
 from router.live import Live
+from router.message_bound import check_fields
 from router.rates import Rates, Unlimited, redis_counters
 from router.service import GenerateService
 from router.tokenizer import Tokenizer
@@ -74,7 +75,7 @@ class RouterProcess:
 
     async def start(self) -> None:
         config = self.config
-        public, admin = (self._server() for _ in range(2))
+        public, admin = self._server(check_fields), self._server()
         self._health = public.health
         tokenizer = await asyncio.to_thread(Tokenizer.load, Path(config.model.path))
         self._view = view = ClusterView(tokenizer.fingerprint)
@@ -137,8 +138,8 @@ class RouterProcess:
         self.stage = move(self.stage, "close")
         await self._closers.aclose()
 
-    def _server(self) -> Server:
-        server = Server(self.config, self.config.router.max_message_bytes, self.config.router.stall_s)
+    def _server(self, check: Check | None = None) -> Server:
+        server = Server(self.config, self.config.router.max_message_bytes, self.config.router.stall_s, check)
         self._closers.push_async_callback(server.stop, 0.5)
         return server
 

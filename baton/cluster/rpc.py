@@ -24,6 +24,7 @@ from baton.cluster.errors import BatonError, Reason, Violation, invalid
 
 log = logging.getLogger(__name__)
 Context: TypeAlias = "grpc.aio.ServicerContext[Any, Any]"
+Check: TypeAlias = Callable[[bytes], None]
 DOMAIN = "baton"
 KEEPALIVE_S = 1.0
 _OPTIONS: list[tuple[str, Any]] = [
@@ -54,10 +55,11 @@ SERVER_OPTIONS = [
 class Server:
     """A gRPC server with standard health; `health.set` speaks for the whole process under the name ""."""
 
-    def __init__(self, config: Config, max_message_bytes: int, stall_s: float | None = None) -> None:
-        """`stall_s`: how long a response stream may wait for its client to read; None: for ever."""
+    def __init__(self, config: Config, max_message_bytes: int, stall_s: float | None = None, check: Check | None = None) -> None:
+        """`stall_s`: how long a response stream may wait for its client to read; None: for ever. `check` looks at the bytes of a request
+        before they are parsed; the BatonError that it raises is the answer."""
         options = [*SERVER_OPTIONS, ("grpc.max_receive_message_length", max_message_bytes)]
-        self.grpc = grpc.aio.server(interceptors=[Edge(stall_s)], options=options)
+        self.grpc = grpc.aio.server(interceptors=[Edge(stall_s, check)], options=options)
         self.health = health.aio.HealthServicer()
         health_pb2_grpc.add_HealthServicer_to_server(self.health, self.grpc)
         self._security = config.security
@@ -102,8 +104,9 @@ class Edge(grpc.aio.ServerInterceptor):  # type: ignore[misc]
     """Where gRPC itself would blame us: bytes that are not a message of the method (it answers UNKNOWN), clients that leave (it logs a
     traceback), clients that do not read (it waits)."""
 
-    def __init__(self, stall_s: float | None) -> None:
+    def __init__(self, stall_s: float | None, check: Check | None = None) -> None:
         self._stall_s = stall_s
+        self._check = check
 
     async def intercept_service(self, continuation: Callable[[Any], Awaitable[Any]], details: grpc.HandlerCallDetails) -> Any:
         handler = await continuation(details)
@@ -111,16 +114,21 @@ class Edge(grpc.aio.ServerInterceptor):  # type: ignore[misc]
             return handler
         if inspect.isasyncgenfunction(handler.unary_stream):
             stream = _stream(handler.unary_stream, self._stall_s)
-            return grpc.unary_stream_rpc_method_handler(stream, _read_with(handler), handler.response_serializer)
+            return grpc.unary_stream_rpc_method_handler(stream, _read_with(handler, self._check), handler.response_serializer)
         if inspect.iscoroutinefunction(handler.unary_unary):
-            return grpc.unary_unary_rpc_method_handler(_answer(handler.unary_unary), _read_with(handler), handler.response_serializer)
+            answer = _answer(handler.unary_unary)
+            return grpc.unary_unary_rpc_method_handler(answer, _read_with(handler, self._check), handler.response_serializer)
         return handler
 
 
-def _read_with(handler: Any) -> Callable[[bytes], Any]:
+def _read_with(handler: Any, check: Check | None) -> Callable[[bytes], Any]:
     def read(data: bytes) -> Any:
         try:
+            if check is not None:
+                check(data)
             return handler.request_deserializer(data)
+        except BatonError as refusal:
+            return refusal
         except DecodeError as error:
             return invalid("request", str(error))
 

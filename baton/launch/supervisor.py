@@ -31,6 +31,7 @@ from baton.v1 import worker_pb2, worker_pb2_grpc
 
 READY_WITHIN_S = 120.0
 WATCH_EVERY_S = 0.25
+HURRY_EVERY_S = 0.1
 SIGNALS = (signal.SIGTERM, signal.SIGINT)
 
 Note = Callable[[str], None]
@@ -141,19 +142,24 @@ class Supervisor:
             await reconciler.close()
 
     async def _end(self, config: Config, launcher: Launcher, served: bool) -> None:
-        if served:
-            running = await requests_running(config)
-            self.note(f"stopping: {running} running; Ctrl-C again ends them at once" if running else "stopping")
-        else:
-            self.note("stopping")
-        stopping = asyncio.create_task(launcher.stop())
-        if not await unless(self.hurry, stopping, cancel=False):
-            self.note("ending at once")
-            await launcher.hurry()
-            await stopping
-        if self.redis is not None:
-            await asyncio.to_thread(self.redis.stop)
-        state.remove(config.cluster.name)
+        try:
+            if served:
+                running = await requests_running(config)
+                self.note(f"stopping: {running} running; Ctrl-C again ends them at once" if running else "stopping")
+            else:
+                self.note("stopping")
+            stopping = asyncio.create_task(launcher.stop())
+            if not await unless(self.hurry, stopping, cancel=False):
+                self.note("ending at once")
+                await launcher.hurry()
+                await stopping
+        except asyncio.CancelledError:  # nobody waits for the grace any more; what was started ends all the same
+            await _stop_now(launcher)
+            raise
+        finally:
+            if self.redis is not None:
+                await asyncio.to_thread(self.redis.stop)
+            state.remove(config.cluster.name)
 
     def _revive_redis(self) -> None:
         """A server of ours that died comes back, empty, at the same address: everybody writes anew what it has to know."""
@@ -186,6 +192,13 @@ class Progress:
         self._read[name] = self._read.get(name, 0) + len(whole)
         found = self._LINE.findall(whole)
         return (int(found[-1][0]), int(found[-1][1])) if found else None
+
+
+async def _stop_now(launcher: Launcher) -> None:
+    stopping = asyncio.create_task(launcher.stop())
+    while not stopping.done():
+        await launcher.hurry()
+        await asyncio.wait({stopping}, timeout=HURRY_EVERY_S)
 
 
 async def unless(event: asyncio.Event, task: "asyncio.Task[Any]", cancel: bool = True) -> bool:

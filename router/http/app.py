@@ -18,7 +18,7 @@ import time
 from collections.abc import AsyncGenerator, Callable, Sequence
 from contextlib import aclosing
 from importlib.metadata import version
-from typing import Any
+from typing import Any, TypeVar
 
 from starlette.datastructures import Headers
 from starlette.exceptions import HTTPException
@@ -48,6 +48,7 @@ TIMEOUT_HEADER = "x-request-timeout-ms"
 DONE = b"data: [DONE]\n\n"
 _STREAM_HEADERS = {"content-type": "text/event-stream; charset=utf-8", "cache-control": "no-cache", "x-accel-buffering": "no"}
 ReadBody = Callable[[bytes, Caller], Asked]
+T = TypeVar("T")
 
 
 class HttpDoor:
@@ -117,8 +118,7 @@ class HttpDoor:
 
     async def _generate(self, request: Request, read: ReadBody) -> Response:
         caller = self._caller(request)
-        body = await self._body(request)
-        asked = read(body, caller) if len(body) <= AT_ONCE_BYTES else await asyncio.to_thread(read, body, caller)
+        asked = await self._read(request, lambda body: read(body, caller))
         events = self._events(asked, _timeout_s(request))
         writer = Writer(asked, self._tokenizer, caller.request_id, self._service.model_name)
         if asked.stream:
@@ -168,7 +168,7 @@ class HttpDoor:
 
     async def _tokenize(self, request: Request) -> Response:
         self._caller(request)
-        ask, names = openai_in.tokenize(await self._body(request))
+        ask, names = await self._read(request, openai_in.tokenize)
         try:
             ids = await self._service.tokenize(ask)
         except BatonError as error:
@@ -177,7 +177,7 @@ class HttpDoor:
 
     async def _detokenize(self, request: Request) -> Response:
         self._caller(request)
-        ask, names = openai_in.detokenize(await self._body(request))
+        ask, names = await self._read(request, openai_in.detokenize)
         try:
             ids = await self._service.tokenize(ask)
         except BatonError as error:
@@ -210,6 +210,10 @@ class HttpDoor:
         headers = request.headers
         tenant = self._keys.tenant(headers.get("authorization"))
         return Caller(request.scope["state"]["request_id"], tenant, headers.get("traceparent", ""))
+
+    async def _read(self, request: Request, read: Callable[[bytes], T]) -> T:
+        body = await self._body(request)
+        return read(body) if len(body) <= AT_ONCE_BYTES else await asyncio.to_thread(read, body)
 
     async def _body(self, request: Request) -> bytes:
         """Raises HttpError for a body of another type, for one that is too long, and for one that does not arrive in time."""

@@ -61,8 +61,11 @@ async def merge(streams: Sequence[AsyncGenerator[T, None]]) -> AsyncGenerator[tu
         except Exception as error:
             await queue.put((number, None, error))
 
-    tasks = [asyncio.create_task(pump(number, stream)) for number, stream in enumerate(streams)]
+    tasks: list[asyncio.Task[None]] = []
     try:
+        for number, stream in enumerate(streams):
+            tasks.append(asyncio.create_task(pump(number, stream)))
+            await asyncio.sleep(0)  # one begins in each turn of the loop: all of them together would hold up everybody else
         running = len(tasks)
         while running:
             number, item, error = await queue.get()

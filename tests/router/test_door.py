@@ -15,7 +15,7 @@ from baton.v1 import generation_pb2 as pb
 from baton.v1 import generation_pb2_grpc
 from router.door import GenerationDoor, to_ask
 from router.tokenizer import Tokenizer
-from router.validate import Limits, check
+from router.validate import Context, Limits, check
 
 ASK = pb.GenerateRequest(text="hello", sampling=pb.SamplingParams(logprobs=20))
 SMALL_WINDOW = [("grpc.http2.bdp_probe", 0)]  # 64 KiB; else it grows to megabytes, which take long to fill
@@ -90,3 +90,15 @@ def test_lists_that_are_too_long_are_not_copied_whole_and_refused_all_the_same()
         check(ask, limits, (), 10_000)
     fields = {violation.field for violation in caught.value.violations}
     assert fields == {"chat.messages", "sampling.logit_bias", "sampling.stop", "sampling.stop_token_ids"}
+
+
+@pytest.mark.parametrize("count", [99, 100, 101, 5000])
+def test_ids_that_fill_the_context_are_counted_and_not_copied(count: int) -> None:
+    """Whatever they are: the count refuses them, and tells how many there were."""
+    given = pb.GenerateRequest(token_ids=pb.TokenIds(ids=[7] * count))
+    ask = to_ask(given, context=100)
+    assert ask.token_ids == ((7,) * count if count < 100 else range(count))
+    if count >= 100:
+        with pytest.raises(BatonError, match=f"{count} tokens") as caught:
+            check(ask, Limits(), (), 10, Context(100, None))
+        assert caught.value.reason is Reason.CONTEXT_LENGTH

@@ -91,7 +91,7 @@ async def test_waiting_for_a_reader_does_not_eat_the_lease() -> None:
         busy = [p.decode.port.importer.readers.submit(time.sleep, 0.9) for _ in range(READERS)]
         call = p.start(first)
         await call.task
-        assert all(future.done() for future in busy)
+        assert any(future.done() for future in busy), "no reader was free before"
         assert call.finished.handoff.failure == "" and call.tokens == expected(1)
         await p.settled()
 

@@ -372,6 +372,20 @@ def test_a_body_of_too_many_values_is_not_parsed(monkeypatch: pytest.MonkeyPatch
         assert caught.value.status == 400 and str(MAX_VALUES) in caught.value.message
 
 
+@given(st.text(alphabet='\\",:[é', max_size=40), st.integers(1, 7))
+def test_what_stands_outside_the_strings_is_found_in_parts_of_any_size(text: str, size: int) -> None:
+    """The oracle looks at one character after the other."""
+    body, inside, escaped, outside = text.encode(), False, False, b""
+    for character in body:
+        outside += b"" if inside or character in b'\\"' else bytes([character])
+        inside ^= character == ord('"') and not escaped
+        escaped = character == ord("\\") and not escaped
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(openai_in, "SCAN_BYTES", size)
+        found = b"".join(openai_in._outside_strings(body))
+    assert found.replace(b"\\", b"") == outside
+
+
 def test_a_text_may_hold_any_number_of_commas_and_brackets() -> None:
     """Negative control: what stands in a string is no value."""
     for text in ("," * (MAX_VALUES + 9), ":" * MAX_NODES + ":", "[{" * MAX_NODES, '\\",' * (MAX_VALUES + 9), ',"' * (MAX_VALUES // 2)):

@@ -143,3 +143,24 @@ async def test_cancelling_from_outside_is_cancelling() -> None:
         await task
     await asyncio.sleep(0)
     assert len(asyncio.all_tasks()) == 1
+
+
+async def test_many_streams_begin_in_turns_of_their_own() -> None:
+    """What each does before its first await would hold the loop up for as long as all of them together."""
+    turn, began = 0, []
+
+    async def one() -> AsyncGenerator[int, None]:
+        began.append(turn)
+        yield 1
+
+    async def count() -> None:
+        nonlocal turn
+        while True:
+            turn += 1
+            await asyncio.sleep(0)
+
+    counting = asyncio.create_task(count())
+    async with aclosing(merge([one() for _ in range(128)])) as items:
+        assert len([item async for item in items]) == 128
+    counting.cancel()
+    assert len(set(began)) >= 127

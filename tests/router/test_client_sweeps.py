@@ -1,0 +1,218 @@
+"""Calls from the router to its workers, cancelled at every await: nothing is left here, and the worker ends what it began."""
+
+import asyncio
+import itertools
+import time
+from collections.abc import AsyncGenerator, AsyncIterator, Awaitable, Callable
+from contextlib import aclosing, asynccontextmanager
+from typing import Any
+
+import pytest
+from fake_workers import TOKENIZER, record
+from memory_registry import MemoryRegistry
+from sweep import cancelled, until
+
+from baton.cluster.config import Config, SecurityConfig
+from baton.cluster.records import WorkerRecord
+from baton.cluster.rpc import Context, Server
+from baton.engine.sampling import SamplingParams
+from baton.v1 import generation_pb2, worker_pb2_grpc
+from baton.v1 import worker_pb2 as pb
+from router import probes, watch
+from router.clients import DecodeEvent, Ended, Workers
+from router.early import EarlyDecode
+from router.request import Request, Stopwatch, Trace
+from router.view import ClusterView
+from router.watch import Watch
+
+
+class Worker(worker_pb2_grpc.DecodeServicer, worker_pb2_grpc.PrefillServicer, worker_pb2_grpc.WorkerServicer):
+    """Answers everything; `open` counts what it has begun and not ended."""
+
+    def __init__(self) -> None:
+        self.open = 0
+        self.calls: set[int] = set()
+
+    async def Session(self, request_iterator: AsyncIterator[pb.DecodeCommand], context: Context) -> AsyncIterator[pb.DecodeEvents]:
+        """A call that is live gets its tokens when it has the first one."""
+        async for command in request_iterator:
+            kind = command.WhichOneof("command")
+            if kind == "start":
+                self.calls.add(command.call_id)
+            if kind == "cancel":
+                self.calls.discard(command.call_id)
+            elif command.call_id in self.calls and (kind == "first" or not command.start.live):
+                yield pb.DecodeEvents(events=[pb.DecodeEvent(call_id=command.call_id, token=pb.GeneratedToken(id=7))])
+                done = pb.DecodeFinished(reason=generation_pb2.FINISH_REASON_LENGTH)
+                yield pb.DecodeEvents(events=[pb.DecodeEvent(call_id=command.call_id, finished=done)])
+                self.calls.discard(command.call_id)
+
+    async def Prefill(self, request: pb.PrefillRequest, context: Context) -> AsyncIterator[pb.PrefillEvent]:
+        self.open += 1
+        try:
+            yield pb.PrefillEvent(opened=pb.PrefillOpened(handle=b"h"))
+            await asyncio.sleep(0)
+            yield pb.PrefillEvent(done=pb.PrefillResponse(token=pb.GeneratedToken(id=5)))
+        finally:
+            self.open -= 1
+
+    async def Snapshot(self, request: pb.SnapshotRequest, context: Context) -> AsyncIterator[pb.SnapshotResponse]:
+        self.open += 1
+        try:
+            for part in (b"a" * 16, b"b" * 16):
+                yield pb.SnapshotResponse(incarnation=1, sequence=1, keys=part)
+                await asyncio.sleep(0)
+        finally:
+            self.open -= 1
+
+    async def Probe(self, request: pb.ProbeRequest, context: Context) -> pb.ProbeResponse:
+        self.open += 1
+        try:
+            await asyncio.sleep(0)
+            return pb.ProbeResponse(state="ready")
+        finally:
+            self.open -= 1
+
+
+@asynccontextmanager
+async def pair() -> AsyncIterator[tuple[Worker, Workers, WorkerRecord]]:
+    server, worker, workers = Server(Config(), 1 << 20), Worker(), Workers(SecurityConfig())
+    worker_pb2_grpc.add_DecodeServicer_to_server(worker, server.grpc)
+    worker_pb2_grpc.add_PrefillServicer_to_server(worker, server.grpc)
+    worker_pb2_grpc.add_WorkerServicer_to_server(worker, server.grpc)
+    address = server.bind(0)
+    await server.start()
+    try:
+        yield worker, workers, record("d0", address=address)
+    finally:
+        await workers.close()
+        await server.stop(None)
+
+
+def request() -> Request:
+    return Request("r", [1, 2, 3], 3, SamplingParams(max_tokens=9), "", time.monotonic() + 60, Trace(Stopwatch(time.monotonic)))
+
+
+async def drain(events: AsyncGenerator[Any, None]) -> list[Any]:
+    async with aclosing(events):
+        return [event async for event in events]
+
+
+async def plain(workers: Workers, d0: WorkerRecord) -> None:
+    assert isinstance((await drain(workers.decode(d0, request(), b"", 30)))[-1], Ended)
+
+
+async def live(workers: Workers, d0: WorkerRecord) -> None:
+    """The first token comes some turns after the call began."""
+    first: asyncio.Future[int] = asyncio.get_running_loop().create_future()
+    loop = asyncio.get_running_loop()
+    timer = loop.call_later(0.001, lambda: first.done() or first.set_result(5))
+    try:
+        assert isinstance((await drain(workers.decode(d0, request(), b"ticket", 30, first)))[-1], Ended)
+    finally:
+        timer.cancel()
+
+
+async def early(workers: Workers, d0: WorkerRecord) -> None:
+    call = EarlyDecode(lambda first: workers.decode(d0, request(), b"ticket", 30, first))
+    try:
+        await asyncio.sleep(0)
+        call.first.set_result(5)
+        assert isinstance((await drain(call.events()))[-1], Ended)
+    finally:
+        await call.close()
+
+
+async def prefill(workers: Workers, d0: WorkerRecord) -> None:
+    assert len(await drain(workers.prefill(d0, request(), 30))) == 2
+
+
+async def snapshot(workers: Workers, d0: WorkerRecord) -> None:
+    assert len((await workers.snapshot(d0)).keys) == 2
+
+
+async def probe(workers: Workers, d0: WorkerRecord) -> None:
+    assert (await workers.probe(d0, 30)).state == "ready"
+
+
+@pytest.mark.parametrize("call", [plain, live, early, prefill, snapshot, probe])
+async def test_a_call_is_cancelled_at_every_await(call: Callable[[Workers, WorkerRecord], Awaitable[None]]) -> None:
+    async with pair() as (worker, workers, d0):
+        await plain(workers, d0)  # the connection and the session stand
+        await until(lambda: not worker.calls)
+        before = asyncio.all_tasks()
+        async for _ in cancelled(lambda: call(workers, d0)):
+            (session,) = workers._sessions.values()
+            assert not session._calls and not session.lost and len(workers._channels) == 1
+            await until(lambda: not worker.calls and not worker.open)
+            await until(lambda: not [task for task in asyncio.all_tasks() - before if "router" in repr(task)])
+
+
+async def test_what_an_early_call_meets_reaches_its_reader() -> None:
+    """Whatever it is: a reader that learns of some failures only would wait for ever."""
+
+    async def broken(first: "asyncio.Future[int]") -> AsyncGenerator[DecodeEvent, None]:
+        raise KeyError("not foreseen")
+        yield
+
+    call = EarlyDecode(broken)
+    with pytest.raises(KeyError):
+        async with asyncio.timeout(5):
+            await drain(call.events())
+
+
+async def test_a_worker_that_is_lost_leaves_no_channel_whenever_the_loss_is_cancelled() -> None:
+    async with pair() as (_, workers, d0):
+        closed: list[Any] = []
+        opened: list[Any] = []
+
+        async def use() -> None:
+            await plain(workers, d0)
+            (old,) = workers._channels.values()
+            opened.append(old)
+            honest = old.close
+
+            async def close(*arguments: Any) -> None:
+                await honest(*arguments)
+                closed.append(old)
+
+            old.close = close  # type: ignore[method-assign]
+
+        await use()
+        async for task in cancelled(lambda: workers.lose(d0)):
+            if not workers._channels:
+                assert closed == opened
+                if not (task.done() and not task.cancelled()):
+                    await use()
+        assert closed == opened and not workers._sessions
+
+
+@pytest.fixture
+def quick(monkeypatch: pytest.MonkeyPatch) -> None:
+    for name in ("MEMBERS_EVERY_S", "SNAPSHOT_EVERY_S", "AWAY_S"):
+        monkeypatch.setattr(watch, name, 0)
+    monkeypatch.setattr(probes, "LOOK_EVERY_S", 0)
+    monkeypatch.setattr(probes, "ASK_SHARE", 0.0)
+
+
+async def test_the_watch_is_cancelled_at_every_await(quick: None) -> None:
+    """It never ends by itself: it is quicker than the sweep when it has learnt the worker's state and its cache."""
+    async with pair() as (worker, workers, d0):
+        registry = MemoryRegistry()
+        await registry.join(d0)
+        before = asyncio.all_tasks()
+        for turns in itertools.count():
+            view = ClusterView(TOKENIZER)
+            running = asyncio.create_task(Watch(view, registry, workers, 2.0).run())  # type: ignore[arg-type]
+            for _ in range(turns if turns < 60 else 60 + (turns - 60) * 20):
+                await asyncio.sleep(0)
+            known = bool(view.decode_workers()) and not view.index.needing_snapshot()
+            running.cancel()
+            await asyncio.wait({running})
+            assert running.cancelled()
+            left = [task for task in asyncio.all_tasks() - before if "router" in repr(task)]
+            assert not left, "what it started ends with it, not after it"
+            await until(lambda: not worker.open)
+            if known and turns >= 60:
+                break
+        assert len(workers._channels) == 1

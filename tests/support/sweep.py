@@ -1,0 +1,41 @@
+"""Cancellation at every await: the work dies after 0, 1, 2 … turns of the event loop, until it is quicker than the sweep."""
+
+import asyncio
+from collections.abc import AsyncIterator, Awaitable, Callable
+from typing import Any
+
+
+async def cancelled(work: Callable[[], Awaitable[Any]], fine: int = 40, coarse: float = 1.1) -> AsyncIterator["asyncio.Task[Any]"]:
+    """For each trial the ended task. The last one ended by itself; whoever iterates looks after each what is left.
+
+    Each number of turns up to `fine` is tried. Beyond, where something outside is waited for, the next trial has `coarse` times the turns.
+    """
+    turns, tried = 0, 0
+    while True:
+
+        async def run() -> Any:
+            return await work()
+
+        task = asyncio.create_task(run())
+        for _ in range(turns):
+            await asyncio.sleep(0)
+            if task.done():
+                break
+        finished = task.done()
+        task.cancel()
+        await asyncio.wait({task})
+        if not task.cancelled() and not finished and (error := task.exception()) is not None:
+            raise error
+        yield task
+        if finished:
+            task.result()
+            assert tried >= 1, "nothing was cancelled"
+            return
+        tried += 1
+        turns = turns + 1 if turns < fine else int(turns * coarse)
+
+
+async def until(condition: Callable[[], Any], within_s: float = 10.0) -> None:
+    async with asyncio.timeout(within_s):
+        while not condition():
+            await asyncio.sleep(0.002)

@@ -1,0 +1,95 @@
+"""The KV port and the importer, cancelled at every await: no block stays pinned, and no lease, read or broken peer is left."""
+
+import asyncio
+from collections.abc import Awaitable, Callable
+
+import pytest
+from handoff_pair import KEY, PROMPT, Pair, pair
+from sweep import cancelled, until
+
+from baton.engine.block_key import extend_keys, root_key
+from kvtransfer.handle import Wish
+from kvtransfer.importer import Fetch
+
+
+def keys() -> list[bytes]:
+    made: list[bytes] = []
+    extend_keys(made, root_key("toy"), PROMPT, 4)
+    return made
+
+
+async def computed(p: Pair) -> None:
+    """The prompt's blocks are in the caches of both workers."""
+    await p.start(await p.hand_over()).task
+    await p.settled()
+
+
+async def lend(p: Pair) -> None:
+    wish = Wish("decode-0", 7, "next", 0, b"".join(keys())).sealed(KEY)
+    handle = await p.decode.port.lend(wish)
+    assert await p.back.release(handle)
+
+
+async def borrow(p: Pair) -> None:
+    fetch = await p.prefill.port.importer.borrow("decode-0", 7, "at decode-0", "next", 0, keys())
+    await fetch.release()
+
+
+async def shake_hands(p: Pair) -> None:
+    """Each time anew."""
+    importer = p.decode.port.importer
+    handle = (await p.hand_over("next")).handle
+    try:
+        importer._handshakes.clear()
+        assert await importer.shake_hands(handle, p.wire) == "prefill-0:7"
+    finally:
+        p.prefill.port.exporter.release(handle, "next")
+
+
+async def reading(p: Pair) -> None:
+    importer = p.decode.port.importer
+    handle = (await p.hand_over("next")).handle
+    try:
+        async with importer.reading(handle):
+            await asyncio.sleep(0)
+    finally:
+        p.prefill.port.exporter.release(handle, "next")
+
+
+@pytest.mark.parametrize("work", [lend, borrow, shake_hands, reading])
+async def test_what_one_worker_wants_of_another_is_cancelled_at_every_await(work: Callable[[Pair], Awaitable[None]]) -> None:
+    async with pair() as p:
+        await computed(p)
+        async for _ in cancelled(lambda: work(p), fine=25, coarse=1.4):
+            p.clock.now += 1000  # a lease whose holder was cancelled ends by itself
+            await p.settled()
+            for worker in (p.prefill, p.decode):
+                importer = worker.port.importer
+                assert not importer._reads and not importer._broken and worker.port._lent == 0
+                await until(lambda importer=importer: all(task.done() for task in importer._handshakes.values()))
+
+
+@pytest.mark.parametrize("fetching", [True, False])
+async def test_withdrawing_is_cancelled_at_every_await_and_called_again(fetching: bool) -> None:
+    """Whoever is cancelled in it calls it again, with the same list of blocks."""
+    async with pair() as p:
+        await computed(p)
+        port = p.decode.port
+        state: list[tuple[Fetch | None, list[int]]] = []
+
+        async def prepare() -> None:
+            handle = (await p.hand_over("next")).handle
+            fetch = port.importer.open(handle, "next") if fetching else None
+            state[:] = [(fetch, await p.decode.loop.call(lambda engine: engine.pool.allocate(3)))]
+
+        await prepare()
+        async for _ in cancelled(lambda: port.withdraw(None, *state[0]), fine=25, coarse=1.4):
+            fetch, filling = state[0]
+            await port.withdraw(None, fetch, filling)
+            assert filling == []
+            p.clock.now += 1000
+            await p.settled()
+            await prepare()
+        await port.withdraw(None, *state[0])
+        p.clock.now += 1000
+        await p.settled()
