@@ -52,13 +52,13 @@ def takes(*kinds: type) -> Callable[[Callable[..., None]], Callable[..., None]]:
 class Measured:
     """What counts, and where it is written."""
 
-    slo: Annotated[str, typer.Option(help="What a request must meet: ttft, tpot, itl_p99, with units: ttft=500ms,tpot=50ms.")]
+    slo: Annotated[str, typer.Option(help="Objectives that every request must meet, with units: ttft=500ms,tpot=50ms,itl_p99=150ms.")]
     out: Annotated[Path, typer.Option(help="Folder for the report and the raw records.")] = Path("loadtest-report")
     warm_up: Annotated[float, typer.Option(help="Seconds at the start that do not count.")] = 3.0
     cool_down: Annotated[float, typer.Option(help="Seconds at the end that do not count.")] = 2.0
     timeout: Annotated[float, typer.Option(help="Deadline of each request, seconds.")] = 60.0
     seeds: Annotated[
-        str, typer.Option(help="One run each, for confidence intervals; of `compare` the first chooses the rates and the others judge.")
+        str, typer.Option(help="One run for each seed. In `compare`, the first seed chooses the rates and the others judge.")
     ] = "1,2,3,4,5,6"
 
 
@@ -79,20 +79,22 @@ class Load:
     """What is sent."""
 
     input: Annotated[str, typer.Option(help="Prompt tokens: 512, 100-600 or lognormal:512:0.6.")] = "100-600"
-    output: Annotated[str, typer.Option(help="Output tokens, in the same ways.")] = "32"
-    hit_rate: Annotated[float, typer.Option(help="Share of the prompt tokens in prefixes that came before.")] = 0.0
-    turns: Annotated[str, typer.Option(help="Requests of a session; each carries the answers before it.")] = "1"
+    output: Annotated[str, typer.Option(help="Output tokens, in the same forms.")] = "32"
+    hit_rate: Annotated[float, typer.Option(help="Share of the prompt tokens that belong to prefixes sent before.")] = 0.0
+    turns: Annotated[str, typer.Option(help="Requests in a session. Each carries the answers before it.")] = "1"
     think: Annotated[str, typer.Option(help="Pause of a session between an answer and the next turn, seconds.")] = "0"
     prefix_tokens: Annotated[int, typer.Option(help="Tokens of one level of the tree of shared prefixes.")] = 64
     prefix_branching: Annotated[int, typer.Option(help="Different prefixes on each level.")] = 4
     prefix_depth: Annotated[int, typer.Option(help="Levels of shared prefixes.")] = 1
-    trace: Annotated[Path | None, typer.Option(help="Recorded workload instead: ShareGPT, Mooncake, BurstGPT, Azure, plain.")] = None
+    trace: Annotated[Path | None, typer.Option(help="Recorded workload to send instead: ShareGPT, Mooncake, BurstGPT, Azure or plain.")] = (
+        None
+    )
     format: Annotated[str, typer.Option(help="auto, sharegpt, mooncake, burstgpt, azure or plain.")] = "auto"
     tokenizer: Annotated[Path | None, typer.Option(help="tokenizer.json that turns the text of a ShareGPT trace into ids.")] = None
-    scale: Annotated[float, typer.Option(help="All lengths times this, so that a real trace fits a small machine.")] = 1.0
-    max_tokens: Annotated[int, typer.Option(help="Longest prompt with its answer; longer requests are left out and counted.")] = 2048
-    vocab: Annotated[int, typer.Option(help="Token ids are drawn below this.")] = 256
-    lenient: Annotated[bool, typer.Option("--lenient", help="Skip malformed lines of a trace, and count them.")] = False
+    scale: Annotated[float, typer.Option(help="Factor for all lengths, so that a real trace fits a small machine.")] = 1.0
+    max_tokens: Annotated[int, typer.Option(help="Longest prompt plus answer. Longer requests are left out and counted.")] = 2048
+    vocab: Annotated[int, typer.Option(help="Token ids are drawn from 0 up to this.")] = 256
+    lenient: Annotated[bool, typer.Option("--lenient", help="Skip and count malformed lines of a trace.")] = False
     arrivals: Annotated[str, typer.Option(help="poisson, constant, gamma:BURSTINESS, or trace (its own times).")] = "poisson"
     duration: Annotated[float, typer.Option(help="Seconds in which requests become due.")] = 20.0
 
@@ -101,9 +103,9 @@ class Load:
 class Target:
     """What `run` measures."""
 
-    rate: Annotated[float, typer.Option(help="Requests per second; of a trace with its own times: how much faster it is played.")]
-    address: Annotated[str | None, typer.Option(help="host:port of the door; the running cluster's by default.")] = None
-    name: Annotated[str, typer.Option(help="Which running cluster.")] = "baton"
+    rate: Annotated[float, typer.Option(help="Requests per second. With a trace's own times: how much faster to play it.")]
+    address: Annotated[str | None, typer.Option(help="host:port of the door; by default that of the running cluster.")] = None
+    name: Annotated[str, typer.Option(help="Name of the running cluster.")] = "baton"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -112,15 +114,15 @@ class Arms:
 
     rates: Annotated[str, typer.Option(help="Requests per second of the sweep: 1,2,4.")]
     model: Annotated[
-        str, typer.Option(help="Folder of a checkpoint; heavy: a seeded random one of 85 M parameters, made on the first use.")
+        str, typer.Option(help="Folder of a checkpoint. heavy: a seeded random one of 85 M parameters, made on first use.")
     ] = "heavy"
     arms: Annotated[
         str, typer.Option(help="Of colocated, unchunked, static, dynamic, disaggregated, bypass; colocated@64: with its own chunk.")
     ] = "colocated,unchunked,disaggregated,bypass"
-    cores: Annotated[str | None, typer.Option(help="Cores that every arm gets, whole: 0,1. All by default.")] = None
+    cores: Annotated[str | None, typer.Option(help="Cores that every arm gets: 0,1. By default all.")] = None
     threads: Annotated[int, typer.Option(help="Cores of one worker.")] = 1
     ratio: Annotated[str, typer.Option(help="Prefill to decode workers of the arms that have both.")] = "1:1"
-    chunk: Annotated[int, typer.Option(help="Tokens in one step at most.")] = 256
+    chunk: Annotated[int, typer.Option(help="Most tokens in one step.")] = 256
     vary: Annotated[str, typer.Option(help="A parameter at several values: input=100,400,1000 (also output, hit_rate, chunk).")] = ""
     bisections: Annotated[
         int, typer.Option(help="Runs of each arm between the last rate that holds and the first that does not, to choose its rate.")

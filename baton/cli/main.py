@@ -35,7 +35,7 @@ from baton.v1 import worker_pb2, worker_pb2_grpc
 from loadtest.cli import app as loadtest_app
 
 app = typer.Typer(no_args_is_help=True, add_completion=True, pretty_exceptions_enable=False, help=__doc__)
-config_app = typer.Typer(no_args_is_help=True, help="The configuration: what is in force, and what there is.")
+config_app = typer.Typer(no_args_is_help=True, help="Show the configuration: the values in force, or the schema.")
 app.add_typer(config_app, name="config")
 app.add_typer(loadtest_app, name="loadtest")
 PIPE_WIDTH = 180  # columns of a table that nobody's terminal limits
@@ -46,9 +46,9 @@ out, err = (
 FREE = {"allow_extra_args": True, "ignore_unknown_options": True}
 CHAT_TEMPERATURE = 0.5
 
-ConfigFiles = Annotated[list[Path] | None, typer.Option("--config", help="Configuration file (YAML); may be given more than once.")]
-Name = Annotated[str, typer.Option("--name", help="Which cluster.")]
-Address = Annotated[str | None, typer.Option(help="host:port of the router; the running cluster's by default.")]
+ConfigFiles = Annotated[list[Path] | None, typer.Option("--config", help="Configuration file (YAML). Repeat the option for more files.")]
+Name = Annotated[str, typer.Option("--name", help="Name of the cluster.")]
+Address = Annotated[str | None, typer.Option(help="host:port of the router; by default that of the running cluster.")]
 
 
 @app.command(context_settings=FREE)
@@ -60,7 +60,7 @@ def up(
     decode: Annotated[int | None, typer.Option(help="Decode workers.")] = None,
     launcher: Annotated[str | None, typer.Option(help="local or ray.")] = None,
     name: Annotated[str | None, typer.Option("--name", help="Name of the cluster.")] = None,
-    detach: Annotated[bool, typer.Option("--detach", help="Return when the cluster is ready; end it with `baton down`.")] = False,
+    detach: Annotated[bool, typer.Option("--detach", help="Return when the cluster is ready. End it with `baton down`.")] = False,
 ) -> None:
     """Start a cluster: router, prefill and decode workers, Redis. Every key of the configuration is a flag: --engine.block-size 32."""
     from baton.cli.up import start  # the launchers, which no other command needs
@@ -76,7 +76,7 @@ def up(
 
 @app.command()
 def down(name: Name = "baton") -> None:
-    """End a cluster: requests that run may finish, then everything goes."""
+    """Let running requests finish, then end the cluster."""
     from baton.cli.up import end
 
     with _failing(), _waiting("stopping"):
@@ -89,7 +89,7 @@ def scale(
     decode: Annotated[int | None, typer.Option(min=1)] = None,
     name: Name = "baton",
 ) -> None:
-    """Change the size of a pool while it serves."""
+    """Resize a pool while it serves."""
     with _failing():
         running = state.need(name)
         wanted = asyncio.run(_desire(running, prefill, decode))
@@ -99,7 +99,7 @@ def scale(
 @app.command()
 def generate(
     prompt: Annotated[str, typer.Argument(help="The prompt; - reads it from stdin.")],
-    chat: Annotated[bool, typer.Option("--chat", help="The prompt is one user message, under the model's chat template.")] = False,
+    chat: Annotated[bool, typer.Option("--chat", help="Send the prompt as one user message, under the model's chat template.")] = False,
     max_tokens: Annotated[int | None, typer.Option()] = None,
     min_tokens: Annotated[int | None, typer.Option()] = None,
     temperature: Annotated[float | None, typer.Option(help="0 is greedy.")] = None,
@@ -107,11 +107,11 @@ def generate(
     top_k: Annotated[int | None, typer.Option()] = None,
     min_p: Annotated[float | None, typer.Option()] = None,
     seed: Annotated[int | None, typer.Option()] = None,
-    stop: Annotated[list[str] | None, typer.Option(help="Stop string; may be given more than once.")] = None,
+    stop: Annotated[list[str] | None, typer.Option(help="Stop string. Repeat the option for more.")] = None,
     ignore_eos: Annotated[bool, typer.Option("--ignore-eos")] = False,
     timeout: Annotated[float | None, typer.Option(help="Seconds.")] = None,
     trace: Annotated[bool, typer.Option("--trace", help="Draw the stages of this request.")] = False,
-    as_json: Annotated[bool, typer.Option("--json", help="One JSON object instead of streamed text.")] = False,
+    as_json: Annotated[bool, typer.Option("--json", help="Print one JSON object instead of streaming the text.")] = False,
     address: Address = None,
     name: Name = "baton",
     config: ConfigFiles = None,
@@ -150,7 +150,7 @@ def chat(
     name: Name = "baton",
     config: ConfigFiles = None,
 ) -> None:
-    """Talk to the model, turn by turn. Lines that are piped in are turns too."""
+    """Talk to the model, turn by turn. Each line piped in is a turn."""
     from baton.cli.chat import Conversation, talk
 
     with _failing():
@@ -169,7 +169,7 @@ def status(
     name: Name = "baton",
     config: ConfigFiles = None,
 ) -> None:
-    """Endpoints, workers, load, leases. `--address` is the router's admin address here."""
+    """Show endpoints, workers, load and leases. Here, `--address` is the router's admin address."""
     with _failing():
         with find("admin", address, name, config).channel() as channel:
             stub = worker_pb2_grpc.AdminStub(channel)  # type: ignore[no-untyped-call]
@@ -200,13 +200,13 @@ def roles(
 @app.command()
 def trace(
     request: Annotated[str | None, typer.Argument(help="Id of the request.")] = None,
-    last: Annotated[bool, typer.Option("--last", help="The request that ended last.")] = False,
+    last: Annotated[bool, typer.Option("--last", help="Draw the request that ended last.")] = False,
     as_json: Annotated[bool, typer.Option("--json")] = False,
     address: Address = None,
     name: Name = "baton",
     config: ConfigFiles = None,
 ) -> None:
-    """Draw the stages of a request that has ended, its retries and its handoff. `--address` is the router's admin address here."""
+    """Draw the stages of a finished request, its retries and its handoff. Here, `--address` is the router's admin address."""
     from baton.cli.trace import draw, fetch
 
     with _failing():
@@ -221,13 +221,13 @@ def trace(
 
 @app.command()
 def top(
-    once: Annotated[bool, typer.Option("--once", help="One look, and the end.")] = False,
-    every: Annotated[float, typer.Option(min=0.1, help="Seconds between two looks.")] = 1.0,
+    once: Annotated[bool, typer.Option("--once", help="Show the state once and end.")] = False,
+    every: Annotated[float, typer.Option(min=0.1, help="Seconds between two updates.")] = 1.0,
     address: Address = None,
     name: Name = "baton",
     config: ConfigFiles = None,
 ) -> None:
-    """Watch the cluster: workers, requests on their way, the last ones. `--address` is the router's admin address here."""
+    """Watch workers, running requests and the last ones. Here, `--address` is the router's admin address."""
     from baton.cli.top import run
 
     with _failing():
@@ -238,10 +238,10 @@ def top(
 def doctor(
     context: typer.Context,
     config: ConfigFiles = None,
-    ray: Annotated[bool, typer.Option("--ray", help="Start a Ray cluster, too, and run a task.")] = False,
+    ray: Annotated[bool, typer.Option("--ray", help="Also start a Ray cluster and run a task on it.")] = False,
     as_json: Annotated[bool, typer.Option("--json")] = False,
 ) -> None:
-    """Try on this machine what a cluster needs: NIXL and what really carries the bytes, Redis, torch, Ray, ports, memory."""
+    """Try what a cluster needs on this machine: NIXL and what really carries the bytes, Redis, torch, Ray, ports, memory."""
     from baton.cli.doctor import examine  # it loads NIXL, torch and Ray, which no other command needs
 
     with _failing():
@@ -259,7 +259,7 @@ def doctor(
 
 @config_app.command("print", context_settings=FREE)
 def config_print(context: typer.Context, config: ConfigFiles = None, as_json: Annotated[bool, typer.Option("--json")] = False) -> None:
-    """The values in force, and where each comes from."""
+    """Print the values in force and where each comes from."""
     with _failing():
         files, flags = _arguments(context, config, {})
         loaded = configuration.load(files, flags=flags)
@@ -275,7 +275,7 @@ def config_print(context: typer.Context, config: ConfigFiles = None, as_json: An
 
 @config_app.command("schema")
 def config_schema() -> None:
-    """JSON schema of the configuration."""
+    """Print the JSON schema of the configuration."""
     print(json.dumps(configuration.schema(), indent=2))
 
 

@@ -61,9 +61,9 @@ class ClusterConfig(Section):
         min_length=16,
         repr=False,
         json_schema_extra={"secret": True},
-        description="Authenticates KV handles between workers. Drawn by `baton up` when not set. Never a flag: others can read those.",
+        description="Authenticates KV handles between workers. `baton up` draws one if none is set. No flag: others can read that.",
     )
-    host: str = Field(default="127.0.0.1", min_length=1, description="Address every listener of this host binds to and tells others.")
+    host: str = Field(default="127.0.0.1", min_length=1, description="Address that every listener on this host binds to and tells others.")
 
     @model_validator(mode="after")
     def _reachable(self) -> Self:
@@ -74,59 +74,64 @@ class ClusterConfig(Section):
 
 class ModelConfig(Section):
     path: str = Field(default="", description="Folder of the checkpoint (config.json, tokenizer.json, *.safetensors).")
-    served_name: str | None = Field(default=None, min_length=1, description="Name that clients ask for; the folder's name when not set.")
+    served_name: str | None = Field(default=None, min_length=1, description="Name that clients ask for; by default the folder's name.")
     dtype: Literal["float32", "bfloat16", "auto"] = Field(
-        default="float32", description="Type of weights and KV; auto: bfloat16 where the checkpoint says so, else float32."
+        default="float32", description="Type of weights and KV. auto: bfloat16 if the checkpoint says so, else float32."
     )
     max_model_len: int | None = Field(
-        default=None, ge=2, description="Longest prompt plus output, in tokens; the model's own limit when not set."
+        default=None, ge=2, description="Longest prompt plus output, in tokens; by default the model's own limit."
     )
 
 
 class EngineConfig(Section):
-    block_size: int = Field(default=16, ge=1, le=1024, description="Tokens of one KV block. The same on every worker.")
-    kv_memory_mib: int | None = Field(default=None, ge=1, description="Size of the KV pool, MiB; when not set, a share of the free memory.")
-    kv_memory_fraction: float = Field(default=0.25, gt=0, le=0.95, description="That share of the free memory.")
-    max_num_seqs: int = Field(default=64, ge=1, le=4096, description="Sequences in one step at most.")
-    max_num_batched_tokens: int = Field(default=512, ge=1, le=1_048_576, description="Tokens computed in one step at most.")
-    prefix_caching: bool = Field(default=True, description="Keep the blocks of finished requests and reuse them for equal prefixes.")
+    block_size: int = Field(default=16, ge=1, le=1024, description="Tokens in one KV block. Every worker needs the same.")
+    kv_memory_mib: int | None = Field(default=None, ge=1, description="Size of the KV pool, MiB; by default a share of the free memory.")
+    kv_memory_fraction: float = Field(
+        default=0.25, gt=0, le=0.95, description="Share of the free memory that the KV pool takes if kv_memory_mib is not set."
+    )
+    max_num_seqs: int = Field(default=64, ge=1, le=4096, description="Most sequences in one step.")
+    max_num_batched_tokens: int = Field(default=512, ge=1, le=1_048_576, description="Most tokens computed in one step.")
+    prefix_caching: bool = Field(default=True, description="Keep the blocks of finished requests, and reuse them for equal prefixes.")
     reserve_growth: float = Field(default=0.5, ge=0, le=1, description="Share of a sequence's remaining output that admission sets aside.")
-    threads: int | None = Field(default=None, ge=1, le=1024, description="Compute threads of one worker; torch's own choice when not set.")
-    device: Literal["cpu", "cuda"] = Field(default="cpu", description="Where the model computes and its KV lies.")
+    threads: int | None = Field(default=None, ge=1, le=1024, description="Compute threads of one worker; by default torch chooses.")
+    device: Literal["cpu", "cuda"] = Field(default="cpu", description="Device that computes the model and holds its KV.")
     attention_backend: Literal["auto", "flashinfer", "flash_attn", "triton", "torch"] = Field(
-        default="auto", description="Attention kernels on a cuda device; auto: the best that is installed and fits. One that is named must."
+        default="auto",
+        description="Attention kernels on a cuda device. auto: the best that is installed and fits. A named one must do both.",
     )
     weight_dtype: Literal["auto", "int8"] = Field(
         default="auto",
-        description="Type of the matrices; auto: as model.dtype. int8: quantised when loaded, activations per step.",
+        description="Type of the matrices. auto: the same as model.dtype. int8: matrices are quantised at load, activations at each step.",
     )
     compiled: bool = Field(
         default=True,
-        description="Compiled kernels for a layer's operations, and on a CPU matrices packed for oneDNN; false: plain torch for all of it."
+        description="Use compiled kernels for a layer's operations, and on a CPU pack matrices for oneDNN. false: plain torch for all."
         " Attention on a cuda device follows attention_backend.",
     )
-    max_queue: int = Field(default=256, ge=1, le=65536, description="Sequences waiting in one worker at most; more are refused.")
+    max_queue: int = Field(default=256, ge=1, le=65536, description="Most sequences that wait in one worker; it refuses more.")
     batching: Literal["continuous", "dynamic", "static"] = Field(
         default="continuous",
-        description="When a sequence may join: at any step, or only with a whole batch (of who waits; of max_num_seqs). The latter two are"
-        " there to compare with, on workers that do both, prefill and decode.",
+        description="When a sequence may join a batch. continuous: at any step. dynamic: with all that wait when the last batch has ended."
+        " static: with a batch of max_num_seqs. The last two are for comparison, in clusters without prefill workers.",
     )
-    batch_wait_s: float = Field(default=0.5, ge=0, le=60, description="Longest wait for a static batch to be full, seconds.")
+    batch_wait_s: float = Field(default=0.5, ge=0, le=60, description="Longest wait for a static batch to fill, seconds.")
 
 
 class KvConfig(Section):
     transport: Literal["auto", "nixl", "tcp"] = Field(
-        default="auto", description="How KV moves between workers. auto: nixl where two workers share a host or RDMA, else tcp."
+        default="auto", description="How KV moves between workers. auto: nixl if two workers share a host or RDMA, else tcp."
     )
     lease_ttl_s: float = Field(
         default=10.0, gt=0, le=3600, description="How long blocks stay pinned for a reader that stopped renewing, seconds."
     )
-    reap_interval_s: float = Field(default=0.25, gt=0, le=60, description="How often expired leases are looked for, seconds.")
-    read_timeout_s: float = Field(default=5.0, gt=0, le=3600, description="Longest read of one handoff, seconds. Shorter than the lease.")
-    on_failure: Literal["recompute", "fail"] = Field(default="recompute", description="KV cannot be fetched: compute it again, or fail.")
-    ucx_tls: str | None = Field(default=None, description="UCX_TLS of the nixl transport; UCX's own choice when not set.")
+    reap_interval_s: float = Field(default=0.25, gt=0, le=60, description="How often a worker looks for expired leases, seconds.")
+    read_timeout_s: float = Field(default=5.0, gt=0, le=3600, description="Longest read of one handoff, seconds; shorter than the lease.")
+    on_failure: Literal["recompute", "fail"] = Field(
+        default="recompute", description="What a decode worker does if it cannot fetch the KV: compute it again, or fail."
+    )
+    ucx_tls: str | None = Field(default=None, description="UCX_TLS of the nixl transport; by default UCX chooses.")
     ucx_net_devices: str | None = Field(
-        default=None, description="UCX_NET_DEVICES of the nixl transport; when not set, the interface of cluster.host and RDMA devices."
+        default=None, description="UCX_NET_DEVICES of the nixl transport; by default the interface of cluster.host and RDMA devices."
     )
 
     @model_validator(mode="after")
@@ -143,68 +148,71 @@ class RouterConfig(Section):
     admin_port: int = Field(default=8471, ge=0, le=65535, description="Port of the admin API; 0: any free one.")
     http_port: int = Field(default=8000, ge=0, le=65535, description="Port of the OpenAI-compatible HTTP API; 0: any free one.")
     page_port: int = Field(default=8472, ge=0, le=65535, description="Port of the live page; 0: any free one.")
-    http_max_connections: int = Field(default=2048, ge=1, le=1_000_000, description="HTTP connections at a time; more are refused.")
+    http_max_connections: int = Field(default=2048, ge=1, le=1_000_000, description="Most HTTP connections at a time; more are refused.")
     http_read_timeout_s: float = Field(
-        default=20.0, gt=0, le=3600, description="Longest time for the headers of an HTTP request, and for its body, seconds."
+        default=20.0, gt=0, le=3600, description="Longest time for an HTTP request's headers, and then for its body, seconds."
     )
     http_idle_s: float = Field(default=75.0, gt=0, le=3600, description="How long an HTTP connection stays open between requests, seconds.")
     cors_origins: tuple[str, ...] = Field(
         default=(),
         strict=False,
-        description="Origins whose pages may use the HTTP API from a browser (https://app.example, or *); empty: none.",
+        description="Origins whose pages may use the HTTP API from a browser: https://app.example, or * for all. Empty: none.",
     )
     stall_s: float = Field(
         default=30.0,
         gt=0,
         le=3600,
-        description="A client that does not read what waits for it, over gRPC or HTTP, is dropped after so long, seconds.",
+        description="How long a client, over gRPC or HTTP, may leave its answer unread before the router drops it, seconds.",
     )
-    max_inflight: int = Field(default=256, ge=1, le=65536, description="Requests being served at most.")
-    max_queue: int = Field(default=512, ge=0, le=65536, description="Requests waiting for admission at most; more are refused.")
+    max_inflight: int = Field(default=256, ge=1, le=65536, description="Most requests that are served at a time.")
+    max_queue: int = Field(default=512, ge=0, le=65536, description="Most requests that wait for admission; more are refused.")
     queue_timeout_s: float = Field(
         default=60.0, gt=0, le=3600, description="Longest wait for admission, and then for a decode worker with room, seconds."
     )
     overload: Literal["queue", "codel", "lifo"] = Field(
         default="codel",
-        description="Requests that waiting would make too late for their deadline or the slo section: queue: wait all the same; codel: are"
-        " refused at once, and the queue is kept short while it stands; lifo: likewise, and the newest comes first then.",
+        description="What to do with requests that would wait until they miss their deadline or the slo section. queue: let them wait."
+        " codel: refuse them at once, and keep the queue short while it stands. lifo: as codel, and serve the newest first meanwhile.",
     )
     tokenizer_threads: int = Field(default=2, ge=1, le=64, description="Threads that turn prompts into tokens.")
     default_timeout_s: float = Field(default=300.0, gt=0, le=86400, description="Deadline of a request whose client set none, seconds.")
-    max_timeout_s: float = Field(default=600.0, gt=0, le=86400, description="Longest deadline a client can have, seconds.")
-    max_retries: int = Field(default=3, ge=0, le=16, description="Further attempts of one request after a worker failed it.")
+    max_timeout_s: float = Field(default=600.0, gt=0, le=86400, description="Longest deadline that a client can set, seconds.")
+    max_retries: int = Field(default=3, ge=0, le=16, description="How often a request is tried again after a worker failed it.")
     bypass_tokens: int = Field(
-        default=32, ge=0, description="With this many uncached prompt tokens or fewer, the decode worker prefills itself."
+        default=32, ge=0, description="With this many uncached prompt tokens or fewer, the decode worker computes the prompt itself."
     )
     fetch_tokens: int = Field(
         default=128,
         ge=0,
-        description="A prefill worker fetches a cached prefix from another worker where that saves it more tokens than this; 0: never.",
+        description="A prefill worker fetches a cached prefix from another worker if that saves more tokens than this. 0: never.",
     )
     predict_ttl_s: float = Field(
-        default=2.0, ge=0, le=60, description="How long a prefix just sent counts as cached, unconfirmed, seconds."
+        default=2.0,
+        ge=0,
+        le=60,
+        description="How long a prefix that was just sent to a worker counts as cached there before the worker confirms it, seconds.",
     )
     max_message_bytes: int = Field(
-        default=4_194_304, ge=1024, le=1 << 30, description="Largest request accepted, a gRPC message or an HTTP body, bytes."
+        default=4_194_304, ge=1024, le=1 << 30, description="Largest request, a gRPC message or an HTTP body, bytes."
     )
     recover_wait_s: float = Field(
-        default=10.0, ge=0, le=600, description="How long a request whose worker died waits for another to appear, seconds."
+        default=10.0, ge=0, le=600, description="How long a request whose worker died waits for another worker, seconds."
     )
     hang_s: float = Field(
         default=2.0,
         ge=0.2,
         le=600,
-        description="A worker that does not answer, or whose engine makes no progress, is passed over after so long, seconds; after twice"
-        " as long its requests go on elsewhere.",
+        description="How long a worker may give no answer, or its engine make no progress, before the router passes it over, seconds. After"
+        " twice as long its requests continue elsewhere.",
     )
     quarantine_s: float = Field(
         default=600.0,
         ge=0,
         le=86400,
-        description="How long a prompt under which two workers died is refused, seconds; 0: it may be tried again at once.",
+        description="How long a prompt is refused after two workers died of it, seconds. 0: it may be tried again at once.",
     )
     drain_s: float = Field(
-        default=30.0, ge=0, le=3600, description="How long a router that was told to stop lets its requests finish, seconds."
+        default=30.0, ge=0, le=3600, description="How long a router that is told to stop lets its requests finish, seconds."
     )
     reflection: bool = Field(default=True, description="Offer gRPC server reflection.")
 
@@ -218,15 +226,15 @@ class RouterConfig(Section):
 class PoolConfig(Section):
     """One pool of workers."""
 
-    replicas: int = Field(default=1, ge=0, le=1024, description="Workers of this pool.")
-    port: int = Field(default=0, ge=0, le=65535, description="gRPC port of a worker started by hand; 0: any free one.")
+    replicas: int = Field(default=1, ge=0, le=1024, description="Workers in this pool.")
+    port: int = Field(default=0, ge=0, le=65535, description="gRPC port of a worker that is started by hand; 0: any free one.")
     cpus: float = Field(default=1.0, ge=0, le=1024, description="CPUs that Ray reserves for one worker.")
     gpus: float = Field(default=0.0, ge=0, le=64, description="GPUs that Ray reserves for one worker.")
     drain_s: float = Field(
-        default=30.0, ge=0, le=3600, description="How long a worker that was told to stop may finish its requests, seconds."
+        default=30.0, ge=0, le=3600, description="How long a worker that is told to stop lets its requests finish, seconds."
     )
     cores: tuple[int, ...] | None = Field(
-        default=None, strict=False, description="Cores of the pool's local workers, each on engine.threads of them; null: not pinned."
+        default=None, strict=False, description="Cores for the pool's local workers; each gets engine.threads of them. null: not pinned."
     )
 
     @model_validator(mode="after")
@@ -239,7 +247,7 @@ class PoolConfig(Section):
 class DecodePoolConfig(PoolConfig):
     """The decode pool is never empty: a decode worker can do everything, a prefill worker cannot."""
 
-    replicas: int = Field(default=1, ge=1, le=1024, description="Workers of this pool; at least one.")
+    replicas: int = Field(default=1, ge=1, le=1024, description="Workers in this pool; at least one.")
 
 
 class RedisConfig(Section):
@@ -247,17 +255,20 @@ class RedisConfig(Section):
         default="embedded",
         repr=False,  # it may hold a password
         pattern=r"^(embedded$|rediss?://[^/\s]+|unix://\S+)",
-        description="embedded: a redis-server of our own on loopback; else redis://, rediss:// or unix://.",
+        description="embedded: Baton starts a redis-server on loopback; else redis://, rediss:// or unix://.",
     )
     record_ttl_s: float = Field(
-        default=6.0, gt=0, le=3600, description="A worker that did not refresh its record for so long is gone, seconds."
+        default=6.0, gt=0, le=3600, description="How long a worker's record lives if the worker does not refresh it, seconds."
     )
     heartbeat_s: float = Field(default=1.0, gt=0, le=600, description="How often a worker refreshes its record, seconds.")
     command_timeout_s: float = Field(
-        default=0.25, gt=0, le=10, description="Longest wait for Redis, seconds; then it counts as unavailable."
+        default=0.25, gt=0, le=10, description="Longest wait for an answer of Redis, seconds; after that Redis counts as unavailable."
     )
     stream_maxlen: int = Field(
-        default=20_000, ge=100, le=10_000_000, description="Block events kept, about; who is further behind takes a snapshot."
+        default=20_000,
+        ge=100,
+        le=10_000_000,
+        description="About how many block events Redis keeps; a router that is further behind takes a snapshot.",
     )
 
     @model_validator(mode="after")
@@ -270,17 +281,19 @@ class RedisConfig(Section):
 class LauncherConfig(Section):
     kind: Literal["local", "ray"] = Field(default="local", description="local: child processes on this host; ray: a Ray cluster.")
     restart_backoff_s: float = Field(
-        default=0.5, gt=0, le=600, description="Wait before the first restart of a dead worker, seconds; doubles."
+        default=0.5, gt=0, le=600, description="Wait before the first restart of a dead process, seconds; it doubles with each restart."
     )
     restart_backoff_max_s: float = Field(default=30.0, gt=0, le=3600, description="Longest wait before a restart, seconds.")
     hang_s: float = Field(
         default=10.0,
         ge=1,
         le=3600,
-        description="A process whose event loop is blocked, or whose engine makes no progress, is killed and started again after so long,"
-        " seconds. Longer than router.hang_s.",
+        description="How long a process's event loop may be blocked, or its engine make no progress, before the process is killed and"
+        " started again, seconds. Longer than router.hang_s.",
     )
-    ray_address: str | None = Field(default=None, min_length=1, description="Address of a running Ray cluster; null: start one here.")
+    ray_address: str | None = Field(
+        default=None, min_length=1, description="Address of a running Ray cluster; null: Baton starts one here."
+    )
 
     @model_validator(mode="after")
     def _ordered(self) -> Self:
@@ -292,22 +305,32 @@ class LauncherConfig(Section):
 
 
 class SecurityConfig(Section):
-    tls_cert: str | None = Field(default=None, min_length=1, description="PEM file of the certificate chain shown by every listener.")
-    tls_key: str | None = Field(default=None, min_length=1, description="PEM file of its private key.")
+    tls_cert: str | None = Field(default=None, min_length=1, description="PEM file of the certificate chain that every listener shows.")
+    tls_key: str | None = Field(default=None, min_length=1, description="PEM file of the certificate's private key.")
     tls_ca: str | None = Field(
-        default=None, min_length=1, description="PEM file of the authority that peers are checked against; set: mutual TLS."
+        default=None,
+        min_length=1,
+        description="PEM file of the authority that every peer's certificate must come from; if it is set, TLS is mutual.",
     )
 
     api_keys: str | None = Field(
-        default=None, min_length=1, description="File of API keys, NAME SHA256HEX [TENANT] ... a line; not set: everybody may ask."
+        default=None, min_length=1, description="File of API keys, one NAME SHA256HEX [TENANT] ... a line. Not set: no request needs a key."
     )
     requests_per_minute: int | None = Field(
-        default=None, ge=1, le=1_000_000_000, description="Requests of one tenant in a minute; the file of keys may say otherwise."
+        default=None,
+        ge=1,
+        le=1_000_000_000,
+        description="Most requests of one tenant in a minute; a line of the key file may set another limit.",
     )
     tokens_per_minute: int | None = Field(
-        default=None, ge=1, le=1_000_000_000, description="Prompt and output tokens of one tenant in a minute; likewise."
+        default=None,
+        ge=1,
+        le=1_000_000_000,
+        description="Most prompt and output tokens of one tenant in a minute; a line of the key file may set another limit.",
     )
-    shared_prefixes: bool = Field(default=False, description="Tenants share cached prefixes; an attacker could guess another's prompts.")
+    shared_prefixes: bool = Field(
+        default=False, description="Let tenants share cached prefixes; a tenant could then guess another's prompts from the response times."
+    )
 
     @model_validator(mode="after")
     def _pair(self) -> Self:
@@ -323,30 +346,32 @@ class SecurityConfig(Section):
 
 
 class TelemetryConfig(Section):
-    log_level: Literal["debug", "info", "warning", "error"] = Field(default="info", description="Least severe log line written.")
-    metrics: bool = Field(default=True, description="Offer /metrics and /health on every process.")
+    log_level: Literal["debug", "info", "warning", "error"] = Field(
+        default="info", description="Lowest level of the log lines that are written."
+    )
+    metrics: bool = Field(default=True, description="Serve /metrics and /health from every process.")
     metrics_port: int = Field(default=0, ge=0, le=65535, description="Port of the router's /metrics and /targets; 0: any free one.")
     worker_metrics_port: int = Field(
-        default=0, ge=0, le=65535, description="Port of a worker's /metrics; 0: any free one, as it must be for two workers of one host."
+        default=0, ge=0, le=65535, description="Port of a worker's /metrics; 0: any free one. Two workers on one host need 0."
     )
     otlp_endpoint: str | None = Field(
-        default=None, pattern=r"^https?://[^/]+$", description="Where spans go: OTLP over gRPC, http://host:4317. Not set: no traces."
+        default=None,
+        pattern=r"^https?://[^/]+$",
+        description="Collector that gets the spans, OTLP over gRPC: http://host:4317. Not set: no traces.",
     )
     trace_sample_ratio: float = Field(
-        default=1.0, ge=0, le=1, description="Share of the requests that are traced; a client that sends a traceparent decides itself."
+        default=1.0, ge=0, le=1, description="Share of the requests that are traced; a client that sends a traceparent decides for itself."
     )
-    recent_requests: int = Field(
-        default=512, ge=0, le=65536, description="Finished requests whose stages the router keeps for `baton trace`."
-    )
+    recent_requests: int = Field(default=512, ge=0, le=65536, description="How many finished requests the router keeps for `baton trace`.")
 
 
 class SloConfig(Section):
-    """Objectives that requests are judged by while the cluster runs; one that is not set always holds."""
+    """Objectives that the router judges requests by. One that is not set always holds."""
 
     ttft_s: float | None = Field(default=None, gt=0, le=3600, description="Longest time to the first token, seconds.")
     tpot_s: float | None = Field(default=None, gt=0, le=3600, description="Longest time per output token after the first, seconds.")
     e2e_s: float | None = Field(default=None, gt=0, le=86400, description="Longest time to the last token, seconds.")
-    window: int = Field(default=1000, ge=1, le=1_000_000, description="Requests over which the attainment is taken.")
+    window: int = Field(default=1000, ge=1, le=1_000_000, description="How many of the last requests attainment is computed over.")
 
 
 class Config(Section):
@@ -355,12 +380,12 @@ class Config(Section):
     cluster: ClusterConfig = Field(default=ClusterConfig(), description="What all processes share.")
     model: ModelConfig = Field(default=ModelConfig(), description="The model that is served.")
     engine: EngineConfig = Field(default=EngineConfig(), description="The engine inside each worker.")
-    kv: KvConfig = Field(default=KvConfig(), description="Moving KV from prefill to decode workers.")
-    router: RouterConfig = Field(default=RouterConfig(), description="The door, admission and routing.")
-    prefill: PoolConfig = Field(default=PoolConfig(), description="The prefill pool; replicas 0 makes a colocated cluster.")
+    kv: KvConfig = Field(default=KvConfig(), description="How KV moves between workers.")
+    router: RouterConfig = Field(default=RouterConfig(), description="The router: its doors, admission and routing.")
+    prefill: PoolConfig = Field(default=PoolConfig(), description="The prefill pool. With replicas 0 the cluster is colocated.")
     decode: DecodePoolConfig = Field(default=DecodePoolConfig(), description="The decode pool.")
     redis: RedisConfig = Field(default=RedisConfig(), description="The registry.")
-    launcher: LauncherConfig = Field(default=LauncherConfig(), description="Who starts and restarts the processes.")
+    launcher: LauncherConfig = Field(default=LauncherConfig(), description="What starts and restarts the processes.")
     security: SecurityConfig = Field(default=SecurityConfig(), description="TLS of every channel, and API keys.")
     slo: SloConfig = Field(default=SloConfig(), description="Latency objectives of a request.")
     telemetry: TelemetryConfig = Field(default=TelemetryConfig(), description="Logs, metrics, traces.")

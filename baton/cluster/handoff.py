@@ -39,7 +39,7 @@ class Handoff:
         span="baton.blocks_reused",
         counter="baton_handoff_reused_blocks_total",
         unit="blocks",
-        help="Blocks of a handle that were here already.",
+        help="Blocks of a handle that this worker had already.",
     )
     digests_checked: int = _fact(
         0,
@@ -49,13 +49,13 @@ class Handoff:
         help="Blocks whose digest was compared after a read.",
     )
     digests_failed: int = _fact(
-        0, counter="baton_digests_failed_total", unit="blocks", help="Of these, those that were not what was leased."
+        0, counter="baton_digests_failed_total", unit="blocks", help="Blocks whose digest differed from what was leased."
     )
     recomputed_tokens: int = _fact(
         0,
         counter="baton_handoff_recomputed_tokens_total",
         unit="tokens",
-        help="Prompt tokens computed here although a handle had come.",
+        help="Prompt tokens that this worker computed although a handle had come.",
     )
     read_ms: float = _fact(0.0, span="baton.read_seconds", scale=1e-3)
     verify_ms: float = _fact(0.0, span="baton.verify_seconds", scale=1e-3)  # digests, and the check that the lease was alive

@@ -83,39 +83,40 @@ TABLE: tuple[Metric, ...] = (
     # Requests, as the router sees them
     Metric(
         "baton_router_requests_total", "counter", "requests", ROUTER,
-        "Requests that ended, by how and why: a finish reason, or a reason of the error table.",
+        "Requests that ended, by how and why. The reason is a finish reason or one of the error table.",
         {"outcome": OUTCOMES, "reason": (*FINISHES, *REASONS)},
         aliases=(Alias("vllm:request_success_total", {"reason": "finished_reason"}, {"outcome": "ok"}),),
     ),
     Metric(
-        "baton_router_requests_in_flight", "gauge", "requests", ROUTER, "Requests that are being served.",
+        "baton_router_requests_in_flight", "gauge", "requests", ROUTER, "Requests that are being served now.",
         aliases=(Alias("vllm:num_requests_running"),),
     ),
     Metric(
-        "baton_router_requests_queued", "gauge", "requests", ROUTER, "Requests that wait for admission.",
+        "baton_router_requests_queued", "gauge", "requests", ROUTER, "Requests that wait for admission now.",
         aliases=(Alias("vllm:num_requests_waiting"),),
     ),
     Metric(
         "baton_router_time_to_first_token_seconds", "histogram", "seconds", ROUTER,
-        "From the arrival of a request to its first token.", buckets=TTFT_S, aliases=(Alias("vllm:time_to_first_token_seconds"),),
+        "Time from a request's arrival to its first token.", buckets=TTFT_S, aliases=(Alias("vllm:time_to_first_token_seconds"),),
     ),
     Metric(
         "baton_router_inter_token_latency_seconds", "histogram", "seconds", ROUTER,
-        "Between two successive tokens of a request.", buckets=TOKEN_S, aliases=(Alias("vllm:inter_token_latency_seconds"),),
+        "Time between two successive tokens of a request.", buckets=TOKEN_S, aliases=(Alias("vllm:inter_token_latency_seconds"),),
     ),
     Metric(
         "baton_router_time_per_output_token_seconds", "histogram", "seconds", ROUTER,
-        "Of a request: from its first to its last token, over the tokens after the first.", buckets=TOKEN_S,
+        "Time from a request's first token to its last, divided by the tokens after the first.", buckets=TOKEN_S,
         aliases=(Alias("vllm:request_time_per_output_token_seconds"),),
     ),
     Metric(
         "baton_router_request_duration_seconds", "histogram", "seconds", ROUTER,
-        "From the arrival of a request to its end, of those that ended well.", buckets=DURATION_S,
+        "Time from a request's arrival to its end, of requests that ended well.", buckets=DURATION_S,
         aliases=(Alias("vllm:e2e_request_latency_seconds"),),
     ),
     Metric(
         "baton_router_stage_duration_seconds", "histogram", "seconds", ROUTER,
-        "Consecutive stages of a request that ended well; they add up to its duration.", {"stage": STAGES}, STAGE_S,
+        "Time in each stage of a request that ended well. The stages follow each other and add up to its duration.",
+        {"stage": STAGES}, STAGE_S,
         aliases=(
             Alias("vllm:request_queue_time_seconds", only={"stage": "queue"}),
             Alias("vllm:request_prefill_time_seconds", only={"stage": "prefill"}),
@@ -130,128 +131,147 @@ TABLE: tuple[Metric, ...] = (
         "baton_router_output_tokens_total", "counter", "tokens", ROUTER, "Tokens that were streamed to clients.",
         aliases=(Alias("vllm:generation_tokens_total"),),
     ),
-    Metric("baton_router_cached_tokens_total", "counter", "tokens", ROUTER, "Prompt tokens whose KV was found instead of computed."),
+    Metric("baton_router_cached_tokens_total", "counter", "tokens", ROUTER, "Prompt tokens whose KV was cached and not computed."),
     Metric(
-        "baton_router_request_prompt_tokens", "histogram", "tokens", ROUTER, "Length of a prompt.", buckets=LENGTH_TOKENS,
+        "baton_router_request_prompt_tokens", "histogram", "tokens", ROUTER, "Tokens in a prompt.", buckets=LENGTH_TOKENS,
         aliases=(Alias("vllm:request_prompt_tokens"),),
     ),
     Metric(
-        "baton_router_request_output_tokens", "histogram", "tokens", ROUTER, "Length of an output that ended well.", buckets=LENGTH_TOKENS,
+        "baton_router_request_output_tokens", "histogram", "tokens", ROUTER, "Tokens in an output that ended well.", buckets=LENGTH_TOKENS,
         aliases=(Alias("vllm:request_generation_tokens"),),
     ),
     # Decisions
     Metric(
-        "baton_router_choices_total", "counter", "choices", ROUTER, "Workers that were chosen, by the reason of the choice.",
+        "baton_router_choices_total", "counter", "choices", ROUTER, "Choices of a worker, by the reason of the choice.",
         {"role": ("prefill", "decode"), "reason": ("cached prefix", "fetched prefix", "least work", "fits", "queues")},
     ),
     Metric(
-        "baton_router_bypasses_total", "counter", "requests", ROUTER, "Prompts that a decode worker was left to compute itself.",
+        "baton_router_bypasses_total", "counter", "requests", ROUTER,
+        "Prompts that the router left to a decode worker to compute, without a handoff.",
         {"reason": ("short", "cached", "no prefill worker", "same worker")},
     ),
     Metric(
-        "baton_router_retries_total", "counter", "attempts", ROUTER, "Further attempts, by what made them necessary.", {"reason": REASONS},
+        "baton_router_retries_total", "counter", "attempts", ROUTER,
+        "Further attempts at a request, by what made them necessary.", {"reason": REASONS},
     ),
     # Service levels
     Metric("baton_router_slo_met_total", "counter", "requests", ROUTER, "Requests that met every objective of the slo section."),
     Metric(
         "baton_router_slo_missed_total", "counter", "requests", ROUTER,
-        "Requests that missed an objective, by the stage that cost most; error: refused or failed.", {"cause": CAUSES},
+        "Requests that missed an objective, by the stage that took most of the time. error: the request was refused or failed.",
+        {"cause": CAUSES},
     ),
     Metric(
         "baton_router_slo_attainment_ratio", "gauge", "ratio", ROUTER, "Share of the last slo.window requests that met every objective.",
     ),
-    Metric("baton_router_slo_objective_seconds", "gauge", "seconds", ROUTER, "The objectives in force.", {"objective": OBJECTIVES}),
+    Metric("baton_router_slo_objective_seconds", "gauge", "seconds", ROUTER, "Objectives of the slo section.", {"objective": OBJECTIVES}),
     # The cluster, as the router sees it
-    Metric("baton_router_prefix_index_entries", "gauge", "entries", ROUTER, "Pairs of worker and block key in the prefix index."),
+    Metric("baton_router_prefix_index_entries", "gauge", "entries", ROUTER, "Entries in the prefix index, each a worker and a block key."),
     Metric(
-        "baton_router_prefix_index_refused_total", "counter", "entries", ROUTER, "Entries that were not kept because the index was full.",
+        "baton_router_prefix_index_refused_total", "counter", "entries", ROUTER,
+        "Entries that the prefix index did not keep because it was full.",
     ),
     Metric(
-        "baton_router_worker_usable", "gauge", "1", ROUTER, "1: requests are sent to this worker; 0: it is down, drains, or does not fit.",
+        "baton_router_worker_usable", "gauge", "1", ROUTER,
+        "1: the router sends requests to this worker. 0: it is down, drains, or serves something else.",
         {"worker": OPEN, "role": ("prefill", "decode")},
     ),
     Metric(
         "baton_router_worker_credit_tokens", "gauge", "tokens", ROUTER,
-        "Tokens that a worker can still promise to hold, less what was sent there since it said so.",
+        "Tokens that a worker can still promise to hold: its last report, less what the router has sent since.",
         {"worker": OPEN, "role": ("prefill", "decode")},
     ),
     Metric(
-        "baton_router_worker_waiting_tokens", "gauge", "tokens", ROUTER, "Uncached prompt tokens that are believed to wait there.",
+        "baton_router_worker_waiting_tokens", "gauge", "tokens", ROUTER,
+        "Uncached prompt tokens that wait there, as far as the router knows.",
         {"worker": OPEN, "role": ("prefill", "decode")},
     ),
     # Engine
     Metric(
-        "baton_engine_step_duration_seconds", "histogram", "seconds", WORKERS, "One step of the engine.", buckets=STAGE_S,
+        "baton_engine_step_duration_seconds", "histogram", "seconds", WORKERS, "Time of one engine step.", buckets=STAGE_S,
     ),
-    Metric("baton_engine_step_tokens", "histogram", "tokens", WORKERS, "Positions computed in one step.", buckets=BATCH_TOKENS),
+    Metric("baton_engine_step_tokens", "histogram", "tokens", WORKERS, "Positions that one step computed.", buckets=BATCH_TOKENS),
     Metric("baton_engine_step_sequences", "histogram", "sequences", WORKERS, "Sequences in one step.", buckets=BATCH_SEQUENCES),
     Metric(
-        "baton_engine_sequences_running", "gauge", "sequences", WORKERS, "Sequences that are admitted or whose KV is being fetched.",
+        "baton_engine_sequences_running", "gauge", "sequences", WORKERS, "Sequences that run, or whose KV is being fetched.",
         aliases=(Alias("vllm:num_requests_running"),),
     ),
     Metric(
-        "baton_engine_sequences_waiting", "gauge", "sequences", WORKERS, "Sequences in the engine's queue.",
+        "baton_engine_sequences_waiting", "gauge", "sequences", WORKERS, "Sequences that wait in the engine's queue.",
         aliases=(Alias("vllm:num_requests_waiting"),),
     ),
     Metric(
-        "baton_engine_preemptions_total", "counter", "sequences", WORKERS, "Sequences that had to give their blocks back.",
+        "baton_engine_preemptions_total", "counter", "sequences", WORKERS, "Sequences that were preempted: they gave back their blocks.",
         aliases=(Alias("vllm:num_preemptions_total"),),
     ),
-    Metric("baton_engine_computed_tokens_total", "counter", "tokens", WORKERS, "Positions whose KV was computed here."),
-    Metric("baton_engine_recomputed_tokens_total", "counter", "tokens", WORKERS, "Of these, computed again because of a preemption."),
+    Metric("baton_engine_computed_tokens_total", "counter", "tokens", WORKERS, "Positions whose KV this worker computed."),
     Metric(
-        "baton_engine_prefix_queried_tokens_total", "counter", "tokens", WORKERS, "Tokens that were looked for in the prefix cache.",
+        "baton_engine_recomputed_tokens_total", "counter", "tokens", WORKERS,
+        "Positions that this worker computed again after a preemption.",
+    ),
+    Metric(
+        "baton_engine_prefix_queried_tokens_total", "counter", "tokens", WORKERS, "Tokens that the engine looked up in the prefix cache.",
         aliases=(Alias("vllm:prefix_cache_queries_total"),),
     ),
     Metric(
-        "baton_engine_prefix_hit_tokens_total", "counter", "tokens", WORKERS, "Of these, found.",
+        "baton_engine_prefix_hit_tokens_total", "counter", "tokens", WORKERS, "Tokens that the engine found in the prefix cache.",
         aliases=(Alias("vllm:prefix_cache_hits_total"),),
     ),
     # KV
     Metric(
-        "baton_kv_blocks", "gauge", "blocks", WORKERS, "Blocks of the KV pool: used by sequences or leases, kept as prefix cache, free.",
+        "baton_kv_blocks", "gauge", "blocks", WORKERS, "Blocks of the KV pool: used by sequences or leases, cached as prefixes, or free.",
         {"state": ("used", "cached", "free")},
     ),
     Metric(
-        "baton_kv_usage_ratio", "gauge", "ratio", ALL, "Used blocks, as a share of the pool; at the router, of all decode workers' pools.",
+        "baton_kv_usage_ratio", "gauge", "ratio", ALL, "Used share of the KV pool; at the router, of all decode workers' pools.",
         aliases=(Alias("vllm:kv_cache_usage_perc"),),
     ),
     Metric(
-        "baton_kv_cache_info", "gauge", "1", ALL, "Always 1. The size of a block in tokens and of the pool in blocks.",
+        "baton_kv_cache_info", "gauge", "1", ALL, "Always 1. The labels tell a block's tokens and the pool's blocks.",
         {"block_size": OPEN, "num_blocks": OPEN},
         aliases=(Alias("vllm:cache_config_info", {"block_size": "block_size", "num_blocks": "num_gpu_blocks"}),),
     ),
-    Metric("baton_kv_quarantined_blocks", "gauge", "blocks", WORKERS, "Blocks that an abandoned read may still write into."),
+    Metric(
+        "baton_kv_quarantined_blocks", "gauge", "blocks", WORKERS,
+        "Blocks held back because an abandoned read may still write into them.",
+    ),
     # Leases, where the KV is
-    Metric("baton_leases_held", "gauge", "leases", WORKERS, "Leases that are alive."),
+    Metric("baton_leases_held", "gauge", "leases", WORKERS, "Leases that are alive now."),
     Metric(
         "baton_leases_total", "counter", "leases", WORKERS,
-        "What became of leases. late: asked for after its end; fenced: forged, another request's, or of an earlier process.",
+        "What happened to leases. late: a reader came after the end. fenced: a handle was forged, or another request's or process's.",
         {"event": ("granted", "renewed", "released", "revoked", "expired", "late", "fenced")},
         aliases=(Alias("vllm:nixl_num_kv_expired_reqs_total", only={"event": "expired"}),),
     ),
     # Handoffs, where the KV goes
     Metric(
-        "baton_handoffs_total", "counter", "handoffs", WORKERS, "Handles that came with a request: ok, or why the KV was not used.",
+        "baton_handoffs_total", "counter", "handoffs", WORKERS,
+        "Requests that came with a handle. outcome: ok, or why the KV was not used.",
         {"transport": TRANSPORTS, "outcome": ("ok", *REASONS)},
     ),
     Metric(
-        "baton_handoff_read_duration_seconds", "histogram", "seconds", WORKERS, "Time of a read of KV.", {"transport": TRANSPORTS}, READ_S,
+        "baton_handoff_read_duration_seconds", "histogram", "seconds", WORKERS,
+        "Time that one handoff spent reading KV.", {"transport": TRANSPORTS}, READ_S,
         aliases=(Alias("vllm:nixl_xfer_time_seconds", only={"transport": "nixl"}),),
     ),
     Metric(
-        "baton_handoff_read_bytes", "histogram", "bytes", WORKERS, "Size of a read of KV.", {"transport": TRANSPORTS}, SIZE_BYTES,
+        "baton_handoff_read_bytes", "histogram", "bytes", WORKERS,
+        "Bytes of KV that one handoff read.", {"transport": TRANSPORTS}, SIZE_BYTES,
         aliases=(Alias("vllm:nixl_bytes_transferred", only={"transport": "nixl"}),),
     ),
     Metric(
-        "baton_handoff_verify_duration_seconds", "histogram", "seconds", WORKERS, "Digests and lease check of a read.", buckets=READ_S,
+        "baton_handoff_verify_duration_seconds", "histogram", "seconds", WORKERS,
+        "Time for the digests and the lease check of one handoff.", buckets=READ_S,
     ),
     *(Metric(fact.counter, "counter", fact.unit, WORKERS, fact.help) for fact in COUNTED.values()),
     # The process
-    Metric("baton_registry_reachable", "gauge", "1", ALL, "1: the registry answered the last call."),
-    Metric("baton_registry_reconnects_total", "counter", "times", ALL, "How often the registry came back after it had been away."),
-    Metric("baton_spans_exported_total", "counter", "spans", ALL, "Spans that the collector took."),
-    Metric("baton_spans_dropped_total", "counter", "spans", ALL, "Spans that were lost: the queue was full, or the collector away."),
+    Metric("baton_registry_reachable", "gauge", "1", ALL, "1: the registry answered the last call. 0: it did not."),
+    Metric("baton_registry_reconnects_total", "counter", "times", ALL, "How often the registry answered again after an outage."),
+    Metric("baton_spans_exported_total", "counter", "spans", ALL, "Spans that the collector accepted."),
+    Metric(
+        "baton_spans_dropped_total", "counter", "spans", ALL,
+        "Spans that were lost because the queue was full or the collector did not answer.",
+    ),
 )  # fmt: skip
 BY_NAME: Mapping[str, Metric] = MappingProxyType({metric.name: metric for metric in TABLE})
 
