@@ -14,7 +14,7 @@ class PrefillProcess:
     def __init__(self, config: Config, stop: Stop) -> None:
         self.config = config
         self.host = Host(config, "prefill", stop)
-        self.worker = PrefillWorker(config.engine.block_size, self.host.tracer)
+        self.worker = PrefillWorker(config.engine.block_size, self.host.tracer, live=config.kv.live)
 
     async def start(self) -> None:
         host, worker = self.host, self.worker

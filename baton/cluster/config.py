@@ -123,6 +123,7 @@ class KvConfig(Section):
     )
     reap_interval_s: float = Field(default=0.25, gt=0, le=60, description="How often expired leases are looked for, seconds.")
     read_timeout_s: float = Field(default=5.0, gt=0, le=3600, description="Longest read of one handoff, seconds. Shorter than the lease.")
+    live: bool = Field(default=True, description="The decode worker reads the KV of a long prompt while the prompt is still computed.")
     on_failure: Literal["recompute", "fail"] = Field(default="recompute", description="KV cannot be fetched: compute it again, or fail.")
     ucx_tls: str | None = Field(default=None, description="UCX_TLS of the nixl transport; UCX's own choice when not set.")
     ucx_net_devices: str | None = Field(
