@@ -181,9 +181,11 @@ class DecodeWorker:
             while not await self.loop.call(lambda engine: engine.reserve(seq)):
                 await asyncio.sleep(ROOM_POLL_S)
         failpoint("kv.reserved")
-        reused = await self.port.fill(seq, fetch)
+        call.handoff = report = fetch.report
+        if call.first is not None:
+            call.first.add_done_callback(lambda _: report.note_first_token())
+        report.blocks_reused = await self.port.fill(seq, fetch)
         call.fetch = None  # read, verified, and its lease released
-        call.handoff = replace(fetch.report, blocks_reused=reused)
         self._meter.ended("ok", call.handoff)
         span.set(call.handoff.attributes())
         span.end()  # the request may be over before `adopt` returns

@@ -8,7 +8,7 @@ from prefill_worker.worker import PrefillWorker
 
 def make(host: Host) -> PrefillWorker:
     """Before the engine is there."""
-    worker = PrefillWorker(host.config.engine.block_size, host.tracer)
+    worker = PrefillWorker(host.config.engine.block_size, host.tracer, live=host.config.kv.live)
     worker.admit = lambda: host.mounts.admit("prefill")
     return worker
 

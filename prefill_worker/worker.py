@@ -68,8 +68,10 @@ class PrefillWorker:
     loop: EngineLoop
     port: KvPort
 
-    def __init__(self, block_size: int, tracer: Tracer) -> None:
+    def __init__(self, block_size: int, tracer: Tracer, live: bool = True) -> None:
+        """`live`: blocks of a long prompt can be read while the rest of it is computed."""
         self._block_size = block_size
+        self._live = live
         self._tracer = tracer
         self._running: dict[str, Call] = {}
         self.admit: Callable[[], None] = lambda: None
@@ -123,7 +125,7 @@ class PrefillWorker:
                 call.first.set_result(output)
             elif output.failure is not None or output.expired:
                 call.first.set_exception(failure(output))
-            else:
+            elif self._live:
                 self._publish(call, output)
 
     def _publish(self, call: Call, output: Output) -> None:

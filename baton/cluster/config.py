@@ -126,6 +126,7 @@ class KvConfig(Section):
     )
     reap_interval_s: float = Field(default=0.25, gt=0, le=60, description="How often a worker looks for expired leases, seconds.")
     read_timeout_s: float = Field(default=5.0, gt=0, le=3600, description="Longest read of one handoff, seconds; shorter than the lease.")
+    live: bool = Field(default=True, description="A decode worker reads the KV of a long prompt while the rest of the prompt is computed.")
     on_failure: Literal["recompute", "fail"] = Field(
         default="recompute", description="What a decode worker does if it cannot fetch the KV: compute it again, or fail."
     )

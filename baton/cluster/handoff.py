@@ -34,6 +34,7 @@ class Handoff:
     transport: str = _fact("", span="baton.transport")  # what carried the bytes; empty: no KV moved
     blocks: int = _fact(0, span="baton.blocks")  # moved
     bytes: int = _fact(0, span="baton.bytes")  # moved
+    blocks_early: int = _fact(0)  # of those moved, before the first token was known: the prompt was still computed
     blocks_reused: int = _fact(
         0,
         span="baton.blocks_reused",
@@ -60,6 +61,10 @@ class Handoff:
     read_ms: float = _fact(0.0, span="baton.read_seconds", scale=1e-3)
     verify_ms: float = _fact(0.0, span="baton.verify_seconds", scale=1e-3)  # digests, and the check that the lease was alive
     failure: str = ""  # why the KV was not used: a reason of the error table
+
+    def note_first_token(self) -> None:
+        """The first token is known now: whatever has moved by this moment moved while the prompt was computed."""
+        self.blocks_early = self.blocks
 
     def __add__(self, later: Self) -> "Handoff":
         """Both together: numbers add up; of texts the later one stands, unless it is empty."""

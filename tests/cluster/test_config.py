@@ -43,6 +43,7 @@ LEGAL = {
     "engine.weight_dtype": "int8",
     "kv.transport": "tcp",
     "kv.on_failure": "fail",
+    "kv.live": "false",
     "kv.ucx_tls": "tcp",
     "kv.ucx_net_devices": "eth0",
     "engine.batching": "static",

@@ -3,7 +3,8 @@
 from typing import Any
 
 HANDOFF = {
-    "transport": "nixl", "blocks": 13, "bytes": 26624, "blocks_reused": 2, "digests_checked": 13, "recomputed_tokens": 0, "failure": "",
+    "transport": "nixl", "blocks": 13, "bytes": 26624, "blocks_reused": 2, "digests_checked": 13, "blocks_early": 0,
+    "recomputed_tokens": 0, "failure": "",
 }  # fmt: skip
 NO_HANDOFF = {**dict.fromkeys(HANDOFF, 0), "transport": "", "failure": ""}
 

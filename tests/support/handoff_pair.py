@@ -191,6 +191,7 @@ async def pair(
     ttl_s: float = 10.0,
     tracer: Tracer | None = None,
     chunk: int = 64,
+    live: bool = True,
 ) -> AsyncIterator[Pair]:
     failures: list[BaseException] = []
     clock = Clock()
@@ -203,7 +204,7 @@ async def pair(
 
     engines = engine(64, {}), engine(decode_blocks, decode_layout or {})
     book, tracer = Book("decode", "decode-0"), tracer or Tracer()
-    prefill = PrefillWorker(BLOCK, tracer)
+    prefill = PrefillWorker(BLOCK, tracer, live)
     decode = DecodeWorker("decode-0", BLOCK, on_failure, book, tracer)
     prefill.loop = EngineLoop(engines[0], prefill.on_step, lambda events: None, failures.append)
     decode.loop = EngineLoop(engines[1], decode.on_step, lambda events: None, failures.append)

@@ -16,7 +16,7 @@ from typing import Any
 
 import grpc
 
-from baton.cli.admin import read_status
+from baton.cli.admin import read_records, read_status
 from baton.client import AsyncClient
 from baton.engine.sampling import SamplingParams
 from baton.engine.toy import naive
@@ -48,6 +48,12 @@ class Cluster:
             stub = worker_pb2_grpc.AdminStub(channel)
             return read_status(stub.Status(worker_pb2.StatusRequest(), timeout=5))
 
+    def last(self) -> dict[str, Any]:
+        """What the router knows of the request that ended last."""
+        with self._channel() as channel:
+            stub = worker_pb2_grpc.AdminStub(channel)
+            return read_records(stub.Trace(worker_pb2.TraceRequest(last=1), timeout=5))[0]
+
     def _channel(self) -> grpc.Channel:
         options = [("grpc.enable_http_proxy", 0)]
         if self.tls is None:
@@ -57,6 +63,11 @@ class Cluster:
 
     def workers(self, role: str | None = None) -> list[dict[str, Any]]:
         return [worker for worker in self.status()["workers"] if role in (None, worker["role"])]
+
+    def incarnation(self, name: str) -> int:
+        """Raises StopIteration while no worker of that name is ready."""
+        found = (worker for worker in self.workers() if worker["name"] == name and worker.get("state") == "ready" and "error" not in worker)
+        return int(next(found)["incarnation"])
 
     def kill(self, name: str, number: int = signal.SIGKILL) -> int:
         pid = next(worker["pid"] for worker in self.workers() if worker["name"] == name)

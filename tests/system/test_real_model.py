@@ -256,3 +256,39 @@ async def test_a_killed_worker_changes_no_more_than_another_batch_size(live: Clu
     await asyncio.to_thread(live.wait, lambda: len(live.workers()) == 2 and not live.residue(), 60)
     assert killed[0] not in [worker["pid"] for worker in live.workers()]
     await live.quiet()
+
+
+async def test_text_is_the_bare_engines_over_live_transfer_and_over_kv_that_comes_back(model: Path, bare: Bare) -> None:
+    """Prompts of several chunks, whose KV moves while they are computed. Then the prefill worker is killed, so the second turn of each
+    conversation begins with KV that the decode worker kept, its own answer in it."""
+    texts = [f"{i}: " + " ".join(sentences(40, seed=300 + i)) for i in range(3)]
+    chunks = ("--engine.max-num-batched-tokens", "128", "--engine.max-num-seqs", "16")
+    with cluster(model, "--engine.threads", "1", "--router.fetch-tokens", "16", "--router.bypass-tokens", "0", *chunks) as live:
+        async with live.client() as client:
+            firsts = [(await ask(client, text, max_tokens=40)).result for text in texts]
+            for text, first in zip(texts, firsts, strict=True):
+                assert_text(bare, bare.encode(text), first)
+                assert_moved_whole(first, len(bare.encode(text)))
+            assert max(first.handoff["blocks_early"] for first in firsts) > 0
+            before = live.incarnation("prefill-0")
+            await asyncio.to_thread(live.kill, "prefill-0")
+            await asyncio.to_thread(live.wait, lambda: live.incarnation("prefill-0") != before, 60)
+            await live.quiet()
+            for text, first in zip(texts, firsts, strict=True):
+                prompt = [*bare.encode(text), *first.token_ids, *bare.encode(" And in the evening?")]
+                async with client.generate(token_ids=prompt, max_tokens=40, temperature=0.0, ignore_eos=True, timeout_s=120) as stream:
+                    async for _ in stream:
+                        pass
+                    result = stream.result
+                assert_text(bare, prompt, result)
+                kept = (len(bare.encode(text)) + 39) // BLOCK  # full blocks; the last token that was sampled has no KV
+                assert live.last()["fetched_tokens"] == kept * BLOCK
+                assert result.handoff["recomputed_tokens"] == 0 and result.workers["retries"] == 0
+                assert result.handoff["blocks_reused"] == kept, "the decode worker has them itself"
+        await live.quiet()
+
+
+def assert_moved_whole(result: Result, prompt_tokens: int) -> None:
+    handoff = result.handoff
+    assert handoff["blocks"] == handoff["digests_checked"] == -(-prompt_tokens // BLOCK)
+    assert handoff["recomputed_tokens"] == 0 and not handoff["failure"] and result.workers["retries"] == 0

@@ -53,6 +53,7 @@ async def test_blocks_are_read_while_the_prompt_is_computed() -> None:
         assert [first.sampled.token, *live.call.tokens] == expected()
         handoff = live.call.finished.handoff
         assert (handoff.recomputed_tokens, handoff.blocks, handoff.digests_checked, handoff.failure) == (0, 5, 5, "")
+        assert handoff.blocks_early == 4
         assert [blocks for blocks, _ in before_the_end] == [2, 2, 1] and not before_the_end[0][1] and not before_the_end[1][1]
         await p.settled()
 
@@ -63,6 +64,17 @@ async def test_a_prompt_of_one_chunk_is_not_opened() -> None:
         first = await p.hand_over(opened=opened.append)
         assert not opened
         await p.start(first).task
+        await p.settled()
+
+
+async def test_without_live_transfer_no_prompt_is_opened_early() -> None:
+    async with pair(chunk=CHUNK, live=False) as p:
+        opened: list[KvHandle] = []
+        first = await p.hand_over(opened=opened.append)
+        assert not opened
+        call = p.start(first)
+        await call.task
+        assert call.tokens == expected(1) and (call.finished.handoff.blocks, call.finished.handoff.blocks_early) == (5, 0)
         await p.settled()
 
 

@@ -1,0 +1,187 @@
+"""Workers are killed, hung and lied to while the KV of a long prompt is read and the rest of the prompt is still computed.
+
+The prompt has seven chunks. A reader that asks for a second piece (`kv.before_read=exit@2`) or that holds blocks before the client has a
+token reads live: KV that comes whole comes in one piece, after the first token.
+"""
+
+import asyncio
+import os
+import signal
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+import pytest
+from faulty_cluster import ask, expected, faulty
+from live_cluster import Cluster, cluster, toy
+
+from baton.client import AsyncClient, GenerateError
+
+pytestmark = pytest.mark.system
+CHUNK, BLOCK = 64, 16
+PROMPT = [i * 7 % 251 for i in range(6 * CHUNK + 20)]
+BLOCKS = -(-len(PROMPT) // BLOCK)
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return toy(tmp_path_factory.mktemp("models") / "toy", step_delay_ms=40)
+
+
+@contextmanager
+def chunked(model: Path, failpoints: str = "", *flags: str, prefill: int = 2, decode: int = 2) -> Iterator[Cluster]:
+    limits = ("--engine.max-num-batched-tokens", str(CHUNK), "--engine.max-num-seqs", "16", "--router.max-retries", "2")
+    with faulty(model, failpoints, *limits, *flags, prefill=prefill, decode=decode) as live:
+        yield live
+
+
+def busy(live: Cluster, role: str) -> int:
+    """Process id of the worker of that role that holds blocks. Raises StopIteration while none does."""
+    return int(next(worker["pid"] for worker in live.workers(role) if worker.get("blocks_in_use")))
+
+
+async def test_most_blocks_have_moved_before_the_first_token(model: Path) -> None:
+    with chunked(model, prefill=1, decode=1) as live:
+        async with live.client() as client:
+            await ask(client, [7, *PROMPT])  # connects the workers
+            result = await ask(client, PROMPT)
+        assert list(result.token_ids) == expected(PROMPT)
+        handoff = result.handoff
+        assert (handoff["blocks"], handoff["digests_checked"], handoff["recomputed_tokens"]) == (BLOCKS, BLOCKS, 0)
+        assert handoff["blocks_early"] >= BLOCKS // 2
+        await live.quiet()
+
+
+async def test_nothing_moves_early_where_that_is_turned_off(model: Path) -> None:
+    """Negative control."""
+    with chunked(model, "", "--kv.live", "false", prefill=1, decode=1) as live:
+        async with live.client() as client:
+            result = await ask(client, PROMPT)
+        assert list(result.token_ids) == expected(PROMPT)
+        assert (result.handoff["blocks"], result.handoff["blocks_early"]) == (BLOCKS, 0)
+        await live.quiet()
+
+
+PREFILL_DIES = ["prefill.chunk", "prefill.chunk@3", "prefill.computed", "prefill.reply"]
+
+
+@pytest.mark.parametrize("point", PREFILL_DIES)
+async def test_prefill_worker_killed_while_it_is_read_from(model: Path, point: str) -> None:
+    """`prefill.chunk` is passed only where an export is open while the prompt is computed."""
+    name, _, nth = point.partition("@")
+    with chunked(model, f"{name}=exit{'@' + nth if nth else ''}") as live:
+        async with live.client() as client:
+            result = await ask(client, PROMPT)
+        assert list(result.token_ids) == expected(PROMPT)
+        assert result.workers["retries"] == 1 and result.handoff["recomputed_tokens"] == 0
+        await live.quiet()
+
+
+DECODE_DIES = ["kv.reserved", "kv.before_read", "kv.before_read@2", "kv.before_check", "kv.adopted", "decode.step@1", "decode.step@5"]
+
+
+@pytest.mark.parametrize("point", DECODE_DIES)
+async def test_decode_worker_killed_while_it_reads(model: Path, point: str) -> None:
+    """Up to the last word of the read the lease stands: another decode worker reads the same KV, and nothing is computed again."""
+    name, _, nth = point.partition("@")
+    with chunked(model, f"{name}=exit{'@' + nth if nth else ''}") as live:
+        async with live.client() as client:
+            result = await ask(client, PROMPT)
+        assert list(result.token_ids) == expected(PROMPT)
+        assert result.workers["retries"] == 1 and result.handoff["recomputed_tokens"] == 0
+        if name in ("kv.reserved", "kv.before_read", "kv.before_check"):
+            assert result.handoff["blocks"] == BLOCKS and result.usage.cached_tokens == 0
+        await live.quiet()
+
+
+@pytest.mark.parametrize("point", ["kv.copied=flip", "kv.exported=flip"])
+async def test_flipped_byte_is_found_and_recomputed(model: Path, point: str) -> None:
+    """In the first piece the fetch has failed long before the first token is known, and nobody else may sample it."""
+    with chunked(model, point, prefill=1, decode=1) as live:
+        async with live.client() as client:
+            result = await ask(client, PROMPT)
+        assert list(result.token_ids) == expected(PROMPT)
+        assert result.handoff["failure"] == "DIGEST_MISMATCH" and result.handoff["recomputed_tokens"] == len(PROMPT)
+        assert result.workers["retries"] == 0
+        await live.quiet()
+
+
+async def test_flipped_byte_under_the_fail_policy_is_prefilled_elsewhere(model: Path) -> None:
+    with chunked(model, "kv.copied=flip", "--kv.on-failure", "fail") as live:
+        async with live.client() as client:
+            result = await ask(client, PROMPT)
+        assert list(result.token_ids) == expected(PROMPT) and result.workers["retries"] == 1
+        assert result.handoff["recomputed_tokens"] == 0
+        await live.quiet()
+
+
+@pytest.mark.parametrize("role", ["prefill", "decode"])
+async def test_worker_that_hangs_during_a_live_transfer_is_given_up(model: Path, role: str) -> None:
+    long = PROMPT * 4  # some 25 chunks: a second of computing
+    with chunked(model, "", "--launcher.hang-s", "120") as live:
+        async with live.client() as client:
+            request = asyncio.create_task(ask(client, long))
+            reader = await asyncio.to_thread(live.wait, lambda: busy(live, "decode"))
+            assert not request.done()
+            pid = reader if role == "decode" else await asyncio.to_thread(busy, live, "prefill")
+            os.kill(pid, signal.SIGSTOP)
+            try:
+                result = await request
+            finally:
+                os.kill(pid, signal.SIGCONT)
+        assert list(result.token_ids) == expected(long) and 1 <= result.workers["retries"] <= 2
+        await asyncio.to_thread(live.wait, lambda: all("error" not in worker for worker in live.workers()))
+        await live.quiet()
+
+
+async def held(live: Cluster, stage: str) -> None:
+    """Until a request has come to the stage."""
+    await asyncio.to_thread(live.wait, lambda: busy(live, "prefill" if stage == "computing" else "decode"))
+
+
+@pytest.mark.parametrize("stage", ["computing", "reading", "first token", "decoding"])
+async def test_client_that_leaves_frees_everything(model: Path, stage: str) -> None:
+    with chunked(model, prefill=1, decode=1) as live:
+        async with live.client() as client:
+            await ask(client, [7, *PROMPT])
+            tokens: list[int] = []
+
+            async def listen() -> None:
+                async with client.generate(token_ids=PROMPT * 2, max_tokens=200, temperature=0.0, ignore_eos=True) as stream:
+                    async for token in stream:
+                        tokens.append(token.id)
+                        if (stage, len(tokens)) in (("first token", 1), ("decoding", 8)):
+                            return
+
+            request = asyncio.create_task(listen())
+            if stage in ("computing", "reading"):
+                await held(live, stage)
+                assert not tokens
+                request.cancel()
+            await asyncio.gather(request, return_exceptions=True)
+            await live.quiet()
+            assert list((await ask(client, PROMPT)).token_ids) == expected(PROMPT)
+        await live.quiet()
+
+
+@pytest.mark.parametrize("timeout_s", [0.2, 0.5, 0.9])
+async def test_deadline_in_the_middle_frees_everything(model: Path, timeout_s: float) -> None:
+    """13 chunks of 40 ms and more, then 200 steps: within the chunks, about their end, and while it decodes."""
+    with chunked(model, prefill=1, decode=1) as live:
+        async with live.client() as client:
+            await ask(client, [7, *PROMPT])
+            with pytest.raises(GenerateError) as caught:
+                await ask(client, PROMPT * 2, max_tokens=200, timeout_s=timeout_s)
+            assert caught.value.code == "DEADLINE_EXCEEDED"
+            await live.quiet()
+            assert list((await ask(client, PROMPT)).token_ids) == expected(PROMPT)
+
+
+async def test_decode_worker_that_always_dies_of_live_reads_spends_the_retries(model: Path) -> None:
+    """No ONCE folder: each process dies at its second piece."""
+    limits = ("--engine.max-num-batched-tokens", str(CHUNK), "--engine.max-num-seqs", "16", "--router.max-retries", "1")
+    with cluster(model, *limits, prefill=1, decode=2, env={"BATON_FAILPOINTS": "kv.before_read=exit"}) as live:
+        async with AsyncClient(live.grpc) as client:
+            with pytest.raises(GenerateError) as caught:
+                await ask(client, PROMPT)
+        assert caught.value.reason in ("RETRIES_SPENT", "POISONOUS")
