@@ -93,21 +93,19 @@ class Dispatcher:
         try:
             while request.finish is None:
                 await self._wait_for_trial(request)
-                try:
-                    async with aclosing(self._attempt(request, failed)) as tokens:
-                        async for token in tokens:
-                            request.tokens.append(token.id)
-                            request.trace.note_token()
-                            yield token
-                except BatonError as error:
-                    self._spend_retry(request, error)
+                async with aclosing(self._attempt(request, failed)) as tokens:
+                    async for token in tokens:
+                        request.tokens.append(token.id)
+                        request.trace.note_token()
+                        yield token
         finally:
             self._poison.forget(request)
 
     async def _attempt(self, request: Request, failed: set[Identity]) -> AsyncGenerator[Token, None]:
-        choice = await self._choose_prefill(request, failed)
+        """Tokens until the request is finished, or until a failure has cost it a retry. Raises the failure that it cannot be spared."""
         lease = _Lease()
         try:
+            choice = await self._choose_prefill(request, failed)
             if isinstance(choice, Choice):
                 first = await self._prefill(request, choice, failed, lease)
                 yield first.token
@@ -122,6 +120,8 @@ class Dispatcher:
                 async with aclosing(self._decode_leased(request, lease, failed)) as tokens:
                     async for token in tokens:
                         yield token
+        except BatonError as error:
+            self._spend_retry(request, error)
         finally:
             await self._dismiss(lease)
             if lease.handle and lease.holder:
@@ -227,25 +227,28 @@ class Dispatcher:
         try:
             async with aclosing(self._events(request, started, handle)) as events:
                 async for event in events:
-                    match event:
-                        case Token():
-                            trace.watch.enter("decode", worker.name)
-                            yield event
-                        case Adopted():
-                            trace.watch.enter("decode", worker.name)
-                            trace.handoff += event.handoff
-                            yield event
-                        case Ended():
-                            trace.handoff.recomputed_tokens += event.recomputed_tokens
-                            if not handle and started.early is None and started.known == request.prompt_len:
-                                trace.cached_tokens = event.cached_tokens
-                            request.finish = event.finish
+                    if isinstance(event, Ended):
+                        whole_prompt = not handle and started.early is None and started.known == request.prompt_len
+                        self._note_end(request, event, whole_prompt)
+                        continue
+                    trace.watch.enter("decode", worker.name)
+                    if isinstance(event, Adopted):
+                        trace.handoff += event.handoff
+                    yield event
         except BatonError as error:
             self._blame(request, worker, error, failed, started.work)
             raise
         finally:
             self._poison.end(started.work)
             self._view.end_decode(started.work)
+
+    def _note_end(self, request: Request, ended: Ended, whole_prompt: bool) -> None:
+        """`whole_prompt`: this decode worker prefilled the prompt, so that its cache is the one that counts."""
+        trace = request.trace
+        trace.handoff.recomputed_tokens += ended.recomputed_tokens
+        if whole_prompt:
+            trace.cached_tokens = ended.cached_tokens
+        request.finish = ended.finish
 
     def _events(self, request: Request, started: _Started, handle: bytes) -> AsyncGenerator[DecodeEvent, None]:
         if started.early is not None:
