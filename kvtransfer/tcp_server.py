@@ -58,11 +58,6 @@ class Server:
         with self._lock:
             return len(self._open)
 
-    @property
-    def num_strangers(self) -> int:
-        with self._lock:
-            return len(self._open) - len(self._admitted)
-
     def close(self) -> None:
         self._closed = True
         self._watcher.join()

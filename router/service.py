@@ -1,7 +1,7 @@
 """One Generate request from question to answer, in plain objects: validate, admit, tokenise, dispatch, turn tokens into text.
 
-The doors (gRPC, HTTP) only translate. Nothing is done for a request before it is admitted but to look at its bounds, which are bytes and
-counts: whoever is refused has cost next to nothing, and is charged nothing.
+The doors (gRPC, HTTP) only translate. Before a request is admitted, only its bounds are checked, which are bytes and counts: a refused
+request costs next to nothing and is charged nothing.
 """
 
 from collections.abc import AsyncGenerator, AsyncIterator, Callable
@@ -109,7 +109,7 @@ class GenerateService:
 
     @property
     def max_model_len(self) -> int | None:
-        """Longest prompt plus output, in tokens; None until the first worker has told."""
+        """Longest prompt plus output, in tokens; None until the first worker reports it."""
         return self._view.served.max_model_len if self._view.served else None
 
     @property
@@ -128,7 +128,7 @@ class GenerateService:
             self._check(ask)
             deadline = monotonic() + self._clamp(timeout_s)
             if deadline <= monotonic():
-                raise BatonError(Reason.DEADLINE, "the deadline was over before the request came")
+                raise BatonError(Reason.DEADLINE, "the deadline had passed before the request came")
             if self._view.served is None:
                 raise BatonError(Reason.NO_WORKER, "no worker is ready")
             await self._rates.check(ask.tenant)
@@ -202,8 +202,8 @@ class GenerateService:
 
     @asynccontextmanager
     async def _charged(self, tenant: str, request: Request) -> AsyncIterator[None]:
-        """The quota is charged here and nowhere else: the prompt when the request is let in, the output however it ends. A request that
-        is refused after all, before anything was computed for it, has cost nothing."""
+        """Charges the quota; no other code does. The prompt is charged when the request is admitted, the output however the request ends. A
+        request that is refused after all, before anything was computed for it, costs nothing."""
         await self._rates.admit(tenant, request.prompt_len)
         try:
             yield
@@ -215,7 +215,7 @@ class GenerateService:
             await self._rates.charge(tenant, request.output_len)
 
     def _salt(self, ask: Ask) -> str:
-        """What tells block keys apart: tenants do not share cached prefixes unless they are told to."""
+        """Separates the block keys of tenants, who share cached prefixes only if the configuration says so."""
         return ask.cache_salt if self._shared_prefixes or not ask.tenant else f"{ask.tenant}\0{ask.cache_salt}"
 
     def _clamp(self, timeout_s: float | None) -> float:
