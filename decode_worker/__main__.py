@@ -6,9 +6,9 @@ from baton.cluster.packages import enter
 def main() -> None:
     enter()  # before anything else is imported
     from baton.cluster.main import main as run
-    from decode_worker.wiring import DecodeProcess
+    from baton.worker.process import WorkerProcess
 
-    run("decode", DecodeProcess)
+    run("decode", lambda config, stop: WorkerProcess(config, stop, "decode"))
 
 
 if __name__ == "__main__":

@@ -1,32 +1,19 @@
-"""A worker with the decode role, put together by hand."""
+"""The decode role, put together by hand for the worker that mounts it."""
 
-from baton.cluster.config import Config
-from baton.cluster.lifecycle import Stop
 from baton.v1 import worker_pb2_grpc
 from baton.worker.host import Host
 from decode_worker.door import DecodeDoor
 from decode_worker.worker import DecodeWorker
 
 
-class DecodeProcess:
-    """Implements `baton.cluster.lifecycle.Process`."""
+def make(host: Host) -> DecodeWorker:
+    """Before the engine is there."""
+    worker = DecodeWorker(host.name, host.config.engine.block_size, host.config.kv.on_failure, host.book, host.tracer)
+    worker.admit = lambda: host.mounts.admit("decode")
+    return worker
 
-    def __init__(self, config: Config, stop: Stop) -> None:
-        self.config = config
-        self.host = Host(config, "decode", stop)
-        self.worker = DecodeWorker(self.host.name, config.engine.block_size, config.kv.on_failure, self.host.book, self.host.tracer)
 
-    async def start(self) -> None:
-        host, worker = self.host, self.worker
-        await host.open(worker.on_step)
-        worker.loop, worker.port = host.loop, host.port
-        door = DecodeDoor(worker, host.identity)
-        worker_pb2_grpc.add_DecodeServicer_to_server(door, host.server.grpc)  # type: ignore[no-untyped-call]
-        await host.serve()
-
-    async def drain(self) -> None:
-        self.worker.draining = True
-        await self.host.drain(lambda: self.worker.idle)
-
-    async def close(self) -> None:
-        await self.host.close()
+def serve(worker: DecodeWorker, host: Host) -> None:
+    """The engine and the KV port are open; the server does not listen yet."""
+    worker.loop, worker.port = host.loop, host.port
+    worker_pb2_grpc.add_DecodeServicer_to_server(DecodeDoor(worker, host.identity), host.server.grpc)  # type: ignore[no-untyped-call]

@@ -70,7 +70,7 @@ class Call:
 
 
 class DecodeWorker:
-    """`loop` and `port` are set by the wiring, because both want to call back."""
+    """A `baton.worker.role.Role`. `loop` and `port` are set by the wiring, because both want to call back."""
 
     loop: EngineLoop
     port: KvPort
@@ -83,7 +83,7 @@ class DecodeWorker:
         self._on_failure = on_failure
         self._calls: dict[str, Call] = {}
         self._room = asyncio.Lock()  # one waits for room, the others behind it: no newcomer overtakes
-        self.draining = False
+        self.admit: Callable[[], None] = lambda: None
 
     @property
     def idle(self) -> bool:
@@ -106,8 +106,7 @@ class DecodeWorker:
         call = Call(seq, request_id, handle, emit, first, span=self._tracer.follow(semconv.DECODE_WORK, traceparent))
         self._calls[seq.id] = call
         try:
-            if self.draining:
-                raise BatonError(Reason.DRAINING, f"{self.name} is draining")
+            self.admit()
             async with asyncio.timeout(timeout_s):
                 await self._place(call)
                 await call.ended.wait()
@@ -134,7 +133,8 @@ class DecodeWorker:
 
     def on_step(self, outputs: list[Output]) -> None:
         """Called with what one engine step produced."""
-        failpoint("decode.step")
+        if self._calls:
+            failpoint("decode.step")
         for output in outputs:
             call = self._calls.get(output.seq.id)
             if call is None or call.ended.is_set():

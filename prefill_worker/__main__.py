@@ -6,9 +6,9 @@ from baton.cluster.packages import enter
 def main() -> None:
     enter()  # before anything else is imported
     from baton.cluster.main import main as run
-    from prefill_worker.wiring import PrefillProcess
+    from baton.worker.process import WorkerProcess
 
-    run("prefill", PrefillProcess)
+    run("prefill", lambda config, stop: WorkerProcess(config, stop, "prefill"))
 
 
 if __name__ == "__main__":

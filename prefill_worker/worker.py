@@ -14,7 +14,7 @@ from dataclasses import dataclass
 from time import monotonic
 
 from baton.cluster import semconv
-from baton.cluster.errors import BatonError, Reason
+from baton.cluster.errors import BatonError
 from baton.cluster.failpoint import failpoint
 from baton.cluster.telemetry import Span, Tracer
 from baton.engine.block_key import extend_keys
@@ -63,7 +63,7 @@ class Call:
 
 
 class PrefillWorker:
-    """`loop` and `port` are set by the wiring, because both want to call back."""
+    """A `baton.worker.role.Role`. `loop` and `port` are set by the wiring, because both want to call back."""
 
     loop: EngineLoop
     port: KvPort
@@ -72,7 +72,7 @@ class PrefillWorker:
         self._block_size = block_size
         self._tracer = tracer
         self._running: dict[str, Call] = {}
-        self.draining = False
+        self.admit: Callable[[], None] = lambda: None
 
     @property
     def idle(self) -> bool:
@@ -88,8 +88,7 @@ class PrefillWorker:
         traceparent: str = "",
     ) -> Prefilled:
         """`opened` is called when a long prompt has begun. Raises BatonError(DRAINING, SATURATED, CONTEXT_LENGTH)."""
-        if self.draining:
-            raise BatonError(Reason.DRAINING, f"{self.port.place.worker} is draining")
+        self.admit()
         with self._tracer.follow(semconv.PREFILL_WORK, traceparent) as span:
             call = Call(seq, request_id, asyncio.get_running_loop().create_future(), opened, span)
             self._running[seq.id] = call

@@ -5,9 +5,9 @@ import os
 from collections.abc import Callable
 from dataclasses import asdict
 
-from baton.cluster.errors import BatonError
+from baton.cluster.errors import BatonError, invalid
 from baton.cluster.records import WorkerRecord
-from baton.cluster.rpc import Context
+from baton.cluster.rpc import Answering, Context
 from baton.v1 import worker_pb2, worker_pb2_grpc
 from router.admission import Admission
 from router.clients import Workers
@@ -60,6 +60,15 @@ class AdminDoor(worker_pb2_grpc.AdminServicer):
         else:
             found = self._journal.last(request.last or 1)
         return worker_pb2.TraceResponse(records=[worker_pb2.TraceRecord(**record.to_json()) for record in found])
+
+    async def SetRoles(self, request: worker_pb2.AdminSetRolesRequest, context: Context) -> worker_pb2.SetRolesResponse:
+        async with Answering(context):
+            known = {record.name: record for record in self._view.members()}
+            if request.worker not in known:
+                raise invalid("worker", f"there is no {request.worker!r}; there are {', '.join(known) or 'none'}")
+            serving, draining = await self._workers.set_roles(known[request.worker], request.roles)
+            return worker_pb2.SetRolesResponse(serving=serving, draining=draining)
+        raise AssertionError("answered with an error")
 
     async def _describe(self, record: WorkerRecord) -> worker_pb2.WorkerStatus:
         try:

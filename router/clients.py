@@ -6,9 +6,9 @@ A decode session is one stream per worker that carries all calls: a lost stream 
 import asyncio
 import itertools
 import logging
-from collections.abc import AsyncGenerator, Awaitable
+from collections.abc import AsyncGenerator, Awaitable, Sequence
 from dataclasses import dataclass, fields
-from typing import Any, TypeVar
+from typing import Any, Literal, TypeVar
 
 import grpc
 
@@ -31,6 +31,8 @@ SNAPSHOT_TIMEOUT_S = 60.0  # for all pages
 MAX_GONE = 1024
 NOT_CONNECTED = "failed to connect"  # gRPC's words for a call that never left: nobody listens there
 _Identity = tuple[str, int]  # name and incarnation of a worker
+RoleName = Literal["prefill", "decode"]
+ROLES: tuple[RoleName, ...] = ("prefill", "decode")
 T = TypeVar("T")
 _FINISH: dict[int, FinishReason | None] = {
     generation_pb2.FINISH_REASON_UNSPECIFIED: None,
@@ -96,6 +98,7 @@ class Answer:
 
     state: WorkerState
     load: Load
+    roles: tuple[RoleName, ...]  # what it serves
     stalled_s: float  # for how long the engine has made no progress
 
 
@@ -184,7 +187,15 @@ class Workers:
         """How the worker is at this moment."""
         stub = worker_pb2_grpc.WorkerStub(self._channel(worker))  # type: ignore[no-untyped-call]
         answer = await _answer(stub.Probe(worker_pb2.ProbeRequest(to=to_addressee(worker)), timeout=timeout_s))
-        return Answer("draining" if answer.state == "draining" else "ready", _to_load(answer.load), answer.stalled_ms / 1000)
+        state: WorkerState = "draining" if answer.state == "draining" else "ready"
+        return Answer(state, _to_load(answer.load), _to_roles(answer.roles), answer.stalled_ms / 1000)
+
+    async def set_roles(self, worker: WorkerRecord, roles: Sequence[str]) -> tuple[tuple[str, ...], tuple[str, ...]]:
+        """What the worker serves from now on, and what it drains."""
+        stub = worker_pb2_grpc.WorkerStub(self._channel(worker))  # type: ignore[no-untyped-call]
+        asked = worker_pb2.SetRolesRequest(to=to_addressee(worker), roles=roles)
+        answer = await _answer(stub.SetRoles(asked, timeout=ASK_TIMEOUT_S))
+        return tuple(answer.serving), tuple(answer.draining)
 
     def welcome(self, worker: WorkerRecord) -> None:
         """The worker joined; it may have been forgotten before."""
@@ -369,6 +380,11 @@ def to_job(request: Request, traceparent: str = "") -> worker_pb2.Job:
 def to_addressee(worker: WorkerRecord) -> worker_pb2.Addressee:
     """Whom a call means: what listens at the address by now may be somebody else."""
     return worker_pb2.Addressee(worker=worker.name, incarnation=worker.incarnation, model_fingerprint=worker.model_fingerprint)
+
+
+def _to_roles(names: Sequence[str]) -> tuple[RoleName, ...]:
+    """Names that a newer worker knows and we do not are left out."""
+    return tuple(role for role in ROLES if role in names)
 
 
 def _to_load(load: worker_pb2.WorkerLoad) -> Load:

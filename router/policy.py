@@ -4,7 +4,8 @@
                      cost = uncached tokens that wait there (ours exactly, others' as last reported) + uncached tokens of this prompt.
                      Ties: fewer waiting tokens, then the name.
                      Bypass, so that the decode worker computes the prompt itself: when no prefill worker is left, and when the decode
-                     worker that would be chosen lacks `bypass_tokens` or fewer of the prompt.
+                     worker that would be chosen lacks `bypass_tokens` or fewer of the prompt, or serves both roles and is the best for
+                     either.
                      Saturated while no decode worker can take the sequence: a prompt computed now would have nowhere to go.
                      What another worker caches can be fetched from it, the `source`. A fetch costs as much as `fetch_tokens` tokens, so
                      it is done where it saves more.
@@ -111,7 +112,10 @@ def choose_prefill(
             return Bypass("cached" if prompt_tokens > terms.bypass_tokens else "short")
     most = _most_cached(view, overlaps, exclude) if terms.fetch_tokens else None
     choices = [_prefill_choice(view, worker, overlaps, prompt_tokens, most, terms.fetch_tokens) for worker in workers]
-    return min(choices, key=lambda choice: (choice.cost, view.prefill_tokens(choice.worker), choice.source is not None, choice.worker))
+    best = min(choices, key=lambda choice: (choice.cost, view.prefill_tokens(choice.worker), choice.source is not None, choice.worker))
+    if decoder is not None and best.worker == decoder.name:
+        return Bypass("same worker")  # it serves both roles
+    return best
 
 
 def choose_decode(

@@ -88,7 +88,7 @@ class Probes:
         else:
             self._answered[identity] = _Answered(self._awake.seconds, answer.stalled_s)
             await self._judge(worker, answer.stalled_s)
-            self._view.note_answer(*identity, answer.state, answer.load, epoch)
+            self._view.note_answer(*identity, answer.state, answer.load, epoch, answer.roles)
         finally:
             self._asked.pop(identity, None)
 

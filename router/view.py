@@ -177,7 +177,9 @@ class ClusterView:
         member = self._members.get(name)
         return member is not None and member.hung
 
-    def note_answer(self, name: str, incarnation: int, state: WorkerState, load: Load, epoch: int) -> None:
+    def note_answer(
+        self, name: str, incarnation: int, state: WorkerState, load: Load, epoch: int, roles: tuple[Literal["prefill", "decode"], ...] = ()
+    ) -> None:
         """The process answered a probe that was sent when `epoch` began."""
         member = self._member(name, incarnation)
         if member is None:
@@ -185,7 +187,7 @@ class ClusterView:
         member.failed = False
         member.down = member.down and (state != "ready" or member.hung)
         news = load != member.record.load  # else it may be the one from before a long step
-        member.record = replace(member.record, state=state, load=load)
+        member.record = replace(member.record, state=state, load=load, roles=roles or member.record.roles)
         if news:
             self._read_load(member, epoch)
             self._prefills.note_report(member.record)
@@ -307,7 +309,7 @@ class ClusterView:
     def _judge(self) -> list[Fact]:
         """Fix the served model by the first ready decode worker, for as long as there is one that fits; find out who does not fit."""
         ours = [record for record in self.members() if record.tokenizer_fingerprint == self._tokenizer_fingerprint]
-        ready = [record for record in ours if record.role == "decode" and record.state == "ready"]
+        ready = [record for record in ours if record.serves("decode") and record.state == "ready"]
         if ready and (self.served is None or all(self._mismatch(record) for record in ready)):
             self.served = Served(ready[0].model_fingerprint, ready[0].block_size, ready[0].max_model_len)
         facts: list[Fact] = []
@@ -332,7 +334,7 @@ class ClusterView:
 
     def _usable(self, role: Literal["prefill", "decode"]) -> list[WorkerRecord]:
         members = (self._members[name] for name in sorted(self._members))
-        usable = [m for m in members if m.record.role == role and m.record.state == "ready" and not m.down and m.refused is None]
+        usable = [m for m in members if m.record.serves(role) and m.record.state == "ready" and not m.down and m.refused is None]
         awake = [m for m in usable if not m.hung]
         # Without a prefill worker the decode workers do its work. Without a decode worker the request would be refused, and a worker that
         # seems to hang may go on in the next moment.

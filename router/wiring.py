@@ -18,7 +18,7 @@ from baton.cluster.lifecycle import Stage, Stop, move
 from baton.cluster.metrics import Book
 from baton.cluster.metrics_http import Exposition, MetricsServer
 from baton.cluster.rpc import Server, Tasks
-from baton.cluster.telemetry import make_tracer
+from baton.cluster.tracing import make_tracer
 from baton.v1 import generation_pb2, generation_pb2_grpc, worker_pb2_grpc
 from router import gauges, reflection
 from router.admin import AdminDoor

@@ -145,6 +145,23 @@ def status(
 
 
 @app.command()
+def roles(
+    worker: Annotated[str, typer.Argument(help="Name of the worker, as `baton status` tells it.")],
+    serve: Annotated[list[str], typer.Argument(help="prefill, decode, or both.")],
+    address: Address = None,
+    name: Name = "baton",
+    config: ConfigFiles = None,
+) -> None:
+    """Change what a worker serves while it runs. A role that is not named drains."""
+    with _failing():
+        with find("admin", address, name, config).channel() as channel:
+            stub = worker_pb2_grpc.AdminStub(channel)  # type: ignore[no-untyped-call]
+            answer = stub.SetRoles(worker_pb2.AdminSetRolesRequest(worker=worker, roles=serve), timeout=5)
+        drains = f"; {', '.join(answer.draining)} drains" if answer.draining else ""
+        out.print(f"{worker} serves {', '.join(answer.serving)}{drains}")
+
+
+@app.command()
 def trace(
     request: Annotated[str | None, typer.Argument(help="Id of the request.")] = None,
     last: Annotated[bool, typer.Option("--last", help="The request that ended last.")] = False,

@@ -183,7 +183,7 @@ def _mapping(value: object, source: str, where: str) -> dict[Any, Any]:
 
 def _from_text(field: FieldInfo, text: str) -> object:
     """`text` as the value of `field`; text that is no YAML is left for the validation to refuse."""
-    branches = get_args(field.annotation) if get_origin(field.annotation) is not Literal else (field.annotation,)
+    branches = get_args(field.annotation) if get_origin(field.annotation) not in (Literal, tuple) else (field.annotation,)
     if str in (field.annotation, *branches) or any(get_origin(branch) is Literal for branch in branches):
         return None if type(None) in branches and text in ("", "null") else text
     try:

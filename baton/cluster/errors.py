@@ -28,6 +28,7 @@ class Reason(Enum):
     SATURATED = Kind("RESOURCE_EXHAUSTED", 429, retry_elsewhere=True, retry_after=1.0)
     NO_WORKER = Kind("UNAVAILABLE", 503, retry_after=1.0)
     DRAINING = Kind("UNAVAILABLE", 503, retry_elsewhere=True, retry_after=1.0)
+    WRONG_ROLE = Kind("FAILED_PRECONDITION", 503, retry_elsewhere=True)
     WORKER_LOST = Kind("UNAVAILABLE", 503, retry_elsewhere=True, retry_after=1.0)
     WRONG_WORKER = Kind("FAILED_PRECONDITION", 503, retry_elsewhere=True)  # another process has the address of the worker that was meant
     RETRIES_SPENT = Kind("UNAVAILABLE", 503, retry_after=1.0)

@@ -34,8 +34,6 @@ OTHER = "other"
 OPEN: tuple[str, ...] = ()  # values that are not known in advance: workers, sizes. After MAX_OPEN series the rest count as "other"
 MAX_OPEN = 256
 ROUTER: tuple[Role, ...] = ("router",)
-PREFILL: tuple[Role, ...] = ("prefill",)
-DECODE: tuple[Role, ...] = ("decode",)
 WORKERS: tuple[Role, ...] = ("prefill", "decode")
 ALL: tuple[Role, ...] = ("router", "prefill", "decode")
 
@@ -148,7 +146,7 @@ TABLE: tuple[Metric, ...] = (
     ),
     Metric(
         "baton_router_bypasses_total", "counter", "requests", ROUTER, "Prompts that a decode worker was left to compute itself.",
-        {"reason": ("short", "cached", "no prefill worker")},
+        {"reason": ("short", "cached", "no prefill worker", "same worker")},
     ),
     Metric(
         "baton_router_retries_total", "counter", "attempts", ROUTER, "Further attempts, by what made them necessary.", {"reason": REASONS},
@@ -234,21 +232,21 @@ TABLE: tuple[Metric, ...] = (
     ),
     # Handoffs, where the KV goes
     Metric(
-        "baton_handoffs_total", "counter", "handoffs", DECODE, "Handles that came with a request: ok, or why the KV was not used.",
+        "baton_handoffs_total", "counter", "handoffs", WORKERS, "Handles that came with a request: ok, or why the KV was not used.",
         {"transport": TRANSPORTS, "outcome": ("ok", *REASONS)},
     ),
     Metric(
-        "baton_handoff_read_duration_seconds", "histogram", "seconds", DECODE, "Time of a read of KV.", {"transport": TRANSPORTS}, READ_S,
+        "baton_handoff_read_duration_seconds", "histogram", "seconds", WORKERS, "Time of a read of KV.", {"transport": TRANSPORTS}, READ_S,
         aliases=(Alias("vllm:nixl_xfer_time_seconds", only={"transport": "nixl"}),),
     ),
     Metric(
-        "baton_handoff_read_bytes", "histogram", "bytes", DECODE, "Size of a read of KV.", {"transport": TRANSPORTS}, SIZE_BYTES,
+        "baton_handoff_read_bytes", "histogram", "bytes", WORKERS, "Size of a read of KV.", {"transport": TRANSPORTS}, SIZE_BYTES,
         aliases=(Alias("vllm:nixl_bytes_transferred", only={"transport": "nixl"}),),
     ),
     Metric(
-        "baton_handoff_verify_duration_seconds", "histogram", "seconds", DECODE, "Digests and lease check of a read.", buckets=READ_S,
+        "baton_handoff_verify_duration_seconds", "histogram", "seconds", WORKERS, "Digests and lease check of a read.", buckets=READ_S,
     ),
-    *(Metric(fact.counter, "counter", fact.unit, DECODE, fact.help) for fact in COUNTED.values()),
+    *(Metric(fact.counter, "counter", fact.unit, WORKERS, fact.help) for fact in COUNTED.values()),
     # The process
     Metric("baton_registry_reachable", "gauge", "1", ALL, "1: the registry answered the last call."),
     Metric("baton_registry_reconnects_total", "counter", "times", ALL, "How often the registry came back after it had been away."),

@@ -38,7 +38,7 @@ class WorkerRecord:
     """A worker that has joined. It expires unless refreshed."""
 
     name: str
-    role: Literal["prefill", "decode"]
+    role: Literal["prefill", "decode"]  # as which it was started: its pool
     address: str  # gRPC host:port
     incarnation: Count  # grows whenever the worker's process restarts
     state: WorkerState
@@ -53,7 +53,11 @@ class WorkerRecord:
     transport: str
     load: Load = field(default_factory=Load)
     metrics: str = ""  # host:port of its /metrics; empty: it offers none
+    roles: tuple[Literal["prefill", "decode"], ...] = ()  # what it serves at this moment; empty: `role`
     max_num_seqs: Count = 0  # sequences in one step of its engine; 0: it does not say
+
+    def serves(self, role: Literal["prefill", "decode"]) -> bool:
+        return role in (self.roles or (self.role,))
 
     def to_json(self) -> bytes:
         return _RECORD.dump_json(self)

@@ -17,8 +17,7 @@ from collections.abc import Mapping, Sequence
 from types import MappingProxyType
 from typing import Literal, Self
 
-from baton.cluster import semconv
-from baton.cluster.config import ConfigError, TelemetryConfig
+from baton.cluster.config import TelemetryConfig
 from baton.cluster.errors import BatonError, Reason
 
 Value = str | int | float | bool | Sequence[str]
@@ -97,19 +96,3 @@ class Tracer:
 
     def close(self) -> None:
         """Send what is queued. Blocks for less than a second; spans that end later are dropped."""
-
-
-def make_tracer(config: TelemetryConfig, cluster: str, role: str, process: str) -> Tracer:
-    """Raises ConfigError when an endpoint is set and OpenTelemetry is not installed."""
-    if config.otlp_endpoint is None:
-        return Tracer()
-    try:
-        from baton.cluster.otel import OtelTracer, otlp
-    except ImportError as error:
-        raise ConfigError(f"telemetry.otlp_endpoint: traces need OpenTelemetry, pip install 'baton[otel]' ({error})") from None
-    resource = {
-        semconv.SERVICE_NAME: f"baton-{role}",
-        semconv.SERVICE_NAMESPACE: cluster,
-        semconv.SERVICE_INSTANCE: process,
-    }
-    return OtelTracer(otlp(config.otlp_endpoint), resource, config.trace_sample_ratio)

@@ -6,7 +6,6 @@ a second signal ends the drains.
 """
 
 import asyncio
-import json
 import os
 import re
 import signal
@@ -222,25 +221,24 @@ async def serving(config: Config) -> bool:
 async def workers_ready(config: Config) -> int:
     """How many workers the router knows and reaches; 0 while it does not answer."""
     status = await _status(config, 2.0)
-    return sum(worker["state"] == "ready" for worker in status["workers"]) if status else 0
+    return sum(worker.record.state == "ready" for worker in status.workers) if status else 0
 
 
 async def requests_running(config: Config) -> str:
     """For a person; empty when there are none or the router does not say."""
     status = await _status(config, 1.0)
-    count = status["router"]["inflight"] + status["router"]["queued"] if status else 0
+    count = status.router.inflight + status.router.queued if status else 0
     return f"{count} request{'s are' if count > 1 else ' is'}" if count else ""
 
 
-async def _status(config: Config, timeout_s: float) -> dict[str, Any] | None:
+async def _status(config: Config, timeout_s: float) -> worker_pb2.StatusResponse | None:
     async with channel(target(config.cluster.host, config.router.admin_port), config.security) as open_channel:
         try:
             stub = worker_pb2_grpc.AdminStub(open_channel)  # type: ignore[no-untyped-call]
-            answer = await stub.Status(worker_pb2.StatusRequest(), timeout=timeout_s)
+            answer: worker_pb2.StatusResponse = await stub.Status(worker_pb2.StatusRequest(), timeout=timeout_s)
         except grpc.RpcError:
             return None
-        status: dict[str, Any] = json.loads(answer.status_json)
-        return status
+        return answer
 
 
 def ready_state(config: Config, log_dir: Path) -> state.ClusterState:

@@ -366,14 +366,16 @@ class ProbeRequest(_message.Message):
     def __init__(self, to: _Optional[_Union[Addressee, _Mapping]] = ...) -> None: ...
 
 class ProbeResponse(_message.Message):
-    __slots__ = ("state", "load", "stalled_ms")
+    __slots__ = ("state", "load", "stalled_ms", "roles")
     STATE_FIELD_NUMBER: _ClassVar[int]
     LOAD_FIELD_NUMBER: _ClassVar[int]
     STALLED_MS_FIELD_NUMBER: _ClassVar[int]
+    ROLES_FIELD_NUMBER: _ClassVar[int]
     state: str
     load: WorkerLoad
     stalled_ms: int
-    def __init__(self, state: _Optional[str] = ..., load: _Optional[_Union[WorkerLoad, _Mapping]] = ..., stalled_ms: _Optional[int] = ...) -> None: ...
+    roles: _containers.RepeatedScalarFieldContainer[str]
+    def __init__(self, state: _Optional[str] = ..., load: _Optional[_Union[WorkerLoad, _Mapping]] = ..., stalled_ms: _Optional[int] = ..., roles: _Optional[_Iterable[str]] = ...) -> None: ...
 
 class SnapshotRequest(_message.Message):
     __slots__ = ("to",)
@@ -391,6 +393,30 @@ class SnapshotResponse(_message.Message):
     keys: bytes
     def __init__(self, incarnation: _Optional[int] = ..., sequence: _Optional[int] = ..., keys: _Optional[bytes] = ...) -> None: ...
 
+class SetRolesRequest(_message.Message):
+    __slots__ = ("to", "roles")
+    TO_FIELD_NUMBER: _ClassVar[int]
+    ROLES_FIELD_NUMBER: _ClassVar[int]
+    to: Addressee
+    roles: _containers.RepeatedScalarFieldContainer[str]
+    def __init__(self, to: _Optional[_Union[Addressee, _Mapping]] = ..., roles: _Optional[_Iterable[str]] = ...) -> None: ...
+
+class SetRolesResponse(_message.Message):
+    __slots__ = ("serving", "draining")
+    SERVING_FIELD_NUMBER: _ClassVar[int]
+    DRAINING_FIELD_NUMBER: _ClassVar[int]
+    serving: _containers.RepeatedScalarFieldContainer[str]
+    draining: _containers.RepeatedScalarFieldContainer[str]
+    def __init__(self, serving: _Optional[_Iterable[str]] = ..., draining: _Optional[_Iterable[str]] = ...) -> None: ...
+
+class AdminSetRolesRequest(_message.Message):
+    __slots__ = ("worker", "roles")
+    WORKER_FIELD_NUMBER: _ClassVar[int]
+    ROLES_FIELD_NUMBER: _ClassVar[int]
+    worker: str
+    roles: _containers.RepeatedScalarFieldContainer[str]
+    def __init__(self, worker: _Optional[str] = ..., roles: _Optional[_Iterable[str]] = ...) -> None: ...
+
 class DescribeRequest(_message.Message):
     __slots__ = ("to",)
     TO_FIELD_NUMBER: _ClassVar[int]
@@ -406,7 +432,7 @@ class DescribeResponse(_message.Message):
     def __init__(self, record: _Optional[_Union[WorkerRecord, _Mapping]] = ..., residue: _Optional[_Union[Residue, _Mapping]] = ...) -> None: ...
 
 class WorkerRecord(_message.Message):
-    __slots__ = ("name", "role", "address", "incarnation", "state", "pid", "host", "model_name", "model_fingerprint", "tokenizer_fingerprint", "block_size", "max_model_len", "kv_blocks", "transport", "load", "metrics", "max_num_seqs")
+    __slots__ = ("name", "role", "address", "incarnation", "state", "pid", "host", "model_name", "model_fingerprint", "tokenizer_fingerprint", "block_size", "max_model_len", "kv_blocks", "transport", "load", "metrics", "max_num_seqs", "roles")
     NAME_FIELD_NUMBER: _ClassVar[int]
     ROLE_FIELD_NUMBER: _ClassVar[int]
     ADDRESS_FIELD_NUMBER: _ClassVar[int]
@@ -424,6 +450,7 @@ class WorkerRecord(_message.Message):
     LOAD_FIELD_NUMBER: _ClassVar[int]
     METRICS_FIELD_NUMBER: _ClassVar[int]
     MAX_NUM_SEQS_FIELD_NUMBER: _ClassVar[int]
+    ROLES_FIELD_NUMBER: _ClassVar[int]
     name: str
     role: str
     address: str
@@ -441,7 +468,8 @@ class WorkerRecord(_message.Message):
     load: WorkerLoad
     metrics: str
     max_num_seqs: int
-    def __init__(self, name: _Optional[str] = ..., role: _Optional[str] = ..., address: _Optional[str] = ..., incarnation: _Optional[int] = ..., state: _Optional[str] = ..., pid: _Optional[int] = ..., host: _Optional[str] = ..., model_name: _Optional[str] = ..., model_fingerprint: _Optional[str] = ..., tokenizer_fingerprint: _Optional[str] = ..., block_size: _Optional[int] = ..., max_model_len: _Optional[int] = ..., kv_blocks: _Optional[int] = ..., transport: _Optional[str] = ..., load: _Optional[_Union[WorkerLoad, _Mapping]] = ..., metrics: _Optional[str] = ..., max_num_seqs: _Optional[int] = ...) -> None: ...
+    roles: _containers.RepeatedScalarFieldContainer[str]
+    def __init__(self, name: _Optional[str] = ..., role: _Optional[str] = ..., address: _Optional[str] = ..., incarnation: _Optional[int] = ..., state: _Optional[str] = ..., pid: _Optional[int] = ..., host: _Optional[str] = ..., model_name: _Optional[str] = ..., model_fingerprint: _Optional[str] = ..., tokenizer_fingerprint: _Optional[str] = ..., block_size: _Optional[int] = ..., max_model_len: _Optional[int] = ..., kv_blocks: _Optional[int] = ..., transport: _Optional[str] = ..., load: _Optional[_Union[WorkerLoad, _Mapping]] = ..., metrics: _Optional[str] = ..., max_num_seqs: _Optional[int] = ..., roles: _Optional[_Iterable[str]] = ...) -> None: ...
 
 class WorkerLoad(_message.Message):
     __slots__ = ("running", "waiting", "free_blocks", "credit_tokens", "cached_blocks", "leases", "waiting_tokens")

@@ -456,6 +456,11 @@ class WorkerStub:
                 request_serializer=baton_dot_v1_dot_worker__pb2.DescribeRequest.SerializeToString,
                 response_deserializer=baton_dot_v1_dot_worker__pb2.DescribeResponse.FromString,
                 _registered_method=True)
+        self.SetRoles = channel.unary_unary(
+                '/baton.v1.Worker/SetRoles',
+                request_serializer=baton_dot_v1_dot_worker__pb2.SetRolesRequest.SerializeToString,
+                response_deserializer=baton_dot_v1_dot_worker__pb2.SetRolesResponse.FromString,
+                _registered_method=True)
 
 
 class WorkerServicer:
@@ -483,6 +488,13 @@ class WorkerServicer:
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
+    def SetRoles(self, request, context):
+        """Which roles the worker is to serve from now on. A role that is not named drains; its record says so at once.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
 
 def add_WorkerServicer_to_server(servicer, server):
     rpc_method_handlers = {
@@ -500,6 +512,11 @@ def add_WorkerServicer_to_server(servicer, server):
                     servicer.Describe,
                     request_deserializer=baton_dot_v1_dot_worker__pb2.DescribeRequest.FromString,
                     response_serializer=baton_dot_v1_dot_worker__pb2.DescribeResponse.SerializeToString,
+            ),
+            'SetRoles': grpc.unary_unary_rpc_method_handler(
+                    servicer.SetRoles,
+                    request_deserializer=baton_dot_v1_dot_worker__pb2.SetRolesRequest.FromString,
+                    response_serializer=baton_dot_v1_dot_worker__pb2.SetRolesResponse.SerializeToString,
             ),
     }
     generic_handler = grpc.method_handlers_generic_handler(
@@ -594,6 +611,33 @@ class Worker:
             metadata,
             _registered_method=True)
 
+    @staticmethod
+    def SetRoles(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/baton.v1.Worker/SetRoles',
+            baton_dot_v1_dot_worker__pb2.SetRolesRequest.SerializeToString,
+            baton_dot_v1_dot_worker__pb2.SetRolesResponse.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
 
 class AdminStub:
     """Offered by the router on its own admin port.
@@ -619,6 +663,11 @@ class AdminStub:
                 '/baton.v1.Admin/Live',
                 request_serializer=baton_dot_v1_dot_worker__pb2.LiveRequest.SerializeToString,
                 response_deserializer=baton_dot_v1_dot_worker__pb2.LiveResponse.FromString,
+                _registered_method=True)
+        self.SetRoles = channel.unary_unary(
+                '/baton.v1.Admin/SetRoles',
+                request_serializer=baton_dot_v1_dot_worker__pb2.AdminSetRolesRequest.SerializeToString,
+                response_deserializer=baton_dot_v1_dot_worker__pb2.SetRolesResponse.FromString,
                 _registered_method=True)
 
 
@@ -646,6 +695,13 @@ class AdminServicer:
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
+    def SetRoles(self, request, context):
+        """Passed on to the worker of that name.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
 
 def add_AdminServicer_to_server(servicer, server):
     rpc_method_handlers = {
@@ -663,6 +719,11 @@ def add_AdminServicer_to_server(servicer, server):
                     servicer.Live,
                     request_deserializer=baton_dot_v1_dot_worker__pb2.LiveRequest.FromString,
                     response_serializer=baton_dot_v1_dot_worker__pb2.LiveResponse.SerializeToString,
+            ),
+            'SetRoles': grpc.unary_unary_rpc_method_handler(
+                    servicer.SetRoles,
+                    request_deserializer=baton_dot_v1_dot_worker__pb2.AdminSetRolesRequest.FromString,
+                    response_serializer=baton_dot_v1_dot_worker__pb2.SetRolesResponse.SerializeToString,
             ),
     }
     generic_handler = grpc.method_handlers_generic_handler(
@@ -747,6 +808,33 @@ class Admin:
             '/baton.v1.Admin/Live',
             baton_dot_v1_dot_worker__pb2.LiveRequest.SerializeToString,
             baton_dot_v1_dot_worker__pb2.LiveResponse.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def SetRoles(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/baton.v1.Admin/SetRoles',
+            baton_dot_v1_dot_worker__pb2.AdminSetRolesRequest.SerializeToString,
+            baton_dot_v1_dot_worker__pb2.SetRolesResponse.FromString,
             options,
             channel_credentials,
             insecure,

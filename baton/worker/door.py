@@ -1,12 +1,13 @@
 """`baton.v1.Worker`: what every worker answers about itself, whatever its role."""
 
-from collections.abc import AsyncIterator, Awaitable, Callable
+from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
 from dataclasses import asdict, dataclass
 
 from baton.cluster.records import Load, WorkerRecord, WorkerState
 from baton.cluster.rpc import Answering, Context
 from baton.v1 import worker_pb2, worker_pb2_grpc
 from baton.worker.identity import Identity
+from baton.worker.role import Mounts, Name
 
 PAGE_KEYS = 8192  # of one message of a snapshot: 128 KiB, a few milliseconds of the router's event loop
 
@@ -21,26 +22,39 @@ class Residue:
     blocks_in_use: int
 
 
+@dataclass(frozen=True, slots=True)
+class Probed:
+    """How a worker is at one moment."""
+
+    state: WorkerState
+    load: Load
+    roles: tuple[Name, ...]  # what it serves
+    stalled_s: float  # for how long its engine has made no progress although it has work
+
+
 class WorkerDoor(worker_pb2_grpc.WorkerServicer):
     def __init__(
         self,
         identity: Identity,
-        probe: Callable[[], Awaitable[tuple[WorkerState, Load, float]]],
+        probe: Callable[[], Awaitable[Probed]],
         describe: Callable[[], Awaitable[WorkerRecord]],
         snapshot: Callable[[], Awaitable[tuple[int, list[bytes]]]],
         residue: Callable[[], Residue],
+        set_roles: Callable[[Sequence[str]], Awaitable[Mounts]],
     ) -> None:
         self._identity = identity
         self._probe = probe
         self._describe = describe
         self._snapshot = snapshot
         self._residue = residue
+        self._set_roles = set_roles
 
     async def Probe(self, request: worker_pb2.ProbeRequest, context: Context) -> worker_pb2.ProbeResponse:
         async with Answering(context):
             self._identity.check(request.to)
-            state, load, stalled_s = await self._probe()
-            return worker_pb2.ProbeResponse(state=state, load=worker_pb2.WorkerLoad(**asdict(load)), stalled_ms=int(stalled_s * 1000))
+            now = await self._probe()
+            load, stalled_ms = worker_pb2.WorkerLoad(**asdict(now.load)), int(now.stalled_s * 1000)
+            return worker_pb2.ProbeResponse(state=now.state, load=load, roles=now.roles, stalled_ms=stalled_ms)
         raise AssertionError("answered with an error")
 
     async def Snapshot(self, request: worker_pb2.SnapshotRequest, context: Context) -> AsyncIterator[worker_pb2.SnapshotResponse]:
@@ -65,4 +79,11 @@ class WorkerDoor(worker_pb2_grpc.WorkerServicer):
                     blocks_in_use=residue.blocks_in_use,
                 ),
             )
+        raise AssertionError("answered with an error")
+
+    async def SetRoles(self, request: worker_pb2.SetRolesRequest, context: Context) -> worker_pb2.SetRolesResponse:
+        async with Answering(context):
+            self._identity.check(request.to)
+            mounts = await self._set_roles(request.roles)
+            return worker_pb2.SetRolesResponse(serving=mounts.serving, draining=mounts.draining)
         raise AssertionError("answered with an error")

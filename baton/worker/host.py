@@ -12,7 +12,7 @@ import os
 import secrets
 import socket
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import AsyncExitStack
 from pathlib import Path
@@ -31,19 +31,20 @@ from baton.cluster.metrics import Book
 from baton.cluster.metrics_http import Exposition, MetricsServer
 from baton.cluster.records import BlockEvent, Load, WorkerRecord, WorkerState
 from baton.cluster.rpc import Server, Tasks
-from baton.cluster.telemetry import make_tracer
+from baton.cluster.tracing import make_tracer
 from baton.engine.build import Built, Options, build
 from baton.engine.engine import Output
 from baton.engine.kvcache import KvPool
 from baton.engine.loop import CacheEvent, EngineLoop, Facts, facts
 from baton.engine.scheduler import Limits
 from baton.v1 import worker_pb2_grpc
-from baton.worker.door import Residue, WorkerDoor
+from baton.worker.door import Probed, Residue, WorkerDoor
 from baton.worker.identity import Identity
 from baton.worker.kv_door import KvExchangeDoor
 from baton.worker.kv_peers import Peers
 from baton.worker.kv_port import KvPort, Place
 from baton.worker.meter import Meter
+from baton.worker.role import Mounts, Name, Role
 from baton.worker.stall import Activity, Stall
 from kvtransfer.handle import mac_key
 from kvtransfer.importer import peer_name
@@ -69,7 +70,8 @@ class Host:
     server: Server
     address: str
 
-    def __init__(self, config: Config, role: Literal["prefill", "decode"], stop: Stop) -> None:
+    def __init__(self, config: Config, role: Name, stop: Stop) -> None:
+        """`role`: the one that it serves when it starts, and whose pool it belongs to. `roles` are set by whoever makes the process."""
         if not config.cluster.key:
             raise ConfigError("cluster.key: every worker needs the cluster's key (BATON_CLUSTER_KEY); `baton up` draws one")
         if not config.model.path:
@@ -82,6 +84,8 @@ class Host:
         self.incarnation = time.time_ns() // 1000
         self.key = mac_key(config.cluster.key)
         self.stage = Stage.STARTING
+        self.mounts = Mounts(self.name, role)
+        self.roles: Mapping[Name, Role] = {}
         self._stop = stop
         self._registry = connect_registry(config)
         self._membership = Membership(self._registry, self.describe, config.redis.heartbeat_s, stop.fail)
@@ -97,14 +101,14 @@ class Host:
         self._held = 0  # leases, as of the last look: a load that differs in nothing is not news
         self.tasks = Tasks(stop.fail)
 
-    async def open(self, on_step: Callable[[list[Output]], None]) -> None:
+    async def open(self) -> None:
         """Raises what keeps the engine or the transport from starting."""
         began = time.monotonic()
         cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
         if not fits(self.config, self.role, cores):
             os.environ.setdefault(*SLEEP_SOON)  # read when torch is loaded, which is now
         self.built = await in_a_thread_that_ends(build, options(self.config), _log_progress)
-        self.loop = EngineLoop(self.built.engine, on_step, self._on_cache, self._stop.fail, self._on_batch)
+        self.loop = EngineLoop(self.built.engine, self._on_step, self._on_cache, self._stop.fail, self._on_batch)
         self.loop.start()
         self._facts = await self.loop.call(facts)
         self._meter.tell(lambda: self._facts, self.built.engine.pool.num_blocks, self.built.engine.block_size)
@@ -141,8 +145,8 @@ class Host:
         self.book.read("baton_kv_quarantined_blocks", lambda: port.importer.quarantined_blocks)
 
     async def serve(self) -> None:
-        """The role has added its own services to `server.grpc`."""
-        door = WorkerDoor(self.identity, self.probe, self.describe, self.loop.snapshot, self.residue)
+        """The roles have added their services to `server.grpc`."""
+        door = WorkerDoor(self.identity, self.probe, self.describe, self.loop.snapshot, self.residue, self.set_roles)
         worker_pb2_grpc.add_WorkerServicer_to_server(door, self.server.grpc)  # type: ignore[no-untyped-call]
         await self.server.start()
         self._closers.push_async_callback(self.server.stop, 0.5)
@@ -155,13 +159,29 @@ class Host:
         self.tasks.start(pulse.beat(self.stalled_s), "pulse")
         log.info("%s (incarnation %d) ready on %s, transport %s", self.name, self.incarnation, self.address, self.transport.name)
 
-    async def drain(self, idle: Callable[[], bool]) -> None:
-        """Tell everybody, then wait until the role is idle, `drain_s` at most."""
-        self.stage = move(self.stage, "drain")
+    async def set_roles(self, wanted: Sequence[str]) -> Mounts:
+        """Serve these roles from now on; others drain, and are unmounted when nothing of them is left. Raises BatonError(INVALID_FIELD,
+        DRAINING)."""
+        self.mounts.wish(wanted)
+        self._membership.beat()
+        log.info("serves %s", ", ".join(self.mounts.serving))
+        for name in self.mounts.draining:
+            self.tasks.start(self._unmount(name), f"unmount {name}")
+        return self.mounts
+
+    async def _unmount(self, name: Name) -> None:
+        while name in self.mounts.draining and not self.roles[name].idle:
+            await asyncio.sleep(IDLE_POLL_S)
+        if name in self.mounts.draining:  # nobody mounted it again meanwhile
+            self.mounts.ended(name)
+
+    async def drain(self) -> None:
+        """Tell everybody, then wait until the roles are idle, `drain_s` at most."""
+        self.stage, self.mounts.stopping = move(self.stage, "drain"), True
         await self.server.health.set("", health_pb2.HealthCheckResponse.NOT_SERVING)
         self._membership.beat()
         deadline = time.monotonic() + self.pool_config.drain_s
-        while not idle() and time.monotonic() < deadline:
+        while not all(role.idle for role in self.roles.values()) and time.monotonic() < deadline:
             await asyncio.sleep(IDLE_POLL_S)
 
     async def close(self) -> None:
@@ -184,10 +204,9 @@ class Host:
         """For how long the engine has made no progress although it has work."""
         return self._stall.look(time.monotonic(), Activity(*self.loop.activity()))
 
-    async def probe(self) -> tuple[WorkerState, Load, float]:
-        """State, load, and for how long the engine has been stalled."""
+    async def probe(self) -> Probed:
         now = await self.look()
-        return self._state, self._load(now), self.stalled_s()
+        return Probed(self._state, self._load(now), self.mounts.serving, self.stalled_s())
 
     async def describe(self) -> WorkerRecord:
         now = await self.look()
@@ -209,6 +228,7 @@ class Host:
             transport=self.transport.name,
             load=self._load(now),
             metrics=self._metrics.address,
+            roles=self.mounts.serving,
             max_num_seqs=self.built.engine.scheduler.limits.max_num_seqs,
         )
 
@@ -236,6 +256,10 @@ class Host:
         """As of the last look."""
         now = self._facts
         return Residue(now.sequences, self.port.exporter.num_leases, self.port.importer.quarantined_blocks, now.owned_blocks)
+
+    def _on_step(self, outputs: list[Output]) -> None:
+        for role in self.roles.values():
+            role.on_step(outputs)
 
     def _on_batch(self, seconds: float, tokens: int, sequences: int) -> None:
         """In the engine's thread."""

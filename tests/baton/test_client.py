@@ -331,7 +331,7 @@ def test_exactly_one_prompt(prompts: dict[str, Any]) -> None:
 
 def test_every_sampling_field_and_no_other() -> None:
     given = {
-        "temperature": 0.5, "top_p": 0.5, "top_k": 3, "min_p": 0.25, "repetition_penalty": 1.5, "presence_penalty": 0.5,
+        "temperature": 0.5, "top_p": 0.5, "top_k": 3, "min_p": 0.25, "top_a": 0.1, "repetition_penalty": 1.5, "presence_penalty": 0.5,
         "frequency_penalty": 0.5, "seed": 7, "logit_bias": {3: 1.5}, "logprobs": 2, "stop_token_ids": [4], "stop": ["x"],
         "max_tokens": 5, "min_tokens": 1, "ignore_eos": True,
     }  # fmt: skip

@@ -132,7 +132,7 @@ class TestBook:
         [
             ("router", "counter", "baton_nothing_total"),
             ("router", "counter", "baton_engine_preemptions_total"),
-            ("decode", "counter", "baton_leases_total"),
+            ("router", "counter", "baton_leases_total"),
             ("router", "histogram", "baton_router_prompt_tokens_total"),
             ("router", "counter", "baton_router_requests_in_flight"),
         ],

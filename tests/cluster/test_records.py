@@ -15,5 +15,5 @@ def test_an_overbooked_worker_stays_a_member() -> None:
 
 @pytest.mark.parametrize("field", ["running", "waiting", "free_blocks", "leases"])
 def test_no_other_number_is_negative(field: str) -> None:
-    with pytest.raises(ValueError, match=f"load.{field}: cannot be -1"):
+    with pytest.raises(ValueError, match=rf"load\.{field}: .*-1"):
         WorkerRecord.from_json(RECORD.to_json().replace(f'"{field}":0'.encode(), f'"{field}":-1'.encode()))

@@ -23,26 +23,26 @@ from baton.v1 import generation_pb2, generation_pb2_grpc, worker_pb2_grpc
 from baton.v1 import worker_pb2 as pb
 
 
-class Scripted(worker_pb2_grpc.PrefillServicer):
+class Scripted(worker_pb2_grpc.KvExchangeServicer):
     """Does what `act` does, and counts."""
 
     def __init__(self) -> None:
         self.calls = 0
         self.act: Callable[[Context], object] = lambda context: None
 
-    async def Prefill(self, request: pb.PrefillRequest, context: Context) -> pb.PrefillResponse:
+    async def Renew(self, request: pb.RenewRequest, context: Context) -> pb.RenewResponse:
         self.calls += 1
         async with Answering(context):
             done = self.act(context)
             if asyncio.iscoroutine(done):
                 await done
-            return pb.PrefillResponse(cached_tokens=len(request.job.token_ids))
+            return pb.RenewResponse(ttl_ms=len(request.handle))
 
 
 @asynccontextmanager
 async def serving(port: int = 0, config: Config | None = None) -> AsyncIterator[tuple[Scripted, str]]:
     server, servicer = Server(config or Config(), 1 << 20), Scripted()
-    worker_pb2_grpc.add_PrefillServicer_to_server(servicer, server.grpc)
+    worker_pb2_grpc.add_KvExchangeServicer_to_server(servicer, server.grpc)
     address = server.bind(port)
     await server.start()
     try:
@@ -51,9 +51,9 @@ async def serving(port: int = 0, config: Config | None = None) -> AsyncIterator[
         await server.stop(None)
 
 
-async def ask(address: str, timeout_s: float = 5.0) -> pb.PrefillResponse:
+async def ask(address: str, timeout_s: float = 5.0) -> pb.RenewResponse:
     async with channel(address, SecurityConfig()) as opened:
-        return await worker_pb2_grpc.PrefillStub(opened).Prefill(pb.PrefillRequest(job=pb.Job(token_ids=[1, 2])), timeout=timeout_s)
+        return await worker_pb2_grpc.KvExchangeStub(opened).Renew(pb.RenewRequest(handle=b"ab"), timeout=timeout_s)
 
 
 async def failure(address: str, timeout_s: float = 5.0) -> grpc.aio.AioRpcError:
@@ -124,7 +124,7 @@ async def test_a_timeout_of_ours_is_the_deadline() -> None:
 
 async def test_a_success_stays_one() -> None:
     async with serving() as (_, address):
-        assert (await ask(address)).cached_tokens == 2
+        assert (await ask(address)).ttl_ms == 2
 
 
 @pytest.mark.parametrize(
@@ -193,26 +193,26 @@ async def test_the_deadline_of_a_call_is_the_deadline() -> None:
 # Bytes that are no message
 
 
-@pytest.mark.parametrize("data", [b"\xff\xff\xff", b"\x0a\x05ab", b"\x0a\x04\x0a\x02\xed\xa0"], ids=["no tag", "cut off", "no UTF-8"])
+@pytest.mark.parametrize("data", [b"\xff\xff\xff", b"\x0a\x05ab", b"\x12\x02\xed\xa0"], ids=["no tag", "cut off", "no UTF-8"])
 async def test_bytes_that_cannot_be_read_are_the_callers_mistake(data: bytes) -> None:
     async with serving() as (servicer, address), grpc.aio.insecure_channel(address) as opened:
         with pytest.raises(grpc.aio.AioRpcError) as caught:
-            await opened.unary_unary("/baton.v1.Prefill/Prefill")(data, timeout=5)
+            await opened.unary_unary("/baton.v1.KvExchange/Renew")(data, timeout=5)
         assert caught.value.code() is grpc.StatusCode.INVALID_ARGUMENT
         assert [v.field for v in to_error(caught.value).violations] == ["request"]
         assert servicer.calls == 0
-        assert (await ask(address)).cached_tokens == 2
+        assert (await ask(address)).ttl_ms == 2
 
 
 async def test_without_our_reader_they_are_unknown() -> None:
     """Negative control: what gRPC itself makes of them."""
     server = grpc.aio.server()
-    worker_pb2_grpc.add_PrefillServicer_to_server(Scripted(), server)
+    worker_pb2_grpc.add_KvExchangeServicer_to_server(Scripted(), server)
     port = server.add_insecure_port("127.0.0.1:0")
     await server.start()
     async with grpc.aio.insecure_channel(f"127.0.0.1:{port}") as opened:
         with pytest.raises(grpc.aio.AioRpcError) as caught:
-            await opened.unary_unary("/baton.v1.Prefill/Prefill")(b"\xff\xff\xff", timeout=5)
+            await opened.unary_unary("/baton.v1.KvExchange/Renew")(b"\xff\xff\xff", timeout=5)
     await server.stop(None)
     assert caught.value.code() is grpc.StatusCode.UNKNOWN
 
@@ -220,7 +220,7 @@ async def test_without_our_reader_they_are_unknown() -> None:
 async def test_a_message_that_is_too_large_is_refused() -> None:
     async with serving() as (servicer, address), grpc.aio.insecure_channel(address) as opened:
         with pytest.raises(grpc.aio.AioRpcError) as caught:
-            await opened.unary_unary("/baton.v1.Prefill/Prefill")(bytes(2 << 20), timeout=5)
+            await opened.unary_unary("/baton.v1.KvExchange/Renew")(bytes(2 << 20), timeout=5)
         assert caught.value.code() is grpc.StatusCode.RESOURCE_EXHAUSTED and servicer.calls == 0
 
 
@@ -270,22 +270,22 @@ class Line:
 async def test_a_worker_that_is_slow_to_connect_is_not_lost() -> None:
     """A busy or distant host needs more than a moment for its first frame."""
     async with serving() as (_, address), Line(address, 0.3) as line:
-        assert (await ask(line.address)).cached_tokens == 2
+        assert (await ask(line.address)).ttl_ms == 2
 
 
 async def test_a_server_that_comes_back_is_found_soon() -> None:
     async with serving() as (_, address):
         pass
     async with channel(address, SecurityConfig()) as opened:
-        stub = worker_pb2_grpc.PrefillStub(opened)
+        stub = worker_pb2_grpc.KvExchangeStub(opened)
         for _ in range(3):
             with pytest.raises(grpc.aio.AioRpcError):
-                await stub.Prefill(pb.PrefillRequest(), timeout=1)
+                await stub.Renew(pb.RenewRequest(), timeout=1)
         async with serving(int(address.rpartition(":")[2])):
             async with asyncio.timeout(3):
                 while True:
                     try:
-                        await stub.Prefill(pb.PrefillRequest(), timeout=1)
+                        await stub.Renew(pb.RenewRequest(), timeout=1)
                         break
                     except grpc.aio.AioRpcError:
                         await asyncio.sleep(0.02)
@@ -296,7 +296,7 @@ async def test_a_hung_server_is_noticed_within_seconds() -> None:
     async with serving() as (servicer, address), Line(address, 0.0) as line, grpc.aio.insecure_channel(line.address) as plain:
         servicer.act = lambda context: asyncio.sleep(60)
         ours = asyncio.create_task(failure(line.address, 60))
-        theirs = asyncio.ensure_future(worker_pb2_grpc.PrefillStub(plain).Prefill(pb.PrefillRequest(), timeout=60))
+        theirs = asyncio.ensure_future(worker_pb2_grpc.KvExchangeStub(plain).Renew(pb.RenewRequest(), timeout=60))
         while servicer.calls < 2:
             await asyncio.sleep(0.01)
         line.open.clear()

@@ -18,7 +18,8 @@ from baton.cluster import semconv
 from baton.cluster.config import ConfigError, TelemetryConfig
 from baton.cluster.errors import BatonError, Reason
 from baton.cluster.otel import OtelTracer
-from baton.cluster.telemetry import NO_SPAN, Tracer, make_tracer
+from baton.cluster.telemetry import NO_SPAN, Tracer
+from baton.cluster.tracing import make_tracer
 
 TRACE, PARENT = "0af7651916cd43dd8448eb211c80319c", "b7ad6b7169203331"
 GIVEN = f"00-{TRACE}-{PARENT}-01"

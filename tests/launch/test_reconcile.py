@@ -5,9 +5,9 @@ from collections.abc import Callable
 from typing import Any
 
 import pytest
+from memory_registry import MemoryRegistry
 
 from baton.cluster.errors import BatonError, Reason
-from baton.cluster.memory_registry import MemoryRegistry
 from baton.cluster.records import Pools
 from baton.launch import reconcile
 from baton.launch.reconcile import MOVES, RETRY_S, IllegalPhase, Phase, Pool, Reconciler

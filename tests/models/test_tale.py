@@ -11,7 +11,7 @@ import torch
 from tokenizers import Tokenizer
 from torch import nn
 
-from baton.cli.main import SHIPPED
+from baton.cli.up import SHIPPED
 from baton.engine.build import BuildError, Options, build
 from baton.engine.engine import Engine
 from baton.engine.naive import next_logits

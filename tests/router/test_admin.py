@@ -14,13 +14,14 @@ from baton.cluster.errors import BatonError, Reason
 from baton.cluster.handoff import Handoff
 from baton.cluster.messages import plain
 from baton.cluster.metrics import Book
-from baton.cluster.records import Load, WorkerRecord
+from baton.cluster.records import Load, WorkerRecord, WorkerState
 from baton.cluster.rpc import Server, channel
 from baton.cluster.telemetry import Tracer
 from baton.engine.sampling import SamplingParams
 from baton.v1 import worker_pb2 as pb
 from baton.v1 import worker_pb2_grpc
 from baton.worker.door import PAGE_KEYS, Residue, WorkerDoor
+from baton.worker.identity import Identity
 from router.admin import AdminDoor
 from router.admission import Admission
 from router.clients import Workers
@@ -46,6 +47,9 @@ class House:
         assert self.says is not None
         return self.says
 
+    async def probe(self) -> tuple[WorkerState, Load, float]:
+        return "ready", BUSY, 0.0
+
     async def snapshot(self) -> tuple[int, list[bytes]]:
         return 3, [number.to_bytes(16, "big") for number in range(self.cached)]
 
@@ -69,7 +73,7 @@ class House:
 async def house() -> AsyncIterator[tuple[House, Any]]:
     house, admission = House(), Admission(4, 4)
     worker_server, admin_server = Server(Config(), 1 << 20), Server(Config(), 1 << 20)
-    door = WorkerDoor(1, house.describe, house.snapshot, lambda: Residue(1, 2, 3, 4))
+    door = WorkerDoor(Identity("d0", 1, "model"), house.probe, house.describe, house.snapshot, lambda: Residue(1, 2, 3, 4))
     worker_pb2_grpc.add_WorkerServicer_to_server(door, worker_server.grpc)
     address = worker_server.bind(0)
     house.says = record("d0", address=address, load=BUSY)

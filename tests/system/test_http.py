@@ -26,7 +26,7 @@ from hypothesis import HealthCheck, given, settings
 from live_cluster import Cluster, cluster, toy, toy_output
 from schemathesis.generation import GenerationMode
 
-from baton.cli.main import SHIPPED
+from baton.cli.up import SHIPPED
 from baton.client import AsyncClient, Client, GenerateError
 
 pytestmark = pytest.mark.system

@@ -7,7 +7,7 @@ import torch
 from live_cluster import cluster
 from tokenizers import Tokenizer
 
-from baton.cli.main import SHIPPED
+from baton.cli.up import SHIPPED
 from baton.engine.build import Options, build
 from baton.engine.cpu.onednn import multiplies_int8
 from baton.engine.engine import Engine

@@ -19,7 +19,7 @@ import pytest
 from live_cluster import Cluster, cluster, toy, toy_output
 from playwright.sync_api import Browser, Page, expect, sync_playwright
 
-from baton.cli.main import SHIPPED, TRY
+from baton.cli.up import SHIPPED, TRY
 from baton.client import Client
 
 CHROMIUM = shutil.which("chromium") or shutil.which("chromium-browser") or shutil.which("google-chrome")

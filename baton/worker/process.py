@@ -1,0 +1,33 @@
+"""A worker as a process: an engine's host with both roles, one of which it serves when it starts."""
+
+from importlib import import_module
+
+from baton.cluster.config import Config
+from baton.cluster.lifecycle import Stop
+from baton.worker.host import Host
+from baton.worker.role import NAMES, Name
+
+# A role is found by its name, because the rooms of the roles may not know each other, nor this room them.
+ROOMS = {"prefill": "prefill_worker.wiring", "decode": "decode_worker.wiring"}
+
+
+class WorkerProcess:
+    """Implements `baton.cluster.lifecycle.Process`."""
+
+    def __init__(self, config: Config, stop: Stop, serves: Name) -> None:
+        self.config = config
+        self.host = Host(config, serves, stop)
+        self.host.roles = {name: import_module(ROOMS[name]).make(self.host) for name in NAMES}
+
+    async def start(self) -> None:
+        host = self.host
+        await host.open()
+        for name, role in host.roles.items():
+            import_module(ROOMS[name]).serve(role, host)
+        await host.serve()
+
+    async def drain(self) -> None:
+        await self.host.drain()
+
+    async def close(self) -> None:
+        await self.host.close()

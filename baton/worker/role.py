@@ -1,0 +1,98 @@
+"""What a worker is for: a role is a service that it mounts. Every worker has both and serves those that are mounted.
+
+    event →     mount     drain      idle
+    off         on
+    on                    draining
+    draining    on                   off
+
+`drain`: nothing new is accepted; `idle`: what was accepted has ended. A worker that is told to stop drains all its roles.
+"""
+
+from collections.abc import Callable, Sequence
+from enum import Enum
+from typing import Literal, Protocol
+
+from baton.cluster.errors import BatonError, Reason, invalid
+from baton.engine.engine import Output
+
+Name = Literal["prefill", "decode"]
+NAMES: tuple[Name, ...] = ("prefill", "decode")
+
+
+class Mount(Enum):
+    OFF = "off"
+    ON = "on"
+    DRAINING = "draining"
+
+
+MOVES = {
+    (Mount.OFF, "mount"): Mount.ON,
+    (Mount.ON, "drain"): Mount.DRAINING,
+    (Mount.DRAINING, "mount"): Mount.ON,
+    (Mount.DRAINING, "idle"): Mount.OFF,
+}
+
+
+class IllegalMount(RuntimeError):
+    """An event that the state does not allow. Nothing was changed."""
+
+
+class Role(Protocol):
+    """A service on an engine. It knows nothing of whether it is mounted: `admit` asks that."""
+
+    admit: Callable[[], None]  # raises BatonError when nothing new is accepted
+
+    @property
+    def idle(self) -> bool:
+        """Nothing that was accepted is left."""
+        ...
+
+    def on_step(self, outputs: list[Output]) -> None:
+        """What a step of the engine produced, of this role's sequences and of others'."""
+        ...
+
+
+class Mounts:
+    """Which roles a worker serves. `stopping`: the whole worker drains."""
+
+    def __init__(self, worker: str, serves: Name) -> None:
+        self.stopping = False
+        self._worker = worker
+        self._states = {name: Mount.ON if name == serves else Mount.OFF for name in NAMES}
+
+    @property
+    def serving(self) -> tuple[Name, ...]:
+        return tuple(name for name in NAMES if self._states[name] is Mount.ON)
+
+    @property
+    def draining(self) -> tuple[Name, ...]:
+        return tuple(name for name in NAMES if self._states[name] is Mount.DRAINING)
+
+    def admit(self, name: Name) -> None:
+        """Raises BatonError(DRAINING, WRONG_ROLE) unless the role accepts work."""
+        if self.stopping:
+            raise BatonError(Reason.DRAINING, f"{self._worker} is draining")
+        if self._states[name] is not Mount.ON:
+            raise BatonError(Reason.WRONG_ROLE, f"{self._worker} does not serve {name} now")
+
+    def wish(self, wanted: Sequence[str]) -> None:
+        """Mount these roles and drain the others. Raises BatonError(INVALID_FIELD, DRAINING), and nothing is changed then."""
+        if self.stopping:
+            raise BatonError(Reason.DRAINING, f"{self._worker} is draining")
+        if not wanted or not set(wanted) <= set(NAMES):
+            raise invalid("roles", f"must be one or both of {', '.join(NAMES)}, not {', '.join(wanted) or 'nothing'}")
+        for name, state in self._states.items():
+            if name in wanted and state is not Mount.ON:
+                self._move(name, "mount")
+            elif name not in wanted and state is Mount.ON:
+                self._move(name, "drain")
+
+    def ended(self, name: Name) -> None:
+        """A role that drains has nothing left."""
+        self._move(name, "idle")
+
+    def _move(self, name: Name, event: str) -> None:
+        target = MOVES.get((self._states[name], event))
+        if target is None:
+            raise IllegalMount(f"{name} is {self._states[name].value}: {event!r} is not possible")
+        self._states[name] = target

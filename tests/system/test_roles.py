@@ -1,0 +1,76 @@
+"""A worker's roles change while requests run: every stream is the undisturbed one, and the load goes where the roles are."""
+
+import asyncio
+import time
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+from live_cluster import Cluster, cluster, toy, toy_output
+
+from baton.client import AsyncClient, Result
+
+pytestmark = pytest.mark.system
+
+
+async def ask(client: AsyncClient, prompt: list[int], max_tokens: int) -> Result:
+    async with client.generate(token_ids=prompt, max_tokens=max_tokens, temperature=0.0, ignore_eos=True, timeout_s=60) as stream:
+        async for _ in stream:
+            pass
+        return stream.result
+
+
+PROMPT = list(range(1, 100))
+
+
+@pytest.fixture(scope="module")
+def live(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Cluster]:
+    model = toy(tmp_path_factory.mktemp("models") / "toy", step_delay_ms=2)
+    with cluster(model, "--router.bypass-tokens", "0", prefill=1, decode=2) as running:
+        yield running
+
+
+def workers(live: Cluster) -> dict[str, dict[str, Any]]:
+    return {worker["name"]: worker for worker in live.status()["workers"]}
+
+
+def until(live: Cluster, name: str, roles: list[str]) -> None:
+    deadline = time.monotonic() + 10
+    while workers(live)[name]["roles"] != roles:
+        assert time.monotonic() < deadline, workers(live)[name]
+        time.sleep(0.05)
+
+
+async def test_a_decode_worker_becomes_a_prefill_worker_and_back(live: Cluster) -> None:
+    names = sorted(name for name, worker in workers(live).items() if worker["role"] == "decode")
+    async with live.client() as client:
+        streams = [asyncio.create_task(ask(client, [*PROMPT, i], max_tokens=150)) for i in range(6)]
+        await asyncio.sleep(0.2)
+        changed = await asyncio.to_thread(live.baton, "roles", names[0], "prefill", "--name", live.name)
+        assert f"{names[0]} serves prefill" in changed.stdout
+        for i, result in enumerate(await asyncio.gather(*streams)):
+            assert list(result.token_ids) == toy_output([*PROMPT, i], max_tokens=150)
+        await asyncio.to_thread(until, live, names[0], ["prefill"])
+        later = await asyncio.gather(*(ask(client, [*PROMPT, 50 + i], max_tokens=20) for i in range(12)))
+        assert {result.workers["decode"] for result in later} == {names[1]}
+        assert names[0] in {result.workers["prefill"] for result in later}
+        for i, result in enumerate(later):
+            assert list(result.token_ids) == toy_output([*PROMPT, 50 + i], max_tokens=20)
+        await asyncio.to_thread(live.baton, "roles", names[0], "prefill", "decode", "--name", live.name)
+        await asyncio.to_thread(until, live, names[0], ["prefill", "decode"])
+        both = await asyncio.gather(*(ask(client, [*PROMPT, 100 + i], max_tokens=20) for i in range(12)))
+        assert names[0] in {result.workers["decode"] for result in both}
+        for i, result in enumerate(both):
+            assert list(result.token_ids) == toy_output([*PROMPT, 100 + i], max_tokens=20)
+        await asyncio.to_thread(live.baton, "roles", names[0], "decode", "--name", live.name)
+        await asyncio.to_thread(until, live, names[0], ["decode"])
+    await live.quiet()
+
+
+@pytest.mark.parametrize(
+    ("arguments", "words"), [(("nobody", "decode"), "there is no 'nobody'"), (("NAME", "cook"), "must be one or both")]
+)
+def test_what_cannot_be_is_refused_by_name(live: Cluster, arguments: tuple[str, str], words: str) -> None:
+    name = next(name for name, worker in workers(live).items() if worker["role"] == "decode")
+    done = live.baton("roles", arguments[0].replace("NAME", name), arguments[1])
+    assert done.returncode != 0 and words in done.stderr
