@@ -43,7 +43,7 @@ from router.clients import Adopted, DecodeEvent, Ended, FirstToken
 from router.dispatch import Dispatcher
 from router.journal import Entry, Journal
 from router.request import Request, Token, Trace
-from router.service import GenerateService
+from router.service import Draws, GenerateService, ServedModel
 from router.tokenizer import Tokenizer
 from router.validate import Ask, AskSampling
 from router.view import ClusterView
@@ -88,15 +88,13 @@ def make_service(tokenizer: Tokenizer, journal: Callable[..., Journal], tracer: 
     records = [WorkerRecord("prefill-0", "prefill", "x:1", *told), WorkerRecord("decode-0", "decode", "x:2", *told)]
     view.update(records, 0.0)
     return GenerateService(
-        tokenizer=tokenizer,
-        model_name="toy",
+        model=ServedModel("toy", tokenizer),
         view=view,
         dispatcher=Dispatcher(view, Answering(), config),  # type: ignore[arg-type]
         admission=Admission(256, 512),
         config=config,
         journal=journal(Book("router", model="toy"), tracer, "toy", SloConfig(ttft_s=1.0, tpot_s=0.1), 512),
-        draw_seed=lambda: 1,
-        draw_id=lambda: "r",
+        draws=Draws(lambda: 1, lambda: "r"),
     )
 
 

@@ -1,7 +1,7 @@
-"""NIXL where it is fast and safe, plain TCP between all other pairs: decided for each peer when it is connected.
+"""Uses NIXL where it is fast and safe, and plain TCP between all other pairs. The choice is made for each peer when it is connected.
 
-NIXL reads another process's memory on the same host, or over RDMA. Over UCX's TCP a reader that dies can take the process that it reads
-from with it (`kvtransfer.nixl_transport`), and a container may forbid one process to read another's memory: such pairs get plain sockets.
+NIXL reads another process's memory on the same host, or over RDMA. Over UCX's TCP, a reader that dies can kill the process that it reads
+from (`kvtransfer.nixl_transport`), and a container may forbid one process to read another's memory: such pairs use plain sockets.
 """
 
 import logging
@@ -17,7 +17,7 @@ _LENGTH = struct.Struct("<I")
 
 
 class AutoTransport:
-    """`nixl` is None where it cannot be had (another platform, no wheel). Every worker offers TCP."""
+    """`nixl` is None where NIXL is not available (another platform, no wheel). Every worker offers TCP."""
 
     name = "auto"
 

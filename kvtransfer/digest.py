@@ -1,5 +1,5 @@
-"""Digests of blocks: the reader's proof that what landed is what the writer sealed. XXH3-128: finds accidents at memory speed; a peer
-that lies is kept out by the cluster key, not by this."""
+"""Digests of blocks prove to the reader that it received what the writer sealed. XXH3-128 detects accidents at memory speed. It does not
+protect against a peer that lies; the cluster key does."""
 
 from collections.abc import Sequence
 
@@ -9,18 +9,18 @@ from baton.cluster.errors import BatonError, Reason
 from baton.engine.kvcache import KvPool
 
 DIGEST_BYTES = 16
-INLINE_BYTES = 4 << 20  # digested in well under a millisecond; more than that is no work for an event loop
+INLINE_BYTES = 4 << 20  # digested in well under a millisecond; more would block the event loop for too long
 
 
 def block_digests(pool: KvPool, block_ids: Sequence[int]) -> bytes:
-    """DIGEST_BYTES a block, in the order of `block_ids`."""
+    """Returns DIGEST_BYTES for each block, in the order of `block_ids`."""
     return b"".join(xxh3_128_digest(pool.block(block)) for block in block_ids)
 
 
 def mismatches(pool: KvPool, block_ids: Sequence[int], expected: bytes) -> list[int]:
-    """Indices into `block_ids` of the blocks whose bytes are not those that gave `expected`.
+    """Returns the indices into `block_ids` of the blocks whose digests differ from `expected`.
 
-    Raises BatonError(DIGEST_MISMATCH) if `expected` is not one digest a block: then nothing can be said of any.
+    Raises BatonError(DIGEST_MISMATCH) if `expected` does not hold one digest for each block: then no block can be judged.
     """
     if len(expected) != len(block_ids) * DIGEST_BYTES:
         raise BatonError(Reason.DIGEST_MISMATCH, f"{len(expected)} bytes of digests for {len(block_ids)} blocks")

@@ -1,8 +1,8 @@
-"""What a reader needs in order to fetch KV: a handle, which is a ticket for a range of positions, and the pieces that come behind it.
+"""What a reader needs in order to fetch KV: a handle, which is a ticket for a range of positions, and the pieces that follow it.
 
-A handle is minted before the KV is complete and never changes. Which blocks hold the range, and their digests, the holder tells in
-`Piece`s as it seals them. A MAC binds every field of both, the request among them: one that was altered, made up, or moved to another
-request or lease is refused by everybody who holds the cluster key. Durations cross hosts, absolute times never do.
+A handle is minted before the KV is complete and never changes. As the holder seals blocks, it sends `Piece`s that name the blocks of the
+range and their digests. A MAC covers every field of both, including the request: every process with the cluster key refuses a handle or
+piece that was altered, forged, or moved to another request or lease. Durations cross hosts, absolute times never do.
 """
 
 import hmac
@@ -17,7 +17,7 @@ MAC_BYTES = 16
 
 @dataclass(frozen=True, slots=True)
 class _Sealed:
-    """Plain facts and the MAC over all of them, which a subclass has as its last field, `mac`."""
+    """Plain facts and the MAC over all of them. A subclass has the MAC as its last field, `mac`."""
 
     def sealed(self, key: bytes) -> Self:
         return replace(self, **{"mac": self._compute_mac(key)})
@@ -66,8 +66,8 @@ class Piece(_Sealed):
     first: int  # which block of the range `block_ids[0]` is
     block_ids: tuple[int, ...]
     digests: bytes  # 16 bytes a block
-    complete: bool  # nothing comes after these
-    ttl_ms: int  # the lease lives for so long from now
+    complete: bool  # no piece follows this one
+    ttl_ms: int  # how long the lease lives from now
     mac: bytes = b""
 
     def verify(self, key: bytes, handle: KvHandle) -> None:
@@ -80,9 +80,10 @@ class Piece(_Sealed):
 
 @dataclass(frozen=True, slots=True)
 class Wish(_Sealed):
-    """A worker asks another to lend it cached blocks. Sealed, so that only workers of the cluster pin each other's blocks."""
+    """A worker's request that another worker lend it cached blocks. It is sealed, so that only workers of the cluster pin each other's
+    blocks."""
 
-    worker: str  # who is asked
+    worker: str  # the worker that is asked
     incarnation: int
     request_id: str
     start: int  # position of the first key's block
@@ -91,5 +92,5 @@ class Wish(_Sealed):
 
 
 def mac_key(cluster_key: str) -> bytes:
-    """The MAC key that a cluster key of any length gives."""
+    """Derives the MAC key from a cluster key of any length."""
     return blake2b(cluster_key.encode(), digest_size=32, person=b"baton.mac.key").digest()

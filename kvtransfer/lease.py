@@ -1,9 +1,10 @@
-"""Leases on blocks: pinned for a reader until released, revoked or expired. Decides only: `now` (monotonic seconds) is an argument.
+"""Leases pin blocks for a reader until they are released, revoked or expired. This module only decides: `now` (monotonic seconds) is an
+argument.
 
-A lease is open while its holder still computes what it covers: a reader may already take the blocks that are sealed, and the time does
-not run, because the holder's own call has a deadline. It is complete afterwards, and expires unless it is renewed. Expiry never depends
-on new work or on any order: the reaper asks for all that has expired, on its own timer. A lease that ended never comes back, and its
-number is never used again, so "it is alive now" means "it was alive all along".
+A lease is open while its holder still computes the blocks that it covers. A reader may already take the sealed blocks, and the lease does
+not expire, because the holder's own call has a deadline. Then the lease is complete and expires unless it is renewed. Expiry never depends
+on new work or on any order: the reaper asks for all expired leases on its own timer. A lease that ended never comes back, and its number is
+never used again, so "it is alive now" means "it was alive all along".
 """
 
 import math
@@ -39,7 +40,7 @@ class Lease:
 
 
 class IllegalLeaseMove(RuntimeError):
-    """An event that the lease's state does not allow. Nothing was changed."""
+    """The lease's state does not allow this event. Nothing was changed."""
 
 
 @dataclass(slots=True)
@@ -61,12 +62,12 @@ class LeaseTable:
         return lease
 
     def get(self, lease_id: int, now: float) -> Lease | None:
-        """The lease if it is alive. One that is past its time is dead even if the reaper has not come by yet."""
+        """Returns the lease if it is alive. An expired lease is dead even if the reaper has not removed it yet."""
         lease = self._alive.get(lease_id)
         return lease if lease is not None and now < lease.expires_at else None
 
     def renew(self, lease_id: int, now: float) -> bool:
-        """A reader is there: a complete lease lives for the full ttl from now. False: it is not alive, and stays so."""
+        """A reader still needs the lease: a complete one now lives for the full ttl. Returns False if it is not alive, which is final."""
         lease = self.get(lease_id, now)
         if lease is None:
             return False
@@ -76,7 +77,7 @@ class LeaseTable:
         return True
 
     def complete(self, lease_id: int, now: float) -> bool:
-        """The holder has computed all that the lease covers: the time begins to run. False: nobody waits for it any more."""
+        """The holder has computed everything that the lease covers: its ttl starts. Returns False if it is no longer alive."""
         lease = self.get(lease_id, now)
         if lease is None:
             return False
@@ -85,15 +86,15 @@ class LeaseTable:
         return True
 
     def release(self, lease_id: int, now: float) -> Lease | None:
-        """End a lease that is alive. None: it had ended before; the reaper frees what an expired one pinned."""
+        """Ends a live lease. Returns None if it had ended before; the reaper frees the blocks of an expired one."""
         return self._end(lease_id, now, "release")
 
     def revoke(self, lease_id: int, now: float) -> Lease | None:
-        """The holder takes its blocks back: whoever reads them now learns at the end that the lease was gone. None: it had ended before."""
+        """The holder takes its blocks back: a reader learns at the end that the lease was gone. Returns None if it had ended before."""
         return self._end(lease_id, now, "revoke")
 
     def expire(self, now: float) -> list[Lease]:
-        """All leases whose time is over; they are gone from the table."""
+        """Removes all expired leases from the table and returns them."""
         expired = [lease for lease in self._alive.values() if now >= lease.expires_at]
         for lease in expired:
             move(lease, "expire")

@@ -1,4 +1,4 @@
-"""Which transport a configuration means on this platform."""
+"""Makes the transport that the configuration asks for, as far as this platform allows."""
 
 import logging
 import sys
@@ -15,9 +15,9 @@ log = logging.getLogger(__name__)
 def make_transport(
     kind: str, *, peer: str, pool: KvPool, host: str, key: bytes, ucx_tls: str | None = None, ucx_net_devices: str | None = None
 ) -> Transport:
-    """`kind` is "nixl", "tcp" or "auto" (both: NIXL where it is fast and safe). `peer` is our own name as others will know it.
+    """`kind` is "nixl", "tcp" or "auto" (both: NIXL where it is fast and safe). `peer` is our own name, as the peers know it.
 
-    Raises ImportError or BatonError(TRANSFER_FAILED) when "nixl" is asked for by name and cannot be had.
+    Raises ImportError or BatonError(TRANSFER_FAILED) if `kind` is "nixl" and NIXL is not available.
     """
     if kind == "tcp":
         return TcpTransport(pool, host, key)

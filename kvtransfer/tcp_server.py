@@ -58,11 +58,6 @@ class Server:
         with self._lock:
             return len(self._open)
 
-    @property
-    def num_strangers(self) -> int:
-        with self._lock:
-            return len(self._open) - len(self._admitted)
-
     def close(self) -> None:
         self._closed = True
         self._watcher.join()
@@ -86,17 +81,8 @@ class Server:
         with self.listener, self._selector:
             while not self._closed:
                 for key, _ in self._selector.select(WATCH_S):
-                    if key.fileobj is self.listener:
-                        self._accept()
-                    elif key.fileobj is self._wakeup:
-                        with suppress(BlockingIOError):
-                            self._wakeup.recv(4096)
-                    else:
-                        sock = key.fileobj
-                        assert isinstance(sock, socket.socket)
-                        self._selector.unregister(sock)
-                        del idle_since[sock]
-                        self._servers.submit(self._serve, sock)
+                    assert isinstance(key.fileobj, socket.socket)
+                    self._on_readable(key.fileobj, idle_since)
                 now = time.monotonic()
                 while self._to_park:
                     sock = self._to_park.popleft()
@@ -106,6 +92,17 @@ class Server:
                     self._selector.unregister(sock)
                     del idle_since[sock]
                     self._drop(sock)
+
+    def _on_readable(self, sock: socket.socket, idle_since: dict[socket.socket, float]) -> None:
+        if sock is self.listener:
+            self._accept()
+        elif sock is self._wakeup:
+            with suppress(BlockingIOError):
+                self._wakeup.recv(4096)
+        else:
+            self._selector.unregister(sock)
+            del idle_since[sock]
+            self._servers.submit(self._serve, sock)
 
     def _accept(self) -> None:
         try:

@@ -1,21 +1,21 @@
-"""How many requests are served at a time, who waits, and who is refused because waiting would be in vain. Decides and does nothing else.
+"""How many requests are served at a time, which ones wait, and which ones are refused because they would wait in vain. Only decides.
 
 A request gets a place at once while one is free. Otherwise it waits, by priority and then in order of arrival, and is refused when the
-queue is full. What happens when more comes in than can be served is `overload`:
+queue is full. `overload` says what happens when more requests come in than can be served:
 
-    queue   Everybody waits who finds room in the queue. Under overload everybody is late: the wait grows to the length of the queue.
-    codel   A request that could not begin in time is refused at once, and one that has become hopeless in the queue is dropped. The wait
-            is the number of those ahead times the measured time between two places that are given back. Bursts may fill the queue up to
-            the point where the last one is just in time. A queue that stands (its waits have been longer than TARGET for a whole
-            interval) is no burst: from then on it is kept to a SHARE of that, because at the edge every error of the estimate is a miss.
-    lifo    As codel, and while the queue stands the newest comes first (of the least priority).
+    queue   Every request that finds room in the queue waits. Under overload all are late: the wait grows with the queue.
+    codel   A request that could not start in time is refused at once, and one that becomes hopeless in the queue is dropped. The expected
+            wait is the number of requests ahead times the measured time from one freed place to the next. A burst may fill the queue
+            until the last request is just in time. A standing queue (its waits have been longer than TARGET for a whole interval) is not
+            a burst: it is then kept to a SHARE of that length, because at the limit every error of the estimate is a miss.
+    lifo    Like codel, but while the queue stands, the newest request of the lowest priority number goes first.
 
-The standing queue is CoDel's criterion (Nichols and Jacobson, "Controlling Queue Delay", ACM Queue 2012; RFC 8289), the newest first
-Facebook's answer to it (Maurer, "Fail at Scale", ACM Queue 2015). CoDel drops at the head of the queue; we refuse at its tail, where
-nothing has been waited for yet and the client can still go elsewhere.
+The standing queue is CoDel's criterion (Nichols and Jacobson, "Controlling Queue Delay", ACM Queue 2012; RFC 8289). Serving the newest
+first is Facebook's answer to it (Maurer, "Fail at Scale", ACM Queue 2015). CoDel drops at the head of the queue. We refuse at its tail,
+where the request has not waited yet and the client can still go elsewhere.
 
-Only who would have to wait is ever judged: with a place free a request is served whatever the estimate says, so an estimate that is wrong
-corrects itself. An objective that could not be met even without waiting is not held against anybody.
+A request is judged only if it would have to wait. While a place is free it is served whatever the estimate says, so a wrong estimate
+corrects itself. A request is never refused for an objective that it could not meet even without waiting.
 
 All times are seconds on the caller's clock.
 """
@@ -29,14 +29,14 @@ from router.pace import Pace
 
 Overload = Literal["queue", "codel", "lifo"]
 INTERVAL_S = 0.1  # at least, and at least the time that a request is served
-TARGET = 0.1  # of the interval: a wait that is no queue yet
-SHARE = 0.5  # of the time that a request could wait, which a standing queue may take
-RECENTLY_S = 1.0  # refusals of so long ago are taken to come back
+TARGET = 0.1  # of the interval: a shorter wait does not count as a queue
+SHARE = 0.5  # of the time that a request can wait: the most that a standing queue may use
+RECENTLY_S = 1.0  # clients that were refused less than this ago are expected to come back
 
 
 @dataclass(frozen=True, slots=True)
 class Due:
-    """By when what of a request must be done."""
+    """The deadlines and objectives of a request."""
 
     deadline: float = math.inf  # the client's
     first: float = math.inf  # objective: the first token
@@ -58,8 +58,8 @@ class Queued:
 class Refused:
     inflight: int
     queued: int
-    late: bool = False  # there was room to wait, but no time
-    retry_after: float | None = None  # seconds after which it would be expected to be let in; None: nothing was measured yet
+    late: bool = False  # the queue had room, but the request had no time
+    retry_after: float | None = None  # seconds after which it can expect a place; None: nothing has been measured yet
 
 
 @dataclass(frozen=True, slots=True)
@@ -78,7 +78,7 @@ class Admission:
             raise ValueError(f"cannot serve {max_inflight} requests and queue {max_queue}")
         self.max_inflight = max_inflight
         self.max_queue = max_queue
-        self.places = max_inflight  # what the workers can be given now, `max_inflight` at most
+        self.places = max_inflight  # how many requests the workers can take now, `max_inflight` at most
         self.pace = Pace()
         self._overload = overload
         self._inside: set[str] = set()
@@ -95,7 +95,7 @@ class Admission:
         return len(self._waiting)
 
     def enter(self, request_id: str, priority: int = 0, now: float = 0.0, due: Due = ANY_TIME) -> Admitted | Queued | Refused:
-        """Of those who wait, the least `priority` comes first, and of equals who came first. A request that is here already keeps its
+        """The waiting request with the lowest `priority` goes first; among equals, the earliest. A request that is already here keeps its
         place."""
         if request_id in self._inside:
             return Admitted()
@@ -113,18 +113,18 @@ class Admission:
         return Queued(ahead)
 
     def leave(self, request_id: str, now: float = 0.0) -> list[str]:
-        """Served, failed, or tired of waiting: the same. Returns who is admitted now; an unknown id changes nothing."""
+        """The request was served, failed, or no longer waits. Returns the requests admitted now. An unknown id changes nothing."""
         self._waiting.pop(request_id, None)
         self._inside.discard(request_id)
         return self._fill(now)
 
     def resize(self, places: int | None, now: float = 0.0) -> list[str]:
-        """What the workers can be given from now on; None: only `max_inflight` bounds it. Returns who is admitted now."""
+        """Sets how many requests the workers can take now; None: only `max_inflight` bounds them. Returns the requests admitted now."""
         self.places = max(1, min(self.max_inflight, self.max_inflight if places is None else places))
         return self._fill(now)
 
     def drop_hopeless(self, now: float) -> list[str]:
-        """Those who wait and could not be served in time any more, if they began now. They have left."""
+        """Removes and returns the waiting requests that would be late even if they started now."""
         hopeless = [id_ for id_, waiter in self._waiting.items() if self._room_s(waiter.due, waiter.since, now) < 0]
         for request_id in hopeless:
             del self._waiting[request_id]
@@ -136,8 +136,8 @@ class Admission:
         return self._standing_since is not None and now - self._standing_since >= self._interval_s
 
     def retry_after(self, now: float, more_s: float = 0.0) -> float | None:
-        """When a request that is refused now would be let in: `more_s` later than it may wait, and after those who were refused in
-        the last second: if all of them come back, they are served one after the other."""
+        """Seconds after which a request that is refused now would be admitted: `more_s`, by which its wait is too long, plus one turn for
+        each request refused in the last second, because all of those may come back."""
         if self.pace.held_s is None:
             return None
         while self._refusals and self._refusals[0] < now - RECENTLY_S:
@@ -182,11 +182,11 @@ class Admission:
 
     @property
     def _turn_s(self) -> float:
-        """From one place that is given back to the next: `places` requests are served at a time, each for `held_s` (Little's law)."""
+        """The time from one freed place to the next: `places` requests are served at a time, each for `held_s` (Little's law)."""
         return (self.pace.held_s or 0.0) / self.places
 
     def _room_s(self, due: Due, since: float, now: float) -> float:
-        """How long a request that came at `since` can wait from `now` on and be in time. Below zero: it is hopeless."""
+        """How long a request that came at `since` can still wait from `now` on and be in time; negative if it is hopeless."""
         if self._overload == "queue" or self.pace.held_s is None:
             return math.inf
         needs = self.pace.needs_s(due.max_tokens)

@@ -39,16 +39,16 @@ ROOM_POLL_S = 0.02  # between two looks for a decode worker with room; loads are
 # The decode worker failed, not the KV: what the prefill worker holds is as good as before.
 LEASE_STANDS = frozenset({Reason.WORKER_LOST, Reason.WRONG_WORKER, Reason.DRAINING, Reason.SATURATED})
 GONE = frozenset({Reason.WORKER_LOST, Reason.WRONG_WORKER, Reason.DRAINING})
-NEAR_DEADLINE_S = 0.05  # too little left to try again
+NEAR_DEADLINE_S = 0.05  # with less time left, another attempt is pointless
 
 
 class _NoRoom(BatonError):
-    """The answer of our own view, given after the whole wait: trying again at once would give the same."""
+    """Our own view found no room during the whole wait: an immediate retry would fail in the same way."""
 
 
 @dataclass(slots=True)
 class _Started:
-    """A decode call, and its place in the view's books. The call runs already if it is an early one."""
+    """A decode call that the view counts. An early call is already running."""
 
     worker: WorkerRecord
     work: str
@@ -58,11 +58,11 @@ class _Started:
 
 @dataclass(slots=True)
 class _Lease:
-    """The KV that a prefill worker holds for the request. No handle: there is none, or it is the decode worker's business now."""
+    """The KV that a prefill worker holds for the request. The handle is empty if there is none, or if the decode worker owns the lease."""
 
     holder: WorkerRecord | None = None
     handle: bytes = b""
-    reader: _Started | None = None  # who reads it already
+    reader: _Started | None = None  # the decode call that already reads it
 
 
 class Dispatcher:
@@ -93,21 +93,19 @@ class Dispatcher:
         try:
             while request.finish is None:
                 await self._wait_for_trial(request)
-                try:
-                    async with aclosing(self._attempt(request, failed)) as tokens:
-                        async for token in tokens:
-                            request.tokens.append(token.id)
-                            request.trace.note_token()
-                            yield token
-                except BatonError as error:
-                    self._spend_retry(request, error)
+                async with aclosing(self._attempt(request, failed)) as tokens:
+                    async for token in tokens:
+                        request.tokens.append(token.id)
+                        request.trace.note_token()
+                        yield token
         finally:
             self._poison.forget(request)
 
     async def _attempt(self, request: Request, failed: set[Identity]) -> AsyncGenerator[Token, None]:
-        choice = await self._choose_prefill(request, failed)
+        """Yields tokens until the request is finished or a failure costs it a retry. Raises BatonError if it cannot be retried."""
         lease = _Lease()
         try:
+            choice = await self._choose_prefill(request, failed)
             if isinstance(choice, Choice):
                 first = await self._prefill(request, choice, failed, lease)
                 yield first.token
@@ -122,6 +120,8 @@ class Dispatcher:
                 async with aclosing(self._decode_leased(request, lease, failed)) as tokens:
                     async for token in tokens:
                         yield token
+        except BatonError as error:
+            self._spend_retry(request, error)
         finally:
             await self._dismiss(lease)
             if lease.handle and lease.holder:
@@ -135,7 +135,7 @@ class Dispatcher:
                     if isinstance(event, Token):
                         yield event
                     else:
-                        lease.handle = b""  # the decode worker has the KV, or gave it up: the lease is its business
+                        lease.handle = b""  # the decode worker has the KV, or gave it up: it ends the lease
         except BatonError as error:
             if not lease.handle or error.reason not in LEASE_STANDS:
                 raise
@@ -168,7 +168,7 @@ class Dispatcher:
         return first
 
     async def _first_token(self, request: Request, choice: Choice, failed: set[Identity], lease: _Lease) -> FirstToken:
-        """Starts the decode call on the way, if the prompt is long and a decode worker has room at that moment."""
+        """Starts the decode call early if the prompt is long and a decode worker has room at that moment."""
         worker, source = self._view.record(choice.worker), None
         if choice.source is not None:
             source = Source(self._view.record(choice.source.worker), choice.source.blocks)
@@ -185,10 +185,10 @@ class Dispatcher:
     async def _start_early(self, request: Request, handle: bytes, failed: set[Identity], lease: _Lease) -> None:
         choice = choose_decode(self._view, self._keys(request), request.longest, self._clock(), failed, self._terms)
         if not isinstance(choice, Choice) or choice.reason != "fits":
-            return  # the lease waits for one that has room
+            return  # the lease waits for a decode worker with room
         lease.reader = started = self._start(request, choice)
         started.early = EarlyDecode(lambda first: self._workers.decode(started.worker, request, handle, self._remaining(request), first))
-        await asyncio.sleep(0)  # it is on its way before a token is added to the request
+        await asyncio.sleep(0)  # the call is sent before a token is added to the request
 
     async def _tell_first(self, lease: _Lease, first: FirstToken) -> None:
         assert lease.reader is not None and lease.reader.early is not None
@@ -198,7 +198,7 @@ class Dispatcher:
             lease.reader.early.first.set_result(first.token.id)
 
     async def _dismiss(self, lease: _Lease) -> None:
-        """End an early decode call that nobody took over."""
+        """Ends an early decode call that was not taken over."""
         reader, lease.reader = lease.reader, None
         if reader is not None:
             self._poison.end(reader.work)
@@ -207,11 +207,11 @@ class Dispatcher:
                 await reader.early.close()
 
     def _start(self, request: Request, choice: Choice) -> _Started:
-        """Into the view's books; whoever calls ends it there."""
+        """Counts a decode call in the view. The caller ends it there."""
         worker, work = self._view.record(choice.worker), self._work(request)
         request.trace.choices.append(("decode", choice.reason))
         self._view.index.predict(worker.name, self._keys(request), self._clock() + self._config.predict_ttl_s)
-        # Last: whoever fails before has nothing to take back.
+        # These come last: after an earlier failure there is nothing to undo.
         self._poison.begin(work, request, worker.name, worker.incarnation)
         self._view.start_decode(work, worker.name, request.longest)
         return _Started(worker, work, len(request.tokens))
@@ -227,25 +227,28 @@ class Dispatcher:
         try:
             async with aclosing(self._events(request, started, handle)) as events:
                 async for event in events:
-                    match event:
-                        case Token():
-                            trace.watch.enter("decode", worker.name)
-                            yield event
-                        case Adopted():
-                            trace.watch.enter("decode", worker.name)
-                            trace.handoff += event.handoff
-                            yield event
-                        case Ended():
-                            trace.handoff.recomputed_tokens += event.recomputed_tokens
-                            if not handle and started.early is None and started.known == request.prompt_len:
-                                trace.cached_tokens = event.cached_tokens
-                            request.finish = event.finish
+                    if isinstance(event, Ended):
+                        whole_prompt = not handle and started.early is None and started.known == request.prompt_len
+                        self._note_end(request, event, whole_prompt)
+                        continue
+                    trace.watch.enter("decode", worker.name)
+                    if isinstance(event, Adopted):
+                        trace.handoff += event.handoff
+                    yield event
         except BatonError as error:
             self._blame(request, worker, error, failed, started.work)
             raise
         finally:
             self._poison.end(started.work)
             self._view.end_decode(started.work)
+
+    def _note_end(self, request: Request, ended: Ended, whole_prompt: bool) -> None:
+        """`whole_prompt`: this decode worker prefilled the prompt, so that its cache is the one that counts."""
+        trace = request.trace
+        trace.handoff.recomputed_tokens += ended.recomputed_tokens
+        if whole_prompt:
+            trace.cached_tokens = ended.cached_tokens
+        request.finish = ended.finish
 
     def _events(self, request: Request, started: _Started, handle: bytes) -> AsyncGenerator[DecodeEvent, None]:
         if started.early is not None:
@@ -276,7 +279,7 @@ class Dispatcher:
                 await self._wait_for_workers(request, failed)
 
     async def _wait_for_room(self, request: Request, until: float) -> None:
-        """A moment, in which a decode worker may come to have room. Those who wait here are bounded by admission.
+        """Waits a moment for a decode worker to have room. Admission bounds the requests that wait here.
 
         Raises DEADLINE, and SATURATED at `until`.
         """
@@ -295,7 +298,7 @@ class Dispatcher:
         if request.trace.retries == 0 and not request.output_len:
             raise BatonError(Reason.NO_WORKER, "no decode worker is ready")
         until = self._clock() + self._config.recover_wait_s
-        failed.clear()  # better one that failed once than none
+        failed.clear()  # a worker that failed once is better than none
         while not self._view.decode_workers():
             now = self._clock()
             if now >= request.deadline:
@@ -305,10 +308,10 @@ class Dispatcher:
             await asyncio.sleep(RECOVER_POLL_S)
 
     def _blame(self, request: Request, worker: WorkerRecord, error: BatonError, failed: set[Identity], work: str) -> None:
-        """Raises BatonError(POISONOUS) when it was the request that killed the worker."""
+        """Raises BatonError(POISONOUS) if the request killed the worker."""
         failed.add((worker.name, worker.incarnation))
         request.trace.failures.append(Failure(request.trace.watch.clock(), worker.name, error.reason.name))
-        if error.reason in GONE:  # the registry says so a moment later
+        if error.reason in GONE:  # the registry will report it a moment later
             self._view.mark_down(worker.name, worker.incarnation)
 
         if isinstance(error, Died) and self._poison.died(work):
@@ -350,13 +353,13 @@ class Dispatcher:
         log.info("request %s is retried (%d) after %s", request.id, request.trace.retries, error.reason.name)
 
     def _work(self, request: Request) -> str:
-        """A name in the view's books for one stretch of work: callers may give two requests the same id."""
+        """Names one stretch of work in the view: callers may give two requests the same id."""
         return f"{request.id}#{next(self._numbers)}"
 
     def _keys(self, request: Request) -> list[bytes]:
-        """Block keys of all tokens so far. Empty while no worker has told what model it serves.
+        """Returns the block keys of all tokens so far; empty until a worker reports which model it serves.
 
-        Raises BatonError(RETRIES_SPENT) when that is another model than the one that began the output.
+        Raises BatonError(RETRIES_SPENT) if that is not the model that began the output.
         """
         served = self._view.served
         if served is None:

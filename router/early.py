@@ -1,6 +1,6 @@
-"""A decode call that starts before anybody iterates over its events: while the prompt is still computed, its KV is already read.
+"""A decode call that starts before its events are consumed: the decode worker reads the KV while the prompt is still being computed.
 
-The events wait here until the dispatcher comes for them. `first` resolves to the token that the prefill worker samples.
+The events wait here until the dispatcher takes them. `first` resolves to the token that the prefill worker samples.
 """
 
 import asyncio
@@ -19,7 +19,7 @@ class EarlyDecode:
         self._task = asyncio.create_task(self._run(open_call))
 
     async def events(self) -> AsyncGenerator[DecodeEvent, None]:
-        """All of them, from the beginning. Raises what ended the call, a BatonError. Closing the generator early cancels the call."""
+        """All events from the beginning. Raises what ended the call, a BatonError. Closing the generator early cancels the call."""
         try:
             while (event := await self._events.get()) is not None:
                 if isinstance(event, Exception):

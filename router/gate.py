@@ -1,4 +1,4 @@
-"""Where requests wait for a place among those that are served. `admission` decides; this waits, and measures what it decides by."""
+"""Where requests wait until they may be served. `admission` decides; the gate waits, and takes the measurements for the decision."""
 
 import asyncio
 import itertools
@@ -14,7 +14,7 @@ from router.policy import places
 from router.validate import Ask
 from router.view import ClusterView
 
-LOOK_S = 0.02  # how often those who wait are looked through: workers come and go, and hope ends without an event
+LOOK_S = 0.02  # between two looks at the waiting requests: workers come and go, and a deadline passes without an event
 
 
 class Gate:
@@ -26,7 +26,7 @@ class Gate:
         objectives: Mapping[str, float],
         clock: Callable[[], float] = monotonic,
     ) -> None:
-        """`objectives`: seconds; "ttft" and "e2e" are regarded. `clock`: that of the requests' deadlines and stopwatches."""
+        """`objectives`: seconds; only "ttft" and "e2e" are used. `clock`: the clock of the requests' deadlines and stopwatches."""
         self._admission = admission
         self._view = view
         self._config = config
@@ -42,8 +42,7 @@ class Gate:
 
     @asynccontextmanager
     async def place(self, entry: Entry, ask: Ask, deadline: float) -> AsyncIterator[None]:
-        """A place among the requests being served. Raises SATURATED with the time after which it is worth while to come again, and
-        DEADLINE."""
+        """Holds a place among the requests being served. Raises DEADLINE, and SATURATED with the time after which a retry can succeed."""
         slot = f"{ask.request_id}#{next(self._numbers)}"  # callers may give two requests the same id
         turn = self._waiting[slot] = asyncio.get_running_loop().create_future()
         try:
@@ -72,7 +71,7 @@ class Gate:
                 await turn
         except TimeoutError:
             if left <= longest:
-                raise BatonError(Reason.DEADLINE, "the deadline of the request was over while it waited for admission") from None
+                raise BatonError(Reason.DEADLINE, "the deadline of the request passed while it waited for admission") from None
             after = self._admission.retry_after(self._clock())
             raise BatonError(Reason.SATURATED, f"waited {longest:g} s for admission", retry_after=after) from None
 

@@ -1,13 +1,12 @@
-"""Requests that kill: which one of those on a worker that died was it, and who asks the same again. Decides and does nothing else.
+"""Requests that kill workers: finds the request that killed a worker, and recognises the same prompt later. Only decides.
 
-    begin, died, end         every stretch of work of a request on a worker's process; `died` says whether the request is condemned
-    may_try                  before each attempt: nobody is condemned because of the company that it was in
-    quarantine, refusal      prompts that were condemned, for a while
+    begin, died, end         record each stretch of a request's work on a worker process; `died` says whether the request is condemned
+    may_try                  is asked before each attempt, so that no request is condemned for its neighbours
+    quarantine, refusal      refuse condemned prompts for a while
 
-A request is condemned at the second process that dies under it without a token in between, if it is more suspect than everything else that
-was on that process. A stretch in which it got no token makes a request suspect: the others that were there had been computed before, and
-what kills is what is computed. If two are equally suspect, nobody is condemned, and each of them is tried again while no other of its kind
-is being tried.
+A request is condemned when a second process dies under it with no token in between, if it is more suspect than every other request on that
+process. A stretch without a token makes a request suspect: the other requests there had been computed before, and a worker dies of what it
+computes. If two requests are equally suspect, neither is condemned, and each is tried again while no other suspect is being tried.
 """
 
 from collections.abc import Sequence
@@ -16,7 +15,7 @@ from dataclasses import dataclass
 from router.request import Request, Suspicion
 
 MAX_PROMPTS = 256  # quarantined
-MAX_DEAD = 64  # processes whose company is remembered
+MAX_DEAD = 64  # dead processes whose requests are remembered
 DEATHS = 2
 _Process = tuple[str, int]  # name and incarnation of a worker
 
@@ -25,11 +24,11 @@ _Process = tuple[str, int]  # name and incarnation of a worker
 class _Stretch:
     request: Request
     process: _Process
-    known: int  # tokens at its begin
+    known: int  # tokens at its start
 
     @property
     def suspicion(self) -> Suspicion:
-        """Of the request, if the process has just died under it."""
+        """How suspect the request is if the process has just died under it."""
         before, position = self.request.suspicion, len(self.request.tokens)
         if before.position != position:
             before = Suspicion(position)
@@ -39,24 +38,24 @@ class _Stretch:
 class Poison:
     def __init__(self) -> None:
         self._stretches: dict[str, _Stretch] = {}
-        self._dead: dict[_Process, dict[str, Suspicion]] = {}  # who was on it, oldest first
+        self._dead: dict[_Process, dict[str, Suspicion]] = {}  # the work that was on each, oldest first
         self._trial: Request | None = None
         self._until: dict[tuple[bytes, tuple[int, ...]], float] = {}  # key of the last full block, tokens after it → end; oldest first
 
-    # Who was it
+    # Which request it was
 
     def begin(self, work: str, request: Request, worker: str, incarnation: int) -> None:
         self._stretches[work] = _Stretch(request, (worker, incarnation), len(request.tokens))
 
     def end(self, work: str) -> None:
-        """However it ended; nothing happens for one that is not there."""
+        """The work ended, in any way. Unknown work changes nothing."""
         self._stretches.pop(work, None)
 
     def died(self, work: str) -> bool:
-        """The process died under this work. True: the request is condemned."""
+        """The process died under this work. Returns whether the request is condemned."""
         stretch = self._stretches[work]
         company = self._dead.get(stretch.process)
-        if company is None:  # the first to tell: what the others will say can be known already
+        if company is None:  # the first report of this death already tells what the other requests will report
             company = {name: other.suspicion for name, other in self._stretches.items() if other.process == stretch.process}
             self._dead[stretch.process] = company
             if len(self._dead) > MAX_DEAD:
@@ -66,7 +65,7 @@ class Poison:
         return mine.deaths >= DEATHS and all(_weight(mine) > _weight(other) for other in others)
 
     def may_try(self, request: Request) -> bool:
-        """False: it is one of several suspects, and another one is being tried. Ask again later, or `forget` it."""
+        """Returns False if it is one of several suspects and another one is being tried. Ask again later, or `forget` it."""
         if request.suspicion.deaths < DEATHS or _has_moved(request):
             return True
         if self._trial is None or self._trial is request or _has_moved(self._trial):
@@ -74,22 +73,22 @@ class Poison:
         return self._trial is request
 
     def forget(self, request: Request) -> None:
-        """It has ended."""
+        """The request has ended."""
         if self._trial is request:
             self._trial = None
 
-    # Who asks the same
+    # The same prompt again
 
     def quarantine(self, parents: Sequence[bytes], block_size: int, prompt: Sequence[int], until: float) -> None:
-        """`parents`: the root key, then the keys of the full blocks of `prompt`. The table is bounded: the oldest goes."""
+        """`parents`: the root key, then the keys of the full blocks of `prompt`. The table is bounded: the oldest entry is dropped."""
         full = len(prompt) // block_size
         self._until[parents[full], tuple(prompt[full * block_size :])] = until
         if len(self._until) > MAX_PROMPTS:
             del self._until[next(iter(self._until))]
 
     def refusal(self, parents: Sequence[bytes], block_size: int, prompt: Sequence[int], now: float) -> float | None:
-        """Seconds for which `prompt` is still refused; None: it is not. Refused are the prompts in quarantine and those that begin with
-        one of at least a block: a shorter one may begin many a prompt."""
+        """Returns the seconds for which `prompt` is still refused, or None. It is refused if it is in quarantine, or if it begins with a
+        quarantined prompt of at least one block: many harmless prompts may begin with a shorter one."""
         self._until = {entry: until for entry, until in self._until.items() if until > now}
         if not self._until:
             return None
@@ -109,5 +108,5 @@ def _weight(suspicion: Suspicion) -> tuple[int, int]:
 
 
 def _has_moved(request: Request) -> bool:
-    """It has got a token since a process died under it."""
+    """Whether the request has got a token since a process died under it."""
     return len(request.tokens) != request.suspicion.position

@@ -68,22 +68,22 @@ class Rates:
         self._again_at = -math.inf
 
     async def check(self, tenant: str) -> None:
-        """Raises RATE_LIMITED for a tenant that has used all of its minute. Counts nothing: work is not begun for one that has."""
+        """Raises RATE_LIMITED for a tenant that has used all of its minute. Counts nothing: it only spares work that would be refused."""
         costs = self._costs(tenant, 1)
 
         if costs:
             self._raise(tenant, await self._ask(lambda limiter: _find_full(limiter, costs, tenant)))
 
     async def admit(self, tenant: str, prompt_tokens: int) -> None:
-        """Counts one request and its prompt. Raises RATE_LIMITED with the time that is left of the window, INVALID_FIELD for a prompt
-        that no window has room for; then nothing is counted."""
+        """Counts one request and its prompt. Raises RATE_LIMITED with the time left in the window, or INVALID_FIELD for a prompt that no
+        window has room for, and then counts nothing."""
         quota = self._quota(tenant)
         if quota.tokens is not None and prompt_tokens > quota.tokens:
             raise invalid("prompt", f"has {prompt_tokens} tokens, and {tenant} may use {quota.tokens} a minute")
         costs = self._costs(tenant, prompt_tokens)
 
         async def enter(limiter: FixedWindowRateLimiter) -> _Full | None:
-            # Looked at first: a Redis that does not answer would still carry out, later, what it was sent.
+            # Test first: a Redis that does not answer now may still carry out the command later.
             if full := await _find_full(limiter, costs, tenant):
                 return full
             for i, cost in enumerate(costs):
@@ -98,7 +98,7 @@ class Rates:
             self._raise(tenant, await self._ask(enter))
 
     async def refund(self, tenant: str, prompt_tokens: int) -> None:
-        """What `admit` counted of a request that was refused after all."""
+        """Takes back what `admit` counted for a request that was refused after all."""
 
         async def take_back(limiter: FixedWindowRateLimiter) -> None:
             for cost in self._costs(tenant, prompt_tokens):
@@ -108,14 +108,14 @@ class Rates:
             await self._ask(take_back)
 
     async def charge(self, tenant: str, output_tokens: int) -> None:
-        """An output of a request that was let in, whether or not there is room for it."""
+        """Counts the output of an admitted request, whether or not the window has room for it."""
         amount = self._quota(tenant).tokens
         if amount is not None and output_tokens:
             limit = RateLimitItemPerMinute(amount)
             await self._ask(lambda limiter: limiter.hit(limit, "tokens", tenant, cost=output_tokens))
 
     def _costs(self, tenant: str, prompt_tokens: int) -> list["_Cost"]:
-        """Of one request, where there is a limit."""
+        """What one request costs, for each limit that the tenant has."""
         quota = self._quota(tenant)
         costs = (("requests", quota.requests, 1), ("tokens", quota.tokens, prompt_tokens))
         return [_Cost(what, RateLimitItemPerMinute(most), amount) for what, most, amount in costs if most is not None and amount]
@@ -153,7 +153,7 @@ async def _full(limiter: FixedWindowRateLimiter, cost: _Cost, tenant: str) -> _F
 
 
 class Unlimited:
-    """In its place where there are no API keys, and so no tenants."""
+    """Stands in for `Rates` if there are no API keys, and so no tenants."""
 
     async def check(self, tenant: str) -> None:
         pass
@@ -169,6 +169,6 @@ class Unlimited:
 
 
 def redis_counters(url: str, cluster: str) -> Storage:
-    """Beside the registry's own keys (`baton.cluster.redis_registry`). Nothing is asked of Redis yet."""
+    """Counters beside the registry's own keys (`baton.cluster.redis_registry`). Making them does not contact Redis."""
     address = f"redis+{url}" if url.startswith("unix:") else url
     return RedisStorage(address, wrap_exceptions=True, implementation="redispy", key_prefix=f"baton:{{{cluster}}}:rate")

@@ -1,12 +1,12 @@
 """One Generate request from question to answer, in plain objects: validate, admit, tokenise, dispatch, turn tokens into text.
 
-The doors (gRPC, HTTP) only translate. Nothing is done for a request before it is admitted but to look at its bounds, which are bytes and
-counts: whoever is refused has cost next to nothing, and is charged nothing.
+The doors (gRPC, HTTP) only translate. Before a request is admitted, only its bounds are checked, which are bytes and counts: a refused
+request costs next to nothing and is charged nothing.
 """
 
 from collections.abc import AsyncGenerator, AsyncIterator, Callable
 from contextlib import aclosing, asynccontextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from time import monotonic
 
 from baton.cluster import semconv
@@ -51,46 +51,65 @@ class Finished:
     stop: str | None  # the stop string that ended the output
 
 
+@dataclass(frozen=True, slots=True)
+class ServedModel:
+    """What requests ask for, and how its text becomes tokens."""
+
+    name: str
+    tokenizer: Tokenizer
+
+
+@dataclass(frozen=True, slots=True)
+class Draws:
+    """What a request gets when it brings none of its own."""
+
+    seed: Callable[[], int]
+    request_id: Callable[[], str]
+
+
+@dataclass(frozen=True, slots=True)
+class Tenancy:
+    """What tenants may use, and whether they share cached prefixes."""
+
+    rates: Rates | Unlimited = field(default_factory=Unlimited)
+    shared_prefixes: bool = False
+
+
 LONG_PROMPT = 4096  # tokens; the block keys of a longer one are computed off the event loop
 Event = Accepted | Piece | Finished
-Draw = Callable[[], int]
+_LIMITS = Limits()
 
 
 class GenerateService:
     def __init__(
         self,
         *,
-        tokenizer: Tokenizer,
-        model_name: str,
+        model: ServedModel,
         view: ClusterView,
         dispatcher: Dispatcher,
         admission: Admission,
         config: RouterConfig,
         journal: Journal,
-        draw_seed: Draw,
-        draw_id: Callable[[], str],
-        limits: Limits | None = None,
-        rates: Rates | Unlimited | None = None,
-        shared_prefixes: bool = False,
+        draws: Draws,
+        tenancy: Tenancy | None = None,
     ) -> None:
-        self._shared_prefixes = shared_prefixes
-        self._tokenizer = tokenizer
-        self.model_name = model_name
+        self._tokenizer = model.tokenizer
+        self.model_name = model.name
         self._view = view
         self._dispatcher = dispatcher
         self._gate = Gate(admission, view, config, journal.objectives)
         self._pool = TokenizerPool(config.tokenizer_threads, config.max_inflight)
         self._config = config
         self._journal = journal
-        self._draw_seed = draw_seed
-        self._draw_id = draw_id
-        self._limits = limits or Limits()
-        self._rates = rates or Unlimited()
+        self._draws = draws
+        tenancy = tenancy or Tenancy()
+        self._rates = tenancy.rates
+        self._shared_prefixes = tenancy.shared_prefixes
         self.draining = False
 
     @property
     def max_model_len(self) -> int | None:
-        """Longest prompt plus output, in tokens; None until the first worker has told."""
+        """Longest prompt plus output, in tokens; None until the first worker reports it."""
         return self._view.served.max_model_len if self._view.served else None
 
     @property
@@ -109,7 +128,7 @@ class GenerateService:
             self._check(ask)
             deadline = monotonic() + self._clamp(timeout_s)
             if deadline <= monotonic():
-                raise BatonError(Reason.DEADLINE, "the deadline was over before the request came")
+                raise BatonError(Reason.DEADLINE, "the deadline had passed before the request came")
             if self._view.served is None:
                 raise BatonError(Reason.NO_WORKER, "no worker is ready")
             await self._rates.check(ask.tenant)
@@ -125,7 +144,7 @@ class GenerateService:
     def _check(self, ask: Ask) -> None:
         longest = self.max_model_len
         context = None if longest is None else Context(longest, self._tokenizer.longest_token)
-        check(ask, self._limits, (self.model_name,), self._tokenizer.vocab_size, context)
+        check(ask, _LIMITS, (self.model_name,), self._tokenizer.vocab_size, context)
 
     async def _serve(self, ask: Ask, deadline: float, entry: Entry) -> AsyncGenerator[Event, None]:
         entry.trace.step = "admission"
@@ -145,8 +164,8 @@ class GenerateService:
         if served is None:
             raise BatonError(Reason.NO_WORKER, "no worker is ready")
         tokens = await self._tokenize(ask, deadline)
-        params, stops = resolve(ask, len(tokens), served.max_model_len, self._draw_seed())
-        request = Request(ask.request_id or self._draw_id(), tokens, len(tokens), params, self._salt(ask), deadline, trace)
+        params, stops = resolve(ask, len(tokens), served.max_model_len, self._draws.seed())
+        request = Request(ask.request_id or self._draws.request_id(), tokens, len(tokens), params, self._salt(ask), deadline, trace)
         if len(tokens) > LONG_PROMPT:
             request.model = served.model_fingerprint
             root = root_key(served.model_fingerprint, request.salt)
@@ -183,8 +202,8 @@ class GenerateService:
 
     @asynccontextmanager
     async def _charged(self, tenant: str, request: Request) -> AsyncIterator[None]:
-        """The quota is charged here and nowhere else: the prompt when the request is let in, the output however it ends. A request that
-        is refused after all, before anything was computed for it, has cost nothing."""
+        """Charges the quota; no other code does. The prompt is charged when the request is admitted, the output however the request ends. A
+        request that is refused after all, before anything was computed for it, costs nothing."""
         await self._rates.admit(tenant, request.prompt_len)
         try:
             yield
@@ -196,7 +215,7 @@ class GenerateService:
             await self._rates.charge(tenant, request.output_len)
 
     def _salt(self, ask: Ask) -> str:
-        """What tells block keys apart: tenants do not share cached prefixes unless they are told to."""
+        """Separates the block keys of tenants, who share cached prefixes only if the configuration says so."""
         return ask.cache_salt if self._shared_prefixes or not ask.tenant else f"{ask.tenant}\0{ask.cache_salt}"
 
     def _clamp(self, timeout_s: float | None) -> float:

@@ -34,7 +34,7 @@ from router.keys import ApiKeys, Quota
 from router.live import Live
 from router.message_bound import check_fields
 from router.rates import Rates, Unlimited, redis_counters
-from router.service import GenerateService
+from router.service import Draws, GenerateService, ServedModel, Tenancy
 from router.tokenizer import Tokenizer
 from router.view import ClusterView
 from router.watch import Watch
@@ -84,17 +84,14 @@ class RouterProcess:
         model_name = self._model_name
         gauges.tell(self._book, view, admission, watch, self._tracer)
         self.service = GenerateService(
-            tokenizer=tokenizer,
-            model_name=model_name,
+            model=ServedModel(model_name, tokenizer),
             view=view,
             dispatcher=Dispatcher(view, self._workers, config.router, max_queue=config.engine.max_queue),
             admission=admission,
             config=config.router,
             journal=self._journal,
-            draw_seed=lambda: secrets.randbits(63),
-            draw_id=draw_id,
-            rates=self._rates(),
-            shared_prefixes=config.security.shared_prefixes,
+            draws=Draws(lambda: secrets.randbits(63), draw_id),
+            tenancy=Tenancy(self._rates(), config.security.shared_prefixes),
         )
         self._closers.callback(self.service.close)
         generation_pb2_grpc.add_GenerationServicer_to_server(GenerationDoor(self.service, self._keys), public.grpc)  # type: ignore[no-untyped-call]

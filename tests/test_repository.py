@@ -20,7 +20,7 @@ WORKER = {"baton.engine", "baton.cluster", "baton.v1", "kvtransfer"}
 # room → what of ours it may import. A longer entry allows only that module.
 ARROWS = {
     "baton": {"baton.client", "baton.v1"},
-    "baton.cli": {"baton", "kvtransfer", "loadtest.cli"},
+    "baton.cli": {"baton", "kvtransfer", "loadtest.cli", "loadtest.options"},
     "baton.cluster": {"baton.engine.block_key", "baton.stages"},
     "baton.engine": set(),
     "baton.launch": {"baton.cluster", "baton.v1"},
@@ -215,3 +215,74 @@ def test_init_files_hold_a_docstring_only() -> None:
     for path in {path.parent for path in sources()}:
         body = ast.parse((path / "__init__.py").read_text()).body
         assert path == ROOT / "baton" or (len(body) == 1 and isinstance(body[0], ast.Expr)), path
+
+
+MOST_FILE_LINES, MOST_FUNCTION_LINES, MOST_NESTING, MOST_PARAMETERS = 500, 60, 4, 8
+COMPOUND = ast.If | ast.For | ast.AsyncFor | ast.While | ast.With | ast.AsyncWith | ast.Try | ast.TryStar | ast.Match
+FUNCTION = ast.FunctionDef | ast.AsyncFunctionDef
+# A kernel unrolls its loops by hand and takes pointers and strides one by one. A command that `takes` option classes has their flags.
+KERNELS = ("triton.jit", "kernel")
+
+
+def nesting(node: ast.AST, depth: int = 0) -> int:
+    """The most compound statements around one statement of a function. `elif` counts with its `if`; a function inside starts anew."""
+    deepest = depth
+    for child in ast.iter_child_nodes(node):
+        if isinstance(child, FUNCTION | ast.ClassDef | ast.Lambda):
+            continue
+        is_elif = isinstance(node, ast.If) and isinstance(child, ast.If) and child in node.orelse and child.col_offset == node.col_offset
+        deepest = max(deepest, nesting(child, depth + (isinstance(child, COMPOUND) and not is_elif)))
+    return deepest
+
+
+def is_kernel(function: ast.FunctionDef | ast.AsyncFunctionDef) -> bool:
+    return any(ast.unparse(each.func if isinstance(each, ast.Call) else each) in KERNELS for each in function.decorator_list)
+
+
+def excesses(text: str) -> list[str]:
+    """What in a file is larger than a reader should have to hold."""
+    lines = len(text.splitlines())
+    found = [f"{lines} lines in the file"] if lines > MOST_FILE_LINES else []
+    for function in ast.walk(ast.parse(text)):
+        if not isinstance(function, FUNCTION) or is_kernel(function):
+            continue
+        taken = function.args
+        names = [each.arg for each in (*taken.posonlyargs, *taken.args, *taken.kwonlyargs, taken.vararg, taken.kwarg) if each]
+        sizes = {
+            "lines": ((function.end_lineno or 0) - function.lineno + 1, MOST_FUNCTION_LINES),
+            "levels": (nesting(function), MOST_NESTING),
+            "parameters": (len([name for name in names if name not in ("self", "cls")]), MOST_PARAMETERS),
+        }
+        found += [f"{function.name}, line {function.lineno}: {size} {what}" for what, (size, most) in sizes.items() if size > most]
+    return found
+
+
+@pytest.mark.parametrize("path", [*sources(), *sorted((ROOT / "scripts").glob("*.py"))], ids=lambda path: str(path.relative_to(ROOT)))
+def test_files_and_functions_stay_small(path: Path) -> None:
+    assert not excesses(path.read_text())
+
+
+DEEP = "def f():\n if a:\n  for b in c:\n   with d:\n    try:\n     {}\n    finally:\n     pass"
+
+
+@pytest.mark.parametrize(
+    ("text", "found"),
+    [
+        ("x = 1\n" * 500, []),
+        ("x = 1\n" * 501, ["501 lines in the file"]),
+        ("def f():\n" + "    x = 1\n" * 59, []),
+        ("class A:\n    async def f(self):\n" + "        x = 1\n" * 60, ["f, line 2: 61 lines"]),
+        (DEEP.format("x = 1"), []),
+        (DEEP.format("if x: y = 1"), ["f, line 1: 5 levels"]),
+        (DEEP.format("def g():\n      if x: y = 1"), []),
+        ("def f():\n if a: x\n elif b: x\n elif c: x\n elif d: x\n elif e: x", []),
+        ("def f(self, a, b, c, d, e, *f, g, **h): pass", []),
+        ("def f(a, /, b, c, d, e, *f, g, h, **i): pass", ["f, line 1: 9 parameters"]),
+        ("class A:\n a: int\n b: int\n c: int\n d: int\n e: int\n f: int\n g: int\n h: int\n i: int", []),
+        ("@triton.jit\ndef f(a, b, c, d, e, f, g, h, i): pass", []),
+        ("@app.command()\ndef f(a, b, c, d, e, f, g, h, i): pass", ["f, line 2: 9 parameters"]),
+    ],
+)
+def test_an_excess_is_seen(text: str, found: list[str]) -> None:
+    """Negative control: the largest that is allowed, and the smallest that is not."""
+    assert excesses(text) == found

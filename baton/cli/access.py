@@ -13,7 +13,7 @@ from typing import Any
 import grpc
 
 from baton.client import Client, channel_options
-from baton.cluster import config as configuration
+from baton.cluster import config_layers as configuration
 from baton.cluster.config import SecurityConfig
 from baton.cluster.rpc import NO_PROXY, channel_credentials
 from baton.launch import state

@@ -19,7 +19,8 @@ from typing import Literal
 
 import numpy as np
 
-from baton.cluster.config import PORTS, Config, mask_password
+from baton.cluster.config import PORTS, Config
+from baton.cluster.config_layers import mask_password
 from baton.cluster.packages import command
 from baton.cluster.redis_registry import RedisRegistry
 from baton.engine.build import available_memory

@@ -23,8 +23,9 @@ from rich.status import Status
 from baton.cli import view
 from baton.cli.access import find
 from baton.cli.admin import read_status
+from baton.cli.options import Address, Answering, Cluster, ConfigFiles, Name, OnePrompt, Opening, numbers
 from baton.client import Client, GenerateError, Stream
-from baton.cluster import config as configuration
+from baton.cluster import config_layers as configuration
 from baton.cluster.config import Config, ConfigError
 from baton.cluster.errors import BatonError
 from baton.cluster.main import read_arguments
@@ -33,6 +34,7 @@ from baton.launch import state
 from baton.launch.redis_server import RedisServerError
 from baton.v1 import worker_pb2, worker_pb2_grpc
 from loadtest.cli import app as loadtest_app
+from loadtest.options import takes
 
 app = typer.Typer(no_args_is_help=True, add_completion=True, pretty_exceptions_enable=False, help=__doc__)
 config_app = typer.Typer(no_args_is_help=True, help="Show the configuration: the values in force, or the schema.")
@@ -45,10 +47,6 @@ out, err = (
 )
 FREE = {"allow_extra_args": True, "ignore_unknown_options": True}
 CHAT_TEMPERATURE = 0.5
-
-ConfigFiles = Annotated[list[Path] | None, typer.Option("--config", help="Configuration file (YAML). Repeat the option for more files.")]
-Name = Annotated[str, typer.Option("--name", help="Name of the cluster.")]
-Address = Annotated[str | None, typer.Option(help="host:port of the router; by default that of the running cluster.")]
 
 
 @app.command(context_settings=FREE)
@@ -97,69 +95,35 @@ def scale(
 
 
 @app.command()
-def generate(
-    prompt: Annotated[str, typer.Argument(help="The prompt; - reads it from stdin.")],
-    chat: Annotated[bool, typer.Option("--chat", help="Send the prompt as one user message, under the model's chat template.")] = False,
-    max_tokens: Annotated[int | None, typer.Option()] = None,
-    min_tokens: Annotated[int | None, typer.Option()] = None,
-    temperature: Annotated[float | None, typer.Option(help="0 is greedy.")] = None,
-    top_p: Annotated[float | None, typer.Option()] = None,
-    top_k: Annotated[int | None, typer.Option()] = None,
-    min_p: Annotated[float | None, typer.Option()] = None,
-    seed: Annotated[int | None, typer.Option()] = None,
-    stop: Annotated[list[str] | None, typer.Option(help="Stop string. Repeat the option for more.")] = None,
-    ignore_eos: Annotated[bool, typer.Option("--ignore-eos")] = False,
-    timeout: Annotated[float | None, typer.Option(help="Seconds.")] = None,
-    trace: Annotated[bool, typer.Option("--trace", help="Draw the stages of this request.")] = False,
-    as_json: Annotated[bool, typer.Option("--json", help="Print one JSON object instead of streaming the text.")] = False,
-    address: Address = None,
-    name: Name = "baton",
-    config: ConfigFiles = None,
-) -> None:
+@takes(OnePrompt, Answering, numbers(), Cluster)
+def generate(one: OnePrompt, answering: Answering, sampling: object, cluster: Cluster) -> None:
     """Stream the answer to one prompt."""
     with _failing():
-        sampling: dict[str, Any] = {
-            "max_tokens": max_tokens, "min_tokens": min_tokens, "temperature": temperature, "top_p": top_p, "top_k": top_k, "min_p": min_p,
-            "seed": seed, "stop": stop or None, "ignore_eos": ignore_eos or None,
+        asked = _options(answering, sampling) | {
+            "min_tokens": one.min_tokens, "stop": one.stop or None, "ignore_eos": one.ignore_eos or None,
         }  # fmt: skip
         with (
-            find("grpc", address, name, config).client() as client,
-            _ask(client, prompt, chat, timeout_s=timeout, **sampling) as stream,
+            find("grpc", cluster.address, cluster.name, cluster.config).client() as client,
+            _ask(client, one.prompt, one.chat, **asked) as stream,
         ):
             for piece in stream.texts():
-                if not as_json:
+                if not one.as_json:
                     sys.stdout.write(piece)
                     sys.stdout.flush()
             result = stream.result
-        print(json.dumps(asdict(result), ensure_ascii=False) if as_json else "")
-        if trace:
+        print(json.dumps(asdict(result), ensure_ascii=False) if one.as_json else "")
+        if one.trace:
             err.print(view.trace(result))
 
 
 @app.command()
-def chat(
-    system: Annotated[str | None, typer.Option(help="System message.")] = None,
-    max_tokens: Annotated[int | None, typer.Option()] = None,
-    temperature: Annotated[float, typer.Option(help="0 is greedy.")] = CHAT_TEMPERATURE,
-    top_p: Annotated[float | None, typer.Option()] = None,
-    top_k: Annotated[int | None, typer.Option()] = None,
-    min_p: Annotated[float | None, typer.Option()] = None,
-    seed: Annotated[int | None, typer.Option()] = None,
-    timeout: Annotated[float | None, typer.Option(help="Seconds for one answer.")] = None,
-    address: Address = None,
-    name: Name = "baton",
-    config: ConfigFiles = None,
-) -> None:
+@takes(Opening, Answering, numbers(temperature=CHAT_TEMPERATURE), Cluster)
+def chat(opening: Opening, answering: Answering, sampling: object, cluster: Cluster) -> None:
     """Talk to the model, turn by turn. Each line piped in is a turn."""
     from baton.cli.chat import Conversation, talk
 
-    with _failing():
-        sampling = {
-            "max_tokens": max_tokens, "temperature": temperature, "top_p": top_p, "top_k": top_k, "min_p": min_p, "seed": seed,
-            "timeout_s": timeout,
-        }  # fmt: skip
-        with find("grpc", address, name, config).client() as client:
-            talk(Conversation(client, system, sampling), out, err)
+    with _failing(), find("grpc", cluster.address, cluster.name, cluster.config).client() as client:
+        talk(Conversation(client, opening.system, _options(answering, sampling)), out, err)
 
 
 @app.command()
@@ -281,6 +245,11 @@ def config_schema() -> None:
 
 def main() -> None:
     app()
+
+
+def _options(answering: Answering, sampling: object) -> dict[str, Any]:
+    """Keywords of `Client.generate`; `sampling` is an object of a class that `numbers` made."""
+    return {**vars(sampling), "max_tokens": answering.max_tokens, "seed": answering.seed, "timeout_s": answering.timeout}
 
 
 def _ask(client: Client, prompt: str, chat: bool, **options: Any) -> Stream:

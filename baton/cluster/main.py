@@ -6,7 +6,8 @@ import sys
 from collections.abc import Callable, Sequence
 from pathlib import Path
 
-from baton.cluster.config import Config, ConfigError, load
+from baton.cluster.config import Config, ConfigError
+from baton.cluster.config_layers import load
 from baton.cluster.lifecycle import LastResort, Process, Stop, run
 from baton.cluster.telemetry import setup_logging
 

@@ -14,7 +14,7 @@ from baton.engine.sequence import Finish, Sequence, State, finish_reason
 
 
 class Refused(Exception):
-    """A sequence that the engine does not take; nothing is kept of it."""
+    """The engine does not take this sequence and keeps nothing of it."""
 
 
 class QueueFull(Refused):
@@ -26,21 +26,23 @@ class TooLong(Refused):
 
 
 class Malformed(Refused):
-    """The sequence is none: it has no tokens, or one that the model does not know, or a prompt that is not a part of it."""
+    """The sequence is invalid: it has no tokens, an unknown token, or a prompt that is longer than the sequence."""
 
 
 @dataclass(frozen=True, slots=True)
 class Output:
-    """One token of one sequence; `finish` is set with the last. With `failure` or `expired` there is no token, and the sequence is gone.
+    """One token of one sequence; `finish` is set with the last one. If `failure` or `expired` is set, there is no token and the engine has
+    dropped the sequence.
 
-    With none of them, a chunk of a prompt that will be held was computed: `full` are its blocks that are full now.
+    Without a token, a failure or an expiry, the output reports a computed chunk of a prompt that will be held: `full` lists the blocks that
+    are full now.
     """
 
     seq: Sequence
     sampled: Sampled | None
     finish: Finish | None = None
     failure: str | None = None
-    expired: bool = False  # it waited in the queue until nobody waited for it any more
+    expired: bool = False  # its deadline passed while it waited in the queue
     full: tuple[int, ...] = ()
 
 
@@ -50,9 +52,9 @@ class Counts:
 
     chunks: int = 0  # sequences over all steps
     computed_tokens: int = 0  # positions
-    recomputed_tokens: int = 0  # of these, again, because a preemption threw their KV away
-    queried_tokens: int = 0  # of sequences that began: looked for in the prefix cache
-    hit_tokens: int = 0  # and found there
+    recomputed_tokens: int = 0  # part of `computed_tokens`: computed again because a preemption discarded their KV
+    queried_tokens: int = 0  # tokens of started sequences that were looked up in the prefix cache
+    hit_tokens: int = 0  # part of `queried_tokens`: found there
     preemptions: int = 0
 
 
@@ -69,7 +71,7 @@ class Engine:
             raise ValueError(f"max_len {max_len} does not fit the pool of {self.pool.num_blocks} blocks of {self.block_size} tokens")
 
     def step(self, now: float = 0.0) -> list[Output]:
-        """One batch. `now` is the caller's clock, kept in `started_at` of the sequences whose first step this is."""
+        """Runs one batch. `now` is the caller's clock; a sequence keeps the `now` of its first step in `started_at`."""
         outputs: list[Output] = []
         batch = self._schedule(now, outputs)
         if not batch:
@@ -88,16 +90,17 @@ class Engine:
         return not (self.scheduler.running or self.scheduler.waiting)
 
     def add(self, seq: Sequence) -> None:
-        """Queue a sequence. Raises QueueFull, TooLong or Malformed; nothing is kept of it then."""
+        """Queues a sequence. Raises QueueFull, TooLong or Malformed, and then keeps nothing of it."""
         self._welcome(seq)
         self.scheduler.enqueue(seq)
 
     def reserve(self, seq: Sequence) -> bool:
-        """Room for KV that is fetched from elsewhere: `seq.blocks[seq.computed // block_size:]` are to be filled by the caller.
+        """Reserves room for KV that is fetched from elsewhere. The caller fills `seq.blocks[seq.computed // block_size:]`.
 
-        False while there is no room, or while others who came earlier wait for it: ask again, or `abort`. Raises as `add`.
+        Returns False while there is no room, or while an earlier sequence waits for room: call again, or `abort`. Raises the same errors as
+        `add`.
         """
-        if seq.id not in self.scheduler.claims:  # who asks again was welcomed before
+        if seq.id not in self.scheduler.claims:  # a sequence that asks again has been checked already
             self._welcome(seq)
         if self.scheduler.reserve(seq):
             self.sequences[seq.id] = seq
@@ -106,14 +109,14 @@ class Engine:
         return False
 
     def arrive(self, seq: Sequence, end: int) -> None:
-        """The caller filled the reserved blocks up to position `end` and vouches for them. More may come from elsewhere."""
+        """The caller has filled the reserved blocks up to position `end` and vouches for them. More KV may come from elsewhere."""
         if not seq.computed <= end <= len(seq.tokens):
             raise ValueError(f"sequence {seq.id} has {seq.computed} positions of {len(seq.tokens)}: it cannot have {end} now")
         seq.move("arrive")
         self.scheduler.advance(seq, end)
 
     def adopt(self, seq: Sequence, first: int | None = None) -> None:
-        """Nothing more comes from elsewhere: what is pending is computed here. `first`: a token that became known meanwhile."""
+        """No more KV comes from elsewhere: this engine computes what is pending. `first` is a token that became known meanwhile."""
         if first is not None:
             learn(seq, first)
         if not seq.pending:
@@ -124,9 +127,9 @@ class Engine:
         self.scheduler.running.append(seq)
 
     def give_up(self, seq: Sequence, first: int | None = None) -> list[int]:
-        """The fetch failed: queue the sequence for a local prefill. `first`: as for `adopt`.
+        """Queues the sequence for a local prefill because the fetch failed. `first` means the same as in `adopt`.
 
-        Returns the blocks that were being filled. They still belong to the caller, who releases them once no byte can land in them.
+        Returns the blocks that were being filled. The caller still owns them and releases them once no byte can land in them.
         """
         if first is not None:
             learn(seq, first)
@@ -135,7 +138,7 @@ class Engine:
         return filling
 
     def abort(self, seq_id: str) -> list[int]:
-        """Forget a sequence in whatever state. Returns the blocks that a fetch may still be filling (see `give_up`), else []."""
+        """Forgets a sequence in any state. Returns the blocks that a fetch may still be filling (see `give_up`), else []."""
         self.scheduler.claims.pop(seq_id, None)
         seq = self.sequences.pop(seq_id, None)
         if seq is None:
@@ -156,15 +159,15 @@ class Engine:
         return []
 
     def pin(self, keys: Seq[bytes]) -> list[int]:
-        """The cached blocks of the longest known prefix of `keys`, for a peer to read. They belong to the caller, who releases them."""
+        """The cached blocks of the longest known prefix of `keys`, for a peer to read. The caller owns them and releases them."""
         return self.pool.match(keys)
 
     def release(self, blocks: Seq[int]) -> None:
-        """End an ownership that the caller kept (`give_up`, `abort`, `pin`)."""
+        """Releases blocks that the caller owns (from `give_up`, `abort` or `pin`)."""
         self.pool.release(blocks)
 
     def _schedule(self, now: float, outputs: list[Output]) -> list[Chunk]:
-        """The next batch. What it says of the sequences that begin with it is counted; those that have expired are added to `outputs`."""
+        """Returns the next batch, counts the sequences that start with it, and adds the expired ones to `outputs`."""
         plan, counts = self.scheduler.schedule(now), self.counts
         counts.preemptions += len(plan.preempted)
         for seq in plan.expired:
@@ -208,7 +211,7 @@ class Engine:
         self.scheduler.advance(seq, end)
 
     def _land_chunk(self, chunk: Chunk, sampled: Sampled | None) -> list[Output]:
-        """What a computed chunk means for its sequence."""
+        """Applies a computed chunk to its sequence."""
         seq = chunk.seq
         self._advance(seq, chunk.n)
         if sampled is not None:
@@ -216,7 +219,7 @@ class Engine:
         return [Output(seq, None, full=tuple(seq.blocks[: seq.computed // self.block_size]))] if seq.hold else []
 
     def _fail(self, seq_id: str, error: NonFiniteLogits) -> Output:
-        """A sequence whose KV or weights gave no number: it ends here, and nobody finds its blocks again."""
+        """Ends a sequence whose logits are not finite, and removes its blocks from the prefix cache so that they are not found again."""
         seq = self.sequences[seq_id]
         self.pool.forget(seq.blocks)
         self.abort(seq_id)
@@ -238,6 +241,6 @@ class Engine:
 
 
 def learn(seq: Sequence, token: int) -> None:
-    """A token that somebody else sampled: part of what the sequence arrived with."""
+    """Appends a token that another engine sampled. It counts as one that the sequence arrived with."""
     seq.tokens.append(token)
     seq.arrived_with = len(seq.tokens)

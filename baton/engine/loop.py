@@ -1,7 +1,7 @@
 """The one thread that owns an engine. Async code talks to it through awaitables; it talks back through one callback per step.
 
 Everything that touches the engine runs in its thread, between two steps: a command waits for one step at most. Results
-reach the event loop in the order in which the engine produced them, so whoever awaits a command has already seen all earlier steps.
+reach the event loop in the order in which the engine produced them, so a caller that awaits a command has already seen all earlier steps.
 """
 
 import asyncio
@@ -17,7 +17,7 @@ from baton.engine.engine import Counts, Engine, Output
 
 T = TypeVar("T")
 CHECK_EVERY_S = 5.0
-JOIN_S = 5.0  # a thread that hangs in a step cannot be ended: the process goes without it
+JOIN_S = 5.0  # a thread that hangs in a step cannot be stopped: the process exits without it
 
 
 class EngineStopped(RuntimeError):
@@ -66,8 +66,8 @@ def facts(engine: Engine) -> Facts:
 class EngineLoop:
     """`on_step(outputs)` and `on_cache(events)` are called on the event loop that was current at `start`.
 
-    `on_failure(error)` is called there once if a step raises: the engine's memory is then in doubt, nothing runs any more, and the
-    process must go.
+    `on_failure(error)` is called there once if a step raises. The engine's memory is then in doubt, so the loop runs nothing more, and
+    the process must exit.
 
     `on_batch(seconds, tokens, sequences)` is called in the engine's thread after each step that computed something. It must not wait.
     """
@@ -85,7 +85,7 @@ class EngineLoop:
         self._on_cache = on_cache
         self._on_failure = on_failure
         self._on_batch = on_batch
-        self._commands: deque[tuple[Callable[[Engine], Any], asyncio.Future[Any] | None]] = deque()  # no future: nobody waits
+        self._commands: deque[tuple[Callable[[Engine], Any], asyncio.Future[Any] | None]] = deque()  # without a future, no caller waits
         self._wake = threading.Event()
         self._closing = False
         self._stopped = False
@@ -103,7 +103,7 @@ class EngineLoop:
     async def call(self, function: Callable[[Engine], T]) -> T:
         """`function(engine)` in the engine's thread. Its exception is raised here. A cancelled caller's command still runs.
 
-        Raises EngineStopped where nobody is left to run it.
+        Raises EngineStopped if the thread has stopped.
         """
         if self._stopped:
             raise EngineStopped("the engine has stopped")
@@ -131,7 +131,7 @@ class EngineLoop:
         return self._laps, self._busy_since, cpu_s
 
     async def close(self) -> None:
-        """Stop after the step in flight. What still runs is dropped, and commands that wait are refused."""
+        """Stops after the step in flight. Drops the running sequences and refuses the commands that wait."""
         self._closing = True
         self._wake.set()
         if self._thread.is_alive():
@@ -154,7 +154,7 @@ class EngineLoop:
                 if outputs:
                     self._post(self._on_step, outputs)
                 elif self._engine.scheduler.waiting and not self._engine.scheduler.running:
-                    # Nothing fits: only a release, which is a command, can change that.
+                    # No sequence fits. Only a release, which is a command, can change that.
                     self._busy_since = None
                     self._wake.wait(timeout=0.05)
                     self._wake.clear()
@@ -177,7 +177,7 @@ class EngineLoop:
         return outputs
 
     def _refuse(self) -> None:
-        """On the event loop, like `call`: a command came either before this and is refused here, or after it and is refused there."""
+        """Runs on the event loop, as `call` does: an earlier command is refused here, and `call` refuses a later one."""
         while self._commands:
             _, future = self._commands.popleft()
             if future is not None:
@@ -219,7 +219,7 @@ class EngineLoop:
             self._post(self._on_cache, events)
 
     def _post(self, function: Callable[..., None], *args: object) -> None:
-        # The loop is gone only when the process is on its way out, and then nobody listens.
+        # The event loop is closed only while the process exits, and then no code waits for the call.
         if not self._loop.is_closed():
             self._loop.call_soon_threadsafe(function, *args)
 

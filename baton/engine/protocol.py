@@ -26,7 +26,7 @@ class Chunk:
 
 
 class NonFiniteLogits(ArithmeticError):
-    """The model's answer is not a number: broken weights or keys and values. `sequence_ids` are the rows it is true for."""
+    """The logits of `sequence_ids` are not finite: the weights, or these sequences' keys and values, are broken."""
 
     def __init__(self, sequence_ids: list[str]) -> None:
         super().__init__(f"logits are not finite for {', '.join(sequence_ids)}")
@@ -43,8 +43,9 @@ class Runner(Protocol):
     max_positions: int
 
     def run(self, batch: Seq[Chunk]) -> list[Sampled | None]:
-        """Write the KV of every chunk into the pool; answers are aligned with `batch`, None where a chunk does not sample.
+        """Writes the KV of every chunk into the pool. Returns one answer for each chunk of `batch`: None if the chunk does not sample.
 
-        When it returns, the KV is written: another process may read the blocks. Raises NonFiniteLogits: nothing was sampled, for nobody.
+        When it returns, the KV is written, and another process may read the blocks. Raises NonFiniteLogits; then no sequence of the batch
+        has a sampled token.
         """
         ...

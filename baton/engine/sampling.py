@@ -1,8 +1,8 @@
 """What a request asks of the sampler and of the stopping rule: plain data, no torch.
 
-A number that a request may set is declared here, once: its default and its range. The router's checks, its defaults and what travels to a
-worker are derived from that. To add one, declare it here and in generation.proto under the same name, and give it a meaning in the samplers
-(`baton.engine.sampler`, and `baton.engine.gpu.sampler` for devices).
+A number that a request may set is declared here, once: its default, its range and its meaning. The router's checks, its defaults, the
+message to a worker and the flags of the command line are derived from that. To add one, declare it here and in generation.proto under the
+same name, and implement it in the samplers (`baton.engine.sampler`, and `baton.engine.gpu.sampler` for devices).
 """
 
 from collections.abc import Mapping
@@ -24,28 +24,30 @@ class Range:
     high: float
     above_low: bool = False  # low itself is not allowed
 
+    def __str__(self) -> str:
+        return f"{'greater than' if self.above_low else 'at least'} {self.low:.10g} and at most {self.high:.10g}"
+
     def refusal(self, value: float) -> str | None:
         """What is wrong with a value, None if nothing is. NaN is in no range."""
         inside = self.low <= value <= self.high and not (self.above_low and value == self.low)
-        return (
-            None if inside else f"must be {'greater than' if self.above_low else 'at least'} {self.low:.10g} and at most {self.high:.10g}"
-        )
+        return None if inside else f"must be {self}"
 
 
 @dataclass(frozen=True, slots=True)
 class Number:
-    """A parameter that is a number: what it is where a request does not say, and what a request may say."""
+    """A parameter that is a number."""
 
-    default: float
+    default: float  # of a request that does not set it
     range: Range
+    meaning: str
 
     @property
     def integer(self) -> bool:
         return isinstance(self.default, int)
 
 
-def _number(default: float, low: float, high: float, above_low: bool = False) -> Any:
-    return field(default=default, metadata={"number": Number(default, Range(low, high, above_low))})
+def _number(default: float, low: float, high: float, meaning: str, above_low: bool = False) -> Any:
+    return field(default=default, metadata={"number": Number(default, Range(low, high, above_low), meaning)})
 
 
 @dataclass(frozen=True, slots=True)
@@ -54,16 +56,16 @@ class SamplingParams:
 
     max_tokens: int
     min_tokens: int = 0
-    temperature: float = _number(1.0, 0, 100)  # 0 is greedy
-    top_k: int = _number(0, -1, INT32)  # 0: off; so is -1 in a request
-    top_p: float = _number(1.0, 0, 1, above_low=True)  # of the mass that top_k leaves, ties with the k-th token included
-    min_p: float = _number(0.0, 0, 1)  # of the best token's probability
-    # Of the square of the best token's probability (KoboldAI's top-a): much is cut where the model is sure, little where it is not.
-    top_a: float = _number(0.0, 0, 1)
-    # Over prompt and output. One below 0.01 would carry logits out of float32.
-    repetition_penalty: float = _number(1.0, 0.01, 100)
-    presence_penalty: float = _number(0.0, -2, 2)  # over output
-    frequency_penalty: float = _number(0.0, -2, 2)  # over output
+    temperature: float = _number(1.0, 0, 100, "0 is greedy")
+    top_k: int = _number(0, -1, INT32, "keep the k likeliest tokens and those that tie with the last of them; 0 or -1: keep all")
+    top_p: float = _number(1.0, 0, 1, "keep the likeliest tokens with this share of the probability that top_k leaves", above_low=True)
+    min_p: float = _number(0.0, 0, 1, "keep the tokens with at least this share of the likeliest token's probability")
+    # KoboldAI's top-a: it cuts much where the model is sure and little where it is not.
+    top_a: float = _number(0.0, 0, 1, "keep the tokens with at least this share of the square of the likeliest token's probability")
+    # A penalty below 0.01 would carry logits out of float32.
+    repetition_penalty: float = _number(1.0, 0.01, 100, "divides or multiplies the logits of tokens in the prompt or the output")
+    presence_penalty: float = _number(0.0, -2, 2, "taken once from the logits of tokens in the output")
+    frequency_penalty: float = _number(0.0, -2, 2, "taken from a token's logit for each time that it is in the output")
     seed: int = 0
     logit_bias: Mapping[int, float] = field(default_factory=lambda: _NO_BIAS)
     logprobs: int | None = None  # None: none; n: the chosen token's and the n best

@@ -1,19 +1,19 @@
 """Which sequences run in the next step, and for how many tokens each. Decides and does nothing else.
 
-The order of a step: decodes first (a token somebody waits for), then the prompt chunks of admitted sequences, then admissions from
+The order of a step: decodes first (a client waits for each token), then the prompt chunks of admitted sequences, then admissions from
 the queue in order of arrival, all under one token budget. There is no branch on the worker's role: a prefill worker is a
 scheduler whose sequences are held after one token, a decode worker one whose sequences mostly arrive computed.
 
-Admission counts future growth: a sequence is admitted when the pool still holds its known tokens plus a share (`reserve_growth`) of
-what it and the admitted ones may yet produce. Whatever that share leaves open is settled by preemption: the youngest gives its blocks
-back and waits in its old place.
+Admission counts future growth: a sequence is admitted when the pool has room for its known tokens plus a share (`reserve_growth`) of
+what it and the admitted sequences may still produce. If they produce more than that share, the scheduler preempts: the youngest sequence
+gives its blocks back and waits in its old place.
 
-Room is given in one order of arrival, to those who wait in the queue and to those who ask for room for KV from elsewhere: nobody is
-overtaken, and the oldest always fits once it is alone.
+Sequences in the queue and sequences that ask for room for KV from elsewhere share one order of arrival. No sequence overtakes another, and
+the oldest always fits once it is alone.
 
-How sequences join is `Limits.batching`. Continuous: at any step (Orca, Yu et al., OSDI 2022). The two that came before it are kept to
-compare with: whole batches, which nobody joins before all of their members are done. A dynamic batch is whoever waits when the one before
-it has ended; a static one waits until it is full, for `batch_wait_s` at most.
+`Limits.batching` says how sequences join. Continuous: at any step (Orca, Yu et al., OSDI 2022). The two older methods are kept for
+comparison. They run whole batches, which no sequence joins until all members are done. A dynamic batch takes the sequences that wait when
+the previous batch ends; a static one waits until it is full, for `batch_wait_s` at most.
 """
 
 import itertools
@@ -41,7 +41,7 @@ class Limits:
     batch_wait_s: float = 0.5
 
     def __post_init__(self) -> None:
-        """ValueError names the limit under which nothing could ever run."""
+        """Raises ValueError, with the name of the limit, if no sequence could ever run."""
         for name, least in (("max_num_seqs", 1), ("max_num_batched_tokens", 1), ("max_queue", 1), ("batch_wait_s", 0)):
             if getattr(self, name) < least:
                 raise ValueError(f"engine.{name}: must be {least} or more, got {getattr(self, name)}")
@@ -57,7 +57,7 @@ class Limits:
 class Schedule:
     chunks: list[Chunk] = field(default_factory=list)
     preempted: list[Sequence] = field(default_factory=list)
-    expired: list[Sequence] = field(default_factory=list)  # they have left the queue: nothing is computed for them
+    expired: list[Sequence] = field(default_factory=list)  # removed from the queue before anything was computed for them
 
 
 class Scheduler:
@@ -68,14 +68,14 @@ class Scheduler:
         self.waiting: list[Sequence] = []  # in order of arrival
         self.running: list[Sequence] = []  # in order of admission
         self.fetching: list[Sequence] = []
-        self.claims: dict[str, int] = {}  # who was refused room for KV from elsewhere and will ask again → place in the order
+        self.claims: dict[str, int] = {}  # sequence that was refused room for KV from elsewhere and will ask again → place in the order
         self._arrivals = itertools.count()
-        # The batch that is on: whoever came later than `_last` does not join.
+        # The last arrival of the current batch: later sequences do not join it.
         self._last: float = math.inf if limits.batching == "continuous" else -1
         self._forming_since: float | None = None
 
     def schedule(self, now: float = 0.0) -> Schedule:
-        """`now`, the caller's clock in seconds, tells who in the queue has expired and how long a static batch has waited to be full."""
+        """`now` is the caller's clock in seconds. It decides which queued sequences have expired and when a static batch stops waiting."""
         plan = Schedule(expired=[seq for seq in self.waiting if seq.expires_at <= now])
         for seq in plan.expired:
             self.waiting.remove(seq)
@@ -99,7 +99,7 @@ class Scheduler:
     def reserve(self, seq: Sequence) -> bool:
         """Blocks for the known tokens of a sequence whose KV comes from elsewhere, leaving the last token to compute.
 
-        `seq.computed` then says how much of it was already here. False, and nothing changed, while there is no room.
+        Sets `seq.computed` to the positions that were already here. Returns False and changes nothing while there is no room.
         """
         self._arrive(seq)
         if not self._admit(seq):
@@ -123,13 +123,13 @@ class Scheduler:
         self.enqueue(seq)
 
     def free(self, seq: Sequence) -> None:
-        """Take a sequence's blocks away; what it computed is gone unless the prefix cache keeps it."""
+        """Takes a sequence's blocks away. Its KV is lost unless the prefix cache keeps it."""
         self.pool.release(seq.blocks)
         seq.blocks = []
         seq.computed = seq.sealed = 0
 
     def advance(self, seq: Sequence, computed: int) -> None:
-        """`seq` holds the KV of `computed` positions now: seal the blocks that this filled."""
+        """`seq` holds the KV of `computed` positions now: seals the blocks that are full now."""
         seq.computed = computed
         seq.reached = max(seq.reached, computed)
         self._extend_keys(seq)
@@ -143,7 +143,7 @@ class Scheduler:
         return sum(max(0, self._final_blocks(seq) - len(seq.blocks)) for seq in seqs)
 
     def credit_tokens(self) -> int:
-        """Tokens that this worker could still promise to hold, over all that it has promised already."""
+        """Tokens that this worker can still promise to hold, in addition to those that it has promised already."""
         promised = self.growth((*self.running, *self.fetching, *self.waiting))
         return (self.pool.available - promised) * self.block_size
 
@@ -162,11 +162,11 @@ class Scheduler:
         return self._place(seq) <= self._last
 
     def _admit(self, seq: Sequence) -> bool:
-        """Give a waiting sequence its blocks if it fits: what the prefix cache holds, and fresh ones for the rest."""
+        """Gives a waiting sequence its blocks if it fits: cached blocks for its known prefix, and fresh ones for the rest."""
         if len(self.running) + len(self.fetching) >= self.limits.max_num_seqs or not self._is_next(seq):
             return False
         self._extend_keys(seq)
-        # The last known token is always computed here, or there would be no logits to sample from.
+        # The last known token is always computed here: sampling needs its logits.
         keys = seq.keys[: (len(seq.tokens) - 1) // self.block_size]
         known, idle = self.pool.matched(keys)
         fresh = self._blocks_for(len(seq.tokens)) - known
@@ -186,7 +186,7 @@ class Scheduler:
         return True
 
     def _make_room(self, seq: Sequence, plan: Schedule) -> bool:
-        """A block for the token that `seq` computes next. Preempts the youngest until there is one, `seq` itself at last."""
+        """Makes room for the next token of `seq`. Preempts the youngest sequences until a block is free, and `seq` itself last."""
         if seq.computed < len(seq.blocks) * self.block_size:
             return True
         while (block := self.pool.allocate(1)) is None:
@@ -216,12 +216,12 @@ class Scheduler:
         return seq.arrival
 
     def _is_next(self, seq: Sequence) -> bool:
-        """Nobody who came earlier still waits for room, in the queue or with a claim."""
+        """Whether no earlier sequence still waits for room, in the queue or with a claim."""
         earliest = min((*self.claims.values(), *(self._place(first) for first in self.waiting[:1])), default=self._place(seq))
         return self._place(seq) <= earliest
 
     def _final_blocks(self, seq: Sequence) -> int:
-        """Blocks that it owns at its end here, at most. A sequence that is held stops at its first token."""
+        """The most blocks that `seq` will own on this worker. A sequence that will be held stops at its first token."""
         return self._blocks_for(len(seq.tokens) + (0 if seq.hold else max(0, seq.remaining)))
 
     def _blocks_for(self, tokens: int) -> int:

@@ -11,7 +11,8 @@ import socket
 from pathlib import Path
 from types import MappingProxyType
 
-from baton.cluster.config import PORTS, Config, keys
+from baton.cluster.config import PORTS, Config
+from baton.cluster.config_layers import keys
 from baton.cluster.packages import HOME, command
 from baton.cluster.rpc import target
 from baton.launch import state
@@ -116,7 +117,7 @@ def templates(config: Config) -> list[tuple[Template, int]]:
 
 
 def to_env(config: Config) -> dict[str, str]:
-    """The variables from which `baton.cluster.config.load` makes this configuration again."""
+    """The variables from which `baton.cluster.config_layers.load` makes this configuration again."""
     env = {}
     for key in keys():
         value = config.at(key.name)

@@ -39,6 +39,29 @@ Loading = Callable[[str, int, int], None]
 OnReady = Callable[[state.ClusterState], None]
 
 
+class Progress:
+    """How far workers are with their weights, from the lines that they write to their logs. Each look reads only what is new."""
+
+    _LINE = re.compile(rb"loading weights (\d+)/(\d+)\s")
+
+    def __init__(self, log_dir: Path) -> None:
+        self._log_dir = log_dir
+        self._read: dict[str, int] = {}  # bytes of each log
+
+    def of(self, name: str) -> tuple[int, int] | None:
+        """(done, total) if there is news."""
+        try:
+            with (self._log_dir / f"{name}.log").open("rb") as log:
+                log.seek(self._read.get(name, 0))
+                data = log.read(1 << 20)
+        except OSError:  # under Ray the log may lie on another host
+            return None
+        whole = data[: data.rfind(b"\n") + 1]
+        self._read[name] = self._read.get(name, 0) + len(whole)
+        found = self._LINE.findall(whole)
+        return (int(found[-1][0]), int(found[-1][1])) if found else None
+
+
 @dataclass(slots=True)
 class Supervisor:
     config: Config
@@ -112,15 +135,19 @@ class Supervisor:
                         seen = reached
                     if reached >= wanted and await serving(config):
                         return
-                    for process in await launcher.processes():
-                        self._complain(process)
-                        if found := logs.of(process.name):
-                            self.loading(process.name, *found)
+                    await self._look(launcher, logs)
                     await asyncio.sleep(WATCH_EVERY_S / 2)
         except TimeoutError:
             if not limit.expired():
                 raise
             raise UpError(f"not ready after {READY_WITHIN_S:g} s: {seen} of {wanted} workers; logs are in {self.log_dir}") from None
+
+    async def _look(self, launcher: Launcher, logs: Progress) -> None:
+        """Tells how far the processes have loaded. Raises UpError for one that does not start."""
+        for process in await launcher.processes():
+            self._complain(process)
+            if found := logs.of(process.name):
+                self.loading(process.name, *found)
 
     def _complain(self, process: ProcessState) -> None:
         """Raises UpError: a process that died twice at its start will not do better the third time."""
@@ -169,29 +196,6 @@ class Supervisor:
                 self.redis = EmbeddedRedis(self.redis.port, self.redis.password)
             except RedisServerError as error:
                 self.note(str(error))
-
-
-class Progress:
-    """How far workers are with their weights, from the lines that they write to their logs. Each look reads only what is new."""
-
-    _LINE = re.compile(rb"loading weights (\d+)/(\d+)\s")
-
-    def __init__(self, log_dir: Path) -> None:
-        self._log_dir = log_dir
-        self._read: dict[str, int] = {}  # bytes of each log
-
-    def of(self, name: str) -> tuple[int, int] | None:
-        """(done, total) if there is news."""
-        try:
-            with (self._log_dir / f"{name}.log").open("rb") as log:
-                log.seek(self._read.get(name, 0))
-                data = log.read(1 << 20)
-        except OSError:  # under Ray the log may lie on another host
-            return None
-        whole = data[: data.rfind(b"\n") + 1]
-        self._read[name] = self._read.get(name, 0) + len(whole)
-        found = self._LINE.findall(whole)
-        return (int(found[-1][0]), int(found[-1][1])) if found else None
 
 
 async def _stop_now(launcher: Launcher) -> None:

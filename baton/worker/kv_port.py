@@ -1,4 +1,4 @@
-"""A worker's KV port: what others read of its pool, and what it reads of theirs. Every worker has one, whatever its roles.
+"""A worker's KV port: other workers read its pool through it, and it reads theirs. Every worker has one, whatever its roles.
 
 out   a role opens an export while it computes a prompt; `lend` pins cached blocks for a peer that asks for them
 in    `fill` brings the KV behind a handle into the blocks reserved for a sequence; `dispose` gives blocks back after a failure
@@ -19,12 +19,12 @@ from kvtransfer.handle import KvHandle, Wish
 from kvtransfer.importer import Checks, Fetch, Importer, Peer
 from kvtransfer.transport import Transport
 
-MAX_LENT = 256  # loans at a time: each pins blocks that the pool would otherwise evict
+MAX_LENT = 256  # open loans; each one pins blocks that the pool could otherwise evict
 
 
 @dataclass(frozen=True, slots=True)
 class Place:
-    """Where a worker's KV is: who holds it, since when, and the address of its KvExchange."""
+    """Where a worker's KV is: the worker, its incarnation, and the address of its KvExchange."""
 
     worker: str
     incarnation: int
@@ -62,7 +62,7 @@ class KvPort:
         )
 
     async def lend(self, wish: Wish) -> KvHandle:
-        """Pin the longest cached run of the blocks wished for, and lease it. Raises BatonError(LEASE_REFUSED, SATURATED)."""
+        """Pins the longest cached run of the requested blocks and leases it. Raises BatonError(LEASE_REFUSED, SATURATED)."""
         if not wish.is_sealed_with(self.importer.key) or (wish.worker, wish.incarnation) != (self.place.worker, self.place.incarnation):
             raise BatonError(Reason.LEASE_REFUSED, f"the wish is for {wish.worker}:{wish.incarnation}, or was altered")
         size = self.pool.layout.block_size
@@ -80,9 +80,9 @@ class KvPort:
         return export.handle
 
     async def fill(self, seq: EngineSequence, fetch: Fetch) -> int:
-        """Bring what the handle is for into the reserved blocks of `seq`. Returns how many blocks of the range were here already.
+        """Reads the handle's range into the reserved blocks of `seq`. Returns how many blocks of the range were here already.
 
-        Raises BatonError: the blocks must not be used, and go to `dispose` once the engine has taken them from the sequence.
+        Raises BatonError. Then the blocks must not be used, and go to `dispose` once the engine has taken them from the sequence.
         """
         size, handle = self.pool.layout.block_size, fetch.handle
         have = seq.computed // size - handle.start // size
@@ -96,11 +96,11 @@ class KvPort:
         return skip
 
     async def withdraw(self, seq_id: str | None, fetch: Fetch | None, filling: list[int]) -> None:
-        """End a sequence that a fetch may be filling (None: only its blocks are left). `filling`, blocks that were taken from it before,
-        is empty afterwards: whoever is cancelled here may call again."""
+        """Ends a sequence that a fetch may be filling; None: only its blocks are left. `filling` holds blocks that were taken from
+        the sequence before, and is empty afterwards: a caller that is cancelled here may call again."""
         if seq_id is not None:
             taken = await self._loop.call(lambda engine: engine.abort(seq_id))
-            filling += taken  # after the await: a command that took blocks before the abort has put them there by now
+            filling += taken  # only now: a command that took blocks before the abort has added them to `filling` during the await
         blocks = list(filling)
         filling.clear()
         await self.importer.dispose(fetch, blocks)
@@ -109,7 +109,7 @@ class KvPort:
         await self.importer.close()
 
     async def _pin(self, keys: Sequence[bytes]) -> list[int]:
-        """A caller that is cancelled leaves nothing pinned: the command that gives back comes after the one that took."""
+        """A cancelled caller leaves nothing pinned: the engine runs the release after the pinning command."""
         pinned: list[int] = []
 
         def pin(engine: Engine) -> None:

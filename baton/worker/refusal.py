@@ -11,7 +11,7 @@ def refusal(error: Refused) -> BatonError:
 
 
 def failure(output: Output) -> BatonError:
-    """Of an output without a token."""
+    """The error of an output without a token."""
     if output.expired:
         return BatonError(Reason.DEADLINE, "the deadline of the request was over while it waited in the worker's queue")
     return BatonError(Reason.INTERNAL, output.failure or "")

@@ -1,22 +1,22 @@
-"""For how long an engine has made no progress.
+"""How long an engine has made no progress.
 
-An engine makes progress when it rests, when it ends a step or a command, and when its thread computes inside one: a prompt of a large model
-may take a CPU many seconds, and a busy machine makes that longer without making it a fault. A thread that waits for something that does not
-come uses no processor time. One that computes for ever does; such a step is given `longest_s`, far beyond what any step takes.
+An engine makes progress when it rests, when it ends a step or a command, and when its thread computes inside one. A CPU may need many
+seconds for a prompt of a large model, and a busy machine needs longer without being at fault. A thread that waits for an event that never
+comes uses no processor time. A thread that computes for ever uses it, so a step may take at most `longest_s`, far more than it needs.
 """
 
 from dataclasses import dataclass
 
-COMPUTES = 0.02  # of the time: a thread that gets less than this is not computing, however many others want the processor
+COMPUTES = 0.02  # share of the time: a thread that gets less is not computing, however busy the machine is
 
 
 @dataclass(frozen=True, slots=True)
 class Activity:
-    """Of an engine's thread at one moment."""
+    """The state of an engine's thread at one moment."""
 
     laps: int  # steps and commands that have ended
-    busy_since: float | None  # start of the step or command under way, on the caller's clock; None: it rests
-    cpu_s: float | None  # processor time of the thread so far; None where the system does not tell
+    busy_since: float | None  # start of the current step or command, on the caller's clock; None: the thread rests
+    cpu_s: float | None  # processor time of the thread so far; None if the system does not report it
 
 
 class Stall:
@@ -36,5 +36,5 @@ class Stall:
         return age if age > self._longest_s else min(age, now - self._marked)
 
     def _computed(self, now: float, seen: Activity) -> bool:
-        """Since the last progress. Where nobody can say, it is assumed: then only `longest_s` tells."""
+        """Whether the thread has computed since the last progress. Assumed if the system does not tell: then only `longest_s` counts."""
         return seen.cpu_s is None or seen.cpu_s - self._cpu_s > COMPUTES * (now - self._marked)

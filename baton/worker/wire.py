@@ -1,4 +1,4 @@
-"""Between `baton.v1` and the plain objects of engine and kvtransfer: protobuf stops here."""
+"""Converts between `baton.v1` and the plain objects of engine and kvtransfer: protobuf stops here."""
 
 import itertools
 import math
@@ -20,7 +20,7 @@ _FINISH = {Finish.STOP: generation_pb2.FINISH_REASON_STOP, Finish.LENGTH: genera
 
 
 def to_sequence(job: worker_pb2.Job, model_fingerprint: str, hold: bool = False, timeout_s: float | None = None) -> Sequence:
-    """A sequence with an id of its own: two attempts of one request are two sequences. `timeout_s`: how long somebody waits for it."""
+    """A sequence with an id of its own: two attempts of one request are two sequences. `timeout_s`: how long the caller waits for it."""
     return Sequence(
         id=f"{job.request_id}#{next(_numbers)}",
         tokens=list(job.token_ids),
@@ -33,7 +33,7 @@ def to_sequence(job: worker_pb2.Job, model_fingerprint: str, hold: bool = False,
 
 
 def to_params(sampling: generation_pb2.SamplingParams) -> SamplingParams:
-    """Every field by its name; a job says all of them."""
+    """Reads every field by its name; a job sets all of them."""
     given = {name: getattr(sampling, name) for name in FIELDS}
     given["logit_bias"] = dict(sampling.logit_bias)
     given["logprobs"] = sampling.logprobs if sampling.HasField("logprobs") else None
@@ -55,7 +55,7 @@ def pack_handle(handle: KvHandle) -> bytes:
 
 
 def unpack_handle(data: bytes) -> KvHandle:
-    """Raises BatonError(LEASE_REFUSED) for bytes that are no handle."""
+    """Raises BatonError(LEASE_REFUSED) if `data` is not a handle."""
     message = worker_pb2.KvHandle()
     try:
         message.ParseFromString(data)

@@ -26,10 +26,12 @@ from typer.testing import CliRunner
 
 from baton.cli import doctor, view
 from baton.cli.doctor import Finding
-from baton.cli.main import app
-from baton.cluster.config import MASK, Config, keys, load
+from baton.cli.main import CHAT_TEMPERATURE, app
+from baton.cluster.config import Config
+from baton.cluster.config_layers import MASK, keys, load
 from baton.cluster.errors import BatonError, Reason, Violation
 from baton.cluster.rpc import to_status
+from baton.engine.sampling import NUMBERS
 from baton.launch.state import ClusterState, born
 from baton.models.make_small import make_toy
 from baton.v1 import generation_pb2 as pb
@@ -145,6 +147,26 @@ def test_json_is_one_object_on_one_line(env: dict[str, str], router: tuple[str, 
     asked = router[1].asked[-1]
     assert asked.text == "from a pipe" and asked.sampling.seed == 5 and list(asked.sampling.stop) == ["x"]
     assert not asked.sampling.HasField("temperature"), "what was not asked for is left to the router"
+
+
+@pytest.mark.parametrize("verb", ["generate", "chat"])
+def test_every_number_of_the_sampler_is_a_flag(env: dict[str, str], router: tuple[str, Answers], verb: str) -> None:
+    """As it is declared once, in `baton.engine.sampling`: its name, its meaning and its range."""
+    values = {name: number.range.high for name, number in NUMBERS.items()}
+    flags = [text for name, value in values.items() for text in (f"--{name.replace('_', '-')}", f"{value:.10g}")]
+    prompt = ("tell me",) if verb == "generate" else ()
+    assert baton(env, verb, *prompt, *flags, "--address", router[0], text="tell me\n")[0] == 0
+    sampling = router[1].asked[-1].sampling
+    assert {name: getattr(sampling, name) for name in values} == pytest.approx(values)
+    shown = " ".join(invoke(env, verb, "--help")[1].replace("│", " ").split())
+    assert all(f"--{name.replace('_', '-')}" in shown for name in values)
+    assert "0 is greedy. At least 0 and at most 100." in shown
+
+
+def test_chat_has_a_temperature_of_its_own(env: dict[str, str], router: tuple[str, Answers]) -> None:
+    assert baton(env, "chat", "--address", router[0], text="tell me\n")[0] == 0
+    sampling = router[1].asked[-1].sampling
+    assert sampling.temperature == CHAT_TEMPERATURE and not sampling.HasField("top_p")
 
 
 def test_chat_is_a_message(env: dict[str, str], router: tuple[str, Answers]) -> None:

@@ -9,21 +9,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 from pydantic import ValidationError
 
-from baton.cluster.config import (
-    FOREIGN_ENV,
-    MASK,
-    ClusterConfig,
-    Config,
-    ConfigError,
-    EngineConfig,
-    Key,
-    RedisConfig,
-    dump,
-    keys,
-    load,
-    mask_password,
-    schema,
-)
+from baton.cluster.config import ClusterConfig, Config, ConfigError, EngineConfig, RedisConfig
+from baton.cluster.config_layers import FOREIGN_ENV, MASK, Key, dump, keys, load, mask_password, schema
 
 SECRET = "0123456789abcdef"
 # A legal value, other than the default, for each key whose default does not suggest one.

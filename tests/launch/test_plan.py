@@ -6,7 +6,8 @@ from typing import Any
 
 import pytest
 
-from baton.cluster.config import ConfigError, load
+from baton.cluster.config import ConfigError
+from baton.cluster.config_layers import load
 from baton.launch import plan
 from baton.launch.plan import UpError, check_model, check_ports, kernel_cache, templates
 from baton.models.make_small import make_toy

@@ -9,7 +9,7 @@ import grpc
 import pytest
 from grpc_health.v1 import health, health_pb2, health_pb2_grpc
 
-from baton.cluster.config import load
+from baton.cluster.config_layers import load
 from baton.launch import plan
 from baton.launch.launcher import RestartRule
 from baton.launch.local_launcher import LocalLauncher

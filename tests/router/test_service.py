@@ -24,7 +24,7 @@ from router.admission import Admission
 from router.dispatch import Dispatcher
 from router.journal import Journal
 from router.request import FinishReason, Request, Stopwatch, Token
-from router.service import Accepted, Event, Finished, GenerateService, Piece
+from router.service import Accepted, Draws, Event, Finished, GenerateService, Piece, ServedModel
 from router.tokenizer import Tokenizer
 from router.validate import Ask, AskSampling
 from router.view import ClusterView
@@ -84,15 +84,13 @@ class House:
         self.book = Book("router", model="toy")
         self.journal = Journal(self.book, Tracer(), "toy", self.slo, keep=100)
         self.service = GenerateService(
-            tokenizer=self.tokenizer,
-            model_name="toy",
+            model=ServedModel("toy", self.tokenizer),
             view=self.view,
             dispatcher=self.script,
             admission=self.admission,
             config=self.config,
             journal=self.journal,
-            draw_seed=lambda: 77,
-            draw_id=lambda: f"req-{next(numbers)}",
+            draws=Draws(lambda: 77, lambda: f"req-{next(numbers)}"),
         )
 
     async def ask(self, text: str = "hello", timeout_s: float | None = 10, **sampling: Any) -> list[Event]:

@@ -23,7 +23,7 @@ from baton.cluster.metrics import Book
 from baton.cluster.telemetry import Tracer
 from router.admission import Admission
 from router.journal import Journal
-from router.service import GenerateService
+from router.service import Draws, GenerateService, ServedModel
 from router.tokenizer import Tokenizer
 from router.validate import Ask, AskSampling
 from router.view import ClusterView
@@ -60,15 +60,13 @@ def service(tokenizer: Any, context: int) -> GenerateService:
     view.update([record("d0", tokenizer_fingerprint=tokenizer.fingerprint, max_model_len=context)], 0.0)
     config, numbers = RouterConfig(), count()
     return GenerateService(
-        tokenizer=tokenizer,
-        model_name="tale",
+        model=ServedModel("tale", tokenizer),
         view=view,
         dispatcher=NoDispatch(),  # type: ignore[arg-type]
         admission=Admission(config.max_inflight, config.max_queue),
         config=config,
         journal=Journal(Book("router", model="tale"), Tracer(), "tale", SloConfig(), keep=10),
-        draw_seed=lambda: 1,
-        draw_id=lambda: f"req-{next(numbers)}",
+        draws=Draws(lambda: 1, lambda: f"req-{next(numbers)}"),
     )
 
 

@@ -21,7 +21,7 @@ from router.http.app import HttpDoor
 from router.journal import Journal
 from router.keys import ApiKeys
 from router.request import FinishReason, Request, Token
-from router.service import GenerateService
+from router.service import Draws, GenerateService, ServedModel, Tenancy
 from router.tokenizer import Tokenizer
 from router.view import ClusterView
 
@@ -95,16 +95,14 @@ class House:
         numbers = count(1)
         draw_id = lambda: f"req-{next(numbers)}"  # noqa: E731
         self.service = GenerateService(
-            tokenizer=self.tokenizer,
-            model_name="toy",
+            model=ServedModel("toy", self.tokenizer),
             view=view,
             dispatcher=self.script,  # type: ignore[arg-type]
             admission=self.admission,
             config=self.config,
             journal=Journal(Book("router", model="toy"), Tracer(), "toy", SloConfig(), keep=10),
-            draw_seed=lambda: 77,
-            draw_id=draw_id,
-            shared_prefixes=self.shared_prefixes,
+            draws=Draws(lambda: 77, draw_id),
+            tenancy=Tenancy(shared_prefixes=self.shared_prefixes),
         )
         self.door = HttpDoor(self.service, self.tokenizer, self.keys, self.config, lambda: self.serving, draw_id)
 

@@ -2,7 +2,7 @@ import threading
 
 import pytest
 
-from baton.cluster.config import load
+from baton.cluster.config_layers import load
 from baton.worker.host import fits, in_a_thread_that_ends
 
 

@@ -12,6 +12,8 @@ G = Hq / Hkv, D head dim, Dv that of values, P parts (2: keys and values; 1: one
 N blocks of the pool.
 """
 
+from typing import NamedTuple
+
 import torch
 import triton
 import triton.language as tl
@@ -363,27 +365,32 @@ def decode(q: Tensor, layer: Tensor, tables: Tensor, seats: Tensor, lens: Tensor
         _merge_kernel[grid](parts, weights, out, out.stride(0), heads, SPLITS=splits, DV=dv, WIDTH=width)
 
 
+class Queries(NamedTuple):
+    """The queries of a step's prefills: those of the sequences from `base` on."""
+
+    firsts: Tensor  # [B + 1] int32, the first row of each sequence
+    base: int
+    longest: int  # the most queries of one sequence
+
+
 def prefill(
     q: Tensor,
     layer: Tensor,
     tables: Tensor,
     seats: Tensor,
     lens: Tensor,
-    firsts: Tensor,
-    base: int,
-    longest: int,
+    queries: Queries,
     how: LayerAttention,
     out: Tensor,
 ) -> None:
-    """Several queries a sequence, for the sequences from `base` on: tokens `firsts[b] : firsts[b + 1]` of q `[T, Hq, D]`, which are the
-    last of its `lens[b]` keys, causally; into the same rows of out `[T, Hq, Dv]`.
-
-    `firsts` `[B + 1]` int32; `longest`: the most queries that a sequence has. Otherwise as `decode`.
+    """Attends causally from several queries of a sequence, which belong to the last of its `lens[b]` keys. Sequence b has the rows
+    `firsts[b] : firsts[b + 1]` of q `[T, Hq, D]` and writes the same rows of out `[T, Hq, Dv]`. Otherwise as `decode`.
     """
+    firsts, base, longest = queries
     heads, dv = q.shape[1], out.shape[2]
-    queries = 16 if dv > 256 else 64 if dv > 128 else 128
+    tile = 16 if dv > 256 else 64 if dv > 128 else 128
     keys = 32 if dv > 128 else 64
-    _prefill_kernel[(triton.cdiv(longest, queries), heads, len(seats) - base)](
+    _prefill_kernel[(triton.cdiv(longest, tile), heads, len(seats) - base)](
         q,
         layer,
         layer[:, -1],
@@ -395,11 +402,11 @@ def prefill(
         base,
         *_how(how, q),
         *_strides(q, layer, tables, out),
-        QUERIES=queries,
+        QUERIES=tile,
         KEYS=keys,
         **_shape(q, layer, dv),
         **_kind(how),
-        num_warps=8 if queries == 128 else 4,
+        num_warps=8 if tile == 128 else 4,
         num_stages=2,
     )
 

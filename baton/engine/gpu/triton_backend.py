@@ -75,9 +75,8 @@ class TritonAttention(StoringAttention):
         step, how = self.step, self.layers[layer]
         if not self._plain[layer]:
             longest = max(span.n for span in step.spans)
-            triton_attention.prefill(
-                q, self.views[layer], self.inputs.tables, step.seats, step.lens, step.firsts, step.size, longest, how, out
-            )
+            queries = triton_attention.Queries(step.firsts, step.size, longest)
+            triton_attention.prefill(q, self.views[layer], self.inputs.tables, step.seats, step.lens, queries, how, out)
             return
         row = step.size
         for span, gather in zip(step.spans[step.decodes :], self._gathers, strict=True):

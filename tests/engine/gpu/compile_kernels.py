@@ -68,7 +68,7 @@ def main() -> None:
         q, out = torch.empty(8, heads, dim, dtype=dtype), torch.empty(8, heads, dv, dtype=dtype)
         for splits in (1, 64):
             triton_attention.decode(q, pool[:, 1], tables, seats, lens, how, out, splits)
-        triton_attention.prefill(q, pool[:, 1], tables, seats, lens, firsts, 0, 8, how, out)
+        triton_attention.prefill(q, pool[:, 1], tables, seats, lens, triton_attention.Queries(firsts, 0, 8), how, out)
         slots = torch.zeros(8, dtype=torch.int64)
         triton_attention.store(torch.empty(8, parts, kv_heads, dim, dtype=dtype), pool[:, 1], slots, slots)
     triton_attention.flatten_tables(tables, seats, firsts, 1, lens)

@@ -110,7 +110,7 @@ def test_prefill(device: torch.device, block_size: int, kv_heads: int, group: in
     firsts = torch.tensor([0, *torch.tensor(ns).cumsum(0).tolist()], dtype=torch.int32, device=device)
     q = torch.randn(sum(ns), kv_heads * group, dim, device=device)
     out = torch.full_like(q, torch.nan)
-    kernels.prefill(q, case.pool[:, 1], case.tables, case.seats, case.lens, firsts, 1, max(ns), how, out)
+    kernels.prefill(q, case.pool[:, 1], case.tables, case.seats, case.lens, kernels.Queries(firsts, 1, max(ns)), how, out)
     assert out[0].isnan().all()
     for b in range(1, 5):
         rows = slice(int(firsts[b]), int(firsts[b + 1]))
@@ -129,7 +129,7 @@ def test_one_vector_is_key_and_value(device: torch.device, how: LayerAttention) 
     firsts = torch.tensor([0, 3, 30, 31], dtype=torch.int32, device=device)
     q = torch.randn(31, 6, 40, device=device)
     out = torch.full((31, 6, 32), torch.nan, device=device)
-    kernels.prefill(q, case.pool[:, 1], case.tables, case.seats, case.lens, firsts, 0, 27, how, out)
+    kernels.prefill(q, case.pool[:, 1], case.tables, case.seats, case.lens, kernels.Queries(firsts, 0, 27), how, out)
     for b, kv in enumerate(case.kv):
         rows = slice(int(firsts[b]), int(firsts[b + 1]))
         torch.testing.assert_close(out[rows].double(), formula(q[rows], kv, how, 32), rtol=1e-4, atol=2e-5)
