@@ -16,7 +16,7 @@ from typing import Any
 
 import grpc
 
-from baton.cli.admin import read_status
+from baton.cli.admin import read_records, read_status
 from baton.client import AsyncClient
 from baton.engine.sampling import SamplingParams
 from baton.engine.toy import naive
@@ -47,6 +47,13 @@ class Cluster:
         with self._channel() as channel:
             stub = worker_pb2_grpc.AdminStub(channel)
             return read_status(stub.Status(worker_pb2.StatusRequest(), timeout=5))
+
+    def record(self, request_id: str) -> dict[str, Any]:
+        """What the router remembers of a request that has ended."""
+        with self._channel() as channel:
+            stub = worker_pb2_grpc.AdminStub(channel)
+            [record] = read_records(stub.Trace(worker_pb2.TraceRequest(request_id=request_id), timeout=5))
+        return record
 
     def _channel(self) -> grpc.Channel:
         options = [("grpc.enable_http_proxy", 0)]
