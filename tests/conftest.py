@@ -1,0 +1,32 @@
+"""What all tests share: examples are not judged by their time, and which tests stay together when several processes run the suite."""
+
+import os
+from pathlib import Path
+
+import pytest
+from hypothesis import HealthCheck, settings
+
+# A busy machine is no failure. pytest-timeout ends what hangs.
+settings.register_profile("baton", deadline=None, suppress_health_check=[HealthCheck.too_slow])
+settings.load_profile("baton")
+
+TESTS = Path(__file__).parent
+WHOLE_MACHINE = {"system", "launch"}  # folders whose tests start clusters: one at a time, since a machine has one Ray and few cores
+
+
+def group(path: Path) -> str:
+    """Tests of one group run one after the other in one process. A file is one at least, so that its fixtures are made once.
+
+    `path`: relative to this folder.
+    """
+    return "machine" if path.parts[0] in WHOLE_MACHINE else path.as_posix()
+
+
+@pytest.hookimpl(tryfirst=True)  # pytest-xdist reads the groups in the same hook
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    if "PYTEST_XDIST_WORKER" not in os.environ:
+        return
+    groups = {item: group(item.path.relative_to(TESTS)) for item in items}
+    for item, name in groups.items():
+        item.add_marker(pytest.mark.xdist_group(name))
+    items.sort(key=lambda item: groups[item] != "machine")  # the longest group begins first, beside all others
