@@ -22,11 +22,7 @@ def group(path: Path) -> str:
     return "machine" if path.parts[0] in WHOLE_MACHINE else path.as_posix()
 
 
-@pytest.hookimpl(tryfirst=True)  # pytest-xdist reads the groups in the same hook
-def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    if "PYTEST_XDIST_WORKER" not in os.environ:
-        return
-    groups = {item: group(item.path.relative_to(TESTS)) for item in items}
-    for item, name in groups.items():
-        item.add_marker(pytest.mark.xdist_group(name))
-    items.sort(key=lambda item: groups[item] != "machine")  # the longest group begins first, beside all others
+def pytest_itemcollected(item: pytest.Item) -> None:
+    """Here and not when all are collected: pytest-xdist reads the groups then."""
+    if "PYTEST_XDIST_WORKER" in os.environ:
+        item.add_marker(pytest.mark.xdist_group(group(item.path.relative_to(TESTS))))
