@@ -114,7 +114,54 @@ def test_heavy_libraries_stay_in_their_file(path: Path) -> None:
         home = HOMES.get(module.split(".")[0])
         assert home is None or name.startswith(home), f"{name} imports {module}"
         assert module.split(".")[0] not in BANNED, f"{name} imports {module}: nothing of ours is pickled"
-        assert not module.startswith("torch.load"), name
+    assert not torch_loads(path.read_text()), f"{name} reads pickle: use safetensors"
+
+
+def torch_loads(text: str) -> list[str]:
+    """Every way by which a file names a `load` of torch's: they unpickle, and a pickle is a program."""
+    tree = ast.parse(text)
+    known: dict[str, str] = {}  # a name in the file → what was imported under it
+    for node in ast.walk(tree):
+        if isinstance(node, ast.Import):
+            known |= {
+                alias.asname or alias.name.split(".")[0]: alias.name if alias.asname else alias.name.split(".")[0] for alias in node.names
+            }
+        elif isinstance(node, ast.ImportFrom) and not node.level:
+            known |= {alias.asname or alias.name: f"{node.module}.{alias.name}" for alias in node.names}
+    used = [dotted(node) for node in ast.walk(tree) if isinstance(node, ast.Attribute)]
+    meant = [*known.values(), *(".".join((known.get(head, head), *rest)) for head, *rest in used)]
+    return [name for name in meant if name.startswith("torch.") and name.endswith(".load")]
+
+
+def dotted(node: ast.expr) -> list[str]:
+    """The names of `a.b.c`; what is behind a call or an index is not followed."""
+    match node:
+        case ast.Name(id=name):
+            return [name]
+        case ast.Attribute(value=value, attr=attr):
+            return [*dotted(value), attr]
+    return [""]
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        "import torch\ntorch.load(path)",
+        "import torch as t\nt.load(path, weights_only=True)",
+        "from torch import load",
+        "from torch import load as read",
+        "import torch.serialization\nread = torch.serialization.load",
+        "def late():\n    import torch\n    return torch.jit.load(path)",
+        "from torch import jit\njit.load(path)",
+    ],
+)
+def test_every_way_to_unpickle_is_seen(text: str) -> None:
+    """Negative control."""
+    assert torch_loads(text)
+
+
+def test_what_reads_no_pickle_is_allowed() -> None:
+    assert not torch_loads("import json, torch\nimport safetensors.torch as st\njson.load(f)\nst.load(b)\ntorch.zeros(2).load\nself.load()")
 
 
 def test_an_arrow_against_the_rules_is_seen() -> None:

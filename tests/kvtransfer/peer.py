@@ -18,6 +18,8 @@ import numpy as np
 
 from baton.cluster.errors import BatonError
 from baton.engine.kvcache import KvLayout, KvPool
+from kvtransfer.auto_transport import AutoTransport
+from kvtransfer.select import make_transport
 
 PROCESS_VM_READV = {"x86_64": 310, "aarch64": 270}.get(platform.machine())
 
@@ -32,11 +34,15 @@ def pattern(seed: int, num_blocks: int, block_bytes: int) -> np.ndarray:
 
 
 def transport(kind: str, name: str, pool: KvPool, host: str = "127.0.0.1", key: str = "key", **options: object):
-    """`kind`: "nixl", "nixl-tcp" (the same, without copies between processes) or "tcp"."""
-    if kind == "tcp":
+    """`kind`: "nixl", "nixl-tcp" (the same, without copies between processes), "tcp", "auto" or "auto-tcp" (the same, where NIXL cannot be
+    had)."""
+    if kind in ("tcp", "auto-tcp"):
         from kvtransfer.tcp_transport import TcpTransport
 
-        return TcpTransport(pool, host, key.encode(), **options)
+        tcp = TcpTransport(pool, host, key.encode(), **options)
+        return tcp if kind == "tcp" else AutoTransport(None, tcp)
+    if kind == "auto":
+        return make_transport("auto", peer=name, pool=pool, host=host, key=key.encode(), **options)
     from kvtransfer.nixl_transport import NixlTransport
 
     return NixlTransport(name, pool, host, **({"tls": "tcp", "allow_tcp": True} if kind == "nixl-tcp" else {}) | options)

@@ -6,6 +6,7 @@ import threading
 import time
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
+from itertools import permutations
 
 import numpy as np
 import pytest
@@ -13,8 +14,10 @@ import pytest
 from baton.cluster.errors import BatonError, Reason
 from kvtransfer.transport import ReadPending, runs
 
-KINDS = ["nixl", "nixl-tcp", "tcp"] if sys.platform == "linux" else ["tcp"]
-OVER_NETWORK = [kind for kind in KINDS if kind != "nixl"]  # a stopped process cannot answer there; a copy in memory needs no answer
+KINDS = ["nixl", "nixl-tcp", "tcp", "auto", "auto-tcp"] if sys.platform == "linux" else ["tcp", "auto"]
+IN_MEMORY = {"nixl", "auto"}  # where the host lets one process read another: such a copy needs no answer
+OVER_NETWORK = [kind for kind in KINDS if kind not in IN_MEMORY]  # a stopped process cannot answer there
+ON_SOCKETS = {"tcp", "auto-tcp"}  # of ours: a read that fails has ended
 QUICK = 5.0  # seconds within which a dead peer is a failure
 
 every_kind = pytest.mark.parametrize("kind", KINDS)
@@ -155,9 +158,18 @@ def test_garbage_is_no_address(kind, make_reader, shared_peers, refused):
     reader, peer = make_reader(kind), shared_peers(kind)
     good = peer.address
     flipped = [good[:at] + bytes([good[at] ^ 1 << at % 8]) + good[at + 1 :] for at in (0, 10, 20, 35, 60, len(good) - 1)]
+    both = 4 + int.from_bytes(good[:4], "little")
+    over_nixl, over_tcp = good[:both], good[both:]
     for bad in [b"", b"x", os.urandom(300), good[:40], good[:-1], *flipped]:
-        with refused():
-            reader.transport.connect("bad:1", bad)
+        if kind == "auto":  # each of its two addresses stands for itself
+            with suppress(BatonError):
+                reader.transport.connect("bad:1", bad)
+            carrier = reader.transport.carrier("bad:1")
+            assert not carrier or (bad.endswith(over_tcp) if carrier == "tcp" else bad.startswith(over_nixl))
+            reader.transport.disconnect("bad:1")
+        else:
+            with refused():
+                reader.transport.connect("bad:1", bad)
         with refused():
             reader.transport.read("bad:1", [0], [0], 1)
     assert reader.untouched()
@@ -167,7 +179,7 @@ def test_garbage_is_no_address(kind, make_reader, shared_peers, refused):
 
 
 def test_an_address_of_another_transport_is_refused(make_reader, shared_peers, refused):
-    for kind, other in (("nixl", "tcp"), ("tcp", "nixl")):
+    for kind, other in permutations(("nixl", "tcp", "auto"), 2):
         with refused():
             make_reader(kind).connect(shared_peers(other))
 
@@ -242,7 +254,7 @@ def test_a_peer_killed_during_a_read(kind, start_peer, make_reader):
         time.sleep(0.2)
         peer.kill()
         error = read.exception(timeout=QUICK)
-    if kind == "nixl" and error is None:
+    if kind in IN_MEMORY and error is None:
         assert reader.has(peer, range(64), range(64))
         return
     assert isinstance(error, BatonError) and error.reason is Reason.TRANSFER_FAILED and not isinstance(error, ReadPending)
@@ -282,8 +294,9 @@ def test_a_peer_that_closed_is_not_read(kind, start_peer, make_reader, refused):
         reader.connect(peer)
 
 
-def test_a_copy_in_memory_does_not_need_the_peer(start_peer, make_reader):
-    reader, peer = make_reader("nixl"), start_peer("nixl")
+@pytest.mark.parametrize("kind", sorted(IN_MEMORY & set(KINDS)))
+def test_a_copy_in_memory_does_not_need_the_peer(kind, start_peer, make_reader):
+    reader, peer = make_reader(kind), start_peer(kind)
     reader.connect(peer)
     if "copied in memory" not in reader.transport.backend_detail():
         pytest.skip("this host does not let one process read another")
@@ -303,7 +316,7 @@ def test_a_hung_peer_is_a_timeout_and_nothing_lands_once_it_is_settled(kind, sta
     assert 0.3 <= time.monotonic() - began < 2
     assert info.value.reason is Reason.TRANSFER_FAILED
     settled = info.value.settled if isinstance(info.value, ReadPending) else lambda: True
-    if kind == "tcp":
+    if kind in ON_SOCKETS:
         assert settled() and reader.untouched()
     peer.resume()
     wait_until(settled)

@@ -54,6 +54,13 @@ class Cluster:
             stub = worker_pb2_grpc.AdminStub(channel)
             return read_records(stub.Trace(worker_pb2.TraceRequest(last=1), timeout=5))[0]
 
+    def record(self, request_id: str) -> dict[str, Any]:
+        """What the router remembers of a request that has ended."""
+        with self._channel() as channel:
+            stub = worker_pb2_grpc.AdminStub(channel)
+            [record] = read_records(stub.Trace(worker_pb2.TraceRequest(request_id=request_id), timeout=5))
+        return record
+
     def _channel(self) -> grpc.Channel:
         options = [("grpc.enable_http_proxy", 0)]
         if self.tls is None:

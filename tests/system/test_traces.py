@@ -1,7 +1,4 @@
-"""One request is one trace across all processes, as a real OTLP receiver gets it; and what happens when there is none.
-
-Skipped without OpenTelemetry: `pip install 'baton[otel]'`.
-"""
+"""One request is one trace across all processes, as a real OTLP receiver gets it; and what happens when there is none."""
 
 import asyncio
 import json
@@ -17,6 +14,8 @@ from typing import Any
 import grpc
 import pytest
 from live_cluster import Cluster, cluster, toy
+from opentelemetry.proto.collector.trace.v1 import trace_service_pb2 as trace_service
+from opentelemetry.proto.collector.trace.v1 import trace_service_pb2_grpc
 
 from baton.client import build_request
 from baton.cluster import semconv
@@ -24,10 +23,6 @@ from baton.launch.plan import free_port
 from baton.v1 import generation_pb2, generation_pb2_grpc
 
 pytestmark = pytest.mark.system
-trace_service = pytest.importorskip(
-    "opentelemetry.proto.collector.trace.v1.trace_service_pb2", reason="no OpenTelemetry: pip install 'baton[otel]'"
-)
-from opentelemetry.proto.collector.trace.v1 import trace_service_pb2_grpc  # noqa: E402
 
 TRACE, PARENT = "0af7651916cd43dd8448eb211c80319c", "b7ad6b7169203331"
 CANARY = "a heron that nobody may hear of"
