@@ -11,7 +11,8 @@ import pytest
 from memory_registry import MemoryRegistry
 from sweep import cancelled
 
-from baton.cluster.config import Config, load
+from baton.cluster.config import Config
+from baton.cluster.config_layers import load
 from baton.cluster.records import Pools
 from baton.launch import supervisor
 from baton.launch.child import Child
