@@ -1,5 +1,7 @@
 """A request of more fields than any legal one is refused before it is parsed, and the count goes no further than that."""
 
+from collections import Counter
+
 import grpc
 import pytest
 
@@ -8,7 +10,7 @@ from baton.cluster.errors import BatonError, Reason
 from baton.cluster.rpc import Context, Server, to_error
 from baton.v1 import generation_pb2 as pb
 from baton.v1 import generation_pb2_grpc
-from router.message_bound import _NESTED, MAX_FIELDS, UNCOUNTED_BYTES, _count, check_fields
+from router.message_bound import _FIELDS, MAX_FIELDS, UNCOUNTED_BYTES, _count, check_fields
 from router.validate import Limits
 
 LIMITS = Limits()
@@ -66,7 +68,7 @@ def test_what_is_too_much_is_refused_and_not_counted_to_its_end(name: str) -> No
     with pytest.raises(BatonError, match=str(MAX_FIELDS)) as caught:
         check_fields(data)
     assert caught.value.reason is Reason.INVALID_FIELD
-    assert _count(data, 0, len(data), _NESTED, MAX_FIELDS) <= MAX_FIELDS + 3
+    assert _count(data, 0, len(data), _FIELDS, MAX_FIELDS, Counter()) <= MAX_FIELDS + 3
 
 
 @pytest.mark.parametrize("cut", range(1, 40))
@@ -100,3 +102,20 @@ async def test_the_server_answers_before_it_parses(checked: bool) -> None:
         else:
             assert len(answers) == 1 and not checked
     await server.stop(None)
+
+
+NAMED = {
+    "biases": "sampling.logit_bias",
+    "messages": "chat.messages",
+    "stops": "sampling.stop",
+    "one field again and again": "model",
+    "unknown fields": "request",
+    "ids that are not packed": "token_ids.ids",
+}
+
+
+@pytest.mark.parametrize("name", NAMED)
+def test_the_field_that_there_is_most_of_is_named(name: str) -> None:
+    with pytest.raises(BatonError) as caught:
+        check_fields(HOSTILE[name])
+    assert [violation.field for violation in caught.value.violations] == [NAMED[name]]
