@@ -133,10 +133,11 @@ class Workers:
                 asked.source.CopyFrom(to_source(source))
             call = stub.Prefill(asked, timeout=timeout_s)
             try:
-                while (message := await _answer(call.read())) is not grpc.aio.EOF:
-                    yield _to_prefill_event(message)
+                while not isinstance(event := await _next_event(call), FirstToken):
+                    yield event
             finally:
                 call.cancel()
+        yield event  # after its span: whoever has the token need not ask for the end of the stream
 
     def decode(
         self,
@@ -396,6 +397,14 @@ def _to_load(load: worker_pb2.WorkerLoad) -> Load:
 def to_source(source: Source) -> worker_pb2.KvSource:
     worker = source.worker
     return worker_pb2.KvSource(worker=worker.name, incarnation=worker.incarnation, address=worker.address, blocks=source.blocks)
+
+
+async def _next_event(call: Any) -> PrefillEvent:
+    """Raises BatonError."""
+    message = await _answer(call.read())
+    if message is grpc.aio.EOF:
+        raise BatonError(Reason.INTERNAL, "the prefill ended without a token")
+    return _to_prefill_event(message)
 
 
 def _to_prefill_event(message: worker_pb2.PrefillEvent) -> PrefillEvent:

@@ -1,7 +1,7 @@
 """The admin port over a real wire: what the router knows arrives in the terminal with the same names and values."""
 
 import asyncio
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Sequence
 from dataclasses import asdict, replace
 from typing import Any
 
@@ -14,14 +14,15 @@ from baton.cluster.errors import BatonError, Reason
 from baton.cluster.handoff import Handoff
 from baton.cluster.messages import plain
 from baton.cluster.metrics import Book
-from baton.cluster.records import Load, WorkerRecord, WorkerState
+from baton.cluster.records import Load, WorkerRecord
 from baton.cluster.rpc import Server, channel
 from baton.cluster.telemetry import Tracer
 from baton.engine.sampling import SamplingParams
 from baton.v1 import worker_pb2 as pb
 from baton.v1 import worker_pb2_grpc
-from baton.worker.door import PAGE_KEYS, Residue, WorkerDoor
+from baton.worker.door import PAGE_KEYS, Probed, Residue, WorkerDoor
 from baton.worker.identity import Identity
+from baton.worker.role import Mounts
 from router.admin import AdminDoor
 from router.admission import Admission
 from router.clients import Workers
@@ -47,8 +48,13 @@ class House:
         assert self.says is not None
         return self.says
 
-    async def probe(self) -> tuple[WorkerState, Load, float]:
-        return "ready", BUSY, 0.0
+    async def probe(self) -> Probed:
+        return Probed("ready", BUSY, ("decode",), 0.0)
+
+    async def set_roles(self, wanted: Sequence[str]) -> Mounts:
+        mounts = Mounts("d0", "decode")
+        mounts.wish(wanted)
+        return mounts
 
     async def snapshot(self) -> tuple[int, list[bytes]]:
         return 3, [number.to_bytes(16, "big") for number in range(self.cached)]
@@ -73,7 +79,7 @@ class House:
 async def house() -> AsyncIterator[tuple[House, Any]]:
     house, admission = House(), Admission(4, 4)
     worker_server, admin_server = Server(Config(), 1 << 20), Server(Config(), 1 << 20)
-    door = WorkerDoor(Identity("d0", 1, "model"), house.probe, house.describe, house.snapshot, lambda: Residue(1, 2, 3, 4))
+    door = WorkerDoor(Identity("d0", 1, "model"), house.probe, house.describe, house.snapshot, lambda: Residue(1, 2, 3, 4), house.set_roles)
     worker_pb2_grpc.add_WorkerServicer_to_server(door, worker_server.grpc)
     address = worker_server.bind(0)
     house.says = record("d0", address=address, load=BUSY)

@@ -72,5 +72,5 @@ async def test_a_decode_worker_becomes_a_prefill_worker_and_back(live: Cluster) 
 )
 def test_what_cannot_be_is_refused_by_name(live: Cluster, arguments: tuple[str, str], words: str) -> None:
     name = next(name for name, worker in workers(live).items() if worker["role"] == "decode")
-    done = live.baton("roles", arguments[0].replace("NAME", name), arguments[1])
+    done = live.baton("roles", arguments[0].replace("NAME", name), arguments[1], "--name", live.name)
     assert done.returncode != 0 and words in done.stderr

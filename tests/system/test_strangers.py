@@ -18,8 +18,8 @@ PROMPT = list(range(1, 101))
 CREDULOUS = """
 from baton.worker.identity import Identity
 Identity.check = lambda self, to: None
-from {role}_worker.__main__ import main, {process}
-main("{role}", {process})
+from {role}_worker.__main__ import main
+main()
 """
 
 
@@ -40,7 +40,7 @@ def port_taken_over(tmp_path: Path, role: str, credulous: bool = False) -> Itera
             "BATON_ENGINE_KV_MEMORY_MIB": "64",
             f"BATON_{role.upper()}_PORT": address.rpartition(":")[2],
         }
-        code = CREDULOUS.format(role=role, process=f"{role.title()}Process") if credulous else ""
+        code = CREDULOUS.format(role=role) if credulous else ""
         command = (sys.executable, *(("-c", code) if credulous else ("-m", f"{role}_worker")))
         with (tmp_path / "stranger.log").open("wb") as log:
             process = subprocess.Popen(command, env={**os.environ, **env}, stdout=log, stderr=log, cwd=ROOT)
