@@ -102,7 +102,7 @@ async def test_status_tells_of_a_worker_that_answers_and_of_one_that_does_not(ho
     workers = {worker["name"]: worker for worker in told["workers"]}
     assert house[0].says is not None
     held = {"idle": False, "leases": 2, "quarantined_blocks": 3, "blocks_in_use": 4}
-    assert workers["d0"] == {**asdict(house[0].says), **held}
+    assert workers["d0"] == {**asdict(house[0].says), "roles": [], **held}
     lost = workers["p0"]
     assert lost["state"] == "unreachable" and "WORKER_LOST" in lost["error"] and lost["kv_blocks"] == 1000 and "idle" not in lost
 
@@ -153,7 +153,7 @@ def test_a_record_and_its_message_have_the_same_fields() -> None:
     """A field that only one of them has would be lost on the way, or refused."""
     facts = record("d0", load=BUSY)
     message = pb.WorkerRecord(**asdict(facts))
-    assert plain(message) == asdict(facts) and WorkerRecord.from_mapping(plain(message)) == facts
+    assert plain(message) == {**asdict(facts), "roles": list(facts.roles)} and WorkerRecord.from_mapping(plain(message)) == facts
 
 
 def test_a_message_refuses_a_name_that_it_does_not_have() -> None:
