@@ -40,6 +40,15 @@ def loadtest(*arguments: str, env: dict[str, str] | None = None) -> subprocess.C
     return done
 
 
+def loadtest_in_time(*arguments: str) -> subprocess.CompletedProcess[str]:
+    """As `loadtest`; measured again where a busy machine made the generator late and the tool, rightly, judged nothing."""
+    for _ in range(4):
+        done = loadtest(*arguments)
+        if "the generator was late" not in done.stderr:
+            break
+    return done
+
+
 def check(done: subprocess.CompletedProcess[str]) -> None:
     """It ended well; or a busy machine made the generator late, which is told and says nothing against what the requests did."""
     late = "nothing was measured: the generator was late" in done.stderr
@@ -48,7 +57,7 @@ def check(done: subprocess.CompletedProcess[str]) -> None:
 
 def test_an_endpoint_is_measured_reported_and_drawn_again(live: Cluster, tmp_path: Path) -> None:
     out = tmp_path / "report"
-    done = loadtest(
+    done = loadtest_in_time(
         "run",
         *SLO,
         *SHORT,
@@ -118,7 +127,7 @@ def test_the_stages_explain_what_the_client_saw(tmp_path: Path) -> None:
             "--cool-down",
             "0",
         )
-        done = loadtest("run", "--slo", "ttft=5s", *load, "0", "--address", slow.grpc, "--out", str(out))
+        done = loadtest("run", "--slo", "ttft=5s", *load, "--address", slow.grpc, "--out", str(out))
     check(done)
     campaign = Campaign.load(out)
     gap = campaign.summary(campaign.probes[0]).stage_sum_gap
