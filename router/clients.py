@@ -8,7 +8,7 @@ import itertools
 import logging
 from collections.abc import AsyncGenerator, Awaitable, Sequence
 from dataclasses import dataclass, fields
-from typing import Any, Literal, TypeVar
+from typing import Any, TypeVar
 
 import grpc
 
@@ -17,7 +17,7 @@ from baton.cluster.config import SecurityConfig
 from baton.cluster.errors import BatonError, Reason
 from baton.cluster.handoff import Handoff
 from baton.cluster.messages import plain
-from baton.cluster.records import Load, WorkerRecord, WorkerState
+from baton.cluster.records import ROLES, Load, RoleName, WorkerRecord, WorkerState
 from baton.cluster.rpc import channel, to_error
 from baton.engine.block_key import KEY_BYTES
 from baton.engine.sampling import FIELDS
@@ -31,8 +31,6 @@ SNAPSHOT_TIMEOUT_S = 60.0  # for all pages
 MAX_GONE = 1024
 NOT_CONNECTED = "failed to connect"  # gRPC's words for a call that never left: nobody listens there
 _Identity = tuple[str, int]  # name and incarnation of a worker
-RoleName = Literal["prefill", "decode"]
-ROLES: tuple[RoleName, ...] = ("prefill", "decode")
 T = TypeVar("T")
 _FINISH: dict[int, FinishReason | None] = {
     generation_pb2.FINISH_REASON_UNSPECIFIED: None,

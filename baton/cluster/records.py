@@ -15,6 +15,8 @@ from baton.engine.block_key import KEY_BYTES
 
 EVENT_KINDS = ("stored", "removed")
 WorkerState = Literal["ready", "draining"]
+RoleName = Literal["prefill", "decode"]
+ROLES: tuple[RoleName, ...] = ("prefill", "decode")
 
 Count = Annotated[int, Field(ge=0)]
 T = TypeVar("T")
@@ -38,7 +40,7 @@ class WorkerRecord:
     """A worker that has joined. It expires unless refreshed."""
 
     name: str
-    role: Literal["prefill", "decode"]  # as which it was started: its pool
+    role: RoleName  # as which it was started: its pool
     address: str  # gRPC host:port
     incarnation: Count  # grows whenever the worker's process restarts
     state: WorkerState
@@ -53,10 +55,10 @@ class WorkerRecord:
     transport: str
     load: Load = field(default_factory=Load)
     metrics: str = ""  # host:port of its /metrics; empty: it offers none
-    roles: tuple[Literal["prefill", "decode"], ...] = ()  # what it serves at this moment; empty: `role`
+    roles: tuple[RoleName, ...] = ()  # what it serves at this moment; empty: `role`
     max_num_seqs: Count = 0  # sequences in one step of its engine; 0: it does not say
 
-    def serves(self, role: Literal["prefill", "decode"]) -> bool:
+    def serves(self, role: RoleName) -> bool:
         return role in (self.roles or (self.role,))
 
     def to_json(self) -> bytes:

@@ -71,10 +71,14 @@ class KvPort:
         if self._lent >= MAX_LENT:
             raise BatonError(Reason.SATURATED, f"{self._lent} loans are out")
         keys = [wish.keys[at : at + KEY_BYTES] for at in range(0, len(wish.keys), KEY_BYTES)]
-        blocks = await self._pin(keys)
-        if not blocks:
-            raise BatonError(Reason.LEASE_REFUSED, "none of these blocks is cached")
-        self._lent += 1
+        self._lent += 1  # before the wait: others that ask meanwhile count as well
+        try:
+            blocks = await self._pin(keys)
+            if not blocks:
+                raise BatonError(Reason.LEASE_REFUSED, "none of these blocks is cached")
+        except BaseException:
+            self._lent -= 1
+            raise
         export = self.exporter.open(wish.request_id, wish.start, wish.start + len(blocks) * size, lambda: self._unpin(blocks))
         export.finish(blocks)
         return export.handle

@@ -10,13 +10,14 @@
 
 from collections.abc import Callable, Sequence
 from enum import Enum
-from typing import Literal, Protocol
+from typing import Protocol
 
 from baton.cluster.errors import BatonError, Reason, invalid
+from baton.cluster.records import ROLES, RoleName
 from baton.engine.engine import Output
 
-Name = Literal["prefill", "decode"]
-NAMES: tuple[Name, ...] = ("prefill", "decode")
+Name = RoleName
+NAMES = ROLES
 
 
 class Mount(Enum):
