@@ -14,12 +14,12 @@ from types import MappingProxyType
 from baton.cluster.config import PORTS, Config
 from baton.cluster.config_layers import keys
 from baton.cluster.packages import HOME, command
+from baton.cluster.records import ROLES
 from baton.cluster.rpc import target
 from baton.launch import state
 from baton.launch.launcher import Launcher, RestartRule, Template
 from baton.launch.local_launcher import LocalLauncher
 
-ROLES = ("prefill", "decode")
 DOORS = ("port", "admin_port", "http_port", "page_port")  # of the router; they stay the same when it is restarted
 NEEDED = ("config.json", "tokenizer.json")  # of a model's folder; what else it needs depends on the model
 GRACE_S = 15.0  # on top of the drain, for closing
