@@ -1,5 +1,6 @@
 """A sampling parameter that is a number is declared once: everything between a client and the sampler follows from the declaration."""
 
+import json
 import math
 from dataclasses import MISSING, fields, replace
 from types import SimpleNamespace
@@ -12,6 +13,8 @@ from baton.v1 import generation_pb2
 from baton.worker.wire import to_params
 from router.clients import to_job
 from router.http import openai_in
+from router.http.errors import HttpError
+from router.http.openai_in import Caller
 from router.validate import Ask, AskSampling, resolve
 
 
@@ -60,9 +63,12 @@ def test_a_request_sets_it_and_its_absence_is_the_default(name: str) -> None:
 
 @pytest.mark.parametrize("name", NUMBERS)
 def test_the_http_door_knows_it(name: str) -> None:
-    parameter = openai_in.SAMPLING[name]
-    assert parameter.fits(other(name)) is (type(other(name)) is int or not NUMBERS[name].integer)
-    assert not parameter.fits("1")
+    def asked(value: object) -> Ask:
+        return openai_in.completion(json.dumps({"prompt": "a", name: value}).encode(), Caller("r")).asks[0]
+
+    assert getattr(asked(other(name)).sampling, name) == other(name)
+    with pytest.raises(HttpError, match=name):
+        asked("1")
 
 
 def test_ranges() -> None:
