@@ -1,4 +1,7 @@
-"""gRPC of a decode worker: one stream per router carries all its calls, all tokens of a step in one message. Protobuf stops here."""
+"""The gRPC service of the decode role. One stream per router carries all its calls, and one message all tokens of a step.
+
+Protobuf stops here.
+"""
 
 import asyncio
 from collections.abc import AsyncIterator
@@ -29,7 +32,7 @@ class DecodeDoor(worker_pb2_grpc.DecodeServicer):
                 while not session.overflowed:
                     yield await session.next_events()
             finally:
-                # The router is gone or wants no more: what it started ends with it.
+                # The router is gone or has cancelled the stream: the calls that it started end, too.
                 reader.cancel()
                 await asyncio.shield(session.close())
 
@@ -39,11 +42,11 @@ class Session:
         self._worker = worker
         self._identity = identity
         self._calls: dict[int, asyncio.Task[None]] = {}
-        self._firsts: dict[int, asyncio.Future[int]] = {}  # of live calls: the first token is still to come
+        self._firsts: dict[int, asyncio.Future[int]] = {}  # of live calls: resolves to the first token
         self._outbox: list[pb.DecodeEvent] = []
         self._filled = asyncio.Event()
-        self.overflowed = False  # the router does not read: the stream ends, and with it all that was started on it
-        self._refused: BatonError | None = None  # the router broke the protocol: likewise
+        self.overflowed = False  # the router does not read: the stream ends, and with it all calls that were started on it
+        self._refused: BatonError | None = None  # the router broke the protocol: the stream ends likewise
 
     async def obey(self, commands: AsyncIterator[pb.DecodeCommand]) -> None:
         async for command in commands:
@@ -59,7 +62,7 @@ class Session:
                         task.cancel()
 
     async def next_events(self) -> pb.DecodeEvents:
-        """Everything that has come up since the last message. Raises BatonError when the router broke the protocol."""
+        """Waits for events and returns all since the last message. Raises BatonError if the router broke the protocol."""
         await self._filled.wait()
         if self._refused is not None:
             raise self._refused
@@ -75,7 +78,7 @@ class Session:
 
     def _start(self, call_id: int, start: pb.DecodeStart) -> None:
         if call_id in self._calls:
-            # No answer under this number could tell the two calls apart.
+            # Answers under this number could not tell the two calls apart.
             self._refused = invalid("call_id", f"{call_id} is the number of a call that has not ended")
             self._filled.set()
             return

@@ -1,4 +1,4 @@
-"""Counts what became of the handles that came with requests."""
+"""Counts what happened to the handles that came with requests."""
 
 from baton.cluster.handoff import COUNTED, Handoff
 from baton.cluster.metrics import Book
@@ -7,9 +7,8 @@ from baton.cluster.metrics import Book
 class HandoffMeter:
     def __init__(self, book: Book) -> None:
         self._handoffs = book.counters("baton_handoffs_total")
-        self._handoffs["none", "ok"].inc(
-            0
-        )  # shown from the start: a series that appears with its first event has no rate before the second
+        # Exported from the start: a series that appears with its first event has no rate before the second.
+        self._handoffs["none", "ok"].inc(0)
         self._read_s = book.histograms("baton_handoff_read_duration_seconds")
         self._read_bytes = book.histograms("baton_handoff_read_bytes")
         self._verify_s = book.histogram("baton_handoff_verify_duration_seconds")

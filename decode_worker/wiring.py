@@ -1,4 +1,4 @@
-"""The decode role, put together by hand for the worker that mounts it."""
+"""Assembles the decode role for the worker that mounts it."""
 
 from baton.v1 import worker_pb2_grpc
 from baton.worker.host import Host
@@ -7,13 +7,13 @@ from decode_worker.worker import DecodeWorker
 
 
 def make(host: Host) -> DecodeWorker:
-    """Before the engine is there."""
+    """Called before the engine exists."""
     worker = DecodeWorker(host.name, host.config.engine.block_size, host.config.kv.on_failure, host.book, host.tracer)
     worker.admit = lambda: host.mounts.admit("decode")
     return worker
 
 
 def serve(worker: DecodeWorker, host: Host) -> None:
-    """The engine and the KV port are open; the server does not listen yet."""
+    """Called when the engine and the KV port are open and the server does not listen yet."""
     worker.loop, worker.port = host.loop, host.port
     worker_pb2_grpc.add_DecodeServicer_to_server(DecodeDoor(worker, host.identity), host.server.grpc)  # type: ignore[no-untyped-call]

@@ -1,11 +1,11 @@
-"""The decode role: takes a request with its KV (or without), and generates with continuous batching.
+"""The decode role: accepts a request with or without its KV, and generates with continuous batching.
 
-    start → handle?  verify → wait for room → fetch → adopt        nothing of the prompt is computed here
-          → live     the same while the prompt is still computed elsewhere: piece by piece, and the first token comes last
+    start → handle?  verify → wait for room → fetch → adopt        no prompt token is computed here
+          → live     the same while another worker still computes the prompt: piece by piece, and the first token comes last
           → else     add                                           bypass: the prompt is prefilled in chunks between decodes
           → tokens … → finished
 
-A fetch that fails for whatever reason ends in a local prefill (or, by config, in an error): KV that was not proven is never used.
+If a fetch fails for any reason, the worker prefills locally (or, by config, fails the call): KV that was not verified is never used.
 """
 
 import asyncio
@@ -31,7 +31,7 @@ from kvtransfer.handle import KvHandle
 from kvtransfer.importer import Fetch
 
 log = logging.getLogger(__name__)
-ROOM_POLL_S = 0.02  # a release on another path may make room without a step of ours
+ROOM_POLL_S = 0.02  # a release elsewhere may make room without an engine step
 
 
 @dataclass(frozen=True, slots=True)
@@ -57,10 +57,10 @@ class Call:
     request_id: str
     handle: KvHandle | None
     emit: Emit
-    first: "asyncio.Future[int] | None" = None  # of a live call: the first token, when it is known
+    first: "asyncio.Future[int] | None" = None  # of a live call: resolves to the first token
     ended: asyncio.Event = field(default_factory=asyncio.Event)
     fetch: Fetch | None = None
-    filling: list[int] = field(default_factory=list)  # blocks that a fetch that was given up may still write into
+    filling: list[int] = field(default_factory=list)  # blocks that an abandoned fetch may still write into
     handoff: Handoff = field(default_factory=Handoff)
     span: Span = NO_SPAN
 
@@ -70,7 +70,7 @@ class Call:
 
 
 class DecodeWorker:
-    """A `baton.worker.role.Role`. `loop` and `port` are set by the wiring, because both want to call back."""
+    """A `baton.worker.role.Role`. The wiring sets `loop` and `port`, because both call back."""
 
     loop: EngineLoop
     port: KvPort
@@ -82,7 +82,7 @@ class DecodeWorker:
         self._block_size = block_size
         self._on_failure = on_failure
         self._calls: dict[str, Call] = {}
-        self._room = asyncio.Lock()  # one waits for room, the others behind it: no newcomer overtakes
+        self._room = asyncio.Lock()  # one call waits for room and the others queue behind it: no newcomer overtakes
         self.admit: Callable[[], None] = lambda: None
 
     @property
@@ -99,9 +99,9 @@ class DecodeWorker:
         first: "asyncio.Future[int] | None" = None,
         traceparent: str = "",
     ) -> None:
-        """Serve one call: events go to `emit`, the last is Finished or a BatonError. Cancel it to end the call without one.
+        """Serves one call. Events go to `emit`; the last is Finished or a BatonError. A call that is cancelled ends without either.
 
-        `first`: of a live call, whose `seq` has only the prompt; resolves to the token that the prefill worker samples.
+        `first` belongs to a live call, whose `seq` has only the prompt. It resolves to the token that the prefill worker samples.
         """
         call = Call(seq, request_id, handle, emit, first, span=self._tracer.follow(semconv.DECODE_WORK, traceparent))
         self._calls[seq.id] = call
@@ -113,21 +113,21 @@ class DecodeWorker:
         except BatonError as error:
             call.fail(error)
         except TimeoutError:
-            call.fail(BatonError(Reason.DEADLINE, "the deadline of the request is over"))
+            call.fail(BatonError(Reason.DEADLINE, "the deadline of the request has passed"))
         except Refused as error:
             call.fail(refusal(error))
         except Exception as error:
             log.error("a call failed", exc_info=error)
             call.fail(BatonError(Reason.INTERNAL, "the call failed on our side"))
         except asyncio.CancelledError:
-            # Nobody wants the request any more. After an error the lease stands: another worker may read it.
+            # Nobody wants the request any more. After an error the lease is kept, because another worker may read it.
             if call.fetch is not None:
                 self.port.importer.release_later(call.fetch)
             call.span.end(Reason.CANCELLED.name)
             raise
         finally:
             del self._calls[seq.id]
-            # Ended and cancelled at once, a call that was recomputed may not have come to give its blocks back.
+            # A recomputed call that ends and is cancelled at the same time may not have given its blocks back yet.
             if not call.ended.is_set() or call.filling:
                 await asyncio.shield(self._withdraw(call))
 
@@ -156,7 +156,7 @@ class DecodeWorker:
                 call.span.end()
 
     async def _place(self, call: Call) -> None:
-        """Bring the sequence into the engine, with its KV where that can be had."""
+        """Adds the sequence to the engine, with its KV if that can be fetched."""
         if call.handle is None:
             await self.loop.call(lambda engine: engine.add(call.seq))
             return
@@ -190,7 +190,7 @@ class DecodeWorker:
         span.set(call.handoff.attributes())
         span.end()  # the request may be over before `adopt` returns
         first = await call.first if call.first is not None else None
-        call.emit(Adopted(call.handoff))  # before the engine has it: its first token may be there at once
+        call.emit(Adopted(call.handoff))  # before the engine has the sequence: its first token may come immediately
 
         def adopt(engine: Engine) -> None:
             engine.arrive(seq, handle.end)
@@ -200,17 +200,17 @@ class DecodeWorker:
         failpoint("kv.adopted")
 
     async def _recompute(self, call: Call, error: BatonError) -> None:
-        """The KV is not to be had: prefill here. Of a live call, not before the first token is known: nobody else may sample it."""
+        """The KV cannot be fetched: prefill here. A live call waits for its first token, which only the prefill worker may sample."""
         call.handoff = Handoff(failure=error.reason.name)
         seq = call.seq
-        call.emit(Adopted(call.handoff))  # from here on the lease is our business
+        call.emit(Adopted(call.handoff))  # from here on we are responsible for the lease
         if call.fetch is not None:
             self.port.importer.release_later(call.fetch)
         first = await call.first if call.first is not None else None
 
         def requeue(engine: Engine) -> None:
             if seq.id in engine.sequences:
-                call.filling.extend(engine.give_up(seq, first))  # kept by the call: we may be cancelled while the command runs
+                call.filling.extend(engine.give_up(seq, first))  # stored in the call: we may be cancelled while the command runs
                 return
             if first is not None:
                 learn(seq, first)
@@ -220,11 +220,11 @@ class DecodeWorker:
         await self._let_go(call)
 
     async def _withdraw(self, call: Call) -> None:
-        """The call ends before its time: nothing of it may stay."""
+        """The call ends early: removes everything that it holds."""
         fetch, call.fetch = call.fetch, None
         await self.port.withdraw(call.seq.id, fetch, call.filling)
 
     async def _let_go(self, call: Call) -> None:
-        """Blocks that a fetch was to fill go back when no byte can land in them."""
+        """Frees the blocks that a fetch was to fill, once no byte can land in them."""
         fetch, call.fetch = call.fetch, None
         await self.port.withdraw(None, fetch, call.filling)

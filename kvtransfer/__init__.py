@@ -1,1 +1,1 @@
-"""Bytes of KV blocks from one worker's pool to another's: handle, lease, digest, transports."""
+"""Moves KV blocks from one worker's pool to another's: handles, leases, digests, transports."""

@@ -1,7 +1,7 @@
-"""Uses NIXL where it is fast and safe, and plain TCP between all other pairs. The choice is made for each peer when it is connected.
+"""Uses NIXL where it is fast and safe, and plain TCP between all other pairs. It chooses for each peer when it connects.
 
 NIXL reads another process's memory on the same host, or over RDMA. Over UCX's TCP, a reader that dies can kill the process that it reads
-from (`kvtransfer.nixl_transport`), and a container may forbid one process to read another's memory: such pairs use plain sockets.
+from (`kvtransfer.nixl_transport`), and a container may not allow one process to read another's memory. Such pairs use plain sockets.
 """
 
 import logging
@@ -27,7 +27,7 @@ class AutoTransport:
         self._chosen: dict[str, Transport] = {}
 
     def address(self) -> bytes:
-        """Length of NIXL's address (0: none), that address, the address for TCP."""
+        """Returns the length of the NIXL address (0: none), the NIXL address, then the TCP address."""
         nixl = self._nixl.address() if self._nixl else b""
         return _LENGTH.pack(len(nixl)) + nixl + self._tcp.address()
 
@@ -42,7 +42,7 @@ class AutoTransport:
                 self._chosen[peer] = self._nixl
                 return
             except BatonError as error:
-                log.info("%s is read over plain TCP: %s", peer, error.message)
+                log.info("reading from %s over plain TCP: %s", peer, error.message)
         self._tcp.connect(peer, tcp)
         self._chosen[peer] = self._tcp
 

@@ -20,7 +20,7 @@ def block_digests(pool: KvPool, block_ids: Sequence[int]) -> bytes:
 def mismatches(pool: KvPool, block_ids: Sequence[int], expected: bytes) -> list[int]:
     """Returns the indices into `block_ids` of the blocks whose digests differ from `expected`.
 
-    Raises BatonError(DIGEST_MISMATCH) if `expected` does not hold one digest for each block: then no block can be judged.
+    Raises BatonError(DIGEST_MISMATCH) if `expected` does not hold one digest for each block, because then no block can be checked.
     """
     if len(expected) != len(block_ids) * DIGEST_BYTES:
         raise BatonError(Reason.DIGEST_MISMATCH, f"{len(expected)} bytes of digests for {len(block_ids)} blocks")

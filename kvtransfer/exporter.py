@@ -1,10 +1,10 @@
-"""The side that holds the blocks: leases them, tells readers which of them are ready, answers for the leases, frees what ended.
+"""The side that holds the blocks. It leases them, tells readers which are ready, renews and ends leases, and frees blocks afterwards.
 
 export = exporter.open(request_id, 0, n, ended)     before or while the KV is computed: a handle for positions 0 to n
-export.publish(blocks)                              so many leading blocks are full now; digested in the background
+export.publish(blocks)                              these leading blocks are full now; they are digested in the background
 export.finish(blocks)                               the range is complete
-exporter.piece(handle, ...)                         a reader asks for what is ready beyond what it has; waits for more
-exporter.release(handle, ...)                       the reader is done; the answer says whether the lease was alive all along
+exporter.piece(handle, ...)                         a reader asks for further blocks that are ready; waits if there are none
+exporter.release(handle, ...)                       the reader is done; the answer says whether the lease was alive until now
 """
 
 import asyncio
@@ -20,11 +20,11 @@ from kvtransfer.handle import KvHandle, Piece
 from kvtransfer.lease import LeaseTable
 
 log = logging.getLogger(__name__)
-MAX_WAIT_S = 5.0  # longest wait of one `piece`; the reader asks again, which also tells us that it lives
+MAX_WAIT_S = 5.0  # longest wait of one `piece` call; the reader then asks again, which also shows that it is alive
 
 
 class Export:
-    """What one lease covers, and how much of it is ready. `publish` and `finish` come from one task."""
+    """What one lease covers, and how much of it is ready. Only one task calls `publish` and `finish`."""
 
     def __init__(self, exporter: "Exporter", handle: KvHandle, ended: Callable[[], None]) -> None:
         self.handle = handle
@@ -40,15 +40,15 @@ class Export:
         self._grown = asyncio.Event()
 
     def publish(self, block_ids: Sequence[int]) -> None:
-        """The first `len(block_ids)` blocks of the range are these, full, and not written any more. They may be told again."""
+        """`block_ids` are the leading blocks of the range, full and no longer written. Blocks may be published more than once."""
         self._wanted = list(block_ids)
         if self._digesting is None or self._digesting.done():
             self._digesting = asyncio.create_task(self._digest())
 
     def finish(self, block_ids: Sequence[int]) -> bool:
-        """As `publish`, and the range is complete. Does not wait for the digests: a reader does, the first token need not.
+        """Like `publish`, and marks the range complete. Does not wait for the digests: the reader needs them, the first token does not.
 
-        False, and nothing is done, when the lease has ended.
+        Returns False and does nothing if the lease has ended.
         """
         if not self._exporter.completed(self):
             return False
@@ -58,7 +58,7 @@ class Export:
         return True
 
     async def wait_beyond(self, first: int, timeout_s: float) -> None:
-        """Until more than `first` blocks are ready, the range is complete, the lease has ended, or the time is over."""
+        """Waits until more than `first` blocks are ready, the range is complete, the lease has ended, or the time is up."""
         try:
             async with asyncio.timeout(timeout_s):
                 while self.alive and not self.complete and len(self.block_ids) <= first:
@@ -68,7 +68,7 @@ class Export:
             pass
 
     def end(self) -> None:
-        """The lease ended, however: nothing more is told, and the holder may free the blocks."""
+        """The lease has ended, for whatever reason: no more blocks are announced, and the holder may free them."""
         self.alive = False
         if self._digesting is not None:
             self._digesting.cancel()
@@ -81,7 +81,7 @@ class Export:
             digests = await self._exporter.digest(fresh)
             if not self.alive:
                 return
-            # With the last piece: the holder still computes with the KV of the others, so its own tokens would be wrong, too.
+            # Only in the last piece: the holder still computes with the KV of earlier pieces, so its own tokens would be wrong, too.
             if len(self.block_ids) + len(fresh) == self._num_blocks and failpoint("kv.exported"):
                 self._exporter.pool.block(fresh[0])[0] ^= 1
             self.block_ids += fresh
@@ -92,7 +92,7 @@ class Export:
         if done.cancelled():
             return
         if done.exception() is not None:
-            log.error("blocks of lease %d cannot be digested", self.handle.lease_id, exc_info=done.exception())
+            log.error("cannot digest the blocks of lease %d", self.handle.lease_id, exc_info=done.exception())
             self._exporter.revoke(self)
             return
         self.complete = True
@@ -119,7 +119,7 @@ class Exporter:
         self._clock = clock
         self._leases = LeaseTable(ttl_s)
         self._exports: dict[int, Export] = {}  # by lease
-        # So far. late: asked for after its end; fenced: a handle that is forged, another request's, or of an earlier process.
+        # Counts so far. late: the lease had already ended; fenced: the handle was forged or is of another request or an earlier process.
         self.events = dict.fromkeys(("granted", "renewed", "released", "revoked", "expired", "late", "fenced"), 0)
 
     @property
@@ -127,10 +127,10 @@ class Exporter:
         return len(self._leases)
 
     def open(self, request_id: str, start: int, end: int, ended: Callable[[], None]) -> Export:
-        """Lease positions `start` (at the beginning of a block) to `end` for `request_id` alone.
+        """Leases positions `start` (at the beginning of a block) to `end` to `request_id` alone.
 
-        `ended` is called once when the lease ends, however it ends: the blocks that it pinned may go. It must not wait: whoever releases
-        learns at once whether the lease was alive.
+        `ended` is called once, when the lease ends for any reason: the blocks that it pinned may then be freed. It must not block,
+        because a reader that releases the lease learns immediately whether the lease was alive.
         """
         lease = self._leases.grant()
         self.events["granted"] += 1
@@ -149,17 +149,17 @@ class Exporter:
         return export
 
     def completed(self, export: Export) -> bool:
-        """The holder has computed all of it. False: the lease has ended."""
+        """The holder has computed the whole range. Returns False if the lease has ended."""
         return self._leases.complete(export.handle.lease_id, self._clock())
 
     def revoke(self, export: Export) -> None:
-        """The holder takes its blocks back. Readers learn of it from the answer to their release."""
+        """The holder takes its blocks back. Readers learn this from the answer to their release."""
         if self._leases.revoke(export.handle.lease_id, self._clock()) is not None:
             self.events["revoked"] += 1
             self._end(export.handle.lease_id)
 
     async def digest(self, block_ids: Sequence[int]) -> bytes:
-        """DIGEST_BYTES a block; off the event loop where it would hold it up."""
+        """Returns DIGEST_BYTES for each block. Computes in a thread where the event loop would be blocked for too long."""
         if len(block_ids) * self.pool.layout.block_bytes <= INLINE_BYTES:
             return block_digests(self.pool, block_ids)
         return await asyncio.to_thread(block_digests, self.pool, block_ids)
@@ -169,8 +169,8 @@ class Exporter:
         check_layout(self.pool.layout, theirs)
 
     async def piece(self, handle: KvHandle, request_id: str, first: int, wait_s: float) -> Piece:
-        """The blocks of the range that are ready, from the `first` on; waits for one, `wait_s` at most. The lease is renewed before and
-        after. Raises BatonError(LEASE_REFUSED or LEASE_EXPIRED)."""
+        """Returns the blocks of the range that are ready, from the `first` on. If there are none, waits up to `wait_s` for one. Renews the
+        lease before and after the wait. Raises BatonError(LEASE_REFUSED or LEASE_EXPIRED)."""
         self.renew(handle, request_id)
         export = self._exports[handle.lease_id]
         if first < 0:
@@ -190,7 +190,7 @@ class Exporter:
         return piece.sealed(self._key)
 
     def renew(self, handle: KvHandle, request_id: str) -> int:
-        """Milliseconds that the lease lives from now. Raises BatonError(LEASE_REFUSED or LEASE_EXPIRED)."""
+        """Renews the lease. Returns for how many milliseconds it lives from now. Raises BatonError(LEASE_REFUSED or LEASE_EXPIRED)."""
         self._check(handle, request_id)
         if not self._leases.renew(handle.lease_id, self._clock()):
             self.events["late"] += 1
@@ -199,7 +199,7 @@ class Exporter:
         return int(self._leases.ttl * 1000)
 
     def release(self, handle: KvHandle, request_id: str) -> bool:
-        """End the lease. True: it was alive until now, so whatever was read under it was the leased KV."""
+        """Ends the lease. Returns True if it was alive until now: then everything read under it was the leased KV."""
         self._check(handle, request_id)
         lease = self._leases.release(handle.lease_id, self._clock())
         if lease is None:
@@ -210,7 +210,7 @@ class Exporter:
         return True
 
     def reap(self) -> int:
-        """Free what expired leases pinned. Returns how many there were."""
+        """Frees the blocks of expired leases. Returns the number of these leases."""
         expired = self._leases.expire(self._clock())
         self.events["expired"] += len(expired)
         for lease in expired:
@@ -219,7 +219,7 @@ class Exporter:
         return len(expired)
 
     async def run_reaper(self, interval_s: float) -> None:
-        """On its own timer: leases end when their time is over, not when new work happens to come."""
+        """Reaps on its own timer, so that leases end when their time is up, not when new work happens to arrive."""
         while True:
             await asyncio.sleep(interval_s)
             self.reap()

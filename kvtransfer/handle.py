@@ -50,7 +50,7 @@ class KvHandle(_Sealed):
     mac: bytes = b""
 
     def verify(self, key: bytes, request_id: str) -> None:
-        """Raises BatonError(LEASE_REFUSED) unless `key` made this handle, as it is, for this request."""
+        """Raises BatonError(LEASE_REFUSED) unless this handle was made with `key` for this request and has not been altered."""
         if not self.is_sealed_with(key):
             raise BatonError(Reason.LEASE_REFUSED, "the handle was not made with the key of this cluster, or was altered")
         if self.request_id != request_id:
@@ -71,7 +71,7 @@ class Piece(_Sealed):
     mac: bytes = b""
 
     def verify(self, key: bytes, handle: KvHandle) -> None:
-        """Raises BatonError(LEASE_REFUSED) unless `key` made this piece for the lease of `handle`."""
+        """Raises BatonError(LEASE_REFUSED) unless this piece was made with `key` for the lease of `handle`."""
         if not self.is_sealed_with(key):
             raise BatonError(Reason.LEASE_REFUSED, "the piece was not made with the key of this cluster, or was altered")
         if (self.lease_id, self.request_id) != (handle.lease_id, handle.request_id):

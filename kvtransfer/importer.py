@@ -1,12 +1,12 @@
-"""The side that needs the KV: shake hands, read, verify. Nothing it returns was not proven.
+"""The side that needs the KV: it shakes hands, reads and verifies. It returns only KV that it has verified.
 
-    fetch = importer.open(handle, request_id)     MAC, request, layout
+    fetch = importer.open(handle, request_id)     checks the MAC, the request and the layout
     async with fetch.holding():                   the lease is renewed while we wait for room
-        await fetch.read(blocks, skip)            piece by piece as the holder makes them ready: read inside the lease, then digests, while
-                                                  the next piece is read; at the end: was the lease alive all along?
+        await fetch.read(blocks, skip)            reads each piece within the lease as the holder makes it ready; compares digests while
+                                                  the next piece is read; finally asks whether the lease was alive until the end
     importer.dispose(fetch, blocks)               after any failure: blocks go back once no byte can land in them
 
-A transport cannot be cancelled. A read that was given up goes on until it settles, so its destination stays in quarantine that long.
+A transport cannot be cancelled. An abandoned read goes on until it settles; until then its destination stays in quarantine.
 """
 
 import asyncio
@@ -29,8 +29,8 @@ from kvtransfer.handle import KvHandle, Piece, Wish
 from kvtransfer.transport import ReadPending, Transport, transfer_failed
 
 log = logging.getLogger(__name__)
-READERS = 4  # reads at once; each blocks a thread
-READ_BYTES = 8 << 20  # one read; the digests of one are compared while the next is under way
+READERS = 4  # concurrent reads; each blocks a thread
+READ_BYTES = 8 << 20  # size of one read; its digests are compared while the next one is under way
 PIECE_WAIT_S = 1.0  # how long the holder may wait for a block to become ready before it answers that there is none yet
 SETTLE_POLL_S = 0.05
 _Identity = tuple[str, int]  # name and incarnation of a worker
@@ -38,7 +38,7 @@ _Identity = tuple[str, int]  # name and incarnation of a worker
 
 @dataclass(frozen=True, slots=True)
 class PeerFacts:
-    """What a worker says of itself in the handshake."""
+    """What a worker says about itself in the handshake."""
 
     worker: str
     incarnation: int
@@ -52,25 +52,25 @@ class Peer(Protocol):
     async def handshake(self, layout: KvLayout, transport: str) -> PeerFacts: ...
 
     async def piece(self, handle: KvHandle, first: int, wait_s: float) -> Piece:
-        """What is ready from the `first` block of the range on; waits for one, `wait_s` at most. Renews the lease."""
+        """Returns the ready blocks of the range, from the `first` on. If there are none, waits up to `wait_s` for one. Renews the lease."""
         ...
 
     async def renew(self, handle: KvHandle) -> float:
-        """Seconds the lease lives from now."""
+        """Returns for how many seconds the lease lives from now."""
         ...
 
     async def release(self, handle: KvHandle) -> bool:
-        """Whether it was alive until now."""
+        """Returns whether the lease was alive until now."""
         ...
 
     async def lend(self, wish: Wish) -> KvHandle:
-        """A handle for the longest cached run of the blocks wished for."""
+        """Returns a handle for the longest cached run of the requested blocks."""
         ...
 
 
 @dataclass(frozen=True, slots=True)
 class Checks:
-    """All on. A test turns one off to show what it protects from."""
+    """All are on by default. A test turns one off to show what it protects against."""
 
     digests: bool = True
     lease: bool = True
@@ -97,8 +97,8 @@ class Importer:
         self._connect = connect
         self._free = free
         self._handshakes: dict[_Identity, asyncio.Task[None]] = {}
-        self._reads: Counter[_Identity] = Counter()  # fetches that read from a peer now
-        self._broken: dict[_Identity, asyncio.Event] = {}  # peers to connect anew, once nobody reads from them any more
+        self._reads: Counter[_Identity] = Counter()  # how many fetches are reading from each peer
+        self._broken: dict[_Identity, asyncio.Event] = {}  # peers to reconnect once nothing reads from them any more
         self._quarantine: dict[asyncio.Task[None], int] = {}
         self._releases: set[asyncio.Task[None]] = set()
         self.readers = ThreadPoolExecutor(READERS, thread_name_prefix="kv-read")
@@ -118,9 +118,9 @@ class Importer:
         return Fetch(self, handle, self._connect(handle.address))
 
     async def borrow(self, worker: str, incarnation: int, address: str, request_id: str, start: int, keys: Sequence[bytes]) -> "Fetch":
-        """Ask a worker for blocks in its prefix cache: those of `keys`, the first of which begins at position `start`.
+        """Asks a worker for blocks in its prefix cache: those of `keys`, the first of which begins at position `start`.
 
-        Raises BatonError; LEASE_REFUSED when it caches none of them.
+        Raises BatonError; LEASE_REFUSED if the worker caches none of them.
         """
         wish = Wish(worker, incarnation, request_id, start, b"".join(keys)).sealed(self.key)
         handle = await self._connect(address).lend(wish)
@@ -129,9 +129,9 @@ class Importer:
         return self.open(handle, request_id)
 
     async def shake_hands(self, handle: KvHandle, peer: Peer) -> str:
-        """Once per worker and incarnation, however many requests wait for it. Returns the transport's name of the peer.
+        """Runs once per worker and incarnation, however many requests wait for it. Returns the transport's name for the peer.
 
-        A peer that failed a read is connected anew, after the reads that are still under way: cutting them would fail them, too.
+        A peer that failed a read is reconnected after its other reads have ended, because disconnecting would fail them, too.
         """
         identity = (handle.worker, handle.incarnation)
         while (drained := self._broken.get(identity)) is not None:
@@ -139,7 +139,7 @@ class Importer:
                 async with asyncio.timeout(2 * self.read_timeout_s):
                     await drained.wait()
             except TimeoutError:
-                raise transfer_failed(f"earlier reads from {handle.worker} do not end") from None
+                raise transfer_failed(f"earlier reads from {handle.worker} have not ended") from None
         task = self._handshakes.get(identity)
         if task is None or (task.done() and (task.cancelled() or task.exception() is not None)):
             task = asyncio.create_task(self._shake_hands(handle, peer))
@@ -161,7 +161,7 @@ class Importer:
 
     @asynccontextmanager
     async def reading(self, handle: KvHandle) -> AsyncIterator[None]:
-        """Around everything that reads from a peer. A failure inside marks the peer to be connected anew."""
+        """Wraps everything that reads from a peer. A failed transfer inside marks the peer for reconnection."""
         identity = (handle.worker, handle.incarnation)
         self._reads[identity] += 1
         try:
@@ -177,7 +177,7 @@ class Importer:
                 self._disconnect_broken(identity)
 
     def _disconnect_broken(self, identity: _Identity) -> None:
-        """Disconnected, what is pending from a dead peer settles."""
+        """Disconnects a peer that failed a read, so that pending reads from a dead peer settle."""
         drained = self._broken.pop(identity, None)
         if drained is not None:
             self._handshakes.pop(identity, None)
@@ -188,7 +188,7 @@ class Importer:
         await asyncio.wrap_future(self._links.submit(function, *args))
 
     async def dispose(self, fetch: "Fetch | None", blocks: Sequence[int]) -> None:
-        """Give blocks back that a fetch was to fill: at once if nothing can land in them, else when that is so."""
+        """Frees blocks that a fetch was to fill: immediately if no byte can land in them any more, otherwise once that is the case."""
         if not blocks:
             return
         if fetch is None or fetch.settled():
@@ -199,7 +199,7 @@ class Importer:
         task.add_done_callback(lambda done: self._quarantine.pop(done, None))
 
     def release_later(self, fetch: "Fetch") -> None:
-        """Tell the holder that nobody will read, without waiting for its answer: it may be the one that hangs."""
+        """Tells the holder that nobody will read, without waiting for its answer: the holder itself may hang."""
         task = asyncio.create_task(fetch.release())
         self._releases.add(task)
         task.add_done_callback(self._releases.discard)
@@ -219,7 +219,7 @@ class Importer:
 
 
 class Fetch:
-    """One handle on its way into our pool."""
+    """The transfer of one handle's KV into our pool."""
 
     def __init__(self, importer: Importer, handle: KvHandle, peer: Peer) -> None:
         self.handle = handle
@@ -227,7 +227,7 @@ class Fetch:
         self.num_blocks = -(-(handle.end - handle.start) // importer.pool.layout.block_size)
         self._importer = importer
         self._peer = peer
-        self._alive_until = 0.0  # on our clock: the lease lives at least so long. Every renewal moves it.
+        self._alive_until = 0.0  # on our clock: the lease is alive at least until then. Every renewal moves it.
         self._reading: Future[None] | None = None
         self._pending: ReadPending | None = None
 
@@ -241,7 +241,7 @@ class Fetch:
 
     @asynccontextmanager
     async def holding(self) -> AsyncIterator[None]:
-        """Renew the lease for as long as the body takes. A renewal that fails is left to the checks after the copy."""
+        """Renews the lease while the body runs. A failed renewal raises nothing here: `read` itself checks that the lease is alive."""
         task = asyncio.create_task(self._renew())
         try:
             yield
@@ -257,14 +257,14 @@ class Fetch:
             try:
                 ttl = await self._peer.renew(self.handle)
             except BatonError as error:
-                log.info("lease %d of %s is not renewed: %s", self.handle.lease_id, self.handle.worker, error)
+                log.info("lease %d of %s was not renewed: %s", self.handle.lease_id, self.handle.worker, error)
                 return
             self._alive_until = asked + ttl
 
     async def read(self, blocks: Sequence[int], skip: int = 0) -> None:
-        """Fetch the range's blocks from the `skip`-th on into `blocks`, as they become ready, and end the lease.
+        """Fetches the range's blocks from the `skip`-th on into `blocks`, as they become ready, and ends the lease.
 
-        Returns only if every byte is what was leased. Raises BatonError otherwise; the destination must then not be used.
+        Returns only if every byte is what was leased. Otherwise raises BatonError, and the destination must not be used.
         """
         if len(blocks) != self.num_blocks - skip:
             raise BatonError(Reason.LEASE_REFUSED, f"{len(blocks)} blocks for {self.num_blocks - skip} of the handle")
@@ -281,14 +281,14 @@ class Fetch:
             raise BatonError(Reason.LEASE_EXPIRED, f"lease {self.handle.lease_id} of {self.handle.worker} ended before the read did")
 
     async def release(self) -> None:
-        """Tell the holder that nobody will read. Best effort: the lease expires by itself."""
+        """Tells the holder that nobody will read. Best effort: otherwise the lease expires."""
         try:
             await self._peer.release(self.handle)
         except BatonError as error:
-            log.debug("release of lease %d: %s", self.handle.lease_id, error)
+            log.debug("cannot release lease %d: %s", self.handle.lease_id, error)
 
     async def _read_pieces(self, name: str, blocks: Sequence[int], skip: int) -> None:
-        """Copies in order; the digests of what was copied are compared while the next copy is under way."""
+        """Copies the blocks in order. The digests of one copy are compared while the next is under way."""
         at_once = max(1, READ_BYTES // self._importer.pool.layout.block_bytes)
         done, comparing = 0, None
         try:
@@ -310,7 +310,7 @@ class Fetch:
                 await asyncio.gather(comparing, return_exceptions=True)
 
     async def _next_piece(self, first: int) -> Piece:
-        """At least one block. Waits for the holder for as long as the caller lets us."""
+        """Returns a piece with at least one block. Waits for the holder until the caller gives up."""
         wait_s = min(PIECE_WAIT_S, self.handle.ttl_ms / 3000)
         while True:
             asked = monotonic()
@@ -319,9 +319,9 @@ class Fetch:
             self._alive_until = asked + piece.ttl_ms / 1000
             end = first + len(piece.block_ids)
             if piece.first != first or end > self.num_blocks or len(piece.digests) != len(piece.block_ids) * DIGEST_BYTES:
-                raise BatonError(Reason.LEASE_REFUSED, f"the holder tells blocks {piece.first} to {end} of {self.num_blocks}")
+                raise BatonError(Reason.LEASE_REFUSED, f"the holder sent blocks {piece.first} to {end} of {self.num_blocks}")
             if piece.complete and end < self.num_blocks:
-                raise BatonError(Reason.LEASE_REFUSED, f"the holder has {end} blocks of the {self.num_blocks} that the handle is for")
+                raise BatonError(Reason.LEASE_REFUSED, f"the holder has only {end} of the {self.num_blocks} blocks that the handle covers")
             if piece.block_ids:
                 return piece
 
@@ -336,11 +336,11 @@ class Fetch:
             self._importer.pool.block(local[0])[0] ^= 1
 
     def _read_now(self, name: str, remote: Sequence[int], local: Sequence[int]) -> None:
-        """In a reader's thread. The lease counts from now: it was renewed while the read waited for the thread."""
+        """Runs in a reader thread. Checks the lease only now, because it was renewed while the read waited for the thread."""
         importer, handle = self._importer, self.handle
         left = self._alive_until - monotonic()
         if importer.checks.lease and left <= 0:
-            raise BatonError(Reason.LEASE_EXPIRED, f"lease {handle.lease_id} of {handle.worker} was over before the read began")
+            raise BatonError(Reason.LEASE_EXPIRED, f"lease {handle.lease_id} of {handle.worker} ended before the read began")
         importer.transport.read(name, remote, local, min(importer.read_timeout_s, max(0.001, left * 0.9)))
         if importer.checks.lease and monotonic() > self._alive_until:
             raise BatonError(Reason.LEASE_EXPIRED, f"the read outlasted lease {handle.lease_id} of {handle.worker}")
@@ -368,5 +368,5 @@ class Fetch:
 
 
 def peer_name(worker: str, incarnation: int) -> str:
-    """How a transport knows a worker: a restarted one is another peer."""
+    """The name by which a transport knows a worker. A restarted worker is another peer."""
     return f"{worker}:{incarnation}"

@@ -55,7 +55,7 @@ class LeaseTable:
         return len(self._alive)
 
     def grant(self) -> Lease:
-        """An open lease."""
+        """Grants an open lease."""
         self._last_id += 1
         lease = Lease(self._last_id)
         self._alive[lease.id] = lease

@@ -1,20 +1,20 @@
-"""Blocks over NIXL with its UCX backend: RDMA where there is a fabric, a copy between processes on one host, TCP otherwise.
+"""Moves blocks over NIXL with its UCX backend: RDMA where there is a fabric, a copy between processes on one host, TCP otherwise.
 
-What NIXL 1.5 does, and what follows here:
+How NIXL 1.5 behaves, and what we do about it:
 
-- Its progress thread spins on a whole core. It stays off; a thread of ours makes progress every TICK_S instead: connections are set
-  up, their end is noticed, and a reader over TCP gets its bytes. No other reader needs our help.
-- Between processes of one host the copy happens inside `transfer()`. Such a read goes in pieces of INLINE_BYTES, so that its deadline
-  is kept and other threads get a turn.
-- Nothing can be cancelled, and a released handle reports DONE while its bytes still land. A read that runs out of time leaves its
-  handle with us until it is really done or its connection is closed; until then its ReadPending is not settled.
+- Its progress thread spins on a whole core, so it stays off. Instead, a thread of ours makes progress every TICK_S: it sets up
+  connections, notices when they end, and sends bytes to readers over TCP. Other readers do not depend on it.
+- Between processes on one host, the copy happens inside `transfer()`. Such a read is split into pieces of INLINE_BYTES, so that it keeps
+  its deadline and other threads get a turn.
+- Transfers cannot be cancelled, and a released handle reports DONE while its bytes still land. If a read runs out of time, we keep its
+  handle until it is really done or its connection is closed; until then its ReadPending is not settled.
 - A READ over TCP is emulated: the peer's UCX sends the bytes, and aborts its whole process if the connection breaks before it has
-  begun to. One reader that dies would take the worker with it that it reads from. Such links are refused unless asked for;
+  begun to send. A reader that dies would kill the worker that it reads from. Such links are refused unless `allow_tcp` is set;
   `kvtransfer.tcp_transport` is three times as fast there.
-- A peer's descriptors must outlive every handle made from them. A peer that was disconnected is dropped when its last read has ended.
-- Unless it locks everything (STRICT), arriving notifications race with progress. Our own lock around every call does the same, is
-  waited for without the interpreter lock, and covers our tables too.
-- Its serialised descriptors are pickle and its metadata listener binds every interface. Neither is used.
+- A peer's descriptors must outlive every handle made from them. So a disconnected peer is dropped only when its last read has ended.
+- Unless NIXL locks everything (STRICT), arriving notifications race with progress. Our own lock around every call has the same effect;
+  threads wait for it without holding the interpreter lock, and it covers our tables, too.
+- Its serialised descriptors are pickles and its metadata listener binds every interface. We use neither.
 """
 
 import fcntl
@@ -44,15 +44,15 @@ log = logging.getLogger(__name__)
 
 MODULES = ("nixl_cu13._api", "nixl._api", "nixl_cu12._api")
 TICK_S = 0.002
-POLL_S = 0.0001  # of a read under way
+POLL_S = 0.0001  # between polls of a read under way
 CONNECT_TIMEOUT_S = 5.0
 CLOSE_TIMEOUT_S = 0.5
 INLINE_BYTES = 16 << 20
-PROBE_BYTES = 64  # read at connect: the first transfer sets the connection up
-PROBE_S, PROBES = 0.2, 8  # at least so long and so many until "no copy in memory" is believed; 2 or 3 do if there is one
+PROBE_BYTES = 64  # read on connect, because the first transfer sets up the connection
+PROBE_S, PROBES = 0.2, 8  # minimum time and count to rule out a copy in memory; where there is one, 2 or 3 probes show it
 
-# posix and sysv are never chosen for reads that have to survive a peer's death, yet take 4 MiB of /dev/shm each. (A list of what is
-# allowed, instead of this one of what is not, is refused on hosts with a GPU unless it names CUDA's.) The rest notices a cut cable.
+# UCX never chooses posix and sysv for reads that have to survive a peer's death, yet each takes 4 MiB of /dev/shm. (A list of allowed
+# transports, instead of excluded ones, is refused on hosts with a GPU unless it names CUDA's.) The other settings detect a cut cable.
 UCX_DEFAULTS = {"UCX_TLS": "^posix,sysv", "UCX_TCP_USER_TIMEOUT": "5s", "UCX_TCP_KEEPIDLE": "5s", "UCX_TCP_KEEPINTVL": "1s"}
 
 MAGIC = b"baton-nixl/1\r\n\0\0"
@@ -65,7 +65,7 @@ _environment = threading.Lock()
 
 @dataclass(frozen=True, slots=True)
 class _Address:
-    """MAGIC, digest of the rest, the first three fields, the metadata."""
+    """Packed as MAGIC, a digest of the rest, the first three fields, the metadata."""
 
     pool: int  # virtual address of the peer's block 0
     num_blocks: int
@@ -78,7 +78,7 @@ class _Address:
 
     @classmethod
     def parse(cls, data: bytes) -> "_Address":
-        """Raises BatonError(TRANSFER_FAILED) for what `pack` did not make: UCX trusts what it is given, and may die of it."""
+        """Raises BatonError(TRANSFER_FAILED) for data that `pack` did not make: UCX trusts its input, and bad input may crash it."""
         rest = data[len(MAGIC) + CHECK_BYTES :]
         if not data.startswith(MAGIC + _check(rest)) or len(rest) < POOL.size:
             raise transfer_failed("not the address of a NIXL transport")
@@ -93,8 +93,8 @@ def _check(rest: bytes) -> bytes:
 class _State(Enum):
     GOING = auto()
     DONE = auto()
-    CUT = auto()  # the connection is closed: nothing lands any more
-    UNKNOWN = auto()  # an error that does not say so
+    CUT = auto()  # the connection is closed: no more bytes land
+    UNKNOWN = auto()  # an error that does not tell whether bytes still land
 
 
 @dataclass(slots=True, eq=False)
@@ -104,29 +104,29 @@ class _Link:
     peer: str
     address: _Address
     agent: str = ""  # its name, once NIXL knows it
-    blocks: Any = None  # prepared descriptors of its pool, one a block, once it is open
+    blocks: Any = None  # prepared descriptors of its pool, one per block, once the link is open
     inline: bool = False  # transfer() itself copies
     broken: str = ""  # why no read can succeed any more
-    users: int = 0  # reads under way or pending; nothing of the link may go while there is one
+    users: int = 0  # reads under way or pending; while there are any, nothing of the link may be freed
     opening: threading.Lock = field(default_factory=threading.Lock)
 
 
 @dataclass(slots=True, eq=False)
 class _Read:
-    """A transfer that was posted. It alone holds NIXL's handle: a traceback that somebody keeps must not keep the agent alive."""
+    """A posted transfer. Only this object holds NIXL's handle, so that a traceback that is kept somewhere does not keep the agent alive."""
 
     link: _Link
     handle: Any
-    blind: bool = False  # its state cannot be asked any more; it settles when the link has gone
+    blind: bool = False  # its state can no longer be queried; it settles when the link is dropped
     settled: bool = False
 
 
 class NixlTransport:
-    """`agent_name` is unique to this incarnation of the process. `tls` and `net_devices` stand for UCX_TLS and UCX_NET_DEVICES, unless
-    the environment sets these. Without either, UCX listens on the interface of the address `host` and, off loopback, on RDMA devices.
-    `allow_tcp`: see above.
+    """`agent_name` is unique to this incarnation of the process. `tls` and `net_devices` set UCX_TLS and UCX_NET_DEVICES, unless the
+    environment does. If no devices are set, UCX listens on the interface of the address `host` and, except on loopback, on RDMA devices.
+    `allow_tcp` permits links over UCX's TCP; see above.
 
-    Raises ImportError without NIXL, BatonError(TRANSFER_FAILED) if UCX does not start with these settings.
+    Raises ImportError if NIXL is missing, BatonError(TRANSFER_FAILED) if UCX does not start with these settings.
     """
 
     name = "nixl"
@@ -143,7 +143,7 @@ class NixlTransport:
     ) -> None:
         self._pool = pool
         self._name = agent_name
-        self._lock = threading.Lock()  # around every call into NIXL, and over all tables below
+        self._lock = threading.Lock()  # held around every call into NIXL; also guards all tables below
         self._links: dict[str, _Link] = {}
         self._dropped: list[_Link] = []  # disconnected, but still in use
         self._pending: list[_Read] = []  # given up, not settled
@@ -179,7 +179,7 @@ class NixlTransport:
             if link is None or link.broken or link.address != target:
                 self._forget(peer, "connected anew")
                 link = self._links[peer] = _Link(peer, target)
-        with link.opening:  # whoever comes second waits for the verdict of the first
+        with link.opening:  # a second caller waits for the result of the first
             if link.blocks is None and not link.broken:
                 self._open(link)
         if link.broken:
@@ -233,7 +233,7 @@ class NixlTransport:
 
     def _tick(self) -> None:
         with self._lock:
-            self._agent.get_new_notifs()  # without a progress thread this is what drives UCX
+            self._agent.get_new_notifs()  # without a progress thread, this call drives UCX
             self._sweep()
 
     def _open(self, link: _Link) -> None:
@@ -250,10 +250,10 @@ class NixlTransport:
                 link.inline = self._transfer(link, deadline, partial(self._probe_of, link))
                 probes += 1
             if not (link.inline or self._rdma or self._allow_tcp):
-                raise transfer_failed("UCX reaches it over TCP only, which is not safe for it; configure the tcp transport")
+                raise transfer_failed("UCX reaches it only over TCP, which is not safe; configure the tcp transport")
             with self._lock:
                 link.blocks = self._descriptors(link.agent, link.address.pool, link.address.num_blocks)
-        except Exception as error:  # the bindings' exceptions have no base class of their own
+        except Exception as error:  # the bindings' exceptions share no base class
             link.broken = link.broken or f"{type(error).__name__}: {error}"
         with self._lock:
             if link.broken and self._links.get(link.peer) is link:
@@ -261,17 +261,17 @@ class NixlTransport:
             self._leave(link)
 
     def _await_predecessor(self, link: _Link, deadline: float) -> None:
-        """NIXL knows an agent once. Another link to it, which pending reads still hold, has to go first."""
+        """NIXL accepts an agent only once. An earlier link to it, which pending reads still hold, must be dropped first."""
         while True:
             with self._lock:
                 if link.broken or all(other.address != link.address for other in self._dropped):
                     return
             if time.monotonic() >= deadline:
-                raise TimeoutError("reads from before it was disconnected are still pending")
+                raise TimeoutError("reads from before the disconnect are still pending")
             time.sleep(TICK_S)
 
     def _transfer(self, link: _Link, deadline: float, make: Callable[[], Any]) -> bool:
-        """Post what `make` gives and see it through. Returns whether it was done at once. Raises as `read` does."""
+        """Posts the transfer that `make` returns and waits for its end. Returns whether it was done immediately. Raises like `read`."""
         with self._lock:
             if link.broken or time.monotonic() >= deadline:
                 raise transfer_failed(f"reading from {link.peer}: {link.broken or 'timed out'}")
@@ -290,7 +290,7 @@ class NixlTransport:
                     link.users += 1
                     raise self._give_up(read)
 
-    # All below: with the lock held.
+    # Callers of the methods below hold the lock.
 
     def _describe(self, link: _Link) -> str:
         if link.broken:
@@ -328,12 +328,12 @@ class NixlTransport:
     def _make(self, link: _Link, make: Callable[[], Any]) -> _Read:
         try:
             return _Read(link, make())
-        except Exception as error:  # nothing was posted; NIXL forgets a peer by itself when it sees it go
+        except Exception as error:  # nothing was posted; NIXL itself forgets a peer that it sees disconnect
             link.broken = link.broken or f"{type(error).__name__}: {error}"
             raise transfer_failed(f"reading from {link.peer}: {link.broken}") from error
 
     def _ended(self, read: _Read, ask: Callable[[Any], str]) -> bool:
-        """Whether it is done. Raises as `read` does if it is neither done nor going on."""
+        """Returns whether the read is done. Raises like `read` if it is neither done nor under way."""
         state = self._state(read, ask)
         if state is _State.UNKNOWN:
             read.blind = True
@@ -361,7 +361,7 @@ class NixlTransport:
 
     def _give_up(self, read: _Read) -> ReadPending:
         self._pending.append(read)
-        return ReadPending(f"reading from {read.link.peer}: {read.link.broken or 'timed out'}; it may still land", lambda: read.settled)
+        return ReadPending(f"reading from {read.link.peer}: {read.link.broken or 'timed out'}; bytes may still land", lambda: read.settled)
 
     def _forget(self, peer: str, why: str) -> None:
         link = self._links.pop(peer, None)
@@ -375,7 +375,7 @@ class NixlTransport:
         self._sweep()
 
     def _sweep(self) -> None:
-        """End what can end: pending reads that are done, then disconnected peers that nobody reads from."""
+        """Cleans up: first pending reads that are done, then disconnected peers that nothing reads from."""
         for read in [read for read in self._pending if not read.blind]:
             state = self._state(read, self._agent.check_xfer_state)
             if state is _State.GOING:
@@ -393,7 +393,7 @@ class NixlTransport:
         read.settled = True
 
     def _drop(self, link: _Link) -> None:
-        """Free what NIXL holds for the link: handles before descriptors, descriptors before the agent they point into."""
+        """Frees what NIXL holds for the link: handles before descriptors, descriptors before the agent they point into."""
         self._dropped.remove(link)
         reads = [read for read in self._pending if read.link is link]
         for read in reads:
@@ -403,13 +403,13 @@ class NixlTransport:
                 link.blocks.release()
             link.blocks = None
         if link.agent:
-            with suppress(Exception):  # it may have gone by itself
+            with suppress(Exception):  # NIXL may have removed it already
                 self._agent.remove_remote_agent(link.agent)
         for read in reads:
             self._settle(read)
 
     def _destroy(self) -> None:
-        """The agent, and with it every connection: nothing can land after this, also not what is still pending."""
+        """Destroys the agent and with it every connection. No byte can land after this, not even of reads that are still pending."""
         for read in self._pending:
             _release(read)
         for link in self._dropped:
@@ -437,14 +437,14 @@ def _load_api() -> Any:
     for module in MODULES:
         with suppress(ModuleNotFoundError):
             api = importlib.import_module(module)
-            logging.getLogger("nixl").setLevel(logging.WARNING)  # it greets on stdout
+            logging.getLogger("nixl").setLevel(logging.WARNING)  # it prints a greeting on stdout
             return api
     raise ImportError("the nixl transport needs the package nixl-cu13 (pip install nixl-cu13)")
 
 
 @contextmanager
 def _ucx_environment(settings: Mapping[str, str | None]) -> Iterator[dict[str, str]]:
-    """UCX reads its settings from the environment when an agent starts. What is set there already wins. Yields what is in force."""
+    """UCX reads its settings from the environment when an agent starts. Settings already there win. Yields the settings in force."""
     wanted = UCX_DEFAULTS | {name: value for name, value in settings.items() if value}
     with _environment:
         ours = {name: value for name, value in wanted.items() if name not in os.environ}
@@ -457,7 +457,7 @@ def _ucx_environment(settings: Mapping[str, str | None]) -> Iterator[dict[str, s
 
 
 def _devices_of(host: str) -> str | None:
-    """UCX_NET_DEVICES for an address of ours. None, every device, if no interface has it (0.0.0.0, IPv6 off loopback)."""
+    """Returns UCX_NET_DEVICES for one of our addresses. None (every device) if no interface has it (0.0.0.0, IPv6 except loopback)."""
     address = ip_address(socket.gethostbyname(host) if ":" not in host else host)
     if address.is_loopback:
         return "lo"
@@ -483,5 +483,5 @@ def _rdma_ports() -> list[str]:
 def _release(read: _Read) -> None:
     handle, read.handle = read.handle, None
     if handle is not None:
-        with suppress(Exception):  # one that NIXL does not want back yet, it keeps until the agent ends
+        with suppress(Exception):  # NIXL keeps a handle that it cannot release yet until the agent ends
             handle.release()

@@ -15,7 +15,7 @@ log = logging.getLogger(__name__)
 def make_transport(
     kind: str, *, peer: str, pool: KvPool, host: str, key: bytes, ucx_tls: str | None = None, ucx_net_devices: str | None = None
 ) -> Transport:
-    """`kind` is "nixl", "tcp" or "auto" (both: NIXL where it is fast and safe). `peer` is our own name, as the peers know it.
+    """`kind` is "nixl", "tcp" or "auto" (both: NIXL where it is fast and safe). `peer` is the name by which peers know us.
 
     Raises ImportError or BatonError(TRANSFER_FAILED) if `kind` is "nixl" and NIXL is not available.
     """

@@ -1,7 +1,7 @@
-"""The serving end of the TCP transport: the pool, to whoever proves the key.
+"""The serving end of the TCP transport: sends blocks of the pool to readers that prove the key.
 
-One thread accepts and watches the connections that are idle; a request on one of them gets a thread of a pool for as long as it is
-answered. So a thousand readers cost a thousand sockets, and as many threads as are busy at once.
+One thread accepts connections and watches the idle ones. Each request is answered by a thread from a thread pool. So a thousand readers
+cost a thousand sockets, but only as many threads as there are requests at the same moment.
 """
 
 import logging
@@ -22,12 +22,12 @@ from kvtransfer.transport import runs
 
 log = logging.getLogger(__name__)
 
-MAX_STRANGERS = 32  # connections that have not proved the key; one thread each
-MAX_CONNECTIONS = 8192  # connections that have: 1,024 readers with all of theirs, twice
-SERVING = 64  # requests answered at once; those beyond wait for a thread
-BACKLOG = 1024  # connections that wait to be accepted, or turned away
-WATCH_S = 0.2  # how often the watching thread looks whether it is to end
-IDLE_S = 120.0  # a reader drops a connection that is idle for `wire.IDLE_LIMIT`; one that is idle for so long has no reader any more
+MAX_STRANGERS = 32  # connections that have not proved the key yet; one thread each
+MAX_CONNECTIONS = 8192  # connections that have proved the key: twice the 4 connections of each of 1,024 readers
+SERVING = 64  # requests answered concurrently; further ones wait for a thread
+BACKLOG = 1024  # connections that wait to be accepted or turned away
+WATCH_S = 0.2  # how often the watching thread checks whether it should stop
+IDLE_S = 120.0  # readers drop connections that are idle for `wire.IDLE_LIMIT`, so one that is idle for this long has lost its reader
 
 
 class Server:
@@ -37,9 +37,9 @@ class Server:
         self._key = key
         self._strangers = threading.BoundedSemaphore(MAX_STRANGERS)
         self._lock = threading.Lock()
-        self._open: set[socket.socket] = set()  # all of them
-        self._admitted: set[socket.socket] = set()  # of these, those that proved the key
-        self._to_park: deque[socket.socket] = deque()  # answered: the watching thread takes them back
+        self._open: set[socket.socket] = set()  # all connections
+        self._admitted: set[socket.socket] = set()  # those that proved the key
+        self._to_park: deque[socket.socket] = deque()  # no longer in use: the watching thread takes them back
         self._closed = False
         family = socket.AF_INET6 if ":" in host else socket.AF_INET
         self.listener = socket.create_server((host, port), family=family, backlog=BACKLOG)
@@ -74,7 +74,7 @@ class Server:
         self._wake.close()
 
     def _watch(self) -> None:
-        """Accepts, parks what was answered, hands over what has a request, drops what was idle for too long."""
+        """Accepts connections, parks those not in use, hands over those with a request, and drops those that were idle for too long."""
         idle_since: dict[socket.socket, float] = {}
         self._selector.register(self.listener, selectors.EVENT_READ)
         self._selector.register(self._wakeup, selectors.EVENT_READ)
@@ -109,7 +109,7 @@ class Server:
             sock, _ = self.listener.accept()
         except BlockingIOError:
             return
-        except OSError as error:  # out of descriptors, or it was reset before we came
+        except OSError as error:  # out of descriptors, or the connection was reset before we accepted it
             log.warning("cannot accept a KV reader: %s", error)
             time.sleep(WATCH_S)
             return
@@ -121,7 +121,7 @@ class Server:
         self._greeters.submit(self._greet, sock)
 
     def _greet(self, sock: socket.socket) -> None:
-        """A connection that proves the key is parked; the one too many is told so."""
+        """Parks a connection that proves the key. If there are too many, tells the reader so and drops the connection."""
         try:
             if not wire.prove_as_server(sock, self._key, self.instance):
                 log.warning("a KV reader without the cluster key was refused")
@@ -153,7 +153,7 @@ class Server:
         self._drop(sock)
 
     def _answer(self, sock: socket.socket) -> bool:
-        """One request. False: the connection has to end."""
+        """Answers one request. Returns False if the connection has to be closed."""
         deadline = time.monotonic() + wire.STALL_TIMEOUT
         (count,) = wire.COUNT.unpack(wire.receive(sock, wire.COUNT.size, deadline))
         if count > self._pool.num_blocks:  # before anything is allocated for it

@@ -1,6 +1,6 @@
-"""Blocks over plain TCP sockets: any platform, nothing to install, and the reference for what a transport must do.
+"""Moves blocks over plain TCP sockets. Works on any platform without extra packages, and is the reference for what a transport must do.
 
-This is the reader's end; `kvtransfer.tcp_server` serves, `kvtransfer.tcp_wire` has what the two say to each other.
+This is the reader's end; `kvtransfer.tcp_server` is the serving end, and `kvtransfer.tcp_wire` defines the protocol between them.
 
 Bytes go from the server's pool to the socket and from the socket to the reader's pool; Python makes no copy. A read that fails or
 runs out of time closes its connection, so nothing can land later: this transport never raises ReadPending.
@@ -20,11 +20,11 @@ from kvtransfer import tcp_wire as wire
 from kvtransfer.tcp_server import Server
 from kvtransfer.transport import check_blocks, runs, transfer_failed
 
-CONNECTIONS_PER_PEER = 4  # reads from one peer at the same time; more wait their turn
+CONNECTIONS_PER_PEER = 4  # concurrent reads from one peer; further ones wait their turn
 
 
 class TcpTransport:
-    """Binds `host`, and tells peers `advertise` (default: the same). `port` 0: any that is free. Raises OSError if it cannot bind."""
+    """Binds `host` and advertises `advertise` (default: `host`) to peers. `port` 0: any free port. Raises OSError if it cannot bind."""
 
     name = "tcp"
 
@@ -60,7 +60,7 @@ class TcpTransport:
             stale.close()
         try:
             with link.connection(time.monotonic() + wire.CONNECT_TIMEOUT):
-                pass  # opened, or known to be open: it waits for the first read
+                pass  # opened, or known to be open; kept for the first read
         except BatonError:
             if fresh is not None:
                 self._forget(peer, fresh)
@@ -115,13 +115,13 @@ class _Peer:
         self._key = key
         self._slots = threading.BoundedSemaphore(CONNECTIONS_PER_PEER)
         self._lock = threading.Lock()
-        self._idle: list[tuple[float, socket.socket]] = []  # (idle since, socket), the longest first
+        self._idle: list[tuple[float, socket.socket]] = []  # (idle since, socket), longest idle first
         self._busy: set[socket.socket] = set()
         self._closed = False
 
     @contextmanager
     def connection(self, deadline: float) -> Iterator[socket.socket]:
-        """A connection for one exchange. It is used again only if the exchange went well; whatever failed becomes TRANSFER_FAILED."""
+        """Yields a connection for one exchange. It is reused only if the exchange succeeded; an OSError becomes TRANSFER_FAILED."""
         if not self._slots.acquire(timeout=max(0.0, deadline - time.monotonic())):
             raise transfer_failed(f"all connections to {self._name} are busy")
         sock = None
@@ -153,7 +153,7 @@ class _Peer:
             sock.close()
 
     def _take_idle(self) -> socket.socket | None:
-        """The one that was used last, if it is still good."""
+        """Returns the most recently used idle connection that is still good, and closes stale ones."""
         with self._lock:
             idle, self._idle = self._idle, []
             now = time.monotonic()

@@ -1,4 +1,4 @@
-"""What both ends of the TCP transport say to each other, and how they wait.
+"""The protocol between the two ends of the TCP transport, and how they wait.
 
 A connection, in order (integers little-endian, proofs HMAC-SHA256 under the cluster key):
 
@@ -8,8 +8,8 @@ A connection, in order (integers little-endian, proofs HMAC-SHA256 under the clu
 4. server → reader  OK, or FULL, or the connection is closed
 5. any number of times: reader → server count, indices of blocks; server → reader OK and the bytes of the blocks, or OUT_OF_RANGE
 
-So both sides prove the key, and the server that it is the process which gave the address, before anything else is said. It is the
-peer that is authenticated, not each byte: where others can inject packets, the network has to be encrypted.
+So before anything else is sent, both sides prove that they have the key, and the server proves that it is the process that gave the
+address. This authenticates the peer, not each byte: where others can inject packets, the network has to be encrypted.
 """
 
 import hmac
@@ -34,9 +34,9 @@ INDEX = np.dtype("<u4")
 
 # Seconds.
 CONNECT_TIMEOUT = 5.0
-HANDSHAKE_TIMEOUT = 2.0  # what a server gives a stranger
-STALL_TIMEOUT = 30.0  # a reader that takes not a byte for so long loses its connection
-IDLE_LIMIT = 30.0  # a connection idle for longer may have been forgotten by something in between, without a word: its reader drops it
+HANDSHAKE_TIMEOUT = 2.0  # how long a server waits for the proof of a new connection
+STALL_TIMEOUT = 30.0  # a reader that accepts no byte for this long loses its connection
+IDLE_LIMIT = 30.0  # a device in between may have silently forgotten a connection that is idle for longer: its reader drops it
 
 
 @dataclass(frozen=True, slots=True)
@@ -52,7 +52,7 @@ class Address:
 
     @classmethod
     def parse(cls, data: bytes) -> "Address":
-        """Raises BatonError(TRANSFER_FAILED) for what `pack` did not make."""
+        """Raises BatonError(TRANSFER_FAILED) for data that `pack` did not make."""
         try:
             magic, instance, num_blocks, block_bytes, port = ADDRESS.unpack_from(data)
             host = data[ADDRESS.size :].decode("ascii")
@@ -64,8 +64,8 @@ class Address:
 
 
 def open_connection(target: Address, key: bytes, deadline: float) -> socket.socket:
-    """A connection on which both sides have proved the key. Raises OSError, ConnectionRefusedError where the server has another key, is
-    not the process that gave the address, or serves as many readers as it can."""
+    """Opens a connection on which both sides have proved the key. Raises OSError; ConnectionRefusedError if the server has another key,
+    is not the process that gave the address, or already serves as many readers as it can."""
     deadline = min(deadline, time.monotonic() + CONNECT_TIMEOUT)
     sock = socket.create_connection((target.host, target.port), timeout=left(deadline))
     try:
@@ -89,7 +89,7 @@ def open_connection(target: Address, key: bytes, deadline: float) -> socket.sock
 
 
 def prove_as_server(sock: socket.socket, key: bytes, instance: bytes) -> bool:
-    """Steps 1 to 3. False: the other side does not know the key. Raises OSError unless it speaks in time."""
+    """Runs steps 1 to 3. Returns False if the other side does not know the key. Raises OSError if it does not answer in time."""
     deadline = time.monotonic() + HANDSHAKE_TIMEOUT
     tune(sock)
     hello = receive(sock, len(MAGIC) + NONCE_BYTES, deadline)
@@ -105,7 +105,7 @@ def proof(key: bytes, side: bytes, instance: bytes, nonces: bytes) -> bytes:
 
 
 def bytes_of(pool: KvPool, first: int, count: int) -> memoryview:
-    """The memory of `count` neighbouring blocks."""
+    """Returns the memory of `count` neighbouring blocks."""
     run: memoryview = pool.array[first : first + count].reshape(-1).data
     return run
 
@@ -118,7 +118,7 @@ def left(deadline: float) -> float:
 
 
 def send(sock: socket.socket, data: bytes | memoryview, deadline: float | None) -> None:
-    """All of it. Without a deadline, the other side has to take something every STALL_TIMEOUT seconds."""
+    """Sends all of `data`. Without a deadline, the other side must accept at least one byte every STALL_TIMEOUT seconds."""
     view = memoryview(data)
     while view:
         sock.settimeout(STALL_TIMEOUT if deadline is None else left(deadline))
@@ -141,7 +141,7 @@ def receive(sock: socket.socket, size: int, deadline: float | None) -> bytes:
 
 
 def tune(sock: socket.socket) -> None:
-    """No delay, and a peer whose host is gone is noticed within seconds. What a platform does not know is left out."""
+    """Turns off send delay and detects within seconds that a peer's host is gone. Skips options that the platform lacks."""
     sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
     sock.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
     for option, value in (("TCP_KEEPIDLE", 5), ("TCP_KEEPINTVL", 1), ("TCP_KEEPCNT", 3), ("TCP_USER_TIMEOUT", 5000)):
@@ -150,7 +150,7 @@ def tune(sock: socket.socket) -> None:
 
 
 def is_quiet(sock: socket.socket) -> bool:
-    """Open, and with nothing to read: bytes on an idle connection mean that it ended or that the other side is confused."""
+    """Whether the connection is open with nothing to read: bytes on an idle connection mean that it ended or the other side is confused."""
     sock.settimeout(0)
     try:
         sock.recv(1, socket.MSG_PEEK)

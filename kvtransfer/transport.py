@@ -1,8 +1,7 @@
-"""What moves blocks between workers: the contract that every transport keeps. The reader pulls; nobody ever writes into another's pool.
+"""The contract of the transports, which move blocks between workers. The reader pulls; no worker ever writes into another's pool.
 
-`kvtransfer.nixl_transport` (UCX: RDMA, copy between processes of one host, TCP) and `kvtransfer.tcp_transport` (plain sockets, any
-platform) are its two implementations, held to one behaviour suite; `kvtransfer.auto_transport` chooses
-between them for each peer.
+`kvtransfer.nixl_transport` (UCX: RDMA, copy between processes on one host, TCP) and `kvtransfer.tcp_transport` (plain sockets, any
+platform) are its two implementations, tested by the same behaviour suite. `kvtransfer.auto_transport` chooses between them for each peer.
 """
 
 from collections.abc import Callable, Iterator, Sequence
@@ -12,46 +11,46 @@ from baton.cluster.errors import BatonError, Reason
 
 
 class Transport(Protocol):
-    """Serves one pool to peers and reads theirs. Safe to use from several threads at once. Blocking: call it off the event loop."""
+    """Serves one pool to peers and reads theirs. Thread-safe. Its methods block: do not call them on the event loop."""
 
-    name: str  # "nixl", "tcp" or "auto"; two workers must have the same
+    name: str  # "nixl", "tcp" or "auto"; must be the same for two workers
 
     def address(self) -> bytes:
-        """Opaque: what a reader gives to `connect`. Travels over the workers' authenticated gRPC."""
+        """Returns what a reader passes to `connect`. It is opaque and travels over the workers' authenticated gRPC."""
         ...
 
     def connect(self, peer: str, address: bytes) -> None:
-        """Make `peer` (a name unique to one incarnation of a process) readable. Does nothing if it is; opens it anew if its connection
-        broke. Raises BatonError(TRANSFER_FAILED), also for garbage and for a peer whose blocks have another size."""
+        """Makes `peer` (a name unique to one incarnation of a process) readable. Does nothing if it already is; reconnects if its
+        connection broke. Raises BatonError(TRANSFER_FAILED), also if the address is garbage or the peer's blocks have another size."""
         ...
 
     def read(self, peer: str, remote: Sequence[int], local: Sequence[int], timeout: float) -> None:
-        """Copy whole blocks, `remote[i]` of the peer's pool to `local[i]` of ours. When it returns every byte has landed.
+        """Copies whole blocks, `remote[i]` of the peer's pool to `local[i]` of ours. When it returns, every byte has landed.
 
-        Raises BatonError(TRANSFER_FAILED): no byte will land any more (what landed so far is undefined). Raises ReadPending: some may;
-        the local blocks stay quarantined until `settled()`. `timeout` in seconds, over the whole read.
+        Raises BatonError(TRANSFER_FAILED) if no more bytes will land (what has landed so far is undefined), and ReadPending if some may:
+        then the local blocks stay in quarantine until `settled()`. `timeout` is in seconds and covers the whole read.
         """
         ...
 
     def carrier(self, peer: str) -> str:
-        """What carries the bytes from a connected peer: "nixl" or "tcp"."""
+        """Returns what carries the bytes from a connected peer: "nixl" or "tcp"."""
         ...
 
     def disconnect(self, peer: str) -> None:
-        """Forget the peer; unknown is fine. Once its process is dead too, reads that are pending from it settle."""
+        """Forgets the peer; it need not be known. Once its process is dead, too, pending reads from it settle."""
         ...
 
     def close(self) -> None:
-        """Disconnect all, stop serving, end the threads. Afterwards nothing touches the pool, and every pending read has settled."""
+        """Disconnects all, stops serving, ends the threads. Afterwards nothing touches the pool, and every pending read has settled."""
         ...
 
     def backend_detail(self) -> str:
-        """One line for people: what carries the bytes."""
+        """Returns one line for people that says what carries the bytes."""
         ...
 
 
 class ReadPending(BatonError):
-    """A read that timed out or failed while its bytes may still land. They cannot while `settled()` is True, which then stays so."""
+    """A read that timed out or failed while its bytes may still land. Once `settled()` is True, none can, and it stays True."""
 
     def __init__(self, message: str, settled: Callable[[], bool]) -> None:
         super().__init__(Reason.TRANSFER_FAILED, message)
@@ -63,7 +62,7 @@ def transfer_failed(message: str) -> BatonError:
 
 
 def check_blocks(remote: Sequence[int], remote_blocks: int, local: Sequence[int], local_blocks: int) -> None:
-    """Refuse a read that does not fit the two pools, before any byte moves: it would touch memory of another request."""
+    """Refuses a read that does not fit the two pools before any byte moves, because it would touch the memory of another request."""
     if len(remote) != len(local):
         raise transfer_failed(f"{len(remote)} remote blocks into {len(local)} local ones")
     for side, blocks, limit in (("remote", remote, remote_blocks), ("local", local, local_blocks)):
@@ -74,7 +73,7 @@ def check_blocks(remote: Sequence[int], remote_blocks: int, local: Sequence[int]
 
 
 def runs(blocks: Sequence[int]) -> Iterator[tuple[int, int]]:
-    """(first, count) of neighbours in memory, in order: [4, 5, 6, 2] → (4, 3), (2, 1)."""
+    """Yields (first, count) for each run of neighbouring blocks, in order: [4, 5, 6, 2] → (4, 3), (2, 1)."""
     first = count = 0
     for block in blocks:
         if count and block == first + count:

@@ -1,4 +1,4 @@
-"""gRPC of the prefill role: `Prefill` for routers. Protobuf stops here."""
+"""The gRPC service of the prefill role: `Prefill`, for routers. Protobuf stops here."""
 
 import asyncio
 from collections.abc import AsyncIterator
@@ -29,7 +29,7 @@ class PrefillDoor(worker_pb2_grpc.PrefillServicer):
                     yield pb.PrefillEvent(opened=pb.PrefillOpened(handle=pack_handle(handle)))
                 yield pb.PrefillEvent(done=to_response(await task))
             finally:
-                # The router is gone or wants no more: what it started ends with it.
+                # The router is gone or has cancelled the call: the work that it started ends, too.
                 task.cancel()
                 await asyncio.gather(task, return_exceptions=True)
 

@@ -1,4 +1,4 @@
-"""The prefill role, put together by hand for the worker that mounts it."""
+"""Assembles the prefill role for the worker that mounts it."""
 
 from baton.v1 import worker_pb2_grpc
 from baton.worker.host import Host
@@ -7,13 +7,13 @@ from prefill_worker.worker import PrefillWorker
 
 
 def make(host: Host) -> PrefillWorker:
-    """Before the engine is there."""
+    """Called before the engine exists."""
     worker = PrefillWorker(host.config.engine.block_size, host.tracer, live=host.config.kv.live)
     worker.admit = lambda: host.mounts.admit("prefill")
     return worker
 
 
 def serve(worker: PrefillWorker, host: Host) -> None:
-    """The engine and the KV port are open; the server does not listen yet."""
+    """Called when the engine and the KV port are open and the server does not listen yet."""
     worker.loop, worker.port = host.loop, host.port
     worker_pb2_grpc.add_PrefillServicer_to_server(PrefillDoor(worker, host.identity), host.server.grpc)  # type: ignore[no-untyped-call]

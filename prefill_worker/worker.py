@@ -1,10 +1,10 @@
 """The prefill role: computes a prompt, samples the first token, leases the KV.
 
-    prefill: fetch what another worker caches, where the router says so
-             → compute the rest in chunks; after the first of several, `opened`: a reader may take the blocks that are full
+    prefill: fetch what another worker caches, if the router names that worker
+             → compute the rest in chunks; `opened` after the first of several: a reader may already read full blocks
              → first token → hold → lease complete → {token, handle}
 
-Cancelling a call anywhere frees everything it held: the engine command that frees a sequence always comes after the one that added it.
+Cancelling a call at any point frees everything it held: the engine command that frees a sequence always comes after the one that added it.
 """
 
 import asyncio
@@ -33,7 +33,7 @@ log = logging.getLogger(__name__)
 
 @dataclass(frozen=True, slots=True)
 class Source:
-    """A worker that is thought to cache the leading `blocks` blocks of a prompt."""
+    """A worker that probably caches the leading `blocks` blocks of a prompt."""
 
     place: Place
     blocks: int
@@ -43,7 +43,7 @@ class Source:
 class Prefilled:
     sampled: Sampled
     finish: Finish | None
-    handle: KvHandle | None  # None when the first token ends the output, or when nobody waits for the KV any more
+    handle: KvHandle | None  # None if the first token ends the output, or if nobody waits for the KV any more
     cached_tokens: int
     fetched_tokens: int
     wait_ms: float
@@ -59,11 +59,11 @@ class Call:
     span: Span
     export: Export | None = None
     lease: Span | None = None
-    running: bool = True  # the engine computes; afterwards the end of the lease frees the sequence
+    running: bool = True  # the call is in progress; afterwards the end of the lease frees the sequence
 
 
 class PrefillWorker:
-    """A `baton.worker.role.Role`. `loop` and `port` are set by the wiring, because both want to call back."""
+    """A `baton.worker.role.Role`. The wiring sets `loop` and `port`, because both call back."""
 
     loop: EngineLoop
     port: KvPort
@@ -78,7 +78,7 @@ class PrefillWorker:
 
     @property
     def idle(self) -> bool:
-        """Nothing runs and nobody may still come to read."""
+        """Whether nothing runs and no lease is left for a reader."""
         return not self._running and not self.port.exporter.num_leases
 
     async def prefill(
@@ -89,7 +89,7 @@ class PrefillWorker:
         source: Source | None = None,
         traceparent: str = "",
     ) -> Prefilled:
-        """`opened` is called when a long prompt has begun. Raises BatonError(DRAINING, SATURATED, CONTEXT_LENGTH)."""
+        """Calls `opened` after the first chunk of a long prompt. Raises BatonError(DRAINING, SATURATED, CONTEXT_LENGTH)."""
         self.admit()
         with self._tracer.follow(semconv.PREFILL_WORK, traceparent) as span:
             call = Call(seq, request_id, asyncio.get_running_loop().create_future(), opened, span)
@@ -129,7 +129,7 @@ class PrefillWorker:
                 self._publish(call, output)
 
     def _publish(self, call: Call, output: Output) -> None:
-        """A chunk is computed and more will come: the blocks that are full can be read now."""
+        """A chunk has been computed and more will follow: full blocks can be read now."""
         if call.export is None:
             call.export = self._open(call)
             call.opened(call.export.handle)
@@ -150,7 +150,7 @@ class PrefillWorker:
         self.loop.tell(lambda engine: engine.abort(seq.id))
 
     def _give_up(self, call: Call) -> None:
-        """The call failed or was cancelled: whoever reads its blocks is told so when it ends its lease."""
+        """The call failed or was cancelled. A reader of its blocks learns this when it releases the lease."""
         if call.export is not None:
             self.port.exporter.revoke(call.export)
         self._free(call.seq)
@@ -174,15 +174,15 @@ class PrefillWorker:
         return Prefilled(output.sampled, output.finish, handle, seq.cached, fetched, waited, took)
 
     async def _fetch(self, call: Call, source: Source) -> int | None:
-        """Bring the sequence into the engine with what `source` caches. Returns how many positions that was; None where there is no
-        room yet and nothing was done: whoever waits anyway can compute."""
+        """Adds the sequence to the engine with the KV that `source` caches. Returns the number of positions fetched. Returns None and does
+        nothing if there is no room yet: a request that has to wait anyway can compute."""
         seq, filling = call.seq, []
         fetch: Fetch | None = None
         if not await self.loop.call(lambda engine: engine.reserve(seq)):
             return None
 
         def give_up(engine: Engine) -> None:
-            filling.extend(engine.give_up(seq))  # here, because the caller may be cancelled while the command runs
+            filling.extend(engine.give_up(seq))  # inside the command, because the caller may be cancelled while it runs
 
         first = seq.computed
         try:
@@ -198,7 +198,7 @@ class PrefillWorker:
                 await self.loop.call(lambda engine: engine.adopt(seq))
                 return fetch.handle.end - first if fetch else 0
             except BatonError as error:
-                log.info("KV of %s is not fetched from %s: %s", call.request_id, source.place.worker, error)
+                log.info("cannot fetch the KV of %s from %s: %s", call.request_id, source.place.worker, error)
                 await self.loop.call(give_up)
                 self._drop(fetch)
                 await self.port.withdraw(None, fetch, filling)
@@ -209,7 +209,7 @@ class PrefillWorker:
             raise
 
     def _keys_beyond(self, seq: Sequence, position: int, blocks: int) -> list[bytes]:
-        """Keys of the full blocks from `position` on, as far as `blocks` leading ones, and short of the last token."""
+        """Returns the keys of the full blocks from `position` on, among the first `blocks` of the prompt and without the last token."""
         size = self._block_size
         keys = list(seq.keys)
         extend_keys(keys, seq.root, seq.tokens, size)

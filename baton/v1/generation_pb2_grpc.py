@@ -26,7 +26,7 @@ if _version_not_supported:
 
 
 class GenerationStub:
-    """Text generation. Standard health (grpc.health.v1) and reflection stand on the same port.
+    """Text generation. The same port serves standard health (grpc.health.v1) and reflection.
     Errors are google.rpc.Status with ErrorInfo (domain "baton"), BadRequest for bad input and RetryInfo where a
     retry can help.
     """
@@ -45,14 +45,14 @@ class GenerationStub:
 
 
 class GenerationServicer:
-    """Text generation. Standard health (grpc.health.v1) and reflection stand on the same port.
+    """Text generation. The same port serves standard health (grpc.health.v1) and reflection.
     Errors are google.rpc.Status with ErrorInfo (domain "baton"), BadRequest for bad input and RetryInfo where a
     retry can help.
     """
 
     def Generate(self, request, context):
         """Streams `accepted`, then `tokens` (indices without gap or repeat), then exactly one `finished`, or ends with an error
-        status. Ending the call early cancels the work and frees all that it held.
+        status. Ending the call early cancels the work and frees everything it held.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
@@ -75,7 +75,7 @@ def add_GenerationServicer_to_server(servicer, server):
 
  # This class is part of an EXPERIMENTAL API.
 class Generation:
-    """Text generation. Standard health (grpc.health.v1) and reflection stand on the same port.
+    """Text generation. The same port serves standard health (grpc.health.v1) and reflection.
     Errors are google.rpc.Status with ErrorInfo (domain "baton"), BadRequest for bad input and RetryInfo where a
     retry can help.
     """

@@ -26,7 +26,7 @@ if _version_not_supported:
 
 
 class PrefillStub:
-    """The prefill role: prompt in; first token and a handle to the leased KV out.
+    """The prefill role: prompt in, first token and a handle to the leased KV out.
     """
 
     def __init__(self, channel):
@@ -43,11 +43,12 @@ class PrefillStub:
 
 
 class PrefillServicer:
-    """The prefill role: prompt in; first token and a handle to the leased KV out.
+    """The prefill role: prompt in, first token and a handle to the leased KV out.
     """
 
     def Prefill(self, request, context):
-        """`opened` at most once, when a long prompt has begun: its blocks can be read from then on, as they are filled. `done` once, last.
+        """Streams `opened` at most once, after the first chunk of a long prompt: from then on its blocks can be read as they fill.
+        Streams `done` exactly once, last.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
@@ -70,7 +71,7 @@ def add_PrefillServicer_to_server(servicer, server):
 
  # This class is part of an EXPERIMENTAL API.
 class Prefill:
-    """The prefill role: prompt in; first token and a handle to the leased KV out.
+    """The prefill role: prompt in, first token and a handle to the leased KV out.
     """
 
     @staticmethod
@@ -102,7 +103,7 @@ class Prefill:
 
 
 class KvExchangeStub:
-    """Offered by every worker: others may fetch its KV.
+    """Offered by every worker, so that others can fetch its KV.
     """
 
     def __init__(self, channel):
@@ -139,39 +140,39 @@ class KvExchangeStub:
 
 
 class KvExchangeServicer:
-    """Offered by every worker: others may fetch its KV.
+    """Offered by every worker, so that others can fetch its KV.
     """
 
     def Handshake(self, request, context):
-        """Once per pair of workers and incarnation, before the first read. FAILED_PRECONDITION names the field that differs.
+        """Called once per pair of workers and incarnation, before the first read. FAILED_PRECONDITION names the field that differs.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
     def Piece(self, request, context):
-        """Which blocks of a handle's range are ready; waits a little for the next. Extends the lease, and fails as Renew does.
+        """Returns the blocks of a handle's range that are ready; if there are none, waits for the next. Extends the lease, and fails like Renew.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
     def Renew(self, request, context):
-        """Extends a lease that is alive. PERMISSION_DENIED: forged, expired, released, or another request's.
+        """Extends a lease that is alive. PERMISSION_DENIED: the handle is forged, or of another request or worker. ABORTED: the lease has ended.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
     def Lend(self, request, context):
-        """Leases the longest cached run of the blocks that are asked for. PERMISSION_DENIED: forged, or none of them is cached.
+        """Leases the longest cached run of the requested blocks. PERMISSION_DENIED: the request is forged, or none of the blocks is cached.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
     def Release(self, request, context):
-        """Ends a lease. `was_held` is true when it was alive until now: a reader that gets false throws its copy away.
+        """Ends a lease. `was_held` is true if it was alive until now; a reader that gets false discards its copy.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
@@ -214,7 +215,7 @@ def add_KvExchangeServicer_to_server(servicer, server):
 
  # This class is part of an EXPERIMENTAL API.
 class KvExchange:
-    """Offered by every worker: others may fetch its KV.
+    """Offered by every worker, so that others can fetch its KV.
     """
 
     @staticmethod
@@ -354,8 +355,8 @@ class KvExchange:
 
 
 class DecodeStub:
-    """A decode worker. One stream per router and worker carries all sequences, all tokens of a step in one message:
-    messages per second are what gRPC runs out of. When the stream ends, the worker cancels what was started on it.
+    """The decode role. One stream per router and worker carries all sequences, and one message carries all tokens of a step,
+    because gRPC is limited in messages per second. When the stream ends, the worker cancels all calls that were started on it.
     """
 
     def __init__(self, channel):
@@ -372,8 +373,8 @@ class DecodeStub:
 
 
 class DecodeServicer:
-    """A decode worker. One stream per router and worker carries all sequences, all tokens of a step in one message:
-    messages per second are what gRPC runs out of. When the stream ends, the worker cancels what was started on it.
+    """The decode role. One stream per router and worker carries all sequences, and one message carries all tokens of a step,
+    because gRPC is limited in messages per second. When the stream ends, the worker cancels all calls that were started on it.
     """
 
     def Session(self, request_iterator, context):
@@ -399,8 +400,8 @@ def add_DecodeServicer_to_server(servicer, server):
 
  # This class is part of an EXPERIMENTAL API.
 class Decode:
-    """A decode worker. One stream per router and worker carries all sequences, all tokens of a step in one message:
-    messages per second are what gRPC runs out of. When the stream ends, the worker cancels what was started on it.
+    """The decode role. One stream per router and worker carries all sequences, and one message carries all tokens of a step,
+    because gRPC is limited in messages per second. When the stream ends, the worker cancels all calls that were started on it.
     """
 
     @staticmethod
@@ -432,7 +433,8 @@ class Decode:
 
 
 class WorkerStub:
-    """Offered by every worker. Every call says whom it means, and anybody else answers FAILED_PRECONDITION (WRONG_WORKER).
+    """Offered by every worker. Every call names the worker that it is meant for; any other worker answers
+    FAILED_PRECONDITION (WRONG_WORKER).
     """
 
     def __init__(self, channel):
@@ -464,11 +466,12 @@ class WorkerStub:
 
 
 class WorkerServicer:
-    """Offered by every worker. Every call says whom it means, and anybody else answers FAILED_PRECONDITION (WRONG_WORKER).
+    """Offered by every worker. Every call names the worker that it is meant for; any other worker answers
+    FAILED_PRECONDITION (WRONG_WORKER).
     """
 
     def Probe(self, request, context):
-        """How the worker is at this moment. Answered by its event loop without waiting for a long step of its engine.
+        """The worker's current state and load. Its event loop answers without waiting for a long engine step.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
@@ -476,7 +479,7 @@ class WorkerServicer:
 
     def Snapshot(self, request, context):
         """The keys of all blocks that are sealed now, and the sequence number of the last block event they include.
-        In as many messages as it takes, one at least: a cache may hold millions of keys.
+        Streamed in as many messages as needed, at least one: a cache may hold millions of keys.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
@@ -489,7 +492,7 @@ class WorkerServicer:
         raise NotImplementedError('Method not implemented!')
 
     def SetRoles(self, request, context):
-        """Which roles the worker is to serve from now on. A role that is not named drains; its record says so at once.
+        """Sets the roles that the worker serves from now on. A role that is not named drains; the worker's record shows this immediately.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
@@ -527,7 +530,8 @@ def add_WorkerServicer_to_server(servicer, server):
 
  # This class is part of an EXPERIMENTAL API.
 class Worker:
-    """Offered by every worker. Every call says whom it means, and anybody else answers FAILED_PRECONDITION (WRONG_WORKER).
+    """Offered by every worker. Every call names the worker that it is meant for; any other worker answers
+    FAILED_PRECONDITION (WRONG_WORKER).
     """
 
     @staticmethod
@@ -682,21 +686,21 @@ class AdminServicer:
         raise NotImplementedError('Method not implemented!')
 
     def Trace(self, request, context):
-        """What became of requests that have ended, from the router's own memory of the last ones.
+        """What happened to the requests that ended last, from the router's own memory.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
     def Live(self, request, context):
-        """The pools, the requests on their way and the last ones, at this moment.
+        """The pools, the requests in flight and the last ones that ended, at this moment.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
     def SetRoles(self, request, context):
-        """Passed on to the worker of that name.
+        """Forwarded to the worker of that name.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')

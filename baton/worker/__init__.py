@@ -1,1 +1,1 @@
-"""What the two kinds of worker share: an engine's place in the cluster, and its words on the wire."""
+"""What prefill and decode workers share: an engine's place in the cluster and its wire format."""

@@ -1,4 +1,4 @@
-"""`baton.v1.Worker`: what every worker answers about itself, whatever its role."""
+"""`baton.v1.Worker`: what every worker reports about itself, whatever its role."""
 
 from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
 from dataclasses import asdict, dataclass
@@ -9,7 +9,7 @@ from baton.v1 import worker_pb2, worker_pb2_grpc
 from baton.worker.identity import Identity
 from baton.worker.role import Mounts, Name
 
-PAGE_KEYS = 8192  # of one message of a snapshot: 128 KiB, a few milliseconds of the router's event loop
+PAGE_KEYS = 8192  # in one message of a snapshot: 128 KiB, a few milliseconds of the router's event loop
 
 
 @dataclass(frozen=True, slots=True)
@@ -24,11 +24,11 @@ class Residue:
 
 @dataclass(frozen=True, slots=True)
 class Probed:
-    """How a worker is at one moment."""
+    """The condition of a worker at one moment."""
 
     state: WorkerState
     load: Load
-    roles: tuple[Name, ...]  # what it serves
+    roles: tuple[Name, ...]  # those that it serves
     stalled_s: float  # for how long its engine has made no progress although it has work
 
 
@@ -69,7 +69,7 @@ class WorkerDoor(worker_pb2_grpc.WorkerServicer):
         async with Answering(context):
             self._identity.check(request.to)
             record = await self._describe()
-            residue = self._residue()  # of the same look at the engine
+            residue = self._residue()  # from the same look at the engine
             return worker_pb2.DescribeResponse(
                 record=worker_pb2.WorkerRecord(**asdict(record)),
                 residue=worker_pb2.Residue(

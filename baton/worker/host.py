@@ -2,7 +2,7 @@
 
 open      load the model, start the engine's thread, open the transport
 serve     listen, answer health and `Worker`, join the registry
-drain     say so, refuse new work, wait until the role is idle
+drain     announce it, refuse new work, wait until the roles are idle
 close     in reverse
 """
 
@@ -55,11 +55,11 @@ log = logging.getLogger(__name__)
 T = TypeVar("T")
 MAX_MESSAGE_BYTES = 64 << 20
 IDLE_POLL_S = 0.02
-# Between two operations OpenMP threads wait awake, for the next one begins at once. Where there are more of them than cores, those that
-# wait keep those that work from their core: on two cores shared by two workers 7 % of the throughput was left.
+# Between two operations, OpenMP threads spin, because the next one begins immediately. If there are more threads than cores, spinning
+# threads keep working threads off the cores: two workers that shared two cores kept only 7 % of their throughput.
 SLEEP_SOON = ("GOMP_SPINCOUNT", "1000")
-LOOK_S = 0.3  # a step of a large model may take seconds; nobody who asks how we are waits for it
-HUNG_S = 60.0  # no step takes so long
+LOOK_S = 0.3  # a step of a large model may take seconds; a reader of the worker's state does not wait for it
+HUNG_S = 60.0  # no step takes this long
 
 
 class Host:
@@ -71,9 +71,9 @@ class Host:
     address: str
 
     def __init__(self, config: Config, role: Name, stop: Stop) -> None:
-        """`role`: the one that it serves when it starts, and whose pool it belongs to. `roles` are set by whoever makes the process."""
+        """`role`: the one that the worker serves at its start, and whose pool it belongs to. `WorkerProcess` sets `roles`."""
         if not config.cluster.key:
-            raise ConfigError("cluster.key: every worker needs the cluster's key (BATON_CLUSTER_KEY); `baton up` draws one")
+            raise ConfigError("cluster.key: every worker needs the cluster's key (BATON_CLUSTER_KEY); `baton up` generates one")
         if not config.model.path:
             raise ConfigError("model.path: no model is given (BATON_MODEL_PATH)")
         self.config = config
@@ -94,15 +94,15 @@ class Host:
         self.book = Book(role, self.name, self.model_name)
         self._meter = Meter(self.book, self._membership, self.tracer)
         self._metrics = MetricsServer(config, Exposition(self.book, self.look), lambda: self.stage is Stage.READY)
-        self._closers = AsyncExitStack()  # all of them run, in reverse, whichever fails
+        self._closers = AsyncExitStack()  # all of them run, in reverse order, even if one fails
         self._closers.push_async_callback(self._registry.close)
         self._closers.push_async_callback(asyncio.to_thread, self.tracer.close)
         self._stall = Stall(HUNG_S)
-        self._held = 0  # leases, as of the last look: a load that differs in nothing is not news
+        self._held = 0  # leases, as of the last look: without a new look the load stays equal, so readers see that it is not news
         self.tasks = Tasks(stop.fail)
 
     async def open(self) -> None:
-        """Raises what keeps the engine or the transport from starting."""
+        """Raises the error that keeps the engine or the transport from starting."""
         began = time.monotonic()
         cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
         if not fits(self.config, self.role, cores):
@@ -145,7 +145,7 @@ class Host:
         self.book.read("baton_kv_quarantined_blocks", lambda: port.importer.quarantined_blocks)
 
     async def serve(self) -> None:
-        """The roles have added their services to `server.grpc`."""
+        """Called when the roles have added their services to `server.grpc`."""
         door = WorkerDoor(self.identity, self.probe, self.describe, self.loop.snapshot, self.residue, self.set_roles)
         worker_pb2_grpc.add_WorkerServicer_to_server(door, self.server.grpc)  # type: ignore[no-untyped-call]
         await self.server.start()
@@ -160,11 +160,11 @@ class Host:
         log.info("%s (incarnation %d) ready on %s, transport %s", self.name, self.incarnation, self.address, self.transport.name)
 
     async def set_roles(self, wanted: Sequence[str]) -> Mounts:
-        """Serve these roles from now on; others drain, and are unmounted when nothing of them is left. Raises BatonError(INVALID_FIELD,
-        DRAINING)."""
+        """Serves these roles from now on. The others drain and are unmounted when all their work has ended. Raises
+        BatonError(INVALID_FIELD, DRAINING)."""
         self.mounts.wish(wanted)
         self._membership.beat()
-        log.info("serves %s", ", ".join(self.mounts.serving))
+        log.info("now serving %s", ", ".join(self.mounts.serving))
         for name in self.mounts.draining:
             self.tasks.start(self._unmount(name), f"unmount {name}")
         return self.mounts
@@ -172,11 +172,11 @@ class Host:
     async def _unmount(self, name: Name) -> None:
         while name in self.mounts.draining and not self.roles[name].idle:
             await asyncio.sleep(IDLE_POLL_S)
-        if name in self.mounts.draining:  # nobody mounted it again meanwhile
+        if name in self.mounts.draining:  # not mounted again in the meantime
             self.mounts.ended(name)
 
     async def drain(self) -> None:
-        """Tell everybody, then wait until the roles are idle, `drain_s` at most."""
+        """Announces it, then waits until the roles are idle, `drain_s` at most."""
         self.stage, self.mounts.stopping = move(self.stage, "drain"), True
         await self.server.health.set("", health_pb2.HealthCheckResponse.NOT_SERVING)
         self._membership.beat()
@@ -191,7 +191,7 @@ class Host:
             await self._membership.leave()
 
     async def look(self) -> Facts:
-        """The engine's load; the last known while it is in a long step. Raises BatonError(INTERNAL) when the engine hangs for good."""
+        """Returns the engine's load, or the last known one during a long step. Raises BatonError(INTERNAL) if the engine hangs."""
         try:
             async with asyncio.timeout(LOOK_S):
                 self._facts, self._held = await self.loop.call(facts), self.port.exporter.num_leases
@@ -201,7 +201,7 @@ class Host:
         return self._facts
 
     def stalled_s(self) -> float:
-        """For how long the engine has made no progress although it has work."""
+        """Returns for how long the engine has made no progress although it has work."""
         return self._stall.look(time.monotonic(), Activity(*self.loop.activity()))
 
     async def probe(self) -> Probed:
@@ -262,7 +262,7 @@ class Host:
             role.on_step(outputs)
 
     def _on_batch(self, seconds: float, tokens: int, sequences: int) -> None:
-        """In the engine's thread."""
+        """Called in the engine's thread."""
         failpoint("engine.step")
         self._meter.batch(seconds, tokens, sequences)
 
@@ -278,7 +278,7 @@ def default_name(role: str) -> str:
 
 
 def fits(config: Config, role: Literal["prefill", "decode"], cores: int) -> bool:
-    """Whether all workers that may compute on these cores have one for each of their threads. Those of other hosts count as if here."""
+    """Whether there is a core for each thread of all workers that may compute here. Workers on other hosts count as if they were here."""
     if getattr(config, role).cores is not None:
         return True
     workers = sum(pool.replicas for pool in (config.prefill, config.decode) if pool.cores is None)
@@ -286,10 +286,10 @@ def fits(config: Config, role: Literal["prefill", "decode"], cores: int) -> bool
 
 
 async def in_a_thread_that_ends(function: Callable[..., T], *arguments: object) -> T:
-    """For what computes with torch before the engine's thread does.
+    """Runs a function that computes with torch before the engine's thread does.
 
-    A thread keeps the OpenMP threads that it once computed with. With more of these than cores, libgomp lets none wait awake any more, and
-    every operation of the engine would begin by waking one: a sixth of the throughput on two cores.
+    A thread keeps the OpenMP threads that it has computed with. With more of these than cores, libgomp no longer lets any of them spin, and
+    every operation of the engine would begin by waking one. This costs a sixth of the throughput on two cores.
     """
     with ThreadPoolExecutor(1) as alone:
         return await asyncio.get_running_loop().run_in_executor(alone, function, *arguments)

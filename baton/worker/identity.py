@@ -1,7 +1,7 @@
-"""Who this worker is, and the refusal of a call that is meant for another.
+"""The identity of this worker, and the refusal of calls that are meant for another.
 
-A router reaches a worker at the address in its registry record. When that process has died, another one may have taken the port: of another
-cluster, with another model. It must not compute a token for a caller who believes to be talking to the first.
+A router reaches a worker at the address in its registry record. When that process has died, a process of another cluster, with another
+model, may have taken its port. It must not compute a token for a caller that believes it is talking to the first process.
 """
 
 from dataclasses import dataclass
@@ -17,7 +17,7 @@ class Identity:
     model_fingerprint: str
 
     def check(self, to: worker_pb2.Addressee) -> None:
-        """Raises BatonError(WRONG_WORKER), which names the first field that differs. A call that names nobody is refused, too."""
+        """Raises BatonError(WRONG_WORKER), which names the first field that differs. A call that names no worker is refused, too."""
         for field in ("worker", "incarnation", "model_fingerprint"):
             meant, mine = getattr(to, field), getattr(self, field)
             if meant != mine:

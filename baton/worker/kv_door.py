@@ -1,4 +1,4 @@
-"""gRPC of a KV port: `KvExchange` for other workers. Protobuf stops here."""
+"""The gRPC service of a KV port: `KvExchange`, for other workers. Protobuf stops here."""
 
 from baton.cluster.errors import BatonError, Reason
 from baton.cluster.rpc import Answering, Context

@@ -1,4 +1,4 @@
-"""The workers that a worker fetches KV from: `KvExchange` over gRPC, one channel per address."""
+"""Clients of the workers that this worker fetches KV from: `KvExchange` over gRPC, one channel per address."""
 
 from collections.abc import Awaitable
 from typing import TypeVar

@@ -69,9 +69,9 @@ class KvPort:
         if not 0 < len(wish.keys) <= self.pool.num_blocks * KEY_BYTES or len(wish.keys) % KEY_BYTES or wish.start % size:
             raise BatonError(Reason.LEASE_REFUSED, f"{len(wish.keys)} bytes of keys from position {wish.start} on")
         if self._lent >= MAX_LENT:
-            raise BatonError(Reason.SATURATED, f"{self._lent} loans are out")
+            raise BatonError(Reason.SATURATED, f"{self._lent} loans are open")
         keys = [wish.keys[at : at + KEY_BYTES] for at in range(0, len(wish.keys), KEY_BYTES)]
-        self._lent += 1  # before the wait: others that ask meanwhile count as well
+        self._lent += 1  # before the wait, so that concurrent requests count, too
         try:
             blocks = await self._pin(keys)
             if not blocks:
@@ -86,7 +86,7 @@ class KvPort:
     async def fill(self, seq: EngineSequence, fetch: Fetch) -> int:
         """Reads the handle's range into the reserved blocks of `seq`. Returns how many blocks of the range were here already.
 
-        Raises BatonError. Then the blocks must not be used, and go to `dispose` once the engine has taken them from the sequence.
+        If it raises BatonError, the blocks must not be used, and go to `dispose` once the engine has taken them from the sequence.
         """
         size, handle = self.pool.layout.block_size, fetch.handle
         have = seq.computed // size - handle.start // size
@@ -100,8 +100,8 @@ class KvPort:
         return skip
 
     async def withdraw(self, seq_id: str | None, fetch: Fetch | None, filling: list[int]) -> None:
-        """Ends a sequence that a fetch may be filling; None: only its blocks are left. `filling` holds blocks that were taken from
-        the sequence before, and is empty afterwards: a caller that is cancelled here may call again."""
+        """Ends a sequence that a fetch may be filling. `seq_id` None: only its blocks are left. `filling` holds blocks that were already
+        taken from the sequence, and is empty afterwards, so that a caller that is cancelled here may call again."""
         if seq_id is not None:
             taken = await self._loop.call(lambda engine: engine.abort(seq_id))
             filling += taken  # only now: a command that took blocks before the abort has added them to `filling` during the await

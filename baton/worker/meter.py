@@ -26,7 +26,7 @@ class Meter:
         self._step_sequences.observe(sequences)
 
     def tell(self, facts: Callable[[], Facts], num_blocks: int, block_size: int) -> None:
-        """`facts` returns those of the last look at the engine."""
+        """`facts` returns the facts of the last look at the engine."""
         read = self._book.read
         read("baton_engine_sequences_running", lambda: facts().running)
         read("baton_engine_sequences_waiting", lambda: facts().waiting)

@@ -7,7 +7,7 @@ from baton.cluster.lifecycle import Stop
 from baton.worker.host import Host
 from baton.worker.role import NAMES, Name
 
-# A role is found by its name, because the rooms of the roles may not know each other, nor this room them.
+# Roles are imported by name, because the packages of the roles may not import each other, and this package may not import them.
 ROOMS = {"prefill": "prefill_worker.wiring", "decode": "decode_worker.wiring"}
 
 

@@ -1,4 +1,4 @@
-"""What the engine's refusals mean to a caller of the worker."""
+"""Turns the engine's refusals into errors for a caller of the worker."""
 
 from baton.cluster.errors import BatonError, Reason
 from baton.engine.engine import Malformed, Output, QueueFull, Refused, TooLong
@@ -11,7 +11,7 @@ def refusal(error: Refused) -> BatonError:
 
 
 def failure(output: Output) -> BatonError:
-    """The error of an output without a token."""
+    """Returns the error for an output without a token."""
     if output.expired:
-        return BatonError(Reason.DEADLINE, "the deadline of the request was over while it waited in the worker's queue")
+        return BatonError(Reason.DEADLINE, "the deadline of the request passed while it waited in the worker's queue")
     return BatonError(Reason.INTERNAL, output.failure or "")

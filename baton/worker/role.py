@@ -1,11 +1,11 @@
-"""What a worker is for: a role is a service that it mounts. Every worker has both and serves those that are mounted.
+"""A role is a service that a worker mounts. Every worker has both roles and serves those that are mounted.
 
     event →     mount     drain      idle
     off         on
     on                    draining
     draining    on                   off
 
-`drain`: nothing new is accepted; `idle`: what was accepted has ended. A worker that is told to stop drains all its roles.
+`drain`: nothing new is accepted; `idle`: all accepted work has ended. A worker that is told to stop drains all its roles.
 """
 
 from collections.abc import Callable, Sequence
@@ -39,17 +39,17 @@ class IllegalMount(RuntimeError):
 
 
 class Role(Protocol):
-    """A service on an engine. It knows nothing of whether it is mounted: `admit` asks that."""
+    """A service on an engine. It does not know whether it is mounted: `admit` checks that."""
 
     admit: Callable[[], None]  # raises BatonError when nothing new is accepted
 
     @property
     def idle(self) -> bool:
-        """Nothing that was accepted is left."""
+        """Whether all accepted work has ended."""
         ...
 
     def on_step(self, outputs: list[Output]) -> None:
-        """What a step of the engine produced, of this role's sequences and of others'."""
+        """Receives what an engine step produced, for this role's sequences and for others."""
         ...
 
 
@@ -77,7 +77,7 @@ class Mounts:
             raise BatonError(Reason.WRONG_ROLE, f"{self._worker} does not serve {name} now")
 
     def wish(self, wanted: Sequence[str]) -> None:
-        """Mount these roles and drain the others. Raises BatonError(INVALID_FIELD, DRAINING), and nothing is changed then."""
+        """Mount these roles and drain the others. Raises BatonError(INVALID_FIELD, DRAINING) and then changes nothing."""
         if self.stopping:
             raise BatonError(Reason.DRAINING, f"{self._worker} is draining")
         if not wanted or not set(wanted) <= set(NAMES):
@@ -89,7 +89,7 @@ class Mounts:
                 self._move(name, "drain")
 
     def ended(self, name: Name) -> None:
-        """A role that drains has nothing left."""
+        """A draining role has no work left."""
         self._move(name, "idle")
 
     def _move(self, name: Name, event: str) -> None:

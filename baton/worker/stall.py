@@ -1,8 +1,8 @@
 """How long an engine has made no progress.
 
-An engine makes progress when it rests, when it ends a step or a command, and when its thread computes inside one. A CPU may need many
+An engine makes progress when it rests, when it finishes a step or a command, and when its thread computes inside one. A CPU may need many
 seconds for a prompt of a large model, and a busy machine needs longer without being at fault. A thread that waits for an event that never
-comes uses no processor time. A thread that computes for ever uses it, so a step may take at most `longest_s`, far more than it needs.
+comes uses no processor time. A thread that computes forever does, so a step may take at most `longest_s`, far more than it needs.
 """
 
 from dataclasses import dataclass
@@ -14,7 +14,7 @@ COMPUTES = 0.02  # share of the time: a thread that gets less is not computing, 
 class Activity:
     """The state of an engine's thread at one moment."""
 
-    laps: int  # steps and commands that have ended
+    laps: int  # steps and commands that have finished
     busy_since: float | None  # start of the current step or command, on the caller's clock; None: the thread rests
     cpu_s: float | None  # processor time of the thread so far; None if the system does not report it
 
@@ -36,5 +36,5 @@ class Stall:
         return age if age > self._longest_s else min(age, now - self._marked)
 
     def _computed(self, now: float, seen: Activity) -> bool:
-        """Whether the thread has computed since the last progress. Assumed if the system does not tell: then only `longest_s` counts."""
+        """Whether the thread has computed since the last progress. Assumed if the system cannot say: then only `longest_s` counts."""
         return seen.cpu_s is None or seen.cpu_s - self._cpu_s > COMPUTES * (now - self._marked)

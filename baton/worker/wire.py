@@ -20,7 +20,7 @@ _FINISH = {Finish.STOP: generation_pb2.FINISH_REASON_STOP, Finish.LENGTH: genera
 
 
 def to_sequence(job: worker_pb2.Job, model_fingerprint: str, hold: bool = False, timeout_s: float | None = None) -> Sequence:
-    """A sequence with an id of its own: two attempts of one request are two sequences. `timeout_s`: how long the caller waits for it."""
+    """Makes a sequence with a unique id: two attempts at one request are two sequences. `timeout_s`: how long the caller waits for it."""
     return Sequence(
         id=f"{job.request_id}#{next(_numbers)}",
         tokens=list(job.token_ids),
