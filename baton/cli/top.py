@@ -12,7 +12,8 @@ from rich.text import Text
 
 from baton.cli.access import Access
 from baton.cli.admin import read_live
-from baton.cli.view import STAGE_COLOURS, Fitting, bar, size
+from baton.cli.view import STAGE_COLOURS, bar, size
+from baton.terminal import Fitting
 from baton.v1 import worker_pb2, worker_pb2_grpc
 
 RATE_OVER_S = 10.0

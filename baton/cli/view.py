@@ -1,18 +1,16 @@
 """How things look in a terminal: the stages of a request, the state of a cluster. Returns rich renderables; prints nothing."""
 
-from collections.abc import Sequence
 from typing import Any
 
-from rich.console import Console, ConsoleOptions, Group, RenderResult
-from rich.measure import Measurement
+from rich.console import Group
 from rich.table import Table
 from rich.text import Text
 
 from baton.client import Result
+from baton.terminal import Fitting
 
 STAGE_COLOURS = {"queue": "grey62", "prefill": "deep_sky_blue1", "transfer": "orange1", "decode": "green3"}
 BAR_WIDTH = 48
-UNBOUNDED = 10_000  # columns
 
 
 def trace(result: Result) -> Group:
@@ -86,34 +84,6 @@ def status(cluster: dict[str, Any]) -> Group:
         )  # fmt: skip
     endpoints = Text("  ".join(f"{name} {address}" for name, address in cluster["endpoints"].items()), style="dim")
     return Group(head, endpoints, table)
-
-
-class Fitting:
-    """A table where the terminal is wide enough for it; else a short paragraph for each row, so that nothing is cut off.
-
-    The first cell of a row names it. Cells are text; one that is empty is left out of a paragraph.
-    """
-
-    def __init__(self, titles: Sequence[str], left: Sequence[str] = ()) -> None:
-        self._titles = tuple(titles)
-        self._left = frozenset(left or titles)
-        self._rows: list[tuple[Text, ...]] = []
-
-    def add_row(self, *cells: str | Text) -> None:
-        self._rows.append(tuple(cell if isinstance(cell, Text) else Text(cell) for cell in cells))
-
-    def __rich_console__(self, console: Console, options: ConsoleOptions) -> RenderResult:
-        table = Table(box=None, padding=(0, 2, 0, 0))
-        for title in self._titles:
-            table.add_column(title, justify="left" if title in self._left else "right", no_wrap=True)
-        for row in self._rows:
-            table.add_row(*row)
-        if Measurement.get(console, options.update(width=UNBOUNDED), table).maximum <= options.max_width:
-            yield table
-            return
-        for name, *cells in self._rows:
-            told = [Text.assemble((f"{title}\xa0", "dim"), cell) for title, cell in zip(self._titles[1:], cells, strict=True) if cell.plain]
-            yield Text.assemble((name.plain, "bold"), "  ", Text(" · ").join(told))
 
 
 def size(count: float) -> str:

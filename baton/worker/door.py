@@ -3,11 +3,11 @@
 from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
 from dataclasses import asdict, dataclass
 
-from baton.cluster.records import Load, WorkerRecord, WorkerState
+from baton.cluster.records import Load, RoleName, WorkerRecord, WorkerState
 from baton.cluster.rpc import Answering, Context
 from baton.v1 import worker_pb2, worker_pb2_grpc
 from baton.worker.identity import Identity
-from baton.worker.role import Mounts, Name
+from baton.worker.role import Mounts
 
 PAGE_KEYS = 8192  # in one message of a snapshot: 128 KiB, a few milliseconds of the router's event loop
 
@@ -28,7 +28,7 @@ class Probed:
 
     state: WorkerState
     load: Load
-    roles: tuple[Name, ...]  # those that it serves
+    roles: tuple[RoleName, ...]  # those that it serves
     stalled_s: float  # for how long its engine has made no progress although it has work
 
 

@@ -29,7 +29,7 @@ from baton.cluster.lifecycle import Stage, Stop, move
 from baton.cluster.membership import Membership
 from baton.cluster.metrics import Book
 from baton.cluster.metrics_http import Exposition, MetricsServer
-from baton.cluster.records import BlockEvent, Load, WorkerRecord, WorkerState
+from baton.cluster.records import BlockEvent, Load, RoleName, WorkerRecord, WorkerState
 from baton.cluster.rpc import Server, Tasks
 from baton.cluster.tracing import make_tracer
 from baton.engine.build import Built, Options, build
@@ -44,7 +44,7 @@ from baton.worker.kv_door import KvExchangeDoor
 from baton.worker.kv_peers import Peers
 from baton.worker.kv_port import KvPort, Place
 from baton.worker.meter import Meter
-from baton.worker.role import Mounts, Name, Role
+from baton.worker.role import Mounts, Role
 from baton.worker.stall import Activity, Stall
 from kvtransfer.handle import mac_key
 from kvtransfer.importer import peer_name
@@ -70,7 +70,7 @@ class Host:
     server: Server
     address: str
 
-    def __init__(self, config: Config, role: Name, stop: Stop) -> None:
+    def __init__(self, config: Config, role: RoleName, stop: Stop) -> None:
         """`role`: the one that the worker serves at its start, and whose pool it belongs to. `WorkerProcess` sets `roles`."""
         if not config.cluster.key:
             raise ConfigError("cluster.key: every worker needs the cluster's key (BATON_CLUSTER_KEY); `baton up` generates one")
@@ -85,7 +85,7 @@ class Host:
         self.key = mac_key(config.cluster.key)
         self.stage = Stage.STARTING
         self.mounts = Mounts(self.name, role)
-        self.roles: Mapping[Name, Role] = {}
+        self.roles: Mapping[RoleName, Role] = {}
         self._stop = stop
         self._registry = connect_registry(config)
         self._membership = Membership(self._registry, self.describe, config.redis.heartbeat_s, stop.fail)
@@ -169,7 +169,7 @@ class Host:
             self.tasks.start(self._unmount(name), f"unmount {name}")
         return self.mounts
 
-    async def _unmount(self, name: Name) -> None:
+    async def _unmount(self, name: RoleName) -> None:
         while name in self.mounts.draining and not self.roles[name].idle:
             await asyncio.sleep(IDLE_POLL_S)
         if name in self.mounts.draining:  # not mounted again in the meantime

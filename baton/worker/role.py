@@ -16,9 +16,6 @@ from baton.cluster.errors import BatonError, Reason, invalid
 from baton.cluster.records import ROLES, RoleName
 from baton.engine.engine import Output
 
-Name = RoleName
-NAMES = ROLES
-
 
 class Mount(Enum):
     OFF = "off"
@@ -56,20 +53,20 @@ class Role(Protocol):
 class Mounts:
     """Which roles a worker serves. `stopping`: the whole worker drains."""
 
-    def __init__(self, worker: str, serves: Name) -> None:
+    def __init__(self, worker: str, serves: RoleName) -> None:
         self.stopping = False
         self._worker = worker
-        self._states = {name: Mount.ON if name == serves else Mount.OFF for name in NAMES}
+        self._states = {name: Mount.ON if name == serves else Mount.OFF for name in ROLES}
 
     @property
-    def serving(self) -> tuple[Name, ...]:
-        return tuple(name for name in NAMES if self._states[name] is Mount.ON)
+    def serving(self) -> tuple[RoleName, ...]:
+        return tuple(name for name in ROLES if self._states[name] is Mount.ON)
 
     @property
-    def draining(self) -> tuple[Name, ...]:
-        return tuple(name for name in NAMES if self._states[name] is Mount.DRAINING)
+    def draining(self) -> tuple[RoleName, ...]:
+        return tuple(name for name in ROLES if self._states[name] is Mount.DRAINING)
 
-    def admit(self, name: Name) -> None:
+    def admit(self, name: RoleName) -> None:
         """Raises BatonError(DRAINING, WRONG_ROLE) unless the role accepts work."""
         if self.stopping:
             raise BatonError(Reason.DRAINING, f"{self._worker} is draining")
@@ -80,19 +77,19 @@ class Mounts:
         """Mount these roles and drain the others. Raises BatonError(INVALID_FIELD, DRAINING) and then changes nothing."""
         if self.stopping:
             raise BatonError(Reason.DRAINING, f"{self._worker} is draining")
-        if not wanted or not set(wanted) <= set(NAMES):
-            raise invalid("roles", f"must be one or both of {', '.join(NAMES)}, not {', '.join(wanted) or 'nothing'}")
+        if not wanted or not set(wanted) <= set(ROLES):
+            raise invalid("roles", f"must be one or both of {', '.join(ROLES)}, not {', '.join(wanted) or 'nothing'}")
         for name, state in self._states.items():
             if name in wanted and state is not Mount.ON:
                 self._move(name, "mount")
             elif name not in wanted and state is Mount.ON:
                 self._move(name, "drain")
 
-    def ended(self, name: Name) -> None:
+    def ended(self, name: RoleName) -> None:
         """A draining role has no work left."""
         self._move(name, "idle")
 
-    def _move(self, name: Name, event: str) -> None:
+    def _move(self, name: RoleName, event: str) -> None:
         target = MOVES.get((self._states[name], event))
         if target is None:
             raise IllegalMount(f"{name} is {self._states[name].value}: {event!r} is not possible")
