@@ -2,7 +2,7 @@
 PYTHON ?= python3
 VENV := .venv
 BIN := $(VENV)/bin
-# Processes that run the tests; 0: this one alone. With more, one runs the tests that start clusters, the others the rest (tests/conftest.py).
+# Processes that run the tests; 0: this one alone. A file of tests stays in one process (tests/conftest.py).
 TEST_PROCESSES ?= 0
 READY := $(VENV)/.ready
 DEV := $(VENV)/.dev
@@ -26,7 +26,7 @@ serve: $(READY)
 	@$(BIN)/baton up $(ARGS)
 
 test: $(DEV) lint
-	$(BIN)/python -m pytest --numprocesses $(TEST_PROCESSES) --dist loadgroup --no-loadscope-reorder
+	$(BIN)/python -m pytest --numprocesses $(TEST_PROCESSES) --no-loadscope-reorder
 
 lint: $(DEV)
 	$(BIN)/ruff check .

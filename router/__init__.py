@@ -1,1 +1,1 @@
-"""Where should this request go: door, dispatch, policy, view, prefix index, admission, tokenizer."""
+"""Decides where each request goes: door, dispatch, policy, view, prefix index, admission, tokenizer."""

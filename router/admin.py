@@ -1,4 +1,4 @@
-"""`baton.v1.Admin`, on a port of its own: the cluster as the router sees it, each worker asked afresh."""
+"""`baton.v1.Admin`, on its own port: the cluster as the router sees it. `Status` asks every worker again."""
 
 import asyncio
 import os
@@ -65,7 +65,7 @@ class AdminDoor(worker_pb2_grpc.AdminServicer):
         async with Answering(context):
             known = {record.name: record for record in self._view.members()}
             if request.worker not in known:
-                raise invalid("worker", f"there is no {request.worker!r}; there are {', '.join(known) or 'none'}")
+                raise invalid("worker", f"there is no worker {request.worker!r}; known workers: {', '.join(known) or 'none'}")
             serving, draining = await self._workers.set_roles(known[request.worker], request.roles)
             return worker_pb2.SetRolesResponse(serving=serving, draining=draining)
         raise AssertionError("answered with an error")

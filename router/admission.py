@@ -1,14 +1,14 @@
-"""How many requests are served at a time, which ones wait, and which ones are refused because they would wait in vain. Only decides.
+"""Decides how many requests are served at a time, which ones wait, and which ones are refused because they would wait in vain.
 
-A request gets a place at once while one is free. Otherwise it waits, by priority and then in order of arrival, and is refused when the
-queue is full. `overload` says what happens when more requests come in than can be served:
+A request gets a place immediately while one is free. Otherwise it waits, by priority and then in order of arrival, and is refused if the
+queue is full. `overload` sets what happens when more requests arrive than can be served:
 
     queue   Every request that finds room in the queue waits. Under overload all are late: the wait grows with the queue.
-    codel   A request that could not start in time is refused at once, and one that becomes hopeless in the queue is dropped. The expected
-            wait is the number of requests ahead times the measured time from one freed place to the next. A burst may fill the queue
-            until the last request is just in time. A standing queue (its waits have been longer than TARGET for a whole interval) is not
-            a burst: it is then kept to a SHARE of that length, because at the limit every error of the estimate is a miss.
-    lifo    Like codel, but while the queue stands, the newest request of the lowest priority number goes first.
+    codel   A request that could not start in time is refused immediately, and one that becomes hopeless in the queue is dropped. The
+            expected wait is the number of requests ahead times the measured time from one freed place to the next. A burst may fill the
+            queue until the last request is just in time. A standing queue (its waits have been longer than TARGET for a whole interval) is
+            not a burst: it is kept to a SHARE of that length, because at the limit every error of the estimate is a miss.
+    lifo    Like codel, but in a standing queue the newest request of the lowest priority number goes first.
 
 The standing queue is CoDel's criterion (Nichols and Jacobson, "Controlling Queue Delay", ACM Queue 2012; RFC 8289). Serving the newest
 first is Facebook's answer to it (Maurer, "Fail at Scale", ACM Queue 2015). CoDel drops at the head of the queue. We refuse at its tail,
@@ -28,9 +28,9 @@ from typing import Literal
 from router.pace import Pace
 
 Overload = Literal["queue", "codel", "lifo"]
-INTERVAL_S = 0.1  # at least, and at least the time that a request is served
-TARGET = 0.1  # of the interval: a shorter wait does not count as a queue
-SHARE = 0.5  # of the time that a request can wait: the most that a standing queue may use
+INTERVAL_S = 0.1  # at least this long, and at least as long as a request is served
+TARGET = 0.1  # share of the interval: a shorter wait does not count as a queue
+SHARE = 0.5  # of the time for which a request can wait: a standing queue may use at most this
 RECENTLY_S = 1.0  # clients that were refused less than this ago are expected to come back
 
 
@@ -83,8 +83,8 @@ class Admission:
         self._overload = overload
         self._inside: set[str] = set()
         self._waiting: dict[str, _Waiter] = {}  # in order of arrival
-        self._standing_since: float | None = None  # the moment of the first of consecutive waits that were longer than the target
-        self._refusals: deque[float] = deque(maxlen=65536)  # moments of the recent ones
+        self._standing_since: float | None = None  # when the first of consecutive waits longer than the target was noted
+        self._refusals: deque[float] = deque(maxlen=65536)  # times of the recent refusals
 
     @property
     def inflight(self) -> int:
@@ -113,7 +113,7 @@ class Admission:
         return Queued(ahead)
 
     def leave(self, request_id: str, now: float = 0.0) -> list[str]:
-        """The request was served, failed, or no longer waits. Returns the requests admitted now. An unknown id changes nothing."""
+        """Removes a request that was served, failed, or stopped waiting. Returns those admitted now. An unknown id changes nothing."""
         self._waiting.pop(request_id, None)
         self._inside.discard(request_id)
         return self._fill(now)
@@ -132,7 +132,7 @@ class Admission:
         return hopeless
 
     def standing(self, now: float) -> bool:
-        """Whether the queue stands: it has not come down to the target for a whole interval."""
+        """Whether this is a standing queue: its waits have not come down to the target for a whole interval."""
         return self._standing_since is not None and now - self._standing_since >= self._interval_s
 
     def retry_after(self, now: float, more_s: float = 0.0) -> float | None:
@@ -145,13 +145,13 @@ class Admission:
         return max(0.0, more_s) + len(self._refusals) * self._turn_s
 
     def check(self) -> None:
-        """The conservation law. Raises RuntimeError."""
+        """Checks the conservation law. Raises RuntimeError if it is violated."""
         if self._inside & self._waiting.keys():
-            raise RuntimeError("a request is served and waits")
+            raise RuntimeError("a request is both served and waiting")
         if self.inflight > self.max_inflight or self.queued > self.max_queue:
             raise RuntimeError(f"{self.inflight} of {self.max_inflight} served, {self.queued} of {self.max_queue} waiting")
         if self._waiting and self.inflight < self.places:
-            raise RuntimeError("a request waits for a free place")
+            raise RuntimeError("a request waits although a place is free")
 
     @property
     def _interval_s(self) -> float:
@@ -186,7 +186,7 @@ class Admission:
         return (self.pace.held_s or 0.0) / self.places
 
     def _room_s(self, due: Due, since: float, now: float) -> float:
-        """How long a request that came at `since` can still wait from `now` on and be in time; negative if it is hopeless."""
+        """How long a request that arrived at `since` can still wait from `now` and be in time; negative if it is hopeless."""
         if self._overload == "queue" or self.pace.held_s is None:
             return math.inf
         needs = self.pace.needs_s(due.max_tokens)

@@ -1,6 +1,6 @@
-"""A model's chat template: Jinja, in the sandbox and with the surroundings that `transformers` gives it.
+"""A model's chat template: Jinja, in the sandbox and environment that `transformers` provides.
 
-What callers write is data. It is never compiled as a template, and `outline` tells what the template wrote from what they wrote.
+What callers write is data. It is never compiled as a template, and `outline` separates what the template wrote from what they wrote.
 """
 
 import json
@@ -18,8 +18,8 @@ from jinja2.sandbox import ImmutableSandboxedEnvironment
 
 from baton.cluster.errors import BatonError, Reason, invalid
 
-MAX_RENDERED = 8 << 20  # characters; a template may repeat what it is given
-HOLE = "\ue000"  # private use: stands for a content in an outline
+MAX_RENDERED = 8 << 20  # characters; a template may repeat its input
+HOLE = "\ue000"  # private use: marks the place of a content in an outline
 _END = "\ue001"
 _STAND_IN = re.compile(f"{HOLE}([0-9]+){_END}")
 
@@ -30,7 +30,7 @@ Message = tuple[str, str]  # role, content
 class Outline:
     """What the template writes around the contents. White space at the ends of a content belongs to the outline."""
 
-    shape: str  # with a HOLE wherever a content stands
+    shape: str  # with a HOLE in place of each content
     contents: tuple[str, ...]  # in the order of the holes
 
     @property
@@ -39,14 +39,14 @@ class Outline:
 
 
 def fill(shape: str, contents: Iterator[str]) -> str:
-    """`shape` with each hole taken by the next of `contents`."""
+    """`shape` with each hole replaced by the next of `contents`."""
     first, *rest = shape.split(HOLE)
     return first + "".join(next(contents) + part for part in rest)
 
 
 class ChatTemplate:
     def __init__(self, source: str, tokens: Mapping[str, str], now: Callable[[], datetime] = datetime.now) -> None:
-        """`tokens`: bos_token and the like, which templates write. Raises ValueError for a template that does not compile."""
+        """`tokens`: bos_token and the like, which templates insert. Raises ValueError for a template that does not compile."""
         extensions = [_Generation, "jinja2.ext.loopcontrols"]
         environment = ImmutableSandboxedEnvironment(trim_blocks=True, lstrip_blocks=True, extensions=extensions)
         environment.filters["tojson"] = _to_json
@@ -61,9 +61,9 @@ class ChatTemplate:
         self._tokens = dict(tokens)
 
     def render(self, messages: Sequence[Message], names: Sequence[str] = ()) -> str:
-        """The conversation as text, up to where the assistant begins to write. `names`: of the participants, by message; "" where none.
+        """Renders the conversation up to where the assistant begins to write. `names`: of the participants, one per message; "" for none.
 
-        Raises INVALID_FIELD (`chat`) where the template refuses the conversation or writes too much, INTERNAL where it breaks.
+        Raises INVALID_FIELD (`chat`) if the template refuses the conversation or writes too much, INTERNAL if it fails.
         """
         given = [{"role": role, "content": content} for role, content in messages]
         for message, name in zip(given, names, strict=False):
@@ -74,20 +74,20 @@ class ChatTemplate:
             for piece in self._template.generate(messages=given, tools=None, documents=None, add_generation_prompt=True, **self._tokens):
                 size += len(piece)
                 if size > MAX_RENDERED:
-                    raise _Refusal(f"the chat template makes more than {MAX_RENDERED} characters of it")
+                    raise _Refusal(f"the chat template writes more than {MAX_RENDERED} characters for it")
                 pieces.append(piece)
         except _Refusal as refusal:
             raise invalid("chat", str(refusal)[:200]) from None
-        except Exception as error:  # whatever the template does, it is not the caller's doing
+        except Exception as error:  # whatever the template does, it is not the caller's fault
             raise BatonError(Reason.INTERNAL, f"the chat template failed: {type(error).__name__}") from error
         return "".join(pieces)
 
     def outline(self, messages: Sequence[Message], names: Sequence[str] = ()) -> Outline:
-        """The conversation rendered without the contents and names: the template gets stand-ins that it cannot tell from text.
+        """Renders the conversation without the contents and names: the template gets stand-ins that it cannot tell from text.
 
-        A stand-in keeps the white space at both ends of its content, so that templates that trim or strip do here what they do to the
-        content; a content of nothing but white space stays itself. Raises as `render` does, and INTERNAL where the template takes
-        stand-ins apart.
+        A stand-in keeps the white space at both ends of its content, so a template that trims or strips it does the same as to the content.
+        A content of nothing but white space is not replaced. Raises what `render` raises, and INTERNAL if the template takes stand-ins
+        apart.
         """
         cores = [text.strip() for text in (*(content for _, content in messages), *names)]
         hidden = [_hide(i, content, core) for i, ((_, content), core) in enumerate(zip(messages, cores, strict=False))]
@@ -113,7 +113,7 @@ def _refuse(message: str) -> None:
 
 
 def _to_json(value: Any, ensure_ascii: bool = False, indent: int | None = None, **options: Any) -> str:
-    """As models were trained with: no HTML escapes."""
+    """JSON as models saw it in training: without HTML escapes."""
     return json.dumps(value, ensure_ascii=ensure_ascii, indent=indent, **options)
 
 

@@ -1,6 +1,6 @@
-"""The router's side of the wire to its workers. Protobuf and gRPC stop here; failures come out as BatonError.
+"""The router's client for its workers. Protobuf and gRPC stop here; failures are raised as BatonError.
 
-A decode session is one stream per worker that carries all calls: a lost stream ends each of them with WORKER_LOST, at once.
+A decode session is one stream per worker that carries all calls: when the stream is lost, all of them end immediately with WORKER_LOST.
 """
 
 import asyncio
@@ -29,7 +29,7 @@ RELEASE_TIMEOUT_S = 2.0
 ASK_TIMEOUT_S = 1.0  # for an answer, or for one page of a snapshot
 SNAPSHOT_TIMEOUT_S = 60.0  # for all pages
 MAX_GONE = 1024
-NOT_CONNECTED = "failed to connect"  # gRPC's words for a call that never left: nobody listens there
+NOT_CONNECTED = "failed to connect"  # gRPC's words for a call that was never sent: nothing listens there
 _Identity = tuple[str, int]  # name and incarnation of a worker
 T = TypeVar("T")
 _FINISH: dict[int, FinishReason | None] = {
@@ -47,12 +47,12 @@ class FirstToken:
     cached_tokens: int
     wait_ms: float
     compute_ms: float
-    fetched_tokens: int = 0  # of the prompt, whose KV came from the source
+    fetched_tokens: int = 0  # prompt tokens whose KV came from the source
 
 
 @dataclass(frozen=True, slots=True)
 class Opened:
-    """The prompt has begun: its KV can be read while the rest is computed."""
+    """The prefill has begun: its KV can be read while the rest is computed."""
 
     handle: bytes
 
@@ -92,7 +92,7 @@ class CacheSnapshot:
 
 @dataclass(frozen=True, slots=True)
 class Answer:
-    """To a probe."""
+    """The answer to a probe."""
 
     state: WorkerState
     load: Load
@@ -101,7 +101,7 @@ class Answer:
 
 
 class Died(BatonError):
-    """The process was lost while the call was on it. A call that did not reach any process has the same reason and is no Died."""
+    """The process was lost while it served the call. A call that reached no process has the same reason but is not a Died."""
 
     def __init__(self, message: str) -> None:
         super().__init__(Reason.WORKER_LOST, message)
@@ -112,15 +112,15 @@ class Workers:
 
     def __init__(self, security: SecurityConfig) -> None:
         self._security = security
-        self._channels: dict[_Identity, grpc.aio.Channel] = {}  # a process of its own has one of its own, also at an old address
-        self._gone: dict[_Identity, None] = {}  # nothing is opened for these again; oldest first
+        self._channels: dict[_Identity, grpc.aio.Channel] = {}  # each process has its own, even at an old address
+        self._gone: dict[_Identity, None] = {}  # nothing is opened to these again; oldest first
         self._sessions: dict[_Identity, DecodeSession] = {}
         self._releases: set[asyncio.Task[None]] = set()
 
     async def prefill(
         self, worker: WorkerRecord, request: Request, timeout_s: float, source: Source | None = None
     ) -> AsyncGenerator[PrefillEvent, None]:
-        """Opened at most once, when a long prompt has begun, and FirstToken at the end. Closing the generator early cancels the call.
+        """Yields Opened at most once, when a long prompt has begun, then FirstToken. Closing the generator early cancels the call.
 
         `source`: a worker that caches more of the prompt. Raises BatonError.
         """
@@ -135,7 +135,7 @@ class Workers:
                     yield event
             finally:
                 call.cancel()
-        yield event  # after its span: whoever has the token need not ask for the end of the stream
+        yield event  # after its span: a caller that has the token need not read to the end of the stream
 
     def decode(
         self,
@@ -145,21 +145,21 @@ class Workers:
         timeout_s: float,
         first: "asyncio.Future[int] | None" = None,
     ) -> AsyncGenerator[DecodeEvent, None]:
-        """Events up to and including Ended. Closing the generator early cancels the call on the worker.
+        """Yields events up to and including Ended. Closing the generator early cancels the call on the worker.
 
-        `first`: the prompt is still being computed, and its KV is read piece by piece; resolves to the first token, which the worker
-        is told then.
+        `first`: given if the prompt is still being computed and its KV is read piece by piece. It resolves to the first token, which is
+        then sent to the worker.
         """
         return self._session(worker).run(request, handle, timeout_s, first)
 
     def release(self, worker: WorkerRecord, handle: bytes, request_id: str) -> None:
-        """End a lease that nobody will read, without waiting. Best effort: it expires anyhow."""
+        """Ends a lease that nobody will read, without waiting. Best effort: it expires anyway."""
         task = asyncio.create_task(self._release(worker, handle, request_id))
         self._releases.add(task)
         task.add_done_callback(self._releases.discard)
 
     async def snapshot(self, worker: WorkerRecord) -> CacheSnapshot:
-        """The keys of all blocks in the worker's cache. It may take long as a whole, but not from one page to the next."""
+        """Returns the keys of all blocks in the worker's cache. The whole snapshot may take long, but the next page must come soon."""
         stub = worker_pb2_grpc.WorkerStub(self._channel(worker))  # type: ignore[no-untyped-call]
         pages = stub.Snapshot(worker_pb2.SnapshotRequest(to=to_addressee(worker)), timeout=SNAPSHOT_TIMEOUT_S)
         keys: set[bytes] = set()
@@ -171,50 +171,50 @@ class Workers:
                 incarnation, sequence = page.incarnation, page.sequence
                 keys.update(page.keys[at : at + KEY_BYTES] for at in range(0, len(page.keys), KEY_BYTES))
         except TimeoutError:
-            raise BatonError(Reason.DEADLINE, f"{worker.name} did not go on with its snapshot") from None
+            raise BatonError(Reason.DEADLINE, f"{worker.name} did not continue its snapshot") from None
         finally:
             pages.cancel()
         return CacheSnapshot(incarnation, sequence, keys)
 
     async def describe(self, worker: WorkerRecord) -> tuple[WorkerRecord, dict[str, Any]]:
-        """The worker's record as it is now, and what it holds (`baton.v1.Residue`). Raises ValueError for an answer without a record."""
+        """Returns the worker's current record, and what it holds (`baton.v1.Residue`). Raises ValueError for an answer without a record."""
         stub = worker_pb2_grpc.WorkerStub(self._channel(worker))  # type: ignore[no-untyped-call]
         answer = await _answer(stub.Describe(worker_pb2.DescribeRequest(to=to_addressee(worker)), timeout=ASK_TIMEOUT_S))
         return WorkerRecord.from_mapping(plain(answer.record)), plain(answer.residue)
 
     async def probe(self, worker: WorkerRecord, timeout_s: float) -> Answer:
-        """How the worker is at this moment."""
+        """Returns the worker's current state and load."""
         stub = worker_pb2_grpc.WorkerStub(self._channel(worker))  # type: ignore[no-untyped-call]
         answer = await _answer(stub.Probe(worker_pb2.ProbeRequest(to=to_addressee(worker)), timeout=timeout_s))
         state: WorkerState = "draining" if answer.state == "draining" else "ready"
         return Answer(state, _to_load(answer.load), _to_roles(answer.roles), answer.stalled_ms / 1000)
 
     async def set_roles(self, worker: WorkerRecord, roles: Sequence[str]) -> tuple[tuple[str, ...], tuple[str, ...]]:
-        """What the worker serves from now on, and what it drains."""
+        """Changes what the worker serves. Returns the roles that it serves from now on, and those that it drains."""
         stub = worker_pb2_grpc.WorkerStub(self._channel(worker))  # type: ignore[no-untyped-call]
         asked = worker_pb2.SetRolesRequest(to=to_addressee(worker), roles=roles)
         answer = await _answer(stub.SetRoles(asked, timeout=ASK_TIMEOUT_S))
         return tuple(answer.serving), tuple(answer.draining)
 
     def welcome(self, worker: WorkerRecord) -> None:
-        """The worker joined; it may have been forgotten before."""
+        """Notes that the worker joined. It may have been forgotten before."""
         self._gone.pop(_identity(worker), None)
 
     async def forget(self, worker: WorkerRecord) -> None:
-        """The worker is gone, or its process was replaced. What is still asked of it fails with WORKER_LOST, and so does any later call."""
+        """Notes that the worker is gone or its process was replaced. Running calls to it fail with WORKER_LOST, and so do later ones."""
         self._gone[_identity(worker)] = None
         if len(self._gone) > MAX_GONE:
             del self._gone[next(iter(self._gone))]
         await self.lose(worker)
 
     async def lose(self, worker: WorkerRecord) -> None:
-        """What is still asked of the worker fails with WORKER_LOST. The next call opens another connection."""
+        """Running calls to the worker fail with WORKER_LOST. The next call opens a new connection."""
         identity = _identity(worker)
         session, old = self._sessions.pop(identity, None), self._channels.pop(identity, None)
         try:
             if session is not None:
                 await session.close()
-        finally:  # nobody else knows the channel any more, so it is closed even if this is cancelled
+        finally:  # nothing else refers to the channel now, so it is closed even if this is cancelled
             if old is not None:
                 await old.close()
 
@@ -296,7 +296,7 @@ class DecodeSession:
             raise
         except TimeoutError:
             span.end(Reason.DEADLINE.name)
-            raise BatonError(Reason.DEADLINE, "the deadline of the request is over") from None
+            raise BatonError(Reason.DEADLINE, "the deadline of the request has passed") from None
         finally:
             del self._calls[number]
             span.end("" if ended else Reason.CANCELLED.name)
@@ -319,7 +319,7 @@ class DecodeSession:
             while True:
                 await self._stream.write(await self._commands.get())
         except (grpc.RpcError, asyncio.InvalidStateError):
-            pass  # the reader knows why
+            pass  # the reader reports why
 
     async def _read(self) -> None:
         reason = BatonError(Reason.WORKER_LOST, f"{self._name} ended the stream")
@@ -345,7 +345,7 @@ class DecodeSession:
 
 
 async def _answer(call: Awaitable[T]) -> T:
-    """Raises BatonError. A call whose channel is closed under it looks cancelled, but nobody cancelled us: the worker is gone."""
+    """Raises BatonError. If its channel is closed, a call looks cancelled although nobody cancelled this task: the worker is gone."""
     try:
         return await call
     except grpc.RpcError as error:
@@ -379,12 +379,12 @@ def to_job(request: Request, traceparent: str = "") -> worker_pb2.Job:
 
 
 def to_addressee(worker: WorkerRecord) -> worker_pb2.Addressee:
-    """Whom a call means: what listens at the address by now may be somebody else."""
+    """The process that a call is meant for: by now another one may listen at the address."""
     return worker_pb2.Addressee(worker=worker.name, incarnation=worker.incarnation, model_fingerprint=worker.model_fingerprint)
 
 
 def _to_roles(names: Sequence[str]) -> tuple[RoleName, ...]:
-    """Names that a newer worker knows and we do not are left out."""
+    """Leaves out names that a newer worker knows and we do not."""
     return tuple(role for role in ROLES if role in names)
 
 

@@ -1,6 +1,6 @@
-"""Token ids of one output to text, as they come: each call returns what the token completes.
+"""Converts the token ids of one output to text as they arrive: each call returns the text that the token completes.
 
-`tokenizers.decoders.DecodeStream` is not used: where a model writes broken UTF-8 it raises, or holds everything back and decodes it all
+`tokenizers.decoders.DecodeStream` is not used: if a model writes broken UTF-8, it raises, or holds everything back and decodes it all
 again on each token, and after a prompt that ends inside a character it repeats the prompt.
 """
 
@@ -11,10 +11,10 @@ from router.tokenizer import Tokenizer
 
 
 class Detokenizer:
-    """Never splits a character. All that it returned, put together, is what `Tokenizer.decode` makes of the whole output.
+    """Never splits a character. All returned pieces together equal what `Tokenizer.decode` returns for the whole output.
 
-    One exception: where byte-fallback tokens form broken UTF-8, only the broken sequences become replacement characters, while the
-    tokeniser replaces whole characters next to them too, which may have been sent already.
+    One exception: if byte-fallback tokens form broken UTF-8, only the broken sequences become replacement characters. The tokeniser also
+    replaces whole characters next to them, but those may already have been sent.
     """
 
     def __init__(self, tokenizer: Tokenizer, prompt_tail_ids: Sequence[int] = ()) -> None:
@@ -32,5 +32,5 @@ class Detokenizer:
         return self._utf8.decode(piece)
 
     def flush(self) -> str:
-        """What is left at the end: a replacement character where the last one never became whole."""
+        """Returns what is left at the end: a replacement character if the last character is incomplete."""
         return self._utf8.decode(b"", final=True)

@@ -1,17 +1,17 @@
-"""The owner of a request from admission to its last token: it alone decides the request's fate.
+"""The dispatcher owns a request from admission to its last token, and it alone decides what becomes of the request.
 
     generate
-      1 choose_prefill → prefill worker            or bypass: the decode worker prefills itself
-      2 Prefill → first token, handle              the token goes to the client at once
-        opened: the prompt is long, its KV can be read while the rest of it is computed: step 3 and the start of 4 come now
+      1 choose_prefill → prefill worker            or bypass: the decode worker computes the prompt itself
+      2 Prefill → first token, handle              the token goes to the client immediately
+        opened (long prompts only): the KV can be read while the rest is computed, so step 3 and the start of 4 happen now
       3 choose_decode → decode worker              late, with fresh load; another one if it fails before it holds the KV
       4 Decode → adopted, tokens, ended
 
-A worker that fails costs a retry: the tokens that were sent become part of the prompt and the request starts at 1, elsewhere. The
-sampler's noise is a function of (seed, position), so the continued stream is the undisturbed one. Whatever the request holds on the
-way (a lease, a place on a worker, a number in the view) is given back where it was taken, in a `finally`.
+A worker failure costs a retry: the tokens already sent become part of the prompt, and the request starts again at 1 on another worker.
+The sampler's noise is a function of (seed, position), so the continued stream equals the undisturbed one. Whatever the request holds
+(a lease, a place on a worker, a number in the view) is released where it was acquired, in a `finally`.
 
-Decode workers that are all full are no failure: the request waits for one before its prompt is computed.
+It is not a failure if all decode workers are full: the request waits for one before its prompt is computed.
 """
 
 import asyncio
@@ -35,8 +35,8 @@ from router.view import ClusterView
 
 log = logging.getLogger(__name__)
 RECOVER_POLL_S = 0.05
-ROOM_POLL_S = 0.02  # between two looks for a decode worker with room; loads are reported far more seldom, but our own work ends at any time
-# The decode worker failed, not the KV: what the prefill worker holds is as good as before.
+ROOM_POLL_S = 0.02  # between two checks for a decode worker with room; loads are reported far less often, but our own work ends at any time
+# The decode worker failed, not the KV: the prefill worker's lease is still good.
 LEASE_STANDS = frozenset({Reason.WORKER_LOST, Reason.WRONG_WORKER, Reason.DRAINING, Reason.SATURATED})
 GONE = frozenset({Reason.WORKER_LOST, Reason.WRONG_WORKER, Reason.DRAINING})
 NEAR_DEADLINE_S = 0.05  # with less time left, another attempt is pointless
@@ -52,7 +52,7 @@ class _Started:
 
     worker: WorkerRecord
     work: str
-    known: int  # tokens it was sent
+    known: int  # tokens sent to it
     early: EarlyDecode | None = None
 
 
@@ -62,7 +62,7 @@ class _Lease:
 
     holder: WorkerRecord | None = None
     handle: bytes = b""
-    reader: _Started | None = None  # the decode call that already reads it
+    reader: _Started | None = None  # the decode call that is already reading it
 
 
 class Dispatcher:
@@ -74,7 +74,7 @@ class Dispatcher:
         clock: Callable[[], float] = monotonic,
         max_queue: int = TERMS.max_queue,
     ) -> None:
-        """`max_queue`: sequences that a worker lets wait."""
+        """`max_queue`: how many sequences a worker lets wait."""
         self._view = view
         self._workers = workers
         self._config = config
@@ -84,9 +84,9 @@ class Dispatcher:
         self._poison = Poison()
 
     async def generate(self, request: Request) -> AsyncGenerator[Token, None]:
-        """Every token of the output, once and in order; `request.finish` says at the end why there is no more.
+        """Yields every token of the output once and in order. At the end, `request.finish` says why the output ended.
 
-        Closing the generator ends the request everywhere. Raises BatonError when it cannot be continued.
+        Closing the generator ends the request everywhere. Raises BatonError if the request cannot be continued.
         """
         failed: set[Identity] = set()  # workers that failed this request
         self._refuse_poison(request)
@@ -123,19 +123,19 @@ class Dispatcher:
         except BatonError as error:
             self._spend_retry(request, error)
         finally:
-            await self._dismiss(lease)
+            await self._dismiss(request, lease)
             if lease.handle and lease.holder:
                 self._workers.release(lease.holder, lease.handle, request.id)
 
     async def _decode_leased(self, request: Request, lease: _Lease, failed: set[Identity]) -> AsyncGenerator[Token, None]:
-        """Tokens of one decode worker. Returns early, with a retry spent, where another one may read the same lease."""
+        """Yields the tokens of one decode worker. Returns early, with a retry spent, if another worker may read the same lease."""
         try:
             async with aclosing(self._decode(request, lease, failed)) as events:
                 async for event in events:
                     if isinstance(event, Token):
                         yield event
                     else:
-                        lease.handle = b""  # the decode worker has the KV, or gave it up: it ends the lease
+                        lease.handle = b""  # the decode worker has the KV or has given it up, and ends the lease
         except BatonError as error:
             if not lease.handle or error.reason not in LEASE_STANDS:
                 raise
@@ -178,7 +178,7 @@ class Dispatcher:
                     await self._start_early(request, event.handle, failed, lease)
                     continue
                 if lease.reader is not None and lease.reader.early is not None:
-                    await self._tell_first(lease, event)
+                    await self._tell_first(request, lease, event)
                 return event
         raise BatonError(Reason.INTERNAL, "the prefill ended without a token")
 
@@ -190,24 +190,25 @@ class Dispatcher:
         started.early = EarlyDecode(lambda first: self._workers.decode(started.worker, request, handle, self._remaining(request), first))
         await asyncio.sleep(0)  # the call is sent before a token is added to the request
 
-    async def _tell_first(self, lease: _Lease, first: FirstToken) -> None:
+    async def _tell_first(self, request: Request, lease: _Lease, first: FirstToken) -> None:
         assert lease.reader is not None and lease.reader.early is not None
         if first.finish:
-            await self._dismiss(lease)
+            await self._dismiss(request, lease)
         else:
             lease.reader.early.first.set_result(first.token.id)
 
-    async def _dismiss(self, lease: _Lease) -> None:
+    async def _dismiss(self, request: Request, lease: _Lease) -> None:
         """Ends an early decode call that was not taken over."""
         reader, lease.reader = lease.reader, None
         if reader is not None:
             self._poison.end(reader.work)
             self._view.end_decode(reader.work)
             if reader.early is not None:
+                self._view.index.retract(reader.worker.name, request.keys)
                 await reader.early.close()
 
     def _start(self, request: Request, choice: Choice) -> _Started:
-        """Counts a decode call in the view. The caller ends it there."""
+        """Counts a decode call in the view. The caller must end it there."""
         worker, work = self._view.record(choice.worker), self._work(request)
         request.trace.choices.append(("decode", choice.reason))
         self._view.index.predict(worker.name, self._keys(request), self._clock() + self._config.predict_ttl_s)
@@ -217,7 +218,7 @@ class Dispatcher:
         return _Started(worker, work, len(request.tokens))
 
     async def _decode(self, request: Request, lease: _Lease, failed: set[Identity]) -> AsyncGenerator[Token | Adopted, None]:
-        """Tokens of one decode worker, and Adopted when it no longer needs the lease. Sets `request.finish` at the end."""
+        """Yields the tokens of one decode worker, and Adopted when it no longer needs the lease. Sets `request.finish` at the end."""
         started, lease.reader = lease.reader, None
         if started is None:
             started = self._start(request, await self._choose_decode(request, failed))
@@ -243,7 +244,7 @@ class Dispatcher:
             self._view.end_decode(started.work)
 
     def _note_end(self, request: Request, ended: Ended, whole_prompt: bool) -> None:
-        """`whole_prompt`: this decode worker prefilled the prompt, so that its cache is the one that counts."""
+        """`whole_prompt`: this decode worker computed the prompt, so its cache is the one that counts."""
         trace = request.trace
         trace.handoff.recomputed_tokens += ended.recomputed_tokens
         if whole_prompt:
@@ -279,7 +280,7 @@ class Dispatcher:
                 await self._wait_for_workers(request, failed)
 
     async def _wait_for_room(self, request: Request, until: float) -> None:
-        """Waits a moment for a decode worker to have room. Admission bounds the requests that wait here.
+        """Waits a moment for a decode worker to have room. Admission bounds the number of requests that wait here.
 
         Raises DEADLINE, and SATURATED at `until`.
         """
@@ -292,7 +293,7 @@ class Dispatcher:
         await asyncio.sleep(min(ROOM_POLL_S, request.deadline - now, until - now))
 
     async def _wait_for_workers(self, request: Request, failed: set[Identity]) -> None:
-        """Returns when there is a decode worker. A new request is refused at once; one that was begun waits for the next to appear."""
+        """Returns when there is a decode worker. A new request is refused immediately; a request that has begun waits for one to appear."""
         if self._view.decode_workers() and not failed:
             return
         if request.trace.retries == 0 and not request.output_len:
@@ -302,7 +303,7 @@ class Dispatcher:
         while not self._view.decode_workers():
             now = self._clock()
             if now >= request.deadline:
-                raise _too_late(request, "while no decode worker was there")
+                raise _too_late(request, "while no decode worker was available")
             if now >= until:
                 raise BatonError(Reason.RETRIES_SPENT, "no decode worker came back", metadata=_emitted(request))
             await asyncio.sleep(RECOVER_POLL_S)
@@ -310,6 +311,7 @@ class Dispatcher:
     def _blame(self, request: Request, worker: WorkerRecord, error: BatonError, failed: set[Identity], work: str) -> None:
         """Raises BatonError(POISONOUS) if the request killed the worker."""
         failed.add((worker.name, worker.incarnation))
+        self._view.index.retract(worker.name, request.keys)
         request.trace.failures.append(Failure(request.trace.watch.clock(), worker.name, error.reason.name))
         if error.reason in GONE:  # the registry will report it a moment later
             self._view.mark_down(worker.name, worker.incarnation)
@@ -318,7 +320,7 @@ class Dispatcher:
             parents, block_size, prompt = self._prompt(request)
             self._poison.quarantine(parents, block_size, prompt, self._clock() + self._config.quarantine_s)
             message = f"{request.suspicion.deaths} workers died of this request"
-            log.warning("request %s is given up: %s", request.id, message)
+            log.warning("giving up request %s: %s", request.id, message)
             raise BatonError(Reason.POISONOUS, message, metadata=_emitted(request)) from error
 
     def _refuse_poison(self, request: Request) -> None:
@@ -332,14 +334,14 @@ class Dispatcher:
             await asyncio.sleep(RECOVER_POLL_S)
 
     def _prompt(self, request: Request) -> tuple[list[bytes], int, list[int]]:
-        """Root key and keys of the prompt's full blocks, tokens of a block, the prompt."""
+        """Returns the root key and the keys of the prompt's full blocks, the block size in tokens, and the prompt."""
         served = self._view.served
         assert served is not None
         keys, full = self._keys(request), request.prompt_len // served.block_size
         return [root_key(served.model_fingerprint, request.salt), *keys[:full]], served.block_size, request.tokens[: request.prompt_len]
 
     def _spend_retry(self, request: Request, error: BatonError) -> None:
-        """Raises unless the request may be tried once more."""
+        """Raises unless the request may be retried."""
         if isinstance(error, _NoRoom) or not error.reason.value.retry_elsewhere:
             raise error
         if request.deadline - self._clock() < NEAR_DEADLINE_S:
@@ -381,4 +383,4 @@ def _emitted(request: Request) -> dict[str, str]:
 
 
 def _too_late(request: Request, when: str = "before it could be tried again") -> BatonError:
-    return BatonError(Reason.DEADLINE, f"the deadline of the request was over {when}", metadata=_emitted(request))
+    return BatonError(Reason.DEADLINE, f"the deadline of the request passed {when}", metadata=_emitted(request))

@@ -1,4 +1,4 @@
-"""The gRPC service `baton.v1.Generation`: it only translates. Protobuf stops here."""
+"""The gRPC service `baton.v1.Generation`. It only translates; Protobuf stops here."""
 
 from collections.abc import AsyncIterator, Sequence
 from contextlib import aclosing
@@ -37,8 +37,8 @@ def _metadata(context: Context, name: str) -> str | None:
 
 
 def to_ask(request: pb.GenerateRequest, traceparent: str = "", tenant: str = "", context: int | None = None) -> Ask:
-    """A list that is too long is cut one item beyond its limit: it is refused all the same, and costs no more than a list that is not.
-    `context`: the longest prompt plus output, in tokens, as far as it is known."""
+    """Cuts a list that is too long one item beyond its limit: it is still refused, and costs no more than a list that is not too long.
+    `context`: the longest prompt plus output, in tokens, if it is known."""
     kind = request.WhichOneof("prompt")
     return Ask(
         request_id=request.request_id,
@@ -55,8 +55,8 @@ def to_ask(request: pb.GenerateRequest, traceparent: str = "", tenant: str = "",
 
 
 def _ids(given: pb.TokenIds, context: int | None) -> Sequence[int]:
-    """A prompt that fills the context is refused by its length alone: numbers of the same count stand for it, for a million ids would
-    take 20 ms to copy."""
+    """A prompt that fills the context is refused for its length alone, so a range of the same length replaces it: copying a million ids
+    would take 20 ms."""
     count = min(len(given.ids), _LIMITS.max_prompt_ids + 1)
     return tuple(given.ids[:count]) if context is None or count < context else range(count)
 

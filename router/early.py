@@ -19,7 +19,7 @@ class EarlyDecode:
         self._task = asyncio.create_task(self._run(open_call))
 
     async def events(self) -> AsyncGenerator[DecodeEvent, None]:
-        """All events from the beginning. Raises what ended the call, a BatonError. Closing the generator early cancels the call."""
+        """Yields all events from the beginning. Raises the error that ended the call. Closing the generator early cancels the call."""
         try:
             while (event := await self._events.get()) is not None:
                 if isinstance(event, Exception):
@@ -39,7 +39,7 @@ class EarlyDecode:
             async with aclosing(open_call(self.first)) as events:
                 async for event in events:
                     self._events.put_nowait(event)
-        except Exception as error:  # also one that nobody foresaw: the reader would wait for ever
+        except Exception as error:  # unexpected ones too: otherwise the reader would wait forever
             self._events.put_nowait(error)
         else:
             self._events.put_nowait(None)

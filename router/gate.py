@@ -14,7 +14,7 @@ from router.policy import places
 from router.validate import Ask
 from router.view import ClusterView
 
-LOOK_S = 0.02  # between two looks at the waiting requests: workers come and go, and a deadline passes without an event
+LOOK_S = 0.02  # between two checks of the waiting requests: workers come and go, and a deadline passes without an event
 
 
 class Gate:
@@ -84,7 +84,7 @@ class Gate:
 
     @contextmanager
     def _timed(self, entry: Entry) -> Iterator[None]:
-        """What a request that ends well, or runs out of time, says of the pace. One that its client gave up says nothing."""
+        """Measures the pace from a request that ends well or runs out of time. A request that its client gave up does not count."""
         began, pace = self._clock(), self._admission.pace
         try:
             yield
@@ -106,7 +106,7 @@ class Gate:
         now = self._clock()
         for slot in self._admission.drop_hopeless(now):
             after = self._admission.retry_after(now)
-            refusal = BatonError(Reason.SATURATED, "waited until it could not be served in time any more", retry_after=after)
+            refusal = BatonError(Reason.SATURATED, "waited until it could no longer be served in time", retry_after=after)
             turn = self._waiting.get(slot)  # None: it is leaving already
             if turn is not None and not turn.done():
                 turn.set_exception(refusal)

@@ -1,4 +1,4 @@
-"""Metrics of what the router knows without counting: read at each scrape."""
+"""Metrics that are read from the router's state at each scrape instead of being counted."""
 
 from collections.abc import Callable
 

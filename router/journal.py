@@ -1,4 +1,4 @@
-"""What became of each request. When a request ends, the journal counts it, judges it by the objectives, keeps a record for a while and
+"""What became of each request. When a request ends, the journal counts it, judges it by the objectives, keeps a record for a while, and
 completes its trace.
 
     with journal.open("chat", request_id, traceparent) as entry:      # the request ends with the block, however the block is left
@@ -214,7 +214,7 @@ class Journal:
             trace.span = NO_SPAN  # the record outlives the span
 
     def _judge(self, outcome: str, times: Times) -> str | None:
-        """Requests that the client got wrong or gave up are not judged."""
+        """Invalid requests, and those that the client gave up, are not judged."""
         if not self._objectives.limits or outcome in ("invalid", "cancelled"):
             return None
         missed = missed_because(self._objectives, times) if outcome == "ok" else "error"

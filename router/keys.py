@@ -1,8 +1,8 @@
 """API keys, stored as SHA-256 hashes, and the tenant that each key belongs to.
 
-The file that `security.api_keys` names has one entry a line: `NAME SHA256HEX [TENANT] [requests=N] [tokens=N]`. Without TENANT, the tenant
-is NAME. `requests` and `tokens` replace the tenant's limits a minute from the configuration (0: no limit). Empty lines and lines that begin
-with # are skipped. A plain hash is enough, because keys are random and nobody can try them all.
+The file that `security.api_keys` names has one entry per line: `NAME SHA256HEX [TENANT] [requests=N] [tokens=N]`. Without TENANT, the
+tenant is NAME. `requests` and `tokens` replace the tenant's limits per minute from the configuration (0: no limit). Empty lines and lines
+that begin with # are skipped. A plain hash is enough, because keys are random and nobody can try them all.
 """
 
 import hmac
@@ -41,10 +41,10 @@ class Entry:
 
 
 class ApiKeys:
-    """Without entries everybody may ask, and nobody is a tenant."""
+    """Without entries no key is needed, and requests have no tenant."""
 
     def __init__(self, entries: Iterable[Entry] = (), quota: Quota | None = None) -> None:
-        """`quota` is that of a tenant whose entries set none. Raises ConfigError when two entries of one tenant disagree."""
+        """`quota` is for tenants whose entries set none. Raises ConfigError when two entries of one tenant disagree."""
         self._path: str | None = None  # the file that `refresh` reads
         self._stamp: _Stamp | None = None
         self._quota = quota
@@ -72,7 +72,7 @@ class ApiKeys:
         return keys
 
     def refresh(self) -> bool:
-        """Read the file again if it has changed; tells whether it has. Raises ConfigError, once, and keeps the keys as they were."""
+        """Reads the file again if it has changed; returns whether it has. A bad file raises ConfigError once and the old keys stay."""
         if self._path is None or (stamp := _stamp(self._path)) == self._stamp:
             return False
         self._stamp = stamp
@@ -88,7 +88,7 @@ class ApiKeys:
         return any(quota != Quota() for quota in self._quotas.values())
 
     def quota(self, tenant: str) -> Quota:
-        """Of a tenant whose key was taken away, no limit: only its running requests still ask."""
+        """The quota of a tenant. One whose key was removed has no limit: only its running requests still ask."""
         return self._quotas.get(tenant, Quota())
 
     def tenant(self, authorization: str | None) -> str:

@@ -1,6 +1,6 @@
-"""The state of the cluster at this moment: the pools and their load, the requests on their way, and what became of the last ones.
+"""The current state of the cluster: the pools and their load, the requests in flight, and the outcome of the last ones.
 
-It holds nothing of a prompt or an output.
+It contains nothing of a prompt or an output.
 """
 
 import asyncio
@@ -17,7 +17,7 @@ from router.journal import Entry, Journal, Record
 from router.view import ClusterView
 from router.watch import Watch
 
-FRESH_S = 0.4  # the workers are asked no more often than this, however many visitors look
+FRESH_S = 0.4  # the workers are asked at most this often, however many visitors there are
 GONE_S = 60.0  # how long a worker that left without draining is still shown
 MAX_REQUESTS = 64
 MAX_RECENT = 12
@@ -49,7 +49,7 @@ class Live:
         self._last: dict[str, tuple[dict[str, Any], float]] = {}  # worker → its last state, and when that was
 
     async def look(self) -> dict[str, Any]:
-        """The state, ready for JSON. Times are in seconds, `clock` from one clock; `totals` only grow."""
+        """Returns the state, ready for JSON. Times are in seconds; all values of `clock` come from one clock; `totals` only grow."""
         now, journal = self._clock(), self._journal
         requests = [_on_its_way(entry, now) for entry in journal.open_entries]
         totals = asdict(journal.totals)
@@ -75,7 +75,7 @@ class Live:
         }
 
     def find(self, request_id: str) -> dict[str, Any] | None:
-        """The record of a request that has ended."""
+        """Returns the record of a request that has ended."""
         record = self._journal.find(request_id)
         return record.to_json() if record else None
 
@@ -105,6 +105,8 @@ class Live:
             state = record.state
             if state == "ready" and record.name in self._view.unfit:
                 state = "unfit"
+            elif state == "ready" and self._view.hung(record.name):
+                state = "hung"  # its event loop answers, its engine does not
         except (BatonError, ValueError):
             residue, state = {}, "unreachable"
         return {

@@ -1,7 +1,7 @@
-"""How many fields a serialised `GenerateRequest` may hold, counted before it is parsed.
+"""Bounds the number of fields in a serialised `GenerateRequest`. They are counted before the message is parsed.
 
-Parsing holds the GIL from its beginning to its end, and its cost follows the fields rather than the bytes: 4 MiB of empty stop strings take
-30 ms, 4 MiB of text less than one. A packed list of numbers is one field. The count stops one field beyond the bound.
+Parsing holds the GIL from start to end, and its cost depends on the number of fields, not of bytes: 4 MiB of empty stop strings take
+30 ms, 4 MiB of text less than 1 ms. A packed list of numbers is one field. The count stops one field beyond the bound.
 """
 
 from collections import Counter
@@ -12,29 +12,27 @@ from baton.cluster.errors import invalid
 from baton.v1 import generation_pb2 as pb
 from router.validate import Limits
 
-UNCOUNTED_BYTES = 64 << 10  # parsing a message of so many bytes takes 0.5 ms at most
+UNCOUNTED_BYTES = 64 << 10  # parsing a message of this size takes 0.5 ms at most
 _LIMITS = Limits()
-# A message of a chat and an entry of a map are three fields each: the submessage and its two members.
+# A chat message and a map entry are three fields each: the submessage and its two members.
 MAX_FIELDS = 3 * (_LIMITS.max_messages + _LIMITS.max_logit_bias) + _LIMITS.max_stop_token_ids + _LIMITS.max_stop + 64
-_Fields = Mapping[int, tuple[str, Any]]  # field number → dotted path, and the fields of a submessage (None: it is not one)
+_Fields = Mapping[int, tuple[str, Any]]  # field number → dotted path, and the fields of a submessage (None: it is not a submessage)
 
 
 def check_fields(data: bytes) -> None:
-    """Raises INVALID_FIELD, which names the field that there is most of."""
+    """Raises INVALID_FIELD if there are too many fields. The error names the most frequent one."""
     if len(data) <= UNCOUNTED_BYTES:
         return
     seen: Counter[str] = Counter()
     if _count(data, 0, len(data), _FIELDS, MAX_FIELDS, seen) > MAX_FIELDS:
         most = max(seen, key=lambda path: (seen[path], -len(path)))
-        description = (
-            f"the request must hold at most {MAX_FIELDS} fields, those of its parts included; a list of ids counts as one if packed"
-        )
+        description = f"the request must have at most {MAX_FIELDS} fields, including nested ones; a packed list of ids counts as one"
         raise invalid(most, description)
 
 
 def _count(data: bytes, at: int, end: int, fields: _Fields, most: int, seen: Counter[str]) -> int:
-    """Fields from `at` to `end`, or more than `most`; by path in `seen`. What is no message is counted up to the first error: so far the
-    parser goes, too."""
+    """Counts the fields from `at` to `end`, also by path in `seen`, and stops when there are more than `most`. Malformed data is counted up
+    to the first error, which is as far as the parser gets, too."""
     found = 0
     while at < end and found <= most:
         found += 1
@@ -55,12 +53,12 @@ def _count(data: bytes, at: int, end: int, fields: _Fields, most: int, seen: Cou
             at += size
         elif wire > 5:
             break
-        # 3 and 4 open and close a group, which no message of ours has: what is inside counts like the rest.
+        # 3 and 4 open and close a group, which our messages do not have: the fields inside count like the rest.
     return found
 
 
 def _varint(data: bytes, at: int) -> tuple[int, int]:
-    """The number at `at` and where it ends; behind the end of `data` for one that does not end."""
+    """Returns the number at `at` and the position after it, which is the end of `data` if the number is cut off."""
     value = 0
     for shift in range(0, 70, 7):
         if at >= len(data):
@@ -74,7 +72,7 @@ def _varint(data: bytes, at: int) -> tuple[int, int]:
 
 
 def _fields(message: Any, parent: str = "") -> _Fields:
-    """The entries of a map count as its own path."""
+    """The entries of a map are counted under the path of the map."""
     found = {}
     for field in message.fields:
         path = parent.removesuffix(".") if message.GetOptions().map_entry else f"{parent}{field.name}"

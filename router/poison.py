@@ -1,12 +1,12 @@
-"""Requests that kill workers: finds the request that killed a worker, and recognises the same prompt later. Only decides.
+"""Finds the request that killed a worker, and recognises the same prompt later. It only decides.
 
     begin, died, end         record each stretch of a request's work on a worker process; `died` says whether the request is condemned
-    may_try                  is asked before each attempt, so that no request is condemned for its neighbours
+    may_try                  is called before each attempt, so that no request is condemned because of its neighbours
     quarantine, refusal      refuse condemned prompts for a while
 
 A request is condemned when a second process dies under it with no token in between, if it is more suspect than every other request on that
-process. A stretch without a token makes a request suspect: the other requests there had been computed before, and a worker dies of what it
-computes. If two requests are equally suspect, neither is condemned, and each is tried again while no other suspect is being tried.
+process. A stretch without a token makes a request suspect: a worker dies of what it computes, and the other requests there had been
+computed before. If two requests are equally suspect, neither is condemned, and each is retried while no other suspect is being tried.
 """
 
 from collections.abc import Sequence
@@ -48,14 +48,14 @@ class Poison:
         self._stretches[work] = _Stretch(request, (worker, incarnation), len(request.tokens))
 
     def end(self, work: str) -> None:
-        """The work ended, in any way. Unknown work changes nothing."""
+        """Call it however the work ended. Unknown work changes nothing."""
         self._stretches.pop(work, None)
 
     def died(self, work: str) -> bool:
         """The process died under this work. Returns whether the request is condemned."""
         stretch = self._stretches[work]
         company = self._dead.get(stretch.process)
-        if company is None:  # the first report of this death already tells what the other requests will report
+        if company is None:  # the first report of this death already shows what the other requests will report
             company = {name: other.suspicion for name, other in self._stretches.items() if other.process == stretch.process}
             self._dead[stretch.process] = company
             if len(self._dead) > MAX_DEAD:
@@ -108,5 +108,5 @@ def _weight(suspicion: Suspicion) -> tuple[int, int]:
 
 
 def _has_moved(request: Request) -> bool:
-    """Whether the request has got a token since a process died under it."""
+    """Whether the request has received a token since a process died under it."""
     return len(request.tokens) != request.suspicion.position

@@ -1,32 +1,33 @@
-"""Which worker gets a request. Pure functions of the view; the unit of every cost is one token.
+"""Chooses the workers for a request. Pure functions of the view; the unit of every cost is one token.
 
     choose_prefill   the prefill worker on which the prompt is computed soonest:
                      cost = uncached tokens that wait there (ours exactly, others' as last reported) + uncached tokens of this prompt.
-                     Ties: fewer waiting tokens, then the name.
-                     Bypass, so that the decode worker computes the prompt itself: when no prefill worker is left, and when the decode
-                     worker that would be chosen lacks `bypass_tokens` or fewer of the prompt, or serves both roles and is the best for
-                     either.
+                     Ties: fewer waiting tokens, then without a fetch, then the name.
+                     Bypass, so that the decode worker computes the prompt itself: if no prefill worker is left, or if the decode
+                     worker that would be chosen lacks at most `bypass_tokens` of the prompt, or serves both roles and is the best for
+                     both.
                      Saturated while no decode worker can take the sequence: a prompt computed now would have nowhere to go.
-                     What another worker caches can be fetched from it, the `source`. A fetch costs as much as `fetch_tokens` tokens, so
-                     it is done where it saves more.
-    choose_decode    among the decode workers whose credit holds the sequence, the one with the least
+                     Blocks that another worker caches can be fetched from it, the `source`. A fetch costs as much as `fetch_tokens`
+                     tokens, so it is used if it saves more.
+    choose_decode    among the decode workers with enough credit for the sequence, the one with the lowest
                      cost = tokens it has promised to hold + uncached prompt tokens that wait there
                             - `overlap_weight` times the tokens of this sequence that it caches.
-                     If none has the credit, the one with the most of it: the request queues there. Workers with `max_queue` requests
-                     waiting are left out; if that leaves nobody, Saturated.
-                     Ties: more credit (lower cost where it queues), then the name.
+                     If none has enough credit, the one with the most: the request queues there. Workers with `max_queue` waiting
+                     requests are left out; if that leaves none, Saturated.
+                     Ties: more credit (lower cost if the request queues), then the name.
     places           how many requests the workers can be given at a time; the rest wait in the router, where waiting costs nothing.
 
-Both choices ask which decode worker would be chosen, and both get the answer from `_choose_decode` with the same `Terms` and the same
-length of the sequence, so they cannot contradict each other.
+Both choices depend on which decode worker would be chosen, and both get the answer from `_choose_decode` with the same `Terms` and the
+same length of the sequence, so they cannot contradict each other.
 
-A decode worker can take a sequence if its credit holds it. Credit counts every sequence at its full length, which few reach, so a worker
-without it also takes one while nobody waits there and it has fewer than `max_num_seqs`: its engine knows better than we do what fits.
+A decode worker can take a sequence if its credit covers it. Credit counts every sequence at its full length, which few reach. So a worker
+without enough credit can still take one while no request waits there and it has fewer than `max_num_seqs`: its engine knows better than
+the router what fits.
 
-Parameters that both choices take:
+Parameters of both choices:
     keys             block keys of the full blocks of the tokens known so far
-    longest          tokens that the sequence may come to, prompt included
-    now              moment at which predictions of the prefix index are judged; the clock that `PrefixIndex.predict` got
+    longest          the most tokens that the sequence may reach, prompt included
+    now              time at which predictions of the prefix index are judged, on the clock used for `PrefixIndex.predict`
     exclude          workers that failed this request: (name, incarnation)
 """
 
@@ -36,18 +37,18 @@ from dataclasses import dataclass
 from baton.cluster.records import WorkerRecord
 from router.view import ClusterView
 
-AHEAD = 4  # a worker is given a quarter more sequences than it runs, so that it never waits for the next one
+AHEAD = 4  # a worker gets a quarter more sequences than it runs, so that it never waits for the next one
 Identity = tuple[str, int]  # name and incarnation of a worker
 
 
 @dataclass(frozen=True, slots=True)
 class Terms:
-    """What every choice of a router is computed with."""
+    """Parameters that are the same for every choice of a router."""
 
     bypass_tokens: int = 32  # uncached prompt tokens that a decode worker computes itself
     fetch_tokens: int = 128  # tokens that a prefill worker could compute in the time of a fetch; 0: nothing is fetched
-    overlap_weight: float = 1.0  # a token that need not be fetched or computed outweighs so many tokens of load
-    max_queue: int = 256  # requests that wait in one worker; `engine.max_queue` of the configuration
+    overlap_weight: float = 1.0  # a token that need not be fetched or computed outweighs this many tokens of load
+    max_queue: int = 256  # requests that may wait in one worker; `engine.max_queue` of the configuration
 
 
 TERMS = Terms()
@@ -67,7 +68,7 @@ class Choice:
     overlap_blocks: int  # leading blocks that it is thought to hold, or to fetch from `source`
     cost: float  # tokens
     reason: str
-    source: Cached | None = None  # of a prefill worker: who holds more of the prompt
+    source: Cached | None = None  # for a prefill worker: the worker that holds more of the prompt
 
 
 @dataclass(frozen=True, slots=True)
@@ -79,7 +80,7 @@ class Bypass:
 
 @dataclass(frozen=True, slots=True)
 class NoWorker:
-    """No worker could decode what a prefill worker makes."""
+    """No worker could decode after a prefill."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -96,7 +97,7 @@ def choose_prefill(
     exclude: Collection[Identity] = frozenset(),
     terms: Terms = TERMS,
 ) -> Choice | Bypass | NoWorker | Saturated:
-    """Excluded decode workers still count against NoWorker: by the time of the decode one of them may be back."""
+    """Returns NoWorker only if there is no decode worker at all. An excluded one counts: it may be back by the time of the decode."""
     if not view.decode_workers():
         return NoWorker()
     overlaps = view.index.overlap(keys, now)
@@ -126,7 +127,7 @@ def choose_decode(
     exclude: Collection[Identity] = frozenset(),
     terms: Terms = TERMS,
 ) -> Choice | Saturated | None:
-    """None: there is no worker that has not failed this request."""
+    """Returns None if every decode worker has failed this request."""
     best = _choose_decode(view, view.index.overlap(keys, now), longest, exclude, terms)
     if isinstance(best, _Candidate):
         return Choice(best.name, best.overlap, best.cost, "fits" if best.credit >= longest else "queues")
@@ -134,7 +135,7 @@ def choose_decode(
 
 
 def places(view: ClusterView) -> int | None:
-    """Requests that the workers are given at a time. None: there is no decode worker, or one does not say how many it runs."""
+    """How many requests the workers are given at a time. None: there is no decode worker, or one does not report how many it runs."""
     decoders, prefillers = view.decode_workers(), view.prefill_workers()
     if not decoders or any(worker.max_num_seqs < 1 for worker in decoders):
         return None

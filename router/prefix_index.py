@@ -1,10 +1,10 @@
-"""Which worker holds which blocks: what workers report, and for a short while what they were just sent.
+"""Which worker holds which blocks: those that workers report, and for a short while those of prompts just sent to them.
 
-An answer is a hint. A wrong one costs a cache hit and never a token: the worker looks for the blocks itself. So after a lost event the
-entries stay in use until a snapshot replaces them, and a full index refuses entries instead of growing.
+The index gives hints. A wrong hint costs a cache hit but never a token, because the worker looks for the blocks itself. So after a lost
+event the entries stay in use until a snapshot replaces them, and a full index refuses entries instead of growing.
 
-Reports of one worker are numbered from 1 for each of its incarnations. `keys` is what its cache held after event `last`; an event that
-came too early waits in `ahead` until those before it, or a snapshot, have come.
+Each incarnation of a worker numbers its reports from 1. `keys` is what its cache held after event `last`. An event that arrives too early
+waits in `ahead` until the events before it, or a snapshot, have arrived.
 """
 
 from collections import OrderedDict
@@ -26,7 +26,7 @@ class _Holdings:
     last: int = 0
     keys: set[bytes] = field(default_factory=set)
     ahead: dict[int, BlockEvent] = field(default_factory=dict)
-    newest: int | None = None  # the highest report known to exist; None: nobody said
+    newest: int | None = None  # the highest report known to exist; None: not known yet
     predicted: OrderedDict[bytes, float] = field(default_factory=OrderedDict)  # key → when we stop believing it
 
     @property
@@ -39,7 +39,7 @@ class _Holdings:
 
 
 class PrefixIndex:
-    """Of the workers that joined. `refused` counts the entries that were not kept because the index was full."""
+    """Covers the workers that joined. `refused` counts the entries that were not kept because the index was full."""
 
     def __init__(self, max_entries: int = MAX_ENTRIES, max_ahead: int = MAX_AHEAD) -> None:
         self.refused = 0
@@ -52,7 +52,7 @@ class PrefixIndex:
         return sum(held.size for held in self._workers.values())
 
     def join(self, worker: str, incarnation: int) -> None:
-        """A worker whose cache nobody has told us about yet. What was known of another incarnation is wiped."""
+        """Adds a worker whose cache is not known yet. Discards what was known about another incarnation."""
         known = self._workers.get(worker)
         if known is None or known.incarnation != incarnation:
             self._workers[worker] = _Holdings(incarnation)
@@ -61,7 +61,7 @@ class PrefixIndex:
         self._workers.pop(worker, None)
 
     def apply(self, event: BlockEvent) -> Applied:
-        """`gap`: an event before this one is missing and this one waits. `stale`: of an unknown worker, or of an older incarnation."""
+        """Returns `gap` if an earlier event is missing, so that this one waits; `stale` for an unknown worker or an older incarnation."""
         held = self._reported(event.worker, event.incarnation)
         if held is None:
             return "stale"
@@ -71,13 +71,13 @@ class PrefixIndex:
         held.ahead[event.sequence] = event
         self._catch_up(held)
         if len(held.ahead) > self._max_ahead:
-            del held.ahead[min(held.ahead)]  # only a snapshot can help now, and it will be newer than this one
+            del held.ahead[min(held.ahead)]  # only a snapshot can help now, and it will be newer than this event
         return "ok" if held.last >= event.sequence else "gap"
 
     def snapshot(self, worker: str, incarnation: int, sequence: int, keys: Iterable[bytes]) -> Applied:
-        """All that the worker's cache held after event `sequence`. Later events that are here already come on top. A set becomes ours.
+        """`keys`: all that the worker's cache held after event `sequence`; a set becomes the index's own. Later events are applied to it.
 
-        `duplicate`: no news. `gap`: events that came after it are still missing. `stale`: as for `apply`.
+        Returns `duplicate` if the snapshot says nothing new, `gap` if later events are still missing, `stale` as `apply` does.
         """
         held = self._reported(worker, incarnation)
         if held is None:
@@ -94,7 +94,7 @@ class PrefixIndex:
         return [name for name, held in self._workers.items() if not held.complete]
 
     def predict(self, worker: str, keys: Iterable[bytes], expires_at: float) -> None:
-        """The worker was sent a prompt of these blocks: they count as its own until it reports them, or until `expires_at`."""
+        """A prompt of these blocks was sent to the worker: they count as cached there until it reports them, or until `expires_at`."""
         held = self._workers.get(worker)
         if held is None:
             return
@@ -109,6 +109,12 @@ class PrefixIndex:
                 room -= 1
             held.predicted[key] = max(expires_at, held.predicted.get(key, expires_at))
             held.predicted.move_to_end(key)
+
+    def retract(self, worker: str, keys: Iterable[bytes]) -> None:
+        """Undoes `predict` for a prompt that is not computed there after all. Blocks that the worker has reported stay."""
+        if held := self._workers.get(worker):
+            for key in keys:
+                held.predicted.pop(key, None)
 
     def overlap(self, keys: Sequence[bytes], now: float) -> dict[str, int]:
         """How many leading `keys` each worker holds; workers that hold none are left out. Drops predictions that have expired."""
@@ -126,7 +132,7 @@ class PrefixIndex:
         return found
 
     def _reported(self, worker: str, incarnation: int) -> _Holdings | None:
-        """What a report of this incarnation is about: None when it is too old, something new when it is the first of a new one."""
+        """The holdings that a report updates. None for an unknown worker or an older incarnation; empty for a new incarnation."""
         held = self._workers.get(worker)
         if held is None or incarnation < held.incarnation:
             return None

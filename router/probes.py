@@ -1,13 +1,13 @@
-"""The router asks every worker all the time how it is, over the worker's own connection. So it knows without the registry who answers, who
-hangs, and how busy each one is.
+"""The router constantly probes every worker over its own connection. So it knows without the registry which workers answer, which hang, and
+how busy each one is.
 
-    router.hang_s                       what becomes of the worker
-    0.6 of it without an answer,        hung: it is chosen only where no other decode worker is left. Its streams stay. (With the interval
-        or without progress             between two probes this is noticed within `hang_s`.)
-    2 times of it                       lost: its streams go on elsewhere, as if it had been killed; if there is no elsewhere, they stay
-    a failed probe                      down, until it answers again; once the registry does not have it either, it leaves
+    observed                            what happens to the worker
+    0.6 `router.hang_s` without an      hung: it is chosen only if no other decode worker is left. Its streams stay. (Including the interval
+        answer, or without progress     between two probes, this is noticed within `hang_s`.)
+    2 `router.hang_s`                   lost: its streams continue elsewhere, as if it had been killed; if there is no other, they stay
+    a failed probe                      down, until it answers again; once the registry does not list it either, it leaves
 
-"Without progress" is the worker's own account of its engine (`worker.stall`): its event loop may answer while its engine hangs. Only time
+"Without progress" is what the worker reports about its engine (`worker.stall`): its event loop may answer while its engine hangs. Only time
 during which the router itself was awake counts.
 """
 
@@ -25,7 +25,7 @@ from router.view import ClusterView
 
 log = logging.getLogger(__name__)
 LOOK_EVERY_S = 0.25
-ASK_SHARE = 0.25  # of hang_s, between an answer and the next question
+ASK_SHARE = 0.25  # of hang_s, between an answer and the next probe
 HUNG_SHARE = 0.6
 LOST_SHARE = 2.0
 _Identity = tuple[str, int]
@@ -64,7 +64,7 @@ class Probes:
                 asked.task.cancel()
 
     async def _look(self, now: float) -> None:
-        # A call that was sent just before a probe may overtake it or not: what counts as reported began a round earlier.
+        # A call sent just before a probe may arrive after it, so an answer counts as a report only of work that began a round earlier.
         epoch, self._epoch = self._epoch, self._view.next_epoch()
         members = {(worker.name, worker.incarnation): worker for worker in self._view.members()}
         self._forget(members.keys())
@@ -93,16 +93,16 @@ class Probes:
             self._asked.pop(identity, None)
 
     async def _judge(self, worker: WorkerRecord, silent_s: float) -> None:
-        """`silent_s`: without an answer, or without progress."""
+        """`silent_s`: time without an answer, or without progress."""
         identity = worker.name, worker.incarnation
         hung = silent_s >= HUNG_SHARE * self._hang_s
         if self._view.mark_hung(*identity, hung):
-            log.warning("%s %s", worker.name, f"has hung for {silent_s:.1f} s" if hung else "goes on")
+            log.warning("%s %s", worker.name, f"has hung for {silent_s:.1f} s" if hung else "makes progress again")
         if not hung:
             self._lost.discard(identity)
         elif silent_s >= LOST_SHARE * self._hang_s and identity not in self._lost and self._elsewhere(worker):
             self._lost.add(identity)
-            log.warning("%s hangs: its requests go on elsewhere", worker.name)
+            log.warning("%s hangs: its requests continue elsewhere", worker.name)
             self._view.mark_down(*identity)
             await self._workers.lose(worker)
 

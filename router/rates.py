@@ -1,14 +1,14 @@
-"""How much each tenant may ask for in a minute: requests, and tokens of prompts and outputs. Counted in Redis, so over all routers.
+"""Limits how much each tenant may use in a minute: requests, and tokens of prompts and outputs. Redis counts them across all routers.
 
-A window begins with a tenant's first request and lasts a minute (the fixed windows of the library `limits`). A prompt counts when its
-request is let in, an output when it ends: nobody knows before how long it will be. What goes over the limit is paid for by the rest of
-the window.
+A window begins with a tenant's first request and lasts a minute (the fixed windows of the library `limits`). A prompt is counted when its
+request is admitted, an output when it ends, because its length is not known before. An output may exceed the limit; then the tenant gets
+nothing more for the rest of the window.
 
-Counting is atomic: a request is counted first and taken back if that was too much, so of any number that come at once no more are let in
-than the quota has room for. While one is taken back another may be refused that would just have fitted.
+Counting is atomic: a request is counted first and taken back if that exceeds the limit. So of any number of simultaneous requests, no more
+are admitted than the quota has room for. Until a request is taken back, another one that would just have fitted may be refused.
 
-While Redis does not answer, each router counts for itself, from nothing: a tenant may get more than its limit then, and no request is
-refused for want of a counter.
+While Redis does not answer, each router counts for itself, starting from zero. A tenant may then get more than its limit, and no request is
+refused for lack of a counter.
 """
 
 import asyncio
@@ -28,7 +28,7 @@ from baton.cluster.errors import BatonError, Reason, invalid
 from router.keys import Quota
 
 log = logging.getLogger(__name__)
-AGAIN_S = 1.0  # pause before a Redis that was away is asked again
+AGAIN_S = 1.0  # pause before Redis is asked again after a failure
 T = TypeVar("T")
 
 
@@ -41,7 +41,7 @@ class _Cost:
 
 @dataclass(frozen=True, slots=True)
 class _Full:
-    """A quota that has no room left, until the end of its window (seconds since the epoch)."""
+    """A quota without room. `until`: the end of its window, in seconds since the epoch."""
 
     what: str
     most: int
@@ -57,8 +57,8 @@ class Rates:
         clock: Callable[[], float] = time.monotonic,
         wall_clock: Callable[[], float] = time.time,
     ) -> None:
-        """`quota`: of a tenant. `timeout_s`: longest wait for `shared`."""
-        self.shared = True  # whether the counts are those of all routers
+        """`quota` returns that of a tenant. `timeout_s`: longest wait for `shared`."""
+        self.shared = True  # whether all routers share the counts
         self._shared = FixedWindowRateLimiter(shared)
         self._own = FixedWindowRateLimiter(MemoryStorage())
         self._quota = quota
@@ -68,7 +68,7 @@ class Rates:
         self._again_at = -math.inf
 
     async def check(self, tenant: str) -> None:
-        """Raises RATE_LIMITED for a tenant that has used all of its minute. Counts nothing: it only spares work that would be refused."""
+        """Raises RATE_LIMITED if the tenant has used up its minute. Counts nothing: it only saves work that would be refused."""
         costs = self._costs(tenant, 1)
 
         if costs:
@@ -76,14 +76,14 @@ class Rates:
 
     async def admit(self, tenant: str, prompt_tokens: int) -> None:
         """Counts one request and its prompt. Raises RATE_LIMITED with the time left in the window, or INVALID_FIELD for a prompt that no
-        window has room for, and then counts nothing."""
+        window has room for; then nothing is counted."""
         quota = self._quota(tenant)
         if quota.tokens is not None and prompt_tokens > quota.tokens:
-            raise invalid("prompt", f"has {prompt_tokens} tokens, and {tenant} may use {quota.tokens} a minute")
+            raise invalid("prompt", f"has {prompt_tokens} tokens, but {tenant} may use only {quota.tokens} per minute")
         costs = self._costs(tenant, prompt_tokens)
 
         async def enter(limiter: FixedWindowRateLimiter) -> _Full | None:
-            # Test first: a Redis that does not answer now may still carry out the command later.
+            # Test first: a Redis that does not answer in time may still carry out the command later.
             if full := await _find_full(limiter, costs, tenant):
                 return full
             for i, cost in enumerate(costs):
@@ -98,7 +98,7 @@ class Rates:
             self._raise(tenant, await self._ask(enter))
 
     async def refund(self, tenant: str, prompt_tokens: int) -> None:
-        """Takes back what `admit` counted for a request that was refused after all."""
+        """Takes back what `admit` counted for a request that was refused later."""
 
         async def take_back(limiter: FixedWindowRateLimiter) -> None:
             for cost in self._costs(tenant, prompt_tokens):
@@ -108,7 +108,7 @@ class Rates:
             await self._ask(take_back)
 
     async def charge(self, tenant: str, output_tokens: int) -> None:
-        """Counts the output of an admitted request, whether or not the window has room for it."""
+        """Counts the output of an admitted request, even if the window has no room for it."""
         amount = self._quota(tenant).tokens
         if amount is not None and output_tokens:
             limit = RateLimitItemPerMinute(amount)
@@ -123,7 +123,7 @@ class Rates:
     def _raise(self, tenant: str, full: "_Full | None") -> None:
         if full is not None:
             left = max(1.0, full.until - self._wall_clock())
-            raise BatonError(Reason.RATE_LIMITED, f"{tenant} has used its {full.most} {full.what} of this minute", retry_after=left)
+            raise BatonError(Reason.RATE_LIMITED, f"{tenant} has used its {full.most} {full.what} for this minute", retry_after=left)
 
     async def _ask(self, question: Callable[[FixedWindowRateLimiter], Awaitable[T]]) -> T:
         if self._clock() >= self._again_at:
@@ -133,7 +133,7 @@ class Rates:
             except (TimeoutError, StorageError) as error:
                 self._again_at = self._clock() + AGAIN_S
                 if self.shared:
-                    log.warning("the rates of tenants are counted by this router alone: %s", str(error) or "Redis does not answer")
+                    log.warning("this router alone counts the rates of tenants: %s", str(error) or "Redis does not answer")
                 self.shared = False
             else:
                 self.shared = True
@@ -153,7 +153,7 @@ async def _full(limiter: FixedWindowRateLimiter, cost: _Cost, tenant: str) -> _F
 
 
 class Unlimited:
-    """Stands in for `Rates` if there are no API keys, and so no tenants."""
+    """Stands in for `Rates` if no tenant has a limit."""
 
     async def check(self, tenant: str) -> None:
         pass
@@ -169,6 +169,6 @@ class Unlimited:
 
 
 def redis_counters(url: str, cluster: str) -> Storage:
-    """Counters beside the registry's own keys (`baton.cluster.redis_registry`). Making them does not contact Redis."""
+    """Counters beside the registry's own keys (`baton.cluster.redis_registry`). Creating them does not contact Redis."""
     address = f"redis+{url}" if url.startswith("unix:") else url
     return RedisStorage(address, wrap_exceptions=True, implementation="redispy", key_prefix=f"baton:{{{cluster}}}:rate")

@@ -1,6 +1,6 @@
-"""gRPC server reflection, v1 and v1alpha: what grpcurl and ghz ask to learn the API.
+"""gRPC server reflection, v1 and v1alpha, which grpcurl and ghz use to learn the API.
 
-grpcio-reflection offers v1alpha only. The messages of v1 have the same fields under another package, so the same servicer answers both.
+grpcio-reflection offers v1alpha only. The messages of v1 have the same fields in another package, so the same servicer answers both.
 """
 
 from collections.abc import Iterable
@@ -15,7 +15,7 @@ METHOD = "ServerReflectionInfo"
 
 
 class Symbols:
-    """The default descriptor pool with v1 of reflection beside it, where a method's name finds the file of its service."""
+    """The default descriptor pool plus reflection v1. Here a method's name also finds the file of its service."""
 
     def __init__(self) -> None:
         self._known = descriptor_pool.Default()
@@ -32,7 +32,7 @@ class Symbols:
         return self._either("FindFileByName", name)
 
     def FindFileContainingSymbol(self, symbol: str) -> Any:
-        """Raises KeyError for a symbol that is not known."""
+        """Raises KeyError for an unknown symbol."""
         try:
             return self._either("FindFileContainingSymbol", symbol)
         except KeyError:
@@ -50,7 +50,7 @@ class Symbols:
 
 
 def offer(services: Iterable[str], server: grpc.aio.Server) -> None:
-    """Describe `services`, and reflection itself."""
+    """Describes `services`, and reflection itself."""
     names = (*services, f"{OLD}.ServerReflection", f"{NEW}.ServerReflection")
     servicer = reflection.aio.ReflectionServicer(names, pool=Symbols())
     reflection_pb2_grpc.add_ServerReflectionServicer_to_server(servicer, server)

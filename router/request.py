@@ -1,4 +1,4 @@
-"""A request inside the router: the facts it arrived with, the tokens it has got so far, and what became of it."""
+"""A request inside the router: the facts it arrived with, the tokens it has so far, and what became of it."""
 
 from array import array
 from collections.abc import Callable
@@ -14,7 +14,7 @@ from baton.stages import STAGES, Stage, itl
 
 @dataclass(slots=True)
 class Lap:
-    """One stretch in one stage. Times are those of the stopwatch's clock; `end` is not set before the next lap or the stop."""
+    """A period spent in one stage. Times are on the stopwatch's clock; `end` is set by the next lap or by `stop`."""
 
     stage: Stage
     start: float
@@ -24,7 +24,7 @@ class Lap:
 
 @dataclass(slots=True)
 class Stopwatch:
-    """Consecutive stretches of one clock: each moment belongs to exactly one stage, so the stages add up to the whole."""
+    """Consecutive laps on one clock: each moment belongs to exactly one stage, so the stages add up to the total."""
 
     clock: Callable[[], float]
     laps: list[Lap] = field(init=False)
@@ -38,14 +38,14 @@ class Stopwatch:
 
     @property
     def seconds(self) -> dict[Stage, float]:
-        """Of each stage, up to the last lap that has ended."""
+        """Seconds spent in each stage, up to the last lap that has ended."""
         total = dict.fromkeys(STAGES, 0.0)
         for lap in self.laps:
             total[lap.stage] += max(0.0, lap.end - lap.start)
         return total
 
     def enter(self, stage: Stage, worker: str = "") -> None:
-        """A lap ends and the next begins, unless this one is of the same stage and worker. Called with every token."""
+        """Ends the lap and begins the next, unless stage and worker stay the same. Called for every token."""
         last = self.laps[-1]
         if stage == last.stage and worker == last.worker:
             return
@@ -56,11 +56,11 @@ class Stopwatch:
         self.laps.append(Lap(stage, last.end, worker))
 
     def at(self, worker: str) -> None:
-        """The same stage goes on at a worker."""
+        """Continues the current stage at a worker."""
         self.enter(self.laps[-1].stage, worker)
 
     def stop(self) -> None:
-        """The moment up to which the last lap counts; may be called again."""
+        """Ends the last lap. A later call moves its end."""
         self.laps[-1].end = self.clock()
 
 
@@ -75,7 +75,7 @@ class Failure:
 
 @dataclass(slots=True)
 class Trace:
-    """What became of a request; filled by the dispatcher, told to the client at the end."""
+    """What became of a request; filled in by the dispatcher, reported to the client at the end."""
 
     watch: Stopwatch
     span: Span = NO_SPAN
@@ -84,11 +84,11 @@ class Trace:
     step: str = ""  # within the queue: tokenising, admission
     retries: int = 0
     cached_tokens: int = 0
-    fetched_tokens: int = 0  # of the prompt, whose KV the prefill worker fetched from another worker's cache
+    fetched_tokens: int = 0  # prompt tokens whose KV the prefill worker fetched from another worker's cache
     prefill_wait_ms: float = 0.0
     prefill_compute_ms: float = 0.0
     handoff: Handoff = field(default_factory=Handoff)  # over all attempts
-    choices: list[tuple[str, str]] = field(default_factory=list)  # role and reason, of each worker that was chosen
+    choices: list[tuple[str, str]] = field(default_factory=list)  # role and reason of each choice of a worker
     bypasses: list[str] = field(default_factory=list)  # reasons
     retry_reasons: list[str] = field(default_factory=list)
     failures: list[Failure] = field(default_factory=list)
@@ -106,7 +106,7 @@ class Trace:
 
 
 def name_the_stage(error: BatonError, trace: Trace) -> None:
-    """Adds to a DEADLINE where the request was when its time was over, and how that time was spent. The trace's watch has been stopped."""
+    """Adds to a DEADLINE where the request was when its time ran out, and how it was spent. The trace's watch must have been stopped."""
     last, seconds = trace.watch.laps[-1], trace.watch.seconds
     stage = trace.step if last.stage == "queue" and trace.step else last.stage
     place = f" at {last.worker}" if last.worker else ""
@@ -118,7 +118,7 @@ def name_the_stage(error: BatonError, trace: Trace) -> None:
 
 @dataclass(frozen=True, slots=True)
 class Token:
-    """A token as a worker made it."""
+    """A token as a worker generated it."""
 
     id: int
     logprob: float | None = None
@@ -127,11 +127,11 @@ class Token:
 
 @dataclass(frozen=True, slots=True)
 class Suspicion:
-    """That a request kills the workers it is on (`router.poison`)."""
+    """The suspicion that a request kills its workers (`router.poison`)."""
 
     position: int = -1  # tokens that it had when a process last died under it
     deaths: int = 0  # of processes, at that position
-    without_token: int = 0  # of those, in how many it had got no token there
+    without_token: int = 0  # of those deaths, how many came before the process had produced a token for it
 
 
 FinishReason = Literal["stop", "length"]
@@ -149,7 +149,7 @@ class Request:
     deadline: float  # on the clock of the dispatcher
     trace: Trace
     finish: FinishReason | None = None
-    model: str | None = None  # fingerprint of the model that began to answer: no other may go on
+    model: str | None = None  # fingerprint of the model that began to answer: no other may continue
     suspicion: Suspicion = Suspicion()
     keys: list[bytes] = field(default_factory=list)  # of the full blocks of `tokens`, as far as they were needed
 
@@ -163,5 +163,5 @@ class Request:
 
     @property
     def longest(self) -> int:
-        """Tokens that it may come to, prompt included."""
+        """The most tokens that it may reach, prompt included."""
         return self.prompt_len + self.params.max_tokens

@@ -1,7 +1,7 @@
-"""One Generate request from question to answer, in plain objects: validate, admit, tokenise, dispatch, turn tokens into text.
+"""Serves one Generate request from start to finish, in plain objects: validate, admit, tokenise, dispatch, turn tokens into text.
 
-The doors (gRPC, HTTP) only translate. Before a request is admitted, only its bounds are checked, which are bytes and counts: a refused
-request costs next to nothing and is charged nothing.
+The doors (gRPC, HTTP) only translate. Before a request is admitted, only its bounds are checked (bytes and counts), so a refused request
+costs next to nothing and is not charged.
 """
 
 from collections.abc import AsyncGenerator, AsyncIterator, Callable
@@ -47,13 +47,13 @@ class Piece:
 class Finished:
     request: Request
     reason: FinishReason
-    text: str  # held back until now
+    text: str  # what was held back until now
     stop: str | None  # the stop string that ended the output
 
 
 @dataclass(frozen=True, slots=True)
 class ServedModel:
-    """What requests ask for, and how its text becomes tokens."""
+    """The model that requests ask for, and the tokenizer that turns their text into tokens."""
 
     name: str
     tokenizer: Tokenizer
@@ -61,7 +61,7 @@ class ServedModel:
 
 @dataclass(frozen=True, slots=True)
 class Draws:
-    """What a request gets when it brings none of its own."""
+    """The seed and the id for a request that does not bring its own."""
 
     seed: Callable[[], int]
     request_id: Callable[[], str]
@@ -75,7 +75,7 @@ class Tenancy:
     shared_prefixes: bool = False
 
 
-LONG_PROMPT = 4096  # tokens; the block keys of a longer one are computed off the event loop
+LONG_PROMPT = 4096  # tokens; the block keys of a longer prompt are computed off the event loop
 Event = Accepted | Piece | Finished
 _LIMITS = Limits()
 
@@ -120,7 +120,7 @@ class GenerateService:
         self._pool.close()
 
     async def generate(self, ask: Ask, timeout_s: float | None) -> AsyncGenerator[Event, None]:
-        """Accepted, then Pieces, then Finished. Raises BatonError. Closing the generator ends the request everywhere."""
+        """Yields Accepted, then Pieces, then Finished. Raises BatonError. Closing the generator ends the request everywhere."""
         operation = semconv.TEXT_COMPLETION if ask.messages is None else semconv.CHAT
         with self._journal.open(operation, ask.request_id, ask.traceparent) as entry:
             if self.draining:
@@ -128,7 +128,7 @@ class GenerateService:
             self._check(ask)
             deadline = monotonic() + self._clamp(timeout_s)
             if deadline <= monotonic():
-                raise BatonError(Reason.DEADLINE, "the deadline had passed before the request came")
+                raise BatonError(Reason.DEADLINE, "the deadline had passed before the request arrived")
             if self._view.served is None:
                 raise BatonError(Reason.NO_WORKER, "no worker is ready")
             await self._rates.check(ask.tenant)
@@ -137,7 +137,7 @@ class GenerateService:
                     yield event
 
     async def tokenize(self, ask: Ask) -> list[int]:
-        """The prompt of `ask` as ids. Raises BatonError; CONTEXT_LENGTH for a prompt that is longer than the context."""
+        """Returns the prompt of `ask` as token ids. Raises BatonError: CONTEXT_LENGTH for a prompt that is longer than the context."""
         self._check(ask)
         return await self._tokenize(ask, monotonic() + self._config.default_timeout_s)
 
@@ -202,8 +202,8 @@ class GenerateService:
 
     @asynccontextmanager
     async def _charged(self, tenant: str, request: Request) -> AsyncIterator[None]:
-        """Charges the quota; no other code does. The prompt is charged when the request is admitted, the output however the request ends. A
-        request that is refused after all, before anything was computed for it, costs nothing."""
+        """Charges the quota; no other code does. The prompt is charged on admission, the output at the end, however the request ends. A
+        request that is refused later, before anything was computed for it, costs nothing."""
         await self._rates.admit(tenant, request.prompt_len)
         try:
             yield

@@ -1,7 +1,7 @@
 """Did a request meet its objectives, and if not, what cost most? Decides and does nothing else.
 
-The formulae are those of `baton.stages`, on the router's own clock, which sees neither what happened before the request arrived nor what
-happened after its tokens left. An objective on something that does not exist (the TPOT of one token) holds.
+The formulae are those of `baton.stages`, on the router's own clock. It sees neither what happened before the request arrived nor what
+happened after its tokens left. An objective for a value that does not exist (the TPOT of one token) is met.
 """
 
 from collections import deque
@@ -27,7 +27,7 @@ class Objectives:
 
 @dataclass(frozen=True, slots=True)
 class Times:
-    """Of one request, seconds. `stages`: those of `baton.stages.STAGES`."""
+    """Of one request, in seconds. `stages`: those of `baton.stages.STAGES`."""
 
     stages: Mapping[str, float]
     e2e_s: float
@@ -39,7 +39,7 @@ class Times:
 
 
 def missed_because(objectives: Objectives, times: Times) -> str | None:
-    """The stage that cost most of the first objective that does not hold, in the order TTFT, TPOT, E2E. None: all of them hold."""
+    """The stage that took most of the first missed objective, in the order TTFT, TPOT, E2E. None: all objectives are met."""
     for name, limit in objectives.limits.items():
         value = {"ttft": times.ttft_s, "tpot": times.tpot_s, "e2e": times.e2e_s}[name]
         if value is None or value <= limit:

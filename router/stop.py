@@ -1,4 +1,4 @@
-"""Stop strings in a stream of text: finds them however the text is cut into pieces, and holds back only what may become one."""
+"""Finds stop strings in a stream of text, however the text is cut into pieces. Holds back only what may become a stop string."""
 
 from collections.abc import Sequence
 
@@ -11,7 +11,7 @@ class StopMatcher:
     """
 
     def __init__(self, stops: Sequence[str]) -> None:
-        """`stops` are not empty strings."""
+        """`stops` must not be empty strings."""
         self._stops = tuple(dict.fromkeys(stops))
         self._borders = [_borders(stop) for stop in self._stops]
         self._lengths = [0] * len(self._stops)  # of the longest beginning of each stop string that the text ends with
@@ -19,7 +19,7 @@ class StopMatcher:
         self._matched: str | None = None
 
     def push(self, text: str) -> tuple[str, str | None]:
-        """The text that is certainly output, and the stop string that ended it, if one did. After that, nothing more is output."""
+        """Returns the text that is certainly output, and the stop string that ended it, if any. After that, nothing more is output."""
         if self._matched is not None:
             return "", self._matched
         for position, char in enumerate(text, 1):
@@ -33,7 +33,7 @@ class StopMatcher:
         return seen[:keep], None
 
     def flush(self) -> str:
-        """What was held back, at the end of the text."""
+        """Returns what was held back, at the end of the text."""
         held, self._held = self._held, ""
         self._lengths = [0] * len(self._stops)
         return held

@@ -1,20 +1,21 @@
-"""Text and conversations to token ids, and token ids back to bytes, with `tokenizers` and `jinja2` alone.
+"""Converts text and conversations to token ids, and token ids back to bytes, using only `tokenizers` and `jinja2`.
 
-Control tokens come from the template and the tokeniser's post-processor, never from what a caller wrote, although they are found in text:
+Control tokens come from the template and the tokeniser's post-processor, never from what a caller wrote, although the tokeniser recognises
+them by their spelling in the text:
 
     render
-      1 the template writes the conversation twice: with the contents, and with stand-ins for them (ChatTemplate.outline)
-      2 in the outline, every control token is the template's own: it is found there, and nowhere else
-      3 the text between two of them, contents filled in, is encoded as plain text
+      1 the template renders the conversation twice: with the contents, and with stand-ins for them (ChatTemplate.outline)
+      2 control tokens are looked for only in the outline, where every one is the template's own
+      3 the text between two of them, with the contents filled in, is encoded as plain text
 
-The pieces are those into which the tokeniser itself would have cut the text, so for contents without control tokens the ids are exactly
-those of `transformers`. White space that the template trims from a content is trimmed. A template that looks into the contents (one that
-drops an assistant's reasoning, say) writes another text in the first rendering than the outline says. That text is taken if no control
-token in it can stem from a content; else the outline stands, and what the template would have changed stays.
+The tokeniser itself would have cut the text into the same pieces, so for contents without control tokens the ids are exactly those of
+`transformers`. White space that the template trims from a content is trimmed here too. A template that inspects the contents (for example,
+one that drops an assistant's reasoning) renders a text that differs from the outline. That text is used if no control token in it can stem
+from a content. Otherwise the outline is used, without the changes that the template would have made.
 
-Other threads must be able to run meanwhile, above all the one with the event loop. `Tokenizer.encode` of the library holds the GIL until it
-is done (0.8 s for 1 MiB); `encode_batch` does not, so everything goes through it. What an Encoding gives out as a Python list, and its
-own end, holds the GIL again, so a prompt that is too long is told by its count alone, found piece by piece.
+Other threads must be able to run meanwhile, above all the one with the event loop. The library's `Tokenizer.encode` holds the GIL until it
+is done (0.8 s for 1 MiB); `encode_batch` does not, so everything goes through it. Reading an Encoding as a Python list holds the GIL too,
+and so does freeing the Encoding. So a prompt that is too long is recognised by its token count alone, taken piece by piece.
 """
 
 import json
@@ -35,7 +36,7 @@ _NAMED = ("bos_token", "eos_token", "unk_token", "sep_token", "pad_token", "cls_
 _BYTE = re.compile(r"<0x([0-9A-F]{2})>")
 _ROUNDS = 8  # of cutting control tokens out of plain text
 _PIECE = 1 << 16  # characters of a long text that are counted at a time
-_CUT_COSTS = 16  # tokens by which the count of a piece may exceed what it has in the whole text
+_CUT_COSTS = 16  # tokens by which a piece counted alone may exceed its count in the whole text
 _Json = dict[str, Any]
 
 
@@ -43,7 +44,7 @@ class Tokenizer:
     """Immutable after construction; safe to use from several threads."""
 
     def __init__(self, definition: str, fingerprint: str = "", settings: _Json | None = None, template: str | None = None) -> None:
-        """`definition`: a tokenizer.json. `settings`: tokenizer_config.json over special_tokens_map.json. ValueError for a bad one."""
+        """`definition`: tokenizer.json. `settings`: tokenizer_config.json over special_tokens_map.json. Raises ValueError if one is bad."""
         settings = settings or {}
         self.fingerprint = fingerprint
         self._parser = _build(definition, settings)
@@ -56,9 +57,9 @@ class Tokenizer:
             self._inner.encode_special_tokens = True
         added = self._plain.get_added_tokens_decoder()
         self.special_ids = frozenset(id_ for id_, token in added.items() if token.special)
-        # An unknown character becomes the unknown token: that one may come from text.
+        # An unknown character becomes the unknown token, so text may produce that token.
         self._control = self.special_ids - {self.id_for(_unknown(definition, settings))}
-        self.vocab_size = max(self._plain.get_vocab().values(), default=-1) + 1  # every id is below
+        self.vocab_size = max(self._plain.get_vocab().values(), default=-1) + 1  # every id is below this
         self._chat = ChatTemplate(template, _named_tokens(settings)) if template is not None else None
         decoder = json.loads(definition).get("decoder")
         self._byte_level = _has(decoder, "ByteLevel")
@@ -70,7 +71,7 @@ class Tokenizer:
 
     @classmethod
     def load(cls, model_path: Path) -> Self:
-        """The tokeniser of a model folder. Raises OSError where there is none, ValueError where it cannot be used."""
+        """Loads the tokeniser of a model folder. Raises OSError if there is none, ValueError if it cannot be used."""
         path = model_path / "tokenizer.json"
         data = path.read_bytes()
         settings = _read(model_path / "special_tokens_map.json") | _read(model_path / "tokenizer_config.json")
@@ -85,10 +86,10 @@ class Tokenizer:
             raise ValueError(f"{path}: {error}") from None
 
     def encode(self, text: str, most: int | None = None) -> list[int]:
-        """A plain prompt, with what the post-processor puts around it. Control tokens that `text` spells out stay text.
+        """Encodes a plain prompt, with what the post-processor puts around it. Control tokens that `text` spells out stay text.
 
-        `most`: a prompt of so many tokens, or more, is refused with CONTEXT_LENGTH. Raises INVALID_FIELD (`text`) for the rare text that
-        this tokeniser can write with a control token only.
+        `most`: a prompt of this many tokens or more is refused with CONTEXT_LENGTH. Raises INVALID_FIELD (`text`) for the rare text that
+        this tokeniser can only write with a control token.
         """
         self._check_count([text], most, "text")
         encodings = self._as_text(text, self._plain, "text")
@@ -98,11 +99,11 @@ class Tokenizer:
         return self._plain.post_process(Encoding.merge(encodings, growing_offsets=True)).ids
 
     def render(self, messages: Sequence[Message], names: Sequence[str] = (), most: int | None = None) -> list[int]:
-        """A conversation of (role, content), by the model's chat template, up to where the assistant begins to write.
+        """Encodes a conversation of (role, content) with the model's chat template, up to where the assistant begins to write.
 
-        `names`: of the participants, by message; "" where none. Contents and names are data; roles are taken as the template's own words,
-        so they have to be known ones. `most`: as for `encode`. Raises INVALID_FIELD (`chat`) without a chat template and where it refuses
-        the conversation, INTERNAL where it breaks.
+        `names`: of the participants, one per message; "" for none. Contents and names are data. Roles are treated as the template's own
+        words, so only known roles may be passed. `most`: as for `encode`. Raises INVALID_FIELD (`chat`) if there is no chat template or if
+        it refuses the conversation, INTERNAL if it fails.
         """
         if self._chat is None:
             raise invalid("chat", "this model has no chat template; send text")
@@ -116,7 +117,7 @@ class Tokenizer:
         return list(self._encode_outline(outline))
 
     def _check_count(self, texts: Sequence[str], most: int | None, field: str) -> None:
-        """Raises CONTEXT_LENGTH as soon as it is certain that `texts` have `most` tokens. Short ones are not looked at."""
+        """Raises CONTEXT_LENGTH as soon as it is certain that `texts` have at least `most` tokens. Short texts are not checked."""
         if most is None or sum(map(len, texts)) <= _PIECE:
             return
         count = 0
@@ -136,13 +137,13 @@ class Tokenizer:
         return self._plain.id_to_token(token_id) or ""
 
     def decode(self, ids: Sequence[int]) -> str:
-        """The text of a whole output, without special tokens. A stream goes through `router.detokenizer`."""
+        """The text of a whole output, without special tokens. Streams use `router.detokenizer` instead."""
         return self._plain.decode(list(ids), skip_special_tokens=True)
 
     def piece(self, token_id: int, first: bool = False) -> bytes | None:
-        """The bytes a token adds to the text, which need not be whole characters; None for one that is no text (special, unknown id).
+        """The bytes that a token adds to the text, not always whole characters; None if it is not text (special token, unknown id).
 
-        `first`: nothing stands before it; some tokenisers drop a leading space there.
+        `first`: the token begins the text; some tokenisers drop a leading space there.
         """
         if first and not self._byte_level:
             return self._first_piece(token_id)
@@ -154,7 +155,7 @@ class Tokenizer:
         return _encode(self._parser, text).ids
 
     def _all_from_template(self, ids: list[int], outline: Outline, data: Sequence[str]) -> bool:
-        """True if no control token of the text that became `ids` can stem from `data`."""
+        """True if no control token of the text encoded as `ids` can stem from `data`."""
         if any(self._controls(self._parse(text)) for text in data):
             return False
         return self._controls(ids) == self._controls(self._parse(outline.shape))
@@ -179,7 +180,7 @@ class Tokenizer:
             yield from encoding.ids
 
     def _as_text(self, text: str, first: tokenizers.Tokenizer, field: str) -> list[Encoding]:
-        """`text` without control tokens. Some models (Unigram above all) know their spelling as a word: such words are cut in two."""
+        """Encodes `text` without control tokens. Some models (above all Unigram) have such a spelling as a word, which is cut in two."""
         parts = [text]
         for _ in range(_ROUNDS):
             encodings = [_encode(self._inner if i else first, part) for i, part in enumerate(parts)]
@@ -189,7 +190,7 @@ class Tokenizer:
             if any(end - start < 2 for found in spans for start, end in found):
                 break
             parts = [cut for part, found in zip(parts, spans, strict=True) for cut in _cut(part, found)]
-        raise invalid(field, "holds text that this model can read as a control token only")
+        raise invalid(field, "contains text that this model can only read as a control token")
 
     def _control_spans(self, encoding: Encoding) -> list[tuple[int, int]]:
         ids = encoding.ids
@@ -198,8 +199,9 @@ class Tokenizer:
         return [span for id_, span in zip(ids, encoding.offsets, strict=True) if id_ in self._control]
 
     def _find_longest(self, tree: _Json) -> int | None:
-        """No token stands for more characters than it is spelled with: true of byte-level BPE and byte fallback, as long as nothing
-        shortens the text before (a normalizer may strip, an added token swallow the space around it)."""
+        """The most characters that one token can stand for; None if no bound is certain. In byte-level BPE and with byte fallback, no token
+        stands for more characters than its spelling has, as long as nothing shortens the text first (a normalizer may strip, an added token
+        may swallow the space around it)."""
         if not (self._byte_level or self._byte_fallback) or tree["model"].get("type") != "BPE":
             return None
         if any(node.get("type") not in ("Sequence", "Prepend", "Replace", None) for node in _nodes(tree.get("normalizer"))):
@@ -212,7 +214,7 @@ class Tokenizer:
         return max((len(token) for token, id_ in self._plain.get_vocab().items() if id_ not in self._control), default=None)
 
     def _find_around(self) -> tuple[list[int], list[int]] | None:
-        """What the post-processor puts before and after a prompt. None where it does more than that."""
+        """What the post-processor puts before and after a prompt. None if it does more than that."""
         found: tuple[list[int], list[int]] | None = None
         for probe in ("a", "a b\n3 c"):
             bare, whole = _encode(self._plain, probe).ids, self._plain.encode_batch([probe])[0].ids
@@ -231,7 +233,7 @@ class Tokenizer:
         if token is None:
             return None
         if self._byte_level:
-            # As the ByteLevel decoder has it: a token with a character outside the alphabet is taken as it is.
+            # Like the ByteLevel decoder: a token with a character outside the alphabet is used as it is.
             return bytes(map(_BYTE_OF.__getitem__, token)) if _BYTE_OF.keys() >= set(token) else token.encode()
         if (byte := self._byte(token)) is not None:
             return byte
@@ -254,18 +256,18 @@ class Tokenizer:
         return bytes.fromhex(match[1]) if match else None
 
     def _find_anchor(self) -> int | None:
-        """A token of plain letters: what another token adds behind it is what it adds anywhere but at the beginning."""
+        """A token of letters and digits only. What another token adds after it is what that token adds anywhere but at the beginning."""
         ids = sorted(set(self._plain.get_vocab().values()) - self.special_ids)
         return next((id_ for id_ in ids if self._byte(self._plain.id_to_token(id_) or "") is None and self.decode([id_]).isalnum()), None)
 
 
 def _encode(tokenizer: tokenizers.Tokenizer, text: str) -> Encoding:
-    """Without holding the GIL."""
+    """Encodes without holding the GIL."""
     return tokenizer.encode_batch([text], add_special_tokens=False)[0]
 
 
 def _spelling(replace: _Json) -> str:
-    """The text that a Replace normalizer takes away; a pattern may take away any amount."""
+    """The text that a Replace normalizer removes; a regular expression may remove any amount."""
     pattern = replace.get("pattern", {})
     return pattern.get("String", "any") if isinstance(pattern, dict) else "any"
 
@@ -284,8 +286,8 @@ def _build(definition: str, settings: _Json) -> tokenizers.Tokenizer:
     try:
         tokenizer = tokenizers.Tokenizer.from_str(definition)
     except Exception as error:  # the library raises nothing narrower
-        raise ValueError(f"no tokenizer: {error}") from None
-    tokenizer.no_truncation()  # a prompt that is cut in silence would be answered wrongly
+        raise ValueError(f"not a tokenizer: {error}") from None
+    tokenizer.no_truncation()  # a silently truncated prompt would get a wrong answer
     tokenizer.no_padding()
     known = {token.content for token in tokenizer.get_added_tokens_decoder().values() if token.special}
     more = [name for name in _declared(settings) if name not in known and tokenizer.token_to_id(name) is not None]
@@ -322,7 +324,7 @@ def _unknown(definition: str, settings: _Json) -> str | None:
 
 
 def _without_first_prefix(definition: str) -> str:
-    """The tokeniser for text that does not begin the prompt: Metaspace with `first` puts no space there."""
+    """The definition of the tokeniser for text that does not begin the prompt: there, Metaspace with `first` adds no space."""
     tree = json.loads(definition)
     changed = False
     for node in _nodes(tree.get("pre_tokenizer")):
@@ -356,14 +358,14 @@ def _read(path: Path) -> _Json:
 
 
 def _fingerprint(data: bytes) -> str:
-    """That of `baton.engine.fingerprint.tokenizer_fingerprint`, which workers put into their records; a test compares."""
+    """Equals `baton.engine.fingerprint.tokenizer_fingerprint`, which workers put into their records; a test compares the two."""
     name = b"tokenizer.json"
     head = len(name).to_bytes(4, "little") + name + len(data).to_bytes(8, "little")
     return blake2b(head + data, digest_size=16, person=b"baton.tokenizer").hexdigest()
 
 
 def _byte_alphabet() -> dict[str, int]:
-    """The characters that byte-level tokenisers write bytes with (Radford et al. 2019): printable ones stand for themselves."""
+    """The characters with which byte-level tokenisers write bytes (Radford et al. 2019): printable ones represent themselves."""
     plain = [*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100)]
     others = [byte for byte in range(256) if byte not in plain]
     return {chr(byte): byte for byte in plain} | {chr(256 + i): byte for i, byte in enumerate(others)}

@@ -1,4 +1,4 @@
-"""Threads of their own for the tokeniser, few and bounded: long prompts delay each other there, and nobody else."""
+"""A small, bounded pool of threads for the tokeniser: long prompts delay each other there, but no other requests."""
 
 import asyncio
 from collections.abc import Callable
@@ -18,13 +18,13 @@ class TokenizerPool:
         self._begun = 0
 
     async def run(self, function: Callable[..., T], *arguments: Any, within_s: float) -> T:
-        """`function(*arguments)` in one of the threads.
+        """Runs `function(*arguments)` in one of the threads.
 
-        Raises SATURATED where too many wait for one, and DEADLINE after `within_s`; then the thread runs on, and what it does counts
-        until it is done.
+        Raises SATURATED if too many calls wait for a thread, and DEADLINE after `within_s`. After that the thread keeps running, and its
+        call counts until it is done.
         """
         if self._begun >= self._most:
-            raise BatonError(Reason.SATURATED, "too many prompts wait to be tokenised")
+            raise BatonError(Reason.SATURATED, "too many prompts are waiting to be tokenised")
         self._begun += 1
         future = asyncio.get_running_loop().run_in_executor(self._threads, function, *arguments)
         future.add_done_callback(self._end)
@@ -32,13 +32,13 @@ class TokenizerPool:
             async with asyncio.timeout(within_s):
                 return await asyncio.shield(future)
         except TimeoutError:
-            raise BatonError(Reason.DEADLINE, "the deadline of the request was over before the prompt was tokenised") from None
+            raise BatonError(Reason.DEADLINE, "the deadline of the request passed before the prompt was tokenised") from None
 
     def close(self) -> None:
-        """Threads end with what they do now."""
+        """Each thread ends after its current call."""
         self._threads.shutdown(wait=False, cancel_futures=True)
 
     def _end(self, future: "asyncio.Future[Any]") -> None:
         self._begun -= 1
         if not future.cancelled():
-            future.exception()  # whoever waited for it may be gone
+            future.exception()  # marks it as retrieved: its caller may be gone

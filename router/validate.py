@@ -1,6 +1,6 @@
-"""What a caller may ask: bounds checked before any work, defaults filled in after the prompt is tokenised.
+"""What a caller may ask for: bounds are checked before any work, defaults are filled in after the prompt is tokenised.
 
-Plain data on both sides, so that every door (gRPC, HTTP) asks the same way; field names are those of the proto.
+Input and output are plain data, so every door (gRPC, HTTP) asks in the same way. Field names are those of the proto.
 """
 
 from collections.abc import Collection, Iterator, Mapping, Sequence
@@ -14,7 +14,7 @@ from baton.engine.sampling import GREEDY_BELOW, NUMBERS, Range, SamplingParams
 ROLES = ("system", "user", "assistant")
 DEFAULT_MAX_TOKENS = 256
 MAX_REQUEST_ID = 128  # characters; a longer one is refused
-MAX_VIOLATIONS = 20  # told in one answer: it travels in the trailers, which gRPC limits to 8 KiB
+MAX_VIOLATIONS = 20  # in one answer: they travel in the trailers, which gRPC limits to 8 KiB
 T = TypeVar("T", int, float)
 _INT32 = (1 << 31) - 1
 _NO_BIAS: Mapping[int, float] = MappingProxyType({})
@@ -37,19 +37,19 @@ class Limits:
 
 @dataclass(frozen=True, slots=True)
 class Context:
-    """What the served model can hold. A prompt of more characters than so many of the longest tokens is too long, whatever it says."""
+    """What the served model can hold. A prompt of as many characters as `tokens` of the longest tokens is too long, whatever its text."""
 
     tokens: int  # prompt and output
     longest_token: int | None  # characters; None: a token of this model may stand for any number of them
 
 
-# The numbers of `baton.engine.sampling`, each by its name, None where it is absent.
+# The numbers of `baton.engine.sampling`, each by its name, None if absent.
 _Numbers: Any = make_dataclass("_Numbers", [(name, float | None, None) for name in NUMBERS], frozen=True, slots=True)
 
 
 @dataclass(frozen=True, slots=True)
 class AskSampling(_Numbers):  # type: ignore[misc]
-    """None is absent."""
+    """None means absent."""
 
     seed: int | None = None
     logit_bias: Mapping[int, float] = field(default_factory=lambda: _NO_BIAS)
@@ -57,26 +57,26 @@ class AskSampling(_Numbers):  # type: ignore[misc]
     stop_token_ids: tuple[int, ...] = ()
     stop: tuple[str, ...] = ()
     max_tokens: int | None = None
-    default_max_tokens: int = DEFAULT_MAX_TOKENS  # the door's own, where max_tokens is absent; cut to what the context still holds
+    default_max_tokens: int = DEFAULT_MAX_TOKENS  # the door's default if max_tokens is absent; cut to what still fits the context
     min_tokens: int | None = None
     ignore_eos: bool | None = None
 
 
 @dataclass(frozen=True, slots=True)
 class Ask:
-    """A request as it came. Exactly one of text, messages and token_ids is a prompt."""
+    """A request as it arrived. Exactly one of text, messages and token_ids holds the prompt."""
 
     request_id: str = ""
     model: str = ""
     text: str | None = None
     messages: tuple[tuple[str, str], ...] | None = None  # role, content
-    names: tuple[str, ...] = ()  # of the participants, by message; "" where none
+    names: tuple[str, ...] = ()  # of the participants, one per message; "" for none
     token_ids: Sequence[int] | None = None
     cache_salt: str = ""
     sampling: AskSampling = AskSampling()
-    priority: int = 0  # among those that wait for admission: the least comes first
-    tenant: str = ""  # whose API key it came with
-    traceparent: str = ""  # W3C Trace Context of the caller, as it came; what is none is ignored
+    priority: int = 0  # among requests that wait for admission: the lowest goes first
+    tenant: str = ""  # the owner of the API key that it came with
+    traceparent: str = ""  # the caller's W3C Trace Context as it arrived; ignored if invalid
 
 
 _RANGES = {
@@ -88,10 +88,10 @@ _BIAS = Range(-100, 100)
 
 
 def check(ask: Ask, limits: Limits, served_names: Collection[str], vocab_size: int, context: Context | None = None) -> None:
-    """Raises MODEL_NOT_FOUND, CONTEXT_LENGTH for a prompt that cannot fit by its mere size, or INVALID_FIELD with every field that is wrong
-    (the first of a long list of values stands for the others).
+    """Raises MODEL_NOT_FOUND, CONTEXT_LENGTH for a prompt whose size alone shows that it cannot fit, or INVALID_FIELD with every field that
+    is wrong (of a list of ids, only the first wrong one).
 
-    The work is bounded by the limits: a list that is too long is not looked at. An empty `ask.model` is the served one.
+    The limits bound the work: the items of a list that is too long are not checked. An empty `ask.model` means the served model.
     """
     if ask.model and ask.model not in served_names:
         raise BatonError(Reason.MODEL_NOT_FOUND, f"model {ask.model[:80]!r} is not served here")
@@ -105,9 +105,9 @@ def check(ask: Ask, limits: Limits, served_names: Collection[str], vocab_size: i
 
 
 def resolve(ask: Ask, prompt_tokens: int, context: int, draw_seed: int) -> tuple[SamplingParams, tuple[str, ...]]:
-    """Complete parameters, and the stop strings, of an ask that `check` let pass. `context`: longest prompt plus output, in tokens.
+    """Returns the complete parameters and the stop strings of an ask that passed `check`. `context`: longest prompt plus output, in tokens.
 
-    Raises CONTEXT_LENGTH where the prompt leaves no room for an output, or not for as many tokens as were asked for.
+    Raises CONTEXT_LENGTH if the prompt leaves no room for an output, or not for as many tokens as were requested.
     """
     asked, field = ask.sampling, _prompt_field(ask)
     if prompt_tokens < 1:
@@ -116,7 +116,7 @@ def resolve(ask: Ask, prompt_tokens: int, context: int, draw_seed: int) -> tuple
     if room < 1:
         raise too_long(field, prompt_tokens, context)
     if asked.max_tokens is not None and asked.max_tokens > room:
-        description = f"{prompt_tokens} prompt tokens and {asked.max_tokens} output tokens are more than the {context} of the context"
+        description = f"{prompt_tokens} prompt tokens and {asked.max_tokens} output tokens exceed the context of {context} tokens"
         raise _context_length("sampling.max_tokens", description, prompt_tokens, context)
     max_tokens = min(asked.default_max_tokens, room) if asked.max_tokens is None else asked.max_tokens
     numbers: dict[str, Any] = {name: _or(getattr(asked, name), number.default) for name, number in NUMBERS.items()}
@@ -140,7 +140,7 @@ def _prompt_field(ask: Ask) -> str:
 
 
 def _check_size(ask: Ask, context: Context, limits: Limits) -> None:
-    """Looks at lengths only. What is beyond the absolute limits is told as that, by `_prompt`, at no greater cost."""
+    """Looks at lengths only. A prompt beyond the absolute limits is left to `_prompt`, which reports it as such at no greater cost."""
     if ask.token_ids is not None and context.tokens <= len(ask.token_ids) <= limits.max_prompt_ids:
         raise too_long("token_ids", len(ask.token_ids), context.tokens)
     if context.longest_token is None:
@@ -155,7 +155,7 @@ def _identity(ask: Ask, limits: Limits) -> Iterator[Violation]:
         yield Violation("request_id", f"must be at most {limits.max_request_id} printable ASCII characters")
     yield from _text("cache_salt", ask.cache_salt, limits.max_salt)
     if not -_INT32 <= ask.priority <= _INT32:
-        yield Violation("priority", "must fit 32 bits")
+        yield Violation("priority", "must fit into 32 bits")
 
 
 def _prompt(ask: Ask, limits: Limits, vocab_size: int) -> Iterator[Violation]:
@@ -189,7 +189,7 @@ def _messages(messages: tuple[tuple[str, str], ...], limits: Limits) -> Iterator
         if size is None:
             yield Violation(f"chat.messages[{i}].content", "is not valid Unicode")
         elif size > room:
-            yield Violation("chat.messages", f"contents must have at most {limits.max_prompt_bytes} bytes together")
+            yield Violation("chat.messages", f"contents must have at most {limits.max_prompt_bytes} bytes in total")
             return
         room -= size or 0
 
@@ -226,17 +226,17 @@ def _bias(bias: Mapping[int, float], limits: Limits, vocab_size: int) -> Iterato
         return
     for id_, value in bias.items():
         if not 0 <= id_ < vocab_size:
-            yield Violation(f"sampling.logit_bias[{id_}]", f"the id must be less than the vocabulary's {vocab_size}")
+            yield Violation(f"sampling.logit_bias[{id_}]", f"the id must be less than the vocabulary size, {vocab_size}")
         elif refusal := _BIAS.refusal(value):
             yield Violation(f"sampling.logit_bias[{id_}]", refusal)
 
 
 def _ids(field: str, ids: Sequence[int], vocab_size: int) -> Iterator[Violation]:
-    """The first bad id stands for all of them."""
+    """Reports only the first bad id."""
     if not ids or (min(ids) >= 0 and max(ids) < vocab_size):
         return
     bad = next(i for i, id_ in enumerate(ids) if not 0 <= id_ < vocab_size)
-    yield Violation(f"{field}[{bad}]", f"must be less than the vocabulary's {vocab_size}")
+    yield Violation(f"{field}[{bad}]", f"must be less than the vocabulary size, {vocab_size}")
 
 
 def _text(field: str, text: str, max_bytes: int) -> Iterator[Violation]:
@@ -248,7 +248,7 @@ def _text(field: str, text: str, max_bytes: int) -> Iterator[Violation]:
 
 
 def _size(text: str, max_bytes: int) -> int | None:
-    """Bytes of UTF-8, or more than `max_bytes` for a text that is certainly longer; None where a surrogate stands alone."""
+    """Bytes of UTF-8, or some number above `max_bytes` for a text that is certainly longer; None if it has a lone surrogate."""
     if len(text) > max_bytes:
         return len(text)
     try:
@@ -262,7 +262,7 @@ def _or(value: T | None, default: T) -> T:
 
 
 def too_long(field: str, prompt_tokens: int, context: int, about: str = "") -> BatonError:
-    """The refusal of a prompt that leaves no room for an output. `about`: "at least " where `prompt_tokens` is not the whole count."""
+    """The refusal of a prompt that leaves no room for an output. `about`: "at least " if `prompt_tokens` is not the whole count."""
     description = f"the prompt has {about}{prompt_tokens} tokens; prompt and output together may have {context}"
     return _context_length(field, description, prompt_tokens, context)
 

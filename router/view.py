@@ -1,13 +1,13 @@
-"""What the router believes about the cluster: who is there, who can be used, what we have sent them, what they cache.
+"""What the router believes about the cluster: which workers exist, which can be used, what was sent to them, what they cache.
 
 Facts come in from outside: records of the registry (`update`), failed calls (`mark_down`), answers to probes and their absence
-(`note_answer`, `note_silence`), block events (`index`), our own work (`start_...`, `end_...`). The view asks nobody and decides nothing.
+(`note_answer`, `note_silence`), block events (`index`), our own work (`start_...`, `end_...`). The view makes no calls and no decisions.
 
-A member leaves when two witnesses agree: the registry has answered without it for `absent_s` (a draining one: once), and it has failed on
-its own connection since the first of those answers. While the registry does not answer, nobody calls `update`, and that time counts for
-nothing. So neither a registry that is away, nor one that lost its contents, removes a worker that answers.
+A member leaves when two sources agree: the registry has answered without it for `absent_s` (one answer is enough if it is draining), and a
+probe on its own connection has failed since the first of those answers. While the registry does not answer, `update` is not called and no
+member leaves. So a worker that answers is not removed when the registry is away or has lost its contents.
 
-Our own work is a set of requests for each worker, never a counter: an end that comes twice, or after the worker has left, changes nothing.
+Our own work is a set of requests per worker, not a counter: ending a request twice, or after the worker has left, changes nothing.
 """
 
 from collections import Counter
@@ -33,7 +33,7 @@ class Left:
 
 @dataclass(frozen=True, slots=True)
 class Reincarnated:
-    """Another process has the name now; the old one is gone."""
+    """Another process now has the name; the old one is gone."""
 
     old: WorkerRecord
     new: WorkerRecord
@@ -41,7 +41,7 @@ class Reincarnated:
 
 @dataclass(frozen=True, slots=True)
 class Refused:
-    """A member that no request is sent to, because this field of its record does not fit."""
+    """A member that gets no requests because this field of its record does not fit."""
 
     name: str
     field: str
@@ -52,7 +52,7 @@ Fact = Joined | Left | Reincarnated | Refused
 
 @dataclass(frozen=True, slots=True)
 class Served:
-    """The model that requests are answered with. Only workers that agree in all of it are used."""
+    """The served model. Only workers that agree on all of it are used."""
 
     model_fingerprint: str
     block_size: int  # tokens
@@ -102,16 +102,16 @@ class _Ledger:
             del self._tasks[worker]
 
     def tokens(self, record: WorkerRecord, since: int = 0) -> int:
-        """Of the process that the record is of: what an earlier one of the name had is lost."""
+        """Tokens on the process that `record` describes. What an earlier process of that name had is lost."""
         tasks = self._tasks.get(record.name, {}).values()
         return sum(task.tokens for task in tasks if task.incarnation == record.incarnation and task.since >= since)
 
     def count(self, record: WorkerRecord) -> int:
-        """Likewise, requests."""
+        """Requests on that process."""
         return sum(task.incarnation == record.incarnation for task in self._tasks.get(record.name, {}).values())
 
     def recent_tokens(self, record: WorkerRecord) -> int:
-        """With what ended since the last report."""
+        """As `tokens`, plus what has ended since the last report."""
         return self.tokens(record) + self._ended[record.name, record.incarnation]
 
     def note_update(self) -> None:
@@ -123,7 +123,7 @@ class _Ledger:
 
 class ClusterView:
     def __init__(self, tokenizer_fingerprint: str, absent_s: float = ABSENT_S) -> None:
-        """`tokenizer_fingerprint`: of our tokeniser; token ids mean something else to a worker with another one."""
+        """`tokenizer_fingerprint`: of the router's tokeniser; token ids mean something else to a worker with another one."""
         self.index = PrefixIndex()
         self.served: Served | None = None  # None until the first decode worker is ready
         self._tokenizer_fingerprint = tokenizer_fingerprint
@@ -137,7 +137,7 @@ class ClusterView:
     # Members
 
     def update(self, records: Iterable[WorkerRecord], now: float) -> list[Fact]:
-        """The registry's members at the moment `now` (seconds on any one clock). Returns what is new about them."""
+        """`records`: the registry's members at time `now` (seconds, always on the same clock). Returns what is new about them."""
         before, self._updated = self._updated, self.next_epoch()
         facts: list[Fact] = []
         present: set[str] = set()
@@ -150,23 +150,23 @@ class ClusterView:
         return facts
 
     def next_epoch(self) -> int:
-        """Begins another stretch of our own work, so that a report can be told from what started after it was asked for."""
+        """Begins a new stretch of our own work. Work that starts after a report was requested belongs to a later epoch than the report."""
         self._epoch += 1
         return self._epoch
 
     def mark_down(self, name: str, incarnation: int) -> None:
-        """A call failed. The process gets no requests until it answers a probe, or until another takes its name."""
+        """Notes that a call failed. The process gets no requests until it answers a probe, or until another process takes its name."""
         if member := self._member(name, incarnation):
             member.down = True
 
     def mark_up(self, name: str, incarnation: int) -> None:
-        """It answers and takes requests."""
+        """Notes that the process answers and accepts requests."""
         if member := self._member(name, incarnation):
             member.down = member.failed = False
 
     def mark_hung(self, name: str, incarnation: int, hung: bool) -> bool:
-        """Whether the process, though connected, makes no progress. Then a decode worker gets requests only where no other is left, and a
-        prefill worker none. Returns whether that is news."""
+        """Notes whether the process, though connected, makes no progress. A hung decode worker gets requests only if no other is left, a
+        hung prefill worker gets none. Returns whether this is news."""
         member = self._member(name, incarnation)
         if member is None or member.hung == hung:
             return False
@@ -180,25 +180,25 @@ class ClusterView:
     def note_answer(
         self, name: str, incarnation: int, state: WorkerState, load: Load, epoch: int, roles: tuple[Literal["prefill", "decode"], ...] = ()
     ) -> None:
-        """The process answered a probe that was sent when `epoch` began."""
+        """Notes the answer to a probe. Its load includes all work that started before `epoch`."""
         member = self._member(name, incarnation)
         if member is None:
             return
         member.failed = False
         member.down = member.down and (state != "ready" or member.hung)
-        news = load != member.record.load  # else it may be the one from before a long step
+        news = load != member.record.load  # otherwise it may date from before a long step
         member.record = replace(member.record, state=state, load=load, roles=roles or member.record.roles)
         if news:
             self._read_load(member, epoch)
             self._prefills.note_report(member.record)
 
     def note_silence(self, name: str, incarnation: int) -> None:
-        """A probe of the process failed."""
+        """Notes that a probe of the process failed."""
         if member := self._member(name, incarnation):
             member.failed = member.down = True
 
     def members(self) -> list[WorkerRecord]:
-        """All of them, usable or not, by name."""
+        """All of them, usable or not, sorted by name."""
         return [self._members[name].record for name in sorted(self._members)]
 
     def down_workers(self) -> list[WorkerRecord]:
@@ -210,11 +210,11 @@ class ClusterView:
         return {name for name, member in self._members.items() if member.refused}
 
     def prefill_workers(self) -> list[WorkerRecord]:
-        """Those that a request can be sent to, by name."""
+        """Those that a request can be sent to, sorted by name."""
         return self._usable("prefill")
 
     def decode_workers(self) -> list[WorkerRecord]:
-        """Those that a request can be sent to, by name."""
+        """Those that a request can be sent to, sorted by name."""
         return self._usable("decode")
 
     def find(self, name: str) -> WorkerRecord | None:
@@ -222,7 +222,7 @@ class ClusterView:
         return member.record if member else None
 
     def record(self, name: str) -> WorkerRecord:
-        """Of a member; KeyError for anybody else."""
+        """The record of a member. Raises KeyError for any other name."""
         return self._members[name].record
 
     # Our own work
@@ -231,19 +231,19 @@ class ClusterView:
         self._start(self._prefills, request_id, worker, uncached_tokens)
 
     def end_prefill(self, request_id: str) -> None:
-        """However it ended; nothing happens for one that is not there."""
+        """Call it however the work ended. An unknown request changes nothing."""
         self._prefills.end(request_id)
 
     def start_decode(self, request_id: str, worker: str, tokens: int) -> None:
-        """`tokens`: what the sequence may come to, prompt included."""
+        """`tokens`: the most that the sequence may reach, prompt included."""
         self._start(self._decodes, request_id, worker, tokens)
 
     def end_decode(self, request_id: str) -> None:
-        """However it ended; nothing happens for one that is not there."""
+        """Call it however the work ended. An unknown request changes nothing."""
         self._decodes.end(request_id)
 
     def prefill_tokens(self, worker: str) -> int:
-        """Uncached prompt tokens that wait on a member: ours, which we know, and others', from its last report."""
+        """Uncached prompt tokens that wait on a member: ours exactly, and other routers' from its last report."""
         member = self._members[worker]
         return self._prefills.tokens(member.record) + member.foreign_tokens
 
@@ -288,7 +288,7 @@ class ClusterView:
         return [fact]
 
     def _read_load(self, member: _Member, covers: int) -> None:
-        """The member's load is new. It includes everything that we had sent before the epoch `covers`, and perhaps more."""
+        """Takes over the member's new load. It includes everything that was sent before the epoch `covers`, and perhaps more."""
         member.covers = covers
         member.foreign_tokens = max(0, member.record.load.waiting_tokens - self._prefills.recent_tokens(member.record))
 
@@ -307,7 +307,7 @@ class ClusterView:
         return facts
 
     def _judge(self) -> list[Fact]:
-        """Fix the served model by the first ready decode worker, for as long as there is one that fits; find out who does not fit."""
+        """Takes the served model from the first ready decode worker, and keeps it while any of them fits. Finds members that do not fit."""
         ours = [record for record in self.members() if record.tokenizer_fingerprint == self._tokenizer_fingerprint]
         ready = [record for record in ours if record.serves("decode") and record.state == "ready"]
         if ready and (self.served is None or all(self._mismatch(record) for record in ready)):
@@ -337,5 +337,5 @@ class ClusterView:
         usable = [m for m in members if m.record.serves(role) and m.record.state == "ready" and not m.down and m.refused is None]
         awake = [m for m in usable if not m.hung]
         # Without a prefill worker the decode workers do its work. Without a decode worker the request would be refused, and a worker that
-        # seems to hang may go on in the next moment.
+        # seems to hang may recover at any moment.
         return [m.record for m in (awake if awake or role == "prefill" else usable)]

@@ -1,7 +1,7 @@
-"""What the router learns without being asked: members, block events, snapshots, and how each worker is (`router.probes`).
+"""Keeps the view up to date: members, block events, snapshots, and the state of each worker (`router.probes`).
 
-Four loops, each of which survives whatever the registry or a worker does. While the registry is away the last known members stay, and
-failed calls and probes alone decide who is down.
+Each of the four loops survives whatever the registry or a worker does. While the registry is away, the last known members stay, and only
+failed calls and probes decide which workers are down.
 """
 
 import asyncio
@@ -20,7 +20,7 @@ MEMBERS_EVERY_S = 0.25
 SNAPSHOT_EVERY_S = 0.2
 SNAPSHOT_AT_LEAST_EVERY_S = 10.0  # however often it has failed
 EVENTS_WAIT_S = 1.0
-AWAY_S = 0.5  # pause before a registry that was away is asked again
+AWAY_S = 0.5  # pause before asking the registry again after a failure
 
 
 class Watch:
@@ -34,7 +34,7 @@ class Watch:
 
     @property
     def reconnects(self) -> int:
-        """How often the registry came back after it had been away."""
+        """How often the registry became reachable again."""
         return max(0, self._reached - 1)
 
     async def run(self) -> None:
@@ -68,7 +68,7 @@ class Watch:
                     log.info("%s is another process now: %s incarnation %d", new.name, new.address, new.incarnation)
                     await self._workers.forget(old)
                 case Refused(name, field):
-                    log.warning("%s gets no requests: its %s is not that of the served model", name, field)
+                    log.warning("%s gets no requests: its %s differs from the served model's", name, field)
 
     async def _run_events(self) -> None:
         cursor = None
@@ -82,7 +82,7 @@ class Watch:
                 self._view.index.apply(event)
 
     async def _run_snapshots(self) -> None:
-        """For each worker of which an event was missed: ask for its whole cache, until that is known."""
+        """After a missed event, asks the worker for its whole cache until that is known."""
         asked: set[str] = set()
         async with asyncio.TaskGroup() as group:
             while True:
@@ -92,7 +92,7 @@ class Watch:
                     group.create_task(self._ask_snapshots(name, asked))
 
     async def _ask_snapshots(self, name: str, asked: set[str]) -> None:
-        """Failures make the pauses longer: each attempt costs the worker's engine a copy of all keys. Removes `name` from `asked`."""
+        """Pauses longer after failures, because each attempt costs the worker's engine a copy of all keys. Removes `name` from `asked`."""
         pause = SNAPSHOT_EVERY_S
         while name in self._view.index.needing_snapshot() and (worker := self._view.find(name)) is not None:
             try:

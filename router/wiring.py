@@ -1,4 +1,4 @@
-"""The router, put together by hand."""
+"""Builds the router from its parts."""
 
 import asyncio
 import logging
@@ -51,7 +51,7 @@ def draw_id() -> str:
 
 
 class RouterProcess:
-    """Implements `baton.cluster.lifecycle.Process`. Healthy is a router that could serve a request now: one decode worker at least."""
+    """Implements `baton.cluster.lifecycle.Process`. Healthy means able to serve a request now: there is at least one decode worker."""
 
     def __init__(self, config: Config, stop: Stop) -> None:
         if not config.model.path:
@@ -68,7 +68,7 @@ class RouterProcess:
         self._book = Book("router", model=self._model_name)
         self._journal = Journal(self._book, self._tracer, self._model_name, config.slo, config.telemetry.recent_requests)
         self._metrics = MetricsServer(config, Exposition(self._book), lambda: self.stage is Stage.READY, self._targets)
-        self._closers = AsyncExitStack()  # all of them run, in reverse, whichever fails
+        self._closers = AsyncExitStack()  # all of them run, in reverse order, even if one fails
         self._closers.push_async_callback(asyncio.to_thread, self._tracer.close)
         for close in (self._metrics.close, self._registry.close, self._workers.close):
             self._closers.push_async_callback(close)
@@ -173,11 +173,11 @@ class RouterProcess:
                 if not self._keys.refresh():
                     continue
             except ConfigError as error:
-                log.error("the API keys stay as they were: %s", error)
+                log.error("keeping the previous API keys: %s", error)
                 continue
-            log.info("the API keys were read again")
+            log.info("reloaded the API keys")
             if self._keys.limited and not limited:
-                log.warning("the limits of tenants hold after the next start: there were none at this one")
+                log.warning("tenant limits take effect after a restart: the router started without any")
 
     async def _set_health(self, serving: bool) -> None:
         status = health_pb2.HealthCheckResponse.SERVING if serving else health_pb2.HealthCheckResponse.NOT_SERVING

@@ -1,28 +1,29 @@
-"""What all tests share: examples are not judged by their time, and which tests stay together when several processes run the suite."""
-
-import os
-from pathlib import Path
+"""Settings of the whole suite: Hypothesis examples have no time limit, and parallel runs keep certain tests in one process."""
 
 import pytest
 from hypothesis import HealthCheck, settings
+from xdist.remote import Producer
+from xdist.scheduler import LoadScopeScheduling
 
-# A busy machine is no failure. pytest-timeout ends what hangs.
+# A busy machine is not a failure. pytest-timeout stops a test that hangs.
 settings.register_profile("baton", deadline=None, suppress_health_check=[HealthCheck.too_slow])
 settings.load_profile("baton")
 
-TESTS = Path(__file__).parent
-WHOLE_MACHINE = {"system", "launch"}  # folders whose tests start clusters: one at a time, since a machine has one Ray and few cores
+RAY = {"tests/launch/test_launcher.py", "tests/system/test_ray.py"}  # a machine has one Ray
 
 
-def group(path: Path) -> str:
-    """Tests of one group run one after the other in one process. A file is one at least, so that its fixtures are made once.
-
-    `path`: relative to this folder.
-    """
-    return "machine" if path.parts[0] in WHOLE_MACHINE else path.as_posix()
+def group(nodeid: str) -> str:
+    """Tests of one group run one after another in one process. A file is never split, so that its fixtures are created once."""
+    path, _, _ = nodeid.partition("::")
+    return "ray" if path in RAY else path
 
 
-def pytest_itemcollected(item: pytest.Item) -> None:
-    """Here and not when all are collected: pytest-xdist reads the groups then."""
-    if "PYTEST_XDIST_WORKER" in os.environ:
-        item.add_marker(pytest.mark.xdist_group(group(item.path.relative_to(TESTS))))
+class Groups(LoadScopeScheduling):
+    def _split_scope(self, nodeid: str) -> str:
+        return group(nodeid)
+
+
+# In place of `--dist loadgroup`, which distributes single tests under pytest 9.2: pytest-xdist 3.8 sets an attribute that is no longer read.
+@pytest.hookimpl(optionalhook=True)
+def pytest_xdist_make_scheduler(config: pytest.Config, log: Producer) -> Groups:
+    return Groups(config, log)

@@ -1,4 +1,4 @@
-"""The shape of the project itself: import arrows, generated code, nothing unsafe on a socket."""
+"""The structure of the project: which package may import which, current generated code, and no pickle anywhere."""
 
 import ast
 import graphlib
@@ -10,14 +10,14 @@ from pathlib import Path
 import pytest
 
 ROOT = Path(__file__).resolve().parent.parent
-# Where our code lies; a file belongs to the longest name that fits.
+# The packages of this project. A file belongs to the longest name that matches.
 ROOMS = (
     "baton", "baton.cli", "baton.cluster", "baton.engine", "baton.launch", "baton.models", "baton.worker",
     "decode_worker", "kvtransfer", "loadtest", "prefill_worker", "router",
 )  # fmt: skip
 WORKER = {"baton.engine", "baton.cluster", "baton.v1", "kvtransfer"}
 
-# room → what of ours it may import. A longer entry allows only that module.
+# package → which of our packages it may import. An entry that names a module allows only that module.
 ARROWS = {
     "baton": {"baton.client", "baton.v1"},
     "baton.cli": {"baton", "kvtransfer", "loadtest.cli", "loadtest.options"},
@@ -28,11 +28,11 @@ ARROWS = {
     "baton.worker": WORKER,
     "decode_worker": WORKER | {"baton.worker"},
     "kvtransfer": {"baton.engine.kvcache", "baton.cluster.errors", "baton.cluster.failpoint", "baton.cluster.handoff"},
-    "loadtest": {"baton.client", "baton.launch.state", "baton.stages"},
+    "loadtest": {"baton.client", "baton.launch.state", "baton.stages", "baton.terminal"},
     "prefill_worker": WORKER | {"baton.worker"},
     "router": {"baton.engine.block_key", "baton.engine.sampling", "baton.cluster", "baton.stages", "baton.v1"},
 }
-# Heavy third parties and the only places that may import them.
+# Heavy third-party libraries and the only places that may import them.
 HOMES = {
     "torch": ("baton/engine/", "baton/models/"),
     "numba": ("baton/engine/cpu/",),
@@ -48,14 +48,14 @@ HOMES = {
     "kubernetes": ("baton/launch/",),
     "tokenizers": ("router/", "baton/models/", "loadtest/plan.py"),
     "typer": ("baton/cli/", "loadtest/cli.py", "loadtest/options.py"),
-    "rich": ("baton/cli/", "baton/models/train/", "loadtest/"),
+    "rich": ("baton/terminal.py", "baton/cli/", "baton/models/train/", "loadtest/"),
     "matplotlib": ("loadtest/", "baton/models/"),
     "transformers": ("baton/models/train/",),
     "starlette": ("router/http/",),
     "h11": ("router/http/connection.py", "baton/cluster/metrics_http.py", "loadtest/http_door.py"),
     "limits": ("router/rates.py",),
 }
-# Deciding code: no await, no clock, no randomness, no torch.
+# Code that only decides: no await, no clock, no randomness, no torch.
 PURE = (
     "baton/engine/scheduler.py", "baton/engine/blocks.py", "baton/engine/sequence.py", "baton/stages.py", "kvtransfer/lease.py",
     "baton/cluster/awake.py", "baton/worker/stall.py",
@@ -75,7 +75,7 @@ def sources() -> list[Path]:
 
 def room_of(path: Path) -> str:
     if path == ROOT / "baton" / "__main__.py":
-        return "baton.cli"  # its other door
+        return "baton.cli"  # `python -m baton` is the same command
     name = ".".join(path.relative_to(ROOT).with_suffix("").parts)
     return max((room for room in ROOMS if name.startswith(f"{room}.")), key=len)
 
@@ -100,7 +100,7 @@ def allowed(module: str, room: str) -> bool:
 
 
 @pytest.mark.parametrize("path", sources(), ids=lambda path: str(path.relative_to(ROOT)))
-def test_imports_follow_the_arrows(path: Path) -> None:
+def test_imports_follow_the_allowed_directions(path: Path) -> None:
     room = room_of(path)
     tops = {room.split(".")[0] for room in ROOMS}
     wrong = sorted(module for module in imports(path) if module.split(".")[0] in tops and not allowed(module, room))
@@ -113,14 +113,14 @@ def test_heavy_libraries_stay_in_their_file(path: Path) -> None:
     for module in imports(path):
         home = HOMES.get(module.split(".")[0])
         assert home is None or name.startswith(home), f"{name} imports {module}"
-        assert module.split(".")[0] not in BANNED, f"{name} imports {module}: nothing of ours is pickled"
+        assert module.split(".")[0] not in BANNED, f"{name} imports {module}: this project pickles nothing"
     assert not torch_loads(path.read_text()), f"{name} reads pickle: use safetensors"
 
 
 def torch_loads(text: str) -> list[str]:
-    """Every way by which a file names a `load` of torch's: they unpickle, and a pickle is a program."""
+    """Every `load` function of torch that a file names. They unpickle, and a pickle can run any code."""
     tree = ast.parse(text)
-    known: dict[str, str] = {}  # a name in the file → what was imported under it
+    known: dict[str, str] = {}  # name in the file → what it imports
     for node in ast.walk(tree):
         if isinstance(node, ast.Import):
             known |= {
@@ -134,7 +134,7 @@ def torch_loads(text: str) -> list[str]:
 
 
 def dotted(node: ast.expr) -> list[str]:
-    """The names of `a.b.c`; what is behind a call or an index is not followed."""
+    """The names of `a.b.c`. A call or an index at its start becomes an empty name."""
     match node:
         case ast.Name(id=name):
             return [name]
@@ -155,16 +155,16 @@ def dotted(node: ast.expr) -> list[str]:
         "from torch import jit\njit.load(path)",
     ],
 )
-def test_every_way_to_unpickle_is_seen(text: str) -> None:
+def test_every_way_to_unpickle_is_detected(text: str) -> None:
     """Negative control."""
     assert torch_loads(text)
 
 
-def test_what_reads_no_pickle_is_allowed() -> None:
+def test_a_load_that_does_not_unpickle_is_allowed() -> None:
     assert not torch_loads("import json, torch\nimport safetensors.torch as st\njson.load(f)\nst.load(b)\ntorch.zeros(2).load\nself.load()")
 
 
-def test_an_arrow_against_the_rules_is_seen() -> None:
+def test_an_import_against_the_rules_is_detected() -> None:
     """Negative control."""
     assert not allowed("router.policy", "baton.engine") and not allowed("baton.engine.engine", "router")
     assert allowed("baton.engine.block_key.extend_keys", "router") and not allowed("baton.engine.block_keys", "router")
@@ -172,7 +172,7 @@ def test_an_arrow_against_the_rules_is_seen() -> None:
 
 
 def file_graph(texts: dict[str, str]) -> dict[str, set[str]]:
-    """module → modules among `texts` that it imports, also inside functions."""
+    """module → the modules in `texts` that it imports, including imports inside functions."""
 
     def file_of(name: str) -> str | None:
         parts = name.split(".")
@@ -184,7 +184,7 @@ def file_graph(texts: dict[str, str]) -> dict[str, set[str]]:
 
 
 def circle(texts: dict[str, str]) -> list[str]:
-    """Files that import each other in a circle, the first again at the end; empty where there is none."""
+    """Files that import each other in a circle, with the first one repeated at the end. Empty if there is no circle."""
     try:
         graphlib.TopologicalSorter(file_graph(texts)).prepare()
     except graphlib.CycleError as error:
@@ -193,22 +193,22 @@ def circle(texts: dict[str, str]) -> list[str]:
 
 
 def test_no_files_import_each_other_in_a_circle() -> None:
-    """An import inside a function hides a circle from Python, not from who has to read it."""
+    """An import inside a function hides a circle from Python, but not from a reader."""
     names = {path: path.relative_to(ROOT).with_suffix("").parts for path in sources() if path.name != "__init__.py"}
     texts = {".".join(parts): path.read_text() for path, parts in names.items()}
     assert not circle(texts)
     assert sum(map(len, file_graph(texts).values())) > len(texts), "the graph has lost its edges"
 
 
-def test_a_circle_is_seen() -> None:
-    """Negative control: at the top of a file, inside a function, over several files."""
+def test_an_import_circle_is_detected() -> None:
+    """Negative control: at the top of a file, inside a function, across several files."""
     assert circle({"a.b": "from a import c", "a.c": "def f():\n    from a.b import d"})
     assert circle({"a": "import b.x", "b.x": "from c import y", "c": "def f():\n    import a"})
     assert not circle({"a": "import b", "b": "from c import a", "c": "import os"})
 
 
 @pytest.mark.parametrize("name", PURE)
-def test_deciding_code_is_pure(name: str) -> None:
+def test_decision_code_is_pure(name: str) -> None:
     tree = ast.parse((ROOT / name).read_text())
     assert not [node for node in ast.walk(tree) if isinstance(node, ast.Await | ast.AsyncFunctionDef)]
     roots = {module.split(".")[0] for module in imports(ROOT / name)}
@@ -235,7 +235,7 @@ def test_generated_code_is_current() -> None:
     assert done.returncode == 0, done.stderr
 
 
-def test_proto_is_no_package() -> None:
+def test_proto_is_not_a_python_package() -> None:
     assert not list((ROOT / "proto").rglob("__init__.py"))
 
 
@@ -257,8 +257,8 @@ def test_light_processes_stay_light(module: str, absent: str) -> None:
     assert subprocess.run([sys.executable, "-c", code], timeout=60).returncode == 0
 
 
-def test_init_files_hold_a_docstring_only() -> None:
-    """`baton` alone has a lazy door to its client."""
+def test_init_files_contain_only_a_docstring() -> None:
+    """Only `baton` has more: it imports its client lazily."""
     for path in {path.parent for path in sources()}:
         body = ast.parse((path / "__init__.py").read_text()).body
         assert path == ROOT / "baton" or (len(body) == 1 and isinstance(body[0], ast.Expr)), path
@@ -267,12 +267,12 @@ def test_init_files_hold_a_docstring_only() -> None:
 MOST_FILE_LINES, MOST_FUNCTION_LINES, MOST_NESTING, MOST_PARAMETERS = 500, 60, 4, 8
 COMPOUND = ast.If | ast.For | ast.AsyncFor | ast.While | ast.With | ast.AsyncWith | ast.Try | ast.TryStar | ast.Match
 FUNCTION = ast.FunctionDef | ast.AsyncFunctionDef
-# A kernel unrolls its loops by hand and takes pointers and strides one by one. A command that `takes` option classes has their flags.
+# Kernels are exempt: they unroll loops by hand and take pointers and strides one by one. Commands are not: option classes hold their flags.
 KERNELS = ("triton.jit", "kernel")
 
 
 def nesting(node: ast.AST, depth: int = 0) -> int:
-    """The most compound statements around one statement of a function. `elif` counts with its `if`; a function inside starts anew."""
+    """The most compound statements around one statement of a function. `elif` counts with its `if`. Inner functions are left out."""
     deepest = depth
     for child in ast.iter_child_nodes(node):
         if isinstance(child, FUNCTION | ast.ClassDef | ast.Lambda):
@@ -287,7 +287,7 @@ def is_kernel(function: ast.FunctionDef | ast.AsyncFunctionDef) -> bool:
 
 
 def excesses(text: str) -> list[str]:
-    """What in a file is larger than a reader should have to hold."""
+    """Lists everything in a file that exceeds a limit of size."""
     lines = len(text.splitlines())
     found = [f"{lines} lines in the file"] if lines > MOST_FILE_LINES else []
     for function in ast.walk(ast.parse(text)):
@@ -330,6 +330,6 @@ DEEP = "def f():\n if a:\n  for b in c:\n   with d:\n    try:\n     {}\n    fina
         ("@app.command()\ndef f(a, b, c, d, e, f, g, h, i): pass", ["f, line 2: 9 parameters"]),
     ],
 )
-def test_an_excess_is_seen(text: str, found: list[str]) -> None:
-    """Negative control: the largest that is allowed, and the smallest that is not."""
+def test_oversized_code_is_detected(text: str, found: list[str]) -> None:
+    """Includes negative controls: the largest allowed size and the smallest size that is too large."""
     assert excesses(text) == found

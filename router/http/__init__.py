@@ -1,1 +1,1 @@
-"""The OpenAI-compatible HTTP door: translates, and nothing else; `router.service` answers."""
+"""The OpenAI-compatible HTTP door. It only translates; `router.service` answers."""

@@ -4,10 +4,10 @@
     _caller      API key → tenant
     _body        type, size, time
     openai_in    JSON → one Ask for each choice
-    _events      the service's events of all choices, as they come
+    _events      the service's events of all choices, as they arrive
     openai_out   events → one answer, or chunks
 
-The status is sent with the first token, so a failure before it has a status of its own. After that, the error object is the last event of
+The status is sent with the first token, so a failure before it gets its own status. After that, the error object is the last event of
 the stream, and [DONE] does not follow.
 """
 
@@ -43,7 +43,7 @@ from router.validate import MAX_REQUEST_ID, Ask
 
 log = logging.getLogger(__name__)
 REQUEST_ID = re.compile(rf"[A-Za-z0-9._:/+=@-]{{1,{MAX_REQUEST_ID - 8}}}")  # leaves room for the number of a choice
-AT_ONCE_BYTES = 64 << 10  # a longer body is read in a thread: each step holds the others up, but not all steps together
+AT_ONCE_BYTES = 64 << 10  # a longer body is read in a thread: others then wait for one step at a time, not for all of them
 TIMEOUT_HEADER = "x-request-timeout-ms"
 DONE = b"data: [DONE]\n\n"
 _STREAM_HEADERS = {"content-type": "text/event-stream; charset=utf-8", "cache-control": "no-cache", "x-accel-buffering": "no"}
@@ -63,7 +63,7 @@ class HttpDoor:
         serving: Callable[[], bool],
         draw_id: Callable[[], str],
     ) -> None:
-        """`serving` tells whether a request could be answered now."""
+        """`serving` returns whether a request could be answered now."""
         self._service = service
         self._tokenizer = tokenizer
         self._keys = keys
@@ -104,7 +104,7 @@ class HttpDoor:
         try:
             await self._router(scope, receive, tell)
         except (Exception, asyncio.CancelledError) as error:  # a server that closes cancels its requests
-            if started:  # EventStream has told the client already
+            if started:  # EventStream has already told the client
                 raise
             refusal = self._refusal(error)
             response = _json(refusal.body, refusal.status, refusal.headers)
@@ -129,7 +129,7 @@ class HttpDoor:
         return _json(writer.whole())
 
     async def _events(self, asked: Asked, timeout_s: float | None) -> AsyncGenerator[tuple[int, Event], None]:
-        """Events of all choices, each with the choice's number. Raises HttpError."""
+        """Yields events of all choices, each with the choice's number. Raises HttpError."""
 
         async def one(number: int, ask: Ask) -> AsyncGenerator[Event, None]:
             try:
@@ -216,7 +216,7 @@ class HttpDoor:
         return read(body) if len(body) <= AT_ONCE_BYTES else await asyncio.to_thread(read, body)
 
     async def _body(self, request: Request) -> bytes:
-        """Raises HttpError for a body of another type, for one that is too long, and for one that does not arrive in time."""
+        """Raises HttpError for a body of another type, a body that is too long, and a body that does not arrive in time."""
         _check_type(request.headers)
         most = self._config.max_message_bytes
         too_long = HttpError(413, f"the body must have at most {most} bytes")
@@ -240,7 +240,7 @@ class HttpDoor:
             case BatonError():
                 return to_http(error)
             case ClientGone() | ClientDisconnect():  # nobody will read this
-                return to_http(BatonError(Reason.CANCELLED, "the client left or does not read"))
+                return to_http(BatonError(Reason.CANCELLED, "the client left or stopped reading"))
             case asyncio.CancelledError():
                 return to_http(BatonError(Reason.DRAINING, "this router is closing"))
             case HTTPException():  # from starlette's router: unknown path, or wrong method
@@ -250,7 +250,7 @@ class HttpDoor:
 
 
 def allow_origins(app: ASGIApp, origins: Sequence[str]) -> ASGIApp:
-    """`app`, which browsers let pages of `origins` use. Keys travel in a header that the page sets itself, so no credentials are needed."""
+    """Lets pages of `origins` use `app` from a browser. Keys travel in a header that the page sets itself, so no credentials are needed."""
     if not origins:
         return app
     told = ("x-request-id", "retry-after")
@@ -258,7 +258,7 @@ def allow_origins(app: ASGIApp, origins: Sequence[str]) -> ASGIApp:
 
 
 class EventStream(Response):
-    """Server-sent events. The status is sent with the first event; an error that `chunks` raises before it is raised to the caller."""
+    """Server-sent events. The status is sent with the first event; an earlier error of `chunks` is raised to the caller."""
 
     def __init__(self, chunks: AsyncGenerator[bytes, None], within_s: float, refusal: Callable[[BaseException], HttpError]) -> None:
         super().__init__(headers=_STREAM_HEADERS)

@@ -1,11 +1,11 @@
-"""One HTTP/1.1 connection: bytes to ASGI and back. h11 knows the protocol; this file bounds what a stranger may cost.
+"""One HTTP/1.1 connection: bytes to ASGI and back. h11 implements the protocol; this module limits what a stranger can cost.
 
     head        time for the headers of a request, from its first byte or from the start of the connection
     idle        time between two requests
-    stall       time for a reader to take what waits for it
+    stall       time for the client to read what waits for it
 
-uvicorn is not used: its public configuration has none of head and stall, cannot refuse with an error object, and drops a client that closes
-its sending half after a whole request. The application bounds the size and the time of a body.
+uvicorn is not used: its public configuration has neither head nor stall. It cannot refuse with an error object, and it drops a client that
+closes its sending half after a whole request. The application bounds the size and the time of a body.
 """
 
 import asyncio
@@ -24,7 +24,7 @@ from router.http.errors import HttpError, to_json
 
 log = logging.getLogger(__name__)
 MAX_HEAD_BYTES = 32 << 10
-MAX_UNREAD_BYTES = 64 << 10  # of a body that the application has not taken yet; then reading pauses
+MAX_UNREAD_BYTES = 64 << 10  # of a body that the application has not read yet; beyond that, reading pauses
 PROBE_S = 0.25
 _PHRASES = {int(status): status.phrase.encode() for status in HTTPStatus}
 _CLOSE = (b"connection", b"close")
@@ -36,13 +36,13 @@ class Exchange:
     def __init__(self, connection: "Connection", request: h11.Request, keep_alive: bool, expects_continue: bool) -> None:
         self.started = False  # the application has begun to answer
         self.complete = False
-        self.gone = False  # nobody takes the answer
+        self.gone = False  # nobody reads the answer any more
         self.body = bytearray()
         self.more_body = True
         self.news = asyncio.Event()
         self.modern = request.http_version >= b"1.1"
         self._head_only = request.method == b"HEAD"
-        self._head = b""  # waits for the first piece of the body, to go out with it
+        self._head = b""  # held back, to be sent with the first piece of the body
         self._keep_alive = keep_alive
         self._expects_continue = expects_continue
         self._connection = connection
@@ -62,7 +62,7 @@ class Exchange:
         return {"type": "http.request", "body": body, "more_body": self.more_body}
 
     async def send(self, message: Message) -> None:
-        """Waits while the reader has not taken what was sent before."""
+        """Waits while the client has not read what was sent before."""
         if not (writable := self._connection.writable).is_set():
             await writable.wait()
         if self.gone:
@@ -104,7 +104,7 @@ class Connection(asyncio.Protocol):
     def __init__(
         self, app: ASGIApp, limits: RouterConfig, most: int, connections: set["Connection"], tasks: set[asyncio.Task[None]]
     ) -> None:
-        """Enters itself into `connections` and the application's tasks into `tasks`; refuses to be one more than `most`."""
+        """Adds itself to `connections` and the application's tasks to `tasks`. Refuses the client if that makes more than `most`."""
         self.writable = asyncio.Event()
         self.writable.set()
         self._app = app
@@ -115,9 +115,9 @@ class Connection(asyncio.Protocol):
         self._loop = asyncio.get_running_loop()
         self._parser = h11.Connection(h11.SERVER, max_incomplete_event_size=MAX_HEAD_BYTES)
         self._exchange: Exchange | None = None
-        self._task: asyncio.Task[None] | None = None  # the application's, of the last request
+        self._task: asyncio.Task[None] | None = None  # the application's, for the last request
         self._timers: dict[str, asyncio.TimerHandle] = {}
-        self._leaving = False  # after this answer there is no other
+        self._leaving = False  # the connection closes after this answer
         self._transport: asyncio.Transport
 
     # What asyncio calls
@@ -148,7 +148,7 @@ class Connection(asyncio.Protocol):
 
     def eof_received(self) -> bool:
         """True keeps the sending half open."""
-        if self._transport.get_extra_info("sslcontext") is not None:  # TLS has no half to keep
+        if self._transport.get_extra_info("sslcontext") is not None:  # TLS has no half-open state
             return False
         self._parser.receive_data(b"")
         self._advance()
@@ -172,7 +172,7 @@ class Connection(asyncio.Protocol):
         self._transport.write(data)
 
     def inform(self) -> None:
-        """100: the request was understood so far."""
+        """Sends status 100: the request was understood so far."""
         if not self._transport.is_closing():
             self.write(self.pack(h11.InformationalResponse(status_code=100, headers=[], reason=b"Continue")))
 
@@ -190,7 +190,7 @@ class Connection(asyncio.Protocol):
         self._advance()
 
     def leave(self) -> None:
-        """Close; a client that waits for an answer is told first that there will be none."""
+        """Closes. A client that waits for an answer is first told that there will be none."""
         self._leaving = True
         if self._task is None or self._task.done():
             self._close()
@@ -203,7 +203,7 @@ class Connection(asyncio.Protocol):
     # Requests
 
     def _advance(self) -> None:
-        """Take from the parser what can be taken now."""
+        """Handles all events that the parser has ready."""
         while not self._transport.is_closing():
             try:
                 event = self._parser.next_event()
@@ -235,7 +235,7 @@ class Connection(asyncio.Protocol):
         self._task.add_done_callback(self._tasks.discard)
 
     async def _run(self, exchange: Exchange, scope: Scope) -> None:
-        """Afterwards either the answer is complete or the connection is closed."""
+        """Leaves either a complete answer or a closed connection."""
         try:
             await self._app(scope, exchange.receive, exchange.send)
         except Exception:
@@ -247,7 +247,7 @@ class Connection(asyncio.Protocol):
     def _receive(self, event: Any) -> None:
         """A piece of a body, or its end."""
         exchange = self._exchange
-        if exchange is None or exchange.complete:  # nobody wants it any more
+        if exchange is None or exchange.complete:  # no longer needed
             if isinstance(event, h11.EndOfMessage):
                 self._next_request()
             return
@@ -260,14 +260,14 @@ class Connection(asyncio.Protocol):
         exchange.news.set()
 
     def _next_request(self) -> None:
-        """If the last one was both read and answered to its end."""
+        """Starts the next request if the last one was read and answered completely."""
         if self._parser.our_state is self._parser.their_state is h11.DONE:
             self._parser.start_next_cycle()
             self._exchange = None
             self._clear("head")
 
     def _receive_end(self) -> None:
-        """The client closed its sending half, or left: a whole request that waits for its answer tells them apart by a probe.
+        """The client closed its sending half, or left. If a whole request waits for its answer, a probe shows which.
 
         Data sent to a client that left makes its system reset the connection; one that listens must accept an interim response at any time.
         """
@@ -312,13 +312,13 @@ class Connection(asyncio.Protocol):
     # Limits
 
     def _await_head(self) -> None:
-        """The timer runs while no request is being answered and one has begun to arrive, or none was there yet."""
+        """The timer runs while no request is being answered and either one has begun to arrive or none has come yet."""
         if self._transport.is_closing():
             return
         if self._exchange is not None and not self._exchange.complete:
             self._clear("head")
         elif "head" not in self._timers and "idle" not in self._timers:
-            late = HttpError(408, "the headers did not come in time")
+            late = HttpError(408, "the headers did not arrive in time")
             self._set("head", self._limits.http_read_timeout_s, lambda: self._refuse(late))
 
     def _await_reader(self) -> None:
@@ -326,7 +326,7 @@ class Connection(asyncio.Protocol):
             self._set("stall", self._limits.stall_s, self._transport.abort)
 
     def _refuse(self, error: HttpError) -> None:
-        """Answer where no request could be, and close. An answer that has begun just ends."""
+        """Sends an error that belongs to no valid request, and closes. An answer that has begun is cut off."""
         exchange = self._exchange
         if not self._transport.is_closing() and (exchange is None or exchange.complete or not exchange.started):
             self._transport.write(_answer(error))
@@ -335,7 +335,7 @@ class Connection(asyncio.Protocol):
         self._close()
 
     def _close(self) -> None:
-        """The transport closes when the reader has taken what is buffered; it may stall at that, too."""
+        """The transport closes when the client has read what is buffered; the client may stall here, too."""
         if not self._transport.is_closing():
             self._transport.close()
             self._await_reader()

@@ -1,4 +1,4 @@
-"""Refusals in the form that clients of the OpenAI API know: status, headers, and {"error": {"message", "type", "param", "code"}}."""
+"""Refusals in the form that clients of the OpenAI API expect: status, headers, and {"error": {"message", "type", "param", "code"}}."""
 
 import json
 import math
@@ -8,7 +8,7 @@ from typing import Any
 
 from baton.cluster.errors import BatonError, Reason
 
-RETRY_AFTER_S = 1.0  # told where a retry can help but the table of reasons names no time
+RETRY_AFTER_S = 1.0  # sent if a retry can help but the error names no time
 _CODES = {
     Reason.INVALID_FIELD: "invalid_value",
     Reason.CONTEXT_LENGTH: "context_length_exceeded",

@@ -1,11 +1,12 @@
 """Request bodies of the OpenAI API → `router.validate.Ask`, one for each choice.
 
-A model below says of every parameter that is known what it must be; the same models make the OpenAPI document. A name that no model has is
-refused. A few are there so that clients which always send them are served: parameters that cannot change the answer are accepted whatever
-they hold, and parameters that would are accepted where they ask for nothing. So no parameter is ignored that would have made a difference.
+The models below define what every known parameter must be; the OpenAPI document is made from the same models. An unknown name is refused.
+Some parameters exist only for clients that always send them: those that cannot change the answer are accepted with any value, and those
+that would change it only with values that ask for nothing. So no parameter that would have made a difference is ignored.
 
-Bounds of values are those of `router.validate`; the models only bound what JSON can say and an Ask cannot. The first error is told, by the
-parameter down to its index. How long a body takes to parse depends on how many values it holds, so those are counted first.
+Bounds of values are those of `router.validate`; the models only bound what JSON can express and an Ask cannot. Only the first error is
+reported, with the path of the parameter down to its index. The time to parse a body depends on the number of its values, so those are
+counted first.
 """
 
 import json
@@ -36,12 +37,12 @@ from router.validate import Ask, AskSampling, Limits
 
 MAX_CHOICES = 128  # of one HTTP request: prompts times n
 COMPLETION_MAX_TOKENS = 16  # the default of the legacy API
-# Parsing a body of so many values takes 11 ms, and so does one of so many lists, objects and their members; nothing else runs meanwhile.
-MAX_VALUES = 160_000  # a prompt of 128 k ids, and room to spare
+# Parsing MAX_VALUES values takes 11 ms, and so does parsing MAX_NODES lists, objects and their members; nothing else runs meanwhile.
+MAX_VALUES = 160_000  # enough for a prompt of 128 k ids
 MAX_NODES = 1 << 15
-SCAN_BYTES = 64 << 10  # between two parts other threads may run
+SCAN_BYTES = 64 << 10  # other threads may run between two parts
 _LIMITS = Limits()
-_CONTEXT = 1 << 31  # as many tokens as the context still holds: the default of a chat
+_CONTEXT = 1 << 31  # as many tokens as still fit the context: the default of a chat
 _NO_NAMES: Mapping[str, str] = MappingProxyType({})
 _UNSUPPORTED = "unsupported_parameter"
 
@@ -66,7 +67,7 @@ class Asked:
     names: Mapping[str, str] = field(default_factory=lambda: _NO_NAMES)  # field of an Ask → parameter
 
     def names_of(self, choice: int) -> Mapping[str, str]:
-        """`names`, where a batch of prompts says which one."""
+        """`names`; in a batch of prompts, with the index of the prompt."""
         if len(self.asks) == self.n:
             return self.names
         return {ours: f"prompt[{choice // self.n}]" if theirs == "prompt" else theirs for ours, theirs in self.names.items()}
@@ -82,7 +83,7 @@ class Rule:
 
 @dataclass(frozen=True)
 class Neutral(Rule):
-    """A parameter that would change the answer and is not supported; `values`, and null, ask for nothing."""
+    """An unsupported parameter that would change the answer. Only `values` and null are accepted: they ask for nothing."""
 
     code: str = _UNSUPPORTED
     values: tuple[Any, ...] = ()
@@ -105,13 +106,13 @@ def neutral(*values: Any) -> Neutral:
 
 
 class Body(BaseModel):
-    """`true` is not a number and `"1"` is not one either. null is the same as absent."""
+    """Strict: neither `true` nor `"1"` is a number. null is the same as absent."""
 
     model_config = ConfigDict(strict=True, extra="forbid", frozen=True)
 
 
 def _sized(most: int, what: str, otherwise: str) -> Callable[[Any], str]:
-    """Says of a list or an object whether it was its size that was refused."""
+    """Distinguishes a list or an object that is refused for its size."""
 
     def must(value: Any) -> str:
         if not isinstance(value, list | dict) or 0 < len(value) <= most:
@@ -122,7 +123,7 @@ def _sized(most: int, what: str, otherwise: str) -> Callable[[Any], str]:
 
 
 def _few(value: Any) -> Any:
-    """An object that is too large is refused before its entries are looked at."""
+    """Refuses an object that is too large before its entries are checked."""
     if isinstance(value, dict) and len(value) > _LIMITS.max_logit_bias:
         raise ValueError
     return value
@@ -200,7 +201,7 @@ Numbers: Any = create_model("Numbers", __base__=Body, **_NUMBERS)
 
 
 class Generation(Numbers):  # type: ignore[misc]
-    """What both APIs have."""
+    """Parameters of both APIs."""
 
     model: String = None
     seed: Seed = None
@@ -287,7 +288,7 @@ SAMPLING = tuple(one.name for one in fields(AskSampling) if one.name not in ("lo
 
 
 def chat(body: bytes, caller: Caller) -> Asked:
-    """Of POST /v1/chat/completions. Raises HttpError."""
+    """Reads the body of POST /v1/chat/completions. Raises HttpError."""
     given = read(body, Chat)
     limit = "max_tokens" if given.max_completion_tokens is None else "max_completion_tokens"
     max_tokens = getattr(given, limit)
@@ -312,7 +313,7 @@ def chat(body: bytes, caller: Caller) -> Asked:
 
 
 def completion(body: bytes, caller: Caller) -> Asked:
-    """Of POST /v1/completions. Raises HttpError."""
+    """Reads the body of POST /v1/completions. Raises HttpError."""
     given = read(body, Completion)
     if given.best_of not in (None, given.n or 1):
         raise bad_value("best_of", "is not supported here (only the value of n is accepted)", _UNSUPPORTED)
@@ -335,7 +336,7 @@ def completion(body: bytes, caller: Caller) -> Asked:
 
 
 def tokenize(body: bytes) -> tuple[Ask, Mapping[str, str]]:
-    """Of POST /tokenize: what is asked, and how its fields are called there. Raises HttpError."""
+    """Reads the body of POST /tokenize. Returns the ask, and what its fields are called there. Raises HttpError."""
     given = read(body, Tokenize)
     if (given.prompt is None) == (given.messages is None):
         raise bad_value("prompt", "exactly one of prompt and messages must be given")
@@ -345,7 +346,7 @@ def tokenize(body: bytes) -> tuple[Ask, Mapping[str, str]]:
 
 
 def detokenize(body: bytes) -> tuple[Ask, Mapping[str, str]]:
-    """Of POST /detokenize, likewise."""
+    """Likewise for POST /detokenize."""
     given = read(body, Detokenize)
     return Ask(model=given.model or "", token_ids=tuple(given.tokens)), {"token_ids.ids": "tokens"}
 
@@ -379,7 +380,7 @@ def _refusal(model: type[BaseModel], tree: Any, path: tuple[int | str, ...]) -> 
         elif isinstance(value, dict):
             where = f"{where}.{step[:80]}" if where else step[:80]
             if step not in model.model_fields:
-                return bad_value(where, "is not known here", "unknown_parameter")
+                return bad_value(where, "is not a known parameter", "unknown_parameter")
             rule = next(one for one in model.model_fields[step].metadata if isinstance(one, Rule))
             value = value.get(step)
             if value is None:
@@ -391,12 +392,12 @@ def _refusal(model: type[BaseModel], tree: Any, path: tuple[int | str, ...]) -> 
     return bad_value(where, must, rule.code)
 
 
-# Fields that hold models, whose errors are told deeper.
+# Fields that hold models; their errors are reported deeper.
 _MODELS: Mapping[str, type[Body]] = {"messages": Message, "content": Part, "stream_options": StreamOptions}
 
 
 def _bound(body: bytes) -> None:
-    """Raises HttpError for a body of too many values. Characters inside strings count only until they matter."""
+    """Raises HttpError for a body of too many values. Strings are left out only if the count with them is too high."""
     if _within(*_values_and_nodes(body)):
         return
     values = nodes = 0
@@ -417,7 +418,7 @@ def _within(values: int, nodes: int) -> bool:
 
 
 def _outside_strings(body: bytes) -> Iterator[bytes]:
-    """What of a JSON text stands outside its strings, part by part."""
+    """Yields what a JSON text has outside its strings, part by part."""
     inside, carried = False, b""
     for at in range(0, len(body), SCAN_BYTES):
         part = carried + body[at : at + SCAN_BYTES]
@@ -428,7 +429,7 @@ def _outside_strings(body: bytes) -> Iterator[bytes]:
 
 
 def _conversation(given: list[Message]) -> tuple[tuple[tuple[str, str], ...], tuple[str, ...]]:
-    """(role, content) of each message, and their names where any has one. The text parts of a content are its lines."""
+    """(role, content) of each message, and their names if any has one. The text parts of a content become its lines."""
     messages = tuple(
         (
             "system" if one.role == "developer" else one.role,
@@ -471,7 +472,7 @@ def _asked(given: Generation, prompts: list[Ask], caller: Caller, *, chat: bool,
 
 
 def _choices(prompts: list[Ask], n: int, request_id: str) -> Iterator[Ask]:
-    """Each choice is a request of its own. Where a seed is given, choice i gets that seed plus i."""
+    """Each choice is a separate request. If a seed is given, choice i gets that seed plus i."""
     alone = n * len(prompts) == 1
     for i, ask in enumerate(prompts):
         for j in range(n):

@@ -26,7 +26,7 @@ class Choice:
     """What is known about one choice."""
 
     begun: bool = False
-    texts: list[str] = field(default_factory=list)  # with `tokens`: kept for a whole answer only
+    texts: list[str] = field(default_factory=list)  # kept only for a whole answer, like `tokens`
     tokens: list[tuple[Token, int]] = field(default_factory=list)  # each with the character at which its text begins
     length: int = 0  # characters so far
     finish: str | None = None
@@ -50,7 +50,7 @@ class Shape(Protocol):
         """A piece of text in a chunk."""
 
     def last(self) -> _Json:
-        """The chunk that tells why the choice ended."""
+        """The chunk that says why the choice ended."""
 
     def logprobs(self, tokens: list[tuple[Token, int]]) -> _Json:
         """Log-probabilities of `tokens`."""
@@ -131,7 +131,7 @@ class Writer:
         self._chunk_head = self._head | {"object": self._shape.chunk_name}
 
     def take(self, index: int, event: Event) -> None:
-        """Note an event of a choice whose answer is sent as a whole."""
+        """Notes an event of a choice whose answer is sent as a whole."""
         choice = self._choices[index]
         if isinstance(event, Piece):
             choice.texts.append(event.text)

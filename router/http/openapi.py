@@ -1,4 +1,4 @@
-"""The OpenAPI document of the HTTP door, from the models that requests are read with."""
+"""The OpenAPI document of the HTTP door, made from the models that parse requests."""
 
 from importlib.metadata import version
 from typing import Any
@@ -13,13 +13,13 @@ _Json = dict[str, Any]
 def document() -> _Json:
     paths = {
         "/v1/chat/completions": {"post": _post("Answers a conversation.", "Chat", stream=True)},
-        "/v1/completions": {"post": _post("Continues one text or several.", "Completion", stream=True)},
+        "/v1/completions": {"post": _post("Continues one or more texts.", "Completion", stream=True)},
         "/v1/models": {"get": _get("The model that is served.")},
         "/v1/models/{name}": {"get": _get("One model.", refusals=("401", "404")) | {"parameters": [_NAME]}},
         "/tokenize": {"post": _post("Token ids of a prompt.", "Tokenize")},
         "/detokenize": {"post": _post("The text of token ids.", "Detokenize")},
         "/health": {"get": _get("Whether a request could be answered now.", refusals=("503",))},
-        "/readyz": {"get": _get("The same.", refusals=("503",))},
+        "/readyz": {"get": _get("The same as /health.", refusals=("503",))},
         "/livez": {"get": _get("Whether the process answers.", refusals=())},
         "/version": {"get": _get("The version of the software.", refusals=())},
     }

@@ -5,8 +5,8 @@
     /live/ID          the record of a request that has ended
     /v1/...           the HTTP door
 
-Another page must not reach this one through a visitor's browser. So requests from another origin are refused, and on loopback also requests
-under another host name (DNS rebinding).
+Another page must not reach this one through a visitor's browser. So requests from another origin are refused and, on loopback, requests
+under another host name as well (DNS rebinding).
 """
 
 from collections.abc import Mapping
@@ -69,7 +69,7 @@ class Page:
         if origin is not None and origin.partition("://")[2] != host:
             raise HttpError(403, "this page answers only requests from itself", code="foreign_origin")
         if self._only_loopback and not is_loopback(_name(host)):
-            raise HttpError(403, "open this page under the address that it listens on", code="foreign_host")
+            raise HttpError(403, "open this page at the address that it listens on", code="foreign_host")
 
     async def _file(self, request: Request) -> Response:
         return FileResponse(STATIC / FILES[request.url.path], headers=HEADERS)

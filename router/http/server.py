@@ -1,4 +1,4 @@
-"""The HTTP listener: its socket, its TLS, the number of its connections. A connection's own limits are in `connection`."""
+"""The HTTP listener: its socket, its TLS, and the number of its connections. A connection's own limits are in `connection`."""
 
 import asyncio
 import logging
@@ -15,8 +15,8 @@ from baton.cluster.rpc import Tasks, is_loopback, target
 from router.http.connection import Connection
 
 log = logging.getLogger(__name__)
-OTHER_FILES = 256  # of the process
-SEND_BUFFER_BYTES = 128 << 10  # in the kernel; it would let a reader that stops hold megabytes
+OTHER_FILES = 256  # that the process may have open besides HTTP connections
+SEND_BUFFER_BYTES = 128 << 10  # in the kernel, which would otherwise let a stalled client hold megabytes
 BACKLOG = 1024
 CLOSE_WITHIN_S = 2.0
 CLOSE_POLL_S = 0.01
@@ -30,7 +30,7 @@ class HttpServer:
         self._most = _connections(config.router.http_max_connections)
         self._ssl = _ssl_context(config.security)
         family = socket.AF_INET6 if ":" in config.cluster.host else socket.AF_INET
-        # asyncio turns Nagle's delay off only for a socket that names its protocol, and the delay costs 40 ms a request.
+        # asyncio turns Nagle's delay off only for a socket that names its protocol, and the delay costs 40 ms per request.
         self._socket = socket.socket(family, socket.SOCK_STREAM, socket.IPPROTO_TCP)
         self._listening: asyncio.Task[None] | None = None
         self.connections: set[Connection] = set()
@@ -38,11 +38,11 @@ class HttpServer:
 
     @property
     def idle(self) -> bool:
-        """Nothing is being answered."""
+        """Whether no request is being answered."""
         return not self._tasks
 
     def bind(self, port: int) -> str:
-        """Take a port (0: any free one); returns `host:port`. Raises BatonError(INTERNAL) when it is taken."""
+        """Binds a port (0: any free one); returns `host:port`. Raises BatonError(INTERNAL) if the port is in use."""
         host, security = self._config.cluster.host, self._config.security
         try:
             self._socket.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
@@ -60,7 +60,7 @@ class HttpServer:
         self._listening = tasks.start(self._listen(), "http")
 
     async def stop(self) -> None:
-        """Close every connection. A client that still waits for an answer is told that there will be none."""
+        """Closes every connection. A client that still waits for an answer is told that there will be none."""
         if self._listening is None:
             self._socket.close()
             return
@@ -101,13 +101,13 @@ def _ssl_context(security: SecurityConfig) -> ssl.SSLContext | None:
 
 
 def _connections(wanted: int) -> int:
-    """How many there can be so that enough files are left for the workers and the registry; raises the process's limit if it may."""
+    """How many connections leave enough files for the workers and the registry. Raises the process's limit of open files if allowed."""
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     needed = wanted + OTHER_FILES
     if soft == resource.RLIM_INFINITY or soft >= needed:
         return wanted
     try:
         resource.setrlimit(resource.RLIMIT_NOFILE, (needed if hard == resource.RLIM_INFINITY else min(needed, hard), hard))
-    except (OSError, ValueError):  # more than the system allows although its limit says otherwise
+    except (OSError, ValueError):  # more than the system allows, although its limit says otherwise
         log.debug("the limit of open files stays at %d", soft)
     return max(1, min(wanted, resource.getrlimit(resource.RLIMIT_NOFILE)[0] - OTHER_FILES))

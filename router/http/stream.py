@@ -40,10 +40,10 @@ async def while_connected(receive: Receive, within_s: float) -> AsyncIterator[No
 
 
 async def merge(streams: Sequence[AsyncGenerator[T, None]]) -> AsyncGenerator[tuple[int, T], None]:
-    """Yields the items of all streams as they come, each with the number of its stream. The first failure is raised and ends the other
+    """Yields the items of all streams as they arrive, each with the number of its stream. The first failure is raised and ends the other
     streams; closing the generator ends them, too.
 
-    A stream runs ahead of the reader by one item, so a slow reader holds little memory.
+    A stream runs ahead of the reader by one item, so a slow reader needs little memory.
     """
     if len(streams) == 1:
         async with aclosing(streams[0]) as only:
@@ -65,7 +65,7 @@ async def merge(streams: Sequence[AsyncGenerator[T, None]]) -> AsyncGenerator[tu
     try:
         for number, stream in enumerate(streams):
             tasks.append(asyncio.create_task(pump(number, stream)))
-            await asyncio.sleep(0)  # one begins in each turn of the loop: all of them together would hold up everybody else
+            await asyncio.sleep(0)  # one begins per turn of the loop: all of them together would delay other requests
         running = len(tasks)
         while running:
             number, item, error = await queue.get()

@@ -1,4 +1,4 @@
-"""The admin port over a real wire: what the router knows arrives in the terminal with the same names and values."""
+"""The admin port over a real connection: the command line receives what the router knows under the same names, with the same values."""
 
 import asyncio
 from collections.abc import AsyncIterator, Sequence
@@ -35,7 +35,7 @@ BUSY = Load(running=3, waiting=2, free_blocks=500, credit_tokens=-40, cached_blo
 
 
 class House:
-    """A router's admin door, and one living worker behind it."""
+    """A router's admin door with one live worker behind it."""
 
     def __init__(self) -> None:
         self.view = ClusterView(TOKENIZER)
@@ -60,7 +60,7 @@ class House:
         return 3, [number.to_bytes(16, "big") for number in range(self.cached)]
 
     def end(self, name: str, error: BatonError | None = None) -> None:
-        """A request that ends now."""
+        """Records a request that ends now."""
         entry = self.journal.open("chat", name)
         with entry:
             entry.request = Request(name, [1, 2, 3, 4], 3, SamplingParams(max_tokens=9), "", 1e9, entry.trace)
@@ -96,7 +96,7 @@ async def house() -> AsyncIterator[tuple[House, Any]]:
     await asyncio.gather(worker_server.stop(0), admin_server.stop(0))
 
 
-async def test_status_tells_of_a_worker_that_answers_and_of_one_that_does_not(house: tuple[House, Any]) -> None:
+async def test_status_reports_workers_that_answer_and_workers_that_do_not(house: tuple[House, Any]) -> None:
     told = read_status(await house[1].Status(pb.StatusRequest(), timeout=20))
     assert told["endpoints"] == {"grpc": "127.0.0.1:9"} and told["model"] == "toy" and told["router"]["registry"] == "reachable"
     workers = {worker["name"]: worker for worker in told["workers"]}
@@ -121,7 +121,7 @@ async def test_a_trace_arrives_as_the_journal_keeps_it(house: tuple[House, Any])
     assert last[0]["slo_missed"] == "error" and last[1]["slo_missed"] is None and last[1]["tpot"] is None
 
 
-async def test_live_arrives_as_the_page_gets_it(house: tuple[House, Any]) -> None:
+async def test_live_data_arrives_as_the_page_receives_it(house: tuple[House, Any]) -> None:
     house[0].end("good")
     told = read_live(await house[1].Live(pb.LiveRequest(), timeout=20))
     workers = {worker["name"]: worker for worker in told["workers"]}
@@ -150,19 +150,19 @@ async def test_an_answer_that_is_not_a_record_is_refused(house: tuple[House, Any
 
 
 def test_a_record_and_its_message_have_the_same_fields() -> None:
-    """A field that only one of them has would be lost on the way, or refused."""
+    """A field that only one of them has would be lost in transit, or refused."""
     facts = record("d0", load=BUSY)
     message = pb.WorkerRecord(**asdict(facts))
     assert plain(message) == {**asdict(facts), "roles": list(facts.roles)} and WorkerRecord.from_mapping(plain(message)) == facts
 
 
-def test_a_message_refuses_a_name_that_it_does_not_have() -> None:
-    """Negative control: what the router tells cannot drift away from the contract unseen."""
+def test_a_message_refuses_an_unknown_field_name() -> None:
+    """Negative control: what the router sends cannot drift from the contract unnoticed."""
     with pytest.raises(ValueError, match="colour"):
         pb.LiveResponse(requests=[{"request_id": "r", "colour": "red"}])
 
 
-def test_what_is_not_set_is_none_and_what_is_zero_is_zero() -> None:
+def test_an_unset_field_is_none_and_a_zero_field_is_zero() -> None:
     told = plain(pb.LiveResponse(slo={"objectives": {}, "attainment": None}))
     assert told["slo"] == {"objectives": {}, "attainment": None} and told["totals"] is None
     assert told["clock"] == 0.0 and told["workers"] == []

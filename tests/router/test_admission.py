@@ -1,14 +1,14 @@
-"""Admission against a model, its bounds, and what it does when more comes in than can be served."""
+"""Admission compared with a model, its bounds, and its behavior under overload."""
 
 import random
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 import pytest
 from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, rule
 
-from router.admission import INTERVAL_S, SHARE, Admission, Admitted, Due, Overload, Queued, Refused
+from router.admission import INTERVAL_S, SHARE, Admission, Admitted, Due, Overload, Queued, Refused, _Waiter
 from router.pace import Pace
 
 MAX_INFLIGHT, MAX_QUEUE = 3, 2
@@ -16,7 +16,7 @@ names = st.sampled_from("abcdefgh")
 
 
 class AdmissionMachine(RuleBasedStateMachine):
-    """The model is one list: the first three are served, and behind them the others stand by priority and arrival."""
+    """The model is one list: the first three requests are served, and the others wait behind them by priority and then by arrival."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -57,14 +57,14 @@ TestAdmission = AdmissionMachine.TestCase
 TestAdmission.settings = settings(max_examples=60, stateful_step_count=40, deadline=None)
 
 
-def test_no_queue() -> None:
+def test_without_a_queue_requests_beyond_the_places_are_refused() -> None:
     admission = Admission(1, 0)
     assert admission.enter("a") == Admitted() and admission.enter("b") == Refused(1, 0)
     assert admission.leave("b") == [] and admission.leave("a") == [] and admission.leave("a") == []
     assert admission.enter("b") == Admitted()
 
 
-def test_one_that_tires_of_waiting_frees_its_place() -> None:
+def test_a_request_that_stops_waiting_frees_its_place() -> None:
     admission = Admission(1, 2)
     for name in "abc":
         admission.enter(name)
@@ -74,17 +74,17 @@ def test_one_that_tires_of_waiting_frees_its_place() -> None:
 
 
 @pytest.mark.parametrize("bounds", [(0, 1), (1, -1)])
-def test_impossible_bounds(bounds: tuple[int, int]) -> None:
+def test_impossible_bounds_are_refused(bounds: tuple[int, int]) -> None:
     with pytest.raises(ValueError):
         Admission(*bounds)
 
 
-def test_the_check_sees_what_it_is_for() -> None:
+def test_the_check_detects_broken_states() -> None:
     """Negative control."""
     lost, doubled, crowded = (Admission(1, 1) for _ in range(3))
-    lost._waiting["a"] = None
+    lost._waiting["a"] = _Waiter(0, 0.0, Due())
     doubled._inside.add("a")
-    doubled._waiting["a"] = None
+    doubled._waiting["a"] = _Waiter(0, 0.0, Due())
     crowded._inside.update("ab")
     for broken in (lost, doubled, crowded):
         with pytest.raises(RuntimeError):
@@ -94,12 +94,12 @@ def test_the_check_sees_what_it_is_for() -> None:
 # Places
 
 
-def test_places_come_and_go() -> None:
+def test_the_number_of_places_can_change() -> None:
     admission = Admission(4, 10)
     assert admission.resize(1) == [] and admission.enter("a") == Admitted()
     assert [admission.enter(name) for name in "bcdef"] == [Queued(ahead) for ahead in range(5)]
     assert admission.resize(3) == ["b", "c"] and admission.resize(2) == [] and admission.leave("a") == []
-    assert admission.resize(None) == ["d", "e"], "max_inflight is all that bounds it"
+    assert admission.resize(None) == ["d", "e"], "only max_inflight limits it"
     assert admission.resize(0) == [] and admission.places == 1
     admission.check()
 
@@ -108,7 +108,7 @@ def test_places_come_and_go() -> None:
 
 
 def measured(places: int = 2, held_s: float = 1.0, overload: Overload = "codel", max_queue: int = 100) -> Admission:
-    """Full; a request holds its place for `held_s`, a tenth of it before the first token, 10 tokens."""
+    """All places are taken. A request holds its place for `held_s`, a tenth of it before the first token, and outputs 10 tokens."""
     admission = Admission(places, max_queue, overload)
     admission.pace.note(held_s, held_s / 10, 10)
     for number in range(places):
@@ -116,49 +116,51 @@ def measured(places: int = 2, held_s: float = 1.0, overload: Overload = "codel",
     return admission
 
 
-def test_who_could_not_be_served_in_time_is_refused() -> None:
+def test_a_request_that_could_not_be_served_in_time_is_refused() -> None:
     admission = measured()
-    assert admission.enter("a", 0, 0.0, Due(deadline=1.4)) == Refused(2, 0, late=True, retry_after=pytest.approx(0.1 + 0.5))
-    assert admission.enter("b", 0, 0.0, Due(deadline=1.6)) == Queued(0)  # a place in half a second, and a second there
+    refused = admission.enter("a", 0, 0.0, Due(deadline=1.4))
+    assert isinstance(refused, Refused) and refused.retry_after == pytest.approx(0.1 + 0.5)
+    assert replace(refused, retry_after=None) == Refused(2, 0, late=True)
+    assert admission.enter("b", 0, 0.0, Due(deadline=1.6)) == Queued(0)  # gets a place in half a second and holds it for a second
     assert isinstance(admission.enter("c", 0, 0.0, Due(deadline=1.9)), Refused)
-    assert admission.enter("d", -1, 0.0, Due(deadline=1.9)) == Queued(0), "with a better priority there is nobody ahead"
+    assert admission.enter("d", -1, 0.0, Due(deadline=1.9)) == Queued(0), "with a better priority, no request is ahead"
     admission.check()
 
 
-def test_a_short_output_needs_less() -> None:
+def test_a_short_output_needs_less_time() -> None:
     admission = measured()
     assert isinstance(admission.enter("long", 0, 0.0, Due(deadline=0.8, max_tokens=100)), Refused)
     assert admission.enter("short", 0, 0.0, Due(deadline=0.8, max_tokens=1)) == Queued(0)
 
 
-def test_objectives_count_from_the_arrival_and_only_while_they_can_be_met() -> None:
+def test_objectives_count_from_the_arrival_and_are_ignored_if_they_cannot_be_met() -> None:
     admission = measured()
     assert isinstance(admission.enter("a", 0, 10.0, Due(first=10.5)), Refused)
     assert isinstance(admission.enter("b", 0, 10.0, Due(end=11.4)), Refused)
     assert admission.enter("c", 0, 10.0, Due(first=10.7, end=11.6)) == Queued(0)
-    assert admission.enter("d", 0, 10.0, Due(first=10.05, end=10.9)) == Queued(1), "not even alone would it meet these"
+    assert admission.enter("d", 0, 10.0, Due(first=10.05, end=10.9)) == Queued(1), "it could not meet these even without waiting"
 
 
-def test_with_a_place_free_nobody_is_judged() -> None:
-    """A wrong estimate would otherwise never be corrected."""
+def test_with_a_free_place_no_request_is_judged() -> None:
+    """Otherwise a wrong estimate would never be corrected."""
     admission = measured(held_s=1e6)
     admission.leave("inside 0")
     assert admission.enter("a", 0, 0.0, Due(deadline=0.1)) == Admitted()
 
 
-def test_before_anything_was_measured_everybody_waits() -> None:
+def test_before_the_first_measurement_every_request_waits() -> None:
     admission = Admission(1, 1)
     admission.enter("a")
     assert admission.enter("b", 0, 0.0, Due(deadline=0.001)) == Queued(0)
     assert admission.enter("c", 0, 0.0, Due(deadline=0.001)) == Refused(1, 1) and admission.retry_after(0.0) is None
 
 
-def test_hopeless_requests_are_dropped_and_others_are_not() -> None:
+def test_only_hopeless_requests_are_dropped() -> None:
     admission = measured()
     for name, deadline in (("a", 2.0), ("b", 3.0), ("c", 4.0)):
         assert isinstance(admission.enter(name, 0, 0.0, Due(deadline=deadline)), Queued)
     assert admission.drop_hopeless(0.9) == [] and admission.drop_hopeless(1.1) == ["a"]
-    assert admission.leave("inside 0", 2.5) == ["b"], "who is dropped has no place any more"
+    assert admission.leave("inside 0", 2.5) == ["b"], "a dropped request no longer has a place"
     admission.check()
 
 
@@ -177,14 +179,14 @@ def test_a_queue_of_patient_requests_is_served_in_full_and_in_order() -> None:
     assert served == names
 
 
-def test_the_old_way_refuses_nobody_while_there_is_room_to_wait() -> None:
+def test_overload_queue_refuses_no_request_while_the_queue_has_room() -> None:
     admission = measured(overload="queue", max_queue=2)
     assert [admission.enter(name, 0, 0.0, Due(deadline=0.01)) for name in "ab"] == [Queued(0), Queued(1)]
     assert admission.drop_hopeless(1e9) == [] and isinstance(admission.enter("c"), Refused)
 
 
 def stand(admission: Admission, now: float = 0.0) -> float:
-    """Waits have been long for an interval: the moment at which the queue stands."""
+    """Makes the queue wait. Returns the time, an interval later, from which the queue counts as standing."""
     admission.enter("first", 0, now)
     now += 1.0
     admission.leave("inside 0", now)
@@ -192,7 +194,7 @@ def stand(admission: Admission, now: float = 0.0) -> float:
     return now + max(INTERVAL_S, 1.0)
 
 
-def test_a_queue_that_stands_is_kept_short() -> None:
+def test_a_standing_queue_is_kept_short() -> None:
     admission = measured(places=1)
     burst = admission.enter("burst", 0, 0.0, Due(deadline=2.5))
     assert burst == Queued(0) and admission.leave("burst") == []
@@ -202,10 +204,10 @@ def test_a_queue_that_stands_is_kept_short() -> None:
     assert admission.enter("in good time", 0, now, Due(deadline=now + 1.0 + 1.0 / SHARE + 0.1)) == Queued(0)
     admission.leave("in good time", now)
     admission.leave("first", now)
-    assert admission.enter("no wait", 0, now) == Admitted() and not admission.standing(now), "it has come down"
+    assert admission.enter("no wait", 0, now) == Admitted() and not admission.standing(now), "the queue has drained"
 
 
-def test_the_newest_comes_first_while_the_queue_stands() -> None:
+def test_lifo_serves_the_newest_first_while_the_queue_stands() -> None:
     for overload, first, then in (("codel", "old", "new"), ("lifo", "new", "old")):
         admission = measured(places=1, overload=overload)  # type: ignore[arg-type]
         now = stand(admission)
@@ -216,17 +218,17 @@ def test_the_newest_comes_first_while_the_queue_stands() -> None:
         assert admission.leave(then, now) == ["least urgent"]
 
 
-def test_whoever_is_refused_is_told_to_come_after_those_who_were_refused_before() -> None:
-    """All who come back when they are told to would be served one after the other."""
+def test_each_refusal_gets_a_later_retry_time_than_the_one_before() -> None:
+    """If every client comes back when told to, they are served one after another."""
     admission = measured(places=2, held_s=1.0, max_queue=0)
     told = [answer.retry_after for answer in (admission.enter(f"{n}", 0, 0.0) for n in range(4)) if isinstance(answer, Refused)]
     assert told == [0.5, 1.0, 1.5, 2.0]
-    assert admission.retry_after(1.5) == 0.0, "a second later they are forgotten"
+    assert admission.retry_after(1.5) == 0.0, "refusals are forgotten after a second"
 
 
 @dataclass
 class Server:
-    """`places` requests at a time, `held_s` each, exactly; clients with a deadline that come at random."""
+    """Serves `places` requests at a time for exactly `held_s` each. Clients have a deadline and arrive at random."""
 
     admission: Admission
     held_s: float = 0.2
@@ -236,7 +238,7 @@ class Server:
     good: int = 0
 
     def run(self, per_s: float, seconds: float, seed: int) -> float:
-        """Requests a second that were done in time."""
+        """Returns the number of requests per second that finished in time."""
         rng, now, number = random.Random(seed), 0.0, 0
         coming = rng.expovariate(per_s)
         while now < seconds:
@@ -261,12 +263,12 @@ class Server:
 
 @pytest.mark.parametrize("times", [1, 2, 5, 10])
 @pytest.mark.parametrize("overload", ["codel", "lifo"])
-def test_goodput_stands_under_overload(overload: Overload, times: int) -> None:
-    """8 places of 0.2 s are 40 requests a second."""
+def test_goodput_holds_under_overload(overload: Overload, times: int) -> None:
+    """8 places at 0.2 s per request serve 40 requests per second."""
     assert Server(Admission(8, 512, overload)).run(40.0 * times, 60.0, seed=times) >= 0.9 * 40 * (0.95 if times == 1 else 1)
 
 
-def test_goodput_collapses_when_everybody_waits() -> None:
+def test_goodput_collapses_when_every_request_waits() -> None:
     """Negative control."""
     assert Server(Admission(8, 512, "queue")).run(80.0, 60.0, seed=2) < 10
 
@@ -274,18 +276,18 @@ def test_goodput_collapses_when_everybody_waits() -> None:
 # Pace
 
 
-def test_pace_follows_what_it_is_told() -> None:
+def test_pace_follows_the_measurements() -> None:
+    assert Pace().held_s is None and Pace().needs_s(100) == 0.0
     pace = Pace()
-    assert pace.held_s is None and pace.needs_s(100) == 0.0
     pace.note(1.0, 0.1, 10)
-    assert (pace.held_s, pace.first_s, pace.token_s) == (1.0, 0.1, pytest.approx(0.1))
+    assert (pace.held_s, pace.first_s) == (1.0, 0.1) and pace.token_s == pytest.approx(0.1)
     assert pace.needs_s(1 << 31) == 1.0 and pace.needs_s(3) == pytest.approx(0.4)
     for _ in range(100):
         pace.note(2.0, 0.5, 16)
     assert pace.held_s == pytest.approx(2.0, rel=0.01) and pace.first_s == pytest.approx(0.5, rel=0.01)
 
 
-def test_a_failure_says_at_least_so_long() -> None:
+def test_a_failure_counts_as_at_least_its_duration() -> None:
     pace = Pace()
     pace.note_failure(5.0)
     assert pace.held_s == 5.0

@@ -1,4 +1,4 @@
-"""Calls from the router to its workers, cancelled at every await: nothing is left here, and the worker ends what it began."""
+"""Calls from the router to its workers, cancelled at every await: nothing is left in the router, and the worker finishes what it began."""
 
 import asyncio
 import itertools
@@ -27,14 +27,14 @@ from router.watch import Watch
 
 
 class Worker(worker_pb2_grpc.DecodeServicer, worker_pb2_grpc.PrefillServicer, worker_pb2_grpc.WorkerServicer):
-    """Answers everything; `open` counts what it has begun and not ended."""
+    """Answers everything. `open` counts the calls that have begun and not finished."""
 
     def __init__(self) -> None:
         self.open = 0
         self.calls: set[int] = set()
 
     async def Session(self, request_iterator: AsyncIterator[pb.DecodeCommand], context: Context) -> AsyncIterator[pb.DecodeEvents]:
-        """A call that is live gets its tokens when it has the first one."""
+        """A live call gets its tokens once the worker has received the first one."""
         async for command in request_iterator:
             kind = command.WhichOneof("command")
             if kind == "start":
@@ -103,10 +103,15 @@ async def plain(workers: Workers, d0: WorkerRecord) -> None:
 
 
 async def live(workers: Workers, d0: WorkerRecord) -> None:
-    """The first token comes some turns after the call began."""
+    """The first token comes some turns of the event loop after the start of the call."""
     first: asyncio.Future[int] = asyncio.get_running_loop().create_future()
     loop = asyncio.get_running_loop()
-    timer = loop.call_later(0.001, lambda: first.done() or first.set_result(5))
+
+    def resolve() -> None:
+        if not first.done():
+            first.set_result(5)
+
+    timer = loop.call_later(0.001, resolve)
     try:
         assert isinstance((await drain(workers.decode(d0, request(), b"ticket", 30, first)))[-1], Ended)
     finally:
@@ -138,7 +143,7 @@ async def probe(workers: Workers, d0: WorkerRecord) -> None:
 @pytest.mark.parametrize("call", [plain, live, early, prefill, snapshot, probe])
 async def test_a_call_is_cancelled_at_every_await(call: Callable[[Workers, WorkerRecord], Awaitable[None]]) -> None:
     async with pair() as (worker, workers, d0):
-        await plain(workers, d0)  # the connection and the session stand
+        await plain(workers, d0)  # so that the connection and the session exist
         await until(lambda: not worker.calls)
         before = asyncio.all_tasks()
         async for _ in cancelled(lambda: call(workers, d0)):
@@ -148,11 +153,11 @@ async def test_a_call_is_cancelled_at_every_await(call: Callable[[Workers, Worke
             await until(lambda: not [task for task in asyncio.all_tasks() - before if "router" in repr(task)])
 
 
-async def test_what_an_early_call_meets_reaches_its_reader() -> None:
-    """Whatever it is: a reader that learns of some failures only would wait for ever."""
+async def test_any_error_of_an_early_call_reaches_its_reader() -> None:
+    """Every error is passed on: if some were not, the reader would wait forever."""
 
     async def broken(first: "asyncio.Future[int]") -> AsyncGenerator[DecodeEvent, None]:
-        raise KeyError("not foreseen")
+        raise KeyError("unexpected")
         yield
 
     call = EarlyDecode(broken)
@@ -161,7 +166,7 @@ async def test_what_an_early_call_meets_reaches_its_reader() -> None:
             await drain(call.events())
 
 
-async def test_a_worker_that_is_lost_leaves_no_channel_whenever_the_loss_is_cancelled() -> None:
+async def test_losing_a_worker_closes_its_channel_even_if_cancelled_at_any_await() -> None:
     async with pair() as (_, workers, d0):
         closed: list[Any] = []
         opened: list[Any] = []
@@ -176,7 +181,7 @@ async def test_a_worker_that_is_lost_leaves_no_channel_whenever_the_loss_is_canc
                 await honest(*arguments)
                 closed.append(old)
 
-            old.close = close  # type: ignore[method-assign]
+            old.close = close
 
         await use()
         async for task in cancelled(lambda: workers.lose(d0)):
@@ -196,14 +201,14 @@ def quick(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 async def test_the_watch_is_cancelled_at_every_await(quick: None) -> None:
-    """It never ends by itself: it is quicker than the sweep when it has learnt the worker's state and its cache."""
+    """The watch never ends by itself. The sweep is over when the watch has learned the worker's state and cache before it is cancelled."""
     async with pair() as (worker, workers, d0):
         registry = MemoryRegistry()
         await registry.join(d0)
         before = asyncio.all_tasks()
         for turns in itertools.count():
             view = ClusterView(TOKENIZER)
-            running = asyncio.create_task(Watch(view, registry, workers, 2.0).run())  # type: ignore[arg-type]
+            running = asyncio.create_task(Watch(view, registry, workers, 2.0).run())
             for _ in range(turns if turns < 60 else 60 + (turns - 60) * 20):
                 await asyncio.sleep(0)
             known = bool(view.decode_workers()) and not view.index.needing_snapshot()
@@ -211,7 +216,7 @@ async def test_the_watch_is_cancelled_at_every_await(quick: None) -> None:
             await asyncio.wait({running})
             assert running.cancelled()
             left = [task for task in asyncio.all_tasks() - before if "router" in repr(task)]
-            assert not left, "what it started ends with it, not after it"
+            assert not left, "the tasks that the watch started end with it, not after it"
             await until(lambda: not worker.open)
             if known and turns >= 60:
                 break

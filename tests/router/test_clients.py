@@ -1,4 +1,4 @@
-"""The router's end of the wire, against a real gRPC server in this process that says what the test wants said."""
+"""The router's calls to its workers, against a real gRPC server in this process that a test scripts."""
 
 import asyncio
 import time
@@ -39,7 +39,7 @@ def request(name: str = "r", tokens: tuple[int, ...] = (1, 2, 3), params: Sampli
 class Worker(
     worker_pb2_grpc.DecodeServicer, worker_pb2_grpc.PrefillServicer, worker_pb2_grpc.KvExchangeServicer, worker_pb2_grpc.WorkerServicer
 ):
-    """Hears everything and says what it is told to: `says` (events, an error, or None to end the stream) on the newest decode stream."""
+    """Records what it receives. Sends the entries of `says` (events, an error, or None to end the stream) on the newest decode stream."""
 
     def __init__(self) -> None:
         self.streams = 0
@@ -47,7 +47,7 @@ class Worker(
         self.says: asyncio.Queue[list[pb.DecodeEvent] | BatonError | None] = asyncio.Queue()
         self.prefills: list[pb.PrefillRequest] = []
         self.on_prefill: Callable[[], Any] = pb.PrefillResponse
-        self.opens = b""  # handle of a prompt that has begun
+        self.opens = b""  # handle to send before the prompt is computed; empty: none
         self.cancelled = 0
         self.released: list[tuple[bytes, str]] = []
         self.on_describe: Callable[[], Any] = pb.DescribeResponse
@@ -97,11 +97,13 @@ class Worker(
 
     async def Probe(self, request: pb.ProbeRequest, context: Context) -> pb.ProbeResponse:
         async with Answering(context):
-            return await settled(self.on_probe())
+            answer: pb.ProbeResponse = await settled(self.on_probe())
+            return answer
         raise AssertionError
 
     async def Describe(self, request: pb.DescribeRequest, context: Context) -> pb.DescribeResponse:
-        return await settled(self.on_describe())
+        answer: pb.DescribeResponse = await settled(self.on_describe())
+        return answer
 
 
 async def settled(value: Any) -> Any:
@@ -110,6 +112,7 @@ async def settled(value: Any) -> Any:
 
 async def prefill(workers: Workers, worker: WorkerRecord, asked: Request, timeout_s: float) -> FirstToken:
     *_, first = [event async for event in workers.prefill(worker, asked, timeout_s)]
+    assert isinstance(first, FirstToken)
     return first
 
 
@@ -153,7 +156,7 @@ async def refused(call: "asyncio.Future[Any] | Any", within_s: float = 2.0) -> B
     return caught.value
 
 
-async def test_one_call() -> None:
+async def test_a_decode_call_starts_and_returns_all_its_events() -> None:
     async with pair() as (worker, workers, d0, _):
         call = asyncio.create_task(take(workers, d0, handle=b"handle"))
         start = await worker.heard.get()
@@ -172,7 +175,7 @@ async def test_one_call() -> None:
         assert worker.heard.empty(), "nothing to cancel"
 
 
-async def test_every_parameter_travels() -> None:
+async def test_every_sampling_parameter_reaches_the_worker() -> None:
     async with pair() as (worker, workers, d0, _):
         worker.on_prefill = lambda: pb.PrefillResponse(
             token=pb.GeneratedToken(id=5), handle=b"h", cached_tokens=16, wait_ms=1, compute_ms=2
@@ -180,7 +183,7 @@ async def test_every_parameter_travels() -> None:
         assert await prefill(workers, d0, request(), 5) == FirstToken(Token(5), b"h", None, 16, 1.0, 2.0)
         sampling = worker.prefills[0].job.sampling
         plain = {f.name: getattr(sampling, f.name) for f in sampling.DESCRIPTOR.fields if not f.is_repeated}
-        lists = {"stop_token_ids": frozenset(sampling.stop_token_ids), "logit_bias": dict(sampling.logit_bias)}
+        lists: dict[str, Any] = {"stop_token_ids": frozenset(sampling.stop_token_ids), "logit_bias": dict(sampling.logit_bias)}
         assert SamplingParams(**plain, **lists) == PARAMS
         await prefill(workers, d0, request(params=replace(PARAMS, logprobs=None)), 5)
         assert not worker.prefills[1].job.sampling.HasField("logprobs")
@@ -212,7 +215,7 @@ async def test_the_first_token_of_a_live_call_follows_its_start() -> None:
         assert (await worker.heard.get()).WhichOneof("command") == "cancel"
 
 
-async def test_a_live_call_that_ended_is_told_nothing_more() -> None:
+async def test_a_live_call_that_ended_sends_no_first_token() -> None:
     async with pair() as (worker, workers, d0, _):
         first: asyncio.Future[int] = asyncio.get_running_loop().create_future()
         call = asyncio.create_task(anext(workers.decode(d0, request(), b"ticket", 5, first)))
@@ -235,7 +238,7 @@ async def test_many_calls_share_one_stream() -> None:
         assert len(set(numbers.values())) == 50
         for step in range(4):
             worker.says.put_nowait([token(number, 1000 * step + number) for number in numbers.values()])
-        worker.says.put_nowait([token(999_999, 1)])  # of a call that nobody knows any more
+        worker.says.put_nowait([token(999_999, 1)])  # of a call that no longer exists
         worker.says.put_nowait([finished(number) for number in numbers.values()])
         ends = await asyncio.gather(*calls)
         for i, events in enumerate(ends):
@@ -245,7 +248,7 @@ async def test_many_calls_share_one_stream() -> None:
         assert not session._calls
 
 
-# A stream that is lost
+# Lost streams
 
 
 async def end_stream(worker: Worker, server: Server) -> None:
@@ -261,7 +264,7 @@ async def stop_server(worker: Worker, server: Server) -> None:
 
 
 @pytest.mark.parametrize("lose", [end_stream, abort_stream, stop_server])
-async def test_a_lost_stream_ends_all_its_calls_at_once(lose: Callable[[Worker, Server], Any]) -> None:
+async def test_a_lost_stream_immediately_ends_all_its_calls(lose: Callable[[Worker, Server], Any]) -> None:
     async with pair() as (worker, workers, d0, server):
         calls = [asyncio.create_task(take(workers, d0, f"r{i}")) for i in range(20)]
         for _ in calls:
@@ -292,7 +295,7 @@ async def test_a_lost_stream_leaves_no_task_behind() -> None:
         assert {task for task in asyncio.all_tasks() if "DecodeSession" in repr(task)} == before == set()
 
 
-async def test_nobody_there_is_told_at_once() -> None:
+async def test_calls_to_a_stopped_worker_fail_immediately() -> None:
     async with pair() as (_, workers, d0, server):
         await server.stop(None)
         assert (await refused(take(workers, d0))).reason is Reason.WORKER_LOST
@@ -302,7 +305,7 @@ async def test_nobody_there_is_told_at_once() -> None:
         workers.release(d0, b"h", "r")  # best effort
 
 
-async def test_another_incarnation_gets_a_stream_of_its_own() -> None:
+async def test_another_incarnation_gets_its_own_stream() -> None:
     async with pair() as (worker, workers, d0, _):
         old = asyncio.create_task(take(workers, d0))
         await worker.heard.get()
@@ -318,7 +321,7 @@ async def test_another_incarnation_gets_a_stream_of_its_own() -> None:
 
 
 @pytest.mark.parametrize("begun", [False, True])
-async def test_a_call_that_is_closed_is_cancelled_on_the_worker(begun: bool) -> None:
+async def test_a_cancelled_decode_call_is_cancelled_on_the_worker(begun: bool) -> None:
     async with pair() as (worker, workers, d0, _):
         other = asyncio.create_task(take(workers, d0, "other"))
         number_of_other = (await worker.heard.get()).call_id
@@ -331,11 +334,11 @@ async def test_a_call_that_is_closed_is_cancelled_on_the_worker(begun: bool) -> 
         async with asyncio.timeout(2):
             heard = await worker.heard.get()
         assert heard.call_id == number and heard.HasField("cancel") and call.done()
-        worker.says.put_nowait([token(number, 8), finished(number_of_other)])  # late tokens fall on the floor
+        worker.says.put_nowait([token(number, 8), finished(number_of_other)])  # late tokens are ignored
         assert len(await other) == 1 and worker.heard.empty()
 
 
-async def test_closing_between_two_tokens_cancels_too() -> None:
+async def test_closing_between_two_tokens_also_cancels() -> None:
     async with pair() as (worker, workers, d0, _):
         events = workers.decode(d0, request(), b"", 10)
         first = asyncio.ensure_future(anext(events))
@@ -347,7 +350,7 @@ async def test_closing_between_two_tokens_cancels_too() -> None:
             assert (await worker.heard.get()).HasField("cancel")
 
 
-async def test_a_prefill_that_is_cancelled_is_cancelled_on_the_worker() -> None:
+async def test_a_cancelled_prefill_is_cancelled_on_the_worker() -> None:
     async with pair() as (worker, workers, d0, _):
         worker.on_prefill = sleeping
         call = asyncio.create_task(prefill(workers, d0, request(), 30))
@@ -361,7 +364,7 @@ async def test_a_prefill_that_is_cancelled_is_cancelled_on_the_worker() -> None:
                 await asyncio.sleep(0.01)
 
 
-async def test_a_release_arrives_though_nobody_waits_for_it() -> None:
+async def test_a_release_arrives_although_its_caller_does_not_wait() -> None:
     async with pair() as (worker, workers, d0, _):
         workers.release(d0, b"handle", "r")
         await workers.close()
@@ -371,7 +374,7 @@ async def test_a_release_arrives_though_nobody_waits_for_it() -> None:
 # Deadline
 
 
-async def test_a_worker_that_says_nothing_meets_the_deadline() -> None:
+async def test_a_call_to_a_silent_worker_fails_at_the_deadline() -> None:
     async with pair() as (worker, workers, d0, _):
         error = await refused(take(workers, d0, timeout_s=0.1))
         assert error.reason is Reason.DEADLINE
@@ -380,7 +383,7 @@ async def test_a_worker_that_says_nothing_meets_the_deadline() -> None:
         assert (await refused(prefill(workers, d0, request(), 0.1))).reason is Reason.DEADLINE
 
 
-async def test_the_deadline_is_that_of_the_call_not_of_each_token() -> None:
+async def test_the_deadline_applies_to_the_call_and_not_to_each_token() -> None:
     async with pair() as (worker, workers, d0, _):
 
         async def drip() -> None:
@@ -398,7 +401,7 @@ async def test_the_deadline_is_that_of_the_call_not_of_each_token() -> None:
 
 
 @pytest.mark.parametrize("reason", Reason)
-async def test_every_reason_of_a_worker_arrives(reason: Reason) -> None:
+async def test_every_error_reason_of_a_worker_arrives(reason: Reason) -> None:
     async with pair() as (worker, workers, d0, _):
 
         async def fail() -> None:
@@ -412,7 +415,7 @@ async def test_every_reason_of_a_worker_arrives(reason: Reason) -> None:
         worker.says.put_nowait([pb.DecodeEvent(call_id=number, error=pb.CallError(reason=reason.name, message="because"))])
         error = await refused(call)
         assert (error.reason, error.message) == (reason, "because")
-        assert worker.heard.empty(), "the worker has ended it"
+        assert worker.heard.empty(), "the worker has already ended the call"
 
 
 @pytest.mark.parametrize(
@@ -424,7 +427,7 @@ async def test_every_reason_of_a_worker_arrives(reason: Reason) -> None:
     ],
     ids=["unknown reason", "unknown event", "no finish"],
 )
-async def test_what_cannot_be_understood_is_internal(event: pb.DecodeEvent) -> None:
+async def test_an_event_that_cannot_be_understood_is_an_internal_error(event: pb.DecodeEvent) -> None:
     async with pair() as (worker, workers, d0, _):
         call = asyncio.create_task(take(workers, d0))
         await worker.heard.get()
@@ -432,11 +435,11 @@ async def test_what_cannot_be_understood_is_internal(event: pb.DecodeEvent) -> N
         assert (await refused(call)).reason is Reason.INTERNAL
 
 
-# A worker that is forgotten
+# Forgotten workers
 
 
 async def test_calls_to_a_forgotten_worker_are_lost_not_cancelled() -> None:
-    """The channel closes under them, which gRPC tells as a cancellation; whoever waits was not cancelled and may go elsewhere."""
+    """Their channel closes, which gRPC reports as a cancellation. The caller was not cancelled and may try another worker."""
     async with pair() as (worker, workers, d0, _):
         worker.on_prefill = worker.on_describe = sleeping
         asks = [prefill(workers, d0, request(), 30), take(workers, d0), workers.describe(d0)]
@@ -453,7 +456,7 @@ async def test_a_forgotten_worker_may_come_back() -> None:
         await workers.forget(d0)
         workers.release(d0, b"handle", "r")
         assert (await refused(workers.snapshot(d0))).reason is Reason.WORKER_LOST
-        assert not workers._channels  # nothing is opened for it again
+        assert not workers._channels  # no channel is opened for it again
         workers.welcome(d0)
         assert await workers.snapshot(d0) == CacheSnapshot(7, 3, {b"a" * 16, b"b" * 16})
         await workers.forget(d0)
@@ -463,8 +466,8 @@ async def test_a_forgotten_worker_may_come_back() -> None:
         assert len(await call) == 1
 
 
-async def test_a_snapshot_takes_as_long_as_its_pages_need(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The deadline is that of one page: a cache of any size arrives."""
+async def test_a_snapshot_may_take_as_long_as_its_pages_need(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The deadline applies to each page, so a cache of any size arrives."""
     monkeypatch.setattr(clients, "ASK_TIMEOUT_S", 0.5)
     async with pair() as (worker, workers, d0, _):
         worker.pages, worker.page_s = [bytes([i]) * 16 for i in range(10)], 0.1
@@ -479,7 +482,7 @@ async def test_an_empty_cache_has_a_snapshot() -> None:
         assert await workers.snapshot(d0) == CacheSnapshot(7, 3, set())
 
 
-async def test_forgetting_the_old_process_leaves_the_new_one_at_its_address_alone() -> None:
+async def test_forgetting_an_old_process_does_not_affect_the_new_one_at_its_address() -> None:
     async with pair() as (_, workers, d0, _):
         new = replace(d0, incarnation=d0.incarnation + 1)
         await workers.snapshot(d0)
@@ -488,10 +491,10 @@ async def test_forgetting_the_old_process_leaves_the_new_one_at_its_address_alon
         assert (await workers.snapshot(new)).sequence == 3
 
 
-# What the watch makes of it
+# The watch
 
 
-async def test_the_first_look_at_the_registry_is_no_return(monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_reaching_the_registry_for_the_first_time_is_not_a_reconnect(monkeypatch: pytest.MonkeyPatch) -> None:
     for name, value in (("MEMBERS_EVERY_S", 0.01), ("AWAY_S", 0.01)):
         monkeypatch.setattr(watch, name, value)
     registry, workers = MemoryRegistry(), Workers(SecurityConfig())
@@ -548,7 +551,7 @@ def quick(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(probes, "ASK_SHARE", 0.0)
 
 
-async def test_a_worker_that_was_down_is_used_again_when_it_answers(quick: None) -> None:
+async def test_a_worker_that_was_down_is_used_again_when_it_is_ready(quick: None) -> None:
     async with pair() as (worker, workers, d0, _), watched(d0, workers=workers) as (view, _, _):
         worker.on_probe = wrong_worker
         view.mark_down("d0", 1)
@@ -556,14 +559,14 @@ async def test_a_worker_that_was_down_is_used_again_when_it_answers(quick: None)
         assert view.down_workers(), "another process answered"
         worker.on_probe = lambda: pb.ProbeResponse(state="draining")
         await asyncio.sleep(0.2)
-        assert view.down_workers(), "it answers, but takes nothing any more"
+        assert view.down_workers(), "it answers, but accepts no more work"
         worker.on_probe = lambda: pb.ProbeResponse(state="ready")
         await until(lambda: not view.down_workers())
 
 
 @pytest.mark.parametrize("fails", [True, False])
-async def test_a_snapshot_that_does_not_come_is_asked_for_ever_more_seldom(quick: None, fails: bool) -> None:
-    """A worker copies its keys for each attempt. The control: one that comes is asked for once."""
+async def test_a_missing_snapshot_is_requested_with_growing_delays(quick: None, fails: bool) -> None:
+    """A worker copies its keys for each attempt. Control: a snapshot that arrives is requested once."""
     async with pair() as (worker, workers, d0, _):
         worker.pages = [b"a" * 16, b"b" * 16]
         if fails:
@@ -571,10 +574,10 @@ async def test_a_snapshot_that_does_not_come_is_asked_for_ever_more_seldom(quick
         async with watched(replace(d0, incarnation=7), workers=workers) as (view, _, _):
             await asyncio.sleep(0.6)
             assert bool(view.index.needing_snapshot()) == fails
-            assert (2 <= worker.snapshots <= 6) if fails else worker.snapshots == 1  # 30 without the growing pause
+            assert (2 <= worker.snapshots <= 6) if fails else worker.snapshots == 1  # 30 without growing delays
 
 
-async def test_probes_go_on_when_a_worker_is_forgotten_in_the_middle_of_one(quick: None) -> None:
+async def test_probes_continue_when_a_worker_is_forgotten_during_one(quick: None) -> None:
     async with pair() as (worker, workers, d0, _), pair() as (_, _, d1, _):
         d1 = replace(d1, name="d1")
         async with watched(d0, d1, workers=workers, hang_s=0.1) as (view, registry, running):
@@ -587,7 +590,7 @@ async def test_probes_go_on_when_a_worker_is_forgotten_in_the_middle_of_one(quic
             assert not running.done()
 
 
-async def test_who_left_is_forgotten(quick: None) -> None:
+async def test_a_worker_that_left_is_forgotten(quick: None) -> None:
     async with pair() as (worker, workers, d0, server), watched(d0, workers=workers) as (view, registry, _):
         call = asyncio.create_task(take(workers, d0))
         await worker.heard.get()
@@ -597,19 +600,19 @@ async def test_who_left_is_forgotten(quick: None) -> None:
         await until(lambda: not view.members() and not workers._sessions and not workers._channels)
 
 
-async def test_a_registry_that_lost_a_worker_does_not_cut_its_streams(quick: None) -> None:
-    """Whatever the registry says: it answers."""
+async def test_streams_of_a_worker_missing_from_the_registry_continue(quick: None) -> None:
+    """The worker still answers, and that counts more than the registry."""
     async with pair() as (worker, workers, d0, _), watched(d0, workers=workers) as (view, registry, _):
         call = asyncio.create_task(take(workers, d0))
         number = (await worker.heard.get()).call_id
         await registry.leave("d0", 1)
-        await asyncio.sleep(0.3)  # six times as long as an absent worker is given
+        await asyncio.sleep(0.3)  # six times `absent_s`
         assert view.decode_workers() == [replace(d0, load=Load())] and not call.done()
         worker.says.put_nowait([finished(number)])
         assert len(await call) == 1
 
 
-async def test_the_load_of_a_worker_is_known_while_the_registry_is_away(quick: None) -> None:
+async def test_the_load_of_a_worker_is_known_without_the_registry(quick: None) -> None:
     async with pair() as (worker, workers, d0, _), watched(d0, workers=workers) as (view, registry, _):
         registry.available = False
         worker.on_probe = lambda: pb.ProbeResponse(state="ready", load=pb.WorkerLoad(credit_tokens=-7, waiting=3, waiting_tokens=50))
@@ -619,13 +622,13 @@ async def test_the_load_of_a_worker_is_known_while_the_registry_is_away(quick: N
         await until(lambda: not view.decode_workers())
 
 
-async def test_a_silent_worker_is_passed_over_and_then_lost(quick: None) -> None:
+async def test_a_silent_worker_is_avoided_and_then_lost(quick: None) -> None:
     async with pair() as (worker, workers, d0, _), pair() as (other, _, d1, _):
         d1 = replace(d1, name="d1")
         async with watched(d0, d1, workers=workers, hang_s=0.5) as (view, _, _):
             call = asyncio.create_task(take(workers, d0))
             number = (await worker.heard.get()).call_id
-            worker.on_probe = sleeping  # its event loop is blocked; the connection stands
+            worker.on_probe = sleeping  # its event loop is blocked, but the connection is still open
             await until(lambda: [found.name for found in view.decode_workers()] == ["d1"])
             worker.says.put_nowait([token(number, 7)])  # not lost yet
             assert (await refused(call)).reason is Reason.WORKER_LOST
@@ -633,10 +636,10 @@ async def test_a_silent_worker_is_passed_over_and_then_lost(quick: None) -> None
             call = asyncio.create_task(take(workers, d1))
             number = (await other.heard.get()).call_id
             await asyncio.sleep(1.5)
-            assert not call.done(), "there is nobody else to go to"
+            assert not call.done(), "no other worker is left"
 
 
-async def test_a_worker_whose_engine_hangs_is_passed_over_until_it_goes_on(quick: None) -> None:
+async def test_a_worker_whose_engine_hangs_is_avoided_until_it_makes_progress(quick: None) -> None:
     async with pair() as (worker, workers, d0, _), pair() as (_, _, d1, _):
         d1 = replace(d1, name="d1")
         async with watched(d0, d1, workers=workers) as (view, _, _):
@@ -647,7 +650,7 @@ async def test_a_worker_whose_engine_hangs_is_passed_over_until_it_goes_on(quick
             worker.on_probe = lambda: pb.ProbeResponse(state="ready")
             await until(lambda: len(view.decode_workers()) == 2)
             worker.says.put_nowait([finished(number)])
-            assert len(await call) == 1, "a stall is no death"
+            assert len(await call) == 1, "a stall does not end the call"
             call = asyncio.create_task(take(workers, d0))
             await worker.heard.get()
             worker.on_probe = lambda: pb.ProbeResponse(state="ready", stalled_ms=4100)
@@ -657,7 +660,7 @@ async def test_a_worker_whose_engine_hangs_is_passed_over_until_it_goes_on(quick
             await until(lambda: len(view.decode_workers()) == 2)
 
 
-async def test_of_a_process_that_was_replaced_the_calls_are_lost(quick: None) -> None:
+async def test_calls_on_a_replaced_process_are_lost(quick: None) -> None:
     async with pair() as (worker, workers, d0, _), watched(d0, workers=workers) as (view, registry, _):
         call = asyncio.create_task(take(workers, d0))
         await worker.heard.get()
@@ -666,7 +669,7 @@ async def test_of_a_process_that_was_replaced_the_calls_are_lost(quick: None) ->
         assert view.record("d0").incarnation == 2
 
 
-async def test_a_registry_that_is_away_takes_nobody_away(quick: None) -> None:
+async def test_members_stay_while_the_registry_is_away(quick: None) -> None:
     async with pair() as (_, workers, d0, _), watched(d0, workers=workers) as (view, registry, running):
         registry.available = False
         await asyncio.sleep(0.2)
@@ -678,7 +681,7 @@ async def test_a_registry_that_is_away_takes_nobody_away(quick: None) -> None:
         await until(lambda: view.record("d0").incarnation == 2)
 
 
-async def test_a_call_that_was_on_a_lost_process_is_told_from_one_that_never_reached_it() -> None:
+async def test_a_call_lost_with_its_process_differs_from_one_that_never_reached_it() -> None:
     async with pair() as (worker, workers, d0, server):
         worker.on_prefill = sleeping
         calls = [asyncio.create_task(take(workers, d0)), asyncio.create_task(prefill(workers, d0, request(), 30))]

@@ -1,4 +1,4 @@
-"""A stream of ids to a stream of text: put together it is the whole text, and no character is ever split."""
+"""A stream of token ids becomes a stream of text: joined, the pieces are the whole text, and no character is ever split."""
 
 import pytest
 from hypothesis import example, given, settings
@@ -63,8 +63,8 @@ def stream(tokenizer: Tokenizer, ids: list[int], tail: list[int] | None = None) 
     return [*(detokenizer.push(id_) for id_ in ids), detokenizer.flush()]
 
 
-def ids_of(tokenizer: Tokenizer, **bounds: int) -> st.SearchStrategy[list[int]]:
-    return st.lists(st.integers(0, tokenizer.vocab_size + 3), **bounds)  # a model's vocabulary may be larger than its tokeniser's
+def ids_of(tokenizer: Tokenizer, max_size: int) -> st.SearchStrategy[list[int]]:
+    return st.lists(st.integers(0, tokenizer.vocab_size + 3), max_size=max_size)  # a model's vocabulary may be larger than its tokenizer's
 
 
 def fallback_bytes(*data: int) -> list[int]:
@@ -73,33 +73,33 @@ def fallback_bytes(*data: int) -> list[int]:
 
 @given(ids=ids_of(BYTE_LEVEL, max_size=40))
 @settings(max_examples=400, deadline=None)
-def test_byte_level_streams_are_the_whole_text(ids: list[int]) -> None:
+def test_byte_level_pieces_form_the_whole_text(ids: list[int]) -> None:
     assert "".join(stream(BYTE_LEVEL, ids)) == BYTE_LEVEL.decode(ids)
 
 
 @given(ids=ids_of(BYTE_LEVEL, max_size=20), tail=ids_of(BYTE_LEVEL, max_size=8))
 @settings(max_examples=200, deadline=None)
-def test_a_stream_says_nothing_of_the_prompt(ids: list[int], tail: list[int]) -> None:
+def test_a_stream_contains_nothing_of_the_prompt(ids: list[int], tail: list[int]) -> None:
     assert "".join(stream(BYTE_LEVEL, ids, tail)) == BYTE_LEVEL.decode(ids)
 
 
 @pytest.mark.parametrize("name", TOKENIZERS)
 @given(text=st.text(alphabet="abc é😀你", max_size=20))
 @settings(max_examples=100, deadline=None)
-def test_text_comes_back(name: str, text: str) -> None:
+def test_encoded_text_is_restored(name: str, text: str) -> None:
     tokenizer = TOKENIZERS[name]
     ids = tokenizer.encode(text)
     pieces = stream(tokenizer, ids)
     assert "".join(pieces) == tokenizer.decode(ids)
-    if name == "byte-level" and "é" not in text:  # an added token of that spelling is read as a byte, by the library too
+    if name == "byte-level" and "é" not in text:  # an added token spelled like that is decoded as a byte, by the library too
         assert "".join(pieces) == text
 
 
 @pytest.mark.parametrize("name", ["byte-fallback", "metaspace"])
 @given(data=st.data())
 @settings(max_examples=200, deadline=None)
-def test_spaces_are_kept_behind_a_prompt(name: str, data: st.DataObject) -> None:
-    """All that the tokeniser writes behind the prompt, and only at the beginning of a text does it drop a space."""
+def test_spaces_after_a_prompt_are_kept(name: str, data: st.DataObject) -> None:
+    """The output is what the tokenizer writes after the prompt. It drops a space only at the beginning of a text."""
     tokenizer = TOKENIZERS[name]
     words = [
         id_ for id_ in range(tokenizer.vocab_size) if (piece := tokenizer.piece(id_)) and piece.decode(errors="ignore").encode() == piece
@@ -109,7 +109,7 @@ def test_spaces_are_kept_behind_a_prompt(name: str, data: st.DataObject) -> None
 
 
 def plain_bytes(tokenizer: Tokenizer, ids: list[int]) -> bytes:
-    """The oracle of byte fallback: bytes for byte tokens, the word for others."""
+    """The oracle for byte fallback: the byte of a byte token, the word of any other."""
     words = [BYTE_FALLBACK_LIBRARY.id_to_token(id_) for id_ in ids if id_ not in tokenizer.special_ids]
     known = [word.replace("▁", " ") for word in words if word is not None]
     return b"".join(bytes.fromhex(word[3:5]) if len(word) == 6 and word.startswith("<0x") else word.encode() for word in known)
@@ -129,29 +129,31 @@ def test_byte_fallback_streams_keep_whole_characters(ids: list[int]) -> None:
         assert "".join(stream(BYTE_FALLBACK, ids)) == BYTE_FALLBACK.decode(ids)
 
 
-def test_a_character_comes_when_it_is_whole() -> None:
+def test_a_character_is_returned_when_it_is_complete() -> None:
     smile = fallback_bytes(*"😀".encode())
     assert stream(BYTE_FALLBACK, smile) == ["", "", "", "😀", ""]
     assert stream(BYTE_FALLBACK, smile[:3]) == ["", "", "", BROKEN]
     assert stream(BYTE_FALLBACK, [*smile[:2], BYTE_FALLBACK.id_for("a") or 0]) == ["", "", f"{BROKEN}a", ""]
 
 
-def test_special_tokens_write_nothing_and_break_nothing() -> None:
+def test_special_tokens_write_no_text_and_split_no_character() -> None:
     special = BYTE_FALLBACK.id_for("<s>") or 0
     euro = fallback_bytes(0xE2, 0x82, 0xAC)
     assert stream(BYTE_FALLBACK, [euro[0], special, *euro[1:]]) == ["", "", "", "€", ""]
-    assert stream(BYTE_FALLBACK, [special, BYTE_FALLBACK.id_for("▁a") or 0]) == ["", "a", ""]  # still at the beginning
+    assert stream(BYTE_FALLBACK, [special, BYTE_FALLBACK.id_for("▁a") or 0]) == ["", "a", ""]  # the text begins after it
 
 
-def test_why_not_decode_stream() -> None:
-    """Negative control: each of these would end, stall or falsify an answer."""
+def test_the_library_decode_stream_fails_in_three_ways() -> None:
+    """Negative control: each of these would abort, stall or falsify an answer."""
     library = byte_fallback()
+    letter = library.token_to_id("a")
+    assert letter is not None
     decoder = DecodeStream(skip_special_tokens=True)
     with pytest.raises(Exception, match="Invalid prefix"):
-        for id_ in [*fallback_bytes(0xE2, 0x82, 0xAC, 0xF0), library.token_to_id("a")]:
+        for id_ in [*fallback_bytes(0xE2, 0x82, 0xAC, 0xF0), letter]:
             decoder.step(library, id_)
-    behind = DecodeStream(ids=[library.token_to_id("a"), *fallback_bytes(0xE2, 0x82)], skip_special_tokens=True)
-    assert behind.step(library, *fallback_bytes(0xAC)) == "a€"  # the prompt's a
+    behind = DecodeStream(ids=[letter, *fallback_bytes(0xE2, 0x82)], skip_special_tokens=True)
+    assert behind.step(library, *fallback_bytes(0xAC)) == "a€"  # repeats the "a" of the prompt
     stalled = DecodeStream(skip_special_tokens=True)
     assert [stalled.step(library, *fallback_bytes(0xFF)) for _ in range(100)] == [None] * 100
     assert "".join(stream(BYTE_FALLBACK, fallback_bytes(*[0xFF] * 100))) == BROKEN * 100

@@ -1,4 +1,4 @@
-"""The owner of a request: whatever fails, the stream is the undisturbed one or ends in an honest error, and nothing is left behind."""
+"""The owner of a request: whatever fails, the stream is the undisturbed one or ends in the right error, and nothing is left behind."""
 
 import asyncio
 import itertools
@@ -6,6 +6,7 @@ import random
 import time
 from collections.abc import AsyncGenerator, Callable
 from dataclasses import dataclass, field, replace
+from typing import cast
 
 import pytest
 from fake_workers import TOKENIZER, Call, FakeWorkers, Fault, record
@@ -16,7 +17,7 @@ from baton.cluster.records import Load, WorkerRecord
 from baton.engine.sampling import SamplingParams
 from baton.engine.toy import naive
 from router import dispatch
-from router.clients import DecodeEvent, Died
+from router.clients import DecodeEvent, Died, Workers
 from router.dispatch import Dispatcher
 from router.request import Request, Stopwatch, Trace
 from router.view import ClusterView
@@ -30,7 +31,7 @@ LOST = BatonError(Reason.WORKER_LOST, "connection reset")
 
 @dataclass
 class World:
-    """A router's dispatcher among scripted workers, and the client's end of its streams."""
+    """A router's dispatcher with scripted workers, and the client's end of its streams."""
 
     names: str = "p0 d0"
     config: RouterConfig = field(default_factory=lambda: RouterConfig(bypass_tokens=8, recover_wait_s=0.2))
@@ -40,13 +41,13 @@ class World:
         self.view = ClusterView(TOKENIZER)
         self.view.update([record(name) for name in self.names.split()], 0.0)
         self.workers = FakeWorkers()
-        self.dispatcher = Dispatcher(self.view, self.workers, self.config)
+        self.dispatcher = Dispatcher(self.view, cast(Workers, self.workers), self.config)
 
     def request(self, prompt: list[int] = PROMPT, params: SamplingParams = PARAMS, timeout_s: float = 10.0, name: str = "r") -> Request:
         return Request(name, list(prompt), len(prompt), params, "", time.monotonic() + timeout_s, Trace(Stopwatch(time.monotonic)))
 
     async def serve(self, request: Request | None = None) -> tuple[Request, list[int]]:
-        """Runs a request to its end; what the client saw is what the request knows."""
+        """Runs a request to its end and checks that its record of the output is what the client saw."""
         request = request or self.request()
         seen: list[int] = []
         try:
@@ -57,7 +58,7 @@ class World:
         return request, seen
 
     async def refused(self, request: Request | None = None) -> tuple[BatonError, list[int]]:
-        """As `serve`, for a request that ends in an error. What was sent before is right."""
+        """Like `serve`, for a request that ends in an error. Checks that the tokens sent before the error are right."""
         request = request or self.request()
         with pytest.raises(BatonError) as caught:
             await self.serve(request)
@@ -65,10 +66,10 @@ class World:
         return caught.value, request.output
 
     def check(self) -> None:
-        """Nothing is left behind: no lease, no call, no number in the view."""
+        """Checks that nothing is left behind: no lease, no call, no number in the view."""
         assert not self.workers.leases
-        assert set(self.workers.endings.values()) <= {1}, "each lease is ended once"
-        assert self.workers.ends.total() == len(self.workers.calls), "each call came to an end"
+        assert set(self.workers.endings.values()) <= {1}, "each lease ended once"
+        assert self.workers.ends.total() == len(self.workers.calls), "each call ended"
         for worker in self.view.members():
             assert self.view.prefill_tokens(worker.name) == 0 == self.view.decode_tokens(worker.name)
 
@@ -104,7 +105,7 @@ async def test_a_request_crosses_both_workers() -> None:
     world.check()
 
 
-async def test_a_short_prompt_is_computed_where_it_is_decoded() -> None:
+async def test_a_short_prompt_is_computed_by_the_decode_worker() -> None:
     world = World()
     request, seen = await world.serve(world.request(SHORT))
     assert seen == truth(request) and world.kinds() == [("decode", "d0", 5)]
@@ -112,7 +113,7 @@ async def test_a_short_prompt_is_computed_where_it_is_decoded() -> None:
     world.check()
 
 
-async def test_without_prefill_workers_every_prompt_is() -> None:
+async def test_without_prefill_workers_the_decode_worker_computes_every_prompt() -> None:
     world = World("d0")
     request, seen = await world.serve()
     assert seen == truth(request) and world.kinds() == [("decode", "d0", 40)]
@@ -140,7 +141,7 @@ async def test_a_stop_token_in_the_middle_ends_the_output() -> None:
     world.check()
 
 
-async def test_work_in_progress_is_known_to_the_view() -> None:
+async def test_the_view_counts_work_in_progress() -> None:
     world = World()
     numbers: list[tuple[str, int, int]] = []
     world.workers.tick = lambda stage: numbers.append((stage, world.view.prefill_tokens("p0"), world.view.decode_tokens("d0")))
@@ -149,8 +150,8 @@ async def test_work_in_progress_is_known_to_the_view() -> None:
     world.check()
 
 
-async def test_two_requests_of_one_name_are_two_requests() -> None:
-    """Names are the callers' own: a second one takes nothing from the first."""
+async def test_two_requests_with_the_same_id_are_served_separately() -> None:
+    """Callers choose the ids, so a second request with the same id must not disturb the first."""
     world = World()
     most = 0
 
@@ -166,10 +167,10 @@ async def test_two_requests_of_one_name_are_two_requests() -> None:
     world.check()
 
 
-# Workers that fail
+# Failing workers
 
 
-async def test_prefill_lost_before_the_reply_goes_to_another() -> None:
+async def test_a_prefill_lost_before_its_reply_is_retried_on_another_worker() -> None:
     world = World("p0 p1 d0")
     fail(world, "p0")
     request, seen = await world.serve()
@@ -180,7 +181,7 @@ async def test_prefill_lost_before_the_reply_goes_to_another() -> None:
 
 
 @pytest.mark.parametrize("reason", [Reason.WORKER_LOST, Reason.SATURATED, Reason.DRAINING, Reason.INTERNAL])
-async def test_the_only_prefill_worker_fails_and_the_decode_worker_computes_the_prompt(reason: Reason) -> None:
+async def test_the_decode_worker_computes_the_prompt_if_the_only_prefill_worker_fails(reason: Reason) -> None:
     world = World()
     fail(world, "p0", error=BatonError(reason, "no"))
     request, seen = await world.serve()
@@ -190,7 +191,7 @@ async def test_the_only_prefill_worker_fails_and_the_decode_worker_computes_the_
 
 
 @pytest.mark.parametrize("reason", [Reason.WORKER_LOST, Reason.SATURATED, Reason.DRAINING])
-async def test_decode_lost_before_it_holds_the_kv_and_another_reads_the_same_lease(reason: Reason) -> None:
+async def test_if_decode_fails_before_it_holds_the_kv_another_worker_reads_the_same_lease(reason: Reason) -> None:
     world = World("p0 d0 d1")
     fail(world, "d0", error=BatonError(reason, "no"))
     request, seen = await world.serve()
@@ -202,7 +203,7 @@ async def test_decode_lost_before_it_holds_the_kv_and_another_reads_the_same_lea
 
 
 @pytest.mark.parametrize("k", range(OUTPUT - 1))
-async def test_decode_lost_after_k_tokens_is_continued_elsewhere(k: int) -> None:
+async def test_an_output_whose_decode_worker_is_lost_continues_on_another(k: int) -> None:
     world = World("p0 p1 d0 d1")
     fail(world, "d0", tokens=k)
     request, seen = await world.serve()
@@ -214,7 +215,7 @@ async def test_decode_lost_after_k_tokens_is_continued_elsewhere(k: int) -> None
 
 
 @pytest.mark.parametrize("k", range(OUTPUT))
-async def test_decode_lost_after_k_tokens_without_a_handoff(k: int) -> None:
+async def test_an_output_without_a_handoff_continues_on_another_decode_worker(k: int) -> None:
     world = World("d0 d1")
     fail(world, "d0", tokens=k)
     request, seen = await world.serve()
@@ -222,13 +223,15 @@ async def test_decode_lost_after_k_tokens_without_a_handoff(k: int) -> None:
     world.check()
 
 
-async def test_a_continuation_that_starts_over_is_seen() -> None:
-    """Negative control: an attempt that forgets what was sent gives another stream, and one of another seed too."""
+async def test_a_continuation_that_starts_over_is_detected() -> None:
+    """Negative control: an attempt that forgets the sent tokens produces a different stream, and so does a different seed."""
     world = World("d0 d1")
     fail(world, "d0", tokens=3)
     honest = world.workers.decode
 
-    def forgetful(worker: WorkerRecord, request: Request, handle: bytes, timeout_s: float) -> AsyncGenerator[DecodeEvent, None]:
+    def forgetful(
+        worker: WorkerRecord, request: Request, handle: bytes, timeout_s: float, first: "asyncio.Future[int] | None" = None
+    ) -> AsyncGenerator[DecodeEvent, None]:
         return honest(worker, replace(request, tokens=request.tokens[: request.prompt_len]), handle, timeout_s)
 
     world.workers.decode = forgetful  # type: ignore[method-assign]
@@ -237,7 +240,7 @@ async def test_a_continuation_that_starts_over_is_seen() -> None:
     assert naive(PROMPT, replace(PARAMS, seed=8)) != truth(request)
 
 
-async def test_both_workers_lost() -> None:
+async def test_a_request_survives_the_loss_of_both_its_workers() -> None:
     world = World("p0 p1 d0 d1")
     fail(world, "p0")
     fail(world, "d0", tokens=2)
@@ -251,7 +254,7 @@ async def test_both_workers_lost() -> None:
 
 @pytest.mark.parametrize("reason", [Reason.TRANSFER_FAILED, Reason.LEASE_EXPIRED, Reason.DIGEST_MISMATCH, Reason.HANDSHAKE_MISMATCH])
 async def test_kv_that_cannot_be_used_is_computed_again(reason: Reason) -> None:
-    """The decode workers were told to fail then. No other one is sent to the same lease."""
+    """The decode workers are configured to fail in that case. No other one is sent to the same lease."""
     world = World("p0 p1 d0 d1")
     fail(world, "d0", error=BatonError(reason, "no"))
     request, seen = await world.serve()
@@ -260,7 +263,7 @@ async def test_kv_that_cannot_be_used_is_computed_again(reason: Reason) -> None:
     world.check()
 
 
-async def test_retries_are_counted_and_end() -> None:
+async def test_the_number_of_retries_is_limited() -> None:
     world = World("d0 d1 d2 d3", RouterConfig(max_retries=2))
     for name in ("d0", "d1", "d2"):
         fail(world, name, tokens=1)
@@ -270,7 +273,7 @@ async def test_retries_are_counted_and_end() -> None:
     world.check()
 
 
-async def test_retries_end_while_the_lease_stands() -> None:
+async def test_retries_on_the_same_lease_are_limited_too() -> None:
     world = World("p0 d0 d1 d2", RouterConfig(bypass_tokens=8, max_retries=1))
     for name in ("d0", "d1", "d2"):
         fail(world, name)
@@ -282,7 +285,7 @@ async def test_retries_end_while_the_lease_stands() -> None:
 
 @pytest.mark.parametrize("reason", [reason for reason in Reason if not reason.value.retry_elsewhere])
 @pytest.mark.parametrize("where", ["p0", "d0"])
-async def test_what_no_other_worker_can_mend_passes_at_once_and_unchanged(where: str, reason: Reason) -> None:
+async def test_an_error_that_no_other_worker_can_avoid_is_passed_on_immediately_and_unchanged(where: str, reason: Reason) -> None:
     world = World("p0 p1 d0 d1")
     told = BatonError(reason, "no", metadata={"a": "b"})
     fail(world, where, error=told)
@@ -292,7 +295,7 @@ async def test_what_no_other_worker_can_mend_passes_at_once_and_unchanged(where:
     world.check()
 
 
-async def test_without_a_decode_worker_a_request_is_refused_at_once() -> None:
+async def test_without_a_decode_worker_a_new_request_is_refused_immediately() -> None:
     world = World("p0", RouterConfig(recover_wait_s=60))
     async with asyncio.timeout(1):
         error, seen = await world.refused()
@@ -305,7 +308,7 @@ async def come_back(world: World, name: str, after_s: float) -> None:
 
 
 @pytest.mark.parametrize("tokens", [None, 0, 3])
-async def test_the_last_decode_worker_comes_back_in_time(tokens: int | None) -> None:
+async def test_a_request_continues_if_the_last_decode_worker_comes_back_in_time(tokens: int | None) -> None:
     world = World("p0 d0", RouterConfig(bypass_tokens=8, recover_wait_s=5))
     fail(world, "d0", tokens)
     back = asyncio.create_task(come_back(world, "d0", 0.15))
@@ -315,7 +318,7 @@ async def test_the_last_decode_worker_comes_back_in_time(tokens: int | None) -> 
 
 
 @pytest.mark.parametrize("tokens", [None, 0, 3])
-async def test_the_last_decode_worker_does_not_come_back(tokens: int | None) -> None:
+async def test_a_request_fails_if_the_last_decode_worker_does_not_come_back(tokens: int | None) -> None:
     world = World("p0 d0")
     fail(world, "d0", tokens)
     began = time.monotonic()
@@ -326,7 +329,7 @@ async def test_the_last_decode_worker_does_not_come_back(tokens: int | None) -> 
 
 
 async def test_a_started_request_waits_for_a_decode_worker_that_another_request_found_dead() -> None:
-    """It has sent a token already: refusing it as if it were new would break a stream that can go on."""
+    """It has already sent a token: refusing it like a new request would break a stream that can continue."""
     world = World("p0 d0", RouterConfig(bypass_tokens=8, recover_wait_s=5))
     world.workers.replies = lambda: world.view.mark_down("d0", 1)
     back = asyncio.create_task(come_back(world, "d0", 0.15))
@@ -335,8 +338,8 @@ async def test_a_started_request_waits_for_a_decode_worker_that_another_request_
     world.check()
 
 
-async def test_a_draining_worker_is_left_alone_until_another_is_there() -> None:
-    """The registry tells of the drain a moment later than the worker does; retries must not be spent in that moment."""
+async def test_a_request_waits_for_another_worker_when_its_only_one_drains() -> None:
+    """The registry reports the drain a moment later than the worker does. No retries must be spent in between."""
     world = World("p0 d0", RouterConfig(bypass_tokens=8, recover_wait_s=5))
     fail(world, "d0", error=BatonError(Reason.DRAINING, "draining"), times=100)
 
@@ -354,7 +357,7 @@ async def test_a_draining_worker_is_left_alone_until_another_is_there() -> None:
 
 
 @pytest.mark.parametrize("where", ["p0", "d0"])
-async def test_the_deadline_ends_a_call_that_hangs(where: str) -> None:
+async def test_the_deadline_ends_a_hanging_call(where: str) -> None:
     world = World()
     fail(world, where, error=None)
     error, seen = await world.refused(world.request(timeout_s=0.1))
@@ -363,7 +366,7 @@ async def test_the_deadline_ends_a_call_that_hangs(where: str) -> None:
     world.check()
 
 
-async def test_nobody_is_asked_again_when_the_deadline_is_near() -> None:
+async def test_no_worker_is_tried_again_shortly_before_the_deadline() -> None:
     world = World("d0 d1")
     fail(world, "d0", tokens=2)
     error, seen = await world.refused(world.request(timeout_s=0.04))
@@ -384,8 +387,8 @@ FULL = Load(waiting=256)
 
 
 @pytest.mark.parametrize("prompt", [PROMPT, SHORT])
-async def test_full_queues_everywhere_are_an_answer_after_the_wait(prompt: list[int]) -> None:
-    """No prompt is computed that would have nowhere to go, and waiting is no retry."""
+async def test_a_cluster_that_stays_full_refuses_the_request_after_the_wait(prompt: list[int]) -> None:
+    """No prompt is computed without a decode worker for it, and waiting is not a retry."""
     world = World(config=RouterConfig(bypass_tokens=8, queue_timeout_s=0.1))
     world.view.update([record("p0"), record("d0", load=FULL)], 1.0)
     began = time.monotonic()
@@ -397,21 +400,25 @@ async def test_full_queues_everywhere_are_an_answer_after_the_wait(prompt: list[
 
 
 @pytest.mark.parametrize("prompt", [PROMPT, SHORT])
-async def test_a_full_cluster_is_waited_for(prompt: list[int]) -> None:
+async def test_a_request_waits_for_a_full_cluster(prompt: list[int]) -> None:
     world = World()
     world.view.update([record("p0"), record("d0", load=FULL)], 1.0)
     serving = asyncio.create_task(world.serve(world.request(prompt)))
     await asyncio.sleep(0.1)
-    assert world.workers.calls == [], "nothing is computed meanwhile"
+    assert world.workers.calls == [], "nothing is computed in the meantime"
     world.view.update([record("p0"), record("d0")], 2.0)
     request, seen = await serving
     assert seen == truth(request) and request.trace.retries == 0 and request.trace.retry_reasons == []
     world.check()
 
 
-async def test_a_cluster_that_is_full_when_the_prompt_is_computed_is_waited_for_too() -> None:
+async def test_a_computed_prompt_waits_for_a_full_cluster() -> None:
     world = World()
-    world.workers.replies = lambda: world.view.update([record("p0"), record("d0", load=FULL)], 1.0) and None
+
+    def fill() -> None:
+        world.view.update([record("p0"), record("d0", load=FULL)], 1.0)
+
+    world.workers.replies = fill
     serving = asyncio.create_task(world.serve())
     await asyncio.sleep(0.1)
     assert world.kinds() == [("prefill", "p0", 40)]
@@ -430,8 +437,8 @@ async def test_the_deadline_ends_the_wait_for_room() -> None:
     world.check()
 
 
-async def test_after_the_last_decode_worker_came_back_the_prompt_goes_to_a_prefill_worker() -> None:
-    """What was missing was the decode worker: to bypass the prefill workers would be wrong, and its reason a lie."""
+async def test_when_the_last_decode_worker_comes_back_the_prompt_goes_to_a_prefill_worker() -> None:
+    """Only the decode worker was missing: bypassing the prefill workers would be wrong, and so would the recorded reason."""
     world = World("p0 d0", RouterConfig(bypass_tokens=8, recover_wait_s=5))
     fail(world, "d0", tokens=3)
     back = asyncio.create_task(come_back(world, "d0", 0.15))
@@ -441,21 +448,21 @@ async def test_after_the_last_decode_worker_came_back_the_prompt_goes_to_a_prefi
     world.check()
 
 
-async def test_numbers_in_the_view_are_taken_back_whatever_fails_after_they_were_set() -> None:
+async def test_the_numbers_in_the_view_are_undone_after_any_failure(monkeypatch: pytest.MonkeyPatch) -> None:
     for role, prompt in (("prefill", PROMPT), ("decode", SHORT)):
         world = World()
 
         def broken(*_: object) -> None:
-            raise RuntimeError("a mistake of ours")
+            raise RuntimeError("a bug in the router")
 
-        world.view.index.predict = broken  # type: ignore[method-assign]
+        monkeypatch.setattr(world.view.index, "predict", broken)
         with pytest.raises(RuntimeError):
             await world.serve(world.request(prompt))
         assert world.view.prefill_tokens("p0") == 0 == world.view.decode_tokens("d0"), role
 
 
-async def test_a_worker_that_was_restarted_is_asked_again() -> None:
-    """Another process: what failed the request is gone."""
+async def test_a_restarted_worker_is_tried_again() -> None:
+    """The new process is not the one that failed the request."""
     world = World("p0 d0", RouterConfig(bypass_tokens=8, recover_wait_s=5))
     fail(world, "p0", error=BatonError(Reason.INTERNAL, "no"))
     fail(world, "d0", tokens=2)
@@ -469,7 +476,7 @@ async def test_a_worker_that_was_restarted_is_asked_again() -> None:
     assert world.kinds()[0] == ("prefill", "p0", 40) and ("prefill", "p0", 42) in world.kinds()
 
 
-async def test_a_worker_that_says_it_is_full_is_asked_a_few_times_at_most() -> None:
+async def test_a_worker_that_reports_saturation_is_tried_a_limited_number_of_times() -> None:
     world = World("d0")
     fail(world, "d0", error=BatonError(Reason.SATURATED, "256 wait"), times=100)
     error, _ = await world.refused()
@@ -522,7 +529,7 @@ def last_worker_comes_back() -> World:
 
 
 def opened(world: World) -> World:
-    """Prompts are long: the decode call starts while they are computed."""
+    """Makes prompts long: the decode call starts while they are being computed."""
     world.workers.opens = True
     return world
 
@@ -560,14 +567,14 @@ WORLDS = [undisturbed, bypassed, prefill_lost, decode_lost_before_the_kv, decode
 
 
 @pytest.mark.parametrize("make", EARLY)
-async def test_a_decode_call_that_starts_early_gives_the_same_tokens(make: Callable[[], World]) -> None:
+async def test_an_early_decode_call_produces_the_same_tokens(make: Callable[[], World]) -> None:
     world = make()
     request, seen = await world.serve()
     assert seen == truth(request) and world.workers.calls[1].kind == "early decode"
     world.check()
 
 
-async def test_an_early_decode_call_is_told_the_first_token_and_not_started_again() -> None:
+async def test_an_early_decode_call_receives_the_first_token_and_is_not_started_again() -> None:
     world = early()
     request, _ = await world.serve()
     assert world.workers.calls == [Call("prefill", "p0", 40), Call("early decode", "d0", 40, b"lease 1")]
@@ -575,7 +582,17 @@ async def test_an_early_decode_call_is_told_the_first_token_and_not_started_agai
     world.check()
 
 
-async def test_a_first_token_that_is_the_last_ends_the_early_decode_call() -> None:
+async def test_after_a_failed_attempt_its_workers_are_not_expected_to_cache_the_prompt() -> None:
+    """Otherwise the retry would treat the prompt as cached on a worker that received only part of it, and skip the prefill worker."""
+    world = early_prefill_lost()
+    request, _ = await world.serve()
+    kinds = [(call.kind, call.worker) for call in world.workers.calls]
+    assert kinds == [("prefill", "p0"), ("early decode", "d0"), ("prefill", "p1"), ("early decode", "d0")]
+    assert request.trace.choices[-2] == ("prefill", "least work")
+    world.check()
+
+
+async def test_a_first_token_that_is_also_the_last_ends_the_early_decode_call() -> None:
     world = early()
     request, seen = await world.serve(world.request(params=replace(PARAMS, max_tokens=1)))
     assert seen == truth(request) and request.finish == "length"
@@ -583,8 +600,8 @@ async def test_a_first_token_that_is_the_last_ends_the_early_decode_call() -> No
     world.check()
 
 
-async def test_without_a_decode_worker_that_has_room_nothing_starts_early() -> None:
-    """It would wait there, with a lease held open; the choice is made when the prompt is computed, as ever."""
+async def test_decode_does_not_start_early_without_a_worker_that_has_room() -> None:
+    """The call would wait there and hold a lease open. Instead, the worker is chosen after the prompt is computed, as usual."""
     world = early()
     world.view.update([record("p0"), replace(record("d0"), load=Load(credit_tokens=10))], 1.0)
     request, seen = await world.serve()
@@ -592,11 +609,11 @@ async def test_without_a_decode_worker_that_has_room_nothing_starts_early() -> N
     world.check()
 
 
-async def test_the_worker_that_caches_most_of_the_prompt_is_named_to_the_prefill_worker() -> None:
+async def test_the_prefill_worker_is_told_which_worker_caches_most_of_the_prompt() -> None:
     world = World("p0 d0 d1", RouterConfig(bypass_tokens=0, fetch_tokens=20, recover_wait_s=0.2))
     first, _ = await world.serve(world.request(list(range(100, 180))))
     holder = first.trace.decode_worker
-    # The other one is to decode: the holder has no room.
+    # The holder has no room, so the other worker decodes.
     full = replace(record(holder), load=Load(credit_tokens=10))
     world.view.update([record("p0"), full, record("d1" if holder == "d0" else "d0")], 1.0)
     world.view.index.forget("p0")
@@ -607,8 +624,8 @@ async def test_the_worker_that_caches_most_of_the_prompt_is_named_to_the_prefill
 
 
 @pytest.mark.parametrize("make", WORLDS)
-async def test_cancel_at_every_await(make: Callable[[], World], monkeypatch: pytest.MonkeyPatch) -> None:
-    """The task dies after one, two, three … turns of the loop, until it is quicker than we are."""
+async def test_a_request_can_be_cancelled_at_every_await(make: Callable[[], World], monkeypatch: pytest.MonkeyPatch) -> None:
+    """The task is cancelled after 0, 1, 2, … turns of the event loop, until it finishes first."""
     monkeypatch.setattr(dispatch, "RECOVER_POLL_S", 0)
     cancelled = 0
     for turns in itertools.count():
@@ -622,9 +639,9 @@ async def test_cancel_at_every_await(make: Callable[[], World], monkeypatch: pyt
         task.cancel()
         await asyncio.gather(task, return_exceptions=True)
         world.stop_healer()
-        own = world.workers.ends["error"] - errors  # of two that were at work, one may have met its fault in that very turn
+        own = world.workers.ends["error"] - errors  # of two busy workers, one may have met its fault in that same turn
         cut = world.workers.ends["cancelled"] - before
-        assert cut + own == len(world.workers.calls) - ended and own <= 1, "every worker at work saw the cancel"
+        assert cut + own == len(world.workers.calls) - ended and own <= 1, "every busy worker saw the cancellation"
         assert request.output == truth(request)[: len(request.output)]
         world.check()
         if finished:
@@ -635,7 +652,7 @@ async def test_cancel_at_every_await(make: Callable[[], World], monkeypatch: pyt
 
 @pytest.mark.parametrize("make", WORLDS)
 @pytest.mark.parametrize("taken", range(OUTPUT + 1))
-async def test_close_between_any_two_tokens(make: Callable[[], World], taken: int) -> None:
+async def test_a_stream_can_be_closed_between_any_two_tokens(make: Callable[[], World], taken: int) -> None:
     world = make()
     request = world.request()
     tokens = world.dispatcher.generate(request)
@@ -643,15 +660,15 @@ async def test_close_between_any_two_tokens(make: Callable[[], World], taken: in
     await tokens.aclose()
     world.stop_healer()
     assert seen == truth(request)[:taken]
-    # What an early reader did may not have come to the dispatcher yet: then it releases once more, which changes nothing.
+    # The dispatcher may not know yet that an early reader ended the lease. It then releases the lease again, which changes nothing.
     if taken == 0 or world.workers.calls[-1].kind != "early decode":
         nobody_took = taken > 0 and world.workers.calls[-1].kind == "prefill"
-        assert len(world.workers.released) == nobody_took, "the router ends a lease that nobody took"
+        assert len(world.workers.released) == nobody_took, "the router ends a lease that no decode worker took"
     world.check()
 
 
-async def test_a_lease_that_is_not_released_is_seen() -> None:
-    """Negative control of the sweeps."""
+async def test_a_lease_that_is_not_released_is_detected() -> None:
+    """Negative control for the sweeps."""
     world = World()
     world.workers.release = lambda worker, handle, request_id: None  # type: ignore[method-assign]
     tokens = world.dispatcher.generate(world.request())
@@ -661,7 +678,7 @@ async def test_a_lease_that_is_not_released_is_seen() -> None:
         world.check()
 
 
-async def test_cancel_while_waiting_for_workers_releases_the_lease() -> None:
+async def test_cancelling_while_waiting_for_workers_releases_the_lease() -> None:
     world = World("p0 d0", RouterConfig(bypass_tokens=8, recover_wait_s=60))
     fail(world, "d0")
     task = asyncio.create_task(world.serve())
@@ -674,11 +691,11 @@ async def test_cancel_while_waiting_for_workers_releases_the_lease() -> None:
     world.check()
 
 
-# Everything at once
+# Random faults
 
 
 @pytest.mark.parametrize("seed", range(8))
-async def test_random_faults_never_bend_a_stream(seed: int, monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_random_faults_never_change_a_stream(seed: int, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(dispatch, "RECOVER_POLL_S", 0.001)
     rng = random.Random(seed)
     reasons = [reason for reason in Reason if reason.value.retry_elsewhere]
@@ -740,9 +757,9 @@ class Clock:
     ],
     ids=["handoff", "bypass"],
 )
-async def test_stages_add_up_to_the_whole_exactly(prompt: list[int], want: dict[str, float]) -> None:
+async def test_stages_add_up_exactly_to_the_total_time(prompt: list[int], want: dict[str, float]) -> None:
     world, clock = World(), Clock()
-    world.dispatcher = Dispatcher(world.view, world.workers, world.config, clock)
+    world.dispatcher = Dispatcher(world.view, cast(Workers, world.workers), world.config, clock)
     takes = {"prefill": 3.0, "transfer": 2.0, "decode": 0.5}
 
     def tick(stage: str) -> None:
@@ -750,7 +767,7 @@ async def test_stages_add_up_to_the_whole_exactly(prompt: list[int], want: dict[
 
     world.workers.tick = tick
     request = replace(world.request(prompt), deadline=2000.0, trace=Trace(Stopwatch(clock)))
-    clock.now += 5.0  # before it is dispatched
+    clock.now += 5.0  # before dispatch
     await world.serve(request)
     request.trace.watch.stop()
     assert request.trace.watch.seconds == want and sum(want.values()) == clock.now - 1000.0
@@ -758,7 +775,7 @@ async def test_stages_add_up_to_the_whole_exactly(prompt: list[int], want: dict[
 
 async def test_stages_add_up_when_workers_fail() -> None:
     world, clock = World("p0 p1 d0 d1"), Clock()
-    world.dispatcher = Dispatcher(world.view, world.workers, world.config, clock)
+    world.dispatcher = Dispatcher(world.view, cast(Workers, world.workers), world.config, clock)
     fail(world, "p0")
     fail(world, "d0", tokens=2)
 
@@ -772,8 +789,8 @@ async def test_stages_add_up_when_workers_fail() -> None:
     assert request.trace.retries == 2 and sum(request.trace.watch.seconds.values()) == clock.now - 1000.0
 
 
-async def test_another_model_never_goes_on_with_an_output() -> None:
-    """The only decode worker dies in the middle, and what comes back serves other weights."""
+async def test_an_output_never_continues_on_another_model() -> None:
+    """The only decode worker dies in the middle of an output, and its replacement serves other weights."""
     world = World("p0 d0")
     fail(world, "d0", tokens=3)
     request = world.request()
@@ -789,16 +806,16 @@ async def test_another_model_never_goes_on_with_an_output() -> None:
     world.check()
 
 
-# A request that kills
+# A request that kills workers
 
 
-async def test_a_request_under_which_two_workers_die_is_ended_and_its_prompt_refused() -> None:
+async def test_a_request_that_kills_two_workers_is_ended_and_its_prompt_refused() -> None:
     world = World("d0 d1 d2")
     for name in ("d0", "d1", "d2"):
         fail(world, name, error=Died("connection reset"))
     error, seen = await world.refused(world.request(SHORT))
     assert error.reason is Reason.POISONOUS and not error.reason.value.retry_elsewhere and seen == []
-    assert len(world.workers.calls) == 2, "the third worker lives"
+    assert len(world.workers.calls) == 2, "the third worker is spared"
     error, _ = await world.refused(world.request(SHORT))
     assert error.reason is Reason.POISONOUS and len(world.workers.calls) == 2
     for name in ("d0", "d1"):
@@ -808,8 +825,8 @@ async def test_a_request_under_which_two_workers_die_is_ended_and_its_prompt_ref
     world.check()
 
 
-async def test_workers_that_were_lost_before_the_call_reached_them_accuse_nobody() -> None:
-    """Negative control: two workers were gone already."""
+async def test_workers_lost_before_a_call_reached_them_do_not_condemn_the_request() -> None:
+    """Negative control: the two workers were already gone."""
     world = World("d0 d1 d2")
     for name in ("d0", "d1"):
         fail(world, name, error=LOST)

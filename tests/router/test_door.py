@@ -1,4 +1,4 @@
-"""The gRPC door over a real socket: what clients that do not read cost the others."""
+"""The gRPC door over a real socket: clients that do not read must not block others, and oversized input is not copied."""
 
 import asyncio
 from collections.abc import AsyncIterator
@@ -18,7 +18,7 @@ from router.tokenizer import Tokenizer
 from router.validate import Context, Limits, check
 
 ASK = pb.GenerateRequest(text="hello", sampling=pb.SamplingParams(logprobs=20))
-SMALL_WINDOW = [("grpc.http2.bdp_probe", 0)]  # 64 KiB; else it grows to megabytes, which take long to fill
+SMALL_WINDOW = [("grpc.http2.bdp_probe", 0)]  # 64 KiB; otherwise it grows to megabytes, which take long to fill
 
 
 @pytest.fixture(scope="module")
@@ -40,13 +40,13 @@ async def serving(house: House, stall_s: float | None) -> AsyncIterator[generati
 
 
 @pytest.mark.parametrize("stall_s", [0.3, None])
-async def test_streams_that_nobody_reads_give_their_places_back(tokenizer: Tokenizer, stall_s: float | None) -> None:
-    """None is the negative control: without a limit they keep the others out."""
+async def test_streams_that_nobody_reads_free_their_places(tokenizer: Tokenizer, stall_s: float | None) -> None:
+    """Negative control (None): without a time limit, unread streams block other requests."""
     house = House(tokenizer, Script(b"x" * 100_000), RouterConfig(max_inflight=8, queue_timeout_s=5.0))
     async with serving(house, stall_s) as stub:
         unread = [stub.Generate(ASK) for _ in range(8)]
         await settled(lambda: house.admission.inflight == 8)
-        for _ in range(8):  # each of them has one more place to wait for
+        for _ in range(8):  # each call needs one more place to be freed
             call = stub.Generate(ASK)
             if stall_s is None:
                 with pytest.raises(TimeoutError):
@@ -68,7 +68,7 @@ async def test_streams_that_nobody_reads_give_their_places_back(tokenizer: Token
             stream.cancel()
 
 
-async def test_the_trailing_metadata_have_the_id_of_the_request(tokenizer: Tokenizer) -> None:
+async def test_the_trailing_metadata_contain_the_request_id(tokenizer: Tokenizer) -> None:
     async with serving(House(tokenizer), None) as stub:
         for given, want in (("mine", "mine"), ("", "req-1")):
             call = stub.Generate(pb.GenerateRequest(text="hello", request_id=given))
@@ -77,7 +77,7 @@ async def test_the_trailing_metadata_have_the_id_of_the_request(tokenizer: Token
             assert dict(await call.trailing_metadata())["x-request-id"] == want
 
 
-def test_lists_that_are_too_long_are_not_copied_whole_and_refused_all_the_same() -> None:
+def test_lists_that_are_too_long_are_refused_without_being_copied_whole() -> None:
     limits = Limits()
     chat = pb.Chat(messages=[pb.ChatMessage(role="user", content="x")] * 5000)
     bias = {i: 1.0 for i in range(5000)}
@@ -94,7 +94,7 @@ def test_lists_that_are_too_long_are_not_copied_whole_and_refused_all_the_same()
 
 @pytest.mark.parametrize("count", [99, 100, 101, 5000])
 def test_ids_that_fill_the_context_are_counted_and_not_copied(count: int) -> None:
-    """Whatever they are: the count refuses them, and tells how many there were."""
+    """Their values do not matter: too many ids are refused, and the message names their number."""
     given = pb.GenerateRequest(token_ids=pb.TokenIds(ids=[7] * count))
     ask = to_ask(given, context=100)
     assert ask.token_ids == ((7,) * count if count < 100 else range(count))

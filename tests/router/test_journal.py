@@ -1,7 +1,8 @@
-"""What became of a request: the numbers are those of its stages, its record tells them again, and nothing of its text is in either."""
+"""What became of a request: metrics and record report the times of its stages, and neither contains any of its text."""
 
 import json
 from dataclasses import dataclass, field
+from typing import Any
 
 import pytest
 from spans import Box
@@ -31,7 +32,7 @@ class Clock:
 
 @dataclass
 class Desk:
-    """A journal on a clock that tests turn."""
+    """A journal on a clock that tests set."""
 
     slo: SloConfig = field(default_factory=SloConfig)
     keep: int = 10
@@ -51,7 +52,7 @@ class Desk:
         return entry.request
 
     def serve(self, *steps: "tuple[str, str, float, int]", name: str = "r", traceparent: str = "", finish: str = "length") -> Entry:
-        """Each step: stage, worker, seconds, tokens that come at its end one after another, evenly."""
+        """Each step: stage, worker, seconds, and the number of tokens, which come evenly spaced during the step."""
         with self.open(name, traceparent) as entry:
             request = self.request(entry, name)
             for stage, worker, seconds, tokens in steps:
@@ -65,8 +66,8 @@ class Desk:
             entry.finish = finish  # type: ignore[assignment]
         return entry
 
-    def numbers(self, name: str) -> dict[tuple[str, ...], tuple[float, int]]:
-        """label values → (value or sum, count of a histogram)."""
+    def numbers(self, name: str) -> dict[tuple[str, ...], tuple[Any, int]]:
+        """label values → (value or sum, approximately; count of a histogram)."""
         for family in self.book.families():
             if family.name == name:
                 return {
@@ -79,7 +80,7 @@ class Desk:
 HANDOFF = (("queue", "", 0.5, 0), ("prefill", "p0", 1.0, 1), ("transfer", "d0", 0.25, 0), ("decode", "d0", 2.0, 4))
 
 
-def test_the_times_of_a_request() -> None:
+def test_the_times_of_a_request_are_measured() -> None:
     desk = Desk()
     desk.serve(*HANDOFF)
     assert desk.numbers("baton_router_time_to_first_token_seconds") == {(): (1.5, 1)}
@@ -94,20 +95,20 @@ def test_the_times_of_a_request() -> None:
     assert desk.numbers("baton_router_request_output_tokens") == {(): (5, 1)}
 
 
-def test_a_stage_that_there_was_not_is_not_a_short_one() -> None:
+def test_a_stage_that_did_not_happen_is_not_counted() -> None:
     desk = Desk()
     desk.serve(("prefill", "d0", 1.0, 1), ("decode", "d0", 1.0, 3))
     assert desk.numbers("baton_router_stage_duration_seconds")["transfer",] == (0, 0)
 
 
-def test_one_token_has_no_gap() -> None:
+def test_an_output_of_one_token_has_no_gap() -> None:
     desk = Desk(SloConfig(tpot_s=0.001))
     desk.serve(("prefill", "p0", 1.0, 1))
     assert desk.numbers("baton_router_time_per_output_token_seconds") == {(): (0, 0)}
     assert desk.numbers("baton_router_slo_met_total") == {(): (1, 0)}
 
 
-def test_choices_bypasses_and_retries() -> None:
+def test_choices_bypasses_and_retries_are_counted() -> None:
     desk = Desk()
     with desk.open() as entry:
         desk.request(entry)
@@ -122,7 +123,7 @@ def test_choices_bypasses_and_retries() -> None:
     assert desk.numbers("baton_router_retries_total")["WORKER_LOST",] == (2, 0)
 
 
-def test_what_was_refused_took_no_prompt() -> None:
+def test_prompt_tokens_of_a_refused_request_are_not_counted() -> None:
     desk = Desk()
     with pytest.raises(BatonError), desk.open() as entry:
         desk.request(entry)
@@ -131,7 +132,7 @@ def test_what_was_refused_took_no_prompt() -> None:
     assert desk.numbers("baton_router_requests_total") == {("refused", "SATURATED"): (1, 0)}
 
 
-def test_saturated_after_the_first_token_is_a_failure() -> None:
+def test_saturation_after_the_first_token_is_a_failure() -> None:
     desk = Desk()
     with pytest.raises(BatonError), desk.open() as entry:
         desk.request(entry).tokens.append(1)
@@ -143,12 +144,12 @@ def test_saturated_after_the_first_token_is_a_failure() -> None:
 
 
 class TestObjectives:
-    def test_without_any_nothing_is_told(self) -> None:
+    def test_without_objectives_no_slo_metric_exists(self) -> None:
         desk = Desk()
         desk.serve(*HANDOFF)
         assert not [family.name for family in desk.book.families() if "_slo_" in family.name]
 
-    def test_met_and_missed(self) -> None:
+    def test_met_and_missed_objectives_are_counted(self) -> None:
         desk = Desk(SloConfig(ttft_s=1.2, window=3))
         assert desk.numbers("baton_router_slo_attainment_ratio") == {}
         desk.serve(*HANDOFF)
@@ -159,7 +160,7 @@ class TestObjectives:
         assert desk.numbers("baton_router_slo_objective_seconds") == {("ttft",): (1.2, 0)}
         assert [record.slo_missed for record in desk.journal.last(2)] == [None, "prefill"]
 
-    def test_a_failure_is_a_miss_and_a_mistake_or_a_cancel_is_none(self) -> None:
+    def test_failures_are_misses_but_client_errors_and_cancellations_are_not(self) -> None:
         desk = Desk(SloConfig(ttft_s=10))
         for reason in (Reason.INTERNAL, Reason.SATURATED, Reason.INVALID_FIELD, Reason.UNAUTHENTICATED, Reason.CANCELLED):
             with pytest.raises(BatonError), desk.open():
@@ -171,7 +172,7 @@ class TestObjectives:
 
 
 class TestRecords:
-    def test_tell_the_laps_and_the_failures(self) -> None:
+    def test_records_contain_laps_and_failures(self) -> None:
         desk = Desk()
         with desk.open() as entry:
             request = desk.request(entry)
@@ -197,7 +198,7 @@ class TestRecords:
         assert json.loads(json.dumps(told)) == told
         assert str(SECRET)[1:-1] not in json.dumps(told) and "salt" not in json.dumps(told)
 
-    def test_are_found_by_their_newest_name(self) -> None:
+    def test_a_name_finds_its_newest_record(self) -> None:
         desk = Desk(keep=3)
         for name in ("a", "b", "a", "c"):
             desk.serve(*HANDOFF, name=name)
@@ -205,25 +206,25 @@ class TestRecords:
         found = desk.journal.find("a")
         assert found is desk.journal.last(2)[1] and desk.journal.find("d") is None
 
-    def test_keep_no_more_than_asked(self) -> None:
+    def test_no_more_records_are_kept_than_configured(self) -> None:
         desk = Desk(keep=0)
         desk.serve(*HANDOFF)
         assert desk.journal.last(5) == []
 
-    def test_of_a_refused_request_have_the_clients_name(self) -> None:
+    def test_the_record_of_a_refused_request_has_the_name_from_the_client(self) -> None:
         desk = Desk()
         with pytest.raises(BatonError), desk.open("x" * 1000):
             raise BatonError(Reason.INVALID_FIELD, "request_id: too long")
         assert desk.journal.last()[0].request_id == "x" * MAX_REQUEST_ID
 
-    def test_hold_no_gaps(self) -> None:
-        """A long answer is not kept token by token."""
+    def test_records_keep_no_token_gaps(self) -> None:
+        """The record of a long answer does not keep every token's time."""
         desk = Desk()
         entry = desk.serve(*HANDOFF)
         assert len(entry.trace.gaps) == 0 and desk.journal.last()[0].times.tpot_s == pytest.approx(2.25 / 4)
 
 
-def test_a_traced_request_tells_what_the_conventions_ask_for() -> None:
+def test_a_traced_request_follows_the_semantic_conventions() -> None:
     box = Box()
     desk = Desk(tracer=OtelTracer(box))
     desk.serve(*HANDOFF, traceparent=TRACEPARENT)
@@ -274,7 +275,7 @@ def test_a_deadline_names_the_stage_that_spent_it() -> None:
     assert error.metadata == {"tokens_emitted": "3", "stage": "decode", **spent}
 
 
-def test_a_deadline_in_the_queue_says_what_was_waited_for() -> None:
+def test_a_deadline_before_dispatch_names_the_step_that_was_reached() -> None:
     error = BatonError(Reason.DEADLINE, "over")
     with pytest.raises(BatonError), Journal(Book("router", model="toy"), Tracer(), "toy", SloConfig(), keep=1).open("chat") as entry:
         entry.trace.step = "tokenising"

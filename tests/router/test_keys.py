@@ -1,4 +1,4 @@
-"""API keys: who may ask, as whom, and what a file of keys must look like."""
+"""API keys: who may send requests, as which tenant, and the format of a key file."""
 
 import hmac
 from hashlib import sha256
@@ -40,7 +40,7 @@ def known(tmp_path: Path) -> ApiKeys:
     )
 
 
-def test_a_key_speaks_for_its_tenant_or_its_own_name(known: ApiKeys) -> None:
+def test_a_key_stands_for_its_tenant_or_for_its_own_name(known: ApiKeys) -> None:
     assert known
     assert known.tenant("Bearer secret-1") == "ci" and known.tenant("bearer  secret-2") == "shop"
 
@@ -52,17 +52,17 @@ def test_a_key_speaks_for_its_tenant_or_its_own_name(known: ApiKeys) -> None:
         "Bearer \ud800",
     ],
 )  # fmt: skip
-def test_everybody_else_is_refused(known: ApiKeys, authorization: str | None) -> None:
+def test_anything_but_a_known_bearer_key_is_refused(known: ApiKeys, authorization: str | None) -> None:
     message = refused(known, authorization)
     assert "secret" not in message
 
 
-def test_without_keys_everybody_may_ask() -> None:
+def test_without_keys_every_request_is_accepted() -> None:
     nobody = ApiKeys.load(None)
     assert not nobody and nobody.tenant(None) == nobody.tenant("Bearer x") == ""
 
 
-def test_limits_are_the_configurations_unless_the_file_says_otherwise(tmp_path: Path) -> None:
+def test_limits_in_the_file_override_the_configuration(tmp_path: Path) -> None:
     text = line("a", "1", "shop tokens=50") + line("b", "2", "shop") + line("c", "3", "requests=0 tokens=7") + line("d", "4")
     path = tmp_path / "keys"
     path.write_text(text)
@@ -72,14 +72,19 @@ def test_limits_are_the_configurations_unless_the_file_says_otherwise(tmp_path: 
     assert load(tmp_path, line("d", "4", "tokens=1")).limited
 
 
-def test_keys_of_one_tenant_agree_on_its_limits(tmp_path: Path) -> None:
+def test_keys_of_one_tenant_must_agree_on_its_limits(tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match="b: tokens differ from those of another key of shop"):
         load(tmp_path, line("a", "1", "shop tokens=50") + line("b", "2", "shop tokens=51"))
 
 
-def test_every_entry_is_compared_whichever_fits(known: ApiKeys, monkeypatch: pytest.MonkeyPatch) -> None:
-    compared = []
-    monkeypatch.setattr(keys.hmac, "compare_digest", lambda a, b: (compared.append(a), a == b)[1])
+def test_every_entry_is_compared_whichever_matches(known: ApiKeys, monkeypatch: pytest.MonkeyPatch) -> None:
+    compared: list[object] = []
+
+    def compare(one: object, other: object) -> bool:
+        compared.append(one)
+        return one == other
+
+    monkeypatch.setattr(hmac, "compare_digest", compare)
     for key in ("secret-1", "secret-2", "secret-3"):
         compared.clear()
         try:
@@ -87,7 +92,7 @@ def test_every_entry_is_compared_whichever_fits(known: ApiKeys, monkeypatch: pyt
         except BatonError:
             assert key == "secret-3"
         assert len(compared) == 2
-    assert hmac.compare_digest is keys.hmac.compare_digest
+    assert vars(keys)["hmac"] is hmac
 
 
 @pytest.mark.parametrize(
@@ -104,18 +109,18 @@ def test_every_entry_is_compared_whichever_fits(known: ApiKeys, monkeypatch: pyt
         (line("ci", "k", "x" * 65), "names have"),
     ],
 )
-def test_a_file_that_is_none_names_the_line(tmp_path: Path, text: str, what: str) -> None:
+def test_a_malformed_file_is_refused_with_the_reason(tmp_path: Path, text: str, what: str) -> None:
     with pytest.raises(ConfigError, match=r"security\.api_keys") as caught:
         load(tmp_path, text)
     assert what in str(caught.value)
 
 
-def test_a_file_that_is_not_there(tmp_path: Path) -> None:
+def test_a_missing_file_is_an_error(tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match="cannot be read"):
         ApiKeys.load(str(tmp_path / "nowhere"))
 
 
-# A file that changes while the router runs
+# Changes to the file while the router runs
 
 
 def test_a_changed_file_is_read_again(tmp_path: Path) -> None:
@@ -129,7 +134,7 @@ def test_a_changed_file_is_read_again(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("text", ["", "no key\n", None])
-def test_a_file_that_cannot_be_used_changes_nothing(tmp_path: Path, text: str | None) -> None:
+def test_an_unusable_file_changes_nothing(tmp_path: Path, text: str | None) -> None:
     known = load(tmp_path, line("ci", "old"))
     (tmp_path / "keys").unlink()
     if text is not None:
@@ -137,12 +142,12 @@ def test_a_file_that_cannot_be_used_changes_nothing(tmp_path: Path, text: str | 
     with pytest.raises(ConfigError):
         known.refresh()
     assert known.tenant("Bearer old") == "ci"
-    assert not known.refresh(), "it is said once"
+    assert not known.refresh(), "the error is reported once"
     (tmp_path / "keys").write_text(line("ci", "new"))
     assert known.refresh() and known.tenant("Bearer new") == "ci"
 
 
-def test_a_tenant_whose_key_was_taken_away_has_no_quota_left_to_ask_for(tmp_path: Path) -> None:
+def test_a_tenant_whose_key_was_removed_has_no_limits(tmp_path: Path) -> None:
     """Its running requests are still charged."""
     known = load(tmp_path, line("ci", "a", "one requests=3") + line("x", "b"))
     (tmp_path / "keys").write_text(line("x", "b"))

@@ -1,4 +1,4 @@
-"""What the live page and `baton top` are told: states of workers, requests on their way, totals."""
+"""The data for the live page and `baton top`: states of workers, requests in progress, totals."""
 
 import asyncio
 import json
@@ -27,7 +27,7 @@ from router.view import ABSENT_S, ClusterView
 
 @dataclass
 class Asked:
-    """In the place of `router.clients.Workers`."""
+    """A stand-in for `router.clients.Workers`."""
 
     silent: set[str] = field(default_factory=set)
     says: dict[str, Any] = field(default_factory=dict)  # fields of a record
@@ -64,7 +64,7 @@ class House:
         self.view.update(map(record, names), self.now)
 
     def leaves(self, name: str, *others: str) -> None:
-        """The registry and the worker's own connection both say so."""
+        """Both the registry and the worker's own connection report it."""
         self.there(*others)
         self.view.note_silence(name, 1)
         self.now += ABSENT_S
@@ -73,7 +73,7 @@ class House:
     async def look(self, after: float = 0.0) -> dict[str, Any]:
         self.now += after
         told = await self.live.look()
-        assert plain(worker_pb2.LiveResponse(**told)) == told, "the page and the terminal are told the same"
+        assert plain(worker_pb2.LiveResponse(**told)) == told, "the page and the terminal get the same data"
         return json.loads(json.dumps(told))  # type: ignore[no-any-return]
 
     async def states(self, after: float = 1.0) -> dict[str, str]:
@@ -85,7 +85,7 @@ class House:
         return entry
 
 
-async def test_workers_stand_in_order_with_what_they_say_now() -> None:
+async def test_workers_are_sorted_and_have_the_values_they_report_now() -> None:
     house = House()
     house.there("d0", "p1", "p0")
     told = (await house.look())["workers"]
@@ -93,7 +93,7 @@ async def test_workers_stand_in_order_with_what_they_say_now() -> None:
     assert told[2]["role"] == "decode" and told[2]["blocks_in_use"] == 7 and told[2]["kv_blocks"] == 1000
 
 
-async def test_a_worker_that_dies_is_unreachable_then_gone_and_at_last_forgotten() -> None:
+async def test_a_worker_that_dies_is_unreachable_then_gone_then_forgotten() -> None:
     house = House()
     house.there("p0", "d0")
     assert await house.states() == {"p0": "ready", "d0": "ready"}
@@ -105,7 +105,7 @@ async def test_a_worker_that_dies_is_unreachable_then_gone_and_at_last_forgotten
     assert await house.states(6) == {"p0": "ready"}
 
 
-async def test_one_that_comes_back_is_there_once() -> None:
+async def test_a_worker_that_comes_back_is_listed_once() -> None:
     house = House()
     house.there("d0")
     house.workers.silent = {"d0"}
@@ -115,7 +115,7 @@ async def test_one_that_comes_back_is_there_once() -> None:
     assert await house.states() == {"d0": "ready"}
 
 
-async def test_one_that_drains_goes_without_alarm() -> None:
+async def test_a_worker_that_drains_leaves_without_an_alarm() -> None:
     house = House()
     house.there("p0", "d0")
     house.workers.says = {"state": "draining"}
@@ -124,13 +124,20 @@ async def test_one_that_drains_goes_without_alarm() -> None:
     assert await house.states() == {"p0": "draining"}
 
 
-async def test_one_that_serves_another_model_is_unfit() -> None:
+async def test_a_worker_that_serves_another_model_is_unfit() -> None:
     house = House()
     house.view.update([record("d0"), record("d1", model_fingerprint="other")], house.now)
     assert await house.states() == {"d0": "ready", "d1": "unfit"}
 
 
-async def test_many_who_look_ask_the_workers_once() -> None:
+async def test_a_worker_that_answers_without_progress_is_hung() -> None:
+    house = House()
+    house.there("d0", "d1")
+    house.view.mark_hung("d1", 1, True)
+    assert await house.states() == {"d0": "ready", "d1": "hung"}
+
+
+async def test_many_viewers_cost_each_worker_one_request() -> None:
     house = House()
     house.there("p0", "d0")
     await asyncio.gather(*(house.look() for _ in range(50)))
@@ -139,7 +146,7 @@ async def test_many_who_look_ask_the_workers_once() -> None:
     assert house.workers.asked == 4
 
 
-async def test_a_request_is_seen_on_its_way_and_then_among_the_last() -> None:
+async def test_a_request_is_listed_while_it_runs_and_then_among_the_recent_ones() -> None:
     house = House()
     with house.open("r1") as entry:
         entry.trace.watch.enter("prefill", "p0")
@@ -160,7 +167,7 @@ async def test_a_request_is_seen_on_its_way_and_then_among_the_last() -> None:
     assert house.live.find("r1") is not None and house.live.find("r2") is None
 
 
-async def test_errors_are_kept_apart_and_are_not_goodput() -> None:
+async def test_errors_are_counted_separately_and_are_not_goodput() -> None:
     house = House()
     for reason in (Reason.SATURATED, Reason.RETRIES_SPENT, Reason.INVALID_FIELD):
         with pytest.raises(BatonError), house.open(reason.name):
@@ -181,7 +188,7 @@ async def test_a_request_that_misses_its_objective_is_not_goodput() -> None:
     assert told["totals"]["met"] == 1 and told["slo"] == {"objectives": {"e2e": 1.0}, "attainment": 0.5}
 
 
-async def test_what_is_told_is_bounded() -> None:
+async def test_the_number_of_listed_requests_is_limited() -> None:
     house = House()
     entries: Iterable[Entry] = [house.open(f"r{i}") for i in range(MAX_REQUESTS + 5)]
     for entry in entries:
@@ -189,7 +196,7 @@ async def test_what_is_told_is_bounded() -> None:
     assert len((await house.look())["requests"]) == MAX_REQUESTS
 
 
-async def test_a_registry_that_is_away_is_told() -> None:
+async def test_an_unreachable_registry_is_reported() -> None:
     house = House()
     house.watch.registry_reachable = False
     assert (await house.look())["router"]["registry"] == "away"

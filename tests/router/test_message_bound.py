@@ -1,6 +1,7 @@
-"""A request of more fields than any legal one is refused before it is parsed, and the count goes no further than that."""
+"""A request with more fields than any legal one is refused before it is parsed, and counting stops there."""
 
 from collections import Counter
+from collections.abc import AsyncIterator
 
 import grpc
 import pytest
@@ -27,7 +28,7 @@ LARGEST = pb.GenerateRequest(
     ),
 )  # fmt: skip
 LEGAL = {
-    "the largest of all": LARGEST,
+    "the largest request": LARGEST,
     "a text of 1 MiB": pb.GenerateRequest(text="x" * (1 << 20)),
     "a million ids": pb.GenerateRequest(token_ids=pb.TokenIds(ids=[70_000] * 1_000_000)),
 }
@@ -35,7 +36,7 @@ MANY = 300_000
 
 
 def part(number: int, content: bytes) -> bytes:
-    """A length-delimited field."""
+    """Returns a length-delimited field."""
     size, length = len(content), b""
     while size > 0x7F:
         length, size = length + bytes([size & 0x7F | 0x80]), size >> 7
@@ -46,25 +47,25 @@ HOSTILE = {
     "biases": pb.GenerateRequest(text="x", sampling=pb.SamplingParams(logit_bias=dict.fromkeys(range(MANY), 1.0))).SerializeToString(),
     "messages": pb.GenerateRequest(chat=pb.Chat(messages=[pb.ChatMessage()] * MANY)).SerializeToString(),
     "stops": pb.GenerateRequest(sampling=pb.SamplingParams(stop=[""] * MANY)).SerializeToString(),
-    "one field again and again": pb.GenerateRequest(model="m").SerializeToString() * MANY,
-    "one role again and again": part(4, part(1, part(1, b"") * MANY)),
+    "one field repeated": pb.GenerateRequest(model="m").SerializeToString() * MANY,
+    "one role repeated": part(4, part(1, part(1, b"") * MANY)),
     "unknown fields": b"\xf8\x01\x00" * MANY,
     "unknown groups": b"\xfb\x01" + b"\xf8\x01\x00" * MANY + b"\xfc\x01",
-    "ids that are not packed": part(5, b"\x08\x07" * MANY),
+    "unpacked ids": part(5, b"\x08\x07" * MANY),
 }
 
 
 @pytest.mark.parametrize("name", LEGAL)
-def test_whatever_the_limits_allow_passes(name: str) -> None:
+def test_everything_within_the_limits_passes(name: str) -> None:
     data = LEGAL[name].SerializeToString()
     assert len(data) > UNCOUNTED_BYTES
     check_fields(data)
 
 
 @pytest.mark.parametrize("name", HOSTILE)
-def test_what_is_too_much_is_refused_and_not_counted_to_its_end(name: str) -> None:
+def test_a_message_with_too_many_fields_is_refused_before_all_are_counted(name: str) -> None:
     data = HOSTILE[name]
-    pb.GenerateRequest.FromString(data)  # it is a message; only the count is wrong
+    pb.GenerateRequest.FromString(data)  # a valid message, except for its number of fields
     with pytest.raises(BatonError, match=str(MAX_FIELDS)) as caught:
         check_fields(data)
     assert caught.value.reason is Reason.INVALID_FIELD
@@ -72,7 +73,7 @@ def test_what_is_too_much_is_refused_and_not_counted_to_its_end(name: str) -> No
 
 
 @pytest.mark.parametrize("cut", range(1, 40))
-def test_what_is_cut_off_or_is_no_message_is_left_to_the_parser(cut: int) -> None:
+def test_truncated_or_invalid_data_is_left_to_the_parser(cut: int) -> None:
     data = LARGEST.SerializeToString()
     check_fields(data[: len(data) - cut * 997])
     check_fields(bytes((value * 31 + cut) % 256 for value in range(1 << 10)) * 100)
@@ -80,13 +81,13 @@ def test_what_is_cut_off_or_is_no_message_is_left_to_the_parser(cut: int) -> Non
 
 
 class Door(generation_pb2_grpc.GenerationServicer):
-    async def Generate(self, request: pb.GenerateRequest, context: Context) -> pb.GenerateResponse:
+    async def Generate(self, request: pb.GenerateRequest, context: Context) -> AsyncIterator[pb.GenerateResponse]:
         yield pb.GenerateResponse()
 
 
 @pytest.mark.parametrize("checked", [True, False])
 async def test_the_server_answers_before_it_parses(checked: bool) -> None:
-    """The control: without the check, the method is called."""
+    """Control: without the check, the method is called."""
     server = Server(Config(), 4 << 20, check=check_fields if checked else None)
     generation_pb2_grpc.add_GenerationServicer_to_server(Door(), server.grpc)
     address = server.bind(0)
@@ -108,14 +109,14 @@ NAMED = {
     "biases": "sampling.logit_bias",
     "messages": "chat.messages",
     "stops": "sampling.stop",
-    "one field again and again": "model",
+    "one field repeated": "model",
     "unknown fields": "request",
-    "ids that are not packed": "token_ids.ids",
+    "unpacked ids": "token_ids.ids",
 }
 
 
 @pytest.mark.parametrize("name", NAMED)
-def test_the_field_that_there_is_most_of_is_named(name: str) -> None:
+def test_the_most_frequent_field_is_named(name: str) -> None:
     with pytest.raises(BatonError) as caught:
         check_fields(HOSTILE[name])
     assert [violation.field for violation in caught.value.violations] == [NAMED[name]]

@@ -1,4 +1,4 @@
-"""Which request killed the workers, and who asks the same again."""
+"""Finding the request that killed the workers, and refusing the same prompt later."""
 
 from time import monotonic
 
@@ -21,7 +21,7 @@ def on(poison: Poison, worker: str, **requests: Request) -> None:
 
 
 def dies(poison: Poison, worker: str, *names: str) -> list[bool]:
-    """The process is lost; each of them finds out in turn, and its stretch ends before the next one is told."""
+    """The process is lost. Each request learns of it in turn, and its stretch ends before the next one learns."""
     found = []
     for name in names:
         found.append(poison.died(f"{name}@{worker}"))
@@ -29,7 +29,7 @@ def dies(poison: Poison, worker: str, *names: str) -> list[bool]:
     return found
 
 
-def test_two_processes_that_die_under_it_condemn_a_request() -> None:
+def test_a_request_is_condemned_if_two_processes_die_under_it() -> None:
     poison, x = Poison(), request()
     on(poison, "d0", x=x)
     assert dies(poison, "d0", "x") == [False] and poison.may_try(x)
@@ -37,8 +37,8 @@ def test_two_processes_that_die_under_it_condemn_a_request() -> None:
     assert dies(poison, "d1", "x") == [True] and x.suspicion.deaths == 2
 
 
-def test_a_token_in_between_clears_it() -> None:
-    """Two workers crashed for other reasons."""
+def test_a_token_between_two_deaths_clears_the_request() -> None:
+    """The two workers crashed for other reasons."""
     poison, x = Poison(), request()
     on(poison, "d0", x=x)
     assert dies(poison, "d0", "x") == [False]
@@ -47,8 +47,8 @@ def test_a_token_in_between_clears_it() -> None:
     assert dies(poison, "d1", "x") == [False]
 
 
-def test_its_neighbours_are_not_condemned_with_it() -> None:
-    """They were there first, went where it went, and had no token yet when the second worker died."""
+def test_requests_on_the_same_process_are_not_condemned_with_it() -> None:
+    """They were there first, moved to the same worker, and had no new token when the second worker died."""
     for order in (["x", "n", "m"], ["n", "m", "x"]):
         poison, x, n, m = Poison(), request(), request(output=3), request(output=3)
         on(poison, "d0", n=n, m=m)
@@ -63,20 +63,20 @@ def test_its_neighbours_are_not_condemned_with_it() -> None:
         assert poison.may_try(m) and poison.may_try(n)
 
 
-def test_equally_suspect_ones_are_tried_one_after_the_other() -> None:
+def test_equally_suspect_requests_are_tried_one_after_another() -> None:
     poison, x, n = Poison(), request(), request()
     for worker in ("d0", "d1"):
         on(poison, worker, x=x, n=n)
         assert dies(poison, worker, "x", "n") == [False, False], "one of them is innocent"
     assert poison.may_try(n) and not poison.may_try(x) and poison.may_try(n)
     on(poison, "d2", n=n)
-    n.tokens.append(7)  # it was not that one
+    n.tokens.append(7)  # so `n` is innocent
     assert poison.may_try(x) and poison.may_try(n)
     on(poison, "d2", x=x)
     assert dies(poison, "d2", "n", "x") == [False, True]
 
 
-def test_who_is_tried_and_gives_up_makes_room() -> None:
+def test_a_suspect_that_gives_up_its_trial_makes_room_for_the_next() -> None:
     poison, x, n = Poison(), request(), request()
     for worker in ("d0", "d1"):
         on(poison, worker, x=x, n=n)
@@ -88,7 +88,7 @@ def test_who_is_tried_and_gives_up_makes_room() -> None:
     assert poison.may_try(x)
 
 
-def test_what_kills_after_some_tokens_is_condemned_too() -> None:
+def test_a_request_that_kills_after_some_tokens_is_condemned_too() -> None:
     poison, x, n = Poison(), request(), request()
     on(poison, "d0", x=x, n=n)
     x.tokens.append(5)
@@ -99,7 +99,7 @@ def test_what_kills_after_some_tokens_is_condemned_too() -> None:
     assert dies(poison, "d1", "n", "x") == [False, True]
 
 
-def test_the_company_of_dead_processes_is_bounded() -> None:
+def test_the_number_of_remembered_dead_processes_is_limited() -> None:
     poison = Poison()
     for number in range(3 * MAX_DEAD):
         on(poison, f"d{number}", x=request())
@@ -117,7 +117,7 @@ def refused(poison: Poison, prompt: list[int], now: float = 0.0, salt: str = "")
     return poison.refusal(parents(prompt, salt), BLOCK, prompt, now) is not None
 
 
-def test_a_condemned_prompt_and_what_begins_with_it_is_refused_for_a_while() -> None:
+def test_a_condemned_prompt_and_its_extensions_are_refused_for_a_while() -> None:
     poison, prompt = Poison(), [1, 2, 3, 4, 5, 6]
     poison.quarantine(parents(prompt), BLOCK, prompt, 600.0)
     assert poison.refusal(parents(prompt), BLOCK, prompt, 100.0) == 500.0
@@ -129,20 +129,20 @@ def test_a_condemned_prompt_and_what_begins_with_it_is_refused_for_a_while() -> 
     assert not poison._until
 
 
-def test_a_prompt_of_less_than_a_block_is_refused_alone() -> None:
-    """The first token of all prompts must not close the door to everybody."""
+def test_extensions_of_a_prompt_shorter_than_a_block_are_not_refused() -> None:
+    """Otherwise a prompt of just the first token that all prompts share would block every request."""
     poison = Poison()
     poison.quarantine(parents([1]), BLOCK, [1], 600.0)
     assert refused(poison, [1]) and not refused(poison, [1, 2]) and not refused(poison, [1, 2, 3, 4, 5])
 
 
-def test_whole_blocks_match_too() -> None:
+def test_a_condemned_prompt_of_whole_blocks_is_recognized() -> None:
     poison, prompt = Poison(), [1, 2, 3, 4]
     poison.quarantine(parents(prompt), BLOCK, prompt, 600.0)
     assert refused(poison, prompt) and refused(poison, [*prompt, 9]) and not refused(poison, [1, 2, 3])
 
 
-def test_the_table_is_bounded() -> None:
+def test_the_quarantine_table_is_limited() -> None:
     poison = Poison()
     for number in range(2 * MAX_PROMPTS):
         prompt = [number] * BLOCK

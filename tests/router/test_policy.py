@@ -1,4 +1,4 @@
-"""Choices, each with the numbers that make it."""
+"""Choices of workers, each with the numbers that decide it."""
 
 from dataclasses import replace
 from typing import Any
@@ -7,7 +7,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from baton.cluster.records import BlockEvent, Load, WorkerRecord
+from baton.cluster.records import BlockEvent, Load, RoleName, WorkerRecord
 from router.policy import TERMS, Bypass, Cached, Choice, NoWorker, Saturated, choose_decode, choose_prefill, places
 from router.view import ClusterView
 
@@ -18,7 +18,7 @@ PROMPT = 160
 
 
 def worker(name: str, **load: int) -> WorkerRecord:
-    role = "prefill" if name.startswith("p") else "decode"
+    role: RoleName = "prefill" if name.startswith("p") else "decode"
     told = Load(**{"credit_tokens": BLOCK * BLOCKS, **load})
     return WorkerRecord(name, role, f"{name}:1", 1, "ready", 1, "host", "small", "model", "tokenizer", BLOCK, 4096, BLOCKS, "tcp", told)
 
@@ -47,28 +47,28 @@ def decode(view: ClusterView, longest: int = 200, exclude: Any = (), **terms: An
 IDLE = (worker("p0"), worker("p1"), worker("d0"), worker("d1"))
 
 
-def test_an_idle_cluster() -> None:
+def test_an_idle_cluster_is_filled_in_order_of_names() -> None:
     assert prefill(cluster(*IDLE)) == Choice("p0", 0, 160, "least work")
     assert decode(cluster(*IDLE)) == Choice("d0", 0, 0, "fits")
 
 
-def test_a_cached_prefix_draws_until_the_queue_there_costs_more() -> None:
+def test_a_cached_prefix_attracts_requests_until_the_queue_there_costs_more() -> None:
     view = cluster(*IDLE, cached={"p0": 8})
     assert prefill(view) == Choice("p0", 8, 32, "cached prefix")
     view.start_prefill("a", "p0", 127)
     assert prefill(view) == Choice("p0", 8, 159, "cached prefix")
     view.start_prefill("b", "p0", 1)
-    assert prefill(view) == Choice("p1", 0, 160, "least work")  # a tie: fewer tokens wait there
+    assert prefill(view) == Choice("p1", 0, 160, "least work")  # a tie: fewer tokens wait at p1
 
 
-def test_a_prefix_just_sent_draws_the_next_request() -> None:
+def test_a_prefix_that_was_just_sent_attracts_the_next_request() -> None:
     view = cluster(*IDLE)
     view.index.predict("p1", KEYS, 2.0)
     assert prefill(view, now=1.0) == Choice("p1", 10, 0, "cached prefix")
     assert prefill(view, now=2.0) == Choice("p0", 0, 160, "least work")
 
 
-def test_our_own_work_spreads_requests() -> None:
+def test_the_work_of_this_router_spreads_requests() -> None:
     view = cluster(*IDLE)
     placed = []
     for request in "abcd":
@@ -79,27 +79,27 @@ def test_our_own_work_spreads_requests() -> None:
     assert placed == ["p0", "p1", "p0", "p1"]
 
 
-def test_what_others_put_there_counts() -> None:
+def test_work_from_other_routers_counts() -> None:
     assert prefill(cluster(worker("p0", waiting_tokens=500), *IDLE[1:])) == Choice("p1", 0, 160, "least work")
 
 
-def test_who_failed_the_request_is_left_out() -> None:
+def test_a_worker_that_failed_the_request_is_excluded() -> None:
     view = cluster(*IDLE)
     assert prefill(view, exclude={("p0", 1)}) == Choice("p1", 0, 160, "least work")
     assert prefill(view, exclude={("p0", 1), ("p1", 1)}) == Bypass("no prefill worker")
-    assert isinstance(prefill(view, exclude={("d0", 1), ("d1", 1)}), Choice)  # a decode worker may be back by then
+    assert isinstance(prefill(view, exclude={("d0", 1), ("d1", 1)}), Choice)  # a decode worker may be back when the prompt is computed
     assert decode(view, exclude={("d0", 1)}) == Choice("d1", 0, 0, "fits")
     assert decode(view, exclude={("d0", 1), ("d1", 1)}) is None
 
 
-def test_a_restarted_worker_did_not_fail_the_request() -> None:
-    """Its process is a new one: (name, incarnation) failed, not the name."""
+def test_a_restarted_worker_is_not_excluded() -> None:
+    """It is a new process: (name, incarnation) failed, not the name."""
     view = cluster(worker("p0"), replace(worker("d0"), incarnation=2))
     assert decode(view, exclude={("d0", 1)}) == Choice("d0", 0, 0, "fits")
     assert prefill(view, exclude={("p0", 0)}) == Choice("p0", 0, 160, "least work")
 
 
-def test_workers_that_are_down_are_left_out() -> None:
+def test_workers_that_are_down_are_excluded() -> None:
     view = cluster(*IDLE)
     for name in ("p0", "d0"):
         view.mark_down(name, 1)
@@ -110,7 +110,7 @@ def test_workers_that_are_down_are_left_out() -> None:
     assert prefill(view) == NoWorker() and decode(view) is None
 
 
-def test_no_decode_worker_is_no_worker() -> None:
+def test_without_a_decode_worker_there_is_no_worker() -> None:
     assert prefill(cluster(worker("p0"))) == NoWorker() == prefill(cluster())
 
 
@@ -125,23 +125,24 @@ def test_no_decode_worker_is_no_worker() -> None:
         (0, 0, None),
     ],
 )
-def test_bypass(cached: int, bypass_tokens: int, expected: Bypass | None) -> None:
+def test_a_bypass_depends_on_the_uncached_tokens(cached: int, bypass_tokens: int, expected: Bypass | None) -> None:
     view = cluster(*IDLE, cached={"d1": cached} if cached else {})
     answer = prefill(view, bypass_tokens)
     assert answer == expected if expected else isinstance(answer, Choice)
 
 
-def test_a_prefix_that_another_worker_caches_is_fetched_where_that_saves_more_than_it_costs() -> None:
+def test_a_prefix_cached_elsewhere_is_fetched_if_that_saves_more_than_it_costs() -> None:
     view = cluster(*IDLE, cached={"d1": 9})
     assert prefill(view, fetch_tokens=143) == Choice("p0", 9, 159, "fetched prefix", Cached("d1", 9))
     assert prefill(view, fetch_tokens=144) == Choice("p0", 0, 160, "least work")
     assert prefill(view) == Choice("p0", 0, 160, "least work")
 
 
-def test_what_a_prefill_worker_caches_itself_is_not_fetched() -> None:
+def test_a_prefix_that_the_prefill_worker_caches_itself_is_not_fetched() -> None:
     view = cluster(*IDLE, cached={"d1": 9, "p1": 4})
-    assert prefill(view, fetch_tokens=80) == Choice("p1", 4, 96, "cached prefix"), "80 tokens would be saved, at the price of 80"
-    assert prefill(view, fetch_tokens=79).source == Cached("d1", 9)
+    assert prefill(view, fetch_tokens=80) == Choice("p1", 4, 96, "cached prefix"), "80 tokens would be saved at a cost of 80"
+    choice = prefill(view, fetch_tokens=79)
+    assert isinstance(choice, Choice) and choice.source == Cached("d1", 9)
 
 
 def test_an_idle_prefill_worker_fetches_from_a_busy_one() -> None:
@@ -159,35 +160,35 @@ def test_nothing_is_fetched_from_a_worker_that_failed_the_request_or_is_down(gon
     assert prefill(view, fetch_tokens=20) == Choice("p0", 0, 160, "least work")
 
 
-def test_bypass_looks_at_the_worker_that_would_decode() -> None:
-    """d1 has the prefix but no room: the request would go to d0, which would compute all of it."""
+def test_a_bypass_considers_the_worker_that_would_decode() -> None:
+    """d1 has the prefix but no room: the request would go to d0, which would have to compute the whole prompt."""
     view = cluster(worker("p0"), worker("d0"), worker("d1", credit_tokens=0), cached={"d1": 10})
     assert decode(view) == Choice("d0", 0, 0, "fits")
     assert prefill(view, bypass_tokens=32) == Choice("p0", 0, 160, "least work")
 
 
-def test_bypass_and_decode_judge_the_same_length() -> None:
+def test_bypass_and_decode_use_the_same_sequence_length() -> None:
     """d0 caches the prompt and has room for it, but not for the output: the request will go to d1, which caches nothing."""
     view = cluster(worker("p0"), worker("d0", credit_tokens=900), worker("d1", credit_tokens=1000), cached={"d0": 10})
     assert decode(view, longest=950) == Choice("d1", 0, 600, "fits")
     assert prefill(view, bypass_tokens=32, longest=950) == Choice("p0", 0, 160, "least work")
-    assert prefill(view, bypass_tokens=32, longest=900) == Bypass("cached"), "where there is room for all of it"
+    assert prefill(view, bypass_tokens=32, longest=900) == Bypass("cached"), "d0 has room for a sequence of this length"
 
 
-def test_bypass_and_decode_obey_the_same_bound_on_queues() -> None:
+def test_bypass_and_decode_use_the_same_queue_limit() -> None:
     view = cluster(worker("p0"), worker("d0", waiting=9), cached={"d0": 10})
     assert decode(view, max_queue=8) == Saturated() == prefill(view, bypass_tokens=32, max_queue=8)
     assert prefill(view, bypass_tokens=32) == Bypass("cached")
 
 
-def test_no_prompt_is_computed_while_no_decode_worker_can_take_the_sequence() -> None:
+def test_no_prompt_is_computed_while_no_decode_worker_can_accept_the_sequence() -> None:
     busy = worker("d0", credit_tokens=199, waiting=1)
     assert prefill(cluster(worker("p0"), busy)) == Saturated() == prefill(cluster(busy))
     assert isinstance(prefill(cluster(worker("p0"), busy, worker("d1"))), Choice)
-    assert isinstance(prefill(cluster(worker("p0"), worker("d0", credit_tokens=200, waiting=1))), Choice), "the credit holds it"
+    assert isinstance(prefill(cluster(worker("p0"), worker("d0", credit_tokens=200, waiting=1))), Choice), "the credit covers it"
 
 
-def test_a_worker_that_promised_more_than_it_holds_takes_as_many_as_it_runs_while_nobody_waits_there() -> None:
+def test_an_overcommitted_worker_without_a_queue_accepts_as_many_sequences_as_it_runs() -> None:
     """Credit counts every sequence at its full length, which few reach."""
     view = cluster(worker("p0"), replace(worker("d0", credit_tokens=-500), max_num_seqs=2))
     for request in "ab":
@@ -198,7 +199,7 @@ def test_a_worker_that_promised_more_than_it_holds_takes_as_many_as_it_runs_whil
     assert isinstance(prefill(view), Choice)
 
 
-def test_places_are_what_the_workers_run_and_a_quarter_ahead() -> None:
+def test_places_are_what_the_workers_run_plus_a_quarter() -> None:
     def of(name: str, max_num_seqs: int) -> WorkerRecord:
         return replace(worker(name), max_num_seqs=max_num_seqs)
 
@@ -207,7 +208,7 @@ def test_places_are_what_the_workers_run_and_a_quarter_ahead() -> None:
     assert places(cluster(of("p0", 8))) is None and places(cluster(of("d0", 8), of("d1", 0))) is None
 
 
-def test_decode_goes_where_less_is_promised() -> None:
+def test_decode_goes_to_the_worker_that_has_promised_less() -> None:
     view = cluster(worker("d0", credit_tokens=1000), worker("d1", credit_tokens=1100))
     assert decode(view) == Choice("d1", 0, 500, "fits")
     view = cluster(worker("d0", credit_tokens=1000), worker("d1", credit_tokens=1100, waiting_tokens=101))
@@ -220,7 +221,7 @@ def test_decode_weighs_the_cache_against_the_load() -> None:
     assert decode(view, overlap_weight=0.5) == Choice("d0", 0, 0, "fits")
 
 
-def test_promises_that_no_report_shows_yet() -> None:
+def test_promises_count_before_a_report_shows_them() -> None:
     view = cluster(worker("d0"), worker("d1", credit_tokens=1590))
     placed = []
     for request in "abc":
@@ -231,31 +232,31 @@ def test_promises_that_no_report_shows_yet() -> None:
     assert placed == ["d0", "d1", "d0"]
 
 
-def test_room_that_was_just_given_away_is_not_given_twice() -> None:
+def test_room_that_was_just_given_away_is_not_given_away_again() -> None:
     view = cluster(worker("d0", credit_tokens=300), worker("d1", credit_tokens=250))
     assert decode(view) == Choice("d0", 0, 1300, "fits")
     view.start_decode("a", "d0", 200)
     assert decode(view) == Choice("d1", 0, 1350, "fits")
 
 
-def test_without_them_all_would_go_to_one() -> None:
-    """Negative control: reports come once a second."""
+def test_without_counted_promises_every_request_goes_to_one_worker() -> None:
+    """Negative control: load reports come only once a second."""
     view = cluster(worker("d0"), worker("d1", credit_tokens=1590))
     assert [decode(view) for _ in range(3)] == [Choice("d0", 0, 0, "fits")] * 3
 
 
-def test_room_for_the_sequence_comes_before_cost() -> None:
+def test_room_for_the_sequence_matters_more_than_cost() -> None:
     view = cluster(worker("d0", credit_tokens=199), worker("d1", credit_tokens=200, waiting_tokens=5000), cached={"d0": 10})
     assert decode(view, 200) == Choice("d1", 0, 1400 + 5000, "fits")
 
 
-def test_without_room_it_queues_where_most_is_free() -> None:
+def test_without_room_the_request_queues_where_most_is_free() -> None:
     view = cluster(worker("d0", credit_tokens=-50), worker("d1", credit_tokens=150), worker("d2", credit_tokens=160, waiting=5))
     assert decode(view, 200) == Choice("d2", 0, 1440, "queues")
     assert decode(view, 200, max_queue=5) == Choice("d1", 0, 1450, "queues")
 
 
-def test_full_queues_refuse() -> None:
+def test_full_queues_are_saturated() -> None:
     view = cluster(worker("d0", waiting=256), worker("d1", waiting=300))
     assert decode(view) == Saturated()
     assert decode(view, max_queue=301) == Choice("d0", 0, 0, "fits")
@@ -265,8 +266,8 @@ loads = st.builds(Load, waiting=st.integers(0, 300), credit_tokens=st.integers(-
 
 
 @given(st.lists(loads, max_size=4), st.lists(loads, max_size=4), st.lists(st.integers(0, 10), min_size=8, max_size=8), st.integers(0, 300))
-def test_any_cluster(prefills: list[Load], decodes: list[Load], cached: list[int], bypass_tokens: int) -> None:
-    """No better worker is passed over, and the answer does not depend on the order of the records."""
+def test_the_best_worker_of_any_cluster_is_chosen(prefills: list[Load], decodes: list[Load], cached: list[int], bypass_tokens: int) -> None:
+    """The best worker is chosen, and the answer does not depend on the order of the records."""
     workers = [replace(worker(f"p{i}"), load=load) for i, load in enumerate(prefills)]
     workers += [replace(worker(f"d{i}"), load=load) for i, load in enumerate(decodes)]
     held = {record.name: blocks for record, blocks in zip(workers, cached, strict=False) if blocks}

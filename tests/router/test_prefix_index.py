@@ -1,4 +1,4 @@
-"""The prefix index against the caches themselves, with a registry between them that drops, repeats and reorders events."""
+"""The prefix index compared with the caches themselves. The registry between them drops, repeats and reorders events."""
 
 from typing import Literal
 
@@ -19,7 +19,7 @@ def event(worker: str, sequence: int, kind: Literal["stored", "removed"], *keys:
 
 
 class Worker:
-    """A cache that tells of its changes; `states[n]` is what it held after event n."""
+    """A cache that reports its changes. `states[n]` is what it held after event n."""
 
     def __init__(self, name: str, incarnation: int) -> None:
         self.name, self.incarnation = name, incarnation
@@ -33,7 +33,7 @@ class Worker:
 
 
 class IndexMachine(RuleBasedStateMachine):
-    """What the index says a worker reported is always what the worker held at some moment, and the moment never goes back."""
+    """What the index considers reported by a worker is always what the worker held at some moment, and that moment never moves back."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -65,7 +65,7 @@ class IndexMachine(RuleBasedStateMachine):
 
     @rule(name=st.sampled_from(WORKERS), data=st.data())
     def event_arrives(self, name: str, data: st.DataObject) -> None:
-        """Any event, at any time, any number of times: mostly the next one."""
+        """Delivers any event at any time and any number of times, but mostly the next one."""
         worker = self.workers[name]
         if not worker.events:
             return
@@ -81,7 +81,7 @@ class IndexMachine(RuleBasedStateMachine):
             assert told.sequence > before + 1 and not self.exact(name)
 
     def catch_up(self, name: str, told: BlockEvent) -> None:
-        """An event that fits in brings those that waited for it; find out how far by what was stored on the way."""
+        """After the event, those that waited for it were applied too. Advances the model by all of them."""
         held = self.index._workers[name]
         assert held.last >= told.sequence == self.moment[name] + 1
         for sequence in range(self.moment[name] + 1, held.last + 1):
@@ -92,7 +92,7 @@ class IndexMachine(RuleBasedStateMachine):
 
     @rule(name=st.sampled_from(WORKERS), age=st.integers(0, 3))
     def snapshot_arrives(self, name: str, age: int) -> None:
-        """Taken some events ago."""
+        """Delivers a snapshot taken `age` events ago."""
         worker = self.workers[name]
         sequence = max(0, len(worker.events) - age)
         needed = not self.exact(name)
@@ -183,13 +183,13 @@ def test_only_leading_blocks_count() -> None:
     assert index.overlap([], 0.0) == {}
 
 
-def test_a_lost_event_costs_accuracy_until_the_snapshot() -> None:
+def test_after_a_lost_event_the_index_is_only_a_hint_until_the_snapshot() -> None:
     index = joined("a")
     assert index.needing_snapshot() == ["a"]  # it may hold anything
     assert index.apply(event("a", 1, "stored", KEYS[0])) == "ok" and index.needing_snapshot() == []
     assert index.apply(event("a", 3, "stored", KEYS[2])) == "gap"
     assert index.needing_snapshot() == ["a"] and index.overlap(KEYS, 0.0) == {"a": 1}  # still a hint
-    assert index.snapshot("a", 1, 2, KEYS[:2]) == "ok"  # event 3, which is here, comes on top
+    assert index.snapshot("a", 1, 2, KEYS[:2]) == "ok"  # event 3, which has already arrived, is applied on top
     assert index.overlap(KEYS, 0.0) == {"a": 3} and index.needing_snapshot() == []
 
 
@@ -200,17 +200,17 @@ def test_a_late_event_closes_the_gap() -> None:
     assert index.overlap(KEYS[1:], 0.0) == {"a": 1} and index.overlap(KEYS, 0.0) == {} and index.needing_snapshot() == []
 
 
-def test_too_many_events_ahead_are_given_up_for_a_snapshot() -> None:
+def test_too_many_early_events_are_dropped_and_need_a_snapshot() -> None:
     index = joined("a", max_ahead=2)
     for sequence in range(2, 9):
         index.apply(event("a", sequence, "stored", KEYS[0]))
     assert sorted(index._workers["a"].ahead) == [7, 8]
-    assert index.apply(event("a", 1, "stored", KEYS[0])) == "ok" and index.needing_snapshot() == ["a"]  # knows that more were there
+    assert index.apply(event("a", 1, "stored", KEYS[0])) == "ok" and index.needing_snapshot() == ["a"]  # later events are known to exist
     assert index.snapshot("a", 1, 5, KEYS[:1]) == "gap" and index.needing_snapshot() == ["a"]
     assert index.snapshot("a", 1, 6, KEYS[:1]) == "ok" and index.needing_snapshot() == []
 
 
-def test_who_never_joined_or_was_forgotten_says_nothing() -> None:
+def test_reports_of_unknown_or_forgotten_workers_are_ignored() -> None:
     index = joined("a")
     index.forget("a")
     assert index.apply(event("a", 1, "stored", KEYS[0])) == "stale"
@@ -219,7 +219,7 @@ def test_who_never_joined_or_was_forgotten_says_nothing() -> None:
     assert index.overlap(KEYS, 0.0) == {} and index.entries == 0 and index.needing_snapshot() == []
 
 
-def test_a_restarted_worker_holds_nothing_of_before() -> None:
+def test_a_restarted_worker_holds_nothing_from_before() -> None:
     index = joined("a")
     index.apply(event("a", 1, "stored", *KEYS))
     index.predict("a", KEYS, FAR)
@@ -238,11 +238,21 @@ def test_a_prediction_expires_or_is_confirmed() -> None:
     assert index.overlap(KEYS, 2.0) == {"a": 3} and index.entries == 3
     index.apply(event("a", 2, "removed", KEYS[2]))
     index.predict("b", KEYS[:1], 5.0)
-    index.predict("b", KEYS[:1], 4.0)  # an earlier end does not shorten it
+    index.predict("b", KEYS[:1], 4.0)  # an earlier expiry does not shorten the prediction
     assert index.overlap(KEYS, 4.5) == {"a": 2, "b": 1}
 
 
-def test_what_was_reported_beats_what_was_predicted() -> None:
+def test_retracting_a_prediction_keeps_what_was_reported() -> None:
+    index = PrefixIndex()
+    index.join("a", 1)
+    index.snapshot("a", 1, 0, KEYS[:1])
+    index.predict("a", KEYS[:3], FAR)
+    index.retract("a", KEYS[:3])
+    index.retract("nobody", KEYS[:3])
+    assert index.overlap(KEYS, 0.0) == {"a": 1} and index.entries == 1
+
+
+def test_reports_override_predictions() -> None:
     index = joined("a")
     index.predict("a", KEYS[:3], FAR)
     index.apply(event("a", 1, "stored", *KEYS[:3]))
@@ -250,7 +260,7 @@ def test_what_was_reported_beats_what_was_predicted() -> None:
     assert index.overlap(KEYS, 0.0) == {"a": 2}
 
 
-def test_the_index_is_bounded() -> None:
+def test_the_size_of_the_index_is_limited() -> None:
     index = joined("a", "b", max_entries=4)
     index.predict("a", KEYS, FAR)
     assert index.entries == 4 and index.refused == 2
@@ -264,8 +274,8 @@ def test_the_index_is_bounded() -> None:
     assert index.entries == 4 and index.overlap(KEYS, 0.0) == {"a": 2, "b": 2}
 
 
-def test_a_snapshot_as_a_set_is_the_same_as_one_key_by_key() -> None:
-    """Taken over whole, so that a million keys do not hold up the router; predictions that came true are told apart no longer."""
+def test_a_snapshot_as_a_set_equals_one_stored_key_by_key() -> None:
+    """A set is taken over whole, so that a million keys do not delay the router. Predictions that came true are not counted twice."""
     indexes = [joined("a"), joined("a")]
     for index, keys in zip(indexes, (set(KEYS[:3]), list(KEYS[:3])), strict=True):
         index.predict("a", [KEYS[1], KEYS[4]], FAR)
@@ -275,7 +285,7 @@ def test_a_snapshot_as_a_set_is_the_same_as_one_key_by_key() -> None:
         assert index.overlap(KEYS, 0.0) == {"a": 2} and index.entries == 3 and index.overlap(KEYS[4:], 0.0) == {"a": 1}
 
 
-def test_a_snapshot_larger_than_the_index_is_cut() -> None:
+def test_a_snapshot_larger_than_the_index_is_truncated() -> None:
     index = PrefixIndex(max_entries=2)
     index.join("a", 1)
     index.snapshot("a", 1, 2, set(KEYS[:4]))

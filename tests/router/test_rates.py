@@ -1,4 +1,4 @@
-"""Limits of tenants: against a real Redis, shared between routers, and what happens while it is away."""
+"""Limits of tenants, counted in a real Redis that routers share, and what happens while it is away."""
 
 import asyncio
 import os
@@ -49,20 +49,20 @@ async def test_requests_are_counted_for_each_tenant(router: Rates) -> None:
         await router.charge("free", 1000)
 
 
-async def test_prompts_and_outputs_are_tokens(router: Rates) -> None:
+async def test_prompt_tokens_are_counted(router: Rates) -> None:
     await router.admit("small", 60)
     await refused(router, "small", 41)
     await router.admit("small", 40)
     await refused(router, "small", 1)
 
 
-async def test_an_output_that_goes_over_the_limit_is_paid_for(router: Rates) -> None:
+async def test_an_output_beyond_the_limit_uses_up_the_window(router: Rates) -> None:
     await router.admit("small", 10)
     await router.charge("small", 500)
     assert "100 tokens" in (await refused(router, "small", 1)).message
 
 
-async def test_who_is_refused_uses_nothing(router: Rates) -> None:
+async def test_a_refused_request_uses_nothing(router: Rates) -> None:
     await router.admit("both", 90)
     for _ in range(5):
         await refused(router, "both", 50)
@@ -71,13 +71,13 @@ async def test_who_is_refused_uses_nothing(router: Rates) -> None:
     assert "3 requests" in (await refused(router, "both", 0)).message
 
 
-async def test_a_prompt_that_never_has_room_is_no_matter_of_time(router: Rates) -> None:
+async def test_a_prompt_larger_than_the_limit_is_invalid_and_not_to_be_retried(router: Rates) -> None:
     error = await refused(router, "small", 101)
     assert error.reason is Reason.INVALID_FIELD and error.violations[0].field == "prompt" and error.retry_after is None
     await router.admit("small", 100)
 
 
-async def test_routers_count_together(server: EmbeddedRedis) -> None:
+async def test_routers_of_one_cluster_share_the_counts(server: EmbeddedRedis) -> None:
     one, other, foreign = make(server, "together"), make(server, "together"), make(server, "elsewhere")
     await one.admit("few", 1)
     await other.admit("few", 1)
@@ -86,8 +86,8 @@ async def test_routers_count_together(server: EmbeddedRedis) -> None:
     await foreign.admit("few", 1)
 
 
-async def test_while_redis_is_away_a_router_counts_alone_and_asks_again_later(server: EmbeddedRedis) -> None:
-    """SIGSTOP: the connection stands, and nobody answers."""
+async def test_while_redis_is_away_a_router_counts_alone_and_retries_later(server: EmbeddedRedis) -> None:
+    """SIGSTOP keeps the connection open, but Redis no longer answers."""
     now = [0.0]
     router = Rates(redis_counters(server.url, "away"), QUOTAS.__getitem__, 0.2, clock=lambda: now[0])
     await router.admit("few", 1)
@@ -98,7 +98,7 @@ async def test_while_redis_is_away_a_router_counts_alone_and_asks_again_later(se
         for _ in range(2):
             await router.admit("few", 1)
         await refused(router, "few")
-        assert not router.shared and time.monotonic() - began < 2, "each request waited for a Redis that is known to be away"
+        assert not router.shared and time.monotonic() - began < 2, "a request waited for a Redis that is known to be away"
     finally:
         os.kill(server.pid, signal.SIGCONT)
     await refused(router, "few")
@@ -108,15 +108,15 @@ async def test_while_redis_is_away_a_router_counts_alone_and_asks_again_later(se
     await refused(router, "few")
 
 
-async def test_a_redis_that_is_not_there(server: EmbeddedRedis) -> None:
+async def test_without_any_redis_a_router_counts_alone(server: EmbeddedRedis) -> None:
     router = Rates(redis_counters("redis://127.0.0.1:1/0", "nowhere"), QUOTAS.__getitem__, 0.5)
     await router.admit("few", 1)
     await router.admit("few", 1)
     assert (await refused(router, "few")).reason is Reason.RATE_LIMITED and not router.shared
 
 
-async def test_a_window_ends() -> None:
-    """The library's clock, moved on."""
+async def test_requests_are_admitted_again_in_the_next_window() -> None:
+    """The expiry times in the library's storage are moved back by a minute."""
     storage = MemoryStorage()
     router = Rates(storage, QUOTAS.__getitem__, 1.0)
     for _ in range(2):
@@ -128,10 +128,8 @@ async def test_a_window_ends() -> None:
 
 
 @pytest.mark.parametrize(("tenant", "tokens", "let_in"), [("few", 1, 2), ("small", 40, 2), ("both", 60, 1)])
-async def test_of_many_that_come_at_once_no_more_are_let_in_than_there_is_room_for(
-    server: EmbeddedRedis, tenant: str, tokens: int, let_in: int
-) -> None:
-    """Through two routers, so that nothing but Redis can keep the count."""
+async def test_simultaneous_requests_cannot_exceed_the_quota(server: EmbeddedRedis, tenant: str, tokens: int, let_in: int) -> None:
+    """The requests come through two routers, so only Redis can keep the count."""
     routers = [make(server, f"at once {tenant}") for _ in range(2)]
 
     async def one(number: int) -> bool:
@@ -148,7 +146,7 @@ async def test_of_many_that_come_at_once_no_more_are_let_in_than_there_is_room_f
     await refused(routers[1], tenant, tokens)
 
 
-async def test_looking_counts_nothing_and_sees_a_minute_that_is_used_up(router: Rates) -> None:
+async def test_a_check_counts_nothing_and_refuses_a_tenant_that_used_up_its_quota(router: Rates) -> None:
     for _ in range(5):
         await router.check("few")
     for _ in range(2):
@@ -159,7 +157,7 @@ async def test_looking_counts_nothing_and_sees_a_minute_that_is_used_up(router: 
     await router.check("free")
 
 
-async def test_what_was_refused_after_all_is_given_back(router: Rates) -> None:
+async def test_the_quota_of_a_request_refused_later_is_refunded(router: Rates) -> None:
     for _ in range(5):
         await router.admit("both", 90)
         await router.refund("both", 90)

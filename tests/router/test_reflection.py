@@ -1,4 +1,4 @@
-"""What tools learn of the API by asking the router itself."""
+"""Server reflection: what tools learn about the API from the router itself."""
 
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
@@ -50,8 +50,8 @@ async def test_the_services_are_listed(version: str) -> None:
 
 @pytest.mark.parametrize("version", VERSIONS)
 @pytest.mark.parametrize("symbol", [SERVICE, f"{SERVICE}.Generate", "baton.v1.GenerateRequest"])
-async def test_a_service_its_method_and_a_message_are_found(version: str, symbol: str) -> None:
-    """ghz asks for the method."""
+async def test_a_service_a_method_and_a_message_are_found(version: str, symbol: str) -> None:
+    """The tool ghz looks up the method."""
     async with asking(version) as ask:
         found = files(await ask(file_containing_symbol=symbol))
         assert "Generation" in {service.name for service in found["baton/v1/generation.proto"].service}
@@ -67,6 +67,6 @@ async def test_every_listed_service_can_be_described(version: str) -> None:
 
 
 @pytest.mark.parametrize("symbol", [f"{SERVICE}.Nothing", "baton.v1.Nothing", "Nothing", "", "."])
-async def test_what_there_is_not_is_not_found(symbol: str) -> None:
+async def test_unknown_symbols_are_not_found(symbol: str) -> None:
     async with asking(reflection.NEW) as ask:
         assert (await ask(file_containing_symbol=symbol)).error_response.error_code == grpc.StatusCode.NOT_FOUND.value[0]

@@ -1,4 +1,4 @@
-"""From question to answer: who is let in and when, what text comes of the tokens, and that every way out gives the place back."""
+"""From request to answer: which requests are admitted and when, what text the tokens become, and that every outcome frees the place."""
 
 import asyncio
 import random
@@ -8,7 +8,7 @@ from collections.abc import AsyncGenerator, Callable, Sequence
 from contextlib import aclosing
 from dataclasses import dataclass, field
 from itertools import count
-from typing import Any
+from typing import Any, cast
 
 import pytest
 from fake_workers import FakeWorkers, record
@@ -20,9 +20,12 @@ from baton.cluster.telemetry import Tracer
 from baton.engine.sampling import SamplingParams
 from baton.engine.toy import naive
 from baton.models.make_small import make_toy
+from baton.stages import Stage
 from router.admission import Admission
+from router.clients import Workers
 from router.dispatch import Dispatcher
-from router.journal import Journal
+from router.journal import Entry, Journal
+from router.rates import Unlimited
 from router.request import FinishReason, Request, Stopwatch, Token
 from router.service import Accepted, Draws, Event, Finished, GenerateService, Piece, ServedModel
 from router.tokenizer import Tokenizer
@@ -34,7 +37,7 @@ HELLO = "Grüße 👩‍👩‍👧‍👦 مرحبا!"
 
 @pytest.fixture(scope="module")
 def tokenizer(tmp_path_factory: pytest.TempPathFactory) -> Tokenizer:
-    """A byte is its own token id; 256 ends the text."""
+    """A tokenizer in which each byte is its own token id, and 256 ends the text."""
     path = tmp_path_factory.mktemp("toy")
     make_toy(path)
     return Tokenizer.load(path)
@@ -42,7 +45,7 @@ def tokenizer(tmp_path_factory: pytest.TempPathFactory) -> Tokenizer:
 
 @dataclass
 class Script:
-    """Stands in for the dispatcher: says `ids`, then `finish`, then `error`. Waits at `gate` before the first token."""
+    """A stand-in for the dispatcher: yields `ids`, then raises `error` or sets `finish`. Waits at `gate` before the first token."""
 
     ids: Sequence[int] = b"abc"
     finish: FinishReason | None = "length"
@@ -103,7 +106,7 @@ class House:
         return caught.value
 
     def check(self) -> None:
-        """Nobody is inside and nobody waits."""
+        """Checks that no request is being served and none is waiting."""
         self.admission.check()
         assert self.service.idle and not self.service._gate._waiting
         assert (self.admission.inflight, self.admission.queued) == (0, 0)
@@ -115,15 +118,15 @@ def text_of(events: list[Event]) -> str:
 
 def finished(events: list[Event]) -> Finished:
     assert isinstance(events[0], Accepted) and isinstance(events[-1], Finished)
-    assert all(isinstance(event, Piece) for event in events[1:-1])
-    assert [event.index for event in events[1:-1]] == list(range(len(events) - 2))
+    pieces = [event for event in events[1:-1] if isinstance(event, Piece)]
+    assert [piece.index for piece in pieces] == list(range(len(events) - 2))
     return events[-1]
 
 
 # Answers
 
 
-async def test_one_answer(tokenizer: Tokenizer) -> None:
+async def test_a_request_gets_its_answer(tokenizer: Tokenizer) -> None:
     house = House(tokenizer)
     events = await house.ask("hello", max_tokens=5, temperature=0.5)
     end = finished(events)
@@ -135,7 +138,7 @@ async def test_one_answer(tokenizer: Tokenizer) -> None:
     house.check()
 
 
-async def test_the_callers_name_and_seed_are_kept(tokenizer: Tokenizer) -> None:
+async def test_the_request_id_and_the_seed_of_the_caller_are_kept(tokenizer: Tokenizer) -> None:
     house = House(tokenizer)
     ask = Ask(request_id="mine", token_ids=(1, 2), cache_salt="s", sampling=AskSampling(seed=5))
     async with aclosing(house.service.generate(ask, 10)) as events:
@@ -146,7 +149,7 @@ async def test_the_callers_name_and_seed_are_kept(tokenizer: Tokenizer) -> None:
     assert (request.id, request.salt, request.params.seed, request.params.max_tokens) == ("mine", "s", 5, 256)
 
 
-async def test_requests_of_one_name_do_not_share_a_place(tokenizer: Tokenizer) -> None:
+async def test_requests_with_the_same_id_do_not_share_a_place(tokenizer: Tokenizer) -> None:
     house = House(tokenizer, Script(gate=asyncio.Event()), RouterConfig(max_inflight=1))
     ask = Ask(request_id="mine", text="x")
 
@@ -170,14 +173,14 @@ async def test_characters_are_never_split(tokenizer: Tokenizer) -> None:
     assert len(pieces) == len(HELLO.encode()) and max(map(len, pieces)) == 1
 
 
-async def test_what_is_left_of_a_character_comes_at_the_end(tokenizer: Tokenizer) -> None:
+async def test_the_rest_of_an_incomplete_character_comes_at_the_end(tokenizer: Tokenizer) -> None:
     events = await House(tokenizer, Script("né".encode()[:2])).ask()
     assert text_of(events[:-1]) == "n" and finished(events).text == "\ufffd"
 
 
 @pytest.mark.parametrize("seed", range(5))
-async def test_the_pieces_and_the_end_are_the_whole(tokenizer: Tokenizer, seed: int) -> None:
-    """Whatever bytes a model writes, and whatever looks like the beginning of a stop string."""
+async def test_the_pieces_and_the_final_text_form_the_whole_output(tokenizer: Tokenizer, seed: int) -> None:
+    """For any bytes that a model writes, including those that look like the beginning of a stop string."""
     rng = random.Random(seed)
     ids = [rng.choice([rng.randrange(256), *b"ab"]) for _ in range(400)]
     events = await House(tokenizer, Script(ids)).ask(stop=("\x00" * 9, "ab" * 7), max_tokens=400)
@@ -198,24 +201,24 @@ async def test_the_pieces_and_the_end_are_the_whole(tokenizer: Tokenizer, seed: 
         ("one two", ("twos", "e t", "one"), "", "one", 3),
     ],
 )
-async def test_a_stop_string_ends_everything(tokenizer: Tokenizer, said: str, stops: Any, shown: str, stop: str, tokens: int) -> None:
+async def test_a_stop_string_ends_the_output(tokenizer: Tokenizer, said: str, stops: Any, shown: str, stop: str, tokens: int) -> None:
     house = House(tokenizer, Script(said.encode() + b" and on and on"))
     events = await house.ask(stop=stops)
     end = finished(events)
     assert (text_of(events), end.reason, end.stop) == (shown, "stop", stop)
-    assert house.script.said == tokens == len(end.request.output), "not one token more was asked for"
+    assert house.script.said == tokens == len(end.request.output), "no further token was requested"
     assert house.script.ended == 1
     house.check()
 
 
-async def test_what_only_looked_like_a_stop_string_is_shown_at_the_end(tokenizer: Tokenizer) -> None:
+async def test_text_held_back_as_a_possible_stop_string_is_shown_at_the_end(tokenizer: Tokenizer) -> None:
     events = await House(tokenizer, Script(b"one tw")).ask(stop=("two",))
     end = finished(events)
     assert (text_of(events[:-1]), end.text, end.reason, end.stop) == ("one ", "tw", "length", None)
 
 
-async def test_a_stop_string_that_the_very_end_completes(tokenizer: Tokenizer) -> None:
-    """A character that never became whole turns into a replacement character, and that completes the match."""
+async def test_the_end_of_the_output_can_complete_a_stop_string(tokenizer: Tokenizer) -> None:
+    """An incomplete character becomes a replacement character at the end, and that completes the match."""
     events = await House(tokenizer, Script("né".encode()[:2])).ask(stop=("n\ufffd",))
     end = finished(events)
     assert (text_of(events), end.reason, end.stop) == ("", "stop", "n\ufffd")
@@ -226,17 +229,17 @@ async def test_a_stop_token_is_not_shown(tokenizer: Tokenizer) -> None:
     assert text_of(events) == "ab" and len(events) == 5 and finished(events).reason == "stop"
 
 
-async def test_a_stop_token_that_does_not_end_the_output_yet_is_shown(tokenizer: Tokenizer) -> None:
+async def test_a_stop_token_before_min_tokens_is_shown(tokenizer: Tokenizer) -> None:
     events = await House(tokenizer, Script(b"aXbX", "stop")).ask(stop_token_ids=(ord("X"),), min_tokens=3, max_tokens=9)
     assert text_of(events) == "aXb" and finished(events).reason == "stop"
 
 
-async def test_the_end_of_text_is_not_shown(tokenizer: Tokenizer) -> None:
+async def test_the_end_of_text_token_is_not_shown(tokenizer: Tokenizer) -> None:
     events = await House(tokenizer, Script([*b"ab", 256], "stop")).ask()
     assert text_of(events) == "ab" and finished(events).reason == "stop"
 
 
-async def test_an_output_that_ends_without_a_reason_is_no_success(tokenizer: Tokenizer) -> None:
+async def test_an_output_that_ends_without_a_reason_is_an_internal_error(tokenizer: Tokenizer) -> None:
     house = House(tokenizer, Script(finish=None))
     assert (await house.refused()).reason is Reason.INTERNAL
     house.check()
@@ -245,7 +248,7 @@ async def test_an_output_that_ends_without_a_reason_is_no_success(tokenizer: Tok
 # Refusals
 
 
-async def test_bad_input_is_refused_before_anything_happens(tokenizer: Tokenizer) -> None:
+async def test_invalid_input_is_refused_before_any_work(tokenizer: Tokenizer) -> None:
     house = House(tokenizer)
     error = await house.refused("hello", max_tokens=0)
     assert error.reason is Reason.INVALID_FIELD and [v.field for v in error.violations] == ["sampling.max_tokens"]
@@ -260,7 +263,7 @@ async def test_without_a_model_nothing_is_served(tokenizer: Tokenizer) -> None:
     assert (await house.refused()).reason is Reason.NO_WORKER
 
 
-async def test_a_draining_router_takes_nothing_and_finishes_what_it_has(tokenizer: Tokenizer) -> None:
+async def test_a_draining_router_refuses_new_requests_and_finishes_the_others(tokenizer: Tokenizer) -> None:
     house = House(tokenizer, Script(gate=asyncio.Event()), RouterConfig(max_inflight=1))
     running = [asyncio.create_task(house.ask()) for _ in range(2)]
     await until(lambda: house.script.begun and house.admission.queued)
@@ -275,7 +278,7 @@ async def test_a_draining_router_takes_nothing_and_finishes_what_it_has(tokenize
 @pytest.mark.parametrize(
     ("given", "kept"), [(None, 300.0), (5.0, 5.0), (1e9, 600.0), (float("inf"), 600.0)], ids=["none", "short", "absurd", "infinite"]
 )
-async def test_the_deadline_is_given_or_clamped(tokenizer: Tokenizer, given: float | None, kept: float) -> None:
+async def test_the_deadline_has_a_default_and_a_maximum(tokenizer: Tokenizer, given: float | None, kept: float) -> None:
     house = House(tokenizer)
     now = time.monotonic()
     await house.ask("hello", given)
@@ -283,14 +286,14 @@ async def test_the_deadline_is_given_or_clamped(tokenizer: Tokenizer, given: flo
 
 
 @pytest.mark.parametrize("given", [0.0, -5.0, -1e9])
-async def test_a_deadline_in_the_past_is_over_at_once(tokenizer: Tokenizer, given: float) -> None:
+async def test_a_deadline_in_the_past_is_refused_immediately(tokenizer: Tokenizer, given: float) -> None:
     house = House(tokenizer)
     assert (await house.refused("hello", given)).reason is Reason.DEADLINE
     assert not house.script.begun
     house.check()
 
 
-async def test_tokenising_ends_at_the_deadline(tokenizer: Tokenizer) -> None:
+async def test_a_request_does_not_wait_for_the_tokenizer_beyond_its_deadline(tokenizer: Tokenizer) -> None:
     class Slow:
         fingerprint, vocab_size, piece, longest_token = tokenizer.fingerprint, tokenizer.vocab_size, tokenizer.piece, 1
 
@@ -314,32 +317,36 @@ async def until(condition: Callable[[], Any], within_s: float = 3.0) -> None:
 
 
 def full(tokenizer: Tokenizer, **config: Any) -> House:
-    """One place, and whoever has it keeps it."""
+    """A house with one place, whose holder keeps it until the gate opens."""
     return House(tokenizer, Script(gate=asyncio.Event()), RouterConfig(**{"max_inflight": 1, "max_queue": 3, **config}))
+
+
+def entered(house: House, requests: int) -> Callable[[], bool]:
+    return lambda: house.admission.inflight + house.admission.queued == requests
 
 
 async def occupy(house: House, waiting: int = 0) -> "list[asyncio.Task[list[Event]]]":
     tasks = []
     for number in range(1 + waiting):
         tasks.append(asyncio.create_task(house.ask(f"{number}")))
-        await until(lambda n=number: house.admission.inflight + house.admission.queued == n + 1)
+        await until(entered(house, number + 1))
     await until(lambda: house.script.begun)
     return tasks
 
 
-async def test_waiting_is_bounded_and_a_refusal_comes_at_once(tokenizer: Tokenizer) -> None:
+async def test_a_full_queue_refuses_immediately(tokenizer: Tokenizer) -> None:
     house = full(tokenizer)
     tasks = await occupy(house, waiting=3)
     began = time.monotonic()
     error = await house.refused()
     assert error.reason is Reason.SATURATED and time.monotonic() - began < 0.5
-    assert (house.admission.inflight, house.admission.queued) == (1, 3), "those who wait are not disturbed"
+    assert (house.admission.inflight, house.admission.queued) == (1, 3), "the waiting requests are not disturbed"
     house.script.gate.set()
     await asyncio.gather(*tasks)
     house.check()
 
 
-async def test_of_those_who_wait_the_least_priority_comes_first(tokenizer: Tokenizer) -> None:
+async def test_waiting_requests_are_served_by_lowest_priority_number_first(tokenizer: Tokenizer) -> None:
     gate = asyncio.Event()
     house = House(tokenizer, Script(gate=gate), RouterConfig(max_inflight=1))
 
@@ -367,12 +374,12 @@ async def test_places_are_given_in_order_of_arrival(tokenizer: Tokenizer) -> Non
     house.check()
 
 
-async def test_who_waits_too_long_is_told_that_the_router_is_full(tokenizer: Tokenizer) -> None:
+async def test_a_request_that_waits_too_long_is_refused_as_saturated(tokenizer: Tokenizer) -> None:
     house = full(tokenizer, queue_timeout_s=0.05)
     tasks = await occupy(house)
     async with asyncio.timeout(2):
         assert (await house.refused()).reason is Reason.SATURATED
-        assert (await house.refused("x", 0.02)).reason is Reason.DEADLINE, "unless the deadline was the shorter one"
+        assert (await house.refused("x", 0.02)).reason is Reason.DEADLINE, "the deadline was shorter than the queue timeout"
     assert house.admission.queued == 0
     house.script.gate.set()
     await asyncio.gather(*tasks)
@@ -398,7 +405,7 @@ async def leave_failed(house: House, task: "asyncio.Task[Any]") -> None:
 
 
 @pytest.mark.parametrize("leave", [leave_finished, leave_cancelled, leave_failed])
-async def test_every_way_out_gives_the_place_to_the_next(tokenizer: Tokenizer, leave: Callable[..., Any]) -> None:
+async def test_every_outcome_gives_the_place_to_the_next_request(tokenizer: Tokenizer, leave: Callable[..., Any]) -> None:
     house = full(tokenizer)
     first, second = await occupy(house, waiting=1)
     await leave(house, first)
@@ -409,7 +416,7 @@ async def test_every_way_out_gives_the_place_to_the_next(tokenizer: Tokenizer, l
     house.check()
 
 
-async def test_who_leaves_the_queue_gives_its_place_there_to_nobody(tokenizer: Tokenizer) -> None:
+async def test_a_request_that_leaves_the_queue_does_not_admit_another(tokenizer: Tokenizer) -> None:
     house = full(tokenizer)
     first, second, third = await occupy(house, waiting=2)
     second.cancel()
@@ -431,8 +438,8 @@ async def test_closing_after_any_event_ends_the_request(tokenizer: Tokenizer, ta
     house.check()
 
 
-async def test_cancel_at_every_turn_gives_the_place_back(tokenizer: Tokenizer) -> None:
-    """From admission on; the worker thread that tokenises is waited for by nobody."""
+async def test_cancelling_at_any_turn_frees_the_place(tokenizer: Tokenizer) -> None:
+    """Covers everything from admission on. The prompts are token ids, so no tokenizer thread takes part."""
     for turns in range(40):
         house = full(tokenizer)
         house.script.gate.set()
@@ -453,10 +460,10 @@ async def ids(house: House) -> list[Event]:
         return [event async for event in events]
 
 
-async def test_a_place_that_is_not_given_back_is_seen(tokenizer: Tokenizer) -> None:
+async def test_a_place_that_is_not_freed_is_detected(tokenizer: Tokenizer, monkeypatch: pytest.MonkeyPatch) -> None:
     """Negative control."""
     house = House(tokenizer)
-    house.admission.leave = lambda slot, now: []  # type: ignore[method-assign]
+    monkeypatch.setattr(house.admission, "leave", lambda request_id, now: [])
     await house.ask()
     with pytest.raises(AssertionError):
         house.check()
@@ -473,7 +480,7 @@ async def test_a_stop_string_ends_the_work_on_the_worker(tokenizer: Tokenizer) -
     house = House(tokenizer)
     members = [record(name, tokenizer_fingerprint=tokenizer.fingerprint) for name in ("p0", "d0")]
     house.view.update(members, 1.0)
-    house.service._dispatcher = Dispatcher(house.view, workers, house.config)
+    house.service._dispatcher = Dispatcher(house.view, cast(Workers, workers), house.config)
     events = await house.ask(prompt, max_tokens=60, temperature=0.0, ignore_eos=True, stop=(stop,))
     assert text_of(events) == whole[: whole.index(stop)] and finished(events).stop == stop
     assert [call.kind for call in workers.calls] == ["prefill", "decode"] and workers.ends == {"well": 1, "cancelled": 1}
@@ -484,17 +491,18 @@ async def test_a_stop_string_ends_the_work_on_the_worker(tokenizer: Tokenizer) -
 # Stages
 
 
-def test_each_moment_belongs_to_one_stage() -> None:
+def test_each_moment_belongs_to_exactly_one_stage() -> None:
     now = 100.0
     watch = Stopwatch(lambda: now)
-    for at, stage in (
+    entries: list[tuple[float, Stage]] = [
         (101.0, "prefill"),
         (104.0, "transfer"),
         (104.5, "decode"),
         (106.5, "decode"),
         (107.0, "prefill"),
         (107.25, "decode"),
-    ):
+    ]
+    for at, stage in entries:
         now = at
         watch.enter(stage)
     now = 110.0
@@ -506,7 +514,7 @@ def test_each_moment_belongs_to_one_stage() -> None:
     assert sum(watch.seconds.values()) == now - 100.0
 
 
-def test_a_lap_ends_where_the_worker_changes() -> None:
+def test_a_lap_ends_when_the_worker_changes() -> None:
     now = 100.0
     watch = Stopwatch(lambda: now)
     watch.enter("transfer")
@@ -516,7 +524,7 @@ def test_a_lap_ends_where_the_worker_changes() -> None:
     now = 104.0
     watch.stop()
     laps = [(lap.stage, lap.worker, lap.start, lap.end) for lap in watch.laps[1:]]
-    assert laps == [("transfer", "d0", 100.0, 103.0), ("transfer", "d1", 103.0, 104.0)], "a worker is named where its lap began"
+    assert laps == [("transfer", "d0", 100.0, 103.0), ("transfer", "d1", 103.0, 104.0)], "the first worker is added to the current lap"
     assert watch.seconds["transfer"] == 4.0
 
 
@@ -530,7 +538,7 @@ def counted(house: House) -> dict[tuple[str, str], int]:
     }
 
 
-async def test_every_way_out_is_counted_once(tokenizer: Tokenizer) -> None:
+async def test_every_outcome_is_counted_once(tokenizer: Tokenizer) -> None:
     house = House(tokenizer, Script(), RouterConfig(max_inflight=1, max_queue=0))
     await house.ask()
     await house.ask(stop=("b",))
@@ -565,7 +573,7 @@ async def test_every_way_out_is_counted_once(tokenizer: Tokenizer) -> None:
     house.check()
 
 
-async def test_a_client_that_leaves_after_its_answer_has_had_it(tokenizer: Tokenizer) -> None:
+async def test_a_client_that_disconnects_after_its_answer_counts_as_served(tokenizer: Tokenizer) -> None:
     house = House(tokenizer)
     async with aclosing(house.service.generate(Ask(text="x"), 10)) as events:
         async for event in events:
@@ -574,10 +582,18 @@ async def test_a_client_that_leaves_after_its_answer_has_had_it(tokenizer: Token
     assert counted(house) == {("ok", "length"): 1}
 
 
-async def test_chat_and_completion_are_told_apart_and_the_callers_trace_goes_on(tokenizer: Tokenizer) -> None:
+async def test_the_journal_distinguishes_chat_from_completion_and_gets_the_traceparent(
+    tokenizer: Tokenizer, monkeypatch: pytest.MonkeyPatch
+) -> None:
     house = House(tokenizer)
-    opened = []
-    house.journal.open, real = lambda *told: opened.append(told) or real(*told), house.journal.open  # type: ignore[method-assign]
+    opened: list[tuple[str, ...]] = []
+    real = house.journal.open
+
+    def note(operation: str, request_id: str, traceparent: str) -> Entry:
+        opened.append((operation, request_id, traceparent))
+        return real(operation, request_id, traceparent)
+
+    monkeypatch.setattr(house.journal, "open", note)
     for ask in (Ask(text="x", traceparent="00-a"), Ask(messages=(("user", "x"),), request_id="mine")):
         async with aclosing(house.service.generate(ask, 10)) as events:
             async for _ in events:
@@ -589,30 +605,30 @@ async def test_chat_and_completion_are_told_apart_and_the_callers_trace_goes_on(
 
 
 @dataclass
-class Counter:
-    """In the place of Rates."""
+class Counter(Unlimited):
+    """A stand-in for `Rates`."""
 
     said: list[tuple[str, str, int]] = field(default_factory=list)
-    error: BatonError | None = None  # when the prompt is counted
+    error: BatonError | None = None  # raised when the prompt is counted
     used_up: BatonError | None = None
 
     async def check(self, tenant: str) -> None:
         if self.used_up:
             raise self.used_up
 
-    async def refund(self, tenant: str, tokens: int) -> None:
-        self.said.append(("back", tenant, tokens))
+    async def refund(self, tenant: str, prompt_tokens: int) -> None:
+        self.said.append(("back", tenant, prompt_tokens))
 
-    async def admit(self, tenant: str, tokens: int) -> None:
+    async def admit(self, tenant: str, prompt_tokens: int) -> None:
         if self.error:
             raise self.error
-        self.said.append(("prompt", tenant, tokens))
+        self.said.append(("prompt", tenant, prompt_tokens))
 
-    async def charge(self, tenant: str, tokens: int) -> None:
-        self.said.append(("output", tenant, tokens))
+    async def charge(self, tenant: str, output_tokens: int) -> None:
+        self.said.append(("output", tenant, output_tokens))
 
 
-async def test_a_tenant_is_charged_for_what_it_got_however_it_ends(tokenizer: Tokenizer) -> None:
+async def test_a_tenant_is_charged_for_the_tokens_it_received_whatever_the_outcome(tokenizer: Tokenizer) -> None:
     house, counter = House(tokenizer), Counter()
     house.service._rates = counter
     ask = Ask(text="hello", tenant="shop")
@@ -621,7 +637,7 @@ async def test_a_tenant_is_charged_for_what_it_got_however_it_ends(tokenizer: To
     async with aclosing(house.service.generate(ask, 10)) as events:
         async for event in events:
             if isinstance(event, Piece):
-                break  # the client leaves
+                break  # the client disconnects
     house.script.error = BatonError(Reason.RETRIES_SPENT, "")
     with pytest.raises(BatonError):
         async with aclosing(house.service.generate(ask, 10)) as events:
@@ -632,7 +648,7 @@ async def test_a_tenant_is_charged_for_what_it_got_however_it_ends(tokenizer: To
 
 @dataclass
 class Watched:
-    """The tokeniser, and how often it was asked."""
+    """A tokenizer that counts how often it encodes."""
 
     inner: Tokenizer
     asked: int = 0
@@ -645,25 +661,25 @@ class Watched:
         return self.inner.encode(text, most)
 
 
-async def test_who_has_used_its_minute_is_refused_before_any_work(tokenizer: Tokenizer) -> None:
+async def test_a_tenant_that_used_up_its_quota_is_refused_before_any_work(tokenizer: Tokenizer) -> None:
     house, counter = House(Watched(tokenizer)), Counter(used_up=BatonError(Reason.RATE_LIMITED, "", retry_after=7.0))
     house.service._rates = counter
     error = await house.refused()
     assert error.reason is Reason.RATE_LIMITED and not house.script.begun and not counter.said
-    assert house.tokenizer.asked == 0, "no prompt was tokenised"
+    assert house.tokenizer.asked == 0, "no prompt was tokenized"
     assert house.journal.last()[0].outcome == "refused"
     house.check()
 
 
-async def test_who_uses_the_rest_of_its_minute_meanwhile_is_refused_before_the_dispatch(tokenizer: Tokenizer) -> None:
+async def test_a_tenant_whose_quota_ran_out_in_the_meantime_is_refused_before_dispatch(tokenizer: Tokenizer) -> None:
     house, counter = House(tokenizer), Counter(error=BatonError(Reason.RATE_LIMITED, "", retry_after=7.0))
     house.service._rates = counter
     assert (await house.refused()).reason is Reason.RATE_LIMITED and not house.script.begun and not counter.said
     house.check()
 
 
-async def test_a_full_router_tokenises_nothing_and_charges_nothing(tokenizer: Tokenizer) -> None:
-    """Neither for those it refuses, nor for those that wait."""
+async def test_a_full_router_tokenizes_nothing_and_charges_nothing(tokenizer: Tokenizer) -> None:
+    """Neither for the requests that it refuses nor for those that wait."""
     house, counter = full(Watched(tokenizer), max_queue=1), Counter()  # type: ignore[arg-type]
     house.service._rates = counter
     tasks = await occupy(house, waiting=1)
@@ -676,18 +692,18 @@ async def test_a_full_router_tokenises_nothing_and_charges_nothing(tokenizer: To
     house.check()
 
 
-async def test_a_request_that_is_refused_after_all_is_charged_nothing(tokenizer: Tokenizer) -> None:
+async def test_a_request_that_is_refused_after_admission_is_charged_nothing(tokenizer: Tokenizer) -> None:
     house, counter = House(tokenizer, Script(ids=b"", error=BatonError(Reason.NO_WORKER, ""))), Counter()
     house.service._rates = counter
     assert (await house.refused()).reason is Reason.NO_WORKER
     assert counter.said == [("prompt", "", 5), ("back", "", 5), ("output", "", 0)]
     house.script.ids = b"a"
     await house.refused()
-    assert counter.said[3:] == [("prompt", "", 5), ("output", "", 1)], "what was served is not given back"
+    assert counter.said[3:] == [("prompt", "", 5), ("output", "", 1)], "served tokens are not refunded"
     house.check()
 
 
-async def test_a_prompt_that_cannot_fit_by_its_bytes_is_refused_before_any_work(tokenizer: Tokenizer) -> None:
+async def test_a_prompt_with_too_many_bytes_to_fit_is_refused_before_any_work(tokenizer: Tokenizer) -> None:
     house = House(Watched(tokenizer))
     for ask in (Ask(text="x" * 5000), Ask(token_ids=(1,) * 5000), Ask(messages=(("user", "x" * 3000),) * 2)):
         with pytest.raises(BatonError) as caught:
@@ -698,7 +714,7 @@ async def test_a_prompt_that_cannot_fit_by_its_bytes_is_refused_before_any_work(
     house.check()
 
 
-async def test_the_tokenisers_queue_is_bounded(tokenizer: Tokenizer) -> None:
+async def test_the_queue_of_the_tokenizer_is_limited(tokenizer: Tokenizer) -> None:
     house = House(tokenizer, config=RouterConfig(max_inflight=2, tokenizer_threads=1))
     go = threading.Event()
     waiting = [asyncio.create_task(house.service._pool.run(go.wait, within_s=5)) for _ in range(3)]
@@ -706,7 +722,7 @@ async def test_the_tokenisers_queue_is_bounded(tokenizer: Tokenizer) -> None:
     with pytest.raises(BatonError) as caught:
         await house.service.tokenize(Ask(text="x"))
     assert caught.value.reason is Reason.SATURATED
-    waiting[2].cancel()  # who is no longer waited for counts until a thread has come to it
+    waiting[2].cancel()  # a cancelled task counts until a thread has reached it
     go.set()
     await asyncio.gather(*waiting, return_exceptions=True)
     assert await house.service.tokenize(Ask(text="x")) == [ord("x")]
@@ -716,19 +732,19 @@ async def test_the_tokenisers_queue_is_bounded(tokenizer: Tokenizer) -> None:
 
 
 async def warm(house: House, held_s: float) -> None:
-    """The pace of requests that hold their place for so long."""
+    """Teaches the admission that requests hold their place for `held_s`."""
     for _ in range(200):
         house.admission.pace.note(held_s, held_s / 10, 40)
 
 
-async def test_who_could_not_be_served_in_time_is_refused_at_once_and_told_when_to_come_again(tokenizer: Tokenizer) -> None:
+async def test_a_request_that_could_not_be_served_in_time_is_refused_immediately_with_a_retry_time(tokenizer: Tokenizer) -> None:
     house = full(tokenizer, max_queue=100)
     await warm(house, 1.0)
     tasks = await occupy(house, waiting=3)
     began = time.monotonic()
     error = await house.refused("late", 3.0)
     assert error.reason is Reason.SATURATED and time.monotonic() - began < 0.5
-    assert error.retry_after is not None and 1.0 <= error.retry_after <= 4.0, "four are ahead, each for a second"
+    assert error.retry_after is not None and 1.0 <= error.retry_after <= 4.0, "four requests are ahead, each for a second"
     patient = asyncio.create_task(house.ask("patient", 300.0))
     await until(lambda: house.admission.queued == 4)
     house.script.gate.set()
@@ -736,11 +752,11 @@ async def test_who_could_not_be_served_in_time_is_refused_at_once_and_told_when_
     house.check()
 
 
-async def test_who_becomes_hopeless_in_the_queue_is_dropped_before_anything_is_computed_for_it(tokenizer: Tokenizer) -> None:
+async def test_a_request_that_becomes_hopeless_in_the_queue_is_dropped_before_any_work(tokenizer: Tokenizer) -> None:
     house = full(Watched(tokenizer), max_queue=100)  # type: ignore[arg-type]
     await warm(house, 0.2)
     tasks = await occupy(house)
-    error = await house.refused("hopeless", 0.5)  # the place is never given back
+    error = await house.refused("hopeless", 0.5)  # the occupied place is never freed
     assert error.reason is Reason.SATURATED and "in time" in error.message and error.retry_after is not None
     assert len(house.script.begun) == 1 and house.tokenizer.asked == 1
     house.script.gate.set()
@@ -748,7 +764,7 @@ async def test_who_becomes_hopeless_in_the_queue_is_dropped_before_anything_is_c
     house.check()
 
 
-async def test_the_objectives_are_deadlines_too(tokenizer: Tokenizer) -> None:
+async def test_objectives_count_as_deadlines(tokenizer: Tokenizer) -> None:
     house = House(tokenizer, Script(gate=asyncio.Event()), RouterConfig(max_inflight=1), SloConfig(ttft_s=1.0))
     await warm(house, 0.5)
     tasks = await occupy(house, waiting=1)
@@ -758,8 +774,8 @@ async def test_the_objectives_are_deadlines_too(tokenizer: Tokenizer) -> None:
     house.check()
 
 
-async def test_places_follow_the_workers(tokenizer: Tokenizer) -> None:
-    """One that joins lets in who waits, at once."""
+async def test_the_number_of_places_follows_the_workers(tokenizer: Tokenizer) -> None:
+    """A worker that joins lets waiting requests in immediately."""
     house = House(tokenizer, Script(gate=asyncio.Event()))
 
     def show(*names: str) -> None:

@@ -1,7 +1,7 @@
-"""The event loop carries everybody's streams: whatever a stranger sends, it must not be silent for long.
+"""The event loop carries all streams, so no input may block it for long.
 
-Wall-clock time says little on a busy machine, so what is asserted is the CPU time of the loop's own thread where nothing else may work, and
-the longest silence as a share of the work where another thread does.
+Wall-clock time says little on a busy machine. Where only the event loop works, the tests measure the CPU time of its thread. Where another
+thread works, they measure the longest silence of the loop as a share of the whole work.
 """
 
 import asyncio
@@ -28,7 +28,7 @@ from router.tokenizer import Tokenizer
 from router.validate import Ask, AskSampling
 from router.view import ClusterView
 
-LOOP_MS = 20.0  # of CPU, that handling one request may take from the loop at a stretch
+LOOP_MS = 20.0  # CPU time that one request may take from the loop at a stretch
 SENTENCE = "Once upon a time there was a little fox who lived by the river. "
 
 
@@ -38,14 +38,14 @@ def tokenizer() -> Tokenizer:
 
 
 class Untouched:
-    """A tokeniser that nobody may ask."""
+    """A tokenizer that must not be used."""
 
     def __init__(self, inner: Tokenizer) -> None:
         self.inner = inner
 
     def __getattr__(self, name: str) -> Any:
         if name in ("encode", "render"):
-            raise AssertionError("work was begun for a request that is refused by its size")
+            raise AssertionError("work began for a request that is refused for its size")
         return getattr(self.inner, name)
 
 
@@ -78,7 +78,7 @@ class Silence:
 
 @asynccontextmanager
 async def listening() -> AsyncIterator[Silence]:
-    """The longest time in which the loop did not come round."""
+    """Measures the longest time for which the event loop did not run other tasks."""
     silence, began = Silence(), time.perf_counter()
 
     async def listen() -> None:
@@ -121,16 +121,16 @@ HOSTILE = {
 
 
 @pytest.mark.parametrize("name", HOSTILE)
-async def test_what_is_refused_by_its_size_costs_the_loop_next_to_nothing(tokenizer: Tokenizer, name: str) -> None:
+async def test_refusing_a_request_for_its_size_takes_almost_no_time_of_the_loop(tokenizer: Tokenizer, name: str) -> None:
     house, (ask, reason) = service(Untouched(tokenizer), 2048), HOSTILE[name]
-    await refused(house, Ask(model="another"))  # what is made once
+    await refused(house, Ask(model="another"))  # warm-up: things that are created only once
     began = time.thread_time()
     error = await refused(house, ask)
     assert error.reason is reason
     assert (time.thread_time() - began) * 1000 < LOOP_MS
 
 
-async def test_128_long_prompts_at_once_cost_the_loop_next_to_nothing(tokenizer: Tokenizer) -> None:
+async def test_128_simultaneous_long_prompts_take_almost_no_time_of_the_loop(tokenizer: Tokenizer) -> None:
     house = service(Untouched(tokenizer), 2048)
     ask = Ask(text=SENTENCE * 512)  # 32 kB
     began = time.thread_time()
@@ -148,17 +148,17 @@ async def silence_of(work: Callable[[], Awaitable[object]]) -> Silence:
     return silence
 
 
-async def test_a_long_prompt_is_tokenised_while_the_loop_runs(tokenizer: Tokenizer) -> None:
-    """The negative control is the call that holds the GIL from its beginning to its end."""
+async def test_a_long_prompt_is_tokenized_while_the_loop_runs(tokenizer: Tokenizer) -> None:
+    """Negative control: a call that holds the GIL from beginning to end."""
     house = service(tokenizer, 1 << 20)
     ours = await silence_of(lambda: refused(house, Ask(text=LONG)))
     held = await silence_of(lambda: asyncio.to_thread(tokenizer._plain.encode, LONG, add_special_tokens=False))
-    assert held.longest_s > 0.5 * held.took_s, "the control"
+    assert held.longest_s > 0.5 * held.took_s, "the negative control did not block the loop"
     assert ours.longest_s < 0.25 * held.longest_s and ours.longest_s < 0.25 * ours.took_s
 
 
-async def test_a_prompt_that_is_too_long_is_told_by_its_first_pieces(tokenizer: Tokenizer) -> None:
-    """No bound by bytes is known of such a tokeniser; the rest of the text is never looked at."""
+async def test_a_prompt_that_is_too_long_is_recognized_by_its_first_pieces(tokenizer: Tokenizer) -> None:
+    """No limit in bytes is known for such a tokenizer. The rest of the text is never examined."""
     began = time.process_time()
     with pytest.raises(BatonError) as caught:
         tokenizer.encode(LONG, 2048)
@@ -170,5 +170,5 @@ async def test_a_prompt_that_is_too_long_is_told_by_its_first_pieces(tokenizer: 
 
 
 @pytest.mark.parametrize("text", ["", " ", "x", SENTENCE, SENTENCE * 100, "né 你好 😀", "<|endoftext|> a <|im_start|>"])
-def test_the_call_that_lets_others_run_gives_the_same_ids(tokenizer: Tokenizer, text: str) -> None:
+def test_encoding_without_the_gil_returns_the_same_ids(tokenizer: Tokenizer, text: str) -> None:
     assert tokenizer.encode(text) == tokenizer._plain.encode(text).ids

@@ -1,4 +1,4 @@
-"""Which objective was missed, and what cost most; the same answers as the load test gives."""
+"""Which objective was missed and which stage is to blame, in agreement with the load test."""
 
 from dataclasses import replace
 
@@ -36,7 +36,7 @@ ANSWERED = Record(0, "", 0.0, 0.0, (), 0.0, "ok", "", 8, 0, 0, 0, {}, "prefill-0
         (Objectives(ttft_s=0.1, tpot_s=0.001), replace(TIMES, ttft_s=None, tpot_s=None), None),
     ],
 )
-def test_cause(objectives: Objectives, times: Times, cause: str | None) -> None:
+def test_a_miss_is_blamed_on_its_largest_part(objectives: Objectives, times: Times, cause: str | None) -> None:
     assert missed_because(objectives, times) == cause
 
 
@@ -44,10 +44,10 @@ SECONDS = st.integers(1, 2000).map(lambda milliseconds: milliseconds / 1000)
 
 
 @given(st.tuples(SECONDS, SECONDS, SECONDS, SECONDS), st.lists(SECONDS, min_size=1, max_size=12), SECONDS, SECONDS)
-def test_agrees_with_the_load_test(
+def test_the_cause_agrees_with_the_load_test(
     stages: tuple[float, float, float, float], gaps: list[float], ttft_limit: float, tpot_limit: float
 ) -> None:
-    """Where the client sees what the router sees."""
+    """For a client that sees the same times as the router."""
     queue, wait, compute, transfer = stages
     first = queue + wait + compute
     times = [first]
@@ -73,7 +73,7 @@ def test_agrees_with_the_load_test(
 
 
 class TestAttainment:
-    def test_is_of_the_last_ones(self) -> None:
+    def test_the_ratio_covers_the_last_requests_of_the_window(self) -> None:
         attainment = Attainment(window=4)
         assert attainment.ratio is None
         for met, ratio in ((True, 1.0), (False, 0.5), (False, 1 / 3), (False, 0.25), (True, 0.25), (True, 0.5)):
@@ -81,7 +81,7 @@ class TestAttainment:
             assert attainment.ratio == ratio
 
     @given(st.integers(1, 20), st.lists(st.booleans(), min_size=1, max_size=60))
-    def test_equals_the_plain_count(self, window: int, met: list[bool]) -> None:
+    def test_the_ratio_equals_a_plain_count(self, window: int, met: list[bool]) -> None:
         attainment = Attainment(window)
         for one in met:
             attainment.note(one)

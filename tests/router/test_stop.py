@@ -1,4 +1,4 @@
-"""Stop strings against an oracle that looks at the whole text, character by character."""
+"""Stop strings compared with an oracle that examines the whole text, character by character."""
 
 from collections.abc import Sequence
 
@@ -10,7 +10,7 @@ from router.stop import StopMatcher
 
 
 def oracle(text: str, stops: Sequence[str]) -> tuple[str, str | None]:
-    """The first end of a match, and of the matches that end there the longest."""
+    """Finds the match that ends first, and the longest of those that end there. Returns the text before it, and the match."""
     for end in range(1, len(text) + 1):
         matches = [stop for stop in stops if text[:end].endswith(stop)]
         if matches:
@@ -20,7 +20,7 @@ def oracle(text: str, stops: Sequence[str]) -> tuple[str, str | None]:
 
 
 def run(pieces: Sequence[str], stops: Sequence[str]) -> tuple[str, str | None, int]:
-    """What came out, what matched, and after how many pieces."""
+    """Returns the emitted text, the match, and after how many pieces it was found."""
     matcher = StopMatcher(stops)
     out = ""
     for count, piece in enumerate(pieces, 1):
@@ -36,12 +36,12 @@ words = st.text(alphabet="ab", min_size=1, max_size=6)
 
 
 @given(pieces=st.lists(st.text(alphabet="abc", max_size=5), max_size=12), stops=st.lists(words, max_size=5))
-@example(pieces=["ab", "c"], stops=["ab", "abc"])  # a prefix of the other
-@example(pieces=["abc"], stops=["abcd", "bc"])  # the later start ends first
-@example(pieces=["aab"], stops=["b", "ab", "aab"])  # all end together
+@example(pieces=["ab", "c"], stops=["ab", "abc"])  # one is a prefix of the other
+@example(pieces=["abc"], stops=["abcd", "bc"])  # the match that starts later ends first
+@example(pieces=["aab"], stops=["b", "ab", "aab"])  # all end at the same character
 @example(pieces=list("aabaabaaab"), stops=["aabaaa"])
 @settings(max_examples=600, deadline=None)
-def test_as_the_oracle_whatever_the_pieces(pieces: list[str], stops: list[str]) -> None:
+def test_matches_agree_with_the_oracle_for_any_pieces(pieces: list[str], stops: list[str]) -> None:
     out, matched, count = run(pieces, stops)
     assert (out, matched) == oracle("".join(pieces), stops)
     if matched is not None:  # found with the piece that completes it
@@ -50,7 +50,7 @@ def test_as_the_oracle_whatever_the_pieces(pieces: list[str], stops: list[str]) 
 
 @given(text=st.text(alphabet="ab", max_size=30), stops=st.lists(words, min_size=1, max_size=4))
 @settings(max_examples=300, deadline=None)
-def test_holds_back_the_longest_possible_beginning_and_no_more(text: str, stops: list[str]) -> None:
+def test_exactly_the_longest_possible_beginning_of_a_stop_string_is_held_back(text: str, stops: list[str]) -> None:
     matcher, out = StopMatcher(stops), ""
     for end, char in enumerate(text, 1):
         emitted, matched = matcher.push(char)
@@ -74,17 +74,17 @@ def test_holds_back_the_longest_possible_beginning_and_no_more(text: str, stops:
         (["a" * 1000], ["a" * 256 + "b"], ("a" * 1000, None)),
     ],
 )
-def test_table(pieces: list[str], stops: list[str], expected: tuple[str, str | None]) -> None:
+def test_known_examples_of_stop_strings(pieces: list[str], stops: list[str], expected: tuple[str, str | None]) -> None:
     assert run(pieces, stops)[:2] == expected
 
 
-def test_what_is_held_is_bounded() -> None:
-    """Nothing depends on how long the output is."""
+def test_the_held_text_is_limited() -> None:
+    """The held text does not grow with the output."""
     matcher = StopMatcher(["ab" * 100 + "c"])
     emitted = sum(len(matcher.push("ab")[0]) for _ in range(10_000))
     assert 20_000 - emitted == len(matcher.flush()) <= 200
 
 
-def test_looking_at_each_piece_alone_would_miss_it() -> None:
-    """Negative control: the reason for holding text back."""
+def test_a_search_in_each_piece_alone_would_miss_a_match() -> None:
+    """Negative control: this is why text is held back."""
     assert not any("STOP" in piece for piece in ("ST", "OP")) and run(["ST", "OP"], ["STOP"])[1] == "STOP"

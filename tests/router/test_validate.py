@@ -1,4 +1,4 @@
-"""Every bad input has its row; every row names its field, costs nothing, and leaves a good ask next to it untouched."""
+"""Validation of requests: every kind of bad input has a row and is refused with the name of its field, and good input passes."""
 
 import time
 from collections.abc import Callable
@@ -20,7 +20,7 @@ NAN, INF = float("nan"), float("inf")
 
 
 def ask(**fields: Any) -> Ask:
-    """A good ask but for `fields`; another prompt replaces the text."""
+    """Returns a valid request except for `fields`. Another kind of prompt replaces the text."""
     prompt = {} if fields.keys() & {"text", "messages", "token_ids"} else {"text": "hello"}
     return Ask(**{**prompt, **fields})
 
@@ -81,7 +81,7 @@ BAD: list[tuple[str, Callable[[], Ask]]] = [
     ("chat.messages[3].role", lambda: ask(messages=(("user", "a"),) * 3 + (("tool", "a"),))),
     ("chat.messages[0].role", lambda: ask(messages=(("", "a"),))),
     ("chat.messages[0].content", lambda: ask(messages=(("user", "\ud800"),))),
-    # the rest of the surface
+    # the other fields
     *[("request_id", lambda v=v: ask(request_id=v)) for v in ("a" * 129, "a\r\nb", "é", "\x00", "tab\t")],
     ("cache_salt", lambda: ask(cache_salt="é" * 129)),
     ("cache_salt", lambda: ask(cache_salt="\ud800")),
@@ -89,7 +89,7 @@ BAD: list[tuple[str, Callable[[], Ask]]] = [
 
 
 @pytest.mark.parametrize(("field", "make"), BAD)
-def test_bad_input(field: str, make: Callable[[], Ask]) -> None:
+def test_bad_input_is_refused_with_the_name_of_its_field(field: str, make: Callable[[], Ask]) -> None:
     bad = make()
     error = refused(bad)
     assert error.reason is Reason.INVALID_FIELD
@@ -116,11 +116,11 @@ GOOD_ASKS = [
 
 
 @pytest.mark.parametrize("good", GOOD_ASKS)
-def test_good_input(good: Ask) -> None:
+def test_good_input_passes(good: Ask) -> None:
     check(good, LIMITS, NAMES, VOCAB)
 
 
-def test_all_that_is_wrong_is_told_at_once() -> None:
+def test_all_violations_are_reported_together() -> None:
     bad = Ask(request_id="\n", messages=(("wizard", "a"),), sampling=AskSampling(top_p=2.0, max_tokens=0, stop=("",)))
     error = refused(bad)
     fields = ["request_id", "chat.messages[0].role", "sampling.top_p", "sampling.max_tokens", "sampling.stop[0]"]
@@ -128,26 +128,26 @@ def test_all_that_is_wrong_is_told_at_once() -> None:
     assert "4 more" in error.message
 
 
-def test_the_answer_is_bounded() -> None:
-    """It travels in the trailers of the call."""
+def test_the_size_of_the_error_is_limited() -> None:
+    """The answer is sent in the trailers of the call."""
     error = refused(ask(messages=(("wizard", "a"),) * 1000))
     assert len(error.violations) == MAX_VIOLATIONS and "999 more" in error.message
 
 
 @pytest.mark.parametrize("name", ["large", "x" * 1_000_000, "small\n", "Small"])
-def test_an_unknown_model(name: str) -> None:
+def test_an_unknown_model_is_refused(name: str) -> None:
     error = refused(replace(GOOD, model=name))
     assert error.reason is Reason.MODEL_NOT_FOUND and len(error.message) < 200
 
 
-def test_huge_input_is_refused_at_once() -> None:
+def test_huge_input_is_refused_quickly() -> None:
     huge = Ask(text="a" * 100_000_000, sampling=AskSampling(stop=("x",) * 100_000, logit_bias=dict.fromkeys(range(100_000), NAN)))
     start = time.thread_time()
     refused(huge)
     assert time.thread_time() - start < 0.02
 
 
-def test_limits_are_what_refuses() -> None:
+def test_the_limits_decide_what_is_refused() -> None:
     """Negative control."""
     bad = ask(text="a" * 20, request_id="b" * 20, sampling=AskSampling(stop=("c",) * 2))
     small = Limits(max_prompt_bytes=10, max_request_id=10, max_stop=1)
@@ -155,7 +155,7 @@ def test_limits_are_what_refuses() -> None:
     check(bad, LIMITS, NAMES, VOCAB)
 
 
-def test_defaults() -> None:
+def test_missing_parameters_get_defaults() -> None:
     params, stops = resolve(GOOD, 10, 1000, draw_seed=5)
     assert (params.max_tokens, params.min_tokens, params.temperature, params.top_k, params.top_p, params.min_p) == (
         256,
@@ -170,7 +170,7 @@ def test_defaults() -> None:
     assert stops == () and params.stop_token_ids == frozenset()
 
 
-def test_what_is_asked_for() -> None:
+def test_given_parameters_are_kept() -> None:
     asked = AskSampling(
         temperature=0.5, top_p=0.9, top_k=-1, min_p=0.1, repetition_penalty=1.1, presence_penalty=0.2, frequency_penalty=0.3, seed=0,
         logit_bias={3: 1.5}, logprobs=0, stop_token_ids=(7, 7), stop=("a", "b"), max_tokens=20, min_tokens=2, ignore_eos=True,
@@ -183,7 +183,7 @@ def test_what_is_asked_for() -> None:
 
 
 @pytest.mark.parametrize("temperature", [0.0, -0.0, 1e-6, 1e-45])
-def test_greedy(temperature: float) -> None:
+def test_tiny_temperatures_mean_greedy_sampling(temperature: float) -> None:
     assert str(resolve(sampling(temperature=temperature), 1, 10, 0)[0].temperature) == "0.0"
 
 
@@ -191,7 +191,7 @@ def test_greedy(temperature: float) -> None:
     ("prompt", "max_tokens", "expected"),
     [(10, None, 90), (10, 90, 90), (99, None, 1), (1, None, 99), (10, 91, "sampling.max_tokens"), (100, None, "text"), (5000, 1, "text")],
 )
-def test_the_context(prompt: int, max_tokens: int | None, expected: int | str) -> None:
+def test_prompt_and_output_must_fit_the_context(prompt: int, max_tokens: int | None, expected: int | str) -> None:
     asked = sampling(max_tokens=max_tokens)
     if isinstance(expected, int):
         assert resolve(asked, prompt, 100, 0)[0].max_tokens == expected
@@ -205,18 +205,18 @@ def test_the_context(prompt: int, max_tokens: int | None, expected: int | str) -
 
 
 @pytest.mark.parametrize(("prompt", "field"), [({"messages": (("user", "a"),)}, "chat"), ({"token_ids": (1,)}, "token_ids")])
-def test_the_prompt_that_is_too_long_is_named(prompt: dict[str, Any], field: str) -> None:
+def test_the_error_for_a_long_prompt_names_its_field(prompt: dict[str, Any], field: str) -> None:
     with pytest.raises(BatonError) as caught:
         resolve(Ask(**prompt), 100, 100, 0)
     assert caught.value.violations[0].field == field
 
 
-def test_a_prompt_without_tokens() -> None:
+def test_a_prompt_without_tokens_is_refused() -> None:
     with pytest.raises(BatonError, match="INVALID_FIELD: text"):
         resolve(GOOD, 0, 100, 0)
 
 
-def test_the_default_length_is_cut_with_its_minimum() -> None:
+def test_the_default_length_and_min_tokens_are_limited_by_the_context() -> None:
     params, _ = resolve(sampling(min_tokens=200), 50, 100, 0)
     assert (params.min_tokens, params.max_tokens) == (50, 50)
 
@@ -227,7 +227,7 @@ floats = st.none() | st.floats(width=32)
 
 @given(st.builds(AskSampling, temperature=floats, top_p=floats, top_k=numbers, min_p=floats, repetition_penalty=floats, max_tokens=numbers,
                  min_tokens=numbers, logprobs=numbers, seed=numbers), st.integers(1, 99))  # fmt: skip
-def test_what_passes_is_in_bounds(asked: AskSampling, prompt: int) -> None:
+def test_parameters_that_pass_are_within_bounds(asked: AskSampling, prompt: int) -> None:
     try:
         check(ask(sampling=asked), LIMITS, NAMES, VOCAB)
         params, _ = resolve(ask(sampling=asked), prompt, 100, 0)

@@ -1,4 +1,4 @@
-"""What the router believes: members come, go, restart and do not fit; our own work never drifts."""
+"""The router's view of the cluster: members join, leave, restart or do not fit, and the count of the router's own work never drifts."""
 
 from dataclasses import replace
 from typing import Any
@@ -8,7 +8,7 @@ from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
 
-from baton.cluster.records import BlockEvent, Load, WorkerRecord
+from baton.cluster.records import BlockEvent, Load, RoleName, WorkerRecord
 from router.view import ClusterView, Joined, Left, Refused, Reincarnated, Served
 
 TOKENS = "tokenizer"
@@ -16,7 +16,7 @@ KEY = b"k" * 16
 
 
 def worker(name: str, **fields: Any) -> WorkerRecord:
-    role = "prefill" if name.startswith("p") else "decode"
+    role: RoleName = "prefill" if name.startswith("p") else "decode"
     return replace(
         WorkerRecord(name, role, f"{name}:1", 1, "ready", 1, "host", "small", "model", TOKENS, 16, 1024, 100, "tcp", Load()), **fields
     )
@@ -46,7 +46,7 @@ def test_members_join_and_leave() -> None:
         view.record("d9")
 
 
-def test_a_registry_that_lost_everything_takes_nobody_away_who_joins_again() -> None:
+def test_workers_that_rejoin_a_registry_that_lost_its_data_stay_members() -> None:
     view = view_of(P0, D0)
     assert view.update([], 1.0) == [] and names(view.decode_workers()) == ["d0"]
     assert view.update([D0], 2.9) == []
@@ -57,29 +57,29 @@ def test_a_registry_that_lost_everything_takes_nobody_away_who_joins_again() -> 
     assert view.update([D0], 100.0) == []
 
 
-def test_an_outage_of_the_registry_counts_for_nothing() -> None:
-    """It was away for longer than a record lives: its first answer has nobody in it."""
+def test_an_outage_of_the_registry_does_not_count_as_absence() -> None:
+    """It was away for longer than a record lives, so its first answer is empty."""
     view = view_of(P0, D0)
     assert view.update([], 60.0) == [] and view.update([], 62.9) == []
-    assert view.update([P0, D0], 63.0) == [] and view.update([], 63.1) == [], "the count begins again"
+    assert view.update([P0, D0], 63.0) == [] and view.update([], 63.1) == [], "the absence is counted from the start again"
     view.note_silence("d0", 1)
     assert view.update([], 66.0) == []
     assert view.update([], 66.2) == [Left(D0)]
 
 
-def test_the_registry_alone_removes_nobody() -> None:
+def test_the_registry_alone_removes_no_worker() -> None:
     view = view_of(P0, D0)
     view.note_silence("d0", 1)
     view.note_answer("d0", 1, "ready", Load(), 1)
     for now in (1.0, 10.0, 100.0):
         assert view.update([P0], now) == [] and names(view.decode_workers()) == ["d0"]
-    view.note_silence("d0", 2)  # of another process
+    view.note_silence("d0", 2)  # reported for another process
     assert view.update([P0], 101.0) == []
     view.note_silence("d0", 1)
     assert view.update([P0], 102.0) == [Left(D0)]
 
 
-def test_a_failure_from_before_the_absence_is_no_second_witness() -> None:
+def test_a_failure_before_the_absence_does_not_confirm_it() -> None:
     view = view_of(P0, D0)
     view.note_silence("d0", 1)
     assert view.update([P0], 1.0) == [] and view.update([P0], 9.0) == [] and view.down_workers() == [D0]
@@ -87,43 +87,43 @@ def test_a_failure_from_before_the_absence_is_no_second_witness() -> None:
     assert view.update([P0], 9.1) == [Left(D0)]
 
 
-def test_a_worker_that_drained_and_left_goes_at_once() -> None:
+def test_a_worker_that_drained_and_left_is_removed_immediately() -> None:
     view = view_of(P0, D0)
     draining = worker("d0", state="draining")
     view.update([P0, draining], 1.0)
-    assert view.update([P0], 2.0) == [], "it still answers: its streams run to their ends"
+    assert view.update([P0], 2.0) == [], "it still answers, and its streams finish"
     view.note_silence("d0", 1)
     assert view.update([P0], 2.3) == [Left(draining)]
 
 
-def test_a_silent_worker_stays_while_the_registry_has_it() -> None:
+def test_a_silent_worker_stays_while_the_registry_lists_it() -> None:
     view = view_of(P0, D0)
     view.note_silence("d0", 1)
     assert view.update([P0, D0], 100.0) == [] and view.down_workers() == [D0]
 
 
-def test_with_one_witness_and_no_patience_an_empty_answer_ends_every_request() -> None:
-    """Negative control: the registry's word alone, counted from the last time that it showed the members."""
+def test_if_the_registry_alone_could_remove_workers_an_empty_answer_would_remove_all() -> None:
+    """Negative control: only the registry counts, from the last time that it listed the members."""
     view = view_of(P0, D0, absent_s=0.0)
     for member in view._members.values():
         member.absent_since, member.failed = 0.0, True
     assert view.update([], 0.1) == [Left(D0), Left(P0)]
 
 
-def test_a_worker_that_hangs_is_passed_over() -> None:
+def test_a_hanging_worker_is_avoided() -> None:
     view = view_of(P0, D0, D1)
     assert view.mark_hung("d0", 1, True) and not view.mark_hung("d0", 1, True) and not view.mark_hung("d1", 9, True)
     assert names(view.decode_workers()) == ["d1"] and view.hung("d0") and not view.hung("d1")
     view.mark_hung("d1", 1, True)
-    assert names(view.decode_workers()) == ["d0", "d1"], "better one of them than to refuse everybody"
+    assert names(view.decode_workers()) == ["d0", "d1"], "a hanging worker is better than refusing every request"
     view.mark_hung("p0", 1, True)
-    assert view.prefill_workers() == [], "the decode workers can do its work"
+    assert view.prefill_workers() == [], "the decode workers can compute prompts instead"
     for name in ("p0", "d0"):
         assert view.mark_hung(name, 1, False)
     assert names(view.prefill_workers() + view.decode_workers()) == ["p0", "d0"]
 
 
-def test_a_worker_that_was_lost_while_it_hung_comes_back_when_it_goes_on() -> None:
+def test_a_worker_lost_while_hanging_returns_when_it_makes_progress() -> None:
     view = view_of(D0, D1)
     view.mark_hung("d0", 1, True)
     view.mark_down("d0", 1)
@@ -134,7 +134,7 @@ def test_a_worker_that_was_lost_while_it_hung_comes_back_when_it_goes_on() -> No
     assert view.down_workers() == []
 
 
-def test_what_a_probe_reports_and_what_it_cannot_know_yet() -> None:
+def test_a_probe_reports_only_work_that_started_before_it_was_sent() -> None:
     view = view_of(P0, D0)
     view.start_decode("early", "d0", 100)
     epoch = view.next_epoch()  # the probe is sent
@@ -143,15 +143,15 @@ def test_what_a_probe_reports_and_what_it_cannot_know_yet() -> None:
     view.note_answer("d0", 1, "ready", Load(credit_tokens=5), epoch)
     assert view.unreported_decode_tokens("d0") == 10 and view.record("d0").load.credit_tokens == 5
     later = view.next_epoch()
-    view.note_answer("d0", 1, "ready", Load(credit_tokens=5), later)  # no news: perhaps a look from before a long step
+    view.note_answer("d0", 1, "ready", Load(credit_tokens=5), later)  # the same load: it may have been measured before a long step
     assert view.unreported_decode_tokens("d0") == 10
-    view.update([P0, D0], 1.0)  # the registry has not heard of it
+    view.update([P0, D0], 1.0)  # the registry does not have the new load yet
     assert view.record("d0").load.credit_tokens == 5
     view.note_answer("d0", 1, "draining", Load(credit_tokens=5), later)
     assert view.decode_workers() == []
 
 
-def test_a_new_process_of_the_same_name() -> None:
+def test_a_new_process_replaces_the_old_one_of_the_same_name() -> None:
     view = view_of(D0)
     view.index.apply(BlockEvent("d0", 1, 1, "stored", (KEY,)))
     assert view.index.overlap([KEY], 0.0) == {"d0": 1}
@@ -160,13 +160,13 @@ def test_a_new_process_of_the_same_name() -> None:
     new = worker("d0", incarnation=2)
     assert view.update([new], 1.0) == [Reincarnated(D0, new)]
     assert names(view.decode_workers()) == ["d0"] and view.index.overlap([KEY], 0.0) == {}
-    assert view.unreported_decode_tokens("d0") == 0  # the old process took its work with it
+    assert view.unreported_decode_tokens("d0") == 0  # the work of the old process is lost
     view.end_decode("r")
-    assert view.update([D0], 2.0) == [] and view.record("d0") == new  # a ghost
+    assert view.update([D0], 2.0) == [] and view.record("d0") == new  # the old process still writes its record
 
 
-def test_a_lower_number_gets_in_when_the_higher_one_is_gone() -> None:
-    """A host whose clock was set back."""
+def test_a_lower_incarnation_may_join_when_the_higher_one_has_left() -> None:
+    """Its host's clock was set back."""
     view = view_of(worker("d0", incarnation=9))
     assert view.update([D0], 2.0) == []
     view.note_silence("d0", 9)
@@ -174,9 +174,9 @@ def test_a_lower_number_gets_in_when_the_higher_one_is_gone() -> None:
     assert view.update([D0], 5.1) == [Joined(D0)]
 
 
-def test_down_until_it_answers() -> None:
+def test_a_worker_is_down_until_it_answers() -> None:
     view = view_of(D0, D1)
-    view.mark_down("d0", 2)  # of another process
+    view.mark_down("d0", 2)  # reported for another process
     view.mark_down("d9", 1)
     assert view.down_workers() == []
     view.mark_down("d0", 1)
@@ -188,7 +188,7 @@ def test_down_until_it_answers() -> None:
     assert names(view.decode_workers()) == ["d0", "d1"]
 
 
-def test_draining_workers_get_nothing_new() -> None:
+def test_draining_workers_get_no_new_requests() -> None:
     view = view_of(P0, D0, D1)
     view.update([P0, worker("d0", state="draining"), D1], 1.0)
     assert names(view.decode_workers()) == ["d1"] and names(view.members()) == ["d0", "d1", "p0"]
@@ -196,21 +196,21 @@ def test_draining_workers_get_nothing_new() -> None:
 
 @pytest.mark.parametrize("field", ["tokenizer_fingerprint", "model_fingerprint", "block_size", "max_model_len"])
 @pytest.mark.parametrize("name", ["p9", "d9"])
-def test_who_does_not_fit(field: str, name: str) -> None:
+def test_a_worker_that_does_not_fit_is_refused(field: str, name: str) -> None:
     other = worker(name, **{field: "other" if field.endswith("print") else 8})
     view = view_of(P0, D0)
     assert view.update([P0, D0, other], 1.0) == [Joined(other), Refused(name, field)]
-    assert view.update([P0, D0, other], 2.0) == []  # said once
+    assert view.update([P0, D0, other], 2.0) == []  # reported only once
     assert name not in names(view.prefill_workers() + view.decode_workers()) and name in names(view.members())
     assert view.served == Served("model", 16, 1024)
 
 
-def test_a_worker_that_can_hold_more_fits() -> None:
+def test_a_worker_with_a_longer_context_fits() -> None:
     view = view_of(D0, worker("d1", max_model_len=4096))
     assert names(view.decode_workers()) == ["d0", "d1"] and view.served == Served("model", 16, 1024)
 
 
-def test_the_served_model_changes_when_nobody_serves_it_any_more() -> None:
+def test_the_served_model_changes_when_no_worker_serves_it_anymore() -> None:
     new = worker("d1", model_fingerprint="new", block_size=32)
     view = view_of(P0, D0, new)
     assert names(view.decode_workers()) == ["d0"]
@@ -230,13 +230,13 @@ def test_the_served_model_stays_while_there_is_no_decode_worker() -> None:
     assert view.served == Served("model", 16, 1024)
 
 
-def test_prefill_workers_alone_fix_nothing() -> None:
+def test_prefill_workers_alone_do_not_determine_the_served_model() -> None:
     view = view_of(worker("p0", model_fingerprint="other"))
     assert view.served is None
     assert view.update([worker("p0", model_fingerprint="other"), D0], 1.0) == [Joined(D0), Refused("p0", "model_fingerprint")]
 
 
-def test_work_that_a_report_does_not_show_yet() -> None:
+def test_work_that_a_report_does_not_show_yet_is_counted() -> None:
     view = view_of(D0)
     view.start_decode("early", "d0", 100)
     assert view.unreported_decode_tokens("d0") == 100
@@ -245,7 +245,7 @@ def test_work_that_a_report_does_not_show_yet() -> None:
     assert view.unreported_decode_tokens("d0") == 100  # the same report as before
     view.start_decode("late", "d0", 10)
     view.update([worker("d0", load=Load(credit_tokens=5))], 0.5)
-    # Written between the two updates: it shows what started before the first, and perhaps not what started after it.
+    # The record was written between the two updates: it includes what started before the first, but maybe not what started after it.
     assert view.unreported_decode_tokens("d0") == 10
     view.update([worker("d0", load=Load(credit_tokens=6))], 0.75)
     assert view.unreported_decode_tokens("d0") == 0
@@ -254,13 +254,13 @@ def test_work_that_a_report_does_not_show_yet() -> None:
     assert view.unreported_decode_tokens("d0") == 0 and view.decode_tokens("d0") == 110
 
 
-def test_prompts_of_other_routers_count_and_ours_count_once() -> None:
+def test_prompts_of_other_routers_count_and_own_prompts_count_once() -> None:
     view = view_of(P0, D0)
     view.start_prefill("mine", "p0", 300)
     view.update([worker("p0", load=Load(waiting_tokens=1000)), D0], 0.25)
     assert view.prefill_tokens("p0") == 1000
     view.end_prefill("mine")
-    assert view.prefill_tokens("p0") == 700  # at once, not with the next report
+    assert view.prefill_tokens("p0") == 700  # immediately, not with the next report
     view.start_prefill("next", "p0", 50)
     assert view.prefill_tokens("p0") == 750
     view.end_prefill("next")
@@ -268,7 +268,7 @@ def test_prompts_of_other_routers_count_and_ours_count_once() -> None:
     assert view.prefill_tokens("p0") == 0
 
 
-def test_a_request_that_goes_elsewhere_leaves_the_first_place() -> None:
+def test_a_request_that_moves_to_another_worker_no_longer_counts_at_the_first() -> None:
     view = view_of(D0, D1)
     view.start_decode("r", "d0", 100)
     view.start_decode("r", "d1", 100)
@@ -276,7 +276,7 @@ def test_a_request_that_goes_elsewhere_leaves_the_first_place() -> None:
 
 
 class LedgerMachine(RuleBasedStateMachine):
-    """Whatever starts, ends, ends twice, restarts or leaves: the tokens on a worker are those of the requests on it."""
+    """Requests start, end and end twice, and workers restart and leave. The tokens on a worker are always those of its requests."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -331,7 +331,7 @@ TestLedger = LedgerMachine.TestCase
 TestLedger.settings = settings(max_examples=80, stateful_step_count=30, deadline=None)
 
 
-def test_nothing_stays_of_workers_that_left() -> None:
+def test_nothing_is_kept_of_workers_that_left() -> None:
     view = view_of(D0)
     for number in range(50):
         name = f"d{number}"

@@ -1,10 +1,10 @@
-// Asks /live twice a second and shows what it says. Texts of others go into the page as text only, never as HTML.
+// Asks /live twice a second and shows the answer. Text from others is inserted as text only, never as HTML.
 "use strict";
 
 const EVERY_MS = 500;
 const RATE_OVER_S = 10;
-const COMPLETED_OVER_S = 60; // requests end more rarely than tokens come
-const BAD = new Set(["unreachable", "gone", "unfit"]);
+const COMPLETED_OVER_S = 60; // requests end less often than tokens arrive
+const BAD = new Set(["unreachable", "gone", "unfit", "hung"]);
 const $ = (id) => document.getElementById(id);
 
 const seen = []; // snapshots of the last COMPLETED_OVER_S
@@ -65,7 +65,7 @@ async function look() {
 
 function told(text, bad = false) {
   const pill = $("connection");
-  if (pill.textContent !== text) pill.textContent = text; // it is read aloud when it changes
+  if (pill.textContent !== text) pill.textContent = text; // screen readers announce each change
   pill.classList.toggle("bad", bad);
 }
 
@@ -143,7 +143,7 @@ function card(worker) {
   const waiting = worker.waiting ? `, ${worker.waiting} waiting` : "";
   const leases = worker.leases ? `, ${worker.leases} lease${worker.leases === 1 ? "" : "s"}` : "";
   element.querySelector(".detail").textContent = BAD.has(worker.state)
-    ? { gone: "left without a word", unreachable: "does not answer", unfit: "serves another model" }[worker.state]
+    ? { gone: "left without draining", unreachable: "does not answer", unfit: "serves another model", hung: "makes no progress" }[worker.state]
     : `${worker.running} running${waiting}${leases} · KV ${(100 * used).toFixed(0)} % of ${worker.kv_blocks} blocks in use, ${worker.cached_blocks} cached`;
   return element;
 }
@@ -190,7 +190,7 @@ function curve([ax, ay], [bx, by], stacked) {
   return `M${ax} ${ay} C${stacked ? `${ax} ${my} ${bx} ${my}` : `${mx} ${ay} ${mx} ${by}`} ${bx} ${by}`;
 }
 
-// Around the prefill pool, which would hide the line: under it, or to its left where the pools are stacked.
+// Leads around the prefill pool, which would hide the line: under it, or to its left if the pools are stacked.
 function around([ax, ay], [bx, by], past, stacked) {
   if (stacked) return `M${ax} ${ay} C${past.x} ${ay} ${past.x} ${ay} ${past.x} ${ay + 40} V${by - 40} C${past.x} ${by} ${past.x} ${by} ${bx} ${by}`;
   const [left, right] = [past.x + 8, bx - 90];
@@ -288,7 +288,7 @@ function details(stage, record, worker) {
   const moved = record.handoff;
   if (stage === "prefill" && record.cached_tokens) return `${worker}, ${record.cached_tokens} of ${record.prompt_tokens} tokens were cached`;
   if (stage === "transfer") return moved.transport ? `${moved.transport}: ${moved.blocks} blocks, ${bytes(moved.bytes)}` : "no KV moved";
-  if (stage === "decode" && record.tpot) return `${worker}, ${time(record.tpot)} a token${record.retries ? `, ${record.retries} ${record.retries === 1 ? "retry" : "retries"}` : ""}`;
+  if (stage === "decode" && record.tpot) return `${worker}, ${time(record.tpot)} per token${record.retries ? `, ${record.retries} ${record.retries === 1 ? "retry" : "retries"}` : ""}`;
   return worker;
 }
 

@@ -1,8 +1,8 @@
-"""The routes of the HTTP door, over a service that follows a script: what is answered, what is refused and how, and that every way out
-frees the request."""
+"""The routes of the HTTP door over a scripted service: answers, refusals, and that every outcome frees the request."""
 
 import asyncio
 import json
+from collections.abc import AsyncGenerator
 from hashlib import sha256
 from typing import Any
 
@@ -14,7 +14,9 @@ from baton.cluster.errors import BatonError, Reason
 from router.http.app import allow_origins
 from router.http.openapi import document
 from router.keys import ApiKeys, Entry
+from router.service import Event
 from router.tokenizer import Tokenizer
+from router.validate import Ask
 
 STREAM = {**HELLO, "stream": True}
 PROMPT = {"prompt": "hello"}
@@ -34,7 +36,7 @@ def house(tokenizer: Tokenizer) -> House:
 # Answers
 
 
-async def test_a_chat(house: House) -> None:
+async def test_a_chat_is_answered(house: House) -> None:
     answer = await house.post(CHAT, {**HELLO, "model": "toy", "max_tokens": 5, "temperature": 0})
     assert answer.status == 200 and answer.headers["content-type"] == "application/json"
     assert answer.json["choices"][0]["message"]["content"] == "abc" and answer.json["choices"][0]["finish_reason"] == "length"
@@ -45,7 +47,7 @@ async def test_a_chat(house: House) -> None:
     house.check()
 
 
-async def test_a_chat_in_chunks(house: House) -> None:
+async def test_a_chat_is_streamed_in_chunks(house: House) -> None:
     answer = await house.post(CHAT, {**STREAM, "stream_options": {"include_usage": True}})
     assert (
         answer.headers["cache-control"] == "no-cache"
@@ -59,35 +61,35 @@ async def test_a_chat_in_chunks(house: House) -> None:
 
 
 @pytest.mark.parametrize("prompt", ["hello", list(b"hello")])
-async def test_a_completion(house: House, prompt: Any) -> None:
+async def test_a_completion_is_answered(house: House, prompt: Any) -> None:
     answer = await house.post(COMPLETION, {"prompt": prompt})
     assert answer.json["choices"] == [{"index": 0, "text": "abc", "logprobs": None, "finish_reason": "length"}]
     (request,) = house.script.begun
     assert request.tokens[:5] == list(b"hello") and request.params.max_tokens == 16
 
 
-async def test_a_batch_of_completions(house: House) -> None:
+async def test_a_batch_of_completions_is_answered_in_order(house: House) -> None:
     answer = await house.post(COMPLETION, {"prompt": ["x", "yy", "zzz"], "n": 2, "seed": 5})
     assert [choice["index"] for choice in answer.json["choices"]] == list(range(6))
     assert answer.json["usage"]["prompt_tokens"] == 1 + 2 + 3 and answer.json["usage"]["completion_tokens"] == 6 * 3
-    begun = sorted((request.prompt_len, request.params.seed) for request in house.script.begun)  # they are tokenised side by side
+    begun = sorted((request.prompt_len, request.params.seed) for request in house.script.begun)  # they are tokenized in parallel
     assert begun == [(length, seed) for length in (1, 2, 3) for seed in (5, 6)]
     house.check()
 
 
-async def test_the_default_length_is_that_of_each_api(house: House) -> None:
+async def test_each_api_has_its_own_default_length(house: House) -> None:
     await house.post(CHAT)
     await house.post(COMPLETION, PROMPT)
     chat, completion = house.script.begun
     assert chat.longest == CONTEXT and completion.params.max_tokens == 16
 
 
-async def test_cached_tokens_are_told(tokenizer: Tokenizer) -> None:
+async def test_the_usage_reports_cached_tokens(tokenizer: Tokenizer) -> None:
     house = House(tokenizer, Script(cached=16))
     assert (await house.post(CHAT)).json["usage"]["prompt_tokens_details"] == {"cached_tokens": 16}
 
 
-async def test_a_stop_string_ends_the_text_and_the_work(tokenizer: Tokenizer) -> None:
+async def test_a_stop_string_ends_both_the_text_and_the_generation(tokenizer: Tokenizer) -> None:
     house = House(tokenizer, Script(b"abcdef"))
     answer = await house.post(CHAT, {**STREAM, "stop": "cd"})
     told = [chunk["choices"][0] for chunk in answer.chunks]
@@ -105,7 +107,7 @@ async def test_a_character_is_never_split(tokenizer: Tokenizer) -> None:
 @pytest.mark.parametrize(
     ("path", "body"), [(CHAT, {**HELLO, "logprobs": True, "top_logprobs": 2}), (COMPLETION, {**PROMPT, "logprobs": 2})]
 )
-async def test_logprobs(house: House, path: str, body: dict[str, Any]) -> None:
+async def test_logprobs_are_returned(house: House, path: str, body: dict[str, Any]) -> None:
     (choice,) = (await house.post(path, body)).json["choices"]
     told = choice["logprobs"]
     if path == CHAT:
@@ -115,7 +117,7 @@ async def test_logprobs(house: House, path: str, body: dict[str, Any]) -> None:
 
 
 async def test_no_choice_waits_for_another(tokenizer: Tokenizer) -> None:
-    """The second choice says everything while the first has said nothing."""
+    """The second choice is complete before the first has sent anything."""
     gate = asyncio.Event()
     house = House(tokenizer, Script(gate=gate, waits=lambda request: request.id.endswith("-0")))
     call = Call(house.door, "POST", CHAT, {**STREAM, "n": 2})
@@ -150,7 +152,7 @@ async def test_tokenize_and_detokenize(house: House) -> None:
     assert (await house.post("/tokenize", {"prompt": "x", "model": "other"})).status == 404
 
 
-async def test_models(house: House) -> None:
+async def test_the_served_model_is_listed_and_others_are_not_found(house: House) -> None:
     (model,) = (await house.get("/v1/models")).json["data"]
     assert (model["id"], model["object"], model["root"], model["max_model_len"]) == ("toy", "model", "toy", CONTEXT)
     assert (await house.get("/v1/models/toy")).json == model
@@ -162,7 +164,7 @@ async def test_models(house: House) -> None:
 # Health
 
 
-async def test_health(house: House) -> None:
+async def test_health_and_readiness_follow_the_cluster_and_liveness_does_not(house: House) -> None:
     assert (await house.get("/health")).status == (await house.get("/readyz")).status == (await house.get("/livez")).status == 200
     assert set((await house.get("/version")).json) == {"version"}
     house.serving = False
@@ -172,14 +174,14 @@ async def test_health(house: House) -> None:
     assert (await house.get("/livez")).status == 200
 
 
-async def test_who_drains_is_not_ready_and_refuses(house: House) -> None:
+async def test_a_draining_router_is_not_ready_and_refuses_requests(house: House) -> None:
     house.service.draining = True
     for answer in (await house.get("/readyz"), await house.post(CHAT), await house.post(CHAT, STREAM)):
         assert (answer.status, answer.error["code"]) == (503, "draining") and answer.headers["retry-after"]
     assert (await house.get("/livez")).status == 200
 
 
-async def test_before_the_first_worker(tokenizer: Tokenizer) -> None:
+async def test_before_the_first_worker_requests_are_refused(tokenizer: Tokenizer) -> None:
     house = House(tokenizer, workers=False, serving=False)
     assert (await house.get("/v1/models")).json["data"][0]["max_model_len"] is None
     answer = await house.post(CHAT)
@@ -215,8 +217,10 @@ async def test_before_the_first_worker(tokenizer: Tokenizer) -> None:
     ],
     ids=str,
 )
-async def test_a_bad_value_names_the_parameter(house: House, path: str, stream: bool, fields: Any, param: str, code: str) -> None:
-    """A status of its own also where a stream was asked for; and no worker hears of it."""
+async def test_the_error_for_a_bad_value_names_the_parameter(
+    house: House, path: str, stream: bool, fields: Any, param: str, code: str
+) -> None:
+    """Requests for a stream get an HTTP error status too, and no request reaches a worker."""
     if path == COMPLETION and param == "tools":
         code = "unknown_parameter"
     body = json.dumps({**(HELLO if path == CHAT else PROMPT), "stream": stream, **fields}).replace("Infinity", "1e400")
@@ -247,7 +251,7 @@ async def test_a_bad_value_names_the_parameter(house: House, path: str, stream: 
     ],
     ids=lambda value: str(value)[:60],
 )  # fmt: skip
-async def test_a_bad_prompt_says_where(house: House, path: str, body: Any, param: str) -> None:
+async def test_the_error_for_a_bad_prompt_names_its_position(house: House, path: str, body: Any, param: str) -> None:
     answer = await house.post(path, body)
     assert (answer.status, answer.error["param"]) == (400, param) and answer.error["message"].startswith(param)
     house.check()
@@ -265,20 +269,20 @@ async def test_a_bad_prompt_says_where(house: House, path: str, body: Any, param
         ({"content-length": "999999999"}, 413),
     ],
 )
-async def test_other_kinds_of_bodies_are_refused(house: House, headers: dict[str, str], status: int) -> None:
+async def test_bodies_of_other_types_are_refused(house: House, headers: dict[str, str], status: int) -> None:
     answer = await house.post(CHAT, headers=headers)
     assert answer.status == status
     assert status == 200 or answer.error["code"] in ("unsupported_media_type", "request_entity_too_large")
 
 
-async def test_a_body_is_as_long_as_it_is_and_not_as_it_says(tokenizer: Tokenizer) -> None:
+async def test_the_actual_length_of_a_body_counts_and_not_the_announced_one(tokenizer: Tokenizer) -> None:
     house = House(tokenizer, config=RouterConfig(max_message_bytes=1024))
     assert (await house.post(CHAT, b"{" + b" " * 1024 + b"}", headers={"content-length": "5"})).status == 413
     body = json.dumps(HELLO).encode()
     assert (await house.post(CHAT, body.ljust(1024))).status == 200
 
 
-async def test_no_such_path_and_no_such_method(house: House) -> None:
+async def test_unknown_paths_and_methods_are_refused(house: House) -> None:
     assert (await house.get("/v1/embeddings")).error["code"] == "not_found"
     assert (await house.get("/v1/chat/completions/")).status == 404
     for method in ("GET", "OPTIONS", "PUT", "DELETE"):
@@ -299,7 +303,7 @@ async def test_no_such_path_and_no_such_method(house: House) -> None:
     ],
 )
 @pytest.mark.parametrize("stream", [False, True])
-async def test_what_fails_before_the_first_token_has_a_status(
+async def test_a_failure_before_the_first_token_sets_the_status(
     tokenizer: Tokenizer, reason: Reason, status: int, retry: bool, stream: bool
 ) -> None:
     house = House(tokenizer, failing(BatonError(reason, "so it is")))
@@ -310,7 +314,7 @@ async def test_what_fails_before_the_first_token_has_a_status(
     house.check()
 
 
-async def test_what_fails_after_the_first_token_is_the_last_event(tokenizer: Tokenizer) -> None:
+async def test_a_failure_after_the_first_token_is_the_last_event(tokenizer: Tokenizer) -> None:
     house = House(tokenizer, failing(BatonError(Reason.RETRIES_SPENT, "no worker came back"), after=2))
     answer = await house.post(CHAT, STREAM)
     assert answer.status == 200
@@ -318,11 +322,11 @@ async def test_what_fails_after_the_first_token_is_the_last_event(tokenizer: Tok
     assert "".join(chunk["choices"][0]["delta"].get("content", "") for chunk in chunks) == "ab"
     assert last == {"error": {"message": "no worker came back", "type": "server_error", "param": None, "code": "retries_spent"}}
     whole = await house.post(CHAT)
-    assert (whole.status, whole.error["code"]) == (503, "retries_spent"), "half an answer is none"
+    assert (whole.status, whole.error["code"]) == (503, "retries_spent"), "half an answer is not an answer"
     house.check()
 
 
-async def test_the_failure_of_one_choice_ends_all(tokenizer: Tokenizer) -> None:
+async def test_the_failure_of_one_choice_ends_all_choices(tokenizer: Tokenizer) -> None:
     script = Script(
         b"a", error=BatonError(Reason.RETRIES_SPENT, "gone"), fails=lambda request: request.id.endswith("-1"), gate=asyncio.Event()
     )
@@ -334,7 +338,7 @@ async def test_the_failure_of_one_choice_ends_all(tokenizer: Tokenizer) -> None:
 
 
 @pytest.mark.parametrize("after", [0, 2])
-async def test_what_nobody_foresaw_is_told_without_its_words(tokenizer: Tokenizer, after: int, caplog: pytest.LogCaptureFixture) -> None:
+async def test_an_unexpected_error_is_reported_without_its_text(tokenizer: Tokenizer, after: int, caplog: pytest.LogCaptureFixture) -> None:
     house = House(tokenizer, Script(b"abc"[:after], error=ZeroDivisionError("a prompt")))
     answer = await house.post(CHAT, STREAM)
     assert answer.status == (200 if after else 500)
@@ -343,7 +347,7 @@ async def test_what_nobody_foresaw_is_told_without_its_words(tokenizer: Tokenize
     house.check()
 
 
-async def test_too_many_at_once(tokenizer: Tokenizer) -> None:
+async def test_too_many_simultaneous_choices_are_refused(tokenizer: Tokenizer) -> None:
     house = House(tokenizer, Script(gate=asyncio.Event()), RouterConfig(max_inflight=2, max_queue=0))
     answer = await house.post(CHAT, {**HELLO, "n": 3})
     assert (answer.status, answer.error["code"]) == (429, "overloaded") and answer.headers["retry-after"] == "1"
@@ -353,7 +357,7 @@ async def test_too_many_at_once(tokenizer: Tokenizer) -> None:
 # Deadlines
 
 
-async def test_a_deadline_ends_the_wait(tokenizer: Tokenizer) -> None:
+async def test_a_deadline_ends_the_wait_in_the_queue(tokenizer: Tokenizer) -> None:
     house = House(tokenizer, Script(gate=asyncio.Event()), RouterConfig(max_inflight=1))
     first = asyncio.create_task(house.post(CHAT))
     await settled(lambda: len(house.script.begun) == 1)
@@ -365,18 +369,18 @@ async def test_a_deadline_ends_the_wait(tokenizer: Tokenizer) -> None:
 
 
 @pytest.mark.parametrize("timeout", ["", "-1", "1.5", "soon", "9" * 10])
-async def test_a_timeout_that_is_none_is_named(house: House, timeout: str) -> None:
+async def test_the_error_for_an_invalid_timeout_names_the_header(house: House, timeout: str) -> None:
     answer = await house.post(CHAT, headers={"x-request-timeout-ms": timeout})
     assert (answer.status, answer.error["param"]) == (400, "x-request-timeout-ms")
 
 
-async def test_a_body_that_does_not_come(tokenizer: Tokenizer) -> None:
+async def test_a_body_that_does_not_arrive_times_out(tokenizer: Tokenizer) -> None:
     house = House(tokenizer, config=RouterConfig(http_read_timeout_s=0.02))
     answer = await house.post(CHAT, unfinished=True)
     assert (answer.status, answer.error["code"], answer.headers["connection"]) == (408, "request_timeout", "close")
 
 
-async def test_who_leaves_in_the_middle_of_the_body(house: House) -> None:
+async def test_a_client_that_disconnects_in_the_middle_of_the_body_starts_no_request(house: House) -> None:
     call = Call(house.door, "POST", CHAT, HELLO, unfinished=True)
     task = asyncio.create_task(call.run())
     await asyncio.sleep(0)
@@ -390,7 +394,7 @@ async def test_who_leaves_in_the_middle_of_the_body(house: House) -> None:
 
 @pytest.mark.parametrize("stream", [False, True])
 @pytest.mark.parametrize("n", [1, 3])
-async def test_who_leaves_before_the_first_token_frees_everything(tokenizer: Tokenizer, stream: bool, n: int) -> None:
+async def test_a_client_that_disconnects_before_the_first_token_frees_everything(tokenizer: Tokenizer, stream: bool, n: int) -> None:
     house = House(tokenizer, Script(gate=asyncio.Event()))
     call = Call(house.door, "POST", CHAT, {**HELLO, "stream": stream, "n": n})
     task = asyncio.create_task(call.run())
@@ -402,14 +406,14 @@ async def test_who_leaves_before_the_first_token_frees_everything(tokenizer: Tok
 
 @pytest.mark.parametrize("n", [1, 3])
 @pytest.mark.parametrize("after", range(1, 6))
-async def test_who_leaves_in_the_middle_of_a_stream_frees_everything(tokenizer: Tokenizer, n: int, after: int) -> None:
+async def test_a_client_that_disconnects_in_the_middle_of_a_stream_frees_everything(tokenizer: Tokenizer, n: int, after: int) -> None:
     house = House(tokenizer, Script(b"x" * 1000))
     await asyncio.wait_for(house.post(CHAT, {**STREAM, "n": n}, leave_after=after), 5)
     assert house.script.said < 1000
     house.check()
 
 
-async def test_who_leaves_the_queue_frees_the_place(tokenizer: Tokenizer) -> None:
+async def test_a_client_that_disconnects_in_the_queue_frees_its_place(tokenizer: Tokenizer) -> None:
     house = House(tokenizer, Script(gate=asyncio.Event()), RouterConfig(max_inflight=1))
     first = asyncio.create_task(house.post(CHAT))
     call = Call(house.door, "POST", CHAT, HELLO)
@@ -424,7 +428,7 @@ async def test_who_leaves_the_queue_frees_the_place(tokenizer: Tokenizer) -> Non
 
 
 @pytest.mark.parametrize("gate_at", [0, 2])
-async def test_a_server_that_closes_says_so(tokenizer: Tokenizer, gate_at: int) -> None:
+async def test_a_server_that_closes_reports_draining(tokenizer: Tokenizer, gate_at: int) -> None:
     house = House(tokenizer, Script(gate=asyncio.Event(), gate_at=gate_at))
     call = Call(house.door, "POST", CHAT, STREAM)
     task = asyncio.create_task(call.run())
@@ -437,19 +441,19 @@ async def test_a_server_that_closes_says_so(tokenizer: Tokenizer, gate_at: int) 
     house.check()
 
 
-async def test_a_place_that_is_not_given_back_is_seen(tokenizer: Tokenizer) -> None:
+async def test_a_place_that_is_not_freed_is_detected(tokenizer: Tokenizer, monkeypatch: pytest.MonkeyPatch) -> None:
     """Negative control."""
     house = House(tokenizer)
-    house.admission.leave = lambda slot, now: []  # type: ignore[method-assign]
+    monkeypatch.setattr(house.admission, "leave", lambda request_id, now: [])
     await house.post(CHAT)
     with pytest.raises(AssertionError):
         house.check()
 
 
-# Who asks
+# Request ids, traces and tenants
 
 
-async def test_the_id_of_a_request(house: House) -> None:
+async def test_a_valid_request_id_is_kept_and_others_are_replaced(house: House) -> None:
     answer = await house.post(CHAT, headers={"x-request-id": "my-id.1"})
     assert answer.headers["x-request-id"] == "my-id.1" and answer.json["id"] == "chatcmpl-my-id.1" and house.script.begun[0].id == "my-id.1"
     for bad in ("", "a b", "x" * 121, "a\rb", "é"):
@@ -459,10 +463,15 @@ async def test_the_id_of_a_request(house: House) -> None:
         assert answer.headers["x-request-id"].startswith("req-")
 
 
-async def test_the_trace_of_the_caller_goes_along(house: House, monkeypatch: pytest.MonkeyPatch) -> None:
-    asked = []
+async def test_the_traceparent_of_the_caller_is_passed_on(house: House, monkeypatch: pytest.MonkeyPatch) -> None:
+    asked: list[Ask] = []
     generate = house.service.generate
-    monkeypatch.setattr(house.service, "generate", lambda ask, timeout: (asked.append(ask), generate(ask, timeout))[1])
+
+    def note(ask: Ask, timeout_s: float | None) -> AsyncGenerator[Event, None]:
+        asked.append(ask)
+        return generate(ask, timeout_s)
+
+    monkeypatch.setattr(house.service, "generate", note)
     parent = "00-" + "a" * 32 + "-" + "b" * 16 + "-01"
     await house.post(CHAT, headers={"traceparent": parent})
     await house.post(CHAT)
@@ -474,7 +483,7 @@ def keys(**tenants: str) -> ApiKeys:
 
 
 @pytest.mark.parametrize("path", [CHAT, COMPLETION, "/tokenize", "/detokenize", "/v1/models", "/v1/models/toy"])
-async def test_without_a_key_nothing_is_answered_where_keys_are_asked_for(tokenizer: Tokenizer, path: str) -> None:
+async def test_without_a_required_key_nothing_is_answered(tokenizer: Tokenizer, path: str) -> None:
     house = House(tokenizer, keys=keys(k="shop"))
     method = "GET" if "models" in path else "POST"
     for headers in ({}, {"authorization": "Bearer wrong"}):
@@ -490,7 +499,7 @@ async def test_probes_need_no_key(tokenizer: Tokenizer) -> None:
         assert (await house.get(path)).status == 200
 
 
-async def test_tenants_do_not_share_prefixes_unless_told_to(tokenizer: Tokenizer) -> None:
+async def test_tenants_share_prefixes_only_if_configured(tokenizer: Tokenizer) -> None:
     async def salts(house: House) -> list[str]:
         for key, salt in (("a", ""), ("b", ""), ("c", ""), ("a", "s"), ("b", "s")):
             await house.post(CHAT, {**HELLO, "cache_salt": salt}, headers={"authorization": f"Bearer {key}"})
@@ -500,20 +509,20 @@ async def test_tenants_do_not_share_prefixes_unless_told_to(tokenizer: Tokenizer
     assert len({one, other, one_salted, other_salted}) == 4 and one == colleague
     shared = await salts(House(tokenizer, keys=keys(a="one", b="other", c="one"), shared_prefixes=True))
     assert shared == ["", "", "", "s", "s"]
-    assert await salts(House(tokenizer)) == shared, "without keys nobody is a tenant"
+    assert await salts(House(tokenizer)) == shared, "without keys there are no tenants"
 
 
-async def test_no_salt_reaches_into_another_tenant(tokenizer: Tokenizer) -> None:
+async def test_no_salt_gives_access_to_the_prefixes_of_another_tenant(tokenizer: Tokenizer) -> None:
     house = House(tokenizer, keys=keys(a="x", b="xy"))
     for key, salt in (("a", "y\0s"), ("b", "s"), ("a", "\0s"), ("a", "s")):
         await house.post(CHAT, {**HELLO, "cache_salt": salt}, headers={"authorization": f"Bearer {key}"})
     assert len({request.salt for request in house.script.begun}) == 4
 
 
-# The document
+# The OpenAPI document
 
 
-async def test_the_document_has_every_route(house: House) -> None:
+async def test_the_openapi_document_has_every_route(house: House) -> None:
     told = (await house.get("/openapi.json")).json
     assert told == document()
     routes = {route.path.replace(":path", ""): route.methods for route in house.door._router.routes}  # type: ignore[attr-defined]
@@ -526,26 +535,26 @@ async def test_the_document_has_every_route(house: House) -> None:
 # What public clients expect
 
 
-async def test_a_context_that_overflows_is_told_in_the_words_that_clients_look_for(house: House) -> None:
-    """LiteLLM looks for them, in lower case, to try a model with a longer context."""
+async def test_a_context_overflow_is_reported_in_the_words_that_clients_search_for(house: House) -> None:
+    """LiteLLM searches for this text, in lower case, to decide whether to try a model with a longer context."""
     for path, body in ((CHAT, {**HELLO, "max_tokens": CONTEXT}), (COMPLETION, {"prompt": "x" * CONTEXT})):
         error = (await house.post(path, body)).error
         assert error["code"] == "context_length_exceeded"
         assert f"this model's maximum context length is {CONTEXT} tokens" in error["message"].lower()
 
 
-async def test_a_bound_is_told_in_full(house: House) -> None:
+async def test_the_error_for_a_value_out_of_range_contains_the_whole_range(house: House) -> None:
     error = (await house.post(CHAT, {**HELLO, "top_k": 1 << 31})).error
     assert error["message"] == "top_k: must be at least -1 and at most 2147483647"
 
 
-async def test_a_name_is_part_of_a_message(house: House) -> None:
+async def test_a_message_may_have_a_name(house: House) -> None:
     assert (await house.post(CHAT, {"messages": [{**HELLO["messages"][0], "name": "Ida"}]})).status == 200
     error = (await house.post(CHAT, {"messages": [{**HELLO["messages"][0], "name": "x" * 257}]})).error
     assert error["param"] == "messages[0].name"
 
 
-# Pages of other origins
+# Web pages of other origins
 
 
 @pytest.mark.parametrize(
@@ -566,7 +575,7 @@ async def test_only_pages_of_listed_origins_may_read_an_answer(
     preflight = await Call(app, "OPTIONS", CHAT, b"", headers=headers).run()
     assert (preflight.status == 200) == (allowed is not None)
     answer = await Call(app, "POST", CHAT, HELLO, headers={"origin": origin}).run()
-    assert answer.status == 200, "it is the browser that keeps the answer from the page"
+    assert answer.status == 200, "the browser, not the server, withholds the answer from the page"
     assert answer.headers.get("access-control-allow-origin") == allowed
     if allowed:
         assert preflight.headers["access-control-allow-headers"] == "authorization,content-type"

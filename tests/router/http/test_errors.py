@@ -1,4 +1,4 @@
-"""One error table, two doors: every reason has its HTTP status and an error object that clients know."""
+"""HTTP and gRPC share one table of errors: every reason has an HTTP status and an error object that clients know."""
 
 import pytest
 
@@ -7,7 +7,7 @@ from router.http.errors import HttpError, to_http, to_json, to_param
 
 
 @pytest.mark.parametrize("reason", Reason)
-def test_every_reason_is_an_error_object(reason: Reason) -> None:
+def test_every_reason_becomes_an_error_object(reason: Reason) -> None:
     error = to_http(BatonError(reason, "what happened"))
     assert error.status == reason.value.http
     body = error.body["error"]
@@ -32,12 +32,12 @@ def test_every_reason_is_an_error_object(reason: Reason) -> None:
         (Reason.INTERNAL, 500, "internal"),
     ],
 )
-def test_codes_that_clients_look_at(reason: Reason, status: int, code: str) -> None:
+def test_reasons_have_the_codes_that_clients_check(reason: Reason, status: int, code: str) -> None:
     error = to_http(BatonError(reason, "x"))
     assert (error.status, error.code) == (status, code)
 
 
-def test_a_violation_is_told_in_the_words_of_the_client() -> None:
+def test_a_violation_is_reported_under_the_name_the_client_used() -> None:
     error = to_http(invalid("sampling.max_tokens", "must be at least 1"), {"max_tokens": "max_completion_tokens"})
     assert (error.param, error.message) == ("max_completion_tokens", "max_completion_tokens: must be at least 1")
     many = BatonError(Reason.INVALID_FIELD, "x", (Violation("sampling.top_p", "is bad"), Violation("text", "is bad too")))
@@ -57,18 +57,18 @@ def test_a_violation_is_told_in_the_words_of_the_client() -> None:
         ("cache_salt", "cache_salt"),
     ],
 )
-def test_fields_and_parameters(field: str, param: str) -> None:
+def test_fields_are_translated_to_parameters(field: str, param: str) -> None:
     names = {"text": "prompt", "token_ids.ids": "prompt", "chat.messages": "messages"}
     assert to_param(field, names) == param
 
 
-def test_an_error_of_the_door_alone() -> None:
+def test_an_error_specific_to_http_is_an_error_object() -> None:
     error = HttpError(415, "send JSON", headers={"a": "b"})
     assert error.body == {
         "error": {"message": "send JSON", "type": "invalid_request_error", "param": None, "code": "unsupported_media_type"}
     }
 
 
-def test_json_is_one_line_for_every_reader_of_lines() -> None:
+def test_json_is_one_line_for_every_line_reader() -> None:
     text = to_json({"text": "a\u2028b\x85c\nd\ud800é"})
     assert len(text.decode().splitlines()) == 1 and text.isascii()

@@ -1,4 +1,4 @@
-"""What clients of the OpenAI API send, as the router understands it, and what it refuses to understand."""
+"""Requests of the OpenAI API: how the router interprets them and which ones it refuses."""
 
 import json
 from dataclasses import replace
@@ -56,7 +56,7 @@ def refused(read_body: Any, *arguments: Any, **fields: Any) -> HttpError:
 # Prompts
 
 
-def test_a_chat_is_its_messages() -> None:
+def test_a_chat_becomes_its_messages() -> None:
     asked = ask_chat(
         [{"role": "developer", "content": "be brief"}, {"role": "user", "content": "hi"}], model="m", cache_salt="s", priority=-3
     )
@@ -67,13 +67,13 @@ def test_a_chat_is_its_messages() -> None:
     assert asked.chat and not asked.stream and asked.n == 1
 
 
-def test_text_parts_are_lines() -> None:
+def test_text_parts_become_lines() -> None:
     parts = [{"type": "text", "text": "one"}, {"type": "text", "text": "two"}]
     assert ask_chat([{"role": "user", "content": parts}]).asks[0].messages == (("user", "one\ntwo"),)
 
 
-def test_an_answer_can_be_sent_back_as_clients_keep_it() -> None:
-    kept = {
+def test_an_answer_can_be_sent_back_with_the_fields_that_clients_keep() -> None:
+    kept: dict[str, Any] = {
         "role": "assistant",
         "content": "hi",
         "refusal": None,
@@ -101,7 +101,7 @@ def test_a_completion_is_one_prompt_or_several(prompt: Any, texts: list[Any], id
     assert not any(ask.messages for ask in asked.asks)
 
 
-def test_the_field_of_a_batch_says_which_prompt() -> None:
+def test_the_field_name_in_a_batch_contains_the_index_of_the_prompt() -> None:
     asked = ask_completion(["a", "b"], n=2)
     assert [asked.names_of(i)["text"] for i in range(4)] == ["prompt[0]", "prompt[0]", "prompt[1]", "prompt[1]"]
     assert ask_completion("a", n=2).names_of(1)["text"] == "prompt"
@@ -109,7 +109,7 @@ def test_the_field_of_a_batch_says_which_prompt() -> None:
 
 
 @pytest.mark.parametrize("prompt", [None, 1, {}, [], [[]], [""] * (MAX_CHOICES + 1), [1, "a"], [[1], 2], [True], [1.5], [[None]]])
-def test_a_prompt_that_is_none_names_the_parameter(prompt: Any) -> None:
+def test_the_error_for_an_invalid_prompt_names_the_parameter(prompt: Any) -> None:
     assert refused(ask_completion, prompt).param == "prompt"
 
 
@@ -135,7 +135,7 @@ def test_a_prompt_that_is_none_names_the_parameter(prompt: Any) -> None:
         ([{"role": "user", "content": [{"type": "text", "text": "", "x": 1}]}], "messages[0].content[0].x", "unknown_parameter"),
     ],
 )  # fmt: skip
-def test_a_message_that_is_none_says_where(messages: Any, param: str, code: str) -> None:
+def test_the_error_for_an_invalid_message_names_its_position(messages: Any, param: str, code: str) -> None:
     error = refused(ask_chat, messages)
     assert (error.param, error.code) == (param, code) and param in error.message
 
@@ -158,16 +158,16 @@ def test_every_sampling_parameter_arrives() -> None:
     assert replace(got, default_max_tokens=16) == AskSampling(**want, default_max_tokens=16)
 
 
-def test_nothing_asked_is_nothing_sampled() -> None:
+def test_without_sampling_parameters_only_the_default_length_is_set() -> None:
     assert sampling(ask_completion()) == AskSampling(default_max_tokens=16)
     assert sampling(ask_chat()).default_max_tokens > 1_000_000, "a chat may use the whole context"
 
 
-def test_one_stop_string_is_a_list_of_one() -> None:
+def test_one_stop_string_becomes_a_list_of_one() -> None:
     assert sampling(ask_chat(stop="end")).stop == ("end",)
 
 
-def test_the_new_name_of_max_tokens() -> None:
+def test_max_completion_tokens_is_another_name_of_max_tokens_in_chats() -> None:
     asked = ask_chat(max_completion_tokens=5)
     assert sampling(asked).max_tokens == 5 and asked.names["max_tokens"] == "max_completion_tokens"
     assert sampling(ask_chat(max_completion_tokens=5, max_tokens=5)).max_tokens == 5
@@ -175,7 +175,7 @@ def test_the_new_name_of_max_tokens() -> None:
     assert refused(ask_completion, max_completion_tokens=5).code == "unknown_parameter"
 
 
-def test_logprobs_of_both_apis() -> None:
+def test_each_api_has_its_own_form_of_logprobs() -> None:
     assert sampling(ask_chat(logprobs=True)).logprobs == 0
     assert sampling(ask_chat(logprobs=True, top_logprobs=3)).logprobs == 3
     assert sampling(ask_chat(logprobs=False)).logprobs is None
@@ -185,7 +185,7 @@ def test_logprobs_of_both_apis() -> None:
     assert refused(ask_completion, logprobs=True).param == "logprobs"
 
 
-def test_each_choice_is_a_request_with_a_seed_of_its_own() -> None:
+def test_each_choice_is_a_request_with_its_own_seed() -> None:
     asked = ask_completion(["a", "b"], n=3, seed=(1 << 64) - 2)
     assert [ask.text for ask in asked.asks] == ["a"] * 3 + ["b"] * 3
     assert [ask.sampling.seed for ask in asked.asks] == [(1 << 64) - 2, (1 << 64) - 1, 0] * 2
@@ -193,29 +193,29 @@ def test_each_choice_is_a_request_with_a_seed_of_its_own() -> None:
     assert [ask.sampling.seed for ask in ask_chat(n=2).asks] == [None, None]
 
 
-def test_a_negative_seed_is_one_of_64_bits() -> None:
+def test_a_negative_seed_becomes_an_unsigned_64_bit_seed() -> None:
     assert sampling(ask_chat(seed=-1)).seed == (1 << 64) - 1
     assert refused(ask_chat, seed=1 << 64).param == refused(ask_chat, seed=-(1 << 63) - 1).param == "seed"
 
 
 @pytest.mark.parametrize("n", [0, -1, MAX_CHOICES + 1, 10**9, 1.0, True, "1"])
-def test_n_is_bounded(n: Any) -> None:
+def test_n_is_limited(n: Any) -> None:
     assert refused(ask_chat, n=n).param == "n"
 
 
-def test_prompts_times_n_is_bounded() -> None:
+def test_prompts_times_n_is_limited() -> None:
     assert len(ask_completion(["a"] * 32, n=4).asks) == 128
     assert refused(ask_completion, ["a"] * 32, n=5).param == "n"
 
 
-def test_best_of_is_n_or_refused() -> None:
+def test_best_of_must_equal_n() -> None:
     assert len(ask_completion(best_of=1).asks) == 1 and len(ask_completion(best_of=2, n=2).asks) == 2
     for fields in ({"best_of": 2}, {"best_of": 1, "n": 2}):
         error = refused(ask_completion, **fields)
         assert (error.param, error.code) == ("best_of", "unsupported_parameter")
 
 
-def test_stream_options_belong_to_a_stream() -> None:
+def test_stream_options_require_a_stream() -> None:
     asked = ask_chat(stream=True, stream_options={"include_usage": True, "continuous_usage_stats": True, "include_obfuscation": False})
     assert asked.stream and asked.include_usage and asked.continuous_usage
     assert not ask_chat(stream=True).include_usage and not ask_chat(stream=True, stream_options={}).include_usage
@@ -227,15 +227,15 @@ def test_stream_options_belong_to_a_stream() -> None:
 @pytest.mark.parametrize(
     "bias", [{"x": 1}, {"-1": 1}, {"01": 1}, {"1.0": 1}, {"٣": 1}, {"": 1}, {"9" * 5000: 1}, {"1": "1"}, {"1": True}, [1], 5]
 )
-def test_a_bias_that_is_none_names_the_parameter(bias: Any) -> None:
+def test_the_error_for_an_invalid_logit_bias_names_the_parameter(bias: Any) -> None:
     assert refused(ask_chat, logit_bias=bias).param == "logit_bias"
 
 
-# What is accepted without effect, and what is not accepted
+# Parameters without effect and unsupported parameters
 
 
 def rules(model: type[Body]) -> dict[str, Rule | None]:
-    """None: whatever it holds, it has no effect."""
+    """Returns the rule of each parameter. None: it has no effect, whatever its value."""
     return {name: next((one for one in info.metadata if isinstance(one, Rule)), None) for name, info in model.model_fields.items()}
 
 
@@ -247,9 +247,11 @@ WITHOUT_EFFECT = [(api, name, ask) for api, known, ask in APIS for name, rule in
 
 
 @pytest.mark.parametrize(("api", "name", "neutral", "ask"), NEUTRAL, ids=lambda value: value if isinstance(value, str) else "")
-def test_what_would_change_the_answer_is_refused_by_name(api: str, name: str, neutral: tuple[Any, ...], ask: Any) -> None:
+def test_an_unsupported_parameter_that_would_change_the_answer_is_refused_by_name(
+    api: str, name: str, neutral: tuple[Any, ...], ask: Any
+) -> None:
     for value in (*neutral, None):
-        assert ask(**{name: value}) == ask(), "what asks for nothing changes nothing"
+        assert ask(**{name: value}) == ask(), "a neutral value changes nothing"
     for value in ([{"type": "function"}], {"type": "json_object"}, "other", 3, not neutral[0]):
         if value not in neutral:
             error = refused(ask, **{name: value})
@@ -257,13 +259,13 @@ def test_what_would_change_the_answer_is_refused_by_name(api: str, name: str, ne
 
 
 @pytest.mark.parametrize(("api", "name", "ask"), WITHOUT_EFFECT, ids=lambda value: value if isinstance(value, str) else "")
-def test_what_cannot_change_the_answer_is_accepted(api: str, name: str, ask: Any) -> None:
+def test_a_parameter_that_cannot_change_the_answer_is_accepted(api: str, name: str, ask: Any) -> None:
     for value in ("x", {"a": 1}, True, 5, None):
         assert ask(**{name: value}) == ask()
 
 
-def test_tools_and_formats_are_among_them() -> None:
-    """The tables are tested from themselves: these must not go missing."""
+def test_tools_and_formats_are_in_the_tables() -> None:
+    """The tests above take their cases from the tables, so they would not notice a missing entry."""
     names = {(api, name) for api, name, _, _ in NEUTRAL}
     assert names >= {("chat", name) for name in ("tools", "tool_choice", "functions", "response_format", "audio", "modalities")}
     assert names >= {("completion", name) for name in ("echo", "suffix")}
@@ -271,13 +273,13 @@ def test_tools_and_formats_are_among_them() -> None:
 
 
 @pytest.mark.parametrize("ask", [ask_chat, ask_completion])
-def test_an_unknown_parameter_is_named(ask: Any) -> None:
+def test_the_error_for_an_unknown_parameter_names_it(ask: Any) -> None:
     error = refused(ask, temperatur=1)
     assert (error.param, error.code) == ("temperatur", "unknown_parameter")
 
 
 @pytest.mark.parametrize("ask", [ask_chat, ask_completion])
-def test_null_is_absent(ask: Any) -> None:
+def test_null_means_absent(ask: Any) -> None:
     model = Chat if ask is ask_chat else Completion
     everything = dict.fromkeys(set(model.model_fields) - {"messages", "prompt"})
     assert ask(**everything) == ask()
@@ -291,7 +293,7 @@ def test_null_is_absent(ask: Any) -> None:
         ("stop_token_ids", 1), ("model", 1), ("cache_salt", 1), ("seed", 1.5), ("stream_options", []),
     ],
 )  # fmt: skip
-def test_a_value_of_another_type_is_not_guessed(name: str, value: Any) -> None:
+def test_a_value_of_another_type_is_not_converted(name: str, value: Any) -> None:
     error = refused(ask_chat, **{name: value})
     assert (error.param, error.code) == (name, "invalid_value")
 
@@ -299,8 +301,8 @@ def test_a_value_of_another_type_is_not_guessed(name: str, value: Any) -> None:
 # Names
 
 
-def test_names_go_with_their_messages() -> None:
-    """Agent frameworks send them."""
+def test_messages_keep_their_names() -> None:
+    """Agent frameworks send names."""
     given = [{"role": "user", "content": "hi", "name": "Ida"}, {"role": "assistant", "content": "x"}, {**HELLO[0], "name": None}]
     assert ask_chat(given).asks[0].names == ("Ida", "", "") and ask_chat().asks[0].names == ()
 
@@ -317,12 +319,12 @@ def test_names_go_with_their_messages() -> None:
         b'{"user": {"a": 1, "a": 2}}', b"\x00", b'{"user": "a\nb"}',
     ],
 )  # fmt: skip
-def test_a_body_that_is_no_json_object_is_refused(body: bytes) -> None:
+def test_a_body_that_is_not_a_json_object_is_refused(body: bytes) -> None:
     error = refused(read, body, Chat)
     assert error.code == "invalid_json" and error.param is None
 
 
-def test_lone_surrogates_reach_the_check_of_texts() -> None:
+def test_lone_surrogates_reach_the_validation_of_texts() -> None:
     assert read(b'{"user": "\\ud800", "prompt": ""}', Completion).user == "\ud800"
     assert ask_completion("\ud800").asks[0].text == "\ud800"
 
@@ -341,7 +343,7 @@ JSON = st.recursive(
     ),
     JSON,
 )
-def test_any_json_is_an_ask_or_a_refusal(fields: dict[str, Any], message: Any) -> None:
+def test_any_json_is_either_understood_or_refused(fields: dict[str, Any], message: Any) -> None:
     body = json.dumps({"messages": [message], "prompt": message, **fields}).encode()
     for read_body in (lambda: chat(body, CALLER), lambda: completion(body, CALLER), lambda: openai_in.tokenize(body)):
         try:
@@ -356,9 +358,9 @@ def items(text: str, count: int) -> bytes:
     return b'{"user": [' + b",".join([text.encode()] * count) + b'], "prompt": ""}'
 
 
-def test_a_body_of_too_many_values_is_not_parsed(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Its bytes are few, but parsing it would hold everybody else up."""
-    monkeypatch.setattr(openai_in.json, "loads", lambda *arguments, **options: pytest.fail("parsed"))
+def test_a_body_with_too_many_values_is_not_parsed(monkeypatch: pytest.MonkeyPatch) -> None:
+    """It has few bytes, but parsing it would delay all other requests."""
+    monkeypatch.setattr("router.http.openai_in.json.loads", lambda *arguments, **options: pytest.fail("parsed"))
     escaped = '"' + 100 * "\\\\" + '"'
     for body in (
         items("1", MAX_VALUES + 9),
@@ -373,8 +375,8 @@ def test_a_body_of_too_many_values_is_not_parsed(monkeypatch: pytest.MonkeyPatch
 
 
 @given(st.text(alphabet='\\",:[é', max_size=40), st.integers(1, 7))
-def test_what_stands_outside_the_strings_is_found_in_parts_of_any_size(text: str, size: int) -> None:
-    """The oracle looks at one character after the other."""
+def test_text_outside_strings_is_found_for_any_chunk_size(text: str, size: int) -> None:
+    """The oracle examines one character after another."""
     body, inside, escaped, outside = text.encode(), False, False, b""
     for character in body:
         outside += b"" if inside or character in b'\\"' else bytes([character])
@@ -386,8 +388,8 @@ def test_what_stands_outside_the_strings_is_found_in_parts_of_any_size(text: str
     assert found.replace(b"\\", b"") == outside
 
 
-def test_a_text_may_hold_any_number_of_commas_and_brackets() -> None:
-    """Negative control: what stands in a string is no value."""
+def test_a_text_may_contain_any_number_of_commas_and_brackets() -> None:
+    """Negative control: the content of a string does not count as values."""
     for text in ("," * (MAX_VALUES + 9), ":" * MAX_NODES + ":", "[{" * MAX_NODES, '\\",' * (MAX_VALUES + 9), ',"' * (MAX_VALUES // 2)):
         assert ask_completion(text).asks[0].text == text
     assert len(read(items("1", MAX_VALUES - 9), Completion).user) == MAX_VALUES - 9
@@ -404,30 +406,30 @@ def test_a_text_may_hold_any_number_of_commas_and_brackets() -> None:
         (ask_chat, {"logit_bias": {str(i): 1 for i in range(1025)}}, "logit_bias: must be at most 1024 entries (got 1025)"),
     ],
 )
-def test_a_list_of_a_wrong_length_is_told_so(ask: Any, fields: dict[str, Any], message: str) -> None:
+def test_the_error_for_a_list_of_the_wrong_length_states_the_limit(ask: Any, fields: dict[str, Any], message: str) -> None:
     assert refused(ask, **fields).message == message
 
 
-def test_a_number_of_too_many_digits_is_told_in_our_words() -> None:
+def test_the_error_for_a_number_with_too_many_digits_is_readable() -> None:
     error = refused(read, b'{"n": ' + b"9" * 5000 + b"}", Chat)
     assert error.message == "the body is not JSON in UTF-8: a number has too many digits"
 
 
-def test_a_name_that_is_not_unicode_is_unknown() -> None:
+def test_a_parameter_name_that_is_not_unicode_is_refused() -> None:
     assert refused(read, b'{"prompt": "", "\\ud800": 1}', Completion).status == 400
 
 
 # /tokenize and /detokenize
 
 
-def test_tokenize_takes_a_prompt_or_messages() -> None:
+def test_tokenize_accepts_a_prompt_or_messages() -> None:
     assert openai_in.tokenize(b'{"prompt": "x", "model": "m"}')[0] == Ask(model="m", text="x")
     assert openai_in.tokenize(json.dumps({"messages": HELLO}).encode())[0] == Ask(messages=(("user", "hello"),))
     for body in ({}, {"prompt": "x", "messages": HELLO}):
         assert refused(openai_in.tokenize, json.dumps(body).encode()).param == "prompt"
 
 
-def test_detokenize_takes_ids() -> None:
+def test_detokenize_accepts_ids() -> None:
     assert openai_in.detokenize(b'{"tokens": [1, 2]}')[0] == Ask(token_ids=(1, 2))
     for body in (b"{}", b'{"tokens": "x"}', b'{"tokens": [1.5]}'):
         assert refused(openai_in.detokenize, body).param == "tokens"

@@ -1,4 +1,4 @@
-"""Answers as clients of the OpenAI API read them: whole or in chunks, the same text, the same tokens, the same usage."""
+"""Answers of the OpenAI API: whole or in chunks, they contain the same text, tokens and usage."""
 
 import json
 from pathlib import Path
@@ -31,7 +31,7 @@ def writer(tokenizer: Tokenizer, choices: int = 1, logprobs: int | None = None, 
 
 
 def events(texts: list[str], held_back: str = "", prompt: int = 3, cached: int = 2, finish: Any = "stop", top: bool = True) -> list[Event]:
-    """One choice; token ids are 65, 66, …"""
+    """The events of one choice. Its token ids are 65, 66, …"""
     request = Request("r", [0] * prompt, prompt, SamplingParams(9), "", 0.0, Trace(Stopwatch(lambda: 0.0), cached_tokens=cached))
     tokens = [Token(65 + i, -0.5, ((66 + i, -0.1), (65 + i, -0.5)) if top else ()) for i in range(len(texts))]
     pieces = [Piece(i, token, text) for i, (token, text) in enumerate(zip(tokens, texts, strict=True))]
@@ -49,7 +49,7 @@ def whole(made: Writer, *choices: list[Event]) -> dict[str, Any]:
     return made.whole()
 
 
-def test_a_whole_chat(tokenizer: Tokenizer) -> None:
+def test_a_whole_chat_has_the_expected_format(tokenizer: Tokenizer) -> None:
     assert whole(writer(tokenizer), events(["a", "", "b"], "c")) == HEAD | {
         "object": "chat.completion",
         "choices": [
@@ -64,13 +64,13 @@ def test_a_whole_chat(tokenizer: Tokenizer) -> None:
     }
 
 
-def test_a_whole_completion(tokenizer: Tokenizer) -> None:
+def test_a_whole_completion_has_the_expected_format(tokenizer: Tokenizer) -> None:
     made = whole(writer(tokenizer, chat=False), events(["a"], finish="length"))
     assert (made["id"], made["object"]) == ("cmpl-r", "text_completion")
     assert made["choices"] == [{"index": 0, "text": "a", "logprobs": None, "finish_reason": "length"}]
 
 
-def test_chunks_of_a_chat(tokenizer: Tokenizer) -> None:
+def test_chunks_of_a_chat_have_the_expected_format(tokenizer: Tokenizer) -> None:
     made = chunks(writer(tokenizer), events(["a", "", "b"], "c"))
     assert all({name: chunk[name] for name in HEAD} == HEAD and chunk["object"] == "chat.completion.chunk" for chunk in made)
     assert all("usage" not in chunk for chunk in made)
@@ -79,7 +79,7 @@ def test_chunks_of_a_chat(tokenizer: Tokenizer) -> None:
     assert [chunk["choices"][0]["finish_reason"] for chunk in made] == [None] * 5 + ["stop"]
 
 
-def test_chunks_of_a_completion(tokenizer: Tokenizer) -> None:
+def test_chunks_of_a_completion_have_the_expected_format(tokenizer: Tokenizer) -> None:
     made = chunks(writer(tokenizer, chat=False), events(["a", "b"]))
     assert [chunk["choices"][0] for chunk in made] == [
         {"index": 0, "text": "a", "logprobs": None, "finish_reason": None},
@@ -88,7 +88,7 @@ def test_chunks_of_a_completion(tokenizer: Tokenizer) -> None:
     ]
 
 
-def test_the_usage_of_a_stream_stands_in_a_chunk_of_its_own(tokenizer: Tokenizer) -> None:
+def test_the_usage_of_a_stream_has_its_own_chunk(tokenizer: Tokenizer) -> None:
     *made, last = chunks(writer(tokenizer, include_usage=True), events(["a"]))
     assert all(chunk["usage"] is None for chunk in made)
     assert (
@@ -96,13 +96,13 @@ def test_the_usage_of_a_stream_stands_in_a_chunk_of_its_own(tokenizer: Tokenizer
     )
 
 
-def test_the_usage_so_far_stands_in_every_chunk(tokenizer: Tokenizer) -> None:
+def test_continuous_usage_is_in_every_chunk(tokenizer: Tokenizer) -> None:
     made = chunks(writer(tokenizer, continuous_usage=True), events(["a", "b"]))
     assert [chunk["usage"]["completion_tokens"] for chunk in made] == [0, 1, 2, 2]
     assert all(chunk["usage"]["prompt_tokens"] == 3 for chunk in made) and all(chunk["choices"] for chunk in made)
 
 
-def test_a_prompt_counts_once_and_is_cached_as_far_as_every_choice_found_it(tokenizer: Tokenizer) -> None:
+def test_each_prompt_counts_once_and_its_cached_tokens_are_the_fewest_of_its_choices(tokenizer: Tokenizer) -> None:
     made = writer(tokenizer, choices=4, n=2, chat=False)
     usage = whole(
         made, events(["a"], cached=0), events(["b"], cached=16), events(["c"], prompt=5, cached=32), events(["d"], prompt=5, cached=32)
@@ -128,13 +128,13 @@ def test_the_first_chunk_of_each_choice_has_the_role(tokenizer: Tokenizer) -> No
 # Log-probabilities
 
 
-def test_logprobs_of_a_chat(tokenizer: Tokenizer) -> None:
+def test_logprobs_of_a_chat_have_the_expected_format(tokenizer: Tokenizer) -> None:
     (choice,) = whole(writer(tokenizer, logprobs=2), events(["A"]))["choices"]
     b, a = {"token": "B", "logprob": -0.1, "bytes": [66]}, {"token": "A", "logprob": -0.5, "bytes": [65]}
     assert choice["logprobs"] == {"content": [a | {"top_logprobs": [b, a]}], "refusal": None}
 
 
-def test_logprobs_of_a_completion(tokenizer: Tokenizer) -> None:
+def test_logprobs_of_a_completion_have_the_expected_format(tokenizer: Tokenizer) -> None:
     (choice,) = whole(writer(tokenizer, logprobs=2, chat=False), events(["A", "", "C"]))["choices"]
     assert choice["logprobs"] == {
         "tokens": ["A", "B", "C"],
@@ -144,7 +144,7 @@ def test_logprobs_of_a_completion(tokenizer: Tokenizer) -> None:
     }
 
 
-def test_the_chosen_token_is_told_where_no_top_was_asked_for(tokenizer: Tokenizer) -> None:
+def test_the_chosen_token_is_reported_even_without_top_logprobs(tokenizer: Tokenizer) -> None:
     (choice,) = whole(writer(tokenizer, logprobs=0, chat=False), events(["A"], top=False))["choices"]
     assert choice["logprobs"]["top_logprobs"] == [{"A": -0.5}]
     (choice,) = whole(writer(tokenizer, logprobs=0), events(["A"], top=False))["choices"]
@@ -152,7 +152,7 @@ def test_the_chosen_token_is_told_where_no_top_was_asked_for(tokenizer: Tokenize
 
 
 @pytest.mark.parametrize("chat", [True, False])
-def test_logprobs_in_chunks_are_those_of_the_whole(tokenizer: Tokenizer, chat: bool) -> None:
+def test_logprobs_in_chunks_equal_those_of_the_whole_answer(tokenizer: Tokenizer, chat: bool) -> None:
     said = events(["A", "", "C"], "!")
     (choice,) = whole(writer(tokenizer, logprobs=2, chat=chat), said)["choices"]
     parts = [chunk["choices"][0]["logprobs"] for chunk in chunks(writer(tokenizer, logprobs=2, chat=chat), said)]
@@ -161,7 +161,7 @@ def test_logprobs_in_chunks_are_those_of_the_whole(tokenizer: Tokenizer, chat: b
             assert [value for part in parts if part for value in part[name]] == values
 
 
-def test_no_infinity_gets_into_the_json(tokenizer: Tokenizer) -> None:
+def test_the_json_contains_no_infinity(tokenizer: Tokenizer) -> None:
     made = writer(tokenizer, logprobs=1)
     for logprob in (float("-inf"), float("nan"), None):
         (chunk,) = [chunk for chunk in made.chunks(0, Piece(0, Token(65, logprob, ((66, float("-inf")),)), "A"))][-1:]
@@ -170,14 +170,14 @@ def test_no_infinity_gets_into_the_json(tokenizer: Tokenizer) -> None:
         json.dumps(chunk, allow_nan=False)
 
 
-def test_tokens_for_people(tokenizer: Tokenizer) -> None:
+def test_tokens_are_shown_as_readable_text(tokenizer: Tokenizer) -> None:
     assert token_text(tokenizer, 65) == "A" and token_text(tokenizer, 256) == "<|eos|>"
     assert token_text(tokenizer, 0xC3) == "bytes:\\xc3" and token_text(tokenizer, 100_000) == ""
 
 
 @settings(max_examples=200, deadline=None)
 @given(st.lists(st.text(max_size=3), min_size=1, max_size=6), st.text(max_size=2), st.booleans(), st.booleans())
-def test_chunks_put_together_are_the_whole(tmp_path_factory: Any, texts: list[str], rest: str, chat: bool, usage: bool) -> None:
+def test_joined_chunks_equal_the_whole_answer(tmp_path_factory: Any, texts: list[str], rest: str, chat: bool, usage: bool) -> None:
     tokenizer = _tokenizer(tmp_path_factory)
     said = events(texts, rest)
     (choice,) = whole(writer(tokenizer, chat=chat), said)["choices"]
@@ -186,7 +186,7 @@ def test_chunks_put_together_are_the_whole(tmp_path_factory: Any, texts: list[st
     told = [chunk["choices"][0] for chunk in made]
     assert "".join(part["delta"].get("content", "") if chat else part["text"] for part in told) == text == "".join(texts) + rest
     assert [part["finish_reason"] for part in told] == [None] * (len(told) - 1) + ["stop"]
-    assert len(told) == len(texts) + bool(rest) + 1 + chat, "one chunk a token"
+    assert len(told) == len(texts) + bool(rest) + 1 + chat, "one chunk per token"
 
 
 _MADE: dict[str, Tokenizer] = {}

@@ -1,4 +1,4 @@
-"""The OpenAPI document and the page for people say what the models of parameters say."""
+"""The OpenAPI document and docs/http.md agree with the parameter models."""
 
 import json
 import re
@@ -40,7 +40,7 @@ def validator(name: str) -> Draft202012Validator:
     return Draft202012Validator({"$ref": f"#/components/schemas/{name}", "components": document()["components"]})
 
 
-def test_its_schemas_are_schemas() -> None:
+def test_the_schemas_of_the_document_are_valid() -> None:
     for name, schema in document()["components"]["schemas"].items():
         Draft202012Validator.check_schema(schema)
         assert schema["type"] == "object", name
@@ -54,7 +54,7 @@ def test_its_schemas_are_schemas() -> None:
     st.lists(MESSAGES, max_size=2),
     VALUES,
 )
-def test_what_is_accepted_is_allowed_by_the_document(name: str, fields: dict[str, Any], messages: list[Any], prompt: Any) -> None:
+def test_every_accepted_body_is_valid_by_the_document(name: str, fields: dict[str, Any], messages: list[Any], prompt: Any) -> None:
     body = fields | ({"messages": messages} if name == "Chat" else {"prompt": prompt})
     try:
         (chat if name == "Chat" else completion)(json.dumps(body).encode(), Caller("r"))
@@ -77,12 +77,12 @@ def test_what_is_accepted_is_allowed_by_the_document(name: str, fields: dict[str
         ("Completion", {"prompt": "x", "temperature": "1"}),
     ],
 )
-def test_what_is_refused_for_its_shape_is_forbidden_by_the_document(name: str, body: Any) -> None:
+def test_a_body_refused_for_its_shape_is_invalid_by_the_document(name: str, body: Any) -> None:
     """Negative control."""
     assert not validator(name).is_valid(body)
 
 
-def test_the_page_has_every_parameter_where_it_belongs() -> None:
+def test_docs_http_md_lists_every_parameter_in_the_right_row() -> None:
     table = PAGE.read_text().partition("## Parameters")[2].partition("\n- Roles")[0]
     effective, extra, without, neutral = (
         {*re.findall(r"`([a-z_]+)`", row.split("|")[1])} for row in table.splitlines() if row.startswith("| `")

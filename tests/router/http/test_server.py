@@ -1,4 +1,4 @@
-"""Connections as they come: half requests, readers that stop reading, garbage, more than there is room for. Real sockets on loopback."""
+"""Real connections over loopback: partial requests, clients that stop reading, garbage, and more connections than allowed."""
 
 import asyncio
 import json
@@ -54,7 +54,7 @@ class Client:
         return int(status.split()[1]), headers, body
 
     async def error(self) -> tuple[int, str]:
-        """Status and code of a refusal that is an error object, after which the connection is closed."""
+        """Returns status and code of an error object, and checks that the connection is closed after it."""
         status, _, body = await self.response()
         assert await self.closed()
         return status, json.loads(body)["error"]["code"]
@@ -75,7 +75,7 @@ class Running:
         return Client(*await asyncio.open_connection(host, port, ssl=self.ssl))
 
     async def ask_and_stop_reading(self, data: bytes) -> Client:
-        """What fits into the buffers on the way is little."""
+        """Sends `data` over a connection with small buffers and does not read the answer."""
         host, port = self.address.rsplit(":", 1)
         sock = socket.socket()
         sock.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 4096)
@@ -139,8 +139,8 @@ async def test_one_connection_serves_many_requests(tokenizer: Tokenizer) -> None
         await running.freed()
 
 
-async def test_small_pieces_do_not_wait_for_each_other(tokenizer: Tokenizer) -> None:
-    """Nagle's delay is off: with it, the first event of a stream waits 40 ms for the acknowledgement of the headers."""
+async def test_small_writes_do_not_wait_for_each_other(tokenizer: Tokenizer) -> None:
+    """Nagle's algorithm is off: with it, the first event of a stream waits 40 ms for the acknowledgment of the headers."""
     async with serving(tokenizer) as running:
         client = await running.connect()
         client.send(request())
@@ -158,7 +158,7 @@ async def test_pipelined_requests_are_answered_in_order(tokenizer: Tokenizer) ->
 
 
 @pytest.mark.parametrize("sent", [b"", b"POST ", request()[:-200], request().partition(b"\r\n\r\n")[0]])
-async def test_headers_that_do_not_come(tokenizer: Tokenizer, sent: bytes) -> None:
+async def test_headers_that_do_not_arrive_time_out(tokenizer: Tokenizer, sent: bytes) -> None:
     async with serving(tokenizer, http_idle_s=60) as running:
         client = await running.connect()
         client.send(sent)
@@ -166,7 +166,7 @@ async def test_headers_that_do_not_come(tokenizer: Tokenizer, sent: bytes) -> No
         await running.freed()
 
 
-async def test_headers_that_do_not_come_on_a_connection_that_was_used(tokenizer: Tokenizer) -> None:
+async def test_headers_that_do_not_arrive_on_a_used_connection_time_out(tokenizer: Tokenizer) -> None:
     async with serving(tokenizer, http_idle_s=60) as running:
         client = await running.connect()
         client.send(request())
@@ -176,8 +176,8 @@ async def test_headers_that_do_not_come_on_a_connection_that_was_used(tokenizer:
         await running.freed()
 
 
-async def test_headers_that_trickle_are_late_too(tokenizer: Tokenizer) -> None:
-    """The time is that of all headers: another byte buys no more of it."""
+async def test_headers_that_arrive_too_slowly_time_out(tokenizer: Tokenizer) -> None:
+    """The time limit applies to all headers together: another byte does not extend it."""
     async with serving(tokenizer, http_idle_s=60) as running:
         client = await running.connect()
         error = asyncio.create_task(client.error())
@@ -189,7 +189,7 @@ async def test_headers_that_trickle_are_late_too(tokenizer: Tokenizer) -> None:
         assert await error == (408, "request_timeout")
 
 
-async def test_a_body_that_does_not_come(tokenizer: Tokenizer) -> None:
+async def test_a_body_that_does_not_arrive_times_out(tokenizer: Tokenizer) -> None:
     async with serving(tokenizer) as running:
         client = await running.connect()
         client.send(request()[:-5])
@@ -197,7 +197,7 @@ async def test_a_body_that_does_not_come(tokenizer: Tokenizer) -> None:
         await running.freed()
 
 
-async def test_a_body_that_breaks_off(tokenizer: Tokenizer) -> None:
+async def test_a_connection_that_breaks_in_the_middle_of_a_body_is_freed(tokenizer: Tokenizer) -> None:
     async with serving(tokenizer, http_read_timeout_s=60) as running:
         client = await running.connect()
         client.send(request()[:-5])
@@ -207,8 +207,8 @@ async def test_a_body_that_breaks_off(tokenizer: Tokenizer) -> None:
         assert not running.house.script.begun
 
 
-async def test_a_body_that_is_too_long_is_refused_unread(tokenizer: Tokenizer) -> None:
-    """And the connection can be used again: the rest is thrown away as it comes."""
+async def test_a_body_that_is_too_long_is_refused_without_being_read(tokenizer: Tokenizer) -> None:
+    """The connection can be used again, because the rest of the body is discarded as it arrives."""
     async with serving(tokenizer, max_message_bytes=100_000) as running:
         client = await running.connect()
         client.send(request(b" " * 300_000))
@@ -218,7 +218,7 @@ async def test_a_body_that_is_too_long_is_refused_unread(tokenizer: Tokenizer) -
         assert (await client.response())[0] == 200
 
 
-async def test_a_refused_body_without_end_is_cut_off(tokenizer: Tokenizer) -> None:
+async def test_a_refused_body_that_does_not_end_is_cut_off(tokenizer: Tokenizer) -> None:
     async with serving(tokenizer, max_message_bytes=100_000, http_idle_s=60) as running:
         client = await running.connect()
         client.send(request(b" " * 200_000).replace(b"content-length: 200000", b"content-length: 900000000"))
@@ -256,7 +256,7 @@ async def test_garbage_is_refused_and_the_connection_closed(tokenizer: Tokenizer
         await running.freed()
 
 
-async def test_garbage_behind_a_request_that_is_being_answered(tokenizer: Tokenizer) -> None:
+async def test_garbage_after_a_request_in_progress_leaks_nothing(tokenizer: Tokenizer) -> None:
     gate = asyncio.Event()
     async with serving(tokenizer, Script(gate=gate, gate_at=1)) as running:
         client = await running.connect()
@@ -267,7 +267,7 @@ async def test_garbage_behind_a_request_that_is_being_answered(tokenizer: Tokeni
         await running.freed()
 
 
-async def test_who_leaves_in_the_middle_of_an_answer_frees_everything(tokenizer: Tokenizer) -> None:
+async def test_a_client_that_disconnects_in_the_middle_of_an_answer_frees_everything(tokenizer: Tokenizer) -> None:
     for ends in ("close", "abort"):
         async with serving(tokenizer, Script(gate=asyncio.Event(), gate_at=1)) as running:
             client = await running.connect()
@@ -278,7 +278,7 @@ async def test_who_leaves_in_the_middle_of_an_answer_frees_everything(tokenizer:
             assert running.house.script.said == 1
 
 
-async def test_who_leaves_before_the_answer_frees_everything(tokenizer: Tokenizer) -> None:
+async def test_a_client_that_disconnects_before_the_answer_frees_everything(tokenizer: Tokenizer) -> None:
     async with serving(tokenizer, Script(gate=asyncio.Event())) as running:
         client = await running.connect()
         client.send(request())
@@ -287,22 +287,22 @@ async def test_who_leaves_before_the_answer_frees_everything(tokenizer: Tokenize
         await running.freed()
 
 
-# Readers that do not read
+# Clients that do not read
 
 
-async def test_a_reader_that_stops_is_dropped_and_holds_little(tokenizer: Tokenizer) -> None:
+async def test_a_client_that_stops_reading_is_dropped_and_uses_little_memory(tokenizer: Tokenizer) -> None:
     body = {**HELLO, "stream": True, "logprobs": True, "top_logprobs": 20}
     script = Script(b"x" * 4000)
     async with serving(tokenizer, script) as running:
         client = await running.ask_and_stop_reading(request(body))
         await settled(lambda: script.said > 10)
         await running.freed()
-        assert script.said < 1000, "tokens wait where they are made, not in our memory"
-        assert not client.writer.is_closing(), "it was not this side that left"
+        assert script.said < 1000, "tokens wait at the worker, not in the memory of the router"
+        assert not client.writer.is_closing(), "the server closed the connection, not the client"
 
 
-async def test_a_reader_that_is_slow_gets_everything(tokenizer: Tokenizer) -> None:
-    """Negative control of the above: it takes longer than the stall, and never stops."""
+async def test_a_client_that_reads_slowly_gets_everything(tokenizer: Tokenizer) -> None:
+    """Negative control: the client takes longer than `stall_s` in total, but never stops reading."""
     async with serving(tokenizer, Script(b"x" * 4000), stall_s=0.5) as running:
         client = await running.connect()
         client.send(request({**HELLO, "stream": True, "logprobs": True, "top_logprobs": 20}))
@@ -313,8 +313,8 @@ async def test_a_reader_that_is_slow_gets_everything(tokenizer: Tokenizer) -> No
         assert got.count(b"data: ") == 4003 and asyncio.get_running_loop().time() - began > 0.5
 
 
-async def test_a_reader_that_never_takes_the_end_is_dropped(tokenizer: Tokenizer) -> None:
-    """The answer is complete and lies in our buffer; closing waits for it to be taken."""
+async def test_a_client_that_never_reads_the_end_is_dropped(tokenizer: Tokenizer) -> None:
+    """The complete answer is in the send buffer, and closing waits for the client to read it."""
     body = {**HELLO, "logprobs": True, "top_logprobs": 20}
     async with serving(tokenizer, Script(b"x" * 4000)) as running:
         client = await running.ask_and_stop_reading(request(body, CHAT, "connection: close"))
@@ -326,8 +326,8 @@ async def test_a_reader_that_never_takes_the_end_is_dropped(tokenizer: Tokenizer
 # The edges of HTTP/1.1 (RFC 9112)
 
 
-async def test_two_lengths_are_one_request_too_many(tokenizer: Tokenizer) -> None:
-    """6.1: what follows such a request may have been smuggled past a proxy, so the connection ends with its answer."""
+async def test_after_a_request_with_two_lengths_the_connection_is_closed(tokenizer: Tokenizer) -> None:
+    """Section 6.1: data after such a request may have been smuggled past a proxy, so the connection closes after the answer."""
     body = json.dumps(HELLO).encode()
     chunked = b"%x\r\n%s\r\n0\r\n\r\n" % (len(body), body)
     head = request(body).partition(b"\r\n\r\n")[0]
@@ -339,11 +339,11 @@ async def test_two_lengths_are_one_request_too_many(tokenizer: Tokenizer) -> Non
         await running.freed()
         client = await running.connect()
         client.send(head.replace(b"content-length", b"x-length") + b"\r\ntransfer-encoding: chunked\r\n\r\n" + chunked + request())
-        assert [(await client.response())[0] for _ in range(2)] == [200, 200], "with one length it stays open"
+        assert [(await client.response())[0] for _ in range(2)] == [200, 200], "with a single length, the connection stays open"
 
 
 @pytest.mark.parametrize("sent", [b"nonsense\r\n", b"-1\r\n", b"5\r\nhello, too long\r\n", b"1" * 30 + b"\r\n"])
-async def test_a_chunk_of_a_bad_size_is_told(tokenizer: Tokenizer, sent: bytes) -> None:
+async def test_a_chunk_of_a_bad_size_is_refused(tokenizer: Tokenizer, sent: bytes) -> None:
     head = request().partition(b"\r\n\r\n")[0].replace(b"content-length", b"x-length")
     async with serving(tokenizer) as running:
         client = await running.connect()
@@ -364,7 +364,7 @@ async def test_a_target_may_be_a_whole_uri(tokenizer: Tokenizer, target: str, pa
 
 
 async def test_the_authority_of_a_whole_uri_replaces_the_host(tokenizer: Tokenizer) -> None:
-    """3.2.2. The live page decides by the host who may ask."""
+    """Section 3.2.2. The live page decides by the host whether to answer."""
     seen: list[tuple[str, list[str]]] = []
 
     async def app(scope: Any, receive: Any, send: Any) -> None:
@@ -380,8 +380,8 @@ async def test_the_authority_of_a_whole_uri_replaces_the_host(tokenizer: Tokeniz
 
 
 @pytest.mark.parametrize("stream", [False, True])
-async def test_a_client_that_has_said_everything_gets_its_answer(tokenizer: Tokenizer, stream: bool) -> None:
-    """`nc -N` closes its sending half after the request, and waits."""
+async def test_a_client_that_closes_its_sending_half_gets_its_answer(tokenizer: Tokenizer, stream: bool) -> None:
+    """`nc -N` closes its sending half after the request and waits."""
     gate = asyncio.Event()
     async with serving(tokenizer, Script(gate=gate)) as running:
         client = await running.connect()
@@ -395,7 +395,7 @@ async def test_a_client_that_has_said_everything_gets_its_answer(tokenizer: Toke
         await running.freed()
 
 
-async def test_half_a_request_and_an_end_is_no_request(tokenizer: Tokenizer) -> None:
+async def test_half_a_request_followed_by_the_end_of_input_is_refused(tokenizer: Tokenizer) -> None:
     async with serving(tokenizer, http_read_timeout_s=60) as running:
         for sent in (request()[:-5], request()[:50]):
             client = await running.connect()
@@ -408,17 +408,17 @@ async def test_half_a_request_and_an_end_is_no_request(tokenizer: Tokenizer) -> 
 
 async def test_an_application_that_fails_ends_the_connection(tokenizer: Tokenizer, caplog: pytest.LogCaptureFixture) -> None:
     async def app(scope: Any, receive: Any, send: Any) -> None:
-        raise RuntimeError("on our side")
+        raise RuntimeError("a bug in the server")
 
     async with serving(tokenizer, app=app) as running:
         client = await running.connect()
         client.send(request())
         assert await client.closed()
         await running.freed()
-    assert "on our side" in caplog.text
+    assert "a bug in the server" in caplog.text
 
 
-# More than there is room for
+# Too many connections
 
 
 async def test_more_connections_than_allowed_are_refused(tokenizer: Tokenizer) -> None:
@@ -428,7 +428,7 @@ async def test_more_connections_than_allowed_are_refused(tokenizer: Tokenizer) -
         status, headers, _ = await late.response()
         assert (status, headers["retry-after"]) == (503, "1") and await late.closed()
         clients[0].send(request())
-        assert (await clients[0].response())[0] == 200, "who is in stays in"
+        assert (await clients[0].response())[0] == 200, "open connections are kept"
         clients[1].writer.close()
         await settled(lambda: running.connections < 5)
         again = await running.connect()
@@ -436,7 +436,7 @@ async def test_more_connections_than_allowed_are_refused(tokenizer: Tokenizer) -
         assert (await again.response())[0] == 200
 
 
-async def test_idle_connections_go_by_themselves(tokenizer: Tokenizer) -> None:
+async def test_idle_connections_are_closed(tokenizer: Tokenizer) -> None:
     async with serving(tokenizer, http_max_connections=300, http_read_timeout_s=3) as running:
         clients = [await running.connect() for _ in range(200)]
         await settled(lambda: running.connections == 200)
@@ -447,7 +447,7 @@ async def test_idle_connections_go_by_themselves(tokenizer: Tokenizer) -> None:
 # Start, stop, TLS
 
 
-async def test_a_port_that_is_taken(tokenizer: Tokenizer) -> None:
+async def test_a_port_that_is_in_use_is_an_error(tokenizer: Tokenizer) -> None:
     async with serving(tokenizer) as running:
         config = Config()
         second = HttpServer(config, running.house.door)
@@ -458,7 +458,7 @@ async def test_a_port_that_is_taken(tokenizer: Tokenizer) -> None:
 
 
 @pytest.mark.parametrize("gate_at", [0, 1])
-async def test_stopping_answers_who_still_waits(tokenizer: Tokenizer, gate_at: int) -> None:
+async def test_stopping_answers_the_requests_in_progress(tokenizer: Tokenizer, gate_at: int) -> None:
     async with serving(tokenizer, Script(gate=asyncio.Event(), gate_at=gate_at), http_read_timeout_s=60) as running:
         client, idle = await running.connect(), await running.connect()
         client.send(STREAM)
@@ -483,7 +483,7 @@ def certificate(tmp_path_factory: pytest.TempPathFactory) -> tuple[str, str]:
     return str(cert), str(key)
 
 
-async def test_tls_as_for_grpc(tokenizer: Tokenizer, certificate: tuple[str, str]) -> None:
+async def test_tls_uses_the_certificates_of_the_configuration(tokenizer: Tokenizer, certificate: tuple[str, str]) -> None:
     cert, key = certificate
     security = SecurityConfig(tls_cert=cert, tls_key=key)
     async with serving(tokenizer, security=security, context=ssl.create_default_context(cafile=cert)) as running:
@@ -492,7 +492,7 @@ async def test_tls_as_for_grpc(tokenizer: Tokenizer, certificate: tuple[str, str
         assert (await client.response())[0] == 200
 
 
-async def test_mutual_tls_lets_nobody_in_without_a_certificate(tokenizer: Tokenizer, certificate: tuple[str, str]) -> None:
+async def test_mutual_tls_refuses_clients_without_a_certificate(tokenizer: Tokenizer, certificate: tuple[str, str]) -> None:
     cert, key = certificate
     security = SecurityConfig(tls_cert=cert, tls_key=key, tls_ca=cert)
     trusting = ssl.create_default_context(cafile=cert)
@@ -511,24 +511,26 @@ async def test_mutual_tls_lets_nobody_in_without_a_certificate(tokenizer: Tokeni
 @pytest.mark.parametrize(
     ("soft", "hard", "allowed", "left"), [(4096, 4096, 2048, 4096), (300, 4096, 2048, 2304), (300, 600, 344, 600), (100, 100, 1, 100)]
 )
-def test_connections_leave_files_for_the_rest(monkeypatch: pytest.MonkeyPatch, soft: int, hard: int, allowed: int, left: int) -> None:
+def test_connections_leave_file_descriptors_for_other_uses(
+    monkeypatch: pytest.MonkeyPatch, soft: int, hard: int, allowed: int, left: int
+) -> None:
     limit = [(soft, hard)]
-    monkeypatch.setattr(server.resource, "getrlimit", lambda kind: limit[-1])
-    monkeypatch.setattr(server.resource, "setrlimit", lambda kind, value: limit.append(value))
+    monkeypatch.setattr("router.http.server.resource.getrlimit", lambda kind: limit[-1])
+    monkeypatch.setattr("router.http.server.resource.setrlimit", lambda kind, value: limit.append(value))
     assert server._connections(2048) == allowed and limit[-1] == (left, hard)
 
 
-def test_a_limit_that_cannot_be_raised_is_kept_to(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_limit_that_cannot_be_raised_is_respected(monkeypatch: pytest.MonkeyPatch) -> None:
     def refuse(kind: int, value: tuple[int, int]) -> None:
         raise ValueError("not allowed")
 
-    monkeypatch.setattr(server.resource, "getrlimit", lambda kind: (300, resource.RLIM_INFINITY))
-    monkeypatch.setattr(server.resource, "setrlimit", refuse)
+    monkeypatch.setattr("router.http.server.resource.getrlimit", lambda kind: (300, resource.RLIM_INFINITY))
+    monkeypatch.setattr("router.http.server.resource.setrlimit", refuse)
     assert server._connections(2048) == 44
 
 
-def test_a_certificate_that_cannot_be_used_is_found_at_the_start(tmp_path: Path, tokenizer: Tokenizer) -> None:
-    (tmp_path / "x.pem").write_text("no certificate")
+def test_an_unusable_certificate_is_an_error_at_startup(tmp_path: Path, tokenizer: Tokenizer) -> None:
+    (tmp_path / "x.pem").write_text("not a certificate")
     security = SecurityConfig(tls_cert=str(tmp_path / "x.pem"), tls_key=str(tmp_path / "x.pem"))
     with pytest.raises(OSError):
         HttpServer(Config(security=security), House(tokenizer).door)
@@ -543,7 +545,7 @@ def test_a_certificate_that_cannot_be_used_is_found_at_the_start(tmp_path: Path,
         ("0.0.0.0", {"api_keys": "keys"}, False),
     ],
 )
-def test_a_door_that_is_open_to_the_network_says_so(
+def test_a_door_that_is_open_to_the_network_logs_a_warning(
     tokenizer: Tokenizer, host: str, security: dict[str, Any], warned: bool, caplog: pytest.LogCaptureFixture
 ) -> None:
     config = Config(security=SecurityConfig(**security))

@@ -1,4 +1,4 @@
-"""Streams that are read together, and work that ends when nobody listens any more."""
+"""Merging of streams, and work that is cancelled when its client disconnects."""
 
 import asyncio
 from collections.abc import AsyncGenerator
@@ -11,7 +11,7 @@ from router.http.stream import ClientGone, merge, while_connected
 
 
 class Source:
-    """Counts, as far as it is let; remembers that it was closed."""
+    """Yields numbers while the gate is open, and records whether it was closed."""
 
     def __init__(self, count: int = 3, error: Exception | None = None, gate: asyncio.Event | None = None) -> None:
         self.count, self.error, self.gate = count, error, gate
@@ -38,7 +38,7 @@ async def read(*sources: Source) -> list[tuple[int, int]]:
 
 
 @pytest.mark.parametrize("streams", [1, 2, 5])
-async def test_every_item_comes_once_and_in_the_order_of_its_stream(streams: int) -> None:
+async def test_every_item_arrives_once_and_in_the_order_of_its_stream(streams: int) -> None:
     sources = [Source(4) for _ in range(streams)]
     items = await read(*sources)
     for number in range(streams):
@@ -56,7 +56,7 @@ async def test_no_stream_waits_for_another() -> None:
 
 
 @pytest.mark.parametrize("streams", [1, 3])
-async def test_the_first_failure_ends_all(streams: int) -> None:
+async def test_the_first_failure_ends_all_streams(streams: int) -> None:
     never = asyncio.Event()
     sources = [Source(1, ValueError("first"))] + [Source(1, gate=never) for _ in range(streams - 1)]
     with pytest.raises(ValueError, match="first"):
@@ -65,7 +65,7 @@ async def test_the_first_failure_ends_all(streams: int) -> None:
 
 
 @pytest.mark.parametrize("streams", [1, 3])
-async def test_closing_ends_all(streams: int) -> None:
+async def test_closing_ends_all_streams(streams: int) -> None:
     sources = [Source(100) for _ in range(streams)]
     items = merge([source.run() for source in sources])
     await anext(items)
@@ -74,17 +74,17 @@ async def test_closing_ends_all(streams: int) -> None:
     assert not [task for task in asyncio.all_tasks() if task is not asyncio.current_task()]
 
 
-async def test_who_reads_slowly_holds_little() -> None:
+async def test_a_slow_reader_buffers_few_items() -> None:
     sources = [Source(1000) for _ in range(4)]
     async with aclosing(merge([source.run() for source in sources])) as items:
         await anext(items)
         for _ in range(100):
             await asyncio.sleep(0)
-        assert sum(source.made for source in sources) <= 1 + 1 + 4, "the one taken, the one queued, and one in the hand of each"
+        assert sum(source.made for source in sources) <= 1 + 1 + 4, "one delivered, one queued, and one held by each source"
 
 
 class Line:
-    """A connection: what `receive` gives."""
+    """A connection, as `receive` of ASGI presents it."""
 
     def __init__(self) -> None:
         self.gone = asyncio.Event()
@@ -97,7 +97,7 @@ class Line:
         return {"type": "http.disconnect"}
 
 
-async def test_the_work_is_cancelled_when_the_client_leaves() -> None:
+async def test_the_work_is_cancelled_when_the_client_disconnects() -> None:
     line, ended = Line(), False
     asyncio.get_running_loop().call_later(0.01, line.gone.set)
     with pytest.raises(ClientGone):
@@ -109,13 +109,13 @@ async def test_the_work_is_cancelled_when_the_client_leaves() -> None:
     assert ended and not asyncio.current_task().cancelling()  # type: ignore[union-attr]
 
 
-async def test_who_takes_for_ever_is_gone() -> None:
+async def test_work_that_takes_too_long_is_cancelled() -> None:
     with pytest.raises(ClientGone):
         async with while_connected(Line().receive, 0.01):
             await asyncio.sleep(60)
 
 
-async def test_work_that_is_done_is_not_disturbed() -> None:
+async def test_finished_work_is_not_disturbed() -> None:
     line = Line()
     async with while_connected(line.receive, 60):
         await asyncio.sleep(0)
@@ -124,14 +124,14 @@ async def test_work_that_is_done_is_not_disturbed() -> None:
     assert len(asyncio.all_tasks()) == 1
 
 
-async def test_errors_of_the_work_are_its_own() -> None:
+async def test_errors_of_the_work_are_passed_on_unchanged() -> None:
     for error in (ValueError(), TimeoutError()):
         with pytest.raises(type(error)):
             async with while_connected(Line().receive, 60):
                 raise error
 
 
-async def test_cancelling_from_outside_is_cancelling() -> None:
+async def test_an_outside_cancellation_stays_a_cancellation() -> None:
     async def work() -> None:
         async with while_connected(Line().receive, 60):
             await asyncio.sleep(60)
@@ -145,8 +145,8 @@ async def test_cancelling_from_outside_is_cancelling() -> None:
     assert len(asyncio.all_tasks()) == 1
 
 
-async def test_many_streams_begin_in_turns_of_their_own() -> None:
-    """What each does before its first await would hold the loop up for as long as all of them together."""
+async def test_many_streams_begin_in_separate_turns_of_the_loop() -> None:
+    """If all began in the same turn, their work before the first await would together block the event loop."""
     turn, began = 0, []
 
     async def one() -> AsyncGenerator[int, None]:
