@@ -1,4 +1,4 @@
-"""The client for application backends: typed, sync and async, over `baton.v1.Generation`. Loads gRPC and nothing else of ours.
+"""The client for application backends: typed, sync and async, over `baton.v1.Generation`. It loads gRPC, and none of our other packages.
 
     with Client("127.0.0.1:8470") as client:
         with client.generate("Once upon a time", max_tokens=50, timeout_s=30) as stream:
@@ -25,7 +25,7 @@ from baton.v1 import generation_pb2 as pb
 from baton.v1 import generation_pb2_grpc
 
 DEFAULT_ADDRESS = "127.0.0.1:8470"
-# A proxy of the environment (http_proxy, https_proxy) cannot reach this host's loopback; any other address follows it.
+# A proxy from the environment (http_proxy, https_proxy) cannot reach this host's loopback; for any other address it is used.
 _LOOPBACK = re.compile(r"(dns:(//[^/]*/)?|ipv[46]:)?(localhost|127(\.\d+){1,3}|\[::1\]|\[::ffff:127(\.\d+){3}\])(:\w+)?$")
 Options: TypeAlias = Sequence[tuple[str, Any]]
 _FINISH = {pb.FINISH_REASON_STOP: "stop", pb.FINISH_REASON_LENGTH: "length"}
@@ -49,7 +49,7 @@ class Usage:
 
 @dataclass(frozen=True, slots=True)
 class Result:
-    """The whole answer. `stages_ms`: queue, prefill, transfer, decode add up to the request's time at the router; the others are parts."""
+    """The whole answer. `stages_ms`: queue, prefill, transfer, decode add up to the request's time at the router; the rest are parts."""
 
     request_id: str
     text: str
@@ -63,7 +63,7 @@ class Result:
 
 
 class GenerateError(Exception):
-    """The request was refused or broke off. `reason` is a name of Baton's error table; with `retry_after_s`, trying again can help."""
+    """The request was refused or failed. `reason` is a name from Baton's error table; if `retry_after_s` is set, trying again can help."""
 
     def __init__(
         self,
@@ -133,7 +133,7 @@ class _Stream:
 
     @property
     def result(self) -> Result:
-        """Raises RuntimeError before the stream has come to its end."""
+        """Raises RuntimeError until the stream has come to its end."""
         if self._assembly.result is None:
             raise RuntimeError("the stream has not come to its end")
         return self._assembly.result
@@ -153,7 +153,7 @@ class Stream(_Stream):
             raise to_error(error) from None
 
     def texts(self) -> Iterator[str]:
-        """The same as text alone, and at the end what was held back: all pieces together are the answer. Raises GenerateError."""
+        """The texts of the tokens, and at the end the text that was held back: together they are the answer. Raises GenerateError."""
         for token in self:
             yield token.text
         yield self._assembly.held_back
@@ -179,7 +179,7 @@ class AsyncStream(_Stream):
             task = asyncio.current_task()
             if task is None or task.cancelling():
                 raise
-            # Somebody else cancelled the call or closed the channel: the task that reads was not cancelled.
+            # Other code cancelled the call or closed the channel; the reading task itself was not cancelled.
             raise GenerateError("CANCELLED", "", "the request was cancelled on this side", (), None, {}) from None
 
     async def __aenter__(self) -> Self:
@@ -190,9 +190,9 @@ class AsyncStream(_Stream):
 
 
 class Client:
-    """`credentials` (grpc.ChannelCredentials) for TLS; `api_key` where one is asked for; `options`: further ones of the gRPC channel.
+    """`credentials` (grpc.ChannelCredentials) for TLS; `api_key` if the server requires one; `options`: more options for the gRPC channel.
 
-    Thread-safe; one channel for all requests.
+    Thread-safe; all requests share one channel.
     """
 
     def __init__(
@@ -205,7 +205,7 @@ class Client:
         how = channel_options(address, options)
         self._channel = grpc.secure_channel(address, credentials, how) if credentials else grpc.insecure_channel(address, how)
         self._metadata = _metadata(api_key)
-        self._stub = generation_pb2_grpc.GenerationStub(self._channel)  # type: ignore[no-untyped-call]
+        self._stub = generation_pb2_grpc.GenerationStub(self._channel)
 
     def generate(self, prompt: str | None = None, *, timeout_s: float | None = None, **ask: Any) -> Stream:
         """See `build_request` for the keywords."""
@@ -234,7 +234,7 @@ class AsyncClient:
         self._metadata = _metadata(api_key)
         how = channel_options(address, options)
         self._channel = grpc.aio.secure_channel(address, credentials, how) if credentials else grpc.aio.insecure_channel(address, how)
-        self._stub = generation_pb2_grpc.GenerationStub(self._channel)  # type: ignore[no-untyped-call]
+        self._stub = generation_pb2_grpc.GenerationStub(self._channel)
 
     def generate(self, prompt: str | None = None, *, timeout_s: float | None = None, **ask: Any) -> AsyncStream:
         """See `build_request` for the keywords."""
@@ -274,9 +274,9 @@ def build_request(
     priority: int = 0,
     **sampling: Any,
 ) -> pb.GenerateRequest:
-    """One of `prompt`, `messages` ({"role", "content"}) and `token_ids`; `sampling` are the fields of baton.v1.SamplingParams.
+    """Takes one of `prompt`, `messages` ({"role", "content"}) and `token_ids`; `sampling` takes the fields of baton.v1.SamplingParams.
 
-    Raises TypeError for a keyword that is none of these, or when not exactly one prompt is given.
+    Raises TypeError for any other keyword, or unless exactly one prompt is given.
     """
     if sum(given is not None for given in (prompt, messages, token_ids)) != 1:
         raise TypeError("give exactly one of prompt, messages and token_ids")
@@ -311,11 +311,11 @@ def _to_token(token: pb.Token) -> Token:
 
 
 def to_error(error: grpc.RpcError) -> GenerateError:
-    """What google.rpc.Status says, or the bare status where there is none."""
+    """What google.rpc.Status says, or the bare status if there is none."""
     reason, violations, retry_after, metadata = "", [], None, {}
     try:
         status = rpc_status.from_call(error)
-    except (ValueError, NotImplementedError, DecodeError):  # details that contradict the status, or are none
+    except (ValueError, NotImplementedError, DecodeError):  # details that contradict the status, or cannot be parsed
         status = None
     for detail in status.details if status else ():
         info, bad, retry = error_details_pb2.ErrorInfo(), error_details_pb2.BadRequest(), error_details_pb2.RetryInfo()

@@ -1,6 +1,6 @@
 """The stages of a request, and every formula on its times that both the router and the load test need.
 
-The router applies them to its own clock, the load test to the client's. All arguments of one call are in one unit, and so is the result.
+The router applies them to its own clock, the load test to the client's. All arguments of a call and its result have the same unit.
 Standard library only, because processes that never load numpy or gRPC import this file.
 """
 
@@ -11,7 +11,7 @@ Stage = Literal["queue", "prefill", "transfer", "decode"]
 STAGES: tuple[Stage, ...] = get_args(Stage)  # consecutive: they add up to the request's time at the router
 PREFILL_PARTS = ("prefill_wait", "prefill_compute")
 TRANSFER_PARTS = ("read", "verify")
-# Everything that an answer says about time, in the order of a request's life.
+# All times that an answer reports, in the order of a request's life.
 TOLD = ("queue", "prefill", *PREFILL_PARTS, "transfer", *TRANSFER_PARTS, "decode")
 TTFT_PARTS = ("queue", *PREFILL_PARTS, "prefill")
 
@@ -42,8 +42,8 @@ def tpot(first: float, last: float, tokens: int) -> float | None:
 def ttft_parts(spent: Mapping[str, float]) -> dict[str, float]:
     """What the server contributed to the TTFT, by the names in TTFT_PARTS. `spent`: time by the names in TOLD; absent ones are 0.
 
-    `prefill` is what the other two parts leave of the prefill stage. After a handoff that is the call to the prefill worker. With a bypass
-    it is the whole stage, because the decode worker does not tell waiting from computing.
+    `prefill` is what the other two parts leave of the prefill stage. After a handoff, that is the call to the prefill worker. After a
+    bypass, it is the whole stage, because the decode worker does not distinguish waiting from computing.
     """
     parts = {name: spent.get(name, 0.0) for name in TTFT_PARTS}
     parts["prefill"] = max(0.0, parts["prefill"] - sum(parts[name] for name in PREFILL_PARTS))
@@ -56,5 +56,5 @@ def largest(parts: Mapping[str, float]) -> str:
 
 
 def slow_tokens_because(transfer: float, holds_without_handoff: bool) -> Stage:
-    """The stage to blame for slow tokens. The KV moves between tokens 0 and 1: without that gap, would the objective hold?"""
+    """The stage to blame for slow tokens. The KV moves between tokens 0 and 1: the transfer is to blame if only that gap was too long."""
     return "transfer" if transfer and holds_without_handoff else "decode"

@@ -1,8 +1,8 @@
 """What continuous batching is worth: output tokens/s of one engine under `engine.batching` continuous, dynamic and static.
 
-The same requests, all there at the start, in turn (A B C C B A …): prompts uniform, outputs exponential, so that a few are long (the
-long tail that makes whole batches wait). Sequences that are done leave a whole batch and are not computed any more, which engines with
-padded batches cannot do: the static figure is the best that static batching can be.
+All requests are present at the start. The modes take turns on the same ones (A B C C B A …). Prompt lengths are uniform and output lengths
+exponential, so that a few are long (the long tail that makes whole batches wait). Finished sequences leave a whole batch and are no longer
+computed, which engines with padded batches cannot do: the static figure is the best that static batching can reach.
 """
 
 import argparse
@@ -63,7 +63,7 @@ def main() -> None:
     for seed in range(REPEATS + 1):
         for mode in MODES if seed % 2 else reversed(MODES):
             rate = run(mode, seed)
-            if seed:  # the first warms up
+            if seed:  # the first round is a warm-up
                 found[mode].append(rate)
     print(describe())
     lengths = f"prompts {PROMPT[0]}-{PROMPT[1]}, outputs exponential with mean {OUTPUT_MEAN} within {OUTPUT[0]}-{OUTPUT[1]}"

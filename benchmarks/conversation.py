@@ -1,10 +1,10 @@
-"""What a conversation computes: KV that is fetched back from the decode worker, against computing it again.
+"""How many tokens a conversation computes: fetching KV back from the decode worker against computing it again.
 
     python benchmarks/conversation.py [--json FILE] [--repeats N]
 
-Random Llama of 30 M parameters in float32; two prefill workers, one decode worker, one host. Conversations of eight turns: the prompt of a
-turn is that of the turn before, its answer, and about a hundred new tokens. Computed tokens are counted by the prefill workers: prompt
-tokens without those in their own cache and those fetched. A cluster for each setting of `router.fetch_tokens`, the conversations in turns.
+Random Llama of 30 M parameters in float32; two prefill workers, one decode worker, one host. Conversations have eight turns: each prompt is
+the previous prompt, its answer, and about a hundred new tokens. Computed tokens are those of the prefill workers: the prompt's tokens less
+those in their own cache and those fetched. Each setting of `router.fetch_tokens` has its own cluster; the conversations take turns.
 """
 
 import argparse
@@ -31,7 +31,7 @@ from baton.v1 import worker_pb2, worker_pb2_grpc
 SHAPE = {"hidden": 512, "layers": 8, "heads": 8, "kv_heads": 4, "context": 4096}
 SEED, TURNS, NEW, ANSWER = 11, 8, (90, 110), 60
 REPEATS, WARM_UP = 4, 1
-PAUSE_S = 0.5  # between turns: whoever reads an answer takes longer, and the router hears of the blocks
+PAUSE_S = 0.5  # between turns: a person who reads an answer takes longer, and the router learns of the blocks meanwhile
 ARMS = {"default (128)": (), "small (16)": ("--router.fetch-tokens", "16"), "off": ("--router.fetch-tokens", "0")}
 
 

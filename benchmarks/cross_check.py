@@ -1,10 +1,10 @@
-"""The numbers of `baton loadtest` beside those of a generator that is not ours, `vllm bench serve`: both through the HTTP door, in turns.
+"""The numbers of `baton loadtest` beside those of an independent generator, `vllm bench serve`: both through the HTTP door, in turns.
 
     python benchmarks/peers.py --install vllm                                            # once
     ~/.cache/baton-peers/venvs/vllm/bin/pip install pandas datasets                      # once
     python benchmarks/cross_check.py [--json FILE]
 
-Constant arrivals, prompts of one length, outputs of one length: what is left to differ is how the two measure.
+Arrivals are constant, all prompts have one length and all outputs another, so the only remaining difference is how the two measure.
 """
 
 import argparse
@@ -27,10 +27,10 @@ from baton.models.make_small import make
 from loadtest.campaign import Campaign
 from router.tokenizer import Tokenizer
 
-SHAPE = {"hidden": 768, "layers": 12, "heads": 12, "kv_heads": 4}  # a step that is long beside what a client costs on the same cores
+SHAPE = {"hidden": 768, "layers": 12, "heads": 12, "kv_heads": 4}  # a step takes much longer than a client's work on the same cores
 RATE, REQUESTS, PROMPT, OUTPUT, ROUNDS = 1.0, 40, 200, 64, 5
 CONSTANT = "1000000"  # burstiness: the shape of a gamma distribution
-# The command `vllm` asks for the version of a package that a build for the CPU has under another name.
+# The command `vllm` queries the version of a package that has another name in a build for the CPU.
 BENCH = """
 from vllm.benchmarks.serve import add_cli_args, main
 from vllm.utils.argparse_utils import FlexibleArgumentParser
@@ -42,7 +42,7 @@ NUMBERS = ("mean_ttft_ms", "median_ttft_ms", "mean_tpot_ms", "median_tpot_ms", "
 
 
 def prompts(path: Path, tokenizer: Tokenizer, seed: int) -> Path:
-    """Texts that are exactly so many tokens, as lines of JSON."""
+    """Writes texts of exactly PROMPT tokens, as lines of JSON."""
     rng = random.Random(seed)
     lines: list[str] = []
     while len(lines) < REQUESTS:
@@ -116,7 +116,7 @@ def main() -> None:
                     "baton loadtest": ours(endpoints, Path(folder) / f"ours-{round_}", round_ + 1),
                 }
                 for name, row in told.items():
-                    if round_:  # the first warms up
+                    if round_:  # the first is a warm-up
                         rows[name].append(row)
     print(describe())
     shape = f"prompts of {PROMPT} tokens, outputs of {OUTPUT}"

@@ -1,5 +1,5 @@
-"""The two doors of the router side by side, in turns on one cluster of the toy model: CPU of the router for a request and for a streamed
-token (user + system, from /proc), what one core of it could do, and the latency of a request that is alone.
+"""The two doors of the router compared, in turns on one cluster of the toy model: the router's CPU time for a request and for a streamed
+token (user + system, from /proc), what one core of the router could serve, and the latency of a request that runs alone.
 
     python benchmarks/doors.py [--json FILE]
 """
@@ -20,12 +20,12 @@ from serving import AT_ONCE, REQUESTS, TOKENS, ask, cluster, cpu_s, router_pid
 from baton.client import AsyncClient
 from baton.models.make_small import make_toy
 
-ROUNDS, ALONE = 5, 100  # requests that are alone, each round
+ROUNDS, ALONE = 5, 100  # requests that run alone, in each round
 Ask = Callable[[list[int], int], Awaitable[float]]  # prompt, output tokens → seconds until the first token
 
 
 class HttpClient:
-    """As many kept connections as requests at once; reads a stream no further than it must, so that it costs little itself."""
+    """Keeps as many connections as there are concurrent requests. Parses as little of a stream as possible, so that it costs little."""
 
     def __init__(self, address: str) -> None:
         self._host, _, port = address.rpartition(":")
@@ -73,7 +73,7 @@ async def measure(endpoints: dict[str, str]) -> dict[str, dict[str, list[float]]
             return (await ask(grpc, prompt, tokens))[0]
 
         doors: dict[str, Ask] = {"gRPC": over_grpc, "HTTP": http.ask}
-        for round_ in range(ROUNDS + 1):  # the first warms up
+        for round_ in range(ROUNDS + 1):  # the first is a warm-up
             for door in list(doors)[:: 1 if round_ % 2 else -1]:
                 spent = []
                 for tokens in (1, TOKENS):
@@ -101,12 +101,12 @@ def main() -> None:
         make_toy(Path(folder) / "toy")
         with cluster(Path(folder) / "toy", "--engine.kv-memory-mib", "64") as endpoints:
             results["doors"] = rows = asyncio.run(measure(endpoints))
-    print(f"\n{AT_ONCE} requests at once, everything on the same cores; median (range) of {ROUNDS} rounds of {REQUESTS} requests")
+    print(f"\n{AT_ONCE} concurrent requests, everything on the same cores; median (range) of {ROUNDS} rounds of {REQUESTS} requests")
     for door, row in rows.items():
         cells = {name: f"{statistics.median(values):7.2f} ({min(values):.2f} … {max(values):.2f})" for name, values in row.items()}
         print(f"  {door}: router CPU {cells['request_ms']} ms a request, {cells['token_us']} µs a streamed token")
         per_core = 1e3 / statistics.median(row["request_ms"]), 1e6 / statistics.median(row["token_us"])
-        print(f"        a core of it: {per_core[0]:.0f} requests/s of one token, {per_core[1]:.0f} streamed tokens/s")
+        print(f"        one core: {per_core[0]:.0f} requests/s of one token, {per_core[1]:.0f} streamed tokens/s")
         print(f"        alone, to the first token: P50 {cells['alone_p50_ms']} ms, P99 {cells['alone_p99_ms']} ms")
     if options.json:
         options.json.parent.mkdir(parents=True, exist_ok=True)

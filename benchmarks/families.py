@@ -1,10 +1,10 @@
-"""Prefill of every family on the CPU, compiled against plain torch: no family may fall off a cliff unseen.
+"""Prefill of every family on the CPU, compiled against plain torch, so that no family becomes slow unnoticed.
 
     python benchmarks/families.py [--json FILE]
 
-A random model of two layers each, of the widths of a small published model (DeepSeek's attention is that of V2-Lite, with fewer experts),
-prefills a prompt in chunks with `engine.compiled` on and off, in turns. A family whose compiled prefill takes more than BOUND times as long
-as the plain one is a failure: it is named, and the exit status is 1.
+For each family, a random model of two layers with the widths of a small published model (DeepSeek's attention is that of V2-Lite, with
+fewer experts) prefills a prompt in chunks with `engine.compiled` on and off, in turns. If a family's compiled prefill takes more than BOUND
+times as long as the plain one, the benchmark names it and exits with status 1.
 """
 
 import argparse
@@ -63,7 +63,7 @@ assert set(FAMILIES) == set(SUPPORTED)
 
 
 def loaded(family: str, precision: str, compiled: bool = True, layers: int = 2, scale: int = 1) -> ModelRunner:
-    """A runner on a random model, its widths divided by `scale`; `precision`: float32, bfloat16, or int8 with the rest float32."""
+    """A runner of a random model whose widths are divided by `scale`; `precision`: float32, bfloat16, or int8 with the rest in float32."""
     fields = SIZES | FAMILIES[family] | {"num_hidden_layers": layers, "max_position_embeddings": 2 * TOKENS, "eos_token_id": 1}
     fields |= {name: fields[name] // scale for name in WIDTHS if fields.get(name)}
     with tempfile.TemporaryDirectory() as folder:
@@ -107,9 +107,9 @@ def measure(families: list[str]) -> Iterator[dict[str, Any]]:
             for round_ in range(ROUNDS + 1):
                 for arm in list(runners)[:: 1 if round_ % 2 else -1]:
                     took = prefill(runners[arm])
-                    if round_:  # the first warms up
+                    if round_:  # the first is a warm-up
                         seconds[arm].append(took)
-            ratio = min(seconds["compiled"]) / min(seconds["plain"])  # the least of each: other programs can only add to it
+            ratio = min(seconds["compiled"]) / min(seconds["plain"])  # minima: other programs can only add time
             yield {"family": family, "precision": precision, "seconds": seconds, "compiled_over_plain": ratio}
 
 
@@ -117,7 +117,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--threads", type=int, default=2)
     parser.add_argument("--json", type=Path)
-    parser.add_argument("families", nargs="*", default=list(FAMILIES), help="all where none is named")
+    parser.add_argument("families", nargs="*", default=list(FAMILIES), help="all by default")
     options = parser.parse_args()
     torch.set_num_threads(options.threads)
     keep_memory()

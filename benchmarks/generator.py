@@ -1,11 +1,11 @@
-"""Whether the load generator measures the server and not itself.
+"""Checks that the load generator measures the server and not itself.
 
     python benchmarks/generator.py [--json FILE]
 
-A queue whose times are known: M/D/1 (Poisson arrivals, one server, constant service). The measured percentiles of its answer times stand
-beside those of theory, with a 95 % interval over the seeds; where theory lies outside the interval, that is called a miss. Then a real
-cluster of the toy model, whose steps take time but no core, as an accelerator's do: it is offered five times what it can serve, until
-more than a thousand streams are open, and the script tells how late the generator was. `--quick` shows that it works, in seconds.
+First a queue whose times are known: M/D/1 (Poisson arrivals, one server, constant service). The measured percentiles of its answer times,
+with a 95 % interval over the seeds, are printed beside the theory's; if the theory lies outside the interval, that is a miss. Then a real
+cluster of the toy model, whose steps take time but no core, like an accelerator's. It is offered five times what it can serve until more
+than a thousand streams are open, and the script reports how late the generator was. `--quick` only shows, in seconds, that this works.
 """
 
 import argparse
@@ -36,21 +36,21 @@ from loadtest.workload import Item
 SERVICE_S, LOADS = 0.020, (0.5, 0.8)
 STEP_MS, AT_ONCE = 30, 32  # of a worker
 PROMPT, OUTPUT, OVERLOAD, STREAMS, TIMEOUT_S = 64, 64, 5.0, 1000, 120.0
-WORDS = 256  # ids of the model's vocabulary that prompts are made of
+WORDS = 256  # prompts are made of the model's token ids below this
 
 
 @dataclass(frozen=True, slots=True)
 class Size:
     seeds: int
-    queue_s: float  # of each run of the queue
-    streams: int  # that are to be open at once
+    queue_s: float  # length of each run of the queue
+    streams: int  # how many should be open at the same time
 
 
 WHOLE, QUICK = Size(5, 30.0, STREAMS), Size(2, 2.0, 20)
 
 
 def md1_percentile(percent: float, load: float, service: float) -> float:
-    """Of wait + service in an M/D/1 queue, in seconds, by bisection of the waiting time's distribution:
+    """The percentile of wait + service in an M/D/1 queue, in seconds, by bisection of the waiting time's distribution:
 
     P(W ≤ t) = (1 - λD) Σ_{k=0}^{⌊t/D⌋} e^{λ(t - kD)} (-λ(t - kD))^k / k!   (Erlang 1909; Crommelin 1932)
     """
@@ -60,7 +60,7 @@ def md1_percentile(percent: float, load: float, service: float) -> float:
         terms = ((rate * (t - k * service), k) for k in range(math.floor(t / service) + 1))
         return (1 - load) * math.fsum(math.exp(x) * (-x) ** k / math.factorial(k) for x, k in terms)
 
-    low, high = 0.0, 30 * service  # beyond, the alternating sum loses its digits
+    low, high = 0.0, 30 * service  # beyond that, the alternating sum loses its precision
     while high - low > 1e-6:
         middle = (low + high) / 2
         low, high = (middle, high) if below(middle) < percent / 100 else (low, middle)
@@ -68,7 +68,7 @@ def md1_percentile(percent: float, load: float, service: float) -> float:
 
 
 class Queue:
-    """A door with one server: each answer comes `service` after the one before it or after its own arrival, whichever is later."""
+    """A door with one server: each answer comes `service` after the previous answer or after its own arrival, whichever is later."""
 
     def __init__(self, service: float) -> None:
         self._service, self._free = service, 0.0
@@ -133,7 +133,7 @@ async def compare_cluster(model: Path, size: Size) -> dict[str, object]:
         run = await flood(address, rate, 1.3 * size.streams / (rate - served))
     told = summarise(run.records, Window(run.duration_s), due=run.due)
     lag, most = told.lag_ms, told.max_concurrent_requests
-    print(f"cluster: serves {served:.1f} requests/s; offered {rate:.0f}/s: {told.requests} requests, {most} streams at once")
+    print(f"cluster: serves {served:.1f} requests/s; offered {rate:.0f}/s: {told.requests} requests, up to {most} concurrent streams")
     print(f"         lag P50 {lag.p50:.1f} ms, P99 {lag.p99:.1f} ms, max {lag.max:.1f} ms; {told.void or 'the run counts'}")
     found: dict[str, object] = {"served": served, "offered": rate, "requests": told.requests, "streams": most, "void": told.void}
     return found | {"lag_p50_ms": lag.p50, "lag_p99_ms": lag.p99}
@@ -147,7 +147,7 @@ async def measure(size: Size) -> dict[str, object]:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--json", type=Path)
-    parser.add_argument("--quick", action="store_true", help="short runs, whose numbers say nothing")
+    parser.add_argument("--quick", action="store_true", help="short runs, whose numbers mean nothing")
     options = parser.parse_args()
     print(describe())
     found = asyncio.run(measure(QUICK if options.quick else WHOLE))

@@ -1,12 +1,13 @@
-"""The engine on one CUDA device, checked, then timed, as shares of what the device gave in the same run (plan: G1-G9 and G11).
+"""The engine on one CUDA device: checked, then timed, as shares of what the device achieved in the same run (sections G1-G9 and G11).
 
     python benchmarks/gpu.py OUT [--only g2,g3] [--backend auto] [--cpu-smoke]
 
 Full numbers go to OUT/gpu.json, with the cost table of steps (seconds by batch, context and chunk) that a simulator reads; a short table is
-printed last. Needs torch, transformers, triton and safetensors, and under eight minutes: a section that fails or that time forbids says so,
-and the others run. Without a CUDA device it exits with status 2; `--cpu-smoke` walks through the same code with toy shapes on the CPU.
+printed last. Needs torch, transformers, triton and safetensors, and under eight minutes: a section that fails, or that no time is left for,
+says so, and the others run. Without a CUDA device it exits with status 2; `--cpu-smoke` walks through the same code with toy shapes on the
+CPU.
 
-Weights are random: speed does not know the difference. Correctness (G1) is measured against `transformers` on the same weights.
+Weights are random, which does not affect speed. Correctness (G1) is measured against `transformers` on the same weights.
 """
 
 import argparse
@@ -20,6 +21,7 @@ import time
 import traceback
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, field, replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -49,17 +51,17 @@ from baton.engine.sequence import Sequence
 
 SMOKE = "--cpu-smoke" in sys.argv
 BUDGET_S = 420.0  # no section begins later
-COMPILE_S = 90.0  # what `transformers` may need to compile for one batch size
-SLEEP_CYCLES = 30_000_000  # of a device at 2 GHz: 15 ms, longer than the host needs for what is timed
+COMPILE_S = 90.0  # how long `transformers` may need to compile for one batch size
+SLEEP_CYCLES = 30_000_000  # at 2 GHz 15 ms, longer than the host needs to submit what is timed
 BLOCK = 16
 
 
 @dataclass(frozen=True, slots=True)
 class Sizes:
-    """What is measured, on a device or for a walk through the code."""
+    """What is measured, on a device or in a walk through the code."""
 
     model: dict[str, Any]  # config.json of G2-G9
-    small: dict[str, Any]  # of G1 and G11
+    small: dict[str, Any]  # config.json of G1 and G11
     copy_bytes: int
     matmul: int
     contexts: tuple[int, ...]
@@ -112,7 +114,7 @@ class Report:
     costs: list[dict[str, float]] = field(default_factory=list)
 
     def row(self, what: str, measured: str, share: float | None = None, aim: float | None = None, most: bool = False) -> None:
-        """`aim`: of the share, which should be at least that, or at most where `most`."""
+        """`aim`: the least that the share should be, or with `most` the most."""
         ok = share is not None and aim is not None and (share <= aim if most else share >= aim)
         verdict = "" if aim is None or share is None or SMOKE else "yes" if ok else "NO"
         shown = "" if share is None else f"{share:.0%}" if share < 10 else f"{share:.1f}x"
@@ -120,7 +122,7 @@ class Report:
 
 
 class Machine:
-    """The device, its clock, and what it can do at most."""
+    """The device, its clock, and its limits."""
 
     def __init__(self, device: torch.device, sizes: Sizes, backend: str) -> None:
         self.device, self.sizes, self.backend = device, sizes, backend
@@ -133,11 +135,12 @@ class Machine:
             torch.cuda.synchronize(self.device)
 
     def seconds(self, work: Callable[[], object], repeats: int = 7, warm: int = 2, ahead: bool = False) -> float:
-        """Median of one call, by the device's own clock where it has one.
+        """Median time of one call, by the device's own clock if it has one.
 
-        `ahead`: the device is kept busy until the host has given it everything, so that only its own time counts. `work` must not wait.
+        `ahead`: the device is kept busy until the host has submitted everything, so that only the device's time counts. `work` must not
+        wait.
         """
-        times = []
+        times: list[float] = []
         for i in range(warm + repeats):
             if self.cuda:
                 begin, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
@@ -178,7 +181,7 @@ def ceilings(machine: Machine, report: Report) -> dict[str, float]:
 def random_runner(
     machine: Machine, raw: dict[str, Any], capacity: Capacity, blocks: int, graph_sizes: Iterable[int], **how: Any
 ) -> GpuRunner:
-    """A model of random weights that never saw a file, with a pool of noise."""
+    """A model with random weights, made without a file, and a pool filled with noise."""
     with tempfile.TemporaryDirectory() as folder:
         (Path(folder) / "config.json").write_text(json.dumps(raw))
         config = read_config(Path(folder))
@@ -203,7 +206,7 @@ def attach(machine: Machine, runner: GpuRunner, blocks: int, capacity: Capacity,
 
 
 def sequences(runner: GpuRunner, count: int, context: int, room: int, first_block: int = 0, **params: Any) -> list[Sequence]:
-    """As if their `context` tokens but the last were computed; blocks for `room` more."""
+    """Sequences as if all of their `context` tokens but the last were computed, with blocks for `room` more."""
     width = -(-(context + room) // runner.layout.block_size)
     order = np.random.default_rng(0).permutation(count * width) + first_block
     how = SamplingParams(**{"max_tokens": 1 << 20, "temperature": 0.0, "ignore_eos": True, **params})
@@ -212,7 +215,7 @@ def sequences(runner: GpuRunner, count: int, context: int, room: int, first_bloc
 
 
 def steps(runner: GpuRunner, seqs: list[Sequence], count: int) -> Iterator[float]:
-    """Decode steps of all, one in flight, as `OverlapEngine` does it; yields the seconds from one result to the next."""
+    """Decode steps of all sequences, one in flight, as in `OverlapEngine`. Yields the seconds from one result to the next."""
     before, last = None, 0.0
     for _ in range(count + 1):
         pending = runner.submit([Chunk(seq, 1) for seq in seqs])
@@ -232,7 +235,7 @@ def steps(runner: GpuRunner, seqs: list[Sequence], count: int) -> Iterator[float
 
 
 def weight_bytes(runner: GpuRunner) -> int:
-    """Read by every decode step: all matrices, and the embedding only where it is the head as well."""
+    """Bytes that every decode step reads: all matrices, and the embedding only if it is also the head."""
     config = runner.model.config
     shapes = expected_tensors(config)
     numbers = sum(int(np.prod(shape)) for name, shape in shapes.items() if config.tied or "embed_tokens" not in name)
@@ -240,12 +243,12 @@ def weight_bytes(runner: GpuRunner) -> int:
 
 
 def kv_bytes(runner: GpuRunner) -> int:
-    """Of one token."""
+    """KV bytes of one token."""
     return runner.layout.block_bytes // runner.layout.block_size
 
 
 def flops(runner: GpuRunner, start: int, n: int) -> float:
-    """Of n prompt tokens behind `start` others: two for each weight and token, four for each query, visible key and head dimension."""
+    """FLOPs of n prompt tokens after `start` others: two per weight and token, four per query, visible key and head dimension."""
     c = runner.model.config
     matrices = sum(
         int(np.prod(s)) for name, s in expected_tensors(c).items() if len(s) == 2 and "embed" not in name and "lm_head" not in name
@@ -262,7 +265,7 @@ def possible(machine: Machine, head_dim: int) -> list[str]:
 
 
 def save_small(machine: Machine, folder: Path) -> None:
-    """The model of G1 and G11 as `transformers` makes and writes it."""
+    """Has `transformers` make and write the model of G1 and G11."""
     from transformers import AutoConfig, AutoModelForCausalLM
 
     raw = machine.sizes.small
@@ -276,7 +279,9 @@ def save_small(machine: Machine, folder: Path) -> None:
 def reload(folder: Path, machine: Machine, dtype: torch.dtype) -> torch.nn.Module:
     from transformers import AutoModelForCausalLM
 
-    return AutoModelForCausalLM.from_pretrained(folder, dtype=dtype).to(machine.device).eval()
+    model: Any = AutoModelForCausalLM.from_pretrained(folder, dtype=dtype)
+    loaded: torch.nn.Module = model.to(machine.device).eval()
+    return loaded
 
 
 def small_runner(machine: Machine, folder: Path, batch: int, tokens: int, longest: int, **how: Any) -> GpuRunner:
@@ -289,7 +294,7 @@ def small_runner(machine: Machine, folder: Path, batch: int, tokens: int, longes
 
 
 def g1(machine: Machine, report: Report) -> dict[str, Any]:
-    """Logits of a batch of mixed lengths, prefilled in chunks, then decoded, beside float32; after the blocks changed places, too."""
+    """Logits of a batch of mixed lengths, prefilled in chunks and then decoded, compared with float32; also with the blocks permuted."""
     found: dict[str, Any] = {}
     with tempfile.TemporaryDirectory() as name, torch.inference_mode():
         folder = Path(name)
@@ -362,7 +367,7 @@ def decode_cell(machine: Machine, report: Report, runner: GpuRunner, batch: int,
 
 
 def device_step(machine: Machine, runner: GpuRunner, seqs: list[Sequence]) -> float:
-    """Without the host: the same step again and again, behind work that lasts longer than its preparation."""
+    """A step without the host's time: the same step repeatedly, queued behind work that lasts longer than its preparation."""
     batch = [Chunk(seq, 1) for seq in seqs]
     return machine.seconds(lambda: runner.submit(batch), ahead=True)
 
@@ -408,7 +413,7 @@ def g4(machine: Machine, report: Report, runner: GpuRunner) -> dict[str, Any]:
     found: dict[str, Any] = {}
     for n in machine.sizes.prefills:
         for chunk in (n, *(c for c in machine.sizes.chunks if c < n)):
-            took = machine.seconds(lambda n=n, chunk=chunk: prefill(runner, n, chunk), repeats=3, warm=1)
+            took = machine.seconds(partial(prefill, runner, n, chunk), repeats=3, warm=1)
             share = flops(runner, 0, n) / took / machine.matmul
             found[f"{n} in {chunk}"] = {"seconds": took, "tokens/s": n / took, "share": share}
             report.costs.append({"decodes": 0, "context": 0, "prefill_tokens": n, "chunk": chunk, "seconds": took})
@@ -433,7 +438,7 @@ def fresh(runner: GpuRunner, n: int, first_block: int) -> Sequence:
 
 
 def g5(machine: Machine, report: Report, runner: GpuRunner) -> dict[str, Any]:
-    """Time between two tokens of decodes while prompts come in, each in one step or in chunks, beside the same decodes alone."""
+    """Time between two tokens of decodes while prompts arrive, each in one step or in chunks, compared with the same decodes alone."""
     found: dict[str, Any] = {}
     decodes, context, prompt, every = machine.sizes.interference
     for label, chunk in (("alone", 0), ("whole prompts", prompt), *((f"chunks of {c}", c) for c in machine.sizes.chunks if c < prompt)):
@@ -482,7 +487,7 @@ def g6(machine: Machine, report: Report, runner: GpuRunner) -> dict[str, Any]:
 
 
 def g7(machine: Machine, report: Report, runner: GpuRunner) -> dict[str, Any]:
-    """Blocks from this process's pool into another process's, which reads them where they are (CUDA IPC) and puts them in place."""
+    """Blocks from this process's pool to another process, which reads them in place (CUDA IPC) and writes them into its own pool."""
     words = runner.layout.block_bytes // 8
     most = max(machine.sizes.handoffs) // runner.layout.block_size
     pool = torch.randint(0, 1 << 40, (most, words), dtype=torch.int64, device=machine.device)
@@ -520,7 +525,11 @@ def reader(device: torch.device, asked: Any, told: Any) -> None:
     mine = torch.zeros_like(theirs)
     while (count := asked.get()) is not None:
         blocks = torch.randperm(len(theirs))[:count].to(device)
-        took = machine.seconds(lambda count=count, blocks=blocks: scatter(mine, blocks, theirs[:count]), repeats=5)
+
+        def put(count: int = count, blocks: Tensor = blocks) -> None:
+            scatter(mine, blocks, theirs[:count])
+
+        took = machine.seconds(put, repeats=5)
         told.put((took, torch.equal(mine[blocks], theirs[:count])))
 
 
@@ -533,7 +542,12 @@ def g8(machine: Machine, report: Report, runner: GpuRunner) -> dict[str, Any]:
         ("to the host", staging.begin_out, machine.to_host),
         ("to the device", staging.begin_in, machine.to_device),
     ):
-        took = machine.seconds(lambda work=work: (work(blocks), staging.wait()))
+
+        def move(work: Callable[[np.ndarray], object] = work) -> None:
+            work(blocks)
+            staging.wait()
+
+        took = machine.seconds(move)
         found[name] = {"bytes/s": size / took, "share": size / took / ceiling}
         report.row(f"G8 {slots} blocks {name}", f"{size / took / 1e9:.1f} GB/s", found[name]["share"], 0.85)
     return found
@@ -577,7 +591,7 @@ def g9(machine: Machine, report: Report) -> dict[str, Any]:
 
 
 def g11(machine: Machine, report: Report, left: Callable[[], float]) -> dict[str, Any]:
-    """Prompt and output of one batch, greedy, beside `transformers` (as it comes, and compiled with a static cache) and a plain torch
+    """Prompt and output of one batch, greedy, compared with `transformers` (as it is, and compiled with a static cache) and a plain torch
     loop."""
     found: dict[str, Any] = {}
     with tempfile.TemporaryDirectory() as name:
@@ -588,14 +602,12 @@ def g11(machine: Machine, report: Report, left: Callable[[], float]) -> dict[str
             ids = torch.randint(5, machine.sizes.small["vocab_size"], (batch, prompt), device=machine.device)
             runner = small_runner(machine, folder, batch, max(2048, batch), prompt + output + 1)
             loops: dict[str, Callable[[], object]] = {
-                "ours": lambda runner=runner, ids=ids, output=output: ours_generate(runner, ids, output),
-                "transformers": lambda ids=ids, output=output: generate(theirs, ids, output),
-                "torch loop": lambda ids=ids, output=output: torch_loop(theirs, ids, output),
+                "ours": partial(ours_generate, runner, ids, output),
+                "transformers": partial(generate, theirs, ids, output),
+                "torch loop": partial(torch_loop, theirs, ids, output),
             }
             if machine.cuda and left() > COMPILE_S:
-                loops["transformers, compiled"] = lambda ids=ids, output=output: generate(
-                    theirs, ids, output, cache_implementation="static"
-                )
+                loops["transformers, compiled"] = partial(generate, theirs, ids, output, cache_implementation="static")
             cell = found[str(batch)] = {
                 who: batch * output / machine.seconds(loop, repeats=3, warm=2 if "compiled" in who else 1) for who, loop in loops.items()
             }
@@ -618,7 +630,7 @@ def ours_generate(runner: GpuRunner, ids: Tensor, output: int) -> None:
         engine.step()
 
 
-def generate(model: torch.nn.Module, ids: Tensor, output: int, **how: Any) -> None:
+def generate(model: Any, ids: Tensor, output: int, **how: Any) -> None:
     with torch.inference_mode():
         model.generate(ids, attention_mask=torch.ones_like(ids), max_new_tokens=output, min_new_tokens=output, do_sample=False,
                        pad_token_id=0, eos_token_id=None, **how)  # fmt: skip
@@ -626,7 +638,7 @@ def generate(model: torch.nn.Module, ids: Tensor, output: int, **how: Any) -> No
 
 @torch.inference_mode()
 def torch_loop(model: torch.nn.Module, ids: Tensor, output: int) -> None:
-    """What one writes in an afternoon: the model, its cache, argmax."""
+    """The simplest loop: the model, its cache, argmax."""
     cache = None
     for _ in range(output):
         answer = model(ids, past_key_values=cache, use_cache=True, logits_to_keep=1)
@@ -638,13 +650,13 @@ def torch_loop(model: torch.nn.Module, ids: Tensor, output: int) -> None:
 
 
 class Run:
-    """Sections in order, each on its own: what one breaks does not break the others."""
+    """Runs sections in order, each on its own: a failure of one does not affect the others."""
 
     def __init__(self, only: set[str], report: Report) -> None:
         self.only, self.report, self.began = only, report, time.perf_counter()
 
     def left(self) -> float:
-        """Seconds in which something may still begin."""
+        """Seconds during which a section may still begin."""
         return BUDGET_S - (time.perf_counter() - self.began)
 
     def section(self, name: str, work: Callable[[], dict[str, Any]]) -> None:
@@ -664,7 +676,7 @@ class Run:
 
 
 def big_runner(machine: Machine) -> GpuRunner:
-    """The model of G2 to G8, with room for the largest cell and no more batch sizes than are measured."""
+    """The model of G2 to G8, with room for the largest cell, and with only the batch sizes that are measured."""
     sizes = machine.sizes
     room = 3 * sizes.steps + 2 * BLOCK + 8
     decodes, context, prompt, every = sizes.interference
@@ -695,15 +707,15 @@ def show(report: Report) -> None:
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("out", type=Path)
-    parser.add_argument("--only", default="", help="sections, by comma")
+    parser.add_argument("--only", default="", help="sections, separated by commas")
     parser.add_argument("--backend", default="auto", choices=("auto", *BACKENDS))
-    parser.add_argument("--profile", action="store_true", help="also OUT/decode.txt: what decode steps spend their time on")
+    parser.add_argument("--profile", action="store_true", help="also write OUT/decode.txt: what decode steps spend their time on")
     parser.add_argument("--cpu-smoke", action="store_true")
     options = parser.parse_args()
     if not SMOKE and not torch.cuda.is_available():
         print("gpu.py: no CUDA device here; --cpu-smoke walks through the code without one", file=sys.stderr)
         return 2
-    if SMOKE and "TRITON_INTERPRET" not in os.environ:  # it is asked for before the kernels are imported
+    if SMOKE and "TRITON_INTERPRET" not in os.environ:  # it must be set before the kernels are imported
         os.execve(sys.executable, [sys.executable, *sys.argv], {**os.environ, "TRITON_INTERPRET": "1"})
     device = torch.device("cpu" if SMOKE else "cuda")
     machine, report = Machine(device, WALK if SMOKE else H200, options.backend), Report()
@@ -720,7 +732,7 @@ def main() -> int:
         if options.profile:
             run.section("profile", lambda: profile(machine, runner, options.out))
         for name, work in sections.items():
-            run.section(name, lambda work=work: work(machine, report, runner))
+            run.section(name, partial(work, machine, report, runner))
         del runner
     run.section("g9", lambda: g9(machine, report))
     run.section("g11", lambda: g11(machine, report, run.left))

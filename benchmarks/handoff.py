@@ -1,8 +1,8 @@
-"""What a handoff costs: read time against bytes beside a plain copy of the same bytes, and what digests and the lease check add.
+"""What a handoff costs: the read time by size, compared with a plain copy of the same bytes, and what digests and the lease check add.
 
     python benchmarks/handoff.py [--transport nixl] [--json FILE]
 
-Two processes, real transport. Ratios are taken side by side in one run; medians over interleaved repeats, with the spread beside them.
+Two processes and a real transport. Ratios are taken within one run, as medians over interleaved repeats, with their spread.
 """
 
 import argparse
@@ -12,6 +12,7 @@ import subprocess
 import sys
 import time
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 from machine import describe
@@ -51,7 +52,7 @@ def measure(kind: str) -> list[dict[str, float]]:
     assert peer.stdout is not None
     told = json.loads(peer.stdout.readline())
     pool, source = make_pool(max(SIZES)), make_pool(max(SIZES))
-    pool.array[:] = source.array[:] = 1  # every page touched: first touch costs more than a copy
+    pool.array[:] = source.array[:] = 1  # touch every page: the first touch costs more than a copy
     transport = make_transport(kind, peer="bench-reader", pool=pool, host="127.0.0.1", key=KEY, ucx_net_devices="lo")
     transport.connect("bench-peer", bytes.fromhex(told["address"]))
     digests, rows = bytes.fromhex(told["digests"]), []
@@ -91,7 +92,7 @@ def main() -> None:
     if options.serve:
         serve(options.serve)
         return
-    results = {"machine": describe(), "seed": 1, "repeats": REPEATS, "transports": {}}
+    results: dict[str, Any] = {"machine": describe(), "seed": 1, "repeats": REPEATS, "transports": {}}
     print(results["machine"])
     for kind in options.transport or ("nixl", "tcp"):
         rows = results["transports"][kind] = measure(kind)

@@ -1,10 +1,10 @@
-"""What is left of the handoff after the first token, with and without live transfer.
+"""How much of the handoff remains after the first token, with and without live transfer.
 
     python benchmarks/live.py [--json FILE] [--rounds N]
 
 Random Llama of 30 M parameters in float32, one request at a time through real clusters of one prefill and one decode worker on one host:
-live transfer and without (`kv.live`), over `auto` (NIXL here) and TCP. The four clusters are all up; the arms come in turns within each
-round, so that drift hits them alike. The transfer stage is the router's: from the first token to the word that the KV is there.
+with live transfer and without (`kv.live`), over `auto` (NIXL here) and TCP. All four clusters are up; the arms take turns within each
+round, so that drift affects them alike. The transfer stage is the router's: from the first token until the KV is reported to be there.
 """
 
 import argparse
@@ -58,7 +58,8 @@ async def one(client: AsyncClient, prompt: list[int]) -> dict[str, Any]:
 
 
 async def measure(endpoints: dict[tuple[str, str], str], rounds: int) -> Samples:
-    rng, samples = random.Random(SEED), {}
+    rng = random.Random(SEED)
+    samples: Samples = {}
     async with AsyncExitStack() as stack:
         clients = {arm: await stack.enter_async_context(AsyncClient(address)) for arm, address in endpoints.items()}
         for round_ in range(WARM_UP + rounds):

@@ -1,4 +1,4 @@
-"""What a benchmark must say about where it ran."""
+"""What a benchmark must report about the machine it ran on."""
 
 import os
 import platform

@@ -1,10 +1,10 @@
-"""What watching costs the router: CPU per request and per streamed token, with metrics and traces off and on.
+"""What observability costs the router: CPU per request and per streamed token, with metrics and traces off and on.
 
     python benchmarks/observability.py [--json FILE]
 
-Two measurements. In one process, without network and workers, the router's own path (service, dispatcher) with its journal and without
-one: the bare cost of counting, in microseconds. Then real clusters side by side, loaded in turns: the CPU time of the router's process
-(user + system, from /proc) with nothing listening, with /metrics scraped every second, and with every request traced to an OTLP receiver.
+Two measurements. First, in one process, without network and workers, the router's own path (service, dispatcher) with and without its
+journal: the bare cost of counting, in microseconds. Then real clusters, all up and loaded in turns: the CPU time of the router's process
+(user + system, from /proc) without observability, with /metrics scraped every second, and with every request traced to an OTLP receiver.
 """
 
 import argparse
@@ -19,8 +19,10 @@ import urllib.request
 from collections.abc import AsyncGenerator, Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack, contextmanager
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
+from unittest.mock import patch
 
 import grpc
 from machine import describe
@@ -39,7 +41,7 @@ from baton.cluster.telemetry import Tracer
 from baton.models.make_small import make_toy
 from baton.v1 import worker_pb2, worker_pb2_grpc
 from router.admission import Admission
-from router.clients import Adopted, DecodeEvent, Ended, FirstToken
+from router.clients import Adopted, DecodeEvent, Ended, FirstToken, Source
 from router.dispatch import Dispatcher
 from router.journal import Entry, Journal
 from router.request import Request, Token, Trace
@@ -49,13 +51,15 @@ from router.validate import Ask, AskSampling
 from router.view import ClusterView
 
 TOKENS, ROUNDS, REQUESTS = 101, 21, 100  # of the measurement in one process
-CLUSTER_ROUNDS, CLUSTER_REQUESTS = 5, 300  # `serving.load` sends so many
+CLUSTER_ROUNDS, CLUSTER_REQUESTS = 5, 300  # as many as `serving.load` sends
 
 
 class Answering:
-    """Stands in for the workers: hands over and answers at once, so that what is left is the router."""
+    """Stands in for the workers: hands over and answers immediately, so that only the router's work remains."""
 
-    async def prefill(self, worker: WorkerRecord, request: Request, timeout_s: float) -> AsyncGenerator[FirstToken, None]:
+    async def prefill(
+        self, worker: WorkerRecord, request: Request, timeout_s: float, source: Source | None = None
+    ) -> AsyncGenerator[FirstToken, None]:
         with request.trace.span.child("baton.prefill", "client", {"baton.worker": worker.name}):
             yield FirstToken(
                 Token(7), b"lease" if request.params.max_tokens > 1 else b"", None if request.params.max_tokens > 1 else "length", 0, 0, 1
@@ -84,9 +88,11 @@ class Swallow(SpanExporter):
 
 def make_service(tokenizer: Tokenizer, journal: Callable[..., Journal], tracer: Tracer) -> GenerateService:
     view, config = ClusterView(tokenizer.fingerprint), RouterConfig(bypass_tokens=0)
-    told = (1, "ready", 1, "host", "toy", "model", tokenizer.fingerprint, 16, 4096, 9999, "tcp", Load(credit_tokens=99999))
-    records = [WorkerRecord("prefill-0", "prefill", "x:1", *told), WorkerRecord("decode-0", "decode", "x:2", *told)]
-    view.update(records, 0.0)
+    prefill = WorkerRecord(
+        "prefill-0", "prefill", "x:1", 1, "ready", 1, "host", "toy", "model", tokenizer.fingerprint, 16, 4096, 9999, "tcp",
+        Load(credit_tokens=99999),
+    )  # fmt: skip
+    view.update([prefill, replace(prefill, name="decode-0", role="decode", address="x:2")], 0.0)
     return GenerateService(
         model=ServedModel("toy", tokenizer),
         view=view,
@@ -109,10 +115,10 @@ async def burn(service: GenerateService, tokens: int) -> float:
 
 
 def measure_alone(tokenizer: Tokenizer) -> dict[str, dict[str, Any]]:
-    """arm → µs a request of one token, µs a further token: medians over rounds in which the arms take turns.
+    """arm → µs per request of one token, µs per further token: medians over rounds in which the arms take turns.
 
-    `more_`: the quartiles of what an arm costs more than "off" in the same round, as a share of "off". On a busy machine the rounds
-    differ far more than the arms.
+    `more_`: the quartiles of an arm's extra cost over "off" in the same round, as a share of "off". On a busy machine, the rounds differ
+    far more than the arms.
     """
     note = Trace.note_token
     arms: dict[str, tuple[GenerateService, Callable[[Trace], None]]] = {
@@ -123,11 +129,10 @@ def measure_alone(tokenizer: Tokenizer) -> dict[str, dict[str, Any]]:
     costs: dict[str, dict[str, list[float]]] = {arm: {"request_us": [], "token_us": []} for arm in arms}
     for _ in range(ROUNDS + 1):
         for arm, (service, note_token) in arms.items():
-            Trace.note_token = note_token  # type: ignore[method-assign]
-            one, many = (asyncio.run(burn(service, tokens)) for tokens in (1, TOKENS))
+            with patch.object(Trace, "note_token", note_token):
+                one, many = (asyncio.run(burn(service, tokens)) for tokens in (1, TOKENS))
             costs[arm]["request_us"].append(one * 1e6)
             costs[arm]["token_us"].append((many - one) / (TOKENS - 1) * 1e6)
-    Trace.note_token = note  # type: ignore[method-assign]
     told: dict[str, dict[str, Any]] = {}
     for arm, names in costs.items():
         told[arm] = {name: statistics.median(values[1:]) for name, values in names.items()}
@@ -137,7 +142,7 @@ def measure_alone(tokenizer: Tokenizer) -> dict[str, dict[str, Any]]:
     return told
 
 
-class Receiver(trace_service_pb2_grpc.TraceServiceServicer):  # type: ignore[misc]
+class Receiver(trace_service_pb2_grpc.TraceServiceServicer):
     def __init__(self) -> None:
         self.spans = 0
 
@@ -160,7 +165,7 @@ def receiving(receiver: Receiver) -> Iterator[str]:
 
 @contextmanager
 def scraping(address: str) -> Iterator[list[float]]:
-    """Once a second while the block runs; yields how long each scrape took."""
+    """Scrapes once a second while the block runs; yields how long each scrape took."""
     over, took = threading.Event(), []
 
     def run() -> None:
@@ -182,11 +187,12 @@ def scraping(address: str) -> Iterator[list[float]]:
 def metrics_address(admin: str) -> str:
     with grpc.insecure_channel(admin) as channel:
         status = worker_pb2_grpc.AdminStub(channel).Status(worker_pb2.StatusRequest(), timeout=5)
-    return status.endpoints["metrics"]
+    address: str = status.endpoints["metrics"]
+    return address
 
 
 async def cost(endpoints: dict[str, str], offset: int) -> tuple[float, float]:
-    """(CPU ms of the router a request of one token, CPU µs a further token)."""
+    """(the router's CPU ms per request of one token, CPU µs per further token)."""
     pid, spent = router_pid(endpoints["admin"]), []
     async with AsyncClient(endpoints["grpc"]) as client:
         for tokens in (1, TOKENS):
@@ -249,7 +255,7 @@ def show_clusters(told: dict[str, Any]) -> None:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--json", type=Path)
-    parser.add_argument("--alone", action="store_true", help="only what needs no cluster")
+    parser.add_argument("--alone", action="store_true", help="run only the part that needs no cluster")
     options = parser.parse_args()
     results: dict[str, Any] = {"machine": describe()}
     print(results["machine"])

@@ -1,10 +1,10 @@
-"""Goodput when more comes in than can be served: the old way (everybody waits) beside the ways that refuse who would be late.
+"""Goodput under overload: the old policy (every request waits) compared with the policies that refuse requests that would be late.
 
     python benchmarks/overload.py [--model toy|tale|both] [--arms ARM ...] [--seconds 10] [--repeats 2] [--json FILE]
 
-Real clusters through `baton up`, one prefill and one decode worker; clients arrive open-loop (Poisson) and nobody comes twice. Prompts of
-100 tokens, outputs of 40, client deadline 5 s. Good is a request that is complete and had its first token and its last within the
-objectives, on the client's clock. 1x is the rate at which a closed loop of 16 requests was served; each arm meets the same arrivals.
+Real clusters through `baton up`, one prefill and one decode worker; clients arrive open-loop (Poisson) and do not retry. Prompts of 100
+tokens, outputs of 40, client deadline 5 s. A request is good if it is complete and its first and last token came within the objectives, on
+the client's clock. 1x is the rate at which a closed loop of 16 requests was served; each arm gets the same arrivals.
 """
 
 import argparse
@@ -45,7 +45,7 @@ METHOD = "/baton.v1.Generation/Generate"
 
 @dataclass(frozen=True)
 class Workload:
-    """`ttft_s`, `e2e_s`: objectives. `ids`: how many different token ids prompts are made of."""
+    """`ttft_s`, `e2e_s`: objectives. `ids`: how many different token ids the prompts use."""
 
     model: str
     ttft_s: float
@@ -76,7 +76,7 @@ class Cell:
     seconds: float = 0.0
     rss_mib: float = 0.0
     router_s: float = 0.0  # CPU time of the router
-    client_s: float = 0.0  # and of this process
+    client_s: float = 0.0  # CPU time of this process
 
     def row(self, work: Workload) -> dict[str, float]:
         complete = [one for one in self.seen if not one.status]
@@ -106,7 +106,7 @@ def percentile(values: list[float], share: float) -> float:
 
 
 class Clients:
-    """Light: requests are serialised before the clock runs, answers are not parsed. Messages: accepted, then one for each token."""
+    """Light clients: requests are serialised before the clock runs, answers are not parsed. Messages: accepted, then one per token."""
 
     def __init__(self, address: str, work: Workload) -> None:
         self._channel = grpc.aio.insecure_channel(address, options=[("grpc.enable_http_proxy", 0)])
@@ -136,7 +136,7 @@ class Clients:
         return seen
 
     async def closed(self, seconds: float) -> float:
-        """Requests a second of `AT_ONCE` clients that each ask again at once."""
+        """Requests per second of `AT_ONCE` clients, each of which sends the next request as soon as it has its answer."""
         requests, until, done = [self.request() for _ in range(256)], time.perf_counter() + seconds, 0
 
         async def ask(number: int) -> None:
@@ -152,7 +152,8 @@ class Clients:
     async def open(self, per_s: float, seconds: float, seed: int) -> list[Seen]:
         rng = random.Random(seed)
         requests = [self.request() for _ in range(512)]
-        due, tasks, began = 0.0, [], time.perf_counter()
+        tasks: list[asyncio.Task[Seen]] = []
+        due, began = 0.0, time.perf_counter()
         while (due := due + rng.expovariate(per_s)) < seconds:
             if (early := due - (time.perf_counter() - began)) > 0:
                 await asyncio.sleep(early)
@@ -164,11 +165,11 @@ class Clients:
 
 
 def retry_after(error: grpc.aio.AioRpcError) -> float | None:
-    status = rpc_status.from_call(error)  # type: ignore[arg-type]
+    status = rpc_status.from_call(error)
     for detail in status.details if status else ():
         if detail.type_url.endswith("RetryInfo"):
             told = error_details_pb2.RetryInfo.FromString(detail.value).retry_delay
-            return told.seconds + told.nanos / 1e9
+            return float(told.seconds + told.nanos / 1e9)
     return None
 
 
@@ -212,8 +213,8 @@ def run(work: Workload, folder: Path, options: argparse.Namespace) -> dict[str, 
     print(
         " ".join([f"{'arm':>6} {'load':>5} {'goodput':>8} {'range':>13} {'of peak':>8}", *(f"{title:>{len(title)}}" for title in COLUMNS)])
     )
-    for arm, cells in arms.items():
-        for times, rows in cells.items():
+    for arm, measured in arms.items():
+        for times, rows in measured.items():
             middle = {name: statistics.median(row[name] for row in rows) for name in rows[0]}
             spread = f"{min(row['goodput'] for row in rows):.1f}…{max(row['goodput'] for row in rows):.1f}"
             told = " ".join(f"{middle[name]:{len(title)}.1f}" for title, name in COLUMNS.items())
@@ -225,7 +226,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--model", choices=("toy", "tale", "both"), default="both")
     parser.add_argument("--arms", nargs="+", choices=ARMS, default=ARMS)
-    parser.add_argument("--rate", type=float, help="of 1x, instead of measuring it")
+    parser.add_argument("--rate", type=float, help="rate of 1x, instead of measuring it")
     parser.add_argument("--seconds", type=float, default=10.0)
     parser.add_argument("--repeats", type=int, default=2)
     parser.add_argument("--json", type=Path)

@@ -1,12 +1,12 @@
-"""This engine beside its peers on one machine: prefill, decode, a mixed workload, memory and start-up, each as a ratio and a share.
+"""This engine compared with its peers on one machine: prefill, decode, a mixed workload, memory and start-up, as ratios and shares.
 
     python benchmarks/peers.py --install llama.cpp openvino ctranslate2 vllm     # once; each in an environment of its own
     python benchmarks/peers.py [--quick] [--json FILE] [--picture FILE]
 
-All engines get the same random-initialised Llamas, token ids, cores, threads, batch limits and room for KV, and wait, stopped, while
-another one is measured. Within a cell they take turns; each repeat has prompts of its own. Ceilings are measured between the cells. A peer
-that is not installed, or fails, is left out and named. `transformers` and CTranslate2 cannot take in a request while others run: their
-mixed workload is in padded batches of 16.
+All engines get the same random-initialised Llamas, token ids, cores, threads, batch limits and room for KV, and are stopped while another
+one is measured. Within a cell they take turns; each repeat has prompts of its own. Ceilings are measured between the cells. A peer that is
+not installed, or fails, is left out and named. `transformers` and CTranslate2 cannot admit a request while others run, so their mixed
+workload runs in padded batches of 16.
 """
 
 import argparse
@@ -42,12 +42,12 @@ CHEAP = (prefill(512), prefill(2048), decode(1), decode(8))
 ALL = (*CHEAP, decode(32), mixed(32))
 QUICK = (prefill(512), decode(1), decode(8), mixed(8))
 CELL_DEADLINE_S, START_DEADLINE_S, CONVERT_DEADLINE_S = 300, 300, 600
-RESTARTS_BELOW_S = 5.0  # an engine that starts faster is started once a repeat, for the spread of it
+RESTARTS_BELOW_S = 5.0  # an engine that starts faster is started once per repeat, to measure the spread
 SPARE_BYTES = 3 << 30
 
 
 class Run:
-    """The engines that live, their samples, and why others do not."""
+    """The engines that take part, their samples, and why others are left out."""
 
     def __init__(self, options: argparse.Namespace) -> None:
         self.options = options
@@ -55,7 +55,7 @@ class Run:
         self.left_out: dict[str, str] = {}
         self.versions: dict[str, str] = {}
         self.notes: list[str] = []
-        self.kv_tokens: dict[str, int] = {}  # of each model
+        self.kv_tokens: dict[str, int] = {}  # by model
         self.ceilings: defaultdict[str, list[float]] = defaultdict(list)
         chosen = [engine for engine in ENGINES if not options.engines or engine.name in options.engines]
         for engine in chosen:
@@ -126,7 +126,7 @@ class Run:
         return model, [one for label, one in samples.items() if label not in self.left_out]
 
     def started(self, engine: Engine, checkpoint: Path, model: Model, space: Room) -> tuple[list[float], Driver]:
-        """Seconds to the first token of each start; the process of the last one, asleep."""
+        """Seconds to the first token of each start, and the process of the last start, asleep."""
         if (free := available_memory()) < SPARE_BYTES:
             raise DriverError(f"only {free / 2**30:.1f} GiB of memory are left")
         message = engine.message(self.converted(engine, checkpoint), model, space, self.options.threads)
@@ -171,7 +171,7 @@ class Run:
                 print(f"  {model.name} {cell.name}, repeat {repeat + 1}: {cost[cell.name]:.0f} s", file=sys.stderr, flush=True)
 
     def turn(self, model: Model, cell: Cell, repeat: int, drivers: Mapping[str, Driver], samples: Mapping[str, Samples]) -> None:
-        """Every engine once, in an order that moves on with each repeat."""
+        """Runs every engine once, in an order that rotates with each repeat."""
         engines = [engine for engine in self.engines if cell.kind in engine.kinds]
         shift = repeat % max(1, len(engines))
         seed = f"{self.options.seed} {repeat}"
@@ -194,10 +194,10 @@ class Run:
 
 
 def make_silent(path: Path, recipe: Mapping[str, int]) -> None:
-    """A random Llama that never says a special token: no engine can end a request before its time."""
+    """Makes a random Llama that never generates a special token, so no engine can end a request early."""
     make(path, **recipe)
     weights = load_file(path / "model.safetensors")
-    weights["lm_head.weight"][EOS_ID] = 0  # as those of the other special tokens
+    weights["lm_head.weight"][EOS_ID] = 0  # like those of the other special tokens
     save_file(weights, path / "model.safetensors", metadata={"format": "pt"})
 
 
@@ -273,14 +273,14 @@ def cache_home() -> Path:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--install", nargs="+", choices=PACKAGES, metavar="NAME", help=f"of {', '.join(PACKAGES)}")
+    parser.add_argument("--install", nargs="+", choices=PACKAGES, metavar="NAME", help=f"any of {', '.join(PACKAGES)}")
     parser.add_argument("--cache", type=Path, default=cache_home(), help="environments, models, conversions, logs (%(default)s)")
     parser.add_argument("--engines", nargs="+", choices=sorted({engine.name for engine in ENGINES}), metavar="NAME")
     parser.add_argument("--models", nargs="+", choices=MODELS, default=list(MODELS))
-    parser.add_argument("--all-cells", action="store_true", help="decode b32 and mixed on the large model too")
+    parser.add_argument("--all-cells", action="store_true", help="run decode b32 and mixed on the large model, too")
     parser.add_argument("--quick", action="store_true", help="one repeat of few cells on the small model")
     parser.add_argument("--repeats", type=int, default=3)
-    parser.add_argument("--minutes", type=float, default=20, help="no repeat but the first begins that would end later")
+    parser.add_argument("--minutes", type=float, default=20, help="after the first repeat, skip any that would end later than this")
     parser.add_argument("--threads", type=int, default=min(2, len(os.sched_getaffinity(0))))
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--json", type=Path)

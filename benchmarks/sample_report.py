@@ -8,7 +8,7 @@
     python benchmarks/sample_report.py measure long --quick
     python benchmarks/sample_report.py draw --quick            # writes into the folder of the measurements
 
-The parts are measured apart, so that neither takes long, and drawn as one campaign. Raw records are kept in `--records`.
+The parts are measured separately, so that neither takes long, and drawn as one campaign. Raw records are kept in `--records`.
 """
 
 import argparse
@@ -48,7 +48,7 @@ def draw(records: Path, out: Path) -> None:
 
 
 def _loadtest(*arguments: str) -> None:
-    """Ends this process with the command's status where that is not 0."""
+    """Exits with the command's status if that is not 0."""
     command = [sys.executable, "-m", "baton", "loadtest", *arguments]
     print(" ".join(["baton", *command[3:]]))
     done = subprocess.run(command, cwd=ROOT, env={**os.environ, "PYTHONPATH": str(ROOT)})

@@ -1,9 +1,10 @@
-"""What serving costs beside computing: the router per request and per token, and the proof of a handoff as a share of the request.
+"""What serving costs in addition to computing: the router per request and per token, and a handoff's checks as a share of the request.
 
     python benchmarks/serving.py [--json FILE]
 
-Starts real clusters through `baton up`. Router cost is CPU time of the router's process (user + system, from /proc), on the toy model,
-whose steps cost next to nothing. The handoff is measured on the small model: read, digests and lease check as the decode worker times them.
+Starts real clusters through `baton up`. The router's cost is the CPU time of its process (user + system, from /proc), on the toy model,
+whose steps cost almost nothing. The handoff is measured on the small model: the decode worker times the read, the digests and the lease
+check.
 """
 
 import argparse
@@ -136,9 +137,9 @@ def main() -> None:
         make(Path(folder) / "small")
         with cluster(Path(folder) / "toy", "--engine.kv-memory-mib", "64") as endpoints:
             results["router"] = router = asyncio.run(measure_router(endpoints))
-        print(f"\nrouter, toy model, {AT_ONCE} requests at once; everything shares the cores; median (range) of {ROUNDS}")
-        units = {"request_ms": "CPU ms a request", "token_us": "CPU µs a streamed token", "requests_per_s": "requests/s (1 token)"}
-        units |= {"tokens_per_s": f"tokens/s ({TOKENS} a request)", "alone_ttft_ms": "ms to the first token, alone, with handoff path"}
+        print(f"\nrouter, toy model, {AT_ONCE} concurrent requests; everything shares the cores; median (range) of {ROUNDS}")
+        units = {"request_ms": "CPU ms per request", "token_us": "CPU µs per streamed token", "requests_per_s": "requests/s (1 token)"}
+        units |= {"tokens_per_s": f"tokens/s ({TOKENS} per request)", "alone_ttft_ms": "ms to the first token, alone, with a handoff"}
         for name, unit in units.items():
             middle, least, most = router[name]
             print(f"  {middle:10.2f}  ({least:.2f} … {most:.2f})  {unit}")

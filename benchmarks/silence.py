@@ -1,9 +1,9 @@
-"""How long the router is silent while it handles what a stranger sends: the longest gap between two answers of `/livez`.
+"""How long the router is silent while it handles input from a stranger: the longest gap between two answers of `/livez`.
 
     python benchmarks/silence.py [--json FILE]
 
-A colocated toy cluster through `baton up`. One client asks `/livez` without a pause; another sends each input in turn over HTTP or gRPC.
-The base is the longest gap of a second in which nothing else is asked.
+A colocated toy cluster through `baton up`. One client requests `/livez` without a pause; another sends each input in turn, over HTTP or
+gRPC. The base is the longest gap in a second without any other request.
 """
 
 import argparse
@@ -43,7 +43,7 @@ OVER_GRPC = {
 
 
 class Connection:
-    """HTTP/1.1, one exchange after the other. A request that the router refuses to read ends it."""
+    """HTTP/1.1, one exchange after another. A request that the router refuses to read ends the connection."""
 
     def __init__(self, address: str) -> None:
         self._host, _, self._port = address.rpartition(":")
@@ -56,7 +56,7 @@ class Connection:
         self._writer.close()
 
     async def exchange(self, path: str, body: bytes | None = None) -> int:
-        """The status."""
+        """Returns the status."""
         head = f"{'GET' if body is None else 'POST'} {path} HTTP/1.1\r\nhost: x\r\n"
         if body is not None:
             head += f"content-type: application/json\r\ncontent-length: {len(body)}\r\n"
@@ -68,7 +68,7 @@ class Connection:
 
 
 class Listener:
-    """Asks `/livez` again and again."""
+    """Requests `/livez` repeatedly."""
 
     def __init__(self, connection: Connection) -> None:
         self._connection = connection
@@ -82,7 +82,7 @@ class Listener:
 
 
 async def measure(endpoints: dict[str, str]) -> dict[str, list[float]]:
-    """Longest gaps, ms, of each round."""
+    """The longest gap of each round, ms, by input."""
     rows: dict[str, list[float]] = {}
     options = [("grpc.max_send_message_length", 64 << 20), ("grpc.enable_http_proxy", 0)]
     async with Connection(endpoints["http"]) as quiet, grpc.aio.insecure_channel(endpoints["grpc"], options=options) as channel:

@@ -1,9 +1,10 @@
-"""Where a decode step of the CPU path goes: matrices, attention, operations between them, sampling, and the rest (Python, batch tensors).
+"""Where the time of a decode step on the CPU goes: matrices, attention, the operations between them, sampling, and the rest (Python, batch
+tensors).
 
     python benchmarks/step_profile.py [--json FILE] [--picture FILE]
 
-Marks (`record_function`) are put around those parts and read by torch's profiler; the arms take turns. The marks cost about a microsecond
-each, a hundred or two a step.
+Marks (`record_function`) around those parts are read by torch's profiler; the arms take turns. A mark costs about a microsecond, and a step
+has one or two hundred of them.
 """
 
 import argparse
@@ -57,7 +58,7 @@ def marked(name: str, function: Callable[..., Any]) -> Callable[..., Any]:
 def mark_parts() -> None:
     Linear.__call__ = marked("matrices", Linear.__call__)  # type: ignore[method-assign]
     PagedAttention.__call__ = marked("attention", PagedAttention.__call__)  # type: ignore[method-assign]
-    runner_module.sample = marked("sampling", runner_module.sample)
+    runner_module.sample = marked("sampling", runner_module.sample)  # type: ignore[attr-defined]
     for kind in (Ops, *Ops.__subclasses__()):
         for name in ("add_rms_norm", "silu_mul", "gelu_tanh_mul", "rotate_"):
             if name in vars(kind):
@@ -75,7 +76,7 @@ def decoding(engine: Engine, batch: int) -> None:
 
 
 def measure(engine: Engine, batch: int) -> dict[str, float]:
-    """part → ms a step."""
+    """part → ms per step."""
     decoding(engine, batch)
     with profile(activities=[ProfilerActivity.CPU]) as seen:
         began = time.perf_counter()
@@ -103,7 +104,7 @@ def draw(found: dict[str, dict[int, dict[str, float]]], path: Path) -> None:
         for i, end in enumerate(left):
             axes.text(end, i, f" {end:.2f}", va="center")
         axes.set(title=f"batch {batch}", xlabel="ms a decode step", xlim=(0, 1.15 * max(left)))
-    panes[0].invert_yaxis()  # of both
+    panes[0].invert_yaxis()  # of both panes, which share it
     panes[0].legend(loc="upper center", bbox_to_anchor=(1.0, -0.2), ncols=len(PARTS), frameon=False)
     figure.suptitle(f"A decode step, 30 M parameters, {CONTEXT} tokens of context, {torch.get_num_threads()} cores", y=1.04)
     figure.savefig(path, dpi=110, bbox_inches="tight")
@@ -126,7 +127,7 @@ def main() -> None:
         for batch in BATCHES:
             for arm in list(ARMS)[:: 1 if round_ % 2 else -1]:
                 sample = measure(engines[arm], batch)
-                if round_:  # the first warms up
+                if round_:  # the first is a warm-up
                     samples[arm][batch].append(sample)
     print(describe())
     found: dict[str, dict[int, dict[str, float]]] = {arm: {} for arm in ARMS}

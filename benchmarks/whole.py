@@ -1,9 +1,10 @@
-"""The whole cluster beside the bare engine on the same cores: output tokens/s of a mixed workload.
+"""The whole cluster compared with the bare engine on the same cores: output tokens/s of a mixed workload.
 
     python benchmarks/whole.py [--json FILE]
 
-The same requests, all there at once, to an engine that is called directly and to clusters with everything that a request passes: router,
-admission, tokens streamed over gRPC, and where prefill is apart, handoff, lease and digests. In turn, so that drift hits all alike.
+The same requests, all sent at the start, go to an engine that is called directly and to clusters with everything that a request passes
+through: router, admission, tokens streamed over gRPC and, if prefill is separate, handoff, lease and digests. They take turns, so that
+drift affects all alike.
 """
 
 import argparse
@@ -28,7 +29,7 @@ from baton.models.make_small import make
 
 SHAPE = {"hidden": 512, "layers": 8, "heads": 8, "kv_heads": 4}
 REQUESTS, PROMPT, OUTPUT, REPEATS = 32, (64, 512), (32, 128), 5
-WARM_UP, KV_MIB = 2, 384  # repeats until every page of the pools was touched
+WARM_UP, KV_MIB = 2, 384  # repeats until every page of the pools has been touched
 CLUSTERS = {
     "colocated, 1 worker of 2 cores": ("--prefill.replicas", "0", "--engine.threads", "2"),
     "colocated, 2 workers of 1 core": ("--prefill.replicas", "0", "--decode.replicas", "2", "--engine.threads", "1"),
@@ -83,7 +84,7 @@ def main() -> None:
                         bare_rates.append(bare)
                         shares[name].append(whole / bare)
     print(describe())
-    print(f"{REQUESTS} requests at once, prompts {PROMPT[0]}-{PROMPT[1]}, outputs {OUTPUT[0]}-{OUTPUT[1]}, float32, {REPEATS} repeats")
+    print(f"{REQUESTS} concurrent requests, prompts {PROMPT[0]}-{PROMPT[1]}, outputs {OUTPUT[0]}-{OUTPUT[1]}, float32, {REPEATS} repeats")
     print(f"bare engine, 2 cores: {statistics.median(bare_rates):.0f} tokens/s ({min(bare_rates):.0f} … {max(bare_rates):.0f})")
     for name, ratios in shares.items():
         print(f"{name:35} {statistics.median(ratios):4.0%} of it ({min(ratios):.0%} … {max(ratios):.0%})")

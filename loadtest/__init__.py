@@ -1,1 +1,1 @@
-"""Workloads, arrivals, goodput: whether disaggregation pays."""
+"""Workloads, arrivals and goodput: does disaggregation pay?"""

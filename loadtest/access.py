@@ -1,4 +1,4 @@
-"""How the load test gets in at a door: which protocol, with which key, over plain TCP or TLS."""
+"""How the load test connects to a door: the protocol, the API key, and plain TCP or TLS."""
 
 import ssl
 from collections.abc import Callable
@@ -14,7 +14,7 @@ Protocol = Literal["grpc", "http"]
 
 @dataclass(frozen=True, slots=True)
 class Tls:
-    """PEM files. Without `ca` the system's authorities are trusted; `cert` and `key` are for a server that asks clients for theirs."""
+    """PEM files. Without `ca` the system's authorities are trusted. `cert` and `key` are for a server that requires client certificates."""
 
     ca: Path | None = None
     cert: Path | None = None
@@ -29,7 +29,7 @@ class Tls:
                 raise ValueError(f"{file}: no such file")
 
     def context(self) -> ssl.SSLContext:
-        """Raises ValueError for a file that is no PEM."""
+        """Raises ValueError for a file that is not PEM."""
         try:
             context = ssl.create_default_context(cafile=self.ca)
             if self.cert and self.key:

@@ -1,14 +1,14 @@
-"""When requests are sent: seconds from the start of a run, never decreasing. The loop is open, so nothing here waits for an answer.
+"""When requests are sent, in seconds from the start of a run, never decreasing. The loop is open, so nothing here waits for an answer.
 
     Poisson    independent users at `rate` requests per second: exponential gaps
     Constant   one request every 1 / rate seconds, the first at 0
     Gamma      gaps of a gamma distribution with shape `burstiness` and scale 1 / (rate * burstiness), so that their mean stays 1 / rate and
-               their coefficient of variation is 1 / sqrt(burstiness). 1 is Poisson, less comes in bursts, more is smoother.
-               The definition of `--burstiness` in vLLM's `bench serve`. Unlike vLLM's, the times are not stretched afterwards so that the
-               last one falls on n / rate: the rate holds on average, not exactly in each run.
-    Replay     the moments of a trace, `speed` times as fast; ends with the trace
+               their coefficient of variation is 1 / sqrt(burstiness). 1 is Poisson, a smaller value is burstier, a larger one smoother.
+               vLLM's `bench serve` defines `--burstiness` the same way. Unlike vLLM's, the times are not stretched afterwards to make the
+               last one fall on n / rate: the rate holds on average, not exactly in each run.
+    Replay     the times of a trace, `speed` times as fast; ends with the trace
 
-The first three never end. `times` takes its randomness as an argument: the same state gives the same moments.
+The first three never end. `times` takes its randomness as an argument: the same state yields the same times.
 """
 
 import math
@@ -17,7 +17,7 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import Protocol
 
-MIN_BURSTINESS = 1e-3  # about 1 / burstiness requests come at once; gaps far below 1e-300 s would vanish altogether
+MIN_BURSTINESS = 1e-3  # about 1 / burstiness requests arrive together; gaps far below 1e-300 s would vanish altogether
 
 
 class Arrivals(Protocol):
@@ -71,7 +71,7 @@ class Gamma:
 
 @dataclass(frozen=True, slots=True)
 class Replay:
-    moments: tuple[float, ...]  # seconds from the start, as `Item.at`
+    moments: tuple[float, ...]  # seconds from the start, like `Item.at`
     speed: float = 1.0  # 2: in half the time, hence at twice the rate
 
     def __post_init__(self) -> None:
@@ -89,7 +89,7 @@ class Replay:
 
 
 def parse(text: str) -> Callable[[float], Arrivals]:
-    """What `--arrivals` says, as a constructor that takes the rate: "poisson", "constant", "gamma:0.3".
+    """The value of `--arrivals` ("poisson", "constant", "gamma:0.3") as a constructor that takes the rate.
 
     Raises ValueError, before any rate is known."""
     name, colon, argument = text.strip().partition(":")
@@ -98,7 +98,7 @@ def parse(text: str) -> Callable[[float], Arrivals]:
         _check_burstiness(burstiness)
         return lambda rate: Gamma(rate, burstiness)
     if colon or name not in ("poisson", "constant"):
-        raise ValueError(f"arrivals: {text!r} is none of poisson, constant, gamma:BURSTINESS")
+        raise ValueError(f"arrivals: {text!r} is not one of poisson, constant, gamma:BURSTINESS")
     return Poisson if name == "poisson" else Constant
 
 

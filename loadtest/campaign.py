@@ -1,9 +1,9 @@
-"""What was measured: runs of one or more arms at several rates and seeds, with all raw records. A folder holds it whole.
+"""What was measured: runs of one or more arms at several rates and seeds, with all raw records. One folder holds a whole campaign.
 
-    campaign.json     arms, SLO, window, what the machine and the versions were, one entry for each run
+    campaign.json     arms, SLO, window, the machine and the versions, and one entry for each run
     records/*.jsonl   the requests of each run
 
-Everything a report shows is computed from these, so a report can be drawn again, and differently, years later.
+Everything that a report shows is computed from these files, so a report can be redrawn, even differently, years later.
 """
 
 import json
@@ -29,19 +29,19 @@ PACKAGES = ("torch", "nixl-cu13", "grpcio", "ray", "redis", "numpy")
 
 
 class CampaignError(ValueError):
-    """A folder that holds no campaign; the text says which file and why."""
+    """The folder does not hold a campaign; the text says which file is wrong and why."""
 
 
 @dataclass(frozen=True, slots=True)
 class Arm:
-    """One way to use the same hardware. `topology` are the only keys of the configuration in which arms differ."""
+    """One way to use the same hardware. Arms differ only in the configuration keys of `topology`."""
 
     name: str
     topology: Mapping[str, str]
     explained: str = ""
 
     def joined(self, other: "Arm") -> "Arm":
-        """Of the same arm at two values of a varied key: `a | b` where they differ."""
+        """Joins the same arm at two values of a varied key: `a | b` where they differ."""
         before = {key: other.topology.get(key, value) for key, value in self.topology.items()}
         both = {key: value if before[key] == value else f"{before[key]} | {value}" for key, value in self.topology.items()}
         return Arm(self.name, both, self.explained if self.explained == other.explained else f"{other.explained} | {self.explained}")
@@ -70,7 +70,7 @@ class Campaign:
     cool_down_s: float
     arms: tuple[Arm, ...]
     probes: tuple[Probe, ...]  # in the order in which they ran
-    workload: Mapping[str, Any]  # as it was asked for
+    workload: Mapping[str, Any]  # as requested
     config: Mapping[str, Any] = field(default_factory=dict)  # of the clusters, without the arms' topology
     machine: Mapping[str, Any] = field(default_factory=dict)
     skipped: Mapping[str, int] = field(default_factory=dict)  # trace lines left out under --lenient, by reason
@@ -128,20 +128,23 @@ class Campaign:
                 partial=content["partial"],
             )
             if strangers := {probe.arm for probe in campaign.probes} - {arm.name for arm in campaign.arms}:
-                raise CampaignError(f"{file}: runs of arms that it does not name: {', '.join(sorted(strangers))}")
+                raise CampaignError(f"{file}: has runs of arms that it does not name: {', '.join(sorted(strangers))}")
             return campaign
         except OSError as error:
             raise CampaignError(f"{file}: {error.strerror or error}") from None
         except (KeyError, TypeError, json.JSONDecodeError) as error:
-            raise CampaignError(f"{file}: is no campaign: {type(error).__name__} {error}") from None
+            raise CampaignError(f"{file}: is not a campaign: {type(error).__name__} {error}") from None
 
 
 SAME = ("slo", "warm_up_s", "cool_down_s", "workload", "config")
-OWN = ("load_before", "when")  # of the machine: what every campaign has for itself
+OWN = ("load_before", "when")  # entries of `machine` that may differ between the parts of a campaign
 
 
 def merge(campaigns: Sequence[Campaign]) -> Campaign:
-    """Parts of one campaign, measured apart (other seeds, rates, arms), as one. Raises CampaignError for what does not belong together."""
+    """Joins parts of one campaign that were measured separately (other seeds, rates or arms).
+
+    Raises CampaignError for campaigns that do not belong together.
+    """
     first, *others = campaigns
     arms = {arm.name: arm for arm in first.arms}
     for other in others:
@@ -149,7 +152,7 @@ def merge(campaigns: Sequence[Campaign]) -> Campaign:
         different += ["machine"] if _lasting(other.machine) != _lasting(first.machine) else []
         different += [f"arm {arm.name}" for arm in other.arms if arms.setdefault(arm.name, arm) != arm]
         if different:
-            raise CampaignError(f"these campaigns are no parts of one: they differ in {', '.join(different)}")
+            raise CampaignError(f"these are not parts of one campaign: they differ in {', '.join(different)}")
     return replace(
         first,
         arms=tuple(arms.values()),
@@ -177,7 +180,7 @@ def _probes(folder: Path, entries: list[dict[str, Any]]) -> Iterator[Probe]:
 
 
 def this_machine() -> dict[str, Any]:
-    """What a reader must know to judge the numbers."""
+    """What a reader needs to know to judge the numbers."""
     info = Path("/proc/cpuinfo")
     lines = info.read_text().splitlines() if info.exists() else []
     memory = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") if hasattr(os, "sysconf") else 0

@@ -1,4 +1,4 @@
-"""`baton loadtest`: measure an endpoint, compare ways to use the same cores, draw a report again."""
+"""`baton loadtest`: measure an endpoint, compare ways to use the same cores, redraw a report."""
 
 import asyncio
 import math
@@ -46,7 +46,7 @@ def run(target: Target, measured: Measured, entrance: Entrance, load: Load) -> N
 @app.command()
 @takes(Arms, Measured, Entrance, Load)
 def compare(arms: Arms, measured: Measured, entrance: Entrance, load: Load) -> None:
-    """Is it worth separating prefill and decode? The same cores, the same requests, every arm."""
+    """Is it worth separating prefill and decode? Every arm gets the same cores and the same requests."""
     with _failing():
         from loadtest.measure import compare_arms
 
@@ -55,15 +55,15 @@ def compare(arms: Arms, measured: Measured, entrance: Entrance, load: Load) -> N
 
 @app.command()
 def replay(
-    folders: Annotated[list[Path], typer.Argument(help="Folder with campaign.json and records; several: parts of one campaign.")],
+    folders: Annotated[list[Path], typer.Argument(help="Folder with campaign.json and records. Several are parts of one campaign.")],
     out_: Annotated[Path | None, typer.Option("--out", help="Another folder for the report.")] = None,
 ) -> None:
-    """Draw a report again from its raw records."""
+    """Redraw a report from its raw records."""
     from loadtest.campaign import Campaign, merge
 
     with _failing():
         if len(folders) > 1 and out_ is None:
-            raise ValueError("out: parts of a campaign become a report in a folder of its own")
+            raise ValueError("out: the joined parts of a campaign need a report folder of their own; name it with --out")
         _report(merge([Campaign.load(folder) for folder in folders]), out_ or folders[0])
 
 
@@ -78,12 +78,12 @@ def diff(one: Path, other: Path) -> None:
 
 
 def _report(campaign: "Campaign", folder: Path) -> None:
-    """Raises RuntimeError where no run counts: a script must not take that for a result."""
+    """Raises RuntimeError if no run counts: a script must not mistake that for a result."""
     from loadtest.campaign import Campaign
     from loadtest.report import console_table, draw, sections
 
     campaign.save(folder)
-    campaign = Campaign.load(folder)  # the file's numbers are rounded: what is told now is what a replay tells
+    campaign = Campaign.load(folder)  # the file's numbers are rounded: this report must show what a replay will show
     draw(campaign, folder)
     out.print(console_table(campaign))
     if campaign.partial:
@@ -162,7 +162,7 @@ def _comparison(arms: Arms) -> "Comparison":
 
 
 async def _show(slo: "Slo", duration_s: float, running: "asyncio.Task[Any]", live: "Live", title: str) -> None:
-    """A line that moves: what went out, what came back, how it looks just now."""
+    """A progress line: requests sent, requests finished, and the recent latencies."""
     from loadtest.progress import line
 
     columns = (TextColumn("{task.description}"), BarColumn(bar_width=20), TextColumn("{task.fields[now]}"), TimeRemainingColumn())
@@ -199,7 +199,7 @@ def _vary(text: str) -> tuple[str, tuple[str, ...]]:
 
 
 def _model(name: str) -> str:
-    """A checkpoint's folder; `heavy` is made when it is not there yet: large enough that a prefill stalls decodes on two cores."""
+    """Folder of a checkpoint. `heavy` is made on first use: it is large enough that a prefill stalls decodes on two cores."""
     if name != "heavy":
         if not (Path(name) / "config.json").is_file():
             raise ValueError(f"model: {name} holds no config.json")
@@ -213,7 +213,7 @@ def _model(name: str) -> str:
 
 @contextmanager
 def _failing() -> Iterator[None]:
-    """What is wrong with the input or the endpoint becomes a line on stderr: 2 for input, 1 for the rest."""
+    """Reports an error on stderr in one line. Exit code 2: an error in the input; 1: any other."""
     try:
         yield
     except (state.StateError, ConnectionError, RuntimeError, OSError) as error:

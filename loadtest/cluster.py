@@ -1,4 +1,4 @@
-"""The clusters that `compare` measures: each started and ended by the command that a person would type, on its share of the same cores."""
+"""The clusters that `compare` measures, started and stopped by the commands that a person would type, all on the same cores."""
 
 import asyncio
 import json
@@ -13,7 +13,7 @@ from loadtest.campaign import Arm
 
 UP_WITHIN_S = 180.0
 DOWN_WITHIN_S = 90.0
-# Keys in which arms may differ; in any other they may not.
+# The only keys in which arms may differ.
 TOPOLOGY = frozenset(
     {
         "prefill.replicas",
@@ -30,23 +30,23 @@ UNCHUNKED = 1_048_576  # tokens in one step: any prompt is one chunk
 
 
 class ClusterError(RuntimeError):
-    """A cluster that did not start, or arms that are not comparable; the text says what to look at."""
+    """A cluster did not start, or arms are not comparable; the text says what to look at."""
 
 
 def default_cores() -> tuple[int, ...]:
-    """All that this process may use."""
+    """All cores that this process may use."""
     return tuple(sorted(os.sched_getaffinity(0))) if hasattr(os, "sched_getaffinity") else tuple(range(os.cpu_count() or 1))
 
 
 @dataclass(frozen=True, slots=True)
 class Hardware:
-    """What every arm gets, whole: each worker computes on `threads` cores of its own."""
+    """Every arm uses all of these cores: each worker computes on `threads` cores of its own."""
 
     cores: tuple[int, ...]
     threads: int
 
     def __post_init__(self) -> None:
-        """Raises ClusterError: more cores than this process may use, or a number that workers of `threads` cores do not fill."""
+        """Raises ClusterError for cores that this process may not use, or a number of cores that is not a multiple of `threads`."""
         allowed = default_cores()
         if missing := sorted(set(self.cores) - set(allowed)):
             raise ClusterError(f"cores: {missing} cannot be used; this machine offers {list(allowed)}")
@@ -59,10 +59,10 @@ class Hardware:
 
 
 def make_arms(names: Sequence[str], hardware: Hardware, ratio: tuple[int, int], chunk: int) -> tuple[Arm, ...]:
-    """The arms by name, all on the same cores. `ratio`: prefill to decode workers; `chunk`: tokens in one step at most, of arms whose
-    name does not say its own: `colocated@64`.
+    """The arms by name, all on the same cores. `ratio`: prefill to decode workers. `chunk`: most tokens in one step, for arms whose
+    name does not give its own as in `colocated@64`.
 
-    Raises ClusterError for an unknown name, a chunk that is no number, or a ratio that the workers cannot be split by.
+    Raises ClusterError for an unknown name, a chunk that is not a number, or a ratio by which the workers cannot be split.
     """
     n, (prefill_share, decode_share) = hardware.workers, ratio
     whole = {"prefill.replicas": "0", "decode.replicas": str(n), "decode.cores": str(list(hardware.cores))}
@@ -78,8 +78,8 @@ def make_arms(names: Sequence[str], hardware: Hardware, ratio: tuple[int, int], 
     known = {
         "colocated": (whole, f"{n} workers that do both, prompts in chunks of {{}} tokens among decodes"),
         "unchunked": (whole, f"{n} workers that do both, a prompt in one step"),
-        "static": ({**whole, "engine.batching": "static"}, f"{n} workers that do both, in full batches that nobody joins"),
-        "dynamic": ({**whole, "engine.batching": "dynamic"}, f"{n} workers that do both, in batches that nobody joins"),
+        "static": ({**whole, "engine.batching": "static"}, f"{n} workers that do both, in full batches that no request joins later"),
+        "dynamic": ({**whole, "engine.batching": "dynamic"}, f"{n} workers that do both, in batches that no request joins later"),
         "disaggregated": ({**split, "router.bypass_tokens": "0"}, f"{pair} prefill and decode workers, every prompt handed over"),
         "bypass": (
             {**split, "router.bypass_tokens": str(BYPASS_TOKENS)},
@@ -90,9 +90,9 @@ def make_arms(names: Sequence[str], hardware: Hardware, ratio: tuple[int, int], 
     for name in names:
         kind, _, own = name.partition("@")
         if kind not in known:
-            raise ClusterError(f"arms: {name!r} is none of {', '.join(known)}")
+            raise ClusterError(f"arms: {name!r} is not one of {', '.join(known)}")
         if own and (not own.isdigit() or kind == "unchunked"):
-            raise ClusterError(f"arms: {name!r}: after @ stands the number of tokens in one step, of an arm that works in chunks")
+            raise ClusterError(f"arms: {name!r}: after @ comes the number of tokens in one step, for an arm that works in chunks")
         if kind in ("disaggregated", "bypass") and (min(ratio) < 1 or (n * prefill_share) % shares):
             raise ClusterError(f"ratio: {n} workers cannot be split {prefill_share}:{decode_share}")
         topology, words = known[kind]
@@ -115,7 +115,7 @@ def config_of(settings: Mapping[str, str]) -> dict[str, Any]:
 
 
 def check_equal(arms: Sequence[Arm], common: Mapping[str, str], hardware: Hardware) -> dict[str, Any]:
-    """The configuration that all arms share. Raises ClusterError when they differ in more than their topology, or in their hardware."""
+    """The configuration that all arms share. Raises ClusterError if they differ in more than their topology, or in their hardware."""
     configs = {arm.name: config_of({**common, **arm.topology}) for arm in arms}
     first, *others = arms
     for arm in others:
@@ -148,8 +148,8 @@ class RunningCluster:
         return dict(json.loads(done.stdout)["endpoints"])
 
     async def __aexit__(self, kind: object, error: BaseException | None, traceback: object) -> None:
-        """Raises ClusterError where the cluster did not end, because the next arm would share its cores with what is left of it. An error
-        that is on its way already, such as an interruption, is not replaced."""
+        """Raises ClusterError if the cluster did not stop, because the next arm would share its cores with what is left of it. An error
+        that is already being raised, such as an interruption, is not replaced."""
         try:
             done = await asyncio.to_thread(_baton, "down", "--name", self._name, timeout_s=DOWN_WITHIN_S)
             if done.returncode:
@@ -160,7 +160,7 @@ class RunningCluster:
 
 
 def _baton(*arguments: str, timeout_s: float = 60.0) -> subprocess.CompletedProcess[str]:
-    """Raises ClusterError when the command takes longer."""
+    """Raises ClusterError if the command takes longer than `timeout_s`."""
     command = [sys.executable, "-m", "baton", *arguments]
     try:
         return subprocess.run(command, capture_output=True, text=True, timeout=timeout_s, stdin=subprocess.DEVNULL)

@@ -1,10 +1,10 @@
-"""Arms against each other: the same requests at the same rates on the same cores, in an order in which drift hits all of them alike.
+"""Arms against each other: the same requests at the same rates on the same cores, in an order in which drift affects all of them alike.
 
 for each seed                      the arms in order, then in reverse order, in turn (A B B A): a machine that slows down slows both
   for each arm                     its cluster is started
     for each rate                  a run of the sweep
     the first seed                 bisects between the largest rate that holds the attainment and the smallest that does not,
-                                   and so chooses the arm's rate
+                                   and thereby chooses the arm's rate
     every other seed               judges the arm at that rate (`results.Best` says why)
 """
 
@@ -29,7 +29,7 @@ def abba(arms: Sequence[Arm], seeds: Sequence[int]) -> Iterator[tuple[int, Arm]]
 
 @dataclass(frozen=True, slots=True)
 class Capacity:
-    """Where an arm's goodput ends. `holds`: the largest rate that was seen to hold; `fails`: the smallest above it that was not."""
+    """Where an arm's goodput ends. `holds`: the largest rate that was seen to hold; `fails`: the smallest rate above it that failed."""
 
     holds: float | None
     fails: float | None
@@ -48,7 +48,7 @@ def capacity(attained: Sequence[tuple[float, float | None]], attainment: float =
 
 
 def next_rate(known: Capacity) -> float | None:
-    """Where to look next: between the two, by their geometric mean; None when the end was not reached or lies below the first rate."""
+    """Where to look next: the geometric mean of the two rates. None if no rate failed, or if the lowest rate already failed."""
     if known.holds is None or known.fails is None:
         return None
     return math.sqrt(known.holds * known.fails)
@@ -57,7 +57,7 @@ def next_rate(known: Capacity) -> float | None:
 async def pilot_arm(
     rates: Sequence[float], measure: Measure, attained: Callable[[Probe], float | None], bisections: int = BISECTIONS
 ) -> float | None:
-    """The sweep, then the bisection. Returns the largest rate that holds the attainment; None: no rate does."""
+    """Runs the sweep, then the bisection. Returns the largest rate that holds the attainment; None: no rate does."""
     probes = await _sweep(rates, measure, attained)
     for _ in range(bisections):
         between = next_rate(_capacity(probes, attained))
@@ -68,15 +68,15 @@ async def pilot_arm(
 
 
 async def judge_arm(rates: Sequence[float], chosen: float | None, measure: Measure, attained: Callable[[Probe], float | None]) -> None:
-    """The sweep, and a run at the rate that the pilot chose, where that is not a rate of the sweep."""
+    """Runs the sweep, and then the rate that the pilot chose, unless the sweep ran it."""
     probes = await _sweep(rates, measure, attained)
     if chosen is not None and chosen not in {probe.rate for probe in probes} and not probes[-1].partial:
         await measure(chosen, "judge")
 
 
 async def _sweep(rates: Sequence[float], measure: Measure, attained: Callable[[Probe], float | None]) -> list[Probe]:
-    """From the lowest rate up. It ends two rates after the arm has failed: every request beyond has to time out, which takes long and tells
-    nothing."""
+    """From the lowest rate up. It ends once two rates have failed: at higher rates every request would time out, which takes long and
+    shows nothing new."""
     probes: list[Probe] = []
     failed = 0
     for rate in sorted(rates):

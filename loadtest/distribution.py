@@ -1,4 +1,4 @@
-"""Percentiles of many values. Every field of a Distribution of nothing is None."""
+"""Percentiles of many values. Without values, every number is None."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -8,13 +8,13 @@ import numpy as np
 
 
 def percentile(values: Sequence[float], percent: float) -> float | None:
-    """Linear interpolation between the two nearest ranks (numpy's default, as in vLLM). None of nothing."""
+    """Linear interpolation between the two nearest ranks (numpy's default, as in vLLM). None without values."""
     return float(np.percentile(values, percent)) if values else None
 
 
 @dataclass(frozen=True, slots=True)
 class Distribution:
-    """`std` is that of the values themselves (divided by n), as numpy and vLLM have it. All None of nothing."""
+    """`std` is that of the values themselves (divided by n), as in numpy and vLLM. Without values, all but `count` is None."""
 
     count: int
     mean: float | None

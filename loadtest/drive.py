@@ -1,11 +1,11 @@
 """The open loop: requests go out when they are due, whether or not the server has answered the earlier ones.
 
-A closed loop waits for answers, so it slows down together with the server and never measures the queue that users of an overloaded server
-stand in (Schroeder et al., NSDI 2006, "Open versus closed: a cautionary tale"). Here only the turns of one session wait for each other.
+A closed loop waits for answers, so it slows down together with the server and never measures the queue in which users of an overloaded
+server wait (Schroeder et al., NSDI 2006, "Open versus closed: a cautionary tale"). Here only the turns of one session wait for each other.
 Each record says how late the generator itself was, and a run in which it was late is void.
 
-Every request that becomes due leaves exactly one record, whatever happens to it. A run counts what became due apart from its records, so
-that a lost one is noticed (`summary.lost_reason`).
+Every request that becomes due leaves exactly one record, whatever happens to it. A run counts the requests that became due separately from
+its records, so that a lost record is noticed (`summary.lost_reason`).
 """
 
 import asyncio
@@ -20,18 +20,18 @@ from typing import Protocol
 from loadtest.record import Outcome, Record
 from loadtest.workload import Item
 
-MAX_IN_FLIGHT = 20_000  # streams; the generator refuses what is due beyond that, and counts it
+MAX_IN_FLIGHT = 20_000  # streams; the generator refuses requests beyond that, and counts them
 GONE_AFTER = 20  # requests in a row that found no server
 GENERATOR_FULL = "GENERATOR_FULL"
 NO_SERVER = "NO_SERVER"
-DEADLINE = "DEADLINE"  # whoever of client, router and worker notices first that the time is over
-GRACE_S = 1.0  # the server has to keep the deadline; past this the generator enforces it
+DEADLINE = "DEADLINE"  # whether client, router or worker notices it first
+GRACE_S = 1.0  # the server has to keep the deadline; this long after it, the generator enforces it
 MAX_REASON = 200  # characters of an exception that are kept
 
 
 @dataclass(slots=True)
 class Answer:
-    """What a door says of one request. `tokens` are carried into the next turn of a session."""
+    """What a door reports about one request. `tokens` are carried into the next turn of a session."""
 
     outcome: Outcome
     reason: str = ""
@@ -52,12 +52,12 @@ class Door(Protocol):
     """An endpoint that generates. One implementation for each protocol."""
 
     async def ask(self, prompt: Sequence[int], output_tokens: int, timeout_s: float, on_tokens: Callable[[int], None]) -> Answer:
-        """Calls `on_tokens(n)` as n tokens arrive. What went wrong is in the answer; an exception is recorded as a failed request."""
+        """Calls `on_tokens(n)` as n tokens arrive. The answer says what went wrong; an exception is recorded as a failed request."""
 
 
 @dataclass(slots=True)
 class Live:
-    """What may be read during a run, and what remains of one that was interrupted."""
+    """What may be read during a run, and what an interrupted run leaves."""
 
     planned: int = 0  # sessions and single requests
     due: int = 0  # requests that became due so far
@@ -67,11 +67,11 @@ class Live:
 
 @dataclass(frozen=True, slots=True)
 class Run:
-    """`partial` says why a run ended before its plan did; its records are those of the requests that ended."""
+    """`partial` says why a run stopped before the end of its plan; its records are those of the requests that ended."""
 
     records: tuple[Record, ...]
     due: int  # requests that became due
-    duration_s: float  # from the first moment to the end of the window in which requests become due
+    duration_s: float  # from the start to the end of the time in which requests become due
     partial: str = ""
 
 
@@ -85,10 +85,10 @@ async def drive(
     live: Live | None = None,
     max_in_flight: int = MAX_IN_FLIGHT,
 ) -> Run:
-    """Sends what is due within `duration_s` and waits for all answers, each for at most `timeout_s`.
+    """Sends the requests that are due within `duration_s` and waits for all answers, each for at most `timeout_s`.
 
-    A single request and the first turn of a session take the next of `arrivals` (or their own `at`). A later turn is due when the answer
-    before it has come and its pause is over. A run ends early, as partial, when the server is gone.
+    A single request and the first turn of a session take the next of `arrivals` (or their own `at`). A later turn is due when the previous
+    answer has arrived and the turn's pause is over. A run ends early, as partial, when the server is gone.
     """
     plan = _plan(items, arrivals, duration_s)
     loop = _Loop(door, timeout_s, live or Live(), max_in_flight, duration_s)
@@ -129,17 +129,17 @@ class _Loop:
         self._nobody = 0  # answers in a row that found no server
         self._begun = 0.0
         self._tasks: set[asyncio.Task[None]] = set()
-        self._broke = ""  # an exception of a session itself: a fault of the generator
+        self._broke = ""  # an exception in a session's own code: a fault of the generator
 
     async def run(self, plan: list[tuple[float, list[Item]]]) -> str:
-        """Returns why the run ended early, "" when it did not."""
+        """Returns why the run ended early, "" if it did not."""
         self._begun = perf_counter()
         self.live.planned = len(plan)
         try:
             for due, turns in plan:
                 await asyncio.sleep(max(0.0, due - self._now()))
                 if self._nobody >= GONE_AFTER:
-                    return f"the server is gone: {GONE_AFTER} requests in a row found nobody there"
+                    return f"the server is gone: {GONE_AFTER} requests in a row found no server"
                 self.live.due += 1
                 task = asyncio.create_task(self._session(due, turns))
                 self._tasks.add(task)
@@ -214,7 +214,7 @@ class _Loop:
         return answer
 
     async def _ask(self, item: Item, prompt: list[int], on_tokens: Callable[[int], None]) -> Answer:
-        """A door that raises has failed the request. It must not disappear: the arm that loses most requests would look best."""
+        """If the door raises, the request failed. It must not disappear, or the arm that loses the most requests would look best."""
         self.live.in_flight += 1
         try:
             return await self._door.ask(prompt, item.output_tokens, self._timeout_s, on_tokens)
@@ -230,7 +230,7 @@ def _told(error: BaseException) -> str:
 
 @contextmanager
 def _no_collection() -> Iterator[None]:
-    """A garbage collection stops every stream at once; with thousands of streams it would be most of the generator's lag."""
+    """A garbage collection stops all streams; with thousands of streams it would cause most of the generator's lag."""
     gc.collect()
     gc.disable()
     try:

@@ -41,10 +41,10 @@ def mean_and_interval(values: Sequence[float], confidence: float = 0.95) -> Esti
 
 
 def t_quantile(freedom: int, confidence: float) -> float:
-    """t with P(|T| <= t) = confidence, for Student's T with so many degrees of freedom. Raises ValueError outside freedom >= 1, (0, 1)."""
+    """t with P(|T| <= t) = confidence, for Student's T. Raises ValueError unless freedom >= 1 and confidence is in (0, 1)."""
     if freedom < 1 or not 0 < confidence < 1:
         raise ValueError(f"no t for {freedom} degrees of freedom and a confidence of {confidence}")
-    low, high = 0.0, math.pi / 2  # of the angle, in which the probability grows steadily
+    low, high = 0.0, math.pi / 2  # bounds of the angle, with which the probability grows steadily
     while low < (middle := (low + high) / 2) < high:
         if _t_probability(middle, freedom) < confidence:
             low = middle

@@ -18,8 +18,9 @@ Pem = tuple[bytes | None, bytes | None, bytes | None]  # authority, private key,
 
 
 class GrpcDoor:
-    """Greedy, and past any end-of-sequence token, so each request gets exactly as many tokens as the workload says. Only requests with the
-    same `salt` share cached prefixes. A key or TLS files that are not given come from the environment (BATON_API_KEY, `tls_from`)."""
+    """Decoding is greedy and continues past any end-of-sequence token, so each request gets exactly as many tokens as the workload says.
+    Only requests with the same `salt` share cached prefixes. Without `api_key` or `tls`, the environment supplies them (BATON_API_KEY,
+    `tls_from`)."""
 
     def __init__(self, address: str, salt: str = "", api_key: str | None = None, tls: Pem | None = None) -> None:
         credentials = tls_from(os.environ) if tls is None else grpc.ssl_channel_credentials(*tls)
@@ -82,7 +83,7 @@ def _judge(error: GenerateError, begun: bool) -> tuple[Outcome, str]:
         return "timeout", DEADLINE
     reason = error.reason or error.code
     if error.code == "UNAVAILABLE" and not error.reason:
-        return "failed", NO_SERVER  # no router of ours answered
+        return "failed", NO_SERVER  # without a reason, no Baton router answered
     if begun:
         return "failed", reason
     return ("refused", reason) if error.code in REFUSALS or error.retry_after_s is not None else ("failed", reason)

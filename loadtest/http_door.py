@@ -1,8 +1,8 @@
 """The HTTP door: /v1/completions of the OpenAI API, streamed.
 
-Connections are kept and used again, as clients do; a request that finds a kept connection closed opens a new one. The server tells the
-number of tokens with every chunk (`continuous_usage_stats`), since a chunk may hold text and no token. It tells neither stages nor token
-ids, so records of this door have none, and sessions, whose later turns carry the ids of the answers, need the gRPC door.
+Connections are kept and reused, as clients do; a request that finds a kept connection closed opens a new one. The server reports the
+number of tokens with every chunk (`continuous_usage_stats`), because a chunk may hold text without a token. It reports neither stages nor
+token ids, so records of this door have none. Sessions need the gRPC door, because their later turns carry the ids of the answers.
 """
 
 import asyncio
@@ -25,11 +25,11 @@ DONE = "[DONE]"
 
 
 class _Closed(Exception):
-    """The server closed the connection before it answered anything."""
+    """The server closed the connection before it sent any answer."""
 
 
 class _Error(Exception):
-    """The server refused the request, or broke off with an error."""
+    """The server refused the request, or ended the stream with an error."""
 
     def __init__(self, status: int, code: str, begun: bool) -> None:
         super().__init__(code)
@@ -37,7 +37,7 @@ class _Error(Exception):
 
 
 class HttpDoor:
-    """Greedy, and past any end-of-sequence token, so each request gets exactly as many tokens as the workload says."""
+    """Decoding is greedy and continues past any end-of-sequence token, so each request gets exactly as many tokens as the workload says."""
 
     def __init__(self, address: str, salt: str = "", api_key: str | None = None, tls: ssl.SSLContext | None = None) -> None:
         self._address = address
@@ -49,7 +49,7 @@ class HttpDoor:
         self._idle: list[_Connection] = []
 
     async def ask(self, prompt: Sequence[int], output_tokens: int, timeout_s: float, on_tokens: Callable[[int], None]) -> Answer:
-        """As `drive.Door`."""
+        """See `drive.Door`."""
         asked: dict[str, Any] = {"prompt": list(prompt), "max_tokens": output_tokens, "temperature": 0, "ignore_eos": True, "stream": True}
         asked["stream_options"] = {"include_usage": True, "continuous_usage_stats": True}
         if self._salt:
@@ -76,7 +76,7 @@ class HttpDoor:
         return Answer("ok" if whole else "failed", "" if whole else CUT_SHORT, (), usage.get("prompt_tokens", 0), cached)
 
     async def _events(self, body: bytes, timeout_s: float) -> AsyncGenerator[dict[str, Any], None]:
-        """Chunks of the answer. Raises _Error, _Closed, OSError, h11.RemoteProtocolError and ValueError."""
+        """The chunks of the answer. Raises _Error, _Closed, OSError, h11.RemoteProtocolError and ValueError."""
         headers = [*self._headers, ("content-length", str(len(body))), ("x-request-timeout-ms", str(max(1, round(timeout_s * 1000))))]
         request = h11.Request(method="POST", target="/v1/completions", headers=headers)
         connection = await self._send(request, body)
@@ -92,7 +92,7 @@ class HttpDoor:
             connection.close()
 
     async def _send(self, request: h11.Request, body: bytes) -> "_Connection":
-        """On a connection that answers: a kept one may have been closed by the server meanwhile."""
+        """Sends on a connection that answers: the server may have closed a kept one meanwhile."""
         while self._idle:
             kept = self._idle.pop()
             try:
@@ -132,7 +132,7 @@ class _Connection:
         self._status = 0
 
     async def send(self, request: h11.Request, body: bytes) -> None:
-        """Returns once the head of the answer has come."""
+        """Returns once the head of the answer has arrived."""
         for event in (request, h11.Data(data=body), h11.EndOfMessage()):
             self._writer.write(self._protocol.send(event) or b"")
         await self._writer.drain()
@@ -142,7 +142,7 @@ class _Connection:
         self._status = event.status_code
 
     async def events(self) -> AsyncGenerator[dict[str, Any], None]:
-        """The events of the answer as JSON, to its end. Raises _Error where it is a refusal, or ends with one."""
+        """The events of the answer as JSON, to its end. Raises _Error if the answer is a refusal, or ends with an error."""
         rest, begun = b"", False
         while isinstance(event := await self._next(), h11.Data):
             rest += event.data

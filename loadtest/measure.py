@@ -1,4 +1,4 @@
-"""From a plan to a campaign: every run, in its order, against an endpoint or against clusters of its own."""
+"""Turns a plan into a campaign: executes every run in order, against an endpoint or against clusters that it starts."""
 
 import asyncio
 import secrets
@@ -36,8 +36,9 @@ async def measure_endpoint(plan: Plan, address: str, rate: float) -> Campaign:
 
 
 async def compare_arms(plan: Plan, comparison: Comparison) -> Campaign:
-    """Every arm at every rate, in the order of `loadtest.compare`. Raises WorkloadError, ValueError, and ClusterError before anything was
-    measured; once something was, it is kept, and the campaign says why it ended early."""
+    """Every arm at every rate, in the order of `loadtest.compare`. Raises WorkloadError and ValueError, and before the first run also
+    ClusterError and ConnectionError. After the first run, a cluster that fails ends the campaign early: what was measured is kept, and the
+    campaign says why it ended."""
     runs = _Runs(plan)
     machine = this_machine()
     arms: dict[str, Arm] = {}
@@ -81,12 +82,12 @@ async def _compare_variant(runs: "_Runs", comparison: Comparison, load: Workload
 
 
 async def warm_up(address: str, timeout_s: float, access: Access) -> None:
-    """Raises ConnectionError when nobody answers."""
+    """Raises ConnectionError if no server answers."""
     async with access.door(address) as door:
         for number in range(WARM_UP_REQUESTS):
             answer = await door.ask([FIRST_ID + number] * 64, 4, timeout_s, lambda count: None)
             if answer.reason == NO_SERVER:
-                raise ConnectionError(f"nobody answers at {address}")
+                raise ConnectionError(f"no server answers at {address}")
 
 
 class _Runs:
@@ -102,12 +103,12 @@ class _Runs:
         return summarise(probe.records, self.plan.window, self.plan.slo, due=probe.due)
 
     def attained(self, probe: Probe) -> float | None:
-        """None where the run does not count."""
+        """None if the run does not count."""
         told = self.summary(probe)
         return None if told.void else told.attainment
 
     def campaign(self, title: str, arms: tuple[Arm, ...], config: Mapping[str, Any], machine: Mapping[str, Any]) -> Campaign:
-        """Raises ValueError when there is nothing to tell."""
+        """Raises ValueError if nothing was measured."""
         if not self.probes:
             raise ValueError(f"nothing was measured: {self.partial or 'no run'}")
         plan = self.plan
@@ -126,7 +127,7 @@ class _Runner:
         self._arm, self._seed, self._variant = arm, seed, variant
 
     async def measure_again(self, rate: float, why: str) -> Probe:
-        """A run at one rate; once more where it is void. Both are kept, and the report lists what was void."""
+        """Measures one rate, and repeats the run once if it is void. Both runs are kept, and the report lists the void one."""
         for last in (False, True):
             probe = await self.measure(rate, why)
             told = self._runs.summary(probe)
@@ -140,11 +141,11 @@ class _Runner:
         runs, plan, load = self._runs, self._runs.plan, self._load
         items, skipped = load.items(rate, self._seed, plan.note)
         if plan.access.protocol == "http" and any(item.session for item in items):
-            raise ValueError("turns: the HTTP door tells no token ids, so a later turn cannot carry the answer; say --door grpc")
+            raise ValueError("turns: the HTTP door reports no token ids, so a later turn cannot carry the answer; use --door grpc")
         runs.skipped |= skipped
         times = load.times(rate, self._seed, items)
         live = Live()
-        # A salt of its own: the prompts of the run before, which may be the same ones, are not found in the caches.
+        # Each run has its own salt, so it finds nothing in the caches from the previous run, whose prompts may be the same.
         async with plan.access.door(self._address, secrets.token_hex(8)) as door:
             run = asyncio.create_task(drive(items, times, door, duration_s=load.duration_s, timeout_s=plan.timeout_s, live=live))
             make = partial(Probe, self._arm, rate, self._seed, why=why, variant=self._variant, duration_s=load.duration_s)

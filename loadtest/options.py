@@ -1,10 +1,10 @@
-"""The flags of the commands, each declared once: a dataclass for what belongs together, and a command that takes such objects.
+"""The flags of the commands, each declared once: dataclasses group related flags, and a command takes their instances.
 
     @takes(Target, Measured, Load)
     def run(target: Target, measured: Measured, load: Load) -> None: ...
 
-gives a command with a flag for every field of the three classes. A field that is renamed changes its flag or fails the type check; nothing
-looks values up by name.
+This command has a flag for every field of the three classes. Renaming a field renames its flag or fails the type check; no code looks up
+values by name.
 """
 
 import inspect
@@ -17,9 +17,9 @@ import typer
 
 
 def takes(*kinds: type) -> Callable[[Callable[..., None]], Callable[..., None]]:
-    """Turns a function of one object for each kind into one with a keyword for each of their fields, as typer reads it.
+    """Turns a function that takes one object of each kind into one that takes a keyword for each of their fields, for typer to read.
 
-    Raises TypeError where two of the classes share the name of a field.
+    Raises TypeError if two of the classes have a field of the same name.
     """
     owners = [(kind, field) for kind in kinds for field in fields(kind)]
     names = [field.name for _, field in owners]
@@ -50,7 +50,7 @@ def takes(*kinds: type) -> Callable[[Callable[..., None]], Callable[..., None]]:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Measured:
-    """What counts, and where it is written."""
+    """What counts, and where the results are written."""
 
     slo: Annotated[str, typer.Option(help="Objectives that every request must meet, with units: ttft=500ms,tpot=50ms,itl_p99=150ms.")]
     out: Annotated[Path, typer.Option(help="Folder for the report and the raw records.")] = Path("loadtest-report")
@@ -64,26 +64,26 @@ class Measured:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Entrance:
-    """How to get in at the door."""
+    """How to connect to the door."""
 
     door: Annotated[Literal["grpc", "http"], typer.Option(help="grpc (baton.v1), or http (/v1/completions of the OpenAI API).")] = "grpc"
     api_key: Annotated[str | None, typer.Option(envvar="BATON_API_KEY", help="Key of a tenant.")] = None
     tls: Annotated[bool, typer.Option("--tls", help="Use TLS, with the system's authorities unless --tls-ca names another.")] = False
     tls_ca: Annotated[Path | None, typer.Option(help="PEM file of the authority that signed the server's certificate.")] = None
     tls_cert: Annotated[Path | None, typer.Option(help="PEM file of a client certificate, for mutual TLS.")] = None
-    tls_key: Annotated[Path | None, typer.Option(help="PEM file of its private key.")] = None
+    tls_key: Annotated[Path | None, typer.Option(help="PEM file of that certificate's private key.")] = None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Load:
-    """What is sent."""
+    """The requests to send."""
 
     input: Annotated[str, typer.Option(help="Prompt tokens: 512, 100-600 or lognormal:512:0.6.")] = "100-600"
     output: Annotated[str, typer.Option(help="Output tokens, in the same forms.")] = "32"
     hit_rate: Annotated[float, typer.Option(help="Share of the prompt tokens that belong to prefixes sent before.")] = 0.0
-    turns: Annotated[str, typer.Option(help="Requests in a session. Each carries the answers before it.")] = "1"
+    turns: Annotated[str, typer.Option(help="Requests in a session. Each carries the earlier answers.")] = "1"
     think: Annotated[str, typer.Option(help="Pause of a session between an answer and the next turn, seconds.")] = "0"
-    prefix_tokens: Annotated[int, typer.Option(help="Tokens of one level of the tree of shared prefixes.")] = 64
+    prefix_tokens: Annotated[int, typer.Option(help="Tokens in one level of the tree of shared prefixes.")] = 64
     prefix_branching: Annotated[int, typer.Option(help="Different prefixes on each level.")] = 4
     prefix_depth: Annotated[int, typer.Option(help="Levels of shared prefixes.")] = 1
     trace: Annotated[Path | None, typer.Option(help="Recorded workload to send instead: ShareGPT, Mooncake, BurstGPT, Azure or plain.")] = (
@@ -93,10 +93,10 @@ class Load:
     tokenizer: Annotated[Path | None, typer.Option(help="tokenizer.json that turns the text of a ShareGPT trace into ids.")] = None
     scale: Annotated[float, typer.Option(help="Factor for all lengths, so that a real trace fits a small machine.")] = 1.0
     max_tokens: Annotated[int, typer.Option(help="Longest prompt plus answer. Longer requests are left out and counted.")] = 2048
-    vocab: Annotated[int, typer.Option(help="Token ids are drawn from 0 up to this.")] = 256
+    vocab: Annotated[int, typer.Option(help="All token ids are below this.")] = 256
     lenient: Annotated[bool, typer.Option("--lenient", help="Skip and count malformed lines of a trace.")] = False
     arrivals: Annotated[str, typer.Option(help="poisson, constant, gamma:BURSTINESS, or trace (its own times).")] = "poisson"
-    duration: Annotated[float, typer.Option(help="Seconds in which requests become due.")] = 20.0
+    duration: Annotated[float, typer.Option(help="Seconds during which requests become due.")] = 20.0
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -117,10 +117,10 @@ class Arms:
         str, typer.Option(help="Folder of a checkpoint. heavy: a seeded random one of 85 M parameters, made on first use.")
     ] = "heavy"
     arms: Annotated[
-        str, typer.Option(help="Of colocated, unchunked, static, dynamic, disaggregated, bypass; colocated@64: with its own chunk.")
+        str, typer.Option(help="Any of colocated, unchunked, static, dynamic, disaggregated, bypass; colocated@64 sets its own chunk.")
     ] = "colocated,unchunked,disaggregated,bypass"
     cores: Annotated[str | None, typer.Option(help="Cores that every arm gets: 0,1. By default all.")] = None
-    threads: Annotated[int, typer.Option(help="Cores of one worker.")] = 1
+    threads: Annotated[int, typer.Option(help="Cores per worker.")] = 1
     ratio: Annotated[str, typer.Option(help="Prefill to decode workers of the arms that have both.")] = "1:1"
     chunk: Annotated[int, typer.Option(help="Most tokens in one step.")] = 256
     vary: Annotated[str, typer.Option(help="A parameter at several values: input=100,400,1000 (also output, hit_rate, chunk).")] = ""

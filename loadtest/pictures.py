@@ -1,7 +1,7 @@
 """The pictures of a report. Each is one function, Results -> Drawn, or the reason why there is nothing to draw.
 
-Arms are told apart by colour (Okabe and Ito's, which colour-blind readers can tell apart), marker, line and hatch, so that no
-difference is one of colour alone.
+Arms differ in colour (Okabe and Ito's palette, which colour-blind readers can tell apart), marker, line and hatch, so that nothing
+depends on colour alone.
 """
 
 import io
@@ -54,7 +54,7 @@ STYLE: dict[Any, Any] = {
     "axes.spines.right": False,
     "figure.constrained_layout.use": True,
     "hatch.linewidth": 0.6,
-    "text.parse_math": False,  # names come from outside; a $ in one is a $
+    "text.parse_math": False,  # names come from outside; a $ in one must stay a $
 }
 
 
@@ -120,7 +120,7 @@ def goodput_against_rate(results: Results) -> Drawn | str:
     said[3:] = [f"and {len(said) - 3} more"] if len(said) > 3 else []
     axes.set(xlabel="offered rate (requests/s)", ylabel="goodput (requests/s that meet the SLO)", title="\n".join(said) or "no crossover")
     axes.set(xlim=(0, ends[1]), ylim=(0, ends[1]))
-    _legend(axes, loc="upper left")  # nothing is above what is offered
+    _legend(axes, loc="upper left")  # no curve rises above the offered rate
     seeds = max(len(point.runs) for arm in results.arms for point in results.points(arm))
     spread = f"Mean of {seeds} seeds with 95 % interval" if seeds > 1 else "One seed, so no spread is known"
     hollow = "; hollow: rates that only some seeds ran" if any(run.probe.why != "sweep" for run in results.runs) else ""
@@ -129,7 +129,7 @@ def goodput_against_rate(results: Results) -> Drawn | str:
 
 @mpl.rc_context(STYLE)
 def best_of_each_variant(parts: Mapping[str, Results]) -> Figure:
-    """Of a campaign that varies a parameter: where one arm stops being the better one is a crossover, too."""
+    """For a campaign that varies a parameter: the value at which another arm becomes the better one is a crossover, too."""
     figure = Figure(figsize=(WIDTH, 4.8))
     axes = figure.subplots()
     values = {variant: value for value, variant in numeric(list(parts))}
@@ -209,7 +209,7 @@ def latency_cdf(results: Results) -> Drawn | str:
 
 
 def itl_timeline(results: Results) -> Drawn | str:
-    """The stretch into which most prompt tokens fall, by the first arm's clock, of the first run at that rate."""
+    """Each arm's first run at that rate, in the stretch in which the first arm was sent the most prompt tokens."""
     points = {arm: point.runs[0] for arm, point in _close_look(results).items()}
     if not any(len(record.token_times) > 1 for run in points.values() for record in run.probe.records):
         return "no answer has two tokens, so there is no gap between tokens"
@@ -233,7 +233,7 @@ def itl_timeline(results: Results) -> Drawn | str:
     _log(rows[0], "y", [gap for axes in rows for line in axes.lines for gap in np.asarray(line.get_ydata(), float)])
     rows[-1].set(xlabel="time since the start of the run (s)", xlim=(start, start + STRETCH_S))
     rate = _rate(_close_look(results))
-    return Drawn(figure, f"Gaps between tokens (dots) while prompts arrive (grey bars, as high as they have tokens), at {rate}.")
+    return Drawn(figure, f"Gaps between tokens (dots) while prompts arrive (grey bars, their height the prompt's tokens), at {rate}.")
 
 
 def stage_waterfall(results: Results) -> Drawn | str:
@@ -243,7 +243,7 @@ def stage_waterfall(results: Results) -> Drawn | str:
     }
     told = {arm: records for arm, records in told.items() if records}
     if not told:
-        return "the server told no stages"
+        return "the server reported no stages"
     figure = Figure(figsize=(WIDTH, 1.7 + 0.65 * len(told)))
     to_first, whole = figure.subplots(1, 2)
     _stack(to_first, {arm: [parts for r in records if (parts := ttft_parts(r))] for arm, records in told.items()}, "until the first token")
@@ -267,7 +267,7 @@ def transfer_against_bytes(results: Results) -> Drawn | str:
         if record.transport and record.kv_bytes and "transfer" in record.stages_ms
     ]
     if not moved:
-        return "no request was handed off with KV"
+        return "no handoff moved KV"
     stages = [stage for stage in ("transfer", "read") if any(stage in record.stages_ms for record in moved)]
     names = {"transfer": "whole transfer stage", "read": "of this, the read alone"}
     figure = Figure(figsize=(WIDTH, 4.2))
@@ -287,7 +287,7 @@ def transfer_against_bytes(results: Results) -> Drawn | str:
         axes.set(xlabel="KV moved (MiB)", ylabel="time (ms)", title=names[stage], ylim=(0, None))
         axes.margins(y=0.25)
         _legend(axes, loc="upper left")
-    said = "; ".join(fits) or "no line fits: all of one size, or no slower with more bytes"
+    said = "; ".join(fits) or "no line fits: all have one size, or more bytes take no longer"
     return Drawn(figure, f"Time of {len(moved)} handoffs against the bytes they moved ({said}).")
 
 
@@ -302,7 +302,7 @@ def cached_share(results: Results) -> Drawn | str:
     axes.set(xlabel="offered rate (requests/s)", ylabel="cached share of prompt tokens")
     axes.set_ylim(-0.02, 1)
     _legend(axes)
-    return Drawn(figure, "Share of the prompt tokens that a prefix cache already held, of completed requests.")
+    return Drawn(figure, "Share of the prompt tokens of completed requests that a prefix cache already held.")
 
 
 def misses_by_reason(results: Results) -> Drawn | str:
@@ -382,13 +382,13 @@ def _legend(axes: Axes, loc: Literal["best", "upper left"] = "best") -> None:
 
 
 def _legend_below(figure: Figure, columns: int = 3) -> None:
-    """One for all axes; each label once."""
+    """One legend for all axes, with each label once."""
     named = {label: handle for axes in figure.axes for handle, label in zip(*axes.get_legend_handles_labels(), strict=True)}
     figure.legend(named.values(), named, loc="outside lower center", ncols=min(columns, len(named)))
 
 
 def _log(axes: Axes, which: str, values: Iterable[float]) -> None:
-    """Logarithmic, with plain numbers. Within one decade it would be too empty of ticks and stays linear, from 0."""
+    """Makes the axis logarithmic, with plain numbers. Within one decade it would have too few ticks, so it stays linear, from 0."""
     finite = [value for value in values if np.isfinite(value) and value > 0]
     if not finite or max(finite) < 10 * min(finite):
         (axes.set_ylim if which == "y" else axes.set_xlim)(0, None)
@@ -442,7 +442,7 @@ def _stack(axes: Axes, parts: Mapping[str, Sequence[Mapping[str, float]]], title
 
 
 def _line(x: NDArray[np.float64], y: NDArray[np.float64]) -> tuple[float, float] | None:
-    """(y at 0, slope) of the least squares line. None: fewer than three points, one x, or not rising."""
+    """(y at 0, slope) of the least squares line. None: fewer than three points, a single x, or a line that does not rise."""
     if len(x) < 3 or np.ptp(x) == 0:
         return None
     slope, at_zero = np.polyfit(x, y, 1)

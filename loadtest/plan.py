@@ -1,4 +1,4 @@
-"""What a campaign is asked to do: which requests, under which promise, with which seeds, against which arms."""
+"""What a campaign is to measure: which requests, under which SLO, with which seeds, against which arms."""
 
 import asyncio
 import math
@@ -17,9 +17,9 @@ from loadtest.window import Window
 from loadtest.workload import Item
 
 FIRST_ID = 10  # above the special tokens
-MAX_TRACE = 100_000  # requests of a trace that one run holds: a public trace has more than fit into memory
+MAX_TRACE = 100_000  # requests of a trace that one run holds: a whole public trace would not fit into memory
 TRACE = "trace"  # arrivals: the trace's own times
-CHUNK = "chunk"  # the one parameter that can be varied and is no field of Workload
+CHUNK = "chunk"  # the only parameter that can be varied and is not a field of Workload
 VARIED = ("input", "output", "hit_rate", CHUNK)
 
 Show = Callable[["asyncio.Task[Run]", Live, str], Any]  # awaited during a run
@@ -28,7 +28,7 @@ Note = Callable[[str], None]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Workload:
-    """What is sent: a trace where one is named, else synthetic requests. Functions of rate and seed."""
+    """What is sent: a trace if one is named, else synthetic requests. Both are functions of rate and seed."""
 
     input: str = "100-300"
     output: str = "32"
@@ -49,7 +49,7 @@ class Workload:
     duration_s: float = 30.0
 
     def items(self, rate: float, seed: int, note: Note = lambda line: None) -> tuple[list[Item], Mapping[str, int]]:
-        """What is to be sent, and what was left out, by reason. Raises WorkloadError."""
+        """The items to send, and how many were left out, by reason. Raises WorkloadError."""
         return self._recorded(rate, seed, note) if self.trace else self._synthetic(rate, seed)
 
     def _recorded(self, rate: float, seed: int, note: Note) -> tuple[list[Item], Mapping[str, int]]:
@@ -78,21 +78,21 @@ class Workload:
         return list(bounded.items), {"more than max_tokens": bounded.dropped} if bounded.dropped else {}
 
     def _enough(self, rate: float) -> int:
-        """Arrivals that no run of this length exceeds."""
+        """More arrivals than any run of this length needs."""
         return math.ceil(rate * self.duration_s * 1.5 + 50)
 
     def times(self, rate: float, seed: int, items: list[Item]) -> Iterator[float]:
-        """When they are due. Raises ValueError."""
+        """When the items are due. Raises ValueError."""
         if self.arrivals == TRACE:
             if any(item.at is None and not item.session for item in items):
                 raise ValueError("arrivals: trace: this workload has no times of its own")
             return iter(())
         if any(item.at is not None for item in items):
-            raise ValueError(f"arrivals: this trace has times of its own, so it is not {self.arrivals}; say --arrivals trace")
+            raise ValueError(f"arrivals: this trace has times of its own, so they are not {self.arrivals}; use --arrivals trace")
         return arrivals.parse(self.arrivals)(rate).times(random.Random(f"{seed} arrivals"))
 
     def vary(self, key: str, value: str) -> "Workload":
-        """With another value of one field; CHUNK and "" change nothing here."""
+        """A copy with another value of one field; CHUNK and "" change nothing here."""
         changed: Any = {"hit_rate": float(value)} if key == "hit_rate" else {key: value} if key in ("input", "output") else {}
         return replace(self, **changed)
 
@@ -124,10 +124,10 @@ class Plan:
     note: Note = lambda line: None
 
     def __post_init__(self) -> None:
-        """Raises ValueError where nothing would be left to measure, or a seed stands twice."""
+        """Raises ValueError if nothing would be left to measure, or a seed occurs twice."""
         self.window  # noqa: B018
         if len(set(self.seeds)) != len(self.seeds):
-            raise ValueError(f"seeds: {','.join(map(str, self.seeds))}: a seed that stands twice repeats the same requests")
+            raise ValueError(f"seeds: {','.join(map(str, self.seeds))}: a seed that occurs twice repeats the same requests")
 
     @property
     def window(self) -> Window:

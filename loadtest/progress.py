@@ -1,4 +1,4 @@
-"""What a person sees of a run while it is on. Pure."""
+"""What a person sees of a run in progress. Pure."""
 
 from loadtest.distribution import percentile
 from loadtest.drive import Live
@@ -23,7 +23,7 @@ def line(live: Live, slo: Slo, now: float) -> str:
 
 
 def recently_ended(records: list[Record], now: float) -> list[Record]:
-    """In the last RECENT_S. `records` are in the order in which they ended."""
+    """The records that ended in the last RECENT_S. `records` are in the order in which they ended."""
     recent = []
     for record in reversed(records):
         if record.ended < now - RECENT_S:

@@ -1,8 +1,8 @@
-"""What happened to one request, and the file that a run of them is kept in: one JSON object a line.
+"""What happened to one request, and the file that keeps the records of a run: one JSON object per line.
 
     {"number": 7, "session": "", "due": 1.25, "sent": 1.2501, "token_times": [1.45, 1.49], "ended": 1.4902, "outcome": "ok", ...}
 
-Times are kept to the microsecond, stages to the microsecond as well (three digits of a millisecond).
+Times and stages are kept to the microsecond (stages as milliseconds with three decimal places).
 """
 
 import json
@@ -17,7 +17,7 @@ OUTCOMES: tuple[Outcome, ...] = get_args(Outcome)
 
 
 class RecordError(ValueError):
-    """A line is no record. The text names the field and, where a file was read, the file and the line."""
+    """A line is not a record. The text names the field and, if a file was read, the file and the line."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -34,10 +34,10 @@ class Record:
     reason: str  # name in Baton's error table ("SATURATED", ...), "" when ok
     prompt_tokens: int
     output_tokens: int
-    asked_tokens: int  # output tokens that were asked for
+    asked_tokens: int  # output tokens that were requested
     cached_tokens: int
-    # Of the server: queue, prefill, transfer, decode (add up to its E2E) and the parts prefill_wait, prefill_compute, read, verify.
-    # Empty where the server did not get to tell: it does so with the end of an answer only.
+    # From the server: queue, prefill, transfer, decode (which add up to its E2E) and the parts prefill_wait, prefill_compute, read, verify.
+    # Empty if the answer was cut short: the server reports stages only at the end of an answer.
     stages_ms: Mapping[str, float]
     prefill_worker: str  # "" = bypass: the decode worker computed the prompt itself
     decode_worker: str
@@ -48,7 +48,7 @@ class Record:
     recomputed_tokens: int
 
     def to_json(self) -> str:
-        """One line, without its end. Raises ValueError for a time that is not finite."""
+        """One line, without the newline. Raises ValueError for a time that is not finite."""
         told = {
             "number": self.number,
             "session": self.session,
@@ -105,7 +105,7 @@ class Record:
 
 
 def write(path: Path | str, records: Iterable[Record]) -> None:
-    """Replaces the file. Each record is on its way to the disk when the next is asked for, so a killed run loses one line at most."""
+    """Replaces the file. Each record is written before the next one is taken, so a killed run loses at most one line."""
     with open(path, "w", encoding="ascii", buffering=1) as file:
         for record in records:
             file.write(record.to_json() + "\n")
@@ -116,10 +116,10 @@ def read(path: Path | str) -> "Records":
 
 
 class Records:
-    """The records of a file, read one at a time, each time it is iterated.
+    """The records of a file, read one at a time on each iteration.
 
-    `partial`, once it has been read to the end: a killed run left half a line there, which is no record.
-    Iterating raises OSError, and RecordError that names file, line and field.
+    After an iteration to the end, `partial` says whether the file ends in half a line, which a killed run leaves and which is not a record.
+    Iterating raises OSError, and a RecordError that names file, line and field.
     """
 
     def __init__(self, path: Path | str) -> None:
@@ -143,7 +143,7 @@ class Records:
 
 
 def _cut(line: bytes) -> bool:
-    """The beginning of an object. What parses is whole: no proper part of an object's text has its last brace."""
+    """Whether the line is only the beginning of an object. A line that parses is whole: only a whole object has its closing brace."""
     if line.endswith(b"\n") or not line.startswith(b"{"):
         return False
     try:
@@ -159,12 +159,12 @@ def _parse(line: str) -> dict[str, Any]:
     except (ValueError, RecursionError) as error:
         raise RecordError(f"is not JSON ({error})") from None
     if not isinstance(told, dict):
-        raise RecordError(f"is no JSON object but {type(told).__name__}")
+        raise RecordError(f"is not a JSON object but {type(told).__name__}")
     return told
 
 
 class _Told:
-    """The fields of one line, taken one by one: each taken is of its kind, and what is left at the end is unknown."""
+    """The fields of one line, taken one by one. Each is checked for its type; fields that are left at the end are unknown."""
 
     def __init__(self, fields: dict[str, Any]) -> None:
         self._fields = fields
@@ -172,7 +172,7 @@ class _Told:
     def text(self, key: str) -> str:
         value = self._take(key)
         if not isinstance(value, str):
-            raise RecordError(f"{key}: {value!r} is not a text")
+            raise RecordError(f"{key}: {value!r} is not a string")
         return value
 
     def count(self, key: str) -> int:
@@ -189,7 +189,7 @@ class _Told:
         for outcome in OUTCOMES:
             if value == outcome:
                 return outcome
-        raise RecordError(f"{key}: {value!r} is none of {', '.join(OUTCOMES)}")
+        raise RecordError(f"{key}: {value!r} is not one of {', '.join(OUTCOMES)}")
 
     def times(self, key: str) -> tuple[float, ...]:
         value = self._take(key)
@@ -198,7 +198,7 @@ class _Told:
         return tuple(_number(f"{key}[{i}]", at) for i, at in enumerate(value))
 
     def stages(self, key: str) -> dict[str, float]:
-        """Any name: a later server may tell of more stages than this one."""
+        """Accepts any names: a later server may report more stages than this one."""
         value = self._take(key)
         if not isinstance(value, dict):
             raise RecordError(f"{key}: {value!r} is not an object")
@@ -234,6 +234,6 @@ def _number(key: str, value: Any) -> float:
         try:
             if math.isfinite(value):
                 return float(value)
-        except OverflowError:  # an integer beyond every float
+        except OverflowError:  # an integer too large for a float
             pass
     raise RecordError(f"{key}: {value!r} is not a finite number")

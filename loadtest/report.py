@@ -1,4 +1,4 @@
-"""What a person and a program read of a campaign: a page, its pictures, a file of numbers, a table on the console.
+"""A campaign for people and programs to read: a page with pictures, a file of numbers, a table on the console.
 
 draw            report.html, *.png and results.json in a folder
 console_table   verdict and table
@@ -15,10 +15,9 @@ from typing import Any
 
 from jinja2 import Environment, FileSystemLoader, StrictUndefined
 from rich.console import Group, RenderableType
-from rich.table import Column as WholeColumn
-from rich.table import Table
 from rich.text import Text
 
+from baton.terminal import Fitting
 from loadtest import pictures
 from loadtest.campaign import Campaign
 from loadtest.compare import ATTAINMENT
@@ -48,6 +47,7 @@ class Column:
         return percent(value) if self.share else f"{value:.4g}" if value < 1000 else f"{value:.0f}"
 
 
+MISS = "commonest miss"
 COLUMNS = (
     Column("goodput (/s)", lambda s: s.goodput, larger_is_better=True),
     Column("attainment", lambda s: s.attainment, larger_is_better=True, share=True),
@@ -66,7 +66,7 @@ ON_CONSOLE = ("goodput (/s)", "attainment", "TTFT P50 (ms)", "TTFT P90 (ms)", "T
 
 @dataclass(frozen=True, slots=True)
 class Section:
-    """The results of one variant, "" where nothing is varied."""
+    """The results of one variant; its name is "" if nothing is varied."""
 
     variant: str
     results: Results
@@ -110,7 +110,7 @@ def draw(campaign: Campaign, folder: Path) -> Path:
 
 
 def as_json(campaign: Campaign, parts: Sequence[Section]) -> dict[str, Any]:
-    """One entry for each run, as `Summary.as_json` has it. Of one run alone, its numbers stand at the top as well."""
+    """One entry for each run, from `Summary.as_json`. The numbers of a single run are also at the top level."""
     runs = [_entry(run) for part in parts for run in part.results.runs]
     whole = {
         "title": campaign.title,
@@ -141,7 +141,7 @@ def _entry(run: Run) -> dict[str, Any]:
 
 
 def header(columns: Sequence[Column]) -> list[str]:
-    return ["arm", "rate (/s)", "runs", *(column.name for column in columns), "commonest miss"]
+    return ["arm", "rate (/s)", "runs", *(column.name for column in columns), MISS]
 
 
 def row(point: Point, columns: Sequence[Column]) -> list[str]:
@@ -166,12 +166,11 @@ def console_table(campaign: Campaign) -> RenderableType:
         if part.variant:
             said.append(Text(part.variant, style="bold underline"))
         said += [Text(sentence, style="bold" if i == 0 else "") for i, sentence in enumerate(part.verdict.sentences)]
-        table = Table(*(WholeColumn(name, overflow="fold") for name in header(columns)))
+        table = Fitting(header(columns), left=("arm", MISS), prose=(MISS,))
         for arm in part.results.arms:
             for point in part.results.points(arm):
-                table.add_row(*(Text(cell) for cell in row(point, columns)))
-        if table.row_count:
-            said.append(table)
+                table.add_row(*row(point, columns))
+        said.append(table)
         said += [Text(f"left out: {_named(run)}: {run.flaw}", style="red") for run in part.results.runs if run.flaw]
     if campaign.partial:
         said.append(Text(f"the campaign ended early: {campaign.partial}", style="red"))
@@ -179,7 +178,7 @@ def console_table(campaign: Campaign) -> RenderableType:
 
 
 def compare_runs(a: Campaign, b: Campaign) -> RenderableType:
-    """Each number of `a`, of `b`, and b / a, at each arm and rate that both ran. Campaigns of one point each are paired in any case."""
+    """Each number of `a`, of `b`, and b / a, at each arm and rate that both ran. Two campaigns of one point each are always paired."""
     mine, theirs = _points(a), _points(b)
     pairs = [(key, key) for key in mine if key in theirs]
     if not pairs and len(mine) == len(theirs) == 1:
@@ -188,7 +187,8 @@ def compare_runs(a: Campaign, b: Campaign) -> RenderableType:
     said += [Text(f"not the same {what}: A {one}, B {other}", style="yellow") for what, one, other in _differences(a, b)]
     for one, other in pairs:
         title = _key_text(one) if one == other else f"{_key_text(one)} against {_key_text(other)}"
-        table = Table("", "A", "B", "B / A", title=Text(title), title_justify="left")
+        said.append(Text(title, style="italic"))
+        table = Fitting(("", "A", "B", "B / A"), left=("",))
         for column in COLUMNS:
             x, y = mine[one].estimate(column.of).mean, theirs[other].estimate(column.of).mean
             ratio = y / x if x and y is not None else None
@@ -250,7 +250,7 @@ def flat(told: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, str]]
 
 
 def failures(results: Results) -> list[tuple[str, str, str, int, int]]:
-    """(arm, rate, outcome and reason, requests, of how many) of what did not end well, by arm and rate, the commonest first."""
+    """The requests that did not end well: (arm, rate, outcome and reason, requests, of how many), by arm and rate, commonest first."""
     rows = []
     for arm in results.arms:
         for point in results.points(arm):
@@ -260,9 +260,9 @@ def failures(results: Results) -> list[tuple[str, str, str, int, int]]:
 
 
 def explained(results: Results) -> list[tuple[str, int, float, float, float]]:
-    """(arm, requests, the median gap, the largest gap, share of requests within MAX_STAGE_GAP) where the server told stages.
+    """(arm, requests, the median gap, the largest gap, share of requests within MAX_STAGE_GAP) of the arms with reported stages.
 
-    A gap is what the stages' sum differs by from the time that the client saw, as a share of the latter.
+    A gap is the difference between the stages' sum and the time that the client saw, as a share of the latter.
     """
     rows = []
     for arm in results.arms:

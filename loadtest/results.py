@@ -1,4 +1,4 @@
-"""A campaign with every run summarised once, by arm and rate. Void runs and runs that ended early stand in the list of runs only.
+"""A campaign with every run summarised once, by arm and rate. Void runs and runs that ended early appear only in the list of runs.
 
 by_variant    one campaign for each point of a varied parameter
 Results       a campaign of one variant
@@ -20,7 +20,7 @@ from loadtest.summary import Summary
 
 
 def by_variant(campaign: Campaign) -> dict[str, Campaign]:
-    """Variant -> the campaign with its probes and the arms that ran it only, in the order in which the variants first ran."""
+    """Variant -> the campaign with only that variant's probes and arms, in the order in which the variants first ran."""
     names = dict.fromkeys(probe.variant for probe in campaign.probes)
     if len(names) < 2:
         return {next(iter(names), ""): campaign}
@@ -34,14 +34,14 @@ def by_variant(campaign: Campaign) -> dict[str, Campaign]:
 
 @dataclass(frozen=True, slots=True)
 class Run:
-    """A probe and what it came to."""
+    """A probe and its summary."""
 
     probe: Probe
     summary: Summary
 
     @property
     def flaw(self) -> str:
-        """Why it proves nothing, "" when it counts. A run that ended early misses the requests that it would have failed."""
+        """Why the run proves nothing, "" if it counts. A run that ended early lacks the requests that it would have failed."""
         return self.summary.void or (f"ended early: {self.probe.partial}" if self.probe.partial else "")
 
 
@@ -54,7 +54,7 @@ class Point:
     runs: tuple[Run, ...]
 
     def estimate(self, number: Callable[[Summary], float | None]) -> Estimate:
-        """Over the seeds, of those runs where the number exists."""
+        """Over the seeds whose runs have the number."""
         return mean_and_interval([value for run in self.runs if (value := number(run.summary)) is not None])
 
     @property
@@ -81,7 +81,7 @@ class Results:
 
     @classmethod
     def of(cls, campaign: Campaign) -> Self:
-        """Raises ValueError: several variants (see `by_variant`), or a run that is shorter than warm-up and cool-down."""
+        """Raises ValueError for several variants (see `by_variant`), or a run that is shorter than warm-up and cool-down."""
         if len({probe.variant for probe in campaign.probes}) > 1:
             raise ValueError("results are of one variant; split the campaign by_variant")
         return cls(campaign, tuple(Run(probe, campaign.summary(probe)) for probe in campaign.probes))
@@ -99,15 +99,15 @@ class Results:
         return [Point(arm, rate, tuple(same)) for rate, same in itertools.groupby(runs, key=lambda run: run.probe.rate)]
 
     def sweep(self, arm: str) -> list[Point]:
-        """Without the rates that only a bisection visited: each seed has its own, so they are no part of a curve."""
+        """The points without the rates that only a bisection visited: each seed has its own, so they are not part of a curve."""
         return [point for point in self.points(arm) if any(run.probe.why == "sweep" for run in point.runs)]
 
     def records(self, point: Point) -> list[Record]:
-        """Of all its seeds, due in the window."""
+        """The records of all its seeds that were due in the window."""
         return [record for run in point.runs for record in self.campaign.window(run.probe).select(run.probe.records)]
 
     def at(self, rate: float) -> dict[str, Point]:
-        """Arm -> its point there; arms without one are left out."""
+        """Arm -> its point at the rate; arms without one are left out."""
         return {point.arm: point for arm in self.arms for point in self.points(arm) if point.rate == rate}
 
     @property
@@ -117,7 +117,7 @@ class Results:
 
     @property
     def knee(self) -> float | None:
-        """The rate at which arms are looked at closely: of the rates that most arms ran, the nearest to the first arm's own.
+        """The rate at which arms are examined closely: of the rates that the most arms ran, the nearest to the first arm's own.
 
         None: no run counts.
         """
@@ -130,19 +130,19 @@ class Results:
 
 @dataclass(frozen=True, slots=True)
 class Best:
-    """What an arm comes to at the rate that was chosen for it.
+    """An arm's result at the rate that was chosen for it.
 
-    The largest of several noisy numbers is too large on average (the winner's curse), and an arm that was tried at more rates would gain by
-    it. So one seed, the pilot, chooses the rate and the other seeds judge the arm there (sample splitting: Cox, "A note on data-splitting
-    for the evaluation of significance levels", Biometrika 1975). A seed that is alone chooses and judges. With one rate there is no choice,
-    so every seed judges.
+    The largest of several noisy numbers is too large on average (the winner's curse), and an arm that was tried at more rates would profit
+    from that. So one seed, the pilot, chooses the rate and the other seeds judge the arm there (sample splitting: Cox, "A note on
+    data-splitting for the evaluation of significance levels", Biometrika 1975). A single seed both chooses and judges. With one rate there
+    is no choice, so every seed judges.
     """
 
     rate: float | None  # None: no rate held the attainment
     goodputs: Mapping[int, float]  # judging seed -> requests/s; 0 where no rate was chosen
     attainment: float | None  # of the judging seeds together
-    ended: bool  # a higher rate was seen to fail; else the arm can do more than was asked of it
-    chosen_by: int | None  # the pilot, where it does not judge as well
+    ended: bool  # a higher rate was seen to fail; else the arm can do more than it was offered
+    chosen_by: int | None  # the pilot, unless it also judges
 
     @property
     def goodput(self) -> Estimate:

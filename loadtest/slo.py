@@ -1,4 +1,4 @@
-"""A promise on latency, whether a request keeps it, and which stage is to blame where it does not. Pure."""
+"""Latency objectives, whether a request meets them, and which stage is to blame if it does not. Pure."""
 
 import math
 import re
@@ -10,12 +10,12 @@ from loadtest.distribution import percentile
 from loadtest.latency import itl, tpot, ttft, ttft_parts
 from loadtest.record import Record
 
-FLOAT_NOISE_S = 1e-9  # of differences of times: 1.1 - 0.9 > 0.2 is no missed promise
+FLOAT_NOISE_S = 1e-9  # rounding error of a time difference: 1.1 - 0.9 > 0.2 is not a miss
 
 
 @dataclass(frozen=True, slots=True)
 class Slo:
-    """Latency objectives, s; a request must meet all that are given. Raises ValueError: none given, or one not positive and finite."""
+    """Latency objectives, s. A request must meet all that are given. Raises ValueError if none is, or one is not positive and finite."""
 
     ttft_s: float | None = None
     tpot_s: float | None = None
@@ -30,18 +30,18 @@ class Slo:
 
     @property
     def limits(self) -> dict[str, float]:
-        """Name -> s, of those that are given, in the order of a request's life."""
+        """Name -> limit, s, for the objectives that are given, in the order of a request's life."""
         given = {"ttft": self.ttft_s, "tpot": self.tpot_s, "itl_p99": self.itl_p99_s}
         return {name: limit for name, limit in given.items() if limit is not None}
 
     @classmethod
     def parse(cls, text: str) -> Self:
-        """From "ttft=500ms,tpot=50ms,itl_p99=0.2s". Raises ValueError that names the part which is wrong."""
+        """From "ttft=500ms,tpot=50ms,itl_p99=0.2s". Raises a ValueError that names the wrong part."""
         limits: dict[str, float] = {}
         for part in text.split(","):
             name, _, value = (word.strip() for word in part.partition("="))
             if name not in _OBJECTIVES:
-                raise ValueError(f"SLO {text!r}: {name!r} is none of {', '.join(_OBJECTIVES)}")
+                raise ValueError(f"SLO {text!r}: {name!r} is not one of {', '.join(_OBJECTIVES)}")
             if name in limits:
                 raise ValueError(f"SLO {text!r}: {name} is given twice")
             time = re.fullmatch(r"(\d+(?:\.\d*)?|\.\d+)\s*(ms|s)", value)
@@ -66,7 +66,7 @@ class Miss:
     what       where
     ttft       largest of `ttft_parts`, "unknown" without stages
     tpot, itl_p99   "transfer" when the gap that holds the handoff explains it alone, else "decode"
-    short      "output": it ended ok, with fewer tokens than were asked for
+    short      "output": it ended ok, with fewer tokens than requested
     refused, failed, timeout, cancelled   the reason in Baton's error table, "unknown" without one
     """
 
@@ -90,7 +90,7 @@ def broken(record: Record, slo: Slo) -> str | None:
 
 
 def meets(record: Record, slo: Slo) -> bool:
-    """It ended ok with every token it asked for, and each objective holds (DistServe's goodput: all of them at once)."""
+    """Whether it ended ok with every token it asked for and holds each objective (DistServe's goodput: all of them together)."""
     return broken(record, slo) is None
 
 

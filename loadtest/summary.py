@@ -1,4 +1,4 @@
-"""What one run came to. Seconds inside, milliseconds in a Summary; a number that does not exist is None, and null in JSON. Pure."""
+"""The summary of one run. Computed in seconds, kept in milliseconds; a number that does not exist is None, and null in JSON. Pure."""
 
 from collections import Counter
 from collections.abc import Iterable, Mapping
@@ -12,12 +12,12 @@ from loadtest.record import Record
 from loadtest.slo import FLOAT_NOISE_S, Miss, Slo, miss_reason
 from loadtest.window import Window, attainment, concurrency, goodput, max_output_tokens_per_s
 
-MAX_LAG_S = 0.010  # P99 above which a run says more of the generator than of the server
+MAX_LAG_S = 0.010  # P99 above which a run says more about the generator than about the server
 
 
 @dataclass(frozen=True, slots=True)
 class Summary:
-    """What one run came to, over its window. Latencies, lag and stages are ms; latencies and tokens are of completed requests."""
+    """The results of one run, over its window. Latencies, lag and stages are in ms; latencies and tokens are of completed requests."""
 
     window: Window
     slo: Slo | None
@@ -28,7 +28,7 @@ class Summary:
     outcomes: Mapping[str, int]
     reasons: Mapping[str, int]  # of those that did not end ok
     failures: Mapping[str, int]  # the same with their outcome: "refused: SATURATED"
-    met: int | None  # None without an SLO, as the next three
+    met: int | None  # None without an SLO, like the next two
     goodput: float | None  # requests/s
     attainment: float | None
     misses: Mapping[Miss, int]
@@ -54,9 +54,10 @@ class Summary:
     mean_concurrent_requests: float
 
     def as_json(self) -> dict[str, Any]:
-        """The keys of `vllm bench serve`'s result (without those that tell how it was called), and ours. Numbers that do not exist: null.
+        """The keys of `vllm bench serve`'s result (except those that say how it was called), and Baton's own. Missing numbers are null.
 
-        `duration` is the window's length; `failed` is every request that did not end ok; what vLLM counts from `sent`, we count from due.
+        `duration` is the window's length, and `failed` counts every request that did not end ok. Times that vLLM counts from `sent` are
+        counted from due.
         """
         length = self.window.length
         latencies = {"ttft": self.ttft_ms, "tpot": self.tpot_ms, "itl": self.itl_ms, "e2el": self.e2e_ms}
@@ -104,9 +105,9 @@ class Summary:
 def summarise(
     records: Iterable[Record], window: Window, slo: Slo | None = None, *, due: int | None = None, max_lag_s: float = MAX_LAG_S
 ) -> Summary:
-    """`records`: those of the whole run. Those due outside the window count only towards what was in flight and arrived during it.
+    """`records`: all of the run. Those due outside the window count only towards the requests in flight and the tokens arriving during it.
 
-    due   requests that became due in the whole run. Without it nobody checks that each of them has its record.
+    due   requests that became due in the whole run. Without it, nothing checks that each of them has a record.
     """
     records = list(records)
     in_window = window.select(records)
@@ -152,7 +153,7 @@ def summarise(
 
 
 def lost_reason(records: Iterable[Record], due: int) -> str | None:
-    """Why the records are not those of the requests that became due: each must have exactly one. None: they are."""
+    """Why the records do not match the requests that became due: each must have exactly one. None: they match."""
     numbers = Counter(record.number for record in records)
     if twice := sum(count > 1 for count in numbers.values()):
         return f"{twice} of {due} requests have more than one record"
@@ -167,12 +168,12 @@ def void_reason(records: Iterable[Record], window: Window, max_lag_s: float = MA
     if late is None:
         return "no request was due in the window"
     if late > max_lag_s + FLOAT_NOISE_S:
-        return f"the generator was late: P99 of sent - due is {late * 1000:.1f} ms, allowed are {max_lag_s * 1000:g} ms"
+        return f"the generator was late: P99 of sent - due is {late * 1000:.1f} ms, the limit is {max_lag_s * 1000:g} ms"
     return None
 
 
 def _went_through(record: Record, stage: str) -> bool:
-    """The server tells 0 for a stage that there was not; many such zeros would hide how long the others waited."""
+    """The server reports 0 for a stage that the request skipped; many such zeros would hide how long the others waited."""
     match stage:
         case "prefill_wait" | "prefill_compute":
             taken = record.prefill_worker != ""

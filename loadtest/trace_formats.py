@@ -1,18 +1,19 @@
-"""The forms in which traces are published, each a reader of records as requests.
+"""The formats in which traces are published. Each has a reader that turns records into requests.
 
 sharegpt   JSON list of {"id", "conversations": [{"from", "value"}, ...]}, or one such object after another
-           A conversation is a session: human text is encoded and becomes the prompt of a turn, the encoded answer's length its
-           output_tokens (the answer itself is the server's own in a replay). Text of the system, or of several messages in a row,
-           joins the next prompt; answers in a row are one answer; an answer before any question and a question without an answer are
-           left out. No times.
-mooncake   JSONL of {"timestamp" ms, "input_length", "output_length", "hash_ids"}, one id for each 512 tokens begun: the same id holds
-           the same tokens wherever it stands (Qin et al., "Mooncake", 2024). Without "hash_ids" a prompt shares nothing.
-burstgpt   CSV with the columns Timestamp (s), Request tokens, Response tokens; others are ignored, Session ID too: the trace does not
-           say whether a request's tokens hold those of the session before it (Wang et al., "BurstGPT", 2024)
+           A conversation is a session. The encoded human text is the prompt of a turn, and the length of the encoded answer is its
+           output_tokens (in a replay, the server writes its own answer). System text, and several messages in a row, join the next
+           prompt; answers in a row are one answer; an answer before any question and a question without an answer are left out.
+           No times.
+mooncake   JSONL of {"timestamp" ms, "input_length", "output_length", "hash_ids"}, one id for each block of 512 tokens, the last of which
+           may be shorter: the same id means the same tokens wherever it occurs (Qin et al., "Mooncake", 2024). Without "hash_ids" a
+           prompt shares nothing.
+burstgpt   CSV with the columns Timestamp (s), Request tokens, Response tokens. Other columns are ignored, even Session ID: the trace does
+           not say whether a request's tokens include those of its session's earlier requests (Wang et al., "BurstGPT", 2024)
 azure      CSV with the columns TIMESTAMP, ContextTokens, GeneratedTokens; 2023 and 2024 (Patel et al., "Splitwise", 2024;
            Stojkovic et al., "DynamoLLM", 2025). Times without an offset are UTC.
-plain      JSONL of {"tokens": [ids] or "prompt_tokens": n, "output_tokens": n} and, optionally, "at" s, "session", "think_s": ours.
-           `at` is given for all requests or for none, where a later turn of a session may lack it.
+plain      JSONL of {"tokens": [ids] or "prompt_tokens": n, "output_tokens": n} and, optionally, "at" s, "session", "think_s": Baton's
+           own format. All requests have `at`, or none has; only a later turn of a session may lack it.
 """
 
 import csv
@@ -37,7 +38,7 @@ Encode = Callable[[str], list[int]]
 
 @dataclass(frozen=True, slots=True)
 class Request:
-    """An item whose tokens are not drawn yet."""
+    """An item whose tokens have not been drawn yet."""
 
     prompt_tokens: int
     draw: Callable[[], tuple[int, ...]]  # `prompt_tokens` of them
@@ -51,7 +52,7 @@ class Request:
 
 
 class Reader(Protocol):
-    nothing: str  # why a record gives no request
+    nothing: str  # why a record yields no request
 
     def records(self, file: BinaryIO) -> Iterator[tuple[int, object]]: ...
     def requests(self, record: object) -> list[Request]:
@@ -111,10 +112,10 @@ class _ShareGpt:
             raise Malformed("conversations", "a message is not a JSON object", message)
         role, text = message.get("from"), message.get("value")
         if role not in self.QUESTION and role not in self.ANSWER:
-            raise Malformed("from", "nobody we know", role)
+            raise Malformed("from", "unknown role", role)
         if not isinstance(text, str):
-            raise Malformed("value", "not a text", text)
-        # an emoji cut in half by an escape has no UTF-8 form, and tokenizers refuse it
+            raise Malformed("value", "not a string", text)
+        # an emoji that an escape cuts in half has no UTF-8 form, and tokenizers refuse it
         return str(role), list(self._encode(text.encode("utf-16", "surrogatepass").decode("utf-16", "replace")))
 
 
@@ -144,7 +145,7 @@ class _Mooncake:
         if not isinstance(ids, list) or not all(type(number) is int for number in ids):
             raise Malformed("hash_ids", "not a list of whole numbers", ids)
         if len(ids) != math.ceil(count / self._block):
-            raise Malformed("hash_ids", f"not one for each {self._block} tokens begun", f"{len(ids)} for {count} tokens")
+            raise Malformed("hash_ids", f"not one for each block of {self._block} tokens", f"{len(ids)} for {count} tokens")
         return lambda: tuple(token for number in ids for token in self._tokens(number))[:count]
 
     def _draw_block(self, number: int) -> tuple[int, ...]:
@@ -152,7 +153,7 @@ class _Mooncake:
 
 
 class _Csv:
-    """Columns are found by name, upper or lower case, so that releases that differ in the others read alike."""
+    """Columns are found by name, in upper or lower case, so releases that differ in other columns are read alike."""
 
     nothing = ""
 
@@ -195,7 +196,7 @@ class _Csv:
 
 
 MOMENT = re.compile(r"(\d{4}-\d\d-\d\d)[ T](\d\d:\d\d:\d\d)(\.\d{1,9})?(?:Z|([+-])(\d\d):?(\d\d))?", re.ASCII)
-EPOCH = datetime(2023, 1, 1, tzinfo=UTC)  # near the traces, so that a float still resolves their 100 ns
+EPOCH = datetime(2023, 1, 1, tzinfo=UTC)  # close to the traces, so that a float still resolves their 100 ns
 
 
 def _moment(record: Mapping[str, object], field: str) -> float:
@@ -211,7 +212,7 @@ def _moment(record: Mapping[str, object], field: str) -> float:
         offset = timedelta(hours=int(hours or 0), minutes=int(minutes or 0))
         whole = datetime.fromisoformat(f"{date} {time}").replace(tzinfo=timezone(-offset if sign == "-" else offset))
     except ValueError:
-        raise Malformed(field, "not a time as 2023-11-16 18:15:46.6805900", text) from None
+        raise Malformed(field, "not a time such as 2023-11-16 18:15:46.6805900", text) from None
     return (whole - EPOCH).total_seconds() + float(fraction or 0)
 
 
@@ -222,7 +223,7 @@ class _Plain:
     def __init__(self, vocabulary: Vocabulary, seed: int) -> None:
         self._vocabulary = vocabulary
         self._rng = random.Random(f"{seed} prompts")
-        self._timed: bool | None = None  # whether the requests have times; None: there was none yet
+        self._timed: bool | None = None  # whether the requests have times; None: no request yet
         self._latest: dict[str, float] = {}  # session -> `at` of its last turn that had one
 
     def records(self, file: BinaryIO) -> Iterator[tuple[int, object]]:
@@ -239,18 +240,18 @@ class _Plain:
         prompt, draw = self._tokens(fields)
         session = "" if fields.get("session") is None else fields["session"]
         if isinstance(session, bool) or not isinstance(session, str | int):
-            raise Malformed("session", "not a text or a whole number", session)
+            raise Malformed("session", "not a string or a whole number", session)
         session = str(session)
         return [Request(prompt, draw, output, session, self._time(fields, session), think)]
 
     def _time(self, fields: Mapping[str, object], session: str) -> float | None:
-        """Last, since it remembers: a line that is skipped must leave no trace."""
+        """Called last, because it keeps state: a line that is skipped must not change it."""
         at = number_in(fields, "at") if fields.get("at") is not None else None
         later_turn = session in self._latest
         if self._timed is not None and (at is not None) != self._timed and not (later_turn and at is None):
-            raise Malformed("at", "is missing, but the requests before have it" if self._timed else "given, but not for all before")
+            raise Malformed("at", "is missing, but earlier requests have it" if self._timed else "given, but earlier requests lack it")
         if at is not None and session and at < self._latest.get(session, 0.0):
-            raise Malformed("at", "earlier than the turn before it", at)
+            raise Malformed("at", "earlier than the previous turn", at)
         if self._timed is None:
             self._timed = at is not None
         if at is not None and session:

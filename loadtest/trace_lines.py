@@ -1,4 +1,4 @@
-"""Lines and JSON values of a trace file, with the number of each line, and the fields in them; what is wrong with one raises Malformed."""
+"""Reads the lines or JSON values of a trace file, with line numbers, and the fields in them. Raises Malformed for anything wrong."""
 
 import codecs
 import json
@@ -14,8 +14,8 @@ CHUNK = 1 << 20  # bytes
 
 class Malformed(Exception):
     def __init__(self, field: str, problem: str, value: object = None, line: int = 0) -> None:
-        self.reason = f"{field}: {problem}" if field else problem  # without the value, so that lines of one kind count together
-        self.line = line  # 0: that of the record
+        self.reason = f"{field}: {problem}" if field else problem  # without the value, so that similar lines count together
+        self.line = line  # 0: the line of the record
         super().__init__(self.reason if value is None else f"{self.reason}: {short(value)}")
 
 
@@ -31,14 +31,14 @@ def number_in(record: Mapping[str, object], field: str, least: float = 0) -> flo
     value = record.get(field)
     if value is None:
         raise Malformed(field, "is missing")
-    if isinstance(value, str):  # of a CSV file
+    if isinstance(value, str):  # from a CSV file
         try:
             value = float(value) if value.isascii() and "_" not in value else None
         except ValueError:
             value = None
     if isinstance(value, bool) or not isinstance(value, int | float):
         raise Malformed(field, "not a number", record[field])
-    if not value < 1e15:  # as NaN is
+    if not value < 1e15:  # also true of NaN
         raise Malformed(field, "not a plausible number", record[field])
     if value < least:
         raise Malformed(field, f"less than {least:g}", record[field])
@@ -46,7 +46,7 @@ def number_in(record: Mapping[str, object], field: str, least: float = 0) -> flo
 
 
 def count_in(record: Mapping[str, object], field: str, least: int = 0) -> int:
-    """A count of tokens. 906.0 is one, since pandas writes such."""
+    """A count of tokens. 906.0 is accepted, because pandas writes counts like that."""
     value = number_in(record, field, least)
     if value != int(value):
         raise Malformed(field, "not a whole number", record[field])
@@ -80,7 +80,7 @@ def json_line(raw: bytes) -> dict[str, object]:
 
 
 def lines(file: BinaryIO) -> Iterator[tuple[int, bytes]]:
-    """Lines that are not blank, with their numbers from 1, undecoded: one that is not UTF-8 must not hide the others."""
+    """Lines that are not blank, with their numbers from 1. They are not decoded: one that is not UTF-8 must not hide the others."""
     number = 0
     while line := file.readline(MAX_LINE):
         number += 1
@@ -93,7 +93,7 @@ def lines(file: BinaryIO) -> Iterator[tuple[int, bytes]]:
 
 
 class JsonValues:
-    """The elements of a JSON list, or values one after another, read in chunks, each with the line on which it begins."""
+    """The elements of a JSON list, or consecutive values, read in chunks, each with the line on which it begins."""
 
     def __init__(self, file: BinaryIO) -> None:
         self._file = file
@@ -102,7 +102,7 @@ class JsonValues:
         self._at = 0  # index in the buffer
         self._line = 1  # of that index
         self._ended = False
-        self._broken: Malformed | None = None  # what comes after the buffer
+        self._broken: Malformed | None = None  # why nothing can be read after the buffer
 
     def __iter__(self) -> Iterator[tuple[int, object]]:
         listed = self._peek() == "["
@@ -127,7 +127,7 @@ class JsonValues:
             try:
                 value, end = DECODER.raw_decode(self._buffer, self._at)
             except json.JSONDecodeError as error:
-                # the buffer may end inside the value; a literal or an escape that is cut is shorter than 16 characters
+                # the buffer may end inside the value; a truncated literal or escape is shorter than 16 characters
                 end = len(self._buffer.rstrip())
                 unterminated = error.msg.startswith("Unterminated string")
                 cut = unterminated or error.pos > end - 16

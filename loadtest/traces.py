@@ -1,17 +1,17 @@
-"""Recorded workloads, read from files in the forms in which they are published (`trace_formats` lists them).
+"""Recorded workloads, read from files in the formats in which they are published (`trace_formats` lists them).
 
     Reading   how to read a file: which part of it, and how lengths become tokens
     read      the requests of a file, sorted by time
     detect    its format
 
-Where a trace gives lengths only, the prompt is drawn at random from the seed and shares nothing with the others. Tokens are drawn for the
-requests that are kept and for no others, and a file is read line by line, so memory follows what is kept, not the file.
+If a trace has only lengths, each prompt is drawn at random from the seed and shares nothing with the others. Tokens are drawn only for the
+requests that are kept, and a file is read line by line, so memory grows with what is kept, not with the file.
 Times are seconds after the earliest request of the file (plain: as written), and the items are sorted by them.
 
-Two kinds of lines give no item. *Malformed* ones raise WorkloadError with file, line and field; with `lenient` they are counted instead.
+Two kinds of lines yield no item. *Malformed* ones raise WorkloadError with file, line and field; with `lenient` they are counted instead.
 *Unusable* ones are well-formed and always counted: a request without prompt or without answer (BurstGPT records a failed request as
-0 response tokens, and an open-loop replay of one would ask for nothing), a conversation without a question that is answered, a request
-beyond `max_tokens`. A file that yields no item at all raises, because nobody wants to run nothing.
+0 response tokens, and an open-loop replay of one would ask for nothing), a conversation without an answered question, a request beyond
+`max_tokens`. A file that yields no item at all raises WorkloadError, because an empty run measures nothing.
 """
 
 import codecs
@@ -39,7 +39,7 @@ class Trace:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Reading:
-    """Raises WorkloadError for what no file can fulfil."""
+    """Raises WorkloadError for settings that fit no file."""
 
     first_id: int  # token ids are drawn from [first_id, vocab); those that the file holds are below vocab
     vocab: int
@@ -48,22 +48,22 @@ class Reading:
     encode: Encode | None = None  # text to token ids, without special tokens; needed for sharegpt
     limit: int | None = None  # requests
     openings: int | None = None  # sessions and single requests; ends the reading early
-    within_s: float | None = None  # only requests less than so long after the earliest
+    within_s: float | None = None  # only requests less than this long after the earliest
     factor: float = 1.0  # as in `workload.scale`, applied before the request is kept
-    max_tokens: int | None = None  # as in `workload.bound`, after the scaling; requests beyond do not count towards the limit
+    max_tokens: int | None = None  # as in `workload.bound`, after the scaling; longer requests do not count towards the limit
     lenient: bool = False
     block: int = MOONCAKE_BLOCK  # tokens of a hash id (mooncake)
 
     def __post_init__(self) -> None:
         if self.format != "auto" and self.format not in FORMATS:
-            raise WorkloadError(f"format: {self.format!r} is none of auto, {', '.join(FORMATS)}")
+            raise WorkloadError(f"format: {self.format!r} is not one of auto, {', '.join(FORMATS)}")
         for name in ("limit", "openings", "block"):
             if (value := getattr(self, name)) is not None and value < 1:
                 raise WorkloadError(f"{name}: {value} is less than 1")
 
 
 def read(path: str | Path, reading: Reading, note: Callable[[int], None] = lambda rows: None) -> Trace:
-    """`note` is called with the number of rows read so far, now and then. Raises WorkloadError; also where the file cannot be opened."""
+    """Calls `note` now and then with the number of rows read so far. Raises WorkloadError, also if the file cannot be opened."""
     path = Path(path)
     rows = _Rows(path, reading, note)
     with closing(rows.requests()) as requests:
@@ -93,9 +93,10 @@ def _first(rows: "_Rows", requests: Iterator[Request], reading: Reading) -> list
 
 
 def _earliest(rows: "_Rows", requests: Iterator[Request], within_s: float, limit: int | None) -> list[Item]:
-    """What lies less than `within_s` after the earliest, wherever in the file that is. A turn without a time goes with its session.
+    """The requests less than `within_s` after the earliest, wherever in the file that is. A turn without a time goes with its session.
 
-    The earliest so far is never before the earliest of all, so a request that is too late for it is too late, and is not even drawn.
+    The earliest so far is never before the earliest of all, so a request that is too late for the former is too late for the latter, and
+    its tokens are not even drawn.
     """
     kept: dict[int, tuple[float, Item]] = {}
     sessions: dict[str, float] = {}  # session -> when its last turn with a time was
@@ -117,7 +118,7 @@ def _earliest(rows: "_Rows", requests: Iterator[Request], within_s: float, limit
 
 
 class _Rows:
-    """A file as requests, one at a time, and the count of what gave none."""
+    """The requests of a file, one at a time, and the count of what yielded none."""
 
     def __init__(self, path: Path, reading: Reading, note: Callable[[int], None]) -> None:
         self.format: Format = detect(path) if reading.format == "auto" else next(name for name in FORMATS if name == reading.format)
@@ -131,7 +132,7 @@ class _Rows:
         self._reader: Reader = make_reader(self.format, vocabulary, reading.seed, reading.encode, reading.block)
 
     def requests(self) -> Generator[Request, None, None]:
-        """Those with a prompt and an answer. Raises WorkloadError."""
+        """The requests with a prompt and an answer. Raises WorkloadError."""
         with _open(self._path) as file:
             for number, record in enumerate(self._records(file), start=1):
                 for request in record:
@@ -143,7 +144,7 @@ class _Rows:
                     self._note(number)
 
     def item(self, request: Request) -> Item | None:
-        """None, and counted: it is longer than `max_tokens`."""
+        """None if the item is longer than `max_tokens`; such items are counted."""
         item = scaled(request.item(), self._factor)
         if self._window and not self._window.admits(item):
             self.skipped["more than max_tokens"] += 1
@@ -163,14 +164,14 @@ class _Rows:
                 if not self._lenient:
                     raise WorkloadError(f"{self._path}, line {error.line or line}: {error}") from None
                 self.skipped[error.reason] += 1
-                continue  # where the records themselves broke off, the next `next` ends the loop
+                continue  # if the iterator itself raised, the next `next` ends the loop
             if not requests:
                 self.skipped[self._reader.nothing] += 1
             yield requests
 
 
 def detect(path: str | Path) -> Format:
-    """The format, from the first line that is not blank. Raises WorkloadError if it is none of ours."""
+    """The format, from the first line that is not blank. Raises WorkloadError if it is unknown."""
     path = Path(path)
     with _open(path) as file:
         head = next((line.strip() for line in iter(lambda: file.readline(1 << 16), b"") if line.removeprefix(codecs.BOM_UTF8).strip()), b"")
@@ -191,7 +192,7 @@ def detect(path: str | Path) -> Format:
         return "burstgpt"
     if column("ContextTokens") in columns:
         return "azure"
-    raise WorkloadError(f"{path}: the format cannot be told from {short(text)}; it is none of {', '.join(FORMATS)}")
+    raise WorkloadError(f"{path}: unknown format: {short(text)} does not look like any of {', '.join(FORMATS)}")
 
 
 def _open(path: Path) -> BinaryIO:
@@ -202,7 +203,7 @@ def _open(path: Path) -> BinaryIO:
 
 
 def _by_time(items: list[Item], rebase: bool) -> list[Item]:
-    """Sorted by `at`; equal times, and turns without one, keep their places. Without times nothing moves."""
+    """Sorted by `at`; equal times, and turns without a time, keep their order. Without any times, nothing moves."""
     times = [item.at for item in items if item.at is not None]
     if not times:
         return items

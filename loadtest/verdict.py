@@ -1,4 +1,4 @@
-"""What a campaign shows, in numbers and then in words. Pure: the same records give the same verdict.
+"""What a campaign shows, in numbers and then in words. Pure: the same records yield the same verdict.
 
     versus              one arm against another, each at the rate chosen for it
     crossovers          where one arm overtakes another as the rate grows
@@ -6,8 +6,8 @@
     verdict             all of it, and the sentences a report begins with
 
 Every comparison of a family is made at a confidence of 1 - 0.05 / (comparisons in the family), so that all of its intervals together hold
-with 95 % (Dunn, "Multiple comparisons among means", 1961). The family is all pairs of arms at all variants, not only those with the leader:
-which arm leads is decided by the same data.
+with 95 % (Dunn, "Multiple comparisons among means", 1961). The family is all pairs of arms at all variants, not only those with the leader,
+because the same data decide which arm leads.
 """
 
 import itertools
@@ -28,19 +28,19 @@ FEW_SEEDS = 4  # fewer than these give an interval that says little
 
 @dataclass(frozen=True, slots=True)
 class Comparison:
-    """`ahead` has the larger goodput. `factor` with its interval: None where a seed has no goodput, or only one seed judged both."""
+    """`ahead` has the larger goodput. `factor` is None if no seed judged both or one had no goodput; its interval also if only one did."""
 
     ahead: str
     behind: str
     factor: float | None
     low: float | None
     high: float | None
-    beyond_spread: bool | None  # None: one seed tells no spread
+    beyond_spread: bool | None  # None: one seed shows no spread
     family: int  # comparisons whose intervals hold together with 95 %
 
 
 def versus(results: Results, ahead: str, behind: str, family: int = 1) -> Comparison:
-    """Seed by seed: with one seed both arms got the same requests, which takes that chance out of the difference.
+    """Compares seed by seed: with one seed both arms got the same requests, which removes that source of chance from the difference.
 
     The factor is the geometric mean of the seeds' ratios, its interval Student's on their logarithms.
     """
@@ -58,7 +58,7 @@ def versus(results: Results, ahead: str, behind: str, family: int = 1) -> Compar
 
 
 def _clear(differences: list[float], family: int) -> bool | None:
-    """Whether their interval leaves 0 out. None: one difference has no interval."""
+    """Whether their interval excludes 0. None: one difference has no interval."""
     found = mean_and_interval(differences, 1 - MISTAKES / family)
     return None if found.low is None or found.high is None else not found.low <= 0 <= found.high
 
@@ -71,7 +71,7 @@ class Crossover:
 
 
 def all_crossovers(results: Results) -> list[Crossover]:
-    """Of every pair of arms that ran."""
+    """The crossovers of every pair of arms that ran."""
     pairs = list(itertools.combinations([arm for arm in results.arms if results.sound(arm)], 2))
     return [crossing for pair in pairs for crossing in crossovers(results, *pair, len(pairs))]
 
@@ -87,7 +87,7 @@ def crossovers(results: Results, first: str, second: str, pairs: int = 1) -> lis
 
 @dataclass(frozen=True, slots=True)
 class VariedCrossover:
-    """Somewhere between `low` and `high`, the nearest values that were measured; `value` is a linear interpolation."""
+    """A crossover between `low` and `high`, the nearest values that were measured; `value` is a linear interpolation."""
 
     parameter: str
     value: float
@@ -98,7 +98,7 @@ class VariedCrossover:
 
 
 def varied_crossovers(parts: Mapping[str, Results]) -> list[VariedCrossover]:
-    """Of every pair of arms, over the variants of a campaign ("input=32", ...) that vary one parameter with numbers for values.
+    """The crossovers of every pair of arms, over the variants ("input=32", ...) of a campaign that varies one numeric parameter.
 
     The arms are compared by (a - b) / (a + b), which does not depend on how fast a variant is.
     """
@@ -120,7 +120,7 @@ def varied_crossovers(parts: Mapping[str, Results]) -> list[VariedCrossover]:
 
 
 def numeric(variants: Sequence[str]) -> list[tuple[float, str]]:
-    """(value, variant) from the smallest value; empty where they vary several parameters or one that is no number."""
+    """(value, variant), smallest value first; empty if the variants vary several parameters, or one that is not a number."""
     split = [variant.partition("=") for variant in variants]
     if len({key for key, _, _ in split}) != 1:
         return []
@@ -138,8 +138,8 @@ def _relative(results: Results, first: str, second: str) -> list[float]:
 def _crossings(places: Sequence[float], gaps: Sequence[list[float]], family: int) -> Iterator[tuple[float, bool]]:
     """(place, whether the first arm led before it) of each change of the lead. `gaps`: the first arm's advantage by seed.
 
-    An arm leads only where the difference leaves the spread (with one seed: where there is one), else every tie at low rates, where both
-    serve all that is offered, would be a crossing.
+    An arm leads only where the difference exceeds the spread (with one seed: where there is a difference). Otherwise every tie at low
+    rates, where both serve all that is offered, would be a crossing.
     """
     led = [(i, math.copysign(1, _mean(gap))) for i, gap in enumerate(gaps) if _mean(gap) and _clear(gap, family) is not False]
     for (i, before), (j, after) in itertools.pairwise(led):
@@ -151,7 +151,7 @@ def _crossings(places: Sequence[float], gaps: Sequence[list[float]], family: int
 
 
 def _paired(one: Point, other: Point) -> list[float]:
-    """Differences of goodput by seed; of the means where no seed ran both."""
+    """Differences in goodput by seed; the difference of the means if no seed ran both."""
     mine, theirs = ({run.probe.seed: run.summary.goodput or 0.0 for run in point.runs} for point in (one, other))
     return [mine[seed] - theirs[seed] for seed in mine.keys() & theirs.keys()] or [(one.goodput.mean or 0.0) - (other.goodput.mean or 0.0)]
 
@@ -177,12 +177,12 @@ class Verdict:
 
 
 def verdict(campaign: Campaign) -> Verdict:
-    """Of one variant. Raises ValueError as `Results.of`."""
+    """The verdict on one variant. Raises ValueError as `Results.of` does."""
     return verdict_of(Results.of(campaign))
 
 
 def verdict_of(results: Results, variants: int = 1) -> Verdict:
-    """`variants`: how many the campaign has; they are one family of comparisons."""
+    """`variants`: how many the campaign has; together they are one family of comparisons."""
     bests = {arm: best(results, arm) for arm in results.arms}
     leader = max(bests, key=lambda arm: bests[arm].goodput.mean or 0.0, default=None)
     if leader is None or not bests[leader].goodput.mean:
@@ -202,7 +202,7 @@ def verdict_of(results: Results, variants: int = 1) -> Verdict:
 
 
 def over_variants(parts: Mapping[str, Results]) -> list[str]:
-    """Sentences about the varied parameter; none where nothing numeric was varied."""
+    """Sentences about the varied parameter; none if nothing numeric was varied."""
     values = numeric(list(parts))
     if len(values) < 2:
         return []
@@ -228,7 +228,7 @@ def with_interval(value: Estimate) -> str:
 
 
 def miss_text(miss: Miss) -> str:
-    """As a legend or a sentence names it."""
+    """The miss in words, for a legend or a sentence."""
     where = miss.where.replace("_", " ")
     match miss.what:
         case "ttft":
@@ -242,7 +242,7 @@ def miss_text(miss: Miss) -> str:
 
 
 def judged(top: Best) -> str:
-    """How the arm's rate was chosen, and what came of it."""
+    """How the arm's rate was chosen, and what the other seeds attained there."""
     if top.rate is None:
         return "no rate held"
     if top.chosen_by is None:
@@ -263,7 +263,7 @@ def _leads(leader: str, top: Best, compared: tuple[Comparison, ...]) -> list[str
     ]
     if 1 < n < FEW_SEEDS:
         t = t_quantile(n - 1, 1 - MISTAKES)
-        said.append(f"Only {n} seeds judge, so an interval is ± {t:.3g} standard errors wide and shows large differences only.")
+        said.append(f"Only {n} seeds judge, so an interval is ± {t:.3g} standard errors wide and shows only large differences.")
     return said
 
 
@@ -274,7 +274,7 @@ def _against(comparison: Comparison, bests: Mapping[str, Best]) -> list[str]:
         return [f"{behind} never holds {percent(ATTAINMENT)} attainment, not even at the lowest rate tried."]
     together = f", {comparison.family} comparisons together" if comparison.family > 1 else ""
     if comparison.factor is None:
-        factor = ", at some seed without any" if 0.0 in other.goodputs.values() else ""
+        factor = ", none at some seed" if 0.0 in other.goodputs.values() else ""
     elif comparison.low is None:
         factor = f", a factor of {comparison.factor:.3g}"
     else:
@@ -289,12 +289,12 @@ def _against(comparison: Comparison, bests: Mapping[str, Best]) -> list[str]:
         case None:
             said = [f"{numbers}; without two seeds that judged both, no spread is known, and this may be chance."]
     if not other.ended:
-        said.append(f"{behind} still held at the highest rate tried: higher rates would tell more.")
+        said.append(f"{behind} still held at the highest rate tried: higher rates would show more.")
     return said
 
 
 def _why(results: Results, comparison: Comparison, top: Best) -> list[str]:
-    """What kept the loser back: the commonest miss near the leader's rate, where the loser no longer holds."""
+    """What held the loser back: its commonest miss near the leader's rate, where the loser no longer holds."""
     failing = [point for point in results.points(comparison.behind) if point.attainment < ATTAINMENT]
     if comparison.beyond_spread is False or not failing:
         return []
@@ -327,7 +327,7 @@ def _nobody(results: Results) -> list[str]:
         top = max(results.points(arm), key=lambda point: point.attainment, default=None)
         if top:
             reason = "".join(f"; commonest miss: {miss_text(miss)}" for miss, _ in top.misses.most_common(1))
-            said.append(f"{arm} comes to {percent(top.attainment)} at best, at {top.rate:.3g} requests/s{reason}.")
+            said.append(f"{arm} reaches {percent(top.attainment)} at best, at {top.rate:.3g} requests/s{reason}.")
     return said
 
 

@@ -1,4 +1,4 @@
-"""The part of a run that is measured, and what many requests in it come to: goodput, attainment, load. Pure."""
+"""The part of a run that is measured, and the totals of the requests in it: goodput, attainment, load. Pure."""
 
 import math
 from collections import Counter
@@ -13,7 +13,7 @@ from loadtest.slo import Slo, meets
 
 @dataclass(frozen=True, slots=True)
 class Window:
-    """The part of a run that is measured: [warm_up_s, duration_s - cool_down_s). Raises ValueError when that is empty."""
+    """The part of a run that is measured: [warm_up_s, duration_s - cool_down_s). Raises ValueError if that is empty."""
 
     duration_s: float
     warm_up_s: float = 0.0
@@ -39,7 +39,7 @@ class Window:
         return self.end - self.start
 
     def select(self, records: Iterable[Record]) -> list[Record]:
-        """Those that were due in it. By the due time, so that a slow server cannot push its worst requests out of the window."""
+        """The records that were due in it. The due time decides, so a slow server cannot push its worst requests out of the window."""
         return [record for record in records if self.start <= record.scheduled < self.end]
 
 
@@ -51,7 +51,7 @@ def goodput(records: Iterable[Record], window: Window, slo: Slo) -> float:
 def attainment(records: Iterable[Record], window: Window, slo: Slo) -> float | None:
     """Share of the requests due in the window that meet the SLO; refused, failed and timed out ones missed it. None: none was due.
 
-    Over all, not over the completed: else a server does best that refuses most.
+    The share is of all requests, not of the completed ones, or a server that refuses the most would look best.
     """
     due = window.select(records)
     return sum(meets(record, slo) for record in due) / len(due) if due else None
@@ -68,7 +68,7 @@ class Concurrency:
 
 
 def concurrency(records: Iterable[Record], window: Window) -> Concurrency:
-    """A sweep over [sent, ended) of all records, whatever became of them and whenever they were due: what the server carried.
+    """A sweep over [sent, ended) of all records, whatever their outcome and due time: the load that the server carried.
 
     At equal times an end comes before a start, as in vLLM's `max_concurrent_requests` (which counts successful requests only).
     """

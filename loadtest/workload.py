@@ -1,9 +1,9 @@
-"""What is sent: requests of token ids, made from a seed. No text: a tokenizer is needed only where a trace holds some (`traces`).
+"""What is sent: requests of token ids, made from a seed. They hold no text; only a trace of text needs a tokenizer (`traces`).
 
     Item           one request
-    Synthetic      draws prompts, answers' lengths, shared prefixes and sessions
+    Synthetic      draws prompts, answer lengths, shared prefixes and sessions
     scale          the same workload with longer or shorter prompts and answers; what was shared stays shared
-    bound          without the requests that a context window cannot hold
+    bound          the same workload without the requests that a context window cannot hold
     hit_rate       how much of the prompts a prefix cache could have held
 
 A distribution on the command line (`parse_tokens`, `parse_seconds`):
@@ -20,25 +20,25 @@ import re
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 
-MAX_TOKENS = 1 << 20  # of one prompt or answer: longer than any context window here, so a slip of the pen, and memory without end
+MAX_TOKENS = 1 << 20  # of one prompt or answer: more exceeds any context window, so it must be a typo, and could fill the memory
 MAX_VOCAB = 1 << 24
 MAX_SIGMA = 5.0  # e^5 already spreads two thirds of the draws over a factor of 22,000
 MAX_SECONDS = 86_400.0
 
 
 class WorkloadError(ValueError):
-    """A workload that cannot be made. Names the field, and for a file the file and the line."""
+    """The workload cannot be made. Names the field, and if a file was read, the file and the line."""
 
 
 @dataclass(frozen=True, slots=True)
 class Item:
-    """One request that is to be sent."""
+    """One request to send."""
 
     tokens: tuple[int, ...]  # new prompt tokens of this turn (the session's earlier prompt and answers come before them)
-    output_tokens: int  # exactly so many are asked for
-    session: str = ""  # items of one session are turns, in order; "" = alone
-    at: float | None = None  # seconds from the start, where the trace says; else the arrival process decides
-    think_s: float = 0.0  # pause between the answer to the turn before and this turn (sessions only)
+    output_tokens: int  # exactly this many are requested
+    session: str = ""  # items of one session are turns, in order; "" = a single request
+    at: float | None = None  # seconds from the start, if the trace says; else the arrival process decides
+    think_s: float = 0.0  # pause between the previous turn's answer and this turn (sessions only)
 
 
 class Vocabulary:
@@ -46,10 +46,10 @@ class Vocabulary:
 
     def __init__(self, first_id: int, vocab: int) -> None:
         if not 0 <= first_id < vocab <= MAX_VOCAB:
-            raise WorkloadError(f"vocab: no token id from {first_id} up to {vocab}, which is at most {MAX_VOCAB}")
+            raise WorkloadError(f"vocab: there is no token id from {first_id} up to {vocab}; vocab is at most {MAX_VOCAB}")
         self.first_id = first_id
         self.vocab = vocab
-        self._ids = list(range(first_id, vocab))  # every prompt points at these: 8 bytes a token instead of 40
+        self._ids = list(range(first_id, vocab))  # all prompts share these objects: 8 bytes per token instead of 40
 
     def draw(self, rng: random.Random, count: int) -> tuple[int, ...]:
         return tuple(rng.choices(self._ids, k=count))
@@ -85,7 +85,7 @@ class Uniform:
 class LogNormal:
     median: float
     sigma: float
-    most: float  # what is drawn above it becomes it
+    most: float  # larger draws become this
 
     def tokens(self, rng: random.Random) -> int:
         return max(1, round(self.seconds(rng)))
@@ -101,12 +101,12 @@ DECIMAL = re.compile(r"[0-9]{1,12}(\.[0-9]+)?")
 
 
 def parse_tokens(text: str, field: str) -> Distribution:
-    """A distribution of token counts (or of turns): 1 to MAX_TOKENS. Raises WorkloadError that names the field."""
+    """A distribution of token counts (or of turns): 1 to MAX_TOKENS. Raises a WorkloadError that names the field."""
     return _parse(text, field, WHOLE, 1, MAX_TOKENS)
 
 
 def parse_seconds(text: str, field: str) -> Distribution:
-    """A distribution of seconds: 0 to a day. Raises WorkloadError that names the field."""
+    """A distribution of seconds: 0 to a day. Raises a WorkloadError that names the field."""
     return _parse(text, field, DECIMAL, 0, MAX_SECONDS)
 
 
@@ -124,7 +124,7 @@ def _parse(text: str, field: str, number: re.Pattern[str], least: float, most: f
     if colon:
         parts = arguments.split(":")
         if name != "lognormal" or not 2 <= len(parts) <= 3:
-            raise WorkloadError(f"{field}: {text!r} is none of 512, 100-600, lognormal:MEDIAN:SIGMA and lognormal:MEDIAN:SIGMA:MOST")
+            raise WorkloadError(f"{field}: {text!r} is not like 512, 100-600, lognormal:MEDIAN:SIGMA or lognormal:MEDIAN:SIGMA:MOST")
         if not DECIMAL.fullmatch(parts[1]) or not 0 < float(parts[1]) <= MAX_SIGMA:
             raise WorkloadError(f"{field}: sigma {parts[1]!r} in {text!r} is not a number above 0, at most {MAX_SIGMA:g}")
         median, highest = value(parts[0]), value(parts[2]) if len(parts) == 3 else most
@@ -144,24 +144,24 @@ def _parse(text: str, field: str, number: re.Pattern[str], least: float, most: f
 
 @dataclass(frozen=True, slots=True)
 class Synthetic:
-    """A workload drawn from distributions. The same seed gives the same items, and the first n of a longer list are the shorter list.
-    Lengths, paths and token ids come from generators of their own: another `hit_rate` changes neither the lengths nor the sessions.
+    """A workload drawn from distributions. The same seed yields the same items, and a shorter list is the beginning of a longer one.
+    Lengths, paths and token ids come from separate random generators: another `hit_rate` changes neither the lengths nor the sessions.
 
-    Shared prefixes form a tree. `prefix_depth` levels hang below an empty root, every node has `prefix_branching` children and holds
-    `prefix_tokens` tokens. A prompt that opens a session (or stands alone) follows one path, chosen uniformly, takes some whole levels
-    from its top, and goes on with at least one token of its own. Branching 1 is one system prompt; 8 and depth 2 are eight
-    applications with eight documents each.
+    Shared prefixes form a tree. `prefix_depth` levels hang below an empty root; every node has `prefix_branching` children and holds
+    `prefix_tokens` tokens. A prompt that opens a session (or is a single request) follows one path, chosen uniformly, takes some whole
+    levels from its top, and continues with at least one token of its own. Branching 1 is one system prompt; branching 8 and depth 2 are
+    eight applications with eight documents each.
 
-    `hit_rate` is what a prefix cache that never forgets would reuse, to the token:
+    `hit_rate` is the share that a prefix cache that never forgets would reuse, to the token:
 
-        sum over opening prompts of the longest prefix that an earlier opening prompt begins with as well
+        sum over opening prompts of the longest prefix shared with an earlier opening prompt
         / sum over opening prompts of their tokens
 
-    Later turns do not count in it: what they repeat, their own session's past, comes on top and depends on the answers. The first visit
-    to a node is a miss and is made good later, so a list that is short beside the tree stays below the rate: `hit_rate(items)` tells.
-    Each prompt takes as many levels as bring the running rate nearest to the one asked for.
+    Later turns do not count: they repeat their own session's past, which comes on top and depends on the answers. The first visit to a node
+    is a miss, which later prompts make up for, so a list that is short relative to the tree stays below the rate; `hit_rate(items)` returns
+    the actual one. Each prompt takes as many levels as bring the running rate nearest to the requested one.
 
-    A later turn of a session draws its new tokens from `prompt`, too. All items of a session follow one another in the list.
+    The length of a later turn is drawn from `prompt`, too. All items of a session follow one another in the list.
     Raises WorkloadError, also if no number of requests could reach the hit rate.
     """
 
@@ -181,7 +181,7 @@ class Synthetic:
             if not 1 <= getattr(self, field) <= MAX_TOKENS:
                 raise WorkloadError(f"{field}: {getattr(self, field)} is not from 1 to {MAX_TOKENS}")
         if not 0 <= self.hit_rate < 1:
-            raise WorkloadError(f"hit_rate: {self.hit_rate!r} is not from 0 to below 1")
+            raise WorkloadError(f"hit_rate: {self.hit_rate!r} is not from 0 up to, but not including, 1")
         Vocabulary(self.first_id, self.vocab)
         if self.hit_rate > 0 and self.hit_rate > (reach := self._reach()):
             raise WorkloadError(
@@ -228,16 +228,16 @@ def _levels(workload: Synthetic, prompt_tokens: int) -> int:
 
 
 class _PrefixTree:
-    """Gives out prefixes so that the hit rate of those given so far stays near the one asked for."""
+    """Hands out prefixes so that the hit rate so far stays near the requested one."""
 
     def __init__(self, workload: Synthetic, vocabulary: Vocabulary, seed: int) -> None:
         self._workload = workload
         self._vocabulary = vocabulary
         self._seed = seed
         self._paths = random.Random(f"{seed} paths")
-        self._nodes: dict[tuple[int, ...], tuple[int, ...]] = {}  # path from the root -> tokens of the node; those given out before
+        self._nodes: dict[tuple[int, ...], tuple[int, ...]] = {}  # path from the root -> tokens of a node that was handed out before
         self._total = 0  # tokens of the prompts so far
-        self._hits = 0  # of them, tokens of nodes given out before
+        self._hits = 0  # of them, tokens of nodes handed out before
 
     def prefix(self, prompt_tokens: int) -> tuple[int, ...]:
         workload = self._workload
@@ -248,7 +248,7 @@ class _PrefixTree:
         tokens: tuple[int, ...] = ()
         for depth in range(1, levels + 1):
             node = path[:depth]
-            if node in self._nodes:  # then its parents are, too: prefixes are given out from the top
+            if node in self._nodes:  # then its parents are, too: prefixes are handed out from the top
                 self._hits += workload.prefix_tokens
             else:
                 self._nodes[node] = self._vocabulary.draw(random.Random(f"{self._seed} node {node}"), workload.prefix_tokens)
@@ -256,16 +256,16 @@ class _PrefixTree:
         return tokens
 
 
-# What is done to a list of items, whatever made it
+# Operations on any list of items
 
 
 def scale(items: Iterable[Item], factor: float) -> list[Item]:
     """Prompts and answers `factor` times as long, each at least one token. Sessions, times and think times stay.
 
-    Token j of a scaled prompt is token floor(j / factor) of the old one: it depends on what came before it and on nothing else. So two
-    prompts that shared their first L tokens share their first L * factor (rounded up), at any factor and without knowledge of what
-    made them: tree levels and Mooncake's blocks shrink in place, and the hit rate stays about the same. Above 1 tokens are repeated.
-    Raises WorkloadError on a factor that is not finite and above 0, or a result of more than MAX_TOKENS."""
+    Token j of a scaled prompt is token floor(j / factor) of the old one, so a beginning of the new prompt depends only on a beginning of
+    the old one. Two prompts that shared their first L tokens share their first L * factor (rounded up), at any factor and whatever made
+    them: tree levels and Mooncake's blocks shrink in place, and the hit rate stays about the same. A factor above 1 repeats tokens.
+    Raises WorkloadError for a factor that is not finite and above 0, or a result of more than MAX_TOKENS."""
     return [scaled(item, factor) for item in items]
 
 
@@ -289,10 +289,10 @@ class Bounded:
 
 
 def bound(items: Iterable[Item], max_tokens: int) -> Bounded:
-    """The items whose context, answer included, is at most `max_tokens`. For a turn the context is the whole session so far.
+    """The items whose context, answer included, is at most `max_tokens`. For a turn, the context is the whole session so far.
 
-    Those beyond are dropped, not cut: every request that is sent is one that the workload holds. A session ends before the first turn that
-    does not fit, since the turns after it refer to it. Raises WorkloadError if `max_tokens` holds no request at all (less than 2)."""
+    Longer items are dropped, not cut, so the workload contains every request exactly as it is sent. A session ends before the first turn
+    that does not fit, because later turns refer to it. Raises WorkloadError if no request fits into `max_tokens` (less than 2)."""
     window = Window(max_tokens)
     kept, dropped = [], 0
     for item in items:
@@ -315,13 +315,13 @@ class Window:
     def admits(self, item: Item) -> bool:
         context = self._context.get(item.session, 0) + len(item.tokens) + item.output_tokens
         if item.session:
-            self._context[item.session] = context  # a turn that is refused counts as well, so all later ones are
+            self._context[item.session] = context  # a refused turn counts too, so all later turns are refused
         return context <= self._max_tokens
 
 
 def hit_rate(items: Iterable[Item], block: int = 1) -> float:
-    """Share of the opening prompts' tokens that a prefix cache of whole blocks of `block` tokens, without a limit, would have held
-    (`Synthetic` has the definition, for `block` 1). 0 for no items. Memory grows with the number of different blocks."""
+    """Share of the opening prompts' tokens that an unlimited prefix cache of whole blocks of `block` tokens would have held (`Synthetic`
+    has the definition, for `block` 1). 0 for no items. Memory grows with the number of different blocks."""
     children: dict[tuple[int, Sequence[int]], int] = {}  # (node, tokens) -> node; 0 is the root
     seen: set[str] = set()
     total = hits = 0
@@ -334,6 +334,6 @@ def hit_rate(items: Iterable[Item], block: int = 1) -> float:
         node = 0
         for start in range(0, len(item.tokens) - block + 1, block):
             edge = (node, item.tokens[start : start + block])
-            hits += block if edge in children else 0  # a node that is new has no children: after a miss there is no hit
+            hits += block if edge in children else 0  # a new node has no children, so no hit follows a miss
             node = children.setdefault(edge, len(children) + 1)
     return hits / total if total else 0.0

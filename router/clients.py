@@ -124,7 +124,7 @@ class Workers:
 
         `source`: a worker that caches more of the prompt. Raises BatonError.
         """
-        stub = worker_pb2_grpc.PrefillStub(self._channel(worker))  # type: ignore[no-untyped-call]
+        stub = worker_pb2_grpc.PrefillStub(self._channel(worker))
         with request.trace.span.child(semconv.PREFILL, "client", {semconv.WORKER: worker.name}) as span:
             asked = worker_pb2.PrefillRequest(job=to_job(request, span.traceparent), to=to_addressee(worker))
             if source is not None:
@@ -160,7 +160,7 @@ class Workers:
 
     async def snapshot(self, worker: WorkerRecord) -> CacheSnapshot:
         """Returns the keys of all blocks in the worker's cache. The whole snapshot may take long, but the next page must come soon."""
-        stub = worker_pb2_grpc.WorkerStub(self._channel(worker))  # type: ignore[no-untyped-call]
+        stub = worker_pb2_grpc.WorkerStub(self._channel(worker))
         pages = stub.Snapshot(worker_pb2.SnapshotRequest(to=to_addressee(worker)), timeout=SNAPSHOT_TIMEOUT_S)
         keys: set[bytes] = set()
         try:
@@ -178,20 +178,20 @@ class Workers:
 
     async def describe(self, worker: WorkerRecord) -> tuple[WorkerRecord, dict[str, Any]]:
         """Returns the worker's current record, and what it holds (`baton.v1.Residue`). Raises ValueError for an answer without a record."""
-        stub = worker_pb2_grpc.WorkerStub(self._channel(worker))  # type: ignore[no-untyped-call]
+        stub = worker_pb2_grpc.WorkerStub(self._channel(worker))
         answer = await _answer(stub.Describe(worker_pb2.DescribeRequest(to=to_addressee(worker)), timeout=ASK_TIMEOUT_S))
         return WorkerRecord.from_mapping(plain(answer.record)), plain(answer.residue)
 
     async def probe(self, worker: WorkerRecord, timeout_s: float) -> Answer:
         """Returns the worker's current state and load."""
-        stub = worker_pb2_grpc.WorkerStub(self._channel(worker))  # type: ignore[no-untyped-call]
+        stub = worker_pb2_grpc.WorkerStub(self._channel(worker))
         answer = await _answer(stub.Probe(worker_pb2.ProbeRequest(to=to_addressee(worker)), timeout=timeout_s))
         state: WorkerState = "draining" if answer.state == "draining" else "ready"
         return Answer(state, _to_load(answer.load), _to_roles(answer.roles), answer.stalled_ms / 1000)
 
     async def set_roles(self, worker: WorkerRecord, roles: Sequence[str]) -> tuple[tuple[str, ...], tuple[str, ...]]:
         """Changes what the worker serves. Returns the roles that it serves from now on, and those that it drains."""
-        stub = worker_pb2_grpc.WorkerStub(self._channel(worker))  # type: ignore[no-untyped-call]
+        stub = worker_pb2_grpc.WorkerStub(self._channel(worker))
         asked = worker_pb2.SetRolesRequest(to=to_addressee(worker), roles=roles)
         answer = await _answer(stub.SetRoles(asked, timeout=ASK_TIMEOUT_S))
         return tuple(answer.serving), tuple(answer.draining)
@@ -238,13 +238,13 @@ class Workers:
         identity = _identity(worker)
         session = self._sessions.get(identity)
         if session is None or session.lost:
-            stub = worker_pb2_grpc.DecodeStub(self._channel(worker))  # type: ignore[no-untyped-call]
+            stub = worker_pb2_grpc.DecodeStub(self._channel(worker))
             session = self._sessions[identity] = DecodeSession(worker, stub)
         return session
 
     async def _release(self, worker: WorkerRecord, handle: bytes, request_id: str) -> None:
         try:
-            stub = worker_pb2_grpc.KvExchangeStub(self._channel(worker))  # type: ignore[no-untyped-call]
+            stub = worker_pb2_grpc.KvExchangeStub(self._channel(worker))
             await _answer(stub.Release(worker_pb2.ReleaseRequest(handle=handle, request_id=request_id), timeout=RELEASE_TIMEOUT_S))
         except BatonError as error:
             log.debug("release at %s: %s", worker.name, error)

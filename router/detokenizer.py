@@ -13,7 +13,7 @@ from router.tokenizer import Tokenizer
 class Detokenizer:
     """Never splits a character. All returned pieces together equal what `Tokenizer.decode` returns for the whole output.
 
-    One exception: if byte-fallback tokens form broken UTF-8, only the broken sequences become replacement characters. The tokeniser also
+    One exception: if byte-fallback tokens form broken UTF-8, only the broken sequences become replacement characters. The tokenizer also
     replaces whole characters next to them, but those may already have been sent.
     """
 

@@ -81,7 +81,7 @@ class Trace:
     span: Span = NO_SPAN
     prefill_worker: str = ""
     decode_worker: str = ""
-    step: str = ""  # within the queue: tokenising, admission
+    step: str = ""  # within the queue: tokenizing, admission
     retries: int = 0
     cached_tokens: int = 0
     fetched_tokens: int = 0  # prompt tokens whose KV the prefill worker fetched from another worker's cache

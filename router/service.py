@@ -1,4 +1,4 @@
-"""Serves one Generate request from start to finish, in plain objects: validate, admit, tokenise, dispatch, turn tokens into text.
+"""Serves one Generate request from start to finish, in plain objects: validate, admit, tokenize, dispatch, turn tokens into text.
 
 The doors (gRPC, HTTP) only translate. Before a request is admitted, only its bounds are checked (bytes and counts), so a refused request
 costs next to nothing and is not charged.
@@ -149,7 +149,7 @@ class GenerateService:
     async def _serve(self, ask: Ask, deadline: float, entry: Entry) -> AsyncGenerator[Event, None]:
         entry.trace.step = "admission"
         async with self._gate.place(entry, ask, deadline):
-            entry.trace.step = "tokenising"
+            entry.trace.step = "tokenizing"
             request, stops = await self._make_request(ask, deadline, entry.trace)
             entry.request, entry.trace.step = request, ""
             async with self._charged(ask.tenant, request), aclosing(self._run(request, stops)) as events:

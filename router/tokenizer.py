@@ -1,6 +1,6 @@
 """Converts text and conversations to token ids, and token ids back to bytes, using only `tokenizers` and `jinja2`.
 
-Control tokens come from the template and the tokeniser's post-processor, never from what a caller wrote, although the tokeniser recognises
+Control tokens come from the template and the tokenizer's post-processor, never from what a caller wrote, although the tokenizer recognises
 them by their spelling in the text:
 
     render
@@ -8,7 +8,7 @@ them by their spelling in the text:
       2 control tokens are looked for only in the outline, where every one is the template's own
       3 the text between two of them, with the contents filled in, is encoded as plain text
 
-The tokeniser itself would have cut the text into the same pieces, so for contents without control tokens the ids are exactly those of
+The tokenizer itself would have cut the text into the same pieces, so for contents without control tokens the ids are exactly those of
 `transformers`. White space that the template trims from a content is trimmed here too. A template that inspects the contents (for example,
 one that drops an assistant's reasoning) renders a text that differs from the outline. That text is used if no control token in it can stem
 from a content. Otherwise the outline is used, without the changes that the template would have made.
@@ -71,7 +71,7 @@ class Tokenizer:
 
     @classmethod
     def load(cls, model_path: Path) -> Self:
-        """Loads the tokeniser of a model folder. Raises OSError if there is none, ValueError if it cannot be used."""
+        """Loads the tokenizer of a model folder. Raises OSError if there is none, ValueError if it cannot be used."""
         path = model_path / "tokenizer.json"
         data = path.read_bytes()
         settings = _read(model_path / "special_tokens_map.json") | _read(model_path / "tokenizer_config.json")
@@ -89,7 +89,7 @@ class Tokenizer:
         """Encodes a plain prompt, with what the post-processor puts around it. Control tokens that `text` spells out stay text.
 
         `most`: a prompt of this many tokens or more is refused with CONTEXT_LENGTH. Raises INVALID_FIELD (`text`) for the rare text that
-        this tokeniser can only write with a control token.
+        this tokenizer can only write with a control token.
         """
         self._check_count([text], most, "text")
         encodings = self._as_text(text, self._plain, "text")
@@ -143,7 +143,7 @@ class Tokenizer:
     def piece(self, token_id: int, first: bool = False) -> bytes | None:
         """The bytes that a token adds to the text, not always whole characters; None if it is not text (special token, unknown id).
 
-        `first`: the token begins the text; some tokenisers drop a leading space there.
+        `first`: the token begins the text; some tokenizers drop a leading space there.
         """
         if first and not self._byte_level:
             return self._first_piece(token_id)
@@ -324,7 +324,7 @@ def _unknown(definition: str, settings: _Json) -> str | None:
 
 
 def _without_first_prefix(definition: str) -> str:
-    """The definition of the tokeniser for text that does not begin the prompt: there, Metaspace with `first` adds no space."""
+    """The definition of the tokenizer for text that does not begin the prompt: there, Metaspace with `first` adds no space."""
     tree = json.loads(definition)
     changed = False
     for node in _nodes(tree.get("pre_tokenizer")):
@@ -365,7 +365,7 @@ def _fingerprint(data: bytes) -> str:
 
 
 def _byte_alphabet() -> dict[str, int]:
-    """The characters with which byte-level tokenisers write bytes (Radford et al. 2019): printable ones represent themselves."""
+    """The characters with which byte-level tokenizers write bytes (Radford et al. 2019): printable ones represent themselves."""
     plain = [*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100)]
     others = [byte for byte in range(256) if byte not in plain]
     return {chr(byte): byte for byte in plain} | {chr(256 + i): byte for i, byte in enumerate(others)}

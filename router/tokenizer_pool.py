@@ -1,4 +1,4 @@
-"""A small, bounded pool of threads for the tokeniser: long prompts delay each other there, but no other requests."""
+"""A small, bounded pool of threads for the tokenizer: long prompts delay each other there, but no other requests."""
 
 import asyncio
 from collections.abc import Callable
@@ -24,7 +24,7 @@ class TokenizerPool:
         call counts until it is done.
         """
         if self._begun >= self._most:
-            raise BatonError(Reason.SATURATED, "too many prompts are waiting to be tokenised")
+            raise BatonError(Reason.SATURATED, "too many prompts are waiting to be tokenized")
         self._begun += 1
         future = asyncio.get_running_loop().run_in_executor(self._threads, function, *arguments)
         future.add_done_callback(self._end)
@@ -32,7 +32,7 @@ class TokenizerPool:
             async with asyncio.timeout(within_s):
                 return await asyncio.shield(future)
         except TimeoutError:
-            raise BatonError(Reason.DEADLINE, "the deadline of the request passed before the prompt was tokenised") from None
+            raise BatonError(Reason.DEADLINE, "the deadline of the request passed before the prompt was tokenized") from None
 
     def close(self) -> None:
         """Each thread ends after its current call."""

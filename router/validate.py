@@ -1,4 +1,4 @@
-"""What a caller may ask for: bounds are checked before any work, defaults are filled in after the prompt is tokenised.
+"""What a caller may ask for: bounds are checked before any work, defaults are filled in after the prompt is tokenized.
 
 Input and output are plain data, so every door (gRPC, HTTP) asks in the same way. Field names are those of the proto.
 """

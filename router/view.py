@@ -123,7 +123,7 @@ class _Ledger:
 
 class ClusterView:
     def __init__(self, tokenizer_fingerprint: str, absent_s: float = ABSENT_S) -> None:
-        """`tokenizer_fingerprint`: of the router's tokeniser; token ids mean something else to a worker with another one."""
+        """`tokenizer_fingerprint`: of the router's tokenizer; token ids mean something else to a worker with another one."""
         self.index = PrefixIndex()
         self.served: Served | None = None  # None until the first decode worker is ready
         self._tokenizer_fingerprint = tokenizer_fingerprint
@@ -158,11 +158,6 @@ class ClusterView:
         """Notes that a call failed. The process gets no requests until it answers a probe, or until another process takes its name."""
         if member := self._member(name, incarnation):
             member.down = True
-
-    def mark_up(self, name: str, incarnation: int) -> None:
-        """Notes that the process answers and accepts requests."""
-        if member := self._member(name, incarnation):
-            member.down = member.failed = False
 
     def mark_hung(self, name: str, incarnation: int, hung: bool) -> bool:
         """Notes whether the process, though connected, makes no progress. A hung decode worker gets requests only if no other is left, a
@@ -200,9 +195,6 @@ class ClusterView:
     def members(self) -> list[WorkerRecord]:
         """All of them, usable or not, sorted by name."""
         return [self._members[name].record for name in sorted(self._members)]
-
-    def down_workers(self) -> list[WorkerRecord]:
-        return [record for record in self.members() if self._members[record.name].down]
 
     @property
     def unfit(self) -> set[str]:
@@ -255,10 +247,6 @@ class ClusterView:
     def decodes(self, worker: str) -> int:
         """How many of our requests decode on a member."""
         return self._decodes.count(self._members[worker].record)
-
-    def decode_tokens(self, worker: str) -> int:
-        """Tokens of all our decodes on a member."""
-        return self._decodes.tokens(self._members[worker].record)
 
     def _member(self, name: str, incarnation: int) -> _Member | None:
         member = self._members.get(name)

@@ -106,6 +106,6 @@ class Watch:
 
     def _note(self, reachable: bool, error: BaseException | None = None) -> None:
         if reachable != self.registry_reachable:
-            log.info("registry is %s", "reachable" if reachable else f"away: {error}")
+            log.info("registry is %s", "reachable" if reachable else f"unreachable: {error}")
             self._reached += reachable
         self.registry_reachable = reachable

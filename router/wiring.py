@@ -94,7 +94,7 @@ class RouterProcess:
             tenancy=Tenancy(self._rates(), config.security.shared_prefixes),
         )
         self._closers.callback(self.service.close)
-        generation_pb2_grpc.add_GenerationServicer_to_server(GenerationDoor(self.service, self._keys), public.grpc)  # type: ignore[no-untyped-call]
+        generation_pb2_grpc.add_GenerationServicer_to_server(GenerationDoor(self.service, self._keys), public.grpc)
         if config.router.reflection:
             reflection.offer((SERVICE, "grpc.health.v1.Health"), public.grpc)
         self.address = public.bind(config.router.port)
@@ -110,7 +110,7 @@ class RouterProcess:
         if config.telemetry.metrics:
             endpoints["metrics"] = await self._metrics.start(config.telemetry.metrics_port)
         door = AdminDoor(view, self._workers, watch, admission, self._journal, live, model_name, lambda: endpoints)
-        worker_pb2_grpc.add_AdminServicer_to_server(door, admin.grpc)  # type: ignore[no-untyped-call]
+        worker_pb2_grpc.add_AdminServicer_to_server(door, admin.grpc)
         await public.health.set("liveness", health_pb2.HealthCheckResponse.SERVING)  # as long as the process answers
         await public.start()
         await admin.start()

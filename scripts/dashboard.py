@@ -23,7 +23,7 @@ class Panel:
 
 
 def quantiles(metric: str, *shares: float, by: str = "", where: str = "") -> tuple[tuple[str, str], ...]:
-    """Of a histogram, over all processes; `by` keeps a label apart, `where` is a selector without braces."""
+    """Quantiles of a histogram over all processes. `by` is a label to group by, `where` a selector without braces."""
     kept = ", ".join(filter(None, ["le", by]))
     legend = f"{{{{{by}}}}} " if by else ""
     return tuple(
@@ -41,8 +41,8 @@ ROWS: tuple[tuple[str, tuple[Panel, ...]], ...] = (
         "Service",
         (
             Panel("Requests", "reqps", rate("baton_router_requests_total", "outcome"), stacked=True),
-            Panel("Objectives met", "percentunit", (("baton_router_slo_attainment_ratio", "of the last requests"),), "gauge", 1.0),
-            Panel("Missed because of", "reqps", rate("baton_router_slo_missed_total", "cause"), stacked=True),
+            Panel("Objectives met", "percentunit", (("baton_router_slo_attainment_ratio", "last requests"),), "gauge", 1.0),
+            Panel("Objectives missed, by cause", "reqps", rate("baton_router_slo_missed_total", "cause"), stacked=True),
             Panel("Time to the first token", "s", quantiles("baton_router_time_to_first_token_seconds", 0.5, 0.9, 0.99)),
             Panel("Inter-token latency", "s", quantiles("baton_router_inter_token_latency_seconds", 0.5, 0.9, 0.99)),
             Panel("Duration", "s", quantiles("baton_router_request_duration_seconds", 0.5, 0.9, 0.99)),
@@ -57,7 +57,7 @@ ROWS: tuple[tuple[str, tuple[Panel, ...]], ...] = (
                 "short",
                 (
                     (f"sum(rate(baton_router_prompt_tokens_total[{RATE}]))", "prompt/s"),
-                    (f"sum(rate(baton_router_cached_tokens_total[{RATE}]))", "of these cached/s"),
+                    (f"sum(rate(baton_router_cached_tokens_total[{RATE}]))", "prompt, cached/s"),
                     (f"sum(rate(baton_router_output_tokens_total[{RATE}]))", "output/s"),
                 ),
             ),
@@ -80,7 +80,7 @@ ROWS: tuple[tuple[str, tuple[Panel, ...]], ...] = (
                 ),
             ),
             Panel("Step, p90", "s", quantiles("baton_engine_step_duration_seconds", 0.9, by="role")),
-            Panel("Tokens of a step, median", "short", quantiles("baton_engine_step_tokens", 0.5, by="role")),
+            Panel("Tokens per step, median", "short", quantiles("baton_engine_step_tokens", 0.5, by="role")),
             Panel("Computed tokens", "short", rate("baton_engine_computed_tokens_total", "role")),
         ),
     ),
@@ -89,7 +89,7 @@ ROWS: tuple[tuple[str, tuple[Panel, ...]], ...] = (
         (
             Panel("KV pool in use", "percentunit", (('baton_kv_usage_ratio{worker!=""}', "{{worker}}"),), top=1.0),
             Panel(
-                "Prefix cache: found of looked for",
+                "Prefix cache hit rate",
                 "percentunit",
                 (
                     (
@@ -110,7 +110,7 @@ ROWS: tuple[tuple[str, tuple[Panel, ...]], ...] = (
                 "short",
                 (("baton_leases_held", "{{worker}} leases"), ("baton_kv_quarantined_blocks", "{{worker}} blocks")),
             ),
-            Panel("Digests that failed", "short", rate("baton_digests_failed_total", "worker")),
+            Panel("Failed digests", "short", rate("baton_digests_failed_total", "worker")),
         ),
     ),
     (
@@ -175,7 +175,7 @@ def main() -> None:
     if "--check" not in sys.argv[1:]:
         OUTPUT.write_text(text)
     elif OUTPUT.read_text() != text:
-        sys.exit(f"{OUTPUT.name} is not what the script says, run `python scripts/dashboard.py`")
+        sys.exit(f"{OUTPUT.name} is out of date; run `python scripts/dashboard.py`")
 
 
 if __name__ == "__main__":

@@ -22,7 +22,7 @@ def generate(target: Path) -> None:
 
 def main() -> None:
     if version("grpcio-tools") != PINNED:
-        sys.exit(f"grpcio-tools is {version('grpcio-tools')}, the generated code is made with {PINNED}")
+        sys.exit(f"grpcio-tools is {version('grpcio-tools')}, but the code must be generated with {PINNED}")
     if "--check" not in sys.argv[1:]:
         generate(ROOT)
         return
@@ -32,7 +32,7 @@ def main() -> None:
     committed = {path.relative_to(ROOT): path.read_bytes() for path in (ROOT / "baton" / "v1").glob("*_pb2*")}
     wrong = sorted(str(path) for path in fresh.keys() | committed.keys() if fresh.get(path) != committed.get(path))
     if wrong:
-        sys.exit(f"not what proto/ says, run `python scripts/generate.py`: {', '.join(wrong)}")
+        sys.exit(f"out of date with proto/; run `python scripts/generate.py`: {', '.join(wrong)}")
 
 
 if __name__ == "__main__":

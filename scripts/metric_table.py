@@ -22,7 +22,7 @@ def tables() -> str:
 
 
 def page(text: str) -> str:
-    """The page with its tables as they should be. Raises ValueError when it has no place for them."""
+    """The page with current tables. Raises ValueError if it has no place for them."""
     before, begin, rest = text.partition(BEGIN)
     _, end, after = rest.partition(END)
     if not begin or not end:
@@ -46,7 +46,7 @@ def main() -> None:
     if "--check" not in sys.argv[1:]:
         PAGE.write_text(page(text))
     elif text != page(text):
-        sys.exit(f"{PAGE.name} is not what cluster/metrics.py says, run `python scripts/metric_table.py`")
+        sys.exit(f"{PAGE.name} is out of date with cluster/metrics.py; run `python scripts/metric_table.py`")
 
 
 if __name__ == "__main__":

@@ -18,7 +18,7 @@ def group(nodeid: str) -> str:
     return "ray" if path in RAY else path
 
 
-class Groups(LoadScopeScheduling):
+class Groups(LoadScopeScheduling):  # type: ignore[misc]
     def _split_scope(self, nodeid: str) -> str:
         return group(nodeid)
 

@@ -1,1 +1,1 @@
-"""What a person types: the commands of `baton`."""
+"""The commands of `baton`, which people type."""

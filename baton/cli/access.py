@@ -1,8 +1,9 @@
-"""How a command reaches a cluster: its address, TLS, an API key, and whether a proxy of the environment lies between.
+"""How a command reaches a cluster: its address, TLS, an API key, and whether it uses a proxy from the environment.
 
-A cluster that runs here left word of its address and its TLS files. For any other the command line names the address, and the same
-configuration as for a server (--config, BATON_SECURITY_TLS_CA, _CERT, _KEY) names the files; https:// before the address asks for TLS with
-the system's authorities. The API key is BATON_API_KEY and never a flag: others can read a command line.
+A cluster that was started on this machine has written down its address and its TLS files. For any other cluster, the command line names the
+address, and the same configuration as for a server (--config, BATON_SECURITY_TLS_CA, _CERT, _KEY) names the files. An address that begins
+with https:// uses TLS with the system's authorities. The API key comes from BATON_API_KEY and never from a flag, because other users can
+read a command line.
 """
 
 import os
@@ -38,7 +39,7 @@ class Access:
 
 
 def find(endpoint: str, address: str | None, name: str, config: list[Path] | None = None) -> Access:
-    """`endpoint`: "grpc" or "admin" of the cluster `name`, unless there is an address. Raises StateError, ConfigError, OSError."""
+    """`endpoint`: "grpc" or "admin" of the cluster `name`, unless an address is given. Raises StateError, ConfigError, OSError."""
     if address is None:
         running = state.need(name)
         files = running.tls

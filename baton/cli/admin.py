@@ -1,4 +1,4 @@
-"""What the router's admin port tells, as plain values: the form in which commands draw it and print it as JSON."""
+"""Answers of the router's admin port as plain values, which commands draw or print as JSON."""
 
 from typing import Any
 
@@ -7,7 +7,7 @@ from baton.v1 import worker_pb2
 
 
 def read_status(answer: worker_pb2.StatusResponse) -> dict[str, Any]:
-    """A worker is one flat object: its record, and what it holds. One that does not answer has `error` instead."""
+    """A worker is one flat object: its record and what it holds. A worker that does not answer has `error` instead of the latter."""
     return {**plain(answer), "workers": [_worker(worker) for worker in answer.workers]}
 
 
@@ -16,7 +16,7 @@ def read_live(answer: worker_pb2.LiveResponse) -> dict[str, Any]:
 
 
 def read_records(answer: worker_pb2.TraceResponse) -> list[dict[str, Any]]:
-    """The newest first."""
+    """Newest first."""
     return [plain(record) for record in answer.records]
 
 

@@ -1,7 +1,7 @@
 """`baton chat`: a conversation in a terminal. Answers go to stdout, everything else to stderr, so that both can be piped.
 
-Every turn sends the whole conversation; what the cluster still holds of it is not computed again, and the line under each answer tells how
-much that was. A turn that fails or is interrupted leaves the conversation as it was.
+Every turn sends the whole conversation. The part that the cluster still caches is not computed again, and the line under each answer says
+how much that was. A turn that fails or is interrupted leaves the conversation unchanged.
 """
 
 import sys
@@ -19,15 +19,15 @@ from baton.client import Client, GenerateError, Result
 COMMANDS = {
     "/new": "forget the conversation",
     "/trace": "draw the stages of the last answer",
-    "/help": "this list",
-    "/quit": "end (or Ctrl-D)",
+    "/help": "show this list",
+    "/quit": "quit (or Ctrl-D)",
 }
 PROMPT = "\nyou   "
 
 
 @dataclass(slots=True)
 class Conversation:
-    """What was said. `ask` streams an answer and keeps the turn only when it came to its end."""
+    """The turns so far. `ask` streams an answer and keeps the turn only if the answer is complete."""
 
     client: Client
     system: str | None = None
@@ -37,7 +37,7 @@ class Conversation:
     first_token_s: float = 0.0
 
     def ask(self, text: str) -> Iterator[str]:
-        """Pieces of the answer. Raises GenerateError; ValueError for text that no message can hold."""
+        """Yields pieces of the answer. Raises GenerateError, and ValueError for text that no message can hold."""
         begin = [{"role": "system", "content": self.system}] if self.system else []
         question = {"role": "user", "content": text}
         asked = time.monotonic()
@@ -56,12 +56,12 @@ class Conversation:
 
 
 def talk(conversation: Conversation, out: Console, err: Console) -> None:
-    """Until the end of stdin or /quit."""
+    """Runs until the end of stdin, or /quit."""
     interactive = sys.stdin.isatty()
     if interactive:
-        import readline  # noqa: F401 - gives `input` its editing and history
+        import readline  # noqa: F401 - adds editing and history to `input`
 
-        err.print("[dim]/help lists the commands, Ctrl-C interrupts an answer, Ctrl-D ends[/]")
+        err.print("[dim]/help lists the commands, Ctrl-C interrupts an answer, Ctrl-D quits[/]")
     while (line := _read(interactive)) is not None:
         text = line.strip()
         if text == "/quit":
@@ -93,7 +93,7 @@ def _answer(text: str, conversation: Conversation, out: Console, err: Console, i
         assert conversation.last is not None
         err.print(told(conversation.last, conversation.first_token_s), soft_wrap=True)
     except KeyboardInterrupt:
-        err.print("\n[yellow]interrupted; the conversation is as it was before[/]")
+        err.print("\n[yellow]interrupted; the conversation is unchanged[/]")
     except (GenerateError, ValueError) as error:
         out.file.write("\n")
         if not interactive:
@@ -109,10 +109,10 @@ def _command(text: str, conversation: Conversation, err: Console) -> None:
     elif text == "/trace" and conversation.last:
         err.print(view.trace(conversation.last))
     elif text == "/trace":
-        err.print("[dim]nothing was answered yet[/]")
+        err.print("[dim]there is no answer yet[/]")
     else:
         if text != "/help":
-            err.print(Text(f"{text} is no command", style="red"))
+            err.print(Text(f"{text} is not a command", style="red"))
         for name, what in COMMANDS.items():
             err.print(f"{name:<8}[dim]{what}[/]")
 

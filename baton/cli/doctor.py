@@ -1,6 +1,6 @@
-"""`baton doctor`: does everything that a cluster needs work here? Each finding is something that was tried, not merely found.
+"""`baton doctor`: does everything that a cluster needs work here? Each finding comes from trying the thing, not from merely finding it.
 
-Whatever may hang or crash (a native library, Ray's daemons) runs in a process of its own with a time limit.
+Whatever may hang or crash (a native library, Ray's daemons) runs in its own process with a time limit.
 """
 
 import asyncio
@@ -31,7 +31,7 @@ from baton.launch.redis_server import EmbeddedRedis
 from kvtransfer.select import make_transport
 from kvtransfer.transport import Transport
 
-BLOCK_BYTES, BLOCKS = 64 << 10, 1024  # 64 MiB in blocks of a common size
+BLOCK_BYTES, BLOCKS = 64 << 10, 1024  # 64 MiB in blocks of a typical size
 REPEATS = 5
 PEER_WITHIN_S = 20.0
 RAY_WITHIN_S = 90.0
@@ -78,7 +78,7 @@ import os, socket
 import ray
 os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")
 ray.init(address="local", include_dashboard=False, log_to_driver=False, configure_logging=False, num_cpus=1)
-assert ray.get(ray.remote(lambda: 6 * 7).remote(), timeout=40) == 42, "a task gave a wrong answer"
+assert ray.get(ray.remote(lambda: 6 * 7).remote(), timeout=40) == 42, "a task returned a wrong answer"
 print(f"{ray.__version__} starts a cluster here and runs a task")
 ray.shutdown()
 """
@@ -89,7 +89,7 @@ def _torch(config: Config) -> Finding:
 
 
 def _tried(subject: str, code: str, within_s: float, *arguments: str) -> Finding:
-    """Runs a program; what it prints, or the last line of its complaint, is the finding."""
+    """Runs a program. The finding is the last line of its output or, if it fails, of its error output."""
     process = subprocess.Popen(
         [sys.executable, "-P", "-c", code, *arguments], stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, start_new_session=True
     )
@@ -99,14 +99,14 @@ def _tried(subject: str, code: str, within_s: float, *arguments: str) -> Finding
         return Finding("fail", subject, f"no answer within {within_s:g} s")
     finally:
         with suppress(ProcessLookupError):
-            os.killpg(process.pid, signal.SIGKILL)  # with whatever it started
+            os.killpg(process.pid, signal.SIGKILL)  # and everything it started
         process.communicate()
     lines = (err if process.returncode else out).strip().splitlines() or [f"ended with status {process.returncode}"]
     return Finding("fail" if process.returncode else "ok", subject, lines[-1])
 
 
 def _transports(config: Config) -> list[Finding]:
-    """Each by itself; with `auto`, two workers of this host use NIXL if it works, else TCP."""
+    """Each transport by itself. With `auto`, two workers on this host use NIXL if it works, else TCP."""
     findings = []
     works = False
     for kind in ("nixl", "tcp"):
@@ -116,13 +116,13 @@ def _transports(config: Config) -> list[Finding]:
             used = needed or (kind == "nixl" and config.kv.transport == "auto")
             works = works or used
             findings.append(Finding("ok", kind, detail + (" (in use)" if used else "")))
-        except Exception as error:  # whatever a native library comes up with is a finding
+        except Exception as error:  # any failure of a native library is a finding
             findings.append(Finding("fail" if needed else "warn", kind, str(error)))
     return findings
 
 
 def _measure(kind: str, config: Config) -> str:
-    """Read 64 MiB out of another process, beside a plain copy of the same bytes."""
+    """Reads 64 MiB from another process, and compares the rate with that of a plain copy of the same bytes."""
     peer = subprocess.Popen(
         command("baton.cli.doctor", kind, config.cluster.host, config.kv.ucx_tls or "", config.kv.ucx_net_devices or ""),
         stdin=subprocess.PIPE,
@@ -211,7 +211,7 @@ def _ports(config: Config) -> Finding:
         return Finding("fail", "ports", str(error))
     free = shutil.disk_usage(state.state_dir()).free
     ports = ", ".join(str(config.at(name)) for name in PORTS["router"] if config.at(name))
-    return Finding("ok", "ports", f"{ports or 'any free ones'} can be had; {free / 2**30:.0f} GiB of disk for logs")
+    return Finding("ok", "ports", f"{ports or 'any free ones'} available; {free / 2**30:.0f} GiB of disk for logs")
 
 
 def _serve() -> None:

@@ -1,6 +1,6 @@
 """The `baton` command. Results go to stdout, everything else to stderr.
 
-Exit status: 0 done, 1 it failed (the reason is on stderr), 2 the command line or the configuration cannot be used.
+Exit status: 0 for success, 1 for failure (the reason is on stderr), 2 if the command line or the configuration cannot be used.
 """
 
 import asyncio
@@ -40,7 +40,7 @@ app = typer.Typer(no_args_is_help=True, add_completion=True, pretty_exceptions_e
 config_app = typer.Typer(no_args_is_help=True, help="Show the configuration: the values in force, or the schema.")
 app.add_typer(config_app, name="config")
 app.add_typer(loadtest_app, name="loadtest")
-PIPE_WIDTH = 180  # columns of a table that nobody's terminal limits
+PIPE_WIDTH = 180  # columns of a table that does not go to a terminal
 out, err = (
     Console(stderr=stderr, highlight=False, width=None if stream.isatty() else PIPE_WIDTH)
     for stderr, stream in ((False, sys.stdout), (True, sys.stderr))
@@ -58,7 +58,7 @@ def up(
     decode: Annotated[int | None, typer.Option(help="Decode workers.")] = None,
     launcher: Annotated[str | None, typer.Option(help="local or ray.")] = None,
     name: Annotated[str | None, typer.Option("--name", help="Name of the cluster.")] = None,
-    detach: Annotated[bool, typer.Option("--detach", help="Return when the cluster is ready. End it with `baton down`.")] = False,
+    detach: Annotated[bool, typer.Option("--detach", help="Return when the cluster is ready. Stop it with `baton down`.")] = False,
 ) -> None:
     """Start a cluster: router, prefill and decode workers, Redis. Every key of the configuration is a flag: --engine.block-size 32."""
     from baton.cli.up import start  # the launchers, which no other command needs
@@ -74,7 +74,7 @@ def up(
 
 @app.command()
 def down(name: Name = "baton") -> None:
-    """Let running requests finish, then end the cluster."""
+    """Let running requests finish, then stop the cluster."""
     from baton.cli.up import end
 
     with _failing(), _waiting("stopping"):
@@ -136,7 +136,7 @@ def status(
     """Show endpoints, workers, load and leases. Here, `--address` is the router's admin address."""
     with _failing():
         with find("admin", address, name, config).channel() as channel:
-            stub = worker_pb2_grpc.AdminStub(channel)  # type: ignore[no-untyped-call]
+            stub = worker_pb2_grpc.AdminStub(channel)
             answer = read_status(stub.Status(worker_pb2.StatusRequest(), timeout=5))
         if as_json:
             print(json.dumps(answer))
@@ -146,7 +146,7 @@ def status(
 
 @app.command()
 def roles(
-    worker: Annotated[str, typer.Argument(help="Name of the worker, as `baton status` tells it.")],
+    worker: Annotated[str, typer.Argument(help="Name of the worker, as shown by `baton status`.")],
     serve: Annotated[list[str], typer.Argument(help="prefill, decode, or both.")],
     address: Address = None,
     name: Name = "baton",
@@ -155,7 +155,7 @@ def roles(
     """Change what a worker serves while it runs. A role that is not named drains."""
     with _failing():
         with find("admin", address, name, config).channel() as channel:
-            stub = worker_pb2_grpc.AdminStub(channel)  # type: ignore[no-untyped-call]
+            stub = worker_pb2_grpc.AdminStub(channel)
             answer = stub.SetRoles(worker_pb2.AdminSetRolesRequest(worker=worker, roles=serve), timeout=5)
         drains = f"; {', '.join(answer.draining)} drains" if answer.draining else ""
         out.print(f"{worker} serves {', '.join(answer.serving)}{drains}")
@@ -164,7 +164,7 @@ def roles(
 @app.command()
 def trace(
     request: Annotated[str | None, typer.Argument(help="Id of the request.")] = None,
-    last: Annotated[bool, typer.Option("--last", help="Draw the request that ended last.")] = False,
+    last: Annotated[bool, typer.Option("--last", help="Draw the last request that finished.")] = False,
     as_json: Annotated[bool, typer.Option("--json")] = False,
     address: Address = None,
     name: Name = "baton",
@@ -185,13 +185,13 @@ def trace(
 
 @app.command()
 def top(
-    once: Annotated[bool, typer.Option("--once", help="Show the state once and end.")] = False,
+    once: Annotated[bool, typer.Option("--once", help="Show the state once and exit.")] = False,
     every: Annotated[float, typer.Option(min=0.1, help="Seconds between two updates.")] = 1.0,
     address: Address = None,
     name: Name = "baton",
     config: ConfigFiles = None,
 ) -> None:
-    """Watch workers, running requests and the last ones. Here, `--address` is the router's admin address."""
+    """Watch workers, running requests and recent ones. Here, `--address` is the router's admin address."""
     from baton.cli.top import run
 
     with _failing():
@@ -205,7 +205,7 @@ def doctor(
     ray: Annotated[bool, typer.Option("--ray", help="Also start a Ray cluster and run a task on it.")] = False,
     as_json: Annotated[bool, typer.Option("--json")] = False,
 ) -> None:
-    """Try what a cluster needs on this machine: NIXL and what really carries the bytes, Redis, torch, Ray, ports, memory."""
+    """Try what a cluster needs on this machine: NIXL and what actually carries its bytes, Redis, torch, Ray, ports, memory."""
     from baton.cli.doctor import examine  # it loads NIXL, torch and Ray, which no other command needs
 
     with _failing():
@@ -253,7 +253,7 @@ def _options(answering: Answering, sampling: object) -> dict[str, Any]:
 
 
 def _ask(client: Client, prompt: str, chat: bool, **options: Any) -> Stream:
-    """Raises typer.BadParameter for what no request can hold: a number out of its range, bytes that are no text."""
+    """Raises typer.BadParameter for what no request can hold: a number out of its range, bytes that are not text."""
     try:
         text = sys.stdin.read() if prompt == "-" else prompt
         return client.generate(**({"messages": [{"role": "user", "content": text}]} if chat else {"prompt": text}), **options)
@@ -287,7 +287,7 @@ def _load(context: typer.Context, config: list[Path] | None, shorthand: dict[str
 
 @contextmanager
 def _waiting(text: str) -> Iterator[Status | None]:
-    """A spinner for a person, nothing for a file."""
+    """A spinner on a terminal, nothing otherwise."""
     if not err.is_terminal:
         yield None
         return
@@ -297,13 +297,13 @@ def _waiting(text: str) -> Iterator[Status | None]:
 
 @contextmanager
 def _failing() -> Iterator[None]:
-    """Expected failures become a line on stderr and an exit status."""
+    """Turns expected failures into a line on stderr and an exit status."""
     try:
         yield
     except ConfigError as error:
         err.print(str(error), markup=False, soft_wrap=True)
         raise typer.Exit(2) from None
-    except BrokenPipeError:  # whoever read our output has had enough; the interpreter would flush into the same pipe again
+    except BrokenPipeError:  # the reader closed the pipe, and the interpreter would flush into it again at exit
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         raise typer.Exit(1) from None
     except (BatonError, GenerateError, RegistryUnavailable, RedisServerError, state.StateError, OSError) as error:

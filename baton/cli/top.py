@@ -1,4 +1,4 @@
-"""`baton top`: the cluster at this moment in the terminal, from the router's `Live`. What the live page shows, without a browser."""
+"""`baton top`: the cluster's current state in the terminal, from the router's `Live`: the live page without a browser."""
 
 import time
 from collections import deque
@@ -23,12 +23,13 @@ Snapshot = dict[str, Any]
 
 
 def run(admin: Access, console: Console, every_s: float, once: bool) -> None:
-    """Until Ctrl-C; one look where nobody watches (`once`, or a pipe). A router that goes away is said to be away, and asked again.
+    """Runs until Ctrl-C, or shows the state once (with `once`, or if the output is not a terminal). If the router stops answering, says so
+    and keeps asking.
 
-    Raises grpc.RpcError when the first look finds nobody.
+    Raises grpc.RpcError if the router does not answer the first time.
     """
     with admin.channel() as channel:
-        stub = worker_pb2_grpc.AdminStub(channel)  # type: ignore[no-untyped-call]
+        stub = worker_pb2_grpc.AdminStub(channel)
 
         def look() -> Snapshot:
             return read_live(stub.Live(worker_pb2.LiveRequest(), timeout=5))
@@ -61,14 +62,14 @@ def watch(look: Callable[[], Snapshot], show: Callable[[Group], None], every_s: 
 
 
 def rates(before: Snapshot, now: Snapshot) -> dict[str, float]:
-    """Of every total, a second. Empty when no time lies between."""
+    """The increase of every total per second. Empty if no time has passed."""
     seconds = now["clock"] - before["clock"]
     totals = ((name, value, before["totals"][name]) for name, value in now["totals"].items() if name != "outcomes")
     return {name: max(0.0, (value - then) / seconds) for name, value, then in totals} if seconds > 0 else {}
 
 
 def draw(now: Snapshot, rate: dict[str, float]) -> Group:
-    """`rate`: totals a second, where they are known."""
+    """`rate`: the increase of each total per second, or empty while it is unknown."""
     return Group(_head(now, rate), _workers(now), _requests(now), _recent(now), _errors(now))
 
 

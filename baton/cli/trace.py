@@ -1,4 +1,4 @@
-"""`baton trace`: what became of one request, from the router's own memory of the last ones, as a waterfall in the terminal."""
+"""`baton trace`: what happened to one request, as a waterfall in the terminal, from the router's memory of the last requests."""
 
 from datetime import datetime
 from typing import Any
@@ -17,22 +17,22 @@ _GOOD, _BAD = "green", "red"
 
 
 def fetch(admin: Access, request_id: str) -> dict[str, Any]:
-    """The record of a request; of the last one when the id is empty. Raises StateError when the router does not have it, grpc.RpcError."""
+    """The record of a request, or of the last one if the id is empty. Raises StateError if the router does not have it, and RpcError."""
     with admin.channel() as channel:
-        stub = worker_pb2_grpc.AdminStub(channel)  # type: ignore[no-untyped-call]
+        stub = worker_pb2_grpc.AdminStub(channel)
         records = read_records(stub.Trace(worker_pb2.TraceRequest(request_id=request_id), timeout=5))
     if not records:
-        what = f"no request {request_id!r}" if request_id else "no request"
-        raise StateError(f"the router remembers {what} that has ended; it keeps the last telemetry.recent_requests")
+        what = f"no finished request {request_id!r}" if request_id else "no finished request"
+        raise StateError(f"the router remembers {what}; it keeps the last telemetry.recent_requests")
     return records[0]
 
 
 def draw(record: dict[str, Any]) -> Group:
-    """One line for each lap and each failure, in the order in which they came to pass."""
+    """One line for each lap and each failure, in the order in which they happened."""
     total = max([record["e2e"], *(lap["end"] for lap in record["laps"])]) or 1e-9
     table = Table(box=None, padding=(0, 1), show_header=False)
     rows = [(lap["start"], True, lap) for lap in record["laps"]] + [(failure["at"], False, failure) for failure in record["failures"]]
-    final = {lap["stage"]: lap for lap in record["laps"]}  # what is known of a stage is of all attempts together: told once
+    final = {lap["stage"]: lap for lap in record["laps"]}  # the details of a stage cover all attempts, so only its last lap shows them
     for at, is_lap, row in sorted(rows, key=lambda row: row[:2]):
         if not is_lap:
             mark = Text(" " * min(BAR_WIDTH - 1, int(at / total * BAR_WIDTH)) + "✗", style=_BAD)
@@ -58,9 +58,9 @@ def _detail(lap: dict[str, Any], record: dict[str, Any]) -> str:
     worker, handoff = lap["worker"], record["handoff"]
     match lap["stage"]:
         case "queue":
-            return "router: validate, tokenise, admit, choose"
+            return "router: validate, tokenize, admit, choose"
         case "prefill" if record["bypasses"] and not record["prefill_compute"]:
-            return f"{worker or 'nobody'} itself ({record['bypasses'][-1]})"
+            return f"{worker or 'the decode worker'} itself ({record['bypasses'][-1]})"
         case "prefill":
             return f"{worker}: waited {record['prefill_wait'] * 1000:.1f}, computed {record['prefill_compute'] * 1000:.1f}"
         case "transfer" if handoff["failure"]:
@@ -71,7 +71,7 @@ def _detail(lap: dict[str, Any], record: dict[str, Any]) -> str:
                 f" {handoff['blocks_reused']} already there; read {record['read'] * 1000:.1f}, verified {record['verify'] * 1000:.1f}"
             )
         case "transfer":
-            return f"{worker or 'nobody'}: no KV moved"
+            return f"{worker or 'no worker'}: no KV moved"
         case _:
             return f"{worker}: {record['tpot'] * 1000:.2f} ms a token" if record["tpot"] else worker
 

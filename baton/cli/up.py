@@ -1,4 +1,4 @@
-"""`baton up` and `baton down` as a person sees them; the work is `baton.launch.supervisor`'s."""
+"""What a person sees of `baton up` and `baton down`; `baton.launch.supervisor` does the work."""
 
 import asyncio
 import json
@@ -31,10 +31,10 @@ TRY_JSON = json.dumps({"messages": [{"role": "user", "content": "Tell me a story
 
 
 def start(config: Config, err: Console, detach: bool) -> None:
-    """Returns when the cluster has ended, or with `detach` when it is ready. Raises StateError and whatever keeps it from starting."""
+    """Returns when the cluster has stopped, or with `detach` when it is ready. Raises StateError and whatever keeps it from starting."""
     name = config.cluster.name
     if state.read(name) is not None:
-        raise state.StateError(f"cluster {name!r} is running already; `baton down{_named(name)}` ends it")
+        raise state.StateError(f"cluster {name!r} is already running; `baton down{_named(name)}` stops it")
     config = _with_model(config)
     check_ports(config)
     check_model(config)
@@ -45,7 +45,7 @@ def start(config: Config, err: Console, detach: bool) -> None:
 
 
 def end(name: str, err: Console) -> None:
-    """Ends a running cluster and waits for that. Raises StateError."""
+    """Stops a running cluster and waits until it is down. Raises StateError."""
     running = state.need(name)
     os.kill(running.pid, signal.SIGTERM)
     deadline = time.monotonic() + DOWN_WITHIN_S
@@ -111,7 +111,7 @@ def _banner(config: Config, running: state.ClusterState, err: Console) -> None:
     err.print(f"logs   {running.log_dir}")
     err.print(f'try    baton generate "{TRY}" --max-tokens 60 --trace{_named(running.name)}', soft_wrap=True)
     err.print(f"       curl {http}/v1/chat/completions -H 'content-type: application/json' -d '{TRY_JSON}'", soft_wrap=True, markup=False)
-    err.print("[dim]Ctrl-C ends it[/]")
+    err.print("[dim]Ctrl-C stops it[/]")
 
 
 def _named(name: str) -> str:
@@ -119,13 +119,13 @@ def _named(name: str) -> str:
 
 
 def _with_model(config: Config) -> Config:
-    """The model that is named, or the one that ships."""
+    """Uses the configured model, or the one that ships with Baton."""
     path = Path(config.model.path or SHIPPED).resolve()
     return config.model_copy(update={"model": config.model.model_copy(update={"path": str(path)})})
 
 
 def _detach(name: str, err: Console) -> None:
-    """The same command without --detach, in a session of its own."""
+    """Runs the same command without --detach, in its own session."""
     arguments = [argument for argument in sys.argv[1:] if argument != "--detach"]
     log = state.state_dir() / f"{name}-up.log"
     with log.open("wb") as output:
@@ -135,7 +135,7 @@ def _detach(name: str, err: Console) -> None:
     deadline = time.monotonic() + DETACH_WITHIN_S
     while (running := state.read(name)) is None:
         if child.poll() is not None:
-            raise state.StateError(f"the cluster did not come up:\n{log.read_text(errors='replace').strip()}")
+            raise state.StateError(f"the cluster did not start:\n{log.read_text(errors='replace').strip()}")
         if time.monotonic() > deadline:
             child.terminate()
             raise state.StateError(f"the cluster is not ready after {DETACH_WITHIN_S:g} s; see {log}")

@@ -1,4 +1,4 @@
-"""How things look in a terminal: the stages of a request, the state of a cluster. Returns rich renderables; prints nothing."""
+"""What a terminal shows: the stages of a request, the state of a cluster. Returns rich renderables; prints nothing."""
 
 from typing import Any
 
@@ -14,7 +14,7 @@ BAR_WIDTH = 48
 
 
 def trace(result: Result) -> Group:
-    """The four stages of one request on one time line, each with what it did."""
+    """The four stages of one request on one timeline, each with what it did."""
     stages = result.stages_ms
     total = sum(stages[name] for name in STAGE_COLOURS) or 1.0
     table = Table(box=None, padding=(0, 1), show_header=False)
@@ -34,7 +34,7 @@ def trace(result: Result) -> Group:
 
 
 def bar(start: float, end: float, colour: str) -> Text:
-    """From `start` to `end` of a line, both as shares of it. What took any time is seen."""
+    """A bar from `start` to `end`, both as shares of the line. Anything that took time is visible."""
     left = round(start * BAR_WIDTH)
     width = max(1, round(end * BAR_WIDTH) - left) if end > start else 0
     line = Text(" " * min(left, BAR_WIDTH - 1)) + Text("█" * width, style=colour)
@@ -46,7 +46,7 @@ def _detail(stage: str, result: Result) -> str:
     stages, workers, handoff = result.stages_ms, result.workers, result.handoff
     match stage:
         case "queue":
-            return "router: validate, tokenise, admit, choose"
+            return "router: validate, tokenize, admit, choose"
         case "prefill":
             if not workers["prefill"]:
                 return f"{workers['decode']} itself (bypass)"
@@ -62,11 +62,11 @@ def _detail(stage: str, result: Result) -> str:
             )
         case _:
             made = max(1, result.usage.completion_tokens - 1)
-            return f"{workers['decode'] or 'nobody'}: {stages['decode'] / made:.2f} ms a token"
+            return f"{workers['decode'] or 'no worker'}: {stages['decode'] / made:.2f} ms a token"
 
 
 def status(cluster: dict[str, Any]) -> Group:
-    """The cluster as `baton.v1.Admin/Status` tells it."""
+    """The cluster as reported by `baton.v1.Admin/Status`."""
     router = cluster["router"]
     head = Text(f"model {cluster['model']} · router pid {router['pid']}, {router['inflight']} in flight, {router['queued']} queued")
     head.append(f" · registry {router['registry']}", style="green" if router["registry"] == "reachable" else "red")
@@ -87,7 +87,7 @@ def status(cluster: dict[str, Any]) -> Group:
 
 
 def size(count: float) -> str:
-    """Bytes for people."""
+    """A number of bytes in a readable unit."""
     for unit in ("B", "KiB", "MiB"):
         if count < 1024:
             return f"{count:.0f} {unit}" if unit == "B" else f"{count:.1f} {unit}"

@@ -1,1 +1,1 @@
-"""What all processes agree on, and who is alive."""
+"""What all processes agree on, and which of them are alive."""

@@ -1,4 +1,4 @@
-"""Configuration: one frozen tree, read once at the edge. Its values come from the layers of `baton.cluster.config_layers`.
+"""Configuration: one frozen tree, read once at the edge. `baton.cluster.config_layers` merges the layers that its values come from.
 
 The tree does not hold what a process learns when it starts, such as the number of blocks that fit or the tokenizer's end token.
 """
@@ -8,7 +8,7 @@ from typing import Any, Literal, Self
 
 from pydantic import BaseModel, ConfigDict, Field, model_validator
 
-# Every port that a process of a role listens on.
+# The ports that a process of each role listens on.
 PORTS = {
     "router": ("router.port", "router.admin_port", "router.http_port", "router.page_port", "telemetry.metrics_port"),
     "prefill": ("prefill.port", "telemetry.worker_metrics_port"),
@@ -17,11 +17,11 @@ PORTS = {
 
 
 class ConfigError(ValueError):
-    """The configuration cannot be used. The text names the key, where it was set, and what to do."""
+    """The configuration cannot be used. The text names the key, the place where it was set, and what to do."""
 
 
 class Section(BaseModel):
-    """Strict: `true` is no integer and `"16"` in a file is no number. Bounds keep nan and inf out."""
+    """Strict: `true` is not an integer, and `"16"` in a file is not a number. Bounds exclude nan and inf."""
 
     model_config = ConfigDict(frozen=True, extra="forbid", strict=True, hide_input_in_errors=True)
 
@@ -33,58 +33,65 @@ class ClusterConfig(Section):
         min_length=16,
         repr=False,
         json_schema_extra={"secret": True},
-        description="Authenticates KV handles between workers. `baton up` draws one if none is set. No flag: others can read that.",
+        description="Authenticates KV handles between workers. `baton up` generates one if none is set. There is no flag, because other"
+        " users can read command lines.",
     )
-    host: str = Field(default="127.0.0.1", min_length=1, description="Address that every listener on this host binds to and tells others.")
+    host: str = Field(
+        default="127.0.0.1", min_length=1, description="Address that every listener on this host binds to, and that others connect to."
+    )
 
     @model_validator(mode="after")
     def _reachable(self) -> Self:
         if self.host in ("0.0.0.0", "::", "*"):
-            raise ValueError(f"host must be an address that others can reach, not {self.host}: it is told to them")
+            raise ValueError(f"host must be an address that others can reach, not {self.host}: other processes connect to it")
         return self
 
 
 class ModelConfig(Section):
     path: str = Field(default="", description="Folder of the checkpoint (config.json, tokenizer.json, *.safetensors).")
-    served_name: str | None = Field(default=None, min_length=1, description="Name that clients ask for; by default the folder's name.")
+    served_name: str | None = Field(default=None, min_length=1, description="Name that clients request; by default the folder's name.")
     dtype: Literal["float32", "bfloat16", "auto"] = Field(
         default="float32", description="Type of weights and KV. auto: bfloat16 if the checkpoint says so, else float32."
     )
     max_model_len: int | None = Field(
-        default=None, ge=2, description="Longest prompt plus output, in tokens; by default the model's own limit."
+        default=None, ge=2, description="Maximum length of prompt plus output, in tokens; by default the model's own limit."
     )
 
 
 class EngineConfig(Section):
-    block_size: int = Field(default=16, ge=1, le=1024, description="Tokens in one KV block. Every worker needs the same.")
+    block_size: int = Field(default=16, ge=1, le=1024, description="Tokens in one KV block. All workers must use the same size.")
     kv_memory_mib: int | None = Field(default=None, ge=1, description="Size of the KV pool, MiB; by default a share of the free memory.")
     kv_memory_fraction: float = Field(
         default=0.25, gt=0, le=0.95, description="Share of the free memory that the KV pool takes if kv_memory_mib is not set."
     )
-    max_num_seqs: int = Field(default=64, ge=1, le=4096, description="Most sequences in one step.")
-    max_num_batched_tokens: int = Field(default=512, ge=1, le=1_048_576, description="Most tokens computed in one step.")
+    max_num_seqs: int = Field(default=64, ge=1, le=4096, description="Maximum number of sequences in one step.")
+    max_num_batched_tokens: int = Field(default=512, ge=1, le=1_048_576, description="Maximum number of tokens computed in one step.")
     prefix_caching: bool = Field(default=True, description="Keep the blocks of finished requests, and reuse them for equal prefixes.")
-    reserve_growth: float = Field(default=0.5, ge=0, le=1, description="Share of a sequence's remaining output that admission sets aside.")
+    reserve_growth: float = Field(
+        default=0.5, ge=0, le=1, description="Share of a sequence's remaining output that admission reserves room for."
+    )
     threads: int | None = Field(default=None, ge=1, le=1024, description="Compute threads of one worker; by default torch chooses.")
-    device: Literal["cpu", "cuda"] = Field(default="cpu", description="Device that computes the model and holds its KV.")
+    device: Literal["cpu", "cuda"] = Field(default="cpu", description="Device that runs the model and holds its KV.")
     attention_backend: Literal["auto", "flashinfer", "flash_attn", "triton", "torch"] = Field(
         default="auto",
-        description="Attention kernels on a cuda device. auto: the best that is installed and fits. A named one must do both.",
+        description="Attention kernels on a cuda device. auto: the best backend that is installed and supports the model's KV layout. A"
+        " named backend must meet both conditions.",
     )
     weight_dtype: Literal["auto", "int8"] = Field(
         default="auto",
-        description="Type of the matrices. auto: the same as model.dtype. int8: matrices are quantised at load, activations at each step.",
+        description="Type of the matrices. auto: same as model.dtype. int8: matrices are quantised at load, activations at each step.",
     )
     compiled: bool = Field(
         default=True,
-        description="Use compiled kernels for a layer's operations, and on a CPU pack matrices for oneDNN. false: plain torch for all."
-        " Attention on a cuda device follows attention_backend.",
+        description="Use compiled kernels for a layer's operations, and on a CPU pack matrices for oneDNN. false: plain torch for"
+        " everything. On a cuda device, attention_backend chooses the attention kernels.",
     )
-    max_queue: int = Field(default=256, ge=1, le=65536, description="Most sequences that wait in one worker; it refuses more.")
+    max_queue: int = Field(default=256, ge=1, le=65536, description="Maximum number of sequences waiting in one worker; it refuses more.")
     batching: Literal["continuous", "dynamic", "static"] = Field(
         default="continuous",
-        description="When a sequence may join a batch. continuous: at any step. dynamic: with all that wait when the last batch has ended."
-        " static: with a batch of max_num_seqs. The last two are for comparison, in clusters without prefill workers.",
+        description="When a sequence may join a batch. continuous: at any step. dynamic: when the previous batch has ended, together with"
+        " all others that are waiting. static: as dynamic, but the batch first fills to max_num_seqs. The last two are for comparison, in"
+        " clusters without prefill workers.",
     )
     batch_wait_s: float = Field(default=0.5, ge=0, le=60, description="Longest wait for a static batch to fill, seconds.")
 
@@ -94,13 +101,17 @@ class KvConfig(Section):
         default="auto", description="How KV moves between workers. auto: nixl if two workers share a host or RDMA, else tcp."
     )
     lease_ttl_s: float = Field(
-        default=10.0, gt=0, le=3600, description="How long blocks stay pinned for a reader that stopped renewing, seconds."
+        default=10.0, gt=0, le=3600, description="How long blocks stay pinned after a reader stops renewing the lease, seconds."
     )
     reap_interval_s: float = Field(default=0.25, gt=0, le=60, description="How often a worker looks for expired leases, seconds.")
-    read_timeout_s: float = Field(default=5.0, gt=0, le=3600, description="Longest read of one handoff, seconds; shorter than the lease.")
-    live: bool = Field(default=True, description="A decode worker reads the KV of a long prompt while the rest of the prompt is computed.")
+    read_timeout_s: float = Field(
+        default=5.0, gt=0, le=3600, description="Time limit for reading the KV of one handoff, seconds; must be less than lease_ttl_s."
+    )
+    live: bool = Field(
+        default=True, description="A decode worker reads the KV of a long prompt while the rest of the prompt is still being computed."
+    )
     on_failure: Literal["recompute", "fail"] = Field(
-        default="recompute", description="What a decode worker does if it cannot fetch the KV: compute it again, or fail."
+        default="recompute", description="What a decode worker does if it cannot fetch the KV: compute it again, or fail the call."
     )
     ucx_tls: str | None = Field(default=None, description="UCX_TLS of the nixl transport; by default UCX chooses.")
     ucx_net_devices: str | None = Field(
@@ -121,9 +132,11 @@ class RouterConfig(Section):
     admin_port: int = Field(default=8471, ge=0, le=65535, description="Port of the admin API; 0: any free one.")
     http_port: int = Field(default=8000, ge=0, le=65535, description="Port of the OpenAI-compatible HTTP API; 0: any free one.")
     page_port: int = Field(default=8472, ge=0, le=65535, description="Port of the live page; 0: any free one.")
-    http_max_connections: int = Field(default=2048, ge=1, le=1_000_000, description="Most HTTP connections at a time; more are refused.")
+    http_max_connections: int = Field(
+        default=2048, ge=1, le=1_000_000, description="Maximum number of HTTP connections at a time; more are refused."
+    )
     http_read_timeout_s: float = Field(
-        default=20.0, gt=0, le=3600, description="Longest time for an HTTP request's headers, and then for its body, seconds."
+        default=20.0, gt=0, le=3600, description="Time limit for receiving an HTTP request's headers, and again for its body, seconds."
     )
     http_idle_s: float = Field(default=75.0, gt=0, le=3600, description="How long an HTTP connection stays open between requests, seconds.")
     cors_origins: tuple[str, ...] = Field(
@@ -135,22 +148,23 @@ class RouterConfig(Section):
         default=30.0,
         gt=0,
         le=3600,
-        description="How long a client, over gRPC or HTTP, may leave its answer unread before the router drops it, seconds.",
+        description="How long a client, over gRPC or HTTP, may leave its answer unread before the router drops the request, seconds.",
     )
-    max_inflight: int = Field(default=256, ge=1, le=65536, description="Most requests that are served at a time.")
-    max_queue: int = Field(default=512, ge=0, le=65536, description="Most requests that wait for admission; more are refused.")
+    max_inflight: int = Field(default=256, ge=1, le=65536, description="Maximum number of requests served at a time.")
+    max_queue: int = Field(default=512, ge=0, le=65536, description="Maximum number of requests waiting for admission; more are refused.")
     queue_timeout_s: float = Field(
-        default=60.0, gt=0, le=3600, description="Longest wait for admission, and then for a decode worker with room, seconds."
+        default=60.0, gt=0, le=3600, description="Longest wait for admission, and again for a decode worker with room, seconds."
     )
     overload: Literal["queue", "codel", "lifo"] = Field(
         default="codel",
-        description="What to do with requests that would wait until they miss their deadline or the slo section. queue: let them wait."
-        " codel: refuse them at once, and keep the queue short while it stands. lifo: as codel, and serve the newest first meanwhile.",
+        description="What to do with requests that would wait so long that they miss their deadline or an objective of the slo section."
+        " queue: let them wait. codel: refuse them immediately, and shorten a standing queue. lifo: as codel, and while the queue stands,"
+        " serve the newest request first.",
     )
     tokenizer_threads: int = Field(default=2, ge=1, le=64, description="Threads that turn prompts into tokens.")
-    default_timeout_s: float = Field(default=300.0, gt=0, le=86400, description="Deadline of a request whose client set none, seconds.")
+    default_timeout_s: float = Field(default=300.0, gt=0, le=86400, description="Deadline of a request if its client sets none, seconds.")
     max_timeout_s: float = Field(default=600.0, gt=0, le=86400, description="Longest deadline that a client can set, seconds.")
-    max_retries: int = Field(default=3, ge=0, le=16, description="How often a request is tried again after a worker failed it.")
+    max_retries: int = Field(default=3, ge=0, le=16, description="How many times a request is retried after a worker fails.")
     bypass_tokens: int = Field(
         default=32, ge=0, description="With this many uncached prompt tokens or fewer, the decode worker computes the prompt itself."
     )
@@ -166,7 +180,7 @@ class RouterConfig(Section):
         description="How long a prefix that was just sent to a worker counts as cached there before the worker confirms it, seconds.",
     )
     max_message_bytes: int = Field(
-        default=4_194_304, ge=1024, le=1 << 30, description="Largest request, a gRPC message or an HTTP body, bytes."
+        default=4_194_304, ge=1024, le=1 << 30, description="Maximum size of a request (gRPC message or HTTP body), bytes."
     )
     recover_wait_s: float = Field(
         default=10.0, ge=0, le=600, description="How long a request whose worker died waits for another worker, seconds."
@@ -175,18 +189,16 @@ class RouterConfig(Section):
         default=2.0,
         ge=0.2,
         le=600,
-        description="How long a worker may give no answer, or its engine make no progress, before the router passes it over, seconds. After"
-        " twice as long its requests continue elsewhere.",
+        description="How long a worker may not answer, or its engine may make no progress, before the router stops choosing it, seconds."
+        " After twice that time, its requests continue on other workers.",
     )
     quarantine_s: float = Field(
         default=600.0,
         ge=0,
         le=86400,
-        description="How long a prompt is refused after two workers died of it, seconds. 0: it may be tried again at once.",
+        description="How long a prompt is refused after it has killed two workers, seconds. 0: it may be tried again immediately.",
     )
-    drain_s: float = Field(
-        default=30.0, ge=0, le=3600, description="How long a router that is told to stop lets its requests finish, seconds."
-    )
+    drain_s: float = Field(default=30.0, ge=0, le=3600, description="How long a stopping router waits for its requests to finish, seconds.")
     reflection: bool = Field(default=True, description="Offer gRPC server reflection.")
 
     @model_validator(mode="after")
@@ -203,9 +215,7 @@ class PoolConfig(Section):
     port: int = Field(default=0, ge=0, le=65535, description="gRPC port of a worker that is started by hand; 0: any free one.")
     cpus: float = Field(default=1.0, ge=0, le=1024, description="CPUs that Ray reserves for one worker.")
     gpus: float = Field(default=0.0, ge=0, le=64, description="GPUs that Ray reserves for one worker.")
-    drain_s: float = Field(
-        default=30.0, ge=0, le=3600, description="How long a worker that is told to stop lets its requests finish, seconds."
-    )
+    drain_s: float = Field(default=30.0, ge=0, le=3600, description="How long a stopping worker waits for its requests to finish, seconds.")
     cores: tuple[int, ...] | None = Field(
         default=None, strict=False, description="Cores for the pool's local workers; each gets engine.threads of them. null: not pinned."
     )
@@ -213,7 +223,7 @@ class PoolConfig(Section):
     @model_validator(mode="after")
     def _some_cores(self) -> Self:
         if self.cores is not None and (not self.cores or min(self.cores) < 0 or len(set(self.cores)) < len(self.cores)):
-            raise ValueError(f"cores must be different core numbers, at least one (got {list(self.cores)})")
+            raise ValueError(f"cores must be one or more distinct core numbers (got {list(self.cores)})")
         return self
 
 
@@ -235,13 +245,13 @@ class RedisConfig(Section):
     )
     heartbeat_s: float = Field(default=1.0, gt=0, le=600, description="How often a worker refreshes its record, seconds.")
     command_timeout_s: float = Field(
-        default=0.25, gt=0, le=10, description="Longest wait for an answer of Redis, seconds; after that Redis counts as unavailable."
+        default=0.25, gt=0, le=10, description="Longest wait for a reply from Redis, seconds; after that, Redis counts as unavailable."
     )
     stream_maxlen: int = Field(
         default=20_000,
         ge=100,
         le=10_000_000,
-        description="About how many block events Redis keeps; a router that is further behind takes a snapshot.",
+        description="Approximate number of block events that Redis keeps; a router that falls further behind requests a snapshot.",
     )
 
     @model_validator(mode="after")
@@ -261,8 +271,8 @@ class LauncherConfig(Section):
         default=10.0,
         ge=1,
         le=3600,
-        description="How long a process's event loop may be blocked, or its engine make no progress, before the process is killed and"
-        " started again, seconds. Longer than router.hang_s.",
+        description="How long a process's event loop may be blocked, or its engine may make no progress, before the process is killed and"
+        " restarted, seconds. Must be more than router.hang_s.",
     )
     ray_address: str | None = Field(
         default=None, min_length=1, description="Address of a running Ray cluster; null: Baton starts one here."
@@ -278,28 +288,28 @@ class LauncherConfig(Section):
 
 
 class SecurityConfig(Section):
-    tls_cert: str | None = Field(default=None, min_length=1, description="PEM file of the certificate chain that every listener shows.")
+    tls_cert: str | None = Field(default=None, min_length=1, description="PEM file of the certificate chain that every listener presents.")
     tls_key: str | None = Field(default=None, min_length=1, description="PEM file of the certificate's private key.")
     tls_ca: str | None = Field(
         default=None,
         min_length=1,
-        description="PEM file of the authority that every peer's certificate must come from; if it is set, TLS is mutual.",
+        description="PEM file of the authority that must have issued every peer's certificate; if it is set, TLS is mutual.",
     )
 
     api_keys: str | None = Field(
-        default=None, min_length=1, description="File of API keys, one NAME SHA256HEX [TENANT] ... a line. Not set: no request needs a key."
+        default=None, min_length=1, description="File of API keys, one NAME SHA256HEX [TENANT] ... per line. Not set: no key is required."
     )
     requests_per_minute: int | None = Field(
         default=None,
         ge=1,
         le=1_000_000_000,
-        description="Most requests of one tenant in a minute; a line of the key file may set another limit.",
+        description="Maximum number of requests per tenant and minute; a line of the key file may set another limit.",
     )
     tokens_per_minute: int | None = Field(
         default=None,
         ge=1,
         le=1_000_000_000,
-        description="Most prompt and output tokens of one tenant in a minute; a line of the key file may set another limit.",
+        description="Maximum number of prompt and output tokens per tenant and minute; a line of the key file may set another limit.",
     )
     shared_prefixes: bool = Field(
         default=False, description="Let tenants share cached prefixes; a tenant could then guess another's prompts from the response times."
@@ -314,13 +324,13 @@ class SecurityConfig(Section):
     @model_validator(mode="after")
     def _limits_are_of_tenants(self) -> Self:
         if not self.api_keys and (self.requests_per_minute or self.tokens_per_minute):
-            raise ValueError("requests_per_minute and tokens_per_minute are of tenants: they need api_keys")
+            raise ValueError("requests_per_minute and tokens_per_minute limit tenants, so they need api_keys")
         return self
 
 
 class TelemetryConfig(Section):
     log_level: Literal["debug", "info", "warning", "error"] = Field(
-        default="info", description="Lowest level of the log lines that are written."
+        default="info", description="Minimum level of the log lines that are written."
     )
     metrics: bool = Field(default=True, description="Serve /metrics and /health from every process.")
     metrics_port: int = Field(default=0, ge=0, le=65535, description="Port of the router's /metrics and /targets; 0: any free one.")
@@ -330,7 +340,7 @@ class TelemetryConfig(Section):
     otlp_endpoint: str | None = Field(
         default=None,
         pattern=r"^https?://[^/]+$",
-        description="Collector that gets the spans, OTLP over gRPC: http://host:4317. Not set: no traces.",
+        description="Collector that receives the spans, OTLP over gRPC: http://host:4317. Not set: no traces.",
     )
     trace_sample_ratio: float = Field(
         default=1.0, ge=0, le=1, description="Share of the requests that are traced; a client that sends a traceparent decides for itself."
@@ -339,12 +349,12 @@ class TelemetryConfig(Section):
 
 
 class SloConfig(Section):
-    """Objectives that the router judges requests by. One that is not set always holds."""
+    """Objectives by which the router judges requests. An objective that is not set always holds."""
 
     ttft_s: float | None = Field(default=None, gt=0, le=3600, description="Longest time to the first token, seconds.")
     tpot_s: float | None = Field(default=None, gt=0, le=3600, description="Longest time per output token after the first, seconds.")
     e2e_s: float | None = Field(default=None, gt=0, le=86400, description="Longest time to the last token, seconds.")
-    window: int = Field(default=1000, ge=1, le=1_000_000, description="How many of the last requests attainment is computed over.")
+    window: int = Field(default=1000, ge=1, le=1_000_000, description="Number of recent requests over which attainment is computed.")
 
 
 class Config(Section):
@@ -371,7 +381,7 @@ class Config(Section):
 
     @model_validator(mode="after")
     def _ports_differ(self) -> Self:
-        """Those of one process. Pools may share theirs: their workers may run on different hosts."""
+        """The ports of one process must differ. Pools may share ports, because their workers may run on different hosts."""
         for names in PORTS.values():
             ports = {name: port for name in names if (port := self.at(name))}
             for first, second in itertools.combinations(ports, 2):
@@ -387,5 +397,5 @@ class Config(Section):
     @model_validator(mode="after")
     def _whole_batches_need_whole_requests(self) -> Self:
         if self.engine.batching != "continuous" and self.prefill.replicas:
-            raise ValueError(f"engine.batching {self.engine.batching} is for workers that do both: set prefill.replicas to 0")
+            raise ValueError(f"engine.batching {self.engine.batching} needs workers that prefill and decode: set prefill.replicas to 0")
         return self

@@ -2,7 +2,7 @@
 
 Each key of the tree is also an environment variable (`engine.block_size` → `BATON_ENGINE_BLOCK_SIZE`) and a flag (`--engine.block-size`).
 A flag wins over the environment, the environment over the files (a later file over an earlier one), and a file over the default. An unknown
-name is refused, never skipped: a setting that silently does nothing is worse than a start that fails.
+name is refused, never skipped: a start that fails is better than a setting that silently does nothing.
 """
 
 import difflib
@@ -21,7 +21,7 @@ from pydantic.fields import FieldInfo
 from baton.cluster.config import Config, ConfigError
 
 ENV_PREFIX = "BATON_"
-# The environment variables with our prefix that failpoints, the command line, the launcher and the tests read.
+# Environment variables with our prefix that are not keys: failpoints, the command line, the launcher and the tests read them.
 FOREIGN_ENV = (
     "BATON_API_KEY",
     "BATON_FAILPOINTS",
@@ -55,8 +55,8 @@ class Loaded:
 def load(files: Sequence[Path] = (), env: Mapping[str, str] = os.environ, flags: Mapping[str, str] | None = None) -> Loaded:
     """Merge defaults, files, environment and flags. Flag names are dotted keys; dashes count as underscores.
 
-    Numbers, booleans and lists in `env` and `flags` are read as YAML; a key that holds text takes the text as it is (an empty one or
-    `null` unsets an optional key). Raises ConfigError, with one line for each thing that is wrong.
+    Numbers, booleans and lists in `env` and `flags` are read as YAML; the value of a text key is used as it is (an empty value or `null`
+    unsets an optional key). Raises ConfigError, with one line for each problem.
     """
     values: dict[str, object] = {}
     sources = {key.name: "default" for key in keys()}
@@ -91,7 +91,7 @@ def dump(config: Config, secrets: bool = False) -> str:
 
 
 def mask_password(url: str) -> str:
-    """`url` fit for a log line."""
+    """`url` with its password masked, so that it can be logged."""
     try:
         password = urlsplit(url).password
     except ValueError:
@@ -168,7 +168,7 @@ def _from_flags(flags: Mapping[str, str]) -> list[_Setting]:
         if name not in _FIELDS:
             raise ConfigError(f"flag --{flag}: no such key{_did_you_mean(name, _FIELDS)}")
         if _is_secret(_FIELDS[name]):
-            raise ConfigError(f"flag --{flag}: a secret is no flag, command lines are public; use {_env_name(name)} or a file")
+            raise ConfigError(f"flag --{flag}: command lines are public, so a secret cannot be a flag; use {_env_name(name)} or a file")
         settings.append((name, _from_text(_FIELDS[name], text), f"flag --{flag}"))
     return settings
 
@@ -182,7 +182,7 @@ def _mapping(value: object, source: str, where: str) -> dict[Any, Any]:
 
 
 def _from_text(field: FieldInfo, text: str) -> object:
-    """`text` as the value of `field`; text that is no YAML is left for the validation to refuse."""
+    """`text` as a value of `field`. Text that is not YAML is returned unchanged, and validation refuses it."""
     branches = get_args(field.annotation) if get_origin(field.annotation) not in (Literal, tuple) else (field.annotation,)
     if str in (field.annotation, *branches) or any(get_origin(branch) is Literal for branch in branches):
         return None if type(None) in branches and text in ("", "null") else text
@@ -215,7 +215,7 @@ def _explain(detail: Any, sources: Mapping[str, str]) -> str:
         if name == "redis.url":
             value = repr(mask_password(str(detail["input"])))
         return f"{name} = {value} ({sources[name]}): {message}"
-    # A rule between keys, of a section or of several: the text names the keys, the sources of those that were set follow.
+    # A rule between keys of one section or of several: the message names the keys, and the sources of those that were set follow.
     related = [key for key in sources if (key.startswith(f"{name}.") if name else key in message)]
     given = [f"{key} from {sources[key]}" for key in related if sources[key] != "default"]
     return f"{name or 'config'}: {message} [{'; '.join(given)}]"

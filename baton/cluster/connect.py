@@ -1,4 +1,4 @@
-"""The registry that a configuration asks for."""
+"""Makes the registry that a configuration names."""
 
 from baton.cluster.config import Config, ConfigError
 from baton.cluster.redis_registry import RedisRegistry
@@ -6,7 +6,7 @@ from baton.cluster.registry import Registry
 
 
 def connect_registry(config: Config) -> Registry:
-    """Nothing is asked of Redis yet. Raises ConfigError while `redis.url` is "embedded": who starts a cluster starts that server too."""
+    """Does not contact Redis yet. Raises ConfigError if `redis.url` is "embedded": `baton up` starts that server and replaces the value."""
     if config.redis.url == "embedded":
         raise ConfigError(
             "redis.url: 'embedded' is for `baton up`, which starts the server; a process started by hand needs the address"

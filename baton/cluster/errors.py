@@ -1,20 +1,20 @@
 """The one table of failures: reason → gRPC status, HTTP status, and whether a retry elsewhere can help.
 
-A refusal is an answer. Whoever raises names the reason; the doors translate (gRPC: `baton.cluster.rpc`, HTTP: the router's door); nobody
-else invents a status. `retry_elsewhere` is the router's question ("may another worker succeed?"), `retry_after` the client's
-("may I succeed later?").
+A refusal is an answer. The code that raises it names the reason, and the doors translate the reason into a status (gRPC:
+`baton.cluster.rpc`, HTTP: the router's door); no other code invents one. `retry_elsewhere` answers the router's question ("may another
+worker succeed?"), `retry_after` the client's ("may I succeed later?").
 """
 
 from dataclasses import dataclass
 from enum import Enum
 
 
-@dataclass(frozen=True, slots=True, eq=False)  # by identity: two reasons of the same kind would be one member of the enumeration
+@dataclass(frozen=True, slots=True, eq=False)  # compared by identity: else reasons with equal fields would be one enumeration member
 class Kind:
     grpc: str  # name of a grpc.StatusCode
     http: int
     retry_elsewhere: bool = False
-    retry_after: float | None = None  # seconds, told to the client
+    retry_after: float | None = None  # seconds, sent to the client
 
 
 class Reason(Enum):
@@ -30,19 +30,19 @@ class Reason(Enum):
     DRAINING = Kind("UNAVAILABLE", 503, retry_elsewhere=True, retry_after=1.0)
     WRONG_ROLE = Kind("FAILED_PRECONDITION", 503, retry_elsewhere=True)
     WORKER_LOST = Kind("UNAVAILABLE", 503, retry_elsewhere=True, retry_after=1.0)
-    WRONG_WORKER = Kind("FAILED_PRECONDITION", 503, retry_elsewhere=True)  # another process has the address of the worker that was meant
+    WRONG_WORKER = Kind("FAILED_PRECONDITION", 503, retry_elsewhere=True)  # another process has the address of the intended worker
     RETRIES_SPENT = Kind("UNAVAILABLE", 503, retry_after=1.0)
     DEADLINE = Kind("DEADLINE_EXCEEDED", 504)
     CANCELLED = Kind("CANCELLED", 499)
     STALLED = Kind("ABORTED", 499)  # the client did not read its answer
-    # Handoff. To a client they never mean more than "try again": the KV was not used.
+    # Handoff. For a client, these only mean "try again": the KV was not used.
     HANDSHAKE_MISMATCH = Kind("FAILED_PRECONDITION", 503, retry_elsewhere=True)
     LEASE_REFUSED = Kind("PERMISSION_DENIED", 503, retry_elsewhere=True)
     LEASE_EXPIRED = Kind("ABORTED", 503, retry_elsewhere=True)
     DIGEST_MISMATCH = Kind("DATA_LOSS", 503, retry_elsewhere=True)
     TRANSFER_FAILED = Kind("UNAVAILABLE", 503, retry_elsewhere=True)
     INTERNAL = Kind("INTERNAL", 500, retry_elsewhere=True)
-    POISONOUS = Kind("INTERNAL", 500)  # workers died of this request, or of one with its prompt a while ago
+    POISONOUS = Kind("INTERNAL", 500)  # this request, or a recent one with the same prompt, killed workers
 
 
 @dataclass(frozen=True, slots=True)
@@ -54,8 +54,8 @@ class Violation:
 
 
 class BatonError(Exception):
-    """A failure with a reason of the table. `violations` go with INVALID_FIELD and CONTEXT_LENGTH; `retry_after` is told instead of the
-    table's where more is known."""
+    """A failure with a reason from the table. `violations` go with INVALID_FIELD and CONTEXT_LENGTH; `retry_after` replaces the table's
+    value where a better one is known."""
 
     def __init__(
         self,

@@ -1,10 +1,11 @@
-"""Named places where a fault can be injected. Off, and free, unless BATON_FAILPOINTS is set.
+"""Named places where a fault can be injected. They are off, and cost nothing, unless BATON_FAILPOINTS is set.
 
     BATON_FAILPOINTS="prefill.reply=exit@2,decode.step=sleep:1.5"
 
-`NAME=ACTION[:ARGUMENT][@NTH]`: at the NTH passing only (else at each). Actions: `exit` (the process dies like under SIGKILL),
-`sleep:SECONDS`, `raise`, `flip` (asked for by the place itself, which then corrupts a byte). With BATON_FAILPOINTS_ONCE, a folder that the
-processes of a cluster share, each point acts once in all of them together: a restarted process does not die of the same cause.
+`NAME=ACTION[:ARGUMENT][@NTH]` acts only the NTH time that the place is passed, or every time without `@NTH`. Actions: `exit` (the process
+dies as if by SIGKILL), `sleep:SECONDS`, `raise`, `flip` (the code at that place corrupts a byte of its own data). BATON_FAILPOINTS_ONCE
+names a folder that the processes of a cluster share; each point then acts only once among all of them, so a restarted process does not die
+again.
 """
 
 import os
@@ -24,7 +25,7 @@ class _Point:
 
 
 def parse(text: str) -> dict[str, _Point]:
-    """Raises ValueError for text that is not of the form above."""
+    """Raises ValueError for text that does not have the form above."""
     points = {}
     for item in filter(None, (part.strip() for part in text.split(","))):
         name, _, rule = item.partition("=")
@@ -41,7 +42,7 @@ _points = parse(os.environ.get("BATON_FAILPOINTS", ""))
 
 
 def failpoint(name: str) -> bool:
-    """Do what is asked for at `name`. True only for `flip`: the caller corrupts its own data then."""
+    """Performs the action that is set for `name`. Returns True only for `flip`: the caller then corrupts its own data."""
     point = _points.get(name)
     if point is None:
         return False
@@ -59,7 +60,7 @@ def failpoint(name: str) -> bool:
 
 
 def _first(name: str) -> bool:
-    """Whether no process has acted at `name` yet; always, where that does not matter."""
+    """Whether no process has acted at `name` yet. Always true without BATON_FAILPOINTS_ONCE."""
     if _once is None:
         return True
     try:

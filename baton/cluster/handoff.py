@@ -1,8 +1,8 @@
 """What a handoff of KV did. Each fact is declared here, once, with every place where it is shown.
 
-The reader of the KV fills it in, the decode worker sends it, the router adds it up over the attempts of a request. Metrics, attributes of
-spans and messages follow from the declaration: a new fact is a line here and a field of the same name in `baton.v1.HandoffFacts` (and in
-`baton.v1.Handoff`, if clients are to see it).
+The reader of the KV fills in the facts, the decode worker sends them, and the router adds them up over the attempts of a request. Metrics,
+span attributes and messages are derived from the declaration: a new fact needs one line here and a field of the same name in
+`baton.v1.HandoffFacts` (and in `baton.v1.Handoff`, if clients are to see it).
 """
 
 from collections.abc import Iterator, Mapping
@@ -16,8 +16,8 @@ T = TypeVar("T")
 @dataclass(frozen=True, slots=True)
 class Shown:
     span: str = ""  # attribute of the transfer's span; empty: none
-    scale: float = 1  # of that attribute: the value times this
-    counter: str = ""  # metric of decode workers that adds the values up; empty: none
+    scale: float = 1  # the attribute is the value times this
+    counter: str = ""  # metric of workers that adds up the values; empty: none
     unit: str = ""
     help: str = ""
 
@@ -29,18 +29,18 @@ def _fact(default: T, **shown: str | float) -> T:
 
 @dataclass(slots=True, kw_only=True)
 class Handoff:
-    """Of one read, of one call to a decode worker, or of a request over all its attempts."""
+    """The facts of one read, of one call to a decode worker, or of all attempts of a request."""
 
     transport: str = _fact("", span="baton.transport")  # what carried the bytes; empty: no KV moved
     blocks: int = _fact(0, span="baton.blocks")  # moved
     bytes: int = _fact(0, span="baton.bytes")  # moved
-    blocks_early: int = _fact(0)  # of those moved, before the first token was known: the prompt was still computed
+    blocks_early: int = _fact(0)  # of those, moved before the first token was known, while the prompt was still being computed
     blocks_reused: int = _fact(
         0,
         span="baton.blocks_reused",
         counter="baton_handoff_reused_blocks_total",
         unit="blocks",
-        help="Blocks of a handle that this worker had already.",
+        help="Blocks of a handle that this worker already had.",
     )
     digests_checked: int = _fact(
         0,
@@ -50,24 +50,24 @@ class Handoff:
         help="Blocks whose digest was compared after a read.",
     )
     digests_failed: int = _fact(
-        0, counter="baton_digests_failed_total", unit="blocks", help="Blocks whose digest differed from what was leased."
+        0, counter="baton_digests_failed_total", unit="blocks", help="Blocks whose digest differed from that of the leased block."
     )
     recomputed_tokens: int = _fact(
         0,
         counter="baton_handoff_recomputed_tokens_total",
         unit="tokens",
-        help="Prompt tokens that this worker computed although a handle had come.",
+        help="Prompt tokens that this worker computed although it had received a handle.",
     )
     read_ms: float = _fact(0.0, span="baton.read_seconds", scale=1e-3)
     verify_ms: float = _fact(0.0, span="baton.verify_seconds", scale=1e-3)  # digests, and the check that the lease was alive
     failure: str = ""  # why the KV was not used: a reason of the error table
 
     def note_first_token(self) -> None:
-        """The first token is known now: whatever has moved by this moment moved while the prompt was computed."""
+        """The first token is known now: the blocks that have moved so far moved while the prompt was being computed."""
         self.blocks_early = self.blocks
 
     def __add__(self, later: Self) -> "Handoff":
-        """Both together: numbers add up; of texts the later one stands, unless it is empty."""
+        """Both together: numbers are added; of two texts the later one is kept, unless it is empty."""
         total: dict[str, Any] = {}
         for name in NAMES:
             old, new = getattr(self, name), getattr(later, name)
@@ -75,7 +75,7 @@ class Handoff:
         return Handoff(**total)
 
     def attributes(self) -> dict[str, str | int | float]:
-        """What the span of the transfer tells."""
+        """The attributes of the transfer's span."""
         found: dict[str, str | int | float] = {}
         for name, shown in SHOWN.items():
             value = getattr(self, name)

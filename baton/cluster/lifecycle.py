@@ -1,8 +1,8 @@
 """The life of a process: starting → ready → draining → closed.
 
-The first SIGTERM or SIGINT drains: health says NOT_SERVING, new work is refused, and what runs may finish within its grace. A second one
-gives up whatever the process is waiting for, in every stage. `close` is bounded; what hangs in it is given up and the rest still runs.
-`run` takes the process as an object with three awaitables, so a test starts one the same way.
+The first SIGTERM or SIGINT drains the process: health reports NOT_SERVING, new work is refused, and running work may finish within its
+grace period. A second signal cancels whatever the process is waiting for, in every stage. `close` is bounded; a step that hangs in it is
+abandoned, and the others still run. `run` takes an object with three coroutine methods, so a test can start a process the same way.
 """
 
 import asyncio
@@ -20,10 +20,10 @@ from baton.cluster.errors import BatonError
 log = logging.getLogger(__name__)
 CLOSE_S = 10.0  # for `close`
 HURRY_S = 2.0  # for `close` after a second signal
-EXIT_S = 5.0  # after `close`, for threads that nobody can stop; then the process ends without them
+EXIT_S = 5.0  # after `close`, for threads that cannot be stopped; then the process exits without waiting for them
 SIGNALS = (signal.SIGTERM, signal.SIGINT)
-# Their text is all a person needs; anything else is a bug and is logged with its traceback. A checkpoint or a configuration that cannot be
-# used is a ValueError.
+# For these, the text is all that a person needs; anything else is a bug and is logged with its traceback. A checkpoint or a configuration
+# that cannot be used is a ValueError.
 FORESEEN = (BatonError, OSError, ValueError)
 
 
@@ -45,7 +45,7 @@ MOVES = {
 
 
 class IllegalStage(RuntimeError):
-    """An event that the stage does not know. Nothing was changed."""
+    """An event that this stage does not allow. Nothing was changed."""
 
 
 def move(stage: Stage, event: str) -> Stage:
@@ -57,13 +57,13 @@ def move(stage: Stage, event: str) -> Stage:
 
 class Process(Protocol):
     async def start(self) -> None:
-        """Become ready; raises what prevents that."""
+        """Become ready, or raise the error that prevents it."""
 
     async def drain(self) -> None:
-        """Refuse new work; return when nothing runs any more or the grace is over."""
+        """Refuse new work; return when nothing is running any more or the grace period is over."""
 
     async def close(self) -> None:
-        """Free everything, in the reverse order of start. Called once, also after a failed start."""
+        """Free everything, in the reverse order of start. Called once, even after a failed start."""
 
 
 class Stop:
@@ -90,7 +90,8 @@ class Stop:
 async def run(process: Process, stop: Stop, gone_within: Callable[[float], object] = lambda seconds: None) -> int:
     """Start, serve until asked to stop, drain, close. Returns the exit status: 0, or 1 after a failure.
 
-    `gone_within` is told when the end begins, in how many seconds the whole process must be gone, threads included; the latest call counts.
+    When the process begins to close, `gone_within` is called with the number of seconds within which the whole process must be gone,
+    threads included. The latest call counts.
     """
     loop = asyncio.get_running_loop()
     for number in SIGNALS:
@@ -127,9 +128,9 @@ async def _close(process: Process, stop: Stop, gone_within: Callable[[float], ob
 
 
 async def _unless(event: asyncio.Event, work: Coroutine[Any, Any, None], at_once: asyncio.Event | None = None) -> bool:
-    """Await `work`, but cancel it when `event` is set. True if it came to its end; its exception is raised.
+    """Await `work`, but cancel it when `event` is set. Returns whether it finished; raises its exception.
 
-    Cancelled work may still tidy up; it is waited for until `at_once` is set, or for CLOSE_S.
+    Cancelled work may still clean up; this waits for it until `at_once` is set, but no longer than CLOSE_S.
     """
     task = asyncio.create_task(work)
     try:
@@ -140,7 +141,7 @@ async def _unless(event: asyncio.Event, work: Coroutine[Any, Any, None], at_once
         task.cancel()
     async with asyncio.timeout(CLOSE_S):
         if await _first(task, at_once or asyncio.Event()) and not task.cancelled() and (error := task.exception()) is not None:
-            log.warning("given up, with %r", error)
+            log.warning("cancelled work failed: %r", error)
     return False
 
 
@@ -155,7 +156,7 @@ async def _first(task: "asyncio.Task[None]", event: asyncio.Event) -> bool:
 
 
 class LastResort:
-    """Ends this process when its time is over, whatever its threads are doing. Call it again to move the moment."""
+    """Ends this process when its time is up, whatever its threads are doing. Another call sets a new time."""
 
     def __init__(self) -> None:
         self._timer: threading.Timer | None = None
@@ -169,5 +170,5 @@ class LastResort:
 
     @staticmethod
     def _leave() -> None:
-        print("something does not end; the process leaves without it", file=sys.stderr, flush=True)
+        print("something does not finish; the process exits without it", file=sys.stderr, flush=True)
         os._exit(1)

@@ -1,4 +1,4 @@
-"""The main function that all our processes share: arguments → configuration → life."""
+"""The main function that all our processes share: arguments → configuration → lifecycle."""
 
 import asyncio
 import os

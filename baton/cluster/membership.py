@@ -1,8 +1,8 @@
-"""A worker's presence in the registry: joins, refreshes its record, publishes its block events.
+"""A worker's presence in the registry: it joins, refreshes its record and publishes its block events.
 
-The registry is a cache of truths that the worker can rebuild: while it is away the worker goes on serving, and the next heartbeat repairs
-what was lost. Events wait for the registry, too; in a long outage the oldest are dropped, and the gap in their numbers makes readers ask
-for a snapshot.
+The registry is a cache of facts that the worker can rebuild. While the registry is unreachable, the worker keeps serving, and the next
+heartbeat restores what was lost. Events are queued meanwhile; in a long outage the oldest are dropped, and the gap in their numbers makes
+readers ask for a snapshot.
 """
 
 import asyncio
@@ -16,7 +16,7 @@ from baton.cluster.registry import Registry, RegistryUnavailable, StaleIncarnati
 
 log = logging.getLogger(__name__)
 MAX_BUFFERED_EVENTS = 4096
-PUBLISH_DELAY_S = 0.01  # so that the events of a few steps go together
+PUBLISH_DELAY_S = 0.01  # so that the events of a few steps are sent together
 
 
 class Membership:
@@ -92,6 +92,6 @@ class Membership:
 
     def _note(self, reachable: bool, error: BaseException | None = None) -> None:
         if reachable != self.reachable:
-            log.warning("registry is %s", "reachable again" if reachable else f"away: {error}")
+            log.warning("registry is %s", "reachable again" if reachable else f"unreachable: {error}")
             self.reconnects += reachable
         self.reachable = reachable

@@ -1,7 +1,7 @@
 """Protobuf messages as plain values, field by field and by name.
 
-The other direction needs no code: a message is made from a mapping with `Message(**values)`, which takes nested mappings, ignores None and
-refuses a name that the message does not have.
+The other direction needs no code: `Message(**values)` makes a message from a mapping. It accepts nested mappings, ignores None and refuses
+a name that the message does not have.
 """
 
 from collections.abc import Mapping

@@ -1,18 +1,19 @@
 """Every metric of every process: one table, and the numbers behind it.
 
-Code that counts asks the process's `Book` for its counters once, at wiring. After that it adds to plain numbers, once per request or per
-step, without a lock and without a lookup by name. What the process knows without counting (the length of a queue, the blocks of a pool) is
-read: `Book.read` names a function that is called at each scrape. `baton.cluster.metrics_http` writes a book in Prometheus's format.
+Code that counts gets its counters from the process's `Book` once, at wiring. After that it adds to plain numbers, once per request or per
+step, without a lock and without a lookup by name. Numbers that the process knows without counting (the length of a queue, the blocks of a
+pool) are read: `Book.read` registers a function that is called at each scrape. `baton.cluster.metrics_http` writes a book in Prometheus's
+format.
 
-The counters are ours because those of prometheus_client lock: `inc` takes 0.28 us there and 0.04 us here, `observe` 0.65 us and 0.2 us, a
-look-up by labels 0.8 us and 0.06 us, and every token is observed. A number has one writer, so it needs no lock; a scrape may see the sum of
-a histogram one value ahead of its buckets.
+The counters are our own because those of prometheus_client lock: `inc` takes 0.28 us there and 0.04 us here, `observe` 0.65 us and 0.2 us,
+a lookup by labels 0.8 us and 0.06 us, and every token is observed. A number has one writer, so it needs no lock; a scrape may see the sum
+of a histogram one value ahead of its buckets.
 
-The rules hold for the whole table, and a test checks them: base units, counters end in _total, no label names a request, and each label has
-a known set of values. A value outside that set counts as "other".
+These rules hold for the whole table, and a test checks them: base units, counters end in _total, no label names a request, and each label
+has a known set of values. A value outside that set counts as "other".
 
-Aliases are other people's names for our numbers: what the Gateway API Inference Extension scrapes, and what dashboards for vLLM show. They
-have no storage of their own. Each carries `model_name` and `engine`, as in vLLM.
+Aliases are other projects' names for our numbers: those that the Gateway API Inference Extension scrapes, and those that dashboards for
+vLLM show. They have no storage of their own. Each has the labels `model_name` and `engine`, as in vLLM.
 """
 
 from bisect import bisect_left
@@ -44,7 +45,7 @@ TRANSPORTS = ("nixl", "tcp", "none")
 OBJECTIVES = ("ttft", "tpot", "e2e")
 CAUSES = ("queue", *PREFILL_PARTS, "prefill", "transfer", "decode", "error")
 
-# Bounds of OpenTelemetry's GenAI conventions, with room below for small models.
+# Bounds of OpenTelemetry's GenAI conventions, extended downwards for small models.
 TTFT_S = (0.001, 0.0025, 0.005, 0.01, 0.02, 0.04, 0.06, 0.08, 0.1, 0.25, 0.5, 0.75, 1.0, 2.5, 5.0, 7.5, 10.0, 30.0)
 TOKEN_S = (0.0005, 0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.075, 0.1, 0.15, 0.2, 0.3, 0.4, 0.5, 0.75, 1.0, 2.5)
 DURATION_S = (0.01, 0.02, 0.04, 0.08, 0.16, 0.32, 0.64, 1.28, 2.56, 5.12, 10.24, 20.48, 40.96, 81.92, 300.0)
@@ -83,7 +84,7 @@ TABLE: tuple[Metric, ...] = (
     # Requests, as the router sees them
     Metric(
         "baton_router_requests_total", "counter", "requests", ROUTER,
-        "Requests that ended, by how and why. The reason is a finish reason or one of the error table.",
+        "Requests that ended, by outcome and reason. The reason is a finish reason or a reason from the error table.",
         {"outcome": OUTCOMES, "reason": (*FINISHES, *REASONS)},
         aliases=(Alias("vllm:request_success_total", {"reason": "finished_reason"}, {"outcome": "ok"}),),
     ),
@@ -110,12 +111,12 @@ TABLE: tuple[Metric, ...] = (
     ),
     Metric(
         "baton_router_request_duration_seconds", "histogram", "seconds", ROUTER,
-        "Time from a request's arrival to its end, of requests that ended well.", buckets=DURATION_S,
+        "Time from a request's arrival to its end, for requests that succeeded.", buckets=DURATION_S,
         aliases=(Alias("vllm:e2e_request_latency_seconds"),),
     ),
     Metric(
         "baton_router_stage_duration_seconds", "histogram", "seconds", ROUTER,
-        "Time in each stage of a request that ended well. The stages follow each other and add up to its duration.",
+        "Time in each stage of a request that succeeded. The stages are consecutive and add up to the request's duration.",
         {"stage": STAGES}, STAGE_S,
         aliases=(
             Alias("vllm:request_queue_time_seconds", only={"stage": "queue"}),
@@ -131,28 +132,28 @@ TABLE: tuple[Metric, ...] = (
         "baton_router_output_tokens_total", "counter", "tokens", ROUTER, "Tokens that were streamed to clients.",
         aliases=(Alias("vllm:generation_tokens_total"),),
     ),
-    Metric("baton_router_cached_tokens_total", "counter", "tokens", ROUTER, "Prompt tokens whose KV was cached and not computed."),
+    Metric("baton_router_cached_tokens_total", "counter", "tokens", ROUTER, "Prompt tokens whose KV was cached instead of computed."),
     Metric(
         "baton_router_request_prompt_tokens", "histogram", "tokens", ROUTER, "Tokens in a prompt.", buckets=LENGTH_TOKENS,
         aliases=(Alias("vllm:request_prompt_tokens"),),
     ),
     Metric(
-        "baton_router_request_output_tokens", "histogram", "tokens", ROUTER, "Tokens in an output that ended well.", buckets=LENGTH_TOKENS,
-        aliases=(Alias("vllm:request_generation_tokens"),),
+        "baton_router_request_output_tokens", "histogram", "tokens", ROUTER, "Output tokens of a successful request.",
+        buckets=LENGTH_TOKENS, aliases=(Alias("vllm:request_generation_tokens"),),
     ),
     # Decisions
     Metric(
-        "baton_router_choices_total", "counter", "choices", ROUTER, "Choices of a worker, by the reason of the choice.",
+        "baton_router_choices_total", "counter", "choices", ROUTER, "Choices of a worker, by the reason for the choice.",
         {"role": ("prefill", "decode"), "reason": ("cached prefix", "fetched prefix", "least work", "fits", "queues")},
     ),
     Metric(
         "baton_router_bypasses_total", "counter", "requests", ROUTER,
-        "Prompts that the router left to a decode worker to compute, without a handoff.",
+        "Prompts that the router sent straight to a decode worker to compute, without a handoff.",
         {"reason": ("short", "cached", "no prefill worker", "same worker")},
     ),
     Metric(
         "baton_router_retries_total", "counter", "attempts", ROUTER,
-        "Further attempts at a request, by what made them necessary.", {"reason": REASONS},
+        "Attempts at a request after the first, by the reason that made them necessary.", {"reason": REASONS},
     ),
     # Service levels
     Metric("baton_router_slo_met_total", "counter", "requests", ROUTER, "Requests that met every objective of the slo section."),
@@ -173,27 +174,27 @@ TABLE: tuple[Metric, ...] = (
     ),
     Metric(
         "baton_router_worker_usable", "gauge", "1", ROUTER,
-        "1: the router sends requests to this worker. 0: it is down, drains, or serves something else.",
+        "1: the router sends requests to this worker. 0: it is down, draining, or serves something else.",
         {"worker": OPEN, "role": ("prefill", "decode")},
     ),
     Metric(
         "baton_router_worker_credit_tokens", "gauge", "tokens", ROUTER,
-        "Tokens that a worker can still promise to hold: its last report, less what the router has sent since.",
+        "Tokens that a worker can still promise to hold: its last report, minus what the router has sent since.",
         {"worker": OPEN, "role": ("prefill", "decode")},
     ),
     Metric(
         "baton_router_worker_waiting_tokens", "gauge", "tokens", ROUTER,
-        "Uncached prompt tokens that wait there, as far as the router knows.",
+        "Uncached prompt tokens waiting on this worker, as far as the router knows.",
         {"worker": OPEN, "role": ("prefill", "decode")},
     ),
     # Engine
     Metric(
-        "baton_engine_step_duration_seconds", "histogram", "seconds", WORKERS, "Time of one engine step.", buckets=STAGE_S,
+        "baton_engine_step_duration_seconds", "histogram", "seconds", WORKERS, "Duration of one engine step.", buckets=STAGE_S,
     ),
     Metric("baton_engine_step_tokens", "histogram", "tokens", WORKERS, "Positions that one step computed.", buckets=BATCH_TOKENS),
     Metric("baton_engine_step_sequences", "histogram", "sequences", WORKERS, "Sequences in one step.", buckets=BATCH_SEQUENCES),
     Metric(
-        "baton_engine_sequences_running", "gauge", "sequences", WORKERS, "Sequences that run, or whose KV is being fetched.",
+        "baton_engine_sequences_running", "gauge", "sequences", WORKERS, "Sequences that are running, or whose KV is being fetched.",
         aliases=(Alias("vllm:num_requests_running"),),
     ),
     Metric(
@@ -227,7 +228,7 @@ TABLE: tuple[Metric, ...] = (
         aliases=(Alias("vllm:kv_cache_usage_perc"),),
     ),
     Metric(
-        "baton_kv_cache_info", "gauge", "1", ALL, "Always 1. The labels tell a block's tokens and the pool's blocks.",
+        "baton_kv_cache_info", "gauge", "1", ALL, "Always 1. The labels give the tokens in a block and the blocks in the pool.",
         {"block_size": OPEN, "num_blocks": OPEN},
         aliases=(Alias("vllm:cache_config_info", {"block_size": "block_size", "num_blocks": "num_gpu_blocks"}),),
     ),
@@ -239,7 +240,8 @@ TABLE: tuple[Metric, ...] = (
     Metric("baton_leases_held", "gauge", "leases", WORKERS, "Leases that are alive now."),
     Metric(
         "baton_leases_total", "counter", "leases", WORKERS,
-        "What happened to leases. late: a reader came after the end. fenced: a handle was forged, or another request's or process's.",
+        "Events of leases. late: a reader came after the lease had ended. fenced: a handle was forged, or belonged to another request or"
+        " process.",
         {"event": ("granted", "renewed", "released", "revoked", "expired", "late", "fenced")},
         aliases=(Alias("vllm:nixl_num_kv_expired_reqs_total", only={"event": "expired"}),),
     ),
@@ -266,7 +268,7 @@ TABLE: tuple[Metric, ...] = (
     *(Metric(fact.counter, "counter", fact.unit, WORKERS, fact.help) for fact in COUNTED.values()),
     # The process
     Metric("baton_registry_reachable", "gauge", "1", ALL, "1: the registry answered the last call. 0: it did not."),
-    Metric("baton_registry_reconnects_total", "counter", "times", ALL, "How often the registry answered again after an outage."),
+    Metric("baton_registry_reconnects_total", "counter", "times", ALL, "Times that the registry answered again after an outage."),
     Metric("baton_spans_exported_total", "counter", "spans", ALL, "Spans that the collector accepted."),
     Metric(
         "baton_spans_dropped_total", "counter", "spans", ALL,
@@ -309,11 +311,11 @@ class Histogram:
 
 Child = TypeVar("Child", Counter, Histogram)
 Key = str | tuple[str, ...]  # the label values in the order of the labels; for a single label, the value alone
-Reading = Number | Mapping[Any, Number]  # by Key: a mapping's key type is invariant, so it cannot be spelled here
+Reading = Number | Mapping[Any, Number]  # the keys are Keys: a mapping's key type is invariant, so it cannot be written here
 
 
 class Children(dict[Key, Child]):
-    """The series of one metric by label values, each made when it is first asked for. A value that the table does not know is "other"."""
+    """The series of one metric by label values, each made on its first use. A value that is not in the table counts as "other"."""
 
     def __init__(self, metric: Metric, make: Callable[[], Child]) -> None:
         super().__init__()
@@ -351,7 +353,7 @@ class Family:
 
 
 class Book:
-    """The numbers of one process. A name that is not in the table, or does not belong to this role, is our mistake: a KeyError."""
+    """The numbers of one process. A name that is not in the table, or does not belong to this role, is a bug and raises KeyError."""
 
     def __init__(self, role: Role, worker: str = "", model: str = "") -> None:
         """`worker`: the worker's name; empty in a process that is not a worker."""
@@ -382,7 +384,7 @@ class Book:
         return children
 
     def read(self, name: str, function: Callable[[], Reading]) -> None:
-        """A gauge, or a counter that is kept elsewhere. At each scrape `function` returns the number, or numbers by label values."""
+        """A gauge, or a counter that is kept elsewhere. At each scrape, `function` returns its number, or its numbers by label values."""
         self._find(name, "gauge", "counter")
         self._readers[name] = function
 
@@ -406,7 +408,7 @@ class Book:
         metric = BY_NAME[name]
         if self.role not in metric.roles or metric.kind not in kinds or name in self._children or name in self._readers:
             wanted = " or ".join(kinds)
-            raise KeyError(f"{name}: a {metric.kind} of {', '.join(metric.roles)}; asked for as {wanted} by {self.role}, or twice")
+            raise KeyError(f"{name}: a {metric.kind} of {', '.join(metric.roles)}; requested as {wanted} by {self.role}, or twice")
         return metric
 
     def _series(self, metric: Metric) -> list[Series]:

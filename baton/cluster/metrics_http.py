@@ -1,10 +1,10 @@
-"""`/metrics` and `/health` on a port of their own, on every process; on the router also `/targets`, the list of all of them.
+"""`/metrics` and `/health` on a port of their own, in every process; the router also serves `/targets`, the list of all processes.
 
-The only file that knows Prometheus's format, through prometheus_client, and HTTP/1 through h11. A connection carries one request, GET or
-HEAD, and has REQUEST_S for it. TLS applies here where it is configured; mutual TLS then keeps strangers out.
+This is the only file that knows Prometheus's format (through prometheus_client) and HTTP/1 (through h11). A connection carries one GET or
+HEAD request, which must end within REQUEST_S. If TLS is configured, it applies here too, and mutual TLS keeps strangers out.
 
-The connections are ours, not uvicorn's: uvicorn takes 50 ms more CPU and 1.5 MiB more memory at the start of every worker (h11 alone: 11 ms
-and 0.1 MiB), wakes ten times a second, and has no deadline for a client that sends or reads slowly.
+We handle the connections ourselves instead of using uvicorn, which takes 50 ms more CPU and 1.5 MiB more memory at the start of every
+worker (h11 alone: 11 ms and 0.1 MiB), wakes ten times a second, and has no deadline for a client that sends or reads slowly.
 """
 
 import asyncio
@@ -38,7 +38,7 @@ Page = tuple[int, str, bytes]  # status, content type, body
 
 
 class Exposition:
-    """A book as text. `refresh` is awaited first, so that the numbers of a worker's engine are those of this moment."""
+    """A book as text. `refresh` is awaited first, so that the numbers of a worker's engine are current."""
 
     def __init__(self, book: Book, refresh: Callable[[], Awaitable[object]] | None = None) -> None:
         self.book = book
@@ -47,7 +47,7 @@ class Exposition:
     async def page(self, accept: str = "") -> tuple[str, bytes]:
         """(content type, body) in the format that `accept` asks for: Prometheus text, or OpenMetrics."""
         if self._refresh is not None:
-            with suppress(BatonError):  # whoever scrapes wants to see that the engine hangs
+            with suppress(BatonError):  # the scrape must succeed even if the engine hangs, to show that it does
                 await self._refresh()
         snapshot = _Snapshot(self.book.families())
         encode, content_type = choose_encoder(accept)
@@ -73,7 +73,7 @@ class MetricsServer:
         self._writers: set[asyncio.StreamWriter] = set()
 
     async def start(self, port: int) -> str:
-        """Listen on `port` (0: any free one); returns `host:port`. Raises BatonError(INTERNAL) when it is taken."""
+        """Listen on `port` (0: any free one); returns `host:port`. Raises BatonError(INTERNAL) if the port is taken."""
         tls = _server_context(self._security) if self._security.tls_cert else None
         try:
             self._server = await asyncio.start_server(self._serve, self._host, port, ssl=tls)
@@ -147,7 +147,7 @@ def _server_context(security: SecurityConfig) -> ssl.SSLContext:
 
 
 class _Snapshot(Collector):
-    """Our families in the form of prometheus_client, and its own ones of the process: CPU, memory, open files."""
+    """Our families in prometheus_client's form, and its own families for the process: CPU, memory, open files."""
 
     _process = ProcessCollector(registry=None)
 

@@ -1,7 +1,7 @@
-"""Traces by the OpenTelemetry SDK: it reads `traceparent`, samples, queues ended spans and exports them from a thread of its own.
+"""Traces through the OpenTelemetry SDK, which reads `traceparent`, samples, queues ended spans and exports them from its own thread.
 
-The only file that imports the SDK, loaded when `telemetry.otlp_endpoint` is set. It adds what the SDK lacks: it counts the spans that were
-exported and lost, logs once that the collector is away, and closes within CLOSE_WITHIN_S.
+This is the only file that imports the SDK, and it is loaded only if `telemetry.otlp_endpoint` is set. It adds what the SDK lacks: it counts
+the spans that were exported and lost, logs once that the collector is unreachable, and closes within CLOSE_WITHIN_S.
 """
 
 import logging
@@ -27,7 +27,7 @@ MAX_QUEUED = 4096  # spans
 BATCH = 512
 EXPORT_EVERY_S = 0.5
 EXPORT_TIMEOUT_S = 2.0  # of one batch, retries included
-CLOSE_WITHIN_S = 0.8  # spans that the collector has not taken by then are lost
+CLOSE_WITHIN_S = 0.8  # spans that the collector has not accepted by then are lost
 
 _KINDS = {"server": SpanKind.SERVER, "client": SpanKind.CLIENT, "internal": SpanKind.INTERNAL}
 _NO_PARENT = Context()
@@ -38,7 +38,7 @@ _UNSET = Status(StatusCode.UNSET)
 
 
 class RecordedSpan(Span):
-    """Ours, because making, filling and ending one of the SDK's spans takes 27 us of the thread that serves, and one of these 5 us."""
+    """Our own class, because making, filling and ending an SDK span takes 27 us in the serving thread, and one of these takes 5 us."""
 
     __slots__ = ("_attributes", "_context", "_ended", "_kind", "_name", "_parent", "_queue", "_start_ns")
 
@@ -123,7 +123,7 @@ class OtelTracer(Tracer):
         flushing = threading.Thread(target=self._queue.shutdown, name="flush spans", daemon=True)  # waits 30 s for an export that hangs
         flushing.start()
         flushing.join(CLOSE_WITHIN_S / 2)
-        # Ends the export in flight. In a thread of its own, because closing a channel may wait for the call.
+        # Ends the export in flight. It runs in its own thread, because closing a channel may wait for the call.
         threading.Thread(target=self._queue.exporter.shutdown, name="close spans", daemon=True).start()
         flushing.join(CLOSE_WITHIN_S / 2)
         self._queue.refused += self._queue.waiting
@@ -146,7 +146,7 @@ def _read(traceparent: str) -> Context:
 
 
 class _Counting(SpanExporter):
-    """Called by the SDK's thread alone. A batch that fails is lost; the log says when failures begin and when they end."""
+    """Called only by the SDK's thread. A batch that fails is lost; the log says when failures begin and when they end."""
 
     def __init__(self, exporter: SpanExporter) -> None:
         self.exported = 0  # spans
@@ -166,7 +166,7 @@ class _Counting(SpanExporter):
         else:
             self.lost += len(spans)
         if reached != self._reached:
-            log.warning("the span collector is %s", "reachable again" if reached else "away; spans are dropped")
+            log.warning("the span collector is %s", "reachable again" if reached else "unreachable; spans are dropped")
         self._reached = reached
         return result
 
@@ -175,7 +175,7 @@ class _Counting(SpanExporter):
 
 
 class _Queue(BatchSpanProcessor):
-    """Refuses a span when `max_queued` wait. The SDK would drop an older one instead, and count neither."""
+    """Refuses a span when `max_queued` spans are waiting. The SDK would drop an older one instead, and count neither."""
 
     def __init__(self, exporter: _Counting, resource: Resource, max_queued: int) -> None:
         super().__init__(exporter, max_queued, EXPORT_EVERY_S * 1000, min(BATCH, max_queued), EXPORT_TIMEOUT_S * 1000)

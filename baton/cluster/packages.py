@@ -1,9 +1,9 @@
-"""Whose code a process runs: our packages, never a file of the folder in which it was started.
+"""Makes a process run our packages, and never a file from the folder in which it was started.
 
-`python -m` puts the working directory first on the search path, and so does an empty entry of PYTHONPATH. Many folders hold a router.py
-or a models.py; a process that looked there first would run a stranger's program. Every process of ours therefore calls `enter` before it
-imports anything else, starts others with `command`, and refuses to run when one of our names still belongs to somebody else, as it does
-when PYTHONPATH says so.
+`python -m` puts the working directory first on the search path, and so does an empty entry of PYTHONPATH. Many folders contain a router.py
+or a models.py, and a process that looked there first would run a stranger's program. Each of our processes therefore calls `enter` before
+it imports anything else, starts others with `command`, and refuses to run if one of our package names still leads to other code, for
+example through PYTHONPATH.
 
 Standard library only: this is imported before the search path can be trusted.
 """
@@ -17,19 +17,19 @@ from pathlib import Path
 from typing import NoReturn
 
 HOME = Path(__file__).resolve().parents[2]
-NAMES = ("baton", "router", "prefill_worker", "decode_worker", "kvtransfer", "loadtest")  # what an installation adds to the top level
+NAMES = ("baton", "router", "prefill_worker", "decode_worker", "kvtransfer", "loadtest")  # the top-level packages of an installation
 INTERRUPTED = 128 + signal.SIGINT
 
 
 def command(module: str, *arguments: str) -> tuple[str, ...]:
-    """The command line that runs a module of ours with this interpreter."""
+    """The command line that runs one of our modules with this interpreter."""
     return (sys.executable, "-P", "-m", module, *arguments)
 
 
 def enter() -> None:
-    """Called first in every process of ours. Ends the process, with a message, when one of our packages is somebody else's.
+    """Must be called first in each of our processes. Ends the process, with a message, if one of our package names leads to other code.
 
-    Until the program installs handlers of its own, Ctrl-C ends it without a traceback: imports alone take a second.
+    Until the program installs its own handlers, Ctrl-C ends it without a traceback: imports alone take a second.
     """
     if signal.getsignal(signal.SIGINT) is signal.default_int_handler:
         signal.signal(signal.SIGINT, _leave)
@@ -45,7 +45,7 @@ def enter() -> None:
 
 
 def without_working_directory(path: Sequence[str], pythonpath: str, cwd: str) -> list[str]:
-    """`path` (a sys.path) without the entries that only mean "where I happen to be". What PYTHONPATH names stays; so does our own home."""
+    """`path` (a sys.path) without the entries that only stand for the working directory. Folders named by PYTHONPATH and our home stay."""
     entries = pythonpath.split(os.pathsep) if pythonpath else []
     named = {os.path.abspath(entry) for entry in entries if entry}
     doubtful = 1 + len(entries)  # the interpreter puts the working directory first, then PYTHONPATH
@@ -54,14 +54,14 @@ def without_working_directory(path: Sequence[str], pythonpath: str, cwd: str) ->
 
 
 def find_stranger() -> str | None:
-    """What is wrong when one of our names does not lead to the package that lies beside this one; None when all do."""
+    """Says what is wrong if one of our names does not lead to the package next to this one; None if all do."""
     for name in NAMES:
         spec = importlib.util.find_spec(name)
         if spec is None:
-            return f"the package {name} is missing: it should lie in {HOME}; install Baton again"
+            return f"the package {name} is missing: it should be in {HOME}; install Baton again"
         found = Path(spec.origin or next(iter(spec.submodule_search_locations or ()), "?")).resolve()
         if found != HOME / name / "__init__.py":
-            return f"{name} would be {found}, which is not Baton's ({HOME / name}); take its folder off PYTHONPATH, or rename the file"
+            return f"{name} leads to {found}, which is not Baton's ({HOME / name}); remove its folder from PYTHONPATH, or rename the file"
     return None
 
 

@@ -1,7 +1,7 @@
-"""Signs of life for whoever supervises this process.
+"""Signs of life for the supervisor of this process.
 
-The supervisor passes the writing end of a pipe. The event loop writes a line into it at intervals: for how many seconds the engine has made
-no progress. An event loop that is blocked writes nothing. A process that was started by hand has no pipe, and is silent.
+The supervisor passes in the write end of a pipe. At intervals, the event loop writes a line into it: the number of seconds for which the
+engine has made no progress. A blocked event loop writes nothing. A process that was started by hand has no pipe and sends nothing.
 """
 
 import asyncio
@@ -13,12 +13,12 @@ BEAT_EVERY_S = 0.5
 
 
 async def beat(stalled_s: Callable[[], float] = lambda: 0.0) -> None:
-    """Until cancelled, or until nobody listens any more."""
-    fd = os.environ.pop(VARIABLE, None)  # not for our own children
+    """Runs until it is cancelled or the other end of the pipe is closed."""
+    fd = os.environ.pop(VARIABLE, None)  # our own children must not inherit it
     while fd is not None:
         try:
             os.write(int(fd), f"{stalled_s():.3f}\n".encode())
-        except BlockingIOError:  # the supervisor has not read for long, and finds enough when it does
+        except BlockingIOError:  # the supervisor has not read for a long time, and will find enough when it does
             pass
         except OSError:
             return
@@ -26,7 +26,7 @@ async def beat(stalled_s: Callable[[], float] = lambda: 0.0) -> None:
 
 
 def read(fd: int) -> float | None:
-    """The newest complete line that has come since the last call; None: there is none. `fd` does not block."""
+    """The newest complete line since the last call; None if there is none. `fd` must not block."""
     try:
         lines = os.read(fd, 1 << 16).split(b"\n")
         return float(lines[-2]) if len(lines) > 1 else None

@@ -1,8 +1,8 @@
-"""What workers tell each other through the registry, and how it is written down.
+"""What workers publish in the registry, and how it is encoded.
 
-Records and pools are JSON objects, read and written by pydantic from the types of the dataclasses. A reader skips fields that it does not
-know (a newer writer), takes the default of a missing field that has one (an older writer), and refuses a value of the wrong type. A block
-event consists mostly of keys, and there are many events, so the keys are packed as bytes.
+Records and pools are JSON objects, read and written by pydantic from the types of the dataclasses. A reader skips unknown fields (from a
+newer writer), uses the default of a missing field that has one (from an older writer), and refuses a value of the wrong type. A block event
+consists mostly of keys, and there are many events, so the keys are packed as bytes.
 """
 
 from collections.abc import Callable, Mapping
@@ -29,7 +29,7 @@ class Load:
     running: Count = 0  # sequences
     waiting: Count = 0  # sequences
     free_blocks: Count = 0  # free and evictable
-    credit_tokens: int = 0  # decode tokens it can still promise to hold; below zero when it has promised more than fits
+    credit_tokens: int = 0  # decode tokens it can still promise to hold; negative if it has promised more than fits
     cached_blocks: Count = 0
     leases: Count = 0
     waiting_tokens: Count = 0  # uncached prompt tokens not computed yet
@@ -40,7 +40,7 @@ class WorkerRecord:
     """A worker that has joined. It expires unless refreshed."""
 
     name: str
-    role: RoleName  # as which it was started: its pool
+    role: RoleName  # the role that it was started in, which is its pool
     address: str  # gRPC host:port
     incarnation: Count  # grows whenever the worker's process restarts
     state: WorkerState
@@ -54,9 +54,9 @@ class WorkerRecord:
     kv_blocks: Count
     transport: str
     load: Load = field(default_factory=Load)
-    metrics: str = ""  # host:port of its /metrics; empty: it offers none
+    metrics: str = ""  # host:port of its /metrics; empty: it has none
     roles: tuple[RoleName, ...] = ()  # what it serves at this moment; empty: `role`
-    max_num_seqs: Count = 0  # sequences in one step of its engine; 0: it does not say
+    max_num_seqs: Count = 0  # sequences in one step of its engine; 0: unknown
 
     def serves(self, role: RoleName) -> bool:
         return role in (self.roles or (self.role,))
@@ -74,7 +74,7 @@ class WorkerRecord:
 
     @classmethod
     def from_mapping(cls, fields: Mapping[str, Any]) -> "WorkerRecord":
-        """Raises ValueError for values that are not those of a record."""
+        """Raises ValueError for values that do not form a record."""
         return _checked(lambda: _RECORD.validate_python(fields), "record")
 
 
@@ -133,7 +133,7 @@ _POOLS = TypeAdapter(Pools)
 
 
 def _checked(read: Callable[[], T], what: str) -> T:
-    """What `read` returns. Raises a ValueError of one line that names the first field that is wrong, but not all of its value."""
+    """Returns what `read` returns. Raises a one-line ValueError that names the first wrong field and shows the beginning of its value."""
     try:
         return read()
     except ValidationError as error:

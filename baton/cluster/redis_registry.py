@@ -6,8 +6,8 @@
     baton:{NAME}:events      stream of block events, about `stream_maxlen` long
     baton:{NAME}:pools       JSON of the wanted pool sizes
 
-The braces are literal: a sharded Redis then keeps all keys of one cluster of ours in one slot, where one script may touch them together.
-The scripts accept anything under a key: a writer overwrites a value of the wrong type, a reader counts it as garbage.
+The braces are literal: they make a sharded Redis keep all keys of one of our clusters in one slot, so that one script may touch them
+together. The scripts cope with any value under a key: a writer overwrites a value of the wrong type, a reader counts it as garbage.
 """
 
 import asyncio
@@ -36,7 +36,7 @@ _PUBLISH_BATCH = 256  # events in one command
 _CONNECTIONS = 16
 
 # KEYS record, fence, members. ARGV incarnation, JSON, record ms, fence ms, name. Returns the newer incarnation when there is one.
-# Incarnations are compared as decimal text: a Lua number holds 53 bits of them.
+# Incarnations are compared as decimal text, because a Lua number holds only 53 bits of them.
 _JOIN = """
 local newest = redis.pcall('GET', KEYS[2])
 if type(newest) == 'string' and string.match(newest, '^%d+$') then
@@ -57,7 +57,7 @@ if redis.pcall('GET', KEYS[2]) == ARGV[1] then
 end
 """
 
-# KEYS members. ARGV prefix of a record's key. Returns name, JSON, name, JSON, ...; JSON is empty where something else stands.
+# KEYS members. ARGV prefix of a record's key. Returns name, JSON, name, JSON, ...; JSON is empty if the key holds something else.
 _MEMBERS = """
 local names = redis.pcall('SMEMBERS', KEYS[1])
 if names.err then return {'', ''} end
@@ -74,8 +74,8 @@ end
 return found
 """
 
-# KEYS stream. ARGV maxlen, then w, i, s, k, b of each event. It deletes only if it must: once a script has written, Redis no longer refuses
-# it for lack of memory.
+# KEYS stream. ARGV maxlen, then w, i, s, k, b of each event. The script deletes only if it must: once a script has written, Redis no longer
+# stops it for lack of memory.
 _PUBLISH = """
 local kind = redis.call('TYPE', KEYS[1]).ok
 if kind ~= 'stream' and kind ~= 'none' then redis.call('DEL', KEYS[1]) end
@@ -133,7 +133,7 @@ class RedisRegistry:
             _send(self._blocking, "XREAD", "COUNT", EVENTS_BATCH, *block, "STREAMS", stream, after), wait_s=max(wait_s, 0.0)
         )
         if not reply:
-            # A server that lost its data and whose clock is behind numbers its entries from before the cursor: start again there.
+            # If the server lost its data and its clock is behind, new entries have ids before the cursor: start again from the beginning.
             return [], "0-0" if _order(await self._last_id()) < _order(after) else after
         found = []
         for entry_id, fields in reply[0][1]:
@@ -176,13 +176,13 @@ class RedisRegistry:
         return cast(str, newest[0][0].decode()) if newest else "0-0"
 
     async def _script(self, script: str, keys: Sequence[str], arguments: Sequence[str | bytes | int]) -> Any:
-        # EVAL instead of EVALSHA: a few hundred bytes more, but no second path for a server that has lost its scripts.
+        # EVAL instead of EVALSHA: a few hundred bytes more, but no second code path for a server that has lost its scripts.
         return await self._bounded(_send(self._commands, "EVAL", script, len(keys), *keys, *arguments))
 
     async def _bounded(self, call: Awaitable[Any], wait_s: float = 0.0) -> Any:
-        """Await one command, at most for the command timeout (plus `wait_s` if the command itself waits), and classify its failure.
+        """Await one command, for no longer than the command timeout (plus `wait_s` if the command itself waits), and classify its failure.
 
-        A command that is cut off here closes its connection, so no later command can read its answer.
+        A command that times out here closes its connection, so no later command can read its answer.
         """
         try:
             async with asyncio.timeout(self._config.command_timeout_s + wait_s):
@@ -214,7 +214,7 @@ _KINDS: dict[str, str] = {
     "NOAUTH": "auth",
     "WRONGPASS": "auth",
     "NOPERM": "auth",
-    "user executing the script": "auth",  # NOPERM inside a script, as 6.2 says it
+    "user executing the script": "auth",  # NOPERM inside a script, as 6.2 words it
 }
 _CLASSES: tuple[tuple[type[Exception], str], ...] = (  # some derive from ConnectionError, which therefore comes last
     (BusyLoadingError, "loading"),

@@ -1,8 +1,8 @@
-"""The registry: who is alive, what their caches hold, how large the pools should be.
+"""The registry: which workers are alive, what their caches hold, how large the pools should be.
 
-It is a cache of truths that workers can rebuild: losing or flushing it fails no request, and no request waits for it. The implementation is
-`baton.cluster.redis_registry`. Tests have a second one, in memory, for outages and clocks that they control; one behaviour suite runs on
-both.
+It is a cache of facts that workers can rebuild: if it is lost or flushed, no request fails, and no request waits for it. The implementation
+is `baton.cluster.redis_registry`. Tests have a second one, in memory, for outages and clocks that they control; the same behaviour suite
+runs on both.
 """
 
 from collections.abc import Sequence
@@ -11,8 +11,8 @@ from typing import Protocol
 from baton.cluster.records import BlockEvent, Pools, WorkerRecord
 
 EVENTS_BATCH = 1000  # most events that one call of `events` returns
-# A writer of an old incarnation is refused for this many record lifetimes after the last write of a newer one, and not for ever: a host
-# whose clock was set back draws a lower incarnation than before, and must be able to join again.
+# A writer with an old incarnation is refused for this many record lifetimes after the last write of a newer one. It is not refused for
+# ever: a host whose clock was set back draws a lower incarnation than before, and must be able to join again.
 FENCE_LIFETIMES = 10
 
 
@@ -33,9 +33,9 @@ class StaleIncarnation(Exception):
 
 
 class Registry(Protocol):
-    """Every method raises RegistryUnavailable soon, instead of waiting for a registry that is away, and may then be called again."""
+    """If the registry is unreachable, every method soon raises RegistryUnavailable instead of waiting; it may then be called again."""
 
-    garbage: int  # how many values have been found that none of our workers wrote; they are skipped
+    garbage: int  # number of values found that none of our workers wrote; they are skipped
 
     async def join(self, record: WorkerRecord) -> None:
         """Write or refresh a record, which then expires. Writes nothing and raises StaleIncarnation when a newer incarnation has joined."""
@@ -47,12 +47,12 @@ class Registry(Protocol):
         """The records that have not expired, sorted by name."""
 
     async def publish(self, events: Sequence[BlockEvent]) -> None:
-        """Append `events` in their order. A call that failed may still have stored them: publish them again, readers drop duplicates."""
+        """Append `events` in order. A call that failed may still have stored them: publish them again, readers drop duplicates."""
 
     async def events(self, after: str | None, wait_s: float) -> tuple[list[BlockEvent], str]:
         """At most EVENTS_BATCH events after the cursor `after`, and the cursor for the next call; waits up to `wait_s` for a first one.
 
-        `after` None means from now on, and returns at once with a cursor. Old events are dropped: a reader that is too far behind, or whose
+        `after` None means from now on, and returns a cursor immediately. Old events are dropped: a reader that is too far behind, or whose
         registry lost its contents, sees a gap in `BlockEvent.sequence`.
         """
 
@@ -60,7 +60,7 @@ class Registry(Protocol):
         """Store the wanted pool sizes; they do not expire."""
 
     async def desired(self) -> Pools | None:
-        """The wanted pool sizes; None when none were stored."""
+        """The wanted pool sizes; None if none were stored."""
 
     async def ping(self) -> None:
         """Return when the registry answers."""

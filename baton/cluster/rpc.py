@@ -1,6 +1,6 @@
-"""gRPC as all our processes use it: server and channel options, TLS, and the two translations of the error table.
+"""gRPC as all our processes use it: server and channel options, TLS, and the translation of the error table in both directions.
 
-Keepalive needs both of its arguments: without `ping_timeout_ms` a hung peer is noticed after a minute instead of seconds.
+Keepalive needs both timeouts: without `ping_timeout_ms`, a hung peer is noticed after a minute instead of seconds.
 """
 
 import asyncio
@@ -34,12 +34,12 @@ _OPTIONS: list[tuple[str, Any]] = [
     ("grpc.keepalive_permit_without_calls", 1),
     ("grpc.http2.max_pings_without_data", 0),
 ]
-NO_PROXY = ("grpc.enable_http_proxy", 0)  # of the environment: there is none between processes of one cluster
+NO_PROXY = ("grpc.enable_http_proxy", 0)  # ignores the environment: there is no proxy between processes of one cluster
 CHANNEL_OPTIONS = [
     *_OPTIONS,
     NO_PROXY,
     ("grpc.initial_reconnect_backoff_ms", 50),
-    ("grpc.min_reconnect_backoff_ms", 1000),  # also how long a connection may take to come up: a busy or distant peer is not a lost one
+    ("grpc.min_reconnect_backoff_ms", 1000),  # also the time a connection may take to come up: a busy or distant peer is not a lost one
     ("grpc.max_reconnect_backoff_ms", 1000),
     ("grpc.max_receive_message_length", 64 << 20),
 ]
@@ -53,11 +53,11 @@ SERVER_OPTIONS = [
 
 
 class Server:
-    """A gRPC server with standard health; `health.set` speaks for the whole process under the name ""."""
+    """A gRPC server with the standard health service; in `health.set`, the name "" stands for the whole process."""
 
     def __init__(self, config: Config, max_message_bytes: int, stall_s: float | None = None, check: Check | None = None) -> None:
-        """`stall_s`: how long a response stream may wait for its client to read; None: for ever. `check` looks at the bytes of a request
-        before they are parsed; the BatonError that it raises is the answer."""
+        """`stall_s`: how long a response stream may wait for its client to read; None: for ever. `check` gets the bytes of a request before
+        they are parsed; a BatonError that it raises becomes the answer."""
         options = [*SERVER_OPTIONS, ("grpc.max_receive_message_length", max_message_bytes)]
         self.grpc = grpc.aio.server(interceptors=[Edge(stall_s, check)], options=options)
         self.health = health.aio.HealthServicer()
@@ -66,7 +66,7 @@ class Server:
         self._host = config.cluster.host
 
     def bind(self, port: int) -> str:
-        """Take a port (0: any free one); returns `host:port`. Raises BatonError(INTERNAL) when it is taken."""
+        """Bind a port (0: any free one); returns `host:port`. Raises BatonError(INTERNAL) if the port is taken."""
         address = target(self._host, port)
         try:
             if self._security.tls_cert:
@@ -89,7 +89,7 @@ class Server:
 
 
 def target(host: str, port: int) -> str:
-    """`host:port` as gRPC writes it; an IPv6 address stands in brackets."""
+    """`host:port` as gRPC writes it; an IPv6 address is in brackets."""
     return f"[{host}]:{port}" if ":" in host else f"{host}:{port}"
 
 
@@ -101,8 +101,8 @@ def is_loopback(host: str) -> bool:
 
 
 class Edge(grpc.aio.ServerInterceptor):  # type: ignore[misc]
-    """Where gRPC itself would blame us: bytes that are not a message of the method (it answers UNKNOWN), clients that leave (it logs a
-    traceback), clients that do not read (it waits)."""
+    """Handles what gRPC itself would treat as our fault: bytes that are not a message of the method (it answers UNKNOWN), clients that
+    leave (it logs a traceback), clients that do not read (it waits)."""
 
     def __init__(self, stall_s: float | None, check: Check | None = None) -> None:
         self._stall_s = stall_s
@@ -152,7 +152,7 @@ def _stream(method: Callable[[Any, Context], Any], stall_s: float | None) -> Cal
             async with aclosing(method(request, context)) as responses:
                 async for response in responses:
                     await _write(context, response, stall_s)
-        except _NotRead:  # everything that the call held is given back by now; gRPC keeps the status behind what is unread
+        except _NotRead:  # the call has released everything that it held; gRPC queues the status behind the unread responses
             await abort(context, BatonError(Reason.STALLED, f"the client read nothing for {stall_s:g} s"))
 
     return stream
@@ -176,7 +176,7 @@ async def _write(context: Context, response: Any, stall_s: float | None) -> None
 
 
 def _gone() -> asyncio.CancelledError:
-    """The client left. gRPC cancels the call in a moment; until then every operation fails, and gRPC would log each as our error."""
+    """The client left. gRPC will soon cancel the call; until then every operation fails, and gRPC would log each failure as our error."""
     return asyncio.CancelledError("the client left")
 
 
@@ -201,7 +201,7 @@ def channel_credentials(security: SecurityConfig) -> grpc.ChannelCredentials:
 
 
 async def abort(context: Context, error: BatonError) -> NoReturn:
-    """End the call with google.rpc.Status: ErrorInfo always, BadRequest and RetryInfo where the table has them."""
+    """End the call with google.rpc.Status: ErrorInfo always, BadRequest and RetryInfo if the error has them."""
     try:
         await context.abort_with_status(rpc_status.to_status(to_status(error)))
     except grpc.aio.InternalError:
@@ -227,10 +227,10 @@ def to_status(error: BatonError) -> status_pb2.Status:
 
 
 def to_error(error: grpc.RpcError) -> BatonError:
-    """What a peer of ours meant: its own reason where it gave one, else the reason that fits the bare status."""
+    """The error that another of our processes meant: its own reason if it gave one, else the reason that fits the bare status."""
     try:
         status = rpc_status.from_call(error)
-    except (ValueError, DecodeError):  # details that contradict the status, or are none
+    except (ValueError, DecodeError):  # details that contradict the status, or cannot be parsed
         status = None
     for detail in status.details if status else ():
         info = error_details_pb2.ErrorInfo()
@@ -254,9 +254,9 @@ def _violations(status: status_pb2.Status) -> tuple[Violation, ...]:
 
 
 class Answering:
-    """`async with Answering(context):` turns what the body raises into the status that the caller can act on.
+    """`async with Answering(context):` turns an exception of the body into a status that the caller can act on.
 
-    What nobody foresaw is logged here and becomes INTERNAL without its text, which may quote a prompt.
+    An unforeseen exception is logged here and becomes INTERNAL without its text, which may quote a prompt.
     """
 
     def __init__(self, context: Context) -> None:
@@ -269,7 +269,7 @@ class Answering:
         if isinstance(error, BatonError):
             await abort(self._context, error)
         if isinstance(error, TimeoutError):
-            await abort(self._context, BatonError(Reason.DEADLINE, "the deadline of the call is over"))
+            await abort(self._context, BatonError(Reason.DEADLINE, "the deadline of the call has passed"))
         if isinstance(error, Exception) and not isinstance(error, grpc.aio.AbortError):
             log.error("a call failed", exc_info=error)
             await abort(self._context, BatonError(Reason.INTERNAL, "the call failed on our side"))

@@ -1,11 +1,11 @@
 """Names of spans and of their attributes.
 
-The GenAI conventions of OpenTelemetry still change, so their names are copied here as text, and only here. Names that the conventions lack
-begin with `baton.`; those of a handoff are in `baton.cluster.handoff`. Nothing of a prompt or an output is ever an attribute.
+The GenAI conventions of OpenTelemetry are still changing, so their names are copied here as text, and only here. Names that the conventions
+lack begin with `baton.`; those of a handoff are in `baton.cluster.handoff`. No part of a prompt or an output is ever an attribute.
 """
 
-# Spans. That of the request itself is called "OPERATION MODEL", as the conventions have it.
-QUEUE = "baton.queue"  # router: validated, tokenised, admitted, a worker chosen
+# Spans. The span of the request itself is named "OPERATION MODEL", as the conventions require.
+QUEUE = "baton.queue"  # router: validated, tokenized, admitted, a worker chosen
 PREFILL = "baton.prefill"  # router: the call to a prefill worker
 PREFILL_WORK = "baton.prefill.work"  # prefill worker: the same call
 LEASE = "baton.lease"  # prefill worker: the KV is held for a reader

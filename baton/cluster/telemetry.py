@@ -1,13 +1,14 @@
-"""Logs and traces. Neither ever holds anything of prompts, outputs or keys.
+"""Logs and traces. Neither ever contains any part of a prompt, an output or a key.
 
 A log line is one event on stderr and carries the name of the process.
 
-A span is one phase of a request: made when the phase begins, told a few facts, ended. Here stands what the rest of the code sees of spans,
-and what they are when tracing is off: one object, `NO_SPAN`, that does nothing. With `telemetry.otlp_endpoint`, `baton.cluster.otel` makes
-real ones and the OpenTelemetry SDK exports them; without, the SDK is not loaded.
+A span is one phase of a request: it is made when the phase begins, gets a few attributes, and is ended. This file has the interface of
+spans that the rest of the code uses, and what they are when tracing is off: one object, `NO_SPAN`, that does nothing. If
+`telemetry.otlp_endpoint` is set, `baton.cluster.otel` makes real spans and the OpenTelemetry SDK exports them; otherwise the SDK is not
+loaded.
 
-Whether a request is traced is decided once, at the router: by the `traceparent` of the client (W3C Trace Context), otherwise by the sample
-ratio. Every process after that follows the `traceparent` that its caller sends, and records nothing without one.
+The router decides once whether a request is traced: by the client's `traceparent` (W3C Trace Context), or else by the sample ratio. Every
+process after it follows the `traceparent` that its caller sends, and records nothing without one.
 """
 
 import asyncio
@@ -43,19 +44,19 @@ class Span:
 
     @property
     def traceparent(self) -> str:
-        """What the next process is told; empty when the request is not traced."""
+        """What is sent to the next process; empty if the request is not traced."""
         return ""
 
     def child(self, name: str, kind: Kind = "internal", attributes: Mapping[str, Value] = NOTHING) -> "Span":
         return self
 
     def past_child(self, name: str, seconds: float) -> None:
-        """A phase that began with this one and has already ended."""
+        """Records a phase that began with this one and has already ended."""
 
     def set(self, attributes: Mapping[str, Value]) -> None: ...
 
     def end(self, error: str = "") -> None:
-        """`error`: a reason of the error table; empty when the phase ended well. A second call changes nothing."""
+        """`error`: a reason from the error table; empty if the phase succeeded. A second call changes nothing."""
 
     def __enter__(self) -> Self:
         return self
@@ -74,24 +75,24 @@ NO_SPAN = Span()
 
 
 class Tracer:
-    """Makes the spans of one process. This class makes none: tracing is off."""
+    """Makes the spans of one process. This class makes none, because tracing is off."""
 
     @property
     def exported(self) -> int:
-        """Spans that the collector took."""
+        """Spans that the collector accepted."""
         return 0
 
     @property
     def dropped(self) -> int:
-        """Spans that were lost: the queue was full, or the collector was away."""
+        """Spans that were lost: the queue was full, or the collector was unreachable."""
         return 0
 
     def begin(self, name: str, traceparent: str = "", kind: Kind = "server") -> Span:
-        """The span of a client's request; NO_SPAN when the request is not to be traced. An invalid `traceparent` counts as none."""
+        """The span of a client's request; NO_SPAN if the request is not to be traced. An invalid `traceparent` counts as none."""
         return NO_SPAN
 
     def follow(self, name: str, traceparent: str, kind: Kind = "server") -> Span:
-        """The span of a call from another process of ours; NO_SPAN when the caller does not trace."""
+        """The span of a call from another of our processes; NO_SPAN if the caller does not trace."""
         return NO_SPAN
 
     def close(self) -> None:

@@ -1,4 +1,4 @@
-"""Which tracer a configuration means: none, or that of the OpenTelemetry SDK."""
+"""Makes the tracer for a configuration: one that records nothing, or one of the OpenTelemetry SDK."""
 
 from baton.cluster import semconv
 from baton.cluster.config import ConfigError, TelemetryConfig
@@ -6,7 +6,7 @@ from baton.cluster.telemetry import Tracer
 
 
 def make_tracer(config: TelemetryConfig, cluster: str, role: str, process: str) -> Tracer:
-    """Raises ConfigError when an endpoint is set and OpenTelemetry is not installed."""
+    """Raises ConfigError if an endpoint is set and OpenTelemetry is not installed."""
     if config.otlp_endpoint is None:
         return Tracer()
     try:

@@ -1,11 +1,11 @@
-"""Attention over the paged pool, in plain torch. It is right on every device, and faster kernels are measured against it.
+"""Attention over the paged pool, in plain torch. It is correct on every device, and faster kernels are compared with it.
 
 A step: `plan` turns the spans of the batch into index tensors, once. Then each layer stores the new keys and values in their slots and
-attends to those of each sequence through its block table: decodes of similar length in one call, each longer span in a call of its own.
-Where the pool was given kernels, one computes the decodes, reading blocks in place, and another each longer span, from what was gathered
-for it. Nothing loops over tokens, and no layer touches a list of blocks.
+attends to those of each sequence through its block table: decodes of similar length in one call, each longer span in its own call. If the
+pool has kernels, one of them computes the decodes, reading blocks in place, and another computes each longer span from the keys and values
+gathered for it. Nothing loops over tokens, and no layer touches a list of blocks.
 
-Letters in shapes: T tokens of the batch in a row, B sequences, M blocks a sequence, S = M · bs keys, bs block size, Hq query heads, Hkv
+Letters in shapes: T tokens of the batch in a row, B sequences, M blocks per sequence, S = M · bs keys, bs block size, Hq query heads, Hkv
 key/value heads, G = Hq / Hkv, D head dim, Dv that of values, P parts (2: keys and values; 1: one vector that is both, its first Dv numbers
 being the value), L layers, N blocks of the pool.
 """
@@ -26,7 +26,7 @@ from baton.engine.checkpoint import LayerAttention
 from baton.engine.cpu.sizes import rounded_up
 
 GROUP_BYTES = 32 << 20  # of keys and values gathered for one group of decodes
-KEY_STEPS = 4  # sizes from one power of two to the next, of keys that are gathered or computed with
+KEY_STEPS = 4  # allowed numbers of keys from one power of two to the next, for gathers and computations
 GROUP_SPREAD = 8  # blocks by which lengths in a group may differ, beyond half their length
 
 Ints = npt.NDArray[np.int64]
@@ -44,8 +44,8 @@ class KvLayer(NamedTuple):
     """Three views of one layer's slice of the pool."""
 
     blocks: Tensor  # [N, P, Hkv, bs, D]
-    rows: Tensor  # [*, bs * D]: row block · PLHkv + part · Hkv + head is what one head has in one block
-    slots: Tensor  # [*, D]: slot row · bs + offset is what it has for one token
+    rows: Tensor  # [*, bs * D]: row (block · PLHkv + part · Hkv + head) is what one head has in one block
+    slots: Tensor  # [*, D]: slot (row · bs + offset) is what it has for one token
 
 
 @dataclass(frozen=True, slots=True)
@@ -54,7 +54,7 @@ class Decodes:
 
     size: int  # B
     index: Tensor  # [2 B + *] int64: positions of the tokens; where each block table begins; the block tables, one after the other
-    keys: int  # that are seen, by all together
+    keys: int  # seen by all of them together
 
 
 # (pool, layer, q [T, Hq, D], kv [T, P, Hkv, D], out [T, Hq * Dv], decodes, how): the first `size` tokens of each. Stores, then attends.
@@ -64,7 +64,7 @@ AttendSpan = Callable[[Tensor, Tensor, Tensor, int, LayerAttention], Tensor]
 
 
 class Kernels(NamedTuple):
-    """Functions that do the work of this module faster: all of it, or none."""
+    """Functions that do the work of this module faster. A pool has all of them or none."""
 
     attend_in_place: AttendInPlace
     attend_span: AttendSpan
@@ -75,7 +75,7 @@ class PagedKv:
     """The pool as torch sees it, and the scratch memory into which keys and values are gathered."""
 
     def __init__(self, pool: Tensor, value_dim: int = 0, kernels: Kernels | None = None) -> None:
-        """`pool` is `[N, L, P, Hkv, bs, D]`, contiguous; `value_dim`: Dv, 0 where it is D."""
+        """`pool` is `[N, L, P, Hkv, bs, D]`, contiguous; `value_dim`: Dv, 0 if it is D."""
         _, layers, self.parts, self.kv_heads, self.block_size, dim = pool.shape
         self.pool = pool
         self.value_dim = value_dim or dim
@@ -111,7 +111,7 @@ class PagedKv:
             self.pool[block].zero_()
 
     def scratch(self, rows: int) -> Tensor:
-        """Uninitialised `[rows, bs * D]`, valid until the next call. Kept from step to step, for fresh pages cost more than the gather."""
+        """Uninitialised `[rows, bs * D]`, valid until the next call. Kept between steps, because fresh pages cost more than the gather."""
         if rows > len(self._scratch):
             self._scratch = self._scratch.new_empty(rows, self._scratch.shape[1])
         return self._scratch[:rows]
@@ -125,8 +125,8 @@ class Group:
     size: int
     n: int
     gather: Tensor  # [P * B * Hkv * M] into a layer's rows
-    keys: int  # of the S gathered, those that a query of the group may see
-    mask: Tensor | None  # added to the scores: [B, 1, 1, keys] or [n, keys]; None: causal from position 0, or a kernel masks by itself
+    keys: int  # of the S gathered keys, those that a query of the group may see
+    mask: Tensor | None  # added to the scores: [B, 1, 1, keys] or [n, keys]; None: causal from position 0, or the kernel masks
 
     @property
     def rows(self) -> slice:
@@ -141,7 +141,7 @@ class Meta:
     decodes: Decodes | None
     layers: tuple[LayerAttention, ...]  # [L]
     slots: Tensor  # [T' * P * Hkv] into a layer's slots: where the new keys and values go
-    groups: tuple[tuple[Group, ...], ...]  # [L], shared by like layers: in order, they cover the T' tokens
+    groups: tuple[tuple[Group, ...], ...]  # [L], shared by layers of the same kind: in order, they cover the T' tokens
     scratch: Tensor  # [rows, bs * D], room for the largest gather
 
 
@@ -153,7 +153,7 @@ class PagedAttention:
         self._meta = meta
 
     def __call__(self, layer: int, q: Tensor, kv: Tensor) -> Tensor:
-        """q `[T, Hq, D]` → `[T, Hq * Dv]`: softmax(scale · q kᵀ) v over the tokens at or before each query's own position. Rows behind
+        """q `[T, Hq, D]` → `[T, Hq * Dv]`: softmax(scale · q kᵀ) v over the tokens at or before each query's own position. Rows after
         those of the batch are 0."""
         meta, paged, kernels = self._meta, self._paged, self._paged.kernels
         tokens = len(meta.positions)
@@ -180,12 +180,12 @@ def _attend_group(q: Tensor, paged: PagedKv, layer: int, group: Group, meta: Met
     gathered = torch.index_select(paged.layers[layer].rows, 0, group.gather, out=meta.scratch[: len(group.gather)])
     kv = gathered.view(paged.parts, group.size, paged.kv_heads, -1, dim)  # [P, B, Hkv, S, D]
     if paged.kernels:
-        kv[..., group.keys :, :] = 0  # they have no weight, but zero times NaN is NaN
+        kv[..., group.keys :, :] = 0  # these have no weight, but zero times NaN is NaN
         return paged.kernels.attend_span(q, kv[0, 0], kv[-1, 0, ..., : paged.value_dim], group.keys, meta.layers[layer])
     kv = kv[..., : group.keys, :]
     k, v = kv[0], kv[-1][..., : paged.value_dim]
     if group.n == 1:
-        # The G queries that share a key head stand where a sequence of queries would: nothing is repeated.
+        # The G queries that share a key head take the place of a sequence of queries, so nothing is repeated.
         q = q.view(-1, paged.kv_heads, heads // paged.kv_heads, dim)  # [B, Hkv, G, D]
         return _attend(q, k, v, group.mask, meta.layers[layer]).reshape(-1, heads * paged.value_dim)
     out = _attend(q.transpose(0, 1)[None], k, v, group.mask, meta.layers[layer])  # [1, Hq, n, Dv]
@@ -211,8 +211,8 @@ def batch_order(spans: Sequence[Span]) -> list[int]:
 def plan(spans: Sequence[Span], paged: PagedKv, layers: Sequence[LayerAttention]) -> Meta:
     """Index tensors for at least one span, in `batch_order`, once for layers that see the same keys.
 
-    Also zeroes the slots behind the last token of a sequence, so that the bytes of its last block depend on its tokens only. Shared blocks
-    are full, so nobody else reads this one.
+    Also zeroes the slots after the last token of a sequence, so that the bytes of its last block depend only on its tokens. Shared blocks
+    are full, so no other sequence reads this one.
     """
     decodes = sum(span.n == 1 for span in spans) if paged.kernels else 0
     longer = _plan_longer(spans[decodes:], decodes, paged, layers)
@@ -235,13 +235,13 @@ def _decodes(spans: Sequence[Span], block_size: int) -> Decodes:
 
 
 def _plan_longer(spans: Sequence[Span], first: int, paged: PagedKv, layers: Sequence[LayerAttention]) -> Meta:
-    """The plan of spans that are gathered. `first`: how many tokens of the batch come before those of `spans`."""
+    """The plan for spans that are gathered. `first`: how many tokens of the batch come before those of `spans`."""
     if not spans:
         none = paged.tensor(np.empty(0, np.int64))
         return Meta(none, None, tuple(layers), none, ((),) * len(layers), paged.scratch(0))
     whole = _Table.of(spans, paged.block_size, None)
     if not paged.kernels:
-        # They are masked, but zero times NaN is NaN.
+        # Their scores are masked, but zero times NaN is NaN.
         paged.clear(*whole.tails())
     blocks, offsets = whole.slots()
     slots = paged.rows(blocks[:, None])[..., 0].transpose(1, 0, 2) * paged.block_size + offsets[:, None, None]  # [T', P, Hkv]
@@ -255,19 +255,19 @@ def _plan_longer(spans: Sequence[Span], first: int, paged: PagedKv, layers: Sequ
 
 
 def _begun(spans: Sequence[Span], block_size: int) -> list[int]:
-    """The last block of each span, where it begins within the span: nothing has been written to it yet."""
+    """The last blocks of the spans, if they begin within the span: nothing has been written to these yet."""
     last = ((span, (span.start + span.n - 1) // block_size) for span in spans)
     return [span.blocks[index] for span, index in last if index * block_size >= span.start]
 
 
 @dataclass(frozen=True, slots=True)
 class _Table:
-    """The spans as arrays. A table leaves out the blocks that no query of its span sees any more (sliding window)."""
+    """The spans as arrays. A table leaves out the blocks that no query of its span can see any more (sliding window)."""
 
     block_size: int
     starts: Ints  # [B]
     ns: Ints  # [B]
-    first_block: Ints  # [B] index in the sequence of the first block in the table
+    first_block: Ints  # [B] index, in the sequence, of the first block in the table
     counts: Ints  # [B] blocks in the table
     flat: Ints  # all tables, one after the other
     bases: Ints  # [B] where each begins in `flat`
@@ -293,13 +293,13 @@ class _Table:
         return self.flat[index], self.positions % self.block_size
 
     def tails(self) -> tuple[Ints, Ints]:
-        """Block and offset of each slot behind the last token of a span, in its last block."""
+        """Block and offset of each slot after the last token of a span, in its last block."""
         tails = -(self.starts + self.ns) % self.block_size  # [B]
         offsets = np.arange(tails.sum()) + np.repeat(self.block_size - tails - _before(tails), tails)
         return np.repeat(self.flat[self.bases + self.counts - 1], tails), offsets
 
     def padded(self, cut: slice) -> Ints:
-        """Block tables of some spans `[B, M]`; short ones repeat their last block, and so does the longest, up to one of few sizes."""
+        """Block tables of some spans `[B, M]`. Short ones repeat their last block, and so does the longest, up to one of a few sizes."""
         bases, counts = self.bases[cut], self.counts[cut]
         steps = np.minimum(np.arange(rounded_up(int(counts.max()), KEY_STEPS)), counts[:, None] - 1)
         table: Ints = self.flat[bases[:, None] + steps]
@@ -344,7 +344,7 @@ def _group(table: _Table, cut: slice, before: int, paged: PagedKv, window: int |
 
 
 def _mask(queries: Tensor, keys: Tensor, window: int | None, dtype: torch.dtype) -> Tensor:
-    """0 where the key's position is seen from the query's, -inf elsewhere."""
+    """0 where the query sees the key's position, -inf elsewhere."""
     hidden = keys > queries
     if window is not None:
         hidden |= keys <= queries - window

@@ -30,6 +30,6 @@ def block_key(parent: bytes, token_ids: Sequence[int]) -> bytes:
 
 
 def extend_keys(keys: list[bytes], root: bytes, token_ids: Sequence[int], block_size: int) -> None:
-    """Append to `keys`, those of the first full blocks, the keys of the full blocks that `token_ids` has beyond them."""
+    """`keys` are those of the first full blocks of `token_ids`; append the keys of its other full blocks."""
     while (start := len(keys) * block_size) + block_size <= len(token_ids):
         keys.append(block_key(keys[-1] if keys else root, token_ids[start : start + block_size]))

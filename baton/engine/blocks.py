@@ -1,10 +1,10 @@
-"""Who owns which block of the pool. Ints and keys only: the bytes are nobody's business here.
+"""Who owns which block of the pool. This file handles only numbers and keys, never the bytes of a block.
 
     free ──allocate──▶ owned ──seal──▶ owned and keyed ──release──▶ cached ──match──▶ owned and keyed
       ▲                  │ release (no key)                            │
       └──────────────────┴──────────────────── evict (oldest cached) ──┘
 
-A keyed block is immutable and may have several owners; `cached` are keyed blocks without owner, kept until somebody needs the room.
+A keyed block is immutable and may have several owners; `cached` blocks are keyed blocks without an owner, kept until the room is needed.
 Invariant (`check`): every block is in exactly one of free, cached, owned.
 """
 
@@ -22,14 +22,14 @@ class CacheChange:
 
 
 class BlockPool:
-    """`num_blocks` blocks, of which none is used at first. Not thread-safe: it belongs to the engine's thread."""
+    """`num_blocks` blocks, all unused at first. Not thread-safe: it belongs to the engine's thread."""
 
     def __init__(self, num_blocks: int, prefix_caching: bool = True) -> None:
         if num_blocks < 1:
             raise ValueError(f"num_blocks must be at least 1, got {num_blocks}")
         self.num_blocks = num_blocks
         self.prefix_caching = prefix_caching
-        # What was freed last is taken first: its memory is there, and perhaps in a cache.
+        # The block that was freed last is taken first: its memory is mapped, and perhaps in a cache of the processor.
         self._free = list(reversed(range(num_blocks)))
         self._owners: dict[int, int] = {}  # block → number of owners
         self._key_of: dict[int, bytes] = {}  # sealed blocks, owned or cached
@@ -51,11 +51,11 @@ class BlockPool:
         return len(self._owners)
 
     def sealed_keys(self) -> list[bytes]:
-        """Keys of every block a prefix can be found in, parents before children where they were stored so."""
+        """Keys of all blocks in which a prefix can be found; parents come before children if they were stored in that order."""
         return list(self._block_of)
 
     def match(self, keys: Sequence[bytes]) -> list[int]:
-        """The blocks of the longest known prefix of `keys`. They are owned by the caller from now on."""
+        """The blocks of the longest known prefix of `keys`. The caller owns them from now on."""
         blocks = []
         for key in keys:
             block = self._block_of.get(key)
@@ -78,15 +78,15 @@ class BlockPool:
         return known, idle
 
     def allocate(self, count: int) -> list[int] | None:
-        """`count` blocks with one owner and undefined content, or None (and nothing changed) when so many are not available."""
+        """`count` blocks with one owner and undefined content, or None (and nothing changed) if fewer are available."""
         if count > self.available:
             return None
         return [self._take() for _ in range(count)]
 
     def seal(self, block: int, key: bytes) -> None:
-        """Declare that an owned block is full and holds the KV of `key`: immutable from now on.
+        """Declare that an owned block is full and holds the KV of `key`: it is immutable from now on.
 
-        When another block already carries the key, this one stays private to its owners and the older copy keeps serving.
+        If another block already has the key, this one stays private to its owners, and the older copy continues to be found.
         """
         if block not in self._owners:
             raise ValueError(f"block {block} has no owner and cannot be sealed")
@@ -112,7 +112,7 @@ class BlockPool:
                 self._free.append(block)
 
     def forget(self, blocks: Iterable[int]) -> None:
-        """Drop the keys of blocks whose content turned out to be wrong; their owners keep them, nobody finds them again."""
+        """Drop the keys of blocks whose content turned out to be wrong: their owners keep them, but they are not found again."""
         for block in blocks:
             self._unkey(block)
             if block in self._cached:
@@ -125,7 +125,7 @@ class BlockPool:
         return changes
 
     def check(self) -> None:
-        """The conservation law. Raises RuntimeError: a broken pool must not serve another request's memory, whatever -O says."""
+        """Checks the invariant. Raises RuntimeError, also under -O: a broken pool must not serve another request's memory."""
         free, cached, owned = set(self._free), set(self._cached), set(self._owners)
         if len(free) != len(self._free) or free & cached or free & owned or cached & owned:
             raise RuntimeError("a block is in two places")

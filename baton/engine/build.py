@@ -17,11 +17,11 @@ from baton.engine.scheduler import Limits
 from baton.engine.sequence import Sequence
 
 Progress = Callable[[int, int], None]
-WARM_UP_TOKENS = 256  # more would take longer and make little faster
+WARM_UP_TOKENS = 256  # more would take longer and gain little
 
 
 class BuildError(ValueError):
-    """The model and the options do not go together. The text names the key to change."""
+    """The model and the options do not fit together. The text names the key to change."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -41,7 +41,7 @@ class Options:
     limits: Limits = field(default_factory=Limits)
 
     def __post_init__(self) -> None:
-        """BuildError names the configuration's key for a value that no engine can be built with."""
+        """Raises BuildError, which names the configuration key, for a value with which no engine can be built."""
         for key, value, least in (
             ("engine.block_size", self.block_size, 1),
             ("model.max_model_len", self.max_model_len, 2),  # a prompt of one token, and one token after it
@@ -74,7 +74,7 @@ def build(options: Options, progress: Progress = lambda done, total: None) -> Bu
     if config.get("architectures") == [toy.ARCHITECTURE]:
         runner = toy.ToyRunner.load(options.path, fingerprint(options.path), options.block_size)
     else:
-        # Torch is loaded here and only here, so that a toy cluster starts without it.
+        # Torch is loaded only here, so that a toy cluster starts without it.
         from baton.engine.runner import ModelRunner
 
         kind = ModelRunner
@@ -104,7 +104,7 @@ def build(options: Options, progress: Progress = lambda done, total: None) -> Bu
         tokens = min(WARM_UP_TOKENS, options.limits.max_num_batched_tokens)
         warm_up(runner, min(longest - 1, tokens, runner.pool.num_blocks * options.block_size - 1))
     except NonFiniteLogits:
-        raise BuildError(f"model.path: the weights in {options.path} give logits that are no numbers") from None
+        raise BuildError(f"model.path: the weights in {options.path} produce logits that are not numbers") from None
     return Built(engine, runner.layout.model_fingerprint, tokenizer_fingerprint(options.path), longest)
 
 
@@ -115,7 +115,7 @@ def _on_cpu(runner: Any, options: Options, longest: int) -> Engine:
 
 
 def _on_device(runner: Any, options: Options, longest: int) -> Engine:
-    """With the pool on the device and one step in flight. Transports see the host memory of the pool, into which blocks are copied."""
+    """The pool is on the device, and one step is in flight. Transports see the host memory of the pool, into which blocks are copied."""
     from baton.engine.gpu.device import free_memory
     from baton.engine.gpu.inputs import Capacity
     from baton.engine.gpu.overlap import OverlapEngine
@@ -130,14 +130,14 @@ def _on_device(runner: Any, options: Options, longest: int) -> Engine:
 
 
 def choose_dtype(config: dict[str, Any]) -> str:
-    """What config.json says, under either name of the field. float32, which holds every float16, where that is not one of our types."""
+    """What config.json says, under either name of the field; float32, which can hold every float16, if that is not one of our types."""
     return "bfloat16" if (config.get("dtype") or config.get("torch_dtype")) == "bfloat16" else "float32"
 
 
 def warm_up(runner: Runner, tokens: int) -> None:
     """One prefill and one decode. The first ones of a process are several times slower, and no request should pay for that.
 
-    What they leave in the pool's first blocks is recorded nowhere.
+    No record refers to what they leave in the pool's first blocks.
     """
     blocks = list(range(-(-(tokens + 1) // runner.layout.block_size)))
     seq = Sequence("warm-up", [0] * tokens, tokens, SamplingParams(max_tokens=2), b"", blocks=blocks)
@@ -165,7 +165,7 @@ def count_blocks(options: Options, longest: int, block_bytes: int, available: in
 
 
 def available_memory() -> int:
-    """Bytes that this process could still take: what the machine has free, within the limits of its control group and of `ulimit -v`."""
+    """Bytes that this process can still allocate: the machine's free memory, within the limits of its control group and of `ulimit -v`."""
     free = 1 << 40
     for line in _lines("/proc/meminfo"):
         if line.startswith("MemAvailable:"):
@@ -178,7 +178,7 @@ def available_memory() -> int:
     if space != resource.RLIM_INFINITY:
         pages = next(iter(_lines("/proc/self/statm")), "0").split()[0]
         free = min(free, max(0, space - int(pages) * resource.getpagesize()))
-    return free if free < 1 << 40 else 4 << 30  # the system does not say: assume little
+    return free if free < 1 << 40 else 4 << 30  # if the system does not say, assume little
 
 
 def _read_config(path: Path) -> dict[str, Any]:

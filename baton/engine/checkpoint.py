@@ -16,19 +16,19 @@ from baton.engine.fingerprint import weight_files
 
 WEIGHT_DTYPES = {"F32", "F16", "BF16"}
 QUANTISED_DTYPES = ("F4", "F6", "F8", "I4", "I8", "U8", "I32")
-# What GPTQ, AWQ, compressed-tensors, FP8 and bitsandbytes put beside a matrix or in its place
+# What GPTQ, AWQ, compressed-tensors, FP8 and bitsandbytes put next to a matrix or in its place
 QUANTISED_NAMES = (
     ".qweight", ".qzeros", ".scales", ".g_idx", ".weight_packed", ".weight_scale", ".weight_scale_inv", ".weight_zero_point",
     ".weight_shape", ".input_scale", ".SCB", ".absmax", ".quant_map", ".quant_state.bitsandbytes__nf4",
     ".quant_state.bitsandbytes__fp4",
 )  # fmt: skip
 QUANTISED = "the weights are quantised, which is not supported"
-FUSED = {"gate_up_proj": ("gate_proj", "up_proj"), "down_proj": ("down_proj",)}  # of all experts: [E, out, in], these along `out`
+FUSED = {"gate_up_proj": ("gate_proj", "up_proj"), "down_proj": ("down_proj",)}  # of all experts: [E, out, in], these stacked along `out`
 MIXTRAL = {"w1": "gate_proj", "w2": "down_proj", "w3": "up_proj"}
 # Files of weights that are not read, and why
 OTHER_WEIGHTS = {
     "pytorch_model*.bin": "a pickle, which can run code when it is read; save the model again with safe_serialization",
-    "*.gguf": "the GGUF format is not read; use the model's folder of safetensors",
+    "*.gguf": "a GGUF file, which is not read; use the model's folder of safetensors",
     "adapter_model.*": "an adapter is not a model; merge it into its base model and save that",
     "*.safetensors": "safetensors under another name; the weights must be in model.safetensors, or in the files of its index",
     "*.pt": "a pickle, which can run code when it is read; save the model as safetensors",
@@ -58,7 +58,7 @@ class Rope:
     fast: float = 32.0
     truncate: bool = True  # yarn: the blend begins and ends at whole pairs
     stretch: tuple[float, ...] = ()  # longrope: a factor for each pair
-    amplitude: float = 1.0  # rotated elements grow by that
+    amplitude: float = 1.0  # rotated elements are multiplied by this
 
 
 @dataclass(frozen=True, slots=True)
@@ -74,8 +74,8 @@ class LayerAttention:
 class LatentConfig:
     """Multi-head latent attention (see `baton.engine.projections.LatentAttention`)."""
 
-    rank: int  # of the latent that stands for keys and values
-    q_rank: int | None  # of the one that stands for queries; None: they are projected directly
+    rank: int  # of the latent from which keys and values are made
+    q_rank: int | None  # of the latent from which queries are made; None: they are projected directly
     nope_dim: int  # elements of a query head without position
     rope_dim: int  # and those that are rotated
     value_dim: int  # of a head, after the latent is projected up
@@ -88,12 +88,12 @@ class ExpertConfig:
 
     layers: frozenset[int]  # that have a mixture
     count: int
-    chosen: int  # experts a token passes through
+    chosen: int  # experts that a token passes through
     intermediate: int  # of one expert
     sigmoid: bool = False  # scores are sigmoids of the router's logits, not their softmax
     biased: bool = False  # the choice, not the share, is made with a bias for each expert
     groups: int = 1
-    open_groups: int = 1  # those with the best experts, among which a token chooses
+    open_groups: int = 1  # the number of groups, those with the best experts, that a token chooses from
     normalised: bool = False  # the shares of a token's experts sum to 1, before `scale`
     scale: float = 1.0
     shared: int = 0  # intermediate size of the network that every token passes through as well
@@ -107,14 +107,14 @@ class ModelConfig:
     hidden: int
     layers: int
     heads: int
-    kv_heads: int  # with `latent` 1: the pool sees one key head
+    kv_heads: int  # 1 with `latent`: the pool then has one key head
     head_dim: int  # of keys in the pool
     intermediate: int
     vocab: int
     max_positions: int
     norm_eps: float
-    ropes: tuple[Rope, ...]  # one a layer
-    attention: tuple[LayerAttention, ...]  # one a layer
+    ropes: tuple[Rope, ...]  # one per layer
+    attention: tuple[LayerAttention, ...]  # one per layer
     tied: bool  # the LM head is the embedding
     qkv_bias: bool
     o_bias: bool
@@ -129,10 +129,10 @@ class ModelConfig:
     packed: bool = False  # q, k and v are one tensor in the file, and so are gate and up
     latent: LatentConfig | None = None
     experts: ExpertConfig | None = None
-    draft_layers: int = 0  # layers behind the model's own that predict further tokens; they are not read
+    draft_layers: int = 0  # layers after the model's own that predict further tokens; they are not read
 
     def experts_of(self, layer: int) -> ExpertConfig | None:
-        """None: it has a single network."""
+        """None if the layer has a single network."""
         return self.experts if self.experts and layer in self.experts.layers else None
 
     @property
@@ -219,7 +219,7 @@ def _mixture(c: ModelConfig, experts: ExpertConfig) -> dict[str, Shape]:
 
 
 class _Place(NamedTuple):
-    """Where a tensor is: a whole one of a file, or a part of one."""
+    """Where a tensor is: it is a whole tensor of a file, or a part of one."""
 
     file: Path
     name: str
@@ -228,8 +228,8 @@ class _Place(NamedTuple):
 
 
 class Checkpoint:
-    """The weights of one folder. Opening it checks names, shapes and types. `tensor` maps the file anew each time, so that what was read
-    counts as this process's memory only while the tensor lives."""
+    """The weights of one folder. Opening it checks names, shapes and types. `tensor` maps the file anew each time, so that the bytes read
+    count as this process's memory only while the tensor lives."""
 
     def __init__(self, path: Path, config: ModelConfig) -> None:
         """Raises CheckpointError for a missing, unexpected, misshapen or mistyped tensor and for a damaged file."""
@@ -283,7 +283,7 @@ def _check_tensor(place: _Place, opened: Any, shape: Shape) -> None:
 
 
 def _places(file: Path, opened: Any) -> Iterator[tuple[str, _Place]]:
-    """The tensors of a file by the names of `expected_tensors`; where all experts are one tensor (transformers 5), each is a part of it."""
+    """The tensors of a file by the names of `expected_tensors`; if all experts are one tensor (transformers 5), each is a part of it."""
     for name in opened.keys():  # noqa: SIM118
         shape, canonical = tuple(opened.get_slice(name).get_shape()), _canonical(name)
         block, _, kind = canonical.rpartition(".experts.")
@@ -314,7 +314,7 @@ def _weight_files(path: Path) -> list[Path]:
 
 
 def _found_instead(path: Path) -> str:
-    """What a folder without weights of ours holds in their place, and what to do about it; nothing where it holds nothing like them."""
+    """Says which other weights a folder holds in place of those that we read, and what to do about it; empty if it holds none."""
     for pattern, what in OTHER_WEIGHTS.items():
         if found := sorted(path.glob(pattern)):
             return f"; {found[0].name} is: {what}"
@@ -325,4 +325,4 @@ def _open(file: Path) -> Any:
     try:
         return safe_open(file, framework="pt", device="cpu")
     except (SafetensorError, OSError) as error:
-        raise CheckpointError(file, "", f"cannot be opened, truncated or altered? {error}") from error
+        raise CheckpointError(file, "", f"cannot be opened (truncated or altered?): {error}") from error

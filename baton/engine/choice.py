@@ -11,7 +11,7 @@ log = logging.getLogger(__name__)
 
 
 def choose_ops(device: torch.device, dtype: torch.dtype, compiled: bool) -> Ops:
-    """The fastest that can be had; plain torch throughout where `compiled` is off.
+    """The fastest available implementation; plain torch throughout if `compiled` is off.
 
     Compiling takes seconds, once for all processes of a machine. On a CPU where it fails, matrices are still packed for oneDNN.
     """
@@ -24,6 +24,6 @@ def choose_ops(device: torch.device, dtype: torch.dtype, compiled: bool) -> Ops:
     try:
         from baton.engine.cpu.compiled_ops import CompiledOps
     except Exception as error:  # whatever a compiler may raise: plain torch is slower, not wrong
-        log.warning("engine.compiled: the kernels cannot be compiled, plain torch is used: %s: %s", type(error).__name__, error)
+        log.warning("engine.compiled: the kernels cannot be compiled, using plain torch: %s: %s", type(error).__name__, error)
         return Ops(packs=True)
     return CompiledOps()

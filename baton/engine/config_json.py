@@ -1,7 +1,7 @@
 """Reads config.json of a Hugging Face folder into a `ModelConfig`: what the architecture's name says, and what the fields say.
 
-A field that changes the computation in a way that is not computed exactly here is refused, with the file and the field. Nothing is
-approximated or passed over.
+A field that asks for a computation that this engine does not do exactly is refused; the error names the file and the field. Nothing is
+approximated or ignored.
 """
 
 from dataclasses import dataclass, replace
@@ -14,11 +14,11 @@ from baton.engine.rope import flat_fields, read_rope, score_growth
 
 @dataclass(frozen=True, slots=True)
 class Family:
-    """What an architecture's name says by itself. Defaults are those that transformers uses for a file without the field."""
+    """What an architecture's name says by itself. The defaults are those that transformers uses if the file lacks the field."""
 
     norm_eps: float = 1e-6
     theta: float = 10000.0
-    local_theta: float | None = None  # layers with a window have a rotary embedding of their own
+    local_theta: float | None = None  # layers with a window have their own rotary embedding
     head_dim: int | None = None  # None: hidden_size / num_attention_heads
     multi_head: bool = False  # num_key_value_heads may be left out: as many as query heads
     tied: bool = False
@@ -32,7 +32,7 @@ class Family:
     window: int | None = None
     window_pattern: bool = False  # reads sliding_window_pattern, which says n
     packed: bool = False
-    gemma: bool = False  # norms of 1 + weight, also behind attention and MLP; scaled embedding; tanh GELU; query_pre_attn_scalar
+    gemma: bool = False  # norms of 1 + weight, also after attention and MLP; scaled embedding; tanh GELU; query_pre_attn_scalar
     score_softcap: float | None = None
     logit_softcap: float | None = None
     experts: str = ""  # mixtral | qwen3 | deepseek2 | deepseek3
@@ -81,7 +81,7 @@ def read_config(path: Path) -> ModelConfig:
         raise f.error("head_dim", f"must be even for rotary embeddings, got {head_dim}")
     sliding = _sliding_layers(f, family, layers)
     ropes = _ropes(f, family, sliding, latent.rope_dim if latent else head_dim)
-    # Beyond the original length, longrope changes the keys of all tokens with the length of the sequence, those in the cache too.
+    # Beyond the original length, longrope changes the keys of all tokens with the length of the sequence, including those in the cache.
     originals = [rope.original_positions for rope in ropes if rope.kind == "longrope"]
     max_positions = min([f.size("max_position_embeddings"), *originals])
     attention_bias = family.attention_bias and f.flag("attention_bias")
@@ -125,7 +125,7 @@ def _refuse_unsupported(f: Fields, family: Family) -> None:
         if f.get(field):
             raise f.error(field, "quantised checkpoints are not supported")
     if f.has("transformers_weights"):
-        raise f.error("transformers_weights", "is not supported: the weights are read from model.safetensors or from those its index names")
+        raise f.error("transformers_weights", "is not supported: weights are read from model.safetensors or the files that its index names")
     if family.windows not in ("switched", "upper"):
         f.only("use_sliding_window", False)
     f.only("use_bidirectional_attention", False)
@@ -158,7 +158,7 @@ def _sliding_layers(f: Fields, family: Family, layers: int) -> list[bool]:
 
 
 def _window(f: Fields, family: Family) -> int | None:
-    """Keys that a query of a layer with a window sees. Null, unlike a missing field, means that there is no window."""
+    """The number of keys that a query sees in a layer with a window. Null, unlike a missing field, means that there is no window."""
     return None if f.raw.get("sliding_window", family.window) is None else f.size("sliding_window", family.window)
 
 
@@ -172,7 +172,7 @@ def _attention(
 ) -> tuple[LayerAttention, ...]:
     window = _window(f, family)
     if any(sliding) and window is None:
-        raise f.error("sliding_window", "must be a positive integer, some layers have a window")
+        raise f.error("sliding_window", "must be a positive integer, because some layers have a window")
     if window and window >= max_positions:
         window = None  # no sequence outgrows it
     softcap = scale = None
@@ -185,7 +185,7 @@ def _attention(
 
 
 def _ropes(f: Fields, family: Family, sliding: list[bool], dim: int) -> tuple[Rope, ...]:
-    """One a layer."""
+    """One per layer."""
     theta = f.number("rope_theta", family.theta)
     if family.local_theta is None:
         return (read_rope(f, flat_fields(f), theta, dim),) * len(sliding)
@@ -194,7 +194,7 @@ def _ropes(f: Fields, family: Family, sliding: list[bool], dim: int) -> tuple[Ro
         if unknown := sorted(set(both.raw) - {FULL, SLIDING}):
             raise both.error(unknown[0], f"must be one of {FULL}, {SLIDING}")
         far, near = both.inner(FULL), both.inner(SLIDING)
-        # As in transformers: the older field's entries go into those of the layers without a window.
+        # As in transformers: the entries of the older field are added to those of the layers without a window.
         far = replace(far, raw=far.raw | f.inner("rope_scaling").raw)
     else:
         far, near = f.inner("rope_scaling"), Fields(f.file, {})
@@ -205,7 +205,7 @@ def _ropes(f: Fields, family: Family, sliding: list[bool], dim: int) -> tuple[Ro
 
 def _latent(f: Fields, family: Family, heads: int) -> LatentConfig:
     if f.size("num_key_value_heads", heads) != heads:
-        raise f.error("num_key_value_heads", f"latent attention has as many as num_attention_heads, {heads}")
+        raise f.error("num_key_value_heads", f"latent attention needs as many as num_attention_heads, {heads}")
     if family.experts == "deepseek2":
         f.only("rope_interleave", True)
     for field in ("kv_lora_rank", "qk_rope_head_dim"):

@@ -14,15 +14,15 @@ from baton.engine.sequence import Finish, Sequence, State, finish_reason
 
 
 class Refused(Exception):
-    """The engine does not take this sequence and keeps nothing of it."""
+    """The engine does not accept this sequence and keeps nothing of it."""
 
 
 class QueueFull(Refused):
-    """The waiting queue is at its bound."""
+    """The waiting queue is full."""
 
 
 class TooLong(Refused):
-    """The sequence cannot fit this engine even when it is alone in it."""
+    """The sequence does not fit this engine, even if it is alone in it."""
 
 
 class Malformed(Refused):

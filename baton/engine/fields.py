@@ -62,7 +62,7 @@ class Fields:
         return Fields(self.file, value, f"{self.path}{field}.")
 
     def only(self, field: str, *supported: object) -> None:
-        """Refuses a field that is there with another value."""
+        """Refuses a field that is present with another value."""
         if self.has(field) and self.raw[field] not in supported:
             listed = ", ".join(str(value) for value in supported)
             raise self.error(field, f"{self.raw[field]!r} is not supported; supported: {listed}")

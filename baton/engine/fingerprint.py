@@ -1,6 +1,6 @@
-"""Names for what a model folder holds: equal fingerprints mean KV, tokens and text of one process make sense to another.
+"""Fingerprints of a model folder: if they are equal, the KV, tokens and text of one process are valid in another.
 
-Standard library only: the router names its tokenizer without loading torch.
+Standard library only: the router computes the fingerprint of its tokenizer without loading torch.
 """
 
 import hashlib
@@ -10,30 +10,30 @@ from hashlib import blake2b
 from pathlib import Path
 
 WHOLE_FILE = 256 << 20  # bytes; longer files are sampled
-SAMPLE = 1 << 20  # bytes a sample
+SAMPLE = 1 << 20  # bytes per sample
 SUMS = "SHA256SUMS"
 SAMPLES = 64  # evenly spaced, the first and the last byte of the file included
 
 
 def fingerprint(path: Path) -> str:
-    """BLAKE2b-128 (hex) over config.json and the weights of a model folder. OSError where a file cannot be read.
+    """BLAKE2b-128 (hex) over config.json and the weights of a model folder. Raises OSError if a file cannot be read.
 
-    The folder's name and place do not enter; file names, sizes and contents do. A weights file over 256 MiB enters through its size
-    and 64 samples of 1 MiB, header and end included.
+    File names, sizes and contents count; the folder's name and location do not. Of a weights file over 256 MiB, only its size and 64
+    samples of 1 MiB count, header and end included.
     """
     return _digest(b"baton.model", [path / "config.json", *weight_files(path)])
 
 
 def tokenizer_fingerprint(path: Path) -> str:
-    """BLAKE2b-128 (hex) over tokenizer.json. OSError where it cannot be read."""
+    """BLAKE2b-128 (hex) over tokenizer.json. Raises OSError if it cannot be read."""
     return _digest(b"baton.tokenizer", [path / "tokenizer.json"])
 
 
 def weight_files(path: Path) -> list[Path]:
     """The safetensors files of a model folder: model.safetensors, else those that the index names, else none (the toy has none).
 
-    A folder may hold both, when a model was saved twice. transformers then reads the single file, and so do we. ValueError where the index
-    is not a map from tensor to a file beside it.
+    A folder may contain both if a model was saved twice. transformers then reads the single file, and so do we. Raises ValueError if the
+    index is not a map from tensors to files next to it.
     """
     index, single = path / "model.safetensors.index.json", path / "model.safetensors"
     if single.exists() or not index.exists():
@@ -49,9 +49,10 @@ def weight_files(path: Path) -> list[Path]:
 
 
 def check_sums(path: Path) -> None:
-    """Compare a model folder with its SHA256SUMS, as `sha256sum` writes it, where it has one: a flipped byte in a weight is a number too.
+    """Compare a model folder with its SHA256SUMS (in the format of `sha256sum`), if it has one: a weight with a flipped byte is still a
+    number, so nothing else would notice.
 
-    ValueError names the file that is altered, truncated or missing, or the line that makes no sense.
+    Raises ValueError, which names the file that is altered, truncated or missing, or the line that makes no sense.
     """
     sums = path / SUMS
     if not sums.exists():
@@ -59,7 +60,7 @@ def check_sums(path: Path) -> None:
     for line in sums.read_text().splitlines():
         said, _, name = line.partition("  ")
         if len(said) != 64 or Path(name).name != name:
-            raise ValueError(f"{sums}: {line!r} is no checksum of a file of this folder")
+            raise ValueError(f"{sums}: {line!r} is not a checksum of a file in this folder")
         try:
             with (path / name).open("rb") as file:
                 found = hashlib.file_digest(file, "sha256").hexdigest()

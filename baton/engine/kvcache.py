@@ -16,7 +16,7 @@ DTYPE_BYTES = {"float32": 4, "bfloat16": 2, "float16": 2, "int64": 8}
 
 @dataclass(frozen=True, slots=True)
 class KvLayout:
-    """What two workers must agree on before bytes of one mean anything to the other."""
+    """What two workers must agree on before one can use the other's bytes."""
 
     model_fingerprint: str
     dtype: str
@@ -53,14 +53,14 @@ class KvLayout:
 
 
 class KvPool:
-    """`num_blocks` zeroed blocks of host memory, page-aligned, in huge pages where the system gives them (they double read bandwidth)."""
+    """`num_blocks` zeroed blocks of host memory, page-aligned, in huge pages where the system has them (they double read bandwidth)."""
 
     def __init__(self, layout: KvLayout, num_blocks: int) -> None:
         if num_blocks < 1:
             raise ValueError(f"num_blocks must be at least 1, got {num_blocks}")
         self.layout = layout
         self.num_blocks = num_blocks
-        # Private and anonymous: shared mappings get no huge pages by default. Pages come with their first touch.
+        # Private and anonymous: shared mappings get no huge pages by default. Pages are allocated at their first touch.
         self._memory = mmap.mmap(-1, num_blocks * layout.block_bytes, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
         if hasattr(mmap, "MADV_HUGEPAGE"):
             with suppress(OSError):  # a kernel without them

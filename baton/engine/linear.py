@@ -1,4 +1,4 @@
-"""A matrix that multiplies, in the form that the device multiplies fastest."""
+"""A matrix of weights, in the form that the device multiplies fastest."""
 
 from collections.abc import Callable, Sequence
 
@@ -15,12 +15,12 @@ Multiply = Callable[[Tensor], Tensor]  # [T, in] → [T, out]
 class Linear:
     """`y = x Wᵀ + b`, W `[out, in]`: several matrices of a checkpoint stacked along `out`.
 
-    Where `ops` says so, a weight on the CPU is reordered once for oneDNN, which at 2 to 32 rows is worth a factor of 2 to 5 over `F.linear`
-    in float32. The plain weight is then dropped, so nothing is held twice.
+    If `ops` says so, a weight on the CPU is reordered once for oneDNN, which at 2 to 32 rows is 2 to 5 times as fast as `F.linear` in
+    float32. The plain weight is then dropped, so nothing is held twice.
 
-    `weight_dtype` int8 (CPU only): each row of W, and each row of x when it comes, is rounded to 255 steps between plus and minus its
-    greatest element; `ops` does the latter. Products and sums of those are exact: a row of y depends on its own row of x only, to the bit.
-    Where `ops` multiplies a single row, W is held a second time for that, a byte a weight.
+    `weight_dtype` int8 (CPU only): each row of W at load, and each row of x at each call, is rounded to 255 steps between minus and plus
+    its greatest magnitude; `ops` rounds x. Products and sums of the rounded numbers are exact, so a row of y depends only on its own row of
+    x, bit for bit. If `ops` has its own product for a single row, W is held a second time for it, at a byte per weight.
     """
 
     def __init__(
@@ -32,7 +32,7 @@ class Linear:
         weight_dtype: str = "auto",
         ops: Ops | None = None,
     ) -> None:
-        """Raises ValueError for int8 where it is not exact."""
+        """Raises ValueError for int8 if it would not be exact."""
         ops = ops or Ops()
         bias = stacked(biases, dtype, device) if biases else None  # [out]
         if weight_dtype == "int8":
@@ -70,12 +70,12 @@ def _int8(weight: Tensor, bias: Tensor | None, dtype: torch.dtype, ops: Ops) -> 
 
 
 def _plain_int8(matrix: Tensor, scales: Tensor) -> Multiply:
-    """As `onednn.packed_int8`, with its very numbers."""
+    """As `onednn.packed_int8`, with exactly the same results."""
     return lambda x: torch._int_mm(x.to(torch.int16).sub_(128).to(torch.int8), matrix.t()).float().mul_(scales)
 
 
 def stacked(parts: Sequence[Tensor], dtype: torch.dtype, device: torch.device) -> Tensor:
-    """The parts one below the other, copied and converted one at a time, so that no second copy of the whole exists."""
+    """The parts stacked along the first dimension, copied and converted one at a time, so that no second copy of the whole exists."""
     whole = torch.empty(sum(part.shape[0] for part in parts), *parts[0].shape[1:], dtype=dtype, device=device)
     row = 0
     for part in parts:

@@ -101,7 +101,7 @@ class EngineLoop:
         self._thread.start()
 
     async def call(self, function: Callable[[Engine], T]) -> T:
-        """`function(engine)` in the engine's thread. Its exception is raised here. A cancelled caller's command still runs.
+        """Runs `function(engine)` in the engine's thread. Its exception is raised here. A cancelled caller's command still runs.
 
         Raises EngineStopped if the thread has stopped.
         """
@@ -113,7 +113,7 @@ class EngineLoop:
         return await future
 
     def tell(self, function: Callable[[Engine], object]) -> None:
-        """`function(engine)` in the engine's thread, without waiting: for clean-up, which must not be cancelled. It may not raise."""
+        """Runs `function(engine)` in the engine's thread without waiting: for clean-up, which must not be cancelled. It must not raise."""
         self._commands.append((function, None))
         self._wake.set()
 
@@ -122,8 +122,8 @@ class EngineLoop:
         return await self.call(lambda engine: (self._cache_sequence, engine.pool.sealed_keys()))
 
     def activity(self) -> tuple[int, float | None, float | None]:
-        """(steps and commands that have ended; start of the one under way, on the monotonic clock, None at rest; processor seconds of the
-        engine's thread, None where the system does not tell). Never waits for the thread."""
+        """(number of steps and commands so far; start of the one under way, on the monotonic clock, None at rest; processor seconds of the
+        engine's thread, None where the system does not report them). Never waits for the thread."""
         cpu_s = None
         if self._cpu_clock is not None:
             with contextlib.suppress(OSError):  # the thread has ended

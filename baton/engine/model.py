@@ -2,7 +2,7 @@
 
 It knows tokens, positions and weights. The `Attention` that it is given decides where keys and values live and which of them a token sees:
 nothing here knows of batches, blocks or requests. Letters in shapes: T tokens of all sequences in a row, H hidden, D rotated
-elements of a head, V vocabulary, R rows asked for.
+elements of a head, V vocabulary, R requested rows.
 """
 
 import torch
@@ -28,7 +28,7 @@ class Transformer:
         self.ops = ops
         weights = Weights(read, dtype, device, weight_dtype, ops=ops)
         self.embedding = weights.placed(weights.tensor("model.embed_tokens.weight"))  # [V, H]
-        self.scale = torch.tensor(config.embedding_scale, dtype=dtype, device=device)  # rounded as the model was trained with it
+        self.scale = torch.tensor(config.embedding_scale, dtype=dtype, device=device)  # rounded, as it was in training
         self.layers = [Layer(config, i, weights.under(f"model.layers.{i}"), ops) for i in range(config.layers)]
         self.norm = weights.vector("model.norm", config.norm_offset)  # [H]
         self.head = weights.matrix([self.embedding if config.tied else weights.tensor("lm_head.weight")])
@@ -40,14 +40,14 @@ class Transformer:
         x = F.embedding(tokens, self.embedding)  # [T, H]
         if c.embedding_scale != 1:
             x *= self.scale
-        y: Tensor | None = None  # the output of the sublayer before: the norm adds it to x
+        y: Tensor | None = None  # the output of the previous sublayer: the norm adds it to x
         rotations = {rope: rotation(positions, turns, rope.amplitude) for rope, turns in self.frequencies.items()}
         for i, layer in enumerate(self.layers):
             y = layer.attention(norm(x, y, layer.norm1, eps), rotations[c.ropes[i]], i, attention)
             if layer.post_norm1 is not None:
                 y = norm(y, None, layer.post_norm1, eps)
             if layer is self.layers[-1]:
-                x, y = x[rows], y[rows]  # [R, H]: after the last attention no token needs another
+                x, y = x[rows], y[rows]  # [R, H]: after the last attention, no token depends on another
             y = layer.mlp(norm(x, y, layer.norm2, eps))
             if layer.post_norm2 is not None:
                 y = norm(y, None, layer.post_norm2, eps)
@@ -74,7 +74,7 @@ class Layer:
         def norm(name: str) -> Tensor:  # [H]
             return weights.vector(name, c.norm_offset)
 
-        # Where there are four norms, the one after attention has the name that the second of two has elsewhere.
+        # If there are four norms, the one after attention has the name that elsewhere is the name of the second of two.
         self.norm1 = norm("input_layernorm")
         self.norm2 = norm("pre_feedforward_layernorm" if c.post_norms else "post_attention_layernorm")
         self.post_norm1: Tensor | None = norm("post_attention_layernorm") if c.post_norms else None

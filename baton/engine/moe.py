@@ -1,6 +1,6 @@
 """The feed-forward half of a layer: one network, or many experts of which each token passes through a few.
 
-Letters in shapes: T tokens, H hidden, I intermediate, E experts, K experts a token, A = T · K assignments.
+Letters in shapes: T tokens, H hidden, I intermediate, E experts, K experts per token, A = T · K assignments.
 """
 
 from abc import ABC, abstractmethod
@@ -27,7 +27,7 @@ class Mlp:
     """down(act(gate(x)) · up(x)); gate and up are one matrix."""
 
     def __init__(self, weights: Weights, activate: Callable[[Tensor], Tensor], bias: bool = False, packed: bool = False) -> None:
-        """`packed`: they are one in the file too."""
+        """`packed`: they are one matrix in the file, too."""
         self.gate_up = weights.linear("gate_up_proj") if packed else weights.linear("gate_proj", "up_proj", bias=bias)
         self.down = weights.linear("down_proj", bias=bias)
         self.activate = activate
@@ -42,7 +42,7 @@ class Mixture:
 
     def __init__(self, config: ModelConfig, experts: ExpertConfig, weights: Weights, ops: Ops) -> None:
         self.config, activate = experts, activation(config, ops)
-        # float32, whatever the model's type: a near tie decides which experts compute.
+        # float32, whatever the model's type: in a near tie, rounding would decide which experts compute.
         self.router = weights.placed(weights.tensor("gate.weight"), torch.float32)  # [E, H]
         self.bias: Tensor | None = None  # [E]
         if experts.biased:
@@ -62,7 +62,7 @@ def route(logits: Tensor, bias: Tensor | None, config: ExpertConfig) -> tuple[Te
     """Router logits `[T, E]` in float32 → the share of each chosen expert `[T, K]` and which they are `[T, K]`.
 
     Softmax: Mixtral, Qwen3-MoE, DeepSeek-V2 (arXiv 2405.04434, group-limited by the best expert of a group). Sigmoid: DeepSeek-V3 (arXiv
-    2412.19437): the bias balances the load, so it chooses but does not weigh, and a group counts as much as its two best.
+    2412.19437): the bias balances the load, so it affects the choice but not the shares, and a group is worth the sum of its two best.
     """
     scores = logits.sigmoid() if config.sigmoid else logits.softmax(dim=-1)
     choice = scores if bias is None else scores + bias
@@ -79,7 +79,7 @@ def route(logits: Tensor, bias: Tensor | None, config: ExpertConfig) -> tuple[Te
 
 
 class Experts(ABC):
-    """E networks in which each token's row is computed by those chosen for it."""
+    """E networks. Each token's row is computed by those chosen for it."""
 
     def __call__(self, x: Tensor, shares: Tensor, chosen: Tensor) -> Tensor:
         """x `[T, H]`, shares and chosen `[T, K]` → `[T, H]`: the sum over K of share · expert(x)."""
@@ -91,7 +91,7 @@ class Experts(ABC):
 
     @abstractmethod
     def apply(self, rows: Tensor, owners: Tensor) -> Tensor:
-        """Each of rows `[A, H]` through its expert in owners `[A]`, which ascends: `[A, H]`."""
+        """Passes each of rows `[A, H]` through its expert in owners `[A]`, which ascends: `[A, H]`."""
 
 
 class SeparateExperts(Experts):
@@ -111,7 +111,7 @@ class SeparateExperts(Experts):
 
 
 class GroupedExperts(Experts):
-    """All experts in one product, where the device has a kernel for that. Nothing is read back, so it can be captured in a graph."""
+    """All experts in one product, if the device has a kernel for that. Nothing is read back, so it can be captured in a graph."""
 
     def __init__(self, count: int, weights: Weights, activate: Callable[[Tensor], Tensor]) -> None:
         self.activate = activate

@@ -1,6 +1,6 @@
 """The oracle: no cache, no batch, no blocks. Every token costs a whole forward pass, and there is nothing to get wrong.
 
-Kept for ever; the engine's tokens are compared with these.
+It is kept for good; the engine's tokens are compared with these.
 """
 
 import torch
@@ -14,7 +14,7 @@ from baton.engine.sequence import Sequence, finish_reason
 
 
 def generate(model: Transformer, tokens: list[int], params: SamplingParams, prompt_len: int | None = None) -> list[Sampled]:
-    """What `params` asks for after `tokens`, of which those beyond `prompt_len` count as output already given."""
+    """The tokens that `params` asks for after `tokens`; those of `tokens` beyond `prompt_len` count as earlier output."""
     seq = Sequence("naive", list(tokens), len(tokens) if prompt_len is None else prompt_len, params, root=b"")
     config, answers = model.config, []
     while True:

@@ -1,5 +1,5 @@
-"""The pointwise operations between the matrices of a layer, in plain torch. They are right on every device, and define what any faster
-version must answer.
+"""The pointwise operations between the matrices of a layer, in plain torch. They are correct on every device, and define what any faster
+version must compute.
 
 Letters in shapes: T tokens of the batch, H hidden, I intermediate, D head dim.
 """
@@ -16,7 +16,7 @@ TINY = torch.finfo(torch.float32).tiny  # the step of a row of zeros
 
 
 class Ops:
-    """What a `Transformer` computes between two matrices. Subclasses answer the same numbers, up to rounding, faster."""
+    """What a `Transformer` computes between two matrices. Subclasses compute the same numbers, up to rounding, but faster."""
 
     attention: Kernels | None = None
 
@@ -25,7 +25,7 @@ class Ops:
         self.packs = packs
 
     def add_rms_norm(self, x: Tensor, y: Tensor | None, weight: Tensor, eps: float) -> Tensor:
-        """x / √(mean(x²) + eps) · weight, `[T, H]`, after `x += y` in place where a `y` is given."""
+        """x / √(mean(x²) + eps) · weight, `[T, H]`, after `x += y` in place if `y` is given."""
         if y is not None:
             x += y
         return F.rms_norm(x, x.shape[-1:], weight, eps)
@@ -50,14 +50,14 @@ class Ops:
             qk.copy_(precise)
 
     def quantize(self, x: Tensor) -> tuple[Tensor, Tensor]:
-        """Rows of `[T, H]` in steps of their own, 127 to the greatest element: uint8 `[T, H]` around 128, and the steps `[T]`, float32."""
+        """Each row of `[T, H]` in its own steps, 127 up to its greatest magnitude: uint8 `[T, H]` around 128, and float32 steps `[T]`."""
         precise = x.float()
         steps = precise.abs().amax(dim=-1).div_(127).clamp_(min=TINY)
         return precise.div(steps[:, None]).round_().add_(128).to(torch.uint8), steps
 
     def row_multiplier(self, matrix: Tensor, steps: Tensor, bias: Tensor | None) -> Callable[[Tensor], Tensor] | None:
-        """x `[1, H]` → `[1, out]` of int8 `[out, H]`, the steps `[out]` of its rows, and a bias, where that is faster than a matrix product
-        between `quantize` and `dequantize`; their very numbers."""
+        """x `[1, H]` → `[1, out]` for int8 `[out, H]`, the steps `[out]` of its rows, and a bias, if that is faster than a matrix product
+        between `quantize` and `dequantize`. The results must be exactly the same. None: there is no faster way."""
         return None
 
     def dequantize(self, products: Tensor, steps: Tensor, bias: Tensor | None, dtype: torch.dtype) -> Tensor:

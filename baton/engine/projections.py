@@ -1,4 +1,4 @@
-"""The attention half of a layer: from its input to queries, keys and values, and from attention's answer to the layer's output.
+"""The attention half of a layer: from its input to queries, keys and values, and from the result of attention to the layer's output.
 
 Letters in shapes: T tokens, H hidden, Hq query heads, Hkv key/value heads, D head dim, Dv that of values, P parts (2: keys and values;
 1: one vector that is both).
@@ -22,14 +22,14 @@ LATENT_EPS = 1e-6  # of the norms inside latent attention, whatever rms_norm_eps
 
 
 class SelfAttention:
-    """Multi-head, grouped-query or multi-query attention: q, k and v are made by a matrix each, which are one matrix here."""
+    """Multi-head, grouped-query or multi-query attention. The matrices that make q, k and v are stacked into one."""
 
     def __init__(self, config: ModelConfig, weights: Weights, ops: Ops) -> None:
         c, d = config, config.head_dim
         self.config, self.ops = config, ops
 
         def qkv(kind: str) -> list[Tensor]:
-            """As three tensors, the rows of q and k in pairs."""
+            """Three tensors, the rows of q and k in pairs."""
             if c.packed:
                 q, k, v = torch.split(weights.tensor(f"qkv_proj.{kind}"), [c.heads * d, c.kv_heads * d, c.kv_heads * d])
             else:
@@ -56,19 +56,20 @@ class SelfAttention:
 
 
 class LatentAttention:
-    """Multi-head latent attention (DeepSeek-V2, arXiv 2405.04434), the projections of keys and values absorbed into queries and outputs.
+    """Multi-head latent attention (DeepSeek-V2, arXiv 2405.04434), with the projections of keys and values absorbed into those of queries
+    and outputs.
 
-    A token leaves one vector behind, the same for all heads: a latent of R numbers, from which each head would make its key and its value
-    by two matrices, and rope_dim numbers that carry the position. Instead of making keys, q W_uk is held against the latents; instead of
-    making values, the latents are summed and the sum is multiplied by W_uv. What is left is attention with a single key head,
-    D = R + rope_dim, whose values are the first R numbers of the keys. These two matrices keep the model's type where others are quantised.
+    A token stores one vector, the same for all heads: a latent of R numbers, from which two matrices would make each head's key and value,
+    and rope_dim numbers that carry the position. Instead of making keys, q W_uk is multiplied with the latents; instead of making values,
+    the weighted latents are summed and the sum is multiplied by W_uv. This is attention with a single key head, D = R + rope_dim, whose
+    values are the first R numbers of the keys. These two matrices keep the model's type if others are quantised.
     """
 
     def __init__(self, config: ModelConfig, latent: LatentConfig, weights: Weights, ops: Ops) -> None:
         c, self.latent, self.ops, self.heads = config, latent, ops, config.heads
 
         def paired(rows: Tensor, head: int) -> Tensor:
-            """The last rope_dim of each head's rows, which are those that are rotated, in pairs where the file has them apart."""
+            """Puts the last rope_dim of each head's rows, which are rotated, in pairs if the file has them apart."""
             if latent.interleaved:
                 return rows
             kept, turned = torch.split(rows.view(-1, head, *rows.shape[1:]), [head - latent.rope_dim, latent.rope_dim], dim=1)

@@ -1,4 +1,4 @@
-"""Rotary position embedding: how far each pair of a head's elements turns with each position, and where config.json says so.
+"""Rotary position embedding: how far each pair of a head's elements turns per position, and how config.json specifies it.
 
 Letters in shapes: T tokens, D elements that are rotated.
 """
@@ -25,7 +25,7 @@ FIELDS_OF_ALL = {"rope_type", "type", "rope_theta", "partial_rotary_factor", "or
 def frequencies(rope: Rope, dim: int) -> Tensor:
     """Radians per position `[D / 2]`: theta^(-2i/D), stretched as the checkpoint was trained.
 
-    `linear` divides all by `factor`, `longrope` (arXiv 2402.13753) each by a number of its own. `llama3` (Llama 3.1) and `yarn` (arXiv
+    `linear` divides all by `factor`, `longrope` (arXiv 2402.13753) each by its own number. `llama3` (Llama 3.1) and `yarn` (arXiv
     2309.00071) divide those that turn less than `slow` times within the original context, keep those that turn more than `fast` times, and
     blend in between: `llama3` evenly over the number of turns, `yarn` over the pairs.
     """
@@ -48,7 +48,7 @@ def _keep_by_turns(rope: Rope, plain: Tensor) -> Tensor:
 
 def _keep_by_pair(rope: Rope, dim: int) -> Tensor:
     def pair(turns: float) -> float:
-        """Index, not whole, of the pair that turns so often within the original context."""
+        """Fractional index of the pair that turns this often within the original context."""
         return dim * math.log(rope.original_positions / (turns * 2 * math.pi)) / (2 * math.log(rope.theta))
 
     first, last = pair(rope.fast), pair(rope.slow)
@@ -66,18 +66,19 @@ def rotation(positions: Tensor, frequencies: Tensor, amplitude: float) -> Tensor
 
 
 def pairs(rows: Tensor, dim: int) -> Tensor:
-    """Reorders each head's rows (0 … D-1) to (0, D/2, 1, D/2 + 1, …), so that the two of a rotation are neighbours, a complex number.
+    """Reorders each head's rows (0 … D-1) to (0, D/2, 1, D/2 + 1, …): the two of a rotation become neighbours, a complex number.
 
-    Most Hugging Face files keep them D/2 apart. q·k does not change when both are reordered; keys lie in the pool in this order.
+    Most Hugging Face files keep them D/2 apart. q·k does not change if both are reordered; the pool holds keys in this order.
     """
     return rows.reshape(-1, 2, dim // 2, *rows.shape[1:]).transpose(1, 2).reshape(rows.shape)
 
 
 def flat_fields(f: Fields) -> Fields:
-    """The parameters that hold for all layers: `rope_scaling` where the file has it, else `rope_parameters` (transformers 5).
+    """The parameters that apply to all layers: `rope_scaling` if the file has it, else `rope_parameters` (transformers 5).
 
-    Where a file has both, transformers reads `rope_scaling` alone. Advice to "add rope_scaling" to a folder that transformers 5 saved makes
-    such a file, and the base in its `rope_parameters` is then lost without a word. That is refused unless the base is the same anyway.
+    If a file has both, transformers reads only `rope_scaling`. Whoever follows the advice to "add rope_scaling" to a folder saved by
+    transformers 5 makes such a file, and the base in its `rope_parameters` is then silently lost. That is refused unless the base stays the
+    same.
     """
     field = "rope_scaling" if f.get("rope_scaling") else "rope_parameters"
     given = f.inner(field)
@@ -95,9 +96,9 @@ def flat_fields(f: Fields) -> Fields:
 
 
 def read_rope(f: Fields, given: Fields, theta: float, dim: int) -> Rope:
-    """From `given`, one set of parameters, and `f`, the whole of config.json; `theta` is the base where `given` has none."""
+    """From `given`, one set of parameters, and `f`, the whole of config.json; `theta` is the base if `given` has none."""
     kind = given.get("rope_type", given.get("type", "default"))
-    kind = "longrope" if kind == "su" else kind  # its first name, in Phi-3's files
+    kind = "longrope" if kind == "su" else kind  # its earlier name, in Phi-3's files
     if not isinstance(kind, str) or kind not in KINDS:
         raise given.error("rope_type", f"{kind!r} is not supported; supported: {', '.join(KINDS)}")
     if unknown := sorted(field for field in set(given.raw) - KINDS[kind] - FIELDS_OF_ALL if given.has(field)):
@@ -128,7 +129,7 @@ def _turns(given: Fields, slow_field: str, fast_field: str, defaults: tuple[floa
 
 
 def _longrope(given: Fields, theta: float, factor: float, original: int, dim: int) -> Rope:
-    """With the short factors, which hold for sequences up to the original length."""
+    """Uses the short factors, which apply to sequences up to the original length."""
     stretch = given.get("short_factor")
     if not isinstance(stretch, list) or len(stretch) != dim // 2 or not all(type(s) in (int, float) and s > 0 for s in stretch):
         raise given.error("short_factor", f"must be {dim // 2} positive numbers, got {stretch!r}")
@@ -144,10 +145,10 @@ def _yarn_amplitude(given: Fields, factor: float) -> float:
 
 
 def score_growth(given: Fields) -> float:
-    """By how much DeepSeek lets all elements of q and k grow, not only those that are rotated."""
+    """The factor by which DeepSeek scales all elements of q and k, not only those that are rotated."""
     return _growth(given.number("factor"), given.number("mscale_all_dim")) if given.get("mscale_all_dim") else 1.0
 
 
 def _growth(factor: float, mscale: float = 1.0) -> float:
-    """With the stretch of the context (arXiv 2309.00071, section 3.4)."""
+    """How much elements grow with the stretch of the context (arXiv 2309.00071, section 3.4)."""
     return 0.1 * mscale * math.log(factor) + 1.0 if factor > 1 else 1.0

@@ -55,7 +55,8 @@ class ModelRunner:
         weight_dtype: str = "auto",
         compiled: bool = True,
     ) -> "ModelRunner":
-        """Reads the Hugging Face folder `path`; `progress(done, total)` is called per tensor. `threads` is torch's, for the whole process.
+        """Reads the Hugging Face folder `path`; `progress(done, total)` is called for each tensor. `threads` sets torch's threads for the
+        whole process.
 
         `weight_dtype`: auto or int8, see `Linear`; `compiled`: see `choose_ops`. Raises CheckpointError for a folder that cannot be served,
         ValueError for a dtype that is unknown or that this processor cannot multiply.
@@ -78,8 +79,8 @@ class ModelRunner:
 
         where = torch.device(device)
         model = Transformer(config, read, DTYPES[dtype], where, choose_ops(where, DTYPES[dtype], compiled), weight_dtype)
-        keep_memory()  # only now, when what loading needed for a moment has been given back
-        # KV of a model whose matrices were rounded is not KV of the model.
+        keep_memory()  # only now, after the memory that loading needed temporarily has been given back
+        # The KV of a model with rounded matrices is not the KV of the original model.
         rounded = "" if weight_dtype == "auto" else f"-{weight_dtype}"
         layout = KvLayout(
             f"{fingerprint(path)}-{dtype}{rounded}",
@@ -94,7 +95,7 @@ class ModelRunner:
         return cls(model, layout, where)
 
     def attach(self, pool: KvPool, tensor: Tensor | None = None) -> None:
-        """Keys and values will live in `pool`; `tensor` is its memory as `[num_blocks, *block_shape]` where that is not the host's.
+        """Keys and values will live in `pool`; `tensor` is its memory as `[num_blocks, *block_shape]` if that is not host memory.
 
         Raises ValueError for a pool of another layout.
         """
@@ -106,7 +107,7 @@ class ModelRunner:
         self._paged = PagedKv(tensor.view(pool.num_blocks, *self.layout.block_shape), self.layout.value_dim, self.model.ops.attention)
 
     def run(self, batch: Seq[Chunk]) -> list[Sampled | None]:
-        """See `Runner.run`. Raises NonFiniteLogits where the model's answer is not a number."""
+        """See `Runner.run`. Raises NonFiniteLogits if logits are not finite."""
         sampling = [chunk.seq for chunk in batch if chunk.samples]
         sampled = iter(sample(self.run_logits(batch), sampling, self.eos_token_ids))
         return [next(sampled) if chunk.samples else None for chunk in batch]

@@ -1,12 +1,12 @@
-"""Logits in, one token per row out: every stage works on all rows that ask for it at once, and on no others.
+"""Logits in, one token per row out: every stage works on all rows that ask for it together, and on no others.
 
-Order, as in vLLM and Hugging Face: logit bias, repetition penalty, presence and frequency penalties, min_tokens; then for rows that are
-not greedy temperature, top-k, top-p, min-p, top-a, and the draw. Log-probabilities are those of the logits as the model gave them.
+Order, as in vLLM and Hugging Face: logit bias, repetition penalty, presence and frequency penalties, min_tokens; then, for rows that are
+not greedy, temperature, top-k, top-p, min-p, top-a, and the draw. Log-probabilities are those of the model's unchanged logits.
 
-A row's result depends on its own logits and sequence only: stages compute row by row, and the noise of a token is a function of (seed,
+A row's result depends only on its own logits and sequence: stages compute row by row, and the noise of a token is a function of (seed,
 position, token id).
 
-The filters never renormalise. Each is a least score that a token must reach, so tokens that tie stay in together. Top-k keeps those that
+The filters never renormalise. Each is a least score that a token must reach, so tied tokens stay in together. Top-k keeps those that
 tie with the k-th, and top-p is a share of the mass of all that top-k keeps. Min-p and top-a look at the distribution after temperature and
 before top-k and top-p.
 """
@@ -24,20 +24,20 @@ from baton.engine.protocol import NonFiniteLogits
 from baton.engine.sampling import GREEDY_BELOW, Sampled, SamplingParams, noise_key
 from baton.engine.sequence import Sequence
 
-SELECTED = 256  # top-p is sought among so many of the best; rows for which they are too few look among more
+SELECTED = 256  # top-p is searched for among this many of the best; rows that need more search among more
 WIDEN = 8  # times as many
-NOISE_ELEMENTS = 1 << 16  # noise is made for so many tokens at a time, so that its dozen passes stay in the cache
+NOISE_ELEMENTS = 1 << 16  # noise is made for this many tokens at a time, so that its dozen passes stay in the cache
 
 
 @torch.inference_mode()
 def sample(logits: Tensor, seqs: Seq[Sequence], eos_token_ids: frozenset[int]) -> list[Sampled]:
     """The next token of each sequence; `logits` is `[B, V]` float32 with a row per sequence and is not changed.
 
-    A row in which everything is masked is sampled as if no bias, penalty or min_tokens had been asked for. Raises NonFiniteLogits.
+    A row in which everything is masked is sampled as if it had no bias, penalty or min_tokens. Raises NonFiniteLogits.
     """
     if not seqs:
         return []
-    tokens = logits.argmax(dim=-1)  # the first of equals; what is no number counts as the greatest
+    tokens = logits.argmax(dim=-1)  # the first of equals; NaN counts as the greatest
     _check(logits.gather(1, tokens[:, None])[:, 0], seqs)
     scores = _adjusted(logits, seqs, eos_token_ids)
     if scores is not logits:
@@ -64,7 +64,7 @@ def _check(best: Tensor, seqs: Seq[Sequence]) -> None:
 
 
 def _adjusted(logits: Tensor, seqs: Seq[Sequence], eos_token_ids: frozenset[int]) -> Tensor:
-    """`logits` itself where no row asks for anything."""
+    """`logits` itself if no row asks for anything."""
     biased = _rows(seqs, lambda p: bool(p.logit_bias))
     repeated = _rows(seqs, lambda p: p.repetition_penalty != 1.0)
     counted = [i for i in _rows(seqs, lambda p: p.presence_penalty != 0.0 or p.frequency_penalty != 0.0) if seqs[i].output_len]
@@ -113,7 +113,7 @@ def _penalise_counts(scores: Tensor, rows: list[int], seqs: Seq[Sequence]) -> No
 
 
 def _mask_stops(scores: Tensor, rows: list[int], seqs: Seq[Sequence], eos_token_ids: frozenset[int]) -> None:
-    """What would end the sequence cannot be drawn yet."""
+    """Masks the tokens that would end the sequence too early."""
     stops = [(i, token) for i in rows for token in _stop_ids(seqs[i].params, eos_token_ids) if 0 <= token < scores.shape[1]]
     scores[_index(stops, scores.device)] = -torch.inf
 
@@ -149,7 +149,7 @@ def _least_top_a(scaled: Tensor, seqs: Seq[Sequence]) -> Tensor | None:
 
 
 def _least_top(scaled: Tensor, seqs: Seq[Sequence]) -> Tensor | None:
-    """Least score `[R, 1]` that top-k, and top-p of what top-k leaves, let through; -inf where a row asks for neither."""
+    """Least score `[R, 1]` that top-k, and top-p of what top-k leaves, let through; -inf for a row that asks for neither."""
     vocab = scaled.shape[1]
     top_k = [seq.params.top_k if 0 < seq.params.top_k < vocab else vocab for seq in seqs]
     rows = [i for i, seq in enumerate(seqs) if top_k[i] < vocab or seq.params.top_p < 1.0]
@@ -170,9 +170,9 @@ def _least_top(scaled: Tensor, seqs: Seq[Sequence]) -> Tensor | None:
 
 
 def _cutoff(scaled: Tensor, k: Tensor, top_p: Tensor, width: int) -> tuple[Tensor, Tensor]:
-    """The least score kept `[r, 1]`, sought among each row's `width` best, and whether they were enough to tell `[r]`.
+    """The least score kept `[r, 1]`, searched for among each row's `width` best, and whether these were enough to find it `[r]`.
 
-    `top_p` is infinite where a row does not ask for it. Sums are running sums in a fixed order, so neither the width nor the other rows
+    `top_p` is infinite for a row that does not ask for it. Sums are running sums in a fixed order, so neither the width nor the other rows
     change them.
     """
     best = scaled.topk(width).values  # descending
@@ -184,7 +184,7 @@ def _cutoff(scaled: Tensor, k: Tensor, top_p: Tensor, width: int) -> tuple[Tenso
     bounded = left <= width
     everything = scaled.exp().double().cumsum(dim=-1)[:, -1:] if not bounded.all() else mass[:, -1:]
     total = torch.where(bounded, mass.gather(1, left.clamp(max=width) - 1), everything)
-    # A token stays while the mass before it is short of p: the one that crosses p is the last.
+    # A token stays while the mass before it is less than p: the one that crosses p is the last.
     kept = torch.minimum(((mass - weights) < top_p * total).sum(dim=-1, keepdim=True).clamp_(min=1), left)
     enough = torch.where(limited, top_p.isinf(), mass[:, -1:] >= top_p * total)
     return best.gather(1, kept - 1), (bounded | enough)[:, 0]
@@ -194,14 +194,14 @@ def argmax_with_noise(scaled: Tensor, keys: Tensor) -> Tensor:
     """Draws one id per row from softmax(scaled); scaled is `[R, V]`, at most 0; keys `[R]`, the bits of `noise_key` as int64.
 
     The Gumbel-max trick: argmax of s + g with g = -log(-log u) is argmax of exp(s) / e with e = -log u. `u` is the top 53 bits of
-    mix64(key + (id + 1) · golden ratio), SplitMix64's own sequence, so that a stream begun elsewhere draws the same.
+    mix64(key + (id + 1) · golden ratio), SplitMix64's own sequence, so that a stream that began elsewhere draws the same.
     """
     vocab = scaled.shape[1]
     steps = _golden_steps(vocab, scaled.device)
     drawn, count = [], max(1, NOISE_ELEMENTS // vocab)
     for first in range(0, len(keys), count):
         bits = _mix64_(keys[first : first + count, None] + steps)
-        e = _shift_right(bits, 11).double().mul_(2.0**-53).log_().neg_()  # u = 0 gives an infinite e, which nothing wins with
+        e = _shift_right(bits, 11).double().mul_(2.0**-53).log_().neg_()  # u = 0 makes e infinite, so that token cannot win
         drawn.append((scaled[first : first + count].double().exp_() / e).argmax(dim=-1))
     return torch.cat(drawn)
 

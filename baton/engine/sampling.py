@@ -10,7 +10,7 @@ from dataclasses import dataclass, field, fields
 from types import MappingProxyType
 from typing import Any
 
-GREEDY_BELOW = 1e-5  # temperatures under this are 0: the division would leave float32
+GREEDY_BELOW = 1e-5  # temperatures below this count as 0: the division would overflow float32
 INT32 = 2**31 - 1
 _MASK = (1 << 64) - 1
 _NO_BIAS: Mapping[int, float] = MappingProxyType({})
@@ -52,20 +52,20 @@ def _number(default: float, low: float, high: float, meaning: str, above_low: bo
 
 @dataclass(frozen=True, slots=True)
 class SamplingParams:
-    """Complete: the router fills every default before a worker sees the request."""
+    """Complete: the router fills in every default before a worker sees the request."""
 
     max_tokens: int
     min_tokens: int = 0
     temperature: float = _number(1.0, 0, 100, "0 is greedy")
     top_k: int = _number(0, -1, INT32, "keep the k likeliest tokens and those that tie with the last of them; 0 or -1: keep all")
-    top_p: float = _number(1.0, 0, 1, "keep the likeliest tokens with this share of the probability that top_k leaves", above_low=True)
+    top_p: float = _number(1.0, 0, 1, "keep the likeliest tokens that hold this share of the probability left by top_k", above_low=True)
     min_p: float = _number(0.0, 0, 1, "keep the tokens with at least this share of the likeliest token's probability")
-    # KoboldAI's top-a: it cuts much where the model is sure and little where it is not.
+    # KoboldAI's top-a: it cuts a lot when the model is sure, and little when it is not.
     top_a: float = _number(0.0, 0, 1, "keep the tokens with at least this share of the square of the likeliest token's probability")
-    # A penalty below 0.01 would carry logits out of float32.
+    # A penalty below 0.01 could take logits out of float32's range.
     repetition_penalty: float = _number(1.0, 0.01, 100, "divides or multiplies the logits of tokens in the prompt or the output")
-    presence_penalty: float = _number(0.0, -2, 2, "taken once from the logits of tokens in the output")
-    frequency_penalty: float = _number(0.0, -2, 2, "taken from a token's logit for each time that it is in the output")
+    presence_penalty: float = _number(0.0, -2, 2, "subtracted once from the logits of tokens in the output")
+    frequency_penalty: float = _number(0.0, -2, 2, "subtracted from a token's logit for each time that it is in the output")
     seed: int = 0
     logit_bias: Mapping[int, float] = field(default_factory=lambda: _NO_BIAS)
     logprobs: int | None = None  # None: none; n: the chosen token's and the n best
@@ -97,8 +97,8 @@ def mix64(x: int) -> int:
 
 
 def noise_key(seed: int, position: int) -> int:
-    """The 64-bit counter base of a token's noise: a function of request seed and position in the sequence, and of nothing else.
+    """The 64-bit counter base of a token's noise. It depends on the request's seed and the position in the sequence, and on nothing else.
 
-    Batch, worker, time and retries do not enter, so a stream that is continued elsewhere draws the noise it would have drawn.
+    Batch, worker, time and retries have no influence, so a stream that continues elsewhere draws the noise that it would have drawn here.
     """
     return mix64(mix64(seed + 0x9E3779B97F4A7C15) + position)

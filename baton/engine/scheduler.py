@@ -129,7 +129,7 @@ class Scheduler:
         seq.computed = seq.sealed = 0
 
     def advance(self, seq: Sequence, computed: int) -> None:
-        """`seq` holds the KV of `computed` positions now: seals the blocks that are full now."""
+        """Notes that `seq` now holds the KV of `computed` positions, and seals the blocks that are full."""
         seq.computed = computed
         seq.reached = max(seq.reached, computed)
         self._extend_keys(seq)

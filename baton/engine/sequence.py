@@ -1,7 +1,8 @@
 """A request inside the engine: few stored facts, the rest derived.
 
-Two lengths tell everything: `len(tokens)`, what is known, and `computed`, the positions whose KV is in `blocks`. A prefill, a
-chunk of one, a decode step, a resumed sequence and one whose KV came from elsewhere, whole or in part, are the same subtraction, `pending`.
+Two lengths say everything: `len(tokens)`, the tokens that are known, and `computed`, the positions whose KV is in `blocks`. A prefill, a
+chunk of a prefill, a decode step, a resumed sequence, and a sequence whose KV came wholly or partly from elsewhere are all the same
+subtraction, `pending`.
 """
 
 import math
@@ -42,32 +43,32 @@ MOVES = {
 
 
 class IllegalMove(RuntimeError):
-    """An event that the state does not know: a mistake of ours. Nothing was changed."""
+    """An event that this state does not allow: a bug. Nothing was changed."""
 
 
 @dataclass(eq=False, slots=True)
 class Sequence:
     id: str
     tokens: list[int]
-    prompt_len: int  # the client's prompt; the tokens beyond are output, of an earlier attempt or ours
+    prompt_len: int  # the client's prompt; the tokens after it are output, from an earlier attempt or from this engine
     params: SamplingParams
     root: bytes  # parent of the first block key
     hold: bool = False  # prefill worker: keep the blocks after the first token
     computed: int = 0
     blocks: list[int] = field(default_factory=list)
-    keys: list[bytes] = field(default_factory=list)  # of the full blocks whose tokens are known, as far as computed
+    keys: list[bytes] = field(default_factory=list)  # of the blocks that known tokens fill, as far as the keys have been computed
     sealed: int = 0  # leading blocks that are in the prefix cache
     state: State = State.WAITING
     began: int = 0  # `computed` when it was last admitted or adopted
     cached: int = 0  # prompt tokens found in the prefix cache at first admission
-    reached: int = 0  # the most that was ever computed: below it, work is done again
+    reached: int = 0  # the highest value of `computed` so far: below it, work is done again
     recomputed: int = 0  # positions computed again because a preemption threw their KV away
     prefilled: int = 0  # positions computed here, for the first time, before the last token that was known on arrival
     preemptions: int = 0
-    arrival: int | None = None  # place in the order in which room is given; kept over preemption
+    arrival: int | None = None  # place in the order in which sequences get room; a preemption does not change it
     arrived_with: int = 0  # len(tokens) on arrival
     started_at: float | None = None  # the caller's clock when the first chunk was scheduled
-    expires_at: float = math.inf  # on the same clock: from then on nobody waits for it, and it is not begun
+    expires_at: float = math.inf  # on the same clock: from then on no client waits for it, and it is not started
 
     def __post_init__(self) -> None:
         self.arrived_with = len(self.tokens)

@@ -1,8 +1,8 @@
-"""A runner that can be computed by hand: it stands in for torch wherever the cluster, not the model, is under test.
+"""A runner whose results can be computed by hand: it stands in for torch wherever the cluster, not the model, is under test.
 
 The KV of token `t` at position `p` is the number (t + 1)·(p + 1), written into every element of the slot. The next token is the sum of
-all KV elements so far modulo the vocabulary, plus the request's noise unless it is greedy. So every byte of every block decides every later
-token: a wrong block is visible in the text. The vocabulary is 257, a prime: no single flipped byte can cancel out.
+all KV elements so far modulo the vocabulary, plus the request's noise unless it is greedy. So every byte of every block affects every later
+token, and a wrong block is visible in the text. The vocabulary is 257, a prime: no single flipped byte can cancel out.
 """
 
 import json
@@ -73,7 +73,7 @@ def sample(total: int, params: SamplingParams, position: int, vocab_size: int) -
 
 
 def naive(tokens: Seq[int], params: SamplingParams, width: int = 8, vocab_size: int = 257, eos: int = 256) -> list[int]:
-    """The oracle: what the runner must produce, with no block, batch or cache in sight. Stops at the end token or at max_tokens."""
+    """The oracle: what the runner must produce, without blocks, batches or caches. Stops at the end token or at max_tokens."""
     known = list(tokens)
     while (made := len(known) - len(tokens)) < params.max_tokens:
         total = 2 * width * sum((token + 1) * (position + 1) for position, token in enumerate(known))

@@ -1,4 +1,4 @@
-"""From the tensors of a checkpoint to what a layer computes with."""
+"""Turns the tensors of a checkpoint into what a layer computes with."""
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
@@ -25,11 +25,11 @@ class Weights:
     ops: Ops = field(default_factory=Ops)
 
     def under(self, part: str) -> "Weights":
-        """Those of one part of the model."""
+        """The weights of one part of the model."""
         return replace(self, prefix=f"{self.prefix}{part}.")
 
     def tensor(self, name: str) -> Tensor:
-        """As the file has it."""
+        """The tensor as it is in the file."""
         return self.read(self.prefix + name)
 
     def placed(self, tensor: Tensor, dtype: torch.dtype | None = None) -> Tensor:
@@ -41,10 +41,10 @@ class Weights:
         return self.placed(self.tensor(f"{name}.weight").float() + offset)
 
     def linear(self, *names: str, bias: bool = False) -> Linear:
-        """One matrix made of several, one below the other, all with a bias or all without."""
+        """One matrix that stacks several, all with a bias or all without."""
         biases = [self.tensor(f"{name}.bias") for name in names] if bias else []
         return self.matrix([self.tensor(f"{name}.weight") for name in names], biases)
 
     def matrix(self, weights: Sequence[Tensor], biases: Sequence[Tensor] = ()) -> Linear:
-        """As `linear`, of tensors that have been read already."""
+        """As `linear`, for tensors that have already been read."""
         return Linear(weights, biases, self.dtype, self.device, self.weight_dtype, self.ops)

@@ -1,4 +1,4 @@
-"""One named child process: started, watched, started again, drained. The same under both launchers.
+"""One named child process: it is started, watched, restarted and drained. Both launchers use this class.
 
     event →      start     end       retry     ask        gone
     idle         running
@@ -6,8 +6,8 @@
     backoff                          running   stopping
     stopping                                              exited
 
-`end`: the run ended unasked, or could not be started; `retry`: the wait is over; `ask`: `stop` was called; `gone`: nothing is left of it.
-Exits are polled for: no SIGCHLD, no thread per child, no particular event loop needed, and a few microseconds per look.
+`end`: the process ended by itself, or could not be started; `retry`: the wait is over; `ask`: `stop` was called; `gone`: nothing is left of
+the process. Exits are polled: that needs no SIGCHLD, no thread per child and no particular event loop, and a poll takes a few microseconds.
 """
 
 import asyncio
@@ -27,7 +27,7 @@ from baton.launch.launcher import NAME_VARIABLE, ProcessState, RestartRule, Rest
 
 POLL_S = 0.1
 HURRIED_S = 3.0  # from a second SIGTERM to SIGKILL
-KILLED_S = 5.0  # how long we wait for a process to go that was sent SIGKILL (it may hang in a driver)
+KILLED_S = 5.0  # how long we wait for a process to disappear after SIGKILL (it may hang in a driver)
 LEASH = Path(__file__).with_name("leash.py")
 
 Life = Literal["idle", State]
@@ -44,7 +44,7 @@ logger = logging.getLogger(__name__)
 
 
 class IllegalLife(RuntimeError):
-    """An event that the state does not know. Nothing was changed."""
+    """An event that this state does not allow. Nothing was changed."""
 
 
 def move(state: Life, event: str) -> Life:
@@ -55,7 +55,8 @@ def move(state: Life, event: str) -> Life:
 
 
 class Child:
-    """Leads a session and process group of its own: a Ctrl-C in the terminal passes it by, and its descendants can be killed with it."""
+    """The process leads its own session and process group: a Ctrl-C in the terminal does not reach it, and its descendants can be killed
+    with it."""
 
     def __init__(
         self,
@@ -67,7 +68,8 @@ class Child:
         log_dir: Path | None = None,
         cwd: str | None = None,
     ) -> None:
-        """`env`: what the process inherits; the template's comes on top. With `log_dir` it writes to NAME.log there, else where we do."""
+        """`env`: the environment that the process inherits; the template's is added to it. With `log_dir`, the process writes to NAME.log
+        there, otherwise to our own output."""
         self._name = name
         self._template = template
         self._restarts = Restarts(rule)
@@ -76,7 +78,7 @@ class Child:
         self._log = log_dir and log_dir / f"{name}.log"
         self._cwd = cwd
         self._process: subprocess.Popen[bytes] | None = None
-        self._pulses: int | None = None  # reading end of the pipe that the process writes its pulses into
+        self._pulses: int | None = None  # read end of the pipe that the process writes its pulses into
         self._hang_s = rule.hang_s
         self._last_exit: int | None = None
         self._state: Life = "idle"
@@ -85,7 +87,7 @@ class Child:
         self._task: asyncio.Task[None] | None = None
 
     def start(self) -> None:
-        """On the event loop's thread; when that thread ends, the child is killed."""
+        """Must be called on the event loop's thread; when that thread ends, the child is killed."""
         self._move("start")
         self._spawn()
         self._task = asyncio.create_task(self._supervise(), name=f"supervise {self._name}")
@@ -96,7 +98,7 @@ class Child:
         return ProcessState(self._name, self._template.role, pid, state, self._restarts.count, self._last_exit, self._node)
 
     async def stop(self) -> ProcessState:
-        """`Place.stop`. May be called again, and cancelled: the draining goes on."""
+        """`Place.stop`. May be called again, and may be cancelled: the draining goes on."""
         if not self._asked.is_set() and self._state != "idle":
             self._move("ask")
         self._asked.set()
@@ -121,7 +123,7 @@ class Child:
                 self._move("retry")
                 self._spawn()
         finally:
-            self._kill()  # the event loop ends, and with it our care
+            self._kill()  # the event loop is ending, and the supervision with it
 
     def _move(self, event: str) -> None:
         self._state = move(self._state, event)
@@ -148,13 +150,13 @@ class Child:
                     )
             finally:
                 os.close(ours)
-        except OSError as error:  # no memory, no process left, no log: as good as an exit at once
+        except OSError as error:  # no memory, too many processes, no log: treated like an immediate exit
             logger.error("%s: cannot be started: %s", self._name, error)
             self._process = None
             self._close_pulses()
 
     async def _run_ended(self) -> None:
-        """Returns when the process is gone: by itself, or because `stop` asked for it."""
+        """Returns when the process is gone, by itself or because `stop` was called."""
         process = self._process
         if process is None:
             return
@@ -162,7 +164,7 @@ class Child:
         if process.poll() is None and not hangs:
             process.terminate()
             if not await _gone(process, self._template.grace_s, self._hurried) and self._hurried.is_set():
-                process.terminate()  # a second one: our processes then end at once, but in order
+                process.terminate()  # a second SIGTERM: our processes then end immediately, but in order
                 await _gone(process, HURRIED_S)
         self._kill()
         if await _gone(process, KILLED_S):
@@ -175,7 +177,7 @@ class Child:
         log("%s: pid %d ended with status %s", self._name, process.pid, self._last_exit)
 
     async def _hangs(self, process: "subprocess.Popen[bytes]") -> bool:
-        """Returns when the process has ended, has to end (False), or hangs (True)."""
+        """Returns False when the process has ended or has to end, True when it hangs."""
         watchdog = Watchdog(self._hang_s, time.monotonic())
         while process.poll() is None and not self._asked.is_set():
             await _either(self._asked, POLL_S)
@@ -191,7 +193,7 @@ class Child:
             self._pulses = None
 
     def _kill(self) -> None:
-        """The process, and what it started: the group lives on when its leader is gone."""
+        """Kills the process and what it started: the group outlives its leader."""
         if self._process is not None:
             with suppress(ProcessLookupError, PermissionError):
                 os.killpg(self._process.pid, signal.SIGKILL)

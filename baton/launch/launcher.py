@@ -1,11 +1,11 @@
-"""Who runs the processes of a cluster: the launchers' contract, and the rules that both of them obey.
+"""How the processes of a cluster are run: the launchers' contract, and the rules that both launchers follow.
 
-1 `Launcher.add` gives a role its `Template` and its first processes → 2 `Roster` names each one, `role-index`, a name never used again →
+1 `Launcher.add` gives a role its `Template` and its first processes → 2 `Roster` names each one `role-index`, a name that is never reused →
 3 `_open` puts each in a `Place`: a child process, here or on a node of Ray → 4 a process that hangs (`Watchdog`) is killed; one that ends
-unasked is started again under its name, after the wait that `Restarts` decides → 5 `resize` opens new names or drains the highest ones →
+by itself is restarted under its name, after the wait that `Restarts` decides → 5 `resize` opens new names or drains the highest ones →
 6 `stop` drains them all.
 
-Nothing of a request passes here: a launcher may die and be slow without a token being late.
+No part of a request passes through a launcher, so a slow launcher delays no token.
 """
 
 import asyncio
@@ -25,15 +25,15 @@ State = Literal["running", "backoff", "stopping", "exited"]
 
 @dataclass(frozen=True, slots=True)
 class Template:
-    """How every process of a role is started. Raises INVALID_FIELD for what can never be started."""
+    """How every process of a role is started. Raises INVALID_FIELD for a template that can never be started."""
 
     role: str  # "prefill", "decode", "router"
     argv: tuple[str, ...]  # the whole command; a launcher appends nothing
     env: Mapping[str, str] = field(default_factory=dict)  # added to the environment that the process inherits where it runs
-    cpus: float = 1.0  # what placement counts with, per process; not enforced
+    cpus: float = 1.0  # per process, used for placement; not enforced
     gpus: float = 0.0  # the same; a fraction shares one device, more than one must be whole
-    cores: tuple[int, ...] | None = None  # the role's processes may run on these only (Linux)
-    cores_each: int | None = None  # and each on so many of them, in turn; None: each on all
+    cores: tuple[int, ...] | None = None  # the role's processes may run only on these (Linux)
+    cores_each: int | None = None  # each process gets this many of them, in turn; None: each gets all
     grace_s: float = 30.0  # from SIGTERM to SIGKILL
 
     def __post_init__(self) -> None:
@@ -45,7 +45,7 @@ class Template:
             raise invalid("template", f"{self.role}: {self.gpus} gpus: more than one must be a whole number")
 
     def cores_of(self, name: str) -> tuple[int, ...]:
-        """The cores of the process `name`, whose last part is its number; none: it runs where it likes."""
+        """The cores of the process `name`, whose last part is its number; empty: it may run anywhere."""
         cores, each = self.cores or (), self.cores_each
         if each is None or each >= len(cores):
             return cores
@@ -67,20 +67,20 @@ class ProcessState:
 
 @dataclass(frozen=True, slots=True)
 class RestartRule:
-    """Seconds. The wait doubles from `backoff_s` to `max_backoff_s`; a run of `stable_s` makes the next wait a first one again."""
+    """In seconds. The wait doubles from `backoff_s` to `max_backoff_s`; after a run of `stable_s`, the next wait is `backoff_s` again."""
 
     backoff_s: float = 0.5
     max_backoff_s: float = 30.0
     stable_s: float = 30.0
-    hang_s: float = 10.0  # a process that hangs for so long is killed
+    hang_s: float = 10.0  # a process that hangs for this long is killed
 
 
 class Watchdog:
-    """Does a process still live inside? Judged by its pulses (`cluster.pulse`), once it has sent the first: one that sends none, or that is
-    loading its model, is left alone. Time during which the supervisor itself was stopped does not count.
+    """Decides whether a process hangs, from its pulses (`cluster.pulse`). It starts with the first pulse: a process that sends none, or
+    that is loading its model, is left alone. Time during which the supervisor itself was stopped does not count.
 
-    A long step is not taken for a hang, whatever the model and however busy the machine: the pulse tells of an engine that makes no
-    progress, not of one that is slow.
+    A long step is not taken for a hang, whatever the model and however busy the machine: the pulse reports an engine that makes no
+    progress, not one that is slow.
     """
 
     def __init__(self, hang_s: float, now: float) -> None:
@@ -89,7 +89,7 @@ class Watchdog:
         self._heard: float | None = None  # awake seconds
 
     def look(self, now: float, stalled_s: float | None) -> str | None:
-        """Why the process must be killed. To be called often; `stalled_s` is what the newest pulse since the last look says."""
+        """Why the process must be killed, or None. Must be called often; `stalled_s` is the newest pulse since the last call."""
         awake = self._awake.look(now)
         if stalled_s is not None:
             self._heard = awake
@@ -100,7 +100,7 @@ class Watchdog:
 
 
 class Restarts:
-    """When may one process be started again? `now` is seconds on any clock that only goes forward."""
+    """Decides when one process may be restarted. `now` is in seconds, on any clock that only goes forward."""
 
     def __init__(self, rule: RestartRule) -> None:
         self._rule = rule
@@ -139,16 +139,16 @@ class _Role:
 
 
 class Roster:
-    """Which processes should exist. It only keeps names; the launcher does what it returns."""
+    """Which processes should exist. It only keeps names; the launcher acts on what it returns."""
 
     def __init__(self) -> None:
         self._roles: dict[str, _Role] = {}
 
     def add(self, template: Template, count: int) -> list[str]:
-        """Names to start. Raises INVALID_FIELD for a role that has processes already."""
+        """Names to start. Raises INVALID_FIELD for a role that already has processes."""
         role = self._roles.setdefault(template.role, _Role(template))
         if role.names:
-            raise invalid("role", f"{template.role} has {len(role.names)} processes already; resize it")
+            raise invalid("role", f"{template.role} already has {len(role.names)} processes; resize it")
         role.template = template
         return role.grow(_natural(count))
 
@@ -167,7 +167,7 @@ class Roster:
         return self._roles[role].template
 
     def withdraw(self, role: str, names: Iterable[str]) -> None:
-        """These could not be started."""
+        """Removes names that could not be started."""
         gone = set(names)
         self._roles[role].names = [name for name in self._roles[role].names if name not in gone]
 
@@ -179,25 +179,25 @@ def _natural(count: int) -> int:
 
 
 class Place(Protocol):
-    """Where one name's process is kept alive. No method raises, and all are bounded."""
+    """Keeps the process of one name alive. No method raises, and all are bounded."""
 
     async def state(self) -> ProcessState: ...
 
     async def hurry(self) -> None:
-        """A `stop` under way no longer waits for the grace: SIGTERM again, and soon SIGKILL."""
+        """Makes a `stop` under way skip the rest of the grace period: SIGTERM again, and soon SIGKILL."""
         ...
 
     async def stop(self) -> ProcessState:
-        """SIGTERM, `grace_s`, SIGKILL; at once if nothing runs. Returns the end when nothing is left of it."""
+        """SIGTERM, up to `grace_s`, SIGKILL; immediate if nothing runs. Returns the final state when nothing is left of the process."""
         ...
 
 
 class Launcher(ABC):
     """Starts processes, keeps them alive, resizes their pools.
 
-    Each process gets BATON_WORKER_NAME and draws its own incarnation at start. It receives SIGTERM from here only (a Ctrl-C in the
-    terminal does not reach it), and dies with whoever supervises it. An exit is noticed within 0.2 s. All methods belong to one event
-    loop; cancelling one that drains does not stop the draining.
+    Each process gets BATON_WORKER_NAME and draws its own incarnation at start. It receives SIGTERM only from here (a Ctrl-C in the
+    terminal does not reach it), and dies with its supervisor. An exit is noticed within 0.2 s. All methods belong to one event loop;
+    cancelling one that drains does not stop the draining.
     """
 
     def __init__(self) -> None:
@@ -209,15 +209,15 @@ class Launcher(ABC):
 
     @abstractmethod
     async def start(self) -> None:
-        """Before anything else."""
+        """Must be called first."""
 
     @abstractmethod
     async def _open(self, template: Template, names: list[str]) -> dict[str, Place]:
-        """All of them, or an error and none. Raises SATURATED where there is no room, after a bounded wait."""
+        """Starts all of them, or raises and starts none. Raises SATURATED if there is no room after a bounded wait."""
 
     @abstractmethod
     async def _close(self) -> None:
-        """After the last place is gone."""
+        """Called after the last place is gone."""
 
     async def add(self, template: Template, count: int) -> None:
         """Raises SATURATED (nothing was started), INVALID_FIELD for a role that already has processes, DRAINING after `stop`."""
@@ -226,7 +226,7 @@ class Launcher(ABC):
             await self._grow(template, self._roster.add(template, count))
 
     async def resize(self, role: str, count: int) -> list[ProcessState]:
-        """Starts new processes or drains the highest-numbered ones; returns how the drained ended. No other process is touched.
+        """Starts new processes or drains the highest-numbered ones; returns the final states of those. No other process is touched.
 
         Raises SATURATED (nothing was started), INVALID_FIELD for an unknown role, DRAINING after `stop`.
         """
@@ -237,13 +237,13 @@ class Launcher(ABC):
         return await self._drain(surplus)
 
     async def processes(self) -> list[ProcessState]:
-        """Every process that should run or is still being drained, by order of start."""
+        """Every process that should run or is still being drained, in order of start."""
         return await asyncio.gather(*(place.state() for place in self._places.values()))
 
     async def stop(self) -> list[ProcessState]:
-        """Drains everything at the same time, and returns how each ended. Nothing is left; a second call does nothing.
+        """Drains all processes at the same time and returns their final states. Nothing is left then; a second call does nothing.
 
-        A growth under way comes to its own end first.
+        A growth under way finishes first.
         """
         async with self._changing:
             self._stopped = True
@@ -252,7 +252,7 @@ class Launcher(ABC):
         return ended
 
     async def hurry(self) -> None:
-        """Whatever is being drained ends now instead of after its grace."""
+        """Makes every process that is being drained end now instead of after its grace period."""
         await asyncio.gather(*(self._places[name].hurry() for name in self._drains if name in self._places))
 
     def _refuse_if_stopped(self) -> None:
@@ -262,7 +262,7 @@ class Launcher(ABC):
     async def _grow(self, template: Template, names: list[str]) -> None:
         try:
             self._places |= await self._open(template, names)
-        except BaseException:  # cancelled, too
+        except BaseException:  # also when cancelled
             self._roster.withdraw(template.role, names)
             raise
 

@@ -1,10 +1,11 @@
 """Becomes a command that cannot outlive its parent: python -I -S leash.py PARENT_PID CORES COMMAND...
 
-A program of its own, not a `preexec_fn`: Python code between fork and exec can deadlock in a process with threads (gRPC's, Ray's).
-Standard library only, no site: about 25 ms. The pid stays the same. CORES is a list like 0,2,3, or empty for any.
+It is a separate program and not a `preexec_fn`, because Python code between fork and exec can deadlock in a process with threads (gRPC's,
+Ray's). It uses only the standard library, without `site`, and takes about 25 ms. The pid stays the same. CORES is a list like 0,2,3, or
+empty for any.
 
-The kernel's promise (PR_SET_PDEATHSIG) is narrower than its name: SIGKILL comes when the *thread* that started us ends, it is not
-inherited by our own children, and it does not exist outside Linux; there, a killed launcher leaves its processes behind.
+The kernel's guarantee (PR_SET_PDEATHSIG) is narrower than its name: SIGKILL is sent when the *thread* that started us ends, the setting is
+not inherited by our own children, and it does not exist outside Linux; there, a killed launcher leaves its processes behind.
 """
 
 import ctypes
@@ -21,11 +22,12 @@ def die_with(parent: int) -> None:
     if ctypes.CDLL(None, use_errno=True).prctl(PR_SET_PDEATHSIG, signal.SIGKILL) != 0:
         raise OSError(ctypes.get_errno(), "prctl(PR_SET_PDEATHSIG)")
     if os.getppid() != parent:
-        raise ProcessLookupError(f"process {parent}, our parent, is gone")  # before the line above could help
+        raise ProcessLookupError(f"process {parent}, our parent, is gone")  # it ended before the call above took effect
 
 
 def default_signals() -> None:
-    """What is ignored or blocked stays so over exec: Ray blocks SIGINT in its workers, Python ignores SIGPIPE."""
+    """Restores the defaults. Signals that are ignored or blocked stay so across exec: Ray blocks SIGINT in its workers, Python ignores
+    SIGPIPE."""
     for number in signal.valid_signals():
         if signal.getsignal(number) == signal.SIG_IGN:
             signal.signal(number, signal.SIG_DFL)
@@ -33,7 +35,7 @@ def default_signals() -> None:
 
 
 def main(parent: str, cores: str, *command: str) -> str:
-    """Returns only what went wrong."""
+    """Returns only if something went wrong, and says what."""
     try:
         die_with(int(parent))
         if cores and hasattr(os, "sched_setaffinity"):

@@ -1,4 +1,4 @@
-"""The launcher of the laptop: child processes of this very process, up as fast as they start."""
+"""The launcher for one machine: it starts child processes of this process."""
 
 import os
 from collections.abc import Mapping, Sequence
@@ -10,15 +10,15 @@ from baton.launch.launcher import Launcher, Place, RestartRule, Template
 
 
 class LocalLauncher(Launcher):
-    """`gpu_ids`: the devices that it may hand out, as CUDA_VISIBLE_DEVICES names them. With none, the processes inherit that variable
-    and `Template.gpus` is not looked at. `Template.cpus` is not looked at: use `cores` to keep processes apart."""
+    """`gpu_ids`: the devices that it may assign, as CUDA_VISIBLE_DEVICES names them. If there are none, the processes inherit that variable
+    and `Template.gpus` is ignored. `Template.cpus` is always ignored: use `cores` to keep processes apart."""
 
     def __init__(self, rule: RestartRule | None = None, log_dir: Path | None = None, gpu_ids: Sequence[str] = ()) -> None:
         super().__init__()
         self._rule = rule or RestartRule()
         self._log_dir = log_dir
         self._gpu_ids = tuple(gpu_ids)
-        self._held: dict[str, tuple[float, tuple[str, ...]]] = {}  # name → (share of each, devices); of drained names, too
+        self._held: dict[str, tuple[float, tuple[str, ...]]] = {}  # name → (share of each, devices); also of drained names
 
     async def start(self) -> None:
         if self._log_dir is not None:
@@ -39,7 +39,7 @@ class LocalLauncher(Launcher):
         self._held.clear()
 
     def _hold_gpus(self, template: Template, names: list[str]) -> dict[str, tuple[float, tuple[str, ...]]]:
-        """Who holds what, with `names` served. Raises SATURATED and changes nothing."""
+        """Which name holds which devices once `names` have theirs. Raises SATURATED, and changes nothing."""
         held = {name: self._held[name] for name in self._places if name in self._held}
         for name in names if self._gpu_ids else ():
             used = {gpu: sum(share for share, gpus in held.values() if gpu in gpus) for gpu in self._gpu_ids}
@@ -52,7 +52,7 @@ class LocalLauncher(Launcher):
 
 
 def pick_gpus(used: Mapping[str, float], asked: float) -> tuple[str, ...] | None:
-    """Devices for one process, the first that fit; None if too few are free. `used`: device → share (0 to 1) that others hold."""
+    """The first devices that fit one process; None if too few are free. `used`: device → share (0 to 1) that other processes hold."""
     share, count = min(asked, 1.0), 1 if 0 < asked < 1 else int(asked)
     fitting = [gpu for gpu, taken in used.items() if taken + share <= 1 + 1e-9]
     return tuple(fitting[:count]) if len(fitting) >= count else None

@@ -1,6 +1,6 @@
-"""From a configuration to what a launcher runs: what is completed, what is checked before anything starts, and the template of each role.
+"""Turns a configuration into what a launcher runs: completes it, checks it before anything starts, and makes the template of each role.
 
-The configuration travels as environment variables, so a process on any node gets the whole of it.
+The configuration is passed on as environment variables, so a process on any node gets all of it.
 """
 
 import errno
@@ -26,11 +26,11 @@ GRACE_S = 15.0  # on top of the drain, for closing
 
 
 class UpError(state.StateError):
-    """The cluster cannot come up; the text says what to change or to look at."""
+    """The cluster cannot start; the text says what to change or to look at."""
 
 
 def complete(config: Config, redis_url: str) -> Config:
-    """Fills in what is open until a cluster starts: its key, the registry's address, and the router's ports."""
+    """Fills in what is only known when a cluster starts: its key, the registry's address, and the router's ports."""
     router = config.router
     ports = {name: getattr(router, name) for name in DOORS}
     taken = {config.at(name) for names in PORTS.values() for name in names}
@@ -49,7 +49,7 @@ def complete(config: Config, redis_url: str) -> Config:
 
 
 def free_port(host: str, port: int = 0) -> int:
-    """`port` if one can listen on it, any free one for 0. Raises OSError."""
+    """`port` if it is free to listen on, or any free one for 0. Raises OSError."""
     with socket.socket(socket.AF_INET6 if ":" in host else socket.AF_INET) as probe:
         probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
         probe.bind((host, port))
@@ -57,7 +57,7 @@ def free_port(host: str, port: int = 0) -> int:
 
 
 def check_ports(config: Config) -> None:
-    """Raises UpError when two processes of this host would share a port, or when somebody else listens where the router should."""
+    """Raises UpError if two processes on this host would share a port, or if another process already listens on a port of the router."""
     if config.launcher.kind == "local":
         check_shared_ports(config)
     for name in PORTS["router"]:
@@ -67,7 +67,7 @@ def check_ports(config: Config) -> None:
         except OSError as error:
             where, flag = target(config.cluster.host, port), f"--{name.replace('_', '-')}"
             if error.errno == errno.EADDRNOTAVAIL:
-                raise UpError(f"cluster.host: {config.cluster.host} is no address of this machine (is its interface up?)") from None
+                raise UpError(f"cluster.host: {config.cluster.host} is not an address of this machine (is its interface up?)") from None
             raise UpError(f"{name}: cannot listen on {where} ({error.strerror}); choose another with {flag}") from None
 
 
@@ -78,11 +78,11 @@ def check_shared_ports(config: Config) -> None:
     for (first, one), (second, other) in itertools.combinations(users, 2):
         if config.at(first) == config.at(second):
             who = f"{first} and {second}" if first != second else f"{first}: two workers ({one}, {other})"
-            raise UpError(f"{who} would share port {config.at(first)} of this host; 0 takes any free port")
+            raise UpError(f"{who} would share port {config.at(first)} of this host; 0 means any free port")
 
 
 def check_model(config: Config) -> None:
-    """Raises UpError when the folder cannot hold a model. Not asked when Ray may run the processes on other hosts."""
+    """Raises UpError if the folder cannot contain a model. Skipped if Ray may run the processes on other hosts."""
     if config.launcher.ray_address is not None:
         return
     folder = Path(config.model.path)
@@ -96,7 +96,7 @@ def make_launcher(config: Config, log_dir: Path) -> Launcher:
     rule = RestartRule(config.launcher.restart_backoff_s, config.launcher.restart_backoff_max_s, hang_s=config.launcher.hang_s)
     if config.launcher.kind == "local":
         return LocalLauncher(rule, log_dir, [gpu for gpu in os.environ.get("CUDA_VISIBLE_DEVICES", "").split(",") if gpu])
-    # Ray is loaded here and only here: a laptop cluster starts without it.
+    # Ray is loaded only here, so that a local cluster starts without it.
     from baton.launch.ray_launcher import RayLauncher
 
     needed = 1 + sum(pool.cpus * pool.replicas for pool in (config.prefill, config.decode))
@@ -117,7 +117,7 @@ def templates(config: Config) -> list[tuple[Template, int]]:
 
 
 def to_env(config: Config) -> dict[str, str]:
-    """The variables from which `baton.cluster.config_layers.load` makes this configuration again."""
+    """The variables from which `baton.cluster.config_layers.load` rebuilds this configuration."""
     env = {}
     for key in keys():
         value = config.at(key.name)
@@ -127,7 +127,7 @@ def to_env(config: Config) -> dict[str, str]:
 
 
 def kernel_cache() -> dict[str, str]:
-    """Where workers keep compiled kernels when neither of Numba's own places can be written; else every start would compile for long."""
+    """Where workers keep compiled kernels if neither of Numba's own places is writable; otherwise every start would compile them again."""
     own_places = (HOME / "baton" / "engine", Path(os.environ.get("XDG_CACHE_HOME") or Path("~/.cache").expanduser()))
     if os.environ.get("NUMBA_CACHE_DIR") or any(map(writable, own_places)):
         return {}
@@ -135,7 +135,7 @@ def kernel_cache() -> dict[str, str]:
 
 
 def writable(folder: Path) -> bool:
-    """Whether files can be made there, or in the nearest folder above that exists."""
+    """Whether files can be created in `folder`, or in the nearest parent that exists."""
     while not folder.exists() and folder != folder.parent:
         folder = folder.parent
     return folder.is_dir() and os.access(folder, os.W_OK | os.X_OK)

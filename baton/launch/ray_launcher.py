@@ -1,12 +1,13 @@
-"""The launcher of a cluster: Ray chooses the nodes; on each a supervising actor runs the process that a person would start by hand.
+"""The launcher for a Ray cluster: Ray chooses the nodes, and an actor there supervises a process like one that is started by hand.
 
-One actor per process, and one placement group per `add` or growth: all of its processes find room, or none. See `_Rooms` for shrinking.
+There is one actor per process, and one placement group per `add` or growth: all of its processes find room, or none. See `_Rooms` for
+shrinking.
 
-Who restarts what: the actor its child (the same `Child`, the same rule as locally), Ray the actor when it or its node dies; the new one
-starts the child again. The old child is dead by then: it is leashed to the actor's thread, and the actor to its raylet.
+The actor restarts its child (the same `Child`, by the same rule as locally). Ray restarts the actor if it or its node dies, and the new
+actor starts the child again. The old child is dead by then: it is leashed to the actor's thread, and the actor to its raylet.
 
 Ray listens on every interface of a machine. A cluster started here uses Ray's token authentication (RAY_AUTH_TOKEN, else a token that Ray
-writes under the home directory). To join one, this process needs the same RAY_AUTH_MODE and token, before it imports Ray.
+writes under the home directory). To join a cluster, this process needs the same RAY_AUTH_MODE and token before it imports Ray.
 """
 
 import asyncio
@@ -32,16 +33,16 @@ from baton.launch.launcher import Launcher, Place, ProcessState, RestartRule, Te
 REACHABLE_S = 5.0
 JOIN_S = 60.0  # to start or join a cluster
 SUPERVISOR_S = 60.0  # for Ray to start the supervisors of a growth, once they have room
-ANSWER_S = 2.0  # for a supervisor to say how its child is
-PARTING_S = KILLED_S + 5.0  # beyond the grace, for a supervisor to say that its child is gone
+ANSWER_S = 2.0  # for a supervisor to report the state of its child
+PARTING_S = KILLED_S + 5.0  # beyond the grace period, for a supervisor to report that its child is gone
 
 
 class Supervisor:
-    """The actor. Ray builds it on its event loop's thread, also when it builds it again after a crash: the child starts right here."""
+    """The actor. Ray builds it on the thread of its event loop, after a crash too, so the child can be started in the constructor."""
 
     def __init__(self, name: str, template: Template, rule: RestartRule, log_dir: Path | None, cwd: str) -> None:
         with suppress(PermissionError):
-            os.setpriority(os.PRIO_PROCESS, 0, 0)  # Ray's workers are niced to 15, this thread's child would be, too
+            os.setpriority(os.PRIO_PROCESS, 0, 0)  # Ray runs its workers at niceness 15, which the child would inherit
         if log_dir is not None:
             log_dir.mkdir(parents=True, exist_ok=True)
         node = f"{socket.gethostname()}/{ray.get_runtime_context().get_node_id()[:8]}"
@@ -49,7 +50,7 @@ class Supervisor:
         self._child.start()
 
     async def state(self) -> tuple[int, ProcessState]:
-        """With our own pid: another one means that restarts were counted from zero again."""
+        """With our own pid: if it changes, the child's restarts are counted from zero again."""
         return os.getpid(), await self._child.state()
 
     async def stop(self) -> ProcessState:
@@ -60,12 +61,12 @@ class Supervisor:
 
 
 def inherited(template: Template) -> dict[str, str]:
-    """The node's environment with what Ray adds for its own workers taken out, so that the child is the process a person would start."""
+    """The node's environment without what Ray adds for its own workers, so that the child is the same process as one started by hand."""
     env = {key: value for key, value in os.environ.items() if not key.startswith("RAY_") and key != "PYTHONBREAKPOINT"}
-    if env.get("OMP_NUM_THREADS") == str(max(int(template.cpus), 1)):  # Ray's guess; a value that differs is the operator's
+    if env.get("OMP_NUM_THREADS") == str(max(int(template.cpus), 1)):  # Ray's guess; any other value was set by the operator
         del env["OMP_NUM_THREADS"]
     if not template.gpus:
-        env["CUDA_VISIBLE_DEVICES"] = ""  # else it would see those that Ray gave to others
+        env["CUDA_VISIBLE_DEVICES"] = ""  # otherwise it would see devices that Ray gave to other processes
     if "PYTHONPATH" in env:
         env["PYTHONPATH"] = os.pathsep.join(filter(None, env["PYTHONPATH"].split(os.pathsep)))
     return env
@@ -81,18 +82,18 @@ class _Room:
 
 @dataclass(slots=True)
 class _RayPlace:
-    """`Place` through a supervisor that may be away for a while."""
+    """A `Place` whose supervisor may be unreachable for a while."""
 
     supervisor: Any
     room: _Room | None
     grace_s: float
-    last: ProcessState  # as the supervisor last told
-    dismiss: Callable[["_RayPlace"], Awaitable[None]]  # the supervisor; its room is free then
+    last: ProcessState  # as last reported by the supervisor
+    dismiss: Callable[["_RayPlace"], Awaitable[None]]  # ends the supervisor and frees its room
     incarnation: int = 0  # pid of the supervisor
-    restarts: int = 0  # of the child under supervisors that are gone
+    restarts: int = 0  # of the child under earlier supervisors
 
     async def ready(self) -> None:
-        """Waits, unbounded, until Ray has placed it and the child was started. Raises RayError."""
+        """Waits without a bound until Ray has placed the supervisor and the child was started. Raises RayError."""
         incarnation, told = await _result(self.supervisor.state.remote())
         if self.incarnation not in (0, incarnation):
             self.restarts = self.last.restarts + 1
@@ -116,18 +117,19 @@ class _RayPlace:
         try:
             async with asyncio.timeout(self.grace_s + PARTING_S):
                 self.last = replace(await _result(self.supervisor.stop.remote()), restarts=self.last.restarts)
-        except (RayError, TimeoutError):  # the supervisor is gone, and its child with it; nobody saw how
+        except (RayError, TimeoutError):  # the supervisor is gone, and its child with it; how it ended is unknown
             self.last = replace(self.last, pid=None, state="exited", last_exit=None)
         await self.dismiss(self)
         return self.last
 
 
 class _Rooms:
-    """What this launcher has reserved. Every method blocks, a little.
+    """What this launcher has reserved. Every method blocks briefly.
 
-    Ray takes a group back only as a whole. The rooms of drained processes are therefore kept for the next process of the same size, of
-    whatever role (a prefill GPU becomes a decode GPU, and no stranger can take it in between); a group that is all empty is given back.
-    Shrinking undoes the latest growth first, so what grew and shrank is given back; what a role began with may be kept.
+    Ray takes a group back only as a whole. The rooms of drained processes are therefore kept for the next process of the same size,
+    whatever its role (a prefill GPU becomes a decode GPU, and nobody else can take it in between); a group whose rooms are all empty is
+    given back. Shrinking undoes the latest growth first, so a growth that is undone is given back; the group that a role began with may be
+    kept.
     """
 
     def __init__(self, strategy: str) -> None:
@@ -160,10 +162,10 @@ class _Rooms:
 class RayLauncher(Launcher):
     """Joins the cluster at `address` ("host:port" or "auto"), or starts one on this machine, which ends with `stop` or with this process.
 
-    A process has one connection to Ray: if it is connected already, that one is used and left alone.
-    `placement` is the strategy of the placement groups: "PACK" or "SPREAD" over the nodes, as far as possible; with "STRICT_" in front, or
-    not at all. `ray_num_cpus`, `ray_num_gpus`: what a cluster started here counts with, instead of what it finds. `log_dir` is a path on
-    the nodes; without it, Ray's session directory has the output.
+    A process has only one connection to Ray: if it is already connected, that connection is used and not closed. `placement` is the
+    strategy of the placement groups: "PACK" or "SPREAD" over the nodes as far as possible; with the prefix "STRICT_", placement fails if it
+    is not possible. `ray_num_cpus`, `ray_num_gpus`: the resources of a cluster started here, instead of those that Ray finds. `log_dir` is
+    a path on the nodes; without it, the output goes to Ray's session directory.
     """
 
     def __init__(
@@ -185,12 +187,12 @@ class RayLauncher(Launcher):
         self._num_cpus = ray_num_cpus
         self._num_gpus = ray_num_gpus
         self._connected_here = False
-        # One thread for all of Ray's blocking calls, as old as this launcher: Ray's daemons are tied to the thread that started them.
+        # One thread for all of Ray's blocking calls, for the life of this launcher: Ray's daemons are tied to the thread that started them.
         self._thread = ThreadPoolExecutor(max_workers=1, thread_name_prefix="ray")
 
     @property
     def address(self) -> str:
-        """Where another launcher joins. Only after `start`."""
+        """The address at which another launcher can join. Available only after `start`."""
         return str(ray.get_runtime_context().gcs_address)
 
     async def start(self) -> None:
@@ -202,7 +204,7 @@ class RayLauncher(Launcher):
                 await self._call(self._connect)
         except (Exception, SystemExit) as error:  # ray.init raises almost anything
             self._thread.shutdown(wait=False)
-            hint = "; is it one with tokens? Set RAY_AUTH_MODE=token and RAY_AUTH_TOKEN" if self._address else ""
+            hint = "; if it uses tokens, set RAY_AUTH_MODE=token and RAY_AUTH_TOKEN" if self._address else ""
             raise BatonError(Reason.INTERNAL, f"no Ray cluster at {where}: {error or type(error).__name__}{hint}") from error
 
     def _connect(self) -> None:
@@ -210,8 +212,8 @@ class RayLauncher(Launcher):
             return
         os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")
         if self._address is None:
-            # `address="local"`: else what a killed cluster left behind is taken for a living one. Niceness: see Supervisor. Prestarted
-            # workers, one idle Python per core, are of no use to supervisors: theirs have another PYTHONPATH.
+            # `address="local"`: otherwise the remains of a killed cluster are taken for a living one. Niceness: see Supervisor. Supervisors
+            # cannot use prestarted workers, one idle Python per core, because they need another PYTHONPATH.
             self._init(
                 address="local",
                 include_dashboard=False,
@@ -224,7 +226,7 @@ class RayLauncher(Launcher):
         self._connected_here = True
 
     def _init(self, **how: Any) -> None:
-        """Ray tells its workers to import from the working directory of this moment first: it must hold no Python files."""
+        """Ray makes its workers import from the current working directory first, so that must contain no Python files."""
         with chdir("/"):
             ray.init(log_to_driver=False, configure_logging=False, **how)
 
@@ -240,15 +242,15 @@ class RayLauncher(Launcher):
             await self._call(self._ask_for, template, names, places)
             await self._room_found(template, places)
             await self._started(template, places)
-        except BaseException:  # cancelled, too; the one thread ends `_ask_for` before it comes to this, so `places` is complete then
+        except BaseException:  # also when cancelled; the one thread ends `_ask_for` before it runs `_dismiss`, so `places` is complete
             await asyncio.shield(self._call(self._dismiss, places))
             raise
         return dict(places)
 
     def _ask_for(self, template: Template, names: list[str], places: dict[str, _RayPlace]) -> None:
-        """Blocking, but not until there is room."""
+        """Blocks, but does not wait for room."""
         actor = ray.remote(Supervisor)
-        plain = replace(template, env=dict(template.env))  # a mapping that only forbids writing could not be sent
+        plain = replace(template, env=dict(template.env))  # a read-only view of a mapping cannot be sent
         for name, room in zip(names, self._rooms.take(template, len(names)), strict=True):
             supervisor = actor.options(
                 num_cpus=template.cpus,
@@ -264,7 +266,7 @@ class RayLauncher(Launcher):
         await self._call(self._dismiss, {place.last.name: place})
 
     def _dismiss(self, places: Mapping[str, _RayPlace]) -> None:
-        """Blocking. The supervisors die without restart, and their children with them."""
+        """Blocks. Kills the supervisors without a restart; their children die with them."""
         for place in places.values():
             with suppress(RayError):
                 ray.kill(place.supervisor, no_restart=True)
@@ -280,7 +282,7 @@ class RayLauncher(Launcher):
             asked = f"{len(places)} processes of {template.cpus:g} CPUs and {template.gpus:g} GPUs each"
             free = await self._call(ray.available_resources)
             found = f"{free.get('CPU', 0):g} CPUs and {free.get('GPU', 0):g} GPUs are free"
-            kept = f", kept for processes of their size {self._rooms.empty}" if self._rooms.empty else ""
+            kept = f", reserved for processes of the same size: {self._rooms.empty}" if self._rooms.empty else ""
             message = f"{template.role}: no room for {asked} in the Ray cluster within {self._place_timeout_s:g} s; {found}{kept}"
             raise BatonError(Reason.SATURATED, message) from error
 
@@ -296,8 +298,8 @@ class RayLauncher(Launcher):
 
 
 def _runtime_env() -> dict[str, Any]:
-    """Supervisors and their children import this project from where it lies here, also from a checkout that is not installed, and nothing
-    from a working directory."""
+    """Makes supervisors and their children import this project from the same path as here, even from a checkout that is not installed, and
+    nothing from a working directory."""
     env = {"PYTHONSAFEPATH": "1"}
     if HOME.name not in ("site-packages", "dist-packages"):
         env["PYTHONPATH"] = f"{HOME}{os.pathsep}${{PYTHONPATH}}"

@@ -1,8 +1,8 @@
-"""Bringing the pools to the sizes that somebody wishes for.
+"""Brings the pools to their wanted sizes.
 
-`Pool` decides: it is told wishes and outcomes and says what to ask of the launcher; it knows no clock and awaits nothing. `Reconciler`
-obeys: it reads the wishes from the registry and runs each change as a task of its own, so that a pool that drains for half a minute
-delays neither the next wish nor anything else.
+`Pool` decides: from wanted sizes and outcomes it derives what to ask of the launcher; it has no clock and awaits nothing. `Reconciler`
+acts: it reads the wanted sizes from the registry and runs each change as its own task, so that a pool that drains for half a minute delays
+neither the next change nor anything else.
 """
 
 import asyncio
@@ -24,7 +24,7 @@ class Phase(Enum):
     REFUSED = "refused"
 
 
-# (phase, event) → phase. A wish overtakes a change under way: the launcher carries them out in order, and only draining takes long.
+# (phase, event) → phase. A new change need not wait for one under way: the launcher does them in order, and only draining takes long.
 MOVES = {
     (Phase.SETTLED, "change"): Phase.CHANGING,
     (Phase.CHANGING, "change"): Phase.CHANGING,
@@ -35,26 +35,26 @@ MOVES = {
 
 
 class IllegalPhase(RuntimeError):
-    """An event that the phase does not know. Nothing was changed."""
+    """An event that this phase does not allow. Nothing was changed."""
 
 
 @dataclass(slots=True)
 class Pool:
-    """One pool: the size that was last asked of the launcher, and what became of that."""
+    """One pool: the size that was last asked of the launcher, and the outcome."""
 
     asked: int
     phase: Phase = Phase.SETTLED
     retry_at: float = 0.0
-    changes: int = 0  # so far; the outcome of one that was overtaken says nothing
+    changes: int = 0  # so far; only the outcome of the latest one counts
 
     def decide(self, wanted: int, now: float) -> bool:
-        """Whether to ask for `wanted` at this moment."""
+        """Whether to ask the launcher for `wanted` now."""
         if wanted != self.asked:
             return True
         return self.phase is Phase.REFUSED and now >= self.retry_at
 
     def change(self, wanted: int) -> int:
-        """`wanted` is being asked for. Returns the number of this change."""
+        """Notes that the launcher is being asked for `wanted`. Returns the number of this change."""
         self._move("change")
         self.asked = wanted
         self.changes += 1
@@ -77,7 +77,7 @@ class Pool:
 
 
 class Reconciler:
-    """`note` tells the person who waits. `step` is called again and again; it asks the registry and never waits for a change."""
+    """`note` gets lines for the person who is waiting. `step` is called repeatedly; it reads the registry and never waits for a change."""
 
     def __init__(self, launcher: Launcher, registry: Registry, sizes: Pools, note: Callable[[str], None]) -> None:
         self._launcher = launcher
@@ -88,13 +88,13 @@ class Reconciler:
         self._changes: set[asyncio.Task[None]] = set()
 
     async def step(self) -> bool:
-        """Obeys the latest wish. False while the registry is away; the last wish known then stands."""
+        """Follows the latest wanted sizes. Returns False while the registry is unreachable; the last known sizes then remain in force."""
         reached = True
         try:
             if (wish := await self._registry.desired()) is None:
                 await self._registry.desire(
                     self._wanted
-                )  # a registry that lost everything: `baton scale` reads the other pool's size there
+                )  # the registry lost everything, but `baton scale` must find the other pool's size there
             else:
                 self._wanted = wish
         except RegistryUnavailable:
@@ -112,7 +112,7 @@ class Reconciler:
         return reached
 
     async def close(self) -> None:
-        """What was begun is given up; draining goes on in the launcher until its `stop`."""
+        """Abandons the changes under way; draining goes on in the launcher until its `stop`."""
         for task in self._changes:
             task.cancel()
         await asyncio.gather(*self._changes, return_exceptions=True)

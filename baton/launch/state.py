@@ -1,4 +1,4 @@
-"""Where a running cluster leaves word of itself for the other commands: one small file per cluster, readable by its owner only."""
+"""How other commands find a running cluster: one small file per cluster, readable only by its owner."""
 
 import json
 import os
@@ -15,18 +15,18 @@ class ClusterState:
     endpoints: dict[str, str]  # "grpc", "http", "admin", "page"
     redis_url: str  # with its password
     log_dir: str
-    born: int | None = None  # when that process started: its number may be another's by now
+    born: int | None = None  # when that process started, because its pid may have been reused
     tls: dict[str, str] = field(default_factory=dict)  # "cert", "key", "ca": files that a client of this cluster needs, if any
 
 
 class StateError(RuntimeError):
-    """There is no cluster where one is needed, or one where there must be none, or nobody can tell."""
+    """A cluster is missing where one is needed, or exists where there must be none, or it is unknown whether there is one."""
 
 
 def state_dir() -> Path:
-    """BATON_STATE_DIR, or a folder of this user's in the system's place for temporary files. Raises StateError when it cannot be used.
+    """BATON_STATE_DIR, or this user's folder in the system's directory for temporary files. Raises StateError if it cannot be used.
 
-    Not `tempfile.gettempdir`: that looks elsewhere when the place is full, and commands would no longer find what others wrote there.
+    `tempfile.gettempdir` is not used: it looks elsewhere when that directory is full, and commands would no longer find what others wrote.
     """
     given = os.environ.get("BATON_STATE_DIR")
     path = Path(given) if given else Path(os.environ.get("TMPDIR") or "/tmp") / f"baton-{os.getuid()}"
@@ -36,41 +36,41 @@ def state_dir() -> Path:
     except OSError as error:
         raise StateError(f"{path} cannot be used ({error.strerror}); make room, or set BATON_STATE_DIR") from None
     if owner != os.getuid():
-        raise StateError(f"{path} belongs to somebody else; set BATON_STATE_DIR")
+        raise StateError(f"{path} belongs to another user; set BATON_STATE_DIR")
     return path
 
 
 def write(state: ClusterState) -> None:
-    """Raises StateError when there is no room for it."""
+    """Raises StateError if there is no room for it."""
     path = _file(state.name)
     temporary = path.with_suffix(".new")
     try:
         temporary.touch(mode=0o600)
         temporary.write_text(json.dumps(asdict(state)))
-        temporary.replace(path)  # readers see the whole or nothing
+        temporary.replace(path)  # readers see all of it or nothing
     except OSError as error:
         raise StateError(f"{path} cannot be written ({error.strerror}); make room, or set BATON_STATE_DIR") from None
 
 
 def read(name: str) -> ClusterState | None:
-    """The cluster of that name, if its supervisor is alive. Raises StateError when its file is there but cannot be read."""
+    """The cluster of that name, if its supervisor is alive. Raises StateError if its file exists but cannot be read."""
     path = _file(name)
     try:
         state = ClusterState(**json.loads(path.read_text()))
     except (FileNotFoundError, ValueError, TypeError):
         return None
     except OSError as error:
-        raise StateError(f"{path} cannot be read ({error.strerror}): whether cluster {name!r} is running is not known") from None
+        raise StateError(f"{path} cannot be read ({error.strerror}), so it is unknown whether cluster {name!r} is running") from None
     return state if alive(state.pid) and born(state.pid) == state.born else None
 
 
 def running() -> list[str]:
-    """The names of the clusters of this user that run here."""
+    """The names of this user's clusters that are running here."""
     return sorted(path.stem for path in state_dir().glob("*.json") if read(path.stem) is not None)
 
 
 def need(name: str) -> ClusterState:
-    """Raises StateError when no such cluster runs; it names those that do."""
+    """Raises StateError if no such cluster is running; the error names those that are."""
     state = read(name)
     if state is None:
         others = running()
@@ -88,7 +88,7 @@ def _file(name: str) -> Path:
 
 
 def alive(pid: int) -> bool:
-    """Whether the process runs. One that ended and was not yet fetched by its parent does not."""
+    """Whether the process is running. A zombie, which has ended but has not been reaped by its parent, is not."""
     if _stat(pid)[:1] == ["Z"]:
         return False
     try:
@@ -101,7 +101,7 @@ def alive(pid: int) -> bool:
 
 
 def born(pid: int) -> int | None:
-    """When the process started, in clock ticks since the system did; None where the system does not say."""
+    """When the process started, in clock ticks since boot; None if the system does not say."""
     stat = _stat(pid)
     return int(stat[19]) if stat else None
 

@@ -1,8 +1,8 @@
-"""One whole cluster on behalf of whoever started it (`baton up`).
+"""Runs one whole cluster for `baton up`.
 
-1 Redis (embedded, or the one that is named) → 2 the launcher starts router and workers, each the process that a person would start by
-hand → 3 wait until the router would serve → 4 obey the wished pool sizes, revive Redis → 5 on SIGTERM or Ctrl-C, everything in reverse;
-a second signal ends the drains.
+1 Redis (embedded, or the one that is named) → 2 the launcher starts router and workers, each as one would start it by hand → 3 wait until
+the router can serve → 4 follow the wanted pool sizes, revive Redis → 5 on SIGTERM or Ctrl-C, everything in reverse; a second signal cuts
+the drains short.
 """
 
 import asyncio
@@ -40,7 +40,7 @@ OnReady = Callable[[state.ClusterState], None]
 
 
 class Progress:
-    """How far workers are with their weights, from the lines that they write to their logs. Each look reads only what is new."""
+    """How much of their weights the workers have loaded, from the lines that they write to their logs. Each call reads only what is new."""
 
     _LINE = re.compile(rb"loading weights (\d+)/(\d+)\s")
 
@@ -54,7 +54,7 @@ class Progress:
             with (self._log_dir / f"{name}.log").open("rb") as log:
                 log.seek(self._read.get(name, 0))
                 data = log.read(1 << 20)
-        except OSError:  # under Ray the log may lie on another host
+        except OSError:  # under Ray the log may be on another host
             return None
         whole = data[: data.rfind(b"\n") + 1]
         self._read[name] = self._read.get(name, 0) + len(whole)
@@ -66,16 +66,16 @@ class Progress:
 class Supervisor:
     config: Config
     log_dir: Path
-    note: Note  # one line for the person who waits
-    loading: Loading = lambda name, done, total: None  # how far a worker is with its weights
+    note: Note  # one line for the person who is waiting
+    loading: Loading = lambda name, done, total: None  # how much of its weights a worker has loaded
     redis: EmbeddedRedis | None = None  # ours, if the cluster has no other
     stop: asyncio.Event = field(default_factory=asyncio.Event)
     hurry: asyncio.Event = field(default_factory=asyncio.Event)
     asked_by: int = 0  # the signal that asked us to stop
 
     async def run(self, on_ready: OnReady) -> int:
-        """Until SIGTERM or SIGINT. Returns the exit status: 0, or the signal's own (128 + its number) when it came before the cluster was
-        ready. Raises UpError, BatonError, ConfigError, RedisServerError, RegistryUnavailable."""
+        """Runs until SIGTERM or SIGINT. Returns the exit status: 0, or 128 + the signal's number if it came before the cluster was ready.
+        Raises UpError, BatonError, ConfigError, RedisServerError, RegistryUnavailable."""
         loop = asyncio.get_running_loop()
         for number in SIGNALS:
             loop.add_signal_handler(number, self._ask, number)
@@ -98,7 +98,7 @@ class Supervisor:
         self.stop.set()
 
     async def _serve(self, config: Config, launcher: Launcher, on_ready: OnReady) -> bool:
-        """Whether it ever was ready."""
+        """Returns whether the cluster ever became ready."""
         registry = connect_registry(config)
         try:
             ready = asyncio.create_task(self._start(config, launcher, registry))
@@ -122,8 +122,8 @@ class Supervisor:
         return pools
 
     async def _wait_until_ready(self, config: Config, launcher: Launcher) -> None:
-        """The router serves and reaches every worker. That a worker is in the registry is not enough: the router may not have looked yet,
-        and the first request would go without a handoff."""
+        """Returns when the router serves and reaches every worker. It is not enough that a worker is in the registry: the router may not
+        have read that yet, and the first request would get no handoff."""
         wanted = config.prefill.replicas + config.decode.replicas
         seen, logs = -1, Progress(self.log_dir)
         try:
@@ -143,14 +143,14 @@ class Supervisor:
             raise UpError(f"not ready after {READY_WITHIN_S:g} s: {seen} of {wanted} workers; logs are in {self.log_dir}") from None
 
     async def _look(self, launcher: Launcher, logs: Progress) -> None:
-        """Tells how far the processes have loaded. Raises UpError for one that does not start."""
+        """Reports how much the processes have loaded. Raises UpError for one that does not start."""
         for process in await launcher.processes():
             self._complain(process)
             if found := logs.of(process.name):
                 self.loading(process.name, *found)
 
     def _complain(self, process: ProcessState) -> None:
-        """Raises UpError: a process that died twice at its start will not do better the third time."""
+        """Raises UpError for a process that has died three times at its start: it will not do better the next time."""
         if process.restarts >= 2 and process.state == "backoff":
             log = tail(self.log_dir / f"{process.name}.log")
             raise UpError(f"{process.name} does not start (exit status {process.last_exit}):\n{log}")
@@ -180,7 +180,7 @@ class Supervisor:
                 self.note("ending at once")
                 await launcher.hurry()
                 await stopping
-        except asyncio.CancelledError:  # nobody waits for the grace any more; what was started ends all the same
+        except asyncio.CancelledError:  # no time for the grace period, but what was started must still end
             await _stop_now(launcher)
             raise
         finally:
@@ -189,9 +189,9 @@ class Supervisor:
             state.remove(config.cluster.name)
 
     def _revive_redis(self) -> None:
-        """A server of ours that died comes back, empty, at the same address: everybody writes anew what it has to know."""
+        """If our own server has died, starts it again, empty and at the same address: every process then writes its part again."""
         if self.redis is not None and not state.alive(self.redis.pid):
-            self.note("redis died; it is started again")
+            self.note("redis died; restarting it")
             try:
                 self.redis = EmbeddedRedis(self.redis.port, self.redis.password)
             except RedisServerError as error:
@@ -206,7 +206,7 @@ async def _stop_now(launcher: Launcher) -> None:
 
 
 async def unless(event: asyncio.Event, task: "asyncio.Task[Any]", cancel: bool = True) -> bool:
-    """Wait for the task, but no longer than until the event is set; then it is cancelled. Raises what the task raises."""
+    """Wait for the task, or until the event is set; the task is then cancelled if `cancel`. True if it finished; raises what it raises."""
     waiter = asyncio.create_task(event.wait())
     try:
         await asyncio.wait({task, waiter}, return_when=asyncio.FIRST_COMPLETED)
@@ -238,7 +238,7 @@ async def workers_ready(config: Config) -> int:
 
 
 async def requests_running(config: Config) -> str:
-    """For a person; empty when there are none or the router does not say."""
+    """The number of requests as text for a person; empty if there are none or the router does not answer."""
     status = await _status(config, 1.0)
     count = status.router.inflight + status.router.queued if status else 0
     return f"{count} request{'s are' if count > 1 else ' is'}" if count else ""
@@ -247,7 +247,7 @@ async def requests_running(config: Config) -> str:
 async def _status(config: Config, timeout_s: float) -> worker_pb2.StatusResponse | None:
     async with channel(target(config.cluster.host, config.router.admin_port), config.security) as open_channel:
         try:
-            stub = worker_pb2_grpc.AdminStub(open_channel)  # type: ignore[no-untyped-call]
+            stub = worker_pb2_grpc.AdminStub(open_channel)
             answer: worker_pb2.StatusResponse = await stub.Status(worker_pb2.StatusRequest(), timeout=timeout_s)
         except grpc.RpcError:
             return None

@@ -1,4 +1,4 @@
-"""A Llama's folder in Hugging Face format, all but the weights."""
+"""Writes a Llama's folder in Hugging Face format, except for the weights."""
 
 import hashlib
 import json
@@ -18,7 +18,7 @@ ROPE_THETA = 10000.0
 
 @dataclass(frozen=True, slots=True)
 class Shape:
-    """ValueError for sizes that do not fit."""
+    """Raises ValueError for sizes that do not fit together."""
 
     hidden: int
     inner: int
@@ -41,7 +41,7 @@ class Shape:
 
 
 def write(path: Path, shape: Shape, tokenizer: Tokenizer, *, dtype: str, temperature: float) -> None:
-    """config.json, generation_config.json, tokenizer.json and tokenizer_config.json."""
+    """Writes config.json, generation_config.json, tokenizer.json and tokenizer_config.json."""
     path.mkdir(parents=True, exist_ok=True)
     tokenizer.save(str(path / "tokenizer.json"))
     write_json(
@@ -86,7 +86,7 @@ def tokenizer_config(context: int, chat_template: str, **tokens: str) -> dict[st
 
 
 def write_sums(path: Path) -> None:
-    """SHA256SUMS of what a server reads, as `sha256sum` writes it."""
+    """Writes SHA256SUMS for the files that a server reads, in the format of `sha256sum`."""
     files = sorted(file for file in path.iterdir() if file.suffix in (".json", ".safetensors") and file.name != "results.json")
     (path / SUMS).write_text("".join(f"{hashlib.sha256(file.read_bytes()).hexdigest()}  {file.name}\n" for file in files))
 

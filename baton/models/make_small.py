@@ -1,7 +1,7 @@
 """Makes untrained models of any size: `python -m baton.models.make_small OUT` writes a seeded random Llama with a real tokenizer.
 
-The weights are noise, so the text is word salad, but every part is the real thing: a byte-level BPE trained on generated texts, a chat
-template, grouped-query attention, safetensors. The same arguments give the same bytes.
+The weights are noise, so the text is word salad, but every part is real: a byte-level BPE trained on generated texts, a chat template,
+grouped-query attention, safetensors. The same arguments produce the same bytes.
 """
 
 import argparse
@@ -37,7 +37,8 @@ def make(
     vocab: int = 2048,
     context: int = 2048,
 ) -> None:
-    """A Llama (5.7 million parameters by default) in Hugging Face format in the folder `path`. ValueError for sizes that do not fit."""
+    """Writes a Llama (5.7 million parameters by default) in Hugging Face format to the folder `path`. Raises ValueError for sizes that do
+    not fit together."""
     shape = Shape(hidden, 3 * hidden, layers, heads, kv_heads, vocab, context, tied=False)
     write(path, shape, train_tokenizer(vocab, seed, TOKENIZER_DOCUMENTS), dtype="float32", temperature=1.0)
     save_file(_weights(shape, np.random.default_rng(seed)), path / "model.safetensors", metadata={"format": "pt"})
@@ -52,7 +53,7 @@ def make_toy(
     token_delay_us: float = 0,
     poison_token: int | None = None,
 ) -> None:
-    """A folder for the toy runner: no weights, and a tokenizer in which a byte is its own token id and 256 ends the text.
+    """Writes a folder for the toy runner: no weights, and a tokenizer in which a byte is its own token id and 256 ends the text.
 
     A worker that computes the `poison_token` dies.
     """
@@ -80,14 +81,14 @@ def make_toy(
 
 
 def byte_characters() -> list[str]:
-    """The character that byte-level BPE (GPT-2) writes for each byte: printable ones stand for themselves, the rest move past 255."""
+    """The character that byte-level BPE (GPT-2) writes for each byte: printable ones are kept, the others are moved past 255."""
     printable = {*range(ord("!"), ord("~") + 1), *range(0xA1, 0xAC + 1), *range(0xAE, 0xFF + 1)}
     moved = iter(range(256, 512))
     return [chr(byte) if byte in printable else chr(next(moved)) for byte in range(256)]
 
 
 def _weights(shape: Shape, rng: np.random.Generator) -> dict[str, npt.NDArray[np.float32]]:
-    """Normal noise, wide enough that a layer says more about the next token than the last token does: narrow noise repeats itself."""
+    """Normal noise, wide enough that layers affect the next token more than the last token does: with narrow noise, the text repeats."""
     hidden, inner, vocab, kv = shape.hidden, shape.inner, shape.vocab, shape.kv_heads * shape.head_dim
 
     def normal(rows: int, columns: int, gain: float) -> npt.NDArray[np.float32]:
@@ -109,7 +110,7 @@ def _weights(shape: Shape, rng: np.random.Generator) -> dict[str, npt.NDArray[np
         for name in ("input_layernorm", "post_attention_layernorm"):
             weights[f"{layer}.{name}.weight"] = np.ones(hidden, np.float32)
     head = normal(vocab, hidden, 3.0)
-    head[[i for i in range(len(SPECIAL)) if i != EOS_ID]] = 0  # the only special token that it says is the one that ends the text
+    head[[i for i in range(len(SPECIAL)) if i != EOS_ID]] = 0  # the only special token that it produces is the one that ends the text
     weights["lm_head.weight"] = head
     return weights
 

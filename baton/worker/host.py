@@ -138,7 +138,7 @@ class Host:
         self.port = port = KvPort(place, pool, self.loop, self.transport, self.key, self.config.kv, peers.connect)
         self._closers.push_async_callback(peers.close)
         self._closers.push_async_callback(port.close)
-        worker_pb2_grpc.add_KvExchangeServicer_to_server(KvExchangeDoor(port), self.server.grpc)  # type: ignore[no-untyped-call]
+        worker_pb2_grpc.add_KvExchangeServicer_to_server(KvExchangeDoor(port), self.server.grpc)
         self.tasks.start(port.exporter.run_reaper(self.config.kv.reap_interval_s), "lease reaper")
         self.book.read("baton_leases_held", lambda: port.exporter.num_leases)
         self.book.read("baton_leases_total", lambda: dict(port.exporter.events))
@@ -147,7 +147,7 @@ class Host:
     async def serve(self) -> None:
         """Called when the roles have added their services to `server.grpc`."""
         door = WorkerDoor(self.identity, self.probe, self.describe, self.loop.snapshot, self.residue, self.set_roles)
-        worker_pb2_grpc.add_WorkerServicer_to_server(door, self.server.grpc)  # type: ignore[no-untyped-call]
+        worker_pb2_grpc.add_WorkerServicer_to_server(door, self.server.grpc)
         await self.server.start()
         self._closers.push_async_callback(self.server.stop, 0.5)
         if self.config.telemetry.metrics:

@@ -33,7 +33,7 @@ class Peers:
             self._channels[address] = channel(address, self._security)
             if len(self._channels) > MAX_CHANNELS:  # workers come and go, each time on another port
                 self._closing.start(self._channels.pop(next(iter(self._channels))).close(CALL_TIMEOUT_S), "close channel")
-        stub = worker_pb2_grpc.KvExchangeStub(self._channels[address])  # type: ignore[no-untyped-call]
+        stub = worker_pb2_grpc.KvExchangeStub(self._channels[address])
         return PeerClient(stub, self._name, self._incarnation)
 
     async def close(self) -> None:

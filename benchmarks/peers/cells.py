@@ -1,11 +1,11 @@
-"""What is measured: requests, how a list of token times becomes tokens per second, and how much of the machine that is. Pure."""
+"""What is measured: the requests, how token times become tokens per second, and how much of the machine's capacity that is. Pure."""
 
 import random
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any, Literal
 
-FIRST_ORDINARY = 10  # token ids below may be special
+FIRST_ORDINARY = 10  # token ids below this may be special
 CONTEXT = 2560  # tokens of one sequence
 ROUND = 256  # a multiple of every engine's block
 
@@ -17,7 +17,7 @@ class Cell:
     requests: tuple[tuple[int, int], ...]  # (prompt tokens, output tokens)
 
     def prompts(self, vocab: int, seed: str) -> list[list[int]]:
-        """Token ids `[request][prompt]`; the same for the same arguments, and with nothing in common for another seed."""
+        """Token ids `[request][prompt]`: the same for the same arguments, unrelated for another seed."""
         rng = random.Random(f"{self.name} {seed}")
         return [rng.choices(range(FIRST_ORDINARY, vocab), k=length) for length, _ in self.requests]
 
@@ -27,9 +27,9 @@ class Cell:
     def tokens_per_s(self, times: Sequence[Sequence[float]]) -> float:
         """`times[i][k]`: seconds from the call to output token k of request i.
 
-        prefill: prompt tokens until the last request has its first token. decode: tokens made while every request decodes, from the
-        moment when the last one has its first token until the first one ends, so neither prefill nor a shrinking batch enters.
-        mixed: output tokens over the whole time. ValueError where the requests never decoded together.
+        prefill: prompt tokens over the time until the last request has its first token. decode: tokens generated while every request
+        decodes, from the moment when the last one has its first token until the first one ends, so neither prefill nor a shrinking batch
+        counts. mixed: output tokens over the whole time. Raises ValueError if the requests never decoded together.
         """
         if self.kind == "prefill":
             return sum(prompt for prompt, _ in self.requests) / max(row[0] for row in times)
@@ -55,7 +55,7 @@ def mixed(requests: int) -> Cell:
 
 
 def warm(cell: Cell) -> Cell:
-    """What runs untimed before a cell: wakes the engine's threads and shapes, and costs little."""
+    """The cheap untimed run before a cell, which wakes the engine's threads and prepares its shapes."""
     if cell.kind == "prefill":
         return cell
     return Cell(f"warm {cell.name}", cell.kind, ((64, 8),) * len(cell.requests))
@@ -63,7 +63,7 @@ def warm(cell: Cell) -> Cell:
 
 @dataclass(frozen=True, slots=True)
 class Room:
-    """What every engine is given: sequences at once, and tokens of KV for each of them."""
+    """What every engine is given: the number of concurrent sequences, and tokens of KV for each."""
 
     sequences: int
     tokens_each: int
@@ -74,7 +74,7 @@ class Room:
 
 
 def room(cells: Sequence[Cell]) -> Room:
-    """For the largest cell, in whole blocks of every engine; one sequence can take as much as `CONTEXT`."""
+    """The room for the largest cell, in whole blocks of every engine; a single sequence can use up to `CONTEXT`."""
     together = [sum(request) for cell in cells if len(cell.requests) > 1 for request in cell.requests]
     each = -(-max(together, default=0) // ROUND) * ROUND
     sequences = max(len(cell.requests) for cell in cells)
@@ -91,7 +91,7 @@ class Model:
     heads: int
     kv_heads: int
     vocab: int
-    inner: int  # 3 * hidden, as `baton.models.make_small` makes them
+    inner: int  # 3 * hidden, as made by `baton.models.make_small`
     context: int
 
     @property
@@ -100,13 +100,13 @@ class Model:
 
     @property
     def layer_parameters(self) -> int:
-        """Of all layers; norms are left out."""
+        """The weights of all layers, without norms."""
         attention = 2 * self.hidden * self.hidden + 2 * self.hidden * self.kv_heads * self.head_dim
         return self.layers * (attention + 3 * self.hidden * self.inner)
 
     @property
     def read_parameters(self) -> int:
-        """What one decode step reads: the layers and the LM head, of the embedding only a row."""
+        """What one decode step reads: the layers and the LM head. Of the embedding it reads only a row, which does not count."""
         return self.layer_parameters + self.vocab * self.hidden
 
     @property
@@ -115,11 +115,11 @@ class Model:
 
     @property
     def kv_numbers(self) -> int:
-        """Numbers that a token leaves in the KV cache."""
+        """How many numbers a token stores in the KV cache."""
         return 2 * self.layers * self.kv_heads * self.head_dim
 
     def prefill_flops(self, tokens: int) -> float:
-        """Of one prompt: two a weight and token, the head for the last token only, causal attention (q k^T and the sum of values)."""
+        """FLOPs of one prompt: two per weight and token, the head for the last token only, causal attention (q k^T and the value sums)."""
         attention = 4 * self.layers * self.hidden * tokens * (tokens + 1) / 2
         return 2.0 * self.layer_parameters * tokens + 2 * self.vocab * self.hidden + attention
 
@@ -139,6 +139,6 @@ class Model:
 
 
 def same_tokens(ours: Sequence[Sequence[int]], theirs: Sequence[Sequence[int]]) -> tuple[int, int]:
-    """(equal tokens, tokens), place by place. ValueError where their numbers differ."""
+    """(equal tokens, tokens), compared position by position. Raises ValueError if their lengths differ."""
     equal = sum(x == y for a, b in zip(ours, theirs, strict=True) for x, y in zip(a, b, strict=True))
     return equal, sum(len(row) for row in theirs)

@@ -1,7 +1,7 @@
-"""The child's side of the protocol: what every driver shares. Standard library only, for it runs in the interpreters of all engines.
+"""The child's side of the protocol, shared by all drivers. Standard library only, because it runs in the interpreters of all engines.
 
-A message is a line of JSON: `{"do": "convert" | "start" | "run", ...}`; so is its answer, which holds `error` where there was one.
-The end of the input is the end of the program.
+A message is a line of JSON: `{"do": "convert" | "start" | "run", ...}`. So is the answer, which has `error` if there was one.
+The program exits at the end of its input.
 """
 
 import ctypes
@@ -22,10 +22,10 @@ STATIC_BATCH = 16
 
 
 def serve(start: Callable[[Message], tuple[str, Handler]], convert: Callable[[Message], None] | None = None) -> None:
-    """`start` answers with the engine's version and what handles `run`."""
+    """`start` returns the engine's version and the handler of `run`."""
     answers = os.fdopen(os.dup(1), "w")
-    os.dup2(2, 1)  # what a library prints is no answer
-    if sys.platform == "linux":  # a paused child would outlive a parent that was killed
+    os.dup2(2, 1)  # what a library prints must not look like an answer
+    if sys.platform == "linux":  # a paused child would outlive a killed parent
         ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
     handle: Handler | None = None
     for line in sys.stdin:
@@ -44,11 +44,11 @@ def serve(start: Callable[[Message], tuple[str, Handler]], convert: Callable[[Me
             traceback.print_exc()
             answer = {"error": f"{type(error).__name__}: {error}"}
         print(json.dumps(answer), file=answers, flush=True)
-    os._exit(0)  # some engines' threads do not let an interpreter go
+    os._exit(0)  # the threads of some engines keep the interpreter from exiting
 
 
 def engine(generate: Generate) -> Handler:
-    """`generate(prompts, outputs)`: for each request its (token, `time.perf_counter()` when it was there)."""
+    """`generate(prompts, outputs)` returns for each request its (token, `time.perf_counter()` when it was available)."""
 
     def handle(message: Message) -> Message:
         began = time.perf_counter()
@@ -62,7 +62,8 @@ def engine(generate: Generate) -> Handler:
 
 
 def in_static_batches(batch: Generate) -> Generate:
-    """For an engine without continuous batching: equal requests go as one batch, others by 16 in their order, padded by the engine."""
+    """For an engine without continuous batching. Requests of equal lengths form one batch; others go in order, 16 at a time, padded by the
+    engine."""
 
     def generate(prompts: list[list[int]], outputs: list[int]) -> list[list[tuple[int, float]]]:
         equal = len({(len(prompt), output) for prompt, output in zip(prompts, outputs, strict=True)}) == 1

@@ -1,4 +1,4 @@
-"""Which engines, in which precisions, from which packages, told how."""
+"""The engines: their precisions, packages and settings."""
 
 import hashlib
 import os
@@ -20,12 +20,12 @@ NUMERIC_TYPES = ("float32", "bfloat16", "int8")  # the precision classes, widest
 
 @dataclass(frozen=True, slots=True)
 class Package:
-    """What `--install` puts into an environment of its own."""
+    """What `--install` installs into a separate environment."""
 
     requirements: tuple[str, ...]
     environment: Mapping[str, str] = field(default_factory=dict)
     deadline_s: float = 1800
-    without: tuple[str, ...] = ()  # what they bring along and a CPU build of torch cannot load
+    without: tuple[str, ...] = ()  # dependencies that a CPU build of torch cannot load
 
 
 TORCH = "torch>=2.11,<2.14"
@@ -40,12 +40,12 @@ PACKAGES = {
 @dataclass(frozen=True, slots=True)
 class Engine:
     name: str
-    precision: str  # class: that of the weights as the engine reads them
+    precision: str  # class: the precision of the weights as the engine reads them
     driver: str
     package: str | None = None  # None: this interpreter's own
     settings: Mapping[str, Any] = field(default_factory=dict)
-    converted: str | None = None  # precision of the conversion it reads; None: reads the checkpoint itself
-    bits: float = 0.0  # a weight, where the format adds scales
+    converted: str | None = None  # precision of the conversion it reads; None: it reads the checkpoint itself
+    bits: float = 0.0  # bits per weight, if the format adds scales
     kinds: tuple[str, ...] = ("prefill", "decode", "mixed")
     environment: Mapping[str, str] = field(default_factory=dict)
 
@@ -62,7 +62,7 @@ class Engine:
         return room.tokens * model.kv_numbers * WIDTH[dtype]
 
     def message(self, checkpoint: Path, model: Model, room: Room, threads: int) -> dict[str, Any]:
-        """To start it."""
+        """The message that starts the engine."""
         return {
             "do": "start",
             "model": str(checkpoint),
@@ -128,7 +128,7 @@ class Places:
         return self.cache / "models" / f"{name}-{hashlib.sha256(repr(sorted(recipe.items())).encode()).hexdigest()[:12]}"
 
     def install(self, name: str) -> None:
-        """Raises CalledProcessError or TimeoutExpired; only a whole installation counts as one."""
+        """Raises CalledProcessError or TimeoutExpired. Only a complete installation counts as installed."""
         package, venv = PACKAGES[name], self._venv(name)
         shutil.rmtree(venv, ignore_errors=True)
         subprocess.run([sys.executable, "-m", "venv", str(venv)], check=True, timeout=300)
@@ -144,7 +144,7 @@ class Places:
 
 
 def environment(driver: str, threads: int, cache: Path) -> dict[str, str]:
-    """For a driver's process: where its modules are and its own caches, and one number of threads whoever reads it."""
+    """Variables for a driver's process: where its modules and caches are, and the same number of threads for every library."""
     path = [str(ROOT / "benchmarks"), *([str(ROOT)] if driver == "baton" else [])]
     names = ("OMP_NUM_THREADS", "MKL_NUM_THREADS", "OPENBLAS_NUM_THREADS", "NUMBA_NUM_THREADS")
     home = {"XDG_CACHE_HOME": str(cache / "caches")}

@@ -1,4 +1,4 @@
-"""The parent's side: one driver process, its deadlines, its memory, its end."""
+"""The parent's side: one driver process with its deadlines, its memory and its end."""
 
 import json
 import os
@@ -14,11 +14,11 @@ from typing import Any, Self
 
 
 class DriverError(RuntimeError):
-    """The driver said so, died, or missed its deadline; in the last two cases it is gone."""
+    """The driver reported an error, died, or missed its deadline. In the last two cases the process is gone."""
 
 
 class Driver:
-    """A process of its own session, so that what it starts ends with it. `log` takes what it prints."""
+    """A process in its own session, so that whatever it starts ends with it. Its output goes to `log`."""
 
     def __init__(self, command: Sequence[str], environment: Mapping[str, str], log: Path) -> None:
         self.log = log
@@ -61,7 +61,7 @@ class Driver:
         return answer
 
     def sleep(self) -> None:
-        """Stands still until it is `awake`: threads of an idle engine that spin would cost the others a core."""
+        """Stops the process until it is `awake`: the spinning threads of an idle engine would take a core from the others."""
         self._signal(signal.SIGSTOP)
 
     @contextmanager
@@ -73,7 +73,7 @@ class Driver:
             self.sleep()
 
     def peak_rss(self) -> int:
-        """Bytes, of the process and those of its session, each at its own peak."""
+        """Bytes of all processes of the session, each at its own peak."""
         return sum(_peak(pid) for pid in _session(self._process.pid))
 
     def end(self) -> None:
@@ -97,7 +97,7 @@ class Driver:
 
     def _last_words(self) -> str:
         lines = self.log.read_text(errors="replace").strip().splitlines()
-        return lines[-1] if lines else "without a word"
+        return lines[-1] if lines else "without any output"
 
 
 def _session(leader: int) -> list[int]:
@@ -106,7 +106,7 @@ def _session(leader: int) -> list[int]:
         try:
             fields = stat.read_text().rpartition(")")[2].split()
         except OSError:
-            continue  # ended meanwhile
+            continue  # the process ended meanwhile
         if int(fields[3]) == leader:
             found.append(int(stat.parent.name))
     return found

@@ -1,4 +1,4 @@
-"""Samples into medians, ratios and shares of the ceilings; these into a table and a picture."""
+"""Turns samples into medians, ratios and shares of the ceilings, and these into a table and a picture."""
 
 import statistics
 from collections.abc import Iterable, Mapping, Sequence
@@ -16,11 +16,11 @@ MIB = 1 << 20
 
 @dataclass(slots=True)
 class Samples:
-    """Of one engine on one model."""
+    """The samples of one engine on one model."""
 
     engine: Engine
     rates: dict[str, dict[int, float]] = field(default_factory=dict)  # cell → repeat → tokens/s
-    start_s: list[float] = field(default_factory=list)  # from the process's birth to its first token
+    start_s: list[float] = field(default_factory=list)  # from the start of the process to its first token
     peak_rss: int = 0  # bytes
     needed: int = 0  # bytes, of weights and the room for KV
     same: tuple[int, int] = (0, 0)  # greedy tokens equal to the reference's, of how many
@@ -38,20 +38,20 @@ class Spread:
 
 
 def ratio(over: Mapping[int, float], under: Mapping[int, float]) -> float | None:
-    """The median of the ratios of the repeats that both have: drift between repeats cancels."""
+    """The median of the ratios of the repeats that both have, so that drift between repeats cancels."""
     both = over.keys() & under.keys()
     return statistics.median(over[i] / under[i] for i in both) if both else None
 
 
 def best_peer(samples: Sequence[Samples], precision: str, cell: str) -> Samples | None:
-    """The fastest engine of a precision class that is not ours."""
+    """The fastest engine of a precision class other than Baton."""
     peers = [one for one in samples if one.engine.precision == precision and not one.engine.name.startswith(OURS) and one.rates.get(cell)]
     return max(peers, key=lambda one: statistics.median(one.rates[cell].values()), default=None)
 
 
 @dataclass(frozen=True, slots=True)
 class Ceilings:
-    """Medians of what was measured in the same run; keys as `peers.drivers.ceilings` names them."""
+    """Medians of the ceilings measured in the same run, with the keys of `peers.drivers.ceilings`."""
 
     found: Mapping[str, Spread]
     threads: int
@@ -61,7 +61,7 @@ class Ceilings:
         return self.found[f"read GB/s, {self.threads} threads"].median * 1e9
 
     def flops(self, precision: str) -> float:
-        """Of matmuls in float32; in bfloat16 for every narrower class."""
+        """The rate of matmuls in float32, or in bfloat16 for every narrower class."""
         dtype = "float32" if precision == "float32" else "bfloat16"
         return self.found[f"{dtype} matmul GFLOP/s"].median * 1e9
 
@@ -69,7 +69,7 @@ class Ceilings:
         return self.flops(precision) * tokens / model.prefill_flops(tokens)
 
     def decode_tokens_per_s(self, model: Model, engine: Engine) -> float:
-        """At batch 1, where every weight is read once a token. What stays in the cache between two tokens can exceed it."""
+        """At batch 1, where every weight is read once per token. An engine whose weights partly stay in the cache can exceed it."""
         return self.bytes_per_s / (model.read_parameters * engine.bytes_per_weight)
 
 
@@ -82,7 +82,7 @@ def roof(ceilings: Ceilings, model: Model, engine: Engine, cell: str) -> float |
 
 
 def summary(samples: Sequence[Samples], ceilings: Ceilings, model: Model) -> list[dict[str, Any]]:
-    """A row per engine, as the JSON file has it."""
+    """A row per engine, as in the JSON file."""
     reference = next((one for one in samples if one.engine == REFERENCE), None)
     rows = []
     for one in samples:
@@ -116,7 +116,7 @@ def summary(samples: Sequence[Samples], ceilings: Ceilings, model: Model) -> lis
 
 
 def table(rows: Sequence[Mapping[str, Any]], cells: Sequence[str]) -> str:
-    """Of one model: tokens/s, in brackets the ratio to transformers float32; below each class, ours to the best peer, then the shares.
+    """One model's table: tokens/s, in brackets the ratio to transformers float32; below each class Baton over the best peer, then shares.
 
     `÷ need`: peak memory over weights and KV.
     """
@@ -163,7 +163,7 @@ def _shares(row: Mapping[str, Any], cells: Sequence[str]) -> str:
 
 
 def picture(rows: Sequence[Mapping[str, Any]], titles: Mapping[str, str], cells: Sequence[str], file: Path, note: str) -> None:
-    """A row of panels per model, a panel per cell, a bar per engine; a tick marks the ceiling where the cell has one."""
+    """A row of panels per model, a panel per cell, a bar per engine; a tick marks the ceiling if the cell has one."""
     from matplotlib.figure import Figure
 
     rows = sorted(rows, key=lambda row: NUMERIC_TYPES.index(row["precision"]))

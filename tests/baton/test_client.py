@@ -1,4 +1,4 @@
-"""The client of application backends, sync and async, against a server in this process that says what the test wants said."""
+"""The client for application backends, sync and async, against an in-process server that answers as the test specifies."""
 
 import asyncio
 import os
@@ -43,7 +43,7 @@ WHOLE = (
 
 
 class Scripted(generation_pb2_grpc.GenerationServicer):
-    """Says `responses`; then raises `error`, or with `hangs` says nothing more."""
+    """Sends `responses`; then fails with `error` or `bare`, or hangs if `hangs` is set."""
 
     def __init__(self) -> None:
         self.responses: Sequence[pb.GenerateResponse] = WHOLE
@@ -73,7 +73,7 @@ class Scripted(generation_pb2_grpc.GenerationServicer):
 
 @contextmanager
 def serving() -> Iterator[tuple[Scripted, str]]:
-    """On a thread of its own, for the client that blocks."""
+    """Runs the server on a separate thread, because the sync client blocks its own."""
     servicer, address, stop = Scripted(), "", threading.Event()
     ready = threading.Event()
 
@@ -134,7 +134,7 @@ both = pytest.mark.parametrize("take", [take_sync, take_async], ids=["sync", "as
 
 
 @both
-def test_an_answer(take: Take, scripted: Scripted, address: str) -> None:
+def test_every_part_of_an_answer_is_returned(take: Take, scripted: Scripted, address: str) -> None:
     tokens, result = take(address, "Once", max_tokens=5, temperature=0.0, timeout_s=30, model="m", request_id="r", cache_salt="s")
     assert tokens == [Token(0, 7, "Hel"), Token(1, 8, "lo", -0.5, ((8, -0.5),))]
     assert (result.text, result.token_ids, result.finish_reason, result.stop) == ("Hello!", (7, 8), "stop", "END")
@@ -152,7 +152,7 @@ def test_an_answer(take: Take, scripted: Scripted, address: str) -> None:
 
 @both
 @pytest.mark.parametrize("finished", [{"stop_token_id": 9}, {}], ids=["token", "nothing"])
-def test_what_stopped_it(take: Take, finished: dict[str, int], scripted: Scripted, address: str) -> None:
+def test_the_result_says_what_stopped_it(take: Take, finished: dict[str, Any], scripted: Scripted, address: str) -> None:
     scripted.responses = [*WHOLE[:3], pb.GenerateResponse(finished=pb.Finished(reason=pb.FINISH_REASON_LENGTH, **finished))]
     _, result = take(address)
     assert result.stop == finished.get("stop_token_id") and result.finish_reason == "length"
@@ -182,7 +182,7 @@ def test_a_bare_status_is_an_error_too(take: Take, scripted: Scripted, address: 
 
 
 @both
-def test_nobody_there(take: Take) -> None:
+def test_an_unreachable_server_is_an_error(take: Take) -> None:
     with serving() as (_, address):
         pass
     with pytest.raises(GenerateError) as caught:
@@ -191,7 +191,7 @@ def test_nobody_there(take: Take) -> None:
 
 
 @both
-def test_the_deadline(take: Take, scripted: Scripted, address: str) -> None:
+def test_the_deadline_ends_the_request(take: Take, scripted: Scripted, address: str) -> None:
     scripted.hangs = True
     began = time.monotonic()
     with pytest.raises(GenerateError) as caught:
@@ -201,7 +201,7 @@ def test_the_deadline(take: Take, scripted: Scripted, address: str) -> None:
 
 
 @both
-def test_a_stream_that_ends_without_a_result_has_none(take: Take, scripted: Scripted, address: str) -> None:
+def test_a_stream_that_ends_early_has_no_result(take: Take, scripted: Scripted, address: str) -> None:
     scripted.responses = WHOLE[:3]
     with pytest.raises(RuntimeError, match="not come to its end"):
         take(address)
@@ -260,7 +260,7 @@ def test_cancelling_from_elsewhere_is_an_error_for_the_reader(scripted: Scripted
 
 
 @pytest.mark.parametrize("how", ["stream.cancel", "client.close"])
-async def test_cancelling_from_elsewhere_is_no_cancellation_of_the_reader(how: str, scripted: Scripted, address: str) -> None:
+async def test_cancelling_from_elsewhere_does_not_cancel_the_task_of_the_reader(how: str, scripted: Scripted, address: str) -> None:
     """A task that was not cancelled must not end as if it were: it would vanish from its task group without a trace."""
     scripted.responses, scripted.hangs = WHOLE[:3], True
     client = AsyncClient(address)
@@ -284,12 +284,12 @@ async def test_cancelling_from_elsewhere_is_no_cancellation_of_the_reader(how: s
     await client.close()
 
 
-def test_a_request_that_ended_is_not_cancelled(scripted: Scripted, address: str) -> None:
+def test_a_finished_request_is_not_cancelled(scripted: Scripted, address: str) -> None:
     take_sync(address)
     assert not scripted.cancelled.wait(0.2)
 
 
-async def test_many_at_once_over_one_channel(scripted: Scripted, address: str) -> None:
+async def test_many_concurrent_requests_share_one_channel(scripted: Scripted, address: str) -> None:
     async with AsyncClient(address) as client:
 
         async def one() -> str:
@@ -301,7 +301,7 @@ async def test_many_at_once_over_one_channel(scripted: Scripted, address: str) -
         assert await asyncio.gather(*(one() for _ in range(50))) == ["Hello!"] * 50
 
 
-def test_one_client_in_many_threads(scripted: Scripted, address: str) -> None:
+def test_many_threads_can_share_one_client(scripted: Scripted, address: str) -> None:
     with Client(address) as client, ThreadPoolExecutor(8) as pool:
 
         def one(_: int) -> str:
@@ -315,7 +315,7 @@ def test_one_client_in_many_threads(scripted: Scripted, address: str) -> None:
 # Requests
 
 
-def test_each_kind_of_prompt() -> None:
+def test_every_kind_of_prompt_is_accepted() -> None:
     assert build_request("").WhichOneof("prompt") == "text"
     chat = build_request(messages=[{"role": "user", "content": "Hi"}])
     assert [(message.role, message.content) for message in chat.chat.messages] == [("user", "Hi")]
@@ -324,13 +324,13 @@ def test_each_kind_of_prompt() -> None:
 
 
 @pytest.mark.parametrize("prompts", [{}, {"prompt": "x", "token_ids": [1]}, {"messages": [], "token_ids": []}])
-def test_exactly_one_prompt(prompts: dict[str, Any]) -> None:
+def test_exactly_one_prompt_is_required(prompts: dict[str, Any]) -> None:
     with pytest.raises(TypeError, match="exactly one"):
         build_request(**prompts)
 
 
-def test_every_sampling_field_and_no_other() -> None:
-    given = {
+def test_every_sampling_field_is_accepted_and_no_other() -> None:
+    given: dict[str, Any] = {
         "temperature": 0.5, "top_p": 0.5, "top_k": 3, "min_p": 0.25, "top_a": 0.1, "repetition_penalty": 1.5, "presence_penalty": 0.5,
         "frequency_penalty": 0.5, "seed": 7, "logit_bias": {3: 1.5}, "logprobs": 2, "stop_token_ids": [4], "stop": ["x"],
         "max_tokens": 5, "min_tokens": 1, "ignore_eos": True,
@@ -342,7 +342,7 @@ def test_every_sampling_field_and_no_other() -> None:
         build_request("x", temprature=1, max_token=3)
 
 
-def test_a_backend_loads_the_stubs_and_nothing_else_of_ours() -> None:
+def test_importing_the_client_loads_only_the_stubs() -> None:
     code = """
 import sys
 from baton.client import AsyncClient, Client
@@ -364,7 +364,7 @@ print(sorted(name for name in sys.modules if name.startswith("baton.")))
     ]
 
 
-def test_the_package_offers_its_client_and_loads_it_late() -> None:
+def test_the_package_exports_its_client_and_loads_it_lazily() -> None:
     code = "import sys, baton; assert 'grpc' not in sys.modules; from baton import AsyncClient, Client; import baton.client as c;"
     code += "assert (Client, AsyncClient) == (c.Client, c.AsyncClient) and not {'torch', 'redis', 'pydantic'} & set(sys.modules)"
     subprocess.run([sys.executable, "-c", code], check=True, timeout=60)
@@ -381,7 +381,7 @@ def test_only_other_hosts_are_reached_through_a_proxy(address: str, through_a_pr
 
 
 def test_a_channel_to_another_host_follows_the_environment() -> None:
-    """And one to loopback does not: what connects to the proxy says so."""
+    """A channel to loopback does not. The connections that reach the proxy show it."""
     code = (
         "import sys\nfrom baton import Client\n"
         "try: Client(sys.argv[1]).generate('x', timeout_s=3).__iter__().__next__()\n"

@@ -1,4 +1,4 @@
-"""The peers benchmark's arithmetic, its table, and the ends of its processes. No engine runs here."""
+"""The arithmetic and the table of the peers benchmark, and how its processes end. No engine runs here."""
 
 import sys
 import time
@@ -34,7 +34,7 @@ def test_prefill_counts_prompt_tokens_until_the_last_first_token() -> None:
 def test_decode_counts_only_while_every_request_decodes() -> None:
     cell = Cell("two", "decode", ((4, 4), (4, 4)))
     early, late = [1.0, 2.0, 3.0, 4.0], [2.0, 3.0, 4.0, 5.0]
-    assert cell.tokens_per_s([early, late]) == 4 / 2, "from 2.0, exclusive, to 4.0: two tokens of each in two seconds"
+    assert cell.tokens_per_s([early, late]) == 4 / 2, "after 2.0 and up to 4.0: two tokens of each request in two seconds"
 
 
 def test_requests_that_never_decode_together_have_no_decode_rate() -> None:
@@ -46,7 +46,7 @@ def test_mixed_is_output_tokens_over_the_whole_time() -> None:
     assert Cell("mixed", "mixed", ((4, 1), (4, 3))).tokens_per_s([[1.0], [1.0, 1.5, 2.0]]) == 2
 
 
-def test_prompts_are_the_seeds_and_hold_no_special_token() -> None:
+def test_prompts_depend_on_the_seed_and_contain_no_special_token() -> None:
     cell = decode(8)
     assert cell.prompts(64, "1 0") == cell.prompts(64, "1 0") != cell.prompts(64, "1 1")
     drawn = {token for prompt in cell.prompts(64, "1 0") for token in prompt}
@@ -60,7 +60,7 @@ def test_mixed_lengths_fill_their_ranges() -> None:
     assert mixed(8).requests == mixed(32).requests[:8]
 
 
-def test_the_room_holds_every_cell_with_each_sequence_apart() -> None:
+def test_the_room_fits_every_cell_with_separate_sequences() -> None:
     given = room([prefill(2048), decode(8), mixed(32)])
     assert given.sequences == 32 and given.tokens_each >= max(sum(request) for request in mixed(32).requests)
     assert given.tokens_each % 256 == 0
@@ -69,7 +69,7 @@ def test_the_room_holds_every_cell_with_each_sequence_apart() -> None:
     assert room([decode(2)]).tokens >= CONTEXT, "a cell of few short requests leaves room for the longest one"
 
 
-def test_same_tokens_compares_place_by_place() -> None:
+def test_same_tokens_compares_position_by_position() -> None:
     assert same_tokens([[1, 2, 3], [4]], [[1, 9, 3], [4]]) == (3, 4)
     with pytest.raises(ValueError, match=r"shorter|longer"):
         same_tokens([[1]], [[1, 2]])
@@ -78,7 +78,7 @@ def test_same_tokens_compares_place_by_place() -> None:
 # Model and ceilings
 
 
-def test_parameters_of_a_shape() -> None:
+def test_parameters_follow_from_the_shape() -> None:
     attention, mlp = 8 * 8 + 8 * 8 + 2 * 8 * 4, 3 * 8 * 24  # q, o, k and v; gate, up, down
     assert MODEL.layer_parameters == 2 * (attention + mlp)
     assert MODEL.read_parameters == MODEL.layer_parameters + 32 * 8
@@ -87,7 +87,7 @@ def test_parameters_of_a_shape() -> None:
 
 
 def test_prefill_flops_count_weights_head_and_causal_attention() -> None:
-    pairs = 1 + 2 + 3  # of a query and a key it sees
+    pairs = 1 + 2 + 3  # pairs of a query and a key that it sees
     assert MODEL.prefill_flops(3) == 2 * MODEL.layer_parameters * 3 + 2 * 32 * 8 + 2 * pairs * (2 * 8 + 2 * 8)
 
 
@@ -99,7 +99,7 @@ def test_the_memory_ceiling_is_bandwidth_over_the_bytes_of_the_weights() -> None
     assert roof(CEILINGS, MODEL, wide, "decode b8") is None and roof(CEILINGS, MODEL, wide, "mixed") is None
 
 
-def test_the_compute_ceiling_is_that_of_the_class() -> None:
+def test_the_compute_ceiling_depends_on_the_precision() -> None:
     wide, narrow, eight = (Engine("x", kind, "x") for kind in ("float32", "bfloat16", "int8"))
     expected = 100e9 * 3 / MODEL.prefill_flops(3)
     assert roof(CEILINGS, MODEL, wide, "prefill 3") == pytest.approx(expected)
@@ -109,9 +109,9 @@ def test_the_compute_ceiling_is_that_of_the_class() -> None:
 # Report
 
 
-def test_a_ratio_is_the_median_of_pairs() -> None:
+def test_a_ratio_is_the_median_over_paired_repeats() -> None:
     assert ratio({0: 10.0, 1: 30.0, 2: 8.0}, {0: 5.0, 1: 10.0, 2: 8.0}) == 2
-    assert ratio({0: 10.0, 1: 9.0}, {1: 3.0, 2: 1.0}) == 3, "only repeats that both have"
+    assert ratio({0: 10.0, 1: 9.0}, {1: 3.0, 2: 1.0}) == 3, "only repeats that both have count"
     assert ratio({0: 1.0}, {}) is None
 
 
@@ -129,13 +129,13 @@ def samples() -> list[Samples]:
     ]
 
 
-def test_the_best_peer_is_of_the_same_class_and_not_us() -> None:
+def test_the_best_peer_has_the_same_precision_and_is_not_baton() -> None:
     best = best_peer(samples(), "float32", "decode b1")
     assert best is not None and best.engine.name == "fast"
     assert best_peer(samples(), "bfloat16", "decode b1") is None
 
 
-def test_a_row_holds_spread_ratios_and_share() -> None:
+def test_a_row_contains_spread_ratios_and_share() -> None:
     row = summary(samples(), CEILINGS, MODEL)[0]
     cell = row["cells"]["decode b1"]
     assert (cell["tokens_per_s"], cell["spread"], cell["to_transformers"], cell["best_peer"], cell["to_best_peer"]) == (
@@ -149,7 +149,7 @@ def test_a_row_holds_spread_ratios_and_share() -> None:
     assert (row["peak_rss_mib"], row["same_tokens"], row["start_s"]["median"], row["start_s"]["spread"]) == (64, 0.9, 2, 1)
 
 
-def test_the_table_says_what_a_reader_looks_for() -> None:
+def test_the_table_shows_rates_ratios_and_shares() -> None:
     text = table(summary(samples(), CEILINGS, MODEL), ["decode b1", "mixed"])
     assert "100 ±10 (5.00x)" in text and "1.25x fast" in text and "90.0%" in text and " 1.6 " in text
     assert text.index("== float32") < text.index("== int8") and "500 ±0 (25.00x)" in text
@@ -165,12 +165,12 @@ def test_the_picture_can_be_drawn(tmp_path: Path) -> None:
 # Engines
 
 
-def test_labels_are_one_engine_each_and_the_reference_is_one_of_them() -> None:
+def test_labels_are_unique_and_the_reference_is_listed() -> None:
     assert len({engine.label for engine in ENGINES}) == len(ENGINES) and REFERENCE in ENGINES
     assert {engine.precision for engine in ENGINES if engine.name == OURS} == {"float32", "bfloat16", "int8"}
 
 
-def test_room_for_kv_follows_the_kv_type() -> None:
+def test_the_memory_for_kv_depends_on_its_type() -> None:
     space = Room(2, 256)
     kv = {engine.precision: engine.message(Path("m"), MODEL, space, 2)["kv_bytes"] for engine in ENGINES if engine.name == OURS}
     assert kv["float32"] == 2 * kv["bfloat16"] == 2 * 256 * MODEL.kv_numbers * 4
@@ -201,7 +201,7 @@ for line in sys.stdin:
 
 
 def state(pid: int) -> str:
-    """A letter, as in proc(5): T stopped, Z ended and not yet waited for; X where there is no such process."""
+    """The state letter of proc(5): T is stopped, Z is a zombie; X if there is no such process."""
     try:
         return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0]
     except OSError:
@@ -223,7 +223,7 @@ def test_a_driver_answers_line_by_line(start: Callable[[str], Driver]) -> None:
     assert driver.peak_rss() > 1 << 20
 
 
-def test_an_error_is_raised_and_the_driver_lives_on(start: Callable[[str], Driver]) -> None:
+def test_an_error_is_raised_and_the_driver_keeps_running(start: Callable[[str], Driver]) -> None:
     driver = start("""
 import sys
 for line in sys.stdin:
@@ -234,7 +234,7 @@ for line in sys.stdin:
     assert driver.ask({}, 20) == {}
 
 
-def test_a_missed_deadline_ends_the_driver_and_what_it_started(start: Callable[[str], Driver]) -> None:
+def test_a_missed_deadline_ends_the_driver_and_its_children(start: Callable[[str], Driver]) -> None:
     driver = start("""
 import subprocess, sys, time
 child = subprocess.Popen([sys.executable, "-c", "import time; time.sleep(600)"])
@@ -251,7 +251,7 @@ time.sleep(600)
     wait(lambda: state(child) in "XZ")
 
 
-def test_a_driver_that_dies_leaves_its_last_words(start: Callable[[str], Driver]) -> None:
+def test_the_error_for_a_dead_driver_contains_its_last_words(start: Callable[[str], Driver]) -> None:
     driver = start("raise SystemExit('no such model')")
     with pytest.raises(DriverError, match="died: no such model"):
         driver.ask({}, 20)

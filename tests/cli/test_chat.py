@@ -1,4 +1,4 @@
-"""`baton chat`: turns become a conversation, a turn that fails leaves no trace in it, and what was cached is told."""
+"""`baton chat`: turns form a conversation, a failed turn leaves no trace in it, and cached tokens are reported."""
 
 import io
 import json
@@ -21,7 +21,7 @@ from baton.v1 import generation_pb2_grpc
 
 
 class Echo(generation_pb2_grpc.GenerationServicer):
-    """Says the last message again in two pieces and a rest; "refuse" is refused, "break" breaks off, "hang" waits to be cancelled."""
+    """Echoes the last message in two pieces and a rest; "refuse" is refused, "break" breaks off, "hang" waits to be cancelled."""
 
     def __init__(self) -> None:
         self.asked: list[pb.GenerateRequest] = []
@@ -30,7 +30,7 @@ class Echo(generation_pb2_grpc.GenerationServicer):
     def Generate(self, request: pb.GenerateRequest, context: grpc.ServicerContext) -> Iterator[pb.GenerateResponse]:
         self.asked.append(request)
         said = request.chat.messages[-1].content
-        if said == "hang":  # before the first token: whoever has read one may cancel at once, and nothing runs here after that
+        if said == "hang":  # before the first token: once a client has read one it may cancel, and then no more code runs here
             context.add_callback(self.cancelled.set)
         if said == "refuse":
             context.abort_with_status(rpc_status.to_status(to_status(BatonError(Reason.CONTEXT_LENGTH, "too long"))))
@@ -90,16 +90,14 @@ def test_each_turn_carries_the_whole_conversation(server: tuple[Echo, Client], m
     assert "10 of 20 prompt tokens cached (50%) · 2 out" in err and "prefill-0 → 2.0 KiB → decode-0" in err
 
 
-def test_new_forgets_and_the_system_message_stays(server: tuple[Echo, Client], monkeypatch: pytest.MonkeyPatch) -> None:
+def test_new_forgets_the_conversation_but_not_the_system_message(server: tuple[Echo, Client], monkeypatch: pytest.MonkeyPatch) -> None:
     echo, client = server
     type_in(monkeypatch, client, "first", "/new", "second", system="Be kind.")
     assert messages(echo.asked[-1]) == [("system", "Be kind."), ("user", "second")]
 
 
 @pytest.mark.parametrize("bad", ["refuse", "break"])
-def test_a_turn_that_fails_leaves_the_conversation_as_it_was(
-    bad: str, server: tuple[Echo, Client], monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_failed_turn_leaves_the_conversation_unchanged(bad: str, server: tuple[Echo, Client], monkeypatch: pytest.MonkeyPatch) -> None:
     echo, client = server
     _, err = type_in(monkeypatch, client, "first", bad, "again")
     assert messages(echo.asked[-1]) == [("user", "first"), ("assistant", "first"), ("user", "again")]
@@ -114,21 +112,21 @@ def test_an_interrupted_answer_is_cancelled_and_not_kept(server: tuple[Echo, Cli
     assert next(pieces) == "ha"
     with pytest.raises(KeyboardInterrupt):
         pieces.throw(KeyboardInterrupt)  # type: ignore[attr-defined]
-    assert echo.cancelled.wait(10), "the server goes on for nobody"
+    assert echo.cancelled.wait(10), "the server keeps generating although the client left"
     assert conversation.turns == [] and conversation.last is None
 
 
-def test_commands(server: tuple[Echo, Client], monkeypatch: pytest.MonkeyPatch) -> None:
+def test_commands_are_handled_without_a_request(server: tuple[Echo, Client], monkeypatch: pytest.MonkeyPatch) -> None:
     echo, client = server
     before = len(echo.asked)
     _, err = type_in(monkeypatch, client, "/trace", "/what", "/help", "/quit", "never read")
     assert len(echo.asked) == before
-    assert "nothing was answered yet" in err and "/what is no command" in err and err.count("/quit") == 2
+    assert "there is no answer yet" in err and "/what is not a command" in err and err.count("/quit") == 2
     _, err = type_in(monkeypatch, client, "hello", "/trace")
     assert "prefill" in err and "transfer" in err, "the stages of the last answer"
 
 
-def test_piped_lines_are_turns_and_a_failure_ends_with_its_status(server: tuple[Echo, Client], monkeypatch: pytest.MonkeyPatch) -> None:
+def test_piped_lines_are_turns_and_a_failure_is_raised(server: tuple[Echo, Client], monkeypatch: pytest.MonkeyPatch) -> None:
     echo, client = server
     out, err = (Console(file=io.StringIO(), width=300, highlight=False) for _ in range(2))
     monkeypatch.setattr("sys.stdin", io.StringIO("one two\nthree\n"))
@@ -141,7 +139,7 @@ def test_piped_lines_are_turns_and_a_failure_ends_with_its_status(server: tuple[
         talk(Conversation(client), out, err)
 
 
-def test_an_answer_that_looks_like_markup_stays_as_it_is(server: tuple[Echo, Client], monkeypatch: pytest.MonkeyPatch) -> None:
+def test_an_answer_that_looks_like_markup_is_printed_verbatim(server: tuple[Echo, Client], monkeypatch: pytest.MonkeyPatch) -> None:
     _, client = server
     out, _ = type_in(monkeypatch, client, json.dumps({"[bold]": "[/] :smile:"}))
     assert out == '{"[bold]": "[/] :smile:"}\n'

@@ -1,5 +1,5 @@
 """The `baton` command as a script sees it: results on stdout, everything else on stderr, no colour in a pipe, and an exit status that says
-whether it failed (1) or could not be understood (2)."""
+whether the command failed (1) or was invalid (2)."""
 
 import json
 import os
@@ -37,7 +37,7 @@ from baton.models.make_small import make_toy
 from baton.v1 import generation_pb2 as pb
 from baton.v1 import generation_pb2_grpc, worker_pb2, worker_pb2_grpc
 
-TEXT = ("Once ", "upon\n", "", "[bold]a[/] tïme", "\x1b[2J")  # what a model may say
+TEXT = ("Once ", "upon\n", "", "[bold]a[/] tïme", "\x1b[2J")  # text that a model may produce
 HELD_BACK = " 🙂"
 FREE_PORTS = ("--router.port", "0", "--router.admin-port", "0", "--router.http-port", "0", "--router.page-port", "0")
 STATUS: dict[str, Any] = {
@@ -49,7 +49,7 @@ STATUS: dict[str, Any] = {
 
 
 class Answers(generation_pb2_grpc.GenerationServicer, worker_pb2_grpc.AdminServicer):
-    """Stands for a router: says the same to everything, unless the prompt asks for a failure."""
+    """A fake router: it gives the same answer to every prompt, except to prompts that request a failure."""
 
     def __init__(self) -> None:
         self.asked: list[pb.GenerateRequest] = []
@@ -60,7 +60,7 @@ class Answers(generation_pb2_grpc.GenerationServicer, worker_pb2_grpc.AdminServi
         if request.text == "refuse":
             error = BatonError(Reason.INVALID_FIELD, "max_tokens: must be at least 1", (Violation("max_tokens", "must be at least 1"),))
             context.abort_with_status(rpc_status.to_status(to_status(error)))
-        if request.text == "hang":  # before the first token: whoever has read one may cancel at once, and nothing runs here after that
+        if request.text == "hang":  # before the first token: once a client has read one it may cancel, and then no more code runs here
             context.add_callback(self.cancelled.set)
         yield pb.GenerateResponse(accepted=pb.Accepted(request_id="r"))
         for i, text in enumerate(TEXT):
@@ -108,7 +108,7 @@ def start(env: dict[str, str], *arguments: str, **kwargs: Any) -> subprocess.Pop
 
 
 def baton(env: dict[str, str], *arguments: str, text: str | None = None, within_s: float = 60) -> tuple[int, str, str]:
-    """Exit status, stdout, stderr; whatever happens, no colour and no traceback."""
+    """Returns exit status, stdout and stderr, and checks that they contain no colour and no traceback."""
     process = start(env, *arguments, stdin=subprocess.PIPE)
     try:
         out, err = process.communicate(text or "", timeout=within_s)
@@ -119,8 +119,9 @@ def baton(env: dict[str, str], *arguments: str, text: str | None = None, within_
 
 
 def invoke(env: dict[str, str], *arguments: str) -> tuple[int, str, str]:
-    """The same without a process of its own, where only the words matter."""
-    told = CliRunner(env={name: None for name in os.environ if name.startswith("BATON_")} | env).invoke(app, arguments)
+    """The same without a separate process, for tests that check only the messages."""
+    variables: dict[str, str | None] = {name: None for name in os.environ if name.startswith("BATON_")}
+    told = CliRunner(env={**variables, **env}).invoke(app, arguments)
     assert told.exception is None or isinstance(told.exception, SystemExit), told.exception
     return told.exit_code, told.stdout, told.stderr
 
@@ -128,30 +129,30 @@ def invoke(env: dict[str, str], *arguments: str) -> tuple[int, str, str]:
 # --- generate and status -------------------------------------------------------------------------------------------------------------
 
 
-def test_stdout_is_the_text_and_nothing_else(env: dict[str, str], router: tuple[str, Answers]) -> None:
+def test_generate_prints_only_the_text_to_stdout(env: dict[str, str], router: tuple[str, Answers]) -> None:
     rc, out, err = baton(env, "generate", "tell me", "--address", router[0])
     assert (rc, out, err) == (0, "".join(TEXT) + HELD_BACK + "\n", "")
 
 
-def test_the_trace_goes_to_stderr(env: dict[str, str], router: tuple[str, Answers]) -> None:
+def test_generate_prints_the_trace_to_stderr(env: dict[str, str], router: tuple[str, Answers]) -> None:
     rc, out, err = baton(env, "generate", "tell me", "--trace", "--address", router[0])
     assert (rc, out) == (0, "".join(TEXT) + HELD_BACK + "\n")
     assert all(word in err for word in ("queue", "prefill-0", "nixl: 3 blocks, 4.0 KiB", "decode-0", "64.0 ms"))
 
 
-def test_json_is_one_object_on_one_line(env: dict[str, str], router: tuple[str, Answers]) -> None:
+def test_generate_json_is_one_object_on_one_line(env: dict[str, str], router: tuple[str, Answers]) -> None:
     rc, out, err = baton(env, "generate", "-", "--json", "--seed", "5", "--stop", "x", "--address", router[0], text="from a pipe")
     assert (rc, err, out.count("\n")) == (0, "", 1)
     told = json.loads(out)
     assert told["text"] == "".join(TEXT) + HELD_BACK and told["token_ids"] == [5, 6, 7, 8, 9]
     asked = router[1].asked[-1]
     assert asked.text == "from a pipe" and asked.sampling.seed == 5 and list(asked.sampling.stop) == ["x"]
-    assert not asked.sampling.HasField("temperature"), "what was not asked for is left to the router"
+    assert not asked.sampling.HasField("temperature"), "parameters that were not set are left to the router"
 
 
 @pytest.mark.parametrize("verb", ["generate", "chat"])
-def test_every_number_of_the_sampler_is_a_flag(env: dict[str, str], router: tuple[str, Answers], verb: str) -> None:
-    """As it is declared once, in `baton.engine.sampling`: its name, its meaning and its range."""
+def test_every_number_of_the_sampler_has_a_flag(env: dict[str, str], router: tuple[str, Answers], verb: str) -> None:
+    """Name, help text and range of the flag come from the declaration in `baton.engine.sampling`."""
     values = {name: number.range.high for name, number in NUMBERS.items()}
     flags = [text for name, value in values.items() for text in (f"--{name.replace('_', '-')}", f"{value:.10g}")]
     prompt = ("tell me",) if verb == "generate" else ()
@@ -163,13 +164,13 @@ def test_every_number_of_the_sampler_is_a_flag(env: dict[str, str], router: tupl
     assert "0 is greedy. At least 0 and at most 100." in shown
 
 
-def test_chat_has_a_temperature_of_its_own(env: dict[str, str], router: tuple[str, Answers]) -> None:
+def test_chat_has_its_own_default_temperature(env: dict[str, str], router: tuple[str, Answers]) -> None:
     assert baton(env, "chat", "--address", router[0], text="tell me\n")[0] == 0
     sampling = router[1].asked[-1].sampling
     assert sampling.temperature == CHAT_TEMPERATURE and not sampling.HasField("top_p")
 
 
-def test_chat_is_a_message(env: dict[str, str], router: tuple[str, Answers]) -> None:
+def test_the_chat_flag_sends_the_prompt_as_a_message(env: dict[str, str], router: tuple[str, Answers]) -> None:
     assert baton(env, "generate", "hello", "--chat", "--address", router[0])[0] == 0
     assert [(m.role, m.content) for m in router[1].asked[-1].chat.messages] == [("user", "hello")]
 
@@ -179,12 +180,12 @@ def test_a_refusal_is_one_line_on_stderr(env: dict[str, str], router: tuple[str,
     assert (rc, out, err) == (1, "", "baton: INVALID_FIELD: max_tokens: must be at least 1\n")
 
 
-def test_a_stream_that_breaks_is_a_failure_after_its_text(env: dict[str, str], router: tuple[str, Answers]) -> None:
+def test_a_broken_stream_fails_after_its_text_was_printed(env: dict[str, str], router: tuple[str, Answers]) -> None:
     rc, out, err = baton(env, "generate", "break", "--address", router[0])
     assert (rc, out, err) == (1, "Once upon\n", "baton: RETRIES_SPENT: no worker came back\n")
 
 
-def test_nobody_there_is_a_failure(env: dict[str, str]) -> None:
+def test_an_unreachable_router_is_a_failure(env: dict[str, str]) -> None:
     with socket.socket() as closed:
         closed.bind(("127.0.0.1", 0))
         address = f"127.0.0.1:{closed.getsockname()[1]}"
@@ -193,16 +194,16 @@ def test_nobody_there_is_a_failure(env: dict[str, str]) -> None:
             assert (rc, out) == (1, "") and err.startswith("baton: UNAVAILABLE: ") and err.count("\n") == 1
 
 
-def test_ctrl_c_ends_the_request(env: dict[str, str], router: tuple[str, Answers]) -> None:
+def test_ctrl_c_cancels_the_request(env: dict[str, str], router: tuple[str, Answers]) -> None:
     process = start(env, "generate", "hang", "--address", router[0], start_new_session=True)
     assert process.stdout is not None and process.stdout.readline() == "Once upon\n"
     process.send_signal(signal.SIGINT)
     _, err = process.communicate(timeout=20)
     assert process.returncode == 130 and "Traceback" not in err
-    assert router[1].cancelled.wait(10), "the router was not told"
+    assert router[1].cancelled.wait(10), "the router saw no cancellation"
 
 
-def test_a_reader_who_has_had_enough_is_no_reason_for_a_message(env: dict[str, str], router: tuple[str, Answers]) -> None:
+def test_a_closed_stdout_causes_no_message(env: dict[str, str], router: tuple[str, Answers]) -> None:
     read, write = os.pipe()
     os.close(read)
     process = start(env, "generate", "tell me", "--address", router[0], stdout=write)
@@ -212,19 +213,19 @@ def test_a_reader_who_has_had_enough_is_no_reason_for_a_message(env: dict[str, s
 
 
 @pytest.mark.parametrize("flags", [("--seed", "-1"), ("--max-tokens", "99999999999")])
-def test_a_number_that_no_request_can_hold(env: dict[str, str], flags: tuple[str, ...]) -> None:
+def test_a_number_out_of_range_is_refused(env: dict[str, str], flags: tuple[str, ...]) -> None:
     rc, out, err = invoke(env, "generate", "x", *flags, "--address", "127.0.0.1:1")
     assert (rc, out) == (2, "") and "out of range" in err
 
 
-def test_status_takes_the_admin_address(env: dict[str, str], router: tuple[str, Answers]) -> None:
+def test_status_accepts_the_admin_address(env: dict[str, str], router: tuple[str, Answers]) -> None:
     rc, out, err = baton(env, "status", "--json", "--address", router[0])
     assert (rc, err) == (0, "") and json.loads(out) == STATUS
     rc, out, err = baton(env, "status", "--address", router[0])
     assert (rc, err) == (0, "") and "[red]small" in out and "registry away" in out and "2 in flight" in out
 
 
-# --- what cannot be understood -------------------------------------------------------------------------------------------------------
+# --- invalid command lines -----------------------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize(
@@ -246,7 +247,7 @@ def test_status_takes_the_admin_address(env: dict[str, str], router: tuple[str, 
         (("serve",), "No such command"),
     ],
 )
-def test_what_cannot_be_understood_is_status_2(env: dict[str, str], arguments: tuple[str, ...], said: str) -> None:
+def test_an_invalid_command_line_exits_with_status_2(env: dict[str, str], arguments: tuple[str, ...], said: str) -> None:
     rc, out, err = invoke(env, *arguments)
     assert (rc, out) == (2, "") and said in err
 
@@ -257,18 +258,18 @@ def test_a_refusal_in_a_pipe_has_no_colour(env: dict[str, str]) -> None:
         assert (rc, out) == (2, "") and err
 
 
-def test_a_variable_that_is_no_key_is_refused(env: dict[str, str]) -> None:
+def test_an_unknown_variable_is_refused(env: dict[str, str]) -> None:
     rc, out, err = invoke({**env, "BATON_ENGINE_BLOK_SIZE": "8"}, "config", "print")
     assert (rc, out) == (2, "") and "BATON_ENGINE_BLOK_SIZE" in err and "BATON_ENGINE_BLOCK_SIZE?" in err
 
 
-def test_a_long_message_stays_on_its_line(env: dict[str, str]) -> None:
+def test_a_long_message_stays_on_one_line(env: dict[str, str]) -> None:
     rc, _, err = invoke(env, "config", "print", "--config", f"/{'folder/' * 40}nowhere.yaml")
     assert rc == 2 and err.count("\n") == 1 and len(err) > 280
 
 
 @pytest.mark.parametrize("arguments", [("down",), ("scale", "--prefill", "2"), ("status",), ("generate", "x")])
-def test_without_a_cluster_the_way_to_one_is_told(env: dict[str, str], arguments: tuple[str, ...]) -> None:
+def test_without_a_cluster_the_error_suggests_baton_up(env: dict[str, str], arguments: tuple[str, ...]) -> None:
     rc, out, err = invoke(env, *arguments)
     assert (rc, out) == (1, "") and "`baton up`" in err
 
@@ -276,7 +277,7 @@ def test_without_a_cluster_the_way_to_one_is_told(env: dict[str, str], arguments
 # --- config --------------------------------------------------------------------------------------------------------------------------
 
 
-def test_config_print_is_the_tree_with_its_sources(env: dict[str, str], tmp_path: Path) -> None:
+def test_config_print_shows_the_tree_with_its_sources(env: dict[str, str], tmp_path: Path) -> None:
     (tmp_path / "a.yaml").write_text("router: {admin_port: 9000}\nprefill: {cores: [0, 1]}\n")
     extra = {"BATON_ENGINE_MAX_NUM_SEQS": "7", "BATON_CLUSTER_KEY": "0123456789abcdef", "BATON_REDIS_URL": "redis://:secret@host:1/0"}
     rc, out, err = baton({**env, **extra}, "config", "print", "--config", str(tmp_path / "a.yaml"), "--engine.block-size", "8")
@@ -291,14 +292,14 @@ def test_config_print_is_the_tree_with_its_sources(env: dict[str, str], tmp_path
     assert tree["router"]["admin_port"] == 9000 and tree["prefill"]["cores"] == [0, 1]
 
 
-def test_config_print_is_read_back_as_the_same(env: dict[str, str], tmp_path: Path) -> None:
+def test_the_output_of_config_print_loads_as_the_same_configuration(env: dict[str, str], tmp_path: Path) -> None:
     rc, out, _ = baton(env, "config", "print", "--kv.transport", "tcp")
     assert rc == 0
     (tmp_path / "again.yaml").write_text(out)
     assert load([tmp_path / "again.yaml"], {}).config == load(env={}, flags={"kv.transport": "tcp"}).config != Config()
 
 
-def test_config_as_json_hides_what_the_text_hides(env: dict[str, str]) -> None:
+def test_config_json_masks_the_same_secrets_as_the_text(env: dict[str, str]) -> None:
     secrets = {"BATON_CLUSTER_KEY": "0123456789abcdef", "BATON_REDIS_URL": "redis://:secret@host:1/0"}
     rc, out, err = baton({**env, **secrets}, "config", "print", "--json", "--engine.block-size", "8")
     assert (rc, err, out.count("\n")) == (0, "", 1)
@@ -306,7 +307,7 @@ def test_config_as_json_hides_what_the_text_hides(env: dict[str, str]) -> None:
     assert "secret" not in out and "0123456789abcdef" not in out
 
 
-def test_config_schema_names_every_key(env: dict[str, str]) -> None:
+def test_config_schema_describes_every_key(env: dict[str, str]) -> None:
     rc, out, err = baton(env, "config", "schema")
     assert (rc, err) == (0, "")
     schema = json.loads(out)
@@ -328,12 +329,12 @@ def taken() -> Iterator[int]:
 
 
 @pytest.mark.parametrize("detach", [(), ("--detach",)])
-def test_a_port_that_is_taken_names_the_flag(env: dict[str, str], tmp_path: Path, taken: int, detach: tuple[str, ...]) -> None:
+def test_the_error_for_a_taken_port_names_the_flag(env: dict[str, str], tmp_path: Path, taken: int, detach: tuple[str, ...]) -> None:
     rc, out, err = baton(env, "up", *detach, "--model", str(tmp_path), "--router.port", str(taken))
     assert (rc, out) == (1, "") and f"127.0.0.1:{taken}" in err and "--router.port" in err
 
 
-def test_a_cluster_that_cannot_come_up_says_why_and_leaves_nothing(env: dict[str, str], tmp_path: Path) -> None:
+def test_a_cluster_that_cannot_start_says_why_and_leaves_no_state(env: dict[str, str], tmp_path: Path) -> None:
     make_toy(tmp_path / "toy")
     (tmp_path / "toy" / "config.json").write_text("{")
     began = time.monotonic()
@@ -343,13 +344,13 @@ def test_a_cluster_that_cannot_come_up_says_why_and_leaves_nothing(env: dict[str
 
 
 @pytest.mark.parametrize("detach", [(), ("--detach",)])
-def test_a_model_that_is_not_there_starts_nothing(env: dict[str, str], tmp_path: Path, detach: tuple[str, ...]) -> None:
+def test_a_missing_model_starts_no_process(env: dict[str, str], tmp_path: Path, detach: tuple[str, ...]) -> None:
     rc, out, err = invoke(env, "up", *detach, "--model", str(tmp_path / "nowhere"), *FREE_PORTS)
     assert (rc, out, err) == (1, "", f"baton: model.path: there is no folder {tmp_path / 'nowhere'}\n")
     assert not list((tmp_path / "state").glob("*log*")), "no process was started"
 
 
-def test_redis_that_is_away_is_one_line(env: dict[str, str], tmp_path: Path) -> None:
+def test_the_error_for_an_unreachable_redis_is_one_line(env: dict[str, str], tmp_path: Path) -> None:
     make_toy(tmp_path / "toy")
     rc, out, err = baton(env, "up", "--model", str(tmp_path / "toy"), *FREE_PORTS, "--redis.url", "redis://127.0.0.1:1/0")
     assert (rc, out) == (1, "") and err.splitlines()[-1].startswith("baton: down: Redis: ")
@@ -359,7 +360,7 @@ def test_redis_that_is_away_is_one_line(env: dict[str, str], tmp_path: Path) -> 
 
 
 def running(env: dict[str, str], name: str) -> str:
-    """This process passes for the supervisor of a cluster."""
+    """Records this process as the supervisor of a cluster."""
     folder = Path(env["BATON_STATE_DIR"])
     folder.mkdir(exist_ok=True)
     known = ClusterState(name, os.getpid(), {"grpc": "127.0.0.1:1"}, "redis://127.0.0.1:1/0", "", born(os.getpid()))
@@ -367,16 +368,16 @@ def running(env: dict[str, str], name: str) -> str:
     return name
 
 
-def test_a_cluster_that_runs_is_named(env: dict[str, str]) -> None:
+def test_errors_name_the_running_cluster(env: dict[str, str]) -> None:
     running(env, "other")
     rc, _, err = invoke(env, "status")
     assert rc == 1 and "no cluster 'baton' is running here; running: other" in err
     rc, _, err = invoke(env, "up", "--name", "other", *FREE_PORTS)
-    assert rc == 1 and "`baton down --name other` ends it" in err
+    assert rc == 1 and "`baton down --name other` stops it" in err
 
 
 @pytest.mark.parametrize(("number", "status"), [(signal.SIGINT, 130), (signal.SIGTERM, 143)])
-def test_a_cluster_that_is_ended_before_it_is_ready_is_a_failure(
+def test_stopping_a_cluster_before_it_is_ready_is_a_failure(
     env: dict[str, str], tmp_path: Path, number: signal.Signals, status: int
 ) -> None:
     make_toy(tmp_path / "toy")
@@ -391,7 +392,7 @@ def test_a_cluster_that_is_ended_before_it_is_ready_is_a_failure(
 
 
 @pytest.mark.skipif(sys.platform != "linux", reason="nixl has no wheel elsewhere")
-def test_doctor_measures_what_carries_the_bytes(env: dict[str, str]) -> None:
+def test_doctor_checks_everything_and_measures_the_transports(env: dict[str, str]) -> None:
     rc, out, err = baton(env, "doctor", "--json", *FREE_PORTS, within_s=170)
     assert (rc, err, out.count("\n")) == (0, "", 1)
     findings = {finding["subject"]: finding for finding in json.loads(out)}
@@ -403,8 +404,8 @@ def test_doctor_measures_what_carries_the_bytes(env: dict[str, str]) -> None:
     assert "UCX" in findings["nixl"]["detail"] and findings["nixl"]["detail"].endswith("(in use)")
 
 
-def test_doctor_compares_the_bytes(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Negative control: a transport that brings other bytes is no rate but a failure."""
+def test_doctor_compares_the_bytes_that_a_transport_delivers(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Negative control: a transport that delivers other bytes is a failure and has no rate."""
     wrong = doctor.CONTENT.copy()
     wrong[17, 5] ^= 1
     assert not np.array_equal(wrong, doctor.CONTENT)
@@ -413,7 +414,7 @@ def test_doctor_compares_the_bytes(monkeypatch: pytest.MonkeyPatch) -> None:
         doctor._measure("tcp", Config())
 
 
-def test_doctor_multiplies_matrices() -> None:
+def test_doctor_measures_a_matrix_multiplication() -> None:
     found = doctor._torch(load([], {}, {"engine.threads": "1"}).config)
     assert found.verdict == "ok" and re.search(r" at \d+ GFLOP/s with 1 threads$", found.detail)
 
@@ -426,13 +427,13 @@ def test_doctor_multiplies_matrices() -> None:
         ("import os; os.abort()", "ended with status -6"),
     ],
 )
-def test_doctor_tells_what_a_trial_came_to(code: str, said: str) -> None:
+def test_doctor_reports_how_a_trial_failed(code: str, said: str) -> None:
     """Negative control: a trial that hangs, fails or crashes is a failure."""
     found = doctor._tried("torch", code, 1.0)
     assert found.verdict == "fail" and said in found.detail
 
 
-def test_doctor_fails_with_what_fails(env: dict[str, str], monkeypatch: pytest.MonkeyPatch, taken: int) -> None:
+def test_doctor_exits_with_1_if_a_check_fails(env: dict[str, str], monkeypatch: pytest.MonkeyPatch, taken: int) -> None:
     monkeypatch.setattr(doctor, "_transports", lambda config: [Finding("warn", "tcp", "[slow] " + "x" * 200)])
     rc, out, err = invoke(env, "doctor", "--router.port", str(taken))
     assert (rc, err) == (1, "")
@@ -445,7 +446,7 @@ def test_doctor_fails_with_what_fails(env: dict[str, str], monkeypatch: pytest.M
 
 
 @pytest.mark.parametrize("width", [40, 80, 180])
-def test_status_can_be_read_in_any_terminal(width: int) -> None:
+def test_status_is_readable_at_any_terminal_width(width: int) -> None:
     load = {"running": 3, "waiting": 0, "free_blocks": 12345, "cached_blocks": 678, "leases": 2}
     worker = {
         "name": "decode-0", "role": "decode", "state": "ready", "address": "127.0.0.1:34567", "pid": 1234567,
@@ -458,9 +459,9 @@ def test_status_can_be_read_in_any_terminal(width: int) -> None:
     assert "…" not in told and max(map(len, told.splitlines())) <= width
     for part in ("decode-0", "127.0.0.1:34567", "1234567", "1763790000123456", "12345/23456", "678"):
         assert part in told, part
-    assert ("incarnation" in told.splitlines()[2]) == (width == 180), "a table where there is room for one"
+    assert ("incarnation" in told.splitlines()[2]) == (width == 180), "a table only where it fits"
 
 
-def test_top_in_a_pipe_is_one_look_and_with_nobody_there_an_end(env: dict[str, str]) -> None:
+def test_top_in_a_pipe_exits_if_the_router_is_unreachable(env: dict[str, str]) -> None:
     rc, out, err = baton(env, "top", "--address", "127.0.0.1:1")
     assert (rc, out) == (1, "") and err.startswith("baton: UNAVAILABLE") and err.count("\n") == 1

@@ -1,4 +1,4 @@
-"""`baton top`: what is drawn, rates between two looks, and that it outlives the router."""
+"""`baton top`: what it displays, the rates between two snapshots, and that it survives the loss of the router."""
 
 from typing import Any
 
@@ -50,14 +50,14 @@ def text(shown: RenderableType) -> str:
     return capture.get()
 
 
-def test_what_is_drawn() -> None:
+def test_the_display_shows_workers_and_requests() -> None:
     told = text(top.draw(snapshot(), {}))
     for part in ("tale", "1 in flight", "cached 25 %", "decode-0", "ready", "50 %", "●", "req-9", "prefill-0", "req-1", "199 → 21"):
         assert part in told
-    assert "tokens/s" not in told, "one look knows no rate"
+    assert "tokens/s" not in told, "a single snapshot has no rate"
 
 
-def test_what_is_wrong_is_drawn() -> None:
+def test_the_display_shows_failures() -> None:
     error = {"request_id": "req-3", "at": 0.0, "outcome": "failed", "reason": "RETRIES_SPENT", "worker": "decode-1"}
     router = {"inflight": 0, "queued": 0, "registry": "away"}
     failed = record(outcome="failed", reason="RETRIES_SPENT", ttft=None)
@@ -67,8 +67,8 @@ def test_what_is_wrong_is_drawn() -> None:
 
 
 @pytest.mark.parametrize("width", [40, 80, 160])
-def test_nothing_is_cut_off(width: int) -> None:
-    """Whatever does not fit beside the rest goes below it."""
+def test_nothing_is_truncated_at_any_width(width: int) -> None:
+    """Anything that does not fit beside the rest is shown below it."""
     now = snapshot(requests=[{**REQUEST, "request_id": "req-0123456789abcdef"}])
     console = Console(width=width)
     with console.capture() as capture:
@@ -79,7 +79,7 @@ def test_nothing_is_cut_off(width: int) -> None:
         assert part in told.replace("\n", " "), (part, told)
 
 
-def test_rates_lie_between_two_looks() -> None:
+def test_rates_are_computed_between_two_snapshots() -> None:
     before, now = snapshot(10.0), snapshot(12.0, {"output_tokens": 300, "met": 5, "handoff_bytes": 4096})
     assert top.rates(before, now)["output_tokens"] == 100 and top.rates(before, now)["met"] == 2
     told = text(top.draw(now, top.rates(before, now)))
@@ -89,12 +89,12 @@ def test_rates_lie_between_two_looks() -> None:
     assert top.rates(now, now) == {}
 
 
-def test_a_router_that_goes_and_comes_back_as_another(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Its totals begin again: no rate is drawn from one to the other."""
+def test_no_rate_spans_a_restart_of_the_router(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The totals of the new router start from zero, so no rate is computed across the restart."""
     looks = iter([snapshot(10.0), snapshot(11.0, {"output_tokens": 200}), None, snapshot(1.0, {"output_tokens": 3}), StopIteration()])
     shown: list[str] = []
 
-    class Away(grpc.RpcError):
+    class Away(grpc.RpcError):  # type: ignore[misc]
         def code(self) -> grpc.StatusCode:
             return grpc.StatusCode.UNAVAILABLE
 
@@ -106,7 +106,7 @@ def test_a_router_that_goes_and_comes_back_as_another(monkeypatch: pytest.Monkey
             raise KeyboardInterrupt
         return told
 
-    monkeypatch.setattr(top.time, "sleep", lambda seconds: None)
+    monkeypatch.setattr("baton.cli.top.time.sleep", lambda seconds: None)
     with pytest.raises(KeyboardInterrupt):
         top.watch(look, lambda drawn: shown.append(text(drawn)), 1.0)
     assert ["tokens/s" in one for one in shown] == [False, True, True, False]

@@ -19,12 +19,12 @@ def drawn(told: dict[str, Any]) -> list[str]:
 
 
 def bars(lines: list[str]) -> list[tuple[str, int, int]]:
-    """(stage, where its bar begins, where it ends), in columns of the time line."""
-    offset = lines[1].index("█")  # the first stage begins with the line
+    """(stage, where its bar begins, where it ends), in columns of the timeline."""
+    offset = lines[1].index("█")  # the first stage begins where the timeline begins
     return [(line.split()[0], line.index("█") - offset, line.rindex("█") + 1 - offset) for line in lines if "█" in line]
 
 
-def test_stages_stand_one_after_the_other() -> None:
+def test_stages_follow_each_other_without_gaps() -> None:
     lines = drawn(record())
     told = bars(lines)
     assert [stage for stage, _, _ in told] == ["queue", "prefill", "transfer", "decode"]
@@ -39,7 +39,7 @@ def test_stages_stand_one_after_the_other() -> None:
     assert lines[5] == "1000.0 ms · first token after 400.0 ms · prompt 199 tokens (32 cached) · output 21"
 
 
-def test_a_failure_stands_where_it_happened() -> None:
+def test_a_failure_is_drawn_where_it_happened() -> None:
     laps = [lap("queue", 0, 0.1), lap("prefill", 0.1, 0.5, "p0"), lap("prefill", 0.5, 1.0, "p1")]
     failures = [{"at": 0.5, "worker": "p0", "reason": "WORKER_LOST"}]
     lines = drawn(record(laps=laps, failures=failures, retries=1, outcome="failed", reason="RETRIES_SPENT", trace_id="ab" * 16, ttft=None))
@@ -49,7 +49,7 @@ def test_a_failure_stands_where_it_happened() -> None:
     assert "failed (RETRIES_SPENT)" in lines[0] and "ab" * 16 in lines[0]
     assert "1 retry" in lines[-1] and "first token" not in lines[-1]
     first, second = (line for line in lines if line.split()[0] == "prefill")
-    assert "waited" not in first and "p1: waited" in second, "what is known of all attempts together is told once"
+    assert "waited" not in first and "p1: waited" in second, "times that cover all attempts are shown once"
 
 
 @pytest.mark.parametrize(
@@ -66,15 +66,15 @@ def test_a_failure_stands_where_it_happened() -> None:
         ({"request_id": "", "laps": [lap("queue", 0.0, 0.0)], "e2e": 0.0, "ttft": None}, "(no id)"),
     ],
 )
-def test_what_else_can_be_told(change: dict[str, Any], told: str) -> None:
+def test_other_details_are_shown(change: dict[str, Any], told: str) -> None:
     assert any(told in line for line in drawn(record(**change)))
 
 
-def test_markup_in_an_id_is_text() -> None:
+def test_markup_in_an_id_is_printed_verbatim() -> None:
     assert drawn(record(request_id="[red]x[/]"))[0].startswith("[red]x[/]")
 
 
-def test_a_bar_that_took_any_time_is_seen() -> None:
+def test_the_bar_of_a_stage_that_took_any_time_is_visible() -> None:
     assert bar(0.5, 0.5, "red").plain.count("█") == 0
     assert bar(0.5, 0.5001, "red").plain.count("█") == 1
     assert all(len(bar(start / 100, 1.0, "red").plain) == BAR_WIDTH for start in range(100))

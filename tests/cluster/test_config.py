@@ -2,6 +2,7 @@ import dataclasses
 import os
 import re
 from pathlib import Path
+from typing import Any
 
 import pytest
 import yaml
@@ -78,10 +79,10 @@ def legal(key: Key) -> str:
     return "text"
 
 
-def refused(**layers: object) -> str:
+def refused(**layers: Any) -> str:
     layers.setdefault("env", {})
     with pytest.raises(ConfigError) as error:
-        load(**layers)  # type: ignore[arg-type]
+        load(**layers)
     return str(error.value)
 
 
@@ -109,7 +110,7 @@ class TestPrecedence:
         assert (loaded.config.router.port, loaded.config.router.admin_port) == (3, 2)
         assert loaded.sources["router.port"] == f"file {second}"
 
-    def test_the_environment_is_the_process_s_own_unless_given(self, monkeypatch: pytest.MonkeyPatch) -> None:
+    def test_the_process_environment_is_the_default(self, monkeypatch: pytest.MonkeyPatch) -> None:
         for name in [name for name in os.environ if name.startswith("BATON_")]:
             monkeypatch.delenv(name)
         monkeypatch.setenv("BATON_ROUTER_PORT", "9000")
@@ -118,9 +119,9 @@ class TestPrecedence:
 
 class TestEveryKey:
     @pytest.mark.parametrize("key", keys(), ids=lambda key: key.name)
-    def test_is_set_by_its_variable_and_by_its_flag(self, key: Key) -> None:
+    def test_a_key_can_be_set_by_its_variable_or_its_flag(self, key: Key) -> None:
         text = legal(key)
-        pair = {}  # what a key of security goes together with
+        pair = {}  # other settings that the key requires
         if key.name.startswith("security"):
             pair = dict.fromkeys(("BATON_SECURITY_TLS_CERT", "BATON_SECURITY_TLS_KEY", "BATON_SECURITY_API_KEYS"), "x")
         if key.name == "engine.batching":
@@ -140,7 +141,7 @@ class TestEveryKey:
             assert by_flag.sources[key.name] == f"flag --{flag}"
 
     @pytest.mark.parametrize("key", keys(), ids=lambda key: key.name)
-    def test_is_documented_and_its_default_is_legal(self, key: Key) -> None:
+    def test_a_key_is_documented_and_its_default_is_legal(self, key: Key) -> None:
         assert len(key.description) > 10 and key.description.endswith(".")
         section, leaf = key.name.split(".")
         model = type(getattr(Config(), section))
@@ -148,62 +149,62 @@ class TestEveryKey:
 
     @pytest.mark.parametrize("key", [key for key in keys() if isinstance(key.default, float)], ids=lambda key: key.name)
     @pytest.mark.parametrize("text", [".nan", ".inf", "-.inf", "-1"])
-    def test_that_is_a_number_is_bounded(self, key: Key, text: str) -> None:
+    def test_a_float_key_is_bounded(self, key: Key, text: str) -> None:
         assert key.name in refused(env={key.env: text})
 
-    def test_has_a_variable_of_its_own(self) -> None:
+    def test_each_key_has_its_own_variable(self) -> None:
         names = [key.env for key in keys()]
         assert len(set(names)) == len(names)
         assert all(re.fullmatch(r"BATON_[A-Z0-9_]+", name) for name in names)
         assert not set(names) & set(FOREIGN_ENV)
 
-    def test_survives_dump_and_load(self, tmp_path: Path) -> None:
+    def test_every_key_survives_dump_and_load(self, tmp_path: Path) -> None:
         config = load(env={key.env: legal(key) for key in keys()}).config
         assert all(at(config, key.name) != key.default for key in keys())
         again = load([file(tmp_path, dump(config, secrets=True))], {})
         assert again.config == config
 
 
-def test_whole_batches_are_refused_where_prefill_is_apart() -> None:
+def test_static_batching_is_refused_with_separate_prefill_workers() -> None:
     text = refused(env={"BATON_ENGINE_BATCHING": "static"})
     assert text.startswith("config: engine.batching static") and "set prefill.replicas to 0" in text
     assert text.endswith("[engine.batching from env BATON_ENGINE_BATCHING]")
 
 
 class TestUnknownNames:
-    def test_in_a_file(self, tmp_path: Path) -> None:
+    def test_an_unknown_key_in_a_file_gets_a_suggestion(self, tmp_path: Path) -> None:
         path = file(tmp_path, "engine: {blok_size: 16}")
         text = refused(files=[path])
         assert "engine.blok_size" in text and str(path) in text and "did you mean engine.block_size?" in text
 
-    def test_a_key_of_another_section(self, tmp_path: Path) -> None:
+    def test_a_key_in_the_wrong_section_gets_a_suggestion(self, tmp_path: Path) -> None:
         assert "did you mean redis.url?" in refused(files=[file(tmp_path, "telemetry: {url: x}")])
         assert "did you mean router.port or prefill.port?" in refused(files=[file(tmp_path, "launcher: {port: 3}")])
 
-    def test_a_section(self, tmp_path: Path) -> None:
+    def test_an_unknown_section_gets_a_suggestion(self, tmp_path: Path) -> None:
         assert "unknown section 'engin'; did you mean engine?" in refused(files=[file(tmp_path, "engin: {}")])
 
-    def test_in_the_environment(self) -> None:
+    def test_an_unknown_variable_gets_a_suggestion(self) -> None:
         text = refused(env={"BATON_ENGINE_BLOKC_SIZE": "16"})
         assert "env BATON_ENGINE_BLOKC_SIZE" in text and "did you mean BATON_ENGINE_BLOCK_SIZE?" in text
 
-    def test_in_the_flags(self) -> None:
+    def test_an_unknown_flag_gets_a_suggestion(self) -> None:
         text = refused(flags={"engine.block-sise": "16"})
         assert "flag --engine.block-sise" in text and "did you mean engine.block_size?" in text
 
-    def test_far_from_everything_gets_no_suggestion(self) -> None:
+    def test_a_name_unlike_every_key_gets_no_suggestion(self) -> None:
         text = refused(flags={"zzzzzzzz": "1"})
         assert "zzzzzzzz" in text and "did you mean" not in text
 
-    def test_variables_of_others_are_left_alone(self) -> None:
+    def test_unrelated_variables_are_ignored(self) -> None:
         others = dict.fromkeys(FOREIGN_ENV, "x") | {"BATON_TEST_ANYTHING": "x", "PATH": "x", "BATONX": "x"}
         assert load(env=others).config == Config()
 
-    def test_variables_that_kubernetes_sets_for_a_service_are_explained(self) -> None:
+    def test_kubernetes_service_variables_are_explained(self) -> None:
         assert "enableServiceLinks: false" in refused(env={"BATON_ROUTER_SERVICE_HOST": "10.0.0.1"})
 
     @given(st.text(st.characters(codec="ascii"), max_size=30))
-    def test_no_name_but_a_key_is_taken(self, name: str) -> None:
+    def test_only_the_names_of_keys_are_accepted(self, name: str) -> None:
         flags = {key.flag for key in keys()}
         if name.replace("_", "-") not in flags:
             assert refused(flags={name: "1"})
@@ -211,7 +212,7 @@ class TestUnknownNames:
 
 class TestFiles:
     @pytest.mark.parametrize("text", ["", "# nothing\n", "engine:\n", "{}", "---\n"])
-    def test_with_nothing_in_them_are_fine(self, tmp_path: Path, text: str) -> None:
+    def test_an_empty_file_is_accepted(self, tmp_path: Path, text: str) -> None:
         assert load([file(tmp_path, text)], {}).config == Config()
 
     @pytest.mark.parametrize(
@@ -231,18 +232,18 @@ class TestFiles:
             ("a: " + "[" * 5000, "cannot be read"),
         ],
     )
-    def test_that_are_no_tree_are_refused(self, tmp_path: Path, text: str, what: str) -> None:
+    def test_a_malformed_file_is_refused(self, tmp_path: Path, text: str, what: str) -> None:
         path = file(tmp_path, text)
         message = refused(files=[path])
         assert what in message and str(path) in message
 
-    def test_that_are_not_there_or_no_text(self, tmp_path: Path) -> None:
+    def test_a_missing_or_binary_file_is_refused(self, tmp_path: Path) -> None:
         assert "gone.yaml" in refused(files=[tmp_path / "gone.yaml"])
         path = tmp_path / "binary.yaml"
         path.write_bytes(b"\xff\xfe\xfd")
         assert "binary.yaml" in refused(files=[path])
 
-    def test_take_numbers_with_an_exponent(self, tmp_path: Path) -> None:
+    def test_a_number_in_a_file_may_have_an_exponent(self, tmp_path: Path) -> None:
         assert load([file(tmp_path, "redis: {command_timeout_s: 1e-2}")], {}).config.redis.command_timeout_s == 0.01
 
 
@@ -273,13 +274,13 @@ class TestValues:
             ("prefill.cores", "3"),
         ],
     )
-    def test_of_the_wrong_type_or_out_of_bounds(self, name: str, text: str) -> None:
+    def test_a_value_of_the_wrong_type_or_range_is_refused(self, name: str, text: str) -> None:
         flag = name.replace("_", "-")
         message = refused(flags={flag: text})
         assert message.startswith(f"{name}") and f"(flag --{flag})" in message
         assert len(message.splitlines()) == 1
 
-    def test_all_errors_are_told_at_once_with_value_and_source(self, tmp_path: Path) -> None:
+    def test_all_errors_are_reported_together_with_value_and_source(self, tmp_path: Path) -> None:
         path = file(tmp_path, "engine: {block_size: -3}\nmodel: {dtype: int3}")
         message = refused(files=[path], env={"BATON_ROUTER_PORT": "tcp://10.0.0.1:8470"})
         assert len(message.splitlines()) == 3
@@ -287,7 +288,7 @@ class TestValues:
         assert "router.port = 'tcp://10.0.0.1:8470' (env BATON_ROUTER_PORT)" in message
 
     @pytest.mark.parametrize("text", ["123456", "1e5", "yes", "a: b", "x #y", "@home", "'quoted'", "null!"])
-    def test_text_is_taken_as_it_is(self, text: str) -> None:
+    def test_text_is_kept_verbatim(self, text: str) -> None:
         assert load(env={"BATON_MODEL_PATH": text}).config.model.path == text
         assert load(env={"BATON_CLUSTER_KEY": text * 16}).config.cluster.key == text * 16
 
@@ -300,9 +301,9 @@ class TestValues:
     def test_the_tree_is_frozen(self) -> None:
         config = Config()
         with pytest.raises(ValidationError):
-            config.engine.block_size = 1  # type: ignore[misc]
+            config.engine.block_size = 1
         with pytest.raises(ValidationError):
-            config.engine = EngineConfig()  # type: ignore[misc]
+            config.engine = EngineConfig()
         assert dataclasses.is_dataclass(keys()[0])
 
 
@@ -325,7 +326,7 @@ class TestRulesBetweenKeys:
             ({"decode.cores": "[-1]"}, {"decode.cores": "[3]"}),
         ],
     )
-    def test_name_the_keys_and_where_they_were_set(self, bad: dict[str, str], good: dict[str, str]) -> None:
+    def test_a_broken_rule_names_its_keys_and_their_sources(self, bad: dict[str, str], good: dict[str, str]) -> None:
         message = refused(flags=bad)
         for flag in bad:
             assert flag.split(".")[1].replace("-", "_") in message
@@ -336,13 +337,13 @@ class TestRulesBetweenKeys:
 class TestSecrets:
     URL = "redis://user:hunter2hunter2@10.0.0.1:6379/0"
 
-    def test_are_masked_in_a_dump_unless_asked_for(self) -> None:
+    def test_secrets_are_masked_in_a_dump_by_default(self) -> None:
         config = Config(cluster=ClusterConfig(key=SECRET), redis=RedisConfig(url=self.URL))
         masked, plain = dump(config), dump(config, secrets=True)
         assert SECRET not in masked and "hunter2" not in masked and MASK in masked and "10.0.0.1:6379" in masked
         assert SECRET in plain and self.URL in plain
 
-    def test_are_in_no_repr_and_no_error(self) -> None:
+    def test_secrets_appear_in_no_repr_and_no_error(self) -> None:
         config = Config(cluster=ClusterConfig(key=SECRET), redis=RedisConfig(url=self.URL))
         assert SECRET not in repr(config) and "hunter2" not in repr(config) and SECRET not in str(config)
         assert "tooshort" not in refused(env={"BATON_CLUSTER_KEY": "tooshort"})
@@ -351,7 +352,7 @@ class TestSecrets:
             ClusterConfig(key="tooshort")
         assert "tooshort" not in str(error.value)
 
-    def test_are_no_flags(self) -> None:
+    def test_a_secret_cannot_be_a_flag(self) -> None:
         message = refused(flags={"cluster.key": SECRET})
         assert SECRET not in message and "BATON_CLUSTER_KEY" in message
 
@@ -367,14 +368,16 @@ class TestSecrets:
             ("redis://[", MASK),
         ],
     )
-    def test_password_of_a_url(self, url: str, masked: str) -> None:
+    def test_the_password_of_a_url_is_masked(self, url: str, masked: str) -> None:
         assert mask_password(url) == masked
 
 
-def test_schema_takes_the_defaults_and_refuses_the_rest() -> None:
+def test_the_schema_accepts_the_defaults_and_refuses_invalid_values() -> None:
     jsonschema = pytest.importorskip("jsonschema")
     tree = yaml.safe_load(dump(Config()))
     jsonschema.validate(tree, schema())
-    for breach in ({"engine": {"block_size": 0}}, {"engine": {"blok_size": 1}}, {"engin": {}}, {"decode": {"replicas": 0}}):
+    breaches: tuple[dict[str, Any], ...]
+    breaches = ({"engine": {"block_size": 0}}, {"engine": {"blok_size": 1}}, {"engin": {}}, {"decode": {"replicas": 0}})
+    for breach in breaches:
         with pytest.raises(jsonschema.ValidationError):
             jsonschema.validate(breach, schema())

@@ -1,15 +1,15 @@
-"""The table of failures."""
+"""The table of failure reasons."""
 
 import grpc
 
 from baton.cluster.errors import Reason
 
 
-def test_every_reason_is_one_of_its_own() -> None:
+def test_no_two_reasons_are_equal() -> None:
     assert len(list(Reason)) == len(Reason.__members__)
 
 
-def test_every_kind_is_a_real_status_and_says_what_to_do() -> None:
+def test_every_reason_has_valid_statuses_and_a_consistent_retry_rule() -> None:
     for reason in Reason:
         assert reason.value.grpc in grpc.StatusCode.__members__
         assert 400 <= reason.value.http < 600

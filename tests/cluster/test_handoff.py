@@ -1,4 +1,4 @@
-"""A fact of a handoff is declared once: this is what follows from the declaration."""
+"""Each fact of a handoff is declared once; everything tested here follows from the declaration."""
 
 from dataclasses import asdict
 
@@ -12,7 +12,7 @@ from decode_worker.meter import HandoffMeter
 
 
 def full(offset: int = 0) -> Handoff:
-    """Every fact has a value of its own."""
+    """A handoff in which every fact has a different value."""
     kinds = {name: type(value) for name, value in asdict(Handoff()).items()}
     return Handoff(**{name: kind(at + offset + 1) for at, (name, kind) in enumerate(kinds.items())})
 
@@ -22,21 +22,21 @@ def test_every_fact_crosses_the_wire() -> None:
     assert Handoff(**plain(worker_pb2.HandoffFacts())) == Handoff()
 
 
-def test_a_client_sees_a_part_of_them_by_the_same_names() -> None:
+def test_a_client_sees_a_subset_of_the_facts_under_the_same_names() -> None:
     public = [field.name for field in generation_pb2.Handoff.DESCRIPTOR.fields]
     assert set(public) < set(NAMES)
 
 
-def test_a_fact_cannot_be_given_by_its_place() -> None:
+def test_facts_cannot_be_positional_arguments() -> None:
     with pytest.raises(TypeError):
-        Handoff("nixl", 3)  # type: ignore[misc]
+        Handoff("nixl", 3)  # type: ignore[call-arg]
 
 
-def test_attempts_add_up() -> None:
+def test_handoff_attempts_add_up() -> None:
     total, one, two = full() + full(100), asdict(full()), asdict(full(100))
     for name, value in asdict(total).items():
         assert value == (two[name] if isinstance(value, str) else one[name] + two[name]), name
-    assert full() + Handoff() == full() == Handoff() + full(), "an attempt that says nothing changes nothing"
+    assert full() + Handoff() == full() == Handoff() + full(), "adding an empty attempt changes nothing"
 
 
 def test_every_counted_fact_reaches_its_metric() -> None:
@@ -48,7 +48,7 @@ def test_every_counted_fact_reaches_its_metric() -> None:
         assert told[fact.counter] == getattr(full(), name) and BY_NAME[fact.counter].help == fact.help
 
 
-def test_attributes_are_in_the_base_unit() -> None:
+def test_span_attributes_are_in_base_units() -> None:
     told = full().attributes()
     assert set(told) == {shown.span for shown in SHOWN.values() if shown.span}
     assert told["baton.digests_checked"] == full().digests_checked and told["baton.read_seconds"] == pytest.approx(full().read_ms / 1000)

@@ -1,4 +1,4 @@
-"""The life of a process: it starts, drains and ends in order, at once when it is asked twice, and says so with its exit status."""
+"""The lifecycle of a process: it starts, drains and closes in order, a second stop request cuts this short, and a failure exits with 1."""
 
 import asyncio
 import os
@@ -25,7 +25,7 @@ ROOT = Path(__file__).resolve().parents[2]
 
 
 class Recorded:
-    """A process that does what the test says and writes down what was asked of it."""
+    """A process that acts as the test specifies and records the calls it receives."""
 
     def __init__(self, **acts: Callable[[], Any]) -> None:
         self.acts = acts
@@ -77,7 +77,7 @@ async def ended(task: "asyncio.Task[int]") -> int:
 
 @pytest.mark.parametrize("stage", Stage)
 @pytest.mark.parametrize("event", ["ready", "drain", "close", "nonsense"])
-def test_what_the_table_does_not_know_is_illegal(stage: Stage, event: str) -> None:
+def test_only_the_moves_in_the_table_are_legal(stage: Stage, event: str) -> None:
     if (stage, event) in MOVES:
         assert move(stage, event) is MOVES[stage, event]
         return
@@ -85,7 +85,7 @@ def test_what_the_table_does_not_know_is_illegal(stage: Stage, event: str) -> No
         move(stage, event)
 
 
-def test_nothing_leads_out_of_closed_and_nothing_back() -> None:
+def test_moves_only_lead_forward_and_never_out_of_closed() -> None:
     order = list(Stage)
     assert all(order.index(target) > order.index(stage) for (stage, _), target in MOVES.items())
     assert not [event for stage, event in MOVES if stage is Stage.CLOSED]
@@ -94,7 +94,7 @@ def test_nothing_leads_out_of_closed_and_nothing_back() -> None:
 # Run
 
 
-async def test_a_life_in_order() -> None:
+async def test_a_process_starts_drains_and_closes_in_order() -> None:
     process, stop = Recorded(), Stop()
     task = asyncio.create_task(run(process, stop))
     await until(lambda: process.seen == ["start"])
@@ -104,7 +104,7 @@ async def test_a_life_in_order() -> None:
     assert await ended(task) == 0 and process.seen == ["start", "drain", "close"]
 
 
-async def test_a_second_request_ends_the_drain() -> None:
+async def test_a_second_stop_request_cuts_the_drain_short() -> None:
     process, stop = Recorded(drain=forever), Stop()
     task = asyncio.create_task(run(process, stop))
     await until(lambda: process.seen == ["start"])
@@ -112,12 +112,12 @@ async def test_a_second_request_ends_the_drain() -> None:
     stop.ask()
     await until(lambda: "drain" in process.seen)
     await asyncio.sleep(0.05)
-    assert not task.done(), "one request waits for the drain"
+    assert not task.done(), "after one stop request the process waits for the drain"
     stop.ask()
     assert await ended(task) == 0 and process.seen == ["start", "drain", "drain given up", "close"]
 
 
-async def test_asked_during_the_start_it_closes_what_there_is() -> None:
+async def test_a_stop_request_during_the_start_cancels_it_and_closes() -> None:
     process, stop = Recorded(start=forever), Stop()
     task = asyncio.create_task(run(process, stop))
     await until(lambda: process.seen)
@@ -125,13 +125,13 @@ async def test_asked_during_the_start_it_closes_what_there_is() -> None:
     assert await ended(task) == 0 and process.seen == ["start", "start given up", "close"]
 
 
-async def test_a_failed_start_closes_what_there_is_and_is_a_failure() -> None:
+async def test_a_failed_start_closes_and_exits_with_1() -> None:
     process = Recorded(start=fails(RuntimeError("no model")))
     assert await ended(asyncio.create_task(run(process, Stop()))) == 1
     assert process.seen == ["start", "close"]
 
 
-async def test_a_failed_drain_is_a_failure() -> None:
+async def test_a_failed_drain_closes_and_exits_with_1() -> None:
     process, stop = Recorded(drain=fails(RuntimeError("no"))), Stop()
     task = asyncio.create_task(run(process, stop))
     await until(lambda: process.seen)
@@ -141,7 +141,7 @@ async def test_a_failed_drain_is_a_failure() -> None:
 
 
 @pytest.mark.parametrize("acts", [{}, {"start": forever}], ids=["serving", "starting"])
-async def test_a_process_that_cannot_go_on_does_not_drain(acts: dict[str, Any]) -> None:
+async def test_a_fatal_failure_skips_the_drain(acts: dict[str, Any]) -> None:
     process, stop = Recorded(**acts), Stop()
     task = asyncio.create_task(run(process, stop))
     await until(lambda: process.seen)
@@ -152,7 +152,7 @@ async def test_a_process_that_cannot_go_on_does_not_drain(acts: dict[str, Any]) 
     assert str(stop.failure) == "the engine is gone"
 
 
-async def test_a_failure_during_the_drain_ends_it() -> None:
+async def test_a_fatal_failure_during_the_drain_cancels_it() -> None:
     process, stop = Recorded(drain=forever), Stop()
     task = asyncio.create_task(run(process, stop))
     await until(lambda: process.seen)
@@ -163,7 +163,7 @@ async def test_a_failure_during_the_drain_ends_it() -> None:
     assert await ended(task) == 1 and process.seen[-2:] == ["drain given up", "close"]
 
 
-async def test_a_second_request_ends_a_start_that_does_not_let_itself_be_cancelled() -> None:
+async def test_a_second_stop_request_abandons_a_start_that_resists_cancellation() -> None:
     async def stubborn() -> None:
         while True:
             with suppress(asyncio.CancelledError):
@@ -175,26 +175,26 @@ async def test_a_second_request_ends_a_start_that_does_not_let_itself_be_cancell
     await until(lambda: process.seen)
     stop.ask()
     await asyncio.sleep(0.05)
-    assert process.seen == ["start"], "one request waits for what the start tidies up"
+    assert process.seen == ["start"], "after one stop request the process waits for the start to clean up"
     stop.ask()
     await until(lambda: process.seen == ["start", "close"])
     assert await ended(task) == 0
 
 
-async def test_a_second_request_ends_the_closing() -> None:
+async def test_a_second_stop_request_cuts_the_closing_short() -> None:
     process, stop, within = Recorded(close=forever), Stop(), list[float]()
     task = asyncio.create_task(run(process, stop, within.append))
     await until(lambda: process.seen)
     stop.ask()
     await until(lambda: "close" in process.seen)
     await asyncio.sleep(0.05)
-    assert not task.done(), "one request waits until everything is closed"
+    assert not task.done(), "after one stop request the process waits until everything is closed"
     stop.ask()
     assert await ended(task) == 0 and process.seen[-1] == "close given up"
-    assert len(within) == 2 and within[1] < 1 < within[0], "then the process has to be gone soon"
+    assert len(within) == 2 and within[1] < 1 < within[0], "the second request leaves the process less than a second"
 
 
-async def test_closing_is_bounded(monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture) -> None:
+async def test_closing_has_a_time_limit(monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture) -> None:
     monkeypatch.setattr(lifecycle, "CLOSE_S", 0.1)
     process, stop = Recorded(close=forever), Stop()
     stop.ask()
@@ -202,7 +202,7 @@ async def test_closing_is_bounded(monkeypatch: pytest.MonkeyPatch, caplog: pytes
     assert process.seen[-1] == "close given up" and "closing" in caplog.text
 
 
-async def test_what_fails_while_closing_is_a_failure_with_its_traceback(caplog: pytest.LogCaptureFixture) -> None:
+async def test_an_unexpected_error_while_closing_is_a_failure_with_a_traceback(caplog: pytest.LogCaptureFixture) -> None:
     process, stop = Recorded(close=fails(KeyError("x"))), Stop()
     stop.ask()
     assert await ended(asyncio.create_task(run(process, stop))) == 1
@@ -220,14 +220,14 @@ async def test_what_fails_while_closing_is_a_failure_with_its_traceback(caplog: 
     ],
     ids=lambda value: type(value).__name__,
 )
-async def test_only_what_nobody_foresaw_is_logged_with_its_traceback(
+async def test_only_unexpected_errors_are_logged_with_a_traceback(
     error: Exception, traceback: bool, caplog: pytest.LogCaptureFixture
 ) -> None:
     assert await ended(asyncio.create_task(run(Recorded(start=fails(error)), Stop()))) == 1
     assert bool(caplog.records[-1].exc_info) == traceback and str(error) in caplog.records[-1].getMessage()
 
 
-async def test_signals_ask_and_are_given_back() -> None:
+async def test_sigterm_requests_a_stop_and_its_handler_is_restored() -> None:
     process, stop = Recorded(), Stop()
     task = asyncio.create_task(run(process, stop))
     await until(lambda: process.seen)
@@ -259,10 +259,10 @@ HANGING = """
 
 
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
-def test_the_second_signal_ends_a_real_process(number: signal.Signals) -> None:
+def test_a_second_signal_cuts_the_drain_of_a_real_process_short(number: signal.Signals) -> None:
     child = subprocess.Popen([sys.executable, "-c", textwrap.dedent(HANGING)], stdout=subprocess.PIPE, text=True, cwd=ROOT)
+    assert child.stdout is not None
     try:
-        assert child.stdout is not None
         assert child.stdout.readline() == "started\n"
         child.send_signal(number)
         assert child.stdout.readline() == "draining\n"
@@ -293,8 +293,8 @@ STUCK = """
 """
 
 
-def test_the_second_signal_ends_a_process_whose_thread_hangs() -> None:
-    """asyncio and the interpreter would both wait for that thread."""
+def test_a_second_signal_ends_a_process_with_a_hung_thread() -> None:
+    """Both asyncio and the interpreter would wait for the thread."""
     child = subprocess.Popen(
         [sys.executable, "-c", textwrap.dedent(STUCK)], stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, cwd=ROOT
     )
@@ -311,11 +311,12 @@ def test_the_second_signal_ends_a_process_whose_thread_hangs() -> None:
         child.communicate()
 
 
-# The router's own life
+# The lifecycle of the router
 
 
 def router(model: Path, stop: Stop, **ports: int) -> RouterProcess:
-    config = RouterConfig(**{"port": 0, "admin_port": 0, "http_port": 0, "page_port": 0, **ports})
+    fields: dict[str, Any] = {"port": 0, "admin_port": 0, "http_port": 0, "page_port": 0, **ports}
+    config = RouterConfig(**fields)
     return RouterProcess(Config(model=ModelConfig(path=str(model)), redis=RedisConfig(url="redis://127.0.0.1:1"), router=config), stop)
 
 
@@ -329,19 +330,19 @@ async def note(seen: list[str], name: str) -> None:
 
 
 async def left() -> "set[asyncio.Task[Any]]":
-    """Tasks that nobody ended."""
+    """Returns the tasks that are still running."""
     await asyncio.sleep(0)
     return asyncio.all_tasks() - {asyncio.current_task()}
 
 
-async def test_a_router_without_its_model_fails_and_leaves_nothing(tmp_path: Path) -> None:
+async def test_a_router_without_its_model_fails_and_leaves_no_task(tmp_path: Path) -> None:
     stop = Stop()
     process = router(tmp_path / "nothing", stop)
     assert await run(process, stop) == 1 and isinstance(stop.failure, OSError) and process.stage is Stage.CLOSED
     assert not await left()
 
 
-async def test_a_router_whose_port_is_taken_fails_and_says_which(tmp_path: Path) -> None:
+async def test_a_router_whose_port_is_taken_fails_and_names_the_port(tmp_path: Path) -> None:
     make_toy(tmp_path / "toy")
     taken = await asyncio.start_server(lambda reader, writer: None, "127.0.0.1", 0)
     stop, port = Stop(), taken.sockets[0].getsockname()[1]
@@ -350,11 +351,11 @@ async def test_a_router_whose_port_is_taken_fails_and_says_which(tmp_path: Path)
     taken.close()
 
 
-async def test_a_router_closes_everything_whatever_fails(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_a_router_closes_every_part_even_if_one_fails(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     make_toy(tmp_path / "toy")
     stop = Stop()
     process = router(tmp_path / "toy", stop)
-    closed = []
+    closed: list[str] = []
     monkeypatch.setattr(Server, "stop", stops_and_fails)
     for part in (process._workers, process._registry):
         process._closers.push_async_callback(note, closed, type(part).__name__)
@@ -364,7 +365,7 @@ async def test_a_router_closes_everything_whatever_fails(tmp_path: Path, monkeyp
     assert closed == ["RedisRegistry", "Workers"] and not await left()
 
 
-async def test_a_router_starts_without_its_registry_and_leaves_nothing(tmp_path: Path) -> None:
+async def test_a_router_starts_without_its_registry_and_leaves_no_task(tmp_path: Path) -> None:
     make_toy(tmp_path / "toy")
     stop = Stop()
     process = router(tmp_path / "toy", stop)

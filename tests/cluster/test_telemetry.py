@@ -1,4 +1,4 @@
-"""Spans: who starts one, who its parent is, and that a collector that is slow, away or broken costs nobody but the spans."""
+"""Spans: what starts one, what its parent is, and that a slow, unavailable or broken collector costs nothing but spans."""
 
 import asyncio
 import builtins
@@ -42,7 +42,7 @@ def delivered(tracer: Tracer, box: Box) -> dict[str, Sent]:
 
 class TestTraceparent:
     @pytest.mark.parametrize("text", [GIVEN, f"cc-{TRACE}-{PARENT}-01-what the future brings"])
-    def test_is_read_as_w3c_writes_it(self, box: Box, text: str) -> None:
+    def test_a_traceparent_is_read_as_w3c_defines_it(self, box: Box, text: str) -> None:
         tracer = OtelTracer(box)
         tracer.follow("work", text).end()
         span = delivered(tracer, box)["work"]
@@ -62,18 +62,18 @@ class TestTraceparent:
             f"{GIVEN}-" + "x" * 1_000_000,
         ],
     )
-    def test_anything_else_counts_as_none(self, box: Box, text: str) -> None:
+    def test_an_invalid_traceparent_counts_as_none(self, box: Box, text: str) -> None:
         tracer = OtelTracer(box)
         assert tracer.follow("work", text) is NO_SPAN
         tracer.begin("request", text).end()
         assert delivered(tracer, box)["request"].parent_id == 0
 
     @given(st.text(max_size=80))
-    def test_any_text_is_survived(self, text: str) -> None:
+    def test_any_text_is_tolerated_as_traceparent(self, text: str) -> None:
         SHARED.follow("work", text).end()
         SHARED.begin("request", text).end()
 
-    def test_what_a_span_says_of_itself_is_one(self, box: Box) -> None:
+    def test_a_span_provides_a_valid_traceparent(self, box: Box) -> None:
         tracer = OtelTracer(box)
         span = tracer.begin("request")
         tracer.follow("work", span.traceparent).end()
@@ -84,14 +84,14 @@ class TestTraceparent:
 
 
 class TestSampling:
-    def test_a_client_decides_about_its_own_trace(self, box: Box) -> None:
+    def test_a_client_decides_whether_its_trace_is_sampled(self, box: Box) -> None:
         for ratio in (0.0, 1.0):
             tracer = OtelTracer(box, {}, ratio)
             assert tracer.begin("a", GIVEN).traceparent.startswith(f"00-{TRACE}-")
             assert tracer.begin("a", f"00-{TRACE}-{PARENT}-00") is NO_SPAN
             tracer.close()
 
-    def test_the_ratio_decides_about_the_others(self, box: Box) -> None:
+    def test_the_ratio_decides_for_requests_without_a_traceparent(self, box: Box) -> None:
         random.seed(5)  # the SDK draws trace ids from it
         tracer = OtelTracer(box, {}, 0.25)
         begun = sum(tracer.begin("a", "no traceparent") is not NO_SPAN for _ in range(4000))
@@ -102,14 +102,14 @@ class TestSampling:
             assert all((tracer.begin("a") is not NO_SPAN) == sampled for _ in range(100))
             tracer.close()
 
-    def test_a_worker_begins_nothing_by_itself(self, box: Box) -> None:
+    def test_a_worker_never_starts_a_trace(self, box: Box) -> None:
         tracer = OtelTracer(box)
         assert tracer.follow("work", "") is NO_SPAN and tracer.follow("work", "nonsense") is NO_SPAN
         assert tracer.follow("work", f"00-{TRACE}-{PARENT}-00") is NO_SPAN
         assert tracer.follow("work", GIVEN) is not NO_SPAN
         tracer.close()
 
-    def test_off_is_off(self) -> None:
+    def test_a_disabled_tracer_records_nothing(self) -> None:
         tracer = Tracer()
         assert tracer.begin("a", GIVEN) is NO_SPAN and tracer.follow("a", GIVEN) is NO_SPAN
         assert NO_SPAN.traceparent == "" and NO_SPAN.child("b") is NO_SPAN
@@ -121,7 +121,7 @@ class TestSampling:
 
 
 class TestSpans:
-    def test_across_processes_make_one_tree(self, box: Box) -> None:
+    def test_spans_of_several_processes_form_one_tree(self, box: Box) -> None:
         router, worker = OtelTracer(box), OtelTracer(box)
         root = router.begin("chat tale", GIVEN)
         with root.child("call", "client", {"baton.worker": "w"}) as call, worker.follow("work", call.traceparent) as work:
@@ -153,14 +153,14 @@ class TestSpans:
             (ZeroDivisionError("x"), "ZeroDivisionError"),
         ],
     )
-    def test_say_how_they_failed_and_not_why(self, box: Box, error: BaseException, told: str) -> None:
+    def test_a_failed_span_has_the_reason_but_not_the_message(self, box: Box, error: BaseException, told: str) -> None:
         tracer = OtelTracer(box)
         with pytest.raises(type(error)), tracer.begin("a"):
             raise error
         span = delivered(tracer, box)["a"]
         assert span.error == told and span.attributes == {semconv.ERROR_TYPE: told}
 
-    def test_end_once(self, box: Box) -> None:
+    def test_a_span_ends_only_once(self, box: Box) -> None:
         tracer = OtelTracer(box)
         span = tracer.begin("a")
         span.end("LOST")
@@ -170,7 +170,7 @@ class TestSpans:
 
 
 class TestCollector:
-    def test_that_hangs_fills_the_queue_and_nobody_waits(self, box: Box) -> None:
+    def test_a_hung_collector_fills_the_queue_and_blocks_no_caller(self, box: Box) -> None:
         tracer = OtelTracer(box, max_queued=10)
         box.gate.clear()
         for _ in range(10):
@@ -184,7 +184,7 @@ class TestCollector:
         assert tracer.exported == 10 == len(box.spans) and tracer.dropped == 25
         assert {span.name for span in box.spans} == {"early"}
 
-    def test_that_hangs_does_not_hold_up_the_end(self, box: Box) -> None:
+    def test_a_hung_collector_does_not_delay_closing(self, box: Box) -> None:
         box.gate.clear()
         tracer = OtelTracer(box)
         tracer.begin("a").end()
@@ -193,12 +193,12 @@ class TestCollector:
         closing = threading.Thread(target=tracer.close)
         closing.start()
         closing.join(20)
-        assert not closing.is_alive() and not box.gate.is_set(), "the collector still hangs, and we are done"
+        assert not closing.is_alive() and not box.gate.is_set(), "close returned while the collector still hung"
         assert box.shut.wait(20)
         tracer.begin("c").end()
         assert tracer.dropped == 3
 
-    def test_that_raises_is_asked_again(self) -> None:
+    def test_a_collector_that_raises_is_called_again(self) -> None:
         answers = iter([ZeroDivisionError("x"), None])
 
         def takes() -> bool:
@@ -215,7 +215,7 @@ class TestCollector:
         tracer.close()
         assert [span.name for span in box.spans] == ["kept"] and (tracer.exported, tracer.dropped) == (1, 1)
 
-    def test_that_is_away_loses_spans_and_counts_them(self) -> None:
+    def test_spans_lost_to_an_unavailable_collector_are_counted(self) -> None:
         box = Box(takes=lambda: False)
         tracer = OtelTracer(box)
         for _ in range(7):
@@ -223,19 +223,19 @@ class TestCollector:
         tracer.close()
         assert (tracer.exported, tracer.dropped) == (0, 7)
 
-    def test_that_is_off_needs_no_library(self, monkeypatch: pytest.MonkeyPatch) -> None:
+    def test_disabled_tracing_needs_no_library(self, monkeypatch: pytest.MonkeyPatch) -> None:
         forbid(monkeypatch)
         assert make_tracer(TelemetryConfig(), "c", "router", "router").begin("a", GIVEN) is NO_SPAN
         assert "baton.cluster.otel" not in sys.modules
 
-    def test_that_is_wanted_without_the_library_is_an_error_that_names_the_key(self, monkeypatch: pytest.MonkeyPatch) -> None:
+    def test_enabling_tracing_without_the_library_is_an_error_that_names_the_key(self, monkeypatch: pytest.MonkeyPatch) -> None:
         forbid(monkeypatch)
         with pytest.raises(ConfigError, match=r"telemetry\.otlp_endpoint.*baton\[otel\]"):
             make_tracer(TelemetryConfig(otlp_endpoint="http://127.0.0.1:4317"), "c", "router", "router")
 
 
 def forbid(monkeypatch: pytest.MonkeyPatch) -> None:
-    """OpenTelemetry is not installed."""
+    """Makes OpenTelemetry look uninstalled."""
     real = builtins.__import__
 
     def refuse(name: str, *arguments: Any, **keywords: Any) -> Any:
@@ -247,6 +247,6 @@ def forbid(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delitem(sys.modules, "baton.cluster.otel")
 
 
-def test_names_stand_once() -> None:
+def test_semantic_convention_names_are_unique() -> None:
     names = [value for name, value in vars(semconv).items() if name.isupper()]
     assert len(set(names)) == len(names)

@@ -10,6 +10,7 @@ import time
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from types import ModuleType
+from typing import Any, TypeVar
 
 import numpy as np
 import pytest
@@ -18,10 +19,12 @@ from baton.engine.kvcache import KvPool
 
 HERE = Path(__file__).parent
 SENTINEL = 0xA5
+T = TypeVar("T")
 
 
 def _load(path: Path) -> ModuleType:
     spec = importlib.util.spec_from_file_location(path.stem, path)
+    assert spec is not None and spec.loader is not None
     module = importlib.util.module_from_spec(spec)
     spec.loader.exec_module(module)
     return module
@@ -33,22 +36,24 @@ program = _load(HERE / "peer.py")
 class Peer:
     """A child process that runs peer.py."""
 
-    def __init__(self, kind: str, name: str, *, num_blocks: int = 64, block_kib: int = 4, seed: int = 1, **options: object) -> None:
+    def __init__(self, kind: str, name: str, *, num_blocks: int = 64, block_kib: int = 4, seed: int = 1, **options: Any) -> None:
         self.name = name
         self.shape = (num_blocks, program.layout(block_kib).block_bytes)
         options |= {"kind": kind, "name": name, "num_blocks": num_blocks, "block_kib": block_kib, "seed": seed}
         env = os.environ | {"PYTHONPATH": str(HERE.parents[1])}
         command = [sys.executable, str(HERE / "peer.py"), json.dumps(options)]
         self.process = subprocess.Popen(command, env=env, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
+        assert self.process.stdin is not None and self.process.stdout is not None
+        self._commands, self._answers = self.process.stdin, self.process.stdout
         self.bytes = program.pattern(seed, *self.shape)
         self.address = bytes.fromhex(self._answer())
         self.pid = self.process.pid
 
     def tell(self, *command: object) -> None:
-        self.process.stdin.write(json.dumps(command) + "\n")
-        self.process.stdin.flush()
+        self._commands.write(json.dumps(command) + "\n")
+        self._commands.flush()
 
-    def ask(self, *command: object) -> object:
+    def ask(self, *command: object) -> Any:
         self.tell(*command)
         return self._answer()
 
@@ -69,19 +74,19 @@ class Peer:
 
     def end(self) -> None:
         self.kill()
-        self.process.stdin.close()
-        self.process.stdout.close()
+        self._commands.close()
+        self._answers.close()
 
-    def _answer(self) -> object:
-        line = self.process.stdout.readline()
-        assert line, f"peer {self.name} ended with {self.process.wait()}"
+    def _answer(self) -> Any:
+        line = self._answers.readline()
+        assert line, f"peer {self.name} exited with {self.process.wait()}"
         return json.loads(line)
 
 
 class Reader:
     """A transport in this process, over a pool filled with SENTINEL."""
 
-    def __init__(self, kind: str, name: str, *, num_blocks: int = 64, block_kib: int = 4, **options: object) -> None:
+    def __init__(self, kind: str, name: str, *, num_blocks: int = 64, block_kib: int = 4, **options: Any) -> None:
         self.pool = KvPool(program.layout(block_kib), num_blocks)
         self.clear()
         self.transport = program.transport(kind, name, self.pool, **options)
@@ -96,7 +101,7 @@ class Reader:
         self.transport.read(peer.name, list(remote), list(local), timeout)
 
     def has(self, peer: Peer, remote: Sequence[int], local: Sequence[int]) -> bool:
-        """Exactly these blocks, and nothing else was touched."""
+        """Whether exactly these blocks arrived and nothing else changed."""
         rest = np.setdiff1d(np.arange(self.pool.num_blocks), local)
         arrived = np.array_equal(self.pool.array[list(local)], peer.bytes[list(remote)])
         return arrived and bool((self.pool.array[rest] == SENTINEL).all())
@@ -105,17 +110,23 @@ class Reader:
         return bool((self.pool.array == SENTINEL).all())
 
     def still(self, seconds: float) -> bool:
-        """Whether no byte of the pool changes for so long."""
+        """Whether no byte of the pool changes for this many seconds."""
         before = self.pool.array.copy()
         time.sleep(seconds)
         return np.array_equal(before, self.pool.array)
 
 
+StartPeer = Callable[..., Peer]
+MakeReader = Callable[..., Reader]
+SharedPeers = Callable[[str], Peer]
+SharedReaders = Callable[[str], Reader]
+
+
 @pytest.fixture
-def start_peer() -> Iterator[Callable[..., Peer]]:
+def start_peer() -> Iterator[StartPeer]:
     peers: list[Peer] = []
 
-    def start(kind: str, name: str = "peer:1", **options: object) -> Peer:
+    def start(kind: str, name: str = "peer:1", **options: Any) -> Peer:
         peers.append(Peer(kind, name, **options))
         return peers[-1]
 
@@ -125,10 +136,10 @@ def start_peer() -> Iterator[Callable[..., Peer]]:
 
 
 @pytest.fixture
-def make_reader() -> Iterator[Callable[..., Reader]]:
+def make_reader() -> Iterator[MakeReader]:
     readers: list[Reader] = []
 
-    def make(kind: str, name: str = "reader:1", **options: object) -> Reader:
+    def make(kind: str, name: str = "reader:1", **options: Any) -> Reader:
         readers.append(Reader(kind, name, **options))
         return readers[-1]
 
@@ -137,10 +148,10 @@ def make_reader() -> Iterator[Callable[..., Reader]]:
         reader.transport.close()
 
 
-def _once(make: Callable[[str], object], end: Callable[[object], None]) -> Iterator[Callable[[str], object]]:
-    made: dict[str, object] = {}
+def _once(make: Callable[[str], T], end: Callable[[T], None]) -> Iterator[Callable[[str], T]]:
+    made: dict[str, T] = {}
 
-    def get(kind: str) -> object:
+    def get(kind: str) -> T:
         if kind not in made:
             made[kind] = make(kind)
         return made[kind]
@@ -151,12 +162,12 @@ def _once(make: Callable[[str], object], end: Callable[[object], None]) -> Itera
 
 
 @pytest.fixture(scope="module")
-def shared_peers() -> Iterator[Callable[[str], Peer]]:
-    """One peer a kind, for tests that do it no harm."""
+def shared_peers() -> Iterator[SharedPeers]:
+    """One peer of each kind, for tests that do not damage it."""
     yield from _once(lambda kind: Peer(kind, f"shared-{kind}:1"), Peer.end)
 
 
 @pytest.fixture(scope="module")
-def shared_readers() -> Iterator[Callable[[str], Reader]]:
-    """One reader a kind, for tests that leave it open."""
+def shared_readers() -> Iterator[SharedReaders]:
+    """One reader of each kind, for tests that leave it open."""
     yield from _once(lambda kind: Reader(kind, f"shared-reader-{kind}:1"), lambda reader: reader.transport.close())

@@ -1,8 +1,8 @@
-"""A peer in a process of its own, driven over stdin and stdout: it has a pool with known bytes, serves it, and reads when told.
+"""A peer in its own process, driven over stdin and stdout: it has a pool with known bytes, serves it, and reads from others on command.
 
-    python peer.py '{"kind": "nixl", "name": "a", "num_blocks": 64, ...}'      → {"address": hex}, then one answer a command
+    python peer.py '{"kind": "nixl", "name": "a", "num_blocks": 64, ...}'      → its address in hex, then one answer per command
 
-Commands, one JSON list a line: ["fill", seed] ["read", peer, address, remote, local] ["digest"] ["cpu"] ["detail"] ["close"].
+Commands, one JSON list per line: ["fill", seed] ["read", peer, address, remote, local] ["digest"] ["cpu"] ["detail"] ["close"].
 """
 
 import ctypes
@@ -13,6 +13,7 @@ import struct
 import sys
 import time
 from hashlib import blake2b
+from typing import Any
 
 import numpy as np
 
@@ -20,6 +21,7 @@ from baton.cluster.errors import BatonError
 from baton.engine.kvcache import KvLayout, KvPool
 from kvtransfer.auto_transport import AutoTransport
 from kvtransfer.select import make_transport
+from kvtransfer.transport import Transport
 
 PROCESS_VM_READV = {"x86_64": 310, "aarch64": 270}.get(platform.machine())
 
@@ -33,9 +35,8 @@ def pattern(seed: int, num_blocks: int, block_bytes: int) -> np.ndarray:
     return np.random.default_rng(seed).integers(0, 256, size=(num_blocks, block_bytes), dtype=np.uint8)
 
 
-def transport(kind: str, name: str, pool: KvPool, host: str = "127.0.0.1", key: str = "key", **options: object):
-    """`kind`: "nixl", "nixl-tcp" (the same, without copies between processes), "tcp", "auto" or "auto-tcp" (the same, where NIXL cannot be
-    had)."""
+def transport(kind: str, name: str, pool: KvPool, host: str = "127.0.0.1", key: str = "key", **options: Any) -> Transport:
+    """`kind`: "nixl", "nixl-tcp" (NIXL without copies between processes), "tcp", "auto" or "auto-tcp" (auto without NIXL)."""
     if kind in ("tcp", "auto-tcp"):
         from kvtransfer.tcp_transport import TcpTransport
 
@@ -45,11 +46,12 @@ def transport(kind: str, name: str, pool: KvPool, host: str = "127.0.0.1", key: 
         return make_transport("auto", peer=name, pool=pool, host=host, key=key.encode(), **options)
     from kvtransfer.nixl_transport import NixlTransport
 
-    return NixlTransport(name, pool, host, **({"tls": "tcp", "allow_tcp": True} if kind == "nixl-tcp" else {}) | options)
+    network_only: dict[str, Any] = {"tls": "tcp", "allow_tcp": True} if kind == "nixl-tcp" else {}
+    return NixlTransport(name, pool, host, **network_only | options)
 
 
 def forbid_reading_other_processes() -> None:
-    """What a container may do: process_vm_readv fails with EPERM in this process (a seccomp filter)."""
+    """A seccomp filter that makes process_vm_readv fail with EPERM in this process, as a container may do."""
     load_number, skip_unless, refuse, allow = (0x20, 0, 0, 0), (0x15, 0, 1, PROCESS_VM_READV), (6, 0, 0, 0x00050001), (6, 0, 0, 0x7FFF0000)
     code = b"".join(struct.pack("HBBI", *instruction) for instruction in (load_number, skip_unless, refuse, allow))
     program = ctypes.create_string_buffer(code)
@@ -62,7 +64,7 @@ def forbid_reading_other_processes() -> None:
 def main() -> None:
     options = json.loads(sys.argv[1])
     answers = os.fdopen(os.dup(1), "w")
-    os.dup2(2, 1)  # what UCX says on stdout is no answer
+    os.dup2(2, 1)  # keeps what UCX prints out of the answers
     if options.pop("forbid", False):
         forbid_reading_other_processes()
     seed, num_blocks, block_kib = (options.pop(name) for name in ("seed", "num_blocks", "block_kib"))

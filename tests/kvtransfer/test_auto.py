@@ -1,4 +1,4 @@
-"""The choice between NIXL and TCP, made for each peer: both in one process, real transports."""
+"""The choice between NIXL and TCP, made for each peer. Both ends are in one process, with real transports."""
 
 from collections.abc import Iterator
 
@@ -23,7 +23,7 @@ def make_pool(fill: int) -> KvPool:
 
 
 class Refusing(NixlTransport):
-    """NIXL on a host that forbids one process to read another's memory."""
+    """NIXL on a host that forbids processes to read each other's memory."""
 
     def connect(self, peer: str, address: bytes) -> None:
         raise transfer_failed("UCX reaches it over TCP only")
@@ -38,7 +38,7 @@ def peer() -> Iterator[AutoTransport]:
 
 
 @pytest.mark.parametrize(("here", "carrier"), [("nixl", "nixl"), ("refusing", "tcp"), ("none", "tcp")])
-def test_bytes_arrive_whatever_carries_them(peer: AutoTransport, here: str, carrier: str) -> None:
+def test_bytes_arrive_over_either_transport(peer: AutoTransport, here: str, carrier: str) -> None:
     pool = make_pool(0)
     nixl = {"nixl": NixlTransport, "refusing": Refusing}.get(here)
     reader = AutoTransport(nixl("reader:1", pool, "127.0.0.1") if nixl else None, TcpTransport(pool, "127.0.0.1", KEY))
@@ -55,7 +55,7 @@ def test_bytes_arrive_whatever_carries_them(peer: AutoTransport, here: str, carr
         reader.close()
 
 
-def test_garbage_for_an_address_is_refused(peer: AutoTransport) -> None:
+def test_an_invalid_address_is_refused(peer: AutoTransport) -> None:
     for address in (b"", b"\x01", b"\xff\xff\xff\xff", peer.address()[:20]):
         with pytest.raises(BatonError) as caught:
             peer.connect("other:1", address)

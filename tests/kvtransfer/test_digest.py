@@ -1,4 +1,4 @@
-"""A digest finds any changed byte, and nothing else."""
+"""Digests detect every changed byte and report nothing else."""
 
 import numpy as np
 import pytest
@@ -17,14 +17,14 @@ block_lists = st.lists(st.integers(0, POOL.num_blocks - 1), unique=True)
 
 
 @given(block_lists)
-def test_equal_bytes_give_no_mismatch(blocks):
+def test_equal_bytes_have_no_mismatch(blocks: list[int]) -> None:
     digests = block_digests(POOL, blocks)
     assert len(digests) == DIGEST_BYTES * len(blocks)
     assert mismatches(POOL, blocks, digests) == []
 
 
 @given(block_lists.filter(bool), st.data())
-def test_a_flip_of_any_bit_is_found_where_it_is(blocks, data):
+def test_any_flipped_bit_is_found_in_its_block(blocks: list[int], data: st.DataObject) -> None:
     digests = block_digests(POOL, blocks)
     place = data.draw(st.integers(0, len(blocks) - 1))
     at, bit = data.draw(st.integers(0, BLOCK_BYTES - 1)), data.draw(st.integers(0, 7))
@@ -36,20 +36,20 @@ def test_a_flip_of_any_bit_is_found_where_it_is(blocks, data):
 
 
 @given(block_lists.filter(lambda blocks: len(blocks) > 1))
-def test_the_right_blocks_in_another_order_are_wrong(blocks):
+def test_blocks_in_the_wrong_order_are_mismatches(blocks: list[int]) -> None:
     digests = block_digests(POOL, blocks)
     assert mismatches(POOL, blocks[1:] + blocks[:1], digests) == list(range(len(blocks)))
 
 
 @given(block_lists)
-def test_digests_that_are_not_one_a_block_prove_nothing(blocks):
+def test_the_wrong_number_of_digests_is_refused(blocks: list[int]) -> None:
     for wrong in (block_digests(POOL, blocks) + b"\0", block_digests(POOL, blocks) + bytes(DIGEST_BYTES)):
         with pytest.raises(BatonError) as info:
             mismatches(POOL, blocks, wrong)
         assert info.value.reason is Reason.DIGEST_MISMATCH
 
 
-def test_digests_do_not_depend_on_where_a_block_lies():
+def test_digests_do_not_depend_on_the_position_of_a_block() -> None:
     copy = KvPool(POOL.layout, num_blocks=3)
     copy.array[2] = POOL.array[11]
     assert block_digests(copy, [2]) == block_digests(POOL, [11])

@@ -1,6 +1,7 @@
-"""Handles, pieces and wishes are accepted as they were made, by the key that made them, for what they were made for; else never."""
+"""Handles, pieces and wishes are accepted only unaltered, under the key that sealed them, and for their own request and lease."""
 
 from dataclasses import fields, replace
+from typing import Any, TypeVar
 
 import pytest
 
@@ -11,10 +12,11 @@ KEY = mac_key("the key of this cluster")
 HANDLE = KvHandle("prefill-0", "127.0.0.1:1", 7, 3, "req", 0, 20, b"\x02" * 16, 10_000).sealed(KEY)
 PIECE = Piece(3, "req", 1, (4, 5), b"\x01" * 32, False, 10_000).sealed(KEY)
 WISH = Wish("decode-0", 7, "req", 16, b"\x05" * 32).sealed(KEY)
+Sealed = TypeVar("Sealed", KvHandle, Piece, Wish)
 OTHER = {str: "x", int: 99, bytes: b"\x03" * 16, tuple: (4, 6), bool: True}
 
 
-def test_own_handle_and_piece_are_accepted() -> None:
+def test_unaltered_handles_pieces_and_wishes_are_accepted() -> None:
     HANDLE.verify(KEY, "req")
     PIECE.verify(KEY, HANDLE)
     assert WISH.is_sealed_with(KEY)
@@ -23,8 +25,9 @@ def test_own_handle_and_piece_are_accepted() -> None:
 @pytest.mark.parametrize(
     ("sealed", "name"), [(sealed, f.name) for sealed in (HANDLE, PIECE, WISH) for f in fields(sealed)], ids=lambda value: str(value)[:20]
 )
-def test_any_altered_field_is_refused(sealed: KvHandle | Piece | Wish, name: str) -> None:
-    altered = replace(sealed, **{name: OTHER[type(getattr(sealed, name))]})
+def test_any_altered_field_is_refused(sealed: Sealed, name: str) -> None:
+    change: dict[str, Any] = {name: OTHER[type(getattr(sealed, name))]}
+    altered = replace(sealed, **change)
     assert altered != sealed and not altered.is_sealed_with(KEY)
     if isinstance(altered, KvHandle):
         with pytest.raises(BatonError) as caught:
@@ -33,21 +36,21 @@ def test_any_altered_field_is_refused(sealed: KvHandle | Piece | Wish, name: str
 
 
 @pytest.mark.parametrize("change", [{"lease_id": 4}, {"request_id": "req2"}])
-def test_a_piece_of_another_lease_or_request_is_refused(change: dict[str, object]) -> None:
-    """Also when it has the right seal: another lease's blocks hold another prompt."""
+def test_a_piece_of_another_lease_or_request_is_refused(change: dict[str, Any]) -> None:
+    """Even with a valid MAC: the blocks of another lease hold another prompt."""
     with pytest.raises(BatonError, match="another lease"):
         replace(PIECE, **change).sealed(KEY).verify(KEY, HANDLE)
 
 
-def test_other_request_and_other_key_are_refused() -> None:
+def test_a_handle_of_another_request_or_key_is_refused() -> None:
     with pytest.raises(BatonError, match="another request"):
         HANDLE.verify(KEY, "req2")
     with pytest.raises(BatonError, match="not made with the key"):
         HANDLE.verify(mac_key("another cluster"), "req")
 
 
-def test_bytes_do_not_wander_between_fields() -> None:
-    """Negative control of the length prefixes: the same bytes, cut elsewhere, are another handle."""
+def test_bytes_moved_between_fields_change_the_mac() -> None:
+    """Negative control for the length prefixes: the same bytes, split differently, make a different handle."""
     left = replace(HANDLE, worker="ab", address="c").sealed(KEY)
     right = replace(HANDLE, worker="a", address="bc").sealed(KEY)
     assert left.mac != right.mac

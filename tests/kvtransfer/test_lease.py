@@ -1,4 +1,4 @@
-"""The lease table under a stopped clock: nothing expired is served, nothing alive is reaped, nothing is stranded."""
+"""The lease table under a manual clock: no expired lease is served, no live lease is reaped, and no lease is lost."""
 
 import math
 
@@ -13,13 +13,13 @@ TTL = 10.0
 
 
 class LeaseMachine(RuleBasedStateMachine):
-    """The model is a dictionary of expiry times; the machine moves the clock in jumps that straddle the ttl."""
+    """The model is a dictionary of expiry times; the machine advances the clock in steps shorter and longer than the TTL."""
 
     def __init__(self) -> None:
         super().__init__()
         self.table = LeaseTable(TTL)
         self.now = 0.0
-        self.expires: dict[int, float] = {}  # leases not yet released nor reaped
+        self.expires: dict[int, float] = {}  # leases that were neither released nor reaped yet
         self.used: set[int] = set()
         self.complete_ones: set[int] = set()
 
@@ -89,14 +89,14 @@ def granted(table: LeaseTable, now: float) -> Lease:
     return lease
 
 
-def test_reaper_passes_over_a_renewed_lease_in_front() -> None:
+def test_the_reaper_skips_a_renewed_lease_at_the_front() -> None:
     table = LeaseTable(TTL)
     first, second = granted(table, 0.0), granted(table, 1.0)
     table.renew(first.id, 9.0)
     assert table.expire(12.0) == [second]
 
 
-def test_the_time_of_an_open_lease_does_not_run() -> None:
+def test_an_open_lease_does_not_expire() -> None:
     table = LeaseTable(TTL)
     lease = table.grant()
     assert table.renew(lease.id, 1000.0) and not table.expire(1000.0)
@@ -106,7 +106,7 @@ def test_the_time_of_an_open_lease_does_not_run() -> None:
 
 @pytest.mark.parametrize(("events", "state"), [(["release"], "released"), (["revoke"], "revoked"), (["complete", "expire"], "expired")])
 @pytest.mark.parametrize("event", ["renew", "complete", "release", "revoke", "expire"])
-def test_a_lease_that_ended_never_comes_back(events: list[str], state: str, event: str) -> None:
+def test_an_ended_lease_never_becomes_live_again(events: list[str], state: str, event: str) -> None:
     lease = LeaseTable(TTL).grant()
     for earlier in events:
         move(lease, earlier)

@@ -1,17 +1,24 @@
-"""What is particular to the NIXL transport: how UCX is set up, what is polled, what cannot be cancelled."""
+"""Behavior specific to the NIXL transport: how UCX is set up, what is polled, and what cannot be cancelled."""
+
+from __future__ import annotations
 
 import os
 import socket
 import subprocess
 import sys
 import time
+from hashlib import blake2b
 from pathlib import Path
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import pytest
 
 from baton.cluster.errors import BatonError, Reason
 from kvtransfer.transport import ReadPending
+
+if TYPE_CHECKING:
+    from tests.kvtransfer.conftest import MakeReader, SharedPeers, StartPeer
 
 if sys.platform != "linux":
     pytest.skip("NIXL has wheels for Linux only", allow_module_level=True)
@@ -47,26 +54,27 @@ def own_address() -> str | None:
             probe.connect(("192.0.2.1", 9))
         except OSError:
             return None
-        return probe.getsockname()[0]
+        address: str = probe.getsockname()[0]
+        return address
 
 
-@pytest.mark.skipif(bool(UCX), reason=f"the environment decides: {UCX}")
-def test_it_listens_on_loopback_only(shared_peers):
+@pytest.mark.skipif(bool(UCX), reason=f"environment variables override the settings: {UCX}")
+def test_it_listens_on_loopback_only(shared_peers: SharedPeers) -> None:
     assert listening(shared_peers("nixl").pid) == {"127.0.0.1"}
 
 
 @pytest.mark.skipif(bool(UCX) or own_address() in (None, "127.0.0.1"), reason="no other interface")
-def test_it_listens_on_the_interface_of_its_host_only(start_peer, make_reader):
+def test_it_listens_only_on_the_interface_of_its_host(start_peer: StartPeer, make_reader: MakeReader) -> None:
     peer, reader = start_peer("nixl", host=own_address()), make_reader("nixl", host=own_address())
     assert listening(peer.pid) == {own_address()}
     reader.connect(peer)
     reader.read(peer, [3], [4])
     assert reader.has(peer, [3], [4])
-    # What it is kept from: left alone, UCX takes every interface.
+    # What this prevents: by default, UCX listens on every interface.
     assert len(listening(start_peer("nixl", "other:1", net_devices="all").pid)) > 1
 
 
-def test_settings_of_the_environment_win_and_are_left_alone(make_reader, monkeypatch):
+def test_ucx_environment_variables_take_precedence_and_stay_unchanged(make_reader: MakeReader, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("UCX_NET_DEVICES", "lo")
     monkeypatch.delenv("UCX_TLS", raising=False)
     before = dict(os.environ)
@@ -76,14 +84,14 @@ def test_settings_of_the_environment_win_and_are_left_alone(make_reader, monkeyp
     assert "UCX_NET_DEVICES=lo" in detail and "UCX_TLS=^posix,sysv,mm" in detail
 
 
-def test_settings_that_leave_no_transport_are_refused(make_reader, monkeypatch):
+def test_settings_that_leave_no_transport_are_refused(make_reader: MakeReader, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delenv("UCX_TLS", raising=False)
     with pytest.raises(BatonError) as info:
         make_reader("nixl", tls="cma")  # cannot set up a connection by itself
     assert info.value.reason is Reason.TRANSFER_FAILED and "cma" in info.value.message
 
 
-def test_rdma_is_what_ucx_may_use_of_it(monkeypatch):
+def test_rdma_counts_only_on_devices_that_ucx_may_use(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(nixl, "_rdma_ports", lambda: ["mlx5_0:1", "mlx5_1:1"])
     for devices, used in (("lo", False), ("eth0", False), ("eth0,mlx5_1:1", True), ("all", True)):
         assert nixl._uses_rdma({"UCX_NET_DEVICES": devices}) == used
@@ -92,14 +100,14 @@ def test_rdma_is_what_ucx_may_use_of_it(monkeypatch):
     assert not nixl._uses_rdma({})
 
 
-def test_devices_of_a_host():
+def test_a_host_maps_to_its_network_devices() -> None:
     assert nixl._devices_of("127.0.0.1") == nixl._devices_of("localhost") == nixl._devices_of("::1") == "lo"
     assert nixl._devices_of("0.0.0.0") is None
     assert nixl._devices_of("203.0.113.77") is None
 
 
-def test_an_idle_transport_costs_next_to_nothing(shared_peers, make_reader):
-    """NIXL's own progress thread would take a whole core; ours, which wakes every TICK_S, up to 3 % of one."""
+def test_an_idle_transport_uses_almost_no_cpu(shared_peers: SharedPeers, make_reader: MakeReader) -> None:
+    """NIXL's own progress thread would use a whole core; ours wakes every TICK_S and uses up to 3 % of one."""
     reader, peer = make_reader("nixl"), shared_peers("nixl")
     reader.connect(peer)
     reader.read(peer, [0], [0])
@@ -108,8 +116,8 @@ def test_an_idle_transport_costs_next_to_nothing(shared_peers, make_reader):
     assert (peer.ask("cpu") - used) / 2 < 0.1
 
 
-def test_where_no_process_may_read_another_ucx_takes_tcp_and_we_refuse_it(start_peer, make_reader):
-    """A container's seccomp profile may forbid process_vm_readv. The bytes would be right over TCP too, but see the next test."""
+def test_ucx_over_tcp_is_refused_where_processes_cannot_read_each_other(start_peer: StartPeer, make_reader: MakeReader) -> None:
+    """A container's seccomp profile may forbid process_vm_readv. UCX would then copy correctly over TCP, but see the next test."""
     served = make_reader("nixl")
     served.pool.array[:] = np.arange(64, dtype=np.uint8)[:, None]
     address, blocks = served.transport.address().hex(), list(range(64))
@@ -121,11 +129,11 @@ def test_where_no_process_may_read_another_ucx_takes_tcp_and_we_refuse_it(start_
     allowed.fill(1)
     assert allowed.ask("read", "served:1", address, blocks, blocks[::-1]) is None
     served.pool.array[:] = served.pool.array[::-1].copy()
-    assert allowed.ask("digest") == nixl.blake2b(served.pool.array.tobytes(), digest_size=16).hexdigest()
+    assert allowed.ask("digest") == blake2b(served.pool.array.tobytes(), digest_size=16).hexdigest()
 
 
-def test_over_ucx_tcp_a_reader_that_dies_takes_a_slow_peer_with_it(start_peer):
-    """Why such links are refused: UCX aborts the process that was to send. If this fails one day, UCX has learnt better: allow them."""
+def test_over_ucx_tcp_a_dying_reader_crashes_a_slow_peer(start_peer: StartPeer) -> None:
+    """The reason such links are refused: UCX aborts the sending process. If this test ever fails, UCX has been fixed: allow them."""
     for kind, dies in (("nixl-tcp", True), ("nixl", False), ("tcp", False)):
         peer, reader = start_peer(kind, "peer:1", block_kib=64), start_peer(kind, "reader:1", block_kib=64)
         blocks = list(range(64))
@@ -141,13 +149,15 @@ def test_over_ucx_tcp_a_reader_that_dies_takes_a_slow_peer_with_it(start_peer):
             assert not dies, kind
 
 
-def test_a_copy_in_memory_that_loses_its_peer_halfway_fails(start_peer, make_reader, monkeypatch):
-    monkeypatch.setattr(nixl, "INLINE_BYTES", 1)  # a block at a time
+def test_an_in_memory_copy_fails_when_its_peer_dies_halfway(
+    start_peer: StartPeer, make_reader: MakeReader, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(nixl, "INLINE_BYTES", 1)  # one block at a time
     reader, peer = make_reader("nixl"), start_peer("nixl")
     reader.connect(peer)
-    make, made = reader.transport._handle_of, []
+    make, made = reader.transport._handle_of, list[object]()
 
-    def make_and_kill(link, local, remote):
+    def make_and_kill(link: Any, local: Any, remote: Any) -> Any:
         made.append(local)
         if len(made) == 10:
             peer.kill()
@@ -161,24 +171,33 @@ def test_a_copy_in_memory_that_loses_its_peer_halfway_fails(start_peer, make_rea
     assert reader.still(0.2)
 
 
-def test_a_copy_in_memory_keeps_its_deadline(shared_peers, make_reader, monkeypatch):
+def test_an_in_memory_copy_respects_its_deadline(
+    shared_peers: SharedPeers, make_reader: MakeReader, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr(nixl, "INLINE_BYTES", 1)
     reader, peer = make_reader("nixl"), shared_peers("nixl")
     reader.connect(peer)
     make = reader.transport._handle_of
-    monkeypatch.setattr(reader.transport, "_handle_of", lambda *args: (time.sleep(0.02), make(*args))[1])
+
+    def make_slowly(*args: Any) -> Any:
+        time.sleep(0.02)
+        return make(*args)
+
+    monkeypatch.setattr(reader.transport, "_handle_of", make_slowly)
     with pytest.raises(BatonError, match="timed out") as info:
         reader.read(peer, range(64), range(64), timeout=0.3)
     assert not isinstance(info.value, ReadPending)
     assert not reader.untouched() and reader.still(0.2)
 
 
-def test_an_error_that_says_nothing_of_the_connection_settles_with_it(start_peer, make_reader, monkeypatch):
+def test_a_read_with_an_unclear_error_settles_when_its_link_is_replaced(
+    start_peer: StartPeer, make_reader: MakeReader, monkeypatch: pytest.MonkeyPatch
+) -> None:
     reader, peer = make_reader("nixl-tcp", block_kib=64), start_peer("nixl-tcp", block_kib=64)
     reader.connect(peer)
     agent = reader.transport._agent
 
-    def unclear(handle):
+    def unclear(handle: object) -> None:
         raise RuntimeError("NIXL_ERR_UNKNOWN")
 
     with monkeypatch.context() as patch:
@@ -188,14 +207,14 @@ def test_an_error_that_says_nothing_of_the_connection_settles_with_it(start_peer
     time.sleep(0.1)
     assert not info.value.settled()
     with pytest.raises(BatonError):
-        reader.read(peer, [0], [0])  # the link is not trusted any more
-    reader.connect(peer)  # anew: the old one goes
+        reader.read(peer, [0], [0])  # the link is no longer trusted
+    reader.connect(peer)  # a new link replaces the old one
     assert info.value.settled()
     reader.read(peer, range(64), range(64))
     assert reader.has(peer, range(64), range(64))
 
 
-def test_a_peer_is_connected_under_one_name_only(shared_peers, make_reader):
+def test_a_peer_can_be_connected_under_only_one_name(shared_peers: SharedPeers, make_reader: MakeReader) -> None:
     reader, peer = make_reader("nixl"), shared_peers("nixl")
     reader.connect(peer)
     with pytest.raises(BatonError):
@@ -206,8 +225,8 @@ def test_a_peer_is_connected_under_one_name_only(shared_peers, make_reader):
     assert reader.has(peer, [0], [0])
 
 
-def test_many_incarnations_come_and_go(start_peer, make_reader):
-    """Each is read, killed and forgotten; descriptors of the dead are freed before their agents."""
+def test_successive_incarnations_leave_nothing_behind(start_peer: StartPeer, make_reader: MakeReader) -> None:
+    """Each is read, killed and disconnected. The descriptors of a dead peer must be freed before its agent."""
     reader = make_reader("nixl")
     for i in range(4):
         peer = start_peer("nixl", f"peer:{i}", seed=i)

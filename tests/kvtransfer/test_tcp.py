@@ -1,11 +1,15 @@
-"""What is particular to the TCP transport: who gets in, what a stranger can do, what a request can ask for."""
+"""Behavior specific to the TCP transport: who is admitted, what a stranger can do, and what a request can ask for."""
+
+from __future__ import annotations
 
 import os
 import socket
 import struct
 import threading
 import time
+from collections.abc import Callable
 from contextlib import suppress
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import pytest
@@ -14,20 +18,23 @@ from baton.cluster.errors import BatonError
 from kvtransfer import tcp_server, tcp_transport, tcp_wire
 from kvtransfer.tcp_wire import MAGIC, NONCE_BYTES, OK, OUT_OF_RANGE, PROOF_BYTES, Address, open_connection, proof, receive
 
+if TYPE_CHECKING:
+    from tests.kvtransfer.conftest import MakeReader, Reader, StartPeer
+
 
 @pytest.fixture
-def server(make_reader):
-    """A transport that serves, in this process so that its threads can be counted, with known bytes."""
+def server(make_reader: MakeReader) -> Reader:
+    """A transport that serves known bytes from this process, so that its threads can be counted."""
     reader = make_reader("tcp")
     reader.pool.array[:] = np.random.default_rng(3).integers(0, 256, size=reader.pool.array.shape, dtype=np.uint8)
     return reader
 
 
-def target(server) -> Address:
+def target(server: Reader) -> Address:
     return Address.parse(server.transport.address())
 
 
-def dial(server) -> socket.socket:
+def dial(server: Reader) -> socket.socket:
     return socket.create_connection((target(server).host, target(server).port), timeout=5)
 
 
@@ -36,7 +43,7 @@ def hear(sock: socket.socket, size: int) -> bytes:
 
 
 def drain(sock: socket.socket) -> bytes:
-    """All that comes until the other side closes."""
+    """Everything that arrives until the other side closes."""
     data = b""
     with sock, suppress(ConnectionResetError):
         while piece := sock.recv(1 << 16):
@@ -45,17 +52,18 @@ def drain(sock: socket.socket) -> bytes:
 
 
 def finish(sock: socket.socket) -> None:
-    """We have said all; the server may have closed already."""
+    """Closes our sending side; the server may have closed already."""
     with suppress(OSError):
         sock.shutdown(socket.SHUT_WR)
 
 
-def connections(server) -> int:
-    return server.transport._server.num_connections
+def connections(server: Reader) -> int:
+    count: int = server.transport._server.num_connections
+    return count
 
 
 @pytest.mark.parametrize(("key", "admitted"), [("key", True), ("other key", False), ("", False)])
-def test_only_the_cluster_key_opens_the_door(key, admitted, make_reader, start_peer):
+def test_only_readers_with_the_cluster_key_are_admitted(key: str, admitted: bool, make_reader: MakeReader, start_peer: StartPeer) -> None:
     peer, reader = start_peer("tcp"), make_reader("tcp", key=key)
     if admitted:
         reader.connect(peer)
@@ -70,8 +78,8 @@ def test_only_the_cluster_key_opens_the_door(key, admitted, make_reader, start_p
 
 
 @pytest.mark.parametrize(("key", "what"), [(b"key", "served"), (b"wrong", "nothing")])
-def test_a_reader_that_cannot_prove_the_key_hears_not_a_byte_of_kv(key, what, server):
-    """By hand, past all checks of our own reader: it sends a proof, and a request right behind."""
+def test_a_reader_without_the_key_receives_no_kv(key: bytes, what: str, server: Reader) -> None:
+    """Bypasses all checks of our own reader: the test itself sends a proof, with a request right behind it."""
     address, nonce = target(server), os.urandom(NONCE_BYTES)
     sock = dial(server)
     sock.sendall(MAGIC + nonce)
@@ -84,8 +92,8 @@ def test_a_reader_that_cannot_prove_the_key_hears_not_a_byte_of_kv(key, what, se
     assert drain(sock) == expected
 
 
-def test_the_servers_own_proof_does_not_let_one_in(server):
-    """Reflection: a stranger hands back what the server proved itself with."""
+def test_the_servers_own_proof_does_not_admit_a_reader(server: Reader) -> None:
+    """Reflection attack: a stranger sends the server's own proof back to it."""
     sock = dial(server)
     sock.sendall(MAGIC + os.urandom(NONCE_BYTES))
     answer = hear(sock, NONCE_BYTES + PROOF_BYTES)
@@ -93,9 +101,9 @@ def test_the_servers_own_proof_does_not_let_one_in(server):
     assert drain(sock) == b""
 
 
-def test_a_server_that_cannot_prove_the_key_is_told_nothing(make_reader, server):
-    """The reader's proof, and what it wants, are not for somebody who only sits on the right port."""
-    heard = []
+def test_a_server_that_cannot_prove_the_key_receives_nothing(make_reader: MakeReader, server: Reader) -> None:
+    """A process that merely listens on the right port must receive neither the reader's proof nor its request."""
+    heard: list[bytes] = []
 
     def impostor(listener: socket.socket) -> None:
         sock, _ = listener.accept()
@@ -115,8 +123,8 @@ def test_a_server_that_cannot_prove_the_key_is_told_nothing(make_reader, server)
     assert len(heard[0]) == len(MAGIC) + NONCE_BYTES and heard[1] == b""
 
 
-def test_another_process_behind_the_address_is_refused(make_reader, start_peer):
-    """A port is reused by the worker that comes next; its blocks are not those that were leased. Same key, same port, other instance."""
+def test_another_process_behind_the_address_is_refused(make_reader: MakeReader, start_peer: StartPeer) -> None:
+    """The next worker may reuse a port, but its blocks are not the leased ones. Same key, same port, different instance."""
     with socket.create_server(("127.0.0.1", 0)) as free:
         port = free.getsockname()[1]
     reader, old = make_reader("tcp"), start_peer("tcp", port=port)
@@ -135,7 +143,7 @@ def test_another_process_behind_the_address_is_refused(make_reader, start_peer):
 
 
 @pytest.mark.parametrize("garbage", [b"", b"GET / HTTP/1.1\r\n\r\n" + b"x" * 100, bytes(range(256)) * 4, MAGIC, MAGIC + bytes(200)])
-def test_garbage_is_answered_with_an_end(garbage, server, monkeypatch):
+def test_garbage_closes_the_connection(garbage: bytes, server: Reader, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(tcp_wire, "HANDSHAKE_TIMEOUT", 0.3)
     sock = dial(server)
     sock.sendall(garbage)
@@ -144,7 +152,7 @@ def test_garbage_is_answered_with_an_end(garbage, server, monkeypatch):
     open_connection(target(server), b"key", time.monotonic() + 2).close()
 
 
-def test_strangers_are_few_and_soon_gone(make_reader, monkeypatch):
+def test_unproven_connections_are_limited_in_number_and_time(make_reader: MakeReader, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(tcp_server, "MAX_STRANGERS", 4)
     monkeypatch.setattr(tcp_wire, "HANDSHAKE_TIMEOUT", 1.0)
     server, reader = make_reader("tcp"), make_reader("tcp")
@@ -152,17 +160,17 @@ def test_strangers_are_few_and_soon_gone(make_reader, monkeypatch):
     before = connections(server)
     silent = [dial(server) for _ in range(12)]
     for sock in silent[:2]:
-        sock.sendall(MAGIC[:3])  # some begin and stop
+        sock.sendall(MAGIC[:3])  # some start the handshake and stop
     wait_until(lambda: connections(server) == before + 4)
-    reader.transport.read("server:1", [1], [1], 5)  # who is in is served
+    reader.transport.read("server:1", [1], [1], 5)  # admitted readers are still served
     for sock in silent:
-        assert drain(sock) == b""  # turned away at once, or when their time was up
+        assert drain(sock) == b""  # refused immediately or after the timeout
         assert connections(server) <= before + 4
     wait_until(lambda: connections(server) == before)
     make_reader("tcp").transport.connect("server:1", server.transport.address())
 
 
-def test_a_stranger_cannot_buy_time_with_single_bytes(server, monkeypatch):
+def test_a_stranger_cannot_extend_its_time_by_trickling_bytes(server: Reader, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(tcp_wire, "HANDSHAKE_TIMEOUT", 0.4)
     began = time.monotonic()
     with dial(server) as sock, pytest.raises(OSError):
@@ -172,20 +180,20 @@ def test_a_stranger_cannot_buy_time_with_single_bytes(server, monkeypatch):
     assert time.monotonic() - began < 2
 
 
-def test_a_request_out_of_range_reads_no_memory(server):
+def test_an_out_of_range_request_reads_no_memory(server: Reader) -> None:
     num_blocks = server.pool.num_blocks
     sock = open_connection(target(server), b"key", time.monotonic() + 5)
     sock.settimeout(5)
     for blocks in ([num_blocks], [0, num_blocks], [2**32 - 1]):
         sock.sendall(struct.pack(f"<I{len(blocks)}I", len(blocks), *blocks))
         assert hear(sock, 1) == OUT_OF_RANGE
-    sock.sendall(struct.pack("<II", 1, num_blocks - 1))  # the connection lives
+    sock.sendall(struct.pack("<II", 1, num_blocks - 1))  # the connection still works
     assert hear(sock, 1 + 4096) == OK + server.pool.array[-1].tobytes()
-    sock.sendall(struct.pack("<I", 2**32 - 1))  # more than there are: refused before it is read
+    sock.sendall(struct.pack("<I", 2**32 - 1))  # more blocks than the pool has: refused before the list is read
     assert drain(sock) == OUT_OF_RANGE
 
 
-def test_connections_are_used_again_and_bounded(make_reader, server):
+def test_connections_are_reused_and_limited(make_reader: MakeReader, server: Reader) -> None:
     reader = make_reader("tcp")
     reader.transport.connect("server:1", server.transport.address())
     before = connections(server)
@@ -201,7 +209,7 @@ def test_connections_are_used_again_and_bounded(make_reader, server):
     assert np.array_equal(reader.pool.array[:32], server.pool.array[:32])
 
 
-def test_a_thousand_readers_cost_sockets_and_no_threads(server):
+def test_a_thousand_readers_use_sockets_but_no_extra_threads(server: Reader) -> None:
     before = threading.active_count()
     socks = [open_connection(target(server), b"key", time.monotonic() + 20) for _ in range(1024)]
     assert connections(server) == 1024
@@ -216,42 +224,49 @@ def test_a_thousand_readers_cost_sockets_and_no_threads(server):
     wait_until(lambda: connections(server) == 0)
 
 
-def test_the_reader_too_many_is_told_so(make_reader, server, monkeypatch):
+def test_a_reader_beyond_the_limit_is_refused_with_the_reason(
+    make_reader: MakeReader, server: Reader, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr(tcp_server, "MAX_CONNECTIONS", 2)
     readers = [make_reader("tcp") for _ in range(3)]
     for reader in readers[:2]:
         reader.transport.connect("server:1", server.transport.address())
     with pytest.raises(BatonError, match="as many KV connections as it can"):
         readers[2].transport.connect("server:1", server.transport.address())
-    readers[0].transport.read("server:1", [1], [1], 5)  # who is in is served
+    readers[0].transport.read("server:1", [1], [1], 5)  # admitted readers are still served
     readers[0].transport.disconnect("server:1")
     wait_until(lambda: connections(server) == 1)
     readers[2].transport.connect("server:1", server.transport.address())
 
 
-def test_a_connection_without_a_reader_ends(make_reader, server, monkeypatch):
+def test_an_idle_connection_is_closed(make_reader: MakeReader, server: Reader, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(tcp_server, "IDLE_S", 0.1)
     with open_connection(target(server), b"key", time.monotonic() + 5) as sock:
         assert drain(sock) == b""
     assert connections(server) == 0
 
 
-def test_an_idle_connection_that_died_is_replaced(make_reader, server, monkeypatch):
+def test_a_dead_idle_connection_is_replaced(make_reader: MakeReader, server: Reader, monkeypatch: pytest.MonkeyPatch) -> None:
     reader = make_reader("tcp")
     reader.transport.connect("server:1", server.transport.address())
     for sock in list(server.transport._server._open):
-        sock.shutdown(socket.SHUT_RDWR)  # what a restart of something in between does to it
+        sock.shutdown(socket.SHUT_RDWR)  # as if a middlebox had restarted
     time.sleep(0.05)
     reader.transport.read("server:1", [1], [1], 5)
     monkeypatch.setattr(tcp_wire, "IDLE_LIMIT", 0.0)
-    opened = []
-    monkeypatch.setattr(tcp_wire, "open_connection", lambda *args: opened.append(args) or open_connection(*args))
+    opened: list[tuple[Any, ...]] = []
+
+    def counted(*args: Any) -> socket.socket:
+        opened.append(args)
+        return open_connection(*args)
+
+    monkeypatch.setattr(tcp_wire, "open_connection", counted)
     reader.transport.read("server:1", [2], [2], 5)
-    assert opened  # one that was idle for too long is not trusted, though it looks well
+    assert opened  # a connection that was idle too long is not reused, although it looks healthy
     assert np.array_equal(reader.pool.array[[1, 2]], server.pool.array[[1, 2]])
 
 
-def test_a_read_of_a_stalled_server_ends_when_all_connections_wait(make_reader, start_peer):
+def test_reads_from_a_stalled_server_time_out_even_when_all_connections_are_busy(make_reader: MakeReader, start_peer: StartPeer) -> None:
     reader, peer = make_reader("tcp"), start_peer("tcp")
     reader.connect(peer)
     peer.stop()
@@ -270,10 +285,10 @@ def test_a_read_of_a_stalled_server_ends_when_all_connections_wait(make_reader, 
         thread.join()
     assert len(ended) == len(threads) and max(ended) < 2
     link = reader.transport._peers[peer.name]
-    assert not link._busy and not link._idle  # what failed is closed, so that nothing of it can be taken for an answer later
+    assert not link._busy and not link._idle  # failed connections are closed, so that late bytes cannot be mistaken for an answer
 
 
-def test_it_listens_where_it_is_told(make_reader):
+def test_it_listens_on_the_configured_host_and_advertises_the_configured_address(make_reader: MakeReader) -> None:
     reader = make_reader("tcp")
     listener = reader.transport._server.listener
     assert listener.getsockname()[0] == "127.0.0.1"
@@ -283,7 +298,7 @@ def test_it_listens_where_it_is_told(make_reader):
 
 
 @pytest.mark.skipif(not socket.has_ipv6, reason="no IPv6")
-def test_ipv6(make_reader):
+def test_ipv6_works(make_reader: MakeReader) -> None:
     try:
         server = make_reader("tcp", host="::1")
     except OSError:
@@ -295,8 +310,8 @@ def test_ipv6(make_reader):
     assert (reader.pool.array[6] == 9).all()
 
 
-def wait_until(condition, seconds: float = 10.0) -> None:
+def wait_until(condition: Callable[[], object], seconds: float = 10.0) -> None:
     deadline = time.monotonic() + seconds
     while not condition():
-        assert time.monotonic() < deadline, "it did not happen"
+        assert time.monotonic() < deadline, "the condition was not met in time"
         time.sleep(0.01)

@@ -1,12 +1,16 @@
-"""What every transport does, whatever carries the bytes. The peer is always another process."""
+"""Behavior that every transport must have. The peer is always another process."""
+
+from __future__ import annotations
 
 import os
 import sys
 import threading
 import time
+from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import suppress
+from contextlib import AbstractContextManager, suppress
 from itertools import permutations
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import pytest
@@ -14,39 +18,45 @@ import pytest
 from baton.cluster.errors import BatonError, Reason
 from kvtransfer.transport import ReadPending, runs
 
+if TYPE_CHECKING:
+    from tests.kvtransfer.conftest import MakeReader, Peer, Reader, SharedPeers, SharedReaders, StartPeer
+
+Refused = Callable[[], AbstractContextManager[pytest.ExceptionInfo[BatonError]]]
+Pair = Callable[[str], "tuple[Reader, Peer]"]
+
 KINDS = ["nixl", "nixl-tcp", "tcp", "auto", "auto-tcp"] if sys.platform == "linux" else ["tcp", "auto"]
-IN_MEMORY = {"nixl", "auto"}  # where the host lets one process read another: such a copy needs no answer
-OVER_NETWORK = [kind for kind in KINDS if kind not in IN_MEMORY]  # a stopped process cannot answer there
-ON_SOCKETS = {"tcp", "auto-tcp"}  # of ours: a read that fails has ended
-QUICK = 5.0  # seconds within which a dead peer is a failure
+IN_MEMORY = {"nixl", "auto"}  # where one process may read another's memory: such a copy needs no answer from the peer
+OVER_NETWORK = [kind for kind in KINDS if kind not in IN_MEMORY]  # a stopped process cannot serve these
+ON_SOCKETS = {"tcp", "auto-tcp"}  # our own sockets: a failed read is never left pending
+QUICK = 5.0  # seconds within which a dead peer must be noticed
 
 every_kind = pytest.mark.parametrize("kind", KINDS)
 
 
 @pytest.fixture
-def refused():
-    """A block that has to end in TRANSFER_FAILED, with nothing pending."""
+def refused() -> Refused:
+    """A block that must raise TRANSFER_FAILED and leave nothing pending."""
 
-    class Refused:
-        def __enter__(self):
+    class MustFail:
+        def __enter__(self) -> pytest.ExceptionInfo[BatonError]:
             self._raises = pytest.raises(BatonError)
             self._info = self._raises.__enter__()
             return self._info
 
-        def __exit__(self, *exc):
+        def __exit__(self, *exc: Any) -> bool:
             handled = self._raises.__exit__(*exc)
             assert self._info.value.reason is Reason.TRANSFER_FAILED
             assert not isinstance(self._info.value, ReadPending)
             return handled
 
-    return Refused
+    return MustFail
 
 
 @pytest.fixture
-def pair(shared_readers, shared_peers):
-    """(reader, peer), connected, as if new."""
+def pair(shared_readers: SharedReaders, shared_peers: SharedPeers) -> Pair:
+    """Returns (reader, peer), connected, with the reader's pool cleared."""
 
-    def connect(kind):
+    def connect(kind: str) -> tuple[Reader, Peer]:
         reader, peer = shared_readers(kind), shared_peers(kind)
         reader.connect(peer)
         reader.clear()
@@ -55,7 +65,7 @@ def pair(shared_readers, shared_peers):
     return connect
 
 
-def test_runs():
+def test_runs_group_consecutive_blocks() -> None:
     assert list(runs([])) == []
     assert list(runs([4, 5, 6, 2, 2, 1, 2])) == [(4, 3), (2, 1), (2, 1), (1, 2)]
 
@@ -73,7 +83,7 @@ SELECTIONS = {
 
 
 @every_kind
-def test_the_named_blocks_arrive_and_no_other_is_touched(kind, pair):
+def test_requested_blocks_arrive_and_no_others_change(kind: str, pair: Pair) -> None:
     reader, peer = pair(kind)
     for name, (remote, local) in SELECTIONS.items():
         reader.clear()
@@ -82,7 +92,7 @@ def test_the_named_blocks_arrive_and_no_other_is_touched(kind, pair):
 
 
 @every_kind
-def test_a_read_sees_the_bytes_of_now(kind, pair):
+def test_a_read_returns_the_current_bytes(kind: str, pair: Pair) -> None:
     reader, peer = pair(kind)
     for seed in (5, 6):
         peer.fill(seed)
@@ -91,7 +101,7 @@ def test_a_read_sees_the_bytes_of_now(kind, pair):
 
 
 @every_kind
-def test_eight_threads_read_at_once(kind, pair):
+def test_eight_threads_can_read_concurrently(kind: str, pair: Pair) -> None:
     reader, peer = pair(kind)
     remote, local = rng.permutation(64), rng.permutation(64)
 
@@ -101,11 +111,11 @@ def test_eight_threads_read_at_once(kind, pair):
 
     with ThreadPoolExecutor(8) as threads:
         list(threads.map(read, range(8)))
-    assert reader.has(peer, remote, local)
+    assert reader.has(peer, remote.tolist(), local.tolist())
 
 
 @every_kind
-def test_it_is_read_from_while_it_reads(kind, pair):
+def test_two_workers_can_read_from_each_other(kind: str, pair: Pair) -> None:
     reader, peer = pair(kind)
     reader.pool.array[:] = peer.bytes[::-1]
     address, blocks = reader.transport.address().hex(), list(range(64))
@@ -133,18 +143,18 @@ MISFITS = [
 
 
 @every_kind
-def test_a_read_that_does_not_fit_the_pools_is_refused_before_a_byte_moves(kind, pair, refused):
+def test_a_read_that_does_not_fit_the_pools_is_refused_before_any_byte_moves(kind: str, pair: Pair, refused: Refused) -> None:
     reader, peer = pair(kind)
     for remote, local in MISFITS:
         with refused():
             reader.read(peer, remote, local)
         assert reader.untouched()
-    reader.read(peer, [0], [0])  # nothing else is spoilt
+    reader.read(peer, [0], [0])  # the connection still works
     assert reader.has(peer, [0], [0])
 
 
 @every_kind
-def test_a_larger_pool_than_ours_and_a_smaller_one(kind, start_peer, make_reader, refused):
+def test_pools_may_differ_in_size(kind: str, start_peer: StartPeer, make_reader: MakeReader, refused: Refused) -> None:
     peer, reader = start_peer(kind, num_blocks=200), make_reader(kind, num_blocks=7)
     reader.connect(peer)
     reader.read(peer, [199, 0, 100], [0, 6, 3])
@@ -154,14 +164,14 @@ def test_a_larger_pool_than_ours_and_a_smaller_one(kind, start_peer, make_reader
 
 
 @every_kind
-def test_garbage_is_no_address(kind, make_reader, shared_peers, refused):
+def test_an_invalid_address_is_refused(kind: str, make_reader: MakeReader, shared_peers: SharedPeers, refused: Refused) -> None:
     reader, peer = make_reader(kind), shared_peers(kind)
     good = peer.address
     flipped = [good[:at] + bytes([good[at] ^ 1 << at % 8]) + good[at + 1 :] for at in (0, 10, 20, 35, 60, len(good) - 1)]
     both = 4 + int.from_bytes(good[:4], "little")
     over_nixl, over_tcp = good[:both], good[both:]
     for bad in [b"", b"x", os.urandom(300), good[:40], good[:-1], *flipped]:
-        if kind == "auto":  # each of its two addresses stands for itself
+        if kind == "auto":  # it holds two addresses, and each is valid on its own
             with suppress(BatonError):
                 reader.transport.connect("bad:1", bad)
             carrier = reader.transport.carrier("bad:1")
@@ -178,14 +188,16 @@ def test_garbage_is_no_address(kind, make_reader, shared_peers, refused):
     assert reader.has(peer, [1], [1])
 
 
-def test_an_address_of_another_transport_is_refused(make_reader, shared_peers, refused):
+def test_an_address_of_another_transport_is_refused(make_reader: MakeReader, shared_peers: SharedPeers, refused: Refused) -> None:
     for kind, other in permutations(("nixl", "tcp", "auto"), 2):
         with refused():
             make_reader(kind).connect(shared_peers(other))
 
 
 @every_kind
-def test_blocks_of_another_size_are_refused_at_connect(kind, make_reader, shared_peers, refused):
+def test_a_different_block_size_is_refused_at_connect(
+    kind: str, make_reader: MakeReader, shared_peers: SharedPeers, refused: Refused
+) -> None:
     reader, peer = make_reader(kind, block_kib=8), shared_peers(kind)
     with refused() as info:
         reader.connect(peer)
@@ -193,7 +205,7 @@ def test_blocks_of_another_size_are_refused_at_connect(kind, make_reader, shared
 
 
 @every_kind
-def test_only_a_connected_peer_can_be_read(kind, pair, refused):
+def test_only_a_connected_peer_can_be_read(kind: str, pair: Pair, refused: Refused) -> None:
     reader, peer = pair(kind)
     with refused():
         reader.transport.read("nobody:1", [0], [0], 1)
@@ -208,7 +220,7 @@ def test_only_a_connected_peer_can_be_read(kind, pair, refused):
 
 
 @every_kind
-def test_many_threads_may_connect_and_read_the_same_peer_at_once(kind, make_reader, shared_peers):
+def test_many_threads_can_connect_to_and_read_one_peer_concurrently(kind: str, make_reader: MakeReader, shared_peers: SharedPeers) -> None:
     reader, peer = make_reader(kind), shared_peers(kind)
 
     def fetch(block: int) -> None:
@@ -221,7 +233,9 @@ def test_many_threads_may_connect_and_read_the_same_peer_at_once(kind, make_read
 
 
 @every_kind
-def test_the_address_of_a_dead_process_is_refused_quickly(kind, start_peer, make_reader, refused):
+def test_the_address_of_a_dead_process_is_refused_quickly(
+    kind: str, start_peer: StartPeer, make_reader: MakeReader, refused: Refused
+) -> None:
     reader, peer = make_reader(kind), start_peer(kind)
     peer.kill()
     began = time.monotonic()
@@ -231,7 +245,7 @@ def test_the_address_of_a_dead_process_is_refused_quickly(kind, start_peer, make
 
 
 @every_kind
-def test_a_peer_killed_between_reads(kind, start_peer, make_reader, refused):
+def test_reads_fail_quickly_after_the_peer_is_killed(kind: str, start_peer: StartPeer, make_reader: MakeReader, refused: Refused) -> None:
     reader, peer = make_reader(kind), start_peer(kind)
     reader.connect(peer)
     reader.read(peer, [0], [0])
@@ -245,10 +259,10 @@ def test_a_peer_killed_between_reads(kind, start_peer, make_reader, refused):
 
 
 @every_kind
-def test_a_peer_killed_during_a_read(kind, start_peer, make_reader):
+def test_a_read_ends_quickly_when_its_peer_is_killed(kind: str, start_peer: StartPeer, make_reader: MakeReader) -> None:
     reader, peer = make_reader(kind, block_kib=64), start_peer(kind, block_kib=64)
     reader.connect(peer)
-    peer.stop()  # the read cannot end by itself where the peer has to take part
+    peer.stop()  # so the read cannot finish by itself where the peer has to take part
     with ThreadPoolExecutor(1) as thread:
         read = thread.submit(reader.read, peer, range(64), range(64), 30)
         time.sleep(0.2)
@@ -262,7 +276,7 @@ def test_a_peer_killed_during_a_read(kind, start_peer, make_reader):
 
 
 @every_kind
-def test_a_peer_that_restarts_is_another_peer(kind, start_peer, make_reader, refused):
+def test_a_restarted_peer_is_a_new_peer(kind: str, start_peer: StartPeer, make_reader: MakeReader, refused: Refused) -> None:
     reader, old = make_reader(kind), start_peer(kind, "peer:1", seed=1)
     reader.connect(old)
     reader.read(old, [0], [0])
@@ -277,12 +291,12 @@ def test_a_peer_that_restarts_is_another_peer(kind, start_peer, make_reader, ref
 
 
 @every_kind
-def test_a_peer_that_closed_is_not_read(kind, start_peer, make_reader, refused):
+def test_a_peer_that_closed_cannot_be_read(kind: str, start_peer: StartPeer, make_reader: MakeReader, refused: Refused) -> None:
     reader, peer = make_reader(kind), start_peer(kind)
     reader.connect(peer)
     peer.ask("close")
 
-    def fails() -> bool:  # a copy in memory needs no answer: until the end of the connection is noticed, it goes on
+    def fails() -> bool:  # an in-memory copy needs no answer, so it works until the closed connection is noticed
         with suppress(BatonError):
             reader.read(peer, [0], [0])
             return False
@@ -295,18 +309,20 @@ def test_a_peer_that_closed_is_not_read(kind, start_peer, make_reader, refused):
 
 
 @pytest.mark.parametrize("kind", sorted(IN_MEMORY & set(KINDS)))
-def test_a_copy_in_memory_does_not_need_the_peer(kind, start_peer, make_reader):
+def test_an_in_memory_copy_works_while_the_peer_is_stopped(kind: str, start_peer: StartPeer, make_reader: MakeReader) -> None:
     reader, peer = make_reader(kind), start_peer(kind)
     reader.connect(peer)
     if "copied in memory" not in reader.transport.backend_detail():
-        pytest.skip("this host does not let one process read another")
+        pytest.skip("this host does not let one process read another's memory")
     peer.stop()
     reader.read(peer, range(64), range(64), timeout=2)
     assert reader.has(peer, range(64), range(64))
 
 
 @pytest.mark.parametrize("kind", OVER_NETWORK)
-def test_a_hung_peer_is_a_timeout_and_nothing_lands_once_it_is_settled(kind, start_peer, make_reader):
+def test_a_read_from_a_hung_peer_times_out_and_nothing_lands_after_it_settles(
+    kind: str, start_peer: StartPeer, make_reader: MakeReader
+) -> None:
     reader, peer = make_reader(kind, block_kib=64), start_peer(kind, block_kib=64)
     reader.connect(peer)
     peer.stop()
@@ -321,7 +337,7 @@ def test_a_hung_peer_is_a_timeout_and_nothing_lands_once_it_is_settled(kind, sta
     peer.resume()
     wait_until(settled)
     assert settled() and reader.still(0.5)
-    # What ReadPending is for: the bytes did land after the read had failed. Who does not wait for `settled` loses them to a late write.
+    # The reason for ReadPending: the bytes landed after the read had failed. Blocks reused before `settled` would be overwritten.
     assert reader.has(peer, range(64), range(64)) if kind == "nixl-tcp" else reader.untouched()
     reader.connect(peer)
     reader.read(peer, range(64), range(64))
@@ -329,7 +345,7 @@ def test_a_hung_peer_is_a_timeout_and_nothing_lands_once_it_is_settled(kind, sta
 
 
 @pytest.mark.parametrize("kind", OVER_NETWORK)
-def test_a_hung_peer_that_dies_settles(kind, start_peer, make_reader):
+def test_a_pending_read_settles_when_its_hung_peer_dies(kind: str, start_peer: StartPeer, make_reader: MakeReader) -> None:
     reader, peer = make_reader(kind, block_kib=64), start_peer(kind, block_kib=64)
     reader.connect(peer)
     peer.stop()
@@ -346,7 +362,7 @@ def test_a_hung_peer_that_dies_settles(kind, start_peer, make_reader):
 
 @pytest.mark.parametrize("kind", OVER_NETWORK)
 @pytest.mark.parametrize("end", ["disconnect", "close"])
-def test_a_read_does_not_outlast_its_connection(kind, end, start_peer, make_reader):
+def test_a_read_does_not_outlast_its_connection(kind: str, end: str, start_peer: StartPeer, make_reader: MakeReader) -> None:
     reader, peer = make_reader(kind, block_kib=64), start_peer(kind, block_kib=64)
     reader.connect(peer)
     peer.stop()
@@ -363,7 +379,7 @@ def test_a_read_does_not_outlast_its_connection(kind, end, start_peer, make_read
 
 
 @every_kind
-def test_a_closed_transport_refuses(kind, make_reader, shared_peers, refused):
+def test_a_closed_transport_refuses_calls(kind: str, make_reader: MakeReader, shared_peers: SharedPeers, refused: Refused) -> None:
     reader, peer = make_reader(kind), shared_peers(kind)
     reader.connect(peer)
     reader.transport.close()
@@ -377,7 +393,7 @@ def test_a_closed_transport_refuses(kind, make_reader, shared_peers, refused):
 
 
 @every_kind
-def test_close_leaves_no_thread_and_no_descriptor(kind, make_reader, shared_peers):
+def test_close_leaves_no_threads_or_descriptors(kind: str, make_reader: MakeReader, shared_peers: SharedPeers) -> None:
     peer = shared_peers(kind)
 
     def live() -> None:
@@ -387,7 +403,7 @@ def test_close_leaves_no_thread_and_no_descriptor(kind, make_reader, shared_peer
         assert peer.ask("read", "reader:1", reader.transport.address().hex(), [0], [0]) is None
         reader.transport.close()
 
-    live()  # what libraries open once and keep
+    live()  # opens what the libraries open once and keep
     threads, descriptors = set(threading.enumerate()), open_descriptors()
     for _ in range(3):
         live()
@@ -400,8 +416,8 @@ def open_descriptors() -> int:
     return len(os.listdir("/proc/self/fd")) if os.path.isdir("/proc/self/fd") else 0
 
 
-def wait_until(condition, seconds: float = 20.0) -> None:
+def wait_until(condition: Callable[[], object], seconds: float = 20.0) -> None:
     deadline = time.monotonic() + seconds
     while not condition():
-        assert time.monotonic() < deadline, "it did not happen"
+        assert time.monotonic() < deadline, "the condition was not met in time"
         time.sleep(0.01)

@@ -1,4 +1,4 @@
-"""What the launchers of test_launcher.py start: python launched.py BEHAVIOUR FOLDER. It tells of itself in FOLDER/NAME.jsonl."""
+"""The program that test_launcher.py has started: python launched.py BEHAVIOUR FOLDER. It reports on itself in FOLDER/NAME.jsonl."""
 
 import json
 import os
@@ -35,7 +35,7 @@ def birth(**more: object) -> None:
 
 
 def serve() -> None:
-    """Answers each connection with its pid until SIGTERM, then ends cleanly."""
+    """Answers each connection with its pid until SIGTERM, then exits cleanly."""
 
     def leave(*_: object) -> None:
         tell(event="asked")
@@ -68,7 +68,7 @@ def parent() -> None:
 
 
 def hang() -> None:
-    """Shows signs of life, then none, and does not hear SIGTERM."""
+    """Sends one pulse, then none, and ignores SIGTERM."""
     signal.signal(signal.SIGTERM, signal.SIG_IGN)
     birth()
     pulse(0.0)
@@ -76,7 +76,7 @@ def hang() -> None:
 
 
 def stall() -> None:
-    """Its event loop lives, its engine does not."""
+    """Its event loop runs, but its engine does not."""
     birth()
     began = time.monotonic()
     while True:

@@ -1,7 +1,7 @@
 """A program that owns a launcher, so that a test can kill it: python launching.py HOW FOLDER [RAY_ADDRESS].
 
-HOW is local, local-without-leash, ray, or ray-empty (no process). It prints one line of JSON when its process is up, and stops the launcher
-when its stdin ends.
+HOW is local, local-without-leash, ray, or ray-empty (no process). It prints one line of JSON when its process is up and stops the launcher
+when its stdin is closed.
 """
 
 import asyncio
@@ -19,7 +19,7 @@ NO_LEASH = Path(__file__).with_name("no_leash.py")
 
 
 async def main(how: str, folder: str, address: str | None = None) -> None:
-    os.environ.pop("PYTHONPATH")  # as if nothing was installed: that others find this project is the launcher's care
+    os.environ.pop("PYTHONPATH")  # as if nothing was installed: the launcher must see to it that its processes find this project
     launcher: Launcher
     if how.startswith("local"):
         launcher = LocalLauncher(RestartRule(0.1, 1.0, 5.0))

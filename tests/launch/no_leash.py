@@ -1,4 +1,4 @@
-"""Stands in for cluster/leash.py in the negative control: becomes the command, tied to nobody."""
+"""Stands in for cluster/leash.py in the negative control: becomes the command, without a tie to any parent."""
 
 import os
 import sys

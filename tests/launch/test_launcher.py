@@ -1,6 +1,6 @@
-"""One behaviour suite for both launchers, with real child processes and a real Ray cluster; then what is special to each.
+"""One behaviour suite for both launchers, with real child processes and a real Ray cluster, then tests of what is specific to each.
 
-The Ray cluster belongs to another process (`launching.py`), as it would in life; each test joins it.
+The Ray cluster belongs to another process (`launching.py`), as it would in production. Each test joins it.
 """
 
 import asyncio
@@ -17,7 +17,7 @@ from typing import Any
 
 import pytest
 import ray
-from ray._raylet import Config
+from ray._raylet import Config  # type: ignore[attr-defined]  # its stubs lack it
 
 from baton.cluster.errors import BatonError, Reason
 from baton.launch.child import MOVES, IllegalLife, Life, move
@@ -28,7 +28,7 @@ from baton.launch.ray_launcher import RayLauncher
 HERE = Path(__file__).parent
 ROOT = HERE.parents[1]
 RULE = RestartRule(backoff_s=0.1, max_backoff_s=1.0, stable_s=5.0)
-TOKEN = {"RAY_AUTH_MODE": "token", "RAY_AUTH_TOKEN": "0123456789abcdef" * 4}  # else Ray writes one under the home directory
+TOKEN = {"RAY_AUTH_MODE": "token", "RAY_AUTH_TOKEN": "0123456789abcdef" * 4}  # otherwise Ray writes one under the home directory
 
 Launch = Callable[..., Awaitable[Launcher]]
 
@@ -37,7 +37,7 @@ Launch = Callable[..., Awaitable[Launcher]]
 
 
 async def until(condition: Callable[[], Any], timeout_s: float = 40.0) -> Any:
-    """The first truthy answer of a function or coroutine function."""
+    """Waits for and returns the first truthy answer of a function or coroutine function."""
     deadline = time.monotonic() + timeout_s
     while True:
         answer = condition()
@@ -55,12 +55,13 @@ def told(folder: Path, name: str, event: str = "start") -> list[dict[str, Any]]:
 
 
 async def born(folder: Path, name: str, times: int = 1) -> dict[str, Any]:
-    """What it told of itself at its latest start, of at least `times`."""
-    return (await until(lambda: len(told(folder, name)) >= times and told(folder, name)))[-1]
+    """Waits for at least `times` starts and returns what the process reported at the latest."""
+    starts: list[dict[str, Any]] = await until(lambda: len(told(folder, name)) >= times and told(folder, name))
+    return starts[-1]
 
 
 def alive(pid: int) -> bool:
-    """Zombies do not count: whoever inherits an orphan may be slow to bury it."""
+    """Zombies do not count: the process that inherits an orphan may be slow to reap it."""
     try:
         return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] != "Z"
     except (FileNotFoundError, ProcessLookupError):
@@ -72,7 +73,7 @@ async def gone(*pids: int) -> None:
 
 
 async def ask(port: int) -> int:
-    """The pid that answers there."""
+    """Returns the pid that the process on this port answers."""
     async with asyncio.timeout(5):
         reader, writer = await asyncio.open_connection("127.0.0.1", port)
         try:
@@ -90,7 +91,8 @@ async def in_state(launcher: Launcher, name: str, state: str, restarts: int = 0)
         now = await state_of(launcher, name)
         return now if now.state == state and now.restarts >= restarts else None
 
-    return await until(reached)
+    found: ProcessState = await until(reached)
+    return found
 
 
 @pytest.fixture
@@ -103,7 +105,7 @@ def template(tmp_path: Path) -> Callable[..., Template]:
 
 @pytest.mark.parametrize("state", ["idle", "running", "backoff", "stopping", "exited"])
 @pytest.mark.parametrize("event", ["start", "end", "retry", "ask", "gone"])
-def test_a_child_lives_by_its_table(state: Life, event: str) -> None:
+def test_a_child_follows_its_state_table(state: Life, event: str) -> None:
     if (state, event) in MOVES:
         assert move(state, event) == MOVES[state, event]
         return
@@ -111,8 +113,8 @@ def test_a_child_lives_by_its_table(state: Life, event: str) -> None:
         move(state, event)
 
 
-async def test_a_hurried_drain_ends_at_once(template: Callable[..., Template], tmp_path: Path) -> None:
-    """The process ignores SIGTERM; its grace alone would be five minutes."""
+async def test_a_hurried_drain_ends_immediately(template: Callable[..., Template], tmp_path: Path) -> None:
+    """The process ignores SIGTERM, and its grace alone would last five minutes."""
     launcher = LocalLauncher(RULE)
     await launcher.start()
     await launcher.add(template("stubborn", grace_s=300.0), 1)
@@ -120,7 +122,7 @@ async def test_a_hurried_drain_ends_at_once(template: Callable[..., Template], t
     stopping = asyncio.create_task(launcher.stop())
     await in_state(launcher, "decode-0", "stopping")
     done, _ = await asyncio.wait({stopping}, timeout=0.5)
-    assert not done, "one request waits for the grace"
+    assert not done, "without `hurry`, the stop must wait for the grace"
     await launcher.hurry()
     async with asyncio.timeout(60):
         assert [ended.state for ended in await stopping] == ["exited"]
@@ -128,7 +130,7 @@ async def test_a_hurried_drain_ends_at_once(template: Callable[..., Template], t
 
 
 class Program:
-    """`launching.py` as another process."""
+    """Runs `launching.py` in another process."""
 
     def __init__(self, how: str, folder: Path, *address: str) -> None:
         self.process = subprocess.Popen(
@@ -141,19 +143,19 @@ class Program:
         )
 
     def line(self) -> Any:
-        """The next JSON it prints; what Ray prints in between is passed over."""
+        """Returns the next JSON that it prints. Skips what Ray prints in between."""
         assert self.process.stdout is not None
         for text in self.process.stdout:
             if text.startswith(("{", "[{", "[0", "[-", "[]")):
                 return json.loads(text)
-        raise AssertionError("the program ended")
+        raise AssertionError("the program exited")
 
     def stop(self) -> Any:
         out, _ = self.process.communicate(timeout=30)
         return json.loads(out.splitlines()[-1])
 
     def kill(self) -> None:
-        """And do not wait for the end of its stdout: a child may hold it."""
+        """Does not wait for the end of its stdout, because a child may hold it open."""
         with self.process:
             self.process.kill()
 
@@ -163,7 +165,7 @@ def ray_address(tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
     with pytest.MonkeyPatch.context() as patch:
         for key, value in TOKEN.items():
             patch.setenv(key, value)
-        Config.initialize("")  # Ray read the mode when it was imported; a person's environment is there before that
+        Config.initialize("")  # Ray read the mode at import; normally the environment is set before that
         program = Program("ray-empty", tmp_path_factory.mktemp("host"))
         try:
             yield program.line()["address"]
@@ -174,7 +176,7 @@ def ray_address(tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
 
 @pytest.fixture(params=["local", "ray"])
 async def launch(request: pytest.FixtureRequest) -> AsyncIterator[Launch]:
-    """Starts a launcher of either kind, both with two devices to give away."""
+    """Starts a launcher of either kind, each with two GPUs to distribute."""
     launchers: list[Launcher] = []
 
     async def start(**more: Any) -> Launcher:
@@ -196,14 +198,14 @@ async def launch(request: pytest.FixtureRequest) -> AsyncIterator[Launch]:
 
 
 def test_each_process_gets_its_share_of_the_roles_cores() -> None:
-    """Two colocated workers on two cores must not compete for one of them: arms of a comparison would not be equal."""
+    """Two colocated workers on two cores must not compete for one of them, or the arms of a comparison would not be equal."""
     two = Template("decode", ("x",), cores=(4, 5, 6, 7), cores_each=2)
     assert [two.cores_of(f"decode-{i}") for i in range(3)] == [(4, 5), (6, 7), (4, 5)]
     assert replace(two, cores_each=None).cores_of("decode-1") == (4, 5, 6, 7) == replace(two, cores_each=9).cores_of("decode-1")
     assert replace(two, cores=None).cores_of("decode-1") == () and two.cores_of("router") == (4, 5)
 
 
-async def test_processes_come_up_with_names_and_environment(launch: Launch, template: Any, tmp_path: Path, monkeypatch: Any) -> None:
+async def test_processes_start_with_their_names_and_environment(launch: Launch, template: Any, tmp_path: Path, monkeypatch: Any) -> None:
     launcher = await launch()
     await launcher.add(template(env={"BATON_COLOUR": "blue"}, cores=(0,)), 2)
     await launcher.add(template(role="prefill"), 1)
@@ -221,13 +223,13 @@ async def test_processes_come_up_with_names_and_environment(launch: Launch, temp
         assert start["env"]["HOME"] == os.environ["HOME"]
         assert start["env"].get("BATON_COLOUR") == ("blue" if state.role == "decode" else None)
         assert start["cores"] == ([0] if state.role == "decode" else sorted(os.sched_getaffinity(0)))
-        # The same process as by hand: not what Ray does to its own workers.
+        # The same as for a process started by hand, without what Ray changes for its own workers.
         assert (start["nice"], start["blocked"], start["cwd"]) == (os.nice(0), [], os.getcwd())
         assert start["env"].get("OMP_NUM_THREADS") == os.environ.get("OMP_NUM_THREADS")
         assert "RAY_JOB_ID" not in start["env"] and "RAY_RAYLET_PID" not in start["env"]
 
 
-async def test_a_killed_process_is_started_again_under_its_name(launch: Launch, template: Any, tmp_path: Path) -> None:
+async def test_a_killed_process_is_restarted_under_its_name(launch: Launch, template: Any, tmp_path: Path) -> None:
     launcher = await launch()
     await launcher.add(template(), 2)
     first, other = await born(tmp_path, "decode-0"), await born(tmp_path, "decode-1")
@@ -242,9 +244,9 @@ async def test_a_killed_process_is_started_again_under_its_name(launch: Launch, 
 
 
 @pytest.mark.parametrize("how", ["hang", "stall"])
-async def test_a_process_that_hangs_is_killed_and_started_again(launch: Launch, template: Any, tmp_path: Path, how: str) -> None:
+async def test_a_hung_process_is_killed_and_restarted(launch: Launch, template: Any, tmp_path: Path, how: str) -> None:
     launcher = await launch(rule=replace(RULE, hang_s=1.0))
-    await launcher.add(template(), 1)  # shows no sign of life at all, as one that is not ours
+    await launcher.add(template(), 1)  # sends no pulses at all, like a program that is not ours
     await launcher.add(template(how, role="prefill"), 1)
     first, other = await born(tmp_path, "prefill-0"), await born(tmp_path, "decode-0")
     second = await born(tmp_path, "prefill-0", times=2)
@@ -255,8 +257,8 @@ async def test_a_process_that_hangs_is_killed_and_started_again(launch: Launch, 
     assert (unharmed.pid, unharmed.restarts) == (other["pid"], 0)
 
 
-async def test_a_process_that_is_stopped_for_a_moment_is_not_killed(launch: Launch, template: Any, tmp_path: Path) -> None:
-    """Negative control of the above: the same silence, shorter."""
+async def test_a_briefly_silent_process_is_not_killed(launch: Launch, template: Any, tmp_path: Path) -> None:
+    """Negative control for the test above: the same silence, but within the limit."""
     launcher = await launch(rule=replace(RULE, hang_s=30.0))
     await launcher.add(template("hang"), 1)
     process = await born(tmp_path, "decode-0")
@@ -264,7 +266,7 @@ async def test_a_process_that_is_stopped_for_a_moment_is_not_killed(launch: Laun
     assert (await state_of(launcher, "decode-0")).pid == process["pid"]
 
 
-async def test_a_crash_loop_backs_off_and_touches_nobody(launch: Launch, template: Any, tmp_path: Path) -> None:
+async def test_a_crash_loop_backs_off_and_leaves_other_processes_alone(launch: Launch, template: Any, tmp_path: Path) -> None:
     launcher = await launch()
     await launcher.add(template(), 1)
     await launcher.add(template("crash", role="prefill"), 1)
@@ -273,13 +275,13 @@ async def test_a_crash_loop_backs_off_and_touches_nobody(launch: Launch, templat
     assert (waiting.pid, waiting.last_exit) == (None, 3)
     await born(tmp_path, "prefill-0", times=5)
     starts = [start["at"] for start in told(tmp_path, "prefill-0")]
-    # From the last thing that one run did to the first thing of the next: the wait, and then some. Without it, 0.2 s.
+    # The time between two starts is at least the wait. Without a wait it would be 0.2 s.
     assert all(later - earlier >= wait for earlier, later, wait in zip(starts, starts[1:], (0.1, 0.2, 0.4, 0.8), strict=False))
     assert await ask(healthy["port"]) == healthy["pid"]
     assert (await state_of(launcher, "decode-0")).restarts == 0
 
 
-async def test_resizing_leaves_no_gap_in_a_serving_process(launch: Launch, template: Any, tmp_path: Path) -> None:
+async def test_resizing_does_not_interrupt_a_serving_process(launch: Launch, template: Any, tmp_path: Path) -> None:
     launcher = await launch()
     await launcher.add(template(), 1)
     serving = await born(tmp_path, "decode-0")
@@ -298,7 +300,7 @@ async def test_resizing_leaves_no_gap_in_a_serving_process(launch: Launch, templ
         grown = [await born(tmp_path, f"decode-{index}") for index in (1, 2)]
         ended = await launcher.resize("decode", 1)
         quiet.set()
-    # The highest numbers went, each by SIGTERM and in its own time.
+    # The processes with the highest numbers were stopped by SIGTERM and exited in their own time.
     assert [(state.name, state.state, state.pid, state.last_exit) for state in ended] == [
         ("decode-2", "exited", None, 0),
         ("decode-1", "exited", None, 0),
@@ -312,7 +314,7 @@ async def test_resizing_leaves_no_gap_in_a_serving_process(launch: Launch, templ
     assert [state.name for state in await launcher.processes()] == ["decode-0", "decode-3"]
 
 
-async def test_who_ignores_sigterm_is_killed_after_its_grace(launch: Launch, template: Any, tmp_path: Path) -> None:
+async def test_a_process_that_ignores_sigterm_is_killed_after_its_grace(launch: Launch, template: Any, tmp_path: Path) -> None:
     launcher = await launch()
     await launcher.add(template("stubborn", grace_s=1.0), 1)
     pid = (await born(tmp_path, "decode-0"))["pid"]
@@ -324,7 +326,7 @@ async def test_who_ignores_sigterm_is_killed_after_its_grace(launch: Launch, tem
     assert await launcher.processes() == []
 
 
-async def test_a_drain_goes_on_when_its_caller_is_cancelled(launch: Launch, template: Any, tmp_path: Path) -> None:
+async def test_a_drain_continues_when_its_caller_is_cancelled(launch: Launch, template: Any, tmp_path: Path) -> None:
     launcher = await launch()
     await launcher.add(template("stubborn", grace_s=1.0), 1)
     pid = (await born(tmp_path, "decode-0"))["pid"]
@@ -342,7 +344,7 @@ async def test_a_drain_goes_on_when_its_caller_is_cancelled(launch: Launch, temp
     assert not alive(pid)
 
 
-async def test_stop_leaves_nothing(launch: Launch, template: Any, tmp_path: Path) -> None:
+async def test_stop_leaves_nothing_running(launch: Launch, template: Any, tmp_path: Path) -> None:
     launcher = await launch()
     await launcher.add(template("stubborn", grace_s=1.0), 2)
     await launcher.add(template("parent", role="prefill"), 1)
@@ -352,7 +354,7 @@ async def test_stop_leaves_nothing(launch: Launch, template: Any, tmp_path: Path
     ended = await launcher.stop()
     assert [(state.name, state.last_exit) for state in ended] == [("decode-0", -9), ("decode-1", -9), ("prefill-0", -15), ("router-0", 3)]
     await gone(*(start["pid"] for start in starts), starts[2]["grandchild"])
-    # All were asked before any was killed: at the same time, not one after the other.
+    # All received SIGTERM before any was killed: they stop in parallel, not one after another.
     assert told(tmp_path, "decode-0", "asked") and told(tmp_path, "decode-1", "asked")
     assert await launcher.processes() == [] and await launcher.stop() == []
     with pytest.raises(BatonError) as refused:
@@ -360,7 +362,7 @@ async def test_stop_leaves_nothing(launch: Launch, template: Any, tmp_path: Path
     assert refused.value.reason is Reason.DRAINING
 
 
-async def test_devices_are_shared_out_and_a_drained_one_serves_another_role(launch: Launch, template: Any, tmp_path: Path) -> None:
+async def test_gpus_are_distributed_and_reused_after_a_drain(launch: Launch, template: Any, tmp_path: Path) -> None:
     launcher = await launch()
     await launcher.add(template(role="prefill", gpus=1.0), 2)
     await launcher.add(template(role="router"), 1)
@@ -371,7 +373,7 @@ async def test_devices_are_shared_out_and_a_drained_one_serves_another_role(laun
     assert (await born(tmp_path, "decode-0"))["env"]["CUDA_VISIBLE_DEVICES"] == given["prefill-1"]
 
 
-async def test_no_room_is_a_refusal_that_starts_nothing(launch: Launch, template: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_processes_without_room_are_refused_and_none_starts(launch: Launch, template: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     launcher = await launch()
 
     async def refused(attempt: Awaitable[Any], message: str) -> None:
@@ -407,7 +409,7 @@ async def test_a_killed_launcher_leaves_no_child(tmp_path: Path) -> None:
 
 
 async def test_without_its_leash_the_child_of_a_killed_launcher_lives_on(tmp_path: Path) -> None:
-    """Negative control of the one above."""
+    """Negative control for the test above."""
     program = Program("local-without-leash", tmp_path)
     (child,) = (await asyncio.to_thread(program.line))["children"]
     try:
@@ -419,7 +421,7 @@ async def test_without_its_leash_the_child_of_a_killed_launcher_lives_on(tmp_pat
         os.kill(child, signal.SIGKILL)
 
 
-async def test_output_goes_to_the_log_of_the_name(tmp_path: Path) -> None:
+async def test_output_goes_to_the_log_named_after_the_process(tmp_path: Path) -> None:
     launcher = LocalLauncher(RULE, log_dir=tmp_path / "logs")
     await launcher.start()
     await launcher.add(Template("router", ("/no/such/program",)), 1)
@@ -430,7 +432,7 @@ async def test_output_goes_to_the_log_of_the_name(tmp_path: Path) -> None:
 
 
 async def test_the_end_of_the_event_loop_ends_the_children(tmp_path: Path, template: Any) -> None:
-    """asyncio.run cancels what is left: nobody called stop()."""
+    """Nothing called stop(), but asyncio.run cancels the remaining tasks."""
 
     async def careless() -> int:
         launcher = LocalLauncher(RULE)
@@ -465,7 +467,7 @@ async def test_a_killed_supervisor_comes_back_with_one_child(ray_address: str, t
     await gone(second["pid"])
 
 
-async def test_a_killed_driver_leaves_no_child_and_the_cluster_it_joined(ray_address: str, tmp_path: Path) -> None:
+async def test_a_killed_driver_leaves_no_child_but_leaves_the_ray_cluster_running(ray_address: str, tmp_path: Path) -> None:
     program = Program("ray", tmp_path, ray_address)
     (child,) = (await asyncio.to_thread(program.line))["children"]
     assert (await born(tmp_path, "decode-0"))["env"]["PYTHONPATH"] == str(ROOT)
@@ -474,7 +476,7 @@ async def test_a_killed_driver_leaves_no_child_and_the_cluster_it_joined(ray_add
     await (await joined(ray_address)).stop()
 
 
-async def test_what_shrank_is_kept_for_its_size_until_its_group_is_empty(ray_address: str, template: Any) -> None:
+async def test_a_shrunk_group_keeps_its_resources_for_reuse_until_it_is_empty(ray_address: str, template: Any) -> None:
     launcher = await joined(ray_address)
     try:
         await free_cpus(8)
@@ -482,7 +484,7 @@ async def test_what_shrank_is_kept_for_its_size_until_its_group_is_empty(ray_add
         await launcher.resize("decode", 3)
         await free_cpus(2)
         await launcher.resize("decode", 1)
-        await free_cpus(4)  # the growth is undone, one of the first two is kept
+        await free_cpus(4)  # the third place is freed; of the first two, the unused one stays reserved
         await launcher.add(template(role="prefill", cpus=2.0), 1)
         await free_cpus(4)
         await launcher.resize("decode", 0)
@@ -492,7 +494,7 @@ async def test_what_shrank_is_kept_for_its_size_until_its_group_is_empty(ray_add
         await launcher.stop()
 
 
-async def test_a_cancelled_growth_leaves_nothing(ray_address: str, template: Any) -> None:
+async def test_a_cancelled_growth_leaves_nothing_behind(ray_address: str, template: Any) -> None:
     launcher = await joined(ray_address)
     try:
         await launcher.add(template(cpus=1.0), 1)
@@ -507,7 +509,7 @@ async def test_a_cancelled_growth_leaves_nothing(ray_address: str, template: Any
         await launcher.stop()
 
 
-async def test_placement_over_two_nodes(second_node: str, template: Any) -> None:
+async def test_placement_packs_or_spreads_over_two_nodes(second_node: str, template: Any) -> None:
     packing, spreading = await joined(second_node, placement="PACK"), await joined(second_node, placement="SPREAD")
     try:
         for launcher, nodes in ((packing, 1), (spreading, 2)):
@@ -515,7 +517,7 @@ async def test_placement_over_two_nodes(second_node: str, template: Any) -> None
             assert len({state.node for state in await launcher.processes()}) == nodes
     finally:
         await spreading.stop()
-        await packing.stop()  # last: it holds this process's connection
+        await packing.stop()  # last, because it holds this process's connection
 
 
 async def free_cpus(count: float) -> None:
@@ -524,7 +526,7 @@ async def free_cpus(count: float) -> None:
 
 @pytest.fixture
 async def second_node(ray_address: str, tmp_path: Path) -> AsyncIterator[str]:
-    """The address of a cluster of two nodes, the other one with 4 CPUs."""
+    """Returns the address of a cluster with a second node that has 4 CPUs."""
     command = [str(Path(sys.executable).with_name("ray")), "start", "--address", ray_address, "--num-cpus", "4", "--block"]
     with open(tmp_path / "node.log", "wb") as log:
         node = subprocess.Popen(command, stdout=log, stderr=log)
@@ -538,7 +540,7 @@ async def second_node(ray_address: str, tmp_path: Path) -> AsyncIterator[str]:
         node.wait(20)
 
 
-async def test_a_cluster_started_here_ends_with_stop(tmp_path: Path) -> None:
+async def test_a_ray_cluster_that_the_launcher_started_ends_with_stop(tmp_path: Path) -> None:
     program = Program("ray", tmp_path)
     try:
         up = await asyncio.to_thread(program.line)
@@ -564,15 +566,15 @@ def descendants(pid: int) -> list[int]:
     return family[1:]
 
 
-async def test_a_dead_address_is_refused_soon() -> None:
+async def test_a_dead_address_is_refused_quickly() -> None:
     with pytest.raises(BatonError, match=r"no Ray cluster at 127\.0\.0\.1:9"):
         await joined("127.0.0.1:9")
 
 
-# Rules, with a stopped clock
+# Rules, with a manual clock
 
 
-def test_the_wait_doubles_to_its_maximum_and_starts_over_after_a_stable_run() -> None:
+def test_the_wait_doubles_up_to_its_maximum_and_resets_after_a_stable_run() -> None:
     restarts = Restarts(RestartRule(backoff_s=0.5, max_backoff_s=3.0, stable_s=10.0))
     waits = []
     for now in range(0, 50, 5):  # each run takes a second
@@ -585,30 +587,30 @@ def test_the_wait_doubles_to_its_maximum_and_starts_over_after_a_stable_run() ->
     assert [restarts.exited(210), restarts.count] == [0.5, 11]
 
 
-def test_the_watchdog_judges_only_who_has_shown_a_sign_of_life() -> None:
+def test_the_watchdog_judges_only_processes_that_have_sent_a_pulse() -> None:
     watchdog = Watchdog(10.0, 0.0)
     looks = [watchdog.look(now / 10, None) for now in range(6000)]
-    assert not any(looks), "it is loading its model, or sends no pulses at all"
+    assert not any(looks), "a process that loads its model, or never sends pulses, must not be judged"
     assert watchdog.look(600.0, 0.0) is None
     assert [watchdog.look(600.1 + now / 10, None) is None for now in range(98)] == [True] * 98
     assert watchdog.look(610.1, None) is not None
 
 
-def test_the_watchdog_believes_what_the_process_says_of_its_engine() -> None:
+def test_the_watchdog_acts_on_the_stall_time_that_a_process_reports() -> None:
     watchdog = Watchdog(10.0, 0.0)
     assert watchdog.look(0.1, 9.9) is None and watchdog.look(0.2, None) is None and watchdog.look(0.3, 0.0) is None
     assert "no progress" in (watchdog.look(0.4, 10.0) or "")
 
 
-def test_a_pause_of_the_supervisor_is_not_held_against_the_process() -> None:
-    """The machine slept, or the supervisor did: the pulses of that time were not sent, or lie unread."""
+def test_a_pause_of_the_supervisor_does_not_count_against_the_process() -> None:
+    """If the machine or the supervisor was suspended, the pulses of that time were not sent or not read."""
     watchdog = Watchdog(10.0, 0.0)
     assert watchdog.look(0.1, 0.0) is None
     assert watchdog.look(3600.0, None) is None and watchdog.look(3600.1, None) is None
     assert watchdog.look(3600.2, 0.0) is None
 
 
-def test_it_tries_for_ever() -> None:
+def test_restarts_never_give_up() -> None:
     restarts = Restarts(RestartRule())
     for now in range(5000):
         restarts.started(now)
@@ -624,10 +626,10 @@ def test_the_roster_never_uses_a_name_twice() -> None:
     roster.withdraw("decode", ["decode-4"])
     assert roster.resize("decode", 1) == ([], [])
     roster.resize("decode", 0)
-    assert roster.add(template, 1) == ["decode-5"]  # an empty role may be given another template
+    assert roster.add(template, 1) == ["decode-5"]  # an empty role may get another template
 
 
-def test_the_roster_refuses_by_name() -> None:
+def test_the_roster_refuses_invalid_changes() -> None:
     roster, template = Roster(), Template("decode", ("x",))
     roster.add(template, 1)
     for attempt in (
@@ -642,7 +644,7 @@ def test_the_roster_refuses_by_name() -> None:
     assert roster.resize("decode", 1) == ([], [])
 
 
-def test_devices() -> None:
+def test_gpus_are_picked_by_their_free_share() -> None:
     assert pick_gpus({"0": 1.0, "1": 0.0}, 1) == ("1",)
     assert pick_gpus({"0": 0.5, "1": 0.0}, 0.5) == ("0",)
     assert pick_gpus({"0": 0.5, "1": 0.0}, 2) is None
@@ -650,7 +652,7 @@ def test_devices() -> None:
 
 
 @pytest.mark.parametrize("wrong", [{"role": ""}, {"argv": ()}, {"gpus": 1.5}, {"cpus": -1.0}, {"grace_s": -1.0}])
-def test_a_template_that_cannot_work_is_refused(wrong: dict[str, Any]) -> None:
+def test_an_invalid_template_is_refused(wrong: dict[str, Any]) -> None:
     with pytest.raises(BatonError) as refused:
         Template(**{"role": "decode", "argv": ("x",), **wrong})
     assert refused.value.reason is Reason.INVALID_FIELD

@@ -1,4 +1,4 @@
-"""What is checked and completed before anything starts."""
+"""The configuration is checked and completed before anything starts."""
 
 import errno
 from pathlib import Path
@@ -18,15 +18,15 @@ def config(**flags: object) -> Any:
 
 
 @pytest.mark.parametrize("one", ["router.port", "router.admin_port", "router.http_port", "router.page_port"])
-def test_ports_of_one_process_differ(one: str) -> None:
-    """Over all sections: the metrics of the router have a port, too."""
+def test_the_ports_of_one_process_must_differ(one: str) -> None:
+    """Across all sections, because the metrics of the router have a port too."""
     with pytest.raises(ConfigError, match=f"{one} and telemetry.metrics_port must differ"):
         load([], {}, {one: "7007", "telemetry.metrics_port": "7007"})
     with pytest.raises(ConfigError, match=r"decode.port and telemetry.worker_metrics_port"):
         config(decode__port=7007, telemetry__worker_metrics_port=7007)
 
 
-def test_pools_on_different_hosts_may_share_a_port_but_not_on_one() -> None:
+def test_pools_may_share_a_port_only_on_different_hosts() -> None:
     shared = config(prefill__port=7007, decode__port=7007)
     with pytest.raises(UpError, match=r"prefill.port and decode.port would share port 7007"):
         check_ports(shared)
@@ -39,23 +39,23 @@ def test_pools_on_different_hosts_may_share_a_port_but_not_on_one() -> None:
     plan.check_shared_ports(config(decode__port=7007, prefill__port=7008, telemetry__metrics_port=8473))
 
 
-def test_the_port_that_the_documentation_names_for_metrics_is_free() -> None:
+def test_the_documented_metrics_port_is_free() -> None:
     root = Path(__file__).resolve().parents[2]
     named = (root / "docs" / "observability.md").read_text().partition("--telemetry.metrics-port ")[2].split()[0]
     assert config(telemetry__metrics_port=named).telemetry.metrics_port == int(named)
     assert f"127.0.0.1:{named}/targets" in (root / "deploy" / "prometheus" / "prometheus.yml").read_text()
 
 
-def test_an_address_that_is_not_here_is_no_matter_of_ports(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_an_address_of_another_machine_is_reported_as_such(monkeypatch: pytest.MonkeyPatch) -> None:
     def refuse(host: str, port: int = 0) -> int:
         raise OSError(errno.EADDRNOTAVAIL, "Cannot assign requested address")
 
     monkeypatch.setattr(plan, "free_port", refuse)
-    with pytest.raises(UpError, match=r"cluster.host: 127.0.0.1 is no address of this machine"):
+    with pytest.raises(UpError, match=r"cluster.host: 127.0.0.1 is not an address of this machine"):
         check_ports(config())
 
 
-def test_a_model_that_is_not_there_is_named(tmp_path: Path) -> None:
+def test_a_missing_model_is_named(tmp_path: Path) -> None:
     make_toy(tmp_path / "toy")
     check_model(config(model__path=tmp_path / "toy"))
     for path, said in ((tmp_path / "none", "there is no folder"), (tmp_path / "toy" / "config.json", "is not a folder")):
@@ -68,15 +68,15 @@ def test_a_model_that_is_not_there_is_named(tmp_path: Path) -> None:
     check_model(config(model__path=tmp_path / "none", launcher__kind="ray", launcher__ray_address="10.0.0.1:6379"))
 
 
-def test_the_router_has_a_drain_of_its_own() -> None:
+def test_the_router_has_its_own_drain_time() -> None:
     grace = {template.role: template.grace_s for template, _ in templates(config(router__drain_s=3, decode__drain_s=90))}
     assert grace["router"] == 3 + plan.GRACE_S and grace["decode"] == 90 + plan.GRACE_S
 
 
-def test_kernels_are_kept_where_there_is_room(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_kernels_are_cached_in_a_writable_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("BATON_STATE_DIR", str(tmp_path))
     monkeypatch.delenv("NUMBA_CACHE_DIR", raising=False)
-    assert kernel_cache() == {}, "Numba has a place of its own"
+    assert kernel_cache() == {}, "Numba can use its own folder"
     monkeypatch.setattr(plan, "writable", lambda folder: False)
     assert kernel_cache() == {"NUMBA_CACHE_DIR": str(tmp_path / "kernels")}
     assert templates(config())[1][0].env["NUMBA_CACHE_DIR"] == str(tmp_path / "kernels")
@@ -84,5 +84,5 @@ def test_kernels_are_kept_where_there_is_room(tmp_path: Path, monkeypatch: pytes
     assert kernel_cache() == {}
 
 
-def test_a_folder_that_does_not_exist_yet_is_as_writable_as_the_one_above(tmp_path: Path) -> None:
+def test_a_folder_that_does_not_exist_yet_is_as_writable_as_its_parent(tmp_path: Path) -> None:
     assert plan.writable(tmp_path / "a" / "b") and not plan.writable(Path(__file__) / "nothing")

@@ -1,4 +1,4 @@
-"""Pools follow wishes: at once, also while another drains; a refused wish is tried again; and the table of a pool's phases holds."""
+"""Pools follow the wanted sizes immediately, even while another pool drains. Refused changes are retried. Phases follow their table."""
 
 import asyncio
 from collections.abc import Callable
@@ -14,7 +14,7 @@ from baton.launch.reconcile import MOVES, RETRY_S, IllegalPhase, Phase, Pool, Re
 
 
 class Recorded:
-    """Stands for a launcher: a change ends when the test says so."""
+    """Stands in for a launcher: a change ends when the test decides."""
 
     def __init__(self) -> None:
         self.asked: list[tuple[str, int]] = []
@@ -39,7 +39,7 @@ async def settle(reconciler: Reconciler) -> bool:
     return reached
 
 
-async def test_a_pool_that_drains_delays_no_other_wish(world: Any) -> None:
+async def test_a_draining_pool_does_not_delay_other_changes(world: Any) -> None:
     reconciler, launcher, registry, notes = world
     await registry.desire(Pools(1, 2))
     await settle(reconciler)
@@ -50,12 +50,12 @@ async def test_a_pool_that_drains_delays_no_other_wish(world: Any) -> None:
     await settle(reconciler)
     assert launcher.asked == [("prefill", 1), ("decode", 3), ("prefill", 3)] and not any(one.done() for one in launcher.answers)
     await settle(reconciler)
-    assert len(launcher.asked) == 3, "what was asked for once is not asked for again"
+    assert len(launcher.asked) == 3, "a change under way was requested again"
     assert notes == ["prefill pool: 1 workers", "decode pool: 3 workers", "prefill pool: 3 workers"]
     await reconciler.close()
 
 
-async def test_a_refused_wish_is_tried_again(world: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_a_refused_change_is_retried(world: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     reconciler, launcher, registry, notes = world
     monkeypatch.setattr(reconcile, "RETRY_S", 0.2)
     await registry.desire(Pools(2, 9))
@@ -63,20 +63,20 @@ async def test_a_refused_wish_is_tried_again(world: Any, monkeypatch: pytest.Mon
     launcher.answers[0].set_exception(BatonError(Reason.SATURATED, "no room"))
     for _ in range(3):
         await settle(reconciler)
-    assert launcher.asked == [("decode", 9)], "not before its time"
+    assert launcher.asked == [("decode", 9)], "it was retried too early"
     await asyncio.sleep(0.25)
     await settle(reconciler)
     assert launcher.asked == [("decode", 9), ("decode", 9)]
     launcher.answers[1].set_exception(BatonError(Reason.SATURATED, "no room"))
     await settle(reconciler)
-    assert len([note for note in notes if "no room" in note]) == 1, "a person is told once"
+    assert len([note for note in notes if "no room" in note]) == 1, "the failure must be reported once"
     await registry.desire(Pools(2, 3))
     await settle(reconciler)
-    assert launcher.asked[-1] == ("decode", 3), "another wish does not wait"
+    assert launcher.asked[-1] == ("decode", 3), "a different size must not wait"
     await reconciler.close()
 
 
-async def test_a_registry_that_forgot_is_told_again(world: Any) -> None:
+async def test_the_wanted_sizes_are_written_again_after_the_registry_lost_them(world: Any) -> None:
     reconciler, launcher, registry, _ = world
     await registry.desire(Pools(2, 3))
     await settle(reconciler)
@@ -86,7 +86,7 @@ async def test_a_registry_that_forgot_is_told_again(world: Any) -> None:
     await reconciler.close()
 
 
-async def test_without_a_registry_the_last_wish_stands(world: Any) -> None:
+async def test_without_a_registry_the_last_sizes_remain(world: Any) -> None:
     reconciler, launcher, registry, _ = world
     registry.available = False
     assert not await settle(reconciler) and launcher.asked == []
@@ -95,7 +95,7 @@ async def test_without_a_registry_the_last_wish_stands(world: Any) -> None:
     await reconciler.close()
 
 
-async def test_closing_gives_up_what_was_begun(world: Any) -> None:
+async def test_closing_cancels_unfinished_changes(world: Any) -> None:
     reconciler, launcher, registry, _ = world
     await registry.desire(Pools(5, 5))
     await settle(reconciler)
@@ -103,21 +103,25 @@ async def test_closing_gives_up_what_was_begun(world: Any) -> None:
     assert all(answer.cancelled() for answer in launcher.answers) and len(launcher.answers) == 2
 
 
-# The decision alone
+# The decisions of a pool
 
 
-def test_what_is_decided() -> None:
+def phase_of(pool: Pool) -> Phase:
+    return pool.phase
+
+
+def test_a_pool_decides_when_to_change() -> None:
     pool = Pool(2)
     assert not pool.decide(2, 0.0) and pool.decide(3, 0.0)
     first = pool.change(3)
     assert not pool.decide(3, 100.0) and pool.decide(1, 0.0)
     second = pool.change(1)
     pool.refuse(first, 0.0)
-    assert pool.phase is Phase.CHANGING, "the outcome of a change that was overtaken says nothing"
+    assert phase_of(pool) is Phase.CHANGING, "the outcome of an outdated change must not count"
     pool.refuse(second, 7.0)
     assert not pool.decide(1, 7.0 + RETRY_S - 0.1) and pool.decide(1, 7.0 + RETRY_S) and pool.decide(2, 7.0)
     pool.done(pool.change(1))
-    assert pool.phase is Phase.SETTLED and not pool.decide(1, 99.0)
+    assert phase_of(pool) is Phase.SETTLED and not pool.decide(1, 99.0)
 
 
 @pytest.mark.parametrize("phase", Phase)
@@ -125,7 +129,7 @@ def test_what_is_decided() -> None:
     ("event", "act"),
     [("change", lambda pool: pool.change(5)), ("done", lambda pool: pool.done(0)), ("refuse", lambda pool: pool.refuse(0, 1.0))],
 )
-def test_what_the_table_does_not_know_changes_nothing(phase: Phase, event: str, act: Callable[[Pool], Any]) -> None:
+def test_an_illegal_event_changes_nothing(phase: Phase, event: str, act: Callable[[Pool], Any]) -> None:
     pool = Pool(2, phase)
     if (phase, event) in MOVES:
         act(pool)

@@ -1,4 +1,5 @@
-"""What a running cluster leaves for the other commands: whole or not at all, for its owner only, and never a word about the dead."""
+"""The state file that a running cluster leaves for other commands: complete or absent, readable only by its owner, and ignored once the
+cluster is dead."""
 
 import json
 import os
@@ -30,23 +31,23 @@ def mode(path: Path) -> int:
     return stat.S_IMODE(path.stat().st_mode)
 
 
-def test_what_is_written_is_read() -> None:
+def test_a_written_state_can_be_read() -> None:
     state.write(mine())
     assert state.read("baton") == state.need("baton") == mine()
     state.write(replace(mine(), log_dir="/other"))
     assert state.need("baton").log_dir == "/other"
 
 
-def test_clusters_are_told_apart_by_name() -> None:
+def test_clusters_are_distinguished_by_name() -> None:
     state.write(mine("a"))
     state.write(replace(mine("a.b"), log_dir="/other"))
     assert state.need("a").log_dir == "/logs" and state.need("a.b").log_dir == "/other"
     state.remove("a")
     assert state.read("a") is None and state.read("a.b") is not None
-    state.remove("a")  # once more does nothing
+    state.remove("a")  # doing it again has no effect
 
 
-def test_only_the_owner_can_read_it(folder: Path) -> None:
+def test_only_the_owner_can_read_the_state(folder: Path) -> None:
     before = os.umask(0)
     try:
         state.write(mine())
@@ -56,41 +57,41 @@ def test_only_the_owner_can_read_it(folder: Path) -> None:
     assert [path.name for path in folder.iterdir()] == ["baton.json"]
 
 
-def test_a_folder_of_somebody_else_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_folder_of_another_user_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     state.write(mine())
     uid = os.getuid()
     monkeypatch.setattr(os, "getuid", lambda: uid + 1)
-    with pytest.raises(StateError, match="somebody else; set BATON_STATE_DIR"):
+    with pytest.raises(StateError, match="another user; set BATON_STATE_DIR"):
         state.read("baton")
 
 
 @pytest.mark.parametrize("content", ["", "{", "[]", "7", '{"name": "baton"}', '{"unknown": 1}'])
-def test_a_damaged_file_is_no_cluster(folder: Path, content: str) -> None:
+def test_a_damaged_file_counts_as_no_cluster(folder: Path, content: str) -> None:
     state.write(mine())
     (folder / "baton.json").write_text(content)
     assert state.read("baton") is None
 
 
-def test_where_there_is_no_cluster_the_way_to_one_is_named() -> None:
+def test_without_a_cluster_the_error_points_to_baton_up() -> None:
     with pytest.raises(StateError, match=r"no cluster 'other'.*`baton up`"):
         state.need("other")
 
 
-def test_a_dead_supervisor_is_no_cluster() -> None:
+def test_a_dead_supervisor_counts_as_no_cluster() -> None:
     child = subprocess.Popen([sys.executable, "-c", "input()"], stdin=subprocess.PIPE)
     state.write(replace(mine(), pid=child.pid, born=born(child.pid)))
     assert state.read("baton") is not None
     child.kill()
     os.waitid(os.P_PID, child.pid, os.WEXITED | os.WNOWAIT)
-    assert not alive(child.pid), "a zombie is not alive"
+    assert not alive(child.pid), "a zombie counts as alive"
     assert state.read("baton") is None
     child.wait()
     assert not alive(child.pid) and state.read("baton") is None
 
 
-@pytest.mark.skipif(sys.platform != "linux", reason="tells processes of one number apart by /proc")
-def test_a_number_that_another_process_has_now_is_no_cluster(folder: Path) -> None:
-    """Or `baton down` would end a process that has nothing to do with it."""
+@pytest.mark.skipif(sys.platform != "linux", reason="only /proc can distinguish processes with the same number")
+def test_a_reused_process_id_counts_as_no_cluster(folder: Path) -> None:
+    """Otherwise `baton down` would end an unrelated process."""
     child = subprocess.Popen([sys.executable, "-c", "input()"], stdin=subprocess.PIPE)
     try:
         started = born(os.getpid())
@@ -106,11 +107,11 @@ def test_a_number_that_another_process_has_now_is_no_cluster(folder: Path) -> No
         child.wait()
 
 
-def test_a_process_of_somebody_else_is_alive() -> None:
+def test_a_process_of_another_user_is_alive() -> None:
     assert alive(1) and alive(os.getpid())
 
 
-def test_the_clusters_that_run_are_named() -> None:
+def test_the_error_names_the_running_clusters() -> None:
     state.write(mine("a.b"))
     state.write(replace(mine("dead"), born=1))
     assert state.running() == ["a.b"]
@@ -118,15 +119,15 @@ def test_the_clusters_that_run_are_named() -> None:
         state.need("other")
 
 
-def test_what_cannot_be_read_is_not_taken_for_nothing(folder: Path) -> None:
+def test_an_unreadable_state_file_is_an_error(folder: Path) -> None:
     state.write(mine())
     (folder / "baton.json").unlink()
-    (folder / "baton.json").mkdir()  # any error of the system will do
-    with pytest.raises(StateError, match=r"baton\.json cannot be read .*whether cluster 'baton' is running is not known"):
+    (folder / "baton.json").mkdir()  # any system error will do
+    with pytest.raises(StateError, match=r"baton\.json cannot be read .*, so it is unknown whether cluster 'baton' is running"):
         state.need("baton")
 
 
-def test_a_place_that_cannot_be_used_is_named(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_an_unusable_state_folder_is_named(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     folder.write_text("a file")
     with pytest.raises(StateError, match=f"{folder} cannot be used .*BATON_STATE_DIR"):
         state.state_dir()
@@ -137,8 +138,8 @@ def test_a_place_that_cannot_be_used_is_named(folder: Path, monkeypatch: pytest.
         state.write(mine())
 
 
-def test_a_full_temporary_folder_is_still_the_one(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """`tempfile` would go elsewhere, and nobody would find what was written before."""
+def test_a_full_temporary_folder_is_still_the_state_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """`tempfile` would choose another folder, and files written earlier would not be found."""
     monkeypatch.delenv("BATON_STATE_DIR")
     monkeypatch.setenv("TMPDIR", str(tmp_path))
     monkeypatch.setattr(tempfile, "tempdir", "/var/tmp")

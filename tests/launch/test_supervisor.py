@@ -1,4 +1,4 @@
-"""When `baton up` calls a cluster ready: not before the router itself reaches every worker."""
+"""`baton up` calls a cluster ready only when the router itself reaches every worker."""
 
 import asyncio
 from collections.abc import AsyncIterator
@@ -20,7 +20,7 @@ POLLS = 4
 
 
 class Router(worker_pb2_grpc.AdminServicer):
-    """Serves, and knows the workers in `states`."""
+    """A serving router that knows one worker for each of `states`."""
 
     def __init__(self) -> None:
         self.states: list[str] = []
@@ -43,8 +43,8 @@ async def router() -> AsyncIterator[tuple[Router, list[int]]]:
     await server.stop(None)
 
 
-async def test_ready_is_when_the_router_reaches_every_worker(router: tuple[Router, list[int]], tmp_path: Path) -> None:
-    """A router that serves with one worker of two would send the first request without a handoff."""
+async def test_a_cluster_is_ready_when_the_router_reaches_every_worker(router: tuple[Router, list[int]], tmp_path: Path) -> None:
+    """Otherwise a router that knows only one of two workers would serve the first request without a handoff."""
     scripted, (port, admin_port) = router
     config = load([], flags={"router.port": str(port), "router.admin-port": str(admin_port)}).config
     notes: list[str] = []
@@ -63,8 +63,8 @@ async def test_ready_is_when_the_router_reaches_every_worker(router: tuple[Route
     assert notes == ["0 of 2 workers ready", "1 of 2 workers ready", "2 of 2 workers ready"]
 
 
-def test_free_ports_of_the_router_differ(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The system offers one that is taken already: by another choice, and by the configuration."""
+def test_the_free_ports_chosen_for_the_router_differ(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The system offers ports that are already taken: by an earlier choice, and by the configuration."""
     offered = iter([5000, 5000, 5001, 8471, 5002])
     monkeypatch.setattr(plan, "free_port", lambda host: next(offered))
     config = load([], flags={"router.port": "0", "router.http-port": "0", "router.page-port": "0", "router.admin-port": "8471"}).config

@@ -1,4 +1,4 @@
-"""Launcher, child, reconciler and supervisor, cancelled at every await: no process, task or file is left."""
+"""Launcher, child, reconciler and supervisor, cancelled at every await: no process, task or file is left behind."""
 
 import asyncio
 import os
@@ -19,6 +19,7 @@ from baton.launch.child import Child
 from baton.launch.launcher import RestartRule, Template
 from baton.launch.local_launcher import LocalLauncher
 from baton.launch.reconcile import Phase, Reconciler
+from baton.launch.state import ClusterState
 from baton.launch.supervisor import Supervisor
 
 RULE = RestartRule(backoff_s=0.05, max_backoff_s=0.2, stable_s=5.0)
@@ -31,7 +32,7 @@ def template(role: str = "decode", grace_s: float = 5.0) -> Template:
 
 
 def children() -> list[int]:
-    """Living processes that this one started."""
+    """Live processes that this process started."""
     found = Path(f"/proc/self/task/{os.getpid()}/children").read_text().split()
     return [pid for pid in map(int, found) if "sleep" in _command(pid) or "leash" in _command(pid)]
 
@@ -48,13 +49,13 @@ def tasks() -> list["asyncio.Task[Any]"]:
 
 
 async def stopped(launcher: LocalLauncher) -> None:
-    """Whatever was cancelled: `stop` leaves nothing."""
+    """Asserts that `stop` leaves nothing behind, whatever was cancelled."""
     async with asyncio.timeout(20):
         await launcher.stop()
     assert await launcher.processes() == [] and children() == [] and tasks() == []
 
 
-async def test_adding_is_cancelled_at_every_await() -> None:
+async def test_add_can_be_cancelled_at_every_await() -> None:
     launchers: list[LocalLauncher] = []
 
     async def add() -> None:
@@ -82,8 +83,8 @@ async def test_adding_is_cancelled_at_every_await() -> None:
 
 
 @pytest.mark.parametrize("count", [0, 1, 3])
-async def test_resizing_is_cancelled_at_every_await(count: int) -> None:
-    """What began to drain goes on draining, and the role can be resized again."""
+async def test_resize_can_be_cancelled_at_every_await(count: int) -> None:
+    """A drain that has begun continues, and the role can be resized again."""
     launcher = LocalLauncher(RULE)
     await launcher.start()
     await launcher.add(template(), 2)
@@ -98,7 +99,7 @@ async def test_resizing_is_cancelled_at_every_await(count: int) -> None:
     await stopped(launcher)
 
 
-async def test_stopping_is_cancelled_at_every_await() -> None:
+async def test_stop_can_be_cancelled_at_every_await() -> None:
     launchers: list[LocalLauncher] = []
 
     async def make() -> None:
@@ -113,7 +114,7 @@ async def test_stopping_is_cancelled_at_every_await() -> None:
     await stopped(launchers[-1])
 
 
-async def test_stopping_a_child_is_cancelled_at_every_await() -> None:
+async def test_stopping_a_child_can_be_cancelled_at_every_await() -> None:
     made: list[Child] = []
 
     def make() -> Child:
@@ -132,7 +133,7 @@ async def test_stopping_a_child_is_cancelled_at_every_await() -> None:
 
 
 class Slow(MemoryRegistry):
-    """Each answer takes a turn."""
+    """Each answer takes one turn of the event loop."""
 
     async def desired(self) -> Pools | None:
         await asyncio.sleep(0)
@@ -144,8 +145,8 @@ class Slow(MemoryRegistry):
 
 
 @pytest.mark.parametrize("wished", [None, Pools(1, 3), Pools(0, 0)])
-async def test_reconciling_is_cancelled_at_every_await(wished: Pools | None) -> None:
-    """A step and the end of it: no change goes on, and no wish is lost that was not asked for."""
+async def test_reconciling_can_be_cancelled_at_every_await(wished: Pools | None) -> None:
+    """After one step and `close`, no change is under way, and a pool that is not settled was asked for the wanted size."""
     launcher, registry = LocalLauncher(RULE), Slow()
     await launcher.start()
     for role in ("prefill", "decode"):
@@ -156,7 +157,7 @@ async def test_reconciling_is_cancelled_at_every_await(wished: Pools | None) -> 
         reconcilers: list[Reconciler] = []
 
         async def work(reconcilers: list[Reconciler] = reconcilers) -> None:
-            reconcilers.append(reconciler := Reconciler(launcher, registry, Pools(1, 1), lambda line: None))  # type: ignore[arg-type]
+            reconcilers.append(reconciler := Reconciler(launcher, registry, Pools(1, 1), lambda line: None))
             try:
                 await reconciler.step()
                 await asyncio.sleep(0)
@@ -194,7 +195,7 @@ class Redis:
 
 @pytest.fixture
 def scripted(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Callable[[], tuple[Supervisor, list[Any]]]:
-    """A cluster of two sleeping processes, ready after a few turns; it is asked to stop as soon as it serves."""
+    """A cluster of two sleeping processes that is ready after a few turns."""
     monkeypatch.setenv("BATON_STATE_DIR", str(tmp_path))
     made: list[Any] = []
 
@@ -231,15 +232,19 @@ def scripted(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Callable[[], tu
     return make
 
 
-async def test_a_cluster_is_cancelled_at_every_await(scripted: Callable[[], tuple[Supervisor, list[Any]]], tmp_path: Path) -> None:
-    """While it starts, while it is watched, while it ends: the processes end, and then the server; no state file says that it runs."""
+async def test_a_cluster_can_be_cancelled_at_every_await(scripted: Callable[[], tuple[Supervisor, list[Any]]], tmp_path: Path) -> None:
+    """During startup, operation and shutdown: the processes and the Redis server end, and no state file remains."""
     current: list[Any] = []
 
     async def run() -> None:
         up, made = scripted()
         current[:] = [up, made]
         loop = asyncio.get_running_loop()
-        assert await up.run(lambda running: loop.call_later(0.02, up.stop.set) and None) == 0
+
+        def serving(running: ClusterState) -> None:
+            loop.call_later(0.02, up.stop.set)
+
+        assert await up.run(serving) == 0
 
     async for _ in cancelled(run, fine=30, coarse=1.6):
         made = current[1] if current else []

@@ -1,4 +1,4 @@
-"""Both doors with a key and over TLS, against servers that ask for both."""
+"""Both doors with a key and over TLS, against servers that require both."""
 
 import asyncio
 import subprocess
@@ -17,7 +17,7 @@ from loadtest.drive import Answer
 
 @pytest.fixture(scope="module")
 def certificate(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Path]:
-    """Of 127.0.0.1, signed by itself; and its key."""
+    """A self-signed certificate for 127.0.0.1, and its key."""
     folder = tmp_path_factory.mktemp("tls")
     subject = ["-subj", "/CN=localhost", "-addext", "subjectAltName=IP:127.0.0.1"]
     command = ["openssl", "req", "-x509", "-newkey", "rsa:2048", "-nodes", "-days", "2", "-keyout", "key.pem", "-out", "own.pem", *subject]
@@ -40,10 +40,10 @@ async def ask(access: Access, address: str, salt: str = "") -> Answer:
         return await door.ask([1, 2, 3], 2, 5.0, lambda count: None)
 
 
-async def test_grpc_with_a_key_over_tls(certificate: tuple[Path, Path]) -> None:
+async def test_the_grpc_door_works_with_a_key_over_tls(certificate: tuple[Path, Path]) -> None:
     own, key = certificate
     server = grpc.aio.server()
-    generation_pb2_grpc.add_GenerationServicer_to_server(Generation(), server)  # type: ignore[no-untyped-call]
+    generation_pb2_grpc.add_GenerationServicer_to_server(Generation(), server)
     port = server.add_secure_port("127.0.0.1:0", grpc.ssl_server_credentials([(key.read_bytes(), own.read_bytes())]))
     await server.start()
     address = f"127.0.0.1:{port}"
@@ -51,13 +51,13 @@ async def test_grpc_with_a_key_over_tls(certificate: tuple[Path, Path]) -> None:
         told = await ask(Access("grpc", "open sesame", Tls(own)), address)
         assert (told.outcome, told.prompt_tokens, list(told.tokens)) == ("ok", 3, [0, 1])
         assert (await ask(Access("grpc", "wrong", Tls(own)), address)).reason == "UNAUTHENTICATED"
-        assert (await ask(Access("grpc", "open sesame"), address)).reason == "NO_SERVER", "plain TCP does not get in"
-        assert (await ask(Access("grpc", "open sesame", Tls(own)), address, "broken")).reason == "CUT_SHORT", "no end was told"
+        assert (await ask(Access("grpc", "open sesame"), address)).reason == "NO_SERVER", "plain TCP is refused"
+        assert (await ask(Access("grpc", "open sesame", Tls(own)), address, "broken")).reason == "CUT_SHORT", "no final message came"
     finally:
         await server.stop(None)
 
 
-async def test_http_with_a_key_over_tls(certificate: tuple[Path, Path]) -> None:
+async def test_the_http_door_works_with_a_key_over_tls(certificate: tuple[Path, Path]) -> None:
     own, key = certificate
 
     async def serve(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
@@ -79,7 +79,7 @@ async def test_http_with_a_key_over_tls(certificate: tuple[Path, Path]) -> None:
         told = await ask(Access("http", "open sesame", Tls(own)), address)
         assert (told.outcome, told.prompt_tokens) == ("ok", 3), told
         assert (await ask(Access("http", "wrong", Tls(own)), address)).reason == "INVALID_API_KEY"
-        assert (await ask(Access("http", "open sesame", Tls()), address)).reason == "NO_SERVER", "a stranger's certificate"
+        assert (await ask(Access("http", "open sesame", Tls()), address)).reason == "NO_SERVER", "the certificate is not trusted"
     finally:
         server.close()
 

@@ -1,4 +1,4 @@
-"""Rates, spread and determinism of the moments at which requests are sent."""
+"""Rate, spread and determinism of the times at which requests are sent."""
 
 import math
 import random
@@ -19,7 +19,7 @@ def gaps(arrivals: Arrivals, count: int = 40_000) -> np.ndarray:
 
 
 @pytest.mark.parametrize("arrivals", [Poisson(5.0), Gamma(5.0, 0.3), Gamma(5.0, 4.0), Constant(5.0)])
-def test_the_mean_rate_is_the_one_asked_for(arrivals: Arrivals) -> None:
+def test_the_mean_rate_is_the_requested_one(arrivals: Arrivals) -> None:
     assert gaps(arrivals).mean() == pytest.approx(1 / 5.0, rel=0.03)
 
 
@@ -41,7 +41,7 @@ def test_gamma_with_burstiness_one_is_poisson() -> None:
         assert np.quantile(ours, quantile) == pytest.approx(np.quantile(exponential, quantile), rel=0.05)
 
 
-def test_constant_is_even_from_zero_and_does_not_drift() -> None:
+def test_constant_arrivals_are_even_and_do_not_drift() -> None:
     times = moments(Constant(10.0), 100_001)
     assert times[:4] == [0.0, 0.1, 0.2, 0.3]
     assert times[-1] == 10_000.0
@@ -54,24 +54,24 @@ def test_times_never_decrease_and_none_is_negative(arrivals: Arrivals) -> None:
 
 
 @pytest.mark.parametrize("arrivals", [Poisson(7.0), Gamma(7.0, 0.5)])
-def test_the_seed_decides(arrivals: Arrivals) -> None:
+def test_the_seed_determines_the_times(arrivals: Arrivals) -> None:
     assert moments(arrivals, 100, seed=1) == moments(arrivals, 100, seed=1) != moments(arrivals, 100, seed=2)
 
 
-def test_a_replay_keeps_the_moments_and_ends() -> None:
+def test_a_replay_keeps_its_times_and_ends() -> None:
     assert moments(Replay((0.0, 1.0, 3.0)), 10) == [0.0, 1.0, 3.0]
     assert moments(Replay((0.0, 1.0, 3.0), speed=2.0), 10) == [0.0, 0.5, 1.5]
     assert moments(Replay(()), 10) == []
 
 
 @pytest.mark.parametrize("times", [(1.0, 0.5), (-1.0,), (math.nan,), (0.0, math.inf)])
-def test_a_replay_refuses_times_that_cannot_be_kept(times: tuple[float, ...]) -> None:
+def test_a_replay_refuses_invalid_times(times: tuple[float, ...]) -> None:
     with pytest.raises(ValueError, match="moments: number"):
         Replay(times)
 
 
 @pytest.mark.parametrize("value", [0.0, -1.0, math.nan, math.inf])
-def test_a_senseless_number_names_its_field(value: float) -> None:
+def test_the_error_for_an_invalid_number_names_its_field(value: float) -> None:
     for make in (Poisson, Constant, lambda rate: Gamma(rate, 1.0), parse("poisson"), parse("gamma:2")):
         with pytest.raises(ValueError, match=r"^rate: "):
             make(value)
@@ -81,15 +81,15 @@ def test_a_senseless_number_names_its_field(value: float) -> None:
         Replay((0.0,), speed=value)
 
 
-def test_the_command_line_text_names_a_constructor() -> None:
+def test_text_from_the_command_line_selects_a_process() -> None:
     assert parse("poisson")(2.0) == Poisson(2.0)
     assert parse(" constant ")(2.0) == Constant(2.0)
     assert parse("gamma:0.3")(2.0) == Gamma(2.0, 0.3)
 
 
 @pytest.mark.parametrize("text", ["", "uniform", "poisson:2", "constant:", "Gamma:1", "trace"])
-def test_an_unknown_process_is_refused_with_the_known_ones(text: str) -> None:
-    with pytest.raises(ValueError, match="none of poisson, constant, gamma:BURSTINESS"):
+def test_the_error_for_an_unknown_process_lists_the_known_ones(text: str) -> None:
+    with pytest.raises(ValueError, match="not one of poisson, constant, gamma:BURSTINESS"):
         parse(text)
 
 

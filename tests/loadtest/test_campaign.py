@@ -1,8 +1,9 @@
-"""A folder gives back what was measured, whole, or says what is wrong with it."""
+"""A campaign is loaded from its folder exactly as it was saved, or an error says what is wrong with the folder."""
 
 import json
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -49,7 +50,7 @@ def campaign() -> Campaign:
     )
 
 
-def test_what_is_saved_is_what_is_loaded(campaign: Campaign, tmp_path: Path) -> None:
+def test_a_saved_campaign_is_loaded_unchanged(campaign: Campaign, tmp_path: Path) -> None:
     campaign.save(tmp_path)
     again = Campaign.load(tmp_path)
     assert again == campaign
@@ -57,7 +58,7 @@ def test_what_is_saved_is_what_is_loaded(campaign: Campaign, tmp_path: Path) -> 
     assert len(list((tmp_path / "records").glob("*.jsonl"))) == 4
 
 
-def test_records_that_were_cut_off_make_the_run_partial(campaign: Campaign, tmp_path: Path) -> None:
+def test_truncated_records_make_the_run_partial(campaign: Campaign, tmp_path: Path) -> None:
     campaign.save(tmp_path)
     file = tmp_path / "records" / "0001.jsonl"
     file.write_bytes(file.read_bytes()[:-20])
@@ -65,7 +66,7 @@ def test_records_that_were_cut_off_make_the_run_partial(campaign: Campaign, tmp_
     assert [bool(probe.partial) for probe in again.probes] == [False, True, False, False] and len(again.probes[1].records) == 4
 
 
-def test_a_record_that_is_lost_from_the_file_makes_the_run_void(campaign: Campaign, tmp_path: Path) -> None:
+def test_a_lost_or_repeated_record_makes_the_run_void(campaign: Campaign, tmp_path: Path) -> None:
     campaign.save(tmp_path)
     file = tmp_path / "records" / "0001.jsonl"
     lines = file.read_text().splitlines(keepends=True)
@@ -82,11 +83,11 @@ def test_a_record_that_is_lost_from_the_file_makes_the_run_void(campaign: Campai
     [
         ({"version": 9}, "version 9"),
         ({"arms": []}, "does not name: A"),
-        ({"slo": {"ttft": 1}}, "is no campaign"),
-        ({"probes": [{}]}, "is no campaign"),
+        ({"slo": {"ttft": 1}}, "is not a campaign"),
+        ({"probes": [{}]}, "is not a campaign"),
     ],
 )
-def test_a_folder_that_holds_none_is_refused(change: dict[str, object], says: str, campaign: Campaign, tmp_path: Path) -> None:
+def test_a_folder_with_an_invalid_campaign_is_refused(change: dict[str, object], says: str, campaign: Campaign, tmp_path: Path) -> None:
     campaign.save(tmp_path)
     file = tmp_path / FILE
     file.write_text(json.dumps({**json.loads(file.read_text()), **change}))
@@ -94,15 +95,15 @@ def test_a_folder_that_holds_none_is_refused(change: dict[str, object], says: st
         Campaign.load(tmp_path)
 
 
-def test_no_folder_and_no_json_are_refused_by_name(tmp_path: Path) -> None:
+def test_the_error_for_a_missing_or_undecodable_file_names_it(tmp_path: Path) -> None:
     with pytest.raises(CampaignError, match=r"campaign\.json: No such file"):
         Campaign.load(tmp_path)
     (tmp_path / FILE).write_text("{")
-    with pytest.raises(CampaignError, match="is no campaign"):
+    with pytest.raises(CampaignError, match="is not a campaign"):
         Campaign.load(tmp_path)
 
 
-def test_parts_of_a_campaign_become_one(campaign: Campaign) -> None:
+def test_merge_joins_the_parts_of_a_campaign(campaign: Campaign) -> None:
     other = Arm("B", {"prefill.replicas": "1"})
     more = Probe("B", 1.0, 3, (record(1),), 1, 8.0)
     part = replace(campaign, arms=(*campaign.arms, other), probes=(more,), machine={**campaign.machine, "when": "later"}, partial="broken")
@@ -122,6 +123,6 @@ def test_parts_of_a_campaign_become_one(campaign: Campaign) -> None:
         ({"warm_up_s": 0.6}, "warm_up_s"),
     ],
 )
-def test_what_does_not_belong_together_is_not_put_together(campaign: Campaign, change: dict[str, object], named: str) -> None:
+def test_merge_refuses_parts_that_differ(campaign: Campaign, change: dict[str, Any], named: str) -> None:
     with pytest.raises(CampaignError, match=f"differ in {named}$"):
-        merge([campaign, replace(campaign, **change)])  # type: ignore[arg-type]
+        merge([campaign, replace(campaign, **change)])

@@ -1,4 +1,4 @@
-"""The order of measurement, the end of an arm's goodput, and arms that differ in nothing but their topology."""
+"""The order of measurement, the rate at which an arm's goodput ends, and arms that differ only in their topology."""
 
 import os
 
@@ -11,14 +11,14 @@ from loadtest.compare import Capacity, abba, capacity, judge_arm, next_rate, pil
 A, B, C = (Arm(name, {}) for name in "ABC")
 
 
-def test_abba_hits_every_arm_alike_with_a_drift() -> None:
+def test_the_abba_order_spreads_drift_evenly_over_the_arms() -> None:
     order = list(abba((A, B), (1, 2, 3, 4)))
     assert [(seed, arm.name) for seed, arm in order] == [(1, "A"), (1, "B"), (2, "B"), (2, "A"), (3, "A"), (3, "B"), (4, "B"), (4, "A")]
     for arms in ((A, B), (A, B, C)):
         moments: dict[str, int] = {}
         for moment, (_, arm) in enumerate(abba(arms, (1, 2))):
             moments[arm.name] = moments.get(arm.name, 0) + moment
-        assert len(set(moments.values())) == 1, "a machine that slows down steadily slows each as much"
+        assert len(set(moments.values())) == 1, "a machine that slows down steadily affects every arm equally"
 
 
 @pytest.mark.parametrize(
@@ -29,21 +29,21 @@ def test_abba_hits_every_arm_alike_with_a_drift() -> None:
         ([(4, 0.5), (1, 1.0), (2, 0.9)], Capacity(2, 4)),
         ([(1, 1.0), (2, 1.0)], Capacity(2, None)),
         ([(1, 0.2)], Capacity(None, 1)),
-        ([(1, 1.0), (2, 0.8), (4, 0.95)], Capacity(1, 2)),  # luck above a failure does not count
+        ([(1, 1.0), (2, 0.8), (4, 0.95)], Capacity(1, 2)),  # a success above a failure does not count
         ([(1, None), (2, 1.0)], Capacity(2, None)),  # nothing was due
     ],
 )
-def test_capacity(attained: list[tuple[float, float | None]], expected: Capacity) -> None:
+def test_capacity_is_the_last_rate_before_the_first_failure(attained: list[tuple[float, float | None]], expected: Capacity) -> None:
     assert capacity(attained) == expected
 
 
-def test_the_next_rate_lies_between() -> None:
+def test_the_next_rate_lies_between_the_bounds() -> None:
     assert next_rate(Capacity(2, 8)) == pytest.approx(4)
     assert next_rate(Capacity(2, None)) is None and next_rate(Capacity(None, 2)) is None
 
 
 class Simulated:
-    """Holds every rate up to `end`; remembers what was measured."""
+    """An arm that attains its SLO up to the rate `end`; records what was measured."""
 
     def __init__(self, end: float, partial: str = "") -> None:
         self.end, self.partial = end, partial
@@ -57,10 +57,10 @@ class Simulated:
         return 1.0 if probe.rate <= self.end else 0.5
 
 
-async def test_bisection_closes_in_on_where_the_arm_ends() -> None:
+async def test_bisection_converges_on_the_capacity_of_the_arm() -> None:
     arm = Simulated(5.0)
     chosen = await pilot_arm((16, 1, 4, 8, 32), arm.measure, arm.attained, bisections=4)
-    assert [rate for rate, why in arm.asked if why == "sweep"] == [1, 4, 8, 16], "two failures are enough"
+    assert [rate for rate, why in arm.asked if why == "sweep"] == [1, 4, 8, 16], "the sweep stops after two failures"
     fails = min(rate for rate, _ in arm.asked if rate > arm.end)
     assert chosen is not None and chosen <= arm.end < fails < chosen * 1.1
     tireless = Simulated(99.0)
@@ -69,17 +69,17 @@ async def test_bisection_closes_in_on_where_the_arm_ends() -> None:
     assert await pilot_arm((1, 2), hopeless.measure, hopeless.attained) is None
 
 
-async def test_the_other_seeds_judge_at_the_rate_that_the_first_chose() -> None:
+async def test_the_other_seeds_judge_at_the_rate_chosen_by_the_first() -> None:
     arm = Simulated(5.0)
     await judge_arm((1, 4, 8, 16), 4.6, arm.measure, arm.attained)
     assert arm.asked == [(1, "sweep"), (4, "sweep"), (8, "sweep"), (16, "sweep"), (4.6, "judge")]
     weaker = Simulated(1.0)
     await judge_arm((1, 4, 8, 16), 16, weaker.measure, weaker.attained)
-    assert weaker.asked[-1] == (16, "judge"), "a sweep that ended earlier does not spare the arm its rate"
+    assert weaker.asked[-1] == (16, "judge"), "the chosen rate is measured even if the sweep ended below it"
     for chosen in (4.0, None):
         again = Simulated(5.0)
         await judge_arm((1, 4), chosen, again.measure, again.attained)
-        assert len(again.asked) == 2, "a rate of the sweep is measured once, and without a rate there is nothing to judge"
+        assert len(again.asked) == 2, "a rate of the sweep is not measured again, and without a rate there is nothing to judge"
 
 
 async def test_a_broken_run_ends_the_arm() -> None:
@@ -95,7 +95,7 @@ COMMON = {"model.path": "nowhere", "engine.threads": "1"}
 ALL = ("colocated", "unchunked", "static", "dynamic", "disaggregated", "bypass")
 
 
-def test_arms_are_equal_but_for_the_topology() -> None:
+def test_arms_differ_only_in_topology() -> None:
     arms = make_arms(ALL, HARDWARE, (1, 1), 128)
     shared = check_equal(arms, COMMON, HARDWARE)
     assert shared["engine.threads"] == 1 and "prefill.replicas" not in shared and shared["model.path"] == "nowhere"
@@ -104,7 +104,7 @@ def test_arms_are_equal_but_for_the_topology() -> None:
     assert replicas == {**dict.fromkeys(ALL[:4], both), **dict.fromkeys(ALL[4:], split)}
 
 
-def test_an_arm_may_have_a_chunk_of_its_own() -> None:
+def test_an_arm_may_have_its_own_chunk_size() -> None:
     chunks = {
         arm.name: arm.topology["engine.max_num_batched_tokens"] for arm in make_arms(("colocated", "colocated@64"), HARDWARE, (1, 1), 128)
     }
@@ -129,7 +129,7 @@ def test_impossible_hardware_and_arms_are_refused() -> None:
         Hardware((0, 4096), 1)
     with pytest.raises(ClusterError, match="do not fill"):
         Hardware(HARDWARE.cores, 3)
-    with pytest.raises(ClusterError, match="'fast' is none of"):
+    with pytest.raises(ClusterError, match="'fast' is not one of"):
         make_arms(("fast",), HARDWARE, (1, 1), 128)
     for name in ("colocated@many", "unchunked@64"):
         with pytest.raises(ClusterError, match="after @"):
@@ -137,5 +137,5 @@ def test_impossible_hardware_and_arms_are_refused() -> None:
     for ratio in ((2, 1), (0, 1), (1, 0)):
         with pytest.raises(ClusterError, match="cannot be split"):
             make_arms(("disaggregated",), HARDWARE, ratio, 128)
-    assert make_arms(("colocated",), HARDWARE, (2, 1), 128), "a ratio that no arm uses is not looked at"
+    assert make_arms(("colocated",), HARDWARE, (2, 1), 128), "a ratio that no arm uses is not checked"
     assert set(default_cores()) == os.sched_getaffinity(0)

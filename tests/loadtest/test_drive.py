@@ -1,8 +1,9 @@
-"""The open loop: nothing waits for an answer but the next turn of the same session."""
+"""The open loop: only the next turn of the same session waits for an answer."""
 
 import asyncio
 import random
 from collections.abc import Callable, Sequence
+from typing import Any
 
 import pytest
 
@@ -41,16 +42,16 @@ class Fake:
         return answer
 
 
-def items(number: int, **fields: object) -> list[Item]:
-    return [Item((i,), 1, **fields) for i in range(number)]  # type: ignore[arg-type]
+def items(number: int, **fields: Any) -> list[Item]:
+    return [Item((i,), 1, **fields) for i in range(number)]
 
 
-async def go(door: Fake, todo: list[Item], rate: float = 100.0, duration_s: float = 0.3, **options: object) -> Run:
+async def go(door: Fake, todo: list[Item], rate: float = 100.0, duration_s: float = 0.3, **options: Any) -> Run:
     times = Constant(rate).times(random.Random(0))
-    return await drive(todo, times, door, duration_s=duration_s, timeout_s=5.0, **options)  # type: ignore[arg-type]
+    return await drive(todo, times, door, duration_s=duration_s, timeout_s=5.0, **options)
 
 
-async def test_requests_go_out_whether_or_not_the_server_answers() -> None:
+async def test_requests_are_sent_without_waiting_for_answers() -> None:
     """30 are due before the first answer comes; a closed loop would have sent one."""
     door = Fake(service_s=2.0)
     run = await go(door, items(100))
@@ -62,7 +63,7 @@ async def test_requests_go_out_whether_or_not_the_server_answers() -> None:
         assert record.outcome == "ok" and record.ended >= record.token_times[-1]
 
 
-async def test_the_turns_of_a_session_wait_for_each_other_and_carry_the_answers() -> None:
+async def test_a_turn_waits_for_the_previous_one_and_carries_its_answer() -> None:
     door = Fake(service_s=0.02, answer=lambda n: Answer("ok", tokens=[100 + n]))
     turns = [Item((1, 2), 1, "s"), Item((3,), 1, "s", think_s=0.05), Item((4,), 1, "s")]
     run = await go(door, [*turns, Item((9,), 1)], rate=1000)
@@ -75,7 +76,7 @@ async def test_the_turns_of_a_session_wait_for_each_other_and_carry_the_answers(
     assert [record.prompt_tokens for record in talk] == [2, 4, 6]
 
 
-async def test_a_session_ends_with_the_turn_that_failed_and_with_the_run() -> None:
+async def test_a_session_ends_with_a_failed_turn_or_with_the_run() -> None:
     refusing = Fake(answer=lambda n: Answer("refused", "SATURATED"))
     run = await go(refusing, [Item((1,), 1, "s"), Item((2,), 1, "s")])
     assert [record.reason for record in run.records] == ["SATURATED"] and run.records[0].output_tokens == 0
@@ -83,34 +84,34 @@ async def test_a_session_ends_with_the_turn_that_failed_and_with_the_run() -> No
     assert 2 <= len(late.records) <= 3, "a turn that would be due after the end is not sent"
 
 
-async def test_a_traces_own_times_are_kept() -> None:
+async def test_the_times_of_a_trace_are_kept() -> None:
     todo = [Item((1,), 1, at=0.1), Item((2,), 1, at=0.0), Item((3,), 1, at=9.0)]
     run = await drive(todo, iter(()), Fake(), duration_s=0.3, timeout_s=1)
     assert [record.scheduled for record in run.records] == [0.0, 0.1]
 
 
-async def test_no_arrivals_left_ends_the_plan() -> None:
+async def test_the_plan_ends_when_no_arrivals_are_left() -> None:
     run = await drive(items(10), iter([0.0, 0.01]), Fake(), duration_s=0.3, timeout_s=1)
     assert len(run.records) == 2
 
 
-async def test_a_server_that_is_gone_ends_the_run_with_what_there_is() -> None:
+async def test_a_lost_server_ends_the_run_and_keeps_its_records() -> None:
     gone = Fake(answer=lambda n: Answer("ok", tokens=[1]) if n < 10 else Answer("failed", NO_SERVER))
     run = await go(gone, items(5000), rate=500, duration_s=20)
     assert "the server is gone" in run.partial
     assert 10 + GONE_AFTER <= len(run.records) < 100 and sum(record.outcome == "ok" for record in run.records) == 10
     now_and_then = Fake(answer=lambda n: Answer("failed", NO_SERVER) if n % 2 else Answer("ok", tokens=[1]))
-    assert not (await go(now_and_then, items(200), rate=500)).partial, "failures in between do not end it"
+    assert not (await go(now_and_then, items(200), rate=500)).partial, "occasional failures do not end the run"
 
 
-async def test_streams_are_bounded_and_what_is_over_is_counted() -> None:
+async def test_streams_are_bounded_and_excess_requests_are_counted() -> None:
     door = Fake(service_s=0.4)
     run = await go(door, items(100), max_in_flight=5)
     reasons = [record.reason for record in run.records]
     assert door.most_at_once == 5 and reasons.count(GENERATOR_FULL) == 25 and len(reasons) == 30
 
 
-async def test_the_display_sees_what_goes_on() -> None:
+async def test_the_live_state_follows_the_run() -> None:
     live, seen = Live(), []
     door = Fake(service_s=0.1)
     running = asyncio.ensure_future(go(door, items(100), live=live))
@@ -121,7 +122,7 @@ async def test_the_display_sees_what_goes_on() -> None:
     assert max(flying for flying, _ in seen) > 3 and [ended for _, ended in seen] == sorted(ended for _, ended in seen)
 
 
-async def test_an_interrupted_run_keeps_its_records_and_leaves_nothing_behind() -> None:
+async def test_an_interrupted_run_keeps_its_records_and_leaves_no_stream() -> None:
     door, live = Fake(), Live()
     running = asyncio.ensure_future(go(door, items(4000), rate=200, duration_s=20, live=live))
     while len(live.records) < 5:
@@ -132,11 +133,11 @@ async def test_an_interrupted_run_keeps_its_records_and_leaves_nothing_behind() 
     running.cancel()
     with pytest.raises(asyncio.CancelledError):
         await running
-    assert door.at_once == 0 and 5 <= len(live.records) < 3000, "what came to an end is kept"
+    assert door.at_once == 0 and 5 <= len(live.records) < 3000, "the records of finished requests are kept"
 
 
 class Raising(Fake):
-    """Breaks on every third request, half of the time after it has sent tokens."""
+    """Raises on every third request, after its tokens were sent."""
 
     async def ask(self, prompt: Sequence[int], output_tokens: int, timeout_s: float, on_tokens: Callable[[int], None]) -> Answer:
         answer = await super().ask(prompt, output_tokens, timeout_s, on_tokens)
@@ -163,8 +164,8 @@ async def test_every_turn_that_becomes_due_is_counted() -> None:
     assert refused.due == len(refused.records) == 10, "the turns after a refusal never become due"
 
 
-async def test_a_fault_of_the_generator_itself_is_told(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Negative control of the count: no record is made, and the run cannot be taken for a good one."""
+async def test_a_fault_of_the_generator_itself_is_reported(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Negative control of the count: no record is made, and the run is not mistaken for a good one."""
     monkeypatch.setattr(drive_module, "Record", lambda **_: 1 / 0)
     run = await go(Fake(), items(100))
     assert run.partial == "the generator failed: ZeroDivisionError: division by zero"
@@ -172,7 +173,7 @@ async def test_a_fault_of_the_generator_itself_is_told(monkeypatch: pytest.Monke
 
 
 class Server:
-    """One place: an answer comes `service_s` after the one before it or after its own request, whichever is later."""
+    """Serves one request at a time: it answers `service_s` after the previous answer or after the request, whichever is later."""
 
     def __init__(self, service_s: float) -> None:
         self.service_s = service_s
@@ -187,10 +188,10 @@ class Server:
         return Answer("ok", tokens=[7])
 
 
-async def test_measured_waiting_times_are_those_of_the_queue_that_was_measured() -> None:
+async def test_measured_waiting_times_match_those_of_a_known_queue() -> None:
     """M/D/1: Poisson arrivals, one server, constant service. Pollaczek and Khinchine: mean wait = load · service / (2 (1 - load)).
 
-    The expected values of these very arrivals are computed by Lindley's recursion; the theory holds for the mean over all of them.
+    Lindley's recursion computes the expected values for exactly these arrivals; the formula gives the mean over all of them.
     """
     service, load, duration = 0.01, 0.6, 6.0
     moments = []
@@ -209,14 +210,14 @@ async def test_measured_waiting_times_are_those_of_the_queue_that_was_measured()
     told = summarise(run.records, Window(duration), Slo(ttft_s=1.0))
     assert told.requests == told.completed == len(moments) and told.attainment == 1.0
     assert told.lag_ms.max is not None
-    slack = 1000 * server.late + told.lag_ms.max + 1  # what a busy machine added, as seen by the server and by the generator itself
+    slack = 1000 * server.late + told.lag_ms.max + 1  # the delay that a busy machine added, as seen by the server and by the generator
     for percent, measured in ((50, told.ttft_ms.p50), (90, told.ttft_ms.p90), (99, told.ttft_ms.p99)):
         expected = percentile([1000 * (wait + service) for wait in waits], percent)
         assert measured is not None and expected is not None and expected - 0.5 <= measured <= expected + slack
 
 
-async def test_a_thousand_streams_do_not_disturb_its_clock() -> None:
-    """Behaviour, not speed: all of them were in flight at once, and each went out no earlier than it was due."""
+async def test_a_thousand_streams_do_not_disturb_the_schedule() -> None:
+    """Tests behaviour, not speed: all requests were in flight together, and none was sent before it was due."""
     door = Fake(service_s=4.0)
     run = await go(door, items(2000), rate=1000, duration_s=1.2)
     assert door.most_at_once >= 1000 and len(run.records) == 1200

@@ -1,4 +1,4 @@
-"""The HTTP door against servers that answer well, refuse, break off, or close kept connections."""
+"""The HTTP door against servers that answer correctly, refuse, break off, or close idle connections."""
 
 import asyncio
 import json
@@ -30,7 +30,7 @@ WHOLE = HEAD + event(1) + event(2) + event(2) + chunk("data: [DONE]\n\n") + "0\r
 
 
 class Server:
-    """Answers the n-th request with the n-th text, the last for ever; "" closes the connection."""
+    """Answers the n-th request with the n-th text and later requests with the last text; "" closes the connection."""
 
     def __init__(self, *answers: str) -> None:
         self.answers = answers
@@ -74,8 +74,8 @@ async def ask(opened: HttpDoor, on_tokens: Callable[[int], None] = lambda count:
     return await opened.ask([1, 2, 3], 2, timeout_s, on_tokens)
 
 
-async def test_tokens_are_counted_by_what_the_server_says() -> None:
-    """The last event holds text and no token."""
+async def test_tokens_are_counted_from_the_usage_the_server_sends() -> None:
+    """The last event contains text but no token."""
     server = Server(WHOLE)
     counted: list[int] = []
     async with door(server, "a key") as opened:
@@ -86,14 +86,14 @@ async def test_tokens_are_counted_by_what_the_server_says() -> None:
     assert body["prompt"] == [1, 2, 3] and body["max_tokens"] == 2 and body["ignore_eos"] is True and body["cache_salt"] == "salt"
 
 
-async def test_connections_are_kept_and_a_closed_one_is_replaced() -> None:
+async def test_connections_are_reused_and_a_closed_one_is_replaced() -> None:
     server = Server(WHOLE, WHOLE, "", WHOLE)
     async with door(server) as opened:
         assert [(await ask(opened)).outcome for _ in range(3)] == ["ok"] * 3
-    assert len(server.requests) == 4 and server.connections == 2, "the third was sent again on a new connection"
+    assert len(server.requests) == 4 and server.connections == 2, "the third request was sent again on a new connection"
 
 
-async def test_requests_at_once_have_connections_of_their_own() -> None:
+async def test_concurrent_requests_use_separate_connections() -> None:
     server = Server(WHOLE)
     async with door(server) as opened:
         told = await asyncio.gather(*(ask(opened) for _ in range(9)))
@@ -125,13 +125,13 @@ BROKEN = chunk('data: {"error": {"code": "worker_lost", "message": "gone"}}\n\n'
         (HEAD + event(1), "failed", "NOT_HTTP"),  # closed in the middle of the answer
     ],
 )
-async def test_what_goes_wrong_has_an_outcome_and_a_reason(answer: str, outcome: str, reason: str) -> None:
+async def test_every_failure_has_an_outcome_and_a_reason(answer: str, outcome: str, reason: str) -> None:
     async with door(Server(answer)) as opened:
         told = await ask(opened)
     assert told.outcome == outcome and told.reason.startswith(reason), told
 
 
-async def test_a_stalled_answer_is_a_timeout_and_its_connection_is_not_kept(monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_a_stalled_answer_is_a_timeout_and_its_connection_is_not_reused(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("loadtest.http_door.GRACE_S", 0.1)
     server = Server(HEAD + event(1, note="stall"), WHOLE)
     async with door(server) as opened:
@@ -140,12 +140,12 @@ async def test_a_stalled_answer_is_a_timeout_and_its_connection_is_not_kept(monk
         assert (await ask(opened)).outcome == "ok" and server.connections == 2
 
 
-async def test_nobody_there() -> None:
+async def test_a_missing_server_is_reported() -> None:
     async with HttpDoor("127.0.0.1:9") as opened:
         assert (await ask(opened)).reason == NO_SERVER
 
 
-def test_access_opens_the_door_that_is_asked_for(tmp_path: Path) -> None:
+def test_access_opens_the_requested_door(tmp_path: Path) -> None:
     assert isinstance(Access("http").door("127.0.0.1:1"), HttpDoor)
     with pytest.raises(ValueError, match="go together"):
         Tls(cert=tmp_path)

@@ -1,4 +1,4 @@
-"""Campaigns: which seed does what, and what is left when a cluster fails."""
+"""Campaigns: what each seed is used for, and what remains when a cluster fails."""
 
 import subprocess
 from collections.abc import Awaitable, Callable
@@ -28,7 +28,7 @@ BATON = "import sys; sys.stderr.write({!r}); sys.exit({})"
 
 @pytest.fixture
 def compared(monkeypatch: pytest.MonkeyPatch) -> Callable[..., Awaitable[Campaign]]:
-    """Only so many clusters come up, and only so many go down."""
+    """Compares arms with fake clusters, of which only the first `clusters` start and only the first `end` stop."""
 
     def make(clusters: int, end: int = 99, plan: Plan = PLAN, **changes: Any) -> Awaitable[Campaign]:
         left, ends = iter(range(clusters)), iter(range(end))
@@ -57,26 +57,26 @@ def compared(monkeypatch: pytest.MonkeyPatch) -> Callable[..., Awaitable[Campaig
     return make
 
 
-async def test_what_was_measured_before_a_cluster_failed_is_kept(compared: Callable[..., Awaitable[Campaign]]) -> None:
+async def test_results_from_before_a_cluster_failed_are_kept(compared: Callable[..., Awaitable[Campaign]]) -> None:
     campaign = await compared(3)
     assert len({(probe.arm, probe.seed) for probe in campaign.probes}) == 3 and "a port is taken" in campaign.partial
     assert not (await compared(4)).partial
 
 
-async def test_a_cluster_that_does_not_end_ends_the_campaign_and_keeps_it(compared: Callable[..., Awaitable[Campaign]]) -> None:
+async def test_a_cluster_that_does_not_stop_ends_the_campaign_and_keeps_its_results(compared: Callable[..., Awaitable[Campaign]]) -> None:
     campaign = await compared(4, end=2)
     assert len({(probe.arm, probe.seed) for probe in campaign.probes}) == 3 and "it did not end" in campaign.partial
 
 
-async def test_a_first_cluster_that_fails_is_an_error(compared: Callable[..., Awaitable[Campaign]]) -> None:
+async def test_a_failure_of_the_first_cluster_is_an_error(compared: Callable[..., Awaitable[Campaign]]) -> None:
     with pytest.raises(ClusterError, match="a port is taken"):
         await compared(0)
 
 
-async def test_the_pilot_bisects_and_the_others_judge(
+async def test_the_pilot_seed_bisects_and_the_other_seeds_judge(
     compared: Callable[..., Awaitable[Campaign]], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Every run attains all up to 3/s."""
+    """Every run attains its SLO fully up to 3 requests/s and not at all above."""
     monkeypatch.setattr(measure._Runs, "attained", lambda self, probe: 1.0 if probe.rate <= 3 else 0.0)
     campaign = await compared(9, rates=(2.0, 8.0), bisections=2)
     by_seed = {seed: [(p.rate, p.why) for p in campaign.probes if (p.seed, p.arm) == (seed, "colocated")] for seed in (1, 2)}
@@ -85,7 +85,7 @@ async def test_the_pilot_bisects_and_the_others_judge(
     assert dict(by_seed[2]) == {2.0: "sweep", 8.0: "sweep", chosen: "judge"}
 
 
-async def test_a_varied_chunk_is_told_of_the_arms_that_have_it(compared: Callable[..., Awaitable[Campaign]]) -> None:
+async def test_a_varied_chunk_size_is_shown_only_for_arms_that_use_it(compared: Callable[..., Awaitable[Campaign]]) -> None:
     campaign = await compared(99, vary=("chunk", ("64", "256")), arms=("colocated", "colocated@32"))
     chunks = {arm.name: arm.topology["engine.max_num_batched_tokens"] for arm in campaign.arms}
     assert chunks == {"colocated": "64 | 256", "colocated@32": "32"}
@@ -94,17 +94,17 @@ async def test_a_varied_chunk_is_told_of_the_arms_that_have_it(compared: Callabl
 @pytest.mark.parametrize(
     ("code", "says"), [(BATON.format("no such cluster", 3), "no such cluster"), ("import time; time.sleep(60)", "did not end within 0.5 s")]
 )
-async def test_what_down_says_is_heard(monkeypatch: pytest.MonkeyPatch, code: str, says: str) -> None:
+async def test_errors_from_baton_down_are_reported(monkeypatch: pytest.MonkeyPatch, code: str, says: str) -> None:
     real = subprocess.run
     monkeypatch.setattr(cluster, "DOWN_WITHIN_S", 0.5 if "sleep" in code else 30.0)
     monkeypatch.setattr(subprocess, "run", lambda command, **options: real([command[0], "-c", code], **options))
     with pytest.raises(ClusterError, match=says):
         await RunningCluster({}, "x").__aexit__(None, None, None)
-    await RunningCluster({}, "x").__aexit__(KeyError, KeyError(), None)  # an error that is on its way is not replaced
+    await RunningCluster({}, "x").__aexit__(KeyError, KeyError(), None)  # a pending error is not replaced
 
 
-def test_seeds_that_repeat_are_refused() -> None:
-    with pytest.raises(ValueError, match="seeds: 1,1: a seed that stands twice"):
+def test_repeated_seeds_are_refused() -> None:
+    with pytest.raises(ValueError, match="seeds: 1,1: a seed that occurs twice"):
         replace(PLAN, seeds=(1, 1))
 
 
@@ -118,14 +118,14 @@ class Silent:
     async def __aexit__(self, *_: object) -> None: ...
 
 
-async def test_sessions_need_the_door_that_tells_token_ids(monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_sessions_need_a_door_that_returns_token_ids(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(Access, "door", lambda *_: Silent())
     sessions = replace(PLAN, workload=replace(WORKLOAD, turns="2"), access=Access("http"))
-    with pytest.raises(ValueError, match="HTTP door tells no token ids"):
+    with pytest.raises(ValueError, match="HTTP door reports no token ids"):
         await measure_endpoint(sessions, "127.0.0.1:1", 1.0)
 
 
-async def test_a_long_trace_says_how_far_it_is(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+async def test_reading_a_long_trace_reports_progress(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     path = tmp_path / "trace.csv"
     path.write_text("Timestamp,Request tokens,Response tokens\n" + "".join(f"{i / 100},5,5\n" for i in range(50_001)))
     told: list[str] = []

@@ -1,4 +1,4 @@
-"""Formulae against time lines that can be computed by hand, and against independent words for the same thing."""
+"""The formulas, checked against timelines computed by hand and against independent implementations."""
 
 import itertools
 import json
@@ -56,7 +56,7 @@ def answered(first: float = 0.2, *gaps: float, due: float = 0.0, lag: float = 0.
 
 
 def lost(outcome: Outcome, reason: str = "", due: float = 0.0, **fields: Any) -> Record:
-    """No token came."""
+    """A request that received no token."""
     nothing = {"token_times": (), "output_tokens": 0, "prefill_worker": "", "decode_worker": "", "transport": ""}
     moved = {"prompt_tokens": 0, "kv_bytes": 0, "kv_blocks": 0}
     return answered(due=due, ended=due + 0.001, asked_tokens=8, outcome=outcome, reason=reason, **{**nothing, **moved, **fields})
@@ -88,7 +88,7 @@ slos = st.builds(
 # One request
 
 
-def test_the_worked_example() -> None:
+def test_a_worked_example_of_one_request() -> None:
     """TTFT 200 ms, 50 tokens, E2E 2200 ms: TPOT 40.8 ms."""
     record = answered(0.2, *[2.0 / 49] * 49, due=5.0, lag=0.05)
     assert ttft(record) == pytest.approx(0.2)
@@ -98,13 +98,13 @@ def test_the_worked_example() -> None:
     assert lag(record) == pytest.approx(0.05)
 
 
-def test_time_counts_from_when_the_request_was_due_not_from_when_it_was_sent() -> None:
+def test_latencies_count_from_the_due_time_and_not_from_the_send_time() -> None:
     record = answered(0.5, 0.1, due=1.0, lag=0.4)
     assert ttft(record) == pytest.approx(0.5)
     assert e2e(record) == pytest.approx(0.6)
 
 
-def test_gaps_are_each_their_own() -> None:
+def test_itl_lists_every_gap() -> None:
     assert itl(answered(0.2, 0.1, 0.3, 0.0)) == pytest.approx((0.1, 0.3, 0.0))
 
 
@@ -120,14 +120,14 @@ def test_one_token_has_a_ttft_and_no_tpot() -> None:
     assert itl(record) == ()
 
 
-def test_no_token_has_nothing() -> None:
+def test_a_request_without_tokens_has_no_latencies() -> None:
     record = lost("failed")
     assert (ttft(record), tpot(record), e2e(record), itl(record)) == (None, None, None, ())
     assert (server_time(record), stage_sum_gap(record), ttft_parts(record)) == (None, None, None)
 
 
 @given(records())
-def test_ttft_and_gaps_add_up_to_the_whole(record: Record) -> None:
+def test_ttft_and_gaps_add_up_to_e2e(record: Record) -> None:
     first, whole = ttft(record), e2e(record)
     if first is None or whole is None:
         reject()
@@ -136,7 +136,7 @@ def test_ttft_and_gaps_add_up_to_the_whole(record: Record) -> None:
         assert first + per_token * (record.output_tokens - 1) == pytest.approx(whole)
 
 
-def test_the_servers_time_is_the_sum_of_its_consecutive_stages_and_not_of_their_parts() -> None:
+def test_server_time_sums_the_consecutive_stages_and_not_their_parts() -> None:
     record = answered(
         0.2,
         0.8,
@@ -144,27 +144,27 @@ def test_the_servers_time_is_the_sum_of_its_consecutive_stages_and_not_of_their_
         stages_ms=stages(queue=10, prefill=80, transfer=9, decode=783, prefill_wait=30, prefill_compute=45, read=5, verify=2),
     )
     assert server_time(record) == pytest.approx(0.882)
-    assert stage_sum_gap(record) == pytest.approx((0.9 - 0.882) / 0.9)  # from `sent`: the lag is none of the server's
+    assert stage_sum_gap(record) == pytest.approx((0.9 - 0.882) / 0.9)  # from `sent`: the lag is not the server's
 
 
-def test_stages_that_claim_more_than_there_was_differ_just_as_much() -> None:
+def test_the_stage_gap_also_counts_stages_that_claim_too_much() -> None:
     assert stage_sum_gap(answered(0.5, 0.5, stages_ms=stages(decode=1100))) == pytest.approx(0.1)
 
 
-def test_parts_of_the_ttft_add_up_to_it() -> None:
+def test_the_parts_of_the_ttft_add_up() -> None:
     record = answered(0.2, lag=0.01, stages_ms=stages(queue=10, prefill=150, prefill_wait=40, prefill_compute=100))
     expected = {"queue": 0.01, "prefill_wait": 0.04, "prefill_compute": 0.1, "prefill": 0.01, "client": 0.04}
     assert ttft_parts(record) == pytest.approx(expected)
 
 
-def test_parts_of_the_ttft_are_never_negative() -> None:
-    """After a retry the server's prefill holds both attempts."""
+def test_the_parts_of_the_ttft_are_never_negative() -> None:
+    """After a retry the server's prefill time includes both attempts."""
     parts = ttft_parts(answered(0.2, stages_ms=stages(prefill=300, prefill_wait=10, prefill_compute=350)))
     assert parts is not None
     assert parts["client"] == parts["prefill"] == 0.0
 
 
-# A promise
+# The SLO
 
 
 @pytest.mark.parametrize(
@@ -184,9 +184,9 @@ def test_an_slo_is_read_from_text(text: str, slo: Slo) -> None:
 @pytest.mark.parametrize(
     ("text", "message"),
     [
-        ("", "'' is none of ttft, tpot, itl_p99"),
-        ("e2e=1s", "'e2e' is none of"),
-        ("ttft=1s,", "'' is none of"),
+        ("", "'' is not one of ttft, tpot, itl_p99"),
+        ("e2e=1s", "'e2e' is not one of"),
+        ("ttft=1s,", "'' is not one of"),
         ("ttft", "ttft= is not a time"),
         ("ttft=500", "ttft=500 is not a time with its unit"),
         ("ttft=5us", "ttft=5us is not a time"),
@@ -197,7 +197,7 @@ def test_an_slo_is_read_from_text(text: str, slo: Slo) -> None:
         ("ttft=1s,ttft=2s", "ttft is given twice"),
     ],
 )
-def test_a_bad_slo_is_named(text: str, message: str) -> None:
+def test_the_error_for_a_bad_slo_names_it(text: str, message: str) -> None:
     with pytest.raises(ValueError, match=message):
         Slo.parse(text)
 
@@ -229,7 +229,7 @@ def test_an_impossible_slo_is_refused(limits: dict[str, float]) -> None:
         (lost("timeout"), LOOSE, "timeout"),
     ],
 )
-def test_what_breaks_a_promise(record: Record, slo: Slo, what: str | None) -> None:
+def test_the_first_broken_limit_of_an_slo_is_named(record: Record, slo: Slo, what: str | None) -> None:
     assert broken(record, slo) == what
     assert meets(record, slo) == (what is None)
 
@@ -245,7 +245,7 @@ def test_what_breaks_a_promise(record: Record, slo: Slo, what: str | None) -> No
         ({}, "unknown"),
     ],
 )
-def test_a_late_first_token_is_the_fault_of_the_longest_part(told: dict[str, float], where: str) -> None:
+def test_a_late_first_token_is_attributed_to_the_longest_part(told: dict[str, float], where: str) -> None:
     assert miss_reason(answered(0.5, stages_ms=told), Slo(ttft_s=0.2)) == Miss("ttft", where)
 
 
@@ -259,11 +259,11 @@ MOVED = stages(transfer=30)
         (answered(0.1, 0.3, 0.04, 0.04, stages_ms=MOVED), Slo(tpot_s=0.05), Miss("tpot", "transfer")),
         (answered(0.1, 0.3, 0.06, 0.06, stages_ms=MOVED), Slo(tpot_s=0.05), Miss("tpot", "decode")),
         (answered(0.1, 0.04, 0.3, 0.04, stages_ms=MOVED), Slo(tpot_s=0.05), Miss("tpot", "decode")),
-        (answered(0.1, 0.3, stages_ms=MOVED), Slo(tpot_s=0.05), Miss("tpot", "transfer")),  # two tokens: the gap is all there is
+        (answered(0.1, 0.3, stages_ms=MOVED), Slo(tpot_s=0.05), Miss("tpot", "transfer")),  # two tokens: there is only one gap
         (answered(0.1, 0.3, 0.04, 0.04, stages_ms=stages()), Slo(tpot_s=0.05), Miss("tpot", "decode")),  # bypass: nothing moved
         (answered(0.1, 0.3, *[0.04] * 9, stages_ms=MOVED), Slo(itl_p99_s=0.1), Miss("itl_p99", "transfer")),
         (answered(0.1, 0.3, *[0.04] * 9, 0.3, stages_ms=MOVED), Slo(itl_p99_s=0.1), Miss("itl_p99", "decode")),
-        # The handoff does not explain the ITL, whatever it does to the TPOT, which holds.
+        # The handoff does not explain the ITL. The TPOT is met.
         (answered(0.1, 0.2, *[0.01] * 20, 0.2, stages_ms=MOVED), Slo(tpot_s=0.05, itl_p99_s=0.1), Miss("itl_p99", "decode")),
         (answered(0.1, 0.01, asked_tokens=3), LOOSE, Miss("short", "output")),
         (lost("refused", "SATURATED"), LOOSE, Miss("refused", "SATURATED")),
@@ -271,19 +271,19 @@ MOVED = stages(transfer=30)
         (answered(0.1), LOOSE, None),
     ],
 )
-def test_who_is_to_blame(record: Record, slo: Slo, miss: Miss | None) -> None:
+def test_a_miss_is_attributed_to_its_cause(record: Record, slo: Slo, miss: Miss | None) -> None:
     assert miss_reason(record, slo) == miss
 
 
 @given(records(), slos)
-def test_what_is_missed_has_a_reason_and_nothing_else_has(record: Record, slo: Slo) -> None:
+def test_only_a_missed_slo_has_a_reason(record: Record, slo: Slo) -> None:
     miss = miss_reason(record, slo)
     assert (miss is None) == meets(record, slo)
     assert (miss.what if miss else None) == broken(record, slo)
 
 
 @given(records(), slos, st.floats(1.0, 10.0))
-def test_a_looser_promise_is_kept_whenever_the_tighter_one_was(record: Record, slo: Slo, factor: float) -> None:
+def test_a_looser_slo_is_met_whenever_the_tighter_one_is(record: Record, slo: Slo, factor: float) -> None:
     looser = Slo(**{f"{name}_s": limit * factor for name, limit in slo.limits.items()})
     assert meets(record, looser) or not meets(record, slo)
 
@@ -297,7 +297,7 @@ def test_an_impossible_window_is_refused(times: tuple[float, float, float]) -> N
         Window(*times)
 
 
-def test_the_window_takes_what_was_due_in_it_however_long_it_took() -> None:
+def test_the_window_selects_requests_by_due_time_only() -> None:
     window = Window(duration_s=10.0, warm_up_s=2.0, cool_down_s=1.0)
     due = [1.999, 2.0, 8.999, 9.0]
     taken = window.select([answered(50.0, due=at, lag=5.0) for at in due])
@@ -305,7 +305,7 @@ def test_the_window_takes_what_was_due_in_it_however_long_it_took() -> None:
     assert window.length == 7.0
 
 
-def test_goodput_and_attainment_by_hand() -> None:
+def test_goodput_and_attainment_match_a_hand_calculation() -> None:
     """Ten seconds, five requests, two of them good: 0.2 a second, 40 %."""
     run = [answered(0.1), answered(0.3), answered(0.1, due=9.9), lost("refused"), lost("timeout"), answered(0.1, due=10.0)]
     slo = Slo(ttft_s=0.2)
@@ -314,7 +314,7 @@ def test_goodput_and_attainment_by_hand() -> None:
 
 
 def naive_good(record: Record, slo: Slo) -> bool:
-    """The definitions once more, without looking at metrics.py."""
+    """A second implementation of the definitions, independent of the first."""
     times = record.token_times
     if record.outcome != "ok" or len(times) != record.asked_tokens:
         return False
@@ -329,7 +329,7 @@ def naive_good(record: Record, slo: Slo) -> bool:
 
 
 @given(st.lists(records(), max_size=20), slos, st.sampled_from([WINDOW, Window(10.0, 2.5, 1.5), Window(1.0)]))
-def test_goodput_agrees_with_the_naive_one(run: list[Record], slo: Slo, window: Window) -> None:
+def test_goodput_agrees_with_a_naive_implementation(run: list[Record], slo: Slo, window: Window) -> None:
     due = [r for r in run if window.warm_up_s <= r.scheduled < window.duration_s - window.cool_down_s]
     good = sum(naive_good(record, slo) for record in due)
     assert goodput(run, window, slo) * window.length == pytest.approx(good)
@@ -345,12 +345,12 @@ def test_a_late_generator_makes_the_run_void() -> None:
     assert void_reason(late, WINDOW, max_lag_s=0.06) is None
 
 
-def test_one_late_request_in_a_thousand_does_not() -> None:
+def test_one_late_request_in_a_thousand_does_not_make_the_run_void() -> None:
     run = [answered(due=i / 1000, lag=0.5 if i == 7 else 0.010) for i in range(1000)]  # the limit itself is allowed
     assert void_reason(run, WINDOW) is None
 
 
-def test_lag_outside_the_window_does_not_count_and_nothing_in_it_is_void() -> None:
+def test_lag_outside_the_window_does_not_count_and_an_empty_window_is_void() -> None:
     run = [answered(due=0.0, lag=1.0, first=2.0)]
     assert void_reason([*run, answered(due=5.0)], Window(10.0, warm_up_s=1.0)) is None
     assert void_reason(run, Window(10.0, warm_up_s=1.0)) == "no request was due in the window"
@@ -360,7 +360,7 @@ def flight(sent: float, ended: float, **fields: Any) -> Record:
     return answered(due=sent, ended=ended, **fields)
 
 
-def test_concurrency_by_hand() -> None:
+def test_concurrency_matches_a_hand_calculation() -> None:
     """Two overlap for one second; the third starts as they end; the last ends before the window and was refused."""
     run = [flight(1, 4), flight(3, 5), flight(5, 6, outcome="failed"), flight(7, 7), flight(0.2, 0.9, outcome="refused")]
     seen = concurrency(run, Window(11.0, warm_up_s=1.0))
@@ -369,7 +369,7 @@ def test_concurrency_by_hand() -> None:
     assert seen.mean == pytest.approx((3 + 2 + 1) / 10)
 
 
-def test_concurrency_counts_what_was_in_flight_when_the_window_opened_and_closed() -> None:
+def test_concurrency_counts_requests_in_flight_at_the_edges_of_the_window() -> None:
     seen = concurrency([flight(0, 3), flight(9, 99), flight(50, 60)], Window(12.0, warm_up_s=2.0, cool_down_s=2.0))
     assert (seen.times, seen.in_flight) == ((2, 3, 9), (1, 0, 1))
     assert seen.mean == pytest.approx((1 + 1) / 8)
@@ -377,14 +377,14 @@ def test_concurrency_counts_what_was_in_flight_when_the_window_opened_and_closed
 
 @given(st.lists(st.tuples(st.integers(0, 20), st.integers(0, 8)), max_size=12))
 def test_concurrency_agrees_with_counting_at_each_moment(spans: list[tuple[int, int]]) -> None:
-    """Whole seconds: [t, t + 1) is all alike, so counting at each t is counting everywhere."""
+    """Times are whole seconds, so nothing changes within [t, t + 1) and counting at each t is exact."""
     seen = concurrency([flight(began, began + length) for began, length in spans], Window(18.0, 3.0, 2.0))
     counts = [sum(began <= t < began + length for began, length in spans) for t in range(3, 16)]
     assert seen.max == max(counts)
     assert seen.mean == pytest.approx(statistics.fmean(counts))
 
 
-def test_the_fullest_second_counts_tokens_of_every_request() -> None:
+def test_the_busiest_second_counts_tokens_of_every_request() -> None:
     run = [answered(1.5, 0.6, 0.5), answered(2.2, outcome="failed"), answered(0.0, *[0.01] * 50)]  # tokens at 1.5, 2.1, 2.6 and 2.2
     assert max_output_tokens_per_s(run, Window(10.0, warm_up_s=1.0)) == 3
     assert max_output_tokens_per_s(run, Window(2.5, warm_up_s=1.0)) == 2  # from 1 to 2 one, from 2 to 2.5 two
@@ -401,7 +401,7 @@ def test_percentiles_interpolate() -> None:
     assert percentile([], 99) is None
 
 
-def test_a_distribution_by_hand() -> None:
+def test_a_distribution_matches_a_hand_calculation() -> None:
     values = Distribution.of([float(i) for i in range(101)])
     assert (values.count, values.mean, values.p50, values.p90, values.p99, values.max) == (101, 50.0, 50.0, 90.0, 99.0, 100.0)
     assert values.std == pytest.approx(math.sqrt((101**2 - 1) / 12))
@@ -443,7 +443,7 @@ def a_run() -> list[Record]:
     ]
 
 
-def test_a_summary_by_hand() -> None:
+def test_a_summary_matches_a_hand_calculation() -> None:
     summary = summarise(a_run(), WINDOW, Slo(ttft_s=0.3, tpot_s=0.15))
     assert (summary.requests, summary.completed, summary.met) == (6, 3, 1)
     assert summary.outcomes == {"ok": 3, "refused": 2, "failed": 1}
@@ -473,7 +473,7 @@ def test_a_summary_by_hand() -> None:
     assert summary.stage_sum_gap.max == pytest.approx((100 - 90) / 100)
 
 
-def test_stages_are_of_the_requests_that_went_through_them() -> None:
+def test_stage_times_cover_only_the_requests_that_reached_the_stage() -> None:
     told = summarise(a_run(), WINDOW).stages_ms
     counts = {stage: values.count for stage, values in told.items()}
     assert counts == {"queue": 3, "prefill": 3, "prefill_wait": 2, "prefill_compute": 2, "transfer": 1, "read": 1, "verify": 1, "decode": 2}
@@ -499,7 +499,7 @@ VLLM_KEYS = {
 } | {f"{statistic}_{name}_ms" for statistic in ("mean", "median", "std", "p90", "p99") for name in ("ttft", "tpot", "itl", "e2el")}
 
 
-def test_the_json_has_the_keys_of_vllm_with_its_meanings() -> None:
+def test_the_json_has_the_keys_of_vllm_with_the_same_meanings() -> None:
     told = summarise(a_run(), WINDOW, Slo(ttft_s=0.3, tpot_s=0.15)).as_json()
     assert set(told) >= VLLM_KEYS
     assert (told["duration"], told["completed"], told["failed"]) == (10.0, 3, 3)
@@ -537,7 +537,7 @@ def test_a_window_without_a_request_is_void_and_has_no_numbers(run: list[Record]
     assert told["mean_ttft_ms"] is told["p99_itl_ms"] is told["stages_ms"]["queue"]["p50"] is None
 
 
-def test_a_run_in_which_all_were_refused() -> None:
+def test_a_run_with_only_refusals_is_not_void_and_has_zero_goodput() -> None:
     summary = summarise([lost("refused", "SATURATED", due=i / 10) for i in range(100)], WINDOW, LOOSE)
     assert (summary.completed, summary.goodput, summary.attainment) == (0, 0.0, 0.0)
     assert summary.misses == {Miss("refused", "SATURATED"): 100}
@@ -546,8 +546,8 @@ def test_a_run_in_which_all_were_refused() -> None:
     assert "NaN" not in json.dumps(summary.as_json(), allow_nan=False)
 
 
-def test_what_the_warm_up_left_in_flight_is_part_of_the_load() -> None:
-    """Due before the window, it is in no latency; its tokens and its place on the server are there all the same."""
+def test_requests_in_flight_after_the_warm_up_are_part_of_the_load() -> None:
+    """A request due before the window counts in no latency, but its tokens and its place on the server do count."""
     run = (record for record in [answered(2.5, 0.1, 0.1, due=0.0), answered(0.6, due=2.0)])
     summary = summarise(run, Window(10.0, warm_up_s=1.0))
     assert (summary.requests, summary.output_tokens) == (1, 1)
@@ -555,21 +555,21 @@ def test_what_the_warm_up_left_in_flight_is_part_of_the_load() -> None:
     assert summary.mean_concurrent_requests == pytest.approx((1.7 + 0.6) / 9)
 
 
-def test_single_tokens_have_no_tpot_and_meet_a_promise_on_it() -> None:
+def test_single_token_answers_have_no_tpot_and_meet_any_tpot_slo() -> None:
     summary = summarise([answered(0.2, due=float(i)) for i in range(10)], WINDOW, Slo(tpot_s=0.01))
     assert summary.attainment == 1.0
     assert summary.tpot_ms.count == summary.itl_ms.count == 0
     assert summary.as_json()["mean_tpot_ms"] is None
 
 
-def test_a_late_generator_is_told_in_the_summary() -> None:
+def test_the_summary_reports_a_late_generator() -> None:
     run = [answered(first=0.5, due=1.0, lag=0.02)]
     assert "late" in (summarise(run, WINDOW).void or "")
     assert summarise(run, WINDOW, max_lag_s=0.02).void is None
 
 
 @given(st.lists(records(), max_size=12), slos)
-def test_everything_is_counted_once_and_goes_into_json(run: list[Record], slo: Slo) -> None:
+def test_the_summary_counts_every_request_once_and_fits_into_json(run: list[Record], slo: Slo) -> None:
     summary = summarise(iter(run), WINDOW, slo)
     assert summary.met == summary.requests - sum(summary.misses.values())
     assert summary.goodput == pytest.approx((summary.met or 0) / WINDOW.length)
@@ -602,22 +602,22 @@ T_TABLE = {
 
 
 @pytest.mark.parametrize("freedom", T_TABLE)
-def test_t_agrees_with_the_table(freedom: int) -> None:
+def test_t_quantiles_agree_with_printed_tables(freedom: int) -> None:
     assert t_quantile(freedom, 0.95) == pytest.approx(T_TABLE[freedom][0], abs=5.1e-4)
     assert t_quantile(freedom, 0.99) == pytest.approx(T_TABLE[freedom][1], abs=5.1e-4)
 
 
-def test_t_becomes_the_normal_quantile() -> None:
+def test_t_converges_to_the_normal_quantile() -> None:
     assert t_quantile(100_000, 0.95) == pytest.approx(statistics.NormalDist().inv_cdf(0.975), abs=1e-4)
 
 
 @pytest.mark.parametrize(("freedom", "confidence"), [(0, 0.95), (3, 0.0), (3, 1.0)])
-def test_no_t_outside_its_range(freedom: int, confidence: float) -> None:
+def test_t_outside_its_range_is_refused(freedom: int, confidence: float) -> None:
     with pytest.raises(ValueError, match="no t for"):
         t_quantile(freedom, confidence)
 
 
-def test_an_interval_by_hand() -> None:
+def test_an_interval_matches_a_hand_calculation() -> None:
     """Mean 4, s = 2, n = 3: 4 +- 4.303 * 2 / sqrt(3)."""
     estimate = mean_and_interval([2.0, 4.0, 6.0])
     assert (estimate.count, estimate.mean) == (3, 4.0)
@@ -626,7 +626,7 @@ def test_an_interval_by_hand() -> None:
     assert (mean_and_interval([2.0, 4.0, 6.0], 0.99).half_width or 0) > 2 * (estimate.half_width or 0)
 
 
-def test_one_run_has_no_interval_and_none_has_no_mean() -> None:
+def test_one_run_has_no_interval_and_no_runs_have_no_mean() -> None:
     one, none = mean_and_interval([3.0]), mean_and_interval([])
     assert (one.mean, one.half_width, one.low, one.high) == (3.0, None, None, None)
     assert (none.count, none.mean, none.half_width, none.low, none.high) == (0, None, None, None, None)
@@ -637,8 +637,8 @@ def test_a_mean_of_nan_is_refused() -> None:
         mean_and_interval([1.0, math.nan])
 
 
-def test_the_interval_holds_the_true_mean_as_often_as_it_says() -> None:
-    """2000 experiments of four normal values: the tables of the normal distribution would hold only 85 % of the time."""
+def test_the_interval_contains_the_true_mean_as_often_as_it_claims() -> None:
+    """2000 experiments of four normal values: with normal quantiles the interval would contain the mean only 85 % of the time."""
     normal = statistics.NormalDist(10.0, 3.0)
     draws = normal.samples(8000, seed=1)
     held = 0

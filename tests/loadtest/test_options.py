@@ -58,7 +58,7 @@ OTHERS: dict[str, Any] = {
 
 
 def test_every_flag_reaches_the_plan() -> None:
-    """A field that is renamed in one place is not silently None in the other."""
+    """A field that is renamed in only one place does not silently become None."""
     load = options.Load(**OTHERS)
     assert {field.name for field in fields(options.Load)} == OTHERS.keys()
     measured = options.Measured(slo="ttft=1s", warm_up=4.0, cool_down=5.0, timeout=6.0, seeds="9,8")
@@ -83,7 +83,7 @@ def test_tls_is_on_when_any_of_its_files_is_named(tmp_path: Path) -> None:
         named.context()
 
 
-def test_every_command_is_described() -> None:
+def test_every_command_has_a_help_page() -> None:
     for command in ("run", "compare", "replay", "diff"):
         shown = CliRunner().invoke(cli.app, [command, "--help"])
         assert shown.exit_code == 0, shown.output

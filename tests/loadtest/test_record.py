@@ -1,4 +1,4 @@
-"""Records through a file and back, and every way in which a line can be wrong."""
+"""Records survive a file, and every kind of bad line is reported."""
 
 import json
 from collections.abc import Callable
@@ -62,7 +62,7 @@ def records(draw: st.DrawFn) -> Record:
 
 
 def changed(**fields: Any) -> str:
-    """The record's line with other fields; None leaves one out."""
+    """The record's line with some fields changed; None removes a field."""
     told = {**json.loads(RECORD.to_json()), **fields}
     return json.dumps({key: value for key, value in told.items() if value is not None})
 
@@ -74,14 +74,14 @@ def refusal(line: str) -> str:
 
 
 @given(records())
-def test_a_record_comes_back_from_its_line(record: Record) -> None:
+def test_a_record_survives_its_encoding(record: Record) -> None:
     line = record.to_json()
     assert "\n" not in line
     assert Record.from_json(line) == record
 
 
 def test_every_field_of_the_record_is_in_its_line() -> None:
-    """Two fields under one key, or one that is filled in on the way back, would show here."""
+    """Detects two fields under one key, and a field that only the decoder fills in."""
     line = json.loads(RECORD.to_json())
     assert len(line) == len(Record.__slots__)
     for name in Record.__slots__:
@@ -107,7 +107,7 @@ def test_times_are_kept_to_the_microsecond() -> None:
     assert (line["due"], line["token_times"], line["ended"], line["stages_ms"]) == (0.333333, [1.333333], 1.666667, {"queue": 0.333})
 
 
-def test_no_line_is_made_of_a_time_that_is_not_finite() -> None:
+def test_a_time_that_is_not_finite_cannot_be_written() -> None:
     with pytest.raises(ValueError, match="not JSON compliant"):
         replace(RECORD, ended=float("nan")).to_json()
 
@@ -123,17 +123,17 @@ def test_an_unknown_field_is_refused() -> None:
 
 @pytest.mark.parametrize("key", COUNTS)
 @pytest.mark.parametrize("value", [-1, 1.0, True, "1", [1]])
-def test_a_count_is_a_whole_number(key: str, value: Any) -> None:
+def test_a_count_must_be_a_whole_number(key: str, value: Any) -> None:
     assert refusal(changed(**{key: value})).startswith(f"{key}: ")
 
 
 @pytest.mark.parametrize("key", TEXTS)
-def test_a_text_is_a_text(key: str) -> None:
+def test_a_text_field_must_be_text(key: str) -> None:
     assert refusal(changed(**{key: 1})).startswith(f"{key}: ")
 
 
 @pytest.mark.parametrize("value", [True, "1", [], float("nan"), float("inf"), 10**400])
-def test_a_time_is_a_finite_number(value: Any) -> None:
+def test_a_time_must_be_a_finite_number(value: Any) -> None:
     for key in ("due", "sent", "ended"):
         assert refusal(changed(**{key: value})).startswith(f"{key}: ")
     assert refusal(changed(token_times=[1.45, value])).startswith("token_times[1]: ")
@@ -143,7 +143,7 @@ def test_a_time_is_a_finite_number(value: Any) -> None:
 @pytest.mark.parametrize(
     ("fields", "message"),
     [
-        ({"outcome": "good"}, "outcome: 'good' is none of ok, refused, failed, timeout, cancelled"),
+        ({"outcome": "good"}, "outcome: 'good' is not one of ok, refused, failed, timeout, cancelled"),
         ({"token_times": 1.45}, "token_times: 1.45 is not a list"),
         ({"token_times": [1.45, 1.44]}, "token_times[1]: 1.44 is before 1.45"),
         ({"token_times": [1.25]}, "token_times[0]: 1.25 is before 1.2501"),
@@ -153,23 +153,23 @@ def test_a_time_is_a_finite_number(value: Any) -> None:
         ({"stages_ms": {"read": -0.1}}, "stages_ms.read: -0.1 is negative"),
     ],
 )
-def test_what_is_wrong_is_named(fields: dict[str, Any], message: str) -> None:
+def test_the_error_for_an_invalid_field_names_it(fields: dict[str, Any], message: str) -> None:
     assert refusal(changed(**fields)).startswith(message)
 
 
-def test_whole_numbers_are_times_too_and_a_timer_may_fire_early() -> None:
+def test_a_time_may_be_a_whole_number_and_sent_may_precede_due() -> None:
     record = Record.from_json(changed(due=2, sent=1, token_times=[2, 2], ended=2))
     assert record.token_times == (2.0, 2.0)
     assert isinstance(record.sent, float)
 
 
 @pytest.mark.parametrize("line", ["", "[1]", "null", "{", "{}}", "[" * 100_000, '{"number": ' + "1" * 5000 + "}"])
-def test_a_line_that_is_no_object_is_refused(line: str) -> None:
+def test_a_line_that_is_not_an_object_is_refused(line: str) -> None:
     assert refusal(line).startswith("is no")
 
 
 @given(st.lists(records(), max_size=5))
-def test_a_file_comes_back(tmp_path_factory: pytest.TempPathFactory, run: list[Record]) -> None:
+def test_records_survive_a_file(tmp_path_factory: pytest.TempPathFactory, run: list[Record]) -> None:
     path = tmp_path_factory.mktemp("run") / "records.jsonl"
     write(path, run)
     file = read(path)
@@ -178,7 +178,7 @@ def test_a_file_comes_back(tmp_path_factory: pytest.TempPathFactory, run: list[R
     assert list(file) == run  # from the beginning again
 
 
-def test_writing_replaces_the_file_and_loses_one_record_at_most_when_killed(tmp_path: Path) -> None:
+def test_writing_replaces_the_file_and_a_kill_loses_at_most_one_record(tmp_path: Path) -> None:
     path = tmp_path / "records.jsonl"
     path.write_text("old\n")
 
@@ -190,7 +190,7 @@ def test_writing_replaces_the_file_and_loses_one_record_at_most_when_killed(tmp_
     write(path, run())
 
 
-def test_a_file_cut_anywhere_gives_the_whole_lines_and_says_so(tmp_path: Path) -> None:
+def test_a_truncated_file_yields_its_whole_lines_and_is_partial(tmp_path: Path) -> None:
     path = tmp_path / "records.jsonl"
     whole = (RECORD.to_json() + "\n").encode()
     for cut in range(len(whole) + 1):
@@ -201,7 +201,7 @@ def test_a_file_cut_anywhere_gives_the_whole_lines_and_says_so(tmp_path: Path) -
         assert file.partial == (0 < cut < len(whole) - 1), cut
 
 
-def test_whether_a_file_was_cut_is_seen_anew_each_time(tmp_path: Path) -> None:
+def test_every_reading_checks_anew_whether_the_file_was_truncated(tmp_path: Path) -> None:
     path = tmp_path / "records.jsonl"
     path.write_text(RECORD.to_json()[:-1])
     file = read(path)
@@ -213,13 +213,13 @@ def test_whether_a_file_was_cut_is_seen_anew_each_time(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     "spoil",
     [
-        lambda line: line[:-20] + b"\n",  # cut, but not at the end of the file
+        lambda line: line[:-20] + b"\n",  # truncated, but not at the end of the file
         lambda line: b"\n",
         lambda line: line.replace(b'"sent"', b'"went"'),
         lambda line: b"\xff\n",
     ],
 )
-def test_a_bad_line_is_named_and_what_came_before_it_is_given(tmp_path: Path, spoil: Callable[[bytes], bytes]) -> None:
+def test_a_bad_line_is_named_after_the_records_before_it_were_read(tmp_path: Path, spoil: Callable[[bytes], bytes]) -> None:
     path = tmp_path / "records.jsonl"
     whole = (RECORD.to_json() + "\n").encode()
     path.write_bytes(whole + spoil(whole) + whole)
@@ -230,13 +230,13 @@ def test_a_bad_line_is_named_and_what_came_before_it_is_given(tmp_path: Path, sp
 
 
 @pytest.mark.parametrize("last", [b"no record", changed(outcome="good").encode()])
-def test_a_last_line_that_was_not_cut_is_refused_for_what_it_is(tmp_path: Path, last: bytes) -> None:
+def test_a_bad_last_line_is_not_mistaken_for_a_truncated_one(tmp_path: Path, last: bytes) -> None:
     path = tmp_path / "records.jsonl"
     path.write_bytes(RECORD.to_json().encode() + b"\n" + last)
     with pytest.raises(RecordError, match=r"records\.jsonl:2: "):
         list(read(path))
 
 
-def test_a_file_that_is_not_there(tmp_path: Path) -> None:
+def test_a_missing_file_is_an_error(tmp_path: Path) -> None:
     with pytest.raises(FileNotFoundError):
         list(read(tmp_path / "records.jsonl"))

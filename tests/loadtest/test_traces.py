@@ -1,4 +1,4 @@
-"""Readers of published traces, on samples in their exact forms, and on what goes wrong with such files."""
+"""The readers of published traces, on samples in the exact formats and on typical defects of such files."""
 
 import json
 import tracemalloc
@@ -64,7 +64,7 @@ SAMPLES = {"sharegpt": SHAREGPT, "mooncake": MOONCAKE, "burstgpt": BURSTGPT, "az
 
 
 def letters(text: str) -> list[int]:
-    text.encode()  # as a real tokenizer, refuses half an emoji
+    text.encode()  # like a real tokenizer, refuses half an emoji
     return [100 + ord(char) % 1000 for char in text]
 
 
@@ -96,7 +96,7 @@ def test_sharegpt_conversations_are_sessions(load: Callable[..., Trace]) -> None
     assert (trace.skipped, trace.format) == ({}, "sharegpt")
 
 
-def test_sharegpt_messages_that_do_not_alternate(load: Callable[..., Trace]) -> None:
+def test_sharegpt_messages_need_not_alternate(load: Callable[..., Trace]) -> None:
     def talk(*messages: tuple[str, str]) -> dict[str, Any]:
         return {"conversations": [{"from": who, "value": text} for who, text in messages]}
 
@@ -123,19 +123,19 @@ def test_sharegpt_messages_that_do_not_alternate(load: Callable[..., Trace]) -> 
     assert trace.skipped == {"no question with an answer": 3, "no output tokens": 1, "no prompt tokens": 1}
 
 
-def test_every_conversation_is_a_session_of_its_own(load: Callable[..., Trace]) -> None:
+def test_every_conversation_is_a_separate_session(load: Callable[..., Trace]) -> None:
     trace = load(json.dumps(json.loads(SHAREGPT)[:1] * 2))  # ids repeat in published files
     assert [item.session for item in trace.items] == ["c0", "c0", "c1", "c1"]
 
 
-def test_sharegpt_as_lines_and_with_half_an_emoji(load: Callable[..., Trace]) -> None:
+def test_sharegpt_may_be_json_lines_and_contain_half_an_emoji(load: Callable[..., Trace]) -> None:
     line = '{"conversations": [{"from": "human", "value": "a\\ud83d"}, {"from": "gpt", "value": "b"}]}'
     assert [len(item.tokens) for item in load(f"{line}\n{line}\n").items] == [2, 2]
 
 
 @pytest.mark.parametrize("chunk", [1, 2, 7, 64])
 @pytest.mark.parametrize("indent", [None, 30])
-def test_sharegpt_is_read_alike_in_chunks_of_any_size(
+def test_the_chunk_size_does_not_change_what_is_read_from_sharegpt(
     load: Callable[..., Trace], monkeypatch: pytest.MonkeyPatch, chunk: int, indent: int | None
 ) -> None:
     conversations = json.loads(SHAREGPT)
@@ -155,14 +155,14 @@ def test_sharegpt_stops_reading_at_the_limit(load: Callable[..., Trace], monkeyp
         load(SHAREGPT.replace(', {"id": "i6', "x" * 5000), limit=3)
 
 
-def test_mooncake_blocks_of_one_id_hold_the_same_tokens(load: Callable[..., Trace]) -> None:
+def test_mooncake_blocks_with_the_same_id_have_the_same_tokens(load: Callable[..., Trace]) -> None:
     trace = load(MOONCAKE)
     first, second, third = (item.tokens for item in trace.items)
     assert lengths(trace) == [(0.0, 1100, 500), (3.0, 1024, 71), (5.999, 898, 26)]
     assert first[:1024] == second and first[:512] == third[:512] and first[512:898] != third[512:]
     assert len({first[:512], first[512:1024], first[1024:]}) == 3
     assert load(MOONCAKE) == trace
-    assert load(MOONCAKE.splitlines()[2]).items[0].tokens == third  # the id decides, not what was read before
+    assert load(MOONCAKE.splitlines()[2]).items[0].tokens == third  # the tokens depend on the id, not on what was read before
     assert load(MOONCAKE, seed=1).items != trace.items
 
 
@@ -173,54 +173,54 @@ def test_mooncake_sharing_survives_scaling(load: Callable[..., Trace]) -> None:
     assert hit_rate(trace.items) == pytest.approx((1024 + 512) / (1100 + 1024 + 898))
 
 
-def test_mooncake_without_ids_or_with_another_block(load: Callable[..., Trace]) -> None:
+def test_mooncake_ids_may_be_missing_or_have_another_block_size(load: Callable[..., Trace]) -> None:
     line = '{"timestamp": 0, "input_length": 100, "output_length": 5}\n'
     assert hit_rate(load(line * 3).items) == 0
     ids = '{"timestamp": 0, "input_length": 100, "output_length": 5, "hash_ids": [7, 8]}'
     assert len(load(ids, block=64).items[0].tokens) == 100
-    with pytest.raises(WorkloadError, match=r"line 1: hash_ids: not one for each 512 tokens begun: '2 for 100 tokens'"):
+    with pytest.raises(WorkloadError, match=r"line 1: hash_ids: not one for each block of 512 tokens: '2 for 100 tokens'"):
         load(ids)
 
 
-def test_burstgpt_of_all_releases(load: Callable[..., Trace]) -> None:
+def test_burstgpt_is_read_in_the_form_of_each_release(load: Callable[..., Trace]) -> None:
     assert lengths(load(BURSTGPT)) == [(0.0, 472, 18), (40.0, 1087, 230), (113.0, 417, 276)]
     assert lengths(load(BURSTGPT_3)) == [(0.0, 906, 446), (51.0, 36, 29)]
     assert {item.session for item in load(BURSTGPT_3).items} == {""}
 
 
-def test_a_request_that_failed_in_the_trace_is_left_out_and_counted(load: Callable[..., Trace]) -> None:
+def test_requests_that_failed_in_the_trace_are_skipped_and_counted(load: Callable[..., Trace]) -> None:
     trace = load(BURSTGPT + "120,GPT-4,417,0,417,API log\n121,GPT-4,0,5,5,API log\n122,GPT-4,0,0,0,API log\n")
     assert len(trace.items) == 3
     assert trace.skipped == {"no output tokens": 1, "no prompt tokens": 2}
 
 
-def test_azure_times_to_the_hundred_nanoseconds(load: Callable[..., Trace]) -> None:
+def test_azure_times_are_read_to_100_nanoseconds(load: Callable[..., Trace]) -> None:
     trace = load(AZURE_2023)
     assert [item.at for item in trace.items] == pytest.approx([0.0, 4.3145790, 4.5418770], abs=2e-8)
     assert [(n, m) for _, n, m in lengths(trace)] == [(374, 44), (396, 109), (879, 55)]
 
 
-def test_azure_times_with_offsets_and_without_fractions_in_any_order(load: Callable[..., Trace]) -> None:
+def test_azure_times_may_have_offsets_lack_fractions_and_be_unsorted(load: Callable[..., Trace]) -> None:
     trace = load(AZURE_2024)
     assert [item.at for item in trace.items] == pytest.approx([0.0, 0.00993, 1.5], abs=2e-8)
     assert [len(item.tokens) for item in trace.items] == [2399, 2162, 76]
 
 
-def test_azure_over_midnight_and_a_leap_day(load: Callable[..., Trace]) -> None:
+def test_azure_times_may_span_midnight_and_a_leap_day(load: Callable[..., Trace]) -> None:
     rows = (
         "TIMESTAMP,ContextTokens,GeneratedTokens\n2024-02-28 23:59:59.0 , 1 ,1\n2024-02-29T00:00:00Z,1,1\n2024-03-01 00:00:00-01:00,1,1\n"
     )
     assert [item.at for item in load(rows).items] == [0.0, 1.0, 1.0 + 86400 + 3600]
 
 
-def test_plain_items_are_as_written(load: Callable[..., Trace]) -> None:
+def test_plain_items_are_read_as_written(load: Callable[..., Trace]) -> None:
     trace = load(PLAIN)
     assert trace.items[0] == Item((1, 2, 3), 2, "a", 0.5)
     assert [(item.session, item.at, item.think_s) for item in trace.items] == [("a", 0.5, 0), ("a", None, 2), ("", 1.5, 0)]
     assert [len(item.tokens) for item in trace.items] == [3, 4, 5]
 
 
-def test_plain_without_times_keeps_the_order(load: Callable[..., Trace]) -> None:
+def test_plain_items_without_times_keep_their_order(load: Callable[..., Trace]) -> None:
     trace = load("".join(f'{{"prompt_tokens": {n}, "output_tokens": 1, "session": {n % 2}, "at": null}}\n' for n in (5, 2, 7, 4)))
     assert [(len(item.tokens), item.session, item.at) for item in trace.items] == [
         (5, "1", None),
@@ -243,13 +243,13 @@ def test_plain_without_times_keeps_the_order(load: Callable[..., Trace]) -> None
         ('{"tokens": [-1], "output_tokens": 1, "at": 9}', "tokens: not a token id"),
         ('{"tokens": [true], "output_tokens": 1, "at": 9}', "tokens: not a token id"),
         ('{"prompt_tokens": 5, "output_tokens": 1}', "at: is missing, but"),
-        ('{"prompt_tokens": 5, "output_tokens": 1, "at": 0.25, "session": "a"}', "at: earlier than the turn before it: 0.25"),
+        ('{"prompt_tokens": 5, "output_tokens": 1, "at": 0.25, "session": "a"}', "at: earlier than the previous turn: 0.25"),
         ('{"prompt_tokens": 5, "output_tokens": 1, "at": 9, "sesion": "a"}', "sesion: unknown"),
-        ('{"prompt_tokens": 5, "output_tokens": 1, "at": 9, "session": ["a"]}', "session: not a text"),
+        ('{"prompt_tokens": 5, "output_tokens": 1, "at": 9, "session": ["a"]}', "session: not a string"),
         ('{"prompt_tokens": 5, "output_tokens": 1, "at": 9, "think_s": -1}', "think_s: less than 0"),
     ],
 )
-def test_a_wrong_plain_line_names_its_field(load: Callable[..., Trace], line: str, problem: str) -> None:
+def test_the_error_for_a_wrong_plain_line_names_its_field(load: Callable[..., Trace], line: str, problem: str) -> None:
     with pytest.raises(WorkloadError, match=f"trace, line 4: {problem}"):
         load(PLAIN + line)
     trace = load(PLAIN + line + "\n" + '{"prompt_tokens": 9, "output_tokens": 1, "at": 3}', lenient=True)
@@ -257,8 +257,8 @@ def test_a_wrong_plain_line_names_its_field(load: Callable[..., Trace], line: st
     assert sum(trace.skipped.values()) == 1
 
 
-def test_plain_times_for_some_only_are_refused(load: Callable[..., Trace]) -> None:
-    with pytest.raises(WorkloadError, match="line 2: at: given, but not for all before"):
+def test_times_for_only_some_plain_items_are_refused(load: Callable[..., Trace]) -> None:
+    with pytest.raises(WorkloadError, match="line 2: at: given, but earlier requests lack it"):
         load('{"prompt_tokens": 5, "output_tokens": 1}\n{"prompt_tokens": 5, "output_tokens": 1, "at": 1}')
 
 
@@ -266,14 +266,14 @@ def test_plain_times_for_some_only_are_refused(load: Callable[..., Trace]) -> No
 
 
 @pytest.mark.parametrize("format", FORMATS)
-def test_the_format_is_told_from_the_content(load: Callable[..., Trace], tmp_path: Path, format: str) -> None:
+def test_the_format_is_detected_from_the_content(load: Callable[..., Trace], tmp_path: Path, format: str) -> None:
     assert load(SAMPLES[format]).format == format
     assert detect(tmp_path / "trace") == format
     assert load(SAMPLES[format], format=format) == load("\n \r\n" + SAMPLES[format])
 
 
 @pytest.mark.parametrize("format", FORMATS)
-def test_line_ends_and_marks_of_other_systems_change_nothing(load: Callable[..., Trace], format: str) -> None:
+def test_line_endings_and_byte_order_marks_change_nothing(load: Callable[..., Trace], format: str) -> None:
     whole = load(SAMPLES[format])
     assert load(SAMPLES[format].replace("\n", "\r\n")) == whole
     assert load(b"\xef\xbb\xbf" + SAMPLES[format].encode()) == whole
@@ -282,7 +282,7 @@ def test_line_ends_and_marks_of_other_systems_change_nothing(load: Callable[...,
 
 
 @pytest.mark.parametrize("format", FORMATS)
-def test_limit_scale_and_window(load: Callable[..., Trace], format: str) -> None:
+def test_limit_scale_and_window_apply_to_every_format(load: Callable[..., Trace], format: str) -> None:
     whole = load(SAMPLES[format])
     assert [len(load(SAMPLES[format], limit=n).items) for n in (1, 2, 3, 99)] == [1, 2, 3, 3]
     assert load(SAMPLES[format], factor=0.5).items == tuple(scale(whole.items, 0.5))
@@ -299,7 +299,7 @@ def test_requests_beyond_the_window_do_not_count_towards_the_limit(load: Callabl
     assert lengths(load(BURSTGPT, max_tokens=245, factor=0.5)) == [(0.0, 236, 9)]
 
 
-def test_prompts_of_bare_lengths_are_drawn_from_the_seed_and_share_nothing(load: Callable[..., Trace]) -> None:
+def test_prompts_drawn_for_lengths_depend_on_the_seed_and_share_nothing(load: Callable[..., Trace]) -> None:
     for sample in (BURSTGPT, AZURE_2023):
         trace = load(sample, first_id=1000, vocab=1500)
         assert all(1000 <= token < 1500 for item in trace.items for token in item.tokens)
@@ -312,9 +312,9 @@ def test_prompts_of_bare_lengths_are_drawn_from_the_seed_and_share_nothing(load:
     [
         (b"", "the file is empty"),
         (b"\xef\xbb\xbf \r\n\n", "the file is empty"),
-        (b"hello\n", "the format cannot be told from 'hello'"),
-        (b'{"a": 1}\n', "the format cannot be told"),
-        (PLAIN.encode("utf-16"), "the format cannot be told"),
+        (b"hello\n", "unknown format: 'hello'"),
+        (b'{"a": 1}\n', "unknown format"),
+        (PLAIN.encode("utf-16"), "unknown format"),
         (b"[]", "no request in it"),
         (b"TIMESTAMP,ContextTokens,GeneratedTokens\r\n", "no request in it"),
         (b"Timestamp,Request tokens,Response tokens\n1,5,0\n", r"no request in it \(1 skipped: no output tokens\)"),
@@ -326,7 +326,7 @@ def test_a_file_without_requests_is_refused(load: Callable[..., Trace], content:
             load(content, lenient=lenient)
 
 
-def test_a_file_that_is_not_there_is_refused(tmp_path: Path) -> None:
+def test_a_missing_file_is_refused(tmp_path: Path) -> None:
     for path in (tmp_path / "none.csv", tmp_path):
         with pytest.raises(WorkloadError, match=str(path)):
             read(path, Reading(first_id=0, vocab=10))
@@ -346,7 +346,7 @@ MALFORMED = [
     (MOONCAKE, '{"timestamp": 1, "input_length": 5.5, "output_length": 5}', "input_length: not a whole number: 5.5"),
     (MOONCAKE, '{"timestamp": 1, "input_length": 5, "output_length": 1e12}', "output_length: more than 1048576"),
     (MOONCAKE, '{"timestamp": 1, "input_length": 5}', "output_length: is missing"),
-    (MOONCAKE, '{"timestamp": 1, "input_length": 5, "output_length": 5, "hash_ids": [1, 2]}', "hash_ids: not one for each 512"),
+    (MOONCAKE, '{"timestamp": 1, "input_length": 5, "output_length": 5, "hash_ids": [1, 2]}', "hash_ids: not one for each block of 512"),
     (MOONCAKE, '{"timestamp": 1, "input_length": 5, "output_length": 5, "hash_ids": ["1"]}', "hash_ids: not a list of whole numbers"),
     (BURSTGPT, "119,GPT-4,x,5,5,API log", "Request tokens: not a number: 'x'"),
     (BURSTGPT, "119,GPT-4", "Request tokens: is missing"),
@@ -356,7 +356,7 @@ MALFORMED = [
     (BURSTGPT, "inf,GPT-4,3,5,2,API log", "Timestamp: not a plausible number: 'inf'"),
     (BURSTGPT, "119,GPT-4,3,99999999999999999999,2,API log", "Response tokens: not a plausible number"),
     (BURSTGPT, '119,"GPT-4,3,5,2,API log', "not CSV"),
-    (AZURE_2023, "2023-11-16,5,5", "TIMESTAMP: not a time as 2023-11-16 18:15:46.6805900: '2023-11-16'"),
+    (AZURE_2023, "2023-11-16,5,5", "TIMESTAMP: not a time such as 2023-11-16 18:15:46.6805900: '2023-11-16'"),
     (AZURE_2023, "2023-13-16 18:15:46.1,5,5", "TIMESTAMP: not a time"),
     (AZURE_2023, "2023-11-16 18:15:46.1+99:00,5,5", "TIMESTAMP: not a time"),
     (AZURE_2023, ",5,5", "TIMESTAMP: is missing"),
@@ -367,7 +367,7 @@ MALFORMED = [
 
 
 @pytest.mark.parametrize(("sample", "line", "problem"), MALFORMED, ids=range(len(MALFORMED)))
-def test_a_malformed_line_is_an_error_or_counted(load: Callable[..., Trace], sample: str, line: str | bytes, problem: str) -> None:
+def test_a_malformed_line_is_an_error_or_else_counted(load: Callable[..., Trace], sample: str, line: str | bytes, problem: str) -> None:
     raw = line.encode() if isinstance(line, str) else line
     before, last = sample.encode().rstrip(b"\n").rsplit(b"\n", 1)
     number = before.count(b"\n") + 2
@@ -381,21 +381,21 @@ def test_a_malformed_line_is_an_error_or_counted(load: Callable[..., Trace], sam
     assert all(len(reason) < 150 for reason in trace.skipped)
 
 
-def test_reasons_count_lines_of_one_kind_together(load: Callable[..., Trace]) -> None:
+def test_skipped_lines_are_counted_by_kind_of_reason(load: Callable[..., Trace]) -> None:
     trace = load(BURSTGPT + "1,m,x,1\n2,m,y,1\n3,m,-1,1\n", lenient=True)
     assert trace.skipped == {"Request tokens: not a number": 2, "Request tokens: less than 0": 1}
 
 
-def test_counts_that_another_tool_wrote_as_floats_are_counts(load: Callable[..., Trace]) -> None:
+def test_counts_written_as_floats_are_accepted(load: Callable[..., Trace]) -> None:
     assert lengths(load("Timestamp,Request tokens,Response tokens\n0, 906.0 ,4.0\n")) == [(0.0, 906, 4)]
 
 
-def test_unsorted_times_are_sorted_and_equal_ones_keep_their_places(load: Callable[..., Trace]) -> None:
+def test_unsorted_times_are_sorted_and_equal_ones_keep_their_order(load: Callable[..., Trace]) -> None:
     rows = "Timestamp,Request tokens,Response tokens\n30,3,1\n10,1,1\n30,4,1\n20,2,1\n"
     assert lengths(load(rows)) == [(0.0, 1, 1), (10.0, 2, 1), (20.0, 3, 1), (20.0, 4, 1)]
 
 
-def test_a_header_without_a_column_names_it(load: Callable[..., Trace]) -> None:
+def test_the_error_for_a_missing_column_names_it(load: Callable[..., Trace]) -> None:
     with pytest.raises(WorkloadError, match="line 1: GeneratedTokens: no such column"):
         load("TIMESTAMP,ContextTokens\n2023-11-16 18:15:46,5\n")
     with pytest.raises(WorkloadError, match="1 skipped: GeneratedTokens: no such column"):
@@ -413,12 +413,12 @@ def test_columns_are_found_by_name(load: Callable[..., Trace]) -> None:
         ("{}", "conversations: is missing"),
         ('{"conversations": {}}', "conversations: not a list"),
         ('{"conversations": ["hi"]}', "conversations: a message is not a JSON object"),
-        ('{"conversations": [{"from": "tool", "value": "x"}]}', "from: nobody we know: 'tool'"),
-        ('{"conversations": [{"from": ["human"], "value": "x"}]}', "from: nobody we know"),
-        ('{"conversations": [{"from": "human", "value": 3}]}', "value: not a text: 3"),
+        ('{"conversations": [{"from": "tool", "value": "x"}]}', "from: unknown role: 'tool'"),
+        ('{"conversations": [{"from": ["human"], "value": "x"}]}', "from: unknown role"),
+        ('{"conversations": [{"from": "human", "value": 3}]}', "value: not a string: 3"),
     ],
 )
-def test_a_malformed_conversation_is_an_error_or_counted(load: Callable[..., Trace], element: str, problem: str) -> None:
+def test_a_malformed_conversation_is_an_error_or_else_counted(load: Callable[..., Trace], element: str, problem: str) -> None:
     content = SHAREGPT.replace(', {"id": "i6', f',\n\n{element},\n{{"id": "i6')
     with pytest.raises(WorkloadError, match=f"trace, line 3: {problem}"):
         load(content)
@@ -440,7 +440,7 @@ def test_a_malformed_conversation_is_an_error_or_counted(load: Callable[..., Tra
         (b",\n\n\xff]", "line 4: not UTF-8; the rest"),
     ],
 )
-def test_broken_json_says_where_and_keeps_what_came_before(
+def test_the_error_for_broken_json_says_where_and_earlier_items_are_kept(
     load: Callable[..., Trace], monkeypatch: pytest.MonkeyPatch, tail: str | bytes, problem: str, chunk: int
 ) -> None:
     monkeypatch.setattr(trace_lines, "CHUNK", chunk)
@@ -452,7 +452,7 @@ def test_broken_json_says_where_and_keeps_what_came_before(
     assert list(trace.skipped.values()) == [1]
 
 
-def test_a_line_without_an_end_is_refused(load: Callable[..., Trace], monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_line_that_is_too_long_is_refused(load: Callable[..., Trace], monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(trace_lines, "MAX_LINE", 200)
     with pytest.raises(WorkloadError, match="trace, line 4: longer than 200 bytes"):
         load(MOONCAKE + " " * 300)
@@ -462,7 +462,7 @@ def test_a_line_without_an_end_is_refused(load: Callable[..., Trace], monkeypatc
 @pytest.mark.parametrize(
     ("options", "problem"),
     [
-        ({"format": "csv"}, "format: 'csv' is none of auto, sharegpt"),
+        ({"format": "csv"}, "format: 'csv' is not one of auto, sharegpt"),
         ({"limit": 0}, "limit: 0"),
         ({"block": 0}, "block: 0"),
         ({"factor": 0.0}, "scale: 0.0"),
@@ -471,12 +471,12 @@ def test_a_line_without_an_end_is_refused(load: Callable[..., Trace], monkeypatc
         ({"encode": None}, r"tokenizer: a sharegpt file holds text.*--tokenizer"),
     ],
 )
-def test_a_senseless_option_is_named(load: Callable[..., Trace], options: dict[str, Any], problem: str) -> None:
+def test_the_error_for_an_invalid_option_names_it(load: Callable[..., Trace], options: dict[str, Any], problem: str) -> None:
     with pytest.raises(WorkloadError, match=f"^{problem}"):
         load(SHAREGPT, **options)
 
 
-def test_requests_within_a_time_are_kept_wherever_they_stand(load: Callable[..., Trace]) -> None:
+def test_requests_within_the_time_limit_are_kept_wherever_they_are(load: Callable[..., Trace]) -> None:
     rows = [(50, 7), (10, 1), (90, 9), (19.9, 2), (0.5, 3), (10.4, 4), (10.5, 5)]
     content = "Timestamp,Request tokens,Response tokens\n" + "".join(f"{at},{n},1\n" for at, n in rows)
     trace = load(content, within_s=10.0)
@@ -484,7 +484,7 @@ def test_requests_within_a_time_are_kept_wherever_they_stand(load: Callable[...,
     assert load(content, within_s=1000.0).items == load(content).items
 
 
-def test_turns_without_a_time_go_with_their_session(load: Callable[..., Trace]) -> None:
+def test_turns_without_a_time_stay_with_their_session(load: Callable[..., Trace]) -> None:
     content = "".join(
         f'{{"prompt_tokens": {n}, "output_tokens": 1, "session": "{session}"{at}}}\n'
         for n, session, at in ((1, "late", ', "at": 50'), (2, "early", ', "at": 1'), (3, "late", ""), (4, "early", ""))
@@ -492,14 +492,14 @@ def test_turns_without_a_time_go_with_their_session(load: Callable[..., Trace]) 
     assert [len(item.tokens) for item in load(content, within_s=10.0).items] == [2, 4]
 
 
-def test_so_many_sessions_and_single_requests_end_the_reading(load: Callable[..., Trace]) -> None:
+def test_reading_ends_after_the_given_number_of_openings(load: Callable[..., Trace]) -> None:
     content = "".join(f'{{"prompt_tokens": {n}, "output_tokens": 1, "session": "{n // 2}"}}\n' for n in range(1, 20))
     trace = load(content + "no JSON\n", openings=3)
-    assert [len(item.tokens) for item in trace.items] == [1, 2, 3, 4, 5], "and what comes after is not read"
+    assert [len(item.tokens) for item in trace.items] == [1, 2, 3, 4, 5], "the rest of the file is not read"
 
 
-def test_a_million_rows_are_read_in_bounded_memory_and_say_how_far(tmp_path: Path) -> None:
-    """Tokens are drawn for what is kept only. All of them would be a thousand tokens of 8 bytes a row."""
+def test_a_long_file_is_read_in_bounded_memory_and_with_progress(tmp_path: Path) -> None:
+    """Tokens are drawn only for the requests that are kept. For all of them they would be a thousand tokens of 8 bytes per row."""
     rows, path = 200_000, tmp_path / "long.csv"
     told: list[int] = []
     with path.open("w") as file:

@@ -1,4 +1,4 @@
-"""Synthetic workloads keep what they promise: lengths, hit rate, sessions; scaling and bounding keep the rest."""
+"""Synthetic workloads have the requested lengths, hit rate and sessions; scaling and bounding leave everything else unchanged."""
 
 import random
 import statistics
@@ -41,7 +41,7 @@ def common(a: Sequence[int], b: Sequence[int]) -> int:
 
 
 def naive_hit_rate(items: Sequence[Item]) -> float:
-    """Every opening prompt against every earlier one."""
+    """Compares every opening prompt with every earlier one."""
     openings: list[Item] = []
     for item in items:
         if not item.session or all(item.session != other.session for other in openings):
@@ -53,7 +53,7 @@ def naive_hit_rate(items: Sequence[Item]) -> float:
 # Distributions
 
 
-def test_text_names_a_distribution() -> None:
+def test_a_distribution_is_parsed_from_text() -> None:
     assert parse_tokens("512", "prompt") == Fixed(512)
     assert parse_tokens(" 100-600 ", "prompt") == Uniform(100, 600)
     assert parse_tokens("lognormal:512:0.6:4096", "prompt") == LogNormal(512, 0.6, 4096)
@@ -62,13 +62,13 @@ def test_text_names_a_distribution() -> None:
     assert parse_seconds("0.5-2", "think") == Uniform(0.5, 2)
 
 
-def test_uniform_takes_both_ends_and_as_often_as_the_middle() -> None:
+def test_uniform_draws_both_ends_as_often_as_the_middle() -> None:
     rng = random.Random(0)
     drawn = [Uniform(3, 5).tokens(rng) for _ in range(9000)]
     assert {n: round(drawn.count(n) / 9000, 1) for n in set(drawn)} == {3: 0.3, 4: 0.3, 5: 0.3}
 
 
-def test_lognormal_has_its_median_and_spread_and_stops_at_the_most() -> None:
+def test_lognormal_has_its_median_and_spread_and_respects_its_maximum() -> None:
     rng = random.Random(0)
     logs = sorted(LogNormal(512, 0.6, 1 << 20).tokens(rng) for _ in range(20_000))
     assert statistics.median(logs) == pytest.approx(512, rel=0.03)
@@ -85,13 +85,13 @@ def test_lognormal_has_its_median_and_spread_and_stops_at_the_most() -> None:
         *("lognormal:512:1:100", "lognormal:5:1:9:9", "normal:5:1", "512:1"),
     ),
 )
-def test_a_bad_length_names_its_field(text: str) -> None:
+def test_the_error_for_a_bad_length_names_its_field(text: str) -> None:
     with pytest.raises(WorkloadError, match=r"^prompt: .*"):
         parse_tokens(text, "prompt")
 
 
 @pytest.mark.parametrize("text", ["-1", "inf", "100000", "2-1", "lognormal:0:1"])
-def test_bad_seconds_name_their_field(text: str) -> None:
+def test_the_error_for_bad_seconds_names_their_field(text: str) -> None:
     with pytest.raises(WorkloadError, match=r"^think: .*"):
         parse_seconds(text, "think")
 
@@ -99,19 +99,19 @@ def test_bad_seconds_name_their_field(text: str) -> None:
 # Synthetic
 
 
-def test_the_seed_decides_everything_and_a_longer_list_begins_with_the_shorter() -> None:
+def test_items_depend_only_on_the_seed_and_a_longer_list_begins_with_the_shorter() -> None:
     for workload in (TREE, CHAT):
         assert workload.items(50, seed=1) == workload.items(80, seed=1)[:50]
         assert workload.items(50, seed=1) != workload.items(50, seed=2)
 
 
 def test_two_seeds_have_no_prompt_in_common() -> None:
-    for workload in (PLAIN, TREE):  # else the second run would find the first one's cache
+    for workload in (PLAIN, TREE):  # otherwise the second run would hit the cache of the first
         first, second = workload.items(50, seed=1), workload.items(50, seed=2)
         assert not {item.tokens[:8] for item in first} & {item.tokens[:8] for item in second}
 
 
-def test_items_are_as_the_distributions_say() -> None:
+def test_items_follow_the_distributions() -> None:
     items = TREE.items(500, seed=3)
     assert len(items) == 500
     assert all(100 <= len(item.tokens) <= 600 and 10 <= item.output_tokens <= 50 for item in items)
@@ -120,7 +120,7 @@ def test_items_are_as_the_distributions_say() -> None:
     assert len({len(item.tokens) for item in items}) > 100
 
 
-def test_prompts_share_nothing_unless_asked_to() -> None:
+def test_prompts_share_nothing_by_default() -> None:
     assert naive_hit_rate(PLAIN.items(200, seed=0)) < 0.001
 
 
@@ -128,17 +128,17 @@ def test_prompts_share_nothing_unless_asked_to() -> None:
 @pytest.mark.parametrize(
     ("asked", "depth", "branching", "tokens"), [(0.1, 1, 1, 256), (0.3, 1, 4, 128), (0.5, 4, 2, 64), (0.75, 20, 1, 16), (0.6, 3, 3, 90)]
 )
-def test_the_hit_rate_is_the_one_asked_for(asked: float, depth: int, branching: int, tokens: int, seed: int) -> None:
+def test_the_hit_rate_is_the_requested_one(asked: float, depth: int, branching: int, tokens: int, seed: int) -> None:
     workload = replace(PLAIN, hit_rate=asked, prefix_depth=depth, prefix_branching=branching, prefix_tokens=tokens)
     assert naive_hit_rate(workload.items(400, seed)) == pytest.approx(asked, abs=0.02)
 
 
-def test_a_list_short_beside_the_tree_stays_below_the_rate() -> None:
+def test_a_list_too_short_for_its_tree_stays_below_the_hit_rate() -> None:
     workload = replace(PLAIN, hit_rate=0.5, prefix_depth=3, prefix_branching=100, prefix_tokens=64)
     assert naive_hit_rate(workload.items(50, seed=0)) < 0.3
 
 
-def test_the_prefixes_form_the_tree_that_was_asked_for() -> None:
+def test_the_prefixes_form_the_requested_tree() -> None:
     workload = replace(PLAIN, prompt=Fixed(200), hit_rate=0.8, prefix_depth=3, prefix_branching=3, prefix_tokens=60)
     prompts = [item.tokens for item in workload.items(600, seed=5)]
     for depth in (1, 2, 3):
@@ -147,7 +147,7 @@ def test_the_prefixes_form_the_tree_that_was_asked_for() -> None:
     assert len({prompt[180:] for prompt in prompts}) == len(prompts)
 
 
-def test_another_hit_rate_changes_neither_lengths_nor_sessions() -> None:
+def test_the_hit_rate_changes_neither_lengths_nor_sessions() -> None:
     shape = [(len(i.tokens), i.output_tokens, i.session, i.think_s) for i in CHAT.items(200, seed=1)]
     shared = replace(CHAT, hit_rate=0.3, prefix_tokens=64, prefix_depth=3).items(200, seed=1)
     assert [(len(i.tokens), i.output_tokens, i.session, i.think_s) for i in shared] == shape
@@ -156,7 +156,7 @@ def test_another_hit_rate_changes_neither_lengths_nor_sessions() -> None:
 def test_sessions_have_turns_in_order_and_pauses_between_them() -> None:
     items = CHAT.items(1000, seed=2)[:-5]  # the last session may be cut
     sessions = [(name, list(group)) for name, group in groupby(items, key=lambda item: item.session) if name]
-    assert len({name for name, _ in sessions}) == len(sessions)  # nothing of another session comes between
+    assert len({name for name, _ in sessions}) == len(sessions)  # the turns of a session are contiguous
     assert {len(turns) for _, turns in sessions} == {2, 3, 4, 5}
     assert any(item.session == "" for item in items)
     for _, turns in sessions:
@@ -176,10 +176,10 @@ def test_the_hit_rate_of_sessions_is_that_of_their_openings() -> None:
     assert later and not set(later) & set(openings)
 
 
-def test_a_hit_rate_that_no_list_reaches_is_refused() -> None:
+def test_an_unreachable_hit_rate_is_refused() -> None:
     with pytest.raises(WorkloadError, match=r"hit_rate: 0\.8 is out of reach.* 1 levels of 64 tokens give at most 0\.18"):
         replace(PLAIN, hit_rate=0.8, prefix_tokens=64)
-    with pytest.raises(WorkloadError, match=r"at most 0\.00"):  # a prompt of one level has no token of its own
+    with pytest.raises(WorkloadError, match=r"at most 0\.00"):  # a prompt of one level has no token left to be unique
         replace(PLAIN, prompt=Fixed(64), hit_rate=0.1, prefix_tokens=64)
 
 
@@ -187,7 +187,7 @@ def test_a_hit_rate_that_no_list_reaches_is_refused() -> None:
     ("field", "value"),
     [("hit_rate", 1.0), ("hit_rate", -0.1), ("hit_rate", float("nan")), ("prefix_depth", 0), ("prefix_branching", 0), ("prefix_tokens", 0)],
 )
-def test_a_bad_field_is_named(field: str, value: float) -> None:
+def test_the_error_for_a_bad_field_names_it(field: str, value: float) -> None:
     changed: dict[str, Any] = {field: value}
     with pytest.raises(WorkloadError, match=f"^{field}: .* is not from "):
         replace(PLAIN, **changed)
@@ -212,7 +212,7 @@ FACTORS = st.one_of(st.floats(0.01, 5.0), st.sampled_from([1 / 64, 0.1, 0.5, 1.0
 
 
 @given(TOKENS, TOKENS, TOKENS, FACTORS)
-def test_what_was_shared_stays_shared(prefix: tuple[int, ...], a: tuple[int, ...], b: tuple[int, ...], factor: float) -> None:
+def test_scaling_keeps_shared_prefixes_shared(prefix: tuple[int, ...], a: tuple[int, ...], b: tuple[int, ...], factor: float) -> None:
     first, second = scale([Item(prefix + a, 1), Item(prefix + b, 1)], factor)
     least = min(int(len(prefix) * factor + 1e-9), len(first.tokens), len(second.tokens))
     assert common(first.tokens, second.tokens) >= least
@@ -226,7 +226,7 @@ def test_scaled_lengths_are_rounded_and_at_least_one(tokens: tuple[int, ...], ou
     assert set(item.tokens) <= set(tokens)
 
 
-def test_scaling_spreads_over_the_whole_prompt() -> None:
+def test_scaling_takes_tokens_from_the_whole_prompt() -> None:
     assert scale([Item(tuple(range(10)), 10)], 0.5)[0].tokens == (0, 2, 4, 6, 8)
     assert scale([Item((1, 2, 3), 10)], 2)[0].tokens == (1, 1, 2, 2, 3, 3)
     assert scale([Item((1, 2, 3), 10)], 1)[0].tokens == (1, 2, 3)
@@ -240,12 +240,12 @@ def test_the_hit_rate_survives_scaling(factor: float) -> None:
 
 
 @pytest.mark.parametrize("factor", [0.0, -1.0, float("nan"), float("inf"), 1e9])
-def test_a_senseless_factor_is_refused(factor: float) -> None:
+def test_an_invalid_factor_is_refused(factor: float) -> None:
     with pytest.raises(WorkloadError, match=r"^scale: "):
         scale([Item((1, 2), 3)], factor)
 
 
-def test_what_the_window_cannot_hold_is_dropped_and_counted() -> None:
+def test_items_that_exceed_the_window_are_dropped_and_counted() -> None:
     fits, beyond = Item((1,) * 60, 40), Item((1,) * 60, 41)
     assert bound([fits, beyond, fits], 100).items == (fits, fits)
     assert bound([fits, beyond, fits], 100).dropped == 1
@@ -259,7 +259,7 @@ def test_a_session_ends_before_the_turn_that_does_not_fit() -> None:
     assert result.dropped == 2
 
 
-def test_a_window_without_room_is_refused() -> None:
+def test_a_window_too_small_for_any_item_is_refused() -> None:
     with pytest.raises(WorkloadError, match=r"^max_tokens: 1 "):
         bound([], 1)
 
@@ -267,12 +267,12 @@ def test_a_window_without_room_is_refused() -> None:
 @given(
     st.lists(st.tuples(st.lists(st.integers(0, 2), min_size=1, max_size=8).map(tuple), st.sampled_from(["", "", "a", "b"])), max_size=12)
 )
-def test_the_measured_hit_rate_is_that_of_the_naive_one(drawn: list[tuple[tuple[int, ...], str]]) -> None:
+def test_the_measured_hit_rate_agrees_with_a_naive_implementation(drawn: list[tuple[tuple[int, ...], str]]) -> None:
     items = [Item(tokens, 1, session) for tokens, session in drawn]
     assert hit_rate(items) == pytest.approx(naive_hit_rate(items) if items else 0.0)
 
 
-def test_only_whole_blocks_count_for_a_cache_of_blocks() -> None:
+def test_only_whole_blocks_count_for_a_block_cache() -> None:
     items = [Item(tuple(range(40)), 1), Item((*range(35), *range(100, 105)), 1)]
     assert hit_rate(items, block=16) == 32 / 80
     assert hit_rate(items) == 35 / 80

@@ -1,4 +1,4 @@
-"""The small models that ship: the same bytes from the same seed, text that goes on, a tokenizer that is a real one."""
+"""The small models made from a seed: the same seed gives the same bytes, text does not repeat itself, and the tokenizer is a real one."""
 
 import json
 from hashlib import blake2b
@@ -11,7 +11,8 @@ from tokenizers import Tokenizer
 from baton.engine.naive import generate
 from baton.engine.runner import ModelRunner
 from baton.engine.sampling import SamplingParams
-from baton.models.make_small import SPECIAL, byte_characters, make, make_toy
+from baton.models.make_small import byte_characters, make, make_toy
+from baton.models.train.corpus import SPECIAL
 
 MESSAGES = [{"role": "system", "content": "Be brief."}, {"role": "user", "content": "Hello"}]
 
@@ -40,14 +41,14 @@ def test_the_same_seed_gives_the_same_bytes_and_another_does_not(small: Path, tm
     assert digests(tmp_path / "other")["model.safetensors"] != digests(small)["model.safetensors"]
 
 
-def test_greedy_text_does_not_go_in_circles(small: Path) -> None:
+def test_greedy_text_does_not_repeat_itself(small: Path) -> None:
     tokenizer = Tokenizer.from_file(str(small / "tokenizer.json"))
     prompt = tokenizer.encode("The quiet river near Ashford").ids
     answers = generate(ModelRunner.load(small).model, prompt, SamplingParams(max_tokens=120, temperature=0.0, ignore_eos=True))
     assert len({answer.token for answer in answers[-50:]}) > 25
 
 
-def test_the_tokenizer_is_whole(small: Path) -> None:
+def test_the_tokenizer_is_complete_and_round_trips_text(small: Path) -> None:
     tokenizer = Tokenizer.from_file(str(small / "tokenizer.json"))
     text = "The falcon remembered Oakfield — naïve 日本 🙂\n\ttwice."
     assert tokenizer.decode(tokenizer.encode(text).ids) == text

@@ -1,4 +1,4 @@
-"""The checkpoint that ships: whole, the one its card describes, able to recall, and a draft that mostly agrees with it."""
+"""The shipped checkpoint: it is intact, matches its card and can recall facts, and its draft model mostly agrees with it."""
 
 import json
 import shutil
@@ -45,14 +45,14 @@ def draft() -> nn.Module:
 
 @pytest.fixture
 def few(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Less of the held-out text."""
+    """Uses less of the held-out text."""
     monkeypatch.setattr(evaluate, "HELD_OUT", {150: 24, 350: 8})
 
 
-def test_it_is_small_and_of_the_recipe(model: nn.Module, draft: nn.Module) -> None:
+def test_the_shipped_models_are_small_and_follow_their_recipes(model: nn.Module, draft: nn.Module) -> None:
     files = [file for folder in (SHIPPED, DRAFT) for file in folder.iterdir()]
     assert sum(file.stat().st_size for file in files) <= 15_000_000
-    assert not any(file.suffix in (".bin", ".pt", ".pth", ".pkl") for file in files), "nothing is pickled"
+    assert not any(file.suffix in (".bin", ".pt", ".pth", ".pkl") for file in files), "nothing may be pickled"
     sizes = {name: sum(p.numel() for p in m.parameters()) for name, m in (("tale", model), ("tale-draft", draft))}
     assert sizes == RESULTS["parameters"] and 2e6 < sizes["tale"] < 6e6 and sizes["tale-draft"] < sizes["tale"] / 8
     for folder in (SHIPPED, DRAFT):
@@ -61,7 +61,7 @@ def test_it_is_small_and_of_the_recipe(model: nn.Module, draft: nn.Module) -> No
         assert config["max_position_embeddings"] == shape.context >= 2048
 
 
-def test_the_tokenizer_is_made_from_the_seed() -> None:
+def test_the_shipped_tokenizer_can_be_made_from_the_seed() -> None:
     made = train_tokenizer(VOCAB, SEED, TOKENIZER_DOCUMENTS)
     for folder in (SHIPPED, DRAFT):
         assert Tokenizer.from_file(str(folder / "tokenizer.json")).to_str() == made.to_str()
@@ -78,11 +78,11 @@ def test_the_engine_gives_the_logits_of_transformers(model: nn.Module, tokenizer
 
 
 @pytest.mark.usefixtures("few")
-def test_it_has_learned_what_its_card_says(model: nn.Module, draft: nn.Module, tokenizer: Tokenizer) -> None:
+def test_held_out_losses_match_the_card(model: nn.Module, draft: nn.Module, tokenizer: Tokenizer) -> None:
     for name, m in (("tale", model), ("tale-draft", draft)):
         loss = evaluate.held_out_loss(m, tokenizer)
         assert loss.all == pytest.approx(RESULTS["losses"][name]["nats"], rel=0.25)
-        assert loss.assistant < loss.all, "what is asked for is easier than what is told"
+        assert loss.assistant < loss.all, "answers must be easier to predict than the whole text"
     untrained = nn.Module.train(card.load(SHIPPED), False)
     with torch.no_grad():
         for p in untrained.parameters():
@@ -91,20 +91,20 @@ def test_it_has_learned_what_its_card_says(model: nn.Module, draft: nn.Module, t
 
 
 @pytest.mark.usefixtures("few")
-def test_the_draft_agrees(model: nn.Module, draft: nn.Module, tokenizer: Tokenizer) -> None:
+def test_the_draft_mostly_agrees_with_the_model(model: nn.Module, draft: nn.Module, tokenizer: Tokenizer) -> None:
     agreement = evaluate.agreement(draft, model, tokenizer)
     assert agreement == pytest.approx(RESULTS["agreement"], abs=0.05) and agreement >= 0.7
     assert evaluate.agreement(model, model, tokenizer) == 1.0
 
 
 @pytest.mark.parametrize("distance", [64, 512])
-def test_it_recalls(distance: int, model: nn.Module, tokenizer: Tokenizer) -> None:
+def test_recall_is_as_good_as_the_card_says(distance: int, model: nn.Module, tokenizer: Tokenizer) -> None:
     said = next(row for row in RESULTS["recall"] if row["distance"] == distance)
     right, measured = evaluate.recall(model, tokenizer, distance, trials=20)
     assert right >= said["tale"] - 0.25 and abs(measured - distance) < 0.25 * distance + 20
 
 
-def test_a_question_lies_as_far_from_its_fact_as_it_says(tokenizer: Tokenizer) -> None:
+def test_a_recall_question_is_as_far_from_its_fact_as_requested(tokenizer: Tokenizer) -> None:
     for distance in evaluate.DISTANCES:
         prompt, answer, gap = evaluate.recall_question(tokenizer, distance, 0)
         assert len(prompt) + len(answer) <= CONTEXT and abs(gap - distance) < 0.25 * distance + 20
@@ -114,7 +114,9 @@ def ask(engine: Engine, prompt: list[int], name: str) -> tuple[list[int], list[i
     """The greedy answer, the blocks it was computed on, and how many prompt tokens were cached."""
     seq = Sequence(name, list(prompt), len(prompt), SamplingParams(max_tokens=24, temperature=0.0), b"root")
     engine.add(seq)
-    said, blocks, cached = [], [], 0
+    said: list[int] = []
+    blocks: list[int] = []
+    cached = 0
     while not engine.idle:
         for output in engine.step():
             if not said:
@@ -123,8 +125,8 @@ def ask(engine: Engine, prompt: list[int], name: str) -> tuple[list[int], list[i
     return said, blocks, cached
 
 
-def test_a_broken_kv_block_shows_in_the_answer(tokenizer: Tokenizer) -> None:
-    """The same prompts on the same cached blocks: right while they are whole, wrong when the one that holds the fact is not."""
+def test_a_broken_kv_block_changes_the_answer(tokenizer: Tokenizer) -> None:
+    """The same prompts on the same cached blocks: right while they are intact, wrong when those that hold the fact are not."""
     engine = build(Options(SHIPPED, kv_memory_bytes=64 << 20)).engine
     right = broken = asked = 0
     for trial in range(12):
@@ -163,7 +165,7 @@ def test_an_altered_file_is_refused_by_name(name: str, copy: Path) -> None:
         build(options)
     if name == "model.safetensors":
         (copy / "SHA256SUMS").unlink()
-        build(options)  # without the sums nobody would notice
+        build(options)  # without the sums the change goes unnoticed
 
 
 def test_a_truncated_or_missing_file_is_refused(copy: Path) -> None:
@@ -181,8 +183,8 @@ def test_a_truncated_or_missing_file_is_refused(copy: Path) -> None:
         build(options)
 
 
-def test_sums_that_make_no_sense_are_refused(copy: Path) -> None:
+def test_malformed_checksum_lines_are_refused(copy: Path) -> None:
     for line in ("no sum at all", f"{'0' * 64}  ../config.json"):
         (copy / "SHA256SUMS").write_text(line + "\n")
-        with pytest.raises(BuildError, match="is no checksum of a file of this folder"):
+        with pytest.raises(BuildError, match="is not a checksum of a file in this folder"):
             build(Options(copy))

@@ -1,4 +1,4 @@
-"""The generated texts: the same from the same seed, many, in correct English, and their answers are right."""
+"""The generated texts: reproducible from the seed, many different ones, in correct English, and with correct answers."""
 
 import re
 from collections import Counter
@@ -26,18 +26,18 @@ def test_a_document_is_a_function_of_seed_split_size_and_number() -> None:
 
 
 def test_there_are_more_than_ten_million_stories() -> None:
-    """Among n texts of which there are N equally likely ones, n²/2N pairs are expected to be equal: 80 for N = 10⁷."""
+    """Among n texts drawn from N equally likely ones, n²/2N pairs are expected to be equal: 80 for N = 10⁷."""
     texts = Counter(story(Random(i), 1).text for i in range(40_000))
-    assert len(texts) == 40_000, "the shortest kind alone repeats itself"
+    assert len(texts) == 40_000, "even the shortest kind of story must not repeat itself"
 
 
 @pytest.mark.parametrize("size", SIZES)
-def test_documents_have_about_the_size_that_is_asked_for(size: int) -> None:
+def test_documents_have_about_the_requested_size(size: int) -> None:
     sizes = [len(text.split()) for text in islice(documents(1, "size", size), 60)]
     assert 0.6 * size < sum(sizes) / len(sizes) < max(200, 1.6 * size)
 
 
-def test_english() -> None:
+def test_stories_are_in_correct_english() -> None:
     for told in STORIES:
         for text in (told.text, *(f"{q} {answer}" for q, answer in told.questions)):
             assert not re.search(r"\ba [aeiou]", text, re.IGNORECASE), text
@@ -57,7 +57,7 @@ def test_the_hero_keeps_one_name_and_one_pronoun() -> None:
         assert not re.search(wrong, opening), opening
 
 
-def test_numbers_add_up() -> None:
+def test_numbers_in_stories_add_up() -> None:
     counted = 0
     for told in STORIES:
         found = re.search(
@@ -72,8 +72,8 @@ def test_numbers_add_up() -> None:
     assert counted > 50
 
 
-def test_every_answer_can_be_read_in_the_story() -> None:
-    """Whatever an answer names - somebody, a thing, a place, a number - stands in the text."""
+def test_every_answer_can_be_found_in_the_story() -> None:
+    """Every person, thing, place and number that an answer names occurs in the text."""
     things = {*words.QUALITIES, *words.OBJECTS, *words.SHELTERS, *words.LANDMARKS, *words.CONTAINERS, *words.FOODS, *words.ANIMALS}
     checked = 0
     for told in STORIES:
@@ -86,7 +86,7 @@ def test_every_answer_can_be_read_in_the_story() -> None:
     assert checked > 5000
 
 
-def test_sums_are_right() -> None:
+def test_arithmetic_in_conversations_is_right() -> None:
     checked = 0
     for i in range(300):
         for message in conversation(Random(i), 150):
@@ -104,7 +104,7 @@ def test_a_conversation_alternates_and_ends_with_an_answer() -> None:
         assert roles == ["user", "assistant"] * (len(roles) // 2) and all(message.content.strip() for message in messages)
 
 
-def test_a_fact_does_not_give_its_value_away() -> None:
+def test_the_question_about_a_fact_does_not_reveal_its_value() -> None:
     for i in range(500):
         told = fact(Random(i))
         assert told.value in told.statement and told.value in told.answer and told.value not in told.question
@@ -123,7 +123,7 @@ def test_only_the_beginning_of_a_long_document_holds_its_answers() -> None:
             assert told.statement[1:] not in rest and told.answer not in rest
 
 
-def test_rendering_is_the_chat_template() -> None:
+def test_rendering_matches_the_chat_template() -> None:
     messages = [Message("system", "Be kind."), Message("user", "Hello"), Message("assistant", "Hi."), Message("user", "Bye")]
     template = Environment().from_string(CHAT_TEMPLATE)
     plain = [{"role": message.role, "content": message.content} for message in messages]
@@ -131,7 +131,7 @@ def test_rendering_is_the_chat_template() -> None:
         assert render(messages, reply) == template.render(messages=plain, bos_token=BOS, eos_token=EOS, add_generation_prompt=reply)
 
 
-def test_documents_are_whole() -> None:
+def test_documents_begin_with_bos_and_end_with_eos() -> None:
     for size in SIZES:
         for i in range(40):
             text = document(Random(i), size)

@@ -1,4 +1,4 @@
-"""The training loop on a model of a few thousand parameters: it learns, and one that was stopped goes on as if it had not been."""
+"""The training loop on a model of a few thousand parameters: it learns, and a stopped training resumes as if it had not been stopped."""
 
 from dataclasses import replace
 from pathlib import Path
@@ -51,11 +51,11 @@ def run(tokenizer: Tokenizer, folder: Path, stop_at: int | None = None) -> tuple
     return {name: p.detach().clone() for name, p in model.named_parameters()}, seen[-1]
 
 
-def test_a_stopped_training_goes_on_as_if_it_had_not_been(tokenizer: Tokenizer, tmp_path: Path) -> None:
+def test_a_stopped_training_resumes_as_if_it_had_not_been_stopped(tokenizer: Tokenizer, tmp_path: Path) -> None:
     weights, whole = run(tokenizer, tmp_path / "whole")
     with pytest.raises(Stopped):
         run(tokenizer, tmp_path / "stopped", stop_at=2)
-    assert read_run(tmp_path / "stopped").round == 1, "the round that was cut off is not saved"
+    assert read_run(tmp_path / "stopped").round == 1, "the interrupted round must not be saved"
     again, resumed = run(tokenizer, tmp_path / "stopped")
     assert [entry[:2] for entry in resumed.history] == [entry[:2] for entry in whole.history] and len(whole.history) >= 3
     for name, value in weights.items():
@@ -63,13 +63,13 @@ def test_a_stopped_training_goes_on_as_if_it_had_not_been(tokenizer: Tokenizer, 
     assert not torch.equal(weights["model.embed_tokens.weight"], new_model(TINY).get_parameter("model.embed_tokens.weight"))
 
 
-def test_it_learns(tokenizer: Tokenizer, tmp_path: Path) -> None:
-    _, told = run(tokenizer, tmp_path)
-    assert told.history[-1][1] < told.history[0][1] - 0.1
+def test_training_lowers_the_loss(tokenizer: Tokenizer, tmp_path: Path) -> None:
+    _, last = run(tokenizer, tmp_path)
+    assert last.history[-1][1] < last.history[0][1] - 0.1
 
 
 def test_a_draft_learns_from_its_teacher(tokenizer: Tokenizer) -> None:
-    """The loss against a teacher's distribution is least at the teacher itself: its entropy."""
+    """The loss against a teacher's distribution is lowest for the teacher itself, where it is the entropy."""
     batch = next(iter(round_batches(tokenizer, 0, PHASES[0])))
     teacher, other = new_model(TINY), new_model(TINY)
     with torch.no_grad():
@@ -81,7 +81,7 @@ def test_a_draft_learns_from_its_teacher(tokenizer: Tokenizer) -> None:
     assert own != pytest.approx(training._loss(teacher, batch, "cpu", None).item(), rel=1e-3)
 
 
-def test_batches_are_bounded_complete_and_the_same_again(tokenizer: Tokenizer) -> None:
+def test_batches_are_bounded_consistent_and_reproducible(tokenizer: Tokenizer) -> None:
     batches = list(round_batches(tokenizer, 3, PHASES[1]))
     again = list(round_batches(tokenizer, 3, PHASES[1]))
     assert all(torch.equal(a.ids, b.ids) for a, b in zip(batches, again, strict=True))
@@ -92,17 +92,17 @@ def test_batches_are_bounded_complete_and_the_same_again(tokenizer: Tokenizer) -
         assert batch.tokens == int((batch.weights > 0).sum())
 
 
-def test_what_the_model_does_not_say_counts_less() -> None:
+def test_tokens_that_the_model_does_not_write_count_less() -> None:
     bos, eos, user, assistant, _ = range(len(SPECIAL))
     row = [bos, user, 10, 11, eos, assistant, 12, 13, eos, user, 14]
     low, full = OTHERS_WEIGHT, 1.0
     expected = [low, low, low, low, low, full, full, full, low, low]
     weights = collate([row, [bos, 10, 11, eos]]).weights
     assert weights[0].tolist() == pytest.approx(expected)
-    assert weights[1].tolist() == pytest.approx([full, full, full] + [0.0] * 7), "a plain text counts whole, padding not at all"
+    assert weights[1].tolist() == pytest.approx([full, full, full] + [0.0] * 7), "plain text counts in full, padding not at all"
 
 
-def test_the_rate_rises_stays_and_falls_to_nothing() -> None:
+def test_the_learning_rate_rises_stays_and_falls_to_zero() -> None:
     rates = [rate(i / 1000) for i in range(1001)]
     top = rates.index(1.0)
     assert rates[0] < 0.1 and rates[:top] == sorted(rates[:top]) and rates[top:] == sorted(rates[top:], reverse=True)
@@ -114,7 +114,7 @@ def test_the_phases_cover_the_whole_training() -> None:
     assert all(sum(share for _, share in part.sizes) == pytest.approx(1.0) for part in PHASES)
 
 
-def test_what_is_exported_is_a_checkpoint(tokenizer: Tokenizer, tmp_path: Path) -> None:
+def test_an_exported_model_is_a_valid_checkpoint(tokenizer: Tokenizer, tmp_path: Path) -> None:
     model = new_model(TINY)
     export(model, TINY, tokenizer, tmp_path)
     checkpoint = Checkpoint(tmp_path, read_config(tmp_path))

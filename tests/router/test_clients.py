@@ -8,7 +8,7 @@ from dataclasses import asdict, replace
 from typing import Any
 
 import pytest
-from fake_workers import TOKENIZER, record
+from fake_workers import TOKENIZER, record, unusable
 from memory_registry import MemoryRegistry
 
 from baton.cluster.config import Config, SecurityConfig
@@ -556,12 +556,12 @@ async def test_a_worker_that_was_down_is_used_again_when_it_is_ready(quick: None
         worker.on_probe = wrong_worker
         view.mark_down("d0", 1)
         await asyncio.sleep(0.2)
-        assert view.down_workers(), "another process answered"
+        assert unusable(view), "another process answered"
         worker.on_probe = lambda: pb.ProbeResponse(state="draining")
         await asyncio.sleep(0.2)
-        assert view.down_workers(), "it answers, but accepts no more work"
+        assert unusable(view), "it answers, but accepts no more work"
         worker.on_probe = lambda: pb.ProbeResponse(state="ready")
-        await until(lambda: not view.down_workers())
+        await until(lambda: not unusable(view))
 
 
 @pytest.mark.parametrize("fails", [True, False])
@@ -586,7 +586,7 @@ async def test_probes_continue_when_a_worker_is_forgotten_during_one(quick: None
             await registry.leave("d0", 1)
             await until(lambda: len(view.members()) == 1)
             view.mark_down("d1", 1)
-            await until(lambda: not view.down_workers())
+            await until(lambda: not unusable(view))
             assert not running.done()
 
 
@@ -675,7 +675,7 @@ async def test_members_stay_while_the_registry_is_away(quick: None) -> None:
         await asyncio.sleep(0.2)
         assert [member.name for member in view.members()] == ["d0"] and not running.done()
         view.mark_down("d0", 1)
-        await until(lambda: not view.down_workers())
+        await until(lambda: not unusable(view))
         registry.available = True
         await registry.join(replace(d0, incarnation=2))
         await until(lambda: view.record("d0").incarnation == 2)

@@ -9,7 +9,7 @@ from dataclasses import dataclass, field, replace
 from typing import cast
 
 import pytest
-from fake_workers import TOKENIZER, Call, FakeWorkers, Fault, record
+from fake_workers import TOKENIZER, Call, FakeWorkers, Fault, answers, record, unusable
 
 from baton.cluster.config import RouterConfig
 from baton.cluster.errors import BatonError, Reason
@@ -71,7 +71,7 @@ class World:
         assert set(self.workers.endings.values()) <= {1}, "each lease ended once"
         assert self.workers.ends.total() == len(self.workers.calls), "each call ended"
         for worker in self.view.members():
-            assert self.view.prefill_tokens(worker.name) == 0 == self.view.decode_tokens(worker.name)
+            assert self.view.prefill_tokens(worker.name) == 0 == self.view.unreported_decode_tokens(worker.name)
 
     def stop_healer(self) -> None:
         if self.healer is not None:
@@ -144,7 +144,7 @@ async def test_a_stop_token_in_the_middle_ends_the_output() -> None:
 async def test_the_view_counts_work_in_progress() -> None:
     world = World()
     numbers: list[tuple[str, int, int]] = []
-    world.workers.tick = lambda stage: numbers.append((stage, world.view.prefill_tokens("p0"), world.view.decode_tokens("d0")))
+    world.workers.tick = lambda stage: numbers.append((stage, world.view.prefill_tokens("p0"), world.view.unreported_decode_tokens("d0")))
     await world.serve()
     assert numbers[:3] == [("prefill", 40, 0), ("transfer", 0, 48), ("decode", 0, 48)]
     world.check()
@@ -157,7 +157,7 @@ async def test_two_requests_with_the_same_id_are_served_separately() -> None:
 
     def look(stage: str) -> None:
         nonlocal most
-        most = max(most, world.view.decode_tokens("d0"))
+        most = max(most, world.view.unreported_decode_tokens("d0"))
 
     world.workers.tick = look
     other = PROMPT[::-1]
@@ -176,7 +176,7 @@ async def test_a_prefill_lost_before_its_reply_is_retried_on_another_worker() ->
     request, seen = await world.serve()
     assert seen == truth(request) and request.trace.retries == 1
     assert world.kinds() == [("prefill", "p0", 40), ("prefill", "p1", 40), ("decode", "d0", 41)]
-    assert [worker.name for worker in world.view.down_workers()] == ["p0"]
+    assert [worker.name for worker in unusable(world.view)] == ["p0"]
     world.check()
 
 
@@ -304,7 +304,7 @@ async def test_without_a_decode_worker_a_new_request_is_refused_immediately() ->
 
 async def come_back(world: World, name: str, after_s: float) -> None:
     await asyncio.sleep(after_s)
-    world.view.mark_up(name, 1)
+    answers(world.view, name, 1)
 
 
 @pytest.mark.parametrize("tokens", [None, 0, 3])
@@ -458,7 +458,7 @@ async def test_the_numbers_in_the_view_are_undone_after_any_failure(monkeypatch:
         monkeypatch.setattr(world.view.index, "predict", broken)
         with pytest.raises(RuntimeError):
             await world.serve(world.request(prompt))
-        assert world.view.prefill_tokens("p0") == 0 == world.view.decode_tokens("d0"), role
+        assert world.view.prefill_tokens("p0") == 0 == world.view.unreported_decode_tokens("d0"), role
 
 
 async def test_a_restarted_worker_is_tried_again() -> None:
@@ -522,7 +522,7 @@ def last_worker_comes_back() -> World:
         for step in itertools.count():
             await asyncio.sleep(0)
             if step % 10 == 0:
-                world.view.mark_up("d0", 1)
+                answers(world.view, "d0", 1)
 
     world.healer = asyncio.create_task(heal())
     return world
@@ -709,7 +709,7 @@ async def test_random_faults_never_change_a_stream(seed: int, monkeypatch: pytes
     async def heal() -> None:
         while True:
             await asyncio.sleep(0.01)
-            world.view.mark_up(rng.choice(names), 1)
+            answers(world.view, rng.choice(names), 1)
 
     async def one(number: int) -> str:
         prompt = [rng.randrange(256) for _ in range(rng.randrange(1, 60))]
@@ -819,7 +819,7 @@ async def test_a_request_that_kills_two_workers_is_ended_and_its_prompt_refused(
     error, _ = await world.refused(world.request(SHORT))
     assert error.reason is Reason.POISONOUS and len(world.workers.calls) == 2
     for name in ("d0", "d1"):
-        world.view.mark_up(name, 1)
+        answers(world.view, name, 1)
     world.workers.faults.clear()
     await world.serve(world.request([9, *SHORT]))
     world.check()

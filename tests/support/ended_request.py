@@ -1,4 +1,4 @@
-"""A request that has ended, as `router.journal.Record.to_json` tells it."""
+"""A request that has ended, as `router.journal.Record.to_json` writes it."""
 
 from typing import Any
 

@@ -1,4 +1,4 @@
-"""A stand-in for `router.clients.Workers`: workers that compute the toy model, fail when told to, and keep a book of what they hold."""
+"""A stand-in for `router.clients.Workers`: workers that compute the toy model, fail on demand, and record what they hold."""
 
 import asyncio
 from collections import Counter, defaultdict, deque
@@ -10,18 +10,19 @@ from typing import Any
 
 from baton.cluster.errors import BatonError, Reason
 from baton.cluster.handoff import Handoff
-from baton.cluster.records import Load, WorkerRecord
+from baton.cluster.records import Load, RoleName, WorkerRecord
 from baton.engine.toy import naive
 from router.clients import Adopted, DecodeEvent, Ended, FirstToken, Opened, PrefillEvent, Source
 from router.request import FinishReason, Request, Token
+from router.view import ClusterView
 
 TOKENIZER = "tokenizer"
 EOS = 256
 
 
 def record(name: str, **fields: Any) -> WorkerRecord:
-    """A worker that can be used; its role is in the first letter of its name."""
-    role = "prefill" if name.startswith("p") else "decode"
+    """A usable worker; the first letter of its name decides its role."""
+    role: RoleName = "prefill" if name.startswith("p") else "decode"
     load = Load(credit_tokens=10_000)
     whole = WorkerRecord(name, role, f"{name}:1", 1, "ready", 1, "host", "toy", "model", TOKENIZER, 16, 4096, 1000, "tcp", load)
     return replace(whole, **fields)
@@ -29,9 +30,9 @@ def record(name: str, **fields: Any) -> WorkerRecord:
 
 @dataclass(frozen=True)
 class Fault:
-    """What goes wrong in one call. `tokens`: a decode call breaks after so many; None: before the worker holds the KV."""
+    """What goes wrong in one call. `tokens`: how many a decode call sends before it breaks; None: it breaks before the KV arrives."""
 
-    error: BatonError | None  # None: the worker says nothing more
+    error: BatonError | None  # None: the worker sends nothing more
     tokens: int | None = None
 
     async def strike(self) -> None:
@@ -50,18 +51,18 @@ class Call:
 
 
 class FakeWorkers:
-    """`faults[name]` are spent one a call. `tick` gets the stage in which time passes; `replies` is called before prefill answers."""
+    """Each call uses up one of `faults[name]`. `tick` gets the stage in which time passes; `replies` is called before prefill answers."""
 
     def __init__(self) -> None:
         self.faults: defaultdict[str, deque[Fault]] = defaultdict(deque)
         self.calls: list[Call] = []
-        self.ends: Counter[str] = Counter()  # calls that ended well, in an error, cancelled
+        self.ends: Counter[str] = Counter()  # how calls ended: well, in an error, cancelled
         self.leases: dict[bytes, tuple[str, str, int]] = {}  # handle → worker, request, tokens
-        self.endings: Counter[bytes] = Counter()  # how often each lease was ended
+        self.endings: Counter[bytes] = Counter()  # how many times each lease was ended
         self.released: list[bytes] = []
-        self.sources: list[tuple[str, int] | None] = []  # of each prefill
-        self.opens = False  # prompts are long: their KV can be read before they are computed
-        self.lent_early = True  # an early reader leaves a lease for the end of the prefill; False: it has all of it and ends the lease
+        self.sources: list[tuple[str, int] | None] = []  # one for each prefill
+        self.opens = False  # prompts are long: their KV can be read before they are fully computed
+        self.lent_early = True  # an early reader leaves the lease open until prefill ends; False: it has read everything and ends the lease
         self.tick: Callable[[str], None] = lambda stage: None
         self.replies: Callable[[], None] = lambda: None
         self._numbers = count(1)
@@ -133,7 +134,7 @@ class FakeWorkers:
         assert holder[:2] == (worker.name, request_id)
         self.released.append(handle)
         if self.opens and handle not in self.leases:
-            return  # an early reader ended it, and its word is still on the way to the dispatcher: a holder answers "late", no more
+            return  # an early reader ended it and the dispatcher does not know yet: a real holder would only answer "late"
         self._end(handle)
 
     def _grant(self, worker: WorkerRecord, request: Request) -> bytes:
@@ -172,7 +173,7 @@ class FakeWorkers:
 
 
 def _next(known: list[int], request: Request) -> tuple[int, FinishReason | None]:
-    """The next token, and why it is the last if it is."""
+    """The next token, and the finish reason if it is the last."""
     params = request.params
     token = naive(known, replace(params, max_tokens=1))[0]
     made = len(known) + 1 - request.prompt_len
@@ -180,3 +181,15 @@ def _next(known: list[int], request: Request) -> tuple[int, FinishReason | None]
     if ends and made >= params.min_tokens:
         return token, "stop"
     return token, "length" if made >= params.max_tokens else None
+
+
+def unusable(view: ClusterView) -> list[WorkerRecord]:
+    """The members that get no requests."""
+    used = {worker.name for worker in (*view.prefill_workers(), *view.decode_workers())}
+    return [worker for worker in view.members() if worker.name not in used]
+
+
+def answers(view: ClusterView, name: str, incarnation: int = 1) -> None:
+    """The process answers a probe, with the load that is known already."""
+    if member := view.find(name):
+        view.note_answer(name, incarnation, "ready", member.load, 0)

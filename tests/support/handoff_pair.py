@@ -1,4 +1,4 @@
-"""A prefill and a decode worker in one process: real engines and threads, a real TCP transport, and a wire that tests can break."""
+"""A prefill and a decode worker in one process: real engines and threads, a real TCP transport, and a connection that tests can break."""
 
 import asyncio
 from collections.abc import AsyncIterator, Callable
@@ -33,11 +33,11 @@ PROMPT = list(range(1, 19))  # four full blocks and a partial one
 
 @dataclass
 class Wire:
-    """Implements Peer by calling the port at the other end. `on` has a hook per call name that runs before it."""
+    """Implements Peer by calling the port at the other end. `on` maps the name of a call to a hook that runs before the call."""
 
     port: KvPort
     check_layout: bool = True
-    forge: Callable[[Piece], Piece] = lambda piece: piece  # what a peer that is wrong tells instead
+    forge: Callable[[Piece], Piece] = lambda piece: piece  # what a faulty peer sends instead
     on: dict[str, Callable[[], Any]] = field(default_factory=dict)
 
     async def _pass(self, name: str) -> None:
@@ -88,14 +88,21 @@ class Pair:
     failures: list[BaseException]
     book: Book  # of the decode worker
 
+    @property
+    def runners(self) -> tuple[ToyRunner, ToyRunner]:
+        prefill, decode = (engine.runner for engine in self.engines)
+        assert isinstance(prefill, ToyRunner) and isinstance(decode, ToyRunner)
+        return prefill, decode
+
     async def hand_over(
         self, request_id: str = "r", tokens: list[int] | None = None, params: SamplingParams | None = None, **more: Any
     ) -> Prefilled:
         seq = Sequence(f"{request_id}#p", list(tokens or PROMPT), len(tokens or PROMPT), params or greedy(), root_key("toy"), hold=True)
         return await self.prefill.prefill(seq, request_id, **more)
 
-    async def blocks_of(self, handle: KvHandle) -> tuple[int, ...]:
-        """The holder's blocks behind a complete handle, once they are digested."""
+    async def blocks_of(self, handle: KvHandle | None) -> tuple[int, ...]:
+        """The holder's blocks behind a complete handle, after they have been digested."""
+        assert handle is not None
         export = self.prefill.port.exporter._exports[handle.lease_id]
         async with asyncio.timeout(5):
             while not export.complete:
@@ -117,7 +124,7 @@ class Pair:
         return call
 
     def start_live(self, handle: KvHandle, request_id: str = "r", timeout_s: float = 20.0, tokens: list[int] | None = None) -> "Call":
-        """`call.first` is to be set to the first token."""
+        """The caller must set `call.first` to the first token."""
         prompt = tokens or PROMPT
         call = Call(Sequence(f"{request_id}#d", list(prompt), len(prompt), greedy(), root_key("toy")))
         call.first = asyncio.get_running_loop().create_future()
@@ -126,7 +133,7 @@ class Pair:
         return call
 
     async def settled(self) -> None:
-        """Nothing is left anywhere: no block owned, no lease, no call, no quarantine. Raises when that does not come about."""
+        """Waits until nothing is left anywhere: no owned block, lease, call or quarantined block. Raises if that takes too long."""
         async with asyncio.timeout(5):
             while self.residue():
                 await asyncio.sleep(0.005)
@@ -171,6 +178,11 @@ class Call:
     def error(self) -> BatonError:
         assert isinstance(self.events[-1], BatonError), self.events[-1]
         return self.events[-1]
+
+
+def leased(first: Prefilled) -> KvHandle:
+    assert first.handle is not None
+    return first.handle
 
 
 def greedy(**change: Any) -> SamplingParams:

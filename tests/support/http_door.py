@@ -1,4 +1,4 @@
-"""The HTTP door over a service whose dispatcher follows a script, and a client that speaks ASGI and can leave when it likes."""
+"""The HTTP door over a service whose dispatcher follows a script, and a client that speaks ASGI and can disconnect at any point."""
 
 import asyncio
 import json
@@ -25,20 +25,20 @@ from router.service import Draws, GenerateService, ServedModel, Tenancy
 from router.tokenizer import Tokenizer
 from router.view import ClusterView
 
-CONTEXT = 4096  # tokens, of the worker that the view knows
+CONTEXT = 4096  # tokens; of the worker in the view
 CHAT, COMPLETION = "/v1/chat/completions", "/v1/completions"
 HELLO = {"messages": [{"role": "user", "content": "hello"}]}
 
 
 def toy_tokenizer(path: Path) -> Tokenizer:
-    """A byte is its own token id; 256 ends the text."""
+    """Each byte is its own token id; 256 ends the text."""
     make_toy(path)
     return Tokenizer.load(path)
 
 
 @dataclass
 class Script:
-    """Stands in for the dispatcher: says `ids`, then `finish` or `error`. Waits at `gate` before token number `gate_at`."""
+    """Stands in for the dispatcher: sends `ids`, then `finish` or `error`. Waits at `gate` before token number `gate_at`."""
 
     ids: Sequence[int] = b"abc"
     finish: FinishReason | None = "length"
@@ -46,7 +46,7 @@ class Script:
     cached: int = 0
     gate: asyncio.Event | None = None
     gate_at: int = 0
-    waits: Callable[[Request], bool] = lambda request: True  # who is stopped by the gate
+    waits: Callable[[Request], bool] = lambda request: True  # whether the gate stops this request
     fails: Callable[[Request], bool] = lambda request: True
     begun: list[Request] = field(default_factory=list)
     ended: int = 0
@@ -113,7 +113,7 @@ class House:
         return await Call(self.door, method, path, b"", **options).run()
 
     def check(self) -> None:
-        """Nobody is inside and nobody waits."""
+        """Asserts that no request is running or waiting."""
         self.admission.check()
         assert self.service.idle and self.script.ended == len(self.script.begun)
 
@@ -137,7 +137,7 @@ class Answer:
 
     @property
     def data(self) -> list[str]:
-        """Of each server-sent event."""
+        """The data of each server-sent event."""
         assert self.headers["content-type"].startswith("text/event-stream") and self.body.endswith(b"\n\n")
         events = self.body.decode().split("\n\n")[:-1]
         assert all(event.startswith("data: ") and "\n" not in event for event in events)
@@ -145,7 +145,7 @@ class Answer:
 
     @property
     def chunks(self) -> list[dict[str, Any]]:
-        """Of a stream that came to its end."""
+        """The chunks of a stream that is complete."""
         *chunks, done = self.data
         assert done == "[DONE]"
         return [json.loads(chunk) for chunk in chunks]
@@ -153,7 +153,7 @@ class Answer:
 
 @dataclass
 class Call:
-    """One HTTP exchange. `leave_after`: the client goes when it has got so many pieces of the body."""
+    """One HTTP exchange. `leave_after`: the client disconnects after it has received this many pieces of the body."""
 
     app: Any
     method: str
@@ -161,7 +161,7 @@ class Call:
     body: Any
     headers: Mapping[str, str] = field(default_factory=dict)
     leave_after: int | None = None
-    unfinished: bool = False  # more of the body is to come, and never does
+    unfinished: bool = False  # the body is announced as incomplete, but the rest never comes
     got: bytes = b""
     status: int = 0
 

@@ -1,4 +1,4 @@
-"""A whole cluster of real processes on loopback, started by the command that a person would type."""
+"""A whole cluster of real processes on loopback, started with the command that a person would type."""
 
 import asyncio
 import json
@@ -15,6 +15,7 @@ from pathlib import Path
 from typing import Any
 
 import grpc
+from grpc import Channel
 
 from baton.cli.admin import read_records, read_status
 from baton.client import AsyncClient
@@ -49,19 +50,19 @@ class Cluster:
             return read_status(stub.Status(worker_pb2.StatusRequest(), timeout=5))
 
     def last(self) -> dict[str, Any]:
-        """What the router knows of the request that ended last."""
+        """What the router knows about the request that ended last."""
         with self._channel() as channel:
             stub = worker_pb2_grpc.AdminStub(channel)
             return read_records(stub.Trace(worker_pb2.TraceRequest(last=1), timeout=5))[0]
 
     def record(self, request_id: str) -> dict[str, Any]:
-        """What the router remembers of a request that has ended."""
+        """What the router remembers about a request that has ended."""
         with self._channel() as channel:
             stub = worker_pb2_grpc.AdminStub(channel)
             [record] = read_records(stub.Trace(worker_pb2.TraceRequest(request_id=request_id), timeout=5))
         return record
 
-    def _channel(self) -> grpc.Channel:
+    def _channel(self) -> Channel:
         options = [("grpc.enable_http_proxy", 0)]
         if self.tls is None:
             return grpc.insecure_channel(self.admin, options)
@@ -77,7 +78,7 @@ class Cluster:
         return int(next(found)["incarnation"])
 
     def kill(self, name: str, number: int = signal.SIGKILL) -> int:
-        pid = next(worker["pid"] for worker in self.workers() if worker["name"] == name)
+        pid: int = next(worker["pid"] for worker in self.workers() if worker["name"] == name)
         os.kill(pid, number)
         return pid
 
@@ -86,7 +87,7 @@ class Cluster:
         return subprocess.run(command, env=self.env, capture_output=True, text=True, timeout=timeout, **kwargs)
 
     async def quiet(self, within_s: float = 15.0) -> None:
-        """No lease, block, sequence, quarantined block or admission slot is left anywhere. Raises with what is."""
+        """Waits until no lease, block, sequence, quarantined block or admission slot is left anywhere. Raises with whatever is left."""
         deadline = time.monotonic() + within_s
         while left := await asyncio.to_thread(self.residue):
             if time.monotonic() > deadline:
@@ -111,7 +112,7 @@ class Cluster:
         return left
 
     def wait(self, condition: Callable[[], Any], within_s: float = 30.0) -> Any:
-        """What `condition` gives once it is true. Errors of the moment count as not yet."""
+        """Returns the value of `condition` as soon as it is true. An RpcError or StopIteration counts as "not yet"."""
         deadline = time.monotonic() + within_s
         while True:
             try:
@@ -122,7 +123,7 @@ class Cluster:
                 return value
             if time.monotonic() > deadline:
                 up_log = self.logs.parent / f"{self.name}-up.log"
-                raise AssertionError(f"did not come about; log of the supervisor:\n{up_log.read_text()[-2000:]}")
+                raise AssertionError(f"the condition was not met in time; log of the supervisor:\n{up_log.read_text()[-2000:]}")
             time.sleep(0.05)
 
     def log(self, process: str) -> str:
@@ -139,7 +140,10 @@ def cluster(
     env: Mapping[str, str] | None = None,
     tls: Path | None = None,
 ) -> Iterator[Cluster]:
-    """`baton up --detach`, and `baton down` at the end; nothing of it may be alive then. `tls`: the folder of cert.pem, key.pem, ca.pem."""
+    """Runs `baton up --detach`, and `baton down` at the end, after which no process of it may be alive.
+
+    `tls`: the folder with cert.pem, key.pem and ca.pem.
+    """
     with tempfile.TemporaryDirectory(prefix="baton-test-") as folder:
         name = f"t{os.getpid()}"
         full = {**os.environ, "BATON_STATE_DIR": folder, **(env or {})}
@@ -171,5 +175,5 @@ def toy(path: Path, **options: int) -> Path:
 
 
 def toy_output(prompt: list[int], **params: Any) -> list[int]:
-    """What the toy must say to `prompt`."""
+    """The tokens that the toy model must produce for `prompt`."""
     return naive(prompt, SamplingParams(**{"max_tokens": 16, "temperature": 0.0, "ignore_eos": True, **params}))

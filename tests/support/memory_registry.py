@@ -1,5 +1,5 @@
-"""A registry without a server, whose outages and clock a test controls. The contract suite runs on it and on Redis, so that a test which
-uses it tests what production does. Values are held encoded, as Redis holds them."""
+"""A registry without a server, whose outages and clock a test controls. The contract suite runs against both this and Redis, so a test that
+uses it tests what production does. It stores values encoded, as Redis does."""
 
 import asyncio
 import time
@@ -13,7 +13,7 @@ from baton.cluster.registry import EVENTS_BATCH, FENCE_LIFETIMES, RegistryUnavai
 
 
 class MemoryRegistry:
-    """`now` (seconds) decides what has expired. While `available` is False, every call fails as in an outage."""
+    """`now` (in seconds) decides what has expired. While `available` is False, every call fails as it would in an outage."""
 
     def __init__(self, config: RedisConfig | None = None, now: Callable[[], float] = time.monotonic) -> None:
         config = config or RedisConfig()

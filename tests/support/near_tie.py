@@ -1,7 +1,7 @@
-"""Two outputs of one model on two paths: the same, or parted where the model itself cannot tell two tokens apart.
+"""Compares two outputs of one model, computed on two paths. They must be equal, or first differ where the model cannot tell tokens apart.
 
-Matrix kernels may sum in another order for another batch size, so the same logits differ in their last bits (measured: up to 3e-5 on
-the shipped model, whose logits have a standard deviation of 3). A token may flip only where the two best scores are that close.
+Matrix kernels may sum in a different order at a different batch size, so the same logits differ in their last bits (measured: up to 3e-5 on
+the shipped model, whose logits have a standard deviation of 3). A token may change only where the two best scores are that close.
 """
 
 import math
@@ -17,9 +17,9 @@ TOLERANCE = 2e-4  # of a score (logit over temperature, plus noise): ten times t
 
 
 def parting(model: Transformer, prompt: Seq[int], params: SamplingParams, ours: Seq[int], theirs: Seq[int]) -> float | None:
-    """None where the outputs are equal, else the difference of the two tokens' scores where they part: inf where one just ends.
+    """None if the outputs are equal, else the difference in score of the first two tokens that differ: inf if one output just ends earlier.
 
-    For `params` without penalties and filters.
+    Only for `params` without penalties and filters.
     """
     if list(ours) == list(theirs):
         return None
@@ -32,7 +32,7 @@ def parting(model: Transformer, prompt: Seq[int], params: SamplingParams, ours: 
 
 
 def score(logits: Tensor, token: int, position: int, params: SamplingParams) -> float:
-    """What the sampler takes the greatest of, by the definitions of `engine.sampling`: greedy the logit, else the Gumbel-max score."""
+    """The score that the sampler maximizes, as `engine.sampling` defines it: the logit if greedy, else the Gumbel-max score."""
     if params.temperature == 0:
         return float(logits[token])
     bits = mix64(noise_key(params.seed, position) + (token + 1) * 0x9E3779B97F4A7C15)
@@ -41,7 +41,7 @@ def score(logits: Tensor, token: int, position: int, params: SamplingParams) -> 
 
 
 def assert_same(model: Transformer, prompt: Seq[int], params: SamplingParams, ours: Seq[int], theirs: Seq[int]) -> bool:
-    """Whether the outputs are equal; raises where they part although the model could tell."""
+    """Returns whether the outputs are equal. Raises if they differ where the model could tell the tokens apart."""
     gap = parting(model, prompt, params, ours, theirs)
-    assert gap is None or gap < TOLERANCE, f"outputs part at a gap of {gap}: {list(ours)} and {list(theirs)}"
+    assert gap is None or gap < TOLERANCE, f"the outputs differ at a gap of {gap}: {list(ours)} and {list(theirs)}"
     return gap is None

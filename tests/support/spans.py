@@ -1,4 +1,4 @@
-"""A collector in the test's own process, and what it was sent."""
+"""A span collector in the test's own process, and the spans sent to it."""
 
 import threading
 from collections.abc import Callable, Mapping, Sequence
@@ -25,7 +25,7 @@ class Sent:
 
 
 class Box(SpanExporter):
-    """Keeps what it gets, and takes it only while `gate` is open."""
+    """Keeps the spans that it receives. Accepts spans only while `gate` is open."""
 
     def __init__(self, takes: Callable[[], bool] = lambda: True) -> None:
         self.spans: list[Sent] = []
@@ -48,8 +48,9 @@ class Box(SpanExporter):
 
 
 def _sent(span: ReadableSpan) -> Sent:
-    here, parent = span.get_span_context(), span.parent
+    here, parent, start, end = span.get_span_context(), span.parent, span.start_time, span.end_time
+    assert here is not None and start is not None and end is not None
     return Sent(
-        span.name, span.kind.name.lower(), here.trace_id, here.span_id, parent.span_id if parent else 0, span.start_time, span.end_time,
-        span.status.description or "", dict(span.attributes),
+        span.name, span.kind.name.lower(), here.trace_id, here.span_id, parent.span_id if parent else 0, start, end,
+        span.status.description or "", dict(span.attributes or {}),
     )  # fmt: skip

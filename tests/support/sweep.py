@@ -1,4 +1,4 @@
-"""Cancellation at every await: the work dies after 0, 1, 2 … turns of the event loop, until it is quicker than the sweep."""
+"""Cancellation at every await: the work is cancelled after 0, 1, 2, ... turns of the event loop, until it finishes first."""
 
 import asyncio
 from collections.abc import AsyncIterator, Awaitable, Callable
@@ -6,9 +6,9 @@ from typing import Any
 
 
 async def cancelled(work: Callable[[], Awaitable[Any]], fine: int = 40, coarse: float = 1.1) -> AsyncIterator["asyncio.Task[Any]"]:
-    """For each trial the ended task. The last one ended by itself; whoever iterates looks after each what is left.
+    """Yields the finished task of each trial; the last one finished by itself. After each task, the caller checks what is left behind.
 
-    Each number of turns up to `fine` is tried. Beyond, where something outside is waited for, the next trial has `coarse` times the turns.
+    Tries every number of turns up to `fine`. After that, where the work waits for something external, each trial has `coarse` times more.
     """
     turns, tried = 0, 0
     while True:

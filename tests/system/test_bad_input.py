@@ -1,7 +1,7 @@
-"""Whatever a caller sends through the real door: a refusal that names the field, at once, and no worker hears of it.
+"""Invalid requests through the real door: each is refused quickly, the refusal names the field, and no worker is involved.
 
-The rows are those of the catalogue of faults (F92 to F98, F101, F104) that this surface has. `raw` requests are bytes, for what the
-generated stubs would refuse to send.
+The rows are those of the fault catalogue (F92 to F98, F101, F104) that concern this interface. Some requests are raw bytes, because the
+generated stubs would refuse to send them.
 """
 
 import asyncio
@@ -22,7 +22,7 @@ from baton.v1 import generation_pb2 as pb
 
 pytestmark = pytest.mark.system
 METHOD = "/baton.v1.Generation/Generate"
-CONTEXT = 4096  # of the toy
+CONTEXT = 4096  # tokens; of the toy model
 REFUSED_WITHIN_S = 2.0
 NAN, INF = math.nan, math.inf
 
@@ -35,13 +35,13 @@ def live(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Cluster]:
 
 @pytest.fixture
 async def door(live: Cluster) -> AsyncIterator[grpc.aio.UnaryStreamMultiCallable]:
-    """Generate for bytes."""
+    """The Generate method, taking raw bytes."""
     async with grpc.aio.insecure_channel(live.grpc) as channel:
         yield channel.unary_stream(METHOD, response_deserializer=pb.GenerateResponse.FromString)
 
 
 async def answer(door: grpc.aio.UnaryStreamMultiCallable, request: bytes | pb.GenerateRequest, timeout_s: float | None = 30) -> Any:
-    """The last message. Raises GenerateError."""
+    """Returns the last message. Raises GenerateError."""
     data = request if isinstance(request, bytes) else request.SerializeToString()
     try:
         return [message async for message in door(data, timeout=timeout_s)][-1]
@@ -59,8 +59,8 @@ async def refusal(
     return caught.value
 
 
-def work(live: Cluster) -> list[tuple[str, Any]]:
-    """What changes on a worker as soon as it computes a token: what it caches, holds and runs."""
+def work(live: Cluster) -> list[tuple[Any, ...]]:
+    """The state of the workers that changes as soon as one computes a token: what they cache, hold and run."""
     return [(worker["name"], worker["load"], worker["blocks_in_use"], worker["idle"]) for worker in live.workers()]
 
 
@@ -90,32 +90,32 @@ def varint(value: int) -> bytes:
 
 
 def sampling(number: int, value: int) -> bytes:
-    """A request whose sampling has a varint that the stubs would not write."""
+    """A request whose sampling parameters contain a varint that the stubs would not write."""
     inner = varint(number << 3) + varint(value)
     return ask().SerializeToString() + b"\x32" + varint(len(inner)) + inner
 
 
-# name → request, fields that must be named
+# name → request, fields that the refusal must name
 BAD: dict[str, tuple[bytes | pb.GenerateRequest, list[str]]] = {
     # F93: too long
     "text of two MB": (ask("x" * (2 << 20)), ["text"]),
     "chat of two MB": (ask(messages=chat(*[("user", "x" * 100_000)] * 21)), ["chat.messages"]),
     "too many ids": (ask(token_ids=[1] * ((1 << 20) + 1)), ["token_ids.ids"]),
-    # F94: nothing, or nothing that is a token
+    # F94: empty prompts and invalid tokens
     "no prompt": (pb.GenerateRequest(), ["prompt"]),
     "empty text": (ask(""), ["text"]),
     "no ids": (ask(token_ids=[]), ["token_ids.ids"]),
     "id of the vocabulary's size": (ask(token_ids=[1, 257]), ["token_ids.ids[1]"]),
     "largest id": (ask(token_ids=[2**32 - 1]), ["token_ids.ids[0]"]),
     "negative id": (b"\x2a\x0c\x0a\x0a" + varint(2**64 - 1), ["token_ids.ids[0]"]),
-    # F95: no Unicode
-    "text that is no UTF-8": (b"\x1a\x02\xc3\x28", ["request"]),
+    # F95: invalid text
+    "text that is not UTF-8": (b"\x1a\x02\xc3\x28", ["request"]),
     "lone surrogate": (b"\x1a\x03\xed\xa0\x80", ["request"]),
     "stop that cuts a character": (ask().SerializeToString() + b"\x32\x03\x62\x01\xc3", ["request"]),
     "request id with a line break": (ask(request_id="a\nb"), ["request_id"]),
     "long request id": (ask(request_id="a" * 129), ["request_id"]),
     "long salt": (ask(cache_salt="a" * 257), ["cache_salt"]),
-    # F96: numbers that are none, or out of range
+    # F96: numbers that are not finite or out of range
     **{f"temperature {value}": (ask(temperature=value), ["sampling.temperature"]) for value in (NAN, INF, -INF, -0.5, 1e38)},
     **{f"top_p {value}": (ask(top_p=value), ["sampling.top_p"]) for value in (NAN, INF, 0.0, -1.0, 1.5)},
     **{f"min_p {value}": (ask(min_p=value), ["sampling.min_p"]) for value in (NAN, -0.1, 1.1)},
@@ -123,9 +123,9 @@ BAD: dict[str, tuple[bytes | pb.GenerateRequest, list[str]]] = {
     **{f"repetition {value}": (ask(repetition_penalty=value), ["sampling.repetition_penalty"]) for value in (NAN, 0.0, -1.0, 1e38)},
     **{f"presence {value}": (ask(presence_penalty=value), ["sampling.presence_penalty"]) for value in (NAN, INF, 2.5, -1e38)},
     **{f"frequency {value}": (ask(frequency_penalty=value), ["sampling.frequency_penalty"]) for value in (NAN, -INF, 3.0)},
-    "bias that is no number": (ask(logit_bias={3: NAN}), ["sampling.logit_bias[3]"]),
-    "bias without bound": (ask(logit_bias={3: 1e38}), ["sampling.logit_bias[3]"]),
-    "bias of no token": (ask(logit_bias={257: 1.0}), ["sampling.logit_bias[257]"]),
+    "bias that is not a number": (ask(logit_bias={3: NAN}), ["sampling.logit_bias[3]"]),
+    "huge bias": (ask(logit_bias={3: 1e38}), ["sampling.logit_bias[3]"]),
+    "bias for an unknown token": (ask(logit_bias={257: 1.0}), ["sampling.logit_bias[257]"]),
     "too many biases": (ask(logit_bias=dict.fromkeys(range(1025), 1.0)), ["sampling.logit_bias"]),
     # F97: lengths
     **{f"max_tokens {value}": (ask(max_tokens=value), ["sampling.max_tokens"]) for value in (0, -1, -(2**31))},
@@ -133,24 +133,26 @@ BAD: dict[str, tuple[bytes | pb.GenerateRequest, list[str]]] = {
     "min_tokens -1": (ask(min_tokens=-1), ["sampling.min_tokens"]),
     "min_tokens above max_tokens": (ask(min_tokens=6, max_tokens=5), ["sampling.min_tokens"]),
     "logprobs -1": (ask(logprobs=-1), ["sampling.logprobs"]),
-    "logprobs of everything": (ask(logprobs=257), ["sampling.logprobs"]),
+    "too many logprobs": (ask(logprobs=257), ["sampling.logprobs"]),
     # F98: stop strings
     "100000 stop strings": (ask(stop=["x"] * 100_000), ["sampling.stop"]),
     "a stop string of one MB": (ask(stop=["x" * 1_000_000]), ["sampling.stop[0]"]),
     "an empty stop string": (ask(stop=["x", ""]), ["sampling.stop[1]"]),
     "100000 stop tokens": (ask(stop_token_ids=[1] * 100_000), ["sampling.stop_token_ids"]),
-    "stop token of no token": (ask(stop_token_ids=[1, 999]), ["sampling.stop_token_ids[1]"]),
+    "unknown stop token": (ask(stop_token_ids=[1, 999]), ["sampling.stop_token_ids[1]"]),
     # F101: conversations
     "no messages": (ask(messages=[]), ["chat.messages"]),
     "unknown role": (ask(messages=chat(("user", "x"), ("tool", "x"))), ["chat.messages[1].role"]),
     "no role": (ask(messages=chat(("", "x"))), ["chat.messages[0].role"]),
     "10000 messages": (ask(messages=chat(*[("user", "x")] * 10_000)), ["chat.messages"]),
-    # several at once
+    # several mistakes in one request
     "three mistakes": (ask("", temperature=-1, max_tokens=0), ["text", "sampling.temperature", "sampling.max_tokens"]),
 }
 
 
-async def test_every_bad_field_is_named_at_once_and_no_worker_hears_of_it(live: Cluster, door: grpc.aio.UnaryStreamMultiCallable) -> None:
+async def test_every_invalid_field_is_named_quickly_and_no_worker_is_involved(
+    live: Cluster, door: grpc.aio.UnaryStreamMultiCallable
+) -> None:
     await answers_rightly(live)
     await live.quiet()
     before = await asyncio.to_thread(work, live)
@@ -164,8 +166,8 @@ async def test_every_bad_field_is_named_at_once_and_no_worker_hears_of_it(live: 
     await answers_rightly(live)
 
 
-async def test_the_work_of_a_good_request_is_seen(live: Cluster) -> None:
-    """Negative control of the comparison above."""
+async def test_a_valid_request_changes_the_state_of_the_workers(live: Cluster) -> None:
+    """Negative control for the comparison above."""
     before = await asyncio.to_thread(work, live)
     await answers_rightly(live)
     await asyncio.to_thread(live.wait, lambda: work(live) != before)
@@ -185,13 +187,15 @@ async def test_the_work_of_a_good_request_is_seen(live: Cluster) -> None:
     ],
     ids=["full", "long", "one word of a million letters", "chat", "ids", "a million ids", "max_tokens", "both"],
 )
-async def test_what_the_context_cannot_hold(request_: pb.GenerateRequest, field: str, door: grpc.aio.UnaryStreamMultiCallable) -> None:
+async def test_a_request_longer_than_the_context_is_refused(
+    request_: pb.GenerateRequest, field: str, door: grpc.aio.UnaryStreamMultiCallable
+) -> None:
     error = await refusal(door, request_, within_s=20)
     assert (error.code, error.reason) == ("INVALID_ARGUMENT", "CONTEXT_LENGTH")
     assert [field for field, _ in error.violations] == [field] and error.metadata["context"] == str(CONTEXT)
 
 
-async def test_a_long_text_holds_up_nobody(live: Cluster, door: grpc.aio.UnaryStreamMultiCallable) -> None:
+async def test_a_long_text_does_not_delay_other_requests(live: Cluster, door: grpc.aio.UnaryStreamMultiCallable) -> None:
     long = [asyncio.create_task(refusal(door, ask("x" * 1_000_000), within_s=60)) for _ in range(2)]
     await asyncio.sleep(0.1)
     began = time.monotonic()
@@ -203,7 +207,7 @@ async def test_a_long_text_holds_up_nobody(live: Cluster, door: grpc.aio.UnarySt
 
 
 @pytest.mark.parametrize("name", ["gpt-5", "TOY", "toy ", "../toy", "x" * 100_000, "\x00", "👩‍👩‍👧‍👦" * 1000])
-async def test_another_model_is_not_found(name: str, door: grpc.aio.UnaryStreamMultiCallable) -> None:
+async def test_an_unknown_model_is_not_found(name: str, door: grpc.aio.UnaryStreamMultiCallable) -> None:
     error = await refusal(door, ask(model=name))
     assert (error.code, error.reason) == ("NOT_FOUND", "MODEL_NOT_FOUND") and len(error.message) < 1500
 
@@ -215,31 +219,31 @@ async def test_a_hundred_megabytes_are_refused_unread(live: Cluster, door: grpc.
     await answers_rightly(live)
 
 
-# What looks strange and is good
+# Unusual but valid requests
 
 GOOD: dict[str, pb.GenerateRequest] = {
     "white space": ask("  \n\t "),
     "NUL": ask("a\x00b"),
     "right to left": ask("\u202e" * 500),
     "joiners": ask("\u200d" * 500),
-    "control token as text": ask("<|eos|>"),
+    "control token in the text": ask("<|eos|>"),
     "negative zero": ask(temperature=-0.0, presence_penalty=-0.0),
     "top_k -1": ask(top_k=-1),
     "top_p 1": ask(top_p=1.0, min_p=0.0),
     "largest seed": ask(seed=2**64 - 1),
     "seed 0": ask(seed=0),
-    "sixteen stop strings, each a beginning of the next": ask(stop=["\x01" * n for n in range(1, 17)]),
+    "sixteen stop strings, each a prefix of the next": ask(stop=["\x01" * n for n in range(1, 17)]),
     "longest stop string": ask(stop=["👩‍👩‍👧‍👦" * 10]),
-    "no text in a message": ask(messages=chat(("user", ""))),
-    "min_tokens as max_tokens": ask(min_tokens=4, max_tokens=4),
-    "largest request id": ask(request_id="~" * 128),
+    "empty message": ask(messages=chat(("user", ""))),
+    "min_tokens equal to max_tokens": ask(min_tokens=4, max_tokens=4),
+    "longest request id": ask(request_id="~" * 128),
     "salt": ask(cache_salt="\u2603" * 85),
     "unknown field": pb.GenerateRequest.FromString(ask().SerializeToString() + b"\xfa\x7f\x02hi"),
 }
 
 
 @pytest.mark.parametrize("name", GOOD)
-async def test_what_looks_strange_is_answered(name: str, door: grpc.aio.UnaryStreamMultiCallable) -> None:
+async def test_unusual_but_valid_requests_are_answered(name: str, door: grpc.aio.UnaryStreamMultiCallable) -> None:
     request = pb.GenerateRequest()
     request.CopyFrom(GOOD[name])
     if not request.sampling.HasField("max_tokens"):
@@ -248,17 +252,17 @@ async def test_what_looks_strange_is_answered(name: str, door: grpc.aio.UnaryStr
     assert last.WhichOneof("event") == "finished" and 1 <= last.finished.usage.completion_tokens <= 4
 
 
-async def test_nothing_in_a_content_is_rendered_or_parsed(live: Cluster) -> None:
+async def test_message_content_is_neither_rendered_nor_parsed(live: Cluster) -> None:
     content = "{{ 7 * 7 }}{% for x in range(9) %}a{% endfor %}{{ messages }}{# gone #}<|eos|>"
     prompt = list(f"user: {content}\nassistant: ".encode())
-    params = {"max_tokens": 8, "temperature": 0.0, "ignore_eos": True}
+    params: dict[str, Any] = {"max_tokens": 8, "temperature": 0.0, "ignore_eos": True}
     async with live.client() as client, client.generate(messages=chat(("user", content)), **params) as stream:
         assert [token.id async for token in stream] == toy_output(prompt, max_tokens=8)
         assert stream.result.usage.prompt_tokens == len(prompt)
 
 
 async def test_no_piece_splits_a_character(live: Cluster) -> None:
-    """The toy writes any bytes: whole characters come whole, and what is none becomes a replacement character."""
+    """The toy produces arbitrary bytes. Characters arrive whole, and invalid bytes become replacement characters."""
     async with live.client() as client:
         for seed in range(5):
             params = {"max_tokens": 300, "temperature": 1.0, "seed": seed, "ignore_eos": True}
@@ -269,8 +273,8 @@ async def test_no_piece_splits_a_character(live: Cluster) -> None:
             assert result.text == said.decode(errors="replace") and "".join(pieces) == result.text[: len("".join(pieces))]
 
 
-async def test_two_requests_of_one_id_are_answered_both(live: Cluster) -> None:
-    """Ids are for finding a request again; they are not a key to somebody else's answer (F88, F89)."""
+async def test_requests_with_the_same_id_are_all_answered(live: Cluster) -> None:
+    """An id only serves to find a request again. It does not grant access to another answer (F88, F89)."""
     prompts = [[seed] * 100 for seed in range(10)]
 
     async with live.client() as client:
@@ -287,7 +291,7 @@ async def test_two_requests_of_one_id_are_answered_both(live: Cluster) -> None:
 
 
 @pytest.mark.parametrize("timeout_s", [-5.0, 0.0, 1e-9])
-async def test_a_deadline_in_the_past(timeout_s: float, live: Cluster, door: grpc.aio.UnaryStreamMultiCallable) -> None:
+async def test_a_deadline_in_the_past_is_exceeded(timeout_s: float, live: Cluster, door: grpc.aio.UnaryStreamMultiCallable) -> None:
     with pytest.raises(GenerateError) as caught:
         await answer(door, ask(), timeout_s)
     assert caught.value.code == "DEADLINE_EXCEEDED"
@@ -300,7 +304,7 @@ async def test_an_absurd_deadline_is_clamped(timeout_s: float | None, door: grpc
     assert last.WhichOneof("event") == "finished"
 
 
-# Around the method
+# Other methods
 
 
 async def test_reflection_lists_the_service(live: Cluster) -> None:
@@ -315,7 +319,7 @@ async def test_reflection_lists_the_service(live: Cluster) -> None:
 
 
 @pytest.mark.parametrize("name", ["", "baton.v1.Generation"])
-async def test_health_says_serving(name: str, live: Cluster) -> None:
+async def test_health_reports_serving(name: str, live: Cluster) -> None:
     async with grpc.aio.insecure_channel(live.grpc) as channel:
         stub = health_pb2_grpc.HealthStub(channel)
         assert (await stub.Check(health_pb2.HealthCheckRequest(service=name), timeout=5)).status == health_pb2.HealthCheckResponse.SERVING
@@ -324,7 +328,7 @@ async def test_health_says_serving(name: str, live: Cluster) -> None:
         watched.cancel()
 
 
-async def test_health_of_something_else_is_not_found(live: Cluster) -> None:
+async def test_health_of_an_unknown_service_is_not_found(live: Cluster) -> None:
     async with grpc.aio.insecure_channel(live.grpc) as channel:
         with pytest.raises(grpc.aio.AioRpcError) as caught:
             await health_pb2_grpc.HealthStub(channel).Check(health_pb2.HealthCheckRequest(service="nobody"), timeout=5)
@@ -334,14 +338,14 @@ async def test_health_of_something_else_is_not_found(live: Cluster) -> None:
 @pytest.mark.parametrize(
     "method", ["/baton.v1.Generation/Nothing", "/baton.v1.Admin/Status", "/baton.v1.Decode/Session", "/nobody/Nothing"]
 )
-async def test_other_methods_are_not_there(method: str, live: Cluster) -> None:
+async def test_other_methods_are_unimplemented(method: str, live: Cluster) -> None:
     async with grpc.aio.insecure_channel(live.grpc) as channel:
         with pytest.raises(grpc.aio.AioRpcError) as caught:
             await channel.unary_unary(method)(b"", timeout=5)
     assert caught.value.code() is grpc.StatusCode.UNIMPLEMENTED
 
 
-async def test_bytes_that_are_no_http2_hurt_nobody(live: Cluster) -> None:
+async def test_bytes_that_are_not_http2_do_no_harm(live: Cluster) -> None:
     host, _, port = live.grpc.rpartition(":")
     for data in (b"GET / HTTP/1.1\r\n\r\n", bytes(range(256)) * 64, b"PRI * HTTP/2.0\r\n\r\nSM\r\n\r\n" + b"\xff" * 4096, b""):
         reader, writer = await asyncio.open_connection(host, int(port))
@@ -351,7 +355,7 @@ async def test_bytes_that_are_no_http2_hurt_nobody(live: Cluster) -> None:
     await answers_rightly(live)
 
 
-# Anything at all
+# Fuzzing
 
 SEEDS = [
     ask(max_tokens=2),
@@ -385,7 +389,7 @@ def mutated(rng: random.Random) -> bytes:
 
 
 async def outcome(door: grpc.aio.UnaryStreamMultiCallable, data: bytes) -> str:
-    """The status; one that goes on for more than a few messages is well, and is cancelled."""
+    """Returns the status. A call that streams more than a few messages counts as OK and is cancelled."""
     call = door(data, timeout=30)
     try:
         messages = 0
@@ -395,7 +399,8 @@ async def outcome(door: grpc.aio.UnaryStreamMultiCallable, data: bytes) -> str:
                 call.cancel()
                 return "OK"
     except grpc.RpcError as error:
-        return error.code().name
+        code: str = error.code().name
+        return code
     return "OK"
 
 
@@ -423,7 +428,7 @@ async def test_thousands_of_broken_requests_never_break_the_cluster(live: Cluste
         assert "Traceback" not in log.read_text(errors="replace"), log
 
 
-async def test_nothing_of_a_prompt_is_logged(live: Cluster, door: grpc.aio.UnaryStreamMultiCallable) -> None:
+async def test_prompts_never_appear_in_logs_or_errors(live: Cluster, door: grpc.aio.UnaryStreamMultiCallable) -> None:
     secret = "my password is xyzzy-4711"
     await answer(door, ask(secret, max_tokens=2))
     for bad in (ask(secret, max_tokens=0), ask(secret * 1000), ask(messages=chat((secret, secret))), ask(stop=[secret * 100])):

@@ -1,4 +1,4 @@
-"""Without `baton up` and without our client: a gRPC client made of the one .proto file, and every process started and stopped by hand."""
+"""Without `baton up` and without our client: a gRPC client generated from the one .proto file, and processes managed by hand."""
 
 import json
 import os
@@ -49,7 +49,7 @@ print(json.dumps({"events": events, "reason": pb.FinishReason.Name(told.reason),
 
 @dataclass
 class Hand:
-    """Processes as a person starts them: a command, an environment, a log."""
+    """Processes started as a person would start them: a command, an environment, a log."""
 
     folder: Path
     started: list[subprocess.Popen[bytes]] = field(default_factory=list)
@@ -73,7 +73,7 @@ class Hand:
     def wait(self, condition: Callable[[], Any], within_s: float = 60.0) -> None:
         deadline = time.monotonic() + within_s
         while not condition():
-            assert time.monotonic() < deadline, f"did not come about\n{self.logs()}"
+            assert time.monotonic() < deadline, f"the condition was not met in time\n{self.logs()}"
             time.sleep(0.03)
 
     def stop(self) -> None:
@@ -85,7 +85,7 @@ class Hand:
 
 @dataclass
 class Processes:
-    """Redis, a prefill worker, a decode worker and a router, configured in three ways."""
+    """Redis, a prefill worker, a decode worker and a router, each configured in a different way."""
 
     hand: Hand
     model: Path
@@ -104,7 +104,7 @@ class Processes:
             return stream.result
 
     def workers(self) -> list[dict[str, Any]]:
-        """Those that the router knows."""
+        """The workers that the router knows."""
         with grpc.insecure_channel(self.admin) as channel:
             answer = worker_pb2_grpc.AdminStub(channel).Status(worker_pb2.StatusRequest(), timeout=5)
         return list(read_status(answer)["workers"])
@@ -159,7 +159,7 @@ def served(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Processes]:
 
 @pytest.fixture
 def slow(tmp_path: Path) -> Iterator[Processes]:
-    """20 ms a step, 4 ms a token: a prompt of 500 tokens takes two seconds, 120 tokens of output three."""
+    """20 ms per step and 4 ms per token: a prompt of 500 tokens takes two seconds, an output of 120 tokens three."""
     yield from processes(tmp_path, step_delay_ms=20, token_delay_us=4000)
 
 
@@ -171,7 +171,7 @@ def test_processes_started_by_hand_serve_a_request(served: Processes) -> None:
     assert result.handoff["digests_checked"] > 0 and result.handoff["recomputed_tokens"] == 0 and not result.handoff["failure"]
 
 
-def test_a_client_made_of_the_proto_alone(served: Processes, tmp_path: Path) -> None:
+def test_a_client_generated_from_the_proto_alone_works(served: Processes, tmp_path: Path) -> None:
     words = tmp_path / "words"
     words.mkdir()
     shutil.copy(ROOT / "proto" / "baton" / "v1" / "generation.proto", words)
@@ -183,7 +183,7 @@ def test_a_client_made_of_the_proto_alone(served: Processes, tmp_path: Path) -> 
     assert done.returncode == 0, done.stderr
     told = json.loads(done.stdout)
     ours = {path.parent.name for path in ROOT.glob("*/__init__.py")}
-    assert "baton" in ours and not ours & set(told["modules"]), "the client has loaded code of ours"
+    assert "baton" in ours and not ours & set(told["modules"]), "the client loaded code of ours"
     kinds = [kind for kind, _ in told["events"]]
     assert kinds[0] == "accepted" and kinds[-1] == "finished" and set(kinds[1:-1]) == {"tokens"}
     assert told["events"][0][1] == told["events"][-1][1] == "by-hand" and told["reason"] == "FINISH_REASON_LENGTH"
@@ -198,7 +198,7 @@ def test_sigterm_drains_each_process_while_its_requests_finish(slow: Processes) 
     slow.hand.wait(lambda: any(worker["role"] == "prefill" and worker["load"]["running"] for worker in slow.workers()))
     slow.prefill.terminate()
     slow.hand.wait(lambda: "draining" in slow.hand.log("prefill_worker"))
-    assert not during_prefill.tokens, "the prefill was over before the signal came: this shows nothing"
+    assert not during_prefill.tokens, "the prefill finished before the signal, so the test proves nothing"
     result = during_prefill.result()
     assert list(result.token_ids) == toy_output(prompt[0], max_tokens=4)
     assert f"-{slow.prefill.pid}-" in result.workers["prefill"] and result.workers["retries"] == 0
@@ -215,21 +215,21 @@ def test_sigterm_drains_each_process_while_its_requests_finish(slow: Processes) 
     with pytest.raises(GenerateError) as refused:
         slow.ask(prompt[2])
     assert refused.value.code == "UNAVAILABLE" and refused.value.retry_after_s is not None
-    assert len(during_decode.tokens) < 120, "the stream was over before the signal came: this shows nothing"
+    assert len(during_decode.tokens) < 120, "the stream finished before the signal, so the test proves nothing"
     result = during_decode.result()
     assert list(result.token_ids) == toy_output(prompt[1], max_tokens=120) and result.workers["retries"] == 0
     assert slow.router.wait(15) == 0 and slow.decode.wait(15) == 0
     assert "Traceback" not in slow.hand.logs()
 
 
-def test_a_second_sigterm_ends_at_once(slow: Processes) -> None:
+def test_a_second_sigterm_stops_the_worker_immediately(slow: Processes) -> None:
     stream = Asking(slow, [7] * 40, max_tokens=900)
     slow.hand.wait(lambda: stream.tokens)
     slow.decode.terminate()
     slow.hand.wait(lambda: "draining" in slow.hand.log("decode_worker"))
     seen = len(stream.tokens)
     slow.hand.wait(lambda: len(stream.tokens) > seen + 10)
-    assert slow.decode.poll() is None, "one signal drains: the stream goes on"
+    assert slow.decode.poll() is None, "after one signal the worker drains and the stream continues"
     slow.decode.terminate()
     assert slow.decode.wait(8) == 0
     slow.router.kill()
@@ -249,7 +249,7 @@ def test_a_second_sigterm_ends_at_once(slow: Processes) -> None:
         ("router", "BATON_REDIS_URL", "redis.url"),
     ],
 )
-def test_what_is_missing_is_named(tmp_path: Path, module: str, missing: str, named: str) -> None:
+def test_a_missing_setting_is_named(tmp_path: Path, module: str, missing: str, named: str) -> None:
     given = {"BATON_CLUSTER_KEY": KEY, "BATON_MODEL_PATH": "/nowhere", "BATON_REDIS_URL": "redis://127.0.0.1:1/0"}
     hand = Hand(tmp_path)
     try:
@@ -262,7 +262,7 @@ def test_what_is_missing_is_named(tmp_path: Path, module: str, missing: str, nam
 
 
 class Asking:
-    """One request in a thread of its own."""
+    """One request in its own thread."""
 
     def __init__(self, processes: Processes, prompt: list[int], **sampling: Any) -> None:
         self.tokens: list[int] = []

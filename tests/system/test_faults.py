@@ -1,5 +1,5 @@
-"""Workers are killed, hung and lied to at every step of a request. The client gets the tokens of the undisturbed run: none missing, none
-twice; or an honest error. Afterwards nothing is left. The toy model makes "the same tokens" an exact statement.
+"""Workers are killed, suspended and given wrong bytes at every step of a request. The client receives the tokens of an undisturbed run,
+none missing and none repeated, or a clear error. Nothing is left behind. With the toy model, "the same tokens" means exactly the same.
 """
 
 import asyncio
@@ -7,7 +7,9 @@ import json
 import os
 import random
 import signal
+from functools import partial
 from pathlib import Path
+from typing import Any
 
 import pytest
 import redis
@@ -25,40 +27,41 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 KILLS = [
-    # failpoint, what the result must say
-    ("prefill.computed", {"retries": 1}),  # prompt computed, lease not granted
-    ("prefill.reply", {"retries": 1}),  # lease granted, nobody knows of it
+    # failpoint, what the result must report
+    ("prefill.computed", {"retries": 1}),  # prompt computed, no lease granted yet
+    ("prefill.reply", {"retries": 1}),  # lease granted, but the router does not know yet
     ("kv.reserved", {"retries": 1}),  # decode worker, before the handshake
     ("kv.before_read", {"retries": 1}),  # decode worker, lease confirmed
-    ("kv.before_check", {"retries": 1}),  # decode worker, bytes copied, nothing believed yet
+    ("kv.before_check", {"retries": 1}),  # decode worker, bytes copied but not verified
     ("kv.adopted", {"retries": 1}),  # decode worker, lease released, no token yet
 ]
 
 
 @pytest.mark.parametrize(("point", "says"), KILLS, ids=[point for point, _ in KILLS])
-async def test_worker_killed_around_the_handoff(model: Path, point: str, says: dict[str, int]) -> None:
+async def test_tokens_are_exact_when_a_worker_is_killed_around_the_handoff(model: Path, point: str, says: dict[str, int]) -> None:
     with faulty(model, f"{point}=exit") as live:
         async with live.client() as client:
             result = await ask(client)
         assert list(result.token_ids) == expected()
         assert result.workers["retries"] == says["retries"]
         if point in ("kv.before_read", "kv.before_check", "kv.reserved"):
-            # The lease outlived its first reader: another decode worker read it, and nothing was computed again.
+            # The lease outlived its first reader, so another decode worker read the KV and nothing was recomputed.
             assert result.handoff["blocks"] == 10 and result.handoff["recomputed_tokens"] == 0
         await live.quiet()
 
 
 @pytest.mark.parametrize("step", [1, 2, 7, 15])
-async def test_decode_worker_killed_while_decoding(model: Path, step: int) -> None:
+async def test_tokens_are_exact_when_a_decode_worker_is_killed_while_decoding(model: Path, step: int) -> None:
+    cases: list[dict[str, Any]] = [{}, {"temperature": 1.0, "seed": 11}]
     with faulty(model, f"decode.step=exit@{step}") as live:
         async with live.client() as client:
-            for params in ({}, {"temperature": 1.0, "seed": 11}):
+            for params in cases:
                 result = await ask(client, **params)
                 assert list(result.token_ids) == expected(**params)
         await live.quiet()
 
 
-async def test_only_decode_worker_dies_and_comes_back(model: Path) -> None:
+async def test_a_request_survives_the_restart_of_the_only_decode_worker(model: Path) -> None:
     with faulty(model, "decode.step=exit@5", prefill=1, decode=1) as live:
         async with live.client() as client:
             result = await ask(client)
@@ -66,8 +69,8 @@ async def test_only_decode_worker_dies_and_comes_back(model: Path) -> None:
         await live.quiet()
 
 
-async def test_retries_are_bounded_and_the_error_is_honest(model: Path) -> None:
-    """Every decode worker dies at its fourth step, for ever."""
+async def test_retries_are_limited_and_the_error_says_so(model: Path) -> None:
+    """Every decode worker always dies at its fourth step."""
     with cluster(model, "--router.max-retries", "1", prefill=1, decode=2, env={"BATON_FAILPOINTS": "decode.step=exit@4"}) as live:
         async with live.client() as client:
             with pytest.raises(GenerateError) as caught:
@@ -76,8 +79,8 @@ async def test_retries_are_bounded_and_the_error_is_honest(model: Path) -> None:
         assert int(caught.value.metadata["tokens_emitted"]) > 0 and caught.value.retry_after_s is not None
 
 
-async def test_prefill_worker_dies_between_first_token_and_read(model: Path) -> None:
-    """The decode worker waits on its side while the holder of the KV is killed: the read fails and the prompt is computed again."""
+async def test_the_prompt_is_recomputed_when_the_prefill_worker_dies_before_the_read(model: Path) -> None:
+    """The holder of the KV is killed while the decode worker waits, so the read fails and the prompt is recomputed."""
     with faulty(model, "kv.reserved=sleep:0.7", prefill=1, decode=1) as live:
         async with (
             live.client() as client,
@@ -96,8 +99,8 @@ async def test_prefill_worker_dies_between_first_token_and_read(model: Path) -> 
 
 
 @pytest.mark.parametrize("point", ["kv.copied", "kv.exported"])
-async def test_flipped_byte_is_found_and_recomputed(model: Path, point: str) -> None:
-    # At the second handoff: the first one connects the processes, so that nothing but the flip disturbs this request.
+async def test_a_flipped_byte_is_found_and_recomputed(model: Path, point: str) -> None:
+    # The flip comes at the second handoff. The first one connects the processes, so only the flip disturbs this request.
     with faulty(model, f"{point}=flip@2", prefill=1, decode=1) as live:
         async with live.client() as client:
             await ask(client, [7, *PROMPT])
@@ -107,7 +110,7 @@ async def test_flipped_byte_is_found_and_recomputed(model: Path, point: str) -> 
         await live.quiet()
 
 
-async def test_flipped_byte_under_the_fail_policy_is_prefilled_elsewhere(model: Path) -> None:
+async def test_under_the_fail_policy_a_flipped_byte_moves_the_request_elsewhere(model: Path) -> None:
     with faulty(model, "kv.copied=flip", "--kv.on-failure", "fail", decode=2) as live:
         async with live.client() as client:
             result = await ask(client)
@@ -116,7 +119,7 @@ async def test_flipped_byte_under_the_fail_policy_is_prefilled_elsewhere(model: 
         await live.quiet()
 
 
-async def test_lease_that_expired_before_the_read_is_not_used(model: Path) -> None:
+async def test_a_lease_that_expired_before_the_read_is_not_used(model: Path) -> None:
     with faulty(model, "kv.reserved=sleep:2.6", prefill=1, decode=1) as live:
         async with live.client() as client:
             result = await ask(client)
@@ -125,7 +128,7 @@ async def test_lease_that_expired_before_the_read_is_not_used(model: Path) -> No
         await live.quiet()
 
 
-async def test_hung_decode_worker_is_given_up_and_its_late_tokens_are_fenced(model: Path) -> None:
+async def test_a_hung_decode_worker_is_abandoned_and_its_late_tokens_are_dropped(model: Path) -> None:
     with faulty(model, "", "--launcher.hang-s", "120", prefill=1, decode=2) as live:
         async with (
             live.client() as client,
@@ -146,7 +149,7 @@ async def test_hung_decode_worker_is_given_up_and_its_late_tokens_are_fenced(mod
         await live.quiet()
 
 
-async def test_short_stall_is_no_death(model: Path) -> None:
+async def test_a_short_stall_causes_no_retry(model: Path) -> None:
     with faulty(model, prefill=1, decode=2) as live:
         async with live.client() as client:
             task = asyncio.create_task(ask(client, max_tokens=200))
@@ -162,8 +165,8 @@ async def test_short_stall_is_no_death(model: Path) -> None:
         await live.quiet()
 
 
-async def test_hung_prefill_worker_while_it_is_read_from(model: Path) -> None:
-    # Its supervisor has patience: this is about those who read from it.
+async def test_a_read_from_a_hung_prefill_worker_fails_and_the_prompt_is_recomputed(model: Path) -> None:
+    # The supervisor's hang limit is long, because this test is about the workers that read from the hung one.
     with faulty(model, "kv.reserved=sleep:0.5", "--launcher.hang-s", "120", prefill=1, decode=1) as live:
         async with (
             live.client() as client,
@@ -181,7 +184,7 @@ async def test_hung_prefill_worker_while_it_is_read_from(model: Path) -> None:
         await live.quiet()
 
 
-async def test_all_prefill_workers_dead_means_bypass(model: Path) -> None:
+async def test_without_a_prefill_worker_requests_bypass_prefill(model: Path) -> None:
     with faulty(model, "", "--launcher.restart-backoff-s", "20", prefill=1, decode=1) as live:
         await asyncio.to_thread(live.kill, "prefill-0")
         async with live.client() as client:
@@ -189,18 +192,20 @@ async def test_all_prefill_workers_dead_means_bypass(model: Path) -> None:
         assert list(result.token_ids) == expected() and result.workers["prefill"] == ""
 
 
-async def test_no_decode_worker_is_unavailable_at_once(model: Path) -> None:
+async def test_without_a_decode_worker_requests_are_refused(model: Path) -> None:
     with faulty(model, "", "--launcher.restart-backoff-s", "20", prefill=1, decode=1) as live:
         await asyncio.to_thread(live.kill, "decode-0")
         async with live.client() as client:
             first = await asyncio.gather(ask(client, timeout_s=30), return_exceptions=True)
-            assert isinstance(first[0], GenerateError) and first[0].code == "UNAVAILABLE"  # it found out, and waited for another
+            assert (
+                isinstance(first[0], GenerateError) and first[0].code == "UNAVAILABLE"
+            )  # this request noticed the loss and waited for another worker
             with pytest.raises(GenerateError) as caught:
                 await ask(client, timeout_s=30)
         assert caught.value.reason == "NO_WORKER" and caught.value.retry_after_s is not None
 
 
-async def test_router_killed_frees_what_its_requests_held(model: Path) -> None:
+async def test_killing_the_router_frees_what_its_requests_held(model: Path) -> None:
     with faulty(model, prefill=1, decode=2) as live:
         async with live.client() as client:
             requests = [asyncio.create_task(ask(client, [i, *PROMPT], max_tokens=2000)) for i in range(10)]
@@ -254,7 +259,7 @@ def _trouble(live: Cluster, kind: str) -> None:
                 os.kill(client.info()["process_id"], signal.SIGKILL)
 
 
-async def test_rolling_restart_under_load_loses_nothing(model: Path) -> None:
+async def test_a_rolling_restart_under_load_loses_no_request(model: Path) -> None:
     with faulty(model, prefill=2, decode=2) as live:
         lost: list[BaseException] = []
         served = 0
@@ -278,11 +283,15 @@ async def test_rolling_restart_under_load_loses_nothing(model: Path) -> None:
                 for name in ("prefill-0", "decode-0", "prefill-1", "decode-1"):
                     before = await asyncio.to_thread(_incarnations, live)
                     await asyncio.to_thread(live.kill, name, signal.SIGTERM)
-                    await asyncio.to_thread(live.wait, lambda b=before, n=name: _incarnations(live).get(n, 0) > b[n])
+                    await asyncio.to_thread(live.wait, partial(_restarted, live, name, before[name]))
             finally:
                 until.set()
         assert not lost and served > 20
         await live.quiet()
+
+
+def _restarted(live: Cluster, name: str, before: int) -> bool:
+    return _incarnations(live).get(name, 0) > before
 
 
 def _incarnations(live: Cluster) -> dict[str, int]:

@@ -1,6 +1,6 @@
-"""A worker that hangs inside: its event loop is blocked, or its engine's thread waits for ever, while process and connections stand.
+"""A worker hangs: its event loop is blocked, or the thread of its engine waits forever, while its process and connections stay alive.
 
-The router passes it over within `router.hang_s` and gives its streams to another; the supervisor kills it and starts it again.
+The router passes it over within `router.hang_s` and continues its streams elsewhere. The supervisor kills and restarts it.
 """
 
 import asyncio
@@ -16,14 +16,14 @@ from live_cluster import Cluster, cluster, toy, toy_output
 from baton.client import AsyncClient, Result
 
 pytestmark = pytest.mark.system
-SHORT = list(range(1, 21))  # the decode worker computes it itself
+SHORT = list(range(1, 21))  # the decode worker computes this prompt itself
 LONG = list(range(1, 151))
 TOKENS = 300
 
 
 @contextmanager
 def hanging(path: Path, failpoint: str, *flags: str, prefill: int = 1, decode: int = 2) -> Iterator[Cluster]:
-    """The first worker to come by hangs for longer than the test lasts."""
+    """The first worker that reaches the failpoint hangs for longer than the test lasts."""
     with tempfile.TemporaryDirectory() as once:
         env = {"BATON_FAILPOINTS": failpoint, "BATON_FAILPOINTS_ONCE": once}
         with cluster(toy(path / "toy", step_delay_ms=5), *flags, prefill=prefill, decode=decode, env=env) as live:
@@ -45,7 +45,7 @@ async def ask(client: AsyncClient, prompt: list[int], tokens: int = TOKENS) -> R
     ],
     ids=["event loop", "engine"],
 )
-async def test_a_decode_worker_hangs(tmp_path: Path, failpoint: str, why: str) -> None:
+async def test_streams_of_a_hung_decode_worker_continue_elsewhere(tmp_path: Path, failpoint: str, why: str) -> None:
     with hanging(tmp_path, failpoint, "--launcher.hang-s", "6") as live:
         before = {worker["name"]: worker["incarnation"] for worker in live.workers()}
         async with live.client() as client:
@@ -53,19 +53,19 @@ async def test_a_decode_worker_hangs(tmp_path: Path, failpoint: str, why: str) -
             await asyncio.to_thread(live.wait, lambda: "has hung for" in live.log("router-0"))
             found = re.search(r"(decode-\d) has hung for ([\d.]+) s", live.log("router-0"))
             assert found and float(found[2]) < 2.0
-            # Passed over at once: whoever comes now is served as if nothing was.
+            # The worker is passed over immediately: new requests are served normally.
             late = await asyncio.gather(*(ask(client, [7, i, *SHORT], 20) for i in range(6)))
             assert not any(result.workers["retries"] for result in late)
             retries = [result.workers["retries"] for result in await asyncio.gather(*streams)]
-            assert 0 < sum(retries) < 6 and max(retries) == 1, "those of the other worker saw nothing"
+            assert 0 < sum(retries) < 6 and max(retries) == 1, "the streams of the other worker were disturbed"
         name = found[1]
-        assert live.log("router-0").count(f"{name} hangs: its requests go on elsewhere") == 1
+        assert live.log("router-0").count(f"{name} hangs: its requests continue elsewhere") == 1
         await asyncio.to_thread(live.wait, lambda: fresh(live, name, before[name]))
         assert why in (live.logs.parent / f"{live.name}-up.log").read_text()
         await live.quiet()
 
 
-async def test_a_prefill_worker_hangs(tmp_path: Path) -> None:
+async def test_requests_on_a_hung_prefill_worker_are_retried(tmp_path: Path) -> None:
     with hanging(tmp_path, "prefill.computed=sleep:100", "--launcher.hang-s", "6", prefill=2, decode=1) as live:
         async with live.client() as client:
             results = await asyncio.gather(*(ask(client, [i, *LONG], 20) for i in range(6)))
@@ -74,8 +74,8 @@ async def test_a_prefill_worker_hangs(tmp_path: Path) -> None:
         await live.quiet()
 
 
-async def test_without_the_probes_a_hang_is_seen_by_nobody(tmp_path: Path) -> None:
-    """Negative control: with patience for ever the streams stand still."""
+async def test_without_probes_a_hang_goes_unnoticed(tmp_path: Path) -> None:
+    """Negative control: with very long timeouts the streams stop."""
     with hanging(tmp_path, "decode.step=sleep:100@20", "--router.hang-s", "500", "--launcher.hang-s", "600") as live:
         async with live.client() as client:
             streams = [asyncio.create_task(ask(client, [i, *SHORT])) for i in range(6)]

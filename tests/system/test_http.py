@@ -1,5 +1,5 @@
-"""The HTTP door of a whole cluster: driven by the unmodified `openai` package and by one other public client, by raw sockets that behave
-badly, and by a fuzzer. Every token is checked against the oracle."""
+"""The HTTP door of a whole cluster, driven by the unmodified `openai` package, another public client, misbehaving sockets and a fuzzer.
+Every token is checked against the oracle."""
 
 import asyncio
 import itertools
@@ -46,7 +46,7 @@ def live(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Cluster]:
 
 @pytest.fixture(scope="module")
 def small(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Cluster]:
-    """Everything is over quickly, and one needs a key."""
+    """A cluster with a short context and a short read timeout that requires an API key."""
     folder = tmp_path_factory.mktemp("small")
     lines = [f"{key} {sha256(key.encode()).hexdigest()} {tenant}\n" for key, tenant in KEYS.items()]
     (folder / "keys").write_text("".join(lines))
@@ -62,7 +62,7 @@ def client(live: Cluster) -> Iterator[openai.OpenAI]:
 
 
 def text_of(ids: list[int]) -> str:
-    """256 ends the text: it has none of its own."""
+    """Token 256 ends the text and has no text itself."""
     return bytes(id_ for id_ in ids if id_ < 256).decode(errors="replace")
 
 
@@ -73,7 +73,7 @@ def said(prompt: bytes = PROMPT, **params: Any) -> str:
 # The openai package
 
 
-def test_chat(client: openai.OpenAI) -> None:
+def test_chat_returns_an_answer(client: openai.OpenAI) -> None:
     answer = client.chat.completions.create(model="toy", messages=HELLO, **EXACT)
     (choice,) = answer.choices
     assert choice.message.content == said() and choice.message.role == "assistant" and choice.finish_reason == "length"
@@ -83,7 +83,7 @@ def test_chat(client: openai.OpenAI) -> None:
     assert again.choices[0].message.content == choice.message.content
 
 
-def test_chat_in_chunks(client: openai.OpenAI) -> None:
+def test_chat_streams_chunks(client: openai.OpenAI) -> None:
     stream = client.chat.completions.create(model="toy", messages=HELLO, stream=True, stream_options={"include_usage": True}, **EXACT)
     *chunks, last = list(stream)
     assert "".join(chunk.choices[0].delta.content or "" for chunk in chunks) == said()
@@ -92,7 +92,7 @@ def test_chat_in_chunks(client: openai.OpenAI) -> None:
     assert len({chunk.id for chunk in chunks}) == 1
 
 
-async def test_chat_with_the_asynchronous_client(live: Cluster) -> None:
+async def test_chat_works_with_the_async_client(live: Cluster) -> None:
     async with openai.AsyncOpenAI(base_url=f"http://{live.http}/v1", api_key="none", max_retries=0) as made:
 
         async def one(seed: int) -> str:
@@ -106,7 +106,7 @@ async def test_chat_with_the_asynchronous_client(live: Cluster) -> None:
     await live.quiet()
 
 
-def test_choices_are_those_of_their_seeds(client: openai.OpenAI) -> None:
+def test_each_choice_has_its_own_seed(client: openai.OpenAI) -> None:
     options: dict[str, Any] = {"model": "toy", "max_tokens": 24, "extra_body": {"ignore_eos": True}, "seed": 7, "n": 4}
     answer = client.completions.create(prompt="some prompt of a few tokens", **options)
     want = [said(b"some prompt of a few tokens", temperature=1.0, seed=7 + i) for i in range(4)]
@@ -119,7 +119,7 @@ def test_choices_are_those_of_their_seeds(client: openai.OpenAI) -> None:
 
 
 @pytest.mark.parametrize("prompt", ["one prompt", ["one prompt", "another one"], [1, 2, 3], [[1, 2, 3], [4, 5]]])
-def test_completions_of_every_kind_of_prompt(client: openai.OpenAI, prompt: Any) -> None:
+def test_completions_accept_every_kind_of_prompt(client: openai.OpenAI, prompt: Any) -> None:
     several = prompt if isinstance(prompt[0], (list, str)) and isinstance(prompt, list) else [prompt]
     ids = [list(one.encode()) if isinstance(one, str) else one for one in several]
     answer = client.completions.create(model="toy", prompt=prompt, **EXACT)
@@ -127,9 +127,9 @@ def test_completions_of_every_kind_of_prompt(client: openai.OpenAI, prompt: Any)
     assert answer.usage and answer.usage.prompt_tokens == sum(map(len, ids))
 
 
-def test_logprobs(client: openai.OpenAI) -> None:
+def test_logprobs_match_the_tokens(client: openai.OpenAI) -> None:
     chat = client.chat.completions.create(model="toy", messages=HELLO, logprobs=True, top_logprobs=1, **EXACT)
-    entries = chat.choices[0].logprobs.content  # type: ignore[union-attr]
+    entries = chat.choices[0].logprobs.content
     assert entries and len(entries) == 24 and all(entry.top_logprobs[0].token == entry.token for entry in entries)
     ids = toy_output(list(PROMPT), max_tokens=24)
     assert [entry.bytes for entry in entries] == [[id_] if id_ < 256 else None for id_ in ids]
@@ -137,14 +137,14 @@ def test_logprobs(client: openai.OpenAI) -> None:
     assert legacy and legacy.tokens == [entry.token for entry in entries] and legacy.token_logprobs == [0.0] * 24
 
 
-def test_a_stop_string(client: openai.OpenAI) -> None:
+def test_a_stop_string_ends_the_output(client: openai.OpenAI) -> None:
     whole = said()
     stop = next(whole[i : i + 2] for i in range(8, 20) if "\ufffd" not in whole[i : i + 2] and whole.index(whole[i : i + 2]) == i)
     answer = client.chat.completions.create(model="toy", messages=HELLO, stop=[stop], **EXACT)
     assert answer.choices[0].message.content == whole[: whole.index(stop)] and answer.choices[0].finish_reason == "stop"
 
 
-def test_models_and_headers(client: openai.OpenAI) -> None:
+def test_models_are_listed_and_request_ids_returned(client: openai.OpenAI) -> None:
     (model,) = client.models.list().data
     assert model.id == "toy" and model.model_extra and model.model_extra["max_model_len"] == CONTEXT
     assert client.models.retrieve("toy") == model
@@ -165,7 +165,7 @@ def test_models_and_headers(client: openai.OpenAI) -> None:
     ],
 )
 @pytest.mark.parametrize("stream", [False, True])
-def test_errors_are_those_of_the_package(
+def test_errors_raise_the_exceptions_of_the_package(
     client: openai.OpenAI, change: dict[str, Any], kind: type[openai.APIStatusError], param: str, code: str, stream: bool
 ) -> None:
     with pytest.raises(kind) as caught:
@@ -173,13 +173,13 @@ def test_errors_are_those_of_the_package(
     assert (caught.value.param, caught.value.code) == (param, code) and caught.value.request_id
 
 
-def test_who_waits_no_longer_frees_everything(live: Cluster, client: openai.OpenAI) -> None:
+def test_a_client_that_times_out_frees_everything(live: Cluster, client: openai.OpenAI) -> None:
     with pytest.raises(openai.APITimeoutError):
         client.with_options(timeout=0.3).completions.create(**LONG_ASK)
     asyncio.run(live.quiet())
 
 
-def test_a_deadline_of_the_server(client: openai.OpenAI) -> None:
+def test_a_server_deadline_is_reported(client: openai.OpenAI) -> None:
     headers = {"x-request-timeout-ms": "200"}
     with pytest.raises(openai.InternalServerError) as caught:
         client.completions.create(**LONG_ASK, extra_headers=headers)
@@ -189,16 +189,17 @@ def test_a_deadline_of_the_server(client: openai.OpenAI) -> None:
     assert broken.value.code == "deadline"
 
 
-def test_another_public_client(live: Cluster) -> None:
+def test_another_public_client_works(live: Cluster) -> None:
     other = InferenceClient(base_url=f"http://{live.http}/v1", api_key="none")
     options: dict[str, Any] = {"model": "toy", "temperature": 0, "max_tokens": 24, "extra_body": {"ignore_eos": True}}
     answer = other.chat_completion(HELLO, logprobs=True, top_logprobs=1, **options)
     assert answer.choices[0].message.content == said() and answer.usage.completion_tokens == 24
-    stream = other.chat_completion(HELLO, stream=True, stream_options={"include_usage": True}, **options)
+    options["stream_options"] = {"include_usage": True}
+    stream = other.chat_completion(HELLO, stream=True, **options)
     assert "".join(chunk.choices[0].delta.content or "" for chunk in stream if chunk.choices) == said()
 
 
-def test_the_same_door_as_grpc(live: Cluster, client: openai.OpenAI) -> None:
+def test_http_and_grpc_return_the_same_text(live: Cluster, client: openai.OpenAI) -> None:
     with Client(live.grpc) as grpc_client, grpc_client.generate("a prompt", max_tokens=24, seed=5, ignore_eos=True) as stream:
         want = "".join(stream.texts())
     assert (
@@ -207,7 +208,7 @@ def test_the_same_door_as_grpc(live: Cluster, client: openai.OpenAI) -> None:
     )
 
 
-def test_where_it_is(live: Cluster) -> None:
+def test_status_and_log_name_the_http_address(live: Cluster) -> None:
     told = json.loads(live.baton("status", "--json", "--name", live.name).stdout)["endpoints"]
     assert told["http"] == live.http
     log = (live.logs.parent / f"{live.name}-up.log").read_text()
@@ -218,7 +219,7 @@ def test_where_it_is(live: Cluster) -> None:
         assert httpx2.get(f"http://{live.http}/{path}").status_code == 200
 
 
-# Sockets that behave badly
+# Misbehaving sockets
 
 
 def connect(live: Cluster) -> socket.socket:
@@ -239,7 +240,7 @@ def inflight(live: Cluster) -> int:
 
 
 @pytest.mark.parametrize("reset", [False, True])
-async def test_a_socket_dropped_in_the_middle_of_a_stream_frees_everything(live: Cluster, reset: bool) -> None:
+async def test_a_socket_dropped_during_a_stream_frees_everything(live: Cluster, reset: bool) -> None:
     dropped = [connect(live) for _ in range(8)]
     for sock in dropped:
         sock.sendall(post({**LONG, "n": 2}))
@@ -253,7 +254,7 @@ async def test_a_socket_dropped_in_the_middle_of_a_stream_frees_everything(live:
     await live.quiet()
 
 
-async def test_half_a_body_frees_everything(live: Cluster) -> None:
+async def test_an_incomplete_body_frees_everything(live: Cluster) -> None:
     halves = [connect(live) for _ in range(8)]
     for sock in halves:
         sock.sendall(post(LONG)[:-20])
@@ -263,17 +264,16 @@ async def test_half_a_body_frees_everything(live: Cluster) -> None:
     await live.quiet()
 
 
-async def test_a_reader_that_stops_disturbs_nobody(live: Cluster, client: openai.OpenAI) -> None:
+async def test_a_client_that_stops_reading_does_not_disturb_others(live: Cluster, client: openai.OpenAI) -> None:
     stopped = connect(live)
     stopped.sendall(post(LONG))
-    assert (await asyncio.to_thread(client.chat.completions.create, model="toy", messages=HELLO, **EXACT)).choices[
-        0
-    ].message.content == said()
+    answer = await asyncio.to_thread(lambda: client.chat.completions.create(model="toy", messages=HELLO, **EXACT))
+    assert answer.choices[0].message.content == said()
     stopped.close()
     await live.quiet()
 
 
-def test_many_idle_connections_cost_little_and_disturb_nobody(live: Cluster, client: openai.OpenAI) -> None:
+def test_many_idle_connections_cost_little_and_do_not_disturb_others(live: Cluster, client: openai.OpenAI) -> None:
     router = psutil.Process(live.status()["router"]["pid"])
     before = router.num_fds(), router.memory_info().rss
     idle = [connect(live) for _ in range(1000)]
@@ -298,7 +298,7 @@ def cached(response: httpx2.Response) -> int:
     return int(response.json()["usage"]["prompt_tokens_details"]["cached_tokens"])
 
 
-def test_nobody_is_answered_without_a_key(small: Cluster) -> None:
+def test_requests_without_a_valid_key_are_refused(small: Cluster) -> None:
     assert complete(small, None, "x").status_code == complete(small, "key-z", "x").status_code == 401
     assert complete(small, "key-a", "x").status_code == 200
     for key in (None, "key-z", "key-a"):
@@ -316,7 +316,7 @@ def test_nobody_is_answered_without_a_key(small: Cluster) -> None:
     del small.env["BATON_API_KEY"]
 
 
-def test_no_tenant_finds_what_another_has_cached(small: Cluster) -> None:
+def test_tenants_do_not_share_cached_prefixes(small: Cluster) -> None:
     prompt = "".join(random.choices("abcdefgh", k=100))
     assert cached(complete(small, "key-a", prompt)) == 0
     assert cached(complete(small, "key-a", prompt)) > 0
@@ -324,10 +324,10 @@ def test_no_tenant_finds_what_another_has_cached(small: Cluster) -> None:
     assert cached(complete(small, "key-a", prompt, cache_salt="s")) == 0
     with Client(small.grpc, api_key="key-a") as grpc_client, grpc_client.generate(prompt, max_tokens=4) as stream:
         list(stream)
-        assert stream.result.usage.cached_tokens > 0, "a tenant is the same at both doors"
+        assert stream.result.usage.cached_tokens > 0, "a tenant is the same tenant at both doors"
 
 
-def test_a_tenant_has_one_budget_at_both_doors_and_with_all_its_keys(small: Cluster) -> None:
+def test_a_tenant_has_one_quota_across_doors_and_keys(small: Cluster) -> None:
     def over_grpc(key: str) -> None:
         with Client(small.grpc, api_key=key) as grpc_client, grpc_client.generate("x", max_tokens=2) as stream:
             list(stream)
@@ -341,15 +341,15 @@ def test_a_tenant_has_one_budget_at_both_doors_and_with_all_its_keys(small: Clus
         over_grpc("key-d")
     assert (caught.value.code, caught.value.reason) == ("RESOURCE_EXHAUSTED", "RATE_LIMITED")
     assert caught.value.retry_after_s is not None and 1 <= caught.value.retry_after_s <= 61
-    assert complete(small, "key-a", "x").status_code == 200, "others have their own"
+    assert complete(small, "key-a", "x").status_code == 200, "other tenants have their own quota"
 
 
-# Fuzz
+# Fuzzing
 
 
 @dataclass
 class Fuzzed:
-    """What must hold whatever was sent."""
+    """Checks what must hold for every request."""
 
     small: Cluster
     answers: int = 0
@@ -363,7 +363,7 @@ class Fuzzed:
         assert response.headers["x-request-id"] or response.status_code == 408
 
     async def over(self) -> None:
-        """Nothing is left, nothing died, and it answers rightly."""
+        """Checks that nothing is left behind, nothing died, and the cluster still answers correctly."""
         await self.small.quiet()
         assert complete(self.small, "key-a", "a prompt").json()["choices"][0]["text"] == said(b"a prompt", max_tokens=4)
         assert not re.search(r"Traceback|an HTTP request failed|a call failed", self.small.log("router-0"))
@@ -387,10 +387,10 @@ POSTS = ("/v1/chat/completions", "/v1/completions", "/tokenize", "/detokenize")
     ("path", "mode"),
     [
         *itertools.product(POSTS, (GenerationMode.POSITIVE, GenerationMode.NEGATIVE)),
-        ("/v1/models/{name}", GenerationMode.POSITIVE),  # no text is forbidden as a name
+        ("/v1/models/{name}", GenerationMode.POSITIVE),  # any text is a valid name
     ],
 )
-def test_whatever_the_document_allows_or_forbids(fuzzed: Fuzzed, path: str, mode: GenerationMode) -> None:
+def test_requests_generated_from_the_openapi_document_are_handled(fuzzed: Fuzzed, path: str, mode: GenerationMode) -> None:
     schema = schemathesis.openapi.from_url(f"http://{fuzzed.small.http}/openapi.json")
     operation = schema[path]["GET" if "models" in path else "POST"]
 
@@ -430,7 +430,7 @@ def mutated(rng: random.Random, body: bytes) -> bytes:
     return bytes(data)
 
 
-def test_bytes_that_were_changed_on_the_way(fuzzed: Fuzzed) -> None:
+def test_mutated_bodies_are_handled(fuzzed: Fuzzed) -> None:
     rng = random.Random(6)
     router = psutil.Process(fuzzed.small.status()["router"]["pid"])
     with httpx2.Client(
@@ -444,8 +444,8 @@ def test_bytes_that_were_changed_on_the_way(fuzzed: Fuzzed) -> None:
     assert router.memory_info().rss - warm < 16 << 20 and router.is_running()
 
 
-def test_requests_that_were_changed_on_the_way(small: Cluster) -> None:
-    """Bytes of the whole request, headers too: an answer or a closed connection, and never a 500."""
+def test_mutated_requests_are_handled(small: Cluster) -> None:
+    """Mutates the whole request, headers included. The result is an answer or a closed connection, never a 500."""
     rng = random.Random(7)
     for _ in range(200):
         path, body = rng.choice(BODIES)
@@ -457,11 +457,11 @@ def test_requests_that_were_changed_on_the_way(small: Cluster) -> None:
     asyncio.run(Fuzzed(small).over())
 
 
-# Life and death
+# Stopping and dying
 
 
-async def test_a_router_that_is_told_to_stop_finishes_its_streams(live: Cluster) -> None:
-    """And refuses what comes later; the launcher starts it again at the same address."""
+async def test_a_stopping_router_finishes_its_streams(live: Cluster) -> None:
+    """It refuses later requests, and the launcher restarts it at the same address."""
     async with httpx2.AsyncClient(base_url=f"http://{live.http}", timeout=60) as client:
         async with client.stream(
             "POST", "/v1/completions", json={**LONG, "max_tokens": 600, "stream_options": {"include_usage": True}}
@@ -491,7 +491,7 @@ async def until_status(client: httpx2.AsyncClient, status: int) -> None:
         await asyncio.sleep(0.02)
 
 
-async def test_a_worker_that_dies_is_not_seen_in_the_stream(live: Cluster) -> None:
+async def test_a_worker_that_dies_does_not_change_the_stream(live: Cluster) -> None:
     live.wait(lambda: [worker["state"] for worker in live.workers()] == ["ready"] * 2)
     async with httpx2.AsyncClient(base_url=f"http://{live.http}", timeout=60) as client:
         body = {"prompt": list(range(50)), "max_tokens": 300, "ignore_eos": True, "stream": True, "temperature": 0}
@@ -508,7 +508,7 @@ async def test_a_worker_that_dies_is_not_seen_in_the_stream(live: Cluster) -> No
 # The checkpoint that ships
 
 
-async def test_the_shipped_model_tells_the_same_over_both_doors(tmp_path: Path) -> None:
+async def test_the_shipped_model_answers_the_same_over_both_doors(tmp_path: Path) -> None:
     with cluster(SHIPPED, "--engine.threads", "1") as tale:
         question: list[Any] = [{"role": "user", "content": "Tell me a story about a hedgehog named Pim and an owl."}]
         async with (
@@ -526,5 +526,7 @@ async def test_the_shipped_model_tells_the_same_over_both_doors(tmp_path: Path) 
         assert choice.message.content == want and "Pim" in want
         entries = choice.logprobs.content  # type: ignore[union-attr]
         assert entries and "".join(entry.token for entry in entries if entry.bytes).strip() == want.strip()
-        assert all(entry.top_logprobs[0].token == entry.token and entry.logprob <= 0 for entry in entries), "greedy is the best one"
+        assert all(entry.top_logprobs[0].token == entry.token and entry.logprob <= 0 for entry in entries), (
+            "greedy decoding picks the most likely token"
+        )
         await tale.quiet()

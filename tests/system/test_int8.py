@@ -1,6 +1,7 @@
-"""A cluster with int8 matrices: its tokens are those of a bare engine with int8 matrices, to the last one, and its KV is nobody else's."""
+"""A cluster with int8 matrices produces exactly the tokens of a bare engine with int8 matrices, and its KV fits no other model."""
 
 import random
+from typing import Any
 
 import pytest
 import torch
@@ -28,8 +29,8 @@ def tokens(engine: Engine, prompt: list[int]) -> list[int]:
     return seq.tokens[len(prompt) :]
 
 
-async def test_text_is_that_of_a_bare_engine_of_the_same_precision() -> None:
-    """Sums of int8 products are exact and do not depend on the batch, so there is no near-tie to allow for."""
+async def test_tokens_equal_those_of_a_bare_int8_engine() -> None:
+    """Sums of int8 products are exact and do not depend on the batch, so the test allows no near-tie."""
     tokenizer = Tokenizer.from_file(str(SHIPPED / "tokenizer.json"))
     bare = build(Options(SHIPPED, weight_dtype="int8", kv_memory_bytes=32 << 20, threads=1, prefix_caching=False)).engine
     flags = ("--engine.threads", "1", "--engine.weight-dtype", "int8", "--router.bypass-tokens", "0")
@@ -38,7 +39,7 @@ async def test_text_is_that_of_a_bare_engine_of_the_same_precision() -> None:
         async with live.client() as client:
             for seed in range(6):
                 prompt = tokenizer.encode(" ".join(story(random.Random(seed), 4).sentences[: 3 + 2 * seed])).ids
-                params = {"max_tokens": 40, "temperature": 0.0, "ignore_eos": True, "timeout_s": 60}
+                params: dict[str, Any] = {"max_tokens": 40, "temperature": 0.0, "ignore_eos": True, "timeout_s": 60}
                 async with client.generate(token_ids=prompt, **params) as stream:
                     got = [token.id async for token in stream]
                 handoff = stream.result.handoff

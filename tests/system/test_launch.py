@@ -1,4 +1,4 @@
-"""A whole cluster where things are not as on the developer's machine: TLS, a company proxy, an impatient person."""
+"""A whole cluster in conditions that a developer's machine lacks: TLS, a company proxy, an impatient user."""
 
 import json
 import os
@@ -37,7 +37,7 @@ def openssl(folder: Path, *arguments: str) -> None:
 
 @pytest.fixture(scope="module")
 def authority(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A folder with ca.pem and a certificate of it for 127.0.0.1."""
+    """A folder with ca.pem and a certificate that it signed for 127.0.0.1."""
     folder = tmp_path_factory.mktemp("tls")
     new = ("req", "-newkey", "ec", "-pkeyopt", "ec_paramgen_curve:prime256v1", "-nodes")
     openssl(folder, *new, "-x509", "-keyout", "ca.key", "-out", "ca.pem", "-days", "2", "-subj", "/CN=test authority")
@@ -55,8 +55,8 @@ def secured(model: Path, authority: Path) -> Iterator[Cluster]:
         yield running
 
 
-def test_the_terminal_of_a_tls_cluster_drives_it(secured: Cluster) -> None:
-    """No flag and no variable: the cluster left word of its files."""
+def test_commands_on_the_host_of_a_tls_cluster_need_no_flags(secured: Cluster) -> None:
+    """It needs neither flags nor variables, because the cluster's state file names the certificate files."""
     for verb in (("generate", PROMPT, "--json"), ("status", "--json"), ("trace", "--last", "--json"), ("top", "--once")):
         done = secured.baton(*verb, "--name", secured.name)
         assert done.returncode == 0, (verb, done.stderr)
@@ -65,7 +65,7 @@ def test_the_terminal_of_a_tls_cluster_drives_it(secured: Cluster) -> None:
     assert len(json.loads(secured.baton("status", "--json", "--name", secured.name).stdout)["workers"]) == 2
 
 
-def test_an_address_takes_the_files_of_the_configuration(secured: Cluster, authority: Path, tmp_path: Path) -> None:
+def test_with_an_address_the_tls_files_come_from_the_configuration(secured: Cluster, authority: Path, tmp_path: Path) -> None:
     env = {f"BATON_SECURITY_TLS_{key.upper()}": str(authority / f"{key}.pem") for key in ("cert", "key", "ca")}
     by_env = subprocess.run(
         command("baton", "status", "--address", secured.admin), env={**secured.env, **env}, capture_output=True, text=True, timeout=60
@@ -86,7 +86,7 @@ async def test_a_load_test_reaches_a_tls_cluster(secured: Cluster, authority: Pa
         assert (await door.ask(range(1, 20), 4, 30.0, lambda count: None)).outcome == "ok"
 
 
-def test_without_its_files_nobody_gets_in(secured: Cluster) -> None:
+def test_without_the_tls_files_commands_are_refused(secured: Cluster) -> None:
     """Negative control."""
     for verb in (("generate", PROMPT, "--timeout", "5", "--address", secured.grpc), ("status", "--address", secured.admin)):
         done = secured.baton(*verb)
@@ -96,16 +96,16 @@ def test_without_its_files_nobody_gets_in(secured: Cluster) -> None:
 # --- a proxy -------------------------------------------------------------------------------------------------------------------------
 
 
-def test_behind_a_company_proxy(model: Path) -> None:
+def test_a_cluster_works_behind_a_company_proxy(model: Path) -> None:
     with cluster(model, env=DEAD_PROXY) as running:
         done = running.baton("generate", PROMPT, "--json", "--name", running.name)
         assert done.returncode == 0, done.stderr
-        assert json.loads(done.stdout)["handoff"]["blocks"] > 0, "the workers reached one another, too"
+        assert json.loads(done.stdout)["handoff"]["blocks"] > 0, "the workers did not reach each other"
         by_address = running.baton("generate", PROMPT, "--address", running.grpc)
         assert by_address.returncode == 0, by_address.stderr
 
 
-def test_the_proxy_is_one_that_grpc_would_use(model: Path) -> None:
+def test_a_plain_grpc_channel_would_use_the_proxy(model: Path) -> None:
     """Negative control: a plain channel to loopback goes to the proxy and fails."""
     code = (
         "import sys, grpc; from grpc_health.v1 import health_pb2 as h, health_pb2_grpc as g\n"
@@ -121,8 +121,8 @@ def test_the_proxy_is_one_that_grpc_would_use(model: Path) -> None:
 # --- Ctrl-C --------------------------------------------------------------------------------------------------------------------------
 
 
-def test_a_second_ctrl_c_ends_running_requests_at_once(tmp_path: Path) -> None:
-    """One press lets them finish (this one would take minutes) and says how many there are and how to end them."""
+def test_a_second_ctrl_c_ends_running_requests_immediately(tmp_path: Path) -> None:
+    """The first lets them finish (this one would take minutes) and says how many are running and how to end them."""
     slow = toy(tmp_path / "slow", step_delay_ms=200)
     env = {**os.environ, "BATON_STATE_DIR": str(tmp_path / "state")}
     up = subprocess.Popen(
@@ -134,7 +134,7 @@ def test_a_second_ctrl_c_ends_running_requests_at_once(tmp_path: Path) -> None:
     assert up.stderr is not None
     asking = None
     try:
-        while "Ctrl-C ends it" not in (line := up.stderr.readline()):
+        while "Ctrl-C stops it" not in (line := up.stderr.readline()):
             assert line, "the cluster did not come up"
         asking = subprocess.Popen(command("baton", "generate", PROMPT, "--max-tokens", "500"), env=env, stdout=subprocess.PIPE)
         assert asking.stdout is not None and asking.stdout.read(1)
@@ -148,13 +148,15 @@ def test_a_second_ctrl_c_ends_running_requests_at_once(tmp_path: Path) -> None:
         up.send_signal(signal.SIGINT)
         rest = up.communicate(timeout=30)[1]
         assert up.returncode == 0 and "Traceback" not in rest
-        assert time.monotonic() - began < 15, "the drain alone has thirty seconds, and the request needs more than that"
+        assert time.monotonic() - began < 15, "it waited for the drain, which may take thirty seconds"
         assert pids and not any(map(alive, pids))
         assert asking.wait(30) == 1
     finally:
-        for process in filter(None, (up, asking)):
-            process.kill()
-            process.communicate()
+        up.kill()
+        up.communicate()
+        if asking is not None:
+            asking.kill()
+            asking.communicate()
 
 
 def parent(pid: int) -> int:

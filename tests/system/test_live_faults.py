@@ -1,7 +1,7 @@
-"""Workers are killed, hung and lied to while the KV of a long prompt is read and the rest of the prompt is still computed.
+"""Workers are killed, suspended and given wrong bytes while the KV of a long prompt is read and the rest of the prompt is still computed.
 
-The prompt has seven chunks. A reader that asks for a second piece (`kv.before_read=exit@2`) or that holds blocks before the client has a
-token reads live: KV that comes whole comes in one piece, after the first token.
+The prompt has seven chunks. A reader that asks for a second piece (`kv.before_read=exit@2`), or holds blocks before the client has a token,
+reads live: without live transfer, KV arrives in one piece after the first token.
 """
 
 import asyncio
@@ -36,11 +36,11 @@ def chunked(model: Path, failpoints: str = "", *flags: str, prefill: int = 2, de
 
 
 def busy(live: Cluster, role: str) -> int:
-    """Process id of the worker of that role that holds blocks. Raises StopIteration while none does."""
+    """Process id of the worker of that role that holds blocks. Raises StopIteration while no worker does."""
     return int(next(worker["pid"] for worker in live.workers(role) if worker.get("blocks_in_use")))
 
 
-async def test_most_blocks_have_moved_before_the_first_token(model: Path) -> None:
+async def test_most_blocks_move_before_the_first_token(model: Path) -> None:
     with chunked(model, prefill=1, decode=1) as live:
         async with live.client() as client:
             await ask(client, [7, *PROMPT])  # connects the workers
@@ -52,7 +52,7 @@ async def test_most_blocks_have_moved_before_the_first_token(model: Path) -> Non
         await live.quiet()
 
 
-async def test_nothing_moves_early_where_that_is_turned_off(model: Path) -> None:
+async def test_nothing_moves_early_when_live_transfer_is_off(model: Path) -> None:
     """Negative control."""
     with chunked(model, "", "--kv.live", "false", prefill=1, decode=1) as live:
         async with live.client() as client:
@@ -66,14 +66,15 @@ PREFILL_DIES = ["prefill.chunk", "prefill.chunk@3", "prefill.computed", "prefill
 
 
 @pytest.mark.parametrize("point", PREFILL_DIES)
-async def test_prefill_worker_killed_while_it_is_read_from(model: Path, point: str) -> None:
-    """`prefill.chunk` is passed only where an export is open while the prompt is computed."""
+async def test_a_request_survives_a_prefill_worker_killed_during_a_live_read(model: Path, point: str) -> None:
+    """`prefill.chunk` is reached only if an export is open while the prompt is computed."""
     name, _, nth = point.partition("@")
     with chunked(model, f"{name}=exit{'@' + nth if nth else ''}") as live:
         async with live.client() as client:
             result = await ask(client, PROMPT)
         assert list(result.token_ids) == expected(PROMPT)
         assert result.workers["retries"] == 1 and result.handoff["recomputed_tokens"] == 0
+        assert result.workers["prefill"] and result.handoff["blocks_early"] >= BLOCKS // 2, "the second attempt was not live"
         await live.quiet()
 
 
@@ -81,8 +82,8 @@ DECODE_DIES = ["kv.reserved", "kv.before_read", "kv.before_read@2", "kv.before_c
 
 
 @pytest.mark.parametrize("point", DECODE_DIES)
-async def test_decode_worker_killed_while_it_reads(model: Path, point: str) -> None:
-    """Up to the last word of the read the lease stands: another decode worker reads the same KV, and nothing is computed again."""
+async def test_a_request_survives_a_decode_worker_killed_during_a_live_read(model: Path, point: str) -> None:
+    """The lease lives until the read is complete, so another decode worker reads the same KV and nothing is recomputed."""
     name, _, nth = point.partition("@")
     with chunked(model, f"{name}=exit{'@' + nth if nth else ''}") as live:
         async with live.client() as client:
@@ -95,8 +96,8 @@ async def test_decode_worker_killed_while_it_reads(model: Path, point: str) -> N
 
 
 @pytest.mark.parametrize("point", ["kv.copied=flip", "kv.exported=flip"])
-async def test_flipped_byte_is_found_and_recomputed(model: Path, point: str) -> None:
-    """In the first piece the fetch has failed long before the first token is known, and nobody else may sample it."""
+async def test_a_flipped_byte_is_found_and_recomputed(model: Path, point: str) -> None:
+    """With a flip in the first piece, the fetch fails long before the first token, which only the prefill worker may sample."""
     with chunked(model, point, prefill=1, decode=1) as live:
         async with live.client() as client:
             result = await ask(client, PROMPT)
@@ -106,7 +107,7 @@ async def test_flipped_byte_is_found_and_recomputed(model: Path, point: str) -> 
         await live.quiet()
 
 
-async def test_flipped_byte_under_the_fail_policy_is_prefilled_elsewhere(model: Path) -> None:
+async def test_under_the_fail_policy_a_flipped_byte_moves_the_request_elsewhere(model: Path) -> None:
     with chunked(model, "kv.copied=flip", "--kv.on-failure", "fail") as live:
         async with live.client() as client:
             result = await ask(client, PROMPT)
@@ -116,8 +117,8 @@ async def test_flipped_byte_under_the_fail_policy_is_prefilled_elsewhere(model: 
 
 
 @pytest.mark.parametrize("role", ["prefill", "decode"])
-async def test_worker_that_hangs_during_a_live_transfer_is_given_up(model: Path, role: str) -> None:
-    long = PROMPT * 4  # some 25 chunks: a second of computing
+async def test_a_worker_that_hangs_during_a_live_transfer_is_abandoned(model: Path, role: str) -> None:
+    long = PROMPT * 4  # about 25 chunks: a second of computing
     with chunked(model, "", "--launcher.hang-s", "120") as live:
         async with live.client() as client:
             request = asyncio.create_task(ask(client, long))
@@ -135,12 +136,12 @@ async def test_worker_that_hangs_during_a_live_transfer_is_given_up(model: Path,
 
 
 async def held(live: Cluster, stage: str) -> None:
-    """Until a request has come to the stage."""
+    """Waits until a request has reached the stage."""
     await asyncio.to_thread(live.wait, lambda: busy(live, "prefill" if stage == "computing" else "decode"))
 
 
 @pytest.mark.parametrize("stage", ["computing", "reading", "first token", "decoding"])
-async def test_client_that_leaves_frees_everything(model: Path, stage: str) -> None:
+async def test_a_client_that_disconnects_frees_everything(model: Path, stage: str) -> None:
     with chunked(model, prefill=1, decode=1) as live:
         async with live.client() as client:
             await ask(client, [7, *PROMPT])
@@ -165,8 +166,8 @@ async def test_client_that_leaves_frees_everything(model: Path, stage: str) -> N
 
 
 @pytest.mark.parametrize("timeout_s", [0.2, 0.5, 0.9])
-async def test_deadline_in_the_middle_frees_everything(model: Path, timeout_s: float) -> None:
-    """13 chunks of 40 ms and more, then 200 steps: within the chunks, about their end, and while it decodes."""
+async def test_a_deadline_at_any_stage_frees_everything(model: Path, timeout_s: float) -> None:
+    """13 chunks of at least 40 ms, then 200 steps: the deadline falls within the chunks, near their end, or while decoding."""
     with chunked(model, prefill=1, decode=1) as live:
         async with live.client() as client:
             await ask(client, [7, *PROMPT])
@@ -177,8 +178,8 @@ async def test_deadline_in_the_middle_frees_everything(model: Path, timeout_s: f
             assert list((await ask(client, PROMPT)).token_ids) == expected(PROMPT)
 
 
-async def test_decode_worker_that_always_dies_of_live_reads_spends_the_retries(model: Path) -> None:
-    """No ONCE folder: each process dies at its second piece."""
+async def test_decode_workers_that_always_die_in_live_reads_use_up_the_retries(model: Path) -> None:
+    """Without a ONCE folder, every process dies at its first read."""
     limits = ("--engine.max-num-batched-tokens", str(CHUNK), "--engine.max-num-seqs", "16", "--router.max-retries", "1")
     with cluster(model, *limits, prefill=1, decode=2, env={"BATON_FAILPOINTS": "kv.before_read=exit"}) as live:
         async with AsyncClient(live.grpc) as client:

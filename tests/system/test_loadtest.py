@@ -1,4 +1,4 @@
-"""`baton loadtest` as it is typed, against real clusters."""
+"""`baton loadtest` as a user would type it, against real clusters."""
 
 import asyncio
 import json
@@ -41,7 +41,7 @@ def loadtest(*arguments: str, env: dict[str, str] | None = None) -> subprocess.C
 
 
 def loadtest_in_time(*arguments: str) -> subprocess.CompletedProcess[str]:
-    """As `loadtest`; measured again where a busy machine made the generator late and the tool, rightly, judged nothing."""
+    """Like `loadtest`, but measures again if a busy machine delayed the generator and the tool therefore gave no verdict."""
     for _ in range(4):
         done = loadtest(*arguments)
         if "the generator was late" not in done.stderr:
@@ -50,12 +50,12 @@ def loadtest_in_time(*arguments: str) -> subprocess.CompletedProcess[str]:
 
 
 def check(done: subprocess.CompletedProcess[str]) -> None:
-    """It ended well; or a busy machine made the generator late, which is told and says nothing against what the requests did."""
+    """Asserts success. A generator delayed by a busy machine is accepted, because the requests themselves are still valid."""
     late = "nothing was measured: the generator was late" in done.stderr
     assert done.returncode == (1 if late else 0), done.stderr
 
 
-def test_an_endpoint_is_measured_reported_and_drawn_again(live: Cluster, tmp_path: Path) -> None:
+def test_a_run_is_measured_reported_and_replayed(live: Cluster, tmp_path: Path) -> None:
     out = tmp_path / "report"
     done = loadtest_in_time(
         "run",
@@ -81,10 +81,10 @@ def test_an_endpoint_is_measured_reported_and_drawn_again(live: Cluster, tmp_pat
         told = campaign.summary(probe)
         assert told.requests == told.completed > 10 and told.attainment == 1.0 and told.output_tokens == 6 * told.requests
         assert told.handoffs > 0 and told.recomputed_tokens == 0 and told.stages_ms["transfer"].count == told.handoffs
-        # The stages are the router's clock; what is left of the client's time is the network and the client itself.
+        # The router measures the stages. The rest of the client's time is the network and the client itself.
         assert told.stage_sum_gap.count == told.requests and probe.due == len(probe.records)
         turns = [record for record in probe.records if record.session]
-        assert any(record.cached_tokens for record in turns), "a later turn finds what the one before left"
+        assert any(record.cached_tokens for record in turns), "no later turn found what the turn before it left in the cache"
     page = (out / "report.html").read_text()
     assert page.lstrip().startswith("<!doctype html") and len(list(out.glob("*.png"))) >= 4
     numbers = json.loads((out / "results.json").read_text())
@@ -94,7 +94,7 @@ def test_an_endpoint_is_measured_reported_and_drawn_again(live: Cluster, tmp_pat
     assert loadtest("diff", str(out), str(tmp_path / "again")).returncode == 0
 
 
-def test_the_http_door_is_measured_too(live: Cluster, tmp_path: Path) -> None:
+def test_the_http_door_can_be_measured(live: Cluster, tmp_path: Path) -> None:
     out = tmp_path / "report"
     load = ("--rate", "8", "--input", "64-200", "--seeds", "1", "--out", str(out))
     done = loadtest("run", *SLO, *SHORT, "--address", live.http, "--door", "http", *load)
@@ -102,13 +102,13 @@ def test_the_http_door_is_measured_too(live: Cluster, tmp_path: Path) -> None:
     campaign = Campaign.load(out)
     told = campaign.summary(campaign.probes[0])
     assert told.requests == told.completed > 10 and told.output_tokens == 6 * told.requests
-    assert campaign.workload["door"] == "http" and told.stage_sum_gap.count == 0, "this door tells no stages"
+    assert campaign.workload["door"] == "http" and told.stage_sum_gap.count == 0, "this door reports no stages"
     talks = loadtest("run", *SLO, *SHORT, "--address", live.http, "--door", "http", "--turns", "2", *load)
-    assert talks.returncode == 2 and "HTTP door tells no token ids" in talks.stderr
+    assert talks.returncode == 2 and "HTTP door reports no token ids" in talks.stderr
 
 
-def test_the_stages_explain_what_the_client_saw(tmp_path: Path) -> None:
-    """Steps of 40 ms, so that what the network and a busy machine add is small beside them."""
+def test_the_stage_times_explain_what_the_client_measured(tmp_path: Path) -> None:
+    """Steps take 40 ms, so that delays of the network and a busy machine are small in comparison."""
     out = tmp_path / "report"
     with cluster(toy(tmp_path / "slow", step_delay_ms=40)) as slow:
         load = (
@@ -135,14 +135,14 @@ def test_the_stages_explain_what_the_client_saw(tmp_path: Path) -> None:
     assert "How well the server's stages explain each request" in (out / "report.html").read_text()
 
 
-def test_a_run_that_is_void_is_no_success(live: Cluster, tmp_path: Path) -> None:
-    """Nothing becomes due in the window: the one request of the trace comes before it."""
+def test_a_void_run_is_a_failure(live: Cluster, tmp_path: Path) -> None:
+    """No request is due in the measuring window: the only request of the trace comes before it."""
     trace = tmp_path / "trace.jsonl"
     trace.write_text('{"prompt_tokens": 40, "output_tokens": 4, "at": 0}\n')
     options = ("--arrivals", "trace", "--trace", str(trace), "--seeds", "1", "--address", live.grpc, "--out", str(tmp_path / "out"))
     done = loadtest("run", *SLO, *SHORT, "--rate", "1", *options)
     assert done.returncode == 1 and "none of the 1 runs counts" in done.stderr
-    assert (tmp_path / "out" / "report.html").exists(), "the report says why"
+    assert (tmp_path / "out" / "report.html").exists(), "there is no report that says why"
     again = loadtest("replay", str(tmp_path / "out"))
     assert again.returncode == 1 and "none of the 1 runs counts" in again.stderr
 
@@ -154,13 +154,13 @@ def test_sharegpt_without_a_tokenizer_names_the_flag(live: Cluster, tmp_path: Pa
     assert done.returncode == 2 and "--tokenizer" in done.stderr
 
 
-async def test_a_run_finds_nothing_cached_that_another_left(live: Cluster) -> None:
+async def test_runs_do_not_share_cached_prefixes(live: Cluster) -> None:
     async def cached(salt: str) -> int:
         async with GrpcDoor(live.grpc, salt) as door:
             return (await door.ask([11] * 64, 2, 30.0, lambda count: None)).cached_tokens
 
     assert await cached("one run") == 0
-    assert await cached("one run") > 0, "within a run prefixes are shared"
+    assert await cached("one run") > 0, "prefixes are shared within a run"
     assert await cached("another") == 0
 
 
@@ -168,13 +168,13 @@ async def test_a_run_finds_nothing_cached_that_another_left(live: Cluster) -> No
     ("arguments", "status", "says"),
     [
         (("--slo", "ttft=0s", "--rate", "1"), 2, "must be positive"),
-        (("--slo", "fast=1s", "--rate", "1"), 2, "'fast' is none of"),
+        (("--slo", "fast=1s", "--rate", "1"), 2, "'fast' is not one of"),
         ((*SLO, "--rate", "0"), 2, "rate: 0 is not above 0"),
         ((*SLO, "--rate", "1", "--arrivals", "sometimes"), 2, "arrivals"),
         ((*SLO, "--rate", "1", "--input", "many"), 2, "input"),
         ((*SLO, "--rate", "1", "--duration", "1"), 2, "nothing is left"),
         ((*SLO, "--rate", "1", "--trace", "nowhere.jsonl"), 2, "nowhere.jsonl"),
-        ((*SLO, "--rate", "1", "--address", "127.0.0.1:9"), 1, "nobody answers at 127.0.0.1:9"),
+        ((*SLO, "--rate", "1", "--address", "127.0.0.1:9"), 1, "no server answers at 127.0.0.1:9"),
     ],
 )
 def test_bad_input_gets_a_clear_message(live: Cluster, arguments: tuple[str, ...], status: int, says: str, tmp_path: Path) -> None:
@@ -231,7 +231,7 @@ async def test_a_server_that_goes_away_leaves_partial_results(model: Path, tmp_p
         process = await asyncio.create_subprocess_exec(*command, *options, stderr=subprocess.PIPE)
         await asyncio.sleep(6)
         router = doomed.status()["router"]["pid"]
-        os.kill(doomed.pid, signal.SIGSTOP)  # nobody is to start it again
+        os.kill(doomed.pid, signal.SIGSTOP)  # so that the supervisor does not restart the router
         os.kill(router, signal.SIGKILL)
         try:
             _, stderr = await asyncio.wait_for(process.communicate(), 60)
@@ -257,7 +257,7 @@ def test_arms_are_compared_on_the_same_cores(model: Path, tmp_path: Path) -> Non
     check(done)
     assert "the same in every key but their topology" in done.stderr
     campaign = Campaign.load(out)
-    assert list(dict.fromkeys((probe.arm, probe.rate) for probe in campaign.probes)) == [  # a void run is run again
+    assert list(dict.fromkeys((probe.arm, probe.rate) for probe in campaign.probes)) == [  # a void run is repeated
         ("colocated", 4),
         ("colocated", 8),
         ("disaggregated", 4),
@@ -268,7 +268,7 @@ def test_arms_are_compared_on_the_same_cores(model: Path, tmp_path: Path) -> Non
         assert told.completed == told.requests > 5 and (told.handoffs > 0) == (probe.arm == "disaggregated")
     first, second = (next(probe for probe in campaign.probes if probe.arm == arm) for arm in ("colocated", "disaggregated"))
     asked = [[(round(r.scheduled, 6), r.prompt_tokens, r.asked_tokens) for r in probe.records] for probe in (first, second)]
-    assert asked[0] == asked[1], "both arms see the same requests at the same moments"
+    assert asked[0] == asked[1], "both arms must get the same requests at the same times"
     assert campaign.config["engine.threads"] == 1 and "prefill.replicas" not in campaign.config
     refused = loadtest("compare", *SLO, "--model", str(model), "--rates", "1", "--cores", "0,4096", "--out", str(tmp_path / "no"), env=env)
     assert refused.returncode == 1 and "cores: [4096] cannot be used" in refused.stderr

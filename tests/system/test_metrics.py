@@ -1,6 +1,6 @@
-"""Metrics of a live cluster: complete, true to what was done, fit for promtool, and scraped by a real Prometheus.
+"""Metrics of a live cluster: complete, correct, accepted by promtool, and scraped by a real Prometheus.
 
-The tests that need Prometheus's own programs are skipped without them: `apt-get install prometheus` has both.
+Tests that need Prometheus's own programs are skipped without them. `apt-get install prometheus` installs both.
 """
 
 import asyncio
@@ -56,7 +56,7 @@ class Scrape:
         return {line.split(" ")[2] for line in self.text.splitlines() if line.startswith("# TYPE ")}
 
     def sum(self, name: str, **labels: str) -> float:
-        """Of the samples with these labels; KeyError when there is none of the name."""
+        """The sum of the samples with these labels. Raises KeyError if no sample has the name."""
         found = [sample for sample in self.samples if sample.name == name]
         if not found:
             raise KeyError(name)
@@ -64,7 +64,7 @@ class Scrape:
 
 
 def scrape(live: Cluster) -> dict[Role, Scrape]:
-    """Of a cluster with one worker of each role."""
+    """Scrapes a cluster with one worker of each role."""
     workers = {worker["role"]: worker["metrics"] for worker in live.workers()}
     addresses = {"router": live.status()["endpoints"]["metrics"], **workers}
     return {role: Scrape(fetch(address, "/metrics")) for role, address in addresses.items()}
@@ -105,8 +105,8 @@ async def use(live: Cluster) -> None:
 
 
 @pytest.mark.parametrize("role", ["router", "prefill", "decode"])
-def test_a_process_tells_all_that_the_table_has_for_it(used: dict[Role, Scrape], role: Role) -> None:
-    """And nothing else: a metric that was forgotten at wiring would be missed here."""
+def test_a_process_exposes_exactly_the_metrics_of_its_role(used: dict[Role, Scrape], role: Role) -> None:
+    """A metric that the wiring forgot would be missing here."""
     expected = {metric.name for metric in TABLE if role in metric.roles}
     told = {name for name in used[role].names if name.startswith("baton_")}
     assert told == expected
@@ -114,7 +114,7 @@ def test_a_process_tells_all_that_the_table_has_for_it(used: dict[Role, Scrape],
     assert {name for name in used[role].names if name.startswith("vllm:")} == aliases
 
 
-def test_the_router_counts_what_was_done(used: dict[Role, Scrape]) -> None:
+def test_the_router_counts_requests_tokens_and_times(used: dict[Role, Scrape]) -> None:
     router = used["router"]
     assert router.sum("baton_router_requests_total", outcome="ok", reason="length") == REQUESTS + 1
     assert router.sum("baton_router_requests_total", outcome="invalid", reason="INVALID_FIELD") == 1
@@ -135,7 +135,7 @@ def test_the_router_counts_what_was_done(used: dict[Role, Scrape]) -> None:
     assert router.sum("baton_registry_reachable") == 1
 
 
-def test_the_workers_count_what_was_done(used: dict[Role, Scrape]) -> None:
+def test_the_workers_count_handoffs_leases_and_steps(used: dict[Role, Scrape]) -> None:
     prefill, decode = used["prefill"], used["decode"]
     me = {"worker": "decode-0", "role": "decode"}
     assert decode.sum("baton_handoffs_total", transport="nixl", outcome="ok", **me) >= REQUESTS
@@ -157,7 +157,7 @@ def test_the_workers_count_what_was_done(used: dict[Role, Scrape]) -> None:
     assert decode.sum("baton_kv_blocks") == int(blocks)
 
 
-def test_an_alias_is_the_same_number(used: dict[Role, Scrape]) -> None:
+def test_an_alias_has_the_same_value(used: dict[Role, Scrape]) -> None:
     for role, told in used.items():
         for metric in (metric for metric in TABLE if role in metric.roles):
             suffixes = ("_sum", "_count") if metric.kind == "histogram" else ("",)
@@ -166,7 +166,7 @@ def test_an_alias_is_the_same_number(used: dict[Role, Scrape]) -> None:
                     assert told.sum(alias.name + suffix, model_name="toy", engine="0") == told.sum(metric.name + suffix, **alias.only)
 
 
-def test_nothing_of_a_request_is_in_a_label(used: dict[Role, Scrape]) -> None:
+def test_labels_contain_nothing_from_requests(used: dict[Role, Scrape]) -> None:
     known = {"worker", "role", "le", "model_name", "engine", "version", "finished_reason", "num_gpu_blocks"}
     known |= {label for metric in TABLE for label in metric.labels}
     for told in used.values():
@@ -174,7 +174,7 @@ def test_nothing_of_a_request_is_in_a_label(used: dict[Role, Scrape]) -> None:
 
 
 @needs_promtool
-def test_promtool_objects_to_the_colon_of_the_aliases_only(used: dict[Role, Scrape]) -> None:
+def test_promtool_objects_only_to_the_colon_in_aliases(used: dict[Role, Scrape]) -> None:
     for told in used.values():
         own = "".join(line for line in told.text.splitlines(keepends=True) if "vllm:" not in line)
         assert promtool("check", "metrics", input=own) == (0, "")
@@ -189,14 +189,14 @@ def promtool(*arguments: str, **options: Any) -> tuple[int, str]:
 
 
 @needs_promtool
-def test_the_alerts_are_rules_and_fire_when_they_should() -> None:
+def test_the_alert_rules_are_valid_and_fire_when_they_should() -> None:
     assert promtool("check", "rules", "alerts.yml")[0] == 0
     status, told = promtool("test", "rules", "alerts_test.yml")
     assert status == 0, told
 
 
 @needs_promtool
-def test_an_alert_that_does_not_fire_is_seen(tmp_path: Path) -> None:
+def test_an_alert_that_does_not_fire_fails_the_rule_tests(tmp_path: Path) -> None:
     """Negative control."""
     rules, tests = ((DEPLOY / name).read_text() for name in ("alerts.yml", "alerts_test.yml"))
     (tmp_path / "alerts.yml").write_text(rules.replace("baton_digests_failed_total[10m]) > 0", "baton_digests_failed_total[10m]) > 99"))
@@ -210,7 +210,7 @@ def test_an_alert_that_does_not_fire_is_seen(tmp_path: Path) -> None:
 
 @contextmanager
 def prometheus(folder: Path, router: str) -> Iterator[str]:
-    """Scrapes what the shipped configuration scrapes, four times a second; yields its address."""
+    """A Prometheus with the shipped configuration that scrapes four times a second. Yields its address."""
     config = yaml.safe_load((DEPLOY / "prometheus.yml").read_text())
     config["global"] = {"scrape_interval": "250ms", "evaluation_interval": "250ms"}
     config["rule_files"] = [str(DEPLOY / "alerts.yml")]
@@ -229,7 +229,7 @@ def prometheus(folder: Path, router: str) -> Iterator[str]:
 
 
 def ask(address: str, expression: str) -> dict[str, float]:
-    """Values by the `instance`, or else the only label, of each series."""
+    """The value of each series, by its only label."""
     told = json.loads(fetch(address, f"/api/v1/query?{urllib.parse.urlencode({'query': expression})}"))
     return {"".join(one["metric"].values()): float(one["value"][1]) for one in told["data"]["result"]}
 
@@ -268,8 +268,8 @@ def test_a_real_prometheus_finds_and_scrapes_every_process(live: Cluster, used: 
 
 
 @needs_prometheus
-def test_a_worker_that_is_lost_raises_an_alert(tmp_path: Path) -> None:
-    """In a live cluster: the only decode worker hangs; nothing of the pipeline from fact to alert is stubbed."""
+def test_a_lost_worker_raises_an_alert(tmp_path: Path) -> None:
+    """The only decode worker of a live cluster hangs. No part of the path from the fact to the alert is stubbed."""
     with cluster(toy(tmp_path / "toy"), prefill=0) as live, prometheus(tmp_path, live.status()["endpoints"]["metrics"]) as address:
         wait_for(address, "sum(baton_router_worker_usable)", {"": 1.0})
         pending = 'count(ALERTS{alertname="BatonNoDecodeWorker"})'
@@ -281,14 +281,14 @@ def test_a_worker_that_is_lost_raises_an_alert(tmp_path: Path) -> None:
             os.kill(pid, 18)
 
 
-# Off, and restarted
+# Switched off, and restarted
 
 
 def listening(pid: int) -> int:
     return len({c.laddr.port for c in psutil.Process(pid).net_connections("inet") if c.status == psutil.CONN_LISTEN})
 
 
-def test_off_means_that_nothing_listens(live: Cluster, tmp_path: Path) -> None:
+def test_disabled_metrics_open_no_port(live: Cluster, tmp_path: Path) -> None:
     with cluster(toy(tmp_path / "toy"), "--telemetry.metrics", "false") as silent:
         assert "metrics" in live.status()["endpoints"] and "metrics" not in silent.status()["endpoints"]
         assert all(worker["metrics"] for worker in live.workers()) and not any(worker["metrics"] for worker in silent.workers())
@@ -304,7 +304,7 @@ def pids(live: Cluster) -> list[int]:
     return [worker["pid"] for worker in live.workers()]
 
 
-def test_a_taken_port_is_an_error_that_names_it(live: Cluster, tmp_path: Path) -> None:
+def test_a_port_in_use_is_an_error_that_names_the_port(live: Cluster, tmp_path: Path) -> None:
     port = live.status()["endpoints"]["metrics"].rpartition(":")[2]
     flags = ("--model", str(toy(tmp_path / "toy")), "--cluster.name", "second", "--telemetry.metrics-port", port)
     ports = [part for name in ("port", "admin-port", "http-port", "page-port") for part in (f"--router.{name}", "0")]
@@ -312,8 +312,8 @@ def test_a_taken_port_is_an_error_that_names_it(live: Cluster, tmp_path: Path) -
     assert done.returncode == 1 and f"cannot listen on 127.0.0.1:{port}" in done.stderr
 
 
-async def test_health_follows_the_process(tmp_path: Path) -> None:
-    """A worker that drains says so, and the targets follow one that is started anew."""
+async def test_health_and_targets_follow_a_restarted_worker(tmp_path: Path) -> None:
+    """After a worker is killed and restarted, the targets name its new address."""
     with cluster(toy(tmp_path / "toy"), prefill=0) as live:
         router = live.status()["endpoints"]["metrics"]
         assert fetch(router, "/health") == "ok\n" and fetch(live.workers()[0]["metrics"], "/health") == "ok\n"
@@ -326,7 +326,7 @@ async def test_health_follows_the_process(tmp_path: Path) -> None:
         async with live.client() as client:
             await serve(client, list(range(100)))
         assert scrape_one(live).sum("baton_engine_computed_tokens_total") > 0
-        with pytest.raises(grpc.RpcError), grpc.insecure_channel(router) as channel:  # no gRPC there
+        with pytest.raises(grpc.RpcError), grpc.insecure_channel(router) as channel:  # this port does not speak gRPC
             channel.unary_unary("/x/y")(b"", timeout=5)
 
 

@@ -1,6 +1,6 @@
-"""The live page in a real browser: it fills, streams an answer and shows its stages, and a worker that is killed turns red.
+"""The live page in a real browser: it shows the cluster, streams an answer and shows its stages, and a killed worker turns red.
 
-`BATON_TEST_PICTURES=folder` keeps screenshots at two widths, light and dark.
+`BATON_TEST_PICTURES=folder` saves screenshots at two widths, light and dark.
 """
 
 import os
@@ -24,13 +24,13 @@ from baton.client import Client
 
 CHROMIUM = shutil.which("chromium") or shutil.which("chromium-browser") or shutil.which("google-chrome")
 pytestmark = pytest.mark.skipif(CHROMIUM is None, reason="no Chromium: apt-get install chromium")
-ALONE = [  # it may be root, and asks nobody for updates
+ALONE = [  # works as root, and does not look for updates
     "--no-sandbox", "--disable-gpu", "--disable-quic", "--no-first-run", "--disable-background-networking", "--disable-component-update",
     "--disable-sync",
 ]  # fmt: skip
 SLOW = 30_000  # ms
 NOTE_PIECES = """() => {
-    window.pieces = []  // when a piece of the answer came, ms
+    window.pieces = []  // times at which pieces of the answer came, ms
     new MutationObserver(() => window.pieces.push(performance.now())).observe(document.getElementById("answer"), {childList: true})
 }"""
 GREEN, RED = {"rgb(0, 121, 90)", "rgb(47, 198, 154)"}, {"rgb(200, 70, 10)", "rgb(255, 122, 69)"}
@@ -57,7 +57,7 @@ def page(browser: Browser, live: Cluster) -> Iterator[Page]:
 
 
 class opened:
-    """A visitor. Whatever the page complains about in its console is a failure, and so is a request to anybody else."""
+    """A visitor of the page. An error or warning in the console is a failure, and so is a request to another server."""
 
     def __init__(self, browser: Browser, live: Cluster, allowed: str = "", **options: Any) -> None:
         self.context = browser.new_context(**{"viewport": {"width": 1280, "height": 900}, **options})
@@ -83,7 +83,7 @@ class opened:
 
 @contextmanager
 def busy(live: Cluster) -> Iterator[None]:
-    """Requests come and are answered as long as the block runs."""
+    """Requests are sent and answered while the block runs."""
     over = threading.Event()
 
     def ask(number: int) -> None:
@@ -115,13 +115,13 @@ def picture(page: Page, name: str) -> None:
         page.screenshot(path=Path(folder) / f"{name}.png", full_page=True)
 
 
-def test_it_shows_the_pools(page: Page, live: Cluster) -> None:
+def test_the_page_shows_the_pools(page: Page, live: Cluster) -> None:
     expect(page.locator("#connection")).to_have_text("live")
     expect(page.locator("#model")).to_have_text("tale")
     for name in ("prefill-0", "decode-0", "decode-1"):
         expect(card(page, name).locator(".state")).to_have_text("ready")
     assert page.locator("#wires path").count() == 3
-    assert page.evaluate("document.documentElement.scrollWidth <= innerWidth"), "nothing sticks out"
+    assert page.evaluate("document.documentElement.scrollWidth <= innerWidth"), "the page is wider than the window"
 
 
 def test_the_playground_streams_an_answer_and_shows_its_stages(page: Page) -> None:
@@ -131,7 +131,7 @@ def test_the_playground_streams_an_answer_and_shows_its_stages(page: Page) -> No
     page.click("#send")
     expect(page.locator("#stages dt")).to_have_text(["queue", "prefill", "transfer", "decode"], timeout=SLOW)
     times = page.evaluate("window.pieces")
-    assert len(times) > 5 and times[-1] - times[0] > 50, "it came at once"
+    assert len(times) > 5 and times[-1] - times[0] > 50, "the answer came all at once"
     assert re.search(r"\w+ \w+", page.locator("#answer").inner_text())
     assert re.search(r"\d+ blocks, [\d.]+ \w+iB", page.locator("#stages").inner_text())
     expect(page.locator("#recent tbody tr").first.locator(".bar i")).not_to_have_count(0)
@@ -139,7 +139,7 @@ def test_the_playground_streams_an_answer_and_shows_its_stages(page: Page) -> No
     expect(page.locator("#goodput span")).to_have_text(re.compile("100 % meet the SLO"))
 
 
-def test_stop_cancels(page: Page, live: Cluster) -> None:
+def test_stop_cancels_the_request(page: Page, live: Cluster) -> None:
     page.fill("#max_tokens", "500")
     page.click("#send")
     expect(page.locator("#answer")).not_to_be_empty(timeout=SLOW)
@@ -148,14 +148,14 @@ def test_stop_cancels(page: Page, live: Cluster) -> None:
     live.wait(lambda: not live.residue())
 
 
-def test_what_is_wrong_with_a_message_is_said(browser: Browser, live: Cluster) -> None:
+def test_an_invalid_setting_is_reported(browser: Browser, live: Cluster) -> None:
     with opened(browser, live, allowed="400 (Bad Request)") as page:
         page.fill("#max_tokens", "9000")
         page.click("#send")
         expect(page.locator("#answer.bad")).to_have_text(re.compile("max_tokens"))
 
 
-def test_an_answer_is_text_and_never_html(page: Page) -> None:
+def test_an_answer_is_shown_as_text_and_never_as_html(page: Page) -> None:
     said = 'data: {"choices":[{"delta":{"content":"<b id=x>"}}]}\n\ndata: [DONE]\n\n'
     page.route("**/v1/chat/completions", lambda route: route.fulfill(body=said))
     page.click("#send")
@@ -163,7 +163,7 @@ def test_an_answer_is_text_and_never_html(page: Page) -> None:
     assert page.locator("#answer b").count() == 0
 
 
-def test_a_killed_worker_turns_red_and_the_one_that_follows_green(page: Page, live: Cluster) -> None:
+def test_a_killed_worker_turns_red_and_its_replacement_green(page: Page, live: Cluster) -> None:
     one = card(page, "decode-1")
     expect(one.locator(".state")).to_have_text("ready")
     assert colour(one) in GREEN
@@ -179,9 +179,11 @@ def colour(one: Any) -> str:
     return str(one.evaluate("each => getComputedStyle(each).borderLeftColor"))
 
 
-def test_a_request_that_lost_its_worker_is_answered_to_its_end_and_tells_so(browser: Browser, tmp_path: Path) -> None:
+def test_a_request_that_lost_its_worker_completes_and_shows_the_retry(browser: Browser, tmp_path: Path) -> None:
     text = "hello 0"
-    assert len(toy_output(list(f"user: {text}\nassistant: ".encode()), max_tokens=150, ignore_eos=False)) == 150, "the toy ends it too soon"
+    assert len(toy_output(list(f"user: {text}\nassistant: ".encode()), max_tokens=150, ignore_eos=False)) == 150, (
+        "the toy ends this text too soon"
+    )
     with cluster(toy(tmp_path / "toy", step_delay_ms=20), decode=2) as live, opened(browser, live) as page:
         page.fill("#prompt", text)
         page.fill("#max_tokens", "150")
@@ -195,7 +197,7 @@ def test_a_request_that_lost_its_worker_is_answered_to_its_end_and_tells_so(brow
 
 @pytest.mark.parametrize("scheme", ["light", "dark"])
 @pytest.mark.parametrize("width", [1280, 420])
-def test_at_two_widths_light_and_dark(browser: Browser, live: Cluster, width: int, scheme: str) -> None:
+def test_the_page_fits_two_widths_in_light_and_dark(browser: Browser, live: Cluster, width: int, scheme: str) -> None:
     with opened(browser, live, viewport={"width": width, "height": 900}, color_scheme=scheme) as page:
         expect(card(page, "decode-0").locator(".state")).to_have_text("ready", timeout=SLOW)
         page.fill("#max_tokens", "120")
@@ -205,12 +207,12 @@ def test_at_two_widths_light_and_dark(browser: Browser, live: Cluster, width: in
             page.wait_for_selector(".chips i.decode")
             page.wait_for_timeout(3000)
             picture(page, f"page-{width}-{scheme}")
-        assert page.evaluate("document.documentElement.scrollWidth <= innerWidth"), "nothing sticks out"
+        assert page.evaluate("document.documentElement.scrollWidth <= innerWidth"), "the page is wider than the window"
         back = page.evaluate("getComputedStyle(document.body).backgroundColor")
         assert (back == "rgb(20, 23, 28)") == (scheme == "dark")
 
 
-def test_with_keys_the_page_asks_for_one(browser: Browser, tmp_path: Path) -> None:
+def test_the_page_asks_for_an_api_key_if_one_is_required(browser: Browser, tmp_path: Path) -> None:
     keys = tmp_path / "keys"
     keys.write_text(f"me {sha256(b'secret').hexdigest()}\n")
     with (

@@ -1,4 +1,4 @@
-"""A prompt that kills every worker that computes it: it is ended after two, and others on those workers continue exactly."""
+"""A prompt that kills every worker that computes it is given up after two, and other requests on those workers continue exactly."""
 
 import asyncio
 from collections.abc import Iterator
@@ -11,8 +11,8 @@ from baton.client import AsyncClient, GenerateError, Result
 
 pytestmark = pytest.mark.system
 POISON = 250
-SHORT = [1, 2, POISON, *range(4, 20)]  # the decode worker computes it
-LONG = [*range(1, 100), POISON, *range(100, 140)]  # the prefill worker does
+SHORT = [1, 2, POISON, *range(4, 20)]  # computed by the decode worker
+LONG = [*range(1, 100), POISON, *range(100, 140)]  # computed by the prefill worker
 
 
 @pytest.fixture
@@ -29,13 +29,13 @@ async def ask(client: AsyncClient, prompt: list[int], tokens: int = 12) -> Resul
 
 
 def harmless(count: int, tokens: int) -> list[list[int]]:
-    """Prompts in whose text the toy never comes to the token that kills."""
+    """Prompts for which the toy never produces the token that kills."""
     prompts = ([i, *range(30, 49)] for i in range(250))
     return [prompt for prompt in prompts if POISON not in toy_output(prompt, max_tokens=tokens)][:count]
 
 
 @pytest.mark.parametrize(("prompt", "role"), [(SHORT, "decode"), (LONG, "prefill")], ids=["decode", "prefill"])
-async def test_a_prompt_that_kills_is_given_up_after_two_workers(live: Cluster, prompt: list[int], role: str) -> None:
+async def test_a_prompt_that_kills_workers_is_given_up_after_two(live: Cluster, prompt: list[int], role: str) -> None:
     before = {worker["name"]: worker["incarnation"] for worker in live.workers()}
     neighbours = harmless(6, 250)
     async with live.client() as client:
@@ -56,6 +56,6 @@ async def test_a_prompt_that_kills_is_given_up_after_two_workers(live: Cluster, 
 
 
 def replaced(live: Cluster, before: dict[str, int]) -> set[str]:
-    """Workers that are another process now, and answer."""
+    """Workers whose process was replaced and which answer."""
     found = {worker["name"]: worker["incarnation"] for worker in live.workers() if "error" not in worker}
     return {name for name, incarnation in before.items() if found.get(name, incarnation) != incarnation}

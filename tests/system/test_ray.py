@@ -1,8 +1,9 @@
-"""The same cluster under Ray: placed, restarted and resized by it, served by the same processes."""
+"""The same cluster under Ray, which places, restarts and resizes the same processes."""
 
 import asyncio
 import random
 from collections.abc import Iterator
+from functools import partial
 
 import pytest
 from live_cluster import Cluster, cluster, toy, toy_output
@@ -26,7 +27,7 @@ async def ask(client: AsyncClient, prompt: list[int], tokens: int = 24) -> Resul
         return stream.result
 
 
-async def test_two_hundred_at_once_with_shared_prefixes_and_random_cancels(live: Cluster) -> None:
+async def test_two_hundred_concurrent_requests_with_shared_prefixes_and_random_cancels(live: Cluster) -> None:
     rng = random.Random(2)
     shared = [[rng.randrange(256) for _ in range(200)] for _ in range(4)]
 
@@ -46,7 +47,7 @@ async def test_two_hundred_at_once_with_shared_prefixes_and_random_cancels(live:
     await live.quiet(30)
 
 
-async def test_dead_worker_comes_back_as_a_new_incarnation(live: Cluster) -> None:
+async def test_a_dead_worker_comes_back_as_a_new_incarnation(live: Cluster) -> None:
     before = {worker["name"]: worker["incarnation"] for worker in live.workers()}
     async with live.client() as client:
         running = asyncio.create_task(ask(client, list(range(1, 150)), 400))
@@ -60,14 +61,16 @@ async def test_dead_worker_comes_back_as_a_new_incarnation(live: Cluster) -> Non
     await live.quiet(30)
 
 
-async def test_pools_are_resized_while_serving(live: Cluster) -> None:
+def has_sizes(live: Cluster, prefill: int, decode: int) -> bool:
+    return (len(live.workers("prefill")), len(live.workers("decode"))) == (prefill, decode)
+
+
+async def test_pools_can_be_resized_while_serving(live: Cluster) -> None:
     async with live.client() as client:
         running = asyncio.create_task(ask(client, list(range(1, 150)), 400))
         for prefill, decode in ((1, 3), (2, 2)):
             done = await asyncio.to_thread(live.baton, "scale", "--prefill", str(prefill), "--decode", str(decode), "--name", live.name)
             assert done.returncode == 0, done.stderr
-            await asyncio.to_thread(
-                live.wait, lambda p=prefill, d=decode: (len(live.workers("prefill")), len(live.workers("decode"))) == (p, d), 60
-            )
+            await asyncio.to_thread(live.wait, partial(has_sizes, live, prefill, decode), 60)
         assert list((await running).token_ids) == toy_output(list(range(1, 150)), max_tokens=400)
     await live.quiet(30)

@@ -1,5 +1,5 @@
-"""The whole cluster on the checkpoint that ships: its text is that of a bare engine, nothing is recomputed on the way, and what a kill
-changes is what another batch size changes: a near-tie now and then."""
+"""The whole cluster with the shipped checkpoint. Its text equals that of a bare engine, and nothing is recomputed. A killed worker changes
+only what a different batch size changes too: an occasional near-tie."""
 
 import asyncio
 import random
@@ -24,9 +24,9 @@ from baton.models.train.stories import story
 pytestmark = pytest.mark.system
 
 BLOCK = 16
-TOKENS = 60  # of each reference output; what asks for fewer gets the beginning of it
+TOKENS = 60  # of each reference output; a request for fewer tokens is compared with its beginning
 GREEDY = SamplingParams(max_tokens=TOKENS, temperature=0.0, ignore_eos=True, logprobs=3)
-DIVERGENCE_BOUND = 0.25  # of the runs; measured: none. Each must be a near-tie besides.
+DIVERGENCE_BOUND = 0.25  # share of the runs; measured: none. Each must also be a near-tie.
 
 
 @pytest.fixture(scope="module")
@@ -76,15 +76,16 @@ def live(model: Path) -> Iterator[Cluster]:
 
 
 def sentences(count: int, seed: int) -> list[str]:
-    """Of stories, one after another."""
-    rng, told = random.Random(seed), []
+    """Sentences of stories, one story after another."""
+    rng = random.Random(seed)
+    told: list[str] = []
     while len(told) < count:
         told += story(rng, 4).sentences
     return told[:count]
 
 
 def prompts(*sizes: int) -> list[str]:
-    """24 of so many sentences, which have 15 tokens each, that share no beginning."""
+    """24 prompts with no common prefix. The number of sentences is drawn from `sizes`; a sentence has about 15 tokens."""
     rng = random.Random(11)
     return [f"{i} " + " ".join(sentences(rng.choice(sizes), seed=100 + i)) for i in range(24)]
 
@@ -100,7 +101,7 @@ class Answer:
 
 
 async def ask(client: AsyncClient, prompt: str | None, on_token: Any = None, **sampling: Any) -> Answer:
-    """The whole stream: no index is missing or comes twice, and the pieces of text are the text."""
+    """Reads the whole stream. Asserts that no index is missing or repeated and that the pieces of text make up the text."""
     params = {"max_tokens": TOKENS, "temperature": 0.0, "ignore_eos": True, "timeout_s": 120, **sampling}
     tokens: list[Token] = []
     async with client.generate(prompt, **params) as stream:
@@ -115,14 +116,14 @@ async def ask(client: AsyncClient, prompt: str | None, on_token: Any = None, **s
 
 
 def assert_text(bare: Bare, prompt: list[int], result: Result) -> bool:
-    """Whether tokens and text are the bare engine's; raises where they part although the model could tell."""
+    """Returns whether the tokens equal those of the bare engine. Raises if they differ where the model could tell the tokens apart."""
     same = assert_same(bare.model, prompt, GREEDY, result.token_ids, bare.tokens(prompt)[: len(result.token_ids)])
     assert result.text == bare.tokenizer.decode(list(result.token_ids), skip_special_tokens=True)
     return same
 
 
 def logprob_drift(answer: Answer, alone: list[Sampled]) -> float:
-    """Largest difference of a token's log-probability up to where the outputs part."""
+    """Largest difference in a token's log-probability before the outputs first differ."""
     drift = 0.0
     for token, sampled in zip(answer.tokens, alone, strict=True):
         if token.id != sampled.token:
@@ -132,7 +133,7 @@ def logprob_drift(answer: Answer, alone: list[Sampled]) -> float:
     return drift
 
 
-async def test_text_is_that_of_a_bare_engine_and_nothing_is_recomputed(live: Cluster, bare: Bare) -> None:
+async def test_text_equals_that_of_a_bare_engine_and_nothing_is_recomputed(live: Cluster, bare: Bare) -> None:
     same, lengths = [], []
     async with live.client() as client:
         for text in MIXED:
@@ -144,8 +145,10 @@ async def test_text_is_that_of_a_bare_engine_and_nothing_is_recomputed(live: Clu
             assert handoff["blocks"] == handoff["digests_checked"] == -(-len(prompt) // BLOCK) and handoff["blocks_reused"] == 0
             assert handoff["recomputed_tokens"] == 0 and not handoff["failure"]
             lengths.append(len(prompt))
-    print(f"\n{same.count(True)} of {len(same)} texts are the bare engine's; prompts of {min(lengths)} to {max(lengths)} tokens")
-    assert len(same) >= 20 and same.count(False) <= 1 and min(lengths) < 100 and max(lengths) > 512, "chunked and whole prefills"
+    print(f"\n{same.count(True)} of {len(same)} texts equal those of the bare engine; prompts of {min(lengths)} to {max(lengths)} tokens")
+    assert len(same) >= 20 and same.count(False) <= 1 and min(lengths) < 100 and max(lengths) > 512, (
+        "there must be both chunked and whole prefills"
+    )
     await live.quiet()
 
 
@@ -170,19 +173,19 @@ async def test_a_conversation_goes_through_the_chat_template(live: Cluster, bare
     for message in messages:
         prompt += [roles[message["role"]], *plain.encode(message["content"], add_special_tokens=False).ids, 1]
     prompt.append(roles["assistant"])
-    assert prompt.count(1) == 4, "what the user wrote is no control token"
+    assert prompt.count(1) == 4, "what the user wrote became a control token"
     async with live.client() as client:
         result = (await ask(client, None, messages=messages, max_tokens=24)).result
     assert result.usage.prompt_tokens == len(prompt) and result.handoff["blocks"] > 0
     assert_text(bare, prompt, result)
 
 
-async def test_a_repeated_prompt_is_found_and_gives_the_same_text(live: Cluster, bare: Bare) -> None:
+async def test_a_repeated_prompt_is_cached_and_yields_the_same_text(live: Cluster, bare: Bare) -> None:
     text = "A lantern, twice. " + " ".join(sentences(20, seed=900))
     prompt = bare.encode(text)
     async with live.client() as client:
         first = (await ask(client, text, max_tokens=16)).result
-        await asyncio.sleep(0.5)  # the router hears of the blocks
+        await asyncio.sleep(0.5)  # the router learns about the blocks
         again = (await ask(client, text, max_tokens=16)).result
     assert first.usage.cached_tokens == 0
     assert again.usage.cached_tokens == (len(prompt) - 1) // BLOCK * BLOCK > 100
@@ -190,7 +193,7 @@ async def test_a_repeated_prompt_is_found_and_gives_the_same_text(live: Cluster,
     assert_text(bare, prompt, again)
 
 
-async def test_sampled_text_is_that_of_a_bare_engine(live: Cluster, bare: Bare) -> None:
+async def test_sampled_text_equals_that_of_a_bare_engine(live: Cluster, bare: Bare) -> None:
     same = []
     async with live.client() as client:
         for seed, text in enumerate(MIXED[:4]):
@@ -202,7 +205,7 @@ async def test_sampled_text_is_that_of_a_bare_engine(live: Cluster, bare: Bare) 
     assert same.count(False) <= 1
 
 
-async def test_logprobs_are_the_bare_engines(live: Cluster, bare: Bare) -> None:
+async def test_logprobs_equal_those_of_a_bare_engine(live: Cluster, bare: Bare) -> None:
     text = MIXED[5]
     prompt = bare.encode(text)
     async with live.client() as client:
@@ -210,19 +213,19 @@ async def test_logprobs_are_the_bare_engines(live: Cluster, bare: Bare) -> None:
     expected = bare.generate(prompt)
     assert [token.id for token in answer.tokens] == [sampled.token for sampled in expected]
     for token, sampled in zip(answer.tokens, expected, strict=True):
-        assert token.logprob == pytest.approx(sampled.logprob, abs=1e-3) and token.logprob <= 0
+        assert token.logprob is not None and token.logprob == pytest.approx(sampled.logprob, abs=1e-3) and token.logprob <= 0
         assert [id_ for id_, _ in token.top] == [id_ for id_, _ in sampled.top] and len(token.top) == 3
         assert [value for _, value in token.top] == pytest.approx([value for _, value in sampled.top], abs=1e-3)
 
 
-async def test_a_killed_worker_changes_no_more_than_another_batch_size(live: Cluster, bare: Bare) -> None:
-    """Undisturbed alone, undisturbed among all others, and with a decode worker killed in the middle: where two outputs part, the model
-    itself could not tell the two tokens apart, and a disturbed one parts about as often as an undisturbed one."""
+async def test_a_killed_worker_changes_no_more_than_a_different_batch_size(live: Cluster, bare: Bare) -> None:
+    """Compares outputs computed alone, computed together, and computed with a decode worker killed in the middle. Where two outputs first
+    differ, the model itself could not tell the tokens apart, and disturbed outputs differ about as often as undisturbed ones."""
     encoded = [bare.encode(text) for text in SHORT]
     salts = iter(range(100))
 
     async def all_at_once(client: AsyncClient, on_token: Any = None) -> list[Answer]:
-        salt = f"run {next(salts)}"  # a cached prefix would spare the work whose order is to vary
+        salt = f"run {next(salts)}"  # without a salt, a cached prefix would avoid the computations whose order the test varies
         return await asyncio.gather(*(ask(client, text, on_token, cache_salt=salt, logprobs=0) for text in SHORT))
 
     counts = [0]
@@ -247,10 +250,10 @@ async def test_a_killed_worker_changes_no_more_than_another_batch_size(live: Clu
         drift = max(logprob_drift(answers[i], bare.generate(encoded[i])) for i in which)
         rates[name] = len(parted) / len(gaps)
         print(
-            f"\n{name}: {len(parted)} of {len(gaps)} greedy outputs of {TOKENS} tokens part from those computed alone (gaps {parted});"
-            f" log-probabilities differ by {drift:.1e} at most"
+            f"\n{name}: {len(parted)} of {len(gaps)} greedy outputs of {TOKENS} tokens differ from those computed alone (gaps {parted});"
+            f" log-probabilities differ by at most {drift:.1e}"
         )
-        assert all(gap < TOLERANCE for gap in parted), "outputs part where the model could tell"
+        assert all(gap < TOLERANCE for gap in parted), "outputs differ where the model could tell the tokens apart"
         assert drift < TOLERANCE
     assert max(rates.values()) <= DIVERGENCE_BOUND
     await asyncio.to_thread(live.wait, lambda: len(live.workers()) == 2 and not live.residue(), 60)
@@ -258,9 +261,9 @@ async def test_a_killed_worker_changes_no_more_than_another_batch_size(live: Clu
     await live.quiet()
 
 
-async def test_text_is_the_bare_engines_over_live_transfer_and_over_kv_that_comes_back(model: Path, bare: Bare) -> None:
-    """Prompts of several chunks, whose KV moves while they are computed. Then the prefill worker is killed, so the second turn of each
-    conversation begins with KV that the decode worker kept, its own answer in it."""
+async def test_text_equals_that_of_a_bare_engine_with_live_transfer_and_returned_kv(model: Path, bare: Bare) -> None:
+    """Prompts have several chunks, and their KV moves while they are computed. Then the prefill worker is killed, so each conversation's
+    second turn begins with KV that the decode worker kept, including that of its own answer."""
     texts = [f"{i}: " + " ".join(sentences(40, seed=300 + i)) for i in range(3)]
     chunks = ("--engine.max-num-batched-tokens", "128", "--engine.max-num-seqs", "16")
     with cluster(model, "--engine.threads", "1", "--router.fetch-tokens", "16", "--router.bypass-tokens", "0", *chunks) as live:
@@ -281,10 +284,10 @@ async def test_text_is_the_bare_engines_over_live_transfer_and_over_kv_that_come
                         pass
                     result = stream.result
                 assert_text(bare, prompt, result)
-                kept = (len(bare.encode(text)) + 39) // BLOCK  # full blocks; the last token that was sampled has no KV
+                kept = (len(bare.encode(text)) + 39) // BLOCK  # full blocks; the last sampled token has no KV
                 assert live.last()["fetched_tokens"] == kept * BLOCK
                 assert result.handoff["recomputed_tokens"] == 0 and result.workers["retries"] == 0
-                assert result.handoff["blocks_reused"] == kept, "the decode worker has them itself"
+                assert result.handoff["blocks_reused"] == kept, "the decode worker must reuse its own blocks"
         await live.quiet()
 
 

@@ -1,4 +1,4 @@
-"""Redis hangs, is emptied and dies for longer than a worker's record lives, under load: no request is refused, no stream retried."""
+"""Under load, Redis hangs, is emptied and dies for longer than a worker's record lives. No request is refused and no stream is retried."""
 
 import asyncio
 import json
@@ -15,7 +15,7 @@ from baton.client import AsyncClient, GenerateError, Result
 
 pytestmark = pytest.mark.system
 CLIENTS = 4
-# Seconds. An absent worker is given three, a record lives for two: each outage is longer than both together.
+# Seconds. The router waits three for an absent worker, and a record lives for two: each outage is longer than both together.
 RECORDS = ("--redis.record-ttl-s", "2", "--redis.heartbeat-s", "0.5")
 OUTAGE_S = float(os.environ.get("BATON_TEST_OUTAGE_S", "7"))
 AFTER_S = 4.0
@@ -28,7 +28,7 @@ def live(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Cluster]:
 
 
 class Load:
-    """Clients that ask one request after the other; one of them has streams that last through the whole outage."""
+    """Clients that send one request after another. The streams of one client last through the whole outage."""
 
     def __init__(self, live: Cluster) -> None:
         self._live = live
@@ -76,7 +76,7 @@ def server(live: Cluster) -> redis.Redis:
 
 
 async def outage(live: Cluster, kind: str) -> None:
-    """Ends when Redis answers again, for whoever waits for it."""
+    """Ends when Redis answers again."""
     with server(live) as client:
         pid = client.info()["process_id"]
         match kind:
@@ -87,11 +87,11 @@ async def outage(live: Cluster, kind: str) -> None:
             case "paused":
                 client.client_pause(int(OUTAGE_S * 1000))
                 await asyncio.sleep(OUTAGE_S)
-            case "flushed":  # over and over: no record lives for longer than a moment
+            case "flushed":  # again and again, so that no record lives longer than a moment
                 for _ in range(int(OUTAGE_S / 0.05)):
                     client.flushall()
                     await asyncio.sleep(0.05)
-            case "killed":  # `baton up` starts another, empty one at the same address; it is killed, too
+            case "killed":  # `baton up` starts an empty one at the same address, which is killed as well
                 for _ in range(int(OUTAGE_S / 0.5)):
                     os.kill(pid, signal.SIGKILL)
                     await asyncio.sleep(0.5)
@@ -102,7 +102,7 @@ async def outage(live: Cluster, kind: str) -> None:
 
 
 @pytest.mark.parametrize("kind", ["stopped", "paused", "flushed", "killed"])
-async def test_an_outage_of_the_registry_is_not_seen_by_any_request(live: Cluster, kind: str) -> None:
+async def test_no_request_notices_an_outage_of_the_registry(live: Cluster, kind: str) -> None:
     pids = {worker["pid"] for worker in live.workers()}
     async with Load(live) as load:
         before = load.served
@@ -121,10 +121,10 @@ async def test_an_outage_of_the_registry_is_not_seen_by_any_request(live: Cluste
 
 
 async def cached_where_it_was_computed(live: Cluster) -> None:
-    """The prefix index is right again: what one request leaves in a cache, the next one finds."""
+    """Checks that the prefix index is correct again: a request finds what the previous one left in a cache."""
     prompt = [random.randrange(256) for _ in range(160)]
     async with live.client() as client:
         await ask(client, prompt, 4)
-        await asyncio.sleep(2.5)  # longer than a prediction counts: only a report of the worker can tell
+        await asyncio.sleep(2.5)  # longer than the router trusts its own prediction: only the worker's report counts now
         result = await ask(client, prompt, 4)
     assert result.usage.cached_tokens >= 144

@@ -1,5 +1,5 @@
-"""KV that comes back, with real processes: the second turn of a conversation is fetched from the decode worker, and what happens when
-either side dies, hangs or lies in the middle of that."""
+"""KV that comes back, with real processes: the second turn of a conversation is fetched from the decode worker, and either side may die,
+hang or send wrong bytes during the fetch."""
 
 import asyncio
 import os
@@ -27,8 +27,8 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @contextmanager
 def talking(model: Path, failpoints: str = "", *flags: str, decode: int = 1) -> Iterator[Cluster]:
-    """What may be fetched is fetched. The prefill worker has no early opening, so the only reads are of whole handles: the first turn has
-    one, on the decode worker; the second one begins with the fetch."""
+    """A cluster that fetches whatever it can. Live transfer is off, so only complete handles are read: the first turn has one read, on the
+    decode worker, and the second turn begins with the fetch."""
     fixed = ("--router.fetch-tokens", "16", "--router.bypass-tokens", "0", "--kv.live", "false", "--launcher.restart-backoff-s", "2")
     with faulty(model, failpoints, *fixed, *flags, prefill=1, decode=decode) as live:
         yield live
@@ -39,7 +39,7 @@ def second(first: Result) -> list[int]:
 
 
 async def first_turn(live: Cluster, client: AsyncClient) -> list[int]:
-    """The prompt of the second turn. The prefill worker that has computed the first one is another process now, with nothing cached."""
+    """Returns the prompt of the second turn. The prefill worker that computed the first turn is then restarted, with an empty cache."""
     prompt = second(await ask(client, PROMPT))
     await live.quiet()
     before = live.incarnation("prefill-0")
@@ -59,7 +59,7 @@ async def test_the_second_turn_is_fetched_from_the_decode_worker(model: Path) ->
         await live.quiet()
 
 
-async def test_nothing_is_fetched_where_that_is_turned_off(model: Path) -> None:
+async def test_nothing_is_fetched_when_fetching_is_off(model: Path) -> None:
     """Negative control."""
     with talking(model, "", "--router.fetch-tokens", "0") as live:
         async with live.client() as client:
@@ -69,8 +69,8 @@ async def test_nothing_is_fetched_where_that_is_turned_off(model: Path) -> None:
         await live.quiet()
 
 
-async def test_fetching_worker_killed_with_the_kv_in_its_hands(model: Path) -> None:
-    """The only prefill worker dies: the decode worker, which caches most of the prompt, computes the rest itself."""
+async def test_a_request_survives_a_prefill_worker_killed_after_its_fetch(model: Path) -> None:
+    """The only prefill worker dies, so the decode worker, which caches most of the prompt, computes the rest itself."""
     with talking(model, "prefill.fetched=exit") as live:
         async with live.client() as client:
             prompt = await first_turn(live, client)
@@ -80,8 +80,8 @@ async def test_fetching_worker_killed_with_the_kv_in_its_hands(model: Path) -> N
 
 
 @pytest.mark.parametrize("point", ["kv.before_read", "kv.before_check"])
-async def test_fetching_worker_killed_in_the_middle_of_the_fetch(model: Path, point: str) -> None:
-    """The decode worker bypassed the first turn: the first process that reads is the prefill worker, fetching."""
+async def test_a_request_survives_a_prefill_worker_killed_during_its_fetch(model: Path, point: str) -> None:
+    """The first turn bypassed prefill, so the first process that reads is the prefill worker, in its fetch."""
     with talking(model, f"{point}=exit") as live:
         async with live.client() as client:
             prompt, _ = await bypassed_turn(live, client)
@@ -96,8 +96,8 @@ async def test_fetching_worker_killed_in_the_middle_of_the_fetch(model: Path, po
 
 @pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGSTOP], ids=["killed", "hung"])
 @pytest.mark.parametrize("point", ["kv.before_read", "kv.before_check"])
-async def test_source_lost_in_the_middle_of_the_fetch(model: Path, point: str, number: signal.Signals) -> None:
-    """The reader stands still at the point while its source is lost. The prompt is computed, and another decode worker takes it over."""
+async def test_a_request_survives_the_loss_of_the_source_during_the_fetch(model: Path, point: str, number: signal.Signals) -> None:
+    """The reader waits at the failpoint while its source is lost. The prompt is computed, and another decode worker takes over."""
     with talking(model, f"{point}=sleep:0.7", "--launcher.hang-s", "120", decode=2) as live:
         async with live.client() as client:
             prompt, name = await bypassed_turn(live, client)
@@ -115,7 +115,7 @@ async def test_source_lost_in_the_middle_of_the_fetch(model: Path, point: str, n
         await live.quiet()
 
 
-async def test_flipped_byte_is_found_and_computed(model: Path) -> None:
+async def test_a_flipped_byte_is_found_and_recomputed(model: Path) -> None:
     with talking(model, "kv.copied=flip") as live:
         async with live.client() as client:
             prompt, _ = await bypassed_turn(live, client)
@@ -125,7 +125,7 @@ async def test_flipped_byte_is_found_and_computed(model: Path) -> None:
         await live.quiet()
 
 
-async def test_client_that_leaves_during_the_fetch_frees_everything(model: Path) -> None:
+async def test_a_client_that_disconnects_during_the_fetch_frees_everything(model: Path) -> None:
     with talking(model, "kv.before_check=sleep:0.7") as live:
         async with live.client() as client:
             prompt, _ = await bypassed_turn(live, client)
@@ -139,18 +139,18 @@ async def test_client_that_leaves_during_the_fetch_frees_everything(model: Path)
 
 
 async def at(live: Cluster, point: str) -> None:
-    """Until a process has come to the failpoint."""
+    """Waits until a process has reached the failpoint."""
     await asyncio.to_thread(live.wait, (Path(live.env["BATON_FAILPOINTS_ONCE"]) / point).exists)
 
 
 async def bypassed_turn(live: Cluster, client: AsyncClient) -> tuple[list[int], str]:
-    """The prompt of the second turn, and the worker that caches most of it: the decode worker did the first turn alone, while no prefill
-    worker was there."""
+    """Returns the prompt of the second turn and the worker that caches most of it: the decode worker that computed the first turn alone,
+    while there was no prefill worker."""
     before = live.incarnation("prefill-0")
     await asyncio.to_thread(live.kill, "prefill-0")
     first = await ask(client, PROMPT)
     assert first.workers["prefill"] == "" and first.handoff["blocks"] == 0
 
     await asyncio.to_thread(live.wait, lambda: live.incarnation("prefill-0") != before)
-    await asyncio.sleep(0.5)  # the router hears of the blocks
+    await asyncio.sleep(0.5)  # the router learns about the blocks
     return second(first), first.workers["decode"]

@@ -1,4 +1,4 @@
-"""A worker's roles change while requests run: every stream is the undisturbed one, and the load goes where the roles are."""
+"""A worker's roles change while requests run. Every stream stays exact, and the load follows the roles."""
 
 import asyncio
 import time
@@ -68,9 +68,9 @@ async def test_a_decode_worker_becomes_a_prefill_worker_and_back(live: Cluster) 
 
 
 @pytest.mark.parametrize(
-    ("arguments", "words"), [(("nobody", "decode"), "there is no 'nobody'"), (("NAME", "cook"), "must be one or both")]
+    ("arguments", "words"), [(("nobody", "decode"), "there is no worker 'nobody'"), (("NAME", "cook"), "must be one or both")]
 )
-def test_what_cannot_be_is_refused_by_name(live: Cluster, arguments: tuple[str, str], words: str) -> None:
+def test_an_unknown_worker_or_role_is_refused_by_name(live: Cluster, arguments: tuple[str, str], words: str) -> None:
     name = next(name for name, worker in workers(live).items() if worker["role"] == "decode")
     done = live.baton("roles", arguments[0].replace("NAME", name), arguments[1], "--name", live.name)
     assert done.returncode != 0 and words in done.stderr

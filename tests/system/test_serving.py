@@ -1,15 +1,16 @@
-"""The whole cluster, real processes, real NIXL, real Redis, on the toy model: every token is checked against the oracle."""
+"""The whole cluster with real processes, real NIXL and real Redis on the toy model. Every token is checked against the oracle."""
 
 import asyncio
 import json
 import random
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 from live_cluster import Cluster, cluster, toy, toy_output
 
-from baton.client import AsyncClient, GenerateError, Result
+from baton.client import AsyncClient, AsyncStream, GenerateError, Result, Token
 from baton.stages import STAGES
 
 pytestmark = pytest.mark.system
@@ -23,7 +24,7 @@ def live(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Cluster]:
 
 
 async def ask(client: AsyncClient, prompt: list[int], **sampling: object) -> Result:
-    params = {"max_tokens": 16, "temperature": 0.0, "ignore_eos": True, "timeout_s": 60, **sampling}
+    params: dict[str, Any] = {"max_tokens": 16, "temperature": 0.0, "ignore_eos": True, "timeout_s": 60, **sampling}
     async with client.generate(token_ids=prompt, **params) as stream:
         tokens = [token async for token in stream]
         assert [token.index for token in tokens] == list(range(len(tokens)))
@@ -35,7 +36,7 @@ def prompts(rng: random.Random, count: int) -> list[list[int]]:
     return [rng.choice(shared) + [rng.randrange(256) for _ in range(rng.randrange(1, 120))] for _ in range(count)]
 
 
-async def test_a_request_crosses_both_workers(live: Cluster) -> None:
+async def test_a_request_passes_through_both_workers(live: Cluster) -> None:
     prompt = list(range(1, 201))
     async with live.client() as client:
         result = await ask(client, prompt)
@@ -50,12 +51,12 @@ async def test_a_request_crosses_both_workers(live: Cluster) -> None:
     await live.quiet()
 
 
-async def test_two_hundred_at_once_with_shared_prefixes_and_random_cancels(live: Cluster) -> None:
+async def test_two_hundred_concurrent_requests_with_shared_prefixes_and_random_cancels(live: Cluster) -> None:
     rng = random.Random(1)
     everyone = prompts(rng, 200)
 
     async def one(client: AsyncClient, prompt: list[int], cancel_after: int | None, seed: int) -> str:
-        params = {"max_tokens": 24, "temperature": 1.0, "seed": seed}
+        params: dict[str, Any] = {"max_tokens": 24, "temperature": 1.0, "seed": seed}
         want = toy_output(prompt, **params)
         got: list[int] = []
         async with client.generate(token_ids=prompt, ignore_eos=True, timeout_s=90, **params) as stream:
@@ -74,11 +75,15 @@ async def test_two_hundred_at_once_with_shared_prefixes_and_random_cancels(live:
     await live.quiet()
 
 
-async def test_cancel_before_the_first_token_leaves_nothing(live: Cluster) -> None:
+async def first_token(stream: AsyncStream) -> Token:
+    return await anext(aiter(stream))
+
+
+async def test_cancelling_before_the_first_token_leaves_nothing_behind(live: Cluster) -> None:
     async with live.client() as client:
         for pause in (0.0, 0.001, 0.003, 0.01):
             streams = [client.generate(token_ids=list(range(1, 200)), ignore_eos=True, max_tokens=50) for _ in range(20)]
-            readers = [asyncio.create_task(anext(aiter(stream))) for stream in streams]
+            readers = [asyncio.create_task(first_token(stream)) for stream in streams]
             await asyncio.sleep(pause)
             for stream, reader in zip(streams, readers, strict=True):
                 stream.cancel()
@@ -94,10 +99,10 @@ async def test_short_prompts_skip_the_handoff(live: Cluster) -> None:
     assert result.workers["prefill"] == "" and result.handoff["blocks"] == 0
 
 
-async def test_stages_add_up_to_the_whole(live: Cluster) -> None:
-    """The stages that the client is told explain the time that the router measured for the same request.
+async def test_the_stage_times_add_up_to_the_request_time(live: Cluster) -> None:
+    """The stage times that the client receives add up to the time that the router measured for the same request.
 
-    Both are on the router's clock, so a busy machine stretches them alike.
+    Both come from the router's clock, so a busy machine lengthens them equally.
     """
     async with live.client() as client:
         told = (await ask(client, list(range(1, 250)), max_tokens=200, request_id="whole")).stages_ms
@@ -107,7 +112,7 @@ async def test_stages_add_up_to_the_whole(live: Cluster) -> None:
     assert all(told[name] > 0 for name in STAGES)
 
 
-async def test_stop_string_across_tokens_ends_the_request_everywhere(live: Cluster) -> None:
+async def test_a_stop_string_across_tokens_ends_the_request_everywhere(live: Cluster) -> None:
     prompt = list(range(60, 200))
     async with live.client() as client:
         whole = await ask(client, prompt, max_tokens=60)
@@ -118,7 +123,7 @@ async def test_stop_string_across_tokens_ends_the_request_everywhere(live: Clust
     await live.quiet()
 
 
-async def test_deadline_is_obeyed_and_frees_everything(tmp_path: Path) -> None:
+async def test_a_deadline_ends_the_request_and_frees_everything(tmp_path: Path) -> None:
     with cluster(toy(tmp_path / "toy", step_delay_ms=30)) as slow:
         async with slow.client() as client:
             with pytest.raises(GenerateError) as caught:
@@ -127,7 +132,7 @@ async def test_deadline_is_obeyed_and_frees_everything(tmp_path: Path) -> None:
         await slow.quiet()
 
 
-async def test_colocated_is_a_cluster_without_prefill_workers(tmp_path: Path) -> None:
+async def test_a_cluster_without_prefill_workers_is_colocated(tmp_path: Path) -> None:
     with cluster(toy(tmp_path / "toy"), prefill=0) as colocated:
         async with colocated.client() as client:
             result = await ask(client, list(range(1, 200)))
@@ -136,7 +141,7 @@ async def test_colocated_is_a_cluster_without_prefill_workers(tmp_path: Path) ->
         await colocated.quiet()
 
 
-def test_command_line(live: Cluster) -> None:
+def test_commands_print_results_and_errors(live: Cluster) -> None:
     named = ("--ignore-eos", "--max-tokens", "8", "--name", live.name)
     answer = live.baton("generate", "Once upon a time, " * 5, "--temperature", "0", "--json", *named)
     assert answer.returncode == 0, answer.stderr
@@ -158,7 +163,7 @@ def test_command_line(live: Cluster) -> None:
     assert wrong.returncode == 2 and "block_size" in wrong.stderr
 
 
-async def test_pools_are_resized_while_serving(tmp_path: Path) -> None:
+async def test_pools_can_be_resized_while_serving(tmp_path: Path) -> None:
     with cluster(toy(tmp_path / "toy", step_delay_ms=5)) as live_:
         stop = asyncio.Event()
         served = 0

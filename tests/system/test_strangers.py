@@ -1,4 +1,4 @@
-"""A port passes to another process: a worker of the same name, in another cluster, with another model. Nobody asks it for a token."""
+"""Another process takes over a port: a worker of the same name, in another cluster, with another model. It must serve no token."""
 
 import os
 import subprocess
@@ -6,6 +6,7 @@ import sys
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
+from typing import Any
 
 import pytest
 from live_cluster import ROOT, Cluster, cluster, toy, toy_output
@@ -14,7 +15,7 @@ from baton.client import Client, GenerateError, Result
 
 pytestmark = pytest.mark.system
 PROMPT = list(range(1, 101))
-# The worker as it would be if it answered whoever calls.
+# A worker that answers every caller.
 CREDULOUS = """
 from baton.worker.identity import Identity
 Identity.check = lambda self, to: None
@@ -25,7 +26,7 @@ main()
 
 @contextmanager
 def port_taken_over(tmp_path: Path, role: str, credulous: bool = False) -> Iterator[Cluster]:
-    """A cluster whose `role`-0 was killed and is not restarted; its record stands for a minute, and a stranger has its address."""
+    """A cluster whose `role`-0 was killed and is not restarted. Its record lives for a minute, and a stranger now has its address."""
     slow_restart = ("--launcher.restart-backoff-s", "60", "--launcher.restart-backoff-max-s", "60", "--redis.record-ttl-s", "60")
     stranger = toy(tmp_path / "stranger", vocab=300)
     with cluster(toy(tmp_path / "toy"), *slow_restart) as live:
@@ -53,33 +54,33 @@ def port_taken_over(tmp_path: Path, role: str, credulous: bool = False) -> Itera
 
 
 def ask(live: Cluster) -> Result:
-    params = {"max_tokens": 12, "temperature": 0.0, "ignore_eos": True, "timeout_s": 20}
+    params: dict[str, Any] = {"max_tokens": 12, "temperature": 0.0, "ignore_eos": True, "timeout_s": 20}
     with Client(live.grpc) as client, client.generate(token_ids=PROMPT, **params) as stream:
         for _ in stream:
             pass
         return stream.result
 
 
-def test_a_prefill_worker_of_another_model_is_passed_by(tmp_path: Path) -> None:
+def test_a_prefill_worker_with_another_model_is_bypassed(tmp_path: Path) -> None:
     with port_taken_over(tmp_path, "prefill") as live:
         result = ask(live)
         assert list(result.token_ids) == toy_output(PROMPT, max_tokens=12)
         assert result.workers["prefill"] == "" and not live.workers("prefill")[0].get("idle")
 
 
-def test_a_decode_worker_of_another_model_gives_no_token(tmp_path: Path) -> None:
+def test_a_decode_worker_with_another_model_serves_no_token(tmp_path: Path) -> None:
     with port_taken_over(tmp_path, "decode") as live, pytest.raises(GenerateError) as refused:
         ask(live)
     assert refused.value.reason in ("NO_WORKER", "RETRIES_SPENT") and refused.value.metadata.get("tokens_emitted", "0") in ("0", "1")
 
 
-def test_a_worker_that_answers_everybody_would(tmp_path: Path) -> None:
-    """Negative control: the tokens of another model, in a stream that looks like any other."""
+def test_without_the_identity_check_wrong_tokens_are_served(tmp_path: Path) -> None:
+    """Negative control: the client receives tokens of another model in a stream that looks normal."""
     with port_taken_over(tmp_path, "decode", credulous=True) as live:
         results: list[Result] = []
 
         def served() -> bool:
-            """The router needs a moment to find that somebody answers at the address again."""
+            """The router needs a moment to notice that something answers at the address again."""
             with suppress(GenerateError):
                 results.append(ask(live))
             return bool(results)

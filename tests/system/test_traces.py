@@ -1,4 +1,4 @@
-"""One request is one trace across all processes, as a real OTLP receiver gets it; and what happens when there is none."""
+"""One request makes one trace across all processes, as a real OTLP receiver sees it. Also covers clusters without a receiver."""
 
 import asyncio
 import json
@@ -9,6 +9,7 @@ from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any
 
 import grpc
@@ -30,7 +31,7 @@ CANARY = "a heron that nobody may hear of"
 
 @dataclass(frozen=True)
 class Got:
-    """A span as it arrived."""
+    """A span as received."""
 
     name: str
     service: str
@@ -64,7 +65,7 @@ class Receiver(trace_service_pb2_grpc.TraceServiceServicer):
             return [span for span in self.spans if span.trace_id == trace_id]
 
     def wait(self, trace_id: str, count: int) -> dict[str, Got]:
-        """By name; AssertionError when it is not exactly so many."""
+        """Returns the spans by name. Raises AssertionError unless there are exactly `count`."""
         deadline = time.monotonic() + 30
         while len(self.of(trace_id)) < count and time.monotonic() < deadline:
             time.sleep(0.05)
@@ -105,7 +106,7 @@ def receiving() -> Iterator[tuple[Receiver, str]]:
 
 @pytest.fixture(scope="module")
 def traced(tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple[Cluster, Receiver]]:
-    """Nothing is traced unless a client asks for it."""
+    """A cluster that traces a request only if the client asks for it."""
     model = toy(tmp_path_factory.mktemp("models") / "toy")
     with receiving() as (receiver, endpoint):
         flags = ("--telemetry.otlp-endpoint", endpoint, "--telemetry.trace-sample-ratio", "0")
@@ -122,12 +123,12 @@ def generate(live: Cluster, traceparent: str = "", **ask: Any) -> list[generatio
 
 
 def numbered(number: int) -> tuple[str, str]:
-    """A trace id of its own, and the traceparent that asks for it."""
+    """Returns a trace id and the traceparent that requests it."""
     trace_id = f"{number:032x}"
     return trace_id, f"00-{trace_id}-{PARENT}-01"
 
 
-def test_one_trace_across_router_prefill_and_decode(traced: tuple[Cluster, Receiver]) -> None:
+def test_one_trace_spans_router_prefill_and_decode(traced: tuple[Cluster, Receiver]) -> None:
     live, receiver = traced
     generate(live, f"00-{TRACE}-{PARENT}-01", token_ids=list(range(200)), request_id="followed")
     spans = receiver.wait(TRACE, 8)
@@ -152,7 +153,7 @@ def test_one_trace_across_router_prefill_and_decode(traced: tuple[Cluster, Recei
     decode = spans[semconv.DECODE_WORK].process
     assert spans[semconv.DECODE].attributes == {semconv.WORKER: decode} and decode.startswith("decode-")
     assert spans[semconv.PREFILL_WORK].process == "prefill-0"
-    server, client, internal = 2, 3, 1  # of OTLP
+    server, client, internal = 2, 3, 1  # the values of OTLP
     assert [spans[name].kind for name in (root, semconv.PREFILL, semconv.PREFILL_WORK, semconv.QUEUE)] == [server, client, server, internal]
     told = spans[root].attributes
     assert told[semconv.OPERATION_NAME] == "text_completion" and told[semconv.RESPONSE_ID] == "followed"
@@ -167,7 +168,7 @@ def test_one_trace_across_router_prefill_and_decode(traced: tuple[Cluster, Recei
         assert spans[name].end <= spans[root].end
 
 
-def test_the_terminal_and_the_collector_tell_of_the_same_trace(traced: tuple[Cluster, Receiver]) -> None:
+def test_the_terminal_and_the_collector_show_the_same_trace(traced: tuple[Cluster, Receiver]) -> None:
     live, receiver = traced
     trace_id, traceparent = numbered(77)
     generate(live, traceparent, token_ids=[(i * 3) % 251 for i in range(150)], request_id="drawn")
@@ -187,7 +188,7 @@ def test_a_bypass_has_no_prefill_and_no_transfer(traced: tuple[Cluster, Receiver
     assert set(receiver.wait(trace_id, 4)) == {"text_completion toy", semconv.QUEUE, semconv.DECODE, semconv.DECODE_WORK}
 
 
-def test_nothing_of_the_text_leaves(traced: tuple[Cluster, Receiver]) -> None:
+def test_spans_contain_no_text(traced: tuple[Cluster, Receiver]) -> None:
     live, receiver = traced
     trace_id, traceparent = numbered(2)
     messages = [{"role": "user", "content": f"{CANARY}, {CANARY}, {CANARY}"}]
@@ -197,19 +198,19 @@ def test_nothing_of_the_text_leaves(traced: tuple[Cluster, Receiver]) -> None:
     assert CANARY.encode() not in everything and b"salt of" not in everything and b"chat toy" in everything
 
 
-def test_who_does_not_ask_is_not_traced_at_this_ratio(traced: tuple[Cluster, Receiver]) -> None:
+def test_at_ratio_zero_only_requests_that_ask_are_traced(traced: tuple[Cluster, Receiver]) -> None:
     live, receiver = traced
     generate(live, token_ids=list(range(100)))
     generate(live, f"00-{TRACE[::-1]}-{PARENT}-00", token_ids=list(range(100)))
     generate(live, "not a traceparent", token_ids=list(range(100)))
     trace_id, traceparent = numbered(3)
-    generate(live, traceparent, prompt="x")  # what came before has arrived when this has
+    generate(live, traceparent, prompt="x")  # when this has arrived, everything before it has arrived too
     receiver.wait(trace_id, 4)
     asked = {TRACE, *(numbered(n)[0] for n in (1, 2, 3, 77))}
     assert {span.trace_id for span in receiver.spans} <= asked
 
 
-def test_a_refusal_says_why(traced: tuple[Cluster, Receiver]) -> None:
+def test_the_span_of_a_refusal_names_the_reason(traced: tuple[Cluster, Receiver]) -> None:
     live, receiver = traced
     trace_id, traceparent = numbered(4)
     with pytest.raises(grpc.RpcError):
@@ -218,12 +219,12 @@ def test_a_refusal_says_why(traced: tuple[Cluster, Receiver]) -> None:
     assert spans["text_completion toy"].error == "INVALID_FIELD" == spans["text_completion toy"].attributes[semconv.ERROR_TYPE]
 
 
-async def test_a_retry_is_another_span_and_drawn(tmp_path_factory: pytest.TempPathFactory) -> None:
-    """A decode worker dies in mid-stream: two decode calls under one root, the first with its error."""
+async def test_a_retry_has_its_own_span_and_is_drawn(tmp_path_factory: pytest.TempPathFactory) -> None:
+    """A decode worker dies in mid-stream: there are two decode calls under one root, and the first carries the error."""
     model = toy(tmp_path_factory.mktemp("models") / "toy", step_delay_ms=20)
     with receiving() as (receiver, endpoint), cluster(model, "--telemetry.otlp-endpoint", endpoint, decode=2) as live:
         async with live.client() as client:
-            params = {"max_tokens": 40, "temperature": 0.0, "ignore_eos": True, "timeout_s": 60, "request_id": "survivor"}
+            params: dict[str, Any] = {"max_tokens": 40, "temperature": 0.0, "ignore_eos": True, "timeout_s": 60, "request_id": "survivor"}
             async with client.generate(token_ids=list(range(100)), **params) as stream:
                 async for token in stream:
                     if token.index == 5:
@@ -246,7 +247,7 @@ async def test_a_retry_is_another_span_and_drawn(tmp_path_factory: pytest.TempPa
         await live.quiet()
 
 
-async def test_without_its_collector_a_cluster_serves_as_well_and_counts_what_is_lost(tmp_path_factory: pytest.TempPathFactory) -> None:
+async def test_without_a_collector_a_cluster_serves_and_counts_dropped_spans(tmp_path_factory: pytest.TempPathFactory) -> None:
     model = toy(tmp_path_factory.mktemp("models") / "toy")
     with cluster(model, "--telemetry.otlp-endpoint", f"http://127.0.0.1:{free_port('127.0.0.1')}") as live:
         async with live.client() as client:
@@ -255,9 +256,9 @@ async def test_without_its_collector_a_cluster_serves_as_well_and_counts_what_is
                     assert len([token async for token in stream]) == 4
         addresses = [live.status()["endpoints"]["metrics"], *(worker["metrics"] for worker in live.workers())]
         for address in addresses:
-            live.wait(lambda address=address: counter(address, "baton_spans_dropped_total") > 0)
+            live.wait(partial(counter, address, "baton_spans_dropped_total"))
             assert counter(address, "baton_spans_exported_total") == 0
-        assert "the span collector is away" in live.log("router-0")
+        assert "the span collector is unreachable" in live.log("router-0")
         await live.quiet()
 
 

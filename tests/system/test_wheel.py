@@ -1,5 +1,5 @@
-"""What `pip install` leaves behind, and that it works from there: the wheel in an empty environment, the first screen of the README, typed
-in a folder full of files with our names."""
+"""The wheel, installed into an empty environment: what it contains, and that the first screen of the README works when typed in a folder
+full of files with the names of our packages."""
 
 import json
 import os
@@ -49,7 +49,7 @@ def wheel(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="module")
 def installed(wheel: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """The `bin` of an environment that sees the libraries of this one, but nothing of this checkout."""
+    """The `bin` folder of an environment that sees the libraries of this one but nothing of this checkout."""
     home = tmp_path_factory.mktemp("environment")
     venv.create(home, with_pip=False, symlinks=True)
     (site,) = home.glob("lib/python*/site-packages")
@@ -79,7 +79,9 @@ class Terminal:
         self.folder = folder
 
     def type(self, *words: str, **options: Any) -> str:
-        done = subprocess.run(words, cwd=self.folder, env=self.env, capture_output=True, text=True, timeout=170, **options)
+        done: subprocess.CompletedProcess[str] = subprocess.run(
+            words, cwd=self.folder, env=self.env, capture_output=True, text=True, timeout=170, **options
+        )
         logs = "".join(log.read_text()[-2000:] for log in Path(self.env["BATON_STATE_DIR"]).rglob("*.log"))
         assert done.returncode == 0 and "stranger" not in done.stderr, f"{words}: {done.stdout}\n{done.stderr}\n{logs}"
         return done.stdout
@@ -92,7 +94,7 @@ def terminal(installed: Path, folder: Path, tmp_path: Path) -> Iterator[Terminal
     subprocess.run(["baton", "down"], cwd="/", env=terminal.env, capture_output=True, timeout=100)
 
 
-def test_the_names_that_it_takes(wheel: Path, installed: Path) -> None:
+def test_the_wheel_installs_only_our_packages(wheel: Path, installed: Path) -> None:
     with zipfile.ZipFile(wheel) as archive:
         names = set(archive.namelist())
     assert {name.partition("/")[0] for name in names if ".dist-info/" not in name} == set(NAMES)
@@ -106,8 +108,8 @@ def test_the_names_that_it_takes(wheel: Path, installed: Path) -> None:
 
 
 @pytest.mark.timeout(400)
-def test_the_first_screen_of_the_readme(terminal: Terminal) -> None:
-    # An installation compiles its kernels at its first start, for a minute or more; that is not what is tried here.
+def test_the_first_screen_of_the_readme_works(terminal: Terminal) -> None:
+    # At its first start an installation compiles its kernels for a minute or more. That is not tested here.
     small = ("--engine.kv-memory-mib", "64", "--engine.compiled", "false")
     up = json.loads(terminal.type("baton", "up", "--detach", *FREE_PORTS, *small))
     assert terminal.type("baton", "generate", PROMPT, "--max-tokens", "20", "--trace").strip()
@@ -123,13 +125,13 @@ def test_the_first_screen_of_the_readme(terminal: Terminal) -> None:
     terminal.type("baton", "down")
 
 
-def test_it_would_have_run_the_strangers(terminal: Terminal) -> None:
-    """Negative control: Python itself imports from the folder."""
+def test_plain_python_would_run_the_strangers(terminal: Terminal) -> None:
+    """Negative control: plain Python does import from the folder."""
     done = subprocess.run(["python", "-m", "router"], cwd=terminal.folder, env=terminal.env, capture_output=True, text=True, timeout=60)
     assert "a stranger's router.py ran" in done.stderr
 
 
-def test_the_checkpoint_of_the_wheel_is_whole(terminal: Terminal) -> None:
-    """The sums beside it are checked by every worker at its start; here, that they came along."""
+def test_the_wheel_contains_the_checksums_of_the_checkpoint(terminal: Terminal) -> None:
+    """Every worker checks the checksums at its start. This test checks that the wheel contains them."""
     code = "import baton, pathlib; print((pathlib.Path(baton.__file__).parent / 'models' / 'tale' / 'SHA256SUMS').read_text())"
     assert "model.safetensors" in terminal.type("python", "-P", "-c", code)

@@ -1,10 +1,11 @@
-"""The decode worker's stream: whoever does not read, or sends nonsense, hurts nobody else."""
+"""The decode worker's stream: a router that stops reading or sends invalid commands does not harm others."""
 
 import asyncio
-from collections.abc import AsyncIterator
+from collections.abc import AsyncGenerator, AsyncIterator
+from typing import Any
 
 import pytest
-from handoff_pair import expected, pair
+from handoff_pair import Pair, expected, pair
 
 from baton.cluster.errors import BatonError, Reason
 from baton.v1 import generation_pb2, worker_pb2
@@ -16,7 +17,7 @@ ME = Identity("decode-0", 5, "toy")
 TO = worker_pb2.Addressee(worker="decode-0", incarnation=5, model_fingerprint="toy")
 
 
-def start(call_id: int, tokens: list[int], **fields: object) -> worker_pb2.DecodeCommand:
+def start(call_id: int, tokens: list[int], **fields: Any) -> worker_pb2.DecodeCommand:
     sampling = generation_pb2.SamplingParams(max_tokens=12, temperature=0.0, ignore_eos=True)
     job = worker_pb2.Job(request_id=f"r{call_id}", token_ids=tokens, prompt_tokens=len(tokens), sampling=sampling)
     return worker_pb2.DecodeCommand(call_id=call_id, start=worker_pb2.DecodeStart(job=job, timeout_ms=20_000, **{"to": TO, **fields}))
@@ -28,9 +29,11 @@ async def commands(*given: worker_pb2.DecodeCommand) -> AsyncIterator[worker_pb2
     await asyncio.Event().wait()
 
 
-async def read(p: object, *given: worker_pb2.DecodeCommand) -> list[worker_pb2.DecodeEvent]:
-    """Events until every call has ended."""
-    stream, events = DecodeDoor(p.decode, ME).Session(commands(*given), None), []  # type: ignore[attr-defined, arg-type]
+async def read(p: Pair, *given: worker_pb2.DecodeCommand) -> list[worker_pb2.DecodeEvent]:
+    """Returns the events until every call has ended."""
+    stream = DecodeDoor(p.decode, ME).Session(commands(*given), None)
+    assert isinstance(stream, AsyncGenerator)
+    events: list[worker_pb2.DecodeEvent] = []
     open_calls = {command.call_id for command in given}
     async for message in stream:
         events += message.events
@@ -41,7 +44,7 @@ async def read(p: object, *given: worker_pb2.DecodeCommand) -> list[worker_pb2.D
     return events
 
 
-async def test_calls_share_a_stream_and_bad_ones_end_with_an_error() -> None:
+async def test_calls_share_a_stream_and_invalid_ones_end_with_an_error() -> None:
     async with pair() as p:
         prompt = list(range(1, 19))
         events = await read(p, start(1, prompt), start(2, [999]), start(3, []), start(4, prompt, handle=b"\xff"))
@@ -52,23 +55,23 @@ async def test_calls_share_a_stream_and_bad_ones_end_with_an_error() -> None:
         await p.settled()
 
 
-async def test_router_that_does_not_read_loses_its_stream(monkeypatch: object) -> None:
-    monkeypatch.setattr(door, "MAX_OUTBOX", 4)  # type: ignore[attr-defined]
+async def test_a_router_that_stops_reading_loses_its_stream(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(door, "MAX_OUTBOX", 4)
     async with pair() as p:
-        p.engines[1].runner.step_delay_s = 0.01
-        stream = DecodeDoor(p.decode, ME).Session(commands(start(1, [1, 2, 3])), None)  # type: ignore[arg-type]
+        p.runners[1].step_delay_s = 0.01
+        stream = DecodeDoor(p.decode, ME).Session(commands(start(1, [1, 2, 3])), None)
         await anext(stream)
-        while p.engines[1].sequences:  # a dozen events come up meanwhile
+        while p.engines[1].sequences:  # a dozen events accumulate meanwhile
             await asyncio.sleep(0.01)
         await asyncio.sleep(0.05)
-        assert [message async for message in stream] == []  # it ends: the router finds the worker lost, and tries elsewhere
+        assert [message async for message in stream] == []  # the stream ends: the router considers the worker lost and retries elsewhere
         await p.settled()
 
 
-async def test_number_used_twice_ends_the_stream_and_all_that_was_started_on_it() -> None:
-    """Answers under one number could not be told apart."""
+async def test_a_reused_call_id_ends_the_stream_and_all_its_calls() -> None:
+    """The router could not tell apart the answers to two calls with one id."""
     async with pair() as p:
-        p.engines[1].runner.step_delay_s = 0.01
+        p.runners[1].step_delay_s = 0.01
         session = Session(p.decode, ME)
         obeying = asyncio.create_task(session.obey(commands(start(7, [1, 2, 3]), start(8, [1, 2]), start(7, [4, 5, 6]))))
         with pytest.raises(BatonError, match=r"call_id: 7") as caught:
@@ -81,7 +84,7 @@ async def test_number_used_twice_ends_the_stream_and_all_that_was_started_on_it(
         await p.settled()
 
 
-async def test_numbers_that_differ_start_a_call_each() -> None:
+async def test_each_new_call_id_starts_a_call() -> None:
     """Negative control."""
     async with pair() as p:
         events = await read(p, start(7, [1, 2, 3]), start(8, [1, 2]))
@@ -89,7 +92,7 @@ async def test_numbers_that_differ_start_a_call_each() -> None:
         await p.settled()
 
 
-def addressed(**change: object) -> worker_pb2.Addressee:
+def addressed(**change: Any) -> worker_pb2.Addressee:
     return worker_pb2.Addressee(**{"worker": ME.worker, "incarnation": ME.incarnation, "model_fingerprint": ME.model_fingerprint, **change})
 
 
@@ -102,7 +105,7 @@ def addressed(**change: object) -> worker_pb2.Addressee:
         (None, "worker"),
     ],
 )
-async def test_a_call_meant_for_another_is_refused_by_name(to: worker_pb2.Addressee | None, field: str) -> None:
+async def test_a_call_for_another_worker_is_refused_and_names_the_field(to: worker_pb2.Addressee | None, field: str) -> None:
     with pytest.raises(BatonError) as refused:
         ME.check(to or worker_pb2.Addressee())
     assert refused.value.reason is Reason.WRONG_WORKER and refused.value.metadata == {"field": field}

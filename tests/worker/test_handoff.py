@@ -1,6 +1,6 @@
-"""The handoff, with everything that can go wrong in it. No token is ever served from KV that was not proven; nothing is left behind.
+"""The handoff and everything that can go wrong in it. No token is ever served from unproven KV, and nothing is left behind.
 
-Each protection has its negative control: the same fault with the check off gives wrong tokens, which is what the check is for.
+Each protection has a negative control: with the check off, the same fault produces wrong tokens.
 """
 
 import asyncio
@@ -10,12 +10,14 @@ import time
 from collections.abc import Callable
 from dataclasses import replace
 from functools import partial
+from typing import Any
 
 import pytest
-from handoff_pair import KEY, PROMPT, Pair, expected, greedy, pair
+from handoff_pair import KEY, PROMPT, Pair, expected, greedy, leased, pair
 
 from baton.cluster.errors import BatonError, Reason
 from baton.engine.block_key import root_key
+from baton.engine.engine import Engine
 from baton.engine.sequence import Sequence, State
 from decode_worker.worker import Adopted, Event, Finished
 from kvtransfer.digest import block_digests
@@ -23,7 +25,7 @@ from kvtransfer.handle import Piece
 from kvtransfer.importer import Checks
 
 
-async def test_same_tokens_and_nothing_recomputed() -> None:
+async def test_a_handoff_yields_the_same_tokens_without_recomputing() -> None:
     async with pair() as p:
         first = await p.hand_over()
         call = p.start(first)
@@ -34,7 +36,7 @@ async def test_same_tokens_and_nothing_recomputed() -> None:
         await p.settled()
 
 
-async def test_only_what_is_missing_is_fetched() -> None:
+async def test_only_missing_blocks_are_fetched() -> None:
     async with pair() as p:
         for request, blocks, reused in (("a", 5, 0), ("b", 1, 4)):
             call = p.start(await p.hand_over(request), request)
@@ -48,7 +50,7 @@ def flip(p: Pair, block: int) -> None:
     p.engines[0].runner.pool.block(block)[3] ^= 0x10
 
 
-async def test_flipped_byte_is_recomputed() -> None:
+async def test_a_flipped_byte_is_recomputed() -> None:
     async with pair() as p:
         first = await p.hand_over()
         flip(p, (await p.blocks_of(first.handle))[1])
@@ -60,7 +62,7 @@ async def test_flipped_byte_is_recomputed() -> None:
         await p.settled()
 
 
-async def test_flipped_byte_without_digests_gives_wrong_tokens() -> None:
+async def test_without_digests_a_flipped_byte_produces_wrong_tokens() -> None:
     """Negative control."""
     async with pair(checks=Checks(digests=False)) as p:
         first = await p.hand_over()
@@ -70,61 +72,57 @@ async def test_flipped_byte_without_digests_gives_wrong_tokens() -> None:
         assert call.tokens != expected(1) and call.finished.handoff.failure == ""
 
 
-async def test_flipped_byte_under_fail_policy_is_an_error() -> None:
+async def test_a_flipped_byte_is_an_error_under_the_fail_policy() -> None:
     async with pair(on_failure="fail") as p:
         first = await p.hand_over()
         flip(p, (await p.blocks_of(first.handle))[1])
         call = p.start(first)
         await call.task
         assert call.error.reason is Reason.DIGEST_MISMATCH and not call.tokens
-        assert p.prefill.port.exporter.num_leases == 1  # whoever sent the request here decides what becomes of the lease
+        assert p.prefill.port.exporter.num_leases == 1  # the router that sent the request decides what happens to the lease
         p.clock.now += 1000
         await p.settled()
 
 
-def expire_and_overwrite(p: Pair) -> None:
-    """The lease runs out between the copy's permission and the copy; its blocks go to somebody else at once."""
-    p.clock.now += 1000
-
-
 async def overwrite(p: Pair, blocks: tuple[int, ...]) -> None:
-    expire_and_overwrite(p)
+    """The lease expires after the copy was permitted and before it happens, and its blocks are reused immediately."""
+    p.clock.now += 1000
     p.prefill.port.exporter.reap()
     for block in blocks:
         p.engines[0].runner.pool.array[block] = 7
 
 
-async def late_read(checks: Checks) -> "tuple[list[int], str]":
+async def late_read(checks: Checks, monkeypatch: pytest.MonkeyPatch) -> tuple[list[int], str]:
     async with pair(checks=checks) as p:
         first = await p.hand_over()
         blocks = await p.blocks_of(first.handle)
         read = p.decode.port.importer.transport.read
         loop = asyncio.get_running_loop()
 
-        def read_late(*arguments: object) -> None:
+        def read_late(*arguments: Any) -> None:
             asyncio.run_coroutine_threadsafe(overwrite(p, blocks), loop).result(5)
             read(*arguments)
 
-        p.decode.port.importer.transport.read = read_late
+        monkeypatch.setattr(p.decode.port.importer.transport, "read", read_late)
         call = p.start(first)
         await call.task
         await p.settled()
         return call.tokens, call.finished.handoff.failure
 
 
-async def test_lease_that_ended_before_the_read_voids_it() -> None:
-    """Digests are off here: the lease alone must catch a read of blocks that were given to somebody else."""
-    tokens, failure = await late_read(Checks(digests=False))
+async def test_a_lease_that_ended_before_the_read_voids_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Digests are off, so the lease check alone must catch a read of blocks that were reused."""
+    tokens, failure = await late_read(Checks(digests=False), monkeypatch)
     assert tokens == expected(1) and failure == "LEASE_EXPIRED"
 
 
-async def test_late_read_without_the_lease_check_gives_wrong_tokens() -> None:
+async def test_without_the_lease_check_a_late_read_produces_wrong_tokens(monkeypatch: pytest.MonkeyPatch) -> None:
     """Negative control."""
-    tokens, failure = await late_read(Checks(digests=False, lease=False))
+    tokens, failure = await late_read(Checks(digests=False, lease=False), monkeypatch)
     assert tokens != expected(1) and failure == ""
 
 
-async def test_expired_lease_is_refused_before_the_copy() -> None:
+async def test_an_expired_lease_is_refused_before_the_copy() -> None:
     async with pair() as p:
         first = await p.hand_over()
         p.clock.now += 1000
@@ -135,8 +133,8 @@ async def test_expired_lease_is_refused_before_the_copy() -> None:
         await p.settled()
 
 
-async def test_lease_is_renewed_while_the_reader_waits_for_room() -> None:
-    """The clock stands still but for the renewals' sake: each third of the ttl a renewal arrives."""
+async def test_the_lease_is_renewed_while_the_reader_waits_for_room() -> None:
+    """A renewal arrives every third of the TTL. The exporter's clock stands still, so the test counts the renewals."""
     async with pair(decode_blocks=8, ttl_s=0.15) as p:
         renewals = 0
 
@@ -146,8 +144,9 @@ async def test_lease_is_renewed_while_the_reader_waits_for_room() -> None:
 
         filler = await p.hand_over("filler", list(range(50, 68)))
         blocker = p.start(filler, "filler", tokens=list(range(50, 68)))
-        await blocker.task  # its blocks are only cached now; hold the pool by hand instead
+        await blocker.task  # its blocks are only cached now, so the test itself holds the pool
         held = await p.decode.loop.call(lambda engine: engine.pool.allocate(6))
+        assert held is not None
         first = await p.hand_over()
         p.wire.on["renew"] = count
         call = p.start(first)
@@ -173,17 +172,18 @@ CONTRACT = [
 
 
 @pytest.mark.parametrize(("name", "value"), CONTRACT)
-async def test_handshake_names_the_field_that_differs(name: str, value: object) -> None:
+async def test_the_handshake_names_the_field_that_differs(name: str, value: object) -> None:
+    change: dict[str, Any] = {name: value}
     async with pair() as p:
         with pytest.raises(BatonError) as caught:
-            p.prefill.port.exporter.handshake(replace(p.wire.port.pool.layout, **{name: value}))
+            p.prefill.port.exporter.handshake(replace(p.wire.port.pool.layout, **change))
         assert caught.value.reason is Reason.HANDSHAKE_MISMATCH and name in caught.value.message
 
 
-async def test_other_layout_is_never_read() -> None:
+async def test_kv_with_another_layout_is_never_read() -> None:
     async with pair() as p:
         first = await p.hand_over()
-        stranger = replace(first.handle, layout_fingerprint=b"\x00" * 16).sealed(KEY)
+        stranger = replace(leased(first), layout_fingerprint=b"\x00" * 16).sealed(KEY)
         call = p.start(first, handle=stranger)
         await call.task
         assert call.finished.handoff.failure == "HANDSHAKE_MISMATCH" and call.tokens == expected(1)
@@ -191,11 +191,11 @@ async def test_other_layout_is_never_read() -> None:
         await p.settled()
 
 
-async def test_other_model_without_the_handshake_gives_wrong_tokens() -> None:
-    """Negative control: a worker whose KV means something else answers in the same shapes."""
+async def test_without_the_handshake_kv_of_another_model_produces_wrong_tokens() -> None:
+    """Negative control: a worker whose KV means something else answers with blocks of the same shape."""
     for layout_check in (True, False):
         async with pair(checks=Checks(layout=layout_check), decode_layout={"model_fingerprint": "toy with other weights"}) as p:
-            # The other model's KV: every element one higher.
+            # The KV of the other model: every element is one higher.
             first = await p.hand_over()
             pool, blocks = p.engines[0].runner.pool, await p.blocks_of(first.handle)
             pool.array.view("int64")[list(blocks)] += 1
@@ -206,7 +206,7 @@ async def test_other_model_without_the_handshake_gives_wrong_tokens() -> None:
             assert (call.tokens == expected(1)) is layout_check
 
 
-async def test_handle_is_good_for_its_request_only() -> None:
+async def test_a_handle_is_valid_only_for_its_request() -> None:
     async with pair() as p:
         first = await p.hand_over("mine")
         call = p.start(first, "yours")
@@ -216,11 +216,11 @@ async def test_handle_is_good_for_its_request_only() -> None:
         await p.settled()
 
 
-async def test_handle_after_release_is_refused() -> None:
+async def test_a_handle_is_refused_after_its_release() -> None:
     async with pair() as p:
         first = await p.hand_over()
         await p.start(first).task
-        # The cache would have all but the last block: without it, everything behind the handle is needed again.
+        # Without this, the cache would still hold all but the last block. Now everything behind the handle is needed again.
         await p.decode.loop.call(lambda engine: engine.pool.forget(range(engine.pool.num_blocks)))
         again = p.start(first)
         await again.task
@@ -229,7 +229,7 @@ async def test_handle_after_release_is_refused() -> None:
         await p.settled()
 
 
-async def test_handle_of_an_earlier_incarnation_is_refused() -> None:
+async def test_a_handle_of_an_earlier_incarnation_is_refused() -> None:
     async with pair() as p:
         first = await p.hand_over()
         p.prefill.port.exporter.incarnation = 8
@@ -240,12 +240,12 @@ async def test_handle_of_an_earlier_incarnation_is_refused() -> None:
         await p.settled()
 
 
-async def test_second_reader_of_a_lease_that_the_first_did_not_finish() -> None:
-    """A decode worker that dies before the end of its read leaves the lease alive: another reads the same KV."""
+async def test_a_second_reader_can_use_the_lease_of_a_reader_that_died() -> None:
+    """When a decode worker dies before its read ends, the lease stays alive and another worker reads the same KV."""
     async with pair() as p:
         first = await p.hand_over()
-        reader = p.decode.port.importer.open(first.handle, "r")
-        name = await p.decode.port.importer.shake_hands(first.handle, p.wire)
+        reader = p.decode.port.importer.open(leased(first), "r")
+        name = await p.decode.port.importer.shake_hands(leased(first), p.wire)
         p.decode.port.importer.transport.read(name, (await p.blocks_of(first.handle))[:2], [60, 61], 2.0)
         del reader  # killed here
         call = p.start(first)
@@ -255,7 +255,7 @@ async def test_second_reader_of_a_lease_that_the_first_did_not_finish() -> None:
 
 
 @pytest.mark.parametrize("place", ["handshake", "piece", "release"])
-async def test_cancel_at_every_word_of_the_wire_frees_everything(place: str) -> None:
+async def test_cancelling_during_any_peer_call_frees_everything(place: str) -> None:
     async with pair() as p:
         first = await p.hand_over()
         reached, gate = asyncio.Event(), asyncio.Event()
@@ -276,9 +276,9 @@ async def test_cancel_at_every_word_of_the_wire_frees_everything(place: str) -> 
 
 
 @pytest.mark.parametrize("after", range(1, 12, 3))
-async def test_cancel_while_decoding_frees_everything(after: int) -> None:
+async def test_cancelling_while_decoding_frees_everything(after: int) -> None:
     async with pair() as p:
-        p.engines[1].runner.step_delay_s = 0.002
+        p.runners[1].step_delay_s = 0.002
         call = p.start(await p.hand_over())
         while len(call.tokens) < after:
             await asyncio.sleep(0.001)
@@ -290,19 +290,19 @@ async def test_cancel_while_decoding_frees_everything(after: int) -> None:
         assert len(call.tokens) == made <= after + 3
 
 
-async def test_blocks_of_a_cancelled_read_wait_until_nothing_can_land() -> None:
+async def test_blocks_of_a_cancelled_read_stay_quarantined_until_nothing_can_land(monkeypatch: pytest.MonkeyPatch) -> None:
     async with pair() as p:
         first = await p.hand_over()
         transport = p.decode.port.importer.transport
         read, gate, reading = transport.read, asyncio.Event(), asyncio.Event()
         loop = asyncio.get_running_loop()
 
-        def slow_read(*arguments: object) -> None:
+        def slow_read(*arguments: Any) -> None:
             loop.call_soon_threadsafe(reading.set)
             asyncio.run_coroutine_threadsafe(gate.wait(), loop).result(5)
             read(*arguments)
 
-        transport.read = slow_read
+        monkeypatch.setattr(transport, "read", slow_read)
         call = p.start(first)
         await reading.wait()
         call.task.cancel()
@@ -313,9 +313,9 @@ async def test_blocks_of_a_cancelled_read_wait_until_nothing_can_land() -> None:
         await p.settled()
 
 
-async def test_prefill_cancelled_on_the_way_frees_everything() -> None:
+async def test_cancelling_a_prefill_frees_everything() -> None:
     async with pair() as p:
-        p.engines[0].runner.step_delay_s = 0.01
+        p.runners[0].step_delay_s = 0.01
         for pause in (0.0, 0.002, 0.012):
             task = asyncio.create_task(p.hand_over("r"))
             await asyncio.sleep(pause)
@@ -326,9 +326,9 @@ async def test_prefill_cancelled_on_the_way_frees_everything() -> None:
             await p.settled()
 
 
-async def test_deadline_ends_a_call_within_a_step() -> None:
+async def test_a_deadline_ends_a_call_within_one_step() -> None:
     async with pair() as p:
-        p.engines[1].runner.step_delay_s = 0.02
+        p.runners[1].step_delay_s = 0.02
         call = p.start(await p.hand_over(), timeout_s=0.1)
         await call.task
         assert call.error.reason is Reason.DEADLINE and 0 < len(call.tokens) < 11
@@ -339,7 +339,7 @@ def refuse() -> None:
     raise BatonError(Reason.DRAINING, "the worker is draining")
 
 
-async def test_draining_workers_refuse_at_once() -> None:
+async def test_draining_workers_refuse_new_calls() -> None:
     async with pair() as p:
         first = await p.hand_over()
         p.prefill.admit = p.decode.admit = refuse
@@ -353,19 +353,19 @@ async def test_draining_workers_refuse_at_once() -> None:
         await p.settled()
 
 
-async def test_finish_at_the_first_token_leases_nothing() -> None:
+async def test_an_output_that_ends_at_the_first_token_leases_nothing() -> None:
     async with pair() as p:
         first = await p.hand_over(params=greedy(max_tokens=1))
         assert first.handle is None and first.finish is not None
         await p.settled()
 
 
-def altered(piece: Piece, **change: object) -> Piece:
-    """By a peer that has the key."""
+def altered(piece: Piece, **change: Any) -> Piece:
+    """A piece altered by a peer that has the key."""
     return replace(piece, **change).sealed(KEY)
 
 
-FORGERIES = {
+FORGERIES: dict[str, Callable[[Piece], Piece]] = {
     "too few blocks": lambda piece: replace(piece, block_ids=piece.block_ids[:3], digests=piece.digests[:48]),
     "too many blocks": lambda piece: replace(piece, block_ids=piece.block_ids * 2, digests=piece.digests * 2),
     "too few digests": lambda piece: replace(piece, digests=piece.digests[:16]),
@@ -376,8 +376,8 @@ FORGERIES = {
 
 
 @pytest.mark.parametrize("forge", FORGERIES.values(), ids=FORGERIES)
-async def test_piece_that_contradicts_its_handle_is_refused(forge: Callable[[Piece], Piece]) -> None:
-    """Made with the right key by a peer that is wrong: too few blocks would leave the rest of ours as they were."""
+async def test_a_piece_that_contradicts_its_handle_is_refused(forge: Callable[[Piece], Piece]) -> None:
+    """A faulty peer made it with the right key. With too few blocks, for example, some of ours would keep their old contents."""
     async with pair() as p:
         first = await p.hand_over()
         p.wire.forge = lambda piece: forge(piece).sealed(KEY)
@@ -388,7 +388,7 @@ async def test_piece_that_contradicts_its_handle_is_refused(forge: Callable[[Pie
         await p.settled()
 
 
-async def test_piece_that_was_altered_on_the_way_is_refused() -> None:
+async def test_a_piece_altered_in_transit_is_refused() -> None:
     async with pair() as p:
         first = await p.hand_over()
         p.wire.forge = lambda piece: replace(piece, block_ids=tuple(reversed(piece.block_ids)))
@@ -400,10 +400,10 @@ async def test_piece_that_was_altered_on_the_way_is_refused() -> None:
 
 
 @pytest.mark.parametrize("change", [{"start": 4}, {"start": 2}, {"end": 16}, {"end": 19}, {"start": 18}])
-async def test_handle_for_other_positions_is_refused(change: dict[str, int]) -> None:
+async def test_a_handle_for_other_positions_is_refused(change: dict[str, Any]) -> None:
     async with pair() as p:
         first = await p.hand_over()
-        call = p.start(first, handle=replace(first.handle, **change).sealed(KEY))
+        call = p.start(first, handle=replace(leased(first), **change).sealed(KEY))
         await call.task
         assert call.tokens == expected(1) and call.finished.handoff.failure == "LEASE_REFUSED"
         p.clock.now += 1000
@@ -411,11 +411,16 @@ async def test_handle_for_other_positions_is_refused(change: dict[str, int]) -> 
 
 
 async def test_release_does_not_wait_for_the_holders_step() -> None:
-    """A holder in a long step would otherwise let every reader run into its deadline, and void what it read."""
+    """Otherwise a long step of the holder would make every reader miss its deadline and discard what it read."""
     async with pair() as p:
         first = await p.hand_over("a")
         entered, leave = threading.Event(), threading.Event()
-        p.prefill.loop.tell(lambda engine: (entered.set(), leave.wait(10)))
+
+        def long_step(engine: Engine) -> None:
+            entered.set()
+            leave.wait(10)
+
+        p.prefill.loop.tell(long_step)
         await asyncio.to_thread(entered.wait)
         call = p.start(first, "a")
         await call.task
@@ -424,8 +429,8 @@ async def test_release_does_not_wait_for_the_holders_step() -> None:
         await p.settled()
 
 
-async def test_deadline_in_the_middle_of_a_failed_fetch_leaves_nothing() -> None:
-    """The lease is ours to end once the router was told; the blocks that were being filled are given back whoever comes first."""
+async def test_a_deadline_during_a_failed_fetch_leaves_nothing_behind() -> None:
+    """After the error is reported, the decode worker ends the lease. The blocks being filled are returned exactly once."""
     async with pair() as p:
         first = await p.hand_over()
         leave = threading.Event()
@@ -443,8 +448,8 @@ async def test_deadline_in_the_middle_of_a_failed_fetch_leaves_nothing() -> None
         await p.settled()
 
 
-async def test_cancel_of_a_recomputed_call_that_is_done_before_its_task_wakes_leaves_nothing() -> None:
-    """On a busy machine the engine can be through with a request before its task learns that the request was queued."""
+async def test_cancelling_a_recomputed_call_that_finished_before_its_task_woke_leaves_nothing() -> None:
+    """On a busy machine, the engine can finish a request before its task learns that the request was queued."""
     async with pair() as p:
         first = await p.hand_over()
         seq = Sequence("r#d", [*PROMPT, first.sampled.token], len(PROMPT), greedy(), root_key("toy"))
@@ -457,7 +462,7 @@ async def test_cancel_of_a_recomputed_call_that_is_done_before_its_task_wakes_le
             done = threading.Event()
             while seq.state is not State.DONE:
                 time.sleep(0.001)
-            p.decode.loop.tell(lambda engine: done.set())  # what the last step produced has been posted by then
+            p.decode.loop.tell(lambda engine: done.set())  # by then, the results of the last step have been posted
             done.wait(10)
 
         def emit(event: Event) -> None:
@@ -474,10 +479,10 @@ async def test_cancel_of_a_recomputed_call_that_is_done_before_its_task_wakes_le
 
 
 @pytest.mark.parametrize("seed", range(6))
-async def test_storm_of_cancels_and_failed_fetches_leaves_nothing(seed: int) -> None:
+async def test_a_storm_of_cancels_and_failed_fetches_leaves_nothing_behind(seed: int) -> None:
     rng = random.Random(seed)
     async with pair(decode_blocks=24) as p:
-        p.engines[0].runner.step_delay_s = p.engines[1].runner.step_delay_s = 0.002
+        p.runners[0].step_delay_s = p.runners[1].step_delay_s = 0.002
 
         def sometimes() -> None:
             if rng.random() < 0.5:

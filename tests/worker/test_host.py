@@ -9,18 +9,18 @@ from baton.worker.host import fits, in_a_thread_that_ends
 @pytest.mark.parametrize(
     "prefill,decode,threads,cores,pinned,fit",
     [
-        ("1", "1", None, 2, {}, False),  # the default: each takes all cores
+        ("1", "1", None, 2, {}, False),  # the default: each worker uses all cores
         ("1", "1", "1", 2, {}, True),
         ("0", "1", None, 2, {}, True),
         ("0", "2", "1", 2, {}, True),
         ("0", "2", "2", 2, {}, False),
         ("2", "2", "4", 16, {}, True),
         ("2", "3", "4", 16, {}, False),
-        ("1", "1", "1", 1, {"prefill.cores": "[0]", "decode.cores": "[1]"}, True),  # each sees its own core only
+        ("1", "1", "1", 1, {"prefill.cores": "[0]", "decode.cores": "[1]"}, True),  # each sees only its own core
         ("4", "1", "1", 1, {"prefill.cores": "[0, 1, 2, 3]"}, True),
     ],
 )
-def test_threads_that_do_not_fit_are_seen(
+def test_fits_compares_the_threads_of_all_workers_with_the_cores(
     prefill: str, decode: str, threads: str | None, cores: int, pinned: dict[str, str], fit: bool
 ) -> None:
     flags = {"prefill.replicas": prefill, "decode.replicas": decode, **pinned}
@@ -28,12 +28,12 @@ def test_threads_that_do_not_fit_are_seen(
     assert fits(config, "decode", cores) is fit
 
 
-async def test_the_thread_that_built_a_model_does_not_stay() -> None:
-    """It would keep OpenMP threads, which slow those of the engine down."""
+async def test_the_thread_that_builds_a_model_ends() -> None:
+    """Otherwise it would keep OpenMP threads, which slow down those of the engine."""
     thread = await in_a_thread_that_ends(threading.current_thread)
     assert thread is not threading.current_thread() and not thread.is_alive()
 
 
-async def test_its_error_is_raised() -> None:
+async def test_an_error_in_the_thread_that_ends_is_raised() -> None:
     with pytest.raises(ValueError, match="invalid literal"):
         await in_a_thread_that_ends(int, "x")

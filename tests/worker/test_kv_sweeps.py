@@ -1,15 +1,16 @@
-"""The KV port and the importer, cancelled at every await: no block stays pinned, and no lease, read or broken peer is left."""
+"""The KV port and the importer, cancelled at every await: no block stays pinned, and no lease, read or broken peer is left behind."""
 
 import asyncio
 from collections.abc import Awaitable, Callable
+from functools import partial
 
 import pytest
-from handoff_pair import KEY, PROMPT, Pair, pair
+from handoff_pair import KEY, PROMPT, Pair, leased, pair
 from sweep import cancelled, until
 
 from baton.engine.block_key import extend_keys, root_key
 from kvtransfer.handle import Wish
-from kvtransfer.importer import Fetch
+from kvtransfer.importer import Fetch, Importer
 
 
 def keys() -> list[bytes]:
@@ -18,8 +19,12 @@ def keys() -> list[bytes]:
     return made
 
 
+def handshakes_done(importer: Importer) -> bool:
+    return all(task.done() for task in importer._handshakes.values())
+
+
 async def computed(p: Pair) -> None:
-    """The prompt's blocks are in the caches of both workers."""
+    """Puts the prompt's blocks into the caches of both workers."""
     await p.start(await p.hand_over()).task
     await p.settled()
 
@@ -36,9 +41,9 @@ async def borrow(p: Pair) -> None:
 
 
 async def shake_hands(p: Pair) -> None:
-    """Each time anew."""
+    """Forgets earlier handshakes first."""
     importer = p.decode.port.importer
-    handle = (await p.hand_over("next")).handle
+    handle = leased(await p.hand_over("next"))
     try:
         importer._handshakes.clear()
         assert await importer.shake_hands(handle, p.wire) == "prefill-0:7"
@@ -48,7 +53,7 @@ async def shake_hands(p: Pair) -> None:
 
 async def reading(p: Pair) -> None:
     importer = p.decode.port.importer
-    handle = (await p.hand_over("next")).handle
+    handle = leased(await p.hand_over("next"))
     try:
         async with importer.reading(handle):
             await asyncio.sleep(0)
@@ -57,30 +62,32 @@ async def reading(p: Pair) -> None:
 
 
 @pytest.mark.parametrize("work", [lend, borrow, shake_hands, reading])
-async def test_what_one_worker_wants_of_another_is_cancelled_at_every_await(work: Callable[[Pair], Awaitable[None]]) -> None:
+async def test_calls_between_workers_can_be_cancelled_at_every_await(work: Callable[[Pair], Awaitable[None]]) -> None:
     async with pair() as p:
         await computed(p)
         async for _ in cancelled(lambda: work(p), fine=25, coarse=1.4):
-            p.clock.now += 1000  # a lease whose holder was cancelled ends by itself
+            p.clock.now += 1000  # the lease of a cancelled holder expires
             await p.settled()
             for worker in (p.prefill, p.decode):
                 importer = worker.port.importer
                 assert not importer._reads and not importer._broken and worker.port._lent == 0
-                await until(lambda importer=importer: all(task.done() for task in importer._handshakes.values()))
+                await until(partial(handshakes_done, importer))
 
 
 @pytest.mark.parametrize("fetching", [True, False])
-async def test_withdrawing_is_cancelled_at_every_await_and_called_again(fetching: bool) -> None:
-    """Whoever is cancelled in it calls it again, with the same list of blocks."""
+async def test_withdraw_can_be_cancelled_at_every_await_and_repeated(fetching: bool) -> None:
+    """A caller that is cancelled in `withdraw` calls it again with the same list of blocks."""
     async with pair() as p:
         await computed(p)
         port = p.decode.port
         state: list[tuple[Fetch | None, list[int]]] = []
 
         async def prepare() -> None:
-            handle = (await p.hand_over("next")).handle
+            handle = leased(await p.hand_over("next"))
             fetch = port.importer.open(handle, "next") if fetching else None
-            state[:] = [(fetch, await p.decode.loop.call(lambda engine: engine.pool.allocate(3)))]
+            blocks = await p.decode.loop.call(lambda engine: engine.pool.allocate(3))
+            assert blocks is not None
+            state[:] = [(fetch, blocks)]
 
         await prepare()
         async for _ in cancelled(lambda: port.withdraw(None, *state[0]), fine=25, coarse=1.4):

@@ -1,16 +1,19 @@
-"""KV that is read while the prompt is still computed: the same promises as for a handoff that comes whole, at more moments.
+"""KV that is read while the prompt is still being computed: the guarantees of an ordinary handoff, tested at more points in time.
 
-The prompt has three chunks, so the handle is there after the first, and blocks come in three pieces.
+The prompt has three chunks, so the handle exists after the first chunk, and the blocks arrive in three pieces.
 """
 
 import asyncio
 import random
+from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import pytest
 from handoff_pair import PROMPT, Call, Pair, expected, pair
 
 from baton.cluster.errors import BatonError, Reason
+from baton.engine.engine import Output
 from kvtransfer.handle import KvHandle
 from kvtransfer.importer import Checks
 from prefill_worker.worker import Prefilled
@@ -20,45 +23,55 @@ CHUNK = 8
 
 @dataclass
 class Live:
-    """What the router does: starts the decode call when the prefill has begun, and hands the first token on."""
+    """Does what the router does: starts the decode call when the prefill opens its lease, and passes on the first token."""
 
     p: Pair
-    call: Call | None = None
+    started: Call | None = None
+    handle: KvHandle | None = None
+
+    @property
+    def call(self) -> Call:
+        assert self.started is not None, "the decode call has not started"
+        return self.started
+
+    @property
+    def first(self) -> "asyncio.Future[int]":
+        assert self.call.first is not None
+        return self.call.first
 
     async def run(self, request_id: str = "r", tokens: list[int] | None = None) -> Prefilled:
-        started = asyncio.Event()
-
         def opened(handle: KvHandle) -> None:
-            self.call = self.p.start_live(handle, request_id, tokens=tokens)
-            started.set()
+            self.handle = handle
+            self.started = self.p.start_live(handle, request_id, tokens=tokens)
 
         done = await self.p.hand_over(request_id, tokens, opened=opened)
-        assert self.call is not None, "the prompt is short"
-        self.call.first.set_result(done.sampled.token)
+        assert self.started is not None, "the prompt is too short"
+        self.first.set_result(done.sampled.token)
         return done
 
 
-async def test_blocks_are_read_while_the_prompt_is_computed() -> None:
+async def test_blocks_are_read_while_the_prompt_is_computed(monkeypatch: pytest.MonkeyPatch) -> None:
     async with pair(chunk=CHUNK) as p:
-        p.engines[0].runner.step_delay_s = 0.05
-        read, before_the_end, live = p.decode.port.importer.transport.read, [], Live(p)
+        p.runners[0].step_delay_s = 0.05
+        read, live = p.decode.port.importer.transport.read, Live(p)
+        reads: list[tuple[int, bool]] = []  # blocks, and whether the first token was known
 
-        def count(name: str, remote: list[int], *more: object) -> None:
-            before_the_end.append((len(remote), live.call.first.done()))
+        def count(name: str, remote: Sequence[int], *more: Any) -> None:
+            reads.append((len(remote), live.first.done()))
             read(name, remote, *more)
 
-        p.decode.port.importer.transport.read = count
+        monkeypatch.setattr(p.decode.port.importer.transport, "read", count)
         first = await live.run()
         await live.call.task
         assert [first.sampled.token, *live.call.tokens] == expected()
         handoff = live.call.finished.handoff
         assert (handoff.recomputed_tokens, handoff.blocks, handoff.digests_checked, handoff.failure) == (0, 5, 5, "")
         assert handoff.blocks_early == 4
-        assert [blocks for blocks, _ in before_the_end] == [2, 2, 1] and not before_the_end[0][1] and not before_the_end[1][1]
+        assert [blocks for blocks, _ in reads] == [2, 2, 1] and not reads[0][1] and not reads[1][1]
         await p.settled()
 
 
-async def test_a_prompt_of_one_chunk_is_not_opened() -> None:
+async def test_a_one_chunk_prompt_is_not_opened_early() -> None:
     async with pair() as p:
         opened: list[KvHandle] = []
         first = await p.hand_over(opened=opened.append)
@@ -78,8 +91,8 @@ async def test_without_live_transfer_no_prompt_is_opened_early() -> None:
         await p.settled()
 
 
-async def test_a_handle_that_was_opened_is_read_whole_by_who_comes_late() -> None:
-    """The decode worker was chosen after the prompt was computed: the same handle, started the ordinary way."""
+async def test_a_late_reader_reads_the_whole_range_of_an_opened_handle() -> None:
+    """The decode worker was chosen after the prompt was computed, and starts in the ordinary way with the same handle."""
     async with pair(chunk=CHUNK) as p:
         opened: list[KvHandle] = []
         first = await p.hand_over(opened=opened.append)
@@ -90,8 +103,8 @@ async def test_a_handle_that_was_opened_is_read_whole_by_who_comes_late() -> Non
         await p.settled()
 
 
-async def test_what_the_reader_has_is_not_read_again_and_the_prefill_learns_that_nobody_reads() -> None:
-    """All full blocks are cached at the decode worker; of a prompt that ends with a block, nothing is left to read."""
+async def test_a_live_reader_does_not_read_blocks_that_it_caches() -> None:
+    """The decode worker caches all four blocks of the prompt, but reuses only those before the block of the last token."""
     prompt = list(range(1, 17))
     async with pair(chunk=CHUNK) as p:
         live = Live(p)
@@ -105,16 +118,16 @@ async def test_what_the_reader_has_is_not_read_again_and_the_prefill_learns_that
         await p.settled()
 
 
-async def test_a_flipped_byte_is_recomputed_once_the_first_token_is_known() -> None:
+async def test_a_flipped_byte_is_recomputed_once_the_first_token_is_known(monkeypatch: pytest.MonkeyPatch) -> None:
     async with pair(chunk=CHUNK) as p:
-        p.engines[0].runner.step_delay_s = 0.02
+        p.runners[0].step_delay_s = 0.02
         read, live = p.decode.port.importer.transport.read, Live(p)
 
-        def read_wrong(name: str, remote: list[int], local: list[int], timeout: float) -> None:
+        def read_wrong(name: str, remote: Sequence[int], local: Sequence[int], timeout: float) -> None:
             read(name, remote, local, timeout)
             p.engines[1].runner.pool.block(local[0])[3] ^= 0x10
 
-        p.decode.port.importer.transport.read = read_wrong
+        monkeypatch.setattr(p.decode.port.importer.transport, "read", read_wrong)
         first = await live.run()
         await live.call.task
         assert [first.sampled.token, *live.call.tokens] == expected()
@@ -123,38 +136,32 @@ async def test_a_flipped_byte_is_recomputed_once_the_first_token_is_known() -> N
         await p.settled()
 
 
-async def revoked_in_the_middle(checks: Checks) -> tuple[list[int], str]:
-    """The holder takes its blocks back between the last copy and the reader's last word, and somebody else writes into them."""
+async def revoked_in_the_middle(checks: Checks, monkeypatch: pytest.MonkeyPatch) -> tuple[list[int], str]:
+    """Just before the last copy, the holder takes its blocks back and another sequence overwrites them."""
     async with pair(checks=checks, chunk=CHUNK) as p:
-        p.engines[0].runner.step_delay_s = 0.02
+        p.runners[0].step_delay_s = 0.02
         read, loop, live = p.decode.port.importer.transport.read, asyncio.get_running_loop(), Live(p)
 
         async def take_back() -> None:
             port, pool = p.prefill.port, p.engines[0].runner.pool
-            export = port.exporter._exports[live.call_handle.lease_id]
+            assert live.handle is not None
+            export = port.exporter._exports[live.handle.lease_id]
             blocks = list(export.block_ids)
             port.exporter.revoke(export)
             pool.array[blocks] = 7
 
-        def read_late(name: str, remote: list[int], local: list[int], timeout: float) -> None:
-            if live.call.first.done():  # the last piece
+        def read_late(name: str, remote: Sequence[int], local: Sequence[int], timeout: float) -> None:
+            if live.first.done():  # the last piece
                 asyncio.run_coroutine_threadsafe(take_back(), loop).result(5)
             read(name, remote, local, timeout)
 
-        p.decode.port.importer.transport.read = read_late
+        monkeypatch.setattr(p.decode.port.importer.transport, "read", read_late)
         p.wire.on["handshake"] = lambda: None
-        original = p.start_live
-
-        def start_live(handle: KvHandle, *arguments: object, **more: object) -> Call:
-            live.call_handle = handle
-            return original(handle, *arguments, **more)
-
-        p.start_live = start_live
         gate = asyncio.Event()
-        words = iter(range(100))
+        calls = iter(range(100))
 
         async def wait_for_the_end() -> None:
-            if next(words) >= 2:  # two pieces are read; the last one is asked for when the first token is known
+            if next(calls) >= 2:  # two pieces have been read; the last is requested once the first token is known
                 await gate.wait()
 
         p.wire.on["piece"] = wait_for_the_end
@@ -165,37 +172,37 @@ async def revoked_in_the_middle(checks: Checks) -> tuple[list[int], str]:
         return live.call.tokens, live.call.finished.handoff.failure
 
 
-async def test_lease_that_was_revoked_under_the_read_voids_it() -> None:
-    """Digests are off here: the lease alone must catch a read of blocks that were given to somebody else."""
-    tokens, failure = await revoked_in_the_middle(Checks(digests=False))
+async def test_a_lease_revoked_during_the_read_voids_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Digests are off, so the lease check alone must catch a read of blocks that were reused."""
+    tokens, failure = await revoked_in_the_middle(Checks(digests=False), monkeypatch)
     assert tokens == expected(1) and failure == "LEASE_EXPIRED"
 
 
-async def test_revoked_lease_without_the_lease_check_gives_wrong_tokens() -> None:
+async def test_without_the_lease_check_a_revoked_lease_produces_wrong_tokens(monkeypatch: pytest.MonkeyPatch) -> None:
     """Negative control."""
-    tokens, failure = await revoked_in_the_middle(Checks(digests=False, lease=False))
+    tokens, failure = await revoked_in_the_middle(Checks(digests=False, lease=False), monkeypatch)
     assert tokens != expected(1) and failure == ""
 
 
-async def test_a_reader_that_gives_up_early_costs_the_prefill_nothing() -> None:
-    """The lease ends while the prompt is computed: the first token still comes, without a handle, and the blocks go."""
+async def test_a_reader_that_gives_up_early_does_not_disturb_the_prefill() -> None:
+    """The lease ends while the prompt is computed: the first token still comes, without a handle, and the blocks are freed."""
     async with pair(chunk=CHUNK) as p:
-        p.engines[0].runner.step_delay_s = 0.02
+        p.runners[0].step_delay_s = 0.02
         first = await p.hand_over(opened=lambda handle: p.prefill.port.exporter.release(handle, "r"))
         assert first.handle is None and first.sampled.token == expected()[0]
         await p.settled()
 
 
-async def test_a_lease_does_not_run_out_while_the_prompt_is_computed() -> None:
+async def test_a_lease_does_not_expire_while_the_prompt_is_computed() -> None:
     async with pair(chunk=CHUNK) as p:
-        p.engines[0].runner.step_delay_s = 0.02
+        p.runners[0].step_delay_s = 0.02
 
         def opened(handle: KvHandle) -> None:
-            p.clock.now += 90  # of 10 s; nobody reads yet
+            p.clock.now += 90  # the TTL is 10 s, and no reader has come yet
 
         step = p.prefill.on_step
 
-        def on_step(outputs: list[object]) -> None:
+        def on_step(outputs: list[Output]) -> None:
             p.clock.now += 60
             step(outputs)
 
@@ -211,9 +218,9 @@ async def test_a_lease_does_not_run_out_while_the_prompt_is_computed() -> None:
 
 @pytest.mark.parametrize("passing", range(3))
 @pytest.mark.parametrize("place", ["handshake", "piece", "release", "first"])
-async def test_cancel_at_every_word_of_the_wire_frees_everything(place: str, passing: int) -> None:
+async def test_cancelling_during_any_peer_call_frees_everything(place: str, passing: int) -> None:
     async with pair(chunk=CHUNK) as p:
-        p.engines[0].runner.step_delay_s = 0.01
+        p.runners[0].step_delay_s = 0.01
         reached, gate, passed = asyncio.Event(), asyncio.Event(), 0
 
         async def hang() -> None:
@@ -227,7 +234,7 @@ async def test_cancel_at_every_word_of_the_wire_frees_everything(place: str, pas
         live = Live(p)
         prefill = asyncio.create_task(live.run())
         if place == "first" or (passing and place != "piece"):
-            while live.call is None or not live.call.events:
+            while live.started is None or not live.started.events:
                 await asyncio.sleep(0.005)
                 if prefill.done():
                     break
@@ -244,14 +251,14 @@ async def test_cancel_at_every_word_of_the_wire_frees_everything(place: str, pas
 
 
 @pytest.mark.parametrize("chunks", [0, 1, 2, 3])
-async def test_a_prefill_that_is_cancelled_in_any_chunk_leaves_nothing(chunks: int) -> None:
-    """The decode call learns nothing more: its router cancels it, too, or its deadline ends it."""
+async def test_a_prefill_cancelled_in_any_chunk_leaves_nothing_behind(chunks: int) -> None:
+    """The decode call hears nothing more: the router cancels it as well, or its deadline ends it."""
     async with pair(chunk=CHUNK) as p:
-        p.engines[0].runner.step_delay_s = 0.02
+        p.runners[0].step_delay_s = 0.02
         live, steps = Live(p), 0
         step = p.prefill.on_step
 
-        def on_step(outputs: list[object]) -> None:
+        def on_step(outputs: list[Output]) -> None:
             nonlocal steps
             steps += 1
             step(outputs)
@@ -264,7 +271,7 @@ async def test_a_prefill_that_is_cancelled_in_any_chunk_leaves_nothing(chunks: i
             await asyncio.sleep(0)
             prefill.cancel()
         await asyncio.gather(prefill, return_exceptions=True)
-        if live.call is not None:
+        if live.started is not None:
             live.call.task.cancel()
             await asyncio.gather(live.call.task, return_exceptions=True)
             assert not live.call.tokens
@@ -272,7 +279,7 @@ async def test_a_prefill_that_is_cancelled_in_any_chunk_leaves_nothing(chunks: i
         await p.settled()
 
 
-async def test_a_first_token_that_never_comes_ends_with_the_deadline() -> None:
+async def test_a_call_whose_first_token_never_comes_ends_at_its_deadline() -> None:
     async with pair(chunk=CHUNK) as p:
         handles: list[KvHandle] = []
         await p.hand_over(opened=handles.append)
@@ -284,10 +291,10 @@ async def test_a_first_token_that_never_comes_ends_with_the_deadline() -> None:
 
 
 @pytest.mark.parametrize("seed", range(4))
-async def test_storm_of_cancels_and_failed_fetches_leaves_nothing(seed: int) -> None:
+async def test_a_storm_of_cancels_and_failed_fetches_leaves_nothing_behind(seed: int) -> None:
     rng = random.Random(seed)
     async with pair(decode_blocks=24, chunk=CHUNK) as p:
-        p.engines[0].runner.step_delay_s = p.engines[1].runner.step_delay_s = 0.002
+        p.runners[0].step_delay_s = p.runners[1].step_delay_s = 0.002
 
         def sometimes() -> None:
             if rng.random() < 0.25:
@@ -301,11 +308,11 @@ async def test_storm_of_cancels_and_failed_fetches_leaves_nothing(seed: int) -> 
             if rng.random() < 0.6:
                 await asyncio.sleep(rng.random() * 0.1)
                 prefill.cancel()
-                if live.call is not None:
+                if live.started is not None:
                     live.call.task.cancel()
             await asyncio.gather(prefill, return_exceptions=True)
-            if live.call is not None:
-                if not live.call.first.done():
+            if live.started is not None:
+                if not live.first.done():
                     live.call.task.cancel()
                 await asyncio.gather(live.call.task, return_exceptions=True)
                 assert live.call.tokens == expected(1)[: len(live.call.tokens)]

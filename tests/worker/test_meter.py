@@ -1,4 +1,4 @@
-"""Leases, handoffs and digests are counted by what became of them."""
+"""Leases, handoffs and digests are counted by outcome."""
 
 import asyncio
 from dataclasses import replace
@@ -6,7 +6,7 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
-from handoff_pair import PROMPT, Pair, greedy, pair
+from handoff_pair import PROMPT, Pair, greedy, leased, pair
 from spans import Box
 
 from baton.cluster import semconv
@@ -21,7 +21,7 @@ from baton.worker.meter import Meter
 
 
 def told(book: Book, name: str) -> dict[tuple[str, ...], float]:
-    """Of a worker's book: the label values after worker and role → the number, or how many of a histogram."""
+    """One metric of a worker: label values other than worker and role → value, or the number of observations of a histogram."""
     (family,) = (family for family in book.families() if family.name == name)
     return {
         tuple(value for label, value in series.labels.items() if label not in ("worker", "role")): number
@@ -34,9 +34,9 @@ def events(p: Pair) -> dict[str, int]:
     return {event: count for event, count in p.prefill.port.exporter.events.items() if count}
 
 
-async def test_a_handoff_that_is_well() -> None:
+async def test_successful_handoffs_are_counted() -> None:
     async with pair() as p:
-        for request in "ab":  # the second finds four of five blocks here
+        for request in "ab":  # the second request finds four of five blocks in the cache
             await p.start(await p.hand_over(request), request).task
         await p.settled()
         assert told(p.book, "baton_handoffs_total") == {("tcp", "ok"): 2}
@@ -47,7 +47,7 @@ async def test_a_handoff_that_is_well() -> None:
         assert events(p) == {"granted": 2, "renewed": 2, "released": 2}
 
 
-async def test_a_block_that_is_not_what_was_leased() -> None:
+async def test_a_corrupted_block_is_counted() -> None:
     async with pair() as p:
         first = await p.hand_over()
         p.engines[0].runner.pool.block((await p.blocks_of(first.handle))[1])[3] ^= 0x10
@@ -58,34 +58,36 @@ async def test_a_block_that_is_not_what_was_leased() -> None:
         assert told(p.book, "baton_handoff_recomputed_tokens_total") == {(): len(PROMPT)}
 
 
-async def test_a_lease_that_nobody_came_for() -> None:
+async def test_an_expired_lease_is_counted() -> None:
     async with pair() as p:
         first = await p.hand_over()
         p.clock.now += 1000
         await p.settled()
         assert events(p) == {"granted": 1, "expired": 1}
         await p.start(first).task
-        assert events(p) == {"granted": 1, "expired": 1, "late": 2}, "asked for its blocks, then to end it"
+        assert events(p) == {"granted": 1, "expired": 1, "late": 2}, (
+            "late twice: when it asks for the blocks and when it releases the lease"
+        )
         assert told(p.book, "baton_handoffs_total") == {("tcp", "LEASE_EXPIRED"): 1}
 
 
 @pytest.mark.parametrize("change", [{"incarnation": 6}, {"request_id": "another"}, {"end": 3}])
-async def test_a_handle_that_is_not_ours(change: dict[str, Any]) -> None:
+async def test_a_forged_handle_is_counted_as_fenced(change: dict[str, Any]) -> None:
     async with pair() as p:
-        first = await p.hand_over()
-        forged = replace(first.handle, **change)
+        handle = leased(await p.hand_over())
+        forged = replace(handle, **change)
         for ask in (p.prefill.port.exporter.renew, p.prefill.port.exporter.release):
             with pytest.raises(BatonError):
-                ask(forged, first.handle.request_id)
+                ask(forged, handle.request_id)
         assert events(p) == {"granted": 1, "fenced": 2}
-        assert p.prefill.port.exporter.release(first.handle, first.handle.request_id)
+        assert p.prefill.port.exporter.release(handle, handle.request_id)
         await p.settled()
 
 
-async def test_a_handle_that_is_refused_before_anything_is_read() -> None:
+async def test_a_refused_handle_is_counted_without_a_transport() -> None:
     async with pair() as p:
         first = await p.hand_over()
-        await p.start(first, handle=replace(first.handle, mac=bytes(16))).task
+        await p.start(first, handle=replace(leased(first), mac=bytes(16))).task
         assert told(p.book, "baton_handoffs_total") == {("none", "LEASE_REFUSED"): 1}
         assert not told(p.book, "baton_handoff_read_bytes")
         p.clock.now += 1000
@@ -93,8 +95,8 @@ async def test_a_handle_that_is_refused_before_anything_is_read() -> None:
 
 
 @pytest.mark.parametrize(("cut", "error"), [(False, ""), (True, semconv.TRANSFER)])
-async def test_the_spans_of_both_workers(cut: bool, error: str) -> None:
-    """Whose caller traces: the work, the lease until it is released, the transfer. A broken transfer is no broken call."""
+async def test_both_workers_record_spans(cut: bool, error: str) -> None:
+    """If the caller traces: the work, the lease until its release, and the transfer. A failed transfer is not a failed call."""
     box = Box()
     tracer = OtelTracer(box)
     async with pair(tracer=tracer) as p:
@@ -123,11 +125,11 @@ def sequence(tokens: list[int], hold: bool = False) -> Sequence:
     return Sequence(f"r#{hold}", list(tokens), len(PROMPT), greedy(), root_key("toy"), hold)
 
 
-async def test_what_a_caller_cancels_ends_its_span() -> None:
+async def test_a_cancelled_call_ends_its_span() -> None:
     box = Box()
     tracer = OtelTracer(box)
     async with pair(tracer=tracer) as p:
-        p.engines[1].runner.step_delay_s = 0.01
+        p.runners[1].step_delay_s = 0.01
         working = p.decode.run(sequence(PROMPT), "r", None, 20.0, lambda event: None, traceparent=tracer.begin("root").traceparent)
         call = asyncio.create_task(working)
         while not p.engines[1].sequences:
@@ -139,7 +141,7 @@ async def test_what_a_caller_cancels_ends_its_span() -> None:
     assert [(span.name, span.error) for span in box.spans] == [(semconv.DECODE_WORK, "CANCELLED")]
 
 
-def test_an_engine_s_facts_are_read_when_somebody_asks() -> None:
+def test_engine_facts_are_read_when_the_metrics_are_read() -> None:
     book = Book("decode", "decode-0", "tale")
     membership, tracer = SimpleNamespace(reachable=False, reconnects=3), SimpleNamespace(exported=1, dropped=2)
     meter = Meter(book, membership, tracer)  # type: ignore[arg-type]

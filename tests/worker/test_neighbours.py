@@ -1,8 +1,9 @@
-"""One fetch that fails, or waits, leaves its neighbours alone."""
+"""A fetch that fails or waits does not disturb its neighbours."""
 
 import asyncio
 import threading
 import time
+from typing import Any
 
 import pytest
 from handoff_pair import Pair, expected, pair
@@ -12,21 +13,22 @@ from kvtransfer.importer import READERS
 
 
 class Reads:
-    """Stands before the transport: the first read fails when it is told to, the others wait for a gate and then read for real."""
+    """Wraps the transport: the first read fails when `failing` is set, the others wait for `gate` and then really read."""
 
-    def __init__(self, p: Pair) -> None:
+    def __init__(self, p: Pair, monkeypatch: pytest.MonkeyPatch) -> None:
         self.failing, self.gate, self.inside = threading.Event(), threading.Event(), threading.Semaphore(0)
         self.disconnects: list[str] = []
         self.handshakes = 0
         transport = p.decode.port.importer.transport
         self._read, self._disconnect, self._count = transport.read, transport.disconnect, 0
-        transport.read, transport.disconnect = self.read, self.disconnect
+        monkeypatch.setattr(transport, "read", self.read)
+        monkeypatch.setattr(transport, "disconnect", self.disconnect)
         p.wire.on["handshake"] = self.note_handshake
 
     def note_handshake(self) -> None:
         self.handshakes += 1
 
-    def read(self, *arguments: object) -> None:
+    def read(self, *arguments: Any) -> None:
         self._count += 1
         first = self._count == 1
         self.inside.release()
@@ -46,10 +48,10 @@ async def inside(reads: Reads, count: int) -> None:
         assert await asyncio.to_thread(reads.inside.acquire, timeout=10)
 
 
-async def test_a_read_that_fails_does_not_cut_the_others() -> None:
-    """They end well; the peer is connected anew afterwards, by whoever comes next."""
+async def test_a_failed_read_does_not_interrupt_other_reads(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The others succeed. The next fetch after them reconnects the peer."""
     async with pair() as p:
-        reads = Reads(p)
+        reads = Reads(p, monkeypatch)
         names = ["a", "b", "c"]
         calls = []
         for name in names:
@@ -59,7 +61,7 @@ async def test_a_read_that_fails_does_not_cut_the_others() -> None:
         await calls[0].task
         assert calls[0].finished.handoff.failure == "TRANSFER_FAILED" and calls[0].tokens == expected(1)
         assert not reads.disconnects
-        late = p.start(await p.hand_over("d"), "d")  # waits for those two, then shakes hands
+        late = p.start(await p.hand_over("d"), "d")  # waits for those two reads, then shakes hands
         await asyncio.sleep(0.05)
         assert reads.handshakes == 1
         reads.gate.set()
@@ -70,11 +72,11 @@ async def test_a_read_that_fails_does_not_cut_the_others() -> None:
         await p.settled()
 
 
-async def test_disconnecting_under_a_read_would_fail_it() -> None:
+async def test_disconnecting_during_a_read_fails_it(monkeypatch: pytest.MonkeyPatch) -> None:
     """Negative control: what used to happen to the neighbours."""
     async with pair() as p:
-        reads = Reads(p)
-        reads._count = 1  # nobody fails
+        reads = Reads(p, monkeypatch)
+        reads._count = 1  # no read fails
         call = p.start(await p.hand_over("a"), "a")
         await inside(reads, 1)
         await asyncio.to_thread(p.decode.port.importer.transport.disconnect, "prefill-0:7")
@@ -84,19 +86,19 @@ async def test_disconnecting_under_a_read_would_fail_it() -> None:
         await p.settled()
 
 
-async def test_waiting_for_a_reader_does_not_eat_the_lease() -> None:
-    """All readers are busy for three times the life of the lease; it is renewed meanwhile, and counts from when the read begins."""
+async def test_the_lease_does_not_expire_while_it_waits_for_a_reader() -> None:
+    """All readers are busy for three times the lifetime of the lease, which is renewed until the read begins."""
     async with pair(ttl_s=0.3) as p:
         first = await p.hand_over()
         busy = [p.decode.port.importer.readers.submit(time.sleep, 0.9) for _ in range(READERS)]
         call = p.start(first)
         await call.task
-        assert any(future.done() for future in busy), "no reader was free before"
+        assert any(future.done() for future in busy), "a reader was free too early"
         assert call.finished.handoff.failure == "" and call.tokens == expected(1)
         await p.settled()
 
 
-async def test_a_lease_that_is_not_renewed_while_it_waits_is_not_read() -> None:
+async def test_a_lease_that_is_not_renewed_while_it_waits_expires_unread() -> None:
     """Negative control."""
     async with pair(ttl_s=0.3) as p:
         first = await p.hand_over()
@@ -114,10 +116,10 @@ async def test_a_lease_that_is_not_renewed_while_it_waits_is_not_read() -> None:
         await p.settled()
 
 
-async def test_a_broken_peer_that_nobody_can_leave_is_refused_in_time(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A neighbour's read that never ends does not hold up a newcomer for ever."""
+async def test_a_broken_peer_with_a_read_that_never_ends_is_refused_in_time(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A read that never ends does not delay later fetches forever."""
     async with pair(ttl_s=0.5) as p:
-        reads = Reads(p)
+        reads = Reads(p, monkeypatch)
         calls = [p.start(await p.hand_over(name), name) for name in ("a", "b")]
         await inside(reads, 2)
         reads.failing.set()

@@ -1,9 +1,10 @@
-"""KV that comes back: a prefill worker fetches what another worker's prefix cache holds, and computes only the rest.
+"""KV that comes back: a prefill worker fetches what another worker's prefix cache holds and computes only the rest.
 
-The decode worker keeps the blocks of the first turn, the generated ones among them; the next turn's prompt begins with that conversation.
+The decode worker keeps the blocks of the first turn, including generated ones. The prompt of the next turn begins with that conversation.
 """
 
 import asyncio
+from collections.abc import Callable, Sequence
 
 import pytest
 from handoff_pair import KEY, PROMPT, Pair, expected, greedy, pair
@@ -27,7 +28,7 @@ def block_keys(root: bytes, tokens: list[int], size: int) -> list[bytes]:
 
 
 async def first_turn(p: Pair) -> list[int]:
-    """The conversation so far: 18 tokens of prompt, 12 generated. The prefill worker forgets it."""
+    """Returns the conversation so far: 18 prompt tokens and 12 generated ones. The prefill worker forgets it."""
     call = p.start(await p.hand_over())
     await call.task
     await p.settled()
@@ -50,7 +51,7 @@ def computed(p: Pair) -> int:
 
 
 @pytest.mark.parametrize("blocks", [1, 3, 7, 100])
-async def test_only_what_the_source_lacks_is_computed(blocks: int) -> None:
+async def test_only_tokens_that_the_source_lacks_are_computed(blocks: int) -> None:
     async with pair() as p:
         conversation = await first_turn(p)
         before = computed(p)
@@ -61,7 +62,7 @@ async def test_only_what_the_source_lacks_is_computed(blocks: int) -> None:
         await p.settled()
 
 
-async def test_without_a_source_all_of_it_is_computed() -> None:
+async def test_without_a_source_the_whole_prompt_is_computed() -> None:
     """Negative control."""
     async with pair() as p:
         conversation = await first_turn(p)
@@ -72,7 +73,7 @@ async def test_without_a_source_all_of_it_is_computed() -> None:
         await p.settled()
 
 
-async def test_what_is_cached_here_is_not_fetched() -> None:
+async def test_locally_cached_blocks_are_not_fetched() -> None:
     async with pair() as p:
         conversation = await first_turn(p)
         await second_turn(p, conversation)
@@ -84,7 +85,7 @@ async def test_what_is_cached_here_is_not_fetched() -> None:
         await p.settled()
 
 
-async def test_what_the_source_no_longer_has_is_computed() -> None:
+async def test_blocks_that_the_source_no_longer_has_are_computed() -> None:
     async with pair() as p:
         conversation = await first_turn(p)
         await p.decode.loop.call(lambda engine: engine.pool.forget(range(64)))
@@ -94,7 +95,7 @@ async def test_what_the_source_no_longer_has_is_computed() -> None:
 
 
 @pytest.mark.parametrize("place", [Place("decode-0", 6, "at decode-0"), Place("decode-1", 7, "at decode-0")])
-async def test_a_source_that_is_somebody_else_by_now_is_not_read(place: Place) -> None:
+async def test_a_source_that_another_worker_replaced_is_not_read(place: Place) -> None:
     async with pair() as p:
         conversation = await first_turn(p)
         _, first = await second_turn(p, conversation, place=place)
@@ -102,36 +103,36 @@ async def test_a_source_that_is_somebody_else_by_now_is_not_read(place: Place) -
         await p.settled()
 
 
-def flip(p: Pair) -> None:
+def flip(p: Pair, monkeypatch: pytest.MonkeyPatch) -> None:
     read = p.prefill.port.importer.transport.read
 
-    def read_wrong(name: str, remote: list[int], local: list[int], timeout: float) -> None:
+    def read_wrong(name: str, remote: Sequence[int], local: Sequence[int], timeout: float) -> None:
         read(name, remote, local, timeout)
         p.engines[0].runner.pool.block(local[1])[3] ^= 0x10
 
-    p.prefill.port.importer.transport.read = read_wrong
+    monkeypatch.setattr(p.prefill.port.importer.transport, "read", read_wrong)
 
 
-async def test_a_flipped_byte_is_recomputed() -> None:
+async def test_a_flipped_byte_is_recomputed(monkeypatch: pytest.MonkeyPatch) -> None:
     async with pair() as p:
         conversation = await first_turn(p)
-        flip(p)
+        flip(p, monkeypatch)
         _, first = await second_turn(p, conversation)
         assert first.fetched_tokens == 0
         await p.settled()
 
 
-async def test_a_flipped_byte_without_digests_gives_wrong_tokens() -> None:
+async def test_without_digests_a_flipped_byte_produces_a_wrong_token(monkeypatch: pytest.MonkeyPatch) -> None:
     """Negative control."""
     async with pair(checks=Checks(digests=False)) as p:
         conversation = await first_turn(p)
-        flip(p)
+        flip(p, monkeypatch)
         first = await p.hand_over("next", conversation, source=Source(HOLDER, 7))
         assert first.fetched_tokens == 28 and first.sampled.token != naive(conversation, greedy(max_tokens=1))[0]
 
 
 @pytest.mark.parametrize("checks", [Checks(digests=False), Checks(digests=False, lease=False)], ids=["checked", "negative control"])
-async def test_a_loan_that_ended_under_the_read_is_void(checks: Checks) -> None:
+async def test_a_loan_that_ended_during_the_read_is_void(checks: Checks, monkeypatch: pytest.MonkeyPatch) -> None:
     async with pair(checks=checks) as p:
         conversation = await first_turn(p)
         read, loop = p.prefill.port.importer.transport.read, asyncio.get_running_loop()
@@ -141,17 +142,17 @@ async def test_a_loan_that_ended_under_the_read_is_void(checks: Checks) -> None:
             p.decode.port.exporter.reap()
             p.engines[1].runner.pool.array[blocks] = 7
 
-        def read_late(name: str, remote: list[int], local: list[int], timeout: float) -> None:
+        def read_late(name: str, remote: Sequence[int], local: Sequence[int], timeout: float) -> None:
             asyncio.run_coroutine_threadsafe(end_and_overwrite(list(remote)), loop).result(5)
             read(name, remote, local, timeout)
 
-        p.prefill.port.importer.transport.read = read_late
+        monkeypatch.setattr(p.prefill.port.importer.transport, "read", read_late)
         first = await p.hand_over("next", conversation, source=Source(HOLDER, 7))
         right = first.sampled.token == naive(conversation, greedy(max_tokens=1))[0]
         assert (right, first.fetched_tokens) == ((True, 0) if checks.lease else (False, 28))
 
 
-async def test_cached_blocks_that_are_lent_are_not_evicted() -> None:
+async def test_lent_cached_blocks_are_not_evicted() -> None:
     async with pair(decode_blocks=16) as p:
         conversation = await first_turn(p)
         keys = block_keys(root_key("toy"), conversation, 4)
@@ -162,29 +163,29 @@ async def test_cached_blocks_that_are_lent_are_not_evicted() -> None:
         await p.settled()
 
 
-WISHES = {
+WISHES: dict[str, tuple[Callable[[Wish], Wish], str]] = {
     "without the key": (lambda wish: wish, "was altered"),
-    "of another worker": (lambda wish: Wish("prefill-0", 7, "x", 0, wish.keys).sealed(KEY), "the wish is for"),
+    "for another worker": (lambda wish: Wish("prefill-0", 7, "x", 0, wish.keys).sealed(KEY), "the wish is for"),
     "for no block": (lambda wish: Wish("decode-0", 7, "x", 0, b"").sealed(KEY), "0 bytes of keys"),
     "for half a key": (lambda wish: Wish("decode-0", 7, "x", 0, b"k" * 24).sealed(KEY), "24 bytes of keys"),
-    "for more than there is": (lambda wish: Wish("decode-0", 7, "x", 0, bytes(16 * 65)).sealed(KEY), "1040 bytes of keys"),
-    "from within a block": (lambda wish: Wish("decode-0", 7, "x", 3, wish.keys).sealed(KEY), "position 3"),
-    "for what is not cached": (lambda wish: Wish("decode-0", 7, "x", 0, b"k" * 16).sealed(KEY), "none of these blocks"),
+    "for more than the pool holds": (lambda wish: Wish("decode-0", 7, "x", 0, bytes(16 * 65)).sealed(KEY), "1040 bytes of keys"),
+    "from the middle of a block": (lambda wish: Wish("decode-0", 7, "x", 3, wish.keys).sealed(KEY), "position 3"),
+    "for blocks that are not cached": (lambda wish: Wish("decode-0", 7, "x", 0, b"k" * 16).sealed(KEY), "none of these blocks"),
 }
 
 
 @pytest.mark.parametrize(("make", "words"), WISHES.values(), ids=WISHES)
-async def test_wishes_that_are_refused_pin_nothing(make: object, words: str) -> None:
+async def test_refused_wishes_pin_nothing(make: Callable[[Wish], Wish], words: str) -> None:
     async with pair() as p:
         keys = block_keys(root_key("toy"), await first_turn(p), 4)
-        wish = make(Wish("decode-0", 7, "x", 0, b"".join(keys)))  # type: ignore[operator]
+        wish = make(Wish("decode-0", 7, "x", 0, b"".join(keys)))
         with pytest.raises(BatonError, match=words) as caught:
             await p.back.lend(wish)
         assert caught.value.reason is Reason.LEASE_REFUSED
         await p.settled()
 
 
-async def test_loans_are_bounded_and_end_by_themselves(monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_loans_are_limited_and_expire(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(kv_port, "MAX_LENT", 2)
     async with pair() as p:
         wish = Wish("decode-0", 7, "x", 0, b"".join(block_keys(root_key("toy"), await first_turn(p), 4))).sealed(KEY)
@@ -201,7 +202,7 @@ async def test_loans_are_bounded_and_end_by_themselves(monkeypatch: pytest.Monke
 
 
 @pytest.mark.parametrize("place", ["lend", "handshake", "piece", "release"])
-async def test_cancel_at_every_word_of_the_wire_frees_everything(place: str) -> None:
+async def test_cancelling_during_any_peer_call_frees_everything(place: str) -> None:
     async with pair() as p:
         conversation = await first_turn(p)
         reached, gate = asyncio.Event(), asyncio.Event()
@@ -222,7 +223,7 @@ async def test_cancel_at_every_word_of_the_wire_frees_everything(place: str) -> 
 
 
 @pytest.mark.parametrize("turns", [1, 2, 5, 9, 14, 20, 30, 45])
-async def test_cancel_at_any_turn_of_the_event_loop_frees_everything(turns: int) -> None:
+async def test_cancelling_at_any_time_frees_everything(turns: int) -> None:
     async with pair() as p:
         conversation = await first_turn(p)
         task = asyncio.create_task(p.hand_over("next", conversation, source=Source(HOLDER, 7)))
@@ -234,7 +235,7 @@ async def test_cancel_at_any_turn_of_the_event_loop_frees_everything(turns: int)
         await p.settled()
 
 
-async def test_a_source_that_does_not_answer_costs_a_computation() -> None:
+async def test_the_prompt_is_computed_when_the_source_fails() -> None:
     async with pair() as p:
         conversation = await first_turn(p)
 
@@ -250,11 +251,12 @@ async def test_a_source_that_does_not_answer_costs_a_computation() -> None:
             await p.settled()
 
 
-async def test_where_there_is_no_room_nothing_is_fetched() -> None:
-    """Whoever waits anyway can compute; and room is given in the order of arrival."""
+async def test_without_free_blocks_nothing_is_fetched() -> None:
+    """A prompt that has to wait anyway is computed; room is granted in order of arrival."""
     async with pair() as p:
         conversation = await first_turn(p)
         held = await p.prefill.loop.call(lambda engine: engine.pool.allocate(60))
+        assert held is not None
         task = asyncio.create_task(p.hand_over("next", conversation, source=Source(HOLDER, 7)))
         await asyncio.sleep(0.05)
         assert not task.done() and p.decode.port.exporter.events["granted"] == 0

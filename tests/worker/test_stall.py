@@ -1,4 +1,4 @@
-"""When does an engine count as hanging? Never because it is slow; always when its thread waits for something that does not come."""
+"""When an engine counts as stalled: never because it is slow, always when its thread waits for something that does not come."""
 
 import asyncio
 import threading
@@ -27,40 +27,40 @@ def looks(stall: Stall, *seen: tuple[float, int, float | None, float | None]) ->
     return [round(stall.look(now, Activity(laps, busy, cpu)), 3) for now, laps, busy, cpu in seen]
 
 
-def test_an_engine_that_rests_is_not_stalled() -> None:
+def test_an_idle_engine_is_not_stalled() -> None:
     assert looks(Stall(LONGEST_S), (0.0, 5, None, 1.0), (100.0, 5, None, 1.0)) == [0.0, 0.0]
 
 
-def test_a_thread_that_waits_inside_a_step_is() -> None:
+def test_a_thread_that_waits_inside_a_step_is_stalled() -> None:
     stall = Stall(LONGEST_S)
     assert looks(stall, (1.0, 5, 0.9, 1.0), (2.0, 5, 0.9, 1.001), (3.0, 5, 0.9, 1.002)) == [0.0, 1.0, 2.0]
-    assert looks(stall, (3.5, 6, 3.4, 1.003), (4.0, 6, 3.4, 1.003)) == [0.0, 0.5], "another step, another count"
+    assert looks(stall, (3.5, 6, 3.4, 1.003), (4.0, 6, 3.4, 1.003)) == [0.0, 0.5], "each step counts from zero"
     assert looks(stall, (4.5, 6, None, 1.003)) == [0.0]
 
 
 @pytest.mark.parametrize("share", [1.0, 0.2, 0.05])
-def test_a_long_step_that_computes_is_not_however_little_processor_it_gets(share: float) -> None:
+def test_a_long_computing_step_is_not_stalled_however_little_cpu_it_gets(share: float) -> None:
     stall = Stall(LONGEST_S)
     assert all(stall.look(now / 4, Activity(5, 0.0, now / 4 * share)) == 0.0 for now in range(1, 200))
 
 
-def test_a_step_that_computes_for_ever_is_stalled_in_the_end() -> None:
+def test_a_step_that_computes_for_too_long_is_stalled() -> None:
     stall = Stall(LONGEST_S)
     assert looks(stall, (59.0, 5, 0.0, 59.0), (61.0, 5, 0.0, 61.0)) == [0.0, 61.0]
 
 
-def test_without_a_clock_of_the_thread_only_the_longest_step_counts() -> None:
+def test_without_a_thread_clock_only_the_step_limit_applies() -> None:
     assert looks(Stall(LONGEST_S), (1.0, 5, 0.0, None), (30.0, 5, 0.0, None), (61.0, 5, 0.0, None)) == [0.0, 0.0, 61.0]
 
 
 def test_time_before_the_step_began_does_not_count() -> None:
-    """Nobody looked for a while, and a step has just begun."""
+    """A step has just begun after a long time without a look."""
     stall = Stall(LONGEST_S)
     assert looks(stall, (0.0, 5, None, 1.0), (100.0, 5, 99.9, 1.0)) == [0.0, 0.1]
 
 
 class Runner(ToyRunner):
-    """Its steps take a while, computing or waiting."""
+    """Its steps take some time, which they spend computing or waiting."""
 
     def __init__(self, how: Callable[[float], None]) -> None:
         super().__init__({"vocab_size": 257, "eos_token_id": 256, "max_position_embeddings": 4096, "kv_width": 8}, "toy", 4)
@@ -78,7 +78,7 @@ def compute(seconds: float) -> None:
 
 
 @pytest.mark.parametrize(("how", "stalls"), [(time.sleep, True), (compute, False)], ids=["waits", "computes"])
-async def test_a_real_engine_thread(how: Callable[[float], None], stalls: bool) -> None:
+async def test_a_real_engine_thread_is_stalled_only_when_it_waits(how: Callable[[float], None], stalls: bool) -> None:
     runner = Runner(how)
     runner.attach(KvPool(runner.layout, 64))
     loop = EngineLoop(Engine(runner, Limits(8, 64), 256), lambda outputs: None, lambda events: None, lambda error: None)
@@ -94,7 +94,7 @@ async def test_a_real_engine_thread(how: Callable[[float], None], stalls: bool) 
     await loop.close()
 
 
-async def test_a_thread_that_hangs_does_not_hold_up_the_end(monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_a_hung_thread_does_not_delay_closing(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(loop_module, "JOIN_S", 0.1)
     runner, release = Runner(lambda seconds: None), threading.Event()
     runner.how = lambda seconds: assert_set(release)

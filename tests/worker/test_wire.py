@@ -1,4 +1,4 @@
-"""What crosses the wire means the same on both sides."""
+"""Messages mean the same on both sides of the wire."""
 
 from dataclasses import astuple, fields
 
@@ -6,16 +6,16 @@ from baton.engine.kvcache import KvLayout
 from baton.v1 import worker_pb2
 from baton.worker.wire import pack_layout, unpack_layout
 
-# No two fields alike, none with its default or that of protobuf
+# All fields differ, and none has its own default or that of protobuf.
 LAYOUT = KvLayout("model", "bfloat16", 3, 4, 5, 6, layout_version=7, tensor_parallel=8, parts=9, value_dim=10)
 
 
-def test_every_field_of_a_layout_crosses() -> None:
+def test_every_layout_field_survives_the_wire() -> None:
     assert len(set(astuple(LAYOUT))) == len(fields(KvLayout))
     assert unpack_layout(worker_pb2.KvContract.FromString(pack_layout(LAYOUT).SerializeToString())) == LAYOUT
 
 
-def test_a_peer_that_does_not_say_how_many_parts_differs_by_that_field() -> None:
+def test_a_peer_that_omits_the_number_of_parts_mismatches_in_that_field() -> None:
     contract = pack_layout(LAYOUT)
     contract.ClearField("parts")
     assert "parts" in str(LAYOUT.difference(unpack_layout(contract)))

@@ -1,7 +1,7 @@
 """The operations of a layer on compiled kernels.
 
-Importing this module compiles them, which takes seconds, or loads what an earlier process compiled. It fails where Numba finds nothing to
-compile for, or where torch's threads are not GNU's OpenMP; `baton.engine.choice.choose_ops` then stays with plain torch.
+Importing this module compiles them, which takes seconds, or loads what an earlier process compiled. The import fails if Numba cannot
+compile for this processor, or if torch's threads are not GNU's OpenMP; `baton.engine.choice.choose_ops` then keeps plain torch.
 """
 
 from collections.abc import Callable

@@ -1,4 +1,4 @@
-"""Attention of decodes that reads the pool's blocks where they lie, compiled; and the store of new keys and values.
+"""Compiled attention of decodes, which reads the pool's blocks in place, and the compiled store of new keys and values.
 
 Letters in shapes are those of `baton.engine.attention`.
 """
@@ -14,13 +14,13 @@ from baton.engine.cpu.primitives import SUMS, ZERO, prefetch, put, share, team, 
 from baton.engine.cpu.softmax import weigh
 
 EVERYTHING = 1 << 62  # keys that a query without a window sees
-AHEAD = 32  # keys from the one that is used to the one that is fetched: blocks lie anywhere, so no processor guesses the next
+AHEAD = 32  # keys between the one in use and the one being prefetched: blocks are scattered, so no processor can predict the next
 LINE = 64  # bytes of a cache line
-KEYS = 8  # that are summed at a time
+KEYS = 8  # summed at a time
 
 
 def attend_in_place(paged: PagedKv, layer: int, q: Tensor, kv: Tensor, out: Tensor, decodes: Decodes, how: LayerAttention) -> None:
-    """An `AttendInPlace`: every key and value is read once, where it lies, for all the queries that share it."""
+    """An `AttendInPlace`: every key and value is read once, in place, for all queries that share it."""
     window = EVERYTHING if how.window is None else how.window
     scale = q.shape[2] ** -0.5 if how.scale is None else how.scale
     softcap = how.softcap or 0.0
@@ -35,7 +35,7 @@ def store(kv: Tensor, kv_layer: KvLayer, slots: Tensor) -> None:
 
 
 def in_rows(x: Tensor) -> Tensor:
-    """x, each of its rows in one piece."""
+    """x with each of its rows contiguous."""
     return x if x[0].is_contiguous() else x.contiguous()
 
 
@@ -46,7 +46,7 @@ def _whole(count):
 
 @njit
 def _find_keys(table, first, count, block_size, where, dim, at):
-    """`at[i]`: where the key at position `first + i` is. The last one is repeated up to a whole number of KEYS and gets no weight there."""
+    """`at[i]`: where the key at position `first + i` is. The last one is repeated up to a multiple of KEYS; the repeats get no weight."""
     layers, layer, rows = where
     i, block, slot = 0, first // block_size, first % block_size
     while i < count:
@@ -70,7 +70,7 @@ def _scale_queries(rows, scale, query):
 
 @njit(fastmath=SUMS, error_model="numpy")
 def _score(pool, at, head, count, query, scores):
-    """q kᵀ: each key is read once, for all queries that share it, four at a time."""
+    """q kᵀ: each key is read once, for all queries that share it; four keys at a time."""
     group, dim = query.shape
     for i in range(0, _whole(count), 4):
         k0, k1, k2, k3 = pool[at[i] + head :], pool[at[i + 1] + head :], pool[at[i + 2] + head :], pool[at[i + 3] + head :]
@@ -91,7 +91,7 @@ def _score(pool, at, head, count, query, scores):
 
 @njit(fastmath=SUMS, error_model="numpy")
 def _sum_values(pool, at, head, count, weights, sums):
-    """Each value is read once, for all queries that share it, eight at a time: the sums are then read and written an eighth as often."""
+    """Each value is read once, for all queries that share it; eight at a time, so the sums are read and written an eighth as often."""
     group, dim = sums.shape
     sums[:] = ZERO
     for i in range(0, _whole(count), 8):
@@ -138,12 +138,12 @@ def _attend(
     pool, layers, layer, parts, kv_heads, block_size, q, q_stride0, heads, dim, kv, kv_stride0, out, value_dim, index, size,
     window, softcap, scale,
 ):  # fmt: skip
-    """One query a sequence, for the first `size` tokens. A token's key and value go to their slot; then it sees the slots up to its own, or
-    those of its window, and no other."""
+    """One query per sequence, for the first `size` tokens. A token's key and value are stored in their slot; then its query sees the slots
+    up to its own, or those in its window, and no others."""
     positions, bases, tables = index[:size], index[size : 2 * size], index[2 * size :]
     group, head_size = heads // kv_heads, block_size * dim
     most = _whole(min(window, positions.max() + 1))
-    at = np.empty(most, np.int64)  # where the keys of a sequence begin in the pool, those of head 0
+    at = np.empty(most, np.int64)  # where the keys of a sequence for head 0 begin in the pool
     query = np.empty((group, dim), np.float32)
     scores = np.empty((group, most), np.float32)
     totals, sums = np.empty(group, np.float32), np.empty((group, value_dim), np.float32)

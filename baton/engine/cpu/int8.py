@@ -1,6 +1,6 @@
-"""What stands before and behind a product of int8 matrices, compiled; and the whole product of a single row.
+"""The steps before and after a product of int8 matrices, compiled, and the whole product for a single row.
 
-The numbers are those of `baton.engine.ops.Ops`, to the last bit.
+The results equal those of `baton.engine.ops.Ops`, bit for bit.
 """
 
 import numpy as np
@@ -14,7 +14,7 @@ STEPS, SMALLEST = np.float32(127), np.finfo(np.float32).tiny
 
 @njit(error_model="numpy")
 def _round_row(values, rounded):
-    # As integers, floats without their sign are in the same order, and a NaN is the greatest.
+    # Without their sign, floats have the same order as their bits read as integers, and NaN is the greatest.
     greatest = np.uint32(0)
     for i in range(len(values)):
         greatest = max(greatest, np.uint32(np.float32(wide(values[i])).view(np.uint32) & np.uint32(0x7FFFFFFF)))
@@ -44,7 +44,7 @@ def quantize(x, out, steps, rows, width):
     out=numbers("1", "outs"),
 )
 def multiply_row(x, matrix, steps, sums, bias, has_bias, out, width, outs):
-    """What `quantize`, oneDNN and `dequantize` make of a single row. Such a product is short, and three calls are not."""
+    """What `quantize`, oneDNN and `dequantize` compute for a single row. Such a product is short compared with three calls."""
     rounded = np.empty(width, np.uint8)
     step = _round_row(x, rounded)
     first, last = share(outs)

@@ -3,15 +3,15 @@
     @kernel("rows * width", x=numbers("rows", "width"), weight=numbers("width"), out=numbers("rows", "width"), eps=REAL)
     def scale(x, weight, out, rows, width, eps): ...
 
-The function is Numba's Python and runs once on each thread of torch's team. It is compiled where it stands, so what it calls must stand
-above it. It may ask for the declared arguments by name, arrays as flat
-views; for the sizes that the shapes name; for `x_stride0`, `x_stride1` … where strides are free; and for `has_x` where x may be None. The
-declaration generates everything in between: the Python call, which compares every tensor's type, shape and strides with it before any
-native code runs; the packed arguments; and the C function that unpacks them. So these cannot disagree.
+The function is written in Numba's Python and runs once on each thread of torch's team. It is compiled where it is defined, so what it calls
+must be defined above it. Its parameters may name the declared arguments (arrays are flat views), the sizes that the shapes name,
+`x_stride0`, `x_stride1` … if strides are free, and `has_x` if x may be None. The declaration generates everything in between: the Python
+call, which checks every tensor's type, shape and strides against it before any native code runs; the packed arguments; and the C function
+that unpacks them. So these cannot disagree.
 
 The C function has one argument, a pointer to int64s: addresses, sizes, and floats by their bits. A call thus costs one `struct.pack` and
-one foreign call. Where there is enough to do, all of torch's own OpenMP threads make it at once, each for its share (`GOMP_parallel`): the
-threads of another pool would take the cores from the matrices in between.
+one foreign call. If there is enough to do, all of torch's own OpenMP threads make this call simultaneously, each for its share
+(`GOMP_parallel`): the threads of another pool would compete for the cores with the matrix products in between.
 """
 
 import ctypes
@@ -41,18 +41,18 @@ SHARED_FROM = 1 << 16  # numbers to compute; for fewer, waking the other threads
 
 @dataclass(frozen=True, slots=True)
 class Array:
-    """A tensor: its type, its shape, and how much of it must lie in one piece."""
+    """A tensor: its type, its shape, and how much of it must be contiguous."""
 
     dtype: torch.dtype | None  # None: the type of the call's numbers, float32 or bfloat16
     view: str  # how the kernel sees the memory
     dims: tuple[str, ...]  # sizes: a name is bound by the first tensor that has it, an expression of names is compared
-    strided: int = 0  # leading dimensions whose strides are free; the others lie in one piece
+    strided: int = 0  # leading dimensions whose strides are free; the others are contiguous
     optional: bool = False
-    elements: int = 1  # that the kernel sees for one of the tensor
+    elements: int = 1  # that the kernel sees for each element of the tensor
 
 
 def numbers(*dims: str, strided: int = 0, optional: bool = False) -> Array:
-    """Of the call's own type: all of a call's numbers are float32, or all are bfloat16."""
+    """An array of the call's own type: all numbers of a call are float32, or all are bfloat16."""
     return Array(None, "", dims, strided, optional)
 
 
@@ -61,7 +61,7 @@ def floats(*dims: str) -> Array:
 
 
 def complexes(*dims: str) -> Array:
-    """The kernel sees real and imaginary parts in turn."""
+    """The kernel sees real and imaginary parts alternately."""
     return Array(torch.complex64, "float32", dims, elements=2)
 
 
@@ -83,7 +83,7 @@ def uint8s(*dims: str) -> Array:
 
 @dataclass(frozen=True, slots=True)
 class Scalar:
-    code: str  # as `struct` has it
+    code: str  # as in `struct`
 
 
 INT, REAL = Scalar("q"), Scalar("d")
@@ -91,7 +91,7 @@ Declared = dict[str, Array | Scalar]
 
 
 class ArgumentError(TypeError):
-    """A call that does not fit the kernel's declaration; the text names kernel and argument."""
+    """A call that does not fit the kernel's declaration; the text names the kernel and the argument."""
 
 
 def kernel(work: str, fast: set[str] | bool = False, **arguments: Array | Scalar) -> Callable[[Callable[..., None]], Callable[..., None]]:
@@ -110,7 +110,7 @@ def kernel(work: str, fast: set[str] | bool = False, **arguments: Array | Scalar
             "threads_of": torch.get_num_threads,
             "module": sys.modules[__name__],
             "pack": packed_by.pack,
-            # A short call keeps the GIL: to give it away and wait for it would take longer.
+            # A short call keeps the GIL: releasing it and waiting for it would take longer.
             "alone": ctypes.PYFUNCTYPE(None, ctypes.c_char_p)(address),
             "together": _together,
             "address": address,
@@ -127,7 +127,7 @@ def kernel(work: str, fast: set[str] | bool = False, **arguments: Array | Scalar
 
 
 class _Names:
-    """The values of a call in the order in which they are packed: the declared arguments, then the sizes, then the free strides."""
+    """The values of a call in the order in which they are packed: declared arguments, then sizes, then free strides."""
 
     def __init__(self, arguments: Declared) -> None:
         arrays = {name: each for name, each in arguments.items() if isinstance(each, Array)}
@@ -163,7 +163,7 @@ def _c_function(function: Callable[..., None], arguments: Declared, names: _Name
 
     known = {*names.packed, *(f"has_{name}" for name, each in arguments.items() if isinstance(each, Array) and each.optional)}
     if unknown := [name for name in asked if name not in known]:
-        raise ArgumentError(f"{function.__name__}: {unknown[0]}: neither declared nor a size or stride of what is")
+        raise ArgumentError(f"{function.__name__}: {unknown[0]}: neither declared, nor a size or stride of a declared array")
     name, count = function.__name__, 1 + len(names.packed)
     source = f"""
 def make(stamp):
@@ -179,7 +179,7 @@ def make(stamp):
     views = {view: getattr(primitives, view) for view in vars(primitives) if view.startswith("view_")}
     space = {"body": njit(fastmath=fast, error_model="numpy")(function), "carray": carray, "to_fixed_tuple": to_fixed_tuple} | views
     space |= {"real": primitives.real, "__name__": function.__module__}
-    # With the file and line of `function`, Numba keeps what it compiled beside that file, for as long as the file does not change.
+    # It gets the file and line of `function`, so that Numba caches the result next to that file for as long as the file does not change.
     code = function.__code__
     exec(compile("\n" * (code.co_firstlineno - 1) + source, code.co_filename, "exec"), space)
     unpacking = space["make"](_stamp())
@@ -188,8 +188,8 @@ def make(stamp):
 
 
 def _stamp() -> int:
-    """Over the files of this folder. It is part of what a compiled kernel is kept under: Numba itself looks at the kernel's own file only,
-    and would not see a change in what that file uses."""
+    """A checksum of the files in this folder. It is part of the key under which a compiled kernel is cached: Numba itself checks only the
+    kernel's own file, and would not notice a change in what that file uses."""
     stamp = 0
     for file in sorted(Path(__file__).parent.glob("*.py")):
         stamp = zlib.crc32(file.read_bytes(), stamp)
@@ -197,11 +197,11 @@ def _stamp() -> int:
 
 
 def c_function(function: Callable[[Any], None]) -> Any:
-    """Compiled, and kept on disk where there is a place for that: beside its file, under the user's cache, or in NUMBA_CACHE_DIR."""
+    """Compiles `function`, and caches the result on disk if possible: next to its file, in the user's cache, or in NUMBA_CACHE_DIR."""
     try:
         FunctionCache(function)
     except RuntimeError:
-        log.warning("nowhere to keep compiled kernels: every start compiles them; NUMBA_CACHE_DIR can name a folder")
+        log.warning("compiled kernels cannot be cached, so every start compiles them; set NUMBA_CACHE_DIR to a writable folder")
         return cfunc(C_FUNCTION)(function)
     return cfunc(C_FUNCTION, cache=True)(function)
 
@@ -210,7 +210,7 @@ def c_function(function: Callable[[Any], None]) -> Any:
 
 
 def _python_call(work: str, arguments: Declared, names: _Names) -> str:
-    """Source of the call. It is generated so that what is checked costs a comparison each, and no loop."""
+    """Source of the call. It is generated so that each check costs one comparison, without a loop."""
     arrays = {name: each for name, each in arguments.items() if isinstance(each, Array)}
     kind_of = next(name for name, each in arrays.items() if each.dtype is None and not each.optional)
     lines, conditions = [], ["(kind is float32 or kind is bfloat16)"]
@@ -285,13 +285,13 @@ def _refuse(kernel: str, arguments: Declared, given: tuple[Any, ...]) -> None:
         if list(tensor.shape) != wanted:
             raise ArgumentError(f"{kernel}: {name}: must be [{', '.join(each.dims)}] = {wanted}, got {list(tensor.shape)}")
         if not tensor[(0,) * each.strided].is_contiguous():
-            which = f"behind its first {each.strided} dimensions, " if each.strided else ""
-            raise ArgumentError(f"{kernel}: {name}: must lie in one piece, {which}got strides {tensor.stride()}")
+            which = f"after its first {each.strided} dimensions, " if each.strided else ""
+            raise ArgumentError(f"{kernel}: {name}: must be contiguous, {which}got strides {tensor.stride()}")
     raise ArgumentError(f"{kernel}: {given!r} do not fit the declaration")
 
 
 def _team() -> Any:
-    """`GOMP_parallel(function, data, threads, flags)` of the OpenMP that torch has loaded. AttributeError where it is another kind."""
+    """`GOMP_parallel(function, data, threads, flags)` of the OpenMP that torch has loaded. Raises AttributeError if it is not GNU's."""
     together = ctypes.CDLL(None).GOMP_parallel
     together.restype, together.argtypes = None, [ctypes.c_void_p, ctypes.c_char_p, ctypes.c_uint, ctypes.c_uint]
     return together

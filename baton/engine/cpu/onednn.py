@@ -6,7 +6,7 @@ from functools import cache
 import torch
 from torch import Tensor
 
-_NONE: tuple[str, list[float], str] = ("none", [], "")  # what oneDNN is to do behind the product
+_NONE: tuple[str, list[float], str] = ("none", [], "")  # what oneDNN is to do after the product
 
 
 def multiplies(dtype: torch.dtype) -> bool:
@@ -15,13 +15,13 @@ def multiplies(dtype: torch.dtype) -> bool:
 
 
 def multiplies_int8(device: torch.device) -> bool:
-    """Whether products of int8 are exact there. A CPU without VNNI lets sums of two products overflow."""
+    """Whether products of int8 are exact there. On a CPU without VNNI, sums of two products can overflow."""
     return device.type == "cpu" and torch._C._has_mkldnn and _is_exact()
 
 
 @cache
 def _is_exact() -> bool:
-    """Tried with the greatest products there are."""
+    """Tried with the greatest possible products."""
     x, weight = torch.full((2, 64), 255, dtype=torch.uint8), torch.full((64, 64), 127, dtype=torch.int8)
     multiply = packed_int8(weight, torch.ones(64))
     return bool((multiply(x) == 127 * 127 * 64).all())
@@ -41,10 +41,10 @@ def packed_int8(weight: Tensor, scales: Tensor) -> Callable[[Tensor], Tensor]:
 
 
 def product(x: Tensor, y: Tensor) -> Tensor:
-    """x `[T, in]` · y `[in, out]`, neither known before. Torch's own product of float32 is half as fast as oneDNN's on some processors.
+    """x `[T, in]` · y `[in, out]`, neither known in advance. Torch's own product of float32 is half as fast as oneDNN's on some processors.
 
-    A y that does not lie in one piece, as it is or transposed, is copied first: oneDNN has only its reference code for it, which takes up
-    to a thousand times as long.
+    A y that is not contiguous, as it is or transposed, is copied first: oneDNN has only its reference code for it, which takes up to a
+    thousand times as long.
     """
     if x.dtype != torch.float32 or not torch._C._has_mkldnn:
         return x @ y

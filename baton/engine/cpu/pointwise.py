@@ -60,7 +60,7 @@ def gated(gate_up, out, rows, width, gelu):
     rotation=complexes("rows", "1", "dim // 2"),
 )
 def rotate(x, x_stride0, x_stride1, rotation, rows, heads, dim):
-    """Two neighbours of x are a complex number each, and are multiplied by one of `rotation`, in place."""
+    """Every two neighbours of x are a complex number, which is multiplied in place by one of `rotation`."""
     first, last = share(rows)
     for row in range(first, last):
         turns = rotation[row * dim : (row + 1) * dim]

@@ -14,7 +14,7 @@ from numba.extending import intrinsic, overload
 
 # Sums may be reordered and products fused into sums. NaN and infinity keep their meaning: they show broken weights and KV.
 SUMS = {"reassoc", "contract", "nsz"}
-ROUND = np.float32(1.5 * 2**23)  # a float32 of this size has no digits behind the point
+ROUND = np.float32(1.5 * 2**23)  # a float32 of this size has no fractional digits
 ZERO, ONE, TWO = np.float32(0), np.float32(1), np.float32(2)
 BFLOAT16 = np.uint16(0)  # stands for its type
 
@@ -40,7 +40,7 @@ def _pointer(context: Any, address: Any) -> Any:
 
 @intrinsic
 def prefetch(context: Any, array: Any, index: Any) -> Any:
-    """Asks for the cache line of `array[index]`. An index outside the array does no harm."""
+    """Prefetches the cache line of `array[index]`. An index outside the array does no harm."""
 
     def generate(context: Any, builder: Any, signature: Any, arguments: Any) -> Any:
         byte, flag = ir.IntType(8).as_pointer(), ir.IntType(32)
@@ -120,7 +120,7 @@ def _put_into(array, index, value):
 def exp(x):
     """e^x of a float32 to about one unit in the last place, NaN for NaN: 2^n · e^r with |r| ≤ ln 2 / 2, e^r by its Taylor series.
 
-    Never reordered: adding ROUND rounds to an integer, which then stands in the last digits of the float.
+    Must not be reordered: adding ROUND rounds to an integer, which is then in the lowest bits of the float.
     """
     x = LEAST if x < LEAST else x
     x = MOST if x > MOST else x
@@ -139,6 +139,6 @@ def team():
 
 @njit
 def share(count):
-    """This thread's part of `count` rows: the first, and the one behind the last."""
+    """This thread's part of `count` rows: the first, and the one after the last."""
     me, threads = _thread(), _threads()
     return count * me // threads, count * (me + 1) // threads

@@ -1,8 +1,8 @@
-"""Sizes rounded up to a few, so that they come back."""
+"""Rounds sizes up to a few, so that the same sizes recur."""
 
 
 def rounded_up(count: int, steps: int = 8) -> int:
-    """The least of the allowed sizes that holds `count`; there are `steps` from each power of two to the next.
+    """The smallest allowed size that is at least `count`; there are `steps` sizes from each power of two to the next.
 
     oneDNN compiles code for every size that it meets and keeps it: up to a millisecond and a third of a MiB for each matrix. Computing a
     few more rows costs less.

@@ -8,7 +8,7 @@ from baton.engine.cpu.primitives import ONE, SUMS, TWO, ZERO, exp
 
 @njit(fastmath=SUMS, error_model="numpy")
 def weigh(scores, count, softcap):
-    """e^(score - greatest) of the first `count` scores, in place, capped first where there is a cap. Answers their sum."""
+    """e^(score - greatest) of the first `count` scores, in place; scores are capped first if there is a cap. Returns the sum."""
     if softcap > ZERO:
         for i in range(count):
             # cap · tanh(s / cap), tanh(x) = 1 - 2 / (e^2x + 1)
@@ -22,7 +22,7 @@ def weigh(scores, count, softcap):
 
 @njit
 def _greatest(values, count):
-    """Floats are in the order of their bits as integers, once those of negative numbers are turned round; a processor compares many
+    """Floats have the same order as their bits read as integers, once the bits of negative numbers are inverted; a processor compares many
     integers at a time."""
     greatest = np.int32(-(2**31))
     for i in range(count):

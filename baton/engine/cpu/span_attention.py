@@ -17,22 +17,22 @@ from baton.engine.cpu.primitives import SUMS, put, share
 from baton.engine.cpu.sizes import rounded_up
 from baton.engine.cpu.softmax import weigh
 
-LEAST_QUERIES, LEAST_KEYS = 16, 64  # whose scores are computed together, where there are so many
-QUERIES = 256  # of a longer span at a time, fewer where SCORE_BYTES does not hold the scores of a group of heads
+LEAST_QUERIES, LEAST_KEYS = 16, 64  # whose scores are computed together, if there are that many
+QUERIES = 256  # of a longer span at a time; fewer if SCORE_BYTES cannot hold the scores of a group of heads
 SCORE_BYTES = 8 << 20
 
 
 def attend_span(q: Tensor, k: Tensor, v: Tensor, keys: int, how: LayerAttention) -> Tensor:
     """An `AttendSpan`: a few queries at a time, in products of few different sizes.
 
-    So the scores stay in the caches, and little is computed that no query sees. Scores are float32; in bfloat16 the weights are rounded as
-    the values are.
+    So the scores stay in the caches, and little is computed that no query sees. Scores are float32; for bfloat16 values, the weights are
+    rounded to bfloat16.
     """
     (n, heads, dim), (kv_heads, size, value_dim) = q.shape, v.shape
     group, window = heads // kv_heads, EVERYTHING if how.window is None else how.window
     scale = dim**-0.5 if how.scale is None else how.scale
     queries, precise = (q.float() * scale).view(n, kv_heads, group, dim), k.float()
-    v = v.contiguous()  # once for all parts: `product` would copy the values of latent attention, which are a part of the keys, for each
+    v = v.contiguous()  # once for all parts: for each, `product` would copy the values of latent attention, which are a part of the keys
     out = q.new_empty(n, kv_heads, group, value_dim)
     for first, last in parts(n, min(QUERIES, max(1, SCORE_BYTES // (4 * group * size)))):
         count, seen = last - first, keys - n + first + 1  # by the first of them
@@ -52,7 +52,7 @@ def attend_span(q: Tensor, k: Tensor, v: Tensor, keys: int, how: LayerAttention)
 
 
 def parts(n: int, most: int) -> Iterator[tuple[int, int]]:
-    """Ranges that cover `range(n)`, each a power of two long, at most `most`. The last ones may overlap: computing a query twice saves
+    """Ranges that cover `range(n)`, each a power of two long, at most `most`. The last ones may overlap: computing a query twice avoids
     another size."""
     done = 0
     while done < n:
@@ -75,7 +75,7 @@ def parts(n: int, most: int) -> Iterator[tuple[int, int]]:
     softcap=REAL,
 )
 def _weigh_span(scores, weights, totals, rows, keys, n, seen, window, softcap):
-    """Rows of scores, those of `n` queries in order over and over. The first query sees `seen` keys, the next one more, and so on.
+    """Rows of scores; those of the `n` queries, in order, repeat. The first query sees `seen` keys, the next one key more, and so on.
     `weights` may be `scores`."""
     first, last = share(rows)
     for row in range(first, last):

@@ -1,5 +1,5 @@
-"""What attends on a device: `begin(step)` once a step, then `(layer, q [T, Hq, D], kv [T, P, Hkv, D]) → [T, Hq * Dv]`, the `Attention`
-that a model is given. All kinds read the head-major pool `[N, L, P, Hkv, bs, D]` in place, as strided views of one layer.
+"""Attention on a device: `begin(step)` once per step, then `(layer, q [T, Hq, D], kv [T, P, Hkv, D]) → [T, Hq * Dv]`, the `Attention` that
+a model is given. All kinds read the head-major pool `[N, L, P, Hkv, bs, D]` in place, as strided views of one layer.
 """
 
 from collections.abc import Sequence
@@ -18,7 +18,7 @@ class DeviceAttention:
     capturable = False
 
     def __init__(self, pool: Tensor, layers: Sequence[LayerAttention], heads: int, value_dim: int, inputs: Inputs) -> None:
-        """`pool` `[N, L, P, Hkv, bs, D]`, contiguous; `heads`: Hq; `value_dim`: Dv, 0 where it is D."""
+        """`pool` `[N, L, P, Hkv, bs, D]`, contiguous; `heads`: Hq; `value_dim`: Dv, 0 if it is D."""
         self.pool = pool
         self.layers = tuple(layers)
         self.heads = heads
@@ -27,7 +27,7 @@ class DeviceAttention:
         self.views = pool.unbind(dim=1)  # [N, P, Hkv, bs, D] each
 
     def begin(self, step: Step) -> None:
-        """Prepares what is the same for all layers. Called before a captured step is replayed, too."""
+        """Prepares what is the same for all layers. Also called before a captured step is replayed."""
         raise NotImplementedError
 
     def __call__(self, layer: int, q: Tensor, kv: Tensor) -> Tensor:
@@ -35,7 +35,7 @@ class DeviceAttention:
 
 
 class TorchAttention(DeviceAttention):
-    """`baton.engine.attention` as it is."""
+    """`baton.engine.attention`, unchanged."""
 
     def __init__(self, pool: Tensor, layers: Sequence[LayerAttention], heads: int, value_dim: int, inputs: Inputs) -> None:
         super().__init__(pool, layers, heads, value_dim, inputs)

@@ -1,4 +1,4 @@
-"""Which kernels attend on a device, chosen once at start by what is installed and what the layout allows. The caller never branches.
+"""Chooses the attention kernels of a device once, at start, by what is installed and what the layout allows. The caller never branches.
 
 flashinfer   any block size, heads of 64, 128 or 256: the fastest on Hopper
 flash_attn   blocks of a multiple of 256 tokens
@@ -53,16 +53,16 @@ def why_not(backend: str, facts: Facts, found: Callable[[str], bool] = installed
     if facts.dtype not in HALVES:
         return f"it computes in bfloat16 or float16, the model is {facts.dtype}"
     if facts.parts != 2:
-        return "the KV of this model is one vector a token"
+        return "the KV of this model is one vector per token"
     if backend == "flashinfer":
-        return None if facts.head_dim in FLASHINFER_HEADS else f"head_dim {facts.head_dim} is none of {FLASHINFER_HEADS}"
+        return None if facts.head_dim in FLASHINFER_HEADS else f"head_dim {facts.head_dim} is not one of {FLASHINFER_HEADS}"
     if facts.block_size % FLASH_ATTN_BLOCK:
         return f"engine.block_size {facts.block_size} is not a multiple of {FLASH_ATTN_BLOCK}"
     return None if facts.head_dim <= 256 and facts.head_dim % 8 == 0 else f"head_dim {facts.head_dim} is not a multiple of 8 up to 256"
 
 
 def choose(wanted: str, facts: Facts, found: Callable[[str], bool] = installed) -> str:
-    """The best possible backend for `auto`, else the one that is named. Raises ValueError where that is not possible."""
+    """The best possible backend for `auto`, else the one that is named. Raises ValueError if that one is not possible."""
     if wanted == "auto":
         return next(backend for backend in BACKENDS if why_not(backend, facts, found) is None)
     if wanted not in BACKENDS:
@@ -75,7 +75,7 @@ def choose(wanted: str, facts: Facts, found: Callable[[str], bool] = installed) 
 def make_attention(
     wanted: str, pool: Tensor, layers: Sequence[LayerAttention], heads: int, value_dim: int, inputs: Inputs
 ) -> DeviceAttention:
-    """Raises ValueError where `wanted` is unknown or not possible."""
+    """Raises ValueError if `wanted` is unknown or not possible."""
     _, _, parts, _, size, dim = pool.shape
     match choose(wanted, Facts(pool.device.type, pool.dtype, size, dim, parts)):
         case "flashinfer":

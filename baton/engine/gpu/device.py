@@ -1,4 +1,4 @@
-"""Work that a device does while the host goes on, and how to wait for it. A CPU does everything at once, so the same code runs there."""
+"""Work that a device does while the host goes on, and how to wait for it. A CPU does its work immediately, so the same code runs there."""
 
 from typing import Any
 
@@ -8,7 +8,7 @@ from torch import Tensor
 
 
 def upload(values: npt.NDArray[Any], device: torch.device) -> Tensor:
-    """A new tensor on the device. Returns before the copy is made: torch keeps the pinned memory in between until then."""
+    """A new tensor on the device. Returns before the copy is made; torch keeps the pinned memory until then."""
     host = torch.from_numpy(values)
     if device.type != "cuda" or not len(host):
         return host.to(device, copy=True)
@@ -26,17 +26,17 @@ def free_memory(device: torch.device) -> int:
 
 
 class Mark:
-    """A moment in the work that was given to the current stream."""
+    """A moment in the work that was submitted to the current stream."""
 
     def __init__(self, device: torch.device) -> None:
-        self._event = torch.cuda.Event() if device.type == "cuda" else None  # type: ignore[no-untyped-call]
+        self._event = torch.cuda.Event() if device.type == "cuda" else None
 
     def record(self) -> None:
-        """Sets the mark after all work given so far."""
+        """Sets the mark after all work submitted so far."""
         if self._event is not None:
             self._event.record()
 
     def wait(self) -> None:
-        """Waits until the device has passed the mark; returns at once where none was recorded."""
+        """Waits until the device has passed the mark; returns immediately if none was recorded."""
         if self._event is not None:
             self._event.synchronize()

@@ -1,10 +1,11 @@
 """FlashInfer on the paged pool: any block size.
 
-Its wrappers are planned on the host once a step, for all layers that attend alike, and run once a layer. A captured decode needs a wrapper
-of its own for every size, whose buffers the graph reads; planning before a replay fills them.
+Its wrappers are planned on the host once per step, for all layers that attend alike, and run once per layer. A captured decode needs its
+own wrapper for every size. The graph reads the buffers of that wrapper, and planning before a replay fills them.
 
-`plan` starts a copy from pinned memory that the wrapper owns and overwrites in the next `plan`. With a step in flight that copy may not
-have been made yet, so each `begin` waits for the copies of the one before it, not for its computing: they come first in its step.
+`plan` starts a copy from pinned memory that the wrapper owns and overwrites in the next `plan`. With a step in flight, that copy may not
+have been made yet, so each `begin` waits for the copies of the step before it. It does not wait for that step's computation, because the
+copies come first.
 """
 
 from collections.abc import Sequence
@@ -21,7 +22,7 @@ from baton.engine.gpu.triton_attention import flatten_tables
 from baton.engine.gpu.triton_backend import StoringAttention
 
 WORKSPACE_BYTES = 256 << 20  # what FlashInfer's split-KV needs on an H200 with room to spare
-TENSOR_CORE_GROUP = 4  # query heads a key head from which on tensor cores decode faster
+TENSOR_CORE_GROUP = 4  # from this many query heads per key head, tensor cores decode faster
 
 
 class FlashInferAttention(StoringAttention):
@@ -73,7 +74,7 @@ class FlashInferAttention(StoringAttention):
         self._prefillers[self._kind_of[layer]].run(q[self.step.size :].contiguous(), self.views[layer], out=out[self.step.size :])
 
     def _wrappers(self, step: Step) -> list[BatchDecodeWithPagedKVCacheWrapper]:
-        """For each kind of layer: of a captured size wrappers of its own, else those that take any size."""
+        """One for each kind of layer. A captured size has its own wrappers; other sizes share those that accept any size."""
         size = step.size if step.captured else 0
         if size not in self._decoders:
             self._decoders[size] = [self._decoder(size) for _ in self._kinds]

@@ -1,8 +1,8 @@
-"""Decode steps as CUDA graphs, one for each size of a ladder: one launch where there were hundreds.
+"""Decode steps as CUDA graphs, one for each size of a ladder: one launch instead of hundreds.
 
-A graph reads and writes fixed addresses, so what changes from step to step is copied into the tensors of `Inputs` before it is replayed,
-and a batch is padded up to the next rung with decodes of a dummy sequence. Batches above the ladder, and those with longer spans, run
-eagerly.
+A graph reads and writes fixed addresses, so what changes from step to step is copied into the tensors of `Inputs` before the graph is
+replayed, and a batch is padded up to the next rung with decodes of a dummy sequence. Batches above the ladder, and those with longer spans,
+run eagerly.
 """
 
 from collections.abc import Callable
@@ -10,7 +10,7 @@ from collections.abc import Callable
 import torch
 from torch import Tensor
 
-WARM_UPS = 2  # runs before a capture: libraries allocate, and kernels are compiled, on their first ones
+WARM_UPS = 2  # runs before a capture: libraries allocate, and kernels are compiled, during the first ones
 
 # What a step computes, and what replays it.
 Compute = Callable[[], Tensor]
@@ -27,7 +27,7 @@ class Graphs:
     """Captured decode steps, by size."""
 
     def __init__(self, capture: Callable[[Compute], Compute]) -> None:
-        """`capture`: `Captures(device)`, or on a device without graphs `uncaptured`."""
+        """`capture`: `Captures(device)`, or `uncaptured` on a device without graphs."""
         self._capture = capture
         self._replays: dict[int, Compute] = {}
 
@@ -36,11 +36,11 @@ class Graphs:
         return tuple(sorted(self._replays))
 
     def add(self, size: int, compute: Compute) -> None:
-        """Largest first: the smaller ones then fit into the memory of the largest."""
+        """Add the largest first: the smaller ones then fit into its memory."""
         self._replays[size] = self._capture(compute)
 
     def run(self, size: int) -> Tensor:
-        """The answer of this size's `compute` for what is in the inputs now. Valid until the next run of any size."""
+        """The result of this size's `compute` for the current inputs. Valid until the next run of any size."""
         return self._replays[size]()
 
 
@@ -52,7 +52,7 @@ class Captures:
         self._pool = torch.cuda.graph_pool_handle()
 
     def __call__(self, compute: Compute) -> Compute:
-        stream = torch.cuda.Stream(self._device)  # type: ignore[no-untyped-call]
+        stream = torch.cuda.Stream(self._device)
         stream.wait_stream(torch.cuda.current_stream(self._device))
         with torch.cuda.stream(stream):
             for _ in range(WARM_UPS):

@@ -1,7 +1,7 @@
-"""A batch as tensors at fixed addresses, filled without waiting for the device and without Python in proportion to tokens.
+"""A batch as tensors at fixed addresses, filled without waiting for the device and without Python work per token.
 
 Every sequence in a step has a *seat*, a row of the tables that live on the device: its block table, the token it sampled last, and what the
-sampler keeps for it. A seat is kept from step to step, so a decode step sends a few numbers a sequence and a block id now and then.
+sampler keeps for it. A seat is kept from step to step, so a decode step sends a few numbers per sequence and a block id now and then.
 """
 
 from collections.abc import Sequence as Seq
@@ -39,15 +39,15 @@ class Seat:
     seq: Sequence | None = None
     blocks: Seq[int] | None = None  # the sequence's own list: another list is another allocation
     sent: int = 0  # blocks in the table on the device
-    used: int = -1  # step in which it was used last
+    used: int = -1  # step in which it was last used
 
 
 @dataclass(frozen=True, slots=True)
 class Step:
     """A batch on the device, in `order`: decodes (one token each), then padding, or else longer spans.
 
-    Padding are decodes of a dummy sequence, which has a seat and a block of its own. Tensors are views of those of `Inputs`, good until the
-    next step is prepared.
+    Padding consists of decodes of a dummy sequence, which has its own seat and its own block. Tensors are views of those of `Inputs`, valid
+    until the next step is prepared.
     """
 
     batch: Seq[Chunk]
@@ -59,10 +59,10 @@ class Step:
     captured: bool  # whether a graph of this size computes it
     lengths: npt.NDArray[np.int32]  # [B], `lens` on the host
     rows: npt.NDArray[np.int32]  # [B + 1], `firsts` on the host
-    tokens: Tensor  # [T] int64, UNKNOWN where it is the seat's last one
+    tokens: Tensor  # [T] int64, UNKNOWN if it is the last token in the seat
     positions: Tensor  # [T] int64
     slots: Tensor  # [T] int64, block · bs + offset
-    tails: Tensor  # [T] int64, slots to zero behind the token
+    tails: Tensor  # [T] int64, number of slots to zero after the token
     seats: Tensor  # [B] int32
     lens: Tensor  # [B] int32, keys that a sequence's last query sees
     firsts: Tensor  # [B + 1] int32, first token of each
@@ -89,7 +89,7 @@ class Inputs:
         self._seat_rows = torch.zeros(3, seats + 1, dtype=torch.int32, device=device)  # seats, lens, firsts
 
     def prepare(self, batch: Seq[Chunk], sizes: Seq[int] = ()) -> Step:
-        """The batch on its way to the device; padded up to one of `sizes`, ascending, if all are decodes and one is large enough.
+        """Sends the batch to the device; padded up to one of `sizes`, ascending, if all are decodes and a size is large enough.
 
         Raises ValueError for a batch beyond the capacity.
         """
@@ -97,7 +97,7 @@ class Inputs:
         tokens = sum(span.n for span in spans)
         if len(batch) > self.capacity.max_num_seqs or tokens > self.capacity.max_num_batched_tokens:
             raise ValueError(f"a batch of {len(batch)} sequences and {tokens} tokens; the runner was made for {self.capacity}")
-        if any(len(span.blocks) > self.width for span in spans):  # they would run over into the table of another
+        if any(len(span.blocks) > self.width for span in spans):  # they would run over into the next table
             raise ValueError(f"a sequence of more than {self.width} blocks; the runner was made for {self.capacity}")
         order = batch_order(spans)
         seated = self._take_seats([batch[i].seq for i in order])
@@ -153,7 +153,7 @@ class Inputs:
         )
 
     def remember(self, seated: Seq[Seat], tokens: Tensor) -> None:
-        """What these sequences sampled, `[R]`: their next step may ask for it."""
+        """Keeps what these sequences sampled, `[R]`: their next step may need it."""
         self.last_tokens.index_copy_(0, self.upload([seat.index for seat in seated]), tokens)
 
     def upload(self, values: Seq[int]) -> Tensor:
@@ -161,7 +161,7 @@ class Inputs:
         return upload(np.array(values, dtype=np.int64), self.device)
 
     def ids(self, step: Step) -> Tensor:
-        """Token ids `[T]`: where the host does not know one yet, it is in its seat."""
+        """Token ids `[T]`. A token that the host does not know yet is read from its seat."""
         asked = step.tokens[: step.size]
         known = torch.where(asked == UNKNOWN, self.last_tokens.index_select(0, step.seats[: step.size]), asked)
         return torch.cat((known, step.tokens[step.size :])) if len(step.tokens) > step.size else known
@@ -173,7 +173,7 @@ class Inputs:
             if seat := self._seat_of.get(seq):
                 seat.used = now
         if any(seq not in self._seat_of for seq in seqs):
-            idle = iter(sorted(self._seats, key=lambda seat: seat.used))  # those of this step come last: there are as many as sequences
+            idle = iter(sorted(self._seats, key=lambda seat: seat.used))  # those of this step come last: there are enough seats
             for seq in seqs:
                 if seq not in self._seat_of:
                     seat = next(idle)
@@ -184,7 +184,7 @@ class Inputs:
         return [self._seat_of[seq] for seq in seqs]
 
     def _send_tables(self, seated: list[Seat], spans: list[Span]) -> None:
-        """Blocks that the device's tables lack."""
+        """Sends the blocks that the device's tables lack."""
         places: list[int] = []
         values: list[int] = []
         for seat, span in zip(seated, spans, strict=True):
@@ -210,7 +210,7 @@ class Inputs:
         blocks = np.fromiter(chain.from_iterable(touched), dtype=np.int64)
         slots = blocks[(bases - starts // size)[owners] + positions // size] * size + positions % size
         tails = np.zeros_like(slots)
-        # Only the span that writes the first slot of a block zeroes those behind: they are zero for any that comes later.
+        # Only the span that writes the first slot of a block zeroes the slots after it: for later spans they are already zero.
         tails[befores + ns - 1] = np.where((ends - 1) // size * size >= starts, -ends % size, 0)
         return np.stack((np.fromiter(chain.from_iterable(ids), dtype=np.int64), positions, slots, tails))
 

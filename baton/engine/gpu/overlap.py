@@ -1,26 +1,26 @@
-"""An engine with one step in flight: the next batch is chosen and handed over while the device computes the one before it.
+"""An engine with one step in flight: the next batch is chosen and submitted while the device computes the previous one.
 
-1. `step` schedules a batch and gives it to `submit`, which returns at once.
-2. Only then it reads the results of the step before, which by now has ended or soon will, and settles its sequences.
+1. `step` schedules a batch and gives it to `submit`, which returns immediately.
+2. Only then does it read the results of the previous step, which by now has ended or soon will, and settle its sequences.
 3. It books the new step as if it were done: its positions count as computed, and every sequence that will sample gets `UNKNOWN` as its last
-   token. So scheduling needs no rule of its own: such a sequence has one pending token, like any that decodes. The runner takes the token
-   from where it was sampled, on the device; the host writes it over `UNKNOWN` one step later.
+   token. So scheduling needs no special rule: such a sequence has one pending token, like any that decodes. The runner takes the token
+   from where it was sampled, on the device; the host replaces `UNKNOWN` with it one step later.
 
-What that asks of everybody, besides:
+This has further consequences:
 
-- **Nobody sees an unknown token.** Before a sequence is settled or leaves, its `UNKNOWN` goes. Blocks are sealed when the step that filled
-  them has been read: by then all their tokens are known, and their KV is written.
-- **Surplus.** That a sequence met a stop token is seen one step late. The step in flight computes a position for it that nobody asked for;
-  its answer is dropped. Ends that can be foreseen (length, `hold`) make no surplus: they get no `UNKNOWN`, so nothing is pending.
-- **No block leaves while a step in flight may write it.** Blocks of a sequence that ends or is aborted are parked until that step has been
-  read. The device would keep the order; who fills a block from elsewhere (`Engine.reserve`) would not.
-- **Preemption waits for the step in flight.** Where the pool lacks a block for a decode, that step is read before anything is scheduled:
-  then nothing is parked, and the queue gets no sequence with an unknown token.
+- **Nothing outside sees an unknown token.** `UNKNOWN` is removed before a sequence is settled or leaves. Blocks are sealed after the step
+  that filled them has been read: by then all their tokens are known, and their KV is written.
+- **Surplus.** A stop token is seen one step late. The step in flight computes a position for that sequence that is not needed, and the
+  result is dropped. Ends that can be foreseen (length, `hold`) make no surplus: they get no `UNKNOWN`, so nothing is pending.
+- **No block is released while a step in flight may write to it.** Blocks of a sequence that ends or is aborted are parked until that step
+  has been read. The device would keep the order, but a transport that fills a block (`Engine.reserve`) would not.
+- **Preemption waits for the step in flight.** If the pool lacks a block for a decode, that step is read before anything is scheduled:
+  then nothing is parked, and no sequence with an unknown token goes to the queue.
 
-The pool of such an engine may lie on a device. What is held is copied to the host's memory of the pool, where transports read it, and what
-is adopted is copied from there: `to_host`, `to_device`.
+The pool of such an engine may be on a device. What is held is copied to the pool's host memory, where transports read it, and what is
+adopted is copied from there: `to_host`, `to_device`.
 
-A token reaches its reader as early as without all this: when its step has ended. A new sequence starts one step later.
+A token reaches its reader as early as without overlap: when its step has ended. A new sequence starts one step later.
 """
 
 from collections.abc import Sequence as Seq
@@ -39,33 +39,33 @@ UNKNOWN = -1
 
 @dataclass(frozen=True, slots=True)
 class StepResult:
-    """What a step gave, aligned with its batch: None where a chunk did not sample, or failed."""
+    """The results of a step, aligned with its batch: None for a chunk that did not sample, or failed."""
 
     sampled: list[Sampled | None]
-    failed: frozenset[int] = frozenset()  # indices whose logits were no numbers; the others are good
+    failed: frozenset[int] = frozenset()  # indices whose logits were not finite; the others are good
 
 
 class Pending(Protocol):
-    """A step on its way."""
+    """A step that was submitted."""
 
     def result(self) -> StepResult:
-        """Waits for the end of the step: its KV is written then, too."""
+        """Waits for the end of the step; by then its KV is written, too."""
         ...
 
 
 class OverlapRunner(Runner, Protocol):
-    """A runner that need not be waited for. Two implementations: `baton.engine.gpu.runner.GpuRunner` and the toy in the tests."""
+    """A runner that works asynchronously. Two implementations: `baton.engine.gpu.runner.GpuRunner` and the toy in the tests."""
 
     def submit(self, batch: Seq[Chunk]) -> Pending:
-        """Begins what `run` does. Steps are computed in order. `UNKNOWN` stands for what the step before sampled for the sequence."""
+        """Begins what `run` does. Steps are computed in order. `UNKNOWN` stands for the token that the previous step sampled."""
         ...
 
     def to_host(self, blocks: Seq[int]) -> None:
-        """What steps that have been read wrote into these blocks is in `pool` afterwards, where transports find it."""
+        """Copies these blocks to `pool`, where transports find what the steps read so far have written."""
         ...
 
     def to_device(self, blocks: Seq[int]) -> None:
-        """Steps submitted from now on find in these blocks what a transport put into `pool`."""
+        """Copies these blocks from `pool`, so that steps submitted from now on find what a transport put there."""
         ...
 
 
@@ -75,12 +75,12 @@ class Flight:
 
     batch: list[Chunk]
     pending: Pending
-    gone: set[Sequence] = field(default_factory=set)  # of the batch: they left after it was handed over
+    gone: set[Sequence] = field(default_factory=set)  # of the batch: they left after it was submitted
     parked: list[int] = field(default_factory=list)  # their blocks
 
 
 class LateScheduler(Scheduler):
-    """A scheduler that parks blocks which a step in flight may still write."""
+    """A scheduler that parks blocks to which a step in flight may still write."""
 
     def __init__(self, pool: BlockPool, limits: Limits, block_size: int) -> None:
         super().__init__(pool, limits, block_size)
@@ -101,7 +101,7 @@ class LateScheduler(Scheduler):
 
 
 class OverlapEngine(Engine):
-    """An `Engine` that gives the same tokens, with a runner that can `submit`."""
+    """An `Engine` that produces the same tokens, with a runner that can `submit`."""
 
     runner: OverlapRunner
     scheduler: LateScheduler
@@ -115,7 +115,7 @@ class OverlapEngine(Engine):
         return super().idle and self.scheduler.flight is None
 
     def step(self, now: float = 0.0) -> list[Output]:
-        """Hands over the next batch, then answers for the one before it."""
+        """Submits the next batch, then returns the outputs of the previous one."""
         outputs = self._land(None) if self.scheduler.lacks_blocks() else []
         batch = self._schedule(now, outputs)
         if not batch and self.scheduler.flight is not None:
@@ -141,7 +141,7 @@ class OverlapEngine(Engine):
         seq, before = chunk.seq, chunk.seq.computed
         outputs = super()._land_chunk(chunk, sampled)
         if seq.hold and seq.state is not State.DONE:
-            # The block that was begun before may be full only now. What the cache held at the start was never copied to the host.
+            # The block that an earlier chunk began may be full only now. What the cache held at the start was never copied to the host.
             first = 0 if before == seq.began else before // self.block_size
             self.runner.to_host(seq.blocks[first : self._blocks_of(seq.computed)])
         return outputs
@@ -150,7 +150,7 @@ class OverlapEngine(Engine):
         return -(-tokens // self.block_size)
 
     def _land(self, following: Flight | None) -> list[Output]:
-        """Read the step in flight, if there is one; `following` has been handed over behind it."""
+        """Reads the step in flight, if there is one; `following` has been submitted after it."""
         landed, self.scheduler.flight = self.scheduler.flight, following
         if landed is None:
             return []

@@ -1,7 +1,7 @@
-"""A runner that hands a step to the device and does not wait for it.
+"""A runner that submits a step to the device and does not wait for it.
 
 `submit` fills the inputs, replays a graph or runs the model, samples, and starts the copies of the answers, all on one stream, so that
-steps are computed in order; `Pending.result` waits for the event behind the last copy. On the CPU the same code computes at once.
+steps are computed in order; `Pending.result` waits for the event after the last copy. On the CPU, the same code computes immediately.
 """
 
 from collections.abc import Sequence as Seq
@@ -26,11 +26,11 @@ from baton.engine.runner import DTYPES, ModelRunner
 from baton.engine.sampling import Sampled, SamplingParams
 from baton.engine.sequence import Sequence
 
-STAGED_BLOCKS = 64  # that cross the bus at a time
+STAGED_BLOCKS = 64  # copied over the bus at a time
 
 
 class DevicePending:
-    """A step on its way: its answers are being copied to the host."""
+    """A step that was submitted: its answers are being copied to the host."""
 
     def __init__(self, step: Step, sampling: list[int], draw: Draw | None, copied: Mark) -> None:
         self._batch = step.batch
@@ -48,7 +48,7 @@ class DevicePending:
 
 
 class GpuRunner(ModelRunner):
-    """A `ModelRunner` that can `submit`. It is loaded as one; `attach` takes what a device needs in addition."""
+    """A `ModelRunner` that can `submit`. It is loaded as one; `attach` takes what a device needs in addition to a pool."""
 
     def attach(
         self,
@@ -58,16 +58,16 @@ class GpuRunner(ModelRunner):
         backend: str = "auto",
         graph_sizes: Seq[int] | None = None,
     ) -> None:
-        """Lays out the pool on the device, or takes `tensor`, `[num_blocks + 1, *block_shape]`: the last block is scratch.
+        """Lays out the pool on the device, or uses `tensor`, `[num_blocks + 1, *block_shape]`: the last block is scratch.
 
-        `capacity` bounds every batch. `backend`: see `baton.engine.gpu.choice`. `graph_sizes`: batch sizes of which decode steps are
-        captured, where that can be; None: a ladder up to the capacity. Raises ValueError for a pool of another layout and for a backend
-        that cannot be had.
+        `capacity` bounds every batch. `backend`: see `baton.engine.gpu.choice`. `graph_sizes`: batch sizes for which decode steps are
+        captured, if possible; None: a ladder up to the capacity. Raises ValueError for a pool of another layout and for a backend
+        that is not available.
         """
         if difference := self.layout.difference(pool.layout):
             raise ValueError(f"the pool does not fit the model: {difference}")
         if capacity is None:
-            raise ValueError("capacity: a runner on a device is made for batches up to a bound")
+            raise ValueError("capacity: a runner on a device needs a bound on its batches")
         shape = (pool.num_blocks + 1, *self.layout.block_shape)
         if tensor is None:
             tensor = torch.zeros(shape, dtype=DTYPES[self.layout.dtype], device=self.device)
@@ -105,14 +105,15 @@ class GpuRunner(ModelRunner):
         return DevicePending(step, sampling, draw, copied)
 
     def to_host(self, blocks: Seq[int]) -> None:
-        """Copies blocks of the device into `pool`, from where they are exported. Waits; the blocks must be written (`Pending.result`)."""
+        """Copies blocks of the device into `pool`, from where they are exported. Waits for the copy; the blocks must have been written
+        (`Pending.result`)."""
         for part in self._parts(blocks):
             self._staging.begin_out(part)
             self._staging.wait()
             self.pool.array[part] = self._staging.host[: len(part)].numpy()
 
     def to_device(self, blocks: Seq[int]) -> None:
-        """Copies blocks of `pool`, where they were imported, to the device. Steps that are submitted later find them there."""
+        """Copies blocks of `pool`, into which they were imported, to the device. Steps that are submitted later find them there."""
         for part in self._parts(blocks):
             self._staging.wait()
             self._staging.host[: len(part)].numpy()[:] = self.pool.array[part]
@@ -150,7 +151,7 @@ class GpuRunner(ModelRunner):
 
     @torch.inference_mode()
     def _capture(self, sizes: Seq[int]) -> None:
-        """Graphs of these sizes, ascending, from batches of dummies. They leave their logits in one place."""
+        """Captures graphs of these sizes, ascending, from batches of dummies. All write their logits to the same tensor."""
         logits = torch.empty(max(sizes, default=0), self.vocab_size, device=self.device)
         for size in reversed(sizes):
             step = self._inputs.dummies(size)
@@ -160,7 +161,7 @@ class GpuRunner(ModelRunner):
 
     @torch.inference_mode()
     def _warm_up_sampler(self) -> None:
-        """Its kernels are compiled at their first call, which must not be a request's."""
+        """Its kernels are compiled at their first call, which should not be a request's."""
         params = SamplingParams(max_tokens=1, top_k=2, top_p=0.5, min_p=0.1, logprobs=1)
         seq = Sequence("warm-up", [0], 1, params, root=b"")
         self._sampler.draw(torch.zeros(1, self.vocab_size, device=self.device), [seq], [])
@@ -174,12 +175,12 @@ class GpuRunner(ModelRunner):
 
 
 def _asks_the_device(model: Transformer) -> bool:
-    """Whether a forward pass reads numbers back: experts with separate matrices do, and cannot be captured."""
+    """Whether a forward pass reads numbers back from the device. Experts with separate matrices do, and cannot be captured."""
     return any(isinstance(layer.mlp, Mixture) and isinstance(layer.mlp.experts, SeparateExperts) for layer in model.layers)
 
 
 def _pick(device: torch.device) -> Pick:
-    """Our kernels where Triton can compile them."""
+    """Our kernels if Triton can compile them."""
     if device.type != "cuda" or not installed("triton"):
         return pick_plainly
     from baton.engine.gpu.triton_sampling import pick

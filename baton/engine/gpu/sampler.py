@@ -1,8 +1,8 @@
 """`baton.engine.sampler` for a device, without waiting for it: what a row asks for is known on the host, and everything that depends on
-logits stays where they are. The answer is read when it is wanted.
+logits stays on the device. The answer is read when it is needed.
 
-Same order, same filters, same noise, so the same tokens, up to the last bit of a logarithm. Penalties need the tokens so far, the last of
-which the host may not know yet: they are counted on the device, in the sequence's seat, as they are sampled.
+Order, filters and noise are the same, so the tokens are the same, up to the last bit of a logarithm. Penalties need the tokens so far, the
+last of which the host may not know yet: they are counted on the device, in the sequence's seat, as they are sampled.
 """
 
 from collections.abc import Callable
@@ -85,13 +85,13 @@ class Sampler:
         return upload(np.array(values, dtype=np.int64), self._device)
 
     def _remembered(self, vocab: int) -> "History":
-        """Made when the first row asks for penalties: it is large."""
+        """Made when the first row asks for penalties, because it is large."""
         if self._history is None:
             self._history = History(self._seats, vocab, self._device)
         return self._history
 
     def _adjusted(self, logits: Tensor, seqs: Seq[Sequence], seated: Seq[Seat], penalised: list[int]) -> Tensor:
-        """Bias, penalties, min_tokens; `logits` itself where no row asks for anything."""
+        """Bias, penalties, min_tokens; `logits` itself if no row asks for anything."""
         vocab = logits.shape[1]
         bias = [
             (i, t, b) for i in _rows(seqs, lambda p: bool(p.logit_bias)) for t, b in seqs[i].params.logit_bias.items() if 0 <= t < vocab
@@ -125,7 +125,7 @@ class Sampler:
 
     def _filters(self, seqs: Seq[Sequence], scores: Tensor, best: Tensor) -> Filters:
         params, vocab = [seq.params for seq in seqs], scores.shape[1]
-        # Rows of an aligned length: Triton compiles a kernel again for a pointer that is aligned otherwise.
+        # Rows of an aligned length: Triton compiles a kernel again for a pointer with another alignment.
         facts = np.ones((6, -(-len(params) // ALIGNED) * ALIGNED))
         for i, p in enumerate(params):
             cold = p.temperature < GREEDY_BELOW
@@ -144,11 +144,11 @@ class Sampler:
         return Filters(narrow[0], sent[1].long(), narrow[2].double(), floor, sent[4] > 0, noise, any_top)
 
     def _logprobs(self, logits: Tensor, tokens: Tensor, asked: list[int], n: int) -> tuple[Tensor, Tensor]:
-        """Of the model's own distribution: `[r, 1 + n]`, and the ids `[r, n]`, by (log-probability descending, id ascending)."""
+        """Logarithms of the model's own probabilities `[r, 1 + n]`, and ids `[r, n]`, by (log-probability descending, id ascending)."""
         rows = self._index(asked)
         logprobs = logits[rows].log_softmax(dim=-1)  # [r, V]
         chosen = logprobs.gather(1, tokens[rows][:, None])
-        # Both in one integer, so that equals are told apart by id: float32's bits, turned so that they order, above the id's complement.
+        # Both in one integer, so that the id decides between equals: float32's bits, made to order as integers, above the id's complement.
         bits = logprobs.view(torch.int32)
         ordered = (bits ^ ((bits >> 31) & 0x7FFFFFFF)).long() << _ID_BITS
         last = logprobs.shape[1] - 1
@@ -158,7 +158,7 @@ class Sampler:
 
 
 class History:
-    """Which tokens each penalised sequence has had, and how often, by seat: `[seats, V]`."""
+    """Which tokens each penalised sequence contains, and how often, by seat: `[seats, V]`."""
 
     def __init__(self, seats: int, vocab: int, device: torch.device) -> None:
         self._device = device
@@ -167,7 +167,7 @@ class History:
         self._noted: list[tuple[Sequence | None, int]] = [(None, 0)] * seats  # whose tokens, and how many
 
     def refresh(self, seqs: Seq[Sequence], seated: Seq[Seat]) -> None:
-        """Count anew for those who took a seat, or whose last token was taken back."""
+        """Counts anew for sequences that took a seat, or whose last token was taken back."""
         for seq, seat in zip(seqs, seated, strict=True):
             if self._noted[seat.index] == (seq, len(seq.tokens)):
                 continue
@@ -179,7 +179,7 @@ class History:
             self._noted[seat.index] = (seq, len(seq.tokens))
 
     def note(self, seqs: Seq[Sequence], seated: Seq[Seat], tokens: Tensor) -> None:
-        """They got the tokens `[r]`."""
+        """Counts the tokens `[r]` that they have sampled."""
         places = upload(np.array([seat.index for seat in seated]), self._device) * self._in_output.shape[1] + tokens
         self._in_output.view(-1).index_add_(0, places, torch.ones_like(places, dtype=torch.int32))
         for seq, seat in zip(seqs, seated, strict=True):
@@ -198,7 +198,7 @@ class History:
 
 
 def answers(draw: Draw, seqs: Seq[Sequence]) -> list[Sampled | None]:
-    """A draw whose tensors are on the host, as `Sampled`; None where the logits are not finite."""
+    """A draw whose tensors are on the host, as `Sampled`; None if the logits are not finite."""
     sampled = [Sampled(token) if finite else None for token, finite in zip(draw.tokens.tolist(), draw.finite.tolist(), strict=True)]
     if draw.logprobs is not None and draw.ids is not None:
         for i, row, ids in zip(draw.asked, draw.logprobs.tolist(), draw.ids.tolist(), strict=True):
@@ -217,7 +217,7 @@ def _penalises(params: SamplingParams) -> bool:
 
 
 def pick_plainly(scores: Tensor, best: Tensor, filters: Filters) -> Tensor:
-    """In plain torch, by sorting. `baton.engine.gpu.triton_sampling.pick` is measured against it."""
+    """In plain torch, by sorting. `baton.engine.gpu.triton_sampling.pick` is compared with it."""
     scaled = (scores - best[:, None]) / filters.temperature[:, None]
     least = filters.floor[:, None]
     if filters.any_top:

@@ -1,6 +1,7 @@
-"""Blocks between the device's pool and pinned host memory: how KV leaves a device for a transport, a file or a colder tier, and comes back.
+"""Copies blocks between the device's pool and pinned host memory: so KV leaves a device for a transport, a file or a colder tier, and comes
+back.
 
-The blocks asked for are collected into one contiguous piece on the device and cross the bus as one copy, whatever their size and order.
+The requested blocks are collected into one contiguous piece on the device and cross the bus as one copy, whatever their size and order.
 """
 
 from collections.abc import Sequence as Seq
@@ -26,14 +27,14 @@ class Staging:
         self._done = Mark(pool.device)
 
     def begin_out(self, blocks: Ints) -> None:
-        """Blocks `[n]` to `host[:n]`, which is theirs when `wait` has returned."""
+        """Copies blocks `[n]` to `host[:n]`, which has them when `wait` has returned."""
         near = self._near[: len(blocks)]
         gather(self._pool, upload(blocks, self._device), near)
         self.host[: len(blocks)].view(torch.int64).copy_(near, non_blocking=True)
         self._done.record()
 
     def begin_in(self, blocks: Ints) -> None:
-        """`host[:n]` to the blocks `[n]`; it may be written again when `wait` has returned."""
+        """Copies `host[:n]` to the blocks `[n]`; `host` may be written again when `wait` has returned."""
         near = self._near[: len(blocks)]
         near.copy_(self.host[: len(blocks)].view(torch.int64), non_blocking=True)
         scatter(self._pool, upload(blocks, self._device), near)
@@ -43,6 +44,6 @@ class Staging:
         self._done.wait()
 
     def digests(self, blocks: Seq[int]) -> bytes:
-        """The device digests of blocks, as `baton.engine.gpu.triton_blocks.digest_on_host` gives them. Waits."""
+        """The device digests of blocks, as `baton.engine.gpu.triton_blocks.digest_on_host` returns them. Waits for the device."""
         sums = digest(self._pool, torch.tensor(blocks, dtype=torch.int64, device=self._device))
         return sums.cpu().numpy().astype("<i8").tobytes()

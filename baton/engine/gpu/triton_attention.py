@@ -2,12 +2,12 @@
 one-vector KV of multi-head latent attention. Also the kernel that writes new keys and values into their slots.
 
 Kernels take the strides of one layer's slice of the pool, `[N, P, Hkv, bs, D]`: nothing is copied, and any memory order with D innermost
-will do. A key behind a sequence's last token is never loaded, so whatever lies there, NaN included, has no say.
+works. A key after a sequence's last token is never loaded, so whatever is there, NaN included, has no effect.
 
 Decoding reads every key once and is bound by memory, so it is split over the keys until the device is full; a second kernel merges the
 parts (Flash-Decoding, Dao et al. 2023). The softmax is the online one of Milakov and Gimelshein 2018, with base-2 exponentials.
 
-Letters in shapes: T tokens of the batch, B sequences, S seats, M blocks a sequence, bs block size, Hq query heads, Hkv key/value heads,
+Letters in shapes: T tokens of the batch, B sequences, S seats, M blocks per sequence, bs block size, Hq query heads, Hkv key/value heads,
 G = Hq / Hkv, D head dim, Dv that of values, P parts (2: keys and values; 1: one vector that is both, its first Dv numbers being the value),
 N blocks of the pool.
 """
@@ -124,7 +124,7 @@ def _decode_kernel(
         acc = acc * kept[:, None] + tl.dot(p.to(v.dtype), v, input_precision="ieee")
         top = higher
 
-    some = total > 0  # a split that got no key has nothing to say
+    some = total > 0  # a split without keys contributes nothing
     total = tl.where(some, total, 1.0)
     answer = acc / total[:, None]
     if SPLITS == 1:
@@ -238,7 +238,7 @@ def _prefill_kernel(
                 v = tl.load(value + d, mask=seen[:, None] & (d < DV), other=0.0)
             acc = acc * kept[:, None] + tl.dot(p.to(v.dtype), v, input_precision="ieee")
             top = higher
-        # Rows beyond the span see keys too, or none: they are not written.
+        # Rows beyond the span may see keys or none: they are not written.
         answer = acc / tl.where(total > 0, total, 1.0)[:, None]
         tl.store(out + row * out_token + head * DV + d, answer.to(out.dtype.element_ty), mask=mine & (d < DV))
 
@@ -288,18 +288,19 @@ def _flatten_kernel(tables, seats, firsts, out, table_stride, WIDTH: tl.constexp
 
 
 def flatten_tables(tables: Tensor, seats: Tensor, firsts: Tensor, most: int, out: Tensor) -> None:
-    """The tables `[S, M]` of the sequences in `seats` `[B]`, one after the other: of b the first blocks, to `out[firsts[b] : firsts[b +
-    1]]`.
+    """Writes the tables `[S, M]` of the sequences in `seats` `[B]` one after the other: the first blocks of sequence b go to
+    `out[firsts[b] : firsts[b + 1]]`.
 
-    `most`: the most blocks that one has.
+    `most`: the largest number of blocks of one sequence.
     """
     _flatten_kernel[(len(seats), triton.cdiv(most, 1024))](tables, seats, firsts, out, tables.stride(0), WIDTH=1024)
 
 
 def store(kv: Tensor, layer: Tensor, slots: Tensor, tails: Tensor) -> None:
-    """kv `[T, P, Hkv, D]` into one layer of the pool `[N, P, Hkv, bs, D]`: token t into slot `slots[t]` = block · bs + offset.
+    """Writes kv `[T, P, Hkv, D]` into one layer of the pool `[N, P, Hkv, bs, D]`: token t into slot `slots[t]` = block · bs + offset.
 
-    The `tails[t]` slots behind it in its block are zeroed: whoever begins a block owes that, so that its bytes depend on its tokens only.
+    The `tails[t]` slots after it in its block are zeroed. The span that begins a block must do that, so that the block's bytes depend only
+    on its tokens.
     """
     tokens, parts, heads, dim = kv.shape
     _store_kernel[(tokens, parts)](
@@ -318,18 +319,18 @@ def store(kv: Tensor, layer: Tensor, slots: Tensor, tails: Tensor) -> None:
 
 
 def splits(sequences: int, kv_heads: int, processors: int) -> int:
-    """Over how many programs the keys of one sequence and head are split, a power of two, so that the device has work for all of itself.
+    """The number of programs, a power of two, over which the keys of one sequence and head are split, so that the whole device has work.
 
-    Depends on nothing that changes from step to step, so that a captured launch stays right.
+    It depends on nothing that changes from step to step, so that a captured launch stays correct.
     """
     wanted = PROGRAMS_PER_PROCESSOR * processors // max(1, sequences * kv_heads)
     return min(MOST_SPLITS, 1 << max(0, wanted.bit_length() - 1))
 
 
 def decode(q: Tensor, layer: Tensor, tables: Tensor, seats: Tensor, lens: Tensor, how: LayerAttention, out: Tensor, splits: int) -> None:
-    """One query a sequence, q `[B, Hq, D]`, against its `lens[b]` ≥ 1 keys, the last of which is its own; into out `[B, Hq, Dv]`.
+    """One query per sequence, q `[B, Hq, D]`, against its `lens[b]` ≥ 1 keys, the last of which is its own; into out `[B, Hq, Dv]`.
 
-    `layer` `[N, P, Hkv, bs, D]`; `tables` `[S, M]` int32, of which sequence b has row `seats[b]`; `out` contiguous within a token.
+    `layer` `[N, P, Hkv, bs, D]`; `tables` `[S, M]` int32, in which sequence b has row `seats[b]`; `out` is contiguous within a token.
     """
     (batch, heads, _), kv_heads, dv = q.shape, layer.shape[2], out.shape[2]
     group = heads // kv_heads
@@ -370,7 +371,7 @@ class Queries(NamedTuple):
 
     firsts: Tensor  # [B + 1] int32, the first row of each sequence
     base: int
-    longest: int  # the most queries of one sequence
+    longest: int  # the largest number of queries of one sequence
 
 
 def prefill(
@@ -425,7 +426,7 @@ def _strides(q: Tensor, layer: Tensor, tables: Tensor, out: Tensor) -> tuple[int
 
 
 def _shape(q: Tensor, layer: Tensor, dv: int) -> dict[str, int | bool]:
-    """A key is its first Dv numbers, which may be the value as well, and the DR others."""
+    """A key consists of its first Dv numbers, which may also be the value, and DR others."""
     rest = q.shape[2] - dv
     return {
         "GROUP": q.shape[1] // layer.shape[2],

@@ -1,4 +1,4 @@
-"""Attention in our own kernels, and what it shares with borrowed backends: those read the pool, and our kernel writes it."""
+"""Attention in our own kernels, and what it shares with borrowed backends: these read the pool, and our kernel writes it."""
 
 from collections.abc import Sequence
 
@@ -14,7 +14,7 @@ from baton.engine.gpu.inputs import Inputs, Step
 
 
 class StoringAttention(DeviceAttention):
-    """Stores with our own kernel, then decodes, then does what has more than one query."""
+    """Stores with our own kernel, then computes the decodes, then the spans with more than one query."""
 
     capturable = True
 
@@ -36,12 +36,12 @@ class StoringAttention(DeviceAttention):
         raise NotImplementedError
 
     def prefill(self, layer: int, q: Tensor, out: Tensor) -> None:
-        """Rows `[size:]` of q `[T, Hq, D]` → those of out `[T, Hq, Dv]`."""
+        """Rows `[size:]` of q `[T, Hq, D]` → the same rows of out `[T, Hq, Dv]`."""
         raise NotImplementedError
 
 
 class TritonAttention(StoringAttention):
-    """Our kernels; but plainly causal prefills, which are bound by arithmetic, take torch's own over gathered keys and values."""
+    """Our kernels; but plain causal prefills, which are bound by arithmetic, use torch's own over gathered keys and values."""
 
     name = "triton"
 
@@ -51,7 +51,7 @@ class TritonAttention(StoringAttention):
         cuda = pool.device.type == "cuda"
         self._processors = torch.cuda.get_device_properties(pool.device).multi_processor_count if cuda else 1
         self._plain = [parts == 2 and how.window is None and how.softcap is None for how in layers]
-        # Row block · LPHkv + part · Hkv + head, counted from a layer's first, is what one head has in one block.
+        # Row (block · LPHkv + part · Hkv + head), counted from a layer's first, is what one head has in one block.
         step = parts * self._kv_heads
         self._block_rows = len(layers) * step
         self._part_rows = torch.arange(step, device=pool.device)[:, None]

@@ -1,25 +1,25 @@
-"""Whole blocks on the device: collected into one contiguous piece, put back, and digested, at the speed of the memory.
+"""Whole blocks on the device: they are collected into one contiguous piece, put back, and digested, at the speed of the memory.
 
 A block is `block_bytes` contiguous bytes of the pool, a multiple of 8; kernels see it as 64-bit words.
 
 **The digest of a block** is 16 bytes that a device computes while it reads the block once, in any order and in any number of pieces, and
-that a side without a device computes too (`digest_on_host`). It finds accidents, as the host's XXH3-128 does, and is not it: two sides that
-compare must use the same one. With w_i the 64-bit words of the block, i = 0, 1, …, G the odd constant nearest to 2^64 / φ, and mix the
-finaliser of SplitMix64 (Steele, Lea, Flood 2014), all modulo 2^64:
+that a side without a device can compute too (`digest_on_host`). It detects accidents, like the host's XXH3-128, but it is a different
+digest: two sides that compare must use the same one. With w_i the 64-bit words of the block, i = 0, 1, …, G the odd constant nearest to
+2^64 / φ, and mix the finaliser of SplitMix64 (Steele, Lea, Flood 2014), all modulo 2^64:
 
     m_i = mix(w_i + (i + 1) · G)        A = Σ m_i        B = Σ (2 i + 1) · m_i        digest = A, B, little-endian
 
 Why that is enough. For each i, w → m_i is a bijection whose every output bit depends on every input bit, so
 
 - one altered word (a flipped bit or byte, 8 zeroed bytes) always changes A: m_i differs, the other terms do not;
-- two altered words leave A only if their differences cancel, δ_j = -δ_i, a chance of 2^-64; B then changes by 2 (i - j) δ_i, which is 0
-  only if δ_i is a multiple of 2^63 / 2^v, 2^v the power of two in i - j: in a block of 2 MiB, only if its 46 low bits are 0 besides;
-- the place goes into the word before it is mixed, so words that change places, and a block that slipped by a word, meet other functions:
-  each term changes as if drawn anew, and both sums stay with a chance of about 2^-128;
-- a zeroed stretch likewise: mix(0 + (i + 1) · G) is a different number at each place, so zeros of another length or at another place are
-  seen.
+- two altered words leave A unchanged only if their differences cancel, δ_j = -δ_i, a chance of 2^-64; B then changes by 2 (i - j) δ_i,
+  which is 0 only if δ_i is a multiple of 2^63 / 2^v, 2^v the power of two in i - j: in a block of 2 MiB, only if its 46 low bits are 0 too;
+- the place is added to the word before it is mixed, so words that change places, and a block that is shifted by a word, meet other
+  functions: each term changes as if drawn anew, and both sums stay the same with a chance of about 2^-128;
+- the same holds for a zeroed stretch: mix(0 + (i + 1) · G) is a different number at each place, so zeros of another length or at another
+  place are detected.
 
-Sums of integers do not depend on their order, so the device's scheduling does not enter.
+Sums of integers do not depend on their order, so the device's scheduling has no influence.
 """
 
 import numpy as np
@@ -84,7 +84,7 @@ def gather(pool: Tensor, blocks: Tensor, out: Tensor) -> None:
 
 
 def scatter(pool: Tensor, blocks: Tensor, source: Tensor) -> None:
-    """source `[n, words]` int64 into the blocks `[n]` of pool `[N, words]`; no block twice."""
+    """source `[n, words]` int64 into the blocks `[n]` of pool `[N, words]`; each block occurs only once."""
     n, words = source.shape
     if n:
         _scatter_kernel[(n, triton.cdiv(words, WORDS))](pool, blocks, source, words, WORDS=WORDS)
@@ -114,9 +114,9 @@ def digest_on_host(blocks: npt.NDArray[np.uint8]) -> bytes:
 def words_of(pool: Tensor) -> Tensor:
     """A contiguous pool `[N, *block_shape]` of any dtype as `[N, words]` int64, without a copy.
 
-    Raises ValueError where a block is no whole number of 8-byte words.
+    Raises ValueError if a block is not a whole number of 8-byte words.
     """
     block_bytes = pool[0].numel() * pool.element_size()
     if block_bytes % 8:
-        raise ValueError(f"a block of {block_bytes} bytes is no whole number of 8-byte words")
+        raise ValueError(f"a block of {block_bytes} bytes is not a whole number of 8-byte words")
     return pool.view(torch.uint8).view(len(pool), block_bytes).view(torch.int64)

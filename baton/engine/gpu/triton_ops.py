@@ -1,4 +1,4 @@
-"""The pointwise operations of a layer as one kernel each: on a device, every launch and every pass over memory that is saved is time."""
+"""The pointwise operations of a layer as one kernel each: on a device, every launch and every pass over memory costs time."""
 
 import torch
 import triton

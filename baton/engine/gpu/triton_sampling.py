@@ -1,11 +1,11 @@
 """The draw of `baton.engine.sampler` in two kernels that never wait for the host.
 
 `cutoff` finds the least score that top-k and top-p let through, without sorting: scores relative to the best are at most 0, so the bits of
-their magnitude order them, and a search over these bits with several pivots at a time finds the place where the count, or the mass, of what
-is at least as good crosses what was asked for. A program owns a row and loops until it knows; the row is read about seven times for each of
-the two. `race` draws from what is left by the Gumbel-max trick, with the noise of `baton.engine.sampling`.
+their magnitude order them. A search over these bits, with several pivots at a time, finds the score at which the count, or the mass, of all
+scores at least as good crosses the requested value. A program owns a row and loops until it has found it; the row is read about seven times
+for each of the two. `race` draws from what is left by the Gumbel-max trick, with the noise of `baton.engine.sampling`.
 
-Masses are summed in float64, in an order that depends on the vocabulary only: neither the other rows nor the device's scheduling enter.
+Masses are summed in float64, in an order that depends only on the vocabulary: neither the other rows nor the device's scheduling matter.
 """
 
 import torch
@@ -18,7 +18,7 @@ from baton.engine.gpu.triton_blocks import GOLDEN, mix64
 
 PIVOTS = 8
 CHUNK = 256  # scores compared with all pivots at a time
-RACE = 2048  # scores that one program lets race
+RACE = 2048  # scores that race within one program
 
 _INFINITE = tl.constexpr(0x7F800000)  # bits of float32's infinity: the magnitude of a masked score
 _GOLDEN = tl.constexpr(GOLDEN)
@@ -48,8 +48,8 @@ def _cutoff_kernel(scores, bests, temperatures, top_ks, top_ps, least, vocab, ro
     k = tl.load(top_ks + r)
     p = tl.load(top_ps + r)
     steps = tl.arange(0, PIVOTS).to(tl.int64) + 1
-    # Invariant of both searches: too little lies within `low`, enough within `high`, and `below` and `upto` count what does. They end
-    # when the two are neighbours, or when a single score lies between them.
+    # Invariant of both searches: too little is within `low`, enough is within `high`, and `below` and `upto` count the scores within them.
+    # A search ends when `low` and `high` are neighbours, or when a single score is between them.
     low = tl.full([], -1, tl.int64)
     high = tl.full([], _INFINITE, tl.int64)
     below = tl.full([], 0, tl.int64)
@@ -104,7 +104,7 @@ def pick(scores: Tensor, best: Tensor, filters: Filters) -> Tensor:
 
 
 def cutoff(scores: Tensor, best: Tensor, filters: Filters) -> Tensor:
-    """Least (score - best) / temperature `[R]` that top-k, and top-p of what top-k leaves, let through; equals stay in together."""
+    """Least (score - best) / temperature `[R]` that top-k, and top-p of what top-k leaves, let through; ties stay in together."""
     least = torch.empty_like(best)
     rows, vocab = scores.shape
     _cutoff_kernel[(rows,)](
@@ -124,7 +124,7 @@ def cutoff(scores: Tensor, best: Tensor, filters: Filters) -> Tensor:
 
 
 def race(scores: Tensor, best: Tensor, least: Tensor, filters: Filters) -> Tensor:
-    """Token ids `[R]`: drawn from softmax of the scaled scores that are at least `least` `[R]`, or the best where greedy."""
+    """Token ids `[R]`: drawn from softmax of the scaled scores that are at least `least` `[R]`, or the best if greedy."""
     rows, vocab = scores.shape
     pieces = triton.cdiv(vocab, RACE)
     firsts = torch.empty(rows, pieces, dtype=torch.float64, device=scores.device)

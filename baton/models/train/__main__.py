@@ -1,4 +1,4 @@
-"""`python -m baton.models.train` makes what ships: tokenizer, model, draft and model cards. A stopped run continues where it was."""
+"""`python -m baton.models.train` makes what ships: tokenizer, model, draft and model cards. A stopped run resumes where it was."""
 
 import argparse
 import os
@@ -22,9 +22,9 @@ HOME = Path(__file__).resolve().parents[1]
 def main() -> None:
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
     parser.add_argument("--out", type=Path, default=HOME, help="folder of the checkpoints' folders (default: %(default)s)")
-    parser.add_argument("--work", type=Path, default=Path(".baton/train"), help="states of unfinished trainings (default: %(default)s)")
+    parser.add_argument("--work", type=Path, default=Path(".baton/train"), help="states of unfinished training runs (default: %(default)s)")
     parser.add_argument("--only", choices=["tokenizer", *RECIPES, "card"], help="one step instead of all")
-    parser.add_argument("--tokens", type=int, help="train on so many tokens instead of the recipe's: a trial")
+    parser.add_argument("--tokens", type=int, help="train on this many tokens instead of the recipe's, for a trial")
     arguments = parser.parse_args()
     device = "cuda" if torch.cuda.is_available() else "cpu"
 
@@ -64,7 +64,7 @@ def _train(recipe: Recipe, tokens: int, tokenizer: Tokenizer, work: Path, device
 
 
 def export(model: nn.Module, recipe: Recipe, tokenizer: Tokenizer, folder: Path) -> None:
-    """A Hugging Face folder with weights in bfloat16. Other files in the folder stay."""
+    """Writes a Hugging Face folder with weights in bfloat16. Other files in the folder stay."""
     write(folder, recipe.shape, tokenizer, dtype="bfloat16", temperature=0.8)
     weights = {name: p.detach().to(torch.bfloat16).contiguous() for name, p in model.named_parameters()}
     save_file(weights, folder / "model.safetensors", metadata={"format": "pt"})

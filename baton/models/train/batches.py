@@ -13,14 +13,14 @@ from baton.models.train.corpus import SPECIAL, document
 from baton.models.train.recipe import CONTEXT, ROUND_WORDS, SEED, Phase
 
 EOS, USER, ASSISTANT, SYSTEM = (SPECIAL.index(f"<|{name}|>") for name in ("eos", "user", "assistant", "system"))
-OTHERS_WEIGHT = 0.2  # of a token that the model is not to say itself; there is little to learn from which thing somebody names
+OTHERS_WEIGHT = 0.2  # of a token that the model need not say itself; it learns little from which thing a user names
 
 
 @dataclass(frozen=True, slots=True)
 class Batch:
     ids: Tensor  # [documents, length], padded on the right with EOS
     weights: Tensor  # [documents, length - 1], of predicting ids[:, 1:]; 0 for padding
-    tokens: int  # predicted, padding left out
+    tokens: int  # predicted, without padding
 
 
 def round_batches(tokenizer: Tokenizer, number: int, phase: Phase) -> Iterator[Batch]:
@@ -50,7 +50,7 @@ def collate(rows: list[list[int]]) -> Batch:
 
 
 def _weights(row: list[int]) -> list[float]:
-    """Of predicting row[1:]."""
+    """The weights of predicting row[1:]."""
     weights, weight = [], 1.0
     for token, following in pairwise(row):
         if token in (USER, SYSTEM):

@@ -1,4 +1,4 @@
-"""The model card: tables and pictures of what was measured, and samples, written beside the checkpoint."""
+"""The model card: tables and pictures of what was measured, and samples, written next to the checkpoint."""
 
 import json
 import platform
@@ -31,7 +31,7 @@ PROMPTS = (
 
 
 def write(folder: Path, draft_folder: Path, runs: dict[str, Run]) -> None:
-    """`results.json`, `loss.png`, `recall.png`, `samples.md` and `README.md` in `folder`, a short README.md in `draft_folder`."""
+    """Writes `results.json`, `loss.png`, `recall.png`, `samples.md` and `README.md` to `folder`, a short README.md to `draft_folder`."""
     tokenizer = Tokenizer.from_file(str(folder / "tokenizer.json"))
     model, draft = load(folder), load(draft_folder)
     models = {folder.name: model, draft_folder.name: draft}

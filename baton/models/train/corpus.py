@@ -1,4 +1,4 @@
-"""Document `i` of a split is a function of (seed, split, size, i): there is no file and no end, and a restart gives the same documents."""
+"""Document `i` of a split is a function of (seed, split, size, i): there is no file and no end, and a restart makes the same documents."""
 
 from collections.abc import Iterator, Sequence
 from random import Random
@@ -15,7 +15,7 @@ CHAT_TEMPLATE = (
     "{% if add_generation_prompt %}<|assistant|>{% endif %}"
 )
 
-TINY, SHORT, LONG = 30, 130, 300  # words: nothing but copying, no story alone, long enough to forget
+TINY, SHORT, LONG = 30, 130, 300  # words. Below TINY: copying only; below SHORT: no stories alone; from LONG: long enough to forget
 
 
 def render(messages: Sequence[Message], reply: bool = False) -> str:
@@ -40,7 +40,7 @@ def document(rng: Random, size: int) -> str:
 
 
 def documents(seed: int, split: str, size: int, start: int = 0) -> Iterator[str]:
-    """Documents from number `start` on. Splits share none."""
+    """Documents from number `start` on. No two splits share a document."""
     while True:
         yield document(Random(f"{seed}/{split}/{size}/{start}"), size)
         start += 1
@@ -58,7 +58,7 @@ def _plain(rng: Random, size: int) -> str:
 
 
 def _list_of_facts(rng: Random, size: int) -> str:
-    """Many facts, then a question for each in another order: pure recall."""
+    """Many facts, then a question about each in another order: pure recall."""
     count = max(2, min(size // 22, 60))
     told = distinct_facts(rng, count)
     messages = [Message("user", " ".join(f"{upper(f.statement)}." for f in told)), Message("assistant", "I will remember that.")]
@@ -68,13 +68,13 @@ def _list_of_facts(rng: Random, size: int) -> str:
 
 
 def _long(rng: Random, size: int) -> str:
-    """Facts, something long to read, and then a question for each fact."""
+    """Facts, something long to read, and then a question about each fact."""
     long = long_document(rng, int(size * 0.95), rng.randint(2, 8))
     questions = [m for f in rng.sample(long.facts, len(long.facts)) for m in (Message("user", f.question), Message("assistant", f.answer))]
     return render([*long.messages, *questions])
 
 
 def _repeat(rng: Random) -> str:
-    """Things, places and names without sense, and the same again: pure copying."""
+    """A meaningless list of things, places and names, and then the same list again: pure copying."""
     parts = [rng.choice((words.thing, words.place, words.invented_name))(rng) for _ in range(rng.randint(4, 30))]
     return render([Message("user", f"Repeat this: {', '.join(parts)}."), Message("assistant", f"{', '.join(parts)}.")])

@@ -1,7 +1,7 @@
 """Conversations from a random number generator: stories on request, questions about them, small sums, facts to keep in mind.
 
-`conversation` strings topics together until it is long enough, so a fact told at the start is asked for at any distance. `long_document` is
-the same with one fact, one question and a set distance: what is left between them is filler that does not help.
+`conversation` strings topics together until it is long enough, so a fact told at the start may be asked for at any distance.
+`long_document` tells some facts and then filler of a given length, which does not help to answer questions about them.
 """
 
 from collections.abc import Callable, Sequence
@@ -24,9 +24,9 @@ class Message:
 
 @dataclass(frozen=True, slots=True)
 class Fact:
-    """A fact that can only be known from having been told."""
+    """A fact that one can only know from being told."""
 
-    statement: str  # without capital and full stop
+    statement: str  # without initial capital and full stop
     question: str
     answer: str
     value: str  # the part of the answer that the question does not give away
@@ -82,7 +82,7 @@ def _facts(talk: Talk, rng: Random) -> None:
 
 
 def distinct_facts(rng: Random, count: int, known: Sequence[Fact] = ()) -> list[Fact]:
-    """Facts whose questions have one answer."""
+    """Facts whose questions have only one answer."""
     told: list[Fact] = []
     while len(told) < count:
         new = fact(rng)
@@ -120,7 +120,7 @@ def _sum(talk: Talk, rng: Random) -> None:
 
 
 def _story(talk: Talk, rng: Random, please: str = "") -> None:
-    """`please`: how the story is asked for, where that says nothing about it."""
+    """`please`: a request for a story that says nothing about its content."""
     s = outline(rng)
     hero, friend = s.hero, s.friend
     length, episodes = rng.choice((("a", 2), ("a", 2), ("a", 3), ("a short", 1), ("a long", 4)))
@@ -143,7 +143,7 @@ def _story(talk: Talk, rng: Random, please: str = "") -> None:
 
 
 def _casual(rng: Random, text: str) -> str:
-    """Sometimes as people type: no capital at the start, no punctuation at the end."""
+    """Sometimes written as people type: no capital at the start, no punctuation at the end."""
     return text[0].lower() + text[1:].rstrip(".?!") if rng.random() < 0.25 else text
 
 
@@ -213,7 +213,7 @@ TOPICS: tuple[tuple[Callable[[Talk, Random], None], int], ...] = (
 
 
 def conversation(rng: Random, size: int) -> list[Message]:
-    """Of about `size` words; it ends with questions about what was told and not asked yet."""
+    """A conversation of about `size` words; it ends with questions about what was told and not asked for yet."""
     talk = Talk()
     if rng.random() < 0.1:
         talk.messages.append(Message("system", rng.choice(("You are Tale.", "You tell stories.", "Answer in one sentence.", "Be kind."))))
@@ -227,7 +227,7 @@ def conversation(rng: Random, size: int) -> list[Message]:
 
 @dataclass(frozen=True, slots=True)
 class LongDocument:
-    """`messages` end when the story has been read. Only the facts at the start hold the answers."""
+    """`messages` end when the stories have been read. Only the facts at the start contain the answers."""
 
     messages: list[Message]
     facts: list[Fact]

@@ -18,13 +18,13 @@ from baton.models.train.recipe import CONTEXT, SEED
 HELD_OUT = {150: 200, 350: 100, 1250: 40}  # words of a document: how many
 DISTANCES = (32, 64, 128, 256, 512, 1024, 1800)  # tokens between the fact and the question
 WORDS_PER_TOKEN = 0.815  # of stories
-RECALL_TRIALS = 50  # a distance
-SUMS = 100  # of a kind
+RECALL_TRIALS = 50  # for each distance
+SUMS = 100  # of each kind
 
 
 @dataclass(frozen=True, slots=True)
 class Loss:
-    """Nats a token. `assistant`: only of tokens that the model says itself in a dialogue."""
+    """Nats per token. `assistant`: only for the tokens that the model itself says in a dialogue."""
 
     all: float
     assistant: float
@@ -59,9 +59,9 @@ def agreement(draft: nn.Module, target: nn.Module, tokenizer: Tokenizer) -> floa
 
 @torch.inference_mode()
 def recall(model: nn.Module, tokenizer: Tokenizer, distance: int, trials: int = RECALL_TRIALS) -> tuple[float, float]:
-    """Share of questions answered right, word for word, by greedy decoding, and the mean distance (tokens) there really was.
+    """Share of questions answered right, word for word, by greedy decoding, and the actual mean distance in tokens.
 
-    Four facts are told, one is asked for about `distance` tokens later; stories lie between.
+    Four facts are told, and one is asked for about `distance` tokens later; stories fill the space between.
     """
     right = 0
     distances = []
@@ -73,14 +73,14 @@ def recall(model: nn.Module, tokenizer: Tokenizer, distance: int, trials: int = 
 
 
 def _says(model: nn.Module, prompt: list[int], answer: list[int]) -> bool:
-    """Whether greedy decoding gives `answer`: each of its tokens is the best choice after the right ones before it."""
+    """Whether greedy decoding produces `answer`: each of its tokens is the best choice after the right ones before it."""
     ids = torch.tensor(prompt + answer)
     return bool((_logits(model, ids[:-1])[len(prompt) - 1 :].argmax(-1) == ids[len(prompt) :]).all())
 
 
 @torch.inference_mode()
 def sums(model: nn.Module, tokenizer: Tokenizer) -> dict[str, float]:
-    """Share of small sums that are right, by greedy decoding, of `SUMS` of each kind as they were trained."""
+    """Share of small sums that are right, by greedy decoding. There are `SUMS` of each kind, as in training."""
     rng = Random(f"{SEED}/sums")
     right: dict[str, float] = {}
     for kind, largest in (("plus", 20), ("minus", 20), ("times", 10)):
@@ -119,7 +119,7 @@ def generate(model: nn.Module, tokenizer: Tokenizer, text: str, temperature: flo
 
 
 def ask(*contents: str) -> str:
-    """A prompt: what user and assistant said in turn."""
+    """A prompt: what user and assistant said alternately."""
     return render([Message("user" if i % 2 == 0 else "assistant", content) for i, content in enumerate(contents)], reply=True)
 
 
@@ -138,7 +138,7 @@ def _logits(model: nn.Module, ids: Tensor) -> Tensor:
 
 
 def _own(ids: Tensor) -> Tensor:
-    """Of ids[1:]: whether the assistant says it."""
+    """For each of ids[1:], whether the assistant says it."""
     own, said = False, []
     user, assistant, system = (SPECIAL.index(f"<|{role}|>") for role in ("user", "assistant", "system"))
     for token, following in zip(ids.tolist(), ids.tolist()[1:], strict=False):

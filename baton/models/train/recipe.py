@@ -8,16 +8,16 @@ SEED = 7
 VOCAB = 2048
 CONTEXT = 2048  # tokens
 TOKENIZER_DOCUMENTS = 6000
-ROUND_WORDS = 20_000  # drawn, sorted by length and cut into batches together
+ROUND_WORDS = 20_000  # words that are drawn, sorted by length and cut into batches together
 
 
 @dataclass(frozen=True, slots=True)
 class Recipe:
     name: str
     shape: Shape
-    tokens: int  # of training, padding left out
+    tokens: int  # of training, without padding
     learning_rate: float
-    teacher: str = ""  # whose distribution is learned instead of the text's
+    teacher: str = ""  # the model whose distribution is learned instead of the text's
 
 
 def _shape(hidden: int, inner: int, layers: int, heads: int, kv_heads: int) -> Shape:
@@ -31,14 +31,14 @@ RECIPES = {recipe.name: recipe for recipe in (TALE, DRAFT)}
 
 @dataclass(frozen=True, slots=True)
 class Phase:
-    """`sizes`: words of a document, and how often."""
+    """`sizes`: words in a document → share of the documents."""
 
     until: float  # share of the training
     sizes: tuple[tuple[int, float], ...]
     batch_tokens: int  # at most, padding included
 
 
-# To copy from far away is learned from copying what is near, and there it takes steps rather than tokens.
+# A model learns to copy from far away after it has learned to copy from nearby, and the latter takes many steps rather than many tokens.
 PHASES = (
     Phase(0.131, ((20, 1.0),), 2048),
     Phase(0.327, ((20, 0.3), (40, 0.3), (110, 0.4)), 2048),
@@ -48,5 +48,5 @@ PHASES = (
 
 
 def phase(progress: float) -> Phase:
-    """At a stage of the training (0 to 1)."""
+    """The phase at a point of the training (0 to 1)."""
     return next((phase for phase in PHASES if progress < phase.until), PHASES[-1])

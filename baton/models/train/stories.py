@@ -1,7 +1,7 @@
 """Short stories from a random number generator, each with questions that its text answers.
 
-A story is an opening with a goal, a few episodes, and an ending that comes back to what was said before. Whoever and whatever appears keeps
-name, kind, pronoun and number: a model that learns these texts has to remember.
+A story is an opening with a goal, a few episodes, and an ending that refers back to what was said before. Everybody and everything in it
+keeps name, kind, pronoun and number: a model that learns these texts has to remember.
 """
 
 from collections.abc import Callable
@@ -40,7 +40,7 @@ class Story:
         return " ".join(self.sentences)
 
     def tell(self, *sentences: str | tuple[str, ...]) -> None:
-        """Sentences in order; of a tuple, one is chosen."""
+        """Adds sentences in order; from a tuple, one is chosen."""
         self.sentences.extend(upper(said if isinstance(said, str) else self.rng.choice(said)) for said in sentences)
 
     def ask(self, question: str | tuple[str, ...], answer: str) -> None:
@@ -61,7 +61,7 @@ def character(rng: Random, *others: Character) -> Character:
 
 
 def story(rng: Random, episodes: int, like: Story | None = None) -> Story:
-    """A story of `episodes` episodes, up to eight, about 45 words each; `like` fixes who, where and what for."""
+    """A story of `episodes` episodes, up to eight, of about 45 words each; `like` determines the characters, the place and the goal."""
     told = like or outline(rng)
     _open(told)
     planted = _secret(told) if rng.random() < 0.4 else None
@@ -74,7 +74,7 @@ def story(rng: Random, episodes: int, like: Story | None = None) -> Story:
 
 
 def outline(rng: Random) -> Story:
-    """Nothing told yet."""
+    """A story of which nothing has been told yet."""
     hero, home = character(rng), rng.choice(words.HOMES)
     goal = rng.choice([goal for goal in words.GOALS if home not in goal[0]])
     return Story(rng, hero, character(rng, hero), home, goal)

@@ -1,4 +1,4 @@
-"""The loop: rounds of documents, Muon for the matrices and AdamW for the rest, a checkpoint of everything now and then.
+"""The training loop: rounds of documents, Muon for the matrices and AdamW for the rest, and regular checkpoints of everything.
 
 Muon: Jordan et al. 2024, "Muon: an optimizer for hidden layers". Distillation: Hinton et al. 2015, https://arxiv.org/abs/1503.02531.
 """
@@ -24,13 +24,13 @@ from baton.models.train.batches import Batch, round_batches
 from baton.models.train.recipe import SEED, Recipe, phase
 
 WARMUP = 0.026  # of the training
-DECAY_FROM = 0.48  # of the training; the rate falls to zero from there
+DECAY_FROM = 0.48  # of the training; from there the rate falls to zero
 SAVE_EVERY_S = 120.0
 
 
 @dataclass(slots=True)
 class Run:
-    """Where a training is. `history` has one entry a round: [tokens so far, loss, seconds so far]."""
+    """The progress of a training. `history` has one entry per round: [tokens so far, loss, seconds so far]."""
 
     round: int = 0
     tokens: int = 0
@@ -82,7 +82,7 @@ def train(
                 for group in optimizer.param_groups:
                     group["lr"] = recipe.learning_rate * group["scale"] * rate(run.tokens / tokens)
             loss = _loss(model, batch, device, teacher)
-            loss.backward()  # type: ignore[no-untyped-call]
+            loss.backward()
             torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
             for optimizer in optimizers:
                 optimizer.step()
@@ -101,7 +101,7 @@ def train(
 
 
 def rate(progress: float) -> float:
-    """Share of the learning rate: up, level, and down to zero along a cosine."""
+    """Share of the learning rate: it rises, stays level, and falls to zero along a cosine."""
     if progress < WARMUP:
         return (progress + 1e-3) / (WARMUP + 1e-3)
     if progress < DECAY_FROM:
@@ -134,7 +134,7 @@ def _optimizers(model: nn.Module, recipe: Recipe) -> list[torch.optim.Optimizer]
 
 
 def _save(folder: Path, model: nn.Module, optimizers: list[torch.optim.Optimizer], run: Run) -> None:
-    """Weights and optimizer state as safetensors, the rest as JSON; a crash leaves the old state whole."""
+    """Saves weights and optimizer state as safetensors, the rest as JSON; a crash leaves the old state intact."""
     folder.mkdir(parents=True, exist_ok=True)
     tensors = {f"model/{name}": p.detach().contiguous() for name, p in model.named_parameters()}
     for i, optimizer in enumerate(optimizers):
@@ -146,7 +146,7 @@ def _save(folder: Path, model: nn.Module, optimizers: list[torch.optim.Optimizer
 
 
 def _resume(folder: Path, model: nn.Module, optimizers: list[torch.optim.Optimizer]) -> Run:
-    """Restores what `_save` wrote, or starts a new run where there is nothing."""
+    """Restores what `_save` wrote, or starts a new run if there is nothing."""
     file = folder / "state.safetensors"
     if not file.exists():
         return Run()

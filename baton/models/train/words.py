@@ -63,7 +63,7 @@ GOALS = (
     ("fly a kite over the clouds", "flew a kite over the clouds"),
     ("find the lost treasure", "found the lost treasure"),
 )
-# what stands in the way, why, the tool that helps, what they do with it
+# the obstacle, why it is one, the tool that helps, what they do with it
 OBSTACLES = (
     ("a wide river", "the bridge was broken", "a boat", "rowed to the other side"),
     ("a deep ditch", "there was no way around", "a ladder", "climbed over it"),
@@ -111,13 +111,13 @@ _CODAS = "l m n r s x th nk rt".split()
 
 
 def invented_name(rng: Random) -> str:
-    """A name that is in no list, so that names must be copied and cannot all be learnt."""
+    """A name that is in no list, so that the model must copy names and cannot learn them all."""
     syllables = "".join(rng.choice(_ONSETS) + rng.choice(_VOWELS) for _ in range(rng.choice((1, 2))))
     return (syllables + rng.choice(_CODAS)).capitalize()
 
 
 def place(rng: Random) -> str:
-    """Where a thing is: one of some thousand phrases."""
+    """Where a thing is: one of about a thousand phrases."""
     match rng.randrange(3):
         case 0:
             return f"under the {rng.choice(QUALITIES)} {rng.choice(SHELTERS)}"

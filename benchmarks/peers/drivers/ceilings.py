@@ -1,4 +1,4 @@
-"""What the machine can do: reading memory far from the cache, and multiplying matrices, both through torch."""
+"""What the machine can do: reading memory that is in no cache, and multiplying matrices, both through torch."""
 
 import functools
 import time
@@ -13,7 +13,7 @@ SIDE, TRIES = 2048, 3
 
 
 def best(work: Callable[[], object]) -> float:
-    """Seconds."""
+    """The shortest time, in seconds."""
     work()
     times = []
     for _ in range(TRIES):
@@ -24,7 +24,7 @@ def best(work: Callable[[], object]) -> float:
 
 
 def prepacked(a: torch.Tensor, b: torch.Tensor) -> Callable[[], object]:
-    """Through oneDNN, which on some processors beats the library behind `@`."""
+    """Multiplies through oneDNN, which on some processors is faster than the library behind `@`."""
     packed = torch.ops.mkldnn._reorder_linear_weight(b, None)
     return lambda: torch.ops.mkldnn._linear_pointwise(a, packed, None, "none", [], "")
 

@@ -1,4 +1,4 @@
-"""CTranslate2. It has no continuous batching: requests of unequal lengths go in batches, as for `transformers.generate`."""
+"""CTranslate2. It has no continuous batching, so requests of unequal lengths go in batches, as with `transformers.generate`."""
 
 import json
 import time

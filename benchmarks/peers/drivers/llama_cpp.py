@@ -1,4 +1,4 @@
-"""llama.cpp through llama-cpp-python's plain bindings, with the loop that its own server has: decodes first, then pieces of prompts."""
+"""llama.cpp through llama-cpp-python's low-level bindings, with the loop of its own server: decodes first, then pieces of prompts."""
 
 import ctypes
 import json
@@ -33,7 +33,7 @@ NAMES = {
 
 
 def convert(message: Message) -> None:
-    """A GGUF file without a vocabulary: token ids go in and come out."""
+    """Writes a GGUF file without a vocabulary: token ids go in and come out."""
     source, kind = Path(message["model"]), QUANTIZED[message["precision"]]
     config = json.loads((source / "config.json").read_text())
     writer = gguf.GGUFWriter(Path(message["out"]) / "model.gguf", "llama")
@@ -70,13 +70,13 @@ def rename(name: str) -> str:
 
 
 def pair_rotations(weight: Any, heads: int) -> Any:
-    """llama.cpp rotates neighbours (2i, 2i+1) where Hugging Face rotates (i, i + D/2): rows reordered within each head."""
+    """llama.cpp rotates neighbours (2i, 2i+1) where Hugging Face rotates (i, i + D/2), so this reorders the rows within each head."""
     rows, columns = weight.shape
     return weight.reshape(heads, 2, rows // heads // 2, columns).swapaxes(1, 2).reshape(rows, columns)
 
 
 class Context:
-    """One llama context. Each sequence has a share of the cache of its own (`kv_unified` off): a decode step then reads no other's keys."""
+    """One llama context. Each sequence has its own share of the cache (`kv_unified` off), so a decode step reads only its own keys."""
 
     def __init__(self, model: Any, message: Message, sequences: int, tokens: int) -> None:
         params = llama_cpp.llama_context_default_params()
@@ -85,22 +85,22 @@ class Context:
         params.n_threads = params.n_threads_batch = message["threads"]
         params.type_k = params.type_v = KV_TYPE[message["kv_dtype"]]
         params.kv_unified = False
-        if not message["flash"]:  # its flash attention rounds to float16, and is the slower one on a float32 cache
+        if not message["flash"]:  # its flash attention rounds to float16, and is slower on a float32 cache
             params.flash_attn_type = llama_cpp.LLAMA_FLASH_ATTN_TYPE_DISABLED
         self.handle = llama_cpp.llama_init_from_model(model, params)
         if not self.handle:
-            raise RuntimeError("llama.cpp made no context")
+            raise RuntimeError("llama.cpp could not make a context")
         self.room = message["max_batched_tokens"]
         self.vocab = llama_cpp.llama_vocab_n_tokens(llama_cpp.llama_model_get_vocab(model))
         self.batch = llama_cpp.llama_batch_init(self.room, 0, 1)
 
     def generate(self, prompts: list[list[int]], outputs: list[int]) -> list[list[tuple[int, float]]]:
-        """At most as many requests as sequences."""
+        """Serves at most as many requests as the context has sequences."""
         llama_cpp.llama_memory_clear(llama_cpp.llama_get_memory(self.handle), False)
         tokens, done = [list(prompt) for prompt in prompts], [0] * len(prompts)
         made: list[list[tuple[int, float]]] = [[] for _ in prompts]
         while unfinished := [i for i, row in enumerate(made) if len(row) < outputs[i]]:
-            unfinished.sort(key=lambda i: len(tokens[i]) - done[i] > 1)  # stable: those that decode come first
+            unfinished.sort(key=lambda i: len(tokens[i]) - done[i] > 1)  # stable: decodes come first
             batch, samples = self.batch, {}
             batch.n_tokens = 0
             for i in unfinished:
@@ -132,7 +132,7 @@ def start(message: Message) -> tuple[str, Handler]:
     file = Path(message["model"]) / "model.gguf"
     model = llama_cpp.llama_model_load_from_file(str(file).encode(), llama_cpp.llama_model_default_params())
     if not model:
-        raise RuntimeError("llama.cpp read no model")
+        raise RuntimeError("llama.cpp could not read the model")
     alone = Context(model, message, 1, message["context"])
     together: list[Context] = []
 

@@ -1,4 +1,4 @@
-"""OpenVINO GenAI, its continuous batching pipeline stepped by hand."""
+"""OpenVINO GenAI, with its continuous batching pipeline stepped by hand."""
 
 import subprocess
 import sys

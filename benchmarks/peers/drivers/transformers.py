@@ -1,11 +1,13 @@
 """Hugging Face transformers: `generate`, or its continuous batching."""
 
 import time
+from typing import Any
 
 import torch
 import transformers
 from transformers import AutoModelForCausalLM, GenerationConfig
-from transformers.generation import ContinuousBatchingConfig, StoppingCriteria, StoppingCriteriaList
+from transformers.generation.configuration_utils import ContinuousBatchingConfig
+from transformers.generation.stopping_criteria import StoppingCriteria, StoppingCriteriaList
 
 from peers.driver import Generate, Handler, Message, engine, in_static_batches, serve
 
@@ -13,7 +15,7 @@ PAGE = 128  # tokens
 
 
 class Clock(StoppingCriteria):
-    """Asked after each token; never stops."""
+    """Records the time after each token; never stops the generation."""
 
     def __init__(self) -> None:
         self.times: list[float] = []
@@ -23,7 +25,7 @@ class Clock(StoppingCriteria):
         return torch.zeros(len(input_ids), dtype=torch.bool)
 
 
-def static(model: torch.nn.Module) -> Generate:
+def static(model: Any) -> Generate:
     def batch(prompts: list[list[int]], outputs: list[int]) -> list[list[tuple[int, float]]]:
         longest = max(map(len, prompts))
         ids = torch.tensor([[0] * (longest - len(prompt)) + prompt for prompt in prompts])
@@ -45,8 +47,8 @@ def static(model: torch.nn.Module) -> Generate:
     return in_static_batches(batch)
 
 
-def continuous(model: torch.nn.Module, message: Message) -> Generate:
-    """What `generate_batch` wraps: the wrapper knows only one output length for all requests."""
+def continuous(model: Any, message: Message) -> Generate:
+    """Uses what `generate_batch` wraps, because the wrapper supports only one output length for all requests."""
     config = ContinuousBatchingConfig(
         page_size=PAGE,
         num_blocks=message["kv_tokens"] // PAGE,

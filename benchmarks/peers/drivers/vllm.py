@@ -1,4 +1,4 @@
-"""vLLM's CPU build, its engine stepped by hand in this process."""
+"""vLLM's CPU build, with its engine stepped by hand in this process."""
 
 import time
 
