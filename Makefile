@@ -3,7 +3,7 @@ PYTHON ?= python3
 VENV := .venv
 BIN := $(VENV)/bin
 # Processes that run the tests; 0: this one alone. A file of tests stays in one process (tests/conftest.py).
-TEST_PROCESSES ?= 0
+TEST_PROCESSES ?= 2
 READY := $(VENV)/.ready
 DEV := $(VENV)/.dev
 

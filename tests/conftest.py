@@ -23,7 +23,7 @@ class Groups(LoadScopeScheduling):  # type: ignore[misc]
         return group(nodeid)
 
 
-# In place of `--dist loadgroup`, which distributes single tests under pytest 9.2: pytest-xdist 3.8 sets an attribute that is no longer read.
+# Not `--dist loadgroup`: pytest-xdist 3.8 marks the groups in an attribute that pytest 9.2 does not read.
 @pytest.hookimpl(optionalhook=True)
 def pytest_xdist_make_scheduler(config: pytest.Config, log: Producer) -> Groups:
     return Groups(config, log)

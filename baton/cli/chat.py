@@ -14,6 +14,7 @@ from rich.console import Console
 from rich.text import Text
 
 from baton.cli import view
+from baton.cli.interrupt import interruptible
 from baton.client import Client, GenerateError, Result
 
 COMMANDS = {
@@ -37,12 +38,12 @@ class Conversation:
     first_token_s: float = 0.0
 
     def ask(self, text: str) -> Iterator[str]:
-        """Yields pieces of the answer. Raises GenerateError, and ValueError for text that no message can hold."""
+        """Yields pieces of the answer. Raises GenerateError, KeyboardInterrupt, and ValueError for text that no message can hold."""
         begin = [{"role": "system", "content": self.system}] if self.system else []
         question = {"role": "user", "content": text}
         asked = time.monotonic()
         first = None
-        with self.client.generate(messages=[*begin, *self.turns, question], **self.sampling) as stream:
+        with self.client.generate(messages=[*begin, *self.turns, question], **self.sampling) as stream, interruptible(stream):
             for piece in stream.texts():
                 first = first or time.monotonic()
                 yield piece

@@ -23,6 +23,7 @@ from rich.status import Status
 from baton.cli import view
 from baton.cli.access import find
 from baton.cli.admin import read_status
+from baton.cli.interrupt import interruptible
 from baton.cli.options import Address, Answering, Cluster, ConfigFiles, Name, OnePrompt, Opening, numbers
 from baton.client import Client, GenerateError, Stream
 from baton.cluster import config_layers as configuration
@@ -105,6 +106,7 @@ def generate(one: OnePrompt, answering: Answering, sampling: object, cluster: Cl
         with (
             find("grpc", cluster.address, cluster.name, cluster.config).client() as client,
             _ask(client, one.prompt, one.chat, **asked) as stream,
+            interruptible(stream),
         ):
             for piece in stream.texts():
                 if not one.as_json:

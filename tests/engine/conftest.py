@@ -1,4 +1,4 @@
-"""`BATON_TEST_PLAIN=1 python -m pytest tests/engine`: everything once more with the compiled kernels switched off."""
+"""`BATON_TEST_PLAIN=1 python -m pytest tests/engine` runs the engine tests with the compiled kernels switched off."""
 
 import os
 from collections.abc import Iterator

@@ -1,4 +1,4 @@
-"""Continuous, dynamic and static batching: who joins when, and that all give the tokens of the oracle."""
+"""Continuous, dynamic and static batching: when sequences join, and that every kind gives the tokens of the oracle."""
 
 import random
 from typing import get_args
@@ -36,7 +36,7 @@ def running(engine: Engine) -> set[str]:
     return {seq.id for seq in engine.scheduler.running}
 
 
-def test_a_continuous_batch_is_joined_at_any_step() -> None:
+def test_a_sequence_joins_a_continuous_batch_at_any_step() -> None:
     engine = make_engine("continuous")
     add(engine, "a", 9)
     engine.step()
@@ -45,11 +45,11 @@ def test_a_continuous_batch_is_joined_at_any_step() -> None:
     assert running(engine) == {"a", "b"}
 
 
-def test_nobody_joins_a_dynamic_batch_before_all_of_it_is_done() -> None:
+def test_no_sequence_joins_a_dynamic_batch_until_all_of_it_is_done() -> None:
     engine = make_engine("dynamic")
     add(engine, "short", 2), add(engine, "long", 6)
     engine.step()
-    assert running(engine) == {"short", "long"}, "it does not wait to be full"
+    assert running(engine) == {"short", "long"}, "a dynamic batch must not wait until it is full"
     add(engine, "late", 2)
     for _ in range(4):
         engine.step()
@@ -60,7 +60,7 @@ def test_nobody_joins_a_dynamic_batch_before_all_of_it_is_done() -> None:
     assert running(engine) == {"late"}
 
 
-def test_a_static_batch_waits_to_be_full() -> None:
+def test_a_static_batch_waits_until_it_is_full() -> None:
     engine = make_engine("static")
     add(engine, "a", 4), add(engine, "b", 4)
     assert engine.step(10.0) == [] and engine.step(10.0 + WAIT_S * 0.9) == []
@@ -69,7 +69,7 @@ def test_a_static_batch_waits_to_be_full() -> None:
     assert running(engine) == {"a", "b", "c"}
 
 
-def test_but_not_for_ever() -> None:
+def test_a_static_batch_that_stays_short_starts_after_the_wait() -> None:
     engine = make_engine("static")
     add(engine, "a", 4)
     assert engine.step(10.0) == []
@@ -90,7 +90,7 @@ def test_the_wait_of_a_static_batch_begins_with_its_first_member() -> None:
 
 
 @pytest.mark.parametrize("batching", ["static", "dynamic"])
-def test_a_batch_larger_than_the_step_boards_in_several_steps(batching: Batching) -> None:
+def test_a_batch_larger_than_a_step_joins_over_several_steps(batching: Batching) -> None:
     engine = make_engine(batching, seqs=3, budget=8)
     for name in "abc":
         add(engine, name, 8, prompt=7)

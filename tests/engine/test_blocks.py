@@ -1,4 +1,4 @@
-"""The block pool against a model of it that a child could write."""
+"""The block pool against a trivially simple model of it."""
 
 import pytest
 from hypothesis import settings
@@ -17,7 +17,7 @@ class PoolMachine(RuleBasedStateMachine):
         super().__init__()
         self.pool = BlockPool(SIZE)
         self.owned: list[list[int]] = []
-        self.content: dict[int, bytes] = {}  # block → key that was sealed into it
+        self.content: dict[int, bytes] = {}  # block → key sealed into it
         self.listener: set[bytes] = set()  # what a reader of the changes believes is cached
 
     @rule(count=st.integers(1, SIZE + 1))
@@ -73,7 +73,7 @@ class PoolMachine(RuleBasedStateMachine):
         assert self.pool.available == SIZE - len(set(owners))
 
     @invariant()
-    def changes_tell_all(self) -> None:
+    def changes_report_every_cached_key(self) -> None:
         for change in self.pool.drain_changes():
             (self.listener.add if change.stored else self.listener.remove)(change.key)
         assert self.listener == set(self.pool.sealed_keys())
@@ -83,7 +83,7 @@ TestPool = PoolMachine.TestCase
 TestPool.settings = settings(max_examples=80, stateful_step_count=40, deadline=None)
 
 
-def test_oldest_cached_chain_is_evicted_from_its_end() -> None:
+def test_the_oldest_cached_chain_is_evicted_from_its_end() -> None:
     pool = BlockPool(3)
     blocks = pool.allocate(3)
     assert blocks is not None
@@ -96,7 +96,7 @@ def test_oldest_cached_chain_is_evicted_from_its_end() -> None:
     assert pool.matched([b"1", b"2", b"3"]) == (2, 2)
 
 
-def test_release_without_owner_is_refused() -> None:
+def test_releasing_a_block_without_an_owner_is_refused() -> None:
     pool = BlockPool(2)
     blocks = pool.allocate(1)
     assert blocks is not None
@@ -106,7 +106,7 @@ def test_release_without_owner_is_refused() -> None:
     pool.check()
 
 
-def test_check_sees_a_lost_block() -> None:
+def test_check_detects_a_lost_block() -> None:
     """Negative control of the conservation law."""
     pool = BlockPool(2)
     pool._free.pop()

@@ -1,4 +1,4 @@
-"""From a folder to an engine: how many blocks, how long a sequence, and what is refused, by the name of the key that is to be changed."""
+"""Building an engine from a folder: how many blocks, how long a sequence, and what is refused, with the name of the key to change."""
 
 import json
 import subprocess
@@ -66,15 +66,15 @@ def run(engine: Engine, prompt: list[int], max_tokens: int = 6) -> list[int]:
 # --- how many blocks -----------------------------------------------------------------------------------------------------------------
 
 
-def test_a_limit_of_the_address_space_is_minded() -> None:
-    """As `ulimit -v` sets it: what the process has taken of it already is gone."""
+def test_available_memory_respects_an_address_space_limit() -> None:
+    """The limit is the one that `ulimit -v` sets; address space that the process already uses is not available."""
     code = "import resource; from baton.engine.build import available_memory as a; whole = a(); space = 4 << 30;"
     code += "resource.setrlimit(resource.RLIMIT_AS, (space, space)); left = a(); print(left); assert left < min(whole, space)"
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=60)
     assert done.returncode == 0 and 0 < int(done.stdout) < 4 << 30, done.stderr
 
 
-def test_blocks_are_the_budgets_worth() -> None:
+def test_the_memory_budget_sets_the_number_of_blocks() -> None:
     plain = Options(Path(), block_size=16, kv_memory_bytes=10 * MIB + 5, limits=Limits(64, 512))
     assert count_blocks(plain, 1000, MIB // 10, available=0) == 100
     share = replace(plain, kv_memory_bytes=None, kv_memory_fraction=0.25)
@@ -82,20 +82,20 @@ def test_blocks_are_the_budgets_worth() -> None:
     assert count_blocks(replace(share, kv_memory_fraction=0.5), 1000, MIB // 10, available=40 * MIB) == 200
 
 
-def test_blocks_are_no_more_than_twice_what_can_be_used() -> None:
+def test_there_are_at_most_twice_the_blocks_that_can_be_used() -> None:
     plenty = Options(Path(), block_size=16, kv_memory_bytes=1 << 40, limits=Limits(3, 512))
     assert count_blocks(plenty, 33, 1000, available=0) == 2 * 3 * 3
 
 
 @pytest.mark.parametrize(("memory", "named"), [({"kv_memory_bytes": 2 * MIB}, "engine.kv_memory_mib"), ({}, "engine.kv_memory_fraction")])
-def test_a_pool_that_holds_no_whole_sequence_is_refused(memory: dict[str, int], named: str) -> None:
-    asked = Options(Path(), kv_memory_fraction=0.1, **memory)  # type: ignore[arg-type]
+def test_a_pool_too_small_for_one_whole_sequence_is_refused(memory: dict[str, Any], named: str) -> None:
+    asked = Options(Path(), kv_memory_fraction=0.1, **memory)
     with pytest.raises(BuildError, match=rf"^{named}: 2.0 MiB hold 320 tokens.*336 tokens needs \(2.1 MiB\).*model.max_model_len"):
         count_blocks(asked, 336, MIB // 10, available=20 * MIB)
     assert count_blocks(asked, 320, MIB // 10, available=20 * MIB) == 20
 
 
-def test_the_free_memory_is_known() -> None:
+def test_available_memory_is_plausible() -> None:
     assert 32 * MIB < available_memory() < 1 << 50
 
 
@@ -117,7 +117,7 @@ def test_a_built_engine_generates(small: Path) -> None:
     ]
 
 
-def test_the_toy_is_built_by_the_same_words(toy: Path) -> None:
+def test_the_toy_is_built_from_the_same_options(toy: Path) -> None:
     built = build(options(toy, max_model_len=100))
     assert isinstance(built.engine.runner, ToyRunner) and built.max_model_len == 100
     assert run(built.engine, [1, 2, 3]) == naive([1, 2, 3], SamplingParams(max_tokens=6, temperature=0.0, ignore_eos=True))
@@ -125,7 +125,7 @@ def test_the_toy_is_built_by_the_same_words(toy: Path) -> None:
 
 @pytest.mark.parametrize("model", ["small", "toy"])
 @pytest.mark.parametrize("longest", [2, 17, 96])
-def test_warming_up_leaves_the_books_clean(model: str, longest: int, request: pytest.FixtureRequest) -> None:
+def test_warming_up_leaves_no_block_owned_or_cached(model: str, longest: int, request: pytest.FixtureRequest) -> None:
     engine = build(options(request.getfixturevalue(model), max_model_len=longest, limits=Limits(1, 64))).engine
     assert engine.runner.pool.array.any(), "nothing was computed"
     engine.pool.check()
@@ -133,7 +133,7 @@ def test_warming_up_leaves_the_books_clean(model: str, longest: int, request: py
     assert not engine.pool.sealed_keys() and not engine.pool.drain_changes() and not engine.sequences
 
 
-def test_what_warming_up_left_in_the_blocks_changes_no_token(small: Path) -> None:
+def test_data_left_in_blocks_by_warming_up_changes_no_token(small: Path) -> None:
     def engine(warm: bool) -> Engine:
         runner = ModelRunner.load(small)
         runner.attach(KvPool(runner.layout, 6))
@@ -157,11 +157,11 @@ def test_what_warming_up_left_in_the_blocks_changes_no_token(small: Path) -> Non
         ({}, "float32"),
     ],
 )
-def test_auto_is_what_the_checkpoint_says(config: dict[str, Any], dtype: str) -> None:
+def test_the_auto_dtype_is_chosen_from_the_checkpoint(config: dict[str, Any], dtype: str) -> None:
     assert choose_dtype(config) == dtype
 
 
-def test_auto_is_built(small: Path, tmp_path: Path) -> None:
+def test_an_engine_is_built_with_the_auto_dtype(small: Path, tmp_path: Path) -> None:
     assert build(options(small, dtype="auto")).engine.runner.layout.dtype == "float32"
     half = altered(small, tmp_path / "half", lambda folder: edit(folder, torch_dtype="bfloat16"))
     assert build(options(half, dtype="auto")).engine.runner.layout.dtype == "bfloat16"
@@ -187,14 +187,14 @@ def test_more_positions_than_the_model_has_are_refused(small: Path) -> None:
     assert build(options(small, max_model_len=96)).max_model_len == 96
 
 
-def test_a_small_budget_is_refused(small: Path) -> None:
+def test_a_memory_budget_below_one_sequence_is_refused(small: Path) -> None:
     with pytest.raises(BuildError, match=r"^engine.kv_memory_mib: .*96 tokens"):
         build(options(small, kv_memory_bytes=5 * BLOCK_BYTES))
     assert build(options(small, kv_memory_bytes=6 * BLOCK_BYTES)).engine.pool.num_blocks == 6
 
 
-@pytest.mark.skipif(torch.cuda.is_available(), reason="there is one")
-def test_a_device_that_is_not_there_is_refused(small: Path) -> None:
+@pytest.mark.skipif(torch.cuda.is_available(), reason="there is a CUDA device")
+def test_a_missing_device_is_refused(small: Path) -> None:
     with pytest.raises(BuildError, match=r"engine\.device: there is no cuda device"):
         build(Options(small, device="cuda"))
 
@@ -213,7 +213,7 @@ def test_a_device_that_is_not_there_is_refused(small: Path) -> None:
         ({"kv_memory_fraction": 1.5}, "engine.kv_memory_fraction"),
     ],
 )
-def test_options_that_build_nothing_are_refused_by_name(change: dict[str, Any], key: str) -> None:
+def test_impossible_options_are_refused_by_name(change: dict[str, Any], key: str) -> None:
     with pytest.raises(BuildError, match=rf"^{key}: must be .*got "):
         Options(Path(), **change)
 
@@ -230,13 +230,13 @@ def test_options_that_build_nothing_are_refused_by_name(change: dict[str, Any], 
         ({"batch_wait_s": -1.0}, "batch_wait_s"),
     ],
 )
-def test_limits_under_which_nothing_runs_are_refused_by_name(change: dict[str, Any], key: str) -> None:
+def test_impossible_limits_are_refused_by_name(change: dict[str, Any], key: str) -> None:
     with pytest.raises(ValueError, match=rf"^engine.{key}: must be .*got "):
         Limits(**change)
     Limits(1, 1, 0.0, 1, batch_wait_s=0.0)
 
 
-def test_a_missing_tokenizer_is_named_before_the_weights_are_loaded(small: Path, tmp_path: Path) -> None:
+def test_a_missing_tokenizer_is_refused_before_the_weights_are_loaded(small: Path, tmp_path: Path) -> None:
     folder = altered(small, tmp_path / "model", lambda folder: (folder / "tokenizer.json").unlink())
     loaded: list[int] = []
     with pytest.raises(BuildError, match=r"tokenizer\.json"):
@@ -258,9 +258,9 @@ def test_a_missing_folder_is_refused(tmp_path: Path) -> None:
         (lambda folder: edit(folder, architectures=7), CheckpointError, "architectures: 7 is not supported"),
         (lambda folder: (folder / "model.safetensors").unlink(), CheckpointError, "model.safetensors"),
         (lambda folder: (folder / "tokenizer.json").unlink(), BuildError, r"model.path: .* holds no tokenizer.json"),
-        (break_weights, BuildError, r"model.path: the weights in .* no numbers"),
+        (break_weights, BuildError, r"model.path: the weights in .* not numbers"),
     ],
-    ids=["no-json", "no-object", "unsupported", "no-name", "no-weights", "no-tokenizer", "nan"],
+    ids=["invalid-json", "not-an-object", "unsupported", "no-architecture", "no-weights", "no-tokenizer", "nan"],
 )
 def test_a_folder_that_cannot_be_served_is_refused(
     small: Path, tmp_path: Path, change: Callable[[Path], object], kind: type[Exception], said: str

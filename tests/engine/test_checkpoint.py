@@ -1,4 +1,4 @@
-"""A folder is served exactly or refused with the file and the field."""
+"""A checkpoint folder is either served exactly or refused with the names of the file and the field."""
 
 import json
 from collections.abc import Callable
@@ -23,14 +23,14 @@ LLAMA3_ROPE = {
     "original_max_position_embeddings": 16,
 }
 LONGROPE = {"type": "longrope", "short_factor": [1.0, 1.5, 2.0, 4.0], "long_factor": [9.0] * 4, "original_max_position_embeddings": 32}
-MIXTRAL = {"architectures": ["MixtralForCausalLM"], "num_local_experts": 4, "num_experts_per_tok": 2}
-QWEN3_MOE = {
+MIXTRAL: dict[str, Any] = {"architectures": ["MixtralForCausalLM"], "num_local_experts": 4, "num_experts_per_tok": 2}
+QWEN3_MOE: dict[str, Any] = {
     "architectures": ["Qwen3MoeForCausalLM"],
     "num_experts": 4,
     "num_experts_per_tok": 2,
     "moe_intermediate_size": 12,
 }
-DEEPSEEK2 = {
+DEEPSEEK2: dict[str, Any] = {
     "architectures": ["DeepseekV2ForCausalLM"],
     "num_key_value_heads": 4,
     "q_lora_rank": None,
@@ -118,12 +118,12 @@ def test_config_refusals_name_file_and_field(folder: Path, fields: dict[str, Any
     assert field in str(error)
 
 
-def test_an_unknown_architecture_is_told_the_known_ones(folder: Path) -> None:
+def test_refusing_an_unknown_architecture_lists_the_supported_ones(folder: Path) -> None:
     edit_config(folder, architectures=["MambaForCausalLM"])
     assert all(name in str(refusal(folder)) for name in SUPPORTED)
 
 
-def test_what_the_config_leaves_out(folder: Path) -> None:
+def test_fields_missing_from_the_config_have_defaults(folder: Path) -> None:
     before = read_config(folder)
     edit_config(folder, head_dim="absent", rope_theta="absent", rms_norm_eps=before.norm_eps, tie_word_embeddings="absent")
     assert read_config(folder) == before
@@ -132,7 +132,7 @@ def test_what_the_config_leaves_out(folder: Path) -> None:
     assert read_config(folder).kv_heads == before.heads
 
 
-def test_every_eos_id_counts(folder: Path) -> None:
+def test_eos_ids_are_collected_from_both_config_files(folder: Path) -> None:
     edit_config(folder, eos_token_id=[5, 6])
     edit_config(folder, "generation_config.json", eos_token_id=[6, 9])
     assert read_config(folder).eos_token_ids == {5, 6, 9}
@@ -142,7 +142,7 @@ def test_every_eos_id_counts(folder: Path) -> None:
 
 
 @pytest.mark.parametrize(("window", "kept"), [(None, None), (64, None), (63, 63), ("absent", None)])
-def test_a_window_that_no_sequence_outgrows_is_none(folder: Path, window: int | str | None, kept: int | None) -> None:
+def test_a_window_as_long_as_the_context_is_dropped(folder: Path, window: int | str | None, kept: int | None) -> None:
     edit_config(folder, architectures=["MistralForCausalLM"], sliding_window=window)
     assert {layer.window for layer in read_config(folder).attention} == {kept}
 
@@ -155,12 +155,12 @@ def windows(folder: Path, layers: int, **fields: Any) -> list[int | None]:
     return [layer.window for layer in read_config(folder).attention]
 
 
-def test_which_layers_have_a_window(folder: Path) -> None:
+def test_each_family_has_windows_on_the_right_layers(folder: Path) -> None:
     assert windows(folder, 3, architectures=["MistralForCausalLM"]) == [4096] * 3
     assert windows(folder, 3, architectures=["Phi3ForCausalLM"]) == [None] * 3
     assert windows(folder, 3, architectures=["Phi3ForCausalLM"], sliding_window=10) == [10] * 3
     assert windows(folder, 4, architectures=["Gemma2ForCausalLM"]) == [10, None, 10, None]
-    assert windows(folder, 4, sliding_window_pattern=3) == [10, None, 10, None]  # a field of Gemma 3's: Gemma 2 does not know it
+    assert windows(folder, 4, sliding_window_pattern=3) == [10, None, 10, None]  # a Gemma 3 field, which Gemma 2 ignores
     edit_config(folder, sliding_window_pattern="absent")
     assert windows(folder, 7, architectures=["Gemma3ForCausalLM"]) == [10] * 5 + [None, 10]
     assert windows(folder, 3, sliding_window_pattern=3) == [10, 10, None]
@@ -173,7 +173,7 @@ def test_which_layers_have_a_window(folder: Path) -> None:
     assert windows(folder, 3, **QWEN3_MOE, layer_types="absent") == [10] * 3
 
 
-def test_gemma_3_has_two_rotary_embeddings_in_both_spellings(folder: Path) -> None:
+def test_gemma_3_gets_two_rotary_embeddings_from_either_spelling(folder: Path) -> None:
     far, near = Rope(5e5, "linear", 8.0), Rope(2e4)
     edit_config(
         folder,
@@ -194,7 +194,7 @@ def test_gemma_3_has_two_rotary_embeddings_in_both_spellings(folder: Path) -> No
     assert read_config(folder).ropes == (Rope(1e4), Rope(1e6))
 
 
-def test_gemma_softcaps_that_are_left_out_or_null(folder: Path) -> None:
+def test_gemma_softcaps_have_defaults_and_null_turns_them_off(folder: Path) -> None:
     edit_config(folder, architectures=["Gemma2ForCausalLM"])
     config = read_config(folder)
     assert (config.attention[0], config.logit_softcap) == (LayerAttention(None, 50.0, 256**-0.5), 30.0)
@@ -206,7 +206,7 @@ def test_gemma_softcaps_that_are_left_out_or_null(folder: Path) -> None:
     assert (config.attention[0], config.logit_softcap) == (LayerAttention(None, None, 0.125), None)
 
 
-def test_longrope_ends_at_the_length_for_which_its_short_factors_hold(folder: Path) -> None:
+def test_longrope_is_limited_to_the_length_its_short_factors_cover(folder: Path) -> None:
     edit_config(folder, architectures=["Phi3ForCausalLM"], rope_scaling=LONGROPE)
     config = read_config(folder)
     assert config.max_positions == 32
@@ -215,7 +215,7 @@ def test_longrope_ends_at_the_length_for_which_its_short_factors_hold(folder: Pa
     assert read_config(folder).max_positions == 16
 
 
-def test_which_layers_have_experts(folder: Path) -> None:
+def test_each_family_has_experts_on_the_right_layers(folder: Path) -> None:
     def layers(**fields: Any) -> set[int]:
         edit_config(folder, num_hidden_layers=5, **fields)
         config = read_config(folder)
@@ -261,7 +261,7 @@ def test_which_layers_have_experts(folder: Path) -> None:
         ({"architectures": ["Gemma3ForCausalLM"]}, {"rope_parameters": {"rope_type": "default"}}, "rope_parameters.rope_type"),
     ],
 )
-def test_what_a_family_refuses(folder: Path, family: dict[str, Any], fields: dict[str, Any], field: str) -> None:
+def test_a_family_refuses_fields_it_does_not_support(folder: Path, family: dict[str, Any], fields: dict[str, Any], field: str) -> None:
     edit_config(folder, **family)
     read_config(folder)
     edit_config(folder, **fields)
@@ -278,21 +278,21 @@ def test_a_good_folder_opens(folder: Path) -> None:
         assert tuple(checkpoint.tensor(name).shape) == shape
 
 
-def test_missing_tensor(folder: Path) -> None:
+def test_a_missing_tensor_is_refused(folder: Path) -> None:
     edit_weights(folder, lambda w: w.pop("model.layers.1.mlp.up_proj.weight"))
     error = refusal(folder)
     assert error.field == "model.layers.1.mlp.up_proj.weight"
     assert "missing" in str(error)
 
 
-def test_extra_tensor(folder: Path) -> None:
+def test_an_extra_tensor_is_refused(folder: Path) -> None:
     edit_weights(folder, lambda w: w.update({"model.layers.0.self_attn.q_proj.bias": np.zeros(32, np.float32)}))
     error = refusal(folder)
     assert error.field == "model.layers.0.self_attn.q_proj.bias"
     assert "not part of" in str(error)
 
 
-def test_misshapen_tensor(folder: Path) -> None:
+def test_a_tensor_of_the_wrong_shape_is_refused(folder: Path) -> None:
     edit_weights(folder, lambda w: w.update({"model.norm.weight": np.zeros(31, np.float32)}))
     error = refusal(folder)
     assert (error.file.name, error.field) == ("model.safetensors", "model.norm.weight")
@@ -300,17 +300,17 @@ def test_misshapen_tensor(folder: Path) -> None:
     assert "[32]" in str(error)
 
 
-def test_a_dtype_that_is_no_weight(folder: Path) -> None:
+def test_a_dtype_that_weights_cannot_have_is_refused(folder: Path) -> None:
     edit_weights(folder, lambda w: w.update({"model.norm.weight": np.zeros(32, np.int8)}))
     assert "I8" in str(refusal(folder))
 
 
-def test_rotary_frequencies_of_old_files_are_left_alone(folder: Path) -> None:
+def test_rotary_frequencies_in_old_files_are_ignored(folder: Path) -> None:
     edit_weights(folder, lambda w: w.update({"model.layers.0.self_attn.rotary_emb.inv_freq": np.zeros(4, np.float32)}))
     Checkpoint(folder, read_config(folder))
 
 
-def test_a_tied_head_in_the_file_must_be_the_embedding(folder: Path) -> None:
+def test_a_tied_head_in_the_file_must_equal_the_embedding(folder: Path) -> None:
     edit_config(folder, tie_word_embeddings=True)
     assert refusal(folder).field == "lm_head.weight"
     edit_weights(folder, lambda w: w.update({"lm_head.weight": w["model.embed_tokens.weight"]}))
@@ -318,7 +318,7 @@ def test_a_tied_head_in_the_file_must_be_the_embedding(folder: Path) -> None:
 
 
 @pytest.mark.parametrize("keep", [0, 5, 500, -4])
-def test_a_truncated_file(folder: Path, keep: int) -> None:
+def test_a_truncated_file_is_refused(folder: Path, keep: int) -> None:
     file = folder / "model.safetensors"
     file.write_bytes(file.read_bytes()[:keep])
     error = refusal(folder)
@@ -326,7 +326,7 @@ def test_a_truncated_file(folder: Path, keep: int) -> None:
     assert "truncated" in str(error)
 
 
-def test_an_altered_header(folder: Path) -> None:
+def test_an_altered_header_is_refused(folder: Path) -> None:
     file = folder / "model.safetensors"
     data = bytearray(file.read_bytes())
     data[3] ^= 0xFF
@@ -335,32 +335,32 @@ def test_an_altered_header(folder: Path) -> None:
 
 
 @pytest.mark.parametrize("text", [None, "{", "[]"])
-def test_a_config_that_is_not_one(folder: Path, text: str | None) -> None:
+def test_a_missing_or_malformed_config_is_refused(folder: Path, text: str | None) -> None:
     file = folder / "config.json"
     file.unlink() if text is None else file.write_text(text)
     assert refusal(folder).file == file
 
 
-def test_no_weights_at_all(folder: Path) -> None:
+def test_a_folder_without_weights_is_refused(folder: Path) -> None:
     (folder / "model.safetensors").unlink()
     assert "neither" in str(refusal(folder))
 
 
 @pytest.mark.parametrize("index", ["{}", "[]", '{"weight_map": {"a": "../model.safetensors"}}', '{"weight_map": {"a": 3}}'])
-def test_a_damaged_index(folder: Path, index: str) -> None:
+def test_a_damaged_index_is_refused(folder: Path, index: str) -> None:
     (folder / "model.safetensors").unlink()
     (folder / "model.safetensors.index.json").write_text(index)
     assert refusal(folder).field == "weight_map"
 
 
-def test_a_missing_shard(folder: Path) -> None:
+def test_a_missing_shard_is_refused(folder: Path) -> None:
     (folder / "model.safetensors").unlink()
     (folder / "model.safetensors.index.json").write_text('{"weight_map": {"a": "model-00001-of-00002.safetensors"}}')
     assert refusal(folder).file.name == "model-00001-of-00002.safetensors"
 
 
-def test_a_single_file_is_read_although_there_is_an_index(folder: Path) -> None:
-    """As in transformers (tests/engine/test_model_parity.py asks it)."""
+def test_a_single_file_is_preferred_to_an_index(folder: Path) -> None:
+    """As in transformers (tests/engine/test_model_parity.py checks that)."""
     (folder / "model.safetensors.index.json").write_text('{"weight_map": {"a": "model-00001-of-00002.safetensors"}}')
     assert fingerprints.weight_files(folder) == [folder / "model.safetensors"]
     Checkpoint(folder, read_config(folder))
@@ -377,21 +377,21 @@ def test_a_single_file_is_read_although_there_is_an_index(folder: Path) -> None:
         ("consolidated.00.pth", "pickle"),
     ],
 )
-def test_a_folder_without_weights_of_ours_says_what_it_holds(folder: Path, name: str, says: str) -> None:
+def test_refusing_unsupported_weight_files_names_them(folder: Path, name: str, says: str) -> None:
     (folder / "model.safetensors").rename(folder / name)
     error = str(refusal(folder))
     assert name in error and says in error
 
 
 @pytest.mark.parametrize("suffix", ["qweight", "weight_scale_inv", "scales"])
-def test_quantised_tensors_are_called_so_without_quantization_config(folder: Path, suffix: str) -> None:
+def test_quantised_tensors_are_recognised_without_quantization_config(folder: Path, suffix: str) -> None:
     name = f"model.layers.0.self_attn.q_proj.{suffix}"
     edit_weights(folder, lambda w: w.update({name: np.zeros(3, np.int32)}))
     error = refusal(folder)
     assert error.field == name and "quantised" in str(error) and "quantization_config" in str(error)
 
 
-def test_a_matrix_of_eight_bits_is_called_quantised(folder: Path) -> None:
+def test_an_eight_bit_matrix_is_recognised_as_quantised(folder: Path) -> None:
     name = "model.layers.0.mlp.up_proj.weight"
     edit_weights(folder, lambda w: w.update({name: w[name].astype(np.int8)}))
     assert refusal(folder).field == name and "quantised" in str(refusal(folder))
@@ -401,7 +401,7 @@ def test_a_matrix_of_eight_bits_is_called_quantised(folder: Path) -> None:
 
 
 def make_mixtral(folder: Path) -> dict[str, Any]:
-    """Turns the folder's model into one with four experts in the layout of published files, and answers their tensors."""
+    """Turns the folder's model into one with four experts in the layout of published files, and returns its tensors."""
     edit_config(folder, **MIXTRAL, sliding_window=None)
     random, weights = np.random.default_rng(1), load_file(folder / "model.safetensors")
     for i in range(2):
@@ -417,7 +417,7 @@ def make_mixtral(folder: Path) -> dict[str, Any]:
 
 
 def fuse(weights: dict[str, Any], layer: int) -> None:
-    """As transformers 5 keeps them in memory and can write them."""
+    """Stacks the experts of a layer, as transformers 5 keeps them in memory and can write them."""
     block, fused = f"model.layers.{layer}.block_sparse_moe", f"model.layers.{layer}.mlp"
     matrices = {name: np.stack([weights.pop(f"{block}.experts.{i}.{name}.weight") for i in range(4)]) for name in ("w1", "w2", "w3")}
     weights[f"{fused}.experts.gate_up_proj"] = np.concatenate((matrices["w1"], matrices["w3"]), axis=1)
@@ -433,7 +433,12 @@ def test_experts_are_the_same_in_both_layouts(folder: Path) -> None:
     for name, theirs in (("gate_proj", "w1"), ("up_proj", "w3"), ("down_proj", "w2")):
         tensor = published[f"model.layers.1.block_sparse_moe.experts.2.{theirs}.weight"]
         assert np.array_equal(expected[f"model.layers.1.mlp.experts.2.{name}.weight"], tensor)
-    edit_weights(folder, lambda w: (fuse(w, 0), fuse(w, 1)))
+
+    def fuse_both(weights: dict[str, Any]) -> None:
+        fuse(weights, 0)
+        fuse(weights, 1)
+
+    edit_weights(folder, fuse_both)
     fused = Checkpoint(folder, config)
     assert all(np.array_equal(fused.tensor(name).numpy(), tensor) for name, tensor in expected.items())
 
@@ -448,14 +453,19 @@ def test_experts_are_the_same_in_both_layouts(folder: Path) -> None:
         (lambda w: w[0], "model.layers.0.mlp.experts.0.gate_proj.weight"),
     ],
 )
-def test_experts_in_one_tensor_are_checked(folder: Path, change: Callable[[Any], Any], field: str) -> None:
+def test_fused_expert_tensors_are_checked(folder: Path, change: Callable[[Any], Any], field: str) -> None:
     make_mixtral(folder)
     name = "model.layers.0.mlp.experts.gate_up_proj"
-    edit_weights(folder, lambda w: (fuse(w, 0), w.update({name: np.ascontiguousarray(change(w[name]))})))
+
+    def fuse_and_change(weights: dict[str, Any]) -> None:
+        fuse(weights, 0)
+        weights[name] = np.ascontiguousarray(change(weights[name]))
+
+    edit_weights(folder, fuse_and_change)
     assert refusal(folder).field == field
 
 
-def test_layers_for_further_tokens_are_left_alone(folder: Path) -> None:
+def test_multi_token_prediction_layers_are_ignored(folder: Path) -> None:
     edit_config(folder, **DEEPSEEK3)
     config = read_config(folder)
     weights = {name: np.zeros(shape, np.float32) for name, shape in expected_tensors(config).items()}
@@ -475,7 +485,7 @@ def flip(file: Path, offset: int) -> None:
     file.write_bytes(bytes(data))
 
 
-def test_a_fingerprint_is_of_contents_not_of_place(folder: Path, tmp_path_factory: pytest.TempPathFactory) -> None:
+def test_a_fingerprint_depends_on_contents_not_on_location(folder: Path, tmp_path_factory: pytest.TempPathFactory) -> None:
     copy = tmp_path_factory.mktemp("copy")
     for file in folder.iterdir():
         (copy / file.name).write_bytes(file.read_bytes())
@@ -487,13 +497,13 @@ def test_a_fingerprint_is_of_contents_not_of_place(folder: Path, tmp_path_factor
 @pytest.mark.parametrize(
     ("name", "offset"), [("config.json", 5), ("model.safetensors", 9), ("model.safetensors", -1), ("model.safetensors", 50000)]
 )
-def test_one_flipped_bit_is_another_model(folder: Path, name: str, offset: int) -> None:
+def test_one_flipped_bit_changes_the_fingerprint(folder: Path, name: str, offset: int) -> None:
     before = fingerprint(folder)
     flip(folder / name, offset)
     assert fingerprint(folder) != before
 
 
-def test_a_long_file_is_sampled_first_and_last_byte_included(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_samples_of_a_long_file_include_its_first_and_last_byte(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(fingerprints, "WHOLE_FILE", 1000)
     monkeypatch.setattr(fingerprints, "SAMPLE", 100)
     file, prints = folder / "model.safetensors", set()
@@ -506,14 +516,14 @@ def test_a_long_file_is_sampled_first_and_last_byte_included(folder: Path, monke
     assert fingerprint(folder) not in prints
 
 
-def test_the_tokenizer_is_another_name(folder: Path) -> None:
+def test_the_tokenizer_has_its_own_fingerprint(folder: Path) -> None:
     model, tokenizer = fingerprint(folder), tokenizer_fingerprint(folder)
     flip(folder / "tokenizer.json", 100)
     assert fingerprint(folder) == model
     assert tokenizer_fingerprint(folder) != tokenizer
 
 
-def test_a_folder_without_weights_has_a_fingerprint_too(folder: Path) -> None:
+def test_a_folder_without_weights_also_has_a_fingerprint(folder: Path) -> None:
     before = fingerprint(folder)
     (folder / "model.safetensors").unlink()
     assert fingerprint(folder) != before

@@ -1,6 +1,7 @@
-"""Engine = oracle, whatever the batch, the pool and the chunks; and prefill + handoff + decode = one engine, with nothing recomputed."""
+"""The engine matches the oracle whatever the batch, pool and chunks. Prefill, handoff and decode match one engine and recompute nothing."""
 
 import random
+from typing import Any
 
 import pytest
 
@@ -26,8 +27,8 @@ def make_engine(
 
 
 def make_seq(name: str, tokens: list[int], hold: bool = False, prompt_len: int | None = None, **params: object) -> Sequence:
-    values = {"max_tokens": 8, "temperature": 0.0, "ignore_eos": True, **params}
-    return Sequence(name, list(tokens), prompt_len or len(tokens), SamplingParams(**values), ROOT, hold)  # type: ignore[arg-type]
+    values: dict[str, Any] = {"max_tokens": 8, "temperature": 0.0, "ignore_eos": True, **params}
+    return Sequence(name, list(tokens), prompt_len or len(tokens), SamplingParams(**values), ROOT, hold)
 
 
 def drain(engine: Engine, limit: int = 5000) -> None:
@@ -36,7 +37,7 @@ def drain(engine: Engine, limit: int = 5000) -> None:
             engine.pool.check()
             return
         engine.step()
-    raise AssertionError("the engine does not come to rest")
+    raise AssertionError("the engine does not become idle")
 
 
 def workload(rng: random.Random, count: int) -> list[Sequence]:
@@ -44,7 +45,7 @@ def workload(rng: random.Random, count: int) -> list[Sequence]:
     seqs = []
     for i in range(count):
         tokens = rng.choice(shared) + [rng.randrange(256) for _ in range(rng.randrange(1, 12))]
-        params = {
+        params: dict[str, Any] = {
             "temperature": rng.choice([0.0, 1.0]),
             "seed": rng.randrange(1 << 40),
             "max_tokens": rng.randrange(1, 20),
@@ -78,7 +79,7 @@ def test_random_workloads_equal_the_oracle(seed: int) -> None:
 
 
 def check_counts(engine: Engine, seqs: list[Sequence]) -> None:
-    """What the engine counted is what its sequences, which all ended, know of themselves."""
+    """The engine's counts agree with those of its sequences, all of which have finished."""
     counts = engine.counts
     assert counts.queried_tokens == sum(seq.arrived_with for seq in seqs)
     assert counts.hit_tokens == sum(seq.cached for seq in seqs)
@@ -90,7 +91,7 @@ def check_counts(engine: Engine, seqs: list[Sequence]) -> None:
 
 
 def test_small_pools_preempt_and_recompute() -> None:
-    """The workloads above mean little unless preemption happens in them."""
+    """Without preemption the workloads above would prove little."""
     engine = make_engine(12, seqs=8, growth=0.0)
     seqs = [make_seq(f"s{i}", [i] * 6, max_tokens=20) for i in range(4)]
     for seq in seqs:
@@ -116,7 +117,7 @@ def copy_blocks(source: Engine, target: Engine, src: list[int], dst: list[int]) 
 
 
 def hand_over(prefill: Engine, decode: Engine, seq: Sequence, *, copy: bool = True) -> Sequence:
-    """Prefill, hold, copy what the other side lacks, adopt: the whole handoff without a wire."""
+    """A whole handoff in memory: prefills, holds, copies what `decode` lacks, adopts."""
     held = make_seq(
         seq.id, seq.tokens, hold=True, **{name: getattr(seq.params, name) for name in ("max_tokens", "temperature", "seed", "ignore_eos")}
     )
@@ -153,8 +154,8 @@ def test_handoff_equals_one_engine_and_recomputes_nothing(seed: int) -> None:
         assert engine.pool.num_owned == 0 and not engine.sequences
 
 
-def test_handoff_without_the_copy_is_seen() -> None:
-    """Negative control: the test above would notice a copy that does not happen."""
+def test_handoff_without_the_copy_gives_other_tokens() -> None:
+    """Negative control: the test above would notice a missing copy."""
     prefill, decode = make_engine(), make_engine()
     seq = hand_over(prefill, decode, make_seq("s", list(range(1, 11))), copy=False)
     drain(decode)
@@ -162,8 +163,8 @@ def test_handoff_without_the_copy_is_seen() -> None:
 
 
 @pytest.mark.parametrize("seed", range(40))
-def test_kv_from_elsewhere_may_end_anywhere_and_the_rest_is_computed_here(seed: int) -> None:
-    """`computed += n`, once or in several arrivals; what is pending is a prefill like any other."""
+def test_received_kv_may_end_anywhere_and_the_rest_is_computed(seed: int) -> None:
+    """`computed += n`, in one or several arrivals. The tokens that are still pending are prefilled like any others."""
     rng = random.Random(seed)
     source, target = make_engine(), make_engine(budget=rng.choice([8, 64]))
     tokens = [rng.randrange(256) for _ in range(rng.randrange(6, 40))]
@@ -204,8 +205,8 @@ def test_a_token_that_became_known_during_the_fetch_is_not_sampled_again() -> No
         target.pool.forget(range(target.pool.num_blocks))
 
 
-def test_nothing_can_be_adopted_with_nothing_left_to_compute() -> None:
-    """No logits, no token."""
+def test_a_sequence_with_nothing_left_to_compute_cannot_be_adopted() -> None:
+    """Without logits there is no token."""
     engine = make_engine()
     seq = make_seq("s", [1, 2, 3, 4, 5])
     assert engine.reserve(seq)
@@ -217,8 +218,8 @@ def test_nothing_can_be_adopted_with_nothing_left_to_compute() -> None:
         engine.arrive(seq, 6)
 
 
-def test_a_prompt_that_will_be_held_tells_which_blocks_are_full_and_keeps_them() -> None:
-    """Its blocks may be read by now: another sequence is preempted in its place, or the one that needs room itself."""
+def test_a_prompt_to_be_held_reports_its_full_blocks_and_keeps_them() -> None:
+    """Its blocks may already have readers, so another sequence is preempted instead, or the one that needs room."""
     engine = make_engine(16, budget=8, max_len=64)
     decoding = [make_seq(f"d{i}", [i] * 7, max_tokens=40) for i in range(2)]
     for seq in decoding:
@@ -226,14 +227,14 @@ def test_a_prompt_that_will_be_held_tells_which_blocks_are_full_and_keeps_them()
     engine.step()
     held = make_seq("h", list(range(30)), hold=True)
     engine.add(held)
-    told: list[tuple[int, ...]] = []
+    reported: list[tuple[int, ...]] = []
     while held.state is not State.HELD:
-        told += [output.full for output in engine.step() if output.seq is held and output.sampled is None]
-    assert told and all(full == tuple(held.blocks[: len(full)]) for full in told)
-    assert [len(full) for full in told] == sorted(len(full) for full in told)
+        reported += [output.full for output in engine.step() if output.seq is held and output.sampled is None]
+    assert reported and all(full == tuple(held.blocks[: len(full)]) for full in reported)
+    assert [len(full) for full in reported] == sorted(len(full) for full in reported)
     blocks = list(held.blocks)
     drain(engine)
-    assert held.preemptions == 0 and held.blocks == blocks and sum(seq.preemptions for seq in decoding)
+    assert held.preemptions == 0 and held.blocks == blocks and sum(seq.preemptions for seq in decoding) > 0
     engine.abort(held.id)
     engine.pool.check()
     assert all(seq.tokens[7:] == expect(seq) for seq in decoding)
@@ -255,7 +256,7 @@ def test_pinned_blocks_are_not_evicted() -> None:
     engine.pool.check()
 
 
-def test_give_up_recomputes_and_returns_the_blocks_in_danger() -> None:
+def test_give_up_recomputes_and_returns_the_blocks_that_may_still_be_filled() -> None:
     decode = make_engine()
     tokens = list(range(1, 11))
     first = naive(tokens, make_seq("x", tokens).params)[0]
@@ -271,7 +272,7 @@ def test_give_up_recomputes_and_returns_the_blocks_in_danger() -> None:
     decode.pool.check()
 
 
-def test_prefix_is_found_and_counted() -> None:
+def test_a_cached_prefix_is_found_and_counted() -> None:
     engine = make_engine()
     engine.add(make_seq("a", list(range(20))))
     drain(engine)
@@ -307,7 +308,7 @@ def test_abort_in_every_state_frees_everything(steps: int) -> None:
     engine.pool.check()
 
 
-def test_stop_rules() -> None:
+def test_each_stop_rule_ends_the_sequence() -> None:
     prompt = [5, 6, 7]
     plain = naive(prompt, make_seq("x", prompt, max_tokens=12).params)
     cases = [
@@ -325,7 +326,7 @@ def test_stop_rules() -> None:
         assert outputs[-1].finish is reason
 
 
-def test_bounds_are_refused_before_anything_is_kept() -> None:
+def test_requests_beyond_the_bounds_are_refused_and_leave_nothing_behind() -> None:
     engine = make_engine(16, max_len=32)
     with pytest.raises(TooLong):
         engine.add(make_seq("long", [1] * 30, max_tokens=8))
@@ -336,8 +337,8 @@ def test_bounds_are_refused_before_anything_is_kept() -> None:
     assert list(engine.sequences) == ["a"]
 
 
-def test_continued_stream_equals_the_undisturbed_one() -> None:
-    """A retry folds the tokens that were sent into the prompt; noise depends on seed and position alone."""
+def test_a_continued_stream_equals_the_uninterrupted_one() -> None:
+    """A retry folds the tokens that were sent into the prompt; noise depends only on seed and position."""
     prompt = [9, 8, 7]
     whole = naive(prompt, make_seq("x", prompt, max_tokens=12, temperature=1.0, seed=5).params)
     for cut in range(1, 12):
@@ -348,7 +349,7 @@ def test_continued_stream_equals_the_undisturbed_one() -> None:
         assert seq.tokens[3:] == whole
 
 
-def test_illegal_move_names_state_and_event_and_changes_nothing() -> None:
+def test_an_illegal_move_names_state_and_event_and_changes_nothing() -> None:
     seq = make_seq("s", [1])
     with pytest.raises(IllegalMove, match=r"waiting.*'adopt'"):
         seq.move("adopt")
@@ -356,13 +357,17 @@ def test_illegal_move_names_state_and_event_and_changes_nothing() -> None:
 
 
 @pytest.mark.parametrize("first", ["queue", "fetch"])
-def test_nobody_is_overtaken(first: str) -> None:
-    """A long sequence needs most of the pool; small ones keep coming by the other way in. It is served before those that came after it."""
+def test_a_long_sequence_is_not_overtaken_by_later_ones(first: str) -> None:
+    """A long sequence needs most of the pool, and small ones keep coming by the other way in. It is served before those that came later."""
     engine = make_engine(16, max_len=64)
     engine.add(make_seq("running", list(range(9))))
     engine.step()
     big = make_seq("big", list(range(100, 150)), max_tokens=4)
-    admitted = engine.reserve(big) if first == "fetch" else bool(engine.add(big))
+    admitted = False
+    if first == "fetch":
+        admitted = engine.reserve(big)
+    else:
+        engine.add(big)
     assert not admitted
     late = 0
     for i in range(40):
@@ -381,7 +386,7 @@ def test_nobody_is_overtaken(first: str) -> None:
     assert not late and (admitted if first == "fetch" else big.state is not State.WAITING)
 
 
-def test_prefill_worker_sets_no_room_aside_for_output_it_never_makes() -> None:
+def test_a_prefill_worker_reserves_no_room_for_output_it_never_makes() -> None:
     engine = make_engine(64, budget=64)
     seqs = [make_seq(f"p{i}", [i] * 16, hold=True, max_tokens=100) for i in range(4)]
     for seq in seqs:
@@ -391,19 +396,19 @@ def test_prefill_worker_sets_no_room_aside_for_output_it_never_makes() -> None:
 
 
 @pytest.mark.parametrize(("tokens", "prompt_len"), [([1, 257], 2), ([-1], 1), ([1], 0), ([1], 2), ([], 0)])
-def test_what_is_no_sequence_is_refused_before_it_reaches_the_model(tokens: list[int], prompt_len: int) -> None:
+def test_a_malformed_sequence_is_refused_before_it_reaches_the_model(tokens: list[int], prompt_len: int) -> None:
     engine = make_engine()
     with pytest.raises(Malformed):
         engine.add(Sequence("s", tokens, prompt_len, SamplingParams(max_tokens=2), ROOT))
     assert not engine.sequences
 
 
-# Whoever waits for too long
+# Sequences that wait too long
 
 
 @pytest.mark.parametrize("late", [True, False])
 def test_a_sequence_that_expires_in_the_queue_is_dropped_before_anything_is_computed(late: bool) -> None:
-    """And (negative control) one that does not expire is computed."""
+    """Negative control: one that does not expire is computed."""
     engine = make_engine(seqs=1)
     first, second, third = (make_seq(name, list(range(12)), max_tokens=4) for name in "abc")
     second.expires_at = 10.0
@@ -417,13 +422,13 @@ def test_a_sequence_that_expires_in_the_queue_is_dropped_before_anything_is_comp
     dropped = [output.seq.id for output in outputs if output.expired]
     assert dropped == (["b"] if late else []) and second.output_len == (0 if late else 4)
     assert second.prefilled == 0 if late else second.output_len == 4
-    assert expect(first) == first.tokens[12:] and expect(third) == third.tokens[12:], "the others are undisturbed"
+    assert expect(first) == first.tokens[12:] and expect(third) == third.tokens[12:], "the other sequences must not be affected"
     assert not engine.sequences and (second.state is State.DONE)
     engine.pool.check()
 
 
-def test_a_sequence_that_runs_does_not_expire() -> None:
-    """Its deadline is for whoever asked for it to hold; the queue is where work can still be saved."""
+def test_a_running_sequence_does_not_expire() -> None:
+    """Its client enforces the deadline from then on; only in the queue can work still be saved."""
     engine = make_engine()
     seq = make_seq("a", [1, 2, 3])
     seq.expires_at = 1.0

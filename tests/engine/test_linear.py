@@ -1,4 +1,4 @@
-"""Matrices in every form multiply like the plain one; int8 is exact about what it rounds, row by row."""
+"""Matrices in every form multiply like the plain one; int8 products of rounded values are exact, row by row."""
 
 import pytest
 import torch
@@ -27,7 +27,7 @@ def exact(x: Tensor, weights: list[Tensor], biases: list[Tensor]) -> Tensor:
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("rows", [0, *ROWS])
 @pytest.mark.parametrize("bias", [False, True])
-def test_stacked_matrices_are_one(dtype: torch.dtype, rows: int, bias: bool) -> None:
+def test_stacked_matrices_multiply_like_one_matrix(dtype: torch.dtype, rows: int, bias: bool) -> None:
     weights = [numbers(size, 96, seed=size).to(dtype) for size in (40, 8, 65)]
     biases = [numbers(size, seed=size).to(dtype) for size in (40, 8, 65)] if bias else []
     x = numbers(rows, 96, seed=1).to(dtype)
@@ -40,7 +40,7 @@ def test_stacked_matrices_are_one(dtype: torch.dtype, rows: int, bias: bool) -> 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("rows", [0, *ROWS])
 @pytest.mark.parametrize("bias", [False, True])
-def test_int8_is_exact_about_what_was_rounded(dtype: torch.dtype, rows: int, bias: bool) -> None:
+def test_int8_products_of_rounded_values_are_exact(dtype: torch.dtype, rows: int, bias: bool) -> None:
     weights, biases = [numbers(40, 96, seed=2), numbers(65, 96, seed=3)], [numbers(105, seed=4).to(dtype)] if bias else []
     x = numbers(rows, 96, seed=1).to(dtype)
     y = Linear(weights, biases, dtype, CPU, "int8")(x)
@@ -54,7 +54,7 @@ def test_int8_is_exact_about_what_was_rounded(dtype: torch.dtype, rows: int, bia
 
 
 @int8
-def test_int8_is_near_the_plain_product() -> None:
+def test_int8_is_close_to_the_plain_product() -> None:
     weight, x = numbers(512, 768, seed=5), numbers(200, 768, seed=6) * torch.logspace(-3, 3, 200)[:, None]
     error = (Linear([weight], [], torch.float32, CPU, "int8")(x) - x @ weight.T).norm(dim=1) / (x @ weight.T).norm(dim=1)
     assert error.min() > 1e-4 and error.max() < 0.02
@@ -63,7 +63,7 @@ def test_int8_is_near_the_plain_product() -> None:
 @int8
 @pytest.mark.parametrize("compiled", [False, True])
 def test_an_int8_row_does_not_depend_on_its_neighbours(compiled: bool) -> None:
-    """To the bit: the same token in another batch is the same token."""
+    """Bit for bit: a token gets the same result in any batch."""
     ops = choose_ops(CPU, torch.float32, compiled)
     matrix, x = Linear([numbers(130, 200, seed=7)], [], torch.float32, CPU, "int8", ops), numbers(33, 200, seed=8)
     x[5] *= 1e6
@@ -76,8 +76,8 @@ def test_an_int8_row_does_not_depend_on_its_neighbours(compiled: bool) -> None:
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("bias", [False, True])
 @pytest.mark.parametrize("outs,width", [(1, 1), (3, 17), (130, 200), (700, 1536)])
-def test_an_int8_row_alone_is_what_it_is_among_others(dtype: torch.dtype, bias: bool, outs: int, width: int) -> None:
-    """Two ways to the same bits."""
+def test_an_int8_row_gives_the_same_bits_alone_and_in_a_batch(dtype: torch.dtype, bias: bool, outs: int, width: int) -> None:
+    """A row alone takes a different code path, which must give the same bits."""
     biases = [numbers(outs, seed=3).to(dtype)] if bias else []
     matrix = Linear([numbers(outs, width, seed=1)], biases, dtype, CPU, "int8", choose_ops(CPU, dtype, True))
     x = (numbers(9, width, seed=2) * torch.logspace(-6, 6, 9)[:, None]).to(dtype)
@@ -88,7 +88,7 @@ def test_an_int8_row_alone_is_what_it_is_among_others(dtype: torch.dtype, bias: 
 
 
 @int8
-def test_int8_rows_of_nothing_and_of_no_numbers() -> None:
+def test_int8_handles_zero_rows_and_rows_with_nan() -> None:
     weight, x = numbers(64, 32, seed=9), numbers(4, 32, seed=10)
     weight[3], x[1], x[2, 4] = 0.0, 0.0, torch.nan
     y = Linear([weight], [], torch.float32, CPU, "int8")(x)
@@ -104,8 +104,8 @@ def test_int8_is_refused_where_it_would_not_be_exact(monkeypatch: pytest.MonkeyP
         Linear([numbers(8, 8).to("meta")], [], torch.float32, torch.device("meta"), "int8")
 
 
-def test_what_overflows_is_found(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Negative control of the trial: a product that stops at 2^15, as without VNNI, is not exact."""
+def test_the_exactness_trial_detects_overflow(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Negative control of the trial: a product that saturates at 2^15, as it does without VNNI, is not exact."""
     monkeypatch.setattr(onednn, "packed_int8", lambda weight, scales: lambda x: ((x.float() - 128) @ weight.float().T).clamp(max=2.0**15))
     onednn._is_exact.cache_clear()
     assert not multiplies_int8(CPU)

@@ -1,11 +1,11 @@
-"""The thread that owns an engine: commands run between steps and in order, results come in the order they were made, the events of the
-prefix cache tell all of it, and an end is an end."""
+"""The thread that owns an engine: commands run between steps and in order, results arrive in the order they were made, the prefix cache's
+events describe it completely, and nothing runs after the end."""
 
 import asyncio
 import math
 import random
 import threading
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Callable
 from collections.abc import Sequence as Seq
 from contextlib import asynccontextmanager
 from dataclasses import dataclass, field
@@ -25,11 +25,11 @@ from baton.engine.toy import ToyRunner, naive
 
 BLOCK = 4
 CONFIG = {"vocab_size": 257, "eos_token_id": 256, "max_position_embeddings": 4096, "kv_width": 8}
-WITHIN_S = 20.0  # for what never comes when something is wrong
+WITHIN_S = 20.0  # limit on waiting for what never happens if something is wrong
 
 
 class Gate(ToyRunner):
-    """A runner whose steps can be held up, watched, and broken."""
+    """A runner whose steps can be blocked, watched, and made to fail."""
 
     def __init__(self) -> None:
         super().__init__(CONFIG, "toy", BLOCK)
@@ -54,13 +54,13 @@ class Gate(ToyRunner):
         return super().run(batch)
 
     def let(self, steps: float) -> None:
-        """So many steps may pass; further ones stay inside until they may, too."""
+        """Lets `steps` steps pass; further ones block until they are let through, too."""
         with self._changed:
             self._permits = steps
             self._changed.notify_all()
 
     async def inside(self) -> None:
-        """Until a step is held up."""
+        """Waits until a step is blocked."""
         assert await asyncio.to_thread(self._wait_until_busy)
 
     def _wait_until_busy(self) -> bool:
@@ -69,8 +69,8 @@ class Gate(ToyRunner):
 
 
 @dataclass
-class Told:
-    """What a loop called back with."""
+class Reported:
+    """What a loop reported through its callbacks."""
 
     outputs: list[Output] = field(default_factory=list)
     events: list[CacheEvent] = field(default_factory=list)
@@ -101,18 +101,18 @@ class Running:
     loop: EngineLoop
     engine: Engine
     runner: Gate
-    told: Told
+    reported: Reported
 
 
 @asynccontextmanager
 async def running(blocks: int = 512) -> AsyncIterator[Running]:
-    runner, told = Gate(), Told()
+    runner, reported = Gate(), Reported()
     runner.attach(KvPool(runner.layout, blocks))
     engine = Engine(runner, Limits(8, 32), min(1024, blocks * BLOCK))
-    loop = EngineLoop(engine, told.on_step, told.events.extend, told.failures.append)
+    loop = EngineLoop(engine, reported.on_step, reported.events.extend, reported.failures.append)
     loop.start()
     try:
-        yield Running(loop, engine, runner, told)
+        yield Running(loop, engine, runner, reported)
     finally:
         runner.let(math.inf)
         await asyncio.wait_for(loop.close(), WITHIN_S)
@@ -123,6 +123,14 @@ def make_seq(name: str, tokens: list[int], max_tokens: int = 8, hold: bool = Fal
     return Sequence(name, list(tokens), len(tokens), params, root_key("toy"), hold)
 
 
+def adding(seq: Sequence) -> Callable[[Engine], None]:
+    return lambda engine: engine.add(seq)
+
+
+def aborting(name: str) -> Callable[[Engine], list[int]]:
+    return lambda engine: engine.abort(name)
+
+
 async def until(condition: object) -> None:
     assert callable(condition)
     async with asyncio.timeout(WITHIN_S):
@@ -130,26 +138,26 @@ async def until(condition: object) -> None:
             await asyncio.sleep(0.001)
 
 
-async def test_call_answers_with_the_value_or_the_exception() -> None:
+async def test_call_returns_the_value_or_raises_the_exception() -> None:
     async with running() as r:
         assert await r.loop.call(lambda engine: engine.pool.num_blocks) == 512
         with pytest.raises(TooLong):
             await r.loop.call(lambda engine: engine.add(make_seq("long", [1] * 2000)))
-        assert (await r.loop.call(facts)).sequences == 0, "a command that raised ends nothing"
-        assert not r.told.failures
+        assert (await r.loop.call(facts)).sequences == 0, "a command that raised leaves nothing behind and does not stop the loop"
+        assert not r.reported.failures
 
 
-async def test_everything_runs_in_one_thread_and_is_told_in_another() -> None:
+async def test_everything_runs_in_one_thread_and_is_reported_in_another() -> None:
     async with running() as r:
         commands = {await r.loop.call(lambda _: threading.get_ident()) for _ in range(3)}
         await r.loop.call(lambda engine: engine.add(make_seq("s", [1, 2, 3])))
-        await until(lambda: len(r.told.tokens("s")) == 8)
+        await until(lambda: len(r.reported.tokens("s")) == 8)
     assert commands == r.runner.threads and len(commands) == 1
-    assert r.told.threads == {threading.get_ident()} != commands
+    assert r.reported.threads == {threading.get_ident()} != commands
 
 
-async def test_each_step_that_computed_something_is_told_in_the_engine_s_thread() -> None:
-    runner, told, threads = Gate(), Told(), set()
+async def test_each_step_that_computed_something_is_reported_in_the_engine_thread() -> None:
+    runner, reported, threads = Gate(), Reported(), set()
     batches: list[tuple[float, int, int]] = []
 
     def on_batch(*batch: Any) -> None:
@@ -157,10 +165,16 @@ async def test_each_step_that_computed_something_is_told_in_the_engine_s_thread(
         threads.add(threading.get_ident())
 
     runner.attach(KvPool(runner.layout, 512))
-    loop = EngineLoop(Engine(runner, Limits(8, 32), 1024), told.on_step, told.events.extend, told.failures.append, on_batch)
+    engine = Engine(runner, Limits(8, 32), 1024)
+    loop = EngineLoop(engine, reported.on_step, reported.events.extend, reported.failures.append, on_batch)
     loop.start()
-    await loop.call(lambda engine: [engine.add(make_seq(name, [ord(name)] * 48, max_tokens=4)) for name in "ab"])
-    await until(lambda: len(told.tokens("a")) == 4 == len(told.tokens("b")))
+
+    def add_both(engine: Engine) -> None:
+        for name in "ab":
+            engine.add(make_seq(name, [ord(name)] * 48, max_tokens=4))
+
+    await loop.call(add_both)
+    await until(lambda: len(reported.tokens("a")) == 4 == len(reported.tokens("b")))
     counts = (await loop.call(facts)).counts
     await loop.close()
     assert [tokens for _, tokens, _ in batches[:3]] == [32, 32, 32], "two prompts of 48 in chunks of a budget of 32"
@@ -170,25 +184,29 @@ async def test_each_step_that_computed_something_is_told_in_the_engine_s_thread(
     assert threads == runner.threads
 
 
-async def test_commands_run_in_the_order_in_which_they_were_given() -> None:
+async def test_commands_run_in_the_order_they_were_given() -> None:
     async with running() as r:
         ran: list[int] = []
+
+        def noting(value: int) -> Callable[[Engine], None]:
+            return lambda _: ran.append(value)
+
         r.runner.let(0)
         await r.loop.call(lambda engine: engine.add(make_seq("s", [1] * 8, max_tokens=100)))
         await r.runner.inside()
         calls = []
         for i in range(0, 30, 3):
-            calls.append(asyncio.create_task(r.loop.call(lambda _, i=i: ran.append(i))))
+            calls.append(asyncio.create_task(r.loop.call(noting(i))))
             await asyncio.sleep(0)  # the task has given its command
-            r.loop.tell(lambda _, i=i: ran.append(i + 1))
-            r.loop.tell(lambda _, i=i: ran.append(i + 2))
+            r.loop.tell(noting(i + 1))
+            r.loop.tell(noting(i + 2))
         assert not ran, "a command ran in the middle of a step"
         r.runner.let(math.inf)
         await asyncio.gather(*calls)
         assert await r.loop.call(lambda _: list(ran)) == list(range(30))
 
 
-async def test_who_awaits_a_command_has_seen_all_earlier_steps() -> None:
+async def test_all_earlier_steps_are_reported_before_a_call_returns() -> None:
     async with running() as r:
         seq = make_seq("s", [1, 2, 3])
         r.runner.let(0)
@@ -198,27 +216,27 @@ async def test_who_awaits_a_command_has_seen_all_earlier_steps() -> None:
             looking = asyncio.create_task(r.loop.call(lambda _: seq.output_len))
             await asyncio.sleep(0)
             r.runner.let(1)
-            assert await looking == len(r.told.outputs) == made
-        assert r.told.tokens("s") == naive([1, 2, 3], seq.params)[:5]
+            assert await looking == len(r.reported.outputs) == made
+        assert r.reported.tokens("s") == naive([1, 2, 3], seq.params)[:5]
 
 
-async def test_a_sequence_added_and_aborted_says_nothing_after_the_abort() -> None:
+async def test_an_aborted_sequence_gives_no_output_after_the_abort() -> None:
     async with running() as r:
         for i in range(30):
             name, seq = f"s{i}", make_seq(f"s{i}", [i, 2, 3], max_tokens=200)
-            await r.loop.call(lambda engine, seq=seq: engine.add(seq))
+            await r.loop.call(adding(seq))
             if i % 3:
                 await asyncio.sleep(0.001)
-            await r.loop.call(lambda engine, name=name: engine.abort(name))
-            seen = len(r.told.tokens(name))
+            await r.loop.call(aborting(name))
+            seen = len(r.reported.tokens(name))
             await asyncio.sleep(0.002)
-            assert len(r.told.tokens(name)) == seen
+            assert len(r.reported.tokens(name)) == seen
         left = await r.loop.call(facts)
         assert (left.owned_blocks, left.sequences, left.running, left.waiting) == (0, 0, 0, 0)
 
 
 async def test_tell_cleans_up_after_a_cancelled_call() -> None:
-    """The pattern of the workers: whoever is cancelled tells the engine to forget, and that comes after the command that added."""
+    """The pattern of the workers: a cancelled caller tells the engine to forget, and that runs after the command that added."""
     async with running() as r:
         r.runner.let(0)
         await r.loop.call(lambda engine: engine.add(make_seq("other", [9] * 4, max_tokens=3)))
@@ -230,7 +248,7 @@ async def test_tell_cleans_up_after_a_cancelled_call() -> None:
         r.runner.let(math.inf)
         assert (await asyncio.gather(call, return_exceptions=True))[0].__class__ is asyncio.CancelledError
         assert "s" not in await r.loop.call(lambda engine: dict(engine.sequences))
-        assert not r.told.tokens("s")
+        assert not r.reported.tokens("s")
 
 
 async def test_a_cancelled_callers_command_still_runs() -> None:
@@ -242,90 +260,96 @@ async def test_a_cancelled_callers_command_still_runs() -> None:
         await asyncio.sleep(0)
         call.cancel()
         r.runner.let(math.inf)
-        await until(lambda: len(r.told.tokens("s")) == 8)
-        assert call.cancelled() and not r.told.failures
+        await until(lambda: len(r.reported.tokens("s")) == 8)
+        assert call.cancelled() and not r.reported.failures
 
 
-async def test_cache_events_replayed_are_the_cache() -> None:
-    """Numbered from 1 without gap; at every snapshot, the events up to its number give exactly its keys."""
+async def test_replayed_cache_events_reproduce_the_cache() -> None:
+    """Events are numbered from 1 without gaps; the events up to the number of any snapshot give exactly its keys."""
     rng = random.Random(1)
     async with running(blocks=24) as r:
         prefixes = [[rng.randrange(256) for _ in range(12)] for _ in range(3)]
         snapshots: list[tuple[int, list[bytes]]] = []
         for i in range(60):
             tokens = rng.choice(prefixes) + [rng.randrange(256) for _ in range(rng.randrange(1, 20))]
-            await r.loop.call(lambda engine, i=i, tokens=tokens: engine.add(make_seq(f"s{i}", tokens, max_tokens=6)))
+            await r.loop.call(adding(make_seq(f"s{i}", tokens, max_tokens=6)))
             if rng.random() < 0.5:
                 await asyncio.sleep(0.001)
             if rng.random() < 0.3:
-                r.loop.tell(lambda engine, i=i: engine.abort(f"s{i}"))
+                r.loop.tell(aborting(f"s{i}"))
             snapshots.append(await r.loop.snapshot())
-            assert len(r.told.events) >= snapshots[-1][0], "the events up to a snapshot come before it"
+            assert len(r.reported.events) >= snapshots[-1][0], "the events up to a snapshot must arrive before it"
         await until(lambda: not r.engine.sequences)
         snapshots.append(await r.loop.snapshot())
-        assert [event.sequence for event in r.told.events] == list(range(1, len(r.told.events) + 1))
-        assert {event.kind for event in r.told.events} == {"stored", "removed"}
-        assert all(event.keys for event in r.told.events)
+        assert [event.sequence for event in r.reported.events] == list(range(1, len(r.reported.events) + 1))
+        assert {event.kind for event in r.reported.events} == {"stored", "removed"}
+        assert all(event.keys for event in r.reported.events)
         for sequence, keys in snapshots:
-            assert r.told.replayed(sequence) == set(keys) and len(keys) == len(set(keys))
-        assert len({len(keys) for _, keys in snapshots}) > 3 and snapshots[-1][0] == len(r.told.events)
-        assert await r.loop.call(lambda engine: set(engine.pool.sealed_keys())) == r.told.replayed()
+            assert r.reported.replayed(sequence) == set(keys) and len(keys) == len(set(keys))
+        assert len({len(keys) for _, keys in snapshots}) > 3 and snapshots[-1][0] == len(r.reported.events)
+        assert await r.loop.call(lambda engine: set(engine.pool.sealed_keys())) == r.reported.replayed()
 
 
-async def test_what_a_command_did_to_the_cache_is_numbered_before_the_next_command() -> None:
+async def test_cache_changes_by_a_command_are_numbered_before_the_next_command() -> None:
     """A fetched sequence is adopted, and a snapshot is taken before any step."""
     async with running() as r:
         r.runner.let(0)
         await r.loop.call(lambda engine: engine.add(make_seq("other", [9] * 3, max_tokens=3)))
         await r.runner.inside()
         seq = make_seq("fetched", list(range(18)))
-        r.loop.tell(lambda engine: engine.reserve(seq) and (engine.arrive(seq, 17), engine.adopt(seq)))
+
+        def fetch(engine: Engine) -> None:
+            if engine.reserve(seq):
+                engine.arrive(seq, 17)
+                engine.adopt(seq)
+
+        r.loop.tell(fetch)
         looking = asyncio.create_task(r.loop.snapshot())
         await asyncio.sleep(0)
         r.runner.let(math.inf)
         sequence, keys = await looking
-        assert len(keys) == 4 and r.told.replayed(sequence) == set(keys)
+        assert len(keys) == 4 and r.reported.replayed(sequence) == set(keys)
 
 
-async def test_an_event_left_out_would_be_seen() -> None:
+async def test_a_missing_event_would_be_detected() -> None:
     """Negative control of the replay."""
     async with running(blocks=16) as r:
         for i in range(6):
-            await r.loop.call(lambda engine, i=i: engine.add(make_seq(f"s{i}", [i] * 20)))
+            await r.loop.call(adding(make_seq(f"s{i}", [i] * 20)))
             await until(lambda: not r.engine.sequences)
         _, keys = await r.loop.snapshot()
-        del r.told.events[len(r.told.events) // 2]
+        del r.reported.events[len(r.reported.events) // 2]
         try:
-            assert r.told.replayed() != set(keys)
+            assert r.reported.replayed() != set(keys)
         except AssertionError as error:
             assert str(error).startswith(("stored twice", "removed but never stored"))
 
 
-async def test_a_step_that_raises_is_told_once_and_nothing_runs_after_it() -> None:
+async def test_a_step_that_raises_is_reported_once_and_nothing_runs_after_it() -> None:
     async with running() as r:
         r.runner.let(2)
         await r.loop.call(lambda engine: engine.add(make_seq("s", [1, 2, 3])))
-        await until(lambda: len(r.told.outputs) == 2)
+        await until(lambda: len(r.reported.outputs) == 2)
         r.runner.error = RuntimeError("the device is gone")
         r.runner.let(math.inf)
-        await until(lambda: r.told.failures)
-        steps, outputs = r.runner.steps, len(r.told.outputs)
+        await until(lambda: r.reported.failures)
+        steps, outputs = r.runner.steps, len(r.reported.outputs)
         r.loop.tell(lambda engine: engine.abort("s"))
         await asyncio.sleep(0.05)
-        assert r.told.failures == [r.runner.error]
-        assert (r.runner.steps, len(r.told.outputs)) == (steps, outputs)
-        assert "s" in r.engine.sequences, "its memory is in doubt: nobody may clean up in it either"
+        assert r.reported.failures == [r.runner.error]
+        assert (r.runner.steps, len(r.reported.outputs)) == (steps, outputs)
+        assert "s" in r.engine.sequences, "its memory is in doubt, so nothing may clean up in it either"
 
 
-async def test_a_clean_up_that_raises_is_a_failure() -> None:
+async def test_a_cleanup_that_raises_is_reported_as_a_failure() -> None:
     async with running() as r:
         r.loop.tell(lambda engine: engine.release([3]))
-        await until(lambda: r.told.failures)
-        assert "no owner" in str(r.told.failures[0])
+        await until(lambda: r.reported.failures)
+        assert "no owner" in str(r.reported.failures[0])
 
 
 @pytest.mark.parametrize("how", ["failure", "close"])
-async def test_no_command_waits_for_an_engine_that_has_stopped(how: str) -> None:
+async def test_no_command_waits_for_a_stopped_engine(how: str) -> None:
     async with running() as r:
         r.runner.let(0)
         await r.loop.call(lambda engine: engine.add(make_seq("s", [1, 2, 3], max_tokens=200)))
@@ -345,26 +369,26 @@ async def test_no_command_waits_for_an_engine_that_has_stopped(how: str) -> None
             await asyncio.wait_for(r.loop.snapshot(), WITHIN_S)
 
 
-async def test_close_while_busy_ends_after_the_step_in_flight() -> None:
+async def test_close_while_busy_finishes_after_the_step_in_flight() -> None:
     async with running() as r:
         r.runner.let(0)
         seqs = [make_seq(f"s{i}", [i] * 30, max_tokens=500) for i in range(3)]
         for seq in seqs:
-            r.loop.tell(lambda engine, seq=seq: engine.add(seq))
+            r.loop.tell(adding(seq))
         await r.runner.inside()
         closing = asyncio.create_task(r.loop.close())
         await asyncio.sleep(0.01)
-        assert not closing.done(), "a step is never left in the middle"
+        assert not closing.done(), "closing must not interrupt a step"
         r.runner.let(math.inf)
         await asyncio.wait_for(closing, WITHIN_S)
-        steps, outputs = r.runner.steps, len(r.told.outputs)
+        steps, outputs = r.runner.steps, len(r.reported.outputs)
         await asyncio.sleep(0.02)
-        assert (r.runner.steps, len(r.told.outputs)) == (steps, outputs) and steps == 1
-        assert not r.told.failures
-        await r.loop.close()  # once more does nothing
+        assert (r.runner.steps, len(r.reported.outputs)) == (steps, outputs) and steps == 1
+        assert not r.reported.failures
+        await r.loop.close()  # closing again does nothing
 
 
-async def test_who_does_not_fit_waits_for_a_release() -> None:
+async def test_a_sequence_that_does_not_fit_waits_for_a_release() -> None:
     """Nothing runs and nothing fits: the loop must notice the command that makes room."""
     async with running(blocks=8) as r:
         held = make_seq("held", [1] * 20, max_tokens=2, hold=True)
@@ -372,7 +396,7 @@ async def test_who_does_not_fit_waits_for_a_release() -> None:
         await until(lambda: held.state is State.HELD)
         await r.loop.call(lambda engine: engine.add(make_seq("s", [2] * 20, max_tokens=2)))
         await asyncio.sleep(0.1)
-        assert not r.told.tokens("s")
+        assert not r.reported.tokens("s")
         await r.loop.call(lambda engine: engine.abort("held"))
-        await until(lambda: len(r.told.tokens("s")) == 2)
-        assert r.told.tokens("s") == naive([2] * 20, SamplingParams(max_tokens=2, temperature=0.0, ignore_eos=True))
+        await until(lambda: len(r.reported.tokens("s")) == 2)
+        assert r.reported.tokens("s") == naive([2] * 20, SamplingParams(max_tokens=2, temperature=0.0, ignore_eos=True))

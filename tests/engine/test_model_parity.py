@@ -1,9 +1,10 @@
-"""Logits are those of transformers: each architecture, in one prefill, in odd chunks and step by step, in ragged batches, on a pool
-whose blocks lie in any order and whose unwritten slots hold NaN."""
+"""Logits equal those of transformers for each architecture: in one prefill, in odd chunks and single steps, and in ragged batches, on a
+pool whose blocks are in random order and whose unwritten slots hold NaN."""
 
 import json
 import random
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -39,7 +40,7 @@ from baton.engine.sampling import SamplingParams
 from baton.engine.sequence import Sequence
 
 TOLERANCE = 1e-4  # absolute, on float32 logits whose standard deviation is about 5
-SIZES = {
+SIZES: dict[str, Any] = {
     "hidden_size": 64,
     "num_hidden_layers": 2,
     "num_attention_heads": 4,
@@ -48,7 +49,7 @@ SIZES = {
     "vocab_size": 199,
     "max_position_embeddings": 512,
 }
-LLAMA3 = {
+LLAMA3: dict[str, Any] = {
     "rope_type": "llama3",
     "rope_theta": 1000.0,
     "factor": 8.0,
@@ -56,19 +57,26 @@ LLAMA3 = {
     "high_freq_factor": 4.0,
     "original_max_position_embeddings": 64,
 }
-LINEAR = {"rope_type": "linear", "rope_theta": 10000.0, "factor": 4.0}
-YARN = {"rope_type": "yarn", "rope_theta": 1000.0, "factor": 4.0, "original_max_position_embeddings": 64, "beta_fast": 8, "beta_slow": 0.5}
-LONGROPE = {
+LINEAR: dict[str, Any] = {"rope_type": "linear", "rope_theta": 10000.0, "factor": 4.0}
+YARN: dict[str, Any] = {
+    "rope_type": "yarn",
+    "rope_theta": 1000.0,
+    "factor": 4.0,
+    "original_max_position_embeddings": 64,
+    "beta_fast": 8,
+    "beta_slow": 0.5,
+}
+LONGROPE: dict[str, Any] = {
     "rope_type": "longrope",
     "rope_theta": 1000.0,
     "short_factor": [1.0, 1.1, 1.3, 1.7, 2.1, 2.9, 3.1, 4.7],
     "long_factor": [50.0] * 8,
     "original_max_position_embeddings": 128,
 }
-EXPERTS = {"num_experts_per_tok": 3, "moe_intermediate_size": 40}
-GEMMA = {**SIZES, "head_dim": 32, "query_pre_attn_scalar": 20, "sliding_window": 21, "final_logit_softcapping": 9.0}
-GEMMA3_ROPES = {"full_attention": LINEAR, "sliding_attention": {"rope_type": "default", "rope_theta": 100.0}}
-DEEPSEEK = {
+EXPERTS: dict[str, Any] = {"num_experts_per_tok": 3, "moe_intermediate_size": 40}
+GEMMA: dict[str, Any] = {**SIZES, "head_dim": 32, "query_pre_attn_scalar": 20, "sliding_window": 21, "final_logit_softcapping": 9.0}
+GEMMA3_ROPES: dict[str, Any] = {"full_attention": LINEAR, "sliding_attention": {"rope_type": "default", "rope_theta": 100.0}}
+DEEPSEEK: dict[str, Any] = {
     **SIZES,
     **EXPERTS,
     "num_hidden_layers": 3,
@@ -80,18 +88,18 @@ DEEPSEEK = {
     "n_routed_experts": 8,
     "first_k_dense_replace": 1,
     "routed_scaling_factor": 1.7,
-    "rms_norm_eps": 1e-2,  # the norms inside latent attention have one of their own
+    "rms_norm_eps": 1e-2,  # the norms inside latent attention have their own epsilon
 }
-DEEPSEEK_YARN = {**YARN, "mscale": 0.7, "mscale_all_dim": 1.3}
+DEEPSEEK_YARN: dict[str, Any] = {**YARN, "mscale": 0.7, "mscale_all_dim": 1.3}
 CONFIGS: dict[str, PretrainedConfig] = {
     "llama": LlamaConfig(**SIZES),
     "llama-tied": LlamaConfig(**SIZES, tie_word_embeddings=True),
     "llama-biases": LlamaConfig(**SIZES, attention_bias=True, mlp_bias=True),
     "llama-one-kv-head": LlamaConfig(**{**SIZES, "num_key_value_heads": 1}),
-    "llama-as-many-kv-heads": LlamaConfig(**{**SIZES, "num_key_value_heads": 4}),
+    "llama-no-shared-kv-heads": LlamaConfig(**{**SIZES, "num_key_value_heads": 4}),
     "llama3-rope": LlamaConfig(**SIZES, rope_parameters=LLAMA3),
     "linear-rope": LlamaConfig(**SIZES, rope_parameters=LINEAR),
-    "yarn-rope": LlamaConfig(**SIZES, rope_parameters={**YARN, "rope_theta": 10.0}),  # the blend ends behind the last pair
+    "yarn-rope": LlamaConfig(**SIZES, rope_parameters={**YARN, "rope_theta": 10.0}),  # the blend ends after the last pair
     "yarn-rope-whole-turns": LlamaConfig(**SIZES, rope_parameters={**YARN, "truncate": False, "attention_factor": 0.9}),
     "mistral": MistralConfig(**SIZES, sliding_window=None, head_dim=32),
     "mistral-window": MistralConfig(**SIZES, sliding_window=21),
@@ -102,7 +110,7 @@ CONFIGS: dict[str, PretrainedConfig] = {
     "mixtral-fused": MixtralConfig(**SIZES, num_local_experts=5, sliding_window=21),
     "qwen3-moe": Qwen3MoeConfig(**SIZES, **EXPERTS, num_experts=8, norm_topk_prob=True, attention_bias=True),
     "qwen3-moe-fused": Qwen3MoeConfig(
-        **{**SIZES, "num_hidden_layers": 4}, **EXPERTS, num_experts=8, head_dim=32, decoder_sparse_step=2, mlp_only_layers=[3]
+        **{**SIZES, "num_hidden_layers": 4, "head_dim": 32}, **EXPERTS, num_experts=8, decoder_sparse_step=2, mlp_only_layers=[3]
     ),
     "gemma2": Gemma2Config(**GEMMA, attn_logit_softcapping=3.0),
     "gemma3": Gemma3TextConfig(**GEMMA, layer_types=["sliding_attention", "full_attention"], rope_parameters=GEMMA3_ROPES),
@@ -126,7 +134,7 @@ SHARDED = "llama"
 
 
 def build(name: str, folder: Path) -> torch.nn.Module:
-    """A random model in which every vector matters too: transformers makes biases 0 and norms 1."""
+    """A random model whose vectors matter, too: transformers would initialize biases to 0 and norms to 1."""
     torch.manual_seed(7)
     config = CONFIGS[name]
     config.initializer_range = 0.3
@@ -138,7 +146,8 @@ def build(name: str, folder: Path) -> torch.nn.Module:
             bias.uniform_(-0.5, 0.5)
     size = {"max_shard_size": "100KB"} if name == SHARDED else {}
     model.save_pretrained(folder, save_original_format=not name.endswith("-fused"), **size)
-    return model
+    built: torch.nn.Module = model
+    return built
 
 
 @pytest.fixture(scope="module", params=CONFIGS)
@@ -173,7 +182,7 @@ class Pages:
         self.seqs: list[Sequence] = []
 
     def sequence(self, length: int, seed: int) -> tuple[Sequence, list[int]]:
-        """One with room for `length` tokens and none known yet, and the tokens it will have."""
+        """A sequence with room for `length` tokens but none known yet, and the tokens it will get."""
         tokens = random_tokens(length, seed)
         seq = Sequence(f"s{seed}", [], length, SamplingParams(max_tokens=1), root=b"")
         seq.blocks = [self.free.pop() for _ in range(-(-length // self.runner.layout.block_size))]
@@ -181,7 +190,7 @@ class Pages:
         return seq, tokens
 
     def step(self, work: list[tuple[Sequence, list[int]]]) -> Tensor:
-        """Gives each sequence its next tokens, computes them, and answers the logits after each one's last."""
+        """Gives each sequence its next tokens, computes them, and returns the logits after the last token of each."""
         for seq, tokens in work:
             seq.tokens += tokens
         logits = self.runner.run_logits([Chunk(seq, len(tokens)) for seq, tokens in work])
@@ -191,7 +200,7 @@ class Pages:
         return logits
 
     def poison(self) -> None:
-        """NaN wherever no sequence has written."""
+        """Puts NaN wherever no sequence has written."""
         size = self.runner.layout.block_size
         written = torch.zeros(self.pool.shape[0], size, dtype=torch.bool)
         for seq in self.seqs:
@@ -204,7 +213,7 @@ def assert_close(ours: Tensor, theirs: Tensor) -> None:
     torch.testing.assert_close(ours, theirs, atol=TOLERANCE, rtol=0)
 
 
-def test_one_prefill(pair: tuple[torch.nn.Module, Path]) -> None:
+def test_one_prefill_matches_transformers(pair: tuple[torch.nn.Module, Path]) -> None:
     model, folder = pair
     pages = Pages(folder)
     seq, tokens = pages.sequence(75, seed=1)
@@ -213,7 +222,7 @@ def test_one_prefill(pair: tuple[torch.nn.Module, Path]) -> None:
     assert_close(pages.step([(seq, tokens)]), expected[-1:])
 
 
-def test_odd_chunks_and_single_steps(pair: tuple[torch.nn.Module, Path]) -> None:
+def test_odd_chunks_and_single_steps_match_transformers(pair: tuple[torch.nn.Module, Path]) -> None:
     model, folder = pair
     pages = Pages(folder, block_size=4)
     seq, tokens = pages.sequence(80, seed=2)
@@ -226,7 +235,7 @@ def test_odd_chunks_and_single_steps(pair: tuple[torch.nn.Module, Path]) -> None
 
 
 @pytest.mark.parametrize("compiled", [True, False])
-def test_ragged_batch_mixing_prefill_chunks_and_decodes(pair: tuple[torch.nn.Module, Path], compiled: bool) -> None:
+def test_ragged_batches_of_prefill_chunks_and_decodes_match_transformers(pair: tuple[torch.nn.Module, Path], compiled: bool) -> None:
     model, folder = pair
     pages, rng = Pages(folder, compiled=compiled), random.Random(5)
     lengths = (3, 90, 17, 64, 33, 1, 49)
@@ -243,7 +252,7 @@ def test_ragged_batch_mixing_prefill_chunks_and_decodes(pair: tuple[torch.nn.Mod
     assert all(seq.computed == len(tokens) for seq, tokens in made)
 
 
-def test_naive_agrees(pair: tuple[torch.nn.Module, Path]) -> None:
+def test_the_naive_oracle_matches_transformers(pair: tuple[torch.nn.Module, Path]) -> None:
     model, folder = pair
     tokens = random_tokens(50, seed=9)
     assert_close(next_logits(ModelRunner.load(folder).model, tokens), reference(model, tokens)[-1:])
@@ -256,7 +265,7 @@ def llama(tmp_path_factory: pytest.TempPathFactory) -> tuple[torch.nn.Module, Pa
 
 
 @pytest.mark.parametrize("group_bytes", [None, 1, attention.GROUP_BYTES], ids=["compiled", "many", "one"])
-def test_decodes_of_any_length_in_one_or_many_groups(
+def test_decodes_of_any_length_match_in_one_or_many_groups(
     llama: tuple[torch.nn.Module, Path], monkeypatch: pytest.MonkeyPatch, group_bytes: int | None
 ) -> None:
     if group_bytes:
@@ -270,8 +279,8 @@ def test_decodes_of_any_length_in_one_or_many_groups(
     assert_close(logits, torch.stack([reference(model, tokens)[-1] for _, tokens in made]))
 
 
-def test_garbage_would_come_through_if_slots_were_not_cleared(llama: tuple[torch.nn.Module, Path], monkeypatch: pytest.MonkeyPatch) -> None:
-    """To plain torch: the compiled kernel does not touch them."""
+def test_garbage_reaches_the_logits_if_slots_are_not_cleared(llama: tuple[torch.nn.Module, Path], monkeypatch: pytest.MonkeyPatch) -> None:
+    """Negative control, with plain torch: the compiled kernel does not read those slots."""
     monkeypatch.setattr(PagedKv, "clear", lambda *_: None)
     pages = Pages(llama[1], compiled=False)
     seq, tokens = pages.sequence(20, seed=1)
@@ -290,7 +299,7 @@ def test_another_sequences_block_changes_the_logits(llama: tuple[torch.nn.Module
 
 @pytest.mark.parametrize("name", ["llama", "mixtral", "gemma2", "gemma3", "phi3", "deepseek2-groups", "deepseek3"])
 def test_bfloat16_follows_float32(tmp_path: Path, name: str) -> None:
-    """Most tokens: where a router cannot tell two experts apart, a token goes another way (in transformers as well)."""
+    """Only the median is bounded: where two experts score almost the same, a token may go to the other one (in transformers as well)."""
     model = build(name, tmp_path)
     pages = Pages(tmp_path, dtype="bfloat16")
     seq, tokens = pages.sequence(60, seed=1)
@@ -300,7 +309,7 @@ def test_bfloat16_follows_float32(tmp_path: Path, name: str) -> None:
     assert errors.median() < 0.05
 
 
-def test_the_old_spelling_of_rope_is_read_the_same(tmp_path: Path) -> None:
+def test_the_old_spelling_of_rope_scaling_is_read_the_same(tmp_path: Path) -> None:
     build("llama3-rope", tmp_path)
     new = read_config(tmp_path)
     raw = json.loads((tmp_path / "config.json").read_text())
@@ -336,7 +345,7 @@ SCALING = {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings
     ],
     ids=["theta-inside", "theta-outside", "llama3-to-linear", "deepseek", "gemma3-merges", "gemma2-ignores-the-pattern"],
 )
-def test_what_a_config_says_twice_is_read_as_transformers_reads_it(tmp_path: Path, name: str, fields: dict[str, object]) -> None:
+def test_fields_given_twice_are_read_as_transformers_reads_them(tmp_path: Path, name: str, fields: dict[str, object]) -> None:
     build(name, tmp_path)
     before = read_config(tmp_path)
     edit_config(tmp_path, **fields)
@@ -346,8 +355,8 @@ def test_what_a_config_says_twice_is_read_as_transformers_reads_it(tmp_path: Pat
     assert (read_config(tmp_path) != before) is ("rope_scaling" in fields)
 
 
-def test_a_base_that_rope_scaling_would_lose_is_refused(tmp_path: Path) -> None:
-    """transformers goes back to its default without a word."""
+def test_rope_scaling_that_would_lose_the_base_is_refused(tmp_path: Path) -> None:
+    """transformers silently falls back to its default."""
     build("llama3-rope", tmp_path)
     edit_config(tmp_path, rope_scaling=SCALING)
     assert AutoConfig.from_pretrained(tmp_path).rope_parameters["rope_theta"] == 10000.0
@@ -355,7 +364,7 @@ def test_a_base_that_rope_scaling_would_lose_is_refused(tmp_path: Path) -> None:
         read_config(tmp_path)
 
 
-def test_of_a_single_file_and_an_index_the_file_is_read(tmp_path: Path) -> None:
+def test_a_single_file_is_preferred_to_an_index_as_in_transformers(tmp_path: Path) -> None:
     model = build("llama", tmp_path / "shards")
     index = json.loads((tmp_path / "shards" / "model.safetensors.index.json").read_text())
     other = build("llama-tied", tmp_path / "whole")
@@ -368,10 +377,16 @@ def test_of_a_single_file_and_an_index_the_file_is_read(tmp_path: Path) -> None:
     assert_close(next_logits(ModelRunner.load(folder).model, tokens), reference(theirs, tokens)[-1:])
 
 
+def architecture_of(config: PretrainedConfig) -> str:
+    model: Any = AutoModelForCausalLM._model_mapping[type(config)]
+    name: str = model.__name__
+    return name
+
+
 @pytest.mark.parametrize("name", CONFIGS)
-def test_a_field_that_is_left_out_has_the_default_of_transformers(tmp_path: Path, name: str) -> None:
+def test_an_omitted_field_has_the_default_of_transformers(tmp_path: Path, name: str) -> None:
     config = CONFIGS[name]
-    architecture = {"architectures": [AutoModelForCausalLM._model_mapping[type(config)].__name__]}
+    architecture = {"architectures": [architecture_of(config)]}
     fields, defaults = config.to_dict() | {"eos_token_id": 7}, type(config)().to_dict()
     (tmp_path / "config.json").write_text(json.dumps(fields | architecture))
     whole = read_config(tmp_path)
@@ -385,23 +400,23 @@ def test_the_sharded_folder_is_sharded(llama: tuple[torch.nn.Module, Path]) -> N
 
 
 def test_every_supported_architecture_is_compared() -> None:
-    assert {AutoModelForCausalLM._model_mapping[type(config)].__name__ for config in CONFIGS.values()} == set(SUPPORTED)
+    assert {architecture_of(config) for config in CONFIGS.values()} == set(SUPPORTED)
 
 
 @pytest.mark.parametrize(("name", "fused"), [("mixtral", False), ("mixtral-fused", True), ("qwen3-moe", False), ("qwen3-moe-fused", True)])
 def test_both_layouts_of_experts_are_read(tmp_path: Path, name: str, fused: bool) -> None:
-    """Published files have a tensor for each matrix of each expert; transformers 5 can write one for all."""
+    """Published files have a tensor for each matrix of each expert; transformers 5 can write one for all experts."""
     build(name, tmp_path)
     with safe_open(tmp_path / "model.safetensors", framework="pt") as file:
         assert any(key.endswith(".experts.gate_up_proj") for key in file.keys()) is fused  # noqa: SIM118
 
 
-def test_a_longrope_model_serves_its_original_length(tmp_path: Path) -> None:
+def test_a_longrope_model_is_limited_to_its_original_length(tmp_path: Path) -> None:
     build("phi3-longrope", tmp_path)
     assert read_config(tmp_path).max_positions == 128
 
 
-def test_latent_attention_leaves_one_vector_a_token_and_layer(tmp_path: Path) -> None:
+def test_latent_attention_stores_one_vector_per_token_and_layer(tmp_path: Path) -> None:
     build("deepseek3", tmp_path)
     layout = ModelRunner.load(tmp_path, block_size=16).layout
     assert layout.block_shape == (3, 1, 1, 16, 24 + 8)

@@ -1,4 +1,4 @@
-"""Experts: who is chosen and with which share, and that each token is computed by its own, however tokens are grouped."""
+"""Experts: which are chosen and with what share, and that each token is computed by its own experts however tokens are grouped."""
 
 from collections.abc import Callable
 
@@ -49,14 +49,14 @@ def test_each_token_is_the_sum_of_its_experts(experts: SeparateExperts | Grouped
 
 
 @pytest.mark.parametrize("used", [[0], [COUNT - 1], [1, 4]])
-def test_experts_that_nobody_chose(experts: SeparateExperts | GroupedExperts, used: list[int]) -> None:
+def test_results_are_right_when_some_experts_go_unused(experts: SeparateExperts | GroupedExperts, used: list[int]) -> None:
     torch.manual_seed(3)
     x, shares = torch.randn(9, HIDDEN), torch.rand(9, 1)
     chosen = torch.tensor(used)[torch.randint(len(used), (9, 1))]
     torch.testing.assert_close(experts(x, shares, chosen), by_token(x, shares, chosen), atol=2e-4, rtol=0)
 
 
-def test_one_product_for_each_expert_that_was_chosen_whatever_the_tokens() -> None:
+def test_each_chosen_expert_computes_all_its_tokens_in_one_call() -> None:
     experts = SeparateExperts(COUNT, Weights(tensors().__getitem__, torch.float32, torch.device("cpu"), "auto"), Ops().silu_mul)
     calls: list[tuple[int, int]] = []
 
@@ -77,12 +77,12 @@ def test_one_product_for_each_expert_that_was_chosen_whatever_the_tokens() -> No
 
 
 def logits(*probabilities: float) -> Tensor:
-    """[1, E] whose softmax is that."""
+    """[1, E], whose softmax is `probabilities`."""
     return torch.tensor([probabilities]).log()
 
 
 def sigmoid_logits(*scores: float) -> Tensor:
-    """[1, E] whose sigmoids are those."""
+    """[1, E], whose sigmoids are `scores`."""
     return torch.tensor([scores]).logit()
 
 
@@ -91,7 +91,7 @@ def chosen_shares(given: Tensor, config: ExpertConfig, bias: Tensor | None = Non
     return {expert: round(share, 5) for expert, share in zip(chosen[0].tolist(), shares[0].tolist(), strict=True)}
 
 
-def test_the_best_are_chosen_with_their_probability() -> None:
+def test_the_most_probable_experts_are_chosen_with_their_probability_as_share() -> None:
     config = ExpertConfig(LAYERS, 4, 2, INNER)
     assert chosen_shares(logits(0.1, 0.4, 0.2, 0.3), config) == {1: 0.4, 3: 0.3}
 
@@ -101,43 +101,43 @@ def test_normalised_shares_sum_to_the_scale() -> None:
     assert chosen_shares(logits(0.1, 0.5, 0.1, 0.3), config) == {1: 1.25, 3: 0.75}
 
 
-def test_a_group_is_judged_by_its_best_expert() -> None:
+def test_a_group_is_ranked_by_its_best_expert() -> None:
     config = ExpertConfig(LAYERS, 6, 2, INNER, groups=3, open_groups=1)
     assert chosen_shares(logits(0.2, 0.22, 0.25, 0.05, 0.21, 0.07), config) == {2: 0.25, 3: 0.05}
 
 
-def test_with_sigmoids_by_its_two_best() -> None:
+def test_with_sigmoids_a_group_is_ranked_by_its_two_best_experts() -> None:
     config = ExpertConfig(LAYERS, 6, 2, INNER, sigmoid=True, groups=3, open_groups=1)
     assert chosen_shares(sigmoid_logits(0.6, 0.5, 0.9, 0.1, 0.2, 0.2), config) == {0: 0.6, 1: 0.5}
 
 
-def test_a_bias_chooses_and_does_not_weigh() -> None:
+def test_a_bias_affects_the_choice_but_not_the_shares() -> None:
     config = ExpertConfig(LAYERS, 4, 2, INNER, sigmoid=True, biased=True)
     given = sigmoid_logits(0.9, 0.5, 0.4, 0.3)
     assert chosen_shares(given, config, torch.zeros(4)) == {0: 0.9, 1: 0.5}
     assert chosen_shares(given, config, torch.tensor([0.0, 0.0, 0.0, 1.0])) == {3: 0.3, 0: 0.9}
 
 
-def test_a_negative_bias_closes_no_open_group() -> None:
-    """A closed group must lose against one whose scores with bias are below zero."""
+def test_a_negative_bias_does_not_close_an_open_group() -> None:
+    """A closed group must lose even to an open one whose biased scores are below zero."""
     config = ExpertConfig(LAYERS, 4, 2, INNER, sigmoid=True, biased=True, groups=2, open_groups=1)
     assert chosen_shares(sigmoid_logits(0.5, 0.4, 0.9, 0.8), config, torch.tensor([-1.0, -1.0, -3.0, -3.0])) == {0: 0.5, 1: 0.4}
 
 
-def test_scores_that_are_all_zero_give_no_nan() -> None:
+def test_all_zero_scores_do_not_give_nan() -> None:
     config = ExpertConfig(LAYERS, 4, 2, INNER, sigmoid=True, normalised=True)
     shares, _ = route(torch.full((1, 4), -1e4), None, config)
     assert shares.tolist() == [[0.0, 0.0]]
 
 
 @pytest.mark.parametrize("groups", [1, 4])
-def test_no_tokens_at_all(groups: int) -> None:
+def test_routing_no_tokens_returns_empty_tensors(groups: int) -> None:
     shares, chosen = route(torch.empty(0, 8), None, ExpertConfig(LAYERS, 8, 2, INNER, groups=groups, open_groups=1))
     assert shares.shape == chosen.shape == (0, 2)
 
 
 @pytest.mark.parametrize("sigmoid", [False, True])
-def test_tokens_are_routed_on_their_own(sigmoid: bool) -> None:
+def test_each_token_is_routed_independently(sigmoid: bool) -> None:
     config = ExpertConfig(LAYERS, 8, 3, INNER, sigmoid=sigmoid, groups=4, open_groups=2, normalised=True)
     given = torch.randn(20, 8, generator=torch.Generator().manual_seed(1))
     shares, chosen = route(given, None, config)

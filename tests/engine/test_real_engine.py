@@ -1,10 +1,11 @@
-"""The engine on a real (torch) model: its tokens are the naive oracle's, KV that moved gives the bits it gave at home, and a model that
-answers no number costs one sequence and nothing else."""
+"""The engine on a real (torch) model: its tokens are the naive oracle's, moved KV gives the same bits as where it was computed, and logits
+that are not finite fail only the sequence they belong to."""
 
 import random
 from collections.abc import Callable, Iterator
 from collections.abc import Sequence as Seq
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -47,7 +48,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="module")
 def loaded(folder: Path) -> ModelRunner:
-    """The weights, without a pool; only read."""
+    """The weights, without a pool. Tests only read them."""
     return ModelRunner.load(folder, block_size=BLOCK)
 
 
@@ -78,8 +79,8 @@ def recorder(engine: Engine) -> Recorder:
 
 
 def make_seq(name: str, tokens: list[int], hold: bool = False, **params: object) -> Sequence:
-    values = {"max_tokens": 8, "temperature": 0.0, "ignore_eos": True, **params}
-    return Sequence(name, list(tokens), len(tokens), SamplingParams(**values), ROOT, hold)  # type: ignore[arg-type]
+    values: dict[str, Any] = {"max_tokens": 8, "temperature": 0.0, "ignore_eos": True, **params}
+    return Sequence(name, list(tokens), len(tokens), SamplingParams(**values), ROOT, hold)
 
 
 def keys_of(tokens: list[int]) -> list[bytes]:
@@ -116,12 +117,12 @@ def start(engine: Engine, seqs: Seq[Sequence], steps: int) -> None:
 
 
 def drain(engine: Engine, limit: int = 2000) -> list[Output]:
-    outputs = []
+    outputs: list[Output] = []
     for _ in range(limit):
         if engine.idle:
             return outputs
         outputs += engine.step()
-    raise AssertionError("the engine does not come to rest")
+    raise AssertionError("the engine does not become idle")
 
 
 def assert_empty(engine: Engine) -> None:
@@ -162,7 +163,7 @@ def test_random_workloads_equal_the_oracle(loaded: ModelRunner, seed: int) -> No
 
 
 def test_a_small_pool_preempts_and_recomputes_the_same_tokens(loaded: ModelRunner) -> None:
-    """The workloads above mean little unless preemption and chunks happen in them."""
+    """Without preemption and chunked prompts the workloads above would prove little."""
     rng = random.Random(1)
     engine = make_engine(loaded, 12, budget=8, growth=0.0)
     seqs = [make_seq(f"s{i}", random_tokens(rng, 13), max_tokens=16, temperature=i % 2, seed=i) for i in range(4)]
@@ -175,7 +176,7 @@ def test_a_small_pool_preempts_and_recomputes_the_same_tokens(loaded: ModelRunne
     assert_empty(engine)
 
 
-def test_a_prefix_that_was_found_gives_the_same_tokens(loaded: ModelRunner) -> None:
+def test_a_cached_prefix_gives_the_same_tokens(loaded: ModelRunner) -> None:
     rng = random.Random(2)
     engine, prefix = make_engine(loaded), random_tokens(rng, 30)
     seqs = [make_seq(f"s{i}", prefix + random_tokens(rng, 3 + i)) for i in range(4)]
@@ -187,9 +188,9 @@ def test_a_prefix_that_was_found_gives_the_same_tokens(loaded: ModelRunner) -> N
 
 
 @pytest.mark.parametrize("steps", range(1, 5))
-def test_a_prompt_aborted_between_its_chunks_leaves_nothing_wrong_behind(loaded: ModelRunner, steps: int) -> None:
+def test_a_prompt_aborted_between_its_chunks_leaves_only_valid_blocks_cached(loaded: ModelRunner, steps: int) -> None:
     engine, prompt = make_engine(loaded, budget=8), random_tokens(random.Random(12), 33)
-    engine.runner.pool.array[:] = 0x3F  # finite, and nobody's keys and values
+    engine.runner.pool.array[:] = 0x3F  # finite, but not the keys and values of any sequence
     start(engine, [make_seq("aborted", prompt)], steps)
     engine.abort("aborted")
     again = make_seq("again", prompt)
@@ -200,8 +201,8 @@ def test_a_prompt_aborted_between_its_chunks_leaves_nothing_wrong_behind(loaded:
     assert_empty(engine)
 
 
-def test_the_tolerance_forgives_nothing_that_the_model_can_tell(loaded: ModelRunner) -> None:
-    """Negative control of `assert_same`: the second-best token, at any position, greedy and sampled, is a difference far above it."""
+def test_the_tolerance_does_not_hide_a_wrong_token(loaded: ModelRunner) -> None:
+    """Negative control of `assert_same`: at any position, greedy or sampled, the second-best token exceeds the tolerance by far."""
     for params in (SamplingParams(max_tokens=12, temperature=0.0), SamplingParams(max_tokens=12, temperature=1.0, seed=7)):
         prompt = random_tokens(random.Random(3), 20)
         right = [answer.token for answer in generate(loaded.model, prompt, params)]
@@ -210,10 +211,10 @@ def test_the_tolerance_forgives_nothing_that_the_model_can_tell(loaded: ModelRun
             logits = next_logits(loaded.model, known)[0]
             scores = [score(logits, token, len(known), params) for token in range(VOCAB)]
             best, second = sorted(range(VOCAB), key=lambda token: -scores[token])[:2]
-            assert best == right[at], "the score is not what the sampler takes the greatest of"
+            assert best == right[at], "the sampler did not choose the token with the best score"
             gap = parting(loaded.model, prompt, params, right, [*right[:at], second, *right[at + 1 :]])
             assert gap is not None and gap > 10 * TOLERANCE
-        with pytest.raises(AssertionError, match="part"):
+        with pytest.raises(AssertionError, match="the outputs differ"):
             assert_same(loaded.model, prompt, params, right, right[:-1])
 
 
@@ -223,7 +224,7 @@ def test_the_tolerance_forgives_nothing_that_the_model_can_tell(loaded: ModelRun
 def hand_over(
     prefill: Engine, decode: Engine, seqs: Seq[Sequence], copied: Callable[[Sequence, int], bool] = lambda seq, i: True
 ) -> list[Sequence]:
-    """Prefill and hold all, copy what the other side lacks, adopt: the whole handoff without a wire. `copied(seq, i)`: block i goes too."""
+    """A whole handoff in memory: prefills and holds all, copies what `decode` lacks, adopts. `copied(seq, i)`: whether to copy block i."""
     held = [Sequence(seq.id, list(seq.tokens), seq.prompt_len, seq.params, ROOT, hold=True) for seq in seqs]
     for seq in held:
         prefill.add(seq)
@@ -262,13 +263,13 @@ def test_handoff_equals_the_oracle_and_recomputes_nothing(loaded: ModelRunner, s
     assert_empty(decode)
 
 
-def test_the_copy_is_the_bytes_and_decodes_to_the_bits_of_the_original(loaded: ModelRunner) -> None:
-    """KV that moves instead of being recomputed does not diverge at all: every logit of every later step is equal, bit for bit."""
+def test_copied_kv_is_identical_and_decodes_bit_for_bit(loaded: ModelRunner) -> None:
+    """KV that is moved rather than recomputed does not diverge at all: every logit of every later step is equal, bit for bit."""
     rng = random.Random(4)
     prompts = [random_tokens(rng, length) for length in (30, 7, 16, 23, 41)]
     seqs = [make_seq(f"s{i}", prompt, max_tokens=20, temperature=i % 2, seed=i) for i, prompt in enumerate(prompts)]
     whole, prefill, decode = (make_engine(loaded, budget=256) for _ in range(3))
-    decode.pool.allocate(7)  # the copies lie elsewhere
+    decode.pool.allocate(7)  # so that the copies are in different blocks
     at_home = [make_seq(seq.id, seq.tokens, max_tokens=20, temperature=seq.params.temperature, seed=seq.params.seed) for seq in seqs]
     for seq in at_home:
         whole.add(seq)
@@ -288,8 +289,8 @@ def test_the_copy_is_the_bytes_and_decodes_to_the_bits_of_the_original(loaded: M
 
 
 @pytest.mark.parametrize("missing", range(8))
-def test_one_block_that_was_not_copied_is_seen(loaded: ModelRunner, missing: int) -> None:
-    """Negative control of the two tests above: whichever block stays behind, logits and tokens are others."""
+def test_one_block_that_was_not_copied_changes_the_tokens(loaded: ModelRunner, missing: int) -> None:
+    """Negative control of the two tests above: whichever block is not copied, the tokens differ."""
     prefill, decode = make_engine(loaded), make_engine(loaded)
     seq = make_seq("s", random_tokens(random.Random(5), 30), max_tokens=30)
     decode.runner.pool.array[:] = prefill.runner.pool.array[:1]
@@ -300,14 +301,14 @@ def test_one_block_that_was_not_copied_is_seen(loaded: ModelRunner, missing: int
     assert gap is not None and gap > 10 * TOLERANCE
 
 
-# --- a model that answers no number --------------------------------------------------------------------------------------------------
+# --- logits that are not finite ------------------------------------------------------------------------------------------------------
 
 
 def failures(outputs: Seq[Output]) -> dict[str, str]:
     return {output.seq.id: output.failure for output in outputs if output.failure is not None}
 
 
-def test_broken_kv_fails_its_sequence_only(loaded: ModelRunner) -> None:
+def test_broken_kv_fails_only_its_sequence(loaded: ModelRunner) -> None:
     rng = random.Random(6)
     engine = make_engine(loaded)
     seqs = [make_seq(f"s{i}", random_tokens(rng, 14), max_tokens=12, temperature=i % 2, seed=i) for i in range(4)]
@@ -321,7 +322,7 @@ def test_broken_kv_fails_its_sequence_only(loaded: ModelRunner) -> None:
     assert_empty(engine)
 
 
-def test_broken_blocks_are_not_found_again(loaded: ModelRunner) -> None:
+def test_broken_blocks_are_dropped_from_the_cache(loaded: ModelRunner) -> None:
     engine, prompt = make_engine(loaded), random_tokens(random.Random(7), 18)
     broken = make_seq("broken", prompt)
     start(engine, [broken], steps=2)
@@ -336,7 +337,7 @@ def test_broken_blocks_are_not_found_again(loaded: ModelRunner) -> None:
     assert_empty(engine)
 
 
-def test_without_forgetting_the_next_request_would_fail_too(loaded: ModelRunner, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_without_forgetting_broken_blocks_the_next_request_fails_too(loaded: ModelRunner, monkeypatch: pytest.MonkeyPatch) -> None:
     """Negative control."""
     monkeypatch.setattr(BlockPool, "forget", lambda self, blocks: None)
     engine, prompt = make_engine(loaded), random_tokens(random.Random(7), 18)
@@ -348,7 +349,7 @@ def test_without_forgetting_the_next_request_would_fail_too(loaded: ModelRunner,
     assert list(failures(drain(engine))) == ["again"]
 
 
-def test_a_broken_shared_prefix_fails_all_who_share_it_and_nobody_after(loaded: ModelRunner) -> None:
+def test_a_broken_shared_prefix_fails_all_its_users_but_no_later_request(loaded: ModelRunner) -> None:
     rng = random.Random(8)
     engine, prefix = make_engine(loaded), random_tokens(rng, 16)
     engine.add(make_seq("first", prefix))
@@ -368,8 +369,8 @@ def test_a_broken_shared_prefix_fails_all_who_share_it_and_nobody_after(loaded: 
 
 @pytest.mark.parametrize("hold", [False, True])
 @pytest.mark.parametrize("budget", [8, 64])
-def test_broken_weights_fail_the_sequences_that_meet_them(folder: Path, loaded: ModelRunner, hold: bool, budget: int) -> None:
-    """One row of the embedding is NaN: only who has that token, early or late in the prompt, gets no answer."""
+def test_broken_weights_fail_only_the_sequences_that_use_them(folder: Path, loaded: ModelRunner, hold: bool, budget: int) -> None:
+    """One row of the embedding is NaN: only the prompts that contain that token, early or late, get no answer."""
     broken = ModelRunner.load(folder, block_size=BLOCK)
     broken.model.embedding[77] = torch.nan
     engine, rng = make_engine(broken, budget=budget), random.Random(9)

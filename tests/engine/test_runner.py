@@ -48,7 +48,7 @@ def sequence(tokens: list[int], params: SamplingParams, blocks: list[int]) -> Se
 
 
 def advance(runner: Runner, work: list[tuple[Sequence, int]]) -> list[Sampled | None]:
-    """One step, and what an engine would note after it."""
+    """Runs one step and updates the sequences as an engine would."""
     answers = runner.run([Chunk(seq, n) for seq, n in work])
     for (seq, n), answer in zip(work, answers, strict=True):
         seq.computed += n
@@ -77,10 +77,10 @@ def random_params(rng: random.Random) -> SamplingParams:
     )
 
 
-def test_what_a_runner_tells_about_its_model(folder: Path) -> None:
+def test_a_runner_describes_its_model(folder: Path) -> None:
     seen: list[tuple[int, int]] = []
     runner = ModelRunner.load(folder, block_size=BLOCK, progress=lambda done, total: seen.append((done, total)))
-    assert (runner.vocab_size, runner.eos_token_ids, runner.max_positions) == (300, {1}, 96)
+    assert (runner.vocab_size, runner.eos_token_ids, runner.max_positions) == (300, frozenset({1}), 96)
     layout = runner.layout
     assert (layout.dtype, layout.block_size, layout.num_layers, layout.num_kv_heads, layout.head_dim) == ("float32", BLOCK, 3, 2, 16)
     assert seen == [(i + 1, len(seen)) for i in range(3 * 9 + 3)]
@@ -98,14 +98,14 @@ def test_an_unknown_dtype_is_refused(folder: Path) -> None:
         ModelRunner.load(folder, dtype="float8")
 
 
-def test_a_pool_of_another_layout_is_refused(runner: ModelRunner) -> None:
+def test_a_pool_with_a_different_layout_is_refused(runner: ModelRunner) -> None:
     layout = runner.layout
     other = KvLayout(layout.model_fingerprint, "float32", 2 * BLOCK, layout.num_layers, layout.num_kv_heads, layout.head_dim)
     with pytest.raises(ValueError, match="block_size"):
         runner.attach(KvPool(other, 4))
 
 
-def test_answers_are_aligned_and_none_before_the_last_token(runner: ModelRunner) -> None:
+def test_answers_align_with_chunks_and_are_none_before_the_last_token(runner: ModelRunner) -> None:
     rng = random.Random(1)
     prompts = [random_prompt(rng, length) for length in (9, 30, 1, 14)]
     seqs = [sequence(prompt, GREEDY, list(range(20 * i, 20 * i + 20))) for i, prompt in enumerate(prompts)]
@@ -118,18 +118,18 @@ def test_answers_are_aligned_and_none_before_the_last_token(runner: ModelRunner)
     assert [len(seq.tokens) for seq in seqs] == [10, 31, 2, 15]
 
 
-def test_a_batch_in_which_nobody_samples(runner: ModelRunner) -> None:
+def test_a_batch_may_sample_no_token(runner: ModelRunner) -> None:
     assert advance(runner, [(sequence(list(range(20)), GREEDY, list(range(9))), 7)]) == [None]
 
 
-def test_the_sequence_is_only_read(runner: ModelRunner) -> None:
+def test_a_runner_does_not_change_the_sequence(runner: ModelRunner) -> None:
     seq = sequence(list(range(10, 20)), GREEDY, [3, 9, 1])
     runner.run([Chunk(seq, 10)])
     assert (seq.tokens, seq.blocks, seq.computed) == (list(range(10, 20)), [3, 9, 1], 0)
 
 
 @pytest.mark.parametrize("seed", range(4))
-def test_tokens_are_the_oracles_whatever_the_batches(runner: ModelRunner, seed: int) -> None:
+def test_tokens_match_the_oracle_whatever_the_batches(runner: ModelRunner, seed: int) -> None:
     rng = random.Random(seed)
     free = rng.sample(range(150), 150)
     seqs = []
@@ -145,8 +145,8 @@ def test_tokens_are_the_oracles_whatever_the_batches(runner: ModelRunner, seed: 
         assert seq.tokens[seq.prompt_len :] == oracle
 
 
-def test_a_continued_stream_is_the_undisturbed_one(runner: ModelRunner) -> None:
-    """A retry elsewhere: the tokens already sent become known tokens, with the prompt's length unchanged."""
+def test_a_continued_stream_equals_the_uninterrupted_one(runner: ModelRunner) -> None:
+    """A retry on another worker: the tokens already sent become known tokens, and the prompt's length is unchanged."""
     params = SamplingParams(max_tokens=20, temperature=1.0, frequency_penalty=1.0, min_tokens=15, seed=99)
     prompt = random_prompt(random.Random(2), 11)
     whole = finish(runner, sequence(prompt, params, list(range(30))))
@@ -176,11 +176,11 @@ def test_kv_moved_to_another_pool_continues_bit_for_bit(runner: ModelRunner, fol
     incomplete = logits(other, moved([0, 1, 2, 3, 4, 6, 7]))
     expected = logits(runner, here)
     assert torch.equal(whole, expected)
-    assert not torch.equal(incomplete, expected), "a block that was not copied must show"
+    assert not torch.equal(incomplete, expected), "a block that was not copied must change the logits"
 
 
-def test_the_bytes_of_a_partial_block_are_a_function_of_its_tokens(runner: ModelRunner) -> None:
-    """What an earlier owner left behind the last token is gone, so that digests of equal prefixes are equal."""
+def test_the_bytes_of_a_partial_block_depend_only_on_its_tokens(runner: ModelRunner) -> None:
+    """What an earlier owner left after the last token is cleared, so that digests of equal prefixes are equal."""
     prompt = random_prompt(random.Random(4), 10)
     runner.pool.array[:] = 0xFF  # NaN in every slot
     first, second = sequence(prompt, GREEDY, [7, 8, 9]), sequence(prompt, GREEDY, [1, 2, 3])
@@ -189,7 +189,7 @@ def test_the_bytes_of_a_partial_block_are_a_function_of_its_tokens(runner: Model
     assert np.array_equal(runner.pool.array[[7, 8, 9]], runner.pool.array[[1, 2, 3]])
 
 
-def test_broken_kv_is_an_error_not_a_token(runner: ModelRunner) -> None:
+def test_broken_kv_raises_an_error_instead_of_giving_a_token(runner: ModelRunner) -> None:
     good, bad = sequence(list(range(10, 22)), GREEDY, [0, 1, 2, 3]), sequence(list(range(30, 42)), GREEDY, [4, 5, 6, 7])
     bad.id = "bad"
     advance(runner, [(good, 12), (bad, 12)])

@@ -1,4 +1,4 @@
-"""The vectorised sampler against a plain one that handles one row in numpy, and the promises that a comparison alone would not show."""
+"""The vectorised sampler against a plain one that handles one row in numpy, and the properties that a comparison alone would not show."""
 
 import math
 import random
@@ -72,7 +72,7 @@ def plain_scores(logits: Row, seq: Sequence) -> Row:
 
 
 def plain_filter(scaled: Row, p: SamplingParams) -> list[int]:
-    """Ids that may be drawn. Each filter is a least score: whoever ties with the last one that is kept is kept too."""
+    """Ids that may be drawn. Each filter is a minimum score, so ids that tie with the last one kept are kept too."""
     left = list(range(len(scaled)))
     if 0 < p.top_k < len(left):
         left = at_least(scaled, left, sorted(scaled, reverse=True)[p.top_k - 1])
@@ -112,20 +112,20 @@ def random_sequences(count: int, seed: int) -> list[Sequence]:
 
 
 @pytest.mark.parametrize("seed", range(10))
-def test_agrees_with_the_plain_sampler(seed: int) -> None:
+def test_samples_match_the_plain_sampler(seed: int) -> None:
     seqs, logits = random_sequences(50, seed), random_logits(50, seed)
     expected = [plain_sample(row.double().numpy(), seq) for row, seq in zip(logits, seqs, strict=True)]
     assert [answer.token for answer in sample(logits, seqs, EOS)] == expected
 
 
-def test_leaves_the_logits_alone() -> None:
+def test_sampling_does_not_change_the_logits() -> None:
     logits = random_logits(20, seed=1)
     before = logits.clone()
     sample(logits, random_sequences(20, seed=1), EOS)
     assert torch.equal(logits, before)
 
 
-# --- a row depends on itself only ---------------------------------------------------------------------------------------------------
+# --- each row is independent --------------------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("vocab", [VOCAB, 2048, 50001])
@@ -150,8 +150,9 @@ def test_noise_is_a_function_of_seed_and_position_only() -> None:
     assert others != [at_position_4] * 3
 
 
-def test_the_draw_follows_the_distribution() -> None:
-    """Chi-squared over 20,000 draws that differ in position alone, and again in seed alone. 30 degrees of freedom: 59.7 is p = 0.001."""
+def test_draws_follow_the_distribution() -> None:
+    """Chi-squared over 2,000 draws that differ only in position, and over 20,000 that differ only in seed. 30 degrees of freedom: p = 0.001
+    at 59.7."""
     logits = random_logits(1, seed=8, vocab=31) / 3
     expected = logits[0].double().softmax(0).numpy() * 20000
     by_position = [sequence(SamplingParams(max_tokens=1, seed=1), [0] * (1 + i)) for i in range(2000)]
@@ -163,7 +164,7 @@ def test_the_draw_follows_the_distribution() -> None:
         assert ((counts - mean) ** 2 / mean).sum() < 59.7
 
 
-# --- rules by themselves ------------------------------------------------------------------------------------------------------------
+# --- single rules -------------------------------------------------------------------------------------------------------------------
 
 
 def drawn(params: SamplingParams, logits: Tensor, tries: int = 400) -> set[int]:
@@ -186,17 +187,17 @@ RAMP = torch.tensor([[0.5, 0.25, 0.125, 0.0625, 0.0625]]).log()
         (SamplingParams(max_tokens=1, top_k=2, top_p=0.66), {0}),  # top_p counts what top_k left: 0.5 of 0.75
         (SamplingParams(max_tokens=1, min_p=0.3), {0, 1}),
         (SamplingParams(max_tokens=1, min_p=1.0), {0}),
-        (SamplingParams(max_tokens=1, top_a=0.3), {0, 1, 2}),  # 0.075, of 0.5 squared
-        (SamplingParams(max_tokens=1, top_a=0.25), {0, 1, 2, 3, 4}),  # 0.0625: as much is enough
+        (SamplingParams(max_tokens=1, top_a=0.3), {0, 1, 2}),  # at least 0.3 · 0.5² = 0.075
+        (SamplingParams(max_tokens=1, top_a=0.25), {0, 1, 2, 3, 4}),  # at least 0.0625: equal is enough
         (SamplingParams(max_tokens=1, top_a=1.0), {0, 1}),
         (SamplingParams(max_tokens=1, top_a=0.3, top_k=2), {0, 1}),
-        (SamplingParams(max_tokens=1, temperature=0.5, top_a=0.3), {0, 1}),  # best is 0.73: 0.16 is asked for, 0.18 and 0.05 are there
+        (SamplingParams(max_tokens=1, temperature=0.5, top_a=0.3), {0, 1}),  # best is 0.74, so at least 0.17: 0.19 is kept, 0.05 is not
         (SamplingParams(max_tokens=1, temperature=0.5, min_p=0.3), {0}),  # temperature comes first
         (SamplingParams(max_tokens=1, temperature=1e-30), {0}),
         (SamplingParams(max_tokens=1, temperature=0.0), {0}),
     ],
 )
-def test_filters(params: SamplingParams, left: set[int]) -> None:
+def test_each_filter_keeps_the_right_tokens(params: SamplingParams, left: set[int]) -> None:
     assert drawn(params, RAMP) == left
 
 
@@ -207,7 +208,7 @@ TIES = torch.tensor([[2.0] * 4 + [1.0] * 6 + [-30.0] * 20])
     ("params", "left"),
     [
         (SamplingParams(max_tokens=1, top_k=5), 10),
-        # Top-p counts the mass of everything that top-k kept, ties included: 0.64 of ten tokens is the first four's.
+        # Top-p counts the mass of everything that top-k kept, ties included: the first four of the ten tokens have 0.64 of it.
         (SamplingParams(max_tokens=1, top_k=5, top_p=0.9), 10),
         (SamplingParams(max_tokens=1, top_k=5, top_p=0.6), 4),
         (SamplingParams(max_tokens=1, top_k=3, top_p=0.9), 4),
@@ -215,14 +216,14 @@ TIES = torch.tensor([[2.0] * 4 + [1.0] * 6 + [-30.0] * 20])
     ],
 )
 @pytest.mark.parametrize("selected", [1, 5, 9, 256])
-def test_filters_among_ties(monkeypatch: pytest.MonkeyPatch, selected: int, params: SamplingParams, left: int) -> None:
-    """As bfloat16 makes them. `selected` 5 and 9: the ties with the fifth go on behind what is sorted first."""
+def test_filters_keep_tied_tokens_together(monkeypatch: pytest.MonkeyPatch, selected: int, params: SamplingParams, left: int) -> None:
+    """Ties are common in bfloat16. `selected` 5 and 9: the ties with the fifth extend beyond what is sorted first."""
     monkeypatch.setattr("baton.engine.sampler.SELECTED", selected)
     assert drawn(params, TIES, 600) == set(range(left)) == set(plain_filter(TIES[0].double().numpy(), params))
 
 
 @pytest.mark.parametrize("seed", range(4))
-def test_agrees_with_the_plain_sampler_on_scores_that_tie(seed: int) -> None:
+def test_samples_match_the_plain_sampler_on_scores_that_tie(seed: int) -> None:
     seqs, logits = random_sequences(50, seed), (random_logits(50, seed) / 3).round()
     expected = [plain_sample(row.double().numpy(), seq) for row, seq in zip(logits, seqs, strict=True)]
     found = [answer.token for answer in sample(logits, seqs, EOS)]
@@ -232,7 +233,7 @@ def test_agrees_with_the_plain_sampler_on_scores_that_tie(seed: int) -> None:
 @pytest.mark.parametrize("selected", [1, 10, VOCAB])
 def test_filters_do_not_depend_on_how_many_are_sorted(monkeypatch: pytest.MonkeyPatch, selected: int) -> None:
     seqs, logits = random_sequences(200, seed=4), random_logits(200, seed=4)
-    for seq in seqs:  # a large top_k in one row would have that many sorted in all
+    for seq in seqs:  # a large top_k in one row makes every row sort that many
         seq.params = replace(seq.params, top_k=seq.params.top_k % 3, temperature=1.5)
     before = sample(logits, seqs, EOS)
     monkeypatch.setattr("baton.engine.sampler.SELECTED", selected)
@@ -240,18 +241,18 @@ def test_filters_do_not_depend_on_how_many_are_sorted(monkeypatch: pytest.Monkey
     assert [answer.token for answer in before] == [plain_sample(row.double().numpy(), seq) for row, seq in zip(logits, seqs, strict=True)]
 
 
-def test_greedy_takes_the_first_of_equals() -> None:
+def test_greedy_takes_the_first_of_equal_scores() -> None:
     logits = torch.zeros(2, VOCAB)
     logits[1, 40:] = 1
     assert [answer.token for answer in sample(logits, [sequence(GREEDY)] * 2, EOS)] == [0, 40]
 
 
-def test_penalties_see_output_only_except_repetition() -> None:
+def test_only_the_repetition_penalty_counts_the_prompt() -> None:
     logits = torch.zeros(1, VOCAB)
     logits[0, 20], logits[0, 21], logits[0, 22] = 3.0, 2.0, 1.0
 
-    def token(tokens: list[int], **penalty: float) -> int:
-        return sample(logits, [sequence(replace(GREEDY, **penalty), tokens, 2)], EOS)[0].token  # type: ignore[arg-type]
+    def token(tokens: list[int], **penalty: Any) -> int:
+        return sample(logits, [sequence(replace(GREEDY, **penalty), tokens, 2)], EOS)[0].token
 
     assert token([20, 20], presence_penalty=2.0, frequency_penalty=2.0) == 20
     assert token([20, 20, 20], presence_penalty=1.5) == 21
@@ -260,7 +261,7 @@ def test_penalties_see_output_only_except_repetition() -> None:
     assert token([20, 20], repetition_penalty=1.2) == 20  # seen twice, penalised once
 
 
-def test_min_tokens_masks_what_would_end_the_sequence() -> None:
+def test_min_tokens_masks_tokens_that_would_end_the_sequence() -> None:
     logits = torch.zeros(1, VOCAB)
     logits[0, 3], logits[0, 4], logits[0, 50], logits[0, 60] = 9.0, 8.0, 7.0, 6.0
     params = replace(GREEDY, min_tokens=2, stop_token_ids=frozenset({50}))
@@ -269,11 +270,11 @@ def test_min_tokens_masks_what_would_end_the_sequence() -> None:
         return sample(logits, [sequence(params, [1] * (5 + outputs))], EOS)[0].token
 
     assert [token(params, outputs) for outputs in (0, 1, 2)] == [60, 60, 3]
-    assert token(replace(params, ignore_eos=True), 0) == 3  # does not end it
+    assert token(replace(params, ignore_eos=True), 0) == 3  # EOS does not end it
 
 
 @pytest.mark.parametrize("temperature", [0.0, 1.0])
-def test_when_everything_is_masked_the_model_decides(temperature: float) -> None:
+def test_masks_are_ignored_when_everything_is_masked(temperature: float) -> None:
     logits = random_logits(1, seed=2, vocab=5)
     params = SamplingParams(max_tokens=9, min_tokens=3, temperature=temperature, stop_token_ids=frozenset({0, 1, 2, 90}), logprobs=2)
     free = replace(params, min_tokens=0)
@@ -311,7 +312,7 @@ def test_top_logprobs_break_ties_by_id() -> None:
 @pytest.mark.parametrize(
     "break_row", [lambda row: row.fill_(math.nan), lambda row: row[5:6].fill_(math.nan), lambda row: row.fill_(-math.inf)]
 )
-def test_logits_that_are_no_numbers_are_an_error_that_names_the_sequence(break_row: Callable[[Tensor], Tensor]) -> None:
+def test_non_finite_logits_raise_an_error_that_names_the_sequence(break_row: Callable[[Tensor], Tensor]) -> None:
     logits = random_logits(3, seed=1)
     break_row(logits[1])
     seqs = [sequence(GREEDY) for _ in range(3)]
@@ -321,5 +322,5 @@ def test_logits_that_are_no_numbers_are_an_error_that_names_the_sequence(break_r
     assert caught.value.sequence_ids == ["broken"]
 
 
-def test_nobody_to_sample() -> None:
+def test_an_empty_batch_gives_no_answers() -> None:
     assert sample(torch.empty(0, VOCAB), [], EOS) == []

@@ -1,4 +1,4 @@
-"""A sampling parameter that is a number is declared once: everything between a client and the sampler follows from the declaration."""
+"""A numeric sampling parameter is declared once: everything between a client and the sampler follows from that declaration."""
 
 import json
 import math
@@ -19,12 +19,12 @@ from router.validate import Ask, AskSampling, resolve
 
 
 def other(name: str) -> float:
-    """A value that is allowed and not the default."""
+    """An allowed value that is not the default."""
     number = NUMBERS[name]
     return next(value for value in (1, 0.5, 2, 0.25) if not number.range.refusal(value) and value != number.default)
 
 
-def test_the_numbers_are_these() -> None:
+def test_the_numeric_parameters_are_exactly_these() -> None:
     assert set(NUMBERS) == {
         "temperature", "top_k", "top_p", "min_p", "top_a", "repetition_penalty", "presence_penalty", "frequency_penalty",
     }  # fmt: skip
@@ -32,17 +32,18 @@ def test_the_numbers_are_these() -> None:
     assert all(number.range.refusal(number.default) is None for number in NUMBERS.values())
 
 
-def test_every_field_of_the_engine_has_its_place_in_a_job() -> None:
-    """A parameter that is declared but not in generation.proto cannot be sent; `stop` is the router's own."""
+def test_every_engine_parameter_can_be_sent_in_a_job() -> None:
+    """A parameter that is declared but missing from generation.proto cannot be sent. `stop` is handled by the router alone."""
     assert set(FIELDS) == set(generation_pb2.SamplingParams.DESCRIPTOR.fields_by_name) - {"stop"}
 
 
-def test_what_the_router_resolved_is_what_the_engine_gets() -> None:
+def test_the_engine_receives_what_the_router_resolved() -> None:
     values: dict[str, Any] = {
         "max_tokens": 7, "min_tokens": 3, "seed": 1 << 63, "logit_bias": {5: 1.5}, "logprobs": 2, "stop_token_ids": frozenset({9, 4}),
         "ignore_eos": True,
     }  # fmt: skip
-    params = SamplingParams(**values, **{name: other(name) for name in NUMBERS})
+    numbers: dict[str, Any] = {name: other(name) for name in NUMBERS}
+    params = SamplingParams(**values, **numbers)
     assert all(getattr(params, each.name) != each.default for each in fields(SamplingParams) if each.default is not MISSING)
     for sent in (params, SamplingParams(max_tokens=1), replace(params, logprobs=0)):
         request: Any = SimpleNamespace(id="r", tokens=[1], prompt_len=1, salt="", params=sent)
@@ -50,8 +51,8 @@ def test_what_the_router_resolved_is_what_the_engine_gets() -> None:
 
 
 @pytest.mark.parametrize("name", NUMBERS)
-def test_a_request_sets_it_and_its_absence_is_the_default(name: str) -> None:
-    def resolved(**given: float) -> float:
+def test_a_request_sets_each_number_and_omitting_it_gives_the_default(name: str) -> None:
+    def resolved(**given: Any) -> float:
         params, _ = resolve(Ask(text="a", sampling=AskSampling(**given)), 1, 100, draw_seed=1)
         value: float = getattr(params, name)
         return value
@@ -62,7 +63,7 @@ def test_a_request_sets_it_and_its_absence_is_the_default(name: str) -> None:
 
 
 @pytest.mark.parametrize("name", NUMBERS)
-def test_the_http_door_knows_it(name: str) -> None:
+def test_the_http_api_accepts_each_number(name: str) -> None:
     def asked(value: object) -> Ask:
         return openai_in.completion(json.dumps({"prompt": "a", name: value}).encode(), Caller("r")).asks[0]
 
@@ -71,7 +72,7 @@ def test_the_http_door_knows_it(name: str) -> None:
         asked("1")
 
 
-def test_ranges() -> None:
+def test_ranges_refuse_values_outside_their_bounds() -> None:
     assert Range(0, 1).refusal(0) is None and Range(0, 1).refusal(1) is None
     assert Range(0, 1, above_low=True).refusal(0) == "must be greater than 0 and at most 1"
     assert all(Range(0, 1).refusal(value) == "must be at least 0 and at most 1" for value in (-0.1, 1.1, math.nan, math.inf))

@@ -7,6 +7,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import psutil
 import pytest
 from memory_registry import MemoryRegistry
 from sweep import cancelled
@@ -32,9 +33,9 @@ def template(role: str = "decode", grace_s: float = 5.0) -> Template:
 
 
 def children() -> list[int]:
-    """Live processes that this process started."""
-    found = Path(f"/proc/self/task/{os.getpid()}/children").read_text().split()
-    return [pid for pid in map(int, found) if "sleep" in _command(pid) or "leash" in _command(pid)]
+    """Live processes that this process started. (The kernel's own list of children may lack one while another one exits.)"""
+    found = [child.pid for child in psutil.Process().children()]
+    return [pid for pid in found if "sleep" in _command(pid) or "leash" in _command(pid)]
 
 
 def _command(pid: int) -> str:

@@ -1,6 +1,7 @@
-"""Attention that reads blocks in place: the formula in float64, over ragged lengths, blocks in any order, and slots that hold NaN."""
+"""Attention that reads blocks in place, against the formula in float64: ragged lengths, blocks in any order, and slots that hold NaN."""
 
 import ctypes
+import math
 import random
 from dataclasses import dataclass
 
@@ -8,14 +9,15 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from numba import carray
 from torch import Tensor
 
 from baton.engine.attention import Meta, PagedAttention, PagedKv, Span, batch_order, plan
 from baton.engine.checkpoint import LayerAttention
-from baton.engine.cpu import kernel, span_attention
+from baton.engine.cpu import kernel, onednn, span_attention
 from baton.engine.cpu.compiled_ops import ATTENTION
 
-U = {torch.float32: 2.0**-24, torch.bfloat16: 2.0**-8}  # greatest relative error of rounding a number
+U = {torch.float32: 2.0**-24, torch.bfloat16: 2.0**-8}  # largest relative error of rounding a number
 LAYERS = 2
 
 
@@ -26,7 +28,7 @@ class Shape:
     dim: int
     block_size: int
     dtype: torch.dtype = torch.float32
-    value_dim: int = 0  # then there is one part
+    value_dim: int = 0  # if not 0, there is one part
 
     @property
     def parts(self) -> int:
@@ -51,7 +53,7 @@ HOWS = st.builds(
 
 
 class Case:
-    """Sequences of known lengths on a pool of NaN, whose blocks were drawn at random; the last tokens of each are new."""
+    """Sequences of given lengths in randomly drawn blocks of a pool of NaN; the last tokens of each are new."""
 
     def __init__(self, shape: Shape, lengths: list[tuple[int, int]], seed: int = 0, in_place: bool = True) -> None:
         """`lengths`: (tokens before, new tokens) of each."""
@@ -88,8 +90,8 @@ class Case:
         return self.expected_within(how)[0]
 
     def expected_within(self, how: LayerAttention = PLAIN) -> tuple[Tensor, Tensor]:
-        """The answer in float64, a query and a head at a time, and how far float32 (and bfloat16's roundings) may be from it: [T, Hq * Dv]
-        each."""
+        """The answer in float64, one query and one head at a time, and how far float32 (with bfloat16's rounding) may be from it:
+        [T, Hq * Dv] each."""
         rows, bounds, group = [], [], self.shape.heads // self.shape.kv_heads
         queries = iter(self.q.double())
         for span, kv in zip(self.spans, self.kv, strict=True):
@@ -115,32 +117,33 @@ class Case:
         assert (error <= bound).all(), f"{(error / bound).max():.2f} times what rounding explains"
         for span, kv in zip(self.spans, self.kv, strict=True):
             for position in range(span.start, span.start + span.n):
-                assert torch.equal(self.slot(span, position)[1], kv[position]), "the new key and value are in their slot"
+                assert torch.equal(self.slot(span, position)[1], kv[position]), "the new key and value must be in their slot"
                 self.slot(span, position)[1] = self.slot(span, position)[0] = torch.nan
                 before_slot = before[span.blocks[position // self.shape.block_size], :, :, :, position % self.shape.block_size]
                 before_slot[:] = torch.nan
         unchanged = (self.pool == before) | (before.isnan() & (self.pool.isnan() | (self.pool == 0)))
-        assert unchanged.all(), "only new slots are written, and blocks that begin are zeroed"
+        assert unchanged.all(), "only new slots may be written, and only newly begun blocks zeroed"
 
 
 def error_bound(scores: Tensor, terms: Tensor, values: Tensor, shape: Shape, softcap: float) -> Tensor:
-    """How far rounding alone can take the answer of one query: [Dv].
+    """How far rounding alone can move the answer of one query: [Dv].
 
     scores: [keys]; terms: Σ |q| |k| · scale of each; values: [keys, Dv]. With p = softmax(scores) and o = p · values, to first order in u:
 
-    - A score is a sum of `dim` products of two rounded factors, capped where there is a cap (an exponential, a sum, a quotient and a
-      difference of numbers up to 2 · cap), from which the greatest is subtracted. So it is wrong by at most
+    - A score is a sum of `dim` products of two rounded factors. If there is a cap, it is applied (an exponential, a sum, a quotient and a
+      difference of numbers up to 2 · cap); then the greatest score is subtracted. So a score is wrong by at most
       δ = u · ((dim + 2) · terms + 12 · cap + |score - greatest|), and its exponential by 4 u more.
-    - That moves the answer by Σ p · δ · |v - o|: where one key has all the weight, an error of its score moves nothing.
-    - The sums of `keys` numbers, above and below the line, are wrong by keys · u of Σ p · |v| and of |o|, the quotient by u of |o|.
+    - That moves the answer by Σ p · δ · |v - o|: if one key has all the weight, an error in its score moves nothing.
+    - The sums of `keys` numbers in the numerator and the denominator are wrong by keys · u of Σ p · |v| and of |o|; the quotient adds
+      u of |o|.
     - In bfloat16 the weights are rounded, then the sum, then the answer.
 
-    A long sum is held to less than its worst case: n errors of rounding that do not depend on each other add up to more than 7 √n u once in
-    10^10 sums (Higham and Mary, "A new approach to probabilistic rounding error analysis", 2019, theorem 3.1).
+    A long sum is held to less than its worst case: n independent rounding errors add up to more than 7 √n u only once in 10^10
+    sums (Higham and Mary, "A new approach to probabilistic rounding error analysis", 2019, theorem 3.1).
     """
 
     def steps(n: int) -> float:
-        return min(n, 7 * n**0.5)
+        return min(n, 7 * math.sqrt(n))
 
     u, p = U[torch.float32], scores.softmax(dim=0)
     o = p @ values
@@ -152,8 +155,8 @@ def error_bound(scores: Tensor, terms: Tensor, values: Tensor, shape: Shape, sof
 
 
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
-def test_half_precision_is_further_off_than_rounding_explains(dtype: torch.dtype) -> None:
-    """Negative control: the bound shows queries that lose half of their bits."""
+def test_half_precision_exceeds_the_rounding_bound(dtype: torch.dtype) -> None:
+    """Negative control: queries that lose half of their bits exceed the bound."""
     case = Case(Shape(4, 2, 80, 16), [(60, 1), (20, 9)])
     want, bound = case.expected_within()
     case.q = case.q.to(dtype).float()
@@ -162,7 +165,7 @@ def test_half_precision_is_further_off_than_rounding_explains(dtype: torch.dtype
 
 @given(SHAPES, HOWS, st.lists(st.integers(0, 70), min_size=1, max_size=9), st.integers(0, 1000), st.sampled_from([1, 2, 5]))
 @settings(max_examples=120, deadline=None)
-def test_decodes(shape: Shape, how: LayerAttention, before: list[int], seed: int, threads: int) -> None:
+def test_decodes_match_the_formula(shape: Shape, how: LayerAttention, before: list[int], seed: int, threads: int) -> None:
     run_with(threads, Case(shape, [(length, 1) for length in before], seed), how)
 
 
@@ -186,7 +189,7 @@ def run_with(threads: int, case: Case, how: LayerAttention = PLAIN) -> None:
     st.sampled_from([1, 16]),
 )
 @settings(max_examples=40, deadline=None)
-def test_one_vector_that_is_key_and_value(
+def test_decodes_match_when_one_vector_is_key_and_value(
     heads: int, value: int, rest: int, how: LayerAttention, before: list[int], block_size: int
 ) -> None:
     shape = Shape(heads, 1, value + rest, block_size, value_dim=value)
@@ -195,13 +198,13 @@ def test_one_vector_that_is_key_and_value(
 
 @pytest.mark.parametrize("batch", [1, 2, 31, 64])
 @pytest.mark.parametrize("dtype", list(U))
-def test_batches(batch: int, dtype: torch.dtype) -> None:
+def test_batches_of_decodes_match_the_formula(batch: int, dtype: torch.dtype) -> None:
     rng = random.Random(batch)
     Case(Shape(8, 2, 64, 16, dtype), [(rng.randrange(200), 1) for _ in range(batch)]).check()
 
 
 @pytest.mark.parametrize("threads", [1, 2, 3, 8])
-def test_one_long_sequence(threads: int) -> None:
+def test_one_long_sequence_matches_the_formula(threads: int) -> None:
     run_with(threads, Case(Shape(6, 3, 32, 16), [(1500, 1)]))
 
 
@@ -212,14 +215,16 @@ def test_one_long_sequence(threads: int) -> None:
     st.integers(0, 1000),
 )
 @settings(max_examples=60, deadline=None)
-def test_decodes_beside_longer_spans(shape: Shape, how: LayerAttention, lengths: list[tuple[int, int]], seed: int) -> None:
+def test_decodes_beside_longer_spans_match_the_formula(
+    shape: Shape, how: LayerAttention, lengths: list[tuple[int, int]], seed: int
+) -> None:
     lengths = [lengths[i] for i in batch_order([Span(before, new, []) for before, new in lengths])]
     Case(shape, lengths, seed).check(how)
 
 
 @given(SHAPES, HOWS, st.integers(0, 60), st.integers(2, 90), st.integers(1, 40), st.sampled_from([1, 3]), st.booleans())
 @settings(max_examples=100, deadline=None)
-def test_spans_a_few_queries_at_a_time(
+def test_spans_match_the_formula_a_few_queries_at_a_time(
     shape: Shape, how: LayerAttention, before: int, new: int, at_once: int, threads: int, latent: bool
 ) -> None:
     if latent:
@@ -239,7 +244,7 @@ def test_parts_cover_all_queries_in_few_sizes(n: int, most: int) -> None:
 
 
 def test_products_of_many_lengths_have_few_sizes(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Each size costs memory that is not given back, and time when it is met first."""
+    """Each size costs memory that is never freed, and time on its first use."""
     sizes = set()
 
     def product(x: Tensor, y: Tensor) -> Tensor:
@@ -250,34 +255,34 @@ def test_products_of_many_lengths_have_few_sizes(monkeypatch: pytest.MonkeyPatch
     for before in range(0, 1000, 37):
         for new in range(2, 100, 9):
             Case(Shape(2, 1, 8, 16), [(before, new)]).attend()
-    assert len(sizes) <= 2 * 7 * 20  # of both products, counts of queries, widths
+    assert len(sizes) <= 2 * 7 * 20  # products, counts of queries, widths
 
 
-def test_scores_of_a_long_span_have_a_bound(monkeypatch: pytest.MonkeyPatch) -> None:
-    case, sizes = Case(Shape(4, 2, 16, 16), [(100, 90)]), []
+def test_the_memory_for_scores_of_a_long_span_is_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
+    case = Case(Shape(4, 2, 16, 16), [(100, 90)])
+    sizes: list[int] = []
 
     def product(x: Tensor, y: Tensor) -> Tensor:
-        answer = onednn_product(x, y)
+        answer = onednn.product(x, y)
         sizes.append(answer.nbytes)
         return answer
 
-    onednn_product = span_attention.product
     monkeypatch.setattr(span_attention, "product", product)
     monkeypatch.setattr(span_attention, "SCORE_BYTES", 16 << 10)
     case.check()
     assert 8 << 10 < max(sizes) <= 16 << 10
     monkeypatch.setattr(span_attention, "SCORE_BYTES", 1)
-    case.check()  # one query at a time at least
+    case.check()  # at least one query at a time
 
 
 @pytest.mark.parametrize("part", [0, 1])
-def test_a_number_that_is_none_in_a_longer_span_shows_in_its_sequence_only(part: int) -> None:
+def test_nan_in_a_longer_span_affects_only_its_sequence(part: int) -> None:
     case = Case(Shape(4, 2, 16, 4), [(30, 3), (30, 5), (30, 4)])
     case.slot(case.spans[1], 11)[:, part] = torch.nan
     assert case.attend().isnan().any(dim=1).tolist() == [False] * 3 + [True] * 5 + [False] * 4
 
 
-def test_layers_with_windows_of_their_own() -> None:
+def test_each_layer_can_have_its_own_window() -> None:
     case = Case(Shape(4, 2, 16, 4), [(50, 1), (9, 1), (30, 3)])
     hows = [LayerAttention(window=8), LayerAttention(scale=0.5, softcap=3.0)]
     meta = plan(case.spans, case.paged, hows)
@@ -287,8 +292,8 @@ def test_layers_with_windows_of_their_own() -> None:
         torch.testing.assert_close(out.double(), case.expected(how), atol=1e-5, rtol=1e-5)
 
 
-def test_strided_tensors() -> None:
-    """q and kv as views of one matrix's output, with rows longer than they are, and with heads that are not neighbours."""
+def test_strided_queries_keys_and_values_match_the_formula() -> None:
+    """q and kv as views of one matrix's output, with rows longer than they are, and with heads that are not adjacent."""
     case = Case(Shape(4, 2, 16, 4), [(5, 1), (20, 1)])
     rows = torch.cat((case.q, torch.stack([kv[-1] for kv in case.kv]).view(2, 4, 16), torch.full((2, 1, 16), torch.nan)), dim=1)
     q, kv = rows[:, :4], rows[:, 4:8].view(2, 2, 2, 16)
@@ -299,20 +304,20 @@ def test_strided_tensors() -> None:
 
 
 @pytest.mark.parametrize("part", [0, 1])
-def test_a_key_or_value_that_is_no_number_shows_in_its_sequence_only(part: int) -> None:
+def test_nan_in_a_key_or_value_affects_only_its_sequence(part: int) -> None:
     case = Case(Shape(4, 2, 16, 4), [(30, 1), (30, 1), (30, 1)])
     case.slot(case.spans[1], 11)[:, part] = torch.nan
     assert case.attend().isnan().any(dim=1).tolist() == [False, True, False]
 
 
 def test_another_block_changes_the_answer() -> None:
-    """Negative control: the block table is what is read."""
+    """Negative control: attention reads the blocks that the block table names."""
     case = Case(Shape(4, 2, 16, 4), [(30, 1), (30, 1)])
     case.spans[0].blocks[2] = case.spans[1].blocks[2]  # type: ignore[index]
     assert (case.attend().double() - case.expected()).abs().amax(dim=1)[0] > 1e-2
 
 
-def test_without_the_kernel_nothing_is_attended_in_place() -> None:
+def test_without_the_kernel_no_blocks_are_read_in_place() -> None:
     lengths = [(9, 1), (30, 1), (5, 4)]
     plain, in_place = (Case(Shape(4, 2, 16, 4), lengths, in_place=way) for way in (False, True))
     assert plain.plan().decodes is None
@@ -321,7 +326,7 @@ def test_without_the_kernel_nothing_is_attended_in_place() -> None:
     torch.testing.assert_close(plain.attend(), in_place.attend(), atol=1e-5, rtol=1e-5)
 
 
-def test_a_block_that_begins_is_zeroed_and_no_other() -> None:
+def test_only_newly_begun_blocks_are_zeroed() -> None:
     case = Case(Shape(2, 2, 4, 4), [(8, 1), (9, 1), (3, 6), (4, 2)])
     case.plan()
     begun = [(span.blocks[-1], index) for index, span in enumerate(case.spans) if index != 1]
@@ -330,14 +335,14 @@ def test_a_block_that_begins_is_zeroed_and_no_other() -> None:
     assert (case.pool == 0).flatten(1).any(dim=1).sum() == len(begun)
 
 
-def test_kernels_work_where_there_is_no_place_to_keep_them(monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture) -> None:
+def test_kernels_work_without_a_place_to_cache_them(monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture) -> None:
     def nowhere(function: object) -> None:
         raise RuntimeError("cannot cache function: no locator available")
 
     monkeypatch.setattr(kernel, "FunctionCache", nowhere)
 
     def first_two_are_one(pointer):  # type: ignore[no-untyped-def]
-        kernel.carray(pointer, 2)[1] = kernel.carray(pointer, 2)[0]
+        carray(pointer, 2)[1] = carray(pointer, 2)[0]
 
     memory = torch.tensor([7, 0])
     ctypes.PYFUNCTYPE(None, ctypes.c_void_p)(kernel.c_function(first_two_are_one).address)(memory.data_ptr())

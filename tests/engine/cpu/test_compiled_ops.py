@@ -1,4 +1,4 @@
-"""The compiled operations answer what plain torch answers, to the rounding of their type, and plain torch is there when they are not."""
+"""The compiled operations match plain torch, up to the rounding of their type, and plain torch is used where they are unavailable."""
 
 import subprocess
 import sys
@@ -13,10 +13,10 @@ from baton.engine.ops import Ops
 from baton.models.make_small import make
 
 CPU = torch.device("cpu")
-# Of a result: what one rounding of the type, or a few float32 roundings inside, can make of it.
+# Relative to the result: the effect of one rounding of the type, or of a few float32 roundings inside.
 RELATIVE = {torch.float32: 2.0**-20, torch.bfloat16: 2.0**-7}
 DTYPES = tuple(RELATIVE)
-SHAPES = [(1, 8), (1, 64), (3, 37), (16, 512), (64, 130), (700, 96)]  # the last is shared between threads
+SHAPES = [(1, 8), (1, 64), (3, 37), (16, 512), (64, 130), (700, 96)]  # the last is split between threads
 
 
 @pytest.fixture(scope="module")
@@ -39,7 +39,7 @@ def numbers(*shape: int, dtype: torch.dtype = torch.float32, scale: float = 1.0)
 
 
 def assert_near(ours: Tensor, theirs: Tensor, spread: Tensor | float = 0.0) -> None:
-    """Within the type's rounding of the result, and of `spread` where a difference of greater numbers is left."""
+    """Within the type's rounding of the result, and of `spread` where the result is a difference of larger numbers."""
     assert ours.dtype == theirs.dtype and ours.shape == theirs.shape
     far = (ours.double() - theirs.double()).abs() > RELATIVE[ours.dtype] * (theirs.double().abs() + spread) + 1e-30
     assert not far.any(), (ours[far], theirs[far])
@@ -48,27 +48,27 @@ def assert_near(ours: Tensor, theirs: Tensor, spread: Tensor | float = 0.0) -> N
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("shape", SHAPES)
 @pytest.mark.parametrize("added", [False, True])
-def test_norm(compiled: Ops, shape: tuple[int, int], dtype: torch.dtype, added: bool) -> None:
+def test_norm_matches_plain_torch(compiled: Ops, shape: tuple[int, int], dtype: torch.dtype, added: bool) -> None:
     weight = numbers(shape[1], dtype=dtype)
     ours, theirs = numbers(*shape, dtype=dtype), numbers(*shape, dtype=dtype)
     y = numbers(*shape, dtype=dtype).flip(0) if added else None
     assert_near(compiled.add_rms_norm(ours, y, weight, 1e-5), Ops().add_rms_norm(theirs, y, weight, 1e-5))
-    assert torch.equal(ours, theirs), "x + y is one rounding: nothing may differ"
+    assert torch.equal(ours, theirs), "x + y is rounded once: nothing may differ"
     assert added == (not torch.equal(ours, numbers(*shape, dtype=dtype)))
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("shape", SHAPES)
 @pytest.mark.parametrize("name", ["silu_mul", "gelu_tanh_mul"])
-def test_gates(compiled: Ops, name: str, shape: tuple[int, int], dtype: torch.dtype) -> None:
+def test_gates_match_the_exact_answer(compiled: Ops, name: str, shape: tuple[int, int], dtype: torch.dtype) -> None:
     gate_up = numbers(shape[0], 2 * shape[1], dtype=dtype, scale=4.0)
-    # Against the exact answer: plain torch rounds the gate on the way, and where e^x is tiny 1 + tanh loses digits.
+    # Against the exact answer: plain torch rounds the gate in between, and 1 + tanh loses digits where e^x is tiny.
     exact = getattr(Ops(), name)(gate_up.double()).to(dtype)
-    # What is rounded in the exponent counts as often as the exponent is large, 8 or so where the gate still lets anything through.
+    # A rounding error in the exponent is multiplied by the exponent, which is about 8 where the gate still lets anything through.
     assert_near(getattr(compiled, name)(gate_up), exact, spread=2 * exact.double().abs() + 1e-3)
 
 
-def test_gates_far_out(compiled: Ops) -> None:
+def test_gates_handle_extreme_and_non_finite_numbers(compiled: Ops) -> None:
     gates = torch.tensor([-1e30, -1e4, -89.0, -30.0, -0.0, 0.0, 30.0, 89.0, 1e4, 1e30])[None]
     out = compiled.silu_mul(torch.cat((gates, torch.full_like(gates, 2.0)), dim=1))
     torch.testing.assert_close(out, 2 * gates.clamp(min=0) + 2 * gates * gates.sigmoid() * (gates.abs() < 20), rtol=1e-6, atol=1e-5)
@@ -78,8 +78,8 @@ def test_gates_far_out(compiled: Ops) -> None:
 
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize(("rows", "heads", "dim"), [(1, 1, 2), (3, 5, 16), (40, 12, 64), (130, 6, 128)])
-def test_rotation(compiled: Ops, rows: int, heads: int, dim: int, dtype: torch.dtype) -> None:
-    """Of a part of each row: what is beside it stays. Also of a part of each head."""
+def test_rotation_matches_plain_torch(compiled: Ops, rows: int, heads: int, dim: int, dtype: torch.dtype) -> None:
+    """Rotates a part of each row, then also a part of each head; the rest stays unchanged."""
     rotation = torch.polar(torch.ones(rows, 1, dim // 2), numbers(rows, 1, dim // 2) * 10)
     for part in ((slice(None), slice(0, heads), slice(None)), (slice(None), slice(1, None), slice(4, None))):
         ours, theirs = (numbers(rows, heads + 1, dim + (4 if part[1].start else 0), dtype=dtype) for _ in range(2))
@@ -92,7 +92,7 @@ def test_rotation(compiled: Ops, rows: int, heads: int, dim: int, dtype: torch.d
         assert not torch.equal(ours, numbers(*ours.shape, dtype=dtype))
 
 
-def test_rotation_of_strided_numbers(compiled: Ops) -> None:
+def test_rotation_of_strided_tensors_matches_plain_torch(compiled: Ops) -> None:
     rotation = torch.polar(torch.ones(3, 1, 2), numbers(3, 1, 2))
     ours, theirs = (numbers(3, 4, 5).transpose(1, 2) for _ in range(2))
     compiled.rotate_(ours, rotation)
@@ -102,12 +102,12 @@ def test_rotation_of_strided_numbers(compiled: Ops) -> None:
 
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("shape", SHAPES)
-def test_quantising_is_the_same_to_the_last_bit(compiled: Ops, shape: tuple[int, int], dtype: torch.dtype) -> None:
+def test_quantising_matches_plain_torch_bit_for_bit(compiled: Ops, shape: tuple[int, int], dtype: torch.dtype) -> None:
     x = numbers(*shape, dtype=dtype) * torch.logspace(-30, 30, shape[0])[:, None].to(dtype)
     x[shape[0] // 2] = 0
     (ours, our_steps), (theirs, their_steps) = compiled.quantize(x), Ops().quantize(x)
     assert torch.equal(ours, theirs) and torch.equal(our_steps, their_steps)
-    assert ours.max() == 255 or ours.min() == 1 or not x.any(), "the greatest element takes the last step"
+    assert ours.max() == 255 or ours.min() == 1 or not x.any(), "the largest element must use the last step"
     products, bias = numbers(*shape), numbers(shape[1], dtype=dtype)
     for added in (None, bias):
         assert torch.equal(
@@ -115,14 +115,14 @@ def test_quantising_is_the_same_to_the_last_bit(compiled: Ops, shape: tuple[int,
         )
 
 
-def test_a_row_that_is_no_number_has_a_step_that_is_none(compiled: Ops) -> None:
+def test_a_row_with_nan_has_a_nan_step(compiled: Ops) -> None:
     x = numbers(3, 40)
     x[1, 7] = torch.nan
     for ops in (compiled, Ops()):
         assert ops.quantize(x)[1].isnan().tolist() == [False, True, False]
 
 
-def test_no_rows(compiled: Ops) -> None:
+def test_empty_tensors_give_empty_tensors(compiled: Ops) -> None:
     x = torch.empty(0, 16)
     assert compiled.add_rms_norm(x, x, torch.ones(16), 1e-5).shape == (0, 16)
     assert compiled.silu_mul(x).shape == (0, 8)
@@ -132,7 +132,7 @@ def test_no_rows(compiled: Ops) -> None:
 @pytest.mark.parametrize(
     ("device", "dtype", "wanted"), [("cpu", torch.float32, False), ("meta", torch.float32, True), ("cpu", torch.float16, True)]
 )
-def test_plain_torch_where_the_kernels_are_not_for(device: str, dtype: torch.dtype, wanted: bool) -> None:
+def test_plain_torch_is_chosen_where_the_kernels_do_not_apply(device: str, dtype: torch.dtype, wanted: bool) -> None:
     assert type(choose_ops(torch.device(device), dtype, compiled=wanted)) is Ops
 
 
@@ -165,4 +165,4 @@ def test_a_process_without_numba_serves_the_same_tokens(tmp_path: Path) -> None:
     assert fast[0].startswith("CompiledOps True") and "engine.compiled" not in fast[1]
     assert slow[0].startswith("Ops True") and "engine.compiled" in slow[1] and "numba" in slow[1]
     assert fast[0].split("[")[1] == slow[0].split("[")[1]
-    assert run(tmp_path, "off")[0].startswith("Ops False"), "nobody asked for it, so it is not even imported"
+    assert run(tmp_path, "off")[0].startswith("Ops False"), "numba is not needed, so it must not even be imported"

@@ -1,4 +1,4 @@
-"""A kernel's call takes what its declaration says and refuses everything else before any native code runs."""
+"""A kernel call accepts what its declaration says and refuses everything else before any native code runs."""
 
 import subprocess
 import sys
@@ -25,7 +25,7 @@ from baton.engine.cpu.kernel import INT, REAL, ArgumentError, floats, int64s, nu
     add=REAL,
 )
 def _spread(x, x_stride0, more, has_more, marks, out, rows, width, times, add):  # type: ignore[no-untyped-def]
-    """out = x · times + add + more, and the row's mark beside each; only what was declared is read."""
+    """out = x · times + add + more, and the row's mark next to each. It reads only what was declared."""
     for row in range(rows):
         for i in range(width):
             value = x[row * x_stride0 + i]
@@ -56,13 +56,13 @@ def test_every_argument_arrives_where_it_is_declared() -> None:
 
 @pytest.fixture
 def nothing_native(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A call that got as far as packing its arguments fails in another way."""
+    """A call that gets as far as packing its arguments fails with a different error."""
 
     def packed(*_: object) -> bytes:
         raise AssertionError("the arguments were packed")
 
     for call in (_spread, *KERNELS.values()):
-        monkeypatch.setitem(call.__globals__, "pack", packed)  # type: ignore[attr-defined]
+        monkeypatch.setitem(call.__globals__, "pack", packed)
 
 
 @pytest.mark.usefixtures("nothing_native")
@@ -72,18 +72,18 @@ def nothing_native(monkeypatch: pytest.MonkeyPatch) -> None:
         ({"x": torch.zeros(3, 2, dtype=torch.float64)}, "x: must be torch.float32 or torch.bfloat16, got torch.float64"),
         ({"x": torch.zeros(3, 2, dtype=torch.bfloat16)}, "more: must be torch.bfloat16, got torch.float32"),
         ({"x": torch.zeros(3, 2, 1)}, r"x: must be \[rows, width\], got \[3, 2, 1\]"),
-        ({"x": torch.zeros(2, 3).t()}, "x: must lie in one piece, behind its first 1 dimensions"),
+        ({"x": torch.zeros(2, 3).t()}, "x: must be contiguous, after its first 1 dimensions"),
         ({"x": None}, "x: must be a tensor, got NoneType"),
         ({"more": torch.zeros(3)}, r"more: must be \[width\] = \[2\], got \[3\]"),
-        ({"more": torch.zeros(4)[::2]}, "more: must lie in one piece"),
+        ({"more": torch.zeros(4)[::2]}, "more: must be contiguous"),
         ({"marks": torch.zeros(3)}, "marks: must be torch.int64, got torch.float32"),
         ({"marks": torch.zeros(4, dtype=torch.int64)}, r"marks: must be \[rows\] = \[3\], got \[4\]"),
         ({"marks": 5}, "marks: must be a tensor, got int"),
         ({"out": torch.zeros(3, 2)}, r"out: must be \[rows, 2 \* width\] = \[3, 4\], got \[3, 2\]"),
-        ({"out": torch.zeros(3, 8)[:, ::2]}, "out: must lie in one piece"),
+        ({"out": torch.zeros(3, 8)[:, ::2]}, "out: must be contiguous"),
     ],
 )
-def test_what_does_not_fit_is_refused_by_name(change: dict[str, Any], says: str) -> None:
+def test_arguments_that_do_not_fit_are_refused_by_name(change: dict[str, Any], says: str) -> None:
     with pytest.raises(ArgumentError, match=f"^_spread: {says}"):
         _spread(**arguments(**change))
 
@@ -98,13 +98,13 @@ def test_a_missing_argument_is_refused_by_name(name: str) -> None:
 
 
 @pytest.mark.usefixtures("nothing_native")
-def test_what_fits_is_packed() -> None:
+def test_arguments_that_fit_are_packed() -> None:
     """Negative control of the fixture."""
     with pytest.raises(AssertionError, match="packed"):
         _spread(**arguments())
 
 
-def test_a_function_that_asks_for_what_is_not_declared_is_refused() -> None:
+def test_a_kernel_with_an_undeclared_parameter_is_refused() -> None:
     def asks(x, hight):  # type: ignore[no-untyped-def]
         pass
 
@@ -127,7 +127,7 @@ KERNELS: dict[str, Callable[..., None]] = {
     "store": decode_attention._store,
     "weigh_span": span_attention._weigh_span,
 }
-# A call of each with tensors that fit: 3 rows or tokens of 8 numbers.
+# A call to each kernel with tensors that fit: 3 rows or tokens of 8 numbers.
 GOOD: dict[str, tuple[Any, ...]] = {
     "add_rms_norm": (half(3, 8), half(3, 8), half(8), half(3, 8), 1e-5),
     "gated": (half(3, 16), half(3, 8), 0),
@@ -147,7 +147,7 @@ GOOD: dict[str, tuple[Any, ...]] = {
 TENSORS = [(name, i) for name, given in GOOD.items() for i, value in enumerate(given) if isinstance(value, Tensor)]
 
 
-def test_every_compiled_kernel_is_tried() -> None:
+def test_every_compiled_kernel_is_tested_here() -> None:
     made = {
         name.lstrip("_")
         for module in (pointwise, int8, decode_attention, span_attention)
@@ -158,14 +158,14 @@ def test_every_compiled_kernel_is_tried() -> None:
 
 
 @pytest.mark.parametrize("name", GOOD)
-def test_a_call_that_fits_is_made(name: str) -> None:
-    """Negative control of what follows."""
+def test_a_call_that_fits_runs(name: str) -> None:
+    """Negative control of the next test."""
     KERNELS[name](*(value.clone() if isinstance(value, Tensor) else value for value in GOOD[name]))
 
 
 @pytest.mark.usefixtures("nothing_native")
 @pytest.mark.parametrize(("name", "at"), TENSORS)
-def test_no_kernel_takes_another_type_size_or_stride(name: str, at: int) -> None:
+def test_every_kernel_refuses_a_wrong_type_size_rank_or_stride(name: str, at: int) -> None:
     good = GOOD[name][at]
     longer = torch.cat((good, good), dim=-1)
     wrong = {
@@ -175,15 +175,15 @@ def test_no_kernel_takes_another_type_size_or_stride(name: str, at: int) -> None
         "stride": longer[..., ::2],
     }
     if (name, at) == ("attend", 4):
-        del wrong["size"]  # the block tables are as long as they are
+        del wrong["size"]  # block tables may have any length
     for how, tensor in wrong.items():
         with pytest.raises(ArgumentError, match=rf"^_?{name}: "):
             KERNELS[name](*GOOD[name][:at], tensor, *GOOD[name][at + 1 :])
-            pytest.fail(f"another {how} was taken")
+            pytest.fail(f"a wrong {how} was accepted")
 
 
-def test_kernels_are_kept_on_disk_until_a_file_of_theirs_changes(tmp_path: Path) -> None:
-    """Numba looks at the file of the kernel alone; what it uses from others of the folder must count, too."""
+def test_kernels_are_cached_on_disk_until_one_of_their_files_changes(tmp_path: Path) -> None:
+    """Numba checks only the file of the kernel, but changes in the other files that the kernel uses must count, too."""
     script = tmp_path / "script.py"
     source = (
         "from numba.core import ccallback\n"

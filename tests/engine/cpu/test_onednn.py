@@ -1,4 +1,4 @@
-"""Every product of every family is one that oneDNN has fast code for: its own log says which code ran."""
+"""oneDNN has fast code for every product of every model family: its own log says which code ran."""
 
 import pytest
 import torch
@@ -8,11 +8,11 @@ from baton.engine.cpu import onednn
 from baton.engine.cpu.onednn import multiplies_int8, product
 
 CPU = torch.device("cpu")
-SLOW = ",ref"  # reference code, "ref:any" or "ref_int8:any", written to be compared with
+SLOW = ",ref"  # reference code, "ref:any" or "ref_int8:any", which is written for comparison, not for speed
 
 
 def executed(capfd: pytest.CaptureFixture[str]) -> list[str]:
-    """oneDNN's products since the last question, a line each."""
+    """The log lines of oneDNN's products since the last call."""
     lines = capfd.readouterr().out.splitlines()
     return [line for line in lines if ",exec," in line and (",inner_product," in line or ",matmul," in line)]
 
@@ -33,8 +33,8 @@ def test_no_family_falls_back_to_reference_code(family: str, precision: str, cap
     assert not [line for line in lines if SLOW in line]
 
 
-def test_values_that_are_a_part_of_the_keys_would_be_multiplied_by_reference_code(capfd: pytest.CaptureFixture[str]) -> None:
-    """Negative control: what `product` copies, and what became of it without."""
+def test_values_that_are_a_part_of_the_keys_need_a_copy_to_avoid_reference_code(capfd: pytest.CaptureFixture[str]) -> None:
+    """Negative control: `product` copies such values; without the copy, reference code runs."""
     x, keys = torch.randn(8, 16), torch.randn(16, 24)
     values = keys[:, :20]
     with torch.backends.mkldnn.verbose(torch.backends.mkldnn.VERBOSE_ON):

@@ -1,5 +1,5 @@
-"""Compiles every Triton kernel for a real device, through the functions that launch them, on a machine that has none. Prints a JSON object:
-kernel → the most shared memory (bytes) that one of its variants takes. Run by `test_compiles.py` in a process of its own."""
+"""Compiles every Triton kernel for a real device, through the functions that launch them, on a machine without one. Prints a JSON object:
+kernel → the most shared memory (bytes) that any of its variants needs. `test_compiles.py` runs this in a separate process."""
 
 import json
 import sys
@@ -12,7 +12,7 @@ from triton.runtime.jit import JITFunction
 
 
 class NoDevice:
-    """The part of a driver that compiling asks for."""
+    """The part of a driver that compiling needs."""
 
     def __init__(self, capability: int) -> None:
         self.target = GPUTarget("cuda", capability, 32)
@@ -43,7 +43,7 @@ def compile_only(kernel: JITFunction, grid: object) -> object:
 
 def main() -> None:
     triton.runtime.driver.set_active(NoDevice(int(sys.argv[1])))
-    JITFunction.__getitem__ = compile_only  # type: ignore[method-assign, assignment]
+    JITFunction.__getitem__ = compile_only
 
     from baton.engine.checkpoint import LayerAttention
     from baton.engine.gpu import triton_attention, triton_blocks, triton_sampling

@@ -1,4 +1,4 @@
-"""Without a CUDA device the kernels run in Triton's interpreter, which must be asked for before they are imported."""
+"""Without a CUDA device the kernels run in Triton's interpreter, which must be enabled before they are imported."""
 
 import os
 

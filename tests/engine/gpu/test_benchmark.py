@@ -1,4 +1,4 @@
-"""`benchmarks/gpu.py` from end to end, with toy shapes on the CPU: every section runs, and without a device it says so."""
+"""`benchmarks/gpu.py` from end to end, with toy shapes on the CPU: every section runs, and it reports a missing device."""
 
 import json
 import os
@@ -16,7 +16,7 @@ ENVIRONMENT = {**os.environ, "PYTHONPATH": str(ROOT)}
 
 
 @pytest.mark.timeout(600)
-def test_every_section_runs(tmp_path: Path) -> None:
+def test_every_section_of_the_benchmark_runs(tmp_path: Path) -> None:
     done = subprocess.run(
         [*SCRIPT, str(tmp_path), "--cpu-smoke", "--profile"], capture_output=True, text=True, env=ENVIRONMENT, timeout=590
     )
@@ -31,6 +31,6 @@ def test_every_section_runs(tmp_path: Path) -> None:
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="there is a device here")
-def test_without_a_device_it_says_so(tmp_path: Path) -> None:
+def test_the_benchmark_reports_a_missing_device(tmp_path: Path) -> None:
     done = subprocess.run([*SCRIPT, str(tmp_path)], capture_output=True, text=True, env=ENVIRONMENT, timeout=120)
     assert done.returncode == 2 and "no CUDA device" in done.stderr

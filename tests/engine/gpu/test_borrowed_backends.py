@@ -1,9 +1,10 @@
-"""FlashInfer and flash-attn cannot run here. Stand-ins with their signatures, which do in plain torch what theirs do on a device, show that
-they are told the right things: the answers are those of `baton.engine.attention`."""
+"""FlashInfer and flash-attn cannot run without a device. Stand-ins with the same signatures, written in plain torch, show that they get the
+right arguments: the answers are those of `baton.engine.attention`."""
 
 import random
 import sys
 from types import ModuleType, SimpleNamespace
+from typing import Any
 
 import pytest
 import torch
@@ -33,17 +34,42 @@ def formula(q: Tensor, keys: Tensor, values: Tensor, scale: float | None, window
 
 
 class Wrapper:
-    """FlashInfer's two: planned with page tables on the host and on the device, run with the pages."""
+    """What FlashInfer's two wrappers share: they are planned with page tables on the host and on the device, and run with the pages."""
 
-    def __init__(self, workspace, kv_layout="NHD", use_cuda_graph=False, use_tensor_cores=False, paged_kv_indptr_buffer=None,
-                 paged_kv_indices_buffer=None, paged_kv_last_page_len_buffer=None) -> None:  # fmt: skip
+    def __init__(
+        self,
+        workspace: Tensor,
+        kv_layout: str = "NHD",
+        use_cuda_graph: bool = False,
+        use_tensor_cores: bool = False,
+        paged_kv_indptr_buffer: Tensor | None = None,
+        paged_kv_indices_buffer: Tensor | None = None,
+        paged_kv_last_page_len_buffer: Tensor | None = None,
+    ) -> None:
         assert kv_layout == "HND"
-        self.fixed = len(paged_kv_last_page_len_buffer) if use_cuda_graph else None
+        self.fixed: int | None = None
         if use_cuda_graph:
+            assert paged_kv_indptr_buffer is not None and paged_kv_indices_buffer is not None and paged_kv_last_page_len_buffer is not None
+            self.fixed = len(paged_kv_last_page_len_buffer)
             assert len(paged_kv_indptr_buffer) == self.fixed + 1 and len(paged_kv_indices_buffer) > 0
 
-    def keep(self, queries, indptr, indices, last_page_len, num_qo_heads, num_kv_heads, head_dim, page_size, *, window_left=-1,
-             logits_soft_cap=None, sm_scale=None, q_data_type="float16", kv_data_type=None) -> None:  # fmt: skip
+    def keep(
+        self,
+        queries: Tensor,
+        indptr: Tensor,
+        indices: Tensor,
+        last_page_len: Tensor,
+        num_qo_heads: int,
+        num_kv_heads: int,
+        head_dim: int,
+        page_size: int,
+        *,
+        window_left: int = -1,
+        logits_soft_cap: float | None = None,
+        sm_scale: float | None = None,
+        q_data_type: object = "float16",
+        kv_data_type: object = None,
+    ) -> None:
         assert (num_qo_heads, num_kv_heads, head_dim, page_size) == (HEADS, KV_HEADS, DIM, BLOCK)
         assert q_data_type == kv_data_type == torch.float32 and {x.dtype for x in (indptr, indices, last_page_len)} == {torch.int32}
         assert indptr[0] == 0 and indptr[-1] == len(indices) and len(last_page_len) == len(indptr) - 1
@@ -60,15 +86,13 @@ class Wrapper:
 
 
 class Decoder(Wrapper):
-    def plan(self, indptr: Tensor, indices: Tensor, last_page_len: Tensor, *shape: int, **how: object) -> None:
+    def plan(self, indptr: Tensor, indices: Tensor, last_page_len: Tensor, *shape: int, **how: Any) -> None:
         assert self.fixed in (None, len(last_page_len))
         self.keep(torch.arange(len(indptr)), indptr, indices, last_page_len, *shape, **how)
 
 
 class Prefiller(Wrapper):
-    def plan(
-        self, qo_indptr: Tensor, indptr: Tensor, indices: Tensor, last: Tensor, *shape: int, causal: bool = False, **how: object
-    ) -> None:
+    def plan(self, qo_indptr: Tensor, indptr: Tensor, indices: Tensor, last: Tensor, *shape: int, causal: bool = False, **how: Any) -> None:
         assert causal and qo_indptr.dtype == torch.int32
         self.keep(qo_indptr, indptr, indices, last, *shape, **how)
 
@@ -78,7 +102,18 @@ def rows_of(cache: Tensor, table: Tensor, length: int) -> Tensor:
     return cache[table.long().clamp(max=len(cache) - 1)].flatten(0, 1)[:length]
 
 
-def with_kvcache(q, k_cache, v_cache, *, cache_seqlens, block_table, softmax_scale=None, causal=False, window_size=(-1, -1), softcap=0.0):
+def with_kvcache(
+    q: Tensor,
+    k_cache: Tensor,
+    v_cache: Tensor,
+    *,
+    cache_seqlens: Tensor,
+    block_table: Tensor,
+    softmax_scale: float | None = None,
+    causal: bool = False,
+    window_size: tuple[int, int] = (-1, -1),
+    softcap: float = 0.0,
+) -> Tensor:
     assert causal and window_size[1] in (-1, 0) and q.shape[1] == 1 and block_table.dtype == cache_seqlens.dtype == torch.int32
     answers = []
     for one, table, length in zip(q, block_table, cache_seqlens.tolist(), strict=True):
@@ -88,8 +123,21 @@ def with_kvcache(q, k_cache, v_cache, *, cache_seqlens, block_table, softmax_sca
     return torch.stack(answers)
 
 
-def varlen(q, k, v, cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k, *, softmax_scale=None, causal=False, window_size=(-1, -1),
-           softcap=0.0, block_table) -> Tensor:  # fmt: skip
+def varlen(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    cu_seqlens_q: Tensor,
+    cu_seqlens_k: Tensor,
+    max_seqlen_q: int,
+    max_seqlen_k: int,
+    *,
+    softmax_scale: float | None = None,
+    causal: bool = False,
+    window_size: tuple[int, int] = (-1, -1),
+    softcap: float = 0.0,
+    block_table: Tensor,
+) -> Tensor:
     assert causal and window_size[1] in (-1, 0) and cu_seqlens_q.dtype == cu_seqlens_k.dtype == block_table.dtype == torch.int32
     ns, lengths = cu_seqlens_q.diff(), cu_seqlens_k.diff()
     assert int(cu_seqlens_q[-1]) == len(q) and max_seqlen_q == int(ns.max()) and max_seqlen_k == int(lengths.max())
@@ -101,7 +149,7 @@ def varlen(q, k, v, cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k, *, s
 
 @pytest.fixture(params=["flashinfer", "flash_attn"])
 def backend(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> type[DeviceAttention]:
-    packages = {
+    packages: dict[str, dict[str, Any]] = {
         "flashinfer": {"BatchDecodeWithPagedKVCacheWrapper": Decoder, "BatchPrefillWithPagedKVCacheWrapper": Prefiller},
         "flash_attn": {"flash_attn_with_kvcache": with_kvcache, "flash_attn_varlen_func": varlen},
     }
@@ -121,7 +169,7 @@ def world(kind: type[DeviceAttention]) -> SimpleNamespace:
     return SimpleNamespace(inputs=inputs, pool=pool, attention=kind(pool, LAYERS, HEADS, 0, inputs))
 
 
-def test_answers_are_those_of_the_plain_kernel(backend: type[DeviceAttention]) -> None:
+def test_answers_match_plain_attention(backend: type[DeviceAttention]) -> None:
     """Mixed batches, decodes alone, with and without padding, over many steps of the same sequences."""
     rng = random.Random(1)
     ours, theirs = world(backend), world(TorchAttention)

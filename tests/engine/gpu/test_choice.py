@@ -1,6 +1,7 @@
-"""Which backend attends: the best that is installed and fits, or the one that was named, or a refusal that says why."""
+"""Which attention backend is chosen: the best that is installed and fits, or the one that is named, or a refusal that says why."""
 
 import sys
+from collections.abc import Callable
 
 import pytest
 import torch
@@ -14,7 +15,7 @@ def everything(_: str) -> bool:
     return True
 
 
-def only(*packages: str):
+def only(*packages: str) -> Callable[[str], bool]:
     return lambda package: package in packages
 
 
@@ -22,7 +23,7 @@ def only(*packages: str):
     ("facts", "found", "expected"),
     [
         (H200, everything, "flashinfer"),
-        (H200, only("flash_attn", "triton"), "triton"),  # blocks of 16
+        (H200, only("flash_attn", "triton"), "triton"),  # flash_attn does not support blocks of 16
         (Facts("cuda", torch.bfloat16, 256, 128, 2), only("flash_attn", "triton"), "flash_attn"),
         (Facts("cuda", torch.bfloat16, 16, 80, 2), everything, "triton"),
         (Facts("cuda", torch.float32, 256, 128, 2), everything, "triton"),
@@ -30,11 +31,11 @@ def only(*packages: str):
         (H200, only(), "torch"),
     ],
 )
-def test_auto(facts: Facts, found, expected: str) -> None:
+def test_auto_chooses_the_best_backend_that_fits(facts: Facts, found: Callable[[str], bool], expected: str) -> None:
     assert choose("auto", facts, found) == expected
 
 
-def test_on_a_cpu_it_is_torch(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_on_a_cpu_only_torch_is_possible(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delenv("TRITON_INTERPRET", raising=False)
     facts = Facts("cpu", torch.bfloat16, 256, 128, 2)
     assert choose("auto", facts, everything) == "torch"
@@ -56,23 +57,25 @@ def test_on_a_cpu_it_is_torch(monkeypatch: pytest.MonkeyPatch) -> None:
         ("triton", H200, only(), "triton is not installed"),
     ],
 )
-def test_a_named_one_that_cannot_be_is_refused_with_the_reason(backend: str, facts: Facts, found, reason: str) -> None:
+def test_a_named_backend_that_does_not_fit_is_refused_with_the_reason(
+    backend: str, facts: Facts, found: Callable[[str], bool], reason: str
+) -> None:
     with pytest.raises(ValueError, match=rf"engine\.attention_backend: {backend} is not possible here: .*{reason}"):
         choose(backend, facts, found)
 
 
-def test_a_named_one_that_can_be_is_taken() -> None:
+def test_a_named_backend_that_fits_is_chosen() -> None:
     assert [choose(backend, Facts("cuda", torch.bfloat16, 256, 128, 2), everything) for backend in BACKENDS] == list(BACKENDS)
 
 
-def test_an_unknown_one_is_refused() -> None:
+def test_an_unknown_backend_is_refused() -> None:
     with pytest.raises(ValueError, match="'xformers' is unknown; known: auto, flashinfer"):
         choose("xformers", H200, everything)
 
 
 @pytest.mark.skipif(sys.platform != "linux", reason="triton is built for Linux")
-def test_triton_is_installed_where_the_tests_of_this_folder_need_it() -> None:
-    """They skip without it; a missing dependency must not look like a passed suite."""
+def test_triton_is_installed_on_linux() -> None:
+    """Without it the tests of this folder are skipped; a missing dependency must not look like a passed suite."""
     assert installed("triton")
 
 

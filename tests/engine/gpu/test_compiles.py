@@ -1,4 +1,4 @@
-"""The interpreter is more patient than the compiler: every kernel is also compiled for a real device, with no device here."""
+"""The interpreter accepts more than the compiler, so every kernel is also compiled for a real device, which need not be present."""
 
 import json
 import os
@@ -10,7 +10,7 @@ import pytest
 
 pytest.importorskip("triton")
 HERE = Path(__file__).parent
-MOST_SHARED = 227 << 10  # bytes a program may have on compute capability 9.0
+MOST_SHARED = 227 << 10  # bytes that a program may use on compute capability 9.0
 
 
 @pytest.mark.timeout(600)

@@ -1,6 +1,8 @@
-"""The sampler that asks nothing draws what the one that does draws: same tokens, same log-probabilities, for any mix of requests."""
+"""The sampler that never waits for the device draws the same tokens and log-probabilities as the reference, for any mix of requests."""
 
 import random
+from collections.abc import Callable
+from typing import Any
 
 import pytest
 import torch
@@ -18,7 +20,8 @@ SEATS = 16
 
 
 def kernels() -> Pick:
-    return pytest.importorskip("baton.engine.gpu.triton_sampling", reason="needs triton", exc_type=ImportError).pick
+    pick: Pick = pytest.importorskip("baton.engine.gpu.triton_sampling", reason="needs triton", exc_type=ImportError).pick
+    return pick
 
 
 PICKS = [pytest.param(lambda: pick_plainly, id="plain"), pytest.param(kernels, id="triton")]
@@ -37,7 +40,7 @@ def random_logits(rng: random.Random, rows: int, device: torch.device) -> torch.
     generator = torch.Generator().manual_seed(rng.getrandbits(32))
     logits = torch.randn(rows, VOCAB, generator=generator) * rng.choice((0.1, 1.0, 5.0))
     if rng.random() < 0.3:
-        logits = logits.round(decimals=1)  # many equals
+        logits = logits.round(decimals=1)  # many ties
     return logits.to(device)
 
 
@@ -75,7 +78,7 @@ def same(found: Sampled | None, expected: Sampled) -> bool:
 
 
 @pytest.mark.parametrize("pick", PICKS)
-def test_it_draws_what_the_reference_draws(device: torch.device, pick) -> None:
+def test_draws_match_the_reference(device: torch.device, pick: Callable[[], Pick]) -> None:
     rng, ours = random.Random(1), sampler(device, pick())
     drawn = 0
     for _ in range(8):
@@ -96,8 +99,8 @@ def test_it_draws_what_the_reference_draws(device: torch.device, pick) -> None:
     [{"top_k": 5}, {"top_p": 0.9}, {"top_k": 50, "top_p": 0.3}, {"top_p": 1e-9}, {"top_k": VOCAB - 1}, {"min_p": 0.5}, {"top_a": 0.8}],
     ids=str,
 )
-def test_each_filter_alone(device: torch.device, pick, filters: dict[str, float]) -> None:
-    """Against the reference, on scores among which many are equal, and some masked."""
+def test_each_filter_alone_matches_the_reference(device: torch.device, pick: Callable[[], Pick], filters: dict[str, Any]) -> None:
+    """On scores with many ties, some of them masked."""
     rng, ours = random.Random(2), sampler(device, pick())
     logits = torch.randn(16, VOCAB, generator=torch.Generator().manual_seed(3)).round(decimals=1).to(device)
     logits[:, 100:200] = -torch.inf
@@ -107,7 +110,7 @@ def test_each_filter_alone(device: torch.device, pick, filters: dict[str, float]
 
 
 @pytest.mark.parametrize("pick", PICKS)
-def test_the_mass_of_top_k_includes_those_that_tie_with_the_last(device: torch.device, pick) -> None:
+def test_the_mass_of_top_k_includes_ties_with_the_last_token(device: torch.device, pick: Callable[[], Pick]) -> None:
     """Four scores of 2, six of 1: top-k 5 keeps ten, so a nucleus of 0.9 needs more than the first four."""
     logits = torch.full((200, VOCAB), -30.0, device=device)
     logits[:, :4], logits[:, 4:10] = 2.0, 1.0
@@ -122,8 +125,8 @@ def test_the_mass_of_top_k_includes_those_that_tie_with_the_last(device: torch.d
     assert set(found) == set(range(10))
 
 
-def test_penalties_follow_a_sequence_whose_last_token_is_unknown_on_the_host(device: torch.device) -> None:
-    """Three steps in a row, the host a step behind, beside the reference that knows everything."""
+def test_penalties_count_tokens_that_the_host_does_not_know_yet(device: torch.device) -> None:
+    """Six steps in a row, with the host one step behind, against the reference, which knows every token."""
     rng, ours = random.Random(3), sampler(device, pick_plainly)
     params = SamplingParams(max_tokens=50, temperature=0.0, repetition_penalty=1.5, frequency_penalty=0.9, presence_penalty=0.3)
     known = Sequence("a", [4, 4, 8], 2, params, root=b"")
@@ -140,18 +143,18 @@ def test_penalties_follow_a_sequence_whose_last_token_is_unknown_on_the_host(dev
         late.tokens.append(UNKNOWN)
 
 
-def test_a_seat_that_changes_hands_forgets(device: torch.device) -> None:
+def test_a_reassigned_seat_forgets_its_previous_sequence(device: torch.device) -> None:
     rng, ours, seat = random.Random(4), sampler(device, pick_plainly), Seat(0)
     params = SamplingParams(max_tokens=50, temperature=0.0, repetition_penalty=10.0)
     logits = random_logits(rng, 1, device).abs() + 1
     for tokens in ([5, 6], [7], [8, 9], [7], [10, 11, 12]):
         seq = Sequence("x", tokens, 1, params, root=b"")
-        for _ in range(2):  # the second time as if the first step had been taken back
+        for _ in range(2):  # the second time as if the first step had been undone
             assert draw(ours, logits, [seq], [seat]) == reference.sample(logits, [seq], EOS)
 
 
 @pytest.mark.parametrize("pick", PICKS)
-def test_rows_without_numbers_fail_alone(device: torch.device, pick) -> None:
+def test_rows_with_nan_fail_alone(device: torch.device, pick: Callable[[], Pick]) -> None:
     logits = torch.randn(3, VOCAB, device=device)
     logits[1, 5] = torch.nan
     seqs = [Sequence(str(i), [0], 1, SamplingParams(max_tokens=9, seed=i, top_p=0.9), root=b"") for i in range(3)]
@@ -161,7 +164,7 @@ def test_rows_without_numbers_fail_alone(device: torch.device, pick) -> None:
     assert [found[0], found[2]] == rest
 
 
-def test_a_row_in_which_everything_is_masked_is_sampled_as_if_nothing_were(device: torch.device) -> None:
+def test_a_fully_masked_row_is_sampled_as_if_nothing_were_masked(device: torch.device) -> None:
     logits = torch.randn(2, VOCAB, device=device)
     biases = ({token: -torch.inf for token in range(VOCAB)}, {3: 1.0})
     seqs = [Sequence(str(i), [0], 1, SamplingParams(max_tokens=9, seed=i, logit_bias=bias), root=b"") for i, bias in enumerate(biases)]
@@ -169,7 +172,7 @@ def test_a_row_in_which_everything_is_masked_is_sampled_as_if_nothing_were(devic
 
 
 @pytest.mark.parametrize("pick", PICKS)
-def test_a_row_does_not_depend_on_the_others(device: torch.device, pick) -> None:
+def test_a_row_does_not_depend_on_the_others(device: torch.device, pick: Callable[[], Pick]) -> None:
     rng, ours = random.Random(5), sampler(device, pick())
     seqs = [random_sequence(rng, str(i)) for i in range(8)]
     logits = random_logits(rng, 8, device)

@@ -1,7 +1,8 @@
-"""What families ask of the kernels, from config.json to logits: alternating windows and soft caps, one-vector KV with experts, norms on
-heads; on every operation that has a Triton kernel, beside transformers."""
+"""What model families need from the kernels, from config.json to logits, against transformers: alternating windows and soft caps,
+one-vector KV with experts, norms on heads. Every operation that has a Triton kernel uses it."""
 
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -17,7 +18,7 @@ from baton.engine.sampling import SamplingParams
 from baton.engine.sequence import Sequence
 
 triton_ops = pytest.importorskip("baton.engine.gpu.triton_ops", reason="needs triton", exc_type=ImportError)
-SIZES = {
+SIZES: dict[str, Any] = {
     "hidden_size": 32,
     "num_hidden_layers": 2,
     "num_attention_heads": 4,
@@ -27,7 +28,7 @@ SIZES = {
     "max_position_embeddings": 128,
     "initializer_range": 0.3,
 }
-LATENT = {
+LATENT: dict[str, Any] = {
     "kv_lora_rank": 24, "qk_nope_head_dim": 12, "qk_rope_head_dim": 8, "v_head_dim": 10, "n_routed_experts": 4, "first_k_dense_replace": 1,
     "num_experts_per_tok": 2, "moe_intermediate_size": 40, "q_lora_rank": None,
 }  # fmt: skip
@@ -39,9 +40,7 @@ CONFIGS = {
 
 
 @pytest.mark.parametrize("config", CONFIGS.values(), ids=CONFIGS)
-def test_logits_are_those_of_transformers(
-    config: PretrainedConfig, tmp_path: Path, device: torch.device, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_logits_match_transformers(config: PretrainedConfig, tmp_path: Path, device: torch.device, monkeypatch: pytest.MonkeyPatch) -> None:
     """Two sequences: chunks beside decodes, then decodes alone, padded to three."""
     torch.manual_seed(1)
     model = AutoModelForCausalLM.from_config(config, attn_implementation="eager").eval()

@@ -1,4 +1,4 @@
-"""The runner that does not wait, on whatever device there is: the tokens of the plain runner, eagerly and through the ladder of graphs."""
+"""The runner that does not wait, on whatever device there is: it gives the tokens of the plain runner, eagerly and through graphs."""
 
 import random
 from itertools import pairwise
@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from baton.engine.engine import Engine
-from baton.engine.gpu.graphs import Graphs, ladder
+from baton.engine.gpu.graphs import Compute, Graphs, ladder
 from baton.engine.gpu.inputs import Capacity
 from baton.engine.gpu.overlap import OverlapEngine
 from baton.engine.gpu.runner import GpuRunner
@@ -77,8 +77,8 @@ def answers(engine: Engine, seqs: list[Sequence], rng: random.Random) -> dict[st
 
 @pytest.mark.parametrize("backend", ["torch", "triton"])
 @pytest.mark.parametrize("blocks", [60, 26])
-def test_same_tokens_as_the_plain_engine(folder: Path, device: torch.device, backend: str, blocks: int) -> None:
-    """With one step in flight, mixed batches, chunks, every kind of request; the smaller pool preempts."""
+def test_tokens_match_the_plain_engine(folder: Path, device: torch.device, backend: str, blocks: int) -> None:
+    """With one step in flight, mixed batches, chunks and every kind of request. The smaller pool preempts."""
     if backend == "triton":
         pytest.importorskip("triton")
     count = 20 if backend == "torch" else 6
@@ -88,7 +88,7 @@ def test_same_tokens_as_the_plain_engine(folder: Path, device: torch.device, bac
 
 
 @pytest.mark.parametrize("backend", ["torch", "triton"])
-def test_logits_of_a_mixed_batch_and_of_padded_decodes(folder: Path, device: torch.device, backend: str) -> None:
+def test_logits_of_mixed_batches_and_padded_decodes_match_the_plain_runner(folder: Path, device: torch.device, backend: str) -> None:
     if backend == "triton":
         pytest.importorskip("triton")
     rng, ours, theirs = random.Random(4), loaded(folder, device, backend=backend), plain(folder)
@@ -114,8 +114,8 @@ def test_logits_of_a_mixed_batch_and_of_padded_decodes(folder: Path, device: tor
 
 
 @pytest.mark.parametrize("backend", ["torch", "triton"])
-def test_the_slots_behind_the_last_token_are_zero(folder: Path, device: torch.device, backend: str) -> None:
-    """The bytes of a partial block depend on its tokens only, whoever had the block before."""
+def test_the_slots_after_the_last_token_are_zero(folder: Path, device: torch.device, backend: str) -> None:
+    """The bytes of a partial block depend only on its tokens, whichever sequence had the block before."""
     if backend == "triton":
         pytest.importorskip("triton")
     runner = loaded(folder, device, backend=backend)
@@ -133,8 +133,8 @@ def test_the_slots_behind_the_last_token_are_zero(folder: Path, device: torch.de
     assert runner.blocks[[0, 20]].isnan().all() == torch.tensor(False) and runner.blocks[0].isnan().all()
 
 
-def test_a_row_without_numbers(folder: Path, device: torch.device) -> None:
-    """`run` refuses the batch, as every runner does; `submit` says which, and answers for the others."""
+def test_a_row_of_nan_fails_only_its_own_sequence(folder: Path, device: torch.device) -> None:
+    """`run` refuses the batch, as every runner does; `submit` reports which row failed, and answers for the others."""
     runner = loaded(folder, device)
     seqs = [
         Sequence(name, [7, 8, 9], 3, SamplingParams(max_tokens=9, temperature=0.0), b"", blocks=[i]) for i, name in enumerate(("a", "b"))
@@ -154,7 +154,7 @@ def test_a_row_without_numbers(folder: Path, device: torch.device) -> None:
 def test_a_sequence_moves_from_one_device_to_another_through_the_host(
     folder: Path, device: torch.device, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Prefilled here, copied out, carried over as bytes, copied in, decoded there: the tokens of one runner, and nothing computed twice."""
+    """Prefilled on one, copied out, moved as bytes, copied in, decoded on the other: the same tokens, and nothing is computed twice."""
     pytest.importorskip("triton")
     monkeypatch.setattr("baton.engine.gpu.runner.STAGED_BLOCKS", 2)  # more than one round
     prompt, params = list(range(5, 23)), SamplingParams(max_tokens=9, temperature=0.0)
@@ -176,8 +176,9 @@ def test_a_sequence_moves_from_one_device_to_another_through_the_host(
             seq.tokens.append(here.token)
 
 
-def test_what_does_not_fit_is_refused(folder: Path, device: torch.device) -> None:
+def test_a_pool_capacity_or_backend_that_does_not_fit_is_refused(folder: Path, device: torch.device) -> None:
     runner = GpuRunner.load(folder, block_size=BLOCK, device=str(device))
+    assert isinstance(runner, GpuRunner)
     layout = runner.layout
     other = KvLayout(layout.model_fingerprint, "float32", 2 * BLOCK, layout.num_layers, layout.num_kv_heads, layout.head_dim)
     with pytest.raises(ValueError, match="block_size"):
@@ -188,24 +189,27 @@ def test_what_does_not_fit_is_refused(folder: Path, device: torch.device) -> Non
         runner.attach(KvPool(layout, 4), capacity=CAPACITY, backend="flash_attn")
 
 
-def test_the_ladder() -> None:
+def test_the_ladder_of_graph_sizes_bounds_the_padding() -> None:
     assert ladder(1) == (1,) and ladder(5) == (1, 2, 4, 5) and ladder(256)[-1] == 256 and ladder(4096)[-1] == 512
     for most in (7, 64, 100, 256):
         sizes = ladder(most)
         assert list(sizes) == sorted(set(sizes)) and sizes[0] == 1 and sizes[-1] == most
-        assert all(b - a <= max(8, a // 4) for a, b in pairwise(sizes) if a >= 8)  # so much is padded at most
+        assert all(b - a <= max(8, a // 4) for a, b in pairwise(sizes) if a >= 8)  # the most padding
 
 
 def test_graphs_are_captured_once_and_replayed_by_size() -> None:
     captured: list[str] = []
 
-    def capture(compute):
+    def capture(compute: Compute) -> Compute:
         captured.append("captured")
         answer = compute()
         return lambda: answer + 1
 
+    def filled(size: int) -> Compute:
+        return lambda: torch.full((size,), float(size))
+
     graphs = Graphs(capture)
     for size in (4, 1):
-        graphs.add(size, lambda size=size: torch.full((size,), float(size)))
+        graphs.add(size, filled(size))
     assert graphs.sizes == (1, 4) and captured == ["captured"] * 2
     assert graphs.run(4).tolist() == [5.0] * 4 and graphs.run(1).tolist() == [2.0]

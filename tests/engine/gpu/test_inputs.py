@@ -1,4 +1,4 @@
-"""What a step sends: positions, slots and tails beside a slow reckoning, and seats that remember what the device has."""
+"""What a step sends to the device: positions, slots and tails, checked by slow calculation, and seats that remember what the device has."""
 
 import random
 
@@ -27,8 +27,8 @@ def blocks_of(found: Inputs, step: Step, b: int, count: int) -> list[int]:
     return found.tables[step.seats[b], :count].tolist()
 
 
-def test_a_mixed_batch(device: torch.device) -> None:
-    """Decodes first; a tail only where the block was begun in this step."""
+def test_a_mixed_batch_has_its_decodes_first(device: torch.device) -> None:
+    """A tail is nonzero only where a block begins in this step."""
     found = inputs(device)
     long = Chunk(sequence("a", 9, 2, [3, 8, 5]), 7)  # positions 2..8: begins block 5 with its last token
     short = Chunk(sequence("m", 7, 6, [9, 2]), 1)
@@ -45,7 +45,7 @@ def test_a_mixed_batch(device: torch.device) -> None:
     assert [blocks_of(found, step, b, n) for b, n in ((0, 2), (1, 2), (2, 3))] == [[1, 0], [9, 2], [3, 8, 5]]
 
 
-def test_tokens_that_only_the_device_knows(device: torch.device) -> None:
+def test_tokens_unknown_on_the_host_are_filled_in_on_the_device(device: torch.device) -> None:
     found = inputs(device)
     a, b = sequence("a", 6, 5, [1, 2]), sequence("b", 6, 5, [3, 4])
     a.tokens[-1] = UNKNOWN
@@ -56,7 +56,7 @@ def test_tokens_that_only_the_device_knows(device: torch.device) -> None:
     assert found.ids(mixed).tolist() == [77, *(ord("c") + i for i in range(3))]
 
 
-def test_padding_are_decodes_of_the_dummy(device: torch.device) -> None:
+def test_padding_consists_of_decodes_of_the_dummy_sequence(device: torch.device) -> None:
     found = inputs(device)
     step = found.prepare([Chunk(sequence("a", 6, 5, [1, 2]), 1)], sizes=(2, 4))
     assert (step.decodes, step.size, step.captured) == (1, 2, True)
@@ -68,14 +68,14 @@ def test_padding_are_decodes_of_the_dummy(device: torch.device) -> None:
     assert step.tokens.data_ptr() == dummies.tokens.data_ptr() and step.lens.data_ptr() == dummies.lens.data_ptr()
 
 
-def test_a_batch_that_no_rung_holds_or_that_is_mixed_is_not_captured(device: torch.device) -> None:
+def test_a_mixed_or_too_large_batch_is_not_captured(device: torch.device) -> None:
     found = inputs(device)
     decodes = [Chunk(sequence(name, 6, 5, [i, i + 10]), 1) for i, name in enumerate("abc")]
     assert not found.prepare(decodes, sizes=(1, 2)).captured
     assert not found.prepare([*decodes, Chunk(sequence("d", 6, 0, [7, 8]), 6)], sizes=(8,)).captured
 
 
-def test_more_than_the_capacity_is_refused(device: torch.device) -> None:
+def test_a_batch_beyond_the_capacity_is_refused(device: torch.device) -> None:
     found = inputs(device, seqs=2)
     with pytest.raises(ValueError, match="3 sequences and 3 tokens"):
         found.prepare([Chunk(sequence(name, 6, 5, [1, 2]), 1) for name in "abc"])
@@ -85,8 +85,8 @@ def test_more_than_the_capacity_is_refused(device: torch.device) -> None:
         found.prepare([Chunk(sequence("a", 9, 8, list(range(21))), 1)])
 
 
-def test_random_lives_of_tables(device: torch.device) -> None:
-    """Sequences grow, lose all their blocks, end, and come back with others: the device's tables are always those of the batch."""
+def test_tables_follow_sequences_that_change_at_random(device: torch.device) -> None:
+    """Sequences grow, lose all their blocks, end, and come back with other blocks: the device's tables are always those of the batch."""
     rng, found = random.Random(1), inputs(device)
     seqs: list[Sequence] = []
     for step_number in range(200):

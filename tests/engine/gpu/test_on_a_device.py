@@ -1,6 +1,6 @@
-"""What only a CUDA device can show: graphs, streams, bfloat16, and the backends of others. `pytest -m gpu tests/engine/gpu`.
+"""What only a CUDA device can show: graphs, streams, bfloat16, and third-party backends. Run with `pytest -m gpu tests/engine/gpu`.
 
-The other tests of this folder run on the device, too, where there is one, and compile their kernels instead of interpreting them.
+Where there is a device, the other tests of this folder run on it as well, and compile their kernels instead of interpreting them.
 """
 
 import random
@@ -30,7 +30,7 @@ HEADS, KV_HEADS, DIM = 8, 2, 128
 
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A Llama with heads of 128, which all backends can do, in bfloat16."""
+    """A bfloat16 Llama with heads of 128, which all backends support."""
     from transformers import LlamaConfig
     from transformers.models.auto.modeling_auto import AutoModelForCausalLM
 
@@ -53,7 +53,7 @@ def runner(folder: Path, backend: str, block_size: int, dtype: str = "bfloat16",
 
 
 def logits(runner: GpuRunner | ModelRunner) -> torch.Tensor:
-    """Of prompts in chunks beside decodes, then of decodes alone."""
+    """The logits of prompt chunks mixed with decodes, then of decodes alone."""
     rng, found = random.Random(1), []
     per = 512 // runner.layout.block_size
     seqs = [
@@ -79,7 +79,7 @@ def usable(block_size: int) -> list[str]:
 @pytest.mark.parametrize("backend", BACKENDS)
 @pytest.mark.parametrize("block_size", [16, 256])
 @pytest.mark.parametrize("graph_sizes", [(), (2, 8)], ids=["eager", "captured"])
-def test_logits_of_every_backend(folder: Path, backend: str, block_size: int, graph_sizes: tuple[int, ...]) -> None:
+def test_logits_of_every_backend_are_close_to_float32(folder: Path, backend: str, block_size: int, graph_sizes: tuple[int, ...]) -> None:
     if backend not in usable(block_size):
         pytest.skip(f"{backend} is not possible here")
     exact = ModelRunner.load(folder, "float32", block_size, compiled=False)
@@ -89,15 +89,15 @@ def test_logits_of_every_backend(folder: Path, backend: str, block_size: int, gr
     assert (found - expected).square().mean().sqrt() < 0.02 * expected.std()
 
 
-def test_captured_steps_are_the_eager_ones(folder: Path) -> None:
-    """Bit by bit: a graph holds the same launches."""
+def test_captured_steps_give_the_same_logits_as_eager_ones(folder: Path) -> None:
+    """Bit for bit: a graph holds the same launches."""
     assert torch.equal(logits(runner(folder, "triton", 16, graph_sizes=(8,))), logits(runner(folder, "triton", 16, graph_sizes=())))
 
 
 def test_one_step_in_flight_gives_the_tokens_of_the_plain_engine(folder: Path) -> None:
-    """float32, so that no near tie is decided otherwise by another kernel."""
+    """In float32, so that different kernels rarely decide a near tie differently."""
     limits = Limits(max_num_seqs=8, max_num_batched_tokens=256)
-    told = []
+    texts = []
     for kind in ("plain", "overlapped"):
         rng = random.Random(2)
         if kind == "plain":
@@ -117,30 +117,30 @@ def test_one_step_in_flight_gives_the_tokens_of_the_plain_engine(folder: Path) -
             engine.add(seqs[-1])
         while not engine.idle:
             engine.step()
-        told.append([seq.tokens[seq.prompt_len :] for seq in seqs])
-    same = sum(a == b for a, b in zip(*told, strict=True))
+        texts.append([seq.tokens[seq.prompt_len :] for seq in seqs])
+    same = sum(a == b for a, b in zip(*texts, strict=True))
     assert same >= 22, f"{same} of 24 texts are the same"
 
 
 def test_submitting_does_not_wait(folder: Path) -> None:
-    """Behind work that lasts, a step is handed over long before the device comes to it."""
+    """While the device is busy, a step is submitted long before the device reaches it."""
     ours = runner(folder, "triton", 16, graph_sizes=(1,))
     seq = Sequence("a", [1] * 64, 64, SamplingParams(max_tokens=9, top_p=0.9, logprobs=3, repetition_penalty=1.2), b"", blocks=[*range(8)])
     ours.run([Chunk(seq, 64)])
     seq.computed = 64
     seq.tokens.append(5)
-    ours.run([Chunk(seq, 1)])  # whatever the first one has to make is made
+    ours.run([Chunk(seq, 1)])  # does what only the first decode has to set up
     torch.cuda._sleep(2_000_000_000)
     busy = torch.cuda.Event()
     busy.record()
     pending = ours.submit([Chunk(seq, 1)])
-    assert not busy.query(), "something waited for the device"
+    assert not busy.query(), "submitting waited for the device"
     assert pending.result().sampled[0] is not None and busy.query()
 
 
 @pytest.mark.parametrize("how", [LayerAttention(), LayerAttention(window=300, softcap=30.0)], ids=["plain", "gemma"])
 @pytest.mark.parametrize("batch", [1, 64])
-def test_decode_at_full_size(how: LayerAttention, batch: int) -> None:
+def test_decode_at_full_size_matches_the_formula(how: LayerAttention, batch: int) -> None:
     from baton.engine.gpu.triton_attention import decode, splits
 
     length, blocks = 3000, 64 * 190
@@ -160,7 +160,7 @@ def test_decode_at_full_size(how: LayerAttention, batch: int) -> None:
         torch.testing.assert_close(out[b].float(), torch.einsum("hk,hkd->hd", scores.softmax(-1), v), rtol=2e-2, atol=2e-2)
 
 
-def test_blocks_cross_the_bus_both_ways() -> None:
+def test_blocks_copied_to_the_host_and_back_are_unchanged() -> None:
     from baton.engine.gpu.staging import Staging
     from baton.engine.gpu.triton_blocks import digest_on_host
 

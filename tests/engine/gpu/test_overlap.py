@@ -1,12 +1,14 @@
-"""One step in flight: the tokens of the oracle, whatever is aborted, preempted, held or handed over, and no block touched after it left.
+"""One step in flight: the tokens are the oracle's whatever is aborted, preempted, held or handed over, and no block is
+written after it left.
 
-The toy below does each step as late as it may: when its result is asked for. So a block that leaves too early is written to afterwards, and
-a token that is not known yet is nowhere.
+The toy below computes each step as late as it can: when its result is read. So a block that leaves too early is written to afterwards, and
+a token that is not known yet does not exist anywhere.
 """
 
 import random
 from collections import deque
 from collections.abc import Sequence as Seq
+from typing import Any
 
 import numpy as np
 import pytest
@@ -25,16 +27,16 @@ TOY = {"vocab_size": 257, "eos_token_id": 256, "max_position_embeddings": 512, "
 
 
 class LateToy(ToyRunner):
-    """Computes a step when it must. Remembers on its side what every sequence sampled last, as a device does."""
+    """Computes a step only when its result is read. Like a device, it remembers the last token that each sequence sampled."""
 
     def __init__(self, blocks: int) -> None:
         super().__init__(TOY, "toy", BLOCK)
         self.device = KvPool(self.layout, blocks)
         self.attach(self.device)
-        self.pool = KvPool(self.layout, blocks)  # the host's
+        self.pool = KvPool(self.layout, blocks)  # in host memory
         self.last: dict[str, int] = {}
         self.queue: deque[LateStep] = deque()
-        self.poisoned: set[str] = set()  # sequences whose logits are no numbers
+        self.poisoned: set[str] = set()  # sequences whose logits are not finite
 
     def submit(self, batch: Seq[Chunk]) -> Pending:
         assert len(self.queue) < 2, "more than one step in flight"
@@ -55,7 +57,7 @@ class LateStep:
         self.work = [(c.seq.id, list(c.seq.tokens), c.seq.computed, c.n, list(c.seq.blocks), c.seq.params, c.samples) for c in batch]
 
     def result(self) -> StepResult:
-        assert self.toy.queue.popleft() is self, "results are read in order"
+        assert self.toy.queue.popleft() is self, "results must be read in order"
         sampled = [self.compute(*work) for work in self.work]
         failed = frozenset(i for i, (name, *_, samples) in enumerate(self.work) if samples and name in self.toy.poisoned)
         return StepResult([None if i in failed else answer for i, answer in enumerate(sampled)], failed)
@@ -74,38 +76,42 @@ class LateStep:
         return answer
 
 
-def engine(blocks: int = 64, max_len: int = 200, **limits: int) -> OverlapEngine:
-    return OverlapEngine(LateToy(blocks), Limits(**{"max_num_seqs": 8, "max_num_batched_tokens": 24, **limits}), max_len)
+class LateEngine(OverlapEngine):
+    runner: LateToy
+
+
+def engine(blocks: int = 64, max_len: int = 200, **limits: int) -> LateEngine:
+    values: dict[str, Any] = {"max_num_seqs": 8, "max_num_batched_tokens": 24, **limits}
+    return LateEngine(LateToy(blocks), Limits(**values), max_len)
 
 
 def sequence(name: str, tokens: list[int], hold: bool = False, **params: object) -> Sequence:
-    return Sequence(
-        name, list(tokens), len(tokens), SamplingParams(**{"max_tokens": 20, "temperature": 0.0, **params}), root=b"", hold=hold
-    )
+    values: dict[str, Any] = {"max_tokens": 20, "temperature": 0.0, **params}
+    return Sequence(name, list(tokens), len(tokens), SamplingParams(**values), root=b"", hold=hold)
 
 
 def drain(engine: OverlapEngine, most: int = 2000) -> list[Output]:
-    outputs = []
+    outputs: list[Output] = []
     while not engine.idle:
         outputs += engine.step()
         most -= 1
-        assert most, "it does not end"
+        assert most, "the engine does not become idle"
     engine.pool.check()
     return outputs
 
 
-def told(outputs: list[Output], name: str) -> list[int]:
+def reported(outputs: list[Output], name: str) -> list[int]:
     return [output.sampled.token for output in outputs if output.seq.id == name and output.sampled]
 
 
-def test_a_step_is_handed_over_before_the_one_before_it_is_read() -> None:
+def test_a_step_is_submitted_before_the_previous_one_is_read() -> None:
     e = engine()
     e.add(sequence("a", [1, 2, 3]))
     assert e.step() == [] and len(e.runner.queue) == 1
     assert [output.seq.id for output in e.step()] == ["a"] and len(e.runner.queue) == 1
 
 
-def test_tokens_are_the_oracles() -> None:
+def test_tokens_match_the_oracle() -> None:
     e, rng = engine(), random.Random(1)
     prompts = {str(i): [rng.randrange(256) for _ in range(rng.randint(1, 60))] for i in range(12)}
     for name, prompt in prompts.items():
@@ -113,12 +119,12 @@ def test_tokens_are_the_oracles() -> None:
     seqs = list(e.sequences.values())
     outputs = drain(e)
     for seq in seqs:
-        assert told(outputs, seq.id) == naive(prompts[seq.id], seq.params, width=2) == seq.tokens[seq.prompt_len :]
+        assert reported(outputs, seq.id) == naive(prompts[seq.id], seq.params, width=2) == seq.tokens[seq.prompt_len :]
     assert e.pool.num_owned == 0
 
 
-def test_who_stops_is_told_once_and_its_surplus_is_dropped() -> None:
-    """A stop token is seen one step late: by then one more position is on its way, in blocks that are parked until it has been read."""
+def test_a_stop_is_reported_once_and_the_surplus_is_dropped() -> None:
+    """A stop token is seen one step late: by then one more position is in flight, in blocks that stay parked until it has been read."""
     e = engine()
     prompt = [7, 9]
     first = naive(prompt, SamplingParams(max_tokens=8, temperature=0.0), width=2)
@@ -127,14 +133,14 @@ def test_who_stops_is_told_once_and_its_surplus_is_dropped() -> None:
     outputs: list[Output] = []
     while not (outputs and outputs[-1].finish):
         outputs += e.step()
-    assert told(outputs, "a") == first[:4] and outputs[-1].finish is Finish.STOP
+    assert reported(outputs, "a") == first[:4] and outputs[-1].finish is Finish.STOP
     assert seq.tokens == prompt + first[:4] and not e.idle and e.pool.num_owned > 0
     assert e.step() == [] and e.idle and e.pool.num_owned == 0
     e.pool.check()
 
 
-def test_who_waits_for_parked_blocks_gets_them_in_the_step_that_frees_them() -> None:
-    """An engine loop rests after a step that gave nothing and left nothing running."""
+def test_a_sequence_waiting_for_parked_blocks_gets_them_in_the_step_that_frees_them() -> None:
+    """An engine loop sleeps after a step that returned nothing and left nothing running."""
     e = engine(blocks=5, max_len=20)
     first = naive([7, 9], SamplingParams(max_tokens=8, temperature=0.0), width=2)
     e.add(sequence("a", [7, 9], max_tokens=9, stop_token_ids=frozenset([first[2]])))
@@ -147,7 +153,7 @@ def test_who_waits_for_parked_blocks_gets_them_in_the_step_that_frees_them() -> 
 
 
 @pytest.mark.parametrize("hold", [False, True])
-def test_an_end_that_can_be_foreseen_makes_no_surplus(hold: bool) -> None:
+def test_a_foreseeable_end_causes_no_surplus(hold: bool) -> None:
     e = engine()
     seq = sequence("a", [1, 2, 3, 4, 5], hold=hold, max_tokens=9 if hold else 1)
     e.add(seq)
@@ -157,7 +163,7 @@ def test_an_end_that_can_be_foreseen_makes_no_surplus(hold: bool) -> None:
     assert UNKNOWN not in seq.tokens
 
 
-def test_the_longest_sequence_ends_in_time() -> None:
+def test_the_longest_sequence_ends_at_the_length_limit() -> None:
     e = engine(max_len=10)
     e.add(sequence("a", [1, 2, 3], max_tokens=7))
     outputs = drain(e)
@@ -165,7 +171,7 @@ def test_the_longest_sequence_ends_in_time() -> None:
 
 
 def test_blocks_are_sealed_with_the_tokens_they_hold() -> None:
-    """A second request that continues the first one's text finds all its full blocks, so their keys are over the right tokens."""
+    """A second request that continues the first one's text finds all its full blocks, so their keys cover the right tokens."""
     e = engine()
     first = sequence("a", [3, 1, 4, 1, 5], max_tokens=14)
     e.add(first)
@@ -174,11 +180,11 @@ def test_blocks_are_sealed_with_the_tokens_they_hold() -> None:
     e.add(again)
     outputs = drain(e)
     assert again.cached == (len(first.tokens) - 1) // BLOCK * BLOCK
-    assert told(outputs, "b") == naive(first.tokens, again.params, width=2)
+    assert reported(outputs, "b") == naive(first.tokens, again.params, width=2)
 
 
 def test_an_aborted_sequence_keeps_its_blocks_until_the_step_in_flight_is_read() -> None:
-    """The step that is under way writes into them: who fills a block from elsewhere would lose its bytes."""
+    """The step in flight writes into them: bytes that arrive there from elsewhere would be lost."""
     e = engine(blocks=5, max_len=20)
     seq = sequence("a", [1, 2, 3, 4, 5, 6, 7], max_tokens=9)
     e.add(seq)
@@ -186,7 +192,7 @@ def test_an_aborted_sequence_keeps_its_blocks_until_the_step_in_flight_is_read()
     mine = list(seq.blocks)
     e.abort("a")
     fetched = sequence("f", list(range(15)), max_tokens=3)
-    assert not e.reserve(fetched), "it needs four blocks of five, two of which the aborted one still has"
+    assert not e.reserve(fetched), "it needs four of the five blocks, and the aborted sequence still has two"
     assert e.step() == []
     e.pool.check()
     assert e.reserve(fetched) and set(fetched.blocks) & set(mine)
@@ -203,10 +209,10 @@ def test_preemption_reads_the_step_in_flight_first() -> None:
     outputs = drain(e)
     assert sum(seq.preemptions for seq in seqs) > 0
     for seq in seqs:
-        assert told(outputs, seq.id) == naive(prompts[seq.id], seq.params, width=2)
+        assert reported(outputs, seq.id) == naive(prompts[seq.id], seq.params, width=2)
 
 
-def test_a_failure_ends_its_sequence_and_nobody_elses() -> None:
+def test_a_failure_ends_only_its_own_sequence() -> None:
     e = engine()
     good, bad = sequence("good", [1, 2, 3]), sequence("bad", [4, 5, 6])
     e.add(good)
@@ -216,15 +222,15 @@ def test_a_failure_ends_its_sequence_and_nobody_elses() -> None:
     outputs += drain(e)
     failures = [output for output in outputs if output.failure]
     assert [output.seq.id for output in failures] == ["bad"] and "bad" in (failures[0].failure or "")
-    assert UNKNOWN not in bad.tokens and told(outputs, "good") == naive([1, 2, 3], good.params, width=2)
+    assert UNKNOWN not in bad.tokens and reported(outputs, "good") == naive([1, 2, 3], good.params, width=2)
     assert e.pool.num_owned == 0
 
 
-def test_an_adopted_sequence_decodes_where_it_was_left() -> None:
+def test_an_adopted_sequence_continues_where_prefill_stopped() -> None:
     source = engine()
     seq = sequence("a", [9, 8, 7, 6, 5], hold=True)
     source.add(seq)
-    first = told(drain(source), "a")
+    first = reported(drain(source), "a")
     target = engine()
     arrived = sequence("a", seq.tokens, max_tokens=20)
     arrived.prompt_len, arrived.arrived_with = 5, 6
@@ -232,21 +238,21 @@ def test_an_adopted_sequence_decodes_where_it_was_left() -> None:
     target.runner.pool.array[arrived.blocks] = source.runner.pool.array[seq.blocks]
     target.arrive(arrived, 5)
     target.adopt(arrived)
-    assert first + told(drain(target), "a") == naive([9, 8, 7, 6, 5], arrived.params, width=2)
+    assert first + reported(drain(target), "a") == naive([9, 8, 7, 6, 5], arrived.params, width=2)
     assert arrived.prefilled == 0 and not source.runner.pool.array[[b for b in range(64) if b not in seq.blocks]].any()
 
 
 @pytest.mark.parametrize("seed", range(40))
-def test_random_lives(seed: int) -> None:
-    """Arrivals, aborts and fetches at random moments in pools that are too small; every surviving text is the oracle's, every block comes
-    back."""
+def test_random_arrivals_aborts_and_fetches_match_the_oracle(seed: int) -> None:
+    """Arrivals, aborts and fetches at random moments in pools that are too small: every surviving text is the oracle's, and every block is
+    returned."""
     rng = random.Random(seed)
     e = engine(
         blocks=rng.choice((12, 20, 60)), max_len=48, max_num_seqs=rng.choice((2, 5)), max_num_batched_tokens=rng.choice((5, 16)),
         reserve_growth=rng.choice((0, 1)),
     )  # fmt: skip
     prefixes = [[rng.randrange(256) for _ in range(9)] for _ in range(2)]
-    told_so_far: dict[str, list[int]] = {}
+    reported_so_far: dict[str, list[int]] = {}
     seqs: dict[str, Sequence] = {}
     aborted: set[str] = set()
     fetching: dict[str, tuple[Sequence, np.ndarray]] = {}
@@ -265,31 +271,33 @@ def test_random_lives(seed: int) -> None:
         elif action < 0.6 and not e.reserve(seq):
             e.abort(name)
         elif action < 0.6:
-            # As if another worker's bytes landed in the blocks on the device: they must be there unchanged when it is over.
+            # As if another worker's bytes landed in the blocks on the device: they must be unchanged when the fetch is over.
             fresh = seq.blocks[seq.computed // BLOCK :]
             e.runner.device.array[fresh] = rng.randrange(1, 256)
             fetching[name] = (seq, e.runner.device.array[fresh].copy())
         elif fetching and action < 0.8:
             name, (seq, landed) = fetching.popitem()
             fresh = seq.blocks[seq.computed // BLOCK :]
-            assert np.array_equal(e.runner.device.array[fresh], landed), "a step wrote into blocks that were somebody else's"
+            assert np.array_equal(e.runner.device.array[fresh], landed), "a step wrote into blocks that it does not own"
             e.release(e.abort(name))
         for output in e.step():
-            told_so_far.setdefault(output.seq.id, []).append(output.sampled.token)
+            assert output.sampled is not None
+            reported_so_far.setdefault(output.seq.id, []).append(output.sampled.token)
         e.pool.check()
     for seq, _ in fetching.values():
         e.release(e.abort(seq.id))
     for output in drain(e):
-        told_so_far.setdefault(output.seq.id, []).append(output.sampled.token)
+        assert output.sampled is not None
+        reported_so_far.setdefault(output.seq.id, []).append(output.sampled.token)
     for name, seq in seqs.items():
         expected = naive(seq.tokens[: seq.prompt_len], seq.params, width=2)
-        found = told_so_far.get(name, [])
+        found = reported_so_far.get(name, [])
         assert found == (expected[: len(found)] if name in aborted else expected)
         assert UNKNOWN not in seq.tokens
     assert e.pool.num_owned == 0
 
 
-def test_it_counts_like_an_engine_that_waits() -> None:
+def test_the_counts_of_the_engine_match_its_sequences() -> None:
     ours = engine()
     seqs = [sequence(f"s{i}", list(range(i, i + 10 + i))) for i in range(4)]
     for seq in seqs:

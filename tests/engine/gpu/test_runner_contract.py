@@ -1,5 +1,5 @@
-"""What every runner promises (`baton.engine.protocol.Runner`), in one suite for all of them: the toy, torch's with and without compiled
-kernels, and the device's, whose kernels run in Triton's interpreter where there is no device (so the suite is in this folder)."""
+"""What every runner promises (`baton.engine.protocol.Runner`), in one suite for all runners: the toy, torch with and without compiled
+kernels, and the device runner, whose kernels run in Triton's interpreter where there is no device (hence the suite is in this folder)."""
 
 import random
 from collections.abc import Callable
@@ -28,7 +28,7 @@ KINDS = ("toy", "plain", "compiled", "compiled-bfloat16", "device-torch", "devic
 
 
 class Case:
-    """One kind of runner on a pool of its own, its oracle, and how its KV is reached."""
+    """One kind of runner on its own pool, its oracle, and access to its KV."""
 
     def __init__(self, kind: str, folders: dict[str, Path]) -> None:
         self.kind, self.runner = kind, make_runner(kind, folders)
@@ -45,7 +45,8 @@ class Case:
     def read(self, blocks: list[int]) -> np.ndarray[Any, Any]:
         if self.moves:
             self.runner.to_host(blocks)
-        return self.runner.pool.array[blocks].copy()
+        found: np.ndarray[Any, Any] = self.runner.pool.array[blocks].copy()
+        return found
 
     def write(self, blocks: list[int], found: np.ndarray[Any, Any] | int) -> None:
         self.runner.pool.array[blocks] = found
@@ -56,8 +57,8 @@ class Case:
         return Sequence(name, list(tokens), len(tokens), params, root=b"", blocks=list(blocks))
 
     def step(self, work: list[tuple[Sequence, int]]) -> list[Sampled | None]:
-        """One step, and what an engine notes after it."""
-        answers = self.runner.run([Chunk(seq, n) for seq, n in work])
+        """Runs one step and updates the sequences as an engine would."""
+        answers: list[Sampled | None] = self.runner.run([Chunk(seq, n) for seq, n in work])
         for (seq, n), answer in zip(work, answers, strict=True):
             seq.computed += n
             if answer:
@@ -99,7 +100,7 @@ def folders(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
 
 @pytest.fixture(params=KINDS)
 def make_case(request: pytest.FixtureRequest, folders: dict[str, Path]) -> Callable[[], Case]:
-    """Makes as many cases of one kind as a test wants."""
+    """Makes any number of cases of one kind."""
     return lambda: Case(request.param, folders)
 
 
@@ -122,14 +123,14 @@ def random_params(rng: random.Random) -> SamplingParams:
     )
 
 
-def test_what_a_runner_tells(case: Case) -> None:
+def test_a_runner_describes_its_model(case: Case) -> None:
     runner = case.runner
     assert runner.layout.block_size == BLOCK and runner.pool.layout == runner.layout
     assert runner.max_positions == CONTEXT and runner.vocab_size > 250
     assert all(0 <= token < runner.vocab_size for token in runner.eos_token_ids)
 
 
-def test_answers_are_aligned_and_none_before_the_last_token(case: Case) -> None:
+def test_answers_align_with_chunks_and_are_none_before_the_last_token(case: Case) -> None:
     rng = random.Random(1)
     prompts = [random_tokens(rng, length) for length in (9, 18, 1, 14)]
     seqs = [case.sequence(str(i), prompt, list(range(20 * i, 20 * i + 20))) for i, prompt in enumerate(prompts)]
@@ -138,25 +139,25 @@ def test_answers_are_aligned_and_none_before_the_last_token(case: Case) -> None:
     assert case.step([(seqs[3], 1), (seqs[0], 2)])[1] is None
     case.step([(seqs[0], 2)])
     assert [len(seq.tokens) for seq in seqs] == [10, 19, 2, 15]
-    if not case.kind.endswith("bfloat16"):  # its oracle rounds in another order
+    if not case.kind.endswith("bfloat16"):  # its oracle rounds in a different order
         assert [seq.tokens[-1:] for seq in seqs] == [
             case.oracle(prompt, SamplingParams(max_tokens=1, temperature=0.0)) for prompt in prompts
         ]
 
 
-def test_a_batch_in_which_nobody_samples(case: Case) -> None:
+def test_a_batch_may_sample_no_token(case: Case) -> None:
     assert case.step([(case.sequence("s", list(range(5, 25)), list(range(9))), 7)]) == [None]
 
 
-def test_the_sequence_is_only_read(case: Case) -> None:
+def test_a_runner_does_not_change_the_sequence(case: Case) -> None:
     seq = case.sequence("s", list(range(10, 20)), [3, 9, 1])
     case.runner.run([Chunk(seq, 10)])
     assert (seq.tokens, seq.blocks, seq.computed) == (list(range(10, 20)), [3, 9, 1], 0)
 
 
-def test_tokens_are_the_oracles_whatever_the_batches(case: Case) -> None:
+def test_tokens_match_the_oracle_whatever_the_batches(case: Case) -> None:
     if case.kind.endswith("bfloat16"):
-        pytest.skip("its oracle rounds in another order, and near ties flip")
+        pytest.skip("its oracle rounds in a different order, so near ties flip")
     rng = random.Random(0)
     free = rng.sample(range(BLOCKS), BLOCKS)
     seqs = [
@@ -171,8 +172,8 @@ def test_tokens_are_the_oracles_whatever_the_batches(case: Case) -> None:
         assert seq.tokens[seq.prompt_len :] == case.oracle(seq.tokens[: seq.prompt_len], seq.params)
 
 
-def test_a_continued_stream_is_the_undisturbed_one(case: Case) -> None:
-    """A retry elsewhere: the tokens already sent are known tokens, and the prompt's length is unchanged."""
+def test_a_continued_stream_equals_the_uninterrupted_one(case: Case) -> None:
+    """A retry on another worker: the tokens already sent are known tokens, and the prompt's length is unchanged."""
     params = SamplingParams(max_tokens=6, temperature=1.0, seed=99, ignore_eos=True)
     prompt = random_tokens(random.Random(2), 11)
 
@@ -188,7 +189,7 @@ def test_a_continued_stream_is_the_undisturbed_one(case: Case) -> None:
         assert finish(retried) == whole
 
 
-def test_kv_that_was_moved_continues_and_nothing_is_computed_twice(make_case: Callable[[], Case]) -> None:
+def test_moved_kv_continues_without_recomputation(make_case: Callable[[], Case]) -> None:
     here, there = make_case(), make_case()
     prompt = random_tokens(random.Random(3), 18)
     first = here.sequence("a", prompt, [3, 1, 4, 15, 9, 2, 6])
@@ -200,8 +201,8 @@ def test_kv_that_was_moved_continues_and_nothing_is_computed_twice(make_case: Ca
         assert here.step([(first, 1)]) == there.step([(moved, 1)])
 
 
-def test_a_block_that_was_not_copied_shows(make_case: Callable[[], Case]) -> None:
-    """Negative control: the KV is what decides. Compared by what is written next, which depends on every block in any model of layers."""
+def test_a_block_that_was_not_copied_makes_a_difference(make_case: Callable[[], Case]) -> None:
+    """Negative control: the KV decides. The KV written next is compared, too: in a model with several layers it depends on every block."""
     here, there = make_case(), make_case()
     prompt = random_tokens(random.Random(3), 18)
     first = here.sequence("a", prompt, [3, 1, 4, 15, 9, 2, 6])
@@ -218,10 +219,10 @@ def test_a_block_that_was_not_copied_shows(make_case: Callable[[], Case]) -> Non
     assert mine != other or not np.array_equal(here.read(first.blocks[4:6]), there.read(moved.blocks[4:6]))
 
 
-def test_the_bytes_of_a_partial_block_are_a_function_of_its_tokens(case: Case) -> None:
-    """What an earlier owner left behind the last token is gone, so that digests of equal prefixes are equal."""
+def test_the_bytes_of_a_partial_block_depend_only_on_its_tokens(case: Case) -> None:
+    """What an earlier owner left after the last token is cleared, so that digests of equal prefixes are equal."""
     if case.kind == "toy":
-        pytest.skip("the toy leaves the slots behind the last token as they are: no kernel of its own reads them")
+        pytest.skip("the toy leaves the slots after the last token as they are: it never reads them")
     prompt = random_tokens(random.Random(4), 10)
     case.write([1, 2, 3, 7, 8, 9], 0xFF)
     case.step([(case.sequence("a", prompt, [7, 8, 9]), 10)])
@@ -229,7 +230,7 @@ def test_the_bytes_of_a_partial_block_are_a_function_of_its_tokens(case: Case) -
     assert np.array_equal(case.read([7, 8, 9]), case.read([1, 2, 3]))
 
 
-def test_other_blocks_are_left_alone(case: Case) -> None:
+def test_blocks_outside_the_batch_are_not_written(case: Case) -> None:
     rng = random.Random(5)
     case.write(list(range(30)), 0x11)
     before = case.read(list(range(30)))
@@ -240,9 +241,9 @@ def test_other_blocks_are_left_alone(case: Case) -> None:
     assert np.array_equal(case.read(list(range(30)))[others], before[others])
 
 
-def test_broken_kv_is_an_error_that_names_its_sequence(case: Case) -> None:
+def test_broken_kv_raises_an_error_that_names_its_sequence(case: Case) -> None:
     if case.kind == "toy":
-        pytest.skip("the toy computes in integers: every block is a number")
+        pytest.skip("the toy computes in integers, which are always finite")
     good, bad = case.sequence("good", list(range(10, 22)), [0, 1, 2, 3]), case.sequence("bad", list(range(30, 42)), [4, 5, 6, 7])
     case.step([(good, 12), (bad, 12)])
     case.write([5], 0xFF)
@@ -251,7 +252,7 @@ def test_broken_kv_is_an_error_that_names_its_sequence(case: Case) -> None:
     assert caught.value.sequence_ids == ["bad"]
 
 
-def test_a_pool_of_another_layout_is_refused(case: Case) -> None:
+def test_a_pool_with_a_different_layout_is_refused(case: Case) -> None:
     if case.kind == "toy":
         pytest.skip("the toy's pool is made from its own layout")
     layout = case.runner.layout
@@ -260,10 +261,10 @@ def test_a_pool_of_another_layout_is_refused(case: Case) -> None:
         case.attach(other)
 
 
-def test_the_tokens_of_a_request_do_not_depend_on_its_neighbours_noise(case: Case) -> None:
-    """Same request alone and beside others: the noise is a function of seed and position."""
+def test_the_tokens_of_a_request_do_not_depend_on_its_neighbours(case: Case) -> None:
+    """The same request alone and in a batch: the noise is a function of seed and position."""
     if case.kind.endswith("bfloat16"):
-        pytest.skip("another batch rounds in another order")
+        pytest.skip("a different batch rounds in a different order")
     rng, params = random.Random(6), SamplingParams(max_tokens=9, temperature=1.3, seed=7, ignore_eos=True)
     prompt = random_tokens(rng, 12)
     alone = case.sequence("alone", prompt, list(range(10)), params)

@@ -1,5 +1,5 @@
-"""The attention kernels beside the formula, in Triton's interpreter where there is no device: ragged lengths, block tables in random order,
-blocks of one token, tails full of NaN, windows, soft caps, scales, grouped, multi-query and one-vector KV."""
+"""The attention kernels against the formula, in Triton's interpreter where there is no device: ragged lengths, block tables in random
+order, blocks of one token, tails full of NaN, windows, soft caps, scales, grouped, multi-query and one-vector KV."""
 
 import random
 from dataclasses import dataclass
@@ -15,7 +15,7 @@ kernels = pytest.importorskip("baton.engine.gpu.triton_attention", reason="needs
 
 @dataclass
 class Paged:
-    """Sequences in a pool of which everything that is nobody's is NaN."""
+    """Sequences in a pool that holds NaN wherever no sequence has written."""
 
     pool: Tensor  # [N, L, P, Hkv, bs, D]
     tables: Tensor  # [S, M] int32
@@ -25,7 +25,14 @@ class Paged:
 
 
 def paged(
-    rng: random.Random, device: torch.device, lens: list[int], block_size: int, kv_heads: int, dim: int, parts: int = 2, dtype=torch.float32
+    rng: random.Random,
+    device: torch.device,
+    lens: list[int],
+    block_size: int,
+    kv_heads: int,
+    dim: int,
+    parts: int = 2,
+    dtype: torch.dtype = torch.float32,
 ) -> Paged:
     generator = torch.Generator().manual_seed(rng.getrandbits(32))
     width = -(-max(lens) // block_size) + 2
@@ -33,7 +40,7 @@ def paged(
     free = rng.sample(range(blocks), blocks)
     seats = rng.sample(range(len(lens) + 2), len(lens))
     pool = torch.full((blocks, 2, parts, kv_heads, block_size, dim), torch.nan)
-    tables = torch.full((len(lens) + 2, width), 10**6, dtype=torch.int32)  # a block that is none
+    tables = torch.full((len(lens) + 2, width), 10**6, dtype=torch.int32)  # not a valid block
     kv = []
     for seat, n in zip(seats, lens, strict=True):
         mine = [free.pop() for _ in range(-(-n // block_size))]
@@ -41,12 +48,12 @@ def paged(
         kv.append(torch.randn(n, parts, kv_heads, dim, generator=generator))
         for p in range(n):
             pool[mine[p // block_size], 1, :, :, p % block_size] = kv[-1][p]
-    ints = [torch.tensor(values, dtype=torch.int32, device=device) for values in (seats, lens)]
-    return Paged(pool.to(device, dtype), tables.to(device), *ints, [x.to(device, dtype) for x in kv])
+    seated, lengths = (torch.tensor(values, dtype=torch.int32, device=device) for values in (seats, lens))
+    return Paged(pool.to(device, dtype), tables.to(device), seated, lengths, [x.to(device, dtype) for x in kv])
 
 
 def formula(q: Tensor, kv: Tensor, how: LayerAttention, value_dim: int) -> Tensor:
-    """q `[n, Hq, D]`, the last n of the positions of kv `[S, P, Hkv, D]`, in float64."""
+    """In float64. q `[n, Hq, D]` are the last n positions of kv `[S, P, Hkv, D]`."""
     n, heads, dim = q.shape
     q, keys, values = q.double(), kv[:, 0].double(), kv[:, -1, :, :value_dim].double()
     keys, values = (x.repeat_interleave(heads // x.shape[1], dim=1) for x in (keys, values))
@@ -87,23 +94,27 @@ def check_decode(
 
 @pytest.mark.parametrize("how", HOWS)
 @pytest.mark.parametrize(("block_size", "kv_heads", "group", "dim"), SHAPES)
-def test_decode(device: torch.device, block_size: int, kv_heads: int, group: int, dim: int, how: LayerAttention) -> None:
+def test_decode_matches_the_formula(
+    device: torch.device, block_size: int, kv_heads: int, group: int, dim: int, how: LayerAttention
+) -> None:
     check_decode(device, block_size, kv_heads, group, dim, how, splits=4, lens=[1, 70, 16, 131, 33])
 
 
 @pytest.mark.parametrize("how", HOWS)
-def test_decode_in_one_piece(device: torch.device, how: LayerAttention) -> None:
+def test_decode_without_splits_matches_the_formula(device: torch.device, how: LayerAttention) -> None:
     check_decode(device, 16, 2, 2, 16, how, splits=1, lens=[1, 131, 64])
 
 
-def test_more_heads_than_a_tile(device: torch.device) -> None:
+def test_decode_with_more_heads_than_a_tile_matches_the_formula(device: torch.device) -> None:
     check_decode(device, 16, 1, 70, 16, LayerAttention(window=20), splits=2, lens=[40, 3])
 
 
 @pytest.mark.parametrize("how", [HOWS[0], HOWS[1], HOWS[3]])
 @pytest.mark.parametrize(("block_size", "kv_heads", "group", "dim"), SHAPES)
-def test_prefill(device: torch.device, block_size: int, kv_heads: int, group: int, dim: int, how: LayerAttention) -> None:
-    """Whole prompts, chunks behind what is there, and more queries than one tile; the first sequence is no business of the kernel."""
+def test_prefill_matches_the_formula(
+    device: torch.device, block_size: int, kv_heads: int, group: int, dim: int, how: LayerAttention
+) -> None:
+    """Whole prompts, chunks after cached tokens, and more queries than one tile. The kernel must not touch the first sequence."""
     rng = random.Random(2)
     lens, ns = [9, 5, 150, 40, 141], [1, 5, 140, 3, 2]
     case = paged(rng, device, lens, block_size, kv_heads, dim)
@@ -118,8 +129,8 @@ def test_prefill(device: torch.device, block_size: int, kv_heads: int, group: in
 
 
 @pytest.mark.parametrize("how", [HOWS[0], HOWS[1]])
-def test_one_vector_is_key_and_value(device: torch.device, how: LayerAttention) -> None:
-    """As multi-head latent attention has it: the value is the first 32 of 40 numbers."""
+def test_one_vector_can_be_both_key_and_value(device: torch.device, how: LayerAttention) -> None:
+    """As in multi-head latent attention: the value is the first 32 of 40 numbers."""
     case = paged(random.Random(3), device, [3, 90, 41], block_size=16, kv_heads=1, dim=40, parts=1)
     q = torch.randn(3, 6, 40, device=device)
     out = torch.full((3, 6, 32), torch.nan, device=device)
@@ -135,8 +146,8 @@ def test_one_vector_is_key_and_value(device: torch.device, how: LayerAttention) 
         torch.testing.assert_close(out[rows].double(), formula(q[rows], kv, how, 32), rtol=1e-4, atol=2e-5)
 
 
-def test_half_precision_and_a_query_among_other_columns(device: torch.device) -> None:
-    """q is a slice of what one matrix gave, as the model hands it over. float16, since the interpreter multiplies bfloat16 as integers."""
+def test_decode_supports_half_precision_and_strided_queries(device: torch.device) -> None:
+    """q is a slice of one matrix's output, as in the model. The interpreter gets float16, because it multiplies bfloat16 as integers."""
     dtype = torch.bfloat16 if device.type == "cuda" else torch.float16
     case = paged(random.Random(4), device, [50, 129], block_size=16, kv_heads=2, dim=32, dtype=dtype)
     q = torch.randn(2, 12, 32, device=device).to(dtype)[:, :8]
@@ -146,7 +157,7 @@ def test_half_precision_and_a_query_among_other_columns(device: torch.device) ->
         torch.testing.assert_close(out[b].double(), formula(q[b : b + 1], kv, LayerAttention(), 32)[0], rtol=2e-2, atol=2e-2)
 
 
-def test_splitting_changes_rounding_only(device: torch.device) -> None:
+def test_splitting_changes_only_rounding(device: torch.device) -> None:
     case = paged(random.Random(5), device, [200], block_size=16, kv_heads=1, dim=16)
     q = torch.randn(1, 2, 16, device=device)
     outs = []
@@ -166,8 +177,8 @@ def test_splits_fill_the_device_and_are_powers_of_two() -> None:
 
 
 @pytest.mark.parametrize(("block_size", "kv_heads", "dim", "parts"), [(16, 2, 32, 2), (1, 3, 24, 2), (5, 1, 40, 1)])
-def test_store(device: torch.device, block_size: int, kv_heads: int, dim: int, parts: int) -> None:
-    """Keys and values land in their slots, the tails that are asked for are zeroed, and nothing else is touched."""
+def test_store_writes_slots_and_zeroes_tails(device: torch.device, block_size: int, kv_heads: int, dim: int, parts: int) -> None:
+    """Keys and values land in their slots, the requested tails are zeroed, and nothing else is touched."""
     generator = torch.Generator().manual_seed(6)
     pool = torch.randn(9, 2, parts, kv_heads, block_size, dim, generator=generator).to(device)
     expected = pool.clone()
@@ -184,7 +195,7 @@ def test_store(device: torch.device, block_size: int, kv_heads: int, dim: int, p
     assert torch.equal(pool, expected)
 
 
-def test_flatten_tables(device: torch.device) -> None:
+def test_flatten_tables_joins_the_blocks_of_each_seat(device: torch.device) -> None:
     tables = torch.arange(40, dtype=torch.int32, device=device).view(4, 10)
     out = torch.full((12,), -1, dtype=torch.int32, device=device)
     kernels.flatten_tables(tables, *(torch.tensor(x, dtype=torch.int32, device=device) for x in ([2, 0, 3], [0, 1, 8, 11])), 7, out)

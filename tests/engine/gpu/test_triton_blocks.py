@@ -1,4 +1,4 @@
-"""Blocks are moved bit by bit, and the digest that the device gives is the host's, and notices every accident."""
+"""Blocks are moved bit for bit. The device computes the same digest as the host, and the digest detects every kind of damage."""
 
 import random
 
@@ -7,9 +7,9 @@ import pytest
 import torch
 
 blocks = pytest.importorskip("baton.engine.gpu.triton_blocks", reason="needs triton", exc_type=ImportError)
-from baton.engine.gpu.staging import Staging  # noqa: E402 - only where triton is
+from baton.engine.gpu.staging import Staging  # noqa: E402 - only where triton is installed
 
-SHAPE = (2, 2, 3, 16, 14)  # 5,376 bytes in bfloat16, no multiple of what a program takes; more than one program
+SHAPE = (2, 2, 3, 16, 14)  # 5,376 bytes in bfloat16: more than one program, and not a multiple of what a program handles
 
 
 def random_pool(device: torch.device, count: int = 12) -> torch.Tensor:
@@ -17,7 +17,7 @@ def random_pool(device: torch.device, count: int = 12) -> torch.Tensor:
     return torch.randint(-(2**15), 2**15, (count, *SHAPE), generator=generator, dtype=torch.int16).view(torch.bfloat16).to(device)
 
 
-def test_gather_and_scatter(device: torch.device) -> None:
+def test_gather_and_scatter_move_the_right_blocks(device: torch.device) -> None:
     pool = random_pool(device)
     words = blocks.words_of(pool)
     wanted = torch.tensor([7, 0, 11, 3], device=device)
@@ -30,7 +30,7 @@ def test_gather_and_scatter(device: torch.device) -> None:
     assert torch.equal(words, expected)
 
 
-def test_nothing_to_move(device: torch.device) -> None:
+def test_an_empty_list_of_blocks_is_accepted(device: torch.device) -> None:
     words = blocks.words_of(random_pool(device))
     none = torch.empty(0, dtype=torch.int64, device=device)
     blocks.gather(words, none, words[:0])
@@ -38,12 +38,12 @@ def test_nothing_to_move(device: torch.device) -> None:
     assert len(blocks.digest(words, none)) == 0
 
 
-def test_blocks_of_no_whole_words_are_refused() -> None:
+def test_blocks_that_are_not_whole_words_are_refused() -> None:
     with pytest.raises(ValueError, match="6 bytes"):
         blocks.words_of(torch.zeros(3, 1, 1, 1, 1, 3, dtype=torch.bfloat16))
 
 
-def test_the_device_and_the_host_agree(device: torch.device) -> None:
+def test_the_device_and_the_host_compute_the_same_digest(device: torch.device) -> None:
     pool = random_pool(device)
     asked = [5, 5, 0, 11]
     sums = blocks.digest(blocks.words_of(pool), torch.tensor(asked, device=device))
@@ -52,8 +52,8 @@ def test_the_device_and_the_host_agree(device: torch.device) -> None:
     assert len(blocks.digest_on_host(host[asked])) == 4 * blocks.DIGEST_BYTES
 
 
-def test_the_digest_is_what_it_is_said_to_be() -> None:
-    """By hand, in Python's integers: the definition does not drift with the implementation."""
+def test_the_digest_follows_its_definition() -> None:
+    """Computed here with Python's integers, so that the definition cannot drift with the implementation."""
     words = [0, 1, 2**64 - 1, 0xDEADBEEF]
     a = b = 0
     for i, w in enumerate(words):
@@ -66,7 +66,7 @@ def test_the_digest_is_what_it_is_said_to_be() -> None:
     assert blocks.digest_on_host(np.array([words], dtype="<u8").view(np.uint8)) == expected
 
 
-def test_every_accident_is_seen() -> None:
+def test_the_digest_detects_every_kind_of_damage() -> None:
     rng, random_bytes = random.Random(2), np.random.default_rng(3)
     size = 4096
     block = random_bytes.integers(0, 256, size, dtype=np.uint8)
@@ -78,16 +78,16 @@ def test_every_accident_is_seen() -> None:
         match rng.randrange(6):
             case 0:  # one bit
                 copy[rng.randrange(size)] ^= 1 << rng.randrange(8)
-            case 1:  # two words change places
+            case 1:  # two words are swapped
                 a, b = rng.sample(range(size // 8), 2)
                 words = copy.view(np.uint64)
                 words[a], words[b] = words[b], words[a]
             case 2:  # a stretch is zeroed
                 at = rng.randrange(size - 64)
                 copy[at : at + rng.randrange(8, 64)] = 0
-            case 3:  # everything slipped
+            case 3:  # everything is shifted
                 copy = np.roll(copy, rng.choice((1, 2, 8, 64, 1024)))
-            case 4:  # a stretch of zeros is one longer
+            case 4:  # a stretch of zeros is longer
                 copy[1000 - 8 * rng.randrange(1, 9) : 1000] = 0
             case 5:  # a piece of another block
                 at = rng.randrange(0, size - 256)
@@ -99,7 +99,7 @@ def test_every_accident_is_seen() -> None:
     assert len(set(digests)) == len({copy.tobytes() for copy in damaged})
 
 
-def test_blocks_go_to_the_host_and_come_back(device: torch.device) -> None:
+def test_blocks_copied_to_the_host_and_back_are_unchanged(device: torch.device) -> None:
     pool = random_pool(device)
     before = pool.clone()
     staging = Staging(pool, slots=6)

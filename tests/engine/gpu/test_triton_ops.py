@@ -1,4 +1,6 @@
-"""One kernel each, and the numbers of the plain operations."""
+"""Each operation is one kernel and gives the numbers of the plain operation."""
+
+from typing import Any
 
 import pytest
 import torch
@@ -7,7 +9,7 @@ from baton.engine.ops import Ops
 
 triton_ops = pytest.importorskip("baton.engine.gpu.triton_ops", reason="needs triton", exc_type=ImportError)
 PLAIN, FUSED = Ops(), triton_ops.TritonOps()
-TOLERANCE = {torch.float32: {"rtol": 1e-5, "atol": 1e-6}, torch.bfloat16: {"rtol": 2e-2, "atol": 2e-2}}
+TOLERANCE: dict[torch.dtype, dict[str, Any]] = {torch.float32: {"rtol": 1e-5, "atol": 1e-6}, torch.bfloat16: {"rtol": 2e-2, "atol": 2e-2}}
 
 
 def rows(device: torch.device, dtype: torch.dtype, *shape: int, seed: int = 0) -> torch.Tensor:
@@ -16,7 +18,7 @@ def rows(device: torch.device, dtype: torch.dtype, *shape: int, seed: int = 0) -
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
 @pytest.mark.parametrize("width", [64, 100])
-def test_add_rms_norm(device: torch.device, dtype: torch.dtype, width: int) -> None:
+def test_add_rms_norm_matches_the_plain_operation(device: torch.device, dtype: torch.dtype, width: int) -> None:
     x, y, weight = rows(device, dtype, 5, width), rows(device, dtype, 5, 2 * width, seed=1)[:, width:], rows(device, dtype, width, seed=2)
     for added in (None, y):
         ours, theirs = x.clone(), x.clone()
@@ -26,7 +28,7 @@ def test_add_rms_norm(device: torch.device, dtype: torch.dtype, width: int) -> N
         assert torch.equal(ours, x) == (added is None)
 
 
-def test_a_row_too_wide_for_one_program(device: torch.device, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_row_too_wide_for_one_program_gives_the_same_numbers(device: torch.device, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(triton_ops, "MOST_FUSED", 32)
     x, weight = rows(device, torch.float32, 2, 64), rows(device, torch.float32, 64)
     torch.testing.assert_close(FUSED.add_rms_norm(x, None, weight, 1e-6), PLAIN.add_rms_norm(x, None, weight, 1e-6))
@@ -34,7 +36,7 @@ def test_a_row_too_wide_for_one_program(device: torch.device, monkeypatch: pytes
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
 @pytest.mark.parametrize("width", [48, 1500])
-def test_gates(device: torch.device, dtype: torch.dtype, width: int) -> None:
+def test_gates_match_the_plain_operations(device: torch.device, dtype: torch.dtype, width: int) -> None:
     gate_up = rows(device, dtype, 3, 2 * width) * 4
     torch.testing.assert_close(FUSED.silu_mul(gate_up), PLAIN.silu_mul(gate_up), **TOLERANCE[dtype])
     torch.testing.assert_close(FUSED.gelu_tanh_mul(gate_up), PLAIN.gelu_tanh_mul(gate_up), **TOLERANCE[dtype])
@@ -42,8 +44,10 @@ def test_gates(device: torch.device, dtype: torch.dtype, width: int) -> None:
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
 @pytest.mark.parametrize(("heads", "dim"), [(3, 16), (11, 24)])
-def test_rotate(device: torch.device, dtype: torch.dtype, heads: int, dim: int) -> None:
-    """In place, and only the heads that are meant."""
+def test_rotate_matches_the_plain_operation_and_changes_only_the_given_heads(
+    device: torch.device, dtype: torch.dtype, heads: int, dim: int
+) -> None:
+    """It changes its argument in place."""
     whole = rows(device, dtype, 4, heads + 2, dim)
     angles = rows(device, torch.float32, 4, 1, dim // 2, seed=3)
     rotation = torch.polar(torch.ones_like(angles), angles)
@@ -54,7 +58,7 @@ def test_rotate(device: torch.device, dtype: torch.dtype, heads: int, dim: int) 
     assert torch.equal(ours[:, heads:], whole[:, heads:]) and not torch.equal(ours[:, :heads], whole[:, :heads])
 
 
-def test_nothing_to_do(device: torch.device) -> None:
+def test_empty_tensors_give_empty_tensors(device: torch.device) -> None:
     x, weight = rows(device, torch.float32, 0, 64), rows(device, torch.float32, 64)
     assert FUSED.add_rms_norm(x, None, weight, 1e-6).shape == (0, 64)
     assert FUSED.silu_mul(x).shape == (0, 32)

@@ -1,0 +1,37 @@
+"""Ctrl-C while an answer streams.
+
+Python raises KeyboardInterrupt wherever the main thread happens to be. Inside gRPC that can leave a lock held, so that cancelling the
+call waits forever. So the first Ctrl-C only cancels the call, from another thread, and KeyboardInterrupt is raised when the stream has
+ended. The second one is raised immediately.
+"""
+
+import signal
+import threading
+from collections.abc import Iterator
+from contextlib import contextmanager
+from types import FrameType
+
+from baton.client import GenerateError, Stream
+
+
+@contextmanager
+def interruptible(stream: Stream) -> Iterator[None]:
+    """Call it in the main thread. Raises KeyboardInterrupt at the end if Ctrl-C cancelled the stream."""
+    pressed = False
+
+    def cancel(number: int, frame: FrameType | None) -> None:
+        nonlocal pressed
+        pressed = True
+        signal.signal(signal.SIGINT, signal.default_int_handler)
+        threading.Thread(target=stream.cancel, daemon=True).start()
+
+    before = signal.signal(signal.SIGINT, cancel)
+    try:
+        yield
+    except GenerateError:
+        if not pressed:
+            raise
+    finally:
+        signal.signal(signal.SIGINT, before)
+    if pressed:
+        raise KeyboardInterrupt
