@@ -584,7 +584,7 @@ def test_failures_and_stages_are_reported_by_arm(tmp_path: Path) -> None:
     page = draw(whole, tmp_path).read_text()
     assert "refused: DRAINING" in page and "How well the server's stages explain each request" in page
     well = draw(campaign([probe("split", 2)]), tmp_path / "well").read_text()
-    assert "Every request of the runs that count ended well." in well
+    assert "Every request of the runs that count succeeded." in well
 
 
 def test_stages_that_do_not_explain_the_time_are_marked(tmp_path: Path) -> None:

@@ -10,7 +10,7 @@ from live_cluster import Cluster, cluster, toy, toy_output
 
 from baton.client import AsyncClient, Result
 
-pytestmark = [pytest.mark.system, pytest.mark.timeout(300)]
+pytestmark = pytest.mark.system
 
 
 @pytest.fixture(scope="module")

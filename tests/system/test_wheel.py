@@ -107,7 +107,6 @@ def test_the_wheel_installs_only_our_packages(wheel: Path, installed: Path) -> N
         assert needed in names, needed
 
 
-@pytest.mark.timeout(400)
 def test_the_first_screen_of_the_readme_works(terminal: Terminal) -> None:
     # At its first start an installation compiles its kernels for a minute or more. That is not tested here.
     small = ("--engine.kv-memory-mib", "64", "--engine.compiled", "false")
