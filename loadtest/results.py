@@ -99,7 +99,7 @@ class Results:
         return [Point(arm, rate, tuple(same)) for rate, same in itertools.groupby(runs, key=lambda run: run.probe.rate)]
 
     def sweep(self, arm: str) -> list[Point]:
-        """The points without the rates that only a bisection visited: each seed has its own, so they are not part of a curve."""
+        """The points without the rates that only a bisection visited: each arm has its own, so they are not part of a curve."""
         return [point for point in self.points(arm) if any(run.probe.why == "sweep" for run in point.runs)]
 
     def records(self, point: Point) -> list[Record]:
