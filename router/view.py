@@ -13,9 +13,8 @@ Our own work is a set of requests per worker, not a counter: ending a request tw
 from collections import Counter
 from collections.abc import Iterable
 from dataclasses import dataclass, replace
-from typing import Literal
 
-from baton.cluster.records import Load, WorkerRecord, WorkerState
+from baton.cluster.records import Load, RoleName, WorkerRecord, WorkerState
 from router.prefix_index import PrefixIndex
 
 ABSENT_S = 3.0  # three heartbeats of the default configuration
@@ -173,7 +172,7 @@ class ClusterView:
         return member is not None and member.hung
 
     def note_answer(
-        self, name: str, incarnation: int, state: WorkerState, load: Load, epoch: int, roles: tuple[Literal["prefill", "decode"], ...] = ()
+        self, name: str, incarnation: int, state: WorkerState, load: Load, epoch: int, roles: tuple[RoleName, ...] = ()
     ) -> None:
         """Notes the answer to a probe. Its load includes all work that started before `epoch`."""
         member = self._member(name, incarnation)
@@ -320,7 +319,7 @@ class ClusterView:
             return "block_size"
         return "max_model_len" if record.max_model_len < self.served.max_model_len else None
 
-    def _usable(self, role: Literal["prefill", "decode"]) -> list[WorkerRecord]:
+    def _usable(self, role: RoleName) -> list[WorkerRecord]:
         members = (self._members[name] for name in sorted(self._members))
         usable = [m for m in members if m.record.serves(role) and m.record.state == "ready" and not m.down and m.refused is None]
         awake = [m for m in usable if not m.hung]

@@ -144,7 +144,7 @@ TABLE: tuple[Metric, ...] = (
     # Decisions
     Metric(
         "baton_router_choices_total", "counter", "choices", ROUTER, "Choices of a worker, by the reason for the choice.",
-        {"role": ("prefill", "decode"), "reason": ("cached prefix", "fetched prefix", "least work", "fits", "queues")},
+        {"role": WORKERS, "reason": ("cached prefix", "fetched prefix", "least work", "fits", "queues")},
     ),
     Metric(
         "baton_router_bypasses_total", "counter", "requests", ROUTER,
@@ -175,17 +175,17 @@ TABLE: tuple[Metric, ...] = (
     Metric(
         "baton_router_worker_usable", "gauge", "1", ROUTER,
         "1: the router sends requests to this worker. 0: it is down, draining, or serves something else.",
-        {"worker": OPEN, "role": ("prefill", "decode")},
+        {"worker": OPEN, "role": WORKERS},
     ),
     Metric(
         "baton_router_worker_credit_tokens", "gauge", "tokens", ROUTER,
         "Tokens that a worker can still promise to hold: its last report, minus what the router has sent since.",
-        {"worker": OPEN, "role": ("prefill", "decode")},
+        {"worker": OPEN, "role": WORKERS},
     ),
     Metric(
         "baton_router_worker_waiting_tokens", "gauge", "tokens", ROUTER,
         "Uncached prompt tokens waiting on this worker, as far as the router knows.",
-        {"worker": OPEN, "role": ("prefill", "decode")},
+        {"worker": OPEN, "role": WORKERS},
     ),
     # Engine
     Metric(

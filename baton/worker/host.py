@@ -16,7 +16,7 @@ from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import AsyncExitStack
 from pathlib import Path
-from typing import Literal, TypeVar
+from typing import TypeVar
 
 from grpc_health.v1 import health_pb2
 
@@ -277,7 +277,7 @@ def default_name(role: str) -> str:
     return f"{role}-{socket.gethostname().partition('.')[0][:40]}-{os.getpid()}-{secrets.token_hex(2)}"
 
 
-def fits(config: Config, role: Literal["prefill", "decode"], cores: int) -> bool:
+def fits(config: Config, role: RoleName, cores: int) -> bool:
     """Whether there is a core for each thread of all workers that may compute here. Workers on other hosts count as if they were here."""
     if getattr(config, role).cores is not None:
         return True

@@ -299,6 +299,7 @@ async def test_resizing_does_not_interrupt_a_serving_process(launch: Launch, tem
         assert await launcher.resize("decode", 3) == []
         grown = [await born(tmp_path, f"decode-{index}") for index in (1, 2)]
         ended = await launcher.resize("decode", 1)
+        await until(lambda: answers > 20)
         quiet.set()
     # The processes with the highest numbers were stopped by SIGTERM and exited in their own time.
     assert [(state.name, state.state, state.pid, state.last_exit) for state in ended] == [
@@ -308,7 +309,6 @@ async def test_resizing_does_not_interrupt_a_serving_process(launch: Launch, tem
     assert told(tmp_path, "decode-1", "asked") and told(tmp_path, "decode-2", "asked")
     assert not any(alive(start["pid"]) for start in grown)
     assert [(state.name, state.pid, state.restarts) for state in await launcher.processes()] == [("decode-0", serving["pid"], 0)]
-    assert answers > 2  # how many more depends on the machine's speed only
     # A name is never used twice.
     await launcher.resize("decode", 2)
     assert [state.name for state in await launcher.processes()] == ["decode-0", "decode-3"]

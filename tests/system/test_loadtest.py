@@ -57,23 +57,8 @@ def check(done: subprocess.CompletedProcess[str]) -> None:
 
 def test_a_run_is_measured_reported_and_replayed(live: Cluster, tmp_path: Path) -> None:
     out = tmp_path / "report"
-    done = loadtest_in_time(
-        "run",
-        *SLO,
-        *SHORT,
-        "--address",
-        live.grpc,
-        "--rate",
-        "8",
-        "--input",
-        "64-200",
-        "--turns",
-        "1-3",
-        "--seeds",
-        "1,2",
-        "--out",
-        str(out),
-    )
+    load = ("--rate", "8", "--input", "64-200", "--turns", "1-3", "--seeds", "1,2", "--out", str(out))
+    done = loadtest_in_time("run", *SLO, *SHORT, "--address", live.grpc, *load)
     check(done)
     campaign = Campaign.load(out)
     assert [probe.seed for probe in campaign.probes] == [1, 2] and not campaign.partial
