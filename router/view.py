@@ -61,7 +61,7 @@ class Served:
 @dataclass(slots=True)
 class _Member:
     record: WorkerRecord
-    registered: Load  # as the registry last showed it; a probe may have brought a newer one since
+    probed: bool = False  # it answered the last probe. The registry may show its load and its roles of an earlier moment
     absent_since: float | None = None  # the registry's first answer without it; None: it was in the last answer
     failed: bool = False  # the last probe since then failed
     covers: int = 0  # the reported load includes work that started before this epoch
@@ -178,7 +178,7 @@ class ClusterView:
         member = self._member(name, incarnation)
         if member is None:
             return
-        member.failed = False
+        member.failed, member.probed = False, True
         member.down = member.down and (state != "ready" or member.hung)
         news = load != member.record.load  # otherwise it may date from before a long step
         member.record = replace(member.record, state=state, load=load, roles=roles or member.record.roles)
@@ -190,6 +190,7 @@ class ClusterView:
         """Notes that a probe of the process failed."""
         if member := self._member(name, incarnation):
             member.failed = member.down = True
+            member.probed = False
 
     def members(self) -> list[WorkerRecord]:
         """All of them, usable or not, sorted by name."""
@@ -262,14 +263,16 @@ class ClusterView:
         present.add(record.name)
         if member is not None and record.incarnation == member.record.incarnation:
             member.absent_since = None
-            if record.load == member.registered:  # no news, and a probe may have brought a later load
-                member.record = replace(record, load=member.record.load)
+            known = member.record
+            if member.probed:
+                member.record = replace(record, load=known.load, roles=known.roles, state=_later(known.state, record.state))
             else:
-                member.record, member.registered = record, record.load
-                self._read_load(member, before)
+                member.record = replace(record, state=_later(known.state, record.state))
+                if record.load != known.load:
+                    self._read_load(member, before)
             return []
         fact: Fact = Reincarnated(member.record, record) if member else Joined(record)
-        member = self._members[record.name] = _Member(record, record.load)
+        member = self._members[record.name] = _Member(record)
         self._read_load(member, before)
         self.index.join(record.name, record.incarnation)
         return [fact]
@@ -326,3 +329,8 @@ class ClusterView:
         # Without a prefill worker the decode workers do its work. Without a decode worker the request would be refused, and a worker that
         # seems to hang may recover at any moment.
         return [m.record for m in (awake if awake or role == "prefill" else usable)]
+
+
+def _later(known: WorkerState, reported: WorkerState) -> WorkerState:
+    """No process becomes ready again once it drains."""
+    return "draining" if known == "draining" else reported

@@ -3,7 +3,7 @@
 1 `Launcher.add` gives a role its `Template` and its first processes → 2 `Roster` names each one `role-index`, a name that is never reused →
 3 `_open` puts each in a `Place`: a child process, here or on a node of Ray → 4 a process that hangs (`Watchdog`) is killed; one that ends
 by itself is restarted under its name, after the wait that `Restarts` decides → 5 `resize` opens new names or drains the highest ones →
-6 `stop` drains them all.
+6 `stop` drains them all, those that hand out work first.
 
 No part of a request passes through a launcher, so a slow launcher delays no token.
 """
@@ -35,6 +35,7 @@ class Template:
     cores: tuple[int, ...] | None = None  # the role's processes may run only on these (Linux)
     cores_each: int | None = None  # each process gets this many of them, in turn; None: each gets all
     grace_s: float = 30.0  # from SIGTERM to SIGKILL
+    leads: bool = False  # its processes hand out the work of all others, so `stop` drains them first
 
     def __post_init__(self) -> None:
         if not self.role or not self.argv:
@@ -206,6 +207,7 @@ class Launcher(ABC):
         self._drains: dict[str, asyncio.Task[ProcessState]] = {}
         self._changing = asyncio.Lock()
         self._stopped = False
+        self._hurried = False
 
     @abstractmethod
     async def start(self) -> None:
@@ -241,18 +243,21 @@ class Launcher(ABC):
         return await asyncio.gather(*(place.state() for place in self._places.values()))
 
     async def stop(self) -> list[ProcessState]:
-        """Drains all processes at the same time and returns their final states. Nothing is left then; a second call does nothing.
+        """Drains all processes and returns their final states. Nothing is left then; a second call does nothing.
 
-        A growth under way finishes first.
+        A growth under way finishes first. The processes that lead are drained before the others: a request between its prefill and its
+        decode still needs a worker that accepts it.
         """
         async with self._changing:
             self._stopped = True
-        ended = await self._drain(list(self._places))
+        ended = await self._drain([name for name in self._places if self._leads(name)])
+        ended += await self._drain(list(self._places))
         await self._close()
         return ended
 
     async def hurry(self) -> None:
-        """Makes every process that is being drained end now instead of after its grace period."""
+        """Makes every process that is being drained end now instead of after its grace period; after `stop`, all of them."""
+        self._hurried = self._stopped
         await asyncio.gather(*(self._places[name].hurry() for name in self._drains if name in self._places))
 
     def _refuse_if_stopped(self) -> None:
@@ -272,8 +277,13 @@ class Launcher(ABC):
                 self._drains[name] = asyncio.create_task(self._end(name), name=f"drain {name}")
         return await asyncio.shield(asyncio.gather(*(self._drains[name] for name in names)))
 
+    def _leads(self, name: str) -> bool:
+        return self._roster.template(name.rpartition("-")[0]).leads
+
     async def _end(self, name: str) -> ProcessState:
         try:
+            if self._hurried:
+                await self._places[name].hurry()
             return await self._places[name].stop()
         finally:
             del self._places[name], self._drains[name]

@@ -107,7 +107,7 @@ def make_launcher(config: Config, log_dir: Path) -> Launcher:
 def templates(config: Config) -> list[tuple[Template, int]]:
     """Router and pools, each with the number of its processes."""
     env = MappingProxyType({**to_env(config), **kernel_cache()})
-    made = [(Template("router", command("router"), env, cpus=0.0, grace_s=config.router.drain_s + GRACE_S), 1)]
+    made = [(Template("router", command("router"), env, cpus=0.0, grace_s=config.router.drain_s + GRACE_S, leads=True), 1)]
     for role in ROLES:
         pool = getattr(config, role)
         argv = command(f"{role}_worker")

@@ -129,6 +129,37 @@ async def test_a_hurried_drain_ends_immediately(template: Callable[..., Template
     await gone(born_as["pid"])
 
 
+async def test_processes_that_hand_out_work_are_gone_before_the_others_are_drained(template: Any, tmp_path: Path) -> None:
+    launcher = LocalLauncher(RULE)
+    await launcher.start()
+    await launcher.add(template("stubborn", grace_s=300.0), 1)
+    await launcher.add(template("stubborn", role="router", grace_s=1.5, leads=True), 1)
+    pids = {name: (await born(tmp_path, name))["pid"] for name in ("decode-0", "router-0")}
+    stopping = asyncio.create_task(launcher.stop())
+    await until(lambda: told(tmp_path, "router-0", "asked"))
+    assert (await state_of(launcher, "decode-0")).state == "running" and not told(tmp_path, "decode-0", "asked")
+    await until(lambda: told(tmp_path, "decode-0", "asked"))
+    assert not alive(pids["router-0"])
+    await launcher.hurry()
+    async with asyncio.timeout(60):
+        assert {ended.name for ended in await stopping} == set(pids)
+    await gone(*pids.values())
+
+
+async def test_hurry_also_ends_those_whose_turn_has_not_come(template: Any, tmp_path: Path) -> None:
+    launcher = LocalLauncher(RULE)
+    await launcher.start()
+    await launcher.add(template("stubborn", grace_s=300.0), 1)
+    await launcher.add(template("stubborn", role="router", grace_s=300.0, leads=True), 1)
+    for name in ("decode-0", "router-0"):
+        await born(tmp_path, name)
+    stopping = asyncio.create_task(launcher.stop())
+    await until(lambda: told(tmp_path, "router-0", "asked"))
+    await launcher.hurry()
+    async with asyncio.timeout(60):
+        assert len(await stopping) == 2
+
+
 class Program:
     """Runs `launching.py` in another process."""
 

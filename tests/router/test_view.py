@@ -152,6 +152,21 @@ def test_a_probe_reports_only_work_that_started_before_it_was_sent() -> None:
     assert view.decode_workers() == []
 
 
+def test_what_the_registry_still_shows_does_not_replace_the_answer_to_a_probe() -> None:
+    """A record is written about once a second, so it may show a load, a role or a readiness that is over."""
+    view = view_of(P0, D0)
+    busy = worker("d0", load=Load(credit_tokens=5), roles=("prefill",))
+    view.note_answer("d0", 1, "ready", Load(credit_tokens=1600), 1, ("decode",))
+    view.update([P0, busy], 1.0)
+    assert view.record("d0").load.credit_tokens == 1600 and view.record("d0").roles == ("decode",)
+    view.note_answer("d0", 1, "draining", Load(credit_tokens=1600), 2, ("decode",))
+    view.update([P0, busy], 2.0)
+    assert view.record("d0").state == "draining"
+    view.note_silence("d0", 1)  # then the registry is all there is
+    view.update([P0, busy], 3.0)
+    assert view.record("d0").load.credit_tokens == 5 and view.record("d0").roles == ("prefill",) and view.record("d0").state == "draining"
+
+
 def test_a_new_process_replaces_the_old_one_of_the_same_name() -> None:
     view = view_of(D0)
     view.index.apply(BlockEvent("d0", 1, 1, "stored", (KEY,)))

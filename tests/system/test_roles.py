@@ -58,10 +58,15 @@ async def test_a_decode_worker_becomes_a_prefill_worker_and_back(live: Cluster) 
             assert list(result.token_ids) == toy_output([*PROMPT, 50 + i], max_tokens=20)
         await asyncio.to_thread(live.baton, "roles", names[0], "prefill", "decode", "--name", live.name)
         await asyncio.to_thread(until, live, names[0], ["prefill", "decode"])
-        both = await asyncio.gather(*(ask(client, [*PROMPT, 100 + i], max_tokens=20) for i in range(12)))
-        assert names[0] in {result.workers["decode"] for result in both}
-        for i, result in enumerate(both):
-            assert list(result.token_ids) == toy_output([*PROMPT, 100 + i], max_tokens=20)
+        # Until its next report, the worker still looks as loaded as it was by the prefills above.
+        decoded: set[str] = set()
+        deadline = time.monotonic() + 60
+        while names[0] not in decoded:
+            assert time.monotonic() < deadline, "it serves both roles and decodes nothing"
+            both = await asyncio.gather(*(ask(client, [*PROMPT, 100 + i], max_tokens=20) for i in range(12)))
+            decoded |= {result.workers["decode"] for result in both}
+            for i, result in enumerate(both):
+                assert list(result.token_ids) == toy_output([*PROMPT, 100 + i], max_tokens=20)
         await asyncio.to_thread(live.baton, "roles", names[0], "decode", "--name", live.name)
         await asyncio.to_thread(until, live, names[0], ["decode"])
     await live.quiet()
