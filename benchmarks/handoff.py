@@ -20,6 +20,7 @@ from machine import describe
 from baton.engine.kvcache import KvLayout, KvPool
 from kvtransfer.digest import block_digests, mismatches
 from kvtransfer.select import make_transport
+from kvtransfer.ucx import Ucx
 
 BLOCK_BYTES = 64 << 10
 SIZES = [1, 8, 64, 256, 1024, 2048]  # blocks: 64 KiB … 128 MiB
@@ -34,7 +35,7 @@ def make_pool(blocks: int) -> KvPool:
 def serve(kind: str) -> None:
     pool = make_pool(max(SIZES))
     pool.array[:] = np.random.default_rng(0).integers(0, 255, pool.array.shape, dtype=np.uint8)
-    transport = make_transport(kind, peer="bench-peer", pool=pool, host="127.0.0.1", key=KEY, ucx_net_devices="lo")
+    transport = make_transport(kind, peer="bench-peer", pool=pool, host="127.0.0.1", key=KEY, ucx=Ucx(net_devices="lo"))
     digests = block_digests(pool, range(pool.num_blocks))
     print(json.dumps({"address": transport.address().hex(), "digests": digests.hex()}), flush=True)
     sys.stdin.read()
@@ -53,7 +54,7 @@ def measure(kind: str) -> list[dict[str, float]]:
     told = json.loads(peer.stdout.readline())
     pool, source = make_pool(max(SIZES)), make_pool(max(SIZES))
     pool.array[:] = source.array[:] = 1  # touch every page: the first touch costs more than a copy
-    transport = make_transport(kind, peer="bench-reader", pool=pool, host="127.0.0.1", key=KEY, ucx_net_devices="lo")
+    transport = make_transport(kind, peer="bench-reader", pool=pool, host="127.0.0.1", key=KEY, ucx=Ucx(net_devices="lo"))
     transport.connect("bench-peer", bytes.fromhex(told["address"]))
     digests, rows = bytes.fromhex(told["digests"]), []
     rng = np.random.default_rng(1)

@@ -17,28 +17,25 @@ How NIXL 1.5 behaves, and what we do about it:
 - Its serialised descriptors are pickles and its metadata listener binds every interface. We use neither.
 """
 
-import fcntl
 import importlib
 import logging
-import os
-import socket
 import struct
 import threading
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager, suppress
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, field
 from enum import Enum, auto
 from functools import partial
 from hashlib import blake2b
-from ipaddress import ip_address
-from pathlib import Path
 from typing import Any
 
 import numpy as np
 
 from baton.engine.kvcache import KvPool
 from kvtransfer.transport import ReadPending, check_blocks, transfer_failed
+from kvtransfer.ucx import Ucx, devices_of, uses_rdma
+from kvtransfer.ucx import environment as ucx_environment
 
 log = logging.getLogger(__name__)
 
@@ -51,16 +48,9 @@ INLINE_BYTES = 16 << 20
 PROBE_BYTES = 64  # read on connect, because the first transfer sets up the connection
 PROBE_S, PROBES = 0.2, 8  # minimum time and count to rule out a copy in memory; where there is one, 2 or 3 probes show it
 
-# UCX never chooses posix and sysv for reads that have to survive a peer's death, yet each takes 4 MiB of /dev/shm. (A list of allowed
-# transports, instead of excluded ones, is refused on hosts with a GPU unless it names CUDA's.) The other settings detect a cut cable.
-UCX_DEFAULTS = {"UCX_TLS": "^posix,sysv", "UCX_TCP_USER_TIMEOUT": "5s", "UCX_TCP_KEEPIDLE": "5s", "UCX_TCP_KEEPINTVL": "1s"}
-
 MAGIC = b"baton-nixl/1\r\n\0\0"
 CHECK_BYTES = 16
 POOL = struct.Struct("<QQQ")
-SIOCGIFADDR = 0x8915  # Linux: the IPv4 address of an interface
-
-_environment = threading.Lock()
 
 
 @dataclass(frozen=True, slots=True)
@@ -122,9 +112,8 @@ class _Read:
 
 
 class NixlTransport:
-    """`agent_name` is unique to this incarnation of the process. `tls` and `net_devices` set UCX_TLS and UCX_NET_DEVICES, unless the
-    environment does. If no devices are set, UCX listens on the interface of the address `host` and, except on loopback, on RDMA devices.
-    `allow_tcp` permits links over UCX's TCP; see above.
+    """`agent_name` is unique to this incarnation of the process. If `ucx` names no devices, UCX listens on the interface of the address
+    `host` and, except on loopback, on RDMA devices. `allow_tcp` permits links over UCX's TCP; see above.
 
     Raises ImportError if NIXL is missing, BatonError(TRANSFER_FAILED) if UCX does not start with these settings.
     """
@@ -137,8 +126,7 @@ class NixlTransport:
         pool: KvPool,
         host: str,
         *,
-        tls: str | None = None,
-        net_devices: str | None = None,
+        ucx: Ucx | None = None,
         allow_tcp: bool = False,
     ) -> None:
         self._pool = pool
@@ -147,10 +135,13 @@ class NixlTransport:
         self._links: dict[str, _Link] = {}
         self._dropped: list[_Link] = []  # disconnected, but still in use
         self._pending: list[_Read] = []  # given up, not settled
-        with _ucx_environment({"UCX_TLS": tls, "UCX_NET_DEVICES": net_devices or _devices_of(host)}) as self._settings:
+        ucx = ucx or Ucx()
+        devices = ucx.net_devices or devices_of(host)
+        settings = {"UCX_TLS": ucx.tls, "UCX_NET_DEVICES": devices, "UCX_TCP_PORT_RANGE": ucx.port_range}
+        with ucx_environment(settings) as self._settings:
             self._agent = _start_agent(agent_name, self._settings)
         self._allow_tcp = allow_tcp
-        self._rdma = _uses_rdma(self._settings)
+        self._rdma = uses_rdma(self._settings)
         self._probe = np.zeros(PROBE_BYTES, dtype=np.uint8)
         regions = [(pool.address, pool.nbytes, 0, ""), (self._probe.ctypes.data, PROBE_BYTES, 0, "")]
         self._memory = self._agent.register_memory(regions, "DRAM")
@@ -440,44 +431,6 @@ def _load_api() -> Any:
             logging.getLogger("nixl").setLevel(logging.WARNING)  # it prints a greeting on stdout
             return api
     raise ImportError("the nixl transport needs the package nixl-cu13 (pip install nixl-cu13)")
-
-
-@contextmanager
-def _ucx_environment(settings: Mapping[str, str | None]) -> Iterator[dict[str, str]]:
-    """UCX reads its settings from the environment when an agent starts. Settings already there win. Yields the settings in force."""
-    wanted = UCX_DEFAULTS | {name: value for name, value in settings.items() if value}
-    with _environment:
-        ours = {name: value for name, value in wanted.items() if name not in os.environ}
-        os.environ.update(ours)
-        try:
-            yield {name: os.environ[name] for name in wanted}
-        finally:
-            for name in ours:
-                del os.environ[name]
-
-
-def _devices_of(host: str) -> str | None:
-    """Returns UCX_NET_DEVICES for one of our addresses. None (every device) if no interface has it (0.0.0.0, IPv6 except loopback)."""
-    address = ip_address(socket.gethostbyname(host) if ":" not in host else host)
-    if address.is_loopback:
-        return "lo"
-    with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
-        for _, interface in socket.if_nameindex():
-            with suppress(OSError):  # it has no IPv4 address
-                answer = fcntl.ioctl(probe, SIOCGIFADDR, struct.pack("256s", interface.encode()))
-                if answer[20:24] == address.packed:
-                    return ",".join([interface, *_rdma_ports()])
-    return None
-
-
-def _uses_rdma(settings: Mapping[str, str]) -> bool:
-    """Whether UCX may use an RDMA device, which it prefers to TCP."""
-    devices = settings.get("UCX_NET_DEVICES", "all").split(",")
-    return any(port in devices or "all" in devices for port in _rdma_ports())
-
-
-def _rdma_ports() -> list[str]:
-    return [f"{port.parent.parent.name}:{port.name}" for port in sorted(Path("/sys/class/infiniband").glob("*/ports/*"))]
 
 
 def _release(read: _Read) -> None:

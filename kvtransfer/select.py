@@ -8,28 +8,40 @@ from baton.engine.kvcache import KvPool
 from kvtransfer.auto_transport import AutoTransport
 from kvtransfer.tcp_transport import TcpTransport
 from kvtransfer.transport import Transport
+from kvtransfer.ucx import Ucx
 
 log = logging.getLogger(__name__)
 
 
 def make_transport(
-    kind: str, *, peer: str, pool: KvPool, host: str, key: bytes, ucx_tls: str | None = None, ucx_net_devices: str | None = None
+    kind: str,
+    *,
+    peer: str,
+    pool: KvPool,
+    host: str,
+    key: bytes,
+    advertise: str | None = None,
+    port: int = 0,
+    ucx: Ucx | None = None,
 ) -> Transport:
-    """`kind` is "nixl", "tcp" or "auto" (both: NIXL where it is fast and safe). `peer` is the name by which peers know us.
+    """`kind` is "nixl", "tcp" or "auto" (both: NIXL where it is fast and safe). `peer` is the name by which peers know us. TCP binds `host`
+    and `port` (0: any free one); peers connect to `advertise` (default: `host`).
 
     Raises ImportError or BatonError(TRANSFER_FAILED) if `kind` is "nixl" and NIXL is not available.
     """
     if kind == "tcp":
-        return TcpTransport(pool, host, key)
+        return TcpTransport(pool, host, key, port=port, advertise=advertise)
     try:
         # NIXL and UCX are loaded here and only here: a TCP worker starts without them.
         from kvtransfer.nixl_transport import NixlTransport
 
-        nixl = NixlTransport(peer, pool, host, tls=ucx_tls, net_devices=ucx_net_devices)
+        nixl = NixlTransport(peer, pool, advertise or host, ucx=ucx)
     except (ImportError, BatonError) as error:
         if kind == "nixl":
             raise
         if sys.platform == "linux":
             log.warning("NIXL cannot be used, KV goes over plain TCP: %s", error)
-        return AutoTransport(None, TcpTransport(pool, host, key))
-    return nixl if kind == "nixl" else AutoTransport(nixl, TcpTransport(pool, host, key))
+        nixl = None
+    if kind == "nixl" and nixl is not None:
+        return nixl
+    return AutoTransport(nixl, TcpTransport(pool, host, key, port=port, advertise=advertise))

@@ -42,7 +42,7 @@ class Server:
         self._to_park: deque[socket.socket] = deque()  # no longer in use: the watching thread takes them back
         self._closed = False
         family = socket.AF_INET6 if ":" in host else socket.AF_INET
-        self.listener = socket.create_server((host, port), family=family, backlog=BACKLOG)
+        self.listener = socket.create_server((host, port), family=family, backlog=BACKLOG, dualstack_ipv6=host == "::")
         self.listener.setblocking(False)
         self.port: int = self.listener.getsockname()[1]
         self._wakeup, self._wake = socket.socketpair()

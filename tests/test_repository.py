@@ -42,6 +42,7 @@ HOMES = {
     "flash_attn": ("baton/engine/gpu/flash_attn_backend.py",),
     "nixl_cu13": ("kvtransfer/nixl_transport.py",),
     "redis": ("baton/cluster/redis_registry.py",),
+    "psutil": ("baton/cluster/address.py", "kvtransfer/ucx.py"),
     "ray": ("baton/launch/ray_launcher.py",),
     "opentelemetry": ("baton/cluster/otel.py",),
     "prometheus_client": ("baton/cluster/metrics_http.py",),

@@ -19,6 +19,7 @@ from typing import Literal
 
 import numpy as np
 
+from baton.cluster.address import advertised
 from baton.cluster.config import PORTS, Config
 from baton.cluster.config_layers import mask_password
 from baton.cluster.packages import command
@@ -30,6 +31,7 @@ from baton.launch.plan import UpError, check_ports
 from baton.launch.redis_server import EmbeddedRedis
 from kvtransfer.select import make_transport
 from kvtransfer.transport import Transport
+from kvtransfer.ucx import Ucx
 
 BLOCK_BYTES, BLOCKS = 64 << 10, 1024  # 64 MiB in blocks of a typical size
 REPEATS = 5
@@ -124,7 +126,7 @@ def _transports(config: Config) -> list[Finding]:
 def _measure(kind: str, config: Config) -> str:
     """Reads 64 MiB from another process, and compares the rate with that of a plain copy of the same bytes."""
     peer = subprocess.Popen(
-        command("baton.cli.doctor", kind, config.cluster.host, config.kv.ucx_tls or "", config.kv.ucx_net_devices or ""),
+        command("baton.cli.doctor", kind, advertised(config), config.kv.ucx_tls or "", config.kv.ucx_net_devices or ""),
         stdin=subprocess.PIPE,
         stdout=subprocess.PIPE,
         stderr=subprocess.DEVNULL,
@@ -136,7 +138,7 @@ def _measure(kind: str, config: Config) -> str:
         if not line:
             raise RuntimeError("the other process could not open the transport")
         pool = _pool()
-        mine = _open(kind, "doctor-reader", pool, config.cluster.host, config.kv.ucx_tls, config.kv.ucx_net_devices)
+        mine = _open(kind, "doctor-reader", pool, advertised(config), config.kv.ucx_tls, config.kv.ucx_net_devices)
         try:
             mine.connect("doctor-peer", bytes.fromhex(json.loads(line)["address"]))
             blocks = list(range(BLOCKS))
@@ -160,7 +162,7 @@ CONTENT = (np.arange(BLOCK_BYTES * BLOCKS, dtype=np.uint32) % 251).astype(np.uin
 
 
 def _open(kind: str, name: str, pool: KvPool, host: str, tls: str | None, devices: str | None) -> Transport:
-    return make_transport(kind, peer=name, pool=pool, host=host, key=b"doctor" * 6, ucx_tls=tls or None, ucx_net_devices=devices or None)
+    return make_transport(kind, peer=name, pool=pool, host=host, key=b"doctor" * 6, ucx=Ucx(tls or None, devices or None))
 
 
 def _timed(action: Callable[[], object]) -> float:

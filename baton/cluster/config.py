@@ -11,9 +11,12 @@ from pydantic import BaseModel, ConfigDict, Field, model_validator
 # The ports that a process of each role listens on.
 PORTS = {
     "router": ("router.port", "router.admin_port", "router.http_port", "router.page_port", "telemetry.metrics_port"),
-    "prefill": ("prefill.port", "telemetry.worker_metrics_port"),
-    "decode": ("decode.port", "telemetry.worker_metrics_port"),
+    "prefill": ("prefill.port", "kv.port", "telemetry.worker_metrics_port"),
+    "decode": ("decode.port", "kv.port", "telemetry.worker_metrics_port"),
 }
+
+
+EVERYWHERE = ("0.0.0.0", "::")  # a listener bound to one of these is reached at every address of its host
 
 
 class ConfigError(ValueError):
@@ -37,13 +40,23 @@ class ClusterConfig(Section):
         " users can read command lines.",
     )
     host: str = Field(
-        default="127.0.0.1", min_length=1, description="Address that every listener on this host binds to, and that others connect to."
+        default="127.0.0.1",
+        min_length=1,
+        description="Address that every listener binds to. 0.0.0.0: all IPv4 addresses of this host; ::: all addresses.",
+    )
+    advertise: str = Field(
+        default="auto",
+        min_length=1,
+        description="Address, name or network interface of this host at which others reach its processes. auto: cluster.host, or if that"
+        " means all addresses, the one that leads to Redis.",
     )
 
     @model_validator(mode="after")
     def _reachable(self) -> Self:
-        if self.host in ("0.0.0.0", "::", "*"):
-            raise ValueError(f"host must be an address that others can reach, not {self.host}: other processes connect to it")
+        if self.host == "*":
+            raise ValueError("host cannot be *: use 0.0.0.0 for all IPv4 addresses, or :: for all addresses")
+        if self.advertise in EVERYWHERE:
+            raise ValueError(f"advertise must be an address that others can reach, not {self.advertise}: other processes connect to it")
         return self
 
 
@@ -100,6 +113,9 @@ class KvConfig(Section):
     transport: Literal["auto", "nixl", "tcp"] = Field(
         default="auto", description="How KV moves between workers. auto: nixl if two workers share a host or RDMA, else tcp."
     )
+    port: int = Field(
+        default=0, ge=0, le=65535, description="Port on which a worker serves KV over TCP; 0: any free one. Two workers on one host need 0."
+    )
     lease_ttl_s: float = Field(
         default=10.0, gt=0, le=3600, description="How long blocks stay pinned after a reader stops renewing the lease, seconds."
     )
@@ -115,7 +131,13 @@ class KvConfig(Section):
     )
     ucx_tls: str | None = Field(default=None, description="UCX_TLS of the nixl transport; by default UCX chooses.")
     ucx_net_devices: str | None = Field(
-        default=None, description="UCX_NET_DEVICES of the nixl transport; by default the interface of cluster.host and RDMA devices."
+        default=None,
+        description="UCX_NET_DEVICES of the nixl transport; by default the interface of cluster.advertise and RDMA devices.",
+    )
+    ucx_port_range: str | None = Field(
+        default=None,
+        pattern=r"^\d{1,5}-\d{1,5}$",
+        description="Ports that the nixl transport may listen on, FIRST-LAST, so that a firewall can name them; by default any.",
     )
 
     @model_validator(mode="after")

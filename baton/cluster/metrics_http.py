@@ -23,10 +23,10 @@ from prometheus_client.exposition import choose_encoder
 from prometheus_client.registry import Collector
 from prometheus_client.utils import floatToGoString
 
+from baton.cluster.address import advertised, listener, target
 from baton.cluster.config import Config, SecurityConfig
 from baton.cluster.errors import BatonError, Reason
 from baton.cluster.metrics import Book, Family
-from baton.cluster.rpc import target
 
 MAX_HEAD_BYTES = 8192
 MAX_CONNECTIONS = 32
@@ -64,6 +64,7 @@ class MetricsServer:
     ) -> None:
         """`targets`: host:port of every process whose /metrics can be scraped, for Prometheus's http_sd_configs."""
         self._host = config.cluster.host
+        self._advertised = advertised(config)
         self._security = config.security
         self._exposition = exposition
         self._healthy = healthy
@@ -73,13 +74,13 @@ class MetricsServer:
         self._writers: set[asyncio.StreamWriter] = set()
 
     async def start(self, port: int) -> str:
-        """Listen on `port` (0: any free one); returns `host:port`. Raises BatonError(INTERNAL) if the port is taken."""
+        """Listen on `port` (0: any free one); returns the `host:port` for others. Raises BatonError(INTERNAL) if the port is taken."""
         tls = _server_context(self._security) if self._security.tls_cert else None
         try:
-            self._server = await asyncio.start_server(self._serve, self._host, port, ssl=tls)
+            self._server = await asyncio.start_server(self._serve, sock=listener(self._host, port), ssl=tls)
         except OSError as error:
             raise BatonError(Reason.INTERNAL, f"telemetry: cannot listen on {target(self._host, port)}: {error.strerror}") from None
-        self.address = target(self._host, self._server.sockets[0].getsockname()[1])
+        self.address = target(self._advertised, self._server.sockets[0].getsockname()[1])
         return self.address
 
     async def close(self) -> None:

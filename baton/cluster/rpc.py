@@ -5,7 +5,6 @@ Keepalive needs both timeouts: without `ping_timeout_ms`, a hung peer is noticed
 
 import asyncio
 import inspect
-import ipaddress
 import logging
 from collections.abc import Awaitable, Callable, Iterable
 from contextlib import aclosing
@@ -19,6 +18,7 @@ from google.rpc import code_pb2, error_details_pb2, status_pb2
 from grpc_health.v1 import health, health_pb2_grpc
 from grpc_status import rpc_status
 
+from baton.cluster.address import advertised, is_loopback, target
 from baton.cluster.config import Config, SecurityConfig
 from baton.cluster.errors import BatonError, Reason, Violation, invalid
 
@@ -64,9 +64,10 @@ class Server:
         health_pb2_grpc.add_HealthServicer_to_server(self.health, self.grpc)
         self._security = config.security
         self._host = config.cluster.host
+        self._advertised = advertised(config)
 
     def bind(self, port: int) -> str:
-        """Bind a port (0: any free one); returns `host:port`. Raises BatonError(INTERNAL) if the port is taken."""
+        """Bind a port (0: any free one); returns the `host:port` for others. Raises BatonError(INTERNAL) if the port is taken."""
         address = target(self._host, port)
         try:
             if self._security.tls_cert:
@@ -79,25 +80,13 @@ class Server:
             log.warning(
                 "%s is open to the network without mutual TLS: set security.tls_cert, tls_key and tls_ca", target(self._host, bound)
             )
-        return target(self._host, bound)
+        return target(self._advertised, bound)
 
     async def start(self) -> None:
         await self.grpc.start()
 
     async def stop(self, grace: float | None) -> None:
         await self.grpc.stop(grace)
-
-
-def target(host: str, port: int) -> str:
-    """`host:port` as gRPC writes it; an IPv6 address is in brackets."""
-    return f"[{host}]:{port}" if ":" in host else f"{host}:{port}"
-
-
-def is_loopback(host: str) -> bool:
-    try:
-        return ipaddress.ip_address(host).is_loopback
-    except ValueError:
-        return host == "localhost"
 
 
 class Edge(grpc.aio.ServerInterceptor):  # type: ignore[misc]

@@ -11,11 +11,11 @@ import socket
 from pathlib import Path
 from types import MappingProxyType
 
+from baton.cluster.address import target
 from baton.cluster.config import PORTS, Config
 from baton.cluster.config_layers import keys
 from baton.cluster.packages import HOME, command
 from baton.cluster.records import ROLES
-from baton.cluster.rpc import target
 from baton.launch import state
 from baton.launch.launcher import Launcher, RestartRule, Template
 from baton.launch.local_launcher import LocalLauncher

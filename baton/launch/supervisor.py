@@ -17,11 +17,12 @@ from typing import Any
 import grpc
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 
+from baton.cluster.address import advertised, target
 from baton.cluster.config import Config
 from baton.cluster.connect import connect_registry
 from baton.cluster.records import Pools
 from baton.cluster.registry import Registry
-from baton.cluster.rpc import channel, target
+from baton.cluster.rpc import channel
 from baton.launch import state
 from baton.launch.launcher import Launcher, ProcessState
 from baton.launch.plan import UpError, complete, make_launcher, templates
@@ -222,7 +223,7 @@ async def unless(event: asyncio.Event, task: "asyncio.Task[Any]", cancel: bool =
 
 
 async def serving(config: Config) -> bool:
-    async with channel(target(config.cluster.host, config.router.port), config.security) as open_channel:
+    async with channel(target(advertised(config), config.router.port), config.security) as open_channel:
         try:
             request = health_pb2.HealthCheckRequest()
             answer = await health_pb2_grpc.HealthStub(open_channel).Check(request, timeout=1.0)
@@ -245,7 +246,7 @@ async def requests_running(config: Config) -> str:
 
 
 async def _status(config: Config, timeout_s: float) -> worker_pb2.StatusResponse | None:
-    async with channel(target(config.cluster.host, config.router.admin_port), config.security) as open_channel:
+    async with channel(target(advertised(config), config.router.admin_port), config.security) as open_channel:
         try:
             stub = worker_pb2_grpc.AdminStub(open_channel)
             answer: worker_pb2.StatusResponse = await stub.Status(worker_pb2.StatusRequest(), timeout=timeout_s)
@@ -255,7 +256,7 @@ async def _status(config: Config, timeout_s: float) -> worker_pb2.StatusResponse
 
 
 def ready_state(config: Config, log_dir: Path) -> state.ClusterState:
-    host, router, security = config.cluster.host, config.router, config.security
+    host, router, security = advertised(config), config.router, config.security
     ports = {"grpc": router.port, "http": router.http_port, "admin": router.admin_port, "page": router.page_port}
     endpoints = {name: target(host, port) for name, port in ports.items()}
     files = {"cert": security.tls_cert, "key": security.tls_key, "ca": security.tls_ca}

@@ -21,6 +21,7 @@ from typing import TypeVar
 from grpc_health.v1 import health_pb2
 
 from baton.cluster import pulse
+from baton.cluster.address import advertised
 from baton.cluster.config import Config, ConfigError, PoolConfig
 from baton.cluster.connect import connect_registry
 from baton.cluster.errors import BatonError, Reason
@@ -50,6 +51,7 @@ from kvtransfer.handle import mac_key
 from kvtransfer.importer import peer_name
 from kvtransfer.select import make_transport
 from kvtransfer.transport import Transport
+from kvtransfer.ucx import Ucx
 
 log = logging.getLogger(__name__)
 T = TypeVar("T")
@@ -121,8 +123,9 @@ class Host:
             pool=pool,
             host=config.cluster.host,
             key=self.key,
-            ucx_tls=config.kv.ucx_tls,
-            ucx_net_devices=config.kv.ucx_net_devices,
+            advertise=advertised(config),
+            port=config.kv.port,
+            ucx=Ucx(config.kv.ucx_tls, config.kv.ucx_net_devices, config.kv.ucx_port_range),
         )
         self._closers.push_async_callback(asyncio.to_thread, self.transport.close)
         self.server = Server(config, MAX_MESSAGE_BYTES)

@@ -19,8 +19,8 @@ from starlette.responses import FileResponse, Response
 from starlette.routing import Route, Router
 from starlette.types import Receive, Scope, Send
 
+from baton.cluster.address import is_loopback
 from baton.cluster.errors import BatonError
-from baton.cluster.rpc import is_loopback
 from router.http.app import HttpDoor
 from router.http.errors import HttpError, to_http, to_json
 from router.keys import ApiKeys

@@ -9,9 +9,10 @@ import time
 
 from starlette.types import ASGIApp
 
+from baton.cluster.address import advertised, is_loopback, target
 from baton.cluster.config import Config, SecurityConfig
 from baton.cluster.errors import BatonError, Reason
-from baton.cluster.rpc import Tasks, is_loopback, target
+from baton.cluster.rpc import Tasks
 from router.http.connection import Connection
 
 log = logging.getLogger(__name__)
@@ -42,7 +43,7 @@ class HttpServer:
         return not self._tasks
 
     def bind(self, port: int) -> str:
-        """Binds a port (0: any free one); returns `host:port`. Raises BatonError(INTERNAL) if the port is in use."""
+        """Binds a port (0: any free one); returns the `host:port` for others. Raises BatonError(INTERNAL) if the port is in use."""
         host, security = self._config.cluster.host, self._config.security
         try:
             self._socket.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
@@ -51,7 +52,7 @@ class HttpServer:
             self._socket.listen(BACKLOG)  # clients that connect from now on are served as soon as the server runs
         except OSError as error:
             raise BatonError(Reason.INTERNAL, f"cannot listen on {target(host, port)}: {error.strerror}") from None
-        address = target(host, self._socket.getsockname()[1])
+        address = target(advertised(self._config), self._socket.getsockname()[1])
         if not (security.tls_ca or security.api_keys or is_loopback(host)):
             log.warning("%s is open to the network without API keys or mutual TLS: set security.api_keys, or tls_ca", address)
         return address

@@ -34,6 +34,8 @@ LEGAL = {
     "kv.live": "false",
     "kv.ucx_tls": "tcp",
     "kv.ucx_net_devices": "eth0",
+    "kv.port": "20100",
+    "kv.ucx_port_range": "20000-20099",
     "engine.batching": "static",
     "router.overload": "lifo",
     "prefill.port": "9101",
@@ -179,7 +181,7 @@ class TestUnknownNames:
 
     def test_a_key_in_the_wrong_section_gets_a_suggestion(self, tmp_path: Path) -> None:
         assert "did you mean redis.url?" in refused(files=[file(tmp_path, "telemetry: {url: x}")])
-        assert "did you mean router.port or prefill.port?" in refused(files=[file(tmp_path, "launcher: {port: 3}")])
+        assert "did you mean kv.port or router.port?" in refused(files=[file(tmp_path, "launcher: {port: 3}")])
 
     def test_an_unknown_section_gets_a_suggestion(self, tmp_path: Path) -> None:
         assert "unknown section 'engin'; did you mean engine?" in refused(files=[file(tmp_path, "engin: {}")])

@@ -17,9 +17,10 @@ from grpc_health.v1 import health_pb2, health_pb2_grpc
 from grpc_status import rpc_status
 
 from baton.client import to_error as client_error
+from baton.cluster.address import target
 from baton.cluster.config import ClusterConfig, Config, SecurityConfig
 from baton.cluster.errors import BatonError, Reason, Violation
-from baton.cluster.rpc import Answering, Context, Server, Tasks, abort, channel, target, to_error, to_status
+from baton.cluster.rpc import Answering, Context, Server, Tasks, abort, channel, to_error, to_status
 from baton.v1 import generation_pb2, generation_pb2_grpc, worker_pb2_grpc
 from baton.v1 import worker_pb2 as pb
 

@@ -22,6 +22,7 @@ from baton.engine.kvcache import KvLayout, KvPool
 from kvtransfer.auto_transport import AutoTransport
 from kvtransfer.select import make_transport
 from kvtransfer.transport import Transport
+from kvtransfer.ucx import Ucx
 
 PROCESS_VM_READV = {"x86_64": 310, "aarch64": 270}.get(platform.machine())
 
@@ -43,11 +44,13 @@ def transport(kind: str, name: str, pool: KvPool, host: str = "127.0.0.1", key: 
         tcp = TcpTransport(pool, host, key.encode(), **options)
         return tcp if kind == "tcp" else AutoTransport(None, tcp)
     if kind == "auto":
-        return make_transport("auto", peer=name, pool=pool, host=host, key=key.encode(), **options)
+        return make_transport("auto", peer=name, pool=pool, host=host, key=key.encode(), ucx=Ucx(**options))
     from kvtransfer.nixl_transport import NixlTransport
 
     network_only: dict[str, Any] = {"tls": "tcp", "allow_tcp": True} if kind == "nixl-tcp" else {}
-    return NixlTransport(name, pool, host, **network_only | options)
+    settings = network_only | options
+    allow_tcp = settings.pop("allow_tcp", False)
+    return NixlTransport(name, pool, host, ucx=Ucx(**settings), allow_tcp=allow_tcp)
 
 
 def forbid_reading_other_processes() -> None:

@@ -9,9 +9,11 @@ import sys
 import time
 from hashlib import blake2b
 from pathlib import Path
+from types import SimpleNamespace
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
+import psutil
 import pytest
 
 from baton.cluster.errors import BatonError, Reason
@@ -24,6 +26,7 @@ if sys.platform != "linux":
     pytest.skip("NIXL has wheels for Linux only", allow_module_level=True)
 
 import kvtransfer.nixl_transport as nixl
+from kvtransfer import ucx
 
 LISTEN = "0A"
 UCX = [name for name in os.environ if name.startswith("UCX_")]
@@ -92,18 +95,36 @@ def test_settings_that_leave_no_transport_are_refused(make_reader: MakeReader, m
 
 
 def test_rdma_counts_only_on_devices_that_ucx_may_use(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(nixl, "_rdma_ports", lambda: ["mlx5_0:1", "mlx5_1:1"])
+    monkeypatch.setattr(ucx, "_rdma_ports", lambda: ["mlx5_0:1", "mlx5_1:1"])
     for devices, used in (("lo", False), ("eth0", False), ("eth0,mlx5_1:1", True), ("all", True)):
-        assert nixl._uses_rdma({"UCX_NET_DEVICES": devices}) == used
-    assert nixl._uses_rdma({})
-    monkeypatch.setattr(nixl, "_rdma_ports", list)
-    assert not nixl._uses_rdma({})
+        assert ucx.uses_rdma({"UCX_NET_DEVICES": devices}) == used
+    assert ucx.uses_rdma({})
+    monkeypatch.setattr(ucx, "_rdma_ports", list)
+    assert not ucx.uses_rdma({})
 
 
-def test_a_host_maps_to_its_network_devices() -> None:
-    assert nixl._devices_of("127.0.0.1") == nixl._devices_of("localhost") == nixl._devices_of("::1") == "lo"
-    assert nixl._devices_of("0.0.0.0") is None
-    assert nixl._devices_of("203.0.113.77") is None
+def test_rdma_counts_only_on_adapters_that_this_process_can_open(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A container sees the adapters of its whole host in /sys, but has the device files of its own only."""
+    devices = tmp_path / "dev"
+    devices.mkdir()
+    for number, adapter in enumerate(("mlx5_0", "mlx5_1")):
+        (tmp_path / adapter / "ports" / "1").mkdir(parents=True)
+        (tmp_path / adapter / "device" / "infiniband_verbs" / f"uverbs{number}").mkdir(parents=True)
+    monkeypatch.setattr(ucx, "INFINIBAND", tmp_path)
+    monkeypatch.setattr(ucx, "DEVICES", devices)
+    assert ucx._rdma_ports() == [] and not ucx.uses_rdma({})
+    (devices / "uverbs1").touch()
+    assert ucx._rdma_ports() == ["mlx5_1:1"] and ucx.uses_rdma({})
+
+
+def test_a_host_maps_to_its_network_devices(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(ucx, "_rdma_ports", lambda: ["mlx5_0:1"])
+    entries = [SimpleNamespace(family=family, address=at) for family, at in ((socket.AF_INET, "10.0.0.7"), (socket.AF_INET6, "fd00::7"))]
+    monkeypatch.setattr(psutil, "net_if_addrs", lambda: {"eth0": entries})
+    assert ucx.devices_of("10.0.0.7") == ucx.devices_of("fd00::7") == "eth0,mlx5_0:1"
+    assert ucx.devices_of("127.0.0.1") == ucx.devices_of("localhost") == ucx.devices_of("::1") == "lo"
+    assert ucx.devices_of("0.0.0.0") is None
+    assert ucx.devices_of("203.0.113.77") is None
 
 
 def test_an_idle_transport_uses_almost_no_cpu(shared_peers: SharedPeers, make_reader: MakeReader) -> None:
