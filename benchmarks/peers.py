@@ -30,7 +30,7 @@ from peers.process import Driver, DriverError
 from peers.report import Ceilings, Samples, Spread, picture, summary, table
 from safetensors.numpy import load_file, save_file
 
-from baton.engine.build import available_memory
+from baton.engine.machine import available_memory
 from baton.models.folder import EOS_ID
 from baton.models.make_small import make
 

@@ -24,8 +24,8 @@ from baton.cluster.config import PORTS, Config
 from baton.cluster.config_layers import mask_password
 from baton.cluster.packages import command
 from baton.cluster.redis_registry import RedisRegistry
-from baton.engine.build import available_memory
 from baton.engine.kvcache import KvLayout, KvPool
+from baton.engine.machine import available_memory, usable_cores
 from baton.launch import state
 from baton.launch.plan import UpError, check_ports
 from baton.launch.redis_server import EmbeddedRedis
@@ -52,8 +52,7 @@ def examine(config: Config, with_ray: bool) -> list[Finding]:
 
 
 def _python() -> Finding:
-    cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count()
-    return Finding("ok", "python", f"{sys.version.split()[0]} on {sys.platform}, {cores} cores usable")
+    return Finding("ok", "python", f"{sys.version.split()[0]} on {sys.platform}, {usable_cores()} cores usable")
 
 
 def _memory(config: Config) -> Finding:

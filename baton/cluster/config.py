@@ -83,7 +83,12 @@ class EngineConfig(Section):
     reserve_growth: float = Field(
         default=0.5, ge=0, le=1, description="Share of a sequence's remaining output that admission reserves room for."
     )
-    threads: int | None = Field(default=None, ge=1, le=1024, description="Compute threads of one worker; by default torch chooses.")
+    threads: int | None = Field(
+        default=None,
+        ge=1,
+        le=1024,
+        description="Compute threads of one worker; by default as many as a CPU quota allows, or torch chooses.",
+    )
     device: Literal["cpu", "cuda"] = Field(default="cpu", description="Device that runs the model and holds its KV.")
     attention_backend: Literal["auto", "flashinfer", "flash_attn", "triton", "torch"] = Field(
         default="auto",

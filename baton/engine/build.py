@@ -1,7 +1,6 @@
 """From a folder and a memory budget to an engine: which runner, how many blocks, how long a sequence may be."""
 
 import json
-import resource
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -11,6 +10,7 @@ from baton.engine import toy
 from baton.engine.engine import Engine
 from baton.engine.fingerprint import check_sums, fingerprint, tokenizer_fingerprint
 from baton.engine.kvcache import KvPool
+from baton.engine.machine import available_memory
 from baton.engine.protocol import Chunk, NonFiniteLogits, Runner
 from baton.engine.sampling import SamplingParams
 from baton.engine.scheduler import Limits
@@ -164,23 +164,6 @@ def count_blocks(options: Options, longest: int, block_bytes: int, available: in
     return blocks
 
 
-def available_memory() -> int:
-    """Bytes that this process can still allocate: the machine's free memory, within the limits of its control group and of `ulimit -v`."""
-    free = 1 << 40
-    for line in _lines("/proc/meminfo"):
-        if line.startswith("MemAvailable:"):
-            free = int(line.split()[1]) << 10
-    limit = next(iter(_lines("/sys/fs/cgroup/memory.max")), "max").strip()
-    used = next(iter(_lines("/sys/fs/cgroup/memory.current")), "0").strip()
-    if limit.isdigit():
-        free = min(free, max(0, int(limit) - int(used)))
-    space, _ = resource.getrlimit(resource.RLIMIT_AS)
-    if space != resource.RLIM_INFINITY:
-        pages = next(iter(_lines("/proc/self/statm")), "0").split()[0]
-        free = min(free, max(0, space - int(pages) * resource.getpagesize()))
-    return free if free < 1 << 40 else 4 << 30  # if the system does not say, assume little
-
-
 def _read_config(path: Path) -> dict[str, Any]:
     file = path / "config.json"
     if not file.is_file():
@@ -192,10 +175,3 @@ def _read_config(path: Path) -> dict[str, Any]:
     if not isinstance(config, dict):
         raise BuildError(f"model.path: {file} is not a JSON object")
     return config
-
-
-def _lines(path: str) -> list[str]:
-    try:
-        return Path(path).read_text().splitlines()
-    except OSError:
-        return []

@@ -37,6 +37,7 @@ from baton.engine.build import Built, Options, build
 from baton.engine.engine import Output
 from baton.engine.kvcache import KvPool
 from baton.engine.loop import CacheEvent, EngineLoop, Facts, facts
+from baton.engine.machine import quota_cores, usable_cores
 from baton.engine.scheduler import Limits
 from baton.v1 import worker_pb2_grpc
 from baton.worker.door import Probed, Residue, WorkerDoor
@@ -106,8 +107,7 @@ class Host:
     async def open(self) -> None:
         """Raises the error that keeps the engine or the transport from starting."""
         began = time.monotonic()
-        cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
-        if not fits(self.config, self.role, cores):
+        if not fits(self.config, self.role, usable_cores()):
             os.environ.setdefault(*SLEEP_SOON)  # read when torch is loaded, which is now
         self.built = await in_a_thread_that_ends(build, options(self.config), _log_progress)
         self.loop = EngineLoop(self.built.engine, self._on_step, self._on_cache, self._stop.fail, self._on_batch)
@@ -308,7 +308,7 @@ def options(config: Config) -> Options:
         max_model_len=model.max_model_len,
         kv_memory_bytes=engine.kv_memory_mib << 20 if engine.kv_memory_mib else None,
         kv_memory_fraction=engine.kv_memory_fraction,
-        threads=engine.threads,
+        threads=engine.threads or quota_cores(),
         device=engine.device,
         attention_backend=engine.attention_backend,
         weight_dtype=engine.weight_dtype,
