@@ -14,6 +14,7 @@ from grpc_health.v1 import health_pb2
 from baton.cluster import pulse
 from baton.cluster.config import Config, ConfigError
 from baton.cluster.connect import connect_registry
+from baton.cluster.health import HealthServer
 from baton.cluster.lifecycle import Stage, Stop, move
 from baton.cluster.metrics import Book
 from baton.cluster.metrics_http import Exposition, MetricsServer
@@ -68,14 +69,18 @@ class RouterProcess:
         self._book = Book("router", model=self._model_name)
         self._journal = Journal(self._book, self._tracer, self._model_name, config.slo, config.telemetry.recent_requests)
         self._metrics = MetricsServer(config, Exposition(self._book), lambda: self.stage is Stage.READY, self._targets)
+        self._health_pages = HealthServer(config, lambda: self.stage is Stage.READY)
         self._closers = AsyncExitStack()  # all of them run, in reverse order, even if one fails
         self._closers.push_async_callback(asyncio.to_thread, self._tracer.close)
-        for close in (self._metrics.close, self._registry.close, self._workers.close):
+        for close in (self._health_pages.close, self._metrics.close, self._registry.close, self._workers.close):
             self._closers.push_async_callback(close)
 
     async def start(self) -> None:
         config = self.config
-        public, admin = self._server(check_fields), self._server()
+        if config.telemetry.health_port is not None:  # first: it answers while the tokenizer is loaded
+            await self._health_pages.start(config.telemetry.health_port)
+        public, admin = self._server(check_fields, config.router.connection_age_s), self._server()
+        self._public = public
         self._health = public.health
         tokenizer = await asyncio.to_thread(Tokenizer.load, Path(config.model.path))
         self._view = view = ClusterView(tokenizer.fingerprint)
@@ -109,6 +114,8 @@ class RouterProcess:
         endpoints = {"grpc": self.address, "http": http_address, "admin": admin_address, "page": page_address}
         if config.telemetry.metrics:
             endpoints["metrics"] = await self._metrics.start(config.telemetry.metrics_port)
+        if config.telemetry.health_port is not None:
+            endpoints["health"] = self._health_pages.address
         door = AdminDoor(view, self._workers, watch, admission, self._journal, live, model_name, lambda: endpoints)
         worker_pb2_grpc.add_AdminServicer_to_server(door, admin.grpc)
         await public.health.set("liveness", health_pb2.HealthCheckResponse.SERVING)  # as long as the process answers
@@ -127,7 +134,11 @@ class RouterProcess:
         self.stage = move(self.stage, "drain")
         self.service.draining = True
         await self._set_health(False)
-        deadline = time.monotonic() + self.config.router.drain_s
+        for http in self._https:
+            http.drain()
+        drain_s = self.config.router.drain_s
+        self._farewell = asyncio.create_task(self._public.stop(drain_s))  # not cancelled: `close` makes it end
+        deadline = time.monotonic() + drain_s
         while not self._idle and time.monotonic() < deadline:
             await asyncio.sleep(IDLE_POLL_S)
 
@@ -135,8 +146,8 @@ class RouterProcess:
         self.stage = move(self.stage, "close")
         await self._closers.aclose()
 
-    def _server(self, check: Check | None = None) -> Server:
-        server = Server(self.config, self.config.router.max_message_bytes, self.config.router.stall_s, check)
+    def _server(self, check: Check | None = None, age_s: float | None = None) -> Server:
+        server = Server(self.config, self.config.router.max_message_bytes, self.config.router.stall_s, check, age_s)
         self._closers.push_async_callback(server.stop, 0.5)
         return server
 

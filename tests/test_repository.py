@@ -53,7 +53,7 @@ HOMES = {
     "matplotlib": ("loadtest/", "baton/models/"),
     "transformers": ("baton/models/train/",),
     "starlette": ("router/http/",),
-    "h11": ("router/http/connection.py", "baton/cluster/metrics_http.py", "loadtest/http_door.py"),
+    "h11": ("router/http/connection.py", "baton/cluster/page_server.py", "loadtest/http_door.py"),
     "limits": ("router/rates.py",),
 }
 # Code that only decides: no await, no clock, no randomness, no torch.

@@ -10,9 +10,12 @@ from pydantic import BaseModel, ConfigDict, Field, model_validator
 
 # The ports that a process of each role listens on.
 PORTS = {
-    "router": ("router.port", "router.admin_port", "router.http_port", "router.page_port", "telemetry.metrics_port"),
-    "prefill": ("prefill.port", "kv.port", "telemetry.worker_metrics_port"),
-    "decode": ("decode.port", "kv.port", "telemetry.worker_metrics_port"),
+    "router": (
+        *("router.port", "router.admin_port", "router.http_port", "router.page_port"),
+        *("telemetry.metrics_port", "telemetry.health_port"),
+    ),
+    "prefill": ("prefill.port", "kv.port", "telemetry.worker_metrics_port", "telemetry.health_port"),
+    "decode": ("decode.port", "kv.port", "telemetry.worker_metrics_port", "telemetry.health_port"),
 }
 
 
@@ -225,6 +228,13 @@ class RouterConfig(Section):
         le=86400,
         description="How long a prompt is refused after it has killed two workers, seconds. 0: it may be tried again immediately.",
     )
+    connection_age_s: float | None = Field(
+        default=None,
+        ge=1,
+        le=86400,
+        description="After this time a gRPC client is told to connect again, while its running calls finish: a load balancer then spreads"
+        " connections over new routers, seconds. Not set: never.",
+    )
     drain_s: float = Field(default=30.0, ge=0, le=3600, description="How long a stopping router waits for its requests to finish, seconds.")
     reflection: bool = Field(default=True, description="Offer gRPC server reflection.")
 
@@ -363,6 +373,12 @@ class TelemetryConfig(Section):
     metrics_port: int = Field(default=0, ge=0, le=65535, description="Port of the router's /metrics and /targets; 0: any free one.")
     worker_metrics_port: int = Field(
         default=0, ge=0, le=65535, description="Port of a worker's /metrics; 0: any free one. Two workers on one host need 0."
+    )
+    health_port: int | None = Field(
+        default=None,
+        ge=0,
+        le=65535,
+        description="Port of a process's /livez and /readyz, in plain HTTP without keys; 0: any free one. Not set: none.",
     )
     otlp_endpoint: str | None = Field(
         default=None,

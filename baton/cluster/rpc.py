@@ -55,10 +55,20 @@ SERVER_OPTIONS = [
 class Server:
     """A gRPC server with the standard health service; in `health.set`, the name "" stands for the whole process."""
 
-    def __init__(self, config: Config, max_message_bytes: int, stall_s: float | None = None, check: Check | None = None) -> None:
+    def __init__(
+        self,
+        config: Config,
+        max_message_bytes: int,
+        stall_s: float | None = None,
+        check: Check | None = None,
+        age_s: float | None = None,
+    ) -> None:
         """`stall_s`: how long a response stream may wait for its client to read; None: for ever. `check` gets the bytes of a request before
-        they are parsed; a BatonError that it raises becomes the answer."""
+        they are parsed; a BatonError that it raises becomes the answer. `age_s`: after this time a client is told to connect again, and its
+        running calls finish on the old connection; None: never."""
         options = [*SERVER_OPTIONS, ("grpc.max_receive_message_length", max_message_bytes)]
+        if age_s is not None:
+            options.append(("grpc.max_connection_age_ms", int(age_s * 1000)))
         self.grpc = grpc.aio.server(interceptors=[Edge(stall_s, check)], options=options)
         self.health = health.aio.HealthServicer()
         health_pb2_grpc.add_HealthServicer_to_server(self.health, self.grpc)
@@ -86,6 +96,7 @@ class Server:
         await self.grpc.start()
 
     async def stop(self, grace: float | None) -> None:
+        """Tells every client to connect elsewhere (HTTP/2 GOAWAY), and accepts none from now on. Calls may run on for `grace` seconds."""
         await self.grpc.stop(grace)
 
 

@@ -61,7 +61,8 @@ def check_ports(config: Config) -> None:
     if config.launcher.kind == "local":
         check_shared_ports(config)
     for name in PORTS["router"]:
-        port = config.at(name)
+        if (port := config.at(name)) is None:
+            continue
         try:
             free_port(config.cluster.host, port)
         except OSError as error:

@@ -26,6 +26,7 @@ from baton.cluster.config import Config, ConfigError, PoolConfig
 from baton.cluster.connect import connect_registry
 from baton.cluster.errors import BatonError, Reason
 from baton.cluster.failpoint import failpoint
+from baton.cluster.health import HealthServer
 from baton.cluster.lifecycle import Stage, Stop, move
 from baton.cluster.membership import Membership
 from baton.cluster.metrics import Book
@@ -107,6 +108,10 @@ class Host:
     async def open(self) -> None:
         """Raises the error that keeps the engine or the transport from starting."""
         began = time.monotonic()
+        if (port := self.config.telemetry.health_port) is not None:  # first: it answers while the model is loaded
+            health = HealthServer(self.config, lambda: self.stage is Stage.READY, self.stalled_s)
+            self._closers.push_async_callback(health.close)
+            await health.start(port)
         if not fits(self.config, self.role, usable_cores()):
             os.environ.setdefault(*SLEEP_SOON)  # read when torch is loaded, which is now
         self.built = await in_a_thread_that_ends(build, options(self.config), _log_progress)
@@ -205,6 +210,8 @@ class Host:
 
     def stalled_s(self) -> float:
         """Returns for how long the engine has made no progress although it has work."""
+        if self.stage is Stage.STARTING:
+            return 0.0
         return self._stall.look(time.monotonic(), Activity(*self.loop.activity()))
 
     async def probe(self) -> Probed:

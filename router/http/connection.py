@@ -81,7 +81,7 @@ class Exchange:
     def _start(self, message: Message) -> None:
         self.started, self._expects_continue = True, False
         headers = list(message.get("headers", ()))
-        if not self._keep_alive and _CLOSE not in headers:
+        if (self._connection.leaving or not self._keep_alive) and _CLOSE not in headers:
             headers.append(_CLOSE)
         status = message["status"]
         self._head = self._connection.pack(h11.Response(status_code=status, headers=headers, reason=_PHRASES.get(status, b"")))
@@ -117,7 +117,7 @@ class Connection(asyncio.Protocol):
         self._exchange: Exchange | None = None
         self._task: asyncio.Task[None] | None = None  # the application's, for the last request
         self._timers: dict[str, asyncio.TimerHandle] = {}
-        self._leaving = False  # the connection closes after this answer
+        self.leaving = False  # the connection closes after this answer
         self._transport: asyncio.Transport
 
     # What asyncio calls
@@ -181,7 +181,7 @@ class Connection(asyncio.Protocol):
             self._transport.resume_reading()
 
     def answered(self) -> None:
-        if self._leaving or self._parser.our_state is not h11.DONE:
+        if self.leaving or self._parser.our_state is not h11.DONE:
             self._close()
             return
         self._set("idle", self._limits.http_idle_s, self._close)
@@ -189,9 +189,15 @@ class Connection(asyncio.Protocol):
         self.read_on()
         self._advance()
 
+    def retire(self) -> None:
+        """Closes when the current request is answered, and says so in the answer. Without a request: immediately."""
+        self.leaving = True
+        if self._exchange is None or self._exchange.complete:
+            self._close()
+
     def leave(self) -> None:
         """Closes. A client that waits for an answer is first told that there will be none."""
-        self._leaving = True
+        self.leaving = True
         if self._task is None or self._task.done():
             self._close()
         else:

@@ -36,6 +36,7 @@ class HttpServer:
         self._listening: asyncio.Task[None] | None = None
         self.connections: set[Connection] = set()
         self._tasks: set[asyncio.Task[None]] = set()  # the application's
+        self._draining = False
 
     @property
     def idle(self) -> bool:
@@ -60,6 +61,12 @@ class HttpServer:
     def start(self, tasks: Tasks) -> None:
         self._listening = tasks.start(self._listen(), "http")
 
+    def drain(self) -> None:
+        """From now on, every connection closes after its next answer, so that clients open their next one elsewhere."""
+        self._draining = True
+        for connection in list(self.connections):
+            connection.retire()
+
     async def stop(self) -> None:
         """Closes every connection. A client that still waits for an answer is told that there will be none."""
         if self._listening is None:
@@ -76,18 +83,23 @@ class HttpServer:
             connection.abort()
 
     async def _listen(self) -> None:
-        limits, loop = self._config.router, asyncio.get_running_loop()
-        server = await loop.create_server(
-            lambda: Connection(self._app, limits, self._most, self.connections, self._tasks),
+        limits = self._config.router
+        server = await asyncio.get_running_loop().create_server(
+            self._connection,
             sock=self._socket,
             backlog=BACKLOG,
             ssl=self._ssl,
             ssl_handshake_timeout=limits.http_read_timeout_s if self._ssl else None,
         )
         try:
-            await loop.create_future()  # until it is cancelled
+            await asyncio.get_running_loop().create_future()  # until it is cancelled
         finally:
             server.close()
+
+    def _connection(self) -> Connection:
+        connection = Connection(self._app, self._config.router, self._most, self.connections, self._tasks)
+        connection.leaving = self._draining
+        return connection
 
 
 def _ssl_context(security: SecurityConfig) -> ssl.SSLContext | None:

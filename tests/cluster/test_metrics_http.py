@@ -12,11 +12,13 @@ import pytest
 from prometheus_client.openmetrics.parser import text_string_to_metric_families as read_openmetrics
 from prometheus_client.parser import text_string_to_metric_families as read_text
 
-from baton.cluster import metrics_http
+from baton.cluster import page_server
 from baton.cluster.config import ClusterConfig, Config, SecurityConfig
 from baton.cluster.errors import BatonError, Reason
+from baton.cluster.health import HealthServer
 from baton.cluster.metrics import Book
 from baton.cluster.metrics_http import Exposition, MetricsServer
+from baton.cluster.page_server import PageServer
 
 
 def make_book() -> Book:
@@ -39,7 +41,7 @@ async def serving(
         await server.close()
 
 
-async def say(server: MetricsServer, text: bytes, tls: ssl.SSLContext | None = None) -> bytes:
+async def say(server: PageServer, text: bytes, tls: ssl.SSLContext | None = None) -> bytes:
     """Returns everything the server sends until it closes the connection."""
     host, _, port = server.address.rpartition(":")
     reader, writer = await asyncio.open_connection(host, int(port), ssl=tls)
@@ -50,7 +52,7 @@ async def say(server: MetricsServer, text: bytes, tls: ssl.SSLContext | None = N
         writer.close()
 
 
-async def get(server: MetricsServer, path: str, *fields: str, method: str = "GET") -> tuple[int, str, str]:
+async def get(server: PageServer, path: str, *fields: str, method: str = "GET") -> tuple[int, str, str]:
     """(status, content type, body)."""
     request = "\r\n".join((f"{method} {path} HTTP/1.1", "Host: x", *fields, "", ""))
     head, _, body = (await say(server, request.encode())).decode().partition("\r\n\r\n")
@@ -131,7 +133,7 @@ async def test_a_client_that_disconnects_during_a_request_leaves_no_connection()
 
 
 async def test_a_client_that_does_not_read_is_disconnected(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(metrics_http, "REQUEST_S", 0.2)
+    monkeypatch.setattr(page_server, "REQUEST_S", 0.2)
 
     class Endless(Exposition):
         async def page(self, accept: str = "") -> tuple[str, bytes]:
@@ -155,14 +157,14 @@ async def test_a_client_that_does_not_read_is_disconnected(monkeypatch: pytest.M
 
 
 async def test_an_incomplete_request_times_out(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(metrics_http, "REQUEST_S", 0.05)
+    monkeypatch.setattr(page_server, "REQUEST_S", 0.05)
     async with serving() as server:
         assert await say(server, b"GET /metr") == b""
         assert not server._writers
 
 
 async def test_connections_are_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(metrics_http, "MAX_CONNECTIONS", 3)
+    monkeypatch.setattr(page_server, "MAX_CONNECTIONS", 3)
     async with serving() as server:
         host, _, port = server.address.rpartition(":")
         held = [await asyncio.open_connection(host, int(port)) for _ in range(3)]
@@ -242,3 +244,19 @@ async def test_mutual_tls_admits_only_clients_with_a_signed_certificate(certific
         for without in (stranger, None):
             with suppress(ssl.SSLError, ConnectionError):
                 assert await say(server, request, without) == b""
+
+
+async def test_health_is_plain_http_even_where_everything_else_is_mutual_tls(certificates: dict[str, str]) -> None:
+    security = SecurityConfig(tls_cert=certificates["own.pem"], tls_key=certificates["own.key"], tls_ca=certificates["ca.pem"])
+    ready, stalled_s = False, 0.0
+    server = HealthServer(Config(security=security), lambda: ready, lambda: stalled_s)
+    await server.start(0)
+    try:
+        assert (await get(server, "/livez"))[0] == 200 and (await get(server, "/readyz"))[0] == 503
+        ready = True
+        assert (await get(server, "/readyz"))[0] == 200
+        stalled_s = Config().launcher.hang_s
+        assert (await get(server, "/livez"))[0] == 503 and (await get(server, "/readyz"))[0] == 200
+        assert (await get(server, "/metrics"))[0] == 404
+    finally:
+        await server.close()

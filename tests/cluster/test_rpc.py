@@ -83,6 +83,49 @@ async def test_every_reason_survives_the_wire(reason: Reason) -> None:
             assert (back.reason, back.message, back.violations, back.metadata) == (reason, message, violations, told.metadata)
 
 
+async def test_a_connection_that_is_too_old_is_replaced_and_its_calls_finish() -> None:
+    server, servicer = Server(Config(), 1 << 20, age_s=1.0), Scripted()
+    worker_pb2_grpc.add_KvExchangeServicer_to_server(servicer, server.grpc)
+    address, finish = server.bind(0), asyncio.Event()
+    servicer.act = lambda context: finish.wait()
+    await server.start()
+    try:
+        async with channel(address, SecurityConfig()) as opened:
+            stub = worker_pb2_grpc.KvExchangeStub(opened)
+            running = asyncio.ensure_future(stub.Renew(pb.RenewRequest(handle=b"ab"), timeout=30))
+            await until_state(opened, grpc.ChannelConnectivity.READY)
+            await until_state(opened, grpc.ChannelConnectivity.IDLE)  # told to connect again
+            assert not running.done()
+            finish.set()
+            assert (await running).ttl_ms == 2
+            assert (await stub.Renew(pb.RenewRequest(handle=b"abc"), timeout=30)).ttl_ms == 3
+    finally:
+        await server.stop(None)
+
+
+async def test_a_stopping_server_tells_its_clients_and_lets_calls_finish() -> None:
+    server, servicer = Server(Config(), 1 << 20), Scripted()
+    worker_pb2_grpc.add_KvExchangeServicer_to_server(servicer, server.grpc)
+    address, finish = server.bind(0), asyncio.Event()
+    servicer.act = lambda context: finish.wait()
+    await server.start()
+    async with channel(address, SecurityConfig()) as opened:
+        running = asyncio.ensure_future(worker_pb2_grpc.KvExchangeStub(opened).Renew(pb.RenewRequest(handle=b"ab"), timeout=30))
+        await until_state(opened, grpc.ChannelConnectivity.READY)
+        stopping = asyncio.ensure_future(server.stop(30))
+        await until_state(opened, grpc.ChannelConnectivity.IDLE)
+        assert not running.done() and not stopping.done()
+        finish.set()
+        assert (await running).ttl_ms == 2
+        await asyncio.wait_for(stopping, 20)
+
+
+async def until_state(opened: grpc.aio.Channel, wanted: grpc.ChannelConnectivity) -> None:
+    async with asyncio.timeout(20):
+        while (state := opened.get_state()) is not wanted:
+            await opened.wait_for_state_change(state)
+
+
 @pytest.mark.parametrize("reason", Reason)
 async def test_a_client_can_read_an_error_raised_by_a_method(reason: Reason) -> None:
     async with serving() as (servicer, address):

@@ -34,15 +34,16 @@ def template(role: str = "decode", grace_s: float = 5.0) -> Template:
 
 def children() -> list[int]:
     """Live processes that this process started. (The kernel's own list of children may lack one while another one exits.)"""
-    found = [child.pid for child in psutil.Process().children()]
-    return [pid for pid in found if "sleep" in _command(pid) or "leash" in _command(pid)]
+    return [child.pid for child in psutil.Process().children() if _is_ours(child)]
 
 
-def _command(pid: int) -> str:
+def _is_ours(child: psutil.Process) -> bool:
     try:
-        return Path(f"/proc/{pid}/cmdline").read_text()
-    except (FileNotFoundError, ProcessLookupError):
-        return ""
+        command = " ".join(child.cmdline())
+        # While a leash becomes the program, its command line is empty.
+        return "sleep" in command or "leash" in command or (not command and child.status() != psutil.STATUS_ZOMBIE)
+    except psutil.NoSuchProcess:
+        return False
 
 
 def tasks() -> list["asyncio.Task[Any]"]:

@@ -55,6 +55,12 @@ class Cluster:
             stub = worker_pb2_grpc.AdminStub(channel)
             return read_records(stub.Trace(worker_pb2.TraceRequest(last=1), timeout=5))[0]
 
+    def answered(self) -> int:
+        """How many of the last hundred requests the router remembers, all of which have ended."""
+        with self._channel() as channel:
+            stub = worker_pb2_grpc.AdminStub(channel)
+            return len(read_records(stub.Trace(worker_pb2.TraceRequest(last=100), timeout=5)))
+
     def record(self, request_id: str) -> dict[str, Any]:
         """What the router remembers about a request that has ended."""
         with self._channel() as channel:

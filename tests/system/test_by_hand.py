@@ -214,7 +214,7 @@ def test_sigterm_drains_each_process_while_its_requests_finish(slow: Processes) 
     slow.hand.wait(lambda: "draining" in slow.hand.log("decode_worker"))
     with pytest.raises(GenerateError) as refused:
         slow.ask(prompt[2])
-    assert refused.value.code == "UNAVAILABLE" and refused.value.retry_after_s is not None
+    assert refused.value.code == "UNAVAILABLE"  # it accepts no connection any more
     assert len(during_decode.tokens) < 120, "the stream finished before the signal, so the test proves nothing"
     result = during_decode.result()
     assert list(result.token_ids) == toy_output(prompt[1], max_tokens=120) and result.workers["retries"] == 0

@@ -200,7 +200,7 @@ async def test_a_server_that_goes_away_leaves_partial_results(model: Path, tmp_p
             str(tmp_path / "out"),
         ]
         process = await asyncio.create_subprocess_exec(*command, *options, stderr=subprocess.PIPE)
-        await asyncio.sleep(6)
+        await asyncio.to_thread(doomed.wait, lambda: doomed.answered() >= 20, 60)
         router = doomed.status()["router"]["pid"]
         os.kill(doomed.pid, signal.SIGSTOP)  # so that the supervisor does not restart the router
         os.kill(router, signal.SIGKILL)

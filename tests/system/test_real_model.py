@@ -264,11 +264,16 @@ async def test_a_killed_worker_changes_no_more_than_a_different_batch_size(live:
 async def test_text_equals_that_of_a_bare_engine_with_live_transfer_and_returned_kv(model: Path, bare: Bare) -> None:
     """Prompts have several chunks, and their KV moves while they are computed. Then the prefill worker is killed, so each conversation's
     second turn begins with KV that the decode worker kept, including that of its own answer."""
-    texts = [f"{i}: " + " ".join(sentences(40, seed=300 + i)) for i in range(3)]
+    texts = [f"{i}: " + " ".join(sentences(40, seed=300 + i)) for i in range(20)]
     chunks = ("--engine.max-num-batched-tokens", "128", "--engine.max-num-seqs", "16")
     with cluster(model, "--engine.threads", "1", "--router.fetch-tokens", "16", "--router.bypass-tokens", "0", *chunks) as live:
         async with live.client() as client:
-            firsts = [(await ask(client, text, max_tokens=40)).result for text in texts]
+            firsts: list[Result] = []
+            for text in texts:  # at least three; on a busy machine the decode worker may get no turn before a prefill ends
+                firsts.append((await ask(client, text, max_tokens=40)).result)
+                if len(firsts) >= 3 and any(first.handoff["blocks_early"] for first in firsts):
+                    break
+            texts = texts[: len(firsts)]
             for text, first in zip(texts, firsts, strict=True):
                 assert_text(bare, bare.encode(text), first)
                 assert_moved_whole(first, len(bare.encode(text)))

@@ -457,6 +457,26 @@ async def test_a_port_that_is_in_use_is_an_error(tokenizer: Tokenizer) -> None:
         await second.stop()
 
 
+async def test_a_draining_server_closes_each_connection_after_its_answer(tokenizer: Tokenizer) -> None:
+    gate = asyncio.Event()
+    async with serving(tokenizer, Script(gate=gate, gate_at=1), http_idle_s=30.0) as running:
+        idle, asked, streams = [await running.connect() for _ in range(3)]
+        idle.send(request(b"", "/livez", method="GET"))
+        assert "connection" not in (await idle.response())[1]
+        asked.send(request())
+        streams.send(STREAM)
+        await settled(lambda: len(running.house.script.begun) == 2)
+        running.server.drain()
+        assert await idle.closed()
+        late = await running.connect()  # refusing it is the application's business
+        late.send(request(b"", "/livez", method="GET"))
+        gate.set()
+        for client in (asked, streams, late):
+            status, headers, _ = await client.response()
+            assert status == 200 and (client is streams or headers["connection"] == "close") and await client.closed()
+        await running.freed()
+
+
 @pytest.mark.parametrize("gate_at", [0, 1])
 async def test_stopping_answers_the_requests_in_progress(tokenizer: Tokenizer, gate_at: int) -> None:
     async with serving(tokenizer, Script(gate=asyncio.Event(), gate_at=gate_at), http_read_timeout_s=60) as running:
