@@ -1,6 +1,6 @@
-"""A worker's presence in the registry: it joins, refreshes its record and publishes its block events.
+"""A process's presence in the registry: it joins and refreshes its record; a worker also publishes its block events.
 
-The registry is a cache of facts that the worker can rebuild. While the registry is unreachable, the worker keeps serving, and the next
+The registry is a cache of facts that the process can rebuild. While the registry is unreachable, the process keeps serving, and the next
 heartbeat restores what was lost. Events are queued meanwhile; in a long outage the oldest are dropped, and the gap in their numbers makes
 readers ask for a snapshot.
 """
@@ -11,7 +11,7 @@ import logging
 from collections import deque
 from collections.abc import Awaitable, Callable
 
-from baton.cluster.records import BlockEvent, WorkerRecord
+from baton.cluster.records import BlockEvent, Record, kind_of
 from baton.cluster.registry import Registry, RegistryUnavailable, StaleIncarnation
 
 log = logging.getLogger(__name__)
@@ -25,7 +25,7 @@ class Membership:
     def __init__(
         self,
         registry: Registry,
-        describe: Callable[[], Awaitable[WorkerRecord]],
+        describe: Callable[[], Awaitable[Record]],
         heartbeat_s: float,
         on_stale: Callable[[BaseException], None],
     ) -> None:
@@ -36,9 +36,10 @@ class Membership:
         self._events: deque[BlockEvent] = deque(maxlen=MAX_BUFFERED_EVENTS)
         self._new_events = asyncio.Event()
         self._beat = asyncio.Event()
+        self._left = False
         self.reachable = True
         self.reconnects = 0  # how often the registry has come back after an outage
-        self._joined: WorkerRecord | None = None
+        self._joined: Record | None = None
 
     def announce(self, events: list[BlockEvent]) -> None:
         """Queue block events. In a long outage of the registry the oldest are dropped, and readers see the gap."""
@@ -55,13 +56,14 @@ class Membership:
             group.create_task(self._run_events())
 
     async def leave(self) -> None:
-        """Best effort: if the registry is unreachable, the record expires."""
-        if self._joined is not None:
+        """Best effort: if the registry is unreachable, the record expires. Nothing is refreshed afterwards."""
+        self._left, joined = True, self._joined
+        if joined is not None:
             with contextlib.suppress(RegistryUnavailable):
-                await self._registry.leave(self._joined.name, self._joined.incarnation)
+                await self._registry.leave(joined.name, joined.incarnation, kind_of(joined))
 
     async def _run_heartbeat(self) -> None:
-        while True:
+        while not self._left:
             record = await self._describe()
             try:
                 await self._registry.join(record)

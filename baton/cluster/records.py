@@ -1,4 +1,4 @@
-"""What workers publish in the registry, and how it is encoded.
+"""What workers and routers publish in the registry, and how it is encoded.
 
 Records and pools are JSON objects, read and written by pydantic from the types of the dataclasses. A reader skips unknown fields (from a
 newer writer), uses the default of a missing field that has one (from an older writer), and refuses a value of the wrong type. A block event
@@ -79,6 +79,39 @@ class WorkerRecord:
 
 
 @dataclass(frozen=True, slots=True)
+class RouterRecord:
+    """A router that takes requests. It expires unless refreshed."""
+
+    name: str
+    incarnation: Count
+    pid: Count
+    host: str
+    endpoints: dict[str, str]  # "grpc", "http", "admin", "page", "metrics", "health" → host:port
+    model_name: str
+    inflight: Count = 0  # requests that it is serving
+    queued: Count = 0  # requests that wait there for admission
+
+    def to_json(self) -> bytes:
+        return _ROUTER.dump_json(self)
+
+    @classmethod
+    def from_json(cls, data: bytes | str, name: str | None = None) -> "RouterRecord":
+        """Raises ValueError for data that is not a record, or not the record of `name`."""
+        record = _checked(lambda: _ROUTER.validate_json(data, strict=True), "router")
+        if name not in (None, record.name):
+            raise ValueError(f"router: of {record.name!r}, not of {name!r}")
+        return record
+
+
+Record = WorkerRecord | RouterRecord
+Kind = Literal["worker", "router"]
+
+
+def kind_of(record: Record) -> Kind:
+    return "router" if isinstance(record, RouterRecord) else "worker"
+
+
+@dataclass(frozen=True, slots=True)
 class Pools:
     """How many workers each pool should have."""
 
@@ -129,6 +162,7 @@ class BlockEvent:
 
 
 _RECORD = TypeAdapter(WorkerRecord)
+_ROUTER = TypeAdapter(RouterRecord)
 _POOLS = TypeAdapter(Pools)
 
 

@@ -3,6 +3,7 @@
     baton:{NAME}:worker:W    JSON record of worker W, expires
     baton:{NAME}:fence:W     newest incarnation of W, expires later
     baton:{NAME}:members     set of worker names; readers drop those whose record is gone
+    baton:{NAME}:router:R, router-fence:R, routers     the same for routers
     baton:{NAME}:events      stream of block events, about `stream_maxlen` long
     baton:{NAME}:pools       JSON of the wanted pool sizes
 
@@ -13,8 +14,8 @@ together. The scripts cope with any value under a key: a writer overwrites a val
 import asyncio
 import contextlib
 import re
-from collections.abc import Awaitable, Sequence
-from typing import Any, cast
+from collections.abc import Awaitable, Callable, Sequence
+from typing import Any, TypeVar, cast
 
 from redis.asyncio import Redis
 from redis.exceptions import (
@@ -29,9 +30,15 @@ from redis.exceptions import ConnectionError as RedisConnectionError
 from redis.exceptions import TimeoutError as RedisTimeoutError
 
 from baton.cluster.config import RedisConfig
-from baton.cluster.records import BlockEvent, Pools, WorkerRecord
+from baton.cluster.records import BlockEvent, Kind, Pools, Record, RouterRecord, WorkerRecord, kind_of
 from baton.cluster.registry import EVENTS_BATCH, FENCE_LIFETIMES, RegistryUnavailable, StaleIncarnation
 
+# Beginnings of the keys of a record and of its fence, and the key of the set of names.
+_NAMES: dict[Kind, tuple[str, str, str]] = {
+    "worker": ("worker:", "fence:", "members"),
+    "router": ("router:", "router-fence:", "routers"),
+}
+R = TypeVar("R")
 _PUBLISH_BATCH = 256  # events in one command
 _CONNECTIONS = 16
 
@@ -96,28 +103,24 @@ class RedisRegistry:
         self._commands = _client(url)
         self._blocking = _client(url)  # a blocked XREAD holds its connection
 
-    async def join(self, record: WorkerRecord) -> None:
+    async def join(self, record: Record) -> None:
         ttl_ms = round(self._config.record_ttl_s * 1000)
         newest = await self._script(
             _JOIN,
-            self._worker_keys(record.name),
+            self._keys(kind_of(record), record.name),
             (record.incarnation, record.to_json(), ttl_ms, ttl_ms * FENCE_LIFETIMES, record.name),
         )
         if newest is not None:
             raise StaleIncarnation(record.name, record.incarnation, int(newest))
 
-    async def leave(self, name: str, incarnation: int) -> None:
-        await self._script(_LEAVE, self._worker_keys(name), (incarnation, name))
+    async def leave(self, name: str, incarnation: int, kind: Kind = "worker") -> None:
+        await self._script(_LEAVE, self._keys(kind, name), (incarnation, name))
 
     async def members(self) -> list[WorkerRecord]:
-        reply = await self._script(_MEMBERS, (self._key("members"),), (self._key("worker:"),))
-        found = []
-        for name, data in zip(reply[::2], reply[1::2], strict=True):
-            try:
-                found.append(WorkerRecord.from_json(data, name.decode()))
-            except ValueError:
-                self.garbage += 1
-        return sorted(found, key=lambda record: record.name)
+        return await self._records("worker", WorkerRecord.from_json)
+
+    async def routers(self) -> list[RouterRecord]:
+        return await self._records("router", RouterRecord.from_json)
 
     async def publish(self, events: Sequence[BlockEvent]) -> None:
         for start in range(0, len(events), _PUBLISH_BATCH):
@@ -168,8 +171,20 @@ class RedisRegistry:
     def _key(self, name: str) -> str:
         return self._prefix + name
 
-    def _worker_keys(self, name: str) -> tuple[str, str, str]:
-        return self._key(f"worker:{name}"), self._key(f"fence:{name}"), self._key("members")
+    def _keys(self, kind: Kind, name: str) -> tuple[str, str, str]:
+        record, fence, members = _NAMES[kind]
+        return self._key(record + name), self._key(fence + name), self._key(members)
+
+    async def _records(self, kind: Kind, read: Callable[[bytes, str], R]) -> list[R]:
+        prefix, _, members = _NAMES[kind]
+        reply = await self._script(_MEMBERS, (self._key(members),), (self._key(prefix),))
+        found: dict[str, R] = {}
+        for name, data in zip(reply[::2], reply[1::2], strict=True):
+            try:
+                found[name.decode()] = read(data, name.decode())
+            except ValueError:
+                self.garbage += 1
+        return [found[name] for name in sorted(found)]
 
     async def _last_id(self) -> str:
         newest = await self._bounded(_send(self._commands, "XREVRANGE", self._key("events"), "+", "-", "COUNT", 1))

@@ -1,4 +1,4 @@
-"""The registry: which workers are alive, what their caches hold, how large the pools should be.
+"""The registry: which workers and routers are alive, what the workers' caches hold, how large the pools should be.
 
 It is a cache of facts that workers can rebuild: if it is lost or flushed, no request fails, and no request waits for it. The implementation
 is `baton.cluster.redis_registry`. Tests have a second one, in memory, for outages and clocks that they control; the same behaviour suite
@@ -8,7 +8,7 @@ runs on both.
 from collections.abc import Sequence
 from typing import Protocol
 
-from baton.cluster.records import BlockEvent, Pools, WorkerRecord
+from baton.cluster.records import BlockEvent, Kind, Pools, Record, RouterRecord, WorkerRecord
 
 EVENTS_BATCH = 1000  # most events that one call of `events` returns
 # A writer with an old incarnation is refused for this many record lifetimes after the last write of a newer one. It is not refused for
@@ -37,14 +37,17 @@ class Registry(Protocol):
 
     garbage: int  # number of values found that none of our workers wrote; they are skipped
 
-    async def join(self, record: WorkerRecord) -> None:
+    async def join(self, record: Record) -> None:
         """Write or refresh a record, which then expires. Writes nothing and raises StaleIncarnation when a newer incarnation has joined."""
 
-    async def leave(self, name: str, incarnation: int) -> None:
+    async def leave(self, name: str, incarnation: int, kind: Kind = "worker") -> None:
         """Remove the record of `name` if this incarnation wrote it."""
 
     async def members(self) -> list[WorkerRecord]:
-        """The records that have not expired, sorted by name."""
+        """The workers' records that have not expired, sorted by name."""
+
+    async def routers(self) -> list[RouterRecord]:
+        """The routers' records that have not expired, sorted by name."""
 
     async def publish(self, events: Sequence[BlockEvent]) -> None:
         """Append `events` in order. A call that failed may still have stored them: publish them again, readers drop duplicates."""

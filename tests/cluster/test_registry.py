@@ -16,7 +16,7 @@ from hypothesis import strategies as st
 from memory_registry import MemoryRegistry
 
 from baton.cluster.config import RedisConfig
-from baton.cluster.records import BlockEvent, Load, Pools, WorkerRecord
+from baton.cluster.records import BlockEvent, Load, Pools, RouterRecord, WorkerRecord
 from baton.cluster.redis_registry import RedisRegistry
 from baton.cluster.registry import EVENTS_BATCH, FENCE_LIFETIMES, Registry, StaleIncarnation
 from baton.launch.redis_server import EmbeddedRedis
@@ -83,7 +83,7 @@ def memory_world() -> World:
         registry,
         registry,
         advance,
-        lambda name, data: registry._records.update({name: (data, clock[0] + 1000)}),
+        lambda name, data: registry._records.update({("worker", name): (data, clock[0] + 1000)}),
         lambda data: setattr(registry, "_pools", data),
         add_entry,
     )
@@ -200,6 +200,27 @@ async def test_leave_removes_only_its_own_incarnation(world: World) -> None:
     assert [member.name for member in await world.registry.members()] == ["bystander"]
     await world.registry.join(record(incarnation=8))
     assert len(await world.registry.members()) == 2
+
+
+def router(name: str = "router-0", incarnation: int = 7, **changes: Any) -> RouterRecord:
+    return dataclasses.replace(RouterRecord(name, incarnation, 1, "laptop", {"grpc": "127.0.0.1:8470"}, "smöl"), **changes)
+
+
+async def test_routers_join_and_leave_apart_from_workers_of_the_same_name(world: World) -> None:
+    await world.registry.join(record("one", 9))
+    await world.registry.join(router("one", 3, inflight=2))
+    await world.registry.join(router())
+    assert await world.other.routers() == [router("one", 3, inflight=2), router()]
+    assert await world.other.members() == [record("one", 9)]
+    await world.registry.leave("one", 3)  # a worker's incarnation is meant
+    await world.registry.leave("one", 9, "router")
+    assert len(await world.other.routers()) == 2 and len(await world.other.members()) == 1
+    await world.registry.leave("one", 3, "router")
+    assert await world.other.routers() == [router()] and await world.other.members() == [record("one", 9)]
+    with pytest.raises(StaleIncarnation):
+        await world.registry.join(router(incarnation=6))
+    await world.advance(TTL * 1.1)
+    assert await world.other.routers() == []
 
 
 @pytest.mark.parametrize(

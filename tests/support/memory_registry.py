@@ -6,10 +6,13 @@ import time
 from collections import deque
 from collections.abc import Callable, Mapping, Sequence
 from itertools import islice
+from typing import TypeVar
 
 from baton.cluster.config import RedisConfig
-from baton.cluster.records import BlockEvent, Pools, WorkerRecord
+from baton.cluster.records import BlockEvent, Kind, Pools, Record, RouterRecord, WorkerRecord, kind_of
 from baton.cluster.registry import EVENTS_BATCH, FENCE_LIFETIMES, RegistryUnavailable, StaleIncarnation
+
+R = TypeVar("R")
 
 
 class MemoryRegistry:
@@ -21,35 +24,43 @@ class MemoryRegistry:
         self.available = True
         self._ttl = config.record_ttl_s
         self._now = now
-        self._records: dict[str, tuple[bytes, float]] = {}  # name → JSON, when it expires
-        self._fences: dict[str, tuple[int, float]] = {}  # name → newest incarnation, when it is forgotten
+        self._records: dict[tuple[Kind, str], tuple[bytes, float]] = {}  # JSON, when it expires
+        self._fences: dict[tuple[Kind, str], tuple[int, float]] = {}  # newest incarnation, when it is forgotten
         self._entries: deque[tuple[int, Mapping[bytes, bytes]]] = deque(maxlen=config.stream_maxlen)
         self._last_id = 0
         self._published = asyncio.Event()
         self._pools: bytes | None = None
 
-    async def join(self, record: WorkerRecord) -> None:
+    async def join(self, record: Record) -> None:
         self._reach()
-        newest = self._newest(record.name)
+        key = kind_of(record), record.name
+        newest = self._newest(key)
         if newest is not None and newest > record.incarnation:
             raise StaleIncarnation(record.name, record.incarnation, newest)
         now = self._now()
-        self._records[record.name] = (record.to_json(), now + self._ttl)
-        self._fences[record.name] = (record.incarnation, now + self._ttl * FENCE_LIFETIMES)
+        self._records[key] = (record.to_json(), now + self._ttl)
+        self._fences[key] = (record.incarnation, now + self._ttl * FENCE_LIFETIMES)
 
-    async def leave(self, name: str, incarnation: int) -> None:
+    async def leave(self, name: str, incarnation: int, kind: Kind = "worker") -> None:
         self._reach()
-        if self._newest(name) == incarnation:
-            self._records.pop(name, None)
+        if self._newest((kind, name)) == incarnation:
+            self._records.pop((kind, name), None)
 
     async def members(self) -> list[WorkerRecord]:
+        return self._read("worker", WorkerRecord.from_json)
+
+    async def routers(self) -> list[RouterRecord]:
+        return self._read("router", RouterRecord.from_json)
+
+    def _read(self, wanted: Kind, read: Callable[[bytes, str], R]) -> list[R]:
         self._reach()
         now = self._now()
-        self._records = {name: held for name, held in self._records.items() if held[1] > now}
+        self._records = {key: held for key, held in self._records.items() if held[1] > now}
         found = []
-        for name, (data, _) in sorted(self._records.items()):
+        for (kind, name), (data, _) in sorted(self._records.items()):
             try:
-                found.append(WorkerRecord.from_json(data, name))
+                if kind == wanted:
+                    found.append(read(data, name))
             except ValueError:
                 self.garbage += 1
         return found
@@ -106,6 +117,6 @@ class MemoryRegistry:
         if not self.available:
             raise RegistryUnavailable("down", "switched off")
 
-    def _newest(self, name: str) -> int | None:
-        incarnation, forgotten = self._fences.get(name, (None, 0.0))
+    def _newest(self, key: tuple[Kind, str]) -> int | None:
+        incarnation, forgotten = self._fences.get(key, (None, 0.0))
         return incarnation if forgotten > self._now() else None
