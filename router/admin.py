@@ -1,4 +1,6 @@
-"""`baton.v1.Admin`, on its own port: the cluster as the router sees it. `Status` asks every worker again."""
+"""`baton.v1.Admin`, on its own port: the cluster as the router sees it. `Status` asks every worker again; `Live` and `Trace` ask the other
+routers, so it does not matter which one is asked.
+"""
 
 import asyncio
 import os
@@ -6,13 +8,14 @@ from collections.abc import Callable
 from dataclasses import asdict
 
 from baton.cluster.errors import BatonError, invalid
-from baton.cluster.records import WorkerRecord
+from baton.cluster.records import RouterRecord, WorkerRecord
 from baton.cluster.rpc import Answering, Context
 from baton.v1 import worker_pb2, worker_pb2_grpc
 from router.admission import Admission
 from router.clients import Workers
 from router.journal import Journal
 from router.live import Live
+from router.peers import Peers
 from router.view import ClusterView
 from router.watch import Watch
 
@@ -26,22 +29,24 @@ class AdminDoor(worker_pb2_grpc.AdminServicer):
         admission: Admission,
         journal: Journal,
         live: Live,
-        model_name: str,
-        endpoints: Callable[[], dict[str, str]],
+        peers: Peers,
+        describe: Callable[[], RouterRecord],
     ) -> None:
+        """`describe`: this router, as it is now."""
         self._view = view
         self._workers = workers
         self._watch = watch
         self._admission = admission
         self._journal = journal
         self._live = live
-        self._model_name = model_name
-        self._endpoints = endpoints
+        self._peers = peers
+        self._describe_router = describe
 
     async def Status(self, request: worker_pb2.StatusRequest, context: Context) -> worker_pb2.StatusResponse:
+        own = self._describe_router()
         return worker_pb2.StatusResponse(
-            endpoints=self._endpoints(),
-            model=self._model_name,
+            endpoints=own.endpoints,
+            model=own.model_name,
             router=worker_pb2.RouterStatus(
                 pid=os.getpid(),
                 inflight=self._admission.inflight,
@@ -49,17 +54,24 @@ class AdminDoor(worker_pb2_grpc.AdminServicer):
                 registry="reachable" if self._watch.registry_reachable else "away",
             ),
             workers=await asyncio.gather(*(self._describe(record) for record in self._view.members())),
+            routers=[worker_pb2.RouterInfo(**asdict(record)) for record in self._peers.together(own)],
         )
 
     async def Live(self, request: worker_pb2.LiveRequest, context: Context) -> worker_pb2.LiveResponse:
-        return worker_pb2.LiveResponse(**await self._live.look())
+        return worker_pb2.LiveResponse(**await self._live.look(alone=request.alone))
 
     async def Trace(self, request: worker_pb2.TraceRequest, context: Context) -> worker_pb2.TraceResponse:
         if request.request_id:
             found = [record for record in [self._journal.find(request.request_id)] if record is not None]
         else:
             found = self._journal.last(request.last or 1)
-        return worker_pb2.TraceResponse(records=[worker_pb2.TraceRecord(**record.to_json()) for record in found])
+        records = [worker_pb2.TraceRecord(**record.to_json()) for record in found]
+        if not request.alone:
+            asked = worker_pb2.TraceRequest(request_id=request.request_id, last=request.last, alone=True)
+            for _, answer in await self._peers.ask(lambda stub: stub.Trace(asked)):
+                records += answer.records
+        records.sort(key=lambda record: record.at, reverse=True)
+        return worker_pb2.TraceResponse(records=records if request.request_id else records[: request.last or 1])
 
     async def SetRoles(self, request: worker_pb2.AdminSetRolesRequest, context: Context) -> worker_pb2.SetRolesResponse:
         async with Answering(context):

@@ -45,6 +45,15 @@ class Due:
 
 
 @dataclass(frozen=True, slots=True)
+class Elsewhere:
+    """What other routers do with the same workers. All limits of `Admission` hold for all routers together."""
+
+    routers: int = 1  # including this one
+    inflight: int = 0
+    queued: int = 0
+
+
+@dataclass(frozen=True, slots=True)
 class Admitted:
     pass
 
@@ -70,6 +79,16 @@ class _Waiter:
 
 
 ANY_TIME = Due()
+ALONE = Elsewhere()
+
+
+def share(total: int, taken: int, routers: int) -> int:
+    """What one of `routers` may use of `total`, of which the others use `taken`.
+
+    It may use whatever is free, and its equal part in any case: a router that had everything then gives back what another one needs. So for
+    a moment the routers can use more than `total` together, less than twice as much.
+    """
+    return max(total - taken, -(-total // routers))
 
 
 class Admission:
@@ -78,7 +97,8 @@ class Admission:
             raise ValueError(f"cannot serve {max_inflight} requests and queue {max_queue}")
         self.max_inflight = max_inflight
         self.max_queue = max_queue
-        self.places = max_inflight  # how many requests the workers can take now, `max_inflight` at most
+        self.places = max_inflight  # how many requests may be served now, `max_inflight` at most
+        self.room = max_queue  # how many may wait now, `max_queue` at most
         self.pace = Pace()
         self._overload = overload
         self._inside: set[str] = set()
@@ -107,7 +127,7 @@ class Admission:
             return Admitted()
         ahead = sum(other.priority <= priority for other in self._waiting.values())
         wait, room = (ahead + 1) * self._turn_s, self._room_s(due, now, now)
-        if self.queued >= self.max_queue or wait > room * (SHARE if self.standing(now) else 1.0):
+        if self.queued >= self.room or wait > room * (SHARE if self.standing(now) else 1.0):
             return self._refuse(wait - room, now)
         self._waiting[request_id] = _Waiter(priority, now, due)
         return Queued(ahead)
@@ -118,9 +138,11 @@ class Admission:
         self._inside.discard(request_id)
         return self._fill(now)
 
-    def resize(self, places: int | None, now: float = 0.0) -> list[str]:
+    def resize(self, places: int | None, now: float = 0.0, elsewhere: Elsewhere = ALONE) -> list[str]:
         """Sets how many requests the workers can take now; None: only `max_inflight` bounds them. Returns the requests admitted now."""
-        self.places = max(1, min(self.max_inflight, self.max_inflight if places is None else places))
+        total = min(self.max_inflight, self.max_inflight if places is None else places)
+        self.places = max(1, share(total, elsewhere.inflight, elsewhere.routers))
+        self.room = share(self.max_queue, elsewhere.queued, elsewhere.routers)
         return self._fill(now)
 
     def drop_hopeless(self, now: float) -> list[str]:
@@ -197,6 +219,6 @@ class Admission:
         return latest - now
 
     def _refuse(self, more_s: float, now: float) -> Refused:
-        late = self.queued < self.max_queue
+        late = self.queued < self.room
         self._refusals.append(now)
         return Refused(self.inflight, self.queued, late, self.retry_after(now, more_s if late else 0.0))

@@ -4,16 +4,20 @@ It contains nothing of a prompt or an output.
 """
 
 import asyncio
+from collections import Counter
 from collections.abc import Callable
 from dataclasses import asdict
 from time import monotonic
 from typing import Any
 
 from baton.cluster.errors import BatonError
-from baton.cluster.records import WorkerRecord
+from baton.cluster.messages import plain
+from baton.cluster.records import RouterRecord, WorkerRecord
+from baton.v1 import worker_pb2
 from router.admission import Admission
 from router.clients import Workers
 from router.journal import Entry, Journal, Record
+from router.peers import Peers
 from router.view import ClusterView
 from router.watch import Watch
 
@@ -33,24 +37,35 @@ class Live:
         watch: Watch,
         admission: Admission,
         journal: Journal,
-        model_name: str,
+        peers: Peers,
+        describe: Callable[[], RouterRecord],
         clock: Callable[[], float] = monotonic,
     ) -> None:
+        """`describe`: this router, as it is now."""
         self._view = view
         self._workers = workers
         self._watch = watch
         self._admission = admission
         self._journal = journal
-        self._model_name = model_name
+        self._peers = peers
+        self._describe = describe
         self._clock = clock
         self._lock = asyncio.Lock()
         self._looked_at = 0.0
         self._looked: list[dict[str, Any]] = []
         self._last: dict[str, tuple[dict[str, Any], float]] = {}  # worker → its last state, and when that was
 
-    async def look(self) -> dict[str, Any]:
-        """Returns the state, ready for JSON. Times are in seconds; all values of `clock` come from one clock; `totals` only grow."""
-        now, journal = self._clock(), self._journal
+    async def look(self, alone: bool = False) -> dict[str, Any]:
+        """Returns the state, ready for JSON. Times are in seconds; all values of `clock` come from one clock; `totals` only grow, unless a
+        router leaves. `alone`: only what this router knows itself."""
+        own = await self._look()
+        if alone or not self._peers.others:
+            return own
+        answers = await self._peers.ask(lambda stub: stub.Live(worker_pb2.LiveRequest(alone=True)))
+        return merge(own, [plain(answer) for _, answer in answers])
+
+    async def _look(self) -> dict[str, Any]:
+        now, journal, record = self._clock(), self._journal, self._describe()
         requests = [_on_its_way(entry, now) for entry in journal.open_entries]
         totals = asdict(journal.totals)
         totals["output_tokens"] += sum(request["output_tokens"] for request in requests)
@@ -60,7 +75,7 @@ class Live:
         recent = [record.to_json() for record in journal.last(MAX_RECENT)]
         return {
             "clock": now,
-            "model": self._model_name,
+            "model": record.model_name,
             "router": {
                 "inflight": self._admission.inflight,
                 "queued": self._admission.queued,
@@ -72,12 +87,16 @@ class Live:
             "errors": [_error(record) for record in journal.last(ERRORS_AMONG) if record.outcome in ("failed", "refused")][:MAX_ERRORS],
             "totals": totals,
             "slo": {"objectives": journal.objectives, "attainment": journal.attainment},
+            "routers": [asdict(router) for router in self._peers.together(record)],
         }
 
-    def find(self, request_id: str) -> dict[str, Any] | None:
-        """Returns the record of a request that has ended."""
-        record = self._journal.find(request_id)
-        return record.to_json() if record else None
+    async def find(self, request_id: str) -> dict[str, Any] | None:
+        """Returns the record of a request that has ended, at whichever router."""
+        if record := self._journal.find(request_id):
+            return record.to_json()
+        asked = worker_pb2.TraceRequest(request_id=request_id, alone=True)
+        found = [plain(record) for _, answer in await self._peers.ask(lambda stub: stub.Trace(asked)) for record in answer.records]
+        return found[0] if found else None
 
     async def _look_at_workers(self) -> list[dict[str, Any]]:
         async with self._lock:
@@ -113,6 +132,31 @@ class Live:
             "name": record.name, "role": record.role, "state": state, "incarnation": record.incarnation, "kv_blocks": record.kv_blocks,
             "transport": record.transport, **asdict(record.load), "blocks_in_use": residue.get("blocks_in_use", 0),
         }  # fmt: skip
+
+
+def merge(own: dict[str, Any], others: list[dict[str, Any]]) -> dict[str, Any]:
+    """The state of the cluster from the states of its routers. The workers are the same for all."""
+    states = [own, *others]
+    totals: dict[str, Any] = {name: sum(state["totals"][name] for state in states) for name in own["totals"] if name != "outcomes"}
+    totals["outcomes"] = dict(sum((Counter(state["totals"]["outcomes"]) for state in states), Counter()))
+    counts = [sum(state["totals"]["outcomes"].values()) for state in states]
+    shares = [state["slo"]["attainment"] for state in states]
+    judged = [(share, count) for share, count in zip(shares, counts, strict=True) if share is not None]
+    weight = sum(count for _, count in judged)
+    return {
+        **own,
+        "router": {**own["router"], **{name: sum(state["router"][name] for state in states) for name in ("inflight", "queued")}},
+        "requests": _newest(states, "requests", "age", MAX_REQUESTS),
+        "recent": _newest(states, "recent", "at", MAX_RECENT),
+        "errors": _newest(states, "errors", "at", MAX_ERRORS),
+        "totals": totals,
+        "slo": {**own["slo"], "attainment": sum(share * count for share, count in judged) / weight if weight else None},
+    }
+
+
+def _newest(states: list[dict[str, Any]], what: str, by: str, most: int) -> list[dict[str, Any]]:
+    """Of `requests`, the oldest, as every router lists them; of what has ended, the newest."""
+    return sorted((one for state in states for one in state[what]), key=lambda one: one[by], reverse=True)[:most]
 
 
 def _on_its_way(entry: Entry, now: float) -> dict[str, Any]:

@@ -4,6 +4,7 @@ import asyncio
 import logging
 import os
 import secrets
+import socket
 import time
 from contextlib import AsyncExitStack
 from pathlib import Path
@@ -16,14 +17,16 @@ from baton.cluster.config import Config, ConfigError
 from baton.cluster.connect import connect_registry
 from baton.cluster.health import HealthServer
 from baton.cluster.lifecycle import Stage, Stop, move
+from baton.cluster.membership import Membership, draw_incarnation, process_name
 from baton.cluster.metrics import Book
 from baton.cluster.metrics_http import Exposition, MetricsServer
+from baton.cluster.records import RouterRecord
 from baton.cluster.rpc import Check, Server, Tasks
 from baton.cluster.tracing import make_tracer
 from baton.v1 import generation_pb2, generation_pb2_grpc, worker_pb2_grpc
 from router import gauges, reflection
 from router.admin import AdminDoor
-from router.admission import Admission
+from router.admission import Admission, Elsewhere
 from router.clients import Workers
 from router.dispatch import Dispatcher
 from router.door import GenerationDoor
@@ -34,6 +37,7 @@ from router.journal import Journal
 from router.keys import ApiKeys, Quota
 from router.live import Live
 from router.message_bound import check_fields
+from router.peers import Peers
 from router.rates import Rates, Unlimited, redis_counters
 from router.service import Draws, GenerateService, ServedModel, Tenancy
 from router.tokenizer import Tokenizer
@@ -44,6 +48,7 @@ log = logging.getLogger(__name__)
 SERVICE = generation_pb2.DESCRIPTOR.services_by_name["Generation"].full_name
 HEALTH_EVERY_S = 0.1
 KEYS_EVERY_S = 1.0
+BEAT_S = 0.25  # other routers count what is served here
 IDLE_POLL_S = 0.02
 
 
@@ -65,14 +70,20 @@ class RouterProcess:
         self._https: list[HttpServer] = []
         self._keys = ApiKeys.load(config.security.api_keys, Quota(config.security.requests_per_minute, config.security.tokens_per_minute))
         self._model_name = config.model.served_name or Path(config.model.path).name
-        self._tracer = make_tracer(config.telemetry, config.cluster.name, "router", os.environ.get("BATON_WORKER_NAME", "router"))
+        self.name = process_name("router")
+        self.incarnation = draw_incarnation()
+        self._endpoints: dict[str, str] = {}
+        self._membership = Membership(self._registry, self.describe, min(config.redis.heartbeat_s, BEAT_S), stop.fail)
+        self._peers = Peers(self._registry, self.name, config.security)
+        self._tracer = make_tracer(config.telemetry, config.cluster.name, "router", self.name)
         self._book = Book("router", model=self._model_name)
         self._journal = Journal(self._book, self._tracer, self._model_name, config.slo, config.telemetry.recent_requests)
         self._metrics = MetricsServer(config, Exposition(self._book), lambda: self.stage is Stage.READY, self._targets)
         self._health_pages = HealthServer(config, lambda: self.stage is Stage.READY)
         self._closers = AsyncExitStack()  # all of them run, in reverse order, even if one fails
         self._closers.push_async_callback(asyncio.to_thread, self._tracer.close)
-        for close in (self._health_pages.close, self._metrics.close, self._registry.close, self._workers.close):
+        closers = (self._health_pages.close, self._metrics.close, self._registry.close, self._workers.close, self._peers.close)
+        for close in closers:
             self._closers.push_async_callback(close)
 
     async def start(self) -> None:
@@ -85,7 +96,7 @@ class RouterProcess:
         tokenizer = await asyncio.to_thread(Tokenizer.load, Path(config.model.path))
         self._view = view = ClusterView(tokenizer.fingerprint)
         watch = Watch(view, self._registry, self._workers, config.router.hang_s)
-        admission = Admission(config.router.max_inflight, config.router.max_queue, config.router.overload)
+        self._admission = admission = Admission(config.router.max_inflight, config.router.max_queue, config.router.overload)
         model_name = self._model_name
         gauges.tell(self._book, view, admission, watch, self._tracer)
         self.service = GenerateService(
@@ -97,6 +108,7 @@ class RouterProcess:
             journal=self._journal,
             draws=Draws(lambda: secrets.randbits(63), draw_id),
             tenancy=Tenancy(self._rates(), config.security.shared_prefixes),
+            elsewhere=lambda: Elsewhere(self._peers.count, self._peers.inflight, self._peers.queued),
         )
         self._closers.callback(self.service.close)
         generation_pb2_grpc.add_GenerationServicer_to_server(GenerationDoor(self.service, self._keys), public.grpc)
@@ -108,15 +120,16 @@ class RouterProcess:
         self._closers.push_async_callback(self._tasks.close)
         http = self._http(allow_origins(http_door, config.router.cors_origins))
         http_address = http.bind(config.router.http_port)
-        live = Live(view, self._workers, watch, admission, self._journal, model_name)
+        live = Live(view, self._workers, watch, admission, self._journal, self._peers, self._record)
         page = self._http(Page(live, http_door, self._keys, config.cluster.host))
         page_address = page.bind(config.router.page_port)
-        endpoints = {"grpc": self.address, "http": http_address, "admin": admin_address, "page": page_address}
+        endpoints = self._endpoints
+        endpoints |= {"grpc": self.address, "http": http_address, "admin": admin_address, "page": page_address}
         if config.telemetry.metrics:
             endpoints["metrics"] = await self._metrics.start(config.telemetry.metrics_port)
         if config.telemetry.health_port is not None:
             endpoints["health"] = self._health_pages.address
-        door = AdminDoor(view, self._workers, watch, admission, self._journal, live, model_name, lambda: endpoints)
+        door = AdminDoor(view, self._workers, watch, admission, self._journal, live, self._peers, self._record)
         worker_pb2_grpc.add_AdminServicer_to_server(door, admin.grpc)
         await public.health.set("liveness", health_pb2.HealthCheckResponse.SERVING)  # as long as the process answers
         await public.start()
@@ -124,6 +137,8 @@ class RouterProcess:
         http.start(self._tasks)
         page.start(self._tasks)
         self._tasks.start(watch.run(), "watch")
+        self._tasks.start(self._peers.run(), "peers")
+        self._tasks.start(self._membership.run(), "membership")
         self._tasks.start(pulse.beat(), "pulse")
         self._tasks.start(self._run_health(), "health")
         self._tasks.start(self._run_keys(), "keys")
@@ -132,6 +147,7 @@ class RouterProcess:
 
     async def drain(self) -> None:
         self.stage = move(self.stage, "drain")
+        await self._membership.leave()  # first: nobody is sent here any more
         self.service.draining = True
         await self._set_health(False)
         for http in self._https:
@@ -144,7 +160,24 @@ class RouterProcess:
 
     async def close(self) -> None:
         self.stage = move(self.stage, "close")
-        await self._closers.aclose()
+        async with self._closers:
+            await self._membership.leave()
+
+    async def describe(self) -> RouterRecord:
+        """This router as it is now, for the registry."""
+        return self._record()
+
+    def _record(self) -> RouterRecord:
+        return RouterRecord(
+            name=self.name,
+            incarnation=self.incarnation,
+            pid=os.getpid(),
+            host=socket.gethostname(),
+            endpoints=self._endpoints,
+            model_name=self._model_name,
+            inflight=self._admission.inflight,
+            queued=self._admission.queued,
+        )
 
     def _server(self, check: Check | None = None, age_s: float | None = None) -> Server:
         server = Server(self.config, self.config.router.max_message_bytes, self.config.router.stall_s, check, age_s)
@@ -168,7 +201,8 @@ class RouterProcess:
         return Rates(redis_counters(redis.url, self.config.cluster.name), self._keys.quota, redis.command_timeout_s)
 
     def _targets(self) -> list[str]:
-        return [self._metrics.address, *(record.metrics for record in self._view.members() if record.metrics)]
+        routers = [record.endpoints["metrics"] for record in self._peers.others if "metrics" in record.endpoints]
+        return [self._metrics.address, *routers, *(record.metrics for record in self._view.members() if record.metrics)]
 
     async def _run_health(self) -> None:
         while True:

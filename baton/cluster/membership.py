@@ -8,6 +8,10 @@ readers ask for a snapshot.
 import asyncio
 import contextlib
 import logging
+import os
+import secrets
+import socket
+import time
 from collections import deque
 from collections.abc import Awaitable, Callable
 
@@ -17,6 +21,18 @@ from baton.cluster.registry import Registry, RegistryUnavailable, StaleIncarnati
 log = logging.getLogger(__name__)
 MAX_BUFFERED_EVENTS = 4096
 PUBLISH_DELAY_S = 0.01  # so that the events of a few steps are sent together
+
+
+def process_name(role: str) -> str:
+    """The name that a launcher gave this process, or one that no other process has: in containers every pid may be 1, and containers on the
+    host's network share its name."""
+    given = os.environ.get("BATON_WORKER_NAME")
+    return given or f"{role}-{socket.gethostname().partition('.')[0][:40]}-{os.getpid()}-{secrets.token_hex(2)}"
+
+
+def draw_incarnation() -> int:
+    """A number that grows from one process of a name to the next: microseconds since the epoch."""
+    return time.time_ns() // 1000
 
 
 class Membership:

@@ -508,7 +508,7 @@ class StatusRequest(_message.Message):
     def __init__(self) -> None: ...
 
 class StatusResponse(_message.Message):
-    __slots__ = ("endpoints", "model", "router", "workers")
+    __slots__ = ("endpoints", "model", "router", "workers", "routers")
     class EndpointsEntry(_message.Message):
         __slots__ = ("key", "value")
         KEY_FIELD_NUMBER: _ClassVar[int]
@@ -520,11 +520,40 @@ class StatusResponse(_message.Message):
     MODEL_FIELD_NUMBER: _ClassVar[int]
     ROUTER_FIELD_NUMBER: _ClassVar[int]
     WORKERS_FIELD_NUMBER: _ClassVar[int]
+    ROUTERS_FIELD_NUMBER: _ClassVar[int]
     endpoints: _containers.ScalarMap[str, str]
     model: str
     router: RouterStatus
     workers: _containers.RepeatedCompositeFieldContainer[WorkerStatus]
-    def __init__(self, endpoints: _Optional[_Mapping[str, str]] = ..., model: _Optional[str] = ..., router: _Optional[_Union[RouterStatus, _Mapping]] = ..., workers: _Optional[_Iterable[_Union[WorkerStatus, _Mapping]]] = ...) -> None: ...
+    routers: _containers.RepeatedCompositeFieldContainer[RouterInfo]
+    def __init__(self, endpoints: _Optional[_Mapping[str, str]] = ..., model: _Optional[str] = ..., router: _Optional[_Union[RouterStatus, _Mapping]] = ..., workers: _Optional[_Iterable[_Union[WorkerStatus, _Mapping]]] = ..., routers: _Optional[_Iterable[_Union[RouterInfo, _Mapping]]] = ...) -> None: ...
+
+class RouterInfo(_message.Message):
+    __slots__ = ("name", "incarnation", "pid", "host", "endpoints", "model_name", "inflight", "queued")
+    class EndpointsEntry(_message.Message):
+        __slots__ = ("key", "value")
+        KEY_FIELD_NUMBER: _ClassVar[int]
+        VALUE_FIELD_NUMBER: _ClassVar[int]
+        key: str
+        value: str
+        def __init__(self, key: _Optional[str] = ..., value: _Optional[str] = ...) -> None: ...
+    NAME_FIELD_NUMBER: _ClassVar[int]
+    INCARNATION_FIELD_NUMBER: _ClassVar[int]
+    PID_FIELD_NUMBER: _ClassVar[int]
+    HOST_FIELD_NUMBER: _ClassVar[int]
+    ENDPOINTS_FIELD_NUMBER: _ClassVar[int]
+    MODEL_NAME_FIELD_NUMBER: _ClassVar[int]
+    INFLIGHT_FIELD_NUMBER: _ClassVar[int]
+    QUEUED_FIELD_NUMBER: _ClassVar[int]
+    name: str
+    incarnation: int
+    pid: int
+    host: str
+    endpoints: _containers.ScalarMap[str, str]
+    model_name: str
+    inflight: int
+    queued: int
+    def __init__(self, name: _Optional[str] = ..., incarnation: _Optional[int] = ..., pid: _Optional[int] = ..., host: _Optional[str] = ..., endpoints: _Optional[_Mapping[str, str]] = ..., model_name: _Optional[str] = ..., inflight: _Optional[int] = ..., queued: _Optional[int] = ...) -> None: ...
 
 class RouterStatus(_message.Message):
     __slots__ = ("pid", "inflight", "queued", "registry")
@@ -549,11 +578,13 @@ class WorkerStatus(_message.Message):
     def __init__(self, record: _Optional[_Union[WorkerRecord, _Mapping]] = ..., residue: _Optional[_Union[Residue, _Mapping]] = ..., error: _Optional[str] = ...) -> None: ...
 
 class LiveRequest(_message.Message):
-    __slots__ = ()
-    def __init__(self) -> None: ...
+    __slots__ = ("alone",)
+    ALONE_FIELD_NUMBER: _ClassVar[int]
+    alone: bool
+    def __init__(self, alone: _Optional[bool] = ...) -> None: ...
 
 class LiveResponse(_message.Message):
-    __slots__ = ("clock", "model", "router", "workers", "requests", "recent", "errors", "totals", "slo")
+    __slots__ = ("clock", "model", "router", "workers", "requests", "recent", "errors", "totals", "slo", "routers")
     CLOCK_FIELD_NUMBER: _ClassVar[int]
     MODEL_FIELD_NUMBER: _ClassVar[int]
     ROUTER_FIELD_NUMBER: _ClassVar[int]
@@ -563,6 +594,7 @@ class LiveResponse(_message.Message):
     ERRORS_FIELD_NUMBER: _ClassVar[int]
     TOTALS_FIELD_NUMBER: _ClassVar[int]
     SLO_FIELD_NUMBER: _ClassVar[int]
+    ROUTERS_FIELD_NUMBER: _ClassVar[int]
     clock: float
     model: str
     router: LiveRouter
@@ -572,7 +604,8 @@ class LiveResponse(_message.Message):
     errors: _containers.RepeatedCompositeFieldContainer[LiveError]
     totals: LiveTotals
     slo: LiveSlo
-    def __init__(self, clock: _Optional[float] = ..., model: _Optional[str] = ..., router: _Optional[_Union[LiveRouter, _Mapping]] = ..., workers: _Optional[_Iterable[_Union[LiveWorker, _Mapping]]] = ..., requests: _Optional[_Iterable[_Union[LiveJob, _Mapping]]] = ..., recent: _Optional[_Iterable[_Union[TraceRecord, _Mapping]]] = ..., errors: _Optional[_Iterable[_Union[LiveError, _Mapping]]] = ..., totals: _Optional[_Union[LiveTotals, _Mapping]] = ..., slo: _Optional[_Union[LiveSlo, _Mapping]] = ...) -> None: ...
+    routers: _containers.RepeatedCompositeFieldContainer[RouterInfo]
+    def __init__(self, clock: _Optional[float] = ..., model: _Optional[str] = ..., router: _Optional[_Union[LiveRouter, _Mapping]] = ..., workers: _Optional[_Iterable[_Union[LiveWorker, _Mapping]]] = ..., requests: _Optional[_Iterable[_Union[LiveJob, _Mapping]]] = ..., recent: _Optional[_Iterable[_Union[TraceRecord, _Mapping]]] = ..., errors: _Optional[_Iterable[_Union[LiveError, _Mapping]]] = ..., totals: _Optional[_Union[LiveTotals, _Mapping]] = ..., slo: _Optional[_Union[LiveSlo, _Mapping]] = ..., routers: _Optional[_Iterable[_Union[RouterInfo, _Mapping]]] = ...) -> None: ...
 
 class LiveRouter(_message.Message):
     __slots__ = ("inflight", "queued", "registry")
@@ -695,12 +728,14 @@ class LiveSlo(_message.Message):
     def __init__(self, objectives: _Optional[_Mapping[str, float]] = ..., attainment: _Optional[float] = ...) -> None: ...
 
 class TraceRequest(_message.Message):
-    __slots__ = ("request_id", "last")
+    __slots__ = ("request_id", "last", "alone")
     REQUEST_ID_FIELD_NUMBER: _ClassVar[int]
     LAST_FIELD_NUMBER: _ClassVar[int]
+    ALONE_FIELD_NUMBER: _ClassVar[int]
     request_id: str
     last: int
-    def __init__(self, request_id: _Optional[str] = ..., last: _Optional[int] = ...) -> None: ...
+    alone: bool
+    def __init__(self, request_id: _Optional[str] = ..., last: _Optional[int] = ..., alone: _Optional[bool] = ...) -> None: ...
 
 class TraceResponse(_message.Message):
     __slots__ = ("records",)

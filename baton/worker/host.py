@@ -9,7 +9,6 @@ close     in reverse
 import asyncio
 import logging
 import os
-import secrets
 import socket
 import time
 from collections.abc import Callable, Mapping, Sequence
@@ -28,7 +27,7 @@ from baton.cluster.errors import BatonError, Reason
 from baton.cluster.failpoint import failpoint
 from baton.cluster.health import HealthServer
 from baton.cluster.lifecycle import Stage, Stop, move
-from baton.cluster.membership import Membership
+from baton.cluster.membership import Membership, draw_incarnation, process_name
 from baton.cluster.metrics import Book
 from baton.cluster.metrics_http import Exposition, MetricsServer
 from baton.cluster.records import BlockEvent, Load, RoleName, WorkerRecord, WorkerState
@@ -83,9 +82,9 @@ class Host:
         self.config = config
         self.role = role
         self.pool_config: PoolConfig = getattr(config, role)
-        self.name = os.environ.get("BATON_WORKER_NAME") or default_name(role)
+        self.name = process_name(role)
         # Microseconds since the epoch: grows with every restart, on any host whose clock is not set back.
-        self.incarnation = time.time_ns() // 1000
+        self.incarnation = draw_incarnation()
         self.key = mac_key(config.cluster.key)
         self.stage = Stage.STARTING
         self.mounts = Mounts(self.name, role)
@@ -280,11 +279,6 @@ class Host:
         self._membership.announce(
             [BlockEvent(self.name, self.incarnation, event.sequence, event.kind, event.keys) for event in events]  # type: ignore[arg-type]
         )
-
-
-def default_name(role: str) -> str:
-    """Different for any two processes: in containers every pid may be 1, and containers on the host's network share its name."""
-    return f"{role}-{socket.gethostname().partition('.')[0][:40]}-{os.getpid()}-{secrets.token_hex(2)}"
 
 
 def fits(config: Config, role: RoleName, cores: int) -> bool:

@@ -80,7 +80,7 @@ class Page:
 
     async def _find(self, request: Request) -> Response:
         self._keys.tenant(request.headers.get("authorization"))
-        found = self._live.find(request.path_params["request_id"])
+        found = await self._live.find(request.path_params["request_id"])
         if found is None:
             raise HttpError(404, "no request with this id has ended, or its record is no longer kept")
         return Response(to_json(found), headers=HEADERS, media_type="application/json")

@@ -1,20 +1,23 @@
 """The admin port over a real connection: the command line receives what the router knows under the same names, with the same values."""
 
 import asyncio
+import os
 from collections.abc import AsyncIterator, Sequence
+from contextlib import asynccontextmanager
 from dataclasses import asdict, replace
 from typing import Any
 
 import pytest
 from fake_workers import TOKENIZER, record
+from memory_registry import MemoryRegistry
 
 from baton.cli.admin import read_live, read_records, read_status
-from baton.cluster.config import Config, SloConfig
+from baton.cluster.config import Config, SecurityConfig, SloConfig
 from baton.cluster.errors import BatonError, Reason
 from baton.cluster.handoff import Handoff
 from baton.cluster.messages import plain
 from baton.cluster.metrics import Book
-from baton.cluster.records import Load, WorkerRecord
+from baton.cluster.records import Load, RouterRecord, WorkerRecord
 from baton.cluster.rpc import Server, channel
 from baton.cluster.telemetry import Tracer
 from baton.engine.sampling import SamplingParams
@@ -28,6 +31,7 @@ from router.admission import Admission
 from router.clients import Workers
 from router.journal import Journal
 from router.live import Live
+from router.peers import Peers
 from router.request import Failure, Request
 from router.view import ClusterView
 
@@ -75,9 +79,10 @@ class House:
             entry.finish = "length"
 
 
-@pytest.fixture
-async def house() -> AsyncIterator[tuple[House, Any]]:
-    house, admission = House(), Admission(4, 4)
+@asynccontextmanager
+async def administered(house: House, registry: MemoryRegistry, name: str) -> AsyncIterator[Any]:
+    """The router `name` over `house` and one worker that answers, as a member of the registry."""
+    admission = Admission(4, 4)
     worker_server, admin_server = Server(Config(), 1 << 20), Server(Config(), 1 << 20)
     door = WorkerDoor(Identity("d0", 1, "model"), house.probe, house.describe, house.snapshot, lambda: Residue(1, 2, 3, 4), house.set_roles)
     worker_pb2_grpc.add_WorkerServicer_to_server(door, worker_server.grpc)
@@ -85,20 +90,75 @@ async def house() -> AsyncIterator[tuple[House, Any]]:
     house.says = record("d0", address=address, load=BUSY)
     house.view.update([house.says, record("p0", address="127.0.0.1:1")], 0.0)
     watch: Any = type("Watching", (), {"registry_reachable": True})
-    live = Live(house.view, house.workers, watch, admission, house.journal, "toy")
-    admin = AdminDoor(house.view, house.workers, watch, admission, house.journal, live, "toy", lambda: {"grpc": "127.0.0.1:9"})
-    worker_pb2_grpc.add_AdminServicer_to_server(admin, admin_server.grpc)
     admin_address = admin_server.bind(0)
-    await asyncio.gather(worker_server.start(), admin_server.start())
-    async with channel(admin_address, Config().security) as wire:
-        yield house, worker_pb2_grpc.AdminStub(wire)
-    await house.workers.close()
-    await asyncio.gather(worker_server.stop(0), admin_server.stop(0))
+    own = RouterRecord(name, 1, os.getpid(), "host", {"grpc": "127.0.0.1:9", "admin": admin_address}, "toy")
+    peers = Peers(registry, name, SecurityConfig())
+    live = Live(house.view, house.workers, watch, admission, house.journal, peers, lambda: own)
+    admin = AdminDoor(house.view, house.workers, watch, admission, house.journal, live, peers, lambda: own)
+    worker_pb2_grpc.add_AdminServicer_to_server(admin, admin_server.grpc)
+    await asyncio.gather(worker_server.start(), admin_server.start(), registry.join(own))
+    looking = asyncio.create_task(peers.run())
+    try:
+        async with channel(admin_address, Config().security) as wire:
+            yield worker_pb2_grpc.AdminStub(wire)
+    finally:
+        looking.cancel()
+        await asyncio.gather(house.workers.close(), peers.close(), worker_server.stop(0), admin_server.stop(0))
+
+
+@pytest.fixture
+async def house() -> AsyncIterator[tuple[House, Any]]:
+    house = House()
+    async with administered(house, MemoryRegistry(), "router-0") as stub:
+        yield house, stub
+
+
+async def test_any_router_shows_what_all_of_them_know() -> None:
+    registry, houses = MemoryRegistry(), (House(), House())
+    async with administered(houses[0], registry, "router-0") as first, administered(houses[1], registry, "router-1") as second:
+        houses[0].end("early")
+        houses[1].end("late")
+        for stub in (first, second):
+            await until_routers(stub, ["router-0", "router-1"])
+            assert [record["request_id"] for record in read_records(await stub.Trace(pb.TraceRequest(last=5), timeout=20))] == [
+                "late",
+                "early",
+            ]
+            assert [record["request_id"] for record in read_records(await stub.Trace(pb.TraceRequest(last=1), timeout=20))] == ["late"]
+            for name in ("early", "late"):
+                assert len(read_records(await stub.Trace(pb.TraceRequest(request_id=name), timeout=20))) == 1
+            told = read_live(await stub.Live(pb.LiveRequest(), timeout=20))
+            assert [record["request_id"] for record in told["recent"]] == ["late", "early"] and told["totals"]["outcomes"] == {"ok": 2}
+            assert [worker["name"] for worker in told["workers"]] == ["p0", "d0"]
+        alone = read_live(await first.Live(pb.LiveRequest(alone=True), timeout=20))
+        assert [record["request_id"] for record in alone["recent"]] == ["early"]
+        assert read_records(await first.Trace(pb.TraceRequest(request_id="late", alone=True), timeout=20)) == []
+
+
+async def test_a_router_that_does_not_answer_is_left_out() -> None:
+    registry, house = MemoryRegistry(), House()
+    await registry.join(RouterRecord("router-9", 1, 1, "gone", {"admin": "127.0.0.1:1"}, "toy", inflight=3))
+    async with administered(house, registry, "router-0") as stub:
+        house.end("mine")
+        await until_routers(stub, ["router-0", "router-9"])
+        assert await last(stub, 5) == ["mine"]
+        assert read_live(await stub.Live(pb.LiveRequest(), timeout=20))["totals"]["outcomes"] == {"ok": 1}
+
+
+async def last(stub: Any, count: int) -> list[str]:
+    """The ids of the requests that ended last."""
+    return [record["request_id"] for record in read_records(await stub.Trace(pb.TraceRequest(last=count), timeout=20))]
+
+
+async def until_routers(stub: Any, names: list[str]) -> None:
+    async with asyncio.timeout(20):
+        while [router["name"] for router in read_status(await stub.Status(pb.StatusRequest(), timeout=20))["routers"]] != names:
+            await asyncio.sleep(0.05)
 
 
 async def test_status_reports_workers_that_answer_and_workers_that_do_not(house: tuple[House, Any]) -> None:
     told = read_status(await house[1].Status(pb.StatusRequest(), timeout=20))
-    assert told["endpoints"] == {"grpc": "127.0.0.1:9"} and told["model"] == "toy" and told["router"]["registry"] == "reachable"
+    assert told["endpoints"]["grpc"] == "127.0.0.1:9" and told["model"] == "toy" and told["router"]["registry"] == "reachable"
     workers = {worker["name"]: worker for worker in told["workers"]}
     assert house[0].says is not None
     held = {"idle": False, "leases": 2, "quarantined_blocks": 3, "blocks_in_use": 4}

@@ -8,19 +8,21 @@ from typing import Any
 
 import pytest
 from fake_workers import TOKENIZER, record
+from memory_registry import MemoryRegistry
 
-from baton.cluster.config import SloConfig
+from baton.cluster.config import SecurityConfig, SloConfig
 from baton.cluster.errors import BatonError, Reason
 from baton.cluster.handoff import Handoff
 from baton.cluster.messages import plain
 from baton.cluster.metrics import Book
-from baton.cluster.records import WorkerRecord
+from baton.cluster.records import RouterRecord, WorkerRecord
 from baton.cluster.telemetry import Tracer
 from baton.engine.sampling import SamplingParams
 from baton.v1 import worker_pb2
 from router.admission import Admission
 from router.journal import Entry, Journal
-from router.live import FRESH_S, GONE_S, MAX_REQUESTS, Live
+from router.live import FRESH_S, GONE_S, MAX_RECENT, MAX_REQUESTS, Live, merge
+from router.peers import Peers
 from router.request import Request
 from router.view import ABSENT_S, ClusterView
 
@@ -56,8 +58,11 @@ class House:
         self.workers = Asked()
         self.watch = Watching()
         self.journal = Journal(Book("router", model="toy"), Tracer(), "toy", self.slo, keep=100)
+        self.peers = Peers(MemoryRegistry(), "router-0", SecurityConfig())
+        own = RouterRecord("router-0", 1, 1, "host", {"admin": "127.0.0.1:9"}, "toy")
         self.live = Live(
-            self.view, self.workers, self.watch, Admission(4, 4), self.journal, "toy", clock=lambda: self.now  # type: ignore[arg-type]
+            self.view, self.workers, self.watch, Admission(4, 4), self.journal, self.peers, lambda: own,  # type: ignore[arg-type]
+            clock=lambda: self.now,
         )  # fmt: skip
 
     def there(self, *names: str) -> None:
@@ -164,7 +169,7 @@ async def test_a_request_is_listed_while_it_runs_and_then_among_the_recent_ones(
     totals = told["totals"]
     assert totals["outcomes"] == {"ok": 1} and (totals["output_tokens"], totals["prompt_tokens"], totals["met"]) == (1, 3, 1)
     assert (totals["handoffs"], totals["handoff_bytes"]) == (1, 4096)
-    assert house.live.find("r1") is not None and house.live.find("r2") is None
+    assert await house.live.find("r1") is not None and await house.live.find("r2") is None
 
 
 async def test_errors_are_counted_separately_and_are_not_goodput() -> None:
@@ -211,3 +216,25 @@ async def test_kv_counts_as_moved_while_its_request_still_runs() -> None:
         entry.finish = "stop"
     ended = (await house.look())["totals"]
     assert (running["handoffs"], running["handoff_bytes"]) == (ended["handoffs"], ended["handoff_bytes"]) == (1, 640)
+
+
+def state(name: str, at: float, attainment: float | None = None, **outcomes: int) -> dict[str, Any]:
+    """What one router shows: a request in flight and one that ended `at`."""
+    return {
+        "clock": at, "model": "toy", "workers": [{"name": "d0"}], "routers": [{"name": "router-0"}, {"name": "router-1"}],
+        "router": {"inflight": 2, "queued": 1, "registry": "reachable"},
+        "requests": [{"request_id": f"open {name}", "age": at}], "recent": [{"request_id": f"ended {name}", "at": at}], "errors": [],
+        "totals": {"outcomes": outcomes, "prompt_tokens": 10, "met": 1}, "slo": {"objectives": {}, "attainment": attainment},
+    }  # fmt: skip
+
+
+def test_the_states_of_all_routers_become_one() -> None:
+    told = merge(state("a", 5.0, 1.0, ok=3), [state("b", 9.0, 0.5, ok=1, failed=2), state("c", 7.0)])
+    assert told["router"] == {"inflight": 6, "queued": 3, "registry": "reachable"} and told["workers"] == [{"name": "d0"}]
+    assert [request["request_id"] for request in told["requests"]] == ["open b", "open c", "open a"]
+    assert [record["request_id"] for record in told["recent"]] == ["ended b", "ended c", "ended a"]
+    assert told["totals"] == {"outcomes": {"ok": 4, "failed": 2}, "prompt_tokens": 30, "met": 3}
+    assert told["slo"]["attainment"] == pytest.approx(0.75), "each router counts as much as the requests that it ended"
+    assert told["clock"] == 5.0, "rates are computed from one clock"
+    many = {**state("d", 1.0), "recent": [{"request_id": str(i), "at": float(i)} for i in range(99)]}
+    assert len(merge(many, [many])["recent"]) == MAX_RECENT

@@ -23,7 +23,7 @@ class Told:
     async def look(self) -> dict[str, Any]:
         return {"model": "toy"}
 
-    def find(self, request_id: str) -> dict[str, Any] | None:
+    async def find(self, request_id: str) -> dict[str, Any] | None:
         return {"request_id": request_id} if request_id in ("r1", "a/b") else None
 
 

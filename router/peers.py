@@ -1,0 +1,86 @@
+"""The other routers of the cluster: who they are, how busy they are, and what they remember.
+
+Each router is complete by itself. It follows the workers on its own, and needs the others only to share the workers' places with them
+fairly, and to show the whole cluster whichever router is asked.
+"""
+
+import asyncio
+import logging
+from collections.abc import Awaitable, Callable
+from typing import TypeVar
+
+import grpc
+
+from baton.cluster.config import SecurityConfig
+from baton.cluster.records import RouterRecord
+from baton.cluster.registry import Registry, RegistryUnavailable
+from baton.cluster.rpc import channel
+from baton.v1 import worker_pb2_grpc
+
+log = logging.getLogger(__name__)
+LOOK_EVERY_S = 0.25
+ASK_S = 0.5  # a router that answers later is left out
+
+T = TypeVar("T")
+
+
+class Peers:
+    def __init__(self, registry: Registry, name: str, security: SecurityConfig) -> None:
+        """`name`: of this router."""
+        self.others: list[RouterRecord] = []  # as the registry last showed them; during an outage they stay
+        self._registry = registry
+        self._name = name
+        self._security = security
+        self._channels: dict[str, grpc.aio.Channel] = {}  # by address
+
+    @property
+    def count(self) -> int:
+        """Of all routers, this one included."""
+        return 1 + len(self.others)
+
+    @property
+    def inflight(self) -> int:
+        return sum(record.inflight for record in self.others)
+
+    @property
+    def queued(self) -> int:
+        return sum(record.queued for record in self.others)
+
+    def together(self, own: RouterRecord) -> list[RouterRecord]:
+        """All routers, sorted by name."""
+        return sorted([own, *self.others], key=lambda record: record.name)
+
+    async def run(self) -> None:
+        while True:
+            try:
+                self.others = [record for record in await self._registry.routers() if record.name != self._name]
+            except RegistryUnavailable as error:
+                log.debug("cannot look for other routers: %s", error)
+            await self._forget({record.endpoints.get("admin", "") for record in self.others})
+            await asyncio.sleep(LOOK_EVERY_S)
+
+    async def ask(self, call: Callable[[worker_pb2_grpc.AdminStub], Awaitable[T]]) -> list[tuple[RouterRecord, T]]:
+        """The answers of those that answer within ASK_S."""
+        asked = list(self.others)
+        answers = await asyncio.gather(*(self._ask(record, call) for record in asked))
+        return [(record, answer) for record, answer in zip(asked, answers, strict=True) if answer is not None]
+
+    async def close(self) -> None:
+        await self._forget(set())
+
+    async def _ask(self, record: RouterRecord, call: Callable[[worker_pb2_grpc.AdminStub], Awaitable[T]]) -> T | None:
+        try:
+            async with asyncio.timeout(ASK_S):
+                return await call(worker_pb2_grpc.AdminStub(self._channel(record.endpoints["admin"])))
+        except (grpc.RpcError, TimeoutError, KeyError) as error:
+            log.debug("no answer from %s: %s", record.name, error)
+            return None
+
+    def _channel(self, address: str) -> grpc.aio.Channel:
+        if address not in self._channels:
+            self._channels[address] = channel(address, self._security)
+        return self._channels[address]
+
+    async def _forget(self, keep: set[str]) -> None:
+        for address in self._channels.keys() - keep:
+            await self._channels.pop(address).close()
