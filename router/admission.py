@@ -99,6 +99,7 @@ class Admission:
         self.max_queue = max_queue
         self.places = max_inflight  # how many requests may be served now, `max_inflight` at most
         self.room = max_queue  # how many may wait now, `max_queue` at most
+        self.elsewhere = ALONE  # counts from the next `resize` on
         self.pace = Pace()
         self._overload = overload
         self._inside: set[str] = set()
@@ -138,11 +139,11 @@ class Admission:
         self._inside.discard(request_id)
         return self._fill(now)
 
-    def resize(self, places: int | None, now: float = 0.0, elsewhere: Elsewhere = ALONE) -> list[str]:
+    def resize(self, places: int | None, now: float = 0.0) -> list[str]:
         """Sets how many requests the workers can take now; None: only `max_inflight` bounds them. Returns the requests admitted now."""
         total = min(self.max_inflight, self.max_inflight if places is None else places)
-        self.places = max(1, share(total, elsewhere.inflight, elsewhere.routers))
-        self.room = share(self.max_queue, elsewhere.queued, elsewhere.routers)
+        self.places = max(1, share(total, self.elsewhere.inflight, self.elsewhere.routers))
+        self.room = share(self.max_queue, self.elsewhere.queued, self.elsewhere.routers)
         return self._fill(now)
 
     def drop_hopeless(self, now: float) -> list[str]:

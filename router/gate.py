@@ -8,7 +8,7 @@ from time import monotonic
 
 from baton.cluster.config import RouterConfig
 from baton.cluster.errors import BatonError, Reason
-from router.admission import ALONE, Admission, Admitted, Due, Elsewhere, Refused
+from router.admission import Admission, Admitted, Due, Refused
 from router.journal import Entry
 from router.policy import places
 from router.validate import Ask
@@ -25,10 +25,8 @@ class Gate:
         config: RouterConfig,
         objectives: Mapping[str, float],
         clock: Callable[[], float] = monotonic,
-        elsewhere: Callable[[], Elsewhere] = lambda: ALONE,
     ) -> None:
         """`objectives`: seconds; only "ttft" and "e2e" are used. `clock`: the clock of the requests' deadlines and stopwatches."""
-        self._elsewhere = elsewhere
         self._admission = admission
         self._view = view
         self._config = config
@@ -58,7 +56,7 @@ class Gate:
 
     async def _enter(self, slot: str, turn: "asyncio.Future[None]", priority: int, due: Due) -> None:
         now = self._clock()
-        self._let_in(self._admission.resize(places(self._view), now, self._elsewhere()))
+        self._let_in(self._admission.resize(places(self._view), now))
         answer = self._admission.enter(slot, priority, now, due)
         if isinstance(answer, Admitted):
             return
@@ -100,7 +98,7 @@ class Gate:
     def _look(self) -> None:
         self._timer = None
         self._drop_hopeless()
-        self._let_in(self._admission.resize(places(self._view), self._clock(), self._elsewhere()))
+        self._let_in(self._admission.resize(places(self._view), self._clock()))
         if self._admission.queued:
             self._timer = asyncio.get_running_loop().call_later(LOOK_S, self._look)
 

@@ -16,6 +16,7 @@ from baton.cluster.records import RouterRecord
 from baton.cluster.registry import Registry, RegistryUnavailable
 from baton.cluster.rpc import channel
 from baton.v1 import worker_pb2_grpc
+from router.admission import Admission, Elsewhere
 
 log = logging.getLogger(__name__)
 LOOK_EVERY_S = 0.25
@@ -33,29 +34,19 @@ class Peers:
         self._security = security
         self._channels: dict[str, grpc.aio.Channel] = {}  # by address
 
-    @property
-    def count(self) -> int:
-        """Of all routers, this one included."""
-        return 1 + len(self.others)
-
-    @property
-    def inflight(self) -> int:
-        return sum(record.inflight for record in self.others)
-
-    @property
-    def queued(self) -> int:
-        return sum(record.queued for record in self.others)
-
     def together(self, own: RouterRecord) -> list[RouterRecord]:
         """All routers, sorted by name."""
         return sorted([own, *self.others], key=lambda record: record.name)
 
-    async def run(self) -> None:
+    async def run(self, admission: Admission) -> None:
+        """Tells `admission` what the others do."""
         while True:
             try:
                 self.others = [record for record in await self._registry.routers() if record.name != self._name]
             except RegistryUnavailable as error:
                 log.debug("cannot look for other routers: %s", error)
+            others = self.others
+            admission.elsewhere = Elsewhere(1 + len(others), sum(one.inflight for one in others), sum(one.queued for one in others))
             await self._forget({record.endpoints.get("admin", "") for record in self.others})
             await asyncio.sleep(LOOK_EVERY_S)
 

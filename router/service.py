@@ -13,7 +13,7 @@ from baton.cluster import semconv
 from baton.cluster.config import RouterConfig
 from baton.cluster.errors import BatonError, Reason
 from baton.engine.block_key import extend_keys, root_key
-from router.admission import ALONE, Admission, Elsewhere
+from router.admission import Admission
 from router.detokenizer import Detokenizer
 from router.dispatch import Dispatcher
 from router.gate import Gate
@@ -92,13 +92,12 @@ class GenerateService:
         journal: Journal,
         draws: Draws,
         tenancy: Tenancy | None = None,
-        elsewhere: Callable[[], Elsewhere] = lambda: ALONE,
     ) -> None:
         self._tokenizer = model.tokenizer
         self.model_name = model.name
         self._view = view
         self._dispatcher = dispatcher
-        self._gate = Gate(admission, view, config, journal.objectives, elsewhere=elsewhere)
+        self._gate = Gate(admission, view, config, journal.objectives)
         self._pool = TokenizerPool(config.tokenizer_threads, config.max_inflight)
         self._config = config
         self._journal = journal

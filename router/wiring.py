@@ -26,7 +26,7 @@ from baton.cluster.tracing import make_tracer
 from baton.v1 import generation_pb2, generation_pb2_grpc, worker_pb2_grpc
 from router import gauges, reflection
 from router.admin import AdminDoor
-from router.admission import Admission, Elsewhere
+from router.admission import Admission
 from router.clients import Workers
 from router.dispatch import Dispatcher
 from router.door import GenerationDoor
@@ -108,7 +108,6 @@ class RouterProcess:
             journal=self._journal,
             draws=Draws(lambda: secrets.randbits(63), draw_id),
             tenancy=Tenancy(self._rates(), config.security.shared_prefixes),
-            elsewhere=lambda: Elsewhere(self._peers.count, self._peers.inflight, self._peers.queued),
         )
         self._closers.callback(self.service.close)
         generation_pb2_grpc.add_GenerationServicer_to_server(GenerationDoor(self.service, self._keys), public.grpc)
@@ -137,7 +136,7 @@ class RouterProcess:
         http.start(self._tasks)
         page.start(self._tasks)
         self._tasks.start(watch.run(), "watch")
-        self._tasks.start(self._peers.run(), "peers")
+        self._tasks.start(self._peers.run(admission), "peers")
         self._tasks.start(self._membership.run(), "membership")
         self._tasks.start(pulse.beat(), "pulse")
         self._tasks.start(self._run_health(), "health")

@@ -158,6 +158,12 @@ class KvConfig(Section):
 
 
 class RouterConfig(Section):
+    replicas: int = Field(
+        default=1,
+        ge=1,
+        le=64,
+        description="Routers; each serves any request. The ports below are the first one's, others get free ones.",
+    )
     port: int = Field(default=8470, ge=0, le=65535, description="Port of the public gRPC API; 0: any free one.")
     admin_port: int = Field(default=8471, ge=0, le=65535, description="Port of the admin API; 0: any free one.")
     http_port: int = Field(default=8000, ge=0, le=65535, description="Port of the OpenAI-compatible HTTP API; 0: any free one.")

@@ -23,7 +23,7 @@ from pathlib import Path
 from typing import Literal
 
 from baton.cluster import pulse
-from baton.launch.launcher import NAME_VARIABLE, ProcessState, RestartRule, Restarts, State, Template, Watchdog
+from baton.launch.launcher import ProcessState, RestartRule, Restarts, State, Template, Watchdog
 
 POLL_S = 0.1
 HURRIED_S = 3.0  # from a second SIGTERM to SIGKILL
@@ -73,7 +73,7 @@ class Child:
         self._name = name
         self._template = template
         self._restarts = Restarts(rule)
-        self._env = {**env, **template.env, NAME_VARIABLE: name}
+        self._env = {**env, **template.env_of(name)}
         self._node = node
         self._log = log_dir and log_dir / f"{name}.log"
         self._cwd = cwd

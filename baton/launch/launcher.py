@@ -35,6 +35,7 @@ class Template:
     cores: tuple[int, ...] | None = None  # the role's processes may run only on these (Linux)
     cores_each: int | None = None  # each process gets this many of them, in turn; None: each gets all
     grace_s: float = 30.0  # from SIGTERM to SIGKILL
+    env_each: tuple[Mapping[str, str], ...] = ()  # added for the process of this number, if there is one
     leads: bool = False  # its processes hand out the work of all others, so `stop` drains them first
 
     def __post_init__(self) -> None:
@@ -46,13 +47,23 @@ class Template:
             raise invalid("template", f"{self.role}: {self.gpus} gpus: more than one must be a whole number")
 
     def cores_of(self, name: str) -> tuple[int, ...]:
-        """The cores of the process `name`, whose last part is its number; empty: it may run anywhere."""
+        """The cores of the process `name`; empty: it may run anywhere."""
         cores, each = self.cores or (), self.cores_each
         if each is None or each >= len(cores):
             return cores
-        number = name.rpartition("-")[2]
-        start = int(number) * each if number.isdigit() else 0
+        start = _number(name) * each
         return tuple(cores[(start + i) % len(cores)] for i in range(each))
+
+    def env_of(self, name: str) -> dict[str, str]:
+        """What is added to the environment of the process `name`."""
+        own = dict(enumerate(self.env_each)).get(_number(name), {})
+        return {**self.env, **own, NAME_VARIABLE: name}
+
+
+def _number(name: str) -> int:
+    """Of a process: the last part of its name."""
+    number = name.rpartition("-")[2]
+    return int(number) if number.isdigit() else 0
 
 
 @dataclass(frozen=True, slots=True)

@@ -108,13 +108,36 @@ def make_launcher(config: Config, log_dir: Path) -> Launcher:
 def templates(config: Config) -> list[tuple[Template, int]]:
     """Router and pools, each with the number of its processes."""
     env = MappingProxyType({**to_env(config), **kernel_cache()})
-    made = [(Template("router", command("router"), env, cpus=0.0, grace_s=config.router.drain_s + GRACE_S, leads=True), 1)]
+    grace_s = config.router.drain_s + GRACE_S
+    made = [
+        (
+            Template("router", command("router"), env, cpus=0.0, grace_s=grace_s, env_each=router_ports(config), leads=True),
+            config.router.replicas,
+        )
+    ]
     for role in ROLES:
         pool = getattr(config, role)
         argv = command(f"{role}_worker")
         template = Template(role, argv, env, pool.cpus, pool.gpus, pool.cores, config.engine.threads, pool.drain_s + GRACE_S)
         made.append((template, pool.replicas))
     return made
+
+
+def router_ports(config: Config) -> tuple[dict[str, str], ...]:
+    """For each router, the variables that set its ports. They stay the same when it is restarted, so that clients find it again."""
+    taken = {config.at(name) for names in PORTS.values() for name in names}
+    keys_of = {key.name: key.env for key in keys()}
+    made: list[dict[str, str]] = [{}]
+    for _ in range(1, config.router.replicas):
+        own = {}
+        for name in PORTS["router"]:
+            if config.at(name):  # any free one, or none, can be everyone's
+                while (port := free_port(config.cluster.host)) in taken:
+                    pass
+                taken.add(port)
+                own[keys_of[name]] = str(port)
+        made.append(own)
+    return tuple(made)
 
 
 def to_env(config: Config) -> dict[str, str]:

@@ -12,11 +12,12 @@ class ClusterState:
 
     name: str
     pid: int  # of the supervisor
-    endpoints: dict[str, str]  # "grpc", "http", "admin", "page"
+    endpoints: dict[str, str]  # of the first router: "grpc", "http", "admin", "page"
     redis_url: str  # with its password
     log_dir: str
     born: int | None = None  # when that process started, because its pid may have been reused
     tls: dict[str, str] = field(default_factory=dict)  # "cert", "key", "ca": files that a client of this cluster needs, if any
+    routers: list[dict[str, str]] = field(default_factory=list)  # the endpoints of each router
 
 
 class StateError(RuntimeError):

@@ -17,11 +17,10 @@ from typing import Any
 import grpc
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 
-from baton.cluster.address import advertised, target
 from baton.cluster.config import Config
 from baton.cluster.connect import connect_registry
-from baton.cluster.records import Pools
-from baton.cluster.registry import Registry
+from baton.cluster.records import Pools, RouterRecord
+from baton.cluster.registry import Registry, RegistryUnavailable
 from baton.cluster.rpc import channel
 from baton.launch import state
 from baton.launch.launcher import Launcher, ProcessState
@@ -73,6 +72,7 @@ class Supervisor:
     stop: asyncio.Event = field(default_factory=asyncio.Event)
     hurry: asyncio.Event = field(default_factory=asyncio.Event)
     asked_by: int = 0  # the signal that asked us to stop
+    routers: list[RouterRecord] = field(default_factory=list)  # once all of them serve
 
     async def run(self, on_ready: OnReady) -> int:
         """Runs until SIGTERM or SIGINT. Returns the exit status: 0, or 128 + the signal's number if it came before the cluster was ready.
@@ -105,7 +105,7 @@ class Supervisor:
             ready = asyncio.create_task(self._start(config, launcher, registry))
             if not await unless(self.stop, ready):
                 return False
-            running = ready_state(config, self.log_dir)
+            running = ready_state(config, self.log_dir, self.routers)
             state.write(running)
             on_ready(running)
             await self._watch(launcher, registry, ready.result())
@@ -119,22 +119,23 @@ class Supervisor:
         await registry.desire(pools)
         for template, count in templates(config):
             await launcher.add(template, count)
-        await self._wait_until_ready(config, launcher)
+        await self._wait_until_ready(config, launcher, registry)
         return pools
 
-    async def _wait_until_ready(self, config: Config, launcher: Launcher) -> None:
-        """Returns when the router serves and reaches every worker. It is not enough that a worker is in the registry: the router may not
-        have read that yet, and the first request would get no handoff."""
+    async def _wait_until_ready(self, config: Config, launcher: Launcher, registry: Registry) -> None:
+        """Returns when every router serves and reaches every worker. It is not enough that a worker is in the registry: a router may not
+        have read that yet, and its first request would get no handoff."""
         wanted = config.prefill.replicas + config.decode.replicas
         seen, logs = -1, Progress(self.log_dir)
         try:
             async with asyncio.timeout(READY_WITHIN_S) as limit:
                 while True:
-                    reached = await workers_ready(config)
+                    self.routers = await find_routers(registry)
+                    reached = min(await asyncio.gather(*(workers_ready(config, router) for router in self.routers)), default=0)
                     if reached != seen:
                         self.note(f"{reached} of {wanted} workers ready")
                         seen = reached
-                    if reached >= wanted and await serving(config):
+                    if reached >= wanted and await serving(config, self.routers):
                         return
                     await self._look(launcher, logs)
                     await asyncio.sleep(WATCH_EVERY_S / 2)
@@ -172,7 +173,7 @@ class Supervisor:
     async def _end(self, config: Config, launcher: Launcher, served: bool) -> None:
         try:
             if served:
-                running = await requests_running(config)
+                running = await requests_running(config, self.routers)
                 self.note(f"stopping: {running} running; Ctrl-C again ends them at once" if running else "stopping")
             else:
                 self.note("stopping")
@@ -222,8 +223,20 @@ async def unless(event: asyncio.Event, task: "asyncio.Task[Any]", cancel: bool =
     return False
 
 
-async def serving(config: Config) -> bool:
-    async with channel(target(advertised(config), config.router.port), config.security) as open_channel:
+async def find_routers(registry: Registry) -> list[RouterRecord]:
+    try:
+        return await registry.routers()
+    except RegistryUnavailable:
+        return []
+
+
+async def serving(config: Config, routers: list[RouterRecord]) -> bool:
+    """Whether as many routers serve as the configuration wants."""
+    return sum(await asyncio.gather(*(_serves(config, router) for router in routers))) >= config.router.replicas
+
+
+async def _serves(config: Config, router: RouterRecord) -> bool:
+    async with channel(router.endpoints["grpc"], config.security) as open_channel:
         try:
             request = health_pb2.HealthCheckRequest()
             answer = await health_pb2_grpc.HealthStub(open_channel).Check(request, timeout=1.0)
@@ -232,21 +245,21 @@ async def serving(config: Config) -> bool:
         return bool(answer.status == health_pb2.HealthCheckResponse.SERVING)
 
 
-async def workers_ready(config: Config) -> int:
+async def workers_ready(config: Config, router: RouterRecord) -> int:
     """How many workers the router knows and reaches; 0 while it does not answer."""
-    status = await _status(config, 2.0)
+    status = await _status(config, router, 2.0)
     return sum(worker.record.state == "ready" for worker in status.workers) if status else 0
 
 
-async def requests_running(config: Config) -> str:
-    """The number of requests as text for a person; empty if there are none or the router does not answer."""
-    status = await _status(config, 1.0)
-    count = status.router.inflight + status.router.queued if status else 0
+async def requests_running(config: Config, routers: list[RouterRecord]) -> str:
+    """The number of requests as text for a person; empty if there are none or no router answers."""
+    statuses = await asyncio.gather(*(_status(config, router, 1.0) for router in routers))
+    count = sum(status.router.inflight + status.router.queued for status in statuses if status)
     return f"{count} request{'s are' if count > 1 else ' is'}" if count else ""
 
 
-async def _status(config: Config, timeout_s: float) -> worker_pb2.StatusResponse | None:
-    async with channel(target(advertised(config), config.router.admin_port), config.security) as open_channel:
+async def _status(config: Config, router: RouterRecord, timeout_s: float) -> worker_pb2.StatusResponse | None:
+    async with channel(router.endpoints["admin"], config.security) as open_channel:
         try:
             stub = worker_pb2_grpc.AdminStub(open_channel)
             answer: worker_pb2.StatusResponse = await stub.Status(worker_pb2.StatusRequest(), timeout=timeout_s)
@@ -255,14 +268,12 @@ async def _status(config: Config, timeout_s: float) -> worker_pb2.StatusResponse
         return answer
 
 
-def ready_state(config: Config, log_dir: Path) -> state.ClusterState:
-    host, router, security = advertised(config), config.router, config.security
-    ports = {"grpc": router.port, "http": router.http_port, "admin": router.admin_port, "page": router.page_port}
-    endpoints = {name: target(host, port) for name, port in ports.items()}
+def ready_state(config: Config, log_dir: Path, routers: list[RouterRecord]) -> state.ClusterState:
+    endpoints, security = [router.endpoints for router in routers], config.security
     files = {"cert": security.tls_cert, "key": security.tls_key, "ca": security.tls_ca}
     tls = {name: str(Path(path).resolve()) for name, path in files.items() if path}
     pid = os.getpid()
-    return state.ClusterState(config.cluster.name, pid, endpoints, config.redis.url, str(log_dir), state.born(pid), tls)
+    return state.ClusterState(config.cluster.name, pid, endpoints[0], config.redis.url, str(log_dir), state.born(pid), tls, endpoints)
 
 
 def tail(path: Path, lines: int = 15) -> str:

@@ -8,8 +8,10 @@ from typing import Any
 import grpc
 import pytest
 from grpc_health.v1 import health, health_pb2, health_pb2_grpc
+from memory_registry import MemoryRegistry
 
 from baton.cluster.config_layers import load
+from baton.cluster.records import RouterRecord
 from baton.launch import plan
 from baton.launch.launcher import RestartRule
 from baton.launch.local_launcher import LocalLauncher
@@ -46,11 +48,12 @@ async def router() -> AsyncIterator[tuple[Router, list[int]]]:
 async def test_a_cluster_is_ready_when_the_router_reaches_every_worker(router: tuple[Router, list[int]], tmp_path: Path) -> None:
     """Otherwise a router that knows only one of two workers would serve the first request without a handoff."""
     scripted, (port, admin_port) = router
-    config = load([], flags={"router.port": str(port), "router.admin-port": str(admin_port)}).config
+    config, registry = load([]).config, MemoryRegistry()
+    endpoints = {"grpc": f"127.0.0.1:{port}", "admin": f"127.0.0.1:{admin_port}"}
+    await registry.join(RouterRecord("router-0", 1, 1, "host", endpoints, "toy"))
     notes: list[str] = []
-    waiting = asyncio.create_task(
-        Supervisor(config, tmp_path, notes.append)._wait_until_ready(config, LocalLauncher(RestartRule(0.1, 1.0), tmp_path, []))
-    )
+    launcher = LocalLauncher(RestartRule(0.1, 1.0), tmp_path, [])
+    waiting = asyncio.create_task(Supervisor(config, tmp_path, notes.append)._wait_until_ready(config, launcher, registry))
     for states in ([], ["ready"], ["ready", "unreachable"], ["ready", "starting"]):
         scripted.states = states
         while not scripted.asked.empty():
@@ -70,3 +73,20 @@ def test_the_free_ports_chosen_for_the_router_differ(monkeypatch: pytest.MonkeyP
     config = load([], flags={"router.port": "0", "router.http-port": "0", "router.page-port": "0", "router.admin-port": "8471"}).config
     router = plan.complete(config, "redis://x").router
     assert (router.port, router.admin_port, router.http_port, router.page_port) == (5000, 8471, 5001, 5002)
+
+
+def test_every_router_gets_ports_of_its_own(monkeypatch: pytest.MonkeyPatch) -> None:
+    offered = iter([*range(6000, 6004), 8470, *range(6004, 6012)])
+    monkeypatch.setattr(plan, "free_port", lambda host: next(offered))
+    config = load([], flags={"router.replicas": "3", "telemetry.metrics-port": "9100"}).config
+    [(template, count), *_] = plan.templates(config)
+    assert count == 3 and template.leads
+    own = [template.env_of(f"router-{number}") for number in range(4)]
+    assert "BATON_ROUTER_PORT" not in own[0] and "BATON_ROUTER_PORT" not in own[3]
+    names = [
+        f"BATON_{name}" for name in ("ROUTER_PORT", "ROUTER_ADMIN_PORT", "ROUTER_HTTP_PORT", "ROUTER_PAGE_PORT", "TELEMETRY_METRICS_PORT")
+    ]
+    ports = [env[name] for env in own[1:3] for name in names]
+    assert len(set(ports)) == 10 and "8470" not in ports, "no two listen on one port, nor on the first router's"
+    assert "BATON_TELEMETRY_HEALTH_PORT" not in own[1], "what is off for one is off for all"
+    assert own[1]["BATON_WORKER_NAME"] == "router-1"

@@ -14,7 +14,8 @@ from sweep import cancelled
 
 from baton.cluster.config import Config
 from baton.cluster.config_layers import load
-from baton.cluster.records import Pools
+from baton.cluster.records import Pools, RouterRecord
+from baton.cluster.registry import Registry
 from baton.launch import supervisor
 from baton.launch.child import Child
 from baton.launch.launcher import RestartRule, Template
@@ -201,15 +202,19 @@ def scripted(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Callable[[], tu
     monkeypatch.setenv("BATON_STATE_DIR", str(tmp_path))
     made: list[Any] = []
 
-    async def ready(config: Config) -> int:
+    async def find(registry: Registry) -> list[RouterRecord]:
+        await asyncio.sleep(0)
+        return [RouterRecord("router-0", 1, 1, "host", {"grpc": "127.0.0.1:1", "admin": "127.0.0.1:2"}, "toy")]
+
+    async def ready(config: Config, router: RouterRecord) -> int:
         await asyncio.sleep(0)
         return config.prefill.replicas + config.decode.replicas
 
-    async def serves(config: Config) -> bool:
+    async def serves(config: Config, routers: list[RouterRecord]) -> bool:
         await asyncio.sleep(0)
         return True
 
-    async def running(config: Config) -> str:
+    async def running(config: Config, routers: list[RouterRecord]) -> str:
         await asyncio.sleep(0)
         return "1 request is"
 
@@ -217,6 +222,7 @@ def scripted(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Callable[[], tu
         made.append(one)
         return one
 
+    monkeypatch.setattr(supervisor, "find_routers", find)
     monkeypatch.setattr(supervisor, "workers_ready", ready)
     monkeypatch.setattr(supervisor, "serving", serves)
     monkeypatch.setattr(supervisor, "requests_running", running)

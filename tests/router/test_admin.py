@@ -97,7 +97,7 @@ async def administered(house: House, registry: MemoryRegistry, name: str) -> Asy
     admin = AdminDoor(house.view, house.workers, watch, admission, house.journal, live, peers, lambda: own)
     worker_pb2_grpc.add_AdminServicer_to_server(admin, admin_server.grpc)
     await asyncio.gather(worker_server.start(), admin_server.start(), registry.join(own))
-    looking = asyncio.create_task(peers.run())
+    looking = asyncio.create_task(peers.run(admission))
     try:
         async with channel(admin_address, Config().security) as wire:
             yield worker_pb2_grpc.AdminStub(wire)

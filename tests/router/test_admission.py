@@ -61,12 +61,15 @@ def test_routers_share_the_places_and_the_queue() -> None:
     """What is free, and an equal part in any case: a router that had everything gives back what another one needs."""
     assert share(10, 0, 1) == 10 and share(10, 7, 2) == 5 and share(10, 2, 2) == 8 and share(10, 10, 3) == 4 and share(0, 0, 2) == 0
     admission = Admission(max_inflight=8, max_queue=4)
-    admission.resize(6, elsewhere=Elsewhere(routers=2, inflight=1, queued=0))
+    admission.elsewhere = Elsewhere(routers=2, inflight=1, queued=0)
+    admission.resize(6)
     assert (admission.places, admission.room) == (5, 4)
-    admission.resize(6, elsewhere=Elsewhere(routers=2, inflight=6, queued=4))
+    admission.elsewhere = Elsewhere(routers=2, inflight=6, queued=4)
+    admission.resize(6)
     assert (admission.places, admission.room) == (3, 2)
     answers = [admission.enter(str(i)) for i in range(6)]
     assert [type(answer) for answer in answers] == [Admitted] * 3 + [Queued] * 2 + [Refused]
+    admission.elsewhere = Elsewhere()
     assert admission.resize(6) == ["3", "4"], "the other router is gone"
     admission.check()
 
