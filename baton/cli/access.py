@@ -7,6 +7,8 @@ read a command line.
 """
 
 import os
+import socket
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -44,11 +46,20 @@ def find(endpoint: str, address: str | None, name: str, config: list[Path] | Non
         running = state.need(name)
         files = running.tls
         security = SecurityConfig(tls_cert=files.get("cert"), tls_key=files.get("key"), tls_ca=files.get("ca"))
-        return Access(running.endpoints[endpoint], _credentials(security), (NO_PROXY,))
+        return Access(_first_open(running, endpoint), _credentials(security), (NO_PROXY,))
     security = configuration.load(config or []).config.security
     if address.startswith(TLS):
         return Access(address.removeprefix(TLS).rstrip("/"), _credentials(security) or grpc.ssl_channel_credentials())
     return Access(address, _credentials(security))
+
+
+def _first_open(running: state.ClusterState, endpoint: str) -> str:
+    """The address of the first router that accepts a connection; the first router's if none does."""
+    for endpoints in running.routers:
+        host, _, port = endpoints[endpoint].rpartition(":")
+        with suppress(OSError), socket.create_connection((host.strip("[]"), int(port)), timeout=0.5):
+            return endpoints[endpoint]
+    return running.endpoints[endpoint]
 
 
 def _credentials(security: SecurityConfig) -> grpc.ChannelCredentials | None:

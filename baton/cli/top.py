@@ -76,6 +76,8 @@ def draw(now: Snapshot, rate: dict[str, float]) -> Group:
 def _head(now: Snapshot, rate: dict[str, float]) -> Text:
     router, totals, slo = now["router"], now["totals"], now["slo"]
     head = Text(f"{now['model']}  {router['inflight']} in flight, {router['queued']} queued", style="bold")
+    if len(now["routers"]) > 1:
+        head.append(f"  {len(now['routers'])} routers")
     if rate:
         goodput = "goodput" if slo["objectives"] else "completed"
         head.append(f"  {goodput} {rate['met']:.2f}/s  {rate['output_tokens']:.1f} tokens/s  KV {size(rate['handoff_bytes'])}/s")

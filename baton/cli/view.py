@@ -82,8 +82,19 @@ def status(cluster: dict[str, Any]) -> Group:
             str(worker["incarnation"]), str(load["running"]), str(load["waiting"]), f"{load['free_blocks']}/{worker['kv_blocks']}",
             str(load["cached_blocks"]), str(load["leases"]), worker["transport"],
         )  # fmt: skip
+    if len(cluster["routers"]) > 1:
+        return Group(head, _routers(cluster["routers"]), table)
     endpoints = Text("  ".join(f"{name} {address}" for name, address in cluster["endpoints"].items()), style="dim")
     return Group(head, endpoints, table)
+
+
+def _routers(routers: list[dict[str, Any]]) -> Fitting:
+    doors = ("grpc", "http", "admin", "page")
+    table = Fitting(("router", "pid", "in flight", "queued", *doors), left=("router", *doors))
+    for router in routers:
+        addresses = [router["endpoints"].get(door, "") for door in doors]
+        table.add_row(router["name"], str(router["pid"]), str(router["inflight"]), str(router["queued"]), *addresses)
+    return table
 
 
 def size(count: float) -> str:

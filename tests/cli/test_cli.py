@@ -45,6 +45,7 @@ STATUS: dict[str, Any] = {
     "model": "[red]small",
     "router": {"pid": 1, "inflight": 2, "queued": 3, "registry": "away"},
     "workers": [],
+    "routers": [],
 }
 
 
@@ -460,6 +461,17 @@ def test_status_is_readable_at_any_terminal_width(width: int) -> None:
     for part in ("decode-0", "127.0.0.1:34567", "1234567", "1763790000123456", "12345/23456", "678"):
         assert part in told, part
     assert ("incarnation" in told.splitlines()[2]) == (width == 180), "a table only where it fits"
+
+
+@pytest.mark.parametrize("width", [60, 180])
+def test_status_lists_the_routers_if_there_are_several(width: int) -> None:
+    doors = {"grpc": "127.0.0.1:8470", "http": "127.0.0.1:8000", "admin": "127.0.0.1:8471", "page": "127.0.0.1:8472"}
+    routers = [{"name": f"router-{i}", "pid": 4000 + i, "inflight": i, "queued": 0, "endpoints": doors} for i in range(3)]
+    console = Console(width=width)
+    with console.capture() as capture:
+        console.print(view.status({**STATUS, "routers": routers}))
+    told = capture.get()
+    assert all(part in told for part in ("router-2", "4001", *doors.values())) and max(map(len, told.splitlines())) <= width
 
 
 def test_top_in_a_pipe_exits_if_the_router_is_unreachable(env: dict[str, str]) -> None:

@@ -39,6 +39,7 @@ def snapshot(clock: float = 0.0, totals: dict[str, Any] | None = None, **change:
         "errors": [],
         "totals": {**TOTALS, **(totals or {})},
         "slo": {"objectives": {}, "attainment": None},
+        "routers": [{"name": "router-0"}],
     }
     return {**whole, **change}
 

@@ -122,6 +122,7 @@ function showPools(now) {
   }
   const router = $("router").querySelector(".card");
   router.classList.remove("unreachable");
+  $("router").querySelector("h2").textContent = now.routers.length > 1 ? `${now.routers.length} routers` : "Router";
   router.querySelector(".detail").textContent = `${now.router.inflight} in flight, ${now.router.queued} queued`;
   router.querySelector(".chips").replaceChildren(...chips(now, ""));
   drawWires(now, cards, router);
