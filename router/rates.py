@@ -17,14 +17,15 @@ import math
 import time
 from collections.abc import Awaitable, Callable
 from dataclasses import dataclass
-from typing import TypeVar
+from typing import Any, TypeVar
 
 from limits import RateLimitItemPerMinute
-from limits.aio.storage import MemoryStorage, RedisStorage, Storage
+from limits.aio.storage import MemoryStorage, RedisClusterStorage, RedisSentinelStorage, RedisStorage, Storage
 from limits.aio.strategies import FixedWindowRateLimiter
 from limits.errors import StorageError
 
 from baton.cluster.errors import BatonError, Reason, invalid
+from baton.cluster.redis_url import parse
 from router.keys import Quota
 
 log = logging.getLogger(__name__)
@@ -170,5 +171,10 @@ class Unlimited:
 
 def redis_counters(url: str, cluster: str) -> Storage:
     """Counters beside the registry's own keys (`baton.cluster.redis_registry`). Creating them does not contact Redis."""
-    address = f"redis+{url}" if url.startswith("unix:") else url
-    return RedisStorage(address, wrap_exceptions=True, implementation="redispy", key_prefix=f"baton:{{{cluster}}}:rate")
+    options: dict[str, Any] = {"wrap_exceptions": True, "implementation": "redispy", "key_prefix": f"baton:{{{cluster}}}:rate"}
+    match parse(url).kind:
+        case "sentinel":
+            return RedisSentinelStorage(url, use_replicas=False, **options)
+        case "cluster":
+            return RedisClusterStorage(url, **options)
+    return RedisStorage(f"redis+{url}" if url.startswith("unix:") else url, **options)

@@ -6,11 +6,11 @@ a pod or a container has one address for its peers, and is reached on loopback, 
 
 import ipaddress
 import socket
-from urllib.parse import urlsplit
 
 import psutil
 
 from baton.cluster.config import EVERYWHERE, Config, ConfigError
+from baton.cluster.redis_url import parse
 
 
 def advertised(config: Config) -> str:
@@ -54,10 +54,10 @@ def _address_of(interface: str) -> str | None:
 
 def _address_towards(redis_url: str) -> str:
     """Our address on the way to Redis, which all hosts of a cluster reach. Nothing is sent."""
-    url = urlsplit(redis_url)
-    if url.scheme in ("", "unix"):  # embedded or a socket file: every process is on this host
+    hosts = () if redis_url == "embedded" else parse(redis_url).hosts
+    if not hosts:  # embedded or a socket file: every process is on this host
         return "127.0.0.1"
-    host, port = url.hostname or "localhost", url.port or 6379
+    host, port = hosts[0]
     try:
         family, _, _, _, address = socket.getaddrinfo(host, port, type=socket.SOCK_DGRAM)[0]
         with socket.socket(family, socket.SOCK_DGRAM) as probe:

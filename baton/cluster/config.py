@@ -6,7 +6,9 @@ The tree does not hold what a process learns when it starts, such as the number 
 import itertools
 from typing import Any, Literal, Self
 
-from pydantic import BaseModel, ConfigDict, Field, model_validator
+from pydantic import BaseModel, ConfigDict, Field, field_validator, model_validator
+
+from baton.cluster import redis_url
 
 # The ports that a process of each role listens on.
 PORTS = {
@@ -280,8 +282,8 @@ class RedisConfig(Section):
     url: str = Field(
         default="embedded",
         repr=False,  # it may hold a password
-        pattern=r"^(embedded$|rediss?://[^/\s]+|unix://\S+)",
-        description="embedded: Baton starts a redis-server on loopback; else redis://, rediss:// or unix://.",
+        description="embedded: Baton starts a redis-server; else redis://, rediss://, unix://, redis+sentinel://HOST:PORT,.../MASTER or"
+        " redis+cluster://HOST:PORT,...",
     )
     record_ttl_s: float = Field(
         default=6.0, gt=0, le=3600, description="How long a worker's record lives if the worker does not refresh it, seconds."
@@ -296,6 +298,13 @@ class RedisConfig(Section):
         le=10_000_000,
         description="Approximate number of block events that Redis keeps; a router that falls further behind requests a snapshot.",
     )
+
+    @field_validator("url")
+    @classmethod
+    def _an_address(cls, url: str) -> str:
+        if url != "embedded":
+            redis_url.parse(url)
+        return url
 
     @model_validator(mode="after")
     def _one_lost_heartbeat_is_no_death(self) -> Self:

@@ -17,7 +17,11 @@ import re
 from collections.abc import Awaitable, Callable, Sequence
 from typing import Any, TypeVar, cast
 
-from redis.asyncio import Redis
+from redis.asyncio import Redis, RedisCluster
+from redis.asyncio.cluster import ClusterNode
+from redis.asyncio.retry import Retry
+from redis.asyncio.sentinel import Sentinel
+from redis.backoff import NoBackoff
 from redis.exceptions import (
     AuthenticationError,
     BusyLoadingError,
@@ -31,6 +35,7 @@ from redis.exceptions import TimeoutError as RedisTimeoutError
 
 from baton.cluster.config import RedisConfig
 from baton.cluster.records import BlockEvent, Kind, Pools, Record, RouterRecord, WorkerRecord, kind_of
+from baton.cluster.redis_url import parse
 from baton.cluster.registry import EVENTS_BATCH, FENCE_LIFETIMES, RegistryUnavailable, StaleIncarnation
 
 # Beginnings of the keys of a record and of its fence, and the key of the set of names.
@@ -39,6 +44,7 @@ _NAMES: dict[Kind, tuple[str, str, str]] = {
     "router": ("router:", "router-fence:", "routers"),
 }
 R = TypeVar("R")
+Client = Redis | RedisCluster
 _PUBLISH_BATCH = 256  # events in one command
 _CONNECTIONS = 16
 
@@ -94,14 +100,14 @@ end
 
 
 class RedisRegistry:
-    """`url` is redis://, rediss:// or unix://; for an embedded server, the address that it was started with."""
+    """`url`: see `redis_url`; for an embedded server, the address that it was started with."""
 
     def __init__(self, url: str, cluster: str, config: RedisConfig) -> None:
         self.garbage = 0
         self._prefix = f"baton:{{{cluster}}}:"
         self._config = config
-        self._commands = _client(url)
-        self._blocking = _client(url)  # a blocked XREAD holds its connection
+        self._commands = _client(url, config)
+        self._blocking = _client(url, config)  # a blocked XREAD holds its connection
 
     async def join(self, record: Record) -> None:
         ttl_ms = round(self._config.record_ttl_s * 1000)
@@ -208,13 +214,25 @@ class RedisRegistry:
             raise RegistryUnavailable(_kind(error), f"Redis: {error}") from error
 
 
-def _client(url: str) -> Redis:
+def _client(url: str, config: RedisConfig) -> Client:
     # RESP2 saves each new connection a round trip. The timeouts of redis-py are off: `_bounded` is the only clock.
-    return Redis.from_url(url, protocol=2, socket_timeout=None, socket_connect_timeout=None, max_connections=_CONNECTIONS)
+    options: dict[str, Any] = {"protocol": 2, "socket_timeout": None, "socket_connect_timeout": None, "max_connections": _CONNECTIONS}
+    address = parse(url)
+    login: dict[str, Any] = {"username": address.username, "password": address.password}
+    if address.kind == "cluster":
+        return RedisCluster(startup_nodes=[ClusterNode(*host) for host in address.hosts], **options, **login)
+    if address.kind == "sentinel":
+        # A Sentinel that does not answer must leave time to ask the next one within the same command.
+        patience_s = config.command_timeout_s / (len(address.hosts) + 1)
+        once = Retry(NoBackoff(), 0)
+        asking: dict[str, Any] = {"socket_timeout": patience_s, "socket_connect_timeout": patience_s, "retry": once, **login}
+        sentinels = Sentinel(list(address.hosts), sentinel_kwargs=asking)  # type: ignore[no-untyped-call]
+        return cast(Redis, sentinels.master_for(address.master, db=address.db, **options, **login))
+    return Redis.from_url(url, **options)
 
 
-def _send(client: Redis, *command: str | bytes | int) -> Awaitable[Any]:
-    return cast(Awaitable[Any], client.execute_command(*command))  # type: ignore[no-untyped-call]
+def _send(client: Client, *command: str | bytes | int) -> Awaitable[Any]:
+    return cast(Awaitable[Any], client.execute_command(*command))
 
 
 def _order(entry_id: str) -> tuple[int, int]:

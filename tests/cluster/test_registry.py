@@ -14,6 +14,7 @@ import redis
 from hypothesis import given
 from hypothesis import strategies as st
 from memory_registry import MemoryRegistry
+from redis_servers import sharded
 
 from baton.cluster.config import RedisConfig
 from baton.cluster.records import BlockEvent, Load, Pools, RouterRecord, WorkerRecord
@@ -89,7 +90,7 @@ def memory_world() -> World:
     )
 
 
-def redis_world(server: EmbeddedRedis, cluster: str, raw: redis.Redis) -> World:
+def redis_world(url: str, cluster: str, raw: redis.Redis) -> World:
     def spoil_record(name: str, data: bytes) -> None:
         raw.sadd(f"baton:{{{cluster}}}:members", name)
         raw.set(f"baton:{{{cluster}}}:worker:{name}", data)
@@ -101,8 +102,8 @@ def redis_world(server: EmbeddedRedis, cluster: str, raw: redis.Redis) -> World:
                 raw.pexpire(key, left - round(seconds * 1000))
 
     return World(
-        RedisRegistry(server.url, cluster, CONFIG),
-        RedisRegistry(server.url, cluster, CONFIG),
+        RedisRegistry(url, cluster, CONFIG),
+        RedisRegistry(url, cluster, CONFIG),
         advance,
         spoil_record,
         lambda data: raw.set(f"baton:{{{cluster}}}:pools", data),
@@ -121,9 +122,21 @@ def cluster() -> str:
     return uuid4().hex
 
 
-@pytest.fixture(params=["memory", "redis"])
-async def world(request: pytest.FixtureRequest, server: EmbeddedRedis, cluster: str, raw: redis.Redis) -> AsyncIterator[World]:
-    world = memory_world() if request.param == "memory" else redis_world(server, cluster, raw)
+@pytest.fixture(scope="module")
+def shards() -> Iterator[tuple[str, redis.Redis]]:
+    with sharded() as found:
+        yield found
+
+
+@pytest.fixture(params=["memory", "redis", "sharded"])
+async def world(request: pytest.FixtureRequest, cluster: str) -> AsyncIterator[World]:
+    if request.param == "memory":
+        world = memory_world()
+    elif request.param == "redis":
+        world = redis_world(request.getfixturevalue("server").url, cluster, request.getfixturevalue("raw"))
+    else:
+        url, raw = request.getfixturevalue("shards")
+        world = redis_world(url, cluster, raw)
     yield world
     await world.registry.close()
     await world.other.close()
