@@ -6,10 +6,12 @@ import os
 import random
 import signal
 from collections.abc import Iterator
+from pathlib import Path
 
 import pytest
 import redis
 from live_cluster import Cluster, cluster, toy, toy_output
+from redis_servers import watched
 
 from baton.client import AsyncClient, GenerateError, Result
 
@@ -118,6 +120,22 @@ async def test_no_request_notices_an_outage_of_the_registry(live: Cluster, kind:
     assert {worker["pid"] for worker in live.workers()} == pids
     await live.quiet()
     await cached_where_it_was_computed(live)
+
+
+async def test_no_request_notices_a_failover(tmp_path: Path) -> None:
+    """A real primary under real Sentinels is killed, and its replica takes over."""
+    with watched() as (url, primary, _):
+        model = toy(tmp_path / "toy", step_delay_ms=5)
+        with cluster(model, *RECORDS, prefill=1, decode=2, env={"BATON_REDIS_URL": url}) as live:
+            async with Load(live) as load:
+                primary.kill()
+                await asyncio.to_thread(live.wait, lambda: live.status()["router"]["registry"] == "away")
+                await asyncio.to_thread(live.wait, lambda: live.status()["router"]["registry"] == "reachable", 60)
+                before = load.served
+                await asyncio.sleep(AFTER_S)
+            assert not load.failures and not load.retries and load.served > before
+            await live.quiet()
+            await cached_where_it_was_computed(live)
 
 
 async def cached_where_it_was_computed(live: Cluster) -> None:
