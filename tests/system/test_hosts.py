@@ -1,0 +1,124 @@
+"""A cluster over several hosts: every process listens on all addresses, tells others its own, and KV moves between hosts."""
+
+import asyncio
+import os
+import random
+import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import grpc
+import pytest
+from hosts import Host, hosts
+from live_cluster import toy, toy_output
+from redis_servers import PASSWORD, until
+
+from baton.cli.admin import read_status
+from baton.client import AsyncClient, Result
+from baton.launch.redis_server import find_binary
+from baton.v1 import worker_pb2, worker_pb2_grpc
+
+pytestmark = pytest.mark.system
+PORTS = {"router.port": 8470, "router.admin_port": 8471, "router.http_port": 8000, "router.page_port": 8472}
+REDIS_PORT = 6379
+
+
+@dataclass
+class Spread:
+    """A router on the first host, a prefill worker on the second, a decode worker on each other one."""
+
+    hosts: list[Host]
+
+    @property
+    def door(self) -> str:
+        return f"{self.hosts[0].address}:{PORTS['router.port']}"
+
+    def workers(self) -> dict[str, dict[str, Any]]:
+        """By the address of their host; only those that answer."""
+        address = f"{self.hosts[0].address}:{PORTS['router.admin_port']}"
+        with grpc.insecure_channel(address, [("grpc.enable_http_proxy", 0)]) as channel:
+            answer = worker_pb2_grpc.AdminStub(channel).Status(worker_pb2.StatusRequest(), timeout=10)
+        found = read_status(answer)["workers"]
+        return {worker["address"].rpartition(":")[0]: worker for worker in found if "error" not in worker}
+
+    def wait(self, count: int) -> None:
+        def there() -> bool:
+            try:
+                return len(self.workers()) == count
+            except grpc.RpcError:
+                return False
+
+        until(there)
+
+
+@contextmanager
+def spread(model: Path, folder: Path, decode: int) -> Iterator[Spread]:
+    with hosts(2 + decode) as made:
+        head, started = made[0], []
+        clean = {key: value for key, value in os.environ.items() if not key.startswith("BATON_")}
+        env = {
+            **clean,
+            "BATON_CLUSTER_HOST": "0.0.0.0",
+            "BATON_CLUSTER_KEY": "a key that all hosts share",
+            "BATON_REDIS_URL": f"redis://:{PASSWORD}@{head.address}:{REDIS_PORT}/0",
+            "BATON_MODEL_PATH": str(model),
+            "BATON_ENGINE_KV_MEMORY_MIB": "64",
+            "BATON_ROUTER_BYPASS_TOKENS": "0",
+            "BATON_KV_TRANSPORT": "tcp",  # namespaces share the memory of the machine, and NIXL would find that
+        }
+        redis = (str(find_binary()), "--port", str(REDIS_PORT), "--bind", "0.0.0.0", "--requirepass", PASSWORD, "--save", "")
+        try:
+            started.append(head.start(*redis, env=clean, log=folder / "redis.log"))
+            for host, module in zip(made, ("router", "prefill_worker", *["decode_worker"] * decode), strict=True):
+                command = (sys.executable, "-P", "-m", module)
+                started.append(host.start(*command, env=env, log=folder / f"{module}-{host.name}.log"))
+            cluster = Spread(made)
+            cluster.wait(1 + decode)
+            yield cluster
+        finally:
+            for process in reversed(started):
+                process.kill()
+                process.wait(20)
+
+
+async def ask(client: AsyncClient, prompt: list[int], max_tokens: int) -> Result:
+    options: dict[str, Any] = {"max_tokens": max_tokens, "temperature": 0.0, "ignore_eos": True, "timeout_s": 60}
+    async with client.generate(token_ids=prompt, **options) as stream:
+        async for _ in stream:
+            pass
+        assert list(stream.result.token_ids) == toy_output(prompt, max_tokens=max_tokens)
+        return stream.result
+
+
+async def test_a_cluster_over_several_hosts_survives_a_pulled_cable(tmp_path: Path) -> None:
+    """Each worker is known by the address of its own host, though all listen on 0.0.0.0. KV moves over TCP between them. Streams of a host
+    that is cut off continue on another one, and it serves again when it is back."""
+    model, rng = toy(tmp_path / "toy", step_delay_ms=5), random.Random(1)
+    with spread(model, tmp_path, decode=2) as cluster:
+        assert set(cluster.workers()) == {host.address for host in cluster.hosts[1:]}
+        async with AsyncClient(cluster.door) as client:
+            prompts = [[rng.randrange(256) for _ in range(300)] for _ in range(8)]
+            first = await asyncio.gather(*(ask(client, prompt, 20) for prompt in prompts))
+            assert all(result.handoff["transport"] == "tcp" and not result.handoff["failure"] for result in first)
+            assert len({result.workers["decode"] for result in first}) == 2
+
+            streams = [asyncio.create_task(ask(client, prompt, 400)) for prompt in prompts]
+            await asyncio.to_thread(until, lambda: all(cluster.workers()[host.address]["load"]["running"] for host in cluster.hosts[2:]))
+            cluster.hosts[3].unplug()
+            moved = await asyncio.gather(*streams)
+            assert sum(result.workers["retries"] > 0 for result in moved) >= 1
+            assert {result.workers["decode"] for result in moved} == {cluster.workers()[cluster.hosts[2].address]["name"]}
+
+            cluster.hosts[3].plug_in()
+            await asyncio.to_thread(cluster.wait, 3)
+
+            async def served_by_both() -> bool:
+                results = await asyncio.gather(*(ask(client, prompt, 20) for prompt in prompts))
+                return len({result.workers["decode"] for result in results}) == 2
+
+            async with asyncio.timeout(60):
+                while not await served_by_both():
+                    await asyncio.sleep(0.2)
