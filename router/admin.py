@@ -3,15 +3,15 @@ routers, so it does not matter which one is asked.
 """
 
 import asyncio
-import os
 from collections.abc import Callable
 from dataclasses import asdict
+from time import monotonic
 
 from baton.cluster.errors import BatonError, invalid
+from baton.cluster.joining import Joining
 from baton.cluster.records import RouterRecord, WorkerRecord
 from baton.cluster.rpc import Answering, Context
 from baton.v1 import worker_pb2, worker_pb2_grpc
-from router.admission import Admission
 from router.clients import Workers
 from router.journal import Journal
 from router.live import Live
@@ -26,17 +26,17 @@ class AdminDoor(worker_pb2_grpc.AdminServicer):
         view: ClusterView,
         workers: Workers,
         watch: Watch,
-        admission: Admission,
         journal: Journal,
         live: Live,
         peers: Peers,
         describe: Callable[[], RouterRecord],
+        joining: Joining,
     ) -> None:
         """`describe`: this router, as it is now."""
+        self._joining = joining
         self._view = view
         self._workers = workers
         self._watch = watch
-        self._admission = admission
         self._journal = journal
         self._live = live
         self._peers = peers
@@ -48,9 +48,9 @@ class AdminDoor(worker_pb2_grpc.AdminServicer):
             endpoints=own.endpoints,
             model=own.model_name,
             router=worker_pb2.RouterStatus(
-                pid=os.getpid(),
-                inflight=self._admission.inflight,
-                queued=self._admission.queued,
+                pid=own.pid,
+                inflight=own.inflight,
+                queued=own.queued,
                 registry="reachable" if self._watch.registry_reachable else "away",
             ),
             workers=await asyncio.gather(*(self._describe(record) for record in self._view.members())),
@@ -80,6 +80,13 @@ class AdminDoor(worker_pb2_grpc.AdminServicer):
                 raise invalid("worker", f"there is no worker {request.worker!r}; known workers: {', '.join(known) or 'none'}")
             serving, draining = await self._workers.set_roles(known[request.worker], request.roles)
             return worker_pb2.SetRolesResponse(serving=serving, draining=draining)
+        raise AssertionError("answered with an error")
+
+    async def Join(self, request: worker_pb2.JoinRequest, context: Context) -> worker_pb2.JoinResponse:
+        async with Answering(context):
+            if not request.challenge:
+                return worker_pb2.JoinResponse(challenge=self._joining.challenge(monotonic()))
+            return worker_pb2.JoinResponse(env=self._joining.admit(request.challenge, request.proof, monotonic()))
         raise AssertionError("answered with an error")
 
     async def _describe(self, record: WorkerRecord) -> worker_pb2.WorkerStatus:

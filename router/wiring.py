@@ -16,6 +16,7 @@ from baton.cluster import pulse
 from baton.cluster.config import Config, ConfigError
 from baton.cluster.connect import connect_registry
 from baton.cluster.health import HealthServer
+from baton.cluster.joining import Joining
 from baton.cluster.lifecycle import Stage, Stop, move
 from baton.cluster.membership import Membership, draw_incarnation, process_name
 from baton.cluster.metrics import Book
@@ -128,7 +129,7 @@ class RouterProcess:
             endpoints["metrics"] = await self._metrics.start(config.telemetry.metrics_port)
         if config.telemetry.health_port is not None:
             endpoints["health"] = self._health_pages.address
-        door = AdminDoor(view, self._workers, watch, admission, self._journal, live, self._peers, self._record)
+        door = AdminDoor(view, self._workers, watch, self._journal, live, self._peers, self._record, Joining(config))
         worker_pb2_grpc.add_AdminServicer_to_server(door, admin.grpc)
         await public.health.set("liveness", health_pb2.HealthCheckResponse.SERVING)  # as long as the process answers
         await public.start()

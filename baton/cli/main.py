@@ -24,7 +24,7 @@ from baton.cli import view
 from baton.cli.access import find
 from baton.cli.admin import read_status
 from baton.cli.interrupt import interruptible
-from baton.cli.options import Address, Answering, Cluster, ConfigFiles, Name, OnePrompt, Opening, numbers
+from baton.cli.options import Address, Answering, Cluster, ConfigFiles, Name, OnePrompt, Opening, Start, numbers
 from baton.client import Client, GenerateError, Stream
 from baton.cluster import config_layers as configuration
 from baton.cluster.config import Config, ConfigError
@@ -51,26 +51,24 @@ CHAT_TEMPERATURE = 0.5
 
 
 @app.command(context_settings=FREE)
-def up(
-    context: typer.Context,
-    config: ConfigFiles = None,
-    model: Annotated[str | None, typer.Option(help="Folder of a Hugging Face checkpoint.")] = None,
-    prefill: Annotated[int | None, typer.Option(help="Prefill workers; 0 makes a colocated cluster.")] = None,
-    decode: Annotated[int | None, typer.Option(help="Decode workers.")] = None,
-    launcher: Annotated[str | None, typer.Option(help="local or ray.")] = None,
-    name: Annotated[str | None, typer.Option("--name", help="Name of the cluster.")] = None,
-    detach: Annotated[bool, typer.Option("--detach", help="Return when the cluster is ready. Stop it with `baton down`.")] = False,
-) -> None:
-    """Start a cluster: router, prefill and decode workers, Redis. Every key of the configuration is a flag: --engine.block-size 32."""
-    from baton.cli.up import start  # the launchers, which no other command needs
+@takes(Start)
+def up(asked: Start) -> None:
+    """Start a cluster: routers, prefill and decode workers, Redis. Every key of the configuration is a flag: --engine.block-size 32."""
+    from baton.cli import up as cluster  # the launchers, which no other command needs
 
     with _failing():
         shorthand = {
-            "model.path": model, "prefill.replicas": prefill, "decode.replicas": decode, "launcher.kind": launcher, "cluster.name": name,
+            "model.path": asked.model, "prefill.replicas": asked.prefill, "decode.replicas": asked.decode,
+            "launcher.kind": asked.launcher, "cluster.name": asked.name,
         }  # fmt: skip
-        loaded = _load(context, config, {key: str(value) for key, value in shorthand.items() if value is not None})
-        with _waiting("starting") if detach else nullcontext():
-            start(loaded, err, detach)
+        given = {key: str(value) for key, value in shorthand.items() if value is not None}
+        files, flags = _arguments(asked.context, asked.config, given)
+        config = configuration.load(files, flags=flags).config
+        if asked.join is not None:
+            cluster.join(asked.join, config, files, flags, err)
+            return
+        with _waiting("starting") if asked.detach else nullcontext():
+            cluster.start(config, err, asked.detach)
 
 
 @app.command()

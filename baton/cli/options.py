@@ -29,6 +29,24 @@ def _option(number: Number) -> Any:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class Start:
+    """What `up` starts."""
+
+    context: typer.Context
+    config: ConfigFiles = None
+    model: Annotated[str | None, typer.Option(help="Folder of a Hugging Face checkpoint.")] = None
+    prefill: Annotated[int | None, typer.Option(help="Prefill workers; 0 makes a colocated cluster.")] = None
+    decode: Annotated[int | None, typer.Option(help="Decode workers.")] = None
+    launcher: Annotated[str | None, typer.Option(help="local or ray.")] = None
+    name: Annotated[str | None, typer.Option("--name", help="Name of the cluster.")] = None
+    join: Annotated[
+        str | None,
+        typer.Option(help="Admin address of a running cluster: start only workers, which join it. BATON_CLUSTER_KEY must be its key."),
+    ] = None
+    detach: Annotated[bool, typer.Option("--detach", help="Return when the cluster is ready. Stop it with `baton down`.")] = False
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class Cluster:
     """Which cluster to ask."""
 

@@ -17,8 +17,9 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, SpinnerColumn
 from baton.cluster.config import Config
 from baton.cluster.packages import command
 from baton.launch import state
-from baton.launch.plan import check_model, check_ports
-from baton.launch.supervisor import Supervisor
+from baton.launch.join import configure, draw_label, learn
+from baton.launch.plan import check_model, check_ports, check_shared_ports
+from baton.launch.supervisor import Supervisor, joined_name
 
 DETACH_WITHIN_S = 150.0
 DOWN_WITHIN_S = 60.0
@@ -28,6 +29,20 @@ TRY = (  # long enough for a handoff
     " The fox was called Pim, and everybody knew that he was very brave. His best friend was Ida the owl."
 )
 TRY_JSON = json.dumps({"messages": [{"role": "user", "content": "Tell me a story about a hedgehog named Pim and an owl."}]})
+
+
+def join(address: str, config: Config, files: list[Path], flags: dict[str, str], err: Console) -> None:
+    """Runs workers that join the cluster whose router has the admin address `address`. Returns when they have stopped. Raises StateError
+    and whatever keeps them from starting."""
+    learned = asyncio.run(learn(address, config.cluster.key, config.security))
+    config = configure(address, learned, files, flags)
+    if state.read(joined_name(config)) is not None:
+        raise state.StateError(f"workers of this host have joined already; `baton down{_named(joined_name(config))}` stops them")
+    config = _with_model(config)
+    check_shared_ports(config, routers=0)
+    check_model(config)
+    if status := _run(config, err, draw_label()):
+        raise typer.Exit(status)
 
 
 def start(config: Config, err: Console, detach: bool) -> None:
@@ -56,17 +71,23 @@ def end(name: str, err: Console) -> None:
     err.print(f"cluster {name} is down")
 
 
-def _run(config: Config, err: Console) -> int:
-    log_dir = state.state_dir() / f"{config.cluster.name}-logs"
+def _run(config: Config, err: Console, label: str = "") -> int:
+    name = joined_name(config) if label else config.cluster.name
+    log_dir = state.state_dir() / f"{name}-logs"
+    log_dir.mkdir(exist_ok=True)
     for old in log_dir.glob("*.log"):
         old.unlink()
     with _Starting(err) as starting:
 
         def on_ready(running: state.ClusterState) -> None:
             starting.stop()
-            _banner(config, running, err)
+            if label:
+                err.print(f"[bold green]joined[/]  {config.prefill.replicas} prefill, {config.decode.replicas} decode, logs {log_dir}")
+                err.print(f"[dim]Ctrl-C or `baton down{_named(name)}` stops these workers; the cluster goes on[/]")
+            else:
+                _banner(config, running, err)
 
-        return asyncio.run(Supervisor(config, log_dir, starting.note, starting.loading).run(on_ready))
+        return asyncio.run(Supervisor(config, log_dir, starting.note, starting.loading, label=label).run(on_ready))
 
 
 class _Starting:

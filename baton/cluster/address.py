@@ -21,6 +21,14 @@ def advertised(config: Config) -> str:
     return _address_towards(config.redis.url) if listen in EVERYWHERE else listen
 
 
+def address_towards(host: str, port: int) -> str:
+    """Our address on the way to `host`. Nothing is sent. Raises OSError."""
+    family, _, _, _, address = socket.getaddrinfo(host, port, type=socket.SOCK_DGRAM)[0]
+    with socket.socket(family, socket.SOCK_DGRAM) as probe:
+        probe.connect(address)
+        return str(probe.getsockname()[0])
+
+
 def listener(host: str, port: int, backlog: int = 128) -> socket.socket:
     """A listening TCP socket; `::` takes IPv4 connections, too. Raises OSError."""
     family = socket.AF_INET6 if ":" in host else socket.AF_INET
@@ -59,9 +67,6 @@ def _address_towards(redis_url: str) -> str:
         return "127.0.0.1"
     host, port = hosts[0]
     try:
-        family, _, _, _, address = socket.getaddrinfo(host, port, type=socket.SOCK_DGRAM)[0]
-        with socket.socket(family, socket.SOCK_DGRAM) as probe:
-            probe.connect(address)
-            return str(probe.getsockname()[0])
+        return address_towards(host, port)
     except OSError as error:
         raise ConfigError(f"cluster.advertise: no route to Redis at {target(host, port)} ({error}); set it to an address") from None

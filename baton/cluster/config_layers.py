@@ -73,6 +73,16 @@ def load(files: Sequence[Path] = (), env: Mapping[str, str] = os.environ, flags:
         raise ConfigError("\n".join(_explain(detail, sources) for detail in error.errors(include_url=False))) from None
 
 
+def to_env(config: Config) -> dict[str, str]:
+    """The variables from which `load` rebuilds this configuration."""
+    env = {}
+    for key in keys():
+        value = config.at(key.name)
+        if value != key.default:
+            env[key.env] = "null" if value is None else str(list(value) if isinstance(value, tuple) else value)
+    return env
+
+
 def schema() -> dict[str, Any]:
     """JSON schema of the tree."""
     return Config.model_json_schema()

@@ -36,6 +36,7 @@ class Template:
     cores_each: int | None = None  # each process gets this many of them, in turn; None: each gets all
     grace_s: float = 30.0  # from SIGTERM to SIGKILL
     env_each: tuple[Mapping[str, str], ...] = ()  # added for the process of this number, if there is one
+    stem: str = ""  # the processes are named `stem-number`; empty: the role. A host that joins a cluster needs names of its own
     leads: bool = False  # its processes hand out the work of all others, so `stop` drains them first
 
     def __post_init__(self) -> None:
@@ -144,7 +145,7 @@ class _Role:
     next: int = 0
 
     def grow(self, count: int) -> list[str]:
-        fresh = [f"{self.template.role}-{index}" for index in range(self.next, self.next + count)]
+        fresh = [f"{self.template.stem or self.template.role}-{index}" for index in range(self.next, self.next + count)]
         self.next += count
         self.names += fresh
         return fresh
@@ -177,6 +178,11 @@ class Roster:
 
     def template(self, role: str) -> Template:
         return self._roles[role].template
+
+    def of(self, name: str) -> Template:
+        """The template of a process, which may be gone from its pool."""
+        stem = name.rpartition("-")[0]
+        return next(role.template for role in self._roles.values() if stem == (role.template.stem or role.template.role))
 
     def withdraw(self, role: str, names: Iterable[str]) -> None:
         """Removes names that could not be started."""
@@ -289,7 +295,7 @@ class Launcher(ABC):
         return await asyncio.shield(asyncio.gather(*(self._drains[name] for name in names)))
 
     def _leads(self, name: str) -> bool:
-        return self._roster.template(name.rpartition("-")[0]).leads
+        return self._roster.of(name).leads
 
     async def _end(self, name: str) -> ProcessState:
         try:

@@ -8,12 +8,14 @@ import itertools
 import os
 import secrets
 import socket
+from contextlib import suppress
+from dataclasses import replace
 from pathlib import Path
 from types import MappingProxyType
 
-from baton.cluster.address import target
-from baton.cluster.config import PORTS, Config
-from baton.cluster.config_layers import keys
+from baton.cluster.address import address_towards, advertised, is_loopback, target
+from baton.cluster.config import EVERYWHERE, PORTS, Config
+from baton.cluster.config_layers import keys, to_env
 from baton.cluster.packages import HOME, command
 from baton.cluster.records import ROLES
 from baton.launch import state
@@ -22,6 +24,8 @@ from baton.launch.local_launcher import LocalLauncher
 
 DOORS = ("port", "admin_port", "http_port", "page_port")  # of the router; they stay the same when it is restarted
 NEEDED = ("config.json", "tokenizer.json")  # of a model's folder; what else it needs depends on the model
+LOOPBACK = "127.0.0.1"
+ANYWHERE = ("192.0.2.1", 9)  # an address of no host (RFC 5737), so the way to it is the default route; nothing is sent
 GRACE_S = 15.0  # on top of the drain, for closing
 
 
@@ -48,6 +52,17 @@ def complete(config: Config, redis_url: str) -> Config:
     )
 
 
+def redis_host(config: Config) -> str:
+    """Where an embedded Redis listens: on loopback, or if the cluster listens for other hosts, where these reach this one."""
+    cluster = config.cluster
+    if is_loopback(cluster.host):
+        return LOOPBACK
+    if cluster.advertise == "auto" and cluster.host in EVERYWHERE:
+        with suppress(OSError):
+            return address_towards(*ANYWHERE)
+    return str(socket.getaddrinfo(advertised(config), None)[0][4][0])
+
+
 def free_port(host: str, port: int = 0) -> int:
     """`port` if it is free to listen on, or any free one for 0. Raises OSError."""
     with socket.socket(socket.AF_INET6 if ":" in host else socket.AF_INET) as probe:
@@ -72,9 +87,9 @@ def check_ports(config: Config) -> None:
             raise UpError(f"{name}: cannot listen on {where} ({error.strerror}); choose another with {flag}") from None
 
 
-def check_shared_ports(config: Config) -> None:
+def check_shared_ports(config: Config, routers: int = 1) -> None:
     """Raises UpError: all processes of a local cluster run on one host, so a fixed port has room for one of them."""
-    counts = {"router": 1, "prefill": config.prefill.replicas, "decode": config.decode.replicas}
+    counts = {"router": routers, "prefill": config.prefill.replicas, "decode": config.decode.replicas}
     users = [(name, role) for role, names in PORTS.items() for name in names if config.at(name) for _ in range(counts[role])]
     for (first, one), (second, other) in itertools.combinations(users, 2):
         if config.at(first) == config.at(second):
@@ -105,8 +120,8 @@ def make_launcher(config: Config, log_dir: Path) -> Launcher:
     return RayLauncher(config.launcher.ray_address, rule, log_dir, ray_num_cpus=own)
 
 
-def templates(config: Config) -> list[tuple[Template, int]]:
-    """Router and pools, each with the number of its processes."""
+def templates(config: Config, label: str = "") -> list[tuple[Template, int]]:
+    """Routers and pools, each with the number of its processes. `label`: of a host that joins; it gets no router."""
     env = MappingProxyType({**to_env(config), **kernel_cache()})
     grace_s = config.router.drain_s + GRACE_S
     made = [
@@ -115,10 +130,13 @@ def templates(config: Config) -> list[tuple[Template, int]]:
             config.router.replicas,
         )
     ]
+    if label:
+        made.clear()
     for role in ROLES:
         pool = getattr(config, role)
         argv = command(f"{role}_worker")
         template = Template(role, argv, env, pool.cpus, pool.gpus, pool.cores, config.engine.threads, pool.drain_s + GRACE_S)
+        template = replace(template, stem=f"{role}-{label}" if label else "")
         made.append((template, pool.replicas))
     return made
 
@@ -138,16 +156,6 @@ def router_ports(config: Config) -> tuple[dict[str, str], ...]:
                 own[keys_of[name]] = str(port)
         made.append(own)
     return tuple(made)
-
-
-def to_env(config: Config) -> dict[str, str]:
-    """The variables from which `baton.cluster.config_layers.load` rebuilds this configuration."""
-    env = {}
-    for key in keys():
-        value = config.at(key.name)
-        if value != key.default:
-            env[key.env] = "null" if value is None else str(list(value) if isinstance(value, tuple) else value)
-    return env
 
 
 def kernel_cache() -> dict[str, str]:

@@ -1,7 +1,8 @@
 """An embedded redis-server: the default registry of a local cluster, and the server of the tests.
 
-It listens on loopback, requires a password that only the process that started it knows (loopback is open to every user of the host), keeps
-everything in memory, and leaves nothing behind: its log is an unnamed file, and its working folder is removed once it runs.
+It listens on loopback unless it is told otherwise, requires a password that only the process that started it knows (loopback is open to
+every user of the host), keeps everything in memory, and leaves nothing behind: its log is an unnamed file, and its working folder is
+removed once it runs.
 """
 
 import contextlib
@@ -19,6 +20,8 @@ import weakref
 from collections.abc import Iterator
 from pathlib import Path
 from typing import IO, Self
+
+from baton.cluster.address import listener, target
 
 HOST = "127.0.0.1"
 MAX_MEMORY = "256mb"  # beyond it writes are refused, nothing is evicted
@@ -59,24 +62,25 @@ class EmbeddedRedis:
     `url`. Raises RedisServerError.
     """
 
-    def __init__(self, port: int = 0, password: str | None = None, start_timeout_s: float = 10.0) -> None:
+    def __init__(self, port: int = 0, password: str | None = None, start_timeout_s: float = 10.0, host: str = HOST) -> None:
+        self.host = host
         self.password = password or secrets.token_hex(16)
         if not (self.password.isascii() and self.password.isalnum()):
             raise ValueError("the password must be letters and digits: it goes into a URL and a configuration file")
         deadline = time.monotonic() + start_timeout_s
         for _ in range(1 if port else _PORT_ATTEMPTS):
-            self.port = port or _free_port()
+            self.port = port or _free_port(host)
             problem = self._start(deadline)
             if problem is None:
                 return
             if "in use" not in problem:
                 break
-        raise RedisServerError(f"redis-server on {HOST}:{self.port} {problem}")
+        raise RedisServerError(f"redis-server on {target(host, self.port)} {problem}")
 
     @property
     def url(self) -> str:
         """For redis clients. Holds the password."""
-        return f"redis://:{self.password}@{HOST}:{self.port}/0"
+        return f"redis://:{self.password}@{target(self.host, self.port)}/0"
 
     def stop(self) -> None:
         """SIGTERM, then SIGKILL. Returns when the process is gone; a second call does nothing."""
@@ -91,7 +95,7 @@ class EmbeddedRedis:
     def _start(self, deadline: float) -> str | None:
         """None once the server accepts our password (so it is ours); otherwise what went wrong, and the server is gone."""
         with tempfile.TemporaryFile() as log, tempfile.TemporaryDirectory(prefix="baton-redis-") as folder:
-            process = _spawn(self.port, self.password, folder, log)
+            process = _spawn(self.host, self.port, self.password, folder, log)
             self.pid = process.pid
             self._finalizer = weakref.finalize(self, _end, process)
             problem = "did not answer in time"
@@ -99,7 +103,7 @@ class EmbeddedRedis:
                 if process.poll() is not None:
                     problem = f"ended with {process.returncode}"
                     break
-                if _answers(self.port, self.password):
+                if _answers(self.host, self.port, self.password):
                     return None
                 time.sleep(0.005)
             self.stop()
@@ -107,7 +111,7 @@ class EmbeddedRedis:
             return f"{problem}: {log.read()[-1000:].decode(errors='replace').strip()}"
 
 
-def _spawn(port: int, password: str, folder: str, log: IO[bytes]) -> subprocess.Popen[bytes]:
+def _spawn(host: str, port: int, password: str, folder: str, log: IO[bytes]) -> subprocess.Popen[bytes]:
     command = [str(find_binary()), "-"]  # configuration on stdin: a command line would show the password
     if threading.current_thread() is threading.main_thread():
         command = [sys.executable, "-I", "-S", str(_LEASH), str(os.getpid()), "", *command]
@@ -115,7 +119,7 @@ def _spawn(port: int, password: str, folder: str, log: IO[bytes]) -> subprocess.
     process = subprocess.Popen(command, cwd=folder, stdin=subprocess.PIPE, stdout=log, stderr=log, start_new_session=True)
     settings = (
         f"port {port}",
-        f"bind {HOST}",
+        f"bind {host}",
         f"requirepass {password}",
         f"maxmemory {MAX_MEMORY}",
         "maxmemory-policy noeviction",
@@ -138,16 +142,15 @@ def _end(process: subprocess.Popen[bytes]) -> None:
         process.wait()
 
 
-def _free_port() -> int:
-    with socket.socket() as probe:
-        probe.bind((HOST, 0))
+def _free_port(host: str) -> int:
+    with listener(host, 0) as probe:
         return int(probe.getsockname()[1])
 
 
-def _answers(port: int, password: str) -> bool:
+def _answers(host: str, port: int, password: str) -> bool:
     expected = b"+OK\r\n+PONG\r\n"
     reply = b""
-    with contextlib.suppress(OSError), socket.create_connection((HOST, port), timeout=0.2) as connection:
+    with contextlib.suppress(OSError), socket.create_connection((host, port), timeout=0.2) as connection:
         connection.sendall(f"AUTH {password}\r\nPING\r\n".encode())
         while len(reply) < len(expected) and (data := connection.recv(64)):
             reply += data

@@ -10,7 +10,7 @@ import os
 import re
 import signal
 from collections.abc import Callable
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -24,7 +24,7 @@ from baton.cluster.registry import Registry, RegistryUnavailable
 from baton.cluster.rpc import channel
 from baton.launch import state
 from baton.launch.launcher import Launcher, ProcessState
-from baton.launch.plan import UpError, complete, make_launcher, templates
+from baton.launch.plan import UpError, complete, make_launcher, redis_host, templates
 from baton.launch.reconcile import Reconciler
 from baton.launch.redis_server import EmbeddedRedis, RedisServerError
 from baton.v1 import worker_pb2, worker_pb2_grpc
@@ -72,6 +72,7 @@ class Supervisor:
     stop: asyncio.Event = field(default_factory=asyncio.Event)
     hurry: asyncio.Event = field(default_factory=asyncio.Event)
     asked_by: int = 0  # the signal that asked us to stop
+    label: str = ""  # of a host that joins a cluster: only workers run here, and their names contain it
     routers: list[RouterRecord] = field(default_factory=list)  # once all of them serve
 
     async def run(self, on_ready: OnReady) -> int:
@@ -81,16 +82,22 @@ class Supervisor:
         for number in SIGNALS:
             loop.add_signal_handler(number, self._ask, number)
         # On the main thread, which lives as long as we do: the server dies with the thread that started it.
-        self.redis = EmbeddedRedis() if self.config.redis.url == "embedded" else None
+        self.redis = EmbeddedRedis(host=redis_host(self.config)) if self.config.redis.url == "embedded" else None
         launcher = make_launcher(self.config, self.log_dir)
         config = self.config
         served = False
         try:
-            config = complete(config, self.redis.url if self.redis else config.redis.url)
+            if not self.label:
+                config = complete(config, self.redis.url if self.redis else config.redis.url)
             served = await self._serve(config, launcher, on_ready)
         finally:
             await self._end(config, launcher, served)
         return 0 if served else 128 + self.asked_by
+
+    @property
+    def known_as(self) -> str:
+        """The name by which commands on this host find it."""
+        return joined_name(self.config) if self.label else self.config.cluster.name
 
     def _ask(self, number: int) -> None:
         if self.stop.is_set():
@@ -105,10 +112,13 @@ class Supervisor:
             ready = asyncio.create_task(self._start(config, launcher, registry))
             if not await unless(self.stop, ready):
                 return False
-            running = ready_state(config, self.log_dir, self.routers)
+            running = replace(ready_state(config, self.log_dir, self.routers), name=self.known_as)
             state.write(running)
             on_ready(running)
-            await self._watch(launcher, registry, ready.result())
+            if self.label:
+                await self.stop.wait()
+            else:
+                await self._watch(launcher, registry, ready.result())
             return True
         finally:
             await registry.close()
@@ -116,8 +126,9 @@ class Supervisor:
     async def _start(self, config: Config, launcher: Launcher, registry: Registry) -> Pools:
         await launcher.start()
         pools = Pools(config.prefill.replicas, config.decode.replicas)
-        await registry.desire(pools)
-        for template, count in templates(config):
+        if not self.label:
+            await registry.desire(pools)
+        for template, count in templates(config, self.label):
             await launcher.add(template, count)
         await self._wait_until_ready(config, launcher, registry)
         return pools
@@ -131,7 +142,7 @@ class Supervisor:
             async with asyncio.timeout(READY_WITHIN_S) as limit:
                 while True:
                     self.routers = await find_routers(registry)
-                    reached = min(await asyncio.gather(*(workers_ready(config, router) for router in self.routers)), default=0)
+                    reached = min(await asyncio.gather(*(workers_ready(config, router, self.label) for router in self.routers)), default=0)
                     if reached != seen:
                         self.note(f"{reached} of {wanted} workers ready")
                         seen = reached
@@ -188,14 +199,14 @@ class Supervisor:
         finally:
             if self.redis is not None:
                 await asyncio.to_thread(self.redis.stop)
-            state.remove(config.cluster.name)
+            state.remove(self.known_as)
 
     def _revive_redis(self) -> None:
         """If our own server has died, starts it again, empty and at the same address: every process then writes its part again."""
         if self.redis is not None and not state.alive(self.redis.pid):
             self.note("redis died; restarting it")
             try:
-                self.redis = EmbeddedRedis(self.redis.port, self.redis.password)
+                self.redis = EmbeddedRedis(self.redis.port, self.redis.password, host=self.redis.host)
             except RedisServerError as error:
                 self.note(str(error))
 
@@ -223,6 +234,10 @@ async def unless(event: asyncio.Event, task: "asyncio.Task[Any]", cancel: bool =
     return False
 
 
+def joined_name(config: Config) -> str:
+    return f"{config.cluster.name}-joined"
+
+
 async def find_routers(registry: Registry) -> list[RouterRecord]:
     try:
         return await registry.routers()
@@ -245,10 +260,11 @@ async def _serves(config: Config, router: RouterRecord) -> bool:
         return bool(answer.status == health_pb2.HealthCheckResponse.SERVING)
 
 
-async def workers_ready(config: Config, router: RouterRecord) -> int:
-    """How many workers the router knows and reaches; 0 while it does not answer."""
+async def workers_ready(config: Config, router: RouterRecord, label: str = "") -> int:
+    """How many workers, or of a host that joins, of its own, the router knows and reaches; 0 while it does not answer."""
     status = await _status(config, router, 2.0)
-    return sum(worker.record.state == "ready" for worker in status.workers) if status else 0
+    records = [worker.record for worker in status.workers] if status else []
+    return sum(record.state == "ready" and (not label or f"-{label}-" in record.name) for record in records)
 
 
 async def requests_running(config: Config, routers: list[RouterRecord]) -> str:

@@ -7,6 +7,29 @@ from typing import ClassVar as _ClassVar, Optional as _Optional, Union as _Union
 
 DESCRIPTOR: _descriptor.FileDescriptor
 
+class JoinRequest(_message.Message):
+    __slots__ = ("challenge", "proof")
+    CHALLENGE_FIELD_NUMBER: _ClassVar[int]
+    PROOF_FIELD_NUMBER: _ClassVar[int]
+    challenge: bytes
+    proof: bytes
+    def __init__(self, challenge: _Optional[bytes] = ..., proof: _Optional[bytes] = ...) -> None: ...
+
+class JoinResponse(_message.Message):
+    __slots__ = ("challenge", "env")
+    class EnvEntry(_message.Message):
+        __slots__ = ("key", "value")
+        KEY_FIELD_NUMBER: _ClassVar[int]
+        VALUE_FIELD_NUMBER: _ClassVar[int]
+        key: str
+        value: str
+        def __init__(self, key: _Optional[str] = ..., value: _Optional[str] = ...) -> None: ...
+    CHALLENGE_FIELD_NUMBER: _ClassVar[int]
+    ENV_FIELD_NUMBER: _ClassVar[int]
+    challenge: bytes
+    env: _containers.ScalarMap[str, str]
+    def __init__(self, challenge: _Optional[bytes] = ..., env: _Optional[_Mapping[str, str]] = ...) -> None: ...
+
 class Addressee(_message.Message):
     __slots__ = ("worker", "incarnation", "model_fingerprint")
     WORKER_FIELD_NUMBER: _ClassVar[int]

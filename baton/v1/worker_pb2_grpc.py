@@ -673,6 +673,11 @@ class AdminStub:
                 request_serializer=baton_dot_v1_dot_worker__pb2.AdminSetRolesRequest.SerializeToString,
                 response_deserializer=baton_dot_v1_dot_worker__pb2.SetRolesResponse.FromString,
                 _registered_method=True)
+        self.Join = channel.unary_unary(
+                '/baton.v1.Admin/Join',
+                request_serializer=baton_dot_v1_dot_worker__pb2.JoinRequest.SerializeToString,
+                response_deserializer=baton_dot_v1_dot_worker__pb2.JoinResponse.FromString,
+                _registered_method=True)
 
 
 class AdminServicer:
@@ -706,6 +711,13 @@ class AdminServicer:
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
+    def Join(self, request, context):
+        """What a host needs that wants to start workers of this cluster. The first call gets a challenge, the second proves the cluster's key.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
 
 def add_AdminServicer_to_server(servicer, server):
     rpc_method_handlers = {
@@ -728,6 +740,11 @@ def add_AdminServicer_to_server(servicer, server):
                     servicer.SetRoles,
                     request_deserializer=baton_dot_v1_dot_worker__pb2.AdminSetRolesRequest.FromString,
                     response_serializer=baton_dot_v1_dot_worker__pb2.SetRolesResponse.SerializeToString,
+            ),
+            'Join': grpc.unary_unary_rpc_method_handler(
+                    servicer.Join,
+                    request_deserializer=baton_dot_v1_dot_worker__pb2.JoinRequest.FromString,
+                    response_serializer=baton_dot_v1_dot_worker__pb2.JoinResponse.SerializeToString,
             ),
     }
     generic_handler = grpc.method_handlers_generic_handler(
@@ -839,6 +856,33 @@ class Admin:
             '/baton.v1.Admin/SetRoles',
             baton_dot_v1_dot_worker__pb2.AdminSetRolesRequest.SerializeToString,
             baton_dot_v1_dot_worker__pb2.SetRolesResponse.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def Join(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/baton.v1.Admin/Join',
+            baton_dot_v1_dot_worker__pb2.JoinRequest.SerializeToString,
+            baton_dot_v1_dot_worker__pb2.JoinResponse.FromString,
             options,
             channel_credentials,
             insecure,

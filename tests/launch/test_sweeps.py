@@ -206,7 +206,7 @@ def scripted(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Callable[[], tu
         await asyncio.sleep(0)
         return [RouterRecord("router-0", 1, 1, "host", {"grpc": "127.0.0.1:1", "admin": "127.0.0.1:2"}, "toy")]
 
-    async def ready(config: Config, router: RouterRecord) -> int:
+    async def ready(config: Config, router: RouterRecord, label: str) -> int:
         await asyncio.sleep(0)
         return config.prefill.replicas + config.decode.replicas
 
@@ -227,10 +227,10 @@ def scripted(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Callable[[], tu
     monkeypatch.setattr(supervisor, "serving", serves)
     monkeypatch.setattr(supervisor, "requests_running", running)
     monkeypatch.setattr(supervisor, "complete", lambda config, url: config)
-    monkeypatch.setattr(supervisor, "EmbeddedRedis", lambda: remember(Redis()))
+    monkeypatch.setattr(supervisor, "EmbeddedRedis", lambda host: remember(Redis()))
     monkeypatch.setattr(supervisor, "connect_registry", lambda config: remember(Closed()))
     monkeypatch.setattr(supervisor, "make_launcher", lambda config, log_dir: remember(LocalLauncher(RULE)))
-    monkeypatch.setattr(supervisor, "templates", lambda config: [(template("router"), 1), (template("decode", 300.0), 1)])
+    monkeypatch.setattr(supervisor, "templates", lambda config, label: [(template("router"), 1), (template("decode", 300.0), 1)])
 
     def make() -> tuple[Supervisor, list[Any]]:
         made.clear()

@@ -15,6 +15,7 @@ from baton.cli.admin import read_live, read_records, read_status
 from baton.cluster.config import Config, SecurityConfig, SloConfig
 from baton.cluster.errors import BatonError, Reason
 from baton.cluster.handoff import Handoff
+from baton.cluster.joining import Joining
 from baton.cluster.messages import plain
 from baton.cluster.metrics import Book
 from baton.cluster.records import Load, RouterRecord, WorkerRecord
@@ -94,7 +95,7 @@ async def administered(house: House, registry: MemoryRegistry, name: str) -> Asy
     own = RouterRecord(name, 1, os.getpid(), "host", {"grpc": "127.0.0.1:9", "admin": admin_address}, "toy")
     peers = Peers(registry, name, SecurityConfig())
     live = Live(house.view, house.workers, watch, admission, house.journal, peers, lambda: own)
-    admin = AdminDoor(house.view, house.workers, watch, admission, house.journal, live, peers, lambda: own)
+    admin = AdminDoor(house.view, house.workers, watch, house.journal, live, peers, lambda: own, Joining(Config()))
     worker_pb2_grpc.add_AdminServicer_to_server(admin, admin_server.grpc)
     await asyncio.gather(worker_server.start(), admin_server.start(), registry.join(own))
     looking = asyncio.create_task(peers.run(admission))

@@ -3,6 +3,7 @@
 import asyncio
 import os
 import random
+import subprocess
 import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -22,7 +23,7 @@ from baton.launch.redis_server import find_binary
 from baton.v1 import worker_pb2, worker_pb2_grpc
 
 pytestmark = pytest.mark.system
-PORTS = {"router.port": 8470, "router.admin_port": 8471, "router.http_port": 8000, "router.page_port": 8472}
+PORT, ADMIN_PORT = 8470, 8471  # the defaults: every host has its own
 REDIS_PORT = 6379
 
 
@@ -34,14 +35,11 @@ class Spread:
 
     @property
     def door(self) -> str:
-        return f"{self.hosts[0].address}:{PORTS['router.port']}"
+        return f"{self.hosts[0].address}:{PORT}"
 
     def workers(self) -> dict[str, dict[str, Any]]:
         """By the address of their host; only those that answer."""
-        address = f"{self.hosts[0].address}:{PORTS['router.admin_port']}"
-        with grpc.insecure_channel(address, [("grpc.enable_http_proxy", 0)]) as channel:
-            answer = worker_pb2_grpc.AdminStub(channel).Status(worker_pb2.StatusRequest(), timeout=10)
-        found = read_status(answer)["workers"]
+        found = status(f"{self.hosts[0].address}:{ADMIN_PORT}")
         return {worker["address"].rpartition(":")[0]: worker for worker in found if "error" not in worker}
 
     def wait(self, count: int) -> None:
@@ -122,3 +120,77 @@ async def test_a_cluster_over_several_hosts_survives_a_pulled_cable(tmp_path: Pa
             async with asyncio.timeout(60):
                 while not await served_by_both():
                     await asyncio.sleep(0.2)
+
+
+# --- `baton up --join` ---------------------------------------------------------------------------------------------------------------
+
+KEY = "a key that both hosts share"
+SMALL = ("--engine.kv-memory-mib", "64", "--router.bypass-tokens", "0")
+
+
+@dataclass
+class Commands:
+    """`baton` on two hosts, each with a state directory of its own."""
+
+    hosts: list[Host]
+    folder: Path
+
+    def env(self, number: int, key: str = KEY) -> dict[str, str]:
+        clean = {name: value for name, value in os.environ.items() if not name.startswith("BATON_")}
+        state = self.folder / f"state-{number}"
+        state.mkdir(exist_ok=True)
+        return {**clean, "BATON_STATE_DIR": str(state), "BATON_CLUSTER_KEY": key, "BATON_KV_TRANSPORT": "tcp"}
+
+    def start(self, number: int, *arguments: str, key: str = KEY) -> tuple["subprocess.Popen[bytes]", Path]:
+        log = self.folder / f"up-{number}-{len(arguments)}.log"
+        command = (sys.executable, "-P", "-m", "baton", *arguments)
+        return self.hosts[number].start(*command, env=self.env(number, key), log=log), log
+
+    @property
+    def admin(self) -> str:
+        return f"{self.hosts[0].address}:{ADMIN_PORT}"
+
+
+def test_workers_of_a_second_host_join_a_running_cluster(tmp_path: Path) -> None:
+    """The second host is told an address and the key; everything else it learns. The first host's Redis listens where both reach it."""
+    model = toy(tmp_path / "toy", step_delay_ms=2)
+    with hosts(2) as made:
+        commands = Commands(made, tmp_path)
+        head, head_log = commands.start(0, "up", "--model", str(model), *SMALL, "--cluster.host", "0.0.0.0", "--cluster.advertise", "eth0")
+        started = [head]
+        try:
+            until(lambda: "Ctrl-C stops it" in head_log.read_text())
+            stranger, log = commands.start(1, "up", "--join", commands.admin, key="another key that is no secret")
+            assert stranger.wait(60) == 1 and "no proof of the cluster's key" in log.read_text()
+
+            joined, joined_log = commands.start(1, "up", "--join", commands.admin, "--prefill", "0", "--decode", "2")
+            started.append(joined)
+            until(lambda: "joined" in joined_log.read_text() or joined.poll() is not None)
+            assert joined.poll() is None, joined_log.read_text()
+            cluster = Spread(made)
+            names = [worker["name"] for worker in status(commands.admin)]
+            assert len(names) == len(set(names)) == 4 and len([name for name in names if name.startswith("decode-")]) == 3
+
+            async def asked() -> set[str]:
+                async with AsyncClient(cluster.door) as client:
+                    prompts = [[number] * 200 for number in range(12)]
+                    results = await asyncio.gather(*(ask(client, prompt, 40) for prompt in prompts))
+                return {result.workers["decode"] for result in results}
+
+            assert asyncio.run(asked()) >= set(names) - {"prefill-0", "decode-0"}, "the second host decodes, too"
+            joined.terminate()
+            assert joined.wait(60) == 0
+            until(lambda: len(status(commands.admin)) == 2)
+            assert asyncio.run(asked()) == {"decode-0"}
+        finally:
+            for process in reversed(started):
+                if process.poll() is None:
+                    process.terminate()
+                    process.wait(60)
+        assert head.returncode == 0, head_log.read_text()
+
+
+def status(address: str) -> list[dict[str, Any]]:
+    with grpc.insecure_channel(address, [("grpc.enable_http_proxy", 0)]) as channel:
+        answer = worker_pb2_grpc.AdminStub(channel).Status(worker_pb2.StatusRequest(), timeout=10)
+    return list(read_status(answer)["workers"])
