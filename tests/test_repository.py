@@ -19,7 +19,7 @@ WORKER = {"baton.engine", "baton.cluster", "baton.v1", "kvtransfer"}
 
 # package → which of our packages it may import. An entry that names a module allows only that module.
 ARROWS = {
-    "baton": {"baton.client", "baton.v1"},
+    "baton": {"baton.attempts", "baton.client", "baton.v1"},
     "baton.cli": {"baton", "kvtransfer", "loadtest.cli", "loadtest.options"},
     "baton.cluster": {"baton.engine.block_key", "baton.stages"},
     "baton.engine": set(),
@@ -59,6 +59,7 @@ HOMES = {
 # Code that only decides: no await, no clock, no randomness, no torch.
 PURE = (
     "baton/engine/scheduler.py", "baton/engine/blocks.py", "baton/engine/sequence.py", "baton/stages.py", "kvtransfer/lease.py",
+    "baton/attempts.py",
     "baton/cluster/awake.py", "baton/worker/stall.py",
     "router/policy.py", "router/poison.py", "router/view.py",
     "router/prefix_index.py", "router/admission.py", "router/pace.py",

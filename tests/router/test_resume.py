@@ -88,9 +88,13 @@ def test_only_routers_with_the_same_cluster_key_accept_each_others_receipts() ->
 
 def test_every_fact_changes_the_receipt() -> None:
     """Negative control of the tests above: none of the facts is left out of the bytes."""
-    others = [replace(RECEIPT, **{name: value}) for name, value in (
-        ("request_id", "other"), ("prompt", b"p" * 16), ("model", b"m" * 16), ("tenant", b"t" * 16), ("expires_at", 1001),
-    )]  # fmt: skip
+    others = [
+        replace(RECEIPT, request_id="other"),
+        replace(RECEIPT, prompt=b"p" * 16),
+        replace(RECEIPT, model=b"m" * 16),
+        replace(RECEIPT, tenant=b"t" * 16),
+        replace(RECEIPT, expires_at=1001),
+    ]
     assert len({SEALED, *(other.sealed(KEY) for other in others)}) == 6
 
 
