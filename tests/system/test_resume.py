@@ -1,9 +1,12 @@
-"""Streams that outlive their router. It is killed again and again while they run; every one gets exactly the tokens of an undisturbed run."""
+"""Streams that outlive their router. It is killed again and again while they run; each gets exactly the tokens of an undisturbed run."""
 
 import asyncio
+import json
 import os
 import random
+import shutil
 import signal
+import subprocess
 import time
 from pathlib import Path
 from typing import Any
@@ -99,3 +102,41 @@ async def test_a_client_that_does_not_resume_loses_its_streams(model: Path) -> N
                 await running[0]
         assert caught.value.code == grpc.StatusCode.UNAVAILABLE.name
         await live.quiet()
+
+
+EXAMPLE = Path(__file__).resolve().parents[2] / "docs" / "examples" / "resume.mjs"
+
+
+@pytest.fixture(scope="module")
+def node_folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A folder with the example and the packages that it needs."""
+    if not (shutil.which("node") and shutil.which("npm")):
+        pytest.skip("node and npm are not installed")
+    folder = tmp_path_factory.mktemp("node")
+    packages = ("@grpc/grpc-js@1.14", "@grpc/proto-loader@0.8")
+    install = ["npm", "install", "--no-audit", "--no-fund", "--prefix", str(folder), *packages]
+    done = subprocess.run(install, capture_output=True, text=True, timeout=300)
+    if done.returncode:
+        pytest.skip(f"npm cannot install {' '.join(packages)}: {done.stderr[-200:]}")
+    shutil.copy(EXAMPLE, folder)
+    return folder
+
+
+async def test_the_example_in_node_resumes_its_stream(model: Path, node_folder: Path) -> None:
+    prompt = list(range(1, 60))
+    sampling: dict[str, Any] = {"maxTokens": TOKENS, "seed": "18446744073709551615", "ignoreEos": True, "temperature": 0.7}
+    request = json.dumps({"tokenIds": {"ids": prompt}, "sampling": sampling})
+    with faulty(model, prefill=1, decode=1) as live:
+        environment = {**os.environ, "BATON_PROTO": str(EXAMPLE.parents[2] / "proto")}
+        running = await asyncio.create_subprocess_exec(
+            "node", str(node_folder / EXAMPLE.name), live.grpc, request, env=environment, stdout=subprocess.PIPE, stderr=subprocess.PIPE
+        )
+        assert running.stdout is not None
+        text = await asyncio.wait_for(running.stdout.read(20), 60)
+        await kill_router(live, signal.SIGKILL)
+        rest, told = await asyncio.wait_for(running.communicate(), 120)
+        await live.quiet()
+    answer = json.loads(told)
+    assert answer["ids"] == toy_output(prompt, max_tokens=TOKENS, seed=2**64 - 1, temperature=0.7) and answer["tries"] >= 1
+    assert answer["usage"]["completionTokens"] == TOKENS
+    assert (text + rest).decode().endswith("\n") and len(text + rest) > TOKENS / 2
