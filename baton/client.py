@@ -7,13 +7,22 @@
         print(stream.result.usage)
 
 Leaving the stream's context before its end cancels the request: the cluster stops computing within one step.
+
+A stream whose router dies or drains is resumed, at another router if the client knows several, and its reader does not notice: no token is
+missing, none is repeated, and all are those of an undisturbed stream.
 """
 
 import asyncio
+import contextlib
+import itertools
+import json
+import random
 import re
-from collections.abc import AsyncIterator, Iterator, Mapping, Sequence
+import threading
+from collections.abc import AsyncIterator, Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
+from time import monotonic
 from typing import Any, Self, TypeAlias
 
 import grpc
@@ -21,12 +30,28 @@ from google.protobuf.message import DecodeError
 from google.rpc import error_details_pb2
 from grpc_status import rpc_status
 
+from baton.attempts import Attempts, Failure
 from baton.v1 import generation_pb2 as pb
 from baton.v1 import generation_pb2_grpc
 
 DEFAULT_ADDRESS = "127.0.0.1:8470"
 # A proxy from the environment (http_proxy, https_proxy) cannot reach this host's loopback; for any other address it is used.
 _LOOPBACK = re.compile(r"(dns:(//[^/]*/)?|ipv[46]:)?(localhost|127(\.\d+){1,3}|\[::1\]|\[::ffff:127(\.\d+){3}\])(:\w+)?$")
+# A target with a scheme, which may stand for several addresses: calls go to all of them in turn.
+_NAME = re.compile(r"(dns|ipv4|ipv6):")
+_ROUND_ROBIN = json.dumps({"loadBalancingConfig": [{"round_robin": {}}]})
+# A router whose host is gone answers no ping: the stream breaks then, and not only at its deadline. A restarted router is soon found again.
+_DEFAULTS = {
+    "grpc.keepalive_time_ms": 10_000,
+    "grpc.keepalive_timeout_ms": 5_000,
+    "grpc.http2.ping_timeout_ms": 5_000,
+    "grpc.http2.max_pings_without_data": 0,
+    "grpc.initial_reconnect_backoff_ms": 100,
+    "grpc.min_reconnect_backoff_ms": 5_000,  # also the time that a connection may take to come up
+    "grpc.max_reconnect_backoff_ms": 1_000,
+}
+MAX_RESUMES = 8
+Address: TypeAlias = str | Sequence[str]
 Options: TypeAlias = Sequence[tuple[str, Any]]
 _FINISH = {pb.FINISH_REASON_STOP: "stop", pb.FINISH_REASON_LENGTH: "length"}
 
@@ -49,7 +74,11 @@ class Usage:
 
 @dataclass(frozen=True, slots=True)
 class Result:
-    """The whole answer. `stages_ms`: queue, prefill, transfer, decode add up to the request's time at the router; the rest are parts."""
+    """The whole answer. `stages_ms`: queue, prefill, transfer, decode add up to the request's time at the router; the rest are parts.
+
+    `resumes`: how many times the stream broke and was resumed. If it did, `stages_ms`, `workers` and `handoff` are those of the router that
+    finished it.
+    """
 
     request_id: str
     text: str
@@ -60,6 +89,7 @@ class Result:
     stages_ms: dict[str, float]
     workers: dict[str, Any]
     handoff: dict[str, Any]
+    resumes: int = 0
 
 
 class GenerateError(Exception):
@@ -89,25 +119,40 @@ class _Assembly:
 
     texts: list[str] = field(default_factory=list)
     token_ids: list[int] = field(default_factory=list)
-    request_id: str = ""
+    accepted: pb.Accepted = field(default_factory=pb.Accepted)
     held_back: str = ""
     result: Result | None = None
 
-    def take(self, response: pb.GenerateResponse) -> list[Token]:
+    def take(self, response: pb.GenerateResponse, resumes: int) -> list[Token]:
+        """`resumes`: how many times the stream was resumed. Raises GenerateError if it was not resumed where it broke."""
         match response.WhichOneof("event"):
             case "accepted":
-                self.request_id = response.accepted.request_id
+                self.accepted = response.accepted
             case "tokens":
                 tokens = [_to_token(token) for token in response.tokens.tokens]
+                if resumes and tokens and tokens[0].index != len(self.token_ids):
+                    message = f"the resumed stream goes on with token {tokens[0].index}, not {len(self.token_ids)}"
+                    raise GenerateError("DATA_LOSS", "", message, (), None, {})
                 self.texts += [token.text for token in tokens]
                 self.token_ids += [token.id for token in tokens]
                 return tokens
             case "finished":
                 self.held_back = response.finished.text
-                self.result = self._finish(response.finished)
+                self.result = self._finish(response.finished, resumes)
         return []
 
-    def _finish(self, finished: pb.Finished) -> Result:
+    def to_continue(self, request: pb.GenerateRequest) -> pb.GenerateRequest:
+        """What asks a router for the rest of the answer to `request`."""
+        if not self.accepted.resume:
+            return request
+        rest = pb.GenerateRequest()
+        rest.CopyFrom(request)
+        rest.sampling.CopyFrom(self.accepted.sampling)
+        rest.resume = self.accepted.resume
+        rest.output_so_far.ids[:] = self.token_ids
+        return rest
+
+    def _finish(self, finished: pb.Finished, resumes: int) -> Result:
         stopped_by = finished.WhichOneof("stopped_by")
         return Result(
             request_id=finished.request_id,
@@ -119,17 +164,26 @@ class _Assembly:
             stages_ms={f.name.removesuffix("_ms"): getattr(finished.stages, f.name) for f in finished.stages.DESCRIPTOR.fields},
             workers={f.name: getattr(finished.workers, f.name) for f in finished.workers.DESCRIPTOR.fields},
             handoff={f.name: getattr(finished.handoff, f.name) for f in finished.handoff.DESCRIPTOR.fields},
+            resumes=resumes,
         )
 
 
 class _Stream:
-    def __init__(self, call: Any) -> None:
-        self._call = call
+    """One request, and the calls that it takes."""
+
+    _left: threading.Event | asyncio.Event  # set when the reader wants no more
+
+    def __init__(self, doors: "_Doors", request: pb.GenerateRequest, timeout_s: float | None) -> None:
+        now = monotonic()
+        self._doors = doors
+        self._request = request
+        self._attempts = doors.attempts(now, None if timeout_s is None else now + timeout_s)
         self._assembly = _Assembly()
+        self._call = self._open(timeout_s)
 
     @property
     def request_id(self) -> str:
-        return self._assembly.request_id
+        return self._assembly.accepted.request_id
 
     @property
     def result(self) -> Result:
@@ -138,25 +192,65 @@ class _Stream:
             raise RuntimeError("the stream has not come to its end")
         return self._assembly.result
 
-    def cancel(self) -> None:
-        self._call.cancel()
+    @property
+    def _ended_here(self) -> bool:
+        """Whether the request was cancelled, or the client closed, on this side."""
+        return self._left.is_set() or self._doors.closed
+
+    def _open(self, timeout_s: float | None) -> Any:
+        request = self._assembly.to_continue(self._request)
+        return self._doors.stubs[self._attempts.at].Generate(request, timeout=timeout_s, metadata=self._doors.metadata)
+
+    def _open_next(self) -> None:
+        if self._ended_here:
+            raise _cancelled()
+        deadline = self._attempts.deadline
+        self._call = self._open(None if deadline is None else max(0.0, deadline - monotonic()))
+        if self._ended_here:  # meanwhile, in another thread
+            self._call.cancel()
+
+    def _take(self, response: pb.GenerateResponse) -> list[Token]:
+        if response.HasField("accepted"):
+            self._attempts.accept(bool(response.accepted.resume))
+        return self._assembly.take(response, self._attempts.resumes)
+
+    def _wait_s(self, error: GenerateError) -> float:
+        """How long to wait before the next call. Raises `error` if it is final."""
+        wait = None if self._ended_here else self._attempts.wait_s(Failure(error.code, error.reason, error.retry_after_s), monotonic())
+        if wait is None:
+            raise error from None
+        return wait
 
 
 class Stream(_Stream):
     """Iterator of Tokens. Raises GenerateError."""
 
+    _left: threading.Event
+
+    def __init__(self, doors: "_Doors", request: pb.GenerateRequest, timeout_s: float | None) -> None:
+        self._left = threading.Event()
+        super().__init__(doors, request, timeout_s)
+
     def __iter__(self) -> Iterator[Token]:
-        try:
-            for response in self._call:
-                yield from self._assembly.take(response)
-        except grpc.RpcError as error:
-            raise to_error(error) from None
+        while True:
+            try:
+                for response in self._call:
+                    yield from self._take(response)
+                return
+            except grpc.RpcError as error:
+                wait = self._wait_s(to_error(error))
+            self._left.wait(wait)
+            self._open_next()
 
     def texts(self) -> Iterator[str]:
         """The texts of the tokens, and at the end the text that was held back: together they are the answer. Raises GenerateError."""
         for token in self:
             yield token.text
         yield self._assembly.held_back
+
+    def cancel(self) -> None:
+        self._left.set()
+        self._call.cancel()
 
     def __enter__(self) -> Self:
         return self
@@ -168,19 +262,34 @@ class Stream(_Stream):
 class AsyncStream(_Stream):
     """Asynchronous iterator of Tokens. Raises GenerateError."""
 
+    _left: asyncio.Event
+
+    def __init__(self, doors: "_Doors", request: pb.GenerateRequest, timeout_s: float | None) -> None:
+        self._left = asyncio.Event()
+        super().__init__(doors, request, timeout_s)
+
     async def __aiter__(self) -> AsyncIterator[Token]:
-        try:
-            async for response in self._call:
-                for token in self._assembly.take(response):
-                    yield token
-        except grpc.RpcError as error:
-            raise to_error(error) from None
-        except asyncio.CancelledError:
-            task = asyncio.current_task()
-            if task is None or task.cancelling():
-                raise
-            # Other code cancelled the call or closed the channel; the reading task itself was not cancelled.
-            raise GenerateError("CANCELLED", "", "the request was cancelled on this side", (), None, {}) from None
+        while True:
+            try:
+                async for response in self._call:
+                    for token in self._take(response):
+                        yield token
+                return
+            except grpc.RpcError as error:
+                wait = self._wait_s(to_error(error))
+            except asyncio.CancelledError:
+                task = asyncio.current_task()
+                if task is None or task.cancelling():
+                    raise
+                # The reading task itself was not cancelled. Other code cancelled the call or closed the channel, or else the server did.
+                wait = self._wait_s(_cancelled())
+            with contextlib.suppress(TimeoutError):
+                await asyncio.wait_for(self._left.wait(), wait)
+            self._open_next()
+
+    def cancel(self) -> None:
+        self._left.set()
+        self._call.cancel()
 
     async def __aenter__(self) -> Self:
         return self
@@ -189,30 +298,55 @@ class AsyncStream(_Stream):
         self.cancel()
 
 
-class Client:
-    """`credentials` (grpc.ChannelCredentials) for TLS; `api_key` if the server requires one; `options`: more options for the gRPC channel.
+class _Doors:
+    """The addresses of a client, each with a channel of its own. Thread-safe."""
 
-    Thread-safe; all requests share one channel.
+    def __init__(self, address: Address, open_channel: Callable[[str], Any], api_key: str | None, max_resumes: int) -> None:
+        targets = targets_of(address)
+        self.channels = [open_channel(target) for target in targets]
+        self.stubs = [generation_pb2_grpc.GenerationStub(channel) for channel in self.channels]
+        self.metadata = _metadata(api_key)
+        self.closed = False
+        self._max_resumes = max_resumes
+        self._insists = len(targets) > 1 or _NAME.match(targets[0]) is not None
+        self._turns = itertools.count(random.randrange(len(targets)))  # clients that start together do not all begin at the same address
+
+    def attempts(self, now: float, deadline: float | None) -> Attempts:
+        at = next(self._turns) % len(self.stubs)
+        return Attempts(len(self.stubs), at, now, deadline, self._max_resumes, self._insists, random.random)
+
+
+class Client:
+    """Thread-safe; all requests share one channel for each address.
+
+    `address`: host:port, or several of them in a list or separated by commas, or a gRPC target that stands for several
+    (dns:///name:port). Calls go to all addresses in turn, and one that cannot be served at an address goes to the others, until its
+    deadline (without one, for a minute). `credentials` (grpc.ChannelCredentials) for TLS; `api_key` if the server requires one; `options`:
+    more options for the gRPC channels. `max_resumes`: how many times a stream that breaks is resumed; 0: never.
     """
 
     def __init__(
         self,
-        address: str = DEFAULT_ADDRESS,
+        address: Address = DEFAULT_ADDRESS,
         credentials: grpc.ChannelCredentials | None = None,
         api_key: str | None = None,
         options: Options = (),
+        max_resumes: int = MAX_RESUMES,
     ) -> None:
-        how = channel_options(address, options)
-        self._channel = grpc.secure_channel(address, credentials, how) if credentials else grpc.insecure_channel(address, how)
-        self._metadata = _metadata(api_key)
-        self._stub = generation_pb2_grpc.GenerationStub(self._channel)
+        def open_channel(target: str) -> grpc.Channel:
+            how = channel_options(target, options)
+            return grpc.secure_channel(target, credentials, how) if credentials else grpc.insecure_channel(target, how)
+
+        self._doors = _Doors(address, open_channel, api_key, max_resumes)
 
     def generate(self, prompt: str | None = None, *, timeout_s: float | None = None, **ask: Any) -> Stream:
         """See `build_request` for the keywords."""
-        return Stream(self._stub.Generate(build_request(prompt, **ask), timeout=timeout_s, metadata=self._metadata))
+        return Stream(self._doors, build_request(prompt, **ask), timeout_s)
 
     def close(self) -> None:
-        self._channel.close()
+        self._doors.closed = True
+        for channel in self._doors.channels:
+            channel.close()
 
     def __enter__(self) -> Self:
         return self
@@ -226,22 +360,26 @@ class AsyncClient:
 
     def __init__(
         self,
-        address: str = DEFAULT_ADDRESS,
+        address: Address = DEFAULT_ADDRESS,
         credentials: grpc.ChannelCredentials | None = None,
         api_key: str | None = None,
         options: Options = (),
+        max_resumes: int = MAX_RESUMES,
     ) -> None:
-        self._metadata = _metadata(api_key)
-        how = channel_options(address, options)
-        self._channel = grpc.aio.secure_channel(address, credentials, how) if credentials else grpc.aio.insecure_channel(address, how)
-        self._stub = generation_pb2_grpc.GenerationStub(self._channel)
+        def open_channel(target: str) -> grpc.aio.Channel:
+            how = channel_options(target, options)
+            return grpc.aio.secure_channel(target, credentials, how) if credentials else grpc.aio.insecure_channel(target, how)
+
+        self._doors = _Doors(address, open_channel, api_key, max_resumes)
 
     def generate(self, prompt: str | None = None, *, timeout_s: float | None = None, **ask: Any) -> AsyncStream:
         """See `build_request` for the keywords."""
-        return AsyncStream(self._stub.Generate(build_request(prompt, **ask), timeout=timeout_s, metadata=self._metadata))
+        return AsyncStream(self._doors, build_request(prompt, **ask), timeout_s)
 
     async def close(self) -> None:
-        await self._channel.close()
+        self._doors.closed = True
+        for channel in self._doors.channels:
+            await channel.close()
 
     async def __aenter__(self) -> Self:
         return self
@@ -259,8 +397,24 @@ def tls_from(env: Mapping[str, str]) -> grpc.ChannelCredentials | None:
     return grpc.ssl_channel_credentials(*(Path(file).read_bytes() if file else None for file in (ca, key, cert)))
 
 
+def targets_of(address: Address) -> tuple[str, ...]:
+    """The gRPC targets that an address of a client means. Raises ValueError if there is none."""
+    given = [address] if isinstance(address, str) else list(address)
+    parts = [part.strip() for each in given for part in ([each] if _NAME.match(each) else each.split(","))]
+    targets = tuple(dict.fromkeys(filter(None, parts)))
+    if not targets:
+        raise ValueError("no address is given")
+    return targets
+
+
 def channel_options(address: str, options: Options = ()) -> list[tuple[str, Any]]:
-    return [*([("grpc.enable_http_proxy", 0)] if _LOOPBACK.match(address) else ()), *options]
+    """`address`: a gRPC target. `options` replace ours."""
+    ours: dict[str, Any] = dict(_DEFAULTS)
+    if _LOOPBACK.match(address):
+        ours["grpc.enable_http_proxy"] = 0
+    if _NAME.match(address):
+        ours["grpc.service_config"] = _ROUND_ROBIN
+    return list((ours | dict(options)).items())
 
 
 def build_request(
@@ -299,6 +453,10 @@ def build_request(
         request.token_ids.ids.extend(token_ids or ())
         request.token_ids.SetInParent()
     return request
+
+
+def _cancelled() -> GenerateError:
+    return GenerateError("CANCELLED", "", "the request was cancelled on this side", (), None, {})
 
 
 def _metadata(api_key: str | None) -> tuple[tuple[str, str], ...]:

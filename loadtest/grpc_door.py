@@ -19,12 +19,12 @@ Pem = tuple[bytes | None, bytes | None, bytes | None]  # authority, private key,
 
 class GrpcDoor:
     """Decoding is greedy and continues past any end-of-sequence token, so each request gets exactly as many tokens as the workload says.
-    Only requests with the same `salt` share cached prefixes. Without `api_key` or `tls`, the environment supplies them (BATON_API_KEY,
-    `tls_from`)."""
+    A stream that breaks is a failure of the cluster, and is not resumed. Only requests with the same `salt` share cached prefixes. Without
+    `api_key` or `tls`, the environment supplies them (BATON_API_KEY, `tls_from`)."""
 
     def __init__(self, address: str, salt: str = "", api_key: str | None = None, tls: Pem | None = None) -> None:
         credentials = tls_from(os.environ) if tls is None else grpc.ssl_channel_credentials(*tls)
-        self._client = AsyncClient(address, credentials, api_key or os.environ.get("BATON_API_KEY"))
+        self._client = AsyncClient(address, credentials, api_key or os.environ.get("BATON_API_KEY"), max_resumes=0)
         self._salt = salt
 
     async def ask(self, prompt: Sequence[int], output_tokens: int, timeout_s: float, on_tokens: Callable[[int], None]) -> Answer:

@@ -163,8 +163,8 @@ class Dispatcher:
         trace.fetched_tokens += first.fetched_tokens
         trace.prefill_wait_ms += first.wait_ms
         trace.prefill_compute_ms += first.compute_ms
-        if not request.output_len:
-            trace.cached_tokens = first.cached_tokens
+        if not request.made:
+            trace.cached_tokens = min(first.cached_tokens, request.prompt_len)
         return first
 
     async def _first_token(self, request: Request, choice: Choice, failed: set[Identity], lease: _Lease) -> FirstToken:
@@ -229,8 +229,8 @@ class Dispatcher:
             async with aclosing(self._events(request, started, handle)) as events:
                 async for event in events:
                     if isinstance(event, Ended):
-                        whole_prompt = not handle and started.early is None and started.known == request.prompt_len
-                        self._note_end(request, event, whole_prompt)
+                        first_to_compute = started.known == request.prompt_len + request.resumed
+                        self._note_end(request, event, not handle and started.early is None and first_to_compute)
                         continue
                     trace.watch.enter("decode", worker.name)
                     if isinstance(event, Adopted):
@@ -248,7 +248,7 @@ class Dispatcher:
         trace = request.trace
         trace.handoff.recomputed_tokens += ended.recomputed_tokens
         if whole_prompt:
-            trace.cached_tokens = ended.cached_tokens
+            trace.cached_tokens = min(ended.cached_tokens, request.prompt_len)
         request.finish = ended.finish
 
     def _events(self, request: Request, started: _Started, handle: bytes) -> AsyncGenerator[DecodeEvent, None]:

@@ -5,6 +5,7 @@ from contextlib import aclosing
 from itertools import islice
 
 from baton.cluster.rpc import Answering, Context
+from baton.engine.sampling import FIELDS
 from baton.v1 import generation_pb2 as pb
 from baton.v1 import generation_pb2_grpc
 from router.keys import ApiKeys
@@ -51,11 +52,13 @@ def to_ask(request: pb.GenerateRequest, traceparent: str = "", tenant: str = "",
         sampling=_to_sampling(request.sampling),
         tenant=tenant,
         traceparent=traceparent,
+        output_so_far=_ids(request.output_so_far, context),
+        resume=request.resume[: _LIMITS.max_resume + 1],
     )
 
 
 def _ids(given: pb.TokenIds, context: int | None) -> Sequence[int]:
-    """A prompt that fills the context is refused for its length alone, so a range of the same length replaces it: copying a million ids
+    """Ids that fill the context are refused for their number alone, so a range of the same length replaces them: copying a million ids
     would take 20 ms."""
     count = min(len(given.ids), _LIMITS.max_prompt_ids + 1)
     return tuple(given.ids[:count]) if context is None or count < context else range(count)
@@ -79,10 +82,22 @@ def _to_sampling(sampling: pb.SamplingParams) -> AskSampling:
     )
 
 
+def _from_sampling(event: Accepted) -> pb.SamplingParams:
+    told = {name: getattr(event.params, name) for name in FIELDS}
+    told["stop_token_ids"] = sorted(event.params.stop_token_ids)
+    return pb.SamplingParams(stop=event.stops, **told)
+
+
 def to_response(event: Event) -> pb.GenerateResponse:
     match event:
         case Accepted():
-            accepted = pb.Accepted(request_id=event.request_id, model=event.model, prompt_tokens=event.prompt_tokens)
+            accepted = pb.Accepted(
+                request_id=event.request_id,
+                model=event.model,
+                prompt_tokens=event.prompt_tokens,
+                sampling=_from_sampling(event),
+                resume=event.receipt,
+            )
             return pb.GenerateResponse(accepted=accepted)
         case Piece():
             token = event.token

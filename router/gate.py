@@ -79,8 +79,9 @@ class Gate:
         began, asked = entry.trace.watch.start, ask.sampling
         limits = {name: began + limit for name, limit in self._objectives.items()}
         most = asked.default_max_tokens if asked.max_tokens is None else asked.max_tokens
+        left = max(1, most - len(ask.output_so_far))
         never = float("inf")
-        return Due(deadline, limits.get("ttft", never), limits.get("e2e", never), most)
+        return Due(deadline, limits.get("ttft", never), limits.get("e2e", never), left)
 
     @contextmanager
     def _timed(self, entry: Entry) -> Iterator[None]:
@@ -93,7 +94,7 @@ class Gate:
                 pace.note_failure(self._clock() - began)
             raise
         if entry.request is not None and entry.trace.first_at:
-            pace.note(self._clock() - began, entry.trace.first_at - began, entry.request.output_len)
+            pace.note(self._clock() - began, entry.trace.first_at - began, entry.request.made)
 
     def _look(self) -> None:
         self._timer = None

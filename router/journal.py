@@ -232,7 +232,7 @@ class Journal:
             return
         self._prompt_tokens.inc(request.prompt_len)
         self._prompt_length.observe(request.prompt_len)
-        self._output_tokens.inc(request.output_len)
+        self._output_tokens.inc(request.made)
         self._cached_tokens.inc(trace.cached_tokens)
         for choice in trace.choices:
             self._choices[choice].inc()
@@ -300,7 +300,7 @@ def _outcome(entry: Entry, error: BaseException | None) -> tuple[str, str]:
         return "ok", entry.finish
     if isinstance(error, BatonError):
         reason = error.reason
-        begun = entry.request is not None and entry.request.output_len > 0
+        begun = entry.request is not None and entry.request.made > 0
         if reason in REFUSALS and not begun:
             return "refused", reason.name
         if reason is Reason.CANCELLED:

@@ -152,6 +152,7 @@ class Request:
     model: str | None = None  # fingerprint of the model that began to answer: no other may continue
     suspicion: Suspicion = Suspicion()
     keys: list[bytes] = field(default_factory=list)  # of the full blocks of `tokens`, as far as they were needed
+    resumed: int = 0  # output tokens that it arrived with: an earlier call has streamed them
 
     @property
     def output(self) -> list[int]:
@@ -160,6 +161,11 @@ class Request:
     @property
     def output_len(self) -> int:
         return len(self.tokens) - self.prompt_len
+
+    @property
+    def made(self) -> int:
+        """Output tokens that were generated here."""
+        return self.output_len - self.resumed
 
     @property
     def longest(self) -> int:

@@ -2,36 +2,50 @@
 
 The doors (gRPC, HTTP) only translate. Before a request is admitted, only its bounds are checked (bytes and counts), so a refused request
 costs next to nothing and is not charged.
+
+A request may bring the beginning of its output, which another router has streamed. It is replayed for the text's sake, and the dispatcher
+goes on from there, as it does after the death of a worker. A receipt (`router.resume`) shows that the request was charged before.
 """
 
+import secrets
 from collections.abc import AsyncGenerator, AsyncIterator, Callable
 from contextlib import aclosing, asynccontextmanager
 from dataclasses import dataclass, field
-from time import monotonic
+from time import monotonic, time
+from typing import Any, TypeVar
 
 from baton.cluster import semconv
 from baton.cluster.config import RouterConfig
 from baton.cluster.errors import BatonError, Reason
 from baton.engine.block_key import extend_keys, root_key
+from baton.engine.sampling import SamplingParams
 from router.admission import Admission
-from router.detokenizer import Detokenizer
 from router.dispatch import Dispatcher
 from router.gate import Gate
 from router.journal import REFUSALS, Entry, Journal
 from router.rates import Rates, Unlimited
 from router.request import FinishReason, Request, Token, Trace
-from router.stop import StopMatcher
+from router.resume import Receipt, prompt_digest, receipt_key
 from router.tokenizer import Tokenizer
 from router.tokenizer_pool import TokenizerPool
+from router.transcript import Transcript
 from router.validate import Ask, Context, Limits, check, resolve
-from router.view import ClusterView
+from router.view import ClusterView, Served
 
 
 @dataclass(frozen=True, slots=True)
 class Accepted:
+    """The request is complete: every default is filled in. `output_tokens` and `shown` (characters) say how much of the output an earlier
+    call has streamed."""
+
     request_id: str
     model: str
     prompt_tokens: int
+    params: SamplingParams
+    stops: tuple[str, ...] = ()
+    receipt: bytes = b""
+    output_tokens: int = 0
+    shown: int = 0
 
 
 @dataclass(frozen=True, slots=True)
@@ -73,10 +87,24 @@ class Tenancy:
 
     rates: Rates | Unlimited = field(default_factory=Unlimited)
     shared_prefixes: bool = False
+    receipt_key: bytes = field(default_factory=lambda: receipt_key(None, secrets.token_bytes), repr=False)
 
 
-LONG_PROMPT = 4096  # tokens; the block keys of a longer prompt are computed off the event loop
+@dataclass(frozen=True, slots=True)
+class _Plan:
+    """A request that is ready to be dispatched."""
+
+    request: Request
+    text: Transcript
+    stops: tuple[str, ...]
+    receipt: bytes
+    paid: bool  # an earlier call was charged for the prompt and the output so far
+
+
+LONG_PROMPT = 4096  # tokens; what is computed from every token of a longer prompt is computed off the event loop
+CLOCKS_DIFFER_S = 60.0  # a receipt lives longer than any request, by this
 Event = Accepted | Piece | Finished
+T = TypeVar("T")
 _LIMITS = Limits()
 
 
@@ -104,6 +132,7 @@ class GenerateService:
         self._draws = draws
         tenancy = tenancy or Tenancy()
         self._rates = tenancy.rates
+        self._receipt_key = tenancy.receipt_key
         self._shared_prefixes = tenancy.shared_prefixes
         self.draining = False
 
@@ -129,10 +158,10 @@ class GenerateService:
             deadline = monotonic() + self._clamp(timeout_s)
             if deadline <= monotonic():
                 raise BatonError(Reason.DEADLINE, "the deadline had passed before the request arrived")
-            if self._view.served is None:
-                raise BatonError(Reason.NO_WORKER, "no worker is ready")
-            await self._rates.check(ask.tenant)
-            async with aclosing(self._serve(ask, deadline, entry)) as events:
+            receipt = self._check_receipt(ask, self._served())
+            if receipt is None:
+                await self._rates.check(ask.tenant)
+            async with aclosing(self._serve(ask, receipt, deadline, entry)) as events:
                 async for event in events:
                     yield event
 
@@ -146,51 +175,72 @@ class GenerateService:
         context = None if longest is None else Context(longest, self._tokenizer.longest_token)
         check(ask, _LIMITS, (self.model_name,), self._tokenizer.vocab_size, context)
 
-    async def _serve(self, ask: Ask, deadline: float, entry: Entry) -> AsyncGenerator[Event, None]:
+    def _served(self) -> Served:
+        if self._view.served is None:
+            raise BatonError(Reason.NO_WORKER, "no worker is ready")
+        return self._view.served
+
+    def _check_receipt(self, ask: Ask, served: Served) -> Receipt | None:
+        if not ask.resume:
+            return None
+        receipt = Receipt.unseal(ask.resume, self._receipt_key)
+        receipt.check(ask.request_id, ask.tenant, served.model_fingerprint, time())
+        return receipt
+
+    async def _serve(self, ask: Ask, receipt: Receipt | None, deadline: float, entry: Entry) -> AsyncGenerator[Event, None]:
         entry.trace.step = "admission"
         async with self._gate.place(entry, ask, deadline):
             entry.trace.step = "tokenizing"
-            request, stops = await self._make_request(ask, deadline, entry.trace)
+            plan = await self._make_plan(ask, receipt, deadline, entry.trace)
+            request, text = plan.request, plan.text
             entry.request, entry.trace.step = request, ""
-            async with self._charged(ask.tenant, request), aclosing(self._run(request, stops)) as events:
-                yield Accepted(request.id, self.model_name, request.prompt_len)
+            async with self._charged(ask.tenant, plan), aclosing(self._run(request, text)) as events:
+                facts = (request.id, self.model_name, request.prompt_len, request.params)
+                yield Accepted(*facts, plan.stops, plan.receipt, request.resumed, text.shown)
                 async for event in events:
                     if isinstance(event, Finished):
                         entry.finish = event.reason
                     yield event
 
-    async def _make_request(self, ask: Ask, deadline: float, trace: Trace) -> tuple[Request, tuple[str, ...]]:
-        served = self._view.served
-        if served is None:
-            raise BatonError(Reason.NO_WORKER, "no worker is ready")
-        tokens = await self._tokenize(ask, deadline)
-        params, stops = resolve(ask, len(tokens), served.max_model_len, self._draws.seed())
-        request = Request(ask.request_id or self._draws.request_id(), tokens, len(tokens), params, self._salt(ask), deadline, trace)
-        if len(tokens) > LONG_PROMPT:
-            request.model = served.model_fingerprint
+    async def _make_plan(self, ask: Ask, receipt: Receipt | None, deadline: float, trace: Trace) -> _Plan:
+        served = self._served()
+        prompt = await self._tokenize(ask, deadline)
+        params, stops = resolve(ask, len(prompt), served.max_model_len, self._draws.seed())
+        id_ = ask.request_id or (receipt.request_id if receipt else self._draws.request_id())
+        output = list(ask.output_so_far)
+        text = Transcript(self._tokenizer, prompt, params, stops)
+        tokens = [*prompt, *output] if output else prompt
+        request = Request(id_, tokens, len(prompt), params, self._salt(ask), deadline, trace, resumed=len(output))
+        long = len(prompt) > LONG_PROMPT
+        digest = await self._off_loop(long, deadline, prompt_digest, prompt)
+        if receipt is not None:
+            receipt.check_prompt(digest)
+        if long:
             root = root_key(served.model_fingerprint, request.salt)
-            await self._pool.run(extend_keys, request.keys, root, tokens, served.block_size, within_s=deadline - monotonic())
-        return request, stops
+            await self._off_loop(long, deadline, extend_keys, request.keys, root, tokens, served.block_size)
+        if long or receipt is not None:
+            request.model = served.model_fingerprint
+        if output:
+            request.finish = await self._off_loop(True, deadline, text.replay, output, served.eos_token_ids)
+        expires_at = time() + self._config.max_timeout_s + CLOCKS_DIFFER_S
+        new = Receipt.of(id_, digest, served.model_fingerprint, ask.tenant, expires_at)
+        return _Plan(request, text, stops, ask.resume or new.sealed(self._receipt_key), receipt is not None)
 
-    async def _run(self, request: Request, stops: tuple[str, ...]) -> AsyncGenerator[Event, None]:
-        text = Detokenizer(self._tokenizer, request.tokens[-8:])
-        matcher = StopMatcher(stops)
-        matched: str | None = None
-        async with aclosing(self._dispatcher.generate(request)) as tokens:
-            async for token in tokens:
-                visible, matched = matcher.push("" if _is_stop(request, token) else text.push(token.id))
-                yield Piece(request.output_len - 1, token, visible)
-                if matched is not None:
-                    break
+    async def _run(self, request: Request, text: Transcript) -> AsyncGenerator[Event, None]:
+        if request.finish is None:  # else the output had ended when its stream broke
+            async with aclosing(self._dispatcher.generate(request)) as tokens:
+                async for token in tokens:
+                    yield Piece(request.output_len - 1, token, text.push(token.id))
+                    if text.stop is not None:
+                        break
         request.trace.watch.stop()
-        if matched is not None:
-            yield Finished(request, "stop", "", matched)
+        if text.stop is not None:
+            yield Finished(request, "stop", "", text.stop)
             return
-        visible, matched = matcher.push(text.flush())
-        rest = visible if matched is not None else visible + matcher.flush()
+        rest = text.flush()
         if request.finish is None:
             raise BatonError(Reason.INTERNAL, "the request ended without a reason")
-        yield Finished(request, request.finish if matched is None else "stop", rest, matched)
+        yield Finished(request, request.finish if text.stop is None else "stop", rest, text.stop)
 
     async def _tokenize(self, ask: Ask, deadline: float) -> list[int]:
         if ask.token_ids is not None:
@@ -200,19 +250,28 @@ class GenerateService:
             return await self._pool.run(self._tokenizer.render, ask.messages, ask.names, most, within_s=left)
         return await self._pool.run(self._tokenizer.encode, ask.text or "", most, within_s=left)
 
+    async def _off_loop(self, long: bool, deadline: float, function: Callable[..., T], *arguments: Any) -> T:
+        """Calls `function`, if it takes `long` in a thread."""
+        if long:
+            return await self._pool.run(function, *arguments, within_s=deadline - monotonic())
+        return function(*arguments)
+
     @asynccontextmanager
-    async def _charged(self, tenant: str, request: Request) -> AsyncIterator[None]:
+    async def _charged(self, tenant: str, plan: _Plan) -> AsyncIterator[None]:
         """Charges the quota; no other code does. The prompt is charged on admission, the output at the end, however the request ends. A
-        request that is refused later, before anything was computed for it, costs nothing."""
-        await self._rates.admit(tenant, request.prompt_len)
+        request that is refused later, before anything was computed for it, costs nothing. Output of an earlier call counts as a prompt,
+        and like the prompt, it is free if it was charged before."""
+        request, known = plan.request, len(plan.request.tokens)
+        if not plan.paid:
+            await self._rates.admit(tenant, known)
         try:
             yield
         except BatonError as error:
-            if error.reason in REFUSALS and not request.output_len:
-                await self._rates.refund(tenant, request.prompt_len)
+            if error.reason in REFUSALS and not request.made and not plan.paid:
+                await self._rates.refund(tenant, known)
             raise
         finally:
-            await self._rates.charge(tenant, request.output_len)
+            await self._rates.charge(tenant, request.made)
 
     def _salt(self, ask: Ask) -> str:
         """Separates the block keys of tenants, who share cached prefixes only if the configuration says so."""
@@ -220,8 +279,3 @@ class GenerateService:
 
     def _clamp(self, timeout_s: float | None) -> float:
         return min(self._config.default_timeout_s if timeout_s is None else timeout_s, self._config.max_timeout_s)
-
-
-def _is_stop(request: Request, token: Token) -> bool:
-    """Whether `token`, the last of the output so far, is a stop token that ends it: such a token has no text."""
-    return token.id in request.params.stop_token_ids and request.output_len >= request.params.min_tokens

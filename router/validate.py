@@ -33,6 +33,7 @@ class Limits:
     max_request_id: int = MAX_REQUEST_ID
     max_salt: int = 256  # bytes
     max_name: int = 256  # bytes
+    max_resume: int = 256  # bytes; a receipt has fewer
 
 
 @dataclass(frozen=True, slots=True)
@@ -77,6 +78,8 @@ class Ask:
     priority: int = 0  # among requests that wait for admission: the lowest goes first
     tenant: str = ""  # the owner of the API key that it came with
     traceparent: str = ""  # the caller's W3C Trace Context as it arrived; ignored if invalid
+    output_so_far: Sequence[int] = ()  # the beginning of the output, which an earlier call has streamed
+    resume: bytes = b""  # the receipt of that call (`router.resume`)
 
 
 _RANGES = {
@@ -97,7 +100,12 @@ def check(ask: Ask, limits: Limits, served_names: Collection[str], vocab_size: i
         raise BatonError(Reason.MODEL_NOT_FOUND, f"model {ask.model[:80]!r} is not served here")
     if context is not None:
         _check_size(ask, context, limits)
-    found = [*_identity(ask, limits), *_prompt(ask, limits, vocab_size), *_sampling(ask.sampling, limits, vocab_size)]
+    found = [
+        *_identity(ask, limits),
+        *_prompt(ask, limits, vocab_size),
+        *_sampling(ask.sampling, limits, vocab_size),
+        *_continuation(ask, limits, vocab_size, context),
+    ]
     if found:
         more = f" (and {len(found) - 1} more)" if len(found) > 1 else ""
         message = f"{found[0].field}: {found[0].description}{more}"
@@ -107,7 +115,8 @@ def check(ask: Ask, limits: Limits, served_names: Collection[str], vocab_size: i
 def resolve(ask: Ask, prompt_tokens: int, context: int, draw_seed: int) -> tuple[SamplingParams, tuple[str, ...]]:
     """Returns the complete parameters and the stop strings of an ask that passed `check`. `context`: longest prompt plus output, in tokens.
 
-    Raises CONTEXT_LENGTH if the prompt leaves no room for an output, or not for as many tokens as were requested.
+    Raises CONTEXT_LENGTH if the prompt leaves no room for an output, or not for as many tokens as were requested; INVALID_FIELD if the
+    output so far is longer than the output may be.
     """
     asked, field = ask.sampling, _prompt_field(ask)
     if prompt_tokens < 1:
@@ -119,6 +128,8 @@ def resolve(ask: Ask, prompt_tokens: int, context: int, draw_seed: int) -> tuple
         description = f"{prompt_tokens} prompt tokens and {asked.max_tokens} output tokens exceed the context of {context} tokens"
         raise _context_length("sampling.max_tokens", description, prompt_tokens, context)
     max_tokens = min(asked.default_max_tokens, room) if asked.max_tokens is None else asked.max_tokens
+    if len(ask.output_so_far) > max_tokens:
+        raise invalid("output_so_far.ids", _beyond(max_tokens))
     numbers: dict[str, Any] = {name: _or(getattr(asked, name), number.default) for name, number in NUMBERS.items()}
     numbers["temperature"] = numbers["temperature"] if numbers["temperature"] >= GREEDY_BELOW else 0.0
     numbers["top_k"] = max(0, numbers["top_k"])
@@ -218,6 +229,21 @@ def _sampling(asked: AskSampling, limits: Limits, vocab_size: int) -> Iterator[V
             yield from _text(f"sampling.stop[{i}]", stop, limits.max_stop_bytes)
             if not stop:
                 yield Violation(f"sampling.stop[{i}]", "must not be empty")
+
+
+def _continuation(ask: Ask, limits: Limits, vocab_size: int, context: Context | None) -> Iterator[Violation]:
+    most = ask.sampling.default_max_tokens if ask.sampling.max_tokens is None else ask.sampling.max_tokens
+    most = most if context is None else min(most, context.tokens - 1)
+    if len(ask.output_so_far) > max(0, most):
+        yield Violation("output_so_far.ids", _beyond(most))
+    else:
+        yield from _ids("output_so_far.ids", ask.output_so_far, vocab_size)
+    if len(ask.resume) > limits.max_resume:
+        yield Violation("resume", f"must have at most {limits.max_resume} bytes")
+
+
+def _beyond(max_tokens: int) -> str:
+    return f"must not be more than max_tokens ({max_tokens}) ids"
 
 
 def _bias(bias: Mapping[int, float], limits: Limits, vocab_size: int) -> Iterator[Violation]:

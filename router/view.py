@@ -56,6 +56,7 @@ class Served:
     model_fingerprint: str
     block_size: int  # tokens
     max_model_len: int  # tokens; workers may hold more
+    eos_token_ids: frozenset[int] = frozenset()
 
 
 @dataclass(slots=True)
@@ -301,7 +302,8 @@ class ClusterView:
         ours = [record for record in self.members() if record.tokenizer_fingerprint == self._tokenizer_fingerprint]
         ready = [record for record in ours if record.serves("decode") and record.state == "ready"]
         if ready and (self.served is None or all(self._mismatch(record) for record in ready)):
-            self.served = Served(ready[0].model_fingerprint, ready[0].block_size, ready[0].max_model_len)
+            first = ready[0]
+            self.served = Served(first.model_fingerprint, first.block_size, first.max_model_len, frozenset(first.eos_token_ids))
         facts: list[Fact] = []
         for record in self.members():
             member = self._members[record.name]

@@ -40,6 +40,7 @@ from router.live import Live
 from router.message_bound import check_fields
 from router.peers import Peers
 from router.rates import Rates, Unlimited, redis_counters
+from router.resume import receipt_key
 from router.service import Draws, GenerateService, ServedModel, Tenancy
 from router.tokenizer import Tokenizer
 from router.view import ClusterView
@@ -108,7 +109,7 @@ class RouterProcess:
             config=config.router,
             journal=self._journal,
             draws=Draws(lambda: secrets.randbits(63), draw_id),
-            tenancy=Tenancy(self._rates(), config.security.shared_prefixes),
+            tenancy=Tenancy(self._rates(), config.security.shared_prefixes, receipt_key(config.cluster.key, secrets.token_bytes)),
         )
         self._closers.callback(self.service.close)
         generation_pb2_grpc.add_GenerationServicer_to_server(GenerationDoor(self.service, self._keys), public.grpc)

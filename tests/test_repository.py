@@ -19,7 +19,7 @@ WORKER = {"baton.engine", "baton.cluster", "baton.v1", "kvtransfer"}
 
 # package → which of our packages it may import. An entry that names a module allows only that module.
 ARROWS = {
-    "baton": {"baton.client", "baton.v1"},
+    "baton": {"baton.attempts", "baton.client", "baton.v1"},
     "baton.cli": {"baton", "kvtransfer", "loadtest.cli", "loadtest.options"},
     "baton.cluster": {"baton.engine.block_key", "baton.stages"},
     "baton.engine": set(),
@@ -59,10 +59,11 @@ HOMES = {
 # Code that only decides: no await, no clock, no randomness, no torch.
 PURE = (
     "baton/engine/scheduler.py", "baton/engine/blocks.py", "baton/engine/sequence.py", "baton/stages.py", "kvtransfer/lease.py",
+    "baton/attempts.py",
     "baton/cluster/awake.py", "baton/worker/stall.py",
     "router/policy.py", "router/poison.py", "router/view.py",
     "router/prefix_index.py", "router/admission.py", "router/pace.py",
-    "router/stop.py", "router/slo.py", "loadtest/latency.py",
+    "router/stop.py", "router/slo.py", "router/resume.py", "router/transcript.py", "loadtest/latency.py",
     "loadtest/slo.py", "loadtest/distribution.py", "loadtest/window.py", "loadtest/summary.py", "loadtest/estimate.py",
     "loadtest/verdict.py",
 )  # fmt: skip

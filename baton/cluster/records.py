@@ -57,6 +57,7 @@ class WorkerRecord:
     metrics: str = ""  # host:port of its /metrics; empty: it has none
     roles: tuple[RoleName, ...] = ()  # what it serves at this moment; empty: `role`
     max_num_seqs: Count = 0  # sequences in one step of its engine; 0: unknown
+    eos_token_ids: tuple[Count, ...] = ()  # tokens with which its engine ends an output; empty: unknown, or there are none
 
     def serves(self, role: RoleName) -> bool:
         return role in (self.roles or (self.role,))

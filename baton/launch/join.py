@@ -46,7 +46,8 @@ def configure(address: str, learned: Mapping[str, str], files: Sequence[Path], f
     redis = config.redis.url
     if redis.startswith("unix:") or (not is_loopback(host) and all(is_loopback(place) for place, _ in parse(redis).hosts)):
         raise UpError(
-            "--join: the Redis of that cluster cannot be reached from another host; start it with --cluster.host and, if it has no default route, --cluster.advertise"
+            "--join: the Redis of that cluster cannot be reached from another host; start the cluster with --cluster.host, and on a host"
+            " without a default route with --cluster.advertise"
         )
     return config
 

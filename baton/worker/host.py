@@ -239,6 +239,7 @@ class Host:
             metrics=self._metrics.address,
             roles=self.mounts.serving,
             max_num_seqs=self.built.engine.scheduler.limits.max_num_seqs,
+            eos_token_ids=tuple(sorted(self.built.engine.runner.eos_token_ids)),
         )
 
     @property

@@ -163,7 +163,7 @@ async def test_status_reports_workers_that_answer_and_workers_that_do_not(house:
     workers = {worker["name"]: worker for worker in told["workers"]}
     assert house[0].says is not None
     held = {"idle": False, "leases": 2, "quarantined_blocks": 3, "blocks_in_use": 4}
-    assert workers["d0"] == {**asdict(house[0].says), "roles": [], **held}
+    assert workers["d0"] == {**asdict(house[0].says), "roles": [], "eos_token_ids": [256], **held}
     lost = workers["p0"]
     assert lost["state"] == "unreachable" and "WORKER_LOST" in lost["error"] and lost["kv_blocks"] == 1000 and "idle" not in lost
 
@@ -214,7 +214,10 @@ def test_a_record_and_its_message_have_the_same_fields() -> None:
     """A field that only one of them has would be lost in transit, or refused."""
     facts = record("d0", load=BUSY)
     message = pb.WorkerRecord(**asdict(facts))
-    assert plain(message) == {**asdict(facts), "roles": list(facts.roles)} and WorkerRecord.from_mapping(plain(message)) == facts
+    assert (
+        plain(message) == {**asdict(facts), "roles": list(facts.roles), "eos_token_ids": [256]}
+        and WorkerRecord.from_mapping(plain(message)) == facts
+    )
 
 
 def test_a_message_refuses_an_unknown_field_name() -> None:

@@ -109,7 +109,7 @@ async def test_a_short_prompt_is_computed_by_the_decode_worker() -> None:
     world = World()
     request, seen = await world.serve(world.request(SHORT))
     assert seen == truth(request) and world.kinds() == [("decode", "d0", 5)]
-    assert (request.trace.prefill_worker, request.trace.cached_tokens) == ("", 32)
+    assert (request.trace.prefill_worker, request.trace.cached_tokens) == ("", 5)
     world.check()
 
 

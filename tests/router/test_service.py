@@ -130,11 +130,11 @@ async def test_a_request_gets_its_answer(tokenizer: Tokenizer) -> None:
     house = House(tokenizer)
     events = await house.ask("hello", max_tokens=5, temperature=0.5)
     end = finished(events)
-    assert events[0] == Accepted("req-1", "toy", 5)
+    assert isinstance(events[0], Accepted) and (events[0].request_id, events[0].model, events[0].prompt_tokens) == ("req-1", "toy", 5)
     assert (text_of(events), end.reason, end.text, end.stop) == ("abc", "length", "", None)
     request = house.script.begun[0]
     assert request.tokens == [*b"hello", *b"abc"] and request.prompt_len == 5
-    assert request.params == SamplingParams(max_tokens=5, temperature=0.5, seed=77)
+    assert request.params == events[0].params == SamplingParams(max_tokens=5, temperature=0.5, seed=77)
     house.check()
 
 
@@ -142,7 +142,8 @@ async def test_the_request_id_and_the_seed_of_the_caller_are_kept(tokenizer: Tok
     house = House(tokenizer)
     ask = Ask(request_id="mine", token_ids=(1, 2), cache_salt="s", sampling=AskSampling(seed=5))
     async with aclosing(house.service.generate(ask, 10)) as events:
-        assert await anext(events) == Accepted("mine", "toy", 2)
+        accepted = await anext(events)
+        assert isinstance(accepted, Accepted) and (accepted.request_id, accepted.prompt_tokens) == ("mine", 2)
         async for _ in events:
             pass
     request = house.script.begun[0]

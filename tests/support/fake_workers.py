@@ -25,7 +25,7 @@ def record(name: str, **fields: Any) -> WorkerRecord:
     role: RoleName = "prefill" if name.startswith("p") else "decode"
     load = Load(credit_tokens=10_000)
     whole = WorkerRecord(name, role, f"{name}:1", 1, "ready", 1, "host", "toy", "model", TOKENIZER, 16, 4096, 1000, "tcp", load)
-    return replace(whole, **fields)
+    return replace(whole, **{"eos_token_ids": (EOS,), **fields})
 
 
 @dataclass(frozen=True)
@@ -63,6 +63,7 @@ class FakeWorkers:
         self.sources: list[tuple[str, int] | None] = []  # one for each prefill
         self.opens = False  # prompts are long: their KV can be read before they are fully computed
         self.lent_early = True  # an early reader leaves the lease open until prefill ends; False: it has read everything and ends the lease
+        self.model: Callable[[list[int], Request], int] = toy_model
         self.tick: Callable[[str], None] = lambda stage: None
         self.replies: Callable[[], None] = lambda: None
         self._numbers = count(1)
@@ -81,7 +82,7 @@ class FakeWorkers:
                     await asyncio.sleep(0)
                 if fault := self._fault(worker):
                     await fault.strike()
-                token, finish = _next(request.tokens, request)
+                token, finish = self._next(request.tokens, request)
                 await asyncio.sleep(0)
                 self.tick("prefill")
             except BaseException:
@@ -93,7 +94,7 @@ class FakeWorkers:
         elif not handle:
             handle = self._grant(worker, request)
         self.replies()
-        yield FirstToken(Token(token), handle if handle in self.leases else b"", finish, 16, 1.0, 2.0)
+        yield FirstToken(_told(token, request), handle if handle in self.leases else b"", finish, 16, 1.0, 2.0)
 
     async def decode(
         self, worker: WorkerRecord, request: Request, handle: bytes, timeout_s: float, first: "asyncio.Future[int] | None" = None
@@ -120,14 +121,14 @@ class FakeWorkers:
                 await asyncio.sleep(0)
                 if fault and fault.tokens == made:
                     await fault.strike()
-                token, finish = _next(known, request)
+                token, finish = self._next(known, request)
                 known.append(token)
                 self.tick("decode" if handle or made else "prefill")
-                yield Token(token)
+                yield _told(token, request)
                 if finish is not None:
                     break
             assert finish is not None
-            yield Ended(finish, recomputed_tokens=0, cached_tokens=32)
+            yield Ended(finish, recomputed_tokens=0, cached_tokens=min(32, len(request.tokens)))
 
     def release(self, worker: WorkerRecord, handle: bytes, request_id: str) -> None:
         holder = self.leases.get(handle, (worker.name, request_id, 0))
@@ -151,6 +152,16 @@ class FakeWorkers:
         self.endings[handle] += 1
         self.leases.pop(handle, None)
 
+    def _next(self, known: list[int], request: Request) -> tuple[int, FinishReason | None]:
+        """The next token, and the finish reason if it is the last."""
+        params = request.params
+        token = self.model(known, request)
+        made = len(known) + 1 - request.prompt_len
+        ends = token in params.stop_token_ids or (token == EOS and not params.ignore_eos)
+        if ends and made >= params.min_tokens:
+            return token, "stop"
+        return token, "length" if made >= params.max_tokens else None
+
     def _fault(self, worker: WorkerRecord) -> Fault | None:
         faults = self.faults[worker.name]
         return faults.popleft() if faults else None
@@ -172,15 +183,15 @@ class FakeWorkers:
         self.ends["well"] += 1
 
 
-def _next(known: list[int], request: Request) -> tuple[int, FinishReason | None]:
-    """The next token, and the finish reason if it is the last."""
-    params = request.params
-    token = naive(known, replace(params, max_tokens=1))[0]
-    made = len(known) + 1 - request.prompt_len
-    ends = token in params.stop_token_ids or (token == EOS and not params.ignore_eos)
-    if ends and made >= params.min_tokens:
-        return token, "stop"
-    return token, "length" if made >= params.max_tokens else None
+def toy_model(known: list[int], request: Request) -> int:
+    return naive(known, replace(request.params, max_tokens=1))[0]
+
+
+def _told(token: int, request: Request) -> Token:
+    """With log-probabilities, if the request asks for them, that no other token of the toy has."""
+    if request.params.logprobs is None:
+        return Token(token)
+    return Token(token, -token / 8, tuple(((token + i) % (EOS + 1), -(token + i) / 8) for i in range(request.params.logprobs)))
 
 
 def unusable(view: ClusterView) -> list[WorkerRecord]:

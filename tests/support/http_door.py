@@ -86,6 +86,7 @@ class House:
     serving: bool = True
     workers: bool = True
     shared_prefixes: bool = False
+    receipt_key: bytes = b"k" * 32  # routers of one cluster have the same
 
     def __post_init__(self) -> None:
         view = ClusterView(self.tokenizer.fingerprint)
@@ -102,7 +103,7 @@ class House:
             config=self.config,
             journal=Journal(Book("router", model="toy"), Tracer(), "toy", SloConfig(), keep=10),
             draws=Draws(lambda: 77, draw_id),
-            tenancy=Tenancy(shared_prefixes=self.shared_prefixes),
+            tenancy=Tenancy(shared_prefixes=self.shared_prefixes, receipt_key=self.receipt_key),
         )
         self.door = HttpDoor(self.service, self.tokenizer, self.keys, self.config, lambda: self.serving, draw_id)
 

@@ -41,8 +41,8 @@ class Cluster:
     logs: Path
     tls: Path | None = None
 
-    def client(self) -> AsyncClient:
-        return AsyncClient(self.grpc)
+    def client(self, **how: Any) -> AsyncClient:
+        return AsyncClient(self.grpc, **how)
 
     def status(self) -> dict[str, Any]:
         with self._channel() as channel:

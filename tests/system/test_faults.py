@@ -72,7 +72,7 @@ async def test_a_request_survives_the_restart_of_the_only_decode_worker(model: P
 async def test_retries_are_limited_and_the_error_says_so(model: Path) -> None:
     """Every decode worker always dies at its fourth step."""
     with cluster(model, "--router.max-retries", "1", prefill=1, decode=2, env={"BATON_FAILPOINTS": "decode.step=exit@4"}) as live:
-        async with live.client() as client:
+        async with live.client(max_resumes=0) as client:
             with pytest.raises(GenerateError) as caught:
                 await ask(client)
         assert caught.value.code == "UNAVAILABLE" and caught.value.reason == "RETRIES_SPENT"
@@ -195,7 +195,7 @@ async def test_without_a_prefill_worker_requests_bypass_prefill(model: Path) -> 
 async def test_without_a_decode_worker_requests_are_refused(model: Path) -> None:
     with faulty(model, "", "--launcher.restart-backoff-s", "20", prefill=1, decode=1) as live:
         await asyncio.to_thread(live.kill, "decode-0")
-        async with live.client() as client:
+        async with live.client(max_resumes=0) as client:
             first = await asyncio.gather(ask(client, timeout_s=30), return_exceptions=True)
             assert (
                 isinstance(first[0], GenerateError) and first[0].code == "UNAVAILABLE"
@@ -207,7 +207,7 @@ async def test_without_a_decode_worker_requests_are_refused(model: Path) -> None
 
 async def test_killing_the_router_frees_what_its_requests_held(model: Path) -> None:
     with faulty(model, prefill=1, decode=2) as live:
-        async with live.client() as client:
+        async with live.client(max_resumes=0) as client:
             requests = [asyncio.create_task(ask(client, [i, *PROMPT], max_tokens=2000)) for i in range(10)]
             await asyncio.to_thread(live.wait, lambda: sum(worker["load"]["running"] for worker in live.workers("decode")) >= 10)
             os.kill(live.status()["router"]["pid"], signal.SIGKILL)

@@ -185,7 +185,7 @@ async def test_decode_workers_that_always_die_in_live_reads_use_up_the_retries(m
     """Without a ONCE folder, every process dies at its first read."""
     limits = ("--engine.max-num-batched-tokens", str(CHUNK), "--engine.max-num-seqs", "16", "--router.max-retries", "1")
     with cluster(model, *limits, prefill=1, decode=2, env={"BATON_FAILPOINTS": "kv.before_read=exit"}) as live:
-        async with AsyncClient(live.grpc) as client:
+        async with AsyncClient(live.grpc, max_resumes=0) as client:
             with pytest.raises(GenerateError) as caught:
                 await ask(client, PROMPT)
         assert caught.value.reason in ("RETRIES_SPENT", "POISONOUS")

@@ -55,7 +55,7 @@ def port_taken_over(tmp_path: Path, role: str, credulous: bool = False) -> Itera
 
 def ask(live: Cluster) -> Result:
     params: dict[str, Any] = {"max_tokens": 12, "temperature": 0.0, "ignore_eos": True, "timeout_s": 20}
-    with Client(live.grpc) as client, client.generate(token_ids=PROMPT, **params) as stream:
+    with Client(live.grpc, max_resumes=0) as client, client.generate(token_ids=PROMPT, **params) as stream:
         for _ in stream:
             pass
         return stream.result

@@ -35,7 +35,7 @@ def events(texts: list[str], held_back: str = "", prompt: int = 3, cached: int =
     request = Request("r", [0] * prompt, prompt, SamplingParams(9), "", 0.0, Trace(Stopwatch(lambda: 0.0), cached_tokens=cached))
     tokens = [Token(65 + i, -0.5, ((66 + i, -0.1), (65 + i, -0.5)) if top else ()) for i in range(len(texts))]
     pieces = [Piece(i, token, text) for i, (token, text) in enumerate(zip(tokens, texts, strict=True))]
-    return [Accepted("r", "m", prompt), *pieces, Finished(request, finish, held_back, None)]
+    return [Accepted("r", "m", prompt, request.params), *pieces, Finished(request, finish, held_back, None)]
 
 
 def chunks(made: Writer, *choices: list[Event]) -> list[dict[str, Any]]:
