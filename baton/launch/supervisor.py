@@ -30,6 +30,7 @@ from baton.launch.redis_server import EmbeddedRedis, RedisServerError
 from baton.v1 import worker_pb2, worker_pb2_grpc
 
 READY_WITHIN_S = 120.0
+REGISTRY_WITHIN_S = 10.0
 WATCH_EVERY_S = 0.25
 HURRY_EVERY_S = 0.1
 SIGNALS = (signal.SIGTERM, signal.SIGINT)
@@ -127,7 +128,7 @@ class Supervisor:
         await launcher.start()
         pools = Pools(config.prefill.replicas, config.decode.replicas)
         if not self.label:
-            await registry.desire(pools)
+            await _store(registry, pools)
         for template, count in templates(config, self.label):
             await launcher.add(template, count)
         await self._wait_until_ready(config, launcher, registry)
@@ -232,6 +233,18 @@ async def unless(event: asyncio.Event, task: "asyncio.Task[Any]", cancel: bool =
         task.result()
         return True
     return False
+
+
+async def _store(registry: Registry, pools: Pools) -> None:
+    """On a busy machine, a server that has just started may be slow. Raises RegistryUnavailable if it stays so."""
+    deadline = asyncio.get_running_loop().time() + REGISTRY_WITHIN_S
+    while True:
+        try:
+            return await registry.desire(pools)
+        except RegistryUnavailable:
+            if asyncio.get_running_loop().time() > deadline:
+                raise
+            await asyncio.sleep(WATCH_EVERY_S)
 
 
 def joined_name(config: Config) -> str:

@@ -11,8 +11,9 @@ from grpc_health.v1 import health, health_pb2, health_pb2_grpc
 from memory_registry import MemoryRegistry
 
 from baton.cluster.config_layers import load
-from baton.cluster.records import RouterRecord
-from baton.launch import plan
+from baton.cluster.records import Pools, RouterRecord
+from baton.cluster.registry import RegistryUnavailable
+from baton.launch import plan, supervisor
 from baton.launch.launcher import RestartRule
 from baton.launch.local_launcher import LocalLauncher
 from baton.launch.supervisor import Supervisor
@@ -90,3 +91,17 @@ def test_every_router_gets_ports_of_its_own(monkeypatch: pytest.MonkeyPatch) -> 
     assert len(set(ports)) == 10 and "8470" not in ports, "no two listen on one port, nor on the first router's"
     assert "BATON_TELEMETRY_HEALTH_PORT" not in own[1], "what is off for one is off for all"
     assert own[1]["BATON_WORKER_NAME"] == "router-1"
+
+
+async def test_a_registry_that_is_slow_at_first_does_not_end_the_start(monkeypatch: pytest.MonkeyPatch) -> None:
+    registry, pools = MemoryRegistry(), Pools(1, 2)
+    registry.available = False
+    storing = asyncio.create_task(supervisor._store(registry, pools))
+    await asyncio.sleep(0.05)
+    registry.available = True
+    await asyncio.wait_for(storing, 10)
+    assert await registry.desired() == pools
+    registry.available = False
+    monkeypatch.setattr(supervisor, "REGISTRY_WITHIN_S", 0.1)
+    with pytest.raises(RegistryUnavailable):
+        await asyncio.wait_for(supervisor._store(registry, pools), 10)
