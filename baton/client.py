@@ -13,7 +13,6 @@ import asyncio
 import re
 from collections.abc import AsyncIterator, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
-from pathlib import Path
 from typing import Any, Self, TypeAlias
 
 import grpc
@@ -191,6 +190,7 @@ class AsyncStream(_Stream):
 
 class Client:
     """`credentials` (grpc.ChannelCredentials) for TLS; `api_key` if the server requires one; `options`: more options for the gRPC channel.
+    `server_name`: the name that the server's certificate must contain, if not the address (`baton.internal` in a cluster's own TLS).
 
     Thread-safe; all requests share one channel.
     """
@@ -201,8 +201,9 @@ class Client:
         credentials: grpc.ChannelCredentials | None = None,
         api_key: str | None = None,
         options: Options = (),
+        server_name: str | None = None,
     ) -> None:
-        how = channel_options(address, options)
+        how = channel_options(address, options, server_name)
         self._channel = grpc.secure_channel(address, credentials, how) if credentials else grpc.insecure_channel(address, how)
         self._metadata = _metadata(api_key)
         self._stub = generation_pb2_grpc.GenerationStub(self._channel)
@@ -230,9 +231,10 @@ class AsyncClient:
         credentials: grpc.ChannelCredentials | None = None,
         api_key: str | None = None,
         options: Options = (),
+        server_name: str | None = None,
     ) -> None:
         self._metadata = _metadata(api_key)
-        how = channel_options(address, options)
+        how = channel_options(address, options, server_name)
         self._channel = grpc.aio.secure_channel(address, credentials, how) if credentials else grpc.aio.insecure_channel(address, how)
         self._stub = generation_pb2_grpc.GenerationStub(self._channel)
 
@@ -250,17 +252,9 @@ class AsyncClient:
         await self.close()
 
 
-def tls_from(env: Mapping[str, str]) -> grpc.ChannelCredentials | None:
-    """Credentials from the files that BATON_SECURITY_TLS_CA, _CERT and _KEY name, as the command line and every process of a cluster read
-    them; None when neither authority nor certificate is named. Raises OSError."""
-    ca, key, cert = (env.get(f"BATON_SECURITY_TLS_{part}") for part in ("CA", "KEY", "CERT"))
-    if not ca and not cert:
-        return None
-    return grpc.ssl_channel_credentials(*(Path(file).read_bytes() if file else None for file in (ca, key, cert)))
-
-
-def channel_options(address: str, options: Options = ()) -> list[tuple[str, Any]]:
-    return [*([("grpc.enable_http_proxy", 0)] if _LOOPBACK.match(address) else ()), *options]
+def channel_options(address: str, options: Options = (), server_name: str | None = None) -> list[tuple[str, Any]]:
+    name = [("grpc.ssl_target_name_override", server_name)] if server_name else []
+    return [*([("grpc.enable_http_proxy", 0)] if _LOOPBACK.match(address) else ()), *name, *options]
 
 
 def build_request(

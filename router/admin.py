@@ -5,8 +5,9 @@ import os
 from collections.abc import Callable
 from dataclasses import asdict
 
-from baton.cluster.errors import BatonError, invalid
+from baton.cluster.errors import BatonError, Reason, invalid
 from baton.cluster.records import WorkerRecord
+from baton.cluster.registry import RegistryUnavailable
 from baton.cluster.rpc import Answering, Context
 from baton.v1 import worker_pb2, worker_pb2_grpc
 from router.admission import Admission
@@ -15,6 +16,8 @@ from router.journal import Journal
 from router.live import Live
 from router.view import ClusterView
 from router.watch import Watch
+
+MOST_WORKERS = 1024  # in one pool
 
 
 class AdminDoor(worker_pb2_grpc.AdminServicer):
@@ -68,6 +71,19 @@ class AdminDoor(worker_pb2_grpc.AdminServicer):
                 raise invalid("worker", f"there is no worker {request.worker!r}; known workers: {', '.join(known) or 'none'}")
             serving, draining = await self._workers.set_roles(known[request.worker], request.roles)
             return worker_pb2.SetRolesResponse(serving=serving, draining=draining)
+        raise AssertionError("answered with an error")
+
+    async def Scale(self, request: worker_pb2.ScaleRequest, context: Context) -> worker_pb2.ScaleResponse:
+        async with Answering(context):
+            asked = {name: getattr(request, name) if request.HasField(name) else None for name in ("prefill", "decode")}
+            for name, least in (("prefill", 0), ("decode", 1)):
+                if (size := asked[name]) is not None and not least <= size <= MOST_WORKERS:
+                    raise invalid(name, f"must be from {least} to {MOST_WORKERS}")
+            try:
+                wanted = await self._watch.resize(**asked)
+            except RegistryUnavailable as error:
+                raise BatonError(Reason.INTERNAL, f"the registry cannot note the sizes: {error}") from None
+            return worker_pb2.ScaleResponse(prefill=wanted.prefill, decode=wanted.decode)
         raise AssertionError("answered with an error")
 
     async def _describe(self, record: WorkerRecord) -> worker_pb2.WorkerStatus:

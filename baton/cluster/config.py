@@ -332,7 +332,12 @@ class SecurityConfig(Section):
         min_length=1,
         description="PEM file of the authority that must have issued every peer's certificate; if it is set, TLS is mutual.",
     )
-
+    server_name: str | None = Field(
+        default="baton.internal",
+        min_length=1,
+        description="DNS name that the certificate of every process must contain, wherever the process runs. null: each certificate must"
+        " contain the address at which its process is reached.",
+    )
     api_keys: str | None = Field(
         default=None, min_length=1, description="File of API keys, one NAME SHA256HEX [TENANT] ... per line. Not set: no key is required."
     )

@@ -16,7 +16,7 @@ class ClusterState:
     redis_url: str  # with its password
     log_dir: str
     born: int | None = None  # when that process started, because its pid may have been reused
-    tls: dict[str, str] = field(default_factory=dict)  # "cert", "key", "ca": files that a client of this cluster needs, if any
+    tls: dict[str, str] = field(default_factory=dict)  # what a client needs: files "cert", "key" and "ca", and "server_name"
 
 
 class StateError(RuntimeError):

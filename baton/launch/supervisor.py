@@ -261,6 +261,8 @@ def ready_state(config: Config, log_dir: Path) -> state.ClusterState:
     endpoints = {name: target(host, port) for name, port in ports.items()}
     files = {"cert": security.tls_cert, "key": security.tls_key, "ca": security.tls_ca}
     tls = {name: str(Path(path).resolve()) for name, path in files.items() if path}
+    if tls and security.server_name:
+        tls["server_name"] = security.server_name
     pid = os.getpid()
     return state.ClusterState(config.cluster.name, pid, endpoints, config.redis.url, str(log_dir), state.born(pid), tls)
 

@@ -18,7 +18,8 @@ import grpc
 from grpc import Channel
 
 from baton.cli.admin import read_records, read_status
-from baton.client import AsyncClient
+from baton.cli.certs import SERVER_NAME
+from baton.client import AsyncClient, channel_options
 from baton.engine.sampling import SamplingParams
 from baton.engine.toy import naive
 from baton.launch.state import alive
@@ -72,8 +73,9 @@ class Cluster:
         options = [("grpc.enable_http_proxy", 0)]
         if self.tls is None:
             return grpc.insecure_channel(self.admin, options)
-        files = [(self.tls / f"{name}.pem").read_bytes() for name in ("ca", "key", "cert")]
-        return grpc.secure_channel(self.admin, grpc.ssl_channel_credentials(*files), options)
+        files = [(self.tls / name).read_bytes() for name in ("ca.pem", "client.key", "client.pem")]
+        named = channel_options(self.admin, options, SERVER_NAME)
+        return grpc.secure_channel(self.admin, grpc.ssl_channel_credentials(*files), named)
 
     def workers(self, role: str | None = None) -> list[dict[str, Any]]:
         return [worker for worker in self.status()["workers"] if role in (None, worker["role"])]
@@ -148,13 +150,15 @@ def cluster(
 ) -> Iterator[Cluster]:
     """Runs `baton up --detach`, and `baton down` at the end, after which no process of it may be alive.
 
-    `tls`: the folder with cert.pem, key.pem and ca.pem.
+    `tls`: the folder of a cluster's certificates (`authority.make`), which its processes use.
     """
     with tempfile.TemporaryDirectory(prefix="baton-test-") as folder:
         name = f"t{os.getpid()}"
         full = {**os.environ, "BATON_STATE_DIR": folder, **(env or {})}
         ports = ("--router.port", "0", "--router.admin-port", "0", "--router.http-port", "0", "--router.page-port", "0")
-        fixed = ("--cluster.name", name, *ports, "--engine.kv-memory-mib", "64")
+        files = {"cert": "server.pem", "key": "server.key", "ca": "ca.pem"} if tls else {}
+        secured = [part for key, file in files.items() for part in (f"--security.tls-{key}", f"{tls}/{file}")]
+        fixed = ("--cluster.name", name, *ports, *secured, "--engine.kv-memory-mib", "64")
         sizes = ("--prefill", str(prefill), "--decode", str(decode), "--launcher", launcher)
         command = [sys.executable, "-m", "baton", "up", "--detach", "--model", str(model), *sizes, *fixed, *flags]
         up = subprocess.run(command, env=full, capture_output=True, text=True, timeout=UP_WITHIN_S, cwd=ROOT)
