@@ -5,7 +5,8 @@ the profile, or, for the files, the configuration of the cluster (--config, BATO
 
     address       --address, --name, the profile, the cluster `baton` on this machine
     everything    flags, BATON_API_KEY, the configuration of the cluster, the profile
-    on this machine   flags, BATON_API_KEY, what the cluster wrote down, and for the key the profile
+    on this machine   flags, BATON_API_KEY, what the cluster wrote down, and for the key the profile. The admin port takes the cluster's
+                      own token before any key, because BATON_API_KEY may be that of a tenant
 """
 
 import os
@@ -60,8 +61,9 @@ def find(endpoint: Endpoint, place: Place, identity: Identity, env: Mapping[str,
     if address is None:
         running = state.need(place.name or profile.name or DEFAULT_NAME)
         files: dict[str, Any] = {name: Path(file) if name != "server_name" else file for name, file in running.tls.items()}
-        own = Identity(**files)
-        return Access(running.endpoints[endpoint], _checked(_first(identity, own, Identity(api_key=profile.api_key))), (NO_PROXY,))
+        own, last = Identity(**files), Identity(api_key=profile.api_key)
+        shown = replace(identity, api_key=running.token or identity.api_key) if endpoint == "admin" else identity
+        return Access(running.endpoints[endpoint], _checked(_first(shown, own, last)), (NO_PROXY,))
     found = identify(identity, place.config, env, profile)
     if address.startswith(TLS):
         return Access(address.removeprefix(TLS).rstrip("/"), replace(found, tls=True))

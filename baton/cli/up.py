@@ -15,6 +15,7 @@ from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, SpinnerColumn, TaskID
 
 from baton.cluster.config import Config
+from baton.cluster.guard import check_doors
 from baton.cluster.packages import command
 from baton.launch import state
 from baton.launch.plan import check_model, check_ports
@@ -35,6 +36,7 @@ def start(config: Config, err: Console, detach: bool) -> None:
     name = config.cluster.name
     if state.read(name) is not None:
         raise state.StateError(f"cluster {name!r} is already running; `baton down{_named(name)}` stops it")
+    check_doors(config)
     config = _with_model(config)
     check_ports(config)
     check_model(config)

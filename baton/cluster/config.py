@@ -236,7 +236,9 @@ class RouterConfig(Section):
         " connections over new routers, seconds. Not set: never.",
     )
     drain_s: float = Field(default=30.0, ge=0, le=3600, description="How long a stopping router waits for its requests to finish, seconds.")
-    reflection: bool = Field(default=True, description="Offer gRPC server reflection.")
+    reflection: bool | None = Field(
+        default=None, description="Offer gRPC server reflection. Not set: only if no API keys are needed (security.api_keys)."
+    )
 
     @model_validator(mode="after")
     def _ordered(self) -> Self:
@@ -352,6 +354,11 @@ class SecurityConfig(Section):
         ge=1,
         le=1_000_000_000,
         description="Maximum number of prompt and output tokens per tenant and minute; a line of the key file may set another limit.",
+    )
+    open_admin: bool = Field(
+        default=False,
+        description="Let everybody who reaches cluster.host use the admin port and /metrics, and without api_keys the live page: for a"
+        " trusted network. Otherwise a process that does not listen on loopback needs mutual TLS or api_keys to start.",
     )
     shared_prefixes: bool = Field(
         default=False, description="Let tenants share cached prefixes; a tenant could then guess another's prompts from the response times."

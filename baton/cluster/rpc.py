@@ -25,6 +25,7 @@ from baton.cluster.tls import channel_credentials, name_options, server_credenti
 log = logging.getLogger(__name__)
 Context: TypeAlias = "grpc.aio.ServicerContext[Any, Any]"
 Check: TypeAlias = Callable[[bytes], None]
+Admit: TypeAlias = Callable[[str | None], None]
 DOMAIN = "baton"
 KEEPALIVE_S = 1.0
 _OPTIONS: list[tuple[str, Any]] = [
@@ -62,14 +63,16 @@ class Server:
         stall_s: float | None = None,
         check: Check | None = None,
         age_s: float | None = None,
+        admit: Admit | None = None,
     ) -> None:
         """`stall_s`: how long a response stream may wait for its client to read; None: for ever. `check` gets the bytes of a request before
         they are parsed; a BatonError that it raises becomes the answer. `age_s`: after this time a client is told to connect again, and its
-        running calls finish on the old connection; None: never. Raises ConfigError for a certificate that cannot be used."""
+        running calls finish on the old connection; None: never. `admit` gets the `authorization` of every call and raises a BatonError for
+        one that is refused. Raises ConfigError for a certificate that cannot be used."""
         options = [*SERVER_OPTIONS, ("grpc.max_receive_message_length", max_message_bytes)]
         if age_s is not None:
             options.append(("grpc.max_connection_age_ms", int(age_s * 1000)))
-        self.grpc = grpc.aio.server(interceptors=[Edge(stall_s, check)], options=options)
+        self.grpc = grpc.aio.server(interceptors=[Edge(stall_s, check, admit)], options=options)
         self.health = health.aio.HealthServicer()
         health_pb2_grpc.add_HealthServicer_to_server(self.health, self.grpc)
         self._security = config.security
@@ -105,12 +108,18 @@ class Edge(grpc.aio.ServerInterceptor):  # type: ignore[misc]
     """Handles what gRPC itself would treat as our fault: bytes that are not a message of the method (it answers UNKNOWN), clients that
     leave (it logs a traceback), clients that do not read (it waits)."""
 
-    def __init__(self, stall_s: float | None, check: Check | None = None) -> None:
+    def __init__(self, stall_s: float | None, check: Check | None = None, admit: Admit | None = None) -> None:
         self._stall_s = stall_s
         self._check = check
+        self._admit = admit
 
     async def intercept_service(self, continuation: Callable[[Any], Awaitable[Any]], details: grpc.HandlerCallDetails) -> Any:
         handler = await continuation(details)
+        if self._admit is not None:
+            try:
+                self._admit(metadata_of(details, "authorization"))
+            except BatonError as refusal:
+                return _refusing(refusal)
         if handler is None or handler.request_streaming:
             return handler
         if inspect.isasyncgenfunction(handler.unary_stream):
@@ -120,6 +129,19 @@ class Edge(grpc.aio.ServerInterceptor):  # type: ignore[misc]
             answer = _answer(handler.unary_unary)
             return grpc.unary_unary_rpc_method_handler(answer, _read_with(handler, self._check), handler.response_serializer)
         return handler
+
+
+def metadata_of(call: Any, name: str) -> str | None:
+    """`call`: a context, or the details of a call."""
+    found = call.invocation_metadata() if callable(call.invocation_metadata) else call.invocation_metadata
+    return next((str(value) for key, value in found or () if key == name), None)
+
+
+def _refusing(refusal: BatonError) -> Any:
+    async def refuse(request: Any, context: Context) -> None:
+        await abort(context, refusal)
+
+    return grpc.unary_unary_rpc_method_handler(refuse)
 
 
 def _read_with(handler: Any, check: Check | None) -> Callable[[bytes], Any]:

@@ -17,6 +17,7 @@ class ClusterState:
     log_dir: str
     born: int | None = None  # when that process started, because its pid may have been reused
     tls: dict[str, str] = field(default_factory=dict)  # what a client needs: files "cert", "key" and "ca", and "server_name"
+    token: str = field(default="", repr=False)  # opens the admin port where it needs a key
 
 
 class StateError(RuntimeError):

@@ -20,6 +20,7 @@ from grpc_health.v1 import health_pb2, health_pb2_grpc
 from baton.cluster.address import advertised, target
 from baton.cluster.config import Config
 from baton.cluster.connect import connect_registry
+from baton.cluster.guard import token
 from baton.cluster.records import Pools
 from baton.cluster.registry import Registry
 from baton.cluster.rpc import channel
@@ -249,7 +250,8 @@ async def _status(config: Config, timeout_s: float) -> worker_pb2.StatusResponse
     async with channel(target(advertised(config), config.router.admin_port), config.security) as open_channel:
         try:
             stub = worker_pb2_grpc.AdminStub(open_channel)
-            answer: worker_pb2.StatusResponse = await stub.Status(worker_pb2.StatusRequest(), timeout=timeout_s)
+            shown = (("authorization", f"Bearer {token(config)}"),)
+            answer: worker_pb2.StatusResponse = await stub.Status(worker_pb2.StatusRequest(), timeout=timeout_s, metadata=shown)
         except grpc.RpcError:
             return None
         return answer
@@ -264,7 +266,8 @@ def ready_state(config: Config, log_dir: Path) -> state.ClusterState:
     if tls and security.server_name:
         tls["server_name"] = security.server_name
     pid = os.getpid()
-    return state.ClusterState(config.cluster.name, pid, endpoints, config.redis.url, str(log_dir), state.born(pid), tls)
+    born = state.born(pid)
+    return state.ClusterState(config.cluster.name, pid, endpoints, config.redis.url, str(log_dir), born, tls, token(config) or "")
 
 
 def tail(path: Path, lines: int = 15) -> str:

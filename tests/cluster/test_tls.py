@@ -13,6 +13,7 @@ from grpc_health.v1 import health_pb2, health_pb2_grpc
 
 from baton.client import channel_options
 from baton.cluster.config import Config, ConfigError, SecurityConfig
+from baton.cluster.guard import Guard
 from baton.cluster.metrics import Book
 from baton.cluster.metrics_http import Exposition, MetricsServer
 from baton.cluster.rpc import Server, channel
@@ -99,7 +100,8 @@ class TestNames:
 
 @asynccontextmanager
 async def metrics(security: SecurityConfig) -> AsyncIterator[int]:
-    server = MetricsServer(Config(security=security), Exposition(Book("router")), lambda: True)
+    config = Config(security=security)
+    server = MetricsServer(config, Exposition(Book("router")), lambda: True, Guard(config))
     await server.start(0)
     try:
         yield int(server.address.rpartition(":")[2])

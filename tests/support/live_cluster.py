@@ -17,9 +17,11 @@ from typing import Any
 import grpc
 from grpc import Channel
 
+from baton.access.access import Access
+from baton.access.options import Identity
 from baton.cli.admin import read_records, read_status
-from baton.cli.certs import SERVER_NAME
-from baton.client import AsyncClient, channel_options
+from baton.client import AsyncClient
+from baton.cluster.rpc import NO_PROXY
 from baton.engine.sampling import SamplingParams
 from baton.engine.toy import naive
 from baton.launch.state import alive
@@ -40,7 +42,6 @@ class Cluster:
     pid: int
     env: dict[str, str]
     logs: Path
-    tls: Path | None = None
 
     def client(self) -> AsyncClient:
         return AsyncClient(self.grpc)
@@ -70,12 +71,10 @@ class Cluster:
         return record
 
     def _channel(self) -> Channel:
-        options = [("grpc.enable_http_proxy", 0)]
-        if self.tls is None:
-            return grpc.insecure_channel(self.admin, options)
-        files = [(self.tls / name).read_bytes() for name in ("ca.pem", "client.key", "client.pem")]
-        named = channel_options(self.admin, options, SERVER_NAME)
-        return grpc.secure_channel(self.admin, grpc.ssl_channel_credentials(*files), named)
+        """As a command on this host would open it."""
+        known = json.loads((self.logs.parent / f"{self.name}.json").read_text())
+        files: dict[str, Any] = {name: Path(file) if name != "server_name" else file for name, file in known["tls"].items()}
+        return Access(self.admin, Identity(tls=bool(files), api_key=known["token"], **files), (NO_PROXY,)).channel()
 
     def workers(self, role: str | None = None) -> list[dict[str, Any]]:
         return [worker for worker in self.status()["workers"] if role in (None, worker["role"])]
@@ -165,7 +164,7 @@ def cluster(
         assert up.returncode == 0, up.stderr + "".join(path.read_text()[-1500:] for path in Path(folder).rglob("*.log"))
         told = json.loads(up.stdout)
         at = told["endpoints"]
-        running = Cluster(name, at["grpc"], at["http"], at["admin"], at["page"], told["pid"], full, Path(folder) / f"{name}-logs", tls)
+        running = Cluster(name, at["grpc"], at["http"], at["admin"], at["page"], told["pid"], full, Path(folder) / f"{name}-logs")
         pids: list[int] = []
         try:
             yield running
