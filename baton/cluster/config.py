@@ -381,6 +381,10 @@ class TelemetryConfig(Section):
     log_level: Literal["debug", "info", "warning", "error"] = Field(
         default="info", description="Minimum level of the log lines that are written."
     )
+    log_format: Literal["auto", "text", "json"] = Field(
+        default="auto",
+        description="text: for people; json: one object for each record. auto: text on a terminal and from `baton up`, else json.",
+    )
     metrics: bool = Field(default=True, description="Serve /metrics and /health from every process.")
     metrics_port: int = Field(default=0, ge=0, le=65535, description="Port of the router's /metrics and /targets; 0: any free one.")
     worker_metrics_port: int = Field(

@@ -29,7 +29,7 @@ def check_doors(config: Config) -> None:
     elif not security.api_keys:
         raise ConfigError(
             f"cluster.host: on {host} the admin port, the live page and /metrics would be open to the network; set security.tls_cert,"
-            " tls_key and tls_ca (mutual TLS; `baton certs` makes them), or security.api_keys, or on a trusted network security.open_admin: true"
+            " tls_key and tls_ca (mutual TLS; `baton certs` makes them), or security.api_keys, or security.open_admin on a trusted network"
         )
 
 

@@ -10,7 +10,7 @@ from baton.cluster.config import Config, ConfigError
 from baton.cluster.config_layers import load
 from baton.cluster.guard import check_doors
 from baton.cluster.lifecycle import LastResort, Process, Stop, run
-from baton.cluster.telemetry import setup_logging
+from baton.cluster.logs import setup_logging
 
 USAGE = 2  # exit status for a configuration that cannot be used
 

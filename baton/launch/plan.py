@@ -107,7 +107,7 @@ def make_launcher(config: Config, log_dir: Path) -> Launcher:
 
 def templates(config: Config) -> list[tuple[Template, int]]:
     """Router and pools, each with the number of its processes."""
-    env = MappingProxyType({**to_env(config), **kernel_cache()})
+    env = MappingProxyType({**to_env(config), **log_format(config), **kernel_cache()})
     made = [(Template("router", command("router"), env, cpus=0.0, grace_s=config.router.drain_s + GRACE_S, leads=True), 1)]
     for role in ROLES:
         pool = getattr(config, role)
@@ -125,6 +125,11 @@ def to_env(config: Config) -> dict[str, str]:
         if value != key.default:
             env[key.env] = "null" if value is None else str(list(value) if isinstance(value, tuple) else value)
     return env
+
+
+def log_format(config: Config) -> dict[str, str]:
+    """People read the logs of a cluster that a launcher started; its processes have no terminal from which they could tell."""
+    return {"BATON_TELEMETRY_LOG_FORMAT": "text"} if config.telemetry.log_format == "auto" else {}
 
 
 def kernel_cache() -> dict[str, str]:
