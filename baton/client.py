@@ -21,7 +21,6 @@ import re
 import threading
 from collections.abc import AsyncIterator, Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
-from pathlib import Path
 from time import monotonic
 from typing import Any, Self, TypeAlias
 
@@ -332,9 +331,10 @@ class Client:
         api_key: str | None = None,
         options: Options = (),
         max_resumes: int = MAX_RESUMES,
+        server_name: str | None = None,
     ) -> None:
         def open_channel(target: str) -> grpc.Channel:
-            how = channel_options(target, options)
+            how = channel_options(target, options, server_name)
             return grpc.secure_channel(target, credentials, how) if credentials else grpc.insecure_channel(target, how)
 
         self._doors = _Doors(address, open_channel, api_key, max_resumes)
@@ -365,9 +365,10 @@ class AsyncClient:
         api_key: str | None = None,
         options: Options = (),
         max_resumes: int = MAX_RESUMES,
+        server_name: str | None = None,
     ) -> None:
         def open_channel(target: str) -> grpc.aio.Channel:
-            how = channel_options(target, options)
+            how = channel_options(target, options, server_name)
             return grpc.aio.secure_channel(target, credentials, how) if credentials else grpc.aio.insecure_channel(target, how)
 
         self._doors = _Doors(address, open_channel, api_key, max_resumes)
@@ -388,15 +389,6 @@ class AsyncClient:
         await self.close()
 
 
-def tls_from(env: Mapping[str, str]) -> grpc.ChannelCredentials | None:
-    """Credentials from the files that BATON_SECURITY_TLS_CA, _CERT and _KEY name, as the command line and every process of a cluster read
-    them; None when neither authority nor certificate is named. Raises OSError."""
-    ca, key, cert = (env.get(f"BATON_SECURITY_TLS_{part}") for part in ("CA", "KEY", "CERT"))
-    if not ca and not cert:
-        return None
-    return grpc.ssl_channel_credentials(*(Path(file).read_bytes() if file else None for file in (ca, key, cert)))
-
-
 def targets_of(address: Address) -> tuple[str, ...]:
     """The gRPC targets that an address of a client means. Raises ValueError if there is none."""
     given = [address] if isinstance(address, str) else list(address)
@@ -407,11 +399,13 @@ def targets_of(address: Address) -> tuple[str, ...]:
     return targets
 
 
-def channel_options(address: str, options: Options = ()) -> list[tuple[str, Any]]:
+def channel_options(address: str, options: Options = (), server_name: str | None = None) -> list[tuple[str, Any]]:
     """`address`: a gRPC target. `options` replace ours."""
     ours: dict[str, Any] = dict(_DEFAULTS)
     if _LOOPBACK.match(address):
         ours["grpc.enable_http_proxy"] = 0
+    if server_name:
+        ours["grpc.ssl_target_name_override"] = server_name
     if _NAME.match(address):
         ours["grpc.service_config"] = _ROUND_ROBIN
     return list((ours | dict(options)).items())

@@ -14,19 +14,13 @@ Protocol = Literal["grpc", "http"]
 
 @dataclass(frozen=True, slots=True)
 class Tls:
-    """PEM files. Without `ca` the system's authorities are trusted. `cert` and `key` are for a server that requires client certificates."""
+    """PEM files. Without `ca` the system's authorities are trusted. `cert` and `key` are for a server that requires client certificates.
+    `server_name`: what the server's certificate must name, if not the address."""
 
     ca: Path | None = None
     cert: Path | None = None
     key: Path | None = None
-
-    def __post_init__(self) -> None:
-        """Raises ValueError."""
-        if (self.cert is None) != (self.key is None):
-            raise ValueError("tls-cert and tls-key go together: give both or neither")
-        for file in (self.ca, self.cert, self.key):
-            if file is not None and not file.is_file():
-                raise ValueError(f"{file}: no such file")
+    server_name: str | None = None
 
     def context(self) -> ssl.SSLContext:
         """Raises ValueError for a file that is not PEM."""
@@ -47,8 +41,9 @@ class Access:
 
     def door(self, address: str, salt: str = "") -> "GrpcDoor | HttpDoor":
         """Only requests of doors with the same `salt` share cached prefixes."""
+        name = self.tls.server_name if self.tls else None
         if self.protocol == "http":
-            return HttpDoor(address, salt, self.api_key, self.tls.context() if self.tls else None)
+            return HttpDoor(address, salt, self.api_key, self.tls.context() if self.tls else None, name)
         read: Callable[[Path | None], bytes | None] = lambda file: file.read_bytes() if file else None  # noqa: E731
         pem = (read(self.tls.ca), read(self.tls.key), read(self.tls.cert)) if self.tls else None
-        return GrpcDoor(address, salt, self.api_key, pem)
+        return GrpcDoor(address, salt, self.api_key, pem, name)

@@ -14,6 +14,8 @@ import typer
 from rich.console import Console
 from rich.progress import BarColumn, Progress, TextColumn, TimeRemainingColumn
 
+from baton.access.access import find, identify
+from baton.access.options import Identity, Place
 from baton.launch import state
 from loadtest.options import Arms, Entrance, Load, Measured, Target, takes
 
@@ -32,25 +34,26 @@ DISPLAY_EVERY_S = 0.5
 
 
 @app.command()
-@takes(Target, Measured, Entrance, Load)
-def run(target: Target, measured: Measured, entrance: Entrance, load: Load) -> None:
+@takes(Target, Measured, Entrance, Place, Identity, Load)
+def run(target: Target, measured: Measured, entrance: Entrance, place: Place, identity: Identity, load: Load) -> None:
     """Measure one endpoint at one rate."""
     with _failing():
         from loadtest.measure import measure_endpoint
 
-        plan = _plan(measured, entrance, load)
-        address = target.address or state.need(target.name).endpoints[entrance.door]
-        _report(asyncio.run(measure_endpoint(plan, address, _positive("rate", target.rate))), measured.out)
+        found = find(entrance.door, place, identity)
+        plan = _plan(measured, _access(entrance, found.identity), load)
+        _report(asyncio.run(measure_endpoint(plan, found.address, _positive("rate", target.rate))), measured.out)
 
 
 @app.command()
-@takes(Arms, Measured, Entrance, Load)
-def compare(arms: Arms, measured: Measured, entrance: Entrance, load: Load) -> None:
+@takes(Arms, Measured, Entrance, Identity, Load)
+def compare(arms: Arms, measured: Measured, entrance: Entrance, identity: Identity, load: Load) -> None:
     """Is it worth separating prefill and decode? Every arm gets the same cores and the same requests."""
     with _failing():
         from loadtest.measure import compare_arms
 
-        _report(asyncio.run(compare_arms(_plan(measured, entrance, load), _comparison(arms))), measured.out)
+        plan = _plan(measured, _access(entrance, identify(identity)), load)
+        _report(asyncio.run(compare_arms(plan, _comparison(arms))), measured.out)
 
 
 @app.command()
@@ -95,7 +98,7 @@ def _report(campaign: "Campaign", folder: Path) -> None:
         raise RuntimeError(f"none of the {len(runs)} runs counts, so nothing was measured: {why}")
 
 
-def _plan(measured: Measured, entrance: Entrance, load: Load) -> "Plan":
+def _plan(measured: Measured, access: "Access", load: Load) -> "Plan":
     """Raises ValueError."""
     from loadtest.plan import Plan, Workload
     from loadtest.slo import Slo
@@ -127,18 +130,17 @@ def _plan(measured: Measured, entrance: Entrance, load: Load) -> "Plan":
         warm_up_s=measured.warm_up,
         cool_down_s=measured.cool_down,
         timeout_s=measured.timeout,
-        access=_access(entrance),
+        access=access,
         show=partial(_show, slo, load.duration),
         note=lambda line: err.print(line, markup=False, soft_wrap=True),
     )
 
 
-def _access(entrance: Entrance) -> "Access":
-    """Raises ValueError."""
+def _access(entrance: Entrance, identity: Identity) -> "Access":
     from loadtest.access import Access, Tls
 
-    files = (entrance.tls_ca, entrance.tls_cert, entrance.tls_key)
-    return Access(entrance.door, entrance.api_key, Tls(*files) if entrance.tls or any(files) else None)
+    tls = Tls(identity.ca, identity.cert, identity.key, identity.server_name) if identity.tls else None
+    return Access(entrance.door, identity.api_key, tls)
 
 
 def _comparison(arms: Arms) -> "Comparison":

@@ -1,13 +1,12 @@
 """The gRPC door: `baton.v1.Generation`."""
 
 import asyncio
-import os
 from collections.abc import Callable, Sequence
 from typing import Self
 
 import grpc
 
-from baton.client import AsyncClient, GenerateError, tls_from
+from baton.client import AsyncClient, GenerateError
 from baton.stages import TOLD
 from loadtest.drive import DEADLINE, GRACE_S, NO_SERVER, Answer
 from loadtest.record import Outcome
@@ -19,12 +18,13 @@ Pem = tuple[bytes | None, bytes | None, bytes | None]  # authority, private key,
 
 class GrpcDoor:
     """Decoding is greedy and continues past any end-of-sequence token, so each request gets exactly as many tokens as the workload says.
-    A stream that breaks is a failure of the cluster, and is not resumed. Only requests with the same `salt` share cached prefixes. Without
-    `api_key` or `tls`, the environment supplies them (BATON_API_KEY, `tls_from`)."""
+    A stream that breaks is a failure of the cluster, and is not resumed. Only requests with the same `salt` share cached prefixes."""
 
-    def __init__(self, address: str, salt: str = "", api_key: str | None = None, tls: Pem | None = None) -> None:
-        credentials = tls_from(os.environ) if tls is None else grpc.ssl_channel_credentials(*tls)
-        self._client = AsyncClient(address, credentials, api_key or os.environ.get("BATON_API_KEY"), max_resumes=0)
+    def __init__(
+        self, address: str, salt: str = "", api_key: str | None = None, tls: Pem | None = None, server_name: str | None = None
+    ) -> None:
+        credentials = None if tls is None else grpc.ssl_channel_credentials(*tls)
+        self._client = AsyncClient(address, credentials, api_key, server_name=server_name, max_resumes=0)
         self._salt = salt
 
     async def ask(self, prompt: Sequence[int], output_tokens: int, timeout_s: float, on_tokens: Callable[[int], None]) -> Answer:

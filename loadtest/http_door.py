@@ -39,10 +39,18 @@ class _Error(Exception):
 class HttpDoor:
     """Decoding is greedy and continues past any end-of-sequence token, so each request gets exactly as many tokens as the workload says."""
 
-    def __init__(self, address: str, salt: str = "", api_key: str | None = None, tls: ssl.SSLContext | None = None) -> None:
+    def __init__(
+        self,
+        address: str,
+        salt: str = "",
+        api_key: str | None = None,
+        tls: ssl.SSLContext | None = None,
+        server_name: str | None = None,
+    ) -> None:
         self._address = address
         self._salt = salt
         self._tls = tls
+        self._server_name = server_name
         self._headers = [("host", address), ("content-type", "application/json"), ("accept", "text/event-stream")]
         if api_key is not None:
             self._headers.append(("authorization", f"Bearer {api_key}"))
@@ -104,7 +112,8 @@ class HttpDoor:
                 kept.close()
                 raise
         host, _, port = self._address.rpartition(":")
-        streams = await asyncio.open_connection(host.strip("[]"), int(port), ssl=self._tls, limit=READ_BYTES)
+        named = self._server_name if self._tls else None
+        streams = await asyncio.open_connection(host.strip("[]"), int(port), ssl=self._tls, server_hostname=named, limit=READ_BYTES)
         fresh = _Connection(*streams)
         try:
             await fresh.send(request, body)

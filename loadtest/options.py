@@ -64,14 +64,9 @@ class Measured:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Entrance:
-    """How to connect to the door."""
+    """Which door. How to reach it is in `baton.access.options`."""
 
     door: Annotated[Literal["grpc", "http"], typer.Option(help="grpc (baton.v1), or http (/v1/completions of the OpenAI API).")] = "grpc"
-    api_key: Annotated[str | None, typer.Option(envvar="BATON_API_KEY", help="Key of a tenant.")] = None
-    tls: Annotated[bool, typer.Option("--tls", help="Use TLS, with the system's authorities unless --tls-ca names another.")] = False
-    tls_ca: Annotated[Path | None, typer.Option(help="PEM file of the authority that signed the server's certificate.")] = None
-    tls_cert: Annotated[Path | None, typer.Option(help="PEM file of a client certificate, for mutual TLS.")] = None
-    tls_key: Annotated[Path | None, typer.Option(help="PEM file of that certificate's private key.")] = None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -104,8 +99,6 @@ class Target:
     """What `run` measures."""
 
     rate: Annotated[float, typer.Option(help="Requests per second. With a trace's own times: how much faster to play it.")]
-    address: Annotated[str | None, typer.Option(help="host:port of the door; by default that of the running cluster.")] = None
-    name: Annotated[str, typer.Option(help="Name of the running cluster.")] = "baton"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -7,9 +7,10 @@ from collections.abc import Callable
 from dataclasses import asdict
 from time import monotonic
 
-from baton.cluster.errors import BatonError, invalid
+from baton.cluster.errors import BatonError, Reason, invalid
 from baton.cluster.joining import Joining
 from baton.cluster.records import RouterRecord, WorkerRecord
+from baton.cluster.registry import RegistryUnavailable
 from baton.cluster.rpc import Answering, Context
 from baton.v1 import worker_pb2, worker_pb2_grpc
 from router.clients import Workers
@@ -18,6 +19,8 @@ from router.live import Live
 from router.peers import Peers
 from router.view import ClusterView
 from router.watch import Watch
+
+MOST_WORKERS = 1024  # in one pool
 
 
 class AdminDoor(worker_pb2_grpc.AdminServicer):
@@ -68,7 +71,7 @@ class AdminDoor(worker_pb2_grpc.AdminServicer):
         records = [worker_pb2.TraceRecord(**record.to_json()) for record in found]
         if not request.alone:
             asked = worker_pb2.TraceRequest(request_id=request.request_id, last=request.last, alone=True)
-            for _, answer in await self._peers.ask(lambda stub: stub.Trace(asked)):
+            for _, answer in await self._peers.ask(lambda stub: stub.Trace(asked, metadata=self._peers.shown)):
                 records += answer.records
         records.sort(key=lambda record: record.at, reverse=True)
         return worker_pb2.TraceResponse(records=records if request.request_id else records[: request.last or 1])
@@ -87,6 +90,19 @@ class AdminDoor(worker_pb2_grpc.AdminServicer):
             if not request.challenge:
                 return worker_pb2.JoinResponse(challenge=self._joining.challenge(monotonic()))
             return worker_pb2.JoinResponse(env=self._joining.admit(request.challenge, request.proof, monotonic()))
+        raise AssertionError("answered with an error")
+
+    async def Scale(self, request: worker_pb2.ScaleRequest, context: Context) -> worker_pb2.ScaleResponse:
+        async with Answering(context):
+            asked = {name: getattr(request, name) if request.HasField(name) else None for name in ("prefill", "decode")}
+            for name, least in (("prefill", 0), ("decode", 1)):
+                if (size := asked[name]) is not None and not least <= size <= MOST_WORKERS:
+                    raise invalid(name, f"must be from {least} to {MOST_WORKERS}")
+            try:
+                wanted = await self._watch.resize(**asked)
+            except RegistryUnavailable as error:
+                raise BatonError(Reason.INTERNAL, f"the registry cannot note the sizes: {error}") from None
+            return worker_pb2.ScaleResponse(prefill=wanted.prefill, decode=wanted.decode)
         raise AssertionError("answered with an error")
 
     async def _describe(self, record: WorkerRecord) -> worker_pb2.WorkerStatus:

@@ -4,11 +4,11 @@ from collections.abc import AsyncIterator, Sequence
 from contextlib import aclosing
 from itertools import islice
 
-from baton.cluster.rpc import Answering, Context
+from baton.cluster.keys import ApiKeys
+from baton.cluster.rpc import Answering, Context, metadata_of
 from baton.engine.sampling import FIELDS
 from baton.v1 import generation_pb2 as pb
 from baton.v1 import generation_pb2_grpc
-from router.keys import ApiKeys
 from router.request import Trace
 from router.service import Accepted, Event, Finished, GenerateService, Piece
 from router.validate import Ask, AskSampling, Limits
@@ -24,17 +24,13 @@ class GenerationDoor(generation_pb2_grpc.GenerationServicer):
 
     async def Generate(self, request: pb.GenerateRequest, context: Context) -> AsyncIterator[pb.GenerateResponse]:
         async with Answering(context):
-            tenant = self._keys.tenant(_metadata(context, "authorization"))
-            ask = to_ask(request, _metadata(context, "traceparent") or "", tenant, self._service.max_model_len)
+            tenant = self._keys.tenant(metadata_of(context, "authorization"))
+            ask = to_ask(request, metadata_of(context, "traceparent") or "", tenant, self._service.max_model_len)
             async with aclosing(self._service.generate(ask, context.time_remaining())) as events:
                 async for event in events:
                     if isinstance(event, Accepted):
                         context.set_trailing_metadata((("x-request-id", event.request_id),))
                     yield to_response(event)
-
-
-def _metadata(context: Context, name: str) -> str | None:
-    return next((str(value) for key, value in context.invocation_metadata() or () if key == name), None)
 
 
 def to_ask(request: pb.GenerateRequest, traceparent: str = "", tenant: str = "", context: int | None = None) -> Ask:

@@ -11,7 +11,8 @@ from typing import TypeVar
 
 import grpc
 
-from baton.cluster.config import SecurityConfig
+from baton.cluster.config import Config
+from baton.cluster.guard import token
 from baton.cluster.records import RouterRecord
 from baton.cluster.registry import Registry, RegistryUnavailable
 from baton.cluster.rpc import channel
@@ -26,12 +27,13 @@ T = TypeVar("T")
 
 
 class Peers:
-    def __init__(self, registry: Registry, name: str, security: SecurityConfig) -> None:
+    def __init__(self, registry: Registry, name: str, config: Config) -> None:
         """`name`: of this router."""
         self.others: list[RouterRecord] = []  # as the registry last showed them; during an outage they stay
         self._registry = registry
         self._name = name
-        self._security = security
+        self._security = config.security
+        self.shown = (("authorization", f"Bearer {token(config)}"),)  # metadata that opens the others' admin ports
         self._channels: dict[str, grpc.aio.Channel] = {}  # by address
 
     def together(self, own: RouterRecord) -> list[RouterRecord]:

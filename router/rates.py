@@ -25,8 +25,8 @@ from limits.aio.strategies import FixedWindowRateLimiter
 from limits.errors import StorageError
 
 from baton.cluster.errors import BatonError, Reason, invalid
+from baton.cluster.keys import Quota
 from baton.cluster.redis_url import parse
-from router.keys import Quota
 
 log = logging.getLogger(__name__)
 AGAIN_S = 1.0  # pause before Redis is asked again after a failure

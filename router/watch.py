@@ -9,7 +9,7 @@ import logging
 from time import monotonic
 
 from baton.cluster.errors import BatonError
-from baton.cluster.records import WorkerRecord
+from baton.cluster.records import Pools, WorkerRecord
 from baton.cluster.registry import Registry, RegistryUnavailable
 from router.clients import Workers
 from router.probes import Probes
@@ -36,6 +36,13 @@ class Watch:
     def reconnects(self) -> int:
         """How often the registry became reachable again."""
         return max(0, self._reached - 1)
+
+    async def resize(self, prefill: int | None, decode: int | None) -> Pools:
+        """Writes the wanted sizes of the pools into the registry; None keeps a size. Raises RegistryUnavailable."""
+        now = await self._registry.desired() or Pools(1, 1)
+        wanted = Pools(now.prefill if prefill is None else prefill, now.decode if decode is None else decode)
+        await self._registry.desire(wanted)
+        return wanted
 
     async def run(self) -> None:
         async with asyncio.TaskGroup() as group:

@@ -15,14 +15,16 @@ from grpc_health.v1 import health_pb2
 from baton.cluster import pulse
 from baton.cluster.config import Config, ConfigError
 from baton.cluster.connect import connect_registry
+from baton.cluster.guard import Guard
 from baton.cluster.health import HealthServer
 from baton.cluster.joining import Joining
+from baton.cluster.keys import ApiKeys, Quota
 from baton.cluster.lifecycle import Stage, Stop, move
 from baton.cluster.membership import Membership, draw_incarnation, process_name
 from baton.cluster.metrics import Book
 from baton.cluster.metrics_http import Exposition, MetricsServer
 from baton.cluster.records import RouterRecord
-from baton.cluster.rpc import Check, Server, Tasks
+from baton.cluster.rpc import Admit, Check, Server, Tasks
 from baton.cluster.tracing import make_tracer
 from baton.v1 import generation_pb2, generation_pb2_grpc, worker_pb2_grpc
 from router import gauges, reflection
@@ -35,7 +37,6 @@ from router.http.app import HttpDoor, allow_origins
 from router.http.page import Page
 from router.http.server import HttpServer
 from router.journal import Journal
-from router.keys import ApiKeys, Quota
 from router.live import Live
 from router.message_bound import check_fields
 from router.peers import Peers
@@ -71,16 +72,17 @@ class RouterProcess:
         self._workers = Workers(config.security)
         self._https: list[HttpServer] = []
         self._keys = ApiKeys.load(config.security.api_keys, Quota(config.security.requests_per_minute, config.security.tokens_per_minute))
+        self._guard = Guard(config, self._keys)
         self._model_name = config.model.served_name or Path(config.model.path).name
         self.name = process_name("router")
         self.incarnation = draw_incarnation()
         self._endpoints: dict[str, str] = {}
         self._membership = Membership(self._registry, self.describe, min(config.redis.heartbeat_s, BEAT_S), stop.fail)
-        self._peers = Peers(self._registry, self.name, config.security)
+        self._peers = Peers(self._registry, self.name, config)
         self._tracer = make_tracer(config.telemetry, config.cluster.name, "router", self.name)
         self._book = Book("router", model=self._model_name)
         self._journal = Journal(self._book, self._tracer, self._model_name, config.slo, config.telemetry.recent_requests)
-        self._metrics = MetricsServer(config, Exposition(self._book), lambda: self.stage is Stage.READY, self._targets)
+        self._metrics = MetricsServer(config, Exposition(self._book), lambda: self.stage is Stage.READY, self._guard, self._targets)
         self._health_pages = HealthServer(config, lambda: self.stage is Stage.READY)
         self._closers = AsyncExitStack()  # all of them run, in reverse order, even if one fails
         self._closers.push_async_callback(asyncio.to_thread, self._tracer.close)
@@ -92,7 +94,7 @@ class RouterProcess:
         config = self.config
         if config.telemetry.health_port is not None:  # first: it answers while the tokenizer is loaded
             await self._health_pages.start(config.telemetry.health_port)
-        public, admin = self._server(check_fields, config.router.connection_age_s), self._server()
+        public, admin = self._server(check_fields, config.router.connection_age_s), self._server(admit=self._guard.check)
         self._public = public
         self._health = public.health
         tokenizer = await asyncio.to_thread(Tokenizer.load, Path(config.model.path))
@@ -113,7 +115,8 @@ class RouterProcess:
         )
         self._closers.callback(self.service.close)
         generation_pb2_grpc.add_GenerationServicer_to_server(GenerationDoor(self.service, self._keys), public.grpc)
-        if config.router.reflection:
+        offered = config.router.reflection
+        if offered or (offered is None and not self._keys):
             reflection.offer((SERVICE, "grpc.health.v1.Health"), public.grpc)
         self.address = public.bind(config.router.port)
         admin_address = admin.bind(config.router.admin_port)
@@ -180,8 +183,8 @@ class RouterProcess:
             queued=self._admission.queued,
         )
 
-    def _server(self, check: Check | None = None, age_s: float | None = None) -> Server:
-        server = Server(self.config, self.config.router.max_message_bytes, self.config.router.stall_s, check, age_s)
+    def _server(self, check: Check | None = None, age_s: float | None = None, admit: Admit | None = None) -> Server:
+        server = Server(self.config, self.config.router.max_message_bytes, self.config.router.stall_s, check, age_s, admit)
         self._closers.push_async_callback(server.stop, 0.5)
         return server
 

@@ -12,7 +12,7 @@ import pytest
 ROOT = Path(__file__).resolve().parent.parent
 # The packages of this project. A file belongs to the longest name that matches.
 ROOMS = (
-    "baton", "baton.cli", "baton.cluster", "baton.engine", "baton.launch", "baton.models", "baton.worker",
+    "baton", "baton.access", "baton.cli", "baton.cluster", "baton.engine", "baton.launch", "baton.models", "baton.worker",
     "decode_worker", "kvtransfer", "loadtest", "prefill_worker", "router",
 )  # fmt: skip
 WORKER = {"baton.engine", "baton.cluster", "baton.v1", "kvtransfer"}
@@ -20,6 +20,7 @@ WORKER = {"baton.engine", "baton.cluster", "baton.v1", "kvtransfer"}
 # package → which of our packages it may import. An entry that names a module allows only that module.
 ARROWS = {
     "baton": {"baton.attempts", "baton.client", "baton.v1"},
+    "baton.access": {"baton.client", "baton.cluster", "baton.launch.state"},
     "baton.cli": {"baton", "kvtransfer", "loadtest.cli", "loadtest.options"},
     "baton.cluster": {"baton.engine.block_key", "baton.stages"},
     "baton.engine": set(),
@@ -28,7 +29,7 @@ ARROWS = {
     "baton.worker": WORKER,
     "decode_worker": WORKER | {"baton.worker"},
     "kvtransfer": {"baton.engine.kvcache", "baton.cluster.errors", "baton.cluster.failpoint", "baton.cluster.handoff"},
-    "loadtest": {"baton.client", "baton.launch.state", "baton.stages", "baton.terminal"},
+    "loadtest": {"baton.access", "baton.client", "baton.launch.state", "baton.stages", "baton.terminal"},
     "prefill_worker": WORKER | {"baton.worker"},
     "router": {"baton.engine.block_key", "baton.engine.sampling", "baton.cluster", "baton.stages", "baton.v1"},
 }
@@ -45,10 +46,11 @@ HOMES = {
     "psutil": ("baton/cluster/address.py", "kvtransfer/ucx.py"),
     "ray": ("baton/launch/ray_launcher.py",),
     "opentelemetry": ("baton/cluster/otel.py",),
+    "cryptography": ("baton/cli/certs.py",),
     "prometheus_client": ("baton/cluster/metrics_http.py",),
     "kubernetes": ("baton/launch/",),
     "tokenizers": ("router/", "baton/models/", "loadtest/plan.py"),
-    "typer": ("baton/cli/", "loadtest/cli.py", "loadtest/options.py"),
+    "typer": ("baton/access/options.py", "baton/cli/", "loadtest/cli.py", "loadtest/options.py"),
     "rich": ("baton/terminal.py", "baton/cli/", "baton/models/train/", "loadtest/"),
     "matplotlib": ("loadtest/", "baton/models/"),
     "transformers": ("baton/models/train/",),

@@ -3,7 +3,6 @@
 Exit status: 0 for success, 1 for failure (the reason is on stderr), 2 if the command line or the configuration cannot be used.
 """
 
-import asyncio
 import json
 import os
 import sys
@@ -20,11 +19,25 @@ from rich.console import Console
 from rich.markup import escape
 from rich.status import Status
 
+from baton.access.access import find
+from baton.access.options import Identity, Place
 from baton.cli import view
-from baton.cli.access import find
 from baton.cli.admin import read_status
 from baton.cli.interrupt import interruptible
-from baton.cli.options import Address, Answering, Cluster, ConfigFiles, Name, OnePrompt, Opening, Start, numbers
+from baton.cli.options import (
+    Answering,
+    ConfigFiles,
+    Json,
+    Name,
+    OnePrompt,
+    OneRequest,
+    Opening,
+    Serving,
+    Sizes,
+    Start,
+    Watching,
+    numbers,
+)
 from baton.client import Client, GenerateError, Stream
 from baton.cluster import config_layers as configuration
 from baton.cluster.config import Config, ConfigError
@@ -81,28 +94,39 @@ def down(name: Name = "baton") -> None:
 
 
 @app.command()
-def scale(
-    prefill: Annotated[int | None, typer.Option(min=0)] = None,
-    decode: Annotated[int | None, typer.Option(min=1)] = None,
-    name: Name = "baton",
+def certs(
+    folder: Annotated[Path, typer.Argument(help="Folder for the files.")],
+    renew: Annotated[bool, typer.Option("--renew", help="Sign new certificates with the folder's authority.")] = False,
 ) -> None:
-    """Resize a pool while it serves."""
+    """Make an authority and certificates to try TLS with."""
+    from baton.cli.certs import advice, make  # the library for certificates, which no other command needs
+
     with _failing():
-        running = state.need(name)
-        wanted = asyncio.run(_desire(running, prefill, decode))
-        out.print(f"prefill {wanted[0]}, decode {wanted[1]}")
+        make(folder, renew)
+        print(advice(folder))
 
 
 @app.command()
-@takes(OnePrompt, Answering, numbers(), Cluster)
-def generate(one: OnePrompt, answering: Answering, sampling: object, cluster: Cluster) -> None:
+@takes(Sizes, Place, Identity)
+def scale(sizes: Sizes, place: Place, identity: Identity) -> None:
+    """Resize a pool while it serves. Here, `--address` is the router's admin address."""
+    with _failing():
+        with find("admin", place, identity).channel() as channel:
+            stub = worker_pb2_grpc.AdminStub(channel)
+            wanted = stub.Scale(worker_pb2.ScaleRequest(prefill=sizes.prefill, decode=sizes.decode), timeout=5)
+        out.print(f"prefill {wanted.prefill}, decode {wanted.decode}")
+
+
+@app.command()
+@takes(OnePrompt, Answering, numbers(), Place, Identity)
+def generate(one: OnePrompt, answering: Answering, sampling: object, place: Place, identity: Identity) -> None:
     """Stream the answer to one prompt."""
     with _failing():
         asked = _options(answering, sampling) | {
             "min_tokens": one.min_tokens, "stop": one.stop or None, "ignore_eos": one.ignore_eos or None,
         }  # fmt: skip
         with (
-            find("grpc", cluster.address, cluster.name, cluster.config).client() as client,
+            find("grpc", place, identity).client() as client,
             _ask(client, one.prompt, one.chat, **asked) as stream,
             interruptible(stream),
         ):
@@ -117,85 +141,65 @@ def generate(one: OnePrompt, answering: Answering, sampling: object, cluster: Cl
 
 
 @app.command()
-@takes(Opening, Answering, numbers(temperature=CHAT_TEMPERATURE), Cluster)
-def chat(opening: Opening, answering: Answering, sampling: object, cluster: Cluster) -> None:
+@takes(Opening, Answering, numbers(temperature=CHAT_TEMPERATURE), Place, Identity)
+def chat(opening: Opening, answering: Answering, sampling: object, place: Place, identity: Identity) -> None:
     """Talk to the model, turn by turn. Each line piped in is a turn."""
     from baton.cli.chat import Conversation, talk
 
-    with _failing(), find("grpc", cluster.address, cluster.name, cluster.config).client() as client:
+    with _failing(), find("grpc", place, identity).client() as client:
         talk(Conversation(client, opening.system, _options(answering, sampling)), out, err)
 
 
 @app.command()
-def status(
-    as_json: Annotated[bool, typer.Option("--json")] = False,
-    address: Address = None,
-    name: Name = "baton",
-    config: ConfigFiles = None,
-) -> None:
+@takes(Json, Place, Identity)
+def status(shown: Json, place: Place, identity: Identity) -> None:
     """Show endpoints, workers, load and leases. Here, `--address` is the router's admin address."""
     with _failing():
-        with find("admin", address, name, config).channel() as channel:
+        with find("admin", place, identity).channel() as channel:
             stub = worker_pb2_grpc.AdminStub(channel)
             answer = read_status(stub.Status(worker_pb2.StatusRequest(), timeout=5))
-        if as_json:
+        if shown.as_json:
             print(json.dumps(answer))
         else:
             out.print(view.status(answer))
 
 
 @app.command()
-def roles(
-    worker: Annotated[str, typer.Argument(help="Name of the worker, as shown by `baton status`.")],
-    serve: Annotated[list[str], typer.Argument(help="prefill, decode, or both.")],
-    address: Address = None,
-    name: Name = "baton",
-    config: ConfigFiles = None,
-) -> None:
-    """Change what a worker serves while it runs. A role that is not named drains."""
+@takes(Serving, Place, Identity)
+def roles(wanted: Serving, place: Place, identity: Identity) -> None:
+    """Change what a worker serves while it runs. A role that is not named drains. Here, `--address` is the router's admin address."""
     with _failing():
-        with find("admin", address, name, config).channel() as channel:
+        with find("admin", place, identity).channel() as channel:
             stub = worker_pb2_grpc.AdminStub(channel)
-            answer = stub.SetRoles(worker_pb2.AdminSetRolesRequest(worker=worker, roles=serve), timeout=5)
+            answer = stub.SetRoles(worker_pb2.AdminSetRolesRequest(worker=wanted.worker, roles=wanted.serve), timeout=5)
         drains = f"; {', '.join(answer.draining)} drains" if answer.draining else ""
-        out.print(f"{worker} serves {', '.join(answer.serving)}{drains}")
+        out.print(f"{wanted.worker} serves {', '.join(answer.serving)}{drains}")
 
 
 @app.command()
-def trace(
-    request: Annotated[str | None, typer.Argument(help="Id of the request.")] = None,
-    last: Annotated[bool, typer.Option("--last", help="Draw the last request that finished.")] = False,
-    as_json: Annotated[bool, typer.Option("--json")] = False,
-    address: Address = None,
-    name: Name = "baton",
-    config: ConfigFiles = None,
-) -> None:
+@takes(OneRequest, Json, Place, Identity)
+def trace(one: OneRequest, shown: Json, place: Place, identity: Identity) -> None:
     """Draw the stages of a finished request, its retries and its handoff. Here, `--address` is the router's admin address."""
     from baton.cli.trace import draw, fetch
 
     with _failing():
-        if last == (request is not None):
+        if one.last == (one.request is not None):
             raise typer.BadParameter("name one request, or --last")
-        record = fetch(find("admin", address, name, config), request or "")
-        if as_json:
+        record = fetch(find("admin", place, identity), one.request or "")
+        if shown.as_json:
             print(json.dumps(record))
         else:
             out.print(draw(record))
 
 
 @app.command()
-def top(
-    once: Annotated[bool, typer.Option("--once", help="Show the state once and exit.")] = False,
-    every: Annotated[float, typer.Option(min=0.1, help="Seconds between two updates.")] = 1.0,
-    address: Address = None,
-    name: Name = "baton",
-    config: ConfigFiles = None,
-) -> None:
+@takes(Watching, Place, Identity)
+def top(watching: Watching, place: Place, identity: Identity) -> None:
     """Watch workers, running requests and recent ones. Here, `--address` is the router's admin address."""
     from baton.cli.top import run
 
     with _failing():
-        run(find("admin", address, name, config), out, every, once)
+        run(find("admin", place, identity), out, watching.every, watching.once)
 
 
 @app.command(context_settings=FREE)
@@ -259,20 +263,6 @@ def _ask(client: Client, prompt: str, chat: bool, **options: Any) -> Stream:
         return client.generate(**({"messages": [{"role": "user", "content": text}]} if chat else {"prompt": text}), **options)
     except ValueError as error:
         raise typer.BadParameter(str(error)) from None
-
-
-async def _desire(running: state.ClusterState, prefill: int | None, decode: int | None) -> tuple[int, int]:
-    from baton.cluster.records import Pools
-    from baton.cluster.redis_registry import RedisRegistry
-
-    registry = RedisRegistry(running.redis_url, running.name, Config().redis)
-    try:
-        now = await registry.desired() or Pools(1, 1)
-        wanted = Pools(now.prefill if prefill is None else prefill, now.decode if decode is None else decode)
-        await registry.desire(wanted)
-        return wanted.prefill, wanted.decode
-    finally:
-        await registry.close()
 
 
 def _arguments(context: typer.Context, config: list[Path] | None, shorthand: dict[str, str]) -> tuple[list[Path], dict[str, str]]:

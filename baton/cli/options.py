@@ -1,4 +1,5 @@
-"""The flags of `baton generate` and `baton chat`, each declared once. `loadtest.options.takes` adds them to a command."""
+"""The flags of the commands that ask a cluster, each declared once. `loadtest.options.takes` adds them to a command. How a command reaches
+its cluster is in `baton.access.options`."""
 
 from dataclasses import dataclass, field, make_dataclass
 from pathlib import Path
@@ -10,7 +11,6 @@ from baton.engine.sampling import NUMBERS, Number
 
 ConfigFiles = Annotated[list[Path] | None, typer.Option("--config", help="Configuration file (YAML); may be given more than once.")]
 Name = Annotated[str, typer.Option("--name", help="Name of the cluster.")]
-Address = Annotated[str | None, typer.Option(help="host:port of the router; the running cluster's by default.")]
 
 
 def numbers(**defaults: float) -> Any:
@@ -47,15 +47,6 @@ class Start:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Cluster:
-    """Which cluster to ask."""
-
-    address: Address = None
-    name: Name = "baton"
-    config: ConfigFiles = None
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
 class Answering:
     """Options of both `generate` and `chat`, apart from the numbers of the sampler."""
 
@@ -82,3 +73,40 @@ class Opening:
     """Options of `chat` only."""
 
     system: Annotated[str | None, typer.Option(help="System message.")] = None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Json:
+    as_json: Annotated[bool, typer.Option("--json", help="One JSON object.")] = False
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Sizes:
+    """Options of `scale`."""
+
+    prefill: Annotated[int | None, typer.Option(min=0, help="Prefill workers; as many as now by default.")] = None
+    decode: Annotated[int | None, typer.Option(min=1, help="Decode workers; as many as now by default.")] = None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Serving:
+    """Arguments of `roles`."""
+
+    worker: Annotated[str, typer.Argument(help="Name of the worker, as shown by `baton status`.")]
+    serve: Annotated[list[str], typer.Argument(help="prefill, decode, or both.")]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class OneRequest:
+    """Options of `trace`."""
+
+    request: Annotated[str | None, typer.Argument(help="Id of the request.")] = None
+    last: Annotated[bool, typer.Option("--last", help="Draw the last request that finished.")] = False
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Watching:
+    """Options of `top`."""
+
+    once: Annotated[bool, typer.Option("--once", help="Show the state once and exit.")] = False
+    every: Annotated[float, typer.Option(min=0.1, help="Seconds between two updates.")] = 1.0

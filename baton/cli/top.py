@@ -10,7 +10,7 @@ from rich.console import Console, Group
 from rich.live import Live
 from rich.text import Text
 
-from baton.cli.access import Access
+from baton.access.access import Access
 from baton.cli.admin import read_live
 from baton.cli.view import STAGE_COLOURS, bar, size
 from baton.terminal import Fitting

@@ -7,7 +7,7 @@ from rich.console import Group
 from rich.table import Table
 from rich.text import Text
 
-from baton.cli.access import Access
+from baton.access.access import Access
 from baton.cli.admin import read_records
 from baton.cli.view import BAR_WIDTH, STAGE_COLOURS, bar, size
 from baton.launch.state import StateError

@@ -15,6 +15,7 @@ from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, SpinnerColumn, TaskID
 
 from baton.cluster.config import Config
+from baton.cluster.guard import check_doors
 from baton.cluster.packages import command
 from baton.launch import state
 from baton.launch.join import configure, draw_label, learn
@@ -34,7 +35,7 @@ TRY_JSON = json.dumps({"messages": [{"role": "user", "content": "Tell me a story
 def join(address: str, config: Config, files: list[Path], flags: dict[str, str], err: Console) -> None:
     """Runs workers that join the cluster whose router has the admin address `address`. Returns when they have stopped. Raises StateError
     and whatever keeps them from starting."""
-    learned = asyncio.run(learn(address, config.cluster.key, config.security))
+    learned = asyncio.run(learn(address, config))
     config = configure(address, learned, files, flags)
     if state.read(joined_name(config)) is not None:
         raise state.StateError(f"workers of this host have joined already; `baton down{_named(joined_name(config))}` stops them")
@@ -50,6 +51,7 @@ def start(config: Config, err: Console, detach: bool) -> None:
     name = config.cluster.name
     if state.read(name) is not None:
         raise state.StateError(f"cluster {name!r} is already running; `baton down{_named(name)}` stops it")
+    check_doors(config)
     config = _with_model(config)
     check_ports(config)
     check_model(config)

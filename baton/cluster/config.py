@@ -244,7 +244,9 @@ class RouterConfig(Section):
         " connections over new routers, seconds. Not set: never.",
     )
     drain_s: float = Field(default=30.0, ge=0, le=3600, description="How long a stopping router waits for its requests to finish, seconds.")
-    reflection: bool = Field(default=True, description="Offer gRPC server reflection.")
+    reflection: bool | None = Field(
+        default=None, description="Offer gRPC server reflection. Not set: only if no API keys are needed (security.api_keys)."
+    )
 
     @model_validator(mode="after")
     def _ordered(self) -> Self:
@@ -347,7 +349,12 @@ class SecurityConfig(Section):
         min_length=1,
         description="PEM file of the authority that must have issued every peer's certificate; if it is set, TLS is mutual.",
     )
-
+    server_name: str | None = Field(
+        default="baton.internal",
+        min_length=1,
+        description="DNS name that the certificate of every process must contain, wherever the process runs. null: each certificate must"
+        " contain the address at which its process is reached.",
+    )
     api_keys: str | None = Field(
         default=None, min_length=1, description="File of API keys, one NAME SHA256HEX [TENANT] ... per line. Not set: no key is required."
     )
@@ -362,6 +369,11 @@ class SecurityConfig(Section):
         ge=1,
         le=1_000_000_000,
         description="Maximum number of prompt and output tokens per tenant and minute; a line of the key file may set another limit.",
+    )
+    open_admin: bool = Field(
+        default=False,
+        description="Let everybody who reaches cluster.host use the admin port and /metrics, and without api_keys the live page: for a"
+        " trusted network. Otherwise a process that does not listen on loopback needs mutual TLS or api_keys to start.",
     )
     shared_prefixes: bool = Field(
         default=False, description="Let tenants share cached prefixes; a tenant could then guess another's prompts from the response times."
@@ -383,6 +395,10 @@ class SecurityConfig(Section):
 class TelemetryConfig(Section):
     log_level: Literal["debug", "info", "warning", "error"] = Field(
         default="info", description="Minimum level of the log lines that are written."
+    )
+    log_format: Literal["auto", "text", "json"] = Field(
+        default="auto",
+        description="text: for people; json: one object for each record. auto: text on a terminal and from `baton up`, else json.",
     )
     metrics: bool = Field(default=True, description="Serve /metrics and /health from every process.")
     metrics_port: int = Field(default=0, ge=0, le=65535, description="Port of the router's /metrics and /targets; 0: any free one.")

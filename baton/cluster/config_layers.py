@@ -24,6 +24,7 @@ ENV_PREFIX = "BATON_"
 # Environment variables with our prefix that are not keys: failpoints, the command line, the launcher and the tests read them.
 FOREIGN_ENV = (
     "BATON_API_KEY",
+    "BATON_CLIENT_CONFIG",
     "BATON_FAILPOINTS",
     "BATON_FAILPOINTS_ONCE",
     "BATON_PULSE_FD",
@@ -150,11 +151,11 @@ def _from_file(path: Path) -> list[_Setting]:
     settings: list[_Setting] = []
     for section, leaves in _mapping(tree, source, "the top level").items():
         if section not in Config.model_fields:
-            raise ConfigError(f"{source}: unknown section {section!r}{_did_you_mean(str(section), Config.model_fields)}")
+            raise ConfigError(f"{source}: unknown section {section!r}{did_you_mean(str(section), Config.model_fields)}")
         for leaf, value in _mapping(leaves, source, section).items():
             name = f"{section}.{leaf}"
             if name not in _FIELDS:
-                raise ConfigError(f"{source}: unknown key {name!r}{_did_you_mean(name, _FIELDS)}")
+                raise ConfigError(f"{source}: unknown key {name!r}{did_you_mean(name, _FIELDS)}")
             settings.append((name, value, source))
     return settings
 
@@ -166,7 +167,7 @@ def _from_env(env: Mapping[str, str]) -> list[_Setting]:
             continue
         name = _BY_ENV.get(variable)
         if name is None:
-            raise ConfigError(f"env {variable}: no such key{_did_you_mean(variable, (*_BY_ENV, *FOREIGN_ENV))}{_service_link(variable)}")
+            raise ConfigError(f"env {variable}: no such key{did_you_mean(variable, (*_BY_ENV, *FOREIGN_ENV))}{_service_link(variable)}")
         settings.append((name, _from_text(_FIELDS[name], text), f"env {variable}"))
     return settings
 
@@ -176,7 +177,7 @@ def _from_flags(flags: Mapping[str, str]) -> list[_Setting]:
     for flag, text in flags.items():
         name = flag.replace("-", "_")
         if name not in _FIELDS:
-            raise ConfigError(f"flag --{flag}: no such key{_did_you_mean(name, _FIELDS)}")
+            raise ConfigError(f"flag --{flag}: no such key{did_you_mean(name, _FIELDS)}")
         if _is_secret(_FIELDS[name]):
             raise ConfigError(f"flag --{flag}: command lines are public, so a secret cannot be a flag; use {_env_name(name)} or a file")
         settings.append((name, _from_text(_FIELDS[name], text), f"flag --{flag}"))
@@ -202,7 +203,8 @@ def _from_text(field: FieldInfo, text: str) -> object:
         return text
 
 
-def _did_you_mean(name: str, candidates: Iterable[str]) -> str:
+def did_you_mean(name: str, candidates: Iterable[str]) -> str:
+    """The end of an error about an unknown name; empty if no candidate is like it."""
     known = list(candidates)
     leaf = name.rpartition(".")[2]
     same_leaf = [candidate for candidate in known if "." in name and candidate.endswith(f".{leaf}")]

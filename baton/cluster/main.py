@@ -8,8 +8,9 @@ from pathlib import Path
 
 from baton.cluster.config import Config, ConfigError
 from baton.cluster.config_layers import load
+from baton.cluster.guard import check_doors
 from baton.cluster.lifecycle import LastResort, Process, Stop, run
-from baton.cluster.telemetry import setup_logging
+from baton.cluster.logs import setup_logging
 
 USAGE = 2  # exit status for a configuration that cannot be used
 
@@ -41,6 +42,7 @@ def main(role: str, process: Callable[[Config, Stop], Process]) -> None:
         files, flags = read_arguments(sys.argv[1:])
         config = load(files, flags=flags).config
         setup_logging(config.telemetry, os.environ.get("BATON_WORKER_NAME", role))
+        check_doors(config)
         stop = Stop()
         made = process(config, stop)
     except ConfigError as error:

@@ -1,7 +1,7 @@
 """`/metrics` and `/health` on a port of their own, in every process; the router also serves `/targets`, the list of all processes.
 
-This is the only file that knows Prometheus's format (through prometheus_client). If TLS is configured, it applies here too, and mutual TLS
-keeps strangers out.
+This is the only file that knows Prometheus's format (through prometheus_client). If TLS is configured, it applies here, too; `guard` says
+who may read the metrics.
 """
 
 import asyncio
@@ -19,6 +19,7 @@ from prometheus_client.utils import floatToGoString
 
 from baton.cluster.config import Config
 from baton.cluster.errors import BatonError
+from baton.cluster.guard import Guard
 from baton.cluster.metrics import Book, Family
 from baton.cluster.page_server import TEXT, Headers, Page, PageServer
 
@@ -48,15 +49,22 @@ class MetricsServer(PageServer):
         config: Config,
         exposition: Exposition,
         healthy: Callable[[], bool],
+        guard: Guard,
         targets: Callable[[], list[str]] | None = None,
     ) -> None:
         """`targets`: host:port of every process whose /metrics can be scraped, for Prometheus's http_sd_configs."""
         super().__init__(config, config.security)
         self._exposition = exposition
         self._healthy = healthy
+        self._guard = guard
         self._targets = targets
 
     async def answer(self, path: bytes, headers: Headers) -> Page:
+        if path != b"/health":
+            try:
+                self._guard.check(next((value.decode("latin-1") for name, value in headers if name == b"authorization"), None))
+            except BatonError as refusal:
+                return refusal.reason.value.http, TEXT, f"{refusal.message}\n".encode()
         match path:
             case b"/metrics":
                 accept = b",".join(value for name, value in headers if name == b"accept")

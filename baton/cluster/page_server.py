@@ -6,7 +6,6 @@ every worker (h11 alone: 11 ms and 0.1 MiB), wakes ten times a second, and has n
 """
 
 import asyncio
-import ssl
 from abc import ABC, abstractmethod
 from collections.abc import Iterable
 from http import HTTPStatus
@@ -17,6 +16,7 @@ import h11
 from baton.cluster.address import advertised, listener, target
 from baton.cluster.config import Config, SecurityConfig
 from baton.cluster.errors import BatonError, Reason
+from baton.cluster.tls import server_context
 
 MAX_HEAD_BYTES = 8192
 MAX_CONNECTIONS = 32
@@ -29,10 +29,10 @@ Headers: TypeAlias = Iterable[tuple[bytes, bytes]]  # names in lower case
 
 class PageServer(ABC):
     def __init__(self, config: Config, security: SecurityConfig) -> None:
-        """`security`: whose TLS is used."""
+        """`security`: whose TLS is used. Raises ConfigError for a certificate that cannot be used."""
         self._host = config.cluster.host
         self._advertised = advertised(config)
-        self._security = security
+        self._tls = server_context(security)
         self.address = ""  # host:port while it listens
         self._server: asyncio.Server | None = None
         self._writers: set[asyncio.StreamWriter] = set()
@@ -42,9 +42,8 @@ class PageServer(ABC):
 
     async def start(self, port: int) -> str:
         """Listen on `port` (0: any free one); returns the `host:port` for others. Raises BatonError(INTERNAL) if the port is taken."""
-        tls = _server_context(self._security) if self._security.tls_cert else None
         try:
-            self._server = await asyncio.start_server(self._serve, sock=listener(self._host, port), ssl=tls)
+            self._server = await asyncio.start_server(self._serve, sock=listener(self._host, port), ssl=self._tls)
         except OSError as error:
             raise BatonError(Reason.INTERNAL, f"cannot listen on {target(self._host, port)}: {error.strerror}") from None
         self.address = target(self._advertised, self._server.sockets[0].getsockname()[1])
@@ -96,11 +95,3 @@ def _encode(connection: h11.Connection, page: Page, with_body: bool = True) -> b
     response = h11.Response(status_code=status, headers=headers, reason=HTTPStatus(status).phrase.encode())
     parts = (response, h11.Data(data=body if with_body else b""), h11.EndOfMessage())
     return b"".join(connection.send(part) or b"" for part in parts)
-
-
-def _server_context(security: SecurityConfig) -> ssl.SSLContext:
-    context = ssl.create_default_context(ssl.Purpose.CLIENT_AUTH, cafile=security.tls_ca)
-    context.load_cert_chain(str(security.tls_cert), security.tls_key)
-    if security.tls_ca:
-        context.verify_mode = ssl.CERT_REQUIRED
-    return context

@@ -8,7 +8,6 @@ import inspect
 import logging
 from collections.abc import Awaitable, Callable, Iterable
 from contextlib import aclosing
-from pathlib import Path
 from typing import Any, NoReturn, TypeAlias
 
 import grpc
@@ -21,10 +20,12 @@ from grpc_status import rpc_status
 from baton.cluster.address import advertised, is_loopback, target
 from baton.cluster.config import Config, SecurityConfig
 from baton.cluster.errors import BatonError, Reason, Violation, invalid
+from baton.cluster.tls import channel_credentials, name_options, server_credentials
 
 log = logging.getLogger(__name__)
 Context: TypeAlias = "grpc.aio.ServicerContext[Any, Any]"
 Check: TypeAlias = Callable[[bytes], None]
+Admit: TypeAlias = Callable[[str | None], None]
 DOMAIN = "baton"
 KEEPALIVE_S = 1.0
 _OPTIONS: list[tuple[str, Any]] = [
@@ -62,17 +63,20 @@ class Server:
         stall_s: float | None = None,
         check: Check | None = None,
         age_s: float | None = None,
+        admit: Admit | None = None,
     ) -> None:
         """`stall_s`: how long a response stream may wait for its client to read; None: for ever. `check` gets the bytes of a request before
         they are parsed; a BatonError that it raises becomes the answer. `age_s`: after this time a client is told to connect again, and its
-        running calls finish on the old connection; None: never."""
+        running calls finish on the old connection; None: never. `admit` gets the `authorization` of every call and raises a BatonError for
+        one that is refused. Raises ConfigError for a certificate that cannot be used."""
         options = [*SERVER_OPTIONS, ("grpc.max_receive_message_length", max_message_bytes)]
         if age_s is not None:
             options.append(("grpc.max_connection_age_ms", int(age_s * 1000)))
-        self.grpc = grpc.aio.server(interceptors=[Edge(stall_s, check)], options=options)
+        self.grpc = grpc.aio.server(interceptors=[Edge(stall_s, check, admit)], options=options)
         self.health = health.aio.HealthServicer()
         health_pb2_grpc.add_HealthServicer_to_server(self.health, self.grpc)
         self._security = config.security
+        self._credentials = server_credentials(config.security)  # kept: gRPC calls it at every new connection
         self._host = config.cluster.host
         self._advertised = advertised(config)
 
@@ -80,8 +84,8 @@ class Server:
         """Bind a port (0: any free one); returns the `host:port` for others. Raises BatonError(INTERNAL) if the port is taken."""
         address = target(self._host, port)
         try:
-            if self._security.tls_cert:
-                bound = self.grpc.add_secure_port(address, _server_credentials(self._security))
+            if self._credentials is not None:
+                bound = self.grpc.add_secure_port(address, self._credentials)
             else:
                 bound = self.grpc.add_insecure_port(address)
         except RuntimeError as error:
@@ -104,12 +108,18 @@ class Edge(grpc.aio.ServerInterceptor):  # type: ignore[misc]
     """Handles what gRPC itself would treat as our fault: bytes that are not a message of the method (it answers UNKNOWN), clients that
     leave (it logs a traceback), clients that do not read (it waits)."""
 
-    def __init__(self, stall_s: float | None, check: Check | None = None) -> None:
+    def __init__(self, stall_s: float | None, check: Check | None = None, admit: Admit | None = None) -> None:
         self._stall_s = stall_s
         self._check = check
+        self._admit = admit
 
     async def intercept_service(self, continuation: Callable[[Any], Awaitable[Any]], details: grpc.HandlerCallDetails) -> Any:
         handler = await continuation(details)
+        if self._admit is not None:
+            try:
+                self._admit(metadata_of(details, "authorization"))
+            except BatonError as refusal:
+                return _refusing(refusal)
         if handler is None or handler.request_streaming:
             return handler
         if inspect.isasyncgenfunction(handler.unary_stream):
@@ -119,6 +129,19 @@ class Edge(grpc.aio.ServerInterceptor):  # type: ignore[misc]
             answer = _answer(handler.unary_unary)
             return grpc.unary_unary_rpc_method_handler(answer, _read_with(handler, self._check), handler.response_serializer)
         return handler
+
+
+def metadata_of(call: Any, name: str) -> str | None:
+    """`call`: a context, or the details of a call."""
+    found = call.invocation_metadata() if callable(call.invocation_metadata) else call.invocation_metadata
+    return next((str(value) for key, value in found or () if key == name), None)
+
+
+def _refusing(refusal: BatonError) -> Any:
+    async def refuse(request: Any, context: Context) -> None:
+        await abort(context, refusal)
+
+    return grpc.unary_unary_rpc_method_handler(refuse)
 
 
 def _read_with(handler: Any, check: Check | None) -> Callable[[bytes], Any]:
@@ -181,23 +204,11 @@ def _gone() -> asyncio.CancelledError:
 
 
 def channel(address: str, security: SecurityConfig) -> grpc.aio.Channel:
-    """A channel to one of our own processes."""
-    if security.tls_cert:
-        return grpc.aio.secure_channel(address, channel_credentials(security), options=CHANNEL_OPTIONS)
-    return grpc.aio.insecure_channel(address, options=CHANNEL_OPTIONS)
-
-
-def _read(path: str | None) -> bytes | None:
-    return Path(path).read_bytes() if path else None
-
-
-def _server_credentials(security: SecurityConfig) -> grpc.ServerCredentials:
-    pair = (_read(security.tls_key), _read(security.tls_cert))
-    return grpc.ssl_server_credentials([pair], _read(security.tls_ca), require_client_auth=security.tls_ca is not None)
-
-
-def channel_credentials(security: SecurityConfig) -> grpc.ChannelCredentials:
-    return grpc.ssl_channel_credentials(_read(security.tls_ca), _read(security.tls_key), _read(security.tls_cert))
+    """A channel to one of our own processes. Raises ConfigError for a certificate that cannot be used."""
+    credentials = channel_credentials(security)
+    if credentials is None:
+        return grpc.aio.insecure_channel(address, options=CHANNEL_OPTIONS)
+    return grpc.aio.secure_channel(address, credentials, options=[*CHANNEL_OPTIONS, *name_options(security.server_name)])
 
 
 async def abort(context: Context, error: BatonError) -> NoReturn:

@@ -1,6 +1,4 @@
-"""Logs and traces. Neither ever contains any part of a prompt, an output or a key.
-
-A log line is one event on stderr and carries the name of the process.
+"""Traces. They never contain any part of a prompt, an output or a key; neither do logs (`baton.cluster.logs`).
 
 A span is one phase of a request: it is made when the phase begins, gets a few attributes, and is ended. This file has the interface of
 spans that the rest of the code uses, and what they are when tracing is off: one object, `NO_SPAN`, that does nothing. If
@@ -12,29 +10,15 @@ process after it follows the `traceparent` that its caller sends, and records no
 """
 
 import asyncio
-import logging
-import sys
 from collections.abc import Mapping, Sequence
 from types import MappingProxyType
 from typing import Literal, Self
 
-from baton.cluster.config import TelemetryConfig
 from baton.cluster.errors import BatonError, Reason
 
 Value = str | int | float | bool | Sequence[str]
 Kind = Literal["server", "client", "internal"]
 NOTHING: Mapping[str, Value] = MappingProxyType({})
-
-
-def setup_logging(config: TelemetryConfig, process: str) -> None:
-    logging.basicConfig(
-        stream=sys.stderr,
-        level=config.log_level.upper(),
-        format=f"%(asctime)s %(levelname).1s {process} %(name)s: %(message)s",
-        datefmt="%H:%M:%S",
-        force=True,
-    )
-    logging.getLogger("opentelemetry").setLevel(logging.CRITICAL)  # it logs each failed batch; we log when failures begin and end
 
 
 class Span:

@@ -9,8 +9,9 @@ from pathlib import Path
 import grpc
 
 from baton.cluster.address import address_towards, is_loopback
-from baton.cluster.config import Config, SecurityConfig
+from baton.cluster.config import Config
 from baton.cluster.config_layers import load
+from baton.cluster.guard import token
 from baton.cluster.joining import prove
 from baton.cluster.redis_url import parse
 from baton.cluster.rpc import channel, to_error
@@ -20,16 +21,17 @@ from baton.v1 import worker_pb2, worker_pb2_grpc
 ANSWER_S = 10.0
 
 
-async def learn(address: str, key: str | None, security: SecurityConfig) -> dict[str, str]:
+async def learn(address: str, config: Config) -> dict[str, str]:
     """`address`: the admin address of a router. Returns the cluster's configuration as variables. Raises UpError."""
+    key, shown = config.cluster.key, (("authorization", f"Bearer {token(config)}"),)
     if not key:
         raise UpError("--join: set BATON_CLUSTER_KEY to the key of that cluster (it must have one: set the same there)")
-    async with channel(address, security) as wire:
+    async with channel(address, config.security) as wire:
         stub = worker_pb2_grpc.AdminStub(wire)
         try:
-            asked = await stub.Join(worker_pb2.JoinRequest(), timeout=ANSWER_S)
+            asked = await stub.Join(worker_pb2.JoinRequest(), timeout=ANSWER_S, metadata=shown)
             proof = worker_pb2.JoinRequest(challenge=asked.challenge, proof=prove(key, asked.challenge))
-            return dict((await stub.Join(proof, timeout=ANSWER_S)).env)
+            return dict((await stub.Join(proof, timeout=ANSWER_S, metadata=shown)).env)
         except grpc.aio.AioRpcError as error:
             raise UpError(f"--join: {address}: {to_error(error).message}") from None
 

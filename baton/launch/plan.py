@@ -122,7 +122,7 @@ def make_launcher(config: Config, log_dir: Path) -> Launcher:
 
 def templates(config: Config, label: str = "") -> list[tuple[Template, int]]:
     """Routers and pools, each with the number of its processes. `label`: of a host that joins; it gets no router."""
-    env = MappingProxyType({**to_env(config), **kernel_cache()})
+    env = MappingProxyType({**to_env(config), **log_format(config), **kernel_cache()})
     grace_s = config.router.drain_s + GRACE_S
     made = [
         (
@@ -156,6 +156,11 @@ def router_ports(config: Config) -> tuple[dict[str, str], ...]:
                 own[keys_of[name]] = str(port)
         made.append(own)
     return tuple(made)
+
+
+def log_format(config: Config) -> dict[str, str]:
+    """People read the logs of a cluster that a launcher started; its processes have no terminal from which they could tell."""
+    return {"BATON_TELEMETRY_LOG_FORMAT": "text"} if config.telemetry.log_format == "auto" else {}
 
 
 def kernel_cache() -> dict[str, str]:

@@ -16,7 +16,8 @@ class ClusterState:
     redis_url: str  # with its password
     log_dir: str
     born: int | None = None  # when that process started, because its pid may have been reused
-    tls: dict[str, str] = field(default_factory=dict)  # "cert", "key", "ca": files that a client of this cluster needs, if any
+    tls: dict[str, str] = field(default_factory=dict)  # what a client needs: files "cert", "key" and "ca", and "server_name"
+    token: str = field(default="", repr=False)  # opens the admin port where it needs a key
     routers: list[dict[str, str]] = field(default_factory=list)  # the endpoints of each router
 
 

@@ -19,6 +19,7 @@ from grpc_health.v1 import health_pb2, health_pb2_grpc
 
 from baton.cluster.config import Config
 from baton.cluster.connect import connect_registry
+from baton.cluster.guard import token
 from baton.cluster.records import Pools, RouterRecord
 from baton.cluster.registry import Registry, RegistryUnavailable
 from baton.cluster.rpc import channel
@@ -291,7 +292,8 @@ async def _status(config: Config, router: RouterRecord, timeout_s: float) -> wor
     async with channel(router.endpoints["admin"], config.security) as open_channel:
         try:
             stub = worker_pb2_grpc.AdminStub(open_channel)
-            answer: worker_pb2.StatusResponse = await stub.Status(worker_pb2.StatusRequest(), timeout=timeout_s)
+            shown = (("authorization", f"Bearer {token(config)}"),)
+            answer: worker_pb2.StatusResponse = await stub.Status(worker_pb2.StatusRequest(), timeout=timeout_s, metadata=shown)
         except grpc.RpcError:
             return None
         return answer
@@ -301,8 +303,20 @@ def ready_state(config: Config, log_dir: Path, routers: list[RouterRecord]) -> s
     endpoints, security = [router.endpoints for router in routers], config.security
     files = {"cert": security.tls_cert, "key": security.tls_key, "ca": security.tls_ca}
     tls = {name: str(Path(path).resolve()) for name, path in files.items() if path}
+    if tls and security.server_name:
+        tls["server_name"] = security.server_name
     pid = os.getpid()
-    return state.ClusterState(config.cluster.name, pid, endpoints[0], config.redis.url, str(log_dir), state.born(pid), tls, endpoints)
+    return state.ClusterState(
+        name=config.cluster.name,
+        pid=pid,
+        endpoints=endpoints[0],
+        redis_url=config.redis.url,
+        log_dir=str(log_dir),
+        born=state.born(pid),
+        tls=tls,
+        token=token(config) or "",
+        routers=endpoints,
+    )
 
 
 def tail(path: Path, lines: int = 15) -> str:

@@ -673,6 +673,11 @@ class AdminStub:
                 request_serializer=baton_dot_v1_dot_worker__pb2.AdminSetRolesRequest.SerializeToString,
                 response_deserializer=baton_dot_v1_dot_worker__pb2.SetRolesResponse.FromString,
                 _registered_method=True)
+        self.Scale = channel.unary_unary(
+                '/baton.v1.Admin/Scale',
+                request_serializer=baton_dot_v1_dot_worker__pb2.ScaleRequest.SerializeToString,
+                response_deserializer=baton_dot_v1_dot_worker__pb2.ScaleResponse.FromString,
+                _registered_method=True)
         self.Join = channel.unary_unary(
                 '/baton.v1.Admin/Join',
                 request_serializer=baton_dot_v1_dot_worker__pb2.JoinRequest.SerializeToString,
@@ -711,6 +716,13 @@ class AdminServicer:
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
+    def Scale(self, request, context):
+        """Writes down how many workers the pools should have; the cluster's supervisor starts and stops them.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
     def Join(self, request, context):
         """What a host needs that wants to start workers of this cluster. The first call gets a challenge, the second proves the cluster's key.
         """
@@ -740,6 +752,11 @@ def add_AdminServicer_to_server(servicer, server):
                     servicer.SetRoles,
                     request_deserializer=baton_dot_v1_dot_worker__pb2.AdminSetRolesRequest.FromString,
                     response_serializer=baton_dot_v1_dot_worker__pb2.SetRolesResponse.SerializeToString,
+            ),
+            'Scale': grpc.unary_unary_rpc_method_handler(
+                    servicer.Scale,
+                    request_deserializer=baton_dot_v1_dot_worker__pb2.ScaleRequest.FromString,
+                    response_serializer=baton_dot_v1_dot_worker__pb2.ScaleResponse.SerializeToString,
             ),
             'Join': grpc.unary_unary_rpc_method_handler(
                     servicer.Join,
@@ -856,6 +873,33 @@ class Admin:
             '/baton.v1.Admin/SetRoles',
             baton_dot_v1_dot_worker__pb2.AdminSetRolesRequest.SerializeToString,
             baton_dot_v1_dot_worker__pb2.SetRolesResponse.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def Scale(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/baton.v1.Admin/Scale',
+            baton_dot_v1_dot_worker__pb2.ScaleRequest.SerializeToString,
+            baton_dot_v1_dot_worker__pb2.ScaleResponse.FromString,
             options,
             channel_credentials,
             insecure,

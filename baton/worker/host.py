@@ -25,6 +25,7 @@ from baton.cluster.config import Config, ConfigError, PoolConfig
 from baton.cluster.connect import connect_registry
 from baton.cluster.errors import BatonError, Reason
 from baton.cluster.failpoint import failpoint
+from baton.cluster.guard import Guard
 from baton.cluster.health import HealthServer
 from baton.cluster.lifecycle import Stage, Stop, move
 from baton.cluster.membership import Membership, draw_incarnation, process_name
@@ -96,7 +97,7 @@ class Host:
         self.tracer = make_tracer(config.telemetry, config.cluster.name, role, self.name)
         self.book = Book(role, self.name, self.model_name)
         self._meter = Meter(self.book, self._membership, self.tracer)
-        self._metrics = MetricsServer(config, Exposition(self.book, self.look), lambda: self.stage is Stage.READY)
+        self._metrics = MetricsServer(config, Exposition(self.book, self.look), lambda: self.stage is Stage.READY, Guard(config))
         self._closers = AsyncExitStack()  # all of them run, in reverse order, even if one fails
         self._closers.push_async_callback(self._registry.close)
         self._closers.push_async_callback(asyncio.to_thread, self.tracer.close)

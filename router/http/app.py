@@ -30,13 +30,13 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from baton.cluster.config import RouterConfig
 from baton.cluster.errors import BatonError, Reason
+from baton.cluster.keys import ApiKeys
 from router.http import openai_in
 from router.http.errors import HttpError, bad_value, to_http, to_json
 from router.http.openai_in import Asked, Caller
 from router.http.openai_out import Writer
 from router.http.openapi import document
 from router.http.stream import ClientGone, merge, while_connected
-from router.keys import ApiKeys
 from router.service import Event, GenerateService
 from router.tokenizer import Tokenizer
 from router.validate import MAX_REQUEST_ID, Ask

@@ -21,9 +21,9 @@ from starlette.types import Receive, Scope, Send
 
 from baton.cluster.address import is_loopback
 from baton.cluster.errors import BatonError
+from baton.cluster.keys import ApiKeys
 from router.http.app import HttpDoor
 from router.http.errors import HttpError, to_http, to_json
-from router.keys import ApiKeys
 from router.live import Live
 
 STATIC = Path(__file__).parent / "static"

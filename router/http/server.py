@@ -4,15 +4,15 @@ import asyncio
 import logging
 import resource
 import socket
-import ssl
 import time
 
 from starlette.types import ASGIApp
 
 from baton.cluster.address import advertised, is_loopback, target
-from baton.cluster.config import Config, SecurityConfig
+from baton.cluster.config import Config
 from baton.cluster.errors import BatonError, Reason
 from baton.cluster.rpc import Tasks
+from baton.cluster.tls import server_context
 from router.http.connection import Connection
 
 log = logging.getLogger(__name__)
@@ -25,11 +25,11 @@ CLOSE_POLL_S = 0.01
 
 class HttpServer:
     def __init__(self, config: Config, app: ASGIApp) -> None:
-        """Raises OSError (ssl.SSLError) for a certificate that cannot be used."""
+        """Raises ConfigError for a certificate that cannot be used."""
         self._config = config
         self._app = app
         self._most = _connections(config.router.http_max_connections)
-        self._ssl = _ssl_context(config.security)
+        self._ssl = server_context(config.security)
         family = socket.AF_INET6 if ":" in config.cluster.host else socket.AF_INET
         # asyncio turns Nagle's delay off only for a socket that names its protocol, and the delay costs 40 ms per request.
         self._socket = socket.socket(family, socket.SOCK_STREAM, socket.IPPROTO_TCP)
@@ -100,17 +100,6 @@ class HttpServer:
         connection = Connection(self._app, self._config.router, self._most, self.connections, self._tasks)
         connection.leaving = self._draining
         return connection
-
-
-def _ssl_context(security: SecurityConfig) -> ssl.SSLContext | None:
-    if security.tls_cert is None:
-        return None
-    context = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
-    context.load_cert_chain(security.tls_cert, security.tls_key)
-    if security.tls_ca:
-        context.load_verify_locations(security.tls_ca)
-        context.verify_mode = ssl.CERT_REQUIRED
-    return context
 
 
 def _connections(wanted: int) -> int:

@@ -355,9 +355,6 @@ def test_the_error_for_an_unreachable_redis_is_one_line(env: dict[str, str], tmp
     make_toy(tmp_path / "toy")
     rc, out, err = baton(env, "up", "--model", str(tmp_path / "toy"), *FREE_PORTS, "--redis.url", "redis://127.0.0.1:1/0")
     assert (rc, out) == (1, "") and err.splitlines()[-1].startswith("baton: down: Redis: ")
-    told = running(env, "c")
-    rc, out, err = invoke(env, "scale", "--prefill", "2", "--name", told)
-    assert (rc, out) == (1, "") and err.startswith("baton: down: Redis: ") and err.count("\n") == 1
 
 
 def running(env: dict[str, str], name: str) -> str:

@@ -15,6 +15,7 @@ from prometheus_client.parser import text_string_to_metric_families as read_text
 from baton.cluster import page_server
 from baton.cluster.config import ClusterConfig, Config, SecurityConfig
 from baton.cluster.errors import BatonError, Reason
+from baton.cluster.guard import Guard
 from baton.cluster.health import HealthServer
 from baton.cluster.metrics import Book
 from baton.cluster.metrics_http import Exposition, MetricsServer
@@ -33,7 +34,9 @@ def make_book() -> Book:
 async def serving(
     config: Config | None = None, healthy: Callable[[], bool] = lambda: True, exposition: Exposition | None = None
 ) -> AsyncIterator[MetricsServer]:
-    server = MetricsServer(config or Config(), exposition or Exposition(make_book()), healthy, lambda: ["127.0.0.1:1", "127.0.0.1:2"])
+    config = config or Config()
+    targets = ["127.0.0.1:1", "127.0.0.1:2"]
+    server = MetricsServer(config, exposition or Exposition(make_book()), healthy, Guard(config), lambda: targets)
     await server.start(0)
     try:
         yield server
@@ -197,7 +200,7 @@ async def test_the_error_for_a_taken_port_names_it() -> None:
     async with serving() as server:
         port = int(server.address.rpartition(":")[2])
         with pytest.raises(BatonError, match=str(port)):
-            await MetricsServer(Config(), Exposition(make_book()), lambda: True).start(port)
+            await MetricsServer(Config(), Exposition(make_book()), lambda: True, Guard(Config())).start(port)
 
 
 async def test_a_scrape_updates_the_values_first_and_survives_a_hung_engine() -> None:

@@ -11,11 +11,11 @@ import pytest
 from redis_servers import watched
 
 from baton.cluster.config import Config, RedisConfig
+from baton.cluster.keys import Quota
 from baton.cluster.records import RouterRecord
 from baton.cluster.redis_registry import RedisRegistry
 from baton.cluster.redis_url import RedisUrl, parse
 from baton.cluster.registry import RegistryUnavailable
-from router.keys import Quota
 from router.rates import Rates, redis_counters
 
 WITHIN_S = 60.0

@@ -8,6 +8,7 @@ import pytest
 import typer
 from typer.testing import CliRunner
 
+from baton.access.options import Identity
 from loadtest import cli, options
 from loadtest.options import takes
 from loadtest.plan import Plan, Workload
@@ -62,7 +63,7 @@ def test_every_flag_reaches_the_plan() -> None:
     load = options.Load(**OTHERS)
     assert {field.name for field in fields(options.Load)} == OTHERS.keys()
     measured = options.Measured(slo="ttft=1s", warm_up=4.0, cool_down=5.0, timeout=6.0, seeds="9,8")
-    plan = cli._plan(measured, options.Entrance(door="http", api_key="k"), load)
+    plan = cli._plan(measured, cli._access(options.Entrance(door="http"), Identity(api_key="k")), load)
     assert plan.workload == Workload(**{("duration_s" if name == "duration" else name): value for name, value in OTHERS.items()})
     assert (plan.warm_up_s, plan.cool_down_s, plan.timeout_s, plan.seeds) == (4.0, 5.0, 6.0, (9, 8))
     assert (plan.access.protocol, plan.access.api_key, plan.access.tls) == ("http", "k", None)
@@ -71,14 +72,11 @@ def test_every_flag_reaches_the_plan() -> None:
         assert OTHERS[field.name] != field.default and hasattr(defaults, "duration_s" if field.name == "duration" else field.name)
 
 
-def test_tls_is_on_when_any_of_its_files_is_named(tmp_path: Path) -> None:
+def test_the_door_gets_the_identity_of_the_command(tmp_path: Path) -> None:
     (authority := tmp_path / "ca.pem").write_text("x")
-    named = cli._access(options.Entrance(tls_ca=authority)).tls
-    assert named is not None and named.ca == authority and cli._access(options.Entrance(tls=True)).tls is not None
-    with pytest.raises(ValueError, match="go together"):
-        cli._access(options.Entrance(tls_cert=authority))
-    with pytest.raises(ValueError, match=r"none\.pem: no such file"):
-        cli._access(options.Entrance(tls_ca=tmp_path / "none.pem"))
+    named = cli._access(options.Entrance(), Identity(tls=True, ca=authority, server_name="baton.internal")).tls
+    assert named is not None and (named.ca, named.server_name) == (authority, "baton.internal")
+    assert cli._access(options.Entrance(), Identity(server_name="baton.internal")).tls is None
     with pytest.raises(ValueError, match="TLS: "):
         named.context()
 

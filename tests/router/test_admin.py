@@ -7,19 +7,20 @@ from contextlib import asynccontextmanager
 from dataclasses import asdict, replace
 from typing import Any
 
+import grpc
 import pytest
 from fake_workers import TOKENIZER, record
 from memory_registry import MemoryRegistry
 
 from baton.cli.admin import read_live, read_records, read_status
-from baton.cluster.config import Config, SecurityConfig, SloConfig
+from baton.cluster.config import Config, SloConfig
 from baton.cluster.errors import BatonError, Reason
 from baton.cluster.handoff import Handoff
 from baton.cluster.joining import Joining
 from baton.cluster.messages import plain
 from baton.cluster.metrics import Book
-from baton.cluster.records import Load, RouterRecord, WorkerRecord
-from baton.cluster.rpc import Server, channel
+from baton.cluster.records import Load, Pools, RouterRecord, WorkerRecord
+from baton.cluster.rpc import Server, channel, to_error
 from baton.cluster.telemetry import Tracer
 from baton.engine.sampling import SamplingParams
 from baton.v1 import worker_pb2 as pb
@@ -35,6 +36,7 @@ from router.live import Live
 from router.peers import Peers
 from router.request import Failure, Request
 from router.view import ClusterView
+from router.watch import Watch
 
 BUSY = Load(running=3, waiting=2, free_blocks=500, credit_tokens=-40, cached_blocks=7, leases=1, waiting_tokens=90)
 
@@ -46,6 +48,7 @@ class House:
         self.view = ClusterView(TOKENIZER)
         self.workers = Workers(Config().security)
         self.journal = Journal(Book("router", model="toy"), Tracer(), "toy", SloConfig(e2e_s=100.0), keep=10)
+        self.registry = MemoryRegistry()
         self.says: WorkerRecord | None = None
         self.cached = 0  # blocks
 
@@ -90,10 +93,11 @@ async def administered(house: House, registry: MemoryRegistry, name: str) -> Asy
     address = worker_server.bind(0)
     house.says = record("d0", address=address, load=BUSY)
     house.view.update([house.says, record("p0", address="127.0.0.1:1")], 0.0)
-    watch: Any = type("Watching", (), {"registry_reachable": True})
+    watch = Watch(house.view, house.registry, house.workers, 2.0)
+    watch.registry_reachable = True
     admin_address = admin_server.bind(0)
     own = RouterRecord(name, 1, os.getpid(), "host", {"grpc": "127.0.0.1:9", "admin": admin_address}, "toy")
-    peers = Peers(registry, name, SecurityConfig())
+    peers = Peers(registry, name, Config())
     live = Live(house.view, house.workers, watch, admission, house.journal, peers, lambda: own)
     admin = AdminDoor(house.view, house.workers, watch, house.journal, live, peers, lambda: own, Joining(Config()))
     worker_pb2_grpc.add_AdminServicer_to_server(admin, admin_server.grpc)
@@ -230,3 +234,27 @@ def test_an_unset_field_is_none_and_a_zero_field_is_zero() -> None:
     told = plain(pb.LiveResponse(slo={"objectives": {}, "attainment": None}))
     assert told["slo"] == {"objectives": {}, "attainment": None} and told["totals"] is None
     assert told["clock"] == 0.0 and told["workers"] == []
+
+
+async def test_scale_changes_only_the_pools_that_it_names(house: tuple[House, Any]) -> None:
+    for asked, wanted in (
+        (pb.ScaleRequest(prefill=3, decode=2), (3, 2)),
+        (pb.ScaleRequest(prefill=0), (0, 2)),
+        (pb.ScaleRequest(), (0, 2)),
+    ):
+        told = await house[1].Scale(asked, timeout=20)
+        assert (told.prefill, told.decode) == wanted and await house[0].registry.desired() == Pools(*wanted)
+
+
+@pytest.mark.parametrize("asked", [{"decode": 0}, {"prefill": 1025}, {"decode": 1025}])
+async def test_sizes_that_no_cluster_has_are_refused(house: tuple[House, Any], asked: dict[str, int]) -> None:
+    with pytest.raises(grpc.RpcError) as caught:
+        await house[1].Scale(pb.ScaleRequest(**asked), timeout=20)
+    assert to_error(caught.value).reason is Reason.INVALID_FIELD and await house[0].registry.desired() is None
+
+
+async def test_without_the_registry_no_size_is_noted(house: tuple[House, Any]) -> None:
+    house[0].registry.available = False
+    with pytest.raises(grpc.RpcError) as caught:
+        await house[1].Scale(pb.ScaleRequest(prefill=1), timeout=20)
+    assert "the registry cannot note the sizes" in caught.value.details()

@@ -10,7 +10,7 @@ import pytest
 from fake_workers import TOKENIZER, record
 from memory_registry import MemoryRegistry
 
-from baton.cluster.config import SecurityConfig, SloConfig
+from baton.cluster.config import Config, SloConfig
 from baton.cluster.errors import BatonError, Reason
 from baton.cluster.handoff import Handoff
 from baton.cluster.messages import plain
@@ -58,7 +58,7 @@ class House:
         self.workers = Asked()
         self.watch = Watching()
         self.journal = Journal(Book("router", model="toy"), Tracer(), "toy", self.slo, keep=100)
-        self.peers = Peers(MemoryRegistry(), "router-0", SecurityConfig())
+        self.peers = Peers(MemoryRegistry(), "router-0", Config())
         own = RouterRecord("router-0", 1, 1, "host", {"admin": "127.0.0.1:9"}, "toy")
         self.live = Live(
             self.view, self.workers, self.watch, Admission(4, 4), self.journal, self.peers, lambda: own,  # type: ignore[arg-type]

@@ -10,8 +10,8 @@ import pytest
 from limits.aio.storage import MemoryStorage
 
 from baton.cluster.errors import BatonError, Reason
+from baton.cluster.keys import Quota
 from baton.launch.redis_server import EmbeddedRedis
-from router.keys import Quota
 from router.rates import AGAIN_S, Rates, redis_counters
 
 QUOTAS = {"few": Quota(requests=2), "small": Quota(tokens=100), "both": Quota(3, 100), "free": Quota()}

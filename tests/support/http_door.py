@@ -12,6 +12,7 @@ from fake_workers import record
 
 from baton.cluster.config import RouterConfig, SloConfig
 from baton.cluster.errors import BatonError
+from baton.cluster.keys import ApiKeys
 from baton.cluster.metrics import Book
 from baton.cluster.telemetry import Tracer
 from baton.engine.sampling import SamplingParams
@@ -19,7 +20,6 @@ from baton.models.make_small import make_toy
 from router.admission import Admission
 from router.http.app import HttpDoor
 from router.journal import Journal
-from router.keys import ApiKeys
 from router.request import FinishReason, Request, Token
 from router.service import Draws, GenerateService, ServedModel, Tenancy
 from router.tokenizer import Tokenizer

@@ -17,8 +17,11 @@ from typing import Any
 import grpc
 from grpc import Channel
 
+from baton.access.access import Access
+from baton.access.options import Identity
 from baton.cli.admin import read_records, read_status
 from baton.client import AsyncClient
+from baton.cluster.rpc import NO_PROXY
 from baton.engine.sampling import SamplingParams
 from baton.engine.toy import naive
 from baton.launch.state import alive
@@ -39,7 +42,6 @@ class Cluster:
     pid: int
     env: dict[str, str]
     logs: Path
-    tls: Path | None = None
 
     def client(self, **how: Any) -> AsyncClient:
         return AsyncClient(self.grpc, **how)
@@ -69,11 +71,10 @@ class Cluster:
         return record
 
     def _channel(self) -> Channel:
-        options = [("grpc.enable_http_proxy", 0)]
-        if self.tls is None:
-            return grpc.insecure_channel(self.admin, options)
-        files = [(self.tls / f"{name}.pem").read_bytes() for name in ("ca", "key", "cert")]
-        return grpc.secure_channel(self.admin, grpc.ssl_channel_credentials(*files), options)
+        """As a command on this host would open it."""
+        known = json.loads((self.logs.parent / f"{self.name}.json").read_text())
+        files: dict[str, Any] = {name: Path(file) if name != "server_name" else file for name, file in known["tls"].items()}
+        return Access(self.admin, Identity(tls=bool(files), api_key=known["token"], **files), (NO_PROXY,)).channel()
 
     def workers(self, role: str | None = None) -> list[dict[str, Any]]:
         return [worker for worker in self.status()["workers"] if role in (None, worker["role"])]
@@ -148,20 +149,22 @@ def cluster(
 ) -> Iterator[Cluster]:
     """Runs `baton up --detach`, and `baton down` at the end, after which no process of it may be alive.
 
-    `tls`: the folder with cert.pem, key.pem and ca.pem.
+    `tls`: the folder of a cluster's certificates (`authority.make`), which its processes use.
     """
     with tempfile.TemporaryDirectory(prefix="baton-test-") as folder:
         name = f"t{os.getpid()}"
         full = {**os.environ, "BATON_STATE_DIR": folder, **(env or {})}
         ports = ("--router.port", "0", "--router.admin-port", "0", "--router.http-port", "0", "--router.page-port", "0")
-        fixed = ("--cluster.name", name, *ports, "--engine.kv-memory-mib", "64")
+        files = {"cert": "server.pem", "key": "server.key", "ca": "ca.pem"} if tls else {}
+        secured = [part for key, file in files.items() for part in (f"--security.tls-{key}", f"{tls}/{file}")]
+        fixed = ("--cluster.name", name, *ports, *secured, "--engine.kv-memory-mib", "64")
         sizes = ("--prefill", str(prefill), "--decode", str(decode), "--launcher", launcher)
         command = [sys.executable, "-m", "baton", "up", "--detach", "--model", str(model), *sizes, *fixed, *flags]
         up = subprocess.run(command, env=full, capture_output=True, text=True, timeout=UP_WITHIN_S, cwd=ROOT)
         assert up.returncode == 0, up.stderr + "".join(path.read_text()[-1500:] for path in Path(folder).rglob("*.log"))
         told = json.loads(up.stdout)
         at = told["endpoints"]
-        running = Cluster(name, at["grpc"], at["http"], at["admin"], at["page"], told["pid"], full, Path(folder) / f"{name}-logs", tls)
+        running = Cluster(name, at["grpc"], at["http"], at["admin"], at["page"], told["pid"], full, Path(folder) / f"{name}-logs")
         pids: list[int] = []
         try:
             yield running

@@ -60,6 +60,7 @@ def spread(model: Path, folder: Path, decode: int) -> Iterator[Spread]:
         env = {
             **clean,
             "BATON_CLUSTER_HOST": "0.0.0.0",
+            "BATON_SECURITY_OPEN_ADMIN": "true",
             "BATON_CLUSTER_KEY": "a key that all hosts share",
             "BATON_REDIS_URL": f"redis://:{PASSWORD}@{head.address}:{REDIS_PORT}/0",
             "BATON_MODEL_PATH": str(model),
@@ -125,6 +126,7 @@ async def test_a_cluster_over_several_hosts_survives_a_pulled_cable(tmp_path: Pa
 # --- `baton up --join` ---------------------------------------------------------------------------------------------------------------
 
 KEY = "a key that both hosts share"
+OPEN = ("--cluster.host", "0.0.0.0", "--cluster.advertise", "eth0", "--security.open-admin", "true")
 SMALL = ("--engine.kv-memory-mib", "64", "--router.bypass-tokens", "0")
 
 
@@ -156,7 +158,7 @@ def test_workers_of_a_second_host_join_a_running_cluster(tmp_path: Path) -> None
     model = toy(tmp_path / "toy", step_delay_ms=2)
     with hosts(2) as made:
         commands = Commands(made, tmp_path)
-        head, head_log = commands.start(0, "up", "--model", str(model), *SMALL, "--cluster.host", "0.0.0.0", "--cluster.advertise", "eth0")
+        head, head_log = commands.start(0, "up", "--model", str(model), *SMALL, *OPEN)
         started = [head]
         try:
             until(lambda: "Ctrl-C stops it" in head_log.read_text())

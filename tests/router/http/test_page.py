@@ -9,8 +9,8 @@ from typing import Any
 import pytest
 from http_door import CHAT, HELLO, Call, House, toy_tokenizer
 
+from baton.cluster.keys import ApiKeys, Entry
 from router.http.page import Page
-from router.keys import ApiKeys, Entry
 from router.tokenizer import Tokenizer
 
 HOST = "127.0.0.1:8472"

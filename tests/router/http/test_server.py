@@ -16,7 +16,7 @@ from http_door import CHAT, HELLO, House, Script, settled, toy_tokenizer
 from starlette.responses import Response
 from starlette.types import ASGIApp
 
-from baton.cluster.config import ClusterConfig, Config, RouterConfig, SecurityConfig
+from baton.cluster.config import ClusterConfig, Config, ConfigError, RouterConfig, SecurityConfig
 from baton.cluster.errors import BatonError
 from baton.cluster.rpc import Tasks
 from router.http import server
@@ -552,7 +552,7 @@ def test_a_limit_that_cannot_be_raised_is_respected(monkeypatch: pytest.MonkeyPa
 def test_an_unusable_certificate_is_an_error_at_startup(tmp_path: Path, tokenizer: Tokenizer) -> None:
     (tmp_path / "x.pem").write_text("not a certificate")
     security = SecurityConfig(tls_cert=str(tmp_path / "x.pem"), tls_key=str(tmp_path / "x.pem"))
-    with pytest.raises(OSError):
+    with pytest.raises(ConfigError, match=r"security\.tls_cert: .*x\.pem"):
         HttpServer(Config(security=security), House(tokenizer).door)
 
 

@@ -1,8 +1,9 @@
 """API keys, stored as SHA-256 hashes, and the tenant that each key belongs to.
 
-The file that `security.api_keys` names has one entry per line: `NAME SHA256HEX [TENANT] [requests=N] [tokens=N]`. Without TENANT, the
-tenant is NAME. `requests` and `tokens` replace the tenant's limits per minute from the configuration (0: no limit). Empty lines and lines
-that begin with # are skipped. A plain hash is enough, because keys are random and nobody can try them all.
+The file that `security.api_keys` names has one entry per line: `NAME SHA256HEX [TENANT] [requests=N] [tokens=N] [admin=yes]`. Without
+TENANT, the tenant is NAME. `requests` and `tokens` replace the tenant's limits per minute from the configuration (0: no limit). `admin`
+opens the operator's doors, too (`baton.cluster.guard`). Empty lines and lines that begin with # are skipped. A plain hash is enough,
+because keys are random and nobody can try them all.
 """
 
 import hmac
@@ -19,6 +20,7 @@ from baton.cluster.errors import BatonError, Reason
 
 _NAME = re.compile(r"[A-Za-z0-9_.-]{1,64}")
 _DIGEST = re.compile(r"[0-9a-fA-F]{64}")
+_ADMIN = "admin=yes"
 _QUOTA = re.compile(r"(requests|tokens)=([0-9]{1,9})")
 MAX_KEY = 512  # characters
 _Stamp = tuple[int, int, int]
@@ -38,6 +40,7 @@ class Entry:
     digest: bytes
     tenant: str
     quota: tuple[tuple[str, int | None], ...] = ()  # fields of the tenant's Quota that replace the configuration's
+    admin: bool = False
 
 
 class ApiKeys:
@@ -98,14 +101,25 @@ class ApiKeys:
         """
         if not self._entries:
             return ""
+        found = self._find(authorization)
+        if not found:
+            raise BatonError(Reason.UNAUTHENTICATED, "this API key is unknown")
+        return found[0].tenant
+
+    def is_admin(self, authorization: str | None) -> bool:
+        """Whether `Bearer KEY` is a key with `admin=yes`."""
+        try:
+            return any(entry.admin for entry in self._find(authorization))
+        except BatonError:
+            return False
+
+    def _find(self, authorization: str | None) -> list[Entry]:
+        """The entries of this key. Raises UNAUTHENTICATED if there is none in `authorization`."""
         scheme, _, key = (authorization or "").partition(" ")
         if scheme.lower() != "bearer" or not key or len(key) > MAX_KEY:
             raise BatonError(Reason.UNAUTHENTICATED, "an API key is needed: Authorization: Bearer KEY")
         digest = sha256(key.strip().encode(errors="replace")).digest()
-        found = [entry for entry in self._entries if hmac.compare_digest(entry.digest, digest)]
-        if not found:
-            raise BatonError(Reason.UNAUTHENTICATED, "this API key is unknown")
-        return found[0].tenant
+        return [entry for entry in self._entries if hmac.compare_digest(entry.digest, digest)]
 
 
 def _stamp(path: str) -> _Stamp | None:
@@ -131,10 +145,11 @@ def _read(path: str) -> list[Entry]:
 def _entry(line: str, where: str) -> Entry:
     words = line.split()
     parts = [word for word in words if "=" not in word]
-    options = [_QUOTA.fullmatch(word) for word in words if "=" in word]
+    options = [_QUOTA.fullmatch(word) for word in words if "=" in word and word != _ADMIN]
     if len(parts) not in (2, 3) or not _DIGEST.fullmatch(parts[1]) or not all(options):
-        raise ConfigError(f"security.api_keys: {where}: must be NAME SHA256HEX [TENANT] [requests=N] [tokens=N]")
+        raise ConfigError(f"security.api_keys: {where}: must be NAME SHA256HEX [TENANT] [requests=N] [tokens=N] [admin=yes]")
     name, digest, tenant = parts[0], parts[1], parts[-1] if len(parts) == 3 else parts[0]
     if not (_NAME.fullmatch(name) and _NAME.fullmatch(tenant)):
         raise ConfigError(f"security.api_keys: {where}: names have 1 to 64 letters, digits, '_', '.' and '-'")
-    return Entry(name, bytes.fromhex(digest), tenant, tuple((option[1], int(option[2]) or None) for option in options if option))
+    quota = tuple((option[1], int(option[2]) or None) for option in options if option)
+    return Entry(name, bytes.fromhex(digest), tenant, quota, _ADMIN in words)

@@ -6,10 +6,10 @@ from pathlib import Path
 
 import pytest
 
+from baton.cluster import keys
 from baton.cluster.config import ConfigError
 from baton.cluster.errors import BatonError, Reason
-from router import keys
-from router.keys import ApiKeys, Quota
+from baton.cluster.keys import ApiKeys, Quota
 
 
 def line(name: str, key: str, tenant: str = "") -> str:

@@ -1,0 +1,1 @@
+"""How a command reaches a cluster: the flags, the client's profile file, TLS and the API key."""

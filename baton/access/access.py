@@ -1,0 +1,142 @@
+"""A way to one door of a cluster: its address, TLS, the API key, and whether a proxy from the environment is used.
+
+A cluster that was started on this machine has written down its addresses and its TLS files. For any other cluster the flags name them, or
+the profile, or, for the files, the configuration of the cluster (--config, BATON_SECURITY_TLS_CA, _CERT, _KEY). What comes first wins:
+
+    address       --address, --name, the profile, the cluster `baton` on this machine
+    everything    flags, BATON_API_KEY, the configuration of the cluster, the profile
+    on this machine   flags, BATON_API_KEY, what the cluster wrote down, and for the key the profile. The admin port takes the cluster's
+                      own token before any key, because BATON_API_KEY may be that of a tenant
+"""
+
+import os
+import socket
+from collections.abc import Mapping
+from dataclasses import dataclass, fields, replace
+from pathlib import Path
+from typing import Any, Literal
+
+import grpc
+
+from baton.access.options import Identity, Place
+from baton.access.profile import Profile, read
+from baton.client import Client, channel_options
+from baton.cluster.config import ConfigError
+from baton.cluster.config_layers import load
+from baton.cluster.rpc import NO_PROXY
+from baton.launch import state
+
+TLS = "https://"
+DEFAULT_NAME = "baton"
+Endpoint = Literal["grpc", "admin", "http"]
+
+
+@dataclass(frozen=True, slots=True)
+class Access:
+    address: str
+    identity: Identity
+    options: tuple[tuple[str, Any], ...] = ()
+    others: tuple[str, ...] = ()  # where the same cluster can be reached, too
+
+    @property
+    def addresses(self) -> list[str]:
+        return [self.address, *self.others]
+
+    def client(self) -> Client:
+        """Raises OSError for a file that cannot be read."""
+        return Client(self.addresses, self._credentials(), self.identity.api_key, self.options, server_name=self.identity.server_name)
+
+    def channel(self) -> grpc.Channel:
+        """Every call on it carries the API key. Raises OSError for a file that cannot be read."""
+        options, credentials = channel_options(self.address, self.options, self.identity.server_name), self._credentials()
+        plain = grpc.insecure_channel(self.address, options) if credentials is None else None
+        opened = plain or grpc.secure_channel(self.address, credentials, options)
+        return grpc.intercept_channel(opened, _Bearer(self.identity.api_key)) if self.identity.api_key else opened
+
+    def _credentials(self) -> grpc.ChannelCredentials | None:
+        if not self.identity.tls:
+            return None
+        files = (self.identity.ca, self.identity.key, self.identity.cert)
+        return grpc.ssl_channel_credentials(*(file.read_bytes() if file else None for file in files))
+
+
+def find(endpoint: Endpoint, place: Place, identity: Identity, env: Mapping[str, str] = os.environ) -> Access:
+    """Raises StateError, ConfigError."""
+    profile = read(env)
+    address = place.address or (None if place.name else profile.address_of(endpoint))
+    if address is None:
+        running = state.need(place.name or profile.name or DEFAULT_NAME)
+        files: dict[str, Any] = {name: Path(file) if name != "server_name" else file for name, file in running.tls.items()}
+        own, last = Identity(**files), Identity(api_key=profile.api_key)
+        shown = replace(identity, api_key=running.token or identity.api_key) if endpoint == "admin" else identity
+        first, *others = _by_reach(running, endpoint)
+        return Access(first, _checked(_first(shown, own, last)), (NO_PROXY,), tuple(others))
+    found = identify(identity, place.config, env, profile)
+    if address.startswith(TLS):
+        return Access(address.removeprefix(TLS).rstrip("/"), replace(found, tls=True))
+    return Access(address, found)
+
+
+def _by_reach(running: state.ClusterState, endpoint: Endpoint) -> list[str]:
+    """The addresses of the cluster's routers, those that accept a connection first."""
+    addresses = [endpoints[endpoint] for endpoints in running.routers] or [running.endpoints[endpoint]]
+    return sorted(addresses, key=lambda address: not _accepts(address)) if len(addresses) > 1 else addresses
+
+
+def _accepts(address: str) -> bool:
+    host, _, port = address.rpartition(":")
+    try:
+        socket.create_connection((host.strip("[]"), int(port)), timeout=0.5).close()
+    except OSError:
+        return False
+    return True
+
+
+def identify(
+    identity: Identity, config: list[Path] | None = None, env: Mapping[str, str] = os.environ, profile: Profile | None = None
+) -> Identity:
+    """Completes what the flags leave open. Raises ConfigError."""
+    profile = read(env) if profile is None else profile
+    own = Identity(**{name: getattr(profile, name) for name in Identity.__slots__})
+    return _checked(_first(identity, _of_a_server(config, env), own))
+
+
+def _of_a_server(config: list[Path] | None, env: Mapping[str, str]) -> Identity:
+    loaded = load(config or [], env)
+    security = loaded.config.security
+    files: dict[str, Any] = {name: Path(file) for name in ("ca", "cert", "key") if (file := getattr(security, f"tls_{name}"))}
+    named = files or loaded.sources["security.server_name"] != "default"
+    return Identity(**files, server_name=security.server_name if named else None)
+
+
+def _first(*layers: Identity) -> Identity:
+    """Each value from the first layer that has it."""
+    values = {field.name: [getattr(layer, field.name) for layer in layers] for field in fields(Identity)}
+    first: dict[str, Any] = {name: next(filter(None, given), given[-1]) for name, given in values.items()}
+    return Identity(**first)
+
+
+def _checked(identity: Identity) -> Identity:
+    """With TLS on if any of its files is named. Raises ConfigError."""
+    if (identity.cert is None) != (identity.key is None):
+        raise ConfigError("cert and key go together: give both or neither")
+    for file in (identity.ca, identity.cert, identity.key):
+        if file is not None and not file.is_file():
+            raise ConfigError(f"{file}: no such file")
+    return replace(identity, tls=bool(identity.tls or identity.ca or identity.cert))
+
+
+class _Bearer(grpc.UnaryUnaryClientInterceptor, grpc.UnaryStreamClientInterceptor):  # type: ignore[misc]
+    """Adds the API key to every call."""
+
+    def __init__(self, key: str) -> None:
+        self._key = key
+
+    def intercept_unary_unary(self, continuation: Any, details: Any, request: Any) -> Any:
+        return continuation(self._with_key(details), request)
+
+    def intercept_unary_stream(self, continuation: Any, details: Any, request: Any) -> Any:
+        return continuation(self._with_key(details), request)
+
+    def _with_key(self, details: Any) -> Any:
+        return details._replace(metadata=[*(details.metadata or ()), ("authorization", f"Bearer {self._key}")])
