@@ -35,7 +35,7 @@ def make_transport(
     ucx: Ucx | None = None,
 ) -> Transport:
     """`kind` is "nixl", "tcp" or "auto" (both: NIXL where it is fast and safe). `peer` is the name by which peers know us. TCP binds
-    `host`; peers connect to `advertise` (default: `host`).
+    `host`; peers connect to `advertise` (default: `host`). With TLS, NIXL only copies between processes of one host.
 
     Raises ImportError or BatonError(TRANSFER_FAILED) if `kind` is "nixl" and NIXL is not available.
     """
@@ -46,7 +46,7 @@ def make_transport(
         # NIXL and UCX are loaded here and only here: a TCP worker starts without them.
         from kvtransfer.nixl_transport import NixlTransport
 
-        nixl = NixlTransport(peer, pool, advertise or host, ucx=ucx)
+        nixl = NixlTransport(peer, pool, advertise or host, ucx=ucx, in_memory_only=tcp.tls is not None)
     except (ImportError, BatonError) as error:
         if kind == "nixl":
             raise

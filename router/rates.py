@@ -15,9 +15,10 @@ import asyncio
 import logging
 import math
 import time
-from collections.abc import Awaitable, Callable
+from collections.abc import Awaitable, Callable, Mapping
 from dataclasses import dataclass
-from typing import TypeVar
+from types import MappingProxyType
+from typing import Any, TypeVar
 
 from limits import RateLimitItemPerMinute
 from limits.aio.storage import MemoryStorage, RedisStorage, Storage
@@ -28,6 +29,7 @@ from baton.cluster.errors import BatonError, Reason, invalid
 from baton.cluster.keys import Quota
 
 log = logging.getLogger(__name__)
+NO_TLS: Mapping[str, Any] = MappingProxyType({})
 AGAIN_S = 1.0  # pause before Redis is asked again after a failure
 T = TypeVar("T")
 
@@ -168,7 +170,8 @@ class Unlimited:
         pass
 
 
-def redis_counters(url: str, cluster: str) -> Storage:
-    """Counters beside the registry's own keys (`baton.cluster.redis_registry`). Creating them does not contact Redis."""
+def redis_counters(url: str, cluster: str, tls: Mapping[str, Any] = NO_TLS) -> Storage:
+    """Counters beside the registry's own keys (`baton.cluster.redis_registry`). Creating them does not contact Redis. `tls`: options of
+    redis-py (`tls_options`)."""
     address = f"redis+{url}" if url.startswith("unix:") else url
-    return RedisStorage(address, wrap_exceptions=True, implementation="redispy", key_prefix=f"baton:{{{cluster}}}:rate")
+    return RedisStorage(address, wrap_exceptions=True, implementation="redispy", key_prefix=f"baton:{{{cluster}}}:rate", **tls)

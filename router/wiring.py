@@ -20,6 +20,7 @@ from baton.cluster.keys import ApiKeys, Quota
 from baton.cluster.lifecycle import Stage, Stop, move
 from baton.cluster.metrics import Book
 from baton.cluster.metrics_http import Exposition, MetricsServer
+from baton.cluster.redis_registry import tls_options
 from baton.cluster.rpc import Admit, Check, Server, Tasks
 from baton.cluster.tracing import make_tracer
 from baton.v1 import generation_pb2, generation_pb2_grpc, worker_pb2_grpc
@@ -168,7 +169,8 @@ class RouterProcess:
         redis = self.config.redis
         if not self._keys.limited:
             return Unlimited()
-        return Rates(redis_counters(redis.url, self.config.cluster.name), self._keys.quota, redis.command_timeout_s)
+        counters = redis_counters(redis.url, self.config.cluster.name, tls_options(redis.url, self.config.security))
+        return Rates(counters, self._keys.quota, redis.command_timeout_s)
 
     def _targets(self) -> list[str]:
         return [self._metrics.address, *(record.metrics for record in self._view.members() if record.metrics)]

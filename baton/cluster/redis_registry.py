@@ -28,7 +28,7 @@ from redis.exceptions import (
 from redis.exceptions import ConnectionError as RedisConnectionError
 from redis.exceptions import TimeoutError as RedisTimeoutError
 
-from baton.cluster.config import RedisConfig
+from baton.cluster.config import RedisConfig, SecurityConfig
 from baton.cluster.records import BlockEvent, Pools, WorkerRecord
 from baton.cluster.registry import EVENTS_BATCH, FENCE_LIFETIMES, RegistryUnavailable, StaleIncarnation
 
@@ -87,14 +87,16 @@ end
 
 
 class RedisRegistry:
-    """`url` is redis://, rediss:// or unix://; for an embedded server, the address that it was started with."""
+    """`url` is redis://, rediss:// or unix://; for an embedded server, the address that it was started with. `security`: the authority and
+    the certificate for rediss://."""
 
-    def __init__(self, url: str, cluster: str, config: RedisConfig) -> None:
+    def __init__(self, url: str, cluster: str, config: RedisConfig, security: SecurityConfig | None = None) -> None:
         self.garbage = 0
         self._prefix = f"baton:{{{cluster}}}:"
         self._config = config
-        self._commands = _client(url)
-        self._blocking = _client(url)  # a blocked XREAD holds its connection
+        tls = tls_options(url, security or SecurityConfig())
+        self._commands = _client(url, tls)
+        self._blocking = _client(url, tls)  # a blocked XREAD holds its connection
 
     async def join(self, record: WorkerRecord) -> None:
         ttl_ms = round(self._config.record_ttl_s * 1000)
@@ -193,9 +195,21 @@ class RedisRegistry:
             raise RegistryUnavailable(_kind(error), f"Redis: {error}") from error
 
 
-def _client(url: str) -> Redis:
+def tls_options(url: str, security: SecurityConfig) -> dict[str, Any]:
+    """Options of redis-py for this URL. It reads the files at every new connection, so new ones need no restart."""
+    if not url.startswith("rediss:"):
+        return {}
+    files = {
+        "ssl_ca_certs": security.redis_ca or security.tls_ca,
+        "ssl_certfile": security.tls_cert,
+        "ssl_keyfile": security.tls_key,
+    }
+    return {"ssl_cert_reqs": "required", "ssl_check_hostname": True, **{name: file for name, file in files.items() if file}}
+
+
+def _client(url: str, tls: dict[str, Any]) -> Redis:
     # RESP2 saves each new connection a round trip. The timeouts of redis-py are off: `_bounded` is the only clock.
-    return Redis.from_url(url, protocol=2, socket_timeout=None, socket_connect_timeout=None, max_connections=_CONNECTIONS)
+    return Redis.from_url(url, protocol=2, socket_timeout=None, socket_connect_timeout=None, max_connections=_CONNECTIONS, **tls)
 
 
 def _send(client: Redis, *command: str | bytes | int) -> Awaitable[Any]:

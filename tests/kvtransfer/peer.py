@@ -54,8 +54,8 @@ def transport(kind: str, name: str, pool: KvPool, host: str = "127.0.0.1", key: 
 
     network_only: dict[str, Any] = {"tls": "tcp", "allow_tcp": True} if kind == "nixl-tcp" else {}
     settings = network_only | options
-    allow_tcp = settings.pop("allow_tcp", False)
-    return NixlTransport(name, pool, host, ucx=Ucx(**settings), allow_tcp=allow_tcp)
+    permits = {permit: settings.pop(permit, False) for permit in ("allow_tcp", "in_memory_only")}
+    return NixlTransport(name, pool, host, ucx=Ucx(**settings), **permits)
 
 
 def security(folder: Path) -> SecurityConfig:
