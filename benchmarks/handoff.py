@@ -1,15 +1,18 @@
 """What a handoff costs: the read time by size, compared with a plain copy of the same bytes, and what digests and the lease check add.
 
     python benchmarks/handoff.py [--transport nixl] [--json FILE]
+    python benchmarks/handoff.py --transport tcp --transport tls     what encryption costs
 
 Two processes and a real transport. Ratios are taken within one run, as medians over interleaved repeats, with their spread.
 """
 
 import argparse
 import json
+import os
 import statistics
 import subprocess
 import sys
+import tempfile
 import time
 from pathlib import Path
 from typing import Any
@@ -17,25 +20,39 @@ from typing import Any
 import numpy as np
 from machine import describe
 
+from baton.cli import certs
+from baton.cluster.config import SecurityConfig
 from baton.engine.kvcache import KvLayout, KvPool
+from baton.worker.kv_tls import kv_tls
 from kvtransfer.digest import block_digests, mismatches
-from kvtransfer.select import make_transport
+from kvtransfer.select import Tcp, make_transport
+from kvtransfer.transport import Transport
 from kvtransfer.ucx import Ucx
 
 BLOCK_BYTES = 64 << 10
 SIZES = [1, 8, 64, 256, 1024, 2048]  # blocks: 64 KiB … 128 MiB
 REPEATS = 15
 KEY = b"k" * 32
+TLS_FOLDER = "BATON_TEST_TLS"
 
 
 def make_pool(blocks: int) -> KvPool:
     return KvPool(KvLayout("bench", "float32", 16, 4, 4, BLOCK_BYTES // (4 * 2 * 4 * 16 * 4)), blocks)
 
 
+def make(kind: str, name: str, pool: KvPool) -> Transport:
+    """`kind` "tls": TCP inside TLS, with the certificates of the folder BATON_TEST_TLS."""
+    folder = os.environ.get(TLS_FOLDER)
+    files = SecurityConfig(tls_cert=f"{folder}/server.pem", tls_key=f"{folder}/server.key", tls_ca=f"{folder}/ca.pem")
+    tcp = Tcp(tls=kv_tls(files) if kind == "tls" else None)
+    kind = "tcp" if kind == "tls" else kind
+    return make_transport(kind, peer=name, pool=pool, host="127.0.0.1", key=KEY, tcp=tcp, ucx=Ucx(net_devices="lo"))
+
+
 def serve(kind: str) -> None:
     pool = make_pool(max(SIZES))
     pool.array[:] = np.random.default_rng(0).integers(0, 255, pool.array.shape, dtype=np.uint8)
-    transport = make_transport(kind, peer="bench-peer", pool=pool, host="127.0.0.1", key=KEY, ucx=Ucx(net_devices="lo"))
+    transport = make(kind, "bench-peer", pool)
     digests = block_digests(pool, range(pool.num_blocks))
     print(json.dumps({"address": transport.address().hex(), "digests": digests.hex()}), flush=True)
     sys.stdin.read()
@@ -54,7 +71,7 @@ def measure(kind: str) -> list[dict[str, float]]:
     told = json.loads(peer.stdout.readline())
     pool, source = make_pool(max(SIZES)), make_pool(max(SIZES))
     pool.array[:] = source.array[:] = 1  # touch every page: the first touch costs more than a copy
-    transport = make_transport(kind, peer="bench-reader", pool=pool, host="127.0.0.1", key=KEY, ucx=Ucx(net_devices="lo"))
+    transport = make(kind, "bench-reader", pool)
     transport.connect("bench-peer", bytes.fromhex(told["address"]))
     digests, rows = bytes.fromhex(told["digests"]), []
     rng = np.random.default_rng(1)
@@ -86,7 +103,7 @@ def measure(kind: str) -> list[dict[str, float]]:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--transport", action="append", choices=("nixl", "tcp"))
+    parser.add_argument("--transport", action="append", choices=("nixl", "tcp", "tls"))
     parser.add_argument("--json", type=Path)
     parser.add_argument("--serve")
     options = parser.parse_args()
@@ -95,6 +112,9 @@ def main() -> None:
         return
     results: dict[str, Any] = {"machine": describe(), "seed": 1, "repeats": REPEATS, "transports": {}}
     print(results["machine"])
+    folder = tempfile.TemporaryDirectory()
+    certs.make(Path(folder.name) / "tls", renew=False)
+    os.environ[TLS_FOLDER] = f"{folder.name}/tls"
     for kind in options.transport or ("nixl", "tcp"):
         rows = results["transports"][kind] = measure(kind)
         print(f"\n{kind}: blocks of {BLOCK_BYTES >> 10} KiB, scattered on both sides; median ± half the interquartile range")
@@ -105,6 +125,7 @@ def main() -> None:
                 f"{row['bytes'] / 2**20:8.2f} {cells[0]:>16} {row['bytes'] / row['read_ms'] / 1e6:7.2f} {cells[1]:>16}"
                 f" {row['read_ms'] / row['copy_ms']:9.2f}x {cells[2]:>16} {row['digest_ms'] / row['read_ms']:11.0%}"
             )
+    folder.cleanup()
     if options.json:
         options.json.parent.mkdir(parents=True, exist_ok=True)
         options.json.write_text(json.dumps(results, indent=1))

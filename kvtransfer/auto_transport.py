@@ -42,7 +42,7 @@ class AutoTransport:
                 self._chosen[peer] = self._nixl
                 return
             except BatonError as error:
-                log.info("reading from %s over plain TCP: %s", peer, error.message)
+                log.info("reading from %s over TCP: %s", peer, error.message)
         self._tcp.connect(peer, tcp)
         self._chosen[peer] = self._tcp
 

@@ -113,7 +113,8 @@ class _Read:
 
 class NixlTransport:
     """`agent_name` is unique to this incarnation of the process. If `ucx` names no devices, UCX listens on the interface of the address
-    `host` and, except on loopback, on RDMA devices. `allow_tcp` permits links over UCX's TCP; see above.
+    `host` and, except on loopback, on RDMA devices. `allow_tcp` permits links over UCX's TCP; see above. `in_memory_only` permits no link
+    that leaves this host: NIXL encrypts nothing.
 
     Raises ImportError if NIXL is missing, BatonError(TRANSFER_FAILED) if UCX does not start with these settings.
     """
@@ -128,6 +129,7 @@ class NixlTransport:
         *,
         ucx: Ucx | None = None,
         allow_tcp: bool = False,
+        in_memory_only: bool = False,
     ) -> None:
         self._pool = pool
         self._name = agent_name
@@ -141,6 +143,7 @@ class NixlTransport:
         with ucx_environment(settings) as self._settings:
             self._agent = _start_agent(agent_name, self._settings)
         self._allow_tcp = allow_tcp
+        self._in_memory_only = in_memory_only
         self._rdma = uses_rdma(self._settings)
         self._probe = np.zeros(PROBE_BYTES, dtype=np.uint8)
         regions = [(pool.address, pool.nbytes, 0, ""), (self._probe.ctypes.data, PROBE_BYTES, 0, "")]
@@ -240,6 +243,8 @@ class NixlTransport:
             while not link.inline and (probes < PROBES or time.monotonic() < enough):
                 link.inline = self._transfer(link, deadline, partial(self._probe_of, link))
                 probes += 1
+            if self._in_memory_only and not link.inline:
+                raise transfer_failed("NIXL would send KV over the network in clear, and this cluster has TLS; use the tcp transport")
             if not (link.inline or self._rdma or self._allow_tcp):
                 raise transfer_failed("UCX reaches it only over TCP, which is not safe; configure the tcp transport")
             with self._lock:

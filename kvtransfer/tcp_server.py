@@ -8,6 +8,7 @@ import logging
 import os
 import selectors
 import socket
+import ssl
 import threading
 import time
 from collections import deque
@@ -31,10 +32,11 @@ IDLE_S = 120.0  # readers drop connections that are idle for `wire.IDLE_LIMIT`, 
 
 
 class Server:
-    def __init__(self, pool: KvPool, host: str, port: int, key: bytes) -> None:
+    def __init__(self, pool: KvPool, host: str, port: int, key: bytes, tls: wire.Tls | None = None) -> None:
         self.instance = os.urandom(wire.INSTANCE_BYTES)
         self._pool = pool
         self._key = key
+        self._tls = tls
         self._strangers = threading.BoundedSemaphore(MAX_STRANGERS)
         self._lock = threading.Lock()
         self._open: set[socket.socket] = set()  # all connections
@@ -116,6 +118,13 @@ class Server:
         if not self._strangers.acquire(blocking=False):
             sock.close()
             return
+        if self._tls is not None:
+            try:
+                sock = self._tls.server().wrap_socket(sock, server_side=True, do_handshake_on_connect=False)
+            except OSError as error:  # gone already
+                log.debug("KV reader gone: %s", error)
+                self._strangers.release()
+                return
         with self._lock:
             self._open.add(sock)
         self._greeters.submit(self._greet, sock)
@@ -137,6 +146,9 @@ class Server:
             else:
                 log.warning("a KV reader was turned away: %d connections are open", MAX_CONNECTIONS)
                 self._drop(sock)
+        except ssl.SSLError as error:
+            log.warning("a KV reader was refused: %s", error)
+            self._drop(sock)
         except OSError as error:
             log.debug("KV reader gone: %s", error)
             self._drop(sock)

@@ -1,8 +1,9 @@
-"""Moves blocks over plain TCP sockets. Works on any platform without extra packages, and is the reference for what a transport must do.
+"""Moves blocks over TCP sockets, inside TLS if the cluster has it. Works on any platform without extra packages, and is the reference for
+what a transport must do.
 
 This is the reader's end; `kvtransfer.tcp_server` is the serving end, and `kvtransfer.tcp_wire` defines the protocol between them.
 
-Bytes go from the server's pool to the socket and from the socket to the reader's pool; Python makes no copy. A read that fails or
+Bytes go from the server's pool to the socket (or its TLS) and from there to the reader's pool; Python makes no copy. A read that fails or
 runs out of time closes its connection, so nothing can land later: this transport never raises ReadPending.
 """
 
@@ -28,10 +29,20 @@ class TcpTransport:
 
     name = "tcp"
 
-    def __init__(self, pool: KvPool, host: str, cluster_key: bytes, *, port: int = 0, advertise: str | None = None) -> None:
+    def __init__(
+        self,
+        pool: KvPool,
+        host: str,
+        cluster_key: bytes,
+        *,
+        port: int = 0,
+        advertise: str | None = None,
+        tls: wire.Tls | None = None,
+    ) -> None:
         self._pool = pool
         self._key = cluster_key
-        self._server = Server(pool, host, port, cluster_key)
+        self._tls = tls
+        self._server = Server(pool, host, port, cluster_key, tls)
         layout = pool.layout
         self._address = wire.Address(self._server.instance, pool.num_blocks, layout.block_bytes, advertise or host, self._server.port)
         self._lock = threading.Lock()
@@ -42,7 +53,8 @@ class TcpTransport:
         return self._address.pack()
 
     def backend_detail(self) -> str:
-        return f"plain TCP sockets; serves on {self._address.host} port {self._address.port}"
+        kind = "TCP sockets inside TLS" if self._tls else "plain TCP sockets"
+        return f"{kind}; serves on {self._address.host} port {self._address.port}"
 
     def connect(self, peer: str, address: bytes) -> None:
         target = wire.Address.parse(address)
@@ -54,7 +66,7 @@ class TcpTransport:
                 raise transfer_failed("the transport is closed")
             link = self._peers.get(peer)
             if link is None or link.target != target:
-                stale, link = link, _Peer(peer, target, self._key)
+                stale, link = link, _Peer(peer, target, self._key, self._tls)
                 fresh = self._peers[peer] = link
         if stale is not None:
             stale.close()
@@ -109,8 +121,9 @@ class TcpTransport:
 class _Peer:
     """The connections to one peer."""
 
-    def __init__(self, name: str, target: wire.Address, key: bytes) -> None:
+    def __init__(self, name: str, target: wire.Address, key: bytes, tls: wire.Tls | None) -> None:
         self.target = target
+        self._tls = tls
         self._name = name
         self._key = key
         self._slots = threading.BoundedSemaphore(CONNECTIONS_PER_PEER)
@@ -126,7 +139,7 @@ class _Peer:
             raise transfer_failed(f"all connections to {self._name} are busy")
         sock = None
         try:
-            sock = self._take_idle() or wire.open_connection(self.target, self._key, deadline)
+            sock = self._take_idle() or wire.open_connection(self.target, self._key, deadline, self._tls)
             with self._lock:
                 if self._closed:
                     raise ConnectionAbortedError("disconnected")

@@ -9,14 +9,17 @@ A connection, in order (integers little-endian, proofs HMAC-SHA256 under the clu
 5. any number of times: reader → server count, indices of blocks; server → reader OK and the bytes of the blocks, or OUT_OF_RANGE
 
 So before anything else is sent, both sides prove that they have the key, and the server proves that it is the process that gave the
-address. This authenticates the peer, not each byte: where others can inject packets, the network has to be encrypted.
+address. This authenticates the peer, not each byte: where others can inject packets or read them, the connection has to be inside TLS
+(`Tls`). Then the steps above are its content, and both sides must have TLS: a plain reader and a TLS server do not understand each other.
 """
 
 import hmac
 import os
 import socket
+import ssl
 import struct
 import time
+from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import dataclass
 
@@ -36,7 +39,18 @@ INDEX = np.dtype("<u4")
 CONNECT_TIMEOUT = 5.0
 HANDSHAKE_TIMEOUT = 2.0  # how long a server waits for the proof of a new connection
 STALL_TIMEOUT = 30.0  # a reader that accepts no byte for this long loses its connection
+TLS_PIECE = 256 << 10  # bytes handed to TLS at a time: it reports progress only when all of them are sent, and STALL_TIMEOUT needs progress
 IDLE_LIMIT = 30.0  # a device in between may have silently forgotten a connection that is idle for longer: its reader drops it
+
+
+@dataclass(frozen=True, slots=True)
+class Tls:
+    """`server` and `client` return the context for the next connection, so that certificates can change. `name`: what a server's
+    certificate must contain; None: the address."""
+
+    server: Callable[[], ssl.SSLContext]
+    client: Callable[[], ssl.SSLContext]
+    name: str | None
 
 
 @dataclass(frozen=True, slots=True)
@@ -63,13 +77,17 @@ class Address:
         return cls(instance, num_blocks, block_bytes, host, port)
 
 
-def open_connection(target: Address, key: bytes, deadline: float) -> socket.socket:
-    """Opens a connection on which both sides have proved the key. Raises OSError; ConnectionRefusedError if the server has another key,
-    is not the process that gave the address, or already serves as many readers as it can."""
+def open_connection(target: Address, key: bytes, deadline: float, tls: Tls | None = None) -> socket.socket:
+    """Opens a connection on which both sides have proved the key. Raises OSError (ssl.SSLError for a certificate that is refused);
+    ConnectionRefusedError if the server has another key, is not the process that gave the address, or already serves as many readers as it
+    can."""
     deadline = min(deadline, time.monotonic() + CONNECT_TIMEOUT)
     sock = socket.create_connection((target.host, target.port), timeout=left(deadline))
     try:
         tune(sock)
+        if tls is not None:
+            sock = tls.client().wrap_socket(sock, server_hostname=tls.name or target.host, do_handshake_on_connect=False)
+            shake(sock, deadline)
         nonce = os.urandom(NONCE_BYTES)
         send(sock, MAGIC + nonce, deadline)
         answer = receive(sock, NONCE_BYTES + PROOF_BYTES, deadline)
@@ -92,12 +110,20 @@ def prove_as_server(sock: socket.socket, key: bytes, instance: bytes) -> bool:
     """Runs steps 1 to 3. Returns False if the other side does not know the key. Raises OSError if it does not answer in time."""
     deadline = time.monotonic() + HANDSHAKE_TIMEOUT
     tune(sock)
+    shake(sock, deadline)
     hello = receive(sock, len(MAGIC) + NONCE_BYTES, deadline)
     if not hello.startswith(MAGIC):
         raise ConnectionRefusedError("not a KV reader")
     nonces = hello[len(MAGIC) :] + os.urandom(NONCE_BYTES)
     send(sock, nonces[NONCE_BYTES:] + proof(key, b"server", instance, nonces), deadline)
     return hmac.compare_digest(receive(sock, PROOF_BYTES, deadline), proof(key, b"reader", instance, nonces))
+
+
+def shake(sock: socket.socket, deadline: float) -> None:
+    """The handshake of TLS; nothing for a plain socket."""
+    if isinstance(sock, ssl.SSLSocket):
+        sock.settimeout(left(deadline))
+        sock.do_handshake()
 
 
 def proof(key: bytes, side: bytes, instance: bytes, nonces: bytes) -> bytes:
@@ -122,7 +148,7 @@ def send(sock: socket.socket, data: bytes | memoryview, deadline: float | None) 
     view = memoryview(data)
     while view:
         sock.settimeout(STALL_TIMEOUT if deadline is None else left(deadline))
-        view = view[sock.send(view) :]
+        view = view[sock.send(view[:TLS_PIECE] if isinstance(sock, ssl.SSLSocket) else view) :]
 
 
 def receive_into(sock: socket.socket, view: memoryview, deadline: float | None) -> None:
@@ -153,7 +179,7 @@ def is_quiet(sock: socket.socket) -> bool:
     """Whether the connection is open with nothing to read: bytes on an idle connection mean that it ended or the other side is confused."""
     sock.settimeout(0)
     try:
-        sock.recv(1, socket.MSG_PEEK)
+        socket.socket.recv(sock, 1, socket.MSG_PEEK)  # under TLS, too: what arrived, not what it means
     except BlockingIOError:
         return True
     except OSError:
@@ -162,5 +188,6 @@ def is_quiet(sock: socket.socket) -> bool:
 
 
 def shut(sock: socket.socket) -> None:
+    """Wakes the thread that uses the socket. Not `SSLSocket.shutdown`: that ends TLS first, and the thread would go on in clear."""
     with suppress(OSError):
-        sock.shutdown(socket.SHUT_RDWR)
+        socket.socket.shutdown(sock, socket.SHUT_RDWR)

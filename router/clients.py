@@ -18,7 +18,7 @@ from baton.cluster.errors import BatonError, Reason
 from baton.cluster.handoff import Handoff
 from baton.cluster.messages import plain
 from baton.cluster.records import ROLES, Load, RoleName, WorkerRecord, WorkerState
-from baton.cluster.rpc import channel, to_error
+from baton.cluster.rpc import Line, to_error
 from baton.engine.block_key import KEY_BYTES
 from baton.engine.sampling import FIELDS
 from baton.v1 import generation_pb2, worker_pb2, worker_pb2_grpc
@@ -112,7 +112,7 @@ class Workers:
 
     def __init__(self, security: SecurityConfig) -> None:
         self._security = security
-        self._channels: dict[_Identity, grpc.aio.Channel] = {}  # each process has its own, even at an old address
+        self._channels: dict[_Identity, Line] = {}  # each process has its own, even at an old address
         self._gone: dict[_Identity, None] = {}  # nothing is opened to these again; oldest first
         self._sessions: dict[_Identity, DecodeSession] = {}
         self._releases: set[asyncio.Task[None]] = set()
@@ -231,8 +231,8 @@ class Workers:
         if identity in self._gone:
             raise BatonError(Reason.WORKER_LOST, f"{worker.name} is gone")
         if identity not in self._channels:
-            self._channels[identity] = channel(worker.address, self._security)
-        return self._channels[identity]
+            self._channels[identity] = Line(worker.address, self._security)
+        return self._channels[identity].channel()
 
     def _session(self, worker: WorkerRecord) -> "DecodeSession":
         identity = _identity(worker)

@@ -15,8 +15,9 @@ import asyncio
 import logging
 import math
 import time
-from collections.abc import Awaitable, Callable
+from collections.abc import Awaitable, Callable, Mapping
 from dataclasses import dataclass
+from types import MappingProxyType
 from typing import Any, TypeVar
 
 from limits import RateLimitItemPerMinute
@@ -29,6 +30,7 @@ from baton.cluster.keys import Quota
 from baton.cluster.redis_url import parse
 
 log = logging.getLogger(__name__)
+NO_TLS: Mapping[str, Any] = MappingProxyType({})
 AGAIN_S = 1.0  # pause before Redis is asked again after a failure
 T = TypeVar("T")
 
@@ -169,9 +171,10 @@ class Unlimited:
         pass
 
 
-def redis_counters(url: str, cluster: str) -> Storage:
-    """Counters beside the registry's own keys (`baton.cluster.redis_registry`). Creating them does not contact Redis."""
-    options: dict[str, Any] = {"wrap_exceptions": True, "implementation": "redispy", "key_prefix": f"baton:{{{cluster}}}:rate"}
+def redis_counters(url: str, cluster: str, tls: Mapping[str, Any] = NO_TLS) -> Storage:
+    """Counters beside the registry's own keys (`baton.cluster.redis_registry`). Creating them does not contact Redis. `tls`: options of
+    redis-py (`tls_options`)."""
+    options: dict[str, Any] = {"wrap_exceptions": True, "implementation": "redispy", "key_prefix": f"baton:{{{cluster}}}:rate", **tls}
     match parse(url).kind:
         case "sentinel":
             return RedisSentinelStorage(url, use_replicas=False, **options)

@@ -24,6 +24,7 @@ from baton.cluster.membership import Membership, draw_incarnation, process_name
 from baton.cluster.metrics import Book
 from baton.cluster.metrics_http import Exposition, MetricsServer
 from baton.cluster.records import RouterRecord
+from baton.cluster.redis_registry import tls_options
 from baton.cluster.rpc import Admit, Check, Server, Tasks
 from baton.cluster.tracing import make_tracer
 from baton.v1 import generation_pb2, generation_pb2_grpc, worker_pb2_grpc
@@ -202,7 +203,8 @@ class RouterProcess:
         redis = self.config.redis
         if not self._keys.limited:
             return Unlimited()
-        return Rates(redis_counters(redis.url, self.config.cluster.name), self._keys.quota, redis.command_timeout_s)
+        counters = redis_counters(redis.url, self.config.cluster.name, tls_options(redis.url, self.config.security))
+        return Rates(counters, self._keys.quota, redis.command_timeout_s)
 
     def _targets(self) -> list[str]:
         routers = [record.endpoints["metrics"] for record in self._peers.others if "metrics" in record.endpoints]

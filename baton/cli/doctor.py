@@ -172,7 +172,7 @@ def _timed(action: Callable[[], object]) -> float:
 
 def _redis(config: Config) -> Finding:
     async def ask(url: str) -> float:
-        registry = RedisRegistry(url, "baton-doctor", config.redis)
+        registry = RedisRegistry(url, "baton-doctor", config.redis, config.security)
         try:
             await registry.ping()
             began = time.perf_counter()

@@ -358,6 +358,12 @@ class SecurityConfig(Section):
     api_keys: str | None = Field(
         default=None, min_length=1, description="File of API keys, one NAME SHA256HEX [TENANT] ... per line. Not set: no key is required."
     )
+    redis_ca: str | None = Field(
+        default=None,
+        min_length=1,
+        description="PEM file of the authority of a rediss:// server; by default tls_ca, and without it the system's. The server's"
+        " certificate must contain the host of redis.url. Processes show it tls_cert, if that is set.",
+    )
     requests_per_minute: int | None = Field(
         default=None,
         ge=1,

@@ -12,4 +12,4 @@ def connect_registry(config: Config) -> Registry:
             "redis.url: 'embedded' is for `baton up`, which starts the server; a process started by hand needs the address"
             " (BATON_REDIS_URL=redis://host:port)"
         )
-    return RedisRegistry(config.redis.url, config.cluster.name, config.redis)
+    return RedisRegistry(config.redis.url, config.cluster.name, config.redis, config.security)

@@ -33,7 +33,7 @@ from redis.exceptions import (
 from redis.exceptions import ConnectionError as RedisConnectionError
 from redis.exceptions import TimeoutError as RedisTimeoutError
 
-from baton.cluster.config import RedisConfig
+from baton.cluster.config import RedisConfig, SecurityConfig
 from baton.cluster.records import BlockEvent, Kind, Pools, Record, RouterRecord, WorkerRecord, kind_of
 from baton.cluster.redis_url import parse
 from baton.cluster.registry import EVENTS_BATCH, FENCE_LIFETIMES, RegistryUnavailable, StaleIncarnation
@@ -100,14 +100,16 @@ end
 
 
 class RedisRegistry:
-    """`url`: see `redis_url`; for an embedded server, the address that it was started with."""
+    """`url`: see `redis_url`; for an embedded server, the address that it was started with. `security`: the authority and the certificate
+    for rediss://."""
 
-    def __init__(self, url: str, cluster: str, config: RedisConfig) -> None:
+    def __init__(self, url: str, cluster: str, config: RedisConfig, security: SecurityConfig | None = None) -> None:
         self.garbage = 0
         self._prefix = f"baton:{{{cluster}}}:"
         self._config = config
-        self._commands = _client(url, config)
-        self._blocking = _client(url, config)  # a blocked XREAD holds its connection
+        tls = tls_options(url, security or SecurityConfig())
+        self._commands = _client(url, config, tls)
+        self._blocking = _client(url, config, tls)  # a blocked XREAD holds its connection
 
     async def join(self, record: Record) -> None:
         ttl_ms = round(self._config.record_ttl_s * 1000)
@@ -214,7 +216,19 @@ class RedisRegistry:
             raise RegistryUnavailable(_kind(error), f"Redis: {error}") from error
 
 
-def _client(url: str, config: RedisConfig) -> Client:
+def tls_options(url: str, security: SecurityConfig) -> dict[str, Any]:
+    """Options of redis-py for this URL. It reads the files at every new connection, so new ones need no restart."""
+    if not url.startswith("rediss:"):
+        return {}
+    files = {
+        "ssl_ca_certs": security.redis_ca or security.tls_ca,
+        "ssl_certfile": security.tls_cert,
+        "ssl_keyfile": security.tls_key,
+    }
+    return {"ssl_cert_reqs": "required", "ssl_check_hostname": True, **{name: file for name, file in files.items() if file}}
+
+
+def _client(url: str, config: RedisConfig, tls: dict[str, Any]) -> Client:
     # RESP2 saves each new connection a round trip. The timeouts of redis-py are off: `_bounded` is the only clock.
     options: dict[str, Any] = {"protocol": 2, "socket_timeout": None, "socket_connect_timeout": None, "max_connections": _CONNECTIONS}
     address = parse(url)
@@ -228,7 +242,7 @@ def _client(url: str, config: RedisConfig) -> Client:
         asking: dict[str, Any] = {"socket_timeout": patience_s, "socket_connect_timeout": patience_s, "retry": once, **login}
         sentinels = Sentinel(list(address.hosts), sentinel_kwargs=asking)  # type: ignore[no-untyped-call]
         return cast(Redis, sentinels.master_for(address.master, db=address.db, **options, **login))
-    return Redis.from_url(url, **options)
+    return Redis.from_url(url, **options, **tls)
 
 
 def _send(client: Client, *command: str | bytes | int) -> Awaitable[Any]:

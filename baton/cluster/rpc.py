@@ -7,7 +7,7 @@ import asyncio
 import inspect
 import logging
 from collections.abc import Awaitable, Callable, Iterable
-from contextlib import aclosing
+from contextlib import AsyncExitStack, aclosing
 from typing import Any, NoReturn, TypeAlias
 
 import grpc
@@ -20,7 +20,7 @@ from grpc_status import rpc_status
 from baton.cluster.address import advertised, is_loopback, target
 from baton.cluster.config import Config, SecurityConfig
 from baton.cluster.errors import BatonError, Reason, Violation, invalid
-from baton.cluster.tls import channel_credentials, name_options, server_credentials
+from baton.cluster.tls import Identity, certificates, channel_credentials, name_options, server_credentials
 
 log = logging.getLogger(__name__)
 Context: TypeAlias = "grpc.aio.ServicerContext[Any, Any]"
@@ -209,6 +209,31 @@ def channel(address: str, security: SecurityConfig) -> grpc.aio.Channel:
     if credentials is None:
         return grpc.aio.insecure_channel(address, options=CHANNEL_OPTIONS)
     return grpc.aio.secure_channel(address, credentials, options=[*CHANNEL_OPTIONS, *name_options(security.server_name)])
+
+
+class Line:
+    """Channels to one of our own processes. When our certificates change, new calls use a channel with the new ones, so that a connection
+    that has to be made again does not show an old one; running calls stay where they are."""
+
+    def __init__(self, address: str, security: SecurityConfig) -> None:
+        """Raises ConfigError for a certificate that cannot be used."""
+        self._address = address
+        self._security = security
+        self._files = certificates(security)
+        self._shown: Identity | None = None
+        self._opened: list[grpc.aio.Channel] = []
+
+    def channel(self) -> grpc.aio.Channel:
+        now = self._files.current() if self._files else None
+        if not self._opened or now is not self._shown:
+            self._shown = now
+            self._opened.append(channel(self._address, self._security))
+        return self._opened[-1]
+
+    async def close(self, grace: float | None = None) -> None:
+        async with AsyncExitStack() as closers:  # all of them, even if this is cancelled
+            for opened in self._opened:
+                closers.push_async_callback(opened.close, grace)
 
 
 async def abort(context: Context, error: BatonError) -> NoReturn:

@@ -46,12 +46,13 @@ from baton.worker.identity import Identity
 from baton.worker.kv_door import KvExchangeDoor
 from baton.worker.kv_peers import Peers
 from baton.worker.kv_port import KvPort, Place
+from baton.worker.kv_tls import kv_tls
 from baton.worker.meter import Meter
 from baton.worker.role import Mounts, Role
 from baton.worker.stall import Activity, Stall
 from kvtransfer.handle import mac_key
 from kvtransfer.importer import peer_name
-from kvtransfer.select import make_transport
+from kvtransfer.select import Tcp, make_transport
 from kvtransfer.transport import Transport
 from kvtransfer.ucx import Ucx
 
@@ -129,7 +130,7 @@ class Host:
             host=config.cluster.host,
             key=self.key,
             advertise=advertised(config),
-            port=config.kv.port,
+            tcp=Tcp(config.kv.port, kv_tls(config.security)),
             ucx=Ucx(config.kv.ucx_tls, config.kv.ucx_net_devices, config.kv.ucx_port_range),
         )
         self._closers.push_async_callback(asyncio.to_thread, self.transport.close)

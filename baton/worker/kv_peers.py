@@ -7,7 +7,7 @@ import grpc
 
 from baton.cluster.config import SecurityConfig
 from baton.cluster.errors import BatonError, Reason
-from baton.cluster.rpc import Tasks, channel, to_error
+from baton.cluster.rpc import Line, Tasks, to_error
 from baton.engine.kvcache import KvLayout
 from baton.v1 import worker_pb2 as pb
 from baton.v1 import worker_pb2_grpc
@@ -25,16 +25,15 @@ class Peers:
         self._name = name
         self._incarnation = incarnation
         self._security = security
-        self._channels: dict[str, grpc.aio.Channel] = {}  # oldest first
+        self._channels: dict[str, Line] = {}  # oldest first
         self._closing = Tasks(lambda error: None)
 
     def connect(self, address: str) -> "PeerClient":
         if address not in self._channels:
-            self._channels[address] = channel(address, self._security)
+            self._channels[address] = Line(address, self._security)
             if len(self._channels) > MAX_CHANNELS:  # workers come and go, each time on another port
                 self._closing.start(self._channels.pop(next(iter(self._channels))).close(CALL_TIMEOUT_S), "close channel")
-        stub = worker_pb2_grpc.KvExchangeStub(self._channels[address])
-        return PeerClient(stub, self._name, self._incarnation)
+        return PeerClient(self._channels[address], self._name, self._incarnation)
 
     async def close(self) -> None:
         await self._closing.close()
@@ -45,10 +44,14 @@ class Peers:
 class PeerClient:
     """Implements `kvtransfer.importer.Peer`."""
 
-    def __init__(self, stub: worker_pb2_grpc.KvExchangeStub, name: str, incarnation: int) -> None:
-        self._stub = stub
+    def __init__(self, line: Line, name: str, incarnation: int) -> None:
+        self._line = line
         self._name = name
         self._incarnation = incarnation
+
+    @property
+    def _stub(self) -> worker_pb2_grpc.KvExchangeStub:
+        return worker_pb2_grpc.KvExchangeStub(self._line.channel())
 
     async def handshake(self, layout: KvLayout, transport: str) -> PeerFacts:
         request = pb.HandshakeRequest(worker=self._name, incarnation=self._incarnation, contract=pack_layout(layout), transport=transport)

@@ -16,7 +16,7 @@ from baton.cluster.config import Config, ConfigError, SecurityConfig
 from baton.cluster.guard import Guard
 from baton.cluster.metrics import Book
 from baton.cluster.metrics_http import Exposition, MetricsServer
-from baton.cluster.rpc import Server, channel
+from baton.cluster.rpc import Line, Server, channel
 from baton.cluster.tls import certificates
 
 NAME = "baton.internal"
@@ -158,6 +158,28 @@ class TestReload:
                 assert line.levelname == "ERROR" and broken in line.message
             authority.replace(files, other)
             assert await accepted(channel(address, authority.security(other))), "the next good files were not used"
+
+    async def test_calls_to_a_process_show_new_certificates(self, tmp_path: Path) -> None:
+        files, newer = authority.make(tmp_path / "files"), authority.make(tmp_path / "newer")
+        first = Server(Config(security=authority.security(files)), 1 << 20)
+        address = first.bind(0)
+        await first.start()
+        await first.health.set("", health_pb2.HealthCheckResponse.SERVING)
+        line, plain = Line(address, authority.security(files)), channel(address, authority.security(files))
+        for opened in (line.channel(), plain):
+            await health_pb2_grpc.HealthStub(opened).Check(health_pb2.HealthCheckRequest(), timeout=20)
+        assert line.channel() is line.channel()
+        authority.replace(files, newer)
+        await first.stop(None)  # its connections end
+        second = Server(Config(security=authority.security(files)), 1 << 20)
+        second.bind(int(address.rpartition(":")[2]))
+        await second.start()
+        await second.health.set("", health_pb2.HealthCheckResponse.SERVING)
+        request = health_pb2.HealthCheckRequest()
+        await health_pb2_grpc.HealthStub(line.channel()).Check(request, timeout=20, wait_for_ready=True)
+        assert not await accepted(plain), "negative control: a channel keeps the certificates that it began with"
+        await line.close()
+        await second.stop(None)
 
     async def test_a_process_without_changes_reads_its_files_once(self, ours: Path) -> None:
         first = certificates(authority.security(ours))

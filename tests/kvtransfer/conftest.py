@@ -12,6 +12,7 @@ from pathlib import Path
 from types import ModuleType
 from typing import Any, TypeVar
 
+import authority
 import numpy as np
 import pytest
 
@@ -114,6 +115,14 @@ class Reader:
         before = self.pool.array.copy()
         time.sleep(seconds)
         return np.array_equal(before, self.pool.array)
+
+
+@pytest.fixture(scope="session", autouse=True)
+def certificates(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
+    """For the kind `tls`, in this process and in its peers."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("BATON_TEST_TLS", str(folder := authority.make(tmp_path_factory.mktemp("kv") / "tls")))
+        yield folder
 
 
 StartPeer = Callable[..., Peer]

@@ -13,14 +13,18 @@ import struct
 import sys
 import time
 from hashlib import blake2b
+from pathlib import Path
 from typing import Any
 
 import numpy as np
 
+from baton.cluster.config import SecurityConfig
 from baton.cluster.errors import BatonError
 from baton.engine.kvcache import KvLayout, KvPool
+from baton.worker.kv_tls import kv_tls
 from kvtransfer.auto_transport import AutoTransport
 from kvtransfer.select import make_transport
+from kvtransfer.tcp_transport import TcpTransport
 from kvtransfer.transport import Transport
 from kvtransfer.ucx import Ucx
 
@@ -37,10 +41,11 @@ def pattern(seed: int, num_blocks: int, block_bytes: int) -> np.ndarray:
 
 
 def transport(kind: str, name: str, pool: KvPool, host: str = "127.0.0.1", key: str = "key", **options: Any) -> Transport:
-    """`kind`: "nixl", "nixl-tcp" (NIXL without copies between processes), "tcp", "auto" or "auto-tcp" (auto without NIXL)."""
+    """`kind`: "nixl", "nixl-tcp" (NIXL without copies between processes), "tcp", "tls" (TCP inside it, with the certificates of the folder
+    BATON_TEST_TLS), "auto" or "auto-tcp" (auto without NIXL)."""
+    if kind == "tls":
+        return TcpTransport(pool, host, key.encode(), **{"tls": kv_tls(security(Path(os.environ["BATON_TEST_TLS"]))), **options})
     if kind in ("tcp", "auto-tcp"):
-        from kvtransfer.tcp_transport import TcpTransport
-
         tcp = TcpTransport(pool, host, key.encode(), **options)
         return tcp if kind == "tcp" else AutoTransport(None, tcp)
     if kind == "auto":
@@ -49,8 +54,12 @@ def transport(kind: str, name: str, pool: KvPool, host: str = "127.0.0.1", key: 
 
     network_only: dict[str, Any] = {"tls": "tcp", "allow_tcp": True} if kind == "nixl-tcp" else {}
     settings = network_only | options
-    allow_tcp = settings.pop("allow_tcp", False)
-    return NixlTransport(name, pool, host, ucx=Ucx(**settings), allow_tcp=allow_tcp)
+    permits = {permit: settings.pop(permit, False) for permit in ("allow_tcp", "in_memory_only")}
+    return NixlTransport(name, pool, host, ucx=Ucx(**settings), **permits)
+
+
+def security(folder: Path) -> SecurityConfig:
+    return SecurityConfig(tls_cert=f"{folder}/server.pem", tls_key=f"{folder}/server.key", tls_ca=f"{folder}/ca.pem")
 
 
 def forbid_reading_other_processes() -> None:

@@ -144,6 +144,9 @@ def test_ucx_over_tcp_is_refused_where_processes_cannot_read_each_other(start_pe
     address, blocks = served.transport.address().hex(), list(range(64))
     assert start_peer("nixl", "free:1").ask("read", "served:1", address, blocks, blocks) is None
     assert "configure the tcp transport" in start_peer("nixl", "confined:1", forbid=True).ask("read", "served:1", address, blocks, blocks)
+    in_tls = start_peer("nixl", "confined:3", forbid=True, allow_tcp=True, in_memory_only=True)
+    assert "in clear" in in_tls.ask("read", "served:1", address, blocks, blocks), "not even where UCX over TCP is allowed"
+    assert start_peer("nixl", "free:2", in_memory_only=True).ask("read", "served:1", address, blocks, blocks) is None
     allowed = start_peer("nixl", "confined:2", forbid=True, allow_tcp=True)
     assert allowed.ask("read", "served:1", address, blocks, blocks) is None
     assert "TCP" in allowed.ask("detail")

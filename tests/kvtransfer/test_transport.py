@@ -24,10 +24,10 @@ if TYPE_CHECKING:
 Refused = Callable[[], AbstractContextManager[pytest.ExceptionInfo[BatonError]]]
 Pair = Callable[[str], "tuple[Reader, Peer]"]
 
-KINDS = ["nixl", "nixl-tcp", "tcp", "auto", "auto-tcp"] if sys.platform == "linux" else ["tcp", "auto"]
+KINDS = ["nixl", "nixl-tcp", "tcp", "tls", "auto", "auto-tcp"] if sys.platform == "linux" else ["tcp", "tls", "auto"]
 IN_MEMORY = {"nixl", "auto"}  # where one process may read another's memory: such a copy needs no answer from the peer
 OVER_NETWORK = [kind for kind in KINDS if kind not in IN_MEMORY]  # a stopped process cannot serve these
-ON_SOCKETS = {"tcp", "auto-tcp"}  # our own sockets: a failed read is never left pending
+ON_SOCKETS = {"tcp", "tls", "auto-tcp"}  # our own sockets: a failed read is never left pending
 QUICK = 5.0  # seconds within which a dead peer must be noticed
 
 every_kind = pytest.mark.parametrize("kind", KINDS)

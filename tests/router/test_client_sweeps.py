@@ -181,7 +181,7 @@ async def test_losing_a_worker_closes_its_channel_even_if_cancelled_at_any_await
                 await honest(*arguments)
                 closed.append(old)
 
-            old.close = close
+            old.close = close  # type: ignore[assignment, method-assign]
 
         await use()
         async for task in cancelled(lambda: workers.lose(d0)):

@@ -3,16 +3,20 @@
 import json
 import os
 import signal
+import socket
+import ssl
 import subprocess
 import sys
 import time
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 from authority import make
 from live_cluster import Cluster, cluster, toy
 
+from baton.cli import certs
 from baton.cli.certs import SERVER_NAME
 from baton.cluster.packages import command
 from baton.launch.state import alive
@@ -40,7 +44,8 @@ def authority(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="module")
 def secured(model: Path, authority: Path) -> Iterator[Cluster]:
-    with cluster(model, tls=authority) as running:
+    """KV over TCP, so that it goes through TLS, too."""
+    with cluster(model, "--kv.transport", "tcp", tls=authority) as running:
         yield running
 
 
@@ -91,6 +96,35 @@ def test_flags_or_a_profile_reach_a_tls_cluster_with_every_command(secured: Clus
     finally:
         del secured.env["BATON_CLIENT_CONFIG"]
         secured.env["BATON_STATE_DIR"] = state
+
+
+def test_kv_moves_inside_tls_and_certificates_are_renewed_while_the_cluster_runs(secured: Cluster, authority: Path) -> None:
+    def handoff(opening: str) -> dict[str, Any]:
+        """Of a prompt that no worker caches."""
+        done = secured.baton("generate", f"{opening} {PROMPT}", "--json", "--name", secured.name)
+        assert done.returncode == 0, done.stderr
+        told: dict[str, Any] = json.loads(done.stdout)["handoff"]
+        return told
+
+    told = handoff("first")
+    assert told["transport"] == "tcp" and told["blocks"] and not told["recomputed_tokens"]
+    before = {door: served_certificate(getattr(secured, door), authority) for door in ("grpc", "http", "admin", "page")}
+    assert {*before.values()} == {(authority / "server.pem").read_text()}
+    certs.make(authority, renew=True)
+    after = {served_certificate(getattr(secured, door), authority) for door in before}
+    assert after == {(authority / "server.pem").read_text()} and not after & {*before.values()}
+    assert handoff("second")["blocks"] and secured.baton("status", "--name", secured.name).returncode == 0
+    assert "Traceback" not in "".join(secured.log(name) for name in ("router-0", "prefill-0", "decode-0"))
+
+
+def served_certificate(address: str, authority: Path) -> str:
+    """The PEM text of the certificate that a door presents to a client of the cluster."""
+    context = ssl.create_default_context(cafile=authority / "ca.pem")
+    context.load_cert_chain(authority / "client.pem", authority / "client.key")
+    context.set_alpn_protocols(["h2"])
+    host, _, port = address.rpartition(":")
+    with socket.create_connection((host, int(port)), 30) as plain, context.wrap_socket(plain, server_hostname=SERVER_NAME) as sock:
+        return ssl.DER_cert_to_PEM_cert(sock.getpeercert(binary_form=True) or b"")
 
 
 def test_without_the_tls_files_commands_are_refused(secured: Cluster) -> None:
