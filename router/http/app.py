@@ -15,7 +15,7 @@ import asyncio
 import logging
 import re
 import time
-from collections.abc import AsyncGenerator, Callable, Sequence
+from collections.abc import AsyncGenerator, Callable, Iterable, Sequence
 from contextlib import aclosing
 from importlib.metadata import version
 from typing import Any, TypeVar
@@ -33,6 +33,7 @@ from baton.cluster.errors import BatonError, Reason
 from baton.cluster.keys import ApiKeys
 from router.http import openai_in
 from router.http.errors import HttpError, bad_value, to_http, to_json
+from router.http.event_id import HEADER, Numbering, last_event, resume
 from router.http.openai_in import Asked, Caller
 from router.http.openai_out import Writer
 from router.http.openapi import document
@@ -119,10 +120,15 @@ class HttpDoor:
     async def _generate(self, request: Request, read: ReadBody) -> Response:
         caller = self._caller(request)
         asked = await self._read(request, lambda body: read(body, caller))
+        last = last_event(request.headers.get(HEADER)) if asked.stream else None
+        if last is not None:
+            chosen = caller.request_id == request.headers.get("x-request-id")
+            asked = resume(asked, last, caller.request_id if chosen else "")
         events = self._events(asked, _timeout_s(request))
         writer = Writer(asked, self._tokenizer, caller.request_id, self._service.model_name)
         if asked.stream:
-            return EventStream(_chunks(events, writer), self._longest_s, self._refusal)
+            numbering = Numbering(asked, last) if len(asked.asks) == 1 else None
+            return EventStream(_chunks(events, writer, numbering), self._longest_s, self._refusal)
         async with while_connected(request.receive, self._longest_s), aclosing(events):
             async for index, event in events:
                 writer.take(index, event)
@@ -276,6 +282,9 @@ class EventStream(Response):
                         started = True
                         await send({"type": "http.response.start", "status": 200, "headers": self.raw_headers})
                     await send({"type": "http.response.body", "body": chunk, "more_body": True})
+            if not started:  # a resumed stream of which the client had everything but the end
+                started = True
+                await send({"type": "http.response.start", "status": 200, "headers": self.raw_headers})
         except (Exception, asyncio.CancelledError) as error:
             if not started:
                 raise
@@ -283,17 +292,30 @@ class EventStream(Response):
         await send({"type": "http.response.body", "body": last, "more_body": False})
 
 
-async def _chunks(events: AsyncGenerator[tuple[int, Event], None], writer: Writer) -> AsyncGenerator[bytes, None]:
+async def _chunks(
+    events: AsyncGenerator[tuple[int, Event], None], writer: Writer, numbering: Numbering | None
+) -> AsyncGenerator[bytes, None]:
+    """`numbering`: None for a stream of several choices, whose events have no ids."""
     async with aclosing(events):
         async for index, event in events:
-            if data := b"".join(map(_event, writer.chunks(index, event))):
+            if numbering is not None:
+                numbering.take(event)
+            if data := _written(writer.chunks(index, event), numbering):
                 yield data
-    if data := b"".join(map(_event, writer.end())):
+    if data := _written(writer.end(), numbering):
         yield data
+    if numbering is not None:
+        numbering.end()
 
 
-def _event(value: Any) -> bytes:
-    return b"data: " + to_json(value) + b"\n\n"
+def _written(values: Iterable[Any], numbering: Numbering | None) -> bytes:
+    if numbering is None:
+        return b"".join(map(_event, values))
+    return b"".join(_event(value, id_) for value in values if (id_ := numbering.next()) is not None)
+
+
+def _event(value: Any, id_: str = "") -> bytes:
+    return b"data: " + to_json(value) + (b"\nid: " + id_.encode() if id_ else b"") + b"\n\n"
 
 
 def _json(value: Any, status: int = 200, headers: dict[str, str] | None = None) -> Response:

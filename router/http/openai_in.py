@@ -5,8 +5,7 @@ Some parameters exist only for clients that always send them: those that cannot 
 that would change it only with values that ask for nothing. So no parameter that would have made a difference is ignored.
 
 Bounds of values are those of `router.validate`; the models only bound what JSON can express and an Ask cannot. Only the first error is
-reported, with the path of the parameter down to its index. The time to parse a body depends on the number of its values, so those are
-counted first.
+reported, with the path of the parameter down to its index.
 """
 
 import json
@@ -33,14 +32,11 @@ from pydantic_core import CoreSchema, core_schema
 
 from baton.engine.sampling import NUMBERS
 from router.http.errors import HttpError, bad_value
+from router.http.json_bound import check_values
 from router.validate import Ask, AskSampling, Limits
 
 MAX_CHOICES = 128  # of one HTTP request: prompts times n
 COMPLETION_MAX_TOKENS = 16  # the default of the legacy API
-# Parsing MAX_VALUES values takes 11 ms, and so does parsing MAX_NODES lists, objects and their members; nothing else runs meanwhile.
-MAX_VALUES = 160_000  # enough for a prompt of 128 k ids
-MAX_NODES = 1 << 15
-SCAN_BYTES = 64 << 10  # other threads may run between two parts
 _LIMITS = Limits()
 _CONTEXT = 1 << 31  # as many tokens as still fit the context: the default of a chat
 _NO_NAMES: Mapping[str, str] = MappingProxyType({})
@@ -64,6 +60,7 @@ class Asked:
     stream: bool = False
     include_usage: bool = False
     continuous_usage: bool = False
+    token_ids: bool = False  # the answer names them
     names: Mapping[str, str] = field(default_factory=lambda: _NO_NAMES)  # field of an Ask → parameter
 
     def names_of(self, choice: int) -> Mapping[str, str]:
@@ -214,6 +211,8 @@ class Generation(Numbers):  # type: ignore[misc]
     n: Choices = None
     stream: Boolean = None
     stream_options: Annotated[StreamOptions | None, Rule("must be an object")] = None
+    return_token_ids: Boolean = None
+    output_so_far: Ids = None
     cache_salt: String = None
     priority: Integer = None
     user: Whatever = None
@@ -353,7 +352,7 @@ def detokenize(body: bytes) -> tuple[Ask, Mapping[str, str]]:
 
 def read(body: bytes, model: type[B]) -> B:
     """Raises HttpError."""
-    _bound(body)
+    check_values(body)
     try:
         tree = json.loads(body.decode(), object_pairs_hook=_object, parse_constant=_no_number)
     except RecursionError:
@@ -396,38 +395,6 @@ def _refusal(model: type[BaseModel], tree: Any, path: tuple[int | str, ...]) -> 
 _MODELS: Mapping[str, type[Body]] = {"messages": Message, "content": Part, "stream_options": StreamOptions}
 
 
-def _bound(body: bytes) -> None:
-    """Raises HttpError for a body of too many values. Strings are left out only if the count with them is too high."""
-    if _within(*_values_and_nodes(body)):
-        return
-    values = nodes = 0
-    for part in _outside_strings(body):
-        more_values, more_nodes = _values_and_nodes(part)
-        values, nodes = values + more_values, nodes + more_nodes
-        if not _within(values, nodes):
-            message = f"the body must hold at most {MAX_VALUES} values, and {MAX_NODES} lists, objects and members"
-            raise HttpError(400, message, code="invalid_json")
-
-
-def _values_and_nodes(text: bytes) -> tuple[int, int]:
-    return text.count(b","), sum(map(text.count, (b"[", b"{", b":")))
-
-
-def _within(values: int, nodes: int) -> bool:
-    return values <= MAX_VALUES and nodes <= MAX_NODES
-
-
-def _outside_strings(body: bytes) -> Iterator[bytes]:
-    """Yields what a JSON text has outside its strings, part by part."""
-    inside, carried = False, b""
-    for at in range(0, len(body), SCAN_BYTES):
-        part = carried + body[at : at + SCAN_BYTES]
-        carried = part[-1:] if (len(part) - len(part.rstrip(b"\\"))) % 2 else b""  # the first half of an escape
-        pieces = part[: len(part) - len(carried)].replace(b"\\\\", b"").replace(b'\\"', b"").split(b'"')
-        yield b"".join(pieces[inside::2])
-        inside ^= len(pieces) % 2 == 0
-
-
 def _conversation(given: list[Message]) -> tuple[tuple[tuple[str, str], ...], tuple[str, ...]]:
     """(role, content) of each message, and their names if any has one. The text parts of a content become its lines."""
     messages = tuple(
@@ -459,6 +426,10 @@ def _asked(given: Generation, prompts: list[Ask], caller: Caller, *, chat: bool,
         raise bad_value("n", f"{len(prompts)} prompts with {n} choices each are more than {MAX_CHOICES} choices")
     if given.stream_options is not None and not given.stream:
         raise bad_value("stream_options", "needs stream to be true")
+    if given.output_so_far:
+        if not given.stream or n * len(prompts) > 1:
+            raise bad_value("output_so_far", "needs a stream of one choice")
+        prompts = [replace(prompts[0], output_so_far=tuple(given.output_so_far))]
     options = given.stream_options or StreamOptions()
     return Asked(
         asks=tuple(_choices(prompts, n, caller.request_id)),
@@ -467,7 +438,8 @@ def _asked(given: Generation, prompts: list[Ask], caller: Caller, *, chat: bool,
         stream=bool(given.stream),
         include_usage=bool(options.include_usage),
         continuous_usage=bool(options.continuous_usage_stats),
-        names=names,
+        token_ids=bool(given.return_token_ids),
+        names={**names, "output_so_far.ids": "output_so_far", "resume": "last-event-id"},
     )
 
 

@@ -26,7 +26,8 @@ class Choice:
     """What is known about one choice."""
 
     begun: bool = False
-    texts: list[str] = field(default_factory=list)  # kept only for a whole answer, like `tokens`
+    texts: list[str] = field(default_factory=list)  # kept only for a whole answer, like `ids` and `tokens`
+    ids: list[int] = field(default_factory=list)
     tokens: list[tuple[Token, int]] = field(default_factory=list)  # each with the character at which its text begins
     length: int = 0  # characters so far
     finish: str | None = None
@@ -126,7 +127,8 @@ class Writer:
         self._asked = asked
         self._shape: Shape = Chat(tokenizer) if asked.chat else Completion(tokenizer)
         self._logprobs = asked.asks[0].sampling.logprobs is not None
-        self._choices = [Choice() for _ in asked.asks]
+        # The client of a resumed stream has the first chunk.
+        self._choices = [Choice(begun=bool(ask.resume and ask.output_so_far)) for ask in asked.asks]
         self._head = {"id": f"{self._shape.prefix}-{request_id}", "object": self._shape.name, "created": int(clock()), "model": model}
         self._chunk_head = self._head | {"object": self._shape.chunk_name}
 
@@ -135,6 +137,7 @@ class Writer:
         choice = self._choices[index]
         if isinstance(event, Piece):
             choice.texts.append(event.text)
+            choice.ids.append(event.token.id)
             if self._logprobs:
                 choice.tokens.append((event.token, choice.length))
         elif isinstance(event, Finished):
@@ -149,6 +152,7 @@ class Writer:
                 "logprobs": self._shape.logprobs(choice.tokens) if self._logprobs else None,
                 "finish_reason": choice.finish,
             }
+            | self._ids(choice.ids)
             for i, choice in enumerate(self._choices)
         ]
         return self._head | {"choices": choices, "usage": self.usage()}
@@ -163,7 +167,7 @@ class Writer:
         if isinstance(event, Piece):
             logprobs = self._shape.logprobs([(event.token, choice.length)]) if self._logprobs else None
             self._note(choice, event)
-            yield self._chunk(index, self._shape.part(event.text), logprobs)
+            yield self._chunk(index, self._shape.part(event.text) | self._ids([event.token.id]), logprobs)
             return
         self._note(choice, event)
         if isinstance(event, Finished):
@@ -194,12 +198,16 @@ class Writer:
         match event:
             case Accepted():
                 choice.prompt_tokens = event.prompt_tokens
+                choice.completion_tokens, choice.length = event.output_tokens, event.shown
             case Piece():
                 choice.completion_tokens += 1
                 choice.length += len(event.text)
             case Finished():
                 choice.finish = event.reason
                 choice.cached_tokens = event.request.trace.cached_tokens
+
+    def _ids(self, ids: list[int]) -> _Json:
+        return {"token_ids": ids} if self._asked.token_ids else {}
 
     def _chunk(self, index: int, part: _Json, logprobs: _Json | None = None, finish: str | None = None) -> _Json:
         chunk = self._chunk_head | {"choices": [part | {"index": index, "logprobs": logprobs, "finish_reason": finish}]}

@@ -56,7 +56,7 @@ class Script:
         self.begun.append(request)
         request.trace.cached_tokens = self.cached
         try:
-            for i, id_ in enumerate((*self.ids, None)):
+            for i, id_ in enumerate((*self.ids[request.output_len :], None)):
                 if self.gate is not None and i == self.gate_at and self.waits(request):
                     await self.gate.wait()
                 await asyncio.sleep(0)
@@ -139,10 +139,17 @@ class Answer:
     @property
     def data(self) -> list[str]:
         """The data of each server-sent event."""
+        return [data for data, _ in self.events]
+
+    @property
+    def events(self) -> list[tuple[str, str]]:
+        """The data and the id of each server-sent event; the id is empty if it has none."""
         assert self.headers["content-type"].startswith("text/event-stream") and self.body.endswith(b"\n\n")
         events = self.body.decode().split("\n\n")[:-1]
-        assert all(event.startswith("data: ") and "\n" not in event for event in events)
-        return [event.removeprefix("data: ") for event in events]
+        told = [event.removeprefix("data: ").partition("\nid: ") for event in events]
+        assert all(event.startswith("data: ") for event in events)
+        assert not any("\n" in text for data, _, id_ in told for text in (data, id_))
+        return [(data, id_) for data, _, id_ in told]
 
     @property
     def chunks(self) -> list[dict[str, Any]]:

@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import Any
 
 import grpc
+import httpx2
 import pytest
 from faulty_cluster import GREEDY, faulty
 from live_cluster import Cluster, toy, toy_output
@@ -102,6 +103,46 @@ async def test_a_client_that_does_not_resume_loses_its_streams(model: Path) -> N
                 await running[0]
         assert caught.value.code == grpc.StatusCode.UNAVAILABLE.name
         await live.quiet()
+
+
+def ready(live: Cluster) -> bool:
+    try:
+        return httpx2.get(f"http://{live.http}/readyz").status_code == 200
+    except httpx2.TransportError:
+        return False
+
+
+async def test_a_stream_over_http_is_resumed_with_the_id_of_its_last_event(model: Path) -> None:
+    prompt = list(range(1, 60))
+    body: dict[str, Any] = {"prompt": prompt, "max_tokens": TOKENS, "ignore_eos": True, "stream": True, "return_token_ids": True}
+    tokens: list[int] = []
+    last, done, breaks = "", False, 0
+    with faulty(model, prefill=1, decode=1) as live:
+        async with httpx2.AsyncClient(base_url=f"http://{live.http}", timeout=60) as client:
+            for sends_ids in (False, False, True):  # the second call has nothing but the id, the third has the tokens, too
+                more = {"output_so_far": tokens} if sends_ids else {}
+                headers = {"last-event-id": last} if last else {}
+                try:
+                    async with client.stream("POST", "/v1/completions", json={**body, **more}, headers=headers) as response:
+                        assert response.status_code == 200
+                        before = len(tokens)
+                        async for line in response.aiter_lines():
+                            name, _, value = line.partition(": ")
+                            done = done or value == "[DONE]"
+                            last = value if name == "id" else last
+                            if name == "data" and not done:
+                                tokens += json.loads(value)["choices"][0].get("token_ids", [])
+                            if name == "id" and not sends_ids and len(tokens) >= before + 20:
+                                break
+                except httpx2.TransportError:
+                    pass
+                if not done:
+                    breaks += 1
+                    await kill_router(live, signal.SIGKILL)
+                    await asyncio.to_thread(live.wait, lambda: ready(live))
+        await live.quiet()
+    seed = int(last.split(".")[2])
+    assert done and breaks == 2 and tokens == toy_output(prompt, max_tokens=TOKENS, temperature=1.0, seed=seed)
 
 
 EXAMPLE = Path(__file__).resolve().parents[2] / "docs" / "examples" / "resume.mjs"

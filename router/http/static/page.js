@@ -268,7 +268,7 @@ async function* events(stream) {
     if (done) return;
     const parts = (rest + value).split("\n\n");
     rest = parts.pop();
-    for (const part of parts) yield part.replace(/^data: /, "");
+    for (const part of parts) yield part.replace(/^data: /, "").replace(/\nid: .*$/, "");
   }
 }
 
