@@ -383,7 +383,7 @@ class TestEmbeddedRedis:
             free.bind((HOST, 0))
             ports = [taken.getsockname()[1], free.getsockname()[1]]
             free.close()
-            monkeypatch.setattr("baton.launch.redis_server._free_port", lambda: ports.pop(0))
+            monkeypatch.setattr("baton.launch.redis_server._free_port", lambda host: ports.pop(0))
             with EmbeddedRedis() as server, redis.Redis.from_url(server.url) as raw:
                 assert raw.ping() and ports == []
 
@@ -399,7 +399,7 @@ class TestEmbeddedRedis:
         assert find_binary() == tmp_path / "redis-server"
 
     def test_the_start_fails_if_the_server_never_answers(self, monkeypatch: pytest.MonkeyPatch) -> None:
-        monkeypatch.setattr("baton.launch.redis_server._answers", lambda port, password: False)
+        monkeypatch.setattr("baton.launch.redis_server._answers", lambda host, port, password: False)
         with pytest.raises(RedisServerError, match="did not answer in time"):
             EmbeddedRedis(start_timeout_s=0.3)
 
