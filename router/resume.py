@@ -76,7 +76,11 @@ class Receipt:
             raise invalid(FIELD, "belongs to another tenant")
         if request_id not in ("", self.request_id):
             raise invalid(FIELD, "belongs to another request")
-        if self.model != _digest(model_fingerprint):
+        self.check_model(model_fingerprint)
+
+    def check_model(self, fingerprint: str) -> None:
+        """Raises RETRIES_SPENT."""
+        if self.model != _digest(fingerprint):
             raise BatonError(Reason.RETRIES_SPENT, "the cluster serves another model now")
 
     def check_prompt(self, prompt: bytes) -> None:

@@ -214,6 +214,7 @@ class GenerateService:
         long = len(prompt) > LONG_PROMPT
         digest = await self._off_loop(long, deadline, prompt_digest, prompt)
         if receipt is not None:
+            receipt.check_model(served.model_fingerprint)  # it may have changed while the request waited
             receipt.check_prompt(digest)
         if long:
             root = root_key(served.model_fingerprint, request.salt)

@@ -283,6 +283,19 @@ async def test_the_model_of_a_continued_stream_may_not_change_while_it_runs(toke
     assert (await router.refused(request, "shop")).reason is Reason.RETRIES_SPENT
 
 
+async def test_the_model_of_a_continued_stream_may_not_change_while_it_waits(tokenizer: Tokenizer) -> None:
+    router, request = Router(tokenizer), await broken(tokenizer)
+    plan = router.house.service._make_plan
+
+    async def change_before(*arguments: Any) -> Any:
+        assert router.view.served is not None
+        router.view.served = replace(router.view.served, model_fingerprint="other")
+        return await plan(*arguments)
+
+    router.house.service._make_plan = change_before  # type: ignore[method-assign, assignment]
+    assert (await router.refused(request, "shop")).reason is Reason.RETRIES_SPENT and not router.workers.calls
+
+
 async def test_the_receipt_supplies_the_id_that_the_router_drew(tokenizer: Tokenizer) -> None:
     asked = pb.GenerateRequest(text="hello", sampling=ASKED.sampling)
     got = await Router(tokenizer).serve(asked, cut=2)
