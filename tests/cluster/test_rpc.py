@@ -93,7 +93,7 @@ async def test_a_connection_that_is_too_old_is_replaced_and_its_calls_finish() -
         async with channel(address, SecurityConfig()) as opened:
             stub = worker_pb2_grpc.KvExchangeStub(opened)
             running = asyncio.ensure_future(stub.Renew(pb.RenewRequest(handle=b"ab"), timeout=30))
-            await until_state(opened, grpc.ChannelConnectivity.READY)
+            await arrived(servicer)
             await until_state(opened, grpc.ChannelConnectivity.IDLE)  # told to connect again
             assert not running.done()
             finish.set()
@@ -111,13 +111,19 @@ async def test_a_stopping_server_tells_its_clients_and_lets_calls_finish() -> No
     await server.start()
     async with channel(address, SecurityConfig()) as opened:
         running = asyncio.ensure_future(worker_pb2_grpc.KvExchangeStub(opened).Renew(pb.RenewRequest(handle=b"ab"), timeout=30))
-        await until_state(opened, grpc.ChannelConnectivity.READY)
+        await arrived(servicer)
         stopping = asyncio.ensure_future(server.stop(30))
         await until_state(opened, grpc.ChannelConnectivity.IDLE)
         assert not running.done() and not stopping.done()
         finish.set()
         assert (await running).ttl_ms == 2
         await asyncio.wait_for(stopping, 20)
+
+
+async def arrived(servicer: Scripted) -> None:
+    async with asyncio.timeout(20):
+        while not servicer.calls:
+            await asyncio.sleep(0.01)
 
 
 async def until_state(opened: grpc.aio.Channel, wanted: grpc.ChannelConnectivity) -> None:
