@@ -15,7 +15,7 @@ from baton.cluster.config import Config
 from baton.cluster.guard import token
 from baton.cluster.records import RouterRecord
 from baton.cluster.registry import Registry, RegistryUnavailable
-from baton.cluster.rpc import channel
+from baton.cluster.rpc import Line
 from baton.v1 import worker_pb2_grpc
 from router.admission import Admission, Elsewhere
 
@@ -34,7 +34,7 @@ class Peers:
         self._name = name
         self._security = config.security
         self.shown = (("authorization", f"Bearer {token(config)}"),)  # metadata that opens the others' admin ports
-        self._channels: dict[str, grpc.aio.Channel] = {}  # by address
+        self._lines: dict[str, Line] = {}  # by address
 
     def together(self, own: RouterRecord) -> list[RouterRecord]:
         """All routers, sorted by name."""
@@ -70,10 +70,10 @@ class Peers:
             return None
 
     def _channel(self, address: str) -> grpc.aio.Channel:
-        if address not in self._channels:
-            self._channels[address] = channel(address, self._security)
-        return self._channels[address]
+        if address not in self._lines:
+            self._lines[address] = Line(address, self._security)
+        return self._lines[address].channel()
 
     async def _forget(self, keep: set[str]) -> None:
-        for address in self._channels.keys() - keep:
-            await self._channels.pop(address).close()
+        for address in self._lines.keys() - keep:
+            await self._lines.pop(address).close()
