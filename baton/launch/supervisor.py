@@ -34,6 +34,7 @@ READY_WITHIN_S = 120.0
 REGISTRY_WITHIN_S = 10.0
 WATCH_EVERY_S = 0.25
 HURRY_EVERY_S = 0.1
+COUNT_S = 4.0  # how long a person who stops a cluster waits at most for the number of its requests
 SIGNALS = (signal.SIGTERM, signal.SIGINT)
 
 Note = Callable[[str], None]
@@ -283,7 +284,7 @@ async def workers_ready(config: Config, router: RouterRecord, label: str = "") -
 
 async def requests_running(config: Config, routers: list[RouterRecord]) -> str:
     """The number of requests as text for a person; empty if there are none or no router answers."""
-    statuses = await asyncio.gather(*(_status(config, router, 1.0) for router in routers))
+    statuses = await asyncio.gather(*(_status(config, router, COUNT_S) for router in routers))
     count = sum(status.router.inflight + status.router.queued for status in statuses if status)
     return f"{count} request{'s are' if count > 1 else ' is'}" if count else ""
 

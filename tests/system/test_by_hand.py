@@ -97,7 +97,7 @@ class Processes:
 
     def ask(self, prompt: list[int], on_token: Callable[[int], None] = lambda index: None, **sampling: Any) -> Result:
         params = {"max_tokens": 16, "temperature": 0.0, "ignore_eos": True, "timeout_s": 60, **sampling}
-        with Client(self.address) as client, client.generate(token_ids=prompt, **params) as stream:
+        with Client(self.address, max_resumes=0) as client, client.generate(token_ids=prompt, **params) as stream:
             for i, token in enumerate(stream):
                 assert token.index == i
                 on_token(i)
