@@ -9,7 +9,7 @@ import asyncio
 import os
 import re
 import signal
-from collections.abc import Callable
+from collections.abc import Callable, Coroutine
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
@@ -200,9 +200,11 @@ class Supervisor:
             await _stop_now(launcher)
             raise
         finally:
-            if self.redis is not None:
-                await asyncio.to_thread(self.redis.stop)
-            state.remove(self.known_as)
+            try:
+                if self.redis is not None:
+                    await _to_the_end(asyncio.to_thread(self.redis.stop))
+            finally:
+                state.remove(self.known_as)
 
     def _revive_redis(self) -> None:
         """If our own server has died, starts it again, empty and at the same address: every process then writes its part again."""
@@ -212,6 +214,16 @@ class Supervisor:
                 self.redis = EmbeddedRedis(self.redis.port, self.redis.password, host=self.redis.host)
             except RedisServerError as error:
                 self.note(str(error))
+
+
+async def _to_the_end(work: Coroutine[Any, Any, None]) -> None:
+    """Bounded work that a cancellation must not prevent: on a busy machine its thread may not have begun."""
+    task = asyncio.create_task(work)
+    try:
+        await asyncio.shield(task)
+    except asyncio.CancelledError:
+        await asyncio.wait({task})
+        raise
 
 
 async def _stop_now(launcher: Launcher) -> None:
