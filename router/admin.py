@@ -71,7 +71,7 @@ class AdminDoor(worker_pb2_grpc.AdminServicer):
         records = [worker_pb2.TraceRecord(**record.to_json()) for record in found]
         if not request.alone:
             asked = worker_pb2.TraceRequest(request_id=request.request_id, last=request.last, alone=True)
-            for _, answer in await self._peers.ask(lambda stub: stub.Trace(asked, metadata=self._peers.shown)):
+            for answer in await self._peers.ask("Trace", asked):
                 records += answer.records
         records.sort(key=lambda record: record.at, reverse=True)
         return worker_pb2.TraceResponse(records=records if request.request_id else records[: request.last or 1])

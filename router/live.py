@@ -61,8 +61,8 @@ class Live:
         own = await self._look()
         if alone or not self._peers.others:
             return own
-        answers = await self._peers.ask(lambda stub: stub.Live(worker_pb2.LiveRequest(alone=True), metadata=self._peers.shown))
-        return merge(own, [plain(answer) for _, answer in answers])
+        answers = await self._peers.ask("Live", worker_pb2.LiveRequest(alone=True))
+        return merge(own, [plain(answer) for answer in answers])
 
     async def _look(self) -> dict[str, Any]:
         now, journal, record = self._clock(), self._journal, self._describe()
@@ -95,8 +95,7 @@ class Live:
         if record := self._journal.find(request_id):
             return record.to_json()
         asked = worker_pb2.TraceRequest(request_id=request_id, alone=True)
-        answers = await self._peers.ask(lambda stub: stub.Trace(asked, metadata=self._peers.shown))
-        found = [plain(record) for _, answer in answers for record in answer.records]
+        found = [plain(record) for answer in await self._peers.ask("Trace", asked) for record in answer.records]
         return found[0] if found else None
 
     async def _look_at_workers(self) -> list[dict[str, Any]]:

@@ -6,13 +6,13 @@ fairly, and to show the whole cluster whichever router is asked.
 
 import asyncio
 import logging
-from collections.abc import Awaitable, Callable
-from typing import TypeVar
+from typing import Any, Literal
 
 import grpc
+from google.protobuf.message import Message
 
 from baton.cluster.config import Config
-from baton.cluster.guard import token
+from baton.cluster.guard import metadata
 from baton.cluster.records import RouterRecord
 from baton.cluster.registry import Registry, RegistryUnavailable
 from baton.cluster.rpc import Line
@@ -23,8 +23,6 @@ log = logging.getLogger(__name__)
 LOOK_EVERY_S = 0.25
 ASK_S = 0.5  # a router that answers later is left out
 
-T = TypeVar("T")
-
 
 class Peers:
     def __init__(self, registry: Registry, name: str, config: Config) -> None:
@@ -33,7 +31,7 @@ class Peers:
         self._registry = registry
         self._name = name
         self._security = config.security
-        self.shown = (("authorization", f"Bearer {token(config)}"),)  # metadata that opens the others' admin ports
+        self._shown = metadata(config)
         self._lines: dict[str, Line] = {}  # by address
 
     def together(self, own: RouterRecord) -> list[RouterRecord]:
@@ -52,19 +50,19 @@ class Peers:
             await self._forget({record.endpoints.get("admin", "") for record in self.others})
             await asyncio.sleep(LOOK_EVERY_S)
 
-    async def ask(self, call: Callable[[worker_pb2_grpc.AdminStub], Awaitable[T]]) -> list[tuple[RouterRecord, T]]:
-        """The answers of those that answer within ASK_S."""
-        asked = list(self.others)
-        answers = await asyncio.gather(*(self._ask(record, call) for record in asked))
-        return [(record, answer) for record, answer in zip(asked, answers, strict=True) if answer is not None]
+    async def ask(self, method: Literal["Live", "Trace"], request: Message) -> list[Any]:
+        """The answers to this call of `Admin` of the routers that answer within ASK_S."""
+        answers = await asyncio.gather(*(self._ask(record, method, request) for record in self.others))
+        return [answer for answer in answers if answer is not None]
 
     async def close(self) -> None:
         await self._forget(set())
 
-    async def _ask(self, record: RouterRecord, call: Callable[[worker_pb2_grpc.AdminStub], Awaitable[T]]) -> T | None:
+    async def _ask(self, record: RouterRecord, method: str, request: Message) -> Any:
         try:
             async with asyncio.timeout(ASK_S):
-                return await call(worker_pb2_grpc.AdminStub(self._channel(record.endpoints["admin"])))
+                stub = worker_pb2_grpc.AdminStub(self._channel(record.endpoints["admin"]))
+                return await getattr(stub, method)(request, metadata=self._shown)
         except (grpc.RpcError, TimeoutError, KeyError) as error:
             log.debug("no answer from %s: %s", record.name, error)
             return None

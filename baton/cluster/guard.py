@@ -39,6 +39,11 @@ def token(config: Config) -> str | None:
     return hmac.digest(key.encode(), b"baton operator", "sha256").hex() if key else None
 
 
+def metadata(config: Config) -> tuple[tuple[str, str], ...]:
+    """What shows the token in a call to an admin port."""
+    return (("authorization", f"Bearer {token(config)}"),)
+
+
 class Guard:
     """At one of these doors of a process; not the page's, which has its own rule."""
 

@@ -11,7 +11,7 @@ import grpc
 from baton.cluster.address import address_towards, is_loopback
 from baton.cluster.config import Config
 from baton.cluster.config_layers import load
-from baton.cluster.guard import token
+from baton.cluster.guard import metadata
 from baton.cluster.joining import prove
 from baton.cluster.redis_url import parse
 from baton.cluster.rpc import channel, to_error
@@ -23,7 +23,7 @@ ANSWER_S = 10.0
 
 async def learn(address: str, config: Config) -> dict[str, str]:
     """`address`: the admin address of a router. Returns the cluster's configuration as variables. Raises UpError."""
-    key, shown = config.cluster.key, (("authorization", f"Bearer {token(config)}"),)
+    key, shown = config.cluster.key, metadata(config)
     if not key:
         raise UpError("--join: set BATON_CLUSTER_KEY to the key of that cluster (it must have one: set the same there)")
     async with channel(address, config.security) as wire:

@@ -19,7 +19,7 @@ from grpc_health.v1 import health_pb2, health_pb2_grpc
 
 from baton.cluster.config import Config
 from baton.cluster.connect import connect_registry
-from baton.cluster.guard import token
+from baton.cluster.guard import metadata, token
 from baton.cluster.records import Pools, RouterRecord
 from baton.cluster.registry import Registry, RegistryUnavailable
 from baton.cluster.rpc import channel
@@ -305,8 +305,7 @@ async def _status(config: Config, router: RouterRecord, timeout_s: float) -> wor
     async with channel(router.endpoints["admin"], config.security) as open_channel:
         try:
             stub = worker_pb2_grpc.AdminStub(open_channel)
-            shown = (("authorization", f"Bearer {token(config)}"),)
-            answer: worker_pb2.StatusResponse = await stub.Status(worker_pb2.StatusRequest(), timeout=timeout_s, metadata=shown)
+            answer: worker_pb2.StatusResponse = await stub.Status(worker_pb2.StatusRequest(), timeout=timeout_s, metadata=metadata(config))
         except grpc.RpcError:
             return None
         return answer
