@@ -49,6 +49,7 @@ _DEFAULTS = {
     "grpc.min_reconnect_backoff_ms": 5_000,  # also the time that a connection may take to come up
     "grpc.max_reconnect_backoff_ms": 1_000,
 }
+_THROUGH_S = 5.0
 MAX_RESUMES = 8
 Address: TypeAlias = str | Sequence[str]
 Options: TypeAlias = Sequence[tuple[str, Any]]
@@ -255,7 +256,12 @@ class Stream(_Stream):
         return self
 
     def __exit__(self, *_: object) -> None:
+        """Returns when gRPC's own thread is through with the call: frozen with its lock when the interpreter exits, it would hold up the
+        call's finaliser for ever."""
         self.cancel()
+        through = threading.Event()
+        if self._call.add_callback(through.set):
+            through.wait(_THROUGH_S)
 
 
 class AsyncStream(_Stream):

@@ -3,6 +3,8 @@
 Python raises KeyboardInterrupt wherever the main thread happens to be. Inside gRPC that can leave a lock held, so that cancelling the
 call waits forever. So the first Ctrl-C only cancels the call, from another thread, and KeyboardInterrupt is raised when the stream has
 ended. The second one is raised immediately.
+
+The thread has ended before the interpreter does: frozen at the interpreter's exit, it could hold the lock that the call's finaliser takes.
 """
 
 import signal
@@ -13,17 +15,20 @@ from types import FrameType
 
 from baton.client import GenerateError, Stream
 
+JOIN_S = 5.0
+
 
 @contextmanager
 def interruptible(stream: Stream) -> Iterator[None]:
     """Call it in the main thread. Raises KeyboardInterrupt at the end if Ctrl-C cancelled the stream."""
     pressed = False
+    canceller = threading.Thread(target=stream.cancel, daemon=True)
 
     def cancel(number: int, frame: FrameType | None) -> None:
         nonlocal pressed
         pressed = True
         signal.signal(signal.SIGINT, signal.default_int_handler)
-        threading.Thread(target=stream.cancel, daemon=True).start()
+        canceller.start()
 
     before = signal.signal(signal.SIGINT, cancel)
     try:
@@ -34,4 +39,5 @@ def interruptible(stream: Stream) -> Iterator[None]:
     finally:
         signal.signal(signal.SIGINT, before)
     if pressed:
+        canceller.join(JOIN_S)
         raise KeyboardInterrupt

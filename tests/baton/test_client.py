@@ -220,6 +220,16 @@ def test_leaving_the_context_cancels(scripted: Scripted, address: str) -> None:
         assert scripted.cancelled.wait(3)
 
 
+def test_no_thread_of_grpc_is_still_at_work_on_a_call_that_was_left(scripted: Scripted, address: str) -> None:
+    """A process that ends then could hang: see `Stream.__exit__`."""
+    scripted.responses, scripted.hangs = WHOLE[:3], True
+    with Client(address) as client:
+        for _ in range(20):
+            with client.generate("x") as stream:
+                next(iter(stream))
+            assert not stream._call.add_callback(print), "gRPC still has an event of the call to deliver"
+
+
 async def test_leaving_the_async_context_cancels(scripted: Scripted, address: str) -> None:
     scripted.responses, scripted.hangs = WHOLE[:3], True
     async with AsyncClient(address) as client:
