@@ -81,7 +81,9 @@ class AdminDoor(worker_pb2_grpc.AdminServicer):
             known = {record.name: record for record in self._view.members()}
             if request.worker not in known:
                 raise invalid("worker", f"there is no worker {request.worker!r}; known workers: {', '.join(known) or 'none'}")
-            serving, draining = await self._workers.set_roles(known[request.worker], request.roles)
+            worker = known[request.worker]
+            serving, draining = await self._workers.set_roles(worker, request.roles)
+            self._view.note_roles(worker.name, worker.incarnation, serving)
             return worker_pb2.SetRolesResponse(serving=serving, draining=draining)
         raise AssertionError("answered with an error")
 

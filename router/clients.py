@@ -189,12 +189,12 @@ class Workers:
         state: WorkerState = "draining" if answer.state == "draining" else "ready"
         return Answer(state, _to_load(answer.load), _to_roles(answer.roles), answer.stalled_ms / 1000)
 
-    async def set_roles(self, worker: WorkerRecord, roles: Sequence[str]) -> tuple[tuple[str, ...], tuple[str, ...]]:
+    async def set_roles(self, worker: WorkerRecord, roles: Sequence[str]) -> tuple[tuple[RoleName, ...], tuple[RoleName, ...]]:
         """Changes what the worker serves. Returns the roles that it serves from now on, and those that it drains."""
         stub = worker_pb2_grpc.WorkerStub(self._channel(worker))
         asked = worker_pb2.SetRolesRequest(to=to_addressee(worker), roles=roles)
         answer = await _answer(stub.SetRoles(asked, timeout=ASK_TIMEOUT_S))
-        return tuple(answer.serving), tuple(answer.draining)
+        return _to_roles(answer.serving), _to_roles(answer.draining)
 
     def welcome(self, worker: WorkerRecord) -> None:
         """Notes that the worker joined. It may have been forgotten before."""

@@ -187,6 +187,11 @@ class ClusterView:
             self._read_load(member, epoch)
             self._prefills.note_report(member.record)
 
+    def note_roles(self, name: str, incarnation: int, roles: tuple[RoleName, ...]) -> None:
+        """Notes what the process said that it serves from now on."""
+        if member := self._member(name, incarnation):
+            member.record = replace(member.record, roles=roles)
+
     def note_silence(self, name: str, incarnation: int) -> None:
         """Notes that a probe of the process failed."""
         if member := self._member(name, incarnation):

@@ -118,6 +118,13 @@ async def house() -> AsyncIterator[tuple[House, Any]]:
         yield house, stub
 
 
+async def test_the_router_that_passed_on_new_roles_sends_work_by_them_at_once(house: tuple[House, Any]) -> None:
+    told, stub = house
+    assert [worker.name for worker in told.view.prefill_workers()] == ["p0"]
+    await stub.SetRoles(pb.AdminSetRolesRequest(worker="d0", roles=["prefill"]), timeout=20)
+    assert [worker.name for worker in told.view.prefill_workers()] == ["d0", "p0"] and told.view.decode_workers() == []
+
+
 async def test_any_router_shows_what_all_of_them_know() -> None:
     registry, houses = MemoryRegistry(), (House(), House())
     async with administered(houses[0], registry, "router-0") as first, administered(houses[1], registry, "router-1") as second:

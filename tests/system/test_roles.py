@@ -13,14 +13,20 @@ from baton.client import AsyncClient, Result
 pytestmark = pytest.mark.system
 
 
-async def ask(client: AsyncClient, prompt: list[int], max_tokens: int) -> Result:
+async def ask(client: AsyncClient, prompt: list[int], max_tokens: int, running: asyncio.Event | None = None) -> Result:
     async with client.generate(token_ids=prompt, max_tokens=max_tokens, temperature=0.0, ignore_eos=True, timeout_s=60) as stream:
         async for _ in stream:
-            pass
+            if running is not None:
+                running.set()
         return stream.result
 
 
 PROMPT = list(range(1, 100))
+
+
+def apart(number: int) -> list[int]:
+    """A prompt that shares no prefix with another: load alone decides who computes it."""
+    return [number, *PROMPT]
 
 
 @pytest.fixture(scope="module")
@@ -44,18 +50,19 @@ def until(live: Cluster, name: str, roles: list[str]) -> None:
 async def test_a_decode_worker_becomes_a_prefill_worker_and_back(live: Cluster) -> None:
     names = sorted(name for name, worker in workers(live).items() if worker["role"] == "decode")
     async with live.client() as client:
-        streams = [asyncio.create_task(ask(client, [*PROMPT, i], max_tokens=150)) for i in range(6)]
-        await asyncio.sleep(0.2)
+        running = asyncio.Event()
+        streams = [asyncio.create_task(ask(client, apart(i), 150, running)) for i in range(6)]
+        await asyncio.wait_for(running.wait(), 30)
         changed = await asyncio.to_thread(live.baton, "roles", names[0], "prefill", "--name", live.name)
         assert f"{names[0]} serves prefill" in changed.stdout
         for i, result in enumerate(await asyncio.gather(*streams)):
-            assert list(result.token_ids) == toy_output([*PROMPT, i], max_tokens=150)
+            assert list(result.token_ids) == toy_output(apart(i), max_tokens=150)
         await asyncio.to_thread(until, live, names[0], ["prefill"])
-        later = await asyncio.gather(*(ask(client, [*PROMPT, 50 + i], max_tokens=20) for i in range(12)))
+        later = await asyncio.gather(*(ask(client, apart(50 + i), max_tokens=20) for i in range(12)))
         assert {result.workers["decode"] for result in later} == {names[1]}
         assert names[0] in {result.workers["prefill"] for result in later}
         for i, result in enumerate(later):
-            assert list(result.token_ids) == toy_output([*PROMPT, 50 + i], max_tokens=20)
+            assert list(result.token_ids) == toy_output(apart(50 + i), max_tokens=20)
         await asyncio.to_thread(live.baton, "roles", names[0], "prefill", "decode", "--name", live.name)
         await asyncio.to_thread(until, live, names[0], ["prefill", "decode"])
         # Until its next report, the worker still looks as loaded as it was by the prefills above.
@@ -63,10 +70,10 @@ async def test_a_decode_worker_becomes_a_prefill_worker_and_back(live: Cluster) 
         deadline = time.monotonic() + 60
         while names[0] not in decoded:
             assert time.monotonic() < deadline, "it serves both roles and decodes nothing"
-            both = await asyncio.gather(*(ask(client, [*PROMPT, 100 + i], max_tokens=20) for i in range(12)))
+            both = await asyncio.gather(*(ask(client, apart(100 + i), max_tokens=20) for i in range(12)))
             decoded |= {result.workers["decode"] for result in both}
             for i, result in enumerate(both):
-                assert list(result.token_ids) == toy_output([*PROMPT, 100 + i], max_tokens=20)
+                assert list(result.token_ids) == toy_output(apart(100 + i), max_tokens=20)
         await asyncio.to_thread(live.baton, "roles", names[0], "decode", "--name", live.name)
         await asyncio.to_thread(until, live, names[0], ["decode"])
     await live.quiet()
