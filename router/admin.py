@@ -3,10 +3,12 @@ routers, so it does not matter which one is asked.
 """
 
 import asyncio
-from collections.abc import Callable
+from collections.abc import AsyncGenerator, AsyncIterator, Callable
+from contextlib import aclosing
 from dataclasses import asdict
 from time import monotonic
 
+from baton.cluster import log_file
 from baton.cluster.errors import BatonError, Reason, invalid
 from baton.cluster.joining import Joining
 from baton.cluster.records import RouterRecord, WorkerRecord
@@ -106,6 +108,34 @@ class AdminDoor(worker_pb2_grpc.AdminServicer):
                 raise BatonError(Reason.INTERNAL, f"the registry cannot note the sizes: {error}") from None
             return worker_pb2.ScaleResponse(prefill=wanted.prefill, decode=wanted.decode)
         raise AssertionError("answered with an error")
+
+    async def Down(self, request: worker_pb2.DownRequest, context: Context) -> worker_pb2.DownResponse:
+        async with Answering(context):
+            try:
+                if not await self._watch.end():
+                    raise BatonError(Reason.INVALID_FIELD, "no `baton up` runs this cluster: stop its processes where they were started")
+            except RegistryUnavailable as error:
+                raise BatonError(Reason.INTERNAL, f"the registry cannot note it: {error}") from None
+            return worker_pb2.DownResponse()
+        raise AssertionError("answered with an error")
+
+    async def Logs(self, request: worker_pb2.AdminLogsRequest, context: Context) -> AsyncIterator[worker_pb2.LogsResponse]:
+        async with Answering(context), aclosing(self._log(request)) as texts:
+            async for text in texts:
+                yield worker_pb2.LogsResponse(text=text)
+
+    def _log(self, request: worker_pb2.AdminLogsRequest) -> AsyncGenerator[bytes, None]:
+        own = self._describe_router().name
+        routers = {record.name: record for record in self._peers.others}
+        workers = {record.name: record for record in self._view.members()}
+        if request.name == own:
+            return log_file.read(own, request.lines, request.follow)
+        if request.name in workers:
+            return self._workers.logs(workers[request.name], request.lines, request.follow)
+        if request.name in routers:
+            return self._peers.logs(routers[request.name], request)
+        known = ", ".join([*sorted([own, *routers]), *workers])
+        raise invalid("name", f"there is no process {request.name!r}; known processes: {known}")
 
     async def _describe(self, record: WorkerRecord) -> worker_pb2.WorkerStatus:
         try:

@@ -28,6 +28,7 @@ log = logging.getLogger(__name__)
 RELEASE_TIMEOUT_S = 2.0
 ASK_TIMEOUT_S = 1.0  # for an answer, or for one page of a snapshot
 SNAPSHOT_TIMEOUT_S = 60.0  # for all pages
+LOGS_TIMEOUT_S = 30.0
 MAX_GONE = 1024
 NOT_CONNECTED = "failed to connect"  # gRPC's words for a call that was never sent: nothing listens there
 _Identity = tuple[str, int]  # name and incarnation of a worker
@@ -195,6 +196,17 @@ class Workers:
         asked = worker_pb2.SetRolesRequest(to=to_addressee(worker), roles=roles)
         answer = await _answer(stub.SetRoles(asked, timeout=ASK_TIMEOUT_S))
         return _to_roles(answer.serving), _to_roles(answer.draining)
+
+    async def logs(self, worker: WorkerRecord, lines: int, follow: bool) -> AsyncGenerator[bytes, None]:
+        """Yields the end of the worker's log, and with `follow` whatever is written later, until it is closed or the worker is gone."""
+        stub = worker_pb2_grpc.WorkerStub(self._channel(worker))
+        asked = worker_pb2.LogsRequest(to=to_addressee(worker), lines=lines, follow=follow)
+        call = stub.Logs(asked, timeout=None if follow else LOGS_TIMEOUT_S)
+        try:
+            while (page := await _answer(call.read())) is not grpc.aio.EOF:
+                yield page.text
+        finally:
+            call.cancel()
 
     def welcome(self, worker: WorkerRecord) -> None:
         """Notes that the worker joined. It may have been forgotten before."""

@@ -6,6 +6,7 @@ fairly, and to show the whole cluster whichever router is asked.
 
 import asyncio
 import logging
+from collections.abc import AsyncGenerator
 from typing import Any, Literal
 
 import grpc
@@ -15,8 +16,8 @@ from baton.cluster.config import Config
 from baton.cluster.guard import metadata
 from baton.cluster.records import RouterRecord
 from baton.cluster.registry import Registry, RegistryUnavailable
-from baton.cluster.rpc import Line
-from baton.v1 import worker_pb2_grpc
+from baton.cluster.rpc import Line, to_error
+from baton.v1 import worker_pb2, worker_pb2_grpc
 from router.admission import Admission, Elsewhere
 
 log = logging.getLogger(__name__)
@@ -54,6 +55,17 @@ class Peers:
         """The answers to this call of `Admin` of the routers that answer within ASK_S."""
         answers = await asyncio.gather(*(self._ask(record, method, request) for record in self.others))
         return [answer for answer in answers if answer is not None]
+
+    async def logs(self, record: RouterRecord, request: worker_pb2.AdminLogsRequest) -> AsyncGenerator[bytes, None]:
+        """Yields what that router answers to `Logs`. Raises BatonError."""
+        call = worker_pb2_grpc.AdminStub(self._channel(record.endpoints["admin"])).Logs(request, metadata=self._shown)
+        try:
+            while (page := await call.read()) is not grpc.aio.EOF:
+                yield page.text
+        except grpc.RpcError as error:
+            raise to_error(error) from None
+        finally:
+            call.cancel()
 
     async def close(self) -> None:
         await self._forget(set())

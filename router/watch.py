@@ -6,6 +6,7 @@ failed calls and probes decide which workers are down.
 
 import asyncio
 import logging
+from dataclasses import replace
 from time import monotonic
 
 from baton.cluster.errors import BatonError
@@ -40,9 +41,16 @@ class Watch:
     async def resize(self, prefill: int | None, decode: int | None) -> Pools:
         """Writes the wanted sizes of the pools into the registry; None keeps a size. Raises RegistryUnavailable."""
         now = await self._registry.desired() or Pools(1, 1)
-        wanted = Pools(now.prefill if prefill is None else prefill, now.decode if decode is None else decode)
+        wanted = replace(now, prefill=now.prefill if prefill is None else prefill, decode=now.decode if decode is None else decode)
         await self._registry.desire(wanted)
         return wanted
+
+    async def end(self) -> bool:
+        """Writes into the registry that the cluster should end. Returns False if no supervisor reads that. Raises RegistryUnavailable."""
+        now = await self._registry.desired()
+        if now is not None:
+            await self._registry.desire(replace(now, stop=True))
+        return now is not None
 
     async def run(self) -> None:
         async with asyncio.TaskGroup() as group:

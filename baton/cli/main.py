@@ -19,7 +19,7 @@ from rich.console import Console
 from rich.markup import escape
 from rich.status import Status
 
-from baton.access.access import find
+from baton.access.access import DEFAULT_NAME, find
 from baton.access.options import Identity, Place
 from baton.cli import view
 from baton.cli.admin import read_status
@@ -28,10 +28,10 @@ from baton.cli.options import (
     Answering,
     ConfigFiles,
     Json,
-    Name,
     OnePrompt,
     OneRequest,
     Opening,
+    Reading,
     Serving,
     Sizes,
     Start,
@@ -85,12 +85,26 @@ def up(asked: Start) -> None:
 
 
 @app.command()
-def down(name: Name = "baton") -> None:
-    """Let running requests finish, then stop the cluster."""
-    from baton.cli.up import end
+@takes(Place, Identity)
+def down(place: Place, identity: Identity) -> None:
+    """Let running requests finish, then stop the cluster. With `--address`, the router's admin address, from any host."""
+    from baton.cli.up import end, end_from_afar
 
     with _failing(), _waiting("stopping"):
-        end(name, err)
+        if place.address is None:
+            end(place.name or DEFAULT_NAME, err)
+        else:
+            end_from_afar(find("admin", place, identity), err)
+
+
+@app.command()
+@takes(Reading, Place, Identity)
+def logs(reading: Reading, place: Place, identity: Identity) -> None:
+    """Print the log of a router or worker, wherever it runs. Here, `--address` is the router's admin address."""
+    from baton.cli.logs import show
+
+    with _failing():
+        show(reading.process, reading.lines, reading.follow, place, identity)
 
 
 @app.command()

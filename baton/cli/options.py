@@ -10,7 +10,6 @@ import typer
 from baton.engine.sampling import NUMBERS, Number
 
 ConfigFiles = Annotated[list[Path] | None, typer.Option("--config", help="Configuration file (YAML); may be given more than once.")]
-Name = Annotated[str, typer.Option("--name", help="Name of the cluster.")]
 
 
 def numbers(**defaults: float) -> Any:
@@ -94,6 +93,15 @@ class Serving:
 
     worker: Annotated[str, typer.Argument(help="Name of the worker, as shown by `baton status`.")]
     serve: Annotated[list[str], typer.Argument(help="prefill, decode, or both.")]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Reading:
+    """Options of `logs`."""
+
+    process: Annotated[str, typer.Argument(help="Name of the router or worker, as shown by `baton status`.")]
+    lines: Annotated[int, typer.Option(min=0, max=10_000, help="How many lines, from the end.")] = 100
+    follow: Annotated[bool, typer.Option("--follow", help="Go on with what is written later, until Ctrl-C.")] = False
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

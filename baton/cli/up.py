@@ -10,10 +10,12 @@ import time
 from pathlib import Path
 from typing import Self
 
+import grpc
 import typer
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, SpinnerColumn, TaskID
 
+from baton.access.access import Access
 from baton.cluster.config import Config
 from baton.cluster.guard import check_doors
 from baton.cluster.packages import command
@@ -21,9 +23,11 @@ from baton.launch import state
 from baton.launch.join import configure, draw_label, learn
 from baton.launch.plan import check_model, check_ports, check_shared_ports
 from baton.launch.supervisor import Supervisor, joined_name
+from baton.v1 import worker_pb2, worker_pb2_grpc
 
 DETACH_WITHIN_S = 150.0
 DOWN_WITHIN_S = 60.0
+ASK_S = 5.0
 SHIPPED = Path(__file__).resolve().parents[1] / "models" / "tale"
 TRY = (  # long enough for a handoff
     "Once upon a time there was a fox who lived near the river and wanted to see the sea."
@@ -71,6 +75,23 @@ def end(name: str, err: Console) -> None:
             raise state.StateError(f"the supervisor (pid {running.pid}) is still running after {DOWN_WITHIN_S:g} s")
         time.sleep(0.05)
     err.print(f"cluster {name} is down")
+
+
+def end_from_afar(access: Access, err: Console) -> None:
+    """Asks the routers to have their cluster stopped, and waits until they are gone. Raises StateError, grpc.RpcError."""
+    deadline = time.monotonic() + DOWN_WITHIN_S
+    with access.channel() as channel:
+        stub = worker_pb2_grpc.AdminStub(channel)
+        stub.Down(worker_pb2.DownRequest(), timeout=ASK_S)
+        while time.monotonic() < deadline:
+            try:
+                stub.Status(worker_pb2.StatusRequest(), timeout=ASK_S)
+            except grpc.RpcError as error:
+                if error.code() is grpc.StatusCode.UNAVAILABLE:
+                    err.print(f"the router at {access.address} is down; the cluster's workers follow", soft_wrap=True, markup=False)
+                    return
+            time.sleep(0.2)
+    raise state.StateError(f"the router at {access.address} is still running after {DOWN_WITHIN_S:g} s")
 
 
 def _run(config: Config, err: Console, label: str = "") -> int:

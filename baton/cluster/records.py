@@ -114,10 +114,11 @@ def kind_of(record: Record) -> Kind:
 
 @dataclass(frozen=True, slots=True)
 class Pools:
-    """How many workers each pool should have."""
+    """How many workers each pool should have, or that the whole cluster should end."""
 
     prefill: Count
     decode: Count
+    stop: bool = False
 
     def to_json(self) -> bytes:
         return _POOLS.dump_json(self)

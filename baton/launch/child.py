@@ -22,7 +22,7 @@ from contextlib import nullcontext, suppress
 from pathlib import Path
 from typing import Literal
 
-from baton.cluster import pulse
+from baton.cluster import log_file, pulse
 from baton.launch.launcher import ProcessState, RestartRule, Restarts, State, Template, Watchdog
 
 POLL_S = 0.1
@@ -73,9 +73,9 @@ class Child:
         self._name = name
         self._template = template
         self._restarts = Restarts(rule)
-        self._env = {**env, **template.env_of(name)}
         self._node = node
-        self._log = log_dir and log_dir / f"{name}.log"
+        self._log = log_dir and log_dir.absolute() / f"{name}.log"
+        self._env = {**env, **template.env_of(name), **({log_file.VARIABLE: str(self._log)} if self._log else {})}
         self._cwd = cwd
         self._process: subprocess.Popen[bytes] | None = None
         self._pulses: int | None = None  # read end of the pipe that the process writes its pulses into

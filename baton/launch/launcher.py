@@ -21,6 +21,7 @@ LOOK_AT_MOST_S = 0.5
 NAME_VARIABLE = "BATON_WORKER_NAME"
 
 State = Literal["running", "backoff", "stopping", "exited"]
+Placement = Literal["spread", "pack", "strict-spread", "strict-pack"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -32,6 +33,7 @@ class Template:
     env: Mapping[str, str] = field(default_factory=dict)  # added to the environment that the process inherits where it runs
     cpus: float = 1.0  # per process, used for placement; not enforced
     gpus: float = 0.0  # the same; a fraction shares one device, more than one must be whole
+    placement: Placement = "spread"  # over hosts, of processes that are added together
     cores: tuple[int, ...] | None = None  # the role's processes may run only on these (Linux)
     cores_each: int | None = None  # each process gets this many of them, in turn; None: each gets all
     grace_s: float = 30.0  # from SIGTERM to SIGKILL

@@ -9,7 +9,6 @@ import os
 import secrets
 import socket
 from contextlib import suppress
-from dataclasses import replace
 from pathlib import Path
 from types import MappingProxyType
 
@@ -135,8 +134,18 @@ def templates(config: Config, label: str = "") -> list[tuple[Template, int]]:
     for role in ROLES:
         pool = getattr(config, role)
         argv = command(f"{role}_worker")
-        template = Template(role, argv, env, pool.cpus, pool.gpus, pool.cores, config.engine.threads, pool.drain_s + GRACE_S)
-        template = replace(template, stem=f"{role}-{label}" if label else "")
+        template = Template(
+            role,
+            argv,
+            env,
+            pool.cpus,
+            pool.gpus,
+            pool.placement,
+            pool.cores,
+            config.engine.threads,
+            pool.drain_s + GRACE_S,
+            stem=f"{role}-{label}" if label else "",
+        )
         made.append((template, pool.replicas))
     return made
 

@@ -18,7 +18,7 @@ from concurrent.futures import ThreadPoolExecutor
 from contextlib import chdir, suppress
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any
 
 import ray
 from ray.exceptions import RayError
@@ -132,8 +132,7 @@ class _Rooms:
     kept.
     """
 
-    def __init__(self, strategy: str) -> None:
-        self._strategy = strategy
+    def __init__(self) -> None:
         self._empty: list[_Room] = []
 
     @property
@@ -148,7 +147,7 @@ class _Rooms:
         rooms = [room for room in self._empty if room.group.bundle_specs[room.index] == size][:count]
         self._empty = [room for room in self._empty if room not in rooms]
         if missing := count - len(rooms):
-            group = placement_group([size] * missing, strategy=self._strategy)
+            group = placement_group([size] * missing, strategy=template.placement.replace("-", "_").upper())
             rooms += [_Room(group, index) for index in range(missing)]
         return list(rooms)
 
@@ -162,10 +161,9 @@ class _Rooms:
 class RayLauncher(Launcher):
     """Joins the cluster at `address` ("host:port" or "auto"), or starts one on this machine, which ends with `stop` or with this process.
 
-    A process has only one connection to Ray: if it is already connected, that connection is used and not closed. `placement` is the
-    strategy of the placement groups: "PACK" or "SPREAD" over the nodes as far as possible; with the prefix "STRICT_", placement fails if it
-    is not possible. `ray_num_cpus`, `ray_num_gpus`: the resources of a cluster started here, instead of those that Ray finds. `log_dir` is
-    a path on the nodes; without it, the output goes to Ray's session directory.
+    A process has only one connection to Ray: if it is already connected, that connection is used and not closed. `ray_num_cpus`,
+    `ray_num_gpus`: the resources of a cluster started here, instead of those that Ray finds. `log_dir` is a path on the nodes; without it,
+    the output goes to Ray's session directory.
     """
 
     def __init__(
@@ -173,7 +171,6 @@ class RayLauncher(Launcher):
         address: str | None = None,
         rule: RestartRule | None = None,
         log_dir: Path | None = None,
-        placement: Literal["PACK", "SPREAD", "STRICT_PACK", "STRICT_SPREAD"] = "PACK",
         place_timeout_s: float = 60.0,
         ray_num_cpus: int | None = None,
         ray_num_gpus: int | None = None,
@@ -182,7 +179,7 @@ class RayLauncher(Launcher):
         self._address = address
         self._rule = rule or RestartRule()
         self._log_dir = log_dir
-        self._rooms = _Rooms(placement)
+        self._rooms = _Rooms()
         self._place_timeout_s = place_timeout_s
         self._num_cpus = ray_num_cpus
         self._num_gpus = ray_num_gpus
@@ -256,7 +253,7 @@ class RayLauncher(Launcher):
                 num_cpus=template.cpus,
                 num_gpus=template.gpus,
                 max_restarts=-1,
-                scheduling_strategy=PlacementGroupSchedulingStrategy(room.group, room.index) if room else "DEFAULT",
+                scheduling_strategy=PlacementGroupSchedulingStrategy(room.group, room.index) if room else "SPREAD",
                 runtime_env=_runtime_env(),
             ).remote(name, plain, self._rule, self._log_dir, os.getcwd())
             unknown = ProcessState(name, template.role, None, "backoff", 0, None, "")

@@ -85,6 +85,7 @@ class Reconciler:
         self._wanted = sizes
         self._pools = {"prefill": Pool(sizes.prefill), "decode": Pool(sizes.decode)}
         self._note = note
+        self.stop = False  # someone asked for the end of the cluster
         self._changes: set[asyncio.Task[None]] = set()
 
     async def step(self) -> bool:
@@ -92,11 +93,10 @@ class Reconciler:
         reached = True
         try:
             if (wish := await self._registry.desired()) is None:
-                await self._registry.desire(
-                    self._wanted
-                )  # the registry lost everything, but `baton scale` must find the other pool's size there
+                # The registry lost everything, but `baton scale` must find the other pool's size there.
+                await self._registry.desire(self._wanted)
             else:
-                self._wanted = wish
+                self._wanted, self.stop = wish, wish.stop
         except RegistryUnavailable:
             reached = False
         now = asyncio.get_running_loop().time()

@@ -177,6 +177,9 @@ class Supervisor:
             while not self.stop.is_set():
                 if not await reconciler.step():
                     self._revive_redis()
+                if reconciler.stop:
+                    self.stop.set()
+                    return
                 try:
                     await asyncio.wait_for(self.stop.wait(), WATCH_EVERY_S)
                 except TimeoutError:

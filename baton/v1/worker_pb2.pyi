@@ -7,6 +7,40 @@ from typing import ClassVar as _ClassVar, Optional as _Optional, Union as _Union
 
 DESCRIPTOR: _descriptor.FileDescriptor
 
+class DownRequest(_message.Message):
+    __slots__ = ()
+    def __init__(self) -> None: ...
+
+class DownResponse(_message.Message):
+    __slots__ = ()
+    def __init__(self) -> None: ...
+
+class AdminLogsRequest(_message.Message):
+    __slots__ = ("name", "lines", "follow")
+    NAME_FIELD_NUMBER: _ClassVar[int]
+    LINES_FIELD_NUMBER: _ClassVar[int]
+    FOLLOW_FIELD_NUMBER: _ClassVar[int]
+    name: str
+    lines: int
+    follow: bool
+    def __init__(self, name: _Optional[str] = ..., lines: _Optional[int] = ..., follow: _Optional[bool] = ...) -> None: ...
+
+class LogsRequest(_message.Message):
+    __slots__ = ("to", "lines", "follow")
+    TO_FIELD_NUMBER: _ClassVar[int]
+    LINES_FIELD_NUMBER: _ClassVar[int]
+    FOLLOW_FIELD_NUMBER: _ClassVar[int]
+    to: Addressee
+    lines: int
+    follow: bool
+    def __init__(self, to: _Optional[_Union[Addressee, _Mapping]] = ..., lines: _Optional[int] = ..., follow: _Optional[bool] = ...) -> None: ...
+
+class LogsResponse(_message.Message):
+    __slots__ = ("text",)
+    TEXT_FIELD_NUMBER: _ClassVar[int]
+    text: bytes
+    def __init__(self, text: _Optional[bytes] = ...) -> None: ...
+
 class JoinRequest(_message.Message):
     __slots__ = ("challenge", "proof")
     CHALLENGE_FIELD_NUMBER: _ClassVar[int]

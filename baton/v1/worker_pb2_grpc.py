@@ -463,6 +463,11 @@ class WorkerStub:
                 request_serializer=baton_dot_v1_dot_worker__pb2.SetRolesRequest.SerializeToString,
                 response_deserializer=baton_dot_v1_dot_worker__pb2.SetRolesResponse.FromString,
                 _registered_method=True)
+        self.Logs = channel.unary_stream(
+                '/baton.v1.Worker/Logs',
+                request_serializer=baton_dot_v1_dot_worker__pb2.LogsRequest.SerializeToString,
+                response_deserializer=baton_dot_v1_dot_worker__pb2.LogsResponse.FromString,
+                _registered_method=True)
 
 
 class WorkerServicer:
@@ -498,6 +503,13 @@ class WorkerServicer:
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
+    def Logs(self, request, context):
+        """The end of the file that the worker's output goes to, and whatever is written later.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
 
 def add_WorkerServicer_to_server(servicer, server):
     rpc_method_handlers = {
@@ -520,6 +532,11 @@ def add_WorkerServicer_to_server(servicer, server):
                     servicer.SetRoles,
                     request_deserializer=baton_dot_v1_dot_worker__pb2.SetRolesRequest.FromString,
                     response_serializer=baton_dot_v1_dot_worker__pb2.SetRolesResponse.SerializeToString,
+            ),
+            'Logs': grpc.unary_stream_rpc_method_handler(
+                    servicer.Logs,
+                    request_deserializer=baton_dot_v1_dot_worker__pb2.LogsRequest.FromString,
+                    response_serializer=baton_dot_v1_dot_worker__pb2.LogsResponse.SerializeToString,
             ),
     }
     generic_handler = grpc.method_handlers_generic_handler(
@@ -642,6 +659,33 @@ class Worker:
             metadata,
             _registered_method=True)
 
+    @staticmethod
+    def Logs(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_stream(
+            request,
+            target,
+            '/baton.v1.Worker/Logs',
+            baton_dot_v1_dot_worker__pb2.LogsRequest.SerializeToString,
+            baton_dot_v1_dot_worker__pb2.LogsResponse.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
 
 class AdminStub:
     """Offered by the router on its own admin port.
@@ -677,6 +721,16 @@ class AdminStub:
                 '/baton.v1.Admin/Scale',
                 request_serializer=baton_dot_v1_dot_worker__pb2.ScaleRequest.SerializeToString,
                 response_deserializer=baton_dot_v1_dot_worker__pb2.ScaleResponse.FromString,
+                _registered_method=True)
+        self.Down = channel.unary_unary(
+                '/baton.v1.Admin/Down',
+                request_serializer=baton_dot_v1_dot_worker__pb2.DownRequest.SerializeToString,
+                response_deserializer=baton_dot_v1_dot_worker__pb2.DownResponse.FromString,
+                _registered_method=True)
+        self.Logs = channel.unary_stream(
+                '/baton.v1.Admin/Logs',
+                request_serializer=baton_dot_v1_dot_worker__pb2.AdminLogsRequest.SerializeToString,
+                response_deserializer=baton_dot_v1_dot_worker__pb2.LogsResponse.FromString,
                 _registered_method=True)
         self.Join = channel.unary_unary(
                 '/baton.v1.Admin/Join',
@@ -723,6 +777,20 @@ class AdminServicer:
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
+    def Down(self, request, context):
+        """Writes down that the cluster should end; its supervisor stops all processes.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
+    def Logs(self, request, context):
+        """The log of any process of the cluster, wherever it runs.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
     def Join(self, request, context):
         """What a host needs that wants to start workers of this cluster. The first call gets a challenge, the second proves the cluster's key.
         """
@@ -757,6 +825,16 @@ def add_AdminServicer_to_server(servicer, server):
                     servicer.Scale,
                     request_deserializer=baton_dot_v1_dot_worker__pb2.ScaleRequest.FromString,
                     response_serializer=baton_dot_v1_dot_worker__pb2.ScaleResponse.SerializeToString,
+            ),
+            'Down': grpc.unary_unary_rpc_method_handler(
+                    servicer.Down,
+                    request_deserializer=baton_dot_v1_dot_worker__pb2.DownRequest.FromString,
+                    response_serializer=baton_dot_v1_dot_worker__pb2.DownResponse.SerializeToString,
+            ),
+            'Logs': grpc.unary_stream_rpc_method_handler(
+                    servicer.Logs,
+                    request_deserializer=baton_dot_v1_dot_worker__pb2.AdminLogsRequest.FromString,
+                    response_serializer=baton_dot_v1_dot_worker__pb2.LogsResponse.SerializeToString,
             ),
             'Join': grpc.unary_unary_rpc_method_handler(
                     servicer.Join,
@@ -900,6 +978,60 @@ class Admin:
             '/baton.v1.Admin/Scale',
             baton_dot_v1_dot_worker__pb2.ScaleRequest.SerializeToString,
             baton_dot_v1_dot_worker__pb2.ScaleResponse.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def Down(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/baton.v1.Admin/Down',
+            baton_dot_v1_dot_worker__pb2.DownRequest.SerializeToString,
+            baton_dot_v1_dot_worker__pb2.DownResponse.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def Logs(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_stream(
+            request,
+            target,
+            '/baton.v1.Admin/Logs',
+            baton_dot_v1_dot_worker__pb2.AdminLogsRequest.SerializeToString,
+            baton_dot_v1_dot_worker__pb2.LogsResponse.FromString,
             options,
             channel_credentials,
             insecure,

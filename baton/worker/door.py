@@ -1,8 +1,10 @@
 """`baton.v1.Worker`: what every worker reports about itself, whatever its role."""
 
 from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
+from contextlib import aclosing
 from dataclasses import asdict, dataclass
 
+from baton.cluster import log_file
 from baton.cluster.records import Load, RoleName, WorkerRecord, WorkerState
 from baton.cluster.rpc import Answering, Context
 from baton.v1 import worker_pb2, worker_pb2_grpc
@@ -80,6 +82,13 @@ class WorkerDoor(worker_pb2_grpc.WorkerServicer):
                 ),
             )
         raise AssertionError("answered with an error")
+
+    async def Logs(self, request: worker_pb2.LogsRequest, context: Context) -> AsyncIterator[worker_pb2.LogsResponse]:
+        async with Answering(context):
+            self._identity.check(request.to)
+            async with aclosing(log_file.read(self._identity.worker, request.lines, request.follow)) as texts:
+                async for text in texts:
+                    yield worker_pb2.LogsResponse(text=text)
 
     async def SetRoles(self, request: worker_pb2.SetRolesRequest, context: Context) -> worker_pb2.SetRolesResponse:
         async with Answering(context):

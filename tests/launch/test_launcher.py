@@ -541,14 +541,16 @@ async def test_a_cancelled_growth_leaves_nothing_behind(ray_address: str, templa
 
 
 async def test_placement_packs_or_spreads_over_two_nodes(second_node: str, template: Any) -> None:
-    packing, spreading = await joined(second_node, placement="PACK"), await joined(second_node, placement="SPREAD")
+    launcher = await joined(second_node)
     try:
-        for launcher, nodes in ((packing, 1), (spreading, 2)):
-            await launcher.add(template(), 2)
-            assert len({state.node for state in await launcher.processes()}) == nodes
+        for role, placement, nodes in (("prefill", "pack", 1), ("decode", "spread", 2), ("router", "strict-spread", 2)):
+            await launcher.add(template(role=role, placement=placement), 2)
+            assert len({state.node for state in await launcher.processes() if state.role == role}) == nodes
+        with pytest.raises(BatonError, match="no room for 3 processes") as refused:
+            await launcher.add(template(role="other", placement="strict-spread"), 3)
+        assert refused.value.reason is Reason.SATURATED
     finally:
-        await spreading.stop()
-        await packing.stop()  # last, because it holds this process's connection
+        await launcher.stop()
 
 
 async def free_cpus(count: float) -> None:

@@ -55,6 +55,16 @@ async def test_a_draining_pool_does_not_delay_other_changes(world: Any) -> None:
     await reconciler.close()
 
 
+async def test_it_notices_that_the_cluster_should_end(world: Any) -> None:
+    reconciler, launcher, registry, _ = world
+    await registry.desire(Pools(2, 2))
+    await settle(reconciler)
+    assert not reconciler.stop
+    await registry.desire(Pools(2, 2, stop=True))
+    await settle(reconciler)
+    assert reconciler.stop and launcher.asked == []
+
+
 async def test_a_refused_change_is_retried(world: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     reconciler, launcher, registry, notes = world
     monkeypatch.setattr(reconcile, "RETRY_S", 0.2)

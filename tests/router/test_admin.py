@@ -5,6 +5,7 @@ import os
 from collections.abc import AsyncIterator, Sequence
 from contextlib import asynccontextmanager
 from dataclasses import asdict, replace
+from pathlib import Path
 from typing import Any
 
 import grpc
@@ -13,6 +14,7 @@ from fake_workers import TOKENIZER, record
 from memory_registry import MemoryRegistry
 
 from baton.cli.admin import read_live, read_records, read_status
+from baton.cluster import log_file
 from baton.cluster.config import Config, SloConfig
 from baton.cluster.errors import BatonError, Reason
 from baton.cluster.handoff import Handoff
@@ -123,6 +125,43 @@ async def test_the_router_that_passed_on_new_roles_sends_work_by_them_at_once(ho
     assert [worker.name for worker in told.view.prefill_workers()] == ["p0"]
     await stub.SetRoles(pb.AdminSetRolesRequest(worker="d0", roles=["prefill"]), timeout=20)
     assert [worker.name for worker in told.view.prefill_workers()] == ["d0", "p0"] and told.view.decode_workers() == []
+
+
+async def test_any_router_shows_the_log_of_any_process(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Here, all processes are one and write to one file; the records of what each was asked tell them apart."""
+    monkeypatch.setenv(log_file.VARIABLE, str(tmp_path / "x.log"))
+    (tmp_path / "x.log").write_text("one\ntwo\n")
+    registry, houses = MemoryRegistry(), (House(), House())
+
+    async def log(stub: Any, name: str, **how: Any) -> bytes:
+        return b"".join([page.text async for page in stub.Logs(pb.AdminLogsRequest(name=name, **how), timeout=20)])
+
+    async with administered(houses[0], registry, "router-0") as stub, administered(houses[1], registry, "router-1") as second:
+        await until_routers(stub, ["router-0", "router-1"])
+        for name in ("router-0", "router-1", "d0"):
+            assert await log(stub, name, lines=1) == b"two\n"
+        following = stub.Logs(pb.AdminLogsRequest(name="d0", lines=1, follow=True), timeout=20)
+        assert (await following.read()).text == b"two\n"
+        with (tmp_path / "x.log").open("a") as file:
+            file.write("three\n")
+        assert (await following.read()).text == b"three\n"
+        following.cancel()
+        for name, said in (("d9", "there is no process 'd9'; known processes: router-0, router-1, d0, p0"), ("p0", "p0")):
+            with pytest.raises(grpc.RpcError) as refused:
+                await log(stub, name, lines=1)
+            assert said in str(refused.value.details())
+        with pytest.raises(grpc.RpcError, match="lines: must be from 0"):
+            await log(second, "router-0", lines=1 << 30)
+
+
+async def test_a_cluster_ends_only_if_someone_runs_it(house: tuple[House, Any]) -> None:
+    told, stub = house
+    with pytest.raises(grpc.RpcError, match="no `baton up` runs this cluster"):
+        await stub.Down(pb.DownRequest(), timeout=20)
+    await told.registry.desire(Pools(1, 2))
+    await stub.Down(pb.DownRequest(), timeout=20)
+    await stub.Scale(pb.ScaleRequest(decode=3), timeout=20)
+    assert await told.registry.desired() == Pools(1, 3, stop=True), "a later change of the sizes does not take it back"
 
 
 async def test_any_router_shows_what_all_of_them_know() -> None:

@@ -60,8 +60,8 @@ def port_of(client: redis.Redis) -> int:
     return int(client.connection_pool.connection_kwargs["port"])
 
 
-def until(condition: Any) -> None:
-    deadline = time.monotonic() + WITHIN_S
+def until(condition: Any, within_s: float = WITHIN_S) -> None:
+    deadline = time.monotonic() + within_s
     while True:
         try:
             if condition():

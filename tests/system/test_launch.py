@@ -159,6 +159,23 @@ def test_a_plain_grpc_channel_would_use_the_proxy(model: Path) -> None:
             assert done.returncode == status, done.stderr
 
 
+# --- Logs ---------------------------------------------------------------------------------------------------------------------------
+
+
+def test_the_log_of_a_process_is_shown_while_it_runs_and_when_it_cannot_be_asked(secured: Cluster) -> None:
+    for name in ("router-0", "prefill-0", "decode-0"):
+        shown = secured.baton("logs", name, "--name", secured.name)
+        assert shown.returncode == 0 and f" I {name} " in shown.stdout and " ready on " in shown.stdout, shown
+    assert secured.baton("logs", "decode-0", "--lines", "1", "--name", secured.name).stdout.count("\n") == 1
+    unknown = secured.baton("logs", "decode-9", "--name", secured.name)
+    assert unknown.returncode == 1 and "known processes: router-0, decode-0, prefill-0" in unknown.stderr
+    pid = secured.kill("decode-0", signal.SIGSTOP)
+    try:
+        assert " ready on " in secured.baton("logs", "decode-0", "--name", secured.name).stdout, "the file is here"
+    finally:
+        os.kill(pid, signal.SIGCONT)
+
+
 # --- Ctrl-C --------------------------------------------------------------------------------------------------------------------------
 
 

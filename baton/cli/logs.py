@@ -1,0 +1,45 @@
+"""`baton logs`: the output of any process of a cluster."""
+
+import sys
+from pathlib import Path
+
+import grpc
+
+from baton.access.access import DEFAULT_NAME, find
+from baton.access.options import Identity, Place
+from baton.cluster import log_file
+from baton.launch import state
+from baton.v1 import worker_pb2, worker_pb2_grpc
+
+TIMEOUT_S = 60.0
+
+
+def show(process: str, lines: int, follow: bool, place: Place, identity: Identity) -> None:
+    """Asks the cluster. If it cannot answer, because the process or every router is dead, shows the file that a cluster of this machine
+    left. Raises StateError, ConfigError, grpc.RpcError."""
+    asked = worker_pb2.AdminLogsRequest(name=process, lines=lines, follow=follow)
+    began = False
+    try:
+        with find("admin", place, identity).channel() as channel:
+            call = worker_pb2_grpc.AdminStub(channel).Logs(asked, timeout=None if follow else TIMEOUT_S)
+            for page in call:
+                began = True
+                _write(page.text)
+    except grpc.RpcError:
+        left = None if began or follow or place.address else _left(place.name or DEFAULT_NAME, process)
+        if left is None:
+            raise
+        with left.open("rb") as file:
+            file.seek(log_file.start_of(left, lines))
+            _write(file.read(log_file.MOST_BYTES))
+
+
+def _left(cluster: str, process: str) -> Path | None:
+    running = state.read(cluster)
+    found = {path.stem: path for path in Path(running.log_dir).glob("*.log")} if running else {}
+    return found.get(process)
+
+
+def _write(text: bytes) -> None:
+    sys.stdout.buffer.write(text)
+    sys.stdout.buffer.flush()
