@@ -19,7 +19,6 @@ import numpy as np
 
 from baton.engine.kvcache import KvPool
 from kvtransfer import tcp_wire as wire
-from kvtransfer.transport import runs
 
 log = logging.getLogger(__name__)
 
@@ -176,8 +175,7 @@ class Server:
             wire.send(sock, wire.OUT_OF_RANGE, deadline)
             return True
         wire.send(sock, wire.OK, deadline)
-        for first, size in runs(blocks.tolist()):
-            wire.send(sock, wire.bytes_of(self._pool, first, size), None)
+        wire.send_blocks(sock, self._pool, blocks.tolist())
         return True
 
     def _park(self, sock: socket.socket) -> None:

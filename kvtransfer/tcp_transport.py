@@ -19,7 +19,7 @@ from baton.cluster.errors import BatonError
 from baton.engine.kvcache import KvPool
 from kvtransfer import tcp_wire as wire
 from kvtransfer.tcp_server import Server
-from kvtransfer.transport import check_blocks, runs, transfer_failed
+from kvtransfer.transport import check_blocks, transfer_failed
 
 CONNECTIONS_PER_PEER = 4  # concurrent reads from one peer; further ones wait their turn
 
@@ -91,8 +91,7 @@ class TcpTransport:
             wire.send(sock, wire.COUNT.pack(len(remote)) + np.asarray(remote, dtype=wire.INDEX).tobytes(), deadline)
             if wire.receive(sock, 1, deadline) != wire.OK:
                 raise transfer_failed(f"{peer} refused the read")
-            for first, count in runs(local):
-                wire.receive_into(sock, wire.bytes_of(self._pool, first, count), deadline)
+            wire.receive_blocks(sock, self._pool, local, deadline)
 
     def carrier(self, peer: str) -> str:
         return self.name

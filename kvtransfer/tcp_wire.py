@@ -19,20 +19,21 @@ import socket
 import ssl
 import struct
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 
 import numpy as np
 
 from baton.engine.kvcache import KvPool
-from kvtransfer.transport import transfer_failed
+from kvtransfer.transport import runs, transfer_failed
 
 MAGIC = b"baton-kv-tcp/2\r\n"
 NONCE_BYTES = INSTANCE_BYTES = PROOF_BYTES = 32
 OK, OUT_OF_RANGE, FULL = b"\x01", b"\x02", b"\x03"
 ADDRESS = struct.Struct(f"<{len(MAGIC)}s{INSTANCE_BYTES}sQQH")  # MAGIC, instance, num_blocks, block_bytes, port; the host follows
 COUNT = struct.Struct("<I")
+VIEWS = 64  # runs of blocks in one system call
 INDEX = np.dtype("<u4")
 
 # Seconds.
@@ -158,6 +159,48 @@ def receive_into(sock: socket.socket, view: memoryview, deadline: float | None) 
         if count == 0:
             raise ConnectionResetError("closed by the other side")
         view = view[count:]
+
+
+def send_blocks(sock: socket.socket, pool: KvPool, blocks: Sequence[int]) -> None:
+    """Sends blocks, many in one system call; the kernel copies them straight from the pool. The other side must accept at least one byte
+    every STALL_TIMEOUT seconds."""
+    for views in _batches(sock, pool, blocks):
+        if isinstance(sock, ssl.SSLSocket):
+            send(sock, views[0], None)
+            continue
+        while views:
+            sock.settimeout(STALL_TIMEOUT)
+            views = _rest(views, sock.sendmsg(views))
+
+
+def receive_blocks(sock: socket.socket, pool: KvPool, blocks: Sequence[int], deadline: float) -> None:
+    """Receives blocks straight into the pool, many in one system call."""
+    for views in _batches(sock, pool, blocks):
+        if isinstance(sock, ssl.SSLSocket):
+            receive_into(sock, views[0], deadline)
+            continue
+        while views:
+            sock.settimeout(left(deadline))
+            count = sock.recvmsg_into(views)[0]
+            if count == 0:
+                raise ConnectionResetError("closed by the other side")
+            views = _rest(views, count)
+
+
+def _batches(sock: socket.socket, pool: KvPool, blocks: Sequence[int]) -> Iterator[list[memoryview]]:
+    """The memory of the blocks, in order, one run of neighbours at a time for TLS, else VIEWS."""
+    views = [bytes_of(pool, first, count) for first, count in runs(blocks)]
+    size = 1 if isinstance(sock, ssl.SSLSocket) else VIEWS
+    return (views[start : start + size] for start in range(0, len(views), size))
+
+
+def _rest(views: list[memoryview], count: int) -> list[memoryview]:
+    """What is left of them after the first `count` bytes."""
+    for number, view in enumerate(views):
+        if count < len(view):
+            return [view[count:], *views[number + 1 :]]
+        count -= len(view)
+    return []
 
 
 def receive(sock: socket.socket, size: int, deadline: float | None) -> bytes:
