@@ -121,8 +121,13 @@ class AdminDoor(worker_pb2_grpc.AdminServicer):
 
     async def Logs(self, request: worker_pb2.AdminLogsRequest, context: Context) -> AsyncIterator[worker_pb2.LogsResponse]:
         async with Answering(context), aclosing(self._log(request)) as texts:
-            async for text in texts:
-                yield worker_pb2.LogsResponse(text=text)
+            try:
+                async for text in texts:
+                    yield worker_pb2.LogsResponse(text=text)
+            except BatonError as error:
+                if error.reason is Reason.WORKER_LOST:
+                    raise BatonError(error.reason, f"{request.name} does not answer: {error}") from None
+                raise
 
     def _log(self, request: worker_pb2.AdminLogsRequest) -> AsyncGenerator[bytes, None]:
         own = self._describe_router().name
