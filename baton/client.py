@@ -256,12 +256,8 @@ class Stream(_Stream):
         return self
 
     def __exit__(self, *_: object) -> None:
-        """Returns when gRPC's own thread is through with the call: frozen with its lock when the interpreter exits, it would hold up the
-        call's finaliser for ever."""
         self.cancel()
-        through = threading.Event()
-        if self._call.add_callback(through.set):
-            through.wait(_THROUGH_S)
+        leave(self._call)
 
 
 class AsyncStream(_Stream):
@@ -301,6 +297,15 @@ class AsyncStream(_Stream):
 
     async def __aexit__(self, *_: object) -> None:
         self.cancel()
+
+
+def leave(call: Any) -> None:
+    """Cancels a call of gRPC's, and returns when gRPC's own thread is through with it. Frozen with the call's lock when the interpreter
+    exits, that thread would hold up the call's finaliser for ever."""
+    call.cancel()
+    through = threading.Event()
+    if call.add_callback(through.set):
+        through.wait(_THROUGH_S)
 
 
 class _Doors:

@@ -12,15 +12,18 @@ import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
 from types import FrameType
+from typing import Any
 
-from baton.client import GenerateError, Stream
+import grpc
+
+from baton.client import GenerateError
 
 JOIN_S = 5.0
 
 
 @contextmanager
-def interruptible(stream: Stream) -> Iterator[None]:
-    """Call it in the main thread. Raises KeyboardInterrupt at the end if Ctrl-C cancelled the stream."""
+def interruptible(stream: Any) -> Iterator[None]:
+    """`stream`: has `cancel`. Call it in the main thread. Raises KeyboardInterrupt at the end if Ctrl-C cancelled the stream."""
     pressed = False
     canceller = threading.Thread(target=stream.cancel, daemon=True)
 
@@ -33,7 +36,7 @@ def interruptible(stream: Stream) -> Iterator[None]:
     before = signal.signal(signal.SIGINT, cancel)
     try:
         yield
-    except GenerateError:
+    except (GenerateError, grpc.RpcError):
         if not pressed:
             raise
     finally:

@@ -7,6 +7,8 @@ import grpc
 
 from baton.access.access import DEFAULT_NAME, find
 from baton.access.options import Identity, Place
+from baton.cli.interrupt import interruptible
+from baton.client import leave
 from baton.cluster import log_file
 from baton.launch import state
 from baton.v1 import worker_pb2, worker_pb2_grpc
@@ -22,9 +24,13 @@ def show(process: str, lines: int, follow: bool, place: Place, identity: Identit
     try:
         with find("admin", place, identity).channel() as channel:
             call = worker_pb2_grpc.AdminStub(channel).Logs(asked, timeout=None if follow else TIMEOUT_S)
-            for page in call:
-                began = True
-                _write(page.text)
+            try:
+                with interruptible(call):
+                    for page in call:
+                        began = True
+                        _write(page.text)
+            finally:
+                leave(call)
     except grpc.RpcError:
         left = None if began or follow or place.address else _left(place.name or DEFAULT_NAME, process)
         if left is None:

@@ -255,6 +255,9 @@ class RouterConfig(Section):
         return self
 
 
+Placement = Literal["spread", "pack", "strict-spread", "strict-pack"]
+
+
 class PoolConfig(Section):
     """One pool of workers."""
 
@@ -263,7 +266,7 @@ class PoolConfig(Section):
     cpus: float = Field(default=1.0, ge=0, le=1024, description="CPUs that Ray reserves for one worker.")
     gpus: float = Field(default=0.0, ge=0, le=64, description="GPUs that Ray reserves for one worker.")
     drain_s: float = Field(default=30.0, ge=0, le=3600, description="How long a stopping worker waits for its requests to finish, seconds.")
-    placement: Literal["spread", "pack", "strict-spread", "strict-pack"] = Field(
+    placement: Placement = Field(
         default="spread",
         description="How Ray places workers that start together: over as many hosts, or on as few, as possible. strict: on one host each,"
         " or all on one host, or not at all.",

@@ -15,13 +15,13 @@ from dataclasses import dataclass, field
 from typing import Literal, Protocol
 
 from baton.cluster.awake import AwakeClock
+from baton.cluster.config import Placement
 from baton.cluster.errors import BatonError, Reason, invalid
 
 LOOK_AT_MOST_S = 0.5
 NAME_VARIABLE = "BATON_WORKER_NAME"
 
 State = Literal["running", "backoff", "stopping", "exited"]
-Placement = Literal["spread", "pack", "strict-spread", "strict-pack"]
 
 
 @dataclass(frozen=True, slots=True)

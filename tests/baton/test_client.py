@@ -221,7 +221,7 @@ def test_leaving_the_context_cancels(scripted: Scripted, address: str) -> None:
 
 
 def test_no_thread_of_grpc_is_still_at_work_on_a_call_that_was_left(scripted: Scripted, address: str) -> None:
-    """A process that ends then could hang: see `Stream.__exit__`."""
+    """A process that ends then could hang: see `leave`."""
     scripted.responses, scripted.hangs = WHOLE[:3], True
     with Client(address) as client:
         for _ in range(20):

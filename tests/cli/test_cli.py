@@ -55,6 +55,7 @@ class Answers(generation_pb2_grpc.GenerationServicer, worker_pb2_grpc.AdminServi
     def __init__(self) -> None:
         self.asked: list[pb.GenerateRequest] = []
         self.cancelled = threading.Event()
+        self.left = threading.Event()  # by a reader of a log
 
     def Generate(self, request: pb.GenerateRequest, context: grpc.ServicerContext) -> Iterator[pb.GenerateResponse]:
         self.asked.append(request)
@@ -81,6 +82,15 @@ class Answers(generation_pb2_grpc.GenerationServicer, worker_pb2_grpc.AdminServi
                 handoff=pb.Handoff(transport="nixl", blocks=3, bytes=4096, digests_checked=3),
             )
         )
+
+    def Logs(self, request: worker_pb2.AdminLogsRequest, context: grpc.ServicerContext) -> Iterator[worker_pb2.LogsResponse]:
+        assert (request.name, request.lines) == ("decode-0", 7)
+        if request.follow:
+            context.add_callback(self.left.set)
+        yield worker_pb2.LogsResponse(text="zwei drÃ".encode("latin-1"))
+        yield worker_pb2.LogsResponse(text=b"\xa9i\n")
+        if request.follow:
+            self.left.wait(30)
 
     def Status(self, request: worker_pb2.StatusRequest, context: grpc.ServicerContext) -> worker_pb2.StatusResponse:
         return worker_pb2.StatusResponse(**STATUS)
@@ -202,6 +212,17 @@ def test_ctrl_c_cancels_the_request(env: dict[str, str], router: tuple[str, Answ
     _, err = process.communicate(timeout=20)
     assert process.returncode == 130 and "Traceback" not in err
     assert router[1].cancelled.wait(10), "the router saw no cancellation"
+
+
+def test_ctrl_c_ends_the_reading_of_a_log(env: dict[str, str], router: tuple[str, Answers]) -> None:
+    arguments = ("logs", "decode-0", "--lines", "7", "--address", router[0])
+    assert baton(env, *arguments) == (0, "zwei dréi\n", ""), "a piece may end within a character"
+    process = start(env, *arguments, "--follow", start_new_session=True)
+    assert process.stdout is not None and process.stdout.readline() == "zwei dréi\n"
+    process.send_signal(signal.SIGINT)
+    _, err = process.communicate(timeout=60)
+    assert (process.returncode, err) == (130, "")
+    assert router[1].left.wait(10), "the router saw no cancellation"
 
 
 def test_a_closed_stdout_causes_no_message(env: dict[str, str], router: tuple[str, Answers]) -> None:
