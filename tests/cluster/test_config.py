@@ -16,6 +16,8 @@ from baton.cluster.config_layers import FOREIGN_ENV, MASK, Key, dump, keys, load
 SECRET = "0123456789abcdef"
 # A legal value, other than the default, for each key whose default does not suggest one.
 LEGAL = {
+    "prefill.placement": "pack",
+    "decode.placement": "strict-spread",
     "router.port": "9000",
     "router.admin_port": "9001",
     "cluster.name": "other",
