@@ -1,10 +1,12 @@
 """Random load on a cluster whose processes are killed and stopped at random, and what became of every request.
 
     python benchmarks/nemesis.py --minutes 5 --seed 1 [--json FILE]
+    python benchmarks/nemesis.py --target decode --how kill        one kind of fault
+    python benchmarks/nemesis.py --cancelled 1 --target none       cancels only
 
 Three routers, two prefill and three decode workers and a Redis on this host, with the toy model, whose tokens are known. Prompts share
-prefixes, half of the requests draw their tokens with a seed, one in ten is cancelled. Every few seconds, one process is killed, or stopped
-for 0.5 to 15 s; the next fault comes when everything is back.
+prefixes, half of the requests draw their tokens with a seed, one in ten is cancelled at a random token. Every few seconds, one process is
+killed, or stopped for 0.5 to 15 s; the next fault comes when everything is back.
 
     exact      all tokens are those that the model must produce
     wrong      some are not
@@ -25,7 +27,7 @@ import sys
 import tempfile
 import time
 from collections import Counter, defaultdict
-from dataclasses import dataclass, field
+from dataclasses import asdict, dataclass, field
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -47,6 +49,15 @@ STOPS_S = (0.5, 15.0)
 TARGETS = ("router", "prefill", "decode", "redis")
 
 
+@dataclass(frozen=True)
+class Plan:
+    minutes: float
+    seed: int
+    targets: tuple[str, ...]
+    how: tuple[str, ...]
+    cancelled: float  # share of the requests
+
+
 @dataclass
 class Tally:
     outcomes: Counter[str] = field(default_factory=Counter)
@@ -56,14 +67,14 @@ class Tally:
     back: defaultdict[str, list[float]] = field(default_factory=lambda: defaultdict(list))
 
 
-async def load(client: AsyncClient, rng: random.Random, tally: Tally, until: float) -> None:
+async def load(client: AsyncClient, rng: random.Random, cancelled: float, tally: Tally, until: float) -> None:
     shared = [[rng.randrange(256) for _ in range(160)] for _ in range(8)]
     while time.monotonic() < until:
         prompt = rng.choice(shared)[: rng.choice((0, 64, 160))] + [rng.randrange(256) for _ in range(rng.randrange(1, 200))]
         params: dict[str, Any] = {"max_tokens": rng.randrange(1, 400), "temperature": 0.0, "ignore_eos": True}
         if rng.random() < 0.5:
             params |= {"temperature": 0.8, "seed": rng.randrange(1 << 31)}
-        leave_after = rng.randrange(params["max_tokens"]) if rng.random() < 0.1 else None
+        leave_after = rng.randrange(params["max_tokens"]) if rng.random() < cancelled else None
         await one(client, prompt, params, leave_after, tally)
 
 
@@ -92,10 +103,9 @@ async def one(client: AsyncClient, prompt: list[int], params: dict[str, Any], le
         tally.outcomes["cancelled" if got == expected[: len(got)] else "wrong"] += 1
 
 
-async def trouble(live: Cluster, rng: random.Random, tally: Tally, until: float) -> None:
-    await asyncio.to_thread(live.wait, lambda: whole(live), BACK_WITHIN_S)
-    while time.monotonic() < until:
-        target, kill = rng.choice(TARGETS), rng.random() < 0.5
+async def trouble(live: Cluster, rng: random.Random, plan: Plan, tally: Tally, until: float) -> None:
+    while plan.targets and time.monotonic() < until:
+        target, kill = rng.choice(plan.targets), rng.choice(plan.how) == "kill"
         pid = rng.choice(await asyncio.to_thread(pids, live, target))
         if kill:
             os.kill(pid, signal.SIGKILL)
@@ -131,14 +141,14 @@ def whole(live: Cluster, without: int | None = None) -> bool:
     return ready and there and without not in (*alive, *redis)
 
 
-async def run(live: Cluster, minutes: float, seed: int) -> Tally:
-    tally, until = Tally(), time.monotonic() + 60 * minutes
-    await asyncio.to_thread(live.wait, lambda: whole(live), BACK_WITHIN_S)
+async def run(live: Cluster, plan: Plan) -> Tally:
+    await asyncio.to_thread(live.wait, partial(whole, live), BACK_WITHIN_S)
+    tally, until = Tally(), time.monotonic() + 60 * plan.minutes
     addresses = [router["endpoints"]["grpc"] for router in live.status()["routers"]]
     async with AsyncClient(addresses) as client, asyncio.TaskGroup() as group:
         for number in range(STREAMS):
-            group.create_task(load(client, random.Random(f"{seed} {number}"), tally, until))
-        group.create_task(trouble(live, random.Random(seed), tally, until))
+            group.create_task(load(client, random.Random(f"{plan.seed} {number}"), plan.cancelled, tally, until))
+        group.create_task(trouble(live, random.Random(plan.seed), plan, tally, until))
     await live.quiet(60)
     return tally
 
@@ -157,19 +167,24 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--minutes", type=float, default=5.0)
     parser.add_argument("--seed", type=int, default=1)
+    parser.add_argument("--target", action="append", choices=(*TARGETS, "none"))
+    parser.add_argument("--how", action="append", choices=("kill", "stop"))
+    parser.add_argument("--cancelled", type=float, default=0.1)
     parser.add_argument("--json", type=Path)
     options = parser.parse_args()
+    targets = tuple(target for target in options.target or TARGETS if target != "none")
+    plan = Plan(options.minutes, options.seed, targets, tuple(options.how or ("kill", "stop")), options.cancelled)
     machine = describe()
     print(machine)
     with tempfile.TemporaryDirectory() as folder:
         flags = ("--router.replicas", str(ROUTERS), "--router.bypass-tokens", "0", "--engine.threads", "1")
         with cluster(toy(Path(folder) / "toy", step_delay_ms=5), *flags, prefill=PREFILL, decode=DECODE) as live:
-            tally = asyncio.run(run(live, options.minutes, options.seed))
+            tally = asyncio.run(run(live, plan))
     report(tally)
     if options.json:
         told = {"outcomes": tally.outcomes, "retried": tally.retried, "resumed": tally.resumed, "gaps": tally.gaps, "back": tally.back}
         options.json.parent.mkdir(parents=True, exist_ok=True)
-        options.json.write_text(json.dumps({"machine": machine, "minutes": options.minutes, "seed": options.seed, **told}, indent=1))
+        options.json.write_text(json.dumps({"machine": machine, **asdict(plan), **told}, indent=1))
     if tally.outcomes["wrong"] or any(name.startswith("lost") for name in tally.outcomes):
         sys.exit(1)
 
