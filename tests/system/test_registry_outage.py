@@ -116,7 +116,7 @@ async def test_no_request_notices_an_outage_of_the_registry(live: Cluster, kind:
     assert during > 5 and after > 5
     await asyncio.to_thread(live.wait, lambda: live.status()["router"]["registry"] == "reachable")
     with server(live) as client:
-        assert json.loads(client.get(f"baton:{{{live.name}}}:pools") or b"{}") == {"prefill": 2, "decode": 2}
+        assert json.loads(client.get(f"baton:{{{live.name}}}:pools") or b"{}") == {"prefill": 2, "decode": 2, "stop": False}
     assert {worker["pid"] for worker in live.workers()} == pids
     await live.quiet()
     await cached_where_it_was_computed(live)
