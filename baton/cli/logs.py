@@ -1,6 +1,8 @@
 """`baton logs`: the output of any process of a cluster."""
 
 import sys
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
 from pathlib import Path
 
 import grpc
@@ -22,15 +24,10 @@ def show(process: str, lines: int, follow: bool, place: Place, identity: Identit
     asked = worker_pb2.AdminLogsRequest(name=process, lines=lines, follow=follow)
     began = False
     try:
-        with find("admin", place, identity).channel() as channel:
-            call = worker_pb2_grpc.AdminStub(channel).Logs(asked, timeout=None if follow else TIMEOUT_S)
-            try:
-                with interruptible(call):
-                    for page in call:
-                        began = True
-                        _write(page.text)
-            finally:
-                leave(call)
+        with find("admin", place, identity).channel() as channel, _asked(channel, asked) as pages:
+            for page in pages:
+                began = True
+                _write(page.text)
     except grpc.RpcError:
         left = None if began or follow or place.address else _left(place.name or DEFAULT_NAME, process)
         if left is None:
@@ -38,6 +35,17 @@ def show(process: str, lines: int, follow: bool, place: Place, identity: Identit
         with left.open("rb") as file:
             file.seek(log_file.start_of(left, lines))
             _write(file.read(log_file.MOST_BYTES))
+
+
+@contextmanager
+def _asked(channel: grpc.Channel, asked: worker_pb2.AdminLogsRequest) -> Iterator[Iterable[worker_pb2.LogsResponse]]:
+    """Ctrl-C ends the answer in order."""
+    call = worker_pb2_grpc.AdminStub(channel).Logs(asked, timeout=None if asked.follow else TIMEOUT_S)
+    try:
+        with interruptible(call):
+            yield call
+    finally:
+        leave(call)
 
 
 def _left(cluster: str, process: str) -> Path | None:
