@@ -153,11 +153,16 @@ async def run(live: Cluster, plan: Plan) -> Tally:
     return tally
 
 
+def longest_waits(tally: Tally) -> dict[str, float]:
+    gaps = statistics.quantiles(tally.gaps, n=1000) if len(tally.gaps) > 1 else [0.0] * 999
+    return {"median": gaps[499], "P99": gaps[989], "P99.9": gaps[998]}
+
+
 def report(tally: Tally) -> None:
     print(f"\nrequests {tally.outcomes.total()}: {', '.join(f'{name} {count}' for name, count in sorted(tally.outcomes.items()))}")
     print(f"moved to another worker {tally.retried}, to another router {tally.resumed}; left behind: nothing")
-    gaps = statistics.quantiles(tally.gaps, n=1000) if len(tally.gaps) > 1 else [0.0] * 999
-    print(f"longest wait for a token, per request: median {gaps[499]:.2f} s, P99 {gaps[989]:.2f} s, P99.9 {gaps[998]:.2f} s")
+    waits = longest_waits(tally)
+    print(f"longest wait for a token, per request: {', '.join(f'{name} {seconds:.2f} s' for name, seconds in waits.items())}")
     print(f"\n{'fault':<18} {'times':>6} {'back, s (median)':>17} {'longest':>8}")
     for name, times in sorted(tally.back.items()):
         print(f"{name:<18} {len(times):6} {statistics.median(times):17.2f} {max(times):8.2f}")
@@ -182,7 +187,13 @@ def main() -> None:
             tally = asyncio.run(run(live, plan))
     report(tally)
     if options.json:
-        told = {"outcomes": tally.outcomes, "retried": tally.retried, "resumed": tally.resumed, "gaps": tally.gaps, "back": tally.back}
+        told = {
+            "outcomes": tally.outcomes,
+            "retried": tally.retried,
+            "resumed": tally.resumed,
+            "longest_waits_s": longest_waits(tally),
+            "back": tally.back,
+        }
         options.json.parent.mkdir(parents=True, exist_ok=True)
         options.json.write_text(json.dumps({"machine": machine, **asdict(plan), **told}, indent=1))
     if tally.outcomes["wrong"] or any(name.startswith("lost") for name in tally.outcomes):
