@@ -85,8 +85,12 @@ class Reconciler:
         self._wanted = sizes
         self._pools = {"prefill": Pool(sizes.prefill), "decode": Pool(sizes.decode)}
         self._note = note
-        self.stop = False  # someone asked for the end of the cluster
         self._changes: set[asyncio.Task[None]] = set()
+
+    @property
+    def stop(self) -> bool:
+        """Whether someone asked for the end of the cluster."""
+        return self._wanted.stop
 
     async def step(self) -> bool:
         """Follows the latest wanted sizes. Returns False while the registry is unreachable; the last known sizes then remain in force."""
@@ -96,7 +100,7 @@ class Reconciler:
                 # The registry lost everything, but `baton scale` must find the other pool's size there.
                 await self._registry.desire(self._wanted)
             else:
-                self._wanted, self.stop = wish, wish.stop
+                self._wanted = wish
         except RegistryUnavailable:
             reached = False
         now = asyncio.get_running_loop().time()

@@ -20,7 +20,7 @@ from grpc import Channel
 from baton.access.access import Access
 from baton.access.options import Identity
 from baton.cli.admin import read_records, read_status
-from baton.client import AsyncClient
+from baton.client import AsyncClient, Result
 from baton.cluster.rpc import NO_PROXY
 from baton.engine.sampling import SamplingParams
 from baton.engine.toy import naive
@@ -186,3 +186,13 @@ def toy(path: Path, **options: int) -> Path:
 def toy_output(prompt: list[int], **params: Any) -> list[int]:
     """The tokens that the toy model must produce for `prompt`."""
     return naive(prompt, SamplingParams(**{"max_tokens": 16, "temperature": 0.0, "ignore_eos": True, **params}))
+
+
+async def ask(client: AsyncClient, prompt: list[int], max_tokens: int, timeout_s: float = 60.0) -> Result:
+    """Returns the result, once its tokens have been compared with the toy's."""
+    params: dict[str, Any] = {"max_tokens": max_tokens, "temperature": 0.0, "ignore_eos": True, "timeout_s": timeout_s}
+    async with client.generate(token_ids=prompt, **params) as stream:
+        async for _ in stream:
+            pass
+        assert list(stream.result.token_ids) == toy_output(prompt, max_tokens=max_tokens)
+        return stream.result

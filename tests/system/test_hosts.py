@@ -14,11 +14,11 @@ from typing import Any
 import grpc
 import pytest
 from hosts import Host, hosts
-from live_cluster import toy, toy_output
+from live_cluster import ask, toy
 from redis_servers import PASSWORD, until
 
 from baton.cli.admin import read_status
-from baton.client import AsyncClient, Result
+from baton.client import AsyncClient
 from baton.launch.redis_server import find_binary
 from baton.v1 import worker_pb2, worker_pb2_grpc
 
@@ -81,15 +81,6 @@ def spread(model: Path, folder: Path, decode: int) -> Iterator[Spread]:
             for process in reversed(started):
                 process.kill()
                 process.wait(20)
-
-
-async def ask(client: AsyncClient, prompt: list[int], max_tokens: int) -> Result:
-    options: dict[str, Any] = {"max_tokens": max_tokens, "temperature": 0.0, "ignore_eos": True, "timeout_s": 60}
-    async with client.generate(token_ids=prompt, **options) as stream:
-        async for _ in stream:
-            pass
-        assert list(stream.result.token_ids) == toy_output(prompt, max_tokens=max_tokens)
-        return stream.result
 
 
 async def test_a_cluster_over_several_hosts_survives_a_pulled_cable(tmp_path: Path) -> None:

@@ -20,11 +20,11 @@ from typing import Any
 import grpc
 import pytest
 from hosts import Host, hosts
-from live_cluster import toy, toy_output
+from live_cluster import ask, toy
 from redis_servers import until
 
 from baton.cli.admin import read_status
-from baton.client import AsyncClient, Result
+from baton.client import AsyncClient
 from baton.launch import state
 from baton.v1 import worker_pb2, worker_pb2_grpc
 
@@ -166,15 +166,6 @@ def power_off(host: Host) -> None:
             os.kill(int(pid), signal.SIGKILL)
 
 
-async def ask(client: AsyncClient, prompt: list[int], max_tokens: int) -> Result:
-    options: dict[str, Any] = {"max_tokens": max_tokens, "temperature": 0.0, "ignore_eos": True, "timeout_s": 120}
-    async with client.generate(token_ids=prompt, **options) as stream:
-        async for _ in stream:
-            pass
-        assert list(stream.result.token_ids) == toy_output(prompt, max_tokens=max_tokens)
-        return stream.result
-
-
 @pytest.mark.timeout(1800)
 async def test_ray_over_three_hosts(tmp_path: Path) -> None:
     """Decode workers are spread, prefill workers packed. A host without the router and without Ray's head is cut off for 20 s, comes back,
@@ -185,11 +176,11 @@ async def test_ray_over_three_hosts(tmp_path: Path) -> None:
         assert len(cluster.place_of("prefill")) == 1 and sorted(cluster.place_of("decode").values()) == [1, 1, 1]
         victim = next(n for n in (2, 1) if not cluster.doors["admin"].startswith(f"{cluster.hosts[n].address}:"))
         async with AsyncClient(cluster.doors["gRPC"]) as client:
-            first = await asyncio.gather(*(ask(client, prompt, 20) for prompt in prompts))
+            first = await asyncio.gather(*(ask(client, prompt, 20, timeout_s=120) for prompt in prompts))
             assert {result.handoff["transport"] for result in first} == {"tcp"}
 
             cut = [worker for worker in cluster.workers().values() if cluster.host_of(worker) == victim]
-            streams = [asyncio.create_task(ask(client, prompt, 1000)) for prompt in prompts]
+            streams = [asyncio.create_task(ask(client, prompt, 1000, timeout_s=120)) for prompt in prompts]
             await asyncio.to_thread(cluster.until_busy, victim)
             cluster.hosts[victim].unplug()
             back = asyncio.create_task(asyncio.sleep(20))
@@ -210,7 +201,7 @@ async def test_ray_over_three_hosts(tmp_path: Path) -> None:
                 await asyncio.to_thread(cluster.wait, 2, decode)
             assert victim in cluster.place_of("decode")
 
-            streams = [asyncio.create_task(ask(client, prompt, 1000)) for prompt in prompts]
+            streams = [asyncio.create_task(ask(client, prompt, 1000, timeout_s=120)) for prompt in prompts]
             await asyncio.to_thread(cluster.until_busy, victim)
             power_off(cluster.hosts[victim])
             assert sum(result.workers["retries"] > 0 for result in await asyncio.gather(*streams)) >= 1

@@ -8,7 +8,8 @@ from typing import Any
 
 import grpc
 import pytest
-from live_cluster import Cluster, cluster, toy, toy_output
+from live_cluster import Cluster, cluster, toy
+from live_cluster import ask as ask_through
 
 from baton.cli.admin import read_live, read_records, read_status
 from baton.client import AsyncClient, Result
@@ -34,14 +35,8 @@ def admin(router: dict[str, Any]) -> worker_pb2_grpc.AdminStub:
 
 
 async def ask(address: str | list[str], prompt: list[int], max_tokens: int = 40) -> Result:
-    """Returns the result, once its tokens have been compared with the toy's."""
     async with AsyncClient(address) as client:
-        options: dict[str, Any] = {"max_tokens": max_tokens, "temperature": 0.0, "ignore_eos": True, "timeout_s": 60}
-        async with client.generate(token_ids=prompt, **options) as stream:
-            async for _ in stream:
-                pass
-            assert list(stream.result.token_ids) == toy_output(prompt, max_tokens=max_tokens)
-            return stream.result
+        return await ask_through(client, prompt, max_tokens)
 
 
 async def test_every_router_serves_and_shows_the_whole_cluster(live: Cluster) -> None:
