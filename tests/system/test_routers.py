@@ -77,11 +77,13 @@ async def test_the_streams_of_a_router_that_dies_continue_at_another(live: Clust
     known = await asyncio.to_thread(routers, live)
     victim, survivor = known["router-1"], known["router-2"]
     both = [victim["endpoints"]["grpc"], survivor["endpoints"]["grpc"]]
-    dying = [asyncio.create_task(ask(both, [*PROMPT, 50 + i], max_tokens=900)) for i in range(6)]
+    client = AsyncClient(both)  # one client takes its addresses in turns; six would each draw where they begin
+    dying = [asyncio.create_task(ask_through(client, [*PROMPT, 50 + i], 900)) for i in range(6)]
     living = [asyncio.create_task(ask(survivor["endpoints"]["grpc"], [*PROMPT, 60 + i], max_tokens=600)) for i in range(4)]
     await asyncio.to_thread(live.wait, lambda: sum(worker["load"]["running"] for worker in live.workers()) >= 10)
     os.kill(victim["pid"], signal.SIGKILL)
     resumed = [result.resumes for result in await asyncio.gather(*dying)]
+    await client.close()
     assert sum(resumed) >= 2, "about half of them were at the router that died"
     assert all(result.resumes == 0 for result in await asyncio.gather(*living))
 
