@@ -64,6 +64,9 @@ class Call:
     handoff: Handoff = field(default_factory=Handoff)
     span: Span = NO_SPAN
 
+    def before_first_token(self) -> bool:
+        return self.first is not None and not self.first.done()
+
     def fail(self, error: BatonError) -> None:
         self.emit(error)
         self.span.end(error.reason.name)
@@ -162,7 +165,7 @@ class DecodeWorker:
             return
         try:
             with call.span.child(semconv.TRANSFER, "client", {semconv.WORKER: call.handle.worker}) as span:
-                call.fetch = self.port.importer.open(call.handle, call.request_id)
+                call.fetch = self.port.importer.open(call.handle, call.request_id, call.before_first_token)
                 async with call.fetch.holding():
                     await self._adopt(call, call.fetch, call.handle, span)
         except BatonError as error:
@@ -181,10 +184,8 @@ class DecodeWorker:
             while not await self.loop.call(lambda engine: engine.reserve(seq)):
                 await asyncio.sleep(ROOM_POLL_S)
         failpoint("kv.reserved")
-        call.handoff = report = fetch.report
-        if call.first is not None:
-            call.first.add_done_callback(lambda _: report.note_first_token())
-        report.blocks_reused = await self.port.fill(seq, fetch)
+        call.handoff = fetch.report
+        call.handoff.blocks_reused = await self.port.fill(seq, fetch)
         call.fetch = None  # read, verified, and its lease released
         self._meter.ended("ok", call.handoff)
         span.set(call.handoff.attributes())

@@ -62,9 +62,10 @@ class Handoff:
     verify_ms: float = _fact(0.0, span="baton.verify_seconds", scale=1e-3)  # digests, and the check that the lease was alive
     failure: str = ""  # why the KV was not used: a reason of the error table
 
-    def note_first_token(self) -> None:
-        """The first token is known now: the blocks that have moved so far moved while the prompt was being computed."""
-        self.blocks_early = self.blocks
+    def note_moved(self, blocks: int, num_bytes: int, early: bool) -> None:
+        self.blocks += blocks
+        self.bytes += num_bytes
+        self.blocks_early += blocks if early else 0
 
     def __add__(self, later: Self) -> "Handoff":
         """Both together: numbers are added; of two texts the later one is kept, unless it is empty."""

@@ -120,7 +120,7 @@ class Pair:
         prompt = tokens or PROMPT
         seq = Sequence(f"{request_id}#d", [*prompt, first.sampled.token], len(prompt), greedy(), root_key("toy"))
         call = Call(seq)
-        call.task = asyncio.create_task(self.decode.run(seq, request_id, handle or first.handle, timeout_s, call.events.append))
+        call.task = asyncio.create_task(self.decode.run(seq, request_id, handle or first.handle, timeout_s, call.emit))
         return call
 
     def start_live(self, handle: KvHandle, request_id: str = "r", timeout_s: float = 20.0, tokens: list[int] | None = None) -> "Call":
@@ -128,7 +128,7 @@ class Pair:
         prompt = tokens or PROMPT
         call = Call(Sequence(f"{request_id}#d", list(prompt), len(prompt), greedy(), root_key("toy")))
         call.first = asyncio.get_running_loop().create_future()
-        running = self.decode.run(call.seq, request_id, handle, timeout_s, call.events.append, call.first)
+        running = self.decode.run(call.seq, request_id, handle, timeout_s, call.emit, call.first)
         call.task = asyncio.create_task(running)
         return call
 
@@ -160,6 +160,10 @@ class Call:
     events: list[Event] = field(default_factory=list)
     task: asyncio.Task[None] = field(init=False)
     first: "asyncio.Future[int] | None" = None
+
+    def emit(self, event: Event) -> None:
+        """Keeps the event as it is now, because the door packs it into a message at once."""
+        self.events.append(replace(event, handoff=replace(event.handoff)) if isinstance(event, Adopted) else event)
 
     @property
     def tokens(self) -> list[int]:

@@ -40,13 +40,19 @@ class Live:
         return self.call.first
 
     async def run(self, request_id: str = "r", tokens: list[int] | None = None) -> Prefilled:
+        done = await self.prefill(request_id, tokens)
+        self.first.set_result(done.sampled.token)
+        return done
+
+    async def prefill(self, request_id: str = "r", tokens: list[int] | None = None) -> Prefilled:
+        """Without passing on the first token."""
+
         def opened(handle: KvHandle) -> None:
             self.handle = handle
             self.started = self.p.start_live(handle, request_id, tokens=tokens)
 
         done = await self.p.hand_over(request_id, tokens, opened=opened)
         assert self.started is not None, "the prompt is too short"
-        self.first.set_result(done.sampled.token)
         return done
 
 
@@ -68,6 +74,25 @@ async def test_blocks_are_read_while_the_prompt_is_computed(monkeypatch: pytest.
         assert (handoff.recomputed_tokens, handoff.blocks, handoff.digests_checked, handoff.failure) == (0, 5, 5, "")
         assert handoff.blocks_early == 4
         assert [blocks for blocks, _ in reads] == [2, 2, 1] and not reads[0][1] and not reads[1][1]
+        await p.settled()
+
+
+async def test_blocks_that_moved_just_before_the_first_token_are_early(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The token arrives when all blocks have moved, and before the call asks for it."""
+    async with pair(chunk=CHUNK) as p:
+        live, fill = Live(p), p.decode.port.fill
+        token = asyncio.get_running_loop().create_future()
+
+        async def fill_and_tell(*args: Any) -> int:
+            reused = await fill(*args)
+            live.first.set_result(await token)
+            return reused
+
+        monkeypatch.setattr(p.decode.port, "fill", fill_and_tell)
+        token.set_result((await live.prefill()).sampled.token)
+        await live.call.task
+        handoff = live.call.adopted.handoff
+        assert (handoff.blocks, handoff.blocks_early) == (5, 5)
         await p.settled()
 
 
