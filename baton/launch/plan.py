@@ -20,6 +20,7 @@ from baton.cluster.records import ROLES
 from baton.launch import state
 from baton.launch.launcher import Launcher, RestartRule, Template
 from baton.launch.local_launcher import LocalLauncher
+from baton.launch.ports import Ports
 
 DOORS = ("port", "admin_port", "http_port", "page_port")  # of the router; they stay the same when it is restarted
 NEEDED = ("config.json", "tokenizer.json")  # of a model's folder; what else it needs depends on the model
@@ -32,21 +33,15 @@ class UpError(state.StateError):
     """The cluster cannot start; the text says what to change or to look at."""
 
 
-def complete(config: Config, redis_url: str) -> Config:
+def complete(config: Config, redis_url: str, ports: Ports) -> Config:
     """Fills in what is only known when a cluster starts: its key, the registry's address, and the router's ports."""
     router = config.router
-    ports = {name: getattr(router, name) for name in DOORS}
-    taken = {config.at(name) for names in PORTS.values() for name in names}
-    for name in DOORS:
-        while not ports[name]:  # the system may offer the same port twice
-            port = free_port(config.cluster.host)
-            ports[name] = 0 if port in taken else port
-        taken.add(ports[name])
+    doors = {name: hold(config, ports, getattr(router, name)) for name in DOORS}
     return config.model_copy(
         update={
             "cluster": config.cluster.model_copy(update={"key": config.cluster.key or secrets.token_hex(32)}),
             "redis": config.redis.model_copy(update={"url": redis_url}),
-            "router": router.model_copy(update=ports),
+            "router": router.model_copy(update=doors),
         }
     )
 
@@ -62,12 +57,15 @@ def redis_host(config: Config) -> str:
     return str(socket.getaddrinfo(advertised(config), None)[0][4][0])
 
 
-def free_port(host: str, port: int = 0) -> int:
-    """`port` if it is free to listen on, or any free one for 0. Raises OSError."""
-    with socket.socket(socket.AF_INET6 if ":" in host else socket.AF_INET) as probe:
-        probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-        probe.bind((host, port))
-        return int(probe.getsockname()[1])
+def hold(config: Config, ports: Ports, port: int = 0) -> int:
+    """`port`, or for 0 any free one that the configuration gives to no process. Raises UpError."""
+    taken = {config.at(name) for names in PORTS.values() for name in names}
+    try:
+        while (held := ports.hold(port)) in taken and not port:
+            pass
+    except OSError as error:
+        raise UpError(f"router: cannot listen on {target(config.cluster.host, port)} ({error.strerror})") from None
+    return held
 
 
 def check_ports(config: Config) -> None:
@@ -78,7 +76,8 @@ def check_ports(config: Config) -> None:
         if (port := config.at(name)) is None:
             continue
         try:
-            free_port(config.cluster.host, port)
+            with Ports(config.cluster.host) as ports:
+                ports.hold(port)
         except OSError as error:
             where, flag = target(config.cluster.host, port), f"--{name.replace('_', '-')}"
             if error.errno == errno.EADDRNOTAVAIL:
@@ -119,13 +118,15 @@ def make_launcher(config: Config, log_dir: Path) -> Launcher:
     return RayLauncher(config.launcher.ray_address, rule, log_dir, ray_num_cpus=own)
 
 
-def templates(config: Config, label: str = "") -> list[tuple[Template, int]]:
-    """Routers and pools, each with the number of its processes. `label`: of a host that joins; it gets no router."""
+def templates(config: Config, ports: Ports, label: str = "") -> list[tuple[Template, int]]:
+    """Routers and pools, each with the number of its processes. `label`: of a host that joins; it gets no router.
+
+    Raises UpError."""
     env = MappingProxyType({**to_env(config), **log_format(config), **kernel_cache()})
     grace_s = config.router.drain_s + GRACE_S
     made = [
         (
-            Template("router", command("router"), env, cpus=0.0, grace_s=grace_s, env_each=router_ports(config), leads=True),
+            Template("router", command("router"), env, cpus=0.0, grace_s=grace_s, env_each=router_ports(config, ports), leads=True),
             config.router.replicas,
         )
     ]
@@ -150,19 +151,15 @@ def templates(config: Config, label: str = "") -> list[tuple[Template, int]]:
     return made
 
 
-def router_ports(config: Config) -> tuple[dict[str, str], ...]:
+def router_ports(config: Config, ports: Ports) -> tuple[dict[str, str], ...]:
     """For each router, the variables that set its ports. They stay the same when it is restarted, so that clients find it again."""
-    taken = {config.at(name) for names in PORTS.values() for name in names}
     keys_of = {key.name: key.env for key in keys()}
     made: list[dict[str, str]] = [{}]
     for _ in range(1, config.router.replicas):
         own = {}
         for name in PORTS["router"]:
             if config.at(name):  # any free one, or none, can be everyone's
-                while (port := free_port(config.cluster.host)) in taken:
-                    pass
-                taken.add(port)
-                own[keys_of[name]] = str(port)
+                own[keys_of[name]] = str(hold(config, ports))
         made.append(own)
     return tuple(made)
 

@@ -21,11 +21,11 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import IO, Self
 
-from baton.cluster.address import listener, target
+from baton.cluster.address import target
+from baton.launch.ports import Ports
 
 HOST = "127.0.0.1"
 MAX_MEMORY = "256mb"  # beyond it writes are refused, nothing is evicted
-_PORT_ATTEMPTS = 5  # a port that was free may be taken before the server binds it
 _STOP_S = 2.0
 
 _LEASH = Path(__file__).with_name("leash.py")
@@ -67,15 +67,15 @@ class EmbeddedRedis:
         self.password = password or secrets.token_hex(16)
         if not (self.password.isascii() and self.password.isalnum()):
             raise ValueError("the password must be letters and digits: it goes into a URL and a configuration file")
-        deadline = time.monotonic() + start_timeout_s
-        for _ in range(1 if port else _PORT_ATTEMPTS):
-            self.port = port or _free_port(host)
-            problem = self._start(deadline)
-            if problem is None:
-                return
-            if "in use" not in problem:
-                break
-        raise RedisServerError(f"redis-server on {target(host, self.port)} {problem}")
+        with contextlib.ExitStack() as undo:
+            self._ports = undo.enter_context(Ports(host))
+            try:
+                self.port = self._ports.hold(port)
+            except OSError as error:
+                raise RedisServerError(f"redis-server cannot listen on {target(host, port)}: {error.strerror}") from None
+            if problem := self._start(time.monotonic() + start_timeout_s):
+                raise RedisServerError(f"redis-server on {target(host, self.port)} {problem}")
+            undo.pop_all()
 
     @property
     def url(self) -> str:
@@ -97,7 +97,7 @@ class EmbeddedRedis:
         with tempfile.TemporaryFile() as log, tempfile.TemporaryDirectory(prefix="baton-redis-") as folder:
             process = _spawn(self.host, self.port, self.password, folder, log)
             self.pid = process.pid
-            self._finalizer = weakref.finalize(self, _end, process)
+            self._finalizer = weakref.finalize(self, _end, process, self._ports)
             problem = "did not answer in time"
             while time.monotonic() < deadline:
                 if process.poll() is not None:
@@ -133,18 +133,14 @@ def _spawn(host: str, port: int, password: str, folder: str, log: IO[bytes]) -> 
     return process
 
 
-def _end(process: subprocess.Popen[bytes]) -> None:
-    process.terminate()
-    try:
-        process.wait(_STOP_S)
-    except subprocess.TimeoutExpired:
-        process.kill()
-        process.wait()
-
-
-def _free_port(host: str) -> int:
-    with listener(host, 0) as probe:
-        return int(probe.getsockname()[1])
+def _end(process: subprocess.Popen[bytes], ports: Ports) -> None:
+    with ports:
+        process.terminate()
+        try:
+            process.wait(_STOP_S)
+        except subprocess.TimeoutExpired:
+            process.kill()
+            process.wait()
 
 
 def _answers(host: str, port: int, password: str) -> bool:

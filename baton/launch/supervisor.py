@@ -26,6 +26,7 @@ from baton.cluster.rpc import channel
 from baton.launch import state
 from baton.launch.launcher import Launcher, ProcessState
 from baton.launch.plan import UpError, complete, make_launcher, redis_host, templates
+from baton.launch.ports import Ports
 from baton.launch.reconcile import Reconciler
 from baton.launch.redis_server import EmbeddedRedis, RedisServerError
 from baton.v1 import worker_pb2, worker_pb2_grpc
@@ -77,6 +78,10 @@ class Supervisor:
     asked_by: int = 0  # the signal that asked us to stop
     label: str = ""  # of a host that joins a cluster: only workers run here, and their names contain it
     routers: list[RouterRecord] = field(default_factory=list)  # once all of them serve
+    ports: Ports = field(init=False)  # of the routers
+
+    def __post_init__(self) -> None:
+        self.ports = Ports(self.config.cluster.host)
 
     async def run(self, on_ready: OnReady) -> int:
         """Runs until SIGTERM or SIGINT. Returns the exit status: 0, or 128 + the signal's number if it came before the cluster was ready.
@@ -91,10 +96,11 @@ class Supervisor:
         served = False
         try:
             if not self.label:
-                config = complete(config, self.redis.url if self.redis else config.redis.url)
+                config = complete(config, self.redis.url if self.redis else config.redis.url, self.ports)
             served = await self._serve(config, launcher, on_ready)
         finally:
-            await self._end(config, launcher, served)
+            with self.ports:
+                await self._end(config, launcher, served)
         return 0 if served else 128 + self.asked_by
 
     @property
@@ -131,7 +137,7 @@ class Supervisor:
         pools = Pools(config.prefill.replicas, config.decode.replicas)
         if not self.label:
             await _store(registry, pools)
-        for template, count in templates(config, self.label):
+        for template, count in templates(config, self.ports, self.label):
             await launcher.add(template, count)
         await self._wait_until_ready(config, launcher, registry)
         return pools

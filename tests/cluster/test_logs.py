@@ -19,6 +19,7 @@ from baton.cluster.errors import BatonError, Reason
 from baton.cluster.logs import WITHHELD, Json, Text
 from baton.cluster.packages import command
 from baton.launch.plan import templates
+from baton.launch.ports import Ports
 
 PROMPT = "the secret of the fox"
 
@@ -116,7 +117,8 @@ def test_on_a_terminal_it_writes_text() -> None:
 
 def test_processes_of_a_launcher_write_text_unless_configured() -> None:
     def variable(telemetry: TelemetryConfig) -> set[str | None]:
-        made = templates(Config(telemetry=telemetry))
+        with Ports("127.0.0.1") as ports:
+            made = templates(Config(telemetry=telemetry), ports)
         return {template.env.get("BATON_TELEMETRY_LOG_FORMAT") for template, _ in made}
 
     assert variable(TelemetryConfig()) == {"text"} and variable(TelemetryConfig(log_format="json")) == {"json"}

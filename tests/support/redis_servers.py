@@ -1,6 +1,5 @@
 """Redis servers other than the embedded one: a sharded server, and a primary with a replica under Sentinels."""
 
-import socket
 import subprocess
 import tempfile
 import time
@@ -11,26 +10,25 @@ from typing import Any
 
 import redis
 
+from baton.launch.ports import Ports
 from baton.launch.redis_server import find_binary
 
 PASSWORD = "sesame"
 WITHIN_S = 30.0
 
 
-def free_port() -> int:
+def low(ports: Ports) -> int:
     """Low enough for a sharded server, which also listens 10,000 ports above."""
-    while True:
-        with socket.socket() as probe:
-            probe.bind(("127.0.0.1", 0))
-            if (port := int(probe.getsockname()[1])) <= 55_535:
-                return port
+    while (port := ports.hold()) > 55_535:
+        pass
+    return port
 
 
 @contextmanager
 def server(*settings: str, sentinel: bool = False) -> Iterator[tuple[redis.Redis, subprocess.Popen[bytes]]]:
     """A server that requires PASSWORD, on any free port. Yields a client of it and its process."""
-    port = free_port()
-    with tempfile.TemporaryDirectory(prefix="baton-test-redis-") as folder:
+    with Ports("127.0.0.1") as ports, tempfile.TemporaryDirectory(prefix="baton-test-redis-") as folder:
+        port = low(ports)
         lines = [
             f"port {port}",
             "bind 127.0.0.1",

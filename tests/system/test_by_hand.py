@@ -20,7 +20,7 @@ from live_cluster import ROOT, toy, toy_output
 
 from baton.cli.admin import read_status
 from baton.client import Client, GenerateError, Result
-from baton.launch.plan import free_port
+from baton.launch.ports import Ports
 from baton.launch.redis_server import find_binary
 from baton.v1 import worker_pb2, worker_pb2_grpc
 
@@ -120,8 +120,12 @@ def healthy(address: str) -> bool:
 
 
 def processes(folder: Path, **model: int) -> Iterator[Processes]:
+    with Ports("127.0.0.1") as held:
+        yield from on_ports({name: held.hold() for name in ("redis", "prefill", "router", "admin")}, folder, **model)
+
+
+def on_ports(ports: dict[str, int], folder: Path, **model: int) -> Iterator[Processes]:
     hand, path = Hand(folder), toy(folder / "toy", **model)
-    ports = {name: free_port("127.0.0.1") for name in ("redis", "prefill", "router", "admin")}
     url = f"redis://127.0.0.1:{ports['redis']}/0"
     common = {"BATON_REDIS_URL": url, "BATON_MODEL_PATH": str(path)}
     tree = {

@@ -27,7 +27,7 @@ from prometheus_client.parser import text_string_to_metric_families
 
 from baton.client import AsyncClient, GenerateError
 from baton.cluster.metrics import TABLE, Role
-from baton.launch.plan import free_port
+from baton.launch.ports import Ports
 
 pytestmark = pytest.mark.system
 
@@ -216,16 +216,18 @@ def prometheus(folder: Path, router: str) -> Iterator[str]:
     config["rule_files"] = [str(DEPLOY / "alerts.yml")]
     config["scrape_configs"][0]["http_sd_configs"] = [{"url": f"http://{router}/targets", "refresh_interval": "250ms"}]
     (folder / "prometheus.yml").write_text(yaml.safe_dump(config))
-    address = f"127.0.0.1:{free_port('127.0.0.1')}"
+    ports = Ports("127.0.0.1")
+    address = f"127.0.0.1:{ports.hold()}"
     places = (f"--config.file={folder / 'prometheus.yml'}", f"--storage.tsdb.path={folder / 'data'}")
     command = ["prometheus", *places, f"--web.listen-address={address}"]
     with (folder / "prometheus.log").open("wb") as log:
         process = subprocess.Popen(command, stdout=log, stderr=log)
-    try:
-        yield address
-    finally:
-        process.terminate()
-        process.wait(20)
+    with ports:
+        try:
+            yield address
+        finally:
+            process.terminate()
+            process.wait(20)
 
 
 def ask(address: str, expression: str) -> dict[str, float]:

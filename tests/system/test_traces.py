@@ -20,7 +20,7 @@ from opentelemetry.proto.collector.trace.v1 import trace_service_pb2_grpc
 
 from baton.client import build_request
 from baton.cluster import semconv
-from baton.launch.plan import free_port
+from baton.launch.ports import Ports
 from baton.v1 import generation_pb2, generation_pb2_grpc
 
 pytestmark = pytest.mark.system
@@ -249,7 +249,7 @@ async def test_a_retry_has_its_own_span_and_is_drawn(tmp_path_factory: pytest.Te
 
 async def test_without_a_collector_a_cluster_serves_and_counts_dropped_spans(tmp_path_factory: pytest.TempPathFactory) -> None:
     model = toy(tmp_path_factory.mktemp("models") / "toy")
-    with cluster(model, "--telemetry.otlp-endpoint", f"http://127.0.0.1:{free_port('127.0.0.1')}") as live:
+    with Ports("127.0.0.1") as ports, cluster(model, "--telemetry.otlp-endpoint", f"http://127.0.0.1:{ports.hold()}") as live:
         async with live.client() as client:
             for i in range(20):
                 async with client.generate(token_ids=[i] * 100, max_tokens=4, ignore_eos=True, timeout_s=60) as stream:
