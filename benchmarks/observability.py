@@ -69,7 +69,7 @@ class Answering:
         with request.trace.span.child("baton.decode", "client", {"baton.worker": worker.name}):
             yield Adopted(Handoff(transport="tcp", blocks=4, bytes=4096, digests_checked=4, read_ms=0.1, verify_ms=0.1))
             for _ in range(request.params.max_tokens - 1):
-                yield Token(7)
+                yield (Token(7),)
             yield Ended("length", 0, 0)
 
     def release(self, worker: WorkerRecord, handle: bytes, request_id: str) -> None: ...

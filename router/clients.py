@@ -6,7 +6,7 @@ A decode session is one stream per worker that carries all calls: when the strea
 import asyncio
 import itertools
 import logging
-from collections.abc import AsyncGenerator, Awaitable, Sequence
+from collections.abc import AsyncGenerator, Awaitable, Iterator, Sequence
 from dataclasses import dataclass, fields
 from typing import Any, TypeVar
 
@@ -22,7 +22,7 @@ from baton.cluster.rpc import Line, to_error
 from baton.engine.block_key import KEY_BYTES
 from baton.engine.sampling import FIELDS
 from baton.v1 import generation_pb2, worker_pb2, worker_pb2_grpc
-from router.request import FinishReason, Request, Token
+from router.request import FinishReason, Request, Token, Tokens
 
 log = logging.getLogger(__name__)
 RELEASE_TIMEOUT_S = 2.0
@@ -81,7 +81,7 @@ class Ended:
     cached_tokens: int
 
 
-DecodeEvent = Token | Adopted | Ended
+DecodeEvent = Tokens | Adopted | Ended
 
 
 @dataclass(frozen=True, slots=True)
@@ -266,13 +266,32 @@ def _identity(worker: WorkerRecord) -> _Identity:
     return worker.name, worker.incarnation
 
 
+class _Inbox:
+    """What has come for one call and has not been taken yet."""
+
+    def __init__(self) -> None:
+        self._messages: list[worker_pb2.DecodeEvent | BatonError] = []
+        self._filled = asyncio.Event()
+
+    def put(self, message: worker_pb2.DecodeEvent | BatonError) -> None:
+        self._messages.append(message)
+        self._filled.set()
+
+    async def take(self) -> "list[worker_pb2.DecodeEvent | BatonError]":
+        """Waits until there is something, and returns all of it in order."""
+        await self._filled.wait()
+        self._filled.clear()
+        messages, self._messages = self._messages, []
+        return messages
+
+
 class DecodeSession:
     def __init__(self, worker: WorkerRecord, stub: worker_pb2_grpc.DecodeStub) -> None:
         self.lost = False
         self._name = worker.name
         self._to = to_addressee(worker)
         self._numbers = itertools.count(1)
-        self._calls: dict[int, asyncio.Queue[worker_pb2.DecodeEvent | BatonError]] = {}
+        self._calls: dict[int, _Inbox] = {}
         self._commands: asyncio.Queue[worker_pb2.DecodeCommand] = asyncio.Queue()
         self._stream = stub.Session(wait_for_ready=False)
         self._writer = asyncio.create_task(self._write())
@@ -284,8 +303,7 @@ class DecodeSession:
         if self.lost:
             raise BatonError(Reason.WORKER_LOST, f"{self._name} is gone")
         number = next(self._numbers)
-        inbox: asyncio.Queue[worker_pb2.DecodeEvent | BatonError] = asyncio.Queue()
-        self._calls[number] = inbox
+        inbox = self._calls[number] = _Inbox()
         span = request.trace.span.child(semconv.DECODE, "client", {semconv.WORKER: self._name})
         job = to_job(request, span.traceparent)
         timeout_ms, live = max(1, int(timeout_s * 1000)), first is not None
@@ -298,10 +316,10 @@ class DecodeSession:
         try:
             while not ended:
                 async with asyncio.timeout_at(deadline):
-                    message = await inbox.get()
-                event = _to_event(message)
-                ended = isinstance(event, Ended)
-                yield event
+                    messages = await inbox.take()
+                for event in _to_events(messages):
+                    ended = isinstance(event, Ended)
+                    yield event
         except BatonError as error:
             ended = True
             span.end(error.reason.name)
@@ -340,7 +358,7 @@ class DecodeSession:
                 for event in message.events:
                     inbox = self._calls.get(event.call_id)
                     if inbox is not None:
-                        inbox.put_nowait(event)
+                        inbox.put(event)
         except grpc.RpcError as error:
             found = _meaning(error)
             text = f"{self._name}: {found.message}"
@@ -353,7 +371,7 @@ class DecodeSession:
             self.lost = True
             self._writer.cancel()
             for inbox in self._calls.values():
-                inbox.put_nowait(reason)
+                inbox.put(reason)
 
 
 async def _answer(call: Awaitable[T]) -> T:
@@ -436,13 +454,25 @@ def to_token(token: worker_pb2.GeneratedToken) -> Token:
     return Token(token.id, token.logprob if token.HasField("logprob") else None, tuple((top.id, top.logprob) for top in token.top))
 
 
-def _to_event(message: worker_pb2.DecodeEvent | BatonError) -> DecodeEvent:
-    """Raises the BatonError that ended the call."""
+def _to_events(messages: "list[worker_pb2.DecodeEvent | BatonError]") -> Iterator[DecodeEvent]:
+    """Joins successive tokens. Raises the BatonError that ended the call."""
+    tokens: list[Token] = []
+    for message in messages:
+        if not isinstance(message, BatonError) and message.WhichOneof("event") == "token":
+            tokens.append(to_token(message.token))
+            continue
+        if tokens:
+            yield tuple(tokens)
+            tokens = []
+        yield _to_event(message)
+    if tokens:
+        yield tuple(tokens)
+
+
+def _to_event(message: worker_pb2.DecodeEvent | BatonError) -> Adopted | Ended:
     if isinstance(message, BatonError):
         raise message
     match message.WhichOneof("event"):
-        case "token":
-            return to_token(message.token)
         case "adopted":
             return Adopted(Handoff(**plain(message.adopted.handoff)))
         case "finished":

@@ -30,7 +30,7 @@ from router.clients import Adopted, DecodeEvent, Died, Ended, FirstToken, Opened
 from router.early import EarlyDecode
 from router.poison import Poison
 from router.policy import TERMS, Bypass, Choice, Identity, NoWorker, Saturated, Terms, choose_decode, choose_prefill
-from router.request import Failure, Request, Token
+from router.request import Failure, Request, Tokens
 from router.view import ClusterView
 
 log = logging.getLogger(__name__)
@@ -83,7 +83,7 @@ class Dispatcher:
         self._numbers = itertools.count(1)
         self._poison = Poison()
 
-    async def generate(self, request: Request) -> AsyncGenerator[Token, None]:
+    async def generate(self, request: Request) -> AsyncGenerator[Tokens, None]:
         """Yields every token of the output once and in order. At the end, `request.finish` says why the output ended.
 
         Closing the generator ends the request everywhere. Raises BatonError if the request cannot be continued.
@@ -93,22 +93,23 @@ class Dispatcher:
         try:
             while request.finish is None:
                 await self._wait_for_trial(request)
-                async with aclosing(self._attempt(request, failed)) as tokens:
-                    async for token in tokens:
-                        request.tokens.append(token.id)
-                        request.trace.note_token()
-                        yield token
+                async with aclosing(self._attempt(request, failed)) as batches:
+                    async for tokens in batches:
+                        for token in tokens:
+                            request.tokens.append(token.id)
+                            request.trace.note_token()
+                        yield tokens
         finally:
             self._poison.forget(request)
 
-    async def _attempt(self, request: Request, failed: set[Identity]) -> AsyncGenerator[Token, None]:
+    async def _attempt(self, request: Request, failed: set[Identity]) -> AsyncGenerator[Tokens, None]:
         """Yields tokens until the request is finished or a failure costs it a retry. Raises BatonError if it cannot be retried."""
         lease = _Lease()
         try:
             choice = await self._choose_prefill(request, failed)
             if isinstance(choice, Choice):
                 first = await self._prefill(request, choice, failed, lease)
-                yield first.token
+                yield (first.token,)
                 if first.finish:
                     request.finish = first.finish
                     return
@@ -117,9 +118,9 @@ class Dispatcher:
                 request.trace.bypasses.append(choice.reason)
                 request.trace.watch.enter("prefill")
             while request.finish is None:
-                async with aclosing(self._decode_leased(request, lease, failed)) as tokens:
-                    async for token in tokens:
-                        yield token
+                async with aclosing(self._decode_leased(request, lease, failed)) as batches:
+                    async for tokens in batches:
+                        yield tokens
         except BatonError as error:
             self._spend_retry(request, error)
         finally:
@@ -127,12 +128,12 @@ class Dispatcher:
             if lease.handle and lease.holder:
                 self._workers.release(lease.holder, lease.handle, request.id)
 
-    async def _decode_leased(self, request: Request, lease: _Lease, failed: set[Identity]) -> AsyncGenerator[Token, None]:
+    async def _decode_leased(self, request: Request, lease: _Lease, failed: set[Identity]) -> AsyncGenerator[Tokens, None]:
         """Yields the tokens of one decode worker. Returns early, with a retry spent, if another worker may read the same lease."""
         try:
             async with aclosing(self._decode(request, lease, failed)) as events:
                 async for event in events:
-                    if isinstance(event, Token):
+                    if isinstance(event, tuple):
                         yield event
                     else:
                         lease.handle = b""  # the decode worker has the KV or has given it up, and ends the lease
@@ -217,7 +218,7 @@ class Dispatcher:
         self._view.start_decode(work, worker.name, request.longest)
         return _Started(worker, work, len(request.tokens))
 
-    async def _decode(self, request: Request, lease: _Lease, failed: set[Identity]) -> AsyncGenerator[Token | Adopted, None]:
+    async def _decode(self, request: Request, lease: _Lease, failed: set[Identity]) -> AsyncGenerator[Tokens | Adopted, None]:
         """Yields the tokens of one decode worker, and Adopted when it no longer needs the lease. Sets `request.finish` at the end."""
         started, lease.reader = lease.reader, None
         if started is None:

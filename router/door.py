@@ -10,7 +10,7 @@ from baton.engine.sampling import FIELDS
 from baton.v1 import generation_pb2 as pb
 from baton.v1 import generation_pb2_grpc
 from router.request import Trace
-from router.service import Accepted, Event, Finished, GenerateService, Piece
+from router.service import Accepted, Event, Finished, GenerateService, Piece, Pieces
 from router.validate import Ask, AskSampling, Limits
 
 _LIMITS = Limits()
@@ -95,13 +95,16 @@ def to_response(event: Event) -> pb.GenerateResponse:
                 resume=event.receipt,
             )
             return pb.GenerateResponse(accepted=accepted)
-        case Piece():
-            token = event.token
-            top = [pb.TopLogprob(id=id_, logprob=logprob) for id_, logprob in token.top]
-            message = pb.Token(index=event.index, id=token.id, text=event.text, logprob=token.logprob, top=top)
-            return pb.GenerateResponse(tokens=pb.Tokens(tokens=[message]))
+        case Pieces():
+            return pb.GenerateResponse(tokens=pb.Tokens(tokens=map(_to_token, event.pieces)))
         case Finished():
             return pb.GenerateResponse(finished=_to_finished(event))
+
+
+def _to_token(piece: Piece) -> pb.Token:
+    token = piece.token
+    top = [pb.TopLogprob(id=id_, logprob=logprob) for id_, logprob in token.top]
+    return pb.Token(index=piece.index, id=token.id, text=piece.text, logprob=token.logprob, top=top)
 
 
 def _to_finished(event: Finished) -> pb.Finished:

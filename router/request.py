@@ -125,6 +125,9 @@ class Token:
     top: tuple[tuple[int, float], ...] = ()
 
 
+Tokens = tuple[Token, ...]  # successive ones that were ready together; at least one
+
+
 @dataclass(frozen=True, slots=True)
 class Suspicion:
     """The suspicion that a request kills its workers (`router.poison`)."""
@@ -166,6 +169,10 @@ class Request:
     def made(self) -> int:
         """Output tokens that were generated here."""
         return self.output_len - self.resumed
+
+    def cut(self, count: int) -> None:
+        """Removes the last `count` tokens: the output ended before them."""
+        del self.tokens[len(self.tokens) - count :]
 
     @property
     def longest(self) -> int:

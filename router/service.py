@@ -24,7 +24,7 @@ from router.dispatch import Dispatcher
 from router.gate import Gate
 from router.journal import REFUSALS, Entry, Journal
 from router.rates import Rates, Unlimited
-from router.request import FinishReason, Request, Token, Trace
+from router.request import FinishReason, Request, Token, Tokens, Trace
 from router.resume import Receipt, prompt_digest, receipt_key
 from router.tokenizer import Tokenizer
 from router.tokenizer_pool import TokenizerPool
@@ -55,6 +55,13 @@ class Piece:
     index: int
     token: Token
     text: str
+
+
+@dataclass(frozen=True, slots=True)
+class Pieces:
+    """Successive tokens that were ready together; at least one."""
+
+    pieces: tuple[Piece, ...]
 
 
 @dataclass(frozen=True, slots=True)
@@ -103,7 +110,8 @@ class _Plan:
 
 LONG_PROMPT = 4096  # tokens; what is computed from every token of a longer prompt is computed off the event loop
 CLOCKS_DIFFER_S = 60.0  # a receipt lives longer than any request, by this
-Event = Accepted | Piece | Finished
+Event = Accepted | Pieces | Finished
+Part = Accepted | Piece | Finished
 T = TypeVar("T")
 _LIMITS = Limits()
 
@@ -229,9 +237,11 @@ class GenerateService:
 
     async def _run(self, request: Request, text: Transcript) -> AsyncGenerator[Event, None]:
         if request.finish is None:  # else the output had ended when its stream broke
-            async with aclosing(self._dispatcher.generate(request)) as tokens:
-                async for token in tokens:
-                    yield Piece(request.output_len - 1, token, text.push(token.id))
+            async with aclosing(self._dispatcher.generate(request)) as batches:
+                async for tokens in batches:
+                    pieces = _pieces(tokens, request.output_len - len(tokens), text)
+                    request.cut(len(tokens) - len(pieces))
+                    yield Pieces(pieces)
                     if text.stop is not None:
                         break
         request.trace.watch.stop()
@@ -280,3 +290,17 @@ class GenerateService:
 
     def _clamp(self, timeout_s: float | None) -> float:
         return min(self._config.default_timeout_s if timeout_s is None else timeout_s, self._config.max_timeout_s)
+
+
+def parts(event: Event) -> tuple[Part, ...]:
+    return event.pieces if isinstance(event, Pieces) else (event,)
+
+
+def _pieces(tokens: Tokens, start: int, text: Transcript) -> tuple[Piece, ...]:
+    """The pieces of the tokens, up to a stop string that ends the output. `start`: index of the first token in the output."""
+    made = []
+    for index, token in enumerate(tokens, start):
+        made.append(Piece(index, token, text.push(token.id)))
+        if text.stop is not None:
+            break
+    return tuple(made)

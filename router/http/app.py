@@ -38,7 +38,7 @@ from router.http.openai_in import Asked, Caller
 from router.http.openai_out import Writer
 from router.http.openapi import document
 from router.http.stream import ClientGone, merge, while_connected
-from router.service import Event, GenerateService
+from router.service import Event, GenerateService, Part, parts
 from router.tokenizer import Tokenizer
 from router.validate import MAX_REQUEST_ID, Ask
 
@@ -131,7 +131,8 @@ class HttpDoor:
             return EventStream(_chunks(events, writer, numbering), self._longest_s, self._refusal)
         async with while_connected(request.receive, self._longest_s), aclosing(events):
             async for index, event in events:
-                writer.take(index, event)
+                for part in parts(event):
+                    writer.take(index, part)
         return _json(writer.whole())
 
     async def _events(self, asked: Asked, timeout_s: float | None) -> AsyncGenerator[tuple[int, Event], None]:
@@ -298,14 +299,18 @@ async def _chunks(
     """`numbering`: None for a stream of several choices, whose events have no ids."""
     async with aclosing(events):
         async for index, event in events:
-            if numbering is not None:
-                numbering.take(event)
-            if data := _written(writer.chunks(index, event), numbering):
+            if data := b"".join(_part(part, index, writer, numbering) for part in parts(event)):
                 yield data
     if data := _written(writer.end(), numbering):
         yield data
     if numbering is not None:
         numbering.end()
+
+
+def _part(part: Part, index: int, writer: Writer, numbering: Numbering | None) -> bytes:
+    if numbering is not None:
+        numbering.take(part)
+    return _written(writer.chunks(index, part), numbering)
 
 
 def _written(values: Iterable[Any], numbering: Numbering | None) -> bytes:

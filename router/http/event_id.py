@@ -19,7 +19,7 @@ from hashlib import blake2b
 from baton.cluster.errors import BatonError, Reason
 from router.http.errors import bad_value
 from router.http.openai_in import Asked
-from router.service import Accepted, Event, Piece
+from router.service import Accepted, Part, Piece
 
 HEADER = "last-event-id"
 MAX_CHARACTERS = 512
@@ -72,7 +72,7 @@ class Numbering:
         self._tail = ""
         self._events = len(ask.output_so_far) + (asked.chat and bool(ask.resume and ask.output_so_far))
 
-    def take(self, event: Event) -> None:
+    def take(self, event: Part) -> None:
         """Notes an event of the service. The events that it becomes are numbered afterwards. Raises HttpError if the output that the client
         has is not the one that was streamed before its last event."""
         if isinstance(event, Accepted):

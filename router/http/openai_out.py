@@ -14,7 +14,7 @@ from typing import Any, Protocol
 
 from router.http.openai_in import Asked
 from router.request import Token
-from router.service import Accepted, Event, Finished, Piece
+from router.service import Accepted, Finished, Part, Piece
 from router.tokenizer import Tokenizer
 
 LOWEST_LOGPROB = -9999.0  # JSON has no infinity
@@ -132,7 +132,7 @@ class Writer:
         self._head = {"id": f"{self._shape.prefix}-{request_id}", "object": self._shape.name, "created": int(clock()), "model": model}
         self._chunk_head = self._head | {"object": self._shape.chunk_name}
 
-    def take(self, index: int, event: Event) -> None:
+    def take(self, index: int, event: Part) -> None:
         """Notes an event of a choice whose answer is sent as a whole."""
         choice = self._choices[index]
         if isinstance(event, Piece):
@@ -157,7 +157,7 @@ class Writer:
         ]
         return self._head | {"choices": choices, "usage": self.usage()}
 
-    def chunks(self, index: int, event: Event) -> Iterator[_Json]:
+    def chunks(self, index: int, event: Part) -> Iterator[_Json]:
         """The chunks that an event of a choice adds to the stream."""
         choice = self._choices[index]
         if not isinstance(event, Accepted) and not choice.begun:
@@ -194,7 +194,7 @@ class Writer:
             "prompt_tokens_details": {"cached_tokens": cached},
         }
 
-    def _note(self, choice: Choice, event: Event) -> None:
+    def _note(self, choice: Choice, event: Part) -> None:
         match event:
             case Accepted():
                 choice.prompt_tokens = event.prompt_tokens

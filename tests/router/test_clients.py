@@ -170,9 +170,28 @@ async def test_a_decode_call_starts_and_returns_all_its_events() -> None:
         worker.says.put_nowait([adopted, rich, token(1, 8)])
         worker.says.put_nowait([finished(1, generation_pb2.FINISH_REASON_STOP)])
         assert await call == [
-            Adopted(told), Token(9, -0.25, ((4, -0.5),)), Token(8), Ended("stop", 0, 32),
+            Adopted(told), (Token(9, -0.25, ((4, -0.5),)), Token(8)), Ended("stop", 0, 32),
         ]  # fmt: skip
         assert worker.heard.empty(), "nothing to cancel"
+
+
+async def test_tokens_that_come_while_the_client_reads_are_joined() -> None:
+    """In their order, and before the error that came after them."""
+    async with pair() as (worker, workers, d0, _), aclosing(workers.decode(d0, request(), b"", 10)) as events:
+        first = asyncio.ensure_future(anext(events))
+        number = (await worker.heard.get()).call_id
+        worker.says.put_nowait([token(number, 7)])
+        assert await first == (Token(7),)
+        for id_ in (8, 9, 10):
+            worker.says.put_nowait([token(number, id_)])
+        lost = pb.DecodeEvent(call_id=number, error=pb.CallError(reason="INTERNAL", message="because"))
+        worker.says.put_nowait([lost])
+        async with asyncio.timeout(5):
+            while len(workers._sessions[(d0.name, d0.incarnation)]._calls[number]._messages) < 4:
+                await asyncio.sleep(0.005)
+        assert await anext(events) == (Token(8), Token(9), Token(10))
+        with pytest.raises(BatonError, match="because"):
+            await anext(events)
 
 
 async def test_every_sampling_parameter_reaches_the_worker() -> None:
@@ -210,7 +229,7 @@ async def test_the_first_token_of_a_live_call_follows_its_start() -> None:
         told = await worker.heard.get()
         assert (told.call_id, told.first.token_id) == (start.call_id, 77)
         worker.says.put_nowait([token(start.call_id, 8)])
-        assert await call == Token(8)
+        assert await call == (Token(8),)
         await events.aclose()
         assert (await worker.heard.get()).WhichOneof("command") == "cancel"
 
@@ -242,7 +261,7 @@ async def test_many_calls_share_one_stream() -> None:
         worker.says.put_nowait([finished(number) for number in numbers.values()])
         ends = await asyncio.gather(*calls)
         for i, events in enumerate(ends):
-            assert [event.id for event in events[:-1]] == [1000 * step + numbers[f"r{i}"] for step in range(4)]
+            assert [token.id for tokens in events[:-1] for token in tokens] == [1000 * step + numbers[f"r{i}"] for step in range(4)]
         assert worker.streams == 1 and worker.heard.empty()
         (session,) = workers._sessions.values()
         assert not session._calls
@@ -343,8 +362,8 @@ async def test_closing_between_two_tokens_also_cancels() -> None:
         events = workers.decode(d0, request(), b"", 10)
         first = asyncio.ensure_future(anext(events))
         number = (await worker.heard.get()).call_id
-        worker.says.put_nowait([token(number, 7), token(number, 8)])
-        assert await first == Token(7)
+        worker.says.put_nowait([token(number, 7)])
+        assert await first == (Token(7),)
         await events.aclose()
         async with asyncio.timeout(2):
             assert (await worker.heard.get()).HasField("cancel")

@@ -51,8 +51,8 @@ class World:
         request = request or self.request()
         seen: list[int] = []
         try:
-            async for token in self.dispatcher.generate(request):
-                seen.append(token.id)
+            async for tokens in self.dispatcher.generate(request):
+                seen.extend(token.id for token in tokens)
         finally:
             assert seen == request.output
         return request, seen
@@ -655,9 +655,9 @@ async def test_a_request_can_be_cancelled_at_every_await(make: Callable[[], Worl
 async def test_a_stream_can_be_closed_between_any_two_tokens(make: Callable[[], World], taken: int) -> None:
     world = make()
     request = world.request()
-    tokens = world.dispatcher.generate(request)
-    seen = [(await anext(tokens)).id for _ in range(taken)]
-    await tokens.aclose()
+    stream = world.dispatcher.generate(request)
+    seen = [token.id for _ in range(taken) for token in await anext(stream)]
+    await stream.aclose()
     world.stop_healer()
     assert seen == truth(request)[:taken]
     # The dispatcher may not know yet that an early reader ended the lease. It then releases the lease again, which changes nothing.
@@ -700,6 +700,7 @@ async def test_random_faults_never_change_a_stream(seed: int, monkeypatch: pytes
     rng = random.Random(seed)
     reasons = [reason for reason in Reason if reason.value.retry_elsewhere]
     world = World("p0 p1 d0 d1 d2", RouterConfig(bypass_tokens=8, recover_wait_s=0.05, max_retries=4))
+    world.workers.joins = 1 + seed % 3
     names = [worker.name for worker in world.view.members()]
     for name in names:
         for _ in range(12):
@@ -715,11 +716,11 @@ async def test_random_faults_never_change_a_stream(seed: int, monkeypatch: pytes
         prompt = [rng.randrange(256) for _ in range(rng.randrange(1, 60))]
         request = world.request(prompt, replace(PARAMS, seed=number, max_tokens=rng.randrange(1, 12)), name=f"r{number % 7}")
         leave = rng.choice([None, None, rng.randrange(0, 12)])
-        seen = []
-        tokens = world.dispatcher.generate(request)
+        seen: list[int] = []
+        stream = world.dispatcher.generate(request)
         try:
-            async for token in tokens:
-                seen.append(token.id)
+            async for tokens in stream:
+                seen.extend(token.id for token in tokens)
                 if leave is not None and len(seen) > leave:
                     return "left"
             assert seen == truth(request) and request.finish == "length"
@@ -729,7 +730,7 @@ async def test_random_faults_never_change_a_stream(seed: int, monkeypatch: pytes
             return "refused"
         finally:
             assert seen == truth(request)[: len(seen)]
-            await tokens.aclose()
+            await stream.aclose()
 
     healer = asyncio.create_task(heal())
     ends = await asyncio.gather(*(one(number) for number in range(40)))
@@ -794,10 +795,11 @@ async def test_an_output_never_continues_on_another_model() -> None:
     world = World("p0 d0")
     fail(world, "d0", tokens=3)
     request = world.request()
-    stream, seen = world.dispatcher.generate(request), []
+    seen: list[int] = []
+    stream = world.dispatcher.generate(request)
     with pytest.raises(BatonError) as caught:
-        async for token in stream:
-            seen.append(token.id)
+        async for tokens in stream:
+            seen.extend(token.id for token in tokens)
             if len(seen) == 3:
                 other = [replace(record(name), incarnation=99, model_fingerprint="other weights") for name in ("p0", "d0")]
                 world.view.update(other, time.monotonic())

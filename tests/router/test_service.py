@@ -24,10 +24,11 @@ from baton.stages import Stage
 from router.admission import Admission
 from router.clients import Workers
 from router.dispatch import Dispatcher
+from router.door import to_response
 from router.journal import Entry, Journal
 from router.rates import Unlimited
-from router.request import FinishReason, Request, Stopwatch, Token
-from router.service import Accepted, Draws, Event, Finished, GenerateService, Piece, ServedModel
+from router.request import FinishReason, Request, Stopwatch, Token, Tokens
+from router.service import Accepted, Draws, Event, Finished, GenerateService, Piece, Pieces, ServedModel, parts
 from router.tokenizer import Tokenizer
 from router.validate import Ask, AskSampling
 from router.view import ClusterView
@@ -45,26 +46,28 @@ def tokenizer(tmp_path_factory: pytest.TempPathFactory) -> Tokenizer:
 
 @dataclass
 class Script:
-    """A stand-in for the dispatcher: yields `ids`, then raises `error` or sets `finish`. Waits at `gate` before the first token."""
+    """A stand-in for the dispatcher: yields `ids`, `joins` at a time, then raises `error` or sets `finish`. Waits at `gate` first."""
 
     ids: Sequence[int] = b"abc"
     finish: FinishReason | None = "length"
     error: BatonError | None = None
     gate: asyncio.Event | None = None
+    joins: int = 1
     begun: list[Request] = field(default_factory=list)
     ended: int = 0
     said: int = 0
 
-    async def generate(self, request: Request) -> AsyncGenerator[Token, None]:
+    async def generate(self, request: Request) -> AsyncGenerator[Tokens, None]:
         self.begun.append(request)
         try:
             if self.gate is not None:
                 await self.gate.wait()
-            for id_ in self.ids:
+            for at in range(0, len(self.ids), self.joins):
                 await asyncio.sleep(0)
-                request.tokens.append(id_)
-                self.said += 1
-                yield Token(id_)
+                ids = self.ids[at : at + self.joins]
+                request.tokens.extend(ids)
+                self.said += len(ids)
+                yield tuple(Token(id_) for id_ in ids)
             if self.error is not None:
                 raise self.error
             request.finish = self.finish
@@ -113,13 +116,16 @@ class House:
 
 
 def text_of(events: list[Event]) -> str:
-    return "".join(event.text for event in events if not isinstance(event, Accepted))
+    return "".join(part.text for event in events for part in parts(event) if not isinstance(part, Accepted))
+
+
+def pieces_of(events: list[Event]) -> list[Piece]:
+    return [part for event in events for part in parts(event) if isinstance(part, Piece)]
 
 
 def finished(events: list[Event]) -> Finished:
     assert isinstance(events[0], Accepted) and isinstance(events[-1], Finished)
-    pieces = [event for event in events[1:-1] if isinstance(event, Piece)]
-    assert [piece.index for piece in pieces] == list(range(len(events) - 2))
+    assert [piece.index for piece in pieces_of(events)] == list(range(len(pieces_of(events))))
     return events[-1]
 
 
@@ -166,10 +172,19 @@ async def test_requests_with_the_same_id_do_not_share_a_place(tokenizer: Tokeniz
     house.check()
 
 
+async def test_tokens_that_are_ready_together_are_one_event(tokenizer: Tokenizer) -> None:
+    events = await House(tokenizer, Script(b"abcdefgh", joins=3)).ask()
+    assert [[(piece.index, piece.text) for piece in event.pieces] for event in events if isinstance(event, Pieces)] == [
+        [(0, "a"), (1, "b"), (2, "c")], [(3, "d"), (4, "e"), (5, "f")], [(6, "g"), (7, "h")],
+    ]  # fmt: skip
+    message = to_response(events[1])
+    assert [(token.index, token.id, token.text) for token in message.tokens.tokens] == [(0, 97, "a"), (1, 98, "b"), (2, 99, "c")]
+
+
 async def test_characters_are_never_split(tokenizer: Tokenizer) -> None:
     house = House(tokenizer, Script(HELLO.encode()))
     events = await house.ask()
-    pieces = [event.text for event in events if isinstance(event, Piece)]
+    pieces = [piece.text for piece in pieces_of(events)]
     assert text_of(events) == HELLO and "\ufffd" not in "".join(pieces)
     assert len(pieces) == len(HELLO.encode()) and max(map(len, pieces)) == 1
 
@@ -202,12 +217,17 @@ async def test_the_pieces_and_the_final_text_form_the_whole_output(tokenizer: To
         ("one two", ("twos", "e t", "one"), "", "one", 3),
     ],
 )
-async def test_a_stop_string_ends_the_output(tokenizer: Tokenizer, said: str, stops: Any, shown: str, stop: str, tokens: int) -> None:
-    house = House(tokenizer, Script(said.encode() + b" and on and on"))
+@pytest.mark.parametrize("joins", [1, 2, 5, 99])
+async def test_a_stop_string_ends_the_output(
+    tokenizer: Tokenizer, said: str, stops: Any, shown: str, stop: str, tokens: int, joins: int
+) -> None:
+    """Tokens after it that were ready, too, are not part of the output."""
+    house = House(tokenizer, Script(said.encode() + b" and on and on", joins=joins))
     events = await house.ask(stop=stops)
     end = finished(events)
     assert (text_of(events), end.reason, end.stop) == (shown, "stop", stop)
-    assert house.script.said == tokens == len(end.request.output), "no further token was requested"
+    assert tokens == len(end.request.output) == len(pieces_of(events)) and bytes(end.request.output) == house.script.ids[:tokens]
+    assert house.script.said == min(-(-tokens // joins) * joins, len(house.script.ids)), "no further token was requested"
     assert house.script.ended == 1
     house.check()
 
@@ -556,7 +576,7 @@ async def test_every_outcome_is_counted_once(tokenizer: Tokenizer) -> None:
     house.script.error = None
     async with aclosing(house.service.generate(Ask(text="x"), 10)) as events:
         async for event in events:
-            if isinstance(event, Piece):
+            if isinstance(event, Pieces):
                 break
     house.service.draining = True
     await house.refused()
@@ -637,7 +657,7 @@ async def test_a_tenant_is_charged_for_the_tokens_it_received_whatever_the_outco
         assert len([event async for event in events]) == 5
     async with aclosing(house.service.generate(ask, 10)) as events:
         async for event in events:
-            if isinstance(event, Piece):
+            if isinstance(event, Pieces):
                 break  # the client disconnects
     house.script.error = BatonError(Reason.RETRIES_SPENT, "")
     with pytest.raises(BatonError):

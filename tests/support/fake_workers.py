@@ -62,6 +62,7 @@ class FakeWorkers:
         self.released: list[bytes] = []
         self.sources: list[tuple[str, int] | None] = []  # one for each prefill
         self.opens = False  # prompts are long: their KV can be read before they are fully computed
+        self.joins = 1  # tokens of a decode call that are ready together
         self.lent_early = True  # an early reader leaves the lease open until prefill ends; False: it has read everything and ends the lease
         self.model: Callable[[list[int], Request], int] = toy_model
         self.tick: Callable[[str], None] = lambda stage: None
@@ -117,14 +118,20 @@ class FakeWorkers:
                     self._end(handle)
                 self.tick("transfer")
                 yield Adopted(Handoff(transport="tcp", blocks=3, bytes=3000, digests_checked=3, read_ms=1.0, verify_ms=2.0))
+            ready: list[Token] = []
             for made in count():
                 await asyncio.sleep(0)
                 if fault and fault.tokens == made:
+                    if ready:
+                        yield tuple(ready)
                     await fault.strike()
                 token, finish = self._next(known, request)
                 known.append(token)
                 self.tick("decode" if handle or made else "prefill")
-                yield _told(token, request)
+                ready.append(_told(token, request))
+                if finish is not None or len(ready) == self.joins:
+                    yield tuple(ready)
+                    ready = []
                 if finish is not None:
                     break
             assert finish is not None

@@ -20,7 +20,7 @@ from baton.models.make_small import make_toy
 from router.admission import Admission
 from router.http.app import HttpDoor
 from router.journal import Journal
-from router.request import FinishReason, Request, Token
+from router.request import FinishReason, Request, Token, Tokens
 from router.service import Draws, GenerateService, ServedModel, Tenancy
 from router.tokenizer import Tokenizer
 from router.view import ClusterView
@@ -38,7 +38,7 @@ def toy_tokenizer(path: Path) -> Tokenizer:
 
 @dataclass
 class Script:
-    """Stands in for the dispatcher: sends `ids`, then `finish` or `error`. Waits at `gate` before token number `gate_at`."""
+    """Stands in for the dispatcher: sends `ids`, `joins` at a time, then `finish` or `error`. Waits at `gate` before token `gate_at`."""
 
     ids: Sequence[int] = b"abc"
     finish: FinishReason | None = "length"
@@ -46,24 +46,29 @@ class Script:
     cached: int = 0
     gate: asyncio.Event | None = None
     gate_at: int = 0
+    joins: int = 1
     waits: Callable[[Request], bool] = lambda request: True  # whether the gate stops this request
     fails: Callable[[Request], bool] = lambda request: True
     begun: list[Request] = field(default_factory=list)
     ended: int = 0
     said: int = 0
 
-    async def generate(self, request: Request) -> AsyncGenerator[Token, None]:
+    async def generate(self, request: Request) -> AsyncGenerator[Tokens, None]:
         self.begun.append(request)
         request.trace.cached_tokens = self.cached
+        ready: list[Token] = []
         try:
             for i, id_ in enumerate((*self.ids[request.output_len :], None)):
                 if self.gate is not None and i == self.gate_at and self.waits(request):
                     await self.gate.wait()
                 await asyncio.sleep(0)
                 if id_ is not None:
-                    request.tokens.append(id_)
                     self.said += 1
-                    yield told(id_, request.params)
+                    ready.append(told(id_, request.params))
+                if ready and (id_ is None or len(ready) == self.joins):
+                    request.tokens.extend(token.id for token in ready)
+                    yield tuple(ready)
+                    ready = []
             if self.error is not None and self.fails(request):
                 raise self.error
             request.finish = self.finish

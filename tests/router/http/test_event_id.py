@@ -39,9 +39,13 @@ def clean(events: list[tuple[str, str]]) -> list[tuple[Any, str]]:
     return [({**data, "id": "", "created": 0} if isinstance(data, dict) else data, id_) for data, id_ in told]
 
 
+@pytest.mark.parametrize("joins", [1, 3])
 @pytest.mark.parametrize("sends", ["nothing", "all ids", "some ids"])
 @pytest.mark.parametrize("path", BODIES)
-async def test_a_stream_cut_after_any_event_continues_as_if_nothing_had_happened(tokenizer: Tokenizer, path: str, sends: str) -> None:
+async def test_a_stream_cut_after_any_event_continues_as_if_nothing_had_happened(
+    tokenizer: Tokenizer, path: str, sends: str, joins: int
+) -> None:
+    """`joins`: tokens that are ready together at the second router. Each is still an event."""
     body = BODIES[path]
     first = await router(tokenizer).post(path, body)
     whole = clean(first.events)
@@ -53,6 +57,7 @@ async def test_a_stream_cut_after_any_event_continues_as_if_nothing_had_happened
             got += [id_ for choice in data["choices"] for id_ in choice.get("token_ids", ())]
         known = {"nothing": [], "all ids": got, "some ids": got[: len(got) // 2]}[sends]
         house = router(tokenizer)
+        house.script.joins = joins
         rest = await house.post(path, {**body, "output_so_far": known} if known else body, headers={"Last-Event-ID": last})
         assert rest.status == 200 and clean(rest.events) == whole[cut:], f"cut after {cut} events"
         assert house.script.said == (len(TEXT) - len(known) if known != list(TEXT) else 0)

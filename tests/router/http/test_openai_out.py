@@ -13,7 +13,7 @@ from baton.engine.sampling import SamplingParams
 from router.http.openai_in import Asked
 from router.http.openai_out import Writer, token_text
 from router.request import Request, Stopwatch, Token, Trace
-from router.service import Accepted, Event, Finished, Piece
+from router.service import Accepted, Finished, Part, Piece
 from router.tokenizer import Tokenizer
 from router.validate import Ask, AskSampling
 
@@ -30,7 +30,7 @@ def writer(tokenizer: Tokenizer, choices: int = 1, logprobs: int | None = None, 
     return Writer(Asked(asks, **{"n": choices, "chat": True, **fields}), tokenizer, "r", "m", lambda: 1000.9)
 
 
-def events(texts: list[str], held_back: str = "", prompt: int = 3, cached: int = 2, finish: Any = "stop", top: bool = True) -> list[Event]:
+def events(texts: list[str], held_back: str = "", prompt: int = 3, cached: int = 2, finish: Any = "stop", top: bool = True) -> list[Part]:
     """The events of one choice. Its token ids are 65, 66, …"""
     request = Request("r", [0] * prompt, prompt, SamplingParams(9), "", 0.0, Trace(Stopwatch(lambda: 0.0), cached_tokens=cached))
     tokens = [Token(65 + i, -0.5, ((66 + i, -0.1), (65 + i, -0.5)) if top else ()) for i in range(len(texts))]
@@ -38,11 +38,11 @@ def events(texts: list[str], held_back: str = "", prompt: int = 3, cached: int =
     return [Accepted("r", "m", prompt, request.params), *pieces, Finished(request, finish, held_back, None)]
 
 
-def chunks(made: Writer, *choices: list[Event]) -> list[dict[str, Any]]:
+def chunks(made: Writer, *choices: list[Part]) -> list[dict[str, Any]]:
     return [chunk for i, choice in enumerate(choices) for event in choice for chunk in made.chunks(i, event)] + list(made.end())
 
 
-def whole(made: Writer, *choices: list[Event]) -> dict[str, Any]:
+def whole(made: Writer, *choices: list[Part]) -> dict[str, Any]:
     for i, choice in enumerate(choices):
         for event in choice:
             made.take(i, event)
