@@ -311,23 +311,20 @@ class DecodeSession:
         self._commands.put_nowait(worker_pb2.DecodeCommand(call_id=number, start=start))
         if first is not None:
             first.add_done_callback(lambda done: self._tell_first(number, done))
-        deadline = asyncio.get_running_loop().time() + timeout_s
+        late = BatonError(Reason.DEADLINE, "the deadline of the request has passed")
+        timer = asyncio.get_running_loop().call_later(timeout_s, inbox.put, late)
         ended = False
         try:
             while not ended:
-                async with asyncio.timeout_at(deadline):
-                    messages = await inbox.take()
-                for event in _to_events(messages):
+                for event in _to_events(await inbox.take()):
                     ended = isinstance(event, Ended)
                     yield event
         except BatonError as error:
-            ended = True
+            ended = error is not late
             span.end(error.reason.name)
             raise
-        except TimeoutError:
-            span.end(Reason.DEADLINE.name)
-            raise BatonError(Reason.DEADLINE, "the deadline of the request has passed") from None
         finally:
+            timer.cancel()
             del self._calls[number]
             span.end("" if ended else Reason.CANCELLED.name)
             if not ended and not self.lost:
@@ -451,7 +448,8 @@ def _to_prefill_event(message: worker_pb2.PrefillEvent) -> PrefillEvent:
 
 
 def to_token(token: worker_pb2.GeneratedToken) -> Token:
-    return Token(token.id, token.logprob if token.HasField("logprob") else None, tuple((top.id, top.logprob) for top in token.top))
+    top = tuple((top.id, top.logprob) for top in token.top) if token.top else ()
+    return Token(token.id, token.logprob if token.HasField("logprob") else None, top)
 
 
 def _to_events(messages: "list[worker_pb2.DecodeEvent | BatonError]") -> Iterator[DecodeEvent]:

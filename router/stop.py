@@ -20,6 +20,8 @@ class StopMatcher:
 
     def push(self, text: str) -> tuple[str, str | None]:
         """Returns the text that is certainly output, and the stop string that ended it, if any. After that, nothing more is output."""
+        if not self._stops:
+            return text, None
         if self._matched is not None:
             return "", self._matched
         for position, char in enumerate(text, 1):

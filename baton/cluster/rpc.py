@@ -8,7 +8,7 @@ import inspect
 import logging
 from collections.abc import Awaitable, Callable, Iterable
 from contextlib import AsyncExitStack, aclosing
-from typing import Any, NoReturn, TypeAlias
+from typing import Any, NoReturn, Self, TypeAlias
 
 import grpc
 from google.protobuf import any_pb2, duration_pb2
@@ -172,9 +172,11 @@ def _stream(method: Callable[[Any, Context], Any], stall_s: float | None) -> Cal
         if isinstance(request, BatonError):
             await abort(context, request)
         try:
-            async with aclosing(method(request, context)) as responses:
+            async with aclosing(method(request, context)) as responses, _Patience(stall_s) as patience:
                 async for response in responses:
-                    await _write(context, response, stall_s)
+                    patience.since = patience.clock()
+                    await _write(context, response)
+                    patience.since = None
         except _NotRead:  # the call has released everything that it held; gRPC queues the status behind the unread responses
             await abort(context, BatonError(Reason.STALLED, f"the client read nothing for {stall_s:g} s"))
 
@@ -185,15 +187,45 @@ class _NotRead(Exception):
     pass
 
 
-async def _write(context: Context, response: Any, stall_s: float | None) -> None:
+class _Patience:
+    """Raises _NotRead in the block when a write has taken `stall_s`. One timer looks after all writes of a stream: a timeout around each
+    would cost a twentieth of what a streamed token costs."""
+
+    def __init__(self, stall_s: float | None) -> None:
+        self.since: float | None = None  # when the write under way began
+        self.clock = asyncio.get_running_loop().time
+        self._stall_s = stall_s
+        self._scope = asyncio.timeout(None)
+        self._timer: asyncio.TimerHandle | None = None
+
+    async def __aenter__(self) -> Self:
+        await self._scope.__aenter__()
+        self._look()
+        return self
+
+    async def __aexit__(self, *raised: Any) -> None:
+        if self._timer is not None:
+            self._timer.cancel()
+        try:
+            await self._scope.__aexit__(*raised)
+        except TimeoutError:
+            raise _NotRead from None
+
+    def _look(self) -> None:
+        if self._stall_s is None:
+            return
+        now = self.clock()
+        until = (self.since or now) + self._stall_s
+        if until <= now:
+            self._scope.reschedule(now)  # expires at once
+        else:
+            self._timer = asyncio.get_running_loop().call_at(until, self._look)
+
+
+async def _write(context: Context, response: Any) -> None:
     """Returns when the response fits into the flow-control window."""
     try:
-        async with asyncio.timeout(stall_s) as scope:
-            await context.write(response)
-    except TimeoutError:
-        if not scope.expired():
-            raise
-        raise _NotRead from None
+        await context.write(response)
     except grpc.aio.InternalError:
         raise _gone() from None
 
