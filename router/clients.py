@@ -8,7 +8,7 @@ import itertools
 import logging
 from collections.abc import AsyncGenerator, Awaitable, Iterator, Sequence
 from dataclasses import dataclass, fields
-from typing import Any, TypeVar
+from typing import Any, TypeGuard, TypeVar
 
 import grpc
 
@@ -111,8 +111,9 @@ class Died(BatonError):
 class Workers:
     """Channels and decode sessions, by worker and incarnation."""
 
-    def __init__(self, security: SecurityConfig) -> None:
+    def __init__(self, security: SecurityConfig, stream_interval_s: float = 0.0) -> None:
         self._security = security
+        self._stream_interval_s = stream_interval_s
         self._channels: dict[_Identity, Line] = {}  # each process has its own, even at an old address
         self._gone: dict[_Identity, None] = {}  # nothing is opened to these again; oldest first
         self._sessions: dict[_Identity, DecodeSession] = {}
@@ -251,7 +252,7 @@ class Workers:
         session = self._sessions.get(identity)
         if session is None or session.lost:
             stub = worker_pb2_grpc.DecodeStub(self._channel(worker))
-            session = self._sessions[identity] = DecodeSession(worker, stub)
+            session = self._sessions[identity] = DecodeSession(worker, stub, self._stream_interval_s)
         return session
 
     async def _release(self, worker: WorkerRecord, handle: bytes, request_id: str) -> None:
@@ -267,27 +268,43 @@ def _identity(worker: WorkerRecord) -> _Identity:
 
 
 class _Inbox:
-    """What has come for one call and has not been taken yet."""
+    """What has come for one call and has not been taken yet. Tokens can be taken `interval_s` after those before them, all else at once."""
 
-    def __init__(self) -> None:
+    def __init__(self, interval_s: float) -> None:
+        self._interval_s = interval_s
+        self._loop = asyncio.get_running_loop()
+        self._due_at = 0.0  # when tokens can be taken
+        self._timer: asyncio.TimerHandle | None = None
         self._messages: list[worker_pb2.DecodeEvent | BatonError] = []
-        self._filled = asyncio.Event()
+        self._ready = asyncio.Event()
 
     def put(self, message: worker_pb2.DecodeEvent | BatonError) -> None:
         self._messages.append(message)
-        self._filled.set()
+        if not self._interval_s or not _is_token(message):
+            self._ready.set()
+        elif self._timer is None:
+            self._timer = self._loop.call_at(self._due_at, self._ready.set)
 
     async def take(self) -> "list[worker_pb2.DecodeEvent | BatonError]":
-        """Waits until there is something, and returns all of it in order."""
-        await self._filled.wait()
-        self._filled.clear()
+        """Waits until something can be taken, and returns all that has come, in order."""
+        await self._ready.wait()
+        self._ready.clear()
         messages, self._messages = self._messages, []
+        if self._interval_s and any(map(_is_token, messages)):
+            self.close()
+            self._due_at = self._loop.time() + self._interval_s
         return messages
+
+    def close(self) -> None:
+        if self._timer is not None:
+            self._timer.cancel()
+            self._timer = None
 
 
 class DecodeSession:
-    def __init__(self, worker: WorkerRecord, stub: worker_pb2_grpc.DecodeStub) -> None:
+    def __init__(self, worker: WorkerRecord, stub: worker_pb2_grpc.DecodeStub, interval_s: float) -> None:
         self.lost = False
+        self._interval_s = interval_s
         self._name = worker.name
         self._to = to_addressee(worker)
         self._numbers = itertools.count(1)
@@ -303,7 +320,7 @@ class DecodeSession:
         if self.lost:
             raise BatonError(Reason.WORKER_LOST, f"{self._name} is gone")
         number = next(self._numbers)
-        inbox = self._calls[number] = _Inbox()
+        inbox = self._calls[number] = _Inbox(self._interval_s)
         span = request.trace.span.child(semconv.DECODE, "client", {semconv.WORKER: self._name})
         job = to_job(request, span.traceparent)
         timeout_ms, live = max(1, int(timeout_s * 1000)), first is not None
@@ -325,6 +342,7 @@ class DecodeSession:
             raise
         finally:
             timer.cancel()
+            inbox.close()
             del self._calls[number]
             span.end("" if ended else Reason.CANCELLED.name)
             if not ended and not self.lost:
@@ -456,7 +474,7 @@ def _to_events(messages: "list[worker_pb2.DecodeEvent | BatonError]") -> Iterato
     """Joins successive tokens. Raises the BatonError that ended the call."""
     tokens: list[Token] = []
     for message in messages:
-        if not isinstance(message, BatonError) and message.WhichOneof("event") == "token":
+        if _is_token(message):
             tokens.append(to_token(message.token))
             continue
         if tokens:
@@ -465,6 +483,10 @@ def _to_events(messages: "list[worker_pb2.DecodeEvent | BatonError]") -> Iterato
         yield _to_event(message)
     if tokens:
         yield tuple(tokens)
+
+
+def _is_token(message: worker_pb2.DecodeEvent | BatonError) -> TypeGuard[worker_pb2.DecodeEvent]:
+    return not isinstance(message, BatonError) and message.WhichOneof("event") == "token"
 
 
 def _to_event(message: worker_pb2.DecodeEvent | BatonError) -> Adopted | Ended:

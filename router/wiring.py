@@ -70,7 +70,7 @@ class RouterProcess:
         self.stage = Stage.STARTING
         self._registry = connect_registry(config)
         self._tasks = Tasks(stop.fail)
-        self._workers = Workers(config.security)
+        self._workers = Workers(config.security, config.router.stream_interval_s)
         self._https: list[HttpServer] = []
         self._keys = ApiKeys.load(config.security.api_keys, Quota(config.security.requests_per_minute, config.security.tokens_per_minute))
         self._guard = Guard(config, self._keys)

@@ -5,7 +5,7 @@ import time
 from collections.abc import AsyncIterator, Callable
 from contextlib import aclosing, asynccontextmanager
 from dataclasses import asdict, replace
-from typing import Any
+from typing import Any, cast
 
 import pytest
 from fake_workers import TOKENIZER, record, unusable
@@ -21,7 +21,7 @@ from baton.v1 import generation_pb2, worker_pb2_grpc
 from baton.v1 import worker_pb2 as pb
 from router import clients, probes, watch
 from router.clients import Adopted, CacheSnapshot, Died, Ended, FirstToken, Opened, Source, Workers
-from router.request import Request, Stopwatch, Token, Trace
+from router.request import Request, Stopwatch, Token, Tokens, Trace
 from router.view import ClusterView
 from router.watch import Watch
 
@@ -192,6 +192,42 @@ async def test_tokens_that_come_while_the_client_reads_are_joined() -> None:
         assert await anext(events) == (Token(8), Token(9), Token(10))
         with pytest.raises(BatonError, match="because"):
             await anext(events)
+
+
+async def test_within_the_stream_interval_tokens_wait_for_each_other_and_the_end_does_not() -> None:
+    async with pair() as (worker, workers, d0, _):
+        workers._stream_interval_s = 1000.0  # longer than the test: what comes does not wait for it
+        async with aclosing(workers.decode(d0, request(), b"handle", 100)) as events, asyncio.timeout(20):
+            first = asyncio.ensure_future(anext(events))
+            number = (await worker.heard.get()).call_id
+            worker.says.put_nowait([pb.DecodeEvent(call_id=number, adopted=pb.Adopted())])
+            assert await first == Adopted(Handoff())
+            first = asyncio.ensure_future(anext(events))
+            worker.says.put_nowait([token(number, 7)])
+            assert await first == (Token(7),), "the first tokens do not wait"
+            more = asyncio.ensure_future(anext(events))
+            worker.says.put_nowait([token(number, 8)])
+            worker.says.put_nowait([token(number, 9)])
+            await asyncio.sleep(0.1)
+            assert not more.done()
+            worker.says.put_nowait([token(number, 10), finished(number)])
+            assert await more == (Token(8), Token(9), Token(10))
+            assert await anext(events) == Ended("length", 0, 32)
+
+
+async def test_after_the_stream_interval_tokens_are_sent() -> None:
+    async with pair() as (worker, workers, d0, _):
+        workers._stream_interval_s = 0.2
+        async with aclosing(workers.decode(d0, request(), b"", 100)) as events, asyncio.timeout(20):
+            first = asyncio.ensure_future(anext(events))
+            number = (await worker.heard.get()).call_id
+            for id_ in range(4):
+                worker.says.put_nowait([token(number, id_)])
+                await (first if id_ == 0 else asyncio.sleep(0))
+            got: list[Any] = []
+            while len(got) < 3:
+                got.extend(cast(Tokens, await anext(events)))
+            assert [one.id for one in got] == [1, 2, 3]
 
 
 async def test_every_sampling_parameter_reaches_the_worker() -> None:
