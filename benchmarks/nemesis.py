@@ -1,15 +1,20 @@
 """Random load on a cluster whose processes are killed and stopped at random, and what became of every request.
 
     python benchmarks/nemesis.py --minutes 5 --seed 1 [--json FILE]
+    python benchmarks/nemesis.py --hosts                           three hosts, which are also cut off
+    python benchmarks/nemesis.py --model tale                      a trained model instead of the toy
     python benchmarks/nemesis.py --target decode --how kill        one kind of fault
     python benchmarks/nemesis.py --cancelled 1 --target none       cancels only
 
-Three routers, two prefill and three decode workers and a Redis on this host, with the toy model, whose tokens are known. Prompts share
-prefixes, half of the requests draw their tokens with a seed, one in ten is cancelled at a random token. Every few seconds, one process is
-killed, or stopped for 0.5 to 15 s; the next fault comes when everything is back.
+Three routers, two prefill and three decode workers and a Redis on this host; with --hosts, on three network namespaces (root, iproute2):
+Redis and the routers on the first, a prefill and a decode worker on each. It is known which tokens each request must get: the toy's can be
+computed, those of `tale` come from an engine without a cluster. Half of the requests draw their tokens with a seed, one in ten is
+cancelled at a random token. Every few seconds one process is killed, or stopped for 0.5 to 15 s, or a host is cut off for that time; the
+next fault comes when everything is back.
 
     exact      all tokens are those that the model must produce
-    wrong      some are not
+    near tie   some differ, from a place on where the scores of two tokens differ by less than a batch of another size changes them
+    wrong      some differ otherwise
     refused    an error before the first token, by reason
     lost       an error after it, by reason
     back       from the fault, or from the end of a stop, until every process answers and is ready
@@ -27,6 +32,8 @@ import sys
 import tempfile
 import time
 from collections import Counter, defaultdict
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import asdict, dataclass, field
 from functools import partial
 from pathlib import Path
@@ -35,27 +42,58 @@ from typing import Any
 import grpc
 import psutil
 from machine import describe
+from tokenizers import Tokenizer
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "tests" / "support"))
+from hosts import Host
+from joined_hosts import joined
 from live_cluster import Cluster, cluster, toy, toy_output
+from near_tie import TOLERANCE, parting
 
+from baton.cli.up import SHIPPED
 from baton.client import AsyncClient, GenerateError
+from baton.engine.build import Options, build
+from baton.engine.runner import ModelRunner
+from baton.engine.sampling import SamplingParams
+from baton.engine.sequence import Sequence
+from baton.models.train.stories import story
 
-ROUTERS, PREFILL, DECODE = 3, 2, 3
+ROUTERS, PREFILL, DECODE, HOSTS = 3, 2, 3, 3
 STREAMS = 24
 QUIET_S = 3.0  # between two faults
 BACK_WITHIN_S = 120.0
 STOPS_S = (0.5, 15.0)
 TARGETS = ("router", "prefill", "decode", "redis")
+TALES = 48  # requests of which the outputs of `tale` are computed before
 
 
 @dataclass(frozen=True)
 class Plan:
     minutes: float
     seed: int
+    model: str
+    hosts: bool
     targets: tuple[str, ...]
     how: tuple[str, ...]
     cancelled: float  # share of the requests
+
+
+@dataclass(frozen=True)
+class Scene:
+    live: Cluster
+    processes: int  # routers and workers
+    hosts: list[Host]
+
+
+@contextmanager
+def stage(model: Path, folder: Path, several: bool) -> Iterator[Scene]:
+    flags = ("--router.replicas", str(ROUTERS), "--router.bypass-tokens", "0", "--engine.threads", "1")
+    if several:
+        with joined(model, folder, HOSTS, *flags) as (live, made):
+            yield Scene(live, ROUTERS + 2 * HOSTS, made)
+    else:
+        with cluster(model, *flags, prefill=PREFILL, decode=DECODE) as live:
+            yield Scene(live, ROUTERS + PREFILL + DECODE, [])
 
 
 @dataclass
@@ -67,22 +105,77 @@ class Tally:
     back: defaultdict[str, list[float]] = field(default_factory=lambda: defaultdict(list))
 
 
-async def load(client: AsyncClient, rng: random.Random, cancelled: float, tally: Tally, until: float) -> None:
-    shared = [[rng.randrange(256) for _ in range(160)] for _ in range(8)]
+@dataclass(frozen=True)
+class Work:
+    prompt: list[int]
+    params: dict[str, Any]
+
+
+class ToyOracle:
+    """Any request will do: prompts share prefixes."""
+
+    def __init__(self, folder: Path, seed: int) -> None:
+        self.path = toy(folder / "toy", step_delay_ms=5)
+        rng = random.Random(seed)
+        self._shared = [[rng.randrange(256) for _ in range(160)] for _ in range(32)]
+
+    def draw(self, rng: random.Random) -> Work:
+        prompt = rng.choice(self._shared)[: rng.choice((0, 64, 160))] + [rng.randrange(256) for _ in range(rng.randrange(1, 200))]
+        return Work(prompt, drawn(rng, 400))
+
+    def judge(self, work: Work, got: list[int], whole: bool) -> str:
+        expected = toy_output(work.prompt, **work.params)
+        return "exact" if got == (expected if whole else expected[: len(got)]) else "wrong"
+
+
+class TaleOracle:
+    """Requests whose outputs one engine has computed, one at a time and without a prefix cache."""
+
+    def __init__(self, folder: Path, seed: int) -> None:
+        self.path = SHIPPED
+        engine = build(Options(SHIPPED, kv_memory_bytes=64 << 20, threads=1, prefix_caching=False)).engine
+        assert isinstance(engine.runner, ModelRunner)
+        self._model, tokenizer = engine.runner.model, Tokenizer.from_file(str(SHIPPED / "tokenizer.json"))
+        rng = random.Random(seed)
+        self._known: list[tuple[Work, list[int]]] = []
+        for _ in range(TALES):
+            told = " ".join(story(rng, 4).sentences)
+            work = Work(tokenizer.encode(told).ids[: rng.randrange(20, 200)], drawn(rng, 200))
+            params, output = SamplingParams(**work.params), []
+            engine.add(Sequence("alone", list(work.prompt), len(work.prompt), params, b"root"))
+            while not engine.idle:
+                output += [step.sampled.token for step in engine.step() if step.sampled]
+            self._known.append((work, output))
+
+    def draw(self, rng: random.Random) -> Work:
+        return rng.choice(self._known)[0]
+
+    def judge(self, work: Work, got: list[int], whole: bool) -> str:
+        expected = next(output for known, output in self._known if known is work)
+        gap = parting(self._model, work.prompt, SamplingParams(**work.params), got, expected if whole else expected[: len(got)])
+        return "exact" if gap is None else "near tie" if gap < TOLERANCE else "wrong"
+
+
+Oracle = ToyOracle | TaleOracle
+ORACLES: dict[str, type[Oracle]] = {"toy": ToyOracle, "tale": TaleOracle}
+
+
+def drawn(rng: random.Random, longest: int) -> dict[str, Any]:
+    params: dict[str, Any] = {"max_tokens": rng.randrange(1, longest), "temperature": 0.0, "ignore_eos": True}
+    return params | ({"temperature": 0.8, "seed": rng.randrange(1 << 31)} if rng.random() < 0.5 else {})
+
+
+async def load(client: AsyncClient, oracle: Oracle, rng: random.Random, cancelled: float, tally: Tally, until: float) -> None:
     while time.monotonic() < until:
-        prompt = rng.choice(shared)[: rng.choice((0, 64, 160))] + [rng.randrange(256) for _ in range(rng.randrange(1, 200))]
-        params: dict[str, Any] = {"max_tokens": rng.randrange(1, 400), "temperature": 0.0, "ignore_eos": True}
-        if rng.random() < 0.5:
-            params |= {"temperature": 0.8, "seed": rng.randrange(1 << 31)}
-        leave_after = rng.randrange(params["max_tokens"]) if rng.random() < cancelled else None
-        await one(client, prompt, params, leave_after, tally)
+        work = oracle.draw(rng)
+        await one(client, oracle, work, rng.randrange(work.params["max_tokens"]) if rng.random() < cancelled else None, tally)
 
 
-async def one(client: AsyncClient, prompt: list[int], params: dict[str, Any], leave_after: int | None, tally: Tally) -> None:
+async def one(client: AsyncClient, oracle: Oracle, work: Work, leave_after: int | None, tally: Tally) -> None:
     got: list[int] = []
     last, gap = time.monotonic(), 0.0
     try:
-        async with client.generate(token_ids=prompt, timeout_s=120, **params) as stream:
+        async with client.generate(token_ids=work.prompt, timeout_s=120, **work.params) as stream:
             async for token in stream:
                 now = time.monotonic()
                 last, gap = now, max(gap, now - last)
@@ -93,43 +186,65 @@ async def one(client: AsyncClient, prompt: list[int], params: dict[str, Any], le
                 tally.retried += stream.result.workers["retries"]
                 tally.resumed += stream.result.resumes > 0
     except GenerateError as error:
-        tally.outcomes[f"{'lost' if got else 'refused'} {error.reason or error.code}"] += 1
+        kind = "lost" if got else "refused"
+        tally.outcomes[f"{kind} {error.reason or error.code}"] += 1
+        print(f"{kind} after {len(got)} tokens: {error}", flush=True)
         return
     tally.gaps.append(gap)
-    expected = await asyncio.to_thread(toy_output, prompt, **params)
-    if leave_after is None:
-        tally.outcomes["exact" if got == expected else "wrong"] += 1
-    else:
-        tally.outcomes["cancelled" if got == expected[: len(got)] else "wrong"] += 1
+    found = await asyncio.to_thread(oracle.judge, work, got, leave_after is None)
+    tally.outcomes[found if leave_after is None or found != "exact" else "cancelled"] += 1
 
 
-async def trouble(live: Cluster, rng: random.Random, plan: Plan, tally: Tally, until: float) -> None:
+async def trouble(scene: Scene, rng: random.Random, plan: Plan, tally: Tally, until: float) -> None:
     while plan.targets and time.monotonic() < until:
         target, kill = rng.choice(plan.targets), rng.choice(plan.how) == "kill"
-        pid = rng.choice(await asyncio.to_thread(pids, live, target))
-        if kill:
-            os.kill(pid, signal.SIGKILL)
+        pid = None
+        if target == "host":
+            await cut_off(rng.choice(scene.hosts), rng.uniform(*STOPS_S))
         else:
-            os.kill(pid, signal.SIGSTOP)
-            await asyncio.sleep(rng.uniform(*STOPS_S))
-            with contextlib.suppress(ProcessLookupError):  # its supervisor may have given up on it
-                os.kill(pid, signal.SIGCONT)
+            pid = rng.choice(await asyncio.to_thread(scene.live.wait, partial(pids, scene.live, target), BACK_WITHIN_S))
+            await (strike(pid) if kill else strike(pid, rng.uniform(*STOPS_S)))
         began = time.monotonic()
-        await asyncio.to_thread(live.wait, partial(whole, live, pid if kill else None), BACK_WITHIN_S)
-        tally.back[f"{target} {'killed' if kill else 'stopped'}"].append(time.monotonic() - began)
+        await asyncio.to_thread(scene.live.wait, partial(whole, scene, pid if kill else None), BACK_WITHIN_S)
+        fault = "cut off" if target == "host" else "killed" if kill else "stopped"
+        tally.back[f"{target} {fault}"].append(time.monotonic() - began)
         await asyncio.sleep(QUIET_S)
+
+
+async def cut_off(host: Host, for_s: float) -> None:
+    host.unplug()
+    try:
+        await asyncio.sleep(for_s)
+    finally:
+        host.plug_in()
+
+
+async def strike(pid: int, stopped_s: float | None = None) -> None:
+    """Kills the process, or stops it for a time."""
+    if stopped_s is None:
+        os.kill(pid, signal.SIGKILL)
+        return
+    os.kill(pid, signal.SIGSTOP)
+    await asyncio.sleep(stopped_s)
+    with contextlib.suppress(ProcessLookupError):  # its supervisor may have given up on it
+        os.kill(pid, signal.SIGCONT)
 
 
 def pids(live: Cluster, target: str) -> list[int]:
     if target == "redis":
-        return [child.pid for child in psutil.Process(live.pid).children() if child.name().startswith("redis-server")]
-    status = live.wait(live.status, BACK_WITHIN_S)
+        found = []
+        for child in psutil.Process(live.pid).children():
+            with contextlib.suppress(psutil.NoSuchProcess):
+                found += [child.pid] if child.name().startswith("redis-server") else []
+        return found
+    status = live.status()
     known = status["routers"] if target == "router" else [worker for worker in status["workers"] if worker["role"] == target]
     return [process["pid"] for process in known]
 
 
-def whole(live: Cluster, without: int | None = None) -> bool:
+def whole(scene: Scene, without: int | None = None) -> bool:
     """Whether every process is there, answers and is ready, and the process `without` is not among them."""
+    live = scene.live
     try:
         status = live.status()
     except grpc.RpcError:
@@ -137,19 +252,20 @@ def whole(live: Cluster, without: int | None = None) -> bool:
     alive = [router["pid"] for router in status["routers"]] + [worker["pid"] for worker in status["workers"] if "error" not in worker]
     redis = pids(live, "redis")
     ready = all(worker["state"] == "ready" for worker in status["workers"])
-    there = len(alive) == ROUTERS + PREFILL + DECODE and len(redis) == 1 and status["router"]["registry"] == "reachable"
+    there = len(alive) == scene.processes and len(redis) == 1 and status["router"]["registry"] == "reachable"
     return ready and there and without not in (*alive, *redis)
 
 
-async def run(live: Cluster, plan: Plan) -> Tally:
-    await asyncio.to_thread(live.wait, partial(whole, live), BACK_WITHIN_S)
+async def run(scene: Scene, oracle: Oracle, plan: Plan) -> Tally:
+    await asyncio.to_thread(scene.live.wait, partial(whole, scene), BACK_WITHIN_S)
     tally, until = Tally(), time.monotonic() + 60 * plan.minutes
-    addresses = [router["endpoints"]["grpc"] for router in live.status()["routers"]]
+    addresses = [router["endpoints"]["grpc"] for router in scene.live.status()["routers"]]
     async with AsyncClient(addresses) as client, asyncio.TaskGroup() as group:
         for number in range(STREAMS):
-            group.create_task(load(client, random.Random(f"{plan.seed} {number}"), plan.cancelled, tally, until))
-        group.create_task(trouble(live, random.Random(plan.seed), plan, tally, until))
-    await live.quiet(60)
+            rng = random.Random(f"{plan.seed} {number}")
+            group.create_task(load(client, oracle, rng, plan.cancelled, tally, until))
+        group.create_task(trouble(scene, random.Random(plan.seed), plan, tally, until))
+    await scene.live.quiet(60)
     return tally
 
 
@@ -172,19 +288,24 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--minutes", type=float, default=5.0)
     parser.add_argument("--seed", type=int, default=1)
-    parser.add_argument("--target", action="append", choices=(*TARGETS, "none"))
+    parser.add_argument("--model", choices=tuple(ORACLES), default="toy")
+    parser.add_argument("--hosts", action="store_true")
+    parser.add_argument("--target", action="append", choices=(*TARGETS, "host", "none"))
     parser.add_argument("--how", action="append", choices=("kill", "stop"))
     parser.add_argument("--cancelled", type=float, default=0.1)
     parser.add_argument("--json", type=Path)
     options = parser.parse_args()
-    targets = tuple(target for target in options.target or TARGETS if target != "none")
-    plan = Plan(options.minutes, options.seed, targets, tuple(options.how or ("kill", "stop")), options.cancelled)
+    default = (*TARGETS, "host") if options.hosts else TARGETS
+    targets = tuple(target for target in options.target or default if target != "none")
+    plan = Plan(
+        options.minutes, options.seed, options.model, options.hosts, targets, tuple(options.how or ("kill", "stop")), options.cancelled
+    )
     machine = describe()
     print(machine)
     with tempfile.TemporaryDirectory() as folder:
-        flags = ("--router.replicas", str(ROUTERS), "--router.bypass-tokens", "0", "--engine.threads", "1")
-        with cluster(toy(Path(folder) / "toy", step_delay_ms=5), *flags, prefill=PREFILL, decode=DECODE) as live:
-            tally = asyncio.run(run(live, plan))
+        oracle = ORACLES[plan.model](Path(folder), plan.seed)
+        with stage(oracle.path, Path(folder), plan.hosts) as scene:
+            tally = asyncio.run(run(scene, oracle, plan))
     report(tally)
     if options.json:
         told = {

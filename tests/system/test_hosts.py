@@ -3,7 +3,6 @@
 import asyncio
 import os
 import random
-import subprocess
 import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -14,6 +13,7 @@ from typing import Any
 import grpc
 import pytest
 from hosts import Host, hosts
+from joined_hosts import ADMIN_PORT, OPEN, PORT, SMALL, Commands
 from live_cluster import ask, toy
 from redis_servers import PASSWORD, until
 
@@ -23,7 +23,6 @@ from baton.launch.redis_server import find_binary
 from baton.v1 import worker_pb2, worker_pb2_grpc
 
 pytestmark = pytest.mark.system
-PORT, ADMIN_PORT = 8470, 8471  # the defaults: every host has its own
 REDIS_PORT = 6379
 
 
@@ -115,33 +114,6 @@ async def test_a_cluster_over_several_hosts_survives_a_pulled_cable(tmp_path: Pa
 
 
 # --- `baton up --join` ---------------------------------------------------------------------------------------------------------------
-
-KEY = "a key that both hosts share"
-OPEN = ("--cluster.host", "0.0.0.0", "--cluster.advertise", "eth0", "--security.open-admin", "true")
-SMALL = ("--engine.kv-memory-mib", "64", "--router.bypass-tokens", "0")
-
-
-@dataclass
-class Commands:
-    """`baton` on two hosts, each with a state directory of its own."""
-
-    hosts: list[Host]
-    folder: Path
-
-    def env(self, number: int, key: str = KEY) -> dict[str, str]:
-        clean = {name: value for name, value in os.environ.items() if not name.startswith("BATON_")}
-        state = self.folder / f"state-{number}"
-        state.mkdir(exist_ok=True)
-        return {**clean, "BATON_STATE_DIR": str(state), "BATON_CLUSTER_KEY": key, "BATON_KV_TRANSPORT": "tcp"}
-
-    def start(self, number: int, *arguments: str, key: str = KEY) -> tuple["subprocess.Popen[bytes]", Path]:
-        log = self.folder / f"up-{number}-{len(arguments)}.log"
-        command = (sys.executable, "-P", "-m", "baton", *arguments)
-        return self.hosts[number].start(*command, env=self.env(number, key), log=log), log
-
-    @property
-    def admin(self) -> str:
-        return f"{self.hosts[0].address}:{ADMIN_PORT}"
 
 
 def test_workers_of_a_second_host_join_a_running_cluster(tmp_path: Path) -> None:
