@@ -39,6 +39,7 @@ ROOM_POLL_S = 0.02  # between two checks for a decode worker with room; loads ar
 # The decode worker failed, not the KV: the prefill worker's lease is still good.
 LEASE_STANDS = frozenset({Reason.WORKER_LOST, Reason.WRONG_WORKER, Reason.DRAINING, Reason.SATURATED})
 GONE = frozenset({Reason.WORKER_LOST, Reason.WRONG_WORKER, Reason.DRAINING})
+CONFIRM_S = 1.0  # for a worker whose connection was lost to answer; a process that is gone refuses at once
 NEAR_DEADLINE_S = 0.05  # with less time left, another attempt is pointless
 
 
@@ -154,7 +155,7 @@ class Dispatcher:
             view.index.predict(worker.name, self._keys(request), self._clock() + self._config.predict_ttl_s)
             first = await self._first_token(request, choice, failed, lease)
         except BatonError as error:
-            self._blame(request, worker, error, failed, work)
+            await self._blame(request, worker, error, failed, work)
             raise
         finally:
             self._poison.end(work)
@@ -238,7 +239,7 @@ class Dispatcher:
                         trace.handoff += event.handoff
                     yield event
         except BatonError as error:
-            self._blame(request, worker, error, failed, started.work)
+            await self._blame(request, worker, error, failed, started.work)
             raise
         finally:
             self._poison.end(started.work)
@@ -309,7 +310,7 @@ class Dispatcher:
                 raise BatonError(Reason.RETRIES_SPENT, "no decode worker came back", metadata=_emitted(request))
             await asyncio.sleep(RECOVER_POLL_S)
 
-    def _blame(self, request: Request, worker: WorkerRecord, error: BatonError, failed: set[Identity], work: str) -> None:
+    async def _blame(self, request: Request, worker: WorkerRecord, error: BatonError, failed: set[Identity], work: str) -> None:
         """Raises BatonError(POISONOUS) if the request killed the worker."""
         failed.add((worker.name, worker.incarnation))
         self._view.index.retract(worker.name, request.keys)
@@ -317,12 +318,21 @@ class Dispatcher:
         if error.reason in GONE:  # the registry will report it a moment later
             self._view.mark_down(worker.name, worker.incarnation)
 
-        if isinstance(error, Died) and self._poison.died(work):
+        if isinstance(error, Died) and not await self._lives(worker) and self._poison.died(work):
             parents, block_size, prompt = self._prompt(request)
             self._poison.quarantine(parents, block_size, prompt, self._clock() + self._config.quarantine_s)
             message = f"{request.suspicion.deaths} workers died of this request"
             log.warning("giving up request %s: %s", request.id, message)
             raise BatonError(Reason.POISONOUS, message, metadata=_emitted(request)) from error
+
+    async def _lives(self, worker: WorkerRecord) -> bool:
+        """Whether only the connection was lost: the same process answers, and its engine makes progress. So it is with every worker after
+        this router was stopped for a while."""
+        try:
+            answer = await self._workers.probe(worker, CONFIRM_S)
+        except BatonError:
+            return False
+        return answer.stalled_s < self._config.hang_s
 
     def _refuse_poison(self, request: Request) -> None:
         if self._view.served is not None and (left_s := self._poison.refusal(*self._prompt(request), self._clock())) is not None:

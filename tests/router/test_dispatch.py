@@ -827,6 +827,27 @@ async def test_a_request_that_kills_two_workers_is_ended_and_its_prompt_refused(
     world.check()
 
 
+async def test_lost_connections_to_workers_that_live_do_not_condemn_the_request() -> None:
+    """A router that was stopped for a while finds all its connections closed."""
+    world = World("d0 d1 d2")
+    for name in ("d0", "d1"):
+        fail(world, name, error=Died("ping_timeout"))
+        world.workers.alive[name] = 0.0
+    request, seen = await world.serve(world.request(SHORT))
+    assert seen == truth(request) and request.trace.retries == 2
+    world.check()
+
+
+async def test_workers_whose_engines_hang_of_a_request_condemn_it() -> None:
+    world = World("d0 d1 d2")
+    for name in ("d0", "d1"):
+        fail(world, name, error=Died("is gone"))
+        world.workers.alive[name] = world.config.hang_s
+    error, _ = await world.refused(world.request(SHORT))
+    assert error.reason is Reason.POISONOUS
+    world.check()
+
+
 async def test_workers_lost_before_a_call_reached_them_do_not_condemn_the_request() -> None:
     """Negative control: the two workers were already gone."""
     world = World("d0 d1 d2")

@@ -12,7 +12,7 @@ from baton.cluster.errors import BatonError, Reason
 from baton.cluster.handoff import Handoff
 from baton.cluster.records import Load, RoleName, WorkerRecord
 from baton.engine.toy import naive
-from router.clients import Adopted, DecodeEvent, Ended, FirstToken, Opened, PrefillEvent, Source
+from router.clients import Adopted, Answer, DecodeEvent, Ended, FirstToken, Opened, PrefillEvent, Source
 from router.request import FinishReason, Request, Token
 from router.view import ClusterView
 
@@ -60,6 +60,7 @@ class FakeWorkers:
         self.leases: dict[bytes, tuple[str, str, int]] = {}  # handle → worker, request, tokens
         self.endings: Counter[bytes] = Counter()  # how many times each lease was ended
         self.released: list[bytes] = []
+        self.alive: dict[str, float] = {}  # processes that live on though a call to them was lost → for how long their engine has stalled
         self.sources: list[tuple[str, int] | None] = []  # one for each prefill
         self.opens = False  # prompts are long: their KV can be read before they are fully computed
         self.joins = 1  # tokens of a decode call that are ready together
@@ -136,6 +137,11 @@ class FakeWorkers:
                     break
             assert finish is not None
             yield Ended(finish, recomputed_tokens=0, cached_tokens=min(32, len(request.tokens)))
+
+    async def probe(self, worker: WorkerRecord, timeout_s: float) -> Answer:
+        if (stalled_s := self.alive.get(worker.name)) is None:
+            raise BatonError(Reason.WORKER_LOST, "connection refused")
+        return Answer("ready", worker.load, (worker.role,), stalled_s)
 
     def release(self, worker: WorkerRecord, handle: bytes, request_id: str) -> None:
         holder = self.leases.get(handle, (worker.name, request_id, 0))
