@@ -332,10 +332,12 @@ class DecodeSession:
         timer = asyncio.get_running_loop().call_later(timeout_s, inbox.put, late)
         ended = False
         try:
-            while not ended:
+            while True:
                 for event in _to_events(await inbox.take()):
                     ended = isinstance(event, Ended)
                     yield event
+                    if ended:
+                        return  # an error may have come after it
         except BatonError as error:
             ended = error is not late
             span.end(error.reason.name)

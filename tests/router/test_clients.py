@@ -194,6 +194,17 @@ async def test_tokens_that_come_while_the_client_reads_are_joined() -> None:
             await anext(events)
 
 
+async def test_what_comes_after_the_end_of_a_call_changes_nothing() -> None:
+    """The worker is lost, and the deadline passes, before the call's task has seen the end."""
+    async with pair() as (worker, workers, d0, _):
+        call = asyncio.create_task(take(workers, d0))
+        number = (await worker.heard.get()).call_id
+        inbox = workers._sessions[(d0.name, d0.incarnation)]._calls[number]
+        for message in (token(number, 7), finished(number), BatonError(Reason.WORKER_LOST, "x"), BatonError(Reason.DEADLINE, "x")):
+            inbox.put(message)
+        assert await call == [(Token(7),), Ended("length", 0, 32)]
+
+
 async def test_within_the_stream_interval_tokens_wait_for_each_other_and_the_end_does_not() -> None:
     async with pair() as (worker, workers, d0, _):
         workers._stream_interval_s = 1000.0  # longer than the test: what comes does not wait for it
