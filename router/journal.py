@@ -132,6 +132,7 @@ class Journal:
         self._choices = book.counters("baton_router_choices_total")
         self._bypasses = book.counters("baton_router_bypasses_total")
         self._retries = book.counters("baton_router_retries_total")
+        self._resumed = book.counter("baton_router_resumed_total")
         self._ttft = book.histogram("baton_router_time_to_first_token_seconds")
         self._itl = book.histogram("baton_router_inter_token_latency_seconds")
         self._tpot = book.histogram("baton_router_time_per_output_token_seconds")
@@ -240,6 +241,7 @@ class Journal:
             self._bypasses[why].inc()
         for why in trace.retry_reasons:
             self._retries[why].inc()
+        self._resumed.inc(request.resumed > 0)
         if times.ttft_s is not None:
             self._ttft.observe(times.ttft_s)
             self._itl.observe_all(trace.gaps)

@@ -173,6 +173,7 @@ class Request:
     def cut(self, count: int) -> None:
         """Removes the last `count` tokens: the output ended before them."""
         del self.tokens[len(self.tokens) - count :]
+        del self.trace.gaps[len(self.trace.gaps) - count :]
 
     @property
     def longest(self) -> int:

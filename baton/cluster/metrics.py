@@ -155,6 +155,10 @@ TABLE: tuple[Metric, ...] = (
         "baton_router_retries_total", "counter", "attempts", ROUTER,
         "Attempts at a request after the first, by the reason that made them necessary.", {"reason": REASONS},
     ),
+    Metric(
+        "baton_router_resumed_total", "counter", "requests", ROUTER,
+        "Requests that continued a stream of which the client had the beginning, usually because a router died.",
+    ),
     # Service levels
     Metric("baton_router_slo_met_total", "counter", "requests", ROUTER, "Requests that met every objective of the slo section."),
     Metric(

@@ -123,6 +123,15 @@ def test_choices_bypasses_and_retries_are_counted() -> None:
     assert desk.numbers("baton_router_retries_total")["WORKER_LOST",] == (2, 0)
 
 
+def test_continued_streams_are_counted() -> None:
+    desk = Desk()
+    for resumed in (0, 3, 1):
+        with desk.open() as entry:
+            desk.request(entry).resumed = resumed
+            entry.finish = "stop"
+    assert desk.numbers("baton_router_resumed_total") == {(): (2, 0)}
+
+
 def test_prompt_tokens_of_a_refused_request_are_not_counted() -> None:
     desk = Desk()
     with pytest.raises(BatonError), desk.open() as entry:
