@@ -64,6 +64,7 @@ def load(tmp_path: Path, request: pytest.FixtureRequest) -> Load:
     return Load(build(Options(tmp_path, kv_memory_bytes=1 << 20, threads=1, weight_dtype=request.param, limits=limits)).engine, seed=1)
 
 
+@pytest.mark.timeout(1800)  # a loaded machine needs ten minutes for that many steps
 def test_ten_thousand_steps_leak_nothing(load: Load) -> None:
     more = grown(load, STEPS)
     assert more[0] < MOST_BYTES and more[1] < MOST_OBJECTS, more
