@@ -62,13 +62,13 @@ def fails(error: BaseException) -> Callable[[], Any]:
 
 
 async def until(condition: Callable[[], Any]) -> None:
-    async with asyncio.timeout(3):
+    async with asyncio.timeout(30):
         while not condition():
             await asyncio.sleep(0.005)
 
 
 async def ended(task: "asyncio.Task[int]") -> int:
-    async with asyncio.timeout(3):
+    async with asyncio.timeout(30):
         return await task
 
 

@@ -292,9 +292,9 @@ async def test_a_waiting_reader_is_woken_by_an_event_or_times_out(world: World) 
     await asyncio.sleep(0.05)
     assert not waiting.done()
     await world.registry.publish(stored(1, 1))
-    found, cursor = await asyncio.wait_for(waiting, 5.0)
+    found, cursor = await asyncio.wait_for(waiting, 30.0)
     assert found == stored(1, 1)
-    assert await asyncio.wait_for(world.other.events(cursor, 0.05), 5.0) == ([], cursor)
+    assert await asyncio.wait_for(world.other.events(cursor, 0.05), 30.0) == ([], cursor)
 
 
 async def test_waiting_readers_do_not_delay_other_calls(world: World) -> None:
@@ -302,9 +302,9 @@ async def test_waiting_readers_do_not_delay_other_calls(world: World) -> None:
     readers = [asyncio.create_task(world.registry.events(cursor, 30.0)) for _ in range(3)]
     await asyncio.sleep(0.05)
     for call in (world.registry.ping(), world.registry.join(record()), world.registry.members(), world.registry.publish(stored(1, 1))):
-        await asyncio.wait_for(call, 5.0)
+        await asyncio.wait_for(call, 30.0)
     for reader in readers:
-        assert (await asyncio.wait_for(reader, 5.0))[0] == stored(1, 1)
+        assert (await asyncio.wait_for(reader, 30.0))[0] == stored(1, 1)
 
 
 async def test_a_batch_is_bounded_and_the_next_one_continues(world: World) -> None:

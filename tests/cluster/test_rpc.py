@@ -334,7 +334,7 @@ async def test_a_server_that_comes_back_is_found_soon() -> None:
             with pytest.raises(grpc.aio.AioRpcError):
                 await stub.Renew(pb.RenewRequest(), timeout=1)
         async with serving(int(address.rpartition(":")[2])):
-            async with asyncio.timeout(3):
+            async with asyncio.timeout(10):
                 while True:
                     try:
                         await stub.Renew(pb.RenewRequest(), timeout=1)
@@ -352,7 +352,7 @@ async def test_a_hung_server_is_noticed_within_seconds() -> None:
         while servicer.calls < 2:
             await asyncio.sleep(0.01)
         line.open.clear()
-        async with asyncio.timeout(8):
+        async with asyncio.timeout(30):
             assert to_error(await ours).reason is Reason.WORKER_LOST
         assert not theirs.done()
         theirs.cancel()

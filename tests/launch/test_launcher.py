@@ -74,7 +74,7 @@ async def gone(*pids: int) -> None:
 
 async def ask(port: int) -> int:
     """Returns the pid that the process on this port answers."""
-    async with asyncio.timeout(5):
+    async with asyncio.timeout(30):
         reader, writer = await asyncio.open_connection("127.0.0.1", port)
         try:
             return int(await reader.read(64))

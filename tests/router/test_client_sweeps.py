@@ -162,7 +162,7 @@ async def test_any_error_of_an_early_call_reaches_its_reader() -> None:
 
     call = EarlyDecode(broken)
     with pytest.raises(KeyError):
-        async with asyncio.timeout(5):
+        async with asyncio.timeout(30):
             await drain(call.events())
 
 

@@ -297,7 +297,7 @@ async def test_an_error_that_no_other_worker_can_avoid_is_passed_on_immediately_
 
 async def test_without_a_decode_worker_a_new_request_is_refused_immediately() -> None:
     world = World("p0", RouterConfig(recover_wait_s=60))
-    async with asyncio.timeout(1):
+    async with asyncio.timeout(30):
         error, seen = await world.refused()
     assert error.reason is Reason.NO_WORKER and seen == [] and world.workers.calls == []
 

@@ -331,7 +331,7 @@ async def test_a_request_does_not_wait_for_the_tokenizer_beyond_its_deadline(tok
 # Admission
 
 
-async def until(condition: Callable[[], Any], within_s: float = 3.0) -> None:
+async def until(condition: Callable[[], Any], within_s: float = 30.0) -> None:
     async with asyncio.timeout(within_s):
         while not condition():
             await asyncio.sleep(0.005)
@@ -398,7 +398,7 @@ async def test_places_are_given_in_order_of_arrival(tokenizer: Tokenizer) -> Non
 async def test_a_request_that_waits_too_long_is_refused_as_saturated(tokenizer: Tokenizer) -> None:
     house = full(tokenizer, queue_timeout_s=0.05)
     tasks = await occupy(house)
-    async with asyncio.timeout(2):
+    async with asyncio.timeout(30):
         assert (await house.refused()).reason is Reason.SATURATED
         assert (await house.refused("x", 0.02)).reason is Reason.DEADLINE, "the deadline was shorter than the queue timeout"
     assert house.admission.queued == 0

@@ -104,7 +104,7 @@ class Pair:
         """The holder's blocks behind a complete handle, after they have been digested."""
         assert handle is not None
         export = self.prefill.port.exporter._exports[handle.lease_id]
-        async with asyncio.timeout(5):
+        async with asyncio.timeout(30):
             while not export.complete:
                 await asyncio.sleep(0)
         return tuple(export.block_ids)
@@ -134,7 +134,7 @@ class Pair:
 
     async def settled(self) -> None:
         """Waits until nothing is left anywhere: no owned block, lease, call or quarantined block. Raises if that takes too long."""
-        async with asyncio.timeout(5):
+        async with asyncio.timeout(30):
             while self.residue():
                 await asyncio.sleep(0.005)
         for engine in self.engines:

@@ -223,7 +223,7 @@ class Call:
                 self.gone.set()
 
 
-async def settled(condition: Callable[[], bool], within_s: float = 5.0) -> None:
+async def settled(condition: Callable[[], bool], within_s: float = 30.0) -> None:
     async with asyncio.timeout(within_s):
         while not condition():
             await asyncio.sleep(0.001)

@@ -93,7 +93,7 @@ class Cluster:
         command = [sys.executable, "-m", "baton", *arguments]
         return subprocess.run(command, env=self.env, capture_output=True, text=True, timeout=timeout, **kwargs)
 
-    async def quiet(self, within_s: float = 15.0) -> None:
+    async def quiet(self, within_s: float = 60.0) -> None:
         """Waits until no lease, block, sequence, quarantined block or admission slot is left anywhere. Raises with whatever is left."""
         deadline = time.monotonic() + within_s
         while left := await asyncio.to_thread(self.residue):
@@ -118,7 +118,7 @@ class Cluster:
                 left.append(f"{worker['name']} has sequences")
         return left
 
-    def wait(self, condition: Callable[[], Any], within_s: float = 30.0) -> Any:
+    def wait(self, condition: Callable[[], Any], within_s: float = 60.0) -> Any:
         """Returns the value of `condition` as soon as it is true. An RpcError or StopIteration counts as "not yet"."""
         deadline = time.monotonic() + within_s
         while True:

@@ -35,7 +35,7 @@ async def cancelled(work: Callable[[], Awaitable[Any]], fine: int = 40, coarse: 
         turns = turns + 1 if turns < fine else int(turns * coarse)
 
 
-async def until(condition: Callable[[], Any], within_s: float = 10.0) -> None:
+async def until(condition: Callable[[], Any], within_s: float = 30.0) -> None:
     async with asyncio.timeout(within_s):
         while not condition():
             await asyncio.sleep(0.002)
