@@ -71,7 +71,8 @@ def test_a_run_is_measured_reported_and_replayed(live: Cluster, tmp_path: Path) 
         turns = [record for record in probe.records if record.session]
         assert any(record.cached_tokens for record in turns), "no later turn found what the turn before it left in the cache"
     page = (out / "report.html").read_text()
-    assert page.lstrip().startswith("<!doctype html") and len(list(out.glob("*.png"))) >= 4
+    pictures = list(out.glob("*.png"))
+    assert page.lstrip().startswith("<!doctype html") and (len(pictures) >= 4 if done.returncode == 0 else not pictures)
     numbers = json.loads((out / "results.json").read_text())
     assert len(numbers["runs"]) == 2 and numbers["runs"][0]["request_goodput"] > 0
     again = loadtest("replay", str(out), "--out", str(tmp_path / "again"))

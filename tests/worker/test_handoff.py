@@ -328,8 +328,8 @@ async def test_cancelling_a_prefill_frees_everything() -> None:
 
 async def test_a_deadline_ends_a_call_within_one_step() -> None:
     async with pair() as p:
-        p.runners[1].step_delay_s = 0.02
-        call = p.start(await p.hand_over(), timeout_s=0.1)
+        p.runners[1].step_delay_s = 0.3  # the whole output takes 3.3 s
+        call = p.start(await p.hand_over(), timeout_s=1.5)
         await call.task
         assert call.error.reason is Reason.DEADLINE and 0 < len(call.tokens) < 11
         await p.settled()

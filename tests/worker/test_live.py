@@ -58,7 +58,7 @@ class Live:
 
 async def test_blocks_are_read_while_the_prompt_is_computed(monkeypatch: pytest.MonkeyPatch) -> None:
     async with pair(chunk=CHUNK) as p:
-        p.runners[0].step_delay_s = 0.05
+        p.runners[0].step_delay_s = 0.5  # long enough for the reader to take each piece by itself
         read, live = p.decode.port.importer.transport.read, Live(p)
         reads: list[tuple[int, bool]] = []  # blocks, and whether the first token was known
 
