@@ -15,3 +15,12 @@ def plain_torch() -> Iterator[None]:
 
             patch.setattr(runner, "choose_ops", lambda *_: Ops())
         yield
+
+
+@pytest.fixture(scope="session", autouse=True)
+def one_thread() -> None:
+    """Test processes that run side by side, each with a thread for every core, take a third longer. Tests of several threads set them."""
+    if "PYTEST_XDIST_WORKER" in os.environ:
+        import torch
+
+        torch.set_num_threads(1)
