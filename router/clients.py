@@ -22,6 +22,7 @@ from baton.cluster.rpc import Line, to_error
 from baton.engine.block_key import KEY_BYTES
 from baton.engine.sampling import FIELDS
 from baton.v1 import generation_pb2, worker_pb2, worker_pb2_grpc
+from router.inbox import Inbox
 from router.request import FinishReason, Request, Token, Tokens
 
 log = logging.getLogger(__name__)
@@ -267,40 +268,6 @@ def _identity(worker: WorkerRecord) -> _Identity:
     return worker.name, worker.incarnation
 
 
-class _Inbox:
-    """What has come for one call and has not been taken yet. Tokens can be taken `interval_s` after those before them, all else at once."""
-
-    def __init__(self, interval_s: float) -> None:
-        self._interval_s = interval_s
-        self._loop = asyncio.get_running_loop()
-        self._due_at = 0.0  # when tokens can be taken
-        self._timer: asyncio.TimerHandle | None = None
-        self._messages: list[worker_pb2.DecodeEvent | BatonError] = []
-        self._ready = asyncio.Event()
-
-    def put(self, message: worker_pb2.DecodeEvent | BatonError) -> None:
-        self._messages.append(message)
-        if not self._interval_s or not _is_token(message):
-            self._ready.set()
-        elif self._timer is None:
-            self._timer = self._loop.call_at(self._due_at, self._ready.set)
-
-    async def take(self) -> "list[worker_pb2.DecodeEvent | BatonError]":
-        """Waits until something can be taken, and returns all that has come, in order."""
-        await self._ready.wait()
-        self._ready.clear()
-        messages, self._messages = self._messages, []
-        if self._interval_s and any(map(_is_token, messages)):
-            self.close()
-            self._due_at = self._loop.time() + self._interval_s
-        return messages
-
-    def close(self) -> None:
-        if self._timer is not None:
-            self._timer.cancel()
-            self._timer = None
-
-
 class DecodeSession:
     def __init__(self, worker: WorkerRecord, stub: worker_pb2_grpc.DecodeStub, interval_s: float) -> None:
         self.lost = False
@@ -308,7 +275,7 @@ class DecodeSession:
         self._name = worker.name
         self._to = to_addressee(worker)
         self._numbers = itertools.count(1)
-        self._calls: dict[int, _Inbox] = {}
+        self._calls: dict[int, Inbox[worker_pb2.DecodeEvent | BatonError]] = {}
         self._commands: asyncio.Queue[worker_pb2.DecodeCommand] = asyncio.Queue()
         self._stream = stub.Session(wait_for_ready=False)
         self._writer = asyncio.create_task(self._write())
@@ -320,7 +287,7 @@ class DecodeSession:
         if self.lost:
             raise BatonError(Reason.WORKER_LOST, f"{self._name} is gone")
         number = next(self._numbers)
-        inbox = self._calls[number] = _Inbox(self._interval_s)
+        inbox = self._calls[number] = Inbox(self._interval_s)
         span = request.trace.span.child(semconv.DECODE, "client", {semconv.WORKER: self._name})
         job = to_job(request, span.traceparent)
         timeout_ms, live = max(1, int(timeout_s * 1000)), first is not None
@@ -375,7 +342,7 @@ class DecodeSession:
                 for event in message.events:
                     inbox = self._calls.get(event.call_id)
                     if inbox is not None:
-                        inbox.put(event)
+                        inbox.put(event, can_wait=_is_token(event))
         except grpc.RpcError as error:
             found = _meaning(error)
             text = f"{self._name}: {found.message}"

@@ -96,9 +96,7 @@ class Dispatcher:
                 await self._wait_for_trial(request)
                 async with aclosing(self._attempt(request, failed)) as batches:
                     async for tokens in batches:
-                        for token in tokens:
-                            request.tokens.append(token.id)
-                            request.trace.note_token()
+                        request.grow(tokens)
                         yield tokens
         finally:
             self._poison.forget(request)

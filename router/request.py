@@ -170,6 +170,11 @@ class Request:
         """Output tokens that were generated here."""
         return self.output_len - self.resumed
 
+    def grow(self, tokens: Tokens) -> None:
+        for token in tokens:
+            self.tokens.append(token.id)
+            self.trace.note_token()
+
     def cut(self, count: int) -> None:
         """Removes the last `count` tokens: the output ended before them."""
         del self.tokens[len(self.tokens) - count :]

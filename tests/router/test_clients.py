@@ -187,7 +187,7 @@ async def test_tokens_that_come_while_the_client_reads_are_joined() -> None:
         lost = pb.DecodeEvent(call_id=number, error=pb.CallError(reason="INTERNAL", message="because"))
         worker.says.put_nowait([lost])
         async with asyncio.timeout(30):
-            while len(workers._sessions[(d0.name, d0.incarnation)]._calls[number]._messages) < 4:
+            while len(workers._sessions[(d0.name, d0.incarnation)]._calls[number]) < 4:
                 await asyncio.sleep(0.005)
         assert await anext(events) == (Token(8), Token(9), Token(10))
         with pytest.raises(BatonError, match="because"):
