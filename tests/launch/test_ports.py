@@ -1,20 +1,18 @@
 """A port that is held goes to the process it was chosen for, and to nobody else."""
 
 import asyncio
-import os
-import shutil
 import socket
-import subprocess
 import sys
 from pathlib import Path
 
 import grpc
 import pytest
+from hosts import hosts
 
 from baton.cluster.rpc import SERVER_OPTIONS
 from baton.launch.ports import Ports
 
-HOST = "127.0.0.1"
+HOST, ROOT = "127.0.0.1", Path(__file__).parents[2]
 pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="elsewhere ports are only probed")
 
 
@@ -67,11 +65,10 @@ with Ports("127.0.0.1") as ports, socket.create_server(("127.0.0.1", 0), backlog
 """
 
 
-@pytest.mark.skipif(os.geteuid() != 0 or shutil.which("unshare") is None, reason="needs root, for a network namespace with few ports")
 @pytest.mark.parametrize("held", ["held", "dropped"])
 def test_no_connection_takes_a_held_port(held: str) -> None:
-    """All ports of the namespace are used up. Without the hold, one of the connections has the port."""
-    few = "ip link set lo up && echo 40000 40099 > /proc/sys/net/ipv4/ip_local_port_range"
-    command = ["unshare", "--net", "sh", "-c", f'{few} && exec "$@"', "sh", sys.executable, "-c", CONNECT, held]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=60, cwd=Path(__file__).parents[2], check=True)
-    assert done.stdout.split() == (["98", "False"] if held == "held" else ["99", "True"])
+    """All ports of the host are used up. Without the hold, one of the connections has the port."""
+    with hosts(1) as [host]:
+        host.run("sh", "-c", "echo 40000 40099 > /proc/sys/net/ipv4/ip_local_port_range")
+        told = host.run("env", f"PYTHONPATH={ROOT}", sys.executable, "-c", CONNECT, held)
+    assert told.split() == (["98", "False"] if held == "held" else ["99", "True"])
