@@ -3,20 +3,23 @@
     python benchmarks/nemesis.py --minutes 5 --seed 1 [--json FILE]
     python benchmarks/nemesis.py --hosts                           three hosts, which are also cut off
     python benchmarks/nemesis.py --model tale                      a trained model instead of the toy
-    python benchmarks/nemesis.py --target decode --how kill        one kind of fault
-    python benchmarks/nemesis.py --cancelled 1 --target none       cancels only
+    python benchmarks/nemesis.py --target decode --how kill --faults 200        one kind of fault, so many times
+    python benchmarks/nemesis.py --target decode --how restart                  all decode workers, one after another, with SIGTERM
+    python benchmarks/nemesis.py --cancelled 1 --target none --requests 10000   cancels only
 
 Three routers, two prefill and three decode workers and a Redis on this host; with --hosts, on three network namespaces (root, iproute2):
 Redis and the routers on the first, a prefill and a decode worker on each. It is known which tokens each request must get: the toy's can be
 computed, those of `tale` come from an engine without a cluster. Half of the requests draw their tokens with a seed, one in ten is
 cancelled at a random token. Every few seconds one process is killed, or stopped for 0.5 to 15 s, or a host is cut off for that time; the
-next fault comes when everything is back.
+next fault comes when everything is back. All kinds of faults come equally often, in a random order, and the processes of a tier in turn.
 
     exact      all tokens are those that the model must produce
     near tie   some differ, from a place on where the scores of two tokens differ by less than a batch of another size changes them
     wrong      some differ otherwise
     refused    an error before the first token, by reason
     lost       an error after it, by reason
+    moved      attempts that a router made at another worker after a fault of that kind
+    seen       from the fault until every router that had requests there moved the first of them
     back       from the fault, or from the end of a stop, until every process answers and is ready
 """
 
@@ -24,6 +27,7 @@ import argparse
 import asyncio
 import contextlib
 import json
+import math
 import os
 import random
 import signal
@@ -35,6 +39,7 @@ from collections import Counter, defaultdict
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass, field
+from datetime import datetime
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -59,23 +64,25 @@ from baton.engine.sequence import Sequence
 from baton.models.train.stories import story
 
 ROUTERS, PREFILL, DECODE, HOSTS = 3, 2, 3, 3
-STREAMS = 24
-QUIET_S = 3.0  # between two faults
 BACK_WITHIN_S = 120.0
-STOPS_S = (0.5, 15.0)
 TARGETS = ("router", "prefill", "decode", "redis")
+DONE = {"kill": "killed", "stop": "stopped", "restart": "restarted", "cut": "cut off"}
 TALES = 48  # requests of which the outputs of `tale` are computed before
 
 
 @dataclass(frozen=True)
 class Plan:
-    minutes: float
+    minutes: float  # and at most so many requests and faults
+    requests: float
+    faults: float
     seed: int
     model: str
     hosts: bool
-    targets: tuple[str, ...]
-    how: tuple[str, ...]
+    kinds: tuple[tuple[str, str], ...]  # target and what happens to it
+    streams: int
     cancelled: float  # share of the requests
+    stops_s: tuple[float, float]
+    quiet_s: float  # between two faults
 
 
 @dataclass(frozen=True)
@@ -87,7 +94,8 @@ class Scene:
 
 @contextmanager
 def stage(model: Path, folder: Path, several: bool) -> Iterator[Scene]:
-    flags = ("--router.replicas", str(ROUTERS), "--router.bypass-tokens", "0", "--engine.threads", "1")
+    flags = ["--router.replicas", str(ROUTERS), "--router.bypass-tokens", "0", "--engine.threads", "1", "--telemetry.log-format", "json"]
+    flags += ["--launcher.restart-backoff-max-s", "1"]  # the patience with a process that keeps dying is not what is measured
     if several:
         with joined(model, folder, HOSTS, *flags) as (live, made):
             yield Scene(live, ROUTERS + 2 * HOSTS, made)
@@ -97,12 +105,23 @@ def stage(model: Path, folder: Path, several: bool) -> Iterator[Scene]:
 
 
 @dataclass
+class Faults:
+    """What came of the faults of one kind."""
+
+    back: list[float] = field(default_factory=list)
+    seen: list[float] = field(default_factory=list)  # of the faults after which a request was moved
+    moved: int = 0
+
+
+@dataclass
 class Tally:
+    over: asyncio.Event = field(default_factory=asyncio.Event)
+    begun: int = 0
     outcomes: Counter[str] = field(default_factory=Counter)
     retried: int = 0  # attempts that moved to another worker
     resumed: int = 0  # streams that moved to another router
     gaps: list[float] = field(default_factory=list)  # the longest of each request: seconds without a token
-    back: defaultdict[str, list[float]] = field(default_factory=lambda: defaultdict(list))
+    faults: defaultdict[str, Faults] = field(default_factory=lambda: defaultdict(Faults))
 
 
 @dataclass(frozen=True)
@@ -165,10 +184,12 @@ def drawn(rng: random.Random, longest: int) -> dict[str, Any]:
     return params | ({"temperature": 0.8, "seed": rng.randrange(1 << 31)} if rng.random() < 0.5 else {})
 
 
-async def load(client: AsyncClient, oracle: Oracle, rng: random.Random, cancelled: float, tally: Tally, until: float) -> None:
-    while time.monotonic() < until:
+async def load(client: AsyncClient, oracle: Oracle, rng: random.Random, plan: Plan, tally: Tally) -> None:
+    while not tally.over.is_set() and tally.begun < plan.requests:
+        tally.begun += 1
         work = oracle.draw(rng)
-        await one(client, oracle, work, rng.randrange(work.params["max_tokens"]) if rng.random() < cancelled else None, tally)
+        await one(client, oracle, work, rng.randrange(work.params["max_tokens"]) if rng.random() < plan.cancelled else None, tally)
+    tally.over.set()
 
 
 async def one(client: AsyncClient, oracle: Oracle, work: Work, leave_after: int | None, tally: Tally) -> None:
@@ -195,20 +216,61 @@ async def one(client: AsyncClient, oracle: Oracle, work: Work, leave_after: int 
     tally.outcomes[found if leave_after is None or found != "exact" else "cancelled"] += 1
 
 
-async def trouble(scene: Scene, rng: random.Random, plan: Plan, tally: Tally, until: float) -> None:
-    while plan.targets and time.monotonic() < until:
-        target, kill = rng.choice(plan.targets), rng.choice(plan.how) == "kill"
-        pid = None
-        if target == "host":
-            await cut_off(rng.choice(scene.hosts), rng.uniform(*STOPS_S))
-        else:
-            pid = rng.choice(await asyncio.to_thread(scene.live.wait, partial(pids, scene.live, target), BACK_WITHIN_S))
-            await (strike(pid) if kill else strike(pid, rng.uniform(*STOPS_S)))
-        began = time.monotonic()
-        await asyncio.to_thread(scene.live.wait, partial(whole, scene, pid if kill else None), BACK_WITHIN_S)
-        fault = "cut off" if target == "host" else "killed" if kill else "stopped"
-        tally.back[f"{target} {fault}"].append(time.monotonic() - began)
-        await asyncio.sleep(QUIET_S)
+async def trouble(scene: Scene, plan: Plan, tally: Tally) -> None:
+    rng, turns, bag = random.Random(plan.seed), Counter[str](), list[tuple[str, str]]()
+    while plan.kinds and not tally.over.is_set() and turns.total() < plan.faults:
+        bag = bag or rng.sample(plan.kinds, len(plan.kinds))
+        target, how = bag.pop()
+        began = time.time()
+        back_s = await fault(scene, target, how, turns[target], rng.uniform(*plan.stops_s))
+        turns[target] += 1
+        kind = tally.faults[f"{target} {DONE[how]}"]
+        kind.back.append(back_s)
+        moves = [seconds for router in range(ROUTERS) if (seconds := moves_of(scene.live, router, began))]
+        kind.seen += [max(router[0] for router in moves)] if moves else []
+        kind.moved += sum(map(len, moves))
+        with contextlib.suppress(TimeoutError):
+            await asyncio.wait_for(tally.over.wait(), plan.quiet_s)
+    if plan.kinds:
+        tally.over.set()
+
+
+def moves_of(live: Cluster, router: int, since: float) -> list[float]:
+    """When a router began another attempt of a request, in seconds after `since`. Empty while its log is not there."""
+    with contextlib.suppress(FileNotFoundError):
+        retries = [json.loads(line)["ts"] for line in live.log(f"router-{router}").splitlines() if " is retried (" in line]
+        return [at for told in retries if (at := datetime.fromisoformat(told).timestamp() - since) >= 0]
+    return []
+
+
+async def fault(scene: Scene, target: str, how: str, turn: int, stopped_s: float) -> float:
+    """Returns the seconds from the fault, or from its end, until everything is back."""
+
+    async def known() -> list[int]:
+        found: list[int] = await asyncio.to_thread(scene.live.wait, partial(pids, scene.live, target), BACK_WITHIN_S)
+        return found
+
+    began = time.monotonic()
+    if how == "restart":
+        for pid in await known():
+            os.kill(pid, signal.SIGTERM)
+            await back(scene, pid)
+        return time.monotonic() - began
+    if how == "cut":
+        await cut_off(scene.hosts[turn % len(scene.hosts)], stopped_s)
+        dead = None
+    else:
+        found = await known()
+        pid = found[turn % len(found)]
+        dead = pid if how == "kill" else None
+        await strike(pid, None if dead else stopped_s)
+    began = time.monotonic()
+    await back(scene, dead)
+    return time.monotonic() - began
+
+
+async def back(scene: Scene, without: int | None) -> None:
+    await asyncio.to_thread(scene.live.wait, partial(whole, scene, without), BACK_WITHIN_S)
 
 
 async def cut_off(host: Host, for_s: float) -> None:
@@ -257,14 +319,16 @@ def whole(scene: Scene, without: int | None = None) -> bool:
 
 
 async def run(scene: Scene, oracle: Oracle, plan: Plan) -> Tally:
-    await asyncio.to_thread(scene.live.wait, partial(whole, scene), BACK_WITHIN_S)
-    tally, until = Tally(), time.monotonic() + 60 * plan.minutes
+    await back(scene, None)
+    tally = Tally()
     addresses = [router["endpoints"]["grpc"] for router in scene.live.status()["routers"]]
     async with AsyncClient(addresses) as client, asyncio.TaskGroup() as group:
-        for number in range(STREAMS):
-            rng = random.Random(f"{plan.seed} {number}")
-            group.create_task(load(client, oracle, rng, plan.cancelled, tally, until))
-        group.create_task(trouble(scene, random.Random(plan.seed), plan, tally, until))
+        for number in range(plan.streams):
+            group.create_task(load(client, oracle, random.Random(f"{plan.seed} {number}"), plan, tally))
+        group.create_task(trouble(scene, plan, tally))
+        with contextlib.suppress(TimeoutError):
+            await asyncio.wait_for(tally.over.wait(), 60 * plan.minutes)
+        tally.over.set()
     await scene.live.quiet(60)
     return tally
 
@@ -279,27 +343,34 @@ def report(tally: Tally) -> None:
     print(f"moved to another worker {tally.retried}, to another router {tally.resumed}; left behind: nothing")
     waits = longest_waits(tally)
     print(f"longest wait for a token, per request: {', '.join(f'{name} {seconds:.2f} s' for name, seconds in waits.items())}")
-    print(f"\n{'fault':<18} {'times':>6} {'back, s (median)':>17} {'longest':>8}")
-    for name, times in sorted(tally.back.items()):
-        print(f"{name:<18} {len(times):6} {statistics.median(times):17.2f} {max(times):8.2f}")
+    print(f"\n{'fault':<18} {'times':>6} {'moved':>6} {'seen, s (median)':>17} {'longest':>8} {'back, s (median)':>17} {'longest':>8}")
+    for name, kind in sorted(tally.faults.items()):
+        seen = f"{statistics.median(kind.seen):17.2f} {max(kind.seen):8.2f}" if kind.seen else f"{'-':>17} {'-':>8}"
+        print(f"{name:<18} {len(kind.back):6} {kind.moved:6} {seen} {statistics.median(kind.back):17.2f} {max(kind.back):8.2f}")
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--minutes", type=float, default=5.0)
+    parser.add_argument("--minutes", type=float, default=5.0, help="at most")
+    parser.add_argument("--requests", type=int, default=math.inf, help="at most")
+    parser.add_argument("--faults", type=int, default=math.inf, help="at most")
     parser.add_argument("--seed", type=int, default=1)
     parser.add_argument("--model", choices=tuple(ORACLES), default="toy")
     parser.add_argument("--hosts", action="store_true")
     parser.add_argument("--target", action="append", choices=(*TARGETS, "host", "none"))
-    parser.add_argument("--how", action="append", choices=("kill", "stop"))
+    parser.add_argument("--how", action="append", choices=("kill", "stop", "restart"))
+    parser.add_argument("--streams", type=int, default=24)
     parser.add_argument("--cancelled", type=float, default=0.1)
+    parser.add_argument("--stops", type=float, nargs=2, default=(0.5, 15.0), metavar="S")
+    parser.add_argument("--quiet", type=float, default=3.0, metavar="S", help="between two faults")
     parser.add_argument("--json", type=Path)
     options = parser.parse_args()
     default = (*TARGETS, "host") if options.hosts else TARGETS
-    targets = tuple(target for target in options.target or default if target != "none")
-    plan = Plan(
-        options.minutes, options.seed, options.model, options.hosts, targets, tuple(options.how or ("kill", "stop")), options.cancelled
-    )
+    targets = [target for target in options.target or default if target != "none"]
+    kinds = [(target, how) for target in targets if target != "host" for how in options.how or ("kill", "stop")]
+    kinds += [("host", "cut")] * targets.count("host")
+    same = ("minutes", "requests", "faults", "seed", "model", "hosts", "streams", "cancelled")
+    plan = Plan(**{name: getattr(options, name) for name in same}, kinds=tuple(kinds), stops_s=tuple(options.stops), quiet_s=options.quiet)
     machine = describe()
     print(machine)
     with tempfile.TemporaryDirectory() as folder:
@@ -308,15 +379,16 @@ def main() -> None:
             tally = asyncio.run(run(scene, oracle, plan))
     report(tally)
     if options.json:
+        asked = {name: value for name, value in asdict(plan).items() if value != math.inf}
         told = {
             "outcomes": tally.outcomes,
             "retried": tally.retried,
             "resumed": tally.resumed,
             "longest_waits_s": longest_waits(tally),
-            "back": tally.back,
+            "faults": {name: asdict(kind) for name, kind in tally.faults.items()},
         }
         options.json.parent.mkdir(parents=True, exist_ok=True)
-        options.json.write_text(json.dumps({"machine": machine, **asdict(plan), **told}, indent=1))
+        options.json.write_text(json.dumps({"machine": machine, **asked, **told}, indent=1))
     if tally.outcomes["wrong"] or any(name.startswith("lost") for name in tally.outcomes):
         sys.exit(1)
 
