@@ -3,12 +3,15 @@
 A cluster that was started on this machine has written down its addresses and its TLS files. For any other cluster the flags name them, or
 the profile, or, for the files, the configuration of the cluster (--config, BATON_SECURITY_TLS_CA, _CERT, _KEY). What comes first wins:
 
-    address       --address, --name, the profile, the cluster `baton` on this machine
+    address       --address, --name, --kubernetes, the profile, the cluster `baton` on this machine
     everything    flags, BATON_API_KEY, the configuration of the cluster, the profile
     on this machine   flags, BATON_API_KEY, what the cluster wrote down, and for the key the profile. The admin port takes the cluster's
                       own token before any key, because BATON_API_KEY may be that of a tenant
+
+With --kubernetes the way is a port-forward to one of the release's routers, which lasts as long as this process.
 """
 
+import atexit
 import os
 import socket
 from collections.abc import Mapping
@@ -21,10 +24,12 @@ import grpc
 from baton.access.options import Identity, Place
 from baton.access.profile import Profile, read
 from baton.client import Client, channel_options
-from baton.cluster.config import ConfigError
+from baton.cluster.config import ConfigError, SecurityConfig
 from baton.cluster.config_layers import load
 from baton.cluster.rpc import NO_PROXY
 from baton.launch import state
+from baton.launch.pods import ReleaseName
+from baton.launch.port_forward import reach
 
 TLS = "https://"
 DEFAULT_NAME = "baton"
@@ -61,8 +66,10 @@ class Access:
 
 
 def find(endpoint: Endpoint, place: Place, identity: Identity, env: Mapping[str, str] = os.environ) -> Access:
-    """Raises StateError, ConfigError."""
+    """Raises StateError, ConfigError, and BatonError for a release that cannot be reached."""
     profile = read(env)
+    if place.release is not None:
+        return _in_kubernetes(endpoint, place.release, place.context, identify(identity, place.config, env, profile))
     address = place.address or (None if place.name else profile.address_of(endpoint))
     if address is None:
         running = state.need(place.name or profile.name or DEFAULT_NAME)
@@ -75,6 +82,14 @@ def find(endpoint: Endpoint, place: Place, identity: Identity, env: Mapping[str,
     if address.startswith(TLS):
         return Access(address.removeprefix(TLS).rstrip("/"), replace(found, tls=True))
     return Access(address, found)
+
+
+def _in_kubernetes(endpoint: Endpoint, release: ReleaseName, context: str | None, identity: Identity) -> Access:
+    """A certificate names the service, and never the address of the port-forward."""
+    named = replace(identity, server_name=identity.server_name or SecurityConfig().server_name) if identity.tls else identity
+    forward = reach(release, context, endpoint)
+    atexit.register(forward.close)
+    return Access(forward.address, named, (NO_PROXY,))
 
 
 def _by_reach(running: state.ClusterState, endpoint: Endpoint) -> list[str]:

@@ -9,6 +9,8 @@ from typing import Annotated
 
 import typer
 
+from baton.launch.pods import ReleaseName, parse_release
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Place:
@@ -23,6 +25,25 @@ class Place:
         list[Path] | None,
         typer.Option("--config", help="Configuration of the cluster (YAML), for its TLS files; may be given more than once."),
     ] = None
+    kubernetes: Annotated[
+        str | None, typer.Option(help="NAMESPACE/RELEASE of the chart: through the API server, with the rights of your kubeconfig.")
+    ] = None
+    context: Annotated[str | None, typer.Option("--context", help="Context of the kubeconfig; its current one by default.")] = None
+
+    def __post_init__(self) -> None:
+        """Raises typer.BadParameter."""
+        if self.kubernetes is None:
+            if self.context is not None:
+                raise typer.BadParameter("--context goes with --kubernetes")
+            return
+        if self.release is None:
+            raise typer.BadParameter(f"--kubernetes {self.kubernetes}: must be NAMESPACE/RELEASE")
+        if given := [flag for flag, value in (("--address", self.address), ("--name", self.name)) if value is not None]:
+            raise typer.BadParameter(f"--kubernetes and {given[0]} both say which cluster: give one")
+
+    @property
+    def release(self) -> ReleaseName | None:
+        return parse_release(self.kubernetes or "")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

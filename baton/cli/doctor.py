@@ -6,12 +6,13 @@ Whatever may hang or crash (a native library, Ray's daemons) runs in its own pro
 import asyncio
 import json
 import os
+import resource
 import shutil
 import signal
 import subprocess
 import sys
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from importlib.metadata import PackageNotFoundError, version
@@ -31,7 +32,7 @@ from baton.launch.plan import UpError, check_ports
 from baton.launch.redis_server import EmbeddedRedis
 from kvtransfer.select import make_transport
 from kvtransfer.transport import Transport
-from kvtransfer.ucx import Ucx
+from kvtransfer.ucx import Ucx, rdma_ports
 
 BLOCK_BYTES, BLOCKS = 64 << 10, 1024  # 64 MiB in blocks of a typical size
 REPEATS = 5
@@ -48,7 +49,15 @@ class Finding:
 
 def examine(config: Config, with_ray: bool) -> list[Finding]:
     """`with_ray`: start a Ray cluster, which takes ten seconds or more."""
-    return [_python(), _memory(config), *_transports(config), _redis(config), _ray(with_ray), _ports(config), _torch(config)]
+    return [
+        *(
+            _python(),
+            _memory(config),
+            *_transports(config),
+            locks(rdma_ports(), resource.getrlimit(resource.RLIMIT_MEMLOCK)[0], _pool_bytes(config)),
+        ),
+        *(_redis(config), _ray(with_ray), _ports(config), _torch(config)),
+    ]
 
 
 def _python() -> Finding:
@@ -56,11 +65,29 @@ def _python() -> Finding:
 
 
 def _memory(config: Config) -> Finding:
-    free = available_memory()
-    share = config.engine.kv_memory_mib << 20 if config.engine.kv_memory_mib else int(free * config.engine.kv_memory_fraction)
+    free, share = available_memory(), _pool_bytes(config)
     workers = config.prefill.replicas + config.decode.replicas
     detail = f"{free / 2**30:.1f} GiB free; KV pools of {workers} workers take up to {share / 2**30:.1f} GiB each"
     return Finding("ok" if share * workers < free else "warn", "memory", detail)
+
+
+def _pool_bytes(config: Config) -> int:
+    return config.engine.kv_memory_mib << 20 if config.engine.kv_memory_mib else int(available_memory() * config.engine.kv_memory_fraction)
+
+
+def locks(adapters: Sequence[str], limit: int, pool_bytes: int) -> Finding:
+    """Whether this process may lock as much memory as an RDMA adapter needs to read a KV pool. `limit`: RLIMIT_MEMLOCK, bytes; -1: none."""
+    if not adapters:
+        return Finding("ok", "rdma", "no adapter can be opened here; KV goes over shared memory or TCP")
+    names = ", ".join(adapters)
+    if limit in (-1, resource.RLIM_INFINITY) or limit >= pool_bytes:
+        return Finding("ok", "rdma", f"{names}; enough memory may be locked for a KV pool")
+    return Finding(
+        "fail",
+        "rdma",
+        f"{names}; but a KV pool of {pool_bytes >> 20} MiB must be locked, and this process may lock {limit >> 20} MiB: raise memlock in"
+        " the container runtime of the node, or with ulimit -l",
+    )
 
 
 TORCH = """

@@ -1,18 +1,24 @@
 """`baton logs`: the output of any process of a cluster."""
 
+import contextlib
 import sys
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
 import grpc
+from rich.console import Console
 
 from baton.access.access import DEFAULT_NAME, find
 from baton.access.options import Identity, Place
 from baton.cli.interrupt import interruptible
+from baton.cli.options import Reading
 from baton.client import leave
 from baton.cluster import log_file
+from baton.cluster.errors import invalid
 from baton.launch import state
+from baton.launch.kubernetes_api import connect
+from baton.launch.pods import INSTANCE, ReleaseName, log_of, name_of
 from baton.v1 import worker_pb2, worker_pb2_grpc
 
 TIMEOUT_S = 60.0
@@ -35,6 +41,22 @@ def show(process: str, lines: int, follow: bool, place: Place, identity: Identit
         with left.open("rb") as file:
             file.seek(log_file.start_of(left, lines))
             _write(file.read(log_file.MOST_BYTES))
+
+
+def show_pod(release: ReleaseName, context: str | None, reading: Reading, err: Console) -> None:
+    """Asks the API server, so it works for a pod that is down, too. Raises ConfigError, BatonError."""
+    api = connect(context)
+    api.release(release)
+    pods = {name_of(pod): pod for pod in api.pods(release.namespace, f"{INSTANCE}={release.name}")}
+    if reading.process not in pods:
+        raise invalid("name", f"there is no pod {reading.process!r} of {release}; known pods: {', '.join(sorted(pods))}")
+    log = log_of(pods[reading.process])
+    if log.note:
+        err.print(log.note, markup=False, soft_wrap=True)
+    how = {"tail_lines": reading.lines, "previous": log.previous, "follow": reading.follow and not log.previous}
+    with contextlib.closing(api.log(release.namespace, reading.process, log.container, **how)) as pieces:
+        for piece in pieces:
+            _write(piece)
 
 
 @contextmanager

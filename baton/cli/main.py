@@ -27,6 +27,7 @@ from baton.cli.interrupt import interruptible
 from baton.cli.options import (
     Answering,
     ConfigFiles,
+    Fetching,
     Json,
     OnePrompt,
     OneRequest,
@@ -91,6 +92,8 @@ def down(place: Place, identity: Identity) -> None:
     from baton.cli.up import end, end_from_afar
 
     with _failing(), _waiting("stopping"):
+        if place.release is not None:
+            raise ConfigError(f"Kubernetes runs this cluster: `{place.release.uninstall()}` ends it")
         if place.address is None:
             end(place.name or DEFAULT_NAME, err)
         else:
@@ -101,9 +104,12 @@ def down(place: Place, identity: Identity) -> None:
 @takes(Reading, Place, Identity)
 def logs(reading: Reading, place: Place, identity: Identity) -> None:
     """Print the log of a router or worker, wherever it runs. Here, `--address` is the router's admin address."""
-    from baton.cli.logs import show
+    from baton.cli.logs import show, show_pod
 
     with _failing():
+        if place.release is not None:
+            show_pod(place.release, place.context, reading, err)
+            return
         show(reading.process, reading.lines, reading.follow, place, identity)
 
 
@@ -121,10 +127,25 @@ def certs(
 
 
 @app.command()
+@takes(Fetching)
+def fetch(asked: Fetching) -> None:
+    """Fetch a model's folder from a Hugging Face hub or an S3 store: resumed after any cut, and every file verified."""
+    from baton.cli.fetch import run
+
+    with _failing():
+        run(asked, err)
+
+
+@app.command()
 @takes(Sizes, Place, Identity)
 def scale(sizes: Sizes, place: Place, identity: Identity) -> None:
     """Resize a pool while it serves. Here, `--address` is the router's admin address."""
     with _failing():
+        if place.release is not None:
+            from baton.cli.release import resize  # the launcher, which no other command needs
+
+            out.print(resize(place.release, sizes, place, identity, err))
+            return
         with find("admin", place, identity).channel() as channel:
             stub = worker_pb2_grpc.AdminStub(channel)
             wanted = stub.Scale(worker_pb2.ScaleRequest(prefill=sizes.prefill, decode=sizes.decode), timeout=5)

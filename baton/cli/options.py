@@ -118,3 +118,32 @@ class Watching:
 
     once: Annotated[bool, typer.Option("--once", help="Show the state once and exit.")] = False
     every: Annotated[float, typer.Option(min=0.1, help="Seconds between two updates.")] = 1.0
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Fetching:
+    """Arguments and options of `fetch`. Credentials are no options: others can read a command line."""
+
+    source: Annotated[str, typer.Argument(help="hf://owner/name, hf://owner/name@revision or s3://bucket/prefix.")]
+    folder: Annotated[Path, typer.Argument(help="Folder that gets the model.")]
+    endpoint: Annotated[str, typer.Option(help="URL of the hub or of the S3 store, if it is not the usual one.")] = ""
+    include: Annotated[
+        list[str] | None,
+        typer.Option(help="Pattern of the files to fetch, in place of what an engine reads; may be given more than once."),
+    ] = None
+    stall_s: Annotated[float, typer.Option(min=0.1, help="An attempt ends when no byte has come for so many seconds.")] = 60.0
+    attempts: Annotated[int, typer.Option(min=1, help="How many attempts in a row may bring nothing.")] = 5
+    within_s: Annotated[
+        float, typer.Option(min=0, help="Seconds for which another process is waited for: one that fetches, or with --wait its end.")
+    ] = 3600.0
+    ca: Annotated[
+        Path | None, typer.Option(help="PEM file of the authorities to trust in place of the system's; SSL_CERT_FILE by default.")
+    ] = None
+    secrets: Annotated[
+        Path | None, typer.Option(help="Folder whose files HF_TOKEN, AWS_ACCESS_KEY_ID and so on stand for the variables of that name.")
+    ] = None
+    unverified: Annotated[bool, typer.Option("--unverified", help="Take files for which the store has no checksum.")] = False
+    verify: Annotated[bool, typer.Option("--verify", help="Read what is there again, and fetch what was altered.")] = False
+    wait: Annotated[bool, typer.Option("--wait", help="Fetch nothing: wait until another process has. The folder may be read-only.")] = (
+        False
+    )

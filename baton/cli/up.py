@@ -21,7 +21,7 @@ from baton.cluster.guard import check_doors
 from baton.cluster.packages import command
 from baton.launch import state
 from baton.launch.join import configure, draw_label, learn
-from baton.launch.plan import check_model, check_ports, check_shared_ports
+from baton.launch.plan import check_launcher, check_model, check_ports, check_shared_ports
 from baton.launch.supervisor import Supervisor, joined_name
 from baton.v1 import worker_pb2, worker_pb2_grpc
 
@@ -39,6 +39,7 @@ TRY_JSON = json.dumps({"messages": [{"role": "user", "content": "Tell me a story
 def join(address: str, config: Config, files: list[Path], flags: dict[str, str], err: Console) -> None:
     """Runs workers that join the cluster whose router has the admin address `address`. Returns when they have stopped. Raises StateError
     and whatever keeps them from starting."""
+    check_launcher(config)
     learned = asyncio.run(learn(address, config))
     config = configure(address, learned, files, flags)
     if state.read(joined_name(config)) is not None:
@@ -52,6 +53,7 @@ def join(address: str, config: Config, files: list[Path], flags: dict[str, str],
 
 def start(config: Config, err: Console, detach: bool) -> None:
     """Returns when the cluster has stopped, or with `detach` when it is ready. Raises StateError and whatever keeps it from starting."""
+    check_launcher(config)
     name = config.cluster.name
     if state.read(name) is not None:
         raise state.StateError(f"cluster {name!r} is already running; `baton down{_named(name)}` stops it")

@@ -331,7 +331,10 @@ class RedisConfig(Section):
 
 
 class LauncherConfig(Section):
-    kind: Literal["local", "ray"] = Field(default="local", description="local: child processes on this host; ray: a Ray cluster.")
+    kind: Literal["local", "ray", "kubernetes"] = Field(
+        default="local",
+        description="local: child processes on this host; ray: a Ray cluster; kubernetes: set by the chart.",
+    )
     restart_backoff_s: float = Field(
         default=0.5, gt=0, le=600, description="Wait before the first restart of a dead process, seconds; it doubles with each restart."
     )

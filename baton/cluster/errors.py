@@ -23,12 +23,14 @@ class Reason(Enum):
     INVALID_FIELD = Kind("INVALID_ARGUMENT", 400)
     CONTEXT_LENGTH = Kind("INVALID_ARGUMENT", 400)
     UNAUTHENTICATED = Kind("UNAUTHENTICATED", 401)
+    FORBIDDEN = Kind("PERMISSION_DENIED", 403)  # by the API server of Kubernetes: the caller lacks a right
     MODEL_NOT_FOUND = Kind("NOT_FOUND", 404)
     RATE_LIMITED = Kind("RESOURCE_EXHAUSTED", 429, retry_after=60.0)
     SATURATED = Kind("RESOURCE_EXHAUSTED", 429, retry_elsewhere=True, retry_after=1.0)
     NO_WORKER = Kind("UNAVAILABLE", 503, retry_after=1.0)
     DRAINING = Kind("UNAVAILABLE", 503, retry_elsewhere=True, retry_after=1.0)
     WRONG_ROLE = Kind("FAILED_PRECONDITION", 503, retry_elsewhere=True)
+    UNREACHABLE = Kind("UNAVAILABLE", 503, retry_after=1.0)  # the API server of Kubernetes does not answer
     WORKER_LOST = Kind("UNAVAILABLE", 503, retry_elsewhere=True, retry_after=1.0)
     WRONG_WORKER = Kind("FAILED_PRECONDITION", 503, retry_elsewhere=True)  # another process has the address of the intended worker
     RETRIES_SPENT = Kind("UNAVAILABLE", 503, retry_after=1.0)

@@ -54,6 +54,7 @@ class Membership:
         self._beat = asyncio.Event()
         self._left = False
         self.reachable = True
+        self._reasons: set[str] = set()  # of this outage, those that the log has
         self.reconnects = 0  # how often the registry has come back after an outage
         self._joined: Record | None = None
 
@@ -108,8 +109,13 @@ class Membership:
                 self._new_events.set()
                 await asyncio.sleep(self._heartbeat_s)
 
-    def _note(self, reachable: bool, error: BaseException | None = None) -> None:
-        if reachable != self.reachable:
-            log.warning("registry is %s", "reachable again" if reachable else f"unreachable: {error}")
-            self.reconnects += reachable
+    def _note(self, reachable: bool, error: RegistryUnavailable | None = None) -> None:
+        """Logs each reason of an outage once: a password that is refused may hide behind a first answer that was only slow."""
+        if error is not None and error.kind not in self._reasons:
+            self._reasons.add(error.kind)
+            log.warning("registry is unreachable: %s", error)
+        if reachable and not self.reachable:
+            self._reasons.clear()
+            log.warning("registry is reachable again")
+            self.reconnects += 1
         self.reachable = reachable

@@ -1,4 +1,4 @@
-"""How the processes of a cluster are run: the launchers' contract, and the rules that both launchers follow.
+"""How the processes of a cluster are run: the launchers' contract (`PoolManager`), and the rules of those that own processes (`Launcher`).
 
 1 `Launcher.add` gives a role its `Template` and its first processes → 2 `Roster` names each one `role-index`, a name that is never reused →
 3 `_open` puts each in a `Place`: a child process, here or on a node of Ray → 4 a process that hangs (`Watchdog`) is killed; one that ends
@@ -212,8 +212,37 @@ class Place(Protocol):
         ...
 
 
-class Launcher(ABC):
-    """Starts processes, keeps them alive, resizes their pools.
+class PoolManager(ABC):
+    """What every launcher does: it tells which processes there are, and resizes their pools without touching those that stay. A name is
+    never used twice, and a process that ends is started again under its name. What a launcher cannot do, it refuses with INVALID_FIELD
+    and the way to do it."""
+
+    @abstractmethod
+    async def start(self) -> None:
+        """Must be called first."""
+
+    @abstractmethod
+    async def add(self, template: Template, count: int) -> None:
+        """Gives a role its first processes. Refused where something else starts them."""
+
+    @abstractmethod
+    async def resize(self, role: str, count: int) -> list[ProcessState]:
+        """Starts new processes or drains surplus ones; returns the final states of those. No other process is touched.
+
+        Raises SATURATED (nothing was started), INVALID_FIELD for an unknown role or a negative count.
+        """
+
+    @abstractmethod
+    async def processes(self) -> list[ProcessState]:
+        """Every process that should run or is still being drained, in order of start."""
+
+    @abstractmethod
+    async def stop(self) -> list[ProcessState]:
+        """Ends all processes. Refused where something else owns them."""
+
+
+class Launcher(PoolManager):
+    """A launcher that owns its processes: it starts them and keeps them alive, and they end with it.
 
     Each process gets BATON_WORKER_NAME and draws its own incarnation at start. It receives SIGTERM only from here (a Ctrl-C in the
     terminal does not reach it), and dies with its supervisor. An exit is noticed within 0.2 s. All methods belong to one event loop;
@@ -227,10 +256,6 @@ class Launcher(ABC):
         self._changing = asyncio.Lock()
         self._stopped = False
         self._hurried = False
-
-    @abstractmethod
-    async def start(self) -> None:
-        """Must be called first."""
 
     @abstractmethod
     async def _open(self, template: Template, names: list[str]) -> dict[str, Place]:

@@ -13,7 +13,7 @@ from pathlib import Path
 from types import MappingProxyType
 
 from baton.cluster.address import address_towards, advertised, is_loopback, target
-from baton.cluster.config import EVERYWHERE, PORTS, Config
+from baton.cluster.config import EVERYWHERE, PORTS, Config, ConfigError
 from baton.cluster.config_layers import keys, to_env
 from baton.cluster.packages import HOME, command
 from baton.cluster.records import ROLES
@@ -68,6 +68,12 @@ def hold(config: Config, ports: Ports, port: int = 0) -> int:
     return held
 
 
+def check_launcher(config: Config) -> None:
+    """Raises ConfigError: `baton up` starts nothing on Kubernetes."""
+    if config.launcher.kind == "kubernetes":
+        raise ConfigError("launcher.kind kubernetes: `baton up` starts nothing there: `helm install NAME deploy/helm/baton`")
+
+
 def check_ports(config: Config) -> None:
     """Raises UpError if two processes on this host would share a port, or if another process already listens on a port of the router."""
     if config.launcher.kind == "local":
@@ -107,6 +113,8 @@ def check_model(config: Config) -> None:
 
 
 def make_launcher(config: Config, log_dir: Path) -> Launcher:
+    """Raises ConfigError."""
+    check_launcher(config)
     rule = RestartRule(config.launcher.restart_backoff_s, config.launcher.restart_backoff_max_s, hang_s=config.launcher.hang_s)
     if config.launcher.kind == "local":
         return LocalLauncher(rule, log_dir, [gpu for gpu in os.environ.get("CUDA_VISIBLE_DEVICES", "").split(",") if gpu])

@@ -262,7 +262,14 @@ def test_status_accepts_the_admin_address(env: dict[str, str], router: tuple[str
         (("up", "--cluster.key", "0123456789abcdef"), "use BATON_CLUSTER_KEY or a file"),
         (("up", "--config", "nowhere.yaml"), "nowhere.yaml: cannot be read"),
         (("up", "--launcher", "pigeon"), "launcher.kind = 'pigeon'"),
+        (("up", "--launcher", "kubernetes"), "`baton up` starts nothing there: `helm install"),
+        (("up", "--join", "127.0.0.1:1", "--launcher.kind", "kubernetes"), "`helm install"),
         (("up", "--name", "a/b"), "cluster.name = 'a/b'"),
+        (("down", "--kubernetes", "models/r"), "`helm -n models uninstall r` ends it"),
+        (("status", "--kubernetes", "r"), "NAMESPACE/RELEASE"),
+        (("status", "--kubernetes", "models/r", "--address", "127.0.0.1:1"), "--address"),
+        (("logs", "x", "--kubernetes", "models/r", "--name", "baton"), "--name"),
+        (("trace", "--last", "--context", "home"), "--kubernetes"),
         (("generate",), "Missing argument"),
         (("generate", "x", "--max-tokes", "3"), "--max-tokens"),
         (("scale", "--decode", "0"), "--decode"),
@@ -272,6 +279,28 @@ def test_status_accepts_the_admin_address(env: dict[str, str], router: tuple[str
 def test_an_invalid_command_line_exits_with_status_2(env: dict[str, str], arguments: tuple[str, ...], said: str) -> None:
     rc, out, err = invoke(env, *arguments)
     assert (rc, out) == (2, "") and said in err
+
+
+@pytest.mark.parametrize("arguments", [("status",), ("generate", "x"), ("scale", "--decode", "2"), ("logs", "r-baton-decode-1")])
+def test_without_a_kubeconfig_the_error_says_so(env: dict[str, str], tmp_path: Path, arguments: tuple[str, ...]) -> None:
+    rc, out, err = invoke({**env, "KUBECONFIG": str(tmp_path / "none")}, *arguments, "--kubernetes", "models/r")
+    assert (rc, out) == (2, "") and "kubeconfig: there is none" in err
+
+
+def test_an_api_server_that_does_not_answer_is_named_at_once(env: dict[str, str], tmp_path: Path) -> None:
+    with socket.create_server(("127.0.0.1", 0)) as listener:
+        port = listener.getsockname()[1]
+    cluster = {"name": "c", "cluster": {"server": f"https://127.0.0.1:{port}"}}
+    context = {"name": "here", "context": {"cluster": "c", "user": "u"}}
+    user = {"name": "u", "user": {"token": "x"}}
+    file = tmp_path / "kubeconfig"
+    file.write_text(yaml.safe_dump({"current-context": "here", "clusters": [cluster], "contexts": [context], "users": [user]}))
+    began = time.monotonic()
+    rc, out, err = invoke({**env, "KUBECONFIG": str(file)}, "status", "--kubernetes", "models/r")
+    assert (rc, out) == (1, "") and f"UNREACHABLE: the API server https://127.0.0.1:{port} does not answer" in err
+    assert time.monotonic() - began < 30
+    rc, out, err = invoke({**env, "KUBECONFIG": str(file)}, "status", "--kubernetes", "models/r", "--context", "there")
+    assert (rc, out) == (2, "") and "kubeconfig" in err and "there" in err
 
 
 def test_a_refusal_in_a_pipe_has_no_colour(env: dict[str, str]) -> None:
@@ -415,7 +444,7 @@ def test_doctor_checks_everything_and_measures_the_transports(env: dict[str, str
     rc, out, err = baton(env, "doctor", "--json", *FREE_PORTS, within_s=170)
     assert (rc, err, out.count("\n")) == (0, "", 1)
     findings = {finding["subject"]: finding for finding in json.loads(out)}
-    assert set(findings) == {"python", "memory", "nixl", "tcp", "redis", "ray", "ports", "torch"}
+    assert set(findings) == {"python", "memory", "nixl", "tcp", "rdma", "redis", "ray", "ports", "torch"}
     for kind in ("nixl", "tcp"):
         assert findings[kind]["verdict"] == "ok"
         rate = re.match(r"([\d.]+) GB/s between two processes, \d+% of a plain copy; ", findings[kind]["detail"])

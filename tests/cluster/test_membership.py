@@ -111,6 +111,24 @@ async def test_each_reconnection_to_the_registry_is_counted() -> None:
         assert worker.membership.reconnects == 2, "a heartbeat is not a reconnection"
 
 
+async def test_each_reason_of_an_outage_is_logged_once(monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture) -> None:
+    worker, joins, kinds = Worker(), 0, ["slow", "auth", "slow", "auth"]
+    join = worker.registry.join
+
+    async def refuse(*what: Any) -> Any:
+        nonlocal joins
+        joins += 1
+        if joins <= len(kinds):
+            raise RegistryUnavailable(kinds[joins - 1], "no")
+        return await join(*what)
+
+    monkeypatch.setattr(worker.registry, "join", refuse)
+    async with worker.present():
+        await until(lambda: worker.membership.reconnects == 1)
+    said = [record.getMessage() for record in caplog.records if "registry" in record.getMessage()]
+    assert said == ["registry is unreachable: slow: no", "registry is unreachable: auth: no", "registry is reachable again"]
+
+
 async def test_a_worker_rejoins_a_registry_that_lost_its_data() -> None:
     worker = Worker()
     async with worker.present():

@@ -1,4 +1,5 @@
-"""One behaviour suite for both launchers, with real child processes and a real Ray cluster, then tests of what is specific to each.
+"""The contract of all launchers (`pool_contract`) and that of those that own their processes, with real child processes and a real Ray
+cluster; then tests of what is specific to each. The third launcher, for Kubernetes, has its tests in tests/kube.
 
 The Ray cluster belongs to another process (`launching.py`), as it would in production. Each test joins it.
 """
@@ -12,11 +13,13 @@ import sys
 import time
 from collections.abc import AsyncIterator, Awaitable, Callable, Iterator
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import pytest
 import ray
+from pool_contract import CONTRACT, Bench
 from ray._raylet import Config  # type: ignore[attr-defined]  # its stubs lack it
 
 from baton.cluster.errors import BatonError, Reason
@@ -225,7 +228,45 @@ async def launch(request: pytest.FixtureRequest) -> AsyncIterator[Launch]:
         await launcher.stop()
 
 
-# Both launchers
+# The contract of all launchers
+
+
+class OwnBench:
+    """A launcher that owns its processes, which share GPUs by halves: four have room."""
+
+    role = "decode"
+    patience_s = 40.0
+
+    def __init__(self, manager: Launcher, make: Callable[..., Template], folder: Path) -> None:
+        self.manager = manager
+        self._make = partial(make, gpus=0.5)
+        self._folder = folder
+
+    async def begin(self, count: int) -> None:
+        await self.manager.add(self.template(), count)
+
+    def template(self) -> Template:
+        return self._make()
+
+    async def ask(self, name: str) -> object:
+        start = (await born(self._folder, name))["port"]
+        return await ask(start)
+
+    async def end(self, name: str) -> None:
+        os.kill((await born(self._folder, name))["pid"], signal.SIGKILL)
+
+    async def fill(self) -> None:
+        await self.manager.resize(self.role, 4)
+        if isinstance(self.manager, RayLauncher):
+            self.manager._place_timeout_s = 0.5
+
+
+@pytest.mark.parametrize("behaviour", CONTRACT, ids=lambda behaviour: behaviour.__name__)
+async def test_the_contract(behaviour: Callable[[Bench], Awaitable[None]], launch: Launch, template: Any, tmp_path: Path) -> None:
+    await behaviour(OwnBench(await launch(), template, tmp_path))
+
+
+# Both launchers that own their processes
 
 
 def test_each_process_gets_its_share_of_the_roles_cores() -> None:
@@ -312,35 +353,17 @@ async def test_a_crash_loop_backs_off_and_leaves_other_processes_alone(launch: L
     assert (await state_of(launcher, "decode-0")).restarts == 0
 
 
-async def test_resizing_does_not_interrupt_a_serving_process(launch: Launch, template: Any, tmp_path: Path) -> None:
+async def test_shrinking_drains_the_highest_numbers_by_sigterm(launch: Launch, template: Any, tmp_path: Path) -> None:
     launcher = await launch()
-    await launcher.add(template(), 1)
-    serving = await born(tmp_path, "decode-0")
-    answers, quiet = 0, asyncio.Event()
-
-    async def callers() -> None:
-        nonlocal answers
-        while not quiet.is_set():
-            assert await ask(serving["port"]) == serving["pid"]  # a refused connection raises
-            answers += 1
-            await asyncio.sleep(0.005)
-
-    async with asyncio.TaskGroup() as group:
-        group.create_task(callers())
-        assert await launcher.resize("decode", 3) == []
-        grown = [await born(tmp_path, f"decode-{index}") for index in (1, 2)]
-        ended = await launcher.resize("decode", 1)
-        await until(lambda: answers > 20)
-        quiet.set()
-    # The processes with the highest numbers were stopped by SIGTERM and exited in their own time.
+    await launcher.add(template(), 3)
+    starts = [await born(tmp_path, f"decode-{index}") for index in range(3)]
+    ended = await launcher.resize("decode", 1)
     assert [(state.name, state.state, state.pid, state.last_exit) for state in ended] == [
         ("decode-2", "exited", None, 0),
         ("decode-1", "exited", None, 0),
     ]
     assert told(tmp_path, "decode-1", "asked") and told(tmp_path, "decode-2", "asked")
-    assert not any(alive(start["pid"]) for start in grown)
-    assert [(state.name, state.pid, state.restarts) for state in await launcher.processes()] == [("decode-0", serving["pid"], 0)]
-    # A name is never used twice.
+    assert not any(alive(start["pid"]) for start in starts[1:])
     await launcher.resize("decode", 2)
     assert [state.name for state in await launcher.processes()] == ["decode-0", "decode-3"]
 
@@ -415,11 +438,6 @@ async def test_processes_without_room_are_refused_and_none_starts(launch: Launch
 
     await refused(launcher.add(template(role="prefill", gpus=1.0), 3), r"prefill: no room for 3 processes of .*1 GPUs each")
     assert await launcher.processes() == []
-    await launcher.add(template(role="prefill", gpus=1.0), 2)
-    states = await launcher.processes()
-    await refused(launcher.resize("prefill", 3), r"prefill: no room for 1 processes")
-    assert await launcher.processes() == states
-    assert await launcher.resize("prefill", 2) == []
 
 
 # Local

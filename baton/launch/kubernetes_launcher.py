@@ -1,0 +1,192 @@
+"""The launcher for a release of the chart: the Deployments start and restart its processes, this resizes their pools.
+
+Kubernetes does what the other launchers do themselves: a pod has a name that is never used again, a process that ends or hangs is started
+again in its pod after a growing wait, and a pod that goes has its grace. What is left: 1 whose the size is (`check_owner`) → 2 which
+pods go, by their load (`idlest`), told to Kubernetes as their deletion cost → 3 the size, with the rights of the caller → 4 waiting until
+the new pods have a place, or the old ones are gone. If there is no place in time, the size goes back.
+"""
+
+import asyncio
+import contextlib
+import time
+from collections.abc import Awaitable, Callable, Mapping
+from dataclasses import replace
+from typing import Any
+
+from baton.cluster.errors import BatonError, Reason, invalid
+from baton.launch import pods as read
+from baton.launch.kubernetes_api import Api, connect
+from baton.launch.launcher import PoolManager, ProcessState, Template
+from baton.launch.pods import Load, Object, ReleaseName
+
+LOOK_EVERY_S = 0.25
+CONTROLLERS_S = 0.5  # the controllers read from caches, which follow by a moment
+GONE_S = 30.0  # on top of a pod's grace, for its node
+Loads = Callable[[], Mapping[str, Load]]
+
+
+def unknown() -> Mapping[str, Load]:
+    return {}
+
+
+class KubernetesLauncher(PoolManager):
+    """`context`: of the kubeconfig. `loads`: asked in a thread before a pool shrinks; worker → load. `place_timeout_s`: how long new pods
+    may wait for a node."""
+
+    def __init__(self, release: ReleaseName, context: str | None = None, loads: Loads = unknown, place_timeout_s: float = 60.0) -> None:
+        self._release = release
+        self._context = context
+        self._loads = loads
+        self._place_timeout_s = place_timeout_s
+        self._changing = asyncio.Lock()
+        self._connected: Api | None = None
+
+    async def start(self) -> None:
+        """Connects. Raises ConfigError, and BatonError if there is no such release."""
+        self._connected = await asyncio.to_thread(connect, self._context)
+        await self._deployments()
+
+    async def add(self, template: Template, count: int) -> None:
+        raise invalid("launcher", f"Kubernetes starts the processes of {template.role}: `{self._release.upgrade()}`")
+
+    async def stop(self) -> list[ProcessState]:
+        raise invalid("launcher", f"Kubernetes runs these processes, whoever looks at them: `{self._release.uninstall()}`")
+
+    async def sizes(self) -> dict[str, int]:
+        """As its owner wants each pool."""
+        return {role: read.size_of(deployment) for role, deployment in (await self._deployments()).items()}
+
+    async def processes(self) -> list[ProcessState]:
+        found = [pod for deployment in (await self._deployments()).values() for pod in await self._pods(deployment)]
+        return [read.process_of(pod) for pod in sorted(found, key=lambda pod: str(pod["metadata"]["creationTimestamp"]))]
+
+    async def resize(self, role: str, count: int) -> list[ProcessState]:
+        """Raises FORBIDDEN, UNAUTHENTICATED or UNREACHABLE besides, and INVALID_FIELD for a pool that another owns. If pods do not end
+        within their grace, raises DEADLINE: the size is as asked then, and Kubernetes goes on."""
+        if count < 0:
+            raise invalid("count", f"{count} is negative")
+        async with self._changing:
+            deployments = await self._deployments()
+            if role not in deployments:
+                raise invalid("role", f"{role} is not one of {', '.join(deployments)}")
+            deployment = deployments[role]
+            read.check_owner(self._release, deployment, count)
+            before = await self._pods(deployment)
+            size = read.size_of(deployment)
+            if count < size:
+                await self._shrink(deployment, before, count)
+            elif count > size:
+                await self._grow(deployment, before, count)
+        return await self._gone(deployment, before, count) if count < size else []
+
+    async def _shrink(self, deployment: Object, before: list[Object], count: int) -> None:
+        counted = [pod for pod in before if read.counts(pod)]
+        loads = await asyncio.to_thread(self._loads)
+        going = read.idlest(counted, loads, len(counted) - count)
+        try:
+            await self._mark(counted, going)
+            await self._scale(deployment, count)
+        except BaseException:  # also when cancelled: they stay, so they must not be the first to go the next time
+            with contextlib.suppress(BatonError):
+                await asyncio.shield(self._unmark(counted, going))
+            raise
+
+    async def _mark(self, counted: list[Object], going: list[str]) -> None:
+        """Makes these pods the first ones to go."""
+        cost = str(read.cost_to_go_first(counted))
+        for name in going:
+            await self._ask("annotate_pod", name, {read.COST: cost})
+        if going:
+            await asyncio.sleep(CONTROLLERS_S)
+
+    async def _unmark(self, counted: list[Object], going: list[str]) -> None:
+        for pod in counted:
+            if read.name_of(pod) in going:
+                given = pod["metadata"].get("annotations", {}).get(read.COST)
+                await self._ask("annotate_pod", read.name_of(pod), {read.COST: given})
+
+    async def _grow(self, deployment: Object, before: list[Object], count: int) -> None:
+        try:
+            await self._scale(deployment, count)
+            await self._placed(deployment, before, count)
+        except BaseException:  # also when cancelled
+            await asyncio.shield(self._put_back(deployment, before, count))
+            raise
+
+    async def _placed(self, deployment: Object, before: list[Object], count: int) -> None:
+        """Returns when every new pod has a node. Raises SATURATED if that does not happen in time."""
+        known = {read.name_of(pod) for pod in before}
+        missing = count - read.size_of(deployment)
+        fresh: list[Object] = []
+
+        async def look() -> bool:
+            nonlocal deployment, fresh
+            deployment = (await self._deployments())[read.role_of(deployment)]
+            fresh = [pod for pod in await self._pods(deployment) if read.name_of(pod) not in known and read.counts(pod)]
+            return len(list(filter(read.is_placed, fresh))) >= missing
+
+        if not await until(look, self._place_timeout_s):
+            why = read.obstacle(deployment, fresh) or f"nothing was said within {self._place_timeout_s:g} s"
+            raise BatonError(
+                Reason.SATURATED, f"{read.role_of(deployment)}: no room for {missing} processes: {why}; the pool keeps its size"
+            )
+
+    async def _put_back(self, deployment: Object, before: list[Object], count: int) -> None:
+        """The former size, without the new pods; unless someone else has chosen another since."""
+        now = (await self._deployments())[read.role_of(deployment)]
+        if read.size_of(now) != count:
+            return
+        known = {read.name_of(pod) for pod in before}
+        counted = [pod for pod in await self._pods(now) if read.counts(pod)]
+        await self._mark(counted, [read.name_of(pod) for pod in counted if read.name_of(pod) not in known])
+        await self._scale(now, read.size_of(deployment))
+        await self._gone(now, counted, read.size_of(deployment))
+
+    async def _gone(self, deployment: Object, before: list[Object], count: int) -> list[ProcessState]:
+        """Waits until the surplus of `before` is gone. Returns how each ended, as far as its node told in time."""
+        last = {read.name_of(pod): pod for pod in before}
+        staying: set[str] = set()
+
+        async def look() -> bool:
+            nonlocal staying
+            found = {read.name_of(pod): pod for pod in await self._pods(deployment)}
+            last.update((name, pod) for name, pod in found.items() if name in last)
+            staying = {name for name, pod in found.items() if read.counts(pod)}
+            return len(staying) <= count and not (found.keys() & last.keys()) - staying
+
+        patience = max(map(read.grace_s, before), default=0.0) + GONE_S
+        if not await until(look, patience):
+            raise BatonError(
+                Reason.DEADLINE, f"{read.role_of(deployment)}: after {patience:g} s pods still end; Kubernetes goes on with it"
+            )
+        return [replace(read.process_of(pod), state="exited") for name, pod in last.items() if name not in staying]
+
+    async def _deployments(self) -> dict[str, Object]:
+        found = await asyncio.to_thread(self._api.release, self._release)
+        return {role: found[role] for role in read.ROLES if role in found}
+
+    async def _pods(self, deployment: Object) -> list[Object]:
+        """Those that exist; one that was evicted has left its object, but not a process."""
+        found: list[Object] = await self._ask("pods", read.selector_of(deployment))
+        return [pod for pod in found if not read.has_ended(pod)]
+
+    async def _scale(self, deployment: Object, size: int) -> None:
+        await self._ask("scale", read.name_of(deployment), size)
+
+    async def _ask(self, method: str, *what: Any) -> Any:
+        return await asyncio.to_thread(getattr(self._api, method), self._release.namespace, *what)
+
+    @property
+    def _api(self) -> Api:
+        assert self._connected is not None, "start() comes first"
+        return self._connected
+
+
+async def until(condition: Callable[[], Awaitable[bool]], within_s: float) -> bool:
+    """Whether the condition became true in time."""
+    deadline = time.monotonic() + within_s
+    while not await condition():
+        if time.monotonic() > deadline:
+            return False
+        await asyncio.sleep(LOOK_EVERY_S)
+    return True
