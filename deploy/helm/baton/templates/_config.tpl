@@ -1,0 +1,99 @@
+{{/* Whether workers ask for RDMA: by the transport, or by a resource of theirs whose name begins with rdma/. */}}
+{{- define "baton.rdma" -}}
+{{- $asked := eq "nixl" (dig "kv" "transport" "" .Values.config) -}}
+{{- range $role := list "prefill" "decode" -}}
+{{- $resources := (include "baton.pods" (list $ $role) | fromYaml).resources -}}
+{{- range $name, $_ := $resources.limits }}{{ if hasPrefix "rdma/" $name }}{{ $asked = true }}{{ end }}{{ end -}}
+{{- end -}}
+{{- $asked -}}
+{{- end -}}
+
+{{/* Fails if an upgrade would change what makes KV: workers of before and after could not read each other's. */}}
+{{- define "baton.sameModel" -}}
+{{- $there := dig "data" "config.yaml" "" (default dict (lookup "v1" "ConfigMap" .Release.Namespace (include "baton.name" (list . "decode")))) -}}
+{{- if and .Release.IsUpgrade $there -}}
+{{- $before := fromYaml $there -}}
+{{- $now := mergeOverwrite (deepCopy .Values.config) (dict "model" (dict "path" (include "baton.modelPath" .))) -}}
+{{- $defaults := dict "model.path" "" "model.dtype" "float32" "engine.block_size" 16 "engine.weight_dtype" "auto" -}}
+{{- range $key, $default := $defaults -}}
+{{- $section := index (splitList "." $key) 0 -}}
+{{- $name := index (splitList "." $key) 1 -}}
+{{- $old := dig $section $name $default $before | toString -}}
+{{- $new := dig $section $name $default $now | toString -}}
+{{- if ne $old $new -}}
+{{- fail (printf "%s changes from %s to %s: workers of before and after could not read each other's KV. Install a second release with it, move the clients there, and uninstall this one (docs/kubernetes.md, Another model)" $key $old $new) -}}
+{{- end -}}
+{{- end -}}
+{{- end -}}
+{{- end -}}
+
+{{/* Fails for a key of `config` that has its place in Kubernetes, and names that place. */}}
+{{- define "baton.refuse" -}}
+{{- $places := dict
+  "cluster.name" "namespace and release make it"
+  "cluster.key" "it belongs into the Secret: secrets.existingSecret"
+  "cluster.host" "set listen, beside config"
+  "cluster.advertise" "a pod tells its own address"
+  "model.path" "set model.path, beside config"
+  "kv.port" "the chart chooses ports"
+  "router.replicas" "set router.replicas, beside config"
+  "router.port" "set service.grpcPort" "router.http_port" "set service.httpPort" "router.page_port" "set service.pagePort"
+  "router.admin_port" "the chart chooses ports"
+  "prefill.replicas" "set prefill.replicas, beside config" "decode.replicas" "set decode.replicas, beside config"
+  "prefill.port" "the chart chooses ports" "decode.port" "the chart chooses ports"
+  "telemetry.metrics_port" "the chart chooses ports" "telemetry.worker_metrics_port" "the chart chooses ports"
+  "telemetry.health_port" "the chart chooses ports"
+  "redis.url" "it belongs into the Secret: secrets.existingSecret"
+  "security.tls_cert" "set security.tlsSecret, beside config" "security.tls_key" "set security.tlsSecret, beside config"
+  "security.tls_ca" "set security.tlsSecret, beside config" "security.api_keys" "set security.apiKeysSecret, beside config"
+-}}
+{{- range $role := list "prefill" "decode" -}}
+{{- range $key := list "cpus" "gpus" -}}{{ $_ := set $places (printf "%s.%s" $role $key) (printf "set %s.resources, beside config" $role) }}{{- end -}}
+{{- $_ := set $places (printf "%s.cores" $role) "the kubelet pins cores (CPU manager policy static)" -}}
+{{- $_ := set $places (printf "%s.placement" $role) (printf "set %s.affinity, beside config" $role) -}}
+{{- end -}}
+{{- include "baton.sameModel" . -}}
+{{- range $section, $keys := .Values.config -}}
+{{- range $key, $_ := $keys -}}
+{{- with index $places (printf "%s.%s" $section $key) -}}{{- fail (printf "config.%s.%s has its place in Kubernetes: %s" $section $key .) -}}{{- end -}}
+{{- if and (eq $section "launcher") (ne $key "hang_s") -}}{{- fail (printf "config.launcher.%s has its place in Kubernetes: Kubernetes starts and restarts processes" $key) -}}{{- end -}}
+{{- end -}}
+{{- end -}}
+{{- end -}}
+
+{{/* The sections that a role reads, as one YAML tree: takes (root, role). */}}
+{{- define "baton.config" -}}
+{{- $root := index . 0 -}}
+{{- $role := index . 1 -}}
+{{- include "baton.refuse" $root -}}
+{{- $values := $root.Values -}}
+{{- $sections := list "cluster" "model" "engine" "redis" "security" "telemetry" "launcher" -}}
+{{- $sections = ternary (concat $sections (list "router" "slo")) (concat $sections (list "kv" $role)) (eq $role "router") -}}
+{{- $given := dict -}}
+{{- range $section := $sections -}}{{- with index $values.config $section -}}{{- $_ := set $given $section . -}}{{- end -}}{{- end -}}
+{{- $security := dict -}}
+{{- if include "baton.tlsSecret" $root -}}
+{{- $security = dict "tls_cert" "/etc/baton/tls/tls.crt" "tls_key" "/etc/baton/tls/tls.key" "tls_ca" "/etc/baton/tls/ca.crt" -}}
+{{- end -}}
+{{- if $values.security.apiKeysSecret -}}{{- $_ := set $security "api_keys" "/etc/baton/keys/keys" -}}{{- end -}}
+{{- /* What `config` may change. Two pods share neither memory nor pids: without RDMA, NIXL would try UCX's TCP, which the network policy
+drops, for seconds with each new peer. Without certificates and keys, the network policy alone guards the operator's doors. */}}
+{{- $defaults := dict "security" (ternary dict (dict "open_admin" true) (gt (len $security) 0)) -}}
+{{- $own := dict
+  "cluster" (dict "name" (include "baton.cluster" $root) "host" $values.listen)
+  "model" (dict "path" (include "baton.modelPath" $root))
+  "security" $security
+  "telemetry" (dict "health_port" 8081)
+  "launcher" (dict "kind" "kubernetes")
+-}}
+{{- if eq $role "router" -}}
+{{- $_ := set $own "router" (dict "port" 8470 "http_port" 8000 "admin_port" 8471 "page_port" 8472) -}}
+{{- $_ := set $own.telemetry "metrics_port" 9090 -}}
+{{- else -}}
+{{- $_ := set $own $role (dict "port" 8473) -}}
+{{- $_ := set $defaults "kv" (dict "transport" (ternary "auto" "tcp" (eq (include "baton.rdma" $root) "true"))) -}}
+{{- $_ := set $own "kv" (dict "port" 8474) -}}
+{{- $_ := set $own.telemetry "worker_metrics_port" 9090 -}}
+{{- end -}}
+{{- toYaml (mergeOverwrite $defaults (deepCopy $given) $own) -}}
+{{- end -}}

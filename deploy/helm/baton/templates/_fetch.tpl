@@ -1,0 +1,88 @@
+{{/* The pod template of the Job that fetches the model: the only pod of the release that reaches outside. */}}
+{{- define "baton.fetchPod" -}}
+{{- $fetch := .Values.model.fetch -}}
+{{- $common := .Values.common -}}
+{{- if and $fetch.caSecret $fetch.caConfigMap -}}{{- fail "model.fetch.caSecret and model.fetch.caConfigMap: set one" -}}{{- end -}}
+{{- $more := list "--stall-s" (int $fetch.stallSeconds | toString) -}}
+{{- if or $fetch.caSecret $fetch.caConfigMap -}}{{- $more = concat $more (list "--ca" "/etc/baton/ca/ca.crt") -}}{{- end -}}
+{{- if $fetch.existingSecret -}}{{- $more = concat $more (list "--secrets" "/etc/baton/fetch") -}}{{- end -}}
+{{- if $fetch.unverified -}}{{- $more = append $more "--unverified" -}}{{- end -}}
+metadata:
+  labels:
+    {{- include "baton.selector" (list . "fetch") | nindent 4 }}
+    {{- with $common.labels }}{{ toYaml . | nindent 4 }}{{ end }}
+  {{- with $common.annotations }}
+  annotations: {{- toYaml . | nindent 4 }}
+  {{- end }}
+spec:
+  restartPolicy: Never
+  serviceAccountName: {{ include "baton.fullname" . }}
+  automountServiceAccountToken: false
+  enableServiceLinks: false
+  {{- include "baton.pullSecrets" . | nindent 2 }}
+  {{- with $common.priorityClassName }}
+  priorityClassName: {{ . }}
+  {{- end }}
+  {{- with $common.nodeSelector }}
+  nodeSelector: {{- toYaml . | nindent 4 }}
+  {{- end }}
+  {{- with $common.affinity }}
+  affinity: {{- toYaml . | nindent 4 }}
+  {{- end }}
+  {{- with $common.tolerations }}
+  tolerations: {{- toYaml . | nindent 4 }}
+  {{- end }}
+  securityContext:
+    runAsNonRoot: true
+    seccompProfile: {type: RuntimeDefault}
+    {{- if not $common.adaptSecurityContext }}
+    runAsUser: 10001
+    runAsGroup: 0
+    fsGroup: 10001
+    fsGroupChangePolicy: OnRootMismatch
+    {{- end }}
+  containers:
+    - name: fetch
+      image: {{ include "baton.image" . }}
+      imagePullPolicy: {{ .Values.image.pullPolicy }}
+      args: {{ concat (include "baton.fetchCommand" . | fromJsonArray) $more | toJson }}
+      securityContext: {{- include "baton.confined" . | nindent 8 }}
+      terminationMessagePolicy: FallbackToLogsOnError
+      {{- $env := dict }}
+      {{- if $fetch.existingSecret }}
+      {{- $_ := set $env "AWS_SHARED_CREDENTIALS_FILE" "/etc/baton/fetch/credentials" }}
+      {{- end }}
+      {{- with mergeOverwrite $env (deepCopy $common.env) (deepCopy $fetch.env) }}
+      env:
+        {{- range $name, $value := . }}
+        - name: {{ $name }}
+          {{- if kindIs "map" $value }}{{ toYaml $value | nindent 10 }}{{ else }}
+          value: {{ $value | quote }}
+          {{- end }}
+        {{- end }}
+      {{- end }}
+      resources: {{- toYaml $fetch.resources | nindent 8 }}
+      volumeMounts:
+        - {name: home, mountPath: /var/cache/baton}
+        - {name: tmp, mountPath: /tmp}
+        - {name: model, mountPath: {{ .Values.model.mountPath }}}
+        {{- if $fetch.existingSecret }}
+        - {name: secret, mountPath: /etc/baton/fetch, readOnly: true}
+        {{- end }}
+        {{- if or $fetch.caSecret $fetch.caConfigMap }}
+        - {name: ca, mountPath: /etc/baton/ca, readOnly: true}
+        {{- end }}
+  volumes:
+    - {name: home, emptyDir: {sizeLimit: 1Gi}}
+    - {name: tmp, emptyDir: {sizeLimit: 1Gi}}
+    - {name: model, persistentVolumeClaim: {claimName: {{ include "baton.modelClaim" . }}}}
+    {{- with $fetch.existingSecret }}
+    - {name: secret, secret: {secretName: {{ . }}}}
+    {{- end }}
+    {{- with $fetch.caSecret }}
+    - {name: ca, secret: {secretName: {{ . }}, items: [{key: ca.crt, path: ca.crt}]}}
+    {{- end }}
+    {{- with $fetch.caConfigMap }}
+    - {name: ca, configMap: {name: {{ . }}, items: [{key: ca.crt, path: ca.crt}]}}
+    {{- end }}
+{{- end -}}

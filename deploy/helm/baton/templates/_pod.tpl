@@ -1,0 +1,260 @@
+{{/* What is said for all pods, for a role's profile and for the role itself, merged, and its resources: takes (root, role). */}}
+{{- define "baton.pods" -}}
+{{- $values := (index . 0).Values -}}
+{{- $role := index $values (index . 1) -}}
+{{- $profile := dict -}}
+{{- with $role.profile -}}
+{{- if not (hasKey $values.profiles .) -}}{{- fail (printf "%s.profile %s is not among profiles" (index $ 1) .) -}}{{- end -}}
+{{- $profile = index $values.profiles . -}}
+{{- end -}}
+{{- $made := deepCopy $values.common -}}
+{{- $tolerations := $values.common.tolerations -}}
+{{- range $layer := list $profile $role -}}
+{{- range $key, $value := $layer -}}
+{{- if eq $key "tolerations" -}}{{- $tolerations = concat $tolerations $value -}}
+{{- else if and (hasKey $values.common $key) (kindIs "map" $value) -}}{{- $_ := set $made $key (mergeOverwrite (index $made $key) (deepCopy $value)) -}}
+{{- else if hasKey $values.common $key -}}{{- $_ := set $made $key $value -}}
+{{- end -}}
+{{- end -}}
+{{- end -}}
+{{- $_ := set $made "tolerations" $tolerations -}}
+{{- $_ := set $made "resources" (default $role.resources $profile.resources) -}}
+{{- toYaml $made -}}
+{{- end -}}
+
+{{/* Secrets with which images are pulled, as a part of a pod's spec. */}}
+{{- define "baton.pullSecrets" -}}
+{{- with concat .Values.image.pullSecrets .Values.global.imagePullSecrets | uniq -}}
+imagePullSecrets:
+  {{- range . }}
+  - name: {{ . }}
+  {{- end }}
+{{- end -}}
+{{- end -}}
+
+{{/* The security context of every container. */}}
+{{- define "baton.confined" -}}
+allowPrivilegeEscalation: false
+readOnlyRootFilesystem: true
+capabilities: {drop: [ALL]}
+{{- end -}}
+
+{{/* The pod template of a role: takes root, role, command, ports, grace, secret (the key that it mounts), config (whether it reads Baton's configuration). */}}
+{{- define "baton.pod" -}}
+{{- $values := .root.Values -}}
+{{- $role := index $values .role -}}
+{{- $pods := include "baton.pods" (list .root .role) | fromYaml -}}
+{{- /* No version among the labels: a chart that changes nothing else replaces no pod. */}}
+{{- $annotations := dict }}
+{{- if .config }}
+{{- $hash := include "baton.config" (list .root .role) | sha256sum | trunc 16 }}
+{{- $annotations = dict "baton/config" $hash "prometheus.io/scrape" "true" "prometheus.io/port" "9090" }}
+{{- end }}
+metadata:
+  labels:
+    {{- include "baton.selector" (list .root .role) | nindent 4 }}
+    {{- with $pods.labels }}{{ toYaml . | nindent 4 }}{{ end }}
+  {{- with mergeOverwrite $annotations $pods.annotations }}
+  annotations: {{- toYaml . | nindent 4 }}
+  {{- end }}
+spec:
+  serviceAccountName: {{ include "baton.fullname" .root }}
+  automountServiceAccountToken: false
+  enableServiceLinks: false
+  terminationGracePeriodSeconds: {{ .grace }}
+  {{- include "baton.pullSecrets" .root | nindent 2 }}
+  {{- with $pods.priorityClassName }}
+  priorityClassName: {{ . }}
+  {{- end }}
+  {{- with $pods.runtimeClassName }}
+  runtimeClassName: {{ . }}
+  {{- end }}
+  {{- with $pods.nodeSelector }}
+  nodeSelector: {{ toYaml . | nindent 4 }}
+  {{- end }}
+  {{- with $pods.resourceClaims }}
+  resourceClaims:
+    {{- range $name, $claim := . }}
+    - {{ merge (dict "name" $name) $claim | toYaml | nindent 6 | trim }}
+    {{- end }}
+  {{- end }}
+  {{- with $pods.affinity }}
+  affinity: {{ toYaml . | nindent 4 }}
+  {{- end }}
+  tolerations:
+    {{- range $key := list "not-ready" "unreachable" }}
+    - {key: node.kubernetes.io/{{ $key }}, operator: Exists, effect: NoExecute, tolerationSeconds: 30}
+    {{- end }}
+    {{- with $pods.tolerations }}{{ toYaml . | nindent 4 }}{{ end }}
+  topologySpreadConstraints:
+    - maxSkew: 1
+      topologyKey: kubernetes.io/hostname
+      whenUnsatisfiable: ScheduleAnyway
+      nodeTaintsPolicy: Honor
+      matchLabelKeys: [pod-template-hash]
+      labelSelector:
+        matchLabels: {{- include "baton.selector" (list .root .role) | nindent 10 }}
+  dnsConfig:
+    options:
+      - {name: ndots, value: "1"}
+      - {name: timeout, value: "1"}
+  securityContext:
+    runAsNonRoot: true
+    seccompProfile: {type: RuntimeDefault}
+    {{- if not $pods.adaptSecurityContext }}
+    runAsUser: 10001
+    runAsGroup: 0
+    fsGroup: 10001
+    fsGroupChangePolicy: OnRootMismatch
+    {{- end }}
+  {{- if .config }}{{ include "baton.modelInit" .root | nindent 2 }}{{ end }}
+  containers:
+    - name: {{ .role }}
+      image: {{ include "baton.image" .root }}
+      imagePullPolicy: {{ $values.image.pullPolicy }}
+      args: {{ toJson .command }}
+      securityContext: {{- include "baton.confined" . | nindent 8 }}
+      terminationMessagePolicy: FallbackToLogsOnError
+      {{- $env := dict }}
+      {{- if .config }}
+      {{- $_ := set $env "BATON_CLUSTER_ADVERTISE" (dict "valueFrom" (dict "fieldRef" (dict "fieldPath" "status.podIP"))) }}
+      {{- $_ := set $env "BATON_WORKER_NAME" (dict "valueFrom" (dict "fieldRef" (dict "fieldPath" "metadata.name"))) }}
+      {{- end }}
+      {{- with mergeOverwrite $env $pods.env }}
+      env:
+        {{- range $name, $value := . }}
+        - name: {{ $name }}
+          {{- if kindIs "map" $value }}{{ toYaml $value | nindent 10 }}{{ else }}
+          value: {{ $value | quote }}
+          {{- end }}
+        {{- end }}
+      {{- end }}
+      ports:
+        {{- range $name, $port := .ports }}
+        - {name: {{ $name }}, containerPort: {{ $port }}}
+        {{- end }}
+      {{- if .config }}
+      # Not there, not ready, dead: three questions. None asks about another process.
+      startupProbe:
+        httpGet: {path: /readyz, port: health}
+        periodSeconds: 2
+        timeoutSeconds: 5
+        failureThreshold: {{ div $role.startSeconds 2 }}
+      readinessProbe:
+        httpGet: {path: /readyz, port: health}
+        periodSeconds: 2
+        timeoutSeconds: 2
+        failureThreshold: 2
+      livenessProbe:
+        httpGet: {path: /livez, port: health}
+        periodSeconds: 10
+        timeoutSeconds: 5
+        failureThreshold: 6
+      {{- else }}
+      readinessProbe:
+        tcpSocket: {port: {{ keys .ports | first }}}
+        periodSeconds: 2
+      livenessProbe:
+        tcpSocket: {port: {{ keys .ports | first }}}
+        periodSeconds: 10
+        timeoutSeconds: 5
+        failureThreshold: 6
+      {{- end }}
+      {{- if $role.preStopSeconds }}
+      lifecycle:
+        preStop:
+          sleep: {seconds: {{ $role.preStopSeconds }}}
+      {{- end }}
+      resources: {{- toYaml $pods.resources | nindent 8 }}
+      volumeMounts:
+        - {name: home, mountPath: /var/cache/baton}
+        - {name: tmp, mountPath: /tmp}
+        - {name: secret, mountPath: /etc/baton/secret, readOnly: true}
+        {{- if .config }}
+        - {name: config, mountPath: /etc/baton/config, readOnly: true}
+        {{- include "baton.modelMount" .root | nindent 8 }}
+        {{- with include "baton.tlsSecret" .root }}
+        - {name: tls, mountPath: /etc/baton/tls, readOnly: true}
+        {{- end }}
+        {{- with $values.security.apiKeysSecret }}
+        - {name: keys, mountPath: /etc/baton/keys, readOnly: true}
+        {{- end }}
+        {{- end }}
+        {{- range $name, $mount := $pods.volumeMounts }}
+        - {{ merge (dict "name" $name) $mount | toYaml | nindent 10 | trim }}
+        {{- end }}
+  volumes:
+    - {name: home, emptyDir: {sizeLimit: 1Gi}}
+    - {name: tmp, emptyDir: {sizeLimit: 1Gi}}
+    - name: secret
+      secret:
+        secretName: {{ include "baton.secret" .root }}
+        items: [{key: {{ .secret }}, path: {{ .secret }}}]
+    {{- if .config }}
+    - {name: config, configMap: {name: {{ include "baton.name" (list .root .role) }}}}
+    {{- include "baton.modelVolume" .root | nindent 4 }}
+    {{- with include "baton.tlsSecret" .root }}
+    - {name: tls, secret: {secretName: {{ . }}}}
+    {{- end }}
+    {{- with $values.security.apiKeysSecret }}
+    - {name: keys, secret: {secretName: {{ . }}, items: [{key: keys, path: keys}]}}
+    {{- end }}
+    {{- end }}
+    {{- range $name, $volume := $pods.volumes }}
+    - {{ merge (dict "name" $name) $volume | toYaml | nindent 6 | trim }}
+    {{- end }}
+{{- end -}}
+
+{{/* The Deployment, ConfigMap and PodDisruptionBudget of a role that reads Baton's configuration: takes root, role, module, ports, drain. */}}
+{{- define "baton.workload" -}}
+{{- $name := include "baton.name" (list .root .role) -}}
+{{- $role := index .root.Values .role -}}
+{{- if eq "lws" (default "" $role.workload) }}{{ fail (printf "%s.workload lws is reserved for ranks on several nodes, which this chart cannot run yet" .role) }}{{ end -}}
+apiVersion: v1
+kind: ConfigMap
+metadata:
+  name: {{ $name }}
+  labels: {{- include "baton.labels" (list .root .role) | nindent 4 }}
+data:
+  config.yaml: |
+    {{- include "baton.config" (list .root .role) | nindent 4 }}
+---
+apiVersion: apps/v1
+kind: Deployment
+metadata:
+  name: {{ $name }}
+  labels: {{- include "baton.labels" (list .root .role) | nindent 4 }}
+  annotations: {baton/scaling: {{ default "values" $role.scaling }}}
+spec:
+  {{- if eq (default "values" $role.scaling) "values" }}
+  replicas: {{ $role.replicas }}
+  {{- end }}
+  revisionHistoryLimit: 5
+  progressDeadlineSeconds: {{ add $role.startSeconds 120 (include "baton.modelWait" .root) }}
+  strategy:
+    type: RollingUpdate
+    rollingUpdate: {{- toYaml $role.rollout | nindent 6 }}
+  selector:
+    matchLabels: {{- include "baton.selector" (list .root .role) | nindent 6 }}
+  template:
+    {{- $command := list "python" "-m" .module "--config" "/etc/baton/config/config.yaml" "--config" "/etc/baton/secret/config.yaml" }}
+    {{- $pod := dict "root" .root "role" .role "command" $command "ports" .ports "config" true "secret" "config.yaml" }}
+    {{- $grace := add $role.preStopSeconds .drain 10 }}
+    {{- include "baton.pod" (set $pod "grace" $grace) | nindent 4 }}
+---
+apiVersion: policy/v1
+kind: PodDisruptionBudget
+metadata:
+  name: {{ $name }}
+  labels: {{- include "baton.labels" (list .root .role) | nindent 4 }}
+spec:
+  maxUnavailable: 1
+  unhealthyPodEvictionPolicy: AlwaysAllow
+  selector:
+    matchLabels: {{- include "baton.selector" (list .root .role) | nindent 6 }}
+{{- end -}}
+
+{{/* A number of the configuration, or its default: takes (root, section, key, default). */}}
+{{- define "baton.setting" -}}
+{{- int (ceil (dig (index . 1) (index . 2) (index . 3) (index . 0).Values.config)) -}}
+{{- end -}}
