@@ -3,11 +3,11 @@ PYTHON ?= python3
 VENV := .venv
 BIN := $(VENV)/bin
 # Processes that run the tests; 0: this one alone. A file of tests stays in one process (tests/conftest.py).
-TEST_PROCESSES ?= 2
+TEST_PROCESSES ?= 3
 READY := $(VENV)/.ready
 DEV := $(VENV)/.dev
 
-.PHONY: setup serve test lint generate
+.PHONY: setup serve test test-kube lint generate
 
 setup: $(DEV)
 
@@ -28,11 +28,17 @@ serve: $(READY)
 test: $(DEV) lint
 	$(BIN)/python -m pytest --numprocesses $(TEST_PROCESSES) --no-loadscope-reorder
 
+# Needs a Kubernetes cluster (tests/support/kube.py says how it is named); without one they are skipped.
+test-kube: $(DEV)
+	$(BIN)/python -m pytest tests/kube
+
 lint: $(DEV)
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
 	$(BIN)/mypy
 	$(BIN)/python scripts/generate.py --check
+	$(BIN)/python scripts/chart.py --check
 
 generate: $(DEV)
 	$(BIN)/python scripts/generate.py
+	$(BIN)/python scripts/chart.py

@@ -1,0 +1,108 @@
+"""Every object that the chart can make, put before the API server; and what values it refuses."""
+
+import random
+import shutil
+from pathlib import Path
+
+import pytest
+import yaml
+from kube import CHART, Kube, Release, available, namespace
+from kube_load import install_toy, loaded
+
+pytestmark = [pytest.mark.kube, pytest.mark.skipif(bool(available()), reason=available() or "-"), pytest.mark.timeout(900)]
+FILES = sorted([*CHART.glob("examples/*.yaml"), *CHART.glob("ci/*-values.yaml")])
+SMALL = ("--set", "router.replicas=1,prefill.replicas=1,decode.replicas=1")
+
+
+def helms(kube: Kube) -> list[str]:
+    return [helm for helm in ("helm3", "helm4") if shutil.which(helm, path=kube.env["PATH"])] or [kube.helm]
+
+
+@pytest.mark.parametrize("file", FILES, ids=[file.stem for file in FILES])
+def test_the_api_server_accepts_every_object(kube: Kube, file: Path) -> None:
+    """With each version of Helm, whose renderings are equal but for what is drawn at random."""
+    rendered = []
+    for helm in helms(kube):
+        kube.run(helm, "lint", "--strict", str(CHART), "-f", str(file))
+        text = kube.run(helm, "template", "r", str(CHART), "-f", str(file), "--kube-version", "1.34.0", "--no-hooks")
+        kube.kubectl("apply", "--dry-run=server", "-f", "-", given=text)
+        rendered.append([each for each in yaml.safe_load_all(text) if each])
+    again = yaml.safe_load_all(
+        kube.run(helms(kube)[0], "template", "r", str(CHART), "-f", str(file), "--kube-version", "1.34.0", "--no-hooks")
+    )
+    rendered.append([each for each in again if each])
+    kept = [sorted(map(str, (each for each in objects if each["kind"] != "Secret"))) for objects in rendered]
+    assert all(objects == kept[0] for objects in kept)
+
+
+def test_without_generated_secrets_two_renderings_are_equal(kube: Kube) -> None:
+    command = (kube.helm, "template", "r", str(CHART), "-f", str(CHART / "examples" / "values-gitops.yaml"), "--kube-version", "1.34.0")
+    first, second = kube.run(*command), kube.run(*command)
+    assert first == second and "kind: Secret" not in first
+
+
+@pytest.mark.skipif(not shutil.which("promtool"), reason="no promtool: apt-get install prometheus")
+def test_promtool_accepts_the_rules_with_the_one_for_rdma(kube: Kube, tmp_path: Path) -> None:
+    given = ("--set", "monitoring.enabled=true,config.kv.transport=nixl", "--kube-version", "1.34.0")
+    objects = yaml.safe_load_all(kube.run(kube.helm, "template", "r", str(CHART), *given))
+    [rules] = [each["spec"] for each in objects if each and each["kind"] == "PrometheusRule"]
+    assert "BatonKvNotByRdma" in [rule["alert"] for group in rules["groups"] for rule in group["rules"]]
+    (tmp_path / "rules.yaml").write_text(yaml.safe_dump(rules))
+    kube.run("promtool", "check", "rules", str(tmp_path / "rules.yaml"))
+
+
+@pytest.mark.parametrize(
+    ("given", "said"),
+    [
+        ("decode.replicas=0", "/decode/replicas"),
+        ("decode.replica=2", "replica"),
+        ("prefill.scaling=sometimes", "scaling"),
+        ("decode.profile=h100", "decode.profile h100"),
+        ("redis.enabled=false", "secrets.existingSecret"),
+        ("config.router.policy=best", "policy"),
+        ("config.decode.gpus=1", "decode.resources"),
+        ("prefill.scaling=hpa,prefill.autoscale.min=0", "prefill.autoscale.min"),
+        ("decode.scaling=keda", "decode.autoscale.prometheus"),
+        ("decode.scaling=hpa,decode.autoscale.min=5", "must not exceed max"),
+        ("decode.workload=lws", "decode.workload lws"),
+        ("image.pullPolicy=Sometimes", "pullPolicy"),
+        ("ingress.enabled=true,ingress.tlsSecret=x", "ingress.host"),
+    ],
+)
+def test_a_wrong_value_is_refused_with_its_name(kube: Kube, given: str, said: str) -> None:
+    for helm in helms(kube):
+        answer = kube.run(helm, "template", "r", str(CHART), "--kube-version", "1.34.0", "--set", given, check=False)
+        assert said in answer and "kind: Deployment" not in answer, answer[-2000:]
+
+
+def test_a_release_of_helm_3_goes_on_with_helm_4_and_another_model_is_refused(kube: Kube) -> None:
+    with namespace(kube, "baton-upgrade") as name:
+        release = Release(kube, "baton", name)
+        install_toy(release, *SMALL)
+        before = {role: release.pods(role)[0]["metadata"]["uid"] for role in ("router", "prefill", "decode", "redis")}
+        for helm in helms(kube):
+            again = Release(Kube(kube.env, kube.image, helm), "baton", name)
+            again.install("-f", str(Path(__file__).with_name("toy.yaml")), *SMALL, verb="upgrade")
+        after = {role: release.pods(role)[0]["metadata"]["uid"] for role in before}
+        assert before == after  # nothing was changed, so nothing was replaced
+        how = ("-f", str(Path(__file__).with_name("toy.yaml")), *SMALL, "--set", "config.engine.block_size=32")
+        said = release.install(*how, verb="upgrade", check=False)
+        assert "engine.block_size changes from 16 to 32" in said and "second release" in said
+        with loaded(release, 30):
+            pass
+
+
+def test_pods_run_as_any_user_without_a_group_of_their_own(kube: Kube) -> None:
+    """As on OpenShift, which chooses the user: here a patch of the Deployments does."""
+    user = random.randrange(1_000_000, 2_000_000)
+    with namespace(kube, "baton-any-user") as name:
+        release = Release(kube, "baton", name)
+        install_toy(release, *SMALL, "--set", "common.adaptSecurityContext=true")
+        patch = yaml.safe_dump({"spec": {"template": {"spec": {"securityContext": {"runAsUser": user}}}}})
+        for role in ("redis", "router", "prefill", "decode"):
+            kube.kubectl("-n", name, "patch", "deployment", f"{release.full}-{role}", "--patch", patch)
+            kube.kubectl("-n", name, "rollout", "status", f"deployment/{release.full}-{role}", "--timeout=180s", timeout=190)
+        release.whole(router=1, prefill=1, decode=1, redis=1)
+        assert all(pod["spec"]["securityContext"]["runAsUser"] == user for pod in release.pods("decode"))
+        with loaded(release, 30):
+            pass

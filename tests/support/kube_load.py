@@ -1,0 +1,121 @@
+"""Requests to a release of the toy model while something happens to it. Every token of every stream is checked."""
+
+import asyncio
+import itertools
+import math
+import random
+import threading
+import time
+from collections import Counter
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from tempfile import TemporaryDirectory
+from typing import Any
+
+from kube import Release
+from nemesis import Plan, Tally, ToyOracle, load
+
+from baton.client import AsyncClient, Client, Result
+
+VALUES = Path(__file__).parents[1] / "kube" / "toy.yaml"
+STREAMS = 20
+GOOD = {"exact", "cancelled"}
+
+
+def install_toy(release: Release, *arguments: str) -> None:
+    with TemporaryDirectory() as folder:
+        model = ToyOracle(Path(folder), 0).path
+        release.kube.kubectl("-n", release.namespace, "create", "configmap", "toy", f"--from-file={model}")
+    release.install("-f", str(VALUES), *arguments)
+
+
+def ask(release: Release, first: int) -> Result:
+    """One request whose prompt begins with `first`."""
+    asked: dict[str, Any] = {"max_tokens": 4, "temperature": 0.0, "ignore_eos": True, "timeout_s": 60}
+    with Client(release.doors()) as client, client.generate(token_ids=[first] * 40, **asked) as stream:
+        for _ in stream:
+            pass
+        return stream.result
+
+
+def workers_of(release: Release, first: int) -> tuple[str, str]:
+    """The prefill worker of a request, empty if there was none, and its decode worker."""
+    workers = ask(release, first).workers
+    return workers["prefill"] or "", workers["decode"]
+
+
+def wait_for_handoff(release: Release, nodes: int) -> None:
+    """Until a request was handed over between workers on as many nodes: by TCP, every block verified."""
+    prompts = itertools.count(1)
+
+    def handed() -> bool:
+        result = ask(release, next(prompts) % 256)
+        where = {pod["metadata"]["name"]: pod["spec"]["nodeName"] for role in ("prefill", "decode") for pod in release.pods(role)}
+        moved, between = result.handoff, {where.get(result.workers[role]) for role in ("prefill", "decode")}
+        return bool(moved["transport"] == "tcp" and 0 < moved["blocks"] == moved["digests_checked"] and len(between) == nodes)
+
+    release.kube.wait(handed)
+
+
+class Load:
+    """`STREAMS` clients, each with one request after another."""
+
+    def __init__(self, addresses: list[str], seed: int) -> None:
+        self._addresses = addresses
+        self._seed = seed
+        self._tally: Tally | None = None
+        self._thread = threading.Thread(target=lambda: asyncio.run(self._run()))
+        self._loop: asyncio.AbstractEventLoop | None = None
+
+    @property
+    def done(self) -> Counter[str]:
+        return Counter(self._tally.outcomes) if self._tally else Counter()
+
+    @property
+    def moved(self) -> tuple[int, int]:
+        """Attempts that went to another worker, and streams that went on at another router."""
+        assert self._tally
+        return self._tally.retried, self._tally.resumed
+
+    def reach(self, requests: int, within_s: float = 300) -> None:
+        """Waits until so many requests have ended."""
+        deadline = time.monotonic() + within_s
+        while self.done.total() < requests:
+            assert time.monotonic() < deadline and self._thread.is_alive(), f"{self.done} of {requests} requests in {within_s} s"
+            time.sleep(0.2)
+
+    def start(self) -> None:
+        self._thread.start()
+
+    def end(self) -> None:
+        if self._loop and self._tally:
+            self._loop.call_soon_threadsafe(self._tally.over.set)
+        self._thread.join(180)
+        assert not self._thread.is_alive(), "a stream does not end"
+
+    async def _run(self) -> None:
+        with TemporaryDirectory() as folder:
+            oracle = ToyOracle(Path(folder), 0)
+        self._loop, self._tally = asyncio.get_running_loop(), Tally()
+        plan = Plan(math.inf, math.inf, 0, self._seed, "toy", False, (), STREAMS, 0.1, (0, 0), 0)
+        async with AsyncClient(self._addresses) as client, asyncio.TaskGroup() as group:
+            for number in range(STREAMS):
+                group.create_task(load(client, oracle, random.Random(f"{self._seed} {number}"), plan, self._tally))
+
+
+@contextmanager
+def loaded(release: Release, requests: int, seed: int = 1) -> Iterator[Load]:
+    """Load while the block runs, and until `requests` have ended. Raises AssertionError if one was lost, refused or wrong."""
+    made = Load(release.doors(), seed)
+    made.start()
+    try:
+        made.reach(STREAMS)
+        yield made
+        made.reach(requests)
+    finally:
+        made.end()
+    print(
+        f"{sum(made.done.values())} requests: {dict(made.done)}; {made.moved[0]} moved to another worker, {made.moved[1]} to another router"
+    )
+    assert set(made.done) <= GOOD, made.done
