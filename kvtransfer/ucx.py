@@ -53,17 +53,17 @@ def devices_of(host: str) -> str | None:
         return "lo"
     for interface, entries in psutil.net_if_addrs().items():
         if any(entry.address == str(address) for entry in entries if entry.family in (socket.AF_INET, socket.AF_INET6)):
-            return ",".join([interface, *_rdma_ports()])
+            return ",".join([interface, *rdma_ports()])
     return None
 
 
 def uses_rdma(settings: Mapping[str, str]) -> bool:
     """Whether UCX may use an RDMA device, which it prefers to TCP."""
     devices = settings.get("UCX_NET_DEVICES", "all").split(",")
-    return any(port in devices or "all" in devices for port in _rdma_ports())
+    return any(port in devices or "all" in devices for port in rdma_ports())
 
 
-def _rdma_ports() -> list[str]:
+def rdma_ports() -> list[str]:
     """Ports of the RDMA adapters that this process can open. A container sees every adapter of its host, but few devices."""
     adapters = [adapter for adapter in sorted(INFINIBAND.glob("*")) if any(map(_opens, _verbs(adapter)))]
     return [f"{adapter.name}:{port.name}" for adapter in adapters for port in sorted(adapter.glob("ports/*"))]

@@ -71,8 +71,10 @@ class Tokenizer:
 
     @classmethod
     def load(cls, model_path: Path) -> Self:
-        """Loads the tokenizer of a model folder. Raises OSError if there is none, ValueError if it cannot be used."""
+        """Loads the tokenizer of a model folder. Raises ValueError if there is none or it cannot be used, OSError if it cannot be read."""
         path = model_path / "tokenizer.json"
+        if not path.is_file():
+            raise ValueError(f"model.path: {model_path} holds no tokenizer.json")
         data = path.read_bytes()
         settings = _read(model_path / "special_tokens_map.json") | _read(model_path / "tokenizer_config.json")
         template = settings.get("chat_template")

@@ -9,7 +9,8 @@ import logging
 from dataclasses import replace
 from time import monotonic
 
-from baton.cluster.errors import BatonError
+from baton.cluster.config import Config
+from baton.cluster.errors import BatonError, Reason
 from baton.cluster.records import Pools, WorkerRecord
 from baton.cluster.registry import Registry, RegistryUnavailable
 from router.clients import Workers
@@ -22,10 +23,21 @@ SNAPSHOT_EVERY_S = 0.2
 SNAPSHOT_AT_LEAST_EVERY_S = 10.0  # however often it has failed
 EVENTS_WAIT_S = 1.0
 AWAY_S = 0.5  # pause before asking the registry again after a failure
+LONGEST_NAME = 64  # of a cluster; the chart cuts longer ones
+
+
+def outside_of(config: Config) -> str:
+    """NAMESPACE/RELEASE of a cluster that Kubernetes runs, as the chart's name for it says; empty for any other."""
+    if config.launcher.kind != "kubernetes":
+        return ""
+    namespace, dot, release = config.cluster.name.partition(".")
+    return f"{namespace}/{release}" if dot and len(config.cluster.name) < LONGEST_NAME else "NAMESPACE/RELEASE"
 
 
 class Watch:
-    def __init__(self, view: ClusterView, registry: Registry, workers: Workers, hang_s: float) -> None:
+    def __init__(self, view: ClusterView, registry: Registry, workers: Workers, hang_s: float, outside: str = "") -> None:
+        """`outside`: NAMESPACE/RELEASE, if Kubernetes runs this cluster: nothing there reads what a router wishes for."""
+        self._outside = outside
         self._view = view
         self._registry = registry
         self._workers = workers
@@ -39,14 +51,23 @@ class Watch:
         return max(0, self._reached - 1)
 
     async def resize(self, prefill: int | None, decode: int | None) -> Pools:
-        """Writes the wanted sizes of the pools into the registry; None keeps a size. Raises RegistryUnavailable."""
+        """Writes the wanted sizes of the pools into the registry; None keeps a size. Raises RegistryUnavailable,
+        and INVALID_FIELD where nothing would read them."""
+        if self._outside:
+            way = f"`baton scale --kubernetes {self._outside}`, where a kubeconfig is"
+            raise BatonError(Reason.INVALID_FIELD, f"Kubernetes runs this cluster, and no pod may change it: {way}")
         now = await self._registry.desired() or Pools(1, 1)
         wanted = replace(now, prefill=now.prefill if prefill is None else prefill, decode=now.decode if decode is None else decode)
         await self._registry.desire(wanted)
         return wanted
 
     async def end(self) -> bool:
-        """Writes into the registry that the cluster should end. Returns False if no supervisor reads that. Raises RegistryUnavailable."""
+        """Writes into the registry that the cluster should end. Returns False if no supervisor reads that. Raises RegistryUnavailable,
+        and INVALID_FIELD on Kubernetes."""
+        if self._outside:
+            namespace, _, release = self._outside.partition("/")
+            way = f"`helm -n {namespace} uninstall {release}`"
+            raise BatonError(Reason.INVALID_FIELD, f"Kubernetes runs this cluster, and no pod may end it: {way}")
         now = await self._registry.desired()
         if now is not None:
             await self._registry.desire(replace(now, stop=True))

@@ -46,7 +46,7 @@ from router.resume import receipt_key
 from router.service import Draws, GenerateService, ServedModel, Tenancy
 from router.tokenizer import Tokenizer
 from router.view import ClusterView
-from router.watch import Watch
+from router.watch import Watch, outside_of
 
 log = logging.getLogger(__name__)
 SERVICE = generation_pb2.DESCRIPTOR.services_by_name["Generation"].full_name
@@ -100,7 +100,7 @@ class RouterProcess:
         self._health = public.health
         tokenizer = await asyncio.to_thread(Tokenizer.load, Path(config.model.path))
         self._view = view = ClusterView(tokenizer.fingerprint)
-        watch = Watch(view, self._registry, self._workers, config.router.hang_s)
+        watch = Watch(view, self._registry, self._workers, config.router.hang_s, outside_of(config))
         self._admission = admission = Admission(config.router.max_inflight, config.router.max_queue, config.router.overload)
         model_name = self._model_name
         gauges.tell(self._book, view, admission, watch, self._tracer)

@@ -20,7 +20,7 @@ WORKER = {"baton.engine", "baton.cluster", "baton.v1", "kvtransfer"}
 # package → which of our packages it may import. An entry that names a module allows only that module.
 ARROWS = {
     "baton": {"baton.attempts", "baton.client", "baton.v1"},
-    "baton.access": {"baton.client", "baton.cluster", "baton.launch.state"},
+    "baton.access": {"baton.client", "baton.cluster", "baton.launch.pods", "baton.launch.port_forward", "baton.launch.state"},
     "baton.cli": {"baton", "kvtransfer", "loadtest.cli", "loadtest.options"},
     "baton.cluster": {"baton.engine.block_key", "baton.stages"},
     "baton.engine": set(),
@@ -48,7 +48,7 @@ HOMES = {
     "opentelemetry": ("baton/cluster/otel.py",),
     "cryptography": ("baton/cli/certs.py",),
     "prometheus_client": ("baton/cluster/metrics_http.py",),
-    "kubernetes": ("baton/launch/",),
+    "kubernetes": ("baton/launch/kubernetes_api.py",),
     "tokenizers": ("router/", "baton/models/", "loadtest/plan.py"),
     "typer": ("baton/access/options.py", "baton/cli/", "loadtest/cli.py", "loadtest/options.py"),
     "rich": ("baton/terminal.py", "baton/cli/", "baton/models/train/", "loadtest/"),
@@ -57,11 +57,17 @@ HOMES = {
     "starlette": ("router/http/",),
     "h11": ("router/http/connection.py", "baton/cluster/page_server.py", "loadtest/http_door.py"),
     "limits": ("router/rates.py",),
+    "huggingface_hub": ("baton/models/fetch/hub.py",),
+    "httpx2": ("baton/models/fetch/hub.py",),
+    "boto3": ("baton/models/fetch/bucket.py",),
+    "botocore": ("baton/models/fetch/bucket.py",),
+    "urllib3": ("baton/models/fetch/bucket.py", "baton/launch/kubernetes_api.py"),
+    "awscrt": ("baton/models/fetch/digest.py",),
 }
 # Code that only decides: no await, no clock, no randomness, no torch.
 PURE = (
     "baton/engine/scheduler.py", "baton/engine/blocks.py", "baton/engine/sequence.py", "baton/stages.py", "kvtransfer/lease.py",
-    "baton/attempts.py",
+    "baton/attempts.py", "baton/launch/pods.py",
     "baton/cluster/awake.py", "baton/worker/stall.py",
     "router/policy.py", "router/poison.py", "router/view.py",
     "router/prefix_index.py", "router/admission.py", "router/pace.py",
@@ -252,6 +258,10 @@ def test_proto_is_not_a_python_package() -> None:
         ("baton.client", "baton.cluster"),
         ("baton.cli.main", "torch"),
         ("baton.cli.main", "matplotlib"),
+        ("baton.cli.main", "kubernetes"),
+        ("baton.cli.main", "urllib3"),
+        ("baton.cli.fetch", "huggingface_hub"),
+        ("baton.cli.fetch", "boto3"),
         ("baton.engine.toy", "torch"),
         ("baton.engine.runner", "numba"),
     ],

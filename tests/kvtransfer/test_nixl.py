@@ -95,11 +95,11 @@ def test_settings_that_leave_no_transport_are_refused(make_reader: MakeReader, m
 
 
 def test_rdma_counts_only_on_devices_that_ucx_may_use(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(ucx, "_rdma_ports", lambda: ["mlx5_0:1", "mlx5_1:1"])
+    monkeypatch.setattr(ucx, "rdma_ports", lambda: ["mlx5_0:1", "mlx5_1:1"])
     for devices, used in (("lo", False), ("eth0", False), ("eth0,mlx5_1:1", True), ("all", True)):
         assert ucx.uses_rdma({"UCX_NET_DEVICES": devices}) == used
     assert ucx.uses_rdma({})
-    monkeypatch.setattr(ucx, "_rdma_ports", list)
+    monkeypatch.setattr(ucx, "rdma_ports", list)
     assert not ucx.uses_rdma({})
 
 
@@ -112,13 +112,13 @@ def test_rdma_counts_only_on_adapters_that_this_process_can_open(tmp_path: Path,
         (tmp_path / adapter / "device" / "infiniband_verbs" / f"uverbs{number}").mkdir(parents=True)
     monkeypatch.setattr(ucx, "INFINIBAND", tmp_path)
     monkeypatch.setattr(ucx, "DEVICES", devices)
-    assert ucx._rdma_ports() == [] and not ucx.uses_rdma({})
+    assert ucx.rdma_ports() == [] and not ucx.uses_rdma({})
     (devices / "uverbs1").touch()
-    assert ucx._rdma_ports() == ["mlx5_1:1"] and ucx.uses_rdma({})
+    assert ucx.rdma_ports() == ["mlx5_1:1"] and ucx.uses_rdma({})
 
 
 def test_a_host_maps_to_its_network_devices(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(ucx, "_rdma_ports", lambda: ["mlx5_0:1"])
+    monkeypatch.setattr(ucx, "rdma_ports", lambda: ["mlx5_0:1"])
     entries = [SimpleNamespace(family=family, address=at) for family, at in ((socket.AF_INET, "10.0.0.7"), (socket.AF_INET6, "fd00::7"))]
     monkeypatch.setattr(psutil, "net_if_addrs", lambda: {"eth0": entries})
     assert ucx.devices_of("10.0.0.7") == ucx.devices_of("fd00::7") == "eth0,mlx5_0:1"

@@ -38,7 +38,7 @@ from router.live import Live
 from router.peers import Peers
 from router.request import Failure, Request
 from router.view import ClusterView
-from router.watch import Watch
+from router.watch import Watch, outside_of
 
 BUSY = Load(running=3, waiting=2, free_blocks=500, credit_tokens=-40, cached_blocks=7, leases=1, waiting_tokens=90)
 
@@ -86,7 +86,7 @@ class House:
 
 
 @asynccontextmanager
-async def administered(house: House, registry: MemoryRegistry, name: str) -> AsyncIterator[Any]:
+async def administered(house: House, registry: MemoryRegistry, name: str, config: Config | None = None) -> AsyncIterator[Any]:
     """The router `name` over `house` and one worker that answers, as a member of the registry."""
     admission = Admission(4, 4)
     worker_server, admin_server = Server(Config(), 1 << 20), Server(Config(), 1 << 20)
@@ -95,7 +95,7 @@ async def administered(house: House, registry: MemoryRegistry, name: str) -> Asy
     address = worker_server.bind(0)
     house.says = record("d0", address=address, load=BUSY)
     house.view.update([house.says, record("p0", address="127.0.0.1:1")], 0.0)
-    watch = Watch(house.view, house.registry, house.workers, 2.0)
+    watch = Watch(house.view, house.registry, house.workers, 2.0, outside_of(config or Config()))
     watch.registry_reachable = True
     admin_address = admin_server.bind(0)
     own = RouterRecord(name, 1, os.getpid(), "host", {"grpc": "127.0.0.1:9", "admin": admin_address}, "toy")
@@ -297,6 +297,28 @@ async def test_sizes_that_no_cluster_has_are_refused(house: tuple[House, Any], a
     with pytest.raises(grpc.RpcError) as caught:
         await house[1].Scale(pb.ScaleRequest(**asked), timeout=20)
     assert to_error(caught.value).reason is Reason.INVALID_FIELD and await house[0].registry.desired() is None
+
+
+@pytest.mark.parametrize(
+    ("name", "place", "uninstall"),
+    [
+        ("models.r", "models/r", "helm -n models uninstall r"),
+        ("x" * 55 + "-12345678", "NAMESPACE/RELEASE", "helm -n NAMESPACE uninstall RELEASE"),  # the chart has cut it
+    ],
+)
+async def test_where_kubernetes_runs_the_cluster_a_wish_is_refused_and_the_way_is_named(name: str, place: str, uninstall: str) -> None:
+    """No pod may change its own Deployment, so a wish in the registry would be followed by nobody."""
+    house = House()
+    config = Config.model_validate({"launcher": {"kind": "kubernetes"}, "cluster": {"name": name}})
+    async with administered(house, MemoryRegistry(), "router-0", config) as stub:
+        for ask, way in (
+            (stub.Scale(pb.ScaleRequest(decode=3), timeout=20), f"baton scale --kubernetes {place}"),
+            (stub.Down(pb.DownRequest(), timeout=20), uninstall),
+        ):
+            with pytest.raises(grpc.RpcError) as caught:
+                await ask
+            assert to_error(caught.value).reason is Reason.INVALID_FIELD and way in str(caught.value.details())
+    assert await house.registry.desired() is None
 
 
 async def test_without_the_registry_no_size_is_noted(house: tuple[House, Any]) -> None:

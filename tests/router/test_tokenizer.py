@@ -349,7 +349,7 @@ def test_a_prompt_is_never_truncated_or_padded(tmp_path: Path) -> None:
 
 
 def test_unusable_folders_are_refused(tmp_path: Path) -> None:
-    with pytest.raises(OSError):
+    with pytest.raises(ValueError, match=f"model.path: {tmp_path} holds no tokenizer.json"):
         Tokenizer.load(tmp_path)
     for files in (
         {"tokenizer.json": "{"},
