@@ -46,7 +46,8 @@ CONNECT_TIMEOUT_S = 5.0
 CLOSE_TIMEOUT_S = 0.5
 INLINE_BYTES = 16 << 20
 PROBE_BYTES = 64  # read on connect, because the first transfer sets up the connection
-PROBE_S, PROBES = 0.2, 8  # minimum time and count to rule out a copy in memory; where there is one, 2 or 3 probes show it
+PROBE_S, PROBES = 0.2, 8  # minimum time and count to rule out a copy in memory
+INLINE_RUN = 6  # probes in a row that were done at once show one. One alone may be an answer over TCP, if this thread lost its core
 
 MAGIC = b"baton-nixl/1\r\n\0\0"
 CHECK_BYTES = 16
@@ -239,10 +240,11 @@ class NixlTransport:
             self._await_predecessor(link, deadline)
             with self._lock:
                 self._add_agent(link)
-            enough, probes = time.monotonic() + PROBE_S, 0
-            while not link.inline and (probes < PROBES or time.monotonic() < enough):
-                link.inline = self._transfer(link, deadline, partial(self._probe_of, link))
+            enough, probes, run = time.monotonic() + PROBE_S, 0, 0
+            while run < INLINE_RUN and (run or probes < PROBES or time.monotonic() < enough):
+                run = run + 1 if self._transfer(link, deadline, partial(self._probe_of, link)) else 0
                 probes += 1
+            link.inline = run == INLINE_RUN
             if self._in_memory_only and not link.inline:
                 raise transfer_failed("NIXL would send KV over the network in clear, and this cluster has TLS; use the tcp transport")
             if not (link.inline or self._rdma or self._allow_tcp):

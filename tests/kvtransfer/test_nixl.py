@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import os
 import socket
 import subprocess
@@ -154,6 +155,20 @@ def test_ucx_over_tcp_is_refused_where_processes_cannot_read_each_other(start_pe
     assert allowed.ask("read", "served:1", address, blocks, blocks[::-1]) is None
     served.pool.array[:] = served.pool.array[::-1].copy()
     assert allowed.ask("digest") == blake2b(served.pool.array.tobytes(), digest_size=16).hexdigest()
+
+
+@pytest.mark.parametrize("late", [1, 3, nixl.INLINE_RUN])
+def test_answers_over_tcp_that_are_there_at_once_now_and_then_are_no_copy_in_memory(
+    late: int, shared_peers: SharedPeers, make_reader: MakeReader, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A thread that loses its core between the request and its first look finds the answer there, as after a copy."""
+    reader, peer = make_reader("nixl").transport, shared_peers("nixl")
+    probes = itertools.count(1)
+    monkeypatch.setattr(reader, "_transfer", lambda *_: next(probes) % late != 0)
+    with pytest.raises(BatonError, match="only over TCP"):
+        reader.connect(peer.name, peer.address)
+    monkeypatch.undo()
+    reader.connect(peer.name, peer.address)
 
 
 def test_over_ucx_tcp_a_dying_reader_crashes_a_slow_peer(start_peer: StartPeer) -> None:
