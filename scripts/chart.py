@@ -24,6 +24,7 @@ ONE_OF = {
     "image.pullPolicy": PULL,
     "model.imagePullPolicy": PULL,
     "service.type": ["ClusterIP", "NodePort", "LoadBalancer"],
+    "service.externalTrafficPolicy": ["Cluster", "Local"],
     "prefill.workload": ["deployment", "lws"],
     "decode.workload": ["deployment", "lws"],
     "prefill.scaling": SCALING,
