@@ -13,7 +13,7 @@ from kube_load import VALUES, install_toy, loaded, wait_for_handoff
 pytestmark = [pytest.mark.kube, pytest.mark.skipif(bool(available()), reason=available() or "-"), pytest.mark.timeout(900)]
 WHOLE = {"router": 2, "prefill": 2, "decode": 2, "redis": 1}
 REQUESTS, FEWER = 1000, 400
-# A node's door leads to its own router. Otherwise it may lead to the router of a node that is gone until Kubernetes notices, after 20 s here.
+# A node's door leads to its own router. Otherwise it may lead to one on a node that is gone until Kubernetes notices, after 20 s here.
 LOCAL = ("--set", "service.externalTrafficPolicy=Local")
 needs_nodes = pytest.mark.skipif(NODE not in os.environ, reason=f"no program that cuts nodes off: {NODE} is not set")
 
