@@ -28,9 +28,9 @@ serve: $(READY)
 test: $(DEV) lint
 	$(BIN)/python -m pytest --numprocesses $(TEST_PROCESSES) --no-loadscope-reorder
 
-# Needs a Kubernetes cluster (tests/support/kube.py says how it is named); without one they are skipped.
+# Needs a Kubernetes cluster (tests/kube/run says how it is named); without one they are skipped.
 test-kube: $(DEV)
-	$(BIN)/python -m pytest tests/kube
+	PYTHON=$(BIN)/python tests/kube/run
 
 lint: $(DEV)
 	$(BIN)/ruff check .

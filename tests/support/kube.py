@@ -1,7 +1,6 @@
 """A Kubernetes cluster, and releases of the chart on it.
 
-`BATON_TEST_KUBE` names a program that has one: `up`, `build NAME FOLDER -f FILE`, `load NAME`, `env` (shell lines that set KUBECONFIG and
-PATH). Without it, KUBECONFIG names a cluster whose nodes have the image `BATON_TEST_KUBE_IMAGE` already, and kubectl and helm are on PATH.
+KUBECONFIG names a cluster whose nodes have the image `BATON_TEST_KUBE_IMAGE`; kubectl and helm are on PATH (tests/kube/run sees to it).
 `BATON_TEST_KUBE_NODE` names a program that is called with a node and `cut` (its network ends), `back` or `kill` (all its containers end);
 the tests that need it are skipped without it.
 """
@@ -9,6 +8,7 @@ the tests that need it are skipped without it.
 import json
 import os
 import shlex
+import shutil
 import subprocess
 import time
 from collections.abc import Callable, Iterator
@@ -19,23 +19,20 @@ from typing import Any
 
 ROOT = Path(__file__).resolve().parents[2]
 CHART = ROOT / "deploy" / "helm" / "baton"
-PROVIDER, IMAGE, NODE = "BATON_TEST_KUBE", "BATON_TEST_KUBE_IMAGE", "BATON_TEST_KUBE_NODE"
-BUILT = "localhost/baton:test"
+IMAGE, NODE = "BATON_TEST_KUBE_IMAGE", "BATON_TEST_KUBE_NODE"
 RESTRICTED = "pod-security.kubernetes.io/enforce"
 
 
 def available() -> str:
     """Why there is no cluster; empty if there is one."""
-    if os.environ.get(PROVIDER) or (os.environ.get("KUBECONFIG") and os.environ.get(IMAGE)):
-        return ""
-    return f"no Kubernetes: neither {PROVIDER} nor KUBECONFIG with {IMAGE} is set"
+    return "" if os.environ.get("KUBECONFIG") and os.environ.get(IMAGE) else f"no Kubernetes: KUBECONFIG and {IMAGE} are not set"
 
 
 @dataclass(frozen=True)
 class Kube:
     env: dict[str, str]
     image: str
-    helm: str = "helm"
+    helm: str
 
     def run(self, *command: str, timeout: float = 120, check: bool = True, given: str | None = None) -> str:
         """Raises AssertionError with what the command wrote, if it fails. `given` is its input."""
@@ -67,17 +64,8 @@ class Kube:
 
 
 def start() -> Kube:
-    """The cluster, with the image on its nodes."""
-    provider = os.environ.get(PROVIDER)
-    if not provider:
-        return Kube(dict(os.environ), os.environ[IMAGE])
-    for command in (("up",), ("build", BUILT, str(ROOT), "-f", str(ROOT / "deploy" / "Dockerfile")), ("load", BUILT)):
-        done = subprocess.run([provider, *command], capture_output=True, text=True, timeout=1800)
-        assert done.returncode == 0, f"{provider} {shlex.join(command)}\n{done.stdout[-3000:]}\n{done.stderr[-3000:]}"
-    lines = subprocess.run([provider, "env"], capture_output=True, text=True, check=True).stdout
-    told = subprocess.run(["bash", "-c", f"{lines}\necho $KUBECONFIG; echo $PATH"], capture_output=True, text=True, check=True).stdout
-    config, path = told.splitlines()
-    return Kube({**os.environ, "KUBECONFIG": config, "PATH": path}, BUILT, "helm3")
+    path = os.environ["PATH"]
+    return Kube(dict(os.environ), os.environ[IMAGE], next(helm for helm in ("helm", "helm3", "helm4") if shutil.which(helm, path=path)))
 
 
 @dataclass(frozen=True)
