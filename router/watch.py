@@ -43,12 +43,11 @@ class Watch:
         self._workers = workers
         self._probes = Probes(view, workers, hang_s)
         self.registry_reachable = False
-        self._reached = 0
+        self.reached = 0  # how often the registry became reachable
 
     @property
     def reconnects(self) -> int:
-        """How often the registry became reachable again."""
-        return max(0, self._reached - 1)
+        return max(0, self.reached - 1)
 
     async def resize(self, prefill: int | None, decode: int | None) -> Pools:
         """Writes the wanted sizes of the pools into the registry; None keeps a size. Raises RegistryUnavailable,
@@ -143,5 +142,5 @@ class Watch:
     def _note(self, reachable: bool, error: BaseException | None = None) -> None:
         if reachable != self.registry_reachable:
             log.info("registry is %s", "reachable" if reachable else f"unreachable: {error}")
-            self._reached += reachable
+            self.reached += reachable
         self.registry_reachable = reachable

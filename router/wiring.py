@@ -84,7 +84,8 @@ class RouterProcess:
         self._book = Book("router", model=self._model_name)
         self._journal = Journal(self._book, self._tracer, self._model_name, config.slo, config.telemetry.recent_requests)
         self._metrics = MetricsServer(config, Exposition(self._book), lambda: self.stage is Stage.READY, self._guard, self._targets)
-        self._health_pages = HealthServer(config, lambda: self.stage is Stage.READY)
+        self._health_pages = HealthServer(config, lambda: self.stage, waits_for=self._waits_for)
+        self._watch: Watch | None = None
         self._closers = AsyncExitStack()  # all of them run, in reverse order, even if one fails
         self._closers.push_async_callback(asyncio.to_thread, self._tracer.close)
         closers = (self._health_pages.close, self._metrics.close, self._registry.close, self._workers.close, self._peers.close)
@@ -100,7 +101,7 @@ class RouterProcess:
         self._health = public.health
         tokenizer = await asyncio.to_thread(Tokenizer.load, Path(config.model.path))
         self._view = view = ClusterView(tokenizer.fingerprint)
-        watch = Watch(view, self._registry, self._workers, config.router.hang_s, outside_of(config))
+        self._watch = watch = Watch(view, self._registry, self._workers, config.router.hang_s, outside_of(config))
         self._admission = admission = Admission(config.router.max_inflight, config.router.max_queue, config.router.overload)
         model_name = self._model_name
         gauges.tell(self._book, view, admission, watch, self._tracer)
@@ -229,6 +230,10 @@ class RouterProcess:
             log.info("reloaded the API keys")
             if self._keys.limited and not limited:
                 log.warning("tenant limits take effect after a restart: the router started without any")
+
+    def _waits_for(self) -> str:
+        """Without a look at the registry a router knows no worker, and would refuse what other routers serve. One look is enough."""
+        return "" if self._watch and self._watch.reached else "the registry has not answered yet"
 
     async def _set_health(self, serving: bool) -> None:
         status = health_pb2.HealthCheckResponse.SERVING if serving else health_pb2.HealthCheckResponse.NOT_SERVING

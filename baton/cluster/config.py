@@ -433,7 +433,7 @@ class TelemetryConfig(Section):
         default=None,
         ge=0,
         le=65535,
-        description="Port of a process's /livez and /readyz, in plain HTTP without keys; 0: any free one. Not set: none.",
+        description="Port of a process's /livez, /startupz and /readyz, in plain HTTP without keys; 0: any free one. Not set: none.",
     )
     otlp_endpoint: str | None = Field(
         default=None,

@@ -110,7 +110,7 @@ class Host:
         """Raises the error that keeps the engine or the transport from starting."""
         began = time.monotonic()
         if (port := self.config.telemetry.health_port) is not None:  # first: it answers while the model is loaded
-            health = HealthServer(self.config, lambda: self.stage is Stage.READY, self.stalled_s)
+            health = HealthServer(self.config, lambda: self.stage, stalled_s=self.stalled_s)
             self._closers.push_async_callback(health.close)
             await health.start(port)
         if not fits(self.config, self.role, usable_cores()):

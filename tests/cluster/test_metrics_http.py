@@ -17,6 +17,7 @@ from baton.cluster.config import ClusterConfig, Config, SecurityConfig
 from baton.cluster.errors import BatonError, Reason
 from baton.cluster.guard import Guard
 from baton.cluster.health import HealthServer
+from baton.cluster.lifecycle import Stage
 from baton.cluster.metrics import Book
 from baton.cluster.metrics_http import Exposition, MetricsServer
 from baton.cluster.page_server import PageServer
@@ -251,15 +252,23 @@ async def test_mutual_tls_admits_only_clients_with_a_signed_certificate(certific
 
 async def test_health_is_plain_http_even_where_everything_else_is_mutual_tls(certificates: dict[str, str]) -> None:
     security = SecurityConfig(tls_cert=certificates["own.pem"], tls_key=certificates["own.key"], tls_ca=certificates["ca.pem"])
-    ready, stalled_s = False, 0.0
-    server = HealthServer(Config(security=security), lambda: ready, lambda: stalled_s)
+    stage, stalled_s, waits_for = Stage.STARTING, 0.0, "a registry"
+    server = HealthServer(Config(security=security), lambda: stage, stalled_s=lambda: stalled_s, waits_for=lambda: waits_for)
+
+    async def statuses() -> list[int]:
+        return [(await get(server, path))[0] for path in ("/livez", "/startupz", "/readyz")]
+
     await server.start(0)
     try:
-        assert (await get(server, "/livez"))[0] == 200 and (await get(server, "/readyz"))[0] == 503
-        ready = True
-        assert (await get(server, "/readyz"))[0] == 200
+        assert await statuses() == [200, 503, 503]
+        stage = Stage.READY
+        assert await statuses() == [200, 200, 503]
+        waits_for = ""
+        assert await statuses() == [200, 200, 200]
         stalled_s = Config().launcher.hang_s
-        assert (await get(server, "/livez"))[0] == 503 and (await get(server, "/readyz"))[0] == 200
+        assert await statuses() == [503, 200, 200]
+        stage = Stage.DRAINING
+        assert await statuses() == [503, 200, 503]
         assert (await get(server, "/metrics"))[0] == 404
     finally:
         await server.close()

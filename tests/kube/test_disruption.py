@@ -8,7 +8,7 @@ from contextlib import contextmanager
 
 import pytest
 from kube import NODE, Kube, Release, available, namespace
-from kube_load import VALUES, install_toy, loaded, wait_for_handoff
+from kube_load import VALUES, install_toy, loaded, wait_for_doors, wait_for_handoff
 
 pytestmark = [pytest.mark.kube, pytest.mark.skipif(bool(available()), reason=available() or "-"), pytest.mark.timeout(900)]
 WHOLE = {"router": 2, "prefill": 2, "decode": 2, "redis": 1}
@@ -118,6 +118,7 @@ def spread(release: Release) -> None:
 def test_a_node_that_is_gone_for_30_s_loses_nothing(release: Release, what: str, with_redis: bool) -> None:
     """Cut off, it comes back with workers that believe to be members; killed, with none."""
     spread(release)
+    wait_for_doors(release)
     [redis] = release.pods("redis")
     home = redis["spec"]["nodeName"]
     others = sorted({pod["spec"]["nodeName"] for role in WHOLE for pod in release.pods(role)} - {home})

@@ -8,7 +8,7 @@ import threading
 import time
 from collections import Counter
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Any
@@ -16,7 +16,7 @@ from typing import Any
 from kube import Release
 from nemesis import Plan, Tally, ToyOracle, load
 
-from baton.client import AsyncClient, Client, Result
+from baton.client import AsyncClient, Client, GenerateError, Result
 
 VALUES = Path(__file__).parents[1] / "kube" / "toy.yaml"
 STREAMS = 20
@@ -30,10 +30,10 @@ def install_toy(release: Release, *arguments: str) -> None:
     release.install("-f", str(VALUES), *arguments)
 
 
-def ask(release: Release, first: int) -> Result:
-    """One request whose prompt begins with `first`."""
+def ask(release: Release, first: int, door: str | None = None) -> Result:
+    """One request whose prompt begins with `first`, through any door or through this one."""
     asked: dict[str, Any] = {"max_tokens": 4, "temperature": 0.0, "ignore_eos": True, "timeout_s": 60}
-    with Client(release.doors()) as client, client.generate(token_ids=[first] * 40, **asked) as stream:
+    with Client(door or release.doors()) as client, client.generate(token_ids=[first] * 40, **asked) as stream:
         for _ in stream:
             pass
         return stream.result
@@ -43,6 +43,19 @@ def workers_of(release: Release, first: int) -> tuple[str, str]:
     """The prefill worker of a request, empty if there was none, and its decode worker."""
     workers = ask(release, first).workers
     return workers["prefill"] or "", workers["decode"]
+
+
+def wait_for_doors(release: Release) -> None:
+    """Until each door answers. A node that was cut off learns from the API server where its pods are now only when its watch is renewed."""
+    for door in release.doors():
+
+        def answers(door: str = door) -> bool:
+            with suppress(GenerateError):
+                ask(release, 1, door)
+                return True
+            return False
+
+        release.kube.wait(answers)
 
 
 def wait_for_handoff(release: Release, nodes: int) -> None:

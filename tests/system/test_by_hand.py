@@ -8,11 +8,13 @@ import sys
 import threading
 import time
 from collections.abc import Callable, Iterator, Mapping
+from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 import grpc
+import httpx2
 import pytest
 import yaml
 from grpc_health.v1 import health_pb2, health_pb2_grpc
@@ -238,6 +240,33 @@ def test_a_second_sigterm_stops_the_worker_immediately(slow: Processes) -> None:
     assert slow.decode.wait(8) == 0
     slow.router.kill()
     assert isinstance(stream.error(), GenerateError)
+
+
+def test_a_router_that_never_read_the_registry_is_not_ready(tmp_path: Path) -> None:
+    """It would refuse what other routers serve. Once it knows the cluster, it stays ready without a registry."""
+    hand = Hand(tmp_path)
+    with Ports("127.0.0.1") as held:
+        redis, health = held.hold(), held.hold()
+
+        def status(of: str) -> int:
+            with suppress(httpx2.TransportError):
+                return httpx2.get(f"http://127.0.0.1:{health}/{of}").status_code
+            return 0
+
+        ports = [f"--router.{door}=0" for door in ("port", "admin-port", "http-port", "page-port")]
+        tree = {"BATON_REDIS_URL": f"redis://127.0.0.1:{redis}/0", "BATON_MODEL_PATH": str(toy(tmp_path / "toy"))}
+        try:
+            hand.python("router", *ports, f"--telemetry.health-port={health}", env=tree)
+            hand.wait(lambda: status("startupz") == 200 and "registry is unreachable" in hand.log("router"))
+            assert (status("livez"), status("readyz")) == (200, 503)
+            server = hand.start("redis", str(find_binary()), "--port", str(redis), "--bind", "127.0.0.1", "--save", "")
+            hand.wait(lambda: status("readyz") == 200)
+            outages = hand.log("router").count("registry is unreachable")
+            server.kill()
+            hand.wait(lambda: hand.log("router").count("registry is unreachable") > outages)
+            assert (status("livez"), status("readyz")) == (200, 200)
+        finally:
+            hand.stop()
 
 
 @pytest.mark.parametrize(

@@ -136,7 +136,7 @@ spec:
       {{- if .config }}
       # Not there, not ready, dead: three questions. None asks about another process.
       startupProbe:
-        httpGet: {path: /readyz, port: health}
+        httpGet: {path: /startupz, port: health}
         periodSeconds: 2
         timeoutSeconds: 5
         failureThreshold: {{ div $role.startSeconds 2 }}
