@@ -36,6 +36,20 @@ def uids(release: Release, role: str) -> set[str]:
     return {pod["metadata"]["uid"] for pod in release.pods(role)}
 
 
+def spread(release: Release) -> None:
+    """A pod of each role on either node: after an eviction or a rollout all may be on one, and Kubernetes moves none back."""
+    for role in ("router", "prefill", "decode"):
+        one, other = release.pods(role)
+        node = one["spec"]["nodeName"]
+        if node == other["spec"]["nodeName"]:
+            release.kube.kubectl("cordon", node)
+            try:
+                release.kube.kubectl("-n", release.namespace, "delete", "pod", one["metadata"]["name"])
+                release.whole(**WHOLE)
+            finally:
+                release.kube.kubectl("uncordon", node)
+
+
 def test_a_rolling_restart_of_each_tier_loses_nothing(release: Release) -> None:
     before = {role: uids(release, role) for role in ("decode", "prefill", "router")}
     with loaded(release, REQUESTS):
@@ -56,6 +70,7 @@ def test_an_upgrade_loses_nothing(release: Release) -> None:
 
 
 def test_a_drain_of_each_node_respects_the_budgets_and_loses_nothing(release: Release) -> None:
+    spread(release)
     wait_for_handoff(release, nodes=2)
     nodes = sorted({pod["spec"]["nodeName"] for role in WHOLE for pod in release.pods(role)})
     with loaded(release, FEWER), watched(release) as fewest:
@@ -97,20 +112,6 @@ def test_a_pod_that_is_killed_loses_nothing(release: Release, role: str) -> None
     with loaded(release, 200, seed=len(role)):
         release.kube.kubectl("-n", release.namespace, "delete", "pod", victim, "--grace-period=0", "--force")
         release.whole(**WHOLE)
-
-
-def spread(release: Release) -> None:
-    """A pod of each role on either node: after an eviction all may be on one, and Kubernetes moves none back."""
-    for role in ("router", "prefill", "decode"):
-        one, other = release.pods(role)
-        node = one["spec"]["nodeName"]
-        if node == other["spec"]["nodeName"]:
-            release.kube.kubectl("cordon", node)
-            try:
-                release.kube.kubectl("-n", release.namespace, "delete", "pod", one["metadata"]["name"])
-                release.whole(**WHOLE)
-            finally:
-                release.kube.kubectl("uncordon", node)
 
 
 @needs_nodes
