@@ -275,7 +275,7 @@ async def test_the_log_of_a_pod_that_is_down_is_that_of_its_last_run(release: Re
     victim = sorted(set(await states(bench)) - set(bench.busy))[0]
 
     async def said() -> str:
-        """What the command says of a pod that is down; empty if the pod was up again when it asked. Each wait is longer than the one before."""
+        """What the command says of a pod that is down; empty if it was up again by then. Each pause is longer than the last."""
         state = (await states(bench))[victim]
         if state.state == "running":
             await bench.ask(victim)  # it has written its log by then
