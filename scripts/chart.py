@@ -31,7 +31,8 @@ ONE_OF = {
     "decode.scaling": SCALING,
 }
 COPIES = ("prometheus/alerts.yml", "grafana/baton.json")  # a chart reads only files inside it
-AT_LEAST = {"decode.replicas": 1}
+AT_LEAST = {"decode.replicas": 1, "decode.autoscale.min": 1}
+OPEN = ("resources", "rollout", "disruption")  # Kubernetes checks these
 Schema = dict[str, Any]
 
 HEAD = """# The Baton chart
@@ -77,8 +78,9 @@ def values_schema(values: dict[str, Any]) -> Schema:
     properties["config"] = closed(config["properties"])
     for role in ROLES:
         properties[role]["properties"] |= properties["common"]["properties"]
-        for name in {"resources", "rollout"} & set(values[role]):
-            properties[role]["properties"][name] = {"type": "object"}  # Kubernetes checks these
+        properties[role]["properties"] |= {name: {"type": "object"} for name in OPEN if name in values[role]}
+    of_profile = properties["common"]["properties"] | {name: {"type": "object"} for name in OPEN}
+    properties["profiles"] = {"type": "object", "additionalProperties": closed(of_profile)}
     properties["model"]["properties"]["fetch"]["properties"]["resources"] = {"type": "object"}
     # Helm merges values of a parent chart into `global`, and many installers put the others beside our own.
     properties["global"] = {"type": "object", "properties": properties["global"]["properties"]}

@@ -117,7 +117,7 @@ def test_a_pod_that_is_killed_loses_nothing(release: Release, role: str) -> None
 @needs_nodes
 @pytest.mark.parametrize(("what", "with_redis"), [("cut", False), ("kill", False), ("cut", True)])
 def test_a_node_that_is_gone_for_30_s_loses_nothing(release: Release, what: str, with_redis: bool) -> None:
-    """Cut off, it comes back with workers that believe to be members; killed, with none."""
+    """Cut off, it comes back with workers that believe to be members; killed, with new ones, which start before it is back."""
     spread(release)
     wait_for_doors(release)
     [redis] = release.pods("redis")

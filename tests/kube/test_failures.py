@@ -1,8 +1,10 @@
 """What can go wrong at an installation: Kubernetes or the pod says what to do, under the names that docs/kubernetes.md lists."""
 
 import json
+import secrets
 from collections.abc import Iterator
 from contextlib import contextmanager
+from hashlib import sha256
 
 import pytest
 from kube import Kube, Release, available, namespace
@@ -11,7 +13,12 @@ from kube_load import VALUES, install_toy, loaded
 pytestmark = [pytest.mark.kube, pytest.mark.skipif(bool(available()), reason=available() or "-"), pytest.mark.timeout(900)]
 ONE_EACH = ("--set", "router.replicas=1,prefill.replicas=1,decode.replicas=1")
 GPU = "nvidia.com/gpu"
-PROFILE = {"gpu": {"resources": {"requests": {"cpu": "50m", "memory": "256Mi", GPU: 1}, "limits": {GPU: 1}}}}
+PROFILE = {
+    "gpu": {
+        "resources": {"requests": {"cpu": "50m", "memory": "256Mi", GPU: 1}, "limits": {GPU: 1}},
+        "rollout": {"maxSurge": 0, "maxUnavailable": 1},
+    }
+}
 ON_GPUS = ("--set", "prefill.profile=gpu,decode.profile=gpu", "--set-json", f"profiles={json.dumps(PROFILE)}")
 
 
@@ -100,19 +107,13 @@ def last_node(kube: Kube) -> str:
 def test_workers_land_where_the_gpus_are_and_an_update_needs_no_spare_one(space: Release) -> None:
     """Two GPUs for two workers, so the third stays pending, and a worker goes before its successor comes."""
     node = last_node(space.kube)
-    no_surge = (
-        "--set-json",
-        'prefill.rollout={"maxSurge":0,"maxUnavailable":1}',
-        "--set-json",
-        'decode.rollout={"maxSurge":0,"maxUnavailable":1}',
-    )
-    with devices(space.kube, node, GPU, 2), installed(space, *ON_GPUS, *no_surge):
+    with devices(space.kube, node, GPU, 2), installed(space, *ON_GPUS):
         space.whole(router=1, prefill=1, decode=1)
         assert {pod["spec"]["nodeName"] for role in ("prefill", "decode") for pod in space.pods(role)} == {node}
         with loaded(space, 30):
             pass
         before = space.pods("decode")[0]["metadata"]["uid"]
-        space.install("-f", str(VALUES), *ONE_EACH, *ON_GPUS, *no_surge, "--set", "config.decode.drain_s=21", verb="upgrade")
+        space.install("-f", str(VALUES), *ONE_EACH, *ON_GPUS, "--set", "config.decode.drain_s=21", verb="upgrade")
         space.whole(router=1, prefill=1, decode=1)
         assert space.pods("decode")[0]["metadata"]["uid"] != before
         space.kube.kubectl("-n", space.namespace, "scale", f"deployment/{space.full}-decode", "--replicas=2")
@@ -128,3 +129,23 @@ def test_kv_by_tcp_where_rdma_was_asked_for_fails_the_test_of_the_release(space:
         space.whole(router=1, prefill=1, decode=1)
         said = space.helm("test", space.name, "--logs", timeout=300, check=False)
         assert "RDMA was asked for, but KV went by tcp" in said, said
+
+
+def test_the_test_of_a_release_shows_a_key_and_is_let_in_where_clients_are_named(space: Release) -> None:
+    key = secrets.token_hex(16)
+    secret = {"keys": f"tester {sha256(key.encode()).hexdigest()}\n", "test-key": key}
+
+    def give(given: dict[str, str]) -> None:
+        space.kube.kubectl("-n", space.namespace, "delete", "secret", "tenants", "--ignore-not-found")
+        space.kube.kubectl(
+            "-n", space.namespace, "create", "secret", "generic", "tenants", *(f"--from-literal={k}={v}" for k, v in given.items())
+        )
+
+    nobody = "networkPolicy.clients[0].podSelector.matchLabels.app=nobody"
+    give(secret)
+    with installed(space, "--set", f"security.apiKeysSecret=tenants,{nobody}"):
+        space.whole(router=1, prefill=1, decode=1)
+        assert "KV by tcp" in space.helm("test", space.name, "--logs", timeout=300)
+        give({"keys": secret["keys"]})
+        said = space.helm("test", space.name, "--logs", timeout=300, check=False)
+        assert "has no `test-key`" in said, said

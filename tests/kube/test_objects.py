@@ -67,6 +67,11 @@ def test_promtool_accepts_the_rules_with_the_one_for_rdma(kube: Kube, tmp_path: 
         ("decode.workload=lws", "decode.workload lws"),
         ("image.pullPolicy=Sometimes", "pullPolicy"),
         ("ingress.enabled=true,ingress.tlsSecret=x", "ingress.host"),
+        ("ingress.enabled=true,security.tlsSecret=x", "security.tlsSecret"),
+        ("config.kv.transport=nixl,security.tlsSecret=x", "NIXL encrypts nothing"),
+        ("prefill.scaling=keda,prefill.autoscale.min=0,prefill.autoscale.prometheus=http://x", "config.slo.ttft_s"),
+        ("decode.scaling=keda,decode.autoscale.min=0", "/decode/autoscale/min"),
+        ("profiles.gpu.rolout.maxSurge=0", "rolout"),
     ],
 )
 def test_a_wrong_value_is_refused_with_its_name(kube: Kube, given: str, said: str) -> None:

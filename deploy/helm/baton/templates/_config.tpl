@@ -1,9 +1,11 @@
-{{/* Whether workers ask for RDMA: by the transport, or by a resource of theirs whose name begins with rdma/. */}}
+{{/* Whether workers ask for RDMA: by the transport, or by the name of a resource or a device claim of theirs. */}}
 {{- define "baton.rdma" -}}
 {{- $asked := eq "nixl" (dig "kv" "transport" "" .Values.config) -}}
 {{- range $role := list "prefill" "decode" -}}
-{{- $resources := (include "baton.pods" (list $ $role) | fromYaml).resources -}}
-{{- range $name, $_ := $resources.limits }}{{ if hasPrefix "rdma/" $name }}{{ $asked = true }}{{ end }}{{ end -}}
+{{- $pods := include "baton.pods" (list $ $role) | fromYaml -}}
+{{- range $name := concat (keys (default dict $pods.resources.limits)) (keys (default dict $pods.resourceClaims)) -}}
+{{- if regexMatch "rdma|roce|infiniband" $name }}{{ $asked = true }}{{ end -}}
+{{- end -}}
 {{- end -}}
 {{- $asked -}}
 {{- end -}}
@@ -52,6 +54,9 @@
 {{- $_ := set $places (printf "%s.cores" $role) "the kubelet pins cores (CPU manager policy static)" -}}
 {{- $_ := set $places (printf "%s.placement" $role) (printf "set %s.affinity, beside config" $role) -}}
 {{- end -}}
+{{- if and (eq (include "baton.rdma" .) "true") (include "baton.tlsSecret" .) -}}
+{{- fail "RDMA and security.tlsSecret or certManager: NIXL encrypts nothing, so with certificates KV between nodes goes by TCP, inside TLS. Leave out the adapters or the certificates" -}}
+{{- end -}}
 {{- include "baton.sameModel" . -}}
 {{- range $section, $keys := .Values.config -}}
 {{- range $key, $_ := $keys -}}
@@ -88,6 +93,8 @@ drops, for seconds with each new peer. Without certificates and keys, the networ
 -}}
 {{- if eq $role "router" -}}
 {{- $_ := set $own "router" (dict "port" 8470 "http_port" 8000 "admin_port" 8471 "page_port" 8472) -}}
+{{- /* Clients connect again from time to time, and so find the routers that have come meanwhile. */}}
+{{- $_ := set $defaults "router" (dict "connection_age_s" 300) -}}
 {{- $_ := set $own.telemetry "metrics_port" 9090 -}}
 {{- else -}}
 {{- $_ := set $own $role (dict "port" 8473) -}}

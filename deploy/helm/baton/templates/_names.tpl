@@ -1,7 +1,7 @@
 {{- define "baton.fullname" -}}
 {{- $name := default .Chart.Name .Values.nameOverride -}}
 {{- $full := .Values.fullnameOverride | default (ternary .Release.Name (printf "%s-%s" .Release.Name $name) (contains $name .Release.Name)) -}}
-{{- $full | trunc 50 | trimSuffix "-" -}}
+{{- $full | trunc 48 | trimSuffix "-" -}}
 {{- end -}}
 
 {{/* A role's name: takes (root, role). */}}
@@ -41,6 +41,16 @@ helm.sh/chart: {{ printf "%s-%s" (index . 0).Chart.Name (index . 0).Chart.Versio
 {{/* The Secret with certificates; empty without TLS. */}}
 {{- define "baton.tlsSecret" -}}
 {{- if .Values.security.certManager.issuer }}{{ include "baton.fullname" . }}-tls{{ else }}{{ .Values.security.tlsSecret }}{{ end -}}
+{{- end -}}
+
+{{/* The name under which clients ask for the model. */}}
+{{- define "baton.served" -}}
+{{ dig "model" "served_name" "" .Values.config | default (include "baton.modelPath" . | base) }}
+{{- end -}}
+
+{{/* The families of a Service: both only where processes bind both. */}}
+{{- define "baton.families" -}}
+{{ ternary "PreferDualStack" "SingleStack" (contains ":" .Values.listen) }}
 {{- end -}}
 
 {{- define "baton.secret" -}}

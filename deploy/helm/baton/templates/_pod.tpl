@@ -1,4 +1,5 @@
-{{/* What is said for all pods, for a role's profile and for the role itself, merged, and its resources: takes (root, role). */}}
+{{/* What is said for all pods, for a role's profile and for the role itself, merged; of its resources, rollout and disruption, the profile's or
+else the role's: takes (root, role). */}}
 {{- define "baton.pods" -}}
 {{- $values := (index . 0).Values -}}
 {{- $role := index $values (index . 1) -}}
@@ -18,7 +19,7 @@
 {{- end -}}
 {{- end -}}
 {{- $_ := set $made "tolerations" $tolerations -}}
-{{- $_ := set $made "resources" (default $role.resources $profile.resources) -}}
+{{- range $key := list "resources" "rollout" "disruption" -}}{{- $_ := set $made $key (default (index $role $key) (index $profile $key)) -}}{{- end -}}
 {{- toYaml $made -}}
 {{- end -}}
 
@@ -53,6 +54,7 @@ capabilities: {drop: [ALL]}
 metadata:
   labels:
     {{- include "baton.selector" (list .root .role) | nindent 4 }}
+    app.kubernetes.io/part-of: baton
     {{- with $pods.labels }}{{ toYaml . | nindent 4 }}{{ end }}
   {{- with mergeOverwrite $annotations $pods.annotations }}
   annotations: {{- toYaml . | nindent 4 }}
@@ -112,7 +114,7 @@ spec:
     - name: {{ .role }}
       image: {{ include "baton.image" .root }}
       imagePullPolicy: {{ $values.image.pullPolicy }}
-      args: {{ toJson .command }}
+      args: {{ concat .command $pods.args | toJson }}
       securityContext: {{- include "baton.confined" . | nindent 8 }}
       terminationMessagePolicy: FallbackToLogsOnError
       {{- $env := dict }}
@@ -165,7 +167,13 @@ spec:
         preStop:
           sleep: {seconds: {{ $role.preStopSeconds }}}
       {{- end }}
-      resources: {{- toYaml $pods.resources | nindent 8 }}
+      {{- $resources := $pods.resources }}
+      {{- if and $pods.resourceClaims (not (hasKey $resources "claims")) }}
+      {{- $claims := list }}
+      {{- range $name, $_ := $pods.resourceClaims }}{{ $claims = append $claims (dict "name" $name) }}{{ end }}
+      {{- $resources = merge (dict "claims" $claims) $resources }}
+      {{- end }}
+      resources: {{- toYaml $resources | nindent 8 }}
       volumeMounts:
         - {name: home, mountPath: /var/cache/baton}
         - {name: tmp, mountPath: /tmp}
@@ -209,6 +217,7 @@ spec:
 {{- define "baton.workload" -}}
 {{- $name := include "baton.name" (list .root .role) -}}
 {{- $role := index .root.Values .role -}}
+{{- $pods := include "baton.pods" (list .root .role) | fromYaml -}}
 {{- if eq "lws" (default "" $role.workload) }}{{ fail (printf "%s.workload lws is reserved for ranks on several nodes, which this chart cannot run yet" .role) }}{{ end -}}
 apiVersion: v1
 kind: ConfigMap
@@ -233,7 +242,7 @@ spec:
   progressDeadlineSeconds: {{ add $role.startSeconds 120 (include "baton.modelWait" .root) }}
   strategy:
     type: RollingUpdate
-    rollingUpdate: {{- toYaml $role.rollout | nindent 6 }}
+    rollingUpdate: {{- toYaml $pods.rollout | nindent 6 }}
   selector:
     matchLabels: {{- include "baton.selector" (list .root .role) | nindent 6 }}
   template:
@@ -248,7 +257,7 @@ metadata:
   name: {{ $name }}
   labels: {{- include "baton.labels" (list .root .role) | nindent 4 }}
 spec:
-  maxUnavailable: 1
+  {{- toYaml $pods.disruption | nindent 2 }}
   unhealthyPodEvictionPolicy: AlwaysAllow
   selector:
     matchLabels: {{- include "baton.selector" (list .root .role) | nindent 6 }}
