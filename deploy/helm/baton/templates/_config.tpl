@@ -10,6 +10,11 @@
 {{- $asked -}}
 {{- end -}}
 
+{{/* Ports that UCX listens on, FIRST-LAST, where workers ask for RDMA; empty elsewhere. */}}
+{{- define "baton.ucxPorts" -}}
+{{- if eq (include "baton.rdma" .) "true" }}{{ dig "kv" "ucx_port_range" "" .Values.config | default "8475-8490" }}{{ end -}}
+{{- end -}}
+
 {{/* Fails if an upgrade would change what makes KV: workers of before and after could not read each other's. */}}
 {{- define "baton.sameModel" -}}
 {{- $there := dig "data" "config.yaml" "" (default dict (lookup "v1" "ConfigMap" .Release.Namespace (include "baton.name" (list . "decode")))) -}}
@@ -99,6 +104,7 @@ drops, for seconds with each new peer. Without certificates and keys, the networ
 {{- else -}}
 {{- $_ := set $own $role (dict "port" 8473) -}}
 {{- $_ := set $defaults "kv" (dict "transport" (ternary "auto" "tcp" (eq (include "baton.rdma" $root) "true"))) -}}
+{{- with include "baton.ucxPorts" $root }}{{ $_ := set $defaults.kv "ucx_port_range" . }}{{ end -}}
 {{- $_ := set $own "kv" (dict "port" 8474) -}}
 {{- $_ := set $own.telemetry "worker_metrics_port" 9090 -}}
 {{- end -}}

@@ -11,9 +11,11 @@ metadata:
   labels:
     {{- include "baton.selector" (list . "fetch") | nindent 4 }}
     {{- with $common.labels }}{{ toYaml . | nindent 4 }}{{ end }}
-  {{- with $common.annotations }}
-  annotations: {{- toYaml . | nindent 4 }}
-  {{- end }}
+  annotations:
+    # It may take hours: no autoscaler empties its node meanwhile.
+    cluster-autoscaler.kubernetes.io/safe-to-evict: "false"
+    karpenter.sh/do-not-disrupt: "true"
+    {{- with $common.annotations }}{{ toYaml . | nindent 4 }}{{ end }}
 spec:
   restartPolicy: Never
   serviceAccountName: {{ include "baton.fullname" . }}
@@ -29,9 +31,11 @@ spec:
   {{- with $common.affinity }}
   affinity: {{- toYaml . | nindent 4 }}
   {{- end }}
-  {{- with $common.tolerations }}
-  tolerations: {{- toYaml . | nindent 4 }}
-  {{- end }}
+  tolerations:
+    {{- range $key := list "not-ready" "unreachable" }}
+    - {key: node.kubernetes.io/{{ $key }}, operator: Exists, effect: NoExecute, tolerationSeconds: 30}
+    {{- end }}
+    {{- with $common.tolerations }}{{ toYaml . | nindent 4 }}{{ end }}
   securityContext:
     runAsNonRoot: true
     seccompProfile: {type: RuntimeDefault}

@@ -48,6 +48,20 @@ helm.sh/chart: {{ printf "%s-%s" (index . 0).Chart.Name (index . 0).Chart.Versio
 {{ dig "model" "served_name" "" .Values.config | default (include "baton.modelPath" . | base) }}
 {{- end -}}
 
+{{/* Where pods ask for names, as the ports of an egress rule. */}}
+{{- define "baton.names" -}}
+{{- $ports := list -}}
+{{- range $port := .Values.networkPolicy.dnsPorts -}}{{- range $protocol := list "UDP" "TCP" -}}
+{{- $ports = append $ports (dict "port" (int $port) "protocol" $protocol) -}}
+{{- end -}}{{- end -}}
+{{- toJson (dict "ports" $ports) -}}
+{{- end -}}
+
+{{/* What stays however many nodes go: pods lose nothing in these volumes. */}}
+{{- define "baton.evictable" -}}
+cluster-autoscaler.kubernetes.io/safe-to-evict-local-volumes: home,tmp
+{{- end -}}
+
 {{/* The families of a Service: both only where processes bind both. */}}
 {{- define "baton.families" -}}
 {{ ternary "PreferDualStack" "SingleStack" (contains ":" .Values.listen) }}

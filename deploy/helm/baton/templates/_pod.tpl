@@ -46,10 +46,10 @@ capabilities: {drop: [ALL]}
 {{- $role := index $values .role -}}
 {{- $pods := include "baton.pods" (list .root .role) | fromYaml -}}
 {{- /* No version among the labels: a chart that changes nothing else replaces no pod. */}}
-{{- $annotations := dict }}
+{{- $annotations := include "baton.evictable" . | fromYaml }}
 {{- if .config }}
 {{- $hash := include "baton.config" (list .root .role) | sha256sum | trunc 16 }}
-{{- $annotations = dict "baton/config" $hash "prometheus.io/scrape" "true" "prometheus.io/port" "9090" }}
+{{- $annotations = merge $annotations (dict "baton/config" $hash "prometheus.io/scrape" "true" "prometheus.io/port" "9090") }}
 {{- end }}
 metadata:
   labels:
