@@ -31,6 +31,11 @@ class Failure:
         return self.code == "UNAVAILABLE" or self.retry_after_s is not None
 
     @property
+    def dropped(self) -> bool:
+        """Whether gRPC dropped the call because the server was ending. Cancels of this side never come here."""
+        return self.code == "CANCELLED" and not self.reason
+
+    @property
     def lost(self) -> bool:
         return self.code in LOST and not self.reason
 
@@ -67,7 +72,7 @@ class Attempts:
                 return None
             self._accepted, self.began = False, now
             self._refusals = [0] * self.addresses
-        elif not failure.retryable or not (self.insists or self._resumable):
+        elif not (failure.retryable or failure.dropped) or not (self.insists or self._resumable):
             return None
         else:
             self._refusals[self.at] += 1

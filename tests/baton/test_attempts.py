@@ -80,6 +80,14 @@ def test_a_final_failure_is_neither_tried_elsewhere_nor_resumed(final: Failure) 
 LOST = [Failure("UNKNOWN"), Failure("INTERNAL"), Failure("CANCELLED")]
 
 
+@pytest.mark.parametrize(
+    ("failure", "again"), [(Failure("CANCELLED"), True), (Failure("UNKNOWN"), False), (Failure("INTERNAL"), False)], ids=str
+)
+def test_a_call_that_an_ending_server_dropped_is_tried_elsewhere(failure: Failure, again: bool) -> None:
+    assert (attempts(2).wait_s(failure, 0.0) is not None) == again
+    assert attempts(1).wait_s(failure, 0.0) is None
+
+
 @pytest.mark.parametrize("broken", [DOWN, *LOST, Failure("UNAVAILABLE", "RETRIES_SPENT", 1.0)], ids=str)
 def test_a_stream_that_breaks_is_resumed_even_at_the_same_address(broken: Failure) -> None:
     tries = attempts(draw=0.0)

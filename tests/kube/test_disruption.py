@@ -71,9 +71,9 @@ def test_an_upgrade_loses_nothing(release: Release) -> None:
 
 def test_a_drain_of_each_node_respects_the_budgets_and_loses_nothing(release: Release) -> None:
     spread(release)
-    wait_for_handoff(release, nodes=2)
     nodes = sorted({pod["spec"]["nodeName"] for role in WHOLE for pod in release.pods(role)})
     with loaded(release, FEWER), watched(release) as fewest:
+        wait_for_handoff(release, nodes=2)
         for node in nodes:
             try:
                 how = ("--ignore-daemonsets", "--delete-emptydir-data", f"--pod-selector=app.kubernetes.io/instance={release.name}")
