@@ -1,4 +1,5 @@
-"""`helm test`: one real request, and proof of the way that its KV took. Arguments: address, and `colocated`, `handoff` or `rdma`."""
+"""`helm test`: one real request, and proof of the way that its KV took. Arguments: address, the name in the certificates,
+and `colocated`, `handoff` or `rdma`."""
 
 import random
 import sys
@@ -8,7 +9,7 @@ import grpc
 
 from baton.client import Client
 
-address, expected = sys.argv[1:]
+address, server_name, expected = sys.argv[1:]
 tls = Path("/etc/baton/tls")
 credentials = None
 if tls.exists():
@@ -21,7 +22,7 @@ key = (keys / "test-key").read_text().strip() if keys.exists() else None
 # Words in an order that nobody has asked for: nothing of the prompt is cached.
 words = "once upon a time there was a fox who lived near the river and wanted to see the sea with his friend the owl"
 prompt = " ".join(random.sample(words.split(" "), 20) * 4)
-name = "baton.internal" if credentials else None
+name = server_name if credentials else None
 asked = {"max_tokens": 20, "temperature": 0.0, "ignore_eos": True, "timeout_s": 60}
 with (
     Client(address, credentials, api_key=key, server_name=name) as client,

@@ -22,29 +22,8 @@ spec:
   automountServiceAccountToken: false
   enableServiceLinks: false
   {{- include "baton.pullSecrets" . | nindent 2 }}
-  {{- with $common.priorityClassName }}
-  priorityClassName: {{ . }}
-  {{- end }}
-  {{- with $common.nodeSelector }}
-  nodeSelector: {{- toYaml . | nindent 4 }}
-  {{- end }}
-  {{- with $common.affinity }}
-  affinity: {{- toYaml . | nindent 4 }}
-  {{- end }}
-  tolerations:
-    {{- range $key := list "not-ready" "unreachable" }}
-    - {key: node.kubernetes.io/{{ $key }}, operator: Exists, effect: NoExecute, tolerationSeconds: 30}
-    {{- end }}
-    {{- with $common.tolerations }}{{ toYaml . | nindent 4 }}{{ end }}
-  securityContext:
-    runAsNonRoot: true
-    seccompProfile: {type: RuntimeDefault}
-    {{- if not $common.adaptSecurityContext }}
-    runAsUser: 10001
-    runAsGroup: 0
-    fsGroup: 10001
-    fsGroupChangePolicy: OnRootMismatch
-    {{- end }}
+  {{- include "baton.nodes" $common | nindent 2 }}
+  securityContext: {{- include "baton.user" $common | nindent 4 }}
   containers:
     - name: fetch
       image: {{ include "baton.image" . }}
@@ -56,15 +35,7 @@ spec:
       {{- if $fetch.existingSecret }}
       {{- $_ := set $env "AWS_SHARED_CREDENTIALS_FILE" "/etc/baton/fetch/credentials" }}
       {{- end }}
-      {{- with mergeOverwrite $env (deepCopy $common.env) (deepCopy $fetch.env) }}
-      env:
-        {{- range $name, $value := . }}
-        - name: {{ $name }}
-          {{- if kindIs "map" $value }}{{ toYaml $value | nindent 10 }}{{ else }}
-          value: {{ $value | quote }}
-          {{- end }}
-        {{- end }}
-      {{- end }}
+      {{- include "baton.env" (mergeOverwrite $env (deepCopy $common.env) (deepCopy $fetch.env)) | nindent 6 }}
       resources: {{- toYaml $fetch.resources | nindent 8 }}
       volumeMounts:
         - {name: home, mountPath: /var/cache/baton}

@@ -57,14 +57,14 @@ helm.sh/chart: {{ printf "%s-%s" (index . 0).Chart.Name (index . 0).Chart.Versio
 {{- toJson (dict "ports" $ports) -}}
 {{- end -}}
 
-{{/* What stays however many nodes go: pods lose nothing in these volumes. */}}
-{{- define "baton.evictable" -}}
-cluster-autoscaler.kubernetes.io/safe-to-evict-local-volumes: home,tmp
-{{- end -}}
-
 {{/* The families of a Service: both only where processes bind both. */}}
 {{- define "baton.families" -}}
 {{ ternary "PreferDualStack" "SingleStack" (contains ":" .Values.listen) }}
+{{- end -}}
+
+{{/* The name in the certificates. */}}
+{{- define "baton.serverName" -}}
+{{ dig "security" "server_name" "baton.internal" .Values.config }}
 {{- end -}}
 
 {{- define "baton.secret" -}}

@@ -33,6 +33,49 @@ imagePullSecrets:
 {{- end -}}
 {{- end -}}
 
+{{/* Where a pod may run: takes what is said for pods. One whose node is gone goes after 30 s. */}}
+{{- define "baton.nodes" -}}
+{{- with .priorityClassName }}
+priorityClassName: {{ . }}
+{{- end }}
+{{- with .nodeSelector }}
+nodeSelector: {{- toYaml . | nindent 2 }}
+{{- end }}
+{{- with .affinity }}
+affinity: {{- toYaml . | nindent 2 }}
+{{- end }}
+tolerations:
+  {{- range $key := list "not-ready" "unreachable" }}
+  - {key: node.kubernetes.io/{{ $key }}, operator: Exists, effect: NoExecute, tolerationSeconds: 30}
+  {{- end }}
+  {{- with .tolerations }}{{ toYaml . | nindent 2 }}{{ end }}
+{{- end -}}
+
+{{/* The security context of a pod: takes what is said for pods. */}}
+{{- define "baton.user" -}}
+runAsNonRoot: true
+seccompProfile: {type: RuntimeDefault}
+{{- if not .adaptSecurityContext }}
+runAsUser: 10001
+runAsGroup: 0
+fsGroup: 10001
+fsGroupChangePolicy: OnRootMismatch
+{{- end }}
+{{- end -}}
+
+{{/* The environment of a container: takes values, or their sources, by name. */}}
+{{- define "baton.env" -}}
+{{- with . -}}
+env:
+  {{- range $name, $value := . }}
+  - name: {{ $name }}
+    {{- if kindIs "map" $value }}{{ toYaml $value | nindent 4 }}{{ else }}
+    value: {{ $value | quote }}
+    {{- end }}
+  {{- end }}
+{{- end -}}
+{{- end -}}
+
 {{/* The security context of every container. */}}
 {{- define "baton.confined" -}}
 allowPrivilegeEscalation: false
@@ -46,7 +89,8 @@ capabilities: {drop: [ALL]}
 {{- $role := index $values .role -}}
 {{- $pods := include "baton.pods" (list .root .role) | fromYaml -}}
 {{- /* No version among the labels: a chart that changes nothing else replaces no pod. */}}
-{{- $annotations := include "baton.evictable" . | fromYaml }}
+{{- /* Whoever empties a node may take a pod with these volumes: nothing in them is missed. */}}
+{{- $annotations := dict "cluster-autoscaler.kubernetes.io/safe-to-evict-local-volumes" "home,tmp" }}
 {{- if .config }}
 {{- $hash := include "baton.config" (list .root .role) | sha256sum | trunc 16 }}
 {{- $annotations = merge $annotations (dict "baton/config" $hash "prometheus.io/scrape" "true" "prometheus.io/port" "9090") }}
@@ -65,14 +109,9 @@ spec:
   enableServiceLinks: false
   terminationGracePeriodSeconds: {{ .grace }}
   {{- include "baton.pullSecrets" .root | nindent 2 }}
-  {{- with $pods.priorityClassName }}
-  priorityClassName: {{ . }}
-  {{- end }}
+  {{- include "baton.nodes" $pods | nindent 2 }}
   {{- with $pods.runtimeClassName }}
   runtimeClassName: {{ . }}
-  {{- end }}
-  {{- with $pods.nodeSelector }}
-  nodeSelector: {{ toYaml . | nindent 4 }}
   {{- end }}
   {{- with $pods.resourceClaims }}
   resourceClaims:
@@ -80,14 +119,6 @@ spec:
     - {{ merge (dict "name" $name) $claim | toYaml | nindent 6 | trim }}
     {{- end }}
   {{- end }}
-  {{- with $pods.affinity }}
-  affinity: {{ toYaml . | nindent 4 }}
-  {{- end }}
-  tolerations:
-    {{- range $key := list "not-ready" "unreachable" }}
-    - {key: node.kubernetes.io/{{ $key }}, operator: Exists, effect: NoExecute, tolerationSeconds: 30}
-    {{- end }}
-    {{- with $pods.tolerations }}{{ toYaml . | nindent 4 }}{{ end }}
   topologySpreadConstraints:
     - maxSkew: 1
       topologyKey: kubernetes.io/hostname
@@ -100,15 +131,7 @@ spec:
     options:
       - {name: ndots, value: "1"}
       - {name: timeout, value: "1"}
-  securityContext:
-    runAsNonRoot: true
-    seccompProfile: {type: RuntimeDefault}
-    {{- if not $pods.adaptSecurityContext }}
-    runAsUser: 10001
-    runAsGroup: 0
-    fsGroup: 10001
-    fsGroupChangePolicy: OnRootMismatch
-    {{- end }}
+  securityContext: {{- include "baton.user" $pods | nindent 4 }}
   {{- if .config }}{{ include "baton.modelInit" .root | nindent 2 }}{{ end }}
   containers:
     - name: {{ .role }}
@@ -122,15 +145,7 @@ spec:
       {{- $_ := set $env "BATON_CLUSTER_ADVERTISE" (dict "valueFrom" (dict "fieldRef" (dict "fieldPath" "status.podIP"))) }}
       {{- $_ := set $env "BATON_WORKER_NAME" (dict "valueFrom" (dict "fieldRef" (dict "fieldPath" "metadata.name"))) }}
       {{- end }}
-      {{- with mergeOverwrite $env $pods.env }}
-      env:
-        {{- range $name, $value := . }}
-        - name: {{ $name }}
-          {{- if kindIs "map" $value }}{{ toYaml $value | nindent 10 }}{{ else }}
-          value: {{ $value | quote }}
-          {{- end }}
-        {{- end }}
-      {{- end }}
+      {{- include "baton.env" (mergeOverwrite $env $pods.env) | nindent 6 }}
       ports:
         {{- range $name, $port := .ports }}
         - {name: {{ $name }}, containerPort: {{ $port }}}
