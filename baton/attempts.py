@@ -14,7 +14,7 @@ BACKOFF_S = 0.1  # the longest wait before an address is asked for the first tim
 LONGEST_BACKOFF_S = 2.0
 PATIENCE_S = 60.0  # how long a request without a deadline looks for a server that accepts it
 # Baton names a reason in every status. A status without one was made by gRPC or by a proxy, and these codes mean that the server is lost.
-LOST = frozenset({"UNAVAILABLE", "UNKNOWN", "INTERNAL", "CANCELLED"})
+LOST = frozenset({"UNKNOWN", "INTERNAL"})
 
 
 @dataclass(frozen=True, slots=True)
@@ -27,13 +27,9 @@ class Failure:
 
     @property
     def retryable(self) -> bool:
-        """Whether the server says that trying again can help."""
-        return self.code == "UNAVAILABLE" or self.retry_after_s is not None
-
-    @property
-    def dropped(self) -> bool:
-        """Whether gRPC dropped the call because the server was ending. Cancels of this side never come here."""
-        return self.code == "CANCELLED" and not self.reason
+        """Whether the server says that trying again can help, or gRPC dropped the call because the server was ending. (A cancel of this
+        side never comes here.)"""
+        return self.code == "UNAVAILABLE" or self.retry_after_s is not None or (self.code == "CANCELLED" and not self.reason)
 
     @property
     def lost(self) -> bool:
@@ -72,7 +68,7 @@ class Attempts:
                 return None
             self._accepted, self.began = False, now
             self._refusals = [0] * self.addresses
-        elif not (failure.retryable or failure.dropped) or not (self.insists or self._resumable):
+        elif not failure.retryable or not (self.insists or self._resumable):
             return None
         else:
             self._refusals[self.at] += 1

@@ -50,13 +50,14 @@ class Finding:
 def examine(config: Config, with_ray: bool) -> list[Finding]:
     """`with_ray`: start a Ray cluster, which takes ten seconds or more."""
     return [
-        *(
-            _python(),
-            _memory(config),
-            *_transports(config),
-            locks(rdma_ports(), resource.getrlimit(resource.RLIMIT_MEMLOCK)[0], _pool_bytes(config)),
-        ),
-        *(_redis(config), _ray(with_ray), _ports(config), _torch(config)),
+        _python(),
+        _memory(config),
+        *_transports(config),
+        locks(rdma_ports(), resource.getrlimit(resource.RLIMIT_MEMLOCK)[0], _pool_bytes(config)),
+        _redis(config),
+        _ray(with_ray),
+        _ports(config),
+        _torch(config),
     ]
 
 

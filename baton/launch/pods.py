@@ -136,7 +136,7 @@ def idlest(pods: Iterable[Object], loads: Mapping[str, Load], count: int) -> lis
 def cost_to_go_first(pods: Iterable[Object]) -> int:
     """A deletion cost below that of every pod. Only those that go get it, so that nothing stale is left behind."""
     given = (int(pod["metadata"].get("annotations", {}).get(COST, 0)) for pod in pods)
-    return max(min(0, *given, 0) - 1, LEAST_COST)
+    return max(min((0, *given)) - 1, LEAST_COST)
 
 
 def obstacle(deployment: Object, fresh: Iterable[Object]) -> str:

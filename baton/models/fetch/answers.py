@@ -1,6 +1,7 @@
 """What the answers and the errors of any store mean: whether another attempt can help, and what a person can do."""
 
 import os
+import re
 from collections.abc import Iterator
 
 from baton.models.fetch.store import FetchError, Interrupted
@@ -17,6 +18,12 @@ def refused(status: int, what: str, credentials: str, after: str | None = None) 
     if status in (408, 425, 429) or status >= 500:
         return Interrupted(f"the store answered {status}", float(after) if after and after.isdigit() else 0.0)
     return FetchError(f"{what}: the store answered {status}")
+
+
+def first_byte(content_range: str) -> int:
+    """Where the bytes of an answer begin, as its header Content-Range says."""
+    found = re.match(r"bytes (\d+)-", content_range)
+    return int(found[1]) if found else 0
 
 
 def untrusted(error: BaseException, what: str) -> FetchError | None:

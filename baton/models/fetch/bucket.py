@@ -23,6 +23,7 @@ from botocore.exceptions import (
 from botocore.exceptions import ConnectionError as NoConnection
 from botocore.parsers import ResponseParserError
 
+from baton.engine.fingerprint import SUMS
 from baton.models.fetch import answers
 from baton.models.fetch.digest import Check
 from baton.models.fetch.selection import chosen
@@ -30,7 +31,7 @@ from baton.models.fetch.store import Changed, FetchError, Interrupted, Listing, 
 
 CREDENTIALS = "set AWS_ACCESS_KEY_ID and AWS_SECRET_ACCESS_KEY, or AWS_SHARED_CREDENTIALS_FILE, of an account that may list and read it"
 BUCKET = re.compile(r"s3://([\w.-]+)(?:/(.*))?")
-SUMS, SUMS_BYTES = "SHA256SUMS", 1 << 20
+SUMS_BYTES = 1 << 20
 PIECE = 1 << 16
 ATTRIBUTES = {"crc64nvme": "ChecksumCRC64NVME", "crc32c": "ChecksumCRC32C", "crc32": "ChecksumCRC32", "sha1": "ChecksumSHA1"}
 NATIVE = {"crc64nvme", "crc32c"}  # need the library that boto3[crt] brings
@@ -71,8 +72,7 @@ class Bucket:
             answer = self._client.get_object(Bucket=self._bucket, Key=self._prefix + file.name, **how)
             body = answer["Body"]
             try:
-                began = re.match(r"bytes (\d+)-", answer.get("ContentRange", ""))
-                yield Stream(int(began[1]) if began else 0, self._pieces(body))
+                yield Stream(answers.first_byte(answer.get("ContentRange", "")), self._pieces(body))
             finally:
                 body.close()
 

@@ -5,6 +5,7 @@ import time
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
+from typing import TypeVar
 
 from baton.models.fetch import lock, manifest
 from baton.models.fetch.manifest import COMPLETE, PARTIAL, Manifest
@@ -17,6 +18,7 @@ REPORT_S = 5.0
 POLL_S = 1.0
 REMIND_S = 30.0
 Say = Callable[[str], None]
+T = TypeVar("T")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -124,26 +126,22 @@ class _Round:
                 self._patience.renew()
             made = made.with_file(file.name, entry)
             manifest.write(self._folder, made, PARTIAL)
-        if not self._unchanged(listing):
+        if not self._insist(lambda: self._store.unchanged(listing)):
             raise Changed(f"{self._wanted.source} changed while it was fetched")
         manifest.write(self._folder, made)
         (self._folder / PARTIAL).unlink()
         return made
 
     def _list(self, commit: str) -> Listing:
-        while True:
-            try:
-                listing = self._store.list(commit)
-            except Interrupted as error:
-                self._patience.spend(self._wanted.source, error)
-            else:
-                self._patience.renew()
-                return listing
+        listing = self._insist(lambda: self._store.list(commit))
+        self._patience.renew()
+        return listing
 
-    def _unchanged(self, listing: Listing) -> bool:
+    def _insist(self, ask: Callable[[], T]) -> T:
+        """Asks until the store answers, or patience is at its end."""
         while True:
             try:
-                return self._store.unchanged(listing)
+                return ask()
             except Interrupted as error:
                 self._patience.spend(self._wanted.source, error)
 

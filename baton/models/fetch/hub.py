@@ -63,7 +63,8 @@ class Hub:
             tag = first.headers.get("x-linked-etag", "").removeprefix("W/").strip('"')
             if SHA256.fullmatch(tag) and SHA256.fullmatch(file.tag) and tag != file.tag:
                 raise Changed(f"{self._what}: {file.name} is another version")
-            yield Stream(_start(response), self._pieces(response))
+            ranged = response.headers.get("content-range", "") if response.status_code == 206 else ""
+            yield Stream(answers.first_byte(ranged), self._pieces(response))
 
     def unchanged(self, listing: Listing) -> bool:
         return True  # a commit never changes
@@ -95,8 +96,3 @@ def _file(told: Any, commit: str) -> RemoteFile:
     if told.lfs is not None:
         return RemoteFile(told.rfilename, told.size, told.lfs.sha256, Check("sha256", told.lfs.sha256))
     return RemoteFile(told.rfilename, told.size, told.blob_id or commit, Check("git", told.blob_id) if told.blob_id else None)
-
-
-def _start(response: httpx2.Response) -> int:
-    found = re.match(r"bytes (\d+)-", response.headers.get("content-range", ""))
-    return int(found[1]) if response.status_code == 206 and found else 0
