@@ -8,6 +8,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
+from fetching import BIG, WEIGHTS
 from model_stores import BUCKET, REPO, Contents, serving
 from typer.testing import CliRunner
 
@@ -15,8 +16,6 @@ from baton.cli.main import app
 from baton.models.fetch import manifest, transfer
 
 SOURCE = f"hf://{REPO}"
-WEIGHTS = "model.safetensors"
-BIG = 3 << 20
 PROXIES = ("http_proxy", "https_proxy", "all_proxy", "no_proxy")
 CLEAN = {name: value for name, value in os.environ.items() if name.lower() not in PROXIES and not name.startswith(("AWS_", "HF_"))}
 

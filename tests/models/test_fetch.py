@@ -7,10 +7,10 @@ import threading
 from collections.abc import Iterator
 from contextlib import contextmanager, nullcontext
 from pathlib import Path
-from typing import Any, NamedTuple
 
 import authority
 import pytest
+from fetching import BIG, TALE, WEIGHTS, Fetched
 from model_stores import REPO, Contents, proxying, serving
 
 from baton.engine.checkpoint import Checkpoint
@@ -20,13 +20,9 @@ from baton.models.fetch import fetcher, lock, manifest, transfer
 from baton.models.fetch.fetcher import How
 from baton.models.fetch.selection import chosen
 from baton.models.fetch.store import FetchError, Listing, RemoteFile, Stream, Wanted
-from baton.models.fetch.stores import connect
 
-TALE = Path(__file__).resolve().parents[2] / "baton" / "models" / "tale"
 SOURCE = f"hf://{REPO}"
-WEIGHTS = "model.safetensors"
 READ = {"config.json", "generation_config.json", WEIGHTS, "results.json", "tokenizer.json", "tokenizer_config.json"}
-BIG = 3 << 20
 
 
 @pytest.fixture(autouse=True)
@@ -35,16 +31,6 @@ def plain_environment(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
         for form in (name, name.upper()):
             monkeypatch.delenv(form, raising=False)
     monkeypatch.setattr("huggingface_hub.constants.HF_TOKEN_PATH", str(tmp_path / "no-token"))
-
-
-class Fetched(NamedTuple):
-    wanted: Wanted
-    folder: Path
-    said: list[str]
-
-    def run(self, stall_s: float = 20, ca: str = "", **how: Any) -> manifest.Manifest:
-        how = {"attempts": 3, "pause_s": 0.0, "lock_s": 30} | how
-        return fetcher.fetch(self.wanted, self.folder, lambda: connect(self.wanted, stall_s, ca), How(**how), self.said.append)
 
 
 @pytest.fixture

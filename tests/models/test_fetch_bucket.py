@@ -4,22 +4,19 @@ import os
 import shutil
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any, NamedTuple
 
 import authority
 import pytest
+from fetching import BIG, TALE, WEIGHTS, Fetched
 from model_stores import BUCKET, Contents, proxying, serving
 
 from baton.engine.fingerprint import check_sums, fingerprint
-from baton.models.fetch import digest, fetcher, manifest
+from baton.models.fetch import digest, fetcher
 from baton.models.fetch.fetcher import How
 from baton.models.fetch.store import FetchError, Wanted
 from baton.models.fetch.stores import connect
 
-TALE = Path(__file__).resolve().parents[2] / "baton" / "models" / "tale"
 SOURCE = f"s3://{BUCKET}/tale"
-WEIGHTS = "model.safetensors"
-BIG = 3 << 20
 KINDS = {
     "ChecksumSHA256": "sha256", "ChecksumSHA1": "sha1", "ChecksumCRC32": "crc32", "ChecksumCRC32C": "crc32c",
     "ChecksumCRC64NVME": "crc64nvme", "etag": "md5",
@@ -34,16 +31,6 @@ def plain_environment(monkeypatch: pytest.MonkeyPatch) -> None:
     for name in ("AWS_CONFIG_FILE", "AWS_SHARED_CREDENTIALS_FILE"):
         monkeypatch.setenv(name, os.devnull)
     monkeypatch.setenv("AWS_EC2_METADATA_DISABLED", "true")
-
-
-class Fetched(NamedTuple):
-    wanted: Wanted
-    folder: Path
-    said: list[str]
-
-    def run(self, stall_s: float = 20, ca: str = "", **how: Any) -> manifest.Manifest:
-        how = {"attempts": 3, "pause_s": 0.0, "lock_s": 30} | how
-        return fetcher.fetch(self.wanted, self.folder, lambda: connect(self.wanted, stall_s, ca), How(**how), self.said.append)
 
 
 @pytest.fixture
