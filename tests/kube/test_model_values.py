@@ -1,25 +1,23 @@
 """What the chart makes of `model`, rendered by helm: the Job and those that wait for it, and what is refused."""
 
-import shutil
 import subprocess
 from pathlib import Path
 from typing import Any
 
 import pytest
 import yaml
+from kube import CHART, HELMS
 
-CHART = Path(__file__).resolve().parents[2] / "deploy" / "helm" / "baton"
-HELM = shutil.which("helm") or shutil.which("helm3")
 SOURCE = "hf://own/tale"
 FETCH = ("model.fetch.source=" + SOURCE,)
 IN_NODES = ("model.hostPath=/srv/llama", "profiles.gpu.nodeSelector.kind=gpu", "prefill.profile=gpu", "decode.profile=gpu")
 
-pytestmark = pytest.mark.skipif(HELM is None, reason="no helm on PATH")
+pytestmark = pytest.mark.skipif(not HELMS, reason="no helm on PATH")
 
 
 def helm(*values: str, version: str = "1.34.0") -> subprocess.CompletedProcess[str]:
     sets = [word for value in values for word in ("--set", value)]
-    command = [str(HELM), "template", "r", str(CHART), "--kube-version", version, *sets]
+    command = [HELMS[0], "template", "r", str(CHART), "--kube-version", version, *sets]
     return subprocess.run(command, capture_output=True, text=True, timeout=60)
 
 
@@ -165,7 +163,7 @@ def test_a_fetched_model_must_lie_on_the_claim() -> None:
 
 def test_the_example_for_gpus_renders() -> None:
     example = ("-f", str(CHART / "examples" / "values-gpu.yaml"), "--kube-version", "1.34.0")
-    done = subprocess.run([str(HELM), "template", "r", str(CHART), *example], capture_output=True, text=True, timeout=60)
+    done = subprocess.run([HELMS[0], "template", "r", str(CHART), *example], capture_output=True, text=True, timeout=60)
     assert done.returncode == 0 and "claimName: llama" in done.stdout, done.stderr
 
 

@@ -14,21 +14,17 @@ FILES = sorted([*CHART.glob("examples/*.yaml"), *CHART.glob("ci/*-values.yaml")]
 SMALL = ("--set", "router.replicas=1,prefill.replicas=1,decode.replicas=1")
 
 
-def helms(kube: Kube) -> list[str]:
-    return [helm for helm in ("helm3", "helm4") if shutil.which(helm, path=kube.env["PATH"])] or [kube.helm]
-
-
 @pytest.mark.parametrize("file", FILES, ids=[file.stem for file in FILES])
 def test_the_api_server_accepts_every_object(kube: Kube, file: Path) -> None:
     """With each version of Helm, whose renderings are equal but for what is drawn at random."""
     rendered = []
-    for helm in helms(kube):
+    for helm in kube.helms:
         kube.run(helm, "lint", "--strict", str(CHART), "-f", str(file))
         text = kube.run(helm, "template", "r", str(CHART), "-f", str(file), "--kube-version", "1.34.0", "--no-hooks")
         kube.kubectl("apply", "--dry-run=server", "-f", "-", given=text)
         rendered.append([each for each in yaml.safe_load_all(text) if each])
     again = yaml.safe_load_all(
-        kube.run(helms(kube)[0], "template", "r", str(CHART), "-f", str(file), "--kube-version", "1.34.0", "--no-hooks")
+        kube.run(kube.helms[0], "template", "r", str(CHART), "-f", str(file), "--kube-version", "1.34.0", "--no-hooks")
     )
     rendered.append([each for each in again if each])
     kept = [sorted(map(str, (each for each in objects if each["kind"] != "Secret"))) for objects in rendered]
@@ -75,7 +71,7 @@ def test_promtool_accepts_the_rules_with_the_one_for_rdma(kube: Kube, tmp_path: 
     ],
 )
 def test_a_wrong_value_is_refused_with_its_name(kube: Kube, given: str, said: str) -> None:
-    for helm in helms(kube):
+    for helm in kube.helms:
         answer = kube.run(helm, "template", "r", str(CHART), "--kube-version", "1.34.0", "--set", given, check=False)
         assert said in answer and "kind: Deployment" not in answer, answer[-2000:]
 
@@ -85,7 +81,7 @@ def test_a_release_of_helm_3_goes_on_with_helm_4_and_another_model_is_refused(ku
         release = Release(kube, "baton", name)
         install_toy(release, *SMALL)
         before = {role: release.pods(role)[0]["metadata"]["uid"] for role in ("router", "prefill", "decode", "redis")}
-        for helm in helms(kube):
+        for helm in kube.helms:
             again = Release(Kube(kube.env, kube.image, helm), "baton", name)
             again.install("-f", str(Path(__file__).with_name("toy.yaml")), *SMALL, verb="upgrade")
         after = {role: release.pods(role)[0]["metadata"]["uid"] for role in before}

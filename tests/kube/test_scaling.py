@@ -1,7 +1,6 @@
 """Pools that are resized: by hand, over upgrades with both versions of Helm, by an autoscaler, and prefill to zero and back."""
 
 import json
-import shutil
 import sys
 from collections.abc import Iterator
 
@@ -37,11 +36,10 @@ def scale(release: Release, role: str, count: int) -> None:
 
 
 def test_an_upgrade_leaves_the_size_that_a_person_chose(release: Release) -> None:
-    helms = [helm for helm in ("helm3", "helm4") if shutil.which(helm, path=release.kube.env["PATH"])] or [release.kube.helm]
     with loaded(release, 100):
         scale(release, "decode", 3)
         release.whole(decode=3)
-        for number, helm in enumerate(helms):
+        for number, helm in enumerate(release.kube.helms):
             Release(Kube(release.kube.env, release.kube.image, helm), release.name, release.namespace).install(
                 "-f", str(VALUES), *BY_HAND, "--set", f"config.router.drain_s={21 + number}", verb="upgrade"
             )

@@ -21,6 +21,7 @@ ROOT = Path(__file__).resolve().parents[2]
 CHART = ROOT / "deploy" / "helm" / "baton"
 IMAGE, NODE = "BATON_TEST_KUBE_IMAGE", "BATON_TEST_KUBE_NODE"
 RESTRICTED = "pod-security.kubernetes.io/enforce"
+HELMS = [name for name in ("helm", "helm3", "helm4") if shutil.which(name)]
 
 
 def available() -> str:
@@ -33,6 +34,11 @@ class Kube:
     env: dict[str, str]
     image: str
     helm: str
+
+    @property
+    def helms(self) -> list[str]:
+        """Both versions, where they are told apart."""
+        return [name for name in HELMS if name != "helm"] or [self.helm]
 
     def run(self, *command: str, timeout: float = 120, check: bool = True, given: str | None = None) -> str:
         """Raises AssertionError with what the command wrote, if it fails. `given` is its input."""
@@ -64,8 +70,7 @@ class Kube:
 
 
 def start() -> Kube:
-    path = os.environ["PATH"]
-    return Kube(dict(os.environ), os.environ[IMAGE], next(helm for helm in ("helm", "helm3", "helm4") if shutil.which(helm, path=path)))
+    return Kube(dict(os.environ), os.environ[IMAGE], HELMS[0])
 
 
 @dataclass(frozen=True)
