@@ -7,10 +7,10 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 
 import pytest
-from kube import NODE, Kube, Release, available, namespace
+from kube import NODE, ON_A_CLUSTER, Kube, Release, namespace
 from kube_load import VALUES, install_toy, loaded, wait_for_doors, wait_for_handoff
 
-pytestmark = [pytest.mark.kube, pytest.mark.skipif(bool(available()), reason=available() or "-"), pytest.mark.timeout(900)]
+pytestmark = [*ON_A_CLUSTER, pytest.mark.timeout(900)]
 WHOLE = {"router": 2, "prefill": 2, "decode": 2, "redis": 1}
 REQUESTS, FEWER = 1000, 400
 # A node's door leads to its own router. Otherwise it may lead to one on a node that is gone until Kubernetes notices, after 20 s here.

@@ -7,10 +7,10 @@ from contextlib import contextmanager
 from hashlib import sha256
 
 import pytest
-from kube import Kube, Release, available, namespace
+from kube import ON_A_CLUSTER, Kube, Release, namespace
 from kube_load import VALUES, install_toy, loaded
 
-pytestmark = [pytest.mark.kube, pytest.mark.skipif(bool(available()), reason=available() or "-"), pytest.mark.timeout(900)]
+pytestmark = [*ON_A_CLUSTER, pytest.mark.timeout(900)]
 ONE_EACH = ("--set", "router.replicas=1,prefill.replicas=1,decode.replicas=1")
 GPU = "nvidia.com/gpu"
 PROFILE = {

@@ -5,12 +5,12 @@ from collections.abc import Iterator
 from functools import partial
 
 import pytest
-from kube import Kube, Release, available, forwarded, namespace
+from kube import ON_A_CLUSTER, Kube, Release, forwarded, namespace
 from openai import OpenAI
 
 from baton.client import Client
 
-pytestmark = [pytest.mark.kube, pytest.mark.skipif(bool(available()), reason=available() or "-"), pytest.mark.timeout(2400)]
+pytestmark = [*ON_A_CLUSTER, pytest.mark.timeout(2400)]
 SMALL = ("--set", "decode.replicas=1", "--set", "router.replicas=1", "--set", "common.env.OMP_NUM_THREADS=1")
 PROMPT = "Once upon a time there was a fox who lived near the river and wanted to see the sea. The fox was called Pim."
 

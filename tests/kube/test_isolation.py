@@ -6,10 +6,10 @@ from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack
 
 import pytest
-from kube import Kube, Release, available, namespace
+from kube import ON_A_CLUSTER, Kube, Release, namespace
 from kube_load import VALUES, install_toy, loaded, workers_of
 
-pytestmark = [pytest.mark.kube, pytest.mark.skipif(bool(available()), reason=available() or "-"), pytest.mark.timeout(900)]
+pytestmark = [*ON_A_CLUSTER, pytest.mark.timeout(900)]
 SMALL = ("--set", "prefill.replicas=1,decode.replicas=1")
 DOORS, ADMIN, WORKER, KV, HEALTH, METRICS, REDIS = {8470, 8000, 8472}, 8471, 8473, 8474, 8081, 9090, 6379
 PORTS = sorted(DOORS | {ADMIN, WORKER, KV, HEALTH, METRICS, REDIS})

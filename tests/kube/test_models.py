@@ -6,10 +6,10 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from kube import Kube, Release, available, namespace
+from kube import ON_A_CLUSTER, Kube, Release, namespace
 from model_stores import REPO
 
-pytestmark = [pytest.mark.kube, pytest.mark.skipif(bool(available()), reason=available() or "-"), pytest.mark.timeout(2400)]
+pytestmark = [*ON_A_CLUSTER, pytest.mark.timeout(2400)]
 SERVER = Path(__file__).resolve().parents[1] / "support" / "model_stores.py"
 PORT = 8080
 SMALL = (

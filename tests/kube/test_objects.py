@@ -6,10 +6,10 @@ from pathlib import Path
 
 import pytest
 import yaml
-from kube import CHART, Kube, Release, available, namespace
+from kube import CHART, ON_A_CLUSTER, Kube, Release, namespace
 from kube_load import install_toy, loaded
 
-pytestmark = [pytest.mark.kube, pytest.mark.skipif(bool(available()), reason=available() or "-"), pytest.mark.timeout(900)]
+pytestmark = [*ON_A_CLUSTER, pytest.mark.timeout(900)]
 FILES = sorted([*CHART.glob("examples/*.yaml"), *CHART.glob("ci/*-values.yaml")])
 SMALL = ("--set", "router.replicas=1,prefill.replicas=1,decode.replicas=1")
 

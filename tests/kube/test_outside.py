@@ -12,7 +12,7 @@ from typing import Any
 
 import pytest
 import yaml
-from kube import Kube, Release, available, namespace
+from kube import ON_A_CLUSTER, Kube, Release, namespace
 from pool_contract import CONTRACT, Bench, answering, states, until
 
 from baton.client import Client
@@ -23,7 +23,7 @@ from baton.launch.launcher import Template
 from baton.launch.pods import Load, ReleaseName, name_of
 from baton.launch.port_forward import reach
 
-pytestmark = [pytest.mark.kube, pytest.mark.skipif(bool(available()), reason=available() or "-"), pytest.mark.timeout(2400)]
+pytestmark = [*ON_A_CLUSTER, pytest.mark.timeout(2400)]
 SIZES = ("decode.scaling=baton", "decode.replicas=1", "prefill.replicas=1", "router.replicas=1", "common.env.OMP_NUM_THREADS=1")
 SMALL = ("decode.resources.requests.cpu=100m", "decode.resources.requests.memory=256Mi", "prefill.resources.requests.cpu=100m")
 SET = tuple(part for value in (*SIZES, *SMALL) for part in ("--set", value))

@@ -7,11 +7,11 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
-from kube import Kube, Release, available, forwarded, namespace
+from kube import ON_A_CLUSTER, Kube, Release, forwarded, namespace
 from kube_load import install_toy, loaded
 from playwright.sync_api import sync_playwright
 
-pytestmark = [pytest.mark.kube, pytest.mark.skipif(bool(available()), reason=available() or "-"), pytest.mark.timeout(900)]
+pytestmark = [*ON_A_CLUSTER, pytest.mark.timeout(900)]
 
 CHROMIUM = shutil.which("chromium") or shutil.which("chromium-browser") or shutil.which("google-chrome")
 # Pid 1 passes signals on; its child is the worker.

@@ -5,10 +5,10 @@ import sys
 from collections.abc import Iterator
 
 import pytest
-from kube import Kube, Release, available, namespace
+from kube import ON_A_CLUSTER, Kube, Release, namespace
 from kube_load import VALUES, install_toy, loaded, workers_of
 
-pytestmark = [pytest.mark.kube, pytest.mark.skipif(bool(available()), reason=available() or "-"), pytest.mark.timeout(900)]
+pytestmark = [*ON_A_CLUSTER, pytest.mark.timeout(900)]
 SMALL = ("--set", "router.replicas=1,prefill.replicas=1,decode.replicas=1")
 BY_HAND = (*SMALL, "--set", "prefill.scaling=baton,decode.scaling=baton")
 # A pool of 512 blocks, so that 12 streams use a third of it; scaled down after 5 s and not after the usual 5 minutes.

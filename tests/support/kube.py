@@ -17,16 +17,15 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+import pytest
+
 ROOT = Path(__file__).resolve().parents[2]
 CHART = ROOT / "deploy" / "helm" / "baton"
 IMAGE, NODE = "BATON_TEST_KUBE_IMAGE", "BATON_TEST_KUBE_NODE"
 RESTRICTED = "pod-security.kubernetes.io/enforce"
 HELMS = [name for name in ("helm", "helm3", "helm4") if shutil.which(name)]
-
-
-def available() -> str:
-    """Why there is no cluster; empty if there is one."""
-    return "" if os.environ.get("KUBECONFIG") and os.environ.get(IMAGE) else f"no Kubernetes: KUBECONFIG and {IMAGE} are not set"
+ABSENT = not (os.environ.get("KUBECONFIG") and os.environ.get(IMAGE))
+ON_A_CLUSTER = [pytest.mark.kube, pytest.mark.skipif(ABSENT, reason=f"no Kubernetes: KUBECONFIG and {IMAGE} are not set")]
 
 
 @dataclass(frozen=True)
