@@ -7,8 +7,8 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 
 import pytest
-from kube import NODE, ON_A_CLUSTER, Kube, Release, namespace
-from kube_load import VALUES, install_toy, loaded, wait_for_doors, wait_for_handoff
+from kube import NODE, ON_A_CLUSTER, Kube, Release
+from kube_load import VALUES, loaded, toy_release, wait_for_doors, wait_for_handoff
 
 pytestmark = [*ON_A_CLUSTER, pytest.mark.timeout(900)]
 WHOLE = {"router": 2, "prefill": 2, "decode": 2, "redis": 1}
@@ -20,9 +20,7 @@ needs_nodes = pytest.mark.skipif(NODE not in os.environ, reason=f"no program tha
 
 @pytest.fixture(scope="module")
 def toy(kube: Kube) -> Iterator[Release]:
-    with namespace(kube, "baton-disruption") as name:
-        made = Release(kube, "baton", name)
-        install_toy(made, *LOCAL)
+    with toy_release(kube, "baton-disruption", *LOCAL) as made:
         yield made
 
 

@@ -7,8 +7,8 @@ from contextlib import contextmanager
 from hashlib import sha256
 
 import pytest
-from kube import ON_A_CLUSTER, Kube, Release, namespace
-from kube_load import VALUES, install_toy, loaded
+from kube import ON_A_CLUSTER, Kube, Release
+from kube_load import VALUES, loaded, toy_release
 
 pytestmark = [*ON_A_CLUSTER, pytest.mark.timeout(900)]
 ONE_EACH = ("--set", "router.replicas=1,prefill.replicas=1,decode.replicas=1")
@@ -24,9 +24,7 @@ ON_GPUS = ("--set", "prefill.profile=gpu,decode.profile=gpu", "--set-json", f"pr
 
 @pytest.fixture(scope="module")
 def space(kube: Kube) -> Iterator[Release]:
-    with namespace(kube, "baton-failures") as name:
-        made = Release(kube, "baton", name)
-        install_toy(made, *ONE_EACH)
+    with toy_release(kube, "baton-failures", *ONE_EACH) as made:
         made.helm("uninstall", "baton", "--wait")
         yield made
 

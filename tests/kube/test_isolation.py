@@ -3,11 +3,10 @@
 import json
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import ExitStack
 
 import pytest
 from kube import ON_A_CLUSTER, Kube, Release, namespace
-from kube_load import VALUES, install_toy, loaded, workers_of
+from kube_load import VALUES, loaded, toy_release, workers_of
 
 pytestmark = [*ON_A_CLUSTER, pytest.mark.timeout(900)]
 SMALL = ("--set", "prefill.replicas=1,decode.replicas=1")
@@ -40,9 +39,7 @@ with ThreadPoolExecutor(64) as pool:
 
 @pytest.fixture(scope="module")
 def release(kube: Kube) -> Iterator[Release]:
-    with namespace(kube, "baton-isolation") as name:
-        made = Release(kube, "one", name)
-        install_toy(made, *SMALL)
+    with toy_release(kube, "baton-isolation", *SMALL, name="one") as made:
         yield made
 
 
@@ -88,11 +85,9 @@ def test_exactly_the_ports_of_the_table_are_open(kube: Kube, release: Release) -
 
 def test_releases_beside_each_other_never_meet(kube: Kube, release: Release) -> None:
     """Another release in the namespace, and one of the same name in another namespace, while all serve."""
-    with ExitStack() as stack:
-        beside = Release(kube, "two", release.namespace)
-        beside.install("-f", str(VALUES), *SMALL)
-        apart = Release(kube, "one", stack.enter_context(namespace(kube, "baton-apart")))
-        install_toy(apart, *SMALL)
+    beside = Release(kube, "two", release.namespace)
+    beside.install("-f", str(VALUES), *SMALL)
+    with toy_release(kube, "baton-apart", *SMALL, name="one") as apart:
         every = [release, beside, apart]
         own = {id(each): {pod["metadata"]["name"] for role in ("prefill", "decode") for pod in each.pods(role)} for each in every}
         for each in every:

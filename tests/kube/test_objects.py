@@ -6,8 +6,8 @@ from pathlib import Path
 
 import pytest
 import yaml
-from kube import CHART, ON_A_CLUSTER, Kube, Release, namespace
-from kube_load import install_toy, loaded
+from kube import CHART, ON_A_CLUSTER, Kube, Release
+from kube_load import VALUES, loaded, toy_release
 
 pytestmark = [*ON_A_CLUSTER, pytest.mark.timeout(900)]
 FILES = sorted([*CHART.glob("examples/*.yaml"), *CHART.glob("ci/*-values.yaml")])
@@ -77,16 +77,14 @@ def test_a_wrong_value_is_refused_with_its_name(kube: Kube, given: str, said: st
 
 
 def test_a_release_of_helm_3_goes_on_with_helm_4_and_another_model_is_refused(kube: Kube) -> None:
-    with namespace(kube, "baton-upgrade") as name:
-        release = Release(kube, "baton", name)
-        install_toy(release, *SMALL)
+    with toy_release(kube, "baton-upgrade", *SMALL) as release:
         before = {role: release.pods(role)[0]["metadata"]["uid"] for role in ("router", "prefill", "decode", "redis")}
         for helm in kube.helms:
-            again = Release(Kube(kube.env, kube.image, helm), "baton", name)
-            again.install("-f", str(Path(__file__).with_name("toy.yaml")), *SMALL, verb="upgrade")
+            again = Release(Kube(kube.env, kube.image, helm), release.name, release.namespace)
+            again.install("-f", str(VALUES), *SMALL, verb="upgrade")
         after = {role: release.pods(role)[0]["metadata"]["uid"] for role in before}
         assert before == after  # nothing was changed, so nothing was replaced
-        how = ("-f", str(Path(__file__).with_name("toy.yaml")), *SMALL, "--set", "config.engine.block_size=32")
+        how = ("-f", str(VALUES), *SMALL, "--set", "config.engine.block_size=32")
         said = release.install(*how, verb="upgrade", check=False)
         assert "engine.block_size changes from 16 to 32" in said and "second release" in said
         with loaded(release, 30):
@@ -96,13 +94,11 @@ def test_a_release_of_helm_3_goes_on_with_helm_4_and_another_model_is_refused(ku
 def test_pods_run_as_any_user_without_a_group_of_their_own(kube: Kube) -> None:
     """As on OpenShift, which chooses the user: here a patch of the Deployments does."""
     user = random.randrange(1_000_000, 2_000_000)
-    with namespace(kube, "baton-any-user") as name:
-        release = Release(kube, "baton", name)
-        install_toy(release, *SMALL, "--set", "common.adaptSecurityContext=true")
+    with toy_release(kube, "baton-any-user", *SMALL, "--set", "common.adaptSecurityContext=true") as release:
         patch = yaml.safe_dump({"spec": {"template": {"spec": {"securityContext": {"runAsUser": user}}}}})
         for role in ("redis", "router", "prefill", "decode"):
-            kube.kubectl("-n", name, "patch", "deployment", f"{release.full}-{role}", "--patch", patch)
-            kube.kubectl("-n", name, "rollout", "status", f"deployment/{release.full}-{role}", "--timeout=180s", timeout=190)
+            kube.kubectl("-n", release.namespace, "patch", "deployment", f"{release.full}-{role}", "--patch", patch)
+            kube.kubectl("-n", release.namespace, "rollout", "status", f"deployment/{release.full}-{role}", "--timeout=180s", timeout=190)
         release.whole(router=1, prefill=1, decode=1, redis=1)
         assert all(pod["spec"]["securityContext"]["runAsUser"] == user for pod in release.pods("decode"))
         with loaded(release, 30):

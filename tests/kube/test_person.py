@@ -7,8 +7,8 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
-from kube import ON_A_CLUSTER, Kube, Release, forwarded, namespace
-from kube_load import install_toy, loaded
+from kube import ON_A_CLUSTER, Kube, Release, forwarded
+from kube_load import loaded, toy_release
 from playwright.sync_api import sync_playwright
 
 pytestmark = [*ON_A_CLUSTER, pytest.mark.timeout(900)]
@@ -26,9 +26,7 @@ for pid in filter(str.isdigit, os.listdir("/proc")):
 
 @pytest.fixture(scope="module")
 def release(kube: Kube) -> Iterator[Release]:
-    with namespace(kube, "baton-person") as name:
-        made = Release(kube, "baton", name)
-        install_toy(made, "--set", "prefill.replicas=1")
+    with toy_release(kube, "baton-person", "--set", "prefill.replicas=1") as made:
         with loaded(made, 50):
             pass
         yield made

@@ -5,8 +5,8 @@ import sys
 from collections.abc import Iterator
 
 import pytest
-from kube import ON_A_CLUSTER, Kube, Release, namespace
-from kube_load import VALUES, install_toy, loaded, workers_of
+from kube import ON_A_CLUSTER, Kube, Release
+from kube_load import VALUES, loaded, toy_release, workers_of
 
 pytestmark = [*ON_A_CLUSTER, pytest.mark.timeout(900)]
 SMALL = ("--set", "router.replicas=1,prefill.replicas=1,decode.replicas=1")
@@ -19,9 +19,7 @@ SCRAPED = ("--set-json", 'networkPolicy.monitoring=[{"ipBlock":{"cidr":"0.0.0.0/
 
 @pytest.fixture(scope="module")
 def release(kube: Kube) -> Iterator[Release]:
-    with namespace(kube, "baton-scaling") as name:
-        made = Release(kube, "baton", name)
-        install_toy(made, *BY_HAND)
+    with toy_release(kube, "baton-scaling", *BY_HAND) as made:
         yield made
 
 

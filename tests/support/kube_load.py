@@ -14,7 +14,7 @@ from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Any
 
-from kube import Release
+from kube import Kube, Release, namespace
 from nemesis import Plan, Tally, ToyOracle, load
 
 from baton.client import AsyncClient, Client, GenerateError, Result
@@ -24,11 +24,15 @@ STREAMS = 20
 GOOD = {"exact", "cancelled"}
 
 
-def install_toy(release: Release, *arguments: str) -> None:
-    with TemporaryDirectory() as folder:
-        model = ToyOracle(Path(folder), 0).path
-        release.kube.kubectl("-n", release.namespace, "create", "configmap", "toy", f"--from-file={model}")
-    release.install("-f", str(VALUES), *arguments)
+@contextmanager
+def toy_release(kube: Kube, space: str, *arguments: str, name: str = "baton") -> Iterator[Release]:
+    """In a namespace of its own, with which it ends."""
+    with namespace(kube, space):
+        with TemporaryDirectory() as folder:
+            kube.kubectl("-n", space, "create", "configmap", "toy", f"--from-file={ToyOracle(Path(folder), 0).path}")
+        release = Release(kube, name, space)
+        release.install("-f", str(VALUES), *arguments)
+        yield release
 
 
 def ask(release: Release, first: int, door: str | None = None) -> Result:
