@@ -15,5 +15,5 @@ def make(host: Host) -> DecodeWorker:
 
 def serve(worker: DecodeWorker, host: Host) -> None:
     """Called when the engine and the KV port are open and the server does not listen yet."""
-    worker.loop, worker.port = host.loop, host.port
+    worker.engine, worker.port = host.engine, host.port
     worker_pb2_grpc.add_DecodeServicer_to_server(DecodeDoor(worker, host.identity), host.server.grpc)

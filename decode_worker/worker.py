@@ -20,8 +20,8 @@ from baton.cluster.failpoint import failpoint
 from baton.cluster.handoff import Handoff
 from baton.cluster.metrics import Book
 from baton.cluster.telemetry import NO_SPAN, Span, Tracer
-from baton.engine.engine import Engine, Output, Refused, learn
-from baton.engine.loop import EngineLoop
+from baton.engine.contract import ServingEngine
+from baton.engine.engine import Output, Refused
 from baton.engine.sampling import Sampled
 from baton.engine.sequence import Finish, Sequence
 from baton.worker.kv_port import KvPort
@@ -73,9 +73,9 @@ class Call:
 
 
 class DecodeWorker:
-    """A `baton.worker.role.Role`. The wiring sets `loop` and `port`, because both call back."""
+    """A `baton.worker.role.Role`. The wiring sets `engine` and `port`, because both call back."""
 
-    loop: EngineLoop
+    engine: ServingEngine
     port: KvPort
 
     def __init__(self, name: str, block_size: int, on_failure: Literal["recompute", "fail"], book: Book, tracer: Tracer) -> None:
@@ -161,7 +161,7 @@ class DecodeWorker:
     async def _place(self, call: Call) -> None:
         """Adds the sequence to the engine, with its KV if that can be fetched."""
         if call.handle is None:
-            await self.loop.call(lambda engine: engine.add(call.seq))
+            await self.engine.add(call.seq)
             return
         try:
             with call.span.child(semconv.TRANSFER, "client", {semconv.WORKER: call.handle.worker}) as span:
@@ -181,7 +181,7 @@ class DecodeWorker:
         if (handle.start, handle.end) != (0, whole):
             raise BatonError(Reason.LEASE_REFUSED, f"the handle is for positions {handle.start} to {handle.end}, the request has {whole}")
         async with self._room:
-            while not await self.loop.call(lambda engine: engine.reserve(seq)):
+            while not await self.engine.reserve(seq):
                 await asyncio.sleep(ROOM_POLL_S)
         failpoint("kv.reserved")
         call.handoff = fetch.report
@@ -192,12 +192,7 @@ class DecodeWorker:
         span.end()  # the request may be over before `adopt` returns
         first = await call.first if call.first is not None else None
         call.emit(Adopted(call.handoff))  # before the engine has the sequence: its first token may come immediately
-
-        def adopt(engine: Engine) -> None:
-            engine.arrive(seq, handle.end)
-            engine.adopt(seq, first)
-
-        await self.loop.call(adopt)
+        await self.engine.adopt(seq, handle.end, first)
         failpoint("kv.adopted")
 
     async def _recompute(self, call: Call, error: BatonError) -> None:
@@ -208,16 +203,7 @@ class DecodeWorker:
         if call.fetch is not None:
             self.port.importer.release_later(call.fetch)
         first = await call.first if call.first is not None else None
-
-        def requeue(engine: Engine) -> None:
-            if seq.id in engine.sequences:
-                call.filling.extend(engine.give_up(seq, first))  # stored in the call: we may be cancelled while the command runs
-                return
-            if first is not None:
-                learn(seq, first)
-            engine.add(seq)
-
-        await self.loop.call(requeue)
+        await self.engine.give_up(seq, call.filling, first)  # into the call: we may be cancelled while the command runs
         await self._let_go(call)
 
     async def _withdraw(self, call: Call) -> None:

@@ -18,8 +18,8 @@ from baton.cluster.errors import BatonError
 from baton.cluster.failpoint import failpoint
 from baton.cluster.telemetry import Span, Tracer
 from baton.engine.block_key import extend_keys
-from baton.engine.engine import Engine, Output, Refused
-from baton.engine.loop import EngineLoop
+from baton.engine.contract import ServingEngine
+from baton.engine.engine import Output, Refused
 from baton.engine.sampling import Sampled
 from baton.engine.sequence import Finish, Sequence
 from baton.worker.kv_port import KvPort, Place
@@ -63,9 +63,9 @@ class Call:
 
 
 class PrefillWorker:
-    """A `baton.worker.role.Role`. The wiring sets `loop` and `port`, because both call back."""
+    """A `baton.worker.role.Role`. The wiring sets `engine` and `port`, because both call back."""
 
-    loop: EngineLoop
+    engine: ServingEngine
     port: KvPort
 
     def __init__(self, block_size: int, tracer: Tracer, live: bool = True) -> None:
@@ -109,7 +109,7 @@ class PrefillWorker:
         began, seq = monotonic(), call.seq
         fetched = await self._fetch(call, source) if source else None
         if fetched is None:
-            await self.loop.call(lambda engine: engine.add(seq))
+            await self.engine.add(seq)
         output = await call.first
         failpoint("prefill.computed")
         result = self._hand_over(call, output, began, fetched or 0)
@@ -147,7 +147,7 @@ class PrefillWorker:
             self._free(call.seq)
 
     def _free(self, seq: Sequence) -> None:
-        self.loop.tell(lambda engine: engine.abort(seq.id))
+        self.engine.forget(seq.id)
 
     def _give_up(self, call: Call) -> None:
         """The call failed or was cancelled. A reader of its blocks learns this when it releases the lease."""
@@ -176,13 +176,10 @@ class PrefillWorker:
     async def _fetch(self, call: Call, source: Source) -> int | None:
         """Adds the sequence to the engine with the KV that `source` caches. Returns the number of positions fetched. Returns None and does
         nothing if there is no room yet: a request that has to wait anyway can compute."""
-        seq, filling = call.seq, []
+        seq, filling = call.seq, list[int]()
         fetch: Fetch | None = None
-        if not await self.loop.call(lambda engine: engine.reserve(seq)):
+        if not await self.engine.reserve(seq):
             return None
-
-        def give_up(engine: Engine) -> None:
-            filling.extend(engine.give_up(seq))  # inside the command, because the caller may be cancelled while it runs
 
         first = seq.computed
         try:
@@ -193,13 +190,12 @@ class PrefillWorker:
                     fetch = await self.port.importer.borrow(place.worker, place.incarnation, place.address, call.request_id, first, keys)
                     async with fetch.holding():
                         await self.port.fill(seq, fetch)
-                    await self.loop.call(lambda engine: engine.arrive(seq, fetch.handle.end))
                 failpoint("prefill.fetched")
-                await self.loop.call(lambda engine: engine.adopt(seq))
+                await self.engine.adopt(seq, fetch.handle.end if fetch else None)
                 return fetch.handle.end - first if fetch else 0
             except BatonError as error:
                 log.info("cannot fetch the KV of %s from %s: %s", call.request_id, source.place.worker, error)
-                await self.loop.call(give_up)
+                await self.engine.give_up(seq, filling)
                 self._drop(fetch)
                 await self.port.withdraw(None, fetch, filling)
                 return 0

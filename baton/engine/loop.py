@@ -10,42 +10,17 @@ import threading
 import time
 from collections import deque
 from collections.abc import Callable
-from dataclasses import dataclass, replace
+from collections.abc import Sequence as Seq
+from dataclasses import replace
 from typing import Any, TypeVar
 
-from baton.engine.engine import Counts, Engine, Output
+from baton.engine.contract import CacheEvent, EngineStopped, Facts, Listener, Traits
+from baton.engine.engine import Engine, Output, learn
+from baton.engine.sequence import Sequence
 
 T = TypeVar("T")
 CHECK_EVERY_S = 5.0
 JOIN_S = 5.0  # a thread that hangs in a step cannot be stopped: the process exits without it
-
-
-class EngineStopped(RuntimeError):
-    """The loop was closed or has failed: the command did not and will not run."""
-
-
-@dataclass(frozen=True, slots=True)
-class CacheEvent:
-    """A run of keys that the prefix cache gained ("stored") or lost ("removed"). Numbered from 1 without gap."""
-
-    sequence: int
-    kind: str
-    keys: tuple[bytes, ...]
-
-
-@dataclass(frozen=True, slots=True)
-class Facts:
-    """The engine's load at one moment."""
-
-    running: int
-    waiting: int
-    waiting_tokens: int  # known and not computed
-    free_blocks: int  # free or evictable
-    cached_blocks: int
-    owned_blocks: int
-    sequences: int
-    credit_tokens: int
-    counts: Counts
 
 
 def facts(engine: Engine) -> Facts:
@@ -64,27 +39,13 @@ def facts(engine: Engine) -> Facts:
 
 
 class EngineLoop:
-    """`on_step(outputs)` and `on_cache(events)` are called on the event loop that was current at `start`.
+    """Our own engine, as workers see it (`baton.engine.contract.ServingEngine`). `on_batch` is called in the engine's thread."""
 
-    `on_failure(error)` is called there once if a step raises. The engine's memory is then in doubt, so the loop runs nothing more, and
-    the process must exit.
-
-    `on_batch(seconds, tokens, sequences)` is called in the engine's thread after each step that computed something. It must not wait.
-    """
-
-    def __init__(
-        self,
-        engine: Engine,
-        on_step: Callable[[list[Output]], None],
-        on_cache: Callable[[list[CacheEvent]], None],
-        on_failure: Callable[[BaseException], None],
-        on_batch: Callable[[float, int, int], None] = lambda seconds, tokens, sequences: None,
-    ) -> None:
+    def __init__(self, engine: Engine, listener: Listener, tokenizer_fingerprint: str = "") -> None:
         self._engine = engine
-        self._on_step = on_step
-        self._on_cache = on_cache
-        self._on_failure = on_failure
-        self._on_batch = on_batch
+        self._listener = listener
+        self._tokenizer_fingerprint = tokenizer_fingerprint
+        self.pool = engine.runner.pool
         self._commands: deque[tuple[Callable[[Engine], Any], asyncio.Future[Any] | None]] = deque()  # without a future, no caller waits
         self._wake = threading.Event()
         self._closing = False
@@ -99,6 +60,62 @@ class EngineLoop:
     def start(self) -> None:
         self._loop = asyncio.get_running_loop()
         self._thread.start()
+
+    @property
+    def traits(self) -> Traits:
+        engine, runner = self._engine, self._engine.runner
+        return Traits(
+            model_fingerprint=runner.layout.model_fingerprint,
+            tokenizer_fingerprint=self._tokenizer_fingerprint,
+            max_model_len=engine.max_len,
+            max_num_seqs=engine.scheduler.limits.max_num_seqs,
+            num_blocks=engine.pool.num_blocks,
+            eos_token_ids=runner.eos_token_ids,
+            lends=True,
+        )
+
+    async def add(self, seq: Sequence) -> None:
+        await self.call(lambda engine: engine.add(seq))
+
+    async def reserve(self, seq: Sequence) -> bool:
+        return await self.call(lambda engine: engine.reserve(seq))
+
+    async def adopt(self, seq: Sequence, end: int | None = None, first: int | None = None) -> None:
+        def adopt(engine: Engine) -> None:
+            if end is not None:
+                engine.arrive(seq, end)
+            engine.adopt(seq, first)
+
+        await self.call(adopt)
+
+    async def give_up(self, seq: Sequence, filling: list[int], first: int | None = None) -> None:
+        def give_up(engine: Engine) -> None:
+            if seq.id in engine.sequences:
+                filling.extend(engine.give_up(seq, first))
+                return
+            if first is not None:
+                learn(seq, first)
+            engine.add(seq)
+
+        await self.call(give_up)
+
+    async def abort(self, seq_id: str, filling: list[int]) -> None:
+        await self.call(lambda engine: filling.extend(engine.abort(seq_id)))
+
+    def forget(self, seq_id: str) -> None:
+        self.tell(lambda engine: engine.abort(seq_id))
+
+    async def pin(self, keys: Seq[bytes], pinned: list[int]) -> None:
+        await self.call(lambda engine: pinned.extend(engine.pin(keys)))
+
+    async def release(self, blocks: Seq[int]) -> None:
+        await self.call(lambda engine: engine.release(blocks))
+
+    def release_soon(self, blocks: Seq[int]) -> None:
+        self.tell(lambda engine: engine.release(blocks))
+
+    async def look(self) -> Facts:
+        return await self.call(facts)
 
     async def call(self, function: Callable[[Engine], T]) -> T:
         """Runs `function(engine)` in the engine's thread. Its exception is raised here. A cancelled caller's command still runs.
@@ -118,12 +135,9 @@ class EngineLoop:
         self._wake.set()
 
     async def snapshot(self) -> tuple[int, list[bytes]]:
-        """The number of the last cache event, and the keys that are cached after it."""
         return await self.call(lambda engine: (self._cache_sequence, engine.pool.sealed_keys()))
 
     def activity(self) -> tuple[int, float | None, float | None]:
-        """(number of steps and commands so far; start of the one under way, on the monotonic clock, None at rest; processor seconds of the
-        engine's thread, None where the system does not report them). Never waits for the thread."""
         cpu_s = None
         if self._cpu_clock is not None:
             with contextlib.suppress(OSError):  # the thread has ended
@@ -131,7 +145,6 @@ class EngineLoop:
         return self._laps, self._busy_since, cpu_s
 
     async def close(self) -> None:
-        """Stops after the step in flight. Drops the running sequences and refuses the commands that wait."""
         self._closing = True
         self._wake.set()
         if self._thread.is_alive():
@@ -152,14 +165,14 @@ class EngineLoop:
                 outputs = self._step()
                 self._publish_cache()
                 if outputs:
-                    self._post(self._on_step, outputs)
+                    self._post(self._listener.on_step, outputs)
                 elif self._engine.scheduler.waiting and not self._engine.scheduler.running:
                     # No sequence fits. Only a release, which is a command, can change that.
                     self._busy_since = None
                     self._wake.wait(timeout=0.05)
                     self._wake.clear()
         except BaseException as error:
-            self._post(self._on_failure, error)
+            self._post(self._listener.on_failure, error)
         finally:
             self._stopped = True
             self._post(self._refuse)
@@ -173,7 +186,7 @@ class EngineLoop:
         chunks, tokens = counts.chunks, counts.computed_tokens
         outputs = self._engine.step(began)
         if counts.chunks > chunks:
-            self._on_batch(time.monotonic() - began, counts.computed_tokens - tokens, counts.chunks - chunks)
+            self._listener.on_batch(time.monotonic() - began, counts.computed_tokens - tokens, counts.chunks - chunks)
         return outputs
 
     def _refuse(self) -> None:
@@ -216,7 +229,7 @@ class EngineLoop:
                 events.append(CacheEvent(self._cache_sequence, "stored" if change.stored else "removed", tuple(run)))
                 run = []
         if events:
-            self._post(self._on_cache, events)
+            self._post(self._listener.on_cache, events)
 
     def _post(self, function: Callable[..., None], *args: object) -> None:
         # The event loop is closed only while the process exits, and then no code waits for the call.

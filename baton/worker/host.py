@@ -11,11 +11,9 @@ import logging
 import os
 import socket
 import time
-from collections.abc import Callable, Mapping, Sequence
-from concurrent.futures import ThreadPoolExecutor
+from collections.abc import Mapping, Sequence
 from contextlib import AsyncExitStack
 from pathlib import Path
-from typing import TypeVar
 
 from grpc_health.v1 import health_pb2
 
@@ -34,12 +32,12 @@ from baton.cluster.metrics_http import Exposition, MetricsServer
 from baton.cluster.records import BlockEvent, Load, RoleName, WorkerRecord, WorkerState
 from baton.cluster.rpc import Server, Tasks
 from baton.cluster.tracing import make_tracer
-from baton.engine.build import Built, Options, build
+from baton.engine.build import Options
+from baton.engine.contract import CacheEvent, Facts, Listener, ServingEngine
 from baton.engine.engine import Output
-from baton.engine.kvcache import KvPool
-from baton.engine.loop import CacheEvent, EngineLoop, Facts, facts
 from baton.engine.machine import quota_cores, usable_cores
 from baton.engine.scheduler import Limits
+from baton.engine.start import start_engine
 from baton.v1 import worker_pb2_grpc
 from baton.worker.door import Probed, Residue, WorkerDoor
 from baton.worker.identity import Identity
@@ -57,7 +55,6 @@ from kvtransfer.transport import Transport
 from kvtransfer.ucx import Ucx
 
 log = logging.getLogger(__name__)
-T = TypeVar("T")
 MAX_MESSAGE_BYTES = 64 << 20
 IDLE_POLL_S = 0.02
 # Between two operations, OpenMP threads spin, because the next one begins immediately. If there are more threads than cores, spinning
@@ -68,8 +65,7 @@ HUNG_S = 60.0  # no step takes this long
 
 
 class Host:
-    built: Built
-    loop: EngineLoop
+    engine: ServingEngine
     transport: Transport
     port: KvPort
     server: Server
@@ -115,13 +111,12 @@ class Host:
             await health.start(port)
         if not fits(self.config, self.role, usable_cores()):
             os.environ.setdefault(*SLEEP_SOON)  # read when torch is loaded, which is now
-        self.built = await in_a_thread_that_ends(build, options(self.config), _log_progress)
-        self.loop = EngineLoop(self.built.engine, self._on_step, self._on_cache, self._stop.fail, self._on_batch)
-        self.loop.start()
-        self._facts = await self.loop.call(facts)
-        self._meter.tell(lambda: self._facts, self.built.engine.pool.num_blocks, self.built.engine.block_size)
-        self._closers.push_async_callback(self.loop.close)
-        config, pool = self.config, self.built.engine.runner.pool
+        listener = Listener(self._on_step, self._on_cache, self._stop.fail, self._on_batch)
+        self.engine = engine = await start_engine(options(self.config), listener, _log_progress)
+        self._facts = await engine.look()
+        self._meter.tell(lambda: self._facts, engine.traits.num_blocks, engine.pool.layout.block_size)
+        self._closers.push_async_callback(engine.close)
+        config, pool = self.config, engine.pool
         self.transport = await asyncio.to_thread(
             make_transport,
             config.kv.transport,
@@ -136,15 +131,15 @@ class Host:
         self._closers.push_async_callback(asyncio.to_thread, self.transport.close)
         self.server = Server(config, MAX_MESSAGE_BYTES)
         self.address = self.server.bind(self.pool_config.port)
-        self._open_port(pool)
+        self._open_port()
         took, mib = time.monotonic() - began, pool.nbytes / 2**20
-        longest = self.built.max_model_len
+        longest = engine.traits.max_model_len
         log.info("%s in %.1f s: %d blocks (%.0f MiB), longest sequence %d", config.model.path, took, pool.num_blocks, mib, longest)
 
-    def _open_port(self, pool: KvPool) -> None:
+    def _open_port(self) -> None:
         peers = Peers(self.name, self.incarnation, self.config.security)
         place = Place(self.name, self.incarnation, self.address)
-        self.port = port = KvPort(place, pool, self.loop, self.transport, self.key, self.config.kv, peers.connect)
+        self.port = port = KvPort(place, self.engine, self.transport, self.key, self.config.kv, peers.connect)
         self._closers.push_async_callback(peers.close)
         self._closers.push_async_callback(port.close)
         worker_pb2_grpc.add_KvExchangeServicer_to_server(KvExchangeDoor(port), self.server.grpc)
@@ -155,7 +150,7 @@ class Host:
 
     async def serve(self) -> None:
         """Called when the roles have added their services to `server.grpc`."""
-        door = WorkerDoor(self.identity, self.probe, self.describe, self.loop.snapshot, self.residue, self.set_roles)
+        door = WorkerDoor(self.identity, self.probe, self.describe, self.engine.snapshot, self.residue, self.set_roles)
         worker_pb2_grpc.add_WorkerServicer_to_server(door, self.server.grpc)
         await self.server.start()
         self._closers.push_async_callback(self.server.stop, 0.5)
@@ -203,7 +198,7 @@ class Host:
         """Returns the engine's load, or the last known one during a long step. Raises BatonError(INTERNAL) if the engine hangs."""
         try:
             async with asyncio.timeout(LOOK_S):
-                self._facts, self._held = await self.loop.call(facts), self.port.exporter.num_leases
+                self._facts, self._held = await self.engine.look(), self.port.exporter.num_leases
         except TimeoutError:
             if self.stalled_s() > HUNG_S:
                 raise BatonError(Reason.INTERNAL, f"the engine has made no progress for {HUNG_S:g} s") from None
@@ -213,7 +208,7 @@ class Host:
         """Returns for how long the engine has made no progress although it has work."""
         if self.stage is Stage.STARTING:
             return 0.0
-        return self._stall.look(time.monotonic(), Activity(*self.loop.activity()))
+        return self._stall.look(time.monotonic(), Activity(*self.engine.activity()))
 
     async def probe(self) -> Probed:
         now = await self.look()
@@ -221,7 +216,7 @@ class Host:
 
     async def describe(self) -> WorkerRecord:
         now = await self.look()
-        layout = self.built.engine.runner.layout
+        traits = self.engine.traits
         return WorkerRecord(
             name=self.name,
             role=self.role,
@@ -231,17 +226,17 @@ class Host:
             pid=os.getpid(),
             host=socket.gethostname(),
             model_name=self.model_name,
-            model_fingerprint=self.built.model_fingerprint,
-            tokenizer_fingerprint=self.built.tokenizer_fingerprint,
-            block_size=layout.block_size,
-            max_model_len=self.built.max_model_len,
-            kv_blocks=self.built.engine.pool.num_blocks,
+            model_fingerprint=traits.model_fingerprint,
+            tokenizer_fingerprint=traits.tokenizer_fingerprint,
+            block_size=self.engine.pool.layout.block_size,
+            max_model_len=traits.max_model_len,
+            kv_blocks=traits.num_blocks,
             transport=self.transport.name,
             load=self._load(now),
             metrics=self._metrics.address,
             roles=self.mounts.serving,
-            max_num_seqs=self.built.engine.scheduler.limits.max_num_seqs,
-            eos_token_ids=tuple(sorted(self.built.engine.runner.eos_token_ids)),
+            max_num_seqs=traits.max_num_seqs,
+            eos_token_ids=tuple(sorted(traits.eos_token_ids)),
         )
 
     @property
@@ -262,7 +257,7 @@ class Host:
     @property
     def identity(self) -> Identity:
         """Known once the model is loaded."""
-        return Identity(self.name, self.incarnation, self.built.model_fingerprint)
+        return Identity(self.name, self.incarnation, self.engine.traits.model_fingerprint)
 
     def residue(self) -> Residue:
         """As of the last look."""
@@ -290,16 +285,6 @@ def fits(config: Config, role: RoleName, cores: int) -> bool:
         return True
     workers = sum(pool.replicas for pool in (config.prefill, config.decode) if pool.cores is None)
     return max(1, workers) * (config.engine.threads or cores) <= cores
-
-
-async def in_a_thread_that_ends(function: Callable[..., T], *arguments: object) -> T:
-    """Runs a function that computes with torch before the engine's thread does.
-
-    A thread keeps the OpenMP threads that it has computed with. With more of these than cores, libgomp no longer lets any of them spin, and
-    every operation of the engine would begin by waking one. This costs a sixth of the throughput on two cores.
-    """
-    with ThreadPoolExecutor(1) as alone:
-        return await asyncio.get_running_loop().run_in_executor(alone, function, *arguments)
 
 
 def options(config: Config) -> Options:

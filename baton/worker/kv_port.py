@@ -10,9 +10,7 @@ from dataclasses import dataclass
 from baton.cluster.config import KvConfig
 from baton.cluster.errors import BatonError, Reason
 from baton.engine.block_key import KEY_BYTES
-from baton.engine.engine import Engine
-from baton.engine.kvcache import KvPool
-from baton.engine.loop import EngineLoop
+from baton.engine.contract import ServingEngine
 from baton.engine.sequence import Sequence as EngineSequence
 from kvtransfer.exporter import Exporter
 from kvtransfer.handle import KvHandle, Wish
@@ -35,8 +33,7 @@ class KvPort:
     def __init__(
         self,
         place: Place,
-        pool: KvPool,
-        loop: EngineLoop,
+        engine: ServingEngine,
         transport: Transport,
         key: bytes,
         config: KvConfig,
@@ -44,9 +41,9 @@ class KvPort:
         checks: Checks | None = None,
     ) -> None:
         self.place = place
-        self.pool = pool
+        self.pool = pool = engine.pool
         self.transport = transport
-        self._loop = loop
+        self._engine = engine
         self._lent = 0
         self.exporter = Exporter(
             worker=place.worker, incarnation=place.incarnation, address=place.address, pool=pool, key=key, ttl_s=config.lease_ttl_s
@@ -103,8 +100,7 @@ class KvPort:
         """Ends a sequence that a fetch may be filling. `seq_id` None: only its blocks are left. `filling` holds blocks that were already
         taken from the sequence, and is empty afterwards, so that a caller that is cancelled here may call again."""
         if seq_id is not None:
-            taken = await self._loop.call(lambda engine: engine.abort(seq_id))
-            filling += taken  # only now: a command that took blocks before the abort has added them to `filling` during the await
+            await self._engine.abort(seq_id, filling)
         blocks = list(filling)
         filling.clear()
         await self.importer.dispose(fetch, blocks)
@@ -115,20 +111,16 @@ class KvPort:
     async def _pin(self, keys: Sequence[bytes]) -> list[int]:
         """A cancelled caller leaves nothing pinned: the engine runs the release after the pinning command."""
         pinned: list[int] = []
-
-        def pin(engine: Engine) -> None:
-            pinned.extend(engine.pin(keys))
-
         try:
-            await self._loop.call(pin)
+            await self._engine.pin(keys, pinned)
         except BaseException:
-            self._loop.tell(lambda engine: engine.release(pinned))
+            self._engine.release_soon(pinned)
             raise
         return pinned
 
     def _unpin(self, blocks: list[int]) -> None:
         self._lent -= 1
-        self._loop.tell(lambda engine: engine.release(blocks))
+        self._engine.release_soon(blocks)
 
     async def _free(self, blocks: Sequence[int]) -> None:
-        await self._loop.call(lambda engine: engine.release(blocks))
+        await self._engine.release(blocks)

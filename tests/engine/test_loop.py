@@ -14,9 +14,10 @@ from typing import Any
 import pytest
 
 from baton.engine.block_key import root_key
+from baton.engine.contract import CacheEvent, EngineStopped, Listener
 from baton.engine.engine import Engine, Output, TooLong
 from baton.engine.kvcache import KvPool
-from baton.engine.loop import CacheEvent, EngineLoop, EngineStopped, facts
+from baton.engine.loop import EngineLoop, facts
 from baton.engine.protocol import Chunk
 from baton.engine.sampling import Sampled, SamplingParams
 from baton.engine.scheduler import Limits
@@ -109,7 +110,7 @@ async def running(blocks: int = 512) -> AsyncIterator[Running]:
     runner, reported = Gate(), Reported()
     runner.attach(KvPool(runner.layout, blocks))
     engine = Engine(runner, Limits(8, 32), min(1024, blocks * BLOCK))
-    loop = EngineLoop(engine, reported.on_step, reported.events.extend, reported.failures.append)
+    loop = EngineLoop(engine, Listener(reported.on_step, reported.events.extend, reported.failures.append))
     loop.start()
     try:
         yield Running(loop, engine, runner, reported)
@@ -166,7 +167,7 @@ async def test_each_step_that_computed_something_is_reported_in_the_engine_threa
 
     runner.attach(KvPool(runner.layout, 512))
     engine = Engine(runner, Limits(8, 32), 1024)
-    loop = EngineLoop(engine, reported.on_step, reported.events.extend, reported.failures.append, on_batch)
+    loop = EngineLoop(engine, Listener(reported.on_step, reported.events.extend, reported.failures.append, on_batch))
     loop.start()
 
     def add_both(engine: Engine) -> None:

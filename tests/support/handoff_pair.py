@@ -11,6 +11,7 @@ from baton.cluster.errors import BatonError
 from baton.cluster.metrics import Book
 from baton.cluster.telemetry import Tracer
 from baton.engine.block_key import root_key
+from baton.engine.contract import Listener
 from baton.engine.engine import Engine
 from baton.engine.kvcache import KvLayout, KvPool
 from baton.engine.loop import EngineLoop
@@ -85,6 +86,7 @@ class Pair:
     back: Wire  # from the prefill to the decode worker
     clock: Clock
     engines: tuple[Engine, Engine]
+    loops: tuple[EngineLoop, EngineLoop]
     failures: list[BaseException]
     book: Book  # of the decode worker
 
@@ -222,29 +224,30 @@ async def pair(
     book, tracer = Book("decode", "decode-0"), tracer or Tracer()
     prefill = PrefillWorker(BLOCK, tracer, live)
     decode = DecodeWorker("decode-0", BLOCK, on_failure, book, tracer)
-    prefill.loop = EngineLoop(engines[0], prefill.on_step, lambda events: None, failures.append)
-    decode.loop = EngineLoop(engines[1], decode.on_step, lambda events: None, failures.append)
+    loops = (
+        EngineLoop(engines[0], Listener(prefill.on_step, lambda events: None, failures.append)),
+        EngineLoop(engines[1], Listener(decode.on_step, lambda events: None, failures.append)),
+    )
+    prefill.engine, decode.engine = loops
     wires: dict[str, Wire] = {}
     ports = []
-    for worker, e, name in ((prefill, engines[0], "prefill-0"), (decode, engines[1], "decode-0")):
-        transport = TcpTransport(e.runner.pool, "127.0.0.1", KEY)
+    for worker, loop, name in ((prefill, loops[0], "prefill-0"), (decode, loops[1], "decode-0")):
+        transport = TcpTransport(loop.pool, "127.0.0.1", KEY)
         config = KvConfig(lease_ttl_s=ttl_s, read_timeout_s=min(2.0, ttl_s / 2), reap_interval_s=0.01)
-        worker.port = port = KvPort(
-            Place(name, 7, f"at {name}"), e.runner.pool, worker.loop, transport, KEY, config, wires.__getitem__, checks
-        )
+        worker.port = port = KvPort(Place(name, 7, f"at {name}"), loop, transport, KEY, config, wires.__getitem__, checks)
         port.exporter._clock = clock
         wires[f"at {name}"] = Wire(port, check_layout=checks is None or checks.layout)
         ports.append(port)
     wire, back = wires["at prefill-0"], wires["at decode-0"]
-    prefill.loop.start()
-    decode.loop.start()
+    for loop in loops:
+        loop.start()
     reapers = [asyncio.create_task(port.exporter.run_reaper(0.01)) for port in ports]
     try:
-        yield Pair(prefill, decode, wire, back, clock, engines, failures, book)
+        yield Pair(prefill, decode, wire, back, clock, engines, loops, failures, book)
     finally:
         for reaper, port in zip(reapers, ports, strict=True):
             reaper.cancel()
             await port.close()
             port.transport.close()
-        await prefill.loop.close()
-        await decode.loop.close()
+        for loop in loops:
+            await loop.close()

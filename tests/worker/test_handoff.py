@@ -145,14 +145,14 @@ async def test_the_lease_is_renewed_while_the_reader_waits_for_room() -> None:
         filler = await p.hand_over("filler", list(range(50, 68)))
         blocker = p.start(filler, "filler", tokens=list(range(50, 68)))
         await blocker.task  # its blocks are only cached now, so the test itself holds the pool
-        held = await p.decode.loop.call(lambda engine: engine.pool.allocate(6))
+        held = await p.loops[1].call(lambda engine: engine.pool.allocate(6))
         assert held is not None
         first = await p.hand_over()
         p.wire.on["renew"] = count
         call = p.start(first)
         await asyncio.sleep(0.4)
         assert renewals >= 3 and not call.events
-        await p.decode.loop.call(lambda engine: engine.release(held))
+        await p.loops[1].call(lambda engine: engine.release(held))
         await call.task
         assert call.tokens == expected(1) and call.finished.handoff.failure == ""
         await p.settled()
@@ -221,7 +221,7 @@ async def test_a_handle_is_refused_after_its_release() -> None:
         first = await p.hand_over()
         await p.start(first).task
         # Without this, the cache would still hold all but the last block. Now everything behind the handle is needed again.
-        await p.decode.loop.call(lambda engine: engine.pool.forget(range(engine.pool.num_blocks)))
+        await p.loops[1].call(lambda engine: engine.pool.forget(range(engine.pool.num_blocks)))
         again = p.start(first)
         await again.task
         assert again.tokens == expected(1)
@@ -420,7 +420,7 @@ async def test_release_does_not_wait_for_the_holders_step() -> None:
             entered.set()
             leave.wait(10)
 
-        p.prefill.loop.tell(long_step)
+        p.loops[0].tell(long_step)
         await asyncio.to_thread(entered.wait)
         call = p.start(first, "a")
         await call.task
@@ -436,7 +436,7 @@ async def test_a_deadline_during_a_failed_fetch_leaves_nothing_behind() -> None:
         leave = threading.Event()
 
         def fail() -> None:
-            p.decode.loop.tell(lambda engine: leave.wait(10))  # the engine is in a step
+            p.loops[1].tell(lambda engine: leave.wait(10))  # the engine is in a step
             raise BatonError(Reason.TRANSFER_FAILED, "the peer is gone")
 
         p.wire.on["handshake"] = fail
@@ -462,7 +462,7 @@ async def test_cancelling_a_recomputed_call_that_finished_before_its_task_woke_l
             done = threading.Event()
             while seq.state is not State.DONE:
                 time.sleep(0.001)
-            p.decode.loop.tell(lambda engine: done.set())  # by then, the results of the last step have been posted
+            p.loops[1].tell(lambda engine: done.set())  # by then, the results of the last step have been posted
             done.wait(10)
 
         def emit(event: Event) -> None:

@@ -1,9 +1,7 @@
-import threading
-
 import pytest
 
 from baton.cluster.config_layers import load
-from baton.worker.host import fits, in_a_thread_that_ends
+from baton.worker.host import fits
 
 
 @pytest.mark.parametrize(
@@ -26,14 +24,3 @@ def test_fits_compares_the_threads_of_all_workers_with_the_cores(
     flags = {"prefill.replicas": prefill, "decode.replicas": decode, **pinned}
     config = load(env={}, flags=flags | ({"engine.threads": threads} if threads else {})).config
     assert fits(config, "decode", cores) is fit
-
-
-async def test_the_thread_that_builds_a_model_ends() -> None:
-    """Otherwise it would keep OpenMP threads, which slow down those of the engine."""
-    thread = await in_a_thread_that_ends(threading.current_thread)
-    assert thread is not threading.current_thread() and not thread.is_alive()
-
-
-async def test_an_error_in_the_thread_that_ends_is_raised() -> None:
-    with pytest.raises(ValueError, match="invalid literal"):
-        await in_a_thread_that_ends(int, "x")

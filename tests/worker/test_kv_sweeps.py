@@ -85,7 +85,7 @@ async def test_withdraw_can_be_cancelled_at_every_await_and_repeated(fetching: b
         async def prepare() -> None:
             handle = leased(await p.hand_over("next"))
             fetch = port.importer.open(handle, "next") if fetching else None
-            blocks = await p.decode.loop.call(lambda engine: engine.pool.allocate(3))
+            blocks = await p.loops[1].call(lambda engine: engine.pool.allocate(3))
             assert blocks is not None
             state[:] = [(fetch, blocks)]
 

@@ -6,7 +6,7 @@ The prompt has three chunks, so the handle exists after the first chunk, and the
 import asyncio
 import random
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import pytest
@@ -231,10 +231,10 @@ async def test_a_lease_does_not_expire_while_the_prompt_is_computed() -> None:
             p.clock.now += 60
             step(outputs)
 
-        p.prefill.loop._on_step = on_step
+        p.loops[0]._listener = replace(p.loops[0]._listener, on_step=on_step)
         first = await p.hand_over(opened=opened)
         assert first.handle is not None
-        p.prefill.loop._on_step = step
+        p.loops[0]._listener = replace(p.loops[0]._listener, on_step=step)
         call = p.start(first)
         await call.task
         assert call.tokens == expected(1) and call.finished.handoff.failure == ""
@@ -290,7 +290,7 @@ async def test_a_prefill_cancelled_in_any_chunk_leaves_nothing_behind(chunks: in
             if steps == chunks:
                 prefill.cancel()
 
-        p.prefill.loop._on_step = on_step
+        p.loops[0]._listener = replace(p.loops[0]._listener, on_step=on_step)
         prefill = asyncio.create_task(live.run())
         if not chunks:
             await asyncio.sleep(0)

@@ -14,8 +14,8 @@ from baton.cluster.errors import BatonError
 from baton.cluster.metrics import Book
 from baton.cluster.otel import OtelTracer
 from baton.engine.block_key import root_key
+from baton.engine.contract import Facts
 from baton.engine.engine import Counts
-from baton.engine.loop import Facts
 from baton.engine.sequence import Sequence
 from baton.worker.meter import Meter
 

@@ -32,7 +32,7 @@ async def first_turn(p: Pair) -> list[int]:
     call = p.start(await p.hand_over())
     await call.task
     await p.settled()
-    await p.prefill.loop.call(lambda engine: engine.pool.forget(range(64)))
+    await p.loops[0].call(lambda engine: engine.pool.forget(range(64)))
     return [*PROMPT, *expected()]
 
 
@@ -88,7 +88,7 @@ async def test_locally_cached_blocks_are_not_fetched() -> None:
 async def test_blocks_that_the_source_no_longer_has_are_computed() -> None:
     async with pair() as p:
         conversation = await first_turn(p)
-        await p.decode.loop.call(lambda engine: engine.pool.forget(range(64)))
+        await p.loops[1].call(lambda engine: engine.pool.forget(range(64)))
         _, first = await second_turn(p, conversation)
         assert first.fetched_tokens == 0
         await p.settled()
@@ -158,7 +158,7 @@ async def test_lent_cached_blocks_are_not_evicted() -> None:
         keys = block_keys(root_key("toy"), conversation, 4)
         handle = await p.back.lend(Wish("decode-0", 7, "x", 0, b"".join(keys)).sealed(KEY))
         assert (handle.start, handle.end) == (0, 28) and p.engines[1].pool.num_owned == 7
-        assert await p.decode.loop.call(lambda engine: engine.pool.allocate(10)) is None
+        assert await p.loops[1].call(lambda engine: engine.pool.allocate(10)) is None
         assert p.decode.port.exporter.release(handle, "x")
         await p.settled()
 
@@ -246,7 +246,7 @@ async def test_the_prompt_is_computed_when_the_source_fails() -> None:
             p.back.on = {place: fail}
             _, first = await second_turn(p, conversation)
             assert first.fetched_tokens == 0, place
-            await p.prefill.loop.call(lambda engine: engine.pool.forget(range(64)))
+            await p.loops[0].call(lambda engine: engine.pool.forget(range(64)))
             p.clock.now += 1000
             await p.settled()
 
@@ -255,12 +255,12 @@ async def test_without_free_blocks_nothing_is_fetched() -> None:
     """A prompt that has to wait anyway is computed; room is granted in order of arrival."""
     async with pair() as p:
         conversation = await first_turn(p)
-        held = await p.prefill.loop.call(lambda engine: engine.pool.allocate(60))
+        held = await p.loops[0].call(lambda engine: engine.pool.allocate(60))
         assert held is not None
         task = asyncio.create_task(p.hand_over("next", conversation, source=Source(HOLDER, 7)))
         await asyncio.sleep(0.05)
         assert not task.done() and p.decode.port.exporter.events["granted"] == 0
-        await p.prefill.loop.call(lambda engine: engine.release(held))
+        await p.loops[0].call(lambda engine: engine.release(held))
         first = await task
         assert first.sampled.token == naive(conversation, greedy(max_tokens=1))[0] and first.fetched_tokens == 0
         await p.start(first, "next", tokens=conversation).task

@@ -10,6 +10,7 @@ import pytest
 
 from baton.engine import loop as loop_module
 from baton.engine.block_key import root_key
+from baton.engine.contract import Listener
 from baton.engine.engine import Engine
 from baton.engine.kvcache import KvPool
 from baton.engine.loop import EngineLoop
@@ -81,7 +82,7 @@ def compute(seconds: float) -> None:
 async def test_a_real_engine_thread_is_stalled_only_when_it_waits(how: Callable[[float], None], stalls: bool) -> None:
     runner = Runner(how)
     runner.attach(KvPool(runner.layout, 64))
-    loop = EngineLoop(Engine(runner, Limits(8, 64), 256), lambda outputs: None, lambda events: None, lambda error: None)
+    loop = EngineLoop(Engine(runner, Limits(8, 64), 256), Listener(lambda outputs: None, lambda events: None, lambda error: None))
     loop.start()
     stall, seen = Stall(LONGEST_S), []
     await loop.call(lambda engine: engine.add(Sequence("s", [1, 2, 3], 3, SamplingParams(max_tokens=1), root_key("toy"))))
@@ -99,7 +100,7 @@ async def test_a_hung_thread_does_not_delay_closing(monkeypatch: pytest.MonkeyPa
     runner, release = Runner(lambda seconds: None), threading.Event()
     runner.how = lambda seconds: assert_set(release)
     runner.attach(KvPool(runner.layout, 64))
-    loop = EngineLoop(Engine(runner, Limits(8, 64), 256), lambda outputs: None, lambda events: None, lambda error: None)
+    loop = EngineLoop(Engine(runner, Limits(8, 64), 256), Listener(lambda outputs: None, lambda events: None, lambda error: None))
     loop.start()
     await loop.call(lambda engine: engine.add(Sequence("s", [1, 2, 3], 3, SamplingParams(max_tokens=1), root_key("toy"))))
     async with asyncio.timeout(30):

@@ -1,0 +1,139 @@
+"""What a worker asks of an engine. Three behaviours stand behind it: our own engine (`baton.engine.loop`) with a real model or the toy, and
+vLLM (`baton.engine.vllm`). One suite, tests/engine/test_contract.py, holds for all of them.
+
+A sequence that this engine computes      add → outputs … → finish
+one whose KV a peer will read             the same with `hold`: it stays after its first token, until `abort` or `forget`
+one whose KV comes from a peer            reserve → (the KV is copied into `seq.blocks` of `pool`) → adopt → outputs …
+                                          or give_up: the engine computes the KV itself
+
+`pool` is the memory that peers read and that fetched KV is copied into. Whether the model computes in it, or the engine copies between it
+and memory of its own, is the engine's business: `seq.blocks` always means blocks of `pool`.
+
+Methods that take blocks away from a sequence append them to a list that the caller gives, while the command runs: a caller that is
+cancelled meanwhile still has them.
+"""
+
+from collections.abc import Callable
+from collections.abc import Sequence as Seq
+from dataclasses import dataclass
+from typing import Protocol
+
+from baton.engine.engine import Counts, Output
+from baton.engine.kvcache import KvPool
+from baton.engine.sequence import Sequence
+
+
+class EngineStopped(RuntimeError):
+    """The engine was closed or has failed: the command did not and will not run."""
+
+
+@dataclass(frozen=True, slots=True)
+class CacheEvent:
+    """A run of keys that the prefix cache gained ("stored") or lost ("removed"). Numbered from 1 without gap."""
+
+    sequence: int
+    kind: str
+    keys: tuple[bytes, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class Facts:
+    """The engine's load at one moment."""
+
+    running: int
+    waiting: int
+    waiting_tokens: int  # known and not computed
+    free_blocks: int  # free or evictable
+    cached_blocks: int
+    owned_blocks: int
+    sequences: int
+    credit_tokens: int
+    counts: Counts
+
+
+@dataclass(frozen=True, slots=True)
+class Traits:
+    """What does not change while an engine lives."""
+
+    model_fingerprint: str  # equal: one engine can go on with the other's streams and KV
+    tokenizer_fingerprint: str
+    max_model_len: int
+    max_num_seqs: int
+    num_blocks: int  # of the memory that sequences compute in
+    eos_token_ids: frozenset[int]
+    lends: bool  # whether `pin` can find cached blocks for a peer
+
+
+@dataclass(frozen=True, slots=True)
+class Listener:
+    """Whom an engine tells what happens. The first three are called on the event loop that was current when the engine started."""
+
+    on_step: Callable[[list[Output]], None]
+    on_cache: Callable[[list[CacheEvent]], None]
+    # Called once. The engine's memory is then in doubt: it runs nothing more, and the process must exit.
+    on_failure: Callable[[BaseException], None]
+    # (seconds, tokens, sequences) of a step that computed something; called in another thread, perhaps. It must not wait.
+    on_batch: Callable[[float, int, int], None] = lambda seconds, tokens, sequences: None
+
+
+class ServingEngine(Protocol):
+    """An engine and the thread or the processes that run it. Commands run between two steps and raise EngineStopped when it has ended."""
+
+    pool: KvPool
+
+    @property
+    def traits(self) -> Traits: ...
+
+    async def add(self, seq: Sequence) -> None:
+        """Queues a sequence. Raises `Refused`, and then keeps nothing of it."""
+        ...
+
+    async def reserve(self, seq: Sequence) -> bool:
+        """Reserves room for KV that comes from a peer, to be copied into `seq.blocks` from position `seq.computed` on. Returns False while
+        there is no room: call again, or `abort`. Raises `Refused`."""
+        ...
+
+    async def adopt(self, seq: Sequence, end: int | None = None, first: int | None = None) -> None:
+        """The reserved blocks hold the KV up to position `end` (None: nothing was copied); the engine computes what is pending. `first` is
+        a token that became known meanwhile."""
+        ...
+
+    async def give_up(self, seq: Sequence, filling: list[int], first: int | None = None) -> None:
+        """The KV does not come: the engine computes it. `filling` gets the blocks that were reserved; the caller releases them once no byte
+        can land in them. `first`: as in `adopt`. Raises `Refused` if nothing was reserved and the queue is full."""
+        ...
+
+    async def abort(self, seq_id: str, filling: list[int]) -> None:
+        """Forgets a sequence in any state, also one that it does not have. `filling`: as in `give_up`."""
+        ...
+
+    def forget(self, seq_id: str) -> None:
+        """`abort` of a sequence for which nothing was reserved, without waiting: for clean-up, which must not be cancelled."""
+        ...
+
+    async def pin(self, keys: Seq[bytes], pinned: list[int]) -> None:
+        """Appends the cached blocks of the longest known prefix of `keys`, for a peer to read. The caller releases them."""
+        ...
+
+    async def release(self, blocks: Seq[int]) -> None:
+        """Gives back blocks from `give_up`, `abort` or `pin`."""
+        ...
+
+    def release_soon(self, blocks: Seq[int]) -> None:
+        """`release` without waiting."""
+        ...
+
+    async def look(self) -> Facts: ...
+
+    async def snapshot(self) -> tuple[int, list[bytes]]:
+        """The number of the last cache event, and the keys that are cached after it."""
+        ...
+
+    def activity(self) -> tuple[int, float | None, float | None]:
+        """(number of steps and commands so far; start of the one under way, on the monotonic clock, None at rest; processor seconds of the
+        engine's thread, None where they are not known). Never waits."""
+        ...
+
+    async def close(self) -> None:
+        """Stops after the step in flight. Drops the running sequences and refuses the commands that wait."""
+        ...
