@@ -77,6 +77,19 @@ class ModelConfig(Section):
 
 
 class EngineConfig(Section):
+    kind: Literal["baton", "vllm"] = Field(
+        default="baton", description="Which engine computes. baton: the one in this project. vllm: vLLM 0.32, if it is installed."
+    )
+    vllm: dict[str, Any] = Field(
+        default={},
+        description="Further arguments of vLLM (AsyncEngineArgs), such as {tensor_parallel_size: 2}. vLLM checks them. What other keys set is"
+        " refused here.",
+    )
+    staging_mib: int | None = Field(
+        default=None,
+        ge=1,
+        description="With vLLM: size of the memory through which KV enters and leaves it, MiB; by default half of vLLM's KV cache.",
+    )
     block_size: int = Field(default=16, ge=1, le=1024, description="Tokens in one KV block. All workers must use the same size.")
     kv_memory_mib: int | None = Field(default=None, ge=1, description="Size of the KV pool, MiB; by default a share of the free memory.")
     kv_memory_fraction: float = Field(

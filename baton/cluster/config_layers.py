@@ -6,6 +6,7 @@ name is refused, never skipped: a start that fails is better than a setting that
 """
 
 import difflib
+import json
 import os
 import re
 from collections.abc import Iterable, Iterator, Mapping, Sequence
@@ -81,8 +82,16 @@ def to_env(config: Config) -> dict[str, str]:
     for key in keys():
         value = config.at(key.name)
         if value != key.default:
-            env[key.env] = "null" if value is None else str(list(value) if isinstance(value, tuple) else value)
+            env[key.env] = _to_text(value)
     return env
+
+
+def _to_text(value: object) -> str:
+    if value is None:
+        return "null"
+    if isinstance(value, dict):
+        return json.dumps(value)  # which is YAML, too
+    return str(list(value) if isinstance(value, tuple) else value)
 
 
 def schema() -> dict[str, Any]:
@@ -195,7 +204,7 @@ def _mapping(value: object, source: str, where: str) -> dict[Any, Any]:
 
 def _from_text(field: FieldInfo, text: str) -> object:
     """`text` as a value of `field`. Text that is not YAML is returned unchanged, and validation refuses it."""
-    branches = get_args(field.annotation) if get_origin(field.annotation) not in (Literal, tuple) else (field.annotation,)
+    branches = get_args(field.annotation) if get_origin(field.annotation) not in (Literal, tuple, dict) else (field.annotation,)
     if str in (field.annotation, *branches) or any(get_origin(branch) is Literal for branch in branches):
         return None if type(None) in branches and text in ("", "null") else text
     try:

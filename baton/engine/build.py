@@ -1,7 +1,7 @@
 """From a folder and a memory budget to an engine: which runner, how many blocks, how long a sequence may be."""
 
 import json
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -39,6 +39,9 @@ class Options:
     compiled: bool = True
     prefix_caching: bool = True
     limits: Limits = field(default_factory=Limits)
+    kind: str = "baton"  # vllm: `baton.engine.vllm`
+    vllm: Mapping[str, Any] = field(default_factory=dict)  # arguments of vLLM
+    staging_bytes: int | None = None
 
     def __post_init__(self) -> None:
         """Raises BuildError, which names the configuration key, for a value with which no engine can be built."""

@@ -103,7 +103,7 @@ def read_config(path: Path) -> ModelConfig:
         o_bias=attention_bias,
         mlp_bias=family.mlp_bias and f.flag("mlp_bias"),
         qk_norm=family.qk_norm,
-        eos_token_ids=_eos(f) | _generation_eos(path),
+        eos_token_ids=_eos(f) | eos_of(path),
         activation="gelu_tanh" if family.gemma else "silu",
         norm_offset=1.0 if family.gemma else 0.0,
         post_norms=family.gemma,
@@ -286,8 +286,8 @@ def _deepseek_experts(f: Fields, layers: int, sigmoid: bool) -> ExpertConfig:
     return experts
 
 
-def _generation_eos(path: Path) -> frozenset[int]:
-    file = path / "generation_config.json"
+def eos_of(path: Path, name: str = "generation_config.json") -> frozenset[int]:
+    file = path / name
     return _eos(Fields.read(file)) if file.exists() else frozenset()
 
 

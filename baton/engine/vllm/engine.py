@@ -1,0 +1,413 @@
+"""vLLM as a `ServingEngine`: AsyncLLM as a library in our process, its scheduler and ranks in children of its own (`baton.engine.vllm`)."""
+
+import asyncio
+import logging
+import mmap
+import os
+import time
+from collections.abc import Callable
+from collections.abc import Sequence as Seq
+from contextlib import suppress
+from dataclasses import dataclass
+from hashlib import blake2b
+from typing import Any
+
+import psutil
+
+from baton.engine.build import BuildError, Options
+from baton.engine.contract import CacheEvent, EngineStopped, Facts, Listener, Traits
+from baton.engine.engine import Output
+from baton.engine.fingerprint import check_sums, fingerprint, tokenizer_fingerprint
+from baton.engine.kvcache import KvLayout, KvPool
+from baton.engine.sampling import Sampled
+from baton.engine.sequence import Sequence
+from baton.engine.vllm import arguments
+from baton.engine.vllm.desk import Bounds, Desk, Job
+from baton.engine.vllm.ledger import KEY, PUBLISHER, Order
+from baton.engine.vllm.link import Host, RankReport
+
+log = logging.getLogger(__name__)
+START_S = 600.0  # the first start compiles
+CLOSE_S = 5.0
+CLOSED_WITHIN_S = 30.0  # a prompt's copies land in the step that samples its first token
+
+
+@dataclass(frozen=True, slots=True)
+class Started:
+    """What a start of vLLM has found."""
+
+    llm: Any
+    link: Host
+    pool: KvPool
+    traits: Traits
+    bounds: Bounds
+
+
+class VllmEngine:
+    """A `ServingEngine`. Everything here runs on the event loop; what comes from the link's thread is passed to it."""
+
+    def __init__(self, options: Options, listener: Listener) -> None:
+        """Raises BuildError for what cannot be; starts nothing yet."""
+        arguments.check_version()
+        arguments.check(options)
+        self._options, self._listener = options, listener
+        self._keys: dict[bytes, None] = {}
+        self._cache_sequence = self._steps = 0
+        self._free: int | None = None
+        self._progress_at = time.monotonic()
+        self._tasks: set[asyncio.Task[None]] = set()
+        self._closings: dict[str, asyncio.Event] = {}
+        self._outputs: list[Output] = []
+        self._timer: asyncio.TimerHandle | None = None
+        self._over = False
+
+    async def start(self) -> None:
+        """Raises BuildError or CheckpointError."""
+        self._loop = asyncio.get_running_loop()
+        link = Host(arguments.ranks(self._options.vllm), self._from_thread(self._on_news), self._from_thread(self._on_end))
+        try:
+            started = await asyncio.to_thread(_start, self._options, link)
+        except BaseException:
+            link.close()
+            raise
+        self._llm, self._link, self.pool, self._traits = started.llm, started.link, started.pool, started.traits
+        self._desk = Desk(started.pool.num_blocks, started.pool.layout.block_size, started.bounds)
+
+    @property
+    def traits(self) -> Traits:
+        return self._traits
+
+    # --- commands ---
+
+    async def add(self, seq: Sequence) -> None:
+        self._check()
+        self._desk.add(seq)
+        self._admit()
+
+    async def reserve(self, seq: Sequence) -> bool:
+        self._check()
+        return self._desk.reserve(seq)
+
+    async def adopt(self, seq: Sequence, end: int | None = None, first: int | None = None) -> None:
+        self._check()
+        self._follow(self._desk.adopt(seq, end, first))
+
+    async def give_up(self, seq: Sequence, filling: list[int], first: int | None = None) -> None:
+        self._check()
+        filling.extend(self._desk.give_up(seq, first))
+        self._admit()
+
+    async def abort(self, seq_id: str, filling: list[int]) -> None:
+        self._check()
+        filling.extend(self._abort(seq_id))
+
+    def forget(self, seq_id: str) -> None:
+        self._desk.release(self._abort(seq_id))
+
+    async def pin(self, keys: Seq[bytes], pinned: list[int]) -> None:
+        """vLLM's cached blocks are in its own memory, and nothing public reaches them between two requests: none is lent."""
+
+    async def release(self, blocks: Seq[int]) -> None:
+        self.release_soon(blocks)
+
+    def release_soon(self, blocks: Seq[int]) -> None:
+        self._desk.release(blocks)
+        self._admit()
+
+    async def look(self) -> Facts:
+        self._check()
+        desk, total = self._desk, self._traits.num_blocks
+        free = total if self._free is None else self._free
+        return Facts(
+            running=desk.running,
+            waiting=desk.queued,
+            waiting_tokens=desk.waiting_tokens(),
+            free_blocks=free,
+            cached_blocks=min(free, len(self._keys)),
+            owned_blocks=total - free,
+            sequences=len(desk.sequences),
+            credit_tokens=(free - desk.promised_blocks()) * self.pool.layout.block_size,
+            counts=desk.counts,
+        )
+
+    async def snapshot(self) -> tuple[int, list[bytes]]:
+        self._check()
+        return self._cache_sequence, list(self._keys)
+
+    def activity(self) -> tuple[int, float | None, float | None]:
+        busy = any(not job.over for job in self._desk.jobs.values() if not (job.seq.hold and job.closed))
+        return self._steps, self._progress_at if busy else None, _cpu_seconds(self._link.pids)
+
+    async def close(self) -> None:
+        if self._over:
+            return
+        self._over = True
+        if self._timer is not None:
+            self._timer.cancel()
+        for task in self._tasks:
+            task.cancel()
+        await asyncio.gather(*self._tasks, return_exceptions=True)
+        self._link.closing()
+        with suppress(TimeoutError):
+            async with asyncio.timeout(CLOSE_S):
+                await asyncio.to_thread(self._llm.shutdown, 1)
+        self._link.close()  # whoever is left of the children ends now
+
+    # --- requests ---
+
+    def _check(self) -> None:
+        if self._over:
+            raise EngineStopped("the engine has stopped")
+
+    def _abort(self, seq_id: str) -> list[int]:
+        filling, job = self._desk.abort(seq_id)
+        if job is not None:
+            self._spawn(self._llm.abort(job.id))
+        self._admit()
+        return filling
+
+    def _admit(self) -> None:
+        if self._over:
+            return
+        plan = self._desk.admit(time.monotonic())
+        for output in plan.expired:
+            self._emit(output)
+        for job in plan.jobs:
+            self._follow(job)
+        if self._timer is not None:
+            self._timer.cancel()
+            self._timer = None
+        soonest = min((seq.expires_at for seq in self._desk.waiting), default=float("inf"))
+        if soonest != float("inf"):
+            self._timer = self._loop.call_later(max(0.0, soonest - time.monotonic()), self._admit)
+
+    def _follow(self, job: Job) -> None:
+        if all(other is job or other.over for other in self._desk.jobs.values()):
+            self._progress_at = time.monotonic()  # it rested until now
+        self._closings[job.id] = asyncio.Event()
+        self._spawn(self._run(job))
+
+    def _spawn(self, work: Any) -> None:
+        task = asyncio.ensure_future(work)
+        self._tasks.add(task)
+        task.add_done_callback(self._tasks.discard)
+
+    async def _run(self, job: Job) -> None:
+        try:
+            queue = await self._llm.add_request(job.id, _prompt(job.seq), _params(job, self._traits.eos_token_ids))
+            if job.over:  # aborted while vLLM did not know it yet
+                await self._llm.abort(job.id)
+            finished = False
+            while not finished:
+                out = queue.get_nowait() or await queue.get()
+                finished = out.finished
+                await self._take(job, out)
+            if (output := self._desk.failed(job, "vLLM ended the sequence before its last token")) is not None:
+                self._emit(output)
+        except asyncio.CancelledError:
+            raise
+        except Exception as error:
+            if self._llm.errored:
+                self._fail(error)
+                return
+            self._desk.closed(job.id)  # vLLM never had it
+            if (output := self._desk.failed(job, str(error))) is not None:
+                self._emit(output)
+        finally:
+            if job.seq.hold is False or job.over:
+                self._admit()
+
+    async def _take(self, job: Job, out: Any) -> None:
+        completion = out.outputs[0]
+        for i, token in enumerate(completion.token_ids):
+            if job.seq.hold and not job.closed:  # its reader may copy the staged blocks from now on
+                async with asyncio.timeout(CLOSED_WITHIN_S):
+                    await self._closings[job.id].wait()
+            output = self._desk.sampled(job, _sampled(token, completion.logprobs[i] if completion.logprobs else None, job.seq))
+            if output is None:
+                return
+            self._emit(output)
+            if output.finish is not None and not out.finished:
+                await self._llm.abort(job.id)
+
+    def _emit(self, output: Output) -> None:
+        if not self._outputs:
+            self._loop.call_soon(self._flush)
+        self._outputs.append(output)
+
+    def _flush(self) -> None:
+        outputs, self._outputs = self._outputs, []
+        self._listener.on_step(outputs)
+
+    # --- what vLLM's children say ---
+
+    def _from_thread(self, function: Callable[..., None]) -> Callable[..., None]:
+        def call(*arguments: Any) -> None:
+            if not self._loop.is_closed():
+                self._loop.call_soon_threadsafe(function, *arguments)
+
+        return call
+
+    def _on_end(self) -> None:
+        self._fail(EngineStopped("a process of vLLM has ended"))
+
+    def _fail(self, error: BaseException) -> None:
+        if not self._over and hasattr(self, "_desk"):
+            self._over = True
+            self._listener.on_failure(error)
+            self._link.close()
+
+    def _on_news(self, news: dict[str, Any]) -> None:
+        now = time.monotonic()
+        if "cache" in news:
+            self._cache_changed([(stored, bytes.fromhex(key)) for stored, key in news["cache"]])
+            return
+        self._free = news["free"]
+        if news["step"] is not None:
+            self._steps += 1
+            self._progress_at = now
+            seconds, tokens, sequences = news["step"]
+            if sequences:
+                self._desk.counts.chunks += sequences
+                self._desk.counts.computed_tokens += tokens
+                self._listener.on_batch(seconds, tokens, sequences)
+        for job, cached, loaded in news["started"]:
+            self._desk.started(job, cached, loaded, now)
+        for job in news["preempted"]:
+            self._desk.preempted(job)
+        for job, full in news["staged"]:
+            if (output := self._desk.staged_up_to(job, full)) is not None:
+                self._emit(output)
+        for job in news["closed"]:
+            self._desk.closed(job)
+            if (event := self._closings.pop(job, None)) is not None:
+                event.set()
+        if news["closed"]:
+            self._admit()
+
+    def _cache_changed(self, changes: list[tuple[bool, bytes]]) -> None:
+        events: list[CacheEvent] = []
+        run: list[bytes] = []
+        for i, (stored, key) in enumerate(changes):
+            run.append(key)
+            if stored:
+                self._keys[key] = None
+            else:
+                self._keys.pop(key, None)
+            if i + 1 == len(changes) or changes[i + 1][0] != stored:
+                self._cache_sequence += 1
+                events.append(CacheEvent(self._cache_sequence, "stored" if stored else "removed", tuple(run)))
+                run = []
+        self._listener.on_cache(events)
+
+
+def _start(options: Options, link: Host) -> Started:
+    """Starts vLLM and waits for it. Runs in a thread."""
+    try:
+        check_sums(options.path)
+    except ValueError as error:
+        raise BuildError(f"model.path: {error}") from None
+    arguments.set_environment(options)
+    from vllm.config import KVEventsConfig
+    from vllm.engine.arg_utils import AsyncEngineArgs
+    from vllm.v1.engine.async_llm import AsyncLLM
+
+    pools: list[KvPool] = []
+
+    def allot(whole: RankReport) -> tuple[int, int]:
+        layout = KvLayout(
+            fingerprint(options.path),
+            whole.dtype,
+            whole.block_size,
+            whole.layers,
+            whole.heads,
+            whole.width,
+            parts=1,
+            packing=whole.packing,
+        )
+        blocks = _staged_blocks(options, layout, whole.blocks)
+        fd = os.memfd_create("baton-kv", os.MFD_CLOEXEC)
+        os.ftruncate(fd, blocks * layout.block_bytes)
+        pools.append(KvPool(layout, blocks, mmap.mmap(fd, blocks * layout.block_bytes)))
+        return fd, blocks
+
+    link.open(allot)
+    try:
+        wanted = arguments.arguments(options, {"address": link.address, "token": link.token}, KEY)
+        events = KVEventsConfig(enable_kv_cache_events=True, publisher="null")
+        events.publisher = PUBLISHER
+        llm = AsyncLLM.from_engine_args(AsyncEngineArgs(**wanted, kv_events_config=events))
+    except Exception as error:
+        raise BuildError(f"engine.vllm: vLLM does not start: {link.refusal or error}") from error
+    (pool,) = pools
+    model, cache = llm.model_config, llm.vllm_config.cache_config
+    eos = arguments.end_tokens(options.path)
+    text = "\n".join((pool.layout.model_fingerprint, pool.layout.packing, str(model.dtype), str(sorted(options.vllm.items()))))
+    traits = Traits(
+        model_fingerprint=blake2b(text.encode(), digest_size=16, person=b"baton.vllm").hexdigest(),
+        tokenizer_fingerprint=tokenizer_fingerprint(options.path),
+        max_model_len=model.max_model_len,
+        max_num_seqs=options.limits.max_num_seqs,
+        num_blocks=cache.num_gpu_blocks - 1,  # the first is no sequence's
+        eos_token_ids=eos,
+        lends=False,
+    )
+    bounds = Bounds(traits.max_num_seqs, options.limits.max_queue, traits.max_model_len, model.get_vocab_size(), eos)
+    return Started(llm, link, pool, traits, bounds)
+
+
+def _staged_blocks(options: Options, layout: KvLayout, blocks: int) -> int:
+    """Raises BuildError if a sequence of full length would not fit."""
+    one = -(-(options.max_model_len or layout.block_size) // layout.block_size)
+    if options.staging_bytes is None:
+        return max(blocks // 2, 2 * one)
+    if (staged := options.staging_bytes // layout.block_bytes) < one:
+        raise BuildError(f"engine.staging_mib: {staged} blocks of {layout.block_bytes} bytes are less than one sequence needs ({one})")
+    return staged
+
+
+def _prompt(seq: Sequence) -> Any:
+    # vLLM's prefix cache separates what has another salt. Ours is the root of the sequence's block keys: model, tenant, adapter.
+    return {"prompt_token_ids": list(seq.tokens), "cache_salt": seq.root.hex()}
+
+
+def _params(job: Job, eos: frozenset[int]) -> Any:
+    from vllm import SamplingParams as VllmParams
+    from vllm.sampling_params import RequestOutputKind
+
+    from baton.engine.vllm import sampler
+
+    seq = job.seq
+    stops = seq.params.stop_token_ids | (frozenset() if seq.params.ignore_eos else eos)
+    order = Order(job.id, tuple(job.blocks), job.loaded, job.save_to)
+    return VllmParams(
+        temperature=0.0,
+        max_tokens=1 if seq.hold else max(1, seq.remaining),
+        # A stop before min_tokens is not one: then this process ends the request, by the rule that all engines share.
+        stop_token_ids=sorted(stops) if seq.output_len + 1 >= seq.params.min_tokens else [],
+        ignore_eos=True,
+        detokenize=False,
+        logprobs=seq.params.logprobs,
+        output_kind=RequestOutputKind.DELTA,
+        extra_args={
+            "kv_transfer_params": {KEY: order.pack()},
+            sampler.KEY: sampler.pack(seq.params, seq.prompt_len, stops),
+        },
+    )
+
+
+def _sampled(token: int, logprobs: Any, seq: Sequence) -> Sampled:
+    if logprobs is None or seq.params.logprobs is None:
+        return Sampled(token)
+    best = sorted(((each.rank, name, each.logprob) for name, each in logprobs.items()), key=lambda each: each[0])
+    return Sampled(token, logprobs[token].logprob, tuple((name, value) for _, name, value in best[: seq.params.logprobs]))
+
+
+def _cpu_seconds(pids: set[int]) -> float | None:
+    """Processor time of vLLM's children so far."""
+    total = 0.0
+    for pid in list(pids):
+        with suppress(psutil.Error):
+            times = psutil.Process(pid).cpu_times()
+            total += times.user + times.system
+    return total
