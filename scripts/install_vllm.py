@@ -27,9 +27,8 @@ for line in requires("{VLLM.partition("=")[0]}"):
 
 def main(folder: Path) -> None:
     ready = folder / ".ready"
-    if ready.exists() and ready.stat().st_mtime > max(
-        (ROOT / name).stat().st_mtime for name in ("pyproject.toml", "scripts/install_vllm.py")
-    ):
+    newest = max(path.stat().st_mtime for path in (ROOT / "pyproject.toml", Path(__file__)))
+    if ready.exists() and ready.stat().st_mtime > newest:
         return
     if not (folder / "bin" / "python").exists():
         venv.create(folder, with_pip=True)

@@ -82,8 +82,8 @@ class EngineConfig(Section):
     )
     vllm: dict[str, Any] = Field(
         default={},
-        description="Further arguments of vLLM (AsyncEngineArgs), such as {tensor_parallel_size: 2}. vLLM checks them. What other keys set is"
-        " refused here.",
+        description="Further arguments of vLLM (AsyncEngineArgs), such as {tensor_parallel_size: 2}. vLLM checks them. What other keys"
+        " set is refused here.",
     )
     staging_mib: int | None = Field(
         default=None,

@@ -1,6 +1,6 @@
 """vLLM as the engine of a worker.
 
-    our process                    `engine` (the contract, over vLLM's AsyncLLM), `desk` (who waits, who runs, which staged blocks are whose)
+    our process                    `engine` (the contract, over vLLM's AsyncLLM), `desk` (who waits, who runs, whose a staged block is)
     EngineCore, a child of vLLM    `connector`, scheduler side: `ledger` (what to copy when), `block_events` (its prefix cache in our keys)
     each rank                      `connector`, worker side: copies; `sampler` (our sampler decides the token)
 

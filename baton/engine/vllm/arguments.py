@@ -1,5 +1,6 @@
 """From our options to vLLM's arguments, and what is refused before vLLM is started. vLLM itself checks what is passed through."""
 
+import logging
 import os
 import platform
 from collections.abc import Mapping
@@ -37,7 +38,7 @@ ENVIRONMENT = {  # defaults; what a person has set stays
     "VLLM_NO_USAGE_STATS": "1",
     "DO_NOT_TRACK": "1",
     "HF_HUB_OFFLINE": "1",  # model.path is a folder
-    "VLLM_LOGGING_LEVEL": "WARNING",
+    "VLLM_CONFIGURE_LOGGING": "0",  # its records go where ours go
     "VLLM_USE_V2_MODEL_RUNNER": "0",  # Baton's sampler is a processor of the first
 }
 
@@ -84,6 +85,7 @@ def set_environment(options: Options) -> None:
     """Before vLLM is imported: it reads most of these only once."""
     for name, value in ENVIRONMENT.items():
         os.environ.setdefault(name, value)
+    logging.getLogger("vllm").setLevel(logging.WARNING)
     if ranks(options.vllm) == 1:
         os.environ.setdefault("VLLM_ENABLE_V1_MULTIPROCESSING", "0")  # the rank in the scheduler's process: one child less
     if options.device == "cpu":
@@ -125,7 +127,7 @@ def arguments(options: Options, link: Mapping[str, str], key: str) -> dict[str, 
 
 
 def _cpu_kv_bytes(options: Options) -> int:
-    """The same share of the free memory as our engine takes, and no more than twice what `max_num_seqs` sequences of full length can use."""
+    """The same share of the free memory as our engine takes, and at most twice what `max_num_seqs` sequences of full length can use."""
     config = Fields.read(options.path / "config.json")
     share = int(available_memory() * options.kv_memory_fraction)
     heads = config.get("num_attention_heads") or 1

@@ -14,12 +14,12 @@ from typing import Any
 
 import psutil
 
-from baton.engine.build import BuildError, Options
+from baton.engine.build import WARM_UP_TOKENS, BuildError, Options
 from baton.engine.contract import CacheEvent, EngineStopped, Facts, Listener, Traits
-from baton.engine.engine import Output
+from baton.engine.engine import Counts, Output
 from baton.engine.fingerprint import check_sums, fingerprint, tokenizer_fingerprint
 from baton.engine.kvcache import KvLayout, KvPool
-from baton.engine.sampling import Sampled
+from baton.engine.sampling import Sampled, SamplingParams
 from baton.engine.sequence import Sequence
 from baton.engine.vllm import arguments
 from baton.engine.vllm.desk import Bounds, Desk, Job
@@ -72,6 +72,7 @@ class VllmEngine:
             raise
         self._llm, self._link, self.pool, self._traits = started.llm, started.link, started.pool, started.traits
         self._desk = Desk(started.pool.num_blocks, started.pool.layout.block_size, started.bounds)
+        await self._warm_up()
 
     @property
     def traits(self) -> Traits:
@@ -148,12 +149,26 @@ class VllmEngine:
             task.cancel()
         await asyncio.gather(*self._tasks, return_exceptions=True)
         self._link.closing()
+        if self._llm.output_handler is not None:
+            self._llm.output_handler.cancel()
         with suppress(TimeoutError):
             async with asyncio.timeout(CLOSE_S):
                 await asyncio.to_thread(self._llm.shutdown, 1)
         self._link.close()  # whoever is left of the children ends now
 
     # --- requests ---
+
+    async def _warm_up(self) -> None:
+        """One request, before anybody listens: the first of a process takes seconds. Leaves nothing but the cache of a root of its own."""
+        listener, ended = self._listener, asyncio.Event()
+        self._listener = Listener(lambda outputs: ended.set(), lambda events: None, listener.on_failure)
+        params = SamplingParams(max_tokens=1, seed=1)
+        try:
+            await self.add(Sequence("warm-up", [0] * min(WARM_UP_TOKENS, self._traits.max_model_len - 1), 1, params, b"warm-up"))
+            async with asyncio.timeout(START_S):
+                await ended.wait()
+        finally:
+            self._listener, self._desk.counts = listener, Counts()
 
     def _check(self) -> None:
         if self._over:
@@ -272,7 +287,7 @@ class VllmEngine:
                 self._desk.counts.computed_tokens += tokens
                 self._listener.on_batch(seconds, tokens, sequences)
         for job, cached, loaded in news["started"]:
-            self._desk.started(job, cached, loaded, now)
+            self._desk.started(job, cached, loaded, now - news["step"][0])
         for job in news["preempted"]:
             self._desk.preempted(job)
         for job, full in news["staged"]:

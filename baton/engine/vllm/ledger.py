@@ -1,4 +1,5 @@
-"""What the ranks copy in a step, and when a job's staged blocks are no longer touched. The scheduler side of the connector asks; this decides.
+"""What the ranks copy in a step, and when a job's staged blocks are no longer touched. For the scheduler side of the connector; it decides
+and does nothing else.
 
 matched    how many positions vLLM need not compute, because their KV is staged
 allocated  vLLM has blocks for them: they are copied before the forward of this step
