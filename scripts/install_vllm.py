@@ -37,7 +37,7 @@ def main(folder: Path) -> None:
     subprocess.run([*pip, TORCH], check=True)
     subprocess.run([*pip, "--no-deps", VLLM], check=True)
     requirements = subprocess.run([python, "-c", REQUIREMENTS], check=True, capture_output=True, text=True).stdout.split("\n")
-    tests = ["pytest>=9.0", "pytest-asyncio>=1.3", "pytest-timeout>=2.4"]
+    tests = ["hypothesis>=6.150", "pytest>=9.0", "pytest-asyncio>=1.3", "pytest-timeout>=2.4", "pytest-xdist>=3.8"]
     subprocess.run([*pip, "--editable", str(ROOT), TORCH, *tests, *filter(None, requirements)], check=True)
     ready.touch()
 

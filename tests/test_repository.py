@@ -43,7 +43,7 @@ HOMES = {
     "flash_attn": ("baton/engine/gpu/flash_attn_backend.py",),
     "nixl_cu13": ("kvtransfer/nixl_transport.py",),
     "redis": ("baton/cluster/redis_registry.py",),
-    "psutil": ("baton/cluster/address.py", "kvtransfer/ucx.py"),
+    "psutil": ("baton/cluster/address.py", "baton/engine/vllm/engine.py", "kvtransfer/ucx.py"),
     "ray": ("baton/launch/ray_launcher.py",),
     "opentelemetry": ("baton/cluster/otel.py",),
     "cryptography": ("baton/cli/certs.py",),
@@ -63,10 +63,12 @@ HOMES = {
     "botocore": ("baton/models/fetch/bucket.py",),
     "urllib3": ("baton/models/fetch/bucket.py", "baton/launch/kubernetes_api.py"),
     "awscrt": ("baton/models/fetch/digest.py",),
+    "vllm": ("baton/engine/vllm/",),
 }
 # Code that only decides: no await, no clock, no randomness, no torch.
 PURE = (
     "baton/engine/scheduler.py", "baton/engine/blocks.py", "baton/engine/sequence.py", "baton/stages.py", "kvtransfer/lease.py",
+    "baton/engine/vllm/block_events.py", "baton/engine/vllm/desk.py", "baton/engine/vllm/ledger.py",
     "baton/attempts.py", "baton/launch/pods.py",
     "baton/cluster/awake.py", "baton/worker/stall.py",
     "router/policy.py", "router/poison.py", "router/view.py",

@@ -19,8 +19,6 @@ PORTS = {
     "prefill": ("prefill.port", "kv.port", "telemetry.worker_metrics_port", "telemetry.health_port"),
     "decode": ("decode.port", "kv.port", "telemetry.worker_metrics_port", "telemetry.health_port"),
 }
-
-
 EVERYWHERE = ("0.0.0.0", "::")  # a listener bound to one of these is reached at every address of its host
 
 
@@ -77,19 +75,9 @@ class ModelConfig(Section):
 
 
 class EngineConfig(Section):
-    kind: Literal["baton", "vllm"] = Field(
-        default="baton", description="Which engine computes. baton: the one in this project. vllm: vLLM 0.32, if it is installed."
-    )
-    vllm: dict[str, Any] = Field(
-        default={},
-        description="Further arguments of vLLM (AsyncEngineArgs), such as {tensor_parallel_size: 2}. vLLM checks them. What other keys"
-        " set is refused here.",
-    )
-    staging_mib: int | None = Field(
-        default=None,
-        ge=1,
-        description="With vLLM: size of the memory through which KV enters and leaves it, MiB; by default half of vLLM's KV cache.",
-    )
+    kind: Literal["baton", "vllm"] = Field(default="baton", description="Baton's own engine, or vLLM 0.32 if it is installed.")
+    vllm: dict[str, Any] = Field(default={}, description="Arguments of vLLM (AsyncEngineArgs) that no other key sets.")
+    staging_mib: int | None = Field(default=None, ge=1, description="Memory between vLLM and peers, MiB; by default half of its KV cache.")
     block_size: int = Field(default=16, ge=1, le=1024, description="Tokens in one KV block. All workers must use the same size.")
     kv_memory_mib: int | None = Field(default=None, ge=1, description="Size of the KV pool, MiB; by default a share of the free memory.")
     kv_memory_fraction: float = Field(
@@ -102,10 +90,7 @@ class EngineConfig(Section):
         default=0.5, ge=0, le=1, description="Share of a sequence's remaining output that admission reserves room for."
     )
     threads: int | None = Field(
-        default=None,
-        ge=1,
-        le=1024,
-        description="Compute threads of one worker; by default as many as a CPU quota allows, or torch chooses.",
+        default=None, ge=1, le=1024, description="Compute threads of a worker; by default those of the CPU quota, or torch's choice."
     )
     device: Literal["cpu", "cuda"] = Field(default="cpu", description="Device that runs the model and holds its KV.")
     attention_backend: Literal["auto", "flashinfer", "flash_attn", "triton", "torch"] = Field(

@@ -8,7 +8,7 @@ import time
 from collections.abc import Callable
 from collections.abc import Sequence as Seq
 from contextlib import suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from hashlib import blake2b
 from typing import Any
 
@@ -128,7 +128,7 @@ class VllmEngine:
             owned_blocks=total - free,
             sequences=len(desk.sequences),
             credit_tokens=(free - desk.promised_blocks()) * self.pool.layout.block_size,
-            counts=desk.counts,
+            counts=replace(desk.counts),
         )
 
     async def snapshot(self) -> tuple[int, list[bytes]]:

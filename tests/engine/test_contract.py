@@ -1,0 +1,361 @@
+"""What every engine owes a worker (`baton.engine.contract`): the toy, our engine with the model that ships, and vLLM where it is installed
+(`make test-vllm`).
+
+The KV of a held sequence is copied block by block into the reserved blocks of another, as a transport would do between two workers.
+"""
+
+import asyncio
+import importlib.util
+from collections.abc import AsyncIterator
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import pytest_asyncio
+
+from baton.engine.block_key import extend_keys, root_key
+from baton.engine.build import Options
+from baton.engine.contract import CacheEvent, EngineStopped, Facts, Listener, ServingEngine
+from baton.engine.engine import Malformed, Output, QueueFull, Refused, TooLong
+from baton.engine.sampling import SamplingParams
+from baton.engine.scheduler import Limits
+from baton.engine.sequence import Finish, Sequence, State
+from baton.engine.start import start_engine
+from baton.models.make_small import make_toy
+
+TALE = Path(__file__).resolve().parents[2] / "baton" / "models" / "tale"
+BLOCK, MAX_LEN, MAX_QUEUE, CHUNK = 32, 512, 12, 64
+WITHIN_S = 120.0
+needs_vllm = pytest.mark.skipif(importlib.util.find_spec("vllm") is None, reason="vllm is not installed here (make test-vllm)")
+KINDS = ["toy", "tale", pytest.param("vllm", marks=needs_vllm)]
+PROMPT = [(i * 37) % 200 + 5 for i in range(150)]  # five blocks, the last one in part; three chunks
+
+pytestmark = [pytest.mark.asyncio(loop_scope="module"), pytest.mark.timeout(900)]
+
+
+@dataclass
+class Bench:
+    engine: ServingEngine
+    outputs: list[Output] = field(default_factory=list)
+    events: list[CacheEvent] = field(default_factory=list)
+    failures: list[BaseException] = field(default_factory=list)
+    batches: list[tuple[float, int, int]] = field(default_factory=list)
+    made: int = 0
+
+    def seq(self, tokens: list[int], prompt_len: int | None = None, hold: bool = False, salt: str = "", **params: Any) -> Sequence:
+        self.made += 1
+        chosen = replace(SamplingParams(max_tokens=24, temperature=0.0, ignore_eos=True), **params)
+        root = root_key(self.engine.traits.model_fingerprint, salt)
+        return Sequence(f"s{self.made}", list(tokens), prompt_len or len(tokens), chosen, root, hold=hold)
+
+    def of(self, seq: Sequence) -> list[Output]:
+        return [output for output in self.outputs if output.seq is seq]
+
+    def tokens(self, seq: Sequence) -> list[int]:
+        return [output.sampled.token for output in self.of(seq) if output.sampled is not None]
+
+    async def until(self, condition: Any) -> None:
+        async with asyncio.timeout(WITHIN_S):
+            while not condition():
+                await asyncio.sleep(0.005)
+
+    async def ended(self, seq: Sequence) -> list[int]:
+        """Waits for the last output of the sequence; of one that is held, for its first token."""
+        await self.until(lambda: any(o.finish or o.failure or o.expired or (o.sampled and seq.hold) for o in self.of(seq)))
+        assert self.of(seq)[-1].failure is None
+        return self.tokens(seq)
+
+    async def run(self, seq: Sequence) -> list[int]:
+        await self.engine.add(seq)
+        return await self.ended(seq)
+
+    async def reserve(self, seq: Sequence) -> None:
+        async with asyncio.timeout(WITHIN_S):
+            while not await self.engine.reserve(seq):
+                await asyncio.sleep(0.01)
+
+    async def copy(self, holder: Sequence, reader: Sequence) -> None:
+        """As a transport would: into the reserved blocks that are not there yet."""
+        pool, first = self.engine.pool, reader.computed // BLOCK
+        for theirs, ours in zip(holder.blocks[first:], reader.blocks[first:], strict=False):
+            pool.block(ours)[:] = pool.block(theirs)
+
+    async def quiet(self) -> Facts:
+        """Waits until nothing of any sequence is left."""
+        async with asyncio.timeout(WITHIN_S):
+            while True:
+                now = await self.engine.look()
+                if not (now.sequences or now.owned_blocks or now.running or now.waiting):
+                    return now
+                await asyncio.sleep(0.01)
+
+
+@pytest_asyncio.fixture(scope="module", loop_scope="module", params=KINDS)
+async def bench(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> AsyncIterator[Bench]:
+    path = TALE
+    if request.param == "toy":
+        path = tmp_path_factory.mktemp("toy")
+        make_toy(path)
+    made = Bench.__new__(Bench)
+    listener = Listener(
+        lambda outputs: made.outputs.extend(outputs),
+        lambda events: made.events.extend(events),
+        lambda error: made.failures.append(error),
+        lambda *batch: made.batches.append(batch),
+    )
+    options = Options(path, block_size=BLOCK, max_model_len=MAX_LEN, kv_memory_bytes=32 << 20, limits=Limits(4, CHUNK, max_queue=MAX_QUEUE))
+    if request.param == "vllm":
+        options = replace(options, kind="vllm", vllm={"enforce_eager": True})
+    Bench.__init__(made, await start_engine(options, listener))
+    yield made
+    await made.quiet()
+    assert not made.failures
+    await made.engine.close()
+    with pytest.raises(EngineStopped):
+        await made.engine.add(made.seq([1]))
+
+
+async def test_a_sequence_runs_to_its_length_and_leaves_nothing(bench: Bench) -> None:
+    seq = bench.seq(PROMPT)
+    tokens = await bench.run(seq)
+    assert len(tokens) == 24 and seq.tokens == PROMPT + tokens and seq.state is State.DONE
+    assert [output.finish for output in bench.of(seq)] == [None] * 23 + [Finish.LENGTH]
+    assert seq.started_at is not None
+    await bench.quiet()
+
+
+@pytest.mark.parametrize(
+    "params",
+    [
+        {"temperature": 0.0},
+        {"temperature": 1.3, "seed": 11},
+        {"temperature": 0.7, "seed": 12, "top_k": 7, "top_p": 0.8, "min_p": 0.05, "top_a": 0.1},
+        {"temperature": 0.9, "seed": 13, "presence_penalty": 1.5, "frequency_penalty": 0.7, "repetition_penalty": 1.3},
+        {"temperature": 1.0, "seed": 14, "logit_bias": {7: 4.0, 9: 3.5}, "logprobs": 3},
+    ],
+    ids=["greedy", "seeded", "filters", "penalties", "bias"],
+)
+async def test_a_stream_cut_anywhere_goes_on_with_the_same_tokens(bench: Bench, params: dict[str, Any]) -> None:
+    """Penalties count from the end of the original prompt, and noise depends on the seed and the position alone."""
+    whole = await bench.run(bench.seq(PROMPT, **params))
+    for cut in (1, 9, 23):
+        again = bench.seq(PROMPT + whole[:cut], len(PROMPT), **params)
+        assert await bench.run(again) == whole[cut:], cut
+
+
+async def test_sequences_beside_each_other_get_their_own_tokens(bench: Bench) -> None:
+    prompts = [[n + 5, *PROMPT[: 20 + 13 * n]] for n in range(8)]
+    params: list[dict[str, Any]] = [{"temperature": 0.0} if n % 2 else {"temperature": 1.0, "seed": n} for n in range(8)]
+    alone = [await bench.run(bench.seq(prompt, **how)) for prompt, how in zip(prompts, params, strict=True)]
+    together = [bench.seq(prompt, **how) for prompt, how in zip(prompts, params, strict=True)]
+    for seq in together:
+        await bench.engine.add(seq)
+    assert [await bench.ended(seq) for seq in together] == alone
+
+
+async def test_held_kv_that_is_copied_gives_the_same_tokens(bench: Bench) -> None:
+    whole = await bench.run(bench.seq(PROMPT, temperature=1.0, seed=3))
+    holder = bench.seq(PROMPT, hold=True, salt="a", temperature=1.0, seed=3)
+    [first] = await bench.run(holder)
+    assert holder.state is State.HELD and first == whole[0]
+    assert len(holder.blocks) >= -(-len(PROMPT) // BLOCK)
+    reader = bench.seq([*PROMPT, first], len(PROMPT), salt="b", temperature=1.0, seed=3)
+    await bench.reserve(reader)
+    assert reader.computed == 0, "nothing of another tenant's cache is used"
+    await bench.copy(holder, reader)
+    bench.engine.forget(holder.id)
+    await bench.engine.adopt(reader, len(PROMPT))
+    assert await bench.ended(reader) == whole[1:] and reader.prefilled == 0
+    await bench.quiet()
+
+
+async def test_a_first_token_that_comes_last_is_learned(bench: Bench) -> None:
+    whole = await bench.run(bench.seq(PROMPT))
+    holder = bench.seq(PROMPT, hold=True)
+    [first] = await bench.run(holder)
+    reader = bench.seq(PROMPT, salt="other")
+    await bench.reserve(reader)
+    await bench.copy(holder, reader)
+    await bench.engine.adopt(reader, len(PROMPT), first)
+    assert await bench.ended(reader) == whole[1:]
+    bench.engine.forget(holder.id)
+
+
+async def test_wrong_bytes_would_show(bench: Bench) -> None:
+    """The negative control of the copies above: the tokens do come from the copied bytes."""
+    whole = await bench.run(bench.seq(PROMPT))
+    reader = bench.seq([*PROMPT, whole[0]], len(PROMPT), salt="wrong")
+    await bench.reserve(reader)
+    for block in reader.blocks:
+        np.frombuffer(bench.engine.pool.block(block), np.uint8)[:] = 0
+    await bench.engine.adopt(reader, len(PROMPT))
+    assert await bench.ended(reader) != whole[1:]
+
+
+async def test_kv_that_does_not_come_is_computed(bench: Bench) -> None:
+    whole = await bench.run(bench.seq(PROMPT))
+    reader, filling = bench.seq([*PROMPT, whole[0]], len(PROMPT), salt="late"), list[int]()
+    await bench.reserve(reader)
+    await bench.engine.give_up(reader, filling)
+    assert len(filling) == -(-len(reader.tokens) // BLOCK)
+    assert await bench.ended(reader) == whole[1:]
+    await bench.engine.release(filling)
+    never, first = bench.seq(PROMPT, salt="never"), whole[0]
+    await bench.engine.give_up(never, filling, first)  # nothing was reserved
+    assert await bench.ended(never) == whole[1:]
+    await bench.quiet()
+
+
+async def test_full_blocks_of_a_prompt_can_be_read_before_the_rest_is_computed(bench: Bench) -> None:
+    seq = bench.seq(PROMPT, hold=True, salt="live")
+    await bench.run(seq)
+    counts = [len(output.full) for output in bench.of(seq) if output.sampled is None]
+    assert counts and counts == sorted(counts) and counts[-1] <= len(PROMPT) // BLOCK
+    assert all(tuple(seq.blocks[: len(o.full)]) == o.full for o in bench.of(seq) if o.full)
+    bench.engine.forget(seq.id)
+
+
+async def test_a_prompt_whose_kv_came_in_part_is_held_like_any_other(bench: Bench) -> None:
+    whole = await bench.run(bench.seq(PROMPT))
+    one = bench.seq(PROMPT, hold=True, salt="one")
+    await bench.run(one)
+    two = bench.seq(PROMPT, hold=True, salt="two")
+    await bench.reserve(two)
+    await bench.copy(one, two)
+    await bench.engine.adopt(two, 2 * BLOCK)
+    assert await bench.ended(two) == whole[:1]
+    three = bench.seq([*PROMPT, whole[0]], len(PROMPT), salt="three")
+    await bench.reserve(three)
+    await bench.copy(two, three)
+    await bench.engine.adopt(three, len(PROMPT))
+    assert await bench.ended(three) == whole[1:]
+    for seq in (one, two):
+        bench.engine.forget(seq.id)
+
+
+async def test_what_cannot_run_is_refused_and_nothing_is_kept(bench: Bench) -> None:
+    for seq, error in (
+        (bench.seq([]), Malformed),
+        (bench.seq([10**7]), Malformed),
+        (bench.seq([1, 2], 3), Malformed),
+        (bench.seq([1] * MAX_LEN), TooLong),
+    ):
+        for command in (bench.engine.add, bench.engine.reserve):
+            with pytest.raises(error):
+                await command(seq)
+    await bench.quiet()
+
+
+async def test_more_than_the_queue_holds_is_refused_and_the_others_run(bench: Bench) -> None:
+    accepted, refused = [], 0
+    for _ in range(4 + MAX_QUEUE + 20):
+        seq = bench.seq(PROMPT, max_tokens=40)
+        try:
+            await bench.engine.add(seq)
+            accepted.append(seq)
+        except QueueFull:
+            refused += 1
+    assert refused and len(accepted) >= MAX_QUEUE
+    assert len({tuple(await bench.ended(seq)) for seq in accepted}) == 1
+    await bench.quiet()
+
+
+@pytest.mark.parametrize("when", ["waiting", "running", "held", "fetching", "unknown"])
+async def test_an_abort_in_any_state_leaves_nothing(bench: Bench, when: str) -> None:
+    crowd = [bench.seq(PROMPT, max_tokens=60) for _ in range(6 if when == "waiting" else 1)]
+    filling: list[int] = []
+    seq = bench.seq(PROMPT, hold=when == "held", salt=when, max_tokens=100)
+    if when == "fetching":
+        await bench.reserve(seq)
+    elif when != "unknown":
+        for other in crowd:
+            await bench.engine.add(other)
+        await bench.engine.add(seq)
+        await bench.until(lambda: when == "waiting" or bench.tokens(seq))
+    await bench.engine.abort(seq.id, filling)
+    assert bool(filling) == (when == "fetching")
+    await bench.engine.release(filling)
+    seen = len(bench.tokens(seq))
+    for other in crowd:
+        if other.state is not State.WAITING or when == "waiting":
+            await bench.ended(other)
+    await bench.quiet()
+    assert len(bench.tokens(seq)) <= seen + 1, "it computed on"
+
+
+async def test_a_sequence_that_waits_too_long_is_not_computed(bench: Bench) -> None:
+    crowd = [bench.seq(PROMPT, max_tokens=60) for _ in range(4)]
+    late = bench.seq(PROMPT)
+    late.expires_at = 0.0
+    for seq in (*crowd, late):
+        await bench.engine.add(seq)
+    await bench.ended(late)
+    assert [output.expired for output in bench.of(late)] == [True]
+    for seq in crowd:
+        await bench.ended(seq)
+
+
+async def test_stops_are_the_shared_rule(bench: Bench) -> None:
+    whole = await bench.run(bench.seq(PROMPT))
+    stop = whole[5]
+    at = whole.index(stop) + 1
+    seq = bench.seq(PROMPT, stop_token_ids=frozenset([stop]))
+    assert await bench.run(seq) == whole[:at] and bench.of(seq)[-1].finish is Finish.STOP
+    longer = bench.seq(PROMPT, stop_token_ids=frozenset([stop]), min_tokens=at + 4)
+    tokens = await bench.run(longer)
+    assert len(tokens) >= at + 4
+    one = bench.seq(PROMPT, hold=True, max_tokens=1)
+    assert await bench.run(one) == whole[:1] and bench.of(one)[-1].finish is Finish.LENGTH, "an output of one token is not held"
+    await bench.quiet()
+
+
+async def test_log_probabilities_are_of_the_models_own_logits(bench: Bench) -> None:
+    seq = bench.seq(PROMPT, temperature=2.0, seed=5, logprobs=3, max_tokens=4)
+    await bench.run(seq)
+    for output in bench.of(seq):
+        assert output.sampled is not None and output.sampled.logprob is not None and output.sampled.logprob <= 0
+        best = [value for _, value in output.sampled.top]
+        assert best == sorted(best, reverse=True)
+
+
+async def test_cache_events_and_snapshot_agree_and_name_our_keys(bench: Bench) -> None:
+    tokens = await bench.run(bench.seq(PROMPT, salt="events"))
+    keys: list[bytes] = []
+    extend_keys(keys, root_key(bench.engine.traits.model_fingerprint, "events"), PROMPT + tokens[:-1], BLOCK)
+    await bench.quiet()
+
+    def cached() -> set[bytes]:
+        kept: set[bytes] = set()
+        for event in bench.events:
+            kept = kept | set(event.keys) if event.kind == "stored" else kept - set(event.keys)
+        return kept
+
+    await bench.until(lambda: set(keys) <= cached())
+    sequence, snapshot = await bench.engine.snapshot()
+    assert [event.sequence for event in bench.events] == list(range(bench.events[0].sequence, sequence + 1))
+    assert cached() <= set(snapshot)
+    again = bench.seq(PROMPT, salt="events")
+    await bench.run(again)
+    assert again.cached == len(PROMPT) // BLOCK * BLOCK
+    pinned: list[int] = []
+    await bench.engine.pin(keys, pinned)
+    assert len(pinned) == (len(keys) if bench.engine.traits.lends else 0)
+    await bench.engine.release(pinned)
+
+
+async def test_a_step_is_reported_and_progress_is_seen(bench: Bench) -> None:
+    laps, _, _ = bench.engine.activity()
+    before, batches = (await bench.engine.look()).counts, len(bench.batches)
+    await bench.run(bench.seq(PROMPT, salt="steps"))
+    await bench.quiet()
+    after, fresh = (await bench.engine.look()).counts, bench.batches[batches:]
+    assert after.computed_tokens - before.computed_tokens == sum(tokens for _, tokens, _ in fresh) >= len(PROMPT) + 23
+    assert all(seconds >= 0 and sequences >= 1 for seconds, _, sequences in fresh)
+    assert bench.engine.activity()[0] > laps
+    await bench.until(lambda: bench.engine.activity()[1] is None)
+
+
+async def test_refused_is_what_a_worker_catches() -> None:
+    assert issubclass(QueueFull, Refused) and issubclass(TooLong, Refused) and issubclass(Malformed, Refused)
