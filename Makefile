@@ -7,7 +7,7 @@ TEST_PROCESSES ?= 3
 READY := $(VENV)/.ready
 DEV := $(VENV)/.dev
 
-.PHONY: setup serve test test-kube lint generate
+.PHONY: setup serve test test-kube test-vllm lint generate
 
 setup: $(DEV)
 
@@ -31,6 +31,11 @@ test: $(DEV) lint
 # Needs a Kubernetes cluster (tests/kube/run says how it is named); without one they are skipped.
 test-kube: $(DEV)
 	PYTHON=$(BIN)/python tests/kube/run
+
+# With the CPU build of vLLM, in an environment of its own: its requirements and ours of development do not agree.
+test-vllm:
+	$(PYTHON) scripts/install_vllm.py .venv-vllm
+	.venv-vllm/bin/python -m pytest -k vllm tests/engine/test_contract.py tests/system/test_vllm.py
 
 lint: $(DEV)
 	$(BIN)/ruff check .

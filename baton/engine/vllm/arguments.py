@@ -50,7 +50,7 @@ def check_version() -> str:
             found = version(name)
         except PackageNotFoundError:
             continue
-        if found.rsplit(".", 1)[0] != MINOR:
+        if found.split(".")[:2] != MINOR.split("."):
             raise BuildError(f"engine.kind: {name} {found} is installed; this Baton works with {MINOR} alone (pip install 'baton[vllm]')")
         return found
     raise BuildError("engine.kind: vllm is not installed here (pip install 'baton[vllm]'; for a CPU: python scripts/install_vllm.py)")

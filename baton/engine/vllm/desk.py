@@ -63,12 +63,12 @@ class Desk:
     # --- commands of the contract ---
 
     def add(self, seq: Sequence) -> None:
-        self._welcome(seq)
+        self._welcome(seq, staged=seq.hold)
         self._enqueue(seq)
 
     def reserve(self, seq: Sequence) -> bool:
         if seq.id not in self._claims:
-            self._welcome(seq)
+            self._welcome(seq, staged=True)
         self._arrive(seq)
         blocks = None
         if self._running + len(self.fetching) < self.bounds.max_num_seqs and self._is_next(seq):
@@ -86,6 +86,8 @@ class Desk:
 
     def adopt(self, seq: Sequence, end: int | None, first: int | None) -> Job:
         """The job that begins now."""
+        if first is not None and seq.hold:
+            raise ValueError(f"sequence {seq.id} is to be held: it samples its first token itself")
         if end is not None:
             if not seq.computed <= end <= len(seq.tokens):
                 raise ValueError(f"sequence {seq.id} has {seq.computed} positions of {len(seq.tokens)}: it cannot have {end} now")
@@ -104,6 +106,7 @@ class Desk:
         if first is not None:
             learn(seq, first)
         if seq.state is not State.FETCHING:
+            self._claims.pop(seq.id, None)
             self.add(seq)
             return []
         filling = self._withdraw(seq, "give_up")
@@ -265,13 +268,16 @@ class Desk:
         filling, seq.blocks, seq.computed = seq.blocks, [], 0
         return filling
 
-    def _welcome(self, seq: Sequence) -> None:
+    def _welcome(self, seq: Sequence, staged: bool) -> None:
+        """`staged`: its tokens' KV needs staged blocks, all at once."""
         if not 1 <= seq.prompt_len <= len(seq.tokens):
             raise Malformed(f"{seq.prompt_len} prompt tokens among {len(seq.tokens)}")
         if min(seq.tokens) < 0 or max(seq.tokens) >= self.bounds.vocab_size:
             raise Malformed(f"a token id is outside the model's vocabulary of {self.bounds.vocab_size}")
         if len(seq.tokens) + max(1, seq.remaining) > self.bounds.max_len:
             raise TooLong(f"{len(seq.tokens)} tokens and {seq.remaining} to come; one sequence may have {self.bounds.max_len}")
+        if staged and self._blocks_for(len(seq.tokens)) > self.staged.num_blocks:
+            raise TooLong(f"{len(seq.tokens)} tokens; the staging memory holds {self.staged.num_blocks * self._size} (engine.staging_mib)")
         if len(self.waiting) >= self.bounds.max_queue:
             raise QueueFull(f"{len(self.waiting)} sequences are waiting")
         if seq.id in self.sequences:

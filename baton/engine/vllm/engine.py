@@ -17,6 +17,7 @@ import psutil
 from baton.engine.build import WARM_UP_TOKENS, BuildError, Options
 from baton.engine.contract import CacheEvent, EngineStopped, Facts, Listener, Traits
 from baton.engine.engine import Counts, Output
+from baton.engine.fields import Fields
 from baton.engine.fingerprint import check_sums, fingerprint, tokenizer_fingerprint
 from baton.engine.kvcache import KvLayout, KvPool
 from baton.engine.sampling import Sampled, SamplingParams
@@ -373,7 +374,8 @@ def _start(options: Options, link: Host) -> Started:
 
 def _staged_blocks(options: Options, layout: KvLayout, blocks: int) -> int:
     """Raises BuildError if a sequence of full length would not fit."""
-    one = -(-(options.max_model_len or layout.block_size) // layout.block_size)
+    longest = options.max_model_len or Fields.read(options.path / "config.json").get("max_position_embeddings") or layout.block_size
+    one = -(-longest // layout.block_size)
     if options.staging_bytes is None:
         return max(blocks // 2, 2 * one)
     if (staged := options.staging_bytes // layout.block_bytes) < one:

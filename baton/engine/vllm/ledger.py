@@ -120,7 +120,7 @@ class Ledger:
         return news
 
     def finished(self, request_id: str) -> list[str]:
-        """Returns the job if it is closed by this, else []: a step under way still copies for it."""
+        """Returns the job, which is closed now if it was not before; []: a step under way still copies for it."""
         entry = self._entries.get(request_id)
         if entry is None:
             return []

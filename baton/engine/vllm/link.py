@@ -63,7 +63,11 @@ def place(reports: list[RankReport]) -> tuple[RankReport, list[Slot]]:
         for name in same:
             if getattr(report, name) != getattr(whole, name):
                 raise LinkError(f"{name} is {getattr(whole, name)} in one rank and {getattr(report, name)} in another")
+    if len({(report.pipeline, report.tensor) for report in reports}) != len(reports):
+        raise LinkError("two ranks say that they are the same")
     stages = {report.pipeline: report.layers for report in reports}
+    if any(report.layers != stages[report.pipeline] for report in reports):
+        raise LinkError("the ranks of one pipeline stage have different layers")
     heads = whole.heads * (1 + max(report.tensor for report in reports))
     layers = sum(stages.values())
     shape = (0, layers, heads, whole.block_size, whole.width)
@@ -148,8 +152,7 @@ class Host:
 
     def _serve(self, line: _Line, pid: int) -> None:
         try:
-            hello = line.receive()
-            if hello is None or not hmac.compare_digest(str(hello.get("token")), self.token):
+            if (hello := self._greeted(line)) is None:
                 line.stream.close()
                 return
             self.pids.add(pid)
@@ -162,8 +165,20 @@ class Host:
                 self._on_news(message)
         except (OSError, ValueError, LinkError) as error:
             self.refusal = self.refusal or str(error)
+            for each in self._lines:  # nobody waits for memory that will not come
+                with suppress(OSError):
+                    each.stream.shutdown(socket.SHUT_RDWR)
         if not self._closing:
             self._on_end()
+
+    def _greeted(self, line: _Line) -> dict[str, Any] | None:
+        """The first message of a child of ours. None: a stranger, who changes nothing."""
+        try:
+            hello = line.receive()
+        except (OSError, ValueError):
+            return None
+        known = hello is not None and hmac.compare_digest(str(hello.get("token")).encode(), self.token.encode())
+        return hello if known else None
 
     def _reported(self, report: RankReport, line: _Line) -> None:
         with self._lock:

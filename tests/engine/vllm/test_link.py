@@ -79,6 +79,12 @@ def test_stages_of_a_pipeline_may_have_different_numbers_of_layers() -> None:
     assert whole.layers == 6 and [slot.first_layer for slot in slots] == [5, 0, 3]
 
 
+@pytest.mark.parametrize("reports", [[report(), report()], [report(0, 0), report(0, 1, layers=3)]], ids=["twice", "layers"])
+def test_ranks_that_do_not_make_a_block_are_refused(reports: list[RankReport]) -> None:
+    with pytest.raises(LinkError):
+        place(reports)
+
+
 @pytest.mark.parametrize(
     ("name", "other"), [("blocks", 8), ("heads", 2), ("block_size", 8), ("width", 16), ("dtype", "bfloat16"), ("packing", "other")]
 )
@@ -376,6 +382,18 @@ def test_who_does_not_know_the_token_gets_nothing_and_does_not_stop_the_start(
         assert slot.shape[0] == BLOCKS and ours.wholes == [report()]
         assert not ours.host.refusal and not ours.news and not ours.ends
         silent.close()
+
+
+@pytest.mark.parametrize("said", [b"GET / HTTP/1.0\n", b"\xff\n", b"[]\n", '{"token": "\u00e9"}\n'.encode()])
+def test_who_speaks_something_else_gets_nothing_and_does_not_stop_the_start(
+    tame: list[int], make: Callable[..., Ours], said: bytes
+) -> None:
+    ours = make(1)
+    with ours.dial() as stranger:
+        stranger.sendall(said)
+        assert heard(stranger) == b""
+    slot, _ = Leash.of(ours.given(), SOON).report(report())
+    assert slot.shape[0] == BLOCKS and not ours.host.refusal and not ours.ends
 
 
 def test_another_user_gets_nothing_even_with_the_token(make: Callable[..., Ours], monkeypatch: pytest.MonkeyPatch) -> None:

@@ -1,0 +1,115 @@
+"""A whole cluster over vLLM, where it is installed (`make test-vllm`): handoffs, what spoils them, and workers and vLLM processes that die.
+Every answer is that of an undisturbed run, and nothing is left behind."""
+
+import asyncio
+import importlib.util
+import signal
+import time
+from collections.abc import AsyncIterator, Callable
+from typing import Any
+
+import psutil
+import pytest
+import pytest_asyncio
+from faulty_cluster import ask, faulty
+from live_cluster import Cluster
+
+from baton.cli.up import SHIPPED
+from baton.client import Result
+
+pytestmark = [
+    pytest.mark.system,
+    pytest.mark.skipif(importlib.util.find_spec("vllm") is None, reason="vllm is not installed here (make test-vllm)"),
+    pytest.mark.timeout(900),
+    pytest.mark.asyncio(loop_scope="module"),
+]
+VLLM = ("--engine.kind", "vllm", "--engine.vllm", "{enforce_eager: true}", "--engine.block-size", "32", "--engine.threads", "1")
+SEEDED: dict[str, Any] = {"temperature": 0.9, "seed": 4, "presence_penalty": 0.5, "ignore_eos": True, "timeout_s": 120}
+# The second handoff is altered on its way, the third begins when its lease is over.
+FAULTS = "kv.copied=flip@2,kv.reserved=sleep:2.6@3"
+
+
+@pytest_asyncio.fixture(scope="module", loop_scope="module")
+async def live() -> AsyncIterator[Cluster]:
+    with faulty(SHIPPED, FAULTS, *VLLM, "--model.max-model-len", "1024", "--router.recover-wait-s", "120", prefill=1, decode=1) as running:
+        yield running
+
+
+def prompt(number: int) -> list[int]:
+    return [number + 10, *((i * 37) % 900 + 5 for i in range(150))]
+
+
+async def answer(live: Cluster, number: int, **how: Any) -> Result:
+    async with live.client() as client:
+        return await ask(client, prompt(number), **{"max_tokens": 40, **SEEDED, **how})
+
+
+def children(live: Cluster, name: str) -> list[psutil.Process]:
+    pid = next(worker["pid"] for worker in live.workers() if worker["name"] == name)
+    found = [child for child in psutil.Process(pid).children(recursive=True) if "EngineCore" in " ".join(child.cmdline())]
+    assert found, "vLLM has no process of its own"
+    return found
+
+
+async def gone(processes: list[psutil.Process], within_s: float = 30.0) -> None:
+    deadline = time.monotonic() + within_s
+    while any(each.is_running() and each.status() != psutil.STATUS_ZOMBIE for each in processes):
+        assert time.monotonic() < deadline, "a process of vLLM outlived its worker"
+        await asyncio.sleep(0.05)
+
+
+async def test_kv_is_handed_over_and_what_spoils_a_handoff_is_found(live: Cluster) -> None:
+    for number, failure in enumerate(("", "DIGEST_MISMATCH", "LEASE_EXPIRED", "")):
+        result = await answer(live, number)
+        assert (result.handoff["failure"], bool(result.handoff["blocks"])) == (failure, not failure)
+        assert bool(result.handoff["recomputed_tokens"]) == bool(failure)
+        again = await answer(live, number)  # the decode worker has the prompt in its cache now, and nothing is handed over
+        assert again.handoff["blocks"] == 0 and again.token_ids == result.token_ids
+        await live.quiet()
+
+
+async def test_several_at_once_get_the_tokens_that_each_gets_alone(live: Cluster) -> None:
+    numbers = range(20, 28)
+    together = await asyncio.gather(*(answer(live, number) for number in numbers))
+    assert sum(result.handoff["blocks"] > 0 for result in together) >= len(numbers) // 2
+    assert [(await answer(live, number)).token_ids for number in numbers] == [result.token_ids for result in together]
+    await live.quiet()
+
+
+async def cut(live: Cluster, number: int, kill: Callable[[], object]) -> None:
+    """A stream during which something is killed has the tokens of one that nothing disturbed."""
+    whole = await answer(live, number, max_tokens=300)
+    async with live.client() as client, client.generate(token_ids=prompt(number), **{**SEEDED, "max_tokens": 300}) as stream:
+        tokens = []
+        async for token in stream:
+            tokens.append(token.id)
+            if len(tokens) == 40:
+                await asyncio.to_thread(kill)
+        assert tuple(tokens) == tuple(whole.token_ids) and stream.result.workers["retries"] >= 1
+    await asyncio.to_thread(live.wait, lambda: all("error" not in worker for worker in live.workers()), 150.0)
+    await live.quiet()
+
+
+async def test_a_stream_goes_on_exactly_after_its_worker_is_killed_and_vllm_dies_with_it(live: Cluster) -> None:
+    orphans = await asyncio.to_thread(children, live, "decode-0")
+    await cut(live, 40, lambda: live.kill("decode-0"))
+    await gone(orphans)
+
+
+async def test_a_stream_goes_on_exactly_after_vllm_itself_is_killed(live: Cluster) -> None:
+    """A dead EngineCore is a dead worker, and is seen at once."""
+    [core] = await asyncio.to_thread(children, live, "decode-0")
+    before = live.incarnation("decode-0")
+    await cut(live, 41, lambda: core.send_signal(signal.SIGKILL))
+    assert live.incarnation("decode-0") > before
+
+
+async def test_a_prompt_survives_the_death_of_the_vllm_that_computes_it(live: Cluster) -> None:
+    [core] = await asyncio.to_thread(children, live, "prefill-0")
+    running = asyncio.gather(*(answer(live, number, max_tokens=8) for number in range(50, 58)))
+    await asyncio.sleep(0.05)
+    core.send_signal(signal.SIGKILL)
+    results = await running
+    await asyncio.to_thread(live.wait, lambda: all("error" not in worker for worker in live.workers()), 150.0)
+    assert [(await answer(live, number, max_tokens=8)).token_ids for number in range(50, 58)] == [each.token_ids for each in results]
+    await live.quiet()
