@@ -326,8 +326,11 @@ def _start(options: Options, link: Host) -> Started:
     arguments.set_environment(options)
     from vllm.config import KVEventsConfig
     from vllm.engine.arg_utils import AsyncEngineArgs
+    from vllm.platforms import current_platform
     from vllm.v1.engine.async_llm import AsyncLLM
 
+    if current_platform.device_type != options.device:
+        raise BuildError(f"engine.device: this vLLM runs on {current_platform.device_type}, not on {options.device}")
     pools: list[KvPool] = []
 
     def allot(whole: RankReport) -> tuple[int, int]:
