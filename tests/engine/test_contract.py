@@ -4,92 +4,31 @@
 The KV of a held sequence is copied block by block into the reserved blocks of another, as a transport would do between two workers.
 """
 
-import asyncio
 import importlib.util
 from collections.abc import AsyncIterator
-from dataclasses import dataclass, field, replace
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
 import pytest_asyncio
+from engine_bench import BLOCK, PROMPT, Bench, started
 
 from baton.engine.block_key import extend_keys, root_key
 from baton.engine.build import Options
-from baton.engine.contract import CacheEvent, EngineStopped, Facts, Listener, ServingEngine
-from baton.engine.engine import Malformed, Output, QueueFull, Refused, TooLong
-from baton.engine.sampling import SamplingParams
+from baton.engine.contract import EngineStopped
+from baton.engine.engine import Malformed, QueueFull, Refused, TooLong
 from baton.engine.scheduler import Limits
-from baton.engine.sequence import Finish, Sequence, State
-from baton.engine.start import start_engine
+from baton.engine.sequence import Finish, State
 from baton.models.make_small import make_toy
 
 TALE = Path(__file__).resolve().parents[2] / "baton" / "models" / "tale"
-BLOCK, MAX_LEN, MAX_QUEUE, CHUNK = 32, 512, 12, 64
-WITHIN_S = 120.0
+MAX_LEN, MAX_QUEUE, CHUNK = 512, 12, 64  # PROMPT is computed in three chunks
 needs_vllm = pytest.mark.skipif(importlib.util.find_spec("vllm") is None, reason="vllm is not installed here (make test-vllm)")
 KINDS = ["toy", "tale", pytest.param("vllm", marks=needs_vllm)]
-PROMPT = [(i * 37) % 200 + 5 for i in range(150)]  # five blocks, the last one in part; three chunks
 
 pytestmark = [pytest.mark.asyncio(loop_scope="module"), pytest.mark.timeout(900)]
-
-
-@dataclass
-class Bench:
-    engine: ServingEngine
-    outputs: list[Output] = field(default_factory=list)
-    events: list[CacheEvent] = field(default_factory=list)
-    failures: list[BaseException] = field(default_factory=list)
-    batches: list[tuple[float, int, int]] = field(default_factory=list)
-    made: int = 0
-
-    def seq(self, tokens: list[int], prompt_len: int | None = None, hold: bool = False, salt: str = "", **params: Any) -> Sequence:
-        self.made += 1
-        chosen = replace(SamplingParams(max_tokens=24, temperature=0.0, ignore_eos=True), **params)
-        root = root_key(self.engine.traits.model_fingerprint, salt)
-        return Sequence(f"s{self.made}", list(tokens), prompt_len or len(tokens), chosen, root, hold=hold)
-
-    def of(self, seq: Sequence) -> list[Output]:
-        return [output for output in self.outputs if output.seq is seq]
-
-    def tokens(self, seq: Sequence) -> list[int]:
-        return [output.sampled.token for output in self.of(seq) if output.sampled is not None]
-
-    async def until(self, condition: Any) -> None:
-        async with asyncio.timeout(WITHIN_S):
-            while not condition():
-                await asyncio.sleep(0.005)
-
-    async def ended(self, seq: Sequence) -> list[int]:
-        """Waits for the last output of the sequence; of one that is held, for its first token."""
-        await self.until(lambda: any(o.finish or o.failure or o.expired or (o.sampled and seq.hold) for o in self.of(seq)))
-        assert self.of(seq)[-1].failure is None
-        return self.tokens(seq)
-
-    async def run(self, seq: Sequence) -> list[int]:
-        await self.engine.add(seq)
-        return await self.ended(seq)
-
-    async def reserve(self, seq: Sequence) -> None:
-        async with asyncio.timeout(WITHIN_S):
-            while not await self.engine.reserve(seq):
-                await asyncio.sleep(0.01)
-
-    async def copy(self, holder: Sequence, reader: Sequence) -> None:
-        """As a transport would: into the reserved blocks that are not there yet."""
-        pool, first = self.engine.pool, reader.computed // BLOCK
-        for theirs, ours in zip(holder.blocks[first:], reader.blocks[first:], strict=False):
-            pool.block(ours)[:] = pool.block(theirs)
-
-    async def quiet(self) -> Facts:
-        """Waits until nothing of any sequence is left."""
-        async with asyncio.timeout(WITHIN_S):
-            while True:
-                now = await self.engine.look()
-                if not (now.sequences or now.owned_blocks or now.running or now.waiting):
-                    return now
-                await asyncio.sleep(0.01)
 
 
 @pytest_asyncio.fixture(scope="module", loop_scope="module", params=KINDS)
@@ -98,17 +37,10 @@ async def bench(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPat
     if request.param == "toy":
         path = tmp_path_factory.mktemp("toy")
         make_toy(path)
-    made = Bench.__new__(Bench)
-    listener = Listener(
-        lambda outputs: made.outputs.extend(outputs),
-        lambda events: made.events.extend(events),
-        lambda error: made.failures.append(error),
-        lambda *batch: made.batches.append(batch),
-    )
     options = Options(path, block_size=BLOCK, max_model_len=MAX_LEN, kv_memory_bytes=32 << 20, limits=Limits(4, CHUNK, max_queue=MAX_QUEUE))
     if request.param == "vllm":
         options = replace(options, kind="vllm", vllm={"enforce_eager": True})
-    Bench.__init__(made, await start_engine(options, listener))
+    made = await started(options)
     yield made
     await made.quiet()
     assert not made.failures
@@ -164,7 +96,7 @@ async def test_held_kv_that_is_copied_gives_the_same_tokens(bench: Bench) -> Non
     reader = bench.seq([*PROMPT, first], len(PROMPT), salt="b", temperature=1.0, seed=3)
     await bench.reserve(reader)
     assert reader.computed == 0, "nothing of another tenant's cache is used"
-    await bench.copy(holder, reader)
+    bench.copy(holder, reader)
     bench.engine.forget(holder.id)
     await bench.engine.adopt(reader, len(PROMPT))
     assert await bench.ended(reader) == whole[1:] and reader.prefilled == 0
@@ -177,7 +109,7 @@ async def test_a_first_token_that_comes_last_is_learned(bench: Bench) -> None:
     [first] = await bench.run(holder)
     reader = bench.seq(PROMPT, salt="other")
     await bench.reserve(reader)
-    await bench.copy(holder, reader)
+    bench.copy(holder, reader)
     await bench.engine.adopt(reader, len(PROMPT), first)
     assert await bench.ended(reader) == whole[1:]
     bench.engine.forget(holder.id)
@@ -223,12 +155,12 @@ async def test_a_prompt_whose_kv_came_in_part_is_held_like_any_other(bench: Benc
     await bench.run(one)
     two = bench.seq(PROMPT, hold=True, salt="two")
     await bench.reserve(two)
-    await bench.copy(one, two)
+    bench.copy(one, two)
     await bench.engine.adopt(two, 2 * BLOCK)
     assert await bench.ended(two) == whole[:1]
     three = bench.seq([*PROMPT, whole[0]], len(PROMPT), salt="three")
     await bench.reserve(three)
-    await bench.copy(two, three)
+    bench.copy(two, three)
     await bench.engine.adopt(three, len(PROMPT))
     assert await bench.ended(three) == whole[1:]
     for seq in (one, two):

@@ -1,0 +1,61 @@
+"""vLLM with two ranks (`make test-vllm`): each writes and reads its part of a staged block, so KV passes between any numbers of ranks."""
+
+import asyncio
+import importlib.util
+import signal
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import psutil
+import pytest
+from engine_bench import BLOCK, PROMPT, Bench, started
+
+from baton.engine.build import Options
+from baton.engine.contract import EngineStopped
+from baton.engine.scheduler import Limits
+
+pytestmark = [
+    pytest.mark.skipif(importlib.util.find_spec("vllm") is None, reason="vllm is not installed here (make test-vllm)"),
+    pytest.mark.timeout(900),
+]
+TALE = Path(__file__).resolve().parents[2] / "baton" / "models" / "tale"
+ONE = Options(TALE, block_size=BLOCK, max_model_len=512, kv_memory_bytes=32 << 20, threads=1, limits=Limits(4, 64), kind="vllm")
+SEEDED: dict[str, Any] = {"temperature": 1.0, "seed": 3, "presence_penalty": 0.5}
+
+
+async def moved(source: Bench, target: Bench) -> list[int]:
+    """The tokens of a prompt that one computes and the other goes on with."""
+    holder = source.seq(PROMPT, hold=True, salt="moved", **SEEDED)
+    [first] = await source.run(holder)
+    reader = target.seq([*PROMPT, first], len(PROMPT), **SEEDED)
+    await target.reserve(reader)
+    source.copy(holder, reader, target)
+    source.engine.forget(holder.id)
+    await target.engine.adopt(reader, len(PROMPT))
+    return [first, *await target.ended(reader)]
+
+
+async def test_kv_passes_between_one_rank_and_two_and_a_dead_rank_is_a_dead_engine() -> None:
+    """In float32 the tokens are the same, too; in bfloat16 the sums of two ranks are rounded elsewhere."""
+    one = await started(replace(ONE, vllm={"enforce_eager": True}))
+    two = await started(replace(ONE, vllm={"enforce_eager": True, "tensor_parallel_size": 2}))
+    try:
+        alone = await one.run(one.seq(PROMPT, salt="alone", **SEEDED))
+        assert await two.run(two.seq(PROMPT, salt="alone", **SEEDED)) == alone
+        assert one.engine.pool.layout == two.engine.pool.layout
+        assert one.engine.traits.model_fingerprint != two.engine.traits.model_fingerprint
+        assert await moved(two, one) == await moved(one, two) == alone
+        await one.quiet()
+        await two.quiet()
+
+        ranks = [each for each in psutil.Process().children(recursive=True) if "Worker_TP" in " ".join(each.cmdline())]
+        assert len(ranks) == 2
+        ranks[1].send_signal(signal.SIGKILL)
+        await two.until(lambda: two.failures)
+        with pytest.raises(EngineStopped):
+            await two.engine.add(two.seq(PROMPT))
+        await two.until(lambda: not any(each.is_running() and each.status() != psutil.STATUS_ZOMBIE for each in ranks))
+        assert not one.failures and await one.run(one.seq(PROMPT, **SEEDED)) == alone
+    finally:
+        await asyncio.gather(one.engine.close(), two.engine.close())

@@ -1,0 +1,87 @@
+"""An engine as a worker sees it, with what it has said so far."""
+
+import asyncio
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+from baton.engine.block_key import root_key
+from baton.engine.build import Options
+from baton.engine.contract import CacheEvent, Facts, Listener, ServingEngine
+from baton.engine.engine import Output
+from baton.engine.sampling import SamplingParams
+from baton.engine.sequence import Sequence
+from baton.engine.start import start_engine
+
+BLOCK = 32
+WITHIN_S = 120.0
+PROMPT = [(i * 37) % 200 + 5 for i in range(150)]  # five blocks, the last one in part
+
+
+@dataclass
+class Bench:
+    engine: ServingEngine = field(init=False)
+    outputs: list[Output] = field(default_factory=list)
+    events: list[CacheEvent] = field(default_factory=list)
+    failures: list[BaseException] = field(default_factory=list)
+    batches: list[tuple[float, int, int]] = field(default_factory=list)
+    made: int = 0
+
+    def seq(self, tokens: list[int], prompt_len: int | None = None, hold: bool = False, salt: str = "", **params: Any) -> Sequence:
+        self.made += 1
+        chosen = replace(SamplingParams(max_tokens=24, temperature=0.0, ignore_eos=True), **params)
+        root = root_key(self.engine.traits.model_fingerprint, salt)
+        return Sequence(f"s{self.made}", list(tokens), prompt_len or len(tokens), chosen, root, hold=hold)
+
+    def of(self, seq: Sequence) -> list[Output]:
+        return [output for output in self.outputs if output.seq is seq]
+
+    def tokens(self, seq: Sequence) -> list[int]:
+        return [output.sampled.token for output in self.of(seq) if output.sampled is not None]
+
+    async def until(self, condition: Any) -> None:
+        async with asyncio.timeout(WITHIN_S):
+            while not condition():
+                await asyncio.sleep(0.005)
+
+    async def ended(self, seq: Sequence) -> list[int]:
+        """Waits for the last output of the sequence; of one that is held, for its first token."""
+        await self.until(lambda: any(o.finish or o.failure or o.expired or (o.sampled and seq.hold) for o in self.of(seq)))
+        assert self.of(seq)[-1].failure is None
+        return self.tokens(seq)
+
+    async def run(self, seq: Sequence) -> list[int]:
+        await self.engine.add(seq)
+        return await self.ended(seq)
+
+    async def reserve(self, seq: Sequence) -> None:
+        async with asyncio.timeout(WITHIN_S):
+            while not await self.engine.reserve(seq):
+                await asyncio.sleep(0.01)
+
+    def copy(self, holder: Sequence, reader: Sequence, into: "Bench | None" = None) -> None:
+        """As a transport would: into the reserved blocks that are not there yet, of this engine or another."""
+        source, target = self.engine.pool, (into or self).engine.pool
+        first = reader.computed // BLOCK
+        for theirs, ours in zip(holder.blocks[first:], reader.blocks[first:], strict=False):
+            target.block(ours)[:] = source.block(theirs)
+
+    async def quiet(self) -> Facts:
+        """Waits until nothing of any sequence is left."""
+        async with asyncio.timeout(WITHIN_S):
+            while True:
+                now = await self.engine.look()
+                if not (now.sequences or now.owned_blocks or now.running or now.waiting):
+                    return now
+                await asyncio.sleep(0.01)
+
+
+async def started(options: Options) -> Bench:
+    made = Bench()
+    listener = Listener(
+        lambda outputs: made.outputs.extend(outputs),
+        lambda events: made.events.extend(events),
+        lambda error: made.failures.append(error),
+        lambda *batch: made.batches.append(batch),
+    )
+    made.engine = await start_engine(options, listener)
+    return made
