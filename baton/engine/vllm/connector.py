@@ -51,13 +51,19 @@ class Landed(KVConnectorWorkerMetadata):
         return self
 
 
+@dataclass(frozen=True, slots=True)
+class _Step:
+    began: float
+    tokens: int
+    sequences: int
+    preempted: list[str]
+
+
 class SchedulerSide:
     def __init__(self, leash: Leash, block_size: int) -> None:
         self._leash = leash
         self._ledger = Ledger(block_size)
-        self._began = monotonic()
-        self._tokens = self._sequences = 0
-        self._preempted: list[str] = []
+        self._steps: dict[int, _Step] = {}  # under way: with a pipeline, several are
         self._jobs: dict[str, str] = {}
         self.manager: KVCacheManager | None = None
         leash.hello()
@@ -80,14 +86,16 @@ class SchedulerSide:
         for request_id, before in zip(cached.req_ids, cached.num_computed_tokens, strict=True):
             computed[request_id] = before + scheduled[request_id]
         plan = self._ledger.step(computed, self._block_ids)
-        self._preempted = [self._jobs[each] for each in output.preempted_req_ids or () if each in self._jobs]
-        self._began, self._tokens, self._sequences = monotonic(), output.total_num_scheduled_tokens, len(scheduled)
+        preempted = [self._jobs[each] for each in output.preempted_req_ids or () if each in self._jobs]
+        self._steps[plan.number] = _Step(monotonic(), output.total_num_scheduled_tokens, len(scheduled), preempted)
         return Copies(plan.number, plan.loads, plan.saves)
 
     def landed(self, output: "KVConnectorOutput") -> None:
         meta = output.kv_connector_worker_meta
         if isinstance(meta, Landed):
-            self._tell(self._ledger.landed(meta.number), self._preempted, (monotonic() - self._began, self._tokens, self._sequences))
+            step = self._steps.pop(meta.number)
+            seconds = monotonic() - step.began
+            self._tell(self._ledger.landed(meta.number), step.preempted, (seconds, step.tokens, step.sequences))
 
     def finished(self, request: "Request") -> None:
         self._jobs.pop(request.request_id, None)
