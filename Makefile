@@ -35,7 +35,7 @@ test-kube: $(DEV)
 # With the CPU build of vLLM, in an environment of its own: its requirements and ours of development do not agree.
 test-vllm:
 	$(PYTHON) scripts/install_vllm.py .venv-vllm
-	.venv-vllm/bin/python -m pytest -k vllm tests/engine/test_contract.py tests/engine/test_vllm_ranks.py tests/system/test_vllm.py
+	.venv-vllm/bin/python -m pytest -k vllm tests/engine/test_contract.py tests/engine/test_vllm.py tests/system/test_vllm.py
 
 lint: $(DEV)
 	$(BIN)/ruff check .

@@ -1,4 +1,5 @@
-"""vLLM with two ranks (`make test-vllm`): each writes and reads its part of a staged block, so KV passes between any numbers of ranks."""
+"""vLLM with several ranks, and in a cache that is too small (`make test-vllm`). Each rank writes and reads its part of a staged block, so
+KV passes between any numbers of ranks."""
 
 import asyncio
 import importlib.util
@@ -59,3 +60,26 @@ async def test_kv_passes_between_one_rank_and_two_and_a_dead_rank_is_a_dead_engi
         assert not one.failures and await one.run(one.seq(PROMPT, **SEEDED)) == alone
     finally:
         await asyncio.gather(one.engine.close(), two.engine.close())
+
+
+async def test_sequences_whose_kv_came_from_a_peer_are_preempted_and_go_on_exactly() -> None:
+    """The cache holds three of the four. Who is preempted is computed again here: its staged blocks were given back long before."""
+    engine = await started(replace(ONE, kv_memory_bytes=4 << 20, vllm={"enforce_eager": True}, staging_bytes=8 << 20))
+    try:
+        params = [{**SEEDED, "seed": seed, "max_tokens": 250} for seed in range(4)]
+        alone = [await engine.run(engine.seq(PROMPT, **each)) for each in params]
+        readers = []
+        for each, tokens in zip(params, alone, strict=True):
+            holder = engine.seq(PROMPT, hold=True, **each)
+            await engine.run(holder)
+            reader = engine.seq([*PROMPT, tokens[0]], len(PROMPT), salt=str(each["seed"]), **each)
+            await engine.reserve(reader)
+            engine.copy(holder, reader)
+            engine.engine.forget(holder.id)
+            readers.append(reader)
+        for reader in readers:
+            await engine.engine.adopt(reader, len(PROMPT))
+        assert [[tokens[0], *await engine.ended(reader)] for tokens, reader in zip(alone, readers, strict=True)] == alone
+        assert (await engine.quiet()).counts.preemptions > 0 and sum(reader.preemptions for reader in readers) > 0
+    finally:
+        await engine.engine.close()
