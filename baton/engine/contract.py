@@ -13,11 +13,13 @@ Methods that take blocks away from a sequence append them to a list that the cal
 cancelled meanwhile still has them.
 """
 
+import itertools
 from collections.abc import Callable
 from collections.abc import Sequence as Seq
 from dataclasses import dataclass
 from typing import Protocol
 
+from baton.engine.blocks import CacheChange
 from baton.engine.engine import Counts, Output
 from baton.engine.kvcache import KvPool
 from baton.engine.sequence import Sequence
@@ -34,6 +36,15 @@ class CacheEvent:
     sequence: int
     kind: str
     keys: tuple[bytes, ...]
+
+
+def cache_events(changes: Seq[CacheChange], after: int) -> list[CacheEvent]:
+    """Changes of the prefix cache in order, as runs of one kind. `after`: the number of the event before."""
+    runs = itertools.groupby(changes, key=lambda change: change.stored)
+    return [
+        CacheEvent(after + number, "stored" if stored else "removed", tuple(change.key for change in run))
+        for number, (stored, run) in enumerate(runs, 1)
+    ]
 
 
 @dataclass(frozen=True, slots=True)

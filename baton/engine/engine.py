@@ -180,12 +180,7 @@ class Engine:
         return plan.chunks
 
     def _welcome(self, seq: Sequence) -> None:
-        if not 1 <= seq.prompt_len <= len(seq.tokens):
-            raise Malformed(f"{seq.prompt_len} prompt tokens among {len(seq.tokens)}")
-        if min(seq.tokens) < 0 or max(seq.tokens) >= self.runner.vocab_size:
-            raise Malformed(f"a token id is outside the model's vocabulary of {self.runner.vocab_size}")
-        if len(seq.tokens) + max(1, seq.remaining) > self.max_len:
-            raise TooLong(f"{len(seq.tokens)} tokens and {seq.remaining} to come; one sequence may have {self.max_len}")
+        check(seq, self.runner.vocab_size, self.max_len)
         if len(self.scheduler.waiting) >= self.scheduler.limits.max_queue:
             raise QueueFull(f"{len(self.scheduler.waiting)} sequences are waiting")
         if seq.id in self.sequences:
@@ -238,6 +233,16 @@ class Engine:
         self.scheduler.free(seq)
         del self.sequences[seq.id]
         return Output(seq, sampled, reason)
+
+
+def check(seq: Sequence, vocab_size: int, max_len: int) -> None:
+    """Raises Malformed or TooLong for a sequence that no engine with this vocabulary and length can run."""
+    if not 1 <= seq.prompt_len <= len(seq.tokens):
+        raise Malformed(f"{seq.prompt_len} prompt tokens among {len(seq.tokens)}")
+    if min(seq.tokens) < 0 or max(seq.tokens) >= vocab_size:
+        raise Malformed(f"a token id is outside the model's vocabulary of {vocab_size}")
+    if len(seq.tokens) + max(1, seq.remaining) > max_len:
+        raise TooLong(f"{len(seq.tokens)} tokens and {seq.remaining} to come; one sequence may have {max_len}")
 
 
 def learn(seq: Sequence, token: int) -> None:

@@ -14,7 +14,7 @@ from collections.abc import Sequence as Seq
 from dataclasses import replace
 from typing import Any, TypeVar
 
-from baton.engine.contract import CacheEvent, EngineStopped, Facts, Listener, Traits
+from baton.engine.contract import EngineStopped, Facts, Listener, Traits, cache_events
 from baton.engine.engine import Engine, Output, learn
 from baton.engine.sequence import Sequence
 
@@ -219,15 +219,8 @@ class EngineLoop:
                 self._post(_resolve, future, value)
 
     def _publish_cache(self) -> None:
-        events: list[CacheEvent] = []
-        run: list[bytes] = []
-        changes = self._engine.pool.drain_changes()
-        for i, change in enumerate(changes):
-            run.append(change.key)
-            if i + 1 == len(changes) or changes[i + 1].stored != change.stored:
-                self._cache_sequence += 1
-                events.append(CacheEvent(self._cache_sequence, "stored" if change.stored else "removed", tuple(run)))
-                run = []
+        events = cache_events(self._engine.pool.drain_changes(), self._cache_sequence)
+        self._cache_sequence += len(events)
         if events:
             self._post(self._listener.on_cache, events)
 

@@ -10,7 +10,7 @@ from collections.abc import Sequence as Seq
 from dataclasses import dataclass, field
 
 from baton.engine.blocks import BlockPool
-from baton.engine.engine import Counts, Malformed, Output, QueueFull, TooLong, learn
+from baton.engine.engine import Counts, Output, QueueFull, TooLong, check, learn
 from baton.engine.sampling import Sampled
 from baton.engine.sequence import Sequence, State, finish_reason
 
@@ -270,12 +270,7 @@ class Desk:
 
     def _welcome(self, seq: Sequence, staged: bool) -> None:
         """`staged`: its tokens' KV needs staged blocks, all at once."""
-        if not 1 <= seq.prompt_len <= len(seq.tokens):
-            raise Malformed(f"{seq.prompt_len} prompt tokens among {len(seq.tokens)}")
-        if min(seq.tokens) < 0 or max(seq.tokens) >= self.bounds.vocab_size:
-            raise Malformed(f"a token id is outside the model's vocabulary of {self.bounds.vocab_size}")
-        if len(seq.tokens) + max(1, seq.remaining) > self.bounds.max_len:
-            raise TooLong(f"{len(seq.tokens)} tokens and {seq.remaining} to come; one sequence may have {self.bounds.max_len}")
+        check(seq, self.bounds.vocab_size, self.bounds.max_len)
         if staged and self._blocks_for(len(seq.tokens)) > self.staged.num_blocks:
             raise TooLong(f"{len(seq.tokens)} tokens; the staging memory holds {self.staged.num_blocks * self._size} (engine.staging_mib)")
         if len(self.waiting) >= self.bounds.max_queue:

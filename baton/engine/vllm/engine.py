@@ -14,8 +14,9 @@ from typing import Any
 
 import psutil
 
+from baton.engine.blocks import CacheChange
 from baton.engine.build import WARM_UP_TOKENS, BuildError, Options
-from baton.engine.contract import CacheEvent, EngineStopped, Facts, Listener, Traits
+from baton.engine.contract import EngineStopped, Facts, Listener, Traits, cache_events
 from baton.engine.engine import Counts, Output
 from baton.engine.fields import Fields
 from baton.engine.fingerprint import check_sums, fingerprint, tokenizer_fingerprint
@@ -276,7 +277,7 @@ class VllmEngine:
     def _on_news(self, news: dict[str, Any]) -> None:
         now = time.monotonic()
         if "cache" in news:
-            self._cache_changed([(stored, bytes.fromhex(key)) for stored, key in news["cache"]])
+            self._cache_changed([CacheChange(stored, bytes.fromhex(key)) for stored, key in news["cache"]])
             return
         self._free = news["free"]
         if news["step"] is not None:
@@ -301,19 +302,14 @@ class VllmEngine:
         if news["closed"]:
             self._admit()
 
-    def _cache_changed(self, changes: list[tuple[bool, bytes]]) -> None:
-        events: list[CacheEvent] = []
-        run: list[bytes] = []
-        for i, (stored, key) in enumerate(changes):
-            run.append(key)
-            if stored:
-                self._keys[key] = None
+    def _cache_changed(self, changes: list[CacheChange]) -> None:
+        for change in changes:
+            if change.stored:
+                self._keys[change.key] = None
             else:
-                self._keys.pop(key, None)
-            if i + 1 == len(changes) or changes[i + 1][0] != stored:
-                self._cache_sequence += 1
-                events.append(CacheEvent(self._cache_sequence, "stored" if stored else "removed", tuple(run)))
-                run = []
+                self._keys.pop(change.key, None)
+        events = cache_events(changes, self._cache_sequence)
+        self._cache_sequence += len(events)
         self._listener.on_cache(events)
 
 
