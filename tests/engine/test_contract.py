@@ -105,6 +105,17 @@ async def test_held_kv_that_is_copied_gives_the_same_tokens(bench: Bench) -> Non
     await bench.quiet()
 
 
+async def test_sequences_that_are_held_do_not_keep_others_from_running(bench: Bench) -> None:
+    """More than run at once, and none is let go."""
+    crowd = [bench.seq(PROMPT, hold=True, salt=f"crowd {n}") for n in range(10)]
+    for seq in crowd:
+        await bench.engine.add(seq)
+    assert len({tuple(await bench.ended(seq)) for seq in crowd}) == 1
+    for seq in crowd:
+        bench.engine.forget(seq.id)
+    await bench.quiet()
+
+
 async def test_a_first_token_that_comes_last_is_learned(bench: Bench) -> None:
     whole = await bench.run(bench.seq(PROMPT))
     holder = bench.seq(PROMPT, hold=True)

@@ -39,7 +39,6 @@ class Started:
     """What a start of vLLM has found."""
 
     llm: Any
-    link: Host
     pool: KvPool
     traits: Traits
     bounds: Bounds
@@ -72,7 +71,7 @@ class VllmEngine:
         except BaseException:
             link.close()
             raise
-        self._llm, self._link, self.pool, self._traits = started.llm, started.link, started.pool, started.traits
+        self._llm, self._link, self.pool, self._traits = started.llm, link, started.pool, started.traits
         self._desk = Desk(started.pool.num_blocks, started.pool.layout.block_size, started.bounds)
         await self._warm_up()
 
@@ -221,18 +220,15 @@ class VllmEngine:
                 await self._take(job, out)
             if (output := self._desk.failed(job, "vLLM ended the sequence before its last token")) is not None:
                 self._emit(output)
-        except asyncio.CancelledError:
-            raise
         except Exception as error:
             if self._llm.errored:
                 self._fail(error)
                 return
-            self._desk.closed(job.id)  # vLLM never had it
+            self._closed(job.id)  # vLLM never had it
             if (output := self._desk.failed(job, str(error))) is not None:
                 self._emit(output)
         finally:
-            if job.seq.hold is False or job.over:
-                self._admit()
+            self._admit()  # a sequence that has ended, or is held, makes room for the next
 
     async def _take(self, job: Job, out: Any) -> None:
         completion = out.outputs[0]
@@ -296,11 +292,14 @@ class VllmEngine:
             if (output := self._desk.staged_up_to(job, full)) is not None:
                 self._emit(output)
         for job in news["closed"]:
-            self._desk.closed(job)
-            if (event := self._closings.pop(job, None)) is not None:
-                event.set()
+            self._closed(job)
         if news["closed"]:
             self._admit()
+
+    def _closed(self, job_id: str) -> None:
+        self._desk.closed(job_id)
+        if (event := self._closings.pop(job_id, None)) is not None:
+            event.set()
 
     def _cache_changed(self, changes: list[CacheChange]) -> None:
         for change in changes:
@@ -368,7 +367,7 @@ def _start(options: Options, link: Host) -> Started:
         lends=False,
     )
     bounds = Bounds(traits.max_num_seqs, options.limits.max_queue, traits.max_model_len, model.get_vocab_size(), eos)
-    return Started(llm, link, pool, traits, bounds)
+    return Started(llm, pool, traits, bounds)
 
 
 def _staged_blocks(options: Options, layout: KvLayout, blocks: int) -> int:
