@@ -7,8 +7,8 @@
                      worker that would be chosen lacks at most `bypass_tokens` of the prompt, or serves both roles and is the best for
                      both.
                      Saturated while no decode worker can take the sequence: a prompt computed now would have nowhere to go.
-                     Blocks that another worker caches can be fetched from it, the `source`. A fetch costs as much as `fetch_tokens`
-                     tokens, so it is used if it saves more.
+                     Blocks that another worker caches can be fetched from it, the `source`, if it lends them. A fetch costs as much as
+                     `fetch_tokens` tokens, so it is used if it saves more.
     choose_decode    among the decode workers with enough credit for the sequence, the one with the lowest
                      cost = tokens it has promised to hold + uncached prompt tokens that wait there
                             - `overlap_weight` times the tokens of this sequence that it caches.
@@ -143,8 +143,9 @@ def places(view: ClusterView) -> int | None:
 
 
 def _most_cached(view: ClusterView, overlaps: Mapping[str, int], exclude: Collection[Identity]) -> Cached | None:
-    usable = {worker.name for worker in (*view.prefill_workers(), *view.decode_workers()) if _identity(worker) not in exclude}
-    cached = [Cached(name, blocks) for name, blocks in overlaps.items() if name in usable]
+    workers = (*view.prefill_workers(), *view.decode_workers())
+    lenders = {worker.name for worker in workers if worker.lends and _identity(worker) not in exclude}
+    cached = [Cached(name, blocks) for name, blocks in overlaps.items() if name in lenders]
     return max(cached, key=lambda c: (c.blocks, c.worker), default=None)
 
 

@@ -58,6 +58,7 @@ class WorkerRecord:
     roles: tuple[RoleName, ...] = ()  # what it serves at this moment; empty: `role`
     max_num_seqs: Count = 0  # sequences in one step of its engine; 0: unknown
     eos_token_ids: tuple[Count, ...] = ()  # tokens with which its engine ends an output; empty: unknown, or there are none
+    lends: bool = True  # whether peers can borrow blocks that it caches; true also if unknown, for the worker itself can refuse
 
     def serves(self, role: RoleName) -> bool:
         return role in (self.roles or (self.role,))

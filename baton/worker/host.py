@@ -237,6 +237,7 @@ class Host:
             roles=self.mounts.serving,
             max_num_seqs=traits.max_num_seqs,
             eos_token_ids=tuple(sorted(traits.eos_token_ids)),
+            lends=traits.lends,
         )
 
     @property

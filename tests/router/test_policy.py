@@ -160,6 +160,18 @@ def test_nothing_is_fetched_from_a_worker_that_failed_the_request_or_is_down(gon
     assert prefill(view, fetch_tokens=20) == Choice("p0", 0, 160, "least work")
 
 
+def test_nothing_is_fetched_from_a_worker_that_does_not_lend() -> None:
+    workers = (*IDLE[:3], replace(worker("d1"), lends=False))
+    assert prefill(cluster(*workers, cached={"d1": 9, "d0": 6}), fetch_tokens=20) == Choice("p0", 6, 84, "fetched prefix", Cached("d0", 6))
+    assert prefill(cluster(*workers, cached={"d1": 9}), fetch_tokens=20) == Choice("p0", 0, 160, "least work")
+
+
+def test_what_a_worker_caches_counts_there_whether_it_lends_or_not() -> None:
+    view = cluster(*(replace(each, lends=False) for each in IDLE), cached={"p1": 8, "d1": 9})
+    assert prefill(view, fetch_tokens=20) == Choice("p1", 8, 32, "cached prefix")
+    assert prefill(view, bypass_tokens=16) == Bypass("cached") and decode(view) == Choice("d1", 9, -144, "fits")
+
+
 def test_a_bypass_considers_the_worker_that_would_decode() -> None:
     """d1 has the prefix but no room: the request would go to d0, which would have to compute the whole prompt."""
     view = cluster(worker("p0"), worker("d0"), worker("d1", credit_tokens=0), cached={"d1": 10})

@@ -68,6 +68,10 @@ async def test_kv_is_handed_over_and_what_spoils_a_handoff_is_found(live: Cluste
         await live.quiet()
 
 
+async def test_routers_know_that_vllm_lends_nothing(live: Cluster) -> None:
+    assert [worker["lends"] for worker in live.workers()] == [False, False]
+
+
 async def test_several_at_once_get_the_tokens_that_each_gets_alone(live: Cluster) -> None:
     numbers = range(20, 28)
     together = await asyncio.gather(*(answer(live, number) for number in numbers))
