@@ -67,7 +67,8 @@ HOMES = {
 }
 # Code that only decides: no await, no clock, no randomness, no torch.
 PURE = (
-    "baton/engine/scheduler.py", "baton/engine/blocks.py", "baton/engine/sequence.py", "baton/stages.py", "kvtransfer/lease.py",
+    "baton/engine/arrivals.py", "baton/engine/scheduler.py", "baton/engine/blocks.py", "baton/engine/sequence.py",
+    "baton/stages.py", "kvtransfer/lease.py",
     "baton/engine/vllm/block_events.py", "baton/engine/vllm/desk.py", "baton/engine/vllm/ledger.py",
     "baton/attempts.py", "baton/launch/pods.py",
     "baton/cluster/awake.py", "baton/worker/stall.py",

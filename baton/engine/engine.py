@@ -91,6 +91,7 @@ class Engine:
 
     def add(self, seq: Sequence) -> None:
         """Queues a sequence. Raises QueueFull, TooLong or Malformed, and then keeps nothing of it."""
+        self.scheduler.claims.pop(seq.id, None)
         self._welcome(seq)
         self.scheduler.enqueue(seq)
 

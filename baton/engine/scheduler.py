@@ -8,21 +8,19 @@ Admission counts future growth: a sequence is admitted when the pool has room fo
 what it and the admitted sequences may still produce. If they produce more than that share, the scheduler preempts: the youngest sequence
 gives its blocks back and waits in its old place.
 
-Sequences in the queue and sequences that ask for room for KV from elsewhere share one order of arrival. No sequence overtakes another, and
-the oldest always fits once it is alone.
+Nobody overtakes another (`arrivals`), and the oldest always fits once it is alone.
 
 `Limits.batching` says how sequences join. Continuous: at any step (Orca, Yu et al., OSDI 2022). The two older methods are kept for
 comparison. They run whole batches, which no sequence joins until all members are done. A dynamic batch takes the sequences that wait when
 the previous batch ends; a static one waits until it is full, for `batch_wait_s` at most.
 """
 
-import itertools
 import math
-from bisect import insort
 from collections.abc import Iterable
 from dataclasses import dataclass, field
 from typing import Literal
 
+from baton.engine.arrivals import Arrivals
 from baton.engine.block_key import extend_keys
 from baton.engine.blocks import BlockPool
 from baton.engine.protocol import Chunk
@@ -65,21 +63,17 @@ class Scheduler:
         self.pool = pool
         self.limits = limits
         self.block_size = block_size
-        self.waiting: list[Sequence] = []  # in order of arrival
+        self._arrivals = Arrivals()
+        self.waiting, self.claims = self._arrivals.waiting, self._arrivals.claims
         self.running: list[Sequence] = []  # in order of admission
         self.fetching: list[Sequence] = []
-        self.claims: dict[str, int] = {}  # sequence that was refused room for KV from elsewhere and will ask again → place in the order
-        self._arrivals = itertools.count()
         # The last arrival of the current batch: later sequences do not join it.
         self._last: float = math.inf if limits.batching == "continuous" else -1
         self._forming_since: float | None = None
 
     def schedule(self, now: float = 0.0) -> Schedule:
         """`now` is the caller's clock in seconds. It decides which queued sequences have expired and when a static batch stops waiting."""
-        plan = Schedule(expired=[seq for seq in self.waiting if seq.expires_at <= now])
-        for seq in plan.expired:
-            self.waiting.remove(seq)
-            seq.move("abort")
+        plan = Schedule(expired=self._arrivals.expire(now))
         if self.limits.batching != "continuous":
             self._form_batch(now)
         for seq in list(self.running):
@@ -101,9 +95,8 @@ class Scheduler:
 
         Sets `seq.computed` to the positions that were already here. Returns False and changes nothing while there is no room.
         """
-        self._arrive(seq)
         if not self._admit(seq):
-            self.claims[seq.id] = self._place(seq)
+            self._arrivals.claim(seq)
             return False
         self.claims.pop(seq.id, None)
         seq.move("reserve")
@@ -111,9 +104,7 @@ class Scheduler:
         return True
 
     def enqueue(self, seq: Sequence) -> None:
-        self._arrive(seq)
-        self.claims.pop(seq.id, None)
-        insort(self.waiting, seq, key=self._place)
+        self._arrivals.enqueue(seq)
 
     def preempt(self, seq: Sequence) -> None:
         self.running.remove(seq)
@@ -156,14 +147,14 @@ class Scheduler:
         members = self.waiting[: self.limits.max_num_seqs]
         full = len(members) == self.limits.max_num_seqs
         if self.limits.batching == "dynamic" or full or now - self._forming_since >= self.limits.batch_wait_s:
-            self._last = self._place(members[-1])
+            self._last = self._arrivals.place(members[-1])
 
     def _joins(self, seq: Sequence) -> bool:
-        return self._place(seq) <= self._last
+        return self._arrivals.place(seq) <= self._last
 
     def _admit(self, seq: Sequence) -> bool:
         """Gives a waiting sequence its blocks if it fits: cached blocks for its known prefix, and fresh ones for the rest."""
-        if len(self.running) + len(self.fetching) >= self.limits.max_num_seqs or not self._is_next(seq):
+        if len(self.running) + len(self.fetching) >= self.limits.max_num_seqs or not self._arrivals.is_next(seq):
             return False
         self._extend_keys(seq)
         # The last known token is always computed here: sampling needs its logits.
@@ -206,19 +197,6 @@ class Scheduler:
 
     def _extend_keys(self, seq: Sequence) -> None:
         extend_keys(seq.keys, seq.root, seq.tokens, self.block_size)
-
-    def _arrive(self, seq: Sequence) -> None:
-        if seq.arrival is None:
-            seq.arrival = next(self._arrivals)
-
-    def _place(self, seq: Sequence) -> int:
-        assert seq.arrival is not None
-        return seq.arrival
-
-    def _is_next(self, seq: Sequence) -> bool:
-        """Whether no earlier sequence still waits for room, in the queue or with a claim."""
-        earliest = min((*self.claims.values(), *(self._place(first) for first in self.waiting[:1])), default=self._place(seq))
-        return self._place(seq) <= earliest
 
     def _final_blocks(self, seq: Sequence) -> int:
         """The most blocks that `seq` will own on this worker. A sequence that will be held stops at its first token."""

@@ -203,6 +203,24 @@ async def test_more_than_the_queue_holds_is_refused_and_the_others_run(bench: Be
     await bench.quiet()
 
 
+async def test_who_was_refused_room_and_then_finds_the_queue_full_is_in_nobodys_way(bench: Bench) -> None:
+    readers, asker = [bench.seq(PROMPT) for _ in range(4)], bench.seq(PROMPT)
+    for reader in readers:
+        await bench.reserve(reader)
+    assert not await bench.engine.reserve(asker)
+    crowd = [bench.seq(PROMPT) for _ in range(MAX_QUEUE)]
+    for seq in crowd:
+        await bench.engine.add(seq)
+    with pytest.raises(QueueFull):
+        await bench.engine.add(asker)
+    for reader in readers:
+        filling: list[int] = []
+        await bench.engine.abort(reader.id, filling)
+        await bench.engine.release(filling)
+    assert len({tuple(await bench.ended(seq)) for seq in crowd}) == 1
+    await bench.quiet()
+
+
 @pytest.mark.parametrize("when", ["waiting", "running", "held", "fetching", "unknown"])
 async def test_an_abort_in_any_state_leaves_nothing(bench: Bench, when: str) -> None:
     crowd = [bench.seq(PROMPT, max_tokens=60) for _ in range(6 if when == "waiting" else 1)]

@@ -1,5 +1,5 @@
-"""vLLM with several ranks, and in a cache that is too small (`make test-vllm`). Each rank writes and reads its part of a staged block, so
-KV passes between any numbers of ranks."""
+"""vLLM with several ranks, in a cache that is too small, and with one sequence at a time (`make test-vllm`). Each rank writes and reads its
+part of a staged block, so KV passes between any numbers of ranks."""
 
 import asyncio
 import importlib.util
@@ -15,6 +15,7 @@ from engine_bench import BLOCK, PROMPT, Bench, started
 from baton.engine.build import Options
 from baton.engine.contract import EngineStopped
 from baton.engine.scheduler import Limits
+from baton.engine.sequence import State
 
 pytestmark = [
     pytest.mark.skipif(importlib.util.find_spec("vllm") is None, reason="vllm is not installed here (make test-vllm)"),
@@ -22,6 +23,7 @@ pytestmark = [
 ]
 TALE = Path(__file__).resolve().parents[2] / "baton" / "models" / "tale"
 ONE = Options(TALE, block_size=BLOCK, max_model_len=512, kv_memory_bytes=32 << 20, threads=1, limits=Limits(4, 64), kind="vllm")
+ROOM_S = 30.0
 SEEDED: dict[str, Any] = {"temperature": 1.0, "seed": 3, "presence_penalty": 0.5}
 
 
@@ -81,5 +83,22 @@ async def test_sequences_whose_kv_came_from_a_peer_are_preempted_and_go_on_exact
             await engine.engine.adopt(reader, len(PROMPT))
         assert [[tokens[0], *await engine.ended(reader)] for tokens, reader in zip(alone, readers, strict=True)] == alone
         assert (await engine.quiet()).counts.preemptions > 0 and sum(reader.preemptions for reader in readers) > 0
+    finally:
+        await engine.engine.close()
+
+
+async def test_a_sequence_that_is_held_makes_room_for_the_next_at_once() -> None:
+    """One runs at a time, and nothing else happens: no command, and no other sequence ends."""
+    engine = await started(replace(ONE, limits=Limits(1, 64), vllm={"enforce_eager": True}))
+    try:
+        holder, behind = engine.seq(PROMPT, hold=True), engine.seq(PROMPT, salt="behind")
+        await engine.engine.add(holder)
+        await engine.engine.add(behind)
+        assert behind.state is State.WAITING
+        async with asyncio.timeout(ROOM_S):
+            assert len(await engine.ended(behind)) == 24
+        assert holder.state is State.HELD
+        engine.engine.forget(holder.id)
+        await engine.quiet()
     finally:
         await engine.engine.close()

@@ -40,6 +40,7 @@ ENVIRONMENT = {  # defaults; what a person has set stays
     "HF_HUB_OFFLINE": "1",  # model.path is a folder
     "VLLM_CONFIGURE_LOGGING": "0",  # its records go where ours go
     "VLLM_USE_V2_MODEL_RUNNER": "0",  # Baton's sampler is a processor of the first
+    "VLLM_USE_FLASHINFER_SAMPLER": "0",  # it would be compiled, with nvcc, and never asked: Baton's decides
 }
 
 

@@ -4,8 +4,7 @@ from collections.abc import Iterable
 from typing import Any
 
 from baton.engine.block_key import block_key
-
-Change = tuple[bool, bytes]  # whether the cache gained the key or lost it
+from baton.engine.blocks import CacheChange
 
 
 class BlockEvents:
@@ -15,21 +14,21 @@ class BlockEvents:
         self._size = block_size
         self._keys: dict[Any, bytes] = {}
 
-    def stored(self, hashes: Iterable[Any], parent: Any, tokens: list[int], salt: str | None) -> list[Change]:
+    def stored(self, hashes: Iterable[Any], parent: Any, tokens: list[int], salt: str | None) -> list[CacheChange]:
         """Blocks in order. A block whose parent or root is not known is left out: nobody could find it."""
         key = bytes.fromhex(salt) if parent is None and salt else self._keys.get(parent)
-        changes: list[Change] = []
+        changes: list[CacheChange] = []
         for i, name in enumerate(hashes):
             if key is None:
                 break
             key = block_key(key, tokens[i * self._size : (i + 1) * self._size])
             if name not in self._keys:
-                changes.append((True, key))
+                changes.append(CacheChange(True, key))
             self._keys[name] = key
         return changes
 
-    def removed(self, hashes: Iterable[Any]) -> list[Change]:
-        return [(False, self._keys.pop(name)) for name in hashes if name in self._keys]
+    def removed(self, hashes: Iterable[Any]) -> list[CacheChange]:
+        return [CacheChange(False, self._keys.pop(name)) for name in hashes if name in self._keys]
 
-    def cleared(self) -> list[Change]:
+    def cleared(self) -> list[CacheChange]:
         return self.removed(list(self._keys))

@@ -23,7 +23,8 @@ from vllm.distributed.kv_transfer.kv_connector.v1.base import (
 )
 from vllm.distributed.parallel_state import get_pp_group, get_tensor_model_parallel_rank
 
-from baton.engine.vllm.block_events import BlockEvents, Change
+from baton.engine.blocks import CacheChange
+from baton.engine.vllm.block_events import BlockEvents
 from baton.engine.vllm.ledger import KEY, PUBLISHER, Ledger, Order, Pairs, StepNews
 from baton.engine.vllm.link import Leash, RankReport
 
@@ -102,9 +103,9 @@ class SchedulerSide:
         if closed := self._ledger.finished(request.request_id):
             self._tell(StepNews(closed=closed))
 
-    def cache_changed(self, changes: list[Change]) -> None:
+    def cache_changed(self, changes: list[CacheChange]) -> None:
         if changes:
-            self._leash.send({"cache": [[stored, key.hex()] for stored, key in changes]})
+            self._leash.send({"cache": [[change.stored, change.key.hex()] for change in changes]})
 
     def _tell(self, news: StepNews, preempted: Sequence[str] = (), step: tuple[float, int, int] | None = None) -> None:
         assert self.manager is not None
@@ -253,7 +254,7 @@ class BatonConnector(KVConnectorBase_V1, SupportsHMA):
 class Publisher(EventPublisher):
     """Takes vLLM's block events where they are made: in the process of its scheduler. vLLM makes it after the connector."""
 
-    tell: Callable[[list[Change]], None]
+    tell: Callable[[list[CacheChange]], None]
 
     def __init__(self, data_parallel_rank: int = 0, **config: Any) -> None:
         self._events: BlockEvents | None = None
@@ -264,7 +265,7 @@ class Publisher(EventPublisher):
     def shutdown(self) -> None:
         pass
 
-    def _changes(self, events: Iterable[Any]) -> Iterable[Change]:
+    def _changes(self, events: Iterable[Any]) -> Iterable[CacheChange]:
         for event in events:
             if isinstance(event, BlockStored):
                 self._events = self._events or BlockEvents(event.block_size)

@@ -5,10 +5,10 @@ after its sequence was aborted. Only then are they given to others.
 """
 
 import itertools
-from collections.abc import Iterable
 from collections.abc import Sequence as Seq
 from dataclasses import dataclass, field
 
+from baton.engine.arrivals import Arrivals
 from baton.engine.blocks import BlockPool
 from baton.engine.engine import Counts, Output, QueueFull, TooLong, check, learn
 from baton.engine.sampling import Sampled
@@ -52,29 +52,29 @@ class Desk:
         self.bounds = bounds
         self.sequences: dict[str, Sequence] = {}
         self.jobs: dict[str, Job] = {}  # until they are closed and over
-        self.waiting: list[Sequence] = []  # in order of arrival
+        self._arrivals = Arrivals()
+        self.waiting, self._claims = self._arrivals.waiting, self._arrivals.claims
         self.fetching: list[Sequence] = []
         self.counts = Counts()
         self._of: dict[str, Job] = {}  # sequence → its job
-        self._claims: dict[str, int] = {}  # as `Scheduler.claims`
         self._size = block_size
-        self._arrivals, self._numbers = itertools.count(), itertools.count(1)
+        self._numbers = itertools.count(1)
 
     # --- commands of the contract ---
 
     def add(self, seq: Sequence) -> None:
+        self._claims.pop(seq.id, None)
         self._welcome(seq, staged=seq.hold)
-        self._enqueue(seq)
+        self._arrivals.enqueue(seq)
 
     def reserve(self, seq: Sequence) -> bool:
         if seq.id not in self._claims:
             self._welcome(seq, staged=True)
-        self._arrive(seq)
         blocks = None
-        if self._running + len(self.fetching) < self.bounds.max_num_seqs and self._is_next(seq):
+        if self._running + len(self.fetching) < self.bounds.max_num_seqs and self._arrivals.is_next(seq):
             blocks = self.staged.allocate(self._blocks_for(len(seq.tokens)))
         if blocks is None:
-            self._claims[seq.id] = self._place(seq)
+            self._arrivals.claim(seq)
             self.sequences.pop(seq.id, None)
             return False
         self._claims.pop(seq.id, None)
@@ -106,11 +106,10 @@ class Desk:
         if first is not None:
             learn(seq, first)
         if seq.state is not State.FETCHING:
-            self._claims.pop(seq.id, None)
             self.add(seq)
             return []
         filling = self._withdraw(seq, "give_up")
-        self._enqueue(seq)
+        self._arrivals.enqueue(seq)
         return filling
 
     def abort(self, seq_id: str) -> tuple[list[int], Job | None]:
@@ -140,12 +139,10 @@ class Desk:
 
     def admit(self, now: float) -> Admission:
         """The jobs that begin now, in order of arrival, and the sequences that waited too long."""
-        plan = Admission(expired=[Output(seq, None, expired=True) for seq in self.waiting if seq.expires_at <= now])
+        plan = Admission(expired=[Output(seq, None, expired=True) for seq in self._arrivals.expire(now)])
         for output in plan.expired:
-            self.waiting.remove(output.seq)
-            output.seq.move("abort")
             del self.sequences[output.seq.id]
-        while self.waiting and self._running + len(self.fetching) < self.bounds.max_num_seqs and self._is_next(self.waiting[0]):
+        while self.waiting and self._running + len(self.fetching) < self.bounds.max_num_seqs and self._arrivals.is_next(self.waiting[0]):
             seq = self.waiting[0]
             blocks = self.staged.allocate(self._blocks_for(len(seq.tokens))) if seq.hold else []
             if blocks is None:
@@ -278,24 +275,6 @@ class Desk:
         if seq.id in self.sequences:
             raise ValueError(f"sequence {seq.id} is already here")
         self.sequences[seq.id] = seq
-
-    def _enqueue(self, seq: Sequence) -> None:
-        self._arrive(seq)
-        self._claims.pop(seq.id, None)
-        self.waiting.append(seq)
-        self.waiting.sort(key=self._place)
-
-    def _arrive(self, seq: Sequence) -> None:
-        if seq.arrival is None:
-            seq.arrival = next(self._arrivals)
-
-    def _place(self, seq: Sequence) -> int:
-        assert seq.arrival is not None
-        return seq.arrival
-
-    def _is_next(self, seq: Sequence) -> bool:
-        earliest: Iterable[int] = (*self._claims.values(), *(self._place(first) for first in self.waiting[:1]))
-        return self._place(seq) <= min(earliest, default=self._place(seq))
 
     @property
     def _running(self) -> int:

@@ -328,7 +328,7 @@ def _start(options: Options, link: Host) -> Started:
         raise BuildError(f"engine.device: this vLLM runs on {current_platform.device_type}, not on {options.device}")
     pools: list[KvPool] = []
 
-    def allot(whole: RankReport) -> tuple[int, int]:
+    def allot(whole: RankReport, fd: int) -> int:
         layout = KvLayout(
             fingerprint(options.path),
             whole.dtype,
@@ -340,10 +340,9 @@ def _start(options: Options, link: Host) -> Started:
             packing=whole.packing,
         )
         blocks = _staged_blocks(options, layout, whole.blocks)
-        fd = os.memfd_create("baton-kv", os.MFD_CLOEXEC)
         os.ftruncate(fd, blocks * layout.block_bytes)
         pools.append(KvPool(layout, blocks, mmap.mmap(fd, blocks * layout.block_bytes)))
-        return fd, blocks
+        return blocks
 
     link.open(allot)
     try:

@@ -114,16 +114,16 @@ class Host:
         self._on_news, self._on_end = on_news, on_end
         self._lines: list[_Line] = []
         self._reports: list[tuple[RankReport, _Line]] = []
-        self._allot: Callable[[RankReport], tuple[int, int]] | None = None
+        self._allot: Callable[[RankReport, int], int] | None = None
         self._lock = threading.Lock()
         self._closing = False
         self._listener = socket.socket(socket.AF_UNIX)
         self._listener.bind("\0" + self.address)
         self._listener.listen(64)
 
-    def open(self, allot: Callable[[RankReport], tuple[int, int]]) -> None:
-        """`allot(whole)` is called when every rank has reported; it returns the staging memory (descriptor, number of blocks), and may
-        raise an error, whose text becomes `refusal`."""
+    def open(self, allot: Callable[[RankReport, int], int]) -> None:
+        """`allot(whole, fd)` is called when every rank has reported. It gives the staging memory, a file of 0 bytes, its size, and returns
+        the number of blocks. It may raise an error, whose text becomes `refusal`. `fd` is closed afterwards; what was mapped stays."""
         self._allot = allot
         threading.Thread(target=self._accept, name="vllm link", daemon=True).start()
 
@@ -187,9 +187,13 @@ class Host:
                 return
             assert self._allot is not None
             whole, slots = place([report for report, _ in self._reports])
-            fd, blocks = self._allot(whole)
-            for (_, its), slot in zip(self._reports, slots, strict=True):
-                its.send({"slot": asdict(slot) | {"shape": (blocks, *slot.shape[1:])}}, [fd])
+            fd = os.memfd_create("baton-kv", os.MFD_CLOEXEC)
+            try:
+                blocks = self._allot(whole, fd)
+                for (_, its), slot in zip(self._reports, slots, strict=True):
+                    its.send({"slot": asdict(slot) | {"shape": (blocks, *slot.shape[1:])}}, [fd])
+            finally:
+                os.close(fd)  # what was sent is a descriptor of the rank's own
 
 
 class Leash:

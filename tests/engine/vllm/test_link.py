@@ -11,6 +11,7 @@ import threading
 import time
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import suppress
 from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
@@ -111,15 +112,23 @@ class Ours:
     def end(self) -> None:
         self.ends += 1
 
-    def allot(self, whole: RankReport) -> tuple[int, int]:
+    def allot(self, whole: RankReport, fd: int) -> int:
         self.wholes.append(whole)
+        self.file = os.fstat(fd)
         if self.refuse:
             raise ValueError(self.refuse)
         size = BLOCKS * whole.layers * whole.heads * whole.block_size * whole.width * 4
-        self.fd = os.memfd_create("test-staging", os.MFD_CLOEXEC)
-        os.ftruncate(self.fd, size)
-        self.memory = mmap.mmap(self.fd, size)
-        return self.fd, BLOCKS
+        os.ftruncate(fd, size)
+        self.memory = mmap.mmap(fd, size)
+        return BLOCKS
+
+    def descriptors(self) -> int:
+        """Of the staging memory, in this process. A map has one of its own."""
+        found = 0
+        for name in os.listdir("/proc/self/fd"):
+            with suppress(OSError):  # closed meanwhile
+                found += os.path.samestat(os.fstat(int(name)), self.file)
+        return found
 
     def given(self) -> dict[str, Any]:
         return {"address": self.host.address, "token": self.host.token}
@@ -142,8 +151,6 @@ def make() -> Iterator[Callable[..., Ours]]:
     yield one
     for ours in made:
         ours.host.close()
-        if ours.memory is not None:
-            os.close(ours.fd)
 
 
 @pytest.fixture
@@ -185,13 +192,12 @@ print("ready", flush=True)
 sys.stdin.read()
 """
 HOST = """
-import mmap, os, sys
+import os, sys
 from baton.engine.vllm.link import Host
 
-def allot(whole):
-    fd = os.memfd_create("test-staging")
+def allot(whole, fd):
     os.ftruncate(fd, 5 * whole.layers * whole.heads * whole.block_size * whole.width * 4)
-    return fd, 5
+    return 5
 
 host = Host(1, lambda news: None, lambda: None)
 host.open(allot)
@@ -241,6 +247,17 @@ def test_what_the_host_writes_is_what_a_rank_reads(tame: list[int], make: Callab
     assert slot.shape == (BLOCKS, 2, 3, 4, 8) and ours.memory is not None
     ours.memory[8:12] = b"here"
     assert memory[8:12] == b"here" and len(memory) == len(ours.memory)
+
+
+def test_the_host_keeps_its_map_of_the_memory_and_no_descriptor(
+    make: Callable[..., Ours], spawn: Callable[..., "subprocess.Popen[str]"]
+) -> None:
+    ours = make(2)
+    children = [spawn(CHILD, "report", ours.given(), 0, tensor, 2) for tensor in range(2)]
+    assert [line(child) for child in children] == ["ready"] * 2 and ours.memory is not None
+    eventually(lambda: ours.descriptors() == 1)
+    ours.memory[8:12] = b"here"
+    assert ours.memory[8:12] == b"here"
 
 
 @pytest.mark.parametrize("what", ["hello", "report"])
@@ -348,6 +365,16 @@ def test_a_refusal_to_give_memory_is_kept(tame: list[int], make: Callable[..., O
     ours = make(1, refuse="engine.staging_mib: too little")
     reports(ours, report())
     assert ours.host.refusal == "engine.staging_mib: too little"
+    assert ours.descriptors() == 0
+
+
+def test_a_rank_that_is_gone_when_the_memory_comes_leaves_no_descriptor(tame: list[int], make: Callable[..., Ours]) -> None:
+    ours = make(2)
+    with ours.dial() as gone:
+        gone.sendall(json.dumps({"token": ours.host.token, "report": asdict(report())}).encode() + b"\n")
+    eventually(lambda: ours.ends)
+    [told] = reports(ours, report(tensor=1))
+    assert "no staging memory" in told and ours.descriptors() == 1
 
 
 def test_no_memory_is_given_before_every_rank_has_reported(tame: list[int], make: Callable[..., Ours]) -> None:
