@@ -1,4 +1,7 @@
-"""Prints how long the router and a worker take until they could serve, and fails if the router loads torch: python starts.py MODEL"""
+"""Prints how long the router and a worker take until they could serve, and fails if the router loads torch: python starts.py MODEL IMAGE
+
+In an image called vllm-cpu, it also imports vLLM: a library of the system could be missing.
+"""
 
 import subprocess
 import sys
@@ -11,8 +14,11 @@ from pathlib import Path
 from baton.engine.build import Options, build
 build(Options(Path(sys.argv[1]), kv_memory_bytes=64 << 20, threads=1))
 """
+VLLM = "import vllm.v1.engine.async_llm, baton.engine.vllm.arguments as ours; ours.check_version()"
 
-for role, program in (("router", ROUTER), ("decode worker with its model", WORKER)):
+model, image = sys.argv[1:]
+programs = {"a router": ROUTER, "a decode worker with its model": WORKER} | ({"vLLM, imports alone": VLLM} if image == "vllm-cpu" else {})
+for role, program in programs.items():
     began = time.monotonic()
-    subprocess.run([sys.executable, "-c", program, sys.argv[1]], check=True)
-    print(f"start of a {role}: {time.monotonic() - began:.1f} s", flush=True)
+    subprocess.run([sys.executable, "-c", program, model], check=True)
+    print(f"start of {role}: {time.monotonic() - began:.1f} s", flush=True)

@@ -20,6 +20,7 @@ ROLES = ("router", "prefill", "decode", "redis")
 PULL = ["Always", "IfNotPresent", "Never"]
 SCALING = ["values", "hpa", "keda", "baton"]
 ONE_OF = {
+    "engine": ["baton", "vllm"],
     "security.certManager.kind": ["Issuer", "ClusterIssuer"],
     "image.pullPolicy": PULL,
     "model.imagePullPolicy": PULL,

@@ -1,12 +1,10 @@
 """What the chart makes of `model`, rendered by helm: the Job and those that wait for it, and what is refused."""
 
-import subprocess
 from pathlib import Path
-from typing import Any
 
 import pytest
-import yaml
 from kube import CHART, HELMS
+from rendering import Objects, config, pod, refusal, rendered, volume
 
 SOURCE = "hf://own/tale"
 FETCH = ("model.fetch.source=" + SOURCE,)
@@ -15,38 +13,9 @@ IN_NODES = ("model.hostPath=/srv/llama", "profiles.gpu.nodeSelector.kind=gpu", "
 pytestmark = pytest.mark.skipif(not HELMS, reason="no helm on PATH")
 
 
-def helm(*values: str, version: str = "1.34.0") -> subprocess.CompletedProcess[str]:
-    sets = [word for value in values for word in ("--set", value)]
-    command = [HELMS[0], "template", "r", str(CHART), "--kube-version", version, *sets]
-    return subprocess.run(command, capture_output=True, text=True, timeout=60)
-
-
-def rendered(*values: str, version: str = "1.34.0") -> dict[tuple[str, str], dict[str, Any]]:
-    """Objects by kind and component."""
-    done = helm(*values, version=version)
-    assert done.returncode == 0, done.stderr
-    found = [each for each in yaml.safe_load_all(done.stdout) if each]
-    return {(each["kind"], each["metadata"]["labels"]["app.kubernetes.io/component"]): each for each in found}
-
-
-def refusal(*values: str, version: str = "1.34.0") -> str:
-    done = helm(*values, version=version)
-    assert done.returncode, "it was not refused"
-    return done.stderr
-
-
-def pod(objects: dict[tuple[str, str], dict[str, Any]], role: str) -> dict[str, Any]:
-    spec: dict[str, Any] = objects["Job" if role == "fetch" else "Deployment", role]["spec"]["template"]["spec"]
-    return spec
-
-
-def path(objects: dict[tuple[str, str], dict[str, Any]], role: str) -> str:
-    told: str = yaml.safe_load(objects["ConfigMap", role]["data"]["config.yaml"])["model"]["path"]
+def path(objects: Objects, role: str) -> str:
+    told: str = config(objects, role)["model"]["path"]
     return told
-
-
-def volume(spec: dict[str, Any], name: str = "model") -> dict[str, Any] | None:
-    return next((each for each in spec["volumes"] if each["name"] == name), None)
 
 
 def test_the_model_that_ships_needs_nothing() -> None:
@@ -162,9 +131,8 @@ def test_a_fetched_model_must_lie_on_the_claim() -> None:
 
 
 def test_the_example_for_gpus_renders() -> None:
-    example = ("-f", str(CHART / "examples" / "values-gpu.yaml"), "--kube-version", "1.34.0")
-    done = subprocess.run([HELMS[0], "template", "r", str(CHART), *example], capture_output=True, text=True, timeout=60)
-    assert done.returncode == 0 and "claimName: llama" in done.stdout, done.stderr
+    objects = rendered(files=(CHART / "examples" / "values-gpu.yaml",))
+    assert (volume(pod(objects, "decode")) or {})["persistentVolumeClaim"]["claimName"] == "llama"
 
 
 def test_an_unknown_key_is_refused() -> None:

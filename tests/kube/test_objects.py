@@ -87,6 +87,8 @@ def test_a_release_of_helm_3_goes_on_with_helm_4_and_another_model_is_refused(ku
         how = ("-f", str(VALUES), *SMALL, "--set", "config.engine.block_size=32")
         said = release.install(*how, verb="upgrade", check=False)
         assert "engine.block_size changes from 16 to 32" in said and "second release" in said
+        said = release.install("-f", str(VALUES), *SMALL, "--set", "engine=vllm", verb="upgrade", check=False)
+        assert "engine.kind changes from baton to vllm" in said
         with loaded(release, 30):
             pass
 

@@ -21,12 +21,22 @@
 {{- if and .Release.IsUpgrade $there -}}
 {{- $before := fromYaml $there -}}
 {{- $now := mergeOverwrite (deepCopy .Values.config) (dict "model" (dict "path" (include "baton.modelPath" .))) -}}
-{{- $defaults := dict "model.path" "" "model.dtype" "float32" "engine.block_size" 16 "engine.weight_dtype" "auto" -}}
-{{- range $key, $default := $defaults -}}
+{{- with include "baton.engine" . | fromYaml }}{{ $_ := set $now "engine" . }}{{ end -}}
+{{- $defaults := dict "model.path" "" "model.dtype" "float32" "engine.block_size" 16 "engine.weight_dtype" "auto" "engine.kind" "baton" -}}
+{{- $keys := list "engine.kind" "engine.block_size" "engine.weight_dtype" "model.dtype" "model.path" -}}
+{{- if include "baton.vllm" . -}}
+{{- /* Both are part of the fingerprint of a worker with vLLM. */}}
+{{- $_ := set (set $defaults "engine.device" "cpu") "engine.vllm" dict -}}
+{{- $keys = concat $keys (list "engine.device" "engine.vllm") -}}
+{{- end -}}
+{{- range $key := $keys -}}
 {{- $section := index (splitList "." $key) 0 -}}
 {{- $name := index (splitList "." $key) 1 -}}
-{{- $old := dig $section $name $default $before | toString -}}
-{{- $new := dig $section $name $default $now | toString -}}
+{{- $default := index $defaults $key -}}
+{{- $old := dig $section $name $default $before -}}
+{{- $new := dig $section $name $default $now -}}
+{{- $old = kindIs "map" $old | ternary (toJson $old) (toString $old) -}}
+{{- $new = kindIs "map" $new | ternary (toJson $new) (toString $new) -}}
 {{- if ne $old $new -}}
 {{- fail (printf "%s changes from %s to %s: workers of before and after could not read each other's KV. Install a second release with it, move the clients there, and uninstall this one (docs/kubernetes.md, Another model)" $key $old $new) -}}
 {{- end -}}
@@ -62,6 +72,7 @@
 {{- if and (eq (include "baton.rdma" .) "true") (include "baton.tlsSecret" .) -}}
 {{- fail "RDMA and security.tlsSecret or certManager: NIXL encrypts nothing, so with certificates KV between nodes goes by TCP, inside TLS. Leave out the adapters or the certificates" -}}
 {{- end -}}
+{{- include "baton.vllmCheck" . -}}
 {{- include "baton.sameModel" . -}}
 {{- range $section, $keys := .Values.config -}}
 {{- range $key, $_ := $keys -}}
@@ -81,6 +92,7 @@
 {{- $sections = ternary (concat $sections (list "router" "slo")) (concat $sections (list "kv" $role)) (eq $role "router") -}}
 {{- $given := dict -}}
 {{- range $section := $sections -}}{{- with index $values.config $section -}}{{- $_ := set $given $section . -}}{{- end -}}{{- end -}}
+{{- with include "baton.engine" $root | fromYaml }}{{ $_ := set $given "engine" . }}{{ end -}}
 {{- $security := dict -}}
 {{- if include "baton.tlsSecret" $root -}}
 {{- $security = dict "tls_cert" "/etc/baton/tls/tls.crt" "tls_key" "/etc/baton/tls/tls.key" "tls_ca" "/etc/baton/tls/ca.crt" -}}

@@ -29,7 +29,8 @@ helm.sh/chart: {{ printf "%s-%s" (index . 0).Chart.Name (index . 0).Chart.Versio
 {{- $registry := default .Values.image.registry .Values.global.imageRegistry -}}
 {{- $name := .Values.image.repository -}}
 {{- if $registry }}{{ $name = printf "%s/%s" $registry $name }}{{ end -}}
-{{- if .Values.image.digest }}{{ $name }}@{{ .Values.image.digest }}{{ else }}{{ $name }}:{{ .Values.image.tag | default .Chart.AppVersion }}{{ end -}}
+{{- $own := printf "%s%s" .Chart.AppVersion (include "baton.vllmTag" .) -}}
+{{- if .Values.image.digest }}{{ $name }}@{{ .Values.image.digest }}{{ else }}{{ $name }}:{{ .Values.image.tag | default $own }}{{ end -}}
 {{- end -}}
 
 {{/* The name under which processes find each other in Redis: two releases never meet. */}}

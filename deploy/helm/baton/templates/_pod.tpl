@@ -20,7 +20,8 @@ else the role's: takes (root, role). */}}
 {{- end -}}
 {{- $_ := set $made "tolerations" $tolerations -}}
 {{- range $key := list "resources" "rollout" "disruption" -}}{{- $_ := set $made $key (default (index $role $key) (index $profile $key)) -}}{{- end -}}
-{{- toYaml $made -}}
+{{- $worker := has (index . 1) (list "prefill" "decode") -}}
+{{- if and $worker (include "baton.vllm" (index . 0)) }}{{ include "baton.withVllm" (list (index . 0) $made) }}{{ else }}{{ toYaml $made }}{{ end -}}
 {{- end -}}
 
 {{/* Secrets with which images are pulled, as a part of a pod's spec. */}}
@@ -90,7 +91,8 @@ capabilities: {drop: [ALL]}
 {{- $pods := include "baton.pods" (list .root .role) | fromYaml -}}
 {{- /* No version among the labels: a chart that changes nothing else replaces no pod. */}}
 {{- /* Whoever empties a node may take a pod with these volumes: nothing in them is missed. */}}
-{{- $annotations := dict "cluster-autoscaler.kubernetes.io/safe-to-evict-local-volumes" "home,tmp" }}
+{{- $ours := ternary "home,tmp,shm,vllm-cache" "home,tmp" (hasKey $pods.volumes "vllm-cache") }}
+{{- $annotations := dict "cluster-autoscaler.kubernetes.io/safe-to-evict-local-volumes" $ours }}
 {{- if .config }}
 {{- $hash := include "baton.config" (list .root .role) | sha256sum | trunc 16 }}
 {{- $annotations = merge $annotations (dict "baton/config" $hash "prometheus.io/scrape" "true" "prometheus.io/port" "9090") }}
@@ -156,7 +158,7 @@ spec:
         httpGet: {path: /startupz, port: health}
         periodSeconds: 2
         timeoutSeconds: 5
-        failureThreshold: {{ div $role.startSeconds 2 }}
+        failureThreshold: {{ div (include "baton.startSeconds" (list .root .role)) 2 }}
       readinessProbe:
         httpGet: {path: /readyz, port: health}
         periodSeconds: 2
@@ -254,7 +256,7 @@ spec:
   replicas: {{ $role.replicas }}
   {{- end }}
   revisionHistoryLimit: 5
-  progressDeadlineSeconds: {{ add $role.startSeconds 120 (include "baton.modelWait" .root) }}
+  progressDeadlineSeconds: {{ add (include "baton.startSeconds" (list .root .role)) 120 (include "baton.modelWait" .root) }}
   strategy:
     type: RollingUpdate
     rollingUpdate: {{- toYaml $pods.rollout | nindent 6 }}

@@ -1,0 +1,57 @@
+"""What goes into the image, with and without vLLM. Nothing is built here."""
+
+import re
+import runpy
+import subprocess
+import sys
+
+import pytest
+from kube import ROOT
+
+DOCKERFILE = (ROOT / "deploy" / "Dockerfile").read_text()
+
+
+def requirements(*arguments: str) -> subprocess.CompletedProcess[str]:
+    command = [sys.executable, str(ROOT / "deploy" / "requirements.py"), *arguments]
+    return subprocess.run(command, capture_output=True, text=True, timeout=60)
+
+
+def test_vllm_is_asked_for_only_where_the_engine_is_vllm() -> None:
+    plain = requirements("cpu", "").stdout.splitlines()
+    assert plain and not any("vllm" in line for line in plain)
+    assert requirements("cpu", "", "baton").stdout.splitlines() == plain == requirements("cpu", "", "vllm").stdout.splitlines()
+    with_it, without = (set(requirements("cuda", "", engine).stdout.splitlines()) for engine in ("vllm", "baton"))
+    assert with_it - without == {"vllm>=0.32,<0.33"} and not without - with_it
+
+
+@pytest.mark.parametrize("arguments", [("cpu", "", "sglang"), ("cpu", "vllm"), ("rocm", "")])
+def test_an_unknown_engine_extra_or_variant_is_refused(arguments: tuple[str, ...]) -> None:
+    done = requirements(*arguments)
+    assert done.returncode and "ENGINE one of baton, vllm" in done.stderr and not done.stdout
+
+
+def test_the_cpu_build_comes_without_torchs_family_and_without_extras() -> None:
+    kept = runpy.run_path(str(ROOT / "deploy" / "vllm_cpu.py"))["kept"]
+    asked = [
+        'torch==2.13.0+cpu; platform_machine == "x86_64"',
+        "torchaudio",
+        "torch-like>=1",
+        'six>=1; python_version > "3.11"',
+        "mcp<3,>=2",
+    ]
+    assert kept([*asked, 'pandas; extra == "bench"', "openai[x]>=2"]) == [*asked[2:], "openai[x]>=2"]
+
+
+def test_the_build_sees_every_file_that_it_copies() -> None:
+    copied = {
+        name for line in re.findall(r"^COPY (?!--from)(.*)$", DOCKERFILE, re.MULTILINE) for name in re.findall(r"deploy/\w+\S*", line)
+    }
+    seen = {line[1:] for line in (ROOT / ".dockerignore").read_text().splitlines() if line.startswith("!deploy/")}
+    assert copied == seen and all((ROOT / name).is_file() for name in seen)
+
+
+def test_what_is_left_to_vllm_is_what_vllm_and_the_constraints_disagree_about() -> None:
+    left = re.search(r"sed -i -E '/\^\((.*?)\)==/d' constraints\.txt", DOCKERFILE)
+    assert left
+    constrained = {line.partition("==")[0] for line in (ROOT / "constraints.txt").read_text().splitlines()}
+    assert set(left[1].split("|")) <= constrained
