@@ -160,6 +160,8 @@ def _comparison(arms: Arms) -> "Comparison":
         rates=tuple(_positive("rates", rate) for rate in _numbers("rates", arms.rates)),
         vary=_vary(arms.vary),
         bisections=arms.bisections,
+        engines=tuple(arms.engines.split(",")),
+        vllm=arms.vllm,
     )
 
 

@@ -23,8 +23,13 @@ TOPOLOGY = frozenset(
         "router.bypass_tokens",
         "engine.max_num_batched_tokens",
         "engine.batching",
+        "engine.kind",
+        "engine.vllm",
     }
 )
+ENGINES = ("baton", "vllm")
+OWN_ARMS = ("static", "dynamic")  # of Baton's own engine alone
+VLLM_BLOCK = "32"  # tokens: vLLM on a CPU takes only multiples of it
 BYPASS_TOKENS = 128
 UNCHUNKED = 1_048_576  # tokens in one step: any prompt is one chunk
 
@@ -56,6 +61,24 @@ class Hardware:
     @property
     def workers(self) -> int:
         return len(self.cores) // self.threads
+
+
+def over_engines(arms: Sequence[Arm], engines: Sequence[str], vllm: str) -> tuple[Arm, ...]:
+    """Each arm over each engine. `vllm`: arguments of vLLM, as engine.vllm. With one engine, arms keep their names.
+
+    Raises ClusterError for an unknown engine, or an arm that an engine does not have.
+    """
+    if unknown := sorted(set(engines) - set(ENGINES)):
+        raise ClusterError(f"engines: {unknown[0]!r} is not one of {', '.join(ENGINES)}")
+    made = []
+    for engine in dict.fromkeys(engines):
+        for arm in arms:
+            if engine == "vllm" and (kind := arm.name.partition("@")[0]) in OWN_ARMS:
+                raise ClusterError(f"arms: {kind} is a mode of Baton's own engine; vLLM batches continuously")
+            chosen = {"engine.kind": engine, "engine.vllm": vllm if engine == "vllm" else "{}"}
+            name = arm.name if len(set(engines)) == 1 else f"{arm.name}/{engine}"
+            made.append(Arm(name, {**arm.topology, **chosen}, arm.explained + (", over vLLM" if engine == "vllm" else "")))
+    return tuple(made)
 
 
 def make_arms(names: Sequence[str], hardware: Hardware, ratio: tuple[int, int], chunk: int) -> tuple[Arm, ...]:

@@ -112,6 +112,10 @@ class Arms:
     arms: Annotated[
         str, typer.Option(help="Any of colocated, unchunked, static, dynamic, disaggregated, bypass; colocated@64 sets its own chunk.")
     ] = "colocated,unchunked,disaggregated,bypass"
+    engines: Annotated[
+        str, typer.Option(help="Engines under the arms: baton, vllm, or baton,vllm, which compares every arm over both.")
+    ] = "baton"
+    vllm: Annotated[str, typer.Option(help="Arguments of vLLM for the arms over it, as in engine.vllm: {enforce_eager: true}.")] = "{}"
     cores: Annotated[str | None, typer.Option(help="Cores that every arm gets: 0,1. By default all.")] = None
     threads: Annotated[int, typer.Option(help="Cores per worker.")] = 1
     ratio: Annotated[str, typer.Option(help="Prefill to decode workers of the arms that have both.")] = "1:1"

@@ -146,3 +146,5 @@ class Comparison:
     rates: tuple[float, ...]
     vary: tuple[str, tuple[str, ...]]
     bisections: int
+    engines: tuple[str, ...] = ("baton",)
+    vllm: str = "{}"  # engine.vllm of the arms over vLLM

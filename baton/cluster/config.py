@@ -78,6 +78,7 @@ class EngineConfig(Section):
     kind: Literal["baton", "vllm"] = Field(default="baton", description="Baton's own engine, or vLLM 0.32 if it is installed.")
     vllm: dict[str, Any] = Field(default={}, description="Arguments of vLLM (AsyncEngineArgs) that no other key sets.")
     staging_mib: int | None = Field(default=None, ge=1, description="Memory between vLLM and peers, MiB; by default half of its KV cache.")
+    batch_invariant: bool = Field(default=False, description="vLLM, on some GPUs: tokens do not depend on the size of the batch.")
     block_size: int = Field(default=16, ge=1, le=1024, description="Tokens in one KV block. All workers must use the same size.")
     kv_memory_mib: int | None = Field(default=None, ge=1, description="Size of the KV pool, MiB; by default a share of the free memory.")
     kv_memory_fraction: float = Field(

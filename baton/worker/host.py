@@ -307,6 +307,7 @@ def options(config: Config) -> Options:
         kind=engine.kind,
         vllm=engine.vllm,
         staging_bytes=engine.staging_mib << 20 if engine.staging_mib else None,
+        batch_invariant=engine.batch_invariant,
         limits=Limits(
             engine.max_num_seqs,
             engine.max_num_batched_tokens,

@@ -5,7 +5,7 @@ import os
 import pytest
 
 from loadtest.campaign import Arm, Probe
-from loadtest.cluster import ClusterError, Hardware, check_equal, default_cores, make_arms
+from loadtest.cluster import ClusterError, Hardware, check_equal, default_cores, make_arms, over_engines
 from loadtest.compare import Capacity, abba, capacity, judge_arm, next_rate, pilot_arm
 
 A, B, C = (Arm(name, {}) for name in "ABC")
@@ -122,6 +122,22 @@ def test_arms_that_differ_in_more_cannot_be_compared() -> None:
     half = Arm("half", {**good.topology, "decode.cores": str(list(HARDWARE.cores[:1]))})
     with pytest.raises(ClusterError, match="half uses cores"):
         check_equal((other, half), COMMON, HARDWARE)
+
+
+def test_every_arm_runs_over_every_engine() -> None:
+    arms = make_arms(("colocated@64", "disaggregated"), HARDWARE, (1, 1), 128)
+    eager = "{enforce_eager: true}"
+    both = over_engines(arms, ("baton", "vllm"), eager)
+    assert [arm.name for arm in both] == ["colocated@64/baton", "disaggregated/baton", "colocated@64/vllm", "disaggregated/vllm"]
+    shared = check_equal(both, {**COMMON, "engine.block_size": "32"}, HARDWARE)
+    assert shared["engine.block_size"] == 32 and "engine.kind" not in shared
+    assert [arm.topology["engine.vllm"] for arm in both] == ["{}", "{}", eager, eager]
+    alone = over_engines(arms, ("vllm",), eager)
+    assert [(arm.name, arm.topology["engine.kind"]) for arm in alone] == [("colocated@64", "vllm"), ("disaggregated", "vllm")]
+    with pytest.raises(ClusterError, match=r"engines: 'sglang' is not one of baton, vllm"):
+        over_engines(arms, ("baton", "sglang"), eager)
+    with pytest.raises(ClusterError, match="static is a mode of Baton's own engine"):
+        over_engines(make_arms(("static",), HARDWARE, (1, 1), 128), ("baton", "vllm"), eager)
 
 
 def test_impossible_hardware_and_arms_are_refused() -> None:

@@ -24,14 +24,29 @@ OURS = {  # argument of vLLM → the key of ours that sets it
     "max_num_batched_tokens": "engine.max_num_batched_tokens",
     "enable_prefix_caching": "engine.prefix_caching",
     "kv_cache_memory_bytes": "engine.kv_memory_mib",
+    "num_gpu_blocks_override": "engine.kv_memory_mib",
+    "max_num_queued_reqs": "engine.max_queue",
+    "max_num_queued_tokens": "engine.max_queue",
 }
+SPECULATION = "vLLM refuses speculation beside a logits processor"
+SEVERAL = "start several workers instead"
 NOT_BUILT = {  # argument → why it is refused
     "kv_transfer_config": "the handoff is Baton's",
     "kv_events_config": "block events are Baton's",
+    "kv_offloading_size": "vLLM's offload is a connector in the place of Baton's, and needs a GPU to be tried",
     "logits_processors": "Baton's sampler decides the tokens",
+    "logprobs_mode": "log-probabilities are of the model's own logits, whichever the engine",
     "async_scheduling": "Baton's sampler needs the tokens of the step before",
-    "speculative_config": "vLLM refuses it beside a logits processor",
-    "data_parallel_size": "start several workers instead",
+    "scheduler_cls": "Baton's connector is written for vLLM's own",
+    "speculative_config": SPECULATION,
+    "spec_method": SPECULATION,
+    "spec_model": SPECULATION,
+    "data_parallel_size": SEVERAL,
+    "data_parallel_size_local": SEVERAL,
+    "data_parallel_rank": SEVERAL,
+    "nnodes": "the ranks of a worker are on one host",
+    "decode_context_parallel_size": "a staged block holds all positions of a block",
+    "prefill_context_parallel_size": "a staged block holds all positions of a block",
     "enable_lora": "requests cannot name an adapter yet",
 }
 ENVIRONMENT = {  # defaults; what a person has set stays
@@ -68,6 +83,8 @@ def check(options: Options) -> None:
             raise BuildError(f"engine.vllm.{name}: not supported: {NOT_BUILT[name]}")
     if options.device == "cpu" and options.block_size % 32:
         raise BuildError(f"engine.block_size: vLLM's attention on a CPU needs a multiple of 32, got {options.block_size}")
+    if options.batch_invariant and options.device == "cpu":
+        raise BuildError("engine.batch_invariant: vLLM has this mode on GPUs alone (NVIDIA, compute capability 9.0 or more)")
     for key, value, default in (
         ("engine.weight_dtype", options.weight_dtype, "auto"),
         ("engine.attention_backend", options.attention_backend, "auto"),
@@ -78,6 +95,12 @@ def check(options: Options) -> None:
             raise BuildError(f"{key}: is of Baton's own engine; with engine.kind vllm leave it at {default} and use engine.vllm")
 
 
+def check_device(options: Options, capability: tuple[int, int] | None) -> None:
+    """Raises BuildError for a mode that a GPU of this compute capability has not."""
+    if options.batch_invariant and (capability is None or capability < (9, 0)):
+        raise BuildError(f"engine.batch_invariant: vLLM has this mode from compute capability 9.0 on, and this device has {capability}")
+
+
 def ranks(given: Mapping[str, Any]) -> int:
     return int(given.get("tensor_parallel_size", 1)) * int(given.get("pipeline_parallel_size", 1))
 
@@ -86,6 +109,8 @@ def set_environment(options: Options) -> None:
     """Before vLLM is imported: it reads most of these only once."""
     for name, value in ENVIRONMENT.items():
         os.environ.setdefault(name, value)
+    if options.batch_invariant:
+        os.environ["VLLM_BATCH_INVARIANT"] = "1"
     logging.getLogger("vllm").setLevel(logging.WARNING)
     if ranks(options.vllm) == 1:
         os.environ.setdefault("VLLM_ENABLE_V1_MULTIPROCESSING", "0")  # the rank in the scheduler's process: one child less

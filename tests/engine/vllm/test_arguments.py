@@ -16,7 +16,7 @@ from baton.engine.build import BuildError, Options
 from baton.engine.checkpoint import CheckpointError
 from baton.engine.scheduler import Limits
 from baton.engine.vllm import arguments
-from baton.engine.vllm.arguments import ENVIRONMENT, NOT_BUILT, OURS, check, check_version, end_tokens, ranks, set_environment
+from baton.engine.vllm.arguments import ENVIRONMENT, NOT_BUILT, OURS, check, check_device, check_version, end_tokens, ranks, set_environment
 
 MIB = 1 << 20
 LINK = {"address": "there", "token": "secret"}
@@ -113,6 +113,23 @@ def test_attention_on_a_cpu_needs_its_block_size(size: int, allowed: bool) -> No
         return
     with pytest.raises(BuildError, match=rf"^engine\.block_size: .* multiple of 32, got {size}$"):
         check(options(device="cpu", block_size=size))
+
+
+def test_batch_invariance_is_refused_where_the_device_has_it_not(environment: dict[str, str]) -> None:
+    with pytest.raises(BuildError, match=r"^engine\.batch_invariant: vLLM has this mode on GPUs alone"):
+        check(options(device="cpu", batch_invariant=True))
+    with pytest.raises(BuildError, match=r"^engine\.batch_invariant: is a mode of vLLM"):
+        options(kind="baton", batch_invariant=True)
+    check(options(batch_invariant=True))
+    for capability in (None, (8, 9)):
+        check_device(options(), capability)
+        with pytest.raises(BuildError, match=r"^engine\.batch_invariant: .* compute capability 9\.0 on"):
+            check_device(options(batch_invariant=True), capability)
+    check_device(options(batch_invariant=True), (9, 0))
+    set_environment(options())
+    assert "VLLM_BATCH_INVARIANT" not in environment
+    set_environment(options(batch_invariant=True))
+    assert environment["VLLM_BATCH_INVARIANT"] == "1"
 
 
 def test_other_systems_than_linux_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
