@@ -11,6 +11,13 @@ from pathlib import Path
 ROOT = Path(__file__).resolve().parents[1]
 RECIPE = ROOT / "deploy" / "vllm_cpu.py"
 TESTS = ("hypothesis>=6.150", "pytest>=9.0", "pytest-asyncio>=1.3", "pytest-timeout>=2.4", "pytest-xdist>=3.8")
+# vLLM's own NixlConnector, which benchmarks/vllm_*.py put beside Baton's handoff, imports NIXL by this name; it is a few kilobytes.
+NIXL = """
+import subprocess, sys
+from importlib.metadata import version
+pip = [sys.executable, "-m", "pip", "install", "--quiet", "--disable-pip-version-check"]
+subprocess.run([*pip, "--no-deps", f"nixl=={version('nixl-cu13')}"], check=True)
+"""
 
 
 def main(folder: Path) -> None:
@@ -22,6 +29,7 @@ def main(folder: Path) -> None:
         venv.create(folder, with_pip=True)
     python = str(folder / "bin" / "python")
     subprocess.run([python, str(RECIPE), python, "--editable", str(ROOT), *TESTS], check=True)
+    subprocess.run([python, "-c", NIXL], check=True)
     ready.touch()
 
 

@@ -64,6 +64,20 @@ async def test_kv_passes_between_one_rank_and_two_and_a_dead_rank_is_a_dead_engi
         await asyncio.gather(one.engine.close(), two.engine.close())
 
 
+async def test_kv_passes_between_a_pipeline_of_two_and_one_rank() -> None:
+    """Each stage writes and reads its own layers of a staged block. Without compilation, vLLM's pipeline does not run on a CPU."""
+    one = await started(replace(ONE, vllm={"enforce_eager": True}))
+    two = await started(replace(ONE, vllm={"pipeline_parallel_size": 2, "compilation_config": {"backend": "eager"}}))
+    try:
+        alone = await one.run(one.seq(PROMPT, salt="alone", **SEEDED))
+        assert one.engine.pool.layout == two.engine.pool.layout
+        assert await moved(two, one) == await moved(one, two) == alone
+        await one.quiet()
+        await two.quiet()
+    finally:
+        await asyncio.gather(one.engine.close(), two.engine.close())
+
+
 async def test_sequences_whose_kv_came_from_a_peer_are_preempted_and_go_on_exactly() -> None:
     """The cache holds three of the four. Who is preempted is computed again here: its staged blocks were given back long before."""
     engine = await started(replace(ONE, kv_memory_bytes=4 << 20, vllm={"enforce_eager": True}, staging_bytes=8 << 20))

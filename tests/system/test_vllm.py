@@ -6,6 +6,7 @@ import importlib.util
 import signal
 import time
 from collections.abc import AsyncIterator, Callable
+from contextlib import suppress
 from typing import Any
 
 import psutil
@@ -25,6 +26,7 @@ pytestmark = [
 ]
 VLLM = ("--engine.kind", "vllm", "--engine.vllm", "{enforce_eager: true}", "--engine.block-size", "32", "--engine.threads", "1")
 SEEDED: dict[str, Any] = {"temperature": 0.9, "seed": 4, "presence_penalty": 0.5, "ignore_eos": True, "timeout_s": 120}
+STOPPED_S = 10.0
 # The second handoff is altered on its way, the third begins when its lease is over.
 FAULTS = "kv.copied=flip@2,kv.reserved=sleep:2.6@3"
 
@@ -77,6 +79,36 @@ async def test_several_at_once_get_the_tokens_that_each_gets_alone(live: Cluster
     together = await asyncio.gather(*(answer(live, number) for number in numbers))
     assert sum(result.handoff["blocks"] > 0 for result in together) >= len(numbers) // 2
     assert [(await answer(live, number)).token_ids for number in numbers] == [result.token_ids for result in together]
+    await live.quiet()
+
+
+async def test_clients_that_leave_at_any_moment_of_a_handoff_leave_nothing(live: Cluster) -> None:
+    """From before the prompt is sent to a worker until tokens flow: staged blocks, reads and sequences of vLLM are all given back."""
+
+    async def leave(number: int) -> None:
+        with suppress(TimeoutError):
+            async with asyncio.timeout(0.02 * (number - 60)):
+                await answer(live, number, max_tokens=200)
+
+    await asyncio.gather(*(leave(number) for number in range(60, 84)))
+    await live.quiet()
+    assert (await answer(live, 84)).handoff["blocks"] > 0
+
+
+async def test_requests_survive_a_prefill_worker_that_is_stopped_for_a_while(live: Cluster) -> None:
+    """Longer than the lease and than a hang is tolerated: its requests go elsewhere, and what it says afterwards is not believed."""
+    pid = live.kill("prefill-0", signal.SIGSTOP)
+    stopped = [psutil.Process(pid), *psutil.Process(pid).children(recursive=True)]
+    for each in stopped:
+        each.suspend()
+    running = asyncio.gather(*(answer(live, number) for number in range(90, 96)))
+    await asyncio.sleep(STOPPED_S)
+    for each in stopped:
+        with suppress(psutil.Error):  # the supervisor may have replaced it
+            each.resume()
+    results = await running
+    await asyncio.to_thread(live.wait, lambda: all("error" not in worker for worker in live.workers()) and len(live.workers()) == 2, 150.0)
+    assert [(await answer(live, number)).token_ids for number in range(90, 96)] == [each.token_ids for each in results]
     await live.quiet()
 
 
