@@ -14,7 +14,7 @@ from typing import Any
 import numpy as np
 import pytest
 import pytest_asyncio
-from engine_bench import BLOCK, PROMPT, Bench, started
+from engine_bench import BLOCK, PROMPT, VLLM_DEVICE, VLLM_INVARIANT, Bench, started
 
 from baton.engine.block_key import extend_keys, root_key
 from baton.engine.build import Options
@@ -41,7 +41,7 @@ async def bench(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPat
     limits = Limits(4, CHUNK, max_queue=MAX_QUEUE)
     options = Options(path, block_size=BLOCK, max_model_len=MAX_LEN, kv_memory_bytes=32 << 20, threads=1, limits=limits)
     if request.param == "vllm":
-        options = replace(options, kind="vllm", vllm={"enforce_eager": True})
+        options = replace(options, kind="vllm", device=VLLM_DEVICE, vllm={"enforce_eager": True}, batch_invariant=VLLM_INVARIANT)
     made = await started(options)
     yield made
     await made.quiet()

@@ -10,7 +10,7 @@ from typing import Any
 
 import psutil
 import pytest
-from engine_bench import BLOCK, PROMPT, Bench, started
+from engine_bench import BLOCK, PROMPT, VLLM_DEVICE, Bench, started
 
 from baton.engine.build import Options
 from baton.engine.contract import EngineStopped
@@ -22,7 +22,9 @@ pytestmark = [
     pytest.mark.timeout(900),
 ]
 TALE = Path(__file__).resolve().parents[2] / "baton" / "models" / "tale"
-ONE = Options(TALE, block_size=BLOCK, max_model_len=512, kv_memory_bytes=32 << 20, threads=1, limits=Limits(4, 64), kind="vllm")
+ONE = Options(
+    TALE, block_size=BLOCK, max_model_len=512, kv_memory_bytes=32 << 20, threads=1, limits=Limits(4, 64), kind="vllm", device=VLLM_DEVICE
+)
 ROOM_S = 30.0
 SEEDED: dict[str, Any] = {"temperature": 1.0, "seed": 3, "presence_penalty": 0.5}
 

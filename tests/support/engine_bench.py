@@ -1,6 +1,7 @@
 """An engine as a worker sees it, with what it has said so far."""
 
 import asyncio
+import os
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -13,6 +14,8 @@ from baton.engine.sequence import Sequence
 from baton.engine.start import start_engine
 
 BLOCK = 32
+VLLM_DEVICE = os.environ.get("BATON_VLLM_DEVICE", "cpu")  # benchmarks/vllm_gpu.py sets both
+VLLM_INVARIANT = bool(os.environ.get("BATON_VLLM_INVARIANT"))
 WITHIN_S = 120.0
 PROMPT = [(i * 37) % 200 + 5 for i in range(150)]  # five blocks, the last one in part
 

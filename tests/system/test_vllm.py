@@ -12,6 +12,7 @@ from typing import Any
 import psutil
 import pytest
 import pytest_asyncio
+from engine_bench import VLLM_DEVICE
 from faulty_cluster import ask, faulty
 from live_cluster import Cluster
 
@@ -24,7 +25,10 @@ pytestmark = [
     pytest.mark.timeout(900),
     pytest.mark.asyncio(loop_scope="module"),
 ]
-VLLM = ("--engine.kind", "vllm", "--engine.vllm", "{enforce_eager: true}", "--engine.block-size", "32", "--engine.threads", "1")
+VLLM = (
+    *("--engine.kind", "vllm", "--engine.vllm", "{enforce_eager: true}", "--engine.block-size", "32", "--engine.threads", "1"),
+    *("--engine.device", VLLM_DEVICE),
+)
 SEEDED: dict[str, Any] = {"temperature": 0.9, "seed": 4, "presence_penalty": 0.5, "ignore_eos": True, "timeout_s": 120}
 STOPPED_S = 10.0
 # The second handoff is altered on its way, the third begins when its lease is over.

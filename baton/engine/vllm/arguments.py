@@ -95,10 +95,12 @@ def check(options: Options) -> None:
             raise BuildError(f"{key}: is of Baton's own engine; with engine.kind vllm leave it at {default} and use engine.vllm")
 
 
-def check_device(options: Options, capability: tuple[int, int] | None) -> None:
-    """Raises BuildError for a mode that a GPU of this compute capability has not."""
+def check_device(options: Options, capability: tuple[int, int] | None, devices: int) -> None:
+    """Raises BuildError for a mode that a GPU of this compute capability has not, and for more ranks than `devices`."""
     if options.batch_invariant and (capability is None or capability < (9, 0)):
         raise BuildError(f"engine.batch_invariant: vLLM has this mode from compute capability 9.0 on, and this device has {capability}")
+    if (wanted := ranks(options.vllm)) > devices:
+        raise BuildError(f"engine.vllm: {wanted} ranks need a GPU each, and this worker sees {devices} (prefill.gpus, decode.gpus)")
 
 
 def ranks(given: Mapping[str, Any]) -> int:
@@ -145,6 +147,8 @@ def arguments(options: Options, link: Mapping[str, str], key: str) -> dict[str, 
             "kv_connector_extra_config": {key: dict(link)},
         },
     }
+    if ranks(options.vllm) > 1:
+        mine["distributed_executor_backend"] = "mp"  # one unit: the children of one process, also where a launcher of ours uses Ray
     if options.max_model_len:
         mine["max_model_len"] = options.max_model_len
     if options.kv_memory_bytes or options.device == "cpu":

@@ -326,8 +326,10 @@ def _start(options: Options, link: Host) -> Started:
 
     if current_platform.device_type != options.device:
         raise BuildError(f"engine.device: this vLLM runs on {current_platform.device_type}, not on {options.device}")
-    capability = current_platform.get_device_capability()
-    arguments.check_device(options, None if capability is None else (capability.major, capability.minor))
+    if options.device == "cuda":
+        capability = current_platform.get_device_capability()
+        known = None if capability is None else (capability.major, capability.minor)
+        arguments.check_device(options, known, current_platform.device_count())
     pools: list[KvPool] = []
 
     def allot(whole: RankReport, fd: int) -> int:
@@ -357,8 +359,8 @@ def _start(options: Options, link: Host) -> Started:
     (pool,) = pools
     model, cache = llm.model_config, llm.vllm_config.cache_config
     eos = arguments.end_tokens(options.path)
-    known = (pool.layout.model_fingerprint, pool.layout.packing, model.dtype, sorted(options.vllm.items()), options.batch_invariant)
-    text = "\n".join(map(str, known))
+    identity = (pool.layout.model_fingerprint, pool.layout.packing, model.dtype, sorted(options.vllm.items()), options.batch_invariant)
+    text = "\n".join(map(str, identity))
     traits = Traits(
         model_fingerprint=blake2b(text.encode(), digest_size=16, person=b"baton.vllm").hexdigest(),
         tokenizer_fingerprint=tokenizer_fingerprint(options.path),

@@ -122,14 +122,24 @@ def test_batch_invariance_is_refused_where_the_device_has_it_not(environment: di
         options(kind="baton", batch_invariant=True)
     check(options(batch_invariant=True))
     for capability in (None, (8, 9)):
-        check_device(options(), capability)
+        check_device(options(), capability, 1)
         with pytest.raises(BuildError, match=r"^engine\.batch_invariant: .* compute capability 9\.0 on"):
-            check_device(options(batch_invariant=True), capability)
-    check_device(options(batch_invariant=True), (9, 0))
+            check_device(options(batch_invariant=True), capability, 1)
+    check_device(options(batch_invariant=True), (9, 0), 1)
     set_environment(options())
     assert "VLLM_BATCH_INVARIANT" not in environment
     set_environment(options(batch_invariant=True))
     assert environment["VLLM_BATCH_INVARIANT"] == "1"
+
+
+def test_ranks_without_a_gpu_are_refused_by_name() -> None:
+    two = options(vllm={"tensor_parallel_size": 2})
+    check_device(two, None, 2)
+    with pytest.raises(
+        BuildError, match=r"^engine\.vllm: 2 ranks need a GPU each, and this worker sees 1 \(prefill\.gpus, decode\.gpus\)$"
+    ):
+        check_device(two, None, 1)
+    assert made(two)["distributed_executor_backend"] == "mp" and "distributed_executor_backend" not in made(options())
 
 
 def test_other_systems_than_linux_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -1,0 +1,335 @@
+"""What the vLLM benchmarks put side by side: each stack is started as its documents say, and asked through /v1/completions.
+
+Every engine gets the same model, type, block size, memory, bounds and threads. vLLM's servers get two switches without which they are
+slower here: threads that are not bound to cores, and a rank inside the scheduler's process.
+"""
+
+import asyncio
+import json
+import os
+import signal
+import socket
+import subprocess
+import sys
+import tempfile
+import threading
+import time
+import urllib.request
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import ExitStack, contextmanager, suppress
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import aiohttp
+import grpc
+import psutil
+
+from baton.cli.admin import read_status
+from baton.v1 import worker_pb2, worker_pb2_grpc
+
+HERE = Path(__file__).resolve().parent
+READY_S = 300.0
+RECOVER_S = 60.0  # how long Baton's router keeps a request whose worker died: vLLM takes longer to start than the default of 10 s
+BLOCK, SEQUENCES, STEP_TOKENS = 32, 32, 512
+VLLM_ENV = {
+    "VLLM_CPU_OMP_THREADS_BIND": "nobind", "VLLM_ENABLE_V1_MULTIPROCESSING": "0", "VLLM_NO_USAGE_STATS": "1", "HF_HUB_OFFLINE": "1",
+    "VLLM_LOGGING_LEVEL": "WARNING",
+}  # fmt: skip
+
+
+@dataclass(frozen=True, slots=True)
+class Settings:
+    model: Path
+    max_model_len: int
+    threads: int = 1  # of each engine
+    device: str = "cpu"
+    kv_mib: int = 256
+    lease_s: float | None = None  # None: the stack's default (vLLM 30 s, Baton 10 s)
+    policy: str = "recompute"  # of vLLM's NixlConnector
+    failpoints: str = ""  # of Baton
+
+
+@dataclass
+class Stack:
+    """One that runs. `parts`: the process of each part at this moment, by name; the rest of its processes are their children."""
+
+    address: str
+    parts: Callable[[], dict[str, psutil.Process]]
+    metrics: Sequence[str] = ()  # addresses of vLLM's /metrics
+    admin: str = ""  # Baton's
+
+    def cpu_s(self) -> float:
+        """Processor time of all living processes so far."""
+        total = 0.0
+        for each in self._processes().values():
+            with suppress(psutil.Error):
+                times = each.cpu_times()
+                total += times.user + times.system
+        return total
+
+    def _processes(self) -> dict[int, psutil.Process]:
+        found: dict[int, psutil.Process] = {}
+        for root in self.parts().values():
+            with suppress(psutil.Error):
+                found.update({each.pid: each for each in (root, *root.children(recursive=True))})
+        return found
+
+
+@dataclass
+class Server:
+    """A process of ours that is started again when it ends, as a supervisor or Kubernetes would."""
+
+    command: Sequence[str]
+    env: Mapping[str, str]
+    health: str  # URL
+    log: Path
+    process: subprocess.Popen[bytes] = field(init=False)
+    _over: threading.Event = field(default_factory=threading.Event)
+
+    def __post_init__(self) -> None:
+        self._start()
+        self._keeper = threading.Thread(target=self._keep, daemon=True)
+        self._keeper.start()
+
+    def _start(self) -> None:
+        with self.log.open("ab") as log:
+            self.process = subprocess.Popen(
+                self.command, env={**os.environ, **self.env}, stdin=subprocess.DEVNULL, stdout=log, stderr=log, cwd=self.log.parent
+            )
+
+    def _keep(self) -> None:
+        while not self._over.wait(0.1):
+            if self.process.poll() is not None:
+                self._start()
+
+    def wait(self) -> None:
+        """Raises RuntimeError."""
+        deadline = time.monotonic() + READY_S
+        while not answers(self.health):
+            if time.monotonic() > deadline:
+                raise RuntimeError(f"{self.health} does not answer:\n{self.log.read_text()[-2000:]}")
+            time.sleep(0.1)
+
+    def close(self) -> None:
+        self._over.set()
+        self._keeper.join()
+        end(psutil.Process(self.process.pid))
+
+
+def answers(url: str) -> bool:
+    try:
+        with urllib.request.urlopen(url, timeout=5) as answer:
+            return bool(answer.status == 200)
+    except OSError:
+        return False
+
+
+def end(root: psutil.Process) -> None:
+    """The process and all that it has started. What it has started outlives it otherwise."""
+    with suppress(psutil.Error):
+        tree = [*root.children(recursive=True), root]
+        for each in tree:
+            with suppress(psutil.Error):
+                each.send_signal(signal.SIGCONT)
+                each.terminate()
+        _, left = psutil.wait_procs(tree, timeout=10)
+        for each in left:
+            with suppress(psutil.Error):
+                each.kill()
+        psutil.wait_procs(left, timeout=10)
+
+
+def free_port() -> int:
+    with socket.socket() as door:
+        door.bind(("127.0.0.1", 0))
+        return int(door.getsockname()[1])
+
+
+def _vllm(settings: Settings, port: int, folder: Path, name: str, *flags: str, **env: str) -> Server:
+    bounds = {
+        "port": port, "block-size": BLOCK, "max-model-len": settings.max_model_len, "max-num-seqs": SEQUENCES,
+        "max-num-batched-tokens": STEP_TOKENS, "kv-cache-memory-bytes": settings.kv_mib << 20,
+    }  # fmt: skip
+    command = [
+        *(sys.executable, "-P", "-m", "vllm.entrypoints.openai.api_server", "--model", str(settings.model), "--host", "127.0.0.1"),
+        *(part for key, value in bounds.items() for part in (f"--{key}", str(value))),
+        *("--dtype", "float32", "--enforce-eager", "--disable-uvicorn-access-log", "--enable-prompt-tokens-details", *flags),
+    ]
+    fixed = {**VLLM_ENV, "OMP_NUM_THREADS": str(settings.threads), **env}
+    return Server(command, fixed, f"http://127.0.0.1:{port}/health", folder / f"{name}.log")
+
+
+@contextmanager
+def one_vllm(settings: Settings) -> Iterator[Stack]:
+    """(a) vLLM's own server."""
+    with tempfile.TemporaryDirectory() as folder, ExitStack() as stack:
+        port = free_port()
+        server = _vllm(settings, port, Path(folder), "vllm")
+        stack.callback(server.close)
+        server.wait()
+        address = f"127.0.0.1:{port}"
+        yield Stack(address, lambda: {"vllm": psutil.Process(server.process.pid)}, [address])
+
+
+@contextmanager
+def several_vllm(settings: Settings, count: int) -> Iterator[list[str]]:
+    """The addresses of servers that know nothing of each other."""
+    with tempfile.TemporaryDirectory() as folder, ExitStack() as stack:
+        ports = [free_port() for _ in range(count)]
+        servers = [_vllm(settings, port, Path(folder), f"vllm-{port}") for port in ports]
+        for server in servers:
+            stack.callback(server.close)
+        for server in servers:
+            server.wait()
+        yield [f"127.0.0.1:{port}" for port in ports]
+
+
+@contextmanager
+def vllm_pair(settings: Settings) -> Iterator[Stack]:
+    """(b) Two of vLLM's servers with its NixlConnector, and a proxy that calls one after the other."""
+    with tempfile.TemporaryDirectory() as folder, ExitStack() as stack:
+        servers: dict[str, Server] = {}
+        ports = {name: free_port() for name in ("prefill", "decode", "proxy")}
+        for name in ("prefill", "decode"):
+            connector: dict[str, Any] = {
+                "kv_connector": "NixlConnector",
+                "kv_role": "kv_both",
+                "kv_load_failure_policy": settings.policy,
+            }
+            if settings.lease_s:
+                connector["kv_connector_extra_config"] = {"kv_lease_duration": settings.lease_s}
+            if settings.device == "cpu":
+                connector["kv_buffer_device"] = "cpu"
+            flags = ("--kv-transfer-config", json.dumps(connector))
+            side = {"VLLM_NIXL_SIDE_CHANNEL_HOST": "127.0.0.1", "VLLM_NIXL_SIDE_CHANNEL_PORT": str(free_port())}
+            servers[name] = _vllm(settings, ports[name], Path(folder), name, *flags, **side)
+            stack.callback(servers[name].close)
+        command = [sys.executable, "-P", str(HERE / "vllm_proxy.py"), *(str(ports[name]) for name in ("proxy", "prefill", "decode"))]
+        servers["proxy"] = Server(command, {}, f"http://127.0.0.1:{ports['proxy']}/health", Path(folder) / "proxy.log")
+        stack.callback(servers["proxy"].close)
+        for server in servers.values():
+            server.wait()
+        pids = lambda: {name: psutil.Process(server.process.pid) for name, server in servers.items()}  # noqa: E731
+        yield Stack(f"127.0.0.1:{ports['proxy']}", pids, [f"127.0.0.1:{ports[name]}" for name in ("prefill", "decode")])
+
+
+def baton(kind: str, prefill: int, decode: int, *flags: str) -> "Start":
+    """(c), (d) and (e): Baton over an engine. Without prefill workers it is colocated."""
+
+    @contextmanager
+    def start(settings: Settings) -> Iterator[Stack]:
+        chosen = {
+            "model.path": settings.model, "model.max_model_len": settings.max_model_len, "engine.kind": kind, "engine.block_size": BLOCK,
+            "engine.max_num_seqs": SEQUENCES, "engine.max_num_batched_tokens": STEP_TOKENS, "engine.kv_memory_mib": settings.kv_mib,
+            "engine.threads": settings.threads, "engine.device": settings.device, "prefill.replicas": prefill, "decode.replicas": decode,
+            "cluster.name": "bench", "router.recover_wait_s": RECOVER_S, "router.port": 0, "router.admin_port": 0, "router.http_port": 0,
+            "router.page_port": 0,
+        }  # fmt: skip
+        if kind == "vllm":
+            chosen["engine.vllm"] = "{enforce_eager: true}"
+        if settings.lease_s:
+            chosen |= {"kv.lease_ttl_s": settings.lease_s, "kv.read_timeout_s": settings.lease_s / 2}
+        arguments = [part for key, value in chosen.items() for part in (f"--{key.replace('_', '-')}", str(value))]
+        with tempfile.TemporaryDirectory() as folder:
+            env = {**os.environ, "BATON_STATE_DIR": folder, "BATON_FAILPOINTS": settings.failpoints}
+            command = [sys.executable, "-P", "-m", "baton"]
+            up = subprocess.run([*command, "up", "--detach", *arguments, *flags], env=env, capture_output=True, text=True, timeout=READY_S)
+            if up.returncode:
+                raise RuntimeError(up.stderr)
+            endpoints = json.loads(up.stdout)["endpoints"]
+            supervisor = psutil.Process(json.loads((Path(folder) / "bench.json").read_text())["pid"])
+            try:
+                yield Stack(endpoints["http"], lambda: {"baton": supervisor, **_parts(endpoints["admin"])}, admin=endpoints["admin"])
+            finally:
+                subprocess.run([*command, "down", "--name", "bench"], env=env, capture_output=True, timeout=90)
+
+    return start
+
+
+Start = Callable[[Settings], Any]
+STACKS: dict[str, Start] = {
+    "a: vllm": one_vllm,
+    "b: vllm pair (NIXL)": vllm_pair,
+    "c: Baton over vllm": baton("vllm", 0, 1),
+    "d: Baton over vllm, 1:1": baton("vllm", 1, 1, "--router.bypass-tokens", "0"),
+    "e: Baton, own engine": baton("baton", 0, 1),
+    "e: own engine, 1:1": baton("baton", 1, 1, "--router.bypass-tokens", "0"),
+}
+TWO_ENGINES = frozenset(name for name in STACKS if name[0] in "bd" or name.endswith("own engine, 1:1"))
+
+
+def status(admin: str) -> dict[str, Any]:
+    with grpc.insecure_channel(admin, [("grpc.enable_http_proxy", 0)]) as channel:
+        return read_status(worker_pb2_grpc.AdminStub(channel).Status(worker_pb2.StatusRequest(), timeout=10))
+
+
+def _parts(admin: str) -> dict[str, psutil.Process]:
+    told = status(admin)
+    found = {each["name"].rpartition("-")[0]: each["pid"] for each in told["workers"]}
+    return {name: psutil.Process(pid) for name, pid in {**found, "router": told["router"]["pid"]}.items()}
+
+
+# --- asking ---
+
+
+@dataclass(slots=True)
+class Answer:
+    asked_at: float  # of the monotonic clock, as `at`
+    tokens: list[int] = field(default_factory=list)
+    at: list[float] = field(default_factory=list)  # when each token came
+    cached: int = 0  # tokens of the prompt
+    error: str = ""
+    refused: bool = False  # nothing was done for it, and the server says that the client may try again
+
+    @property
+    def ttft(self) -> float:
+        return self.at[0] - self.asked_at
+
+    @property
+    def tpot(self) -> float:
+        return (self.at[-1] - self.at[0]) / (len(self.at) - 1)
+
+
+async def ask(
+    session: aiohttp.ClientSession, address: str, prompt: Sequence[int], tokens: int, timeout_s: float = 60.0, **headers: str
+) -> Answer:
+    """Greedy. Never raises: what went wrong is in `error`."""
+    body = {"prompt": list(prompt), "max_tokens": tokens, "temperature": 0, "ignore_eos": True, "stream": True, "return_token_ids": True}
+    body["stream_options"] = {"include_usage": True}
+    answer = Answer(time.monotonic())
+    try:
+        async with (
+            asyncio.timeout(timeout_s),
+            session.post(f"http://{address}/v1/completions", json=body, headers=headers) as response,
+        ):
+            if response.status != 200:
+                answer.error = f"HTTP {response.status} {_code(await response.text())}"
+                answer.refused = response.status in (429, 503)
+                return answer
+            async for line in response.content:
+                if not line.startswith(b"data:") or b"[DONE]" in line:
+                    continue
+                chunk = json.loads(line[5:])
+                if "error" in chunk:
+                    answer.error = str(chunk["error"].get("code") or chunk["error"].get("message"))
+                    return answer
+                details = (chunk.get("usage") or {}).get("prompt_tokens_details") or {}
+                answer.cached = details.get("cached_tokens", answer.cached)
+                new = (chunk["choices"][0].get("token_ids") or ()) if chunk["choices"] else ()
+                answer.tokens += new
+                answer.at += [time.monotonic()] * len(new)
+        if len(answer.tokens) != tokens:
+            answer.error = f"{len(answer.tokens)} of {tokens} tokens"
+    except TimeoutError:
+        answer.error = f"no end within {timeout_s:g} s"
+    except (aiohttp.ClientError, OSError, ValueError) as error:
+        answer.error = f"{type(error).__name__}: {error}"
+    return answer
+
+
+def _code(body: str) -> str:
+    try:
+        return str(json.loads(body)["error"]["code"])
+    except (ValueError, KeyError, TypeError):
+        return body[:100]
