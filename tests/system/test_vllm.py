@@ -5,6 +5,7 @@ import asyncio
 import importlib.util
 import signal
 import time
+import urllib.request
 from collections.abc import AsyncIterator, Callable
 from contextlib import suppress
 from typing import Any
@@ -76,6 +77,16 @@ async def test_kv_is_handed_over_and_what_spoils_a_handoff_is_found(live: Cluste
 
 async def test_routers_know_that_vllm_lends_nothing(live: Cluster) -> None:
     assert [worker["lends"] for worker in live.workers()] == [False, False]
+
+
+async def test_what_vllm_tells_appears_under_the_names_of_every_engine(live: Cluster) -> None:
+    for worker in live.workers():
+        with await asyncio.to_thread(urllib.request.urlopen, f"http://{worker['metrics']}/metrics", timeout=10) as page:
+            lines = [line for line in page.read().decode().splitlines() if not line.startswith("#")]
+        told = {line.split("{")[0].split(" ")[0]: float(line.split()[-1]) for line in lines}
+        for name in ("step_tokens_count", "computed_tokens_total", "prefix_queried_tokens_total"):
+            assert told[f"baton_engine_{name}"] > 0
+        assert told["vllm:prefix_cache_queries_total"] == told["baton_engine_prefix_queried_tokens_total"]
 
 
 async def test_several_at_once_get_the_tokens_that_each_gets_alone(live: Cluster) -> None:
