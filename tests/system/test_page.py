@@ -216,7 +216,7 @@ def test_the_page_asks_for_an_api_key_if_one_is_required(browser: Browser, tmp_p
     keys = tmp_path / "keys"
     keys.write_text(f"me {sha256(b'secret').hexdigest()}\n")
     with (
-        cluster(toy(tmp_path / "toy"), "--security.api-keys", str(keys), prefill=0) as live,
+        cluster(toy(tmp_path / "toy"), "--security.api-keys", str(keys), "--launcher.hang-s", "120", prefill=0) as live,
         opened(browser, live, allowed="401 (Unauthorized)") as page,
     ):
         expect(page.locator("#connection")).to_have_text("an API key is needed")
