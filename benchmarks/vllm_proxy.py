@@ -26,6 +26,7 @@ async def completions(request: web.Request) -> web.StreamResponse:
     session: ClientSession = request.app[SESSION]
     headers = {"X-Request-Id": str(uuid.uuid4())}
     first = {**asked, "stream": False, "max_tokens": 1, "kv_transfer_params": {"do_remote_decode": True, **REMOTE}}
+    first.pop("stream_options", None)  # refused without a stream
     async with session.post(url(prefill_port), json=first, headers=headers) as answer:
         if answer.status != 200:
             return web.Response(status=answer.status, body=await answer.read())

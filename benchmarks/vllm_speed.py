@@ -18,6 +18,7 @@ import json
 import os
 import random
 import statistics
+import sys
 import tempfile
 import time
 import urllib.request
@@ -178,6 +179,7 @@ def main() -> None:
             prompts = {length: [prompt(rng, length) for _ in range(ALONE_EACH)] for length in ALONE}
             plan = load_plan(rng, options.rate, options.seconds)
             for name in names[:: -1 if repeat % 2 else 1]:
+                print(f"  repeat {repeat}, {name} at {time.strftime('%H:%M:%S')}", file=sys.stderr, flush=True)
                 row, tokens[name] = visit(name, settings, plan, prompts, options.seconds)
                 rows[name].append(row)
             for name in names:

@@ -330,6 +330,7 @@ async def ask(
 
 def _code(body: str) -> str:
     try:
-        return str(json.loads(body)["error"]["code"])
+        error = json.loads(body)["error"]
+        return str(error["message"] if isinstance(error["code"], int) else error["code"])
     except (ValueError, KeyError, TypeError):
         return body[:100]
