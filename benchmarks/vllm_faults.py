@@ -167,8 +167,8 @@ def started(letter: str, settings: Settings) -> Iterator[Stack]:
 
 
 def concerned(letter: str, fault: str) -> bool:
-    """Colocated stacks have no prefill worker; only (c) and (d) have a router."""
-    return not (letter == "a" and fault != "none") and not (letter == "c" and "prefill" in fault)
+    """One vLLM has no such parts, a colocated stack has no prefill worker, and the policy matters only where a load can fail."""
+    return {"a": fault == "none", "B": "prefill" in fault, "c": "prefill" not in fault}.get(letter, True)
 
 
 def faults(letter: str, wanted: list[str], right: dict[str, list[list[int]]], settings: Settings) -> Iterator[tuple[str, dict[str, Any]]]:

@@ -49,7 +49,8 @@ SESSION = web.AppKey("session", ClientSession)
 
 
 async def open_session(app: web.Application) -> None:
-    app[SESSION] = ClientSession(timeout=ClientTimeout(total=None), connector=TCPConnector(limit=0))
+    # A connection for each call: one that a stopped server has closed meanwhile would fail a request that nothing else is wrong with.
+    app[SESSION] = ClientSession(timeout=ClientTimeout(total=None), connector=TCPConnector(limit=0, force_close=True))
 
 
 app = web.Application()
