@@ -12,8 +12,13 @@ before which tokens are right.
     lost             ended with another error, some of them in the middle of the answer
     hung             no end within 60 s
     slowest          seconds, of the complete ones
-    held             seconds from the last answer until no prefill or decode worker holds KV for anybody
+    held             seconds from the last answer until no worker that answers holds KV for anybody
     back             seconds from the last answer until one more request is answered
+    handoffs         of Baton: how many failed, and as what
+
+`late` delays the read of a handoff until its lease is over, with a cache so small that the blocks are somebody else's by then. With vLLM,
+the proxy waits between its two calls for every fifth request. With Baton, a failpoint stops the decode worker once, between the reservation
+of blocks and the read.
 """
 
 import argparse
@@ -24,6 +29,7 @@ import random
 import signal
 import time
 import urllib.request
+from collections import Counter
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from dataclasses import replace
@@ -36,7 +42,9 @@ import psutil
 from machine import describe
 from vllm_stacks import STACKS, Answer, Settings, Stack, ask, status
 
+from baton.cli.admin import read_records
 from baton.cli.up import SHIPPED
+from baton.v1 import worker_pb2, worker_pb2_grpc
 
 RATE, SECONDS, PROMPT, OUTPUT = 3.0, 14.0, (150, 300), 80
 STOP_S, TIMEOUT_S, BACK_WITHIN_S, HELD_WITHIN_S = 10.0, 60.0, 120.0, 60.0
@@ -93,7 +101,9 @@ async def answers(stack: Stack, requests: Plan, fault: str = "none", late_s: flo
         async def one(number: int, due: float, prompt: list[int]) -> Answer:
             await asyncio.sleep(began + due - time.monotonic())
             late = {"x-late-s": str(late_s)} if late_s and number % 5 == 0 else {}
-            return await ask(session, stack.address, prompt, OUTPUT, TIMEOUT_S, **late)
+            answer = await ask(session, stack.address, prompt, OUTPUT, TIMEOUT_S, **late)
+            answer.late = bool(late)
+            return answer
 
         struck = asyncio.create_task(strike(stack, fault))
         done = await asyncio.gather(*(one(number, *each) for number, each in enumerate(requests)))
@@ -105,13 +115,22 @@ def holding(stack: Stack) -> bool:
     """Whether a worker holds KV for anybody."""
     if stack.admin:
         workers = status(stack.admin)["workers"]
-        return any("error" in each or each["leases"] or each["blocks_in_use"] or each["quarantined_blocks"] for each in workers)
+        return any("error" not in each and (each["leases"] or each["blocks_in_use"] or each["quarantined_blocks"]) for each in workers)
     for address in stack.metrics:
-        with urllib.request.urlopen(f"http://{address}/metrics", timeout=10) as answer:
+        with suppress(OSError), urllib.request.urlopen(f"http://{address}/metrics", timeout=10) as answer:
             for line in answer.read().decode().splitlines():
                 if line.startswith("vllm:kv_cache_usage_perc") and float(line.split()[-1]) > 0:
                     return True
     return False
+
+
+def failures(stack: Stack, requests: int) -> dict[str, int]:
+    """How the last handoffs failed, by reason; of Baton alone."""
+    if not stack.admin:
+        return {}
+    with grpc.insecure_channel(stack.admin, [("grpc.enable_http_proxy", 0)]) as channel:
+        answer = worker_pb2_grpc.AdminStub(channel).Trace(worker_pb2.TraceRequest(last=requests), timeout=10)
+    return dict(Counter(record["handoff"]["failure"] for record in read_records(answer) if record["handoff"]["failure"]))
 
 
 async def seconds_until(condition: Callable[[], bool], within_s: float) -> float | None:
@@ -145,6 +164,9 @@ def judged(done: list[Answer], right: list[list[int]]) -> dict[str, Any]:
         "refused": sum(answer.refused for answer in done),
         "lost": sum(bool(answer.error) and not answer.refused for answer in done) - hung,
         "hung": hung,
+        "wrong_finishes": sorted({answer.finish for answer, tokens in whole if answer.tokens != tokens}),
+        "wrong_and_late": sum(answer.tokens != tokens and answer.late for answer, tokens in whole),
+        "late": sum(answer.late for answer in done),
         "slowest": round(max((answer.at[-1] - answer.asked_at for answer, _ in whole), default=0.0), 2),
         "errors": errors,
     }
@@ -152,9 +174,9 @@ def judged(done: list[Answer], right: list[list[int]]) -> dict[str, Any]:
 
 async def trial(stack: Stack, fault: str, right: list[list[int]], requests: Plan, late_s: float = 0.0) -> dict[str, Any]:
     done = await answers(stack, requests, fault, late_s)
-    held = asyncio.create_task(seconds_until(lambda: not holding(stack), HELD_WITHIN_S))
-    row = judged(done, right)
-    return {**row, "held": await held, "back": await back(stack)}
+    told = await asyncio.to_thread(failures, stack, len(done))
+    held, again = await asyncio.gather(seconds_until(lambda: not holding(stack), HELD_WITHIN_S), back(stack))
+    return {**judged(done, right), "handoffs": told, "held": held, "back": again}
 
 
 @contextmanager
@@ -230,8 +252,8 @@ def main() -> None:
         for fault, row in faults(letter, options.faults, right, settings):
             rows.setdefault(label, {})[fault] = row
             print(f"{label:34} {fault:13} {json.dumps(row)}", flush=True)
-    if options.json:
-        options.json.write_text(json.dumps({**heading, "stacks": rows}, indent=1))
+            if options.json:
+                options.json.write_text(json.dumps({**heading, "stacks": rows}, indent=1))
 
 
 if __name__ == "__main__":

@@ -62,13 +62,13 @@ async def warm(session: aiohttp.ClientSession, stack: Stack) -> None:
             raise RuntimeError(error)
 
 
-def transfers_ms(stack: Stack, requests: int) -> float | None:
-    """What the stack itself reports: mean time of a transfer, of the last requests (Baton) or of all so far (vLLM)."""
+def transfers(stack: Stack, requests: int) -> tuple[float, float]:
+    """What the stack itself reports: (milliseconds, transfers), of the last requests (Baton) or of all so far (vLLM)."""
     if stack.admin:
         with grpc.insecure_channel(stack.admin, [("grpc.enable_http_proxy", 0)]) as channel:
             answer = worker_pb2_grpc.AdminStub(channel).Trace(worker_pb2.TraceRequest(last=requests), timeout=10)
         moved = [record["stages"]["transfer"] * 1e3 for record in read_records(answer) if record["handoff"]["blocks"]]
-        return statistics.fmean(moved) if moved else None
+        return sum(moved), len(moved)
     total = count = 0.0
     for address in stack.metrics:
         with urllib.request.urlopen(f"http://{address}/metrics", timeout=10) as answer:
@@ -77,7 +77,7 @@ def transfers_ms(stack: Stack, requests: int) -> float | None:
                     total += float(line.split()[-1])
                 elif line.startswith("vllm:nixl_xfer_time_seconds_count"):
                     count += float(line.split()[-1])
-    return total / count * 1e3 if count else None
+    return total * 1e3, count
 
 
 async def alone(stack: Stack, prompts: dict[int, list[list[int]]]) -> tuple[dict[str, float | None], list[list[int]]]:
@@ -90,13 +90,15 @@ async def alone(stack: Stack, prompts: dict[int, list[list[int]]]) -> tuple[dict
         row["idle_cores"] = (stack.cpu_s() - cpu) / (time.monotonic() - began)
         cpu, asked = stack.cpu_s(), 0
         for length, each in prompts.items():
+            before = (0.0, 0.0) if stack.admin else await asyncio.to_thread(transfers, stack, 0)
             answers = [await ask(session, stack.address, one, OUTPUT) for one in each]
             if failed := [answer.error for answer in answers if answer.error]:
                 raise RuntimeError(failed[0])
             tokens += [answer.tokens for answer in answers]
             row[f"ttft_{length}_ms"] = statistics.median(answer.ttft for answer in answers) * 1e3
             row[f"tpot_{length}_ms"] = statistics.median(answer.tpot for answer in answers) * 1e3
-            row[f"transfer_{length}_ms"] = await asyncio.to_thread(transfers_ms, stack, len(each))
+            total, count = (a - b for a, b in zip(await asyncio.to_thread(transfers, stack, len(each)), before, strict=True))
+            row[f"transfer_{length}_ms"] = total / count if count else None
             asked += len(each)
         row["cpu_s_per_request"] = (stack.cpu_s() - cpu) / asked
     return row, tokens
@@ -122,7 +124,7 @@ async def load(stack: Stack, plan: Plan, seconds: float) -> tuple[dict[str, floa
         "failed": float(len(answers) - len(whole)),
         "goodput": good / seconds,
         "ttft_p50_ms": statistics.median(ttft) * 1e3,
-        "ttft_p99_ms": ttft[int(0.99 * len(ttft))] * 1e3,
+        "ttft_worst_ms": ttft[-1] * 1e3,
         "tpot_p50_ms": statistics.median(answer.tpot for answer in whole) * 1e3,
         "cores": used / wall,
         "cpu_s_per_request": used / len(answers),

@@ -30,6 +30,7 @@ from baton.v1 import worker_pb2, worker_pb2_grpc
 
 HERE = Path(__file__).resolve().parent
 READY_S = 300.0
+HANG_S = 30.0  # Baton's supervisor replaces what hangs for longer; the default of 10 s is the length of a stop in vllm_faults
 RECOVER_S = 60.0  # how long Baton's router keeps a request whose worker died: vLLM takes longer to start than the default of 10 s
 BLOCK, SEQUENCES, STEP_TOKENS = 32, 32, 512
 VLLM_ENV = {
@@ -114,7 +115,7 @@ class Server:
     def close(self) -> None:
         self._over.set()
         self._keeper.join()
-        end(psutil.Process(self.process.pid))
+        end(self.process.pid)
 
 
 def answers(url: str) -> bool:
@@ -125,9 +126,10 @@ def answers(url: str) -> bool:
         return False
 
 
-def end(root: psutil.Process) -> None:
+def end(pid: int) -> None:
     """The process and all that it has started. What it has started outlives it otherwise."""
     with suppress(psutil.Error):
+        root = psutil.Process(pid)
         tree = [*root.children(recursive=True), root]
         for each in tree:
             with suppress(psutil.Error):
@@ -146,7 +148,8 @@ def free_port() -> int:
         return int(door.getsockname()[1])
 
 
-def _vllm(settings: Settings, port: int, folder: Path, name: str, *flags: str, **env: str) -> Server:
+def _vllm(settings: Settings, port: int, folder: Path, name: str, *flags: str, number: int = 0, **env: str) -> Server:
+    """`number`: of several servers, each of which takes the next GPU."""
     bounds = {
         "port": port, "block-size": BLOCK, "max-model-len": settings.max_model_len, "max-num-seqs": SEQUENCES,
         "max-num-batched-tokens": STEP_TOKENS, "kv-cache-memory-bytes": settings.kv_mib << 20,
@@ -157,6 +160,8 @@ def _vllm(settings: Settings, port: int, folder: Path, name: str, *flags: str, *
         *("--dtype", "float32", "--enforce-eager", "--disable-uvicorn-access-log", "--enable-prompt-tokens-details", *flags),
     ]
     fixed = {**VLLM_ENV, "OMP_NUM_THREADS": str(settings.threads), **env}
+    if devices := [each for each in os.environ.get("CUDA_VISIBLE_DEVICES", "").split(",") if each]:
+        fixed["CUDA_VISIBLE_DEVICES"] = devices[number % len(devices)]
     return Server(command, fixed, f"http://127.0.0.1:{port}/health", folder / f"{name}.log")
 
 
@@ -177,7 +182,7 @@ def several_vllm(settings: Settings, count: int) -> Iterator[list[str]]:
     """The addresses of servers that know nothing of each other."""
     with tempfile.TemporaryDirectory() as folder, ExitStack() as stack:
         ports = [free_port() for _ in range(count)]
-        servers = [_vllm(settings, port, Path(folder), f"vllm-{port}") for port in ports]
+        servers = [_vllm(settings, port, Path(folder), f"vllm-{port}", number=i) for i, port in enumerate(ports)]
         for server in servers:
             stack.callback(server.close)
         for server in servers:
@@ -191,7 +196,7 @@ def vllm_pair(settings: Settings) -> Iterator[Stack]:
     with tempfile.TemporaryDirectory() as folder, ExitStack() as stack:
         servers: dict[str, Server] = {}
         ports = {name: free_port() for name in ("prefill", "decode", "proxy")}
-        for name in ("prefill", "decode"):
+        for number, name in enumerate(("prefill", "decode")):
             connector: dict[str, Any] = {
                 "kv_connector": "NixlConnector",
                 "kv_role": "kv_both",
@@ -203,7 +208,7 @@ def vllm_pair(settings: Settings) -> Iterator[Stack]:
                 connector["kv_buffer_device"] = "cpu"
             flags = ("--kv-transfer-config", json.dumps(connector))
             side = {"VLLM_NIXL_SIDE_CHANNEL_HOST": "127.0.0.1", "VLLM_NIXL_SIDE_CHANNEL_PORT": str(free_port())}
-            servers[name] = _vllm(settings, ports[name], Path(folder), name, *flags, **side)
+            servers[name] = _vllm(settings, ports[name], Path(folder), name, *flags, number=number, **side)
             stack.callback(servers[name].close)
         command = [sys.executable, "-P", str(HERE / "vllm_proxy.py"), *(str(ports[name]) for name in ("proxy", "prefill", "decode"))]
         servers["proxy"] = Server(command, {}, f"http://127.0.0.1:{ports['proxy']}/health", Path(folder) / "proxy.log")
@@ -212,6 +217,15 @@ def vllm_pair(settings: Settings) -> Iterator[Stack]:
             server.wait()
         pids = lambda: {name: psutil.Process(server.process.pid) for name, server in servers.items()}  # noqa: E731
         yield Stack(f"127.0.0.1:{ports['proxy']}", pids, [f"127.0.0.1:{ports[name]}" for name in ("prefill", "decode")])
+
+
+def gpus(settings: Settings, workers: int) -> tuple[str, ...]:
+    """Baton's flags where CUDA_VISIBLE_DEVICES names GPUs: one for each worker, or a share."""
+    devices = [each for each in os.environ.get("CUDA_VISIBLE_DEVICES", "").split(",") if each]
+    if settings.device == "cpu" or not devices:
+        return ()
+    share = str(min(1.0, len(devices) / workers))
+    return ("--prefill.gpus", share, "--decode.gpus", share)
 
 
 def baton(kind: str, prefill: int, decode: int, *flags: str) -> "Start":
@@ -223,8 +237,8 @@ def baton(kind: str, prefill: int, decode: int, *flags: str) -> "Start":
             "model.path": settings.model, "model.max_model_len": settings.max_model_len, "engine.kind": kind, "engine.block_size": BLOCK,
             "engine.max_num_seqs": SEQUENCES, "engine.max_num_batched_tokens": STEP_TOKENS, "engine.kv_memory_mib": settings.kv_mib,
             "engine.threads": settings.threads, "engine.device": settings.device, "prefill.replicas": prefill, "decode.replicas": decode,
-            "cluster.name": "bench", "router.recover_wait_s": RECOVER_S, "router.port": 0, "router.admin_port": 0, "router.http_port": 0,
-            "router.page_port": 0,
+            "cluster.name": "bench", "router.recover_wait_s": RECOVER_S, "launcher.hang_s": HANG_S,
+            **{f"router.{name}": 0 for name in ("port", "admin_port", "http_port", "page_port")},
         }  # fmt: skip
         if kind == "vllm":
             chosen["engine.vllm"] = "{enforce_eager: true}"
@@ -234,7 +248,8 @@ def baton(kind: str, prefill: int, decode: int, *flags: str) -> "Start":
         with tempfile.TemporaryDirectory() as folder:
             env = {**os.environ, "BATON_STATE_DIR": folder, "BATON_FAILPOINTS": settings.failpoints}
             command = [sys.executable, "-P", "-m", "baton"]
-            up = subprocess.run([*command, "up", "--detach", *arguments, *flags], env=env, capture_output=True, text=True, timeout=READY_S)
+            start_up = [*command, "up", "--detach", *arguments, *flags, *gpus(settings, prefill + decode)]
+            up = subprocess.run(start_up, env=env, capture_output=True, text=True, timeout=READY_S)
             if up.returncode:
                 raise RuntimeError(up.stderr)
             endpoints = json.loads(up.stdout)["endpoints"]
@@ -280,6 +295,8 @@ class Answer:
     at: list[float] = field(default_factory=list)  # when each token came
     cached: int = 0  # tokens of the prompt
     error: str = ""
+    finish: str = ""
+    late: bool = False  # its read was made late
     refused: bool = False  # nothing was done for it, and the server says that the client may try again
 
     @property
@@ -312,13 +329,15 @@ async def ask(
                     continue
                 chunk = json.loads(line[5:])
                 if "error" in chunk:
-                    answer.error = str(chunk["error"].get("code") or chunk["error"].get("message"))
+                    answer.error = _code(line[5:].decode())
                     return answer
                 details = (chunk.get("usage") or {}).get("prompt_tokens_details") or {}
                 answer.cached = details.get("cached_tokens", answer.cached)
-                new = (chunk["choices"][0].get("token_ids") or ()) if chunk["choices"] else ()
-                answer.tokens += new
-                answer.at += [time.monotonic()] * len(new)
+                for choice in chunk.get("choices") or ():
+                    answer.finish = choice.get("finish_reason") or answer.finish
+                    new = choice.get("token_ids") or ()
+                    answer.tokens += new
+                    answer.at += [time.monotonic()] * len(new)
         if len(answer.tokens) != tokens:
             answer.error = f"{len(answer.tokens)} of {tokens} tokens"
     except TimeoutError:
@@ -333,4 +352,4 @@ def _code(body: str) -> str:
         error = json.loads(body)["error"]
         return str(error["message"] if isinstance(error["code"], int) else error["code"])
     except (ValueError, KeyError, TypeError):
-        return body[:100]
+        return body[:100].strip().replace("\n", " ")

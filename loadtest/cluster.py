@@ -11,7 +11,7 @@ from typing import Any
 
 from loadtest.campaign import Arm
 
-UP_WITHIN_S = 180.0
+UP_WITHIN_S = 600.0  # vLLM may compile first
 DOWN_WITHIN_S = 90.0
 # The only keys in which arms may differ.
 TOPOLOGY = frozenset(
@@ -28,7 +28,11 @@ TOPOLOGY = frozenset(
     }
 )
 ENGINES = ("baton", "vllm")
-OWN_ARMS = ("static", "dynamic")  # of Baton's own engine alone
+OWN_ARMS = {  # of Baton's own engine alone
+    "static": "vLLM batches continuously",
+    "dynamic": "vLLM batches continuously",
+    "unchunked": "vLLM reserves memory for as many tokens as a step may have",
+}
 VLLM_BLOCK = "32"  # tokens: vLLM on a CPU takes only multiples of it
 BYPASS_TOKENS = 128
 UNCHUNKED = 1_048_576  # tokens in one step: any prompt is one chunk
@@ -74,7 +78,7 @@ def over_engines(arms: Sequence[Arm], engines: Sequence[str], vllm: str) -> tupl
     for engine in dict.fromkeys(engines):
         for arm in arms:
             if engine == "vllm" and (kind := arm.name.partition("@")[0]) in OWN_ARMS:
-                raise ClusterError(f"arms: {kind} is a mode of Baton's own engine; vLLM batches continuously")
+                raise ClusterError(f"arms: {kind} is a mode of Baton's own engine: {OWN_ARMS[kind]}")
             chosen = {"engine.kind": engine, "engine.vllm": vllm if engine == "vllm" else "{}"}
             name = arm.name if len(set(engines)) == 1 else f"{arm.name}/{engine}"
             made.append(Arm(name, {**arm.topology, **chosen}, arm.explained + (", over vLLM" if engine == "vllm" else "")))

@@ -113,7 +113,8 @@ class Arms:
         str, typer.Option(help="Any of colocated, unchunked, static, dynamic, disaggregated, bypass; colocated@64 sets its own chunk.")
     ] = "colocated,unchunked,disaggregated,bypass"
     engines: Annotated[
-        str, typer.Option(help="Engines under the arms: baton, vllm, or baton,vllm, which compares every arm over both.")
+        str,
+        typer.Option(help="Engines under the arms: baton, vllm, or baton,vllm, which compares every arm over both."),
     ] = "baton"
     vllm: Annotated[str, typer.Option(help="Arguments of vLLM for the arms over it, as in engine.vllm: {enforce_eager: true}.")] = "{}"
     cores: Annotated[str | None, typer.Option(help="Cores that every arm gets: 0,1. By default all.")] = None

@@ -47,7 +47,7 @@ class Options:
     def __post_init__(self) -> None:
         """Raises BuildError, which names the configuration key, for a value with which no engine can be built."""
         if self.batch_invariant and self.kind != "vllm":
-            raise BuildError("engine.batch_invariant: is a mode of vLLM: set engine.kind to vllm")
+            raise BuildError("engine.batch_invariant is a mode of vLLM; set engine.kind to vllm")
         for key, value, least in (
             ("engine.block_size", self.block_size, 1),
             ("model.max_model_len", self.max_model_len, 2),  # a prompt of one token, and one token after it

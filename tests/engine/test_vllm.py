@@ -14,6 +14,7 @@ from engine_bench import BLOCK, PROMPT, VLLM_DEVICE, Bench, started
 
 from baton.engine.build import Options
 from baton.engine.contract import EngineStopped
+from baton.engine.engine import QueueFull
 from baton.engine.scheduler import Limits
 from baton.engine.sequence import State
 
@@ -115,6 +116,27 @@ async def test_a_sequence_that_is_held_makes_room_for_the_next_at_once() -> None
             assert len(await engine.ended(behind)) == 24
         assert holder.state is State.HELD
         engine.engine.forget(holder.id)
+        await engine.quiet()
+    finally:
+        await engine.engine.close()
+
+
+async def test_a_refusal_that_gives_up_a_claim_lets_those_behind_it_run() -> None:
+    """One waits behind the claim of a sequence that came earlier and then finds the queue full. Nothing else happens."""
+    engine = await started(replace(ONE, limits=Limits(1, 64, max_queue=1), vllm={"enforce_eager": True}))
+    try:
+        reader, claimant, behind = engine.seq(PROMPT), engine.seq(PROMPT), engine.seq(PROMPT, salt="behind")
+        await engine.reserve(reader)
+        assert not await engine.engine.reserve(claimant)
+        await engine.engine.add(behind)
+        filling: list[int] = []
+        await engine.engine.abort(reader.id, filling)
+        await engine.engine.release(filling)
+        assert behind.state is State.WAITING, "it overtook a claim"
+        with pytest.raises(QueueFull):
+            await engine.engine.add(claimant)
+        async with asyncio.timeout(ROOM_S):
+            assert len(await engine.ended(behind)) == 24
         await engine.quiet()
     finally:
         await engine.engine.close()

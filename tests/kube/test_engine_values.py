@@ -73,7 +73,7 @@ def test_what_vllm_writes_is_on_volumes() -> None:
         "/var/cache/vllm/vllm", "/var/cache/vllm/inductor", "/var/cache/vllm/triton",
     }  # fmt: skip
     assert environment(objects, "prefill")["TRITON_CACHE_DIR"] == "/tmp/triton", "what is said for a role wins"
-    assert not any(each["name"] in ("shm", "vllm-cache") for role in ("router", "redis") for each in pod(objects, role)["volumes"])
+    assert not any(each["name"] in ("vllm-shm", "vllm-cache") for role in ("router", "redis") for each in pod(objects, role)["volumes"])
 
 
 def test_a_volume_of_ones_own_takes_the_place_of_the_charts() -> None:
@@ -81,12 +81,12 @@ def test_a_volume_of_ones_own_takes_the_place_of_the_charts() -> None:
     objects = rendered("engine=vllm", f"decode.volumes.{claim}", "common.volumes.dshm.emptyDir.medium=Memory",
                        "common.volumeMounts.dshm.mountPath=/dev/shm")  # fmt: skip
     assert volume(pod(objects, "decode"), "vllm-cache") == {"name": "vllm-cache", "persistentVolumeClaim": {"claimName": "compiled"}}
-    assert mounts(objects, "decode")["/dev/shm"] == "dshm" and volume(pod(objects, "decode"), "shm") is None
+    assert mounts(objects, "decode")["/dev/shm"] == "dshm" and volume(pod(objects, "decode"), "vllm-shm") is None
 
 
 def test_shared_memory_grows_with_the_ranks() -> None:
     one, two = rendered("engine=vllm"), rendered(*GPUS, *ASKED)
-    sizes = [(volume(pod(objects, "decode"), "shm") or {})["emptyDir"] for objects in (one, two)]
+    sizes = [(volume(pod(objects, "decode"), "vllm-shm") or {})["emptyDir"] for objects in (one, two)]
     assert sizes == [{"medium": "Memory", "sizeLimit": "1024Mi"}, {"medium": "Memory", "sizeLimit": "2048Mi"}]
 
 

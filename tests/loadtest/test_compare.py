@@ -136,8 +136,9 @@ def test_every_arm_runs_over_every_engine() -> None:
     assert [(arm.name, arm.topology["engine.kind"]) for arm in alone] == [("colocated@64", "vllm"), ("disaggregated", "vllm")]
     with pytest.raises(ClusterError, match=r"engines: 'sglang' is not one of baton, vllm"):
         over_engines(arms, ("baton", "sglang"), eager)
-    with pytest.raises(ClusterError, match="static is a mode of Baton's own engine"):
-        over_engines(make_arms(("static",), HARDWARE, (1, 1), 128), ("baton", "vllm"), eager)
+    for own in ("static", "dynamic", "unchunked"):
+        with pytest.raises(ClusterError, match=f"{own} is a mode of Baton's own engine"):
+            over_engines(make_arms((own,), HARDWARE, (1, 1), 128), ("baton", "vllm"), eager)
 
 
 def test_impossible_hardware_and_arms_are_refused() -> None:

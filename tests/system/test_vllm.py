@@ -28,7 +28,7 @@ pytestmark = [
 ]
 VLLM = (
     *("--engine.kind", "vllm", "--engine.vllm", "{enforce_eager: true}", "--engine.block-size", "32", "--engine.threads", "1"),
-    *("--engine.device", VLLM_DEVICE),
+    *("--engine.device", VLLM_DEVICE, "--launcher.hang-s", "60"),
 )
 SEEDED: dict[str, Any] = {"temperature": 0.9, "seed": 4, "presence_penalty": 0.5, "ignore_eos": True, "timeout_s": 120}
 STOPPED_S = 10.0
@@ -111,7 +111,7 @@ async def test_clients_that_leave_at_any_moment_of_a_handoff_leave_nothing(live:
 
 
 async def test_requests_survive_a_prefill_worker_that_is_stopped_for_a_while(live: Cluster) -> None:
-    """Longer than the lease and than a hang is tolerated: its requests go elsewhere, and what it says afterwards is not believed."""
+    """Longer than the lease and than a router waits: its requests go elsewhere, and what it says afterwards is not believed."""
     pid = live.kill("prefill-0", signal.SIGSTOP)
     stopped = [psutil.Process(pid), *psutil.Process(pid).children(recursive=True)]
     for each in stopped:
@@ -119,8 +119,7 @@ async def test_requests_survive_a_prefill_worker_that_is_stopped_for_a_while(liv
     running = asyncio.gather(*(answer(live, number) for number in range(90, 96)))
     await asyncio.sleep(STOPPED_S)
     for each in stopped:
-        with suppress(psutil.Error):  # the supervisor may have replaced it
-            each.resume()
+        each.resume()
     results = await running
     await asyncio.to_thread(live.wait, lambda: all("error" not in worker for worker in live.workers()) and len(live.workers()) == 2, 150.0)
     assert [(await answer(live, number)).token_ids for number in range(90, 96)] == [each.token_ids for each in results]

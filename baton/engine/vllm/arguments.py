@@ -5,6 +5,7 @@ import os
 import platform
 from collections.abc import Mapping
 from importlib.metadata import PackageNotFoundError, version
+from math import prod
 from pathlib import Path
 from typing import Any
 
@@ -28,6 +29,7 @@ OURS = {  # argument of vLLM → the key of ours that sets it
     "max_num_queued_reqs": "engine.max_queue",
     "max_num_queued_tokens": "engine.max_queue",
 }
+RANKS = ("tensor_parallel_size", "pipeline_parallel_size")
 SPECULATION = "vLLM refuses speculation beside a logits processor"
 SEVERAL = "start several workers instead"
 NOT_BUILT = {  # argument → why it is refused
@@ -44,6 +46,11 @@ NOT_BUILT = {  # argument → why it is refused
     "data_parallel_size": SEVERAL,
     "data_parallel_size_local": SEVERAL,
     "data_parallel_rank": SEVERAL,
+    "distributed_executor_backend": "the ranks of a worker are children of one process",
+    "enable_chunked_prefill": "prompts are computed in chunks, whichever the engine",
+    "skip_tokenizer_init": "Baton's router has the tokenizer",
+    "enable_log_requests": "Baton's own log has the requests",
+    "disable_log_stats": "Baton's own metrics have them",
     "nnodes": "the ranks of a worker are on one host",
     "decode_context_parallel_size": "a staged block holds all positions of a block",
     "prefill_context_parallel_size": "a staged block holds all positions of a block",
@@ -81,6 +88,9 @@ def check(options: Options) -> None:
             raise BuildError(f"engine.vllm.{name}: set {OURS[name]} instead")
         if name in NOT_BUILT:
             raise BuildError(f"engine.vllm.{name}: not supported: {NOT_BUILT[name]}")
+    for name in RANKS:
+        if not isinstance(count := options.vllm.get(name, 1), int) or count < 1:
+            raise BuildError(f"engine.vllm.{name}: must be 1 or more, got {count!r}")
     if options.device == "cpu" and options.block_size % 32:
         raise BuildError(f"engine.block_size: vLLM's attention on a CPU needs a multiple of 32, got {options.block_size}")
     if options.batch_invariant and options.device == "cpu":
@@ -96,23 +106,22 @@ def check(options: Options) -> None:
 
 
 def check_device(options: Options, capability: tuple[int, int] | None, devices: int) -> None:
-    """Raises BuildError for a mode that a GPU of this compute capability has not, and for more ranks than `devices`."""
+    """Raises BuildError for a mode that a GPU of this compute capability does not have, and for more ranks than `devices`."""
     if options.batch_invariant and (capability is None or capability < (9, 0)):
         raise BuildError(f"engine.batch_invariant: vLLM has this mode from compute capability 9.0 on, and this device has {capability}")
     if (wanted := ranks(options.vllm)) > devices:
-        raise BuildError(f"engine.vllm: {wanted} ranks need a GPU each, and this worker sees {devices} (prefill.gpus, decode.gpus)")
+        raise BuildError(f"engine.vllm: each rank needs a GPU: {wanted} ranks, and this worker sees {devices} (prefill.gpus, decode.gpus)")
 
 
 def ranks(given: Mapping[str, Any]) -> int:
-    return int(given.get("tensor_parallel_size", 1)) * int(given.get("pipeline_parallel_size", 1))
+    return prod(given.get(name, 1) for name in RANKS)
 
 
 def set_environment(options: Options) -> None:
     """Before vLLM is imported: it reads most of these only once."""
     for name, value in ENVIRONMENT.items():
         os.environ.setdefault(name, value)
-    if options.batch_invariant:
-        os.environ["VLLM_BATCH_INVARIANT"] = "1"
+    os.environ["VLLM_BATCH_INVARIANT"] = str(int(options.batch_invariant))  # it is in the fingerprint, so the key alone decides
     logging.getLogger("vllm").setLevel(logging.WARNING)
     if ranks(options.vllm) == 1:
         os.environ.setdefault("VLLM_ENABLE_V1_MULTIPROCESSING", "0")  # the rank in the scheduler's process: one child less

@@ -83,8 +83,10 @@ class VllmEngine:
 
     async def add(self, seq: Sequence) -> None:
         self._check()
-        self._desk.add(seq)
-        self._admit()
+        try:
+            self._desk.add(seq)
+        finally:
+            self._admit()  # also after a refusal: the sequence has given up the place that it claimed
 
     async def reserve(self, seq: Sequence) -> bool:
         self._check()
@@ -96,8 +98,10 @@ class VllmEngine:
 
     async def give_up(self, seq: Sequence, filling: list[int], first: int | None = None) -> None:
         self._check()
-        filling.extend(self._desk.give_up(seq, first))
-        self._admit()
+        try:
+            filling.extend(self._desk.give_up(seq, first))
+        finally:
+            self._admit()
 
     async def abort(self, seq_id: str, filling: list[int]) -> None:
         self._check()

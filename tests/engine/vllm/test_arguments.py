@@ -118,7 +118,7 @@ def test_attention_on_a_cpu_needs_its_block_size(size: int, allowed: bool) -> No
 def test_batch_invariance_is_refused_where_the_device_has_it_not(environment: dict[str, str]) -> None:
     with pytest.raises(BuildError, match=r"^engine\.batch_invariant: vLLM has this mode on GPUs alone"):
         check(options(device="cpu", batch_invariant=True))
-    with pytest.raises(BuildError, match=r"^engine\.batch_invariant: is a mode of vLLM"):
+    with pytest.raises(BuildError, match=r"^engine\.batch_invariant is a mode of vLLM"):
         options(kind="baton", batch_invariant=True)
     check(options(batch_invariant=True))
     for capability in (None, (8, 9)):
@@ -127,16 +127,28 @@ def test_batch_invariance_is_refused_where_the_device_has_it_not(environment: di
             check_device(options(batch_invariant=True), capability, 1)
     check_device(options(batch_invariant=True), (9, 0), 1)
     set_environment(options())
-    assert "VLLM_BATCH_INVARIANT" not in environment
+    assert environment["VLLM_BATCH_INVARIANT"] == "0"
     set_environment(options(batch_invariant=True))
     assert environment["VLLM_BATCH_INVARIANT"] == "1"
+
+
+@pytest.mark.parametrize("count", [0, -1, None, "two", 1.5])
+@pytest.mark.parametrize("name", ["tensor_parallel_size", "pipeline_parallel_size"])
+def test_a_number_of_ranks_that_is_none_is_refused_by_name(name: str, count: Any) -> None:
+    with pytest.raises(BuildError, match=rf"^engine\.vllm\.{name}: must be 1 or more"):
+        check(options(vllm={name: count}))
+
+
+def test_whatever_baton_sets_cannot_be_set_in_another_place() -> None:
+    both = made(options(max_model_len=9, kv_memory_bytes=1, vllm={"tensor_parallel_size": 2}))
+    assert set(both) - {"tensor_parallel_size"} <= set(OURS) | set(NOT_BUILT)
 
 
 def test_ranks_without_a_gpu_are_refused_by_name() -> None:
     two = options(vllm={"tensor_parallel_size": 2})
     check_device(two, None, 2)
     with pytest.raises(
-        BuildError, match=r"^engine\.vllm: 2 ranks need a GPU each, and this worker sees 1 \(prefill\.gpus, decode\.gpus\)$"
+        BuildError, match=r"^engine\.vllm: each rank needs a GPU: 2 ranks, and this worker sees 1 \(prefill\.gpus, decode\.gpus\)$"
     ):
         check_device(two, None, 1)
     assert made(two)["distributed_executor_backend"] == "mp" and "distributed_executor_backend" not in made(options())
@@ -163,18 +175,19 @@ def environment(monkeypatch: pytest.MonkeyPatch) -> Iterator[dict[str, str]]:
 
 def test_vllm_stays_offline_and_quiet_unless_told_otherwise(environment: dict[str, str]) -> None:
     set_environment(options())
-    assert environment == ENVIRONMENT | {"VLLM_ENABLE_V1_MULTIPROCESSING": "0"}
+    assert environment == ENVIRONMENT | {"VLLM_ENABLE_V1_MULTIPROCESSING": "0", "VLLM_BATCH_INVARIANT": "0"}
     assert not logging.getLogger("vllm").isEnabledFor(logging.INFO)
 
 
 def test_what_is_set_already_stays(environment: dict[str, str]) -> None:
     asked = options(device="cpu", threads=4)
     set_environment(asked)
+    del environment["VLLM_BATCH_INVARIANT"]  # a key of ours alone sets it
     mine = dict.fromkeys(environment, "mine")
     assert {"OMP_NUM_THREADS", "VLLM_CPU_OMP_THREADS_BIND", "VLLM_ENABLE_V1_MULTIPROCESSING", *ENVIRONMENT} == set(mine)
     environment.update(mine)
     set_environment(asked)
-    assert environment == mine
+    assert environment == mine | {"VLLM_BATCH_INVARIANT": "0"}
 
 
 def test_several_ranks_run_in_processes_of_their_own(environment: dict[str, str]) -> None:

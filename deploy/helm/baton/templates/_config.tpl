@@ -25,9 +25,9 @@
 {{- $defaults := dict "model.path" "" "model.dtype" "float32" "engine.block_size" 16 "engine.weight_dtype" "auto" "engine.kind" "baton" -}}
 {{- $keys := list "engine.kind" "engine.block_size" "engine.weight_dtype" "model.dtype" "model.path" -}}
 {{- if include "baton.vllm" . -}}
-{{- /* Both are part of the fingerprint of a worker with vLLM. */}}
-{{- $_ := set (set $defaults "engine.device" "cpu") "engine.vllm" dict -}}
-{{- $keys = concat $keys (list "engine.device" "engine.vllm") -}}
+{{- /* All are part of the fingerprint of a worker with vLLM. */}}
+{{- $_ := set (set (set $defaults "engine.device" "cpu") "engine.vllm" dict) "engine.batch_invariant" false -}}
+{{- $keys = concat $keys (list "engine.device" "engine.vllm" "engine.batch_invariant") -}}
 {{- end -}}
 {{- range $key := $keys -}}
 {{- $section := index (splitList "." $key) 0 -}}

@@ -91,7 +91,7 @@ capabilities: {drop: [ALL]}
 {{- $pods := include "baton.pods" (list .root .role) | fromYaml -}}
 {{- /* No version among the labels: a chart that changes nothing else replaces no pod. */}}
 {{- /* Whoever empties a node may take a pod with these volumes: nothing in them is missed. */}}
-{{- $ours := ternary "home,tmp,shm,vllm-cache" "home,tmp" (hasKey $pods.volumes "vllm-cache") }}
+{{- $ours := ternary "home,tmp,vllm-shm,vllm-cache" "home,tmp" (hasKey (default dict $pods.volumes) "vllm-cache") }}
 {{- $annotations := dict "cluster-autoscaler.kubernetes.io/safe-to-evict-local-volumes" $ours }}
 {{- if .config }}
 {{- $hash := include "baton.config" (list .root .role) | sha256sum | trunc 16 }}

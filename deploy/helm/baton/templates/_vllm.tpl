@@ -42,6 +42,7 @@
 {{- define "baton.withVllm" -}}
 {{- $root := index . 0 -}}
 {{- $pods := deepCopy (index . 1) -}}
+{{- range $key := list "volumes" "volumeMounts" "env" }}{{ $_ := set $pods $key (default dict (index $pods $key)) }}{{ end -}}
 {{- $ranks := int (include "baton.ranks" $root) -}}
 {{- $gpu := eq "cuda" (dig "engine" "device" "cpu" $root.Values.config) -}}
 {{- /* Ranks and NCCL talk through /dev/shm, of which a container has 64 MiB. */}}
@@ -49,8 +50,8 @@
 {{- $mounted := false -}}
 {{- range $pods.volumeMounts }}{{ if eq "/dev/shm" (toString .mountPath) }}{{ $mounted = true }}{{ end }}{{ end -}}
 {{- if not $mounted -}}
-{{- $_ := set $pods.volumeMounts "shm" (dict "mountPath" "/dev/shm") -}}
-{{- if not (hasKey $pods.volumes "shm") }}{{ $_ := set $pods.volumes "shm" (dict "emptyDir" (dict "medium" "Memory" "sizeLimit" (printf "%dMi" $shm))) }}{{ end -}}
+{{- $_ := set $pods.volumeMounts "vllm-shm" (dict "mountPath" "/dev/shm") -}}
+{{- if not (hasKey $pods.volumes "vllm-shm") }}{{ $_ := set $pods.volumes "vllm-shm" (dict "emptyDir" (dict "medium" "Memory" "sizeLimit" (printf "%dMi" $shm))) }}{{ end -}}
 {{- end -}}
 {{- /* Compiled code. A volume of this name that outlives the pod spares the next one the time. */}}
 {{- if not (hasKey $pods.volumes "vllm-cache") }}{{ $_ := set $pods.volumes "vllm-cache" (dict "emptyDir" (dict "sizeLimit" "8Gi")) }}{{ end -}}
