@@ -9,10 +9,11 @@
     speed       vLLM alone, its own disaggregation, Baton over it (benchmarks/vllm_speed.py)
     faults      what is lost, hung or wrong when parts die (benchmarks/vllm_faults.py)
     routing     the router over four workers (benchmarks/vllm_routing.py)
+    divergence  outputs that are not those computed alone, without and with the batch-invariant mode (benchmarks/vllm_divergence.py)
 
 No step stops the others. What each printed is in FOLDER, and the last lines say which succeeded. CUDA_VISIBLE_DEVICES names the GPUs that
 the benchmarks give to workers and servers in turn. None of this has run on a GPU yet; with --device cpu it does what `make test-vllm` and
-the benchmarks do, without the step `invariant`.
+the benchmarks do, without the batch-invariant mode.
 """
 
 import argparse
@@ -42,8 +43,11 @@ def steps(device: str, out: Path, model: Path | None) -> dict[str, tuple[list[st
     }
     if device != "cpu":
         made["invariant"] = ([*TESTS, "tests/engine/test_contract.py"], {**on, "BATON_VLLM_INVARIANT": "1"})
-    for name in ("speed", "faults", "routing"):
+    for name in ("speed", "faults", "routing", "divergence"):
         made[name] = ([f"benchmarks/vllm_{name}.py", "--device", device, *known, "--json", str(out / f"{name}.json")], {})
+    if device != "cpu":
+        command = [*made["divergence"][0][:-1], str(out / "divergence-invariant.json"), "--batch-invariant"]
+        made["divergence-invariant"] = (command, {})
     return made
 
 
@@ -75,7 +79,7 @@ def main() -> None:
                 code = f"not done after {STEP_S} s"
         ended[name] = code
         print(
-            f"{name:10} {'ok' if code == 0 else f'failed ({code})'} in {time.monotonic() - began:.0f} s: {out / f'{name}.log'}", flush=True
+            f"{name:20} {'ok' if code == 0 else f'failed ({code})'} in {time.monotonic() - began:.0f} s: {out / f'{name}.log'}", flush=True
         )
     sys.exit(any(code != 0 for code in ended.values()))
 

@@ -45,6 +45,7 @@ class Settings:
     max_model_len: int
     threads: int = 1  # of each engine
     device: str = "cpu"
+    dtype: str = "float32"
     kv_mib: int = 256
     lease_s: float | None = None  # None: the stack's default (vLLM 30 s, Baton 10 s)
     policy: str = "recompute"  # of vLLM's NixlConnector
@@ -59,6 +60,7 @@ class Stack:
     parts: Callable[[], dict[str, psutil.Process]]
     metrics: Sequence[str] = ()  # addresses of vLLM's /metrics
     admin: str = ""  # Baton's
+    grpc: str = ""  # Baton's
 
     def cpu_s(self) -> float:
         """Processor time of all living processes so far."""
@@ -157,7 +159,7 @@ def _vllm(settings: Settings, port: int, folder: Path, name: str, *flags: str, n
     command = [
         *(sys.executable, "-P", "-m", "vllm.entrypoints.openai.api_server", "--model", str(settings.model), "--host", "127.0.0.1"),
         *(part for key, value in bounds.items() for part in (f"--{key}", str(value))),
-        *("--dtype", "float32", "--enforce-eager", "--disable-uvicorn-access-log", "--enable-prompt-tokens-details", *flags),
+        *("--dtype", settings.dtype, "--enforce-eager", "--disable-uvicorn-access-log", "--enable-prompt-tokens-details", *flags),
     ]
     fixed = {**VLLM_ENV, "OMP_NUM_THREADS": str(settings.threads), **env}
     if devices := [each for each in os.environ.get("CUDA_VISIBLE_DEVICES", "").split(",") if each]:
@@ -234,7 +236,8 @@ def baton(kind: str, prefill: int, decode: int, *flags: str) -> "Start":
     @contextmanager
     def start(settings: Settings) -> Iterator[Stack]:
         chosen = {
-            "model.path": settings.model, "model.max_model_len": settings.max_model_len, "engine.kind": kind, "engine.block_size": BLOCK,
+            "model.path": settings.model, "model.max_model_len": settings.max_model_len, "model.dtype": settings.dtype,
+            "engine.kind": kind, "engine.block_size": BLOCK,
             "engine.max_num_seqs": SEQUENCES, "engine.max_num_batched_tokens": STEP_TOKENS, "engine.kv_memory_mib": settings.kv_mib,
             "engine.threads": settings.threads, "engine.device": settings.device, "prefill.replicas": prefill, "decode.replicas": decode,
             "cluster.name": "bench", "router.recover_wait_s": RECOVER_S, "launcher.hang_s": HANG_S,
@@ -255,7 +258,8 @@ def baton(kind: str, prefill: int, decode: int, *flags: str) -> "Start":
             endpoints = json.loads(up.stdout)["endpoints"]
             supervisor = psutil.Process(json.loads((Path(folder) / "bench.json").read_text())["pid"])
             try:
-                yield Stack(endpoints["http"], lambda: {"baton": supervisor, **_parts(endpoints["admin"])}, admin=endpoints["admin"])
+                parts = lambda: {"baton": supervisor, **_parts(endpoints["admin"])}  # noqa: E731
+                yield Stack(endpoints["http"], parts, admin=endpoints["admin"], grpc=endpoints["grpc"])
             finally:
                 subprocess.run([*command, "down", "--name", "bench"], env=env, capture_output=True, timeout=90)
 

@@ -17,6 +17,8 @@ from baton.engine.contract import EngineStopped
 from baton.engine.engine import QueueFull
 from baton.engine.scheduler import Limits
 from baton.engine.sequence import State
+from baton.engine.vllm.engine import VllmEngine
+from baton.engine.vllm.link import SHARED_MEMORY
 
 pytestmark = [
     pytest.mark.skipif(importlib.util.find_spec("vllm") is None, reason="vllm is not installed here (make test-vllm)"),
@@ -42,6 +44,10 @@ async def moved(source: Bench, target: Bench) -> list[int]:
     return [first, *await target.ended(reader)]
 
 
+def shared_memory(names: list[str]) -> list[Path]:
+    return [each for each in SHARED_MEMORY.iterdir() if any(each.name.startswith(name) for name in names)]
+
+
 async def test_kv_passes_between_one_rank_and_two_and_a_dead_rank_is_a_dead_engine() -> None:
     """In float32 the tokens are the same, too; in bfloat16 the sums of two ranks are rounded elsewhere."""
     one = await started(replace(ONE, vllm={"enforce_eager": True}))
@@ -55,6 +61,10 @@ async def test_kv_passes_between_one_rank_and_two_and_a_dead_rank_is_a_dead_engi
         await one.quiet()
         await two.quiet()
 
+        assert isinstance(two.engine, VllmEngine)
+        folder = two.engine._link.folder
+        names = [file.name for file in folder.glob("vllm_dist_*")]
+        assert shared_memory(names), "the ranks share none: nothing would be found below"
         ranks = [each for each in psutil.Process().children(recursive=True) if "Worker_TP" in " ".join(each.cmdline())]
         assert len(ranks) == 2
         ranks[1].send_signal(signal.SIGKILL)
@@ -62,6 +72,9 @@ async def test_kv_passes_between_one_rank_and_two_and_a_dead_rank_is_a_dead_engi
         with pytest.raises(EngineStopped):
             await two.engine.add(two.seq(PROMPT))
         await two.until(lambda: not any(each.is_running() and each.status() != psutil.STATUS_ZOMBIE for each in ranks))
+        async with asyncio.timeout(ROOM_S):
+            while folder.exists() or shared_memory(names):
+                await asyncio.sleep(0.05)
         assert not one.failures and await one.run(one.seq(PROMPT, **SEEDED)) == alone
     finally:
         await asyncio.gather(one.engine.close(), two.engine.close())

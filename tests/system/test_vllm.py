@@ -4,10 +4,12 @@ Every answer is that of an undisturbed run, and nothing is left behind."""
 import asyncio
 import importlib.util
 import signal
+import tempfile
 import time
 import urllib.request
 from collections.abc import AsyncIterator, Callable
 from contextlib import suppress
+from pathlib import Path
 from typing import Any
 
 import psutil
@@ -38,8 +40,14 @@ FAULTS = "kv.copied=flip@2,kv.reserved=sleep:2.6@3"
 
 @pytest_asyncio.fixture(scope="module", loop_scope="module")
 async def live() -> AsyncIterator[Cluster]:
-    with faulty(SHIPPED, FAULTS, *VLLM, "--model.max-model-len", "1024", "--router.recover-wait-s", "120", prefill=1, decode=1) as running:
-        yield running
+    with pytest.MonkeyPatch.context() as patch, tempfile.TemporaryDirectory(prefix="t") as folder:
+        patch.setenv("TMPDIR", folder)  # the cluster's own
+        with faulty(
+            SHIPPED, FAULTS, *VLLM, "--model.max-model-len", "1024", "--router.recover-wait-s", "120", prefill=1, decode=1
+        ) as running:
+            yield running
+        left = [path.name for path in Path(folder).iterdir() if not path.name.startswith("torchinductor")]
+        assert not left, "vLLM's files outlive their cluster"
 
 
 def prompt(number: int) -> list[int]:

@@ -3,7 +3,9 @@
 import logging
 import os
 import platform
-from collections.abc import Mapping
+import tempfile
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from importlib.metadata import PackageNotFoundError, version
 from math import prod
 from pathlib import Path
@@ -130,6 +132,27 @@ def set_environment(options: Options) -> None:
         os.environ.setdefault("VLLM_CPU_OMP_THREADS_BIND", "nobind")
         if options.threads:
             os.environ.setdefault("OMP_NUM_THREADS", str(max(1, options.threads // ranks(options.vllm))))
+
+
+@contextmanager
+def temporary_files(folder: Path) -> Iterator[None]:
+    """vLLM and the children that it starts meanwhile put their sockets and rendezvous files into `folder`; ours stay where they were."""
+    compiled = Path(tempfile.gettempdir()) / f"torchinductor_{os.getuid()}"  # beside the others by default, but it is to be kept
+    changed = {"TMPDIR": str(folder), "VLLM_RPC_BASE_PATH": str(folder), "TORCHINDUCTOR_CACHE_DIR": str(compiled)}
+    if "TORCHINDUCTOR_CACHE_DIR" in os.environ:
+        del changed["TORCHINDUCTOR_CACHE_DIR"]
+    before, chosen = {name: os.environ.get(name) for name in changed}, tempfile.tempdir
+    os.environ.update(changed)
+    tempfile.tempdir = None  # a forked child has our choice
+    try:
+        yield
+    finally:
+        tempfile.tempdir = chosen
+        for name, value in before.items():
+            if value is None:
+                del os.environ[name]
+            else:
+                os.environ[name] = value
 
 
 def arguments(options: Options, link: Mapping[str, str], key: str) -> dict[str, Any]:

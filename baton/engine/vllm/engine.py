@@ -354,10 +354,11 @@ def _start(options: Options, link: Host) -> Started:
 
     link.open(allot)
     try:
-        wanted = arguments.arguments(options, {"address": link.address, "token": link.token}, KEY)
+        wanted = arguments.arguments(options, link.given, KEY)
         events = KVEventsConfig(enable_kv_cache_events=True, publisher="null")
         events.publisher = PUBLISHER
-        llm = AsyncLLM.from_engine_args(AsyncEngineArgs(**wanted, kv_events_config=events))
+        with arguments.temporary_files(link.folder):
+            llm = AsyncLLM.from_engine_args(AsyncEngineArgs(**wanted, kv_events_config=events))
     except Exception as error:
         raise BuildError(f"engine.vllm: vLLM does not start: {link.refusal or error}") from error
     (pool,) = pools

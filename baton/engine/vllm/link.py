@@ -1,8 +1,8 @@
 """The socket between our process and vLLM's children: a leash, the way of the staging memory to the ranks, and the news of the scheduler.
 
 An abstract Unix socket (Linux): nothing lies in a file system, so nothing is left behind. Whoever connects must have our user id and know
-the token. Messages are JSON, one a line. When our process ends, for whatever reason, its end of the socket closes, and every child kills
-itself: vLLM's children would outlive it.
+the token. Messages are JSON, one a line. When our process ends, for whatever reason, its end of the socket closes, and every child clears
+the folder that holds vLLM's temporary files and kills itself: both would outlive our process.
 """
 
 import hmac
@@ -10,17 +10,21 @@ import json
 import mmap
 import os
 import secrets
+import shutil
 import signal
 import socket
 import struct
+import tempfile
 import threading
 from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import asdict, dataclass
+from pathlib import Path
 from typing import Any, Self
 
 LINE = 16 << 20  # bytes; a longer message is not ours
 BUFFER = 4 << 20  # vLLM's scheduler waits if so much was not read by us
+SHARED_MEMORY = Path("/dev/shm")
 _PEER = struct.Struct("3i")
 
 
@@ -78,6 +82,14 @@ def place(reports: list[RankReport]) -> tuple[RankReport, list[Slot]]:
     return RankReport(0, 0, layers, whole.blocks, heads, whole.block_size, whole.width, whole.dtype, whole.packing), slots
 
 
+def clear(folder: Path) -> None:
+    """Removes `folder` and the shared memory of ranks on a CPU, which vLLM names after the file there by which they find each other."""
+    for file in folder.glob("vllm_dist_*"):
+        for memory in SHARED_MEMORY.glob(f"{file.name}-*"):
+            memory.unlink(missing_ok=True)
+    shutil.rmtree(folder, ignore_errors=True)
+
+
 class _Line:
     """One end of a connection: lines in, lines out."""
 
@@ -108,6 +120,7 @@ class Host:
 
     def __init__(self, ranks: int, on_news: Callable[[dict[str, Any]], None], on_end: Callable[[], None]) -> None:
         self.address, self.token = f"baton-vllm-{os.getpid()}-{secrets.token_hex(8)}", secrets.token_hex(16)
+        self.folder = Path(tempfile.mkdtemp(prefix="baton-vllm-"))
         self.pids: set[int] = set()
         self.refusal = ""
         self._ranks = ranks
@@ -120,6 +133,11 @@ class Host:
         self._listener = socket.socket(socket.AF_UNIX)
         self._listener.bind("\0" + self.address)
         self._listener.listen(64)
+
+    @property
+    def given(self) -> dict[str, str]:
+        """What a child needs for its `Leash`."""
+        return {"address": self.address, "token": self.token, "folder": str(self.folder)}
 
     def open(self, allot: Callable[[RankReport, int], int]) -> None:
         """`allot(whole, fd)` is called when every rank has reported. It gives the staging memory, a file of 0 bytes, its size, and returns
@@ -137,6 +155,7 @@ class Host:
             with suppress(OSError):
                 stream.shutdown(socket.SHUT_RDWR)
             stream.close()
+        clear(self.folder)
 
     def _accept(self) -> None:
         while True:
@@ -199,18 +218,22 @@ class Host:
 class Leash:
     """A child's end. When the other end closes, the process kills itself."""
 
-    def __init__(self, address: str, token: str, timeout_s: float) -> None:
-        self._token = token
+    def __init__(self, address: str, token: str, folder: Path, timeout_s: float) -> None:
+        self._token, self._folder = token, folder
         stream = socket.socket(socket.AF_UNIX)
         stream.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, BUFFER)
         stream.settimeout(timeout_s)
-        stream.connect("\0" + address)
+        try:
+            stream.connect("\0" + address)
+        except OSError:
+            clear(folder)  # our process ended before this one knew it
+            raise
         self._line = _Line(stream)
 
     @classmethod
     def of(cls, given: dict[str, Any], timeout_s: float = 60.0) -> Self:
-        """From the connector's part of vLLM's configuration."""
-        return cls(given["address"], given["token"], timeout_s)
+        """From the connector's part of vLLM's configuration: what `Host.given` says."""
+        return cls(given["address"], given["token"], Path(given["folder"]), timeout_s)
 
     def hello(self) -> None:
         self._line.send({"token": self._token})
@@ -245,4 +268,5 @@ class Leash:
         with suppress(OSError):
             while self._line.stream.recv(1):
                 pass
+        clear(self._folder)
         os.kill(os.getpid(), signal.SIGKILL)

@@ -131,7 +131,7 @@ class Ours:
         return found
 
     def given(self) -> dict[str, Any]:
-        return {"address": self.host.address, "token": self.host.token}
+        return self.host.given
 
     def dial(self) -> socket.socket:
         stream = socket.socket(socket.AF_UNIX)
@@ -192,7 +192,7 @@ print("ready", flush=True)
 sys.stdin.read()
 """
 HOST = """
-import os, sys
+import json, os, sys
 from baton.engine.vllm.link import Host
 
 def allot(whole, fd):
@@ -201,7 +201,7 @@ def allot(whole, fd):
 
 host = Host(1, lambda news: None, lambda: None)
 host.open(allot)
-print(host.address, host.token, flush=True)
+print(json.dumps(host.given), flush=True)
 sys.stdin.read()
 """
 
@@ -263,11 +263,46 @@ def test_the_host_keeps_its_map_of_the_memory_and_no_descriptor(
 @pytest.mark.parametrize("what", ["hello", "report"])
 def test_a_child_whose_host_is_killed_kills_itself(what: str, spawn: Callable[..., "subprocess.Popen[str]"]) -> None:
     host = spawn(HOST)
-    address, token = line(host).split()
-    child = spawn(CHILD, what, {"address": address, "token": token}, 0, 0, 2)
+    given = json.loads(line(host))
+    child = spawn(CHILD, what, given, 0, 0, 2)
     assert line(child) == "ready" and child.poll() is None
     os.kill(host.pid, signal.SIGKILL)
     assert child.wait(SOON) == -signal.SIGKILL
+
+
+def files(given: dict[str, Any]) -> tuple[Path, Path]:
+    """What vLLM makes for two ranks: a file in the folder, and shared memory that bears its name."""
+    folder = Path(given["folder"])
+    file = folder / f"vllm_dist_{folder.name}"
+    memory = link.SHARED_MEMORY / f"{file.name}-tp:0-[0-1]-cpushm_0"
+    file.touch()
+    memory.touch()
+    return folder, memory
+
+
+@pytest.mark.parametrize("early", [True, False])
+def test_a_killed_host_leaves_no_file_and_no_shared_memory(early: bool, spawn: Callable[..., "subprocess.Popen[str]"]) -> None:
+    """`early`: it is killed before its child has connected."""
+    host = spawn(HOST)
+    given = json.loads(line(host))
+    folder, memory = files(given)
+    if early:
+        host.kill()
+        host.wait()
+    child = spawn(CHILD, "hello", given, 0, 0, 2)
+    if not early:
+        assert line(child) == "ready" and memory.exists()
+        host.kill()
+    assert child.wait(SOON)
+    assert not folder.exists() and not memory.exists()
+
+
+def test_a_host_that_closes_leaves_no_file_and_what_is_of_another(make: Callable[..., Ours]) -> None:
+    ours, other = make(), make()
+    (folder, memory), theirs = files(ours.given()), files(other.given())
+    ours.host.close()
+    assert not folder.exists() and not memory.exists()
+    assert all(each.exists() for each in theirs)
 
 
 def test_a_leash_holds_longer_than_a_start_may_take(tame: list[int], make: Callable[..., Ours]) -> None:
