@@ -37,7 +37,7 @@ ARROWS = {
 HOMES = {
     "torch": ("baton/engine/", "baton/models/"),
     "numba": ("baton/engine/cpu/",),
-    "llvmlite": ("baton/engine/cpu/primitives.py",),
+    "llvmlite": ("baton/engine/cpu/primitives.py", "baton/engine/cpu/tile.py"),
     "triton": ("baton/engine/gpu/triton_",),
     "flashinfer": ("baton/engine/gpu/flashinfer_backend.py",),
     "flash_attn": ("baton/engine/gpu/flash_attn_backend.py",),
@@ -285,7 +285,7 @@ MOST_FILE_LINES, MOST_FUNCTION_LINES, MOST_NESTING, MOST_PARAMETERS = 500, 60, 4
 COMPOUND = ast.If | ast.For | ast.AsyncFor | ast.While | ast.With | ast.AsyncWith | ast.Try | ast.TryStar | ast.Match
 FUNCTION = ast.FunctionDef | ast.AsyncFunctionDef
 # Kernels are exempt: they unroll loops by hand and take pointers and strides one by one. Commands are not: option classes hold their flags.
-KERNELS = ("triton.jit", "kernel")
+KERNELS = ("triton.jit", "kernel", "intrinsic")
 
 
 def nesting(node: ast.AST, depth: int = 0) -> int:

@@ -15,12 +15,12 @@ Multiply = Callable[[Tensor], Tensor]  # [T, in] → [T, out]
 class Linear:
     """`y = x Wᵀ + b`, W `[out, in]`: several matrices of a checkpoint stacked along `out`.
 
-    If `ops` says so, a weight on the CPU is reordered once for oneDNN, which at 2 to 32 rows is 2 to 5 times as fast as `F.linear` in
-    float32. The plain weight is then dropped, so nothing is held twice.
+    `ops` may have products of its own, or say that oneDNN's are used, which at 2 to 32 rows are 2 to 5 times as fast as `F.linear` in
+    float32. Both reorder the weight once. The plain weight is then dropped, so nothing is held twice.
 
     `weight_dtype` int8 (CPU only): each row of W at load, and each row of x at each call, is rounded to 255 steps between minus and plus
     its greatest magnitude; `ops` rounds x. Products and sums of the rounded numbers are exact, so a row of y depends only on its own row of
-    x, bit for bit. If `ops` has its own product for a single row, W is held a second time for it, at a byte per weight.
+    x, bit for bit.
     """
 
     def __init__(
@@ -37,15 +37,23 @@ class Linear:
         bias = stacked(biases, dtype, device) if biases else None  # [out]
         if weight_dtype == "int8":
             self._multiply = _int8(stacked(weights, torch.float32, device), bias, dtype, ops)
-        elif ops.packs and device.type == "cpu" and onednn.multiplies(dtype):
-            alone = len(weights) == 1 and weights[0].dtype == dtype
-            self._multiply = onednn.packed(weights[0].contiguous() if alone else stacked(weights, dtype, device), bias)
-        else:
+        elif device.type != "cpu":
             self._multiply = _plain(stacked(weights, dtype, device), bias)
+        else:
+            alone = len(weights) == 1 and weights[0].dtype == dtype
+            self._multiply = _on_cpu(weights[0].contiguous() if alone else stacked(weights, dtype, device), bias, ops)
 
     def __call__(self, x: Tensor) -> Tensor:
         """[T, in] → [T, out]."""
         return self._multiply(x)
+
+
+def _on_cpu(weight: Tensor, bias: Tensor | None, ops: Ops) -> Multiply:
+    if (multiply := ops.multiplier(weight, bias)) is not None:
+        return multiply
+    if ops.packs and onednn.multiplies(weight.dtype):
+        return onednn.packed(weight, bias)
+    return _plain(weight.clone(), bias)  # the tensor of a file keeps the file open
 
 
 def _plain(weight: Tensor, bias: Tensor | None) -> Multiply:
@@ -57,12 +65,11 @@ def _int8(weight: Tensor, bias: Tensor | None, dtype: torch.dtype, ops: Ops) -> 
         raise ValueError("engine.weight_dtype: int8 needs a CPU that multiplies it exactly (VNNI)")
     scales = weight.abs().amax(dim=1).div_(127).clamp_(min=torch.finfo(torch.float32).tiny)  # [out]
     matrix = weight.div_(scales[:, None]).round_().to(torch.int8)
+    if (whole := ops.int8_multiplier(matrix, scales, bias)) is not None:
+        return whole
     multiply = onednn.packed_int8(matrix, scales) if ops.packs else _plain_int8(matrix, scales)
-    multiply_row = ops.row_multiplier(matrix, scales, bias)
 
     def linear(x: Tensor) -> Tensor:
-        if len(x) == 1 and multiply_row is not None:
-            return multiply_row(x)
         rounded, steps = ops.quantize(x)
         return ops.dequantize(multiply(rounded), steps, bias, dtype)
 

@@ -55,9 +55,14 @@ class Ops:
         steps = precise.abs().amax(dim=-1).div_(127).clamp_(min=TINY)
         return precise.div(steps[:, None]).round_().add_(128).to(torch.uint8), steps
 
-    def row_multiplier(self, matrix: Tensor, steps: Tensor, bias: Tensor | None) -> Callable[[Tensor], Tensor] | None:
-        """x `[1, H]` → `[1, out]` for int8 `[out, H]`, the steps `[out]` of its rows, and a bias, if that is faster than a matrix product
-        between `quantize` and `dequantize`. The results must be exactly the same. None: there is no faster way."""
+    def multiplier(self, matrix: Tensor, bias: Tensor | None) -> Callable[[Tensor], Tensor] | None:
+        """x `[T, H]` → x Wᵀ + bias `[T, out]` for W `[out, H]` of the type of x, if that is faster than what `Linear` has. Keeps nothing of
+        `matrix`."""
+        return None
+
+    def int8_multiplier(self, matrix: Tensor, steps: Tensor, bias: Tensor | None) -> Callable[[Tensor], Tensor] | None:
+        """The same for int8 `[out, H]` and the steps `[out]` of its rows: `quantize`, the product and `dequantize` in one, with exactly the
+        same results."""
         return None
 
     def dequantize(self, products: Tensor, steps: Tensor, bias: Tensor | None, dtype: torch.dtype) -> Tensor:

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from baton.engine.attention import Kernels
-from baton.engine.cpu import int8, pointwise
+from baton.engine.cpu import int8, panels, pointwise
 from baton.engine.cpu.decode_attention import attend_in_place, store
 from baton.engine.cpu.span_attention import attend_span
 from baton.engine.ops import Ops
@@ -51,15 +51,11 @@ class CompiledOps(Ops):
         int8.quantize(x, out, steps)
         return out, steps
 
-    def row_multiplier(self, matrix: Tensor, steps: Tensor, bias: Tensor | None) -> Callable[[Tensor], Tensor]:
-        sums, outs = matrix.sum(dim=1, dtype=torch.int32), len(matrix)
+    def multiplier(self, matrix: Tensor, bias: Tensor | None) -> Callable[[Tensor], Tensor] | None:
+        return panels.multiplier(matrix, bias)
 
-        def multiply(x: Tensor) -> Tensor:
-            out = x.new_empty(1, outs)
-            int8.multiply_row(x.contiguous(), matrix, steps, sums, bias, out)
-            return out
-
-        return multiply
+    def int8_multiplier(self, matrix: Tensor, steps: Tensor, bias: Tensor | None) -> Callable[[Tensor], Tensor] | None:
+        return panels.int8_multiplier(matrix, steps, bias)
 
     def dequantize(self, products: Tensor, steps: Tensor, bias: Tensor | None, dtype: torch.dtype) -> Tensor:
         out = products if dtype == torch.float32 else torch.empty_like(products, dtype=dtype)

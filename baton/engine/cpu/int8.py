@@ -1,4 +1,4 @@
-"""The steps before and after a product of int8 matrices, compiled, and the whole product for a single row.
+"""The steps before and after a product of int8 matrices, compiled.
 
 The results equal those of `baton.engine.ops.Ops`, bit for bit.
 """
@@ -6,14 +6,14 @@ The results equal those of `baton.engine.ops.Ops`, bit for bit.
 import numpy as np
 from numba import njit
 
-from baton.engine.cpu.kernel import floats, int8s, int32s, kernel, numbers, uint8s
+from baton.engine.cpu.kernel import floats, kernel, numbers, uint8s
 from baton.engine.cpu.primitives import ROUND, put, share, wide
 
 STEPS, SMALLEST = np.float32(127), np.finfo(np.float32).tiny
 
 
 @njit(error_model="numpy")
-def _round_row(values, rounded):
+def round_row(values, rounded):
     # Without their sign, floats have the same order as their bits read as integers, and NaN is the greatest.
     greatest = np.uint32(0)
     for i in range(len(values)):
@@ -31,32 +31,7 @@ def quantize(x, out, steps, rows, width):
     """As `Ops.quantize`."""
     first, last = share(rows)
     for row in range(first, last):
-        steps[row] = _round_row(x[row * width : (row + 1) * width], out[row * width : (row + 1) * width])
-
-
-@kernel(
-    "outs * width",
-    x=numbers("1", "width"),
-    matrix=int8s("outs", "width"),
-    steps=floats("outs"),
-    sums=int32s("outs"),
-    bias=numbers("outs", optional=True),
-    out=numbers("1", "outs"),
-)
-def multiply_row(x, matrix, steps, sums, bias, has_bias, out, width, outs):
-    """What `quantize`, oneDNN and `dequantize` compute for a single row. Such a product is short compared with three calls."""
-    rounded = np.empty(width, np.uint8)
-    step = _round_row(x, rounded)
-    first, last = share(outs)
-    for i in range(first, last):
-        weights = matrix[i * width : (i + 1) * width]
-        product = np.int32(0)
-        for k in range(width):
-            product += np.int32(np.int32(rounded[k]) * np.int32(weights[k]))
-        value = np.float32(np.int32(product - np.int32(128) * sums[i])) * steps[i] * step
-        if has_bias:
-            value += wide(bias[i])
-        put(out, i, value)
+        steps[row] = round_row(x[row * width : (row + 1) * width], out[row * width : (row + 1) * width])
 
 
 @kernel(

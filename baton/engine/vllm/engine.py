@@ -364,10 +364,8 @@ def _start(options: Options, link: Host) -> Started:
     (pool,) = pools
     model, cache = llm.model_config, llm.vllm_config.cache_config
     eos = arguments.end_tokens(options.path)
-    identity = (pool.layout.model_fingerprint, pool.layout.packing, model.dtype, sorted(options.vllm.items()), options.batch_invariant)
-    text = "\n".join(map(str, identity))
     traits = Traits(
-        model_fingerprint=blake2b(text.encode(), digest_size=16, person=b"baton.vllm").hexdigest(),
+        model_fingerprint=_fingerprint(pool.layout, model.dtype, options),
         tokenizer_fingerprint=tokenizer_fingerprint(options.path),
         max_model_len=model.max_model_len,
         max_num_seqs=options.limits.max_num_seqs,
@@ -377,6 +375,12 @@ def _start(options: Options, link: Host) -> Started:
     )
     bounds = Bounds(traits.max_num_seqs, options.limits.max_queue, traits.max_model_len, model.get_vocab_size(), eos)
     return Started(llm, pool, traits, bounds)
+
+
+def _fingerprint(layout: KvLayout, dtype: Any, options: Options) -> str:
+    """Of everything that may change a token."""
+    identity = (layout.model_fingerprint, layout.packing, dtype, sorted(options.vllm.items()), options.batch_invariant)
+    return blake2b("\n".join(map(str, identity)).encode(), digest_size=16, person=b"baton.vllm").hexdigest()
 
 
 def _staged_blocks(options: Options, layout: KvLayout, blocks: int) -> int:

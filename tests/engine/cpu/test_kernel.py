@@ -11,8 +11,9 @@ import torch
 from numba.core import ccallback
 from torch import Tensor
 
-from baton.engine.cpu import decode_attention, int8, kernel, pointwise, span_attention
+from baton.engine.cpu import decode_attention, int8, kernel, panels, pointwise, span_attention
 from baton.engine.cpu.kernel import INT, REAL, ArgumentError, floats, int64s, numbers
+from baton.engine.cpu.tile import OUTS
 
 
 @kernel.kernel(
@@ -121,11 +122,12 @@ KERNELS: dict[str, Callable[..., None]] = {
     "gated": pointwise.gated,
     "rotate": pointwise.rotate,
     "quantize": int8.quantize,
-    "multiply_row": int8.multiply_row,
     "dequantize": int8.dequantize,
     "attend": decode_attention._attend,
     "store": decode_attention._store,
     "weigh_span": span_attention._weigh_span,
+    "product": panels._product,
+    "product_int8": panels._product_int8,
 }
 # A call to each kernel with tensors that fit: 3 rows or tokens of 8 numbers.
 GOOD: dict[str, tuple[Any, ...]] = {
@@ -133,9 +135,6 @@ GOOD: dict[str, tuple[Any, ...]] = {
     "gated": (half(3, 16), half(3, 8), 0),
     "rotate": (half(3, 2, 8), torch.zeros(3, 1, 4, dtype=torch.complex64)),
     "quantize": (half(3, 8), torch.zeros(3, 8, dtype=torch.uint8), torch.zeros(3)),
-    "multiply_row": (
-        half(1, 8), torch.zeros(5, 8, dtype=torch.int8), torch.zeros(5), torch.zeros(5, dtype=torch.int32), half(5), half(1, 5),
-    ),
     "dequantize": (torch.zeros(3, 8), torch.zeros(3), half(8), half(3, 8)),
     "attend": (
         half(4, 2, 2, 1, 4, 8), half(3, 2, 8), half(3, 2, 1, 8), half(3, 16), torch.tensor([0, 1, 2, 0, 1, 2, 1, 2, 3]),
@@ -143,6 +142,11 @@ GOOD: dict[str, tuple[Any, ...]] = {
     ),
     "store": (half(3, 2, 1, 8), half(64, 8), torch.arange(6)),
     "weigh_span": (torch.zeros(6, 8), half(6, 8), torch.zeros(6), 3, 4, 1 << 62, 0.0),
+    "product": (half(3, 8), half(OUTS * 8), torch.zeros(OUTS), half(3, OUTS)),
+    "product_int8": (
+        half(3, 8), torch.zeros(OUTS * 8, dtype=torch.int8), torch.zeros(OUTS), torch.zeros(OUTS, dtype=torch.int32), torch.zeros(OUTS),
+        half(3, OUTS),
+    ),
 }  # fmt: skip
 TENSORS = [(name, i) for name, given in GOOD.items() for i, value in enumerate(given) if isinstance(value, Tensor)]
 
@@ -150,7 +154,7 @@ TENSORS = [(name, i) for name, given in GOOD.items() for i, value in enumerate(g
 def test_every_compiled_kernel_is_tested_here() -> None:
     made = {
         name.lstrip("_")
-        for module in (pointwise, int8, decode_attention, span_attention)
+        for module in (pointwise, int8, decode_attention, span_attention, panels)
         for name, value in vars(module).items()
         if getattr(value, "__code__", None) and value.__code__.co_filename.startswith("<call of")
     }

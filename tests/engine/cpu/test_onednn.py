@@ -1,4 +1,4 @@
-"""oneDNN has fast code for every product of every model family: its own log says which code ran."""
+"""oneDNN has fast code for every product of every model family that it is given: its own log says which code ran."""
 
 import pytest
 import torch

@@ -1,0 +1,144 @@
+"""Products with a matrix of weights, compiled, for any number of rows: at few rows as fast as the weights can be read."""
+
+from collections.abc import Callable
+
+import numpy as np
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from baton.engine.cpu.int8 import round_row
+from baton.engine.cpu.kernel import floats, int8s, int32s, kernel, numbers
+from baton.engine.cpu.primitives import share
+from baton.engine.cpu.tile import BFLOAT16, FLOAT32, INT8, OUTS, ROWS, VNNI, add_tile, host_has, scale_row
+
+CHUNK = 64 // ROWS * ROWS  # rows of x that stay in the cache while a thread's panels pass: whole tiles
+DEPTH = 2048  # numbers of each row for which a panel stays in the cache
+OUTS_PADDED = f"-(-outs // {OUTS}) * {OUTS}"
+PANELS = f"{OUTS_PADDED} * width"
+
+
+def group(dtype: torch.dtype) -> int | None:
+    """The width of a matrix must be a multiple of this. None: oneDNN multiplies such a matrix faster, or as the only one: it has
+    instructions for whole tiles (AMX), or the kernels are compiled for a family of processors and lack what this one has."""
+    if dtype == torch.float32:
+        return FLOAT32.group
+    if dtype == torch.bfloat16:
+        lacking = BFLOAT16.group == 1 and host_has("avx512bf16")
+        return None if lacking or host_has("amx-bf16") else BFLOAT16.group
+    return INT8.group if VNNI and not host_has("amx-int8") else None
+
+
+def panels(matrix: Tensor) -> Tensor:
+    """`[outs, width]` as panels, in a row (see `baton.engine.cpu.tile`). The last one ends with rows of zeros."""
+    together, (outs, width) = group(matrix.dtype), matrix.shape
+    assert together is not None
+    packed = matrix.new_zeros(-(-outs // OUTS), width // together, OUTS, together)
+    whole = outs // OUTS
+    packed[:whole] = matrix[: whole * OUTS].view(-1, OUTS, width // together, together).transpose(1, 2)
+    if rest := outs % OUTS:
+        packed[-1, :, :rest] = matrix[-rest:].view(rest, -1, together).transpose(0, 1)
+    return packed.view(-1)
+
+
+def multiplier(matrix: Tensor, bias: Tensor | None) -> Callable[[Tensor], Tensor] | None:
+    """x `[T, width]` → x Wᵀ + bias `[T, outs]` for W `[outs, width]` of the type of x. None if that cannot be multiplied here."""
+    if not _fits(matrix):
+        return None
+    outs = len(matrix)
+    weights, begin = panels(matrix), padded(bias, outs)
+
+    def multiply(x: Tensor) -> Tensor:
+        out = x.new_empty(len(x), outs)
+        _product(x.contiguous(), weights, begin, out)
+        return out
+
+    return multiply
+
+
+def int8_multiplier(matrix: Tensor, scales: Tensor, bias: Tensor | None) -> Callable[[Tensor], Tensor] | None:
+    """As `Ops.quantize`, the product with int8 `[outs, width]`, and `Ops.dequantize`, with the same bits."""
+    if not _fits(matrix):
+        return None
+    outs = len(matrix)
+    weights, zeros = panels(matrix), padded(matrix.sum(dim=1, dtype=torch.int32).mul_(-128), outs)
+    steps, added = padded(scales, outs), padded(bias, outs)
+
+    def multiply(x: Tensor) -> Tensor:
+        out = x.new_empty(len(x), outs)
+        _product_int8(x.contiguous(), weights, steps, zeros, added, out)
+        return out
+
+    return multiply
+
+
+def _fits(matrix: Tensor) -> bool:
+    together = group(matrix.dtype)
+    return together is not None and matrix.numel() > 0 and matrix.shape[1] % together == 0
+
+
+def padded(vector: Tensor | None, outs: int) -> Tensor:
+    """With a number for each row of the panels; None: zeros."""
+    if vector is None:
+        return torch.zeros(outs + -outs % OUTS)
+    return F.pad(vector if vector.dtype == torch.int32 else vector.float(), (0, -outs % OUTS))
+
+
+@kernel("outs * width", x=numbers("rows", "width"), weights=numbers(PANELS), bias=floats(OUTS_PADDED), out=numbers("rows", "outs"))
+def _product(x, weights, bias, out, rows, width, outs):
+    first, last = share(-(-outs // OUTS))
+    sums, spare = np.empty(CHUNK * OUTS, np.float32), np.empty(ROWS * OUTS, out.dtype)
+    for start in range(0, rows, CHUNK):
+        for panel in range(first, last):
+            base = panel * OUTS
+            for k in range(0, width, DEPTH):
+                part, depth = weights[base * width + k * OUTS :], min(DEPTH, width - k)
+                for tile in range(start, min(start + CHUNK, rows), ROWS):
+                    count, totals, new = min(ROWS, rows - tile), sums[(tile - start) * OUTS :], x[tile * width + k :]
+                    before, gap = (totals, OUTS) if k else (bias[base:], 0)
+                    if k + depth < width:
+                        add_tile(before, gap, new, width, part, count, depth, totals, OUTS)
+                    elif base + OUTS <= outs:
+                        add_tile(before, gap, new, width, part, count, depth, out[tile * outs + base :], outs)
+                    else:
+                        add_tile(before, gap, new, width, part, count, depth, spare, OUTS)
+                        for r in range(count):
+                            out[(tile + r) * outs + base : (tile + r + 1) * outs] = spare[r * OUTS : r * OUTS + outs - base]
+
+
+@kernel(
+    "outs * width",
+    x=numbers("rows", "width"),
+    weights=int8s(PANELS),
+    scales=floats(OUTS_PADDED),
+    zeros=int32s(OUTS_PADDED),
+    bias=floats(OUTS_PADDED),
+    out=numbers("rows", "outs"),
+)
+def _product_int8(x, weights, scales, zeros, bias, out, rows, width, outs):
+    """Each thread rounds all rows itself: that is little work beside the product, and less than to wait for each other. Rounded numbers
+    have 128 added; sums begin with what that adds to them, subtracted."""
+    first, last = share(-(-outs // OUTS))
+    sums, spare = np.empty(CHUNK * OUTS, np.int32), np.empty(OUTS, out.dtype)
+    rounded, steps = np.empty(CHUNK * width, np.uint8), np.empty(CHUNK, np.float32)
+    for start in range(0, rows, CHUNK):
+        for row in range(start, min(start + CHUNK, rows)):
+            at = (row - start) * width
+            steps[row - start] = round_row(x[row * width : (row + 1) * width], rounded[at : at + width])
+        for panel in range(first, last):
+            base = panel * OUTS
+            for k in range(0, width, DEPTH):
+                part, depth = weights[base * width + k * OUTS :], min(DEPTH, width - k)
+                for tile in range(0, min(CHUNK, rows - start), ROWS):
+                    count, totals = min(ROWS, rows - start - tile), sums[tile * OUTS :]
+                    before, gap = (totals, OUTS) if k else (zeros[base:], 0)
+                    add_tile(before, gap, rounded[tile * width + k :], width, part, count, depth, totals, OUTS)
+                    if k + depth < width:
+                        continue
+                    for r in range(count):
+                        whole, at = totals[r * OUTS :], (start + tile + r) * outs + base
+                        if base + OUTS <= outs:
+                            scale_row(whole, scales[base:], steps[tile + r], bias[base:], out[at:])
+                        else:
+                            scale_row(whole, scales[base:], steps[tile + r], bias[base:], spare)
+                            out[at : at + outs - base] = spare[: outs - base]

@@ -1,0 +1,212 @@
+"""The innermost loop of a product x Wᵀ: a tile of the result, up to ROWS rows of x by OUTS rows of W, whose sums stay in registers.
+
+It is written in LLVM's language, because Numba has no vectors: each step loads OUTS numbers of W, and multiplies and adds them for each row
+of x (as in BLIS, van Zee and van de Geijn 2015). W lies in panels of OUTS rows, `[steps, OUTS, group]`: the loop reads it from front to
+back, once. A group is as many neighbours of a row as one instruction multiplies and adds: 2 of bfloat16 (AVX512_BF16), 4 of int8 (VNNI),
+else 1. Each sum adds its products in the order of the row, whatever the number of rows: a row of the result depends on its own row of x
+alone, bit for bit.
+"""
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+from llvmlite import binding, ir
+from numba import config, types
+from numba.core import cgutils
+from numba.extending import intrinsic
+
+FAMILIES = {"x86-64-v3": {"avx2", "fma"}, "x86-64-v4": {"avx2", "fma", "avx512f", "avx512vl"}}
+
+
+def features() -> set[str]:
+    """Of the processor that Numba compiles for."""
+    if config.CPU_NAME in (None, "host"):
+        return {name for name, there in binding.get_host_cpu_features().items() if there}
+    given = (config.CPU_FEATURES or "").split(",")
+    return FAMILIES.get(config.CPU_NAME, set()) | {name.removeprefix("+") for name in given if name.startswith("+")}
+
+
+def host_has(feature: str) -> bool:
+    """Whether this processor has it, whatever the kernels are compiled for."""
+    return bool(binding.get_host_cpu_features().get(feature, False))
+
+
+FEATURES = features()
+# Numbers of a register, registers of sums for each row, and rows: all sums and a step's numbers of W are in registers.
+LANES, VECTORS, ROWS = (16, 2, 8) if "avx512f" in FEATURES else (8, 2, 6) if "avx2" in FEATURES else (4, 4, 6)
+OUTS = LANES * VECTORS
+
+FLOAT, I8, I16, I32, I64 = ir.FloatType(), ir.IntType(8), ir.IntType(16), ir.IntType(32), ir.IntType(64)
+FLOATS, INTS = ir.VectorType(FLOAT, LANES), ir.VectorType(I32, LANES)
+
+
+class _Bfloat(ir.Type):
+    def _to_string(self) -> str:
+        return "bfloat"
+
+    def __eq__(self, other: object) -> bool:
+        return isinstance(other, _Bfloat)
+
+    def __hash__(self) -> int:
+        return hash(_Bfloat)
+
+
+@dataclass(frozen=True, slots=True)
+class Kind:
+    """How numbers of one type are multiplied. A step's numbers of one row are loaded as one number of type `loaded`."""
+
+    group: int
+    loaded: Any
+    total: Any  # a vector of sums
+    add: Callable[[Any, Any, Any, Any], Any]  # (builder, sums, W's numbers as a vector of `loaded`, x's as another) → sums
+
+
+def _call(builder: Any, name: str, *arguments: Any) -> Any:
+    """Of one of LLVM's intrinsics that returns what its last or, for the others, its first argument is."""
+    returned = arguments[-1 if name.startswith("llvm.fma") else 0].type
+    return builder.call(
+        cgutils.get_or_insert_function(builder.module, ir.FunctionType(returned, [a.type for a in arguments]), name), arguments
+    )
+
+
+def _all(number: int) -> Any:
+    return ir.Constant(INTS, [number] * LANES)
+
+
+def _fma(builder: Any, total: Any, w: Any, x: Any) -> Any:
+    return _call(builder, f"llvm.fma.v{LANES}f32", w, x, total)
+
+
+def _fma_bfloat16(builder: Any, total: Any, w: Any, x: Any) -> Any:
+    """bfloat16 is float32 without its last bits."""
+    wide = (builder.bitcast(builder.shl(builder.zext(bits, INTS), _all(16)), FLOATS) for bits in (w, x))
+    return _fma(builder, total, *wide)
+
+
+def _dot_bfloat16(builder: Any, total: Any, w: Any, x: Any) -> Any:
+    pairs = (builder.bitcast(each, ir.VectorType(_Bfloat(), 2 * LANES)) for each in (w, x))
+    return _call(builder, f"llvm.x86.avx512bf16.dpbf16ps.{32 * LANES}", total, *pairs)
+
+
+def _multiply_int8(builder: Any, total: Any, w: Any, x: Any) -> Any:
+    return builder.add(total, builder.mul(builder.sext(w, INTS), builder.zext(x, INTS)))
+
+
+def _dot_int8(builder: Any, total: Any, w: Any, x: Any) -> Any:
+    return _call(builder, f"llvm.x86.avx512.vpdpbusd.{32 * LANES}", total, x, w)  # the unsigned operand is the second
+
+
+FLOAT32 = Kind(1, FLOAT, FLOATS, _fma)
+BFLOAT16 = Kind(2, I32, FLOATS, _dot_bfloat16) if "avx512bf16" in FEATURES else Kind(1, I16, FLOATS, _fma_bfloat16)
+VNNI = {"avx512vnni", "avx512vl"} <= FEATURES or "avxvnni" in FEATURES
+INT8 = Kind(4, I32, INTS, _dot_int8) if VNNI else Kind(1, I8, INTS, _multiply_int8)
+_KINDS = {types.float32: FLOAT32, types.uint16: BFLOAT16, types.int8: INT8}
+
+
+@intrinsic
+def add_tile(context: Any, before: Any, gap: Any, x: Any, width: Any, panel: Any, rows: Any, depth: Any, after: Any, apart: Any) -> Any:
+    """`after[r, o] = before[r, o] + Σ x[r, k] · panel[k, o]` for 1 to ROWS rows, and k up to `depth`, a multiple of the group above 0.
+
+    Rows of x lie `width` numbers apart, those of `before` `gap`, those of `after` `apart`. Where `after` is bfloat16, sums are rounded.
+    Where the panel is int8, x is uint8, and sums are int32.
+    """
+    kind = _KINDS[panel.dtype]
+
+    def generate(context: Any, builder: Any, signature: Any, arguments: Any) -> Any:
+        first, gap, numbers, width, panel, rows, depth, last, apart = _given(context, builder, signature, arguments)
+        step, steps = (builder.udiv(count, I64(kind.group)) for count in (width, depth))
+        numbers, panel = (builder.bitcast(each, kind.loaded.as_pointer()) for each in (numbers, panel))
+        done = builder.append_basic_block("done")
+        cases = builder.switch(rows, done)
+        for count in range(1, ROWS + 1):
+            case = builder.append_basic_block(f"rows{count}")
+            cases.add_case(count, case)
+            builder.position_at_end(case)
+            places, xs = (
+                [builder.gep(at, [builder.mul(far, I64(r))]) for r in range(count)] for at, far in ((first, gap), (numbers, step))
+            )
+            sums = _sums(builder, kind, [_vectors(builder, place, kind.total) for place in places], xs, panel, steps)
+            for r, row in enumerate(sums):
+                _store(builder, row, builder.gep(last, [builder.mul(apart, I64(r))]))
+            builder.branch(done)
+        builder.position_at_end(done)
+        return context.get_dummy_value()
+
+    int64 = types.int64
+    return types.void(before, int64, x, int64, panel, int64, int64, after, int64), generate
+
+
+@intrinsic
+def scale_row(context: Any, sums: Any, scales: Any, step: Any, bias: Any, out: Any) -> Any:
+    """`out[o] = sums[o] · scales[o] · step + bias[o]` for OUTS sums of int32."""
+
+    def generate(context: Any, builder: Any, signature: Any, arguments: Any) -> Any:
+        sums, scales, step, bias, out = _given(context, builder, signature, arguments)
+        step, row = _spread(builder, step), []
+        for total, scale, added in zip(
+            *(_vectors(builder, each, INTS if each is sums else FLOATS) for each in (sums, scales, bias)), strict=True
+        ):
+            row.append(builder.fadd(builder.fmul(builder.fmul(builder.sitofp(total, FLOATS), scale), step), added))
+        _store(builder, row, out)
+        return context.get_dummy_value()
+
+    return types.void(sums, scales, types.float32, bias, out), generate
+
+
+def _sums(builder: Any, kind: Kind, sums: list[list[Any]], x: list[Any], panel: Any, steps: Any) -> list[list[Any]]:
+    """The loop, from sums `[rows][VECTORS]` to sums. `x`: where each row begins."""
+    entry, loop, after = builder.block, builder.append_basic_block("step"), builder.append_basic_block("after")
+    builder.branch(loop)
+    builder.position_at_end(loop)
+    k = builder.phi(I64)
+    totals = [[builder.phi(kind.total) for _ in row] for row in sums]
+    weights = _vectors(builder, builder.gep(panel, [builder.mul(k, I64(OUTS))]), ir.VectorType(kind.loaded, LANES))
+    added = []
+    for row, start in zip(totals, x, strict=True):
+        number = _spread(builder, builder.load(builder.gep(start, [k]), align=1))
+        added.append([kind.add(builder, total, w, number) for total, w in zip(row, weights, strict=True)])
+    following = builder.add(k, I64(1))
+    builder.cbranch(builder.icmp_signed("<", following, steps), loop, after)
+    pairs = [(k, I64(0), following)]
+    pairs += [each for rows in zip(totals, sums, added, strict=True) for each in zip(*rows, strict=True)]
+    for phi, at_first, then in pairs:
+        phi.add_incoming(at_first, entry)
+        phi.add_incoming(then, loop)
+    builder.position_at_end(after)
+    return added
+
+
+def _given(context: Any, builder: Any, signature: Any, arguments: Any) -> list[Any]:
+    """Where the numbers of each array are; other arguments as they are."""
+    return [
+        context.make_array(kind)(context, builder, value).data if isinstance(kind, types.Array) else value
+        for kind, value in zip(signature.args, arguments, strict=True)
+    ]
+
+
+def _vectors(builder: Any, place: Any, kind: Any) -> list[Any]:
+    """OUTS numbers, not aligned."""
+    places = (builder.gep(place, [I64(v * LANES)]) for v in range(VECTORS))
+    return [builder.load(builder.bitcast(each, kind.as_pointer()), align=1) for each in places]
+
+
+def _spread(builder: Any, number: Any) -> Any:
+    """A vector of equal numbers."""
+    none = ir.Constant(ir.VectorType(number.type, LANES), ir.Undefined)
+    return builder.shuffle_vector(builder.insert_element(none, number, I32(0)), none, _all(0))
+
+
+def _store(builder: Any, row: list[Any], place: Any) -> None:
+    for v, value in enumerate(row):
+        value = _rounded(builder, value) if place.type.pointee == I16 else value
+        builder.store(value, builder.bitcast(builder.gep(place, [I64(v * LANES)]), value.type.as_pointer()), align=1)
+
+
+def _rounded(builder: Any, value: Any) -> Any:
+    """float32 as bfloat16, to nearest even; NaN stays NaN."""
+    bits = builder.bitcast(value, INTS)
+    even = builder.and_(builder.lshr(bits, _all(16)), _all(1))
+    rounded = builder.lshr(builder.add(builder.add(bits, _all(0x7FFF)), even), _all(16))
+    kept = builder.select(builder.fcmp_unordered("uno", value, value), _all(0x7FC0), rounded)
+    return builder.trunc(kept, ir.VectorType(I16, LANES))

@@ -1,0 +1,148 @@
+"""Products with weights in panels: the plain product's numbers, the same bits for a row in any batch, on processors of every kind."""
+
+import os
+import platform
+import subprocess
+import sys
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+import torch
+from torch import Tensor
+
+from baton.engine.cpu import panels, tile
+from baton.engine.cpu.tile import BFLOAT16, FLOAT32, INT8, OUTS, ROWS
+from baton.engine.ops import Ops
+
+GROUPS = {torch.float32: FLOAT32.group, torch.bfloat16: BFLOAT16.group, torch.int8: INT8.group}
+FLOATS = [torch.float32, torch.bfloat16]
+SHAPES = [(1, 4), (3, 20), (OUTS, 64), (130, 200), (700, 96), (65, panels.DEPTH + 4), (40, 2 * panels.DEPTH)]
+BATCHES = sorted({1, 2, 3, ROWS - 1, ROWS, ROWS + 1, 2 * ROWS + 1, panels.CHUNK, panels.CHUNK + 3})
+Multiply = Callable[[Tensor], Tensor]
+
+
+@pytest.fixture(autouse=True)
+def every_type(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Also those that oneDNN multiplies faster on this processor."""
+    monkeypatch.setattr(panels, "group", GROUPS.get)
+
+
+@pytest.fixture(params=[1, 3], autouse=True)
+def threads(request: pytest.FixtureRequest) -> None:
+    before = torch.get_num_threads()
+    torch.set_num_threads(request.param)
+    request.addfinalizer(lambda: torch.set_num_threads(before))
+
+
+def numbers(*shape: int) -> Tensor:
+    return torch.randn(*shape, generator=torch.Generator().manual_seed(sum(shape)))
+
+
+def small(matrix: Tensor) -> tuple[Tensor, Tensor]:
+    """int8, and the steps of its rows."""
+    steps = matrix.abs().amax(dim=1).div(127)
+    return matrix.div(steps[:, None]).round().to(torch.int8), steps
+
+
+def made(multiply: Multiply | None) -> Multiply:
+    assert multiply is not None
+    return multiply
+
+
+def check_rows(multiply: Multiply, x: Tensor, whole: Tensor) -> None:
+    for count in BATCHES:
+        assert torch.equal(multiply(x[:count]), whole[:count])
+        assert torch.equal(multiply(x[2 : 2 + count]), whole[2 : 2 + count])
+
+
+@pytest.mark.parametrize("dtype", FLOATS)
+@pytest.mark.parametrize("bias", [False, True])
+@pytest.mark.parametrize(("outs", "width"), SHAPES)
+def test_products_are_those_of_plain_torch_and_a_row_is_the_same_in_any_batch(
+    dtype: torch.dtype, bias: bool, outs: int, width: int
+) -> None:
+    weight, x = numbers(outs, width).to(dtype), numbers(panels.CHUNK + 9, width).to(dtype)
+    added = numbers(outs).to(dtype) if bias else None
+    multiply = made(panels.multiplier(weight, added))
+    whole = multiply(x)
+    exact = x.double() @ weight.double().T + (added.double() if added is not None else 0)
+    # Each product is rounded to float32 as it is added; the result once more, to its own type.
+    sizes = x.double().abs() @ weight.double().abs().T
+    bound = sizes * 2.0**-23 * width**0.5 + exact.abs() * (2.0**-8 if dtype == torch.bfloat16 else 2.0**-23) + 1e-6
+    assert whole.dtype == dtype and not ((whole.double() - exact).abs() > bound).any()
+    check_rows(multiply, x, whole)
+
+
+@pytest.mark.parametrize("dtype", FLOATS)
+@pytest.mark.parametrize("bias", [False, True])
+@pytest.mark.parametrize(("outs", "width"), SHAPES)
+def test_int8_products_have_the_bits_of_plain_torch(dtype: torch.dtype, bias: bool, outs: int, width: int) -> None:
+    weight, scales = small(numbers(outs, width))
+    x = (numbers(panels.CHUNK + 9, width) * torch.logspace(-3, 3, panels.CHUNK + 9)[:, None]).to(dtype)
+    x[0] = 0
+    added = numbers(outs).to(dtype) if bias else None
+    multiply = made(panels.int8_multiplier(weight, scales, added))
+    whole, (rounded, steps) = multiply(x), Ops().quantize(x)
+    products = ((rounded.double() - 128) @ weight.double().T).float() * scales
+    assert torch.equal(whole, Ops().dequantize(products, steps, added, dtype))
+    check_rows(multiply, x, whole)
+
+
+@pytest.mark.parametrize("dtype", FLOATS)
+def test_nan_and_infinity_stay_in_their_rows(dtype: torch.dtype) -> None:
+    weight, x = numbers(OUTS + 5, 64).to(dtype), numbers(5, 64).to(dtype)
+    x[1, 3], x[2, 0], x[3, 7] = torch.nan, torch.inf, -torch.inf
+    y = made(panels.multiplier(weight, None))(x)
+    assert y[[0, 4]].isfinite().all() and y[1].isnan().all() and not y[2:4].isfinite().any()
+
+
+def test_bfloat16_is_rounded_to_nearest_even() -> None:
+    """2⁻⁸ is half a step of bfloat16 at 1, and 3 · 2⁻⁸ one and a half."""
+    x = torch.tensor([[1, 2.0**-8, 0, 0], [1, 0, 3 * 2.0**-8, 0], [-1, 0, 0, -(2.0**-8)]], dtype=torch.bfloat16)
+    y = made(panels.multiplier(torch.ones(1, 4, dtype=torch.bfloat16), None))(x)
+    assert y[:, 0].tolist() == [1, 1 + 2.0**-6, -1]
+
+
+@pytest.mark.parametrize("dtype", FLOATS)
+def test_no_rows_and_no_weights(dtype: torch.dtype) -> None:
+    assert made(panels.multiplier(numbers(5, 8).to(dtype), None))(torch.empty(0, 8, dtype=dtype)).shape == (0, 5)
+    assert panels.multiplier(torch.empty(0, 8, dtype=dtype), None) is None
+    assert panels.multiplier(torch.empty(8, 0, dtype=dtype), None) is None
+
+
+def test_a_width_that_is_no_multiple_of_the_group_is_left_to_others() -> None:
+    for dtype, group in GROUPS.items():
+        if group > 1:
+            assert panels.multiplier(torch.zeros(8, group + 1, dtype=dtype), None) is None
+    assert panels.multiplier(torch.zeros(8, 5, dtype=torch.float64), None) is None
+
+
+def test_panels_keep_nothing_of_the_matrix() -> None:
+    """Its memory may be a file that is to be closed."""
+    for shape in ((OUTS, 1), (OUTS, 8), (1, 8)):
+        matrix = torch.ones(shape)
+        packed = panels.panels(matrix)
+        matrix.zero_()
+        assert packed.sum() == shape[0] * shape[1]
+
+
+FAMILY = """
+import sys
+import pytest
+from baton.engine.cpu import tile
+print(tile.LANES, tile.BFLOAT16.group, tile.INT8.group, flush=True)
+sys.exit(pytest.main(["-q", "-p", "no:cacheprovider", "-k", "not family", sys.argv[1]]))
+"""
+
+
+@pytest.mark.skipif(platform.machine() != "x86_64" or "avx2" not in tile.FEATURES, reason="no such processors are at hand")
+@pytest.mark.parametrize(("family", "lanes"), [("x86-64", 4), ("x86-64-v3", 8)])
+def test_a_family_of_processors_without_the_newest_instructions(family: str, lanes: int, tmp_path: Path) -> None:
+    """The same tests, with the kernels compiled for it."""
+    if torch.get_num_threads() > 1:
+        pytest.skip("once is enough")
+    env = {**os.environ, "NUMBA_CPU_NAME": family, "NUMBA_CPU_FEATURES": "", "NUMBA_CACHE_DIR": str(tmp_path)}
+    done = subprocess.run([sys.executable, "-c", FAMILY, __file__], env=env, capture_output=True, text=True, timeout=600)
+    assert done.returncode == 0, done.stdout[-3000:] + done.stderr[-3000:]
+    assert done.stdout.split()[:3] == [str(lanes), "1", "1"]
