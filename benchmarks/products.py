@@ -1,9 +1,9 @@
-"""Products of a matrix of weights with a few rows or many: Baton's kernel, oneDNN's packed one and plain torch, beside the rate at which the
-same memory can be read.
+"""Products of a matrix of weights with few rows or many: Baton's kernel, oneDNN's packed one and plain torch, beside the rate at which
+memory can be read.
 
     python benchmarks/products.py [--outs 2048] [--width 512] [--threads 1 2] [--rounds 20] [--json FILE]
 
-There are as many matrices as fill 128 MiB, which a call after another goes through, so weights come from memory and not from a cache. The
+There are as many matrices as fill 128 MiB, one for each call in turn, so weights come from memory and not from a cache. The
 arms take turns; a figure is the sum of each matrix's best time.
 """
 
@@ -11,6 +11,7 @@ import argparse
 import json
 import time
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -39,7 +40,7 @@ def arms(kind: str, weights: list[Tensor], ops: Ops) -> dict[str, Calls]:
     if onednn.multiplies(dtype):
         found["oneDNN"] = [Linear([weight], [], dtype, CPU, how, Ops(packs=True)) for weight in weights]
     if kind != "int8":
-        found["torch"] = [lambda x, weight=weight.to(dtype): F.linear(x, weight) for weight in weights]  # type: ignore[misc]
+        found["torch"] = [partial(F.linear, weight=weight.to(dtype)) for weight in weights]
     return found
 
 
