@@ -225,6 +225,12 @@ def plan(spans: Sequence[Span], paged: PagedKv, layers: Sequence[LayerAttention]
     return replace(longer, decodes=found, positions=torch.cat((positions, longer.positions)) if decodes < len(spans) else positions)
 
 
+def plan_decodes(spans: Sequence[Span], paged: PagedKv) -> Decodes:
+    """As `plan`, for spans of one token that kernels compute."""
+    paged.wipe(_begun(spans, paged.block_size))
+    return _decodes(spans, paged.block_size)
+
+
 def _decodes(spans: Sequence[Span], block_size: int) -> Decodes:
     starts = [span.start for span in spans]
     counts = [start // block_size + 1 for start in starts]

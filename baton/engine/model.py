@@ -6,14 +6,13 @@ elements of a head, V vocabulary, R requested rows.
 """
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor
 
 from baton.engine.checkpoint import ModelConfig
 from baton.engine.moe import Mixture, Mlp, activation
 from baton.engine.ops import Ops
 from baton.engine.projections import Attention, LatentAttention, SelfAttention
-from baton.engine.rope import frequencies, rotation
+from baton.engine.rope import frequencies
 from baton.engine.weights import ReadTensor, Weights
 
 
@@ -28,31 +27,29 @@ class Transformer:
         self.ops = ops
         weights = Weights(read, dtype, device, weight_dtype, ops=ops)
         self.embedding = weights.placed(weights.tensor("model.embed_tokens.weight"))  # [V, H]
-        self.scale = torch.tensor(config.embedding_scale, dtype=dtype, device=device)  # rounded, as it was in training
+        self.scale = torch.tensor(config.embedding_scale, dtype=dtype).item()  # rounded, as it was in training
         self.layers = [Layer(config, i, weights.under(f"model.layers.{i}"), ops) for i in range(config.layers)]
         self.norm = weights.vector("model.norm", config.norm_offset)  # [H]
         self.head = weights.matrix([self.embedding if config.tied else weights.tensor("lm_head.weight")])
         self.frequencies = {rope: frequencies(rope, config.rope_dim).to(device) for rope in dict.fromkeys(config.ropes)}  # [D / 2] each
 
-    def forward(self, tokens: Tensor, positions: Tensor, attention: Attention, rows: Tensor) -> Tensor:
-        """Logits `[R, V]` in float32 of the tokens at `rows`; tokens and positions are `[T]` int64. Keys and values go to `attention`."""
+    def forward(self, tokens: Tensor, positions: Tensor, attention: Attention, rows: Tensor | None) -> Tensor:
+        """Logits `[R, V]` in float32 of the tokens at `rows`, or of all; tokens and positions are `[T]` int64. Keys and values go to
+        `attention`."""
         c, norm, eps = self.config, self.ops.add_rms_norm, self.config.norm_eps
-        x = F.embedding(tokens, self.embedding)  # [T, H]
-        if c.embedding_scale != 1:
-            x *= self.scale
+        x = self.ops.embed(tokens, self.embedding, self.scale)  # [T, H]
         y: Tensor | None = None  # the output of the previous sublayer: the norm adds it to x
-        rotations = {rope: rotation(positions, turns, rope.amplitude) for rope, turns in self.frequencies.items()}
+        rotations = {rope: self.ops.rotation(positions, turns, rope.amplitude) for rope, turns in self.frequencies.items()}
         for i, layer in enumerate(self.layers):
             y = layer.attention(norm(x, y, layer.norm1, eps), rotations[c.ropes[i]], i, attention)
             if layer.post_norm1 is not None:
                 y = norm(y, None, layer.post_norm1, eps)
-            if layer is self.layers[-1]:
+            if layer is self.layers[-1] and rows is not None:
                 x, y = x[rows], y[rows]  # [R, H]: after the last attention, no token depends on another
             y = layer.mlp(norm(x, y, layer.norm2, eps))
             if layer.post_norm2 is not None:
                 y = norm(y, None, layer.post_norm2, eps)
-        logits = self.head(norm(x, y, self.norm, eps)).float()
-        return logits if c.logit_softcap is None else c.logit_softcap * torch.tanh(logits / c.logit_softcap)
+        return self.ops.logits(self.head(norm(x, y, self.norm, eps)), c.logit_softcap)
 
 
 class Layer:

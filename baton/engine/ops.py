@@ -11,6 +11,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from baton.engine.attention import Kernels
+from baton.engine.rope import rotation
 
 TINY = torch.finfo(torch.float32).tiny  # the step of a row of zeros
 
@@ -19,6 +20,7 @@ class Ops:
     """What a `Transformer` computes between two matrices. Subclasses compute the same numbers, up to rounding, but faster."""
 
     attention: Kernels | None = None
+    records = False  # whether a step can be recorded (see `baton.engine.cpu.recording`)
 
     def __init__(self, packs: bool = False) -> None:
         """`packs`: matrices on a CPU are reordered for oneDNN (see `Linear`)."""
@@ -29,6 +31,24 @@ class Ops:
         if y is not None:
             x += y
         return F.rms_norm(x, x.shape[-1:], weight, eps)
+
+    def embed(self, tokens: Tensor, table: Tensor, scale: float) -> Tensor:
+        """Rows of `[V, H]`, times `scale`, for tokens `[T]`."""
+        x = F.embedding(tokens, table)
+        return x if scale == 1 else x.mul_(torch.tensor(scale, dtype=x.dtype))  # the scale is rounded, as it was in training
+
+    def rotation(self, positions: Tensor, frequencies: Tensor, amplitude: float) -> Tensor:
+        """See `baton.engine.rope.rotation`."""
+        return rotation(positions, frequencies, amplitude)
+
+    def norm_heads_(self, x: Tensor, weight: Tensor, eps: float) -> None:
+        """`x / √(mean(x²) + eps) · weight`, in place, for each head of `[T, heads, D]`; the weight is `[heads, D]`."""
+        x.copy_(F.rms_norm(x, x.shape[-1:], None, eps) * weight)
+
+    def logits(self, x: Tensor, cap: float | None) -> Tensor:
+        """As float32; with a cap, cap · tanh(x / cap)."""
+        x = x.float()
+        return x if cap is None else cap * torch.tanh(x / cap)
 
     def silu_mul(self, gate_up: Tensor) -> Tensor:
         """silu(gate) · up of `[T, 2 I]`, gate first: `[T, I]`."""

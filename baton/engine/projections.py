@@ -7,7 +7,6 @@ Letters in shapes: T tokens, H hidden, Hq query heads, Hkv key/value heads, D he
 from collections.abc import Callable
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor
 
 from baton.engine.checkpoint import LatentConfig, ModelConfig
@@ -49,7 +48,7 @@ class SelfAttention:
         heads = self.qkv(x).view(x.shape[0], c.heads + 2 * c.kv_heads, c.head_dim)  # [T, Hq + 2 Hkv, D]
         qk = heads[:, : c.heads + c.kv_heads]
         if self.qk_norm is not None:
-            qk.copy_(F.rms_norm(qk, qk.shape[-1:], None, c.norm_eps) * self.qk_norm)
+            self.ops.norm_heads_(qk, self.qk_norm, c.norm_eps)
         self.ops.rotate_(qk, rotation)
         kv = heads[:, c.heads :].view(-1, 2, c.kv_heads, c.head_dim)  # [T, 2, Hkv, D]
         return self.out(attention(layer, heads[:, : c.heads], kv))

@@ -3,6 +3,7 @@
 from collections.abc import Callable
 from collections.abc import Sequence as Seq
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 import torch
 import torch.nn.functional as F
@@ -20,6 +21,9 @@ from baton.engine.model import Transformer
 from baton.engine.protocol import Chunk
 from baton.engine.sampler import sample
 from baton.engine.sampling import Sampled
+
+if TYPE_CHECKING:
+    from baton.engine.cpu.decode_steps import DecodeSteps
 
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
 WEIGHT_DTYPES = ("auto", "int8")
@@ -42,6 +46,7 @@ class ModelRunner:
         self.eos_token_ids = model.config.eos_token_ids
         self.max_positions = model.config.max_positions
         self._paged: PagedKv | None = None
+        self._steps: DecodeSteps | None = None
 
     @classmethod
     def load(
@@ -104,7 +109,13 @@ class ModelRunner:
         if tensor is None:
             tensor = torch.from_numpy(pool.array).view(DTYPES[self.layout.dtype])
         self.pool = pool
-        self._paged = PagedKv(tensor.view(pool.num_blocks, *self.layout.block_shape), self.layout.value_dim, self.model.ops.attention)
+        self._paged = paged = PagedKv(
+            tensor.view(pool.num_blocks, *self.layout.block_shape), self.layout.value_dim, self.model.ops.attention
+        )
+        if self.model.ops.records:
+            from baton.engine.cpu.decode_steps import DecodeSteps
+
+            self._steps = DecodeSteps(self.model, paged)
 
     def run(self, batch: Seq[Chunk]) -> list[Sampled | None]:
         """See `Runner.run`. Raises NonFiniteLogits if logits are not finite."""
@@ -117,6 +128,10 @@ class ModelRunner:
         """Computes the batch; float32 logits `[chunks that sample, vocab]` in the batch's order."""
         assert self._paged is not None, "attach a pool first"
         spans = [Span(chunk.seq.computed, chunk.n, chunk.seq.blocks) for chunk in batch]
+        if self._steps is not None and all(chunk.n == 1 and chunk.samples for chunk in batch):
+            latest = [chunk.seq.tokens[chunk.seq.computed] for chunk in batch]
+            if (logits := self._steps.logits(spans, latest)) is not None:
+                return logits
         order = batch_order(spans)
         meta = plan([spans[i] for i in order], self._paged, self.model.config.attention)
         tokens: list[int] = []

@@ -95,8 +95,8 @@ def test_the_http_door_can_be_measured(live: Cluster, tmp_path: Path) -> None:
 
 
 def test_the_stage_times_explain_what_the_client_measured(tmp_path: Path) -> None:
-    """Steps take 100 ms, so that delays of the network are small in comparison. A busy machine makes the client late at any moment, which no
-    stage explains; the request that it disturbed least shows whether a stage is missing."""
+    """Steps take 100 ms, so that delays of the network are small in comparison. A busy machine makes the client late at any moment, which
+    no stage explains; the request that it disturbed least shows whether a stage is missing."""
     out = tmp_path / "report"
     load = ("--rate", "2", "--input", "64-200", "--output", "24", "--seeds", "1", "--duration", "6", "--warm-up", "0", "--cool-down", "0")
     with cluster(toy(tmp_path / "slow", step_delay_ms=100)) as slow:

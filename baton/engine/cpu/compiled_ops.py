@@ -21,7 +21,7 @@ ATTENTION = Kernels(attend_in_place, attend_span, store)
 class CompiledOps(Ops):
     """float32 and bfloat16 on the CPU."""
 
-    attention = ATTENTION
+    attention, records = ATTENTION, True
 
     def __init__(self) -> None:
         super().__init__(packs=True)
@@ -31,6 +31,28 @@ class CompiledOps(Ops):
             return super().add_rms_norm(x, y, weight, eps)
         out = torch.empty_like(x)
         pointwise.add_rms_norm(x, y if y is None else y.contiguous(), weight, out, eps)
+        return out
+
+    def embed(self, tokens: Tensor, table: Tensor, scale: float) -> Tensor:
+        out = table.new_empty(len(tokens), table.shape[1])
+        pointwise.embed(table, tokens, out, scale)
+        return out
+
+    def rotation(self, positions: Tensor, frequencies: Tensor, amplitude: float) -> Tensor:
+        out = frequencies.new_empty(len(positions), 1, len(frequencies), dtype=torch.complex64)
+        pointwise.turns(positions, frequencies, out, amplitude)
+        return out
+
+    def norm_heads_(self, x: Tensor, weight: Tensor, eps: float) -> None:
+        if x.stride(2) != 1:
+            return super().norm_heads_(x, weight, eps)
+        return pointwise.norm_heads(x, weight, eps)
+
+    def logits(self, x: Tensor, cap: float | None) -> Tensor:
+        if x.dtype == torch.float32 and cap is None:
+            return x
+        out = x.new_empty(x.shape, dtype=torch.float32)
+        pointwise.to_logits(x, out, cap or 0.0)
         return out
 
     def silu_mul(self, gate_up: Tensor) -> Tensor:

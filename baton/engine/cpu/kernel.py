@@ -19,12 +19,15 @@ import inspect
 import logging
 import struct
 import sys
+import threading
 import zlib
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import torch
 from numba import carray, cfunc, njit, types
 from numba.core.caching import FunctionCache
@@ -212,7 +215,7 @@ def c_function(function: Callable[[Any], None]) -> Any:
 def _python_call(work: str, arguments: Declared, names: _Names) -> str:
     """Source of the call. It is generated so that each check costs one comparison, without a loop."""
     arrays = {name: each for name, each in arguments.items() if isinstance(each, Array)}
-    kind_of = next(name for name, each in arrays.items() if each.dtype is None and not each.optional)
+    kind_of = next((name for name, each in arrays.items() if each.dtype is None and not each.optional), None)
     lines, conditions = [], ["(kind is float32 or kind is bfloat16)"]
     for name, each in arrays.items():
         bound = [size if names.sizes.get(size) == name else "_" for size in each.dims]
@@ -232,7 +235,7 @@ def _python_call(work: str, arguments: Declared, names: _Names) -> str:
     return f"""
 def call({given}):
     try:
-        kind = {kind_of}.dtype
+        kind = {f"{kind_of}.dtype" if kind_of else "float32"}
         {"; ".join(lines)}
         good = (
             {joined}
@@ -242,6 +245,8 @@ def call({given}):
     if not good:
         refuse({given})
     packed = pack(kind is bfloat16, {", ".join(pointers.get(name, name) for name in names.packed)})
+    if module._recording is not None:
+        module._keep(address, packed)
     if {work} < module.SHARED_FROM or (threads := threads_of()) == 1:
         alone(packed)
     else:
@@ -288,6 +293,67 @@ def _refuse(kernel: str, arguments: Declared, given: tuple[Any, ...]) -> None:
             which = f"after its first {each.strided} dimensions, " if each.strided else ""
             raise ArgumentError(f"{kernel}: {name}: must be contiguous, {which}got strides {tensor.stride()}")
     raise ArgumentError(f"{kernel}: {given!r} do not fit the declaration")
+
+
+# --- many calls in one -----------------------------------------------------------------------------------------------------------------
+
+Call = tuple[int, bytes]  # the address of a C function, and its packed arguments
+_recording: tuple[int, list[Call]] | None = None  # whose calls are kept, and where
+_one_at_a_time = threading.Lock()
+
+
+@contextmanager
+def recorded() -> Iterator[list[Call]]:
+    """Keeps the calls that this thread makes meanwhile."""
+    global _recording
+    calls: list[Call] = []
+    with _one_at_a_time:
+        _recording = threading.get_ident(), calls
+        try:
+            yield calls
+        finally:
+            _recording = None
+
+
+def _keep(function: int, packed: bytes) -> None:
+    recording = _recording
+    if recording is not None and recording[0] == threading.get_ident():
+        recording[1].append((function, packed))
+
+
+def _make_repeat(stamp: int) -> Callable[..., None]:
+    def repeat(pointer):  # type: ignore[no-untyped-def]
+        """Each thread makes every call, for its share, and waits for the others: the next call reads what this one wrote."""
+        stamp  # noqa: B018  part of the key under which it is cached
+        count = carray(pointer, 1)[0]
+        calls = carray(pointer, 1 + 2 * count)
+        for i in range(count):
+            primitives.call(calls[1 + 2 * i], calls[2 + 2 * i])
+            primitives.wait()
+
+    return repeat
+
+
+_REPEAT = c_function(_make_repeat(_stamp()))
+_alone = ctypes.CFUNCTYPE(None, ctypes.c_char_p)(_REPEAT.address)  # releases the GIL: many calls take a while
+
+
+def repeated(calls: Sequence[Call]) -> Callable[[], None]:
+    """All of them in their order, as one call into native code. The tensors of all calls must still be there."""
+    packed = np.frombuffer(b"".join(arguments for _, arguments in calls), np.uint8)
+    at, table = packed.ctypes.data, [len(calls)]
+    for function, arguments in calls:
+        table += [function, at]
+        at += len(arguments)
+    given = struct.pack(f"{len(table)}q", *table)
+
+    def repeat(kept: Any = packed) -> None:
+        if (threads := torch.get_num_threads()) == 1:
+            _alone(given)
+        else:
+            _together(_REPEAT.address, given, threads, 0)
+
+    return repeat
 
 
 def _team() -> Any:

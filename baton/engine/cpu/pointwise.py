@@ -4,7 +4,7 @@ import math
 
 import numpy as np
 
-from baton.engine.cpu.kernel import INT, REAL, complexes, kernel, numbers
+from baton.engine.cpu.kernel import INT, REAL, complexes, floats, int64s, kernel, numbers
 from baton.engine.cpu.primitives import ONE, SUMS, ZERO, exp, put, share, wide
 
 GELU = np.float32(2 * math.sqrt(2 / math.pi))
@@ -70,3 +70,53 @@ def rotate(x, x_stride0, x_stride1, rotation, rows, heads, dim):
                 real, imaginary, cosine, sine = wide(pairs[2 * i]), wide(pairs[2 * i + 1]), turns[2 * i], turns[2 * i + 1]
                 put(pairs, 2 * i, real * cosine - imaginary * sine)
                 put(pairs, 2 * i + 1, real * sine + imaginary * cosine)
+
+
+@kernel("rows * width", table=numbers("entries", "width"), ids=int64s("rows"), out=numbers("rows", "width"), scale=REAL)
+def embed(table, entries, ids, out, rows, width, scale):
+    """Rows of the table, times `scale`. NaN for an id that is not in it."""
+    first, last = share(rows)
+    for row in range(first, last):
+        entry, found = out[row * width : (row + 1) * width], ids[row]
+        if not 0 <= found < entries:
+            for i in range(width):
+                put(entry, i, np.float32(math.nan))
+        else:
+            values = table[found * width : (found + 1) * width]
+            for i in range(width):
+                put(entry, i, wide(values[i]) * scale)
+
+
+@kernel("8 * rows * half", positions=int64s("rows"), frequencies=floats("half"), out=complexes("rows", "1", "half"), amplitude=REAL)
+def turns(positions, frequencies, out, rows, half, amplitude):
+    """As `baton.engine.rope.rotation`."""
+    first, last = share(rows)
+    for row in range(first, last):
+        for i in range(half):
+            angle = np.float32(positions[row]) * frequencies[i]
+            out[2 * (row * half + i)] = amplitude * np.float32(math.cos(angle))
+            out[2 * (row * half + i) + 1] = amplitude * np.float32(math.sin(angle))
+
+
+@kernel("rows * heads * dim", SUMS, x=numbers("rows", "heads", "dim", strided=2), weight=numbers("heads", "dim"), eps=REAL)
+def norm_heads(x, x_stride0, x_stride1, weight, rows, heads, dim, eps):
+    """Each head of x becomes x / √(mean(x²) + eps) · weight, in place."""
+    first, last = share(rows)
+    for row in range(first, last):
+        for head in range(heads):
+            values, scales = x[row * x_stride0 + head * x_stride1 :], weight[head * dim :]
+            squares = ZERO
+            for i in range(dim):
+                squares += wide(values[i]) * wide(values[i])
+            scale = ONE / np.float32(math.sqrt(squares / np.float32(dim) + eps))
+            for i in range(dim):
+                put(values, i, wide(values[i]) * scale * wide(scales[i]))
+
+
+@kernel("8 * rows * width", x=numbers("rows", "width"), out=floats("rows", "width"), cap=REAL)
+def to_logits(x, out, rows, width, cap):
+    """As float32; with a cap, cap · tanh(x / cap)."""
+    first, last = share(rows * width)
+    for i in range(first, last):
+        value = wide(x[i])
+        out[i] = cap * np.float32(math.tanh(value / cap)) if cap > 0 else value

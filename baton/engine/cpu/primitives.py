@@ -24,6 +24,7 @@ LN_2_LOW = np.float32(math.log(2) - 0.693359375)
 LEAST, MOST = np.float32(-87.0), np.float32(88.0)  # e to these is still a normal float32
 T2, T3, T4, T5, T6, T7 = (np.float32(1 / math.factorial(k)) for k in range(2, 8))
 
+wait = types.ExternalFunction("GOMP_barrier", types.void())  # until all threads of the team are here
 _thread = types.ExternalFunction("omp_get_thread_num", types.intc())
 _threads = types.ExternalFunction("omp_get_num_threads", types.intc())
 
@@ -50,6 +51,19 @@ def prefetch(context: Any, array: Any, index: Any) -> Any:
         return context.get_dummy_value()
 
     return types.void(array, index), generate
+
+
+@intrinsic
+def call(context: Any, function: Any, argument: Any) -> Any:
+    """A C function of one pointer to int64s, by its address and that of the int64s."""
+
+    def generate(context: Any, builder: Any, signature: Any, arguments: Any) -> Any:
+        pointer = ir.IntType(64).as_pointer()
+        called = builder.inttoptr(arguments[0], ir.FunctionType(ir.VoidType(), [pointer]).as_pointer())
+        builder.call(called, [builder.inttoptr(arguments[1], pointer)])
+        return context.get_dummy_value()
+
+    return types.void(types.int64, types.int64), generate
 
 
 @njit
