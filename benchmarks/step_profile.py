@@ -1,5 +1,5 @@
 """Where the time of a decode step on the CPU goes: matrices, attention, the operations between them, sampling, and the rest (Python, batch
-tensors).
+tensors). A recorded step is one call into native code, so there matrices, attention and what is between them are one part.
 
     python benchmarks/step_profile.py [--json FILE] [--picture FILE]
 
@@ -28,9 +28,11 @@ from torch.profiler import ProfilerActivity, profile, record_function
 from baton.engine import runner as runner_module
 from baton.engine.attention import PagedAttention
 from baton.engine.build import Options, build
+from baton.engine.cpu.recording import Recording
 from baton.engine.engine import Engine
 from baton.engine.linear import Linear
 from baton.engine.ops import Ops
+from baton.engine.runner import ModelRunner
 from baton.engine.sampling import SamplingParams
 from baton.engine.scheduler import Limits
 from baton.engine.sequence import Sequence
@@ -39,12 +41,21 @@ from baton.models.make_small import make
 SHAPE = {"hidden": 512, "layers": 8, "heads": 8, "kv_heads": 4, "vocab": 4096, "context": 2048}
 ARMS: dict[str, dict[str, Any]] = {
     "plain torch": {"compiled": False},
+    "compiled, call by call": {},
     "compiled": {},
     "compiled, bfloat16": {"dtype": "bfloat16"},
     "compiled, int8": {"weight_dtype": "int8"},
 }
+CALL_BY_CALL = "compiled, call by call"  # not recorded
 BATCHES, CONTEXT, STEPS, ROUNDS = (1, 8), 512, 40, 5
-PARTS = {"matrices": "#0072B2", "attention": "#E69F00", "between": "#009E73", "sampling": "#CC79A7", "rest": "#999999"}
+PARTS = {
+    "matrices": "#0072B2",
+    "attention": "#E69F00",
+    "between": "#009E73",
+    "recorded": "#56B4E9",
+    "sampling": "#CC79A7",
+    "rest": "#999999",
+}
 
 
 def marked(name: str, function: Callable[..., Any]) -> Callable[..., Any]:
@@ -57,10 +68,11 @@ def marked(name: str, function: Callable[..., Any]) -> Callable[..., Any]:
 
 def mark_parts() -> None:
     Linear.__call__ = marked("matrices", Linear.__call__)  # type: ignore[method-assign]
+    Recording.__call__ = marked("recorded", Recording.__call__)  # type: ignore[method-assign]
     PagedAttention.__call__ = marked("attention", PagedAttention.__call__)  # type: ignore[method-assign]
     runner_module.sample = marked("sampling", runner_module.sample)  # type: ignore[attr-defined]
     for kind in (Ops, *Ops.__subclasses__()):
-        for name in ("add_rms_norm", "silu_mul", "gelu_tanh_mul", "rotate_"):
+        for name in ("add_rms_norm", "silu_mul", "gelu_tanh_mul", "rotate_", "embed", "rotation", "norm_heads_", "logits"):
             if name in vars(kind):
                 setattr(kind, name, marked("between", vars(kind)[name]))
 
@@ -121,6 +133,9 @@ def main() -> None:
         make(model := Path(folder) / "model", **SHAPE)
         same: dict[str, Any] = {"threads": options.threads, "kv_memory_bytes": 512 << 20, "prefix_caching": False, "limits": limits}
         engines = {arm: build(Options(model, **same, **more)).engine for arm, more in ARMS.items()}
+    runner = engines[CALL_BY_CALL].runner
+    assert isinstance(runner, ModelRunner)
+    runner._steps = None
     mark_parts()
     samples: dict[str, dict[int, list[dict[str, float]]]] = {arm: {batch: [] for batch in BATCHES} for arm in ARMS}
     for round_ in range(ROUNDS + 1):
