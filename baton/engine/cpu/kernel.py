@@ -25,7 +25,7 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
@@ -93,6 +93,14 @@ INT, REAL = Scalar("q"), Scalar("d")
 Declared = dict[str, Array | Scalar]
 
 
+class Call(NamedTuple):
+    """Of a kernel."""
+
+    function: int  # the C function's address
+    packed: bytes  # its arguments
+    work: int  # about how many numbers it computes with
+
+
 class ArgumentError(TypeError):
     """A call that does not fit the kernel's declaration; the text names the kernel and the argument."""
 
@@ -112,6 +120,7 @@ def kernel(work: str, fast: set[str] | bool = False, **arguments: Array | Scalar
             "float32": torch.float32,
             "threads_of": torch.get_num_threads,
             "module": sys.modules[__name__],
+            "Call": Call,
             "pack": packed_by.pack,
             # A short call keeps the GIL: releasing it and waiting for it would take longer.
             "alone": ctypes.PYFUNCTYPE(None, ctypes.c_char_p)(address),
@@ -245,9 +254,10 @@ def call({given}):
     if not good:
         refuse({given})
     packed = pack(kind is bfloat16, {", ".join(pointers.get(name, name) for name in names.packed)})
+    work = {work}
     if module._recording is not None:
-        module._keep(address, packed)
-    if {work} < module.SHARED_FROM or (threads := threads_of()) == 1:
+        module._keep(Call(address, packed, work))
+    if work < module.SHARED_FROM or (threads := threads_of()) == 1:
         alone(packed)
     else:
         together(address, packed, threads, 0)
@@ -297,7 +307,6 @@ def _refuse(kernel: str, arguments: Declared, given: tuple[Any, ...]) -> None:
 
 # --- many calls in one -----------------------------------------------------------------------------------------------------------------
 
-Call = tuple[int, bytes]  # the address of a C function, and its packed arguments
 _recording: tuple[int, list[Call]] | None = None  # whose calls are kept, and where
 _one_at_a_time = threading.Lock()
 
@@ -315,10 +324,10 @@ def recorded() -> Iterator[list[Call]]:
             _recording = None
 
 
-def _keep(function: int, packed: bytes) -> None:
+def _keep(call: Call) -> None:
     recording = _recording
     if recording is not None and recording[0] == threading.get_ident():
-        recording[1].append((function, packed))
+        recording[1].append(call)
 
 
 def _make_repeat(stamp: int) -> Callable[..., None]:
@@ -340,15 +349,16 @@ _alone = ctypes.CFUNCTYPE(None, ctypes.c_char_p)(_REPEAT.address)  # releases th
 
 def repeated(calls: Sequence[Call]) -> Callable[[], None]:
     """All of them in their order, as one call into native code. The tensors of all calls must still be there."""
-    packed = np.frombuffer(b"".join(arguments for _, arguments in calls), np.uint8)
+    packed = np.frombuffer(b"".join(call.packed for call in calls), np.uint8)
     at, table = packed.ctypes.data, [len(calls)]
-    for function, arguments in calls:
-        table += [function, at]
-        at += len(arguments)
+    for call in calls:
+        table += [call.function, at]
+        at += len(call.packed)
     given = struct.pack(f"{len(table)}q", *table)
+    small = all(call.work < SHARED_FROM for call in calls)
 
     def repeat(kept: Any = packed) -> None:
-        if (threads := torch.get_num_threads()) == 1:
+        if small or (threads := torch.get_num_threads()) == 1:
             _alone(given)
         else:
             _together(_REPEAT.address, given, threads, 0)

@@ -27,9 +27,11 @@ LENGTHS = (5, 17, 16, 1)  # of prompts; a block has 16
 
 
 @pytest.fixture(params=[1, 3], autouse=True)
-def threads(request: pytest.FixtureRequest) -> Iterator[None]:
+def threads(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    """More than one thread shares even the smallest call."""
     before = torch.get_num_threads()
     torch.set_num_threads(request.param)
+    monkeypatch.setattr(kernel, "SHARED_FROM", 1)
     yield
     torch.set_num_threads(before)
 
@@ -128,6 +130,20 @@ def test_what_torch_computes_is_refused(compute: object) -> None:
     with pytest.raises(Unrecordable, match="aten"):
         Recording(lambda: compute(doubled(x, 1)), Arena())  # type: ignore[operator]
     assert kernel._recording is None and (x == 1).all()
+
+
+def test_threads_wait_for_each_other_only_if_there_is_enough_to_do(monkeypatch: pytest.MonkeyPatch) -> None:
+    """On a busy machine each wait may take a while."""
+    x = torch.ones(3, 4)
+    large = Recording(lambda: doubled(x, 2), Arena())
+    monkeypatch.setattr(kernel, "SHARED_FROM", 1 << 16)
+    small = Recording(lambda: doubled(x, 2), Arena())
+    together: list[object] = []
+    monkeypatch.setattr(kernel, "_together", lambda *given: together.append(given))
+    x.fill_(2.0)
+    assert small().tolist() == [[8.0] * 4] * 3 and not together
+    large()
+    assert len(together) == (torch.get_num_threads() > 1)
 
 
 def test_calls_of_other_threads_are_not_recorded() -> None:
