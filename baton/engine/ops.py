@@ -25,6 +25,7 @@ class Ops:
     def __init__(self, packs: bool = False) -> None:
         """`packs`: matrices on a CPU are reordered for oneDNN (see `Linear`)."""
         self.packs = packs
+        self.recurring = True  # whether products are faster if their sizes recur (see `baton.engine.cpu.sizes`)
 
     def add_rms_norm(self, x: Tensor, y: Tensor | None, weight: Tensor, eps: float) -> Tensor:
         """x / √(mean(x²) + eps) · weight, `[T, H]`, after `x += y` in place if `y` is given."""

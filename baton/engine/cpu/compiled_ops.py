@@ -25,6 +25,7 @@ class CompiledOps(Ops):
 
     def __init__(self) -> None:
         super().__init__(packs=True)
+        self.recurring = False  # until a matrix is left to oneDNN
 
     def add_rms_norm(self, x: Tensor, y: Tensor | None, weight: Tensor, eps: float) -> Tensor:
         if not x.is_contiguous() or weight.dtype != x.dtype:
@@ -74,10 +75,14 @@ class CompiledOps(Ops):
         return out, steps
 
     def multiplier(self, matrix: Tensor, bias: Tensor | None) -> Callable[[Tensor], Tensor] | None:
-        return panels.multiplier(matrix, bias)
+        return self._or_onednn(panels.multiplier(matrix, bias))
 
     def int8_multiplier(self, matrix: Tensor, steps: Tensor, bias: Tensor | None) -> Callable[[Tensor], Tensor] | None:
-        return panels.int8_multiplier(matrix, steps, bias)
+        return self._or_onednn(panels.int8_multiplier(matrix, steps, bias))
+
+    def _or_onednn(self, multiply: Callable[[Tensor], Tensor] | None) -> Callable[[Tensor], Tensor] | None:
+        self.recurring = self.recurring or multiply is None
+        return multiply
 
     def dequantize(self, products: Tensor, steps: Tensor, bias: Tensor | None, dtype: torch.dtype) -> Tensor:
         out = products if dtype == torch.float32 else torch.empty_like(products, dtype=dtype)
