@@ -83,10 +83,14 @@ def place(reports: list[RankReport]) -> tuple[RankReport, list[Slot]]:
 
 
 def clear(folder: Path) -> None:
-    """Removes `folder` and the shared memory of ranks on a CPU, which vLLM names after the file there by which they find each other."""
-    for file in folder.glob("vllm_dist_*"):
-        for memory in SHARED_MEMORY.glob(f"{file.name}-*"):
-            memory.unlink(missing_ok=True)
+    """Removes `folder` and the shared memory of ranks on a CPU, which vLLM names after the file there by which they find each other.
+
+    Several processes do so at the same time.
+    """
+    with suppress(OSError):
+        for file in folder.glob("vllm_dist_*"):
+            for memory in SHARED_MEMORY.glob(f"{file.name}-*"):
+                memory.unlink(missing_ok=True)
     shutil.rmtree(folder, ignore_errors=True)
 
 
@@ -268,5 +272,6 @@ class Leash:
         with suppress(OSError):
             while self._line.stream.recv(1):
                 pass
-        clear(self._folder)
+        with suppress(Exception):  # whatever it is, this process must end
+            clear(self._folder)
         os.kill(os.getpid(), signal.SIGKILL)

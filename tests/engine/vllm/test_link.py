@@ -3,6 +3,7 @@
 import json
 import mmap
 import os
+import shutil
 import signal
 import socket
 import subprocess
@@ -303,6 +304,40 @@ def test_a_host_that_closes_leaves_no_file_and_what_is_of_another(make: Callable
     ours.host.close()
     assert not folder.exists() and not memory.exists()
     assert all(each.exists() for each in theirs)
+
+
+def test_a_folder_that_another_process_clears_meanwhile_is_no_error(make: Callable[..., Ours], monkeypatch: pytest.MonkeyPatch) -> None:
+    ours = make()
+    folder, _ = files(ours.given())
+    scandir = os.scandir
+
+    def gone(path: Any) -> Any:
+        if path == folder:
+            monkeypatch.undo()
+            shutil.rmtree(folder)
+        return scandir(path)
+
+    monkeypatch.setattr(os, "scandir", gone)
+    link.clear(folder)
+    assert os.scandir is scandir, "nobody looked"
+    assert not folder.exists()
+
+
+def test_a_child_kills_itself_whatever_becomes_of_the_folder(
+    tame: list[int], make: Callable[..., Ours], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    ours = make()
+    Leash.of(ours.given(), SOON).hello()
+    eventually(lambda: ours.host.pids)
+
+    def fails(folder: Path) -> None:
+        raise PermissionError(str(folder))
+
+    with monkeypatch.context() as patch:
+        patch.setattr(link, "clear", fails)
+        with pytest.raises(PermissionError):
+            ours.host.close()
+        eventually(lambda: tame == [signal.SIGKILL])
 
 
 def test_a_leash_holds_longer_than_a_start_may_take(tame: list[int], make: Callable[..., Ours]) -> None:
