@@ -49,7 +49,7 @@ def _aligned(size: int) -> Bytes:
 
 
 class _Watch(TorchDispatchMode):
-    """Allocations come from the arena, views are allowed, and nothing else is."""
+    """Allocations come from the arena; views and marks for torch's profiler are allowed, and nothing else is."""
 
     def __init__(self, arena: Arena) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
@@ -62,6 +62,8 @@ class _Watch(TorchDispatchMode):
         if func is torch.ops.aten.empty_like.default:
             return self._arena.empty(tuple(args[0].shape), given.get("dtype") or args[0].dtype)
         returned = func._schema.returns
+        if func.namespace == "profiler":
+            return func(*args, **given)
         if returned and all(each.alias_info is not None and not each.alias_info.is_write for each in returned):
             return func(*args, **given)
         raise Unrecordable(str(func))

@@ -9,6 +9,7 @@ import pytest
 import torch
 from families import FAMILIES, loaded
 from torch import Tensor
+from torch.profiler import record_function
 
 from baton.engine.cpu import kernel, pointwise
 from baton.engine.cpu.decode_steps import MOST, DecodeSteps
@@ -167,6 +168,16 @@ def test_calls_of_other_threads_are_not_recorded() -> None:
     thread.join()
     other.fill_(5.0)
     assert recording().tolist() == [[4.0] * 4] * 3 and (kept[0] == 8.0).all(), "it repeated the other's calls, too"
+
+
+def test_marks_are_no_computation() -> None:
+    x = torch.ones(3, 4)
+
+    def compute() -> Tensor:
+        with record_function("part"):
+            return doubled(x, 1)
+
+    assert Recording(compute, Arena())().tolist() == [[2.0] * 4] * 3
 
 
 def test_views_are_no_computation() -> None:
