@@ -24,8 +24,9 @@ SMALL = (
 PROMPT = [(i * 37) % 900 + 5 for i in range(150)]
 KILL = """
 import os, pathlib, signal
-cores = [p for p in pathlib.Path("/proc").glob("[0-9]*") if b"EngineCore" in (p / "cmdline").read_bytes()]
-[os.kill(int(p.name), signal.SIGKILL) for p in cores]
+found = [int(p.name) for p in pathlib.Path("/proc").glob("[0-9]*") if b"EngineCore" in (p / "cmdline").read_bytes()]
+cores = [pid for pid in found if pid != os.getpid()]  # these lines name it, too
+[os.kill(pid, signal.SIGKILL) for pid in cores]
 print(len(cores))
 """
 
