@@ -36,7 +36,7 @@ class Ops:
     def embed(self, tokens: Tensor, table: Tensor, scale: float) -> Tensor:
         """Rows of `[V, H]`, times `scale`, for tokens `[T]`."""
         x = F.embedding(tokens, table)
-        return x if scale == 1 else x.mul_(torch.tensor(scale, dtype=x.dtype))  # the scale is rounded, as it was in training
+        return x if scale == 1 else x.mul_(scale)
 
     def rotation(self, positions: Tensor, frequencies: Tensor, amplitude: float) -> Tensor:
         """See `baton.engine.rope.rotation`."""

@@ -93,14 +93,6 @@ INT, REAL = Scalar("q"), Scalar("d")
 Declared = dict[str, Array | Scalar]
 
 
-class Call(NamedTuple):
-    """Of a kernel."""
-
-    function: int  # the C function's address
-    packed: bytes  # its arguments
-    work: int  # about how many numbers it computes with
-
-
 class ArgumentError(TypeError):
     """A call that does not fit the kernel's declaration; the text names the kernel and the argument."""
 
@@ -120,7 +112,6 @@ def kernel(work: str, fast: set[str] | bool = False, **arguments: Array | Scalar
             "float32": torch.float32,
             "threads_of": torch.get_num_threads,
             "module": sys.modules[__name__],
-            "Call": Call,
             "pack": packed_by.pack,
             # A short call keeps the GIL: releasing it and waiting for it would take longer.
             "alone": ctypes.PYFUNCTYPE(None, ctypes.c_char_p)(address),
@@ -256,7 +247,7 @@ def call({given}):
     packed = pack(kind is bfloat16, {", ".join(pointers.get(name, name) for name in names.packed)})
     work = {work}
     if module._recording is not None:
-        module._keep(Call(address, packed, work))
+        module._keep(address, packed, work)
     if work < module.SHARED_FROM or (threads := threads_of()) == 1:
         alone(packed)
     else:
@@ -307,6 +298,15 @@ def _refuse(kernel: str, arguments: Declared, given: tuple[Any, ...]) -> None:
 
 # --- many calls in one -----------------------------------------------------------------------------------------------------------------
 
+
+class Call(NamedTuple):
+    """Of a kernel."""
+
+    function: int  # the C function's address
+    packed: bytes  # its arguments
+    work: int  # about how many numbers it computes with
+
+
 _recording: tuple[int, list[Call]] | None = None  # whose calls are kept, and where
 _one_at_a_time = threading.Lock()
 
@@ -324,10 +324,10 @@ def recorded() -> Iterator[list[Call]]:
             _recording = None
 
 
-def _keep(call: Call) -> None:
+def _keep(function: int, packed: bytes, work: int) -> None:
     recording = _recording
     if recording is not None and recording[0] == threading.get_ident():
-        recording[1].append(call)
+        recording[1].append(Call(function, packed, work))
 
 
 def _make_repeat(stamp: int) -> Callable[..., None]:

@@ -3,12 +3,22 @@
 import math
 
 import numpy as np
+from numba import njit
 
 from baton.engine.cpu.kernel import INT, REAL, complexes, floats, int64s, kernel, numbers
 from baton.engine.cpu.primitives import ONE, SUMS, ZERO, exp, put, share, wide
 
 GELU = np.float32(2 * math.sqrt(2 / math.pi))
 GELU_CUBE = np.float32(0.044715)
+
+
+@njit(fastmath=SUMS, error_model="numpy")
+def _inverse_rms(values, eps):
+    """1 / √(mean(values²) + eps)."""
+    squares = ZERO
+    for i in range(len(values)):
+        squares += wide(values[i]) * wide(values[i])
+    return ONE / np.float32(math.sqrt(squares / np.float32(len(values)) + eps))
 
 
 @kernel(
@@ -28,10 +38,7 @@ def add_rms_norm(x, y, has_y, weight, out, rows, width, eps):
             added = y[start : start + width]
             for i in range(width):
                 put(row, i, wide(row[i]) + wide(added[i]))
-        squares = ZERO
-        for i in range(width):
-            squares += wide(row[i]) * wide(row[i])
-        scale = ONE / np.float32(math.sqrt(squares / np.float32(width) + eps))
+        scale = _inverse_rms(row, eps)
         for i in range(width):
             put(normed, i, wide(row[i]) * scale * wide(weight[i]))
 
@@ -105,10 +112,7 @@ def norm_heads(x, x_stride0, x_stride1, weight, rows, heads, dim, eps):
     for row in range(first, last):
         for head in range(heads):
             values, scales = x[row * x_stride0 + head * x_stride1 :], weight[head * dim :]
-            squares = ZERO
-            for i in range(dim):
-                squares += wide(values[i]) * wide(values[i])
-            scale = ONE / np.float32(math.sqrt(squares / np.float32(dim) + eps))
+            scale = _inverse_rms(values[:dim], eps)
             for i in range(dim):
                 put(values, i, wide(values[i]) * scale * wide(scales[i]))
 

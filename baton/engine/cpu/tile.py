@@ -62,9 +62,8 @@ class Kind:
     add: Callable[[Any, Any, Any, Any], Any]  # (builder, sums, W's numbers as a vector of `loaded`, x's as another) → sums
 
 
-def _call(builder: Any, name: str, *arguments: Any) -> Any:
-    """Of one of LLVM's intrinsics that returns what its last or, for the others, its first argument is."""
-    returned = arguments[-1 if name.startswith("llvm.fma") else 0].type
+def _call(builder: Any, name: str, returned: Any, *arguments: Any) -> Any:
+    """Of one of LLVM's intrinsics, which returns that type."""
     return builder.call(
         cgutils.get_or_insert_function(builder.module, ir.FunctionType(returned, [a.type for a in arguments]), name), arguments
     )
@@ -75,7 +74,7 @@ def _all(number: int) -> Any:
 
 
 def _fma(builder: Any, total: Any, w: Any, x: Any) -> Any:
-    return _call(builder, f"llvm.fma.v{LANES}f32", w, x, total)
+    return _call(builder, f"llvm.fma.v{LANES}f32", FLOATS, w, x, total)
 
 
 def _fma_bfloat16(builder: Any, total: Any, w: Any, x: Any) -> Any:
@@ -86,7 +85,7 @@ def _fma_bfloat16(builder: Any, total: Any, w: Any, x: Any) -> Any:
 
 def _dot_bfloat16(builder: Any, total: Any, w: Any, x: Any) -> Any:
     pairs = (builder.bitcast(each, ir.VectorType(_Bfloat(), 2 * LANES)) for each in (w, x))
-    return _call(builder, f"llvm.x86.avx512bf16.dpbf16ps.{32 * LANES}", total, *pairs)
+    return _call(builder, f"llvm.x86.avx512bf16.dpbf16ps.{32 * LANES}", FLOATS, total, *pairs)
 
 
 def _multiply_int8(builder: Any, total: Any, w: Any, x: Any) -> Any:
@@ -94,7 +93,7 @@ def _multiply_int8(builder: Any, total: Any, w: Any, x: Any) -> Any:
 
 
 def _dot_int8(builder: Any, total: Any, w: Any, x: Any) -> Any:
-    return _call(builder, f"llvm.x86.avx512.vpdpbusd.{32 * LANES}", total, x, w)  # the unsigned operand is the second
+    return _call(builder, f"llvm.x86.avx512.vpdpbusd.{32 * LANES}", INTS, total, x, w)  # the unsigned operand is the second
 
 
 FLOAT32 = Kind(1, FLOAT, FLOATS, _fma)

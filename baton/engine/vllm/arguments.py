@@ -137,12 +137,11 @@ def set_environment(options: Options) -> None:
 @contextmanager
 def temporary_files(folder: Path) -> Iterator[None]:
     """vLLM and the children that it starts meanwhile put their sockets and rendezvous files into `folder`; ours stay where they were."""
-    compiled = Path(tempfile.gettempdir()) / f"torchinductor_{os.getuid()}"  # beside the others by default, but it is to be kept
-    changed = {"TMPDIR": str(folder), "VLLM_RPC_BASE_PATH": str(folder), "TORCHINDUCTOR_CACHE_DIR": str(compiled)}
-    if "TORCHINDUCTOR_CACHE_DIR" in os.environ:
-        del changed["TORCHINDUCTOR_CACHE_DIR"]
-    before, chosen = {name: os.environ.get(name) for name in changed}, tempfile.tempdir
-    os.environ.update(changed)
+    # Compiled code would be among them by default, but it is to be kept.
+    os.environ.setdefault("TORCHINDUCTOR_CACHE_DIR", str(Path(tempfile.gettempdir()) / f"torchinductor_{os.getuid()}"))
+    names = ("TMPDIR", "VLLM_RPC_BASE_PATH")
+    before, chosen = {name: os.environ.get(name) for name in names}, tempfile.tempdir
+    os.environ.update(dict.fromkeys(names, str(folder)))
     tempfile.tempdir = None  # a forked child has our choice
     try:
         yield
