@@ -295,7 +295,10 @@ def to_status(error: BatonError) -> status_pb2.Status:
 
 
 def to_error(error: grpc.RpcError) -> BatonError:
-    """The error that another of our processes meant: its own reason if it gave one, else the reason that fits the bare status."""
+    """The error that another of our processes meant: its own reason if it gave one, else the reason that fits the bare status.
+
+    A bare CANCELLED is a loss: gRPC drops with it the calls that meet the end of their server. (A cancel of this side is not an RpcError.)
+    """
     try:
         status = rpc_status.from_call(error)
     except (ValueError, DecodeError):  # details that contradict the status, or cannot be parsed
@@ -306,7 +309,7 @@ def to_error(error: grpc.RpcError) -> BatonError:
             return BatonError(Reason[info.reason], status.message, _violations(status), dict(info.metadata))
     reason = {
         grpc.StatusCode.DEADLINE_EXCEEDED: Reason.DEADLINE,
-        grpc.StatusCode.CANCELLED: Reason.CANCELLED,
+        grpc.StatusCode.CANCELLED: Reason.WORKER_LOST,
         grpc.StatusCode.UNAVAILABLE: Reason.WORKER_LOST,
         grpc.StatusCode.UNAUTHENTICATED: Reason.UNAUTHENTICATED,
     }.get(error.code(), Reason.INTERNAL)
