@@ -62,8 +62,9 @@ WIDTHS = (
 assert set(FAMILIES) == set(SUPPORTED)
 
 
-def loaded(family: str, precision: str, compiled: bool = True, layers: int = 2, scale: int = 1) -> ModelRunner:
-    """A runner of a random model whose widths are divided by `scale`; `precision`: float32, bfloat16, or int8 with the rest in float32."""
+def loaded(family: str, precision: str, compiled: bool = True, layers: int = 2, scale: int = 1, products: str = "auto") -> ModelRunner:
+    """A runner of a random model whose widths are divided by `scale`; `precision`: float32, bfloat16, or int8 with the rest in float32;
+    `products`: what multiplies matrices."""
     fields = SIZES | FAMILIES[family] | {"num_hidden_layers": layers, "max_position_embeddings": 2 * TOKENS, "eos_token_id": 1}
     fields |= {name: fields[name] // scale for name in WIDTHS if fields.get(name)}
     with tempfile.TemporaryDirectory() as folder:
@@ -75,7 +76,7 @@ def loaded(family: str, precision: str, compiled: bool = True, layers: int = 2, 
         return torch.randn(shapes[name], generator=generator) * 0.02
 
     dtype, cpu = "float32" if precision == "int8" else precision, torch.device("cpu")
-    ops = choose_ops(cpu, DTYPES[dtype], compiled)
+    ops = choose_ops(cpu, DTYPES[dtype], compiled, products)
     model = Transformer(config, read, DTYPES[dtype], cpu, ops, "int8" if precision == "int8" else "auto")
     layout = KvLayout(
         family, dtype, BLOCK, config.layers, config.kv_heads, config.head_dim, parts=config.kv_parts, value_dim=config.kv_value_dim
@@ -100,7 +101,7 @@ def prefill(runner: ModelRunner, tokens: int = TOKENS, chunk: int = CHUNK) -> fl
 def measure(families: list[str]) -> Iterator[dict[str, Any]]:
     for family in families:
         for precision in PRECISIONS:
-            if precision == "int8" and not multiplies_int8(torch.device("cpu")):
+            if precision == "int8" and not multiplies_int8():
                 continue
             runners = {arm: loaded(family, precision, arm == "compiled") for arm in ("compiled", "plain")}
             seconds: dict[str, list[float]] = {arm: [] for arm in runners}

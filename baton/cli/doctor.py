@@ -12,7 +12,7 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from importlib.metadata import PackageNotFoundError, version
@@ -26,7 +26,7 @@ from baton.cluster.config_layers import mask_password
 from baton.cluster.packages import command
 from baton.cluster.redis_registry import RedisRegistry
 from baton.engine.kvcache import KvLayout, KvPool
-from baton.engine.machine import available_memory, usable_cores
+from baton.engine.machine import available_memory, quota_cores, usable_cores
 from baton.launch import state
 from baton.launch.plan import UpError, check_ports
 from baton.launch.redis_server import EmbeddedRedis
@@ -38,6 +38,7 @@ BLOCK_BYTES, BLOCKS = 64 << 10, 1024  # 64 MiB in blocks of a typical size
 REPEATS = 5
 PEER_WITHIN_S = 20.0
 RAY_WITHIN_S = 90.0
+KERNELS_WITHIN_S = 300.0  # the first process of a machine compiles them
 
 
 @dataclass(frozen=True, slots=True)
@@ -57,7 +58,8 @@ def examine(config: Config, with_ray: bool) -> list[Finding]:
         _redis(config),
         _ray(with_ray),
         _ports(config),
-        _torch(config),
+        _tried("torch", TORCH, 60.0, _threads(config)),
+        *_products(config),
     ]
 
 
@@ -113,8 +115,30 @@ ray.shutdown()
 """
 
 
-def _torch(config: Config) -> Finding:
-    return _tried("torch", TORCH, 60.0, str(config.engine.threads or 0))
+PRODUCTS = """
+import sys, torch
+torch.set_num_threads(int(sys.argv[1]) or torch.get_num_threads())
+from baton.engine.cpu.compiled_ops import choice
+found = (f"{name} by {choice(getattr(torch, name))}" for name in ("float32", "bfloat16", "int8"))
+print(f"with {torch.get_num_threads()} threads, for 1, 8 and 256 rows: {'; '.join(found)}")
+"""
+
+
+def _threads(config: Config) -> str:
+    """Of a worker; 0: as many as torch chooses."""
+    return str(config.engine.threads or quota_cores() or 0)
+
+
+def _products(config: Config) -> Iterator[Finding]:
+    """What multiplies matrices of weights on this CPU. Found out now, as a worker would, if no worker has."""
+    engine = config.engine
+    if engine.kind != "baton" or engine.device != "cpu" or not engine.compiled:
+        return
+    if engine.products != "auto":
+        yield Finding("ok", "products", f"by {engine.products}, as engine.products says")
+        return
+    found = _tried("products", PRODUCTS, KERNELS_WITHIN_S, _threads(config))
+    yield found if found.verdict == "ok" else Finding("warn", "products", f"by plain torch: {found.detail}")
 
 
 def _tried(subject: str, code: str, within_s: float, *arguments: str) -> Finding:

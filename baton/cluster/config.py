@@ -67,7 +67,7 @@ class ModelConfig(Section):
     path: str = Field(default="", description="Folder of the checkpoint (config.json, tokenizer.json, *.safetensors).")
     served_name: str | None = Field(default=None, min_length=1, description="Name that clients request; by default the folder's name.")
     dtype: Literal["float32", "bfloat16", "auto"] = Field(
-        default="float32", description="Type of weights and KV. auto: bfloat16 if the checkpoint says so, else float32."
+        default="float32", description="Type of weights and KV. auto: bfloat16 if the checkpoint is, and if it is not slower on this CPU."
     )
     max_model_len: int | None = Field(
         default=None, ge=2, description="Maximum length of prompt plus output, in tokens; by default the model's own limit."
@@ -104,9 +104,10 @@ class EngineConfig(Section):
         description="Type of the matrices. auto: same as model.dtype. int8: matrices are quantised at load, activations at each step.",
     )
     compiled: bool = Field(
-        default=True,
-        description="Use compiled kernels for a layer's operations, and on a CPU pack matrices for oneDNN. false: plain torch for"
-        " everything. On a cuda device, attention_backend chooses the attention kernels.",
+        default=True, description="Compiled kernels (but attention's on cuda: see attention_backend). false: plain torch for everything."
+    )
+    products: Literal["auto", "baton", "onednn", "torch"] = Field(
+        default="auto", description="What multiplies matrices on a CPU if compiled. auto: what was fastest when first tried here."
     )
     max_queue: int = Field(default=256, ge=1, le=65536, description="Maximum number of sequences waiting in one worker; it refuses more.")
     batching: Literal["continuous", "dynamic", "static"] = Field(

@@ -27,7 +27,7 @@ class BuildError(ValueError):
 @dataclass(frozen=True, slots=True)
 class Options:
     path: Path
-    dtype: str = "float32"  # auto: as config.json says
+    dtype: str = "float32"  # auto: see `choose_dtype`
     block_size: int = 16
     max_model_len: int | None = None
     kv_memory_bytes: int | None = None
@@ -37,6 +37,7 @@ class Options:
     attention_backend: str = "auto"  # of `baton.engine.gpu.choice`
     weight_dtype: str = "auto"  # as dtype; int8
     compiled: bool = True
+    products: str = "auto"  # baton, onednn, torch: what multiplies matrices on a CPU
     prefix_caching: bool = True
     limits: Limits = field(default_factory=Limits)
     kind: str = "baton"  # vllm: `baton.engine.vllm`
@@ -81,8 +82,13 @@ def build(options: Options, progress: Progress = lambda done, total: None) -> Bu
         runner = toy.ToyRunner.load(options.path, fingerprint(options.path), options.block_size)
     else:
         # Torch is loaded only here, so that a toy cluster starts without it.
+        import torch
+
+        from baton.engine.choice import bfloat16_is_slower
         from baton.engine.runner import ModelRunner
 
+        if options.threads is not None:
+            torch.set_num_threads(options.threads)
         kind = ModelRunner
         if options.device != "cpu":
             from baton.engine.gpu.device import is_there
@@ -91,16 +97,18 @@ def build(options: Options, progress: Progress = lambda done, total: None) -> Bu
             if not is_there(options.device):
                 raise BuildError(f"engine.device: there is no {options.device} device that this torch can use")
             kind = GpuRunner
-        dtype = choose_dtype(config) if options.dtype == "auto" else options.dtype
+        dtype = options.dtype
+        if dtype == "auto":
+            dtype = choose_dtype(config, lambda: options.device == "cpu" and options.compiled and bfloat16_is_slower())
         runner = kind.load(  # type: ignore[assignment]
             options.path,
             dtype,
             options.block_size,
-            options.threads,
             progress,
             options.device,
             weight_dtype=options.weight_dtype,
             compiled=options.compiled,
+            products=options.products,
         )
     longest = options.max_model_len or runner.max_positions
     if longest > runner.max_positions:
@@ -135,9 +143,11 @@ def _on_device(runner: Any, options: Options, longest: int) -> Engine:
     return OverlapEngine(runner, options.limits, longest, options.prefix_caching)
 
 
-def choose_dtype(config: dict[str, Any]) -> str:
-    """What config.json says, under either name of the field; float32, which can hold every float16, if that is not one of our types."""
-    return "bfloat16" if (config.get("dtype") or config.get("torch_dtype")) == "bfloat16" else "float32"
+def choose_dtype(config: dict[str, Any], is_slower: Callable[[], bool]) -> str:
+    """What config.json says, under either name of the field. float32, which can hold every float16, if that is not one of our types, or if
+    bfloat16 `is_slower` here."""
+    is_bfloat16 = (config.get("dtype") or config.get("torch_dtype")) == "bfloat16"
+    return "bfloat16" if is_bfloat16 and not is_slower() else "float32"
 
 
 def warm_up(runner: Runner, tokens: int) -> None:

@@ -10,8 +10,8 @@ from baton.engine.ops import Ops
 log = logging.getLogger(__name__)
 
 
-def choose_ops(device: torch.device, dtype: torch.dtype, compiled: bool) -> Ops:
-    """The fastest available implementation; plain torch throughout if `compiled` is off.
+def choose_ops(device: torch.device, dtype: torch.dtype, compiled: bool, products: str = "auto") -> Ops:
+    """The fastest available implementation; plain torch throughout if `compiled` is off. `products`: see `CompiledOps`.
 
     Compiling takes seconds, once for all processes of a machine. On a CPU where it fails, matrices are still packed for oneDNN.
     """
@@ -26,4 +26,13 @@ def choose_ops(device: torch.device, dtype: torch.dtype, compiled: bool) -> Ops:
     except Exception as error:  # whatever a compiler may raise: plain torch is slower, not wrong
         log.warning("engine.compiled: the kernels cannot be compiled, using plain torch: %s: %s", type(error).__name__, error)
         return Ops(packs=True)
-    return CompiledOps()
+    return CompiledOps(products)
+
+
+def bfloat16_is_slower() -> bool:
+    """Whether products take longer in bfloat16 than in float32 on this CPU, with the fastest of each. False where there are no kernels."""
+    try:
+        from baton.engine.cpu.compiled_ops import choice
+    except Exception:  # `choose_ops` will say why
+        return False
+    return choice(torch.bfloat16).cost > choice(torch.float32).cost

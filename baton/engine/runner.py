@@ -54,24 +54,21 @@ class ModelRunner:
         path: Path,
         dtype: str = "float32",
         block_size: int = 16,
-        threads: int | None = None,
         progress: Callable[[int, int], None] = ignore_progress,
         device: str = "cpu",
         weight_dtype: str = "auto",
         compiled: bool = True,
+        products: str = "auto",
     ) -> "ModelRunner":
-        """Reads the Hugging Face folder `path`; `progress(done, total)` is called for each tensor. `threads` sets torch's threads for the
-        whole process.
+        """Reads the Hugging Face folder `path`; `progress(done, total)` is called for each tensor.
 
-        `weight_dtype`: auto or int8, see `Linear`; `compiled`: see `choose_ops`. Raises CheckpointError for a folder that cannot be served,
-        ValueError for a dtype that is unknown or that this processor cannot multiply.
+        `weight_dtype`: auto or int8, see `Linear`; `compiled`, `products`: see `choose_ops`. Raises CheckpointError for a folder that
+        cannot be served, ValueError for a dtype that is unknown or that this processor cannot multiply.
         """
         if dtype not in DTYPES:
             raise ValueError(f"dtype {dtype!r} is not supported; supported: {', '.join(DTYPES)}")
         if weight_dtype not in WEIGHT_DTYPES:
             raise ValueError(f"weight_dtype {weight_dtype!r} is not supported; supported: {', '.join(WEIGHT_DTYPES)}")
-        if threads is not None:
-            torch.set_num_threads(threads)
         config = read_config(path)
         checkpoint = Checkpoint(path, config)
         total, done = len(expected_tensors(config)), 0
@@ -83,7 +80,7 @@ class ModelRunner:
             return checkpoint.tensor(name)
 
         where = torch.device(device)
-        model = Transformer(config, read, DTYPES[dtype], where, choose_ops(where, DTYPES[dtype], compiled), weight_dtype)
+        model = Transformer(config, read, DTYPES[dtype], where, choose_ops(where, DTYPES[dtype], compiled, products), weight_dtype)
         keep_memory()  # only now, after the memory that loading needed temporarily has been given back
         # The KV of a model with rounded matrices is not the KV of the original model.
         rounded = "" if weight_dtype == "auto" else f"-{weight_dtype}"

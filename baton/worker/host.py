@@ -303,6 +303,7 @@ def options(config: Config) -> Options:
         attention_backend=engine.attention_backend,
         weight_dtype=engine.weight_dtype,
         compiled=engine.compiled,
+        products=engine.products,
         prefix_caching=engine.prefix_caching,
         kind=engine.kind,
         vllm=engine.vllm,

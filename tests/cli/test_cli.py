@@ -444,7 +444,7 @@ def test_doctor_checks_everything_and_measures_the_transports(env: dict[str, str
     rc, out, err = baton(env, "doctor", "--json", *FREE_PORTS, within_s=170)
     assert (rc, err, out.count("\n")) == (0, "", 1)
     findings = {finding["subject"]: finding for finding in json.loads(out)}
-    assert set(findings) == {"python", "memory", "nixl", "tcp", "rdma", "redis", "ray", "ports", "torch"}
+    assert set(findings) == {"python", "memory", "nixl", "tcp", "rdma", "redis", "ray", "ports", "torch", "products"}
     for kind in ("nixl", "tcp"):
         assert findings[kind]["verdict"] == "ok"
         rate = re.match(r"([\d.]+) GB/s between two processes, \d+% of a plain copy; ", findings[kind]["detail"])
@@ -463,8 +463,23 @@ def test_doctor_compares_the_bytes_that_a_transport_delivers(monkeypatch: pytest
 
 
 def test_doctor_measures_a_matrix_multiplication() -> None:
-    found = doctor._torch(load([], {}, {"engine.threads": "1"}).config)
+    found = doctor._tried("torch", doctor.TORCH, 60.0, "1")
     assert found.verdict == "ok" and re.search(r" at \d+ GFLOP/s with 1 threads$", found.detail)
+
+
+def products(**keys: str) -> list[Finding]:
+    return list(doctor._products(load([], {}, {f"engine.{key}": value for key, value in keys.items()}).config))
+
+
+def test_doctor_says_what_multiplies_weights_here(monkeypatch: pytest.MonkeyPatch) -> None:
+    (found,) = products(threads="1")
+    assert found.verdict == "ok" and re.match(r"with 1 threads, .*float32 by \w+.*; bfloat16 by \w+.*; int8 by \w+", found.detail)
+    (fixed,) = products(products="torch")
+    assert fixed.verdict == "ok" and fixed.detail.startswith("by torch")
+    assert not products(compiled="false") and not products(device="cuda") and not products(kind="vllm")
+    monkeypatch.setattr(doctor, "PRODUCTS", "import sys; sys.exit('no compiler')")
+    (failed,) = products()
+    assert failed.verdict == "warn" and failed.detail == "by plain torch: no compiler"
 
 
 @pytest.mark.parametrize(

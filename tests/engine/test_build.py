@@ -144,7 +144,8 @@ def test_data_left_in_blocks_by_warming_up_changes_no_token(small: Path) -> None
     ],
 )
 def test_the_auto_dtype_is_chosen_from_the_checkpoint(config: dict[str, Any], dtype: str) -> None:
-    assert choose_dtype(config) == dtype
+    assert choose_dtype(config, lambda: False) == dtype
+    assert choose_dtype(config, lambda: True) == "float32"
 
 
 def test_an_engine_is_built_with_the_auto_dtype(small: Path, tmp_path: Path) -> None:

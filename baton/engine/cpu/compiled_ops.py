@@ -4,16 +4,14 @@ Importing this module compiles them, which takes seconds, or loads what an earli
 compile for this processor, or if torch's threads are not GNU's OpenMP; `baton.engine.choice.choose_ops` then keeps plain torch.
 """
 
-from collections.abc import Callable
-
 import torch
 from torch import Tensor
 
 from baton.engine.attention import Kernels
-from baton.engine.cpu import int8, panels, pointwise
+from baton.engine.cpu import int8, onednn, panels, pointwise, products
 from baton.engine.cpu.decode_attention import attend_in_place, store
 from baton.engine.cpu.span_attention import attend_span
-from baton.engine.ops import Ops
+from baton.engine.ops import Multiply, Ops
 
 ATTENTION = Kernels(attend_in_place, attend_span, store)
 
@@ -23,9 +21,11 @@ class CompiledOps(Ops):
 
     attention, records = ATTENTION, True
 
-    def __init__(self) -> None:
+    def __init__(self, products: str = "auto") -> None:
+        """`products`: which of `baton.engine.cpu.products.CANDIDATES` multiplies; auto: what is fastest here."""
         super().__init__(packs=True)
-        self.recurring = False  # until a matrix is left to oneDNN
+        self._products = products
+        self.recurring = False  # until a matrix is left to others
 
     def add_rms_norm(self, x: Tensor, y: Tensor | None, weight: Tensor, eps: float) -> Tensor:
         if not x.is_contiguous() or weight.dtype != x.dtype:
@@ -74,20 +74,38 @@ class CompiledOps(Ops):
         int8.quantize(x, out, steps)
         return out, steps
 
-    def multiplier(self, matrix: Tensor, bias: Tensor | None) -> Callable[[Tensor], Tensor] | None:
-        return self._or_onednn(panels.multiplier(matrix, bias))
+    def multiplier(self, matrix: Tensor, bias: Tensor | None) -> Multiply:
+        return panels.multiplier(matrix, bias) if self._takes(matrix) else super().multiplier(matrix, bias)
 
-    def int8_multiplier(self, matrix: Tensor, steps: Tensor, bias: Tensor | None) -> Callable[[Tensor], Tensor] | None:
-        return self._or_onednn(panels.int8_multiplier(matrix, steps, bias))
+    def int8_multiplier(self, matrix: Tensor, steps: Tensor, bias: Tensor | None) -> Multiply:
+        return panels.int8_multiplier(matrix, steps, bias) if self._takes(matrix) else super().int8_multiplier(matrix, steps, bias)
 
-    def _or_onednn(self, multiply: Callable[[Tensor], Tensor] | None) -> Callable[[Tensor], Tensor] | None:
-        self.recurring = self.recurring or multiply is None
-        return multiply
+    def _takes(self, matrix: Tensor) -> bool:
+        """Whether our own kernels multiply it. Otherwise `packs` says who does."""
+        by = choice(matrix.dtype).by if self._products == "auto" else self._products
+        if by == "baton" and panels.fits(matrix):
+            return True
+        self.recurring, self.packs = True, by != "torch"
+        return False
 
     def dequantize(self, products: Tensor, steps: Tensor, bias: Tensor | None, dtype: torch.dtype) -> Tensor:
         out = products if dtype == torch.float32 else torch.empty_like(products, dtype=dtype)
         int8.dequantize(products, steps, bias, out)
         return out
+
+
+def choice(kind: torch.dtype) -> products.Choice:
+    """Of what multiplies weights of this type, with as many threads as torch has now."""
+    return products.choice(kind, torch.get_num_threads(), _arm)
+
+
+def _arm(by: str, matrix: Tensor) -> Multiply:
+    ops = CompiledOps(by)
+    if matrix.dtype == torch.int8:
+        return ops.int8_multiplier(matrix, torch.ones(len(matrix)), None)
+    if by == "onednn" and not onednn.multiplies(matrix.dtype):
+        raise ValueError("oneDNN does not multiply this type here")
+    return ops.multiplier(matrix, None)
 
 
 def _gated(gate_up: Tensor, gelu: bool) -> Tensor:

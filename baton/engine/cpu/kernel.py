@@ -185,18 +185,26 @@ def make(stamp):
     # It gets the file and line of `function`, so that Numba caches the result next to that file for as long as the file does not change.
     code = function.__code__
     exec(compile("\n" * (code.co_firstlineno - 1) + source, code.co_filename, "exec"), space)
-    unpacking = space["make"](_stamp())
+    unpacking = space["make"](stamp())
     unpacking.__qualname__ = name
     return c_function(unpacking)
 
 
-def _stamp() -> int:
+def stamp() -> int:
     """A checksum of the files in this folder. It is part of the key under which a compiled kernel is cached: Numba itself checks only the
     kernel's own file, and would not notice a change in what that file uses."""
-    stamp = 0
+    checksum = 0
     for file in sorted(Path(__file__).parent.glob("*.py")):
-        stamp = zlib.crc32(file.read_bytes(), stamp)
-    return stamp
+        checksum = zlib.crc32(file.read_bytes(), checksum)
+    return checksum
+
+
+def cache_folder() -> Path | None:
+    """Where compiled kernels are kept; None if there is no such place."""
+    try:
+        return Path(FunctionCache(_make_repeat(0)).cache_path)
+    except RuntimeError:
+        return None
 
 
 def c_function(function: Callable[[Any], None]) -> Any:
@@ -343,7 +351,7 @@ def _make_repeat(stamp: int) -> Callable[..., None]:
     return repeat
 
 
-_REPEAT = c_function(_make_repeat(_stamp()))
+_REPEAT = c_function(_make_repeat(stamp()))
 _alone = ctypes.CFUNCTYPE(None, ctypes.c_char_p)(_REPEAT.address)  # releases the GIL: many calls take a while
 
 

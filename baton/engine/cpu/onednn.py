@@ -14,9 +14,9 @@ def multiplies(dtype: torch.dtype) -> bool:
     return torch._C._has_mkldnn and (dtype == torch.float32 or bool(torch.ops.mkldnn._is_mkldnn_bf16_supported()))
 
 
-def multiplies_int8(device: torch.device) -> bool:
-    """Whether products of int8 are exact there. On a CPU without VNNI, sums of two products can overflow."""
-    return device.type == "cpu" and torch._C._has_mkldnn and _is_exact()
+def multiplies_int8() -> bool:
+    """Whether products of int8 are exact on this processor. Without VNNI, sums of two products can overflow."""
+    return torch._C._has_mkldnn and _is_exact()
 
 
 @cache

@@ -1,7 +1,5 @@
 """Products with a matrix of weights, compiled, for any number of rows: at few rows as fast as the weights can be read."""
 
-from collections.abc import Callable
-
 import numpy as np
 import torch
 import torch.nn.functional as F
@@ -10,29 +8,24 @@ from torch import Tensor
 from baton.engine.cpu.int8 import round_row
 from baton.engine.cpu.kernel import floats, int8s, int32s, kernel, numbers
 from baton.engine.cpu.primitives import share
-from baton.engine.cpu.tile import BFLOAT16, FLOAT32, INT8, OUTS, ROWS, VNNI, add_tile, host_has, scale_row
+from baton.engine.cpu.tile import BFLOAT16, FLOAT32, INT8, OUTS, ROWS, add_tile, scale_row
+from baton.engine.ops import Multiply
 
 CHUNK = 64 // ROWS * ROWS  # rows of x that stay in the cache while a thread's panels pass: whole tiles
 DEPTH = 2048  # numbers of each row for which a panel stays in the cache
 OUTS_PADDED = f"-(-outs // {OUTS}) * {OUTS}"
+GROUPS = {torch.float32: FLOAT32.group, torch.bfloat16: BFLOAT16.group, torch.int8: INT8.group}
 PANELS = f"{OUTS_PADDED} * width"
 
 
-def group(dtype: torch.dtype) -> int | None:
-    """The width of a matrix must be a multiple of this. None: oneDNN multiplies such a matrix faster, or as the only one: it has
-    instructions for whole tiles (AMX), or the kernels are compiled for a family of processors and lack what this one has."""
-    if dtype == torch.float32:
-        return FLOAT32.group
-    if dtype == torch.bfloat16:
-        lacking = BFLOAT16.group == 1 and host_has("avx512bf16")
-        return None if lacking or host_has("amx-bf16") else BFLOAT16.group
-    return INT8.group if VNNI and not host_has("amx-int8") else None
+def fits(matrix: Tensor) -> bool:
+    """`[outs, width]`: float32, bfloat16 or int8, and its rows are whole groups."""
+    return matrix.dtype in GROUPS and matrix.numel() > 0 and matrix.shape[1] % GROUPS[matrix.dtype] == 0
 
 
 def panels(matrix: Tensor) -> Tensor:
     """`[outs, width]` as panels, in a row (see `baton.engine.cpu.tile`). The last one ends with rows of zeros."""
-    together, (outs, width) = group(matrix.dtype), matrix.shape
-    assert together is not None
+    together, (outs, width) = GROUPS[matrix.dtype], matrix.shape
     packed = matrix.new_zeros(-(-outs // OUTS), width // together, OUTS, together)
     whole = outs // OUTS
     packed[:whole] = matrix[: whole * OUTS].view(-1, OUTS, width // together, together).transpose(1, 2)
@@ -41,10 +34,8 @@ def panels(matrix: Tensor) -> Tensor:
     return packed.view(-1)
 
 
-def multiplier(matrix: Tensor, bias: Tensor | None) -> Callable[[Tensor], Tensor] | None:
-    """x `[T, width]` → x Wᵀ + bias `[T, outs]` for W `[outs, width]` of the type of x. None if that cannot be multiplied here."""
-    if not _fits(matrix):
-        return None
+def multiplier(matrix: Tensor, bias: Tensor | None) -> Multiply:
+    """x `[T, width]` → x Wᵀ + bias `[T, outs]` for W `[outs, width]` of the type of x; W must fit."""
     outs = len(matrix)
     weights, begin = panels(matrix), padded(bias, outs)
 
@@ -56,10 +47,8 @@ def multiplier(matrix: Tensor, bias: Tensor | None) -> Callable[[Tensor], Tensor
     return multiply
 
 
-def int8_multiplier(matrix: Tensor, scales: Tensor, bias: Tensor | None) -> Callable[[Tensor], Tensor] | None:
-    """As `Ops.quantize`, the product with int8 `[outs, width]`, and `Ops.dequantize`, with the same bits."""
-    if not _fits(matrix):
-        return None
+def int8_multiplier(matrix: Tensor, scales: Tensor, bias: Tensor | None) -> Multiply:
+    """As `Ops.quantize`, the product with int8 `[outs, width]`, and `Ops.dequantize`, with the same bits; the matrix must fit."""
     outs = len(matrix)
     weights, zeros = panels(matrix), padded(matrix.sum(dim=1, dtype=torch.int32).mul_(-128), outs)
     steps, added = padded(scales, outs), padded(bias, outs)
@@ -70,11 +59,6 @@ def int8_multiplier(matrix: Tensor, scales: Tensor, bias: Tensor | None) -> Call
         return out
 
     return multiply
-
-
-def _fits(matrix: Tensor) -> bool:
-    together = group(matrix.dtype)
-    return together is not None and matrix.numel() > 0 and matrix.shape[1] % together == 0
 
 
 def padded(vector: Tensor | None, outs: int) -> Tensor:

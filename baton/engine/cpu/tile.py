@@ -27,11 +27,6 @@ def features() -> set[str]:
     return FAMILIES.get(config.CPU_NAME, set()) | {name.removeprefix("+") for name in given if name.startswith("+")}
 
 
-def host_has(feature: str) -> bool:
-    """Whether this processor has it, whatever the kernels are compiled for."""
-    return bool(binding.get_host_cpu_features().get(feature, False))
-
-
 FEATURES = features()
 # Numbers of a register, registers of sums for each row, and rows: all sums and a step's numbers of W are in registers.
 LANES, VECTORS, ROWS = (16, 2, 8) if "avx512f" in FEATURES else (8, 2, 6) if "avx2" in FEATURES else (4, 4, 6)

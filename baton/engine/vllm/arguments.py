@@ -101,6 +101,7 @@ def check(options: Options) -> None:
         ("engine.weight_dtype", options.weight_dtype, "auto"),
         ("engine.attention_backend", options.attention_backend, "auto"),
         ("engine.compiled", options.compiled, True),
+        ("engine.products", options.products, "auto"),
         ("engine.batching", options.limits.batching, "continuous"),
     ):
         if value != default:

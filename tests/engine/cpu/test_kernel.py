@@ -201,7 +201,7 @@ def test_kernels_are_cached_on_disk_until_one_of_their_files_changes(tmp_path: P
         "from numba.core import ccallback\n"
         "from baton.engine.cpu import kernel\n"
         "import sys\n"
-        "kernel._stamp = lambda: int(sys.argv[1])\n"
+        "kernel.stamp = lambda: int(sys.argv[1])\n"
         "hits = []\n"
         "compile_ = ccallback.CFunc.compile\n"
         "def counted(self):\n"

@@ -12,20 +12,13 @@ import torch
 from torch import Tensor
 
 from baton.engine.cpu import panels, tile
-from baton.engine.cpu.tile import BFLOAT16, FLOAT32, INT8, OUTS, ROWS
+from baton.engine.cpu.tile import OUTS, ROWS
 from baton.engine.ops import Ops
 
-GROUPS = {torch.float32: FLOAT32.group, torch.bfloat16: BFLOAT16.group, torch.int8: INT8.group}
 FLOATS = [torch.float32, torch.bfloat16]
 SHAPES = [(1, 4), (3, 20), (OUTS, 64), (130, 200), (700, 96), (65, panels.DEPTH + 4), (40, 2 * panels.DEPTH)]
 BATCHES = sorted({1, 2, 3, ROWS - 1, ROWS, ROWS + 1, 2 * ROWS + 1, panels.CHUNK, panels.CHUNK + 3})
 Multiply = Callable[[Tensor], Tensor]
-
-
-@pytest.fixture(autouse=True)
-def every_type(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Also those that oneDNN multiplies faster on this processor."""
-    monkeypatch.setattr(panels, "group", GROUPS.get)
 
 
 @pytest.fixture(params=[1, 3], autouse=True)
@@ -45,11 +38,6 @@ def small(matrix: Tensor) -> tuple[Tensor, Tensor]:
     return matrix.div(steps[:, None]).round().to(torch.int8), steps
 
 
-def made(multiply: Multiply | None) -> Multiply:
-    assert multiply is not None
-    return multiply
-
-
 def check_rows(multiply: Multiply, x: Tensor, whole: Tensor) -> None:
     for count in BATCHES:
         assert torch.equal(multiply(x[:count]), whole[:count])
@@ -64,7 +52,7 @@ def test_products_are_those_of_plain_torch_and_a_row_is_the_same_in_any_batch(
 ) -> None:
     weight, x = numbers(outs, width).to(dtype), numbers(panels.CHUNK + 9, width).to(dtype)
     added = numbers(outs).to(dtype) if bias else None
-    multiply = made(panels.multiplier(weight, added))
+    multiply = panels.multiplier(weight, added)
     whole = multiply(x)
     exact = x.double() @ weight.double().T + (added.double() if added is not None else 0)
     # Each product is rounded to float32 as it is added; the result once more, to its own type.
@@ -82,7 +70,7 @@ def test_int8_products_have_the_bits_of_plain_torch(dtype: torch.dtype, bias: bo
     x = (numbers(panels.CHUNK + 9, width) * torch.logspace(-3, 3, panels.CHUNK + 9)[:, None]).to(dtype)
     x[0] = 0
     added = numbers(outs).to(dtype) if bias else None
-    multiply = made(panels.int8_multiplier(weight, scales, added))
+    multiply = panels.int8_multiplier(weight, scales, added)
     whole, (rounded, steps) = multiply(x), Ops().quantize(x)
     products = ((rounded.double() - 128) @ weight.double().T).float() * scales
     assert torch.equal(whole, Ops().dequantize(products, steps, added, dtype))
@@ -93,29 +81,28 @@ def test_int8_products_have_the_bits_of_plain_torch(dtype: torch.dtype, bias: bo
 def test_nan_and_infinity_stay_in_their_rows(dtype: torch.dtype) -> None:
     weight, x = numbers(OUTS + 5, 64).to(dtype), numbers(5, 64).to(dtype)
     x[1, 3], x[2, 0], x[3, 7] = torch.nan, torch.inf, -torch.inf
-    y = made(panels.multiplier(weight, None))(x)
+    y = panels.multiplier(weight, None)(x)
     assert y[[0, 4]].isfinite().all() and y[1].isnan().all() and not y[2:4].isfinite().any()
 
 
 def test_bfloat16_is_rounded_to_nearest_even() -> None:
     """2⁻⁸ is half a step of bfloat16 at 1, and 3 · 2⁻⁸ one and a half."""
     x = torch.tensor([[1, 2.0**-8, 0, 0], [1, 0, 3 * 2.0**-8, 0], [-1, 0, 0, -(2.0**-8)]], dtype=torch.bfloat16)
-    y = made(panels.multiplier(torch.ones(1, 4, dtype=torch.bfloat16), None))(x)
+    y = panels.multiplier(torch.ones(1, 4, dtype=torch.bfloat16), None)(x)
     assert y[:, 0].tolist() == [1, 1 + 2.0**-6, -1]
 
 
 @pytest.mark.parametrize("dtype", FLOATS)
 def test_no_rows_and_no_weights(dtype: torch.dtype) -> None:
-    assert made(panels.multiplier(numbers(5, 8).to(dtype), None))(torch.empty(0, 8, dtype=dtype)).shape == (0, 5)
-    assert panels.multiplier(torch.empty(0, 8, dtype=dtype), None) is None
-    assert panels.multiplier(torch.empty(8, 0, dtype=dtype), None) is None
+    assert panels.multiplier(numbers(5, 8).to(dtype), None)(torch.empty(0, 8, dtype=dtype)).shape == (0, 5)
+    assert not panels.fits(torch.empty(0, 8, dtype=dtype)) and not panels.fits(torch.empty(8, 0, dtype=dtype))
 
 
 def test_a_width_that_is_no_multiple_of_the_group_is_left_to_others() -> None:
-    for dtype, group in GROUPS.items():
-        if group > 1:
-            assert panels.multiplier(torch.zeros(8, group + 1, dtype=dtype), None) is None
-    assert panels.multiplier(torch.zeros(8, 5, dtype=torch.float64), None) is None
+    for dtype, group in panels.GROUPS.items():
+        assert panels.fits(torch.zeros(8, 3 * group, dtype=dtype))
+        assert group == 1 or not panels.fits(torch.zeros(8, group + 1, dtype=dtype))
+    assert not panels.fits(torch.zeros(8, 4, dtype=torch.float64))
 
 
 def test_panels_keep_nothing_of_the_matrix() -> None:

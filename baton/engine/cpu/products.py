@@ -1,0 +1,140 @@
+"""What multiplies matrices of weights on this machine: Baton's kernels, oneDNN or plain torch, whichever is fastest when it is tried.
+
+That depends on the processor: on its instructions (and whether the kernels were compiled for them), its caches, and on how many threads
+are needed to read its memory at full rate. The first process that multiplies in some precision therefore times all three, for a few
+hundred milliseconds, and keeps the result beside the compiled kernels. Later processes with as many threads take the same one, so their
+results have the same bits.
+"""
+
+import json
+import logging
+import os
+import tempfile
+import time
+import zlib
+from collections.abc import Callable, Mapping
+from contextlib import suppress
+from dataclasses import asdict, dataclass
+from functools import cache
+from math import prod
+from pathlib import Path
+
+import torch
+from llvmlite import binding
+from torch import Tensor
+
+from baton.engine.cpu.kernel import cache_folder, stamp
+from baton.engine.cpu.tile import FEATURES
+from baton.engine.ops import Multiply
+
+log = logging.getLogger(__name__)
+
+CANDIDATES = ("baton", "onednn", "torch")
+OUTS, WIDTH = 4096, 1024  # of the matrix that is tried: more than a core's own caches hold
+ROWS = (1, 8, 256)  # a decode step of one sequence and of a batch, and a prefill
+ROUNDS = 5
+HOPELESS = 5.0  # a candidate that takes this many times as long as the best one is not tried further
+BETTER = 1.1
+
+
+@dataclass(frozen=True, slots=True)
+class Choice:
+    by: str  # one of CANDIDATES
+    seconds: dict[str, list[float]]  # of each candidate that can multiply here, for as many of ROWS as it was tried with
+
+    @property
+    def cost(self) -> float:
+        """The geometric mean of the chosen one's times, seconds."""
+        return _mean(self.seconds[self.by])
+
+    def __str__(self) -> str:
+        others = [
+            f"{name} {' '.join(f'{a / b:.2f}' for a, b in zip(times, self.seconds[self.by], strict=False))}"
+            for name, times in self.seconds.items()
+            if name != self.by
+        ]
+        return f"{self.by} ({', '.join(others)} times as long)" if others else self.by
+
+
+def decide(seconds: Mapping[str, list[float]]) -> str:
+    """The candidate with the smallest mean. The first one, a row of whose results has the same bits in any batch, gives way only to one
+    that is a tenth faster. Pure."""
+    complete = {name: _mean(times) for name, times in seconds.items() if len(times) == len(ROWS)}
+    first, best = next(iter(complete)), min(complete, key=complete.__getitem__)
+    return best if complete[best] * BETTER < complete[first] else first
+
+
+def _mean(times: list[float]) -> float:
+    return prod(times) ** (1 / len(times))
+
+
+def measured(arms: Mapping[str, Multiply], dtype: torch.dtype) -> dict[str, list[float]]:
+    """The least time of each arm, seconds, for each number of ROWS. The arms take turns."""
+    arms, seconds = dict(arms), {name: list[float]() for name in arms}
+    for rows in ROWS:
+        x, best = torch.ones(rows, WIDTH, dtype=dtype), dict.fromkeys(arms, float("inf"))
+        for turn in range(1 + ROUNDS):
+            for name, multiply in arms.items():
+                began = time.perf_counter()
+                multiply(x)
+                if turn:  # the first one may compile
+                    best[name] = min(best[name], time.perf_counter() - began)
+        for name, taken in best.items():
+            seconds[name].append(taken)
+            if taken > HOPELESS * min(best.values()):
+                del arms[name]
+    return seconds
+
+
+@cache
+def choice(kind: torch.dtype, threads: int, arm: Callable[[str, Tensor], Multiply]) -> Choice:
+    """For weights of this type. `arm(candidate, matrix)` raises ValueError if the candidate cannot multiply `[OUTS, WIDTH]` here."""
+    folder = cache_folder()
+    file = folder / f"products-{_machine(kind, threads):08x}.json" if folder else None
+    return (file and _kept(file)) or _keep(file, _try(kind, arm))
+
+
+def _try(kind: torch.dtype, arm: Callable[[str, Tensor], Multiply]) -> Choice:
+    matrix, arms = torch.ones(OUTS, WIDTH).to(kind), {}
+    for name in CANDIDATES:
+        with suppress(ValueError):
+            arms[name] = arm(name, matrix)
+    with torch.inference_mode():
+        seconds = measured(arms, torch.float32 if kind == torch.int8 else kind)
+    return Choice(decide(seconds), seconds)
+
+
+def _machine(kind: torch.dtype, threads: int) -> int:
+    """A checksum of whatever the times depend on."""
+    host = binding.get_host_cpu_name(), sorted(binding.get_host_cpu_features().items()), sorted(FEATURES)
+    return zlib.crc32(repr((host, str(kind), threads, torch.__version__, stamp())).encode())
+
+
+def _kept(file: Path) -> Choice | None:
+    try:
+        found = Choice(**json.loads(file.read_text()))
+        if found.by in found.seconds:
+            return found
+    except OSError:
+        return None
+    except (ValueError, TypeError):
+        pass
+    with suppress(OSError):  # not what this version writes
+        file.unlink()
+    return None
+
+
+def _keep(file: Path | None, found: Choice) -> Choice:
+    """What the first process found, if several try at once."""
+    if file is None:
+        return found
+    try:
+        with tempfile.NamedTemporaryFile("w", dir=file.parent, suffix=".json") as whole:
+            whole.write(json.dumps(asdict(found)))
+            whole.flush()
+            os.chmod(whole.name, 0o644)
+            with suppress(FileExistsError):
+                os.link(whole.name, file)
+    except OSError as error:
+        log.warning("what multiplies fastest cannot be kept, so every start tries it again: %s", error)
+    return _kept(file) or found

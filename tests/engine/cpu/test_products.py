@@ -1,0 +1,183 @@
+"""What multiplies weights is what was fastest here, the same in every process, or what the switch says."""
+
+import time
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field
+from pathlib import Path
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from baton.engine import choice as ops_choice
+from baton.engine.cpu import compiled_ops, onednn, panels, products
+from baton.engine.cpu.compiled_ops import CompiledOps
+from baton.engine.cpu.products import CANDIDATES, ROWS, Choice, decide, measured
+from baton.engine.ops import Multiply
+
+KINDS = [torch.float32, torch.bfloat16, torch.int8]
+
+
+@pytest.fixture
+def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
+    monkeypatch.setattr(products, "cache_folder", lambda: tmp_path)
+    products.choice.cache_clear()
+    yield tmp_path
+    products.choice.cache_clear()
+
+
+def plain(x: Tensor) -> Tensor:
+    return x
+
+
+def slow(x: Tensor) -> Tensor:
+    time.sleep(0.002)
+    return x
+
+
+@dataclass
+class Arms:
+    """Of which one takes the least time by far."""
+
+    fast: str
+    tried: list[str] = field(default_factory=list)
+
+    def __call__(self, name: str, matrix: Tensor) -> Multiply:
+        if name == "torch":
+            raise ValueError("cannot")
+        self.tried.append(name)
+        return plain if name == self.fast else slow
+
+    def __hash__(self) -> int:
+        return id(self)
+
+    def choice(self, threads: int = 2) -> Choice:
+        """As a new process finds it."""
+        products.choice.cache_clear()
+        return products.choice(torch.float32, threads, self)
+
+
+@pytest.mark.parametrize(
+    ("seconds", "by"),
+    [
+        ({"baton": [1.0, 1.0, 1.0]}, "baton"),
+        ({"baton": [1.0, 1.0, 1.0], "onednn": [0.95, 0.95, 0.95]}, "baton"),  # not by a tenth
+        ({"baton": [1.0, 1.0, 1.0], "onednn": [0.9, 0.9, 0.9]}, "onednn"),
+        ({"baton": [1.0, 1.0, 1.0], "onednn": [1.2, 1.2, 0.5], "torch": [0.8, 0.8, 0.8]}, "torch"),
+        ({"baton": [1.0, 1.0, 5.0], "onednn": [1.4, 1.4, 1.0]}, "onednn"),  # instructions for whole tiles
+        ({"baton": [1.0, 1.4, 1.0], "onednn": [1.4, 1.0, 1.0]}, "baton"),
+        ({"baton": [6.0], "onednn": [1.0, 1.0, 1.0], "torch": [0.1, 9.0]}, "onednn"),  # the others were given up
+        ({"baton": [6.0], "onednn": [1.0, 1.0, 1.0], "torch": [0.95, 0.95, 0.95]}, "onednn"),
+    ],
+)
+def test_the_fastest_is_chosen_and_the_first_of_equals(seconds: dict[str, list[float]], by: str) -> None:
+    assert decide(seconds) == by
+    assert Choice(by, seconds).cost <= 5 ** (1 / 3)
+
+
+def test_a_hopeless_arm_is_given_up() -> None:
+    found = measured({"slow": slow, "fast": plain}, torch.float32)
+    assert len(found["slow"]) == 1 and len(found["fast"]) == len(ROWS)
+
+
+def test_a_choice_is_kept_for_later_processes(folder: Path) -> None:
+    arms, others = Arms("onednn"), Arms("baton")
+    first = arms.choice()
+    assert first.by == "onednn" and arms.tried == ["baton", "onednn"]  # torch cannot
+    assert others.choice() == first and not others.tried
+    assert others.choice(threads=3).by == "baton"  # as many threads were not tried before
+    assert len(list(folder.iterdir())) == 2 and all(file.stat().st_mode & 0o444 == 0o444 for file in folder.iterdir())
+
+
+@pytest.mark.parametrize("text", ["", "[1]", '{"by": "onednn"}', '{"by": "abacus", "seconds": {}}', '{"by": [], "seconds": 7}'])
+def test_a_file_that_says_nothing_is_replaced(folder: Path, text: str) -> None:
+    Arms("onednn").choice()
+    (file,) = folder.iterdir()
+    file.write_text(text)
+    again = Arms("baton")
+    assert again.choice().by == "baton" and again.tried
+    assert Arms("onednn").choice().by == "baton"
+
+
+def test_the_first_of_several_processes_decides(folder: Path) -> None:
+    late, early = Arms("baton"), Arms("onednn")
+
+    def meanwhile(name: str, matrix: Tensor) -> Multiply:
+        if not early.tried:
+            products.choice.__wrapped__(torch.float32, 2, early)
+        return late(name, matrix)
+
+    assert products.choice(torch.float32, 2, meanwhile).by == "onednn" and late.tried
+
+
+def test_without_a_folder_every_process_tries(folder: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture) -> None:
+    for place in (None, folder / "gone"):
+        monkeypatch.setattr(products, "cache_folder", lambda place=place: place)
+        assert Arms("onednn").choice().by == "onednn"
+        assert Arms("baton").choice().by == "baton"
+    assert "cannot be kept" in caplog.text
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_this_processor_is_tried(folder: Path, kind: torch.dtype) -> None:
+    found = compiled_ops.choice(kind)
+    assert found.by in CANDIDATES and len(found.seconds[found.by]) == len(ROWS)
+    assert "baton" in found.seconds and all(taken > 0 for times in found.seconds.values() for taken in times)
+    assert str(found).startswith(found.by)
+
+
+def matrix_of(kind: torch.dtype) -> Tensor:
+    matrix = torch.randn(96, 64, generator=torch.Generator().manual_seed(1))
+    return matrix.mul(40).round().clamp(-127, 127).to(kind) if kind == torch.int8 else matrix.to(kind)
+
+
+def product(ops: CompiledOps, matrix: Tensor, x: Tensor) -> Tensor:
+    if matrix.dtype == torch.int8:
+        return ops.int8_multiplier(matrix, torch.ones(len(matrix)), None)(x)
+    return ops.multiplier(matrix, None)(x)
+
+
+def noted(function: Callable[..., Multiply], whose: str, called: list[str]) -> Callable[..., Multiply]:
+    def call(*given: Tensor | None) -> Multiply:
+        called.append(whose)
+        return function(*given)
+
+    return call
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("by", CANDIDATES)
+def test_the_switch_and_the_choice_say_who_multiplies(by: str, kind: torch.dtype, monkeypatch: pytest.MonkeyPatch) -> None:
+    if kind == torch.int8 and by != "baton" and not onednn.multiplies_int8():
+        pytest.skip("no VNNI")
+    called: list[str] = []
+    monkeypatch.setattr(compiled_ops, "choice", lambda kind: Choice(by, {by: [1.0] * len(ROWS)}))
+    for module, whose in ((panels, "baton"), (onednn, "onednn")):
+        for name in ("multiplier", "int8_multiplier", "packed", "packed_int8"):
+            if hasattr(module, name):
+                monkeypatch.setattr(module, name, noted(getattr(module, name), whose, called))
+    matrix = matrix_of(kind)
+    x = torch.randn(7, 64, generator=torch.Generator().manual_seed(2)).to(torch.bfloat16 if kind == torch.bfloat16 else torch.float32)
+    exact = F.linear(x.double(), matrix.double())
+    for asked in (by, "auto"):
+        called.clear()
+        ops = CompiledOps(asked)
+        error = (product(ops, matrix, x).double() - exact).abs().max() / exact.abs().max()
+        assert error < 0.02
+        assert called == ([] if by == "torch" else [by]) and ops.recurring == (by != "baton")
+
+
+@pytest.mark.parametrize("kind", [torch.float32, torch.bfloat16])
+def test_a_matrix_that_does_not_fit_is_left_to_others(kind: torch.dtype, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(panels, "fits", lambda matrix: False)
+    ops = CompiledOps("baton")
+    assert ops.multiplier(torch.ones(3, 5, dtype=kind), None)(torch.ones(2, 5, dtype=kind)).tolist() == [[5.0] * 3] * 2
+    assert ops.recurring
+
+
+@pytest.mark.parametrize(("single", "half", "slower"), [(1.0, 0.6, False), (1.0, 1.0, False), (1.0, 1.4, True)])
+def test_bfloat16_is_slower_where_its_best_products_are(single: float, half: float, slower: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    times = {torch.float32: single, torch.bfloat16: half}
+    monkeypatch.setattr(compiled_ops, "choice", lambda kind: Choice("torch", {"torch": [times[kind]] * 3, "baton": [0.1]}))
+    assert ops_choice.bfloat16_is_slower() == slower
