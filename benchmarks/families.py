@@ -26,6 +26,7 @@ from baton.engine.config_json import SUPPORTED, read_config
 from baton.engine.cpu.allocator import keep_memory
 from baton.engine.cpu.onednn import multiplies_int8
 from baton.engine.kvcache import KvLayout, KvPool
+from baton.engine.linear import ROUNDED
 from baton.engine.model import Transformer
 from baton.engine.protocol import Chunk
 from baton.engine.runner import DTYPES, ModelRunner
@@ -63,8 +64,8 @@ assert set(FAMILIES) == set(SUPPORTED)
 
 
 def loaded(family: str, precision: str, compiled: bool = True, layers: int = 2, scale: int = 1, products: str = "auto") -> ModelRunner:
-    """A runner of a random model whose widths are divided by `scale`; `precision`: float32, bfloat16, or int8 with the rest in float32;
-    `products`: what multiplies matrices."""
+    """A runner of a random model whose widths are divided by `scale`. `precision`: float32, bfloat16, or int8 or int4 with the rest in
+    float32; `products`: what multiplies matrices."""
     fields = SIZES | FAMILIES[family] | {"num_hidden_layers": layers, "max_position_embeddings": 2 * TOKENS, "eos_token_id": 1}
     fields |= {name: fields[name] // scale for name in WIDTHS if fields.get(name)}
     with tempfile.TemporaryDirectory() as folder:
@@ -75,9 +76,10 @@ def loaded(family: str, precision: str, compiled: bool = True, layers: int = 2, 
     def read(name: str) -> Tensor:
         return torch.randn(shapes[name], generator=generator) * 0.02
 
-    dtype, cpu = "float32" if precision == "int8" else precision, torch.device("cpu")
+    rounded, cpu = precision in ROUNDED, torch.device("cpu")
+    dtype = "float32" if rounded else precision
     ops = choose_ops(cpu, DTYPES[dtype], compiled, products)
-    model = Transformer(config, read, DTYPES[dtype], cpu, ops, "int8" if precision == "int8" else "auto")
+    model = Transformer(config, read, DTYPES[dtype], cpu, ops, precision if rounded else "auto")
     layout = KvLayout(
         family, dtype, BLOCK, config.layers, config.kv_heads, config.head_dim, parts=config.kv_parts, value_dim=config.kv_value_dim
     )

@@ -28,18 +28,18 @@ from baton.engine.ops import Ops
 
 TOTAL = 128 << 20  # bytes of weights
 ROWS = (1, 2, 4, 8, 16, 32, 64, 256, 512)
-BYTES = {"float32": 4, "bfloat16": 2, "int8": 1}
+BYTES = {"float32": 4, "bfloat16": 2, "int8": 1, "int4": 0.5625}
 CPU = torch.device("cpu")
 Calls = list[Callable[[Tensor], Tensor]]
 
 
 def arms(kind: str, weights: list[Tensor], ops: Ops) -> dict[str, Calls]:
     dtype = torch.bfloat16 if kind == "bfloat16" else torch.float32
-    how = "int8" if kind == "int8" else "auto"
+    how = kind if kind.startswith("int") else "auto"
     found: dict[str, Calls] = {"Baton": [Linear([weight], [], dtype, CPU, how, ops) for weight in weights]}
-    if onednn.multiplies(dtype):
+    if onednn.multiplies(dtype) and kind != "int4":
         found["oneDNN"] = [Linear([weight], [], dtype, CPU, how, Ops(packs=True)) for weight in weights]
-    if kind != "int8":
+    if how == "auto":
         found["torch"] = [partial(F.linear, weight=weight.to(dtype)) for weight in weights]
     return found
 
@@ -81,7 +81,7 @@ def main() -> None:
         read = roof(options.rounds)
         print(f"{threads} threads read {read / 1e9:.1f} GB/s")
         for kind, size in BYTES.items():
-            count = max(1, TOTAL // (options.outs * options.width * size))
+            count = max(1, int(TOTAL / (options.outs * options.width * size)))
             weights = [torch.randn(options.outs, options.width) for _ in range(count)]
             made = arms(kind, weights, choose_ops(CPU, torch.bfloat16 if kind == "bfloat16" else torch.float32, True))
             for rows in ROWS:

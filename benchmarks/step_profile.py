@@ -45,6 +45,7 @@ ARMS: dict[str, dict[str, Any]] = {
     "compiled": {},
     "compiled, bfloat16": {"dtype": "bfloat16"},
     "compiled, int8": {"weight_dtype": "int8"},
+    "compiled, int4": {"weight_dtype": "int4"},
 }
 CALL_BY_CALL = "compiled, call by call"  # not recorded
 BATCHES, CONTEXT, STEPS, ROUNDS = (1, 8), 512, 40, 5

@@ -99,9 +99,9 @@ class EngineConfig(Section):
         description="Attention kernels on a cuda device. auto: the best backend that is installed and supports the model's KV layout. A"
         " named backend must meet both conditions.",
     )
-    weight_dtype: Literal["auto", "int8"] = Field(
+    weight_dtype: Literal["auto", "int8", "int4"] = Field(
         default="auto",
-        description="Type of the matrices. auto: same as model.dtype. int8: matrices are quantised at load, activations at each step.",
+        description="Type of the matrices. auto: as model.dtype. int8, int4: they are quantised at load, activations to int8 at each step.",
     )
     compiled: bool = Field(
         default=True, description="Compiled kernels (but attention's on cuda: see attention_backend). false: plain torch for everything."

@@ -35,7 +35,7 @@ class Options:
     threads: int | None = None
     device: str = "cpu"  # cuda
     attention_backend: str = "auto"  # of `baton.engine.gpu.choice`
-    weight_dtype: str = "auto"  # as dtype; int8
+    weight_dtype: str = "auto"  # as dtype; int8; int4
     compiled: bool = True
     products: str = "auto"  # baton, onednn, torch: what multiplies matrices on a CPU
     prefix_caching: bool = True

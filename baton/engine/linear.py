@@ -18,6 +18,8 @@ class Linear:
     `weight_dtype` int8 (CPU only): each row of W at load, and each row of x at each call, is rounded to 255 steps between minus and plus
     its greatest magnitude; `ops` rounds x. Products and sums of the rounded numbers are exact, so a row of y depends only on its own row of
     x, bit for bit.
+
+    `weight_dtype` int4: groups of 32 neighbours of a row of W are rounded to 16 steps, and x as with int8.
     """
 
     def __init__(
@@ -29,11 +31,13 @@ class Linear:
         weight_dtype: str = "auto",
         ops: Ops | None = None,
     ) -> None:
-        """Raises ValueError for int8 if it would not be exact."""
+        """Raises ValueError for int8 and int4 on another device than a CPU, and for int8 if it would not be exact."""
         ops = ops or Ops()
         bias = stacked(biases, dtype, device) if biases else None  # [out]
-        if weight_dtype == "int8":
-            self._multiply = _int8(stacked(weights, torch.float32, device), bias, ops)
+        if weight_dtype in ROUNDED:
+            if device.type != "cpu":
+                raise ValueError(f"engine.weight_dtype: {weight_dtype} needs engine.device cpu")
+            self._multiply = ROUNDED[weight_dtype](stacked(weights, torch.float32, device), bias, ops)
         elif device.type != "cpu":
             self._multiply = partial(F.linear, weight=stacked(weights, dtype, device), bias=bias)
         else:
@@ -46,10 +50,20 @@ class Linear:
 
 
 def _int8(weight: Tensor, bias: Tensor | None, ops: Ops) -> Multiply:
-    if weight.device.type != "cpu":
-        raise ValueError("engine.weight_dtype: int8 needs engine.device cpu")
     steps = weight.abs().amax(dim=1).div_(127).clamp_(min=torch.finfo(torch.float32).tiny)  # [out]
     return ops.int8_multiplier(weight.div_(steps[:, None]).round_().to(torch.int8), steps, bias)
+
+
+def _int4(weight: Tensor, bias: Tensor | None, ops: Ops) -> Multiply:
+    """A group's scale makes its number of the greatest magnitude -8 (llama.cpp's Q4_0), and is itself rounded to bfloat16 first."""
+    groups = F.pad(weight, (0, -weight.shape[1] % INT4_GROUP)).view(len(weight), -1, INT4_GROUP)
+    scales = groups.gather(2, groups.abs().argmax(dim=2, keepdim=True)).div_(-8).to(torch.bfloat16)  # [out, groups, 1]
+    matrix = groups.div(scales.float().where(scales != 0, 1)).round_().clamp_(-8, 7).to(torch.int8)
+    return ops.int4_multiplier(matrix.flatten(1), scales.squeeze(2), bias)
+
+
+ROUNDED = {"int8": _int8, "int4": _int4}
+INT4_GROUP = 32
 
 
 def stacked(parts: Sequence[Tensor], dtype: torch.dtype, device: torch.device) -> Tensor:

@@ -99,6 +99,19 @@ class Ops:
 
         return linear
 
+    def int4_multiplier(self, matrix: Tensor, scales: Tensor, bias: Tensor | None) -> Multiply:
+        """x `[T, H]` → x Wᵀ + bias for W of int8 `[out, H rounded up]` between -8 and 7, times bfloat16 scales `[out, H rounded up / 32]`.
+        `quantize` rounds x."""
+        width, size = matrix.shape[1], matrix.shape[1] // scales.shape[1]
+        weights = matrix.float().mul_(scales.float().repeat_interleave(size, dim=1))
+
+        def linear(x: Tensor) -> Tensor:
+            rounded, steps = self.quantize(x)
+            products = F.linear(F.pad(rounded.float().sub_(128), (0, width - x.shape[1])), weights)
+            return self.dequantize(products, steps, bias, x.dtype)
+
+        return linear
+
     def dequantize(self, products: Tensor, steps: Tensor, bias: Tensor | None, dtype: torch.dtype) -> Tensor:
         """products · steps + bias, of float32 `[T, out]` and `[T]`, as `dtype`. Products may be overwritten."""
         products *= steps[:, None]

@@ -26,7 +26,7 @@ if TYPE_CHECKING:
     from baton.engine.cpu.decode_steps import DecodeSteps
 
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
-WEIGHT_DTYPES = ("auto", "int8")
+WEIGHT_DTYPES = ("auto", "int8", "int4")
 
 
 def ignore_progress(done: int, total: int) -> None:
@@ -62,7 +62,7 @@ class ModelRunner:
     ) -> "ModelRunner":
         """Reads the Hugging Face folder `path`; `progress(done, total)` is called for each tensor.
 
-        `weight_dtype`: auto or int8, see `Linear`; `compiled`, `products`: see `choose_ops`. Raises CheckpointError for a folder that
+        `weight_dtype`: auto, int8 or int4, see `Linear`; `compiled`, `products`: see `choose_ops`. Raises CheckpointError for a folder that
         cannot be served, ValueError for a dtype that is unknown or that this processor cannot multiply.
         """
         if dtype not in DTYPES:

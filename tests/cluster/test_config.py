@@ -34,6 +34,7 @@ LEGAL = {
     "engine.device": "cuda",
     "engine.attention_backend": "triton",
     "engine.weight_dtype": "int8",
+    "engine.products": "onednn",
     "kv.transport": "tcp",
     "kv.on_failure": "fail",
     "kv.live": "false",

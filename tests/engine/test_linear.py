@@ -7,7 +7,7 @@ from torch import Tensor
 from baton.engine.choice import choose_ops
 from baton.engine.cpu import onednn
 from baton.engine.cpu.onednn import multiplies_int8
-from baton.engine.linear import Linear
+from baton.engine.linear import INT4_GROUP, Linear
 from baton.engine.ops import Ops
 
 CPU = torch.device("cpu")
@@ -95,6 +95,27 @@ def test_int8_handles_zero_rows_and_rows_with_nan() -> None:
     assert (y[1] == 0).all() and y[2].isnan().all() and (y[[0, 3], 3] == 0).all() and y[[0, 3]].isfinite().all()
 
 
+@pytest.mark.parametrize("compiled", [False, True])
+def test_int4_is_close_to_the_plain_product(compiled: bool) -> None:
+    weight, x = numbers(512, 770, seed=5), numbers(200, 770, seed=6) * torch.logspace(-3, 3, 200)[:, None]
+    y = Linear([weight], [], torch.float32, CPU, "int4", choose_ops(CPU, torch.float32, compiled))(x)
+    error = (y - x @ weight.T).norm(dim=1) / (x @ weight.T).norm(dim=1)
+    assert error.min() > 0.02 and error.max() < 0.15
+
+
+def test_int4_rounds_each_group_by_itself() -> None:
+    """A number sixteen times as large as the others costs its own group the others' values, and only that one."""
+    weight = torch.full((2, 3 * INT4_GROUP), 0.5)
+    weight[0, 5], weight[1] = -16.0, 0.0
+    matrix = Linear([weight], [], torch.float32, CPU, "int4")
+    x = torch.eye(3 * INT4_GROUP)
+    rounded = matrix(x).T
+    expected = weight.clone()
+    expected[0, :INT4_GROUP] = 0.0
+    expected[0, 5] = -16.0
+    assert torch.equal(rounded, expected)
+
+
 def test_int8_is_refused_where_it_would_not_be_exact(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(onednn, "_is_exact", lambda: False)
     with pytest.raises(ValueError, match=r"engine\.weight_dtype.*VNNI"):
@@ -102,6 +123,8 @@ def test_int8_is_refused_where_it_would_not_be_exact(monkeypatch: pytest.MonkeyP
     monkeypatch.undo()
     with pytest.raises(ValueError, match=r"engine\.weight_dtype"):
         Linear([numbers(8, 8).to("meta")], [], torch.float32, torch.device("meta"), "int8")
+    with pytest.raises(ValueError, match=r"engine\.weight_dtype: int4 needs"):
+        Linear([numbers(8, 8).to("meta")], [], torch.float32, torch.device("meta"), "int4")
 
 
 def test_the_exactness_trial_detects_overflow(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from baton.engine.attention import Kernels
-from baton.engine.cpu import int8, onednn, panels, pointwise, products
+from baton.engine.cpu import int4, int8, onednn, panels, pointwise, products
 from baton.engine.cpu.decode_attention import attend_in_place, store
 from baton.engine.cpu.span_attention import attend_span
 from baton.engine.ops import Multiply, Ops
@@ -79,6 +79,9 @@ class CompiledOps(Ops):
 
     def int8_multiplier(self, matrix: Tensor, steps: Tensor, bias: Tensor | None) -> Multiply:
         return panels.int8_multiplier(matrix, steps, bias) if self._takes(matrix) else super().int8_multiplier(matrix, steps, bias)
+
+    def int4_multiplier(self, matrix: Tensor, scales: Tensor, bias: Tensor | None) -> Multiply:
+        return int4.multiplier(matrix, scales, bias)
 
     def _takes(self, matrix: Tensor) -> bool:
         """Whether our own kernels multiply it. Otherwise `packs` says who does."""

@@ -76,6 +76,11 @@ def int32s(*dims: str) -> Array:
     return Array(torch.int32, "int32", dims)
 
 
+def bfloat16s(*dims: str) -> Array:
+    """The kernel sees their bits."""
+    return Array(torch.bfloat16, "uint16", dims)
+
+
 def int8s(*dims: str) -> Array:
     return Array(torch.int8, "int8", dims)
 

@@ -20,11 +20,10 @@ from math import prod
 from pathlib import Path
 
 import torch
-from llvmlite import binding
 from torch import Tensor
 
 from baton.engine.cpu.kernel import cache_folder, stamp
-from baton.engine.cpu.tile import FEATURES
+from baton.engine.cpu.tile import host
 from baton.engine.ops import Multiply
 
 log = logging.getLogger(__name__)
@@ -106,8 +105,7 @@ def _try(kind: torch.dtype, arm: Callable[[str, Tensor], Multiply]) -> Choice:
 
 def _machine(kind: torch.dtype, threads: int) -> int:
     """A checksum of whatever the times depend on."""
-    host = binding.get_host_cpu_name(), sorted(binding.get_host_cpu_features().items()), sorted(FEATURES)
-    return zlib.crc32(repr((host, str(kind), threads, torch.__version__, stamp())).encode())
+    return zlib.crc32(repr((host(), str(kind), threads, torch.__version__, stamp())).encode())
 
 
 def _kept(file: Path) -> Choice | None:

@@ -27,6 +27,11 @@ def features() -> set[str]:
     return FAMILIES.get(config.CPU_NAME, set()) | {name.removeprefix("+") for name in given if name.startswith("+")}
 
 
+def host() -> tuple[str, list[str], list[str]]:
+    """This processor: its name and features, and the features that the kernels are compiled for."""
+    return binding.get_host_cpu_name(), sorted(name for name, there in binding.get_host_cpu_features().items() if there), sorted(FEATURES)
+
+
 FEATURES = features()
 # Numbers of a register, registers of sums for each row, and rows: all sums and a step's numbers of W are in registers.
 LANES, VECTORS, ROWS = (16, 2, 8) if "avx512f" in FEATURES else (8, 2, 6) if "avx2" in FEATURES else (4, 4, 6)
@@ -95,6 +100,8 @@ FLOAT32 = Kind(1, FLOAT, FLOATS, _fma)
 BFLOAT16 = Kind(2, I32, FLOATS, _dot_bfloat16) if "avx512bf16" in FEATURES else Kind(1, I16, FLOATS, _fma_bfloat16)
 VNNI = {"avx512vnni", "avx512vl"} <= FEATURES or "avxvnni" in FEATURES
 INT8 = Kind(4, I32, INTS, _dot_int8) if VNNI else Kind(1, I8, INTS, _multiply_int8)
+# Of int4: numbers of a row that share a scale; int32s that hold them, eight each; rows, each of which needs twice the sums.
+SHARED, WORDS, INT4_ROWS = 32, 4, max(ROWS // 2, 2)
 _KINDS = {types.float32: FLOAT32, types.uint16: BFLOAT16, types.int8: INT8}
 
 
@@ -146,6 +153,88 @@ def scale_row(context: Any, sums: Any, scales: Any, step: Any, bias: Any, out: A
         return context.get_dummy_value()
 
     return types.void(sums, scales, types.float32, bias, out), generate
+
+
+@intrinsic
+def add_groups(context: Any, x: Any, width: Any, panel: Any, scales: Any, offsets: Any, rows: Any, groups: Any, sums: Any) -> Any:
+    """`sums[r, o] = Σ_g scales[g, o] · (offsets[r, g] + Σ x[r, k] · panel[k, o])` for the SHARED ks of each of some groups, 1 or more.
+
+    For 1 to INT4_ROWS rows of int8, `width` numbers apart; `offsets` lie `width // SHARED` apart, sums OUTS. The panel is
+    `[groups, WORDS, OUTS]`: each int32 holds eight numbers of 0 to 15 of one row of W, in its byte b those of k = b (low half) and b + 4.
+    Scales are bfloat16.
+    """
+
+    def generate(context: Any, builder: Any, signature: Any, arguments: Any) -> Any:
+        numbers, width, panel, scales, offsets, rows, groups, out = _given(context, builder, signature, arguments)
+        done = builder.append_basic_block("done")
+        cases = builder.switch(rows, done)
+        for count in range(1, INT4_ROWS + 1):
+            case = builder.append_basic_block(f"rows{count}")
+            cases.add_case(count, case)
+            builder.position_at_end(case)
+            far = [builder.mul(width, I64(r)) for r in range(count)]
+            xs = [builder.gep(numbers, [each]) for each in far]
+            begins = [builder.gep(offsets, [builder.udiv(each, I64(SHARED))]) for each in far]
+            for r, row in enumerate(_scaled_sums(builder, xs, begins, panel, scales, groups)):
+                _store(builder, row, builder.gep(out, [I64(r * OUTS)]))
+            builder.branch(done)
+        builder.position_at_end(done)
+        return context.get_dummy_value()
+
+    int64 = types.int64
+    return types.void(x, int64, panel, scales, offsets, int64, int64, sums), generate
+
+
+def _scaled_sums(builder: Any, x: list[Any], offsets: list[Any], panel: Any, scales: Any, groups: Any) -> list[list[Any]]:
+    """The loop over groups; sums `[rows][VECTORS]`. `x`, `offsets`: where each row's begin."""
+    entry, loop, after = builder.block, builder.append_basic_block("group"), builder.append_basic_block("after")
+    builder.branch(loop)
+    builder.position_at_end(loop)
+    g = builder.phi(I64)
+    totals = [[builder.phi(FLOATS) for _ in range(VECTORS)] for _ in x]
+    whole = [[_spread(builder, builder.load(builder.gep(each, [g])))] * VECTORS for each in offsets]
+    for word in range(WORDS):
+        at = builder.add(builder.mul(g, I64(WORDS)), I64(word))
+        packed = _vectors(builder, builder.gep(panel, [builder.mul(at, I64(OUTS))]), INTS)
+        for half in range(2):
+            place = builder.add(builder.mul(at, I64(8)), I64(4 * half))
+            shifted = [builder.lshr(each, _all(4 * half)) for each in packed] if half else packed
+            for r, start in enumerate(x):
+                whole[r] = _add_nibbles(builder, whole[r], shifted, builder.gep(start, [place]))
+    steps = [
+        builder.bitcast(builder.shl(builder.zext(bits, INTS), _all(16)), FLOATS)
+        for bits in _vectors(builder, builder.gep(scales, [builder.mul(g, I64(OUTS))]), ir.VectorType(I16, LANES))
+    ]
+    added = [
+        [_fma(builder, total, builder.sitofp(each, FLOATS), step) for total, each, step in zip(row, sums, steps, strict=True)]
+        for row, sums in zip(totals, whole, strict=True)
+    ]
+    following = builder.add(g, I64(1))
+    builder.cbranch(builder.icmp_signed("<", following, groups), loop, after)
+    g.add_incoming(I64(0), entry)
+    g.add_incoming(following, loop)
+    for row, then in zip(totals, added, strict=True):
+        for phi, value in zip(row, then, strict=True):
+            phi.add_incoming(ir.Constant(FLOATS, [0.0] * LANES), entry)
+            phi.add_incoming(value, loop)
+    builder.position_at_end(after)
+    return added
+
+
+def _add_nibbles(builder: Any, totals: list[Any], packed: list[Any], x: Any) -> list[Any]:
+    """Adds the products of four int8 at `x` with the lower half of each byte."""
+    if VNNI:
+        four = _spread(builder, builder.load(builder.bitcast(x, I32.as_pointer()), align=1))
+        name = f"llvm.x86.avx512.vpdpbusd.{32 * LANES}"
+        return [
+            _call(builder, name, INTS, total, builder.and_(each, _all(0x0F0F0F0F)), four)
+            for total, each in zip(totals, packed, strict=True)
+        ]
+    for byte in range(4):
+        number = builder.sext(_spread(builder, builder.load(builder.gep(x, [I64(byte)]))), INTS)
+        nibbles = [builder.and_(builder.lshr(each, _all(8 * byte)), _all(15)) for each in packed]
+        totals = [builder.add(total, builder.mul(each, number)) for total, each in zip(totals, nibbles, strict=True)]
+    return totals
 
 
 def _sums(builder: Any, kind: Kind, sums: list[list[Any]], x: list[Any], panel: Any, steps: Any) -> list[list[Any]]:

@@ -39,7 +39,7 @@ class Loss:
 def held_out_loss(model: nn.Module, tokenizer: Tokenizer) -> Loss:
     total = own = 0.0
     count = own_count = 0
-    for ids in _held_out(tokenizer):
+    for ids in held_out(tokenizer):
         each = functional.cross_entropy(_logits(model, ids[:-1]), ids[1:], reduction="none")
         mask = _own(ids)
         total, count = total + each.sum().item(), count + len(each)
@@ -51,7 +51,7 @@ def held_out_loss(model: nn.Module, tokenizer: Tokenizer) -> Loss:
 def agreement(draft: nn.Module, target: nn.Module, tokenizer: Tokenizer) -> float:
     """Share of positions in held-out text at which both choose the same token greedily."""
     same = count = 0
-    for ids in _held_out(tokenizer):
+    for ids in held_out(tokenizer):
         same += int((_logits(draft, ids[:-1]).argmax(-1) == _logits(target, ids[:-1]).argmax(-1)).sum())
         count += len(ids) - 1
     return same / count
@@ -123,7 +123,7 @@ def ask(*contents: str) -> str:
     return render([Message("user" if i % 2 == 0 else "assistant", content) for i, content in enumerate(contents)], reply=True)
 
 
-def _held_out(tokenizer: Tokenizer) -> list[Tensor]:
+def held_out(tokenizer: Tokenizer) -> list[Tensor]:
     rows = []
     for size, count in HELD_OUT.items():
         for text in islice(documents(SEED, "held out", size), count):

@@ -11,9 +11,9 @@ import torch
 from numba.core import ccallback
 from torch import Tensor
 
-from baton.engine.cpu import decode_attention, int8, kernel, panels, pointwise, span_attention
+from baton.engine.cpu import decode_attention, int4, int8, kernel, panels, pointwise, span_attention
 from baton.engine.cpu.kernel import INT, REAL, ArgumentError, floats, int64s, numbers
-from baton.engine.cpu.tile import OUTS
+from baton.engine.cpu.tile import OUTS, WORDS
 
 
 @kernel.kernel(
@@ -132,6 +132,7 @@ KERNELS: dict[str, Callable[..., None]] = {
     "weigh_span": span_attention._weigh_span,
     "product": panels._product,
     "product_int8": panels._product_int8,
+    "product_int4": int4._product_int4,
 }
 # A call to each kernel with tensors that fit: 3 rows or tokens of 8 numbers.
 GOOD: dict[str, tuple[Any, ...]] = {
@@ -155,6 +156,7 @@ GOOD: dict[str, tuple[Any, ...]] = {
         half(3, 8), torch.zeros(OUTS * 8, dtype=torch.int8), torch.zeros(OUTS), torch.zeros(OUTS, dtype=torch.int32), torch.zeros(OUTS),
         half(3, OUTS),
     ),
+    "product_int4": (half(3, 32), torch.zeros(OUTS * WORDS, dtype=torch.int32), half(OUTS), torch.zeros(OUTS), half(3, OUTS)),
 }  # fmt: skip
 TENSORS = [(name, i) for name, given in GOOD.items() for i, value in enumerate(given) if isinstance(value, Tensor)]
 
@@ -162,7 +164,7 @@ TENSORS = [(name, i) for name, given in GOOD.items() for i, value in enumerate(g
 def test_every_compiled_kernel_is_tested_here() -> None:
     made = {
         name.lstrip("_")
-        for module in (pointwise, int8, decode_attention, span_attention, panels)
+        for module in (pointwise, int4, int8, decode_attention, span_attention, panels)
         for name, value in vars(module).items()
         if getattr(value, "__code__", None) and value.__code__.co_filename.startswith("<call of")
     }

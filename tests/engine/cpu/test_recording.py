@@ -13,7 +13,6 @@ from torch.profiler import record_function
 
 from baton.engine.cpu import kernel, pointwise
 from baton.engine.cpu.decode_steps import MOST, DecodeSteps
-from baton.engine.cpu.onednn import multiplies_int8
 from baton.engine.cpu.recording import LINE, Arena, Recording, Unrecordable
 from baton.engine.ops import Ops
 from baton.engine.protocol import Chunk
@@ -62,12 +61,10 @@ def answers(runner: ModelRunner) -> list[Tensor]:
     return done
 
 
-@pytest.mark.parametrize("precision", ["float32", "bfloat16", "int8"])
+@pytest.mark.parametrize("precision", ["float32", "bfloat16", "int8", "int4"])
 @pytest.mark.parametrize("family", FAMILIES)
 def test_recorded_steps_have_the_bits_of_ordinary_ones(family: str, precision: str) -> None:
-    if precision == "int8" and not multiplies_int8():
-        pytest.skip("no VNNI")
-    recorded, ordinary = (loaded(family, precision, scale=8) for _ in range(2))
+    recorded, ordinary = (loaded(family, precision, scale=8, products="baton") for _ in range(2))
     steps, ordinary._steps = recorded._steps, None
     assert isinstance(steps, DecodeSteps)
     for ours, theirs in zip(answers(recorded), answers(ordinary), strict=True):
@@ -77,11 +74,11 @@ def test_recorded_steps_have_the_bits_of_ordinary_ones(family: str, precision: s
 
 
 def test_plain_torch_is_not_recorded() -> None:
-    assert loaded("LlamaForCausalLM", "float32", compiled=False, scale=8)._steps is None
+    assert loaded("LlamaForCausalLM", "float32", compiled=False, scale=8, products="baton")._steps is None
 
 
 def test_a_larger_batch_is_computed_in_the_usual_way() -> None:
-    runner = loaded("LlamaForCausalLM", "float32", scale=8)
+    runner = loaded("LlamaForCausalLM", "float32", scale=8, products="baton")
     assert runner._steps is not None
     params = SamplingParams(max_tokens=4)
     many = [Sequence(f"s{i}", [5], 1, params, b"", blocks=[i % 30]) for i in range(MOST + 1)]
@@ -89,7 +86,7 @@ def test_a_larger_batch_is_computed_in_the_usual_way() -> None:
 
 
 def test_logits_that_somebody_keeps_stay_as_they_are() -> None:
-    runner, seqs = loaded("LlamaForCausalLM", "float32", scale=8), sequences()[:1]
+    runner, seqs = loaded("LlamaForCausalLM", "float32", scale=8, products="baton"), sequences()[:1]
     step(runner, seqs)
     kept = [step(runner, seqs) for _ in range(4)]
     assert len({tuple(each[0, :8].tolist()) for each in kept}) == 4
@@ -239,7 +236,7 @@ def test_other_threads_of_python_go_on_while_a_recording_is_repeated() -> None:
 
 @pytest.fixture(scope="module")
 def compiled() -> Ops:
-    ops = loaded("LlamaForCausalLM", "float32", scale=8).model.ops
+    ops = loaded("LlamaForCausalLM", "float32", scale=8, products="baton").model.ops
     assert type(ops) is not Ops
     return ops
 

@@ -1,4 +1,4 @@
-"""A cluster with int8 matrices produces exactly the tokens of a bare engine with int8 matrices, and its KV fits no other model."""
+"""A cluster with rounded matrices produces exactly the tokens of a bare engine with such matrices, and its KV fits no other model."""
 
 import random
 from typing import Any
@@ -9,14 +9,13 @@ from tokenizers import Tokenizer
 
 from baton.cli.up import SHIPPED
 from baton.engine.build import Options, build
-from baton.engine.cpu.onednn import multiplies_int8
 from baton.engine.engine import Engine
 from baton.engine.fingerprint import fingerprint
 from baton.engine.sampling import SamplingParams
 from baton.engine.sequence import Sequence
 from baton.models.train.stories import story
 
-pytestmark = [pytest.mark.system, pytest.mark.skipif(not multiplies_int8(), reason="no VNNI")]
+pytestmark = pytest.mark.system
 GREEDY = SamplingParams(max_tokens=40, temperature=0.0, ignore_eos=True)
 
 
@@ -28,13 +27,14 @@ def tokens(engine: Engine, prompt: list[int]) -> list[int]:
     return seq.tokens[len(prompt) :]
 
 
-async def test_tokens_equal_those_of_a_bare_int8_engine() -> None:
-    """Sums of int8 products are exact and do not depend on the batch, so the test allows no near-tie."""
+@pytest.mark.parametrize("kind", ["int8", "int4"])
+async def test_tokens_equal_those_of_a_bare_engine(kind: str) -> None:
+    """A row of a product does not depend on the batch, so the test allows no near-tie."""
     tokenizer = Tokenizer.from_file(str(SHIPPED / "tokenizer.json"))
-    bare = build(Options(SHIPPED, weight_dtype="int8", kv_memory_bytes=32 << 20, threads=1, prefix_caching=False)).engine
-    flags = ("--engine.threads", "1", "--engine.weight-dtype", "int8", "--router.bypass-tokens", "0")
+    bare = build(Options(SHIPPED, weight_dtype=kind, kv_memory_bytes=32 << 20, threads=1, prefix_caching=False)).engine
+    flags = ("--engine.threads", "1", "--engine.weight-dtype", kind, "--router.bypass-tokens", "0")
     with cluster(SHIPPED, *flags) as live:
-        assert {worker["model_fingerprint"] for worker in live.workers()} == {f"{fingerprint(SHIPPED)}-float32-int8"}
+        assert {worker["model_fingerprint"] for worker in live.workers()} == {f"{fingerprint(SHIPPED)}-float32-{kind}"}
         async with live.client() as client:
             for seed in range(6):
                 prompt = tokenizer.encode(" ".join(story(random.Random(seed), 4).sentences[: 3 + 2 * seed])).ids

@@ -1,0 +1,85 @@
+"""Products with int4 weights, compiled: groups of 32 neighbours of a row share a scale (as in llama.cpp's Q4_0), and x is rounded to int8.
+
+A number of W takes 4.5 bits, and a product of few rows reads these, once. See `baton.engine.cpu.tile` for panels and tiles.
+"""
+
+import numpy as np
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from baton.engine.cpu.int8 import round_row
+from baton.engine.cpu.kernel import bfloat16s, floats, int32s, kernel, numbers
+from baton.engine.cpu.panels import CHUNK, OUTS_PADDED, padded
+from baton.engine.cpu.primitives import put, share
+from baton.engine.cpu.tile import INT4_ROWS, OUTS, SHARED, WORDS, add_groups
+from baton.engine.ops import Multiply
+
+GROUPS = f"-(-width // {SHARED})"
+
+
+def multiplier(matrix: Tensor, scales: Tensor, bias: Tensor | None) -> Multiply:
+    """As `Ops.int4_multiplier`."""
+    outs = len(matrix)
+    weights, steps, added = _panels(matrix), _beside(scales), padded(bias, outs)
+
+    def multiply(x: Tensor) -> Tensor:
+        out = x.new_empty(len(x), outs)
+        _product_int4(x.contiguous(), weights, steps, added, out)
+        return out
+
+    return multiply
+
+
+def _panels(matrix: Tensor) -> Tensor:
+    """`[outs, groups * SHARED]` of -8 to 7 as int32."""
+    halves = _whole(matrix).add(8).to(torch.uint8).view(-1, OUTS, matrix.shape[1] // 8, 2, 4)
+    packed = halves[..., 0, :] | halves[..., 1, :] << 4
+    return packed.transpose(1, 2).contiguous().view(torch.int32).view(-1)
+
+
+def _beside(scales: Tensor) -> Tensor:
+    """`[outs, groups]` in the order of the panels."""
+    return _whole(scales).view(-1, OUTS, scales.shape[1]).transpose(1, 2).contiguous().view(-1)
+
+
+def _whole(rows: Tensor) -> Tensor:
+    return F.pad(rows, (0, 0, 0, -len(rows) % OUTS))
+
+
+@kernel(
+    "outs * width",
+    x=numbers("rows", "width"),
+    weights=int32s(f"{OUTS_PADDED} * ({GROUPS}) * {WORDS}"),
+    scales=bfloat16s(f"{OUTS_PADDED} * ({GROUPS})"),
+    bias=floats(OUTS_PADDED),
+    out=numbers("rows", "outs"),
+)
+def _product_int4(x, weights, scales, bias, out, rows, width, outs):
+    """Each thread rounds all rows itself. W's numbers are stored with 8 added; sums of a group begin with what that adds, subtracted."""
+    first, last = share(-(-outs // OUTS))
+    groups = -(-width // SHARED)
+    wide, sums = groups * SHARED, np.empty(INT4_ROWS * OUTS, np.float32)
+    unsigned, rounded = np.empty(width, np.uint8), np.zeros(CHUNK * wide, np.int8)
+    offsets, steps = np.empty(CHUNK * groups, np.int32), np.empty(CHUNK, np.float32)
+    for start in range(0, rows, CHUNK):
+        count = min(CHUNK, rows - start)
+        for row in range(count):
+            steps[row] = round_row(x[(start + row) * width : (start + row + 1) * width], unsigned)
+            for i in range(width):
+                rounded[row * wide + i] = np.int8(np.int32(unsigned[i]) - np.int32(128))
+            for group in range(groups):
+                total = np.int32(0)
+                for i in range(group * SHARED, (group + 1) * SHARED):
+                    total += np.int32(rounded[row * wide + i])
+                offsets[row * groups + group] = np.int32(-8) * total
+        for panel in range(first, last):
+            base = panel * OUTS
+            part, factors = weights[base * groups * WORDS :], scales[base * groups :]
+            for tile in range(0, count, INT4_ROWS):
+                some = min(INT4_ROWS, count - tile)
+                add_groups(rounded[tile * wide :], wide, part, factors, offsets[tile * groups :], some, groups, sums)
+                for r in range(some):
+                    at, step = (start + tile + r) * outs + base, steps[tile + r]
+                    for o in range(min(OUTS, outs - base)):
+                        put(out, at + o, sums[r * OUTS + o] * step + bias[base + o])
