@@ -79,7 +79,7 @@ async def serve(client: AsyncClient, prompt: list[int], **more: Any) -> None:
 
 @pytest.fixture(scope="module")
 def live(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Cluster]:
-    model = toy(tmp_path_factory.mktemp("models") / "toy")
+    model = toy(tmp_path_factory.mktemp("models") / "toy", step_delay_ms=5)  # so that what is cancelled has not ended
     with cluster(model, "--slo.ttft-s", "100", "--slo.tpot-s", "1e-9", "--slo.window", "50") as running:
         yield running
 
