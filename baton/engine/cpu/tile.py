@@ -100,8 +100,8 @@ FLOAT32 = Kind(1, FLOAT, FLOATS, _fma)
 BFLOAT16 = Kind(2, I32, FLOATS, _dot_bfloat16) if "avx512bf16" in FEATURES else Kind(1, I16, FLOATS, _fma_bfloat16)
 VNNI = {"avx512vnni", "avx512vl"} <= FEATURES or "avxvnni" in FEATURES
 INT8 = Kind(4, I32, INTS, _dot_int8) if VNNI else Kind(1, I8, INTS, _multiply_int8)
-# Of int4: numbers of a row that share a scale; int32s that hold them, eight each; rows, each of which needs twice the sums.
-SHARED, WORDS, INT4_ROWS = 32, 4, max(ROWS // 2, 2)
+# Of int4: numbers of a row that share a scale; int32s that hold them, eight each; rows, of which one kind of sums stays in registers.
+SHARED, WORDS, INT4_ROWS = 32, 4, ROWS if "avx512f" in FEATURES else 2
 _KINDS = {types.float32: FLOAT32, types.uint16: BFLOAT16, types.int8: INT8}
 
 
