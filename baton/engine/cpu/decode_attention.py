@@ -9,14 +9,16 @@ from torch import Tensor
 
 from baton.engine.attention import Decodes, KvLayer, PagedKv
 from baton.engine.checkpoint import LayerAttention
+from baton.engine.cpu.dots import KEYS, QUERIES, VECTORS, add_values, score_keys
 from baton.engine.cpu.kernel import INT, REAL, int64s, kernel, numbers
 from baton.engine.cpu.primitives import SUMS, ZERO, prefetch, put, share, team, wide
 from baton.engine.cpu.softmax import weigh
+from baton.engine.cpu.tile import LANES
 
 EVERYTHING = 1 << 62  # keys that a query without a window sees
 AHEAD = 32  # keys between the one in use and the one being prefetched: blocks are scattered, so no processor can predict the next
 LINE = 64  # bytes of a cache line
-KEYS = 8  # summed at a time
+VALUES = 16  # that are added before the sums are written
 
 
 def attend_in_place(paged: PagedKv, layer: int, q: Tensor, kv: Tensor, out: Tensor, decodes: Decodes, how: LayerAttention) -> None:
@@ -45,6 +47,11 @@ def _whole(count):
 
 
 @njit
+def _padded(dim):
+    return -(-dim // LANES) * LANES
+
+
+@njit
 def _find_keys(table, first, count, block_size, where, dim, at):
     """`at[i]`: where the key at position `first + i` is. The last one is repeated up to a multiple of KEYS; the repeats get no weight."""
     layers, layer, rows = where
@@ -60,60 +67,50 @@ def _find_keys(table, first, count, block_size, where, dim, at):
 
 
 @njit(fastmath=SUMS, error_model="numpy")
-def _scale_queries(rows, scale, query):
-    group, dim = query.shape
-    for g in range(group):
+def _scale_queries(rows, dim, scale, query):
+    for g in range(len(query)):
         row = rows[g * dim :]
         for d in range(dim):
             query[g, d] = wide(row[d]) * scale
 
 
-@njit(fastmath=SUMS, error_model="numpy")
-def _score(pool, at, head, count, query, scores):
-    """q kᵀ: each key is read once, for all queries that share it; four keys at a time."""
-    group, dim = query.shape
-    for i in range(0, _whole(count), 4):
-        k0, k1, k2, k3 = pool[at[i] + head :], pool[at[i + 1] + head :], pool[at[i + 2] + head :], pool[at[i + 3] + head :]
-        if i + AHEAD < _whole(count):
-            for ahead in range(i + AHEAD, i + AHEAD + 4):
-                for d in range(0, dim, LINE // pool.itemsize):
-                    prefetch(pool, at[ahead] + head + d)
-        for g in range(group):
-            row, out = query[g], scores[g, i:]
-            s0 = s1 = s2 = s3 = ZERO
-            for d in range(dim):
-                s0 += row[d] * wide(k0[d])
-                s1 += row[d] * wide(k1[d])
-                s2 += row[d] * wide(k2[d])
-                s3 += row[d] * wide(k3[d])
-            out[0], out[1], out[2], out[3] = s0, s1, s2, s3
+@njit
+def _fetch(pool, at, head, dim, first, last):
+    """Prefetches keys or values."""
+    for i in range(first, last):
+        for d in range(0, dim, LINE // pool.itemsize):
+            prefetch(pool, at[i] + head + d)
 
 
-@njit(fastmath=SUMS, error_model="numpy")
-def _sum_values(pool, at, head, count, weights, sums):
-    """Each value is read once, for all queries that share it; eight at a time, so the sums are read and written an eighth as often."""
-    group, dim = sums.shape
+@njit
+def _score(pool, at, head, count, dim, query, scores):
+    """q kᵀ: each key is read once from memory, for all queries that share it."""
+    (group, far), apart = query.shape, scores.shape[1]
+    for i in range(0, _whole(count), KEYS):
+        _fetch(pool, at, head, dim, i + AHEAD, min(i + AHEAD + KEYS, count))
+        for g in range(0, group, QUERIES):
+            score_keys(pool, at[i:], head, query[g], far, min(QUERIES, group - g), dim, scores[g, i:], apart)
+
+
+@njit
+def _sum_values(pool, at, head, count, dim, weights, sums):
+    """Each value is read once from memory, for all queries that share it."""
+    (group, apart), far = sums.shape, weights.shape[1]
     sums[:] = ZERO
-    for i in range(0, _whole(count), 8):
-        v0, v1, v2, v3 = pool[at[i] + head :], pool[at[i + 1] + head :], pool[at[i + 2] + head :], pool[at[i + 3] + head :]
-        v4, v5, v6, v7 = pool[at[i + 4] + head :], pool[at[i + 5] + head :], pool[at[i + 6] + head :], pool[at[i + 7] + head :]
-        if i + AHEAD < _whole(count):
-            for ahead in range(i + AHEAD, i + AHEAD + 8):
-                for d in range(0, dim, LINE // pool.itemsize):
-                    prefetch(pool, at[ahead] + head + d)
-        for g in range(group):
-            w, out = weights[g, i:], sums[g]
-            w0, w1, w2, w3, w4, w5, w6, w7 = w[0], w[1], w[2], w[3], w[4], w[5], w[6], w[7]
-            for d in range(dim):
-                early = (w0 * wide(v0[d]) + w1 * wide(v1[d])) + (w2 * wide(v2[d]) + w3 * wide(v3[d]))
-                late = (w4 * wide(v4[d]) + w5 * wide(v5[d])) + (w6 * wide(v6[d]) + w7 * wide(v7[d]))
-                out[d] += early + late
+    for i in range(0, count, VALUES):
+        _fetch(pool, at, head, dim, i + AHEAD, min(i + AHEAD + VALUES, count))
+        some, d = min(VALUES, count - i), 0
+        while d < dim:
+            vectors = min(VECTORS, (dim - d) // LANES)
+            for g in range(0, group, QUERIES):
+                rows = min(QUERIES, group - g)
+                add_values(pool, at[i:], head + d, some, weights[g, i:], far, rows, vectors, dim - d, sums[g, d:], apart)
+            d += max(vectors, 1) * LANES
 
 
 @njit(fastmath=SUMS, error_model="numpy")
-def _divide(sums, totals, out):
-    group, dim = sums.shape
-    for g in range(group):
+def _divide(sums, dim, totals, out):
+    for g in range(len(sums)):
         for d in range(dim):
             put(out, g * dim + d, sums[g, d] / totals[g])
 
@@ -144,9 +141,9 @@ def _attend(
     group, head_size = heads // kv_heads, block_size * dim
     most = _whole(min(window, positions.max() + 1))
     at = np.empty(most, np.int64)  # where the keys of a sequence for head 0 begin in the pool
-    query = np.empty((group, dim), np.float32)
+    query = np.zeros((group, _padded(dim)), np.float32)
     scores = np.empty((group, most), np.float32)
-    totals, sums = np.empty(group, np.float32), np.empty((group, value_dim), np.float32)
+    totals, sums = np.empty(group, np.float32), np.empty((group, _padded(value_dim)), np.float32)
     me, threads = team()
     found, done, total = -1, 0, (positions.sum() + size) * kv_heads
     for b in range(size):
@@ -165,13 +162,12 @@ def _attend(
                 new = (b * kv_stride0) + (part * kv_heads + head) * dim
                 slot = at[count - 1] + (part * kv_heads + head) * head_size
                 pool[slot : slot + dim] = kv[new : new + dim]
-            _scale_queries(q[b * q_stride0 + head * group * dim :], scale, query)
-            _score(pool, at, key, count, query, scores)
+            _scale_queries(q[b * q_stride0 + head * group * dim :], dim, scale, query)
+            _score(pool, at, key, count, dim, query, scores)
             for g in range(group):
                 totals[g] = weigh(scores[g], count, softcap)
-                scores[g, count : _whole(count)] = ZERO
-            _sum_values(pool, at, value, count, scores, sums)
-            _divide(sums, totals, out[(b * heads + head * group) * value_dim :])
+            _sum_values(pool, at, value, count, value_dim, scores, sums)
+            _divide(sums, value_dim, totals, out[(b * heads + head * group) * value_dim :])
 
 
 @kernel(

@@ -62,7 +62,7 @@ class Kind:
     add: Callable[[Any, Any, Any, Any], Any]  # (builder, sums, W's numbers as a vector of `loaded`, x's as another) → sums
 
 
-def _call(builder: Any, name: str, returned: Any, *arguments: Any) -> Any:
+def called(builder: Any, name: str, returned: Any, *arguments: Any) -> Any:
     """Of one of LLVM's intrinsics, which returns that type."""
     return builder.call(
         cgutils.get_or_insert_function(builder.module, ir.FunctionType(returned, [a.type for a in arguments]), name), arguments
@@ -73,19 +73,19 @@ def _all(number: int) -> Any:
     return ir.Constant(INTS, [number] * LANES)
 
 
-def _fma(builder: Any, total: Any, w: Any, x: Any) -> Any:
-    return _call(builder, f"llvm.fma.v{LANES}f32", FLOATS, w, x, total)
+def fused(builder: Any, total: Any, w: Any, x: Any) -> Any:
+    return called(builder, f"llvm.fma.v{LANES}f32", FLOATS, w, x, total)
 
 
 def _fma_bfloat16(builder: Any, total: Any, w: Any, x: Any) -> Any:
     """bfloat16 is float32 without its last bits."""
     wide = (builder.bitcast(builder.shl(builder.zext(bits, INTS), _all(16)), FLOATS) for bits in (w, x))
-    return _fma(builder, total, *wide)
+    return fused(builder, total, *wide)
 
 
 def _dot_bfloat16(builder: Any, total: Any, w: Any, x: Any) -> Any:
     pairs = (builder.bitcast(each, ir.VectorType(_Bfloat(), 2 * LANES)) for each in (w, x))
-    return _call(builder, f"llvm.x86.avx512bf16.dpbf16ps.{32 * LANES}", FLOATS, total, *pairs)
+    return called(builder, f"llvm.x86.avx512bf16.dpbf16ps.{32 * LANES}", FLOATS, total, *pairs)
 
 
 def _multiply_int8(builder: Any, total: Any, w: Any, x: Any) -> Any:
@@ -93,10 +93,10 @@ def _multiply_int8(builder: Any, total: Any, w: Any, x: Any) -> Any:
 
 
 def _dot_int8(builder: Any, total: Any, w: Any, x: Any) -> Any:
-    return _call(builder, f"llvm.x86.avx512.vpdpbusd.{32 * LANES}", INTS, total, x, w)  # the unsigned operand is the second
+    return called(builder, f"llvm.x86.avx512.vpdpbusd.{32 * LANES}", INTS, total, x, w)  # the unsigned operand is the second
 
 
-FLOAT32 = Kind(1, FLOAT, FLOATS, _fma)
+FLOAT32 = Kind(1, FLOAT, FLOATS, fused)
 BFLOAT16 = Kind(2, I32, FLOATS, _dot_bfloat16) if "avx512bf16" in FEATURES else Kind(1, I16, FLOATS, _fma_bfloat16)
 VNNI = {"avx512vnni", "avx512vl"} <= FEATURES or "avxvnni" in FEATURES
 INT8 = Kind(4, I32, INTS, _dot_int8) if VNNI else Kind(1, I8, INTS, _multiply_int8)
@@ -115,7 +115,7 @@ def add_tile(context: Any, before: Any, gap: Any, x: Any, width: Any, panel: Any
     kind = _KINDS[panel.dtype]
 
     def generate(context: Any, builder: Any, signature: Any, arguments: Any) -> Any:
-        first, gap, numbers, width, panel, rows, depth, last, apart = _given(context, builder, signature, arguments)
+        first, gap, numbers, width, panel, rows, depth, last, apart = arguments_of(context, builder, signature, arguments)
         step, steps = (builder.udiv(count, I64(kind.group)) for count in (width, depth))
         numbers, panel = (builder.bitcast(each, kind.loaded.as_pointer()) for each in (numbers, panel))
         done = builder.append_basic_block("done")
@@ -143,8 +143,8 @@ def scale_row(context: Any, sums: Any, scales: Any, step: Any, bias: Any, out: A
     """`out[o] = sums[o] · scales[o] · step + bias[o]` for OUTS sums of int32."""
 
     def generate(context: Any, builder: Any, signature: Any, arguments: Any) -> Any:
-        sums, scales, step, bias, out = _given(context, builder, signature, arguments)
-        step, row = _spread(builder, step), []
+        sums, scales, step, bias, out = arguments_of(context, builder, signature, arguments)
+        step, row = spread(builder, step), []
         for total, scale, added in zip(
             *(_vectors(builder, each, INTS if each is sums else FLOATS) for each in (sums, scales, bias)), strict=True
         ):
@@ -165,7 +165,7 @@ def add_groups(context: Any, x: Any, width: Any, panel: Any, scales: Any, offset
     """
 
     def generate(context: Any, builder: Any, signature: Any, arguments: Any) -> Any:
-        numbers, width, panel, scales, offsets, rows, groups, out = _given(context, builder, signature, arguments)
+        numbers, width, panel, scales, offsets, rows, groups, out = arguments_of(context, builder, signature, arguments)
         done = builder.append_basic_block("done")
         cases = builder.switch(rows, done)
         for count in range(1, INT4_ROWS + 1):
@@ -192,7 +192,7 @@ def _scaled_sums(builder: Any, x: list[Any], offsets: list[Any], panel: Any, sca
     builder.position_at_end(loop)
     g = builder.phi(I64)
     totals = [[builder.phi(FLOATS) for _ in range(VECTORS)] for _ in x]
-    whole = [[_spread(builder, builder.load(builder.gep(each, [g])))] * VECTORS for each in offsets]
+    whole = [[spread(builder, builder.load(builder.gep(each, [g])))] * VECTORS for each in offsets]
     for word in range(WORDS):
         at = builder.add(builder.mul(g, I64(WORDS)), I64(word))
         packed = _vectors(builder, builder.gep(panel, [builder.mul(at, I64(OUTS))]), INTS)
@@ -206,7 +206,7 @@ def _scaled_sums(builder: Any, x: list[Any], offsets: list[Any], panel: Any, sca
         for bits in _vectors(builder, builder.gep(scales, [builder.mul(g, I64(OUTS))]), ir.VectorType(I16, LANES))
     ]
     added = [
-        [_fma(builder, total, builder.sitofp(each, FLOATS), step) for total, each, step in zip(row, sums, steps, strict=True)]
+        [fused(builder, total, builder.sitofp(each, FLOATS), step) for total, each, step in zip(row, sums, steps, strict=True)]
         for row, sums in zip(totals, whole, strict=True)
     ]
     following = builder.add(g, I64(1))
@@ -224,14 +224,14 @@ def _scaled_sums(builder: Any, x: list[Any], offsets: list[Any], panel: Any, sca
 def _add_nibbles(builder: Any, totals: list[Any], packed: list[Any], x: Any) -> list[Any]:
     """Adds the products of four int8 at `x` with the lower half of each byte."""
     if VNNI:
-        four = _spread(builder, builder.load(builder.bitcast(x, I32.as_pointer()), align=1))
+        four = spread(builder, builder.load(builder.bitcast(x, I32.as_pointer()), align=1))
         name = f"llvm.x86.avx512.vpdpbusd.{32 * LANES}"
         return [
-            _call(builder, name, INTS, total, builder.and_(each, _all(0x0F0F0F0F)), four)
+            called(builder, name, INTS, total, builder.and_(each, _all(0x0F0F0F0F)), four)
             for total, each in zip(totals, packed, strict=True)
         ]
     for byte in range(4):
-        number = builder.sext(_spread(builder, builder.load(builder.gep(x, [I64(byte)]))), INTS)
+        number = builder.sext(spread(builder, builder.load(builder.gep(x, [I64(byte)]))), INTS)
         nibbles = [builder.and_(builder.lshr(each, _all(8 * byte)), _all(15)) for each in packed]
         totals = [builder.add(total, builder.mul(each, number)) for total, each in zip(totals, nibbles, strict=True)]
     return totals
@@ -247,7 +247,7 @@ def _sums(builder: Any, kind: Kind, sums: list[list[Any]], x: list[Any], panel: 
     weights = _vectors(builder, builder.gep(panel, [builder.mul(k, I64(OUTS))]), ir.VectorType(kind.loaded, LANES))
     added = []
     for row, start in zip(totals, x, strict=True):
-        number = _spread(builder, builder.load(builder.gep(start, [k]), align=1))
+        number = spread(builder, builder.load(builder.gep(start, [k]), align=1))
         added.append([kind.add(builder, total, w, number) for total, w in zip(row, weights, strict=True)])
     following = builder.add(k, I64(1))
     builder.cbranch(builder.icmp_signed("<", following, steps), loop, after)
@@ -260,7 +260,7 @@ def _sums(builder: Any, kind: Kind, sums: list[list[Any]], x: list[Any], panel: 
     return added
 
 
-def _given(context: Any, builder: Any, signature: Any, arguments: Any) -> list[Any]:
+def arguments_of(context: Any, builder: Any, signature: Any, arguments: Any) -> list[Any]:
     """Where the numbers of each array are; other arguments as they are."""
     return [
         context.make_array(kind)(context, builder, value).data if isinstance(kind, types.Array) else value
@@ -274,7 +274,7 @@ def _vectors(builder: Any, place: Any, kind: Any) -> list[Any]:
     return [builder.load(builder.bitcast(each, kind.as_pointer()), align=1) for each in places]
 
 
-def _spread(builder: Any, number: Any) -> Any:
+def spread(builder: Any, number: Any) -> Any:
     """A vector of equal numbers."""
     none = ir.Constant(ir.VectorType(number.type, LANES), ir.Undefined)
     return builder.shuffle_vector(builder.insert_element(none, number, I32(0)), none, _all(0))

@@ -1,0 +1,170 @@
+"""The innermost loops of attention over keys and values that lie anywhere in memory, in LLVM's language (see `baton.engine.cpu.tile`).
+
+Sums are float32 and stay in registers. Every sum adds its products in an order that follows from the sizes of the head alone.
+"""
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+from llvmlite import ir
+from numba import types
+from numba.extending import intrinsic
+
+from baton.engine.cpu.tile import FLOATS, I16, I32, I64, INTS, LANES, arguments_of, called, fused, spread
+
+KEYS = 8  # that are scored at a time
+QUERIES = 2 if LANES == 16 else 1  # that share a read key
+VECTORS = 4  # of a value that are summed at a time
+
+
+@intrinsic
+def score_keys(context: Any, pool: Any, at: Any, head: Any, query: Any, far: Any, rows: Any, dim: Any, scores: Any, apart: Any) -> Any:
+    """`scores[r, j] = Σ_d query[r, d] · pool[at[j] + head + d]` for KEYS keys and 1 to QUERIES rows.
+
+    Rows of `query` lie `far` numbers apart, those of `scores` `apart`. A row of the query ends with zeros up to a multiple of LANES.
+    """
+
+    def generate(context: Any, builder: Any, signature: Any, given: Any) -> Any:
+        pool, at, head, query, far, rows, dim, scores, apart = arguments_of(context, builder, signature, given)
+        keys = [builder.gep(pool, [builder.add(builder.load(builder.gep(at, [I64(j)])), head)]) for j in range(KEYS)]
+
+        def case(count: int) -> None:
+            queries = [builder.gep(query, [builder.mul(far, I64(r))]) for r in range(count)]
+
+            def add(d: Any, sums: Sequence[Any], left: Any = None) -> list[Any]:
+                own = [builder.load(builder.bitcast(builder.gep(each, [d]), FLOATS.as_pointer()), align=4) for each in queries]
+                read = [_floats(builder, builder.gep(key, [d]), left) for key in keys]
+                return [fused(builder, sums[r * KEYS + j], read[j], own[r]) for r in range(count) for j in range(KEYS)]
+
+            sums = _over(builder, dim, [_zeros()] * (count * KEYS), add)
+            for r in range(count):
+                place = builder.gep(scores, [builder.mul(apart, I64(r))])
+                for part in _totals(builder, sums[r * KEYS : (r + 1) * KEYS]):
+                    builder.store(part, builder.bitcast(place, part.type.as_pointer()), align=4)
+                    place = builder.gep(place, [I64(part.type.count)])
+
+        _switch(builder, rows, range(1, QUERIES + 1), case)
+        return context.get_dummy_value()
+
+    int64 = types.int64
+    return types.void(pool, at, int64, query, int64, int64, int64, scores, int64), generate
+
+
+@intrinsic
+def add_values(
+    context: Any,
+    pool: Any,
+    at: Any,
+    head: Any,
+    count: Any,
+    weights: Any,
+    far: Any,
+    rows: Any,
+    vectors: Any,
+    left: Any,
+    sums: Any,
+    apart: Any,
+) -> Any:
+    """`sums[r, d] += Σ_j weights[r, j] · pool[at[j] + head + d]` for `count` values and 1 to QUERIES rows, and for the ds of up to VECTORS
+    whole vectors, or (`vectors` is 0) for the `left` ds of a part of one. Rows lie `far` and `apart` numbers apart."""
+
+    def generate(context: Any, builder: Any, signature: Any, given: Any) -> Any:
+        pool, at, head, count, weights, far, rows, vectors, left, sums, apart = arguments_of(context, builder, signature, given)
+
+        def case(number: int) -> None:
+            queries, whole = divmod(number, VECTORS + 1)
+            starts = [builder.gep(sums, [builder.mul(apart, I64(r))]) for r in range(queries)]
+            places = [
+                builder.bitcast(builder.gep(start, [I64(v * LANES)]), FLOATS.as_pointer()) for start in starts for v in range(max(whole, 1))
+            ]
+            factors = [builder.gep(weights, [builder.mul(far, I64(r))]) for r in range(queries)]
+
+            def add(j: Any, totals: Sequence[Any]) -> list[Any]:
+                value = builder.gep(pool, [builder.add(builder.load(builder.gep(at, [j])), head)])
+                read = [_floats(builder, builder.gep(value, [I64(v * LANES)])) for v in range(whole)] or [_floats(builder, value, left)]
+                by = [spread(builder, builder.load(builder.gep(each, [j]))) for each in factors]
+                return [fused(builder, totals[r * len(read) + v], each, by[r]) for r in range(queries) for v, each in enumerate(read)]
+
+            for place, total in zip(places, _repeat(builder, count, [builder.load(place, align=4) for place in places], add), strict=True):
+                builder.store(total, place, align=4)
+
+        number = builder.add(builder.mul(rows, I64(VECTORS + 1)), vectors)
+        _switch(builder, number, range(VECTORS + 1, (QUERIES + 1) * (VECTORS + 1)), case)
+        return context.get_dummy_value()
+
+    int64 = types.int64
+    return types.void(pool, at, int64, int64, weights, int64, int64, int64, int64, sums, int64), generate
+
+
+def _over(builder: Any, dim: Any, starts: list[Any], add: Callable[..., list[Any]]) -> list[Any]:
+    """`add(d, sums)` for each whole vector of `dim` numbers, and `add(d, sums, left)` for what is left."""
+    left = builder.urem(dim, I64(LANES))
+    whole = builder.sub(dim, left)
+    sums = _repeat(builder, builder.udiv(dim, I64(LANES)), starts, lambda i, each: add(builder.mul(i, I64(LANES)), each))
+    some = builder.zext(builder.icmp_unsigned("!=", left, I64(0)), I64)
+    return _repeat(builder, some, sums, lambda _, each: add(whole, each, left))
+
+
+def _repeat(builder: Any, count: Any, starts: list[Any], body: Callable[[Any, list[Any]], list[Any]]) -> list[Any]:
+    """`body(i, values)` gives the next values, `count` times from `starts`, and none if it is 0."""
+    entry = builder.block
+    head, inside, after = (builder.append_basic_block(name) for name in ("head", "inside", "after"))
+    builder.branch(head)
+    builder.position_at_end(head)
+    i = builder.phi(I64)
+    values = [builder.phi(start.type) for start in starts]
+    builder.cbranch(builder.icmp_unsigned("<", i, count), inside, after)
+    builder.position_at_end(inside)
+    following = [builder.add(i, I64(1)), *body(i, values)]
+    for phi, start, then in zip([i, *values], [I64(0), *starts], following, strict=True):
+        phi.add_incoming(start, entry)
+        phi.add_incoming(then, builder.block)
+    builder.branch(head)
+    builder.position_at_end(after)
+    return values
+
+
+def _switch(builder: Any, number: Any, numbers: Sequence[int], case: Callable[[int], None]) -> None:
+    done = builder.append_basic_block("done")
+    cases = builder.switch(number, done)
+    for each in numbers:
+        block = builder.append_basic_block(f"case{each}")
+        cases.add_case(each, block)
+        builder.position_at_end(block)
+        case(each)
+        builder.branch(done)
+    builder.position_at_end(done)
+
+
+def _floats(builder: Any, place: Any, left: Any = None) -> Any:
+    """A vector of float32 or bfloat16 as float32. `left`: only so many numbers are read; the others are zero."""
+    kind = ir.VectorType(place.type.pointee, LANES)
+    place = builder.bitcast(place, kind.as_pointer())
+    if left is None:
+        read = builder.load(place, align=1)
+    else:
+        there = builder.icmp_unsigned("<", ir.Constant(INTS, list(range(LANES))), spread(builder, builder.trunc(left, I32)))
+        name = f"llvm.masked.load.v{LANES}{'i16' if kind.element == I16 else 'f32'}.p0"
+        read = called(builder, name, kind, place, I32(1), there, ir.Constant(kind, [0] * LANES))
+    return builder.bitcast(builder.shl(builder.zext(read, INTS), ir.Constant(INTS, [16] * LANES)), FLOATS) if kind.element == I16 else read
+
+
+def _totals(builder: Any, sums: list[Any]) -> list[Any]:
+    """The sum of each vector's numbers, in as few vectors as they fit: vectors are halved and added in pairs, so that none is left idle."""
+    parts = LANES  # numbers that are still to be added, side by side, for each of the vectors that are one by now
+    while parts > 1:
+        low, high = [[g + i + half for g in range(0, LANES, parts) for i in range(parts // 2)] for half in (0, parts // 2)]
+        if len(sums) > 1:
+            low, high = [index + [LANES + i for i in index] for index in (low, high)]
+        pairs = zip(sums[::2], sums[1::2], strict=True) if len(sums) > 1 else [(sums[0], sums[0])]
+        sums = [builder.fadd(_shuffled(builder, a, b, low), _shuffled(builder, a, b, high)) for a, b in pairs]
+        parts //= 2
+    return sums
+
+
+def _shuffled(builder: Any, a: Any, b: Any, indices: list[int]) -> Any:
+    return builder.shuffle_vector(a, b, ir.Constant(ir.VectorType(I32, len(indices)), indices))
+
+
+def _zeros() -> Any:
+    return ir.Constant(FLOATS, [0.0] * LANES)
