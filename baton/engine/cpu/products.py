@@ -30,8 +30,8 @@ log = logging.getLogger(__name__)
 
 CANDIDATES = ("baton", "onednn", "torch")
 OUTS, WIDTH = 4096, 1024  # of the matrix that is tried: more than a core's own caches hold
-ROWS = (1, 8, 256)  # a decode step of one sequence and of a batch, and a prefill
-ROUNDS = 5
+# A decode step of one sequence and of a batch, and a prefill; and how often each is timed. On a busy machine a short call is often cut.
+ROWS = {1: 20, 8: 20, 256: 5}
 HOPELESS = 5.0  # a candidate that takes this many times as long as the best one is not tried further
 BETTER = 1.1
 
@@ -70,9 +70,9 @@ def _mean(times: list[float]) -> float:
 def measured(arms: Mapping[str, Multiply], dtype: torch.dtype) -> dict[str, list[float]]:
     """The least time of each arm, seconds, for each number of ROWS. The arms take turns."""
     arms, seconds = dict(arms), {name: list[float]() for name in arms}
-    for rows in ROWS:
+    for rows, rounds in ROWS.items():
         x, best = torch.ones(rows, WIDTH, dtype=dtype), dict.fromkeys(arms, float("inf"))
-        for turn in range(1 + ROUNDS):
+        for turn in range(1 + rounds):
             for name, multiply in arms.items():
                 began = time.perf_counter()
                 multiply(x)
