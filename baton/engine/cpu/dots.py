@@ -10,7 +10,7 @@ from llvmlite import ir
 from numba import types
 from numba.extending import intrinsic
 
-from baton.engine.cpu.tile import FLOATS, I16, I32, I64, INTS, LANES, arguments_of, called, fused, spread
+from baton.engine.cpu.tile import FLOATS, I16, I32, I64, INTS, LANES, arguments_of, called, fused, spread, switch, widened
 
 KEYS = 8  # that are scored at a time
 QUERIES = 2 if LANES == 16 else 1  # that share a read key
@@ -43,7 +43,7 @@ def score_keys(context: Any, pool: Any, at: Any, head: Any, query: Any, far: Any
                     builder.store(part, builder.bitcast(place, part.type.as_pointer()), align=4)
                     place = builder.gep(place, [I64(part.type.count)])
 
-        _switch(builder, rows, range(1, QUERIES + 1), case)
+        switch(builder, rows, range(1, QUERIES + 1), case)
         return context.get_dummy_value()
 
     int64 = types.int64
@@ -89,7 +89,7 @@ def add_values(
                 builder.store(total, place, align=4)
 
         number = builder.add(builder.mul(rows, I64(VECTORS + 1)), vectors)
-        _switch(builder, number, range(VECTORS + 1, (QUERIES + 1) * (VECTORS + 1)), case)
+        switch(builder, number, range(VECTORS + 1, (QUERIES + 1) * (VECTORS + 1)), case)
         return context.get_dummy_value()
 
     int64 = types.int64
@@ -124,18 +124,6 @@ def _repeat(builder: Any, count: Any, starts: list[Any], body: Callable[[Any, li
     return values
 
 
-def _switch(builder: Any, number: Any, numbers: Sequence[int], case: Callable[[int], None]) -> None:
-    done = builder.append_basic_block("done")
-    cases = builder.switch(number, done)
-    for each in numbers:
-        block = builder.append_basic_block(f"case{each}")
-        cases.add_case(each, block)
-        builder.position_at_end(block)
-        case(each)
-        builder.branch(done)
-    builder.position_at_end(done)
-
-
 def _floats(builder: Any, place: Any, left: Any = None) -> Any:
     """A vector of float32 or bfloat16 as float32. `left`: only so many numbers are read; the others are zero."""
     kind = ir.VectorType(place.type.pointee, LANES)
@@ -146,7 +134,7 @@ def _floats(builder: Any, place: Any, left: Any = None) -> Any:
         there = builder.icmp_unsigned("<", ir.Constant(INTS, list(range(LANES))), spread(builder, builder.trunc(left, I32)))
         name = f"llvm.masked.load.v{LANES}{'i16' if kind.element == I16 else 'f32'}.p0"
         read = called(builder, name, kind, place, I32(1), there, ir.Constant(kind, [0] * LANES))
-    return builder.bitcast(builder.shl(builder.zext(read, INTS), ir.Constant(INTS, [16] * LANES)), FLOATS) if kind.element == I16 else read
+    return widened(builder, read) if kind.element == I16 else read
 
 
 def _totals(builder: Any, sums: list[Any]) -> list[Any]:

@@ -7,7 +7,7 @@ else 1. Each sum adds its products in the order of the row, whatever the number 
 alone, bit for bit.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from typing import Any
 
@@ -77,10 +77,13 @@ def fused(builder: Any, total: Any, w: Any, x: Any) -> Any:
     return called(builder, f"llvm.fma.v{LANES}f32", FLOATS, w, x, total)
 
 
+def widened(builder: Any, bits: Any) -> Any:
+    """A vector of bfloat16 as float32, of which it is the first half of the bits."""
+    return builder.bitcast(builder.shl(builder.zext(bits, INTS), _all(16)), FLOATS)
+
+
 def _fma_bfloat16(builder: Any, total: Any, w: Any, x: Any) -> Any:
-    """bfloat16 is float32 without its last bits."""
-    wide = (builder.bitcast(builder.shl(builder.zext(bits, INTS), _all(16)), FLOATS) for bits in (w, x))
-    return fused(builder, total, *wide)
+    return fused(builder, total, widened(builder, w), widened(builder, x))
 
 
 def _dot_bfloat16(builder: Any, total: Any, w: Any, x: Any) -> Any:
@@ -118,20 +121,16 @@ def add_tile(context: Any, before: Any, gap: Any, x: Any, width: Any, panel: Any
         first, gap, numbers, width, panel, rows, depth, last, apart = arguments_of(context, builder, signature, arguments)
         step, steps = (builder.udiv(count, I64(kind.group)) for count in (width, depth))
         numbers, panel = (builder.bitcast(each, kind.loaded.as_pointer()) for each in (numbers, panel))
-        done = builder.append_basic_block("done")
-        cases = builder.switch(rows, done)
-        for count in range(1, ROWS + 1):
-            case = builder.append_basic_block(f"rows{count}")
-            cases.add_case(count, case)
-            builder.position_at_end(case)
+
+        def case(count: int) -> None:
             places, xs = (
                 [builder.gep(at, [builder.mul(far, I64(r))]) for r in range(count)] for at, far in ((first, gap), (numbers, step))
             )
             sums = _sums(builder, kind, [_vectors(builder, place, kind.total) for place in places], xs, panel, steps)
             for r, row in enumerate(sums):
                 _store(builder, row, builder.gep(last, [builder.mul(apart, I64(r))]))
-            builder.branch(done)
-        builder.position_at_end(done)
+
+        switch(builder, rows, range(1, ROWS + 1), case)
         return context.get_dummy_value()
 
     int64 = types.int64
@@ -166,19 +165,15 @@ def add_groups(context: Any, x: Any, width: Any, panel: Any, scales: Any, offset
 
     def generate(context: Any, builder: Any, signature: Any, arguments: Any) -> Any:
         numbers, width, panel, scales, offsets, rows, groups, out = arguments_of(context, builder, signature, arguments)
-        done = builder.append_basic_block("done")
-        cases = builder.switch(rows, done)
-        for count in range(1, INT4_ROWS + 1):
-            case = builder.append_basic_block(f"rows{count}")
-            cases.add_case(count, case)
-            builder.position_at_end(case)
+
+        def case(count: int) -> None:
             far = [builder.mul(width, I64(r)) for r in range(count)]
             xs = [builder.gep(numbers, [each]) for each in far]
             begins = [builder.gep(offsets, [builder.udiv(each, I64(SHARED))]) for each in far]
             for r, row in enumerate(_scaled_sums(builder, xs, begins, panel, scales, groups)):
                 _store(builder, row, builder.gep(out, [I64(r * OUTS)]))
-            builder.branch(done)
-        builder.position_at_end(done)
+
+        switch(builder, rows, range(1, INT4_ROWS + 1), case)
         return context.get_dummy_value()
 
     int64 = types.int64
@@ -201,10 +196,8 @@ def _scaled_sums(builder: Any, x: list[Any], offsets: list[Any], panel: Any, sca
             shifted = [builder.lshr(each, _all(4 * half)) for each in packed] if half else packed
             for r, start in enumerate(x):
                 whole[r] = _add_nibbles(builder, whole[r], shifted, builder.gep(start, [place]))
-    steps = [
-        builder.bitcast(builder.shl(builder.zext(bits, INTS), _all(16)), FLOATS)
-        for bits in _vectors(builder, builder.gep(scales, [builder.mul(g, I64(OUTS))]), ir.VectorType(I16, LANES))
-    ]
+    bits = _vectors(builder, builder.gep(scales, [builder.mul(g, I64(OUTS))]), ir.VectorType(I16, LANES))
+    steps = [widened(builder, each) for each in bits]
     added = [
         [fused(builder, total, builder.sitofp(each, FLOATS), step) for total, each, step in zip(row, sums, steps, strict=True)]
         for row, sums in zip(totals, whole, strict=True)
@@ -225,11 +218,7 @@ def _add_nibbles(builder: Any, totals: list[Any], packed: list[Any], x: Any) -> 
     """Adds the products of four int8 at `x` with the lower half of each byte."""
     if VNNI:
         four = spread(builder, builder.load(builder.bitcast(x, I32.as_pointer()), align=1))
-        name = f"llvm.x86.avx512.vpdpbusd.{32 * LANES}"
-        return [
-            called(builder, name, INTS, total, builder.and_(each, _all(0x0F0F0F0F)), four)
-            for total, each in zip(totals, packed, strict=True)
-        ]
+        return [_dot_int8(builder, total, four, builder.and_(each, _all(0x0F0F0F0F))) for total, each in zip(totals, packed, strict=True)]
     for byte in range(4):
         number = builder.sext(spread(builder, builder.load(builder.gep(x, [I64(byte)]))), INTS)
         nibbles = [builder.and_(builder.lshr(each, _all(8 * byte)), _all(15)) for each in packed]
@@ -258,6 +247,19 @@ def _sums(builder: Any, kind: Kind, sums: list[list[Any]], x: list[Any], panel: 
         phi.add_incoming(then, loop)
     builder.position_at_end(after)
     return added
+
+
+def switch(builder: Any, number: Any, numbers: Iterable[int], case: Callable[[int], None]) -> None:
+    """`case(number)`, with a block of its own for each of `numbers`; nothing for any other."""
+    done = builder.append_basic_block("done")
+    cases = builder.switch(number, done)
+    for each in numbers:
+        block = builder.append_basic_block(f"case{each}")
+        cases.add_case(each, block)
+        builder.position_at_end(block)
+        case(each)
+        builder.branch(done)
+    builder.position_at_end(done)
 
 
 def arguments_of(context: Any, builder: Any, signature: Any, arguments: Any) -> list[Any]:
