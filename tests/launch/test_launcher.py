@@ -399,7 +399,7 @@ async def test_a_drain_continues_when_its_caller_is_cancelled(launch: Launch, te
 
 
 async def test_stop_leaves_nothing_running(launch: Launch, template: Any, tmp_path: Path) -> None:
-    launcher = await launch()
+    launcher = await launch(rule=replace(RULE, backoff_s=60.0, max_backoff_s=60.0))  # so that what crashed has not started again
     await launcher.add(template("stubborn", grace_s=1.0), 2)
     await launcher.add(template("parent", role="prefill"), 1)
     await launcher.add(template("crash", role="router"), 1)

@@ -442,7 +442,7 @@ async def test_a_release_arrives_although_its_caller_does_not_wait() -> None:
 
 async def test_a_call_to_a_silent_worker_fails_at_the_deadline() -> None:
     async with pair() as (worker, workers, d0, _):
-        error = await refused(take(workers, d0, timeout_s=0.1))
+        error = await refused(take(workers, d0, timeout_s=1.0))
         assert error.reason is Reason.DEADLINE
         assert (await worker.heard.get()).HasField("start") and (await worker.heard.get()).HasField("cancel")
         worker.on_prefill = sleeping

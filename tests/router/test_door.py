@@ -42,7 +42,7 @@ async def serving(house: House, stall_s: float | None) -> AsyncIterator[generati
 @pytest.mark.parametrize("stall_s", [0.3, None])
 async def test_streams_that_nobody_reads_free_their_places(tokenizer: Tokenizer, stall_s: float | None) -> None:
     """Negative control (None): without a time limit, unread streams block other requests."""
-    house = House(tokenizer, Script(b"x" * 100_000), RouterConfig(max_inflight=8, queue_timeout_s=5.0))
+    house = House(tokenizer, Script(b"x" * 100_000), RouterConfig(max_inflight=8, queue_timeout_s=60.0))
     async with serving(house, stall_s) as stub:
         unread = [stub.Generate(ASK) for _ in range(8)]
         await settled(lambda: house.admission.inflight == 8)
