@@ -2,8 +2,8 @@
 
 A step: `plan` turns the spans of the batch into index tensors, once. Then each layer stores the new keys and values in their slots and
 attends to those of each sequence through its block table: decodes of similar length in one call, each longer span in its own call. If the
-pool has kernels, one of them computes the decodes, reading blocks in place, and another computes each longer span from the keys and values
-gathered for it. Nothing loops over tokens, and no layer touches a list of blocks.
+pool has kernels, one of them computes the decodes and another each longer span, and both read blocks in place. Nothing loops over tokens,
+and no layer touches a list of blocks.
 
 Letters in shapes: T tokens of the batch in a row, B sequences, M blocks per sequence, S = M · bs keys, bs block size, Hq query heads, Hkv
 key/value heads, G = Hq / Hkv, D head dim, Dv that of values, P parts (2: keys and values; 1: one vector that is both, its first Dv numbers
@@ -59,8 +59,8 @@ class Decodes:
 
 # (pool, layer, q [T, Hq, D], kv [T, P, Hkv, D], out [T, Hq * Dv], decodes, how): the first `size` tokens of each. Stores, then attends.
 AttendInPlace = Callable[["PagedKv", int, Tensor, Tensor, Tensor, Decodes, LayerAttention], None]
-# (q [n, Hq, D], k [Hkv, S, D], v [Hkv, S, Dv], keys, how) → [n, Hq * Dv]: a span whose tokens are the last n of the first `keys` keys.
-AttendSpan = Callable[[Tensor, Tensor, Tensor, int, LayerAttention], Tensor]
+# (pool, layer, q [n, Hq, D], out [n, Hq * Dv], group, how): the tokens of a longer span, whose keys and values are stored.
+AttendSpan = Callable[["PagedKv", int, Tensor, Tensor, "Group", LayerAttention], None]
 
 
 class Kernels(NamedTuple):
@@ -164,7 +164,10 @@ class PagedAttention:
         if meta.groups[layer]:
             (kernels.store if kernels else store)(kv[first:tokens], paged.layers[layer], meta.slots)
         for group in meta.groups[layer]:
-            out[group.rows] = _attend_group(q[group.rows], paged, layer, group, meta)
+            if kernels:
+                kernels.attend_span(paged, layer, q[group.rows], out[group.rows], group, meta.layers[layer])
+            else:
+                out[group.rows] = _attend_group(q[group.rows], paged, layer, group, meta)
         if tokens < len(out):
             out[tokens:] = 0
         return out
@@ -179,9 +182,6 @@ def _attend_group(q: Tensor, paged: PagedKv, layer: int, group: Group, meta: Met
     _, heads, dim = q.shape
     gathered = torch.index_select(paged.layers[layer].rows, 0, group.gather, out=meta.scratch[: len(group.gather)])
     kv = gathered.view(paged.parts, group.size, paged.kv_heads, -1, dim)  # [P, B, Hkv, S, D]
-    if paged.kernels:
-        kv[..., group.keys :, :] = 0  # these have no weight, but zero times NaN is NaN
-        return paged.kernels.attend_span(q, kv[0, 0], kv[-1, 0, ..., : paged.value_dim], group.keys, meta.layers[layer])
     kv = kv[..., : group.keys, :]
     k, v = kv[0], kv[-1][..., : paged.value_dim]
     if group.n == 1:
@@ -256,7 +256,7 @@ def _plan_longer(spans: Sequence[Span], first: int, paged: PagedKv, layers: Sequ
         table = whole if window is None else _Table.of(spans, paged.block_size, window)
         kinds[window, masked] = tuple(_group(table, slice(*cut), first, paged, window, masked) for cut in _cuts(table, paged))
     groups = tuple(kinds[layer.window, layer.softcap is not None] for layer in layers)
-    scratch = paged.scratch(max(len(group.gather) for kind in kinds.values() for group in kind))
+    scratch = paged.scratch(0 if paged.kernels else max(len(group.gather) for kind in kinds.values() for group in kind))
     return Meta(paged.tensor(whole.positions), None, tuple(layers), paged.tensor(slots.reshape(-1)), groups, scratch)
 
 

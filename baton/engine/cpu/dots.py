@@ -10,7 +10,7 @@ from llvmlite import ir
 from numba import types
 from numba.extending import intrinsic
 
-from baton.engine.cpu.tile import FLOATS, I16, I32, I64, INTS, LANES, arguments_of, called, fused, spread, switch, widened
+from baton.engine.cpu.tile import FLOATS, I16, I32, I64, INTS, KINDS, LANES, OUTS, arguments_of, called, fused, spread, switch, widened
 
 KEYS = 8  # that are scored at a time
 QUERIES = 2 if LANES == 16 else 1  # that share a read key
@@ -85,7 +85,7 @@ def add_values(
                 by = [spread(builder, builder.load(builder.gep(each, [j]))) for each in factors]
                 return [fused(builder, totals[r * len(read) + v], each, by[r]) for r in range(queries) for v, each in enumerate(read)]
 
-            for place, total in zip(places, _repeat(builder, count, [builder.load(place, align=4) for place in places], add), strict=True):
+            for place, total in zip(places, repeat(builder, count, [builder.load(place, align=4) for place in places], add), strict=True):
                 builder.store(total, place, align=4)
 
         number = builder.add(builder.mul(rows, I64(VECTORS + 1)), vectors)
@@ -96,16 +96,60 @@ def add_values(
     return types.void(pool, at, int64, int64, weights, int64, int64, int64, int64, sums, int64), generate
 
 
+@intrinsic
+def turn_keys(context: Any, pool: Any, at: Any, k: Any, panel: Any) -> Any:
+    """Copies LANES steps of LANES keys, from step k on, into their columns of a panel `[steps, OUTS, group]`."""
+    kind = ir.VectorType(KINDS[pool.dtype].loaded, LANES)
+
+    def generate(context: Any, builder: Any, signature: Any, given: Any) -> Any:
+        pool, at, k, panel = arguments_of(context, builder, signature, given)
+        keys = [builder.gep(pool, [builder.load(builder.gep(at, [I64(j)]))]) for j in range(LANES)]
+        lines = [builder.bitcast(builder.gep(builder.bitcast(key, kind.element.as_pointer()), [k]), kind.as_pointer()) for key in keys]
+        turned = [builder.load(line, align=1) for line in lines]
+        half = LANES // 2
+        while half:  # of each square of 2 · half numbers a side, swap the two quarters off the diagonal
+            low = [i if not i & half else LANES + i - half for i in range(LANES)]
+            high = [i + half if not i & half else LANES + i for i in range(LANES)]
+            for i in (i for i in range(LANES) if not i & half):
+                pair = turned[i], turned[i + half]
+                turned[i], turned[i + half] = (_shuffled(builder, *pair, indices) for indices in (low, high))
+            half //= 2
+        first = builder.gep(builder.bitcast(panel, kind.element.as_pointer()), [builder.mul(k, I64(OUTS))])
+        for step, column in enumerate(turned):
+            builder.store(column, builder.bitcast(builder.gep(first, [I64(step * OUTS)]), kind.as_pointer()), align=1)
+        return context.get_dummy_value()
+
+    return types.void(pool, at, types.int64, panel), generate
+
+
+@intrinsic
+def lay_values(context: Any, pool: Any, at: Any, d: Any, panel: Any) -> Any:
+    """Copies the OUTS numbers from the dth on of a group of values into a step of a panel `[OUTS, group]`."""
+    group = KINDS[pool.dtype].group
+
+    def generate(context: Any, builder: Any, signature: Any, given: Any) -> Any:
+        pool, at, d, panel = arguments_of(context, builder, signature, given)
+        kind = ir.VectorType(pool.type.pointee, OUTS)
+        starts = [builder.gep(pool, [builder.add(builder.load(builder.gep(at, [I64(j)])), d)]) for j in range(group)]
+        values = [builder.load(builder.bitcast(start, kind.as_pointer()), align=1) for start in starts]
+        side_by_side = [j * OUTS + o for o in range(OUTS) for j in range(group)]
+        step = _shuffled(builder, values[0], values[1], side_by_side) if group == 2 else values[0]
+        builder.store(step, builder.bitcast(panel, step.type.as_pointer()), align=1)
+        return context.get_dummy_value()
+
+    return types.void(pool, at, types.int64, panel), generate
+
+
 def _over(builder: Any, dim: Any, starts: list[Any], add: Callable[..., list[Any]]) -> list[Any]:
     """`add(d, sums)` for each whole vector of `dim` numbers, and `add(d, sums, left)` for what is left."""
     left = builder.urem(dim, I64(LANES))
     whole = builder.sub(dim, left)
-    sums = _repeat(builder, builder.udiv(dim, I64(LANES)), starts, lambda i, each: add(builder.mul(i, I64(LANES)), each))
+    sums = repeat(builder, builder.udiv(dim, I64(LANES)), starts, lambda i, each: add(builder.mul(i, I64(LANES)), each))
     some = builder.zext(builder.icmp_unsigned("!=", left, I64(0)), I64)
-    return _repeat(builder, some, sums, lambda _, each: add(whole, each, left))
+    return repeat(builder, some, sums, lambda _, each: add(whole, each, left))
 
 
-def _repeat(builder: Any, count: Any, starts: list[Any], body: Callable[[Any, list[Any]], list[Any]]) -> list[Any]:
+def repeat(builder: Any, count: Any, starts: list[Any], body: Callable[[Any, list[Any]], list[Any]]) -> list[Any]:
     """`body(i, values)` gives the next values, `count` times from `starts`, and none if it is 0."""
     entry = builder.block
     head, inside, after = (builder.append_basic_block(name) for name in ("head", "inside", "after"))

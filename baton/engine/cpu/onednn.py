@@ -38,18 +38,3 @@ def packed_int8(weight: Tensor, scales: Tensor) -> Callable[[Tensor], Tensor]:
     zeros, multiply = torch.zeros(len(scales), dtype=torch.int64), torch.ops.onednn.qlinear_pointwise.default
     weights = torch.ops.onednn.qlinear_prepack(weight, None)
     return lambda x: multiply(x, 1.0, 128, weights, scales, zeros, None, 1.0, 0, torch.float32, *_NONE)
-
-
-def product(x: Tensor, y: Tensor) -> Tensor:
-    """x `[T, in]` · y `[in, out]`, neither known in advance. Torch's own product of float32 is half as fast as oneDNN's on some processors.
-
-    A y that is not contiguous, as it is or transposed, is copied first: oneDNN has only its reference code for it, which takes up to a
-    thousand times as long.
-    """
-    if x.dtype != torch.float32 or not torch._C._has_mkldnn:
-        return x @ y
-    multiply: Callable[..., Tensor] = torch.ops.mkldnn._linear_pointwise.default
-    turned = y.t()
-    if not (turned.is_contiguous() or y.is_contiguous()):
-        turned = turned.contiguous()
-    return multiply(x, turned, None, *_NONE)

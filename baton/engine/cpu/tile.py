@@ -105,7 +105,14 @@ VNNI = {"avx512vnni", "avx512vl"} <= FEATURES or "avxvnni" in FEATURES
 INT8 = Kind(4, I32, INTS, _dot_int8) if VNNI else Kind(1, I8, INTS, _multiply_int8)
 # Of int4: numbers of a row that share a scale; int32s that hold them, eight each; rows, of which one kind of sums stays in registers.
 SHARED, WORDS, INT4_ROWS = 32, 4, ROWS if "avx512f" in FEATURES else 2
-_KINDS = {types.float32: FLOAT32, types.uint16: BFLOAT16, types.int8: INT8}
+KINDS = {types.float32: FLOAT32, types.uint16: BFLOAT16, types.int8: INT8}
+
+
+@intrinsic
+def group_of(context: Any, array: Any) -> Any:
+    """How many neighbours of a row of this array one instruction multiplies and adds."""
+    group = I64(KINDS[array.dtype].group)
+    return types.int64(array), lambda context, builder, signature, arguments: group
 
 
 @intrinsic
@@ -115,7 +122,7 @@ def add_tile(context: Any, before: Any, gap: Any, x: Any, width: Any, panel: Any
     Rows of x lie `width` numbers apart, those of `before` `gap`, those of `after` `apart`. Where `after` is bfloat16, sums are rounded.
     Where the panel is int8, x is uint8, and sums are int32.
     """
-    kind = _KINDS[panel.dtype]
+    kind = KINDS[panel.dtype]
 
     def generate(context: Any, builder: Any, signature: Any, arguments: Any) -> Any:
         first, gap, numbers, width, panel, rows, depth, last, apart = arguments_of(context, builder, signature, arguments)
@@ -126,9 +133,9 @@ def add_tile(context: Any, before: Any, gap: Any, x: Any, width: Any, panel: Any
             places, xs = (
                 [builder.gep(at, [builder.mul(far, I64(r))]) for r in range(count)] for at, far in ((first, gap), (numbers, step))
             )
-            sums = _sums(builder, kind, [_vectors(builder, place, kind.total) for place in places], xs, panel, steps)
+            sums = _sums(builder, kind, [vectors(builder, place, kind.total) for place in places], xs, panel, steps)
             for r, row in enumerate(sums):
-                _store(builder, row, builder.gep(last, [builder.mul(apart, I64(r))]))
+                store_row(builder, row, builder.gep(last, [builder.mul(apart, I64(r))]))
 
         switch(builder, rows, range(1, ROWS + 1), case)
         return context.get_dummy_value()
@@ -145,10 +152,10 @@ def scale_row(context: Any, sums: Any, scales: Any, step: Any, bias: Any, out: A
         sums, scales, step, bias, out = arguments_of(context, builder, signature, arguments)
         step, row = spread(builder, step), []
         for total, scale, added in zip(
-            *(_vectors(builder, each, INTS if each is sums else FLOATS) for each in (sums, scales, bias)), strict=True
+            *(vectors(builder, each, INTS if each is sums else FLOATS) for each in (sums, scales, bias)), strict=True
         ):
             row.append(builder.fadd(builder.fmul(builder.fmul(builder.sitofp(total, FLOATS), scale), step), added))
-        _store(builder, row, out)
+        store_row(builder, row, out)
         return context.get_dummy_value()
 
     return types.void(sums, scales, types.float32, bias, out), generate
@@ -171,7 +178,7 @@ def add_groups(context: Any, x: Any, width: Any, panel: Any, scales: Any, offset
             xs = [builder.gep(numbers, [each]) for each in far]
             begins = [builder.gep(offsets, [builder.udiv(each, I64(SHARED))]) for each in far]
             for r, row in enumerate(_scaled_sums(builder, xs, begins, panel, scales, groups)):
-                _store(builder, row, builder.gep(out, [I64(r * OUTS)]))
+                store_row(builder, row, builder.gep(out, [I64(r * OUTS)]))
 
         switch(builder, rows, range(1, INT4_ROWS + 1), case)
         return context.get_dummy_value()
@@ -190,13 +197,13 @@ def _scaled_sums(builder: Any, x: list[Any], offsets: list[Any], panel: Any, sca
     whole = [[spread(builder, builder.load(builder.gep(each, [g])))] * VECTORS for each in offsets]
     for word in range(WORDS):
         at = builder.add(builder.mul(g, I64(WORDS)), I64(word))
-        packed = _vectors(builder, builder.gep(panel, [builder.mul(at, I64(OUTS))]), INTS)
+        packed = vectors(builder, builder.gep(panel, [builder.mul(at, I64(OUTS))]), INTS)
         for half in range(2):
             place = builder.add(builder.mul(at, I64(8)), I64(4 * half))
             shifted = [builder.lshr(each, _all(4 * half)) for each in packed] if half else packed
             for r, start in enumerate(x):
                 whole[r] = _add_nibbles(builder, whole[r], shifted, builder.gep(start, [place]))
-    bits = _vectors(builder, builder.gep(scales, [builder.mul(g, I64(OUTS))]), ir.VectorType(I16, LANES))
+    bits = vectors(builder, builder.gep(scales, [builder.mul(g, I64(OUTS))]), ir.VectorType(I16, LANES))
     steps = [widened(builder, each) for each in bits]
     added = [
         [fused(builder, total, builder.sitofp(each, FLOATS), step) for total, each, step in zip(row, sums, steps, strict=True)]
@@ -233,7 +240,7 @@ def _sums(builder: Any, kind: Kind, sums: list[list[Any]], x: list[Any], panel: 
     builder.position_at_end(loop)
     k = builder.phi(I64)
     totals = [[builder.phi(kind.total) for _ in row] for row in sums]
-    weights = _vectors(builder, builder.gep(panel, [builder.mul(k, I64(OUTS))]), ir.VectorType(kind.loaded, LANES))
+    weights = vectors(builder, builder.gep(panel, [builder.mul(k, I64(OUTS))]), ir.VectorType(kind.loaded, LANES))
     added = []
     for row, start in zip(totals, x, strict=True):
         number = spread(builder, builder.load(builder.gep(start, [k]), align=1))
@@ -270,7 +277,7 @@ def arguments_of(context: Any, builder: Any, signature: Any, arguments: Any) -> 
     ]
 
 
-def _vectors(builder: Any, place: Any, kind: Any) -> list[Any]:
+def vectors(builder: Any, place: Any, kind: Any) -> list[Any]:
     """OUTS numbers, not aligned."""
     places = (builder.gep(place, [I64(v * LANES)]) for v in range(VECTORS))
     return [builder.load(builder.bitcast(each, kind.as_pointer()), align=1) for each in places]
@@ -282,7 +289,7 @@ def spread(builder: Any, number: Any) -> Any:
     return builder.shuffle_vector(builder.insert_element(none, number, I32(0)), none, _all(0))
 
 
-def _store(builder: Any, row: list[Any], place: Any) -> None:
+def store_row(builder: Any, row: list[Any], place: Any) -> None:
     for v, value in enumerate(row):
         value = _rounded(builder, value) if place.type.pointee == I16 else value
         builder.store(value, builder.bitcast(builder.gep(place, [I64(v * LANES)]), value.type.as_pointer()), align=1)

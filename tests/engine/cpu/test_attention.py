@@ -14,8 +14,9 @@ from torch import Tensor
 
 from baton.engine.attention import Meta, PagedAttention, PagedKv, Span, batch_order, plan
 from baton.engine.checkpoint import LayerAttention
-from baton.engine.cpu import kernel, onednn, span_attention
+from baton.engine.cpu import kernel
 from baton.engine.cpu.compiled_ops import ATTENTION
+from baton.engine.cpu.span_attention import KEYS
 
 U = {torch.float32: 2.0**-24, torch.bfloat16: 2.0**-8}  # largest relative error of rounding a number
 LAYERS = 2
@@ -222,57 +223,40 @@ def test_decodes_beside_longer_spans_match_the_formula(
     Case(shape, lengths, seed).check(how)
 
 
-@given(SHAPES, HOWS, st.integers(0, 60), st.integers(2, 90), st.integers(1, 40), st.sampled_from([1, 3]), st.booleans())
+@given(SHAPES, HOWS, st.integers(0, 60) | st.integers(200, 700), st.integers(2, 90), st.sampled_from([1, 3]), st.booleans())
 @settings(max_examples=100, deadline=None)
-def test_spans_match_the_formula_a_few_queries_at_a_time(
-    shape: Shape, how: LayerAttention, before: int, new: int, at_once: int, threads: int, latent: bool
-) -> None:
+def test_spans_match_the_formula(shape: Shape, how: LayerAttention, before: int, new: int, threads: int, latent: bool) -> None:
     if latent:
         shape = Shape(shape.heads, 1, shape.dim, shape.block_size, shape.dtype, value_dim=max(1, shape.dim - 3))
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(span_attention, "QUERIES", at_once)
-        run_with(threads, Case(shape, [(before, new)]), how)
+    run_with(threads, Case(shape, [(before, new)]), how)
 
 
-@given(st.integers(1, 600), st.integers(1, 300))
-def test_parts_cover_all_queries_in_few_sizes(n: int, most: int) -> None:
-    parts = list(span_attention.parts(n, most))
-    assert sorted({i for first, last in parts for i in range(first, last)}) == list(range(n))
-    sizes = {last - first for first, last in parts}
-    assert all(size & (size - 1) == 0 and 1 <= size <= most for size in sizes)
-    assert sum(last - first for first, last in parts) < 2 * n + 16
-
-
-def test_products_of_many_lengths_have_few_sizes(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Each size costs memory that is never freed, and time on its first use."""
-    sizes = set()
-
-    def product(x: Tensor, y: Tensor) -> Tensor:
-        sizes.add((x.shape, y.shape))
-        return x @ y
-
-    monkeypatch.setattr(span_attention, "product", product)
-    for before in range(0, 1000, 37):
-        for new in range(2, 100, 9):
-            Case(Shape(2, 1, 8, 16), [(before, new)]).attend()
-    assert len(sizes) <= 2 * 7 * 20  # products, counts of queries, widths
-
-
-def test_the_memory_for_scores_of_a_long_span_is_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
-    case = Case(Shape(4, 2, 16, 16), [(100, 90)])
-    sizes: list[int] = []
-
-    def product(x: Tensor, y: Tensor) -> Tensor:
-        answer = onednn.product(x, y)
-        sizes.append(answer.nbytes)
-        return answer
-
-    monkeypatch.setattr(span_attention, "product", product)
-    monkeypatch.setattr(span_attention, "SCORE_BYTES", 16 << 10)
+@pytest.mark.parametrize("dtype", list(U))
+@pytest.mark.parametrize(("heads", "kv_heads", "dim"), [(4, 2, 64), (3, 3, 40), (80, 1, 16)])
+def test_spans_of_several_times_as_many_keys_as_are_met_at_once_match_the_formula(
+    heads: int, kv_heads: int, dim: int, dtype: torch.dtype
+) -> None:
+    case = Case(Shape(heads, kv_heads, dim, 16, dtype), [(3 * KEYS + 5, 40)])
+    case.q *= 20  # so that greater scores are found late
     case.check()
-    assert 8 << 10 < max(sizes) <= 16 << 10
-    monkeypatch.setattr(span_attention, "SCORE_BYTES", 1)
-    case.check()  # at least one query at a time
+
+
+@given(SHAPES, st.none() | st.floats(0.5, 30.0), st.integers(2, 2 * KEYS), st.data())
+@settings(max_examples=40, deadline=None)
+def test_a_token_has_the_same_bits_in_any_span(shape: Shape, softcap: float | None, tokens: int, data: st.DataObject) -> None:
+    """So another size of chunks does not change a result."""
+    how, before = LayerAttention(softcap=softcap), data.draw(st.integers(0, tokens - 2))
+    whole, part = Case(shape, [(0, tokens)]), Case(shape, [(before, tokens - before)])
+    part.q = whole.q[before:]
+    assert torch.equal(part.attend(how), whole.attend(how)[before:])
+
+
+def test_keys_that_a_token_does_not_see_change_no_bit_of_it() -> None:
+    case = Case(Shape(4, 2, 16, 16), [(0, 100)])
+    first = case.attend()
+    case.kv[0][60:] = 1e4
+    assert torch.equal(case.attend()[:60], first[:60])
+    assert not torch.equal(case.attend()[60:], first[60:])
 
 
 @pytest.mark.parametrize("part", [0, 1])

@@ -6,6 +6,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from families import loaded, prefill
 from torch import Tensor
 
 from baton.engine.choice import choose_ops
@@ -166,3 +167,17 @@ def test_a_process_without_numba_serves_the_same_tokens(tmp_path: Path) -> None:
     assert slow[0].startswith("Ops True") and "engine.compiled" in slow[1] and "numba" in slow[1]
     assert fast[0].split("[")[1] == slow[0].split("[")[1]
     assert run(tmp_path, "off")[0].startswith("Ops False"), "numba is not needed, so it must not even be imported"
+
+
+@pytest.mark.parametrize("precision", ["float32", "bfloat16", "int8", "int4"])
+@pytest.mark.parametrize("family", ["LlamaForCausalLM", "Qwen3ForCausalLM"])
+def test_a_prompt_has_the_same_kv_bit_for_bit_in_chunks_of_any_size(family: str, precision: str) -> None:
+    """Without windows, experts and latent attention, whose products are torch's. Chunks of one token are decodes, so there is none here."""
+    runner = loaded(family, precision, scale=8, products="baton")
+    pool = runner._paged.pool  # type: ignore[union-attr]
+    pools = []
+    for chunk in (300, 256, 100, 7):
+        pool.fill_(7)
+        prefill(runner, 300, chunk)
+        pools.append(pool.clone())
+    assert all(torch.equal(each, pools[0]) for each in pools) and pools[0].isfinite().all()

@@ -129,7 +129,7 @@ KERNELS: dict[str, Callable[..., None]] = {
     "dequantize": int8.dequantize,
     "attend": decode_attention._attend,
     "store": decode_attention._store,
-    "weigh_span": span_attention._weigh_span,
+    "attend_span": span_attention._attend_span,
     "product": panels._product,
     "product_int8": panels._product_int8,
     "product_int4": int4._product_int4,
@@ -150,7 +150,10 @@ GOOD: dict[str, tuple[Any, ...]] = {
         3, 6, 8, 1, 1 << 62, 0.0, 1.0,
     ),
     "store": (half(3, 2, 1, 8), half(64, 8), torch.arange(6)),
-    "weigh_span": (torch.zeros(6, 8), half(6, 8), torch.zeros(6), 3, 4, 1 << 62, 0.0),
+    "attend_span": (
+        half(3, 2, 8), half(16, 32), torch.tensor([[[0, 2]], [[1, 3]]]), half(OUTS * 8), half(OUTS * OUTS), half(3, 16),
+        6, 4, 8, 1 << 62, 0.0, 1.0,
+    ),
     "product": (half(3, 8), half(OUTS * 8), torch.zeros(OUTS), half(3, OUTS)),
     "product_int8": (
         half(3, 8), torch.zeros(OUTS * 8, dtype=torch.int8), torch.zeros(OUTS), torch.zeros(OUTS, dtype=torch.int32), torch.zeros(OUTS),
@@ -188,7 +191,7 @@ def test_every_kernel_refuses_a_wrong_type_size_rank_or_stride(name: str, at: in
         "rank": good[None],
         "stride": longer[..., ::2],
     }
-    if (name, at) == ("attend", 4):
+    if (name, at) in (("attend", 4), ("attend_span", 2)):
         del wrong["size"]  # block tables may have any length
     for how, tensor in wrong.items():
         with pytest.raises(ArgumentError, match=rf"^_?{name}: "):

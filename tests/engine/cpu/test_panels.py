@@ -114,10 +114,12 @@ def test_panels_keep_nothing_of_the_matrix() -> None:
         assert packed.sum() == shape[0] * shape[1]
 
 
-DECODES = (
+ATTENTION = (
     "test_decodes_match_the_formula",
     "test_decodes_match_when_one_vector_is_key_and_value",
     "test_batches_of_decodes_match_the_formula",
+    "test_spans_match_the_formula",
+    "test_a_token_has_the_same_bits_in_any_span",
 )
 FAMILY = """
 import sys
@@ -131,13 +133,13 @@ sys.exit(pytest.main(["-q", "-p", "no:cacheprovider", "-k", "not family", *sys.a
 @pytest.mark.skipif(platform.machine() != "x86_64" or "avx2" not in tile.FEATURES, reason="no such processors are at hand")
 @pytest.mark.parametrize(("family", "lanes"), [("x86-64", 4), ("x86-64-v3", 8)])
 def test_a_family_of_processors_without_the_newest_instructions(family: str, lanes: int, tmp_path: Path) -> None:
-    """The same tests, and those of int4 and of attention in place, with the kernels compiled for it."""
+    """The same tests, and those of int4 and of attention, with the kernels compiled for it."""
     if torch.get_num_threads() > 1:
         pytest.skip("once is enough")
     env = {**os.environ, "NUMBA_CPU_NAME": family, "NUMBA_CPU_FEATURES": "", "NUMBA_CACHE_DIR": str(tmp_path)}
     here = Path(__file__).parent
-    decodes = [f"{here / 'test_attention.py'}::{name}" for name in DECODES]
-    files = [__file__, str(here / "test_int4.py"), *decodes]
+    attention = [f"{here / 'test_attention.py'}::{name}" for name in ATTENTION]
+    files = [__file__, str(here / "test_int4.py"), *attention]
     done = subprocess.run(
         [sys.executable, "-c", FAMILY, *files],
         env=env,
