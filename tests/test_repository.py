@@ -37,7 +37,7 @@ ARROWS = {
 HOMES = {
     "torch": ("baton/engine/", "baton/models/"),
     "numba": ("baton/engine/cpu/",),
-    "llvmlite": ("baton/engine/cpu/primitives.py", "baton/engine/cpu/tile.py", "baton/engine/cpu/dots.py"),
+    "llvmlite": tuple(f"baton/engine/cpu/{name}.py" for name in ("primitives", "tile", "dots", "softmax")),
     "triton": ("baton/engine/gpu/triton_",),
     "flashinfer": ("baton/engine/gpu/flashinfer_backend.py",),
     "flash_attn": ("baton/engine/gpu/flash_attn_backend.py",),
