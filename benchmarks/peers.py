@@ -1,12 +1,12 @@
 """This engine compared with its peers on one machine: prefill, decode, a mixed workload, memory and start-up, as ratios and shares.
 
-    python benchmarks/peers.py --install llama.cpp openvino ctranslate2 vllm     # once; each in an environment of its own
+    python benchmarks/peers.py --install llama.cpp openvino ctranslate2 onnxruntime vllm     # once; each in an environment of its own
     python benchmarks/peers.py [--quick] [--json FILE] [--picture FILE]
 
 All engines get the same random-initialised Llamas, token ids, cores, threads, batch limits and room for KV, and are stopped while another
 one is measured. Within a cell they take turns; each repeat has prompts of its own. Ceilings are measured between the cells. A peer that is
-not installed, or fails, is left out and named. `transformers` and CTranslate2 cannot admit a request while others run, so their mixed
-workload runs in padded batches of 16.
+not installed, or fails, is left out and named. `transformers`, CTranslate2 and ONNX Runtime cannot admit a request while others run, so
+their mixed workload runs in padded batches of 16.
 """
 
 import argparse

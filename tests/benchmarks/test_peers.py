@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 from matplotlib.image import imread
 from peers.cells import CONTEXT, Cell, Model, Room, decode, mixed, prefill, room, same_tokens
-from peers.engines import ENGINES, OURS, REFERENCE, Engine
+from peers.engines import ENGINES, NUMERIC_TYPES, OURS, REFERENCE, Engine
 from peers.process import Driver, DriverError
 from peers.report import Ceilings, Samples, Spread, best_peer, picture, ratio, roof, summary, table
 
@@ -155,6 +155,13 @@ def test_the_table_shows_rates_ratios_and_shares() -> None:
     assert text.index("== float32") < text.index("== int8") and "500 ±0 (25.00x)" in text
 
 
+def test_the_table_judges_every_arm_of_ours() -> None:
+    rates = {OURS: 50.0, f"{OURS} f32-act": 40.0, "p": 25.0}
+    arms = [Samples(Engine(name, "int8", "x"), {"mixed": {0: rate}}, [1.0], 1, 1) for name, rate in rates.items()]
+    lines = [line.split() for line in table(summary(arms, CEILINGS, MODEL), ["mixed"]).splitlines() if "÷ peer" in line]
+    assert lines == [[OURS, "÷", "peer", "2.00x", "p"], [OURS, "f32-act", "÷", "peer", "1.60x", "p"]]
+
+
 def test_the_picture_can_be_drawn(tmp_path: Path) -> None:
     file = tmp_path / "deep" / "peers.png"
     picture(summary(samples(), CEILINGS, MODEL), {"tiny": "1 k parameters"}, ["prefill 3", "decode b1"], file, "here")
@@ -167,7 +174,7 @@ def test_the_picture_can_be_drawn(tmp_path: Path) -> None:
 
 def test_labels_are_unique_and_the_reference_is_listed() -> None:
     assert len({engine.label for engine in ENGINES}) == len(ENGINES) and REFERENCE in ENGINES
-    assert {engine.precision for engine in ENGINES if engine.name == OURS} == {"float32", "bfloat16", "int8"}
+    assert {engine.precision for engine in ENGINES if engine.name == OURS} == set(NUMERIC_TYPES)
 
 
 def test_the_memory_for_kv_depends_on_its_type() -> None:

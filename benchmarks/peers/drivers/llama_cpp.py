@@ -17,6 +17,7 @@ QUANTIZED = {
     "float32": gguf.GGMLQuantizationType.F32,
     "bfloat16": gguf.GGMLQuantizationType.BF16,
     "int8": gguf.GGMLQuantizationType.Q8_0,
+    "int4": gguf.GGMLQuantizationType.Q4_0,
 }
 KV_TYPE = {"float32": 0, "float16": 1}  # ggml's numbers
 NAMES = {

@@ -12,9 +12,9 @@ from peers.driver import Handler, Message, engine, serve
 
 
 def convert(message: Message) -> None:
-    kind = {"float32": "fp32", "int8": "int8"}[message["precision"]]
+    kind = {"float32": ["fp32"], "int8": ["int8"], "int4": ["int4", "--group-size", "32", "--sym", "--ratio", "1.0"]}[message["precision"]]
     command = ["-m", "optimum.commands.optimum_cli", "export", "openvino", "--task", "text-generation-with-past"]
-    command += ["--model", message["model"], "--weight-format", kind, message["out"]]
+    command += ["--model", message["model"], "--weight-format", *kind, message["out"]]
     done = subprocess.run([sys.executable, *command], capture_output=True, text=True)
     if done.returncode:
         raise RuntimeError(done.stderr.strip().splitlines()[-1])
