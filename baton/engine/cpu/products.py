@@ -3,7 +3,8 @@
 That depends on the processor: on its instructions (and whether the kernels were compiled for them), its caches, and on how many threads
 are needed to read its memory at full rate. The first process that multiplies in some precision therefore times all three, for a few
 hundred milliseconds, and keeps the result beside the compiled kernels. Later processes with as many threads take the same one, so their
-results have the same bits.
+results have the same bits. On a processor that is busy with other work, times say nothing: then the first candidate multiplies, and nothing
+is kept.
 """
 
 import json
@@ -16,7 +17,7 @@ from collections.abc import Callable, Mapping
 from contextlib import suppress
 from dataclasses import asdict, dataclass
 from functools import cache
-from math import prod
+from math import nan, prod
 from pathlib import Path
 
 import torch
@@ -34,6 +35,7 @@ OUTS, WIDTH = 4096, 1024  # of the matrix that is tried: more than a core's own 
 ROWS = {1: 20, 8: 20, 256: 5}
 HOPELESS = 5.0  # a candidate that takes this many times as long as the best one is not tried further
 BETTER = 1.1
+UNDISTURBED = 0.75  # of the threads' time on a core; 0.8 and more on an idle machine, 0.6 to 0.7 beside one other busy process on two cores
 
 
 @dataclass(frozen=True, slots=True)
@@ -43,7 +45,7 @@ class Choice:
 
     @property
     def cost(self) -> float:
-        """The geometric mean of the chosen one's times, seconds."""
+        """The geometric mean of the chosen one's times, seconds; NaN if other work disturbed them."""
         return _mean(self.seconds[self.by])
 
     def __str__(self) -> str:
@@ -90,17 +92,32 @@ def choice(kind: torch.dtype, threads: int, arm: Callable[[str, Tensor], Multipl
     """For weights of this type. `arm(candidate, matrix)` raises ValueError if the candidate cannot multiply `[OUTS, WIDTH]` here."""
     folder = cache_folder()
     file = folder / f"products-{_machine(kind, threads):08x}.json" if folder else None
-    return (file and _kept(file)) or _keep(file, _try(kind, arm))
+    if file and (kept := _kept(file)):
+        return kept
+    found, share = _try(kind, arm)
+    if share >= UNDISTURBED:
+        return _keep(file, found)
+    first = next(iter(found.seconds))
+    log.warning("other work kept the processor busy while products of %s were tried: %s multiplies until they are tried again", kind, first)
+    return Choice(first, {first: [nan]})
 
 
-def _try(kind: torch.dtype, arm: Callable[[str, Tensor], Multiply]) -> Choice:
+def _try(kind: torch.dtype, arm: Callable[[str, Tensor], Multiply]) -> tuple[Choice, float]:
+    """And what share of the time its threads were on a core."""
     matrix, arms = torch.ones(OUTS, WIDTH).to(kind), {}
     for name in CANDIDATES:
         with suppress(ValueError):
             arms[name] = arm(name, matrix)
+    began, before = _clocks()
     with torch.inference_mode():
         seconds = measured(arms, torch.float32 if kind == torch.int8 else kind)
-    return Choice(decide(seconds), seconds)
+    ended, after = _clocks()
+    return Choice(decide(seconds), seconds), (after - before) / (ended - began) / torch.get_num_threads()
+
+
+def _clocks() -> tuple[float, float]:
+    """Seconds that pass, and that this process's threads spend on cores."""
+    return time.perf_counter(), time.process_time()
 
 
 def _machine(kind: torch.dtype, threads: int) -> int:

@@ -3,6 +3,7 @@
 import time
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
+from math import nan
 from pathlib import Path
 
 import pytest
@@ -19,9 +20,15 @@ from baton.engine.ops import Multiply
 KINDS = [torch.float32, torch.bfloat16, torch.int8]
 
 
+def busy(share: float) -> Callable[[], tuple[float, float]]:
+    """Clocks of a process whose threads are on a core for this share of the time."""
+    return lambda: ((now := time.perf_counter()), now * share * torch.get_num_threads())
+
+
 @pytest.fixture
 def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
     monkeypatch.setattr(products, "cache_folder", lambda: tmp_path)
+    monkeypatch.setattr(products, "_clocks", busy(0.9))
     products.choice.cache_clear()
     yield tmp_path
     products.choice.cache_clear()
@@ -88,6 +95,16 @@ def test_a_choice_is_kept_for_later_processes(folder: Path) -> None:
     assert others.choice() == first and not others.tried
     assert others.choice(threads=3).by == "baton"  # as many threads were not tried before
     assert len(list(folder.iterdir())) == 2 and all(file.stat().st_mode & 0o444 == 0o444 for file in folder.iterdir())
+
+
+def test_nothing_is_kept_of_what_was_tried_on_a_busy_processor(
+    folder: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    with monkeypatch.context() as patch:
+        patch.setattr(products, "_clocks", busy(0.6))
+        assert Arms("onednn").choice().by == "baton" and not list(folder.iterdir())
+        assert "busy" in caplog.text
+    assert Arms("onednn").choice().by == "onednn" and len(list(folder.iterdir())) == 1
 
 
 @pytest.mark.parametrize("text", ["", "[1]", '{"by": "onednn"}', '{"by": "abacus", "seconds": {}}', '{"by": [], "seconds": 7}'])
@@ -176,7 +193,7 @@ def test_a_matrix_that_does_not_fit_is_left_to_others(kind: torch.dtype, monkeyp
     assert ops.recurring
 
 
-@pytest.mark.parametrize(("single", "half", "slower"), [(1.0, 0.6, False), (1.0, 1.0, False), (1.0, 1.4, True)])
+@pytest.mark.parametrize(("single", "half", "slower"), [(1.0, 0.6, False), (1.0, 1.0, False), (1.0, 1.4, True), (1.0, nan, False)])
 def test_bfloat16_is_slower_where_its_best_products_are(single: float, half: float, slower: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     times = {torch.float32: single, torch.bfloat16: half}
     monkeypatch.setattr(compiled_ops, "choice", lambda kind: Choice("torch", {"torch": [times[kind]] * 3, "baton": [0.1]}))
