@@ -4,12 +4,13 @@ A mark costs about a microsecond, and a step has one or two hundred of them. A r
 matrices, attention and what is between them are one part.
 """
 
+import argparse
 import time
 from collections import defaultdict
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Hashable, Mapping, Sequence
 from pathlib import Path
 from statistics import median
-from typing import Any
+from typing import Any, TypeVar
 
 import matplotlib
 
@@ -27,7 +28,8 @@ from baton.engine.linear import Linear
 from baton.engine.ops import Ops
 
 SHAPE = {"hidden": 512, "layers": 8, "heads": 8, "kv_heads": 4, "vocab": 4096, "context": 4096}  # 30 M parameters
-BITS = {"float32": 32.0, "bfloat16": 16.0, "int8": 8.0, "int4": 4.5}  # of a weight
+ROUNDS = 5
+Case = TypeVar("Case", bound=Hashable)
 PARTS = {
     "matrices": "#0072B2",
     "attention": "#E69F00",
@@ -75,9 +77,29 @@ def spent(engine: Engine, steps: int) -> Spent:
     return dict(found)
 
 
-def roofs(threads: int) -> dict[str, float]:
-    """What the machine reads (GB/s) and multiplies (GFLOP/s), as in `peers`."""
-    return ceilings.start({"threads": threads})[1]({})
+def arguments(text: str | None) -> argparse.Namespace:
+    parser = argparse.ArgumentParser(description=text, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--threads", type=int, default=2)
+    parser.add_argument("--json", type=Path)
+    parser.add_argument("--picture", type=Path)
+    return parser.parse_args()
+
+
+def in_turns(
+    cases: Sequence[Case], arms: Sequence[str], measure: Callable[[str, Case], Spent], threads: int
+) -> tuple[dict[Case, dict[str, list[Spent]]], list[dict[str, float]]]:
+    """ROUNDS samples of each arm in each case, after a warm-up; and what the machine reads (GB/s) and multiplies (GFLOP/s) at each round,
+    as in `peers`."""
+    samples: dict[Case, dict[str, list[Spent]]] = {case: {arm: [] for arm in arms} for case in cases}
+    ceiling, found = ceilings.start({"threads": threads})[1], []
+    for round_ in range(ROUNDS + 1):
+        found.append(ceiling({}))
+        for case in cases:
+            for arm in arms[:: 1 if round_ % 2 else -1]:
+                sample = measure(arm, case)
+                if round_:
+                    samples[case][arm].append(sample)
+    return samples, found
 
 
 def draw(found: Mapping[str, Mapping[str, Spent]], title: str, of: str, file: Path) -> None:

@@ -7,7 +7,6 @@ A prompt is computed in one step, or in chunks of 256 tokens beside 8 sequences 
 that of both.
 """
 
-import argparse
 import json
 import tempfile
 import time
@@ -16,7 +15,7 @@ from pathlib import Path
 from typing import Any
 
 from machine import describe
-from parts import PARTS, SHAPE, Spent, draw, mark_parts, middle, roofs, spent
+from parts import PARTS, ROUNDS, SHAPE, Spent, arguments, draw, in_turns, mark_parts, middle, spent
 from peers.cells import Model
 
 from baton.engine.build import Options, build
@@ -34,7 +33,6 @@ ARMS: dict[str, dict[str, Any]] = {
     "int8, rest bfloat16": {"dtype": "bfloat16", "weight_dtype": "int8"},
     "int4": {"weight_dtype": "int4"},
 }
-ROUNDS = 5
 
 
 @dataclass(frozen=True, slots=True)
@@ -76,11 +74,7 @@ def measure(engine: Engine, case: Case) -> Spent:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--threads", type=int, default=2)
-    parser.add_argument("--json", type=Path)
-    parser.add_argument("--picture", type=Path)
-    options = parser.parse_args()
+    options = arguments(__doc__)
     with tempfile.TemporaryDirectory() as folder:
         make(path := Path(folder) / "model", **SHAPE)
         model = Model.of(json.loads((path / "config.json").read_text()), "30 M")
@@ -91,15 +85,7 @@ def main() -> None:
             for case in CASES
         }
     mark_parts()
-    samples: dict[Case, dict[str, list[Spent]]] = {case: {arm: [] for arm in ARMS} for case in CASES}
-    ceilings: list[dict[str, float]] = []
-    for round_ in range(ROUNDS + 1):
-        ceilings.append(roofs(options.threads))
-        for case in CASES:
-            for arm in list(ARMS)[:: 1 if round_ % 2 else -1]:
-                sample = measure(engines[arm, case], case)
-                if round_:  # the first is a warm-up
-                    samples[case][arm].append(sample)
+    samples, ceilings = in_turns(CASES, list(ARMS), lambda arm, case: measure(engines[arm, case], case), options.threads)
     print(describe())
     for name in sorted(ceilings[0]):
         print(f"{name}: {min(one[name] for one in ceilings):.0f} … {max(one[name] for one in ceilings):.0f}")

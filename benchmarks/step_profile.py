@@ -4,7 +4,6 @@ and how fast it reads weights and KV beside the rate at which memory can be read
     python benchmarks/step_profile.py [--json FILE] [--picture FILE]
 """
 
-import argparse
 import json
 import tempfile
 import time
@@ -12,8 +11,9 @@ from pathlib import Path
 from typing import Any
 
 from machine import describe
-from parts import BITS, PARTS, SHAPE, Spent, draw, mark_parts, middle, roofs, spent
+from parts import PARTS, ROUNDS, SHAPE, Spent, arguments, draw, in_turns, mark_parts, middle, spent
 from peers.cells import Model
+from products import BYTES
 
 from baton.engine.build import Options, build
 from baton.engine.engine import Engine
@@ -32,7 +32,7 @@ ARMS: dict[str, dict[str, Any]] = {
     "compiled, int4": {"weight_dtype": "int4"},
 }
 CALL_BY_CALL = "compiled, call by call"  # not recorded
-BATCHES, CONTEXT, STEPS, ROUNDS = (1, 8), 512, 40, 5
+BATCHES, CONTEXT, STEPS = (1, 8), 512, 40
 
 
 def decoding(engine: Engine, batch: int) -> None:
@@ -53,16 +53,12 @@ def measure(engine: Engine, batch: int) -> Spent:
 def step_bytes(model: Model, arm: str, batch: int) -> float:
     """What a step must read."""
     kind = arm.rpartition(", ")[2]
-    weights = model.read_parameters * BITS.get(kind, 32) / 8
+    weights = model.read_parameters * BYTES.get(kind, 4)
     return weights + batch * CONTEXT * model.kv_numbers * (2 if kind == "bfloat16" else 4)
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--threads", type=int, default=2)
-    parser.add_argument("--json", type=Path)
-    parser.add_argument("--picture", type=Path)
-    options = parser.parse_args()
+    options = arguments(__doc__)
     limits = Limits(max_num_seqs=32, max_num_batched_tokens=2048)
     with tempfile.TemporaryDirectory() as folder:
         make(path := Path(folder) / "model", **SHAPE)
@@ -73,15 +69,8 @@ def main() -> None:
     assert isinstance(runner, ModelRunner)
     runner._steps = None
     mark_parts()
-    samples: dict[int, dict[str, list[Spent]]] = {batch: {arm: [] for arm in ARMS} for batch in BATCHES}
-    reads: list[float] = []
-    for round_ in range(ROUNDS + 1):
-        reads.append(roofs(options.threads)[f"read GB/s, {options.threads} threads"])
-        for batch in BATCHES:
-            for arm in list(ARMS)[:: 1 if round_ % 2 else -1]:
-                sample = measure(engines[arm], batch)
-                if round_:  # the first is a warm-up
-                    samples[batch][arm].append(sample)
+    samples, ceilings = in_turns(BATCHES, list(ARMS), lambda arm, batch: measure(engines[arm], batch), options.threads)
+    reads = [each[f"read GB/s, {options.threads} threads"] for each in ceilings]
     print(describe())
     print(f"{options.threads} threads read {min(reads):.1f} … {max(reads):.1f} GB/s")
     found: dict[str, dict[str, Spent]] = {}

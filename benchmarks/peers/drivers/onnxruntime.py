@@ -15,9 +15,10 @@ from peers.driver import Handler, Message, engine, in_static_batches, serve
 def convert(message: Message) -> None:
     kind = {"float32": "fp32"}.get(message["precision"], message["precision"])
     command = ["-m", "onnxruntime_genai.models.builder", "-i", message["model"], "-o", message["out"], "-p", kind, "-e", "cpu"]
-    # Activations of int8 and int4 products are int8, as in our own.
-    more = ["--extra_options", "accuracy_level=4", "hf_token=false"] if kind != "fp32" else ["--extra_options", "hf_token=false"]
-    done = subprocess.run([sys.executable, *command, *more], capture_output=True, text=True)
+    command += ["--extra_options", "hf_token=false"]
+    if kind != "fp32":
+        command.append("accuracy_level=4")  # activations of int8 and int4 products are int8, as in our own
+    done = subprocess.run([sys.executable, *command], capture_output=True, text=True)
     if done.returncode:
         raise RuntimeError(done.stderr.strip().splitlines()[-1])
 
