@@ -23,7 +23,7 @@ from torch import Tensor
 from baton.engine.checkpoint import expected_tensors
 from baton.engine.choice import choose_ops
 from baton.engine.config_json import SUPPORTED, read_config
-from baton.engine.cpu.allocator import keep_memory
+from baton.engine.cpu.memory import keep_memory
 from baton.engine.cpu.onednn import multiplies_int8
 from baton.engine.kvcache import KvLayout, KvPool
 from baton.engine.linear import ROUNDED

@@ -25,7 +25,7 @@ ARROWS = {
     "baton.cluster": {"baton.engine.block_key", "baton.stages"},
     "baton.engine": set(),
     "baton.launch": {"baton.cluster", "baton.v1"},
-    "baton.models": {"baton.engine.fingerprint", "baton.engine.cpu.allocator"},
+    "baton.models": {"baton.engine.fingerprint", "baton.engine.cpu.memory"},
     "baton.worker": WORKER,
     "decode_worker": WORKER | {"baton.worker"},
     "kvtransfer": {"baton.engine.kvcache", "baton.cluster.errors", "baton.cluster.failpoint", "baton.cluster.handoff"},

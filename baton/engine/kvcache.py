@@ -5,11 +5,12 @@ inside each layer. The pool is plain host memory here; the runner takes per-laye
 """
 
 import mmap
-from contextlib import suppress
 from dataclasses import asdict, dataclass, fields
 from hashlib import blake2b
 
 import numpy as np
+
+from baton.engine.pages import in_huge_pages
 
 DTYPE_BYTES = {"float32": 4, "bfloat16": 2, "float16": 2, "int64": 8}
 
@@ -65,10 +66,8 @@ class KvPool:
         self.layout = layout
         self.num_blocks = num_blocks
         # Private and anonymous: shared mappings get no huge pages by default. Pages are allocated at their first touch.
-        self._memory = memory or mmap.mmap(-1, num_blocks * layout.block_bytes, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
-        if hasattr(mmap, "MADV_HUGEPAGE"):
-            with suppress(OSError):  # a kernel without them
-                self._memory.madvise(mmap.MADV_HUGEPAGE)
+        memory = memory or mmap.mmap(-1, num_blocks * layout.block_bytes, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+        self._memory = in_huge_pages(memory)
         # uint8 [num_blocks, block_bytes]
         self.array = np.frombuffer(self._memory, dtype=np.uint8).reshape(num_blocks, layout.block_bytes)
 

@@ -13,7 +13,7 @@ from baton.engine.attention import PagedAttention, PagedKv, Span, batch_order, p
 from baton.engine.checkpoint import Checkpoint, expected_tensors
 from baton.engine.choice import choose_ops
 from baton.engine.config_json import read_config
-from baton.engine.cpu.allocator import keep_memory
+from baton.engine.cpu.memory import keep_memory, return_memory
 from baton.engine.cpu.sizes import rounded_up
 from baton.engine.fingerprint import fingerprint
 from baton.engine.kvcache import KvLayout, KvPool
@@ -70,6 +70,7 @@ class ModelRunner:
         if weight_dtype not in WEIGHT_DTYPES:
             raise ValueError(f"weight_dtype {weight_dtype!r} is not supported; supported: {', '.join(WEIGHT_DTYPES)}")
         config = read_config(path)
+        return_memory()
         checkpoint = Checkpoint(path, config)
         total, done = len(expected_tensors(config)), 0
 
@@ -81,7 +82,7 @@ class ModelRunner:
 
         where = torch.device(device)
         model = Transformer(config, read, DTYPES[dtype], where, choose_ops(where, DTYPES[dtype], compiled, products), weight_dtype)
-        keep_memory()  # only now, after the memory that loading needed temporarily has been given back
+        keep_memory()
         # The KV of a model with rounded matrices is not the KV of the original model.
         rounded = "" if weight_dtype == "auto" else f"-{weight_dtype}"
         layout = KvLayout(

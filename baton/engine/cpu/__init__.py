@@ -1,1 +1,1 @@
-"""What only a CPU does: compiled kernels, products of oneDNN, the allocator."""
+"""What only a CPU does: compiled kernels, products of oneDNN, memory."""

@@ -10,6 +10,7 @@ from torch import Tensor
 
 from baton.engine.cpu.int8 import round_row
 from baton.engine.cpu.kernel import bfloat16s, floats, int32s, kernel, numbers
+from baton.engine.cpu.memory import zeros
 from baton.engine.cpu.panels import CHUNK, OUTS_PADDED, padded
 from baton.engine.cpu.primitives import put, share
 from baton.engine.cpu.tile import INT4_ROWS, OUTS, SHARED, WORDS, add_groups
@@ -34,8 +35,8 @@ def multiplier(matrix: Tensor, scales: Tensor, bias: Tensor | None) -> Multiply:
 def _panels(matrix: Tensor) -> Tensor:
     """`[outs, groups * SHARED]` of -8 to 7 as int32."""
     halves = _whole(matrix).add(8).to(torch.uint8).view(-1, OUTS, matrix.shape[1] // 8, 2, 4)
-    packed = halves[..., 0, :] | halves[..., 1, :] << 4
-    return packed.transpose(1, 2).contiguous().view(torch.int32).view(-1)
+    packed = (halves[..., 0, :] | halves[..., 1, :] << 4).transpose(1, 2)
+    return zeros(tuple(packed.shape), torch.uint8).copy_(packed).view(torch.int32).view(-1)
 
 
 def _beside(scales: Tensor) -> Tensor:

@@ -7,6 +7,7 @@ from torch import Tensor
 
 from baton.engine.cpu.int8 import round_row
 from baton.engine.cpu.kernel import floats, int8s, int32s, kernel, numbers
+from baton.engine.cpu.memory import zeros
 from baton.engine.cpu.primitives import share
 from baton.engine.cpu.tile import BFLOAT16, FLOAT32, INT8, OUTS, ROWS, add_tile, scale_row
 from baton.engine.ops import Multiply
@@ -26,7 +27,7 @@ def fits(matrix: Tensor) -> bool:
 def panels(matrix: Tensor) -> Tensor:
     """`[outs, width]` as panels, in a row (see `baton.engine.cpu.tile`). The last one ends with rows of zeros."""
     together, (outs, width) = GROUPS[matrix.dtype], matrix.shape
-    packed = matrix.new_zeros(-(-outs // OUTS), width // together, OUTS, together)
+    packed = zeros((-(-outs // OUTS), width // together, OUTS, together), matrix.dtype)
     whole = outs // OUTS
     packed[:whole] = matrix[: whole * OUTS].view(-1, OUTS, width // together, together).transpose(1, 2)
     if rest := outs % OUTS:
@@ -50,12 +51,12 @@ def multiplier(matrix: Tensor, bias: Tensor | None) -> Multiply:
 def int8_multiplier(matrix: Tensor, scales: Tensor, bias: Tensor | None) -> Multiply:
     """As `Ops.quantize`, the product with int8 `[outs, width]`, and `Ops.dequantize`, with the same bits; the matrix must fit."""
     outs = len(matrix)
-    weights, zeros = panels(matrix), padded(matrix.sum(dim=1, dtype=torch.int32).mul_(-128), outs)
+    weights, begin = panels(matrix), padded(matrix.sum(dim=1, dtype=torch.int32).mul_(-128), outs)
     steps, added = padded(scales, outs), padded(bias, outs)
 
     def multiply(x: Tensor) -> Tensor:
         out = x.new_empty(len(x), outs)
-        _product_int8(x.contiguous(), weights, steps, zeros, added, out)
+        _product_int8(x.contiguous(), weights, steps, begin, added, out)
         return out
 
     return multiply
