@@ -13,7 +13,7 @@ being the value), L layers, N blocks of the pool.
 from array import array
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
-from itertools import accumulate, chain
+from itertools import chain
 from typing import NamedTuple
 
 import numpy as np
@@ -26,7 +26,7 @@ from baton.engine.checkpoint import LayerAttention
 from baton.engine.cpu.sizes import rounded_up
 
 GROUP_BYTES = 32 << 20  # of keys and values gathered for one group of decodes
-KEY_STEPS = 4  # allowed numbers of keys from one power of two to the next, for gathers and computations
+KEY_STEPS = 4  # allowed numbers of keys from one power of two to the next, for gathers
 GROUP_SPREAD = 8  # blocks by which lengths in a group may differ, beyond half their length
 
 Ints = npt.NDArray[np.int64]
@@ -220,24 +220,31 @@ def plan(spans: Sequence[Span], paged: PagedKv, layers: Sequence[LayerAttention]
         paged.wipe(_begun(spans, paged.block_size))
     if not decodes:
         return longer
-    found = _decodes(spans[:decodes], paged.block_size)
-    positions = found.index[:decodes]
+    index = torch.frombuffer(_index(spans[:decodes], paged.block_size), dtype=torch.int64)
+    found, positions = Decodes(decodes, index, seen(spans[:decodes])), index[:decodes]
     return replace(longer, decodes=found, positions=torch.cat((positions, longer.positions)) if decodes < len(spans) else positions)
 
 
-def plan_decodes(spans: Sequence[Span], paged: PagedKv) -> Decodes:
-    """As `plan`, for spans of one token that kernels compute."""
+def plan_decodes(spans: Sequence[Span], paged: PagedKv) -> "array[int]":
+    """`Decodes.index` for spans of one token that kernels compute."""
     paged.wipe(_begun(spans, paged.block_size))
-    return _decodes(spans, paged.block_size)
+    return _index(spans, paged.block_size)
 
 
-def _decodes(spans: Sequence[Span], block_size: int) -> Decodes:
-    starts = [span.start for span in spans]
-    counts = [start // block_size + 1 for start in starts]
-    bases = accumulate(counts[:-1], initial=0)
-    tables = (span.blocks[:count] for span, count in zip(spans, counts, strict=True))
-    index = array("q", chain(starts, bases, chain.from_iterable(tables)))
-    return Decodes(len(spans), torch.frombuffer(index, dtype=torch.int64), sum(starts) + len(starts))
+def seen(spans: Sequence[Span]) -> int:
+    """`Decodes.keys`."""
+    return sum(span.start + 1 for span in spans)
+
+
+def _index(spans: Sequence[Span], block_size: int) -> "array[int]":
+    index, bases, tables = array("q"), array("q"), array("q")
+    for span in spans:
+        index.append(span.start)
+        bases.append(len(tables))
+        tables.extend(span.blocks[: span.start // block_size + 1])
+    index += bases
+    index += tables
+    return index
 
 
 def _plan_longer(spans: Sequence[Span], first: int, paged: PagedKv, layers: Sequence[LayerAttention]) -> Meta:

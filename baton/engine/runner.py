@@ -118,18 +118,27 @@ class ModelRunner:
     def run(self, batch: Seq[Chunk]) -> list[Sampled | None]:
         """See `Runner.run`. Raises NonFiniteLogits if logits are not finite."""
         sampling = [chunk.seq for chunk in batch if chunk.samples]
-        sampled = iter(sample(self.run_logits(batch), sampling, self.eos_token_ids))
+        logits, best = self._logits(batch)
+        sampled = iter(sample(logits, sampling, self.eos_token_ids, best))
         return [next(sampled) if chunk.samples else None for chunk in batch]
 
-    @torch.inference_mode()
     def run_logits(self, batch: Seq[Chunk]) -> Tensor:
         """Computes the batch; float32 logits `[chunks that sample, vocab]` in the batch's order."""
-        assert self._paged is not None, "attach a pool first"
+        logits, best = self._logits(batch)
+        return logits if best is None else logits.clone()
+
+    def _logits(self, batch: Seq[Chunk]) -> tuple[Tensor, list[int] | None]:
+        """The logits, and what `sampler.greatest` finds in them if it is known. The next step may overwrite them then."""
         spans = [Span(chunk.seq.computed, chunk.n, chunk.seq.blocks) for chunk in batch]
         if self._steps is not None and all(chunk.n == 1 and chunk.samples for chunk in batch):
             latest = [chunk.seq.tokens[chunk.seq.computed] for chunk in batch]
-            if (logits := self._steps.logits(spans, latest)) is not None:
-                return logits
+            if (found := self._steps.logits(spans, latest)) is not None:
+                return found
+        return self._planned(batch, spans), None
+
+    @torch.inference_mode()
+    def _planned(self, batch: Seq[Chunk], spans: Seq[Span]) -> Tensor:
+        assert self._paged is not None, "attach a pool first"
         order = batch_order(spans)
         meta = plan([spans[i] for i in order], self._paged, self.model.config.attention)
         tokens: list[int] = []

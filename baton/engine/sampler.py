@@ -29,35 +29,49 @@ WIDEN = 8  # times as many
 NOISE_ELEMENTS = 1 << 16  # noise is made for this many tokens at a time, so that its dozen passes stay in the cache
 
 
-@torch.inference_mode()
-def sample(logits: Tensor, seqs: Seq[Sequence], eos_token_ids: frozenset[int]) -> list[Sampled]:
-    """The next token of each sequence; `logits` is `[B, V]` float32 with a row per sequence and is not changed.
+def sample(logits: Tensor, seqs: Seq[Sequence], eos_token_ids: frozenset[int], best: list[int] | None = None) -> list[Sampled]:
+    """The next token of each sequence; `logits` is `[B, V]` float32 with a row per sequence and is not changed. `best` is what `greatest`
+    finds in it, if that is known.
 
     A row in which everything is masked is sampled as if it had no bias, penalty or min_tokens. Raises NonFiniteLogits.
     """
     if not seqs:
         return []
-    tokens = logits.argmax(dim=-1)  # the first of equals; NaN counts as the greatest
-    _check(logits.gather(1, tokens[:, None])[:, 0], seqs)
+    best = greatest(logits).tolist() if best is None else best
+    if min(best) < 0:
+        raise NonFiniteLogits([seq.id for seq, token in zip(seqs, best, strict=True) if token < 0])
+    if all(_takes_greatest(seq.params) for seq in seqs):
+        return [Sampled(token) for token in best]
+    return _sample(logits, best, seqs, eos_token_ids)
+
+
+@torch.inference_mode()
+def greatest(logits: Tensor) -> Tensor:
+    """The first id of the greatest logit of each row, or -1 if that is not finite; NaN counts as the greatest."""
+    ids = logits.argmax(dim=-1)
+    return ids.where(logits.gather(1, ids[:, None])[:, 0].isfinite(), -1)
+
+
+def _takes_greatest(p: SamplingParams) -> bool:
+    """Whether the greatest logit alone is the answer."""
+    adjusts = p.logit_bias or p.min_tokens or p.repetition_penalty != 1.0 or p.presence_penalty or p.frequency_penalty
+    return p.temperature < GREEDY_BELOW and p.logprobs is None and not adjusts
+
+
+@torch.inference_mode()
+def _sample(logits: Tensor, best: list[int], seqs: Seq[Sequence], eos_token_ids: frozenset[int]) -> list[Sampled]:
     scores = _adjusted(logits, seqs, eos_token_ids)
-    if scores is not logits:
-        tokens = scores.argmax(dim=-1)
+    tokens = best if scores is logits else scores.argmax(dim=-1).tolist()
     drawn = _rows(seqs, lambda p: p.temperature >= GREEDY_BELOW)
     if drawn:
-        rows = torch.tensor(drawn, device=logits.device)
-        tokens[rows] = _draw(scores[rows], [seqs[i] for i in drawn])
-    return _answers(logits, seqs, tokens.tolist())
+        draws = _draw(scores[torch.tensor(drawn, device=logits.device)], [seqs[i] for i in drawn])
+        for i, token in zip(drawn, draws.tolist(), strict=True):
+            tokens[i] = token
+    return _answers(logits, seqs, tokens)
 
 
 def _rows(seqs: Seq[Sequence], asks: Callable[[SamplingParams], bool]) -> list[int]:
     return [i for i, seq in enumerate(seqs) if asks(seq.params)]
-
-
-def _check(best: Tensor, seqs: Seq[Sequence]) -> None:
-    """`best`: the greatest logit of each row."""
-    finite = best.isfinite()
-    if not finite.all():
-        raise NonFiniteLogits([seq.id for seq, good in zip(seqs, finite.tolist(), strict=True) if not good])
 
 
 # --- what the request adds to the logits -------------------------------------------------------------------------------------------

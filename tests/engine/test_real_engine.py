@@ -57,10 +57,10 @@ class Recorder(ModelRunner):
 
     seen: list[tuple[list[int], Tensor]]
 
-    def run_logits(self, batch: Seq[Chunk]) -> Tensor:
-        logits = super().run_logits(batch)
-        self.seen.append(([chunk.n for chunk in batch], logits))
-        return logits
+    def _logits(self, batch: Seq[Chunk]) -> tuple[Tensor, list[int] | None]:
+        logits, best = super()._logits(batch)
+        self.seen.append(([chunk.n for chunk in batch], logits.clone()))
+        return logits, best
 
     def decodes(self) -> list[Tensor]:
         return [logits for ns, logits in self.seen if set(ns) == {1}]

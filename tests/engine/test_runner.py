@@ -197,3 +197,17 @@ def test_broken_kv_raises_an_error_instead_of_giving_a_token(runner: ModelRunner
     with pytest.raises(NonFiniteLogits) as caught:
         advance(runner, [(good, 1), (bad, 1)])
     assert caught.value.sequence_ids == ["bad"]
+
+
+@pytest.mark.parametrize("params", [GREEDY, SamplingParams(max_tokens=12, temperature=1.0, seed=1)])
+def test_kv_that_breaks_later_raises_the_same_error(runner: ModelRunner, params: SamplingParams) -> None:
+    """The steps before it were computed in the way that only decodes are."""
+    good, bad = sequence(list(range(10, 22)), params, [0, 1, 2, 3, 8]), sequence(list(range(30, 42)), params, [4, 5, 6, 7, 9])
+    bad.id = "bad"
+    advance(runner, [(good, 12), (bad, 12)])
+    for _ in range(3):
+        advance(runner, [(good, 1), (bad, 1)])
+    runner.pool.array[5] = 0xFF
+    with pytest.raises(NonFiniteLogits) as caught:
+        advance(runner, [(good, 1), (bad, 1)])
+    assert caught.value.sequence_ids == ["bad"]

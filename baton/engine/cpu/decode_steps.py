@@ -1,12 +1,13 @@
 """Batches of one token for each sequence, computed by a recording for their size."""
 
 from collections.abc import Sequence as Seq
-from dataclasses import replace
 
+import numpy as np
 import torch
 from torch import Tensor
 
-from baton.engine.attention import Decodes, Meta, PagedAttention, PagedKv, Span, plan_decodes
+from baton.engine.attention import Decodes, Meta, PagedAttention, PagedKv, Span, plan_decodes, seen
+from baton.engine.cpu import pointwise
 from baton.engine.cpu.recording import Arena, Recording, Unrecordable
 from baton.engine.model import Transformer
 
@@ -19,31 +20,40 @@ class DecodeSteps:
     def __init__(self, model: Transformer, paged: PagedKv) -> None:
         self._model, self._paged = model, paged
         each = 2 + -(-model.config.max_positions // paged.block_size)  # numbers of the index for one sequence
-        self._index = torch.zeros(MOST * each, dtype=torch.int64)
-        self._tokens = torch.zeros(MOST, dtype=torch.int64)
+        self._index, self._tokens, self._best = (np.zeros(size, np.int64) for size in (MOST * each, MOST, MOST))
         self._recordings: dict[int, Recording] = {}
         self._arena = Arena()
         self._possible = True
 
-    def logits(self, spans: Seq[Span], tokens: Seq[int]) -> Tensor | None:
-        """Float32 `[B, V]`. None: the step must be computed in the usual way."""
+    def logits(self, spans: Seq[Span], tokens: Seq[int]) -> tuple[Tensor, list[int]] | None:
+        """Float32 `[B, V]`, which the next step overwrites, and the `greatest` of each row. None: compute the step in the usual way."""
         if not self._possible or len(spans) > MOST:
             return None
-        size, decodes = len(spans), plan_decodes(spans, self._paged)
-        self._index[: len(decodes.index)] = decodes.index
-        self._tokens[:size] = torch.tensor(tokens)
+        size, index = len(spans), plan_decodes(spans, self._paged)
+        self._index[: len(index)] = index
+        self._tokens[:size] = tokens
         if (recording := self._recordings.get(size)) is not None:
-            return recording().clone()  # the next step writes there
-        try:
-            recording = self._recordings[size] = self._recorded(size, decodes)
-        except Unrecordable:
-            self._possible = False
-            return None
-        return recording.result.clone()
+            logits = recording()
+        else:
+            try:
+                recording = self._recordings[size] = self._recorded(spans)
+            except Unrecordable:
+                self._possible = False
+                return None
+            logits = recording.result
+        return logits, self._best[:size].tolist()
 
-    def _recorded(self, size: int, decodes: Decodes) -> Recording:
-        layers, none = self._model.config.attention, self._index[:0]
-        positions = self._index[:size]
-        meta = Meta(positions, replace(decodes, index=self._index), layers, none, ((),) * len(layers), self._paged.scratch(0))
+    @torch.inference_mode()
+    def _recorded(self, spans: Seq[Span]) -> Recording:
+        size, layers = len(spans), self._model.config.attention
+        index, tokens, best = (torch.from_numpy(each) for each in (self._index, self._tokens[:size], self._best[:size]))
+        decodes, positions = Decodes(size, index, seen(spans)), index[:size]
+        meta = Meta(positions, decodes, layers, index[:0], ((),) * len(layers), self._paged.scratch(0))
         attention = PagedAttention(self._paged, meta)
-        return Recording(lambda: self._model.forward(self._tokens[:size], positions, attention, None), self._arena)
+
+        def compute() -> Tensor:
+            logits = self._model.forward(tokens, positions, attention, None)
+            pointwise.greatest(logits, best)
+            return logits
+
+        return Recording(compute, self._arena)

@@ -10,6 +10,8 @@ from baton.engine.cpu.primitives import ONE, SUMS, ZERO, exp, put, share, wide
 
 GELU = np.float32(2 * math.sqrt(2 / math.pi))
 GELU_CUBE = np.float32(0.044715)
+MAGNITUDE, SIGN, INFINITE = np.uint32(0x7FFFFFFF), np.uint32(0x80000000), np.uint32(0x7F800000)  # of a float32's bits
+SEARCHED = 256  # logits among which the greatest is looked for again, to find its place
 
 
 @njit(fastmath=SUMS, error_model="numpy")
@@ -103,6 +105,34 @@ def turns(positions, frequencies, out, rows, half, amplitude):
             angle = np.float32(positions[row]) * frequencies[i]
             out[2 * (row * half + i)] = amplitude * np.float32(math.cos(angle))
             out[2 * (row * half + i) + 1] = amplitude * np.float32(math.sin(angle))
+
+
+@njit(error_model="numpy")
+def _greatest(values):
+    """The greatest, or infinity if one is NaN. Floats are compared as integers, as vectors."""
+    most, largest = np.uint32(0), np.uint32(0)
+    for i in range(len(values)):
+        bits = np.float32(values[i]).view(np.uint32)
+        largest = max(largest, np.uint32(bits & MAGNITUDE))
+        most = max(most, np.uint32(~bits if bits > MAGNITUDE else bits | SIGN))
+    if largest > INFINITE:
+        return np.float32(math.inf)
+    return np.uint32(most & MAGNITUDE if most > MAGNITUDE else ~most).view(np.float32)
+
+
+@kernel("rows * width", logits=floats("rows", "width"), ids=int64s("rows"))
+def greatest(logits, ids, rows, width):
+    """As `baton.engine.sampler.greatest`."""
+    first, last = share(rows)
+    for row in range(first, last):
+        values, best, found = logits[row * width : (row + 1) * width], np.float32(-math.inf), 0
+        for start in range(0, width, SEARCHED):
+            value = _greatest(values[start : start + SEARCHED])
+            if value > best:
+                best, found = value, start
+        while found < width and values[found] != best:
+            found += 1
+        ids[row] = found if abs(best) < math.inf else -1
 
 
 @kernel("rows * heads * dim", SUMS, x=numbers("rows", "heads", "dim", strided=2), weight=numbers("heads", "dim"), eps=REAL)

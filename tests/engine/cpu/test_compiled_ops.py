@@ -10,7 +10,9 @@ from families import loaded, prefill
 from torch import Tensor
 
 from baton.engine.choice import choose_ops
+from baton.engine.cpu import pointwise
 from baton.engine.ops import Ops
+from baton.engine.sampler import greatest
 from baton.models.make_small import make
 
 CPU = torch.device("cpu")
@@ -121,6 +123,26 @@ def test_a_row_with_nan_has_a_nan_step(compiled: Ops) -> None:
     x[1, 7] = torch.nan
     for ops in (compiled, Ops()):
         assert ops.quantize(x)[1].isnan().tolist() == [False, True, False]
+
+
+@pytest.mark.parametrize("width", [1, 2, 255, 256, 257, 4096, 32001])
+def test_the_greatest_logit_is_the_one_that_the_sampler_finds(width: int) -> None:
+    first, last, mid = 0, width - 1, width // 2
+    rows = numbers(16, width)
+    rows[1, last] = rows[2, first] = rows[3, mid] = 50.0
+    rows[4, mid:] = rows[5, :mid] = rows[5, last] = 7.0  # equals, beside each other and far apart
+    rows[6] = -torch.inf
+    rows[7], rows[7, last] = -torch.inf, -3e38
+    rows[8, mid], rows[9, last] = torch.inf, torch.nan
+    rows[10, first] = torch.copysign(torch.tensor(torch.nan), torch.tensor(-1.0))
+    rows[11], rows[11, mid:] = -0.0, 0.0
+    rows[12], rows[12, :mid] = -0.0, 0.0
+    rows[13] = 0.0
+    rows[14] = -rows[14].abs() - 1
+    rows[15], rows[15, last] = -1e-45, 1e-45  # the smallest there are
+    ids = torch.zeros(16, dtype=torch.int64)
+    pointwise.greatest(rows, ids)
+    assert torch.equal(ids, greatest(rows))
 
 
 def test_empty_tensors_give_empty_tensors(compiled: Ops) -> None:

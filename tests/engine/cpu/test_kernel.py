@@ -125,6 +125,7 @@ KERNELS: dict[str, Callable[..., None]] = {
     "turns": pointwise.turns,
     "norm_heads": pointwise.norm_heads,
     "to_logits": pointwise.to_logits,
+    "greatest": pointwise.greatest,
     "quantize": int8.quantize,
     "dequantize": int8.dequantize,
     "attend": decode_attention._attend,
@@ -143,6 +144,7 @@ GOOD: dict[str, tuple[Any, ...]] = {
     "turns": (torch.arange(3), torch.zeros(4), torch.zeros(3, 1, 4, dtype=torch.complex64), 1.0),
     "norm_heads": (half(3, 2, 8), half(2, 8), 1e-5),
     "to_logits": (half(3, 8), torch.zeros(3, 8), 0.0),
+    "greatest": (torch.zeros(3, 8), torch.zeros(3, dtype=torch.int64)),
     "quantize": (half(3, 8), torch.zeros(3, 8, dtype=torch.uint8), torch.zeros(3)),
     "dequantize": (torch.zeros(3, 8), torch.zeros(3), half(8), half(3, 8)),
     "attend": (
@@ -191,8 +193,8 @@ def test_every_kernel_refuses_a_wrong_type_size_rank_or_stride(name: str, at: in
         "rank": good[None],
         "stride": longer[..., ::2],
     }
-    if (name, at) in (("attend", 4), ("attend_span", 2)):
-        del wrong["size"]  # block tables may have any length
+    if (name, at) in (("attend", 4), ("attend_span", 2), ("greatest", 0)):
+        del wrong["size"]  # block tables and rows of logits may have any length
     for how, tensor in wrong.items():
         with pytest.raises(ArgumentError, match=rf"^_?{name}: "):
             KERNELS[name](*GOOD[name][:at], tensor, *GOOD[name][at + 1 :])

@@ -92,6 +92,17 @@ def test_logits_that_somebody_keeps_stay_as_they_are() -> None:
     assert len({tuple(each[0, :8].tolist()) for each in kept}) == 4
 
 
+def test_the_tokens_of_a_recorded_step_are_those_of_its_logits() -> None:
+    runner, seqs = loaded("LlamaForCausalLM", "float32", scale=8, products="baton"), sequences()
+    for seq in seqs:
+        step(runner, [seq])
+    for _ in range(4):
+        answers = runner.run([Chunk(seq, 1) for seq in seqs])
+        logits = step(runner, seqs)  # computes the same positions again
+        assert [answer.token for answer in answers if answer] == logits.argmax(dim=-1).tolist()
+    assert runner._steps is not None and set(runner._steps._recordings) == {1, 4}
+
+
 def test_an_id_that_is_not_in_the_table_becomes_nan() -> None:
     table, out = torch.ones(4, 8), torch.zeros(3, 8)
     pointwise.embed(table, torch.tensor([3, 4, -1]), out, 2.0)
