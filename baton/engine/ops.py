@@ -13,6 +13,7 @@ from torch import Tensor
 from baton.engine.attention import Kernels
 from baton.engine.cpu import onednn
 from baton.engine.rope import rotation
+from baton.engine.sampler import Draw
 
 Multiply = Callable[[Tensor], Tensor]  # [T, in] → [T, out]
 TINY = torch.finfo(torch.float32).tiny  # the step of a row of zeros
@@ -22,6 +23,7 @@ class Ops:
     """What a `Transformer` computes between two matrices. Subclasses compute the same numbers, up to rounding, but faster."""
 
     attention: Kernels | None = None
+    draw: Draw | None = None
     records = False  # whether a step can be recorded (see `baton.engine.cpu.recording`)
 
     def __init__(self, packs: bool = False) -> None:

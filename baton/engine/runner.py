@@ -119,7 +119,7 @@ class ModelRunner:
         """See `Runner.run`. Raises NonFiniteLogits if logits are not finite."""
         sampling = [chunk.seq for chunk in batch if chunk.samples]
         logits, best = self._logits(batch)
-        sampled = iter(sample(logits, sampling, self.eos_token_ids, best))
+        sampled = iter(sample(logits, sampling, self.eos_token_ids, best, self.model.ops.draw))
         return [next(sampled) if chunk.samples else None for chunk in batch]
 
     def run_logits(self, batch: Seq[Chunk]) -> Tensor:

@@ -29,7 +29,13 @@ WIDEN = 8  # times as many
 NOISE_ELEMENTS = 1 << 16  # noise is made for this many tokens at a time, so that its dozen passes stay in the cache
 
 
-def sample(logits: Tensor, seqs: Seq[Sequence], eos_token_ids: frozenset[int], best: list[int] | None = None) -> list[Sampled]:
+# (scores [B, V], rows to draw from, their sequences) → token ids: `draw_plainly`, or the same faster.
+Draw = Callable[[Tensor, Seq[int], Seq[Sequence]], list[int]]
+
+
+def sample(
+    logits: Tensor, seqs: Seq[Sequence], eos_token_ids: frozenset[int], best: list[int] | None = None, draw: Draw | None = None
+) -> list[Sampled]:
     """The next token of each sequence; `logits` is `[B, V]` float32 with a row per sequence and is not changed. `best` is what `greatest`
     finds in it, if that is known.
 
@@ -42,7 +48,7 @@ def sample(logits: Tensor, seqs: Seq[Sequence], eos_token_ids: frozenset[int], b
         raise NonFiniteLogits([seq.id for seq, token in zip(seqs, best, strict=True) if token < 0])
     if all(_takes_greatest(seq.params) for seq in seqs):
         return [Sampled(token) for token in best]
-    return _sample(logits, best, seqs, eos_token_ids)
+    return _sample(logits, best, seqs, eos_token_ids, draw or draw_plainly)
 
 
 @torch.inference_mode()
@@ -59,13 +65,12 @@ def _takes_greatest(p: SamplingParams) -> bool:
 
 
 @torch.inference_mode()
-def _sample(logits: Tensor, best: list[int], seqs: Seq[Sequence], eos_token_ids: frozenset[int]) -> list[Sampled]:
+def _sample(logits: Tensor, best: list[int], seqs: Seq[Sequence], eos_token_ids: frozenset[int], draw: Draw) -> list[Sampled]:
     scores = _adjusted(logits, seqs, eos_token_ids)
     tokens = best if scores is logits else scores.argmax(dim=-1).tolist()
     drawn = _rows(seqs, lambda p: p.temperature >= GREEDY_BELOW)
     if drawn:
-        draws = _draw(scores[torch.tensor(drawn, device=logits.device)], [seqs[i] for i in drawn])
-        for i, token in zip(drawn, draws.tolist(), strict=True):
+        for i, token in zip(drawn, draw(scores, drawn, [seqs[i] for i in drawn]), strict=True):
             tokens[i] = token
     return _answers(logits, seqs, tokens)
 
@@ -139,15 +144,16 @@ def _stop_ids(params: SamplingParams, eos_token_ids: frozenset[int]) -> frozense
 # --- the draw ------------------------------------------------------------------------------------------------------------------------
 
 
-def _draw(scores: Tensor, seqs: Seq[Sequence]) -> Tensor:
-    """Token ids `[R]` drawn from softmax(scores / temperature) under the filters."""
+def draw_plainly(scores: Tensor, rows: Seq[int], seqs: Seq[Sequence]) -> list[int]:
+    """From softmax(scores / temperature) under the filters."""
+    scores = scores[torch.tensor(rows, device=scores.device)]
     # Relative to the best token, so that no temperature overflows.
     scaled = (scores - scores.amax(dim=-1, keepdim=True)) / _column([seq.params.temperature for seq in seqs], scores)
     for least in (_least_top(scaled, seqs), _least_min_p(scaled, seqs), _least_top_a(scaled, seqs)):
         if least is not None:
             scaled = scaled.masked_fill(scaled < least, -torch.inf)
     keys = [_signed(noise_key(seq.params.seed, len(seq.tokens))) for seq in seqs]
-    return argmax_with_noise(scaled, torch.tensor(keys, device=scores.device))
+    return argmax_with_noise(scaled, torch.tensor(keys, device=scores.device)).tolist()
 
 
 def _least_min_p(scaled: Tensor, seqs: Seq[Sequence]) -> Tensor | None:

@@ -13,7 +13,9 @@ import pytest
 import torch
 from torch import Tensor
 
+from baton.engine.cpu.draw import draw as compiled_draw
 from baton.engine.protocol import NonFiniteLogits
+from baton.engine.sampler import draw_plainly as plain_draw
 from baton.engine.sampler import sample
 from baton.engine.sampling import SamplingParams, mix64, noise_key
 from baton.engine.sequence import Sequence
@@ -22,6 +24,13 @@ VOCAB = 97
 EOS = frozenset({3, 4})
 GREEDY = SamplingParams(max_tokens=100, temperature=0.0)
 Row = npt.NDArray[np.float64]
+
+
+@pytest.fixture(params=["plain", "compiled"], autouse=True)
+def draws(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Both draws keep every promise."""
+    if request.param == "compiled":
+        monkeypatch.setattr("baton.engine.sampler.draw_plainly", compiled_draw)
 
 
 def sequence(params: SamplingParams, tokens: list[int] | None = None, prompt_len: int = 5) -> Sequence:
@@ -228,6 +237,19 @@ def test_samples_match_the_plain_sampler_on_scores_that_tie(seed: int) -> None:
     expected = [plain_sample(row.double().numpy(), seq) for row, seq in zip(logits, seqs, strict=True)]
     found = [answer.token for answer in sample(logits, seqs, EOS)]
     assert found == expected
+
+
+@pytest.mark.parametrize("vocab", [1, 2, 1023, 1024, 5000, 50257])
+def test_both_draws_give_the_same_tokens(vocab: int) -> None:
+    seqs, logits = random_sequences(60, seed=vocab), random_logits(60, seed=vocab, vocab=vocab)
+    for i, seq in enumerate(seqs):
+        temperature = (0.01, 0.7, 1.0, 2.0, 100.0)[i % 5]
+        seq.params = replace(seq.params, temperature=temperature, top_k=seq.params.top_k * vocab // VOCAB)
+    logits[20:40] = logits[20:40].bfloat16().float()  # with ties
+    logits[40:, 1:] = logits[40:, 1:].masked_fill(logits[40:, 1:] < -1, -torch.inf)
+    rows = [i for i in range(60) if i % 7]
+    drawn = [seqs[i] for i in rows]
+    assert compiled_draw(logits, rows, drawn) == plain_draw(logits, rows, drawn)
 
 
 @pytest.mark.parametrize("selected", [1, 10, VOCAB])

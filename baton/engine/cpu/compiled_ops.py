@@ -10,6 +10,7 @@ from torch import Tensor
 from baton.engine.attention import Kernels
 from baton.engine.cpu import int4, int8, onednn, panels, pointwise, products
 from baton.engine.cpu.decode_attention import attend_in_place, store
+from baton.engine.cpu.draw import draw
 from baton.engine.cpu.span_attention import attend_span
 from baton.engine.ops import Multiply, Ops
 
@@ -19,7 +20,7 @@ ATTENTION = Kernels(attend_in_place, attend_span, store)
 class CompiledOps(Ops):
     """float32 and bfloat16 on the CPU."""
 
-    attention, records = ATTENTION, True
+    attention, draw, records = ATTENTION, staticmethod(draw), True
 
     def __init__(self, products: str = "auto") -> None:
         """`products`: which of `baton.engine.cpu.products.CANDIDATES` multiplies; auto: what is fastest here."""

@@ -7,10 +7,11 @@ from numba import njit
 
 from baton.engine.cpu.kernel import INT, REAL, complexes, floats, int64s, kernel, numbers
 from baton.engine.cpu.primitives import ONE, SUMS, ZERO, exp, put, share, wide
+from baton.engine.cpu.softmax import greatest_of
 
 GELU = np.float32(2 * math.sqrt(2 / math.pi))
 GELU_CUBE = np.float32(0.044715)
-MAGNITUDE, SIGN, INFINITE = np.uint32(0x7FFFFFFF), np.uint32(0x80000000), np.uint32(0x7F800000)  # of a float32's bits
+MAGNITUDE, INFINITE = np.uint32(0x7FFFFFFF), np.uint32(0x7F800000)  # of a float32's bits
 SEARCHED = 256  # logits among which the greatest is looked for again, to find its place
 
 
@@ -107,17 +108,13 @@ def turns(positions, frequencies, out, rows, half, amplitude):
             out[2 * (row * half + i) + 1] = amplitude * np.float32(math.sin(angle))
 
 
-@njit(error_model="numpy")
+@njit
 def _greatest(values):
-    """The greatest, or infinity if one is NaN. Floats are compared as integers, as vectors."""
-    most, largest = np.uint32(0), np.uint32(0)
+    """The greatest, or infinity if one is NaN."""
+    largest = np.uint32(0)
     for i in range(len(values)):
-        bits = np.float32(values[i]).view(np.uint32)
-        largest = max(largest, np.uint32(bits & MAGNITUDE))
-        most = max(most, np.uint32(~bits if bits > MAGNITUDE else bits | SIGN))
-    if largest > INFINITE:
-        return np.float32(math.inf)
-    return np.uint32(most & MAGNITUDE if most > MAGNITUDE else ~most).view(np.float32)
+        largest = max(largest, np.uint32(np.float32(values[i]).view(np.uint32) & MAGNITUDE))
+    return np.float32(math.inf) if largest > INFINITE else greatest_of(values, len(values))
 
 
 @kernel("rows * width", logits=floats("rows", "width"), ids=int64s("rows"))

@@ -11,7 +11,7 @@ import torch
 from numba.core import ccallback
 from torch import Tensor
 
-from baton.engine.cpu import decode_attention, int4, int8, kernel, panels, pointwise, span_attention
+from baton.engine.cpu import decode_attention, draw, int4, int8, kernel, panels, pointwise, span_attention
 from baton.engine.cpu.kernel import INT, REAL, ArgumentError, floats, int64s, numbers
 from baton.engine.cpu.tile import OUTS, WORDS
 
@@ -126,6 +126,7 @@ KERNELS: dict[str, Callable[..., None]] = {
     "norm_heads": pointwise.norm_heads,
     "to_logits": pointwise.to_logits,
     "greatest": pointwise.greatest,
+    "draw": draw._draw,
     "quantize": int8.quantize,
     "dequantize": int8.dequantize,
     "attend": decode_attention._attend,
@@ -145,6 +146,7 @@ GOOD: dict[str, tuple[Any, ...]] = {
     "norm_heads": (half(3, 2, 8), half(2, 8), 1e-5),
     "to_logits": (half(3, 8), torch.zeros(3, 8), 0.0),
     "greatest": (torch.zeros(3, 8), torch.zeros(3, dtype=torch.int64)),
+    "draw": (torch.zeros(5, 8), torch.ones(3, 4), torch.ones(3, 2, dtype=torch.int64), torch.arange(3), torch.zeros(3, dtype=torch.int64)),
     "quantize": (half(3, 8), torch.zeros(3, 8, dtype=torch.uint8), torch.zeros(3)),
     "dequantize": (torch.zeros(3, 8), torch.zeros(3), half(8), half(3, 8)),
     "attend": (
@@ -169,7 +171,7 @@ TENSORS = [(name, i) for name, given in GOOD.items() for i, value in enumerate(g
 def test_every_compiled_kernel_is_tested_here() -> None:
     made = {
         name.lstrip("_")
-        for module in (pointwise, int4, int8, decode_attention, span_attention, panels)
+        for module in (pointwise, int4, int8, decode_attention, span_attention, panels, draw)
         for name, value in vars(module).items()
         if getattr(value, "__code__", None) and value.__code__.co_filename.startswith("<call of")
     }
@@ -193,7 +195,7 @@ def test_every_kernel_refuses_a_wrong_type_size_rank_or_stride(name: str, at: in
         "rank": good[None],
         "stride": longer[..., ::2],
     }
-    if (name, at) in (("attend", 4), ("attend_span", 2), ("greatest", 0)):
+    if (name, at) in (("attend", 4), ("attend_span", 2), ("greatest", 0), ("draw", 0)):
         del wrong["size"]  # block tables and rows of logits may have any length
     for how, tensor in wrong.items():
         with pytest.raises(ArgumentError, match=rf"^_?{name}: "):
