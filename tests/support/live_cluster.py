@@ -196,3 +196,35 @@ async def ask(client: AsyncClient, prompt: list[int], max_tokens: int, timeout_s
             pass
         assert list(stream.result.token_ids) == toy_output(prompt, max_tokens=max_tokens)
         return stream.result
+
+
+KILLER = """
+import os, signal, sys, time, urllib.request
+
+def computed():
+    text = urllib.request.urlopen(f"http://{sys.argv[1]}/metrics", timeout=10).read().decode()
+    return sum(float(line.split()[-1]) for line in text.splitlines() if line.startswith("baton_engine_computed_tokens_total"))
+
+until = computed() + int(sys.argv[3])
+print("ready", flush=True)
+while computed() < until:
+    time.sleep(0.005)
+os.kill(int(sys.argv[2]), signal.SIGKILL)
+"""
+
+
+@contextmanager
+def killer(pid: int, worker: dict[str, Any], after: int) -> Iterator[None]:
+    """Kills a process once the worker has computed that many more tokens.
+
+    The kill comes from a process in a session of its own: on a busy machine this one, which shares its turns with the load, may see the
+    first tokens of a stream after the worker has computed the last.
+    """
+    command = [sys.executable, "-c", KILLER, worker["metrics"], str(pid), str(after)]
+    with subprocess.Popen(command, start_new_session=True, stdout=subprocess.PIPE, text=True) as process:
+        try:
+            assert process.stdout is not None and process.stdout.readline() == "ready\n"
+            yield
+            assert process.wait(10) == 0, "the process was not killed"
+        finally:
+            process.kill()

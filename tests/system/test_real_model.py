@@ -3,16 +3,13 @@ only what a different batch size changes too: an occasional near-tie."""
 
 import asyncio
 import random
-import subprocess
-import sys
 from collections.abc import Iterator
-from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
 import pytest
-from live_cluster import Cluster, cluster
+from live_cluster import Cluster, cluster, killer
 from near_tie import TOLERANCE, assert_same, parting
 from tokenizers import Tokenizer
 
@@ -221,38 +218,6 @@ async def test_logprobs_equal_those_of_a_bare_engine(live: Cluster, bare: Bare) 
         assert [value for _, value in token.top] == pytest.approx([value for _, value in sampled.top], abs=1e-3)
 
 
-KILLER = """
-import os, signal, sys, time, urllib.request
-
-def computed():
-    text = urllib.request.urlopen(f"http://{sys.argv[1]}/metrics", timeout=10).read().decode()
-    return sum(float(line.split()[-1]) for line in text.splitlines() if line.startswith("baton_engine_computed_tokens_total"))
-
-until = computed() + int(sys.argv[3])
-print("ready", flush=True)
-while computed() < until:
-    time.sleep(0.005)
-os.kill(int(sys.argv[2]), signal.SIGKILL)
-"""
-
-
-@contextmanager
-def killer(worker: dict[str, Any], after: int) -> Iterator[None]:
-    """Kills the worker once it has computed that many more tokens.
-
-    The kill comes from a process in a session of its own: on a busy machine this one, which shares its turns with the load, may see the
-    first tokens of a stream after the worker has computed the last.
-    """
-    command = [sys.executable, "-c", KILLER, worker["metrics"], str(worker["pid"]), str(after)]
-    with subprocess.Popen(command, start_new_session=True, stdout=subprocess.PIPE, text=True) as process:
-        try:
-            assert process.stdout is not None and process.stdout.readline() == "ready\n"
-            yield
-            assert process.wait(10) == 0, "the worker was not killed"
-        finally:
-            process.kill()
-
-
 async def test_a_killed_worker_changes_no_more_than_a_different_batch_size(live: Cluster, bare: Bare) -> None:
     """Compares outputs computed alone, computed together, and computed with a decode worker killed in the middle. Where two outputs first
     differ, the model itself could not tell the tokens apart, and disturbed outputs differ about as often as undisturbed ones."""
@@ -267,7 +232,7 @@ async def test_a_killed_worker_changes_no_more_than_a_different_batch_size(live:
     decode = worker["pid"]
     async with live.client() as client:
         undisturbed = await all_at_once(client)
-        with killer(worker, after=len(SHORT) * TOKENS // 3):
+        with killer(decode, worker, after=len(SHORT) * TOKENS // 3):
             disturbed = await all_at_once(client)
     assert not any(answer.result.workers["retries"] for answer in undisturbed)
     hit = [i for i, answer in enumerate(disturbed) if answer.result.workers["retries"]]

@@ -8,7 +8,7 @@ from typing import Any
 
 import grpc
 import pytest
-from live_cluster import Cluster, cluster, toy
+from live_cluster import Cluster, cluster, killer, toy
 from live_cluster import ask as ask_through
 
 from baton.cli.admin import read_live, read_records, read_status
@@ -78,11 +78,11 @@ async def test_the_streams_of_a_router_that_dies_continue_at_another(live: Clust
     victim, survivor = known["router-1"], known["router-2"]
     both = [victim["endpoints"]["grpc"], survivor["endpoints"]["grpc"]]
     client = AsyncClient(both)  # one client takes its addresses in turns; six would each draw where they begin
-    dying = [asyncio.create_task(ask_through(client, [*PROMPT, 50 + i], 900)) for i in range(6)]
-    living = [asyncio.create_task(ask(survivor["endpoints"]["grpc"], [*PROMPT, 60 + i], max_tokens=600)) for i in range(4)]
-    await asyncio.to_thread(live.wait, lambda: sum(worker["load"]["running"] for worker in live.workers()) >= 10)
-    os.kill(victim["pid"], signal.SIGKILL)
-    resumed = [result.resumes for result in await asyncio.gather(*dying)]
+    decode = next(worker for worker in live.workers() if worker["name"] == "decode-0")
+    with killer(victim["pid"], decode, after=3500):  # more than the living ones take
+        dying = [asyncio.create_task(ask_through(client, [*PROMPT, 50 + i], 1500)) for i in range(6)]
+        living = [asyncio.create_task(ask(survivor["endpoints"]["grpc"], [*PROMPT, 60 + i], max_tokens=600)) for i in range(4)]
+        resumed = [result.resumes for result in await asyncio.gather(*dying)]
     await client.close()
     assert sum(resumed) >= 2, "about half of them were at the router that died"
     assert all(result.resumes == 0 for result in await asyncio.gather(*living))
