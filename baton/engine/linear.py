@@ -37,16 +37,16 @@ class Linear:
         if weight_dtype in ROUNDED:
             if device.type != "cpu":
                 raise ValueError(f"engine.weight_dtype: {weight_dtype} needs engine.device cpu")
-            self._multiply = ROUNDED[weight_dtype](stacked(weights, torch.float32, device), bias, ops)
+            self.multiply = ROUNDED[weight_dtype](stacked(weights, torch.float32, device), bias, ops)
         elif device.type != "cpu":
-            self._multiply = partial(F.linear, weight=stacked(weights, dtype, device), bias=bias)
+            self.multiply = partial(F.linear, weight=stacked(weights, dtype, device), bias=bias)
         else:
             alone = len(weights) == 1 and weights[0].dtype == dtype
-            self._multiply = ops.multiplier(weights[0].contiguous() if alone else stacked(weights, dtype, device), bias)
+            self.multiply = ops.multiplier(weights[0].contiguous() if alone else stacked(weights, dtype, device), bias)
 
     def __call__(self, x: Tensor) -> Tensor:
         """[T, in] → [T, out]."""
-        return self._multiply(x)
+        return self.multiply(x)
 
 
 def _int8(weight: Tensor, bias: Tensor | None, ops: Ops) -> Multiply:

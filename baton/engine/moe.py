@@ -12,6 +12,7 @@ from torch import Tensor
 
 from baton.engine.checkpoint import ExpertConfig, ModelConfig
 from baton.engine.cpu.sizes import rounded_up
+from baton.engine.linear import Linear
 from baton.engine.ops import Ops
 from baton.engine.weights import Weights
 
@@ -41,53 +42,40 @@ class Mixture:
     """Sparsely gated experts, and the network that every token passes through as well."""
 
     def __init__(self, config: ModelConfig, experts: ExpertConfig, weights: Weights, ops: Ops) -> None:
-        self.config, activate = experts, activation(config, ops)
+        self.config, self.ops = experts, ops
         # float32, whatever the model's type: in a near tie, rounding would decide which experts compute.
-        self.router = weights.placed(weights.tensor("gate.weight"), torch.float32)  # [E, H]
+        self.router = Linear([weights.tensor("gate.weight")], [], torch.float32, weights.device, ops=ops)  # [E, H]
         self.bias: Tensor | None = None  # [E]
         if experts.biased:
             self.bias = weights.placed(weights.tensor("gate.e_score_correction_bias"), torch.float32)
         kind = GroupedExperts if _groups(weights, config.hidden, experts.intermediate) else SeparateExperts
-        self.experts: Experts = kind(experts.count, weights.under("experts"), activate)
-        self.shared = Mlp(weights.under("shared_experts"), activate, bias=config.mlp_bias) if experts.shared else None
+        self.experts: Experts = kind(experts.count, weights.under("experts"), activation(config, ops), ops)
+        self.shared = Mlp(weights.under("shared_experts"), activation(config, ops), bias=config.mlp_bias) if experts.shared else None
 
     def __call__(self, x: Tensor) -> Tensor:
         """[T, H] → [T, H]."""
-        shares, chosen = route(F.linear(x.float(), self.router), self.bias, self.config)
-        y = self.experts(x, shares, chosen)
-        return y if self.shared is None else y.add_(self.shared(x))
-
-
-def route(logits: Tensor, bias: Tensor | None, config: ExpertConfig) -> tuple[Tensor, Tensor]:
-    """Router logits `[T, E]` in float32 → the share of each chosen expert `[T, K]` and which they are `[T, K]`.
-
-    Softmax: Mixtral, Qwen3-MoE, DeepSeek-V2 (arXiv 2405.04434, group-limited by the best expert of a group). Sigmoid: DeepSeek-V3 (arXiv
-    2412.19437): the bias balances the load, so it affects the choice but not the shares, and a group is worth the sum of its two best.
-    """
-    scores = logits.sigmoid() if config.sigmoid else logits.softmax(dim=-1)
-    choice = scores if bias is None else scores + bias
-    if config.groups > 1:
-        grouped = choice.view(-1, config.groups, config.count // config.groups)  # [T, groups, E / groups]
-        worth = grouped.topk(2, dim=-1).values.sum(dim=-1) if config.sigmoid else grouped.amax(dim=-1)
-        closed = torch.ones_like(worth, dtype=torch.bool).scatter_(1, worth.topk(config.open_groups, dim=-1).indices, False)
-        choice = grouped.masked_fill(closed[..., None], -torch.inf).flatten(1)
-    chosen = choice.topk(config.chosen, dim=-1).indices
-    shares = scores.gather(1, chosen)
-    if config.normalised:
-        shares = shares / (shares.sum(dim=-1, keepdim=True) + 1e-20)  # sigmoids may all be 0
-    return shares * config.scale, chosen
+        shares, chosen = self.ops.route(self.router(self.ops.logits(x, None)), self.bias, self.config)
+        shared = None if self.shared is None else self.shared(x)
+        return self.experts(x, shares, chosen, shared)
 
 
 class Experts(ABC):
     """E networks. Each token's row is computed by those chosen for it."""
 
-    def __call__(self, x: Tensor, shares: Tensor, chosen: Tensor) -> Tensor:
-        """x `[T, H]`, shares and chosen `[T, K]` → `[T, H]`: the sum over K of share · expert(x)."""
+    def __init__(self, ops: Ops) -> None:
+        self.ops = ops
+
+    def __call__(self, x: Tensor, shares: Tensor, chosen: Tensor, more: Tensor | None = None) -> Tensor:
+        """x `[T, H]`, shares and chosen `[T, K]` → `[T, H]`: the sum over K of share · expert(x), and of `more`."""
+        return self.ops.combine(self.each(x, chosen), shares, more)
+
+    def each(self, x: Tensor, chosen: Tensor) -> Tensor:
+        """x `[T, H]`, chosen `[T, K]` → `[A, H]`: what each token's experts make of it."""
         tokens, k = chosen.shape
         owners, order = chosen.reshape(-1).sort(stable=True)  # [A]: assignments expert by expert
         y = torch.empty(tokens * k, x.shape[-1], dtype=x.dtype, device=x.device)
         y[order] = self.apply(x[order // k], owners)
-        return torch.bmm(shares[:, None].to(x.dtype), y.view(tokens, k, x.shape[-1]))[:, 0]
+        return y
 
     @abstractmethod
     def apply(self, rows: Tensor, owners: Tensor) -> Tensor:
@@ -95,10 +83,21 @@ class Experts(ABC):
 
 
 class SeparateExperts(Experts):
-    """Each expert is a network with its own matrices: one product for every expert that some token chose."""
+    """Each expert is a network with its own matrices: one product for every expert that some token chose, unless `ops` makes it one for
+    all."""
 
-    def __init__(self, count: int, weights: Weights, activate: Callable[[Tensor], Tensor]) -> None:
+    def __init__(self, count: int, weights: Weights, activate: Callable[[Tensor], Tensor], ops: Ops) -> None:
+        super().__init__(ops)
+        self.activate = activate
         self.networks = [Mlp(weights.under(str(i)), activate) for i in range(count)]
+        self.gate_up = ops.each([network.gate_up.multiply for network in self.networks])
+        self.down = ops.each([network.down.multiply for network in self.networks])
+
+    def each(self, x: Tensor, chosen: Tensor) -> Tensor:
+        if self.gate_up is None or self.down is None:
+            return super().each(x, chosen)
+        owners = chosen.reshape(-1)
+        return self.down(self.activate(self.gate_up(x, owners)), owners)
 
     def apply(self, rows: Tensor, owners: Tensor) -> Tensor:
         y, first = torch.empty_like(rows), 0
@@ -113,7 +112,8 @@ class SeparateExperts(Experts):
 class GroupedExperts(Experts):
     """All experts in one product, if the device has a kernel for that. Nothing is read back, so it can be captured in a graph."""
 
-    def __init__(self, count: int, weights: Weights, activate: Callable[[Tensor], Tensor]) -> None:
+    def __init__(self, count: int, weights: Weights, activate: Callable[[Tensor], Tensor], ops: Ops) -> None:
+        super().__init__(ops)
         self.activate = activate
         self.gate_up = _stack(count, weights, "gate_proj", "up_proj")  # [E, 2I, H]
         self.down = _stack(count, weights, "down_proj")  # [E, H, I]

@@ -1,21 +1,24 @@
 """The pointwise operations between the matrices of a layer, in plain torch. They are correct on every device, and define what any faster
 version must compute.
 
-Letters in shapes: T tokens of the batch, H hidden, I intermediate, D head dim.
+Letters in shapes: T tokens of the batch, H hidden, I intermediate, D head dim, E experts, K experts per token, A = T · K.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
 from baton.engine.attention import Kernels
+from baton.engine.checkpoint import ExpertConfig
 from baton.engine.cpu import onednn
 from baton.engine.rope import rotation
 from baton.engine.sampler import Draw
 
 Multiply = Callable[[Tensor], Tensor]  # [T, in] → [T, out]
+# (x [A / n, in], owners [A]) → [A, out]: row a is row a // n of x times the matrix with number owners[a].
+Each = Callable[[Tensor, Tensor], Tensor]
 TINY = torch.finfo(torch.float32).tiny  # the step of a row of zeros
 
 
@@ -113,6 +116,35 @@ class Ops:
             return self.dequantize(products, steps, bias, x.dtype)
 
         return linear
+
+    def each(self, products: Sequence[Multiply]) -> Each | None:
+        """Products of rows with a matrix each, as one. None: there is no faster way than one after the other."""
+        return None
+
+    def route(self, logits: Tensor, bias: Tensor | None, config: ExpertConfig) -> tuple[Tensor, Tensor]:
+        """Router logits `[T, E]` in float32 → the share of each chosen expert `[T, K]` and which they are `[T, K]`.
+
+        Softmax: Mixtral, Qwen3-MoE, DeepSeek-V2 (arXiv 2405.04434, group-limited by the best expert of a group). Sigmoid: DeepSeek-V3
+        (arXiv 2412.19437): the bias balances the load, so it affects the choice but not the shares, and a group is worth the sum of its
+        two best.
+        """
+        scores = logits.sigmoid() if config.sigmoid else logits.softmax(dim=-1)
+        choice = scores if bias is None else scores + bias
+        if config.groups > 1:
+            grouped = choice.view(-1, config.groups, config.count // config.groups)  # [T, groups, E / groups]
+            worth = grouped.topk(2, dim=-1).values.sum(dim=-1) if config.sigmoid else grouped.amax(dim=-1)
+            closed = torch.ones_like(worth, dtype=torch.bool).scatter_(1, worth.topk(config.open_groups, dim=-1).indices, False)
+            choice = grouped.masked_fill(closed[..., None], -torch.inf).flatten(1)
+        chosen = choice.topk(config.chosen, dim=-1).indices
+        shares = scores.gather(1, chosen)
+        if config.normalised:
+            shares = shares / (shares.sum(dim=-1, keepdim=True) + 1e-20)  # sigmoids may all be 0
+        return shares * config.scale, chosen
+
+    def combine(self, y: Tensor, shares: Tensor, more: Tensor | None) -> Tensor:
+        """The sum over K of shares `[T, K]` · y `[T · K, H]`, and of `more` `[T, H]` if there is more."""
+        x = torch.bmm(shares[:, None].to(y.dtype), y.view(*shares.shape, y.shape[-1]))[:, 0]
+        return x if more is None else x.add_(more)
 
     def dequantize(self, products: Tensor, steps: Tensor, bias: Tensor | None, dtype: torch.dtype) -> Tensor:
         """products · steps + bias, of float32 `[T, out]` and `[T]`, as `dtype`. Products may be overwritten."""

@@ -8,7 +8,9 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from baton.engine.checkpoint import ExpertConfig
-from baton.engine.moe import GroupedExperts, SeparateExperts, route
+from baton.engine.choice import choose_ops
+from baton.engine.cpu.kernel import ArgumentError
+from baton.engine.moe import GroupedExperts, SeparateExperts
 from baton.engine.ops import Ops
 from baton.engine.weights import Weights
 
@@ -22,10 +24,18 @@ def tensors() -> dict[str, Tensor]:
     return {f"{i}.{name}.weight": torch.randn(shape, generator=random) for i in range(COUNT) for name, shape in shapes.items()}
 
 
+CPU = torch.device("cpu")
+
+
+@pytest.fixture(params=["plain", "compiled"])
+def ops(request: pytest.FixtureRequest) -> Ops:
+    return choose_ops(CPU, torch.float32, compiled=request.param == "compiled", products="baton")
+
+
 @pytest.fixture(params=[SeparateExperts, GroupedExperts])
-def experts(request: pytest.FixtureRequest) -> SeparateExperts | GroupedExperts:
-    weights = Weights(tensors().__getitem__, torch.float32, torch.device("cpu"), "auto")
-    made: SeparateExperts | GroupedExperts = request.param(COUNT, weights, Ops().silu_mul)
+def experts(request: pytest.FixtureRequest, ops: Ops) -> SeparateExperts | GroupedExperts:
+    weights = Weights(tensors().__getitem__, torch.float32, CPU, "auto", ops=ops)
+    made: SeparateExperts | GroupedExperts = request.param(COUNT, weights, ops.silu_mul, ops)
     return made
 
 
@@ -48,6 +58,24 @@ def test_each_token_is_the_sum_of_its_experts(experts: SeparateExperts | Grouped
     torch.testing.assert_close(experts(x, shares, chosen), by_token(x, shares, chosen), atol=2e-4, rtol=0)
 
 
+@pytest.mark.parametrize("tokens", [1, 3, 37, 300])
+@pytest.mark.parametrize("precision", ["float32", "bfloat16", "int8", "int4"])
+def test_experts_at_once_compute_what_each_computes_alone(precision: str, tokens: int) -> None:
+    """Bit for bit, so that a token's experts do not depend on the batch. 300 tokens are more than an expert takes at a time."""
+    dtype = torch.bfloat16 if precision == "bfloat16" else torch.float32
+    ops = choose_ops(CPU, dtype, compiled=True, products="baton")
+    weights = Weights(tensors().__getitem__, dtype, CPU, precision if precision.startswith("int") else "auto", ops=ops)
+    experts = SeparateExperts(COUNT, weights, ops.silu_mul, ops)
+    assert experts.gate_up is not None and experts.down is not None
+    random = torch.Generator().manual_seed(tokens)
+    x = torch.randn(tokens, HIDDEN, generator=random).to(dtype)
+    chosen = torch.rand(tokens, COUNT, generator=random).argsort(dim=-1)[:, :3]
+    found = experts.each(x, chosen).view(tokens, 3, HIDDEN)
+    for token in range(tokens):
+        for k in range(3):
+            assert torch.equal(found[token, k], experts.networks[int(chosen[token, k])](x[token : token + 1])[0])
+
+
 @pytest.mark.parametrize("used", [[0], [COUNT - 1], [1, 4]])
 def test_results_are_right_when_some_experts_go_unused(experts: SeparateExperts | GroupedExperts, used: list[int]) -> None:
     torch.manual_seed(3)
@@ -57,7 +85,7 @@ def test_results_are_right_when_some_experts_go_unused(experts: SeparateExperts 
 
 
 def test_each_chosen_expert_computes_all_its_tokens_in_one_call() -> None:
-    experts = SeparateExperts(COUNT, Weights(tensors().__getitem__, torch.float32, torch.device("cpu"), "auto"), Ops().silu_mul)
+    experts = SeparateExperts(COUNT, Weights(tensors().__getitem__, torch.float32, CPU, "auto"), Ops().silu_mul, Ops())
     calls: list[tuple[int, int]] = []
 
     def counted(expert: int, network: Callable[[Tensor], Tensor]) -> Callable[[Tensor], Tensor]:
@@ -86,62 +114,107 @@ def sigmoid_logits(*scores: float) -> Tensor:
     return torch.tensor([scores]).logit()
 
 
-def chosen_shares(given: Tensor, config: ExpertConfig, bias: Tensor | None = None) -> dict[int, float]:
-    shares, chosen = route(given, bias, config)
+def chosen_shares(ops: Ops, given: Tensor, config: ExpertConfig, bias: Tensor | None = None) -> dict[int, float]:
+    shares, chosen = ops.route(given, bias, config)
     return {expert: round(share, 5) for expert, share in zip(chosen[0].tolist(), shares[0].tolist(), strict=True)}
 
 
-def test_the_most_probable_experts_are_chosen_with_their_probability_as_share() -> None:
+def test_the_most_probable_experts_are_chosen_with_their_probability_as_share(ops: Ops) -> None:
     config = ExpertConfig(LAYERS, 4, 2, INNER)
-    assert chosen_shares(logits(0.1, 0.4, 0.2, 0.3), config) == {1: 0.4, 3: 0.3}
+    assert chosen_shares(ops, logits(0.1, 0.4, 0.2, 0.3), config) == {1: 0.4, 3: 0.3}
 
 
-def test_normalised_shares_sum_to_the_scale() -> None:
+def test_normalised_shares_sum_to_the_scale(ops: Ops) -> None:
     config = ExpertConfig(LAYERS, 4, 2, INNER, normalised=True, scale=2.0)
-    assert chosen_shares(logits(0.1, 0.5, 0.1, 0.3), config) == {1: 1.25, 3: 0.75}
+    assert chosen_shares(ops, logits(0.1, 0.5, 0.1, 0.3), config) == {1: 1.25, 3: 0.75}
 
 
-def test_a_group_is_ranked_by_its_best_expert() -> None:
+def test_a_group_is_ranked_by_its_best_expert(ops: Ops) -> None:
     config = ExpertConfig(LAYERS, 6, 2, INNER, groups=3, open_groups=1)
-    assert chosen_shares(logits(0.2, 0.22, 0.25, 0.05, 0.21, 0.07), config) == {2: 0.25, 3: 0.05}
+    assert chosen_shares(ops, logits(0.2, 0.22, 0.25, 0.05, 0.21, 0.07), config) == {2: 0.25, 3: 0.05}
 
 
-def test_with_sigmoids_a_group_is_ranked_by_its_two_best_experts() -> None:
+def test_with_sigmoids_a_group_is_ranked_by_its_two_best_experts(ops: Ops) -> None:
     config = ExpertConfig(LAYERS, 6, 2, INNER, sigmoid=True, groups=3, open_groups=1)
-    assert chosen_shares(sigmoid_logits(0.6, 0.5, 0.9, 0.1, 0.2, 0.2), config) == {0: 0.6, 1: 0.5}
+    assert chosen_shares(ops, sigmoid_logits(0.6, 0.5, 0.9, 0.1, 0.2, 0.2), config) == {0: 0.6, 1: 0.5}
 
 
-def test_a_bias_affects_the_choice_but_not_the_shares() -> None:
+def test_a_bias_affects_the_choice_but_not_the_shares(ops: Ops) -> None:
     config = ExpertConfig(LAYERS, 4, 2, INNER, sigmoid=True, biased=True)
     given = sigmoid_logits(0.9, 0.5, 0.4, 0.3)
-    assert chosen_shares(given, config, torch.zeros(4)) == {0: 0.9, 1: 0.5}
-    assert chosen_shares(given, config, torch.tensor([0.0, 0.0, 0.0, 1.0])) == {3: 0.3, 0: 0.9}
+    assert chosen_shares(ops, given, config, torch.zeros(4)) == {0: 0.9, 1: 0.5}
+    assert chosen_shares(ops, given, config, torch.tensor([0.0, 0.0, 0.0, 1.0])) == {3: 0.3, 0: 0.9}
 
 
-def test_a_negative_bias_does_not_close_an_open_group() -> None:
+def test_a_negative_bias_does_not_close_an_open_group(ops: Ops) -> None:
     """A closed group must lose even to an open one whose biased scores are below zero."""
     config = ExpertConfig(LAYERS, 4, 2, INNER, sigmoid=True, biased=True, groups=2, open_groups=1)
-    assert chosen_shares(sigmoid_logits(0.5, 0.4, 0.9, 0.8), config, torch.tensor([-1.0, -1.0, -3.0, -3.0])) == {0: 0.5, 1: 0.4}
+    assert chosen_shares(ops, sigmoid_logits(0.5, 0.4, 0.9, 0.8), config, torch.tensor([-1.0, -1.0, -3.0, -3.0])) == {0: 0.5, 1: 0.4}
 
 
-def test_all_zero_scores_do_not_give_nan() -> None:
+def test_all_zero_scores_do_not_give_nan(ops: Ops) -> None:
     config = ExpertConfig(LAYERS, 4, 2, INNER, sigmoid=True, normalised=True)
-    shares, _ = route(torch.full((1, 4), -1e4), None, config)
-    assert shares.tolist() == [[0.0, 0.0]]
+    shares, _ = ops.route(torch.full((1, 4), -1e4), None, config)
+    torch.testing.assert_close(shares, torch.zeros(1, 2), atol=1e-18, rtol=0)
 
 
 @pytest.mark.parametrize("groups", [1, 4])
-def test_routing_no_tokens_returns_empty_tensors(groups: int) -> None:
-    shares, chosen = route(torch.empty(0, 8), None, ExpertConfig(LAYERS, 8, 2, INNER, groups=groups, open_groups=1))
+def test_routing_no_tokens_returns_empty_tensors(ops: Ops, groups: int) -> None:
+    shares, chosen = ops.route(torch.empty(0, 8), None, ExpertConfig(LAYERS, 8, 2, INNER, groups=groups, open_groups=1))
     assert shares.shape == chosen.shape == (0, 2)
 
 
 @pytest.mark.parametrize("sigmoid", [False, True])
-def test_each_token_is_routed_independently(sigmoid: bool) -> None:
+def test_each_token_is_routed_independently(ops: Ops, sigmoid: bool) -> None:
     config = ExpertConfig(LAYERS, 8, 3, INNER, sigmoid=sigmoid, groups=4, open_groups=2, normalised=True)
     given = torch.randn(20, 8, generator=torch.Generator().manual_seed(1))
-    shares, chosen = route(given, None, config)
+    shares, chosen = ops.route(given, None, config)
     for i in range(20):
-        alone = route(given[i : i + 1], None, config)
+        alone = ops.route(given[i : i + 1], None, config)
         assert torch.equal(alone[1][0], chosen[i])
         torch.testing.assert_close(alone[0][0], shares[i])
+
+
+@pytest.mark.parametrize("biased", [False, True])
+@pytest.mark.parametrize("sigmoid", [False, True])
+@pytest.mark.parametrize(("count", "groups"), [(1, 1), (7, 1), (60, 1), (64, 8), (256, 8)])
+def test_compiled_routing_matches_plain_torch(count: int, groups: int, sigmoid: bool, biased: bool) -> None:
+    config = ExpertConfig(LAYERS, count, min(count, 6), INNER, sigmoid, biased, groups, min(groups, 3), normalised=biased, scale=2.5)
+    random = torch.Generator().manual_seed(count)
+    given = torch.randn(40, count, generator=random) * 3
+    bias = torch.randn(count, generator=random) if biased else None
+    ours = choose_ops(CPU, torch.float32, compiled=True).route(given, bias, config)
+    theirs = Ops().route(given, bias, config)
+    assert torch.equal(ours[1], theirs[1])
+    torch.testing.assert_close(ours[0], theirs[0], rtol=1e-5, atol=1e-7)
+
+
+def test_logits_that_are_not_numbers_choose_experts_that_exist() -> None:
+    """Their addresses are looked up in a table."""
+    ops, config = choose_ops(CPU, torch.float32, compiled=True), ExpertConfig(LAYERS, 8, 3, INNER, groups=4, open_groups=2)
+    for number in (torch.nan, -torch.nan, torch.inf, -torch.inf):
+        _, chosen = ops.route(torch.full((2, 8), number), None, config)
+        assert chosen.min() >= 0 and chosen.max() < 8
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("more", [False, True])
+def test_compiled_sums_match_plain_torch(dtype: torch.dtype, more: bool) -> None:
+    y, shares = torch.randn(15, 37).to(dtype), torch.rand(5, 3)
+    added = torch.randn(5, 37).to(dtype) if more else None
+    precise = (shares[..., None] * y.view(5, 3, 37).float()).sum(dim=1) + (0 if added is None else added.float())
+    ours = choose_ops(CPU, dtype, compiled=True).combine(y, shares, added)
+    torch.testing.assert_close(ours, precise.to(dtype), rtol=2**-7 if dtype == torch.bfloat16 else 1e-5, atol=1e-5)
+
+
+def test_a_row_that_does_not_fit_the_matrices_is_refused() -> None:
+    """A kernel finds them by their addresses, so it could not tell."""
+    for precision in ("float32", "int8", "int4"):
+        ops = choose_ops(CPU, torch.float32, compiled=True, products="baton")
+        kind = precision if precision.startswith("int") else "auto"
+        experts = SeparateExperts(COUNT, Weights(tensors().__getitem__, torch.float32, CPU, kind, ops=ops), ops.silu_mul, ops)
+        assert experts.gate_up is not None
+        with pytest.raises(ArgumentError, match="x: must be"):
+            experts.gate_up(torch.zeros(1, HIDDEN + 32), torch.zeros(1, dtype=torch.int64))
+        with pytest.raises(ArgumentError, match="owners: must be"):
+            experts.gate_up(torch.zeros(2, HIDDEN), torch.zeros(3, dtype=torch.int64))

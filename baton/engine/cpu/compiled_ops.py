@@ -4,15 +4,18 @@ Importing this module compiles them, which takes seconds, or loads what an earli
 compile for this processor, or if torch's threads are not GNU's OpenMP; `baton.engine.choice.choose_ops` then keeps plain torch.
 """
 
+from collections.abc import Sequence
+
 import torch
 from torch import Tensor
 
 from baton.engine.attention import Kernels
-from baton.engine.cpu import int4, int8, onednn, panels, pointwise, products
+from baton.engine.checkpoint import ExpertConfig
+from baton.engine.cpu import experts, int4, int8, onednn, panels, pointwise, products
 from baton.engine.cpu.decode_attention import attend_in_place, store
 from baton.engine.cpu.draw import draw
 from baton.engine.cpu.span_attention import attend_span
-from baton.engine.ops import Multiply, Ops
+from baton.engine.ops import Each, Multiply, Ops
 
 ATTENTION = Kernels(attend_in_place, attend_span, store)
 
@@ -91,6 +94,20 @@ class CompiledOps(Ops):
             return True
         self.recurring, self.packs = True, by != "torch"
         return False
+
+    def each(self, products: Sequence[Multiply]) -> Each | None:
+        return experts.each(products)
+
+    def route(self, logits: Tensor, bias: Tensor | None, config: ExpertConfig) -> tuple[Tensor, Tensor]:
+        c, size = config, (len(logits), config.chosen)
+        shares, ids = logits.new_empty(size), logits.new_empty(size, dtype=torch.int64)
+        experts.route(logits, bias, shares, ids, c.sigmoid, c.groups, c.open_groups, c.normalised, c.scale)
+        return shares, ids
+
+    def combine(self, y: Tensor, shares: Tensor, more: Tensor | None) -> Tensor:
+        out = y.new_empty(len(shares), y.shape[1])
+        experts.combine(y, shares, more, out)
+        return out
 
     def dequantize(self, products: Tensor, steps: Tensor, bias: Tensor | None, dtype: torch.dtype) -> Tensor:
         out = products if dtype == torch.float32 else torch.empty_like(products, dtype=dtype)

@@ -9,27 +9,18 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from baton.engine.cpu.int8 import round_row
-from baton.engine.cpu.kernel import bfloat16s, floats, int32s, kernel, numbers
+from baton.engine.cpu.kernel import bfloat16s, body, floats, int32s, kernel, numbers
 from baton.engine.cpu.memory import zeros
-from baton.engine.cpu.panels import CHUNK, OUTS_PADDED, padded
+from baton.engine.cpu.panels import CHUNK, OUTS_PADDED, Product, padded
 from baton.engine.cpu.primitives import put, share
 from baton.engine.cpu.tile import INT4_ROWS, OUTS, SHARED, WORDS, add_groups
-from baton.engine.ops import Multiply
 
 GROUPS = f"-(-width // {SHARED})"
 
 
-def multiplier(matrix: Tensor, scales: Tensor, bias: Tensor | None) -> Multiply:
+def multiplier(matrix: Tensor, scales: Tensor, bias: Tensor | None) -> Product:
     """As `Ops.int4_multiplier`."""
-    outs = len(matrix)
-    weights, steps, added = _panels(matrix), _beside(scales), padded(bias, outs)
-
-    def multiply(x: Tensor) -> Tensor:
-        out = x.new_empty(len(x), outs)
-        _product_int4(x.contiguous(), weights, steps, added, out)
-        return out
-
-    return multiply
+    return Product(product_int4, (_panels(matrix), _beside(scales), padded(bias, len(matrix))), matrix.shape)
 
 
 def _panels(matrix: Tensor) -> Tensor:
@@ -48,15 +39,8 @@ def _whole(rows: Tensor) -> Tensor:
     return F.pad(rows, (0, 0, 0, -len(rows) % OUTS))
 
 
-@kernel(
-    "outs * width",
-    x=numbers("rows", "width"),
-    weights=int32s(f"{OUTS_PADDED} * ({GROUPS}) * {WORDS}"),
-    scales=bfloat16s(f"{OUTS_PADDED} * ({GROUPS})"),
-    bias=floats(OUTS_PADDED),
-    out=numbers("rows", "outs"),
-)
-def _product_int4(x, weights, scales, bias, out, rows, width, outs):
+@body
+def multiply_int4(x, weights, scales, bias, out, rows, width, outs):
     """Each thread rounds all rows itself. W's numbers are stored with 8 added; sums of a group begin with what that adds, subtracted."""
     first, last = share(-(-outs // OUTS))
     groups = -(-width // SHARED)
@@ -84,3 +68,15 @@ def _product_int4(x, weights, scales, bias, out, rows, width, outs):
                     at, step = (start + tile + r) * outs + base, steps[tile + r]
                     for o in range(min(OUTS, outs - base)):
                         put(out, at + o, sums[r * OUTS + o] * step + bias[base + o])
+
+
+@kernel(
+    "outs * width",
+    x=numbers("rows", "width"),
+    weights=int32s(f"{OUTS_PADDED} * ({GROUPS}) * {WORDS}"),
+    scales=bfloat16s(f"{OUTS_PADDED} * ({GROUPS})"),
+    bias=floats(OUTS_PADDED),
+    out=numbers("rows", "outs"),
+)
+def product_int4(x, weights, scales, bias, out, rows, width, outs):
+    multiply_int4(x, weights, scales, bias, out, rows, width, outs)

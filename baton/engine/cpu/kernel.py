@@ -42,6 +42,9 @@ C_FUNCTION = types.void(types.CPointer(types.int64))
 SHARED_FROM = 1 << 16  # numbers to compute; for fewer, waking the other threads costs more than they save
 
 
+body = njit(error_model="numpy")  # what several kernels share, compiled as they are
+
+
 @dataclass(frozen=True, slots=True)
 class Array:
     """A tensor: its type, its shape, and how much of it must be contiguous."""

@@ -1,16 +1,17 @@
 """Products with a matrix of weights, compiled, for any number of rows: at few rows as fast as the weights can be read."""
 
+from collections.abc import Callable
+
 import numpy as np
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
 from baton.engine.cpu.int8 import round_row
-from baton.engine.cpu.kernel import floats, int8s, int32s, kernel, numbers
+from baton.engine.cpu.kernel import body, floats, int8s, int32s, kernel, numbers
 from baton.engine.cpu.memory import zeros
 from baton.engine.cpu.primitives import share
 from baton.engine.cpu.tile import BFLOAT16, FLOAT32, INT8, OUTS, ROWS, add_tile, scale_row
-from baton.engine.ops import Multiply
 
 CHUNK = 64 // ROWS * ROWS  # rows of x that stay in the cache while a thread's panels pass: whole tiles
 DEPTH = 2048  # numbers of each row for which a panel stays in the cache
@@ -35,31 +36,30 @@ def panels(matrix: Tensor) -> Tensor:
     return packed.view(-1)
 
 
-def multiplier(matrix: Tensor, bias: Tensor | None) -> Multiply:
-    """x `[T, width]` → x Wᵀ + bias `[T, outs]` for W `[outs, width]` of the type of x; W must fit."""
-    outs = len(matrix)
-    weights, begin = panels(matrix), padded(bias, outs)
+class Product:
+    """A `Multiply` by one of the kernels."""
 
-    def multiply(x: Tensor) -> Tensor:
-        out = x.new_empty(len(x), outs)
-        _product(x.contiguous(), weights, begin, out)
+    def __init__(self, kernel: Callable[..., None], matrix: tuple[Tensor, ...], shape: torch.Size) -> None:
+        """`matrix`: as the kernel wants it; `shape`: `[outs, width]`."""
+        self.kernel, self.matrix = kernel, matrix
+        self.outs, self.width = shape
+
+    def __call__(self, x: Tensor) -> Tensor:
+        out = x.new_empty(len(x), self.outs)
+        self.kernel(x.contiguous(), *self.matrix, out)
         return out
 
-    return multiply
+
+def multiplier(matrix: Tensor, bias: Tensor | None) -> Product:
+    """x Wᵀ + bias for W `[outs, width]` of the type of x; W must fit."""
+    return Product(product, (panels(matrix), padded(bias, len(matrix))), matrix.shape)
 
 
-def int8_multiplier(matrix: Tensor, scales: Tensor, bias: Tensor | None) -> Multiply:
+def int8_multiplier(matrix: Tensor, scales: Tensor, bias: Tensor | None) -> Product:
     """As `Ops.quantize`, the product with int8 `[outs, width]`, and `Ops.dequantize`, with the same bits; the matrix must fit."""
     outs = len(matrix)
-    weights, begin = panels(matrix), padded(matrix.sum(dim=1, dtype=torch.int32).mul_(-128), outs)
-    steps, added = padded(scales, outs), padded(bias, outs)
-
-    def multiply(x: Tensor) -> Tensor:
-        out = x.new_empty(len(x), outs)
-        _product_int8(x.contiguous(), weights, steps, begin, added, out)
-        return out
-
-    return multiply
+    begin = padded(matrix.sum(dim=1, dtype=torch.int32).mul_(-128), outs)
+    return Product(product_int8, (panels(matrix), padded(scales, outs), begin, padded(bias, outs)), matrix.shape)
 
 
 def padded(vector: Tensor | None, outs: int) -> Tensor:
@@ -69,8 +69,8 @@ def padded(vector: Tensor | None, outs: int) -> Tensor:
     return F.pad(vector if vector.dtype == torch.int32 else vector.float(), (0, -outs % OUTS))
 
 
-@kernel("outs * width", x=numbers("rows", "width"), weights=numbers(PANELS), bias=floats(OUTS_PADDED), out=numbers("rows", "outs"))
-def _product(x, weights, bias, out, rows, width, outs):
+@body
+def multiply(x, weights, bias, out, rows, width, outs):
     first, last = share(-(-outs // OUTS))
     sums, spare = np.empty(CHUNK * OUTS, np.float32), np.empty(ROWS * OUTS, out.dtype)
     for start in range(0, rows, CHUNK):
@@ -91,16 +91,13 @@ def _product(x, weights, bias, out, rows, width, outs):
                             out[(tile + r) * outs + base : (tile + r + 1) * outs] = spare[r * OUTS : r * OUTS + outs - base]
 
 
-@kernel(
-    "outs * width",
-    x=numbers("rows", "width"),
-    weights=int8s(PANELS),
-    scales=floats(OUTS_PADDED),
-    zeros=int32s(OUTS_PADDED),
-    bias=floats(OUTS_PADDED),
-    out=numbers("rows", "outs"),
-)
-def _product_int8(x, weights, scales, zeros, bias, out, rows, width, outs):
+@kernel("outs * width", x=numbers("rows", "width"), weights=numbers(PANELS), bias=floats(OUTS_PADDED), out=numbers("rows", "outs"))
+def product(x, weights, bias, out, rows, width, outs):
+    multiply(x, weights, bias, out, rows, width, outs)
+
+
+@body
+def multiply_int8(x, weights, scales, zeros, bias, out, rows, width, outs):
     """Each thread rounds all rows itself: that is little work beside the product, and less than to wait for each other. Rounded numbers
     have 128 added; sums begin with what that adds to them, subtracted."""
     first, last = share(-(-outs // OUTS))
@@ -127,3 +124,16 @@ def _product_int8(x, weights, scales, zeros, bias, out, rows, width, outs):
                         else:
                             scale_row(whole, scales[base:], steps[tile + r], bias[base:], spare)
                             out[at : at + outs - base] = spare[: outs - base]
+
+
+@kernel(
+    "outs * width",
+    x=numbers("rows", "width"),
+    weights=int8s(PANELS),
+    scales=floats(OUTS_PADDED),
+    zeros=int32s(OUTS_PADDED),
+    bias=floats(OUTS_PADDED),
+    out=numbers("rows", "outs"),
+)
+def product_int8(x, weights, scales, zeros, bias, out, rows, width, outs):
+    multiply_int8(x, weights, scales, zeros, bias, out, rows, width, outs)

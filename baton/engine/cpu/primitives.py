@@ -96,6 +96,17 @@ def view_uint8(address, size):
     return carray(_pointer(address), size, np.uint8)
 
 
+def view_like(array, address, size):
+    """Of the type of `array`."""
+
+
+@overload(view_like)
+def _view_like(array, address, size):
+    if array.dtype == types.float32:
+        return lambda array, address, size: view_float32(address, size)
+    return lambda array, address, size: view_uint16(address, size)
+
+
 @njit
 def real(bits):
     """The float64 with these bits, as float32."""

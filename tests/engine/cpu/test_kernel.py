@@ -11,7 +11,7 @@ import torch
 from numba.core import ccallback
 from torch import Tensor
 
-from baton.engine.cpu import decode_attention, draw, int4, int8, kernel, panels, pointwise, span_attention
+from baton.engine.cpu import decode_attention, draw, experts, int4, int8, kernel, panels, pointwise, span_attention
 from baton.engine.cpu.kernel import INT, REAL, ArgumentError, floats, int64s, numbers
 from baton.engine.cpu.tile import OUTS, WORDS
 
@@ -117,6 +117,15 @@ def half(*shape: int) -> Tensor:
     return torch.zeros(*shape, dtype=torch.bfloat16)
 
 
+KEPT: list[Tensor] = []
+
+
+def tables(*parts: Tensor) -> Tensor:
+    """Where the parts of a matrix are, for one expert."""
+    KEPT.extend(parts)
+    return torch.tensor([[part.data_ptr() for part in parts]])
+
+
 KERNELS: dict[str, Callable[..., None]] = {
     "add_rms_norm": pointwise.add_rms_norm,
     "gated": pointwise.gated,
@@ -132,9 +141,14 @@ KERNELS: dict[str, Callable[..., None]] = {
     "attend": decode_attention._attend,
     "store": decode_attention._store,
     "attend_span": span_attention._attend_span,
-    "product": panels._product,
-    "product_int8": panels._product_int8,
-    "product_int4": int4._product_int4,
+    "product": panels.product,
+    "product_int8": panels.product_int8,
+    "product_int4": int4.product_int4,
+    "product_each": experts._product_each,
+    "product_int8_each": experts._product_int8_each,
+    "product_int4_each": experts._product_int4_each,
+    "route": experts.route,
+    "combine": experts.combine,
 }
 # A call to each kernel with tensors that fit: 3 rows or tokens of 8 numbers.
 GOOD: dict[str, tuple[Any, ...]] = {
@@ -164,6 +178,18 @@ GOOD: dict[str, tuple[Any, ...]] = {
         half(3, OUTS),
     ),
     "product_int4": (half(3, 32), torch.zeros(OUTS * WORDS, dtype=torch.int32), half(OUTS), torch.zeros(OUTS), half(3, OUTS)),
+    "product_each": (half(3, 8), torch.zeros(6, dtype=torch.int64), tables(half(OUTS * 8), torch.zeros(OUTS)), half(6, OUTS), 2),
+    "product_int8_each": (
+        half(3, 8), torch.zeros(6, dtype=torch.int64),
+        tables(torch.zeros(OUTS * 8, dtype=torch.int8), torch.zeros(OUTS), torch.zeros(OUTS, dtype=torch.int32), torch.zeros(OUTS)),
+        half(6, OUTS), 2,
+    ),
+    "product_int4_each": (
+        half(3, 32), torch.zeros(6, dtype=torch.int64),
+        tables(torch.zeros(OUTS * WORDS, dtype=torch.int32), half(OUTS), torch.zeros(OUTS)), half(6, OUTS), 2,
+    ),
+    "route": (torch.zeros(3, 8), torch.zeros(8), torch.zeros(3, 2), torch.zeros(3, 2, dtype=torch.int64), 1, 4, 2, 1, 1.0),
+    "combine": (half(6, 8), torch.zeros(3, 2), half(3, 8), half(3, 8)),
 }  # fmt: skip
 TENSORS = [(name, i) for name, given in GOOD.items() for i, value in enumerate(given) if isinstance(value, Tensor)]
 
@@ -171,7 +197,7 @@ TENSORS = [(name, i) for name, given in GOOD.items() for i, value in enumerate(g
 def test_every_compiled_kernel_is_tested_here() -> None:
     made = {
         name.lstrip("_")
-        for module in (pointwise, int4, int8, decode_attention, span_attention, panels, draw)
+        for module in (pointwise, int4, int8, decode_attention, span_attention, panels, draw, experts)
         for name, value in vars(module).items()
         if getattr(value, "__code__", None) and value.__code__.co_filename.startswith("<call of")
     }
@@ -195,8 +221,8 @@ def test_every_kernel_refuses_a_wrong_type_size_rank_or_stride(name: str, at: in
         "rank": good[None],
         "stride": longer[..., ::2],
     }
-    if (name, at) in (("attend", 4), ("attend_span", 2), ("greatest", 0), ("draw", 0)):
-        del wrong["size"]  # block tables and rows of logits may have any length
+    if (name, at) in (("attend", 4), ("attend_span", 2), ("greatest", 0), ("draw", 0)) or name.endswith("_each"):
+        del wrong["size"]  # block tables and rows of logits may have any length; `Each` checks what the tables describe
     for how, tensor in wrong.items():
         with pytest.raises(ArgumentError, match=rf"^_?{name}: "):
             KERNELS[name](*GOOD[name][:at], tensor, *GOOD[name][at + 1 :])

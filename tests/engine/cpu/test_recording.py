@@ -20,8 +20,7 @@ from baton.engine.runner import ModelRunner
 from baton.engine.sampling import SamplingParams
 from baton.engine.sequence import Sequence
 
-# Experts and latent attention are torch's: which rows an expert gets is not known before.
-OTHERS = {"MixtralForCausalLM", "Qwen3MoeForCausalLM", "DeepseekV2ForCausalLM", "DeepseekV3ForCausalLM"}
+OTHERS = {"DeepseekV2ForCausalLM", "DeepseekV3ForCausalLM"}  # latent attention is torch's
 CPU = torch.device("cpu")
 LENGTHS = (5, 17, 16, 1)  # of prompts; a block has 16
 

@@ -1,0 +1,243 @@
+"""Experts, compiled: which ones a token passes through, products of rows that each have a matrix of their own, and the sum of the results.
+
+Letters in shapes are those of `baton.engine.moe`.
+"""
+
+from collections.abc import Callable, Sequence
+from dataclasses import replace
+
+import numpy as np
+import torch
+from numba import njit
+from torch import Tensor
+
+from baton.engine.cpu.int4 import multiply_int4, product_int4
+from baton.engine.cpu.kernel import INT, REAL, ArgumentError, floats, int64s, kernel, numbers
+from baton.engine.cpu.panels import CHUNK, Product, multiply, multiply_int8, product, product_int8
+from baton.engine.cpu.primitives import ONE, SUMS, ZERO, exp, put, share, view_float32, view_int8, view_int32, view_like, view_uint16, wide
+from baton.engine.cpu.softmax import weigh
+from baton.engine.cpu.tile import OUTS, SHARED, WORDS
+
+
+class Each:
+    """x `[A / n, in]`, owners `[A]` → `[A, out]`: row a is row a // n of x times the matrix that owners[a] says."""
+
+    def __init__(self, products: Sequence[Product]) -> None:
+        """Their matrices are of equal shapes and one type."""
+        self._products = products  # whose memory the tables point to
+        self._outs, self._width = products[0].outs, products[0].width
+        self._kernel, self._unit = EACH[products[0].kernel]
+        self._tables = torch.tensor([[part.data_ptr() for part in each.matrix] for each in products])
+
+    def __call__(self, x: Tensor, owners: Tensor) -> Tensor:
+        width = x.shape[1]
+        if width + -width % self._unit != self._width:
+            raise ArgumentError(f"x: must be [rows, {self._width}], got {list(x.shape)}")
+        out = x.new_empty(len(owners), self._outs)
+        self._kernel(x.contiguous(), owners.contiguous(), self._tables, out, len(owners) // max(len(x), 1))
+        return out
+
+
+def each(products: Sequence[object]) -> Each | None:
+    """None: they are not all products of one kernel with matrices of equal shapes."""
+    ours = [each for each in products if isinstance(each, Product)]
+    kinds = {(each.kernel, each.outs, each.width, tuple((part.dtype, part.shape) for part in each.matrix)) for each in ours}
+    return Each(ours) if len(ours) == len(products) and len(kinds) == 1 else None
+
+
+# --- which experts -------------------------------------------------------------------------------------------------------------------
+
+
+@njit(fastmath=SUMS, error_model="numpy")
+def _score(logits, scores, sigmoid):
+    if sigmoid:
+        for e in range(len(logits)):
+            scores[e] = ONE / (ONE + exp(-logits[e]))
+    else:
+        scores[:] = logits
+        total = weigh(scores, len(scores), ZERO)
+        for e in range(len(scores)):
+            scores[e] /= total
+
+
+@njit
+def _greatest(values):
+    """The first place of the greatest, or 0 if there is none."""
+    found = 0
+    for i in range(1, len(values)):
+        if values[i] > values[found]:
+            found = i
+    return found
+
+
+@njit
+def _close(choice, groups, open_groups, two):
+    """-inf for the experts of groups that are not among the best: a group is worth its best expert, or its two best."""
+    size = len(choice) // groups
+    worth = np.empty(groups, np.float32)
+    for g in range(groups):
+        some = choice[g * size : (g + 1) * size].copy()
+        best = _greatest(some)
+        worth[g], some[best] = some[best], -np.inf
+        if two:
+            worth[g] += some[_greatest(some)]
+    for _ in range(open_groups):
+        worth[_greatest(worth)] = -np.inf
+    for g in range(groups):
+        if worth[g] > -np.inf:
+            choice[g * size : (g + 1) * size] = -np.inf
+
+
+@kernel(
+    "tokens * experts",
+    logits=floats("tokens", "experts"),
+    bias=replace(floats("experts"), optional=True),
+    shares=floats("tokens", "chosen"),
+    ids=int64s("tokens", "chosen"),
+    sigmoid=INT,
+    groups=INT,
+    open_groups=INT,
+    normalised=INT,
+    scale=REAL,
+)
+def route(logits, bias, has_bias, shares, ids, tokens, experts, chosen, sigmoid, groups, open_groups, normalised, scale):
+    """As `baton.engine.ops.Ops.route`. Of equal experts, the first is chosen."""
+    first, last = share(tokens)
+    scores, choice = np.empty(experts, np.float32), np.empty(experts, np.float32)
+    for token in range(first, last):
+        _score(logits[token * experts : (token + 1) * experts], scores, sigmoid)
+        for e in range(experts):
+            choice[e] = scores[e] + (bias[e] if has_bias else ZERO)
+        if groups > 1:
+            _close(choice, groups, open_groups, sigmoid)
+        at, total = token * chosen, np.float32(1e-20)  # sigmoids may all be 0
+        for k in range(chosen):
+            found = _greatest(choice)
+            ids[at + k], shares[at + k], choice[found] = found, scores[found], -np.inf
+            total += scores[found]
+        for k in range(chosen):
+            shares[at + k] *= scale / total if normalised else scale
+
+
+@kernel(
+    "tokens * chosen * width",
+    y=numbers("tokens * chosen", "width"),
+    shares=floats("tokens", "chosen"),
+    more=numbers("tokens", "width", optional=True),
+    out=numbers("tokens", "width"),
+)
+def combine(y, shares, more, has_more, out, tokens, chosen, width):
+    """As `baton.engine.ops.Ops.combine`."""
+    first, last = share(tokens)
+    sums = np.empty(width, np.float32)
+    for token in range(first, last):
+        if has_more:
+            for i in range(width):
+                sums[i] = wide(more[token * width + i])
+        else:
+            sums[:] = ZERO
+        for k in range(token * chosen, (token + 1) * chosen):
+            row, weight = y[k * width : (k + 1) * width], shares[k]
+            for i in range(width):
+                sums[i] += weight * wide(row[i])
+        for i in range(width):
+            put(out, token * width + i, sums[i])
+
+
+# --- products ------------------------------------------------------------------------------------------------------------------------
+
+
+@njit
+def _take(x, owners, expert, first, times, width, some, rows):
+    """Rows of x that the expert owns, up to CHUNK of them, from assignment `first` on. Returns the next assignment, and how many rows."""
+    a, count = first, 0
+    while a < len(owners) and count < CHUNK:
+        if owners[a] == expert:
+            row = a // times * width
+            some[count * width : (count + 1) * width] = x[row : row + width]
+            rows[count] = a
+            count += 1
+        a += 1
+    return a, count
+
+
+@njit
+def _give(result, rows, count, outs, out):
+    """This thread's part of the rows."""
+    first, last = share(-(-outs // OUTS))
+    first, last = first * OUTS, min(last * OUTS, outs)
+    for i in range(count):
+        at = rows[i] * outs
+        out[at + first : at + last] = result[i * outs + first : i * outs + last]
+
+
+@kernel(
+    "rows * times * outs * width",
+    x=numbers("rows", "width"),
+    owners=int64s("rows * times"),
+    tables=int64s("experts", "2"),
+    out=numbers("rows * times", "outs"),
+    times=INT,
+)
+def _product_each(x, owners, tables, out, width, times, experts, outs):
+    some, result, taken = np.empty(CHUNK * width, x.dtype), np.empty(CHUNK * outs, out.dtype), np.empty(CHUNK, np.int64)
+    padded = -(-outs // OUTS) * OUTS
+    for expert in range(experts):
+        next_ = 0
+        while next_ < len(owners):
+            next_, count = _take(x, owners, expert, next_, times, width, some, taken)
+            if count:
+                weights, bias = view_like(x, tables[2 * expert], padded * width), view_float32(tables[2 * expert + 1], padded)
+                multiply(some, weights, bias, result, count, width, outs)
+                _give(result, taken, count, outs, out)
+
+
+@kernel(
+    "rows * times * outs * width",
+    x=numbers("rows", "width"),
+    owners=int64s("rows * times"),
+    tables=int64s("experts", "4"),
+    out=numbers("rows * times", "outs"),
+    times=INT,
+)
+def _product_int8_each(x, owners, tables, out, width, times, experts, outs):
+    some, result, taken = np.empty(CHUNK * width, x.dtype), np.empty(CHUNK * outs, out.dtype), np.empty(CHUNK, np.int64)
+    padded = -(-outs // OUTS) * OUTS
+    for expert in range(experts):
+        next_, table = 0, tables[4 * expert : 4 * expert + 4]
+        while next_ < len(owners):
+            next_, count = _take(x, owners, expert, next_, times, width, some, taken)
+            if count:
+                weights, scales = view_int8(table[0], padded * width), view_float32(table[1], padded)
+                zeros, bias = view_int32(table[2], padded), view_float32(table[3], padded)
+                multiply_int8(some, weights, scales, zeros, bias, result, count, width, outs)
+                _give(result, taken, count, outs, out)
+
+
+@kernel(
+    "rows * times * outs * width",
+    x=numbers("rows", "width"),
+    owners=int64s("rows * times"),
+    tables=int64s("experts", "3"),
+    out=numbers("rows * times", "outs"),
+    times=INT,
+)
+def _product_int4_each(x, owners, tables, out, width, times, experts, outs):
+    some, result, taken = np.empty(CHUNK * width, x.dtype), np.empty(CHUNK * outs, out.dtype), np.empty(CHUNK, np.int64)
+    padded, groups = -(-outs // OUTS) * OUTS, -(-width // SHARED)
+    for expert in range(experts):
+        next_, table = 0, tables[3 * expert : 3 * expert + 3]
+        while next_ < len(owners):
+            next_, count = _take(x, owners, expert, next_, times, width, some, taken)
+            if count:
+                weights, scales = view_int32(table[0], padded * groups * WORDS), view_uint16(table[1], padded * groups)
+                multiply_int4(some, weights, scales, view_float32(table[2], padded), result, count, width, outs)
+                _give(result, taken, count, outs, out)
+
+
+# The kernel for a kernel's products, and what x's width is rounded up to a multiple of.
+EACH: dict[Callable[..., None], tuple[Callable[..., None], int]] = {
+    product: (_product_each, 1),
+    product_int8: (_product_int8_each, 1),
+    product_int4: (_product_int4_each, SHARED),
+}
