@@ -84,10 +84,17 @@ class Cluster:
         found = (worker for worker in self.workers() if worker["name"] == name and worker.get("state") == "ready" and "error" not in worker)
         return int(next(found)["incarnation"])
 
+    def worker_pid(self, name: str) -> int:
+        return int(next(worker["pid"] for worker in self.workers() if worker["name"] == name))
+
     def kill(self, name: str, number: int = signal.SIGKILL) -> int:
-        pid: int = next(worker["pid"] for worker in self.workers() if worker["name"] == name)
+        pid = self.worker_pid(name)
         os.kill(pid, number)
         return pid
+
+    def reached(self, point: str) -> Path:
+        """Exists once a process has reached that failpoint."""
+        return Path(self.env["BATON_FAILPOINTS_ONCE"]) / point
 
     def baton(self, *arguments: str, timeout: float = 60, **kwargs: Any) -> subprocess.CompletedProcess[str]:
         command = [sys.executable, "-m", "baton", *arguments]
@@ -199,32 +206,37 @@ async def ask(client: AsyncClient, prompt: list[int], max_tokens: int, timeout_s
 
 
 KILLER = """
-import os, signal, sys, time, urllib.request
+import os, sys, time, urllib.request
 
-def computed():
-    text = urllib.request.urlopen(f"http://{sys.argv[1]}/metrics", timeout=10).read().decode()
+at, limit, number, pid = sys.argv[1:]
+
+def reached():
+    if at.startswith("/"):
+        return float(os.path.exists(at))
+    text = urllib.request.urlopen(f"http://{at}/metrics", timeout=10).read().decode()
     return sum(float(line.split()[-1]) for line in text.splitlines() if line.startswith("baton_engine_computed_tokens_total"))
 
-until = computed() + int(sys.argv[3])
+until = reached() + float(limit)
 print("ready", flush=True)
-while computed() < until:
+while reached() < until:
     time.sleep(0.005)
-os.kill(int(sys.argv[2]), signal.SIGKILL)
+os.kill(int(pid), int(number))
 """
 
 
 @contextmanager
-def killer(pid: int, worker: dict[str, Any], after: int) -> Iterator[None]:
-    """Kills a process once the worker has computed that many more tokens.
+def killer(pid: int, at: str | Path, after: int = 1, number: int = signal.SIGKILL) -> Iterator[None]:
+    """Sends a signal to a process once the worker whose metrics are at that address has computed so many more tokens, or once that file
+    exists.
 
-    The kill comes from a process in a session of its own: on a busy machine this one, which shares its turns with the load, may see the
+    The signal comes from a process in a session of its own: on a busy machine this one, which shares its turns with the load, may see the
     first tokens of a stream after the worker has computed the last.
     """
-    command = [sys.executable, "-c", KILLER, worker["metrics"], str(pid), str(after)]
+    command = [sys.executable, "-c", KILLER, str(at), str(after), str(number), str(pid)]
     with subprocess.Popen(command, start_new_session=True, stdout=subprocess.PIPE, text=True) as process:
         try:
             assert process.stdout is not None and process.stdout.readline() == "ready\n"
             yield
-            assert process.wait(10) == 0, "the process was not killed"
+            assert process.wait(10) == 0, "the process got no signal"
         finally:
             process.kill()

@@ -14,7 +14,7 @@ from typing import Any
 import pytest
 import redis
 from faulty_cluster import GREEDY, PROMPT, ask, expected, faulty
-from live_cluster import Cluster, cluster, toy
+from live_cluster import Cluster, cluster, killer, toy
 
 from baton.client import AsyncClient, GenerateError
 
@@ -82,17 +82,10 @@ async def test_retries_are_limited_and_the_error_says_so(model: Path) -> None:
 async def test_the_prompt_is_recomputed_when_the_prefill_worker_dies_before_the_read(model: Path) -> None:
     """The holder of the KV is killed while the decode worker waits, so the read fails and the prompt is recomputed."""
     with faulty(model, "kv.reserved=sleep:0.7", prefill=1, decode=1) as live:
-        async with (
-            live.client() as client,
-            client.generate(token_ids=PROMPT, max_tokens=24, **GREEDY) as stream,
-        ):
-            tokens = []
-            async for token in stream:
-                tokens.append(token.id)
-                if len(tokens) == 1:
-                    await asyncio.to_thread(live.kill, "prefill-0")
-            result = stream.result
-        assert tokens == expected()
+        with killer(live.worker_pid("prefill-0"), live.reached("kv.reserved")):
+            async with live.client() as client:
+                result = await ask(client)
+        assert list(result.token_ids) == expected()
         assert result.handoff["failure"] == "TRANSFER_FAILED" and result.handoff["recomputed_tokens"] == len(PROMPT)
         await asyncio.to_thread(live.wait, lambda: all("error" not in worker for worker in live.workers()))
         await live.quiet()
@@ -168,18 +161,12 @@ async def test_a_short_stall_causes_no_retry(model: Path) -> None:
 async def test_a_read_from_a_hung_prefill_worker_fails_and_the_prompt_is_recomputed(model: Path) -> None:
     # The supervisor's hang limit is long, because this test is about the workers that read from the hung one.
     with faulty(model, "kv.reserved=sleep:0.5", "--launcher.hang-s", "120", prefill=1, decode=1) as live:
-        async with (
-            live.client() as client,
-            client.generate(token_ids=PROMPT, max_tokens=24, **GREEDY) as stream,
-        ):
-            tokens, pid = [], 0
-            async for token in stream:
-                tokens.append(token.id)
-                if len(tokens) == 1:
-                    pid = await asyncio.to_thread(live.kill, "prefill-0", signal.SIGSTOP)
-            result = stream.result
+        pid = live.worker_pid("prefill-0")
+        with killer(pid, live.reached("kv.reserved"), number=signal.SIGSTOP):
+            async with live.client() as client:
+                result = await ask(client)
         os.kill(pid, signal.SIGCONT)
-        assert tokens == expected() and result.handoff["failure"] == "TRANSFER_FAILED"
+        assert list(result.token_ids) == expected() and result.handoff["failure"] == "TRANSFER_FAILED"
         await asyncio.to_thread(live.wait, lambda: all("error" not in worker for worker in live.workers()))
         await live.quiet()
 

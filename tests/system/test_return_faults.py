@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 from faulty_cluster import ask, expected, faulty
-from live_cluster import Cluster, toy
+from live_cluster import Cluster, killer, toy
 
 from baton.client import AsyncClient, Result
 
@@ -102,11 +102,9 @@ async def test_a_request_survives_the_loss_of_the_source_during_the_fetch(model:
         async with live.client() as client:
             prompt, name = await bypassed_turn(live, client)
             source = next(worker["pid"] for worker in live.workers("decode") if worker["name"] == name)
-            request = asyncio.create_task(ask(client, prompt))
-            await at(live, point)
-            os.kill(source, number)
             try:
-                result = await request
+                with killer(source, live.reached(point), number=number):
+                    result = await ask(client, prompt)
             finally:
                 if number == signal.SIGSTOP:
                     os.kill(source, signal.SIGCONT)
@@ -140,7 +138,7 @@ async def test_a_client_that_disconnects_during_the_fetch_frees_everything(model
 
 async def at(live: Cluster, point: str) -> None:
     """Waits until a process has reached the failpoint."""
-    await asyncio.to_thread(live.wait, (Path(live.env["BATON_FAILPOINTS_ONCE"]) / point).exists)
+    await asyncio.to_thread(live.wait, live.reached(point).exists)
 
 
 async def bypassed_turn(live: Cluster, client: AsyncClient) -> tuple[list[int], str]:

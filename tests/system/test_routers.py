@@ -79,7 +79,7 @@ async def test_the_streams_of_a_router_that_dies_continue_at_another(live: Clust
     both = [victim["endpoints"]["grpc"], survivor["endpoints"]["grpc"]]
     client = AsyncClient(both)  # one client takes its addresses in turns; six would each draw where they begin
     decode = next(worker for worker in live.workers() if worker["name"] == "decode-0")
-    with killer(victim["pid"], decode, after=3500):  # more than the living ones take
+    with killer(victim["pid"], decode["metrics"], after=3500):  # more than the living ones take
         dying = [asyncio.create_task(ask_through(client, [*PROMPT, 50 + i], 1500)) for i in range(6)]
         living = [asyncio.create_task(ask(survivor["endpoints"]["grpc"], [*PROMPT, 60 + i], max_tokens=600)) for i in range(4)]
         resumed = [result.resumes for result in await asyncio.gather(*dying)]
