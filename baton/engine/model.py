@@ -31,7 +31,6 @@ class Transformer:
         self.layers = [Layer(config, i, weights.under(f"model.layers.{i}"), ops) for i in range(config.layers)]
         self.norm = weights.vector("model.norm", config.norm_offset)  # [H]
         self.head = weights.matrix([self.embedding if config.tied else weights.tensor("lm_head.weight")])
-        self.recurring = ops.recurring or config.latent is not None  # latent attention has products of torch's
         self.frequencies = {rope: frequencies(rope, config.rope_dim).to(device) for rope in dict.fromkeys(config.ropes)}  # [D / 2] each
 
     def forward(self, tokens: Tensor, positions: Tensor, attention: Attention, rows: Tensor | None) -> Tensor:

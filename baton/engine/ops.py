@@ -117,6 +117,20 @@ class Ops:
 
         return linear
 
+    def per_head(self, matrices: Tensor) -> Multiply:
+        """x `[T, Hq, in]` → `[T, Hq, out]`: each head has its own of the matrices `[Hq, out, in]`, which are of the type of x."""
+        turned = matrices.transpose(1, 2)
+        return lambda x: torch.bmm(x.transpose(0, 1), turned).transpose(0, 1)
+
+    def latent_heads(self, absorbed: Tensor, q: Tensor, key: Tensor, weight: Tensor, eps: float) -> Tensor:
+        """The queries and, last, the key of latent attention, `[T, Hq + 1, D]`: absorbed `[T, Hq, R]` beside the end of q `[T, Hq, *]`,
+        and key `[T, D]` with its first R numbers normed by the weight `[R]`."""
+        (tokens, heads, rank), dim = absorbed.shape, key.shape[1]
+        out = key.new_empty(tokens, heads + 1, dim)
+        out[:, :-1, :rank], out[:, :-1, rank:] = absorbed, q[..., rank - dim :]
+        out[:, -1, :rank], out[:, -1, rank:] = self.add_rms_norm(key[:, :rank].contiguous(), None, weight, eps), key[:, rank:]
+        return out
+
     def each(self, products: Sequence[Multiply]) -> Each | None:
         """Products of rows with a matrix each, as one. None: there is no faster way than one after the other."""
         return None

@@ -84,23 +84,19 @@ class LatentAttention:
         self.kv = weights.matrix(from_input("kv_a_proj_with_mqa.weight"), from_input("kv_a_proj_with_mqa.bias") if c.qkv_bias else [])
         self.kv_norm = weights.vector("kv_a_layernorm")  # [R]
         up = weights.tensor("kv_b_proj.weight").view(c.heads, -1, latent.rank)  # [Hq, nope_dim + value_dim, R]
-        self.key_up = weights.placed(up[:, : latent.nope_dim])  # W_uk [Hq, nope_dim, R]
-        self.value_up = weights.placed(up[:, latent.nope_dim :].transpose(1, 2))  # W_uv [Hq, R, value_dim]
+        self.key_up = ops.per_head(weights.placed(up[:, : latent.nope_dim]).transpose(1, 2))  # W_uk [Hq, R, nope_dim]
+        self.value_up = ops.per_head(weights.placed(up[:, latent.nope_dim :]))  # W_uv [Hq, value_dim, R]
         self.out = weights.linear("o_proj", bias=c.o_bias)
 
     def __call__(self, x: Tensor, rotation: Tensor, layer: int, attention: Attention) -> Tensor:
         """[T, H] → [T, H]."""
-        rank, nope, norm = self.latent.rank, self.latent.nope_dim, self.ops.add_rms_norm
+        norm = self.ops.add_rms_norm
         key = self.kv(x)  # [T, D]
         if self.q_down is not None and self.q_norm is not None:
             x = norm(self.q_down(x), None, self.q_norm, LATENT_EPS)
         q = self.q(x).view(x.shape[0], self.heads, -1)  # [T, Hq, nope_dim + rope_dim]
-        heads = key.new_empty(x.shape[0], self.heads + 1, key.shape[-1])  # the queries and, last, the key
-        heads[:, :-1, :rank] = torch.bmm(q[..., :nope].transpose(0, 1), self.key_up).transpose(0, 1)
-        heads[:, :-1, rank:] = q[..., nope:]
-        heads[:, -1, :rank] = norm(key[:, :rank].contiguous(), None, self.kv_norm, LATENT_EPS)
-        heads[:, -1, rank:] = key[:, rank:]
-        self.ops.rotate_(heads[..., rank:], rotation)
-        latents = attention(layer, heads[:, :-1], heads[:, None, -1:]).view(x.shape[0], self.heads, rank)
-        values = torch.bmm(latents.transpose(0, 1), self.value_up)  # [Hq, T, value_dim]
-        return self.out(values.transpose(0, 1).flatten(1))
+        absorbed = self.key_up(q[..., : self.latent.nope_dim])  # [T, Hq, R]
+        heads = self.ops.latent_heads(absorbed, q, key, self.kv_norm, LATENT_EPS)  # [T, Hq + 1, D]
+        self.ops.rotate_(heads[..., self.latent.rank :], rotation)
+        latents = attention(layer, heads[:, :-1], heads[:, None, -1:]).view(x.shape[0], self.heads, self.latent.rank)
+        return self.out(self.value_up(latents).flatten(1))

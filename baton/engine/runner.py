@@ -149,7 +149,7 @@ class ModelRunner:
             last_row[i] = len(tokens) - 1
         rows = [row for chunk, row in zip(batch, last_row, strict=True) if chunk.samples]
         more = more_rows = 0
-        if self.model.recurring:
+        if self.model.ops.recurring:
             more, more_rows = rounded_up(len(tokens)) - len(tokens), rounded_up(len(rows)) - len(rows)
         positions = F.pad(meta.positions, (0, more)) if more else meta.positions
         padded, padded_rows = self._tensor(tokens + [0] * more), self._tensor(rows + rows[-1:] * more_rows)

@@ -95,6 +95,18 @@ class CompiledOps(Ops):
         self.recurring, self.packs = True, by != "torch"
         return False
 
+    def per_head(self, matrices: Tensor) -> Multiply:
+        if not panels.fits(matrices[0]):
+            return super().per_head(matrices)
+        heads, outs, _ = matrices.shape
+        each = experts.Each([panels.multiplier(head.contiguous(), None) for head in matrices])
+        return lambda x: each(x.flatten(0, 1)).view(len(x), heads, outs)
+
+    def latent_heads(self, absorbed: Tensor, q: Tensor, key: Tensor, weight: Tensor, eps: float) -> Tensor:
+        out = key.new_empty(len(q), q.shape[1] + 1, key.shape[1])
+        pointwise.latent_heads(absorbed.contiguous(), key, q[..., absorbed.shape[2] - key.shape[1] :], weight, out, eps)
+        return out
+
     def each(self, products: Sequence[Multiply]) -> Each | None:
         return experts.each(products)
 

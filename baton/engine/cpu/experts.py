@@ -12,7 +12,7 @@ from numba import njit
 from torch import Tensor
 
 from baton.engine.cpu.int4 import multiply_int4, product_int4
-from baton.engine.cpu.kernel import INT, REAL, ArgumentError, floats, int64s, kernel, numbers
+from baton.engine.cpu.kernel import INT, REAL, ArgumentError, body, floats, int64s, kernel, numbers
 from baton.engine.cpu.panels import CHUNK, Product, multiply, multiply_int8, product, product_int8
 from baton.engine.cpu.primitives import ONE, SUMS, ZERO, exp, put, share, view_float32, view_int8, view_int32, view_like, view_uint16, wide
 from baton.engine.cpu.softmax import weigh
@@ -20,7 +20,7 @@ from baton.engine.cpu.tile import OUTS, SHARED, WORDS
 
 
 class Each:
-    """x `[A / n, in]`, owners `[A]` → `[A, out]`: row a is row a // n of x times the matrix that owners[a] says."""
+    """A `baton.engine.ops.Each`. Without owners, rows own the matrices in turns: `[A, in]` → `[A, out]`."""
 
     def __init__(self, products: Sequence[Product]) -> None:
         """Their matrices are of equal shapes and one type."""
@@ -29,12 +29,13 @@ class Each:
         self._kernel, self._unit = EACH[products[0].kernel]
         self._tables = torch.tensor([[part.data_ptr() for part in each.matrix] for each in products])
 
-    def __call__(self, x: Tensor, owners: Tensor) -> Tensor:
-        width = x.shape[1]
+    def __call__(self, x: Tensor, owners: Tensor | None = None) -> Tensor:
+        rows, width = x.shape
         if width + -width % self._unit != self._width:
             raise ArgumentError(f"x: must be [rows, {self._width}], got {list(x.shape)}")
-        out = x.new_empty(len(owners), self._outs)
-        self._kernel(x.contiguous(), owners.contiguous(), self._tables, out, len(owners) // max(len(x), 1))
+        assigned = rows if owners is None else len(owners)
+        out = x.new_empty(assigned, self._outs)
+        self._kernel(x, owners if owners is None else owners.contiguous(), self._tables, out, assigned // max(rows, 1))
         return out
 
 
@@ -148,12 +149,13 @@ def combine(y, shares, more, has_more, out, tokens, chosen, width):
 
 
 @njit
-def _take(x, owners, expert, first, times, width, some, rows):
-    """Rows of x that the expert owns, up to CHUNK of them, from assignment `first` on. Returns the next assignment, and how many rows."""
-    a, count = first, 0
-    while a < len(owners) and count < CHUNK:
-        if owners[a] == expert:
-            row = a // times * width
+def _take(x, apart, owners, owned, expert, first, some, rows):
+    """Rows of x that the expert owns, up to CHUNK of them, from assignment `first` on. Returns the next assignment, and how many rows.
+    `owners`: them or nothing; `owned`: the numbers of assignments, of assignments of a row, of experts, and of a row's numbers."""
+    (assigned, times, experts, width), a, count = owned, first, 0
+    while a < assigned and count < CHUNK:
+        if (owners[a] if len(owners) else a % experts) == expert:
+            row = a // times * apart
             some[count * width : (count + 1) * width] = x[row : row + width]
             rows[count] = a
             count += 1
@@ -171,73 +173,74 @@ def _give(result, rows, count, outs, out):
         out[at + first : at + last] = result[i * outs + first : i * outs + last]
 
 
-@kernel(
-    "rows * times * outs * width",
-    x=numbers("rows", "width"),
-    owners=int64s("rows * times"),
-    tables=int64s("experts", "2"),
-    out=numbers("rows * times", "outs"),
-    times=INT,
-)
-def _product_each(x, owners, tables, out, width, times, experts, outs):
-    some, result, taken = np.empty(CHUNK * width, x.dtype), np.empty(CHUNK * outs, out.dtype), np.empty(CHUNK, np.int64)
-    padded = -(-outs // OUTS) * OUTS
-    for expert in range(experts):
-        next_ = 0
-        while next_ < len(owners):
-            next_, count = _take(x, owners, expert, next_, times, width, some, taken)
-            if count:
-                weights, bias = view_like(x, tables[2 * expert], padded * width), view_float32(tables[2 * expert + 1], padded)
-                multiply(some, weights, bias, result, count, width, outs)
-                _give(result, taken, count, outs, out)
+@body
+def _padded(outs):
+    return -(-outs // OUTS) * OUTS
 
 
-@kernel(
-    "rows * times * outs * width",
-    x=numbers("rows", "width"),
-    owners=int64s("rows * times"),
-    tables=int64s("experts", "4"),
-    out=numbers("rows * times", "outs"),
-    times=INT,
-)
-def _product_int8_each(x, owners, tables, out, width, times, experts, outs):
-    some, result, taken = np.empty(CHUNK * width, x.dtype), np.empty(CHUNK * outs, out.dtype), np.empty(CHUNK, np.int64)
-    padded = -(-outs // OUTS) * OUTS
-    for expert in range(experts):
-        next_, table = 0, tables[4 * expert : 4 * expert + 4]
-        while next_ < len(owners):
-            next_, count = _take(x, owners, expert, next_, times, width, some, taken)
-            if count:
-                weights, scales = view_int8(table[0], padded * width), view_float32(table[1], padded)
-                zeros, bias = view_int32(table[2], padded), view_float32(table[3], padded)
-                multiply_int8(some, weights, scales, zeros, bias, result, count, width, outs)
-                _give(result, taken, count, outs, out)
+@body
+def _by_one(x, table, rows, out, width, outs):
+    weights, bias = view_like(x, table[0], _padded(outs) * width), view_float32(table[1], _padded(outs))
+    multiply(x, weights, bias, out, rows, width, outs)
 
 
-@kernel(
-    "rows * times * outs * width",
-    x=numbers("rows", "width"),
-    owners=int64s("rows * times"),
-    tables=int64s("experts", "3"),
-    out=numbers("rows * times", "outs"),
-    times=INT,
-)
-def _product_int4_each(x, owners, tables, out, width, times, experts, outs):
-    some, result, taken = np.empty(CHUNK * width, x.dtype), np.empty(CHUNK * outs, out.dtype), np.empty(CHUNK, np.int64)
-    padded, groups = -(-outs // OUTS) * OUTS, -(-width // SHARED)
-    for expert in range(experts):
-        next_, table = 0, tables[3 * expert : 3 * expert + 3]
-        while next_ < len(owners):
-            next_, count = _take(x, owners, expert, next_, times, width, some, taken)
-            if count:
-                weights, scales = view_int32(table[0], padded * groups * WORDS), view_uint16(table[1], padded * groups)
-                multiply_int4(some, weights, scales, view_float32(table[2], padded), result, count, width, outs)
-                _give(result, taken, count, outs, out)
+@body
+def _by_one_int8(x, table, rows, out, width, outs):
+    weights, scales = view_int8(table[0], _padded(outs) * width), view_float32(table[1], _padded(outs))
+    zeros, bias = view_int32(table[2], _padded(outs)), view_float32(table[3], _padded(outs))
+    multiply_int8(x, weights, scales, zeros, bias, out, rows, width, outs)
 
+
+@body
+def _by_one_int4(x, table, rows, out, width, outs):
+    groups = _padded(outs) * -(-width // SHARED)
+    weights, scales, bias = view_int32(table[0], groups * WORDS), view_uint16(table[1], groups), view_float32(table[2], _padded(outs))
+    multiply_int4(x, weights, scales, bias, out, rows, width, outs)
+
+
+def _named(name: str) -> Callable[[Callable[..., None]], Callable[..., None]]:
+    """A kernel is cached under its name."""
+
+    def name_(function: Callable[..., None]) -> Callable[..., None]:
+        function.__name__ = name
+        return function
+
+    return name_
+
+
+def _kernel(name: str, parts: int, by_one: Callable[..., None]) -> Callable[..., None]:
+    """`by_one` multiplies rows of x with the matrix whose `parts` are at the addresses in a row of the table."""
+
+    @kernel(
+        "rows * times * outs * width",
+        x=numbers("rows", "width", strided=1),
+        owners=replace(int64s("rows * times"), optional=True),
+        tables=int64s("experts", str(parts)),
+        out=numbers("rows * times", "outs"),
+        times=INT,
+    )
+    @_named(name)
+    def each(x, x_stride0, owners, has_owners, tables, out, rows, width, times, experts, outs):
+        some, result, taken = np.empty(CHUNK * width, x.dtype), np.empty(CHUNK * outs, out.dtype), np.empty(CHUNK, np.int64)
+        owners, owned = owners if has_owners else owners[:0], (rows * times, times, experts, width)
+        for expert in range(experts):
+            next_, table = 0, tables[parts * expert : parts * (expert + 1)]
+            while next_ < rows * times:
+                next_, count = _take(x, x_stride0, owners, owned, expert, next_, some, taken)
+                if count:
+                    by_one(some, table, count, result, width, outs)
+                    _give(result, taken, count, outs, out)
+
+    return each
+
+
+product_each = _kernel("product_each", 2, _by_one)
+product_int8_each = _kernel("product_int8_each", 4, _by_one_int8)
+product_int4_each = _kernel("product_int4_each", 3, _by_one_int4)
 
 # The kernel for a kernel's products, and what x's width is rounded up to a multiple of.
 EACH: dict[Callable[..., None], tuple[Callable[..., None], int]] = {
-    product: (_product_each, 1),
-    product_int8: (_product_int8_each, 1),
-    product_int4: (_product_int4_each, SHARED),
+    product: (product_each, 1),
+    product_int8: (product_int8_each, 1),
+    product_int4: (product_int4_each, SHARED),
 }

@@ -132,6 +132,32 @@ def greatest(logits, ids, rows, width):
         ids[row] = found if abs(best) < math.inf else -1
 
 
+@kernel(
+    "tokens * dim * heads",
+    SUMS,
+    absorbed=numbers("tokens", "heads", "rank"),
+    key=numbers("tokens", "dim"),
+    turned=numbers("tokens", "heads", "dim - rank", strided=2),
+    weight=numbers("rank"),
+    out=numbers("tokens", "heads + 1", "dim"),
+    eps=REAL,
+)
+def latent_heads(absorbed, key, turned, turned_stride0, turned_stride1, weight, out, tokens, heads, rank, dim, eps):
+    """As `baton.engine.ops.Ops.latent_heads`."""
+    first, last = share(tokens)
+    for token in range(first, last):
+        for head in range(heads):
+            at, q = (token * (heads + 1) + head) * dim, token * heads + head
+            out[at : at + rank] = absorbed[q * rank : (q + 1) * rank]
+            start = token * turned_stride0 + head * turned_stride1
+            out[at + rank : at + dim] = turned[start : start + dim - rank]
+        at, row = (token * (heads + 1) + heads) * dim, key[token * dim : (token + 1) * dim]
+        out[at + rank : at + dim] = row[rank:]
+        scale = _inverse_rms(row[:rank], eps)
+        for i in range(rank):
+            put(out, at + i, wide(row[i]) * scale * wide(weight[i]))
+
+
 @kernel("rows * heads * dim", SUMS, x=numbers("rows", "heads", "dim", strided=2), weight=numbers("heads", "dim"), eps=REAL)
 def norm_heads(x, x_stride0, x_stride1, weight, rows, heads, dim, eps):
     """Each head of x becomes x / √(mean(x²) + eps) · weight, in place."""

@@ -1,4 +1,4 @@
-"""A recorded decode step has the bits of an ordinary one, in every family whose steps are kernels alone; others are computed as ever."""
+"""A recorded decode step has the bits of an ordinary one, in every family. What kernels alone do not compute is computed as ever."""
 
 import threading
 import time
@@ -20,7 +20,6 @@ from baton.engine.runner import ModelRunner
 from baton.engine.sampling import SamplingParams
 from baton.engine.sequence import Sequence
 
-OTHERS = {"DeepseekV2ForCausalLM", "DeepseekV3ForCausalLM"}  # latent attention is torch's
 CPU = torch.device("cpu")
 LENGTHS = (5, 17, 16, 1)  # of prompts; a block has 16
 
@@ -69,7 +68,15 @@ def test_recorded_steps_have_the_bits_of_ordinary_ones(family: str, precision: s
     for ours, theirs in zip(answers(recorded), answers(ordinary), strict=True):
         assert torch.equal(ours, theirs)
     assert torch.equal(recorded._paged.pool, ordinary._paged.pool)  # type: ignore[union-attr]
-    assert set(steps._recordings) == (set() if family in OTHERS else {1, 2, 3, 4})
+    assert set(steps._recordings) == {1, 2, 3, 4}
+
+
+@pytest.mark.parametrize("family", ["LlamaForCausalLM", "Qwen3MoeForCausalLM"])
+def test_steps_with_products_of_others_are_computed_in_the_usual_way(family: str) -> None:
+    others, ours = (loaded(family, "float32", scale=8, products=products) for products in ("torch", "baton"))
+    for theirs, mine in zip(answers(others), answers(ours), strict=True):
+        torch.testing.assert_close(theirs, mine, atol=1e-4, rtol=1e-4)
+    assert others._steps is not None and not others._steps._recordings
 
 
 def test_plain_torch_is_not_recorded() -> None:
