@@ -216,9 +216,12 @@ class _Stream:
 
     def _wait_s(self, error: GenerateError) -> float:
         """How long to wait before the next call. Raises `error` if it is final."""
-        wait = None if self._ended_here else self._attempts.wait_s(Failure(error.code, error.reason, error.retry_after_s), monotonic())
-        if wait is None:
+        if self._ended_here:
             raise error from None
+        wait = self._attempts.wait_s(Failure(error.code, error.reason, error.retry_after_s), monotonic())
+        if wait is None:
+            # gRPC drops with a bare CANCELLED the calls that meet the end of their server.
+            raise _dropped() if (error.code, error.reason) == ("CANCELLED", "") else error from None
         return wait
 
 
@@ -462,6 +465,10 @@ def build_request(
 
 def _cancelled() -> GenerateError:
     return GenerateError("CANCELLED", "", "the request was cancelled on this side", (), None, {})
+
+
+def _dropped() -> GenerateError:
+    return GenerateError("UNAVAILABLE", "", "the other side dropped the call", (), None, {})
 
 
 def _metadata(api_key: str | None) -> tuple[tuple[str, str], ...]:

@@ -150,8 +150,9 @@ def test_a_final_error_ends_the_stream(take: Take, reason: Reason) -> None:
 
 
 @both
-def test_a_stream_that_breaks_too_often_is_lost(take: Take) -> None:
-    router = Router([(1, GONE)] * 4)
+@pytest.mark.parametrize("code", [GONE, grpc.StatusCode.CANCELLED])  # gRPC says CANCELLED of a call that meets the end of its server
+def test_a_stream_that_breaks_too_often_is_lost(take: Take, code: grpc.StatusCode) -> None:
+    router = Router([(1, code)] * 4)
     with serving(router):
         assert failed(take, router.address, 3).code == "UNAVAILABLE"
         assert [len(asked.output_so_far.ids) for asked in router.asked] == [0, 1, 2, 3]
