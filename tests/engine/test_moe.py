@@ -207,6 +207,24 @@ def test_compiled_sums_match_plain_torch(dtype: torch.dtype, more: bool) -> None
     torch.testing.assert_close(ours, precise.to(dtype), rtol=2**-7 if dtype == torch.bfloat16 else 1e-5, atol=1e-5)
 
 
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("tokens", [1, 3, 200])
+def test_each_head_is_multiplied_by_its_own_matrix(dtype: torch.dtype, tokens: int) -> None:
+    """The heads' rows are parts of longer ones."""
+    x, matrices = torch.randn(tokens, 5, 40).to(dtype)[..., :24], torch.randn(5, 37, 24).to(dtype)
+    ours, theirs = (choose_ops(CPU, dtype, compiled=compiled).per_head(matrices)(x) for compiled in (True, False))
+    torch.testing.assert_close(ours, theirs, atol=0.1 if dtype == torch.bfloat16 else 1e-4, rtol=2**-7)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("tokens", [1, 70])
+def test_queries_and_key_of_latent_attention_match_plain_torch(dtype: torch.dtype, tokens: int) -> None:
+    absorbed, q, key, weight = (torch.randn(*shape).to(dtype) for shape in ((tokens, 3, 24), (tokens, 3, 20), (tokens, 32), (24,)))
+    ours, theirs = (choose_ops(CPU, dtype, compiled=compiled).latent_heads(absorbed, q, key, weight, 1e-6) for compiled in (True, False))
+    assert torch.equal(ours[:, :-1], theirs[:, :-1]) and torch.equal(ours[:, -1, 24:], theirs[:, -1, 24:])
+    torch.testing.assert_close(ours, theirs)
+
+
 def test_a_row_that_does_not_fit_the_matrices_is_refused() -> None:
     """A kernel finds them by their addresses, so it could not tell."""
     for precision in ("float32", "int8", "int4"):

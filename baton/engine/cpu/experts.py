@@ -151,15 +151,16 @@ def combine(y, shares, more, has_more, out, tokens, chosen, width):
 @njit
 def _take(x, apart, owners, owned, expert, first, some, rows):
     """Rows of x that the expert owns, up to CHUNK of them, from assignment `first` on. Returns the next assignment, and how many rows.
-    `owners`: them or nothing; `owned`: the numbers of assignments, of assignments of a row, of experts, and of a row's numbers."""
-    (assigned, times, experts, width), a, count = owned, first, 0
+    `owners`: them, or nothing if every `step`-th is the expert's; `owned`: how many assignments there are in all and for a row, the step,
+    and how many numbers a row has."""
+    (assigned, times, step, width), a, count = owned, first, 0
     while a < assigned and count < CHUNK:
-        if (owners[a] if len(owners) else a % experts) == expert:
+        if len(owners) == 0 or owners[a] == expert:
             row = a // times * apart
             some[count * width : (count + 1) * width] = x[row : row + width]
             rows[count] = a
             count += 1
-        a += 1
+        a += step
     return a, count
 
 
@@ -222,9 +223,9 @@ def _kernel(name: str, parts: int, by_one: Callable[..., None]) -> Callable[...,
     @_named(name)
     def each(x, x_stride0, owners, has_owners, tables, out, rows, width, times, experts, outs):
         some, result, taken = np.empty(CHUNK * width, x.dtype), np.empty(CHUNK * outs, out.dtype), np.empty(CHUNK, np.int64)
-        owners, owned = owners if has_owners else owners[:0], (rows * times, times, experts, width)
+        owners, owned = owners if has_owners else owners[:0], (rows * times, times, 1 if has_owners else experts, width)
         for expert in range(experts):
-            next_, table = 0, tables[parts * expert : parts * (expert + 1)]
+            next_, table = 0 if has_owners else expert, tables[parts * expert : parts * (expert + 1)]
             while next_ < rows * times:
                 next_, count = _take(x, x_stride0, owners, owned, expert, next_, some, taken)
                 if count:
