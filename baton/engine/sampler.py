@@ -21,7 +21,7 @@ import torch
 from torch import Tensor
 
 from baton.engine.protocol import NonFiniteLogits
-from baton.engine.sampling import GREEDY_BELOW, Sampled, SamplingParams, noise_key
+from baton.engine.sampling import GOLDEN, GREEDY_BELOW, MIXERS, Sampled, SamplingParams, noise_key
 from baton.engine.sequence import Sequence
 
 SELECTED = 256  # top-p is searched for among this many of the best; rows that need more search among more
@@ -228,14 +228,14 @@ def argmax_with_noise(scaled: Tensor, keys: Tensor) -> Tensor:
 
 @lru_cache(maxsize=4)
 def _golden_steps(vocab: int, device: torch.device) -> Tensor:
-    """(id + 1) · 0x9E3779B97F4A7C15 modulo 2^64, int64 `[V]`."""
-    return torch.arange(1, vocab + 1, dtype=torch.int64, device=device) * _signed(0x9E3779B97F4A7C15)
+    """(id + 1) · GOLDEN modulo 2^64, int64 `[V]`."""
+    return torch.arange(1, vocab + 1, dtype=torch.int64, device=device) * _signed(GOLDEN)
 
 
 def _mix64_(x: Tensor) -> Tensor:
     """`baton.engine.sampling.mix64` in place: int64 multiplication wraps like uint64's."""
-    x.bitwise_xor_(_shift_right(x, 30)).mul_(_signed(0xBF58476D1CE4E5B9))
-    x.bitwise_xor_(_shift_right(x, 27)).mul_(_signed(0x94D049BB133111EB))
+    x.bitwise_xor_(_shift_right(x, 30)).mul_(_signed(MIXERS[0]))
+    x.bitwise_xor_(_shift_right(x, 27)).mul_(_signed(MIXERS[1]))
     return x.bitwise_xor_(_shift_right(x, 31))
 
 

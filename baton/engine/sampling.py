@@ -13,6 +13,8 @@ from typing import Any
 GREEDY_BELOW = 1e-5  # temperatures below this count as 0: the division would overflow float32
 INT32 = 2**31 - 1
 _MASK = (1 << 64) - 1
+GOLDEN = 0x9E3779B97F4A7C15  # SplitMix64's step: 2^64 over the golden ratio
+MIXERS = (0xBF58476D1CE4E5B9, 0x94D049BB133111EB)  # of `mix64`
 _NO_BIAS: Mapping[int, float] = MappingProxyType({})
 
 
@@ -91,8 +93,8 @@ class Sampled:
 def mix64(x: int) -> int:
     """The finaliser of SplitMix64 (Steele, Lea, Flood 2014): a bijection on 64 bits whose every output bit depends on every input bit."""
     x &= _MASK
-    x = ((x ^ (x >> 30)) * 0xBF58476D1CE4E5B9) & _MASK
-    x = ((x ^ (x >> 27)) * 0x94D049BB133111EB) & _MASK
+    x = ((x ^ (x >> 30)) * MIXERS[0]) & _MASK
+    x = ((x ^ (x >> 27)) * MIXERS[1]) & _MASK
     return x ^ (x >> 31)
 
 
@@ -101,4 +103,4 @@ def noise_key(seed: int, position: int) -> int:
 
     Batch, worker, time and retries have no influence, so a stream that continues elsewhere draws the noise that it would have drawn here.
     """
-    return mix64(mix64(seed + 0x9E3779B97F4A7C15) + position)
+    return mix64(mix64(seed + GOLDEN) + position)

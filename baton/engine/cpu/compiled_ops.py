@@ -96,7 +96,7 @@ class CompiledOps(Ops):
         return False
 
     def per_head(self, matrices: Tensor) -> Multiply:
-        if not panels.fits(matrices[0]):
+        if not self._takes(matrices[0]):
             return super().per_head(matrices)
         heads, outs, _ = matrices.shape
         each = experts.Each([panels.multiplier(head.contiguous(), None) for head in matrices])

@@ -17,16 +17,15 @@ from numba import njit
 from torch import Tensor
 
 from baton.engine.cpu.kernel import floats, int64s, kernel
-from baton.engine.cpu.primitives import SUMS, exp, share
+from baton.engine.cpu.primitives import SUMS, exp, magnitude, share
 from baton.engine.cpu.softmax import greatest_of
-from baton.engine.sampling import noise_key
+from baton.engine.sampling import GOLDEN, MIXERS, noise_key
 from baton.engine.sequence import Sequence
 
-MAGNITUDE = np.uint32(0x7FFFFFFF)  # of a float32's bits
 PASSES = ((20, 31), (10, 20), (0, 10))  # the lowest of the bits that a pass looks at, and the one after the highest
 RACE = 1024  # tokens that get noise at a time
 SLACK = 1 + 2.0**-16  # more than a weight's error
-GOLDEN, MIX, MIX_MORE = np.uint64(0x9E3779B97F4A7C15), np.uint64(0xBF58476D1CE4E5B9), np.uint64(0x94D049BB133111EB)
+STEP, MIX, MIX_MORE = np.uint64(GOLDEN), *(np.uint64(each) for each in MIXERS)
 
 
 def draw(scores: Tensor, rows: Seq[int], seqs: Seq[Sequence]) -> list[int]:
@@ -68,7 +67,7 @@ def _least(scaled, weights, counted, limit):
         size = 1 << (high - low)
         sums[:size] = 0.0
         for i in range(len(scaled)):
-            bits = np.float32(scaled[i]).view(np.uint32) & MAGNITUDE
+            bits = magnitude(scaled[i])
             if bits >> np.uint32(high) == found:
                 sums[(bits >> np.uint32(low)) & np.uint32(size - 1)] += 1.0 if counted else np.float64(weights[i])
         chosen, before = 0, above
@@ -85,7 +84,7 @@ def _least(scaled, weights, counted, limit):
 @njit
 def _uniform(key, i):
     """The top 53 bits of the noise of token i, as a float64 in [0, 1): see `baton.engine.sampling.noise_key`."""
-    x = key + np.uint64(i + 1) * GOLDEN
+    x = key + np.uint64(i + 1) * STEP
     x = (x ^ (x >> np.uint64(30))) * MIX
     x = (x ^ (x >> np.uint64(27))) * MIX_MORE
     return np.float64(np.int64((x ^ (x >> np.uint64(31))) >> np.uint64(11))) * 2.0**-53

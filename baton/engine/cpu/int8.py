@@ -7,17 +7,16 @@ import numpy as np
 from numba import njit
 
 from baton.engine.cpu.kernel import floats, kernel, numbers, uint8s
-from baton.engine.cpu.primitives import ROUND, put, share, wide
+from baton.engine.cpu.primitives import ROUND, magnitude, put, share, wide
 
 STEPS, SMALLEST = np.float32(127), np.finfo(np.float32).tiny
 
 
 @njit(error_model="numpy")
 def round_row(values, rounded):
-    # Without their sign, floats have the same order as their bits read as integers, and NaN is the greatest.
     greatest = np.uint32(0)
     for i in range(len(values)):
-        greatest = max(greatest, np.uint32(np.float32(wide(values[i])).view(np.uint32) & np.uint32(0x7FFFFFFF)))
+        greatest = max(greatest, magnitude(wide(values[i])))
     step = np.uint32(greatest).view(np.float32) / STEPS
     step = step if step > SMALLEST or step != step else SMALLEST
     for i in range(len(values)):

@@ -6,12 +6,12 @@ import numpy as np
 from numba import njit
 
 from baton.engine.cpu.kernel import INT, REAL, complexes, floats, int64s, kernel, numbers
-from baton.engine.cpu.primitives import ONE, SUMS, ZERO, exp, put, share, wide
+from baton.engine.cpu.primitives import ONE, SUMS, ZERO, exp, magnitude, put, share, wide
 from baton.engine.cpu.softmax import greatest_of
 
 GELU = np.float32(2 * math.sqrt(2 / math.pi))
 GELU_CUBE = np.float32(0.044715)
-MAGNITUDE, INFINITE = np.uint32(0x7FFFFFFF), np.uint32(0x7F800000)  # of a float32's bits
+INFINITE = np.uint32(0x7F800000)  # the bits of a float32
 SEARCHED = 256  # logits among which the greatest is looked for again, to find its place
 
 
@@ -113,7 +113,7 @@ def _greatest(values):
     """The greatest, or infinity if one is NaN."""
     largest = np.uint32(0)
     for i in range(len(values)):
-        largest = max(largest, np.uint32(np.float32(values[i]).view(np.uint32) & MAGNITUDE))
+        largest = max(largest, magnitude(values[i]))
     return np.float32(math.inf) if largest > INFINITE else greatest_of(values, len(values))
 
 

@@ -157,6 +157,12 @@ def exp(x):
 
 
 @njit
+def magnitude(x):
+    """The bits of a float32 without its sign: they have the order of the numbers, and NaN is the greatest."""
+    return np.uint32(np.float32(x).view(np.uint32) & np.uint32(0x7FFFFFFF))
+
+
+@njit
 def team():
     """This thread's number, and how many threads there are."""
     return _thread(), _threads()

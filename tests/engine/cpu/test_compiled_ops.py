@@ -196,7 +196,7 @@ def test_a_process_without_numba_serves_the_same_tokens(tmp_path: Path) -> None:
     "family", ["LlamaForCausalLM", "Qwen3ForCausalLM", "Qwen3MoeForCausalLM", "MixtralForCausalLM", "DeepseekV3ForCausalLM"]
 )
 def test_a_prompt_has_the_same_kv_bit_for_bit_in_chunks_of_any_size(family: str, precision: str) -> None:
-    """Without windows, experts and latent attention, whose products are torch's. Chunks of one token are decodes, so there is none here."""
+    """Without windows. Chunks of one token are decodes, so there is none here."""
     runner = loaded(family, precision, scale=8, products="baton")
     pool = runner._paged.pool  # type: ignore[union-attr]
     pools = []

@@ -71,7 +71,7 @@ def test_recorded_steps_have_the_bits_of_ordinary_ones(family: str, precision: s
     assert set(steps._recordings) == {1, 2, 3, 4}
 
 
-@pytest.mark.parametrize("family", ["LlamaForCausalLM", "Qwen3MoeForCausalLM"])
+@pytest.mark.parametrize("family", ["LlamaForCausalLM", "Qwen3MoeForCausalLM", "DeepseekV2ForCausalLM"])
 def test_steps_with_products_of_others_are_computed_in_the_usual_way(family: str) -> None:
     others, ours = (loaded(family, "float32", scale=8, products=products) for products in ("torch", "baton"))
     for theirs, mine in zip(answers(others), answers(ours), strict=True):
