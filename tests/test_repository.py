@@ -37,7 +37,7 @@ ARROWS = {
 HOMES = {
     "torch": ("baton/engine/", "baton/models/"),
     "numba": ("baton/engine/cpu/",),
-    "llvmlite": tuple(f"baton/engine/cpu/{name}.py" for name in ("primitives", "tile", "dots", "softmax")),
+    "llvmlite": tuple(f"baton/engine/cpu/{name}.py" for name in ("amx", "dots", "features", "primitives", "softmax", "tile")),
     "triton": ("baton/engine/gpu/triton_",),
     "flashinfer": ("baton/engine/gpu/flashinfer_backend.py",),
     "flash_attn": ("baton/engine/gpu/flash_attn_backend.py",),

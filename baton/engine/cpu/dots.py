@@ -10,7 +10,23 @@ from llvmlite import ir
 from numba import types
 from numba.extending import intrinsic
 
-from baton.engine.cpu.tile import FLOATS, I16, I32, I64, INTS, KINDS, LANES, OUTS, arguments_of, called, fused, spread, switch, widened
+from baton.engine.cpu.tile import (
+    FLOATS,
+    I16,
+    I32,
+    I64,
+    INTS,
+    KINDS,
+    LANES,
+    OUTS,
+    arguments_of,
+    called,
+    fused,
+    repeat,
+    spread,
+    switch,
+    widened,
+)
 
 KEYS = 8  # that are scored at a time
 QUERIES = 2 if LANES == 16 else 1  # that share a read key
@@ -147,25 +163,6 @@ def _over(builder: Any, dim: Any, starts: list[Any], add: Callable[..., list[Any
     sums = repeat(builder, builder.udiv(dim, I64(LANES)), starts, lambda i, each: add(builder.mul(i, I64(LANES)), each))
     some = builder.zext(builder.icmp_unsigned("!=", left, I64(0)), I64)
     return repeat(builder, some, sums, lambda _, each: add(whole, each, left))
-
-
-def repeat(builder: Any, count: Any, starts: list[Any], body: Callable[[Any, list[Any]], list[Any]]) -> list[Any]:
-    """`body(i, values)` gives the next values, `count` times from `starts`, and none if it is 0."""
-    entry = builder.block
-    head, inside, after = (builder.append_basic_block(name) for name in ("head", "inside", "after"))
-    builder.branch(head)
-    builder.position_at_end(head)
-    i = builder.phi(I64)
-    values = [builder.phi(start.type) for start in starts]
-    builder.cbranch(builder.icmp_unsigned("<", i, count), inside, after)
-    builder.position_at_end(inside)
-    following = [builder.add(i, I64(1)), *body(i, values)]
-    for phi, start, then in zip([i, *values], [I64(0), *starts], following, strict=True):
-        phi.add_incoming(start, entry)
-        phi.add_incoming(then, builder.block)
-    builder.branch(head)
-    builder.position_at_end(after)
-    return values
 
 
 def _floats(builder: Any, place: Any, left: Any = None) -> Any:

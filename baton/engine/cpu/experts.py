@@ -189,7 +189,7 @@ def _by_one(x, table, rows, out, width, outs):
 def _by_one_int8(x, table, rows, out, width, outs):
     weights, scales = view_int8(table[0], _padded(outs) * width), view_float32(table[1], _padded(outs))
     zeros, bias = view_int32(table[2], _padded(outs)), view_float32(table[3], _padded(outs))
-    multiply_int8(x, weights, scales, zeros, bias, out, rows, width, outs)
+    multiply_int8(x, weights, (scales, zeros, bias), out, rows, width, outs)
 
 
 @body

@@ -35,6 +35,7 @@ from numba.np.unsafe.ndarray import to_fixed_tuple
 from torch import Tensor
 
 from baton.engine.cpu import primitives
+from baton.engine.cpu.features import FEATURES
 
 log = logging.getLogger(__name__)
 
@@ -199,9 +200,10 @@ def make(stamp):
 
 
 def stamp() -> int:
-    """A checksum of the files in this folder. It is part of the key under which a compiled kernel is cached: Numba itself checks only the
-    kernel's own file, and would not notice a change in what that file uses."""
-    checksum = 0
+    """A checksum of the files in this folder, and of the features that kernels are compiled for. It is part of the key under which a
+    compiled kernel is cached: Numba itself checks only the kernel's own file and the processor, and would not notice a change in what that
+    file uses, or that Linux does not let this process use AMX."""
+    checksum = zlib.crc32(repr(sorted(FEATURES)).encode())
     for file in sorted(Path(__file__).parent.glob("*.py")):
         checksum = zlib.crc32(file.read_bytes(), checksum)
     return checksum

@@ -5,14 +5,17 @@ from collections.abc import Callable
 import numpy as np
 import torch
 import torch.nn.functional as F
+from numba.extending import overload
 from torch import Tensor
 
+from baton.engine.cpu import amx
 from baton.engine.cpu.int8 import round_row
 from baton.engine.cpu.kernel import body, floats, int8s, int32s, kernel, numbers
 from baton.engine.cpu.memory import zeros
-from baton.engine.cpu.primitives import share
+from baton.engine.cpu.primitives import LINE, share
 from baton.engine.cpu.tile import BFLOAT16, FLOAT32, INT8, OUTS, ROWS, add_tile, scale_row
 
+TILES_FROM = 12  # rows of int8: fewer are multiplied as fast as the weights can be read without AMX
 CHUNK = 64 // ROWS * ROWS  # rows of x that stay in the cache while a thread's panels pass: whole tiles
 DEPTH = 2048  # numbers of each row for which a panel stays in the cache
 OUTS_PADDED = f"-(-outs // {OUTS}) * {OUTS}"
@@ -70,7 +73,7 @@ def padded(vector: Tensor | None, outs: int) -> Tensor:
 
 
 @body
-def multiply(x, weights, bias, out, rows, width, outs):
+def multiply_rows(x, weights, bias, out, rows, width, outs):
     first, last = share(-(-outs // OUTS))
     sums, spare = np.empty(CHUNK * OUTS, np.float32), np.empty(ROWS * OUTS, out.dtype)
     for start in range(0, rows, CHUNK):
@@ -91,16 +94,31 @@ def multiply(x, weights, bias, out, rows, width, outs):
                             out[(tile + r) * outs + base : (tile + r + 1) * outs] = spare[r * OUTS : r * OUTS + outs - base]
 
 
+def multiply(x, weights, bias, out, rows, width, outs):
+    """This thread's part of a product. A row has the same bits whatever `rows` is."""
+
+
+@overload(multiply)
+def _multiply_by(x, weights, bias, out, rows, width, outs):
+    def by_tiles(x, weights, bias, out, rows, width, outs):
+        if width % (LINE // 2):
+            multiply_rows(x, weights, bias, out, rows, width, outs)
+        else:
+            amx.multiply_tiles(x, weights, bias, out, rows, width, outs)
+
+    return by_tiles if amx.multiplies(weights) else multiply_rows.py_func
+
+
 @kernel("outs * width", x=numbers("rows", "width"), weights=numbers(PANELS), bias=floats(OUTS_PADDED), out=numbers("rows", "outs"))
 def product(x, weights, bias, out, rows, width, outs):
     multiply(x, weights, bias, out, rows, width, outs)
 
 
 @body
-def multiply_int8(x, weights, scales, zeros, bias, out, rows, width, outs):
+def multiply_rows_int8(x, weights, beside, out, rows, width, outs):
     """Each thread rounds all rows itself: that is little work beside the product, and less than to wait for each other. Rounded numbers
-    have 128 added; sums begin with what that adds to them, subtracted."""
-    first, last = share(-(-outs // OUTS))
+    have 128 added; sums begin with `zeros`, what that adds to them, subtracted."""
+    (scales, zeros, bias), (first, last) = beside, share(-(-outs // OUTS))
     sums, spare = np.empty(CHUNK * OUTS, np.int32), np.empty(OUTS, out.dtype)
     rounded, steps = np.empty(CHUNK * width, np.uint8), np.empty(CHUNK, np.float32)
     for start in range(0, rows, CHUNK):
@@ -126,6 +144,21 @@ def multiply_int8(x, weights, scales, zeros, bias, out, rows, width, outs):
                             out[at : at + outs - base] = spare[: outs - base]
 
 
+def multiply_int8(x, weights, beside, out, rows, width, outs):
+    """This thread's part of a product. `beside`: scales, zeros and bias."""
+
+
+@overload(multiply_int8)
+def _multiply_int8_by(x, weights, beside, out, rows, width, outs):
+    def by_tiles(x, weights, beside, out, rows, width, outs):
+        if width % LINE or rows < TILES_FROM:
+            multiply_rows_int8(x, weights, beside, out, rows, width, outs)
+        else:
+            amx.multiply_tiles_int8(x, weights, beside, out, rows, width, outs)
+
+    return by_tiles if amx.multiplies(weights) else multiply_rows_int8.py_func
+
+
 @kernel(
     "outs * width",
     x=numbers("rows", "width"),
@@ -136,4 +169,4 @@ def multiply_int8(x, weights, scales, zeros, bias, out, rows, width, outs):
     out=numbers("rows", "outs"),
 )
 def product_int8(x, weights, scales, zeros, bias, out, rows, width, outs):
-    multiply_int8(x, weights, scales, zeros, bias, out, rows, width, outs)
+    multiply_int8(x, weights, (scales, zeros, bias), out, rows, width, outs)

@@ -17,6 +17,7 @@ SUMS = {"reassoc", "contract", "nsz"}
 ROUND = np.float32(1.5 * 2**23)  # a float32 of this size has no fractional digits
 ZERO, ONE, TWO = np.float32(0), np.float32(1), np.float32(2)
 BFLOAT16 = np.uint16(0)  # stands for its type
+LINE = 64  # bytes of a cache line
 
 LOG2_E = np.float32(math.log2(math.e))
 LN_2_HIGH = np.float32(0.693359375)  # few digits, so that n times it is exact
@@ -39,18 +40,33 @@ def _pointer(context: Any, address: Any) -> Any:
     return types.voidptr(types.int64), generate
 
 
-@intrinsic
-def prefetch(context: Any, array: Any, index: Any) -> Any:
-    """Prefetches the cache line of `array[index]`. An index outside the array does no harm."""
+def fetch(builder: Any, place: Any, write: bool = False) -> None:
+    """Brings a cache line into every cache."""
+    byte, flag = ir.IntType(8).as_pointer(), ir.IntType(32)
+    function = ir.FunctionType(ir.VoidType(), [byte, flag, flag, flag])
+    prefetch = cgutils.get_or_insert_function(builder.module, function, "llvm.prefetch.p0")
+    builder.call(prefetch, [builder.bitcast(place, byte), flag(int(write)), flag(3), flag(1)])
 
+
+def _fetches(array: Any, index: Any, write: bool) -> Any:
     def generate(context: Any, builder: Any, signature: Any, arguments: Any) -> Any:
-        byte, flag = ir.IntType(8).as_pointer(), ir.IntType(32)
-        fetch = cgutils.get_or_insert_function(builder.module, ir.FunctionType(ir.VoidType(), [byte, flag, flag, flag]), "llvm.prefetch.p0")
-        wanted = builder.gep(context.make_array(signature.args[0])(context, builder, arguments[0]).data, [arguments[1]])
-        builder.call(fetch, [builder.bitcast(wanted, byte), flag(0), flag(3), flag(1)])  # to read, into every cache, data
+        data = context.make_array(signature.args[0])(context, builder, arguments[0]).data
+        fetch(builder, builder.gep(data, [arguments[1]]), write)
         return context.get_dummy_value()
 
     return types.void(array, index), generate
+
+
+@intrinsic
+def prefetch(context: Any, array: Any, index: Any) -> Any:
+    """Prefetches the cache line of `array[index]`. An index outside the array does no harm."""
+    return _fetches(array, index, write=False)
+
+
+@intrinsic
+def prefetch_to_write(context: Any, array: Any, index: Any) -> Any:
+    """As `prefetch`, and takes the line away from other cores."""
+    return _fetches(array, index, write=True)
 
 
 @intrinsic
@@ -160,6 +176,12 @@ def exp(x):
 def magnitude(x):
     """The bits of a float32 without its sign: they have the order of the numbers, and NaN is the greatest."""
     return np.uint32(np.float32(x).view(np.uint32) & np.uint32(0x7FFFFFFF))
+
+
+@njit
+def from_line(array):
+    """The array from its first whole cache line on: up to LINE bytes less."""
+    return array[-array.ctypes.data % LINE // array.itemsize :]
 
 
 @njit

@@ -23,8 +23,8 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
+from baton.engine.cpu.features import host
 from baton.engine.cpu.kernel import cache_folder, stamp
-from baton.engine.cpu.tile import host
 from baton.engine.ops import Multiply
 
 log = logging.getLogger(__name__)

@@ -1,5 +1,6 @@
 """The steps of a softmax over a row of scores, compiled."""
 
+import math
 from typing import Any
 
 import numpy as np
@@ -7,10 +8,26 @@ from llvmlite import ir
 from numba import njit, types
 from numba.extending import intrinsic
 
-from baton.engine.cpu import primitives
-from baton.engine.cpu.dots import repeat
 from baton.engine.cpu.primitives import ONE, SUMS, TWO, ZERO, exp
-from baton.engine.cpu.tile import FLOATS, I32, I64, INTS, LANES, OUTS, VECTORS, arguments_of, fused, spread, store_row, vectors
+from baton.engine.cpu.tile import (
+    FLOATS,
+    I32,
+    I64,
+    INTS,
+    LANES,
+    OUTS,
+    VECTORS,
+    arguments_of,
+    fused,
+    repeat,
+    spread,
+    store_normal_row,
+    vectors,
+)
+
+LEAST = -125  # 2 to this is still a normal float32
+TERMS = tuple(math.log(2) ** k / math.factorial(k) for k in range(8))  # of the series of 2^r, to the last place of a float32
+TERMS_ROUNDED = TERMS[:5]  # to a fiftieth of the last place of a bfloat16
 
 
 @njit(fastmath=SUMS, error_model="numpy")
@@ -49,44 +66,44 @@ def weigh(scores, count, softcap):
 
 
 @intrinsic
-def scale_scores(context: Any, scores: Any, count: Any, scale: Any) -> Any:
-    """Multiplies some scores, a multiple of OUTS, by `scale`, and returns the greatest one; NaN is none."""
+def greatest_score(context: Any, scores: Any, first: Any, count: Any) -> Any:
+    """Of `count` scores, a multiple of OUTS above 0, from the first on; NaN is none."""
 
     def generate(context: Any, builder: Any, signature: Any, arguments: Any) -> Any:
-        scores, count, scale = arguments_of(context, builder, signature, arguments)
-        by = spread(builder, scale)
+        scores, first, count = arguments_of(context, builder, signature, arguments)
+        scores = builder.gep(scores, [first])
 
         def body(i: Any, greatest: list[Any]) -> list[Any]:
-            place = builder.gep(scores, [builder.mul(i, I64(OUTS))])
-            scaled = [builder.fmul(each, by) for each in vectors(builder, place, FLOATS)]
-            store_row(builder, scaled, place)
-            return [_greater(builder, a, b) for a, b in zip(scaled, greatest, strict=True)]
+            found = vectors(builder, builder.gep(scores, [builder.mul(i, I64(OUTS))]), FLOATS)
+            return [_greater(builder, a, b) for a, b in zip(found, greatest, strict=True)]
 
-        none = ir.Constant(FLOATS, [-np.inf] * LANES)
-        return _across(builder, repeat(builder, builder.udiv(count, I64(OUTS)), [none] * VECTORS, body), _greater)
+        return _across(builder, repeat(builder, builder.udiv(count, I64(OUTS)), [_all(-np.inf)] * VECTORS, body), _greater)
 
-    return types.float32(scores, types.int64, types.float32), generate
+    return types.float32(scores, types.int64, types.int64), generate
 
 
 @intrinsic
-def exponentials(context: Any, scores: Any, count: Any, greatest: Any, weights: Any) -> Any:
-    """e^(score - greatest) of some scores, a multiple of OUTS, into `weights`; returns their sum. No score is above the greatest."""
+def powers(context: Any, scores: Any, first: Any, count: Any, factor: Any, greatest: Any, weights: Any) -> Any:
+    """2^((score - greatest) · factor) of `count` scores, a multiple of OUTS, from the first on; into the same places of `weights`. Returns
+    their sum. No score is above the greatest."""
+    terms = TERMS if weights.dtype == types.float32 else TERMS_ROUNDED
 
     def generate(context: Any, builder: Any, signature: Any, arguments: Any) -> Any:
-        scores, count, greatest, weights = arguments_of(context, builder, signature, arguments)
-        zero = spread(builder, greatest)
+        scores, first, count, factor, greatest, weights = arguments_of(context, builder, signature, arguments)
+        scores, weights = (builder.gep(each, [first]) for each in (scores, weights))
+        by, less = spread(builder, factor), spread(builder, builder.fneg(builder.fmul(greatest, factor)))
 
         def body(i: Any, sums: list[Any]) -> list[Any]:
             at = builder.mul(i, I64(OUTS))
-            made = [_exp(builder, builder.fsub(each, zero)) for each in vectors(builder, builder.gep(scores, [at]), FLOATS)]
-            store_row(builder, made, builder.gep(weights, [at]))
+            found = vectors(builder, builder.gep(scores, [at]), FLOATS)
+            made = [_power(builder, fused(builder, less, each, by), terms) for each in found]
+            store_normal_row(builder, made, builder.gep(weights, [at]))
             return [builder.fadd(total, each) for total, each in zip(sums, made, strict=True)]
 
-        none = ir.Constant(FLOATS, [0.0] * LANES)
-        sums = repeat(builder, builder.udiv(count, I64(OUTS)), [none] * VECTORS, body)
+        sums = repeat(builder, builder.udiv(count, I64(OUTS)), [_all(0)] * VECTORS, body)
         return _across(builder, sums, lambda builder, a, b: builder.fadd(a, b))
 
-    return types.float32(scores, types.int64, types.float32, weights), generate
+    return types.float32(scores, types.int64, types.int64, types.float32, types.float32, weights), generate
 
 
 def _greater(builder: Any, a: Any, b: Any) -> Any:
@@ -106,19 +123,20 @@ def _across(builder: Any, found: list[Any], both: Any) -> Any:
     return builder.extract_element(one, I32(0))
 
 
-def _exp(builder: Any, x: Any) -> Any:
-    """As `baton.engine.cpu.primitives.exp`, of numbers that are not above 0."""
+def _all(number: float) -> Any:
+    return ir.Constant(FLOATS, [float(number)] * LANES)
 
-    def all_(number: Any) -> Any:
-        return ir.Constant(FLOATS, [float(number)] * LANES)
 
-    least = all_(primitives.LEAST)
-    x = builder.select(builder.fcmp_ordered("<", x, least), least, x)
-    shifted = fused(builder, all_(primitives.ROUND), x, all_(primitives.LOG2_E))
-    minus = builder.fsub(all_(primitives.ROUND), shifted)
-    r = fused(builder, fused(builder, x, minus, all_(primitives.LN_2_HIGH)), minus, all_(primitives.LN_2_LOW))
-    series = all_(primitives.T7)
-    for term in (primitives.T6, primitives.T5, primitives.T4, primitives.T3, primitives.T2, ONE, ONE):
-        series = fused(builder, all_(term), series, r)
-    power = builder.shl(builder.bitcast(shifted, INTS), ir.Constant(INTS, [23] * LANES))
-    return builder.fmul(series, builder.bitcast(builder.add(power, ir.Constant(INTS, [0x3F800000] * LANES)), FLOATS))
+def _power(builder: Any, x: Any, terms: tuple[float, ...]) -> Any:
+    """2^x of numbers that are hardly above 0: 2^n · 2^r with |r| ≤ 1/2, at least 2^LEAST, and NaN of NaN. `terms`: of the series of 2^r.
+
+    Sums may be reordered where this is used, so n is not found by adding a large number.
+    """
+    x = builder.select(builder.fcmp_ordered("<", x, _all(LEAST)), _all(LEAST), x)
+    n = builder.fptosi(builder.fsub(x, _all(0.5)), INTS)  # what is cut off is at least 0 and below 1
+    r = builder.fsub(x, builder.sitofp(n, FLOATS))
+    series = _all(terms[-1])
+    for term in reversed(terms[:-1]):
+        series = fused(builder, _all(term), series, r)
+    exponent = builder.shl(builder.add(n, ir.Constant(INTS, [127] * LANES)), ir.Constant(INTS, [23] * LANES))
+    return builder.fmul(series, builder.bitcast(exponent, FLOATS))

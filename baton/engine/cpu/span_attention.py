@@ -10,15 +10,18 @@ Letters in shapes are those of `baton.engine.attention`.
 
 import numpy as np
 from numba import njit
+from numba.extending import overload
 from torch import Tensor
 
 from baton.engine.attention import Group, PagedKv
 from baton.engine.checkpoint import LayerAttention
+from baton.engine.cpu import amx
+from baton.engine.cpu.amx import add_rows, begin_tiles, end_tiles
 from baton.engine.cpu.decode_attention import EVERYTHING, in_rows
 from baton.engine.cpu.dots import lay_values, turn_keys
 from baton.engine.cpu.kernel import INT, REAL, int64s, kernel, numbers
-from baton.engine.cpu.primitives import ONE, SUMS, ZERO, exp, put, share, team, wait
-from baton.engine.cpu.softmax import cap, exponentials, scale_scores
+from baton.engine.cpu.primitives import LINE, LOG2_E, ONE, SUMS, ZERO, exp, from_line, put, share, team, wait
+from baton.engine.cpu.softmax import cap, greatest_score, powers
 from baton.engine.cpu.tile import LANES, OUTS, ROWS, add_tile, group_of
 
 KEYS = 256  # whose scores are in the caches at the same time; whole panels
@@ -83,52 +86,73 @@ def _pack_values(rows, at, count, dim, panels, far):
 
 
 @njit(fastmath=SUMS, error_model="numpy")
-def _meet(scores, weights, seen, state, sums, how):
-    """Turns a row of scores, whole panels of them, into weights, 0 for keys outside `seen`. `state` (the greatest score so far, the sum of
-    weights) and `sums` become relative to the greatest of all."""
-    (first, last), (scale, softcap), size = seen, how, len(scores)
-    if first >= last:
-        weights[:] = 0
-        return
-    if softcap > ZERO:
-        for i in range(size):
-            scores[i] *= scale
-        cap(scores, size, softcap)
-        scale = ONE
-    scores[:first] = scores[last:] = NO_SCORE
-    found, before = scale_scores(scores, size, scale), state[0]
-    if found > before:
-        state[0], shrunk = found, exp(before - found)
-        state[1] *= shrunk
-        for d in range(len(sums)):
-            sums[d] *= shrunk
-    state[1] += exponentials(scores, size, state[0], weights)
-    weights[:first] = weights[last:] = 0
+def _meet(scratch, rows, part, seen, sizes, how):
+    """Turns rows of scores of a part of the keys (where it starts, and whole panels of them) into weights, 0 for keys that the row's query
+    does not see. `state` (the greatest score so far, the sum of weights) and `sums` become relative to the greatest of all."""
+    (scores, weights, sums, state), (start, depth), (far, group), (window, scale, softcap) = scratch, part, sizes, how
+    factor = ONE if softcap > ZERO else scale
+    for row in range(rows):
+        at, last = row * KEYS, seen + row // group - start
+        first, last = at + min(max(last - window, 0), depth), at + min(max(last, 0), depth)
+        if first >= last:
+            weights[at : at + depth] = 0
+            continue
+        if softcap > ZERO:
+            for i in range(at, at + depth):
+                scores[i] *= scale
+            cap(scores[at:], depth, softcap)
+        for i in range(at, first):
+            scores[i] = NO_SCORE
+        for i in range(last, at + depth):
+            scores[i] = NO_SCORE
+        found, before = greatest_score(scores, at, depth), state[row, 0]
+        if found > before:
+            state[row, 0], shrunk = found, exp((before - found) * factor)
+            state[row, 1] *= shrunk
+            for d in range(row * far, (row + 1) * far):
+                sums[d] *= shrunk
+        state[row, 1] += powers(scores, at, depth, factor * LOG2_E, state[row, 0], weights)
+        for i in range(at, first):
+            weights[i] = 0
+        for i in range(last, at + depth):
+            weights[i] = 0
 
 
 @njit
-def _multiply(before, x, far, panel, depth, out, rows):
-    """`add_tile` for any number of rows. `before` and `out`: an array, and how far apart its rows are."""
+def _multiply_rows(before, x, far, panel, depth, out, rows):
     for row in range(0, rows, ROWS):
         first, last = before[0][row * before[1] :], out[0][row * out[1] :]
         add_tile(first, before[1], x[row * far :], far, panel, min(ROWS, rows - row), depth, last, out[1])
 
 
+def _multiply(before, x, far, panel, depth, out, rows):
+    """`add_tile` for any number of rows; those above the last one, up to a whole number of AMX's tiles, may get numbers that mean nothing.
+    `before` and `out`: an array, and how far apart its rows are."""
+
+
+@overload(_multiply)
+def _multiply_by(before, x, far, panel, depth, out, rows):
+    def by_tiles(before, x, far, panel, depth, out, rows):
+        if depth * 2 % LINE:
+            _multiply_rows(before, x, far, panel, depth, out, rows)
+        else:
+            add_rows(before[0], before[1], x, far, depth * 2 // LINE, panel, rows, out[0], out[1])
+
+    return by_tiles if amx.multiplies(panel) else _multiply_rows.py_func
+
+
 @njit
 def _attend_rows(x, rows, panels, sizes, seen, how, scratch):
-    """Sums and state of `rows` rows of queries, `group` for each token. `seen`: the keys of the first token, as if it had no window."""
-    (keys, values), (size, width, far, group), (window, scale, softcap), (scores, weights, sums, state) = panels, sizes, how, scratch
+    """Sums and state of `rows` rows of queries, `group` for each token. `seen`: the keys of the first token, as if it had no window;
+    `how`: the window, the scale and the cap of scores."""
+    (keys, values), (size, width, far, group), (scores, weights, sums, state) = panels, sizes, scratch
     sums[: rows * far], state[:rows, 0], state[:rows, 1] = ZERO, NO_SCORE, ZERO
     end = seen + (rows - 1) // group
-    for start in range(max(0, seen - window) // KEYS * KEYS, end, KEYS):
+    for start in range(max(0, seen - how[0]) // KEYS * KEYS, end, KEYS):
         depth = min(KEYS, -(-(end - start) // OUTS) * OUTS)
         for panel in range(0, depth, OUTS):
             _multiply((NOTHING, 0), x, width, keys[(start + panel) * width :], width, (scores[panel:], KEYS), rows)
-        for row in range(rows):
-            last = seen + row // group
-            mine = min(max(last - window - start, 0), depth), min(max(last - start, 0), depth)
-            at = row * KEYS
-            _meet(scores[at : at + depth], weights[at : at + depth], mine, state[row], sums[row * far : (row + 1) * far], (scale, softcap))
+        _meet(scratch, rows, (start, depth), seen, (far, group), how)
         for d in range(0, far, OUTS):
             _multiply((sums[d:], far), weights, KEYS, values[d * size + start * OUTS :], depth, (sums[d:], far), rows)
 
@@ -193,10 +217,12 @@ def _attend_span(
         _pack_values(rows, at, keys - start, value_dim, value_panels[head * size * far + start * OUTS :], size * OUTS)
     wait()
     at_once = max(1, QUERIES // group)
-    most = at_once * group
-    x, scores, weights = np.zeros(most * width, q.dtype), np.empty(most * KEYS, np.float32), np.empty(most * KEYS, q.dtype)
-    sums, state = np.empty(most * far, np.float32), np.empty((most, 2), np.float32)
+    most = -(-at_once * group // amx.TILE) * amx.TILE
+    x, weights = from_line(np.zeros(most * width + LINE, q.dtype)), from_line(np.zeros(most * KEYS + LINE, q.dtype))
+    scores, sums = from_line(np.empty(most * KEYS + LINE, np.float32)), from_line(np.empty(most * far + LINE, np.float32))
+    state = np.empty((most, 2), np.float32)
     (me, threads), before, done = team(), keys - tokens + 1, 0
+    begin_tiles(rows, amx.TILE)
     total = _seen(before, tokens, window) * kv_heads
     for head in range(kv_heads):
         panels = key_panels[head * size * width :], value_panels[head * size * far :]
@@ -211,3 +237,4 @@ def _attend_span(
                     (scores, weights, sums, state),
                 )  # fmt: skip
                 _give(sums, far, state, (count, group, value_dim), out[(token * heads + head * group) * value_dim :], heads * value_dim)
+    end_tiles(rows)

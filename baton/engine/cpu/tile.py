@@ -11,28 +11,13 @@ from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from typing import Any
 
-from llvmlite import binding, ir
-from numba import config, types
+from llvmlite import ir
+from numba import types
 from numba.core import cgutils
 from numba.extending import intrinsic
 
-FAMILIES = {"x86-64-v3": {"avx2", "fma"}, "x86-64-v4": {"avx2", "fma", "avx512f", "avx512vl"}}
+from baton.engine.cpu.features import FEATURES
 
-
-def features() -> set[str]:
-    """Of the processor that Numba compiles for."""
-    if config.CPU_NAME in (None, "host"):
-        return {name for name, there in binding.get_host_cpu_features().items() if there}
-    given = (config.CPU_FEATURES or "").split(",")
-    return FAMILIES.get(config.CPU_NAME, set()) | {name.removeprefix("+") for name in given if name.startswith("+")}
-
-
-def host() -> tuple[str, list[str], list[str]]:
-    """This processor: its name and features, and the features that the kernels are compiled for."""
-    return binding.get_host_cpu_name(), sorted(name for name, there in binding.get_host_cpu_features().items() if there), sorted(FEATURES)
-
-
-FEATURES = features()
 # Numbers of a register, registers of sums for each row, and rows: all sums and a step's numbers of W are in registers.
 LANES, VECTORS, ROWS = (16, 2, 8) if "avx512f" in FEATURES else (8, 2, 6) if "avx2" in FEATURES else (4, 4, 6)
 OUTS = LANES * VECTORS
@@ -50,6 +35,9 @@ class _Bfloat(ir.Type):
 
     def __hash__(self) -> int:
         return hash(_Bfloat)
+
+
+BFLOAT = _Bfloat()
 
 
 @dataclass(frozen=True, slots=True)
@@ -87,7 +75,7 @@ def _fma_bfloat16(builder: Any, total: Any, w: Any, x: Any) -> Any:
 
 
 def _dot_bfloat16(builder: Any, total: Any, w: Any, x: Any) -> Any:
-    pairs = (builder.bitcast(each, ir.VectorType(_Bfloat(), 2 * LANES)) for each in (w, x))
+    pairs = (builder.bitcast(each, ir.VectorType(BFLOAT, 2 * LANES)) for each in (w, x))
     return called(builder, f"llvm.x86.avx512bf16.dpbf16ps.{32 * LANES}", FLOATS, total, *pairs)
 
 
@@ -256,6 +244,25 @@ def _sums(builder: Any, kind: Kind, sums: list[list[Any]], x: list[Any], panel: 
     return added
 
 
+def repeat(builder: Any, count: Any, starts: list[Any], body: Callable[[Any, list[Any]], list[Any]]) -> list[Any]:
+    """`body(i, values)` gives the next values, `count` times from `starts`, and none if it is 0."""
+    entry = builder.block
+    head, inside, after = (builder.append_basic_block(name) for name in ("head", "inside", "after"))
+    builder.branch(head)
+    builder.position_at_end(head)
+    i = builder.phi(I64)
+    values = [builder.phi(start.type) for start in starts]
+    builder.cbranch(builder.icmp_unsigned("<", i, count), inside, after)
+    builder.position_at_end(inside)
+    following = [builder.add(i, I64(1)), *body(i, values)]
+    for phi, start, then in zip([i, *values], [I64(0), *starts], following, strict=True):
+        phi.add_incoming(start, entry)
+        phi.add_incoming(then, builder.block)
+    builder.branch(head)
+    builder.position_at_end(after)
+    return values
+
+
 def switch(builder: Any, number: Any, numbers: Iterable[int], case: Callable[[int], None]) -> None:
     """`case(number)`, with a block of its own for each of `numbers`; nothing for any other."""
     done = builder.append_basic_block("done")
@@ -293,6 +300,16 @@ def store_row(builder: Any, row: list[Any], place: Any) -> None:
     for v, value in enumerate(row):
         value = _rounded(builder, value) if place.type.pointee == I16 else value
         builder.store(value, builder.bitcast(builder.gep(place, [I64(v * LANES)]), value.type.as_pointer()), align=1)
+
+
+def store_normal_row(builder: Any, row: list[Any], place: Any) -> None:
+    """As `store_row`, for numbers none of which is subnormal: the instruction that rounds to bfloat16 would make these 0."""
+    if place.type.pointee != I16 or "avx512bf16" not in FEATURES or LANES * VECTORS != 32:
+        return store_row(builder, row, place)
+    low, high = row
+    rounded = called(builder, "llvm.x86.avx512bf16.cvtne2ps2bf16.512", ir.VectorType(BFLOAT, 2 * LANES), high, low)
+    builder.store(rounded, builder.bitcast(place, rounded.type.as_pointer()), align=1)
+    return None
 
 
 def _rounded(builder: Any, value: Any) -> Any:

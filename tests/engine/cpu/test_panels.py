@@ -11,13 +11,16 @@ import pytest
 import torch
 from torch import Tensor
 
-from baton.engine.cpu import panels, tile
+from baton.engine.cpu import amx, panels
+from baton.engine.cpu.features import AMX, FEATURES
 from baton.engine.cpu.tile import OUTS, ROWS
 from baton.engine.ops import Ops
 
 FLOATS = [torch.float32, torch.bfloat16]
-SHAPES = [(1, 4), (3, 20), (OUTS, 64), (130, 200), (700, 96), (65, panels.DEPTH + 4), (40, 2 * panels.DEPTH)]
-BATCHES = sorted({1, 2, 3, ROWS - 1, ROWS, ROWS + 1, 2 * ROWS + 1, panels.CHUNK, panels.CHUNK + 3})
+SHAPES = [(1, 4), (3, 20), (OUTS, 64), (130, 200), (130, 640), (700, 96), (65, panels.DEPTH + 4), (40, 2 * panels.DEPTH)]
+LAID = amx.CHUNK + amx.TILE + 3 if amx.THERE else 1  # rows that AMX lays out in two parts
+MOST = 3 * amx.CHUNK + 7 if amx.THERE else panels.CHUNK + 9  # three threads share so many rows with AMX, and otherwise the panels
+BATCHES = sorted({1, 2, 3, ROWS - 1, ROWS, ROWS + 1, 2 * ROWS + 1, panels.CHUNK, panels.CHUNK + 3, LAID, MOST})
 Multiply = Callable[[Tensor], Tensor]
 
 
@@ -50,7 +53,7 @@ def check_rows(multiply: Multiply, x: Tensor, whole: Tensor) -> None:
 def test_products_are_those_of_plain_torch_and_a_row_is_the_same_in_any_batch(
     dtype: torch.dtype, bias: bool, outs: int, width: int
 ) -> None:
-    weight, x = numbers(outs, width).to(dtype), numbers(panels.CHUNK + 9, width).to(dtype)
+    weight, x = numbers(outs, width).to(dtype), numbers(MOST + 2, width).to(dtype)
     added = numbers(outs).to(dtype) if bias else None
     multiply = panels.multiplier(weight, added)
     whole = multiply(x)
@@ -67,7 +70,7 @@ def test_products_are_those_of_plain_torch_and_a_row_is_the_same_in_any_batch(
 @pytest.mark.parametrize(("outs", "width"), SHAPES)
 def test_int8_products_have_the_bits_of_plain_torch(dtype: torch.dtype, bias: bool, outs: int, width: int) -> None:
     weight, scales = small(numbers(outs, width))
-    x = (numbers(panels.CHUNK + 9, width) * torch.logspace(-3, 3, panels.CHUNK + 9)[:, None]).to(dtype)
+    x = (numbers(MOST + 2, width) * torch.logspace(-3, 3, MOST + 2)[:, None]).to(dtype)
     x[0] = 0
     added = numbers(outs).to(dtype) if bias else None
     multiply = panels.int8_multiplier(weight, scales, added)
@@ -94,7 +97,10 @@ def test_bfloat16_is_rounded_to_nearest_even() -> None:
 
 @pytest.mark.parametrize("dtype", FLOATS)
 def test_no_rows_and_no_weights(dtype: torch.dtype) -> None:
-    assert panels.multiplier(numbers(5, 8).to(dtype), None)(torch.empty(0, 8, dtype=dtype)).shape == (0, 5)
+    for width in (8, 64):
+        assert panels.multiplier(numbers(5, width).to(dtype), None)(torch.empty(0, width, dtype=dtype)).shape == (0, 5)
+        weight, scales = small(numbers(5, width))
+        assert panels.int8_multiplier(weight, scales, None)(torch.empty(0, width, dtype=dtype)).shape == (0, 5)
     assert not panels.fits(torch.empty(0, 8, dtype=dtype)) and not panels.fits(torch.empty(8, 0, dtype=dtype))
 
 
@@ -124,19 +130,26 @@ ATTENTION = (
 FAMILY = """
 import sys
 import pytest
-from baton.engine.cpu import tile
-print(tile.LANES, tile.BFLOAT16.group, tile.INT8.group, flush=True)
+from baton.engine.cpu import amx, tile
+print(tile.LANES, tile.BFLOAT16.group, tile.INT8.group, amx.THERE, flush=True)
 sys.exit(pytest.main(["-q", "-p", "no:cacheprovider", "-k", "not family", *sys.argv[1:]]))
 """
 
 
-@pytest.mark.skipif(platform.machine() != "x86_64" or "avx2" not in tile.FEATURES, reason="no such processors are at hand")
-@pytest.mark.parametrize(("family", "lanes"), [("x86-64", 4), ("x86-64-v3", 8)])
-def test_a_family_of_processors_without_the_newest_instructions(family: str, lanes: int, tmp_path: Path) -> None:
+WITHOUT_AMX = ",".join(f"{'-' if name in AMX else '+'}{name}" for name in sorted(FEATURES | AMX))
+
+
+@pytest.mark.skipif(platform.machine() != "x86_64" or "avx2" not in FEATURES, reason="no such processors are at hand")
+@pytest.mark.parametrize(
+    ("family", "given", "lanes"), [("x86-64", "", 4), ("x86-64-v3", "", 8), pytest.param("x86-64-v4", WITHOUT_AMX, 16, id="without AMX")]
+)
+def test_a_family_of_processors_without_the_newest_instructions(family: str, given: str, lanes: int, tmp_path: Path) -> None:
     """The same tests, and those of int4 and of attention, with the kernels compiled for it."""
     if torch.get_num_threads() > 1:
         pytest.skip("once is enough")
-    env = {**os.environ, "NUMBA_CPU_NAME": family, "NUMBA_CPU_FEATURES": "", "NUMBA_CACHE_DIR": str(tmp_path)}
+    if given and not amx.THERE:
+        pytest.skip("that is this processor")
+    env = {**os.environ, "NUMBA_CPU_NAME": family, "NUMBA_CPU_FEATURES": given, "NUMBA_CACHE_DIR": str(tmp_path)}
     here = Path(__file__).parent
     attention = [f"{here / 'test_attention.py'}::{name}" for name in ATTENTION]
     files = [__file__, str(here / "test_int4.py"), *attention]
@@ -148,4 +161,4 @@ def test_a_family_of_processors_without_the_newest_instructions(family: str, lan
         timeout=600,
     )
     assert done.returncode == 0, done.stdout[-3000:] + done.stderr[-3000:]
-    assert done.stdout.split()[:3] == [str(lanes), "1", "1"]
+    assert done.stdout.split()[:4] == [str(lanes), *(("2", "4") if given else ("1", "1")), "False"]

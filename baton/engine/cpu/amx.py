@@ -1,0 +1,356 @@
+"""The innermost loop of a product x Wᵀ on Intel's AMX, whose registers are tiles: 16 rows of 64 bytes.
+
+One instruction multiplies a tile of x with a tile of W and adds the products to a tile of 16 by 16 sums. A panel of W (see
+`baton.engine.cpu.tile`) is two tiles wide as it is. x is laid out in tiles first: rows that lie a power of two apart would push each other
+out of the cache. Sums of int8 are exact, so they have the bits of every other way. Sums of bfloat16 are rounded in an order that follows
+from the width alone, so a row of the result depends on its own row of x alone, as there; but it is another order.
+"""
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+from llvmlite import ir
+from numba import njit, types
+from numba.core import cgutils
+from numba.extending import intrinsic
+
+from baton.engine.cpu.features import AMX, FEATURES
+from baton.engine.cpu.int8 import round_row
+from baton.engine.cpu.kernel import body
+from baton.engine.cpu.primitives import LINE, fetch, from_line, share, team
+from baton.engine.cpu.tile import (
+    BFLOAT16,
+    FLOAT,
+    FLOATS,
+    I8,
+    I16,
+    I32,
+    I64,
+    INT8,
+    OUTS,
+    arguments_of,
+    called,
+    repeat,
+    scale_row,
+    store_normal_row,
+    switch,
+    vectors,
+)
+
+TILE = 16  # rows of a tile, of a cache line each
+ROWS = 2 * TILE  # of x, whose sums are in registers: two tiles of x by two of W
+CHUNK = 256  # rows of x that are laid out at the same time, and stay in the cache of a core
+CHUNK_BYTES = 1 << 20
+PANEL = 2 * TILE * LINE  # bytes of a panel for a line of x
+PART = 8  # lines of x for which a panel stays in the smallest cache while rows pass
+FETCHED = 8  # lines that are brought into the caches at each step, of what the panel's next part is
+SHARES = PANEL // LINE // FETCHED  # blocks of rows that bring all of it
+SIZES = {FLOAT: 4, I16: 2}  # bytes of a number
+PALETTE = 1  # eight tiles, of up to 16 rows of up to 64 bytes
+
+THERE = FEATURES >= AMX and OUTS == 2 * TILE and BFLOAT16.group == 2 and INT8.group == 4
+DOT = {types.uint16: "llvm.x86.tdpbf16ps", types.int8: "llvm.x86.tdpbusd"}  # (sums, x, W), and x of int8 is unsigned
+SUMS, X, W = (0, 1, 2, 3), (4, 5), (6, 7)  # which tiles hold what; sums of row r and column c are in tile 2 · r + c
+
+
+def _number(each: int) -> Any:
+    return ir.Constant(I8, each)
+
+
+def _tile(builder: Any, name: str, *arguments: Any) -> None:
+    called(builder, f"llvm.x86.{name}", ir.VoidType(), *arguments)
+
+
+def _bytes(builder: Any, place: Any) -> Any:
+    return builder.bitcast(place, I8.as_pointer())
+
+
+def multiplies(array: Any) -> bool:
+    """Whether weights of this (Numba's) type of array are multiplied here."""
+    return THERE and array.dtype in DOT
+
+
+@intrinsic
+def begin_tiles(context: Any, weights: Any, rows: Any) -> Any:
+    """Prepares this thread's registers for tiles of x of up to `rows` rows, if AMX multiplies such weights. `end_tiles` must follow."""
+
+    def generate(context: Any, builder: Any, signature: Any, arguments: Any) -> Any:
+        if not multiplies(weights):
+            return context.get_dummy_value()
+        rows = arguments[1]
+        for limit, sign in ((1, "<"), (TILE, ">")):
+            rows = builder.select(builder.icmp_signed(sign, rows, I64(limit)), I64(limit), rows)
+        height, bytes_ = builder.trunc(rows, I8), ir.ArrayType(I8, 64)
+        shape = cgutils.alloca_once(builder, bytes_)
+        builder.store(ir.Constant(bytes_, [PALETTE] + [0] * 63), shape)
+        for tile in range(8):
+            width = builder.gep(shape, [I32(0), I32(16 + 2 * tile)])  # two bytes; the second is 0
+            builder.store(_number(LINE), width)
+            builder.store(_number(TILE) if tile in W else height, builder.gep(shape, [I32(0), I32(48 + tile)]))
+        _tile(builder, "ldtilecfg", _bytes(builder, shape))
+        return context.get_dummy_value()
+
+    return types.void(weights, types.int64), generate
+
+
+@intrinsic
+def end_tiles(context: Any, weights: Any) -> Any:
+    """Empties the registers: otherwise Linux saves them whenever it switches from this thread to another."""
+
+    def generate(context: Any, builder: Any, signature: Any, arguments: Any) -> Any:
+        if multiplies(weights):
+            _tile(builder, "tilerelease")
+        return context.get_dummy_value()
+
+    return types.void(weights), generate
+
+
+@intrinsic
+def _lay(context: Any, x: Any, lines: Any, tiles: Any) -> Any:
+    """Copies a row of that many lines into tiles, a line into each."""
+
+    def generate(context: Any, builder: Any, signature: Any, arguments: Any) -> Any:
+        x, lines, tiles = arguments_of(context, builder, signature, arguments)
+        line = ir.VectorType(I8, LINE).as_pointer()
+        x, tiles = (builder.bitcast(each, line) for each in (x, tiles))
+
+        def copy(i: Any, none: list[Any]) -> list[Any]:
+            builder.store(builder.load(builder.gep(x, [i]), align=1), builder.gep(tiles, [builder.mul(i, I64(TILE))]), align=1)
+            return none
+
+        repeat(builder, lines, [], copy)
+        return context.get_dummy_value()
+
+    return types.void(x, types.int64, tiles), generate
+
+
+@njit
+def lay_row(x, width, row, tiles):
+    """Copies a row of x, a whole number of lines, to its place in tiles `[*, width / line, TILE, line]`."""
+    line = LINE // x.itemsize
+    _lay(x, width // line, tiles[row // TILE * TILE * width + row % TILE * line :])
+
+
+@dataclass(frozen=True, slots=True)
+class Rows:
+    """In memory: where they are (bytes), how many bytes apart, and how many bytes their lines."""
+
+    first: Any
+    apart: Any
+    step: int = LINE
+
+    def tile(self, builder: Any, nth: int, at: Any) -> tuple[Any, Any]:
+        """The nth TILE rows of them, from byte `at` of each on: what a load or a store of a tile asks for."""
+        return builder.gep(self.first, [builder.add(builder.mul(self.apart, I64(TILE * nth)), at)]), self.apart
+
+
+def _multiply(
+    builder: Any, dot: str, before: Rows, x: Sequence[Rows], panel: Any, lines: Any, after: Rows,
+    meanwhile: Callable[[Any], None] | None = None,
+) -> None:  # fmt: skip
+    """`after[r, o] = before[r, o] + Σ x[r, k] · panel[k, o]` for the rows of one tile or two, and the ks of some lines of x.
+
+    `x`: the rows of each tile. `meanwhile(k)` is done at the kth line.
+    """
+    w, mine = Rows(panel, I64(2 * LINE)), SUMS[: 2 * len(x)]
+
+    def load(tile: int, rows: Rows, nth: int, at: Any) -> None:
+        _tile(builder, "tileloadd64", _number(tile), *rows.tile(builder, nth, at))
+
+    def add(k: Any, none: list[Any]) -> list[Any]:
+        if meanwhile:
+            meanwhile(k)
+        for tile in mine:  # loads between products: fewer wait for each other
+            r, c = divmod(tile, 2)
+            if c == 0:
+                load(X[r], x[r], 0, builder.mul(k, I64(x[r].step)))
+            if r == 0:
+                load(W[c], w, 0, builder.add(builder.mul(k, I64(PANEL)), I64(c * LINE)))
+            called(builder, dot, ir.VoidType(), _number(tile), _number(X[r]), _number(W[c]))
+        return none
+
+    for tile in mine:
+        load(tile, before, tile // 2, I64(tile % 2 * LINE))
+    repeat(builder, lines, [], add)
+    for tile in mine:
+        _tile(builder, "tilestored64", _number(tile), *after.tile(builder, tile // 2, I64(tile % 2 * LINE)))
+
+
+def _in_blocks(builder: Any, rows: Any, whole: Callable[[Any], None], last: Callable[[Any, int], None]) -> None:
+    """`whole(b)` for every ROWS rows, and `last(b, tiles)` for what is left."""
+
+    def each(b: Any, none: list[Any]) -> list[Any]:
+        whole(b)
+        return none
+
+    blocks, left = builder.udiv(rows, I64(ROWS)), builder.urem(rows, I64(ROWS))
+    repeat(builder, blocks, [], each)
+    switch(builder, builder.udiv(builder.add(left, I64(TILE - 1)), I64(TILE)), (1, 2), lambda tiles: last(blocks, tiles))
+
+
+@intrinsic
+def add_part(
+    context: Any, begin: Any, sums: Any, more: Any, x: Any, width: Any, lines: Any, panel: Any, rows: Any, done: Any, out: Any, apart: Any
+) -> Any:
+    """`sums[r, o] += Σ x[r, k] · panel[k, o]` for rows of x in tiles, `width` numbers each, and the ks of the first lines.
+
+    Unless these are `more`, sums are `begin[o]` before. They are float32, or int32 for int8; those above the last row, up to whole tiles,
+    get numbers, too, that mean nothing. `done` lines were multiplied before; the rows of `out`, `apart` numbers apart, are written next.
+    """
+    dot, far = DOT[panel.dtype], TILE * 2 * LINE
+
+    def generate(context: Any, builder: Any, signature: Any, arguments: Any) -> Any:
+        begin, sums, more, x, width, lines, panel, rows, done, out, apart = arguments_of(context, builder, signature, arguments)
+        high = builder.mul(width, I64(TILE))  # numbers of x in the tiles of TILE rows
+        begin, sums, panel = (_bytes(builder, each) for each in (begin, sums, panel))
+        before, again = builder.select(more, sums, begin), builder.zext(more, I64)
+
+        def block(b: Any, tiles: int, fetches: bool) -> None:
+            """Rows from `b * ROWS` on, `tiles` tiles of them."""
+            at = builder.mul(b, I64(2 * far))
+            tall = [builder.mul(high, builder.add(builder.mul(b, I64(2)), I64(r))) for r in range(tiles)]
+            x_rows = [Rows(_bytes(builder, builder.gep(x, [each])), I64(LINE), TILE * LINE) for each in tall]
+            before_rows = Rows(builder.gep(before, [builder.mul(at, again)]), builder.mul(again, I64(2 * LINE)))
+            after = Rows(builder.gep(sums, [at]), I64(2 * LINE))
+            share = builder.select(builder.icmp_unsigned("<", b, I64(SHARES)), b, I64(SHARES - 1))
+            ahead = builder.mul(lines, builder.add(builder.mul(share, I64(FETCHED * LINE)), I64(PANEL)))
+
+            def fetch_next(k: Any) -> None:
+                """A share of the panel's next part, and the places of two rows of the result."""
+                line = builder.add(ahead, builder.mul(k, I64(FETCHED * LINE)))
+                for i in range(FETCHED):
+                    fetch(builder, builder.gep(panel, [builder.add(line, I64(i * LINE))]))
+                nth = builder.mul(builder.add(done, k), I64(2))
+                for i in range(2):
+                    row = builder.add(builder.mul(b, I64(ROWS)), builder.and_(builder.add(nth, I64(i)), I64(ROWS - 1)))
+                    fetch(builder, builder.gep(out, [builder.mul(row, apart)]), write=True)
+
+            _multiply(builder, dot, before_rows, x_rows, panel, lines, after, fetch_next if fetches else None)
+
+        _in_blocks(builder, rows, lambda b: block(b, 2, fetches=True), lambda b, tiles: block(b, tiles, fetches=False))
+        return context.get_dummy_value()
+
+    int64 = types.int64
+    return types.void(begin, sums, types.boolean, x, int64, int64, panel, int64, int64, out, int64), generate
+
+
+@intrinsic
+def add_rows(context: Any, before: Any, gap: Any, x: Any, far: Any, lines: Any, panel: Any, rows: Any, after: Any, apart: Any) -> Any:
+    """`after[r, o] = before[r, o] + Σ x[r, k] · panel[k, o]` for rows as they lie in memory, rounded up to whole tiles.
+
+    As `baton.engine.cpu.tile.add_tile`, but for any number of rows, `lines` lines of x, and sums of float32.
+    """
+    dot = DOT[panel.dtype]
+
+    def generate(context: Any, builder: Any, signature: Any, arguments: Any) -> Any:
+        before, gap, x, far, lines, panel, rows, after, apart = arguments_of(context, builder, signature, arguments)
+        panel = _bytes(builder, panel)
+
+        def from_row(array: Any, far: Any, row: Any) -> Rows:
+            size = builder.mul(far, I64(SIZES[array.type.pointee]))
+            return Rows(builder.gep(_bytes(builder, array), [builder.mul(size, row)]), size)
+
+        def block(b: Any, tiles: int) -> None:
+            row = builder.mul(b, I64(ROWS))
+            x_rows = [from_row(x, far, builder.add(row, I64(TILE * r))) for r in range(tiles)]
+            first, last = from_row(before, gap, row), from_row(after, apart, row)
+            _multiply(builder, dot, first, x_rows, panel, lines, last)
+
+        _in_blocks(builder, rows, lambda b: block(b, 2), block)
+        return context.get_dummy_value()
+
+    int64 = types.int64
+    return types.void(before, int64, x, int64, int64, panel, int64, after, int64), generate
+
+
+@intrinsic
+def round_sums(context: Any, sums: Any, out: Any) -> Any:
+    """OUTS float32, none of them subnormal, as bfloat16, to nearest even."""
+
+    def generate(context: Any, builder: Any, signature: Any, arguments: Any) -> Any:
+        sums, out = arguments_of(context, builder, signature, arguments)
+        store_normal_row(builder, vectors(builder, sums, FLOATS), out)
+        return context.get_dummy_value()
+
+    return types.void(sums, out), generate
+
+
+@njit
+def _at_once(rows, width):
+    """How many of the rows are laid out at the same time: whole tiles, about as many each time. `width`: bytes."""
+    most = max(ROWS, min(CHUNK, CHUNK_BYTES // width // ROWS * ROWS))
+    times = max(1, -(-rows // most))
+    return max(1, -(-rows // (times * ROWS))) * ROWS
+
+
+@body
+def _add_panel(begin, laid, weights, width, lines, rows, sums, out, apart):
+    """Products of rows in tiles, of so many lines each, with one panel. Sums begin with `begin`."""
+    line, part = width // lines, PART if rows > ROWS else lines
+    for k in range(0, lines, part):
+        add_part(begin, sums, k > 0, laid[k * TILE * line :], width, min(part, lines - k), weights[k * OUTS * line :], rows, k, out, apart)
+
+
+@njit
+def _mine(rows, outs):
+    """This thread's share: the first row, the one after the last, and the same of panels. It has all panels for its part of many rows,
+    which no other thread needs to lay out."""
+    panels = -(-outs // OUTS)
+    if rows < team()[1] * CHUNK:
+        first, last = share(panels)
+        return 0, rows, first, last
+    first, last = share(-(-rows // ROWS))
+    return first * ROWS, min(last * ROWS, rows), 0, panels
+
+
+@body
+def multiply_tiles(x, weights, bias, out, rows, width, outs):
+    """As `baton.engine.cpu.panels.multiply_rows`, for bfloat16 rows of whole lines."""
+    begin, end, first, last = _mine(rows, outs)
+    size, lines = _at_once(end - begin, width * 2), width * 2 // LINE
+    laid, sums = from_line(np.empty(size * width + LINE, x.dtype)), from_line(np.empty(size * OUTS + LINE, np.float32))
+    spare = np.empty(OUTS, out.dtype)
+    begin_tiles(weights, end - begin)
+    for start in range(begin, end, size):
+        count = min(size, end - start)
+        for row in range(count):
+            lay_row(x[(start + row) * width :], width, row, laid)
+        for panel in range(first, last):
+            base = panel * OUTS
+            _add_panel(bias[base:], laid, weights[base * width :], width, lines, count, sums, out[start * outs + base :], outs)
+            for row in range(count):
+                at = (start + row) * outs + base
+                if base + OUTS <= outs:
+                    round_sums(sums[row * OUTS :], out[at:])
+                else:
+                    round_sums(sums[row * OUTS :], spare)
+                    out[at : at + outs - base] = spare[: outs - base]
+    end_tiles(weights)
+
+
+@body
+def multiply_tiles_int8(x, weights, beside, out, rows, width, outs):
+    """As `baton.engine.cpu.panels.multiply_rows_int8`, for rows of whole lines of int8."""
+    (scales, zeros, bias), (begin, end, first, last) = beside, _mine(rows, outs)
+    size, lines = _at_once(end - begin, width), width // LINE
+    laid, sums = from_line(np.empty(size * width + LINE, np.uint8)), from_line(np.empty(size * OUTS + LINE, np.int32))
+    rounded, steps, spare = np.empty(width, np.uint8), np.empty(size, np.float32), np.empty(OUTS, out.dtype)
+    begin_tiles(weights, end - begin)
+    for start in range(begin, end, size):
+        count = min(size, end - start)
+        for row in range(count):
+            steps[row] = round_row(x[(start + row) * width : (start + row + 1) * width], rounded)
+            lay_row(rounded, width, row, laid)
+        for panel in range(first, last):
+            base = panel * OUTS
+            _add_panel(zeros[base:], laid, weights[base * width :], width, lines, count, sums, out[start * outs + base :], outs)
+            for row in range(count):
+                whole, at = sums[row * OUTS :], (start + row) * outs + base
+                if base + OUTS <= outs:
+                    scale_row(whole, scales[base:], steps[row], bias[base:], out[at:])
+                else:
+                    scale_row(whole, scales[base:], steps[row], bias[base:], spare)
+                    out[at : at + outs - base] = spare[: outs - base]
+    end_tiles(weights)

@@ -1,0 +1,46 @@
+"""AMX is used where Linux lets a process use it, and nowhere else."""
+
+import platform
+import subprocess
+import sys
+
+import pytest
+
+from baton.engine.cpu.features import AMX, features
+
+TILED = {"avx512f": True, **dict.fromkeys(AMX, True)}
+
+
+@pytest.mark.parametrize(("allowed", "left"), [(True, {"avx512f", *AMX}), (False, {"avx512f"})])
+def test_amx_needs_the_permission_of_linux(allowed: bool, left: set[str], monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("llvmlite.binding.get_host_cpu_features", lambda: TILED)
+    monkeypatch.setattr("numba.config.CPU_NAME", None)
+    monkeypatch.setattr("baton.engine.cpu.features._may_use_tiles", lambda: allowed)
+    assert features() == left
+
+
+def test_half_of_amx_is_none(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("llvmlite.binding.get_host_cpu_features", lambda: {**TILED, "amx-int8": False})
+    monkeypatch.setattr("numba.config.CPU_NAME", None)
+    monkeypatch.setattr("baton.engine.cpu.features._may_use_tiles", lambda: pytest.fail("nothing is asked for"))
+    assert features() == {"avx512f"}
+
+
+REFUSED = """
+import ctypes, sys
+class Refusing(ctypes.CDLL):
+    def __getattr__(self, name):
+        return (lambda *given: -1) if name == "syscall" else super().__getattr__(name)
+usual, ctypes.CDLL = ctypes.CDLL, Refusing
+from baton.engine.cpu import features, kernel
+refused = kernel.stamp()
+features.FEATURES |= features.AMX
+print(features.AMX <= features.features(), refused != kernel.stamp())
+"""
+
+
+@pytest.mark.skipif(platform.machine() != "x86_64", reason="AMX is of x86-64")
+def test_a_refusal_leaves_kernels_of_their_own() -> None:
+    """Kernels that were compiled with AMX are not loaded by a process that may not use it."""
+    done = subprocess.run([sys.executable, "-c", REFUSED], capture_output=True, text=True, check=True, timeout=120)
+    assert done.stdout.split() == ["False", "True"]
