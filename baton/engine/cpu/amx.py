@@ -237,11 +237,10 @@ def add_part(
 
 
 @intrinsic
-def add_rows(context: Any, before: Any, gap: Any, x: Any, far: Any, lines: Any, panel: Any, rows: Any, after: Any, apart: Any) -> Any:
-    """`after[r, o] = before[r, o] + Σ x[r, k] · panel[k, o]` for rows as they lie in memory, rounded up to whole tiles.
-
-    As `baton.engine.cpu.tile.add_tile`, but for any number of rows, `lines` lines of x, and sums of float32.
-    """
+def add_rows_by_tiles(
+    context: Any, before: Any, gap: Any, x: Any, far: Any, lines: Any, panel: Any, rows: Any, after: Any, apart: Any
+) -> Any:
+    """As `baton.engine.cpu.tile.add_rows`, for `lines` lines of x and sums of float32; rows are rounded up to whole tiles."""
     dot = DOT[panel.dtype]
 
     def generate(context: Any, builder: Any, signature: Any, arguments: Any) -> Any:

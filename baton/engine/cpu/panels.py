@@ -12,12 +12,12 @@ from baton.engine.cpu import amx
 from baton.engine.cpu.int8 import round_row
 from baton.engine.cpu.kernel import body, floats, int8s, int32s, kernel, numbers
 from baton.engine.cpu.memory import zeros
-from baton.engine.cpu.primitives import LINE, share
-from baton.engine.cpu.tile import BFLOAT16, FLOAT32, INT8, OUTS, ROWS, add_tile, scale_row
+from baton.engine.cpu.primitives import LINE, from_line, share
+from baton.engine.cpu.tile import BFLOAT16, FLOAT32, INT8, OUTS, ROWS, add_rows, scale_row
 
 TILES_FROM = 12  # rows of int8: fewer are multiplied as fast as the weights can be read without AMX
-CHUNK = 64 // ROWS * ROWS  # rows of x that stay in the cache while a thread's panels pass: whole tiles
-DEPTH = 2048  # numbers of each row for which a panel stays in the cache
+CHUNK = 128 // ROWS * ROWS  # rows of x that stay in the cache while a thread's panels pass: whole tiles
+DEPTH = 256  # numbers of each row for which a panel stays in the cache
 OUTS_PADDED = f"-(-outs // {OUTS}) * {OUTS}"
 GROUPS = {torch.float32: FLOAT32.group, torch.bfloat16: BFLOAT16.group, torch.int8: INT8.group}
 PANELS = f"{OUTS_PADDED} * width"
@@ -75,23 +75,22 @@ def padded(vector: Tensor | None, outs: int) -> Tensor:
 @body
 def multiply_rows(x, weights, bias, out, rows, width, outs):
     first, last = share(-(-outs // OUTS))
-    sums, spare = np.empty(CHUNK * OUTS, np.float32), np.empty(ROWS * OUTS, out.dtype)
+    sums, spare = from_line(np.empty(CHUNK * OUTS + LINE, np.float32)), np.empty(CHUNK * OUTS, out.dtype)
     for start in range(0, rows, CHUNK):
+        count = min(CHUNK, rows - start)
         for panel in range(first, last):
             base = panel * OUTS
             for k in range(0, width, DEPTH):
-                part, depth = weights[base * width + k * OUTS :], min(DEPTH, width - k)
-                for tile in range(start, min(start + CHUNK, rows), ROWS):
-                    count, totals, new = min(ROWS, rows - tile), sums[(tile - start) * OUTS :], x[tile * width + k :]
-                    before, gap = (totals, OUTS) if k else (bias[base:], 0)
-                    if k + depth < width:
-                        add_tile(before, gap, new, width, part, count, depth, totals, OUTS)
-                    elif base + OUTS <= outs:
-                        add_tile(before, gap, new, width, part, count, depth, out[tile * outs + base :], outs)
-                    else:
-                        add_tile(before, gap, new, width, part, count, depth, spare, OUTS)
-                        for r in range(count):
-                            out[(tile + r) * outs + base : (tile + r + 1) * outs] = spare[r * OUTS : r * OUTS + outs - base]
+                part, depth, some = weights[base * width + k * OUTS :], min(DEPTH, width - k), x[start * width + k :]
+                before, gap = (sums, OUTS) if k else (bias[base:], 0)
+                if k + depth < width:
+                    add_rows(before, gap, some, width, part, count, depth, sums, OUTS)
+                elif base + OUTS <= outs:
+                    add_rows(before, gap, some, width, part, count, depth, out[start * outs + base :], outs)
+                else:
+                    add_rows(before, gap, some, width, part, count, depth, spare, OUTS)
+                    for r in range(count):
+                        out[(start + r) * outs + base : (start + r + 1) * outs] = spare[r * OUTS : r * OUTS + outs - base]
 
 
 def multiply(x, weights, bias, out, rows, width, outs):
@@ -122,26 +121,23 @@ def multiply_rows_int8(x, weights, beside, out, rows, width, outs):
     sums, spare = np.empty(CHUNK * OUTS, np.int32), np.empty(OUTS, out.dtype)
     rounded, steps = np.empty(CHUNK * width, np.uint8), np.empty(CHUNK, np.float32)
     for start in range(0, rows, CHUNK):
-        for row in range(start, min(start + CHUNK, rows)):
-            at = (row - start) * width
-            steps[row - start] = round_row(x[row * width : (row + 1) * width], rounded[at : at + width])
+        count = min(CHUNK, rows - start)
+        for r in range(count):
+            row = x[(start + r) * width : (start + r + 1) * width]
+            steps[r] = round_row(row, rounded[r * width : (r + 1) * width])
         for panel in range(first, last):
             base = panel * OUTS
             for k in range(0, width, DEPTH):
                 part, depth = weights[base * width + k * OUTS :], min(DEPTH, width - k)
-                for tile in range(0, min(CHUNK, rows - start), ROWS):
-                    count, totals = min(ROWS, rows - start - tile), sums[tile * OUTS :]
-                    before, gap = (totals, OUTS) if k else (zeros[base:], 0)
-                    add_tile(before, gap, rounded[tile * width + k :], width, part, count, depth, totals, OUTS)
-                    if k + depth < width:
-                        continue
-                    for r in range(count):
-                        whole, at = totals[r * OUTS :], (start + tile + r) * outs + base
-                        if base + OUTS <= outs:
-                            scale_row(whole, scales[base:], steps[tile + r], bias[base:], out[at:])
-                        else:
-                            scale_row(whole, scales[base:], steps[tile + r], bias[base:], spare)
-                            out[at : at + outs - base] = spare[: outs - base]
+                before, gap = (sums, OUTS) if k else (zeros[base:], 0)
+                add_rows(before, gap, rounded[k:], width, part, count, depth, sums, OUTS)
+            for r in range(count):
+                whole, at = sums[r * OUTS :], (start + r) * outs + base
+                if base + OUTS <= outs:
+                    scale_row(whole, scales[base:], steps[r], bias[base:], out[at:])
+                else:
+                    scale_row(whole, scales[base:], steps[r], bias[base:], spare)
+                    out[at : at + outs - base] = spare[: outs - base]
 
 
 def multiply_int8(x, weights, beside, out, rows, width, outs):

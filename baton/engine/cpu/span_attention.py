@@ -16,16 +16,16 @@ from torch import Tensor
 from baton.engine.attention import Group, PagedKv
 from baton.engine.checkpoint import LayerAttention
 from baton.engine.cpu import amx
-from baton.engine.cpu.amx import add_rows, begin_tiles, end_tiles
+from baton.engine.cpu.amx import add_rows_by_tiles, begin_tiles, end_tiles
 from baton.engine.cpu.decode_attention import EVERYTHING, in_rows
 from baton.engine.cpu.dots import lay_values, turn_keys
 from baton.engine.cpu.kernel import INT, REAL, int64s, kernel, numbers
 from baton.engine.cpu.primitives import LINE, LOG2_E, ONE, SUMS, ZERO, exp, from_line, put, share, team, wait
 from baton.engine.cpu.softmax import cap, greatest_score, powers
-from baton.engine.cpu.tile import LANES, OUTS, ROWS, add_tile, group_of
+from baton.engine.cpu.tile import LANES, OUTS, add_rows, group_of
 
 KEYS = 256  # whose scores are in the caches at the same time; whole panels
-QUERIES = 64 // ROWS * ROWS  # that one thread computes at a time, unless a key head has more
+QUERIES = 64  # that one thread computes at a time, unless a key head has more
 SIZE = f"-(-keys // {OUTS}) * {OUTS}"  # keys in whole panels
 NOTHING = np.zeros(OUTS, np.float32)
 NO_SCORE = np.float32(-np.inf)
@@ -118,27 +118,23 @@ def _meet(scratch, rows, part, seen, sizes, how):
             weights[i] = 0
 
 
-@njit
-def _multiply_rows(before, x, far, panel, depth, out, rows):
-    for row in range(0, rows, ROWS):
-        first, last = before[0][row * before[1] :], out[0][row * out[1] :]
-        add_tile(first, before[1], x[row * far :], far, panel, min(ROWS, rows - row), depth, last, out[1])
-
-
 def _multiply(before, x, far, panel, depth, out, rows):
-    """`add_tile` for any number of rows; those above the last one, up to a whole number of AMX's tiles, may get numbers that mean nothing.
-    `before` and `out`: an array, and how far apart its rows are."""
+    """`add_rows`; those above the last one, up to a whole number of AMX's tiles, may get numbers that mean nothing. `before` and `out`: an
+    array, and how far apart its rows are."""
 
 
 @overload(_multiply)
 def _multiply_by(before, x, far, panel, depth, out, rows):
+    def by_rows(before, x, far, panel, depth, out, rows):
+        add_rows(before[0], before[1], x, far, panel, rows, depth, out[0], out[1])
+
     def by_tiles(before, x, far, panel, depth, out, rows):
         if depth * 2 % LINE:
-            _multiply_rows(before, x, far, panel, depth, out, rows)
+            add_rows(before[0], before[1], x, far, panel, rows, depth, out[0], out[1])
         else:
-            add_rows(before[0], before[1], x, far, depth * 2 // LINE, panel, rows, out[0], out[1])
+            add_rows_by_tiles(before[0], before[1], x, far, depth * 2 // LINE, panel, rows, out[0], out[1])
 
-    return by_tiles if amx.multiplies(panel) else _multiply_rows.py_func
+    return by_tiles if amx.multiplies(panel) else by_rows
 
 
 @njit

@@ -19,7 +19,7 @@ from numba.extending import intrinsic
 from baton.engine.cpu.features import FEATURES
 
 # Numbers of a register, registers of sums for each row, and rows: all sums and a step's numbers of W are in registers.
-LANES, VECTORS, ROWS = (16, 2, 8) if "avx512f" in FEATURES else (8, 2, 6) if "avx2" in FEATURES else (4, 4, 6)
+LANES, VECTORS, ROWS = (16, 2, 14) if "avx512f" in FEATURES else (8, 2, 6) if "avx2" in FEATURES else (4, 4, 6)
 OUTS = LANES * VECTORS
 
 FLOAT, I8, I16, I32, I64 = ir.FloatType(), ir.IntType(8), ir.IntType(16), ir.IntType(32), ir.IntType(64)
@@ -92,7 +92,7 @@ BFLOAT16 = Kind(2, I32, FLOATS, _dot_bfloat16) if "avx512bf16" in FEATURES else 
 VNNI = {"avx512vnni", "avx512vl"} <= FEATURES or "avxvnni" in FEATURES
 INT8 = Kind(4, I32, INTS, _dot_int8) if VNNI else Kind(1, I8, INTS, _multiply_int8)
 # Of int4: numbers of a row that share a scale; int32s that hold them, eight each; rows, of which one kind of sums stays in registers.
-SHARED, WORDS, INT4_ROWS = 32, 4, ROWS if "avx512f" in FEATURES else 2
+SHARED, WORDS, INT4_ROWS = 32, 4, 8 if "avx512f" in FEATURES else 2
 KINDS = {types.float32: FLOAT32, types.uint16: BFLOAT16, types.int8: INT8}
 
 
@@ -104,8 +104,8 @@ def group_of(context: Any, array: Any) -> Any:
 
 
 @intrinsic
-def add_tile(context: Any, before: Any, gap: Any, x: Any, width: Any, panel: Any, rows: Any, depth: Any, after: Any, apart: Any) -> Any:
-    """`after[r, o] = before[r, o] + Σ x[r, k] · panel[k, o]` for 1 to ROWS rows, and k up to `depth`, a multiple of the group above 0.
+def add_rows(context: Any, before: Any, gap: Any, x: Any, width: Any, panel: Any, rows: Any, depth: Any, after: Any, apart: Any) -> Any:
+    """`after[r, o] = before[r, o] + Σ x[r, k] · panel[k, o]` for some rows, and k up to `depth`, a multiple of the group above 0.
 
     Rows of x lie `width` numbers apart, those of `before` `gap`, those of `after` `apart`. Where `after` is bfloat16, sums are rounded.
     Where the panel is int8, x is uint8, and sums are int32.
@@ -113,19 +113,27 @@ def add_tile(context: Any, before: Any, gap: Any, x: Any, width: Any, panel: Any
     kind = KINDS[panel.dtype]
 
     def generate(context: Any, builder: Any, signature: Any, arguments: Any) -> Any:
-        first, gap, numbers, width, panel, rows, depth, last, apart = arguments_of(context, builder, signature, arguments)
+        before, gap, numbers, width, panel, rows, depth, after, apart = arguments_of(context, builder, signature, arguments)
         step, steps = (builder.udiv(count, I64(kind.group)) for count in (width, depth))
         numbers, panel = (builder.bitcast(each, kind.loaded.as_pointer()) for each in (numbers, panel))
 
-        def case(count: int) -> None:
-            places, xs = (
-                [builder.gep(at, [builder.mul(far, I64(r))]) for r in range(count)] for at, far in ((first, gap), (numbers, step))
+        def tile(first: Any, count: int) -> None:
+            nth = [builder.add(first, I64(r)) for r in range(count)]
+            begin, xs, end = (
+                [builder.gep(array, [builder.mul(far, row)]) for row in nth]
+                for array, far in ((before, gap), (numbers, step), (after, apart))
             )
-            sums = _sums(builder, kind, [vectors(builder, place, kind.total) for place in places], xs, panel, steps)
-            for r, row in enumerate(sums):
-                store_row(builder, row, builder.gep(last, [builder.mul(apart, I64(r))]))
+            sums = _sums(builder, kind, [vectors(builder, place, kind.total) for place in begin], xs, panel, steps)
+            for row, place in zip(sums, end, strict=True):
+                store_row(builder, row, place)
 
-        switch(builder, rows, range(1, ROWS + 1), case)
+        def whole(i: Any, none: list[Any]) -> list[Any]:
+            tile(builder.mul(i, I64(ROWS)), ROWS)
+            return none
+
+        repeat(builder, builder.udiv(rows, I64(ROWS)), [], whole)
+        left = builder.urem(rows, I64(ROWS))
+        switch(builder, left, range(1, ROWS), lambda count: tile(builder.sub(rows, left), count))
         return context.get_dummy_value()
 
     int64 = types.int64
