@@ -29,14 +29,19 @@ from baton.engine.cpu.tile import (
     I32,
     I64,
     INT8,
+    INTS,
     OUTS,
+    SHARED,
+    WORDS,
     arguments_of,
     called,
+    fused,
     repeat,
     scale_row,
     store_normal_row,
     switch,
     vectors,
+    widened,
 )
 
 TILE = 16  # rows of a tile, of a cache line each
@@ -72,27 +77,41 @@ def multiplies(array: Any) -> bool:
     return THERE and array.dtype in DOT
 
 
+def _configure(builder: Any, rows: Any, depth: int) -> None:
+    """Tiles of x have up to `rows` rows of `depth` bytes; those of W, as many lines of neighbours as these meet."""
+    for limit, sign in ((1, "<"), (TILE, ">")):
+        rows = builder.select(builder.icmp_signed(sign, rows, I64(limit)), I64(limit), rows)
+    height, bytes_ = builder.trunc(rows, I8), ir.ArrayType(I8, 64)
+    shape = cgutils.alloca_once(builder, bytes_)
+    builder.store(ir.Constant(bytes_, [PALETTE] + [0] * 63), shape)
+    for tile in range(8):
+        width = builder.gep(shape, [I32(0), I32(16 + 2 * tile)])  # two bytes; the second is 0
+        builder.store(_number(depth if tile in X else LINE), width)
+        builder.store(_number(depth // 4) if tile in W else height, builder.gep(shape, [I32(0), I32(48 + tile)]))
+    _tile(builder, "ldtilecfg", _bytes(builder, shape))
+
+
 @intrinsic
 def begin_tiles(context: Any, weights: Any, rows: Any) -> Any:
     """Prepares this thread's registers for tiles of x of up to `rows` rows, if AMX multiplies such weights. `end_tiles` must follow."""
 
     def generate(context: Any, builder: Any, signature: Any, arguments: Any) -> Any:
-        if not multiplies(weights):
-            return context.get_dummy_value()
-        rows = arguments[1]
-        for limit, sign in ((1, "<"), (TILE, ">")):
-            rows = builder.select(builder.icmp_signed(sign, rows, I64(limit)), I64(limit), rows)
-        height, bytes_ = builder.trunc(rows, I8), ir.ArrayType(I8, 64)
-        shape = cgutils.alloca_once(builder, bytes_)
-        builder.store(ir.Constant(bytes_, [PALETTE] + [0] * 63), shape)
-        for tile in range(8):
-            width = builder.gep(shape, [I32(0), I32(16 + 2 * tile)])  # two bytes; the second is 0
-            builder.store(_number(LINE), width)
-            builder.store(_number(TILE) if tile in W else height, builder.gep(shape, [I32(0), I32(48 + tile)]))
-        _tile(builder, "ldtilecfg", _bytes(builder, shape))
+        if multiplies(weights):
+            _configure(builder, arguments[1], LINE)
         return context.get_dummy_value()
 
     return types.void(weights, types.int64), generate
+
+
+@intrinsic
+def begin_half_tiles(context: Any) -> Any:
+    """As `begin_tiles`, for tiles of x as deep as a group of int4."""
+
+    def generate(context: Any, builder: Any, signature: Any, arguments: Any) -> Any:
+        _configure(builder, I64(TILE), SHARED)
+        return context.get_dummy_value()
+
+    return types.void(), generate
 
 
 @intrinsic
@@ -274,6 +293,86 @@ def round_sums(context: Any, sums: Any, out: Any) -> Any:
         return context.get_dummy_value()
 
     return types.void(sums, out), generate
+
+
+@intrinsic
+def unpack(context: Any, packed: Any, groups: Any, panel: Any) -> Any:
+    """A panel of int4 (see `baton.engine.cpu.tile.add_groups`) as one of int8, -8 to 7."""
+
+    def generate(context: Any, builder: Any, signature: Any, arguments: Any) -> Any:
+        packed, groups, panel = arguments_of(context, builder, signature, arguments)
+        kind = ir.VectorType(I8, LINE)
+        low, four, eight = (ir.Constant(each, [number] * each.count) for each, number in ((INTS, 0x0F0F0F0F), (INTS, 4), (kind, 8)))
+
+        def word(i: Any, none: list[Any]) -> list[Any]:
+            for v, numbers in enumerate(vectors(builder, builder.gep(packed, [builder.mul(i, I64(OUTS))]), INTS)):
+                for half, each in enumerate((numbers, builder.lshr(numbers, four))):
+                    step = builder.add(builder.mul(i, I64(4 * LINE)), I64(2 * LINE * half + LINE * v))
+                    signed = builder.sub(builder.bitcast(builder.and_(each, low), kind), eight)
+                    builder.store(signed, builder.bitcast(builder.gep(panel, [step]), kind.as_pointer()), align=1)
+            return none
+
+        repeat(builder, builder.mul(groups, I64(WORDS)), [], word)
+        return context.get_dummy_value()
+
+    return types.void(packed, types.int64, panel), generate
+
+
+@intrinsic
+def add_groups_by_tiles(context: Any, x: Any, lines: Any, panel: Any, scales: Any, groups: Any, spare: Any, sums: Any) -> Any:
+    """`sums[r, o] = Σ_g scales[g, o] · Σ x[r, k] · panel[k, o]` for the SHARED ks of each of some groups, and ROWS rows of x in tiles.
+
+    As `baton.engine.cpu.tile.add_groups`, with the same bits; x is int8, in lines of two groups, and so is the panel. `spare`: int32,
+    `[ROWS, OUTS]`, as the sums.
+    """
+
+    def generate(context: Any, builder: Any, signature: Any, arguments: Any) -> Any:
+        x, lines, panel, scales, groups, spare, sums = arguments_of(context, builder, signature, arguments)
+        x, panel = _bytes(builder, x), _bytes(builder, panel)
+        places = Rows(_bytes(builder, spare), I64(2 * LINE))
+        far = builder.mul(lines, I64(TILE * LINE))
+        zero = ir.Constant(FLOATS, [0.0] * FLOATS.count)
+
+        def clear(r: Any, none: list[Any]) -> list[Any]:
+            store_normal_row(builder, [zero, zero], builder.gep(sums, [builder.mul(r, I64(OUTS))]))
+            return none
+
+        def group(g: Any, none: list[Any]) -> list[Any]:
+            w = Rows(builder.gep(panel, [builder.mul(g, I64(SHARED * OUTS))]), I64(2 * LINE))
+            line, half = builder.lshr(g, I64(1)), builder.and_(g, I64(1))
+            at = builder.add(builder.mul(line, I64(TILE * LINE)), builder.mul(half, I64(SHARED)))
+            for tile in SUMS:
+                r, c = divmod(tile, 2)
+                _tile(builder, "tilezero", _number(tile))
+                if c == 0:
+                    begin = builder.gep(x, [builder.add(at, builder.mul(far, I64(r)))])
+                    _tile(builder, "tileloadd64", _number(X[r]), begin, I64(LINE))
+                if r == 0:
+                    _tile(builder, "tileloadd64", _number(W[c]), *w.tile(builder, 0, I64(c * LINE)))
+                _tile(builder, "tdpbssd", _number(tile), _number(X[r]), _number(W[c]))
+            for tile in SUMS:
+                _tile(builder, "tilestored64", _number(tile), *places.tile(builder, tile // 2, I64(tile % 2 * LINE)))
+            bits = vectors(builder, builder.gep(scales, [builder.mul(g, I64(OUTS))]), ir.VectorType(I16, FLOATS.count))
+            by = [widened(builder, each) for each in bits]
+
+            def add(r: Any, none: list[Any]) -> list[Any]:
+                row = builder.gep(sums, [builder.mul(r, I64(OUTS))])
+                found = vectors(builder, builder.gep(spare, [builder.mul(r, I64(OUTS))]), INTS)
+                before = vectors(builder, row, FLOATS)
+                added = [
+                    fused(builder, total, builder.sitofp(each, FLOATS), step) for total, each, step in zip(before, found, by, strict=True)
+                ]
+                store_normal_row(builder, added, row)
+                return none
+
+            repeat(builder, I64(ROWS), [], add)
+            return none
+
+        repeat(builder, I64(ROWS), [], clear)
+        repeat(builder, groups, [], group)
+        return context.get_dummy_value()
+
+    return types.void(x, types.int64, panel, scales, types.int64, spare, sums), generate
 
 
 @njit

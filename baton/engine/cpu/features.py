@@ -12,12 +12,14 @@ ARCH_PRCTL, REQUEST_PERMISSION, TILES = 158, 0x1023, 18  # of Linux on x86-64
 
 
 def features() -> set[str]:
-    """Of the processor that Numba compiles for. AMX is among them if Linux lets this process use it."""
-    if config.CPU_NAME in (None, "host"):
-        found = {name for name, there in binding.get_host_cpu_features().items() if there}
-        return found if found >= AMX and _may_use_tiles() else found - AMX
-    given = (config.CPU_FEATURES or "").split(",")
-    return FAMILIES.get(config.CPU_NAME, set()) | {name.removeprefix("+") for name in given if name.startswith("+")}
+    """Of the processor that Numba compiles for. AMX is among them only if Linux lets this process use it, where the processor has it."""
+    here = {name for name, there in binding.get_host_cpu_features().items() if there}
+    found = here
+    if config.CPU_NAME not in (None, "host"):
+        given = (config.CPU_FEATURES or "").split(",")
+        found = FAMILIES.get(config.CPU_NAME, set()) | {name.removeprefix("+") for name in given if name.startswith("+")}
+    usable = found >= AMX and (_may_use_tiles() or not here >= AMX)  # or compiled for another processor
+    return found if usable else found - AMX
 
 
 def host() -> tuple[str, list[str], list[str]]:

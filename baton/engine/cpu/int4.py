@@ -6,15 +6,18 @@ A number of W takes 4.5 bits, and a product of few rows reads these, once. See `
 import numpy as np
 import torch
 import torch.nn.functional as F
+from numba.extending import overload
 from torch import Tensor
 
+from baton.engine.cpu import amx
 from baton.engine.cpu.int8 import round_row
 from baton.engine.cpu.kernel import bfloat16s, body, floats, int32s, kernel, numbers
 from baton.engine.cpu.memory import zeros
 from baton.engine.cpu.panels import CHUNK, OUTS_PADDED, Product, padded
-from baton.engine.cpu.primitives import put, share
+from baton.engine.cpu.primitives import LINE, from_line, put, share
 from baton.engine.cpu.tile import INT4_ROWS, OUTS, SHARED, WORDS, add_groups
 
+TILES_FROM = 24  # rows: fewer are multiplied faster without AMX
 GROUPS = f"-(-width // {SHARED})"
 
 
@@ -40,7 +43,14 @@ def _whole(rows: Tensor) -> Tensor:
 
 
 @body
-def multiply_int4(x, weights, scales, bias, out, rows, width, outs):
+def _finish(sums, rows, steps, bias, out, apart, count):
+    for r in range(rows):
+        for o in range(count):
+            put(out, r * apart + o, sums[r * OUTS + o] * steps[r] + bias[o])
+
+
+@body
+def multiply_int4_rows(x, weights, scales, bias, out, rows, width, outs):
     """Each thread rounds all rows itself. W's numbers are stored with 8 added; sums of a group begin with what that adds, subtracted."""
     first, last = share(-(-outs // OUTS))
     groups = -(-width // SHARED)
@@ -64,10 +74,48 @@ def multiply_int4(x, weights, scales, bias, out, rows, width, outs):
             for tile in range(0, count, INT4_ROWS):
                 some = min(INT4_ROWS, count - tile)
                 add_groups(rounded[tile * wide :], wide, part, factors, offsets[tile * groups :], some, groups, sums)
-                for r in range(some):
-                    at, step = (start + tile + r) * outs + base, steps[tile + r]
-                    for o in range(min(OUTS, outs - base)):
-                        put(out, at + o, sums[r * OUTS + o] * step + bias[base + o])
+                _finish(sums, some, steps[tile:], bias[base:], out[(start + tile) * outs + base :], outs, min(OUTS, outs - base))
+
+
+@body
+def multiply_int4_tiles(x, weights, scales, bias, out, rows, width, outs):
+    """By AMX. Panels are unpacked to int8 once for many rows, of which each thread rounds all itself."""
+    first, last = share(-(-outs // OUTS))
+    groups, lines = -(-width // SHARED), -(-width // LINE)
+    wide, most = lines * LINE, -(-min(rows, amx.CHUNK) // amx.ROWS) * amx.ROWS
+    unsigned, rounded, steps = np.empty(width, np.uint8), np.zeros(wide, np.int8), np.empty(most, np.float32)
+    laid, panel = from_line(np.zeros(most * wide + LINE, np.int8)), from_line(np.empty(groups * SHARED * OUTS + LINE, np.int8))
+    spare, sums = from_line(np.empty(amx.ROWS * OUTS + LINE, np.int32)), from_line(np.empty(amx.ROWS * OUTS + LINE, np.float32))
+    amx.begin_half_tiles()
+    for start in range(0, rows, amx.CHUNK):
+        count = min(amx.CHUNK, rows - start)
+        for row in range(count):
+            steps[row] = round_row(x[(start + row) * width : (start + row + 1) * width], unsigned)
+            for i in range(width):
+                rounded[i] = np.int8(np.int32(unsigned[i]) - np.int32(128))
+            amx.lay_row(rounded, wide, row, laid)
+        for base in range(first * OUTS, last * OUTS, OUTS):
+            amx.unpack(weights[base * groups * WORDS :], groups, panel)
+            for block in range(0, count, amx.ROWS):
+                amx.add_groups_by_tiles(laid[block * wide :], lines, panel, scales[base * groups :], groups, spare, sums)
+                some = min(amx.ROWS, count - block)
+                _finish(sums, some, steps[block:], bias[base:], out[(start + block) * outs + base :], outs, min(OUTS, outs - base))
+    amx.end_tiles(panel)
+
+
+def multiply_int4(x, weights, scales, bias, out, rows, width, outs):
+    """This thread's part of a product."""
+
+
+@overload(multiply_int4)
+def _multiply_int4_by(x, weights, scales, bias, out, rows, width, outs):
+    def by_tiles(x, weights, scales, bias, out, rows, width, outs):
+        if rows < TILES_FROM:
+            multiply_int4_rows(x, weights, scales, bias, out, rows, width, outs)
+        else:
+            multiply_int4_tiles(x, weights, scales, bias, out, rows, width, outs)
+
+    return by_tiles if amx.THERE else multiply_int4_rows.py_func
 
 
 @kernel(

@@ -26,6 +26,18 @@ def test_half_of_amx_is_none(monkeypatch: pytest.MonkeyPatch) -> None:
     assert features() == {"avx512f"}
 
 
+@pytest.mark.parametrize(("here", "allowed", "amx"), [(True, True, True), (True, False, False), (False, False, True)])
+def test_kernels_for_amx_are_compiled_on_processors_without_it(
+    here: bool, allowed: bool, amx: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As an image is built."""
+    monkeypatch.setattr("llvmlite.binding.get_host_cpu_features", lambda: TILED if here else {"avx512f": True})
+    monkeypatch.setattr("numba.config.CPU_NAME", "x86-64-v4")
+    monkeypatch.setattr("numba.config.CPU_FEATURES", ",".join(f"+{name}" for name in sorted(AMX)))
+    monkeypatch.setattr("baton.engine.cpu.features._may_use_tiles", lambda: allowed)
+    assert (features() >= AMX) == amx
+
+
 REFUSED = """
 import ctypes, sys
 class Refusing(ctypes.CDLL):
