@@ -41,32 +41,23 @@ def _pointer(context: Any, address: Any) -> Any:
 
 
 def fetch(builder: Any, place: Any, write: bool = False) -> None:
-    """Brings a cache line into every cache."""
+    """Brings a cache line into every cache, and takes it away from other cores if it is to be written."""
     byte, flag = ir.IntType(8).as_pointer(), ir.IntType(32)
     function = ir.FunctionType(ir.VoidType(), [byte, flag, flag, flag])
     prefetch = cgutils.get_or_insert_function(builder.module, function, "llvm.prefetch.p0")
     builder.call(prefetch, [builder.bitcast(place, byte), flag(int(write)), flag(3), flag(1)])
 
 
-def _fetches(array: Any, index: Any, write: bool) -> Any:
-    def generate(context: Any, builder: Any, signature: Any, arguments: Any) -> Any:
-        data = context.make_array(signature.args[0])(context, builder, arguments[0]).data
-        fetch(builder, builder.gep(data, [arguments[1]]), write)
-        return context.get_dummy_value()
-
-    return types.void(array, index), generate
-
-
 @intrinsic
 def prefetch(context: Any, array: Any, index: Any) -> Any:
     """Prefetches the cache line of `array[index]`. An index outside the array does no harm."""
-    return _fetches(array, index, write=False)
 
+    def generate(context: Any, builder: Any, signature: Any, arguments: Any) -> Any:
+        data = context.make_array(signature.args[0])(context, builder, arguments[0]).data
+        fetch(builder, builder.gep(data, [arguments[1]]))
+        return context.get_dummy_value()
 
-@intrinsic
-def prefetch_to_write(context: Any, array: Any, index: Any) -> Any:
-    """As `prefetch`, and takes the line away from other cores."""
-    return _fetches(array, index, write=True)
+    return types.void(array, index), generate
 
 
 @intrinsic
