@@ -131,7 +131,11 @@ class Server:
     def _greet(self, sock: socket.socket) -> None:
         """Parks a connection that proves the key. If there are too many, tells the reader so and drops the connection."""
         try:
-            if not wire.prove_as_server(sock, self._key, self.instance):
+            try:
+                proved = wire.prove_as_server(sock, self._key, self.instance)
+            finally:
+                self._strangers.release()  # before the reader is told, so that its next connection is not turned away
+            if not proved:
                 log.warning("a KV reader without the cluster key was refused")
                 self._drop(sock)
                 return
@@ -151,8 +155,6 @@ class Server:
         except OSError as error:
             log.debug("KV reader gone: %s", error)
             self._drop(sock)
-        finally:
-            self._strangers.release()
 
     def _serve(self, sock: socket.socket) -> None:
         try:

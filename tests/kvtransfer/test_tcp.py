@@ -8,6 +8,7 @@ import struct
 import threading
 import time
 from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from typing import TYPE_CHECKING, Any
 
@@ -168,6 +169,18 @@ def test_unproven_connections_are_limited_in_number(make_reader: MakeReader, mon
         sock.close()
     wait_until(lambda: connections(server) == before)
     make_reader("tcp").transport.connect("server:1", server.transport.address())
+
+
+def test_a_reader_that_was_admitted_is_no_stranger_any_more(make_reader: MakeReader, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(tcp_server, "MAX_STRANGERS", 1)
+    server, slow = make_reader("tcp"), threading.Event()
+    monkeypatch.setattr(server.transport._server, "_greeters", ThreadPoolExecutor(2))
+    monkeypatch.setattr(tcp_server.Server, "_park", lambda *_: slow.wait(60))  # the thread that admitted a reader is held up
+    try:
+        for _ in range(2):
+            make_reader("tcp").transport.connect("server:1", server.transport.address())
+    finally:
+        slow.set()
 
 
 def test_unproven_connections_are_limited_in_time(make_reader: MakeReader, monkeypatch: pytest.MonkeyPatch) -> None:
