@@ -81,7 +81,7 @@ class Ops:
         """Each row of `[T, H]` in its own steps, 127 up to its greatest magnitude: uint8 `[T, H]` around 128, and float32 steps `[T]`."""
         precise = x.float()
         steps = precise.abs().amax(dim=-1).div_(127).clamp_(min=TINY)
-        return precise.div(steps[:, None]).round_().add_(128).to(torch.uint8), steps
+        return precise.mul(steps.reciprocal()[:, None]).round_().add_(128).to(torch.uint8), steps
 
     def multiplier(self, matrix: Tensor, bias: Tensor | None) -> Multiply:
         """x `[T, H]` → x Wᵀ + bias `[T, out]` for W `[out, H]` on the CPU, of the type of x. Keeps nothing of `matrix`, which may be

@@ -17,12 +17,11 @@ from numba.core import cgutils
 from numba.extending import intrinsic
 
 from baton.engine.cpu.features import AMX, FEATURES
-from baton.engine.cpu.int8 import round_row
+from baton.engine.cpu.int8 import round_row, scale_panel
 from baton.engine.cpu.kernel import body
-from baton.engine.cpu.primitives import LINE, fetch, from_line, share, team
+from baton.engine.cpu.primitives import LINE, fetch, from_line, in_parts, share, team
 from baton.engine.cpu.tile import (
     BFLOAT16,
-    FLOAT,
     FLOATS,
     I8,
     I16,
@@ -32,14 +31,15 @@ from baton.engine.cpu.tile import (
     INTS,
     OUTS,
     SHARED,
+    SIZES,
     WORDS,
     arguments_of,
     called,
     fused,
     repeat,
-    scale_row,
     store_normal_row,
     switch,
+    vector,
     vectors,
     widened,
 )
@@ -52,7 +52,7 @@ PANEL = 2 * TILE * LINE  # bytes of a panel for a line of x
 PART = 8  # lines of x for which a panel stays in the smallest cache while rows pass
 FETCHED = 8  # lines that are brought into the caches at each step, of what the panel's next part is
 SHARES = PANEL // LINE // FETCHED  # blocks of rows that bring all of it
-SIZES = {FLOAT: 4, I16: 2}  # bytes of a number
+FLIGHT = 4  # groups of int4 whose products are under way at the same time
 PALETTE = 1  # eight tiles, of up to 16 rows of up to 64 bytes
 
 THERE = FEATURES >= AMX and OUTS == 2 * TILE and BFLOAT16.group == 2 and INT8.group == 4
@@ -319,68 +319,74 @@ def unpack(context: Any, packed: Any, groups: Any, panel: Any) -> Any:
 
 
 @intrinsic
-def add_groups_by_tiles(context: Any, x: Any, lines: Any, panel: Any, scales: Any, groups: Any, spare: Any, sums: Any) -> Any:
-    """`sums[r, o] = Σ_g scales[g, o] · Σ x[r, k] · panel[k, o]` for the SHARED ks of each of some groups, and ROWS rows of x in tiles.
+def add_groups_by_tiles(context: Any, x: Any, panel: Any, scales: Any, groups: Any, spare: Any, sums: Any) -> Any:
+    """`sums[r, o] = Σ_g scales[g, o] · Σ x[r, k] · panel[k, o]` for the SHARED ks of each of some groups, and TILE rows of x in tiles.
 
-    As `baton.engine.cpu.tile.add_groups`, with the same bits; x is int8, in lines of two groups, and so is the panel. `spare`: int32,
-    `[ROWS, OUTS]`, as the sums.
+    As `baton.engine.cpu.tile.add_groups`, with the same bits; x is int8, in lines of two groups, and so is the panel. Products reach the
+    sums by way of memory, `spare`, int32 `[2, FLIGHT, TILE, TILE]`, which takes a while: those of the next flight of groups are under way
+    while one is added.
     """
 
     def generate(context: Any, builder: Any, signature: Any, arguments: Any) -> Any:
-        x, lines, panel, scales, groups, spare, sums = arguments_of(context, builder, signature, arguments)
+        x, panel, scales, groups, spare, sums = arguments_of(context, builder, signature, arguments)
         x, panel = _bytes(builder, x), _bytes(builder, panel)
-        places = Rows(_bytes(builder, spare), I64(2 * LINE))
-        far = builder.mul(lines, I64(TILE * LINE))
-        zero = ir.Constant(FLOATS, [0.0] * FLOATS.count)
+        flights, left = builder.udiv(groups, I64(FLIGHT)), builder.urem(groups, I64(FLIGHT))
 
-        def clear(r: Any, none: list[Any]) -> list[Any]:
-            store_normal_row(builder, [zero, zero], builder.gep(sums, [builder.mul(r, I64(OUTS))]))
+        def product(flight: Any, i: int, row: int = 0) -> Any:
+            nth = builder.mul(builder.and_(flight, I64(1)), I64(FLIGHT * TILE))
+            return builder.gep(spare, [builder.mul(builder.add(nth, I64(i * TILE + row)), I64(TILE))])
+
+        def multiply(flight: Any, count: int, column: Any) -> None:
+            for i in range(count):
+                g, mine, other = builder.add(builder.mul(flight, I64(FLIGHT)), I64(i)), _number(X[i % 2]), _number(W[i % 2])
+                line, half = builder.lshr(g, I64(1)), builder.and_(g, I64(1))
+                at = builder.add(builder.mul(line, I64(TILE * LINE)), builder.mul(half, I64(SHARED)))
+                rows = Rows(builder.gep(panel, [builder.mul(g, I64(SHARED * OUTS))]), I64(2 * LINE))
+                _tile(builder, "tilezero", _number(SUMS[i]))
+                _tile(builder, "tileloadd64", mine, builder.gep(x, [at]), I64(LINE))
+                _tile(builder, "tileloadd64", other, *rows.tile(builder, 0, builder.mul(column, I64(LINE))))
+                _tile(builder, "tdpbssd", _number(SUMS[i]), mine, other)
+            for i in range(count):
+                _tile(builder, "tilestored64", _number(SUMS[i]), _bytes(builder, product(flight, i)), I64(LINE))
+
+        def add(totals: list[Any], flight: Any, count: int, column: Any) -> list[Any]:
+            for i in range(count):
+                g = builder.add(builder.mul(flight, I64(FLIGHT)), I64(i))
+                at = builder.add(builder.mul(g, I64(OUTS)), builder.mul(column, I64(TILE)))
+                step = widened(builder, vector(builder, builder.gep(scales, [at]), ir.VectorType(I16, TILE)))
+                found = [builder.sitofp(vector(builder, product(flight, i, row), INTS), FLOATS) for row in range(TILE)]
+                totals = [fused(builder, total, each, step) for total, each in zip(totals, found, strict=True)]
+            return totals
+
+        def sums_of(column: Any, none: list[Any]) -> list[Any]:
+            places = [builder.gep(sums, [builder.add(builder.mul(column, I64(TILE)), I64(row * OUTS))]) for row in range(TILE)]
+
+            def fly(flight: Any, totals: list[Any]) -> list[Any]:
+                multiply(builder.add(flight, I64(1)), FLIGHT, column)
+                return add(totals, flight, FLIGHT, column)
+
+            def whole(_: Any, totals: list[Any]) -> list[Any]:
+                last = builder.sub(flights, I64(1))
+                multiply(I64(0), FLIGHT, column)
+                return add(repeat(builder, last, totals, fly), last, FLIGHT, column)
+
+            def rest(count: int) -> None:
+                multiply(flights, count, column)
+                write(add([vector(builder, each, FLOATS) for each in places], flights, count, column))
+
+            def write(totals: list[Any]) -> None:
+                for total, each in zip(totals, places, strict=True):
+                    builder.store(total, builder.bitcast(each, FLOATS.as_pointer()), align=1)
+
+            some = builder.zext(builder.icmp_unsigned(">", flights, I64(0)), I64)
+            write(repeat(builder, some, [ir.Constant(FLOATS, [0.0] * TILE)] * TILE, whole))
+            switch(builder, left, range(1, FLIGHT), rest)
             return none
 
-        def group(g: Any, none: list[Any]) -> list[Any]:
-            w = Rows(builder.gep(panel, [builder.mul(g, I64(SHARED * OUTS))]), I64(2 * LINE))
-            line, half = builder.lshr(g, I64(1)), builder.and_(g, I64(1))
-            at = builder.add(builder.mul(line, I64(TILE * LINE)), builder.mul(half, I64(SHARED)))
-            for tile in SUMS:
-                r, c = divmod(tile, 2)
-                _tile(builder, "tilezero", _number(tile))
-                if c == 0:
-                    begin = builder.gep(x, [builder.add(at, builder.mul(far, I64(r)))])
-                    _tile(builder, "tileloadd64", _number(X[r]), begin, I64(LINE))
-                if r == 0:
-                    _tile(builder, "tileloadd64", _number(W[c]), *w.tile(builder, 0, I64(c * LINE)))
-                _tile(builder, "tdpbssd", _number(tile), _number(X[r]), _number(W[c]))
-            for tile in SUMS:
-                _tile(builder, "tilestored64", _number(tile), *places.tile(builder, tile // 2, I64(tile % 2 * LINE)))
-            bits = vectors(builder, builder.gep(scales, [builder.mul(g, I64(OUTS))]), ir.VectorType(I16, FLOATS.count))
-            by = [widened(builder, each) for each in bits]
-
-            def add(r: Any, none: list[Any]) -> list[Any]:
-                row = builder.gep(sums, [builder.mul(r, I64(OUTS))])
-                found = vectors(builder, builder.gep(spare, [builder.mul(r, I64(OUTS))]), INTS)
-                before = vectors(builder, row, FLOATS)
-                added = [
-                    fused(builder, total, builder.sitofp(each, FLOATS), step) for total, each, step in zip(before, found, by, strict=True)
-                ]
-                store_normal_row(builder, added, row)
-                return none
-
-            repeat(builder, I64(ROWS), [], add)
-            return none
-
-        repeat(builder, I64(ROWS), [], clear)
-        repeat(builder, groups, [], group)
+        repeat(builder, I64(OUTS // TILE), [], sums_of)
         return context.get_dummy_value()
 
-    return types.void(x, types.int64, panel, scales, types.int64, spare, sums), generate
-
-
-@njit
-def _at_once(rows, width):
-    """How many of the rows are laid out at the same time: whole tiles, about as many each time. `width`: bytes."""
-    most = max(ROWS, min(CHUNK, CHUNK_BYTES // width // ROWS * ROWS))
-    times = max(1, -(-rows // most))
-    return max(1, -(-rows // (times * ROWS))) * ROWS
+    return types.void(x, panel, scales, types.int64, spare, sums), generate
 
 
 @body
@@ -392,7 +398,7 @@ def _add_panel(begin, laid, weights, width, lines, rows, sums, out, apart):
 
 
 @njit
-def _mine(rows, outs):
+def part_of(rows, outs):
     """This thread's share: the first row, the one after the last, and the same of panels. It has all panels for its part of many rows,
     which no other thread needs to lay out."""
     panels = -(-outs // OUTS)
@@ -406,8 +412,8 @@ def _mine(rows, outs):
 @body
 def multiply_tiles(x, weights, bias, out, rows, width, outs):
     """As `baton.engine.cpu.panels.multiply_rows`, for bfloat16 rows of whole lines."""
-    begin, end, first, last = _mine(rows, outs)
-    size, lines = _at_once(end - begin, width * 2), width * 2 // LINE
+    begin, end, first, last = part_of(rows, outs)
+    size, lines = in_parts(end - begin, ROWS, min(CHUNK, CHUNK_BYTES // (2 * width))), width * 2 // LINE
     laid, sums = from_line(np.empty(size * width + LINE, x.dtype)), from_line(np.empty(size * OUTS + LINE, np.float32))
     spare = np.empty(OUTS, out.dtype)
     begin_tiles(weights, end - begin)
@@ -431,10 +437,10 @@ def multiply_tiles(x, weights, bias, out, rows, width, outs):
 @body
 def multiply_tiles_int8(x, weights, beside, out, rows, width, outs):
     """As `baton.engine.cpu.panels.multiply_rows_int8`, for rows of whole lines of int8."""
-    (scales, zeros, bias), (begin, end, first, last) = beside, _mine(rows, outs)
-    size, lines = _at_once(end - begin, width), width // LINE
+    (_, zeros, _), (begin, end, first, last) = beside, part_of(rows, outs)
+    size, lines = in_parts(end - begin, ROWS, min(CHUNK, CHUNK_BYTES // width)), width // LINE
     laid, sums = from_line(np.empty(size * width + LINE, np.uint8)), from_line(np.empty(size * OUTS + LINE, np.int32))
-    rounded, steps, spare = np.empty(width, np.uint8), np.empty(size, np.float32), np.empty(OUTS, out.dtype)
+    rounded, steps = np.empty(width, np.uint8), np.empty(size, np.float32)
     begin_tiles(weights, end - begin)
     for start in range(begin, end, size):
         count = min(size, end - start)
@@ -444,11 +450,5 @@ def multiply_tiles_int8(x, weights, beside, out, rows, width, outs):
         for panel in range(first, last):
             base = panel * OUTS
             _add_panel(zeros[base:], laid, weights[base * width :], width, lines, count, sums, out[start * outs + base :], outs)
-            for row in range(count):
-                whole, at = sums[row * OUTS :], (start + row) * outs + base
-                if base + OUTS <= outs:
-                    scale_row(whole, scales[base:], steps[row], bias[base:], out[at:])
-                else:
-                    scale_row(whole, scales[base:], steps[row], bias[base:], spare)
-                    out[at : at + outs - base] = spare[: outs - base]
+            scale_panel(sums, count, beside, steps, out[start * outs :], base, outs)
     end_tiles(weights)

@@ -79,16 +79,17 @@ def multiply_int4_rows(x, weights, scales, bias, out, rows, width, outs):
 
 @body
 def multiply_int4_tiles(x, weights, scales, bias, out, rows, width, outs):
-    """By AMX. Panels are unpacked to int8 once for many rows, of which each thread rounds all itself."""
-    first, last = share(-(-outs // OUTS))
+    """By AMX. Panels are unpacked to int8 once for many rows."""
+    begin, end, first, last = amx.part_of(rows, outs)
     groups, lines = -(-width // SHARED), -(-width // LINE)
-    wide, most = lines * LINE, -(-min(rows, amx.CHUNK) // amx.ROWS) * amx.ROWS
+    wide, most = lines * LINE, -(-min(end - begin, amx.CHUNK) // amx.TILE) * amx.TILE
     unsigned, rounded, steps = np.empty(width, np.uint8), np.zeros(wide, np.int8), np.empty(most, np.float32)
     laid, panel = from_line(np.zeros(most * wide + LINE, np.int8)), from_line(np.empty(groups * SHARED * OUTS + LINE, np.int8))
-    spare, sums = from_line(np.empty(amx.ROWS * OUTS + LINE, np.int32)), from_line(np.empty(amx.ROWS * OUTS + LINE, np.float32))
+    spare = from_line(np.empty(2 * amx.FLIGHT * amx.TILE * amx.TILE + LINE, np.int32))
+    sums = from_line(np.empty(amx.TILE * OUTS + LINE, np.float32))
     amx.begin_half_tiles()
-    for start in range(0, rows, amx.CHUNK):
-        count = min(amx.CHUNK, rows - start)
+    for start in range(begin, end, amx.CHUNK):
+        count = min(amx.CHUNK, end - start)
         for row in range(count):
             steps[row] = round_row(x[(start + row) * width : (start + row + 1) * width], unsigned)
             for i in range(width):
@@ -96,9 +97,9 @@ def multiply_int4_tiles(x, weights, scales, bias, out, rows, width, outs):
             amx.lay_row(rounded, wide, row, laid)
         for base in range(first * OUTS, last * OUTS, OUTS):
             amx.unpack(weights[base * groups * WORDS :], groups, panel)
-            for block in range(0, count, amx.ROWS):
-                amx.add_groups_by_tiles(laid[block * wide :], lines, panel, scales[base * groups :], groups, spare, sums)
-                some = min(amx.ROWS, count - block)
+            for block in range(0, count, amx.TILE):
+                amx.add_groups_by_tiles(laid[block * wide :], panel, scales[base * groups :], groups, spare, sums)
+                some = min(amx.TILE, count - block)
                 _finish(sums, some, steps[block:], bias[base:], out[(start + block) * outs + base :], outs, min(OUTS, outs - base))
     amx.end_tiles(panel)
 

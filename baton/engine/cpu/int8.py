@@ -6,8 +6,9 @@ The results equal those of `baton.engine.ops.Ops`, bit for bit.
 import numpy as np
 from numba import njit
 
-from baton.engine.cpu.kernel import floats, kernel, numbers, uint8s
-from baton.engine.cpu.primitives import ROUND, magnitude, put, share, wide
+from baton.engine.cpu.kernel import body, floats, kernel, numbers, uint8s
+from baton.engine.cpu.primitives import ONE, ROUND, magnitude, put, share, wide
+from baton.engine.cpu.tile import OUTS, scale_row
 
 STEPS, SMALLEST = np.float32(127), np.finfo(np.float32).tiny
 
@@ -19,10 +20,25 @@ def round_row(values, rounded):
         greatest = max(greatest, magnitude(wide(values[i])))
     step = np.uint32(greatest).view(np.float32) / STEPS
     step = step if step > SMALLEST or step != step else SMALLEST
+    inverse = ONE / step  # a division for every number would take longer than some products
     for i in range(len(values)):
-        nearest = np.float32(wide(values[i]) / step + ROUND)
+        nearest = np.float32(np.float32(wide(values[i]) * inverse) + ROUND)
         rounded[i] = np.uint8(nearest.view(np.uint32) + np.uint32(128))
     return step
+
+
+@body
+def scale_panel(sums, count, beside, steps, out, base, outs):
+    """The first `count` rows of a product from their sums in one panel. `beside`: scales, zeros and bias of all panels."""
+    (scales, _, bias), some = beside, min(OUTS, outs - base)
+    spare = np.empty(OUTS, out.dtype)
+    for row in range(count):
+        mine, at = sums[row * OUTS :], row * outs + base
+        if some == OUTS:
+            scale_row(mine, scales[base:], steps[row], bias[base:], out[at:])
+        else:
+            scale_row(mine, scales[base:], steps[row], bias[base:], spare)
+            out[at : at + some] = spare[:some]
 
 
 @kernel("rows * width", x=numbers("rows", "width"), out=uint8s("rows", "width"), steps=floats("rows"))

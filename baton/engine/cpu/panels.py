@@ -9,14 +9,15 @@ from numba.extending import overload
 from torch import Tensor
 
 from baton.engine.cpu import amx
-from baton.engine.cpu.int8 import round_row
+from baton.engine.cpu.int8 import round_row, scale_panel
 from baton.engine.cpu.kernel import body, floats, int8s, int32s, kernel, numbers
 from baton.engine.cpu.memory import zeros
-from baton.engine.cpu.primitives import LINE, from_line, share
-from baton.engine.cpu.tile import BFLOAT16, FLOAT32, INT8, OUTS, ROWS, add_rows, scale_row
+from baton.engine.cpu.primitives import LINE, from_line, in_parts, share
+from baton.engine.cpu.tile import BFLOAT16, FLOAT32, INT8, OUTS, ROWS, add_rows
 
 TILES_FROM = 12  # rows of int8: fewer are multiplied as fast as the weights can be read without AMX
-CHUNK = 128 // ROWS * ROWS  # rows of x that stay in the cache while a thread's panels pass: whole tiles
+CHUNK = 256 // ROWS * ROWS  # rows of x that stay in the cache of a core while a thread's panels pass: whole tiles
+CHUNK_BYTES = 1 << 19
 DEPTH = 256  # numbers of each row for which a panel stays in the cache
 OUTS_PADDED = f"-(-outs // {OUTS}) * {OUTS}"
 GROUPS = {torch.float32: FLOAT32.group, torch.bfloat16: BFLOAT16.group, torch.int8: INT8.group}
@@ -75,9 +76,10 @@ def padded(vector: Tensor | None, outs: int) -> Tensor:
 @body
 def multiply_rows(x, weights, bias, out, rows, width, outs):
     first, last = share(-(-outs // OUTS))
-    sums, spare = from_line(np.empty(CHUNK * OUTS + LINE, np.float32)), np.empty(CHUNK * OUTS, out.dtype)
-    for start in range(0, rows, CHUNK):
-        count = min(CHUNK, rows - start)
+    size = in_parts(rows, ROWS, min(CHUNK, CHUNK_BYTES // (width * x.itemsize)))
+    sums, spare = from_line(np.empty(size * OUTS + LINE, np.float32)), np.empty(size * OUTS, out.dtype)
+    for start in range(0, rows, size):
+        count = min(size, rows - start)
         for panel in range(first, last):
             base = panel * OUTS
             for k in range(0, width, DEPTH):
@@ -117,11 +119,12 @@ def product(x, weights, bias, out, rows, width, outs):
 def multiply_rows_int8(x, weights, beside, out, rows, width, outs):
     """Each thread rounds all rows itself: that is little work beside the product, and less than to wait for each other. Rounded numbers
     have 128 added; sums begin with `zeros`, what that adds to them, subtracted."""
-    (scales, zeros, bias), (first, last) = beside, share(-(-outs // OUTS))
-    sums, spare = np.empty(CHUNK * OUTS, np.int32), np.empty(OUTS, out.dtype)
-    rounded, steps = np.empty(CHUNK * width, np.uint8), np.empty(CHUNK, np.float32)
-    for start in range(0, rows, CHUNK):
-        count = min(CHUNK, rows - start)
+    (_, zeros, _), (first, last) = beside, share(-(-outs // OUTS))
+    size = in_parts(rows, ROWS, min(CHUNK, CHUNK_BYTES // width))
+    sums = np.empty(size * OUTS, np.int32)
+    rounded, steps = np.empty(size * width, np.uint8), np.empty(size, np.float32)
+    for start in range(0, rows, size):
+        count = min(size, rows - start)
         for r in range(count):
             row = x[(start + r) * width : (start + r + 1) * width]
             steps[r] = round_row(row, rounded[r * width : (r + 1) * width])
@@ -131,13 +134,7 @@ def multiply_rows_int8(x, weights, beside, out, rows, width, outs):
                 part, depth = weights[base * width + k * OUTS :], min(DEPTH, width - k)
                 before, gap = (sums, OUTS) if k else (zeros[base:], 0)
                 add_rows(before, gap, rounded[k:], width, part, count, depth, sums, OUTS)
-            for r in range(count):
-                whole, at = sums[r * OUTS :], (start + r) * outs + base
-                if base + OUTS <= outs:
-                    scale_row(whole, scales[base:], steps[r], bias[base:], out[at:])
-                else:
-                    scale_row(whole, scales[base:], steps[r], bias[base:], spare)
-                    out[at : at + outs - base] = spare[: outs - base]
+            scale_panel(sums, count, beside, steps, out[start * outs :], base, outs)
 
 
 def multiply_int8(x, weights, beside, out, rows, width, outs):

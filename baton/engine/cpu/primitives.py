@@ -176,6 +176,13 @@ def from_line(array):
 
 
 @njit
+def in_parts(rows, tile, most):
+    """How many of the rows are taken at the same time: whole tiles, about as many each time, and up to `most` or one tile."""
+    times = max(1, -(-rows // max(tile, most // tile * tile)))
+    return max(1, -(-rows // (times * tile))) * tile
+
+
+@njit
 def team():
     """This thread's number, and how many threads there are."""
     return _thread(), _threads()

@@ -17,6 +17,7 @@ from numba.core import cgutils
 from numba.extending import intrinsic
 
 from baton.engine.cpu.features import FEATURES
+from baton.engine.cpu.primitives import LINE, fetch
 
 # Numbers of a register, registers of sums for each row, and rows: all sums and a step's numbers of W are in registers.
 LANES, VECTORS, ROWS = (16, 2, 14) if "avx512f" in FEATURES else (8, 2, 6) if "avx2" in FEATURES else (4, 4, 6)
@@ -24,6 +25,7 @@ OUTS = LANES * VECTORS
 
 FLOAT, I8, I16, I32, I64 = ir.FloatType(), ir.IntType(8), ir.IntType(16), ir.IntType(32), ir.IntType(64)
 FLOATS, INTS = ir.VectorType(FLOAT, LANES), ir.VectorType(I32, LANES)
+SIZES = {FLOAT: 4, I32: 4, I16: 2, I8: 1}  # bytes of a number
 
 
 class _Bfloat(ir.Type):
@@ -117,18 +119,26 @@ def add_rows(context: Any, before: Any, gap: Any, x: Any, width: Any, panel: Any
         step, steps = (builder.udiv(count, I64(kind.group)) for count in (width, depth))
         numbers, panel = (builder.bitcast(each, kind.loaded.as_pointer()) for each in (numbers, panel))
 
-        def tile(first: Any, count: int) -> None:
+        def tile(first: Any, count: int, meanwhile: Callable[[Any], None] | None = None) -> None:
             nth = [builder.add(first, I64(r)) for r in range(count)]
             begin, xs, end = (
                 [builder.gep(array, [builder.mul(far, row)]) for row in nth]
                 for array, far in ((before, gap), (numbers, step), (after, apart))
             )
-            sums = _sums(builder, kind, [vectors(builder, place, kind.total) for place in begin], xs, panel, steps)
+            sums = _sums(builder, kind, [vectors(builder, place, kind.total) for place in begin], xs, panel, steps, meanwhile)
             for row, place in zip(sums, end, strict=True):
                 store_row(builder, row, place)
 
         def whole(i: Any, none: list[Any]) -> list[Any]:
-            tile(builder.mul(i, I64(ROWS)), ROWS)
+            """Meanwhile, the first tiles bring what follows this part of the panel into the caches, a line at each step."""
+            lines = max(1, OUTS * SIZES[kind.loaded] // LINE)  # of a step
+            done = builder.mul(builder.urem(i, I64(lines)), steps)
+            following = builder.bitcast(builder.gep(panel, [builder.mul(steps, I64(OUTS))]), I8.as_pointer())
+
+            def ahead(k: Any) -> None:
+                fetch(builder, builder.gep(following, [builder.mul(builder.add(done, k), I64(LINE))]))
+
+            tile(builder.mul(i, I64(ROWS)), ROWS, ahead)
             return none
 
         repeat(builder, builder.udiv(rows, I64(ROWS)), [], whole)
@@ -229,14 +239,18 @@ def _add_nibbles(builder: Any, totals: list[Any], packed: list[Any], x: Any) -> 
     return totals
 
 
-def _sums(builder: Any, kind: Kind, sums: list[list[Any]], x: list[Any], panel: Any, steps: Any) -> list[list[Any]]:
-    """The loop, from sums `[rows][VECTORS]` to sums. `x`: where each row begins."""
+def _sums(
+    builder: Any, kind: Kind, sums: list[list[Any]], x: list[Any], panel: Any, steps: Any, meanwhile: Callable[[Any], None] | None
+) -> list[list[Any]]:
+    """The loop, from sums `[rows][VECTORS]` to sums. `x`: where each row begins. `meanwhile(k)` is done at the kth step."""
     entry, loop, after = builder.block, builder.append_basic_block("step"), builder.append_basic_block("after")
     builder.branch(loop)
     builder.position_at_end(loop)
     k = builder.phi(I64)
     totals = [[builder.phi(kind.total) for _ in row] for row in sums]
     weights = vectors(builder, builder.gep(panel, [builder.mul(k, I64(OUTS))]), ir.VectorType(kind.loaded, LANES))
+    if meanwhile:
+        meanwhile(k)
     added = []
     for row, start in zip(totals, x, strict=True):
         number = spread(builder, builder.load(builder.gep(start, [k]), align=1))
@@ -292,10 +306,14 @@ def arguments_of(context: Any, builder: Any, signature: Any, arguments: Any) -> 
     ]
 
 
+def vector(builder: Any, place: Any, kind: Any) -> Any:
+    """LANES numbers, not aligned."""
+    return builder.load(builder.bitcast(place, kind.as_pointer()), align=1)
+
+
 def vectors(builder: Any, place: Any, kind: Any) -> list[Any]:
     """OUTS numbers, not aligned."""
-    places = (builder.gep(place, [I64(v * LANES)]) for v in range(VECTORS))
-    return [builder.load(builder.bitcast(each, kind.as_pointer()), align=1) for each in places]
+    return [vector(builder, builder.gep(place, [I64(v * LANES)]), kind) for v in range(VECTORS)]
 
 
 def spread(builder: Any, number: Any) -> Any:
