@@ -2,13 +2,14 @@
 
 import signal
 
-from baton.cluster.packages import enter
+from baton.cluster.packages import enter, importing
 
 
 def main() -> None:
     interrupt = signal.getsignal(signal.SIGINT)
     enter()  # before anything else is imported
-    from baton.cli.main import main as run
+    with importing():
+        from baton.cli.main import main as run
 
     signal.signal(signal.SIGINT, interrupt)
     run()

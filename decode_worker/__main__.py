@@ -1,12 +1,13 @@
 """`python -m decode_worker --config FILE [--SECTION.KEY VALUE ...]`: one decode worker in the foreground."""
 
-from baton.cluster.packages import enter
+from baton.cluster.packages import enter, importing
 
 
 def main() -> None:
     enter()  # before anything else is imported
-    from baton.cluster.main import main as run
-    from baton.worker.process import WorkerProcess
+    with importing():
+        from baton.cluster.main import main as run
+        from baton.worker.process import WorkerProcess
 
     run("decode", lambda config, stop: WorkerProcess(config, stop, "decode"))
 

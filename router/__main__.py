@@ -1,12 +1,13 @@
 """`python -m router --config FILE [--SECTION.KEY VALUE ...]`: the router in the foreground."""
 
-from baton.cluster.packages import enter
+from baton.cluster.packages import enter, importing
 
 
 def main() -> None:
     enter()  # before anything else is imported
-    from baton.cluster.main import main as run
-    from router.wiring import RouterProcess
+    with importing():
+        from baton.cluster.main import main as run
+        from router.wiring import RouterProcess
 
     run("router", RouterProcess)
 

@@ -8,11 +8,13 @@ example through PYTHONPATH.
 Standard library only: this is imported before the search path can be trusted.
 """
 
+import gc
 import importlib.util
 import os
 import signal
 import sys
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from pathlib import Path
 from typing import NoReturn
 
@@ -42,6 +44,18 @@ def enter() -> None:
     os.environ["PYTHONSAFEPATH"] = "1"  # for whatever this process starts
     if stranger := find_stranger():
         sys.exit(f"baton: {stranger}")
+
+
+@contextmanager
+def importing() -> Iterator[None]:
+    """Around the imports at a start. What they make stays: to look for garbage in it would take a tenth of the start, and would delay
+    answers later."""
+    gc.disable()
+    try:
+        yield
+    finally:
+        gc.freeze()
+        gc.enable()
 
 
 def without_working_directory(path: Sequence[str], pythonpath: str, cwd: str) -> list[str]:

@@ -85,6 +85,23 @@ def test_the_names_match_the_packages_of_the_wheel() -> None:
     assert sorted(project["tool"]["hatch"]["build"]["targets"]["wheel"]["packages"]) == sorted(NAMES)
 
 
+@pytest.mark.parametrize("failing", ["", "raise ImportError"])
+def test_garbage_is_collected_again_after_the_imports(failing: str, folder: Path) -> None:
+    code = f"""
+import gc
+from baton.cluster.packages import importing
+try:
+    with importing():
+        assert not gc.isenabled()
+        {failing}
+except ImportError:
+    pass
+assert gc.isenabled() and gc.get_freeze_count() > 0
+"""
+    done = run(folder, "-P", "-c", code)
+    assert done.returncode == 0, done.stderr
+
+
 def test_child_processes_inherit_the_rule(folder: Path) -> None:
     code = (
         "import subprocess, sys; from baton.cluster.packages import enter; enter();"
