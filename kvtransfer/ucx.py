@@ -13,11 +13,12 @@ import psutil
 
 # UCX never chooses posix and sysv for reads that have to survive a peer's death, yet each takes 4 MiB of /dev/shm. (A list of allowed
 # transports, instead of excluded ones, is refused on hosts with a GPU unless it names CUDA's.) To learn of memory that is freed, UCX would
-# rewrite the code of the C library while other threads may run it, and spin for 0.4 s of processor time until it can; all memory that
-# is transferred here is registered, and is freed last. The other settings detect a cut cable.
+# rewrite the code of the C library while other threads may run it, and spin for 0.4 s of processor time until it can. (Its other way,
+# "reloc", aborts the process when some libraries are loaded later, such as awscrt.) It needs to know only for memory that it registers by
+# itself; all memory that is transferred here is registered by name, and is freed last. The other settings detect a cut cable.
 DEFAULTS = {
     "UCX_TLS": "^posix,sysv",
-    "UCX_MEM_MMAP_HOOK_MODE": "reloc",
+    "UCX_MEM_MMAP_HOOK_MODE": "none",
     "UCX_TCP_USER_TIMEOUT": "5s",
     "UCX_TCP_KEEPIDLE": "5s",
     "UCX_TCP_KEEPINTVL": "1s",

@@ -10,6 +10,7 @@ import sys
 import time
 from hashlib import blake2b
 from pathlib import Path
+from signal import SIGABRT
 from types import SimpleNamespace
 from typing import TYPE_CHECKING, Any
 
@@ -86,6 +87,22 @@ def test_ucx_environment_variables_take_precedence_and_stay_unchanged(make_reade
     assert os.environ == before
     detail = reader.transport.backend_detail()
     assert "UCX_NET_DEVICES=lo" in detail and "UCX_TLS=^posix,sysv,mm" in detail
+
+
+@pytest.mark.parametrize(("mode", "signal"), [(None, 0), ("reloc", -SIGABRT)])
+def test_libraries_can_be_loaded_after_an_agent_has_started(mode: str | None, signal: int) -> None:
+    """boto3 loads awscrt. With UCX's relocated hooks for freed memory, that aborts the process."""
+    pytest.importorskip("awscrt")
+    code = """
+from kvtransfer import nixl_transport, ucx
+with ucx.environment({}) as settings:
+    agent = nixl_transport._start_agent("a:1", settings)
+import awscrt.auth
+"""
+    clean = {name: value for name, value in os.environ.items() if name not in UCX}
+    chosen = {"UCX_MEM_MMAP_HOOK_MODE": mode} if mode else {}
+    done = subprocess.run([sys.executable, "-c", code], env={**clean, **chosen}, capture_output=True, text=True, timeout=120)
+    assert done.returncode == signal, done.stderr
 
 
 def test_settings_that_leave_no_transport_are_refused(make_reader: MakeReader, monkeypatch: pytest.MonkeyPatch) -> None:
