@@ -20,7 +20,7 @@ def round_row(values, rounded):
         greatest = max(greatest, magnitude(wide(values[i])))
     step = np.uint32(greatest).view(np.float32) / STEPS
     step = step if step > SMALLEST or step != step else SMALLEST
-    inverse = ONE / step  # a division for every number would take longer than some products
+    inverse = ONE / step  # one division, instead of one for every number
     for i in range(len(values)):
         nearest = np.float32(np.float32(wide(values[i]) * inverse) + ROUND)
         rounded[i] = np.uint8(nearest.view(np.uint32) + np.uint32(128))
