@@ -2,8 +2,7 @@
 PYTHON ?= python3
 VENV := .venv
 BIN := $(VENV)/bin
-# Processes that run the tests; 0: this one alone. A file of tests stays in one process (tests/conftest.py). One that crashes ends the run:
-# pytest-xdist 3.8 would replace it, and then wait for ever.
+# Processes that run the tests; 0: this one alone. A file of tests stays in one process (tests/conftest.py).
 TEST_PROCESSES ?= 3
 READY := $(VENV)/.ready
 DEV := $(VENV)/.dev
@@ -27,7 +26,7 @@ serve: $(READY)
 	@$(BIN)/baton up $(ARGS)
 
 test: $(DEV) lint
-	$(BIN)/python -m pytest --numprocesses $(TEST_PROCESSES) --no-loadscope-reorder --max-worker-restart 0
+	$(BIN)/python -m pytest --numprocesses $(TEST_PROCESSES) --no-loadscope-reorder
 
 # Needs a Kubernetes cluster (tests/kube/run says how it is named); without one they are skipped.
 test-kube: $(DEV)

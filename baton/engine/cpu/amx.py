@@ -38,6 +38,7 @@ from baton.engine.cpu.tile import (
     fused,
     repeat,
     store_normal_row,
+    store_row,
     switch,
     vector,
     vectors,
@@ -376,7 +377,7 @@ def add_groups_by_tiles(context: Any, x: Any, panel: Any, scales: Any, groups: A
 
             def write(totals: list[Any]) -> None:
                 for total, each in zip(totals, places, strict=True):
-                    builder.store(total, builder.bitcast(each, FLOATS.as_pointer()), align=1)
+                    store_row(builder, [total], each)
 
             some = builder.zext(builder.icmp_unsigned(">", flights, I64(0)), I64)
             write(repeat(builder, some, [ir.Constant(FLOATS, [0.0] * TILE)] * TILE, whole))

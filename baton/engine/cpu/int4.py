@@ -6,6 +6,7 @@ A number of W takes 4.5 bits, and a product of few rows reads these, once. See `
 import numpy as np
 import torch
 import torch.nn.functional as F
+from numba import njit
 from numba.extending import overload
 from torch import Tensor
 
@@ -13,8 +14,8 @@ from baton.engine.cpu import amx
 from baton.engine.cpu.int8 import round_row
 from baton.engine.cpu.kernel import bfloat16s, body, floats, int32s, kernel, numbers
 from baton.engine.cpu.memory import zeros
-from baton.engine.cpu.panels import CHUNK, OUTS_PADDED, Product, padded
-from baton.engine.cpu.primitives import LINE, from_line, put, share
+from baton.engine.cpu.panels import CHUNK, CHUNK_BYTES, OUTS_PADDED, Product, padded
+from baton.engine.cpu.primitives import LINE, from_line, in_parts, put, share
 from baton.engine.cpu.tile import INT4_ROWS, OUTS, SHARED, WORDS, add_groups
 
 TILES_FROM = 24  # rows: fewer are multiplied faster without AMX
@@ -42,6 +43,15 @@ def _whole(rows: Tensor) -> Tensor:
     return F.pad(rows, (0, 0, 0, -len(rows) % OUTS))
 
 
+@njit
+def _round_row(values, unsigned, rounded):
+    """As `round_row`, to int8. `unsigned` is overwritten."""
+    step = round_row(values, unsigned)
+    for i in range(len(values)):
+        rounded[i] = np.int8(np.int32(unsigned[i]) - np.int32(128))
+    return step
+
+
 @body
 def _finish(sums, rows, steps, bias, out, apart, count):
     for r in range(rows):
@@ -55,14 +65,13 @@ def multiply_int4_rows(x, weights, scales, bias, out, rows, width, outs):
     first, last = share(-(-outs // OUTS))
     groups = -(-width // SHARED)
     wide, sums = groups * SHARED, np.empty(INT4_ROWS * OUTS, np.float32)
-    unsigned, rounded = np.empty(width, np.uint8), np.zeros(CHUNK * wide, np.int8)
-    offsets, steps = np.empty(CHUNK * groups, np.int32), np.empty(CHUNK, np.float32)
-    for start in range(0, rows, CHUNK):
-        count = min(CHUNK, rows - start)
+    size = in_parts(rows, INT4_ROWS, min(CHUNK, CHUNK_BYTES // wide))
+    unsigned, rounded = np.empty(width, np.uint8), np.zeros(size * wide, np.int8)
+    offsets, steps = np.empty(size * groups, np.int32), np.empty(size, np.float32)
+    for start in range(0, rows, size):
+        count = min(size, rows - start)
         for row in range(count):
-            steps[row] = round_row(x[(start + row) * width : (start + row + 1) * width], unsigned)
-            for i in range(width):
-                rounded[row * wide + i] = np.int8(np.int32(unsigned[i]) - np.int32(128))
+            steps[row] = _round_row(x[(start + row) * width : (start + row + 1) * width], unsigned, rounded[row * wide :])
             for group in range(groups):
                 total = np.int32(0)
                 for i in range(group * SHARED, (group + 1) * SHARED):
@@ -82,18 +91,16 @@ def multiply_int4_tiles(x, weights, scales, bias, out, rows, width, outs):
     """By AMX. Panels are unpacked to int8 once for many rows."""
     begin, end, first, last = amx.part_of(rows, outs)
     groups, lines = -(-width // SHARED), -(-width // LINE)
-    wide, most = lines * LINE, -(-min(end - begin, amx.CHUNK) // amx.TILE) * amx.TILE
-    unsigned, rounded, steps = np.empty(width, np.uint8), np.zeros(wide, np.int8), np.empty(most, np.float32)
-    laid, panel = from_line(np.zeros(most * wide + LINE, np.int8)), from_line(np.empty(groups * SHARED * OUTS + LINE, np.int8))
+    wide, size = lines * LINE, in_parts(end - begin, amx.TILE, amx.CHUNK)
+    unsigned, rounded, steps = np.empty(width, np.uint8), np.zeros(wide, np.int8), np.empty(size, np.float32)
+    laid, panel = from_line(np.zeros(size * wide + LINE, np.int8)), from_line(np.empty(groups * SHARED * OUTS + LINE, np.int8))
     spare = from_line(np.empty(2 * amx.FLIGHT * amx.TILE * amx.TILE + LINE, np.int32))
     sums = from_line(np.empty(amx.TILE * OUTS + LINE, np.float32))
     amx.begin_half_tiles()
-    for start in range(begin, end, amx.CHUNK):
-        count = min(amx.CHUNK, end - start)
+    for start in range(begin, end, size):
+        count = min(size, end - start)
         for row in range(count):
-            steps[row] = round_row(x[(start + row) * width : (start + row + 1) * width], unsigned)
-            for i in range(width):
-                rounded[i] = np.int8(np.int32(unsigned[i]) - np.int32(128))
+            steps[row] = _round_row(x[(start + row) * width : (start + row + 1) * width], unsigned, rounded)
             amx.lay_row(rounded, wide, row, laid)
         for base in range(first * OUTS, last * OUTS, OUTS):
             amx.unpack(weights[base * groups * WORDS :], groups, panel)

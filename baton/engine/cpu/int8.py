@@ -22,7 +22,7 @@ def round_row(values, rounded):
     step = step if step > SMALLEST or step != step else SMALLEST
     inverse = ONE / step  # one division, instead of one for every number
     for i in range(len(values)):
-        nearest = np.float32(np.float32(wide(values[i]) * inverse) + ROUND)
+        nearest = np.float32(wide(values[i]) * inverse + ROUND)
         rounded[i] = np.uint8(nearest.view(np.uint32) + np.uint32(128))
     return step
 
@@ -30,15 +30,15 @@ def round_row(values, rounded):
 @body
 def scale_panel(sums, count, beside, steps, out, base, outs):
     """The first `count` rows of a product from their sums in one panel. `beside`: scales, zeros and bias of all panels."""
-    (scales, _, bias), some = beside, min(OUTS, outs - base)
-    spare = np.empty(OUTS, out.dtype)
-    for row in range(count):
-        mine, at = sums[row * OUTS :], row * outs + base
-        if some == OUTS:
-            scale_row(mine, scales[base:], steps[row], bias[base:], out[at:])
-        else:
-            scale_row(mine, scales[base:], steps[row], bias[base:], spare)
-            out[at : at + some] = spare[:some]
+    scales, bias, some = beside[0][base:], beside[2][base:], min(OUTS, outs - base)
+    if some == OUTS:
+        for row in range(count):
+            scale_row(sums[row * OUTS :], scales, steps[row], bias, out[row * outs + base :])
+    else:
+        spare = np.empty(OUTS, out.dtype)
+        for row in range(count):
+            scale_row(sums[row * OUTS :], scales, steps[row], bias, spare)
+            out[row * outs + base : (row + 1) * outs] = spare[:some]
 
 
 @kernel("rows * width", x=numbers("rows", "width"), out=uint8s("rows", "width"), steps=floats("rows"))
