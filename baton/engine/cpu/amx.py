@@ -17,7 +17,7 @@ from numba.core import cgutils
 from numba.extending import intrinsic
 
 from baton.engine.cpu.features import AMX, FEATURES
-from baton.engine.cpu.int8 import round_row, scale_panel
+from baton.engine.cpu.int8 import round_row
 from baton.engine.cpu.kernel import body
 from baton.engine.cpu.primitives import LINE, fetch, from_line, in_parts, share, team
 from baton.engine.cpu.tile import (
@@ -37,8 +37,10 @@ from baton.engine.cpu.tile import (
     called,
     fused,
     repeat,
+    scale_rows,
     store_normal_row,
     store_row,
+    store_rows,
     switch,
     vector,
     vectors,
@@ -53,7 +55,7 @@ PANEL = 2 * TILE * LINE  # bytes of a panel for a line of x
 PART = 8  # lines of x for which a panel stays in the smallest cache while rows pass
 FETCHED = 8  # lines that are brought into the caches at each step, of what the panel's next part is
 SHARES = PANEL // LINE // FETCHED  # blocks of rows that bring all of it
-FLIGHT = 4  # groups of int4 whose products are under way at the same time
+FLIGHT, LAG = 4, 2  # groups of int4 whose products are under way at the same time; which are stored that many groups later
 PALETTE = 1  # eight tiles, of up to 16 rows of up to 64 bytes
 
 THERE = FEATURES >= AMX and OUTS == 2 * TILE and BFLOAT16.group == 2 and INT8.group == 4
@@ -285,15 +287,19 @@ def add_rows_by_tiles(
 
 
 @intrinsic
-def round_sums(context: Any, sums: Any, out: Any) -> Any:
-    """OUTS float32, none of them subnormal, as bfloat16, to nearest even."""
+def _round_rows(context: Any, sums: Any, rows: Any, out: Any, apart: Any, some: Any) -> Any:
+    """The first `some` of a panel's OUTS sums, float32, none of them subnormal, of some rows as bfloat16, to nearest even."""
 
     def generate(context: Any, builder: Any, signature: Any, arguments: Any) -> Any:
-        sums, out = arguments_of(context, builder, signature, arguments)
-        store_normal_row(builder, vectors(builder, sums, FLOATS), out)
+        sums, rows, out, apart, some = arguments_of(context, builder, signature, arguments)
+
+        def row(r: Any) -> list[Any]:
+            return vectors(builder, builder.gep(sums, [builder.mul(r, I64(OUTS))]), FLOATS)
+
+        store_rows(builder, rows, row, out, apart, some, store_normal_row)
         return context.get_dummy_value()
 
-    return types.void(sums, out), generate
+    return types.void(sums, types.int64, out, types.int64, types.int64), generate
 
 
 @intrinsic
@@ -324,8 +330,8 @@ def add_groups_by_tiles(context: Any, x: Any, panel: Any, scales: Any, groups: A
     """`sums[r, o] = Σ_g scales[g, o] · Σ x[r, k] · panel[k, o]` for the SHARED ks of each of some groups, and TILE rows of x in tiles.
 
     As `baton.engine.cpu.tile.add_groups`, with the same bits; x is int8, in lines of two groups, and so is the panel. Products reach the
-    sums by way of memory, `spare`, int32 `[2, FLIGHT, TILE, TILE]`, which takes a while: those of the next flight of groups are under way
-    while one is added.
+    sums by way of memory, `spare`, int32 `[FLIGHT, TILE, TILE]`, which takes a while: a group is multiplied while the last but one is
+    stored, and one that was stored two groups ago is added.
     """
 
     def generate(context: Any, builder: Any, signature: Any, arguments: Any) -> Any:
@@ -333,47 +339,61 @@ def add_groups_by_tiles(context: Any, x: Any, panel: Any, scales: Any, groups: A
         x, panel = _bytes(builder, x), _bytes(builder, panel)
         flights, left = builder.udiv(groups, I64(FLIGHT)), builder.urem(groups, I64(FLIGHT))
 
-        def product(flight: Any, i: int, row: int = 0) -> Any:
-            nth = builder.mul(builder.and_(flight, I64(1)), I64(FLIGHT * TILE))
-            return builder.gep(spare, [builder.mul(builder.add(nth, I64(i * TILE + row)), I64(TILE))])
+        def product(i: int, row: int = 0) -> Any:
+            return builder.gep(spare, [I64((i * TILE + row) * TILE)])
 
-        def multiply(flight: Any, count: int, column: Any) -> None:
-            for i in range(count):
-                g, mine, other = builder.add(builder.mul(flight, I64(FLIGHT)), I64(i)), _number(X[i % 2]), _number(W[i % 2])
-                line, half = builder.lshr(g, I64(1)), builder.and_(g, I64(1))
-                at = builder.add(builder.mul(line, I64(TILE * LINE)), builder.mul(half, I64(SHARED)))
-                rows = Rows(builder.gep(panel, [builder.mul(g, I64(SHARED * OUTS))]), I64(2 * LINE))
-                _tile(builder, "tilezero", _number(SUMS[i]))
-                _tile(builder, "tileloadd64", mine, builder.gep(x, [at]), I64(LINE))
-                _tile(builder, "tileloadd64", other, *rows.tile(builder, 0, builder.mul(column, I64(LINE))))
-                _tile(builder, "tdpbssd", _number(SUMS[i]), mine, other)
-            for i in range(count):
-                _tile(builder, "tilestored64", _number(SUMS[i]), _bytes(builder, product(flight, i)), I64(LINE))
+        def multiply(flight: Any, i: int, column: Any) -> None:
+            g, mine, other = builder.add(builder.mul(flight, I64(FLIGHT)), I64(i)), _number(X[i % 2]), _number(W[i % 2])
+            line, half = builder.lshr(g, I64(1)), builder.and_(g, I64(1))
+            at = builder.add(builder.mul(line, I64(TILE * LINE)), builder.mul(half, I64(SHARED)))
+            rows = Rows(builder.gep(panel, [builder.mul(g, I64(SHARED * OUTS))]), I64(2 * LINE))
+            _tile(builder, "tilezero", _number(SUMS[i]))
+            _tile(builder, "tileloadd64", mine, builder.gep(x, [at]), I64(LINE))
+            _tile(builder, "tileloadd64", other, *rows.tile(builder, 0, builder.mul(column, I64(LINE))))
+            _tile(builder, "tdpbssd", _number(SUMS[i]), mine, other)
 
-        def add(totals: list[Any], flight: Any, count: int, column: Any) -> list[Any]:
-            for i in range(count):
-                g = builder.add(builder.mul(flight, I64(FLIGHT)), I64(i))
-                at = builder.add(builder.mul(g, I64(OUTS)), builder.mul(column, I64(TILE)))
-                step = widened(builder, vector(builder, builder.gep(scales, [at]), ir.VectorType(I16, TILE)))
-                found = [builder.sitofp(vector(builder, product(flight, i, row), INTS), FLOATS) for row in range(TILE)]
-                totals = [fused(builder, total, each, step) for total, each in zip(totals, found, strict=True)]
-            return totals
+        def store(i: int) -> None:
+            _tile(builder, "tilestored64", _number(SUMS[i]), _bytes(builder, product(i)), I64(LINE))
+
+        def add(totals: list[Any], flight: Any, i: int, column: Any) -> list[Any]:
+            g = builder.add(builder.mul(flight, I64(FLIGHT)), I64(i))
+            at = builder.add(builder.mul(g, I64(OUTS)), builder.mul(column, I64(TILE)))
+            step = widened(builder, vector(builder, builder.gep(scales, [at]), ir.VectorType(I16, TILE)))
+            found = [builder.sitofp(vector(builder, product(i, row), INTS), FLOATS) for row in range(TILE)]
+            return [fused(builder, total, each, step) for total, each in zip(totals, found, strict=True)]
 
         def sums_of(column: Any, none: list[Any]) -> list[Any]:
             places = [builder.gep(sums, [builder.add(builder.mul(column, I64(TILE)), I64(row * OUTS))]) for row in range(TILE)]
 
             def fly(flight: Any, totals: list[Any]) -> list[Any]:
-                multiply(builder.add(flight, I64(1)), FLIGHT, column)
-                return add(totals, flight, FLIGHT, column)
+                for i in range(FLIGHT):
+                    multiply(builder.add(flight, I64(1)), i, column)
+                    store((i - LAG) % FLIGHT)
+                    totals = add(totals, flight, i, column)
+                return totals
 
             def whole(_: Any, totals: list[Any]) -> list[Any]:
                 last = builder.sub(flights, I64(1))
-                multiply(I64(0), FLIGHT, column)
-                return add(repeat(builder, last, totals, fly), last, FLIGHT, column)
+                for i in range(FLIGHT):
+                    multiply(I64(0), i, column)
+                    if i >= LAG:
+                        store(i - LAG)
+                totals = repeat(builder, last, totals, fly)
+                for i in range(FLIGHT - LAG, FLIGHT):
+                    store(i)
+                for i in range(FLIGHT):
+                    totals = add(totals, last, i, column)
+                return totals
 
             def rest(count: int) -> None:
-                multiply(flights, count, column)
-                write(add([vector(builder, each, FLOATS) for each in places], flights, count, column))
+                totals = [vector(builder, each, FLOATS) for each in places]
+                for i in range(count):
+                    multiply(flights, i, column)
+                for i in range(count):
+                    store(i)
+                for i in range(count):
+                    totals = add(totals, flights, i, column)
+                write(totals)
 
             def write(totals: list[Any]) -> None:
                 for total, each in zip(totals, places, strict=True):
@@ -416,7 +436,6 @@ def multiply_tiles(x, weights, bias, out, rows, width, outs):
     begin, end, first, last = part_of(rows, outs)
     size, lines = in_parts(end - begin, ROWS, min(CHUNK, CHUNK_BYTES // (2 * width))), width * 2 // LINE
     laid, sums = from_line(np.empty(size * width + LINE, x.dtype)), from_line(np.empty(size * OUTS + LINE, np.float32))
-    spare = np.empty(OUTS, out.dtype)
     begin_tiles(weights, end - begin)
     for start in range(begin, end, size):
         count = min(size, end - start)
@@ -425,20 +444,14 @@ def multiply_tiles(x, weights, bias, out, rows, width, outs):
         for panel in range(first, last):
             base = panel * OUTS
             _add_panel(bias[base:], laid, weights[base * width :], width, lines, count, sums, out[start * outs + base :], outs)
-            for row in range(count):
-                at = (start + row) * outs + base
-                if base + OUTS <= outs:
-                    round_sums(sums[row * OUTS :], out[at:])
-                else:
-                    round_sums(sums[row * OUTS :], spare)
-                    out[at : at + outs - base] = spare[: outs - base]
+            _round_rows(sums, count, out[start * outs + base :], outs, min(OUTS, outs - base))
     end_tiles(weights)
 
 
 @body
 def multiply_tiles_int8(x, weights, beside, out, rows, width, outs):
     """As `baton.engine.cpu.panels.multiply_rows_int8`, for rows of whole lines of int8."""
-    (_, zeros, _), (begin, end, first, last) = beside, part_of(rows, outs)
+    (scales, zeros, bias), (begin, end, first, last) = beside, part_of(rows, outs)
     size, lines = in_parts(end - begin, ROWS, min(CHUNK, CHUNK_BYTES // width)), width // LINE
     laid, sums = from_line(np.empty(size * width + LINE, np.uint8)), from_line(np.empty(size * OUTS + LINE, np.int32))
     rounded, steps = np.empty(width, np.uint8), np.empty(size, np.float32)
@@ -451,5 +464,5 @@ def multiply_tiles_int8(x, weights, beside, out, rows, width, outs):
         for panel in range(first, last):
             base = panel * OUTS
             _add_panel(zeros[base:], laid, weights[base * width :], width, lines, count, sums, out[start * outs + base :], outs)
-            scale_panel(sums, count, beside, steps, out[start * outs :], base, outs)
+            scale_rows(sums, count, scales[base:], steps, bias[base:], out[start * outs + base :], outs, min(OUTS, outs - base))
     end_tiles(weights)

@@ -15,8 +15,8 @@ from baton.engine.cpu.int8 import round_row
 from baton.engine.cpu.kernel import bfloat16s, body, floats, int32s, kernel, numbers
 from baton.engine.cpu.memory import zeros
 from baton.engine.cpu.panels import CHUNK, CHUNK_BYTES, OUTS_PADDED, Product, padded
-from baton.engine.cpu.primitives import LINE, from_line, in_parts, put, share
-from baton.engine.cpu.tile import INT4_ROWS, OUTS, SHARED, WORDS, add_groups
+from baton.engine.cpu.primitives import LINE, from_line, in_parts, prefetch, share
+from baton.engine.cpu.tile import INT4_ROWS, OUTS, SHARED, WORDS, add_groups, step_rows
 
 TILES_FROM = 24  # rows: fewer are multiplied faster without AMX
 GROUPS = f"-(-width // {SHARED})"
@@ -53,13 +53,6 @@ def _round_row(values, unsigned, rounded):
 
 
 @body
-def _finish(sums, rows, steps, bias, out, apart, count):
-    for r in range(rows):
-        for o in range(count):
-            put(out, r * apart + o, sums[r * OUTS + o] * steps[r] + bias[o])
-
-
-@body
 def multiply_int4_rows(x, weights, scales, bias, out, rows, width, outs):
     """Each thread rounds all rows itself. W's numbers are stored with 8 added; sums of a group begin with what that adds, subtracted."""
     first, last = share(-(-outs // OUTS))
@@ -83,7 +76,7 @@ def multiply_int4_rows(x, weights, scales, bias, out, rows, width, outs):
             for tile in range(0, count, INT4_ROWS):
                 some = min(INT4_ROWS, count - tile)
                 add_groups(rounded[tile * wide :], wide, part, factors, offsets[tile * groups :], some, groups, sums)
-                _finish(sums, some, steps[tile:], bias[base:], out[(start + tile) * outs + base :], outs, min(OUTS, outs - base))
+                step_rows(sums, some, steps[tile:], bias[base:], out[(start + tile) * outs + base :], outs, min(OUTS, outs - base))
 
 
 @body
@@ -94,7 +87,7 @@ def multiply_int4_tiles(x, weights, scales, bias, out, rows, width, outs):
     wide, size = lines * LINE, in_parts(end - begin, amx.TILE, amx.CHUNK)
     unsigned, rounded, steps = np.empty(width, np.uint8), np.zeros(wide, np.int8), np.empty(size, np.float32)
     laid, panel = from_line(np.zeros(size * wide + LINE, np.int8)), from_line(np.empty(groups * SHARED * OUTS + LINE, np.int8))
-    spare = from_line(np.empty(2 * amx.FLIGHT * amx.TILE * amx.TILE + LINE, np.int32))
+    spare = from_line(np.empty(amx.FLIGHT * amx.TILE * amx.TILE + LINE, np.int32))
     sums = from_line(np.empty(amx.TILE * OUTS + LINE, np.float32))
     amx.begin_half_tiles()
     for start in range(begin, end, size):
@@ -102,12 +95,17 @@ def multiply_int4_tiles(x, weights, scales, bias, out, rows, width, outs):
         for row in range(count):
             steps[row] = _round_row(x[(start + row) * width : (start + row + 1) * width], unsigned, rounded)
             amx.lay_row(rounded, wide, row, laid)
+        ahead = -(-groups * WORDS * OUTS // (-(-count // amx.TILE)))  # of the next panel, which comes from memory, for each block of rows
         for base in range(first * OUTS, last * OUTS, OUTS):
             amx.unpack(weights[base * groups * WORDS :], groups, panel)
+            next_ = (base + OUTS) * groups * WORDS
             for block in range(0, count, amx.TILE):
+                for i in range(next_, next_ + ahead, LINE // weights.itemsize):
+                    prefetch(weights, i)
+                next_ += ahead
                 amx.add_groups_by_tiles(laid[block * wide :], panel, scales[base * groups :], groups, spare, sums)
                 some = min(amx.TILE, count - block)
-                _finish(sums, some, steps[block:], bias[base:], out[(start + block) * outs + base :], outs, min(OUTS, outs - base))
+                step_rows(sums, some, steps[block:], bias[base:], out[(start + block) * outs + base :], outs, min(OUTS, outs - base))
     amx.end_tiles(panel)
 
 

@@ -6,9 +6,8 @@ The results equal those of `baton.engine.ops.Ops`, bit for bit.
 import numpy as np
 from numba import njit
 
-from baton.engine.cpu.kernel import body, floats, kernel, numbers, uint8s
+from baton.engine.cpu.kernel import floats, kernel, numbers, uint8s
 from baton.engine.cpu.primitives import ONE, ROUND, magnitude, put, share, wide
-from baton.engine.cpu.tile import OUTS, scale_row
 
 STEPS, SMALLEST = np.float32(127), np.finfo(np.float32).tiny
 
@@ -25,20 +24,6 @@ def round_row(values, rounded):
         nearest = np.float32(wide(values[i]) * inverse + ROUND)
         rounded[i] = np.uint8(nearest.view(np.uint32) + np.uint32(128))
     return step
-
-
-@body
-def scale_panel(sums, count, beside, steps, out, base, outs):
-    """The first `count` rows of a product from their sums in one panel. `beside`: scales, zeros and bias of all panels."""
-    scales, bias, some = beside[0][base:], beside[2][base:], min(OUTS, outs - base)
-    if some == OUTS:
-        for row in range(count):
-            scale_row(sums[row * OUTS :], scales, steps[row], bias, out[row * outs + base :])
-    else:
-        spare = np.empty(OUTS, out.dtype)
-        for row in range(count):
-            scale_row(sums[row * OUTS :], scales, steps[row], bias, spare)
-            out[row * outs + base : (row + 1) * outs] = spare[:some]
 
 
 @kernel("rows * width", x=numbers("rows", "width"), out=uint8s("rows", "width"), steps=floats("rows"))

@@ -9,11 +9,11 @@ from numba.extending import overload
 from torch import Tensor
 
 from baton.engine.cpu import amx
-from baton.engine.cpu.int8 import round_row, scale_panel
+from baton.engine.cpu.int8 import round_row
 from baton.engine.cpu.kernel import body, floats, int8s, int32s, kernel, numbers
 from baton.engine.cpu.memory import zeros
 from baton.engine.cpu.primitives import LINE, from_line, in_parts, share
-from baton.engine.cpu.tile import BFLOAT16, FLOAT32, INT8, OUTS, ROWS, add_rows
+from baton.engine.cpu.tile import BFLOAT16, FLOAT32, INT8, OUTS, ROWS, add_rows, scale_rows
 
 TILES_FROM = 12  # rows of int8: fewer are multiplied as fast as the weights can be read without AMX
 CHUNK = 256 // ROWS * ROWS  # rows of x that stay in the cache of a core while a thread's panels pass: whole tiles
@@ -119,7 +119,7 @@ def product(x, weights, bias, out, rows, width, outs):
 def multiply_rows_int8(x, weights, beside, out, rows, width, outs):
     """Each thread rounds all rows itself: that is little work beside the product, and less than to wait for each other. Rounded numbers
     have 128 added; sums begin with `zeros`, what that adds to them, subtracted."""
-    (_, zeros, _), (first, last) = beside, share(-(-outs // OUTS))
+    (scales, zeros, bias), (first, last) = beside, share(-(-outs // OUTS))
     size = in_parts(rows, ROWS, min(CHUNK, CHUNK_BYTES // width))
     sums = np.empty(size * OUTS, np.int32)
     rounded, steps = np.empty(size * width, np.uint8), np.empty(size, np.float32)
@@ -134,7 +134,7 @@ def multiply_rows_int8(x, weights, beside, out, rows, width, outs):
                 part, depth = weights[base * width + k * OUTS :], min(DEPTH, width - k)
                 before, gap = (sums, OUTS) if k else (zeros[base:], 0)
                 add_rows(before, gap, rounded[k:], width, part, count, depth, sums, OUTS)
-            scale_panel(sums, count, beside, steps, out[start * outs :], base, outs)
+            scale_rows(sums, count, scales[base:], steps, bias[base:], out[start * outs + base :], outs, min(OUTS, outs - base))
 
 
 def multiply_int8(x, weights, beside, out, rows, width, outs):

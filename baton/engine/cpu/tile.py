@@ -151,20 +151,44 @@ def add_rows(context: Any, before: Any, gap: Any, x: Any, width: Any, panel: Any
 
 
 @intrinsic
-def scale_row(context: Any, sums: Any, scales: Any, step: Any, bias: Any, out: Any) -> Any:
-    """`out[o] = sums[o] · scales[o] · step + bias[o]` for OUTS sums of int32."""
+def scale_rows(context: Any, sums: Any, rows: Any, scales: Any, steps: Any, bias: Any, out: Any, apart: Any, some: Any) -> Any:
+    """`out[r, o] = sums[r, o] · scales[o] · steps[r] + bias[o]` for the first `some` of a panel's OUTS sums, int32, of some rows."""
 
     def generate(context: Any, builder: Any, signature: Any, arguments: Any) -> Any:
-        sums, scales, step, bias, out = arguments_of(context, builder, signature, arguments)
-        step, row = spread(builder, step), []
-        for total, scale, added in zip(
-            *(vectors(builder, each, INTS if each is sums else FLOATS) for each in (sums, scales, bias)), strict=True
-        ):
-            row.append(builder.fadd(builder.fmul(builder.fmul(builder.sitofp(total, FLOATS), scale), step), added))
-        store_row(builder, row, out)
+        sums, rows, scales, steps, bias, out, apart, some = arguments_of(context, builder, signature, arguments)
+        factors, begin = vectors(builder, scales, FLOATS), vectors(builder, bias, FLOATS)
+
+        def row(r: Any) -> list[Any]:
+            step = spread(builder, builder.load(builder.gep(steps, [r])))
+            totals = [builder.sitofp(each, FLOATS) for each in vectors(builder, builder.gep(sums, [builder.mul(r, I64(OUTS))]), INTS)]
+            return [
+                builder.fadd(builder.fmul(builder.fmul(total, factor), step), first)
+                for total, factor, first in zip(totals, factors, begin, strict=True)
+            ]
+
+        store_rows(builder, rows, row, out, apart, some)
         return context.get_dummy_value()
 
-    return types.void(sums, scales, types.float32, bias, out), generate
+    return types.void(sums, types.int64, scales, steps, bias, out, types.int64, types.int64), generate
+
+
+@intrinsic
+def step_rows(context: Any, sums: Any, rows: Any, steps: Any, bias: Any, out: Any, apart: Any, some: Any) -> Any:
+    """`out[r, o] = sums[r, o] · steps[r] + bias[o]` for the first `some` of a panel's OUTS sums, float32, of some rows."""
+
+    def generate(context: Any, builder: Any, signature: Any, arguments: Any) -> Any:
+        sums, rows, steps, bias, out, apart, some = arguments_of(context, builder, signature, arguments)
+        begin = vectors(builder, bias, FLOATS)
+
+        def row(r: Any) -> list[Any]:
+            step = spread(builder, builder.load(builder.gep(steps, [r])))
+            totals = vectors(builder, builder.gep(sums, [builder.mul(r, I64(OUTS))]), FLOATS)
+            return [fused(builder, first, total, step) for total, first in zip(totals, begin, strict=True)]
+
+        store_rows(builder, rows, row, out, apart, some)
+        return context.get_dummy_value()
+
+    return types.void(sums, types.int64, steps, bias, out, types.int64, types.int64), generate
 
 
 @intrinsic
@@ -326,6 +350,28 @@ def store_row(builder: Any, row: list[Any], place: Any) -> None:
     for v, value in enumerate(row):
         value = _rounded(builder, value) if place.type.pointee == I16 else value
         builder.store(value, builder.bitcast(builder.gep(place, [I64(v * LANES)]), value.type.as_pointer()), align=1)
+
+
+def store_rows(
+    builder: Any, rows: Any, row: Callable[[Any], list[Any]], out: Any, apart: Any, some: Any,
+    store: Callable[[Any, list[Any], Any], None] = store_row,
+) -> None:  # fmt: skip
+    """The first `some` of the OUTS numbers that `row(r)` gives, for some rows of `out`, `apart` numbers apart."""
+    whole = builder.icmp_signed("==", some, I64(OUTS))
+    spare = builder.bitcast(cgutils.alloca_once(builder, ir.ArrayType(out.type.pointee, OUTS)), out.type)
+
+    def each(r: Any, none: list[Any]) -> list[Any]:
+        place = builder.gep(out, [builder.mul(r, apart)])
+
+        def copy(o: Any, none: list[Any]) -> list[Any]:
+            builder.store(builder.load(builder.gep(spare, [o])), builder.gep(place, [o]))
+            return none
+
+        store(builder, row(r), builder.select(whole, place, spare))
+        repeat(builder, builder.select(whole, I64(0), some), [], copy)
+        return none
+
+    repeat(builder, rows, [], each)
 
 
 def store_normal_row(builder: Any, row: list[Any], place: Any) -> None:
