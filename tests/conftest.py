@@ -18,6 +18,11 @@ def group(nodeid: str) -> str:
     return "ray" if path in RAY else path
 
 
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """The longest files come first: one that begins last keeps one process busy while the others have nothing left to do."""
+    items.sort(key=lambda item: item.get_closest_marker("system") is None)
+
+
 class Groups(LoadScopeScheduling):  # type: ignore[misc]
     def _split_scope(self, nodeid: str) -> str:
         return group(nodeid)

@@ -1,6 +1,7 @@
 """A checkpoint folder is either served exactly or refused with the names of the file and the field."""
 
 import json
+import shutil
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -45,10 +46,17 @@ DEEPSEEK2: dict[str, Any] = {
 DEEPSEEK3 = DEEPSEEK2 | {"architectures": ["DeepseekV3ForCausalLM"], "n_group": 4, "topk_group": 2}
 
 
+@pytest.fixture(scope="module")
+def made(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("made")
+    make(folder, hidden=32, layers=2, heads=4, kv_heads=2, vocab=300, context=64)  # a second of computing
+    return folder
+
+
 @pytest.fixture
-def folder(tmp_path: Path) -> Path:
-    make(tmp_path, hidden=32, layers=2, heads=4, kv_heads=2, vocab=300, context=64)
-    return tmp_path
+def folder(made: Path, tmp_path: Path) -> Path:
+    """For one test, which may change it."""
+    return shutil.copytree(made, tmp_path, dirs_exist_ok=True)
 
 
 def edit_config(folder: Path, name: str = "config.json", **fields: Any) -> None:

@@ -177,6 +177,8 @@ def cluster(
             yield running
             pids = [worker["pid"] for worker in running.workers()]
         finally:
+            for path in sorted(Path(folder).rglob("*.log")):  # pytest shows it if the test fails
+                print(f"--- {path.name}", path.read_text(errors="replace")[-4000:], sep="\n")
             down = running.baton("down", "--name", name, timeout=90)
             if down.returncode:
                 os.kill(running.pid, signal.SIGKILL)

@@ -17,14 +17,16 @@ LONG = [*range(1, 100), POISON, *range(100, 140)]  # computed by the prefill wor
 
 @pytest.fixture
 def live(tmp_path: Path) -> Iterator[Cluster]:
-    with cluster(toy(tmp_path / "toy", step_delay_ms=5, poison_token=POISON), prefill=3, decode=3) as running:
+    with cluster(toy(tmp_path / "toy", step_delay_ms=20, poison_token=POISON), prefill=3, decode=3) as running:
         yield running
 
 
-async def ask(client: AsyncClient, prompt: list[int], tokens: int = 12) -> Result:
+async def ask(client: AsyncClient, prompt: list[int], tokens: int = 12, began: asyncio.Event | None = None) -> Result:
+    """`began` is set at the first token."""
     async with client.generate(token_ids=prompt, max_tokens=tokens, temperature=0.0, ignore_eos=True, timeout_s=60) as stream:
         async for _ in stream:
-            pass
+            if began is not None:
+                began.set()
         return stream.result
 
 
@@ -39,8 +41,10 @@ async def test_a_prompt_that_kills_workers_is_given_up_after_two(live: Cluster, 
     before = {worker["name"]: worker["incarnation"] for worker in live.workers()}
     neighbours = harmless(6, 250)
     async with live.client() as client:
-        streams = [asyncio.create_task(ask(client, neighbour, 250)) for neighbour in neighbours]
-        await asyncio.to_thread(live.wait, lambda: sum(worker["load"]["running"] for worker in live.workers("decode")) >= 4)
+        # One without a token would be as suspect as the prompt that it shares its first two workers with.
+        all_began = [asyncio.Event() for _ in neighbours]
+        streams = [asyncio.create_task(ask(client, neighbour, 250, began)) for neighbour, began in zip(neighbours, all_began, strict=True)]
+        await asyncio.gather(*(began.wait() for began in all_began))
         with pytest.raises(GenerateError) as ended:
             await ask(client, prompt)
         assert ended.value.reason == "POISONOUS" and ended.value.code == "INTERNAL" and "2 workers" in str(ended.value)
