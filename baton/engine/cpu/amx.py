@@ -8,6 +8,7 @@ from the width alone, so a row of the result depends on its own row of x alone, 
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -37,7 +38,8 @@ from baton.engine.cpu.tile import (
     called,
     fused,
     repeat,
-    scale_rows,
+    row_of,
+    scaled,
     store_normal_row,
     store_row,
     store_rows,
@@ -214,48 +216,65 @@ def _in_blocks(builder: Any, rows: Any, whole: Callable[[Any], None], last: Call
 
 @intrinsic
 def add_part(
-    context: Any, begin: Any, sums: Any, more: Any, x: Any, width: Any, lines: Any, panel: Any, rows: Any, done: Any, out: Any, apart: Any
-) -> Any:
-    """`sums[r, o] += Σ x[r, k] · panel[k, o]` for rows of x in tiles, `width` numbers each, and the ks of the first lines.
+    context: Any, begin: Any, sums: Any, x: Any, width: Any, done: Any, lines: Any, last: Any, panel: Any, rows: Any, scaling: Any,
+    out: Any, apart: Any, some: Any,
+) -> Any:  # fmt: skip
+    """`sums[r, o] += Σ x[r, k] · panel[k, o]` for rows of x in tiles, `width` numbers each, and the ks of some lines.
 
-    Unless these are `more`, sums are `begin[o]` before. They are float32, or int32 for int8; those above the last row, up to whole tiles,
-    get numbers, too, that mean nothing. `done` lines were multiplied before; the rows of `out`, `apart` numbers apart, are written next.
+    If no lines are `done`, sums are `begin[o]` before. They are float32, or int32 for int8; those above the last row, up to whole tiles,
+    get numbers, too, that mean nothing. After the `last` lines, while they are in the smallest cache, the first `some` sums of each row are
+    stored in `out`, whose rows lie `apart` numbers apart: as they are, none of them subnormal, or as by `baton.engine.cpu.tile.scale_rows`;
+    `scaling` is () or (scales, steps, bias).
     """
-    dot, far = DOT[panel.dtype], TILE * 2 * LINE
+    dot, far, stored = DOT[panel.dtype], TILE * 2 * LINE, OUTS * out.dtype.bitwidth // 8
 
     def generate(context: Any, builder: Any, signature: Any, arguments: Any) -> Any:
-        begin, sums, more, x, width, lines, panel, rows, done, out, apart = arguments_of(context, builder, signature, arguments)
+        begin, totals, x, width, done, lines, last, panel, rows, packed, out, apart, some = arguments_of(
+            context, builder, signature, arguments
+        )
+        finished: Callable[[Any], list[Any]] = partial(row_of, builder, totals, kind=FLOATS)
+        store = store_row if len(scaling) else store_normal_row
+        if len(scaling):
+            parts = zip(scaling.types, cgutils.unpack_tuple(builder, packed), strict=True)
+            finished = scaled(builder, totals, *(context.make_array(kind)(context, builder, each).data for kind, each in parts))
+        more = builder.icmp_unsigned(">", done, I64(0))
         high = builder.mul(width, I64(TILE))  # numbers of x in the tiles of TILE rows
-        begin, sums, panel = (_bytes(builder, each) for each in (begin, sums, panel))
+        begin, sums, panel = (_bytes(builder, each) for each in (begin, totals, panel))
         before, again = builder.select(more, sums, begin), builder.zext(more, I64)
 
-        def block(b: Any, tiles: int, fetches: bool) -> None:
-            """Rows from `b * ROWS` on, `tiles` tiles of them."""
+        def block(b: Any, tiles: int, whole: bool) -> None:
+            """ROWS rows from `b * ROWS` on or, unless `whole`, those that are left, in `tiles` tiles."""
+            first = builder.mul(b, I64(ROWS))
             at = builder.mul(b, I64(2 * far))
             tall = [builder.mul(high, builder.add(builder.mul(b, I64(2)), I64(r))) for r in range(tiles)]
             x_rows = [Rows(_bytes(builder, builder.gep(x, [each])), I64(LINE), TILE * LINE) for each in tall]
             before_rows = Rows(builder.gep(before, [builder.mul(at, again)]), builder.mul(again, I64(2 * LINE)))
             after = Rows(builder.gep(sums, [at]), I64(2 * LINE))
-            share = builder.select(builder.icmp_unsigned("<", b, I64(SHARES)), b, I64(SHARES - 1))
-            ahead = builder.mul(lines, builder.add(builder.mul(share, I64(FETCHED * LINE)), I64(PANEL)))
+            ahead = builder.mul(lines, builder.add(builder.mul(b, I64(FETCHED * LINE)), I64(PANEL)))
 
             def fetch_next(k: Any) -> None:
                 """A share of the panel's next part, and the places of two rows of the result."""
                 line = builder.add(ahead, builder.mul(k, I64(FETCHED * LINE)))
-                for i in range(FETCHED):
-                    fetch(builder, builder.gep(panel, [builder.add(line, I64(i * LINE))]))
+                with builder.if_then(builder.icmp_unsigned("<", b, I64(SHARES))):
+                    for i in range(FETCHED):
+                        fetch(builder, builder.gep(panel, [builder.add(line, I64(i * LINE))]), cache=2)
                 nth = builder.mul(builder.add(done, k), I64(2))
                 for i in range(2):
-                    row = builder.add(builder.mul(b, I64(ROWS)), builder.and_(builder.add(nth, I64(i)), I64(ROWS - 1)))
-                    fetch(builder, builder.gep(out, [builder.mul(row, apart)]), write=True)
+                    row = builder.add(first, builder.and_(builder.add(nth, I64(i)), I64(ROWS - 1)))
+                    place = _bytes(builder, builder.gep(out, [builder.mul(row, apart)]))
+                    for byte in range(0, stored, LINE):
+                        fetch(builder, builder.gep(place, [I64(byte)]), write=True)
 
-            _multiply(builder, dot, before_rows, x_rows, panel, lines, after, fetch_next if fetches else None)
+            _multiply(builder, dot, before_rows, x_rows, panel, lines, after, fetch_next if whole else None)
+            with builder.if_then(last):
+                count, place = I64(ROWS) if whole else builder.sub(rows, first), builder.gep(out, [builder.mul(first, apart)])
+                store_rows(builder, count, lambda r: finished(builder.add(first, r)), place, apart, some, store)
 
-        _in_blocks(builder, rows, lambda b: block(b, 2, fetches=True), lambda b, tiles: block(b, tiles, fetches=False))
+        _in_blocks(builder, rows, lambda b: block(b, 2, whole=True), lambda b, tiles: block(b, tiles, whole=False))
         return context.get_dummy_value()
 
     int64 = types.int64
-    return types.void(begin, sums, types.boolean, x, int64, int64, panel, int64, int64, out, int64), generate
+    return types.void(begin, sums, x, int64, int64, int64, types.boolean, panel, int64, scaling, out, int64, int64), generate
 
 
 @intrinsic
@@ -287,22 +306,6 @@ def add_rows_by_tiles(
 
 
 @intrinsic
-def _round_rows(context: Any, sums: Any, rows: Any, out: Any, apart: Any, some: Any) -> Any:
-    """The first `some` of a panel's OUTS sums, float32, none of them subnormal, of some rows as bfloat16, to nearest even."""
-
-    def generate(context: Any, builder: Any, signature: Any, arguments: Any) -> Any:
-        sums, rows, out, apart, some = arguments_of(context, builder, signature, arguments)
-
-        def row(r: Any) -> list[Any]:
-            return vectors(builder, builder.gep(sums, [builder.mul(r, I64(OUTS))]), FLOATS)
-
-        store_rows(builder, rows, row, out, apart, some, store_normal_row)
-        return context.get_dummy_value()
-
-    return types.void(sums, types.int64, out, types.int64, types.int64), generate
-
-
-@intrinsic
 def unpack(context: Any, packed: Any, groups: Any, panel: Any) -> Any:
     """A panel of int4 (see `baton.engine.cpu.tile.add_groups`) as one of int8, -8 to 7."""
 
@@ -325,6 +328,75 @@ def unpack(context: Any, packed: Any, groups: Any, panel: Any) -> Any:
     return types.void(packed, types.int64, panel), generate
 
 
+@dataclass(frozen=True, slots=True)
+class _Groups:
+    """How groups of int4 are multiplied, stored, and added to the sums of a column: TILE outs of the panel. See `add_groups_by_tiles`."""
+
+    builder: Any
+    x: Any
+    panel: Any
+    scales: Any
+    spare: Any
+    column: Any
+
+    def fly(self, flights: Any, totals: list[Any]) -> list[Any]:
+        """Adds the groups of some flights, 1 or more."""
+        last = self.builder.sub(flights, I64(1))
+        for i in range(FLIGHT):
+            self._multiply(I64(0), i)
+            if i >= LAG:
+                self._store(i - LAG)
+        totals = repeat(self.builder, last, totals, self._next)
+        for i in range(FLIGHT - LAG, FLIGHT):
+            self._store(i)
+        for i in range(FLIGHT):
+            totals = self._add(totals, last, i)
+        return totals
+
+    def rest(self, flight: Any, count: int, totals: list[Any]) -> list[Any]:
+        """Adds the first groups of a flight."""
+        for i in range(count):
+            self._multiply(flight, i)
+        for i in range(count):
+            self._store(i)
+        for i in range(count):
+            totals = self._add(totals, flight, i)
+        return totals
+
+    def _next(self, flight: Any, totals: list[Any]) -> list[Any]:
+        for i in range(FLIGHT):
+            self._multiply(self.builder.add(flight, I64(1)), i)
+            self._store((i - LAG) % FLIGHT)
+            totals = self._add(totals, flight, i)
+        return totals
+
+    def _group(self, flight: Any, i: int) -> Any:
+        return self.builder.add(self.builder.mul(flight, I64(FLIGHT)), I64(i))
+
+    def _product(self, i: int, row: int = 0) -> Any:
+        return self.builder.gep(self.spare, [I64((i * TILE + row) * TILE)])
+
+    def _multiply(self, flight: Any, i: int) -> None:
+        builder, g, mine, other = self.builder, self._group(flight, i), _number(X[i % 2]), _number(W[i % 2])
+        line, half = builder.lshr(g, I64(1)), builder.and_(g, I64(1))
+        at = builder.add(builder.mul(line, I64(TILE * LINE)), builder.mul(half, I64(SHARED)))
+        rows = Rows(builder.gep(self.panel, [builder.mul(g, I64(SHARED * OUTS))]), I64(2 * LINE))
+        _tile(builder, "tilezero", _number(SUMS[i]))
+        _tile(builder, "tileloadd64", mine, builder.gep(self.x, [at]), I64(LINE))
+        _tile(builder, "tileloadd64", other, *rows.tile(builder, 0, builder.mul(self.column, I64(LINE))))
+        _tile(builder, "tdpbssd", _number(SUMS[i]), mine, other)
+
+    def _store(self, i: int) -> None:
+        _tile(self.builder, "tilestored64", _number(SUMS[i]), _bytes(self.builder, self._product(i)), I64(LINE))
+
+    def _add(self, totals: list[Any], flight: Any, i: int) -> list[Any]:
+        builder = self.builder
+        at = builder.add(builder.mul(self._group(flight, i), I64(OUTS)), builder.mul(self.column, I64(TILE)))
+        step = widened(builder, vector(builder, builder.gep(self.scales, [at]), ir.VectorType(I16, TILE)))
+        found = [builder.sitofp(vector(builder, self._product(i, row), INTS), FLOATS) for row in range(TILE)]
+        return [fused(builder, total, each, step) for total, each in zip(totals, found, strict=True)]
+
+
 @intrinsic
 def add_groups_by_tiles(context: Any, x: Any, panel: Any, scales: Any, groups: Any, spare: Any, sums: Any) -> Any:
     """`sums[r, o] = Σ_g scales[g, o] · Σ x[r, k] · panel[k, o]` for the SHARED ks of each of some groups, and TILE rows of x in tiles.
@@ -336,72 +408,21 @@ def add_groups_by_tiles(context: Any, x: Any, panel: Any, scales: Any, groups: A
 
     def generate(context: Any, builder: Any, signature: Any, arguments: Any) -> Any:
         x, panel, scales, groups, spare, sums = arguments_of(context, builder, signature, arguments)
-        x, panel = _bytes(builder, x), _bytes(builder, panel)
         flights, left = builder.udiv(groups, I64(FLIGHT)), builder.urem(groups, I64(FLIGHT))
 
-        def product(i: int, row: int = 0) -> Any:
-            return builder.gep(spare, [I64((i * TILE + row) * TILE)])
-
-        def multiply(flight: Any, i: int, column: Any) -> None:
-            g, mine, other = builder.add(builder.mul(flight, I64(FLIGHT)), I64(i)), _number(X[i % 2]), _number(W[i % 2])
-            line, half = builder.lshr(g, I64(1)), builder.and_(g, I64(1))
-            at = builder.add(builder.mul(line, I64(TILE * LINE)), builder.mul(half, I64(SHARED)))
-            rows = Rows(builder.gep(panel, [builder.mul(g, I64(SHARED * OUTS))]), I64(2 * LINE))
-            _tile(builder, "tilezero", _number(SUMS[i]))
-            _tile(builder, "tileloadd64", mine, builder.gep(x, [at]), I64(LINE))
-            _tile(builder, "tileloadd64", other, *rows.tile(builder, 0, builder.mul(column, I64(LINE))))
-            _tile(builder, "tdpbssd", _number(SUMS[i]), mine, other)
-
-        def store(i: int) -> None:
-            _tile(builder, "tilestored64", _number(SUMS[i]), _bytes(builder, product(i)), I64(LINE))
-
-        def add(totals: list[Any], flight: Any, i: int, column: Any) -> list[Any]:
-            g = builder.add(builder.mul(flight, I64(FLIGHT)), I64(i))
-            at = builder.add(builder.mul(g, I64(OUTS)), builder.mul(column, I64(TILE)))
-            step = widened(builder, vector(builder, builder.gep(scales, [at]), ir.VectorType(I16, TILE)))
-            found = [builder.sitofp(vector(builder, product(i, row), INTS), FLOATS) for row in range(TILE)]
-            return [fused(builder, total, each, step) for total, each in zip(totals, found, strict=True)]
-
         def sums_of(column: Any, none: list[Any]) -> list[Any]:
+            these = _Groups(builder, _bytes(builder, x), _bytes(builder, panel), scales, spare, column)
             places = [builder.gep(sums, [builder.add(builder.mul(column, I64(TILE)), I64(row * OUTS))]) for row in range(TILE)]
-
-            def fly(flight: Any, totals: list[Any]) -> list[Any]:
-                for i in range(FLIGHT):
-                    multiply(builder.add(flight, I64(1)), i, column)
-                    store((i - LAG) % FLIGHT)
-                    totals = add(totals, flight, i, column)
-                return totals
-
-            def whole(_: Any, totals: list[Any]) -> list[Any]:
-                last = builder.sub(flights, I64(1))
-                for i in range(FLIGHT):
-                    multiply(I64(0), i, column)
-                    if i >= LAG:
-                        store(i - LAG)
-                totals = repeat(builder, last, totals, fly)
-                for i in range(FLIGHT - LAG, FLIGHT):
-                    store(i)
-                for i in range(FLIGHT):
-                    totals = add(totals, last, i, column)
-                return totals
-
-            def rest(count: int) -> None:
-                totals = [vector(builder, each, FLOATS) for each in places]
-                for i in range(count):
-                    multiply(flights, i, column)
-                for i in range(count):
-                    store(i)
-                for i in range(count):
-                    totals = add(totals, flights, i, column)
-                write(totals)
 
             def write(totals: list[Any]) -> None:
                 for total, each in zip(totals, places, strict=True):
                     store_row(builder, [total], each)
 
             some = builder.zext(builder.icmp_unsigned(">", flights, I64(0)), I64)
-            write(repeat(builder, some, [ir.Constant(FLOATS, [0.0] * TILE)] * TILE, whole))
-            switch(builder, left, range(1, FLIGHT), rest)
+            nothing = [ir.Constant(FLOATS, [0.0] * TILE)] * TILE
+            write(repeat(builder, some, nothing, lambda _, totals: these.fly(flights, totals)))
+            begun = [vector(builder, each, FLOATS) for each in places]
+            switch(builder, left, range(1, FLIGHT), lambda count: write(these.rest(flights, count, begun)))
             return none
 
         repeat(builder, I64(OUTS // TILE), [], sums_of)
@@ -411,11 +432,12 @@ def add_groups_by_tiles(context: Any, x: Any, panel: Any, scales: Any, groups: A
 
 
 @body
-def _add_panel(begin, laid, weights, width, lines, rows, sums, out, apart):
-    """Products of rows in tiles, of so many lines each, with one panel. Sums begin with `begin`."""
+def _multiply_panel(begin, sums, laid, width, lines, weights, rows, scaling, out, apart, some):
+    """Products of rows in tiles, of so many lines each, with one panel. The other arguments: see `add_part`."""
     line, part = width // lines, PART if rows > ROWS else lines
     for k in range(0, lines, part):
-        add_part(begin, sums, k > 0, laid[k * TILE * line :], width, min(part, lines - k), weights[k * OUTS * line :], rows, k, out, apart)
+        x, panel, depth = laid[k * TILE * line :], weights[k * OUTS * line :], min(part, lines - k)
+        add_part(begin, sums, x, width, k, depth, k + depth == lines, panel, rows, scaling, out, apart, some)
 
 
 @njit
@@ -443,8 +465,8 @@ def multiply_tiles(x, weights, bias, out, rows, width, outs):
             lay_row(x[(start + row) * width :], width, row, laid)
         for panel in range(first, last):
             base = panel * OUTS
-            _add_panel(bias[base:], laid, weights[base * width :], width, lines, count, sums, out[start * outs + base :], outs)
-            _round_rows(sums, count, out[start * outs + base :], outs, min(OUTS, outs - base))
+            place, some = out[start * outs + base :], min(OUTS, outs - base)
+            _multiply_panel(bias[base:], sums, laid, width, lines, weights[base * width :], count, (), place, outs, some)
     end_tiles(weights)
 
 
@@ -463,6 +485,6 @@ def multiply_tiles_int8(x, weights, beside, out, rows, width, outs):
             lay_row(rounded, width, row, laid)
         for panel in range(first, last):
             base = panel * OUTS
-            _add_panel(zeros[base:], laid, weights[base * width :], width, lines, count, sums, out[start * outs + base :], outs)
-            scale_rows(sums, count, scales[base:], steps, bias[base:], out[start * outs + base :], outs, min(OUTS, outs - base))
+            place, some, scaling = out[start * outs + base :], min(OUTS, outs - base), (scales[base:], steps, bias[base:])
+            _multiply_panel(zeros[base:], sums, laid, width, lines, weights[base * width :], count, scaling, place, outs, some)
     end_tiles(weights)

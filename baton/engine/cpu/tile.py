@@ -136,7 +136,7 @@ def add_rows(context: Any, before: Any, gap: Any, x: Any, width: Any, panel: Any
             following = builder.bitcast(builder.gep(panel, [builder.mul(steps, I64(OUTS))]), I8.as_pointer())
 
             def ahead(k: Any) -> None:
-                fetch(builder, builder.gep(following, [builder.mul(builder.add(done, k), I64(LINE))]))
+                fetch(builder, builder.gep(following, [builder.mul(builder.add(done, k), I64(LINE))]), cache=2)
 
             tile(builder.mul(i, I64(ROWS)), ROWS, ahead)
             return none
@@ -156,20 +156,25 @@ def scale_rows(context: Any, sums: Any, rows: Any, scales: Any, steps: Any, bias
 
     def generate(context: Any, builder: Any, signature: Any, arguments: Any) -> Any:
         sums, rows, scales, steps, bias, out, apart, some = arguments_of(context, builder, signature, arguments)
-        factors, begin = vectors(builder, scales, FLOATS), vectors(builder, bias, FLOATS)
-
-        def row(r: Any) -> list[Any]:
-            step = spread(builder, builder.load(builder.gep(steps, [r])))
-            totals = [builder.sitofp(each, FLOATS) for each in vectors(builder, builder.gep(sums, [builder.mul(r, I64(OUTS))]), INTS)]
-            return [
-                builder.fadd(builder.fmul(builder.fmul(total, factor), step), first)
-                for total, factor, first in zip(totals, factors, begin, strict=True)
-            ]
-
-        store_rows(builder, rows, row, out, apart, some)
+        store_rows(builder, rows, scaled(builder, sums, scales, steps, bias), out, apart, some)
         return context.get_dummy_value()
 
     return types.void(sums, types.int64, scales, steps, bias, out, types.int64, types.int64), generate
+
+
+def scaled(builder: Any, sums: Any, scales: Any, steps: Any, bias: Any) -> Callable[[Any], list[Any]]:
+    """The rows of `scale_rows`."""
+    factors, begin = vectors(builder, scales, FLOATS), vectors(builder, bias, FLOATS)
+
+    def row(r: Any) -> list[Any]:
+        step = spread(builder, builder.load(builder.gep(steps, [r])))
+        totals = [builder.sitofp(each, FLOATS) for each in row_of(builder, sums, r, INTS)]
+        return [
+            builder.fadd(builder.fmul(builder.fmul(total, factor), step), first)
+            for total, factor, first in zip(totals, factors, begin, strict=True)
+        ]
+
+    return row
 
 
 @intrinsic
@@ -182,8 +187,7 @@ def step_rows(context: Any, sums: Any, rows: Any, steps: Any, bias: Any, out: An
 
         def row(r: Any) -> list[Any]:
             step = spread(builder, builder.load(builder.gep(steps, [r])))
-            totals = vectors(builder, builder.gep(sums, [builder.mul(r, I64(OUTS))]), FLOATS)
-            return [fused(builder, first, total, step) for total, first in zip(totals, begin, strict=True)]
+            return [fused(builder, first, total, step) for total, first in zip(row_of(builder, sums, r, FLOATS), begin, strict=True)]
 
         store_rows(builder, rows, row, out, apart, some)
         return context.get_dummy_value()
@@ -338,6 +342,11 @@ def vector(builder: Any, place: Any, kind: Any) -> Any:
 def vectors(builder: Any, place: Any, kind: Any) -> list[Any]:
     """OUTS numbers, not aligned."""
     return [vector(builder, builder.gep(place, [I64(v * LANES)]), kind) for v in range(VECTORS)]
+
+
+def row_of(builder: Any, sums: Any, row: Any, kind: Any) -> list[Any]:
+    """The sums of a row in a panel."""
+    return vectors(builder, builder.gep(sums, [builder.mul(row, I64(OUTS))]), kind)
 
 
 def spread(builder: Any, number: Any) -> Any:
