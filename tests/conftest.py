@@ -19,7 +19,7 @@ def group(nodeid: str) -> str:
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """The longest files come first: one that begins last keeps one process busy while the others have nothing left to do."""
+    """Tests that start clusters come first: a long file that begins last would keep one process busy while the others have nothing left."""
     items.sort(key=lambda item: item.get_closest_marker("system") is None)
 
 

@@ -144,6 +144,10 @@ class Cluster:
         return (self.logs / f"{process}.log").read_text(errors="replace")
 
 
+def ends_of_logs(folder: Path) -> str:
+    return "\n".join(f"--- {path.name}\n{path.read_text(errors='replace')[-4000:]}" for path in sorted(folder.rglob("*.log")))
+
+
 @contextmanager
 def cluster(
     model: Path,
@@ -168,7 +172,7 @@ def cluster(
         sizes = ("--prefill", str(prefill), "--decode", str(decode), "--launcher", launcher)
         command = [sys.executable, "-m", "baton", "up", "--detach", "--model", str(model), *sizes, *fixed, *flags]
         up = subprocess.run(command, env=full, capture_output=True, text=True, timeout=UP_WITHIN_S, cwd=ROOT)
-        assert up.returncode == 0, up.stderr + "".join(path.read_text()[-1500:] for path in Path(folder).rglob("*.log"))
+        assert up.returncode == 0, f"{up.stderr}\n{ends_of_logs(Path(folder))}"
         told = json.loads(up.stdout)
         at = told["endpoints"]
         running = Cluster(name, at["grpc"], at["http"], at["admin"], at["page"], told["pid"], full, Path(folder) / f"{name}-logs")
@@ -177,8 +181,7 @@ def cluster(
             yield running
             pids = [worker["pid"] for worker in running.workers()]
         finally:
-            for path in sorted(Path(folder).rglob("*.log")):  # pytest shows it if the test fails
-                print(f"--- {path.name}", path.read_text(errors="replace")[-4000:], sep="\n")
+            print(ends_of_logs(Path(folder)))  # pytest shows it if the test fails
             down = running.baton("down", "--name", name, timeout=90)
             if down.returncode:
                 os.kill(running.pid, signal.SIGKILL)

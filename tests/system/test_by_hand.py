@@ -18,7 +18,7 @@ import httpx2
 import pytest
 import yaml
 from grpc_health.v1 import health_pb2, health_pb2_grpc
-from live_cluster import ROOT, toy, toy_output
+from live_cluster import ROOT, ends_of_logs, toy, toy_output
 
 from baton.cli.admin import read_status
 from baton.client import Client, GenerateError, Result
@@ -70,7 +70,7 @@ class Hand:
         return (self.folder / f"{name}.log").read_text(errors="replace")
 
     def logs(self) -> str:
-        return "\n".join(f"--- {path.name}\n{path.read_text(errors='replace')[-1500:]}" for path in sorted(self.folder.glob("*.log")))
+        return ends_of_logs(self.folder)
 
     def wait(self, condition: Callable[[], Any], within_s: float = 60.0) -> None:
         deadline = time.monotonic() + within_s

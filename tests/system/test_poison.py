@@ -41,7 +41,7 @@ async def test_a_prompt_that_kills_workers_is_given_up_after_two(live: Cluster, 
     before = {worker["name"]: worker["incarnation"] for worker in live.workers()}
     neighbours = harmless(6, 250)
     async with live.client() as client:
-        # One without a token would be as suspect as the prompt that it shares its first two workers with.
+        # If both workers that die were a neighbour's, too, and it had no token from either, it would be as suspect as the prompt.
         all_began = [asyncio.Event() for _ in neighbours]
         streams = [asyncio.create_task(ask(client, neighbour, 250, began)) for neighbour, began in zip(neighbours, all_began, strict=True)]
         await asyncio.gather(*(began.wait() for began in all_began))

@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from live_cluster import ROOT
+from live_cluster import ROOT, ends_of_logs
 
 from baton.cluster.packages import NAMES
 
@@ -82,7 +82,7 @@ class Terminal:
         done: subprocess.CompletedProcess[str] = subprocess.run(
             words, cwd=self.folder, env=self.env, capture_output=True, text=True, timeout=170, **options
         )
-        logs = "".join(log.read_text()[-2000:] for log in Path(self.env["BATON_STATE_DIR"]).rglob("*.log"))
+        logs = ends_of_logs(Path(self.env["BATON_STATE_DIR"]))
         assert done.returncode == 0 and "stranger" not in done.stderr, f"{words}: {done.stdout}\n{done.stderr}\n{logs}"
         return done.stdout
 

@@ -57,7 +57,8 @@ PANEL = 2 * TILE * LINE  # bytes of a panel for a line of x
 PART = 8  # lines of x for which a panel stays in the smallest cache while rows pass
 FETCHED = 8  # lines that are brought into the caches at each step, of what the panel's next part is
 SHARES = PANEL // LINE // FETCHED  # blocks of rows that bring all of it
-FLIGHT, LAG = 4, 2  # groups of int4 whose products are under way at the same time; which are stored that many groups later
+FLIGHT = 4  # groups of int4 whose products are under way at the same time
+LAG = 2  # groups that are multiplied before a product is stored, and then before it is added
 PALETTE = 1  # eight tiles, of up to 16 rows of up to 64 bytes
 
 THERE = FEATURES >= AMX and OUTS == 2 * TILE and BFLOAT16.group == 2 and INT8.group == 4
@@ -232,11 +233,13 @@ def add_part(
         begin, totals, x, width, done, lines, last, panel, rows, packed, out, apart, some = arguments_of(
             context, builder, signature, arguments
         )
-        finished: Callable[[Any], list[Any]] = partial(row_of, builder, totals, kind=FLOATS)
-        store = store_row if len(scaling) else store_normal_row
+        finished: Callable[[Any], list[Any]]
         if len(scaling):
             parts = zip(scaling.types, cgutils.unpack_tuple(builder, packed), strict=True)
             finished = scaled(builder, totals, *(context.make_array(kind)(context, builder, each).data for kind, each in parts))
+            store = store_row
+        else:
+            finished, store = partial(row_of, builder, totals, kind=FLOATS), store_normal_row
         more = builder.icmp_unsigned(">", done, I64(0))
         high = builder.mul(width, I64(TILE))  # numbers of x in the tiles of TILE rows
         begin, sums, panel = (_bytes(builder, each) for each in (begin, totals, panel))

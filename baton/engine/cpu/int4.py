@@ -95,7 +95,8 @@ def multiply_int4_tiles(x, weights, scales, bias, out, rows, width, outs):
         for row in range(count):
             steps[row] = _round_row(x[(start + row) * width : (start + row + 1) * width], unsigned, rounded)
             amx.lay_row(rounded, wide, row, laid)
-        ahead = -(-groups * WORDS * OUTS // (-(-count // amx.TILE)))  # of the next panel, which comes from memory, for each block of rows
+        # Each block of rows fetches a share of the next panel, which is still in memory.
+        ahead = -(-groups * WORDS * OUTS // (-(-count // amx.TILE)))
         for base in range(first * OUTS, last * OUTS, OUTS):
             amx.unpack(weights[base * groups * WORDS :], groups, panel)
             next_ = (base + OUTS) * groups * WORDS

@@ -152,7 +152,10 @@ def add_rows(context: Any, before: Any, gap: Any, x: Any, width: Any, panel: Any
 
 @intrinsic
 def scale_rows(context: Any, sums: Any, rows: Any, scales: Any, steps: Any, bias: Any, out: Any, apart: Any, some: Any) -> Any:
-    """`out[r, o] = sums[r, o] · scales[o] · steps[r] + bias[o]` for the first `some` of a panel's OUTS sums, int32, of some rows."""
+    """`out[r, o] = sums[r, o] · scales[o] · steps[r] + bias[o]` for the first `some` of a panel's OUTS sums, int32, in each of the rows.
+
+    Rows of `out` lie `apart` numbers apart.
+    """
 
     def generate(context: Any, builder: Any, signature: Any, arguments: Any) -> Any:
         sums, rows, scales, steps, bias, out, apart, some = arguments_of(context, builder, signature, arguments)
@@ -179,7 +182,7 @@ def scaled(builder: Any, sums: Any, scales: Any, steps: Any, bias: Any) -> Calla
 
 @intrinsic
 def step_rows(context: Any, sums: Any, rows: Any, steps: Any, bias: Any, out: Any, apart: Any, some: Any) -> Any:
-    """`out[r, o] = sums[r, o] · steps[r] + bias[o]` for the first `some` of a panel's OUTS sums, float32, of some rows."""
+    """As `scale_rows`, for sums of float32 that are scaled already: `out[r, o] = sums[r, o] · steps[r] + bias[o]`."""
 
     def generate(context: Any, builder: Any, signature: Any, arguments: Any) -> Any:
         sums, rows, steps, bias, out, apart, some = arguments_of(context, builder, signature, arguments)
@@ -365,7 +368,7 @@ def store_rows(
     builder: Any, rows: Any, row: Callable[[Any], list[Any]], out: Any, apart: Any, some: Any,
     store: Callable[[Any, list[Any], Any], None] = store_row,
 ) -> None:  # fmt: skip
-    """The first `some` of the OUTS numbers that `row(r)` gives, for some rows of `out`, `apart` numbers apart."""
+    """Stores the first `some` of the OUTS numbers that `row(r)` gives, for each of the rows of `out`, which lie `apart` numbers apart."""
     whole = builder.icmp_signed("==", some, I64(OUTS))
     spare = builder.bitcast(cgutils.alloca_once(builder, ir.ArrayType(out.type.pointee, OUTS)), out.type)
 
