@@ -30,6 +30,7 @@ from baton.v1 import worker_pb2, worker_pb2_grpc
 
 ROOT = Path(__file__).resolve().parents[2]
 UP_WITHIN_S = 150.0
+DOWN_WITHIN_S = 90.0
 
 
 @dataclass
@@ -157,10 +158,12 @@ def cluster(
     launcher: str = "local",
     env: Mapping[str, str] | None = None,
     tls: Path | None = None,
+    detach: bool = False,
 ) -> Iterator[Cluster]:
-    """Runs `baton up --detach`, and `baton down` at the end, after which no process of it may be alive.
+    """Runs `baton up` until it gets a SIGTERM at the end, after which no process of it may be alive.
 
-    `tls`: the folder of a cluster's certificates (`authority.make`), which its processes use.
+    `tls`: the folder of a cluster's certificates (`authority.make`), which its processes use. `detach`: runs `baton up --detach`, and
+    `baton down` at the end: two more processes, which take a fourth of a small cluster's processor time.
     """
     with tempfile.TemporaryDirectory(prefix="baton-test-") as folder:
         name = f"t{os.getpid()}"
@@ -170,24 +173,65 @@ def cluster(
         secured = [part for key, file in files.items() for part in (f"--security.tls-{key}", f"{tls}/{file}")]
         fixed = ("--cluster.name", name, *ports, *secured, "--engine.kv-memory-mib", "64")
         sizes = ("--prefill", str(prefill), "--decode", str(decode), "--launcher", launcher)
-        command = [sys.executable, "-m", "baton", "up", "--detach", "--model", str(model), *sizes, *fixed, *flags]
-        up = subprocess.run(command, env=full, capture_output=True, text=True, timeout=UP_WITHIN_S, cwd=ROOT)
-        assert up.returncode == 0, f"{up.stderr}\n{ends_of_logs(Path(folder))}"
-        told = json.loads(up.stdout)
-        at = told["endpoints"]
-        running = Cluster(name, at["grpc"], at["http"], at["admin"], at["page"], told["pid"], full, Path(folder) / f"{name}-logs")
-        pids: list[int] = []
-        try:
-            yield running
-            pids = [worker["pid"] for worker in running.workers()]
-        finally:
-            print(ends_of_logs(Path(folder)))  # pytest shows it if the test fails
-            down = running.baton("down", "--name", name, timeout=90)
-            if down.returncode:
-                os.kill(running.pid, signal.SIGKILL)
-        assert down.returncode == 0, down.stderr
+        command = [sys.executable, "-m", "baton", "up", "--model", str(model), *sizes, *fixed, *flags]
+        started = _detached if detach else _attached
+        with started(command, name, full, Path(folder)) as (state, end):
+            at = state["endpoints"]
+            running = Cluster(name, at["grpc"], at["http"], at["admin"], at["page"], state["pid"], full, Path(folder) / f"{name}-logs")
+            pids: list[int] = []
+            try:
+                yield running
+                pids = [worker["pid"] for worker in running.workers()]
+            finally:
+                print(ends_of_logs(Path(folder)))  # pytest shows it if the test fails
+                failure = end()
+        assert not failure, failure
         for pid in [*pids, running.pid]:
             assert not alive(pid), f"process {pid} outlived its cluster"
+
+
+Started = Iterator[tuple[dict[str, Any], Callable[[], str]]]  # what is known about the cluster; what ends it and returns why it could not
+
+
+@contextmanager
+def _attached(command: list[str], name: str, env: dict[str, str], folder: Path) -> Started:
+    log, state = folder / f"{name}-up.log", folder / f"{name}.json"
+    with log.open("wb") as output:
+        up = subprocess.Popen(command, env=env, stdin=subprocess.DEVNULL, stdout=output, stderr=output, start_new_session=True, cwd=ROOT)
+    with up:
+        deadline = time.monotonic() + UP_WITHIN_S
+        while not state.exists():
+            if up.poll() is not None or time.monotonic() > deadline:
+                up.kill()
+                raise AssertionError(f"the cluster is not ready\n{ends_of_logs(folder)}")
+            time.sleep(0.05)
+
+        def end() -> str:
+            up.terminate()
+            try:
+                code = up.wait(DOWN_WITHIN_S)
+            except subprocess.TimeoutExpired:
+                up.kill()
+                return f"the cluster was still running after {DOWN_WITHIN_S:g} s"
+            return "" if code == 0 else f"baton up ended with {code}: {log.read_text()}"
+
+        yield json.loads(state.read_text()), end
+
+
+@contextmanager
+def _detached(command: list[str], name: str, env: dict[str, str], folder: Path) -> Started:
+    up = subprocess.run([*command, "--detach"], env=env, capture_output=True, text=True, timeout=UP_WITHIN_S, cwd=ROOT)
+    assert up.returncode == 0, f"{up.stderr}\n{ends_of_logs(folder)}"
+    told = json.loads(up.stdout)
+
+    def end() -> str:
+        down = [sys.executable, "-m", "baton", "down", "--name", name]
+        done = subprocess.run(down, env=env, capture_output=True, text=True, timeout=DOWN_WITHIN_S)
+        if done.returncode:
+            os.kill(told["pid"], signal.SIGKILL)
+        return done.stderr if done.returncode else ""
+
+    yield told, end
 
 
 def toy(path: Path, **options: int) -> Path:

@@ -44,8 +44,9 @@ def authority(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="module")
 def secured(model: Path, authority: Path) -> Iterator[Cluster]:
-    """KV over TCP, so that it goes through TLS, too. A worker that a test stops is not restarted before the test lets it go on."""
-    with cluster(model, "--kv.transport", "tcp", "--launcher.hang-s", "120", tls=authority) as running:
+    """In the background. KV over TCP, so that it goes through TLS, too. A worker that a test stops is not restarted before the test lets it
+    go on."""
+    with cluster(model, "--kv.transport", "tcp", "--launcher.hang-s", "120", tls=authority, detach=True) as running:
         yield running
 
 
