@@ -50,10 +50,11 @@ class KvLayer(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class Decodes:
-    """The spans of one token, which come first in a batch, in the form that a kernel needs to read blocks in place."""
+    """The tokens that come first in a batch and are computed in place, in the form that a kernel needs. Those of one sequence are
+    neighbours, in order."""
 
-    size: int  # B
-    index: Tensor  # [2 B + *] int64: positions of the tokens; where each block table begins; the block tables, one after the other
+    size: int  # tokens
+    index: Tensor  # [2 size + *] int64: their positions; where the block table of each begins; the block tables, one after the other
     keys: int  # seen by all of them together
 
 
@@ -226,22 +227,22 @@ def plan(spans: Sequence[Span], paged: PagedKv, layers: Sequence[LayerAttention]
 
 
 def plan_decodes(spans: Sequence[Span], paged: PagedKv) -> "array[int]":
-    """`Decodes.index` for spans of one token that kernels compute."""
+    """`Decodes.index` for spans of one or a few tokens that kernels compute."""
     paged.wipe(_begun(spans, paged.block_size))
     return _index(spans, paged.block_size)
 
 
 def seen(spans: Sequence[Span]) -> int:
     """`Decodes.keys`."""
-    return sum(span.start + 1 for span in spans)
+    return sum(position + 1 for span in spans for position in range(span.start, span.start + span.n))
 
 
 def _index(spans: Sequence[Span], block_size: int) -> "array[int]":
     index, bases, tables = array("q"), array("q"), array("q")
     for span in spans:
-        index.append(span.start)
-        bases.append(len(tables))
-        tables.extend(span.blocks[: span.start // block_size + 1])
+        index.extend(range(span.start, span.start + span.n))
+        bases.extend([len(tables)] * span.n)
+        tables.extend(span.blocks[: (span.start + span.n - 1) // block_size + 1])
     index += bases
     index += tables
     return index

@@ -135,8 +135,9 @@ def _attend(
     pool, layers, layer, parts, kv_heads, block_size, q, q_stride0, heads, dim, kv, kv_stride0, out, value_dim, index, size,
     window, softcap, scale,
 ):  # fmt: skip
-    """One query per sequence, for the first `size` tokens. A token's key and value are stored in their slot; then its query sees the slots
-    up to its own, or those in its window, and no others."""
+    """For the first `size` tokens; those of one sequence are neighbours, one position apart. A token's key and value are stored in their
+    slot; then its query sees the slots up to its own, or those in its window, and no others. Other threads may compute the tokens before
+    it, so it stores theirs, too: the same bytes."""
     positions, bases, tables = index[:size], index[size : 2 * size], index[2 * size :]
     group, head_size = heads // kv_heads, block_size * dim
     most = _whole(min(window, positions.max() + 1))
@@ -158,10 +159,13 @@ def _attend(
                 _find_keys(tables[bases[b] :], length - count, count, block_size, (layers, layer, parts * kv_heads), dim, at)
                 found = b
             key, value = head * head_size, ((parts - 1) * kv_heads + head) * head_size
-            for part in range(parts):
-                new = (b * kv_stride0) + (part * kv_heads + head) * dim
-                slot = at[count - 1] + (part * kv_heads + head) * head_size
-                pool[slot : slot + dim] = kv[new : new + dim]
+            token, seen = b, count - 1
+            while token >= 0 and seen >= 0 and bases[token] == bases[b]:
+                for part in range(parts):
+                    new = token * kv_stride0 + (part * kv_heads + head) * dim
+                    slot = at[seen] + (part * kv_heads + head) * head_size
+                    pool[slot : slot + dim] = kv[new : new + dim]
+                token, seen = token - 1, seen - 1
             _scale_queries(q[b * q_stride0 + head * group * dim :], dim, scale, query)
             _score(pool, at, key, count, dim, query, scores)
             for g in range(group):

@@ -1,4 +1,4 @@
-"""Batches of one token for each sequence, computed by a recording for their size."""
+"""Batches of one token or a few of each sequence, computed by a recording for their number of tokens."""
 
 from collections.abc import Sequence as Seq
 
@@ -11,7 +11,7 @@ from baton.engine.cpu import pointwise
 from baton.engine.cpu.recording import Arena, Recording, Unrecordable
 from baton.engine.model import Transformer
 
-MOST = 64  # sequences: in larger batches, Python is a small part of a step
+MOST = 64  # tokens: in larger batches, Python is a small part of a step
 
 
 class DecodeSteps:
@@ -19,17 +19,22 @@ class DecodeSteps:
 
     def __init__(self, model: Transformer, paged: PagedKv) -> None:
         self._model, self._paged = model, paged
-        each = 2 + -(-model.config.max_positions // paged.block_size)  # numbers of the index for one sequence
+        each = 2 + -(-model.config.max_positions // paged.block_size)  # numbers of the index for one token of a sequence
         self._index, self._tokens, self._best = (np.zeros(size, np.int64) for size in (MOST * each, MOST, MOST))
         self._recordings: dict[int, Recording] = {}
         self._arena = Arena()
         self._possible = True
 
     def logits(self, spans: Seq[Span], tokens: Seq[int]) -> tuple[Tensor, list[int]] | None:
-        """Float32 `[B, V]`, which the next step overwrites, and the `greatest` of each row. None: compute the step in the usual way."""
-        if not self._possible or len(spans) > MOST:
+        """Float32 logits of every token `[T, V]`, which the next step overwrites, and the `greatest` of each row. None: compute the step in
+        the usual way.
+
+        A row has the bits that it would have if each token had a step of its own: drafts can be verified exactly.
+        """
+        size = len(tokens)
+        if not self._possible or size > MOST:
             return None
-        size, index = len(spans), plan_decodes(spans, self._paged)
+        index = plan_decodes(spans, self._paged)
         self._index[: len(index)] = index
         self._tokens[:size] = tokens
         if (recording := self._recordings.get(size)) is not None:
@@ -45,7 +50,7 @@ class DecodeSteps:
 
     @torch.inference_mode()
     def _recorded(self, spans: Seq[Span]) -> Recording:
-        size, layers = len(spans), self._model.config.attention
+        size, layers = sum(span.n for span in spans), self._model.config.attention
         index, tokens, best = (torch.from_numpy(each) for each in (self._index, self._tokens[:size], self._best[:size]))
         decodes, positions = Decodes(size, index, seen(spans)), index[:size]
         meta = Meta(positions, decodes, layers, index[:0], ((),) * len(layers), self._paged.scratch(0))

@@ -11,6 +11,7 @@ from families import FAMILIES, loaded
 from torch import Tensor
 from torch.profiler import record_function
 
+from baton.engine.attention import Span
 from baton.engine.cpu import kernel, pointwise
 from baton.engine.cpu.decode_steps import MOST, DecodeSteps
 from baton.engine.cpu.recording import LINE, Arena, Recording, Unrecordable
@@ -69,6 +70,38 @@ def test_recorded_steps_have_the_bits_of_ordinary_ones(family: str, precision: s
         assert torch.equal(ours, theirs)
     assert torch.equal(recorded._paged.pool, ordinary._paged.pool)  # type: ignore[union-attr]
     assert set(steps._recordings) == {1, 2, 3, 4}
+
+
+def spans(seqs: list[Sequence], counts: list[int]) -> list[Span]:
+    return [Span(seq.computed, count, seq.blocks) for seq, count in zip(seqs, counts, strict=True)]
+
+
+@pytest.mark.parametrize("precision", ["float32", "bfloat16", "int8", "int4"])
+@pytest.mark.parametrize("family", FAMILIES)
+def test_a_few_tokens_of_each_sequence_have_the_bits_of_a_step_for_each(family: str, precision: str) -> None:
+    """So drafts can be verified: the tokens of the first sequence cross from one block to the next."""
+    together, alone = (loaded(family, precision, scale=8, products="baton") for _ in range(2))
+    assert together._steps is not None and alone._steps is not None
+    seqs = sequences()
+    for runner in (together, alone):
+        for seq in seqs:
+            runner.run_logits([Chunk(seq, seq.prompt_len)])
+    for seq in seqs:
+        seq.computed = seq.prompt_len
+        seq.tokens += [(7 * k + seq.prompt_len) % 40 + 5 for k in range(40)]
+    for counts in ([14, 1, 3, 2], [1, 5, 1, 1], [1, 5, 1, 1], [2, 2, 2, 2]):
+        tokens = [token for seq, count in zip(seqs, counts, strict=True) for token in seq.tokens[seq.computed :][:count]]
+        found = together._steps.logits(spans(seqs, counts), tokens)
+        assert found is not None
+        (logits, best), row = found, 0
+        assert best == logits.argmax(dim=-1).tolist()
+        for seq, count in zip(seqs, counts, strict=True):
+            for _ in range(count):
+                one = alone._steps.logits(spans([seq], [1]), [seq.tokens[seq.computed]])
+                assert one is not None and torch.equal(one[0][0], logits[row])
+                seq.computed, row = seq.computed + 1, row + 1
+    assert set(together._steps._recordings) == {1, 20, 8}  # 1: a prompt
+    assert torch.equal(together._paged.pool, alone._paged.pool)  # type: ignore[union-attr]
 
 
 @pytest.mark.parametrize("family", ["LlamaForCausalLM", "Qwen3MoeForCausalLM", "DeepseekV2ForCausalLM"])
