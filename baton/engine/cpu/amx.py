@@ -20,7 +20,7 @@ from numba.extending import intrinsic
 from baton.engine.cpu.features import AMX, FEATURES
 from baton.engine.cpu.int8 import round_row
 from baton.engine.cpu.kernel import body
-from baton.engine.cpu.primitives import LINE, fetch, from_line, in_parts, share, team
+from baton.engine.cpu.primitives import LINE, fetch, from_line, in_parts, part_of
 from baton.engine.cpu.tile import (
     BFLOAT16,
     FLOATS,
@@ -443,22 +443,10 @@ def _multiply_panel(begin, sums, laid, width, lines, weights, rows, scaling, out
         add_part(begin, sums, x, width, k, depth, k + depth == lines, panel, rows, scaling, out, apart, some)
 
 
-@njit
-def part_of(rows, outs):
-    """This thread's share: the first row, the one after the last, and the same of panels. It has all panels for its part of many rows,
-    which no other thread needs to lay out."""
-    panels = -(-outs // OUTS)
-    if rows < team()[1] * CHUNK:
-        first, last = share(panels)
-        return 0, rows, first, last
-    first, last = share(-(-rows // ROWS))
-    return first * ROWS, min(last * ROWS, rows), 0, panels
-
-
 @body
 def multiply_tiles(x, weights, bias, out, rows, width, outs):
     """As `baton.engine.cpu.panels.multiply_rows`, for bfloat16 rows of whole lines."""
-    begin, end, first, last = part_of(rows, outs)
+    begin, end, first, last = part_of(rows, ROWS, CHUNK, -(-outs // OUTS))
     size, lines = in_parts(end - begin, ROWS, min(CHUNK, CHUNK_BYTES // (2 * width))), width * 2 // LINE
     laid, sums = from_line(np.empty(size * width + LINE, x.dtype)), from_line(np.empty(size * OUTS + LINE, np.float32))
     begin_tiles(weights, end - begin)
@@ -476,7 +464,7 @@ def multiply_tiles(x, weights, bias, out, rows, width, outs):
 @body
 def multiply_tiles_int8(x, weights, beside, out, rows, width, outs):
     """As `baton.engine.cpu.panels.multiply_rows_int8`, for rows of whole lines of int8."""
-    (scales, zeros, bias), (begin, end, first, last) = beside, part_of(rows, outs)
+    (scales, zeros, bias), (begin, end, first, last) = beside, part_of(rows, ROWS, CHUNK, -(-outs // OUTS))
     size, lines = in_parts(end - begin, ROWS, min(CHUNK, CHUNK_BYTES // width)), width // LINE
     laid, sums = from_line(np.empty(size * width + LINE, np.uint8)), from_line(np.empty(size * OUTS + LINE, np.int32))
     rounded, steps = np.empty(width, np.uint8), np.empty(size, np.float32)

@@ -15,7 +15,7 @@ from baton.engine.cpu.int8 import round_row
 from baton.engine.cpu.kernel import bfloat16s, body, floats, int32s, kernel, numbers
 from baton.engine.cpu.memory import zeros
 from baton.engine.cpu.panels import CHUNK, CHUNK_BYTES, OUTS_PADDED, Product, padded
-from baton.engine.cpu.primitives import LINE, from_line, in_parts, prefetch, share
+from baton.engine.cpu.primitives import LINE, from_line, in_parts, part_of, prefetch
 from baton.engine.cpu.tile import INT4_ROWS, OUTS, SHARED, WORDS, add_groups, step_rows
 
 TILES_FROM = 24  # rows: fewer are multiplied faster without AMX
@@ -52,24 +52,30 @@ def _round_row(values, unsigned, rounded):
     return step
 
 
+@njit
+def _find_offsets(rounded, groups, offsets):
+    """What W's numbers, which are stored with 8 added, add to a row's sum of each group, with the sign changed."""
+    for group in range(groups):
+        total = np.int32(0)
+        for i in range(SHARED):
+            total += np.int32(rounded[group * SHARED + i])
+        offsets[group] = np.int32(-8) * total
+
+
 @body
 def multiply_int4_rows(x, weights, scales, bias, out, rows, width, outs):
-    """Each thread rounds all rows itself. W's numbers are stored with 8 added; sums of a group begin with what that adds, subtracted."""
-    first, last = share(-(-outs // OUTS))
+    """Each thread rounds its rows itself. W's numbers are stored with 8 added; sums of a group begin with what that adds, subtracted."""
+    begin, end, first, last = part_of(rows, INT4_ROWS, CHUNK, -(-outs // OUTS))
     groups = -(-width // SHARED)
     wide, sums = groups * SHARED, np.empty(INT4_ROWS * OUTS, np.float32)
-    size = in_parts(rows, INT4_ROWS, min(CHUNK, CHUNK_BYTES // wide))
+    size = in_parts(end - begin, INT4_ROWS, min(CHUNK, CHUNK_BYTES // wide))
     unsigned, rounded = np.empty(width, np.uint8), np.zeros(size * wide, np.int8)
     offsets, steps = np.empty(size * groups, np.int32), np.empty(size, np.float32)
-    for start in range(0, rows, size):
-        count = min(size, rows - start)
+    for start in range(begin, end, size):
+        count = min(size, end - start)
         for row in range(count):
             steps[row] = _round_row(x[(start + row) * width : (start + row + 1) * width], unsigned, rounded[row * wide :])
-            for group in range(groups):
-                total = np.int32(0)
-                for i in range(group * SHARED, (group + 1) * SHARED):
-                    total += np.int32(rounded[row * wide + i])
-                offsets[row * groups + group] = np.int32(-8) * total
+            _find_offsets(rounded[row * wide :], groups, offsets[row * groups :])
         for panel in range(first, last):
             base = panel * OUTS
             part, factors = weights[base * groups * WORDS :], scales[base * groups :]
@@ -82,7 +88,7 @@ def multiply_int4_rows(x, weights, scales, bias, out, rows, width, outs):
 @body
 def multiply_int4_tiles(x, weights, scales, bias, out, rows, width, outs):
     """By AMX. Panels are unpacked to int8 once for many rows."""
-    begin, end, first, last = amx.part_of(rows, outs)
+    begin, end, first, last = part_of(rows, amx.ROWS, amx.CHUNK, -(-outs // OUTS))
     groups, lines = -(-width // SHARED), -(-width // LINE)
     wide, size = lines * LINE, in_parts(end - begin, amx.TILE, amx.CHUNK)
     unsigned, rounded, steps = np.empty(width, np.uint8), np.zeros(wide, np.int8), np.empty(size, np.float32)

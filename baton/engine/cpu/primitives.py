@@ -193,3 +193,15 @@ def share(count):
     """This thread's part of `count` rows: the first, and the one after the last."""
     me, threads = _thread(), _threads()
     return count * me // threads, count * (me + 1) // threads
+
+
+@njit
+def part_of(rows, tile, many, panels):
+    """This thread's share of a product: the first row, the one after the last, and the same of panels. From `many` rows for each thread on,
+    it has whole tiles of rows and all panels: no other thread then needs to prepare its rows."""
+    threads = _threads()
+    if rows < threads * many:
+        first, last = share(panels)
+        return 0, rows, first, last
+    first, last = share(-(-rows // tile))
+    return first * tile, min(last * tile, rows), 0, panels

@@ -12,11 +12,12 @@ from baton.engine.ops import Ops
 
 FLOATS = [torch.float32, torch.bfloat16]
 SHAPES = [(1, 4), (3, 20), (OUTS, SHARED), (130, 200), (700, 96), (2 * OUTS + 1, 4100)]
-MOST = amx.CHUNK + amx.ROWS + 5 if amx.THERE else CHUNK + 7  # rows that are rounded in two parts
+THREADS = (1, 3)
+MOST = max(THREADS) * max(CHUNK, amx.CHUNK) + 5  # rows that threads divide, and round in more than one part if there is one thread
 BATCHES = sorted({1, 2, INT4_ROWS - 1, INT4_ROWS, INT4_ROWS + 1, 2 * INT4_ROWS + 1, int4.TILES_FROM, CHUNK, CHUNK + 3, MOST})
 
 
-@pytest.fixture(params=[1, 3], autouse=True)
+@pytest.fixture(params=THREADS, autouse=True)
 def threads(request: pytest.FixtureRequest) -> None:
     before = torch.get_num_threads()
     torch.set_num_threads(request.param)
