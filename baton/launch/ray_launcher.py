@@ -12,7 +12,9 @@ writes under the home directory). To join a cluster, this process needs the same
 
 import asyncio
 import os
+import signal
 import socket
+import threading
 from collections.abc import Awaitable, Callable, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import chdir, suppress
@@ -203,6 +205,8 @@ class RayLauncher(Launcher):
             self._thread.shutdown(wait=False)
             hint = "; if it uses tokens, set RAY_AUTH_MODE=token and RAY_AUTH_TOKEN" if self._address else ""
             raise BatonError(Reason.INTERNAL, f"no Ray cluster at {where}: {error or type(error).__name__}{hint}") from error
+        finally:
+            take_back(signal.SIGTERM)
 
     def _connect(self) -> None:
         if ray.is_initialized():
@@ -292,6 +296,15 @@ class RayLauncher(Launcher):
 
     def _call(self, function: Callable[..., Any], *args: Any) -> asyncio.Future[Any]:
         return asyncio.get_running_loop().run_in_executor(self._thread, function, *args)
+
+
+def take_back(number: int) -> None:
+    """Gives Python the signal that Ray has taken. Ray's handler of SIGTERM (absl's failure signal handler, as of Ray 2.60) writes a
+    traceback, calls Python's, and aborts this process three seconds later, whatever it still has to drain. Only the main thread can set
+    handlers."""
+    if threading.current_thread() is threading.main_thread():
+        signal.signal(number, signal.getsignal(number))
+        signal.siginterrupt(number, False)  # as asyncio sets it
 
 
 def _runtime_env() -> dict[str, Any]:

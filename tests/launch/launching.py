@@ -1,12 +1,13 @@
 """A program that owns a launcher, so that a test can kill it: python launching.py HOW FOLDER [RAY_ADDRESS].
 
-HOW is local, local-without-leash, ray, or ray-empty (no process). It prints one line of JSON when its process is up and stops the launcher
-when its stdin is closed.
+HOW is local, local-without-leash, ray, ray-empty (no process), or ray-aborting (none, and Ray's own handler of SIGTERM). It prints one line
+of JSON when its process is up, another at each SIGTERM, and stops the launcher when its stdin is closed.
 """
 
 import asyncio
 import json
 import os
+import signal
 import sys
 from pathlib import Path
 
@@ -20,17 +21,21 @@ NO_LEASH = Path(__file__).with_name("no_leash.py")
 
 async def main(how: str, folder: str, address: str | None = None) -> None:
     os.environ.pop("PYTHONPATH")  # as if nothing was installed: the launcher must see to it that its processes find this project
+    asyncio.get_running_loop().add_signal_handler(signal.SIGTERM, lambda: print(json.dumps([0, "SIGTERM"]), flush=True))
     launcher: Launcher
     if how.startswith("local"):
         launcher = LocalLauncher(RestartRule(0.1, 1.0, 5.0))
         if how == "local-without-leash":
             child.LEASH = NO_LEASH
     else:
-        from baton.launch.ray_launcher import RayLauncher
+        from baton.launch import ray_launcher
 
-        launcher = RayLauncher(address, RestartRule(0.1, 1.0, 5.0), ray_num_cpus=8, ray_num_gpus=2)
+        if how == "ray-aborting":
+            ray_launcher.take_back = lambda number: None
+        launcher = ray_launcher.RayLauncher(address, RestartRule(0.1, 1.0, 5.0), ray_num_cpus=8, ray_num_gpus=2)
     await launcher.start()
-    await launcher.add(Template("decode", (sys.executable, str(LAUNCHED), "serve", folder), grace_s=5.0), 0 if how == "ray-empty" else 1)
+    count = 0 if how in ("ray-empty", "ray-aborting") else 1
+    await launcher.add(Template("decode", (sys.executable, str(LAUNCHED), "serve", folder), grace_s=5.0), count)
     states = await launcher.processes()
     told = {"pid": os.getpid(), "children": [state.pid for state in states], "address": getattr(launcher, "address", None)}
     print(json.dumps(told), flush=True)

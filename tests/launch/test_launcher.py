@@ -604,6 +604,29 @@ async def test_a_ray_cluster_that_the_launcher_started_ends_with_stop(tmp_path: 
         program.kill()
 
 
+def test_a_driver_takes_its_time_after_a_sigterm(tmp_path: Path, ray_address: str) -> None:
+    program = Program("ray-empty", tmp_path, ray_address)
+    try:
+        os.kill(program.line()["pid"], signal.SIGTERM)
+        assert program.line() == [0, "SIGTERM"]
+        with pytest.raises(subprocess.TimeoutExpired):
+            program.process.wait(6)
+        assert program.stop() == [] and program.process.returncode == 0
+    finally:
+        program.kill()
+
+
+def test_with_the_handler_of_ray_it_is_aborted(tmp_path: Path, ray_address: str) -> None:
+    """Negative control."""
+    program = Program("ray-aborting", tmp_path, ray_address)
+    try:
+        os.kill(program.line()["pid"], signal.SIGTERM)
+        assert program.line() == [0, "SIGTERM"]
+        assert program.process.wait(30) == -signal.SIGABRT
+    finally:
+        program.kill()
+
+
 def descendants(pid: int) -> list[int]:
     parents = {}
     for stat in Path("/proc").glob("[0-9]*/stat"):
