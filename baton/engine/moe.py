@@ -32,10 +32,13 @@ class Mlp:
         self.gate_up = weights.linear("gate_up_proj") if packed else weights.linear("gate_proj", "up_proj", bias=bias)
         self.down = weights.linear("down_proj", bias=bias)
         self.activate = activate
+        self.at_once = weights.ops.at_once
 
     def __call__(self, x: Tensor) -> Tensor:
         """[T, H] → [T, H]."""
-        return self.down(self.activate(self.gate_up(x)))
+        if self.at_once is None or len(x) <= self.at_once:
+            return self.down(self.activate(self.gate_up(x)))
+        return torch.cat([self(part) for part in x.split(self.at_once)])
 
 
 class Mixture:

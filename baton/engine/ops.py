@@ -28,6 +28,7 @@ class Ops:
     attention: Kernels | None = None
     draw: Draw | None = None
     records = False  # whether a step can be recorded (see `baton.engine.cpu.recording`)
+    at_once: int | None = None  # tokens that pass a feed-forward network together, if not all
 
     def __init__(self, packs: bool = False) -> None:
         """`packs`: matrices on a CPU are reordered for oneDNN, which at 2 to 32 rows is 2 to 5 times as fast as `F.linear` in float32."""

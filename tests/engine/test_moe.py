@@ -10,7 +10,7 @@ from torch import Tensor
 from baton.engine.checkpoint import ExpertConfig
 from baton.engine.choice import choose_ops
 from baton.engine.cpu.kernel import ArgumentError
-from baton.engine.moe import GroupedExperts, SeparateExperts
+from baton.engine.moe import GroupedExperts, Mlp, SeparateExperts
 from baton.engine.ops import Ops
 from baton.engine.weights import Weights
 
@@ -74,6 +74,25 @@ def test_experts_at_once_compute_what_each_computes_alone(precision: str, tokens
     for token in range(tokens):
         for k in range(3):
             assert torch.equal(found[token, k], experts.networks[int(chosen[token, k])](x[token : token + 1])[0])
+
+
+@pytest.mark.parametrize("precision", ["float32", "bfloat16", "int8", "int4"])
+def test_many_tokens_pass_a_network_in_parts_with_the_same_bits(precision: str) -> None:
+    dtype = torch.bfloat16 if precision == "bfloat16" else torch.float32
+    ops, passed = choose_ops(CPU, dtype, compiled=True, products="baton"), list[int]()
+
+    def activate(gate_up: Tensor) -> Tensor:
+        passed.append(len(gate_up))
+        return ops.silu_mul(gate_up)
+
+    weights = Weights(tensors().__getitem__, dtype, CPU, precision if precision.startswith("int") else "auto", ops=ops)
+    network, most = Mlp(weights.under("0"), activate), ops.at_once
+    assert most is not None
+    x = torch.randn(2 * most + 7, HIDDEN, generator=torch.Generator().manual_seed(1)).to(dtype)
+    found, at_most = network(x), network(x[:most])
+    assert passed == [most, most, 7, most]
+    network.at_once = None
+    assert torch.equal(found, network(x)) and torch.equal(at_most, found[:most]) and passed[-1] == len(x)
 
 
 @pytest.mark.parametrize("used", [[0], [COUNT - 1], [1, 4]])
