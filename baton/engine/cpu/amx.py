@@ -260,7 +260,7 @@ def add_part(
                 line = builder.add(ahead, builder.mul(k, I64(FETCHED * LINE)))
                 with builder.if_then(builder.icmp_unsigned("<", b, I64(SHARES))):
                     for i in range(FETCHED):
-                        fetch(builder, builder.gep(panel, [builder.add(line, I64(i * LINE))]), cache=2)
+                        fetch(builder, builder.gep(panel, [builder.add(line, I64(i * LINE))]))
                 nth = builder.mul(builder.add(done, k), I64(2))
                 for i in range(2):
                     row = builder.add(first, builder.and_(builder.add(nth, I64(i)), I64(ROWS - 1)))

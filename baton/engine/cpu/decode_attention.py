@@ -168,8 +168,11 @@ def _attend(
                 token, seen = token - 1, seen - 1
             _scale_queries(q[b * q_stride0 + head * group * dim :], dim, scale, query)
             _score(pool, at, key, count, dim, query, scores)
+            _fetch(pool, at, value, value_dim, 0, min(AHEAD, count))
             for g in range(group):
                 totals[g] = weigh(scores[g], count, softcap)
+            if head + 1 < kv_heads:
+                _fetch(pool, at, key + head_size, dim, 0, min(AHEAD, count))
             _sum_values(pool, at, value, count, value_dim, scores, sums)
             _divide(sums, value_dim, totals, out[(b * heads + head * group) * value_dim :])
 

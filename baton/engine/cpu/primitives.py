@@ -40,12 +40,15 @@ def _pointer(context: Any, address: Any) -> Any:
     return types.voidptr(types.int64), generate
 
 
-def fetch(builder: Any, place: Any, write: bool = False, cache: int = 1) -> None:
-    """Brings a cache line into the caches from that level on, and takes it away from other cores if it is to be written."""
+def fetch(builder: Any, place: Any, write: bool = False) -> None:
+    """Brings a cache line into the second cache. If it is to be written: into the first one, and takes it away from other cores.
+
+    A first cache waits for few lines at a time: attention of decodes that fetched into it read 20 GB/s, not 35 (Zen 4, 2 threads).
+    """
     byte, flag = ir.IntType(8).as_pointer(), ir.IntType(32)
     function = ir.FunctionType(ir.VoidType(), [byte, flag, flag, flag])
     prefetch = cgutils.get_or_insert_function(builder.module, function, "llvm.prefetch.p0")
-    builder.call(prefetch, [builder.bitcast(place, byte), flag(int(write)), flag(4 - cache), flag(1)])
+    builder.call(prefetch, [builder.bitcast(place, byte), flag(int(write)), flag(3 if write else 2), flag(1)])
 
 
 @intrinsic

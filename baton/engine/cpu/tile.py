@@ -136,7 +136,7 @@ def add_rows(context: Any, before: Any, gap: Any, x: Any, width: Any, panel: Any
             following = builder.bitcast(builder.gep(panel, [builder.mul(steps, I64(OUTS))]), I8.as_pointer())
 
             def ahead(k: Any) -> None:
-                fetch(builder, builder.gep(following, [builder.mul(builder.add(done, k), I64(LINE))]), cache=2)
+                fetch(builder, builder.gep(following, [builder.mul(builder.add(done, k), I64(LINE))]))
 
             tile(builder.mul(i, I64(ROWS)), ROWS, ahead)
             return none
