@@ -119,7 +119,7 @@ class Exporter:
         self._clock = clock
         self._leases = LeaseTable(ttl_s)
         self._exports: dict[int, Export] = {}  # by lease
-        # Counts so far. late: the lease had already ended; fenced: the handle was forged or is of another request or an earlier process.
+        # Counts so far. late: the lease had already ended; fenced: the handle was forged, or is another request's or an earlier process's.
         self.events = dict.fromkeys(("granted", "renewed", "released", "revoked", "expired", "late", "fenced"), 0)
 
     @property

@@ -324,8 +324,8 @@ class Dispatcher:
             raise BatonError(Reason.POISONOUS, message, metadata=_emitted(request)) from error
 
     async def _lives(self, worker: WorkerRecord) -> bool:
-        """Whether only the connection was lost: the same process answers, and its engine makes progress. So it is with every worker after
-        this router was stopped for a while."""
+        """Whether only the connection was lost: the same process answers, and its engine makes progress. This happens with every worker
+        after this router was stopped for a while."""
         try:
             answer = await self._workers.probe(worker, CONFIRM_S)
         except BatonError:

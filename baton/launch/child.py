@@ -1,4 +1,4 @@
-"""One named child process: it is started, watched, restarted and drained. Both launchers use this class.
+"""One named child process: it is started, watched, restarted and drained. The local and the Ray launcher use this class.
 
     event →      start     end       retry     ask        gone
     idle         running

@@ -1,4 +1,4 @@
-"""The API of Kubernetes with the rights of whoever calls: what a kubeconfig, or the service account of a pod, gives him.
+"""The API of Kubernetes with the rights of whoever calls: what a kubeconfig, or the service account of a pod, gives them.
 
 Every call blocks, with a deadline, and answers with plain JSON: a server may be newer than the package, whose classes refuse what they do
 not know. Every refusal becomes a BatonError that says which right is missing. `kubernetes` is loaded only by `connect`.

@@ -1,7 +1,7 @@
 """The launcher for a release of the chart: the Deployments start and restart its processes, this resizes their pools.
 
 Kubernetes does what the other launchers do themselves: a pod has a name that is never used again, a process that ends or hangs is started
-again in its pod after a growing wait, and a pod that goes has its grace. What is left: 1 whose the size is (`check_owner`) → 2 which
+again in its pod after a growing wait, and a pod that goes has its grace. What is left: 1 who owns the size (`check_owner`) → 2 which
 pods go, by their load (`idlest`), told to Kubernetes as their deletion cost → 3 the size, with the rights of the caller → 4 waiting until
 the new pods have a place, or the old ones are gone. If there is no place in time, the size goes back.
 """

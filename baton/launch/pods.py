@@ -126,7 +126,7 @@ def _exit_of(terminated: Object) -> int:
 
 
 def idlest(pods: Iterable[Object], loads: Mapping[str, Load], count: int) -> list[str]:
-    """Names of the `count` pods that should go. Kubernetes removes those first that are not ready, whatever their cost, so these count as
+    """Names of the `count` pods that should go. Kubernetes first removes those that are not ready, whatever their cost, so these count as
     the idlest; then those whose load nobody knows; then by load, and of equal ones the youngest."""
     youngest_first = sorted(pods, key=lambda pod: str(pod["metadata"].get("creationTimestamp", "")), reverse=True)
     by_load = sorted(youngest_first, key=lambda pod: (is_placed(pod), is_ready(pod), loads.get(name_of(pod), ())))

@@ -3,7 +3,7 @@
 One instruction multiplies a tile of x with a tile of W and adds the products to a tile of 16 by 16 sums. A panel of W (see
 `baton.engine.cpu.tile`) is two tiles wide as it is. x is laid out in tiles first: rows that lie a power of two apart would push each other
 out of the cache. Sums of int8 are exact, so they have the bits of every other way. Sums of bfloat16 are rounded in an order that follows
-from the width alone, so a row of the result depends on its own row of x alone, as there; but it is another order.
+from the width alone, so a row of the result depends on its own row of x alone, as in `tile`; but the order differs.
 """
 
 from collections.abc import Callable, Sequence
@@ -55,7 +55,7 @@ CHUNK = 256  # rows of x that are laid out at the same time, and stay in the cac
 CHUNK_BYTES = 1 << 20
 PANEL = 2 * TILE * LINE  # bytes of a panel for a line of x
 PART = 8  # lines of x for which a panel stays in the smallest cache while rows pass
-FETCHED = 8  # lines that are brought into the caches at each step, of what the panel's next part is
+FETCHED = 8  # lines of the panel's next part that are brought into the caches at each step
 SHARES = PANEL // LINE // FETCHED  # blocks of rows that bring all of it
 FLIGHT = 4  # groups of int4 whose products are under way at the same time
 LAG = 2  # groups that are multiplied before a product is stored, and then before it is added
@@ -160,7 +160,7 @@ def lay_row(x, width, row, tiles):
 
 @dataclass(frozen=True, slots=True)
 class Rows:
-    """In memory: where they are (bytes), how many bytes apart, and how many bytes their lines."""
+    """Rows in memory: where they begin, how many bytes apart they are, and how many bytes a line has."""
 
     first: Any
     apart: Any

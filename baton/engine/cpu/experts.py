@@ -151,8 +151,8 @@ def combine(y, shares, more, has_more, out, tokens, chosen, width):
 @njit
 def _take(x, apart, owners, owned, expert, first, some, rows):
     """Rows of x that the expert owns, up to CHUNK of them, from assignment `first` on. Returns the next assignment, and how many rows.
-    `owners`: them, or nothing if every `step`-th is the expert's; `owned`: how many assignments there are in all and for a row, the step,
-    and how many numbers a row has."""
+    `owners`: the expert of each assignment, or empty if every `step`-th is this one's; `owned`: how many assignments there are in all and
+    for a row, the step, and how many numbers a row has."""
     (assigned, times, step, width), a, count = owned, first, 0
     while a < assigned and count < CHUNK:
         if len(owners) == 0 or owners[a] == expert:
@@ -239,7 +239,7 @@ product_each = _kernel("product_each", 2, _by_one)
 product_int8_each = _kernel("product_int8_each", 4, _by_one_int8)
 product_int4_each = _kernel("product_int4_each", 3, _by_one_int4)
 
-# The kernel for a kernel's products, and what x's width is rounded up to a multiple of.
+# For each kernel of products: the kernel for `Each`, and the unit to whose multiples x's width is rounded up.
 EACH: dict[Callable[..., None], tuple[Callable[..., None], int]] = {
     product: (product_each, 1),
     product_int8: (product_int8_each, 1),

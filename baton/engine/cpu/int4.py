@@ -54,7 +54,7 @@ def _round_row(values, unsigned, rounded):
 
 @njit
 def _find_offsets(rounded, groups, offsets):
-    """What W's numbers, which are stored with 8 added, add to a row's sum of each group, with the sign changed."""
+    """Minus what the 8 added to each stored number of W adds to a row's sum of each group."""
     for group in range(groups):
         total = np.int32(0)
         for i in range(SHARED):

@@ -1,4 +1,4 @@
-"""Products with a matrix of weights, compiled, for any number of rows: at few rows as fast as the weights can be read."""
+"""Products with a matrix of weights, compiled, for any number of rows: at few rows nearly as fast as the weights can be read."""
 
 from collections.abc import Callable
 
@@ -15,7 +15,7 @@ from baton.engine.cpu.memory import zeros
 from baton.engine.cpu.primitives import LINE, from_line, in_parts, share
 from baton.engine.cpu.tile import BFLOAT16, FLOAT32, INT8, OUTS, ROWS, add_rows, scale_rows
 
-TILES_FROM = 12  # rows of int8: fewer are multiplied as fast as the weights can be read without AMX
+TILES_FROM = 12  # rows of int8: fewer are multiplied nearly as fast as the weights can be read without AMX
 CHUNK = 256 // ROWS * ROWS  # rows of x that stay in the cache of a core while a thread's panels pass: whole tiles
 CHUNK_BYTES = 1 << 19
 DEPTH = 256  # numbers of each row for which a panel stays in the cache
@@ -117,8 +117,8 @@ def product(x, weights, bias, out, rows, width, outs):
 
 @body
 def multiply_rows_int8(x, weights, beside, out, rows, width, outs):
-    """Each thread rounds all rows itself: that is little work beside the product, and less than to wait for each other. Rounded numbers
-    have 128 added; sums begin with `zeros`, what that adds to them, subtracted."""
+    """Each thread rounds all rows itself: that is little work beside the product, and less than waiting for each other. Rounded numbers
+    have 128 added; sums begin with `zeros`, minus what that adds to them."""
     (scales, zeros, bias), (first, last) = beside, share(-(-outs // OUTS))
     size = in_parts(rows, ROWS, min(CHUNK, CHUNK_BYTES // width))
     sums = np.empty(size * OUTS, np.int32)

@@ -43,7 +43,7 @@ def _pointer(context: Any, address: Any) -> Any:
 def fetch(builder: Any, place: Any, write: bool = False) -> None:
     """Brings a cache line into the second cache. If it is to be written: into the first one, and takes it away from other cores.
 
-    A first cache waits for few lines at a time: attention of decodes that fetched into it read 20 GB/s, not 35 (Zen 4, 2 threads).
+    A first cache can wait for only a few lines at a time: decode attention that fetched into it read 20 GB/s, not 32 (Zen 4, 2 threads).
     """
     byte, flag = ir.IntType(8).as_pointer(), ir.IntType(32)
     function = ir.FunctionType(ir.VoidType(), [byte, flag, flag, flag])

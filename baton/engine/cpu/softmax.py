@@ -67,7 +67,7 @@ def weigh(scores, count, softcap):
 
 @intrinsic
 def greatest_score(context: Any, scores: Any, first: Any, count: Any) -> Any:
-    """Of `count` scores, a multiple of OUTS above 0, from the first on; NaN is none."""
+    """The greatest of `count` scores, a multiple of OUTS above 0, from `first` on; NaN is ignored."""
 
     def generate(context: Any, builder: Any, signature: Any, arguments: Any) -> Any:
         scores, first, count = arguments_of(context, builder, signature, arguments)
@@ -111,7 +111,7 @@ def _greater(builder: Any, a: Any, b: Any) -> Any:
 
 
 def _across(builder: Any, found: list[Any], both: Any) -> Any:
-    """One number of all the numbers of some vectors."""
+    """Reduces all the numbers of some vectors to one."""
     one, *others = found
     for each in others:
         one = both(builder, one, each)
