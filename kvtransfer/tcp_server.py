@@ -17,6 +17,7 @@ from contextlib import suppress
 
 import numpy as np
 
+from baton.cluster.open_files import files_for
 from baton.engine.kvcache import KvPool
 from kvtransfer import tcp_wire as wire
 
@@ -36,6 +37,7 @@ class Server:
         self._pool = pool
         self._key = key
         self._tls = tls
+        self._most = files_for(2 * MAX_CONNECTIONS) // 2  # a reader holds a connection of gRPC as well
         self._strangers = threading.BoundedSemaphore(MAX_STRANGERS)
         self._lock = threading.Lock()
         self._open: set[socket.socket] = set()  # all connections
@@ -140,14 +142,14 @@ class Server:
                 self._drop(sock)
                 return
             with self._lock:
-                room = len(self._admitted) < MAX_CONNECTIONS
+                room = len(self._admitted) < self._most
                 if room:
                     self._admitted.add(sock)
             wire.send(sock, wire.OK if room else wire.FULL, time.monotonic() + wire.HANDSHAKE_TIMEOUT)
             if room:
                 self._park(sock)
             else:
-                log.warning("a KV reader was turned away: %d connections are open", MAX_CONNECTIONS)
+                log.warning("a KV reader was turned away: %d connections are open", self._most)
                 self._drop(sock)
         except ssl.SSLError as error:
             log.warning("a KV reader was refused: %s", error)

@@ -2,7 +2,8 @@
 
 Each key of the tree is also an environment variable (`engine.block_size` → `BATON_ENGINE_BLOCK_SIZE`) and a flag (`--engine.block-size`).
 A flag wins over the environment, the environment over the files (a later file over an earlier one), and a file over the default. An unknown
-name is refused, never skipped: a start that fails is better than a setting that silently does nothing.
+name is refused, never skipped: a start that fails is better than a setting that silently does nothing. pydantic-settings is not used,
+because it looks only for the variables that it knows, so it would skip a misspelt one.
 """
 
 import difflib

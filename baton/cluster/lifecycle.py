@@ -82,7 +82,7 @@ class Stop:
     def fail(self, error: BaseException) -> None:
         if self.failure is None:
             self.failure = error
-            log.error("the process cannot go on: %r", error, exc_info=error)
+            log.error("the process must stop: %r", error, exc_info=error)
         self.now.set()
         self.asked.set()
 

@@ -26,7 +26,6 @@ class KvLayout:
     num_kv_heads: int
     head_dim: int
     layout_version: int = 1
-    tensor_parallel: int = 1
     parts: int = 2  # 2: a key and a value; 1: one vector that is both (multi-head latent attention)
     value_dim: int = 0  # how many leading numbers of that one vector are the value; 0: all head_dim of them
     packing: str = ""  # how an engine that is not ours arranges the numbers of a (layer, head) within a block; its version and kernels

@@ -50,7 +50,7 @@ class KubernetesLauncher(PoolManager):
         raise invalid("launcher", f"Kubernetes starts the processes of {template.role}: `{self._release.upgrade()}`")
 
     async def stop(self) -> list[ProcessState]:
-        raise invalid("launcher", f"Kubernetes runs these processes, whoever looks at them: `{self._release.uninstall()}`")
+        raise invalid("launcher", f"Kubernetes keeps these processes running; to remove them: `{self._release.uninstall()}`")
 
     async def sizes(self) -> dict[str, int]:
         """As its owner wants each pool."""

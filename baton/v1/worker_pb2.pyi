@@ -257,7 +257,7 @@ class HandshakeResponse(_message.Message):
     def __init__(self, worker: _Optional[str] = ..., incarnation: _Optional[int] = ..., contract: _Optional[_Union[KvContract, _Mapping]] = ..., transport_address: _Optional[bytes] = ...) -> None: ...
 
 class KvContract(_message.Message):
-    __slots__ = ("model_fingerprint", "dtype", "block_size", "num_layers", "num_kv_heads", "head_dim", "layout_version", "tensor_parallel", "parts", "value_dim", "packing")
+    __slots__ = ("model_fingerprint", "dtype", "block_size", "num_layers", "num_kv_heads", "head_dim", "layout_version", "parts", "value_dim", "packing")
     MODEL_FINGERPRINT_FIELD_NUMBER: _ClassVar[int]
     DTYPE_FIELD_NUMBER: _ClassVar[int]
     BLOCK_SIZE_FIELD_NUMBER: _ClassVar[int]
@@ -265,7 +265,6 @@ class KvContract(_message.Message):
     NUM_KV_HEADS_FIELD_NUMBER: _ClassVar[int]
     HEAD_DIM_FIELD_NUMBER: _ClassVar[int]
     LAYOUT_VERSION_FIELD_NUMBER: _ClassVar[int]
-    TENSOR_PARALLEL_FIELD_NUMBER: _ClassVar[int]
     PARTS_FIELD_NUMBER: _ClassVar[int]
     VALUE_DIM_FIELD_NUMBER: _ClassVar[int]
     PACKING_FIELD_NUMBER: _ClassVar[int]
@@ -276,11 +275,10 @@ class KvContract(_message.Message):
     num_kv_heads: int
     head_dim: int
     layout_version: int
-    tensor_parallel: int
     parts: int
     value_dim: int
     packing: str
-    def __init__(self, model_fingerprint: _Optional[str] = ..., dtype: _Optional[str] = ..., block_size: _Optional[int] = ..., num_layers: _Optional[int] = ..., num_kv_heads: _Optional[int] = ..., head_dim: _Optional[int] = ..., layout_version: _Optional[int] = ..., tensor_parallel: _Optional[int] = ..., parts: _Optional[int] = ..., value_dim: _Optional[int] = ..., packing: _Optional[str] = ...) -> None: ...
+    def __init__(self, model_fingerprint: _Optional[str] = ..., dtype: _Optional[str] = ..., block_size: _Optional[int] = ..., num_layers: _Optional[int] = ..., num_kv_heads: _Optional[int] = ..., head_dim: _Optional[int] = ..., layout_version: _Optional[int] = ..., parts: _Optional[int] = ..., value_dim: _Optional[int] = ..., packing: _Optional[str] = ...) -> None: ...
 
 class RenewRequest(_message.Message):
     __slots__ = ("handle", "request_id")

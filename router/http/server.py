@@ -2,7 +2,6 @@
 
 import asyncio
 import logging
-import resource
 import socket
 import time
 
@@ -11,12 +10,12 @@ from starlette.types import ASGIApp
 from baton.cluster.address import advertised, is_loopback, target
 from baton.cluster.config import Config
 from baton.cluster.errors import BatonError, Reason
+from baton.cluster.open_files import files_for
 from baton.cluster.rpc import Tasks
 from baton.cluster.tls import server_context
 from router.http.connection import Connection
 
 log = logging.getLogger(__name__)
-OTHER_FILES = 256  # that the process may have open besides HTTP connections
 SEND_BUFFER_BYTES = 128 << 10  # in the kernel, which would otherwise let a stalled client hold megabytes
 BACKLOG = 1024
 CLOSE_WITHIN_S = 2.0
@@ -28,7 +27,7 @@ class HttpServer:
         """Raises ConfigError for a certificate that cannot be used."""
         self._config = config
         self._app = app
-        self._most = _connections(config.router.http_max_connections)
+        self._most = files_for(config.router.http_max_connections)
         self._ssl = server_context(config.security)
         family = socket.AF_INET6 if ":" in config.cluster.host else socket.AF_INET
         # asyncio turns Nagle's delay off only for a socket that names its protocol, and the delay costs 40 ms per request.
@@ -100,16 +99,3 @@ class HttpServer:
         connection = Connection(self._app, self._config.router, self._most, self.connections, self._tasks)
         connection.leaving = self._draining
         return connection
-
-
-def _connections(wanted: int) -> int:
-    """How many connections leave enough files for the workers and the registry. Raises the process's limit of open files if allowed."""
-    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
-    needed = wanted + OTHER_FILES
-    if soft == resource.RLIM_INFINITY or soft >= needed:
-        return wanted
-    try:
-        resource.setrlimit(resource.RLIMIT_NOFILE, (needed if hard == resource.RLIM_INFINITY else min(needed, hard), hard))
-    except (OSError, ValueError):  # more than the system allows, although its limit says otherwise
-        log.debug("the limit of open files stays at %d", soft)
-    return max(1, min(wanted, resource.getrlimit(resource.RLIMIT_NOFILE)[0] - OTHER_FILES))

@@ -41,7 +41,7 @@ def test_a_claim_that_joins_the_queue_is_in_nobodys_way_once_it_leaves() -> None
     assert arrivals.is_next(two)
 
 
-def test_who_waits_too_long_is_taken_out() -> None:
+def test_a_sequence_that_waits_too_long_is_taken_out() -> None:
     arrivals, soon, late = Arrivals(), seq("soon", 1.0), seq("late", 2.0)
     arrivals.enqueue(soon)
     arrivals.enqueue(late)

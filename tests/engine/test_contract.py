@@ -203,7 +203,7 @@ async def test_more_than_the_queue_holds_is_refused_and_the_others_run(bench: Be
     await bench.quiet()
 
 
-async def test_who_was_refused_room_and_then_finds_the_queue_full_is_in_nobodys_way(bench: Bench) -> None:
+async def test_a_sequence_without_room_that_then_finds_the_queue_full_blocks_nobody(bench: Bench) -> None:
     readers, asker = [bench.seq(PROMPT) for _ in range(4)], bench.seq(PROMPT)
     for reader in readers:
         await bench.reserve(reader)

@@ -248,10 +248,11 @@ def test_a_thousand_readers_use_sockets_but_no_extra_threads(server: Reader) -> 
     wait_until(lambda: connections(server) == 0)
 
 
-def test_a_reader_beyond_the_limit_is_refused_with_the_reason(
-    make_reader: MakeReader, server: Reader, monkeypatch: pytest.MonkeyPatch
+def test_a_reader_beyond_the_limit_of_open_files_is_refused_with_the_reason(
+    make_reader: MakeReader, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(tcp_server, "MAX_CONNECTIONS", 2)
+    monkeypatch.setattr(tcp_server, "files_for", lambda wanted: 4)  # two of each reader
+    server = make_reader("tcp")
     readers = [make_reader("tcp") for _ in range(3)]
     for reader in readers[:2]:
         reader.transport.connect("server:1", server.transport.address())

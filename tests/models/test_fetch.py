@@ -313,7 +313,7 @@ def test_an_answer_that_is_no_hubs_is_one_line(hub: Fetched, small: Contents) ->
         hub.run()
 
 
-def test_who_waits_is_told_why_and_goes_on_when_everything_is_there(hub: Fetched, small: Contents) -> None:
+def test_a_waiting_process_says_why_and_goes_on_when_everything_is_there(hub: Fetched, small: Contents) -> None:
     said: list[str] = []
     with pytest.raises(FetchError, match=r"nothing is there yet"):
         fetcher.wait(hub.wanted, hub.folder, 0.1, said.append)

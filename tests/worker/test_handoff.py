@@ -164,7 +164,6 @@ CONTRACT = [
     ("num_kv_heads", 2),
     ("head_dim", 16),
     ("layout_version", 2),
-    ("tensor_parallel", 2),
     ("parts", 1),
     ("value_dim", 4),
     ("model_fingerprint", "another model"),

@@ -1,7 +1,42 @@
+"""A worker's host: whether its threads fit the cores, and that it closes every part although one of them fails."""
+
+import asyncio
+import inspect
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
 import pytest
 
+from baton.cluster import lifecycle
+from baton.cluster.config import ClusterConfig, Config, EngineConfig, KvConfig, ModelConfig, RedisConfig
 from baton.cluster.config_layers import load
+from baton.cluster.lifecycle import Stage, Stop, run
+from baton.cluster.membership import Membership
+from baton.cluster.metrics_http import MetricsServer
+from baton.cluster.redis_registry import RedisRegistry
+from baton.cluster.rpc import Server
+from baton.cluster.telemetry import Tracer
+from baton.engine.loop import EngineLoop
+from baton.models.make_small import make_toy
 from baton.worker.host import fits
+from baton.worker.kv_peers import Peers
+from baton.worker.kv_port import KvPort
+from baton.worker.process import WorkerProcess
+from kvtransfer.tcp_transport import TcpTransport
+
+# What a worker closes, in this order.
+PARTS: dict[str, tuple[type, str]] = {
+    "membership": (Membership, "leave"),
+    "metrics": (MetricsServer, "close"),
+    "server": (Server, "stop"),
+    "port": (KvPort, "close"),
+    "peers": (Peers, "close"),
+    "transport": (TcpTransport, "close"),
+    "engine": (EngineLoop, "close"),
+    "tracer": (Tracer, "close"),
+    "registry": (RedisRegistry, "close"),
+}
 
 
 @pytest.mark.parametrize(
@@ -24,3 +59,104 @@ def test_fits_compares_the_threads_of_all_workers_with_the_cores(
     flags = {"prefill.replicas": prefill, "decode.replicas": decode, **pinned}
     config = load(env={}, flags=flags | ({"engine.threads": threads} if threads else {})).config
     assert fits(config, "decode", cores) is fit
+
+
+class Closing:
+    """Wraps the closing of every part, and records which began and which ended. The one named `bad` first really closes, then calls `act`."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch, bad: str = "", act: Callable[[], Any] = lambda: None) -> None:
+        self.begun: list[str] = []
+        self.ended: list[str] = []
+        self._bad, self._act = bad, act
+        for name, (part, method) in PARTS.items():
+            close = getattr(part, method)
+            wrapped = self._awaited(name, close) if inspect.iscoroutinefunction(close) else self._called(name, close)
+            monkeypatch.setattr(part, method, wrapped)
+
+    def _awaited(self, name: str, close: Callable[..., Any]) -> Callable[..., Any]:
+        async def wrapped(*args: Any) -> None:
+            self.begun.append(name)
+            await close(*args)
+            if name == self._bad and (waiting := self._act()) is not None:
+                await waiting
+            self.ended.append(name)
+
+        return wrapped
+
+    def _called(self, name: str, close: Callable[..., Any]) -> Callable[..., Any]:
+        def wrapped(*args: Any) -> None:
+            self.begun.append(name)
+            close(*args)
+            if name == self._bad:
+                self._act()
+            self.ended.append(name)
+
+        return wrapped
+
+
+def lived(folder: Path, stop: Stop, closing: Closing, hurry: bool = False) -> int:
+    """Runs a worker as its main function does, and asks it to stop when it is ready. Returns its exit status. `hurry`: asks a second time
+    when the part that fails is being closed."""
+    make_toy(folder / "toy")
+    config = Config(
+        cluster=ClusterConfig(key="k" * 32),
+        model=ModelConfig(path=str(folder / "toy")),
+        redis=RedisConfig(url="redis://127.0.0.1:1"),
+        engine=EngineConfig(kv_memory_mib=8),
+        kv=KvConfig(transport="tcp"),
+    )
+    process = WorkerProcess(config, stop, "prefill")
+
+    async def live() -> int:
+        running = asyncio.create_task(run(process, stop))
+        async with asyncio.timeout(30):
+            while process.host.stage is not Stage.READY:
+                await asyncio.sleep(0.005)
+            stop.ask()
+            while hurry and closing._bad not in closing.begun:
+                await asyncio.sleep(0.005)
+        if hurry:
+            stop.ask()
+        return await running
+
+    return asyncio.run(live())
+
+
+def fail() -> None:
+    raise RuntimeError("does not close")
+
+
+def hang() -> Any:
+    return asyncio.Event().wait()
+
+
+def test_a_worker_closes_its_parts_in_reverse_order(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    closing = Closing(monkeypatch)
+    assert lived(tmp_path, Stop(), closing) == 0
+    assert closing.begun == closing.ended == list(PARTS)
+
+
+@pytest.mark.parametrize("bad", PARTS)
+def test_a_worker_closes_every_part_although_one_raises(bad: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    stop, closing = Stop(), Closing(monkeypatch, bad, fail)
+    assert lived(tmp_path, stop, closing) == 1 and str(stop.failure) == "does not close"
+    assert closing.ended == [name for name in PARTS if name != bad]
+
+
+@pytest.mark.parametrize("bad", ["membership", "server", "port", "engine"])
+def test_a_second_stop_request_abandons_a_part_that_hangs_and_closes_the_others(
+    bad: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    closing = Closing(monkeypatch, bad, hang)
+    assert lived(tmp_path, Stop(), closing, hurry=True) == 0
+    assert closing.begun == list(PARTS) and bad not in closing.ended
+
+
+@pytest.mark.parametrize("bad", ["membership", "server", "port", "engine"])
+def test_the_time_limit_abandons_a_part_that_hangs_and_the_others_are_closed(
+    bad: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(lifecycle, "CLOSE_S", 1.0)
+    stop, closing = Stop(), Closing(monkeypatch, bad, hang)
+    assert lived(tmp_path, stop, closing) == 1 and isinstance(stop.failure, TimeoutError)
+    assert closing.begun == list(PARTS) and bad not in closing.ended

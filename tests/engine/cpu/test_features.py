@@ -19,7 +19,7 @@ def test_amx_needs_the_permission_of_linux(allowed: bool, left: set[str], monkey
     assert features() == left
 
 
-def test_half_of_amx_is_none(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_half_of_amx_does_not_count(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("llvmlite.binding.get_host_cpu_features", lambda: {**TILED, "amx-int8": False})
     monkeypatch.setattr("numba.config.CPU_NAME", None)
     monkeypatch.setattr("baton.engine.cpu.features._may_use_tiles", lambda: pytest.fail("nothing is asked for"))

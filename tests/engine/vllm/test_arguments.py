@@ -134,7 +134,7 @@ def test_batch_invariance_is_refused_where_the_device_has_it_not(environment: di
 
 @pytest.mark.parametrize("count", [0, -1, None, "two", 1.5])
 @pytest.mark.parametrize("name", ["tensor_parallel_size", "pipeline_parallel_size"])
-def test_a_number_of_ranks_that_is_none_is_refused_by_name(name: str, count: Any) -> None:
+def test_an_invalid_number_of_ranks_is_refused_by_name(name: str, count: Any) -> None:
     with pytest.raises(BuildError, match=rf"^engine\.vllm\.{name}: must be 1 or more"):
         check(options(vllm={name: count}))
 

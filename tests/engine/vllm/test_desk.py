@@ -462,7 +462,7 @@ def test_a_claim_holds_back_those_who_arrived_later_until_it_is_met() -> None:
     assert [job.seq.id for job in desk.admit(0.0).jobs] == ["later"]
 
 
-def test_who_gives_up_a_claim_no_longer_holds_others_back() -> None:
+def test_a_claim_that_was_given_up_no_longer_holds_others_back() -> None:
     desk = make_desk(2, max_len=12)
     adopted(desk, make_seq("blocker"))
     assert not desk.reserve(make_seq("early"))

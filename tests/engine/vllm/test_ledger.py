@@ -418,7 +418,7 @@ def test_a_request_that_ends_between_its_blocks_and_its_step_waits_for_the_copy(
     assert len(plan.loads) == 2 and ledger.landed(plan.number).closed == ["j"]
 
 
-def test_requests_without_an_order_are_none_of_its_business() -> None:
+def test_requests_without_an_order_are_left_alone() -> None:
     ledger = Ledger(BLOCK)
     assert ledger.matched("x", 0) == 0 and ledger.finished("x") == []
     ledger.allocated("x", (1, 2), 0)

@@ -463,7 +463,7 @@ def heard(stream: socket.socket) -> bytes:
 
 
 @pytest.mark.parametrize("token", [None, "", "wrong", 7])
-def test_who_does_not_know_the_token_gets_nothing_and_does_not_stop_the_start(
+def test_a_peer_without_the_token_gets_nothing_and_does_not_stop_the_start(
     tame: list[int], make: Callable[..., Ours], token: object
 ) -> None:
     ours = make(1)
@@ -482,7 +482,7 @@ def test_who_does_not_know_the_token_gets_nothing_and_does_not_stop_the_start(
 
 
 @pytest.mark.parametrize("said", [b"GET / HTTP/1.0\n", b"\xff\n", b"[]\n", '{"token": "\u00e9"}\n'.encode()])
-def test_who_speaks_something_else_gets_nothing_and_does_not_stop_the_start(
+def test_a_peer_with_another_protocol_gets_nothing_and_does_not_stop_the_start(
     tame: list[int], make: Callable[..., Ours], said: bytes
 ) -> None:
     ours = make(1)

@@ -2,7 +2,6 @@
 
 import asyncio
 import json
-import resource
 import socket
 import ssl
 import subprocess
@@ -19,7 +18,6 @@ from starlette.types import ASGIApp
 from baton.cluster.config import ClusterConfig, Config, ConfigError, RouterConfig, SecurityConfig
 from baton.cluster.errors import BatonError
 from baton.cluster.rpc import Tasks
-from router.http import server
 from router.http.connection import MAX_HEAD_BYTES, PROBE_S
 from router.http.server import HttpServer
 from router.tokenizer import Tokenizer
@@ -526,27 +524,6 @@ async def test_mutual_tls_refuses_clients_without_a_certificate(tokenizer: Token
         client = await running.connect()
         client.send(request())
         assert (await client.response())[0] == 200
-
-
-@pytest.mark.parametrize(
-    ("soft", "hard", "allowed", "left"), [(4096, 4096, 2048, 4096), (300, 4096, 2048, 2304), (300, 600, 344, 600), (100, 100, 1, 100)]
-)
-def test_connections_leave_file_descriptors_for_other_uses(
-    monkeypatch: pytest.MonkeyPatch, soft: int, hard: int, allowed: int, left: int
-) -> None:
-    limit = [(soft, hard)]
-    monkeypatch.setattr("router.http.server.resource.getrlimit", lambda kind: limit[-1])
-    monkeypatch.setattr("router.http.server.resource.setrlimit", lambda kind, value: limit.append(value))
-    assert server._connections(2048) == allowed and limit[-1] == (left, hard)
-
-
-def test_a_limit_that_cannot_be_raised_is_respected(monkeypatch: pytest.MonkeyPatch) -> None:
-    def refuse(kind: int, value: tuple[int, int]) -> None:
-        raise ValueError("not allowed")
-
-    monkeypatch.setattr("router.http.server.resource.getrlimit", lambda kind: (300, resource.RLIM_INFINITY))
-    monkeypatch.setattr("router.http.server.resource.setrlimit", refuse)
-    assert server._connections(2048) == 44
 
 
 def test_an_unusable_certificate_is_an_error_at_startup(tmp_path: Path, tokenizer: Tokenizer) -> None:
