@@ -1,5 +1,7 @@
 """Settings of the whole suite: Hypothesis examples have no time limit, and parallel runs keep certain tests in one process."""
 
+import signal
+
 import pytest
 from hypothesis import HealthCheck, settings
 from xdist.remote import Producer
@@ -8,6 +10,10 @@ from xdist.scheduler import LoadScopeScheduling
 # A busy machine is not a failure. pytest-timeout stops a test that hangs.
 settings.register_profile("baton", deadline=None, suppress_health_check=[HealthCheck.too_slow])
 settings.load_profile("baton")
+
+# A shell's job in the background ignores SIGINT, and so would every process that a test starts and then interrupts.
+if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
+    signal.signal(signal.SIGINT, signal.default_int_handler)
 
 RAY = {"tests/launch/test_launcher.py", "tests/system/test_ray.py"}  # a machine has one Ray
 
