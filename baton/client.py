@@ -288,7 +288,8 @@ class AsyncStream(_Stream):
                 # The reading task itself was not cancelled. Other code cancelled the call or closed the channel, or else the server did.
                 wait = self._wait_s(_cancelled())
             with contextlib.suppress(TimeoutError):
-                await asyncio.wait_for(self._left.wait(), wait)
+                async with asyncio.timeout(wait):
+                    await self._left.wait()
             self._open_next()
 
     def cancel(self) -> None:

@@ -168,7 +168,8 @@ class Workers:
         keys: set[bytes] = set()
         try:
             while True:
-                page = await _answer(asyncio.wait_for(pages.read(), ASK_TIMEOUT_S))
+                async with asyncio.timeout(ASK_TIMEOUT_S):
+                    page = await _answer(pages.read())
                 if page is grpc.aio.EOF:
                     break
                 incarnation, sequence = page.incarnation, page.sequence

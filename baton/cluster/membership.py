@@ -92,7 +92,8 @@ class Membership:
                 self._on_stale(error)
                 return
             with contextlib.suppress(TimeoutError):
-                await asyncio.wait_for(self._beat.wait(), self._heartbeat_s)
+                async with asyncio.timeout(self._heartbeat_s):
+                    await self._beat.wait()
             self._beat.clear()
 
     async def _run_events(self) -> None:

@@ -6,6 +6,7 @@ the drains short.
 """
 
 import asyncio
+import contextlib
 import os
 import re
 import signal
@@ -186,10 +187,9 @@ class Supervisor:
                 if reconciler.stop:
                     self.stop.set()
                     return
-                try:
-                    await asyncio.wait_for(self.stop.wait(), WATCH_EVERY_S)
-                except TimeoutError:
-                    continue
+                with contextlib.suppress(TimeoutError):
+                    async with asyncio.timeout(WATCH_EVERY_S):
+                        await self.stop.wait()
         finally:
             await reconciler.close()
 

@@ -2,6 +2,9 @@
 newer process has its name."""
 
 import asyncio
+import os
+import secrets
+import socket
 from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager
 from dataclasses import dataclass, field, replace
@@ -13,7 +16,7 @@ from memory_registry import MemoryRegistry
 from baton.cluster import membership
 from baton.cluster.config import RedisConfig
 from baton.cluster.lifecycle import Stop, run
-from baton.cluster.membership import Membership
+from baton.cluster.membership import Membership, process_name
 from baton.cluster.records import BlockEvent, Load, WorkerRecord
 from baton.cluster.registry import RegistryUnavailable, StaleIncarnation
 from baton.cluster.rpc import Tasks
@@ -302,3 +305,61 @@ async def test_a_long_outage_drops_the_oldest_events_and_leaves_a_gap(monkeypatc
         worker.registry.available = True
         await until(lambda: worker.registry._last_id >= 5)
     assert await worker.published() == [1, 8, 9, 10, 11]
+
+
+@pytest.mark.parametrize("turns", range(4))
+async def test_a_cancel_that_comes_with_a_beat_ends_the_membership(turns: int) -> None:
+    """A worker that drains beats, and may close at once. `asyncio.wait_for` of Python 3.11 loses a cancel that meets its event."""
+    worker = Worker(heartbeat_s=60.0)
+    running = asyncio.create_task(worker.membership.run())
+    await until(lambda: worker.asked)
+    await asyncio.sleep(0.01)  # the membership waits for its next heartbeat
+    worker.membership.beat()
+    for _ in range(turns):
+        await asyncio.sleep(0)
+    running.cancel()
+    _, lost = await asyncio.wait([running], timeout=5)
+    await worker.membership.leave()  # ends it anyway
+    worker.membership.beat()
+    await asyncio.gather(running, return_exceptions=True)
+    assert not lost
+
+
+# The name of a process
+
+
+def name_at(monkeypatch: pytest.MonkeyPatch, host: str, pid: int) -> str:
+    """The name that a process takes on that host."""
+    monkeypatch.delenv("BATON_WORKER_NAME", raising=False)
+    monkeypatch.setattr(socket, "gethostname", lambda: host)
+    monkeypatch.setattr(os, "getpid", lambda: pid)
+    return process_name("decode")
+
+
+def test_a_process_keeps_the_name_that_its_launcher_gave_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("BATON_WORKER_NAME", "decode-3")
+    assert process_name("decode") == process_name("router") == "decode-3"
+
+
+@pytest.mark.parametrize("given", [None, ""])
+def test_a_process_without_a_given_name_is_named_after_its_role_and_host(given: str | None, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(secrets, "token_hex", lambda size: "00" * size)
+    name_at(monkeypatch, "gpu7.example.org", 41)
+    if given is not None:
+        monkeypatch.setenv("BATON_WORKER_NAME", given)
+    assert process_name("decode") == "decode-gpu7-41-0000"
+
+
+def test_processes_of_different_hosts_roles_or_process_ids_have_different_names(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(secrets, "token_hex", lambda size: "00" * size)  # the host, the role and the process id alone must tell them apart
+    names = {name_at(monkeypatch, "a", 1), name_at(monkeypatch, "b", 1), name_at(monkeypatch, "a", 2), process_name("prefill")}
+    assert len(names) == 4
+
+
+def test_containers_that_share_a_host_name_and_a_process_id_have_different_names(monkeypatch: pytest.MonkeyPatch) -> None:
+    assert len({name_at(monkeypatch, "a", 1) for _ in range(50)}) > 1  # two of them may draw the same number
+
+
+def test_a_long_host_name_leaves_room_for_what_is_unique(monkeypatch: pytest.MonkeyPatch) -> None:
+    names = {name_at(monkeypatch, "h" * 63, 1), name_at(monkeypatch, "h" * 63, 2)}
+    assert len(names) == 2 and all(len(name) <= 63 for name in names)
