@@ -1,4 +1,5 @@
-"""A prefill and a decode worker in one process: real engines and threads, a real TCP transport, and a connection that tests can break."""
+"""A prefill and a decode worker in one process: real engines and threads, a real TCP transport, and a connection that tests can break. A
+second prefill worker can join them."""
 
 import asyncio
 from collections.abc import AsyncIterator, Callable
@@ -89,6 +90,7 @@ class Pair:
     loops: tuple[EngineLoop, EngineLoop]
     failures: list[BaseException]
     book: Book  # of the decode worker
+    wires: dict[str, Wire]  # by address
 
     @property
     def runners(self) -> tuple[ToyRunner, ToyRunner]:
@@ -199,6 +201,25 @@ def expected(first: int = 0) -> list[int]:
     return naive(PROMPT, greedy())[first:]
 
 
+def toy_engine(blocks: int, chunk: int = 64, layout: dict[str, Any] | None = None) -> Engine:
+    runner = ToyRunner(CONFIG, "toy", BLOCK)
+    runner.layout = replace(runner.layout, **(layout or {}))
+    runner.attach(KvPool(runner.layout, blocks))
+    return Engine(runner, Limits(8, chunk), min(128, blocks * BLOCK))
+
+
+def open_port(
+    name: str, loop: EngineLoop, wires: dict[str, Wire], clock: Clock, checks: Checks | None = None, ttl_s: float = 10.0
+) -> KvPort:
+    """The port of the worker of that name, which the others reach through `wires`."""
+    transport = TcpTransport(loop.pool, "127.0.0.1", KEY)
+    config = KvConfig(lease_ttl_s=ttl_s, read_timeout_s=min(2.0, ttl_s / 2), reap_interval_s=0.01)
+    port = KvPort(Place(name, 7, f"at {name}"), loop, transport, KEY, config, wires.__getitem__, checks)
+    port.exporter._clock = clock
+    wires[f"at {name}"] = Wire(port, check_layout=checks is None or checks.layout)
+    return port
+
+
 @asynccontextmanager
 async def pair(
     *,
@@ -213,14 +234,7 @@ async def pair(
 ) -> AsyncIterator[Pair]:
     failures: list[BaseException] = []
     clock = Clock()
-
-    def engine(blocks: int, change: dict[str, Any]) -> Engine:
-        runner = ToyRunner(CONFIG, "toy", BLOCK)
-        runner.layout = replace(runner.layout, **change)
-        runner.attach(KvPool(runner.layout, blocks))
-        return Engine(runner, Limits(8, chunk), min(128, blocks * BLOCK))
-
-    engines = engine(64, {}), engine(decode_blocks, decode_layout or {})
+    engines = toy_engine(64, chunk), toy_engine(decode_blocks, chunk, decode_layout)
     book, tracer = Book("decode", "decode-0"), tracer or Tracer()
     prefill = PrefillWorker(BLOCK, tracer, live)
     decode = DecodeWorker("decode-0", BLOCK, on_failure, book, tracer)
@@ -230,20 +244,15 @@ async def pair(
     )
     prefill.engine, decode.engine = loops
     wires: dict[str, Wire] = {}
-    ports = []
-    for worker, loop, name in ((prefill, loops[0], "prefill-0"), (decode, loops[1], "decode-0")):
-        transport = TcpTransport(loop.pool, "127.0.0.1", KEY)
-        config = KvConfig(lease_ttl_s=ttl_s, read_timeout_s=min(2.0, ttl_s / 2), reap_interval_s=0.01)
-        worker.port = port = KvPort(Place(name, 7, f"at {name}"), loop, transport, KEY, config, wires.__getitem__, checks)
-        port.exporter._clock = clock
-        wires[f"at {name}"] = Wire(port, check_layout=checks is None or checks.layout)
-        ports.append(port)
+    prefill.port = open_port("prefill-0", loops[0], wires, clock, checks, ttl_s)
+    decode.port = open_port("decode-0", loops[1], wires, clock, checks, ttl_s)
+    ports = (prefill.port, decode.port)
     wire, back = wires["at prefill-0"], wires["at decode-0"]
     for loop in loops:
         loop.start()
     reapers = [asyncio.create_task(port.exporter.run_reaper(0.01)) for port in ports]
     try:
-        yield Pair(prefill, decode, wire, back, clock, engines, loops, failures, book)
+        yield Pair(prefill, decode, wire, back, clock, engines, loops, failures, book, wires)
     finally:
         for reaper, port in zip(reapers, ports, strict=True):
             reaper.cancel()
@@ -251,3 +260,22 @@ async def pair(
             port.transport.close()
         for loop in loops:
             await loop.close()
+
+
+@asynccontextmanager
+async def another_prefill(p: Pair) -> AsyncIterator[tuple[PrefillWorker, Engine]]:
+    """A second prefill worker beside the pair, `prefill-1`. When it ends, it must hold nothing."""
+    engine, worker = toy_engine(64), PrefillWorker(BLOCK, Tracer())
+    worker.engine = loop = EngineLoop(engine, Listener(worker.on_step, lambda events: None, p.failures.append))
+    worker.port = open_port("prefill-1", loop, p.wires, p.clock)
+    loop.start()
+    try:
+        yield worker, engine
+        async with asyncio.timeout(30):
+            while engine.pool.num_owned or engine.sequences or not worker.idle or worker.port.importer.quarantined_blocks:
+                await asyncio.sleep(0.005)
+        engine.pool.check()
+    finally:
+        await worker.port.close()
+        worker.port.transport.close()
+        await loop.close()

@@ -8,6 +8,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
+import httpx2
 import pytest
 from faulty_cluster import ask, expected, faulty
 from live_cluster import Cluster, killer, toy
@@ -132,6 +133,23 @@ async def test_a_client_that_disconnects_during_the_fetch_frees_everything(model
             request.cancel()
             await asyncio.gather(request, return_exceptions=True)
             await live.quiet()
+            assert list((await ask(client, prompt)).token_ids) == expected(prompt)
+        await live.quiet()
+
+
+@pytest.mark.parametrize("point", ["kv.before_read", "kv.before_check"])
+async def test_a_deadline_during_the_fetch_frees_everything(model: Path, point: str) -> None:
+    """The reader reaches the failpoint within the two seconds that the request has, and waits there until they are over. Over HTTP only the
+    router ends a request that is late; a gRPC client would, too."""
+    with talking(model, f"{point}=sleep:2.2", "--router.hang-s", "8", "--launcher.hang-s", "120") as live:
+        async with live.client() as client, httpx2.AsyncClient(base_url=f"http://{live.http}", timeout=60) as http:
+            prompt, _ = await bypassed_turn(live, client)
+            body = {"model": "toy", "prompt": prompt, "max_tokens": 24}
+            late = await http.post("/v1/completions", json=body, headers={"x-request-timeout-ms": "2000"})
+            assert (late.status_code, late.json()["error"]["code"]) == (504, "deadline")
+            await live.quiet()
+            record = live.last()
+            assert (record["reason"], record["laps"][-1]["stage"], record["retries"]) == ("DEADLINE", "prefill", 0)
             assert list((await ask(client, prompt)).token_ids) == expected(prompt)
         await live.quiet()
 

@@ -7,9 +7,8 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from toy_worker import toy_worker
 
-from baton.cluster import lifecycle
-from baton.cluster.config import ClusterConfig, Config, EngineConfig, KvConfig, ModelConfig, RedisConfig
 from baton.cluster.config_layers import load
 from baton.cluster.lifecycle import Stage, Stop, run
 from baton.cluster.membership import Membership
@@ -18,11 +17,9 @@ from baton.cluster.redis_registry import RedisRegistry
 from baton.cluster.rpc import Server
 from baton.cluster.telemetry import Tracer
 from baton.engine.loop import EngineLoop
-from baton.models.make_small import make_toy
 from baton.worker.host import fits
 from baton.worker.kv_peers import Peers
 from baton.worker.kv_port import KvPort
-from baton.worker.process import WorkerProcess
 from kvtransfer.tcp_transport import TcpTransport
 
 # What a worker closes, in this order.
@@ -62,7 +59,7 @@ def test_fits_compares_the_threads_of_all_workers_with_the_cores(
 
 
 class Closing:
-    """Wraps the closing of every part, and records which began and which ended. The one named `bad` first really closes, then calls `act`."""
+    """Wraps the closing of each part, records which began and which ended. The one named `bad` first really closes, then calls `act`."""
 
     def __init__(self, monkeypatch: pytest.MonkeyPatch, bad: str = "", act: Callable[[], Any] = lambda: None) -> None:
         self.begun: list[str] = []
@@ -97,21 +94,14 @@ class Closing:
 def lived(folder: Path, stop: Stop, closing: Closing, hurry: bool = False) -> int:
     """Runs a worker as its main function does, and asks it to stop when it is ready. Returns its exit status. `hurry`: asks a second time
     when the part that fails is being closed."""
-    make_toy(folder / "toy")
-    config = Config(
-        cluster=ClusterConfig(key="k" * 32),
-        model=ModelConfig(path=str(folder / "toy")),
-        redis=RedisConfig(url="redis://127.0.0.1:1"),
-        engine=EngineConfig(kv_memory_mib=8),
-        kv=KvConfig(transport="tcp"),
-    )
-    process = WorkerProcess(config, stop, "prefill")
+    process = toy_worker(folder, stop)
 
     async def live() -> int:
         running = asyncio.create_task(run(process, stop))
         async with asyncio.timeout(30):
-            while process.host.stage is not Stage.READY:
+            while process.host.stage is not Stage.READY or process.host._membership.reachable:  # until it has missed the registry
                 await asyncio.sleep(0.005)
+            await asyncio.sleep(0.01)
             stop.ask()
             while hurry and closing._bad not in closing.begun:
                 await asyncio.sleep(0.005)
@@ -127,7 +117,7 @@ def fail() -> None:
 
 
 def hang() -> Any:
-    return asyncio.Event().wait()
+    return asyncio.sleep(20)
 
 
 def test_a_worker_closes_its_parts_in_reverse_order(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -149,14 +139,4 @@ def test_a_second_stop_request_abandons_a_part_that_hangs_and_closes_the_others(
 ) -> None:
     closing = Closing(monkeypatch, bad, hang)
     assert lived(tmp_path, Stop(), closing, hurry=True) == 0
-    assert closing.begun == list(PARTS) and bad not in closing.ended
-
-
-@pytest.mark.parametrize("bad", ["membership", "server", "port", "engine"])
-def test_the_time_limit_abandons_a_part_that_hangs_and_the_others_are_closed(
-    bad: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(lifecycle, "CLOSE_S", 1.0)
-    stop, closing = Stop(), Closing(monkeypatch, bad, hang)
-    assert lived(tmp_path, stop, closing) == 1 and isinstance(stop.failure, TimeoutError)
     assert closing.begun == list(PARTS) and bad not in closing.ended

@@ -1,24 +1,35 @@
 """KV that comes back: a prefill worker fetches what another worker's prefix cache holds and computes only the rest.
 
 The decode worker keeps the blocks of the first turn, including generated ones. The prompt of the next turn begins with that conversation.
+Another prefill worker keeps the blocks of the prompts that it computed.
 """
 
 import asyncio
-from collections.abc import Callable, Sequence
+from collections.abc import AsyncIterator, Callable, Sequence
+from contextlib import asynccontextmanager
 
+import grpc
 import pytest
-from handoff_pair import KEY, PROMPT, Pair, expected, greedy, pair
+from handoff_pair import KEY, PROMPT, Pair, another_prefill, expected, greedy, leased, pair
 
+from baton.cluster.config import Config
 from baton.cluster.errors import BatonError, Reason
+from baton.cluster.rpc import NO_PROXY, Server, to_error
 from baton.engine.block_key import extend_keys, root_key
+from baton.engine.sequence import Sequence as EngineSequence
 from baton.engine.toy import naive
+from baton.v1 import generation_pb2, worker_pb2, worker_pb2_grpc
 from baton.worker import kv_port
+from baton.worker.identity import Identity
 from baton.worker.kv_port import Place
 from kvtransfer.handle import Wish
 from kvtransfer.importer import Checks
-from prefill_worker.worker import Prefilled, Source
+from prefill_worker.door import PrefillDoor
+from prefill_worker.worker import Prefilled, PrefillWorker, Source
 
+ME = Identity("prefill-0", 7, "toy")
 HOLDER = Place("decode-0", 7, "at decode-0")
+NEIGHBOUR = Place("prefill-1", 7, "at prefill-1")
 
 
 def block_keys(root: bytes, tokens: list[int], size: int) -> list[bytes]:
@@ -198,6 +209,85 @@ async def test_loans_are_limited_and_expire(monkeypatch: pytest.MonkeyPatch) -> 
         await p.settled()
         await p.back.lend(wish)
         p.clock.now += 1000
+        await p.settled()
+
+
+async def prefilled_by(worker: PrefillWorker, tokens: list[int]) -> Prefilled:
+    """The worker computes the prompt and leases its KV to a reader that has not come yet."""
+    return await worker.prefill(EngineSequence("a#p", list(tokens), len(tokens), greedy(), root_key("toy"), hold=True), "a")
+
+
+@pytest.mark.parametrize("held", [True, False], ids=["still leased", "only cached"])
+async def test_a_prefill_worker_lends_to_another_prefill_worker(held: bool) -> None:
+    """The prompts have the first 18 tokens in common: four full blocks."""
+    prompt = [*PROMPT, 50, 51, 52, 53, 54]
+    async with pair() as p, another_prefill(p) as (lender, engine):
+        lent = leased(await prefilled_by(lender, PROMPT))
+        if not held:
+            assert lender.port.exporter.release(lent, "a")
+        first = await p.hand_over("next", prompt, source=Source(NEIGHBOUR, 4))
+        call = p.start(first, "next", tokens=prompt)
+        await call.task
+        assert [first.sampled.token, *call.tokens] == naive(prompt, greedy()) and call.finished.handoff.recomputed_tokens == 0
+        assert (first.fetched_tokens, computed(p), engine.counts.computed_tokens) == (16, len(prompt) - 16, len(PROMPT))
+        await p.settled()
+        assert lender.port.exporter.release(lent, "a") is held  # the loan did not end the lease
+        assert lender.port.exporter.events["granted"] == 2 and p.decode.port.exporter.events["granted"] == 0
+
+
+async def test_without_a_source_the_neighbours_kv_is_computed_again() -> None:
+    """Negative control."""
+    async with pair() as p, another_prefill(p) as (lender, _):
+        lender.port.exporter.release(leased(await prefilled_by(lender, PROMPT)), "a")
+        first = await p.hand_over("next")
+        await p.start(first, "next").task
+        assert (first.fetched_tokens, computed(p), lender.port.exporter.events["granted"]) == (0, len(PROMPT), 1)
+        await p.settled()
+
+
+@asynccontextmanager
+async def at_the_door(p: Pair) -> AsyncIterator[worker_pb2_grpc.PrefillStub]:
+    """The prefill worker behind real gRPC, which ends a call at its deadline."""
+    server = Server(Config(), 1 << 20)
+    worker_pb2_grpc.add_PrefillServicer_to_server(PrefillDoor(p.prefill, ME), server.grpc)
+    address = server.bind(0)
+    await server.start()
+    try:
+        async with grpc.aio.insecure_channel(address, options=[NO_PROXY]) as channel:
+            yield worker_pb2_grpc.PrefillStub(channel)
+    finally:
+        await server.stop(None)
+
+
+def asked(prompt: list[int]) -> worker_pb2.PrefillRequest:
+    sampling = generation_pb2.SamplingParams(max_tokens=12, temperature=0.0, ignore_eos=True)
+    job = worker_pb2.Job(request_id="late", token_ids=prompt, prompt_tokens=len(prompt), sampling=sampling)
+    to = worker_pb2.Addressee(worker=ME.worker, incarnation=ME.incarnation, model_fingerprint=ME.model_fingerprint)
+    source = worker_pb2.KvSource(worker=HOLDER.worker, incarnation=HOLDER.incarnation, address=HOLDER.address, blocks=7)
+    return worker_pb2.PrefillRequest(job=job, to=to, source=source)
+
+
+@pytest.mark.parametrize("place", ["lend", "handshake", "piece", "release"])
+async def test_a_deadline_during_the_fetch_frees_everything(place: str) -> None:
+    """The source does not answer until the time is up. The loan is then released, not left to expire: the clock of leases stands still."""
+    async with pair() as p, at_the_door(p) as stub:
+        conversation = await first_turn(p)
+        reached, gate = asyncio.Event(), asyncio.Event()
+
+        async def hang() -> None:
+            reached.set()
+            await gate.wait()
+
+        p.back.on[place] = hang
+        with pytest.raises(grpc.RpcError) as caught:
+            await stub.Prefill(asked([*conversation, 50, 51]), timeout=1.0).read()
+        assert to_error(caught.value).reason is Reason.DEADLINE and reached.is_set()
+        p.back.on.clear()
+        gate.set()
+        await p.settled()
+        assert p.decode.port.exporter.events["expired"] == 0
+        _, first = await second_turn(p, conversation)
+        assert first.fetched_tokens == 28
         await p.settled()
 
 

@@ -1,0 +1,21 @@
+"""A whole worker in this process, with the toy model and no registry."""
+
+from pathlib import Path
+
+from baton.cluster.config import ClusterConfig, Config, EngineConfig, KvConfig, ModelConfig, RedisConfig
+from baton.cluster.lifecycle import Stop
+from baton.models.make_small import make_toy
+from baton.worker.process import WorkerProcess
+
+
+def toy_worker(folder: Path, stop: Stop) -> WorkerProcess:
+    """A prefill worker that was not started yet. Its model is written into the folder."""
+    make_toy(folder / "toy")
+    config = Config(
+        cluster=ClusterConfig(key="k" * 32),
+        model=ModelConfig(path=str(folder / "toy")),
+        redis=RedisConfig(url="redis://127.0.0.1:1"),
+        engine=EngineConfig(kv_memory_mib=8),
+        kv=KvConfig(transport="tcp"),
+    )
+    return WorkerProcess(config, stop, "prefill")
