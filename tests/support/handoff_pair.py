@@ -42,6 +42,20 @@ class Wire:
     forge: Callable[[Piece], Piece] = lambda piece: piece  # what a faulty peer sends instead
     on: dict[str, Callable[[], Any]] = field(default_factory=dict)
 
+    def hang(self, name: str, passing: int = 0) -> tuple[asyncio.Event, asyncio.Event]:
+        """Calls of that name wait, after the first `passing` of them. Returns two events: one has been reached; they may go on."""
+        reached, gate, passed = asyncio.Event(), asyncio.Event(), 0
+
+        async def hang() -> None:
+            nonlocal passed
+            passed += 1
+            if passed > passing:
+                reached.set()
+                await gate.wait()
+
+        self.on[name] = hang
+        return reached, gate
+
     async def _pass(self, name: str) -> None:
         hook = self.on.get(name)
         if hook is not None and (waiting := hook()) is not None:

@@ -257,13 +257,7 @@ async def test_a_second_reader_can_use_the_lease_of_a_reader_that_died() -> None
 async def test_cancelling_during_any_peer_call_frees_everything(place: str) -> None:
     async with pair() as p:
         first = await p.hand_over()
-        reached, gate = asyncio.Event(), asyncio.Event()
-
-        async def hang() -> None:
-            reached.set()
-            await gate.wait()
-
-        p.wire.on[place] = hang
+        reached, gate = p.wire.hang(place)
         call = p.start(first)
         await reached.wait()
         p.wire.on.clear()

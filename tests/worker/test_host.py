@@ -99,9 +99,8 @@ def lived(folder: Path, stop: Stop, closing: Closing, hurry: bool = False) -> in
     async def live() -> int:
         running = asyncio.create_task(run(process, stop))
         async with asyncio.timeout(30):
-            while process.host.stage is not Stage.READY or process.host._membership.reachable:  # until it has missed the registry
+            while process.host.stage is not Stage.READY:
                 await asyncio.sleep(0.005)
-            await asyncio.sleep(0.01)
             stop.ask()
             while hurry and closing._bad not in closing.begun:
                 await asyncio.sleep(0.005)

@@ -246,16 +246,7 @@ async def test_a_lease_does_not_expire_while_the_prompt_is_computed() -> None:
 async def test_cancelling_during_any_peer_call_frees_everything(place: str, passing: int) -> None:
     async with pair(chunk=CHUNK) as p:
         p.runners[0].step_delay_s = 0.01
-        reached, gate, passed = asyncio.Event(), asyncio.Event(), 0
-
-        async def hang() -> None:
-            nonlocal passed
-            passed += 1
-            if passed > passing:
-                reached.set()
-                await gate.wait()
-
-        p.wire.on[place] = hang
+        reached, gate = p.wire.hang(place, passing)
         live = Live(p)
         prefill = asyncio.create_task(live.run())
         if place == "first" or (passing and place != "piece"):

@@ -272,13 +272,7 @@ async def test_a_deadline_during_the_fetch_frees_everything(place: str) -> None:
     """The source does not answer until the time is up. The loan is then released, not left to expire: the clock of leases stands still."""
     async with pair() as p, at_the_door(p) as stub:
         conversation = await first_turn(p)
-        reached, gate = asyncio.Event(), asyncio.Event()
-
-        async def hang() -> None:
-            reached.set()
-            await gate.wait()
-
-        p.back.on[place] = hang
+        reached, gate = p.back.hang(place)
         with pytest.raises(grpc.RpcError) as caught:
             await stub.Prefill(asked([*conversation, 50, 51]), timeout=1.0).read()
         assert to_error(caught.value).reason is Reason.DEADLINE and reached.is_set()
@@ -295,13 +289,7 @@ async def test_a_deadline_during_the_fetch_frees_everything(place: str) -> None:
 async def test_cancelling_during_any_peer_call_frees_everything(place: str) -> None:
     async with pair() as p:
         conversation = await first_turn(p)
-        reached, gate = asyncio.Event(), asyncio.Event()
-
-        async def hang() -> None:
-            reached.set()
-            await gate.wait()
-
-        p.back.on[place] = hang
+        reached, gate = p.back.hang(place)
         task = asyncio.create_task(p.hand_over("next", conversation, source=Source(HOLDER, 7)))
         await reached.wait()
         p.back.on.clear()
