@@ -116,21 +116,31 @@ async def _close(process: Process, stop: Stop, gone_within: Callable[[float], ob
     within = HURRY_S if stop.now.is_set() else CLOSE_S
     gone_within(within + EXIT_S)
     given_up = asyncio.Event() if stop.now.is_set() else stop.now
+    limit = asyncio.get_running_loop().call_later(within, _time_is_up, stop, within, given_up)
     try:
-        async with asyncio.timeout(within):
-            finished = await _unless(given_up, process.close())
+        finished = await _unless(given_up, process.close(), cleanup_s=HURRY_S)
     except Exception as error:
         log.error("closing: %r", error, exc_info=not isinstance(error, TimeoutError))
         stop.failure = stop.failure or error
         finished = not isinstance(error, TimeoutError)
+    finally:
+        limit.cancel()
     if not finished:
         gone_within(HURRY_S / 4)
 
 
-async def _unless(event: asyncio.Event, work: Coroutine[Any, Any, None], at_once: asyncio.Event | None = None) -> bool:
+def _time_is_up(stop: Stop, within: float, given_up: asyncio.Event) -> None:
+    log.error("closing takes longer than %g s", within)
+    stop.failure = stop.failure or TimeoutError(f"closing took longer than {within:g} s")
+    given_up.set()
+
+
+async def _unless(
+    event: asyncio.Event, work: Coroutine[Any, Any, None], at_once: asyncio.Event | None = None, cleanup_s: float = CLOSE_S
+) -> bool:
     """Await `work`, but cancel it when `event` is set. Returns whether it finished; raises its exception.
 
-    Cancelled work may still clean up; this waits for it until `at_once` is set, but no longer than CLOSE_S.
+    Cancelled work may still clean up; this waits for it until `at_once` is set, but no longer than `cleanup_s`.
     """
     task = asyncio.create_task(work)
     try:
@@ -139,7 +149,7 @@ async def _unless(event: asyncio.Event, work: Coroutine[Any, Any, None], at_once
             return True
     finally:
         task.cancel()
-    async with asyncio.timeout(CLOSE_S):
+    async with asyncio.timeout(cleanup_s):
         if await _first(task, at_once or asyncio.Event()) and not task.cancelled() and (error := task.exception()) is not None:
             log.warning("cancelled work failed: %r", error)
     return False

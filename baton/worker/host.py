@@ -190,9 +190,9 @@ class Host:
 
     async def close(self) -> None:
         self.stage = move(self.stage, "close")
-        async with self._closers:
-            await self.tasks.close()
-            await self._membership.leave()
+        self._closers.push_async_callback(self._membership.leave)
+        self._closers.push_async_callback(self.tasks.close)
+        await self._closers.aclose()
 
     async def look(self) -> Facts:
         """Returns the engine's load, or the last known one during a long step. Raises BatonError(INTERNAL) if the engine hangs."""

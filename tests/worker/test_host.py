@@ -9,12 +9,13 @@ from typing import Any
 import pytest
 from toy_worker import toy_worker
 
+from baton.cluster import lifecycle
 from baton.cluster.config_layers import load
 from baton.cluster.lifecycle import Stage, Stop, run
 from baton.cluster.membership import Membership
 from baton.cluster.metrics_http import MetricsServer
 from baton.cluster.redis_registry import RedisRegistry
-from baton.cluster.rpc import Server
+from baton.cluster.rpc import Server, Tasks
 from baton.cluster.telemetry import Tracer
 from baton.engine.loop import EngineLoop
 from baton.worker.host import fits
@@ -130,6 +131,26 @@ def test_a_worker_closes_every_part_although_one_raises(bad: str, tmp_path: Path
     stop, closing = Stop(), Closing(monkeypatch, bad, fail)
     assert lived(tmp_path, stop, closing) == 1 and str(stop.failure) == "does not close"
     assert closing.ended == [name for name in PARTS if name != bad]
+
+
+@pytest.mark.parametrize("bad", ["membership", "server", "port", "engine"])
+def test_a_part_that_hangs_is_abandoned_at_the_limit_and_the_others_close(
+    bad: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Closing the part after it takes a few turns of the event loop, and must not be cut off by the same limit."""
+    monkeypatch.setattr(lifecycle, "CLOSE_S", 3.0)
+    stop, closing = Stop(), Closing(monkeypatch, bad, hang)
+    assert lived(tmp_path, stop, closing) == 1 and "longer than 3 s" in str(stop.failure)
+    assert closing.begun == list(PARTS) and closing.ended == [name for name in PARTS if name != bad]
+
+
+def test_a_worker_leaves_the_registry_although_a_task_does_not_end(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(lifecycle, "CLOSE_S", 3.0)
+    close, calls = Tasks.close, iter(range(100))
+    monkeypatch.setattr(Tasks, "close", lambda tasks: close(tasks) if next(calls) else hang())  # the host's are closed first
+    closing = Closing(monkeypatch)
+    assert lived(tmp_path, Stop(), closing) == 1
+    assert closing.ended == list(PARTS)
 
 
 @pytest.mark.parametrize("bad", ["membership", "server", "port", "engine"])

@@ -5,6 +5,7 @@ The prompt has three chunks, so the handle exists after the first chunk, and the
 
 import asyncio
 import random
+import threading
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import Any
@@ -13,7 +14,10 @@ import pytest
 from handoff_pair import PROMPT, Call, Pair, expected, pair
 
 from baton.cluster.errors import BatonError, Reason
+from baton.cluster.handoff import Handoff
 from baton.engine.engine import Output
+from baton.engine.protocol import Chunk
+from baton.engine.sampling import Sampled
 from kvtransfer.handle import KvHandle
 from kvtransfer.importer import Checks
 from prefill_worker.worker import Prefilled
@@ -56,9 +60,26 @@ class Live:
         return done
 
 
+def compute_after_reads(p: Pair, monkeypatch: pytest.MonkeyPatch) -> None:
+    """From now on the prefill worker computes a chunk when the reader has the blocks of the chunk before."""
+    compute, note = p.runners[0].run, Handoff.note_moved
+    may_compute = threading.Semaphore(1)
+
+    def compute_after_read(batch: Sequence[Chunk]) -> list[Sampled | None]:
+        assert may_compute.acquire(timeout=30), "the reader did not take the blocks of the last chunk"
+        return compute(batch)
+
+    def note_moved(report: Handoff, *facts: Any) -> None:
+        note(report, *facts)
+        may_compute.release()
+
+    monkeypatch.setattr(p.runners[0], "run", compute_after_read)
+    monkeypatch.setattr(Handoff, "note_moved", note_moved)
+
+
 async def test_blocks_are_read_while_the_prompt_is_computed(monkeypatch: pytest.MonkeyPatch) -> None:
     async with pair(chunk=CHUNK) as p:
-        p.runners[0].step_delay_s = 0.5  # long enough for the reader to take each piece by itself
+        compute_after_reads(p, monkeypatch)
         read, live = p.decode.port.importer.transport.read, Live(p)
         reads: list[tuple[int, bool]] = []  # blocks, and whether the first token was known
 
@@ -164,7 +185,7 @@ async def test_a_flipped_byte_is_recomputed_once_the_first_token_is_known(monkey
 async def revoked_in_the_middle(checks: Checks, monkeypatch: pytest.MonkeyPatch) -> tuple[list[int], str]:
     """Just before the last copy, the holder takes its blocks back and another sequence overwrites them."""
     async with pair(checks=checks, chunk=CHUNK) as p:
-        p.runners[0].step_delay_s = 0.02
+        compute_after_reads(p, monkeypatch)
         read, loop, live = p.decode.port.importer.transport.read, asyncio.get_running_loop(), Live(p)
 
         async def take_back() -> None:
@@ -181,7 +202,6 @@ async def revoked_in_the_middle(checks: Checks, monkeypatch: pytest.MonkeyPatch)
             read(name, remote, local, timeout)
 
         monkeypatch.setattr(p.decode.port.importer.transport, "read", read_late)
-        p.wire.on["handshake"] = lambda: None
         gate = asyncio.Event()
         calls = iter(range(100))
 
