@@ -30,7 +30,7 @@ from router.clients import Adopted, DecodeEvent, Died, Ended, FirstToken, Opened
 from router.early import EarlyDecode
 from router.poison import Poison
 from router.policy import TERMS, Bypass, Choice, Identity, NoWorker, Saturated, Terms, choose_decode, choose_prefill
-from router.request import Failure, Request, Tokens
+from router.request import NEAR_DEADLINE_S, Failure, Request, Tokens
 from router.view import ClusterView
 
 log = logging.getLogger(__name__)
@@ -40,7 +40,6 @@ ROOM_POLL_S = 0.02  # between two checks for a decode worker with room; loads ar
 LEASE_STANDS = frozenset({Reason.WORKER_LOST, Reason.WRONG_WORKER, Reason.DRAINING, Reason.SATURATED})
 GONE = frozenset({Reason.WORKER_LOST, Reason.WRONG_WORKER, Reason.DRAINING})
 CONFIRM_S = 1.0  # for a worker whose connection was lost to answer; a process that is gone refuses at once
-NEAR_DEADLINE_S = 0.05  # with less time left, another attempt is pointless
 
 
 class _NoRoom(BatonError):

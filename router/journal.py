@@ -10,6 +10,7 @@ nothing of the prompt or the output.
 """
 
 import asyncio
+import math
 import time
 from array import array
 from collections import deque
@@ -25,11 +26,12 @@ from baton.cluster.errors import BatonError, Reason
 from baton.cluster.metrics import Book, Number
 from baton.cluster.telemetry import NO_SPAN, Tracer, Value
 from baton.stages import e2e, tpot, ttft
-from router.request import FinishReason, Request, Stopwatch, Trace, name_the_stage
+from router.request import NEAR_DEADLINE_S, FinishReason, Request, Stopwatch, Trace, name_the_stage
 from router.slo import Attainment, Objectives, Times, missed_because
 from router.validate import MAX_REQUEST_ID
 
 REFUSALS = frozenset({Reason.RATE_LIMITED, Reason.SATURATED, Reason.NO_WORKER, Reason.DRAINING})
+LEFT = (asyncio.CancelledError, GeneratorExit)  # how the end of a client's call reaches the code that serves it
 
 
 @dataclass(frozen=True, slots=True)
@@ -97,6 +99,7 @@ class Entry:
         self.at = at
         self.request: Request | None = None
         self.finish: FinishReason | None = None
+        self.deadline = math.inf  # on the stopwatch's clock
         self._journal = journal
 
     def __enter__(self) -> Self:
@@ -107,6 +110,8 @@ class Entry:
         del self._journal.open_entries[self]
         if self.finish is None:
             self.trace.watch.stop()
+            if isinstance(error, LEFT) and self.trace.watch.laps[-1].end > self.deadline - NEAR_DEADLINE_S:
+                error = BatonError(Reason.DEADLINE, "the client's deadline passed")  # its clock was ahead of ours
             if isinstance(error, BatonError) and error.reason is Reason.DEADLINE:
                 name_the_stage(error, self.trace)
         self._journal.close(self, *_outcome(self, error))
@@ -308,6 +313,6 @@ def _outcome(entry: Entry, error: BaseException | None) -> tuple[str, str]:
         if reason is Reason.CANCELLED:
             return "cancelled", reason.name
         return ("invalid" if 400 <= reason.value.http < 429 else "failed"), reason.name
-    if isinstance(error, asyncio.CancelledError | GeneratorExit):
+    if isinstance(error, LEFT):
         return "cancelled", Reason.CANCELLED.name
     return "failed", Reason.INTERNAL.name

@@ -11,6 +11,8 @@ from baton.cluster.telemetry import NO_SPAN, Span
 from baton.engine.sampling import SamplingParams
 from baton.stages import STAGES, Stage, itl
 
+NEAR_DEADLINE_S = 0.05  # with less time left, another attempt is pointless, and a client that leaves has given up because of its deadline
+
 
 @dataclass(slots=True)
 class Lap:

@@ -163,7 +163,7 @@ class GenerateService:
             if self.draining:
                 raise BatonError(Reason.DRAINING, "this router is draining")
             self._check(ask)
-            deadline = monotonic() + self._clamp(timeout_s)
+            entry.deadline = deadline = monotonic() + self._clamp(timeout_s)
             if deadline <= monotonic():
                 raise BatonError(Reason.DEADLINE, "the deadline had passed before the request arrived")
             receipt = self._check_receipt(ask, self._served())

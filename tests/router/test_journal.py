@@ -1,5 +1,6 @@
 """What became of a request: metrics and record report the times of its stages, and neither contains any of its text."""
 
+import asyncio
 import json
 from dataclasses import dataclass, field
 from typing import Any
@@ -178,6 +179,21 @@ class TestObjectives:
             raise GeneratorExit
         assert desk.numbers("baton_router_slo_missed_total")["error",] == (2, 0)
         assert desk.numbers("baton_router_slo_attainment_ratio") == {(): (0, 0)}
+
+
+    @pytest.mark.parametrize("how", [GeneratorExit, asyncio.CancelledError])
+    @pytest.mark.parametrize("left,outcome", [(1.0, ("cancelled", "CANCELLED")), (0.04, ("failed", "DEADLINE")), (-1.0, ("failed", "DEADLINE"))])
+    def test_a_client_that_leaves_at_its_deadline_counts_as_late(
+        self, left: float, outcome: tuple[str, str], how: type[BaseException]
+    ) -> None:
+        """gRPC ends the call on both sides, and the client's side may be first. That must not hide a miss."""
+        desk = Desk(SloConfig(ttft_s=10))
+        with pytest.raises(how), desk.open() as entry:
+            entry.deadline = desk.clock.now + 5
+            desk.clock.now = entry.deadline - left
+            raise how
+        assert desk.numbers("baton_router_requests_total") == {outcome: (1, 0)}
+        assert desk.numbers("baton_router_slo_missed_total").get(("error",), (0, 0)) == (int(outcome[0] == "failed"), 0)
 
 
 class TestRecords:

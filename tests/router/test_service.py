@@ -594,6 +594,16 @@ async def test_every_outcome_is_counted_once(tokenizer: Tokenizer) -> None:
     house.check()
 
 
+async def test_a_client_that_disconnects_at_its_deadline_counts_as_late(tokenizer: Tokenizer) -> None:
+    house = House(tokenizer, Script(gate=asyncio.Event()))
+    task = asyncio.create_task(house.ask("hello", 0.3))
+    await asyncio.sleep(0.3)
+    task.cancel()
+    await asyncio.gather(task, return_exceptions=True)
+    assert counted(house) == {("failed", "DEADLINE"): 1}
+    house.check()
+
+
 async def test_a_client_that_disconnects_after_its_answer_counts_as_served(tokenizer: Tokenizer) -> None:
     house = House(tokenizer)
     async with aclosing(house.service.generate(Ask(text="x"), 10)) as events:
