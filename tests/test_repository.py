@@ -5,9 +5,12 @@ import graphlib
 import re
 import subprocess
 import sys
+import tomllib
+from importlib.metadata import version
 from pathlib import Path
 
 import pytest
+from packaging.requirements import Requirement
 
 ROOT = Path(__file__).resolve().parent.parent
 # The packages of this project. A file belongs to the longest name that matches.
@@ -252,6 +255,15 @@ def test_a_fact_is_declared_once(pattern: str) -> None:
 def test_generated_code_is_current() -> None:
     done = subprocess.run([sys.executable, str(ROOT / "scripts" / "generate.py"), "--check"], capture_output=True, text=True, timeout=60)
     assert done.returncode == 0, done.stderr
+
+
+def test_every_development_dependency_is_installed() -> None:
+    """Tests skip where a package does not exist for the platform, so a missing one must fail here."""
+    extra = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]["optional-dependencies"]["dev"]
+    needed = [Requirement(line) for line in extra]
+    for one in needed:
+        if one.marker is None or one.marker.evaluate():
+            assert version(one.name)
 
 
 def test_proto_is_not_a_python_package() -> None:

@@ -180,9 +180,10 @@ class TestObjectives:
         assert desk.numbers("baton_router_slo_missed_total")["error",] == (2, 0)
         assert desk.numbers("baton_router_slo_attainment_ratio") == {(): (0, 0)}
 
-
     @pytest.mark.parametrize("how", [GeneratorExit, asyncio.CancelledError])
-    @pytest.mark.parametrize("left,outcome", [(1.0, ("cancelled", "CANCELLED")), (0.04, ("failed", "DEADLINE")), (-1.0, ("failed", "DEADLINE"))])
+    @pytest.mark.parametrize(
+        "left,outcome", [(1.0, ("cancelled", "CANCELLED")), (0.04, ("failed", "DEADLINE")), (-1.0, ("failed", "DEADLINE"))]
+    )
     def test_a_client_that_leaves_at_its_deadline_counts_as_late(
         self, left: float, outcome: tuple[str, str], how: type[BaseException]
     ) -> None:
