@@ -21,15 +21,15 @@ from pathlib import Path
 from baton.models.make_small import make_toy
 
 ROOT = Path(__file__).resolve().parents[1]
-ARMS = "colocated,unchunked,disaggregated,bypass"
+ARMS = "colocated,colocated@64,disaggregated,bypass"  # chunks of 256 tokens, and of 64 as the best that colocation can do for gaps
 SLO = "ttft=3s,tpot=35ms,itl_p99=200ms"
 # A quarter of each prompt is shared, so that the picture of cached tokens has something to show.
 COMMON = ["--arms", ARMS, "--slo", SLO, "--hit-rate", "0.25", "--prefix-tokens", "16", "--prefix-depth", "12", "--bisections", "1"]
-WHOLE = ["--output", "64", "--arrivals", "gamma:4", "--duration", "14", "--warm-up", "3", "--cool-down", "1", "--timeout", "20"]
+WHOLE = ["--output", "64", "--arrivals", "gamma:4", "--warm-up", "3", "--cool-down", "1", "--timeout", "20"]
 QUICK = ["--output", "6", "--seeds", "1,2", "--duration", "3", "--warm-up", "0.5", "--cool-down", "0.5", "--timeout", "10"]
 PARTS = {
-    "short": (["--vary", "input=32", "--rates", "3,6"], ["--vary", "input=32", "--rates", "2"]),
-    "long": (["--vary", "input=480", "--rates", "0.8,1.6"], ["--vary", "input=480", "--rates", "2"]),
+    "short": (["--vary", "input=32", "--rates", "5,10", "--duration", "10"], ["--vary", "input=32", "--rates", "2"]),
+    "long": (["--vary", "input=480", "--rates", "0.7,1.4", "--duration", "16"], ["--vary", "input=480", "--rates", "2"]),
 }
 
 
