@@ -1,6 +1,6 @@
 """The campaign behind docs/sample-report: does disaggregation pay on two cores, with short prompts and with long ones?
 
-    python benchmarks/sample_report.py measure short     # about 20 minutes each, on a quiet machine
+    python benchmarks/sample_report.py measure short     # about 20 minutes each; nothing else may run
     python benchmarks/sample_report.py measure long
     python benchmarks/sample_report.py draw              # writes docs/sample-report
 
@@ -8,13 +8,15 @@
     python benchmarks/sample_report.py measure long --quick
     python benchmarks/sample_report.py draw --quick            # writes into the folder of the measurements
 
-The parts are measured separately, so that neither takes long, and drawn as one campaign. Raw records are kept in `--records`.
+The parts are measured and judged separately: a slow rate needs a longer run. Raw records are kept in `--records`.
 """
 
 import argparse
 import os
+import shutil
 import subprocess
 import sys
+import tarfile
 import tempfile
 from pathlib import Path
 
@@ -44,7 +46,18 @@ def measure(part: str, records: Path, quick: bool) -> None:
 
 
 def draw(records: Path, out: Path) -> None:
-    _loadtest("replay", *(str(records / part) for part in PARTS), "--out", str(out))
+    """Writes each part's report and pictures, and an archive of all records, from which `baton loadtest replay` makes them again."""
+    shutil.rmtree(out, ignore_errors=True)
+    out.mkdir(parents=True)
+    with tarfile.open(out / "records.tar.xz", "w:xz") as archive:
+        for part in PARTS:
+            folder = out / part
+            _loadtest("replay", str(records / part), "--out", str(folder))
+            for name in ("campaign.json", "records"):
+                archive.add(folder / name, f"{part}/{name}")
+            shutil.rmtree(folder / "records")
+            for name in ("campaign.json", "results.json"):
+                (folder / name).unlink()
 
 
 def _loadtest(*arguments: str) -> None:
