@@ -2,7 +2,7 @@
 
     python benchmarks/peers.py --install vllm                                            # once
     ~/.cache/baton-peers/venvs/vllm/bin/pip install pandas datasets                      # once
-    python benchmarks/cross_check.py [--rounds N] [--json FILE]
+    python benchmarks/cross_check.py [--json FILE]
 
 Arrivals are constant, all prompts have one length and all outputs another, so the only remaining difference is how the two measure.
 """
@@ -28,7 +28,7 @@ from loadtest.campaign import Campaign
 from router.tokenizer import Tokenizer
 
 SHAPE = {"hidden": 768, "layers": 12, "heads": 12, "kv_heads": 4}  # a step takes much longer than a client's work on the same cores
-RATE, REQUESTS, PROMPT, OUTPUT = 1.0, 40, 200, 64
+RATE, REQUESTS, PROMPT, OUTPUT, ROUNDS = 1.0, 40, 200, 64, 5
 CONSTANT = "1000000"  # burstiness: the shape of a gamma distribution
 # The command `vllm` queries the version of a package that has another name in a build for the CPU.
 BENCH = """
@@ -101,7 +101,6 @@ def ours(endpoints: dict[str, str], out: Path, seed: int) -> dict[str, float]:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--cache", type=Path, default=Path.home() / ".cache" / "baton-peers")
-    parser.add_argument("--rounds", type=int, default=5)
     parser.add_argument("--json", type=Path)
     options = parser.parse_args()
     python = Places(options.cache).python("vllm")
@@ -110,7 +109,7 @@ def main() -> None:
         make(model := Path(folder) / "model", **SHAPE)
         tokenizer = Tokenizer.load(model)
         with cluster(model, "--engine.threads", "1", "--engine.prefix-caching", "false", "--router.bypass-tokens", "0") as endpoints:
-            for round_ in range(options.rounds + 1):
+            for round_ in range(ROUNDS + 1):
                 dataset = prompts(Path(folder) / "prompts.jsonl", tokenizer, round_)
                 told = {
                     "vllm bench serve": theirs(python, endpoints, model, dataset, Path(folder)),
@@ -121,7 +120,7 @@ def main() -> None:
                         rows[name].append(row)
     print(describe())
     shape = f"prompts of {PROMPT} tokens, outputs of {OUTPUT}"
-    print(f"{REQUESTS} requests, {RATE:g}/s constant, {shape}; medians of {options.rounds} rounds, in turns\n")
+    print(f"{REQUESTS} requests, {RATE:g}/s constant, {shape}; medians of {ROUNDS} rounds, in turns\n")
     found: dict[str, Any] = {}
     for number in NUMBERS:
         mine, other = (statistics.median(row[number] for row in rows[name]) for name in rows)

@@ -31,7 +31,6 @@ from router.slo import Attainment, Objectives, Times, missed_because
 from router.validate import MAX_REQUEST_ID
 
 REFUSALS = frozenset({Reason.RATE_LIMITED, Reason.SATURATED, Reason.NO_WORKER, Reason.DRAINING})
-LEFT = (asyncio.CancelledError, GeneratorExit)  # how the end of a client's call reaches the code that serves it
 
 
 @dataclass(frozen=True, slots=True)
@@ -110,8 +109,6 @@ class Entry:
         del self._journal.open_entries[self]
         if self.finish is None:
             self.trace.watch.stop()
-            if isinstance(error, LEFT) and self.trace.watch.laps[-1].end > self.deadline - NEAR_DEADLINE_S:
-                error = BatonError(Reason.DEADLINE, "the client's deadline passed")  # its clock was ahead of ours
             if isinstance(error, BatonError) and error.reason is Reason.DEADLINE:
                 name_the_stage(error, self.trace)
         self._journal.close(self, *_outcome(self, error))
@@ -313,6 +310,8 @@ def _outcome(entry: Entry, error: BaseException | None) -> tuple[str, str]:
         if reason is Reason.CANCELLED:
             return "cancelled", reason.name
         return ("invalid" if 400 <= reason.value.http < 429 else "failed"), reason.name
-    if isinstance(error, LEFT):
+    if isinstance(error, asyncio.CancelledError | GeneratorExit):
+        if entry.trace.watch.laps[-1].end > entry.deadline - NEAR_DEADLINE_S:  # the client's side ended the call before ours did
+            return "failed", Reason.DEADLINE.name
         return "cancelled", Reason.CANCELLED.name
     return "failed", Reason.INTERNAL.name
