@@ -32,7 +32,7 @@ from opentelemetry.sdk.trace.export import SpanExporter, SpanExportResult
 from serving import cluster, cpu_s, load, router_pid
 
 from baton.client import AsyncClient
-from baton.cluster.config import RouterConfig, SloConfig
+from baton.cluster.config_router import RouterConfig, SloConfig
 from baton.cluster.handoff import Handoff
 from baton.cluster.metrics import Book
 from baton.cluster.otel import OtelTracer

@@ -22,7 +22,7 @@ from contextlib import aclosing
 from dataclasses import dataclass
 from time import monotonic
 
-from baton.cluster.config import RouterConfig
+from baton.cluster.config_router import RouterConfig
 from baton.cluster.errors import BatonError, Reason
 from baton.cluster.records import WorkerRecord
 from baton.engine.block_key import extend_keys, root_key

@@ -6,7 +6,7 @@ from collections.abc import AsyncIterator, Callable, Iterable, Iterator, Mapping
 from contextlib import asynccontextmanager, contextmanager
 from time import monotonic
 
-from baton.cluster.config import RouterConfig
+from baton.cluster.config_router import RouterConfig
 from baton.cluster.errors import BatonError, Reason
 from router.admission import Admission, Admitted, Due, Refused
 from router.journal import Entry

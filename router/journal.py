@@ -21,7 +21,7 @@ from types import TracebackType
 from typing import Any, Self
 
 from baton.cluster import semconv
-from baton.cluster.config import SloConfig
+from baton.cluster.config_router import SloConfig
 from baton.cluster.errors import BatonError, Reason
 from baton.cluster.metrics import Book, Number
 from baton.cluster.telemetry import NO_SPAN, Tracer, Value

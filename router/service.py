@@ -15,7 +15,7 @@ from time import monotonic, time
 from typing import Any, TypeVar
 
 from baton.cluster import semconv
-from baton.cluster.config import RouterConfig
+from baton.cluster.config_router import RouterConfig
 from baton.cluster.errors import BatonError, Reason
 from baton.engine.block_key import extend_keys, root_key
 from baton.engine.sampling import SamplingParams

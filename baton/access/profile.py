@@ -18,8 +18,9 @@ from pathlib import Path
 import yaml
 from pydantic import Field, ValidationError
 
-from baton.cluster.config import ConfigError, Section
+from baton.cluster.config import ConfigError
 from baton.cluster.config_layers import did_you_mean
+from baton.cluster.config_section import Section
 
 VARIABLE = "BATON_CLIENT_CONFIG"
 

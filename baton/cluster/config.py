@@ -6,9 +6,12 @@ The tree does not hold what a process learns when it starts, such as the number 
 import itertools
 from typing import Any, Literal, Self
 
-from pydantic import BaseModel, ConfigDict, Field, field_validator, model_validator
+from pydantic import Field, field_validator, model_validator
 
 from baton.cluster import redis_url
+from baton.cluster.config_engine import EngineConfig, KvConfig, ModelConfig
+from baton.cluster.config_router import RouterConfig, SloConfig
+from baton.cluster.config_section import Section
 
 # The ports that a process of each role listens on.
 PORTS = {
@@ -24,12 +27,6 @@ EVERYWHERE = ("0.0.0.0", "::")  # a listener bound to one of these is reached at
 
 class ConfigError(ValueError):
     """The configuration cannot be used. The text names the key, the place where it was set, and what to do."""
-
-
-class Section(BaseModel):
-    """Strict: `true` is not an integer, and `"16"` in a file is not a number. Bounds exclude nan and inf."""
-
-    model_config = ConfigDict(frozen=True, extra="forbid", strict=True, hide_input_in_errors=True)
 
 
 class ClusterConfig(Section):
@@ -60,205 +57,6 @@ class ClusterConfig(Section):
             raise ValueError("host cannot be *: use 0.0.0.0 for all IPv4 addresses, or :: for all addresses")
         if self.advertise in EVERYWHERE:
             raise ValueError(f"advertise must be an address that others can reach, not {self.advertise}: other processes connect to it")
-        return self
-
-
-class ModelConfig(Section):
-    path: str = Field(default="", description="Folder of the checkpoint (config.json, tokenizer.json, *.safetensors).")
-    served_name: str | None = Field(default=None, min_length=1, description="Name that clients request; by default the folder's name.")
-    dtype: Literal["float32", "bfloat16", "auto"] = Field(
-        default="float32", description="Type of weights and KV. auto: bfloat16 if the checkpoint is, and if it is not slower on this CPU."
-    )
-    max_model_len: int | None = Field(
-        default=None, ge=2, description="Maximum length of prompt plus output, in tokens; by default the model's own limit."
-    )
-
-
-class EngineConfig(Section):
-    kind: Literal["baton", "vllm"] = Field(default="baton", description="Baton's own engine, or vLLM 0.32 if it is installed.")
-    vllm: dict[str, Any] = Field(default={}, description="Arguments of vLLM (AsyncEngineArgs) that no other key sets.")
-    staging_mib: int | None = Field(default=None, ge=1, description="Memory between vLLM and peers, MiB; by default half of its KV cache.")
-    batch_invariant: bool = Field(default=False, description="vLLM, on some GPUs: tokens do not depend on the size of the batch.")
-    block_size: int = Field(default=16, ge=1, le=1024, description="Tokens in one KV block. All workers must use the same size.")
-    kv_memory_mib: int | None = Field(default=None, ge=1, description="Size of the KV pool, MiB; by default a share of the free memory.")
-    kv_memory_fraction: float = Field(
-        default=0.25, gt=0, le=0.95, description="Share of the free memory that the KV pool takes if kv_memory_mib is not set."
-    )
-    max_num_seqs: int = Field(default=64, ge=1, le=4096, description="Maximum number of sequences in one step.")
-    max_num_batched_tokens: int = Field(default=512, ge=1, le=1_048_576, description="Maximum number of tokens computed in one step.")
-    prefix_caching: bool = Field(default=True, description="Keep the blocks of finished requests, and reuse them for equal prefixes.")
-    reserve_growth: float = Field(
-        default=0.5, ge=0, le=1, description="Share of a sequence's remaining output that admission reserves room for."
-    )
-    threads: int | None = Field(
-        default=None, ge=1, le=1024, description="Compute threads of a worker; by default those of the CPU quota, or torch's choice."
-    )
-    device: Literal["cpu", "cuda"] = Field(default="cpu", description="Device that runs the model and holds its KV.")
-    attention_backend: Literal["auto", "flashinfer", "flash_attn", "triton", "torch"] = Field(
-        default="auto",
-        description="Attention kernels on a cuda device. auto: the best backend that is installed and supports the model's KV layout. A"
-        " named backend must meet both conditions.",
-    )
-    weight_dtype: Literal["auto", "int8", "int4"] = Field(
-        default="auto",
-        description="Type of the matrices. auto: as model.dtype. int8, int4: they are quantised at load, activations to int8 at each step.",
-    )
-    compiled: bool = Field(
-        default=True, description="Compiled kernels (but attention's on cuda: see attention_backend). false: plain torch for everything."
-    )
-    products: Literal["auto", "baton", "onednn", "torch"] = Field(
-        default="auto", description="What multiplies matrices on a CPU if compiled. auto: what was fastest when first tried here."
-    )
-    max_queue: int = Field(default=256, ge=1, le=65536, description="Maximum number of sequences waiting in one worker; it refuses more.")
-    batching: Literal["continuous", "dynamic", "static"] = Field(
-        default="continuous",
-        description="When a sequence may join a batch. continuous: at any step. dynamic: when the previous batch has ended, together with"
-        " all others that are waiting. static: as dynamic, but the batch first fills to max_num_seqs. The last two are for comparison, in"
-        " clusters without prefill workers.",
-    )
-    batch_wait_s: float = Field(default=0.5, ge=0, le=60, description="Longest wait for a static batch to fill, seconds.")
-
-
-class KvConfig(Section):
-    transport: Literal["auto", "nixl", "tcp"] = Field(
-        default="auto", description="How KV moves between workers. auto: nixl if two workers share a host or RDMA, else tcp."
-    )
-    port: int = Field(
-        default=0, ge=0, le=65535, description="Port on which a worker serves KV over TCP; 0: any free one. Two workers on one host need 0."
-    )
-    lease_ttl_s: float = Field(
-        default=10.0, gt=0, le=3600, description="How long blocks stay pinned after a reader stops renewing the lease, seconds."
-    )
-    reap_interval_s: float = Field(default=0.25, gt=0, le=60, description="How often a worker looks for expired leases, seconds.")
-    read_timeout_s: float = Field(
-        default=5.0, gt=0, le=3600, description="Time limit for reading the KV of one handoff, seconds; must be less than lease_ttl_s."
-    )
-    live: bool = Field(
-        default=True, description="A decode worker reads the KV of a long prompt while the rest of the prompt is still being computed."
-    )
-    on_failure: Literal["recompute", "fail"] = Field(
-        default="recompute", description="What a decode worker does if it cannot fetch the KV: compute it again, or fail the call."
-    )
-    ucx_tls: str | None = Field(default=None, description="UCX_TLS of the nixl transport; by default UCX chooses.")
-    ucx_net_devices: str | None = Field(
-        default=None,
-        description="UCX_NET_DEVICES of the nixl transport; by default the interface of cluster.advertise and RDMA devices.",
-    )
-    ucx_port_range: str | None = Field(
-        default=None,
-        pattern=r"^\d{1,5}-\d{1,5}$",
-        description="Ports that the nixl transport may listen on, FIRST-LAST, so that a firewall can name them; by default any.",
-    )
-
-    @model_validator(mode="after")
-    def _read_inside_lease(self) -> Self:
-        if self.read_timeout_s >= self.lease_ttl_s:
-            raise ValueError(f"read_timeout_s ({self.read_timeout_s:g}) must be less than lease_ttl_s ({self.lease_ttl_s:g})")
-        if self.reap_interval_s >= self.lease_ttl_s:
-            raise ValueError(f"reap_interval_s ({self.reap_interval_s:g}) must be less than lease_ttl_s ({self.lease_ttl_s:g})")
-        return self
-
-
-class RouterConfig(Section):
-    replicas: int = Field(
-        default=1,
-        ge=1,
-        le=64,
-        description="Routers; each serves any request. The ports below are the first one's, others get free ones.",
-    )
-    port: int = Field(default=8470, ge=0, le=65535, description="Port of the public gRPC API; 0: any free one.")
-    admin_port: int = Field(default=8471, ge=0, le=65535, description="Port of the admin API; 0: any free one.")
-    http_port: int = Field(default=8000, ge=0, le=65535, description="Port of the OpenAI-compatible HTTP API; 0: any free one.")
-    page_port: int = Field(default=8472, ge=0, le=65535, description="Port of the live page; 0: any free one.")
-    http_max_connections: int = Field(
-        default=2048, ge=1, le=1_000_000, description="Maximum number of HTTP connections at a time; more are refused."
-    )
-    http_read_timeout_s: float = Field(
-        default=20.0, gt=0, le=3600, description="Time limit for receiving an HTTP request's headers, and again for its body, seconds."
-    )
-    http_idle_s: float = Field(default=75.0, gt=0, le=3600, description="How long an HTTP connection stays open between requests, seconds.")
-    cors_origins: tuple[str, ...] = Field(
-        default=(),
-        strict=False,
-        description="Origins whose pages may use the HTTP API from a browser: https://app.example, or * for all. Empty: none.",
-    )
-    stall_s: float = Field(
-        default=30.0,
-        gt=0,
-        le=3600,
-        description="How long a client, over gRPC or HTTP, may leave its answer unread before the router drops the request, seconds.",
-    )
-    stream_interval_s: float = Field(
-        default=0.0,
-        ge=0,
-        le=10,
-        description="Shortest time between two messages of one stream, seconds. Tokens that come sooner wait and travel together, which"
-        " costs the router less; the first ones and the end never wait. 0: each token is sent as it comes.",
-    )
-    max_inflight: int = Field(default=256, ge=1, le=65536, description="Maximum number of requests served at a time.")
-    max_queue: int = Field(default=512, ge=0, le=65536, description="Maximum number of requests waiting for admission; more are refused.")
-    queue_timeout_s: float = Field(
-        default=60.0, gt=0, le=3600, description="Longest wait for admission, and again for a decode worker with room, seconds."
-    )
-    overload: Literal["queue", "codel", "lifo"] = Field(
-        default="codel",
-        description="What to do with requests that would wait so long that they miss their deadline or an objective of the slo section."
-        " queue: let them wait. codel: refuse them immediately, and shorten a standing queue. lifo: as codel, and while the queue stands,"
-        " serve the newest request first.",
-    )
-    tokenizer_threads: int = Field(default=2, ge=1, le=64, description="Threads that turn prompts into tokens.")
-    default_timeout_s: float = Field(default=300.0, gt=0, le=86400, description="Deadline of a request if its client sets none, seconds.")
-    max_timeout_s: float = Field(default=600.0, gt=0, le=86400, description="Longest deadline that a client can set, seconds.")
-    max_retries: int = Field(default=3, ge=0, le=16, description="How many times a request is retried after a worker fails.")
-    bypass_tokens: int = Field(
-        default=32, ge=0, description="With this many uncached prompt tokens or fewer, the decode worker computes the prompt itself."
-    )
-    fetch_tokens: int = Field(
-        default=128,
-        ge=0,
-        description="A prefill worker fetches a cached prefix from another worker if that saves more tokens than this. 0: never.",
-    )
-    predict_ttl_s: float = Field(
-        default=2.0,
-        ge=0,
-        le=60,
-        description="How long a prefix that was just sent to a worker counts as cached there before the worker confirms it, seconds.",
-    )
-    max_message_bytes: int = Field(
-        default=4_194_304, ge=1024, le=1 << 30, description="Maximum size of a request (gRPC message or HTTP body), bytes."
-    )
-    recover_wait_s: float = Field(
-        default=10.0, ge=0, le=600, description="How long a request whose worker died waits for another worker, seconds."
-    )
-    hang_s: float = Field(
-        default=2.0,
-        ge=0.2,
-        le=600,
-        description="How long a worker may not answer, or its engine may make no progress, before the router stops choosing it, seconds."
-        " After twice that time, its requests continue on other workers.",
-    )
-    quarantine_s: float = Field(
-        default=600.0,
-        ge=0,
-        le=86400,
-        description="How long a prompt is refused after it has killed two workers, seconds. 0: it may be tried again immediately.",
-    )
-    connection_age_s: float | None = Field(
-        default=None,
-        ge=1,
-        le=86400,
-        description="After this time a gRPC client is told to connect again, while its running calls finish: a load balancer then spreads"
-        " connections over new routers, seconds. Not set: never.",
-    )
-    drain_s: float = Field(default=30.0, ge=0, le=3600, description="How long a stopping router waits for its requests to finish, seconds.")
-    reflection: bool | None = Field(
-        default=None, description="Offer gRPC server reflection. Not set: only if no API keys are needed (security.api_keys)."
-    )
-
-    @model_validator(mode="after")
-    def _ordered(self) -> Self:
-        if self.default_timeout_s > self.max_timeout_s:
-            raise ValueError(f"default_timeout_s ({self.default_timeout_s:g}) must not exceed max_timeout_s ({self.max_timeout_s:g})")
         return self
 
 
@@ -444,15 +242,6 @@ class TelemetryConfig(Section):
         default=1.0, ge=0, le=1, description="Share of the requests that are traced; a client that sends a traceparent decides for itself."
     )
     recent_requests: int = Field(default=512, ge=0, le=65536, description="How many finished requests the router keeps for `baton trace`.")
-
-
-class SloConfig(Section):
-    """Objectives by which the router judges requests. An objective that is not set always holds."""
-
-    ttft_s: float | None = Field(default=None, gt=0, le=3600, description="Longest time to the first token, seconds.")
-    tpot_s: float | None = Field(default=None, gt=0, le=3600, description="Longest time per output token after the first, seconds.")
-    e2e_s: float | None = Field(default=None, gt=0, le=86400, description="Longest time to the last token, seconds.")
-    window: int = Field(default=1000, ge=1, le=1_000_000, description="Number of recent requests over which attainment is computed.")
 
 
 class Config(Section):

@@ -7,7 +7,7 @@ in    `fill` brings the KV behind a handle into the blocks reserved for a sequen
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
-from baton.cluster.config import KvConfig
+from baton.cluster.config_engine import KvConfig
 from baton.cluster.errors import BatonError, Reason
 from baton.engine.block_key import KEY_BYTES
 from baton.engine.contract import ServingEngine

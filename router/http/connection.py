@@ -19,7 +19,7 @@ from urllib.parse import unquote
 import h11
 from starlette.types import ASGIApp, Message, Scope
 
-from baton.cluster.config import RouterConfig
+from baton.cluster.config_router import RouterConfig
 from router.http.errors import HttpError, to_json
 
 log = logging.getLogger(__name__)

@@ -10,7 +10,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 from pydantic import ValidationError
 
-from baton.cluster.config import ClusterConfig, Config, ConfigError, EngineConfig, RedisConfig
+from baton.cluster.config import ClusterConfig, Config, ConfigError, RedisConfig
+from baton.cluster.config_engine import EngineConfig
 from baton.cluster.config_layers import FOREIGN_ENV, MASK, Key, dump, keys, load, mask_password, schema
 
 SECRET = "0123456789abcdef"

@@ -14,7 +14,9 @@ from typing import Any
 import pytest
 
 from baton.cluster import lifecycle
-from baton.cluster.config import Config, ModelConfig, RedisConfig, RouterConfig
+from baton.cluster.config import Config, RedisConfig
+from baton.cluster.config_engine import ModelConfig
+from baton.cluster.config_router import RouterConfig
 from baton.cluster.errors import BatonError, Reason
 from baton.cluster.lifecycle import MOVES, IllegalStage, Stage, Stop, move, run
 from baton.cluster.rpc import Server

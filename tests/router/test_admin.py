@@ -15,7 +15,8 @@ from memory_registry import MemoryRegistry
 
 from baton.cli.admin import read_live, read_records, read_status
 from baton.cluster import log_file
-from baton.cluster.config import Config, SloConfig
+from baton.cluster.config import Config
+from baton.cluster.config_router import SloConfig
 from baton.cluster.errors import BatonError, Reason
 from baton.cluster.handoff import Handoff
 from baton.cluster.joining import Joining

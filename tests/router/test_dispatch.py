@@ -11,7 +11,7 @@ from typing import cast
 import pytest
 from fake_workers import TOKENIZER, Call, FakeWorkers, Fault, answers, record, unusable
 
-from baton.cluster.config import RouterConfig
+from baton.cluster.config_router import RouterConfig
 from baton.cluster.errors import BatonError, Reason
 from baton.cluster.records import Load, WorkerRecord
 from baton.engine.sampling import SamplingParams

@@ -8,7 +8,8 @@ import grpc
 import pytest
 from http_door import House, Script, settled, toy_tokenizer
 
-from baton.cluster.config import Config, RouterConfig
+from baton.cluster.config import Config
+from baton.cluster.config_router import RouterConfig
 from baton.cluster.errors import BatonError, Reason
 from baton.cluster.rpc import Server, to_error
 from baton.v1 import generation_pb2 as pb

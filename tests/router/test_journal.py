@@ -9,7 +9,7 @@ import pytest
 from spans import Box
 
 from baton.cluster import semconv
-from baton.cluster.config import SloConfig
+from baton.cluster.config_router import SloConfig
 from baton.cluster.errors import BatonError, Reason
 from baton.cluster.metrics import Book
 from baton.cluster.otel import OtelTracer

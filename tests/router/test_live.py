@@ -10,7 +10,8 @@ import pytest
 from fake_workers import TOKENIZER, record
 from memory_registry import MemoryRegistry
 
-from baton.cluster.config import Config, SloConfig
+from baton.cluster.config import Config
+from baton.cluster.config_router import SloConfig
 from baton.cluster.errors import BatonError, Reason
 from baton.cluster.handoff import Handoff
 from baton.cluster.messages import plain

@@ -13,7 +13,7 @@ from typing import Any, cast
 import pytest
 from fake_workers import FakeWorkers, record
 
-from baton.cluster.config import RouterConfig, SloConfig
+from baton.cluster.config_router import RouterConfig, SloConfig
 from baton.cluster.errors import BatonError, Reason
 from baton.cluster.metrics import Book
 from baton.cluster.telemetry import Tracer

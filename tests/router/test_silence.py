@@ -17,7 +17,7 @@ import pytest
 from fake_workers import record
 
 import baton.models
-from baton.cluster.config import RouterConfig, SloConfig
+from baton.cluster.config_router import RouterConfig, SloConfig
 from baton.cluster.errors import BatonError, Reason
 from baton.cluster.metrics import Book
 from baton.cluster.telemetry import Tracer

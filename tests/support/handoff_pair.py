@@ -7,7 +7,7 @@ from contextlib import asynccontextmanager
 from dataclasses import dataclass, field, replace
 from typing import Any
 
-from baton.cluster.config import KvConfig
+from baton.cluster.config_engine import KvConfig
 from baton.cluster.errors import BatonError
 from baton.cluster.metrics import Book
 from baton.cluster.telemetry import Tracer

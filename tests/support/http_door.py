@@ -10,7 +10,7 @@ from typing import Any
 
 from fake_workers import record
 
-from baton.cluster.config import RouterConfig, SloConfig
+from baton.cluster.config_router import RouterConfig, SloConfig
 from baton.cluster.errors import BatonError
 from baton.cluster.keys import ApiKeys
 from baton.cluster.metrics import Book

@@ -2,7 +2,8 @@
 
 from pathlib import Path
 
-from baton.cluster.config import ClusterConfig, Config, EngineConfig, KvConfig, ModelConfig, RedisConfig
+from baton.cluster.config import ClusterConfig, Config, RedisConfig
+from baton.cluster.config_engine import EngineConfig, KvConfig, ModelConfig
 from baton.cluster.lifecycle import Stop
 from baton.models.make_small import make_toy
 from baton.worker.process import WorkerProcess

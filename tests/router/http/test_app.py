@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 from http_door import CHAT, COMPLETION, CONTEXT, HELLO, Call, House, Script, failing, settled, toy_tokenizer
 
-from baton.cluster.config import RouterConfig
+from baton.cluster.config_router import RouterConfig
 from baton.cluster.errors import BatonError, Reason
 from baton.cluster.keys import ApiKeys, Entry
 from router.http.app import allow_origins

@@ -15,7 +15,8 @@ from http_door import CHAT, HELLO, House, Script, settled, toy_tokenizer
 from starlette.responses import Response
 from starlette.types import ASGIApp
 
-from baton.cluster.config import ClusterConfig, Config, ConfigError, RouterConfig, SecurityConfig
+from baton.cluster.config import ClusterConfig, Config, ConfigError, SecurityConfig
+from baton.cluster.config_router import RouterConfig
 from baton.cluster.errors import BatonError
 from baton.cluster.rpc import Tasks
 from router.http.connection import MAX_HEAD_BYTES, PROBE_S
