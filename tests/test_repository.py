@@ -266,6 +266,23 @@ def test_every_development_dependency_is_installed() -> None:
             assert version(one.name)
 
 
+HINT = re.compile(r"(?<![\w-])(baton(?:-llm)?)\[([a-z0-9,{}]+)\]")
+
+
+def test_whatever_is_told_to_be_installed_exists() -> None:
+    """The name `baton` belongs to somebody else on the package index."""
+    project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
+    names = subprocess.run(["git", "ls-files"], cwd=ROOT, capture_output=True, text=True, check=True, timeout=60).stdout.splitlines()
+    texts = [
+        path.read_text() for name in names if (path := ROOT / name).suffix in (".py", ".md", ".toml", ".yaml", ".proto") and path.is_file()
+    ]
+    hints = {hint for text in texts for hint in HINT.findall(text)}
+    assert len(hints) > 5
+    for name, extras in hints:
+        assert name == project["name"], f"{name}[{extras}]"
+        assert extras.startswith("{") or set(extras.split(",")) <= set(project["optional-dependencies"]), extras
+
+
 def test_proto_is_not_a_python_package() -> None:
     assert not list((ROOT / "proto").rglob("__init__.py"))
 

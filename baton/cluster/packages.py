@@ -49,10 +49,15 @@ def enter() -> None:
 @contextmanager
 def importing() -> Iterator[None]:
     """Around the imports at a start. What they make stays: to look for garbage in it would take a tenth of the start, and would delay
-    answers later."""
+    answers later. An installation for applications lacks what a cluster needs: this ends the process and names the package.
+    """
     gc.disable()
     try:
         yield
+    except ModuleNotFoundError as error:
+        if (error.name or "").split(".")[0] in NAMES:
+            raise
+        sys.exit(f"baton: {error.name} is not installed. Without extras, there is only the client: pip install 'baton-llm[serve]'")
     finally:
         gc.freeze()
         gc.enable()

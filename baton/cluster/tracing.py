@@ -12,7 +12,7 @@ def make_tracer(config: TelemetryConfig, cluster: str, role: str, process: str) 
     try:
         from baton.cluster.otel import OtelTracer, otlp
     except ImportError as error:
-        raise ConfigError(f"telemetry.otlp_endpoint: traces need OpenTelemetry, pip install 'baton[otel]' ({error})") from None
+        raise ConfigError(f"telemetry.otlp_endpoint: traces need OpenTelemetry, pip install 'baton-llm[otel]' ({error})") from None
     resource = {
         semconv.SERVICE_NAME: f"baton-{role}",
         semconv.SERVICE_NAMESPACE: cluster,

@@ -34,7 +34,7 @@ def connect(context: str | None = None) -> "Api":
         from kubernetes import client, config, stream
         from kubernetes.stream import ws_client
     except ImportError as error:
-        raise ConfigError(f"--kubernetes needs the package `kubernetes` ({error}): pip install 'baton[k8s]'") from None
+        raise ConfigError(f"--kubernetes needs the package `kubernetes` ({error}): pip install 'baton-llm[k8s]'") from None
     settings = client.Configuration()
     try:
         try:

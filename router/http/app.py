@@ -202,7 +202,7 @@ class HttpDoor:
         return _json({"status": "ok"})
 
     async def _version(self, request: Request) -> Response:
-        return _json({"version": version("baton")})
+        return _json({"version": version("baton-llm")})
 
     async def _openapi(self, request: Request) -> Response:
         return Response(self._document, media_type="application/json")

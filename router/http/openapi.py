@@ -28,7 +28,7 @@ def document() -> _Json:
     schemas = made["$defs"] | {"Error": _ERROR}
     return {
         "openapi": "3.1.0",
-        "info": {"title": "Baton", "version": version("baton"), "description": "OpenAI-compatible door of a Baton cluster."},
+        "info": {"title": "Baton", "version": version("baton-llm"), "description": "OpenAI-compatible door of a Baton cluster."},
         "paths": paths,
         "components": {"schemas": schemas, "securitySchemes": {"key": {"type": "http", "scheme": "bearer"}}},
         "security": [{}, {"key": []}],

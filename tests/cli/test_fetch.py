@@ -110,4 +110,4 @@ def test_a_missing_library_is_named_with_its_extra(
         monkeypatch.delitem(sys.modules, f"baton.models.fetch.{name}", raising=False)
     monkeypatch.setitem(sys.modules, library, None)
     done = CliRunner().invoke(app, ["fetch", source, str(tmp_path)])
-    assert done.exit_code == 1 and library in done.stderr and f"baton[{extra}]" in done.stderr
+    assert done.exit_code == 1 and library in done.stderr and f"baton-llm[{extra}]" in done.stderr

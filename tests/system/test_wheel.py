@@ -6,14 +6,17 @@ import os
 import subprocess
 import sys
 import sysconfig
+import tomllib
 import venv
 import zipfile
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
+from importlib.metadata import distribution, requires
 from pathlib import Path
 from typing import Any
 
 import pytest
 from live_cluster import ROOT, ends_of_logs
+from packaging.requirements import Requirement
 
 from baton.cluster.packages import NAMES
 
@@ -47,20 +50,50 @@ def wheel(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return made
 
 
-@pytest.fixture(scope="module")
-def installed(wheel: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """The `bin` folder of an environment that sees the libraries of this one but nothing of this checkout."""
-    home = tmp_path_factory.mktemp("environment")
+def environment(home: Path, wheel: Path, libraries: Iterable[Path]) -> Path:
+    """The `bin` folder of an environment with the wheel that sees `libraries` of this one but nothing of this checkout."""
     venv.create(home, with_pip=False, symlinks=True)
     (site,) = home.glob("lib/python*/site-packages")
-    libraries = tmp_path_factory.mktemp("libraries")
-    for entry in Path(sysconfig.get_path("purelib")).iterdir():
-        if entry.name.removesuffix(".py") not in NAMES and not entry.name.endswith(".pth") and not entry.name.startswith("baton-"):
-            (libraries / entry.name).symlink_to(entry)
+    (seen := home / "libraries").mkdir()
+    for entry in libraries:
+        (seen / entry.name).symlink_to(entry)
     pip = [sys.executable, "-m", "pip", "--python", str(home / "bin" / "python")]
     subprocess.run([*pip, "install", "--no-deps", "--no-index", "--quiet", str(wheel)], check=True, timeout=170, cwd=home)
-    (site / "libraries.pth").write_text(f"{libraries}\n")
+    (site / "libraries.pth").write_text(f"{seen}\n")
     return home / "bin"
+
+
+@pytest.fixture(scope="module")
+def installed(wheel: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    found = Path(sysconfig.get_path("purelib")).iterdir()
+    others = [
+        entry
+        for entry in found
+        if entry.name.removesuffix(".py") not in NAMES and entry.suffix != ".pth" and not entry.name.startswith("baton_llm-")
+    ]
+    return environment(tmp_path_factory.mktemp("environment"), wheel, others)
+
+
+def needed_by(requirements: Iterable[str]) -> set[str]:
+    """The distributions that pip would install for `requirements`."""
+    found: set[str] = set()
+    asked = [Requirement(line) for line in requirements]
+    while asked:
+        one = asked.pop()
+        if (one.marker is None or one.marker.evaluate({"extra": ""})) and one.name not in found:
+            found.add(one.name)
+            asked += map(Requirement, requires(one.name) or ())
+    return found
+
+
+@pytest.fixture(scope="module")
+def client_alone(wheel: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """What `pip install baton-llm` gives an application."""
+    plain = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]["dependencies"]
+    files = [file for name in needed_by(plain) for file in distribution(name).files or ()]
+    tops = {file.parts[0] for file in files} - {"..", "__pycache__"}
+    site = Path(sysconfig.get_path("purelib"))
+    return environment(tmp_path_factory.mktemp("application"), wheel, [site / top for top in sorted(tops)])
 
 
 @pytest.fixture
@@ -100,14 +133,14 @@ def test_the_wheel_installs_only_our_packages(wheel: Path, installed: Path) -> N
     assert {name.partition("/")[0] for name in names if ".dist-info/" not in name} == set(NAMES)
     (site,) = installed.parent.glob("lib/python*/site-packages")
     ours = {
-        path.name for path in site.iterdir() if not path.name.startswith(("pip", "setuptools", "baton-", "libraries", "_", "distutils"))
+        path.name for path in site.iterdir() if not path.name.startswith(("pip", "setuptools", "baton_llm-", "libraries", "_", "distutils"))
     }
     assert ours == set(NAMES)
     for needed in ("baton/models/tale/model.safetensors", "baton/models/tale/tokenizer.json", "router/http/static/page.html"):
         assert needed in names, needed
 
 
-def test_the_first_screen_of_the_readme_works(terminal: Terminal) -> None:
+def test_the_first_screen_of_the_readme_works(terminal: Terminal, client_alone: Path) -> None:
     # At its first start an installation compiles its kernels for a minute or more. That is not tested here.
     small = ("--engine.kv-memory-mib", "64", "--engine.compiled", "false")
     up = json.loads(terminal.type("baton", "up", "--detach", *FREE_PORTS, *small))
@@ -122,7 +155,19 @@ def test_the_first_screen_of_the_readme_works(terminal: Terminal) -> None:
         "    print(''.join(stream.texts()))\n"
     )
     assert terminal.type("python", "-P", "-c", snippet).strip()
+    assert terminal.type(str(client_alone / "python"), "-P", "-c", snippet).strip()
     terminal.type("baton", "down")
+
+
+def test_an_application_that_only_asks_installs_a_few_megabytes(client_alone: Path) -> None:
+    installed = {path.name for path in (client_alone.parent / "libraries").iterdir()}
+    assert {"grpc", "google"} <= installed and not installed & {"torch", "numpy", "ray", "numba", "redis", "pydantic", "typer"}
+
+
+@pytest.mark.parametrize("command", [("-m", "baton", "up"), ("-m", "router"), ("-m", "decode_worker")])
+def test_the_client_alone_says_what_a_cluster_needs(client_alone: Path, command: tuple[str, ...]) -> None:
+    done = subprocess.run([client_alone / "python", "-P", *command], capture_output=True, text=True, timeout=60, cwd="/")
+    assert done.returncode == 1 and "pip install 'baton-llm[serve]'" in done.stderr and "Traceback" not in done.stderr
 
 
 def test_plain_python_would_run_the_strangers(terminal: Terminal) -> None:

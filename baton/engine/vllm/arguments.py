@@ -76,9 +76,9 @@ def check_version() -> str:
         except PackageNotFoundError:
             continue
         if found.split(".")[:2] != MINOR.split("."):
-            raise BuildError(f"engine.kind: {name} {found} is installed; this Baton works with {MINOR} alone (pip install 'baton[vllm]')")
+            raise BuildError(f"engine.kind: {name} {found} is installed, and this Baton needs {MINOR} (pip install 'baton-llm[vllm]')")
         return found
-    raise BuildError("engine.kind: vllm is not installed here (pip install 'baton[vllm]'; for a CPU: python scripts/install_vllm.py)")
+    raise BuildError("engine.kind: vllm is not installed here (pip install 'baton-llm[vllm]'; for a CPU: python scripts/install_vllm.py)")
 
 
 def check(options: Options) -> None:

