@@ -9,7 +9,7 @@ from types import MappingProxyType
 from typing import Any, TypeVar
 
 from baton.cluster.errors import BatonError, Reason, Violation, invalid
-from baton.engine.sampling import GREEDY_BELOW, NUMBERS, Range, SamplingParams
+from baton.engine.sampling import GREEDY_BELOW, LEAST_TOP_P, NUMBERS, Range, SamplingParams
 
 ROLES = ("system", "user", "assistant")
 DEFAULT_MAX_TOKENS = 256
@@ -133,6 +133,7 @@ def resolve(ask: Ask, prompt_tokens: int, context: int, draw_seed: int) -> tuple
     numbers: dict[str, Any] = {name: _or(getattr(asked, name), number.default) for name, number in NUMBERS.items()}
     numbers["temperature"] = numbers["temperature"] if numbers["temperature"] >= GREEDY_BELOW else 0.0
     numbers["top_k"] = max(0, numbers["top_k"])
+    numbers["top_p"] = max(LEAST_TOP_P, numbers["top_p"])
     params = SamplingParams(
         max_tokens=max_tokens,
         min_tokens=min(_or(asked.min_tokens, 0), max_tokens),

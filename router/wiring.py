@@ -122,7 +122,8 @@ class RouterProcess:
             reflection.offer((SERVICE, "grpc.health.v1.Health"), public.grpc)
         self.address = public.bind(config.router.port)
         admin_address = admin.bind(config.router.admin_port)
-        http_door = HttpDoor(self.service, tokenizer, self._keys, config.router, lambda: bool(view.decode_workers()), draw_id)
+        metrics = self._metrics.answer if config.telemetry.metrics else None
+        http_door = HttpDoor(self.service, tokenizer, self._keys, config.router, lambda: bool(view.decode_workers()), draw_id, metrics)
         self._closers.push_async_callback(self._tasks.close)
         http = self._http(allow_origins(http_door, config.router.cors_origins))
         http_address = http.bind(config.router.http_port)

@@ -10,6 +10,7 @@ from dataclasses import dataclass, field, fields
 from types import MappingProxyType
 from typing import Any
 
+LEAST_TOP_P = 1e-9  # what 0 becomes: samplers search for a share that is more than nothing
 GREEDY_BELOW = 1e-5  # temperatures below this count as 0: the division would overflow float32
 INT32 = 2**31 - 1
 _MASK = (1 << 64) - 1
@@ -60,7 +61,7 @@ class SamplingParams:
     min_tokens: int = 0
     temperature: float = _number(1.0, 0, 100, "0 is greedy")
     top_k: int = _number(0, -1, INT32, "keep the k likeliest tokens and those that tie with the last of them; 0 or -1: keep all")
-    top_p: float = _number(1.0, 0, 1, "keep the likeliest tokens that hold this share of the probability left by top_k", above_low=True)
+    top_p: float = _number(1.0, 0, 1, "keep the likeliest tokens that hold this share of the probability left by top_k; 0: the likeliest")
     min_p: float = _number(0.0, 0, 1, "keep the tokens with at least this share of the likeliest token's probability")
     # KoboldAI's top-a: it cuts a lot when the model is sure, and little when it is not.
     top_a: float = _number(0.0, 0, 1, "keep the tokens with at least this share of the square of the likeliest token's probability")

@@ -15,7 +15,7 @@ import asyncio
 import logging
 import re
 import time
-from collections.abc import AsyncGenerator, Callable, Iterable, Sequence
+from collections.abc import AsyncGenerator, Awaitable, Callable, Iterable, Sequence
 from contextlib import aclosing
 from importlib.metadata import version
 from typing import Any, TypeVar
@@ -31,7 +31,10 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 from baton.cluster.config_router import RouterConfig
 from baton.cluster.errors import BatonError, Reason
 from baton.cluster.keys import ApiKeys
+from baton.cluster.page_server import Headers as RawHeaders
+from baton.cluster.page_server import Page
 from router.http import openai_in
+from router.http.encoding import IDENTITY, check_encoding, unpack
 from router.http.errors import HttpError, bad_value, to_http, to_json
 from router.http.event_id import HEADER, Numbering, last_event, resume
 from router.http.openai_in import Asked, Caller
@@ -63,14 +66,16 @@ class HttpDoor:
         config: RouterConfig,
         serving: Callable[[], bool],
         draw_id: Callable[[], str],
+        metrics: Callable[[bytes, RawHeaders], Awaitable[Page]] | None = None,
     ) -> None:
-        """`serving` returns whether a request could be answered now."""
+        """`serving` returns whether a request could be answered now; `metrics` answers GET /metrics, to those who may read them."""
         self._service = service
         self._tokenizer = tokenizer
         self._keys = keys
         self._config = config
         self._serving = serving
         self._draw_id = draw_id
+        self._metrics = metrics
         self._created = int(time.time())
         self._document = to_json(document())
         routes = [
@@ -85,6 +90,7 @@ class HttpDoor:
             Route("/livez", self._live),
             Route("/version", self._version),
             Route("/openapi.json", self._openapi),
+            *([] if metrics is None else [Route("/metrics", self._scrape)]),
         ]
         self._router = Router(routes, redirect_slashes=False)
 
@@ -93,6 +99,7 @@ class HttpDoor:
         request_id = given if REQUEST_ID.fullmatch(given) else self._draw_id()
         scope["app"] = self  # starlette's router looks for it before it refuses
         scope["state"] = {"request_id": request_id}
+        scope["path"] = scope["path"].rstrip("/") or "/"  # some clients end a path with a slash, and a redirect would lose their body
         started = False
 
         async def tell(message: Message) -> None:
@@ -204,6 +211,14 @@ class HttpDoor:
     async def _version(self, request: Request) -> Response:
         return _json({"version": version("baton-llm")})
 
+    async def _scrape(self, request: Request) -> Response:
+        """Stricter than the port for metrics: the public may reach this port through a proxy on the same host."""
+        assert self._metrics is not None
+        if self._keys and not self._keys.is_admin(request.headers.get("authorization")):
+            raise BatonError(Reason.UNAUTHENTICATED, "metrics need an API key with admin=yes")
+        status, kind, body = await self._metrics(b"/metrics", request.headers.raw)
+        return Response(body, status, media_type=kind)
+
     async def _openapi(self, request: Request) -> Response:
         return Response(self._document, media_type="application/json")
 
@@ -238,6 +253,8 @@ class HttpDoor:
                         raise too_long
         except TimeoutError:
             raise HttpError(408, "the body did not arrive in time", headers={"connection": "close"}) from None
+        if (encoding := _encoding(request.headers)) != IDENTITY:
+            return await asyncio.to_thread(unpack, bytes(body), encoding, most)
         return bytes(body)
 
     def _refusal(self, error: BaseException) -> HttpError:
@@ -332,8 +349,11 @@ def _check_type(headers: Headers) -> None:
     charsets: Sequence[str] = [option.removeprefix("charset=").strip('"') for option in options if option.startswith("charset=")]
     if kind != "application/json" or any(charset not in ("utf-8", "utf8") for charset in charsets):
         raise HttpError(415, "send the body as content-type: application/json, in UTF-8")
-    if headers.get("content-encoding", "identity").lower() != "identity":
-        raise HttpError(415, "a body with a content-encoding is not accepted")
+    check_encoding(_encoding(headers))
+
+
+def _encoding(headers: Headers) -> str:
+    return headers.get("content-encoding", IDENTITY).strip().lower()
 
 
 def _timeout_s(request: Request) -> float | None:

@@ -142,7 +142,10 @@ class Connection(asyncio.Protocol):
 
     def data_received(self, data: bytes) -> None:
         self._clear("idle")
-        self._parser.receive_data(data)
+        if self._parser.their_state in (h11.IDLE, h11.DONE) and not self._parser.trailing_data[0]:
+            data = data.lstrip(b"\r\n")  # RFC 9112, 2.2: there may be empty lines before a request
+        if data:  # for h11, nothing is the end of the connection
+            self._parser.receive_data(data)
         self._advance()
         self._await_head()
 

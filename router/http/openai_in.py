@@ -26,6 +26,7 @@ from pydantic import (
     Tag,
     WithJsonSchema,
     create_model,
+    model_validator,
 )
 from pydantic import ValidationError as Invalid
 from pydantic_core import CoreSchema, core_schema
@@ -103,9 +104,17 @@ def neutral(*values: Any) -> Neutral:
 
 
 class Body(BaseModel):
-    """Strict: neither `true` nor `"1"` is a number. null is the same as absent."""
+    """Strict: neither `true` nor `"1"` is a number. null is the same as absent, also where the name is unknown: clients send the names of
+    other servers' parameters with null."""
 
-    model_config = ConfigDict(strict=True, extra="forbid", frozen=True)
+    model_config = ConfigDict(strict=True, extra="forbid", frozen=True, json_schema_extra={"additionalProperties": {"type": "null"}})
+
+    @model_validator(mode="before")
+    @classmethod
+    def _nulls_are_absent(cls, given: Any) -> Any:
+        if type(given) is dict and None in given.values():
+            return {name: value for name, value in given.items() if value is not None}
+        return given
 
 
 def _sized(most: int, what: str, otherwise: str) -> Callable[[Any], str]:
@@ -165,19 +174,27 @@ class StreamOptions(Body):
 class Part(Body):
     type: Annotated[Any, neutral("text")]
     text: Annotated[str, Rule("must be a string")]
+    id: Whatever = None  # of LangChain
+    cache_control: Whatever = None  # of Anthropic, which LiteLLM passes on
+    annotations: Annotated[Any, neutral([])] = None
 
 
+_CONTENT = Rule("must be a string or a list of parts")
 Content = Annotated[
     Annotated[str, Tag("text")] | Annotated[list[Part], Field(min_length=1, fail_fast=True), Tag("parts")],
     Discriminator(_kind),
-    Rule("must be a string or a list of parts"),
+    _CONTENT,
 ]
 
 
 class Message(Body):
     role: Annotated[str, Rule("must be a string"), WithJsonSchema({"enum": ["system", "developer", "user", "assistant"]})]
-    content: Content
+    content: Annotated[Content | None, _CONTENT] = None
     name: String = None
+    id: Whatever = None
+    type: Annotated[Any, neutral("message", "text")] = None  # of the responses API; of lm-eval
+    cache_control: Whatever = None
+    reasoning_content: Annotated[Any, neutral("")] = None
     tool_calls: Annotated[Any, neutral([])] = None
     function_call: Annotated[Any, neutral()] = None
     refusal: Annotated[Any, neutral()] = None
@@ -397,15 +414,17 @@ _MODELS: Mapping[str, type[Body]] = {"messages": Message, "content": Part, "stre
 
 def _conversation(given: list[Message]) -> tuple[tuple[tuple[str, str], ...], tuple[str, ...]]:
     """(role, content) of each message, and their names if any has one. The text parts of a content become its lines."""
-    messages = tuple(
-        (
-            "system" if one.role == "developer" else one.role,
-            one.content if isinstance(one.content, str) else "\n".join(part.text for part in one.content),
-        )
-        for one in given
-    )
+    messages = tuple(("system" if one.role == "developer" else one.role, _content(one, i)) for i, one in enumerate(given))
     names = tuple(one.name or "" for one in given)
     return messages, names if any(names) else ()
+
+
+def _content(message: Message, i: int) -> str:
+    """An assistant's turn may have none: some clients keep it so when the answer was empty. Raises HttpError."""
+    if message.content is None and message.role != "assistant":
+        raise bad_value(f"messages[{i}].content", "must be given", "missing_required_parameter")
+    content = message.content or ""
+    return content if isinstance(content, str) else "\n".join(part.text for part in content)
 
 
 def _sampling(given: Generation, **more: Any) -> AskSampling:
@@ -415,7 +434,7 @@ def _sampling(given: Generation, **more: Any) -> AskSampling:
     if "logit_bias" in told:
         told["logit_bias"] = {int(id_): bias for id_, bias in told["logit_bias"].items()}
     stop = told.get("stop", ())
-    told["stop"] = (stop,) if isinstance(stop, str) else tuple(stop)
+    told["stop"] = tuple(filter(None, [stop])) if isinstance(stop, str) else tuple(stop)  # "" asks for nothing, as at other servers
     told["stop_token_ids"] = tuple(told.get("stop_token_ids", ()))
     return AskSampling(**told)
 

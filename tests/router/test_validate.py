@@ -50,7 +50,7 @@ BAD: list[tuple[str, Callable[[], Ask]]] = [
     ("token_ids.ids[0]", lambda: ask(token_ids=(2**32 - 1,))),
     # F96: sampling
     *[("sampling.temperature", lambda v=v: sampling(temperature=v)) for v in (NAN, INF, -INF, -1.0, 100.5, 1e38)],
-    *[("sampling.top_p", lambda v=v: sampling(top_p=v)) for v in (NAN, INF, 0.0, -0.0, -0.1, 1.001)],
+    *[("sampling.top_p", lambda v=v: sampling(top_p=v)) for v in (NAN, INF, -0.1, 1.001)],
     *[("sampling.top_k", lambda v=v: sampling(top_k=v)) for v in (-2, 1 << 31)],
     *[("sampling.min_p", lambda v=v: sampling(min_p=v)) for v in (NAN, -0.1, 1.1)],
     *[("sampling.repetition_penalty", lambda v=v: sampling(repetition_penalty=v)) for v in (NAN, INF, 0.0, -1.0, 1e-38, 101.0, 1e38)],
@@ -153,6 +153,12 @@ def test_the_limits_decide_what_is_refused() -> None:
     small = Limits(max_prompt_bytes=10, max_request_id=10, max_stop=1)
     assert {violation.field for violation in refused(bad, small).violations} == {"text", "request_id", "sampling.stop"}
     check(bad, LIMITS, NAMES, VOCAB)
+
+
+@pytest.mark.parametrize("top_p", [0.0, -0.0])
+def test_a_top_p_of_nothing_keeps_the_likeliest_token(top_p: float) -> None:
+    check(asked := ask(sampling=AskSampling(top_p=top_p)), LIMITS, NAMES, VOCAB)
+    assert resolve(asked, 10, 1000, draw_seed=5)[0].top_p == 1e-9  # for which the samplers' tests show it
 
 
 def test_missing_parameters_get_defaults() -> None:

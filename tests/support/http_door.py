@@ -92,6 +92,7 @@ class House:
     workers: bool = True
     shared_prefixes: bool = False
     receipt_key: bytes = b"k" * 32  # routers of one cluster have the same
+    metrics: Any = None
 
     def __post_init__(self) -> None:
         view = ClusterView(self.tokenizer.fingerprint)
@@ -110,7 +111,7 @@ class House:
             draws=Draws(lambda: 77, draw_id),
             tenancy=Tenancy(shared_prefixes=self.shared_prefixes, receipt_key=self.receipt_key),
         )
-        self.door = HttpDoor(self.service, self.tokenizer, self.keys, self.config, lambda: self.serving, draw_id)
+        self.door = HttpDoor(self.service, self.tokenizer, self.keys, self.config, lambda: self.serving, draw_id, self.metrics)
 
     async def post(self, path: str, body: Any = None, **options: Any) -> "Answer":
         return await Call(self.door, "POST", path, HELLO if body is None else body, **options).run()

@@ -1,8 +1,10 @@
 """The routes of the HTTP door over a scripted service: answers, refusals, and that every outcome frees the request."""
 
 import asyncio
+import gzip
 import json
-from collections.abc import AsyncGenerator
+import zlib
+from collections.abc import AsyncGenerator, Callable, Iterable
 from hashlib import sha256
 from typing import Any
 
@@ -198,7 +200,7 @@ async def test_before_the_first_worker_requests_are_refused(tokenizer: Tokenizer
     [
         ({"temperature": -1}, "temperature", "invalid_value"),
         ({"temperature": 1e400}, "temperature", "invalid_value"),
-        ({"top_p": 0}, "top_p", "invalid_value"),
+        ({"top_p": -1}, "top_p", "invalid_value"),
         ({"top_k": -2}, "top_k", "invalid_value"),
         ({"min_p": 1.5}, "min_p", "invalid_value"),
         ({"presence_penalty": 3}, "presence_penalty", "invalid_value"),
@@ -264,8 +266,10 @@ async def test_the_error_for_a_bad_prompt_names_its_position(house: House, path:
         ({"content-type": ""}, 415),
         ({"content-type": "application/json; charset=latin-1"}, 415),
         ({"content-type": "Application/JSON; Charset=UTF-8"}, 200),
-        ({"content-encoding": "gzip"}, 415),
+        ({"content-encoding": "br"}, 415),
+        ({"content-encoding": "gzip, gzip"}, 415),
         ({"content-encoding": "identity"}, 200),
+        ({"content-encoding": ""}, 415),
         ({"content-length": "999999999"}, 413),
     ],
 )
@@ -273,6 +277,31 @@ async def test_bodies_of_other_types_are_refused(house: House, headers: dict[str
     answer = await house.post(CHAT, headers=headers)
     assert answer.status == status
     assert status == 200 or answer.error["code"] in ("unsupported_media_type", "request_entity_too_large")
+
+
+def gzipped(data: bytes) -> bytes:
+    return gzip.compress(data)
+
+
+@pytest.mark.parametrize(("name", "pack"), [("gzip", gzipped), ("GZIP", gzipped), ("x-gzip", gzipped), ("deflate", zlib.compress)])
+async def test_a_compressed_body_is_unpacked(house: House, name: str, pack: Callable[[bytes], bytes]) -> None:
+    answer = await house.post(CHAT, pack(json.dumps(HELLO).encode()), headers={"content-encoding": name})
+    assert answer.status == 200
+
+
+async def test_a_compressed_body_is_bounded_where_it_is_unpacked(tokenizer: Tokenizer) -> None:
+    house = House(tokenizer, config=RouterConfig(max_message_bytes=1 << 16))
+    body = json.dumps(HELLO).encode()
+    for packed, status in (
+        (gzipped(body.ljust(1 << 16)), 200),
+        (gzipped(body.ljust((1 << 16) + 1)), 413),
+        (gzipped(b"{" + b" " * (64 << 20)), 413),
+        (gzipped(body)[:-1], 400),
+        (gzipped(body) + b"x", 400),
+        (body, 400),
+    ):
+        assert (await house.post(CHAT, packed, headers={"content-encoding": "gzip"})).status == status
+    house.check()
 
 
 async def test_the_actual_length_of_a_body_counts_and_not_the_announced_one(tokenizer: Tokenizer) -> None:
@@ -284,12 +313,33 @@ async def test_the_actual_length_of_a_body_counts_and_not_the_announced_one(toke
 
 async def test_unknown_paths_and_methods_are_refused(house: House) -> None:
     assert (await house.get("/v1/embeddings")).error["code"] == "not_found"
-    assert (await house.get("/v1/chat/completions/")).status == 404
     for method in ("GET", "OPTIONS", "PUT", "DELETE"):
         answer = await house.get(CHAT, method=method)
         assert (answer.status, answer.error["code"], answer.headers["allow"]) == (405, "method_not_allowed", "POST")
         assert not any(name.startswith("access-control") for name in answer.headers)
     assert (await house.get("/livez", method="HEAD")).status == 200
+
+
+async def test_a_slash_at_the_end_of_a_path_changes_nothing(house: House) -> None:
+    assert (await house.post(f"{CHAT}/", json.dumps(HELLO).encode())).status == 200
+    assert (await house.get("/v1/models/")).status == 200 and (await house.get("/")).status == 404
+
+
+async def test_metrics_are_shown_to_those_who_may_read_them(tokenizer: Tokenizer) -> None:
+    asked: list[list[tuple[bytes, bytes]]] = []
+
+    async def metrics(path: bytes, headers: Iterable[tuple[bytes, bytes]]) -> tuple[int, str, bytes]:
+        asked.append(list(headers))
+        return 403, "text/plain", b"no"
+
+    house = House(tokenizer, metrics=metrics)
+    bearer = {"authorization": "Bearer x"}
+    assert (await house.get("/metrics", headers=bearer)).status == 403 and (b"authorization", b"Bearer x") in asked[0]
+    assert (await House(tokenizer).get("/metrics")).status == 404
+    for admin, status in ((False, 401), (True, 403)):
+        keys = ApiKeys([Entry("n", sha256(b"x").digest(), "t", admin=admin)])
+        assert (await House(tokenizer, keys=keys, metrics=metrics).get("/metrics", headers=bearer)).status == status
+    assert len(asked) == 2
 
 
 @pytest.mark.parametrize(

@@ -84,6 +84,33 @@ def test_an_answer_can_be_sent_back_with_the_fields_that_clients_keep() -> None:
     assert ask_chat([*HELLO, kept]).asks[0].messages == (("user", "hello"), ("assistant", "hi"))
 
 
+def test_members_that_clients_add_and_that_ask_for_nothing_are_accepted() -> None:
+    part = {"type": "text", "text": "hi", "id": "1", "cache_control": {"type": "ephemeral"}, "annotations": []}  # LangChain, LiteLLM
+    message = {"role": "user", "content": [part], "type": "message", "id": "2", "cache_control": {"type": "ephemeral"}}
+    assert ask_chat([message, HELLO[0] | {"type": "text"}]).asks[0].messages == (("user", "hi"), ("user", "hello"))  # lm-eval
+    assert ask_chat(stop="", top_p=0).asks[0].sampling == AskSampling(top_p=0, default_max_tokens=1 << 31)
+
+
+def test_null_is_absent_everywhere() -> None:
+    part = {"type": "text", "text": "hi", "of_another_api": None}
+    asked = ask_chat([{"role": "user", "content": [part], "reasoning_content": None, "tool_call_id": None}], guided_json=None, stop=None)
+    assert asked == ask_chat([{"role": "user", "content": "hi"}])
+    options = {"include_usage": True, "of_another_api": None}
+    assert ask_completion(stream=True, stream_options=options, guided_regex=None).include_usage
+    assert refused(ask_chat, guided_json={}).code == refused(ask_chat, guided_json=0).code == "unknown_parameter"
+    assert refused(ask_chat, logit_bias={"1": None}).param == "logit_bias"
+
+
+def test_an_assistants_turn_may_be_empty_and_no_other() -> None:
+    for turn in ({"role": "assistant", "content": None}, {"role": "assistant"}, {"role": "assistant", "content": ""}):
+        assert ask_chat([*HELLO, turn]).asks[0].messages == (("user", "hello"), ("assistant", ""))
+    wrong: list[dict[str, Any]] = [{"role": "user", "content": None}, {"role": "system"}, {"role": "assistant", "content": []}]
+    for turn in wrong:
+        error = refused(ask_chat, [*HELLO, turn])
+        assert error.param == "messages[1].content"
+        assert error.code == ("missing_required_parameter" if turn["role"] != "assistant" else "invalid_value")
+
+
 @pytest.mark.parametrize(
     ("prompt", "texts", "ids"),
     [

@@ -255,6 +255,21 @@ async def test_garbage_is_refused_and_the_connection_closed(tokenizer: Tokenizer
         await running.freed()
 
 
+@pytest.mark.parametrize("empty", [b"\r\n", b"\r\n\r\n", b"\n"])
+async def test_empty_lines_before_a_request_are_nothing(tokenizer: Tokenizer, empty: bytes) -> None:
+    gate = asyncio.Event()
+    async with serving(tokenizer, Script(gate=gate, gate_at=1)) as running:
+        client = await running.connect()
+        client.send(empty)
+        client.send(empty + request())
+        await settled(lambda: len(running.house.script.begun) == 1)
+        client.send(empty)  # after a body, while the answer is being made
+        gate.set()
+        assert (await client.response())[0] == 200
+        client.send(empty + request())
+        assert (await client.response())[0] == 200
+
+
 async def test_garbage_after_a_request_in_progress_leaks_nothing(tokenizer: Tokenizer) -> None:
     gate = asyncio.Event()
     async with serving(tokenizer, Script(gate=gate, gate_at=1)) as running:
