@@ -2,10 +2,9 @@
 
     python benchmarks/gpu.py OUT [--only g2,g3] [--backend auto] [--cpu-smoke]
 
-Full numbers go to OUT/gpu.json, with the cost table of steps (seconds by batch, context and chunk) that a simulator reads; a short table is
-printed last. Needs torch, transformers, triton and safetensors, and under eight minutes: a section that fails, or that no time is left for,
-says so, and the others run. Without a CUDA device it exits with status 2; `--cpu-smoke` walks through the same code with toy shapes on the
-CPU.
+Full numbers go to OUT/gpu.json, with the cost table of steps (seconds by batch, context and chunk); a short table is printed last. Needs
+torch, transformers, triton and safetensors, and under eight minutes: a section that fails, or that no time is left for, says so, and the
+others run. Without a CUDA device it exits with status 2; `--cpu-smoke` walks through the same code with toy shapes on the CPU.
 
 Weights are random, which does not affect speed. Correctness (G1) is measured against `transformers` on the same weights.
 """

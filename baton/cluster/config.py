@@ -69,7 +69,12 @@ class PoolConfig(Section):
     replicas: int = Field(default=1, ge=0, le=1024, description="Workers in this pool.")
     port: int = Field(default=0, ge=0, le=65535, description="gRPC port of a worker that is started by hand; 0: any free one.")
     cpus: float = Field(default=1.0, ge=0, le=1024, description="CPUs that Ray reserves for one worker.")
-    gpus: float = Field(default=0.0, ge=0, le=64, description="GPUs that Ray reserves for one worker.")
+    gpus: float = Field(
+        default=0.0,
+        ge=0,
+        le=64,
+        description="GPUs of one worker: Ray reserves them; the local launcher takes them from CUDA_VISIBLE_DEVICES, if that is set.",
+    )
     drain_s: float = Field(default=30.0, ge=0, le=3600, description="How long a stopping worker waits for its requests to finish, seconds.")
     placement: Placement = Field(
         default="spread",

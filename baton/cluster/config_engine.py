@@ -75,7 +75,10 @@ class KvConfig(Section):
     )
     reap_interval_s: float = Field(default=0.25, gt=0, le=60, description="How often a worker looks for expired leases, seconds.")
     read_timeout_s: float = Field(
-        default=5.0, gt=0, le=3600, description="Time limit for reading the KV of one handoff, seconds; must be less than lease_ttl_s."
+        default=5.0,
+        gt=0,
+        le=3600,
+        description="Time limit for one copy of KV from another worker, at most 8 MiB, seconds; must be less than lease_ttl_s.",
     )
     live: bool = Field(
         default=True, description="A decode worker reads the KV of a long prompt while the rest of the prompt is still being computed."

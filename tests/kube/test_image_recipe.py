@@ -24,6 +24,12 @@ def test_vllm_is_asked_for_only_where_the_engine_is_vllm() -> None:
     assert with_it - without == {"vllm>=0.32,<0.33"} and not without - with_it
 
 
+def test_the_image_has_what_the_configuration_may_ask_for() -> None:
+    """`telemetry.otlp_endpoint` is a value of the chart, and the extra `otel` is what it needs."""
+    names = {re.split(r"[^\w-]", line)[0] for line in requirements("cpu", "").stdout.splitlines()}
+    assert {"torch", "grpcio", "opentelemetry-sdk", "opentelemetry-exporter-otlp-proto-grpc", "huggingface-hub", "boto3"} <= names
+
+
 @pytest.mark.parametrize("arguments", [("cpu", "", "sglang"), ("cpu", "vllm"), ("rocm", "")])
 def test_an_unknown_engine_extra_or_variant_is_refused(arguments: tuple[str, ...]) -> None:
     done = requirements(*arguments)

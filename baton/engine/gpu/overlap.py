@@ -20,7 +20,8 @@ This has further consequences:
 The pool of such an engine may be on a device. What is held is copied to the pool's host memory, where transports read it, and what is
 adopted is copied from there: `to_host`, `to_device`.
 
-A token reaches its reader as early as without overlap: when its step has ended. A new sequence starts one step later.
+A token reaches its reader as early as without overlap: when its step has ended. A new sequence starts one step later. What is held is an
+exception: its KV is copied to the host behind the next step on the same stream, so its first token comes one step late.
 """
 
 from collections.abc import Sequence as Seq
