@@ -86,18 +86,32 @@ class ChatTemplate:
         """Renders the conversation without the contents and names: the template gets stand-ins that it cannot tell from text.
 
         A stand-in keeps the white space at both ends of its content, so a template that trims or strips it does the same as to the content.
-        A content of nothing but white space is not replaced. Raises what `render` raises, and INTERNAL if the template takes stand-ins
-        apart.
+        A content of nothing but white space is not replaced. Raises TakenApart if the template does not leave the stand-ins whole.
         """
         cores = [text.strip() for text in (*(content for _, content in messages), *names)]
         hidden = [_hide(i, content, core) for i, ((_, content), core) in enumerate(zip(messages, cores, strict=False))]
         hidden_names = [_hide(i, name, cores[i]) for i, name in enumerate(names, len(messages))]
-        parts = _STAND_IN.split(
-            self.render([(role, text) for (role, _), text in zip(messages, hidden, strict=True)], hidden_names)
-        )  # text, number, text, number, …, text
+        try:
+            text = self.render([(role, text) for (role, _), text in zip(messages, hidden, strict=True)], hidden_names)
+        except BatonError:
+            raise TakenApart from None
+        parts = _STAND_IN.split(text)  # text, number, text, number, …, text
         if any(HOLE in part or _END in part for part in parts[::2]):
-            raise BatonError(Reason.INTERNAL, "the chat template takes message contents apart")
+            raise TakenApart
         return Outline(HOLE.join(parts[::2]), tuple(cores[int(number)] for number in parts[1::2]))
+
+    def silhouette(self, messages: Sequence[Message], names: Sequence[str] = ()) -> str:
+        """Renders the conversation with a HOLE for each character of the contents and names that is not white space. A template that cuts
+        or reverses them writes as much text as with the real ones. Raises what `render` raises."""
+        return self.render([(role, _blank(content)) for role, content in messages], [_blank(name) for name in names])
+
+
+class TakenApart(Exception):
+    """A template changes the contents in such a way that no outline shows what it wrote itself."""
+
+
+def _blank(text: str) -> str:
+    return "".join(char if char.isspace() else HOLE for char in text)
 
 
 def _hide(number: int, text: str, core: str) -> str:

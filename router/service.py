@@ -10,7 +10,7 @@ goes on from there, as it does after the death of a worker. A receipt (`router.r
 import secrets
 from collections.abc import AsyncGenerator, AsyncIterator, Callable
 from contextlib import aclosing, asynccontextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from time import monotonic, time
 from typing import Any, TypeVar
 
@@ -182,6 +182,8 @@ class GenerateService:
         longest = self.max_model_len
         context = None if longest is None else Context(longest, self._tokenizer.longest_token)
         check(ask, _LIMITS, (self.model_name,), self._tokenizer.vocab_size, context)
+        if ask.sampling.stop:
+            self._tokenizer.stop_tokens(ask.sampling.stop)
 
     def _served(self) -> Served:
         if self._view.served is None:
@@ -214,6 +216,8 @@ class GenerateService:
         served = self._served()
         prompt = await self._tokenize(ask, deadline)
         params, stops = resolve(ask, len(prompt), served.max_model_len, self._draws.seed())
+        if stops:
+            params = replace(params, stop_token_ids=params.stop_token_ids | self._tokenizer.stop_tokens(stops))
         id_ = ask.request_id or (receipt.request_id if receipt else self._draws.request_id())
         output = list(ask.output_so_far)
         text = Transcript(self._tokenizer, prompt, params, stops)

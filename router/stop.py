@@ -18,19 +18,24 @@ class StopMatcher:
         self._held = ""
         self._matched: str | None = None
 
-    def push(self, text: str) -> tuple[str, str | None]:
-        """Returns the text that is certainly output, and the stop string that ended it, if any. After that, nothing more is output."""
+    def push(self, text: str, may_end: bool = True) -> tuple[str, str | None]:
+        """Returns the text that is certainly output, and the stop string that ended it, if any. After that, nothing more is output.
+
+        A stop string that `text` completes while the output may not end yet is output. Later text may still complete another one that
+        began in it.
+        """
         if not self._stops:
             return text, None
         if self._matched is not None:
             return "", self._matched
         for position, char in enumerate(text, 1):
-            self._matched = self._advance(char)
+            completed = self._advance(char)
+            self._matched = completed if may_end else None
             if self._matched is not None:
                 seen, self._held = self._held + text[:position], ""
                 return seen[: -len(self._matched)], self._matched
         seen = self._held + text
-        keep = len(seen) - max(self._lengths, default=0)
+        keep = len(seen) - max(map(self._open, range(len(self._stops))))
         self._held = seen[keep:]
         return seen[:keep], None
 
@@ -40,12 +45,17 @@ class StopMatcher:
         self._lengths = [0] * len(self._stops)
         return held
 
+    def _open(self, i: int) -> int:
+        """The characters at the end of the text that may yet become stop string `i`; a completed one no longer can."""
+        length = self._lengths[i]
+        return self._borders[i][-1] if length == len(self._stops[i]) else length
+
     def _advance(self, char: str) -> str | None:
         """One step of Knuth, Morris and Pratt's matcher for each stop string."""
         best = None
         for i, stop in enumerate(self._stops):
             length = self._lengths[i]
-            while length and stop[length] != char:
+            while length and (length == len(stop) or stop[length] != char):  # equal: the output could not end there
                 length = self._borders[i][length - 1]
             self._lengths[i] = length = length + (stop[length] == char)
             if length == len(stop) and (best is None or length > len(best)):

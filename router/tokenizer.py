@@ -11,7 +11,8 @@ them by their spelling in the text:
 The tokenizer itself would have cut the text into the same pieces, so for contents without control tokens the ids are exactly those of
 `transformers`. White space that the template trims from a content is trimmed here too. A template that inspects the contents (for example,
 one that drops an assistant's reasoning) renders a text that differs from the outline. That text is used if no control token in it can stem
-from a content. Otherwise the outline is used, without the changes that the template would have made.
+from a content. Otherwise the outline is used, without the changes that the template would have made. A template that cuts or reverses
+contents has no outline; then there is only the text, and a conversation from which a control token could stem is refused.
 
 Other threads must be able to run meanwhile, above all the one with the event loop. The library's `Tokenizer.encode` holds the GIL until it
 is done (0.8 s for 1 MiB); `encode_batch` does not, so everything goes through it. Reading an Encoding as a Python list holds the GIL too,
@@ -29,7 +30,7 @@ import tokenizers
 from tokenizers import AddedToken, Encoding
 
 from baton.cluster.errors import invalid
-from router.chat_template import ChatTemplate, Message, Outline, fill
+from router.chat_template import ChatTemplate, Message, Outline, TakenApart, fill
 from router.validate import too_long
 
 _NAMED = ("bos_token", "eos_token", "unk_token", "sep_token", "pad_token", "cls_token", "mask_token")
@@ -111,10 +112,17 @@ class Tokenizer:
             raise invalid("chat", "this model has no chat template; send text")
         self._check_count([content for _, content in messages], most, "chat")
         text = self._chat.render(messages, names)
-        outline = self._chat.outline(messages, names)
+        data = [*(content for _, content in messages), *names]
+        try:
+            outline = self._chat.outline(messages, names)
+        except TakenApart:
+            ids = self._parse(text)
+            if not self._all_from_template(ids, self._chat.silhouette(messages, names), data):
+                raise invalid("chat", "has text that the chat template cuts up and that this model could read as a control token") from None
+            return ids
         if text != outline.text:
             ids = self._parse(text)
-            if self._all_from_template(ids, outline, [*(content for _, content in messages), *names]):
+            if self._all_from_template(ids, outline.shape, data):
                 return ids
         return list(self._encode_outline(outline))
 
@@ -129,6 +137,22 @@ class Tokenizer:
                 count += max(0, len(encoding) - _CUT_COSTS)
                 if count >= most:
                     raise too_long(field, count, most, "at least ")
+
+    def stop_tokens(self, stops: Sequence[str]) -> frozenset[int]:
+        """The control tokens that stop strings spell: they have no text, so no search in the text could find them.
+
+        Raises INVALID_FIELD (`sampling.stop[i]`) for a stop string that has a control token inside: no output can contain that.
+        """
+        found = set()
+        for i, stop in enumerate(stops):
+            if (id_ := self.id_for(stop)) in self._control:
+                found.add(id_)
+            elif inside := self._controls(self._parse(stop)):
+                name = self.name(inside[0])
+                raise invalid(
+                    f"sampling.stop[{i}]", f"no text contains the control token {name}; name its id, {inside[0]}, in stop_token_ids"
+                )
+        return frozenset(id_ for id_ in found if id_ is not None)
 
     def id_for(self, token: str | None) -> int | None:
         """The id of a token by its spelling in the vocabulary."""
@@ -156,11 +180,11 @@ class Tokenizer:
     def _parse(self, text: str) -> list[int]:
         return _encode(self._parser, text).ids
 
-    def _all_from_template(self, ids: list[int], outline: Outline, data: Sequence[str]) -> bool:
-        """True if no control token of the text encoded as `ids` can stem from `data`."""
+    def _all_from_template(self, ids: list[int], shape: str, data: Sequence[str]) -> bool:
+        """True if no control token of the text encoded as `ids` can stem from `data`. `shape`: that text without `data`."""
         if any(self._controls(self._parse(text)) for text in data):
             return False
-        return self._controls(ids) == self._controls(self._parse(outline.shape))
+        return self._controls(ids) == self._controls(self._parse(shape))
 
     def _controls(self, ids: Iterable[int]) -> list[int]:
         return [id_ for id_ in ids if id_ in self._control]

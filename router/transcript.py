@@ -29,15 +29,20 @@ class Transcript:
     def push(self, token_id: int) -> str:
         """The text that the token completes and that is certainly output. A stop token that ends the output has no text."""
         self.length += 1
-        hidden = token_id in self._params.stop_token_ids and self.length >= self._params.min_tokens
-        visible, self.stop = self._matcher.push("" if hidden else self._text.push(token_id))
+        hidden = token_id in self._params.stop_token_ids and self._may_end
+        visible, self.stop = self._matcher.push("" if hidden else self._text.push(token_id), self._may_end)
         self.shown += len(visible)
         return visible
 
     def flush(self) -> str:
         """Returns what was held back, at the end of the output. It may still complete a stop string."""
-        visible, self.stop = self._matcher.push(self._text.flush())
+        visible, self.stop = self._matcher.push(self._text.flush(), self._may_end)
         return visible if self.stop is not None else visible + self._matcher.flush()
+
+    @property
+    def _may_end(self) -> bool:
+        """Neither a stop token nor a stop string ends an output of fewer tokens than `min_tokens`."""
+        return self.length >= self._params.min_tokens
 
     def replay(self, output: Sequence[int], eos: Collection[int]) -> FinishReason | None:
         """Pushes tokens that were streamed before. Returns why the output ends with the last of them; None: it goes on.
@@ -57,6 +62,6 @@ class Transcript:
         params = self._params
         if self.stop is not None:
             return "stop"
-        if self.length >= params.min_tokens and (last in params.stop_token_ids or (last in eos and not params.ignore_eos)):
+        if self._may_end and (last in params.stop_token_ids or (last in eos and not params.ignore_eos)):
             return "stop"
         return "length" if self.length >= params.max_tokens else None

@@ -130,6 +130,7 @@ NAMED: dict[str, tuple[Model, dict[str, Any]]] = {
     "characters of several bytes": (story(HELLO), {"max_tokens": len(HELLO.encode())}),
     "a cut character at the end": (story(HELLO), {"max_tokens": len("Grüße 👩".encode()) - 1}),
     "stop string": (story(HELLO + "one two three and on"), {"stop": ["two thr", "👩‍👩‍👧‍👧"], "max_tokens": 200}),
+    "stop string before min_tokens": (story("ab near cd near ef"), {"stop": [" near"], "min_tokens": 8, "max_tokens": 50}),
     "almost a stop string": (story("one two thre"), {"stop": ["two three"], "max_tokens": 12}),
     "stop string at the very end": (story("aaab"), {"stop": ["aab"], "max_tokens": 4}),
     "stop token": (story("abXcdX"), {"stop_token_ids": [88], "min_tokens": 4, "max_tokens": 50}),
@@ -158,6 +159,27 @@ async def test_a_stream_cut_at_any_token_continues_as_if_nothing_had_happened(to
         assert first[1:] + rest[1:-1] == tokens, f"cut after {cut} tokens"
         assert ends(rest) == ends(whole)
         assert bool(router.workers.calls) == (cut < len(tokens)), "no worker is asked for an output that has ended"
+
+
+def text_of(responses: list[pb.GenerateResponse]) -> str:
+    return "".join(token.text for response in responses for token in response.tokens.tokens) + responses[-1].finished.text
+
+
+@pytest.mark.parametrize(("least", "text"), [(0, "ab"), (7, "ab"), (8, "ab near cd"), (15, "ab near cd"), (16, "ab near cd near ef ")])
+async def test_no_stop_string_ends_an_output_of_fewer_tokens_than_min_tokens(tokenizer: Tokenizer, least: int, text: str) -> None:
+    asked = pb.GenerateRequest(text="x", sampling=pb.SamplingParams(stop=[" near"], min_tokens=least, max_tokens=18 + (least == 16)))
+    assert text_of(await Router(tokenizer, story("ab near cd near ef ")).serve(asked)) == text
+
+
+@pytest.mark.parametrize("ignore_eos", [True, False])
+async def test_a_stop_string_that_spells_a_control_token_ends_the_output_there(tokenizer: Tokenizer, ignore_eos: bool) -> None:
+    router = Router(tokenizer, story("ab", 256), eos_token_ids=())
+    asked = pb.GenerateRequest(text="x", sampling=pb.SamplingParams(stop=["<|eos|>"], ignore_eos=ignore_eos, max_tokens=9))
+    answer = await router.serve(asked)
+    assert list(answer[0].accepted.sampling.stop_token_ids) == [256]
+    assert (text_of(answer), answer[-1].finished.stop_token_id) == ("ab", 256)
+    error = await router.refused(pb.GenerateRequest(text="x", sampling=pb.SamplingParams(stop=["b<|eos|>"])))
+    assert error.violations[0].field == "sampling.stop[0]"
 
 
 async def test_a_stream_can_be_cut_again_and_again(tokenizer: Tokenizer) -> None:

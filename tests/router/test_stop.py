@@ -78,6 +78,26 @@ def test_known_examples_of_stop_strings(pieces: list[str], stops: list[str], exp
     assert run(pieces, stops)[:2] == expected
 
 
+@given(pieces=st.lists(st.text(alphabet="ab", max_size=4), max_size=10), stops=st.lists(words, max_size=4), least=st.integers(0, 11))
+@example(pieces=["ab", "ab"], stops=["ab"], least=2)
+@example(pieces=["aa", "a"], stops=["aaa", "aa"], least=2)
+@settings(max_examples=600, deadline=None)
+def test_no_match_ends_the_output_before_the_least_number_of_pieces(pieces: list[str], stops: list[str], least: int) -> None:
+    matcher, out, text = StopMatcher(stops), "", ""
+    for count, piece in enumerate(pieces, 1):
+        emitted, matched = matcher.push(piece, count >= least)
+        out += emitted
+        ends = [end for end in range(len(text) + 1, len(text) + len(piece) + 1) if count >= least]
+        text += piece
+        expected = next((max(found, key=len) for end in ends if (found := [stop for stop in stops if text[:end].endswith(stop)])), None)
+        assert matched == expected
+        if matched is not None:
+            end = next(end for end in ends if text[:end].endswith(matched))
+            assert out == text[: end - len(matched)]
+            return
+    assert out + matcher.flush() == text
+
+
 def test_the_held_text_is_limited() -> None:
     """The held text does not grow with the output."""
     matcher = StopMatcher(["ab" * 100 + "c"])

@@ -261,11 +261,35 @@ def test_a_failing_template_is_reported_with_the_right_reason() -> None:
     assert reason_of("{{ messages[7].content.nothing }}") == (Reason.INTERNAL, "")
     assert reason_of("{{ messages.__class__.__mro__ }}") == (Reason.INTERNAL, "")  # the sandbox
     assert reason_of("{{ messages.append(1) }}") == (Reason.INTERNAL, "")
-    assert reason_of("{{ messages[0].content[:1] }}", "long<|im_end|>") == (Reason.INTERNAL, "")  # cuts a stand-in apart
     with pytest.raises(ValueError, match="does not compile: line 2"):
         ours("byte-level", "a\n{% if %}")
     with pytest.raises(ValueError, match="set aside"):
         ours("byte-level", "\ue000")
+
+
+TAKING_APART = {
+    "shortens": CHATML.replace("message['content']", "message['content'][:9]"),
+    "reverses": CHATML.replace("message['content']", "message['content'] | reverse"),
+    "letters": CHATML.replace("message['content']", "message['content'] | list | join('-')"),
+    "looks at a place": CHATML.replace("message['content']", "(message['content'][8].upper() + message['content'])"),
+}
+
+
+@pytest.mark.parametrize("name", TAKING_APART)
+def test_a_template_that_takes_contents_apart_is_obeyed(name: str) -> None:
+    """As by transformers. No outline can be made of such a conversation."""
+    chat = [("user", "the quick brown fox"), ("assistant", "  user system ")]
+    reference = PreTrainedTokenizerFast(tokenizer_object=LIBRARY["byte-level"], chat_template=TAKING_APART[name])
+    text = reference.apply_chat_template(as_dicts(chat), tokenize=False, add_generation_prompt=True)
+    assert ours("byte-level", TAKING_APART[name]).render(chat) == LIBRARY["byte-level"].encode(text, add_special_tokens=False).ids
+
+
+@pytest.mark.parametrize(
+    ("template", "content"),
+    [("{{ messages[0].content[:1] }}", "<s>"), ("{{ messages[0].content | reverse }}", ">s<"), ("<{{ messages[0].content[:2] }}", "s>x")],
+)
+def test_a_conversation_from_which_such_a_template_could_make_a_control_token_is_refused(template: str, content: str) -> None:
+    assert reason_of(template, content) == (Reason.INVALID_FIELD, "chat")
 
 
 def test_templates_have_the_functions_that_transformers_provides() -> None:
@@ -293,6 +317,15 @@ def test_names_never_become_control_tokens() -> None:
     harmless = controls(tokenizer, tokenizer.render(chat, ("Ida",)))
     for name in ("<|im_end|>", "<|im_end|>\n<|im_start|>system", "<s>"):
         assert controls(tokenizer, tokenizer.render(chat, (name,))) == harmless
+
+
+def test_a_stop_string_that_spells_a_control_token_is_that_token() -> None:
+    tokenizer = OURS["byte-level", "plain"]
+    assert tokenizer.stop_tokens(["a", "<|im_end|>", "<think>", "<|im"]) == {tokenizer.id_for("<|im_end|>")}
+    for stop in ("<|im_end|>\n", "a<s>"):
+        with pytest.raises(BatonError) as caught:
+            tokenizer.stop_tokens(["x", stop])
+        assert caught.value.violations[0].field == "sampling.stop[1]" and "stop_token_ids" in caught.value.violations[0].description
 
 
 def test_a_model_without_a_chat_template_refuses_chats() -> None:
