@@ -11,7 +11,10 @@ closes its sending half after a whole request. The application bounds the size a
 import asyncio
 import logging
 import socket
+import time
 from collections.abc import Callable, Iterable
+from email.utils import formatdate
+from functools import lru_cache
 from http import HTTPStatus
 from typing import Any
 from urllib.parse import unquote
@@ -83,6 +86,7 @@ class Exchange:
         headers = list(message.get("headers", ()))
         if (self._connection.leaving or not self._keep_alive) and _CLOSE not in headers:
             headers.append(_CLOSE)
+        headers.append((b"date", _date(int(time.time()))))
         status = message["status"]
         self._head = self._connection.pack(h11.Response(status_code=status, headers=headers, reason=_PHRASES.get(status, b"")))
 
@@ -362,8 +366,15 @@ def _address(name: Any) -> tuple[str, int] | None:
     return (str(name[0]), int(name[1])) if isinstance(name, tuple) else None
 
 
+@lru_cache(maxsize=1)
+def _date(second: int) -> bytes:
+    """RFC 9110, 6.6.1: a server with a clock sends the time of every answer. Written once a second."""
+    return formatdate(second, usegmt=True).encode()
+
+
 def _answer(error: HttpError) -> bytes:
     body = to_json(error.body)
-    headers = {"content-type": "application/json", "content-length": str(len(body)), "connection": "close", **error.headers}
+    told = {"date": _date(int(time.time())).decode(), "content-type": "application/json", "content-length": str(len(body))}
+    headers = {**told, "connection": "close", **error.headers}
     lines: Iterable[str] = (f"{name}: {value}" for name, value in headers.items())
     return "\r\n".join([f"HTTP/1.1 {error.status} {_PHRASES[error.status].decode()}", *lines, "", ""]).encode() + body

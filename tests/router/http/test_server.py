@@ -5,8 +5,10 @@ import json
 import socket
 import ssl
 import subprocess
+import time
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
+from email.utils import parsedate_to_datetime
 from pathlib import Path
 from typing import Any
 
@@ -136,6 +138,18 @@ async def test_one_connection_serves_many_requests(tokenizer: Tokenizer) -> None
         assert "server" not in headers
         assert await client.closed(), "an idle connection is closed"
         await running.freed()
+
+
+async def test_every_final_answer_has_a_date(tokenizer: Tokenizer) -> None:
+    """RFC 9110, 6.6.1; also what is refused before the application sees it."""
+    async with serving(tokenizer) as running:
+        for sent in (b"GET /v1/models HTTP/1.1\r\nhost: x\r\n\r\n", b"nonsense\r\n\r\n"):
+            before = int(time.time())
+            client = await running.connect()
+            client.send(sent)
+            _, headers, _ = await client.response()
+            assert before <= parsedate_to_datetime(headers["date"]).timestamp() <= time.time()
+            assert headers["date"].endswith(" GMT")
 
 
 async def test_small_writes_do_not_wait_for_each_other(tokenizer: Tokenizer) -> None:
