@@ -10,7 +10,7 @@ from typing import Literal, get_args
 Stage = Literal["queue", "prefill", "transfer", "decode"]
 STAGES: tuple[Stage, ...] = get_args(Stage)  # consecutive: they add up to the request's time at the router
 PREFILL_PARTS = ("prefill_wait", "prefill_compute")
-TRANSFER_PARTS = ("read", "verify")
+TRANSFER_PARTS = ("connect", "read", "verify")
 # All times that an answer reports, in the order of a request's life.
 TOLD = ("queue", "prefill", *PREFILL_PARTS, "transfer", *TRANSFER_PARTS, "decode")
 TTFT_PARTS = ("queue", *PREFILL_PARTS, "prefill")

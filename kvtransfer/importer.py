@@ -272,7 +272,9 @@ class Fetch:
         if len(blocks) != self.num_blocks - skip:
             raise BatonError(Reason.LEASE_REFUSED, f"{len(blocks)} blocks for {self.num_blocks - skip} of the handle")
         if blocks:
+            started = perf_counter()
             name = await self._importer.shake_hands(self.handle, self._peer)
+            self.report.connect_ms += (perf_counter() - started) * 1000
             self.report.transport = self._importer.transport.carrier(name)
             async with self._importer.reading(self.handle):
                 await self._read_pieces(name, blocks, skip)

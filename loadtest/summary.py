@@ -177,7 +177,7 @@ def _went_through(record: Record, stage: str) -> bool:
     match stage:
         case "prefill_wait" | "prefill_compute":
             taken = record.prefill_worker != ""
-        case "transfer" | "read" | "verify":
+        case "transfer" | "connect" | "read" | "verify":
             taken = record.prefill_worker != "" and record.decode_worker != ""
         case "decode":
             taken = record.decode_worker != ""

@@ -134,6 +134,7 @@ def _to_stages(trace: Trace) -> pb.StageTimes:
         decode_ms=seconds["decode"] * 1000,
         prefill_wait_ms=trace.prefill_wait_ms,
         prefill_compute_ms=trace.prefill_compute_ms,
+        connect_ms=trace.handoff.connect_ms,
         read_ms=trace.handoff.read_ms,
         verify_ms=trace.handoff.verify_ms,
     )

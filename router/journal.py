@@ -79,6 +79,7 @@ class Record:
             "failures": [{"at": failure.at - start, "worker": failure.worker, "reason": failure.reason} for failure in trace.failures],
             "bypasses": trace.bypasses,
             "handoff": asdict(trace.handoff),
+            "connect": trace.handoff.connect_ms / 1000,
             "read": trace.handoff.read_ms / 1000,
             "verify": trace.handoff.verify_ms / 1000,
             "trace_id": self.trace_id,

@@ -9,7 +9,7 @@ from rich.text import Text
 
 from baton.access.access import Access
 from baton.cli.admin import read_records
-from baton.cli.view import BAR_WIDTH, STAGE_COLOURS, bar, size
+from baton.cli.view import BAR_WIDTH, STAGE_COLOURS, bar, size, transfer_parts
 from baton.launch.state import StateError
 from baton.v1 import worker_pb2, worker_pb2_grpc
 
@@ -68,7 +68,8 @@ def _detail(lap: dict[str, Any], record: dict[str, Any]) -> str:
         case "transfer" if handoff["transport"]:
             return (
                 f"{worker}: {handoff['transport']}, {handoff['blocks']} blocks, {size(handoff['bytes'])},"
-                f" {handoff['blocks_reused']} already there; read {record['read'] * 1000:.1f}, verified {record['verify'] * 1000:.1f}"
+                f" {handoff['blocks_reused']} already there; {transfer_parts(record['connect'] * 1000, record['read'] * 1000)}"
+                f", verified {record['verify'] * 1000:.1f}"
             )
         case "transfer":
             return f"{worker or 'no worker'}: no KV moved"

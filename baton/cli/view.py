@@ -11,6 +11,7 @@ from baton.terminal import Fitting
 
 STAGE_COLOURS = {"queue": "grey62", "prefill": "deep_sky_blue1", "transfer": "orange1", "decode": "green3"}
 BAR_WIDTH = 48
+CONNECTED_MS = 0.1  # below that, the connection was there
 
 
 def trace(result: Result) -> Group:
@@ -58,11 +59,18 @@ def _detail(stage: str, result: Result) -> str:
                 return "no KV moved"
             return (
                 f"{handoff['transport']}: {handoff['blocks']} blocks, {size(handoff['bytes'])}, {handoff['blocks_reused']} already there;"
-                f" read {stages['read']:.1f}, verified {handoff['digests_checked']} digests + lease {stages['verify']:.1f}"
+                f" {transfer_parts(stages['connect'], stages['read'])}"
+                f", verified {handoff['digests_checked']} digests + lease {stages['verify']:.1f}"
             )
         case _:
             made = max(1, result.usage.completion_tokens - 1)
             return f"{workers['decode'] or 'no worker'}: {stages['decode'] / made:.2f} ms a token"
+
+
+def transfer_parts(connect_ms: float, read_ms: float) -> str:
+    """Only the first handoff between two processes connects them, and it then costs more than the rest."""
+    connected = f"connected {connect_ms:.1f}, " if connect_ms >= CONNECTED_MS else ""
+    return f"{connected}read {read_ms:.1f}"
 
 
 def status(cluster: dict[str, Any]) -> Group:

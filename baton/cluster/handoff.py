@@ -58,6 +58,7 @@ class Handoff:
         unit="tokens",
         help="Prompt tokens that this worker computed although it had received a handle.",
     )
+    connect_ms: float = _fact(0.0, span="baton.connect_seconds", scale=1e-3)  # once for each pair of processes
     read_ms: float = _fact(0.0, span="baton.read_seconds", scale=1e-3)
     verify_ms: float = _fact(0.0, span="baton.verify_seconds", scale=1e-3)  # digests, and the check that the lease was alive
     failure: str = ""  # why the KV was not used: a reason of the error table

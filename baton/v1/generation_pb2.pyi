@@ -188,7 +188,7 @@ class Usage(_message.Message):
     def __init__(self, prompt_tokens: _Optional[int] = ..., completion_tokens: _Optional[int] = ..., cached_tokens: _Optional[int] = ...) -> None: ...
 
 class StageTimes(_message.Message):
-    __slots__ = ("queue_ms", "prefill_ms", "transfer_ms", "decode_ms", "prefill_wait_ms", "prefill_compute_ms", "read_ms", "verify_ms")
+    __slots__ = ("queue_ms", "prefill_ms", "transfer_ms", "decode_ms", "prefill_wait_ms", "prefill_compute_ms", "read_ms", "verify_ms", "connect_ms")
     QUEUE_MS_FIELD_NUMBER: _ClassVar[int]
     PREFILL_MS_FIELD_NUMBER: _ClassVar[int]
     TRANSFER_MS_FIELD_NUMBER: _ClassVar[int]
@@ -197,6 +197,7 @@ class StageTimes(_message.Message):
     PREFILL_COMPUTE_MS_FIELD_NUMBER: _ClassVar[int]
     READ_MS_FIELD_NUMBER: _ClassVar[int]
     VERIFY_MS_FIELD_NUMBER: _ClassVar[int]
+    CONNECT_MS_FIELD_NUMBER: _ClassVar[int]
     queue_ms: float
     prefill_ms: float
     transfer_ms: float
@@ -205,7 +206,8 @@ class StageTimes(_message.Message):
     prefill_compute_ms: float
     read_ms: float
     verify_ms: float
-    def __init__(self, queue_ms: _Optional[float] = ..., prefill_ms: _Optional[float] = ..., transfer_ms: _Optional[float] = ..., decode_ms: _Optional[float] = ..., prefill_wait_ms: _Optional[float] = ..., prefill_compute_ms: _Optional[float] = ..., read_ms: _Optional[float] = ..., verify_ms: _Optional[float] = ...) -> None: ...
+    connect_ms: float
+    def __init__(self, queue_ms: _Optional[float] = ..., prefill_ms: _Optional[float] = ..., transfer_ms: _Optional[float] = ..., decode_ms: _Optional[float] = ..., prefill_wait_ms: _Optional[float] = ..., prefill_compute_ms: _Optional[float] = ..., read_ms: _Optional[float] = ..., verify_ms: _Optional[float] = ..., connect_ms: _Optional[float] = ...) -> None: ...
 
 class Workers(_message.Message):
     __slots__ = ("prefill", "decode", "retries")

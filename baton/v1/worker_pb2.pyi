@@ -373,7 +373,7 @@ class Adopted(_message.Message):
     def __init__(self, handoff: _Optional[_Union[HandoffFacts, _Mapping]] = ..., cached_tokens: _Optional[int] = ...) -> None: ...
 
 class HandoffFacts(_message.Message):
-    __slots__ = ("transport", "blocks", "bytes", "blocks_reused", "digests_checked", "digests_failed", "recomputed_tokens", "read_ms", "verify_ms", "failure", "blocks_early")
+    __slots__ = ("transport", "blocks", "bytes", "blocks_reused", "digests_checked", "digests_failed", "recomputed_tokens", "read_ms", "verify_ms", "failure", "blocks_early", "connect_ms")
     TRANSPORT_FIELD_NUMBER: _ClassVar[int]
     BLOCKS_FIELD_NUMBER: _ClassVar[int]
     BYTES_FIELD_NUMBER: _ClassVar[int]
@@ -385,6 +385,7 @@ class HandoffFacts(_message.Message):
     VERIFY_MS_FIELD_NUMBER: _ClassVar[int]
     FAILURE_FIELD_NUMBER: _ClassVar[int]
     BLOCKS_EARLY_FIELD_NUMBER: _ClassVar[int]
+    CONNECT_MS_FIELD_NUMBER: _ClassVar[int]
     transport: str
     blocks: int
     bytes: int
@@ -396,7 +397,8 @@ class HandoffFacts(_message.Message):
     verify_ms: float
     failure: str
     blocks_early: int
-    def __init__(self, transport: _Optional[str] = ..., blocks: _Optional[int] = ..., bytes: _Optional[int] = ..., blocks_reused: _Optional[int] = ..., digests_checked: _Optional[int] = ..., digests_failed: _Optional[int] = ..., recomputed_tokens: _Optional[int] = ..., read_ms: _Optional[float] = ..., verify_ms: _Optional[float] = ..., failure: _Optional[str] = ..., blocks_early: _Optional[int] = ...) -> None: ...
+    connect_ms: float
+    def __init__(self, transport: _Optional[str] = ..., blocks: _Optional[int] = ..., bytes: _Optional[int] = ..., blocks_reused: _Optional[int] = ..., digests_checked: _Optional[int] = ..., digests_failed: _Optional[int] = ..., recomputed_tokens: _Optional[int] = ..., read_ms: _Optional[float] = ..., verify_ms: _Optional[float] = ..., failure: _Optional[str] = ..., blocks_early: _Optional[int] = ..., connect_ms: _Optional[float] = ...) -> None: ...
 
 class DecodeFinished(_message.Message):
     __slots__ = ("reason", "handoff", "cached_tokens", "preemptions")
@@ -821,7 +823,7 @@ class TraceResponse(_message.Message):
     def __init__(self, records: _Optional[_Iterable[_Union[TraceRecord, _Mapping]]] = ...) -> None: ...
 
 class TraceRecord(_message.Message):
-    __slots__ = ("request_id", "at", "outcome", "reason", "prompt_tokens", "output_tokens", "cached_tokens", "retries", "laps", "failures", "bypasses", "handoff", "read", "verify", "trace_id", "slo_missed", "ttft", "tpot", "e2e", "prefill_wait", "prefill_compute", "stages", "fetched_tokens")
+    __slots__ = ("request_id", "at", "outcome", "reason", "prompt_tokens", "output_tokens", "cached_tokens", "retries", "laps", "failures", "bypasses", "handoff", "read", "verify", "connect", "trace_id", "slo_missed", "ttft", "tpot", "e2e", "prefill_wait", "prefill_compute", "stages", "fetched_tokens")
     class StagesEntry(_message.Message):
         __slots__ = ("key", "value")
         KEY_FIELD_NUMBER: _ClassVar[int]
@@ -843,6 +845,7 @@ class TraceRecord(_message.Message):
     HANDOFF_FIELD_NUMBER: _ClassVar[int]
     READ_FIELD_NUMBER: _ClassVar[int]
     VERIFY_FIELD_NUMBER: _ClassVar[int]
+    CONNECT_FIELD_NUMBER: _ClassVar[int]
     TRACE_ID_FIELD_NUMBER: _ClassVar[int]
     SLO_MISSED_FIELD_NUMBER: _ClassVar[int]
     TTFT_FIELD_NUMBER: _ClassVar[int]
@@ -866,6 +869,7 @@ class TraceRecord(_message.Message):
     handoff: HandoffFacts
     read: float
     verify: float
+    connect: float
     trace_id: str
     slo_missed: str
     ttft: float
@@ -875,7 +879,7 @@ class TraceRecord(_message.Message):
     prefill_compute: float
     stages: _containers.ScalarMap[str, float]
     fetched_tokens: int
-    def __init__(self, request_id: _Optional[str] = ..., at: _Optional[float] = ..., outcome: _Optional[str] = ..., reason: _Optional[str] = ..., prompt_tokens: _Optional[int] = ..., output_tokens: _Optional[int] = ..., cached_tokens: _Optional[int] = ..., retries: _Optional[int] = ..., laps: _Optional[_Iterable[_Union[TraceLap, _Mapping]]] = ..., failures: _Optional[_Iterable[_Union[TraceFailure, _Mapping]]] = ..., bypasses: _Optional[_Iterable[str]] = ..., handoff: _Optional[_Union[HandoffFacts, _Mapping]] = ..., read: _Optional[float] = ..., verify: _Optional[float] = ..., trace_id: _Optional[str] = ..., slo_missed: _Optional[str] = ..., ttft: _Optional[float] = ..., tpot: _Optional[float] = ..., e2e: _Optional[float] = ..., prefill_wait: _Optional[float] = ..., prefill_compute: _Optional[float] = ..., stages: _Optional[_Mapping[str, float]] = ..., fetched_tokens: _Optional[int] = ...) -> None: ...
+    def __init__(self, request_id: _Optional[str] = ..., at: _Optional[float] = ..., outcome: _Optional[str] = ..., reason: _Optional[str] = ..., prompt_tokens: _Optional[int] = ..., output_tokens: _Optional[int] = ..., cached_tokens: _Optional[int] = ..., retries: _Optional[int] = ..., laps: _Optional[_Iterable[_Union[TraceLap, _Mapping]]] = ..., failures: _Optional[_Iterable[_Union[TraceFailure, _Mapping]]] = ..., bypasses: _Optional[_Iterable[str]] = ..., handoff: _Optional[_Union[HandoffFacts, _Mapping]] = ..., read: _Optional[float] = ..., verify: _Optional[float] = ..., connect: _Optional[float] = ..., trace_id: _Optional[str] = ..., slo_missed: _Optional[str] = ..., ttft: _Optional[float] = ..., tpot: _Optional[float] = ..., e2e: _Optional[float] = ..., prefill_wait: _Optional[float] = ..., prefill_compute: _Optional[float] = ..., stages: _Optional[_Mapping[str, float]] = ..., fetched_tokens: _Optional[int] = ...) -> None: ...
 
 class TraceLap(_message.Message):
     __slots__ = ("stage", "worker", "start", "end")

@@ -140,7 +140,8 @@ def test_every_part_of_an_answer_is_returned(take: Take, scripted: Scripted, add
     assert (result.text, result.token_ids, result.finish_reason, result.stop) == ("Hello!", (7, 8), "stop", "END")
     assert result.usage == Usage(3, 2, 1) and result.request_id == "r"
     assert result.stages_ms == {
-        "queue": 1, "prefill": 2, "transfer": 3, "decode": 4, "prefill_wait": 0, "prefill_compute": 0, "read": 0.5, "verify": 0,
+        "queue": 1, "prefill": 2, "transfer": 3, "decode": 4, "prefill_wait": 0, "prefill_compute": 0,
+        "connect": 0, "read": 0.5, "verify": 0,
     }  # fmt: skip
     assert result.workers == {"prefill": "p0", "decode": "d0", "retries": 1}
     assert (result.handoff["transport"], result.handoff["blocks"], result.handoff["bytes"]) == ("nixl", 3, 300)

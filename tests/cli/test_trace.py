@@ -57,6 +57,7 @@ def test_a_failure_is_drawn_where_it_happened() -> None:
     [
         ({"bypasses": ["short"], "prefill_compute": 0.0, "handoff": NO_HANDOFF}, "p0 itself (short)"),
         ({"handoff": NO_HANDOFF}, "d0: no KV moved"),
+        ({"connect": 0.18}, "connected 180.0, read 20.0"),
         (
             {"handoff": {**NO_HANDOFF, "failure": "DIGEST_MISMATCH", "recomputed_tokens": 199}},
             "d0: not used (DIGEST_MISMATCH); 199 tokens recomputed",

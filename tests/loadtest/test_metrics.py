@@ -63,7 +63,7 @@ def lost(outcome: Outcome, reason: str = "", due: float = 0.0, **fields: Any) ->
 
 
 def stages(**ms: float) -> dict[str, float]:
-    names = ("queue", "prefill", "transfer", "decode", "prefill_wait", "prefill_compute", "read", "verify")
+    names = ("queue", "prefill", "transfer", "decode", "prefill_wait", "prefill_compute", "connect", "read", "verify")
     return {**dict.fromkeys(names, 0.0), **ms}
 
 
@@ -476,7 +476,8 @@ def test_a_summary_matches_a_hand_calculation() -> None:
 def test_stage_times_cover_only_the_requests_that_reached_the_stage() -> None:
     told = summarise(a_run(), WINDOW).stages_ms
     counts = {stage: values.count for stage, values in told.items()}
-    assert counts == {"queue": 3, "prefill": 3, "prefill_wait": 2, "prefill_compute": 2, "transfer": 1, "read": 1, "verify": 1, "decode": 2}
+    of_handoff = dict.fromkeys(("transfer", "connect", "read", "verify"), 1)
+    assert counts == {"queue": 3, "prefill": 3, "prefill_wait": 2, "prefill_compute": 2, **of_handoff, "decode": 2}
     assert told["queue"].p50 == 20
     assert told["prefill_wait"].p50 == 50
     assert told["transfer"].p99 == 20

@@ -27,6 +27,7 @@ def record(**change: Any) -> dict[str, Any]:
         "failures": [],
         "bypasses": [],
         "handoff": HANDOFF,
+        "connect": 0.0,
         "read": 0.02,
         "verify": 0.003,
         "trace_id": "",

@@ -36,6 +36,28 @@ async def test_a_handoff_yields_the_same_tokens_without_recomputing() -> None:
         await p.settled()
 
 
+async def test_the_time_to_connect_is_told_apart_from_the_read() -> None:
+    """Only the first handoff between two processes connects them; without a name, its time would look like a slow read."""
+    async with pair() as p:
+        shaken = 0
+
+        async def shake() -> None:
+            nonlocal shaken
+            shaken += 1
+            await asyncio.sleep(0.05)
+
+        p.wire.on["handshake"] = shake
+        facts = []
+        for name, prompt in (("a", PROMPT), ("b", PROMPT[::-1])):
+            call = p.start(await p.hand_over(name, prompt), name, tokens=prompt)
+            await call.task
+            facts.append(call.finished.handoff)
+        assert shaken == 1 and facts[0].blocks and facts[1].blocks
+        assert facts[0].connect_ms > 45, "the first one waited for the handshake"
+        assert facts[1].connect_ms < facts[0].connect_ms
+        await p.settled()
+
+
 async def test_only_missing_blocks_are_fetched() -> None:
     async with pair() as p:
         for request, blocks, reused in (("a", 5, 0), ("b", 1, 4)):
