@@ -86,10 +86,12 @@ DecodeEvent = Tokens | Adopted | Ended
 
 
 @dataclass(frozen=True, slots=True)
-class CacheSnapshot:
+class CachePage:
+    """A part of what the worker's cache held after event `sequence`."""
+
     incarnation: int
     sequence: int
-    keys: set[bytes]
+    keys: list[bytes]
 
 
 @dataclass(frozen=True, slots=True)
@@ -161,24 +163,23 @@ class Workers:
         self._releases.add(task)
         task.add_done_callback(self._releases.discard)
 
-    async def snapshot(self, worker: WorkerRecord) -> CacheSnapshot:
-        """Returns the keys of all blocks in the worker's cache. The whole snapshot may take long, but the next page must come soon."""
+    async def snapshot(self, worker: WorkerRecord) -> AsyncGenerator[CachePage, None]:
+        """Yields the keys of all blocks in the worker's cache; one page if there is none. The whole may take long, but the next page must
+        come soon."""
         stub = worker_pb2_grpc.WorkerStub(self._channel(worker))
         pages = stub.Snapshot(worker_pb2.SnapshotRequest(to=to_addressee(worker)), timeout=SNAPSHOT_TIMEOUT_S)
-        keys: set[bytes] = set()
         try:
             while True:
                 async with asyncio.timeout(ASK_TIMEOUT_S):
                     page = await _answer(pages.read())
                 if page is grpc.aio.EOF:
-                    break
-                incarnation, sequence = page.incarnation, page.sequence
-                keys.update(page.keys[at : at + KEY_BYTES] for at in range(0, len(page.keys), KEY_BYTES))
+                    return
+                keys = page.keys  # protobuf makes a new copy at each access
+                yield CachePage(page.incarnation, page.sequence, [keys[at : at + KEY_BYTES] for at in range(0, len(keys), KEY_BYTES)])
         except TimeoutError:
             raise BatonError(Reason.DEADLINE, f"{worker.name} did not continue its snapshot") from None
         finally:
             pages.cancel()
-        return CacheSnapshot(incarnation, sequence, keys)
 
     async def describe(self, worker: WorkerRecord) -> tuple[WorkerRecord, dict[str, Any]]:
         """Returns the worker's current record, and what it holds (`baton.v1.Residue`). Raises ValueError for an answer without a record."""

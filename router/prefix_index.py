@@ -3,39 +3,49 @@
 The index gives hints. A wrong hint costs a cache hit but never a token, because the worker looks for the blocks itself. So after a lost
 event the entries stay in use until a snapshot replaces them, and a full index refuses entries instead of growing.
 
-Each incarnation of a worker numbers its reports from 1. `keys` is what its cache held after event `last`. An event that arrives too early
-waits in `ahead` until the events before it, or a snapshot, have arrived.
+Each incarnation of a worker numbers its reports from 1. What is known is what its cache held after event `last`. An event that arrives too
+early waits in `ahead` until the events before it, or a snapshot, have arrived.
+
+The index is one table from key to a mask of workers, so `overlap` walks the keys of a prompt once, however many workers there are. It is
+cut into TABLES by the first byte of the key (keys are digests), because Python copies a whole dict when it grows.
+
+No call does work for all entries of a worker. A worker that leaves or begins again gives up its bit of the masks, which then counts for
+nobody; `sweep` removes it later, a few tables at a time, and only then is the bit used again. A snapshot is filled in parts under a new
+bit (`Filling`), while the old entries stay in use.
 """
 
-from collections import OrderedDict
+import heapq
+import itertools
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 from typing import Literal
 
 from baton.cluster.records import BlockEvent
 
-MAX_ENTRIES = 2_000_000  # pairs of worker and key, about 150 bytes each
+MAX_ENTRIES = 2_000_000  # pairs of worker and key; a key takes about 150 bytes, however many workers hold it
 MAX_AHEAD = 1024  # events of one worker that wait for a lost one
+MAX_PREDICTED = 32_768  # keys of one worker
+MAX_EXPIRED = 8192  # predicted keys that one call removes; the rest count until the next
+MAX_SHARED = 8192  # masks that entries share
+TABLES = 256
+SWEEPS = 2  # entries swept for each one stored, so that what is to be swept cannot pile up
 
 Applied = Literal["ok", "gap", "stale", "duplicate"]
 
 
-@dataclass(slots=True)
+@dataclass(slots=True, eq=False)
 class _Holdings:
     incarnation: int
+    slot: int  # the number of its bit
     last: int = 0
-    keys: set[bytes] = field(default_factory=set)
+    size: int = 0  # entries, predicted ones included
     ahead: dict[int, BlockEvent] = field(default_factory=dict)
     newest: int | None = None  # the highest report known to exist; None: not known yet
-    predicted: OrderedDict[bytes, float] = field(default_factory=OrderedDict)  # key → when we stop believing it
+    predicted: dict[bytes, float] = field(default_factory=dict)  # key that was not reported → when we stop believing it
 
     @property
     def complete(self) -> bool:
         return self.newest is not None and self.last >= self.newest
-
-    @property
-    def size(self) -> int:
-        return len(self.keys) + len(self.predicted)
 
 
 class PrefixIndex:
@@ -43,22 +53,36 @@ class PrefixIndex:
 
     def __init__(self, max_entries: int = MAX_ENTRIES, max_ahead: int = MAX_AHEAD) -> None:
         self.refused = 0
+        self.entries = 0
         self._max_entries = max_entries
         self._max_ahead = max_ahead
         self._workers: dict[str, _Holdings] = {}
-
-    @property
-    def entries(self) -> int:
-        return sum(held.size for held in self._workers.values())
+        self._tables: list[dict[bytes, int]] = [{} for _ in range(TABLES)]  # key → the bits of those that hold it
+        self._shared: dict[int, int] = {}  # equal masks as one object: less memory, and `overlap` sees at once that nothing changes
+        self._names: list[str] = []  # by slot
+        self._free: list[int] = []  # slots whose bits are in no table
+        self._live = 0  # the bits of the workers
+        self._retired = 0  # bits that are to be swept
+        self._sweeping = 0  # those that this round sweeps
+        self._unswept: list[int] = []  # tables that this round has not come to
+        self._credit = 0  # entries that may be swept
+        self._batches: list[tuple[float, int, _Holdings, tuple[bytes, ...]]] = []  # a heap: what was predicted, by its end
+        self._numbers = itertools.count()
 
     def join(self, worker: str, incarnation: int) -> None:
         """Adds a worker whose cache is not known yet. Discards what was known about another incarnation."""
         known = self._workers.get(worker)
         if known is None or known.incarnation != incarnation:
-            self._workers[worker] = _Holdings(incarnation)
+            self.forget(worker)
+            held = self._workers[worker] = _Holdings(incarnation, self._take_slot(worker))
+            self._live |= 1 << held.slot
 
     def forget(self, worker: str) -> None:
-        self._workers.pop(worker, None)
+        if held := self._workers.pop(worker, None):
+            self._live &= ~(1 << held.slot)
+            self.entries -= held.size
+            held.predicted = {}
+            self._retire(held.slot, held.size)
 
     def apply(self, event: BlockEvent) -> Applied:
         """Returns `gap` if an earlier event is missing, so that this one waits; `stale` for an unknown worker or an older incarnation."""
@@ -75,19 +99,22 @@ class PrefixIndex:
         return "ok" if held.last >= event.sequence else "gap"
 
     def snapshot(self, worker: str, incarnation: int, sequence: int, keys: Iterable[bytes]) -> Applied:
-        """`keys`: all that the worker's cache held after event `sequence`; a set becomes the index's own. Later events are applied to it.
+        """`keys`: all that the worker's cache held after event `sequence`. Later events are applied to it.
 
         Returns `duplicate` if the snapshot says nothing new, `gap` if later events are still missing, `stale` as `apply` does.
         """
+        filling = self.fill(worker, incarnation, sequence)
+        if isinstance(filling, Filling):
+            filling.add(keys)
+            return filling.end()
+        return filling
+
+    def fill(self, worker: str, incarnation: int, sequence: int) -> "Filling | Applied":
+        """Begins a snapshot that comes in parts. The caller must `end` or `drop` it."""
         held = self._reported(worker, incarnation)
         if held is None:
             return "stale"
-        if sequence < held.last or (sequence == held.last and held.complete):
-            return "duplicate"
-        held.newest = max(held.newest or 0, sequence)
-        self._restart(held, sequence, keys)
-        self._catch_up(held)
-        return "ok" if held.complete else "gap"
+        return "duplicate" if _is_old(held, sequence) else Filling(self, worker, held, sequence)
 
     def needing_snapshot(self) -> list[str]:
         """Workers whose cache is not exactly known."""
@@ -98,82 +125,217 @@ class PrefixIndex:
         held = self._workers.get(worker)
         if held is None:
             return
-        room = self._max_entries - self.entries
-        for key in keys:
-            if key in held.keys:
-                continue
-            if key not in held.predicted:
+        batch, predicted, bit = tuple(keys), held.predicted, 1 << held.slot
+        room = min(self._max_entries - self.entries, MAX_PREDICTED - len(predicted))
+        for key in batch:
+            if key in predicted:
+                predicted[key] = max(expires_at, predicted[key])
+            elif not self._tables[key[0]].get(key, 0) & bit:
                 if room <= 0:
                     self.refused += 1
                     continue
                 room -= 1
-            held.predicted[key] = max(expires_at, held.predicted.get(key, expires_at))
-            held.predicted.move_to_end(key)
+                self._set(key, bit)
+                predicted[key] = expires_at
+                held.size += 1
+                self.entries += 1
+        heapq.heappush(self._batches, (expires_at, next(self._numbers), held, batch))
 
     def retract(self, worker: str, keys: Iterable[bytes]) -> None:
         """Undoes `predict` for a prompt that is not computed there after all. Blocks that the worker has reported stay."""
         if held := self._workers.get(worker):
             for key in keys:
-                held.predicted.pop(key, None)
+                if held.predicted.pop(key, None) is not None:
+                    self._unset(held, key)
 
     def overlap(self, keys: Sequence[bytes], now: float) -> dict[str, int]:
         """How many leading `keys` each worker holds; workers that hold none are left out. Drops predictions that have expired."""
-        found = {}
-        for name, held in self._workers.items():
-            while held.predicted and next(iter(held.predicted.values())) <= now:
-                held.predicted.popitem(last=False)
-            count = 0
-            for key in keys:
-                if key not in held.keys and held.predicted.get(key, now) <= now:
-                    break
-                count += 1
-            if count:
-                found[name] = count
+        self._expire(now)
+        found: dict[str, int] = {}
+        before: int | None = None
+        tables, count, alive = self._tables, 0, self._live
+        for key in keys:
+            mask = tables[key[0]].get(key, 0)
+            if mask is not before:
+                before, kept = mask, alive & mask
+                if kept != alive:
+                    if count:
+                        self._note(found, alive & ~mask, count)
+                    alive = kept
+                if not alive:
+                    return found
+            count += 1
+        if count:
+            self._note(found, alive, count)
         return found
+
+    def sweep(self, most: int) -> None:
+        """Removes the bits that belong to nobody from about `most` entries (one table at least)."""
+        self._credit = max(self._credit, 0) + most
+        while self._credit > 0 and (self._unswept or self._retired):
+            if not self._unswept:
+                self._sweeping, self._retired, self._unswept = self._retired, 0, list(range(TABLES))
+            number = self._unswept.pop()
+            table, dead = self._tables[number], self._sweeping
+            self._credit -= len(table) + 1
+            kept = ((key, mask & ~dead if mask & dead else mask) for key, mask in table.items())
+            self._tables[number] = {key: self._share(mask) for key, mask in kept if mask}  # a new dict: the old one would never shrink
+            if not self._unswept:
+                self._free += [slot for slot in range(dead.bit_length()) if dead >> slot & 1]
+                self._sweeping = 0
+        self._credit = min(self._credit, 0)
+
+    def _note(self, found: dict[str, int], mask: int, count: int) -> None:
+        while mask:
+            bit = mask & -mask
+            found[self._names[bit.bit_length() - 1]] = count
+            mask ^= bit
+
+    def _take_slot(self, worker: str) -> int:
+        if self._free:
+            slot = self._free.pop()
+            self._names[slot] = worker
+            return slot
+        self._names.append(worker)
+        return len(self._names) - 1
+
+    def _retire(self, slot: int, entries: int) -> None:
+        """`entries`: how many have the slot's bit."""
+        if entries:
+            self._retired |= 1 << slot
+        else:
+            self._free.append(slot)
+
+    def _share(self, mask: int) -> int:
+        if len(self._shared) >= MAX_SHARED:
+            self._shared.clear()  # they only save memory and time
+        return self._shared.setdefault(mask, mask)
+
+    def _set(self, key: bytes, bit: int) -> None:
+        table = self._tables[key[0]]
+        table[key] = self._share(table.get(key, 0) | bit)
+
+    def _unset(self, held: _Holdings, key: bytes) -> None:
+        table = self._tables[key[0]]
+        mask = table[key] & ~(1 << held.slot)
+        if mask:
+            table[key] = self._share(mask)
+        else:
+            del table[key]
+        held.size -= 1
+        self.entries -= 1
 
     def _reported(self, worker: str, incarnation: int) -> _Holdings | None:
         """The holdings that a report updates. None for an unknown worker or an older incarnation; empty for a new incarnation."""
         held = self._workers.get(worker)
         if held is None or incarnation < held.incarnation:
             return None
+        if incarnation == held.incarnation:
+            return held
         self.join(worker, incarnation)
         return self._workers[worker]
-
-    def _restart(self, held: _Holdings, sequence: int, keys: Iterable[bytes]) -> None:
-        held.keys = set()
-        held.last = sequence
-        held.ahead = {number: event for number, event in held.ahead.items() if number > sequence}
-        if isinstance(keys, set) and len(keys) <= self._max_entries - self.entries:  # a million keys one by one would take a second
-            held.keys = keys
-            for key in [key for key in held.predicted if key in keys]:
-                del held.predicted[key]
-        else:
-            self._store(held, keys)
 
     def _catch_up(self, held: _Holdings) -> None:
         while (event := held.ahead.pop(held.last + 1, None)) is not None:
             held.last = event.sequence
             if event.kind == "stored":
                 self._store(held, event.keys)
-            else:
-                held.keys.difference_update(event.keys)
+                continue
+            bit = 1 << held.slot
+            for key in event.keys:
+                if key not in held.predicted and self._tables[key[0]].get(key, 0) & bit:
+                    self._unset(held, key)
 
-    def _store(self, held: _Holdings, keys: Iterable[bytes]) -> None:
-        room = self._max_entries - self.entries
+    def _store(self, held: _Holdings, keys: Sequence[bytes]) -> None:
+        bit, predicted = 1 << held.slot, held.predicted
         for key in keys:
-            if held.predicted.pop(key, None) is not None:
-                room += 1
-            if key in held.keys:
+            if predicted and predicted.pop(key, None) is not None:
+                continue  # its bit is set
+            if self._tables[key[0]].get(key, 0) & bit:
                 continue
-            if room <= 0:
-                room = self._drop_predictions()
-            if room <= 0:
-                self.refused += 1
+            if not self._make_room(self._max_entries - self.entries):
                 continue
-            held.keys.add(key)
-            room -= 1
+            self._set(key, bit)
+            held.size += 1
+            self.entries += 1
+        self.sweep(SWEEPS * len(keys))
 
-    def _drop_predictions(self) -> int:
-        for held in self._workers.values():
-            held.predicted.clear()
-        return self._max_entries - self.entries
+    def _make_room(self, room: int) -> bool:
+        """Whether one more entry may be kept: reports take the room of predictions. Counts it as refused if not."""
+        while room <= 0 and self._batches:
+            _, _, held, keys = heapq.heappop(self._batches)
+            room += self._drop(held, keys, float("inf"))
+        self.refused += room <= 0
+        return room > 0
+
+    def _drop(self, held: _Holdings, keys: Iterable[bytes], now: float) -> int:
+        """Drops the predictions of `keys` that end by `now`, and returns how many."""
+        dropped = 0
+        for key in keys if held.predicted else ():
+            if held.predicted.get(key, now) <= now and held.predicted.pop(key, None) is not None:
+                self._unset(held, key)
+                dropped += 1
+        return dropped
+
+    def _expire(self, now: float) -> None:
+        left = MAX_EXPIRED
+        while left > 0 and self._batches and self._batches[0][0] <= now:
+            _, _, held, keys = heapq.heappop(self._batches)
+            self._drop(held, keys, now)
+            left -= len(keys)
+
+
+class Filling:
+    """A snapshot that arrives in parts. What was known stays in use until it is complete."""
+
+    def __init__(self, index: PrefixIndex, worker: str, held: _Holdings, sequence: int) -> None:
+        self._index = index
+        self._worker = worker
+        self._held = held
+        self._sequence = sequence
+        self._slot = index._take_slot(worker)
+        self._size = 0
+
+    def add(self, keys: Iterable[bytes]) -> None:
+        index, bit, taken = self._index, 1 << self._slot, 0
+        for key in keys:
+            taken += 1
+            if index._tables[key[0]].get(key, 0) & bit:
+                continue
+            if index._make_room(index._max_entries - index.entries + self._held.size - self._size):
+                index._set(key, bit)
+                self._size += 1
+        index.sweep(SWEEPS * taken)
+
+    def end(self) -> Applied:
+        """Puts the snapshot in place of what was known. The same answers as `PrefixIndex.snapshot`."""
+        index, held = self._index, self._held
+        if index._workers.get(self._worker) is not held:
+            self.drop()
+            return "stale"
+        if _is_old(held, self._sequence):
+            self.drop()
+            return "duplicate"
+        bit = 1 << self._slot
+        for key in list(held.predicted):
+            if index._tables[key[0]].get(key, 0) & bit:
+                del held.predicted[key]
+            else:
+                index._set(key, bit)
+                self._size += 1
+        index._retire(held.slot, held.size)
+        index._live = index._live & ~(1 << held.slot) | bit
+        index.entries += self._size - held.size
+        held.slot, held.size, held.last = self._slot, self._size, self._sequence
+        held.newest = max(held.newest or 0, self._sequence)
+        held.ahead = {number: event for number, event in held.ahead.items() if number > self._sequence}
+        index._catch_up(held)
+        return "ok" if held.complete else "gap"
+
+    def drop(self) -> None:
+        """Ends it without a change."""
+        self._index._retire(self._slot, self._size)
+
+
+def _is_old(held: _Holdings, sequence: int) -> bool:
+    return sequence < held.last or (sequence == held.last and held.complete)

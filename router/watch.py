@@ -6,6 +6,7 @@ failed calls and probes decide which workers are down.
 
 import asyncio
 import logging
+from contextlib import aclosing
 from dataclasses import replace
 from time import monotonic
 
@@ -14,6 +15,7 @@ from baton.cluster.errors import BatonError, Reason
 from baton.cluster.records import Pools, WorkerRecord
 from baton.cluster.registry import Registry, RegistryUnavailable
 from router.clients import Workers
+from router.prefix_index import Applied, Filling
 from router.probes import Probes
 from router.view import ClusterView, Joined, Left, Refused, Reincarnated
 
@@ -23,6 +25,7 @@ SNAPSHOT_EVERY_S = 0.2
 SNAPSHOT_AT_LEAST_EVERY_S = 10.0  # however often it has failed
 EVENTS_WAIT_S = 1.0
 AWAY_S = 0.5  # pause before asking the registry again after a failure
+SLICE_KEYS = 4096  # that are put into the index in one turn of the event loop
 LONGEST_NAME = 64  # of a cluster; the chart cuts longer ones
 
 
@@ -113,8 +116,13 @@ class Watch:
             except RegistryUnavailable:
                 await asyncio.sleep(AWAY_S)
                 continue
+            done = 0
             for event in events:
                 self._view.index.apply(event)
+                done += 1 + len(event.keys)
+                if done >= SLICE_KEYS:
+                    done = 0
+                    await asyncio.sleep(0)
 
     async def _run_snapshots(self) -> None:
         """After a missed event, asks the worker for its whole cache until that is known."""
@@ -122,6 +130,7 @@ class Watch:
         async with asyncio.TaskGroup() as group:
             while True:
                 await asyncio.sleep(SNAPSHOT_EVERY_S)
+                self._view.index.sweep(SLICE_KEYS)
                 for name in set(self._view.index.needing_snapshot()) - asked:
                     asked.add(name)
                     group.create_task(self._ask_snapshots(name, asked))
@@ -131,13 +140,31 @@ class Watch:
         pause = SNAPSHOT_EVERY_S
         while name in self._view.index.needing_snapshot() and (worker := self._view.find(name)) is not None:
             try:
-                snapshot = await self._workers.snapshot(worker)
-                self._view.index.snapshot(name, snapshot.incarnation, snapshot.sequence, snapshot.keys)
+                await self._read_snapshot(worker)
             except BatonError as error:
                 log.debug("no snapshot of %s: %s", name, error)
                 pause = min(2 * pause, SNAPSHOT_AT_LEAST_EVERY_S)
             await asyncio.sleep(pause)
         asked.discard(name)
+
+    async def _read_snapshot(self, worker: WorkerRecord) -> None:
+        """Page by page: a million keys at once would take half a second. Raises BatonError."""
+        async with aclosing(self._workers.snapshot(worker)) as pages:
+            filling: Filling | Applied | None = None
+            try:
+                async for page in pages:
+                    if filling is None:
+                        filling = self._view.index.fill(worker.name, page.incarnation, page.sequence)
+                    if not isinstance(filling, Filling):
+                        return
+                    filling.add(page.keys)
+                    await asyncio.sleep(0)
+                if isinstance(filling, Filling):
+                    filling.end()
+                    filling = None
+            finally:
+                if isinstance(filling, Filling):
+                    filling.drop()
 
     def _note(self, reachable: bool, error: BaseException | None = None) -> None:
         if reachable != self.registry_reachable:

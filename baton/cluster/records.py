@@ -11,7 +11,7 @@ from typing import Annotated, Any, Literal, Self, TypeVar
 
 from pydantic import Field, TypeAdapter, ValidationError
 
-from baton.engine.block_key import KEY_BYTES
+from baton.engine.block_key import KEY_BYTES, MAX_EVENT_KEYS
 
 EVENT_KINDS = ("stored", "removed")
 WorkerState = Literal["ready", "draining"]
@@ -138,7 +138,7 @@ class BlockEvent:
     incarnation: int
     sequence: int  # counts the events of one incarnation from 1 without gaps
     kind: Literal["stored", "removed"]
-    keys: tuple[bytes, ...] = ()  # KEY_BYTES each
+    keys: tuple[bytes, ...] = ()  # KEY_BYTES each, MAX_EVENT_KEYS at most
 
     def to_fields(self) -> dict[bytes, bytes]:
         """Five flat byte strings, as a Redis stream entry holds them."""
@@ -158,7 +158,8 @@ class BlockEvent:
             incarnation, sequence = int(entry[b"i"]), int(entry[b"s"])
         except KeyError as missing:
             raise ValueError(f"event: no field {missing}") from None
-        if kind not in EVENT_KINDS or not worker or incarnation < 0 or sequence < 1 or len(packed) % KEY_BYTES:
+        whole = len(packed) % KEY_BYTES == 0 and len(packed) <= MAX_EVENT_KEYS * KEY_BYTES
+        if kind not in EVENT_KINDS or not worker or incarnation < 0 or sequence < 1 or not whole:
             raise ValueError(f"event: cannot be {kind!r} {sequence} of {worker!r} with {len(packed)} bytes of keys")
         keys = tuple(packed[at : at + KEY_BYTES] for at in range(0, len(packed), KEY_BYTES))
         return cls(worker, incarnation, sequence, kind, keys)  # type: ignore[arg-type]  # one of EVENT_KINDS

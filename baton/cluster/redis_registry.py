@@ -47,6 +47,8 @@ R = TypeVar("R")
 Client = Redis | RedisCluster
 _PUBLISH_BATCH = 256  # events in one command
 _CONNECTIONS = 16
+SLICE_KEYS = 4096  # decoded in one turn of the event loop
+SLICE_RECORDS = 128
 
 # KEYS record, fence, members. ARGV incarnation, JSON, record ms, fence ms, name. Returns the newer incarnation when there is one.
 # Incarnations are compared as decimal text, because a Lua number holds only 53 bits of them.
@@ -108,6 +110,7 @@ class RedisRegistry:
         self._prefix = f"baton:{{{cluster}}}:"
         self._config = config
         tls = tls_options(url, security or SecurityConfig())
+        self._read: dict[Kind, dict[bytes, tuple[bytes, Any]]] = {}  # name → JSON, record
         self._commands = _client(url, config, tls)
         self._blocking = _client(url, config, tls)  # a blocked XREAD holds its connection
 
@@ -146,13 +149,18 @@ class RedisRegistry:
         if not reply:
             # If the server lost its data and its clock is behind, new entries have ids before the cursor: start again from the beginning.
             return [], "0-0" if _order(await self._last_id()) < _order(after) else after
-        found = []
+        found: list[BlockEvent] = []
+        decoded = 0
         for entry_id, fields in reply[0][1]:
             after = entry_id.decode()
             try:
                 found.append(BlockEvent.from_fields(fields))
+                decoded += len(found[-1].keys)
             except ValueError:
                 self.garbage += 1
+            if decoded >= SLICE_KEYS:
+                decoded = 0
+                await asyncio.sleep(0)
         return found, after
 
     async def desire(self, pools: Pools) -> None:
@@ -186,13 +194,19 @@ class RedisRegistry:
     async def _records(self, kind: Kind, read: Callable[[bytes, str], R]) -> list[R]:
         prefix, _, members = _NAMES[kind]
         reply = await self._script(_MEMBERS, (self._key(members),), (self._key(prefix),))
-        found: dict[str, R] = {}
-        for name, data in zip(reply[::2], reply[1::2], strict=True):
+        before, now = self._read.get(kind, {}), dict[bytes, tuple[bytes, Any]]()
+        for number, (name, data) in enumerate(zip(reply[::2], reply[1::2], strict=True), 1):
+            if number % SLICE_RECORDS == 0:
+                await asyncio.sleep(0)
+            if name in before and before[name][0] == data:
+                now[name] = before[name]  # most have not changed since the last look
+                continue
             try:
-                found[name.decode()] = read(data, name.decode())
+                now[name] = data, read(data, name.decode())
             except ValueError:
                 self.garbage += 1
-        return [found[name] for name in sorted(found)]
+        self._read[kind] = now
+        return [now[name][1] for name in sorted(now)]
 
     async def _last_id(self) -> str:
         newest = await self._bounded(_send(self._commands, "XREVRANGE", self._key("events"), "+", "-", "COUNT", 1))

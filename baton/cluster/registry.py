@@ -10,7 +10,7 @@ from typing import Protocol
 
 from baton.cluster.records import BlockEvent, Kind, Pools, Record, RouterRecord, WorkerRecord
 
-EVENTS_BATCH = 1000  # most events that one call of `events` returns
+EVENTS_BATCH = 256  # most events that one call of `events` returns
 # A writer with an old incarnation is refused for this many record lifetimes after the last write of a newer one. It is not refused for
 # ever: a host whose clock was set back draws a lower incarnation than before, and must be able to join again.
 FENCE_LIFETIMES = 10

@@ -9,6 +9,7 @@ from array import array
 from collections.abc import Sequence
 from hashlib import blake2b
 
+MAX_EVENT_KEYS = 1024  # of one event of the prefix cache: a reader applies an event in one piece
 KEY_BYTES = 16
 
 

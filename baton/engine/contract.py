@@ -19,6 +19,7 @@ from collections.abc import Sequence as Seq
 from dataclasses import dataclass
 from typing import Protocol
 
+from baton.engine.block_key import MAX_EVENT_KEYS
 from baton.engine.blocks import CacheChange
 from baton.engine.engine import Counts, Output
 from baton.engine.kvcache import KvPool
@@ -39,12 +40,14 @@ class CacheEvent:
 
 
 def cache_events(changes: Seq[CacheChange], after: int) -> list[CacheEvent]:
-    """Changes of the prefix cache in order, as runs of one kind. `after`: the number of the event before."""
-    runs = itertools.groupby(changes, key=lambda change: change.stored)
-    return [
-        CacheEvent(after + number, "stored" if stored else "removed", tuple(change.key for change in run))
-        for number, (stored, run) in enumerate(runs, 1)
-    ]
+    """Changes of the prefix cache in order, as runs of one kind, MAX_EVENT_KEYS at most. `after`: the number of the event before."""
+    events: list[CacheEvent] = []
+    for stored, run in itertools.groupby(changes, key=lambda change: change.stored):
+        keys = tuple(change.key for change in run)
+        for start in range(0, len(keys), MAX_EVENT_KEYS):
+            after += 1
+            events.append(CacheEvent(after, "stored" if stored else "removed", keys[start : start + MAX_EVENT_KEYS]))
+    return events
 
 
 @dataclass(frozen=True, slots=True)

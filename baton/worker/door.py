@@ -11,7 +11,7 @@ from baton.v1 import worker_pb2, worker_pb2_grpc
 from baton.worker.identity import Identity
 from baton.worker.role import Mounts
 
-PAGE_KEYS = 8192  # in one message of a snapshot: 128 KiB, a few milliseconds of the router's event loop
+PAGE_KEYS = 4096  # in one message of a snapshot: 64 KiB, a few milliseconds of the router's event loop
 
 
 @dataclass(frozen=True, slots=True)

@@ -13,13 +13,15 @@ import pytest
 import redis
 from hypothesis import given
 from hypothesis import strategies as st
+from loop_turns import Turns
 from memory_registry import MemoryRegistry
 from redis_servers import sharded
 
 from baton.cluster.config import RedisConfig
 from baton.cluster.records import BlockEvent, Load, Pools, RouterRecord, WorkerRecord
-from baton.cluster.redis_registry import RedisRegistry
+from baton.cluster.redis_registry import SLICE_KEYS, SLICE_RECORDS, RedisRegistry
 from baton.cluster.registry import EVENTS_BATCH, FENCE_LIFETIMES, Registry, StaleIncarnation
+from baton.engine.block_key import MAX_EVENT_KEYS
 from baton.launch.redis_server import EmbeddedRedis
 
 TTL = 60.0  # seconds; how long a record lives here
@@ -410,6 +412,32 @@ class TestRedis:
         assert await registry.members() == []
         assert registry.garbage == 2
 
+    async def test_records_are_read_in_slices_and_only_if_they_are_new(
+        self, registry: RedisRegistry, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        turns, members = Turns(), [record(f"w{i:03}") for i in range(3 * SLICE_RECORDS)]
+        monkeypatch.setattr(WorkerRecord, "from_json", turns.counted(WorkerRecord.from_json))
+        for member in members:
+            await registry.join(member)
+        with turns:
+            assert await registry.members() == members
+        assert 1 < turns.most <= SLICE_RECORDS
+        turns.most = 0
+        await registry.join(new := dataclasses.replace(members[7], load=Load(running=3)))
+        await registry.leave(members[0].name, members[0].incarnation)
+        with turns:
+            assert await registry.members() == [*members[1:7], new, *members[8:]]
+        assert turns.most == 1
+
+    async def test_events_are_read_in_slices(self, registry: RedisRegistry, monkeypatch: pytest.MonkeyPatch) -> None:
+        turns, keys = Turns(), tuple(i.to_bytes(16, "big") for i in range(MAX_EVENT_KEYS))
+        monkeypatch.setattr(BlockEvent, "from_fields", turns.counted(BlockEvent.from_fields, lambda fields: MAX_EVENT_KEYS))
+        events = [BlockEvent("w", 1, number, "stored", keys) for number in range(1, 21)]
+        await registry.publish(events)
+        with turns:
+            assert (await registry.events("0-0", 0.0))[0] == events
+        assert turns.most <= SLICE_KEYS
+
     async def test_a_garbage_fence_does_not_prevent_joining(self, registry: RedisRegistry, cluster: str, raw: redis.Redis) -> None:
         raw.set(f"baton:{{{cluster}}}:fence:prefill-0", "zzzzzzzz")
         await registry.join(record())
@@ -502,6 +530,14 @@ def test_a_record_survives_its_encoding(facts: WorkerRecord) -> None:
 @given(events)
 def test_an_event_survives_its_encoding(event: BlockEvent) -> None:
     assert BlockEvent.from_fields(event.to_fields()) == event
+
+
+def test_an_event_with_too_many_keys_is_refused() -> None:
+    """A reader applies an event in one piece. Its number is then missing, so the reader asks for a snapshot."""
+    fields = BlockEvent("w", 1, 1, "stored", (b"k" * 16,) * MAX_EVENT_KEYS).to_fields()
+    assert len(BlockEvent.from_fields(fields).keys) == MAX_EVENT_KEYS
+    with pytest.raises(ValueError, match="bytes of keys"):
+        BlockEvent.from_fields({**fields, b"b": fields[b"b"] + b"k" * 16})
 
 
 def test_unknown_fields_are_skipped_and_fields_with_a_default_may_be_missing() -> None:

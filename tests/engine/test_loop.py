@@ -13,8 +13,9 @@ from typing import Any
 
 import pytest
 
-from baton.engine.block_key import root_key
-from baton.engine.contract import CacheEvent, EngineStopped, Listener
+from baton.engine.block_key import MAX_EVENT_KEYS, root_key
+from baton.engine.blocks import CacheChange
+from baton.engine.contract import CacheEvent, EngineStopped, Listener, cache_events
 from baton.engine.engine import Engine, Output, TooLong
 from baton.engine.kvcache import KvPool
 from baton.engine.loop import EngineLoop, facts
@@ -263,6 +264,16 @@ async def test_a_cancelled_callers_command_still_runs() -> None:
         r.runner.let(math.inf)
         await until(lambda: len(r.reported.tokens("s")) == 8)
         assert call.cancelled() and not r.reported.failures
+
+
+def test_a_long_run_of_one_kind_becomes_several_events() -> None:
+    """A cache that is cleared loses all its keys at once, and a reader applies an event in one piece."""
+    keys = [i.to_bytes(16, "big") for i in range(2 * MAX_EVENT_KEYS + 1)]
+    events = cache_events([CacheChange(True, keys[0]), *(CacheChange(False, key) for key in keys)], 4)
+    assert [(event.sequence, event.kind, len(event.keys)) for event in events] == [
+        (5, "stored", 1), (6, "removed", MAX_EVENT_KEYS), (7, "removed", MAX_EVENT_KEYS), (8, "removed", 1),
+    ]  # fmt: skip
+    assert [key for event in events[1:] for key in event.keys] == keys
 
 
 async def test_replayed_cache_events_reproduce_the_cache() -> None:

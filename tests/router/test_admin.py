@@ -247,9 +247,10 @@ async def test_a_cache_of_any_size_arrives_page_by_page(house: tuple[House, Any]
     known = house[0].says
     house[0].cached = cached
     assert known is not None
-    snapshot = await house[0].workers.snapshot(known)
-    assert (snapshot.incarnation, snapshot.sequence) == (1, 3)
-    assert snapshot.keys == {number.to_bytes(16, "big") for number in range(cached)}
+    pages = [page async for page in house[0].workers.snapshot(known)]
+    assert {(page.incarnation, page.sequence) for page in pages} == {(1, 3)}
+    assert [key for page in pages for key in page.keys] == [number.to_bytes(16, "big") for number in range(cached)]
+    assert all(len(page.keys) <= PAGE_KEYS for page in pages)
 
 
 @pytest.mark.parametrize("change", [{"role": "king"}, {"state": "gone"}])

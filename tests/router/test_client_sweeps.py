@@ -133,7 +133,7 @@ async def prefill(workers: Workers, d0: WorkerRecord) -> None:
 
 
 async def snapshot(workers: Workers, d0: WorkerRecord) -> None:
-    assert len((await workers.snapshot(d0)).keys) == 2
+    assert sum(len(page.keys) for page in await drain(workers.snapshot(d0))) == 2
 
 
 async def probe(workers: Workers, d0: WorkerRecord) -> None:

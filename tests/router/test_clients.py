@@ -9,21 +9,24 @@ from typing import Any, cast
 
 import pytest
 from fake_workers import TOKENIZER, record, unusable
+from loop_turns import Turns
 from memory_registry import MemoryRegistry
 
 from baton.cluster.config import Config, SecurityConfig
 from baton.cluster.errors import BatonError, Reason
 from baton.cluster.handoff import Handoff
-from baton.cluster.records import Load, WorkerRecord
+from baton.cluster.records import BlockEvent, Load, WorkerRecord
 from baton.cluster.rpc import Answering, Context, Server, abort
+from baton.engine.block_key import MAX_EVENT_KEYS
 from baton.engine.sampling import SamplingParams
 from baton.v1 import generation_pb2, worker_pb2_grpc
 from baton.v1 import worker_pb2 as pb
 from router import clients, probes, watch
-from router.clients import Adopted, CacheSnapshot, Died, Ended, FirstToken, Opened, Source, Workers
+from router.clients import Adopted, CachePage, Died, Ended, FirstToken, Opened, Source, Workers
+from router.prefix_index import Filling, PrefixIndex
 from router.request import Request, Stopwatch, Token, Tokens, Trace
 from router.view import ClusterView
-from router.watch import Watch
+from router.watch import SLICE_KEYS, Watch
 
 HANG_S = 2.0
 PARAMS = SamplingParams(
@@ -147,6 +150,11 @@ def finished(call: int, reason: Any = generation_pb2.FINISH_REASON_LENGTH) -> pb
 async def take(workers: Workers, worker: WorkerRecord, name: str = "r", timeout_s: float = 10, handle: bytes = b"") -> list[Any]:
     async with aclosing(workers.decode(worker, request(name), handle, timeout_s)) as events:
         return [event async for event in events]
+
+
+async def pages(workers: Workers, worker: WorkerRecord) -> list[CachePage]:
+    async with aclosing(workers.snapshot(worker)) as asked:
+        return [page async for page in asked]
 
 
 async def refused(call: "asyncio.Future[Any] | Any", within_s: float = 30.0) -> BatonError:
@@ -367,7 +375,7 @@ async def test_calls_to_a_stopped_worker_fail_immediately() -> None:
         assert (await refused(take(workers, d0))).reason is Reason.WORKER_LOST
         assert (await refused(prefill(workers, d0, request(), 5))).reason is Reason.WORKER_LOST
         assert (await refused(workers.describe(d0))).reason is Reason.WORKER_LOST
-        assert (await refused(workers.snapshot(d0))).reason is Reason.WORKER_LOST
+        assert (await refused(pages(workers, d0))).reason is Reason.WORKER_LOST
         workers.release(d0, b"h", "r")  # best effort
 
 
@@ -521,10 +529,10 @@ async def test_a_forgotten_worker_may_come_back() -> None:
     async with pair() as (worker, workers, d0, _):
         await workers.forget(d0)
         workers.release(d0, b"handle", "r")
-        assert (await refused(workers.snapshot(d0))).reason is Reason.WORKER_LOST
+        assert (await refused(pages(workers, d0))).reason is Reason.WORKER_LOST
         assert not workers._channels  # no channel is opened for it again
         workers.welcome(d0)
-        assert await workers.snapshot(d0) == CacheSnapshot(7, 3, {b"a" * 16, b"b" * 16})
+        assert await pages(workers, d0) == [CachePage(7, 3, [b"a" * 16]), CachePage(7, 3, [b"b" * 16])]
         await workers.forget(d0)
         workers.welcome(d0)
         call = asyncio.create_task(take(workers, d0))
@@ -537,24 +545,24 @@ async def test_a_snapshot_may_take_as_long_as_its_pages_need(monkeypatch: pytest
     monkeypatch.setattr(clients, "ASK_TIMEOUT_S", 0.5)
     async with pair() as (worker, workers, d0, _):
         worker.pages, worker.page_s = [bytes([i]) * 16 for i in range(10)], 0.1
-        assert (await workers.snapshot(d0)).keys == set(worker.pages)
+        assert [page.keys for page in await pages(workers, d0)] == [[key] for key in worker.pages]
         worker.page_s = 30.0
-        assert (await refused(workers.snapshot(d0))).reason is Reason.DEADLINE
+        assert (await refused(pages(workers, d0))).reason is Reason.DEADLINE
 
 
 async def test_an_empty_cache_has_a_snapshot() -> None:
     async with pair() as (worker, workers, d0, _):
         worker.pages = [b""]
-        assert await workers.snapshot(d0) == CacheSnapshot(7, 3, set())
+        assert await pages(workers, d0) == [CachePage(7, 3, [])]
 
 
 async def test_forgetting_an_old_process_does_not_affect_the_new_one_at_its_address() -> None:
     async with pair() as (_, workers, d0, _):
         new = replace(d0, incarnation=d0.incarnation + 1)
-        await workers.snapshot(d0)
-        await workers.snapshot(new)
+        await pages(workers, d0)
+        await pages(workers, new)
         await workers.forget(d0)
-        assert (await workers.snapshot(new)).sequence == 3
+        assert (await pages(workers, new))[0].sequence == 3
 
 
 # The watch
@@ -641,6 +649,31 @@ async def test_a_missing_snapshot_is_requested_with_growing_delays(quick: None, 
             await asyncio.sleep(0.6)
             assert bool(view.index.needing_snapshot()) == fails
             assert (2 <= worker.snapshots <= 6) if fails else worker.snapshots == 1  # 30 without growing delays
+
+
+async def test_a_snapshot_is_put_into_the_index_page_by_page(quick: None, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A million keys at once would take half a second, in which the router does nothing else."""
+    turns = Turns()
+    monkeypatch.setattr(Filling, "add", turns.counted(Filling.add, lambda filling, keys: len(keys)))
+    async with pair() as (worker, workers, d0, _):
+        worker.pages = [b"".join(bytes([i, j]) * 8 for j in range(50)) for i in range(40)]
+        with turns:
+            async with watched(replace(d0, incarnation=7), workers=workers) as (view, _, _):
+                await until(lambda: not view.index.needing_snapshot())
+        assert view.index.entries == 2000 and 50 <= turns.most <= 100
+
+
+async def test_events_are_put_into_the_index_in_slices(quick: None, monkeypatch: pytest.MonkeyPatch) -> None:
+    turns = Turns()
+    monkeypatch.setattr(PrefixIndex, "apply", turns.counted(PrefixIndex.apply, lambda index, event: len(event.keys)))
+    async with pair() as (_, workers, d0, _), watched(replace(d0, incarnation=7), workers=workers) as (view, registry, _):
+        keys = [i.to_bytes(16, "little") for i in range(40 * MAX_EVENT_KEYS)]
+        runs = [tuple(keys[at : at + MAX_EVENT_KEYS]) for at in range(0, len(keys), MAX_EVENT_KEYS)]
+        await until(lambda: not view.index.needing_snapshot())
+        with turns:
+            await registry.publish([BlockEvent("d0", 7, 4 + i, "stored", run) for i, run in enumerate(runs)])
+            await until(lambda: view.index.entries >= len(keys))
+        assert turns.most <= SLICE_KEYS + MAX_EVENT_KEYS
 
 
 async def test_probes_continue_when_a_worker_is_forgotten_during_one(quick: None) -> None:
