@@ -17,7 +17,8 @@ from baton.cluster.rpc import Answering, Context
 from baton.v1 import worker_pb2, worker_pb2_grpc
 from router.clients import Workers
 from router.journal import Journal
-from router.live import Live
+from router.listing import Query
+from router.live import Live, in_slices, to_message
 from router.peers import Peers
 from router.view import ClusterView
 from router.watch import Watch
@@ -66,17 +67,28 @@ class AdminDoor(worker_pb2_grpc.AdminServicer):
         return worker_pb2.LiveResponse(**await self._live.look(alone=request.alone))
 
     async def Trace(self, request: worker_pb2.TraceRequest, context: Context) -> worker_pb2.TraceResponse:
-        if request.request_id:
-            found = [record for record in [self._journal.find(request.request_id)] if record is not None]
-        else:
-            found = self._journal.last(request.last or 1)
-        records = [worker_pb2.TraceRecord(**record.to_json()) for record in found]
-        if not request.alone:
-            asked = worker_pb2.TraceRequest(request_id=request.request_id, last=request.last, alone=True)
-            for answer in await self._peers.ask("Trace", asked):
-                records += answer.records
-        records.sort(key=lambda record: record.at, reverse=True)
-        return worker_pb2.TraceResponse(records=records if request.request_id else records[: request.last or 1])
+        async with Answering(context):
+            if not request.request_id:
+                return await self._list(request)
+            own = self._journal.find(request.request_id)
+            records = [] if own is None else [worker_pb2.TraceRecord(**own.to_json())]
+            if not request.alone:
+                asked = worker_pb2.TraceRequest(request_id=request.request_id, alone=True)
+                for answer in await self._peers.ask("Trace", asked):
+                    records += answer.records
+            records.sort(key=lambda record: record.at, reverse=True)
+            return worker_pb2.TraceResponse(records=records)
+        raise AssertionError("answered with an error")
+
+    async def _list(self, request: worker_pb2.TraceRequest) -> worker_pb2.TraceResponse:
+        query = Query(request.sort or "age", request.ascending, request.failed, request.slower_than, request.skip, request.last or 1)
+        listed, matched = await self._live.ended(query, request.alone)
+        records = await in_slices(lambda one: worker_pb2.TraceRecord(**one[1]), listed)
+        return worker_pb2.TraceResponse(records=records, places=[place for place, _ in listed], matched=matched)
+
+    async def Curves(self, request: worker_pb2.CurvesRequest, context: Context) -> worker_pb2.CurvesResponse:
+        points = await self._live.points(request.since, request.alone)
+        return worker_pb2.CurvesResponse(points=await in_slices(to_message, points))
 
     async def SetRoles(self, request: worker_pb2.AdminSetRolesRequest, context: Context) -> worker_pb2.SetRolesResponse:
         async with Answering(context):

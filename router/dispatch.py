@@ -114,7 +114,7 @@ class Dispatcher:
                 request.trace.watch.enter("transfer")
             else:
                 request.trace.bypasses.append(choice.reason)
-                request.trace.watch.enter("prefill")
+                request.trace.watch.enter("prefill", bypass=True)
             while request.finish is None:
                 async with aclosing(self._decode_leased(request, lease, failed)) as batches:
                     async for tokens in batches:

@@ -28,7 +28,7 @@ def tell(book: Book, view: ClusterView, admission: Admission, watch: Watch, trac
         of_workers(lambda record: record.load.credit_tokens - view.unreported_decode_tokens(record.name)),
     )
     book.read("baton_router_worker_waiting_tokens", of_workers(lambda record: view.prefill_tokens(record.name)))
-    book.read("baton_kv_usage_ratio", lambda: _kv_usage(view))
+    book.read("baton_kv_usage_ratio", lambda: {} if (share := kv_usage(view)) is None else share)
     book.read("baton_kv_cache_info", lambda: _kv_cache(view))
     book.read("baton_registry_reachable", lambda: int(watch.registry_reachable))
     book.read("baton_registry_reconnects_total", lambda: watch.reconnects)
@@ -36,10 +36,11 @@ def tell(book: Book, view: ClusterView, admission: Admission, watch: Watch, trac
     book.read("baton_spans_dropped_total", lambda: tracer.dropped)
 
 
-def _kv_usage(view: ClusterView) -> Number | dict[Key, Number]:
+def kv_usage(view: ClusterView) -> float | None:
+    """Used share of the pools of all decode workers; None without any."""
     workers = view.decode_workers()
     blocks = sum(worker.kv_blocks for worker in workers)
-    return 1 - sum(worker.load.free_blocks for worker in workers) / blocks if blocks else {}
+    return 1 - sum(worker.load.free_blocks for worker in workers) / blocks if blocks else None
 
 
 def _kv_cache(view: ClusterView) -> dict[Key, Number]:

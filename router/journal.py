@@ -26,7 +26,8 @@ from baton.cluster.errors import BatonError, Reason
 from baton.cluster.metrics import Book, Number
 from baton.cluster.telemetry import NO_SPAN, Tracer, Value
 from baton.stages import e2e, tpot, ttft
-from router.request import NEAR_DEADLINE_S, FinishReason, Request, Stopwatch, Trace, name_the_stage
+from router.curves import Curves, Point
+from router.request import NEAR_DEADLINE_S, FinishReason, Lap, Request, Stopwatch, Trace, name_the_stage
 from router.slo import Attainment, Objectives, Times, missed_because
 from router.validate import MAX_REQUEST_ID
 
@@ -60,6 +61,7 @@ class Record:
     trace: Trace
     trace_id: str  # empty when the request was not traced
     slo_missed: str | None  # the stage to blame; None: all objectives met, or not judged
+    tenant: str = ""  # empty when no API keys are configured
 
     def to_json(self) -> dict[str, Any]:
         """Times are in seconds; those of laps and failures count from the arrival."""
@@ -75,7 +77,7 @@ class Record:
             "fetched_tokens": trace.fetched_tokens,
             "retries": trace.retries,
             "stages": self.times.stages,
-            "laps": [{"stage": lap.stage, "worker": lap.worker, "start": lap.start - start, "end": lap.end - start} for lap in laps],
+            "laps": [_lap(lap, start) for lap in laps],
             "failures": [{"at": failure.at - start, "worker": failure.worker, "reason": failure.reason} for failure in trace.failures],
             "bypasses": trace.bypasses,
             "handoff": asdict(trace.handoff),
@@ -84,22 +86,34 @@ class Record:
             "verify": trace.handoff.verify_ms / 1000,
             "trace_id": self.trace_id,
             "slo_missed": self.slo_missed,
+            "tenant": self.tenant,
             **{name: getattr(self.times, f"{name}_s") for name in ("ttft", "tpot", "e2e", "prefill_wait", "prefill_compute")},
         }
+
+
+@dataclass(slots=True)
+class Drawn:
+    """How much of a request the curves show already."""
+
+    first: bool = False
+    tokens: int = 0
+    gaps: int = 0
 
 
 class Entry:
     """A request that is being served."""
 
-    def __init__(self, journal: "Journal", trace: Trace, operation: str, request_id: str, at: float) -> None:
+    def __init__(self, journal: "Journal", trace: Trace, operation: str, request_id: str, at: float, tenant: str) -> None:
         """`request_id` is the client's own; `at` is in seconds since the epoch."""
         self.trace = trace
         self.operation = operation
         self.request_id = request_id
         self.at = at
+        self.tenant = tenant
         self.request: Request | None = None
         self.finish: FinishReason | None = None
         self.deadline = math.inf  # on the stopwatch's clock
+        self.drawn = Drawn()
         self._journal = journal
 
     def __enter__(self) -> Self:
@@ -122,6 +136,7 @@ class Journal:
         """`keep`: number of records kept."""
         self._goodput = self._handoffs = self._handoff_bytes = 0  # for `totals`; the metrics count the rest
         self.open_entries: dict[Entry, None] = {}  # an ordered set
+        self.curves = Curves()
         self._tracer = tracer
         self._model = model
         self._wall_clock = wall_clock
@@ -149,10 +164,30 @@ class Journal:
             book.read("baton_router_slo_attainment_ratio", lambda: {} if (ratio := self._attainment.ratio) is None else ratio)
             book.read("baton_router_slo_objective_seconds", lambda: dict(self._objectives.limits))
 
-    def open(self, operation: str, request_id: str = "", traceparent: str = "", clock: Callable[[], float] = monotonic) -> Entry:
+    def open(
+        self, operation: str, request_id: str = "", traceparent: str = "", tenant: str = "", clock: Callable[[], float] = monotonic
+    ) -> Entry:
         """`operation`: a name from OpenTelemetry's GenAI conventions."""
         trace = Trace(Stopwatch(clock), self._tracer.begin(f"{operation} {self._model}", traceparent))
-        return Entry(self, trace, operation, request_id[:MAX_REQUEST_ID], self._wall_clock())
+        return Entry(self, trace, operation, request_id[:MAX_REQUEST_ID], self._wall_clock(), tenant)
+
+    def follow(self, entry: Entry) -> None:
+        """Adds to the curves what came since the last call. So tokens are drawn when they come, not when their request ends."""
+        request, trace, drawn, now = entry.request, entry.trace, entry.drawn, self._wall_clock()
+        if request is None:
+            return
+        if trace.first_at and not drawn.first:
+            drawn.first = True
+            self.curves.first(now, ttft(trace.watch.start, trace.first_at))
+        self.curves.tokens(now, max(0, request.made - drawn.tokens), trace.gaps[drawn.gaps :])
+        drawn.tokens, drawn.gaps = request.made, len(trace.gaps)
+
+    def sample(self, running: int, queued: int, kv: float | None) -> None:
+        """`kv`: used share of the decode workers' pools, if there are any."""
+        self.curves.sample(self._wall_clock(), running, queued, kv)
+
+    def drawn_since(self, number: int) -> list[Point]:
+        return self.curves.since(number, self._wall_clock())
 
     @property
     def totals(self) -> Totals:
@@ -179,6 +214,11 @@ class Journal:
         """Share of the last requests that met every objective. None: no objective is set, or no request has ended yet."""
         return self._attainment.ratio
 
+    @property
+    def kept(self) -> int:
+        """How many records there are."""
+        return len(self._records)
+
     def last(self, count: int = 1) -> list[Record]:
         """The records of the requests that ended last, newest first."""
         return [record for record, _ in zip(reversed(self._records), range(count), strict=False)]
@@ -191,6 +231,8 @@ class Journal:
         request, trace = entry.request, entry.trace
         times = measure(trace)
         missed = self._judge(outcome, times)
+        self.follow(entry)
+        self.curves.end(self._wall_clock(), outcome)
         self._count(entry, outcome, reason, times)
         self._goodput += outcome == "ok" and missed is None
         self._handoffs += bool(trace.handoff.transport)
@@ -208,6 +250,7 @@ class Journal:
             trace=trace,
             trace_id=trace_id,
             slo_missed=missed,
+            tenant=entry.tenant,
         )
         self._records.append(record)
         if trace_id:
@@ -298,6 +341,10 @@ def measure(trace: Trace) -> Times:
         prefill_wait_s=trace.prefill_wait_ms / 1000,
         prefill_compute_s=trace.prefill_compute_ms / 1000,
     )
+
+
+def _lap(lap: Lap, start: float) -> dict[str, Any]:
+    return {"stage": lap.stage, "worker": lap.worker, "start": lap.start - start, "end": lap.end - start, "bypass": lap.bypass}
 
 
 def _outcome(entry: Entry, error: BaseException | None) -> tuple[str, str]:

@@ -51,7 +51,7 @@ class Peers:
             await self._forget({record.endpoints.get("admin", "") for record in self.others})
             await asyncio.sleep(LOOK_EVERY_S)
 
-    async def ask(self, method: Literal["Live", "Trace"], request: Message) -> list[Any]:
+    async def ask(self, method: Literal["Live", "Trace", "Curves"], request: Message) -> list[Any]:
         """The answers to this call of `Admin` of the routers that answer within ASK_S."""
         answers = await asyncio.gather(*(self._ask(record, method, request) for record in self.others))
         return [answer for answer in answers if answer is not None]

@@ -22,6 +22,7 @@ class Lap:
     start: float
     worker: str = ""
     end: float = 0.0
+    bypass: bool = False  # the decode worker computes the prompt
 
 
 @dataclass(slots=True)
@@ -46,20 +47,21 @@ class Stopwatch:
             total[lap.stage] += max(0.0, lap.end - lap.start)
         return total
 
-    def enter(self, stage: Stage, worker: str = "") -> None:
+    def enter(self, stage: Stage, worker: str = "", bypass: bool = False) -> None:
         """Ends the lap and begins the next, unless stage and worker stay the same. Called for every token."""
         last = self.laps[-1]
         if stage == last.stage and worker == last.worker:
             return
         if stage == last.stage and not last.worker:
-            last.worker = worker
+            last.worker, last.bypass = worker, bypass
             return
         last.end = self.clock()
-        self.laps.append(Lap(stage, last.end, worker))
+        self.laps.append(Lap(stage, last.end, worker, bypass=bypass))
 
     def at(self, worker: str) -> None:
         """Continues the current stage at a worker."""
-        self.enter(self.laps[-1].stage, worker)
+        last = self.laps[-1]
+        self.enter(last.stage, worker, last.bypass)
 
     def stop(self) -> None:
         """Ends the last lap. A later call moves its end."""

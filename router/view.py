@@ -13,6 +13,7 @@ Our own work is a set of requests per worker, not a counter: ending a request tw
 from collections import Counter
 from collections.abc import Iterable
 from dataclasses import dataclass, replace
+from typing import Literal
 
 from baton.cluster.records import Load, RoleName, WorkerRecord, WorkerState
 from router.prefix_index import PrefixIndex
@@ -206,6 +207,17 @@ class ClusterView:
     def unfit(self) -> set[str]:
         """Members whose records do not fit the served model."""
         return {name for name, member in self._members.items() if member.refused}
+
+    def state(self, name: str) -> Literal["ready", "draining", "unreachable", "unfit", "hung"]:
+        """What a person is told about a member."""
+        member = self._members[name]
+        if member.record.state == "draining":
+            return "draining"
+        if member.down:
+            return "unreachable"
+        if member.refused:
+            return "unfit"
+        return "hung" if member.hung else "ready"  # hung: its event loop answers, its engine does not
 
     def prefill_workers(self) -> list[WorkerRecord]:
         """Those that a request can be sent to, sorted by name."""

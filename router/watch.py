@@ -52,6 +52,13 @@ class Watch:
     def reconnects(self) -> int:
         return max(0, self.reached - 1)
 
+    async def wanted(self) -> Pools | None:
+        """The sizes to which a supervisor keeps the pools. None: nobody does, or the registry does not answer."""
+        try:
+            return await self._registry.desired()
+        except RegistryUnavailable:
+            return None
+
     async def resize(self, prefill: int | None, decode: int | None) -> Pools:
         """Writes the wanted sizes of the pools into the registry; None keeps a size. Raises RegistryUnavailable,
         and INVALID_FIELD where nothing would read them."""

@@ -127,7 +127,7 @@ class RouterProcess:
         self._closers.push_async_callback(self._tasks.close)
         http = self._http(allow_origins(http_door, config.router.cors_origins))
         http_address = http.bind(config.router.http_port)
-        live = Live(view, self._workers, watch, admission, self._journal, self._peers, self._record)
+        live = Live(view, watch, admission, self._journal, self._peers, self._record)
         page = self._http(Page(live, http_door, self._keys, config.cluster.host))
         page_address = page.bind(config.router.page_port)
         endpoints = self._endpoints
@@ -147,6 +147,7 @@ class RouterProcess:
         self._tasks.start(self._peers.run(admission), "peers")
         self._tasks.start(self._membership.run(), "membership")
         self._tasks.start(pulse.beat(), "pulse")
+        self._tasks.start(live.run(), "live")
         self._tasks.start(self._run_health(), "health")
         self._tasks.start(self._run_keys(), "keys")
         self.stage = move(self.stage, "ready")

@@ -83,6 +83,7 @@ PURE = (
     "baton/cluster/awake.py", "baton/worker/stall.py",
     "router/policy.py", "router/poison.py", "router/view.py",
     "router/prefix_index.py", "router/admission.py", "router/pace.py",
+    "router/curves.py", "router/listing.py",
     "router/stop.py", "router/slo.py", "router/resume.py", "router/transcript.py", "loadtest/latency.py",
     "loadtest/slo.py", "loadtest/distribution.py", "loadtest/window.py", "loadtest/summary.py", "loadtest/estimate.py",
     "loadtest/verdict.py",

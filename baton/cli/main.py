@@ -9,6 +9,7 @@ import sys
 from collections.abc import Iterator
 from contextlib import contextmanager, nullcontext
 from dataclasses import asdict
+from datetime import datetime
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -29,6 +30,7 @@ from baton.cli.options import (
     ConfigFiles,
     Fetching,
     Json,
+    Listing,
     OnePrompt,
     OneRequest,
     Opening,
@@ -212,19 +214,27 @@ def roles(wanted: Serving, place: Place, identity: Identity) -> None:
 
 
 @app.command()
-@takes(OneRequest, Json, Place, Identity)
-def trace(one: OneRequest, shown: Json, place: Place, identity: Identity) -> None:
-    """Draw the stages of a finished request, its retries and its handoff. Here, `--address` is the router's admin address."""
-    from baton.cli.trace import draw, fetch
+@takes(OneRequest, Listing, Json, Place, Identity)
+def trace(one: OneRequest, listing: Listing, shown: Json, place: Place, identity: Identity) -> None:
+    """List the requests that finished, or draw the stages of one. Here, `--address` is the router's admin address."""
+    from baton.cli.trace import draw, draw_list, fetch, fetch_list
 
     with _failing():
-        if one.last == (one.request is not None):
-            raise typer.BadParameter("name one request, or --last")
-        record = fetch(find("admin", place, identity), one.request or "")
-        if shown.as_json:
-            print(json.dumps(record))
+        single = one.last or one.request is not None
+        if (one.last and one.request is not None) or (single and listing != Listing()):
+            raise typer.BadParameter("name one request, or --last, or options of the list")
+        admin = find("admin", place, identity)
+        if single:
+            record = fetch(admin, one.request or "")
+            told: Any = record
+            drawn = draw(record)
         else:
-            out.print(draw(record))
+            told, matched = fetch_list(admin, listing)
+            drawn = draw_list(told, matched, datetime.now())
+        if shown.as_json:
+            print(json.dumps(told))
+        else:
+            out.print(drawn)
 
 
 @app.command()

@@ -106,10 +106,21 @@ class Reading:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class OneRequest:
-    """Options of `trace`."""
+    """Which request `trace` draws. Without one it lists requests."""
 
-    request: Annotated[str | None, typer.Argument(help="Id of the request.")] = None
+    request: Annotated[str | None, typer.Argument(help="Id of the request to draw.")] = None
     last: Annotated[bool, typer.Option("--last", help="Draw the last request that finished.")] = False
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Listing:
+    """Options of `trace` for its list."""
+
+    listed: Annotated[bool, typer.Option("--list", help="List the requests that finished; so does `trace` without a request.")] = False
+    sort: Annotated[str, typer.Option(help="age, total, ttft, queue, prefill, transfer, decode or tokens; the largest first.")] = "age"
+    slower_than: Annotated[float, typer.Option(min=0.0, help="Only requests that took at least so many seconds.")] = 0.0
+    failed: Annotated[bool, typer.Option("--failed", help="Only requests that did not complete.")] = False
+    limit: Annotated[int, typer.Option(min=1, max=2048, help="How many are listed.")] = 20
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -1,8 +1,15 @@
 """`baton top`: the cluster's current state in the terminal, from the router's `Live`: the live page without a browser."""
 
+import os
+import select
+import sys
+import termios
 import time
+import tty
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from datetime import datetime
 from typing import Any
 
 import grpc
@@ -12,19 +19,19 @@ from rich.text import Text
 
 from baton.access.access import Access
 from baton.cli.admin import read_live
-from baton.cli.view import STAGE_COLOURS, bar, size
+from baton.cli.view import STAGE_COLOURS, colour, legend, seconds, size, strip
 from baton.terminal import Fitting
 from baton.v1 import worker_pb2, worker_pb2_grpc
 
 RATE_OVER_S = 10.0
 STATE_STYLES = {"ready": "green", "draining": "yellow"}  # the rest is red
-MAX_DOTS = 24
+RECENT_BAR_WIDTH = 24
 Snapshot = dict[str, Any]
 
 
 def run(admin: Access, console: Console, every_s: float, once: bool) -> None:
-    """Runs until Ctrl-C, or shows the state once (with `once`, or if the output is not a terminal). If the router stops answering, says so
-    and keeps asking.
+    """Runs until `q` or Ctrl-C, or shows the state once (with `once`, or if the output is not a terminal). If the router stops answering,
+    says so and keeps asking.
 
     Raises grpc.RpcError if the router does not answer the first time.
     """
@@ -38,11 +45,39 @@ def run(admin: Access, console: Console, every_s: float, once: bool) -> None:
         if once or not console.is_terminal:
             console.print(draw(first, {}))
             return
-        with Live(console=console, screen=console.is_terminal, auto_refresh=False) as live:
-            watch(look, lambda shown: live.update(shown, refresh=True), every_s)
+        with pausing(sys.stdin.fileno()) as pause, Live(console=console, screen=console.is_terminal, auto_refresh=False) as live:
+            watch(look, lambda shown: live.update(shown, refresh=True), lambda: pause(every_s))
 
 
-def watch(look: Callable[[], Snapshot], show: Callable[[Group], None], every_s: float) -> None:
+@contextmanager
+def pausing(keyboard: int) -> Iterator[Callable[[float], bool]]:
+    """Yields a function that waits for so many seconds, or until `q` is pressed, and returns whether it was. `keyboard`: a descriptor."""
+    if not os.isatty(keyboard):
+
+        def sleep(wait_s: float) -> bool:
+            time.sleep(wait_s)
+            return False
+
+        yield sleep
+        return
+    before = termios.tcgetattr(keyboard)
+    tty.setcbreak(keyboard)  # a key arrives without Enter, and Ctrl-C still interrupts
+
+    def pause(wait_s: float) -> bool:
+        until = time.monotonic() + wait_s
+        while select.select([keyboard], [], [], max(0.0, until - time.monotonic()))[0]:
+            if os.read(keyboard, 1) in (b"q", b"Q", b""):  # empty: the terminal is gone
+                return True
+        return False
+
+    try:
+        yield pause
+    finally:
+        termios.tcsetattr(keyboard, termios.TCSADRAIN, before)
+
+
+def watch(look: Callable[[], Snapshot], show: Callable[[Group], None], pause: Callable[[], bool]) -> None:
+    """Until `pause` returns True."""
     seen: deque[Snapshot] = deque()
     shown = Group()
     while True:
@@ -58,7 +93,8 @@ def watch(look: Callable[[], Snapshot], show: Callable[[Group], None], every_s: 
                 seen.popleft()
             shown = draw(now, rates(seen[0], now))
             show(shown)
-        time.sleep(every_s)
+        if pause():
+            return
 
 
 def rates(before: Snapshot, now: Snapshot) -> dict[str, float]:
@@ -70,7 +106,7 @@ def rates(before: Snapshot, now: Snapshot) -> dict[str, float]:
 
 def draw(now: Snapshot, rate: dict[str, float]) -> Group:
     """`rate`: the increase of each total per second, or empty while it is unknown."""
-    return Group(_head(now, rate), _workers(now), _requests(now), _recent(now), _errors(now))
+    return Group(_head(now, rate), _workers(now), _requests(now), _recent(now), legend(), _errors(now))
 
 
 def _head(now: Snapshot, rate: dict[str, float]) -> Text:
@@ -93,24 +129,32 @@ def _head(now: Snapshot, rate: dict[str, float]) -> Text:
 def _workers(now: Snapshot) -> Fitting:
     table = Fitting(("worker", "state", "running", "waiting", "KV in use", "cached", "leases", "requests"))
     for worker in now["workers"]:
-        dots = Text()
-        here = [request for request in now["requests"] if request["worker"] == worker["name"]]
-        for request in here[:MAX_DOTS]:
-            dots.append("●", style=STAGE_COLOURS[request["stage"]])
-        dots.append("…" if len(here) > MAX_DOTS else "")
-        state = Text(worker["state"], style=STATE_STYLES.get(worker["state"], "bold red"))
+        here = Text(" ").join(Text(f"{count} {stage}", style=colour(stage)) for stage, count in worker["requests"].items())
+        state = Text(_state(worker), style=STATE_STYLES.get(worker["state"], "bold red"))
         used = f"{100 * worker['blocks_in_use'] / worker['kv_blocks']:.0f} %"
         table.add_row(
             worker["name"], state, str(worker["running"]), str(worker["waiting"]), used, str(worker["cached_blocks"]),
-            str(worker["leases"]), dots,
+            str(worker["leases"]), here,
         )  # fmt: skip
+    for role, count in now["unlisted"].items():
+        table.add_row(f"{count} more", "ready", "", "", "", "", "", Text(role))
     return table
+
+
+def _state(worker: dict[str, Any]) -> str:
+    if worker["state"] not in ("unreachable", "gone"):
+        return str(worker["state"])
+    return (
+        f"{'lost' if worker['state'] == 'gone' else 'no answer'} {worker['silent']:.0f} s{', restarting' if worker['restarting'] else ''}"
+    )
 
 
 def _requests(now: Snapshot) -> Fitting:
     table = Fitting(("request", "stage", "prefill", "decode", "prompt", "output", "age", "retries"))
     for request in now["requests"][:10]:
         stage = Text(request["stage"], style=STAGE_COLOURS[request["stage"]])
+        if request["bypass"]:
+            stage = Text("bypass", style=colour("bypass"))
         table.add_row(
             request["request_id"], stage, request["prefill_worker"], request["decode_worker"], str(request["prompt_tokens"]),
             str(request["output_tokens"]), f"{request['age']:.1f} s", str(request["retries"] or ""),
@@ -120,22 +164,20 @@ def _requests(now: Snapshot) -> Fitting:
 
 def _recent(now: Snapshot) -> Fitting:
     table = Fitting(("last", "stages", "TTFT", "total", "tokens"))
-    for record in now["recent"][:6]:
-        ok, whole = record["outcome"] == "ok", record["e2e"] or 1e-9
+    scale = max((record["e2e"] for record in now["recent"]), default=0.0) or 1e-9
+    for record in now["recent"]:
         stages = Text(f"{record['outcome']}: {record['reason']}", style="red")
-        if ok:
-            longest = max(record["laps"], key=lambda lap: lap["end"] - lap["start"])
-            stages = Text.assemble(*(_lap(lap, whole) for lap in record["laps"]), f" {longest['stage']}")
-        ttft = "" if record["ttft"] is None else f"{1000 * record['ttft']:.0f} ms"
+        if record["outcome"] == "ok":
+            stages = strip(record, scale, RECENT_BAR_WIDTH)
         tokens = f"{record['prompt_tokens']} → {record['output_tokens']}"
-        table.add_row(record["request_id"], stages, ttft, f"{1000 * record['e2e']:.0f} ms", tokens)
+        table.add_row(record["request_id"], stages, seconds(record["ttft"]), seconds(record["e2e"]), tokens)
     return table
 
 
-def _lap(lap: dict[str, Any], whole: float) -> Text:
-    return Text(bar(0.0, (lap["end"] - lap["start"]) / whole, "").plain.rstrip(), style=STAGE_COLOURS[lap["stage"]])
-
-
 def _errors(now: Snapshot) -> Text:
-    lines = [f"{error['reason']} {error['worker']} {error['request_id']}" for error in now["errors"][:4]]
-    return Text("\n".join(lines), style="red")
+    """One line for each reason."""
+    told = Text()
+    for error in now["errors"][:4]:
+        last = " ".join(part for part in (error["worker"], error["request_id"]) if part)
+        told.append(f"{error['reason']} ({error['count']}), last {datetime.fromtimestamp(error['at']):%H:%M:%S} {last}\n", style="red")
+    return told

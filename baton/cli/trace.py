@@ -1,4 +1,4 @@
-"""`baton trace`: what happened to one request, as a waterfall in the terminal, from the router's memory of the last requests."""
+"""`baton trace`: the last requests as a list, or what happened to one of them as a waterfall, from the routers' memory."""
 
 from datetime import datetime
 from typing import Any
@@ -9,11 +9,14 @@ from rich.text import Text
 
 from baton.access.access import Access
 from baton.cli.admin import read_records
-from baton.cli.view import BAR_WIDTH, STAGE_COLOURS, bar, size, transfer_parts
+from baton.cli.options import Listing
+from baton.cli.view import BAR_WIDTH, STAGE_COLOURS, bar, colour, kind, legend, moment, seconds, size, strip, transfer_parts
 from baton.launch.state import StateError
+from baton.terminal import Fitting
 from baton.v1 import worker_pb2, worker_pb2_grpc
 
 _GOOD, _BAD = "green", "red"
+LIST_BAR_WIDTH = 24
 
 
 def fetch(admin: Access, request_id: str) -> dict[str, Any]:
@@ -25,6 +28,53 @@ def fetch(admin: Access, request_id: str) -> dict[str, Any]:
         what = f"no finished request {request_id!r}" if request_id else "no finished request"
         raise StateError(f"the router remembers {what}; it keeps the last telemetry.recent_requests")
     return records[0]
+
+
+def fetch_list(admin: Access, wanted: Listing) -> tuple[list[dict[str, Any]], int]:
+    """The records of requests that have ended, in the wanted order, and how many match. Raises RpcError."""
+    asked = worker_pb2.TraceRequest(last=wanted.limit, sort=wanted.sort, failed=wanted.failed, slower_than=wanted.slower_than)
+    with admin.channel() as channel:
+        answer = worker_pb2_grpc.AdminStub(channel).Trace(asked, timeout=5)
+    return read_records(answer), answer.matched
+
+
+def draw_list(records: list[dict[str, Any]], matched: int, now: datetime) -> Group:
+    """A line for each request. All bars have one scale, so that a slow request is seen."""
+    has = {name: any(record[name] for record in records) for name in ("tenant", "retries")}
+    numbers = ("total", "TTFT", *STAGE_COLOURS, "tokens")
+    titles = (
+        "request",
+        "at",
+        *(["tenant"] if has["tenant"] else []),
+        "ended",
+        "stages",
+        *numbers,
+        *(["retries"] if has["retries"] else []),
+    )
+    table = Fitting(titles, left=("request", "at", "tenant", "ended", "stages"))
+    longest = max((record["e2e"] for record in records), default=0.0) or 1e-9
+    for record in records:
+        spent = [seconds(record["stages"].get(stage) or None) for stage in STAGE_COLOURS]
+        style = _GOOD if record["outcome"] == "ok" else _BAD
+        table.add_row(
+            record["request_id"] or "(no id)",
+            moment(record["at"], now),
+            *([record["tenant"]] if has["tenant"] else []),
+            Text(_ended(record), style=style),
+            strip(record, longest, LIST_BAR_WIDTH),
+            seconds(record["e2e"]),
+            seconds(record["ttft"]),
+            *spent,
+            f"{record['prompt_tokens']} → {record['output_tokens']}",
+            *([str(record["retries"] or "")] if has["retries"] else []),
+        )
+    if not records:
+        return Group(Text("no request that has ended matches"))
+    return Group(table, Text.assemble(legend(), f"  bars up to {seconds(longest)} · {len(records)} of {matched}"))
+
+
+def _ended(record: dict[str, Any]) -> str:
+    return str(record["reason"]) if record["outcome"] == "ok" else f"{record['outcome']}: {record['reason']}"
 
 
 def draw(record: dict[str, Any]) -> Group:
@@ -39,7 +89,7 @@ def draw(record: dict[str, Any]) -> Group:
             table.add_row("", mark, Text(f"{at * 1000:8.1f} ms", justify="right"), Text(f"{row['worker']}: {row['reason']}", style=_BAD))
             continue
         stage, length = row["stage"], row["end"] - row["start"]
-        line = bar(row["start"] / total, row["end"] / total, STAGE_COLOURS[stage])
+        line = bar(row["start"] / total, row["end"] / total, colour(kind(row)))
         detail = _detail(row, record) if row is final[stage] else row["worker"]
         table.add_row(stage, line, Text(f"{length * 1000:8.1f} ms", justify="right"), Text(detail, style="dim"))
     return Group(_head(record), table, _foot(record))
@@ -49,6 +99,8 @@ def _head(record: dict[str, Any]) -> Text:
     when = datetime.fromtimestamp(record["at"]).strftime("%Y-%m-%d %H:%M:%S")
     head = Text(f"{record['request_id'] or '(no id)'}  {when}  ", style="bold")
     head.append(f"{record['outcome']} ({record['reason']})", style=_GOOD if record["outcome"] == "ok" else _BAD)
+    if record["tenant"]:
+        head.append(f"  tenant {record['tenant']}")
     if record["trace_id"]:
         head.append(f"  trace {record['trace_id']}", style="dim")
     return head
@@ -59,7 +111,7 @@ def _detail(lap: dict[str, Any], record: dict[str, Any]) -> str:
     match lap["stage"]:
         case "queue":
             return "router: validate, tokenize, admit, choose"
-        case "prefill" if record["bypasses"] and not record["prefill_compute"]:
+        case "prefill" if lap["bypass"]:
             return f"{worker or 'the decode worker'} itself ({record['bypasses'][-1]})"
         case "prefill":
             return f"{worker}: waited {record['prefill_wait'] * 1000:.1f}, computed {record['prefill_compute'] * 1000:.1f}"

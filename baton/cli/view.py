@@ -1,5 +1,6 @@
 """What a terminal shows: the stages of a request, the state of a cluster. Returns rich renderables; prints nothing."""
 
+from datetime import datetime
 from typing import Any
 
 from rich.console import Group
@@ -10,6 +11,8 @@ from baton.client import Result
 from baton.terminal import Fitting
 
 STAGE_COLOURS = {"queue": "grey62", "prefill": "deep_sky_blue1", "transfer": "orange1", "decode": "green3"}
+BYPASS_COLOUR = "medium_purple1"
+MARKS = {"queue": "░", "prefill": "▓", "bypass": "▚", "transfer": "▒", "decode": "█"}  # told apart without colours, too
 BAR_WIDTH = 48
 CONNECTED_MS = 0.1  # below that, the connection was there
 
@@ -32,6 +35,43 @@ def trace(result: Result) -> Group:
         style="bold",
     )
     return Group(table, footer)
+
+
+def strip(record: dict[str, Any], longest: float, width: int) -> Text:
+    """The laps of a request on one line. `longest`: the time that the whole `width` stands for."""
+    line = Text()
+    for lap in record["laps"]:
+        start, end = (round(min(1.0, lap[edge] / longest) * width) for edge in ("start", "end"))
+        line.append(MARKS[kind(lap)] * (end - start), style=colour(kind(lap)))
+    if not line:
+        line.append(MARKS[kind(record["laps"][-1])], style=colour(kind(record["laps"][-1])))
+    return line
+
+
+def kind(lap: dict[str, Any]) -> str:
+    """The stage of a lap, or `bypass`."""
+    return "bypass" if lap["bypass"] else str(lap["stage"])
+
+
+def colour(kind: str) -> str:
+    return STAGE_COLOURS.get(kind, BYPASS_COLOUR)
+
+
+def legend() -> Text:
+    return Text("  ").join(Text.assemble((mark, colour(kind)), f" {kind}") for kind, mark in MARKS.items())
+
+
+def seconds(value: float | None) -> str:
+    """A time in a readable unit; empty for None."""
+    if value is None:
+        return ""
+    return f"{1000 * value:.0f} ms" if value < 1 else f"{value:.2f} s"
+
+
+def moment(at: float, now: datetime) -> str:
+    """The local time of day, with the date if that is not today's. `at`: seconds since the epoch."""
+    when = datetime.fromtimestamp(at)
+    return when.strftime("%H:%M:%S" if when.date() == now.date() else "%Y-%m-%d %H:%M:%S")
 
 
 def bar(start: float, end: float, colour: str) -> Text:

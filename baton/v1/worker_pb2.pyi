@@ -663,7 +663,14 @@ class LiveRequest(_message.Message):
     def __init__(self, alone: _Optional[bool] = ...) -> None: ...
 
 class LiveResponse(_message.Message):
-    __slots__ = ("clock", "model", "router", "workers", "requests", "recent", "errors", "totals", "slo", "routers")
+    __slots__ = ("clock", "model", "router", "workers", "requests", "recent", "errors", "totals", "slo", "routers", "unlisted")
+    class UnlistedEntry(_message.Message):
+        __slots__ = ("key", "value")
+        KEY_FIELD_NUMBER: _ClassVar[int]
+        VALUE_FIELD_NUMBER: _ClassVar[int]
+        key: str
+        value: int
+        def __init__(self, key: _Optional[str] = ..., value: _Optional[int] = ...) -> None: ...
     CLOCK_FIELD_NUMBER: _ClassVar[int]
     MODEL_FIELD_NUMBER: _ClassVar[int]
     ROUTER_FIELD_NUMBER: _ClassVar[int]
@@ -674,6 +681,7 @@ class LiveResponse(_message.Message):
     TOTALS_FIELD_NUMBER: _ClassVar[int]
     SLO_FIELD_NUMBER: _ClassVar[int]
     ROUTERS_FIELD_NUMBER: _ClassVar[int]
+    UNLISTED_FIELD_NUMBER: _ClassVar[int]
     clock: float
     model: str
     router: LiveRouter
@@ -684,20 +692,37 @@ class LiveResponse(_message.Message):
     totals: LiveTotals
     slo: LiveSlo
     routers: _containers.RepeatedCompositeFieldContainer[RouterInfo]
-    def __init__(self, clock: _Optional[float] = ..., model: _Optional[str] = ..., router: _Optional[_Union[LiveRouter, _Mapping]] = ..., workers: _Optional[_Iterable[_Union[LiveWorker, _Mapping]]] = ..., requests: _Optional[_Iterable[_Union[LiveJob, _Mapping]]] = ..., recent: _Optional[_Iterable[_Union[TraceRecord, _Mapping]]] = ..., errors: _Optional[_Iterable[_Union[LiveError, _Mapping]]] = ..., totals: _Optional[_Union[LiveTotals, _Mapping]] = ..., slo: _Optional[_Union[LiveSlo, _Mapping]] = ..., routers: _Optional[_Iterable[_Union[RouterInfo, _Mapping]]] = ...) -> None: ...
+    unlisted: _containers.ScalarMap[str, int]
+    def __init__(self, clock: _Optional[float] = ..., model: _Optional[str] = ..., router: _Optional[_Union[LiveRouter, _Mapping]] = ..., workers: _Optional[_Iterable[_Union[LiveWorker, _Mapping]]] = ..., requests: _Optional[_Iterable[_Union[LiveJob, _Mapping]]] = ..., recent: _Optional[_Iterable[_Union[TraceRecord, _Mapping]]] = ..., errors: _Optional[_Iterable[_Union[LiveError, _Mapping]]] = ..., totals: _Optional[_Union[LiveTotals, _Mapping]] = ..., slo: _Optional[_Union[LiveSlo, _Mapping]] = ..., routers: _Optional[_Iterable[_Union[RouterInfo, _Mapping]]] = ..., unlisted: _Optional[_Mapping[str, int]] = ...) -> None: ...
 
 class LiveRouter(_message.Message):
-    __slots__ = ("inflight", "queued", "registry")
+    __slots__ = ("inflight", "queued", "registry", "requests")
+    class RequestsEntry(_message.Message):
+        __slots__ = ("key", "value")
+        KEY_FIELD_NUMBER: _ClassVar[int]
+        VALUE_FIELD_NUMBER: _ClassVar[int]
+        key: str
+        value: int
+        def __init__(self, key: _Optional[str] = ..., value: _Optional[int] = ...) -> None: ...
     INFLIGHT_FIELD_NUMBER: _ClassVar[int]
     QUEUED_FIELD_NUMBER: _ClassVar[int]
     REGISTRY_FIELD_NUMBER: _ClassVar[int]
+    REQUESTS_FIELD_NUMBER: _ClassVar[int]
     inflight: int
     queued: int
     registry: str
-    def __init__(self, inflight: _Optional[int] = ..., queued: _Optional[int] = ..., registry: _Optional[str] = ...) -> None: ...
+    requests: _containers.ScalarMap[str, int]
+    def __init__(self, inflight: _Optional[int] = ..., queued: _Optional[int] = ..., registry: _Optional[str] = ..., requests: _Optional[_Mapping[str, int]] = ...) -> None: ...
 
 class LiveWorker(_message.Message):
-    __slots__ = ("name", "role", "state", "incarnation", "kv_blocks", "transport", "running", "waiting", "free_blocks", "credit_tokens", "cached_blocks", "leases", "waiting_tokens", "blocks_in_use")
+    __slots__ = ("name", "role", "state", "incarnation", "kv_blocks", "transport", "running", "waiting", "free_blocks", "credit_tokens", "cached_blocks", "leases", "waiting_tokens", "blocks_in_use", "requests", "silent", "restarting")
+    class RequestsEntry(_message.Message):
+        __slots__ = ("key", "value")
+        KEY_FIELD_NUMBER: _ClassVar[int]
+        VALUE_FIELD_NUMBER: _ClassVar[int]
+        key: str
+        value: int
+        def __init__(self, key: _Optional[str] = ..., value: _Optional[int] = ...) -> None: ...
     NAME_FIELD_NUMBER: _ClassVar[int]
     ROLE_FIELD_NUMBER: _ClassVar[int]
     STATE_FIELD_NUMBER: _ClassVar[int]
@@ -712,6 +737,9 @@ class LiveWorker(_message.Message):
     LEASES_FIELD_NUMBER: _ClassVar[int]
     WAITING_TOKENS_FIELD_NUMBER: _ClassVar[int]
     BLOCKS_IN_USE_FIELD_NUMBER: _ClassVar[int]
+    REQUESTS_FIELD_NUMBER: _ClassVar[int]
+    SILENT_FIELD_NUMBER: _ClassVar[int]
+    RESTARTING_FIELD_NUMBER: _ClassVar[int]
     name: str
     role: str
     state: str
@@ -726,10 +754,13 @@ class LiveWorker(_message.Message):
     leases: int
     waiting_tokens: int
     blocks_in_use: int
-    def __init__(self, name: _Optional[str] = ..., role: _Optional[str] = ..., state: _Optional[str] = ..., incarnation: _Optional[int] = ..., kv_blocks: _Optional[int] = ..., transport: _Optional[str] = ..., running: _Optional[int] = ..., waiting: _Optional[int] = ..., free_blocks: _Optional[int] = ..., credit_tokens: _Optional[int] = ..., cached_blocks: _Optional[int] = ..., leases: _Optional[int] = ..., waiting_tokens: _Optional[int] = ..., blocks_in_use: _Optional[int] = ...) -> None: ...
+    requests: _containers.ScalarMap[str, int]
+    silent: float
+    restarting: bool
+    def __init__(self, name: _Optional[str] = ..., role: _Optional[str] = ..., state: _Optional[str] = ..., incarnation: _Optional[int] = ..., kv_blocks: _Optional[int] = ..., transport: _Optional[str] = ..., running: _Optional[int] = ..., waiting: _Optional[int] = ..., free_blocks: _Optional[int] = ..., credit_tokens: _Optional[int] = ..., cached_blocks: _Optional[int] = ..., leases: _Optional[int] = ..., waiting_tokens: _Optional[int] = ..., blocks_in_use: _Optional[int] = ..., requests: _Optional[_Mapping[str, int]] = ..., silent: _Optional[float] = ..., restarting: _Optional[bool] = ...) -> None: ...
 
 class LiveJob(_message.Message):
-    __slots__ = ("request_id", "stage", "worker", "prefill_worker", "decode_worker", "prompt_tokens", "output_tokens", "cached_tokens", "retries", "age")
+    __slots__ = ("request_id", "stage", "worker", "prefill_worker", "decode_worker", "prompt_tokens", "output_tokens", "cached_tokens", "retries", "age", "bypass")
     REQUEST_ID_FIELD_NUMBER: _ClassVar[int]
     STAGE_FIELD_NUMBER: _ClassVar[int]
     WORKER_FIELD_NUMBER: _ClassVar[int]
@@ -740,6 +771,7 @@ class LiveJob(_message.Message):
     CACHED_TOKENS_FIELD_NUMBER: _ClassVar[int]
     RETRIES_FIELD_NUMBER: _ClassVar[int]
     AGE_FIELD_NUMBER: _ClassVar[int]
+    BYPASS_FIELD_NUMBER: _ClassVar[int]
     request_id: str
     stage: str
     worker: str
@@ -750,21 +782,26 @@ class LiveJob(_message.Message):
     cached_tokens: int
     retries: int
     age: float
-    def __init__(self, request_id: _Optional[str] = ..., stage: _Optional[str] = ..., worker: _Optional[str] = ..., prefill_worker: _Optional[str] = ..., decode_worker: _Optional[str] = ..., prompt_tokens: _Optional[int] = ..., output_tokens: _Optional[int] = ..., cached_tokens: _Optional[int] = ..., retries: _Optional[int] = ..., age: _Optional[float] = ...) -> None: ...
+    bypass: bool
+    def __init__(self, request_id: _Optional[str] = ..., stage: _Optional[str] = ..., worker: _Optional[str] = ..., prefill_worker: _Optional[str] = ..., decode_worker: _Optional[str] = ..., prompt_tokens: _Optional[int] = ..., output_tokens: _Optional[int] = ..., cached_tokens: _Optional[int] = ..., retries: _Optional[int] = ..., age: _Optional[float] = ..., bypass: _Optional[bool] = ...) -> None: ...
 
 class LiveError(_message.Message):
-    __slots__ = ("request_id", "at", "outcome", "reason", "worker")
+    __slots__ = ("request_id", "at", "outcome", "reason", "worker", "count", "requests")
     REQUEST_ID_FIELD_NUMBER: _ClassVar[int]
     AT_FIELD_NUMBER: _ClassVar[int]
     OUTCOME_FIELD_NUMBER: _ClassVar[int]
     REASON_FIELD_NUMBER: _ClassVar[int]
     WORKER_FIELD_NUMBER: _ClassVar[int]
+    COUNT_FIELD_NUMBER: _ClassVar[int]
+    REQUESTS_FIELD_NUMBER: _ClassVar[int]
     request_id: str
     at: float
     outcome: str
     reason: str
     worker: str
-    def __init__(self, request_id: _Optional[str] = ..., at: _Optional[float] = ..., outcome: _Optional[str] = ..., reason: _Optional[str] = ..., worker: _Optional[str] = ...) -> None: ...
+    count: int
+    requests: int
+    def __init__(self, request_id: _Optional[str] = ..., at: _Optional[float] = ..., outcome: _Optional[str] = ..., reason: _Optional[str] = ..., worker: _Optional[str] = ..., count: _Optional[int] = ..., requests: _Optional[int] = ...) -> None: ...
 
 class LiveTotals(_message.Message):
     __slots__ = ("outcomes", "prompt_tokens", "output_tokens", "cached_tokens", "met", "handoffs", "handoff_bytes")
@@ -807,23 +844,92 @@ class LiveSlo(_message.Message):
     def __init__(self, objectives: _Optional[_Mapping[str, float]] = ..., attainment: _Optional[float] = ...) -> None: ...
 
 class TraceRequest(_message.Message):
-    __slots__ = ("request_id", "last", "alone")
+    __slots__ = ("request_id", "last", "alone", "sort", "ascending", "failed", "slower_than", "skip")
     REQUEST_ID_FIELD_NUMBER: _ClassVar[int]
     LAST_FIELD_NUMBER: _ClassVar[int]
     ALONE_FIELD_NUMBER: _ClassVar[int]
+    SORT_FIELD_NUMBER: _ClassVar[int]
+    ASCENDING_FIELD_NUMBER: _ClassVar[int]
+    FAILED_FIELD_NUMBER: _ClassVar[int]
+    SLOWER_THAN_FIELD_NUMBER: _ClassVar[int]
+    SKIP_FIELD_NUMBER: _ClassVar[int]
     request_id: str
     last: int
     alone: bool
-    def __init__(self, request_id: _Optional[str] = ..., last: _Optional[int] = ..., alone: _Optional[bool] = ...) -> None: ...
+    sort: str
+    ascending: bool
+    failed: bool
+    slower_than: float
+    skip: int
+    def __init__(self, request_id: _Optional[str] = ..., last: _Optional[int] = ..., alone: _Optional[bool] = ..., sort: _Optional[str] = ..., ascending: _Optional[bool] = ..., failed: _Optional[bool] = ..., slower_than: _Optional[float] = ..., skip: _Optional[int] = ...) -> None: ...
 
 class TraceResponse(_message.Message):
-    __slots__ = ("records",)
+    __slots__ = ("records", "places", "matched")
     RECORDS_FIELD_NUMBER: _ClassVar[int]
+    PLACES_FIELD_NUMBER: _ClassVar[int]
+    MATCHED_FIELD_NUMBER: _ClassVar[int]
     records: _containers.RepeatedCompositeFieldContainer[TraceRecord]
-    def __init__(self, records: _Optional[_Iterable[_Union[TraceRecord, _Mapping]]] = ...) -> None: ...
+    places: _containers.RepeatedScalarFieldContainer[float]
+    matched: int
+    def __init__(self, records: _Optional[_Iterable[_Union[TraceRecord, _Mapping]]] = ..., places: _Optional[_Iterable[float]] = ..., matched: _Optional[int] = ...) -> None: ...
+
+class CurvesRequest(_message.Message):
+    __slots__ = ("since", "alone")
+    SINCE_FIELD_NUMBER: _ClassVar[int]
+    ALONE_FIELD_NUMBER: _ClassVar[int]
+    since: int
+    alone: bool
+    def __init__(self, since: _Optional[int] = ..., alone: _Optional[bool] = ...) -> None: ...
+
+class CurvesResponse(_message.Message):
+    __slots__ = ("points",)
+    POINTS_FIELD_NUMBER: _ClassVar[int]
+    points: _containers.RepeatedCompositeFieldContainer[CurvePoint]
+    def __init__(self, points: _Optional[_Iterable[_Union[CurvePoint, _Mapping]]] = ...) -> None: ...
+
+class CurvePoint(_message.Message):
+    __slots__ = ("number", "running", "queued", "kv", "output_tokens", "outcomes", "ttft", "itl")
+    class OutcomesEntry(_message.Message):
+        __slots__ = ("key", "value")
+        KEY_FIELD_NUMBER: _ClassVar[int]
+        VALUE_FIELD_NUMBER: _ClassVar[int]
+        key: str
+        value: int
+        def __init__(self, key: _Optional[str] = ..., value: _Optional[int] = ...) -> None: ...
+    class TtftEntry(_message.Message):
+        __slots__ = ("key", "value")
+        KEY_FIELD_NUMBER: _ClassVar[int]
+        VALUE_FIELD_NUMBER: _ClassVar[int]
+        key: int
+        value: int
+        def __init__(self, key: _Optional[int] = ..., value: _Optional[int] = ...) -> None: ...
+    class ItlEntry(_message.Message):
+        __slots__ = ("key", "value")
+        KEY_FIELD_NUMBER: _ClassVar[int]
+        VALUE_FIELD_NUMBER: _ClassVar[int]
+        key: int
+        value: int
+        def __init__(self, key: _Optional[int] = ..., value: _Optional[int] = ...) -> None: ...
+    NUMBER_FIELD_NUMBER: _ClassVar[int]
+    RUNNING_FIELD_NUMBER: _ClassVar[int]
+    QUEUED_FIELD_NUMBER: _ClassVar[int]
+    KV_FIELD_NUMBER: _ClassVar[int]
+    OUTPUT_TOKENS_FIELD_NUMBER: _ClassVar[int]
+    OUTCOMES_FIELD_NUMBER: _ClassVar[int]
+    TTFT_FIELD_NUMBER: _ClassVar[int]
+    ITL_FIELD_NUMBER: _ClassVar[int]
+    number: int
+    running: float
+    queued: float
+    kv: float
+    output_tokens: int
+    outcomes: _containers.ScalarMap[str, int]
+    ttft: _containers.ScalarMap[int, int]
+    itl: _containers.ScalarMap[int, int]
+    def __init__(self, number: _Optional[int] = ..., running: _Optional[float] = ..., queued: _Optional[float] = ..., kv: _Optional[float] = ..., output_tokens: _Optional[int] = ..., outcomes: _Optional[_Mapping[str, int]] = ..., ttft: _Optional[_Mapping[int, int]] = ..., itl: _Optional[_Mapping[int, int]] = ...) -> None: ...
 
 class TraceRecord(_message.Message):
-    __slots__ = ("request_id", "at", "outcome", "reason", "prompt_tokens", "output_tokens", "cached_tokens", "retries", "laps", "failures", "bypasses", "handoff", "read", "verify", "connect", "trace_id", "slo_missed", "ttft", "tpot", "e2e", "prefill_wait", "prefill_compute", "stages", "fetched_tokens")
+    __slots__ = ("request_id", "at", "outcome", "reason", "prompt_tokens", "output_tokens", "cached_tokens", "retries", "laps", "failures", "bypasses", "handoff", "read", "verify", "trace_id", "slo_missed", "ttft", "tpot", "e2e", "prefill_wait", "prefill_compute", "stages", "fetched_tokens", "connect", "tenant")
     class StagesEntry(_message.Message):
         __slots__ = ("key", "value")
         KEY_FIELD_NUMBER: _ClassVar[int]
@@ -845,7 +951,6 @@ class TraceRecord(_message.Message):
     HANDOFF_FIELD_NUMBER: _ClassVar[int]
     READ_FIELD_NUMBER: _ClassVar[int]
     VERIFY_FIELD_NUMBER: _ClassVar[int]
-    CONNECT_FIELD_NUMBER: _ClassVar[int]
     TRACE_ID_FIELD_NUMBER: _ClassVar[int]
     SLO_MISSED_FIELD_NUMBER: _ClassVar[int]
     TTFT_FIELD_NUMBER: _ClassVar[int]
@@ -855,6 +960,8 @@ class TraceRecord(_message.Message):
     PREFILL_COMPUTE_FIELD_NUMBER: _ClassVar[int]
     STAGES_FIELD_NUMBER: _ClassVar[int]
     FETCHED_TOKENS_FIELD_NUMBER: _ClassVar[int]
+    CONNECT_FIELD_NUMBER: _ClassVar[int]
+    TENANT_FIELD_NUMBER: _ClassVar[int]
     request_id: str
     at: float
     outcome: str
@@ -869,7 +976,6 @@ class TraceRecord(_message.Message):
     handoff: HandoffFacts
     read: float
     verify: float
-    connect: float
     trace_id: str
     slo_missed: str
     ttft: float
@@ -879,19 +985,23 @@ class TraceRecord(_message.Message):
     prefill_compute: float
     stages: _containers.ScalarMap[str, float]
     fetched_tokens: int
-    def __init__(self, request_id: _Optional[str] = ..., at: _Optional[float] = ..., outcome: _Optional[str] = ..., reason: _Optional[str] = ..., prompt_tokens: _Optional[int] = ..., output_tokens: _Optional[int] = ..., cached_tokens: _Optional[int] = ..., retries: _Optional[int] = ..., laps: _Optional[_Iterable[_Union[TraceLap, _Mapping]]] = ..., failures: _Optional[_Iterable[_Union[TraceFailure, _Mapping]]] = ..., bypasses: _Optional[_Iterable[str]] = ..., handoff: _Optional[_Union[HandoffFacts, _Mapping]] = ..., read: _Optional[float] = ..., verify: _Optional[float] = ..., connect: _Optional[float] = ..., trace_id: _Optional[str] = ..., slo_missed: _Optional[str] = ..., ttft: _Optional[float] = ..., tpot: _Optional[float] = ..., e2e: _Optional[float] = ..., prefill_wait: _Optional[float] = ..., prefill_compute: _Optional[float] = ..., stages: _Optional[_Mapping[str, float]] = ..., fetched_tokens: _Optional[int] = ...) -> None: ...
+    connect: float
+    tenant: str
+    def __init__(self, request_id: _Optional[str] = ..., at: _Optional[float] = ..., outcome: _Optional[str] = ..., reason: _Optional[str] = ..., prompt_tokens: _Optional[int] = ..., output_tokens: _Optional[int] = ..., cached_tokens: _Optional[int] = ..., retries: _Optional[int] = ..., laps: _Optional[_Iterable[_Union[TraceLap, _Mapping]]] = ..., failures: _Optional[_Iterable[_Union[TraceFailure, _Mapping]]] = ..., bypasses: _Optional[_Iterable[str]] = ..., handoff: _Optional[_Union[HandoffFacts, _Mapping]] = ..., read: _Optional[float] = ..., verify: _Optional[float] = ..., trace_id: _Optional[str] = ..., slo_missed: _Optional[str] = ..., ttft: _Optional[float] = ..., tpot: _Optional[float] = ..., e2e: _Optional[float] = ..., prefill_wait: _Optional[float] = ..., prefill_compute: _Optional[float] = ..., stages: _Optional[_Mapping[str, float]] = ..., fetched_tokens: _Optional[int] = ..., connect: _Optional[float] = ..., tenant: _Optional[str] = ...) -> None: ...
 
 class TraceLap(_message.Message):
-    __slots__ = ("stage", "worker", "start", "end")
+    __slots__ = ("stage", "worker", "start", "end", "bypass")
     STAGE_FIELD_NUMBER: _ClassVar[int]
     WORKER_FIELD_NUMBER: _ClassVar[int]
     START_FIELD_NUMBER: _ClassVar[int]
     END_FIELD_NUMBER: _ClassVar[int]
+    BYPASS_FIELD_NUMBER: _ClassVar[int]
     stage: str
     worker: str
     start: float
     end: float
-    def __init__(self, stage: _Optional[str] = ..., worker: _Optional[str] = ..., start: _Optional[float] = ..., end: _Optional[float] = ...) -> None: ...
+    bypass: bool
+    def __init__(self, stage: _Optional[str] = ..., worker: _Optional[str] = ..., start: _Optional[float] = ..., end: _Optional[float] = ..., bypass: _Optional[bool] = ...) -> None: ...
 
 class TraceFailure(_message.Message):
     __slots__ = ("at", "worker", "reason")

@@ -707,6 +707,11 @@ class AdminStub:
                 request_serializer=baton_dot_v1_dot_worker__pb2.TraceRequest.SerializeToString,
                 response_deserializer=baton_dot_v1_dot_worker__pb2.TraceResponse.FromString,
                 _registered_method=True)
+        self.Curves = channel.unary_unary(
+                '/baton.v1.Admin/Curves',
+                request_serializer=baton_dot_v1_dot_worker__pb2.CurvesRequest.SerializeToString,
+                response_deserializer=baton_dot_v1_dot_worker__pb2.CurvesResponse.FromString,
+                _registered_method=True)
         self.Live = channel.unary_unary(
                 '/baton.v1.Admin/Live',
                 request_serializer=baton_dot_v1_dot_worker__pb2.LiveRequest.SerializeToString,
@@ -752,6 +757,12 @@ class AdminServicer:
     def Trace(self, request, context):
         """What happened to the requests that ended last, from the router's own memory.
         """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
+    def Curves(self, request, context):
+        """Missing associated documentation comment in .proto file."""
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
@@ -810,6 +821,11 @@ def add_AdminServicer_to_server(servicer, server):
                     servicer.Trace,
                     request_deserializer=baton_dot_v1_dot_worker__pb2.TraceRequest.FromString,
                     response_serializer=baton_dot_v1_dot_worker__pb2.TraceResponse.SerializeToString,
+            ),
+            'Curves': grpc.unary_unary_rpc_method_handler(
+                    servicer.Curves,
+                    request_deserializer=baton_dot_v1_dot_worker__pb2.CurvesRequest.FromString,
+                    response_serializer=baton_dot_v1_dot_worker__pb2.CurvesResponse.SerializeToString,
             ),
             'Live': grpc.unary_unary_rpc_method_handler(
                     servicer.Live,
@@ -897,6 +913,33 @@ class Admin:
             '/baton.v1.Admin/Trace',
             baton_dot_v1_dot_worker__pb2.TraceRequest.SerializeToString,
             baton_dot_v1_dot_worker__pb2.TraceResponse.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def Curves(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/baton.v1.Admin/Curves',
+            baton_dot_v1_dot_worker__pb2.CurvesRequest.SerializeToString,
+            baton_dot_v1_dot_worker__pb2.CurvesResponse.FromString,
             options,
             channel_credentials,
             insecure,

@@ -1,8 +1,10 @@
-"""The live page: three files of `static/`, the data they ask for, and the API for the playground.
+"""The live page: the files of `static/`, the data they ask for, and the API for the playground.
 
     /                 the page
     /live             `router.live.Live.look`
     /live/ID          the record of a request that has ended
+    /requests         a list of such records: `sort`, `ascending`, `failed`, `slower_than`, `skip`, `limit` as in `router.listing.Query`
+    /curves           the last quarter of an hour, from the point with the number `since` on
     /v1/...           the HTTP door
 
 Another page must not reach this one through a visitor's browser. So requests from another origin are refused and, on loopback, requests
@@ -11,6 +13,7 @@ under another host name as well (DNS rebinding).
 
 from collections.abc import Mapping
 from pathlib import Path
+from typing import Any
 
 from starlette.datastructures import Headers
 from starlette.exceptions import HTTPException
@@ -22,12 +25,15 @@ from starlette.types import Receive, Scope, Send
 from baton.cluster.address import is_loopback
 from baton.cluster.errors import BatonError
 from baton.cluster.keys import ApiKeys
+from router.curves import KEPT, STEP_S
 from router.http.app import HttpDoor
-from router.http.errors import HttpError, to_http, to_json
+from router.http.errors import HttpError, bad_value, to_http, to_json
+from router.listing import Query
 from router.live import Live
 
 STATIC = Path(__file__).parent / "static"
-FILES = {"/": "page.html", "/page.css": "page.css", "/page.js": "page.js"}
+FILES = {"/": "page.html", **{f"/{path.name}": path.name for path in sorted(STATIC.glob("*.[cj]s*"))}}
+PAGE_ROWS = 100  # of a list, at most
 HEADERS = {
     "cache-control": "no-store",
     "content-security-policy": "default-src 'self'; img-src 'self' data:; frame-ancestors 'none'; base-uri 'none'; form-action 'none'",
@@ -46,7 +52,8 @@ class Page:
         self._keys = keys
         self._only_loopback = is_loopback(host)
         files = [Route(path, self._file) for path in FILES]
-        self._router = Router([*files, Route("/live", self._look), Route("/live/{request_id:path}", self._find)], redirect_slashes=False)
+        data = {"/live": self._look, "/live/{request_id:path}": self._find, "/requests": self._list, "/curves": self._draw}
+        self._router = Router([*files, *(Route(path, answer) for path, answer in data.items())], redirect_slashes=False)
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         try:
@@ -76,14 +83,60 @@ class Page:
 
     async def _look(self, request: Request) -> Response:
         self._keys.tenant(request.headers.get("authorization"))
-        return Response(to_json(await self._live.look()), headers=HEADERS, media_type="application/json")
+        return _json(await self._live.look())
 
     async def _find(self, request: Request) -> Response:
         self._keys.tenant(request.headers.get("authorization"))
         found = await self._live.find(request.path_params["request_id"])
         if found is None:
             raise HttpError(404, "no request with this id has ended, or its record is no longer kept")
-        return Response(to_json(found), headers=HEADERS, media_type="application/json")
+        return _json(self._for(request, found))
+
+    async def _list(self, request: Request) -> Response:
+        self._keys.tenant(request.headers.get("authorization"))
+        query = _query(request.query_params)
+        listed, matched = await self._live.ended(query)
+        return _json({"requests": [self._for(request, record) for _, record in listed], "matched": matched, "skip": query.skip})
+
+    async def _draw(self, request: Request) -> Response:
+        self._keys.tenant(request.headers.get("authorization"))
+        since = _whole(request.query_params, "since", 0)
+        return _json({"step": STEP_S, "kept": KEPT, "points": await self._live.draw(since)})
+
+    def _for(self, request: Request, record: dict[str, Any]) -> dict[str, Any]:
+        """One tenant is not told the names of others; an admin is."""
+        if not self._keys or self._keys.is_admin(request.headers.get("authorization")):
+            return record
+        own = self._keys.tenant(request.headers.get("authorization"))
+        return {**record, "tenant": record["tenant"] if record["tenant"] == own else ""}
+
+
+def _query(given: Mapping[str, str]) -> Query:
+    """Raises HttpError and BatonError for what no list can be."""
+    flags = {}
+    for name in ("ascending", "failed"):
+        if (flag := given.get(name, "false")) not in ("true", "false"):
+            raise bad_value(name, "must be true or false")
+        flags[name] = flag == "true"
+    try:
+        slower_than = float(given.get("slower_than", "0"))
+    except ValueError:
+        raise bad_value("slower_than", "must be a number of seconds") from None
+    limit = _whole(given, "limit", PAGE_ROWS)
+    if limit > PAGE_ROWS:
+        raise bad_value("limit", f"must be at most {PAGE_ROWS}")
+    return Query(given.get("sort", "age"), **flags, slower_than=slower_than, skip=_whole(given, "skip", 0), limit=limit)
+
+
+def _whole(given: Mapping[str, str], name: str, default: int) -> int:
+    value = given.get(name, str(default))
+    if not (value.isascii() and value.isdecimal() and len(value) < 16):
+        raise bad_value(name, "must be a whole number, 0 or more")
+    return int(value)
+
+
+def _json(value: Any) -> Response:
+    return Response(to_json(value), headers=HEADERS, media_type="application/json")
 
 
 def _name(host: str) -> str:

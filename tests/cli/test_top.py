@@ -1,21 +1,27 @@
 """`baton top`: what it displays, the rates between two snapshots, and that it survives the loss of the router."""
 
+import os
+import pty
+import termios
+from itertools import groupby
 from typing import Any
 
 import grpc
 import pytest
-from ended_request import record
+from ended_request import lap, record
 from rich.console import Console, RenderableType
 
 from baton.cli import top
+from baton.cli.view import MARKS
 
 WORKER = {
     "name": "decode-0", "role": "decode", "state": "ready", "incarnation": 1, "kv_blocks": 100, "transport": "nixl", "running": 2,
     "waiting": 1, "free_blocks": 50, "credit_tokens": 1, "cached_blocks": 7, "leases": 3, "waiting_tokens": 0, "blocks_in_use": 50,
+    "requests": {"decode": 11, "bypass": 2}, "silent": 0.0, "restarting": False,
 }  # fmt: skip
 REQUEST = {
     "request_id": "req-9", "stage": "decode", "worker": "decode-0", "prefill_worker": "prefill-0", "decode_worker": "decode-0",
-    "prompt_tokens": 199, "output_tokens": 5, "cached_tokens": 0, "retries": 0, "age": 1.25,
+    "prompt_tokens": 199, "output_tokens": 5, "cached_tokens": 0, "retries": 0, "age": 1.25, "bypass": False,
 }  # fmt: skip
 TOTALS = {
     "outcomes": {"ok": 1},
@@ -34,6 +40,7 @@ def snapshot(clock: float = 0.0, totals: dict[str, Any] | None = None, **change:
         "model": "tale",
         "router": {"inflight": 1, "queued": 0, "registry": "reachable"},
         "workers": [WORKER],
+        "unlisted": {},
         "requests": [REQUEST],
         "recent": [record(request_id="req-1")],
         "errors": [],
@@ -53,17 +60,38 @@ def text(shown: RenderableType) -> str:
 
 def test_the_display_shows_workers_and_requests() -> None:
     told = text(top.draw(snapshot(), {}))
-    for part in ("tale", "1 in flight", "cached 25 %", "decode-0", "ready", "50 %", "●", "req-9", "prefill-0", "req-1", "199 → 21"):
+    for part in (
+        "tale",
+        "1 in flight",
+        "cached 25 %",
+        "decode-0",
+        "ready",
+        "50 %",
+        "11 decode 2 bypass",
+        "req-9",
+        "prefill-0",
+        "req-1",
+        "199 → 21",
+    ):
         assert part in told
     assert "tokens/s" not in told, "a single snapshot has no rate"
 
 
 def test_the_display_shows_failures() -> None:
-    error = {"request_id": "req-3", "at": 0.0, "outcome": "failed", "reason": "RETRIES_SPENT", "worker": "decode-1"}
+    error = {
+        "request_id": "req-3",
+        "at": 0.0,
+        "outcome": "failed",
+        "reason": "RETRIES_SPENT",
+        "worker": "decode-1",
+        "count": 8,
+        "requests": 1,
+    }
+    gone = {**WORKER, "state": "gone", "silent": 12.4, "restarting": True}
     router = {"inflight": 0, "queued": 0, "registry": "away"}
     failed = record(outcome="failed", reason="RETRIES_SPENT", ttft=None)
-    told = text(top.draw(snapshot(workers=[{**WORKER, "state": "gone"}], errors=[error], router=router, recent=[failed]), {}))
-    for part in ("gone", "registry away", "RETRIES_SPENT decode-1 req-3", "failed: RETRIES_SPENT"):
+    told = text(top.draw(snapshot(workers=[gone], errors=[error], router=router, recent=[failed]), {}))
+    for part in ("lost 12 s, restarting", "registry away", "RETRIES_SPENT (8), last", "decode-1 req-3", "failed: RETRIES_SPENT"):
         assert part in told
 
 
@@ -77,7 +105,7 @@ def test_nothing_is_truncated_at_any_width(width: int) -> None:
     told = capture.get()
     assert "…" not in told and max(map(len, told.splitlines())) <= width
     for part in ("decode-0", "ready", "50 %", "req-0123456789abcdef", "1.2 s", "199 → 21", "req-1"):
-        assert part in told.replace("\n", " "), (part, told)
+        assert part in " ".join(told.split()), (part, told)
 
 
 def test_rates_are_computed_between_two_snapshots() -> None:
@@ -90,7 +118,7 @@ def test_rates_are_computed_between_two_snapshots() -> None:
     assert top.rates(now, now) == {}
 
 
-def test_no_rate_spans_a_restart_of_the_router(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_no_rate_spans_a_restart_of_the_router() -> None:
     """The totals of the new router start from zero, so no rate is computed across the restart."""
     looks = iter([snapshot(10.0), snapshot(11.0, {"output_tokens": 200}), None, snapshot(1.0, {"output_tokens": 3}), StopIteration()])
     shown: list[str] = []
@@ -107,8 +135,51 @@ def test_no_rate_spans_a_restart_of_the_router(monkeypatch: pytest.MonkeyPatch) 
             raise KeyboardInterrupt
         return told
 
-    monkeypatch.setattr("baton.cli.top.time.sleep", lambda seconds: None)
     with pytest.raises(KeyboardInterrupt):
-        top.watch(look, lambda drawn: shown.append(text(drawn)), 1.0)
+        top.watch(look, lambda drawn: shown.append(text(drawn)), lambda: False)
     assert ["tokens/s" in one for one in shown] == [False, True, True, False]
     assert "does not answer: UNAVAILABLE" in shown[2] and "100.0 tokens/s" in shown[2]
+
+
+def test_without_colours_the_stages_of_a_bar_are_told_apart_and_a_slow_request_is_longer() -> None:
+    fast = record(request_id="fast", e2e=0.25, laps=[lap("queue", 0, 0.125), lap("decode", 0.125, 0.25, "d0")])
+    slow = record(
+        request_id="slow", laps=[lap("queue", 0, 0.5), lap("prefill", 0.5, 0.75, "d0", bypass=True), lap("decode", 0.75, 1, "d0")]
+    )
+    lines = text(top.draw(snapshot(recent=[fast, slow]), {})).splitlines()
+    [quick] = [line.split()[1] for line in lines if line.startswith("fast")]
+    [long] = [line.split()[1] for line in lines if line.startswith("slow")]
+    assert len(long) == 4 * len(quick) == top.RECENT_BAR_WIDTH
+    assert [mark for mark, _ in groupby(long)] == [MARKS["queue"], MARKS["bypass"], MARKS["decode"]] and len({*MARKS.values()}) == len(
+        MARKS
+    )
+    assert any("queue" in line and "bypass" in line and MARKS["transfer"] in line for line in lines), "a legend"
+
+
+def test_a_large_pool_is_listed_in_part() -> None:
+    assert "936 more" in text(top.draw(snapshot(unlisted={"decode": 936}), {}))
+
+
+@pytest.mark.parametrize(("typed", "leaves"), [(b"q", True), (b"xyzQ", True), (b"xyz", False), (b"", False)])
+def test_q_ends_the_wait_and_no_other_key_does(typed: bytes, leaves: bool) -> None:
+    master, keyboard = pty.openpty()
+    try:
+        before = termios.tcgetattr(keyboard)
+        with top.pausing(keyboard) as pause:
+            os.write(master, typed)
+            assert pause(30.0 if leaves else 0.05) is leaves
+        assert termios.tcgetattr(keyboard) == before, "the terminal is as it was"
+    finally:
+        os.close(master)
+        os.close(keyboard)
+
+
+def test_without_a_keyboard_top_goes_on() -> None:
+    reader, writer = os.pipe()
+    try:
+        with top.pausing(reader) as pause:
+            os.write(writer, b"q")
+            assert pause(0.0) is False
+    finally:
+        os.close(reader)
+        os.close(writer)

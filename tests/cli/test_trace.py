@@ -1,5 +1,6 @@
 """What `baton trace` draws."""
 
+from datetime import datetime, timedelta
 from itertools import pairwise
 from typing import Any
 
@@ -7,8 +8,8 @@ import pytest
 from ended_request import NO_HANDOFF, lap, record
 from rich.console import Console
 
-from baton.cli.trace import draw
-from baton.cli.view import BAR_WIDTH, bar
+from baton.cli.trace import LIST_BAR_WIDTH, draw, draw_list
+from baton.cli.view import BAR_WIDTH, MARKS, bar
 
 
 def drawn(told: dict[str, Any]) -> list[str]:
@@ -55,7 +56,8 @@ def test_a_failure_is_drawn_where_it_happened() -> None:
 @pytest.mark.parametrize(
     ("change", "told"),
     [
-        ({"bypasses": ["short"], "prefill_compute": 0.0, "handoff": NO_HANDOFF}, "p0 itself (short)"),
+        ({"bypasses": ["short"], "laps": [lap("prefill", 0.0, 1.0, "d0", bypass=True)]}, "d0 itself (short)"),
+        ({"tenant": "shop"}, "tenant shop"),
         ({"handoff": NO_HANDOFF}, "d0: no KV moved"),
         ({"connect": 0.18}, "connected 180.0, read 20.0"),
         (
@@ -79,3 +81,45 @@ def test_the_bar_of_a_stage_that_took_any_time_is_visible() -> None:
     assert bar(0.5, 0.5, "red").plain.count("█") == 0
     assert bar(0.5, 0.5001, "red").plain.count("█") == 1
     assert all(len(bar(start / 100, 1.0, "red").plain) == BAR_WIDTH for start in range(100))
+
+
+NOW = datetime.fromtimestamp(1.8e9)
+
+
+def listed(*records: dict[str, Any], width: int = 160, matched: int = 0) -> list[str]:
+    console = Console(width=width)
+    with console.capture() as capture:
+        console.print(draw_list(list(records), matched or len(records), NOW))
+    return capture.get().splitlines()
+
+
+def test_a_list_has_a_line_for_each_request_with_its_times() -> None:
+    yesterday = record(request_id="old", at=1.8e9 - 86400.0, outcome="failed", reason="RETRIES_SPENT", ttft=None, retries=3, tenant="shop")
+    lines = listed(record(), yesterday, matched=512)
+    assert lines[0].split() == [
+        "request", "at", "tenant", "ended", "stages", "total", "TTFT", "queue", "prefill", "transfer", "decode", "tokens", "retries",
+    ]  # fmt: skip
+    first = lines[1].split()
+    assert first[:3] == ["req-1", NOW.strftime("%H:%M:%S"), "length"]
+    assert "1.00 s 400 ms 100 ms 300 ms 100 ms 500 ms 199 → 21" in " ".join(first)
+    assert "old" in lines[2] and (NOW - timedelta(days=1)).strftime("%Y-%m-%d %H:%M:%S") in lines[2]
+    assert "shop" in lines[2] and "failed: RETRIES_SPENT" in lines[2] and lines[2].rstrip().endswith("3")
+    assert "2 of 512" in lines[3] and all(kind in lines[3] for kind in MARKS)
+
+
+def test_all_bars_of_a_list_have_one_scale() -> None:
+    slow = record(request_id="slow", e2e=8.0, laps=[lap("queue", 0, 8.0)])
+    quick, long = (sum(line.count(mark) for mark in MARKS.values()) for line in listed(record(), slow)[1:3])
+    assert (quick, long) == (LIST_BAR_WIDTH // 8, LIST_BAR_WIDTH)
+
+
+@pytest.mark.parametrize("width", [40, 80, 160])
+def test_a_list_fits_any_terminal(width: int) -> None:
+    told = listed(record(request_id="req-0123456789abcdef", tenant="shop", retries=2), width=width)
+    assert max(map(len, told)) <= width
+    for part in ("req-0123456789abcdef", "shop", "length", "1.00 s", "400 ms", "199 → 21"):
+        assert part in " ".join(" ".join(told).split()), part
+
+
+def test_an_empty_list_says_so() -> None:
+    assert listed() == ["no request that has ended matches"]

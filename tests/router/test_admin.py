@@ -2,8 +2,9 @@
 
 import asyncio
 import os
+import time
 from collections.abc import AsyncIterator, Sequence
-from contextlib import asynccontextmanager
+from contextlib import asynccontextmanager, nullcontext
 from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
@@ -50,7 +51,9 @@ class House:
     def __init__(self) -> None:
         self.view = ClusterView(TOKENIZER)
         self.workers = Workers(Config().security)
-        self.journal = Journal(Book("router", model="toy"), Tracer(), "toy", SloConfig(e2e_s=100.0), keep=10)
+        self.ahead = 0.0  # seconds, of the router's wall clock
+        slo = SloConfig(e2e_s=100.0)
+        self.journal = Journal(Book("router", model="toy"), Tracer(), "toy", slo, 10, wall_clock=lambda: time.time() + self.ahead)
         self.registry = MemoryRegistry()
         self.says: WorkerRecord | None = None
         self.cached = 0  # blocks
@@ -70,9 +73,10 @@ class House:
     async def snapshot(self) -> tuple[int, list[bytes]]:
         return 3, [number.to_bytes(16, "big") for number in range(self.cached)]
 
-    def end(self, name: str, error: BatonError | None = None) -> None:
-        """Records a request that ends now."""
+    def end(self, name: str, error: BatonError | None = None, after_s: float = 0.0) -> None:
+        """Records a request that ends now, and took at least `after_s`."""
         entry = self.journal.open("chat", name)
+        entry.trace.watch.laps[0].start -= after_s
         with entry:
             entry.request = Request(name, [1, 2, 3, 4], 3, SamplingParams(max_tokens=9), "", 1e9, entry.trace)
             trace = entry.trace
@@ -101,7 +105,7 @@ async def administered(house: House, registry: MemoryRegistry, name: str, config
     admin_address = admin_server.bind(0)
     own = RouterRecord(name, 1, os.getpid(), "host", {"grpc": "127.0.0.1:9", "admin": admin_address}, "toy")
     peers = Peers(registry, name, Config())
-    live = Live(house.view, house.workers, watch, admission, house.journal, peers, lambda: own)
+    live = Live(house.view, watch, admission, house.journal, peers, lambda: own)
     admin = AdminDoor(house.view, house.workers, watch, house.journal, live, peers, lambda: own, Joining(Config()))
     worker_pb2_grpc.add_AdminServicer_to_server(admin, admin_server.grpc)
     await asyncio.gather(worker_server.start(), admin_server.start(), registry.join(own))
@@ -187,6 +191,50 @@ async def test_any_router_shows_what_all_of_them_know() -> None:
         assert read_records(await first.Trace(pb.TraceRequest(request_id="late", alone=True), timeout=20)) == []
 
 
+async def test_lists_of_all_routers_are_one_list() -> None:
+    registry, houses = MemoryRegistry(), (House(), House())
+    async with administered(houses[0], registry, "router-0") as first, administered(houses[1], registry, "router-1") as second:
+        await until_routers(first, ["router-0", "router-1"])
+        await until_routers(second, ["router-0", "router-1"])
+        for number in range(6):
+            with pytest.raises(BatonError) if number % 3 == 0 else nullcontext():
+                houses[number % 2].end(f"r{number}", BatonError(Reason.RETRIES_SPENT, "") if number % 3 == 0 else None, 1 + 10 * number)
+
+        async def listed(stub: Any, **asked: Any) -> tuple[list[str], int]:
+            answer = await stub.Trace(pb.TraceRequest(**asked), timeout=20)
+            return [record["request_id"] for record in read_records(answer)], answer.matched
+
+        for stub in (first, second):
+            assert await listed(stub, last=9, sort="total") == (["r5", "r4", "r3", "r2", "r1", "r0"], 6)
+            assert await listed(stub, last=2, skip=1, sort="total", ascending=True) == (["r1", "r2"], 6)
+            assert await listed(stub, last=9, failed=True, sort="total") == (["r3", "r0"], 2)
+            assert await listed(stub, last=9, slower_than=25.0, sort="age") == (["r5", "r4", "r3"], 3)
+        assert await listed(first, last=9, alone=True) == (["r4", "r2", "r0"], 3)
+        with pytest.raises(grpc.RpcError) as caught:
+            await listed(first, last=9, sort="colour")
+        assert to_error(caught.value).violations[0].field == "sort"
+
+
+async def test_curves_show_what_all_routers_did_together() -> None:
+    registry, houses = MemoryRegistry(), (House(), House())
+    async with administered(houses[0], registry, "router-0") as first, administered(houses[1], registry, "router-1") as second:
+        await until_routers(first, ["router-0", "router-1"])
+        await until_routers(second, ["router-0", "router-1"])
+        for number in range(3):
+            houses[number % 2].end(f"r{number}")
+        for house in houses:
+            house.ahead = 10.0
+
+        async def points(stub: Any, **asked: Any) -> list[dict[str, Any]]:
+            return [plain(point) for point in (await stub.Curves(pb.CurvesRequest(**asked), timeout=20)).points]
+
+        for stub in (first, second):
+            together = await points(stub)
+            assert sum(point["outcomes"].get("ok", 0) for point in together) == 3 and sum(point["output_tokens"] for point in together) == 3
+            assert await points(stub, since=together[-1]["number"] + 1) == []
+        assert sum(point["outcomes"].get("ok", 0) for point in await points(second, alone=True)) == 1
+
+
 async def test_a_router_that_does_not_answer_is_left_out() -> None:
     registry, house = MemoryRegistry(), House()
     await registry.join(RouterRecord("router-9", 1, 1, "gone", {"admin": "127.0.0.1:1"}, "toy", inflight=3))
@@ -235,8 +283,11 @@ async def test_a_trace_arrives_as_the_journal_keeps_it(house: tuple[House, Any])
 
 async def test_live_data_arrives_as_the_page_receives_it(house: tuple[House, Any]) -> None:
     house[0].end("good")
+    await house[1].Live(pb.LiveRequest(), timeout=20)
+    house[0].view.mark_down("p0", 1)
     told = read_live(await house[1].Live(pb.LiveRequest(), timeout=20))
     workers = {worker["name"]: worker for worker in told["workers"]}
+    assert workers["d0"]["blocks_in_use"] == 500 and workers["p0"]["silent"] > 0
     assert workers["d0"]["credit_tokens"] == -40 and workers["d0"]["state"] == "ready" and workers["p0"]["state"] == "unreachable"
     assert told["totals"]["outcomes"] == {"ok": 1} and told["totals"]["handoff_bytes"] == 1 << 33
     assert [one["request_id"] for one in told["recent"]] == ["good"] and told["slo"] == {"objectives": {"e2e": 100.0}, "attainment": 1.0}

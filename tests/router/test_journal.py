@@ -15,6 +15,7 @@ from baton.cluster.metrics import Book
 from baton.cluster.otel import OtelTracer
 from baton.cluster.telemetry import Tracer
 from baton.engine.sampling import SamplingParams
+from router.curves import STEP_S
 from router.journal import Entry, Journal
 from router.request import Failure, Request
 from router.validate import MAX_REQUEST_ID
@@ -38,11 +39,12 @@ class Desk:
     slo: SloConfig = field(default_factory=SloConfig)
     keep: int = 10
     tracer: Tracer = field(default_factory=Tracer)
+    wall: float = 5e9
 
     def __post_init__(self) -> None:
         self.clock = Clock()
         self.book = Book("router", model="tale")
-        self.journal = Journal(self.book, self.tracer, "tale", self.slo, self.keep, wall_clock=lambda: 5e9)
+        self.journal = Journal(self.book, self.tracer, "tale", self.slo, self.keep, wall_clock=lambda: self.wall)
 
     def open(self, name: str = "r", traceparent: str = "") -> Entry:
         return self.journal.open("chat", name, traceparent, clock=self.clock)
@@ -94,6 +96,27 @@ def test_the_times_of_a_request_are_measured() -> None:
     assert desk.numbers("baton_router_prompt_tokens_total") == {(): (4, 0)}
     assert desk.numbers("baton_router_output_tokens_total") == {(): (5, 0)}
     assert desk.numbers("baton_router_request_output_tokens") == {(): (5, 1)}
+
+
+def test_the_curves_show_tokens_when_they_come_and_each_of_them_once() -> None:
+    desk = Desk(wall=5e9)
+    with desk.open() as entry:
+        request = desk.request(entry)
+        for _ in range(3):
+            desk.clock.now += 0.5
+            request.tokens.append(7)
+            entry.trace.note_token()
+        desk.journal.follow(entry)
+        desk.journal.follow(entry)
+        desk.wall += STEP_S
+        desk.clock.now += 0.5
+        request.tokens.append(7)
+        entry.trace.note_token()
+        entry.finish = "stop"
+    desk.wall += STEP_S
+    first, second = desk.journal.drawn_since(0)
+    assert (first.output_tokens, first.ttft.total(), first.itl.total(), first.outcomes.total()) == (3, 1, 2, 0)
+    assert (second.output_tokens, second.ttft.total(), second.itl.total(), second.outcomes) == (1, 0, 1, {"ok": 1})
 
 
 def test_a_stage_that_did_not_happen_is_not_counted() -> None:
@@ -214,10 +237,10 @@ class TestRecords:
             entry.finish = "stop"
         told = desk.journal.last()[0].to_json()
         assert told["laps"] == [
-            {"stage": "queue", "worker": "", "start": 0.0, "end": 0.5},
-            {"stage": "prefill", "worker": "p0", "start": 0.5, "end": 1.5},
-            {"stage": "prefill", "worker": "p1", "start": 1.5, "end": 2.0},
-            {"stage": "transfer", "worker": "d1", "start": 2.0, "end": 3.0},
+            {"stage": "queue", "worker": "", "start": 0.0, "end": 0.5, "bypass": False},
+            {"stage": "prefill", "worker": "p0", "start": 0.5, "end": 1.5, "bypass": False},
+            {"stage": "prefill", "worker": "p1", "start": 1.5, "end": 2.0, "bypass": False},
+            {"stage": "transfer", "worker": "d1", "start": 2.0, "end": 3.0, "bypass": False},
         ]
         assert told["failures"] == [{"at": 1.5, "worker": "p0", "reason": "WORKER_LOST"}]
         assert (told["e2e"], told["retries"], told["outcome"], told["reason"], told["at"]) == (3.0, 1, "ok", "stop", 5e9)

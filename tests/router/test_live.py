@@ -2,8 +2,9 @@
 
 import asyncio
 import json
-from collections.abc import Iterable
-from dataclasses import dataclass, field, replace
+import time
+from collections.abc import Coroutine, Iterable
+from dataclasses import dataclass, field
 from typing import Any
 
 import pytest
@@ -16,55 +17,49 @@ from baton.cluster.errors import BatonError, Reason
 from baton.cluster.handoff import Handoff
 from baton.cluster.messages import plain
 from baton.cluster.metrics import Book
-from baton.cluster.records import RouterRecord, WorkerRecord
+from baton.cluster.records import Load, Pools, RouterRecord
 from baton.cluster.telemetry import Tracer
 from baton.engine.sampling import SamplingParams
 from baton.v1 import worker_pb2
 from router.admission import Admission
 from router.journal import Entry, Journal
-from router.live import FRESH_S, GONE_S, MAX_RECENT, MAX_REQUESTS, Live, merge
+from router.listing import Query
+from router.live import GONE_S, MAX_RECENT, MAX_REQUESTS, MAX_WORKERS, Live, merge_looks
 from router.peers import Peers
 from router.request import Request
 from router.view import ABSENT_S, ClusterView
 
 
 @dataclass
-class Asked:
-    """A stand-in for `router.clients.Workers`."""
-
-    silent: set[str] = field(default_factory=set)
-    says: dict[str, Any] = field(default_factory=dict)  # fields of a record
-    asked: int = 0
-
-    async def describe(self, worker: WorkerRecord) -> tuple[WorkerRecord, dict[str, int]]:
-        self.asked += 1
-        await asyncio.sleep(0)
-        if worker.name in self.silent:
-            raise BatonError(Reason.WORKER_LOST, "")
-        return replace(worker, **self.says), {"blocks_in_use": 7}
-
-
-@dataclass
 class Watching:
     registry_reachable: bool = True
+    sizes: Pools | None = None
+    asked: int = 0
+
+    async def wanted(self) -> Pools | None:
+        self.asked += 1
+        return self.sizes
 
 
 @dataclass
 class House:
     slo: SloConfig = field(default_factory=SloConfig)
+    keep: int = 100
 
     def __post_init__(self) -> None:
         self.now = 100.0
         self.view = ClusterView(TOKENIZER)
-        self.workers = Asked()
         self.watch = Watching()
-        self.journal = Journal(Book("router", model="toy"), Tracer(), "toy", self.slo, keep=100)
+        self.journal = Journal(Book("router", model="toy"), Tracer(), "toy", self.slo, self.keep, wall_clock=lambda: self.now)
         self.peers = Peers(MemoryRegistry(), "router-0", Config())
         own = RouterRecord("router-0", 1, 1, "host", {"admin": "127.0.0.1:9"}, "toy")
         self.live = Live(
-            self.view, self.workers, self.watch, Admission(4, 4), self.journal, self.peers, lambda: own,  # type: ignore[arg-type]
+            self.view, self.watch, Admission(4, 4), self.journal, self.peers, lambda: own,  # type: ignore[arg-type]
             clock=lambda: self.now,
         )  # fmt: skip
+
+    def dies(self, name: str, incarnation: int = 1) -> None:
+        self.view.mark_down(name, incarnation)
 
     def there(self, *names: str) -> None:
         self.view.update(map(record, names), self.now)
@@ -91,19 +86,20 @@ class House:
         return entry
 
 
-async def test_workers_are_sorted_and_have_the_values_they_report_now() -> None:
+async def test_workers_are_sorted_and_have_the_loads_they_last_reported() -> None:
     house = House()
-    house.there("d0", "p1", "p0")
+    busy = Load(running=2, free_blocks=400, cached_blocks=90)
+    house.view.update([record("d0", load=busy), record("p1"), record("p0")], house.now)
     told = (await house.look())["workers"]
     assert [worker["name"] for worker in told] == ["p0", "p1", "d0"]
-    assert told[2]["role"] == "decode" and told[2]["blocks_in_use"] == 7 and told[2]["kv_blocks"] == 1000
+    assert told[2]["role"] == "decode" and told[2]["blocks_in_use"] == 600 and told[2]["kv_blocks"] == 1000 and told[2]["running"] == 2
 
 
 async def test_a_worker_that_dies_is_unreachable_then_gone_then_forgotten() -> None:
     house = House()
     house.there("p0", "d0")
     assert await house.states() == {"p0": "ready", "d0": "ready"}
-    house.workers.silent = {"d0"}
+    house.dies("d0")
     assert await house.states() == {"p0": "ready", "d0": "unreachable"}
     house.leaves("d0", "p0")
     assert await house.states() == {"p0": "ready", "d0": "gone"}
@@ -111,23 +107,57 @@ async def test_a_worker_that_dies_is_unreachable_then_gone_then_forgotten() -> N
     assert await house.states(6) == {"p0": "ready"}
 
 
+async def test_a_lost_worker_is_shown_as_restarting_while_a_supervisor_keeps_its_pool_larger() -> None:
+    house = House()
+    house.watch.sizes = Pools(1, 2)
+    house.there("p0", "d0", "d1")
+    assert [worker["restarting"] for worker in (await house.look())["workers"]] == [False] * 3
+    assert house.watch.asked == 0, "the registry is asked only while a worker is lost"
+    house.dies("d1")
+
+    async def lost() -> tuple[str, float, bool]:
+        told = next(worker for worker in (await house.look(1.0))["workers"] if worker["name"] == "d1")
+        return told["state"], told["silent"], told["restarting"]
+
+    assert await lost() == ("unreachable", 1.0, True)
+    house.leaves("d1", "p0", "d0")
+    assert await lost() == ("gone", 2.0 + ABSENT_S, True)
+    house.watch.sizes = Pools(1, 1)
+    assert await lost() == ("gone", 3.0 + ABSENT_S, False), "nobody keeps the pool larger"
+    house.watch.sizes = None
+    assert (await lost())[2] is False
+    house.view.update([record("p0"), record("d0"), record("d1", incarnation=2)], house.now)
+    assert await lost() == ("ready", 0.0, False)
+
+
+async def test_a_worker_that_died_while_nobody_looked_is_shown() -> None:
+    house = House()
+    house.there("p0", "d0")
+    await house.live.sample()
+    house.now += 5
+    house.dies("d0")
+    house.leaves("d0", "p0")
+    [_, lost] = (await house.look())["workers"]
+    assert (lost["name"], lost["state"], lost["silent"]) == ("d0", "gone", 5 + ABSENT_S)
+
+
 async def test_a_worker_that_comes_back_is_listed_once() -> None:
     house = House()
     house.there("d0")
-    house.workers.silent = {"d0"}
+    house.dies("d0")
     assert await house.states() == {"d0": "unreachable"}
-    house.workers.silent = set()
     house.view.update([record("d0", incarnation=2)], house.now)
     assert await house.states() == {"d0": "ready"}
 
 
 async def test_a_worker_that_drains_leaves_without_an_alarm() -> None:
     house = House()
-    house.there("p0", "d0")
-    house.workers.says = {"state": "draining"}
-    assert await house.states() == {"p0": "draining", "d0": "draining"}
+    house.view.update([record("p0"), record("d0", state="draining")], house.now)
+    assert await house.states() == {"p0": "ready", "d0": "draining"}
+    house.dies("d0")
+    assert await house.states() == {"p0": "ready", "d0": "draining"}
     house.leaves("d0", "p0")
-    assert await house.states() == {"p0": "draining"}
+    assert await house.states() == {"p0": "ready"}
 
 
 async def test_a_worker_that_serves_another_model_is_unfit() -> None:
@@ -143,13 +173,32 @@ async def test_a_worker_that_answers_without_progress_is_hung() -> None:
     assert await house.states() == {"d0": "ready", "d1": "hung"}
 
 
-async def test_many_viewers_cost_each_worker_one_request() -> None:
+async def test_of_a_large_pool_some_are_listed_and_all_that_need_attention() -> None:
+    house = House()
+    house.there("p0", *(f"d{i:04}" for i in range(1000)))
+    for name in ("d0500", "d0999"):
+        house.dies(name)
+    told = await house.look()
+    names = [worker["name"] for worker in told["workers"]]
+    assert len(names) == 1 + MAX_WORKERS and names == ["p0", *sorted(names[1:])] and {"d0500", "d0999", "d0000"} < {*names}
+    assert told["unlisted"] == {"decode": 1000 - MAX_WORKERS}
+
+
+async def test_the_requests_at_a_worker_are_counted_by_stage_beyond_those_that_are_listed() -> None:
     house = House()
     house.there("p0", "d0")
-    await asyncio.gather(*(house.look() for _ in range(50)))
-    assert house.workers.asked == 2
-    await house.look(FRESH_S)
-    assert house.workers.asked == 4
+    for i in range(MAX_REQUESTS + 6):
+        entry = house.open(f"r{i}").__enter__()
+        if i % 2:
+            entry.trace.watch.enter("decode", "d0")
+    for i in range(3):
+        entry = house.open(f"b{i}").__enter__()
+        entry.trace.watch.enter("prefill", bypass=True)
+        entry.trace.watch.at("d0")
+    told = await house.look()
+    half = MAX_REQUESTS // 2 + 3
+    assert told["router"]["requests"] == {"queue": half} and told["workers"][1]["requests"] == {"decode": half, "bypass": 3}
+    assert told["workers"][0]["requests"] == {} and len(told["requests"]) == MAX_REQUESTS
 
 
 async def test_a_request_is_listed_while_it_runs_and_then_among_the_recent_ones() -> None:
@@ -179,8 +228,21 @@ async def test_errors_are_counted_separately_and_are_not_goodput() -> None:
         with pytest.raises(BatonError), house.open(reason.name):
             raise BatonError(reason, "")
     told = await house.look()
-    assert {error["reason"] for error in told["errors"]} == {"SATURATED", "RETRIES_SPENT"}
+    assert [error["reason"] for error in told["errors"]] == ["RETRIES_SPENT", "SATURATED"]
     assert told["totals"]["outcomes"] == {"refused": 1, "failed": 1, "invalid": 1} and told["totals"]["met"] == 0
+
+
+async def test_errors_of_one_kind_are_one_line() -> None:
+    """A client that sends one request eight times leaves room for the others."""
+    house = House()
+    for name, reason in (("other", Reason.DEADLINE), *[("stubborn", Reason.SATURATED)] * 8, ("late", Reason.SATURATED)):
+        house.now += 1
+        with pytest.raises(BatonError), house.open(name):
+            raise BatonError(reason, "")
+    told = (await house.look())["errors"]
+    assert [(error["reason"], error["count"], error["requests"], error["request_id"], error["at"]) for error in told] == [
+        ("SATURATED", 9, 2, "late", 110.0), ("DEADLINE", 1, 1, "other", 101.0),
+    ]  # fmt: skip
 
 
 async def test_a_request_that_misses_its_objective_is_not_goodput() -> None:
@@ -221,21 +283,58 @@ async def test_kv_counts_as_moved_while_its_request_still_runs() -> None:
 
 def state(name: str, at: float, attainment: float | None = None, **outcomes: int) -> dict[str, Any]:
     """What one router shows: a request in flight and one that ended `at`."""
+    error = {"outcome": "failed", "reason": "DEADLINE", "request_id": name, "at": at, "count": 2, "requests": 1}
     return {
-        "clock": at, "model": "toy", "workers": [{"name": "d0"}], "routers": [{"name": "router-0"}, {"name": "router-1"}],
-        "router": {"inflight": 2, "queued": 1, "registry": "reachable"},
-        "requests": [{"request_id": f"open {name}", "age": at}], "recent": [{"request_id": f"ended {name}", "at": at}], "errors": [],
+        "clock": at, "model": "toy", "workers": [{"name": "d0", "requests": {"decode": 1}}],
+        "routers": [{"name": "router-0"}, {"name": "router-1"}],
+        "router": {"inflight": 2, "queued": 1, "registry": "reachable", "requests": {"queue": 1}},
+        "requests": [{"request_id": f"open {name}", "age": at}], "recent": [{"request_id": f"ended {name}", "at": at}], "errors": [error],
         "totals": {"outcomes": outcomes, "prompt_tokens": 10, "met": 1}, "slo": {"objectives": {}, "attainment": attainment},
     }  # fmt: skip
 
 
 def test_the_states_of_all_routers_become_one() -> None:
-    told = merge(state("a", 5.0, 1.0, ok=3), [state("b", 9.0, 0.5, ok=1, failed=2), state("c", 7.0)])
-    assert told["router"] == {"inflight": 6, "queued": 3, "registry": "reachable"} and told["workers"] == [{"name": "d0"}]
+    told = merge_looks(state("a", 5.0, 1.0, ok=3), [state("b", 9.0, 0.5, ok=1, failed=2), state("c", 7.0)])
+    assert told["router"] == {"inflight": 6, "queued": 3, "registry": "reachable", "requests": {"queue": 3}}
+    assert told["workers"] == [{"name": "d0", "requests": {"decode": 3}}]
     assert [request["request_id"] for request in told["requests"]] == ["open b", "open c", "open a"]
     assert [record["request_id"] for record in told["recent"]] == ["ended b", "ended c", "ended a"]
+    [error] = told["errors"]
+    assert (error["request_id"], error["at"], error["count"], error["requests"]) == ("b", 9.0, 6, 3)
     assert told["totals"] == {"outcomes": {"ok": 4, "failed": 2}, "prompt_tokens": 30, "met": 3}
     assert told["slo"]["attainment"] == pytest.approx(0.75), "each router counts as much as the requests that it ended"
     assert told["clock"] == 5.0, "rates are computed from one clock"
     many = {**state("d", 1.0), "recent": [{"request_id": str(i), "at": float(i)} for i in range(99)]}
-    assert len(merge(many, [many])["recent"]) == MAX_RECENT
+    assert len(merge_looks(many, [many])["recent"]) == MAX_RECENT
+
+
+async def test_no_turn_of_the_event_loop_is_long_however_much_is_kept() -> None:
+    """A thousand workers, two thousand requests in flight, and all that is kept: processor time between two turns of the loop."""
+    house = House(keep=2048)
+    house.there(*(f"p{i:03}" for i in range(500)), *(f"d{i:03}" for i in range(500)))
+    for i in range(2048):
+        with house.open(f"r{i}") as entry:
+            entry.trace.watch.enter("decode", f"d{i % 500:03}")
+            entry.trace.watch.stop()
+            entry.finish = "stop"
+    for i in range(2048):
+        entry = house.open(f"o{i}").__enter__()
+        entry.trace.watch.enter("decode", f"d{i % 500:03}")
+    for _ in range(180):
+        house.now += 5
+        for bucket in range(94):
+            house.journal.curves.first(house.now, 1e-4 * 2 ** (bucket / 4))
+
+    async def longest_turn(work: Coroutine[Any, Any, Any]) -> float:
+        longest, task = 0.0, asyncio.create_task(work)
+        while not task.done():
+            before = time.thread_time()
+            await asyncio.sleep(0)
+            longest = max(longest, time.thread_time() - before)
+        await task
+        return longest
+
+    listing = house.live.ended(Query(sort="total", limit=2048))
+    for what, work in {"sample": house.live.sample(), "look": house.live.look(), "list": listing, "draw": house.live.draw(0)}.items():
+        longest = await longest_turn(work)
+        assert longest < 0.02, f"{what}: {longest * 1000:.1f} ms"

@@ -616,23 +616,23 @@ async def test_a_client_that_disconnects_after_its_answer_counts_as_served(token
     assert counted(house) == {("ok", "length"): 1}
 
 
-async def test_the_journal_distinguishes_chat_from_completion_and_gets_the_traceparent(
+async def test_the_journal_distinguishes_chat_from_completion_and_gets_traceparent_and_tenant(
     tokenizer: Tokenizer, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     house = House(tokenizer)
     opened: list[tuple[str, ...]] = []
     real = house.journal.open
 
-    def note(operation: str, request_id: str, traceparent: str) -> Entry:
-        opened.append((operation, request_id, traceparent))
-        return real(operation, request_id, traceparent)
+    def note(operation: str, request_id: str, traceparent: str, tenant: str) -> Entry:
+        opened.append((operation, request_id, traceparent, tenant))
+        return real(operation, request_id, traceparent, tenant)
 
     monkeypatch.setattr(house.journal, "open", note)
-    for ask in (Ask(text="x", traceparent="00-a"), Ask(messages=(("user", "x"),), request_id="mine")):
+    for ask in (Ask(text="x", traceparent="00-a", tenant="shop"), Ask(messages=(("user", "x"),), request_id="mine")):
         async with aclosing(house.service.generate(ask, 10)) as events:
             async for _ in events:
                 pass
-    assert opened == [("text_completion", "", "00-a"), ("chat", "mine", "")]
+    assert opened == [("text_completion", "", "00-a", "shop"), ("chat", "mine", "", "")]
 
 
 # Limits of tenants

@@ -9,8 +9,8 @@ HANDOFF = {
 NO_HANDOFF = {**dict.fromkeys(HANDOFF, 0), "transport": "", "failure": ""}
 
 
-def lap(stage: str, start: float, end: float, worker: str = "") -> dict[str, Any]:
-    return {"stage": stage, "worker": worker, "start": start, "end": end}
+def lap(stage: str, start: float, end: float, worker: str = "", bypass: bool = False) -> dict[str, Any]:
+    return {"stage": stage, "worker": worker, "start": start, "end": end, "bypass": bypass}
 
 
 def record(**change: Any) -> dict[str, Any]:
@@ -31,6 +31,8 @@ def record(**change: Any) -> dict[str, Any]:
         "read": 0.02,
         "verify": 0.003,
         "trace_id": "",
+        "tenant": "",
+        "stages": {"queue": 0.1, "prefill": 0.3, "transfer": 0.1, "decode": 0.5},
         "slo_missed": None,
         "ttft": 0.4,
         "tpot": 0.03,

@@ -187,13 +187,14 @@ class Call:
         self.complete = False
 
     async def run(self) -> Answer:
+        path, _, query = self.path.partition("?")
         headers = {"content-type": "application/json", "content-length": str(len(self._parts[0])), **self.headers}
         scope = {
             "type": "http",
             "method": self.method,
-            "path": self.path,
-            "raw_path": self.path.encode(),
-            "query_string": b"",
+            "path": path,
+            "raw_path": path.encode(),
+            "query_string": query.encode(),
             "root_path": "",
             "scheme": "http",
             "http_version": "1.1",

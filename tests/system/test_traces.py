@@ -177,6 +177,12 @@ def test_the_terminal_and_the_collector_show_the_same_trace(traced: tuple[Cluste
     assert told["trace_id"] == trace_id and [lap["stage"] for lap in told["laps"]] == ["queue", "prefill", "transfer", "decode"]
     drawn = live.baton("trace", "--last", "--name", live.name)
     assert drawn.returncode == 0 and trace_id in drawn.stdout
+    listed = json.loads(live.baton("trace", "--sort", "total", "--slower-than", "0", "--json", "--name", live.name).stdout)
+    assert "drawn" in {one["request_id"] for one in listed}
+    assert [one["e2e"] for one in listed] == sorted((one["e2e"] for one in listed), reverse=True)
+    assert "drawn" in live.baton("trace", "--name", live.name).stdout
+    refused = live.baton("trace", "--sort", "colour", "--name", live.name)
+    assert refused.returncode == 1 and "sort" in refused.stderr and "total" in refused.stderr
     for part in ("drawn", "queue", "prefill-0", "nixl, 10 blocks", "decode-", "output 12"):
         assert part in drawn.stdout, part
 

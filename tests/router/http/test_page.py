@@ -2,6 +2,7 @@
 
 import json
 import re
+from dataclasses import asdict
 from hashlib import sha256
 from pathlib import Path
 from typing import Any
@@ -10,10 +11,12 @@ import pytest
 from http_door import CHAT, HELLO, Call, House, toy_tokenizer
 
 from baton.cluster.keys import ApiKeys, Entry
-from router.http.page import Page
+from router.http.page import PAGE_ROWS, Page
+from router.listing import Query
 from router.tokenizer import Tokenizer
 
 HOST = "127.0.0.1:8472"
+KEYS_OF_TWO = (Entry("a", sha256(b"secret").digest(), "shop"), Entry("o", sha256(b"root").digest(), "ops", admin=True))
 KEYS = ApiKeys([Entry("a", sha256(b"secret").digest(), "shop")])
 
 
@@ -24,7 +27,14 @@ class Told:
         return {"model": "toy"}
 
     async def find(self, request_id: str) -> dict[str, Any] | None:
-        return {"request_id": request_id} if request_id in ("r1", "a/b") else None
+        return {"request_id": request_id, "tenant": "shop"} if request_id in ("r1", "a/b") else None
+
+    async def ended(self, query: Query) -> tuple[list[tuple[float, dict[str, Any]]], int]:
+        told = [{"request_id": asdict(query), "tenant": tenant} for tenant in ("shop", "bank")]
+        return [(0.0, one) for one in told], 512
+
+    async def draw(self, since: int) -> list[dict[str, Any]]:
+        return [{"number": since}]
 
 
 @pytest.fixture(scope="module")
@@ -46,8 +56,14 @@ async def ask(
     return await Call(page, method, path, body, headers={"host": HOST, **headers}).run()
 
 
-@pytest.mark.parametrize(("path", "kind"), [("/", "text/html"), ("/page.css", "text/css"), ("/page.js", "javascript")])
-async def test_the_page_consists_of_three_files_without_external_resources(tokenizer: Tokenizer, path: str, kind: str) -> None:
+STATIC = Path(__file__).parents[3] / "router" / "http" / "static"
+SCRIPTS = sorted(STATIC.glob("*.js"))
+
+
+@pytest.mark.parametrize(
+    ("path", "kind"), [("/", "text/html"), ("/page.css", "text/css"), *((f"/{script.name}", "javascript") for script in SCRIPTS)]
+)
+async def test_the_files_of_the_page_name_no_external_resources(tokenizer: Tokenizer, path: str, kind: str) -> None:
     answer = await ask(tokenizer, path)
     assert answer.status == 200 and kind in answer.headers["content-type"]
     assert "default-src 'self'" in answer.headers["content-security-policy"]
@@ -62,9 +78,51 @@ async def test_no_other_file_is_served(tokenizer: Tokenizer, path: str) -> None:
 
 async def test_live_data_and_single_requests_are_served(tokenizer: Tokenizer) -> None:
     assert (await ask(tokenizer, "/live")).json == {"model": "toy"}
-    assert (await ask(tokenizer, "/live/r1")).json == {"request_id": "r1"}
-    assert (await ask(tokenizer, "/live/a/b")).json == {"request_id": "a/b"}
+    assert (await ask(tokenizer, "/live/r1")).json == {"request_id": "r1", "tenant": "shop"}
+    assert (await ask(tokenizer, "/live/a/b")).json["request_id"] == "a/b"
     assert (await ask(tokenizer, "/live", "POST")).status == 405
+    assert (await ask(tokenizer, "/curves?since=7")).json == {"step": 5.0, "kept": 180, "points": [{"number": 7}]}
+
+
+async def test_a_list_of_requests_is_served_page_by_page(tokenizer: Tokenizer) -> None:
+    told = (await ask(tokenizer, "/requests?sort=total&ascending=true&failed=true&slower_than=0.5&skip=50&limit=25")).json
+    asked = {"sort": "total", "ascending": True, "failed": True, "slower_than": 0.5, "skip": 50, "limit": 25}
+    assert told["requests"][0]["request_id"] == asked and told["matched"] == 512 and told["skip"] == 50
+    asked = asdict(Query(limit=PAGE_ROWS))
+    assert (await ask(tokenizer, "/requests")).json["requests"][0]["request_id"] == asked
+
+
+@pytest.mark.parametrize(
+    ("query", "param"),
+    [
+        ("sort=colour", "sort"),
+        ("failed=1", "failed"),
+        ("ascending=", "ascending"),
+        ("slower_than=fast", "slower_than"),
+        ("slower_than=nan", "slower_than"),
+        ("slower_than=-1", "slower_than"),
+        ("skip=-1", "skip"),
+        ("skip=999999", "skip"),
+        ("limit=0", "limit"),
+        (f"limit={PAGE_ROWS + 1}", "limit"),
+        ("limit=9%C2%B2", "limit"),
+    ],
+)
+async def test_a_list_that_cannot_be_is_refused_by_the_name_of_its_field(tokenizer: Tokenizer, query: str, param: str) -> None:
+    answer = await ask(tokenizer, f"/requests?{query}")
+    assert answer.status == 400 and answer.error["param"] == param
+    assert (await ask(tokenizer, "/curves?since=x")).error["param"] == "since"
+
+
+async def test_a_tenant_is_not_told_the_names_of_others(tokenizer: Tokenizer) -> None:
+    keys = ApiKeys([*KEYS_OF_TWO])
+
+    async def tenants(key: str) -> list[str]:
+        told = (await ask(tokenizer, "/requests", keys=keys, authorization=f"Bearer {key}")).json
+        return [one["tenant"] for one in told["requests"]]
+
+    assert await tenants("secret") == ["shop", ""] and await tenants("root") == ["shop", "bank"]
+    assert (await ask(tokenizer, "/live/r1", keys=keys, authorization="Bearer root")).json["tenant"] == "shop"
 
 
 async def test_the_playground_uses_the_same_door(tokenizer: Tokenizer) -> None:
@@ -99,7 +157,7 @@ async def test_a_page_that_listens_on_the_network_accepts_any_host_name(tokenize
     assert (await ask(tokenizer, "/live", at="0.0.0.0", host="baton.example", origin="https://evil.example")).status == 403
 
 
-@pytest.mark.parametrize("path", ["/live", "/live/r1"])
+@pytest.mark.parametrize("path", ["/live", "/live/r1", "/requests", "/curves"])
 async def test_with_keys_configured_live_data_requires_a_key(tokenizer: Tokenizer, path: str) -> None:
     assert (await ask(tokenizer, "/", keys=KEYS)).status == 200
     assert (await ask(tokenizer, path, keys=KEYS)).error["code"] == "invalid_api_key"
@@ -108,7 +166,5 @@ async def test_with_keys_configured_live_data_requires_a_key(tokenizer: Tokenize
 
 def test_the_script_uses_only_ids_that_exist_in_the_page() -> None:
     """Every id that the script looks up is in the page."""
-    static = Path(__file__).parents[3] / "router" / "http" / "static"
-    script = (static / "page.js").read_text()
-    wanted = {*re.findall(r'(?:\$|put)\("(\w+)"', script)}
-    assert wanted and wanted <= {*re.findall(r'id="(\w+)"', (static / "page.html").read_text())}
+    wanted = {id_ for script in SCRIPTS for id_ in re.findall(r'(?:\$|put)\("(\w+)"', script.read_text())}
+    assert wanted and wanted <= {*re.findall(r'id="(\w+)"', (STATIC / "page.html").read_text())}
