@@ -230,7 +230,7 @@ class TestCollector:
 
     def test_enabling_tracing_without_the_library_is_an_error_that_names_the_key(self, monkeypatch: pytest.MonkeyPatch) -> None:
         forbid(monkeypatch)
-        with pytest.raises(ConfigError, match=r"telemetry\.otlp_endpoint.*baton\[otel\]"):
+        with pytest.raises(ConfigError, match=r"telemetry\.otlp_endpoint.*baton-llm\[otel\]"):
             make_tracer(TelemetryConfig(otlp_endpoint="http://127.0.0.1:4317"), "c", "router", "router")
 
 
