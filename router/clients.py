@@ -24,12 +24,14 @@ from baton.engine.sampling import FIELDS
 from baton.v1 import generation_pb2, worker_pb2, worker_pb2_grpc
 from router.inbox import Inbox
 from router.request import FinishReason, Request, Token, Tokens
+from router.turnstile import Turnstile
 
 log = logging.getLogger(__name__)
 RELEASE_TIMEOUT_S = 2.0
 ASK_TIMEOUT_S = 1.0  # for an answer, or for one page of a snapshot
 SNAPSHOT_TIMEOUT_S = 60.0  # for all pages
 LOGS_TIMEOUT_S = 30.0
+ASKED_A_TURN = 32  # probes and questions that are sent, or whose answers are read; the first one to a worker opens its channel
 MAX_GONE = 1024
 NOT_CONNECTED = "failed to connect"  # gRPC's words for a call that was never sent: nothing listens there
 _Identity = tuple[str, int]  # name and incarnation of a worker
@@ -121,6 +123,7 @@ class Workers:
         self._gone: dict[_Identity, None] = {}  # nothing is opened to these again; oldest first
         self._sessions: dict[_Identity, DecodeSession] = {}
         self._releases: set[asyncio.Task[None]] = set()
+        self._turns = Turnstile(ASKED_A_TURN)
 
     async def prefill(
         self, worker: WorkerRecord, request: Request, timeout_s: float, source: Source | None = None
@@ -183,14 +186,18 @@ class Workers:
 
     async def describe(self, worker: WorkerRecord) -> tuple[WorkerRecord, dict[str, Any]]:
         """Returns the worker's current record, and what it holds (`baton.v1.Residue`). Raises ValueError for an answer without a record."""
+        await self._turns.enter()
         stub = worker_pb2_grpc.WorkerStub(self._channel(worker))
         answer = await _answer(stub.Describe(worker_pb2.DescribeRequest(to=to_addressee(worker)), timeout=ASK_TIMEOUT_S))
+        await self._turns.enter()
         return WorkerRecord.from_mapping(plain(answer.record)), plain(answer.residue)
 
     async def probe(self, worker: WorkerRecord, timeout_s: float) -> Answer:
         """Returns the worker's current state and load."""
+        await self._turns.enter()
         stub = worker_pb2_grpc.WorkerStub(self._channel(worker))
         answer = await _answer(stub.Probe(worker_pb2.ProbeRequest(to=to_addressee(worker)), timeout=timeout_s))
+        await self._turns.enter()
         state: WorkerState = "draining" if answer.state == "draining" else "ready"
         return Answer(state, _to_load(answer.load), _to_roles(answer.roles), answer.stalled_ms / 1000)
 

@@ -31,6 +31,7 @@ from router.early import EarlyDecode
 from router.poison import Poison
 from router.policy import TERMS, Bypass, Choice, Identity, NoWorker, Saturated, Terms, choose_decode, choose_prefill
 from router.request import NEAR_DEADLINE_S, Failure, Request, Tokens
+from router.turnstile import Turnstile
 from router.view import ClusterView
 
 log = logging.getLogger(__name__)
@@ -39,6 +40,8 @@ ROOM_POLL_S = 0.02  # between two checks for a decode worker with room; loads ar
 # The decode worker failed, not the KV: the prefill worker's lease is still good.
 LEASE_STANDS = frozenset({Reason.WORKER_LOST, Reason.WRONG_WORKER, Reason.DRAINING, Reason.SATURATED})
 GONE = frozenset({Reason.WORKER_LOST, Reason.WRONG_WORKER, Reason.DRAINING})
+CHOSEN_A_TURN = 8192  # keys of the prompts for which workers are chosen; a worker that is judged costs as much as KEYS_A_WORKER
+KEYS_A_WORKER = 8
 CONFIRM_S = 1.0  # for a worker whose connection was lost to answer; a process that is gone refuses at once
 
 
@@ -82,6 +85,8 @@ class Dispatcher:
         self._terms = Terms(bypass_tokens=config.bypass_tokens, fetch_tokens=config.fetch_tokens, max_queue=max_queue)
         self._numbers = itertools.count(1)
         self._poison = Poison()
+        self._turns = Turnstile(CHOSEN_A_TURN)
+        self._asked: dict[Identity, asyncio.Task[bool]] = {}  # workers whose life is in question
 
     async def generate(self, request: Request) -> AsyncGenerator[Tokens, None]:
         """Yields every token of the output once and in order. At the end, `request.finish` says why the output ended.
@@ -182,6 +187,7 @@ class Dispatcher:
         raise BatonError(Reason.INTERNAL, "the prefill ended without a token")
 
     async def _start_early(self, request: Request, handle: bytes, failed: set[Identity], lease: _Lease) -> None:
+        await self._turn(request)
         choice = choose_decode(self._view, self._keys(request), request.longest, self._clock(), failed, self._terms)
         if not isinstance(choice, Choice) or choice.reason != "fits":
             return  # the lease waits for a decode worker with room
@@ -258,6 +264,7 @@ class Dispatcher:
     async def _choose_prefill(self, request: Request, failed: set[Identity]) -> Choice | Bypass:
         until = self._clock() + self._config.queue_timeout_s
         while True:
+            await self._turn(request)
             keys, now = self._keys(request), self._clock()
             choice = choose_prefill(self._view, keys, len(request.tokens), request.longest, now, failed, self._terms)
             if isinstance(choice, Choice | Bypass):
@@ -270,6 +277,7 @@ class Dispatcher:
     async def _choose_decode(self, request: Request, failed: set[Identity]) -> Choice:
         until = self._clock() + self._config.queue_timeout_s
         while True:
+            await self._turn(request)
             choice = choose_decode(self._view, self._keys(request), request.longest, self._clock(), failed, self._terms)
             if isinstance(choice, Choice):
                 return choice
@@ -277,6 +285,12 @@ class Dispatcher:
                 await self._wait_for_room(request, until)
             else:
                 await self._wait_for_workers(request, failed)
+
+    async def _turn(self, request: Request) -> None:
+        """Waits until the work for the request's keys fits into a turn of the event loop: all streams of a worker may fail at once."""
+        served = self._view.served
+        keys = len(request.tokens) // served.block_size if served else 0
+        await self._turns.enter(keys + KEYS_A_WORKER * len(self._view.decode_workers()))
 
     async def _wait_for_room(self, request: Request, until: float) -> None:
         """Waits a moment for a decode worker to have room. Admission bounds the number of requests that wait here.
@@ -310,11 +324,11 @@ class Dispatcher:
     async def _blame(self, request: Request, worker: WorkerRecord, error: BatonError, failed: set[Identity], work: str) -> None:
         """Raises BatonError(POISONOUS) if the request killed the worker."""
         failed.add((worker.name, worker.incarnation))
-        self._view.index.retract(worker.name, request.keys)
         request.trace.failures.append(Failure(request.trace.watch.clock(), worker.name, error.reason.name))
         if error.reason in GONE:  # the registry will report it a moment later
             self._view.mark_down(worker.name, worker.incarnation)
-
+        await self._turn(request)
+        self._view.index.retract(worker.name, request.keys)
         if isinstance(error, Died) and not await self._lives(worker) and self._poison.died(work):
             parents, block_size, prompt = self._prompt(request)
             self._poison.quarantine(parents, block_size, prompt, self._clock() + self._config.quarantine_s)
@@ -324,7 +338,14 @@ class Dispatcher:
 
     async def _lives(self, worker: WorkerRecord) -> bool:
         """Whether only the connection was lost: the same process answers, and its engine makes progress. This happens with every worker
-        after this router was stopped for a while."""
+        after this router was stopped for a while. All requests that it served ask this at once, so they share one probe."""
+        identity = worker.name, worker.incarnation
+        if identity not in self._asked:
+            asked = self._asked[identity] = asyncio.create_task(self._answers(worker))
+            asked.add_done_callback(lambda _: self._asked.pop(identity))
+        return await asyncio.shield(self._asked[identity])
+
+    async def _answers(self, worker: WorkerRecord) -> bool:
         try:
             answer = await self._workers.probe(worker, CONFIRM_S)
         except BatonError:

@@ -130,6 +130,8 @@ class ClusterView:
         self._tokenizer_fingerprint = tokenizer_fingerprint
         self._absent_s = absent_s
         self._members: dict[str, _Member] = {}
+        self.version = 0  # grows with every change of a member; equal versions have equal workers
+        self._usable_members: dict[RoleName, list[WorkerRecord]] = {}  # of this version: many requests choose between two changes
         self._epoch = 0
         self._updated = 0  # the epoch of the last update
         self._prefills = _Ledger()
@@ -146,6 +148,7 @@ class ClusterView:
             facts += self._note(record, before, present)
         facts += self._drop_absent(now, present)
         facts += self._judge()
+        self._change()
         self._prefills.note_update()
         self._decodes.note_update()
         return facts
@@ -159,6 +162,7 @@ class ClusterView:
         """Notes that a call failed. The process gets no requests until it answers a probe, or until another process takes its name."""
         if member := self._member(name, incarnation):
             member.down = True
+            self._change()
 
     def mark_hung(self, name: str, incarnation: int, hung: bool) -> bool:
         """Notes whether the process, though connected, makes no progress. A hung decode worker gets requests only if no other is left, a
@@ -167,6 +171,7 @@ class ClusterView:
         if member is None or member.hung == hung:
             return False
         member.hung = hung
+        self._change()
         return True
 
     def hung(self, name: str) -> bool:
@@ -180,6 +185,7 @@ class ClusterView:
         member = self._member(name, incarnation)
         if member is None:
             return
+        self._change()
         member.failed, member.probed = False, True
         member.down = member.down and (state != "ready" or member.hung)
         news = load != member.record.load  # otherwise it may date from before a long step
@@ -192,12 +198,14 @@ class ClusterView:
         """Notes what the process said that it serves from now on."""
         if member := self._member(name, incarnation):
             member.record = replace(member.record, roles=roles)
+            self._change()
 
     def note_silence(self, name: str, incarnation: int) -> None:
         """Notes that a probe of the process failed."""
         if member := self._member(name, incarnation):
             member.failed = member.down = True
             member.probed = False
+            self._change()
 
     def members(self) -> list[WorkerRecord]:
         """All of them, usable or not, sorted by name."""
@@ -341,7 +349,16 @@ class ClusterView:
             return "block_size"
         return "max_model_len" if record.max_model_len < self.served.max_model_len else None
 
+    def _change(self) -> None:
+        self.version += 1
+        self._usable_members.clear()
+
     def _usable(self, role: RoleName) -> list[WorkerRecord]:
+        if role not in self._usable_members:
+            self._usable_members[role] = self._find_usable(role)
+        return self._usable_members[role]
+
+    def _find_usable(self, role: RoleName) -> list[WorkerRecord]:
         members = (self._members[name] for name in sorted(self._members))
         usable = [m for m in members if m.record.serves(role) and m.record.state == "ready" and not m.down and m.refused is None]
         awake = [m for m in usable if not m.hung]

@@ -13,9 +13,9 @@ import pytest
 import redis
 from hypothesis import given
 from hypothesis import strategies as st
-from loop_turns import Turns
 from memory_registry import MemoryRegistry
 from redis_servers import sharded
+from turn_work import TurnWork
 
 from baton.cluster.config import RedisConfig
 from baton.cluster.records import BlockEvent, Load, Pools, RouterRecord, WorkerRecord
@@ -415,28 +415,27 @@ class TestRedis:
     async def test_records_are_read_in_slices_and_only_if_they_are_new(
         self, registry: RedisRegistry, monkeypatch: pytest.MonkeyPatch
     ) -> None:
-        turns, members = Turns(), [record(f"w{i:03}") for i in range(3 * SLICE_RECORDS)]
-        monkeypatch.setattr(WorkerRecord, "from_json", turns.counted(WorkerRecord.from_json))
+        work, members = TurnWork(), [record(f"w{i:03}") for i in range(3 * SLICE_RECORDS)]
+        monkeypatch.setattr(WorkerRecord, "from_json", work.counted(WorkerRecord.from_json))
         for member in members:
             await registry.join(member)
-        with turns:
+        with work.watched():
             assert await registry.members() == members
-        assert 1 < turns.most <= SLICE_RECORDS
-        turns.most = 0
+        assert 1 < work.most <= SLICE_RECORDS
         await registry.join(new := dataclasses.replace(members[7], load=Load(running=3)))
         await registry.leave(members[0].name, members[0].incarnation)
-        with turns:
+        with work.watched():
             assert await registry.members() == [*members[1:7], new, *members[8:]]
-        assert turns.most == 1
+        assert work.most == 1
 
     async def test_events_are_read_in_slices(self, registry: RedisRegistry, monkeypatch: pytest.MonkeyPatch) -> None:
-        turns, keys = Turns(), tuple(i.to_bytes(16, "big") for i in range(MAX_EVENT_KEYS))
-        monkeypatch.setattr(BlockEvent, "from_fields", turns.counted(BlockEvent.from_fields, lambda fields: MAX_EVENT_KEYS))
+        work, keys = TurnWork(), tuple(i.to_bytes(16, "big") for i in range(MAX_EVENT_KEYS))
+        monkeypatch.setattr(BlockEvent, "from_fields", work.counted(BlockEvent.from_fields, lambda fields: MAX_EVENT_KEYS))
         events = [BlockEvent("w", 1, number, "stored", keys) for number in range(1, 21)]
         await registry.publish(events)
-        with turns:
+        with work.watched():
             assert (await registry.events("0-0", 0.0))[0] == events
-        assert turns.most <= SLICE_KEYS
+        assert work.most <= SLICE_KEYS
 
     async def test_a_garbage_fence_does_not_prevent_joining(self, registry: RedisRegistry, cluster: str, raw: redis.Redis) -> None:
         raw.set(f"baton:{{{cluster}}}:fence:prefill-0", "zzzzzzzz")

@@ -9,8 +9,8 @@ from typing import Any, cast
 
 import pytest
 from fake_workers import TOKENIZER, record, unusable
-from loop_turns import Turns
 from memory_registry import MemoryRegistry
+from turn_work import TurnWork
 
 from baton.cluster.config import Config, SecurityConfig
 from baton.cluster.errors import BatonError, Reason
@@ -651,29 +651,40 @@ async def test_a_missing_snapshot_is_requested_with_growing_delays(quick: None, 
             assert (2 <= worker.snapshots <= 6) if fails else worker.snapshots == 1  # 30 without growing delays
 
 
+async def test_questions_to_many_workers_are_spread_over_turns(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A router has a thousand workers, and opens a channel to each when it first asks."""
+    work = TurnWork()
+    monkeypatch.setattr(clients, "to_addressee", work.counted(clients.to_addressee))
+    monkeypatch.setattr(clients, "_to_load", work.counted(clients._to_load))
+    async with pair() as (_, workers, d0, _):
+        with work.watched():
+            await asyncio.gather(*(workers.probe(d0, 30) for _ in range(4 * clients.ASKED_A_TURN)))
+    assert 1 < work.most <= clients.ASKED_A_TURN
+
+
 async def test_a_snapshot_is_put_into_the_index_page_by_page(quick: None, monkeypatch: pytest.MonkeyPatch) -> None:
     """A million keys at once would take half a second, in which the router does nothing else."""
-    turns = Turns()
-    monkeypatch.setattr(Filling, "add", turns.counted(Filling.add, lambda filling, keys: len(keys)))
+    work = TurnWork()
+    monkeypatch.setattr(Filling, "add", work.counted(Filling.add, lambda filling, keys: len(keys)))
     async with pair() as (worker, workers, d0, _):
         worker.pages = [b"".join(bytes([i, j]) * 8 for j in range(50)) for i in range(40)]
-        with turns:
+        with work.watched():
             async with watched(replace(d0, incarnation=7), workers=workers) as (view, _, _):
                 await until(lambda: not view.index.needing_snapshot())
-        assert view.index.entries == 2000 and 50 <= turns.most <= 100
+        assert view.index.entries == 2000 and 50 <= work.most <= 100
 
 
 async def test_events_are_put_into_the_index_in_slices(quick: None, monkeypatch: pytest.MonkeyPatch) -> None:
-    turns = Turns()
-    monkeypatch.setattr(PrefixIndex, "apply", turns.counted(PrefixIndex.apply, lambda index, event: len(event.keys)))
+    work = TurnWork()
+    monkeypatch.setattr(PrefixIndex, "apply", work.counted(PrefixIndex.apply, lambda index, event: len(event.keys)))
     async with pair() as (_, workers, d0, _), watched(replace(d0, incarnation=7), workers=workers) as (view, registry, _):
         keys = [i.to_bytes(16, "little") for i in range(40 * MAX_EVENT_KEYS)]
         runs = [tuple(keys[at : at + MAX_EVENT_KEYS]) for at in range(0, len(keys), MAX_EVENT_KEYS)]
         await until(lambda: not view.index.needing_snapshot())
-        with turns:
+        with work.watched():
             await registry.publish([BlockEvent("d0", 7, 4 + i, "stored", run) for i, run in enumerate(runs)])
             await until(lambda: view.index.entries >= len(keys))
-        assert turns.most <= SLICE_KEYS + MAX_EVENT_KEYS
+        assert work.most <= SLICE_KEYS + MAX_EVENT_KEYS
 
 
 async def test_probes_continue_when_a_worker_is_forgotten_during_one(quick: None) -> None:

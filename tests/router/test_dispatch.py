@@ -10,6 +10,7 @@ from typing import cast
 
 import pytest
 from fake_workers import TOKENIZER, Call, FakeWorkers, Fault, answers, record, unusable
+from turn_work import TurnWork
 
 from baton.cluster.config_router import RouterConfig
 from baton.cluster.errors import BatonError, Reason
@@ -17,7 +18,7 @@ from baton.cluster.records import Load, WorkerRecord
 from baton.engine.sampling import SamplingParams
 from baton.engine.toy import naive
 from router import dispatch
-from router.clients import DecodeEvent, Died, Workers
+from router.clients import Answer, DecodeEvent, Died, Workers
 from router.dispatch import Dispatcher
 from router.request import Request, Stopwatch, Trace
 from router.view import ClusterView
@@ -102,6 +103,42 @@ async def test_a_request_crosses_both_workers() -> None:
     assert (trace.prefill_wait_ms, trace.prefill_compute_ms, trace.handoff.read_ms, trace.handoff.verify_ms) == (1.0, 2.0, 1.0, 2.0)
     assert (trace.handoff.transport, trace.handoff.blocks, trace.handoff.bytes, trace.handoff.digests_checked) == ("tcp", 3, 3000, 3)
     assert world.workers.released == []
+    world.check()
+
+
+# Many at once
+
+
+async def test_choices_of_many_requests_are_spread_over_turns(monkeypatch: pytest.MonkeyPatch) -> None:
+    """All streams of a worker fail at once, and each choice walks the keys of a prompt."""
+    work = TurnWork()
+    monkeypatch.setattr(dispatch, "CHOSEN_A_TURN", 100)
+    for choose in ("choose_prefill", "choose_decode"):
+        monkeypatch.setattr(dispatch, choose, work.counted(getattr(dispatch, choose)))
+    world = World("p0 d0 d1")
+    fail(world, "d0", tokens=3, times=50)
+    with work.watched():
+        done = await asyncio.gather(*(world.serve(world.request(name=f"r{i}")) for i in range(50)))
+    assert all(seen == truth(request) for request, seen in done) and sum(request.trace.retries for request, _ in done) > 5
+    assert 1 < work.most <= 100 // (2 + dispatch.KEYS_A_WORKER)
+    world.check()
+
+
+async def test_requests_of_one_worker_share_the_question_whether_it_lives() -> None:
+    world, probed = World("p0 d0 d1"), list[str]()
+    probe = world.workers.probe
+
+    async def counted(worker: WorkerRecord, timeout_s: float) -> Answer:
+        probed.append(worker.name)
+        await asyncio.sleep(0.01)
+        return await probe(worker, timeout_s)
+
+    world.workers.probe = counted  # type: ignore[method-assign]
+    world.workers.alive["d0"] = 0.0
+    fail(world, "d0", tokens=3, error=Died("reset"), times=50)
+    done = await asyncio.gather(*(world.serve(world.request(name=f"r{i}")) for i in range(50)))
+    assert all(seen == truth(request) for request, seen in done)
+    assert 1 <= len(probed) < 10
     world.check()
 
 
