@@ -21,6 +21,7 @@ log = logging.getLogger(__name__)
 CLOSE_S = 10.0  # for `close`
 HURRY_S = 2.0  # for `close` after a second signal
 EXIT_S = 5.0  # after `close`, for threads that cannot be stopped; then the process exits without waiting for them
+TELL_S = 0.5  # for the last words
 SIGNALS = (signal.SIGTERM, signal.SIGINT)
 # For these, the text is all that a person needs; anything else is a bug and is logged with its traceback. A checkpoint or a configuration
 # that cannot be used is a ValueError.
@@ -180,5 +181,8 @@ class LastResort:
 
     @staticmethod
     def _leave() -> None:
-        print("something does not finish; the process exits without it", file=sys.stderr, flush=True)
+        words = "something does not finish; the process exits without it"
+        told = threading.Thread(target=lambda: print(words, file=sys.stderr, flush=True), daemon=True)
+        told.start()
+        told.join(TELL_S)  # the reader of stderr may be what does not go on
         os._exit(1)

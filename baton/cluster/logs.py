@@ -4,12 +4,15 @@ text   for a person: time, level, process, logger, message
 json   for a machine: one object on one line, with ts (RFC 3339, UTC, milliseconds), level, process, logger, message, and exception if one
        was caught
 
+No process waits for whoever reads its log (`baton.cluster.log_writer`).
+
 `telemetry.log_format: auto` is text on a terminal and json elsewhere. Processes that `baton up` starts write text, because people read
 those files.
 """
 
 import json
 import logging
+import os
 import sys
 import traceback
 from datetime import UTC, datetime
@@ -19,6 +22,7 @@ import grpc
 
 from baton.cluster.config import ConfigError, TelemetryConfig
 from baton.cluster.errors import BatonError
+from baton.cluster.log_writer import LogWriter, reads_slowly, write_all
 
 # Their messages name files, devices, sizes and our own rules. Any other (a KeyError, a library's own) may quote what it was given.
 TOLD = (BatonError, ConfigError, OSError, RuntimeError, AssertionError, ImportError, MemoryError)
@@ -29,11 +33,19 @@ _Raised = tuple[type[BaseException], BaseException, TracebackType | None] | tupl
 def setup_logging(config: TelemetryConfig, process: str) -> None:
     terminal = sys.stderr.isatty()
     text = config.log_format == "text" or (config.log_format == "auto" and terminal)
-    handler = logging.StreamHandler(sys.stderr)
+    handler = _handler()
     handler.setFormatter(Text(process) if text else Json(process))
     logging.basicConfig(level=config.log_level.upper(), handlers=[handler], force=True)
     logging.captureWarnings(True)  # a library's warning is a record like any other
     logging.getLogger("opentelemetry").setLevel(logging.CRITICAL)  # it logs each failed batch; we log when failures begin and end
+
+
+def _handler() -> logging.Handler:
+    try:
+        fd = sys.stderr.fileno()
+    except (OSError, ValueError):  # a stand-in without a file
+        return logging.StreamHandler(sys.stderr)
+    return LogWriter(write_all(os.dup(fd))) if reads_slowly(fd) else logging.StreamHandler(sys.stderr)
 
 
 class _Discreet(logging.Formatter):
