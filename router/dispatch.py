@@ -31,6 +31,7 @@ from router.early import EarlyDecode
 from router.poison import Poison
 from router.policy import TERMS, Bypass, Choice, Identity, NoWorker, Saturated, Terms, choose_decode, choose_prefill
 from router.request import NEAR_DEADLINE_S, Failure, Request, Tokens
+from router.request_log import RequestLog, name
 from router.turnstile import Turnstile
 from router.view import ClusterView
 
@@ -85,6 +86,7 @@ class Dispatcher:
         self._terms = Terms(bypass_tokens=config.bypass_tokens, fetch_tokens=config.fetch_tokens, max_queue=max_queue)
         self._numbers = itertools.count(1)
         self._poison = Poison()
+        self._log = RequestLog(log)
         self._turns = Turnstile(CHOSEN_A_TURN)
         self._asked: dict[Identity, asyncio.Task[bool]] = {}  # workers whose life is in question
 
@@ -333,7 +335,7 @@ class Dispatcher:
             parents, block_size, prompt = self._prompt(request)
             self._poison.quarantine(parents, block_size, prompt, self._clock() + self._config.quarantine_s)
             message = f"{request.suspicion.deaths} workers died of this request"
-            log.warning("giving up request %s: %s", request.id, message)
+            log.warning("giving up request %s: %s", name(request.id), message)
             raise BatonError(Reason.POISONOUS, message, metadata=_emitted(request)) from error
 
     async def _lives(self, worker: WorkerRecord) -> bool:
@@ -381,7 +383,8 @@ class Dispatcher:
             raise BatonError(reason, message, metadata=_emitted(request)) from error
         request.trace.retries += 1
         request.trace.retry_reasons.append(error.reason.name)
-        log.info("request %s is retried (%d) after %s", request.id, request.trace.retries, error.reason.name)
+        text = f"request {name(request.id)} is retried ({request.trace.retries}) after {error.reason.name}"
+        self._log.line(self._clock(), logging.INFO, "retried", text)
 
     def _work(self, request: Request) -> str:
         """Names one stretch of work in the view: callers may give two requests the same id."""

@@ -10,6 +10,7 @@ nothing of the prompt or the output.
 """
 
 import asyncio
+import logging
 import math
 import time
 from array import array
@@ -28,9 +29,11 @@ from baton.cluster.telemetry import NO_SPAN, Tracer, Value
 from baton.stages import e2e, tpot, ttft
 from router.curves import Curves, Point
 from router.request import NEAR_DEADLINE_S, FinishReason, Lap, Request, Stopwatch, Trace, name_the_stage
+from router.request_log import RequestLog
 from router.slo import Attainment, Objectives, Times, missed_because
 from router.validate import MAX_REQUEST_ID
 
+log = logging.getLogger(__name__)
 REFUSALS = frozenset({Reason.RATE_LIMITED, Reason.SATURATED, Reason.NO_WORKER, Reason.DRAINING})
 
 
@@ -140,6 +143,7 @@ class Journal:
         self._tracer = tracer
         self._model = model
         self._wall_clock = wall_clock
+        self._log = RequestLog(log)
         self._objectives = Objectives(slo.ttft_s, slo.tpot_s, slo.e2e_s)
         self._attainment = Attainment(slo.window)
         self._records: deque[Record] = deque(maxlen=keep)
@@ -184,7 +188,8 @@ class Journal:
 
     def sample(self, running: int, queued: int, kv: float | None) -> None:
         """`kv`: used share of the decode workers' pools, if there are any."""
-        self.curves.sample(self._wall_clock(), running, queued, kv)
+        self._log.tell(now := self._wall_clock())
+        self.curves.sample(now, running, queued, kv)
 
     def drawn_since(self, number: int) -> list[Point]:
         return self.curves.since(number, self._wall_clock())
@@ -253,6 +258,7 @@ class Journal:
             tenant=entry.tenant,
         )
         self._records.append(record)
+        self._log.ended(self._wall_clock(), outcome, reason, record.request_id, record.tenant, trace)
         if trace_id:
             queue = trace.watch.laps[0]
             span.past_child(semconv.QUEUE, queue.end - queue.start)
