@@ -10,6 +10,7 @@ import json
 import os
 import platform
 import sys
+from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, field, replace
 from datetime import UTC, datetime
@@ -136,23 +137,28 @@ class Campaign:
             raise CampaignError(f"{file}: is not a campaign: {type(error).__name__} {error}") from None
 
 
-SAME = ("slo", "warm_up_s", "cool_down_s", "workload", "config")
+SAME = ("slo", "warm_up_s", "cool_down_s", "config")
 OWN = ("load_before", "when")  # entries of `machine` that may differ between the parts of a campaign
 
 
 def merge(campaigns: Sequence[Campaign]) -> Campaign:
-    """Joins parts of one campaign that were measured separately (other seeds, rates or arms).
+    """Joins parts of one campaign that were measured separately (other seeds, rates or arms, or longer runs).
 
-    Raises CampaignError for campaigns that do not belong together.
+    Raises CampaignError for campaigns that do not belong together, or that repeat a run.
     """
     first, *others = campaigns
     arms = {arm.name: arm for arm in first.arms}
     for other in others:
         different = [name for name in SAME if getattr(other, name) != getattr(first, name)]
+        different += ["workload"] if _offered(other.workload) != _offered(first.workload) else []
         different += ["machine"] if _lasting(other.machine) != _lasting(first.machine) else []
         different += [f"arm {arm.name}" for arm in other.arms if arms.setdefault(arm.name, arm) != arm]
         if different:
             raise CampaignError(f"these are not parts of one campaign: they differ in {', '.join(different)}")
+    ran = Counter(run for campaign in campaigns for run in {(each.variant, each.arm, each.rate, each.seed) for each in campaign.probes})
+    if twice := sorted(run for run, parts in ran.items() if parts > 1):
+        _, arm, rate, seed = twice[0]
+        raise CampaignError(f"two parts have runs of {arm} at {rate:g} requests/s with seed {seed}: they would count twice")
     return replace(
         first,
         arms=tuple(arms.values()),
@@ -160,6 +166,11 @@ def merge(campaigns: Sequence[Campaign]) -> Campaign:
         skipped={reason: count for campaign in campaigns for reason, count in campaign.skipped.items()},
         partial="; ".join(filter(None, dict.fromkeys(campaign.partial for campaign in campaigns))),
     )
+
+
+def _offered(workload: Mapping[str, Any]) -> dict[str, Any]:
+    """Without the length of the runs, which each run states itself: a longer run offers the same requests, and more of them."""
+    return {name: value for name, value in workload.items() if name != "duration_s"}
 
 
 def _lasting(machine: Mapping[str, Any]) -> dict[str, Any]:

@@ -6,6 +6,7 @@ import subprocess
 import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
@@ -31,6 +32,7 @@ out, err = Console(highlight=False, width=None if sys.stdout.isatty() else 200),
 
 HEAVY = ("--hidden", "768", "--layers", "12", "--heads", "12", "--kv-heads", "4")
 DISPLAY_EVERY_S = 0.5
+NO_VERDICT = 3  # exit code
 
 
 @app.command()
@@ -60,14 +62,19 @@ def compare(arms: Arms, measured: Measured, entrance: Entrance, identity: Identi
 def replay(
     folders: Annotated[list[Path], typer.Argument(help="Folder with campaign.json and records. Several are parts of one campaign.")],
     out_: Annotated[Path | None, typer.Option("--out", help="Another folder for the report.")] = None,
+    slo: Annotated[str | None, typer.Option(help="Judge by other objectives than those measured for: ttft=500ms,tpot=30ms.")] = None,
 ) -> None:
     """Redraw a report from its raw records."""
     from loadtest.campaign import Campaign, merge
+    from loadtest.slo import Slo
 
     with _failing():
-        if len(folders) > 1 and out_ is None:
-            raise ValueError("out: the joined parts of a campaign need a report folder of their own; name it with --out")
-        _report(merge([Campaign.load(folder) for folder in folders]), out_ or folders[0])
+        objectives = None if slo is None else Slo.parse(slo)
+        if out_ is None and (len(folders) > 1 or objectives is not None):
+            what = "the joined parts of a campaign" if len(folders) > 1 else "other objectives"
+            raise ValueError(f"out: {what} need a report folder of their own; name it with --out")
+        campaign = merge([Campaign.load(folder) for folder in folders])
+        _report(campaign if objectives is None else replace(campaign, slo=objectives), out_ or folders[0])
 
 
 @app.command()
@@ -81,7 +88,8 @@ def diff(one: Path, other: Path) -> None:
 
 
 def _report(campaign: "Campaign", folder: Path) -> None:
-    """Raises RuntimeError if no run counts: a script must not mistake that for a result."""
+    """Raises RuntimeError if no run counts, and typer.Exit if arms were compared without a verdict: a script must not mistake either for a
+    result."""
     from loadtest.campaign import Campaign
     from loadtest.report import console_table, draw, sections
 
@@ -92,10 +100,13 @@ def _report(campaign: "Campaign", folder: Path) -> None:
     if campaign.partial:
         err.print(f"partial: {campaign.partial}", style="yellow", markup=False)
     err.print(f"report {folder / 'report.html'}", markup=False, soft_wrap=True)
-    runs = [run for part in sections(campaign) for run in part.results.runs]
+    parts = sections(campaign)
+    runs = [run for part in parts for run in part.results.runs]
     if all(run.flaw for run in runs):
         why = "; ".join(dict.fromkeys(run.flaw for run in runs))
         raise RuntimeError(f"none of the {len(runs)} runs counts, so nothing was measured: {why}")
+    if len(campaign.arms) > 1 and any(part.verdict.status == "no verdict" for part in parts):
+        raise typer.Exit(NO_VERDICT)
 
 
 def _plan(measured: Measured, access: "Access", load: Load) -> "Plan":
@@ -144,15 +155,15 @@ def _access(entrance: Entrance, identity: Identity) -> "Access":
 
 
 def _comparison(arms: Arms) -> "Comparison":
-    """Raises ValueError and ClusterError."""
+    """Raises ValueError and ClusterError. Everything is checked before the model is made, which takes a while."""
     from loadtest.cluster import Hardware, default_cores
     from loadtest.plan import Comparison
 
     prefill_share, _, decode_share = arms.ratio.partition(":")
     if not (prefill_share.isdigit() and decode_share.isdigit()):
         raise ValueError(f"ratio: {arms.ratio!r} is not N:M")
-    return Comparison(
-        model=_model(arms.model),
+    comparison = Comparison(
+        model="",
         arms=tuple(arms.arms.split(",")),
         hardware=Hardware(tuple(map(int, _numbers("cores", arms.cores))) if arms.cores else default_cores(), arms.threads),
         ratio=(int(prefill_share), int(decode_share)),
@@ -163,6 +174,8 @@ def _comparison(arms: Arms) -> "Comparison":
         engines=tuple(arms.engines.split(",")),
         vllm=arms.vllm,
     )
+    comparison.make_arms()
+    return replace(comparison, model=_model(arms.model))
 
 
 async def _show(slo: "Slo", duration_s: float, running: "asyncio.Task[Any]", live: "Live", title: str) -> None:
@@ -217,9 +230,11 @@ def _model(name: str) -> str:
 
 @contextmanager
 def _failing() -> Iterator[None]:
-    """Reports an error on stderr in one line. Exit code 2: an error in the input; 1: any other."""
+    """Reports an error on stderr in one line. Exit code 2: an error in the input; 1: any other; `_report` adds NO_VERDICT."""
     try:
         yield
+    except typer.Exit:  # a RuntimeError, too
+        raise
     except (state.StateError, ConnectionError, RuntimeError, OSError) as error:
         err.print(f"baton loadtest: {error}", markup=False, soft_wrap=True)
         raise typer.Exit(1) from None

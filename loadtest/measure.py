@@ -10,7 +10,7 @@ from typing import Any
 
 from loadtest.access import Access
 from loadtest.campaign import Arm, Campaign, Probe, this_machine
-from loadtest.cluster import VLLM_BLOCK, ClusterError, RunningCluster, check_equal, make_arms, over_engines
+from loadtest.cluster import VLLM_BLOCK, ClusterError, RunningCluster, check_equal
 from loadtest.compare import abba, judge_arm, pilot_arm
 from loadtest.drive import NO_SERVER, Live, drive
 from loadtest.plan import CHUNK, FIRST_ID, Comparison, Plan, Workload
@@ -63,9 +63,8 @@ async def _compare_variant(runs: "_Runs", comparison: Comparison, load: Workload
     """Adds to `all_arms`. Returns the configuration that the arms share."""
     plan, hardware = runs.plan, comparison.hardware
     common = {"model.path": comparison.model, "engine.threads": str(hardware.threads), "telemetry.log_level": "warning"}
-    arms = make_arms(comparison.arms, hardware, comparison.ratio, comparison.chunk)
+    arms = comparison.make_arms()
     if comparison.engines != ("baton",):
-        arms = over_engines(arms, comparison.engines, comparison.vllm)
         common["engine.block_size"] = VLLM_BLOCK
     for arm in arms:
         all_arms[arm.name] = arm.joined(all_arms.get(arm.name, arm))

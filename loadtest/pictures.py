@@ -9,6 +9,7 @@ import itertools
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from statistics import fmean
 from typing import Any, Literal
 
 import matplotlib as mpl
@@ -20,14 +21,14 @@ from numpy.typing import NDArray
 
 from baton.stages import STAGES
 from loadtest.compare import ATTAINMENT
-from loadtest.distribution import percentile
 from loadtest.estimate import Estimate
 from loadtest.latency import itl, ttft, ttft_parts
 from loadtest.record import Record
 from loadtest.results import Point, Results, best
 from loadtest.slo import Miss
 from loadtest.summary import Summary
-from loadtest.verdict import all_crossovers, miss_text, numeric, percent, varied_crossovers
+from loadtest.verdict import all_crossovers, numeric, varied_crossovers
+from loadtest.words import miss_text, percent
 
 DPI = 110
 WIDTH = 9.0  # inches
@@ -101,16 +102,21 @@ def png(figure: Figure) -> bytes:
 def goodput_against_rate(results: Results) -> Drawn | str:
     figure = Figure(figsize=(WIDTH, 5.6))
     axes = figure.subplots()
-    rates = [point.rate for arm in results.arms for point in results.points(arm)]
-    ends = np.array([0.0, max(rates) * 1.04])
+    ends = np.array([0.0, max(run.probe.rate for run in results.runs) * 1.04])
     axes.plot(ends, ends, color=GREY, linewidth=1, label="goodput = offered")
     axes.plot(ends, ATTAINMENT * ends, color=GREY, linewidth=1, linestyle=":", label=f"{percent(ATTAINMENT)} attainment")
     for arm, look in _looks(results.arms).items():
         _curve(axes, [(point.rate, point.goodput) for point in results.sweep(arm)], look, arm)
         between = [point for point in results.points(arm) if point not in results.sweep(arm)]
-        axes.plot([p.rate for p in between], [p.goodput.mean or 0.0 for p in between], look.marker, color=look.colour, fillstyle="none")
+        means = [fmean(run.goodput for run in point.runs) for point in between]
+        axes.plot([point.rate for point in between], means, look.marker, color=look.colour, fillstyle="none")
+        void = [run for point in results.void(arm) for run in point.runs]
+        grey: dict[str, Any] = {"color": GREY, "alpha": 0.5, "markersize": 5}
+        axes.plot([run.probe.rate for run in void], [run.goodput for run in void], look.marker, **grey)
         top = best(results, arm)
-        if top.rate and top.goodput.mean:
+        if top.unjudged:
+            axes.plot([], [], look.marker, **grey, label=f"{_short(arm)}: not judged")
+        elif top.rate is not None and top.goodput.mean is not None:
             label = f"{_short(arm)}: {top.goodput.mean:.3g}/s"
             axes.plot(top.rate, top.goodput.mean, "*", color=look.colour, markersize=17, markeredgecolor="black", label=label, zorder=5)
     crossed = all_crossovers(results)
@@ -124,6 +130,7 @@ def goodput_against_rate(results: Results) -> Drawn | str:
     seeds = max(len(point.runs) for arm in results.arms for point in results.points(arm))
     spread = f"Mean of {seeds} seeds with 95 % interval" if seeds > 1 else "One seed, so no spread is known"
     hollow = "; hollow: rates that only some seeds ran" if any(run.probe.why != "sweep" for run in results.runs) else ""
+    hollow += "; grey: runs that do not count" if any(run.flaw for run in results.runs) else ""
     return Drawn(figure, f"{spread}; a star marks each arm at its highest rate that holds {percent(ATTAINMENT)} attainment{hollow}.")
 
 
@@ -141,12 +148,14 @@ def best_of_each_variant(parts: Mapping[str, Results]) -> Figure:
     arms = list(dict.fromkeys(arm for results in parts.values() for arm in results.arms))
     for i, (arm, look) in enumerate(_looks(arms).items()):
         ran = [place for place, results in zip(places, parts.values(), strict=True) if arm in results.arms]
-        tops = [best(results, arm).goodput for results in parts.values() if arm in results.arms]
+        tops = [best(results, arm) for results in parts.values() if arm in results.arms]
+        known = [(place, top.goodput.mean, top.goodput.half_width or 0.0) for place, top in zip(ran, tops, strict=True) if not top.unjudged]
         shift = 0.03 * step * (i - (len(arms) - 1) / 2)
-        bars = [top.half_width or 0.0 for top in tops]
-        means = [top.mean or 0.0 for top in tops]
-        where = np.array(ran) + shift
-        axes.errorbar(where, means, bars, color=look.colour, marker=look.marker, linestyle=look.line, capsize=3, label=_short(arm))
+        missing = len(tops) - len(known)
+        label = _short(arm) + (f" (not judged at {missing} of {len(tops)})" if missing else "")
+        where, means, bars = zip(*known, strict=True) if known else ((), (), ())
+        style: dict[str, Any] = {"color": look.colour, "marker": look.marker, "linestyle": look.line, "capsize": 3, "label": label}
+        axes.errorbar(np.array(where) + shift, means, bars, **style)
     axes.set_xticks(places, list(parts))
     axes.set(xlabel="varied parameter", ylabel=f"goodput at the highest rate that holds {percent(ATTAINMENT)} attainment (requests/s)")
     axes.set_ylim(bottom=0)
@@ -239,7 +248,7 @@ def itl_timeline(results: Results) -> Drawn | str:
 def stage_waterfall(results: Results) -> Drawn | str:
     points = _close_look(results)
     told = {
-        arm: [record for record in results.records(point) if record.outcome == "ok" and record.stages_ms] for arm, point in points.items()
+        arm: [r for r in results.records(point) if r.outcome == "ok" and r.stages_ms and r.token_times] for arm, point in points.items()
     }
     told = {arm: records for arm, records in told.items() if records}
     if not told:
@@ -423,16 +432,16 @@ def _busiest(records: Sequence[Record], start: float, end: float) -> float:
 
 
 def _stack(axes: Axes, parts: Mapping[str, Sequence[Mapping[str, float]]], title: str) -> None:
-    """A bar for each arm: the mean of each part in seconds, drawn in ms, one after the other."""
+    """A bar for each arm: the mean of each part in seconds, drawn in ms, one after the other. Each arm has a request."""
     arms = list(parts)
     left = np.zeros(len(arms))
     for stage, look in _looks(STACKED).items():
-        means = np.array([1000 * sum(each.get(stage, 0.0) for each in parts[arm]) / max(len(parts[arm]), 1) for arm in arms])
+        means = np.array([1000 * fmean(each.get(stage, 0.0) for each in parts[arm]) for arm in arms])
         if means.any():
             label = stage.replace("_", " ")
             axes.barh(range(len(arms)), means, left=left, height=0.55, color=look.colour, hatch=look.hatch, edgecolor="white", label=label)
         left += means
-    high = np.array([1000 * (percentile([sum(each.values()) for each in parts[arm]], 90) or 0.0) for arm in arms])
+    high = np.array([1000 * np.percentile([sum(each.values()) for each in parts[arm]], 90) for arm in arms])
     axes.hlines(range(len(arms)), np.minimum(left, high), np.maximum(left, high), color="black", linewidth=1.2)
     axes.plot(high, range(len(arms)), "|", color="black", markersize=11)
     axes.set_yticks(range(len(arms)), [_short(arm) for arm in arms])

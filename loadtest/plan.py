@@ -10,7 +10,8 @@ from typing import Any
 
 from loadtest import arrivals, traces, workload
 from loadtest.access import Access
-from loadtest.cluster import Hardware
+from loadtest.campaign import Arm
+from loadtest.cluster import Hardware, make_arms, over_engines
 from loadtest.drive import Live, Run
 from loadtest.slo import Slo
 from loadtest.window import Window
@@ -148,3 +149,8 @@ class Comparison:
     bisections: int
     engines: tuple[str, ...] = ("baton",)
     vllm: str = "{}"  # engine.vllm of the arms over vLLM
+
+    def make_arms(self) -> tuple[Arm, ...]:
+        """Raises ClusterError for an arm or an engine that does not exist or does not fit the hardware."""
+        arms = make_arms(self.arms, self.hardware, self.ratio, self.chunk)
+        return arms if self.engines == ("baton",) else over_engines(arms, self.engines, self.vllm)

@@ -11,6 +11,7 @@ from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from statistics import median
 from typing import Any
 
 from jinja2 import Environment, FileSystemLoader, StrictUndefined
@@ -21,12 +22,13 @@ from baton.terminal import Fitting
 from loadtest import pictures
 from loadtest.campaign import Campaign
 from loadtest.compare import ATTAINMENT
-from loadtest.distribution import percentile
-from loadtest.estimate import Estimate
+from loadtest.estimate import Estimate, mean_and_interval
 from loadtest.latency import MAX_STAGE_GAP, stage_sum_gap
 from loadtest.results import Point, Results, Run, by_variant
-from loadtest.summary import MAX_LAG_S, Summary
-from loadtest.verdict import Verdict, judged, miss_text, over_variants, percent, verdict_of, with_interval
+from loadtest.slo import LAG_SHARE, LEAST_LAG_S
+from loadtest.summary import Summary
+from loadtest.verdict import Verdict, judged, over_variants, verdict_of
+from loadtest.words import miss_text, percent, with_interval
 
 PAGE, NUMBERS, OVERVIEW = "report.html", "results.json", "variants.png"
 NONE = "-"
@@ -34,12 +36,18 @@ NONE = "-"
 
 @dataclass(frozen=True, slots=True)
 class Column:
-    """A number of a run; over several seeds, its mean."""
+    """A number of a run; over several seeds, its mean, or what `pooled` says of all their requests together."""
 
     name: str
     of: Callable[[Summary], float | None]
     larger_is_better: bool = False
     share: bool = False
+    pooled: Callable[[Point], float] | None = None
+
+    def over(self, point: Point) -> Estimate:
+        if self.pooled is None:
+            return point.estimate(self.of)
+        return mean_and_interval([self.pooled(point)] if point.requests else [])
 
     def text(self, value: float | None) -> str:
         if value is None:
@@ -50,7 +58,7 @@ class Column:
 MISS = "commonest miss"
 COLUMNS = (
     Column("goodput (/s)", lambda s: s.goodput, larger_is_better=True),
-    Column("attainment", lambda s: s.attainment, larger_is_better=True, share=True),
+    Column("attainment", lambda s: s.attainment, larger_is_better=True, share=True, pooled=lambda point: point.attainment),
     Column("TTFT P50 (ms)", lambda s: s.ttft_ms.p50),
     Column("TTFT P90 (ms)", lambda s: s.ttft_ms.p90),
     Column("TTFT P99 (ms)", lambda s: s.ttft_ms.p99),
@@ -147,8 +155,10 @@ def header(columns: Sequence[Column]) -> list[str]:
 def row(point: Point, columns: Sequence[Column]) -> list[str]:
     common = point.misses.most_common(1)
     miss = f"{miss_text(common[0][0])} ({percent(common[0][1] / point.requests)})" if common else ""
-    cells = [_cell(column, point.estimate(column.of)) for column in columns]
-    return [point.arm, f"{point.rate:.4g}", str(len(point.runs)), *cells, miss]
+    cells = [_cell(column, column.over(point)) for column in columns]
+    flawed = [run for run in point.runs if run.flaw]
+    runs = f"void, seed {flawed[0].probe.seed}" if flawed else str(len(point.runs))
+    return [point.arm, f"{point.rate:.4g}", runs, *cells, miss]
 
 
 def _cell(column: Column, value: Estimate) -> str:
@@ -157,7 +167,7 @@ def _cell(column: Column, value: Estimate) -> str:
 
 
 def console_table(campaign: Campaign) -> RenderableType:
-    """Verdict, then a row for each arm and rate. Void runs are named in red."""
+    """Verdict, then a row for each arm and rate, and a dim one for each run that does not count."""
     said: list[RenderableType] = []
     columns = [column for column in COLUMNS if column.name in ON_CONSOLE]
     parts = sections(campaign)
@@ -170,6 +180,8 @@ def console_table(campaign: Campaign) -> RenderableType:
         for arm in part.results.arms:
             for point in part.results.points(arm):
                 table.add_row(*row(point, columns))
+            for point in part.results.void(arm):
+                table.add_row(*(Text(cell, style="dim") for cell in row(point, columns)))
         said.append(table)
         said += [Text(f"left out: {_named(run)}: {run.flaw}", style="red") for run in part.results.runs if run.flaw]
     if campaign.partial:
@@ -190,7 +202,7 @@ def compare_runs(a: Campaign, b: Campaign) -> RenderableType:
         said.append(Text(title, style="italic"))
         table = Fitting(("", "A", "B", "B / A"), left=("",))
         for column in COLUMNS:
-            x, y = mine[one].estimate(column.of).mean, theirs[other].estimate(column.of).mean
+            x, y = column.over(mine[one]).mean, column.over(theirs[other]).mean
             ratio = y / x if x and y is not None else None
             style = "" if ratio is None or abs(ratio - 1) < 0.02 else "green" if (ratio > 1) == column.larger_is_better else "red"
             table.add_row(column.name, column.text(x), column.text(y), Text(NONE if ratio is None else f"{ratio:.3f}", style=style))
@@ -270,7 +282,7 @@ def explained(results: Results) -> list[tuple[str, int, float, float, float]]:
         gaps = [gap for record in records if (gap := stage_sum_gap(record)) is not None]
         if gaps:
             within = sum(gap <= MAX_STAGE_GAP for gap in gaps) / len(gaps)
-            rows.append((arm, len(gaps), percentile(gaps, 50) or 0.0, max(gaps), within))
+            rows.append((arm, len(gaps), median(gaps), max(gaps), within))
     return rows
 
 
@@ -302,5 +314,6 @@ def _page(campaign: Campaign, drawn: Sequence[Mapping[str, Any]], overview: str,
         workload=list(flat(campaign.workload)),
         machine=list(flat(campaign.machine)),
         attainment=percent(ATTAINMENT),
-        max_lag_ms=MAX_LAG_S * 1000,
+        least_lag_ms=LEAST_LAG_S * 1000,
+        lag_share=percent(LAG_SHARE),
     )

@@ -11,6 +11,8 @@ from loadtest.latency import itl, tpot, ttft, ttft_parts
 from loadtest.record import Record
 
 FLOAT_NOISE_S = 1e-9  # rounding error of a time difference: 1.1 - 0.9 > 0.2 is not a miss
+LEAST_LAG_S = 0.010  # always allowed
+LAG_SHARE = 0.1  # of the tightest objective: so little of it may be the generator's own delay
 
 
 @dataclass(frozen=True, slots=True)
@@ -33,6 +35,14 @@ class Slo:
         """Name -> limit, s, for the objectives that are given, in the order of a request's life."""
         given = {"ttft": self.ttft_s, "tpot": self.tpot_s, "itl_p99": self.itl_p99_s}
         return {name: limit for name, limit in given.items() if limit is not None}
+
+    def max_lag_s(self, tokens: int) -> float:
+        """How late the generator may be, at P99, before a run says more about it than about the server. `tokens`: of the shortest answer.
+
+        A delay lengthens a TTFT or a gap by itself, and a TPOT by its share of the gaps.
+        """
+        held_by = {"ttft": 1, "itl_p99": 1, "tpot": max(tokens - 1, 1)}
+        return max(LEAST_LAG_S, LAG_SHARE * min(limit * held_by[name] for name, limit in self.limits.items()))
 
     @classmethod
     def parse(cls, text: str) -> Self:
@@ -57,6 +67,12 @@ class Slo:
 
 
 _OBJECTIVES = ("ttft", "tpot", "itl_p99")
+
+
+def rounded_up(seconds: float) -> float:
+    """To two digits, so that a proposed objective is easy to read and to type. Raises ValueError for 0."""
+    step: float = 10.0 ** (math.floor(math.log10(seconds)) - 1)
+    return float(f"{math.ceil(seconds / step - 1e-9) * step:.2g}")
 
 
 @dataclass(frozen=True, slots=True)

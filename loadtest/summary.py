@@ -9,10 +9,8 @@ from baton.stages import TOLD
 from loadtest.distribution import Distribution, percentile
 from loadtest.latency import e2e, itl, lag, stage_sum_gap, tpot, ttft
 from loadtest.record import Record
-from loadtest.slo import FLOAT_NOISE_S, Miss, Slo, miss_reason
+from loadtest.slo import FLOAT_NOISE_S, LEAST_LAG_S, Miss, Slo, miss_reason
 from loadtest.window import Window, attainment, concurrency, goodput, max_output_tokens_per_s
-
-MAX_LAG_S = 0.010  # P99 above which a run says more about the generator than about the server
 
 
 @dataclass(frozen=True, slots=True)
@@ -22,6 +20,8 @@ class Summary:
     window: Window
     slo: Slo | None
     void: str | None  # why the run proves nothing
+    late: bool  # whether the generator was later than `max_lag_ms` at P99
+    max_lag_ms: float  # allowed under the SLO
 
     requests: int  # due in the window
     completed: int  # of these, ended ok
@@ -81,6 +81,7 @@ class Summary:
             "window": asdict(self.window),
             "slo": None if self.slo is None else {f"{name}_ms": limit * 1000 for name, limit in self.slo.limits.items()},
             "void": self.void,
+            "max_lag_ms": self.max_lag_ms,
             "requests": self.requests,
             "offered_throughput": self.requests / length,
             "input_throughput": self.input_tokens / length,
@@ -103,11 +104,12 @@ class Summary:
 
 
 def summarise(
-    records: Iterable[Record], window: Window, slo: Slo | None = None, *, due: int | None = None, max_lag_s: float = MAX_LAG_S
+    records: Iterable[Record], window: Window, slo: Slo | None = None, *, due: int | None = None, max_lag_s: float | None = None
 ) -> Summary:
     """`records`: all of the run. Those due outside the window count only towards the requests in flight and the tokens arriving during it.
 
-    due   requests that became due in the whole run. Without it, nothing checks that each of them has a record.
+    due         requests that became due in the whole run. Without it, nothing checks that each of them has a record.
+    max_lag_s   by default, what the SLO allows
     """
     records = list(records)
     in_window = window.select(records)
@@ -116,10 +118,15 @@ def summarise(
     misses = Counter(miss for record in in_window if slo and (miss := miss_reason(record, slo)))
     prompt_tokens = sum(record.prompt_tokens for record in completed)
     in_flight = concurrency(records, window)
+    if max_lag_s is None:
+        max_lag_s = slo.max_lag_s(min((record.asked_tokens for record in in_window), default=1)) if slo else LEAST_LAG_S
+    late = late_reason(in_window, max_lag_s)
     return Summary(
         window=window,
         slo=slo,
-        void=(None if due is None else lost_reason(records, due)) or void_reason(in_window, window, max_lag_s),
+        void=(None if due is None else lost_reason(records, due)) or (late if in_window else "no request was due in the window"),
+        late=late is not None,
+        max_lag_ms=max_lag_s * 1000,
         requests=len(in_window),
         completed=len(completed),
         outcomes=Counter(record.outcome for record in in_window),
@@ -162,12 +169,10 @@ def lost_reason(records: Iterable[Record], due: int) -> str | None:
     return None
 
 
-def void_reason(records: Iterable[Record], window: Window, max_lag_s: float = MAX_LAG_S) -> str | None:
-    """Why the run proves nothing about the server. None: it counts."""
-    late = percentile([lag(record) for record in window.select(records)], 99)
-    if late is None:
-        return "no request was due in the window"
-    if late > max_lag_s + FLOAT_NOISE_S:
+def late_reason(records: Iterable[Record], max_lag_s: float) -> str | None:
+    """Why the run says more about the generator than about the server. None: it was not late."""
+    late = percentile([lag(record) for record in records], 99)
+    if late is not None and late > max_lag_s + FLOAT_NOISE_S:
         return f"the generator was late: P99 of sent - due is {late * 1000:.1f} ms, the limit is {max_lag_s * 1000:g} ms"
     return None
 

@@ -14,13 +14,15 @@ import itertools
 import math
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass
-from typing import Any
+from statistics import fmean
+from typing import Any, Literal
 
+from loadtest.advice import advice
 from loadtest.campaign import Campaign
 from loadtest.compare import ATTAINMENT
-from loadtest.estimate import Estimate, mean_and_interval, t_quantile
+from loadtest.estimate import mean_and_interval, t_quantile
 from loadtest.results import Best, Point, Results, best
-from loadtest.slo import Miss
+from loadtest.words import miss_text, percent, with_interval
 
 MISTAKES = 0.05  # how often a family of comparisons may contain a false one
 FEW_SEEDS = 4  # fewer than these give an interval that says little
@@ -28,14 +30,15 @@ FEW_SEEDS = 4  # fewer than these give an interval that says little
 
 @dataclass(frozen=True, slots=True)
 class Comparison:
-    """`ahead` has the larger goodput. `factor` is None if no seed judged both or one had no goodput; its interval also if only one did."""
+    """`factor`: goodput of `ahead` over that of `behind`. None if no seed judged both or one had no goodput; its interval also if only one
+    seed judged both."""
 
     ahead: str
     behind: str
     factor: float | None
     low: float | None
     high: float | None
-    beyond_spread: bool | None  # None: one seed shows no spread
+    beyond_spread: bool | None  # whether `ahead` is ahead. None: fewer than two seeds judged both, so no spread is known
     family: int  # comparisons whose intervals hold together with 95 %
 
 
@@ -50,17 +53,47 @@ def versus(results: Results, ahead: str, behind: str, family: int = 1) -> Compar
         return Comparison(ahead, behind, None, None, None, None, family)
     if any(x <= 0 or y <= 0 for x, y in pairs):  # no ratio
         never = len(pairs) > 1 and all(x > 0 and y <= 0 for x, y in pairs)
-        return Comparison(ahead, behind, None, None, None, True if never else _clear([x - y for x, y in pairs], family), family)
+        return Comparison(ahead, behind, None, None, None, True if never else _above([x - y for x, y in pairs], family), family)
     logs = [math.log(x / y) for x, y in pairs]
     found = mean_and_interval(logs, 1 - MISTAKES / family)
     low, high = (None if end is None else math.exp(end) for end in (found.low, found.high))
-    return Comparison(ahead, behind, math.exp(found.mean or 0.0), low, high, _clear(logs, family), family)
+    return Comparison(ahead, behind, math.exp(fmean(logs)), low, high, _above(logs, family), family)
+
+
+def _above(differences: list[float], family: int) -> bool | None:
+    """Whether their interval lies above 0. None: one difference has no interval."""
+    found = mean_and_interval(differences, 1 - MISTAKES / family)
+    return None if found.low is None else found.low > 0
 
 
 def _clear(differences: list[float], family: int) -> bool | None:
     """Whether their interval excludes 0. None: one difference has no interval."""
-    found = mean_and_interval(differences, 1 - MISTAKES / family)
-    return None if found.low is None or found.high is None else not found.low <= 0 <= found.high
+    above = _above(differences, family)
+    return None if above is None else above or _above([-difference for difference in differences], family)
+
+
+def _leader(results: Results, bests: Mapping[str, Best], family: int) -> str | None:
+    """Of the arms that no other is ahead of beyond the spread, the one with the largest mean goodput; None: no arm has any.
+
+    Arms may be judged by different seeds, where some runs are void, so the largest mean alone may be that of easier seeds.
+    """
+    pairs = itertools.permutations(bests, 2)
+    beaten = {behind for ahead, behind in pairs if versus(results, ahead, behind, family).beyond_spread}
+    means = {arm: mean for arm, found in bests.items() if (mean := found.goodput.mean)}
+    return max([arm for arm in means if arm not in beaten] or means, key=means.__getitem__, default=None)
+
+
+def _held(results: Results, arm: str) -> Point | None:
+    """Of the arm's points that hold the attainment, over all its runs that count, the one with the largest goodput."""
+    points = [point for point in results.points(arm) if point.attainment >= ATTAINMENT]
+    return max(points, key=lambda point: fmean(run.goodput for run in point.runs), default=None)
+
+
+def _outruns(results: Results, arm: str, leader: Best) -> bool:
+    """Whether runs that count show the arm with no less goodput than the leader has, although fewer were judged: its rate was chosen by a
+    lucky or an unlucky run."""
+    held, mean = _held(results, arm), leader.goodput.mean
+    return held is not None and mean is not None and fmean(run.goodput for run in held.runs) >= mean
 
 
 @dataclass(frozen=True, slots=True)
@@ -71,7 +104,7 @@ class Crossover:
 
 
 def all_crossovers(results: Results) -> list[Crossover]:
-    """The crossovers of every pair of arms that ran."""
+    """The crossovers of every pair of arms that have runs that count."""
     pairs = list(itertools.combinations([arm for arm in results.arms if results.sound(arm)], 2))
     return [crossing for pair in pairs for crossing in crossovers(results, *pair, len(pairs))]
 
@@ -141,39 +174,52 @@ def _crossings(places: Sequence[float], gaps: Sequence[list[float]], family: int
     An arm leads only where the difference exceeds the spread (with one seed: where there is a difference). Otherwise every tie at low
     rates, where both serve all that is offered, would be a crossing.
     """
-    led = [(i, math.copysign(1, _mean(gap))) for i, gap in enumerate(gaps) if _mean(gap) and _clear(gap, family) is not False]
+    led = [(i, math.copysign(1, fmean(gap))) for i, gap in enumerate(gaps) if fmean(gap) and _clear(gap, family) is not False]
     for (i, before), (j, after) in itertools.pairwise(led):
         if before == after:
             continue
-        k = max(k for k in range(i, j) if _mean(gaps[k]) * after <= 0)  # from here on the new leader leads
-        here, there = _mean(gaps[k]), _mean(gaps[k + 1])
+        k = max(k for k in range(i, j) if fmean(gaps[k]) * after <= 0)  # from here on the new leader leads
+        here, there = fmean(gaps[k]), fmean(gaps[k + 1])
         yield places[k] + (places[k + 1] - places[k]) * here / (here - there), before > 0
 
 
 def _paired(one: Point, other: Point) -> list[float]:
     """Differences in goodput by seed; the difference of the means if no seed ran both."""
-    mine, theirs = ({run.probe.seed: run.summary.goodput or 0.0 for run in point.runs} for point in (one, other))
-    return [mine[seed] - theirs[seed] for seed in mine.keys() & theirs.keys()] or [(one.goodput.mean or 0.0) - (other.goodput.mean or 0.0)]
-
-
-def _mean(values: list[float]) -> float:
-    return mean_and_interval(values).mean or 0.0
+    mine, theirs = ({run.probe.seed: run.goodput for run in point.runs} for point in (one, other))
+    both = sorted(mine.keys() & theirs.keys())
+    return [mine[seed] - theirs[seed] for seed in both] or [fmean(mine.values()) - fmean(theirs.values())]
 
 
 # Words
 
 
+Status = Literal["winner", "no difference", "one arm", "no verdict"]
+
+
 @dataclass(frozen=True, slots=True)
 class Verdict:
+    """`status`
+    winner          one arm is ahead of every other beyond the spread
+    no difference   every arm was judged, and the leader is not ahead of every other beyond the spread
+    one arm         the only arm was judged
+    no verdict      an arm was not judged, no arm holds the attainment, or no spread is known; `advice` says what to do
+    """
+
+    status: Status
     winner: str | None  # ahead of every other arm beyond the spread
-    leader: str | None  # the largest goodput, whatever the spread. None: no arm has one
+    leader: str | None  # the largest goodput, whatever the spread. None: no arm that was judged has one
     bests: Mapping[str, Best]
-    comparisons: tuple[Comparison, ...]  # of the leader with each other arm
+    comparisons: tuple[Comparison, ...]  # of the leader with each other arm that was judged
     crossovers: tuple[Crossover, ...]
-    sentences: tuple[str, ...]
+    sentences: tuple[str, ...]  # the advice is their end
+    advice: tuple[str, ...]
 
     def as_json(self) -> dict[str, Any]:
-        return asdict(self)
+        """`bests` says of each arm whether it was judged, and why not."""
+        told = asdict(self)
+        for arm, found in self.bests.items():
+            told["bests"][arm]["status"] = "not judged" if found.unjudged else "judged"
+        return told
 
 
 def verdict(campaign: Campaign) -> Verdict:
@@ -184,21 +230,33 @@ def verdict(campaign: Campaign) -> Verdict:
 def verdict_of(results: Results, variants: int = 1) -> Verdict:
     """`variants`: how many the campaign has; together they are one family of comparisons."""
     bests = {arm: best(results, arm) for arm in results.arms}
-    leader = max(bests, key=lambda arm: bests[arm].goodput.mean or 0.0, default=None)
-    if leader is None or not bests[leader].goodput.mean:
-        return Verdict(None, None, bests, (), (), (*_nobody(results), *_left_out(results)))
-    ran = [arm for arm in results.arms if results.sound(arm)]
-    family = max(1, math.comb(len(ran), 2) * variants)
-    compared = tuple(versus(results, leader, arm, family) for arm in ran if arm != leader)
+    judged_ = {arm: found for arm, found in bests.items() if not found.unjudged}
+    family = max(1, math.comb(len(judged_), 2) * variants)
+    leader = _leader(results, judged_, family)
+    if leader is None:
+        said, told = _nobody(results, bests), tuple(advice(results, bests, spread=True))
+        return Verdict("no verdict", None, None, bests, (), (), (*said, *_not_judged(bests), *_left_out(results), *told), told)
+    compared = tuple(versus(results, leader, arm, family) for arm in judged_ if arm != leader)
     crossed = tuple(all_crossovers(results))
-    sentences = _leads(leader, bests[leader], compared)
+    doubted = [one.behind for one in compared if one.beyond_spread and _outruns(results, one.behind, bests[leader])]
+    status = _status(bests, compared, doubted)
+    told = tuple(advice(results, bests, all(one.beyond_spread is not None for one in compared))) if status == "no verdict" else ()
+    sentences = _leads(results, leader, bests, compared)
     for comparison in compared:
-        sentences += _against(comparison, bests) + _why(results, comparison, bests[leader])
+        sentences += _against(results, comparison, bests) + _why(results, comparison, bests[leader])
+        sentences += _doubt(results, comparison) if comparison.behind in doubted else []
     if compared:
-        sentences += _crossed(results, ran, crossed)
-    sentences += _left_out(results)
-    winner = leader if compared and all(comparison.beyond_spread for comparison in compared) else None
-    return Verdict(winner, leader, bests, compared, crossed, tuple(sentences))
+        sentences += _crossed(results, list(judged_), crossed)
+    sentences = [*_headline(status, leader), *sentences, *_not_judged(bests), *_left_out(results), *told]
+    return Verdict(status, leader if status == "winner" else None, leader, bests, compared, crossed, tuple(sentences), told)
+
+
+def _status(bests: Mapping[str, Best], compared: Sequence[Comparison], doubted: Sequence[str]) -> Status:
+    if doubted or any(found.unjudged for found in bests.values()) or any(one.beyond_spread is None for one in compared):
+        return "no verdict"
+    if not compared:
+        return "one arm"
+    return "winner" if all(one.beyond_spread for one in compared) else "no difference"
 
 
 def over_variants(parts: Mapping[str, Results]) -> list[str]:
@@ -215,34 +273,10 @@ def over_variants(parts: Mapping[str, Results]) -> list[str]:
     return found or [f"No crossover between {key} {values[0][0]:g} and {values[-1][0]:g}: no arm overtakes another beyond the spread."]
 
 
-def percent(share: float) -> str:
-    return f"{100 * share:.3g} %" if share < 0.1 or share > 0.99 else f"{100 * share:.0f} %"
-
-
-def with_interval(value: Estimate) -> str:
-    if value.mean is None:
-        return "none"
-    if value.low is None or value.high is None:
-        return f"{value.mean:.3g}"
-    return f"{value.mean:.3g} ({value.low:.3g} to {value.high:.3g})"
-
-
-def miss_text(miss: Miss) -> str:
-    """The miss in words, for a legend or a sentence."""
-    where = miss.where.replace("_", " ")
-    match miss.what:
-        case "ttft":
-            return f"TTFT too long, mostly {where}"
-        case "tpot" | "itl_p99":
-            return f"{'TPOT' if miss.what == 'tpot' else 'ITL P99'} too long, from {where}"
-        case "short":
-            return "fewer tokens than asked for"
-        case what:
-            return f"{what}: {miss.where}"
-
-
 def judged(top: Best) -> str:
     """How the arm's rate was chosen, and what the other seeds attained there."""
+    if top.unjudged:
+        return f"not judged: {top.unjudged}"
     if top.rate is None:
         return "no rate held"
     if top.chosen_by is None:
@@ -251,11 +285,25 @@ def judged(top: Best) -> str:
     return f"offered {top.rate:.3g}, chosen on seed {top.chosen_by}{others}"
 
 
-def _leads(leader: str, top: Best, compared: tuple[Comparison, ...]) -> list[str]:
-    which = "the largest goodput" if compared else "a goodput"
+def _headline(status: Status, leader: str) -> list[str]:
+    match status:
+        case "winner":
+            return [f"Verdict: {leader} is ahead."]
+        case "no difference":
+            return ["Verdict: no arm is ahead of every other beyond the spread."]
+        case "no verdict":
+            return ["No verdict."]
+        case _:
+            return []
+
+
+def _leads(results: Results, leader: str, bests: Mapping[str, Best], compared: tuple[Comparison, ...]) -> list[str]:
+    top = bests[leader]
+    largest = top.goodput.mean == max(mean for found in bests.values() if (mean := found.goodput.mean) is not None)
+    which = "a goodput" if not compared else "the largest goodput" if largest else "the largest goodput seed by seed"
     n = top.goodput.count
     seeds = f"95 % interval over {n} seeds" if n > 1 else "one seed"
-    more = "" if top.ended else " It still held at the highest rate tried, so it can do more than this."
+    more = "" if top.ended else f" {_still_held(results, leader, top, 'It')}, so it can do more than this."
     goodput = with_interval(top.goodput)
     said = [
         f"{leader} has {which} at the highest rate that holds {percent(ATTAINMENT)} attainment: {goodput} requests/s "
@@ -267,10 +315,17 @@ def _leads(leader: str, top: Best, compared: tuple[Comparison, ...]) -> list[str
     return said
 
 
-def _against(comparison: Comparison, bests: Mapping[str, Best]) -> list[str]:
+def _still_held(results: Results, arm: str, top: Best, name: str) -> str:
+    """A rate whose runs are void shows nothing: the highest rate that counts need not be the highest one tried."""
+    tried = max(run.probe.rate for run in results.runs if run.probe.arm == arm)
+    counts = "" if top.rate == tried else " that counts"
+    return f"{name} still held at the highest rate{counts or ' tried'}"
+
+
+def _against(results: Results, comparison: Comparison, bests: Mapping[str, Best]) -> list[str]:
     ahead, behind = comparison.ahead, comparison.behind
     other = bests[behind]
-    if not other.goodput.mean:
+    if other.rate is None:
         return [f"{behind} never holds {percent(ATTAINMENT)} attainment, not even at the lowest rate tried."]
     together = f", {comparison.family} comparisons together" if comparison.family > 1 else ""
     if comparison.factor is None:
@@ -289,8 +344,17 @@ def _against(comparison: Comparison, bests: Mapping[str, Best]) -> list[str]:
         case None:
             said = [f"{numbers}; without two seeds that judged both, no spread is known, and this may be chance."]
     if not other.ended:
-        said.append(f"{behind} still held at the highest rate tried: higher rates would show more.")
+        said.append(f"{_still_held(results, behind, other, behind)}: higher rates would show more.")
     return said
+
+
+def _doubt(results: Results, comparison: Comparison) -> list[str]:
+    point = _held(results, comparison.behind)
+    assert point is not None, "only an arm with such a point is in doubt"
+    return [
+        f"But the runs of {comparison.behind} at {point.rate:.3g} requests/s hold {percent(point.attainment)} with "
+        f"{with_interval(point.goodput)} requests/s, no less than {comparison.ahead}: the seed that chose its rate was not typical."
+    ]
 
 
 def _why(results: Results, comparison: Comparison, top: Best) -> list[str]:
@@ -298,7 +362,9 @@ def _why(results: Results, comparison: Comparison, top: Best) -> list[str]:
     failing = [point for point in results.points(comparison.behind) if point.attainment < ATTAINMENT]
     if comparison.beyond_spread is False or not failing:
         return []
-    point = min(failing, key=lambda point: abs(point.rate - (top.rate or 0.0)))
+    assert top.rate is not None, "the leader has goodput, so it has a rate"
+    nearest = top.rate
+    point = min(failing, key=lambda point: abs(point.rate - nearest))
     [(miss, count)] = point.misses.most_common(1)
     missed = point.misses.total()
     how_often = "all of them" if count == missed else f"most often ({percent(count / missed)} of these)"
@@ -318,17 +384,23 @@ def _crossed(results: Results, ran: list[str], crossed: tuple[Crossover, ...]) -
     return [f"No crossover between {min(common):.3g} and {max(common):.3g} requests/s: no arm overtakes another."]
 
 
-def _nobody(results: Results) -> list[str]:
-    points = [point for arm in results.arms for point in results.points(arm)]
+def _nobody(results: Results, bests: Mapping[str, Best]) -> list[str]:
+    points = {arm: some for arm in results.arms if (some := results.points(arm))}
     if not points:
-        return ["Nothing can be said: no run counts."]
-    said = [f"No arm holds {percent(ATTAINMENT)} attainment, not even at the lowest rate tried."]
-    for arm in results.arms:
-        top = max(results.points(arm), key=lambda point: point.attainment, default=None)
-        if top:
-            reason = "".join(f"; commonest miss: {miss_text(miss)}" for miss, _ in top.misses.most_common(1))
-            said.append(f"{arm} reaches {percent(top.attainment)} at best, at {top.rate:.3g} requests/s{reason}.")
+        return ["No verdict: no run counts."]
+    which = "No arm that was judged" if any(found.unjudged for found in bests.values()) else "No arm"
+    said = [f"{which} holds {percent(ATTAINMENT)} attainment, not even at the lowest rate tried."]
+    if all(found.unjudged for found in bests.values()):
+        said = ["No verdict: no arm was judged."]
+    for arm, some in points.items():
+        top = max(some, key=lambda point: point.attainment)
+        reason = "".join(f"; commonest miss: {miss_text(miss)}" for miss, _ in top.misses.most_common(1))
+        said.append(f"{arm} reaches {percent(top.attainment)} at best, at {top.rate:.3g} requests/s{reason}.")
     return said
+
+
+def _not_judged(bests: Mapping[str, Best]) -> list[str]:
+    return [f"{arm} was not judged: {found.unjudged}." for arm, found in bests.items() if found.unjudged]
 
 
 def _left_out(results: Results) -> list[str]:

@@ -112,6 +112,15 @@ def test_merge_joins_the_parts_of_a_campaign(campaign: Campaign) -> None:
     assert merge([campaign]) == campaign
 
 
+def test_merge_joins_parts_of_other_length_and_refuses_a_repeated_run(campaign: Campaign) -> None:
+    """Each run states its own length, so it is judged over its own window."""
+    longer = replace(campaign.probes[0], seed=3, duration_s=20.0)
+    whole = merge([replace(campaign, workload={"duration_s": 8}), replace(campaign, workload={"duration_s": 20}, probes=(longer,))])
+    assert [whole.window(probe).length for probe in whole.probes] == [7.0] * 4 + [19.0]
+    with pytest.raises(CampaignError, match="two parts have runs of A at 1 requests/s with seed 1: they would count twice"):
+        merge([campaign, campaign])
+
+
 @pytest.mark.parametrize(
     ("change", "named"),
     [

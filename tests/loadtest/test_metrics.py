@@ -16,8 +16,8 @@ from loadtest.distribution import Distribution, percentile
 from loadtest.estimate import mean_and_interval, t_quantile
 from loadtest.latency import e2e, itl, lag, server_time, stage_sum_gap, tpot, ttft, ttft_parts
 from loadtest.record import Outcome, Record
-from loadtest.slo import Miss, Slo, broken, meets, miss_reason
-from loadtest.summary import summarise, void_reason
+from loadtest.slo import Miss, Slo, broken, meets, miss_reason, rounded_up
+from loadtest.summary import summarise
 from loadtest.window import Window, attainment, concurrency, goodput, max_output_tokens_per_s
 
 WINDOW = Window(10.0)
@@ -338,22 +338,45 @@ def test_goodput_agrees_with_a_naive_implementation(run: list[Record], slo: Slo,
 
 def test_a_late_generator_makes_the_run_void() -> None:
     late = [answered(due=i / 100, lag=0.05 if i % 10 == 0 else 0.001) for i in range(100)]
-    reason = void_reason(late, WINDOW)
-    assert reason is not None
-    assert "50.0 ms" in reason
-    assert "10 ms" in reason
-    assert void_reason(late, WINDOW, max_lag_s=0.06) is None
+    told = summarise(late, WINDOW)
+    assert told.late and told.void is not None
+    assert "50.0 ms" in told.void
+    assert "10 ms" in told.void
+    assert summarise(late, WINDOW, max_lag_s=0.06).void is None
+
+
+@pytest.mark.parametrize(
+    ("slo", "tokens", "allowed"),
+    [
+        (Slo(ttft_s=2.0), 5, 0.2),
+        (Slo(ttft_s=2.0, itl_p99_s=0.3), 5, 0.03),
+        (Slo(ttft_s=2.0, itl_p99_s=0.03), 5, 0.01),  # never less than 10 ms
+        (Slo(tpot_s=0.04), 11, 0.04),  # a delay of 40 ms lengthens the mean of ten gaps by 4 ms
+        (Slo(tpot_s=0.4), 1, 0.04),
+    ],
+)
+def test_the_allowed_lag_follows_the_tightest_objective(slo: Slo, tokens: int, allowed: float) -> None:
+    assert slo.max_lag_s(tokens) == pytest.approx(allowed)
+    for late, void in ((allowed * 0.99, False), (allowed * 1.01, True)):
+        run = [answered(0.5, due=1.0, lag=late, asked_tokens=tokens)]
+        told = summarise(run, WINDOW, slo)
+        assert (told.late, bool(told.void)) == (void, void) and told.max_lag_ms == pytest.approx(1000 * allowed)
+
+
+def test_a_proposed_limit_has_two_digits_and_is_not_below_what_was_seen() -> None:
+    assert [rounded_up(value) for value in (0.1, 0.1234, 0.00991, 9.91, 0.099)] == [0.1, 0.13, 0.01, 10.0, 0.099]
 
 
 def test_one_late_request_in_a_thousand_does_not_make_the_run_void() -> None:
     run = [answered(due=i / 1000, lag=0.5 if i == 7 else 0.010) for i in range(1000)]  # the limit itself is allowed
-    assert void_reason(run, WINDOW) is None
+    assert summarise(run, WINDOW).void is None
 
 
 def test_lag_outside_the_window_does_not_count_and_an_empty_window_is_void() -> None:
     run = [answered(due=0.0, lag=1.0, first=2.0)]
-    assert void_reason([*run, answered(due=5.0)], Window(10.0, warm_up_s=1.0)) is None
-    assert void_reason(run, Window(10.0, warm_up_s=1.0)) == "no request was due in the window"
+    assert summarise([*run, answered(due=5.0)], Window(10.0, warm_up_s=1.0)).void is None
+    told = summarise(run, Window(10.0, warm_up_s=1.0))
+    assert told.void == "no request was due in the window" and not told.late
 
 
 def flight(sent: float, ended: float, **fields: Any) -> Record:
