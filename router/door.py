@@ -42,7 +42,10 @@ def to_ask(request: pb.GenerateRequest, traceparent: str = "", tenant: str = "",
         model=request.model,
         text=request.text if kind == "text" else None,
         messages=_messages(request.chat) if kind == "chat" else None,
+        names=_names(request.chat) if kind == "chat" else (),
         token_ids=_ids(request.token_ids, context) if kind == "token_ids" else None,
+        parse_special=request.parse_special if request.HasField("parse_special") else None,
+        add_special_tokens=request.add_special_tokens if request.HasField("add_special_tokens") else None,
         cache_salt=request.cache_salt,
         priority=request.priority,
         sampling=_to_sampling(request.sampling),
@@ -62,6 +65,11 @@ def _ids(given: pb.TokenIds, context: int | None) -> Sequence[int]:
 
 def _messages(chat: pb.Chat) -> tuple[tuple[str, str], ...]:
     return tuple((message.role, message.content) for message in chat.messages[: _LIMITS.max_messages + 1])
+
+
+def _names(chat: pb.Chat) -> tuple[str, ...]:
+    names = tuple(message.name for message in chat.messages[: _LIMITS.max_messages + 1])
+    return names if any(names) else ()
 
 
 _REPEATED = {"logit_bias", "stop_token_ids", "stop"}

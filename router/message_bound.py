@@ -14,8 +14,8 @@ from router.validate import Limits
 
 UNCOUNTED_BYTES = 64 << 10  # parsing a message of this size takes 0.5 ms at most
 _LIMITS = Limits()
-# A chat message and a map entry are three fields each: the submessage and its two members.
-MAX_FIELDS = 3 * (_LIMITS.max_messages + _LIMITS.max_logit_bias) + _LIMITS.max_stop_token_ids + _LIMITS.max_stop + 64
+# A chat message is four fields, the submessage and its three members; a map entry three.
+MAX_FIELDS = 4 * _LIMITS.max_messages + 3 * _LIMITS.max_logit_bias + _LIMITS.max_stop_token_ids + _LIMITS.max_stop + 64
 _Fields = Mapping[int, tuple[str, Any]]  # field number → dotted path, and the fields of a submessage (None: it is not a submessage)
 
 

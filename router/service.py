@@ -11,6 +11,7 @@ import secrets
 from collections.abc import AsyncGenerator, AsyncIterator, Callable
 from contextlib import aclosing, asynccontextmanager
 from dataclasses import dataclass, field, replace
+from functools import partial
 from time import monotonic, time
 from typing import Any, TypeVar
 
@@ -179,8 +180,9 @@ class GenerateService:
         return await self._tokenize(ask, monotonic() + self._config.default_timeout_s)
 
     def _check(self, ask: Ask) -> None:
-        longest = self.max_model_len
-        context = None if longest is None else Context(longest, self._tokenizer.longest_token)
+        most, spelled = self.max_model_len, ask.text is not None and ask.parse_special is not False
+        longest = self._tokenizer.longest_spelling if spelled else self._tokenizer.longest_token
+        context = None if most is None else Context(most, longest)
         check(ask, _LIMITS, (self.model_name,), self._tokenizer.vocab_size, context)
         if ask.sampling.stop:
             self._tokenizer.stop_tokens(ask.sampling.stop)
@@ -263,7 +265,9 @@ class GenerateService:
         left, most = deadline - monotonic(), self.max_model_len
         if ask.messages is not None:
             return await self._pool.run(self._tokenizer.render, ask.messages, ask.names, most, within_s=left)
-        return await self._pool.run(self._tokenizer.encode, ask.text or "", most, within_s=left)
+        parsed, around = ask.parse_special is not False, ask.add_special_tokens is not False
+        encode = partial(self._tokenizer.encode, parse_special=parsed, add_special_tokens=around)
+        return await self._pool.run(encode, ask.text or "", most, within_s=left)
 
     async def _off_loop(self, long: bool, deadline: float, function: Callable[..., T], *arguments: Any) -> T:
         """Calls `function`, if it takes `long` in a thread."""

@@ -1,7 +1,7 @@
 """Converts text and conversations to token ids, and token ids back to bytes, using only `tokenizers` and `jinja2`.
 
-Control tokens come from the template and the tokenizer's post-processor, never from what a caller wrote, although the tokenizer recognises
-them by their spelling in the text:
+A plain prompt is the caller's own: control tokens that it spells out are read as such, unless the caller asks for plain text. In a
+conversation they come from the template alone, never from what a participant wrote, although the tokenizer would recognise them:
 
     render
       1 the template renders the conversation twice: with the contents, and with stand-ins for them (ChatTemplate.outline)
@@ -22,7 +22,7 @@ and so does freeing the Encoding. So a prompt that is too long is recognised by 
 import json
 import re
 from collections.abc import Iterable, Iterator, Sequence
-from hashlib import blake2b
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any, Self
 
@@ -30,72 +30,79 @@ import tokenizers
 from tokenizers import AddedToken, Encoding
 
 from baton.cluster.errors import invalid
+from baton.engine.fingerprint import tokenizer_fingerprint
+from baton.engine.tokenizer_files import TOKENIZER, TokenizerFiles
 from router.chat_template import ChatTemplate, Message, Outline, TakenApart, fill
 from router.validate import too_long
 
-_NAMED = ("bos_token", "eos_token", "unk_token", "sep_token", "pad_token", "cls_token", "mask_token")
 _BYTE = re.compile(r"<0x([0-9A-F]{2})>")
 _ROUNDS = 8  # of cutting control tokens out of plain text
 _PIECE = 1 << 16  # characters of a long text that are counted at a time
-_CUT_COSTS = 16  # tokens by which a piece counted alone may exceed its count in the whole text
+_CUT_COSTS = 16  # tokens by which a piece of plain text counted alone may exceed its count in the whole text
 _Json = dict[str, Any]
 
 
 class Tokenizer:
     """Immutable after construction; safe to use from several threads."""
 
-    def __init__(self, definition: str, fingerprint: str = "", settings: _Json | None = None, template: str | None = None) -> None:
-        """`definition`: tokenizer.json. `settings`: tokenizer_config.json over special_tokens_map.json. Raises ValueError if one is bad."""
-        settings = settings or {}
+    def __init__(self, files: TokenizerFiles, fingerprint: str = "") -> None:
+        """Raises ValueError if the `tokenizers` library cannot make a tokenizer of `files`."""
         self.fingerprint = fingerprint
-        self._parser = _build(definition, settings)
-        self._plain = _build(definition, settings)
+        tree = json.loads(files.definition)
+        self._parser = _build(files.definition, files)
+        self._plain = _build(files.definition, files)
         self._plain.encode_special_tokens = True
         self._inner = self._plain  # for text that is not at the beginning
-        inner = _without_first_prefix(definition)
-        if inner != definition:
-            self._inner = _build(inner, settings)
+        if _drop_first_prefix(tree):
+            self._inner = _build(json.dumps(tree), files)
             self._inner.encode_special_tokens = True
         added = self._plain.get_added_tokens_decoder()
-        self.special_ids = frozenset(id_ for id_, token in added.items() if token.special)
+        # The library never forgets that a token was special, although it may be added again as an ordinary one.
+        special = {token["content"] for token in tree.get("added_tokens") or () if token.get("special")}
+        special |= {token.content for token in files.added if token.special}
+        self.special_ids = frozenset(id_ for id_, token in added.items() if token.content in special)
         # An unknown character becomes the unknown token, so text may produce that token.
-        self._control = self.special_ids - {self.id_for(_unknown(definition, settings))}
+        self._control = self.special_ids - {self.id_for(_unknown(tree))}
+        # Such tokens are looked for after the whole text was normalized, so text between them cannot be encoded by itself.
+        self._late = tree.get("normalizer") is not None and any(added[id_].normalized for id_ in self._control)
         self.vocab_size = max(self._plain.get_vocab().values(), default=-1) + 1  # every id is below this
-        self._chat = ChatTemplate(template, _named_tokens(settings)) if template is not None else None
-        decoder = json.loads(definition).get("decoder")
+        tokens = {name: told.content for name, told in files.named.items()}
+        self._chat = ChatTemplate(files.template, tokens) if files.template is not None else None
+        decoder = tree.get("decoder")
         self._byte_level = _has(decoder, "ByteLevel")
         self._byte_fallback = _has(decoder, "ByteFallback")
-        self.longest_token = self._find_longest(json.loads(definition))  # characters of text; None: no bound is known
+        # Characters that one token stands for; None: no bound is known.
+        self.longest_token, self.longest_spelling = self._find_longest(tree)  # of plain text; of text in which control tokens are read
         self._around = self._find_around()
+        # A cut may go through an added token. One that swallows white space may do that from afar.
+        strips = any(token.lstrip or token.rstrip for token in added.values())
+        self._cut_costs = None if strips else _CUT_COSTS + max((len(token.content.encode()) for token in added.values()), default=0)
         self._anchor = None if self._byte_level else self._find_anchor()
         self._pieces: dict[int, bytes | None] = {}
 
     @classmethod
     def load(cls, model_path: Path) -> Self:
         """Loads the tokenizer of a model folder. Raises ValueError if there is none or it cannot be used, OSError if it cannot be read."""
-        path = model_path / "tokenizer.json"
-        if not path.is_file():
-            raise ValueError(f"model.path: {model_path} holds no tokenizer.json")
-        data = path.read_bytes()
-        settings = _read(model_path / "special_tokens_map.json") | _read(model_path / "tokenizer_config.json")
-        template = settings.get("chat_template")
-        if isinstance(template, list):  # several, by name
-            template = next((entry["template"] for entry in template if entry["name"] == "default"), None)
-        if (beside := model_path / "chat_template.jinja").exists():
-            template = beside.read_text(encoding="utf-8")
+        files = TokenizerFiles.read(model_path)
         try:
-            return cls(data.decode(), _fingerprint(data), settings, template)
+            return cls(files, tokenizer_fingerprint(model_path))
         except ValueError as error:
-            raise ValueError(f"{path}: {error}") from None
+            raise ValueError(f"{model_path / TOKENIZER}: {error}") from None
 
-    def encode(self, text: str, most: int | None = None) -> list[int]:
-        """Encodes a plain prompt, with what the post-processor puts around it. Control tokens that `text` spells out stay text.
+    def encode(self, text: str, most: int | None = None, *, parse_special: bool = True, add_special_tokens: bool = True) -> list[int]:
+        """Encodes a plain prompt. `parse_special`: a control token that `text` spells out is read as that token, else it stays text.
+        `add_special_tokens`: with what the post-processor puts around a prompt.
 
         `most`: a prompt of this many tokens or more is refused with CONTEXT_LENGTH. Raises INVALID_FIELD (`text`) for the rare text that
-        this tokenizer can only write with a control token.
+        this tokenizer can only write with a control token, if it is to stay text.
         """
-        self._check_count([text], most, "text")
+        if parse_special:
+            self._check_count([text], most, "text", self._parser)
+            return self._parser.encode_batch([text], add_special_tokens=add_special_tokens)[0].ids
+        self._check_count([text], most, "text", self._plain)
         encodings = self._as_text(text, self._plain, "text")
+        if not add_special_tokens:
+            return [id_ for encoding in encodings for id_ in encoding.ids]
         if len(encodings) == 1 and self._around is not None:
             before, after = self._around
             return before + encodings[0].ids + after
@@ -110,7 +117,7 @@ class Tokenizer:
         """
         if self._chat is None:
             raise invalid("chat", "this model has no chat template; send text")
-        self._check_count([content for _, content in messages], most, "chat")
+        self._check_count([content for _, content in messages], most, "chat", self._plain)
         text = self._chat.render(messages, names)
         data = [*(content for _, content in messages), *names]
         try:
@@ -120,21 +127,21 @@ class Tokenizer:
             if not self._all_from_template(ids, self._chat.silhouette(messages, names), data):
                 raise invalid("chat", "has text that the chat template cuts up and that this model could read as a control token") from None
             return ids
-        if text != outline.text:
+        if text != outline.text or self._late:
             ids = self._parse(text)
             if self._all_from_template(ids, outline.shape, data):
                 return ids
         return list(self._encode_outline(outline))
 
-    def _check_count(self, texts: Sequence[str], most: int | None, field: str) -> None:
+    def _check_count(self, texts: Sequence[str], most: int | None, field: str, by: tokenizers.Tokenizer) -> None:
         """Raises CONTEXT_LENGTH as soon as it is certain that `texts` have at least `most` tokens. Short texts are not checked."""
-        if most is None or sum(map(len, texts)) <= _PIECE:
+        if most is None or self._cut_costs is None or sum(map(len, texts)) <= _PIECE:
             return
         count = 0
         for text in texts:
             for at in range(0, len(text), _PIECE):
-                (encoding,) = self._plain.encode_batch_fast([text[at : at + _PIECE]], add_special_tokens=False)
-                count += max(0, len(encoding) - _CUT_COSTS)
+                (encoding,) = by.encode_batch_fast([text[at : at + _PIECE]], add_special_tokens=False)
+                count += max(0, len(encoding) - self._cut_costs)
                 if count >= most:
                     raise too_long(field, count, most, "at least ")
 
@@ -224,20 +231,21 @@ class Tokenizer:
             return []
         return [span for id_, span in zip(ids, encoding.offsets, strict=True) if id_ in self._control]
 
-    def _find_longest(self, tree: _Json) -> int | None:
-        """The most characters that one token can stand for; None if no bound is certain. In byte-level BPE and with byte fallback, no token
-        stands for more characters than its spelling has, as long as nothing shortens the text first (a normalizer may strip, an added token
-        may swallow the space around it)."""
+    def _find_longest(self, tree: _Json) -> tuple[int | None, int | None]:
+        """The most characters that one token can stand for, without and with control tokens; None if no bound is certain. In byte-level BPE
+        and with byte fallback, no token stands for more characters than its spelling has, as long as nothing shortens the text first (a
+        normalizer may strip, an added token may swallow the space around it)."""
         if not (self._byte_level or self._byte_fallback) or tree["model"].get("type") != "BPE":
-            return None
+            return None, None
         if any(node.get("type") not in ("Sequence", "Prepend", "Replace", None) for node in _nodes(tree.get("normalizer"))):
-            return None
+            return None, None
         if any(len(_spelling(node)) > 1 for node in _nodes(tree.get("normalizer")) if node.get("type") == "Replace"):
-            return None
+            return None, None
         added = self._plain.get_added_tokens_decoder().values()
         if any(token.lstrip or token.rstrip for token in added):
-            return None
-        return max((len(token) for token, id_ in self._plain.get_vocab().items() if id_ not in self._control), default=None)
+            return None, None
+        sizes = {id_: len(token) for token, id_ in self._plain.get_vocab().items()}
+        return max((size for id_, size in sizes.items() if id_ not in self._control), default=None), max(sizes.values(), default=None)
 
     def _find_around(self) -> tuple[list[int], list[int]] | None:
         """What the post-processor puts before and after a prompt. None if it does more than that."""
@@ -308,56 +316,37 @@ def _cut(text: str, spans: list[tuple[int, int]]) -> Iterator[str]:
     yield text[done:]
 
 
-def _build(definition: str, settings: _Json) -> tokenizers.Tokenizer:
+def _build(definition: str, files: TokenizerFiles) -> tokenizers.Tokenizer:
     try:
         tokenizer = tokenizers.Tokenizer.from_str(definition)
     except Exception as error:  # the library raises nothing narrower
         raise ValueError(f"not a tokenizer: {error}") from None
     tokenizer.no_truncation()  # a silently truncated prompt would get a wrong answer
     tokenizer.no_padding()
-    known = {token.content for token in tokenizer.get_added_tokens_decoder().values() if token.special}
-    more = [name for name in _declared(settings) if name not in known and tokenizer.token_to_id(name) is not None]
-    tokenizer.add_special_tokens([AddedToken(name, special=True, normalized=False) for name in more])
+    tokenizer.add_tokens([AddedToken(**asdict(token)) for token in files.added])
+    for token in files.added:
+        if tokenizer.token_to_id(token.content) != files.ids[token.content]:
+            raise ValueError(f"the token {token.content!r} would get the id {tokenizer.token_to_id(token.content)}")
     return tokenizer
 
 
-def _declared(settings: _Json) -> list[str]:
-    """Special tokens that only the configuration beside tokenizer.json names."""
-    extra = settings.get("extra_special_tokens") or []
-    more = [*(settings.get("additional_special_tokens") or []), *(extra.values() if isinstance(extra, dict) else extra)]
-    added = (settings.get("added_tokens_decoder") or {}).values()
-    names = [*_named_tokens(settings).values(), *map(_content, more), *(_content(token) for token in added if token.get("special"))]
-    return list(dict.fromkeys(name for name in names if name))
-
-
-def _named_tokens(settings: _Json) -> dict[str, str]:
-    extra = settings.get("extra_special_tokens")
-    named = {name: settings.get(name) for name in _NAMED} | (extra if isinstance(extra, dict) else {})
-    return {name: content for name, token in named.items() if (content := _content(token))}
-
-
-def _content(token: Any) -> str | None:
-    """A token is written as its text, or as an object with its text and how it is matched."""
-    content = token.get("content") if isinstance(token, dict) else token
-    return content if isinstance(content, str) else None
-
-
-def _unknown(definition: str, settings: _Json) -> str | None:
-    model = json.loads(definition)["model"]
+def _unknown(tree: _Json) -> str | None:
+    model = tree["model"]
     if isinstance(index := model.get("unk_id"), int):  # Unigram
         return str(model["vocab"][index][0])
-    return model.get("unk_token") or _content(settings.get("unk_token"))
+    unknown: str | None = model.get("unk_token")
+    return unknown
 
 
-def _without_first_prefix(definition: str) -> str:
-    """The definition of the tokenizer for text that does not begin the prompt: there, Metaspace with `first` adds no space."""
-    tree = json.loads(definition)
+def _drop_first_prefix(tree: _Json) -> bool:
+    """Makes of a tokenizer the one for text that does not begin the prompt: there, Metaspace with `first` adds no space. Returns whether
+    there is a difference."""
     changed = False
     for node in _nodes(tree.get("pre_tokenizer")):
         if node.get("type") == "Metaspace" and node.get("prepend_scheme") == "first":
             node["prepend_scheme"] = "never"
             changed = True
-    return json.dumps(tree) if changed else definition
+    return changed
 
 
 def _has(tree: Any, kind: str) -> bool:
@@ -369,25 +358,6 @@ def _nodes(tree: Any) -> Iterator[_Json]:
         yield tree
     for child in tree.values() if isinstance(tree, dict) else tree if isinstance(tree, list) else ():
         yield from _nodes(child)
-
-
-def _read(path: Path) -> _Json:
-    if not path.exists():
-        return {}
-    try:
-        tree = json.loads(path.read_bytes())
-    except ValueError as error:
-        raise ValueError(f"{path}: {error}") from None
-    if not isinstance(tree, dict):
-        raise ValueError(f"{path}: must be an object")
-    return tree
-
-
-def _fingerprint(data: bytes) -> str:
-    """Equals `baton.engine.fingerprint.tokenizer_fingerprint`, which workers put into their records; a test compares the two."""
-    name = b"tokenizer.json"
-    head = len(name).to_bytes(4, "little") + name + len(data).to_bytes(8, "little")
-    return blake2b(head + data, digest_size=16, person=b"baton.tokenizer").hexdigest()
 
 
 def _byte_alphabet() -> dict[str, int]:

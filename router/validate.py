@@ -73,6 +73,8 @@ class Ask:
     messages: tuple[tuple[str, str], ...] | None = None  # role, content
     names: tuple[str, ...] = ()  # of the participants, one per message; "" for none
     token_ids: Sequence[int] | None = None
+    parse_special: bool | None = None  # read the control tokens that `text` spells out; None: yes
+    add_special_tokens: bool | None = None  # put around `text` what the model expects there; None: yes
     cache_salt: str = ""
     sampling: AskSampling = AskSampling()
     priority: int = 0  # among requests that wait for admission: the lowest goes first
@@ -179,6 +181,9 @@ def _prompt(ask: Ask, limits: Limits, vocab_size: int) -> Iterator[Violation]:
         if not ask.text:
             yield Violation("text", "must not be empty")
     if ask.messages is not None:
+        for name in ("parse_special", "add_special_tokens"):
+            if getattr(ask, name):
+                yield Violation(name, "does not apply to a chat, in which only the template writes control tokens")
         yield from _messages(ask.messages, limits)
         for i, name in enumerate(ask.names):
             yield from _text(f"chat.messages[{i}].name", name, limits.max_name)

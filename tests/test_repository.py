@@ -40,7 +40,17 @@ ARROWS = {
     },
     "loadtest": {"baton.access", "baton.client", "baton.launch.state", "baton.stages", "baton.terminal"},
     "prefill_worker": WORKER | {"baton.worker"},
-    "router": {"baton.engine.block_key", "baton.engine.sampling", "baton.cluster", "baton.stages", "baton.v1"},
+    # Of the engine only what is plain data and standard library: the router never loads torch.
+    "router": {
+        "baton.engine.block_key",
+        "baton.engine.fields",
+        "baton.engine.fingerprint",
+        "baton.engine.sampling",
+        "baton.engine.tokenizer_files",
+        "baton.cluster",
+        "baton.stages",
+        "baton.v1",
+    },
 }
 # Heavy third-party libraries and the only places that may import them.
 HOMES = {

@@ -161,6 +161,7 @@ def generate(one: OnePrompt, answering: Answering, sampling: object, place: Plac
     with _failing():
         asked = _options(answering, sampling) | {
             "min_tokens": one.min_tokens, "stop": one.stop or None, "ignore_eos": one.ignore_eos or None,
+            "parse_special": False if one.plain else None,
         }  # fmt: skip
         with (
             find("grpc", place, identity).client() as client,

@@ -60,6 +60,7 @@ class OnePrompt:
 
     prompt: Annotated[str, typer.Argument(help="The prompt; - reads it from stdin.")]
     chat: Annotated[bool, typer.Option("--chat", help="Send the prompt as one user message, in the model's chat template.")] = False
+    plain: Annotated[bool, typer.Option("--plain", help="Control tokens that the prompt spells out stay text.")] = False
     min_tokens: Annotated[int | None, typer.Option(help="Fewest tokens of the answer.")] = None
     stop: Annotated[list[str] | None, typer.Option(help="Stop string; may be given more than once.")] = None
     ignore_eos: Annotated[bool, typer.Option("--ignore-eos", help="Continue after the model's end token.")] = False

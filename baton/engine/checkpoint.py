@@ -12,6 +12,7 @@ import torch
 from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
+from baton.engine.fields import CheckpointError
 from baton.engine.fingerprint import weight_files
 
 WEIGHT_DTYPES = {"F32", "F16", "BF16"}
@@ -35,15 +36,6 @@ OTHER_WEIGHTS = {
     "*.pth": "a pickle, which can run code when it is read; save the model as safetensors",
 }
 Shape = tuple[int, ...]
-
-
-class CheckpointError(ValueError):
-    """A model folder that cannot be served. `file` and `field` (a field or a tensor) say where to look."""
-
-    def __init__(self, file: Path, field: str, message: str) -> None:
-        super().__init__(f"{file}: {field}: {message}" if field else f"{file}: {message}")
-        self.file = file
-        self.field = field
 
 
 @dataclass(frozen=True, slots=True)

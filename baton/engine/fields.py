@@ -6,7 +6,14 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from baton.engine.checkpoint import CheckpointError
+
+class CheckpointError(ValueError):
+    """A model folder that cannot be served. `file` and `field` (a field or a tensor) say where to look."""
+
+    def __init__(self, file: Path, field: str, message: str) -> None:
+        super().__init__(f"{file}: {field}: {message}" if field else f"{file}: {message}")
+        self.file = file
+        self.field = field
 
 
 @dataclass(frozen=True, slots=True)
@@ -21,12 +28,17 @@ class Fields:
     def read(cls, file: Path) -> "Fields":
         """Raises CheckpointError for a file that is not a JSON object."""
         try:
-            raw = json.loads(file.read_text())
+            raw = json.loads(file.read_text(encoding="utf-8"))
         except (OSError, ValueError) as error:
             raise CheckpointError(file, "", f"cannot be read: {error}") from error
         if not isinstance(raw, dict):
             raise CheckpointError(file, "", "is not a JSON object")
         return cls(file, raw)
+
+    @classmethod
+    def read_if_there(cls, file: Path) -> "Fields":
+        """A missing file counts as an empty object. Raises CheckpointError for a file that is not a JSON object."""
+        return cls.read(file) if file.exists() else cls(file, {})
 
     def error(self, field: str, message: str) -> CheckpointError:
         return CheckpointError(self.file, self.path + field, message)

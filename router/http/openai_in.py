@@ -278,7 +278,8 @@ class Completion(Generation):
     best_of: Choices = None
     echo: Annotated[Any, neutral(False)] = None
     suffix: Annotated[Any, neutral("")] = None
-    add_special_tokens: Annotated[Any, neutral(True)] = None
+    add_special_tokens: Boolean = None
+    parse_special: Boolean = None
 
 
 class Tokenize(Body):
@@ -287,7 +288,8 @@ class Tokenize(Body):
     model: String = None
     prompt: String = None
     messages: Annotated[Messages | None, Rule("must be a list of messages")] = None
-    add_special_tokens: Annotated[Any, neutral(True)] = None
+    add_special_tokens: Boolean = None
+    parse_special: Boolean = None
     add_generation_prompt: Annotated[Any, neutral(True)] = None
     return_token_strs: Annotated[Any, neutral(False)] = None
 
@@ -340,6 +342,8 @@ def completion(body: bytes, caller: Caller) -> Asked:
             model=given.model or "",
             text=one if isinstance(one, str) else None,
             token_ids=None if isinstance(one, str) else tuple(one),
+            parse_special=given.parse_special,
+            add_special_tokens=given.add_special_tokens,
             cache_salt=given.cache_salt or "",
             priority=given.priority or 0,
             sampling=sampling,
@@ -358,7 +362,15 @@ def tokenize(body: bytes) -> tuple[Ask, Mapping[str, str]]:
         raise bad_value("prompt", "exactly one of prompt and messages must be given")
     messages, names = (None, ()) if given.messages is None else _conversation(given.messages)
     called = {"text": "prompt", "chat": "messages", "chat.messages": "messages"}
-    return Ask(model=given.model or "", text=given.prompt, messages=messages, names=names), called
+    ask = Ask(
+        model=given.model or "",
+        text=given.prompt,
+        messages=messages,
+        names=names,
+        parse_special=given.parse_special,
+        add_special_tokens=given.add_special_tokens,
+    )
+    return ask, called
 
 
 def detokenize(body: bytes) -> tuple[Ask, Mapping[str, str]]:

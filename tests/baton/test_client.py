@@ -328,6 +328,10 @@ def test_many_threads_can_share_one_client(scripted: Scripted, address: str) -> 
 
 def test_every_kind_of_prompt_is_accepted() -> None:
     assert build_request("").WhichOneof("prompt") == "text"
+    plain = build_request("x", parse_special=False, temperature=0.5)
+    assert plain == pb.GenerateRequest(text="x", parse_special=False, sampling=pb.SamplingParams(temperature=0.5))
+    named = build_request(messages=[{"role": "user", "content": "Hi", "name": "Ida"}]).chat.messages[0]
+    assert named == pb.ChatMessage(role="user", content="Hi", name="Ida")
     chat = build_request(messages=[{"role": "user", "content": "Hi"}])
     assert [(message.role, message.content) for message in chat.chat.messages] == [("user", "Hi")]
     assert list(build_request(token_ids=[1, 2]).token_ids.ids) == [1, 2]

@@ -13,8 +13,8 @@ import torch
 from safetensors.numpy import load_file, save_file
 
 from baton.engine.build import BuildError, Options, build, choose_dtype, count_blocks, warm_up
-from baton.engine.checkpoint import CheckpointError
 from baton.engine.engine import Engine
+from baton.engine.fields import CheckpointError
 from baton.engine.fingerprint import fingerprint, tokenizer_fingerprint
 from baton.engine.kvcache import KvPool
 from baton.engine.naive import generate

@@ -11,8 +11,9 @@ import pytest
 from safetensors.numpy import load_file, save_file
 
 from baton.engine import fingerprint as fingerprints
-from baton.engine.checkpoint import Checkpoint, CheckpointError, LayerAttention, Rope, expected_tensors
+from baton.engine.checkpoint import Checkpoint, LayerAttention, Rope, expected_tensors
 from baton.engine.config_json import SUPPORTED, read_config
+from baton.engine.fields import CheckpointError
 from baton.engine.fingerprint import fingerprint, tokenizer_fingerprint
 from baton.models.make_small import make
 

@@ -30,8 +30,8 @@ from transformers.models.auto.modeling_auto import AutoModelForCausalLM
 
 from baton.engine import attention
 from baton.engine.attention import PagedKv
-from baton.engine.checkpoint import CheckpointError
 from baton.engine.config_json import SUPPORTED, read_config
+from baton.engine.fields import CheckpointError
 from baton.engine.kvcache import KvPool
 from baton.engine.naive import next_logits
 from baton.engine.protocol import Chunk

@@ -3,6 +3,7 @@
 import pytest
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
+from tokenizer_parts import tokenizer_of
 from tokenizers import AddedToken, decoders, models, pre_tokenizers, trainers
 from tokenizers import Tokenizer as Library
 from tokenizers.decoders import DecodeStream
@@ -49,12 +50,12 @@ def word_level() -> Library:
     return Library(models.WordLevel({"a": 0, "b": 1, "é": 2}, unk_token="a"))
 
 
-BYTE_LEVEL, BYTE_FALLBACK = Tokenizer(byte_level().to_str()), Tokenizer(byte_fallback().to_str())
+BYTE_LEVEL, BYTE_FALLBACK = tokenizer_of(byte_level().to_str()), tokenizer_of(byte_fallback().to_str())
 TOKENIZERS = {
     "byte-level": BYTE_LEVEL,
     "byte-fallback": BYTE_FALLBACK,
-    "metaspace": Tokenizer(metaspace().to_str()),
-    "words": Tokenizer(word_level().to_str()),
+    "metaspace": tokenizer_of(metaspace().to_str()),
+    "words": tokenizer_of(word_level().to_str()),
 }
 
 

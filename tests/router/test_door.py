@@ -78,6 +78,16 @@ async def test_the_trailing_metadata_contain_the_request_id(tokenizer: Tokenizer
             assert dict(await call.trailing_metadata())["x-request-id"] == want
 
 
+def test_a_message_has_a_name_and_a_text_says_how_it_is_read() -> None:
+    messages = [pb.ChatMessage(role="user", content="a", name="Ida"), pb.ChatMessage(role="assistant", content="b")]
+    ask = to_ask(pb.GenerateRequest(chat=pb.Chat(messages=messages)))
+    assert (ask.messages, ask.names) == ((("user", "a"), ("assistant", "b")), ("Ida", ""))
+    assert to_ask(pb.GenerateRequest(chat=pb.Chat(messages=messages[1:]))).names == ()
+    plain = to_ask(pb.GenerateRequest(text="x", parse_special=False, add_special_tokens=False))
+    assert (plain.parse_special, plain.add_special_tokens) == (False, False)
+    assert (to_ask(ASK).parse_special, to_ask(ASK).add_special_tokens) == (None, None)
+
+
 def test_lists_that_are_too_long_are_refused_without_being_copied_whole() -> None:
     limits = Limits()
     chat = pb.Chat(messages=[pb.ChatMessage(role="user", content="x")] * 5000)

@@ -316,9 +316,9 @@ async def test_a_deadline_in_the_past_is_refused_immediately(tokenizer: Tokenize
 
 async def test_a_request_does_not_wait_for_the_tokenizer_beyond_its_deadline(tokenizer: Tokenizer) -> None:
     class Slow:
-        fingerprint, vocab_size, piece, longest_token = tokenizer.fingerprint, tokenizer.vocab_size, tokenizer.piece, 1
+        fingerprint, vocab_size, piece, longest_spelling = tokenizer.fingerprint, tokenizer.vocab_size, tokenizer.piece, 1
 
-        def encode(self, text: str, most: int) -> list[int]:
+        def encode(self, text: str, most: int, **how: bool) -> list[int]:
             time.sleep(0.4)
             return [1]
 
@@ -690,9 +690,9 @@ class Watched:
     def __getattr__(self, name: str) -> Any:
         return getattr(self.inner, name)
 
-    def encode(self, text: str, most: int | None = None) -> list[int]:
+    def encode(self, text: str, most: int | None = None, **how: bool) -> list[int]:
         self.asked += 1
-        return self.inner.encode(text, most)
+        return self.inner.encode(text, most, **how)
 
 
 async def test_a_tenant_that_used_up_its_quota_is_refused_before_any_work(tokenizer: Tokenizer) -> None:
@@ -739,7 +739,13 @@ async def test_a_request_that_is_refused_after_admission_is_charged_nothing(toke
 
 async def test_a_prompt_with_too_many_bytes_to_fit_is_refused_before_any_work(tokenizer: Tokenizer) -> None:
     house = House(Watched(tokenizer))
-    for ask in (Ask(text="x" * 5000), Ask(token_ids=(1,) * 5000), Ask(messages=(("user", "x" * 3000),) * 2)):
+    longest = len("<|eos|>")  # it is read as one token
+    for ask in (
+        Ask(text="x" * 5000, parse_special=False),
+        Ask(text="x" * 4096 * longest),
+        Ask(token_ids=(1,) * 5000),
+        Ask(messages=(("user", "x" * 3000),) * 2),
+    ):
         with pytest.raises(BatonError) as caught:
             async with aclosing(house.service.generate(ask, 10)) as events:
                 await anext(events)

@@ -13,7 +13,7 @@ from typing import Any
 import pytest
 
 from baton.engine.build import BuildError, Options
-from baton.engine.checkpoint import CheckpointError
+from baton.engine.fields import CheckpointError
 from baton.engine.scheduler import Limits
 from baton.engine.vllm import arguments
 from baton.engine.vllm.arguments import ENVIRONMENT, NOT_BUILT, OURS, check, check_device, check_version, end_tokens, ranks, set_environment

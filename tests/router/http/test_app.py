@@ -143,6 +143,27 @@ async def test_the_first_token_is_sent_before_the_second_is_made(tokenizer: Toke
     assert (await task).status == 200
 
 
+@pytest.mark.parametrize(("how", "ids"), [({}, [256]), ({"parse_special": True}, [256]), ({"parse_special": False}, [*b"<|eos|>"])])
+async def test_control_tokens_of_a_raw_prompt_are_read_unless_they_are_to_stay_text(
+    house: House, how: dict[str, Any], ids: list[int]
+) -> None:
+    assert (await house.post("/tokenize", {"prompt": "a<|eos|>b", **how})).json["tokens"] == [97, *ids, 98]
+    answer = await house.post(COMPLETION, {"prompt": "a<|eos|>b", **how})
+    assert answer.json["usage"]["prompt_tokens"] == len(ids) + 2
+    for path in (COMPLETION, "/tokenize"):
+        assert (await house.post(path, {"prompt": "a", "add_special_tokens": False})).status == 200
+
+
+async def test_control_tokens_of_a_chat_stay_text(house: House) -> None:
+    chat = {"messages": [{"role": "user", "content": "a<|eos|>b"}]}
+    for how in ({}, {"parse_special": False, "add_special_tokens": False}):
+        tokens = (await house.post("/tokenize", {**chat, **how})).json["tokens"]
+        assert b"a<|eos|>b" in bytes(token for token in tokens if token < 256)
+    for name in ("parse_special", "add_special_tokens"):
+        answer = await house.post("/tokenize", {**chat, name: True})
+        assert (answer.status, answer.json["error"]["param"]) == (400, name)
+
+
 async def test_tokenize_and_detokenize(house: House) -> None:
     answer = await house.post("/tokenize", {"prompt": "héllo"})
     assert answer.json == {"count": 6, "max_model_len": CONTEXT, "tokens": list("héllo".encode())}
