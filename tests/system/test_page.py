@@ -1,14 +1,18 @@
-"""The live page in a real browser: it shows the cluster, streams an answer and shows its stages, and a killed worker turns red.
+"""The live page in a real browser: it shows the cluster, its last minutes and its last requests, streams an answer and shows its stages,
+and a killed worker turns red.
 
 `BATON_TEST_PICTURES=folder` saves screenshots at two widths, light and dark.
 """
 
+import json
 import os
 import re
 import shutil
 import signal
 import threading
 import time
+import urllib.error
+import urllib.request
 from collections.abc import Iterator
 from contextlib import contextmanager
 from hashlib import sha256
@@ -134,8 +138,9 @@ def test_the_playground_streams_an_answer_and_shows_its_stages(page: Page) -> No
     assert len(times) > 5 and times[-1] - times[0] > 50, "the answer came all at once"
     assert re.search(r"\w+ \w+", page.locator("#answer").inner_text())
     assert re.search(r"\d+ blocks, [\d.]+ \w+iB", page.locator("#stages").inner_text())
-    expect(page.locator("#recent tbody tr").first.locator(".bar i")).not_to_have_count(0)
-    expect(page.locator("#moved span")).to_have_text(re.compile("KV moved/s, (1 handoff|[2-9] handoffs)$"))
+    expect(page.locator("#ended tbody tr").first.locator(".bar i")).not_to_have_count(0)
+    expect(page.locator("#moved span")).to_have_text("KV moved/s")
+    expect(page.locator("#totals")).to_have_text(re.compile(r"Since the router started: .* (1 handoff|\d+ handoffs), [\d.]+ \w+ of KV$"))
     expect(page.locator("#goodput span")).to_have_text(re.compile("100 % meet the SLO"))
 
 
@@ -163,12 +168,122 @@ def test_an_answer_is_shown_as_text_and_never_as_html(page: Page) -> None:
     assert page.locator("#answer b").count() == 0
 
 
+def ask_at_once(live: Cluster, name: str, max_tokens: int, timeout_ms: int = 60_000) -> int:
+    """Returns the HTTP status of the answer."""
+    body = {"model": "tale", "prompt": "Once", "max_tokens": max_tokens, "ignore_eos": True}
+    headers = {"content-type": "application/json", "x-request-id": name, "x-request-timeout-ms": str(timeout_ms)}
+    asked = urllib.request.Request(f"http://{live.http}/v1/completions", json.dumps(body).encode(), headers)
+    try:
+        with urllib.request.urlopen(asked, timeout=60) as answer:
+            return int(answer.status)
+    except urllib.error.HTTPError as error:
+        return error.code
+
+
+def rows(page: Page) -> list[str]:
+    """The ids of the requests in the list."""
+    return page.locator("#ended tbody tr th").all_inner_texts()
+
+
+def test_every_request_that_is_kept_can_be_found(page: Page, live: Cluster) -> None:
+    assert [ask_at_once(live, f"quick-{number}", 1) for number in range(24)] == [200] * 24
+    assert ask_at_once(live, "long", 300) == 200 and ask_at_once(live, "too-much", 9000) == 400
+    expect(page.locator("#ended tbody tr").first).to_contain_text("too-much", timeout=SLOW)
+    expect(page.locator("#range")).to_have_text(re.compile(r"^1.20 of \d+$"))
+
+    tokens = page.locator("[data-sort=tokens]")
+    tokens.focus()
+    page.keyboard.press("Enter")
+    expect(page.locator("#ended th", has=tokens)).to_have_attribute("aria-sort", "descending")
+    told = page.evaluate("fetch('requests?sort=tokens&limit=20').then(answer => answer.json())")
+    expect(page.locator("#ended tbody tr th")).to_have_text([one["request_id"] for one in told["requests"]])
+    assert "long" in rows(page)
+    page.keyboard.press("Enter")
+    expect(page.locator("#ended th", has=tokens)).to_have_attribute("aria-sort", "ascending")
+    expect(page.locator("#ended tbody tr").first).to_contain_text("too-much")
+
+    seen = {*rows(page)}
+    while page.locator("#later").is_enabled():
+        before = page.locator("#range").inner_text()
+        page.click("#later")
+        expect(page.locator("#range")).not_to_have_text(before)
+        seen |= {*rows(page)}
+    assert {f"quick-{number}" for number in range(24)} | {"long", "too-much"} <= seen
+    page.check("#only_failed")
+    expect(page.locator("#ended tbody tr.failed", has_text="too-much")).to_have_count(1)
+    expect(page.locator("#ended tbody tr:not(.failed)")).to_have_count(0)
+
+
+def test_the_bars_of_the_list_have_one_scale(page: Page, live: Cluster) -> None:
+    assert ask_at_once(live, "brief", 1) == ask_at_once(live, "lengthy", 200) == 200
+    expect(page.locator("#ended tbody tr").first).to_contain_text("lengthy", timeout=SLOW)
+    times = {one["request_id"]: one["e2e"] for one in page.evaluate("fetch('requests?limit=20').then(answer => answer.json())")["requests"]}
+    width = """row => {
+        const [bar, last] = [".bar", ".bar :last-child"].map(part => row.querySelector(part).getBoundingClientRect());
+        return last.right - bar.left;
+    }"""
+    drawn = {name: page.locator("#ended tbody tr", has_text=name).first.evaluate(width) for name in ("brief", "lengthy")}
+    whole = page.locator("#ended .bar").first.evaluate("bar => bar.getBoundingClientRect().width")
+    for name, wide in drawn.items():
+        share = times[name] / max(times.values())
+        assert wide == pytest.approx(share * whole, abs=5), "each stage has at least one pixel"
+
+
+def test_a_row_leads_to_the_trace_of_its_request(page: Page, live: Cluster) -> None:
+    assert ask_at_once(live, "told/apart", 4) == 200
+    link = page.locator("#ended a", has_text="told/apart").first
+    link.click(timeout=SLOW)
+    expect(page.locator("#trace")).to_be_visible()
+    expect(page.locator("#trace_title")).to_have_text("told/apart")
+    expect(page.locator("#trace .waterfall tr td:first-child")).to_have_text(["queue", "prefill", "transfer", "decode"])
+    expect(page.locator("#trace dl")).to_contain_text(re.compile(r"connected [\d.]+ m?s, read [\d.]+ m?s, verified [\d.]+ m?s"))
+    told = page.evaluate("fetch(document.querySelector('#trace_body > a').href).then(answer => answer.json())")
+    assert told["request_id"] == "told/apart" and link.get_attribute("href") == "live/told%2Fapart"
+    page.keyboard.press("Escape")
+    expect(page.locator("#trace")).not_to_be_visible()
+    page.goto(f"http://{live.page}/#request=told%2Fapart")
+    expect(page.locator("#trace_title")).to_have_text("told/apart")
+
+
+def test_a_request_that_failed_often_is_one_line(page: Page, live: Cluster) -> None:
+    assert {ask_at_once(live, "stubborn", 400, timeout_ms=1) for _ in range(8)} == {504}
+    line = page.locator("#errors tbody tr", has_text="DEADLINE")
+    expect(line).to_have_count(1)
+    expect(line).to_contain_text(re.compile(r"\d from 1 request"))
+    expect(line.locator("a")).to_have_text("stubborn")
+
+
+def test_the_last_minutes_are_drawn_and_readable_with_the_keyboard(page: Page, live: Cluster) -> None:
+    assert ask_at_once(live, "drawn", 50) == 200
+    for name in ("ok", "errors", "tokens", "running", "queued", "ttft_p50", "ttft_p95", "itl_p50", "itl_p95", "kv"):
+        expect(page.locator(f'#curves [data-series="{name}"]')).to_have_attribute("d", re.compile("^M"), timeout=SLOW)
+    chart = page.locator("#curves figure", has_text="Time to first token")
+    expect(chart.locator("svg")).to_have_attribute("aria-label", re.compile("^Time to first token, last 15 minutes: now P50 .*; highest "))
+    chart.locator("svg").focus()
+    page.keyboard.press("ArrowLeft")
+    for figure in page.locator("#curves figure").all():
+        expect(figure.locator(".values span").first).to_have_text(re.compile(r"^\d\d:\d\d:\d\d$"))
+
+
+def test_the_number_beside_the_dots_is_the_number_of_dots(page: Page, live: Cluster) -> None:
+    compare = """() => {
+        const told = [...document.querySelectorAll(".here")].filter(each => each.children.length)
+            .map(each => [each.querySelectorAll(".chips i").length, parseInt(each.querySelector(".note").textContent)]);
+        return told.length ? told : false;
+    }"""
+    with busy(live):
+        for _ in range(5):
+            told = page.wait_for_function(compare).json_value()
+            assert all(dots == number for dots, number in told), told
+            page.wait_for_timeout(200)
+
+
 def test_a_killed_worker_turns_red_and_its_replacement_green(page: Page, live: Cluster) -> None:
     one = card(page, "decode-1")
     expect(one.locator(".state")).to_have_text("ready")
     assert colour(one) in GREEN
     pid = live.kill("decode-1")
-    expect(one.locator(".state")).to_have_text(re.compile("unreachable|gone"), timeout=SLOW)
+    expect(one.locator(".state")).to_have_text(re.compile(r"^(no answer for|lost) \d+ s( ago)?; restarting$"), timeout=SLOW)
     assert colour(one) in RED
     picture(page, "killed")
     expect(one.locator(".state")).to_have_text("ready", timeout=2 * SLOW)
@@ -192,7 +307,11 @@ def test_a_request_that_lost_its_worker_completes_and_shows_the_retry(browser: B
         page.wait_for_selector(".chips i.decode")
         live.kill(str(page.locator(".card", has=page.locator(".chips i.decode")).get_attribute("data-worker")))
         expect(page.locator("#stages")).to_contain_text("1 retry", timeout=SLOW)
-        expect(page.locator("#recent tbody tr").first).to_contain_text("→ 150")
+        first = page.locator("#ended tbody tr").first
+        expect(first).to_contain_text("→ 150")
+        expect(first.locator("td").last).to_have_text("1")
+        first.locator("a").click()
+        expect(page.locator("#trace tr.failed")).to_contain_text("WORKER_LOST")
 
 
 @pytest.mark.parametrize("scheme", ["light", "dark"])
@@ -226,10 +345,20 @@ def test_the_page_asks_for_an_api_key_if_one_is_required(browser: Browser, tmp_p
         expect(page.locator("#connection")).to_have_text("live")
         page.click("#send")
         expect(page.locator("#stages dt")).to_have_count(4, timeout=SLOW)
+        expect(page.locator("#ended tbody tr").first.locator("i.bypass")).to_have_count(1)  # and in the colour that the legend shows
+        same = "document.querySelector('#ended i.bypass'), document.querySelector('.legend i.bypass')"
+        assert page.evaluate(f"new Set([{same}].map(each => getComputedStyle(each).backgroundColor)).size") == 1
+        assert (
+            page.locator("#ended th.tenant").is_visible()
+            and page.locator("#ended tbody tr").first.locator("td").nth(1).inner_text() == "me"
+        )
         router = live.status()["router"]["pid"]
         os.kill(router, signal.SIGSTOP)
         try:
-            expect(page.locator("#connection")).to_have_text("the router does not answer", timeout=SLOW)
+            expect(page.locator("#connection")).to_have_text(re.compile(r"^no connection since \d\d:\d\d:\d\d$"), timeout=SLOW)
+            assert "grayscale(1)" in page.evaluate("getComputedStyle(document.querySelector('main')).filter"), "nothing is green now"
+            picture(page, "no-connection")
         finally:
             os.kill(router, signal.SIGCONT)
         expect(page.locator("#connection")).to_have_text("live", timeout=SLOW)
+        assert page.evaluate("getComputedStyle(document.querySelector('main')).filter") == "none"
