@@ -15,7 +15,7 @@ from types import MappingProxyType
 from baton.cluster.address import address_towards, advertised, is_loopback, target
 from baton.cluster.config import EVERYWHERE, PORTS, Config, ConfigError
 from baton.cluster.config_layers import keys, to_env
-from baton.cluster.packages import HOME, command
+from baton.cluster.packages import command
 from baton.cluster.records import ROLES
 from baton.launch import state
 from baton.launch.launcher import Launcher, RestartRule, Template
@@ -130,7 +130,7 @@ def templates(config: Config, ports: Ports, label: str = "") -> list[tuple[Templ
     """Routers and pools, each with the number of its processes. `label`: of a host that joins; it gets no router.
 
     Raises UpError."""
-    env = MappingProxyType({**to_env(config), **log_format(config), **kernel_cache()})
+    env = MappingProxyType({**to_env(config), **log_format(config)})
     grace_s = config.router.drain_s + GRACE_S
     made = [
         (
@@ -175,18 +175,3 @@ def router_ports(config: Config, ports: Ports) -> tuple[dict[str, str], ...]:
 def log_format(config: Config) -> dict[str, str]:
     """People read the logs of a cluster that a launcher started; its processes have no terminal from which they could tell."""
     return {"BATON_TELEMETRY_LOG_FORMAT": "text"} if config.telemetry.log_format == "auto" else {}
-
-
-def kernel_cache() -> dict[str, str]:
-    """Where workers keep compiled kernels if neither of Numba's own places is writable; otherwise every start would compile them again."""
-    own_places = (HOME / "baton" / "engine", Path(os.environ.get("XDG_CACHE_HOME") or Path("~/.cache").expanduser()))
-    if os.environ.get("NUMBA_CACHE_DIR") or any(map(writable, own_places)):
-        return {}
-    return {"NUMBA_CACHE_DIR": str(state.state_dir() / "kernels")}
-
-
-def writable(folder: Path) -> bool:
-    """Whether files can be created in `folder`, or in the nearest parent that exists."""
-    while not folder.exists() and folder != folder.parent:
-        folder = folder.parent
-    return folder.is_dir() and os.access(folder, os.W_OK | os.X_OK)

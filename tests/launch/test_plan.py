@@ -9,7 +9,7 @@ import pytest
 from baton.cluster.config import ConfigError
 from baton.cluster.config_layers import load
 from baton.launch import plan
-from baton.launch.plan import UpError, check_model, check_ports, kernel_cache, templates
+from baton.launch.plan import UpError, check_model, check_ports, templates
 from baton.launch.ports import Ports
 from baton.models.make_small import make_toy
 
@@ -73,18 +73,3 @@ def test_the_router_has_its_own_drain_time() -> None:
     made = templates(config(router__drain_s=3, decode__drain_s=90), Ports("127.0.0.1"))
     grace = {template.role: template.grace_s for template, _ in made}
     assert grace["router"] == 3 + plan.GRACE_S and grace["decode"] == 90 + plan.GRACE_S
-
-
-def test_kernels_are_cached_in_a_writable_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("BATON_STATE_DIR", str(tmp_path))
-    monkeypatch.delenv("NUMBA_CACHE_DIR", raising=False)
-    assert kernel_cache() == {}, "Numba can use its own folder"
-    monkeypatch.setattr(plan, "writable", lambda folder: False)
-    assert kernel_cache() == {"NUMBA_CACHE_DIR": str(tmp_path / "kernels")}
-    assert templates(config(), Ports("127.0.0.1"))[1][0].env["NUMBA_CACHE_DIR"] == str(tmp_path / "kernels")
-    monkeypatch.setenv("NUMBA_CACHE_DIR", "/mine")
-    assert kernel_cache() == {}
-
-
-def test_a_folder_that_does_not_exist_yet_is_as_writable_as_its_parent(tmp_path: Path) -> None:
-    assert plan.writable(tmp_path / "a" / "b") and not plan.writable(Path(__file__) / "nothing")

@@ -14,9 +14,12 @@ from baton.engine.checkpoint import ExpertConfig
 from baton.engine.cpu import experts, int4, int8, onednn, panels, pointwise, products
 from baton.engine.cpu.decode_attention import attend_in_place, store
 from baton.engine.cpu.draw import draw
+from baton.engine.cpu.kernel_cache import OWN, place_of
 from baton.engine.cpu.span_attention import attend_span
 from baton.engine.ops import Each, Multiply, Ops
 
+if (place := place_of(OWN)) is not None:
+    place.finish()
 ATTENTION = Kernels(attend_in_place, attend_span, store)
 
 

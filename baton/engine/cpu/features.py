@@ -3,6 +3,8 @@
 import ctypes
 import platform
 
+import llvmlite
+import numba
 from llvmlite import binding
 from numba import config
 
@@ -20,6 +22,11 @@ def features() -> set[str]:
         found = FAMILIES.get(config.CPU_NAME, set()) | {name.removeprefix("+") for name in given if name.startswith("+")}
     usable = found >= AMX and (_may_use_tiles() or not here >= AMX)  # or compiled for another processor
     return found if usable else found - AMX
+
+
+def compiler() -> tuple[str, str]:
+    """The versions of Numba and llvmlite."""
+    return numba.__version__, llvmlite.__version__
 
 
 def host() -> tuple[str, list[str], list[str]]:

@@ -16,11 +16,11 @@ one foreign call. If there is enough to do, all of torch's own OpenMP threads ma
 
 import ctypes
 import inspect
+import itertools
 import logging
 import struct
 import sys
 import threading
-import zlib
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -30,17 +30,19 @@ from typing import Any, NamedTuple
 import numpy as np
 import torch
 from numba import carray, cfunc, njit, types
-from numba.core.caching import FunctionCache
 from numba.np.unsafe.ndarray import to_fixed_tuple
 from torch import Tensor
 
 from baton.engine.cpu import primitives
-from baton.engine.cpu.features import FEATURES
+from baton.engine.cpu.kernel_cache import VARIABLE, place_of
+from baton.engine.progress import Step, tell
 
 log = logging.getLogger(__name__)
 
 C_FUNCTION = types.void(types.CPointer(types.int64))
 SHARED_FROM = 1 << 16  # numbers to compute; for fewer, waking the other threads costs more than they save
+KERNELS = 24  # that the engine has
+_numbers = itertools.count(1)  # of the kernels that this process has made
 
 
 body = njit(error_model="numpy")  # what several kernels share, compiled as they are
@@ -178,53 +180,35 @@ def _c_function(function: Callable[..., None], arguments: Declared, names: _Name
         raise ArgumentError(f"{function.__name__}: {unknown[0]}: neither declared, nor a size or stride of a declared array")
     name, count = function.__name__, 1 + len(names.packed)
     source = f"""
-def make(stamp):
-    def {name}(pointer):
-        stamp
-        half, {", ".join(names.packed)} = to_fixed_tuple(carray(pointer, {count}), {count})
-        if half:
-            body({", ".join(given("uint16"))})
-        else:
-            body({", ".join(given("float32"))})
-    return {name}
+def {name}(pointer):
+    half, {", ".join(names.packed)} = to_fixed_tuple(carray(pointer, {count}), {count})
+    if half:
+        body({", ".join(given("uint16"))})
+    else:
+        body({", ".join(given("float32"))})
 """
     views = {view: getattr(primitives, view) for view in vars(primitives) if view.startswith("view_")}
     space = {"body": njit(fastmath=fast, error_model="numpy")(function), "carray": carray, "to_fixed_tuple": to_fixed_tuple} | views
     space |= {"real": primitives.real, "__name__": function.__module__}
-    # It gets the file and line of `function`, so that Numba caches the result next to that file for as long as the file does not change.
+    # It gets the file and line of `function`, by which its errors and its compiled code are known.
     code = function.__code__
     exec(compile("\n" * (code.co_firstlineno - 1) + source, code.co_filename, "exec"), space)
-    unpacking = space["make"](stamp())
-    unpacking.__qualname__ = name
-    return c_function(unpacking)
-
-
-def stamp() -> int:
-    """A checksum of the files in this folder, and of the features that kernels are compiled for. It is part of the key under which a
-    compiled kernel is cached: Numba itself checks only the kernel's own file and the processor, and would not notice a change in what that
-    file uses, or that Linux does not let this process use AMX."""
-    checksum = zlib.crc32(repr(sorted(FEATURES)).encode())
-    for file in sorted(Path(__file__).parent.glob("*.py")):
-        checksum = zlib.crc32(file.read_bytes(), checksum)
-    return checksum
-
-
-def cache_folder() -> Path | None:
-    """Where compiled kernels are kept; None if there is no such place."""
-    try:
-        return Path(FunctionCache(_make_repeat(0)).cache_path)
-    except RuntimeError:
-        return None
+    return c_function(space[name])
 
 
 def c_function(function: Callable[[Any], None]) -> Any:
-    """Compiles `function`, and caches the result on disk if possible: next to its file, in the user's cache, or in NUMBA_CACHE_DIR."""
-    try:
-        FunctionCache(function)
-    except RuntimeError:
-        log.warning("compiled kernels cannot be cached, so every start compiles them; set NUMBA_CACHE_DIR to a writable folder")
+    """Compiles `function`, or loads what some process compiled before."""
+    place = place_of(Path(function.__code__.co_filename))
+    number = next(_numbers)
+    if place is None:
+        if number == 1:
+            log.warning("compiled kernels can be kept nowhere, so every start compiles them; set %s to a writable folder", VARIABLE)
+        tell(Step("compiling kernels", number, KERNELS))
         return cfunc(C_FUNCTION)(function)
-    return cfunc(C_FUNCTION, cache=True)(function)
+    if not place.complete:
+        tell(Step("compiling kernels", number, KERNELS))
+    with place.alone():
+        return cfunc(C_FUNCTION, cache=True)(place.moved(function))
 
 
 # --- the call from Python ------------------------------------------------------------------------------------------------------------
@@ -348,20 +332,16 @@ def _keep(function: int, packed: bytes, work: int) -> None:
         recording[1].append(Call(function, packed, work))
 
 
-def _make_repeat(stamp: int) -> Callable[..., None]:
-    def repeat(pointer):  # type: ignore[no-untyped-def]
-        """Each thread makes every call, for its share, and waits for the others: the next call reads what this one wrote."""
-        stamp  # noqa: B018  part of the key under which it is cached
-        count = carray(pointer, 1)[0]
-        calls = carray(pointer, 1 + 2 * count)
-        for i in range(count):
-            primitives.call(calls[1 + 2 * i], calls[2 + 2 * i])
-            primitives.wait()
-
-    return repeat
+def _repeat(pointer):  # type: ignore[no-untyped-def]
+    """Each thread makes every call, for its share, and waits for the others: the next call reads what this one wrote."""
+    count = carray(pointer, 1)[0]
+    calls = carray(pointer, 1 + 2 * count)
+    for i in range(count):
+        primitives.call(calls[1 + 2 * i], calls[2 + 2 * i])
+        primitives.wait()
 
 
-_REPEAT = c_function(_make_repeat(stamp()))
+_REPEAT = c_function(_repeat)
 _alone = ctypes.CFUNCTYPE(None, ctypes.c_char_p)(_REPEAT.address)  # releases the GIL: many calls take a while
 
 

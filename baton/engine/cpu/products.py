@@ -24,7 +24,7 @@ import torch
 from torch import Tensor
 
 from baton.engine.cpu.features import host
-from baton.engine.cpu.kernel import cache_folder, stamp
+from baton.engine.cpu.kernel_cache import OWN, key_of, place_of
 from baton.engine.ops import Multiply
 
 log = logging.getLogger(__name__)
@@ -90,8 +90,8 @@ def measured(arms: Mapping[str, Multiply], dtype: torch.dtype) -> dict[str, list
 @cache
 def choice(kind: torch.dtype, threads: int, arm: Callable[[str, Tensor], Multiply]) -> Choice:
     """For weights of this type. `arm(candidate, matrix)` raises ValueError if the candidate cannot multiply `[OUTS, WIDTH]` here."""
-    folder = cache_folder()
-    file = folder / f"products-{_machine(kind, threads):08x}.json" if folder else None
+    place = place_of(OWN)
+    file = place.folder / f"products-{_machine(kind, threads):08x}.json" if place else None
     if file and (kept := _kept(file)):
         return kept
     found, share = _try(kind, arm)
@@ -122,7 +122,7 @@ def _clocks() -> tuple[float, float]:
 
 def _machine(kind: torch.dtype, threads: int) -> int:
     """A checksum of whatever the times depend on."""
-    return zlib.crc32(repr((host(), str(kind), threads, torch.__version__, stamp())).encode())
+    return zlib.crc32(repr((host(), str(kind), threads, torch.__version__, key_of(OWN))).encode())
 
 
 def _kept(file: Path) -> Choice | None:

@@ -143,13 +143,13 @@ WITHOUT_AMX = ",".join(f"{'-' if name in AMX else '+'}{name}" for name in sorted
 @pytest.mark.parametrize(
     ("family", "given", "lanes"), [("x86-64", "", 4), ("x86-64-v3", "", 8), pytest.param("x86-64-v4", WITHOUT_AMX, 16, id="without AMX")]
 )
-def test_a_family_of_processors_without_the_newest_instructions(family: str, given: str, lanes: int, tmp_path: Path) -> None:
+def test_a_family_of_processors_without_the_newest_instructions(family: str, given: str, lanes: int) -> None:
     """The same tests, and those of int4 and of attention, with the kernels compiled for it."""
     if torch.get_num_threads() > 1:
         pytest.skip("once is enough")
     if given and not amx.THERE:
         pytest.skip("that is this processor")
-    env = {**os.environ, "NUMBA_CPU_NAME": family, "NUMBA_CPU_FEATURES": given, "NUMBA_CACHE_DIR": str(tmp_path)}
+    env = {**os.environ, "NUMBA_CPU_NAME": family, "NUMBA_CPU_FEATURES": given}
     here = Path(__file__).parent
     attention = [f"{here / 'test_attention.py'}::{name}" for name in ATTENTION]
     files = [__file__, str(here / "test_int4.py"), *attention]

@@ -14,6 +14,7 @@ from torch import Tensor
 from baton.engine import choice as ops_choice
 from baton.engine.cpu import compiled_ops, onednn, panels, products
 from baton.engine.cpu.compiled_ops import CompiledOps
+from baton.engine.cpu.kernel_cache import Place
 from baton.engine.cpu.products import CANDIDATES, ROWS, Choice, decide, measured
 from baton.engine.ops import Multiply
 
@@ -27,7 +28,7 @@ def busy(share: float) -> Callable[[], tuple[float, float]]:
 
 @pytest.fixture
 def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
-    monkeypatch.setattr(products, "cache_folder", lambda: tmp_path)
+    monkeypatch.setattr(products, "place_of", lambda file: Place(tmp_path, tmp_path / "x.py"))
     monkeypatch.setattr(products, "_clocks", busy(0.9))
     products.choice.cache_clear()
     yield tmp_path
@@ -129,8 +130,8 @@ def test_the_first_of_several_processes_decides(folder: Path) -> None:
 
 
 def test_without_a_folder_every_process_tries(folder: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture) -> None:
-    for place in (None, folder / "gone"):
-        monkeypatch.setattr(products, "cache_folder", lambda place=place: place)
+    for place in (None, Place(folder / "gone", folder / "gone" / "x.py")):
+        monkeypatch.setattr(products, "place_of", lambda file, place=place: place)
         assert Arms("onednn").choice().by == "onednn"
         assert Arms("baton").choice().by == "baton"
     assert "cannot be kept" in caplog.text

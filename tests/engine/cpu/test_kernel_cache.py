@@ -1,0 +1,155 @@
+"""Compiled kernels are known by what they are made from, and one process at a time compiles them."""
+
+import fcntl
+import os
+import subprocess
+import sys
+import threading
+from pathlib import Path
+
+import pytest
+
+from baton.engine.cpu import kernel_cache
+from baton.engine.cpu.kernel import KERNELS
+from baton.engine.cpu.kernel_cache import MOST_KEYS, OWN, Place, key_of, place_of, root
+from baton.engine.progress import Step, told_to
+
+DOUBLE = """
+import sys
+import torch
+from numba.core import ccallback
+from baton.engine.cpu import kernel
+hits = []
+compile_ = ccallback.CFunc.compile
+def counted(self):
+    compile_(self)
+    hits.append(self.cache_hits)
+ccallback.CFunc.compile = counted
+@kernel.kernel('n', x=kernel.numbers('n'))
+def double(x, n):
+    for i in range(n):
+        x[i] = x[i] * 2
+x = torch.ones(3)
+double(x)
+assert x.tolist() == [2.0, 2.0, 2.0]
+print(*hits)
+"""
+
+
+def test_a_kernel_is_known_by_its_content_not_by_its_path(tmp_path: Path) -> None:
+    """Numba alone would compile it again in every checkout, and would not notice a change in the other files that it uses."""
+    for name, change in (("one", ""), ("two", ""), ("changed", "# other\n")):
+        (tmp_path / name).mkdir()
+        (tmp_path / name / "script.py").write_text(DOUBLE + change)
+
+    def hits(folder: str, **env: str) -> str:
+        kept = {"BATON_KERNEL_CACHE": str(tmp_path / "kept")}
+        done = subprocess.run(
+            [sys.executable, str(tmp_path / folder / "script.py")],
+            env={**os.environ, **kept, **env},
+            capture_output=True,
+            text=True,
+            timeout=120,
+        )
+        assert done.returncode == 0, done.stderr
+        return done.stdout.strip()
+
+    assert [hits(name) for name in ("one", "one", "two", "changed")] == ["0", "1", "1", "0"]
+    moved = tmp_path / "moved"
+    (tmp_path / "kept").rename(moved)
+    assert hits("one", BATON_KERNEL_CACHE=str(moved)) == "1", "an image copies the folder"
+
+
+def test_the_key_covers_what_a_kernel_is_compiled_from_and_for(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    mine, keys = tmp_path / "mine.py", {key_of(OWN)}
+    assert key_of(OWN.with_name("panels.py")) in keys, "the files of the folder use each other"
+    for content in ("x = 1", "x = 2"):
+        mine.write_text(content)
+        keys.add(key_of(mine))
+    for name, value in (("_sources", lambda: "changed"), ("compiler", lambda: ("0.1", "0.2")), ("FEATURES", {"avx2"})):
+        with monkeypatch.context() as changed:
+            changed.setattr(kernel_cache, name, value)
+            keys.add(key_of(OWN))
+    with monkeypatch.context() as changed:
+        changed.setattr("numba.config.CPU_NAME", "x86-64-v3")
+        keys.add(key_of(OWN))
+        changed.setattr(kernel_cache, "host", lambda: pytest.fail("kernels of a family do not depend on the processor that compiles them"))
+        key_of(OWN)
+    assert len(keys) == 7
+
+
+@pytest.fixture
+def place(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Place:
+    monkeypatch.setenv("BATON_KERNEL_CACHE", str(tmp_path))
+    made = place_of(OWN)
+    assert made is not None
+    return made
+
+
+def test_one_process_compiles_and_the_others_wait_for_it(place: Place) -> None:
+    steps: list[Step] = []
+    told, entered = threading.Event(), threading.Event()
+
+    def listen(step: Step) -> None:
+        steps.append(step)
+        told.set()
+
+    def other() -> None:
+        with told_to(listen), place.alone():
+            entered.set()
+
+    with place.alone():
+        waiting = threading.Thread(target=other)
+        waiting.start()
+        assert told.wait(30) and not entered.is_set()
+    waiting.join(30)
+    assert entered.is_set() and steps == [Step("waiting for another process that compiles kernels")]
+
+
+def test_nobody_waits_when_everything_is_compiled_nor_for_ever(place: Place, monkeypatch: pytest.MonkeyPatch) -> None:
+    with place.alone(), (place.folder / "lock").open() as lock:
+        with pytest.raises(BlockingIOError):  # negative control
+            fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        monkeypatch.setattr(kernel_cache, "WITHIN_S", 0.0)
+        with place.alone():
+            pass
+        monkeypatch.undo()
+        place.finish()
+        with place.alone():
+            pass
+
+
+def test_old_keys_are_forgotten(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("BATON_KERNEL_CACHE", str(tmp_path))
+    for number in range(MOST_KEYS + 2):
+        (tmp_path / f"old-{number}").mkdir()
+        os.utime(tmp_path / f"old-{number}", (1000 + number, 1000 + number))
+    assert place_of(OWN) == place_of(OWN)
+    assert sorted(path.name for path in tmp_path.iterdir()) == sorted([key_of(OWN), *(f"old-{n}" for n in range(3, MOST_KEYS + 2))])
+
+
+def test_the_place_is_the_users_own_and_writable(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    home, temporary, nowhere = tmp_path / "home", tmp_path / "tmp", tmp_path / "file"
+    nowhere.touch()
+    monkeypatch.setattr("numba.config.CACHE_DIR", "")
+    monkeypatch.delenv("BATON_KERNEL_CACHE", raising=False)
+    monkeypatch.setenv("TMPDIR", str(temporary))
+    monkeypatch.setenv("XDG_CACHE_HOME", str(home))
+    assert root() == home / "baton" / "kernels"
+    (home / "baton").chmod(0o777)
+    last = temporary / f"baton-{os.getuid()}" / "kernels"
+    assert root() == last, "others could have put code into the first"
+    monkeypatch.setenv("XDG_CACHE_HOME", str(nowhere / "cache"))
+    assert root() == last
+    last.chmod(0o777)
+    assert root() is None and place_of(OWN) is None
+    monkeypatch.setattr("numba.config.CACHE_DIR", str(tmp_path / "numba"))
+    assert root() == tmp_path / "numba"
+    monkeypatch.setenv("BATON_KERNEL_CACHE", str(tmp_path / "ours"))
+    assert root() == tmp_path / "ours"
+
+
+def test_the_number_of_kernels_is_known_before_they_are_compiled() -> None:
+    count = "import itertools, baton.engine.cpu.compiled_ops as _, baton.engine.cpu.kernel as kernel; print(next(kernel._numbers) - 1)"
+    done = subprocess.run([sys.executable, "-c", count], capture_output=True, text=True, timeout=500, check=True)
+    assert int(done.stdout) == KERNELS
