@@ -61,6 +61,7 @@ class AdminDoor(worker_pb2_grpc.AdminServicer):
             ),
             workers=await asyncio.gather(*(self._describe(record) for record in self._view.members())),
             routers=[worker_pb2.RouterInfo(**asdict(record)) for record in self._peers.together(own)],
+            starts=[worker_pb2.Start(**asdict(record)) for record in await self._watch.starts()],
         )
 
     async def Live(self, request: worker_pb2.LiveRequest, context: Context) -> worker_pb2.LiveResponse:

@@ -12,7 +12,7 @@ from time import monotonic
 
 from baton.cluster.config import Config
 from baton.cluster.errors import BatonError, Reason
-from baton.cluster.records import Pools, WorkerRecord
+from baton.cluster.records import Pools, StartRecord, WorkerRecord
 from baton.cluster.registry import Registry, RegistryUnavailable
 from router.clients import Workers
 from router.prefix_index import Applied, Filling
@@ -69,6 +69,13 @@ class Watch:
         wanted = replace(now, prefill=now.prefill if prefill is None else prefill, decode=now.decode if decode is None else decode)
         await self._registry.desire(wanted)
         return wanted
+
+    async def starts(self) -> list[StartRecord]:
+        """Workers that are starting; none while the registry is away."""
+        try:
+            return await self._registry.starts()
+        except RegistryUnavailable:
+            return []
 
     async def end(self) -> bool:
         """Writes into the registry that the cluster should end. Returns False if no supervisor reads that. Raises RegistryUnavailable,

@@ -89,7 +89,7 @@ PURE = (
     "baton/engine/arrivals.py", "baton/engine/scheduler.py", "baton/engine/blocks.py", "baton/engine/sequence.py",
     "baton/stages.py", "kvtransfer/lease.py",
     "baton/engine/vllm/block_events.py", "baton/engine/vllm/desk.py", "baton/engine/vllm/ledger.py",
-    "baton/attempts.py", "baton/launch/pods.py",
+    "baton/attempts.py", "baton/launch/patience.py", "baton/launch/pods.py",
     "baton/cluster/awake.py", "baton/worker/stall.py",
     "router/policy.py", "router/poison.py", "router/view.py",
     "router/prefix_index.py", "router/admission.py", "router/pace.py",

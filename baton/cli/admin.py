@@ -8,7 +8,8 @@ from baton.v1 import worker_pb2
 
 def read_status(answer: worker_pb2.StatusResponse) -> dict[str, Any]:
     """A worker is one flat object: its record and what it holds. A worker that does not answer has `error` instead of the latter."""
-    return {**plain(answer), "workers": [_worker(worker) for worker in answer.workers]}
+    told = plain(answer)
+    return {**told, "endpoints": dict(sorted(told["endpoints"].items())), "workers": [_worker(worker) for worker in answer.workers]}
 
 
 def read_live(answer: worker_pb2.LiveResponse) -> dict[str, Any]:

@@ -83,8 +83,8 @@ def up(asked: Start) -> None:
         if asked.join is not None:
             cluster.join(asked.join, config, files, flags, err)
             return
-        with _waiting("starting") if asked.detach else nullcontext():
-            cluster.start(config, err, asked.detach)
+        with _waiting("starting") if asked.detach else nullcontext() as spinner:
+            cluster.start(config, err, asked.detach, spinner.update if spinner else lambda line: None)
 
 
 @app.command()

@@ -7,6 +7,7 @@ import signal
 import subprocess
 import sys
 import time
+from collections.abc import Callable
 from pathlib import Path
 from typing import Self
 
@@ -19,14 +20,15 @@ from baton.access.access import Access
 from baton.cluster.config import Config
 from baton.cluster.guard import check_doors
 from baton.cluster.packages import command
+from baton.cluster.records import StartRecord
 from baton.launch import state
 from baton.launch.join import configure, draw_label, learn
 from baton.launch.plan import check_launcher, check_model, check_ports, check_shared_ports
 from baton.launch.supervisor import Supervisor, joined_name
 from baton.v1 import worker_pb2, worker_pb2_grpc
 
-DETACH_WITHIN_S = 150.0
 DOWN_WITHIN_S = 60.0
+LINE_EVERY_S = 10.0  # of a worker that starts, where there are no bars
 ASK_S = 5.0
 SHIPPED = Path(__file__).resolve().parents[1] / "models" / "tale"
 TRY = (  # long enough for a handoff
@@ -51,8 +53,10 @@ def join(address: str, config: Config, files: list[Path], flags: dict[str, str],
         raise typer.Exit(status)
 
 
-def start(config: Config, err: Console, detach: bool) -> None:
-    """Returns when the cluster has stopped, or with `detach` when it is ready. Raises StateError and whatever keeps it from starting."""
+def start(config: Config, err: Console, detach: bool, show: Callable[[str], None] = lambda line: None) -> None:
+    """Returns when the cluster has stopped, or with `detach` when it is ready; `show` gets what it is doing meanwhile.
+
+    Raises StateError and whatever keeps it from starting."""
     check_launcher(config)
     name = config.cluster.name
     if state.read(name) is not None:
@@ -62,7 +66,7 @@ def start(config: Config, err: Console, detach: bool) -> None:
     check_ports(config)
     check_model(config)
     if detach:
-        _detach(name, err)
+        _detach(name, show)
     elif status := _run(config, err):
         raise typer.Exit(status)
 
@@ -112,16 +116,17 @@ def _run(config: Config, err: Console, label: str = "") -> int:
             else:
                 _banner(config, running, err)
 
-        return asyncio.run(Supervisor(config, log_dir, starting.note, starting.loading, label=label).run(on_ready))
+        return asyncio.run(Supervisor(config, log_dir, starting.note, starting.show, label=label).run(on_ready))
 
 
 class _Starting:
-    """What a person sees while a cluster starts: a line for each change, and on a terminal a bar for each worker that loads weights."""
+    """What a person sees while a cluster starts: a line for each change, and on a terminal a bar for each worker that starts."""
 
     def __init__(self, err: Console) -> None:
         self._err = err
         self._bars = Progress(SpinnerColumn(), "{task.description}", BarColumn(), MofNCompleteColumn(), console=err, transient=True)
         self._tasks: dict[str, TaskID] = {}
+        self._said: dict[str, float] = {}  # when each worker's step was last shown
         self._live = err.is_terminal
 
     def __enter__(self) -> Self:
@@ -135,10 +140,16 @@ class _Starting:
     def note(self, line: str) -> None:
         self._err.print(line, soft_wrap=True, markup=False)
 
-    def loading(self, name: str, done: int, total: int) -> None:
+    def show(self, record: StartRecord) -> None:
+        name, now = record.name, time.monotonic()
+        if not self._live:
+            if now - self._said.get(name, -LINE_EVERY_S) >= LINE_EVERY_S:
+                self._said[name] = now
+                self.note(f"{name}: {record}")
+            return
         if name not in self._tasks:
-            self._tasks[name] = self._bars.add_task(name, total=total)
-        self._bars.update(self._tasks[name], completed=done, total=total)
+            self._tasks[name] = self._bars.add_task(name)
+        self._bars.update(self._tasks[name], description=f"{name} {record.step}", completed=record.done, total=record.total or None)
 
     def stop(self) -> None:
         if self._live:
@@ -170,7 +181,7 @@ def _with_model(config: Config) -> Config:
     return config.model_copy(update={"model": config.model.model_copy(update={"path": str(path)})})
 
 
-def _detach(name: str, err: Console) -> None:
+def _detach(name: str, show: Callable[[str], None]) -> None:
     """Runs the same command without --detach, in its own session."""
     arguments = [argument for argument in sys.argv[1:] if argument != "--detach"]
     log = state.state_dir() / f"{name}-up.log"
@@ -178,12 +189,14 @@ def _detach(name: str, err: Console) -> None:
         child = subprocess.Popen(
             command("baton", *arguments), stdin=subprocess.DEVNULL, stdout=output, stderr=output, start_new_session=True
         )
-    deadline = time.monotonic() + DETACH_WITHIN_S
-    while (running := state.read(name)) is None:
-        if child.poll() is not None:
-            raise state.StateError(f"the cluster did not start:\n{log.read_text(errors='replace').strip()}")
-        if time.monotonic() > deadline:
-            child.terminate()
-            raise state.StateError(f"the cluster is not ready after {DETACH_WITHIN_S:g} s; see {log}")
-        time.sleep(0.05)
+    try:
+        while (running := state.read(name)) is None:  # the child gives up when nothing makes progress
+            if child.poll() is not None:
+                raise state.StateError(f"the cluster did not start:\n{log.read_text(errors='replace').strip()}")
+            if lines := log.read_text(errors="replace").splitlines():
+                show(lines[-1])
+            time.sleep(0.1)
+    except KeyboardInterrupt:
+        child.terminate()
+        raise
     print(json.dumps({"name": running.name, "pid": running.pid, "endpoints": running.endpoints}))

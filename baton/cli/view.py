@@ -119,21 +119,25 @@ def status(cluster: dict[str, Any]) -> Group:
     head = Text(f"model {cluster['model']} · router pid {router['pid']}, {router['inflight']} in flight, {router['queued']} queued")
     head.append(f" · registry {router['registry']}", style="green" if router["registry"] == "reachable" else "red")
     table = Fitting(
-        ("worker", "role", "state", "address", "pid", "incarnation", "running", "waiting", "free blocks", "cached", "leases", "transport"),
-        left=("worker", "role", "state", "address", "transport"),
+        ("worker", "serves", "state", "address", "pid", "running", "waiting", "free blocks", "cached", "leases", "transport"),
+        left=("worker", "serves", "state", "address", "transport"),
     )
     for worker in cluster["workers"]:
         load = worker["load"]
         style = {"ready": "green", "draining": "yellow"}.get(worker["state"], "red")
         table.add_row(
-            worker["name"], worker["role"], Text(worker["state"], style=style), worker["address"], str(worker["pid"]),
-            str(worker["incarnation"]), str(load["running"]), str(load["waiting"]), f"{load['free_blocks']}/{worker['kv_blocks']}",
+            worker["name"], "+".join(worker["roles"] or [worker["role"]]), Text(worker["state"], style=style), worker["address"],
+            str(worker["pid"]), str(load["running"]), str(load["waiting"]), f"{load['free_blocks']}/{worker['kv_blocks']}",
             str(load["cached_blocks"]), str(load["leases"]), worker["transport"],
         )  # fmt: skip
-    if len(cluster["routers"]) > 1:
-        return Group(head, _routers(cluster["routers"]), table)
     endpoints = Text("  ".join(f"{name} {address}" for name, address in cluster["endpoints"].items()), style="dim")
-    return Group(head, endpoints, table)
+    routers = _routers(cluster["routers"]) if len(cluster["routers"]) > 1 else endpoints
+    return Group(head, routers, table, *(_start(start) for start in cluster["starts"]))
+
+
+def _start(start: dict[str, Any]) -> Text:
+    step = f"{start['step']}: {start['done']} of {start['total']} {start['unit']}".rstrip() if start["total"] else start["step"]
+    return Text.assemble(f"{start['name']}  ", ("starting", "yellow"), f"  {step} (pid {start['pid']} on {start['host']})")
 
 
 def _routers(routers: list[dict[str, Any]]) -> Fitting:

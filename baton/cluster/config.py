@@ -142,6 +142,13 @@ class LauncherConfig(Section):
         default=0.5, gt=0, le=600, description="Wait before the first restart of a dead process, seconds; it doubles with each restart."
     )
     restart_backoff_max_s: float = Field(default=30.0, gt=0, le=3600, description="Longest wait before a restart, seconds.")
+    start_s: float = Field(
+        default=120.0,
+        ge=1,
+        le=86400,
+        description="How long `baton up` waits while no process that starts makes progress, seconds. Progress is a kernel compiled, a"
+        " tensor loaded, or processor time used; the whole start may take any time.",
+    )
     hang_s: float = Field(
         default=10.0,
         ge=1,

@@ -105,12 +105,43 @@ class RouterRecord:
         return record
 
 
-Record = WorkerRecord | RouterRecord
-Kind = Literal["worker", "router"]
+@dataclass(frozen=True, slots=True)
+class StartRecord:
+    """A worker that is starting, and what it is doing. It expires unless refreshed."""
+
+    name: str
+    role: RoleName
+    incarnation: Count
+    pid: Count
+    host: str
+    step: str  # "compiling kernels"
+    done: Count = 0
+    total: Count = 0  # 0: unknown
+    unit: str = ""  # of both
+    cpu_s: Annotated[float, Field(ge=0)] = 0.0  # processor time of the process and its children so far
+
+    def __str__(self) -> str:
+        return f"{self.step}: {self.done} of {self.total} {self.unit}".rstrip() if self.total else self.step
+
+    def to_json(self) -> bytes:
+        return _START.dump_json(self)
+
+    @classmethod
+    def from_json(cls, data: bytes | str, name: str | None = None) -> "StartRecord":
+        """Raises ValueError for data that is not a record, or not the record of `name`."""
+        record = _checked(lambda: _START.validate_json(data, strict=True), "start")
+        if name not in (None, record.name):
+            raise ValueError(f"start: of {record.name!r}, not of {name!r}")
+        return record
+
+
+Record = WorkerRecord | RouterRecord | StartRecord
+Kind = Literal["worker", "router", "start"]
+_KINDS: dict[type[Record], Kind] = {WorkerRecord: "worker", RouterRecord: "router", StartRecord: "start"}
 
 
 def kind_of(record: Record) -> Kind:
-    return "router" if isinstance(record, RouterRecord) else "worker"
+    return _KINDS[type(record)]
 
 
 @dataclass(frozen=True, slots=True)
@@ -167,6 +198,7 @@ class BlockEvent:
 
 _RECORD = TypeAdapter(WorkerRecord)
 _ROUTER = TypeAdapter(RouterRecord)
+_START = TypeAdapter(StartRecord)
 _POOLS = TypeAdapter(Pools)
 
 

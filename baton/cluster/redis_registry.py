@@ -4,6 +4,7 @@
     baton:{NAME}:fence:W     newest incarnation of W, expires later
     baton:{NAME}:members     set of worker names; readers drop those whose record is gone
     baton:{NAME}:router:R, router-fence:R, routers     the same for routers
+    baton:{NAME}:start:W, start-fence:W, starts           the same for workers that are starting
     baton:{NAME}:events      stream of block events, about `stream_maxlen` long
     baton:{NAME}:pools       JSON of the wanted pool sizes
 
@@ -34,7 +35,7 @@ from redis.exceptions import ConnectionError as RedisConnectionError
 from redis.exceptions import TimeoutError as RedisTimeoutError
 
 from baton.cluster.config import RedisConfig, SecurityConfig
-from baton.cluster.records import BlockEvent, Kind, Pools, Record, RouterRecord, WorkerRecord, kind_of
+from baton.cluster.records import BlockEvent, Kind, Pools, Record, RouterRecord, StartRecord, WorkerRecord, kind_of
 from baton.cluster.redis_url import parse
 from baton.cluster.registry import EVENTS_BATCH, FENCE_LIFETIMES, RegistryUnavailable, StaleIncarnation
 
@@ -42,6 +43,7 @@ from baton.cluster.registry import EVENTS_BATCH, FENCE_LIFETIMES, RegistryUnavai
 _NAMES: dict[Kind, tuple[str, str, str]] = {
     "worker": ("worker:", "fence:", "members"),
     "router": ("router:", "router-fence:", "routers"),
+    "start": ("start:", "start-fence:", "starts"),
 }
 R = TypeVar("R")
 Client = Redis | RedisCluster
@@ -132,6 +134,9 @@ class RedisRegistry:
 
     async def routers(self) -> list[RouterRecord]:
         return await self._records("router", RouterRecord.from_json)
+
+    async def starts(self) -> list[StartRecord]:
+        return await self._records("start", StartRecord.from_json)
 
     async def publish(self, events: Sequence[BlockEvent]) -> None:
         for start in range(0, len(events), _PUBLISH_BATCH):

@@ -8,7 +8,7 @@ runs on both.
 from collections.abc import Sequence
 from typing import Protocol
 
-from baton.cluster.records import BlockEvent, Kind, Pools, Record, RouterRecord, WorkerRecord
+from baton.cluster.records import BlockEvent, Kind, Pools, Record, RouterRecord, StartRecord, WorkerRecord
 
 EVENTS_BATCH = 256  # most events that one call of `events` returns
 # A writer with an old incarnation is refused for this many record lifetimes after the last write of a newer one. It is not refused for
@@ -48,6 +48,9 @@ class Registry(Protocol):
 
     async def routers(self) -> list[RouterRecord]:
         """The routers' records that have not expired, sorted by name."""
+
+    async def starts(self) -> list[StartRecord]:
+        """The records of workers that are starting, sorted by name."""
 
     async def publish(self, events: Sequence[BlockEvent]) -> None:
         """Append `events` in order. A call that failed may still have stored them: publish them again, readers drop duplicates."""

@@ -11,12 +11,12 @@ from baton.engine.engine import Engine
 from baton.engine.fingerprint import check_sums, fingerprint, tokenizer_fingerprint
 from baton.engine.kvcache import KvPool
 from baton.engine.machine import available_memory
+from baton.engine.progress import Step, tell
 from baton.engine.protocol import Chunk, NonFiniteLogits, Runner
 from baton.engine.sampling import SamplingParams
 from baton.engine.scheduler import Limits
 from baton.engine.sequence import Sequence
 
-Progress = Callable[[int, int], None]
 WARM_UP_TOKENS = 256  # more would take longer and gain little
 
 
@@ -69,8 +69,10 @@ class Built:
     max_model_len: int
 
 
-def build(options: Options, progress: Progress = lambda done, total: None) -> Built:
-    """Load the model and lay out its pool. Raises CheckpointError, BuildError or OSError, each naming what is wrong."""
+def build(options: Options) -> Built:
+    """Load the model and lay out its pool, and tell `baton.engine.progress` about it.
+
+    Raises CheckpointError, BuildError or OSError, each naming what is wrong."""
     try:
         check_sums(options.path)
     except ValueError as error:
@@ -104,7 +106,7 @@ def build(options: Options, progress: Progress = lambda done, total: None) -> Bu
             options.path,
             dtype,
             options.block_size,
-            progress,
+            lambda done, total: tell(Step("loading weights", done, total, "tensors")),
             options.device,
             weight_dtype=options.weight_dtype,
             compiled=options.compiled,
@@ -114,6 +116,7 @@ def build(options: Options, progress: Progress = lambda done, total: None) -> Bu
     if longest > runner.max_positions:
         raise BuildError(f"model.max_model_len: {longest} is more than the {runner.max_positions} positions of the model")
     engine = _on_device(runner, options, longest) if options.device != "cpu" else _on_cpu(runner, options, longest)
+    tell(Step("warming up"))
     try:
         tokens = min(WARM_UP_TOKENS, options.limits.max_num_batched_tokens)
         warm_up(runner, min(longest - 1, tokens, runner.pool.num_blocks * options.block_size - 1))

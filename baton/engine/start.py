@@ -5,22 +5,29 @@ from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from typing import TypeVar
 
-from baton.engine.build import Options, Progress, build
+from baton.engine.build import Built, Options, build
 from baton.engine.contract import Listener, ServingEngine
 from baton.engine.loop import EngineLoop
+from baton.engine.progress import Progress, Step, ignore, told_to
 
 T = TypeVar("T")
 
 
-async def start_engine(options: Options, listener: Listener, progress: Progress = lambda done, total: None) -> ServingEngine:
+async def start_engine(options: Options, listener: Listener, progress: Progress = ignore) -> ServingEngine:
     """Raises CheckpointError, BuildError or OSError, each naming what is wrong."""
     if options.kind == "vllm":
+        progress(Step("starting vLLM"))
         from baton.engine.vllm.engine import VllmEngine  # the others start without it
 
         engine = VllmEngine(options, listener)
         await engine.start()
         return engine
-    built = await in_a_thread_that_ends(build, options, progress)
+
+    def told() -> Built:
+        with told_to(progress):
+            return build(options)
+
+    built = await in_a_thread_that_ends(told)
     loop = EngineLoop(built.engine, listener, built.tokenizer_fingerprint)
     loop.start()
     return loop

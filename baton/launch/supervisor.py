@@ -8,11 +8,11 @@ the drains short.
 import asyncio
 import contextlib
 import os
-import re
 import signal
 from collections.abc import Callable, Coroutine
 from dataclasses import dataclass, field, replace
 from pathlib import Path
+from time import monotonic
 from typing import Any
 
 import grpc
@@ -21,18 +21,18 @@ from grpc_health.v1 import health_pb2, health_pb2_grpc
 from baton.cluster.config import Config
 from baton.cluster.connect import connect_registry
 from baton.cluster.guard import metadata, token
-from baton.cluster.records import Pools, RouterRecord
+from baton.cluster.records import Pools, RouterRecord, StartRecord
 from baton.cluster.registry import Registry, RegistryUnavailable
 from baton.cluster.rpc import channel
 from baton.launch import state
 from baton.launch.launcher import Launcher, ProcessState
+from baton.launch.patience import Patience
 from baton.launch.plan import UpError, complete, make_launcher, redis_host, templates
 from baton.launch.ports import Ports
 from baton.launch.reconcile import Reconciler
 from baton.launch.redis_server import EmbeddedRedis, RedisServerError
 from baton.v1 import worker_pb2, worker_pb2_grpc
 
-READY_WITHIN_S = 120.0
 REGISTRY_WITHIN_S = 10.0
 WATCH_EVERY_S = 0.25
 HURRY_EVERY_S = 0.1
@@ -40,31 +40,8 @@ COUNT_S = 4.0  # how long a person who stops a cluster waits at most for the num
 SIGNALS = (signal.SIGTERM, signal.SIGINT)
 
 Note = Callable[[str], None]
-Loading = Callable[[str, int, int], None]
+Starts = Callable[[StartRecord], None]
 OnReady = Callable[[state.ClusterState], None]
-
-
-class Progress:
-    """How much of their weights the workers have loaded, from the lines that they write to their logs. Each call reads only what is new."""
-
-    _LINE = re.compile(rb"loading weights (\d+)/(\d+)\s")
-
-    def __init__(self, log_dir: Path) -> None:
-        self._log_dir = log_dir
-        self._read: dict[str, int] = {}  # bytes of each log
-
-    def of(self, name: str) -> tuple[int, int] | None:
-        """(done, total) if there is news."""
-        try:
-            with (self._log_dir / f"{name}.log").open("rb") as log:
-                log.seek(self._read.get(name, 0))
-                data = log.read(1 << 20)
-        except OSError:  # under Ray the log may be on another host
-            return None
-        whole = data[: data.rfind(b"\n") + 1]
-        self._read[name] = self._read.get(name, 0) + len(whole)
-        found = self._LINE.findall(whole)
-        return (int(found[-1][0]), int(found[-1][1])) if found else None
 
 
 @dataclass(slots=True)
@@ -72,7 +49,7 @@ class Supervisor:
     config: Config
     log_dir: Path
     note: Note  # one line for the person who is waiting
-    loading: Loading = lambda name, done, total: None  # how much of its weights a worker has loaded
+    starts: Starts = lambda record: None  # what a worker that starts is doing
     redis: EmbeddedRedis | None = None  # ours, if the cluster has no other
     stop: asyncio.Event = field(default_factory=asyncio.Event)
     hurry: asyncio.Event = field(default_factory=asyncio.Event)
@@ -146,31 +123,32 @@ class Supervisor:
     async def _wait_until_ready(self, config: Config, launcher: Launcher, registry: Registry) -> None:
         """Returns when every router serves and reaches every worker. It is not enough that a worker is in the registry: a router may not
         have read that yet, and its first request would get no handoff."""
-        wanted = config.prefill.replicas + config.decode.replicas
-        seen, logs = -1, Progress(self.log_dir)
-        try:
-            async with asyncio.timeout(READY_WITHIN_S) as limit:
-                while True:
-                    self.routers = await find_routers(registry)
-                    reached = min(await asyncio.gather(*(workers_ready(config, router, self.label) for router in self.routers)), default=0)
-                    if reached != seen:
-                        self.note(f"{reached} of {wanted} workers ready")
-                        seen = reached
-                    if reached >= wanted and await serving(config, self.routers):
-                        return
-                    await self._look(launcher, logs)
-                    await asyncio.sleep(WATCH_EVERY_S / 2)
-        except TimeoutError:
-            if not limit.expired():
-                raise
-            raise UpError(f"not ready after {READY_WITHIN_S:g} s: {seen} of {wanted} workers; logs are in {self.log_dir}") from None
+        wanted, seen = config.prefill.replicas + config.decode.replicas, -1
+        patience = Patience(config.launcher.start_s, monotonic())
+        while True:
+            self.routers = await find_routers(registry)
+            reached = min(await asyncio.gather(*(workers_ready(config, router, self.label) for router in self.routers)), default=0)
+            if reached != seen:
+                self.note(f"{reached} of {wanted} workers ready")
+                seen = reached
+            if reached >= wanted and await serving(config, self.routers):
+                return
+            starts = await self._look(launcher, registry)
+            if patience.over(monotonic(), len(self.routers) + reached, starts):
+                doing = "; ".join([f"{seen} of {wanted} workers ready", *(f"{record.name}: {record}" for record in starts)])
+                raise UpError(f"no progress for {config.launcher.start_s:g} s (launcher.start_s): {doing}; logs are in {self.log_dir}")
+            await asyncio.sleep(WATCH_EVERY_S / 2)
 
-    async def _look(self, launcher: Launcher, logs: Progress) -> None:
-        """Reports how much the processes have loaded. Raises UpError for one that does not start."""
-        for process in await launcher.processes():
+    async def _look(self, launcher: Launcher, registry: Registry) -> list[StartRecord]:
+        """Shows what our processes are doing, and returns it. Raises UpError for one that does not start."""
+        ours = await launcher.processes()
+        for process in ours:
             self._complain(process)
-            if found := logs.of(process.name):
-                self.loading(process.name, *found)
+        names = {process.name for process in ours}
+        starts = [record for record in await find_starts(registry) if record.name in names]
+        for record in starts:
+            self.starts(record)
+        return starts
 
     def _complain(self, process: ProcessState) -> None:
         """Raises UpError for a process that has died three times at its start: it will not do better the next time."""
@@ -277,6 +255,13 @@ def joined_name(config: Config) -> str:
 async def find_routers(registry: Registry) -> list[RouterRecord]:
     try:
         return await registry.routers()
+    except RegistryUnavailable:
+        return []
+
+
+async def find_starts(registry: Registry) -> list[StartRecord]:
+    try:
+        return await registry.starts()
     except RegistryUnavailable:
         return []
 

@@ -587,7 +587,7 @@ class StatusRequest(_message.Message):
     def __init__(self) -> None: ...
 
 class StatusResponse(_message.Message):
-    __slots__ = ("endpoints", "model", "router", "workers", "routers")
+    __slots__ = ("endpoints", "model", "router", "workers", "routers", "starts")
     class EndpointsEntry(_message.Message):
         __slots__ = ("key", "value")
         KEY_FIELD_NUMBER: _ClassVar[int]
@@ -600,12 +600,38 @@ class StatusResponse(_message.Message):
     ROUTER_FIELD_NUMBER: _ClassVar[int]
     WORKERS_FIELD_NUMBER: _ClassVar[int]
     ROUTERS_FIELD_NUMBER: _ClassVar[int]
+    STARTS_FIELD_NUMBER: _ClassVar[int]
     endpoints: _containers.ScalarMap[str, str]
     model: str
     router: RouterStatus
     workers: _containers.RepeatedCompositeFieldContainer[WorkerStatus]
     routers: _containers.RepeatedCompositeFieldContainer[RouterInfo]
-    def __init__(self, endpoints: _Optional[_Mapping[str, str]] = ..., model: _Optional[str] = ..., router: _Optional[_Union[RouterStatus, _Mapping]] = ..., workers: _Optional[_Iterable[_Union[WorkerStatus, _Mapping]]] = ..., routers: _Optional[_Iterable[_Union[RouterInfo, _Mapping]]] = ...) -> None: ...
+    starts: _containers.RepeatedCompositeFieldContainer[Start]
+    def __init__(self, endpoints: _Optional[_Mapping[str, str]] = ..., model: _Optional[str] = ..., router: _Optional[_Union[RouterStatus, _Mapping]] = ..., workers: _Optional[_Iterable[_Union[WorkerStatus, _Mapping]]] = ..., routers: _Optional[_Iterable[_Union[RouterInfo, _Mapping]]] = ..., starts: _Optional[_Iterable[_Union[Start, _Mapping]]] = ...) -> None: ...
+
+class Start(_message.Message):
+    __slots__ = ("name", "role", "incarnation", "pid", "host", "step", "done", "total", "unit", "cpu_s")
+    NAME_FIELD_NUMBER: _ClassVar[int]
+    ROLE_FIELD_NUMBER: _ClassVar[int]
+    INCARNATION_FIELD_NUMBER: _ClassVar[int]
+    PID_FIELD_NUMBER: _ClassVar[int]
+    HOST_FIELD_NUMBER: _ClassVar[int]
+    STEP_FIELD_NUMBER: _ClassVar[int]
+    DONE_FIELD_NUMBER: _ClassVar[int]
+    TOTAL_FIELD_NUMBER: _ClassVar[int]
+    UNIT_FIELD_NUMBER: _ClassVar[int]
+    CPU_S_FIELD_NUMBER: _ClassVar[int]
+    name: str
+    role: str
+    incarnation: int
+    pid: int
+    host: str
+    step: str
+    done: int
+    total: int
+    unit: str
+    cpu_s: float
+    def __init__(self, name: _Optional[str] = ..., role: _Optional[str] = ..., incarnation: _Optional[int] = ..., pid: _Optional[int] = ..., host: _Optional[str] = ..., step: _Optional[str] = ..., done: _Optional[int] = ..., total: _Optional[int] = ..., unit: _Optional[str] = ..., cpu_s: _Optional[float] = ...) -> None: ...
 
 class RouterInfo(_message.Message):
     __slots__ = ("name", "incarnation", "pid", "host", "endpoints", "model_name", "inflight", "queued")

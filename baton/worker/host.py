@@ -48,6 +48,7 @@ from baton.worker.kv_tls import kv_tls
 from baton.worker.meter import Meter
 from baton.worker.role import Mounts, Role
 from baton.worker.stall import Activity, Stall
+from baton.worker.starting import Starting
 from kvtransfer.handle import mac_key
 from kvtransfer.importer import peer_name
 from kvtransfer.select import Tcp, make_transport
@@ -109,10 +110,13 @@ class Host:
             health = HealthServer(self.config, lambda: self.stage, stalled_s=self.stalled_s)
             self._closers.push_async_callback(health.close)
             await health.start(port)
+        self._starting = starting = Starting(self.name, self.role, self.incarnation, self._registry, self.config.redis.heartbeat_s)
+        self.tasks.start(starting.run(), "starting")
+        self._closers.push_async_callback(starting.leave)
         if not fits(self.config, self.role, usable_cores()):
             os.environ.setdefault(*SLEEP_SOON)  # read when torch is loaded, which is now
         listener = Listener(self._on_step, self._on_cache, self._stop.fail, self._on_batch)
-        self.engine = engine = await start_engine(options(self.config), listener, _log_progress)
+        self.engine = engine = await start_engine(options(self.config), listener, starting.tell)
         self._facts = await engine.look()
         self._meter.tell(lambda: self._facts, engine.traits.num_blocks, engine.pool.layout.block_size)
         self._closers.push_async_callback(engine.close)
@@ -161,6 +165,7 @@ class Host:
         self.stage = move(self.stage, "ready")
         self.tasks.start(self._membership.run(), "membership")
         self.tasks.start(pulse.beat(self.stalled_s), "pulse")
+        await self._starting.leave()
         log.info("%s (incarnation %d) ready on %s, transport %s", self.name, self.incarnation, self.address, self.transport.name)
 
     async def set_roles(self, wanted: Sequence[str]) -> Mounts:
@@ -318,8 +323,3 @@ def options(config: Config) -> Options:
             engine.batch_wait_s,
         ),
     )
-
-
-def _log_progress(done: int, total: int) -> None:
-    if done == total or done % max(1, total // 10) == 0:
-        log.info("loading weights %d/%d", done, total)

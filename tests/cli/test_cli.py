@@ -46,6 +46,7 @@ STATUS: dict[str, Any] = {
     "router": {"pid": 1, "inflight": 2, "queued": 3, "registry": "away"},
     "workers": [],
     "routers": [],
+    "starts": [],
 }
 
 
@@ -242,7 +243,7 @@ def test_a_number_out_of_range_is_refused(env: dict[str, str], flags: tuple[str,
 
 def test_status_accepts_the_admin_address(env: dict[str, str], router: tuple[str, Answers]) -> None:
     rc, out, err = baton(env, "status", "--json", "--address", router[0])
-    assert (rc, err) == (0, "") and json.loads(out) == STATUS
+    assert (rc, err) == (0, "") and json.loads(out) == STATUS and list(json.loads(out)["endpoints"]) == ["admin", "grpc"]
     rc, out, err = baton(env, "status", "--address", router[0])
     assert (rc, err) == (0, "") and "[red]small" in out and "registry away" in out and "2 in flight" in out
 
@@ -511,21 +512,33 @@ def test_doctor_exits_with_1_if_a_check_fails(env: dict[str, str], monkeypatch: 
 # --- a narrow terminal ---------------------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("width", [40, 80, 180])
+def shown(width: int, **status: Any) -> str:
+    console = Console(width=width)
+    with console.capture() as capture:
+        console.print(view.status({**STATUS, **status}))
+    return capture.get()
+
+
+@pytest.mark.parametrize("width", [40, 80, 120, 180])
 def test_status_is_readable_at_any_terminal_width(width: int) -> None:
     load = {"running": 3, "waiting": 0, "free_blocks": 12345, "cached_blocks": 678, "leases": 2}
     worker = {
-        "name": "decode-0", "role": "decode", "state": "ready", "address": "127.0.0.1:34567", "pid": 1234567,
-        "incarnation": 1763790000123456, "kv_blocks": 23456, "transport": "auto", "load": load,
+        "name": "decode-0", "role": "decode", "roles": ["prefill", "decode"], "state": "ready", "address": "127.0.0.1:34567",
+        "pid": 1234567, "incarnation": 1763790000123456, "kv_blocks": 23456, "transport": "auto", "load": load,
     }  # fmt: skip
-    console = Console(width=width)
-    with console.capture() as capture:
-        console.print(view.status({**STATUS, "workers": [worker]}))
-    told = capture.get()
+    start = {"name": "decode-1", "step": "compiling kernels", "done": 5, "total": 24, "unit": "", "pid": 42, "host": "b"}
+    told = shown(width, workers=[worker], starts=[start])
     assert "…" not in told and max(map(len, told.splitlines())) <= width
-    for part in ("decode-0", "127.0.0.1:34567", "1234567", "1763790000123456", "12345/23456", "678"):
+    for part in ("decode-0", "127.0.0.1:34567", "1234567", "prefill+decode", "12345/23456", "678", "decode-1  starting  compiling kernels"):
         assert part in told, part
-    assert ("incarnation" in told.splitlines()[2]) == (width == 180), "a table only where it fits"
+    assert told.splitlines()[2].startswith("worker ") == (width >= 120), "a table only where it fits"
+
+
+def test_status_shows_what_a_worker_serves_not_what_it_was_started_for() -> None:
+    load = {"running": 0, "waiting": 0, "free_blocks": 1, "cached_blocks": 0, "leases": 0}
+    worker = {"name": "w", "role": "prefill", "state": "ready", "address": "a", "pid": 1, "kv_blocks": 1, "transport": "tcp", "load": load}
+    for roles, told in (([], "prefill"), (["decode"], "decode")):
+        assert shown(180, workers=[{**worker, "roles": roles}]).splitlines()[-1].split()[:2] == ["w", told]
 
 
 @pytest.mark.parametrize("width", [60, 180])

@@ -18,7 +18,7 @@ from redis_servers import sharded
 from turn_work import TurnWork
 
 from baton.cluster.config import RedisConfig
-from baton.cluster.records import BlockEvent, Load, Pools, RouterRecord, WorkerRecord
+from baton.cluster.records import BlockEvent, Load, Pools, RouterRecord, StartRecord, WorkerRecord
 from baton.cluster.redis_registry import SLICE_KEYS, SLICE_RECORDS, RedisRegistry
 from baton.cluster.registry import EVENTS_BATCH, FENCE_LIFETIMES, Registry, StaleIncarnation
 from baton.engine.block_key import MAX_EVENT_KEYS
@@ -219,6 +219,18 @@ async def test_leave_removes_only_its_own_incarnation(world: World) -> None:
 
 def router(name: str = "router-0", incarnation: int = 7, **changes: Any) -> RouterRecord:
     return dataclasses.replace(RouterRecord(name, incarnation, 1, "laptop", {"grpc": "127.0.0.1:8470"}, "smöl"), **changes)
+
+
+async def test_a_worker_that_starts_has_a_record_of_its_own(world: World) -> None:
+    loading = StartRecord("one", "decode", 7, 1, "host", "loading weights", 3, 38, "tensors", 1.5)
+    await world.registry.join(record("one", 9))
+    await world.registry.join(loading)
+    assert await world.other.starts() == [loading] and len(await world.other.members()) == 1
+    await world.advance(TTL * 1.1)
+    assert await world.other.starts() == []
+    await world.registry.join(loading)
+    await world.registry.leave("one", 7, "start")
+    assert await world.other.starts() == [] and str(loading) == "loading weights: 3 of 38 tensors"
 
 
 async def test_routers_join_and_leave_apart_from_workers_of_the_same_name(world: World) -> None:

@@ -18,6 +18,7 @@ from baton.engine.fields import CheckpointError
 from baton.engine.fingerprint import fingerprint, tokenizer_fingerprint
 from baton.engine.kvcache import KvPool
 from baton.engine.naive import generate
+from baton.engine.progress import Step, told_to
 from baton.engine.runner import ModelRunner
 from baton.engine.sampling import SamplingParams
 from baton.engine.scheduler import Limits
@@ -89,9 +90,11 @@ def test_a_pool_too_small_for_one_whole_sequence_is_refused(memory: dict[str, An
 
 
 def test_a_built_engine_generates(small: Path) -> None:
-    seen: list[tuple[int, int]] = []
-    built = build(options(small), lambda done, total: seen.append((done, total)))
-    assert seen and seen[-1][0] == seen[-1][1]
+    seen: list[Step] = []
+    with told_to(seen.append):
+        built = build(options(small))
+    loads = [step for step in seen if step.what == "loading weights"]
+    assert loads and loads[-1].done == loads[-1].total == len(loads)
     assert built.max_model_len == built.engine.max_len == 96
     assert built.engine.pool.num_blocks == built.engine.runner.pool.num_blocks == 2 * 4 * 6 < 4 * MIB // BLOCK_BYTES
     assert built.model_fingerprint == f"{fingerprint(small)}-float32" and built.tokenizer_fingerprint == tokenizer_fingerprint(small)
@@ -225,10 +228,10 @@ def test_impossible_limits_are_refused_by_name(change: dict[str, Any], key: str)
 
 def test_a_missing_tokenizer_is_refused_before_the_weights_are_loaded(small: Path, tmp_path: Path) -> None:
     folder = altered(small, tmp_path / "model", lambda folder: (folder / "tokenizer.json").unlink())
-    loaded: list[int] = []
-    with pytest.raises(BuildError, match=r"tokenizer\.json"):
-        build(options(folder), lambda done, total: loaded.append(done))
-    assert not loaded
+    steps: list[Step] = []
+    with told_to(steps.append), pytest.raises(BuildError, match=r"tokenizer\.json"):
+        build(options(folder))
+    assert not steps
 
 
 def test_a_missing_folder_is_refused(tmp_path: Path) -> None:

@@ -1,6 +1,7 @@
 """`baton up` calls a cluster ready only when the router itself reaches every worker."""
 
 import asyncio
+import sys
 from collections.abc import AsyncIterator
 from pathlib import Path
 from typing import Any
@@ -11,10 +12,10 @@ from grpc_health.v1 import health, health_pb2, health_pb2_grpc
 from memory_registry import MemoryRegistry
 
 from baton.cluster.config_layers import load
-from baton.cluster.records import Pools, RouterRecord
+from baton.cluster.records import Pools, RouterRecord, StartRecord
 from baton.cluster.registry import RegistryUnavailable
 from baton.launch import plan, supervisor
-from baton.launch.launcher import RestartRule
+from baton.launch.launcher import RestartRule, Template
 from baton.launch.local_launcher import LocalLauncher
 from baton.launch.ports import Ports
 from baton.launch.supervisor import Supervisor
@@ -66,6 +67,38 @@ async def test_a_cluster_is_ready_when_the_router_reaches_every_worker(router: t
     scripted.states = ["ready", "ready"]
     await asyncio.wait_for(waiting, 10)
     assert notes == ["0 of 2 workers ready", "1 of 2 workers ready", "2 of 2 workers ready"]
+
+
+async def test_a_start_lasts_as_long_as_a_worker_makes_progress(
+    router: tuple[Router, list[int]], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The worker is a program that only sleeps; what it does is written into the registry here."""
+    _, (port, admin_port) = router
+    config = load([], flags={"launcher.start-s": "100", "prefill.replicas": "0"}).config
+    registry, shown, now = MemoryRegistry(), list[StartRecord](), [0.0]
+    monkeypatch.setattr(supervisor, "monotonic", lambda: now[0])
+    await registry.join(RouterRecord("router-0", 1, 1, "host", {"grpc": f"127.0.0.1:{port}", "admin": f"127.0.0.1:{admin_port}"}, "toy"))
+    launcher = LocalLauncher(RestartRule(0.1, 1.0), tmp_path, [])
+    await launcher.start()
+    await launcher.add(Template("decode", (sys.executable, "-c", "import time; time.sleep(600)")), 1)
+    starting = Supervisor(config, tmp_path, lambda line: None, shown.append)
+    waiting = asyncio.create_task(starting._wait_until_ready(config, launcher, registry))
+    try:
+        async with asyncio.timeout(60):
+            for done in range(1, 5):
+                await registry.join(StartRecord("decode-0", "decode", 7, 1, "host", "compiling kernels", done, 24))
+                await registry.join(StartRecord("decode-9", "decode", 7, 1, "host", "of another cluster's host", done, 24))
+                while not shown or shown[-1].done < done:
+                    await asyncio.sleep(0.01)
+                now[0] += 99
+        assert not waiting.done() and {record.name for record in shown} == {"decode-0"}
+        now[0] += 100
+        said = r"no progress for 100 s \(launcher.start_s\): 0 of 1 workers ready; decode-0: compiling kernels: 4 of 24"
+        with pytest.raises(plan.UpError, match=said):
+            async with asyncio.timeout(30):
+                await waiting
+    finally:
+        await launcher.stop()
 
 
 class Offered(Ports):

@@ -23,7 +23,7 @@ from baton.cluster.handoff import Handoff
 from baton.cluster.joining import Joining
 from baton.cluster.messages import plain
 from baton.cluster.metrics import Book
-from baton.cluster.records import Load, Pools, RouterRecord, WorkerRecord
+from baton.cluster.records import Load, Pools, RouterRecord, StartRecord, WorkerRecord
 from baton.cluster.rpc import Server, channel, to_error
 from baton.cluster.telemetry import Tracer
 from baton.engine.sampling import SamplingParams
@@ -265,6 +265,17 @@ async def test_status_reports_workers_that_answer_and_workers_that_do_not(house:
     assert workers["d0"] == {**asdict(house[0].says), "roles": [], "eos_token_ids": [256], **held}
     lost = workers["p0"]
     assert lost["state"] == "unreachable" and "WORKER_LOST" in lost["error"] and lost["kv_blocks"] == 1000 and "idle" not in lost
+
+
+async def test_status_lists_workers_that_are_starting(house: tuple[House, Any]) -> None:
+    await house[0].registry.join(StartRecord("d1", "decode", 7, 42, "host", "compiling kernels", 5, 24, "", 1.5))
+    told = read_status(await house[1].Status(pb.StatusRequest(), timeout=20))
+    assert told["starts"] == [
+        {"name": "d1", "role": "decode", "incarnation": 7, "pid": 42, "host": "host", "step": "compiling kernels", "done": 5, "total": 24}
+        | {"unit": "", "cpu_s": 1.5}
+    ]
+    house[0].registry.available = False
+    assert read_status(await house[1].Status(pb.StatusRequest(), timeout=20))["starts"] == []
 
 
 async def test_a_trace_arrives_as_the_journal_keeps_it(house: tuple[House, Any]) -> None:

@@ -9,7 +9,7 @@ from itertools import islice
 from typing import TypeVar
 
 from baton.cluster.config import RedisConfig
-from baton.cluster.records import BlockEvent, Kind, Pools, Record, RouterRecord, WorkerRecord, kind_of
+from baton.cluster.records import BlockEvent, Kind, Pools, Record, RouterRecord, StartRecord, WorkerRecord, kind_of
 from baton.cluster.registry import EVENTS_BATCH, FENCE_LIFETIMES, RegistryUnavailable, StaleIncarnation
 
 R = TypeVar("R")
@@ -51,6 +51,9 @@ class MemoryRegistry:
 
     async def routers(self) -> list[RouterRecord]:
         return self._read("router", RouterRecord.from_json)
+
+    async def starts(self) -> list[StartRecord]:
+        return self._read("start", StartRecord.from_json)
 
     def _read(self, wanted: Kind, read: Callable[[bytes, str], R]) -> list[R]:
         self._reach()
