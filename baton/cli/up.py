@@ -24,6 +24,7 @@ from baton.cluster.records import StartRecord
 from baton.launch import state
 from baton.launch.join import configure, draw_label, learn
 from baton.launch.plan import check_launcher, check_model, check_ports, check_shared_ports
+from baton.launch.preflight import check_here
 from baton.launch.supervisor import Supervisor, joined_name
 from baton.v1 import worker_pb2, worker_pb2_grpc
 
@@ -47,6 +48,7 @@ def join(address: str, config: Config, files: list[Path], flags: dict[str, str],
     if state.read(joined_name(config)) is not None:
         raise state.StateError(f"workers of this host have joined already; `baton down{_named(joined_name(config))}` stops them")
     config = _with_model(config)
+    check_here(config)
     check_shared_ports(config, routers=0)
     check_model(config)
     if status := _run(config, err, draw_label()):
@@ -63,6 +65,7 @@ def start(config: Config, err: Console, detach: bool, show: Callable[[str], None
         raise state.StateError(f"cluster {name!r} is already running; `baton down{_named(name)}` stops it")
     check_doors(config)
     config = _with_model(config)
+    check_here(config)
     check_ports(config)
     check_model(config)
     if detach:

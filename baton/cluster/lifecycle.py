@@ -26,6 +26,7 @@ SIGNALS = (signal.SIGTERM, signal.SIGINT)
 # For these, the text is all that a person needs; anything else is a bug and is logged with its traceback. A checkpoint or a configuration
 # that cannot be used is a ValueError.
 FORESEEN = (BatonError, OSError, ValueError)
+CANNOT = 2  # exit status of a process that cannot start with this configuration or this model, however often it is tried
 
 
 class Stage(Enum):
@@ -89,16 +90,18 @@ class Stop:
 
 
 async def run(process: Process, stop: Stop, gone_within: Callable[[float], object] = lambda seconds: None) -> int:
-    """Start, serve until asked to stop, drain, close. Returns the exit status: 0, or 1 after a failure.
+    """Start, serve until asked to stop, drain, close. Returns the exit status: 0, CANNOT if it could not start with what it was given, or 1
+    after any other failure.
 
     When the process begins to close, `gone_within` is called with the number of seconds within which the whole process must be gone,
     threads included. The latest call counts.
     """
-    loop = asyncio.get_running_loop()
+    loop, started = asyncio.get_running_loop(), False
     for number in SIGNALS:
         loop.add_signal_handler(number, stop.ask)
     try:
         if await _unless(stop.asked, process.start(), stop.now):
+            started = True
             await stop.asked.wait()
             if stop.failure is None:
                 log.info("draining")
@@ -110,7 +113,9 @@ async def run(process: Process, stop: Stop, gone_within: Callable[[float], objec
         await _close(process, stop, gone_within)
         for number in SIGNALS:
             loop.remove_signal_handler(number)
-    return 0 if stop.failure is None else 1
+    if stop.failure is None:
+        return 0
+    return CANNOT if isinstance(stop.failure, ValueError) and not started else 1
 
 
 async def _close(process: Process, stop: Stop, gone_within: Callable[[float], object]) -> None:

@@ -9,10 +9,8 @@ from pathlib import Path
 from baton.cluster.config import Config, ConfigError
 from baton.cluster.config_layers import load
 from baton.cluster.guard import check_doors
-from baton.cluster.lifecycle import LastResort, Process, Stop, run
+from baton.cluster.lifecycle import CANNOT, LastResort, Process, Stop, run
 from baton.cluster.logs import setup_logging
-
-USAGE = 2  # exit status for a configuration that cannot be used
 
 
 def read_arguments(arguments: Sequence[str]) -> tuple[list[Path], dict[str, str]]:
@@ -37,7 +35,8 @@ def read_arguments(arguments: Sequence[str]) -> tuple[list[Path], dict[str, str]
 
 
 def main(role: str, process: Callable[[Config, Stop], Process]) -> None:
-    """Run until SIGTERM or SIGINT. Exit status: 0 after a drain, 1 after a failure, 2 for a bad configuration."""
+    """Run until SIGTERM or SIGINT. Exit status: 0 after a drain, 1 after a failure, 2 (CANNOT) for a configuration or a model
+    that cannot be used."""
     try:
         files, flags = read_arguments(sys.argv[1:])
         config = load(files, flags=flags).config
@@ -47,5 +46,5 @@ def main(role: str, process: Callable[[Config, Stop], Process]) -> None:
         made = process(config, stop)
     except ConfigError as error:
         print(error, file=sys.stderr)
-        sys.exit(USAGE)
+        sys.exit(CANNOT)
     sys.exit(asyncio.run(run(made, stop, LastResort())))

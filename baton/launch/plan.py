@@ -75,10 +75,12 @@ def check_launcher(config: Config) -> None:
 
 
 def check_ports(config: Config) -> None:
-    """Raises UpError if two processes on this host would share a port, or if another process already listens on a port of the router."""
+    """Raises UpError if two processes on this host would share a port, or if another process already listens on one of their ports."""
+    names = set(PORTS["router"])
     if config.launcher.kind == "local":
         check_shared_ports(config)
-    for name in PORTS["router"]:
+        names.update(*(PORTS[role] for role in ROLES if getattr(config, role).replicas))
+    for name in sorted(names):
         if (port := config.at(name)) is None:
             continue
         try:
@@ -108,8 +110,12 @@ def check_model(config: Config) -> None:
     folder = Path(config.model.path)
     if not folder.is_dir():
         raise UpError(f"model.path: {folder} is not a folder" if folder.exists() else f"model.path: there is no folder {folder}")
+    if not os.access(folder, os.R_OK | os.X_OK):
+        raise UpError(f"model.path: {folder} cannot be read by this user")
     if missing := [name for name in NEEDED if not (folder / name).is_file()]:
         raise UpError(f"model.path: {folder} holds no {' and no '.join(missing)}")
+    if closed := [file.name for file in sorted(folder.iterdir()) if not os.access(file, os.R_OK)]:
+        raise UpError(f"model.path: {folder / closed[0]} cannot be read by this user")
 
 
 def make_launcher(config: Config, log_dir: Path) -> Launcher:

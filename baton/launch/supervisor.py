@@ -21,6 +21,7 @@ from grpc_health.v1 import health_pb2, health_pb2_grpc
 from baton.cluster.config import Config
 from baton.cluster.connect import connect_registry
 from baton.cluster.guard import metadata, token
+from baton.cluster.lifecycle import CANNOT
 from baton.cluster.records import Pools, RouterRecord, StartRecord
 from baton.cluster.registry import Registry, RegistryUnavailable
 from baton.cluster.rpc import channel
@@ -151,8 +152,9 @@ class Supervisor:
         return starts
 
     def _complain(self, process: ProcessState) -> None:
-        """Raises UpError for a process that has died three times at its start: it will not do better the next time."""
-        if process.restarts >= 2 and process.state == "backoff":
+        """Raises UpError for a process that has died three times at its start, or that says it cannot start: it will not do better the next
+        time."""
+        if process.last_exit == CANNOT or (process.restarts >= 2 and process.state == "backoff"):
             log = tail(self.log_dir / f"{process.name}.log")
             raise UpError(f"{process.name} does not start (exit status {process.last_exit}):\n{log}")
 

@@ -396,6 +396,9 @@ def test_a_cluster_that_cannot_start_says_why_and_leaves_no_state(env: dict[str,
     rc, out, err = baton(env, "up", "--model", str(tmp_path / "toy"), *FREE_PORTS)
     assert (rc, out) == (1, "") and "does not start" in err and "config.json cannot be read" in err
     assert time.monotonic() - began < 45 and not list((tmp_path / "state").glob("*.json"))
+    logs = {path.name: path.read_text() for path in (tmp_path / "state").glob("*-logs/*.log")}
+    worker = next(text for name, text in logs.items() if "config.json cannot be read" in text and not name.startswith("router"))
+    assert worker.count("config.json cannot be read") == 1, "it was not tried again"
 
 
 @pytest.mark.parametrize("detach", [(), ("--detach",)])

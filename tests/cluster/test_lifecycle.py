@@ -18,7 +18,7 @@ from baton.cluster.config import Config, RedisConfig
 from baton.cluster.config_engine import ModelConfig
 from baton.cluster.config_router import RouterConfig
 from baton.cluster.errors import BatonError, Reason
-from baton.cluster.lifecycle import MOVES, IllegalStage, Stage, Stop, move, run
+from baton.cluster.lifecycle import CANNOT, MOVES, IllegalStage, Stage, Stop, move, run
 from baton.cluster.rpc import Server
 from baton.models.make_small import make_toy
 from router.wiring import RouterProcess
@@ -225,7 +225,8 @@ async def test_an_unexpected_error_while_closing_is_a_failure_with_a_traceback(c
 async def test_only_unexpected_errors_are_logged_with_a_traceback(
     error: Exception, traceback: bool, caplog: pytest.LogCaptureFixture
 ) -> None:
-    assert await ended(asyncio.create_task(run(Recorded(start=fails(error)), Stop()))) == 1
+    status = CANNOT if isinstance(error, ValueError) else 1
+    assert await ended(asyncio.create_task(run(Recorded(start=fails(error)), Stop()))) == status
     assert bool(caplog.records[-1].exc_info) == traceback and str(error) in caplog.records[-1].getMessage()
 
 
@@ -340,7 +341,7 @@ async def left() -> "set[asyncio.Task[Any]]":
 async def test_a_router_without_its_model_fails_and_leaves_no_task(tmp_path: Path) -> None:
     stop = Stop()
     process = router(tmp_path / "nothing", stop)
-    assert await run(process, stop) == 1 and "holds no tokenizer.json" in str(stop.failure) and process.stage is Stage.CLOSED
+    assert await run(process, stop) == CANNOT and "holds no tokenizer.json" in str(stop.failure) and process.stage is Stage.CLOSED
     assert not await left()
 
 

@@ -1,6 +1,7 @@
 """The configuration is checked and completed before anything starts."""
 
 import errno
+import socket
 from pathlib import Path
 from typing import Any
 
@@ -38,6 +39,27 @@ def test_pools_may_share_a_port_only_on_different_hosts() -> None:
     with pytest.raises(UpError, match=r"decode.port: two workers"):
         check_ports(config(decode__port=7007, decode__replicas=2))
     plan.check_shared_ports(config(decode__port=7007, prefill__port=7008, telemetry__metrics_port=8473))
+
+
+@pytest.mark.parametrize("name", ["prefill.port", "decode.port", "kv.port", "telemetry.worker_metrics_port", "router.page_port"])
+def test_a_taken_port_of_any_process_is_found_before_anything_starts(name: str) -> None:
+    with socket.socket() as listener:
+        listener.bind(("127.0.0.1", 0))
+        listener.listen()
+        port = listener.getsockname()[1]
+        free = {f"router.{door}": "0" for door in ("port", "admin_port", "http_port", "page_port")}
+        asked = {**free, "prefill.replicas": "0" if name in ("kv.port", "telemetry.worker_metrics_port") else "1", name: str(port)}
+        with pytest.raises(UpError, match=rf"{name}: cannot listen on 127.0.0.1:{port} .*; choose another with --{name.replace('_', '-')}"):
+            check_ports(load([], {}, asked).config)
+        check_ports(load([], {}, {**asked, name: "0"}).config)
+
+
+def test_a_model_that_this_user_cannot_read_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    make_toy(tmp_path / "toy")
+    for closed in (tmp_path / "toy", tmp_path / "toy" / "tokenizer.json"):
+        monkeypatch.setattr("os.access", lambda path, mode, closed=closed: Path(path) != closed)
+        with pytest.raises(UpError, match=f"model.path: {closed} cannot be read by this user"):
+            check_model(config(model__path=tmp_path / "toy"))
 
 
 def test_the_documented_metrics_port_is_free() -> None:

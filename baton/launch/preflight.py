@@ -1,0 +1,84 @@
+"""What would keep a cluster from starting and can be known before anything starts: packages, devices and files that are missing here.
+
+What only an engine can judge (a model's config.json, say) ends the worker with the exit status CANNOT, and `baton up` does not try again.
+Nothing is checked where Ray may run the processes on other hosts.
+"""
+
+import ctypes
+import os
+from collections.abc import Callable
+from contextlib import suppress
+from dataclasses import dataclass
+from importlib.metadata import PackageNotFoundError, version
+from importlib.util import find_spec
+from pathlib import Path
+
+from baton.cluster.config import Config
+from baton.launch.plan import UpError
+
+FILES = ("tls_cert", "tls_key", "tls_ca", "api_keys", "redis_ca")  # of `security`
+
+
+@dataclass(frozen=True, slots=True)
+class Need:
+    key: str
+    value: str  # with which the module is needed; *: any
+    module: str
+    way: str  # to get it
+
+
+NEEDS = (
+    Need("engine.kind", "vllm", "vllm", "pip install 'baton[vllm]'; for a CPU: python scripts/install_vllm.py"),
+    Need("telemetry.otlp_endpoint", "*", "opentelemetry.sdk", "pip install 'baton[otel]'"),
+    Need("telemetry.otlp_endpoint", "*", "opentelemetry.exporter.otlp.proto.grpc", "pip install 'baton[otel]'"),
+    Need("kv.transport", "nixl", "nixl_cu13", "pip install nixl-cu13 (Linux), or set kv.transport to auto"),
+    Need("engine.attention_backend", "flashinfer", "flashinfer", "pip install 'baton[gpu]'"),
+    Need("engine.attention_backend", "flash_attn", "flash_attn", "pip install 'baton[gpu]'"),
+    Need("engine.attention_backend", "triton", "triton", "pip install triton"),
+)
+RAY = Need("launcher.kind", "ray", "ray", "pip install ray")
+
+
+def check_here(config: Config) -> None:
+    """Raises UpError, which names the key and what to do."""
+    for need in (RAY,) if config.launcher.ray_address else (RAY, *NEEDS):
+        value = config.at(need.key)
+        asked = value == need.value or (need.value == "*" and value is not None)
+        if need.key == "engine.attention_backend" and config.engine.device == "cpu":
+            continue  # the engine says that it is not for a CPU
+        if asked and not _installed(need.module):
+            raise UpError(f"{need.key} {value}: the package {need.module.partition('.')[0]} is not installed here: {need.way}")
+    for name in FILES:
+        file = getattr(config.security, name)
+        if file is not None and not (Path(file).is_file() and os.access(file, os.R_OK)):
+            raise UpError(f"security.{name}: {file} {'cannot be read' if Path(file).exists() else 'does not exist'}")
+    if config.engine.device == "cuda" and not config.launcher.ray_address and (why := no_cuda()):
+        raise UpError(f"engine.device cuda: {why}; set engine.device to cpu")
+
+
+def _installed(module: str) -> bool:
+    with suppress(ModuleNotFoundError):  # of a parent
+        return find_spec(module) is not None
+    return False
+
+
+def no_cuda(load: Callable[[str], ctypes.CDLL] = ctypes.CDLL) -> str:
+    """Why torch would find no device; empty if it may. Torch itself takes seconds to load, so the driver is asked."""
+    try:
+        build = version("torch").partition("+")[2]
+    except PackageNotFoundError:
+        return "torch is not installed here"
+    if build.startswith("rocm"):  # calls its devices cuda, too
+        return ""
+    if build == "cpu":
+        return "this torch is built for CPUs alone"
+    if os.environ.get("CUDA_VISIBLE_DEVICES") in ("", "-1"):
+        return "CUDA_VISIBLE_DEVICES hides every device"
+    count = ctypes.c_int()
+    try:
+        driver = load("libcuda.so.1")
+    except OSError:
+        return "there is no NVIDIA driver here (libcuda.so.1)"
+    if driver.cuInit(0) != 0 or driver.cuDeviceGetCount(ctypes.byref(count)) != 0 or not count.value:
+        return "the NVIDIA driver finds no device here"
+    return ""
