@@ -97,6 +97,9 @@ class AdminDoor(worker_pb2_grpc.AdminServicer):
             if request.worker not in known:
                 raise invalid("worker", f"there is no worker {request.worker!r}; known workers: {', '.join(known) or 'none'}")
             worker = known[request.worker]
+            decoding = {record.name for record in self._view.decode_workers()}
+            if decoding == {worker.name} and "decode" not in request.roles and not request.force:
+                raise invalid("roles", f"{worker.name} is the only worker that decodes: no request could be served (--force does it)")
             serving, draining = await self._workers.set_roles(worker, request.roles)
             self._view.note_roles(worker.name, worker.incarnation, serving)
             return worker_pb2.SetRolesResponse(serving=serving, draining=draining)

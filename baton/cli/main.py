@@ -209,7 +209,8 @@ def roles(wanted: Serving, place: Place, identity: Identity) -> None:
     with _failing():
         with find("admin", place, identity).channel() as channel:
             stub = worker_pb2_grpc.AdminStub(channel)
-            answer = stub.SetRoles(worker_pb2.AdminSetRolesRequest(worker=wanted.worker, roles=wanted.serve), timeout=5)
+            asked = worker_pb2.AdminSetRolesRequest(worker=wanted.worker, roles=wanted.serve, force=wanted.force)
+            answer = stub.SetRoles(asked, timeout=5)
         drains = f"; {', '.join(answer.draining)} drains" if answer.draining else ""
         out.print(f"{wanted.worker} serves {', '.join(answer.serving)}{drains}")
 

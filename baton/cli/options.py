@@ -94,6 +94,7 @@ class Serving:
 
     worker: Annotated[str, typer.Argument(help="Name of the worker, as shown by `baton status`.")]
     serve: Annotated[list[str], typer.Argument(help="prefill, decode, or both.")]
+    force: Annotated[bool, typer.Option("--force", help="Although no other worker decodes: no request can be served then.")] = False
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

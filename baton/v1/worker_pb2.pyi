@@ -471,12 +471,14 @@ class SetRolesResponse(_message.Message):
     def __init__(self, serving: _Optional[_Iterable[str]] = ..., draining: _Optional[_Iterable[str]] = ...) -> None: ...
 
 class AdminSetRolesRequest(_message.Message):
-    __slots__ = ("worker", "roles")
+    __slots__ = ("worker", "roles", "force")
     WORKER_FIELD_NUMBER: _ClassVar[int]
     ROLES_FIELD_NUMBER: _ClassVar[int]
+    FORCE_FIELD_NUMBER: _ClassVar[int]
     worker: str
     roles: _containers.RepeatedScalarFieldContainer[str]
-    def __init__(self, worker: _Optional[str] = ..., roles: _Optional[_Iterable[str]] = ...) -> None: ...
+    force: bool
+    def __init__(self, worker: _Optional[str] = ..., roles: _Optional[_Iterable[str]] = ..., force: _Optional[bool] = ...) -> None: ...
 
 class ScaleRequest(_message.Message):
     __slots__ = ("prefill", "decode")

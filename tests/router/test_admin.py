@@ -128,8 +128,20 @@ async def house() -> AsyncIterator[tuple[House, Any]]:
 async def test_the_router_that_passed_on_new_roles_sends_work_by_them_at_once(house: tuple[House, Any]) -> None:
     told, stub = house
     assert [worker.name for worker in told.view.prefill_workers()] == ["p0"]
-    await stub.SetRoles(pb.AdminSetRolesRequest(worker="d0", roles=["prefill"]), timeout=20)
+    await stub.SetRoles(pb.AdminSetRolesRequest(worker="d0", roles=["prefill"], force=True), timeout=20)
     assert [worker.name for worker in told.view.prefill_workers()] == ["d0", "p0"] and told.view.decode_workers() == []
+
+
+async def test_the_last_worker_that_decodes_keeps_decoding_unless_forced(house: tuple[House, Any]) -> None:
+    told, stub = house
+    with pytest.raises(grpc.RpcError, match="roles: d0 is the only worker that decodes") as refused:
+        await stub.SetRoles(pb.AdminSetRolesRequest(worker="d0", roles=["prefill"]), timeout=20)
+    assert refused.value.code() is grpc.StatusCode.INVALID_ARGUMENT and [w.name for w in told.view.decode_workers()] == ["d0"]
+    await stub.SetRoles(pb.AdminSetRolesRequest(worker="d0", roles=["prefill", "decode"]), timeout=20)
+    assert told.says is not None
+    told.view.update([told.says, record("p0"), record("d1")], 0.0)
+    await stub.SetRoles(pb.AdminSetRolesRequest(worker="d0", roles=["prefill"]), timeout=20)
+    assert [w.name for w in told.view.decode_workers()] == ["d1"]
 
 
 async def test_any_router_shows_the_log_of_any_process(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
