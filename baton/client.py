@@ -15,157 +15,26 @@ missing, none is repeated, and all are those of an undisturbed stream.
 import asyncio
 import contextlib
 import itertools
-import json
 import random
-import re
 import threading
 from collections.abc import AsyncIterator, Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
 from time import monotonic
-from typing import Any, Self, TypeAlias
+from typing import Any, Self
 
 import grpc
-from google.protobuf.message import DecodeError
-from google.rpc import error_details_pb2
-from grpc_status import rpc_status
 
+from baton.answer import Assembly, GenerateError, Result, Token, Usage, to_error
 from baton.attempts import Attempts, Failure
+from baton.targets import DEFAULT_ADDRESS, Address, Options, channel_options, insists, targets_of
 from baton.v1 import generation_pb2 as pb
 from baton.v1 import generation_pb2_grpc
 
-DEFAULT_ADDRESS = "127.0.0.1:8470"
-# A proxy from the environment (http_proxy, https_proxy) cannot reach this host's loopback; for any other address it is used.
-_LOOPBACK = re.compile(r"(dns:(//[^/]*/)?|ipv[46]:)?(localhost|127(\.\d+){1,3}|\[::1\]|\[::ffff:127(\.\d+){3}\])(:\w+)?$")
-# A target with a scheme, which may stand for several addresses: calls go to all of them in turn.
-_NAME = re.compile(r"(dns|ipv4|ipv6):")
-_ROUND_ROBIN = json.dumps({"loadBalancingConfig": [{"round_robin": {}}]})
-# A router whose host is gone answers no ping: the stream breaks then, and not only at its deadline. A restarted router is soon found again.
-_DEFAULTS = {
-    "grpc.keepalive_time_ms": 10_000,
-    "grpc.keepalive_timeout_ms": 5_000,
-    "grpc.http2.ping_timeout_ms": 5_000,
-    "grpc.http2.max_pings_without_data": 0,
-    "grpc.initial_reconnect_backoff_ms": 100,
-    "grpc.min_reconnect_backoff_ms": 5_000,  # also the time that a connection may take to come up
-    "grpc.max_reconnect_backoff_ms": 1_000,
-}
+__all__ = [
+    "AsyncClient", "AsyncStream", "Client", "GenerateError", "Result", "Stream", "Token", "Usage", "build_request", "channel_options",
+    "leave", "targets_of", "to_error",
+]  # fmt: skip
 _THROUGH_S = 5.0
 MAX_RESUMES = 8
-Address: TypeAlias = str | Sequence[str]
-Options: TypeAlias = Sequence[tuple[str, Any]]
-_FINISH = {pb.FINISH_REASON_STOP: "stop", pb.FINISH_REASON_LENGTH: "length"}
-
-
-@dataclass(frozen=True, slots=True)
-class Token:
-    index: int
-    id: int
-    text: str
-    logprob: float | None = None
-    top: tuple[tuple[int, float], ...] = ()
-
-
-@dataclass(frozen=True, slots=True)
-class Usage:
-    prompt_tokens: int
-    completion_tokens: int
-    cached_tokens: int
-
-
-@dataclass(frozen=True, slots=True)
-class Result:
-    """The whole answer. `stages_ms`: queue, prefill, transfer, decode add up to the request's time at the router; the rest are parts.
-
-    `resumes`: how many times the stream broke and was resumed. If it did, `stages_ms`, `workers` and `handoff` are those of the router that
-    finished it.
-    """
-
-    request_id: str
-    text: str
-    token_ids: tuple[int, ...]
-    finish_reason: str
-    stop: str | int | None
-    usage: Usage
-    stages_ms: dict[str, float]
-    workers: dict[str, Any]
-    handoff: dict[str, Any]
-    resumes: int = 0
-
-
-class GenerateError(Exception):
-    """The request was refused or failed. `reason` is a name from Baton's error table; if `retry_after_s` is set, trying again can help."""
-
-    def __init__(
-        self,
-        code: str,
-        reason: str,
-        message: str,
-        violations: tuple[tuple[str, str], ...],
-        retry_after_s: float | None,
-        metadata: Mapping[str, str],
-    ) -> None:
-        super().__init__(f"{reason or code}: {message}")
-        self.code = code
-        self.reason = reason
-        self.message = message
-        self.violations = violations  # (field, what is wrong with it)
-        self.retry_after_s = retry_after_s
-        self.metadata = metadata
-
-
-@dataclass(slots=True)
-class _Assembly:
-    """An answer while it arrives."""
-
-    texts: list[str] = field(default_factory=list)
-    token_ids: list[int] = field(default_factory=list)
-    accepted: pb.Accepted = field(default_factory=pb.Accepted)
-    held_back: str = ""
-    result: Result | None = None
-
-    def take(self, response: pb.GenerateResponse, resumes: int) -> list[Token]:
-        """`resumes`: how many times the stream was resumed. Raises GenerateError if it was not resumed where it broke."""
-        match response.WhichOneof("event"):
-            case "accepted":
-                self.accepted = response.accepted
-            case "tokens":
-                tokens = [_to_token(token) for token in response.tokens.tokens]
-                if resumes and tokens and tokens[0].index != len(self.token_ids):
-                    message = f"the resumed stream goes on with token {tokens[0].index}, not {len(self.token_ids)}"
-                    raise GenerateError("DATA_LOSS", "", message, (), None, {})
-                self.texts += [token.text for token in tokens]
-                self.token_ids += [token.id for token in tokens]
-                return tokens
-            case "finished":
-                self.held_back = response.finished.text
-                self.result = self._finish(response.finished, resumes)
-        return []
-
-    def to_continue(self, request: pb.GenerateRequest) -> pb.GenerateRequest:
-        """What asks a router for the rest of the answer to `request`."""
-        if not self.accepted.resume:
-            return request
-        rest = pb.GenerateRequest()
-        rest.CopyFrom(request)
-        rest.sampling.CopyFrom(self.accepted.sampling)
-        rest.resume = self.accepted.resume
-        rest.output_so_far.ids[:] = self.token_ids
-        return rest
-
-    def _finish(self, finished: pb.Finished, resumes: int) -> Result:
-        stopped_by = finished.WhichOneof("stopped_by")
-        return Result(
-            request_id=finished.request_id,
-            text="".join(self.texts) + finished.text,
-            token_ids=tuple(self.token_ids),
-            finish_reason=_FINISH.get(finished.reason, "unknown"),
-            stop=getattr(finished, stopped_by) if stopped_by else None,
-            usage=Usage(finished.usage.prompt_tokens, finished.usage.completion_tokens, finished.usage.cached_tokens),
-            stages_ms={f.name.removesuffix("_ms"): getattr(finished.stages, f.name) for f in finished.stages.DESCRIPTOR.fields},
-            workers={f.name: getattr(finished.workers, f.name) for f in finished.workers.DESCRIPTOR.fields},
-            handoff={f.name: getattr(finished.handoff, f.name) for f in finished.handoff.DESCRIPTOR.fields},
-            resumes=resumes,
-        )
 
 
 class _Stream:
@@ -178,7 +47,7 @@ class _Stream:
         self._doors = doors
         self._request = request
         self._attempts = doors.attempts(now, None if timeout_s is None else now + timeout_s)
-        self._assembly = _Assembly()
+        self._assembly = Assembly()
         self._call = self._open(timeout_s)
 
     @property
@@ -322,7 +191,7 @@ class _Doors:
         self.metadata = _metadata(api_key)
         self.closed = False
         self._max_resumes = max_resumes
-        self._insists = len(targets) > 1 or _NAME.match(targets[0]) is not None
+        self._insists = insists(targets)
         self._turns = itertools.count(random.randrange(len(targets)))  # clients that start together do not all begin at the same address
 
     def attempts(self, now: float, deadline: float | None) -> Attempts:
@@ -333,10 +202,11 @@ class _Doors:
 class Client:
     """Thread-safe; all requests share one channel for each address.
 
-    `address`: host:port, or several of them in a list or separated by commas, or a gRPC target that stands for several
-    (dns:///name:port). Calls go to all addresses in turn, and one that cannot be served at an address goes to the others, until its
+    `address`: host:port (8470 if it is left out), or several of them in a list or separated by commas, or a gRPC target that stands for
+    several (dns:///name:port). Calls go to all addresses in turn, and one that cannot be served at an address goes to the others, until its
     deadline (without one, for a minute). `credentials` (grpc.ChannelCredentials) for TLS; `api_key` if the server requires one; `options`:
-    more options for the gRPC channels. `max_resumes`: how many times a stream that breaks is resumed; 0: never.
+    more options for the gRPC channels. `max_resumes`: how many times a stream that breaks is resumed; 0: never. Raises ValueError for an
+    address that cannot be one.
     """
 
     def __init__(
@@ -404,28 +274,6 @@ class AsyncClient:
         await self.close()
 
 
-def targets_of(address: Address) -> tuple[str, ...]:
-    """The gRPC targets that an address of a client means. Raises ValueError if there is none."""
-    given = [address] if isinstance(address, str) else list(address)
-    parts = [part.strip() for each in given for part in ([each] if _NAME.match(each) else each.split(","))]
-    targets = tuple(dict.fromkeys(filter(None, parts)))
-    if not targets:
-        raise ValueError("no address is given")
-    return targets
-
-
-def channel_options(address: str, options: Options = (), server_name: str | None = None) -> list[tuple[str, Any]]:
-    """`address`: a gRPC target. `options` replace ours."""
-    ours: dict[str, Any] = dict(_DEFAULTS)
-    if _LOOPBACK.match(address):
-        ours["grpc.enable_http_proxy"] = 0
-    if server_name:
-        ours["grpc.ssl_target_name_override"] = server_name
-    if _NAME.match(address):
-        ours["grpc.service_config"] = _ROUND_ROBIN
-    return list((ours | dict(options)).items())
-
-
 def build_request(
     prompt: str | None = None,
     *,
@@ -473,26 +321,3 @@ def _dropped() -> GenerateError:
 
 def _metadata(api_key: str | None) -> tuple[tuple[str, str], ...]:
     return () if api_key is None else (("authorization", f"Bearer {api_key}"),)
-
-
-def _to_token(token: pb.Token) -> Token:
-    logprob = token.logprob if token.HasField("logprob") else None
-    return Token(token.index, token.id, token.text, logprob, tuple((top.id, top.logprob) for top in token.top))
-
-
-def to_error(error: grpc.RpcError) -> GenerateError:
-    """What google.rpc.Status says, or the bare status if there is none."""
-    reason, violations, retry_after, metadata = "", [], None, {}
-    try:
-        status = rpc_status.from_call(error)
-    except (ValueError, NotImplementedError, DecodeError):  # details that contradict the status, or cannot be parsed
-        status = None
-    for detail in status.details if status else ():
-        info, bad, retry = error_details_pb2.ErrorInfo(), error_details_pb2.BadRequest(), error_details_pb2.RetryInfo()
-        if detail.Unpack(info):
-            reason, metadata = info.reason, dict(info.metadata)
-        elif detail.Unpack(bad):
-            violations = [(violation.field, violation.description) for violation in bad.field_violations]
-        elif detail.Unpack(retry):
-            retry_after = retry.retry_delay.seconds + retry.retry_delay.nanos / 1e9
-    return GenerateError(error.code().name, reason, error.details() or "", tuple(violations), retry_after, metadata)

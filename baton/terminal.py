@@ -1,6 +1,10 @@
 """Text for terminals of any width."""
 
+import codecs
+import io
+import unicodedata
 from collections.abc import Sequence
+from typing import TextIO
 
 from rich.cells import cell_len
 from rich.console import Console, ConsoleOptions, RenderResult
@@ -9,6 +13,33 @@ from rich.text import Text
 
 GAP = 2  # columns between two cells
 PROSE_WIDTH = 20  # columns that a cell of words has at least
+# What a terminal that cannot show these shows in their place, each as wide as the original.
+PLAIN = dict(zip("·…→←●█✓✗≈─━═│┃║\u2013\u2014\xa0\xd7", "-~><*#+x~---|||-- x", strict=True))
+
+
+def write_anything(*streams: TextIO) -> None:
+    """From now on, text that a stream's encoding lacks is written in plain letters instead of raising UnicodeEncodeError."""
+    codecs.register_error("plain", _plainly)
+    for stream in streams:
+        if isinstance(stream, io.TextIOWrapper):
+            stream.reconfigure(errors="plain")
+
+
+def _plainly(error: UnicodeError) -> tuple[str, int]:
+    if not isinstance(error, UnicodeEncodeError):
+        raise error
+    return "".join(map(_plain, error.object[error.start : error.end])), error.end
+
+
+def _plain(character: str) -> str:
+    if known := PLAIN.get(character):
+        return known
+    if "\u2500" <= character <= "\u257f":  # corners and crossings of boxes
+        return "+"
+    if "\u2580" <= character <= "\u28ff":  # blocks, shapes, Braille: bars, dots and spinners
+        return "#" if character <= "\u259f" else "*"
+    bare = unicodedata.normalize("NFKD", character).encode("ascii", "ignore").decode()
+    return bare or character.encode("ascii", "backslashreplace").decode()
 
 
 class Fitting:

@@ -23,15 +23,17 @@ import grpc
 
 from baton.access.options import Identity, Place
 from baton.access.profile import Profile, read
-from baton.client import Client, channel_options
+from baton.client import Client, channel_options, targets_of
 from baton.cluster.config import ConfigError, SecurityConfig
 from baton.cluster.config_layers import load
+from baton.cluster.config_router import RouterConfig
 from baton.cluster.rpc import NO_PROXY
 from baton.launch import state
 from baton.launch.pods import ReleaseName
 from baton.launch.port_forward import reach
 
-TLS = "https://"
+TLS, PLAIN = "https://", "http://"
+DEFAULT_PORTS = {"grpc": RouterConfig().port, "admin": RouterConfig().admin_port, "http": RouterConfig().http_port}
 DEFAULT_NAME = "baton"
 Endpoint = Literal["grpc", "admin", "http"]
 
@@ -79,9 +81,11 @@ def find(endpoint: Endpoint, place: Place, identity: Identity, env: Mapping[str,
         first, *others = _by_reach(running, endpoint)
         return Access(first, _checked(_first(shown, own, last)), (NO_PROXY,), tuple(others))
     found = identify(identity, place.config, env, profile)
-    if address.startswith(TLS):
-        return Access(address.removeprefix(TLS).rstrip("/"), replace(found, tls=True))
-    return Access(address, found)
+    try:
+        first, *others = targets_of(address.removeprefix(TLS).removeprefix(PLAIN).rstrip("/"), DEFAULT_PORTS[endpoint])
+    except ValueError as error:
+        raise ConfigError(str(error)) from None
+    return Access(first, replace(found, tls=True) if address.startswith(TLS) else found, others=tuple(others))
 
 
 def _in_kubernetes(endpoint: Endpoint, release: ReleaseName, context: str | None, identity: Identity) -> Access:

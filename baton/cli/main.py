@@ -21,6 +21,7 @@ from rich.markup import escape
 from rich.status import Status
 
 from baton.access.access import DEFAULT_NAME, find
+from baton.access.diagnosis import explain
 from baton.access.options import Identity, Place
 from baton.cli import view
 from baton.cli.admin import read_status
@@ -49,6 +50,7 @@ from baton.cluster.main import read_arguments
 from baton.cluster.registry import RegistryUnavailable
 from baton.launch import state
 from baton.launch.redis_server import RedisServerError
+from baton.terminal import write_anything
 from baton.v1 import worker_pb2, worker_pb2_grpc
 from loadtest.cli import app as loadtest_app
 from loadtest.options import takes
@@ -59,7 +61,7 @@ app.add_typer(config_app, name="config")
 app.add_typer(loadtest_app, name="loadtest")
 PIPE_WIDTH = 180  # columns of a table that does not go to a terminal
 out, err = (
-    Console(stderr=stderr, highlight=False, width=None if stream.isatty() else PIPE_WIDTH)
+    Console(stderr=stderr, highlight=False, emoji=False, width=None if stream.isatty() else PIPE_WIDTH)
     for stderr, stream in ((False, sys.stdout), (True, sys.stderr))
 )
 FREE = {"allow_extra_args": True, "ignore_unknown_options": True}
@@ -295,6 +297,7 @@ def config_schema() -> None:
 
 
 def main() -> None:
+    write_anything(sys.stdout, sys.stderr)
     app()
 
 
@@ -343,11 +346,14 @@ def _failing() -> Iterator[None]:
     except BrokenPipeError:  # the reader closed the pipe, and the interpreter would flush into it again at exit
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         raise typer.Exit(1) from None
-    except (BatonError, GenerateError, RegistryUnavailable, RedisServerError, state.StateError, OSError) as error:
+    except GenerateError as error:
+        err.print(f"baton: {explain(error.reason or error.code, error.message)}", markup=False, soft_wrap=True)
+        raise typer.Exit(1) from None
+    except (BatonError, RegistryUnavailable, RedisServerError, state.StateError, OSError) as error:
         err.print(f"baton: {error}", markup=False, soft_wrap=True)
         raise typer.Exit(1) from None
     except grpc.RpcError as error:
-        err.print(f"baton: {error.code().name}: {error.details()}", markup=False, soft_wrap=True)
+        err.print(f"baton: {explain(error.code().name, error.details() or '')}", markup=False, soft_wrap=True)
         raise typer.Exit(1) from None
     except KeyboardInterrupt:
         raise typer.Exit(130) from None

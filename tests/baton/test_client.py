@@ -375,7 +375,8 @@ print(sorted(name for name in sys.modules if name.startswith("baton.")))
     assert done.returncode == 0, done.stderr
     assert done.stdout.splitlines() == [
         "[]",
-        "['baton.attempts', 'baton.client', 'baton.v1', 'baton.v1.generation_pb2', 'baton.v1.generation_pb2_grpc']",
+        "['baton.answer', 'baton.attempts', 'baton.client', 'baton.targets', 'baton.v1', 'baton.v1.generation_pb2',"
+        " 'baton.v1.generation_pb2_grpc']",
     ]
 
 

@@ -24,6 +24,8 @@ from grpc_status import rpc_status
 from rich.console import Console
 from typer.testing import CliRunner
 
+from baton.access.access import Endpoint, find
+from baton.access.options import Identity, Place
 from baton.cli import doctor, view
 from baton.cli.doctor import Finding
 from baton.cli.main import CHAT_TEMPERATURE, app
@@ -39,6 +41,7 @@ from baton.v1 import generation_pb2_grpc, worker_pb2, worker_pb2_grpc
 
 TEXT = ("Once ", "upon\n", "", "[bold]a[/] tïme", "\x1b[2J")  # text that a model may produce
 HELD_BACK = " 🙂"
+ADDRESSES: list[tuple[Endpoint, str]] = [("grpc", "localhost"), ("admin", "http://localhost/"), ("http", "https://localhost")]
 FREE_PORTS = ("--router.port", "0", "--router.admin-port", "0", "--router.http-port", "0", "--router.page-port", "0")
 STATUS: dict[str, Any] = {
     "endpoints": {"grpc": "127.0.0.1:1", "admin": "127.0.0.1:2"},
@@ -246,6 +249,33 @@ def test_status_accepts_the_admin_address(env: dict[str, str], router: tuple[str
     assert (rc, err) == (0, "") and json.loads(out) == STATUS and list(json.loads(out)["endpoints"]) == ["admin", "grpc"]
     rc, out, err = baton(env, "status", "--address", router[0])
     assert (rc, err) == (0, "") and "[red]small" in out and "registry away" in out and "2 in flight" in out
+
+
+@pytest.mark.parametrize(
+    ("address", "said"),
+    [
+        ("127.0.0.1:99999", "'99999' is not a port"),
+        ("127.0.0.1:x", "'x' is not a port"),
+        (":1", "names no host"),
+        ("ftp://a:1", "without ftp://"),
+    ],
+)
+def test_an_address_that_cannot_be_one_is_refused(env: dict[str, str], address: str, said: str) -> None:
+    for command in (("status",), ("generate", "x")):
+        rc, out, err = invoke(env, *command, "--address", address)
+        assert (rc, out) == (2, "") and said in err
+
+
+def test_an_address_without_a_port_gets_that_of_the_door(env: dict[str, str]) -> None:
+    place = {endpoint: find(endpoint, Place(address=address), Identity(), env).address for endpoint, address in ADDRESSES}
+    assert place == {"grpc": "localhost:8470", "admin": "localhost:8471", "http": "localhost:8000"}
+
+
+@pytest.mark.parametrize("command", [("status",), ("status", "--json"), ("generate", "x"), ("generate", "x", "--trace"), ("top", "--once")])
+def test_a_terminal_that_is_not_utf_8_gets_no_traceback(env: dict[str, str], router: tuple[str, Answers], command: tuple[str, ...]) -> None:
+    rc, out, err = baton({**env, "PYTHONIOENCODING": "ascii"}, *command, "--address", router[0])
+    assert out.isascii() and err.isascii() and rc == (1 if command[0] == "top" else 0)  # this router has no `Live`
+    assert "UnicodeEncodeError" not in err
 
 
 # --- invalid command lines -----------------------------------------------------------------------------------------------------------

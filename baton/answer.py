@@ -1,0 +1,149 @@
+"""What a request gets back: tokens, a result, or an error. Protobuf becomes plain objects here."""
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+import grpc
+from google.protobuf.message import DecodeError
+from google.rpc import error_details_pb2
+from grpc_status import rpc_status
+
+from baton.v1 import generation_pb2 as pb
+
+_FINISH = {pb.FINISH_REASON_STOP: "stop", pb.FINISH_REASON_LENGTH: "length"}
+
+
+@dataclass(frozen=True, slots=True)
+class Token:
+    index: int
+    id: int
+    text: str
+    logprob: float | None = None
+    top: tuple[tuple[int, float], ...] = ()
+
+
+@dataclass(frozen=True, slots=True)
+class Usage:
+    prompt_tokens: int
+    completion_tokens: int
+    cached_tokens: int
+
+
+@dataclass(frozen=True, slots=True)
+class Result:
+    """The whole answer. `stages_ms`: queue, prefill, transfer, decode add up to the request's time at the router; the rest are parts.
+
+    `resumes`: how many times the stream broke and was resumed. If it did, `stages_ms`, `workers` and `handoff` are those of the router that
+    finished it.
+    """
+
+    request_id: str
+    text: str
+    token_ids: tuple[int, ...]
+    finish_reason: str
+    stop: str | int | None
+    usage: Usage
+    stages_ms: dict[str, float]
+    workers: dict[str, Any]
+    handoff: dict[str, Any]
+    resumes: int = 0
+
+
+class GenerateError(Exception):
+    """The request was refused or failed. `reason` is a name from Baton's error table; if `retry_after_s` is set, trying again can help."""
+
+    def __init__(
+        self,
+        code: str,
+        reason: str,
+        message: str,
+        violations: tuple[tuple[str, str], ...],
+        retry_after_s: float | None,
+        metadata: Mapping[str, str],
+    ) -> None:
+        super().__init__(f"{reason or code}: {message}")
+        self.code = code
+        self.reason = reason
+        self.message = message
+        self.violations = violations  # (field, what is wrong with it)
+        self.retry_after_s = retry_after_s
+        self.metadata = metadata
+
+
+@dataclass(slots=True)
+class Assembly:
+    """An answer while it arrives."""
+
+    texts: list[str] = field(default_factory=list)
+    token_ids: list[int] = field(default_factory=list)
+    accepted: pb.Accepted = field(default_factory=pb.Accepted)
+    held_back: str = ""
+    result: Result | None = None
+
+    def take(self, response: pb.GenerateResponse, resumes: int) -> list[Token]:
+        """`resumes`: how many times the stream was resumed. Raises GenerateError if it was not resumed where it broke."""
+        match response.WhichOneof("event"):
+            case "accepted":
+                self.accepted = response.accepted
+            case "tokens":
+                tokens = [_to_token(token) for token in response.tokens.tokens]
+                if resumes and tokens and tokens[0].index != len(self.token_ids):
+                    message = f"the resumed stream goes on with token {tokens[0].index}, not {len(self.token_ids)}"
+                    raise GenerateError("DATA_LOSS", "", message, (), None, {})
+                self.texts += [token.text for token in tokens]
+                self.token_ids += [token.id for token in tokens]
+                return tokens
+            case "finished":
+                self.held_back = response.finished.text
+                self.result = self._finish(response.finished, resumes)
+        return []
+
+    def to_continue(self, request: pb.GenerateRequest) -> pb.GenerateRequest:
+        """What asks a router for the rest of the answer to `request`."""
+        if not self.accepted.resume:
+            return request
+        rest = pb.GenerateRequest()
+        rest.CopyFrom(request)
+        rest.sampling.CopyFrom(self.accepted.sampling)
+        rest.resume = self.accepted.resume
+        rest.output_so_far.ids[:] = self.token_ids
+        return rest
+
+    def _finish(self, finished: pb.Finished, resumes: int) -> Result:
+        stopped_by = finished.WhichOneof("stopped_by")
+        return Result(
+            request_id=finished.request_id,
+            text="".join(self.texts) + finished.text,
+            token_ids=tuple(self.token_ids),
+            finish_reason=_FINISH.get(finished.reason, "unknown"),
+            stop=getattr(finished, stopped_by) if stopped_by else None,
+            usage=Usage(finished.usage.prompt_tokens, finished.usage.completion_tokens, finished.usage.cached_tokens),
+            stages_ms={f.name.removesuffix("_ms"): getattr(finished.stages, f.name) for f in finished.stages.DESCRIPTOR.fields},
+            workers={f.name: getattr(finished.workers, f.name) for f in finished.workers.DESCRIPTOR.fields},
+            handoff={f.name: getattr(finished.handoff, f.name) for f in finished.handoff.DESCRIPTOR.fields},
+            resumes=resumes,
+        )
+
+
+def _to_token(token: pb.Token) -> Token:
+    logprob = token.logprob if token.HasField("logprob") else None
+    return Token(token.index, token.id, token.text, logprob, tuple((top.id, top.logprob) for top in token.top))
+
+
+def to_error(error: grpc.RpcError) -> GenerateError:
+    """What google.rpc.Status says, or the bare status if there is none."""
+    reason, violations, retry_after, metadata = "", [], None, {}
+    try:
+        status = rpc_status.from_call(error)
+    except (ValueError, NotImplementedError, DecodeError):  # details that contradict the status, or cannot be parsed
+        status = None
+    for detail in status.details if status else ():
+        info, bad, retry = error_details_pb2.ErrorInfo(), error_details_pb2.BadRequest(), error_details_pb2.RetryInfo()
+        if detail.Unpack(info):
+            reason, metadata = info.reason, dict(info.metadata)
+        elif detail.Unpack(bad):
+            violations = [(violation.field, violation.description) for violation in bad.field_violations]
+        elif detail.Unpack(retry):
+            retry_after = retry.retry_delay.seconds + retry.retry_delay.nanos / 1e9
+    return GenerateError(error.code().name, reason, error.details() or "", tuple(violations), retry_after, metadata)
