@@ -63,9 +63,17 @@ WIDTHS = (
 assert set(FAMILIES) == set(SUPPORTED)
 
 
-def loaded(family: str, precision: str, compiled: bool = True, layers: int = 2, scale: int = 1, products: str = "auto") -> ModelRunner:
+def loaded(
+    family: str,
+    precision: str,
+    compiled: bool = True,
+    layers: int = 2,
+    scale: int = 1,
+    products: str = "auto",
+    spread: float = 0.02,
+) -> ModelRunner:
     """A runner of a random model whose widths are divided by `scale`. `precision`: float32, bfloat16, or int8 or int4 with the rest in
-    float32; `products`: what multiplies matrices."""
+    float32; `products`: what multiplies matrices; `spread`: the standard deviation of the weights."""
     fields = SIZES | FAMILIES[family] | {"num_hidden_layers": layers, "max_position_embeddings": 2 * TOKENS, "eos_token_id": 1}
     fields |= {name: fields[name] // scale for name in WIDTHS if fields.get(name)}
     with tempfile.TemporaryDirectory() as folder:
@@ -74,7 +82,7 @@ def loaded(family: str, precision: str, compiled: bool = True, layers: int = 2, 
     shapes, generator = expected_tensors(config), torch.Generator().manual_seed(1)
 
     def read(name: str) -> Tensor:
-        return torch.randn(shapes[name], generator=generator) * 0.02
+        return torch.randn(shapes[name], generator=generator) * spread
 
     rounded, cpu = precision in ROUNDED, torch.device("cpu")
     dtype = "float32" if rounded else precision

@@ -14,6 +14,7 @@ from array import array
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from itertools import chain
+from math import gcd
 from typing import NamedTuple
 
 import numpy as np
@@ -28,16 +29,21 @@ from baton.engine.cpu.sizes import rounded_up
 GROUP_BYTES = 32 << 20  # of keys and values gathered for one group of decodes
 KEY_STEPS = 4  # allowed numbers of keys from one power of two to the next, for gathers
 GROUP_SPREAD = 8  # blocks by which lengths in a group may differ, beyond half their length
+CUT = 256  # keys that a kernel meets at a time; it cuts them at multiples of this, so that sums do not depend on where a span begins
 
 Ints = npt.NDArray[np.int64]
 
 
 class Span(NamedTuple):
-    """`n` tokens of one sequence from position `start` on; `blocks` is its block table, at least up to `start + n`."""
+    """`n` tokens of one sequence from position `start` on; `blocks` is its block table, at least up to `start + n`.
+
+    `steps`: each is computed as a decode step, by the kernel for those. It adds in another order than the one for prompts: the bits differ.
+    """
 
     start: int
     n: int
     blocks: Sequence[int]
+    steps: bool = False
 
 
 class KvLayer(NamedTuple):
@@ -159,11 +165,12 @@ class PagedAttention:
         meta, paged, kernels = self._meta, self._paged, self._paged.kernels
         tokens = len(meta.positions)
         out, first = q.new_empty(q.shape[0], q.shape[1] * paged.value_dim), 0
-        if meta.decodes and kernels:
+        if meta.decodes:
             first = meta.decodes.size
-            kernels.attend_in_place(paged, layer, q, kv, out, meta.decodes, meta.layers[layer])
-        if meta.groups[layer]:
+        if meta.groups[layer]:  # before the decodes: the end of a prompt and output after it may be computed in one step
             (kernels.store if kernels else store)(kv[first:tokens], paged.layers[layer], meta.slots)
+        if meta.decodes and kernels:
+            kernels.attend_in_place(paged, layer, q, kv, out, meta.decodes, meta.layers[layer])
         for group in meta.groups[layer]:
             if kernels:
                 kernels.attend_span(paged, layer, q[group.rows], out[group.rows], group, meta.layers[layer])
@@ -206,7 +213,7 @@ def _attend(q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, how: LayerAtte
 
 def batch_order(spans: Sequence[Span]) -> list[int]:
     """Indices of the spans in the order that `plan` wants: decodes first, those of similar length side by side."""
-    return sorted(range(len(spans)), key=lambda i: (spans[i].n > 1, spans[i].start))
+    return sorted(range(len(spans)), key=lambda i: (not spans[i].steps, spans[i].n > 1, spans[i].start))
 
 
 def plan(spans: Sequence[Span], paged: PagedKv, layers: Sequence[LayerAttention]) -> Meta:
@@ -215,14 +222,15 @@ def plan(spans: Sequence[Span], paged: PagedKv, layers: Sequence[LayerAttention]
     Also zeroes the slots after the last token of a sequence, so that the bytes of its last block depend only on its tokens. Shared blocks
     are full, so no other sequence reads this one.
     """
-    decodes = sum(span.n == 1 for span in spans) if paged.kernels else 0
-    longer = _plan_longer(spans[decodes:], decodes, paged, layers)
+    decodes = sum(span.steps for span in spans) if paged.kernels else 0
+    size = sum(span.n for span in spans[:decodes])
+    longer = _plan_longer(spans[decodes:], size, paged, layers)
     if paged.kernels:
         paged.wipe(_begun(spans, paged.block_size))
     if not decodes:
         return longer
     index = torch.frombuffer(_index(spans[:decodes], paged.block_size), dtype=torch.int64)
-    found, positions = Decodes(decodes, index, seen(spans[:decodes])), index[:decodes]
+    found, positions = Decodes(size, index, seen(spans[:decodes])), index[:size]
     return replace(longer, decodes=found, positions=torch.cat((positions, longer.positions)) if decodes < len(spans) else positions)
 
 
@@ -261,7 +269,7 @@ def _plan_longer(spans: Sequence[Span], first: int, paged: PagedKv, layers: Sequ
     slots = paged.rows(blocks[:, None])[..., 0].transpose(1, 0, 2) * paged.block_size + offsets[:, None, None]  # [T', P, Hkv]
     kinds = {}
     for window, masked in {(layer.window, layer.softcap is not None) for layer in layers}:
-        table = whole if window is None else _Table.of(spans, paged.block_size, window)
+        table = whole if window is None else _Table.of(spans, paged.block_size, window, CUT if paged.kernels else 1)
         kinds[window, masked] = tuple(_group(table, slice(*cut), first, paged, window, masked) for cut in _cuts(table, paged))
     groups = tuple(kinds[layer.window, layer.softcap is not None] for layer in layers)
     scratch = paged.scratch(0 if paged.kernels else max(len(group.gather) for kind in kinds.values() for group in kind))
@@ -276,7 +284,8 @@ def _begun(spans: Sequence[Span], block_size: int) -> list[int]:
 
 @dataclass(frozen=True, slots=True)
 class _Table:
-    """The spans as arrays. A table leaves out the blocks that no query of its span can see any more (sliding window)."""
+    """The spans as arrays. A table leaves out the blocks that no query of its span can see any more (sliding window), and begins at a
+    multiple of `cut` keys."""
 
     block_size: int
     starts: Ints  # [B]
@@ -289,11 +298,12 @@ class _Table:
     positions: Ints  # [T]
 
     @classmethod
-    def of(cls, spans: Sequence[Span], block_size: int, window: int | None) -> "_Table":
+    def of(cls, spans: Sequence[Span], block_size: int, window: int | None, cut: int = 1) -> "_Table":
         starts = np.array([span.start for span in spans])
         ns = np.array([span.n for span in spans])
         seen = starts if window is None else np.minimum(starts, window - 1)  # keys before the first query that it sees
-        first_block = (starts - seen) // block_size
+        apart = cut // gcd(cut, block_size)  # blocks
+        first_block = (starts - seen) // (apart * block_size) * apart
         counts = (starts + ns - 1) // block_size + 1 - first_block
         tables = (span.blocks[f : f + c] for span, f, c in zip(spans, first_block.tolist(), counts.tolist(), strict=True))
         flat = np.fromiter(chain.from_iterable(tables), dtype=np.int64)
@@ -327,8 +337,8 @@ def _before(counts: Ints) -> Ints:
 
 
 def _cuts(table: _Table, paged: PagedKv) -> Iterator[tuple[int, int]]:
-    """Spans `first : last` that make a group: one longer span, or decodes that waste little on each other's padding."""
-    counts, decodes = table.counts.tolist(), int((table.ns == 1).sum())
+    """Spans `first : last` that make a group: one span, or without kernels decodes that waste little on each other's padding."""
+    counts, decodes = table.counts.tolist(), 0 if paged.kernels else int((table.ns == 1).sum())
     most = GROUP_BYTES // (paged.parts * paged.kv_heads * paged.row_bytes)  # blocks
     first = 0
     while first < decodes:
@@ -346,10 +356,10 @@ def _group(table: _Table, cut: slice, before: int, paged: PagedKv, window: int |
     blocks = table.padded(cut)  # [B, M]
     queries = table.starts[cut] if n == 1 else np.arange(start, start + n)  # [B] or [n]
     keys = blocks.shape[1] * table.block_size
-    if n > 1:
+    if n > 1 or paged.kernels:
         keys = start + n - int(table.first_block[cut.start]) * table.block_size
     mask = None
-    if n == 1 or (not paged.kernels and (masked or start > 0 or (window is not None and n > window))):
+    if not paged.kernels and (n == 1 or masked or start > 0 or (window is not None and n > window)):
         first_key = paged.tensor(table.first_block[cut] * table.block_size)[:, None]  # [B, 1], with B = 1 for a longer span
         mask = _mask(paged.tensor(queries)[:, None], first_key + torch.arange(keys, device=first_key.device), window, paged.dtype)
         mask = mask[:, None, None] if n == 1 else mask

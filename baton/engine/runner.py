@@ -129,31 +129,43 @@ class ModelRunner:
 
     def _logits(self, batch: Seq[Chunk]) -> tuple[Tensor, list[int] | None]:
         """The logits, and what `sampler.greatest` finds in them if it is known. The next step may overwrite them then."""
-        spans = [Span(chunk.seq.computed, chunk.n, chunk.seq.blocks) for chunk in batch]
-        if self._steps is not None and all(chunk.n == 1 and chunk.samples for chunk in batch):
+        assert self._paged is not None, "attach a pool first"
+        parts = [(i, span) for i, chunk in enumerate(batch) for span in spans_of(chunk, self._paged.kernels is not None)]
+        if self._steps is not None and all(chunk.n == 1 and chunk.samples for chunk in batch) and all(span.steps for _, span in parts):
             latest = [chunk.seq.tokens[chunk.seq.computed] for chunk in batch]
-            if (found := self._steps.logits(spans, latest)) is not None:
+            if (found := self._steps.logits([span for _, span in parts], latest)) is not None:
                 return found
-        return self._planned(batch, spans), None
+        order = batch_order([span for _, span in parts])
+        return self._planned(batch, [parts[i] for i in order], self._paged), None
 
     @torch.inference_mode()
-    def _planned(self, batch: Seq[Chunk], spans: Seq[Span]) -> Tensor:
-        assert self._paged is not None, "attach a pool first"
-        order = batch_order(spans)
-        meta = plan([spans[i] for i in order], self._paged, self.model.config.attention)
+    def _planned(self, batch: Seq[Chunk], parts: Seq[tuple[int, Span]], paged: PagedKv) -> Tensor:
+        """`parts`: the spans in `batch_order`, each with the index of its chunk."""
+        meta = plan([span for _, span in parts], paged, self.model.config.attention)
         tokens: list[int] = []
         last_row = [0] * len(batch)
-        for i in order:
-            seq, start = batch[i].seq, spans[i].start
-            tokens += seq.tokens[start : start + spans[i].n]
-            last_row[i] = len(tokens) - 1
+        for i, span in parts:
+            tokens += batch[i].seq.tokens[span.start : span.start + span.n]
+            if span.start + span.n == batch[i].seq.computed + batch[i].n:
+                last_row[i] = len(tokens) - 1
         rows = [row for chunk, row in zip(batch, last_row, strict=True) if chunk.samples]
         more = more_rows = 0
         if self.model.ops.recurring:
             more, more_rows = rounded_up(len(tokens)) - len(tokens), rounded_up(len(rows)) - len(rows)
         positions = F.pad(meta.positions, (0, more)) if more else meta.positions
         padded, padded_rows = self._tensor(tokens + [0] * more), self._tensor(rows + rows[-1:] * more_rows)
-        return self.model.forward(padded, positions, PagedAttention(self._paged, meta), padded_rows)[: len(rows)]
+        return self.model.forward(padded, positions, PagedAttention(paged, meta), padded_rows)[: len(rows)]
 
     def _tensor(self, ids: list[int]) -> Tensor:
         return torch.tensor(ids, dtype=torch.int64, device=self.device)
+
+
+def spans_of(chunk: Chunk, exact: bool) -> list[Span]:
+    """A chunk's part of the prompt, and its part of the output, which is computed as steps: so what is computed again has the bits that it
+    had. Without `exact`, one span."""
+    seq, start, end = chunk.seq, chunk.seq.computed, chunk.seq.computed + chunk.n
+    if not exact:
+        return [Span(start, chunk.n, seq.blocks)]
+    cut = min(max(start, seq.prompt_len), end)
+    parts = (Span(start, cut - start, seq.blocks), Span(cut, end - cut, seq.blocks, steps=True))
+    return [part for part in parts if part.n]

@@ -3,7 +3,7 @@
 Keys and values are copied once from the pool's blocks into panels. Then the queries of a few tokens meet KEYS keys at a time: a product
 gives their scores, which stay in the caches, a softmax makes them weights, and a product adds the weighted values; what was added before
 shrinks when a greater score is found. Keys are always cut at the same places, and a key that a query does not see adds exactly nothing:
-unless a window cuts the table, the result for a token does not depend on the span in which it is computed, bit for bit.
+the result for a token does not depend on the span in which it is computed, bit for bit.
 
 Letters in shapes are those of `baton.engine.attention`.
 """
@@ -13,6 +13,7 @@ from numba import njit
 from numba.extending import overload
 from torch import Tensor
 
+from baton.engine.attention import CUT as KEYS
 from baton.engine.attention import Group, PagedKv
 from baton.engine.checkpoint import LayerAttention
 from baton.engine.cpu import amx
@@ -24,7 +25,6 @@ from baton.engine.cpu.primitives import LINE, LOG2_E, ONE, SUMS, ZERO, exp, from
 from baton.engine.cpu.softmax import cap, greatest_score, powers
 from baton.engine.cpu.tile import LANES, OUTS, add_rows, group_of
 
-KEYS = 256  # whose scores are in the caches at the same time; whole panels
 QUERIES = 64  # that one thread computes at a time, unless a key head has more
 SIZE = f"-(-keys // {OUTS}) * {OUTS}"  # keys in whole panels
 NOTHING = np.zeros(OUTS, np.float32)

@@ -1,0 +1,96 @@
+"""A stream that is cut anywhere and goes on elsewhere has the bits of an undisturbed one, in every family and type.
+
+A model that is sure of a token samples it from slightly other logits, too. So logits are compared, bit for bit.
+"""
+
+import random
+from collections.abc import Iterator
+
+import pytest
+import torch
+from families import FAMILIES, loaded
+from torch import Tensor
+
+from baton.engine.protocol import Chunk
+from baton.engine.runner import ModelRunner
+from baton.engine.sampling import SamplingParams
+from baton.engine.sequence import Sequence
+
+SPREAD = 0.2  # of the weights: with smaller ones attention is such a small part of the sum that its last bits are rounded away
+TYPES = ("float32", "bfloat16", "int8", "int4")
+PROMPT, OUTPUT = 270, 20  # more keys than a kernel meets at a time; windows end within the prompt
+IN_EVERY_TYPE = ("LlamaForCausalLM", "Gemma2ForCausalLM", "Qwen3MoeForCausalLM")
+CASES = [(family, kind) for family in FAMILIES for kind in (TYPES if family in IN_EVERY_TYPE else ("bfloat16",))]
+CUTS = ((1, 400), (7, 5), (OUTPUT, 60))  # tokens of output when the stream is cut, and the largest chunk that follows
+
+
+@pytest.fixture(autouse=True)
+def one_thread() -> Iterator[None]:
+    before = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(before)
+
+
+def tokens_of(salt: int, length: int) -> list[int]:
+    rng = random.Random(salt)
+    return [rng.randrange(5, 200) for _ in range(length)]
+
+
+def sequence(tokens: list[int], prompt_len: int, first_block: int = 0) -> Sequence:
+    blocks = list(range(first_block, 32))
+    return Sequence(f"s{first_block}", list(tokens), prompt_len, SamplingParams(max_tokens=64), b"", blocks=blocks)
+
+
+def compute(runner: ModelRunner, seq: Sequence, sizes: list[int], beside: list[Sequence]) -> list[Tensor]:
+    """In chunks of these sizes, each in a batch with a part of the sequences beside it. The logits of those that sample."""
+    found = []
+    for number, size in enumerate(sizes):
+        chunks = [Chunk(seq, size), *(Chunk(other, other.pending) for other in beside[: number % (len(beside) + 1)])]
+        logits = runner.run_logits(chunks)
+        if chunks[0].samples:
+            found.append(logits[0].clone())
+        seq.computed += size
+    return found
+
+
+def stream(runner: ModelRunner, seq: Sequence, sizes: list[int], rest: list[int], beside: list[Sequence]) -> list[Tensor]:
+    """The logits from the last of the known tokens on, each of the others being known after a step."""
+    found = compute(runner, seq, sizes, beside)
+    for token in rest:
+        seq.tokens.append(token)
+        found += compute(runner, seq, [1], beside)
+    return found
+
+
+def cuts(total: int, rng: random.Random, largest: int) -> list[int]:
+    sizes: list[int] = []
+    while (left := total - sum(sizes)) > 0:
+        sizes.append(min(left, rng.randint(1, largest)))
+    return sizes
+
+
+def differ(runner: ModelRunner, knows: bool = True) -> int:
+    """How many logits of a stream that was cut differ from an undisturbed one's. Without `knows`, the engine is not told where the output
+    starts."""
+    whole, different = tokens_of(1, PROMPT + OUTPUT), 0
+    prompt, decode = sequence(tokens_of(2, 9), 9, 30), sequence(tokens_of(3, 9), 8, 31)
+    undisturbed = stream(runner, sequence(whole[:PROMPT], PROMPT), [PROMPT], whole[PROMPT:], [])
+    for at, largest in CUTS:
+        runner.pool.array[:] = 0
+        known, sizes = whole[: PROMPT + at], cuts(PROMPT + at, random.Random(at), largest)
+        again = sequence(known, PROMPT if knows else len(known))
+        logits = stream(runner, again, sizes, whole[PROMPT + at :], [decode, prompt])
+        different += sum(not torch.equal(ours, theirs) for ours, theirs in zip(logits, undisturbed[at:], strict=True))
+    return different
+
+
+@pytest.mark.parametrize(("family", "kind"), CASES)
+def test_a_stream_that_is_cut_has_the_bits_that_it_would_have_had(family: str, kind: str) -> None:
+    assert differ(loaded(family, kind, scale=8, products="baton", spread=SPREAD)) == 0
+
+
+@pytest.mark.parametrize("kind", TYPES)
+def test_output_that_is_taken_for_a_prompt_has_other_bits(kind: str) -> None:
+    """Negative control: were these equal, the tests above would show nothing."""
+    assert differ(loaded("LlamaForCausalLM", kind, scale=8, products="baton", spread=SPREAD), knows=False) > 0
