@@ -28,12 +28,12 @@ class Need:
 
 
 NEEDS = (
-    Need("engine.kind", "vllm", "vllm", "pip install 'baton[vllm]'; for a CPU: python scripts/install_vllm.py"),
-    Need("telemetry.otlp_endpoint", "*", "opentelemetry.sdk", "pip install 'baton[otel]'"),
-    Need("telemetry.otlp_endpoint", "*", "opentelemetry.exporter.otlp.proto.grpc", "pip install 'baton[otel]'"),
+    Need("engine.kind", "vllm", "vllm", "pip install 'baton-llm[vllm]'; for a CPU: python scripts/install_vllm.py"),
+    Need("telemetry.otlp_endpoint", "*", "opentelemetry.sdk", "pip install 'baton-llm[otel]'"),
+    Need("telemetry.otlp_endpoint", "*", "opentelemetry.exporter.otlp.proto.grpc", "pip install 'baton-llm[otel]'"),
     Need("kv.transport", "nixl", "nixl_cu13", "pip install nixl-cu13 (Linux), or set kv.transport to auto"),
-    Need("engine.attention_backend", "flashinfer", "flashinfer", "pip install 'baton[gpu]'"),
-    Need("engine.attention_backend", "flash_attn", "flash_attn", "pip install 'baton[gpu]'"),
+    Need("engine.attention_backend", "flashinfer", "flashinfer", "pip install 'baton-llm[gpu]'"),
+    Need("engine.attention_backend", "flash_attn", "flash_attn", "pip install 'baton-llm[gpu]'"),
     Need("engine.attention_backend", "triton", "triton", "pip install triton"),
 )
 RAY = Need("launcher.kind", "ray", "ray", "pip install ray")

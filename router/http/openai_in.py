@@ -33,7 +33,7 @@ from pydantic_core import CoreSchema, core_schema
 
 from baton.engine.sampling import NUMBERS
 from router.http.errors import HttpError, bad_value
-from router.http.json_bound import check_values
+from router.http.json_body import parse
 from router.validate import Ask, AskSampling, Limits
 
 MAX_CHOICES = 128  # of one HTTP request: prompts times n
@@ -381,17 +381,7 @@ def detokenize(body: bytes) -> tuple[Ask, Mapping[str, str]]:
 
 def read(body: bytes, model: type[B]) -> B:
     """Raises HttpError."""
-    check_values(body)
-    try:
-        tree = json.loads(body.decode(), object_pairs_hook=_object, parse_constant=_no_number)
-    except RecursionError:
-        raise _no_json("it is nested too deeply") from None
-    except (_Malformed, json.JSONDecodeError, UnicodeDecodeError) as error:
-        raise _no_json(str(error)) from None
-    except ValueError:  # Python's own limit
-        raise _no_json("a number has too many digits") from None
-    if type(tree) is not dict:
-        raise HttpError(400, "the body must be a JSON object", code="invalid_json")
+    tree = parse(body)
     try:
         return model.model_validate(tree)
     except Invalid as refused:
@@ -482,22 +472,3 @@ def _choices(prompts: list[Ask], n: int, request_id: str) -> Iterator[Ask]:
             seed = None if ask.sampling.seed is None else (ask.sampling.seed + j) % (1 << 64)
             sampling = ask.sampling if seed == ask.sampling.seed else replace(ask.sampling, seed=seed)
             yield replace(ask, request_id=request_id if alone else f"{request_id}-{i * n + j}", sampling=sampling)
-
-
-class _Malformed(ValueError):
-    pass
-
-
-def _no_json(why: str) -> HttpError:
-    return HttpError(400, f"the body is not JSON in UTF-8: {why}"[:200], code="invalid_json")
-
-
-def _object(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
-    made = dict(pairs)
-    if len(made) < len(pairs):
-        raise _Malformed("a member of an object is given twice")
-    return made
-
-
-def _no_number(name: str) -> Any:
-    raise _Malformed(f"{name} is not a JSON number")

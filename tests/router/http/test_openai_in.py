@@ -9,9 +9,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from baton.engine.sampling import NUMBERS
-from router.http import json_bound, openai_in
+from router.http import json_body, openai_in
 from router.http.errors import HttpError
-from router.http.json_bound import MAX_NODES, MAX_VALUES
+from router.http.json_body import MAX_NODES, MAX_VALUES
 from router.http.openai_in import (
     MAX_CHOICES,
     Asked,
@@ -409,8 +409,8 @@ def test_text_outside_strings_is_found_for_any_chunk_size(text: str, size: int) 
         inside ^= character == ord('"') and not escaped
         escaped = character == ord("\\") and not escaped
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(json_bound, "SCAN_BYTES", size)
-        found = b"".join(json_bound._outside_strings(body))
+        patch.setattr(json_body, "SCAN_BYTES", size)
+        found = b"".join(json_body._outside_strings(body))
     assert found.replace(b"\\", b"") == outside
 
 
