@@ -45,7 +45,7 @@ def predictions(runner: Any, texts: list[list[int]]) -> Iterator[tuple[list[int]
     for at in range(max(map(len, texts)) - 1):
         going = [i for i, text in enumerate(texts) if at + 1 < len(text)]
         sequences = (
-            Sequence(str(i), texts[i][: at + 1], at + 1, SamplingParams(max_tokens=1), b"", blocks=blocks[i], computed=at) for i in going
+            Sequence(str(i), texts[i][: at + 1], 1, SamplingParams(max_tokens=1), b"", blocks=blocks[i], computed=at) for i in going
         )
         yield [texts[i][at + 1] for i in going], runner.run_logits([Chunk(seq, 1) for seq in sequences])
 

@@ -403,7 +403,8 @@ class Dispatcher:
                 raise BatonError(Reason.RETRIES_SPENT, "the cluster serves another model now", metadata=_emitted(request))
             request.keys.clear()
         request.model = served.model_fingerprint
-        extend_keys(request.keys, root_key(served.model_fingerprint, request.salt), request.tokens, served.block_size)
+        root = root_key(served.model_fingerprint, request.salt)
+        extend_keys(request.keys, root, request.tokens, served.block_size, request.prompt_len)
         return request.keys
 
     def _remaining(self, request: Request) -> float:

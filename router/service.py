@@ -232,7 +232,7 @@ class GenerateService:
             receipt.check_prompt(digest)
         if long:
             root = root_key(served.model_fingerprint, request.salt)
-            await self._off_loop(long, deadline, extend_keys, request.keys, root, tokens, served.block_size)
+            await self._off_loop(long, deadline, extend_keys, request.keys, root, tokens, served.block_size, len(prompt))
         if long or receipt is not None:
             request.model = served.model_fingerprint
         if output:

@@ -31,6 +31,11 @@ class EngineConfig(Section):
     max_num_seqs: int = Field(default=64, ge=1, le=4096, description="Maximum number of sequences in one step.")
     max_num_batched_tokens: int = Field(default=512, ge=1, le=1_048_576, description="Maximum number of tokens computed in one step.")
     prefix_caching: bool = Field(default=True, description="Keep the blocks of finished requests, and reuse them for equal prefixes.")
+    reuse_output: bool = Field(
+        default=False,
+        description="KV of generated tokens also serves later prompts that contain them. Faster, but it has other last bits than that of a"
+        " prompt: what follows such a prompt may depend on what was cached, and differ after a retry.",
+    )
     reserve_growth: float = Field(
         default=0.5, ge=0, le=1, description="Share of a sequence's remaining output that admission reserves room for."
     )

@@ -1,8 +1,10 @@
-"""Block keys: which tokens, after which tokens, under which model, tenant and adapter, a block's KV belongs to.
+"""Block keys: which tokens, after which tokens, under which model, tenant and adapter, a block's KV belongs to, and which of the tokens are
+output.
 
 A key is BLAKE2b-128 over (parent key, token ids of the block), rooted in (model fingerprint, salt, adapter). Equal keys mean equal
-prefixes, so a cryptographic hash is used: a collision would hand one tenant another's KV. Standard library only: the
-router computes the same keys as the workers without loading torch.
+prefixes, so a cryptographic hash is used: a collision would hand one tenant another's KV. Output is computed by other kernels than a
+prompt, so its KV has other last bits than that of the same tokens in a prompt; a block with output has another key, and a stream does not
+depend on what happens to be cached. Standard library only: the router computes the same keys as the workers without loading torch.
 """
 
 from array import array
@@ -22,15 +24,20 @@ def root_key(model_fingerprint: str, salt: str = "", adapter: str = "") -> bytes
     return digest.digest()
 
 
-def block_key(parent: bytes, token_ids: Sequence[int]) -> bytes:
-    """The key of one full block. Token ids are hashed as little-endian uint32."""
+def block_key(parent: bytes, token_ids: Sequence[int], output_from: int | None = None) -> bytes:
+    """The key of one full block. Token ids are hashed as little-endian uint32. `output_from`: the first token that is output, if one is."""
     ids = array("I", token_ids)
     if ids.itemsize != 4:  # pragma: no cover - C unsigned int is four bytes wherever CPython runs
         raise RuntimeError("array('I') is not 32 bits wide here")
-    return blake2b(parent + ids.tobytes(), digest_size=KEY_BYTES).digest()
+    if output_from is None:
+        return blake2b(parent + ids.tobytes(), digest_size=KEY_BYTES).digest()
+    mark = output_from.to_bytes(4, "little")
+    return blake2b(parent + ids.tobytes() + mark, digest_size=KEY_BYTES, person=b"baton.block.out").digest()
 
 
-def extend_keys(keys: list[bytes], root: bytes, token_ids: Sequence[int], block_size: int) -> None:
-    """`keys` are those of the first full blocks of `token_ids`; append the keys of its other full blocks."""
+def extend_keys(keys: list[bytes], root: bytes, token_ids: Sequence[int], block_size: int, output_from: int | None = None) -> None:
+    """`keys` are those of the first full blocks of `token_ids`; append the keys of its other full blocks. `output_from`: the position from
+    which on tokens are output, None if none is or if output need not be told from a prompt."""
     while (start := len(keys) * block_size) + block_size <= len(token_ids):
-        keys.append(block_key(keys[-1] if keys else root, token_ids[start : start + block_size]))
+        output = None if output_from is None or output_from >= start + block_size else max(0, output_from - start)
+        keys.append(block_key(keys[-1] if keys else root, token_ids[start : start + block_size], output))

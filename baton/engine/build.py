@@ -39,6 +39,7 @@ class Options:
     compiled: bool = True
     products: str = "auto"  # baton, onednn, torch: what multiplies matrices on a CPU
     prefix_caching: bool = True
+    reuse_output: bool = False
     limits: Limits = field(default_factory=Limits)
     kind: str = "baton"  # vllm: `baton.engine.vllm`
     vllm: Mapping[str, Any] = field(default_factory=dict)  # arguments of vLLM
@@ -128,7 +129,7 @@ def build(options: Options) -> Built:
 def _on_cpu(runner: Any, options: Options, longest: int) -> Engine:
     blocks = count_blocks(options, longest, runner.layout.block_bytes, available_memory())
     runner.attach(KvPool(runner.layout, blocks))
-    return Engine(runner, options.limits, longest, options.prefix_caching)
+    return Engine(runner, options.limits, longest, options.prefix_caching, options.reuse_output)
 
 
 def _on_device(runner: Any, options: Options, longest: int) -> Engine:

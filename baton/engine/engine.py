@@ -59,12 +59,13 @@ class Counts:
 
 
 class Engine:
-    def __init__(self, runner: Runner, limits: Limits, max_len: int, prefix_caching: bool = True) -> None:
+    def __init__(self, runner: Runner, limits: Limits, max_len: int, prefix_caching: bool = True, reuse_output: bool = False) -> None:
+        """`reuse_output`: KV of output may serve as the KV of a prompt, though its last bits differ (see `Runner.separates_output`)."""
         self.runner = runner
         self.max_len = max_len  # tokens of one sequence, prompt and output
         self.pool = BlockPool(runner.pool.num_blocks, prefix_caching)
         self.block_size = runner.layout.block_size
-        self.scheduler = Scheduler(self.pool, limits, self.block_size)
+        self.scheduler = Scheduler(self.pool, limits, self.block_size, runner.separates_output and not reuse_output)
         self.sequences: dict[str, Sequence] = {}
         self.counts = Counts()
         if max_len > self.pool.num_blocks * self.block_size:

@@ -41,6 +41,7 @@ class Runner(Protocol):
     vocab_size: int
     eos_token_ids: frozenset[int]
     max_positions: int
+    separates_output: bool  # KV of output has other bits than that of the same tokens in a prompt, and those bits whenever it is computed
 
     def run(self, batch: Seq[Chunk]) -> list[Sampled | None]:
         """Writes the KV of every chunk into the pool. Returns one answer for each chunk of `batch`: None if the chunk does not sample.

@@ -47,6 +47,7 @@ class ModelRunner:
         self.max_positions = model.config.max_positions
         self._paged: PagedKv | None = None
         self._steps: DecodeSteps | None = None
+        self.separates_output = False
 
     @classmethod
     def load(
@@ -110,6 +111,7 @@ class ModelRunner:
         self._paged = paged = PagedKv(
             tensor.view(pool.num_blocks, *self.layout.block_shape), self.layout.value_dim, self.model.ops.attention
         )
+        self.separates_output = paged.kernels is not None and not self.model.ops.recurring
         if self.model.ops.records:
             from baton.engine.cpu.decode_steps import DecodeSteps
 

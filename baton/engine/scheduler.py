@@ -59,7 +59,9 @@ class Schedule:
 
 
 class Scheduler:
-    def __init__(self, pool: BlockPool, limits: Limits, block_size: int) -> None:
+    def __init__(self, pool: BlockPool, limits: Limits, block_size: int, separates_output: bool = False) -> None:
+        """`separates_output`: see `Runner`."""
+        self._separates_output = separates_output
         self.pool = pool
         self.limits = limits
         self.block_size = block_size
@@ -191,12 +193,13 @@ class Scheduler:
         return True
 
     def _chunk(self, seq: Sequence, budget: int, plan: Schedule) -> int:
-        n = min(seq.pending, budget)
+        # A token that became known while KV was fetched may be beyond the blocks that were reserved: it gets room as a decode.
+        n = min(seq.pending, budget, len(seq.blocks) * self.block_size - seq.computed)
         plan.chunks.append(Chunk(seq, n))
         return n
 
     def _extend_keys(self, seq: Sequence) -> None:
-        extend_keys(seq.keys, seq.root, seq.tokens, self.block_size)
+        extend_keys(seq.keys, seq.root, seq.tokens, self.block_size, seq.prompt_len if self._separates_output else None)
 
     def _final_blocks(self, seq: Sequence) -> int:
         """The most blocks that `seq` will own on this worker. A sequence that will be held stops at its first token."""

@@ -22,6 +22,8 @@ ARCHITECTURE = "BatonToyForCausalLM"
 
 
 class ToyRunner:
+    separates_output = False  # integers
+
     def __init__(self, config: dict[str, int], fingerprint: str, block_size: int) -> None:
         self.vocab_size = config["vocab_size"]
         self.eos_token_ids = frozenset([config["eos_token_id"]])

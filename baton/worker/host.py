@@ -310,6 +310,7 @@ def options(config: Config) -> Options:
         compiled=engine.compiled,
         products=engine.products,
         prefix_caching=engine.prefix_caching,
+        reuse_output=engine.reuse_output,
         kind=engine.kind,
         vllm=engine.vllm,
         staging_bytes=engine.staging_mib << 20 if engine.staging_mib else None,

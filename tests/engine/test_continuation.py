@@ -6,11 +6,15 @@ A model that is sure of a token samples it from slightly other logits, too. So l
 import random
 from collections.abc import Iterator
 
+import continuation
 import pytest
 import torch
+from continuation import CONTROLS, Bench, Stream, finished, measure, seen
 from families import FAMILIES, loaded
 from torch import Tensor
 
+from baton.cli.up import SHIPPED
+from baton.engine.engine import Engine
 from baton.engine.protocol import Chunk
 from baton.engine.runner import ModelRunner
 from baton.engine.sampling import SamplingParams
@@ -94,3 +98,43 @@ def test_a_stream_that_is_cut_has_the_bits_that_it_would_have_had(family: str, k
 def test_output_that_is_taken_for_a_prompt_has_other_bits(kind: str) -> None:
     """Negative control: were these equal, the tests above would show nothing."""
     assert differ(loaded("LlamaForCausalLM", kind, scale=8, products="baton", spread=SPREAD), knows=False) > 0
+
+
+@pytest.mark.parametrize("kind", ["bfloat16", "int4"])
+def test_disturbed_streams_of_the_shipped_model_have_the_bits_of_undisturbed_ones(kind: str) -> None:
+    runner = ModelRunner.load(SHIPPED, products="baton", **continuation.TYPES[kind])
+    check(runner, continuation.asked(SHIPPED, 2))
+
+
+@pytest.mark.parametrize("kind", TYPES)
+def test_disturbed_streams_of_a_random_model_have_the_bits_of_undisturbed_ones(kind: str) -> None:
+    """The shipped model is sure of its tokens. This one is of none."""
+    check(loaded("LlamaForCausalLM", kind, scale=8, products="baton", spread=SPREAD), [tokens_of(i, 20 * i + 9) for i in range(3)])
+
+
+def check(runner: ModelRunner, prompts: list[list[int]]) -> None:
+    controls = {kind.__name__ for kind in CONTROLS}
+    for way, kind, row in measure(runner, prompts, tokens=10):
+        assert row["logits"] > 0
+        if kind not in controls:
+            assert (row["streams_differ"], row["logits_differ"]) == (0, 0), (way, kind)
+        elif runner.layout.dtype == "bfloat16":  # int8 and int4 round most of it away
+            assert row["logits_differ"], (way, kind)
+
+
+@pytest.mark.parametrize("kind", TYPES)
+def test_the_same_prompt_has_the_same_bits_whatever_part_of_it_is_cached(kind: str) -> None:
+    """Of every length: one token more than whole blocks was computed as if it were output."""
+    bench = Bench(loaded("LlamaForCausalLM", kind, scale=8, products="baton", spread=SPREAD), 80, 4)
+    prompts = [tokens_of(9, length) for length in range(14, 35)]
+
+    def first_logits(engine: Engine, name: str, prompt: list[int]) -> bytes:
+        engine.add(Stream(name, prompt, SamplingParams(max_tokens=2, temperature=0.0)).sequence())
+        finished(engine)
+        return seen(engine)[name, len(prompt)]
+
+    fresh = [first_logits(bench.engine(), "fresh", prompt) for prompt in prompts]
+    engine = bench.engine()
+    for again in range(2):
+        assert [first_logits(engine, f"{again}.{len(prompt)}", prompt) for prompt in prompts] == fresh
+    assert engine.counts.hit_tokens > 10 * 16

@@ -436,3 +436,20 @@ def test_a_running_sequence_does_not_expire() -> None:
     while not engine.idle:
         assert not any(output.expired for output in engine.step(0.5 if seq.started_at is None else 5.0))
     assert seq.output_len == 8
+
+
+@pytest.mark.parametrize("end", range(1, 2 * BLOCK + 1))
+def test_a_first_token_beyond_the_reserved_blocks_gets_room(end: int) -> None:
+    """The prompt fills its last block, and some of its KV is still to be computed when the token becomes known."""
+    source, target, tokens = make_engine(), make_engine(), list(range(1, 2 * BLOCK + 1))
+    held = make_seq("s", tokens, hold=True)
+    source.add(held)
+    drain(source)
+    seq = make_seq("s", tokens, max_tokens=9)
+    assert target.reserve(seq)
+    copy_blocks(source, target, held.blocks[:2], seq.blocks[:2])
+    target.arrive(seq, end)
+    target.adopt(seq, held.tokens[-1])
+    drain(target)
+    assert seq.tokens[len(tokens) :] == expect(seq)
+    target.pool.check()

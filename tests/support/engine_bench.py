@@ -28,6 +28,7 @@ class Bench:
     failures: list[BaseException] = field(default_factory=list)
     batches: list[tuple[float, int, int]] = field(default_factory=list)
     made: int = 0
+    separates_output: bool = False  # see `baton.engine.protocol.Runner`
 
     def seq(self, tokens: list[int], prompt_len: int | None = None, hold: bool = False, salt: str = "", **params: Any) -> Sequence:
         self.made += 1
