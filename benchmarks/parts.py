@@ -93,7 +93,7 @@ def in_turns(
     samples: dict[Case, dict[str, list[Spent]]] = {case: {arm: [] for arm in arms} for case in cases}
     ceiling, found = ceilings.start({"threads": threads})[1], []
     for round_ in range(ROUNDS + 1):
-        found.append(ceiling({}))
+        found.append(ceiling({})["found"])
         for case in cases:
             for arm in arms[:: 1 if round_ % 2 else -1]:
                 sample = measure(arm, case)

@@ -1,11 +1,13 @@
 """This engine compared with its peers on one machine: prefill, decode, a mixed workload, memory and start-up, as ratios and shares.
 
     python benchmarks/peers.py --install llama.cpp openvino ctranslate2 onnxruntime vllm     # once; each in an environment of its own
-    python benchmarks/peers.py [--quick] [--json FILE] [--picture FILE]
+    python benchmarks/peers.py [--quick] [--json FILE] [--picture FILE] [--samples FILE]
+    python benchmarks/peers.py --tables FILE [--json FILE] [--picture FILE]     # from the samples of an earlier run
 
 All engines get the same random-initialised Llamas, token ids, cores, threads, batch limits and room for KV, and are stopped while another
-one is measured. Within a cell they take turns; each repeat has prompts of its own. Ceilings are measured between the cells. A peer that is
-not installed, or fails, is left out and named. `transformers`, CTranslate2 and ONNX Runtime cannot admit a request while others run, so
+one is measured. Within a cell they take turns; each repeat has prompts of its own. Ceilings are measured between the cells. Each
+sample is written to a file as it comes, and tables are made from the file. A peer that is not installed or fails, and a ceiling that cannot
+be measured, is a hole with a name. `transformers`, CTranslate2 and ONNX Runtime cannot admit a request while others run, so
 their mixed workload runs in padded batches of 16.
 """
 
@@ -16,7 +18,6 @@ import shutil
 import subprocess
 import sys
 import time
-from collections import defaultdict
 from collections.abc import Mapping, Sequence
 from contextlib import ExitStack
 from importlib.metadata import version
@@ -27,7 +28,8 @@ from machine import describe
 from peers.cells import Cell, Model, Room, decode, mixed, prefill, room, same_tokens, warm
 from peers.engines import ENGINES, PACKAGES, REFERENCE, Engine, Places, environment
 from peers.process import Driver, DriverError
-from peers.report import Ceilings, Samples, Spread, picture, summary, table
+from peers.record import Record, lines, results
+from peers.report import picture, table
 from safetensors.numpy import load_file, save_file
 
 from baton.engine.machine import available_memory
@@ -47,30 +49,28 @@ SPARE_BYTES = 3 << 30
 
 
 class Run:
-    """The engines that take part, their samples, and why others are left out."""
+    """The engines that take part, and the record of what they do."""
 
-    def __init__(self, options: argparse.Namespace) -> None:
-        self.options = options
+    def __init__(self, options: argparse.Namespace, record: Record) -> None:
+        self.options, self.record = options, record
         self.places = Places(options.cache)
-        self.left_out: dict[str, str] = {}
-        self.versions: dict[str, str] = {}
-        self.notes: list[str] = []
-        self.kv_tokens: dict[str, int] = {}  # by model
-        self.ceilings: defaultdict[str, list[float]] = defaultdict(list)
-        chosen = [engine for engine in ENGINES if not options.engines or engine.name in options.engines]
-        for engine in chosen:
+        self.ceilings_end: str | None = None  # why there are none any more
+        self.engines = [engine for engine in ENGINES if not options.engines or engine.name in options.engines]
+        for engine in list(self.engines):
             if not self.places.installed(engine.package):
-                self.left_out[engine.label] = f"not installed: python benchmarks/peers.py --install {engine.package}"
-        self.engines = [engine for engine in chosen if engine.label not in self.left_out]
+                self.leave_out(engine, f"not installed: python benchmarks/peers.py --install {engine.package}")
 
     def drive(self, driver: str, package: str | None, name: str, more: Mapping[str, str]) -> Driver:
         settings = {**environment(driver, self.options.threads, self.options.cache), **more}
         return Driver(self.places.command(driver, package), settings, self.places.log(name))
 
     def leave_out(self, engine: Engine, why: object) -> None:
-        self.left_out[engine.label] = str(why)
         self.engines.remove(engine)
-        print(f"left out: {engine.label}: {why}", flush=True)
+        self.hole(engine.label, why)
+
+    def hole(self, what: str, why: object) -> None:
+        self.record.add(hole=what, why=str(why))
+        print(f"left out: {what}: {why}", file=sys.stderr, flush=True)
 
     # Preparation
 
@@ -99,34 +99,45 @@ class Run:
 
     # Measuring
 
-    def model(self, name: str, cells: Sequence[Cell], deadline: float) -> tuple[Model, list[Samples]]:
+    def model(self, name: str, cells: Sequence[Cell], deadline: float) -> None:
         checkpoint, space = self.checkpoint(name), room(cells)
-        self.kv_tokens[name] = space.tokens
         model = Model.of(json.loads((checkpoint / "config.json").read_text()), name)
-        samples: dict[str, Samples] = {}
+        self.record.add_model(model, space.tokens, MODELS[name])
         with ExitStack() as stack:
             ceilings = stack.enter_context(self.drive("ceilings", None, "ceilings", {"THP_MEM_ALLOC_ENABLE": "1"}))
-            ceilings.ask({"do": "start", "threads": self.options.threads}, START_DEADLINE_S)
-            ceilings.sleep()
+            self.measure_ceilings(ceilings, {"do": "start", "threads": self.options.threads})
             drivers: dict[str, Driver] = {}
             for engine in list(self.engines):
                 try:
-                    seconds, driver = self.started(engine, checkpoint, model, space)
+                    seconds, driver, found = self.started(engine, checkpoint, model, space)
                 except DriverError as error:
-                    self.leave_out(engine, error)
+                    self.leave_out(engine, f"{name}: {error}")
                     continue
                 stack.callback(driver.end)
                 drivers[engine.label] = driver
                 needed = round(model.parameters * engine.bytes_per_weight) + engine.kv_bytes(model, space)
-                samples[engine.label] = Samples(engine, start_s=seconds, needed=needed)
+                self.record.add(model=name, engine=engine.label, start_s=seconds, needed=needed, version=found)
                 print(f"  {engine.label}: first token after {seconds[0]:.1f} s", file=sys.stderr, flush=True)
-            self.rounds(model, cells, drivers, samples, ceilings, deadline)
-            for label, one in samples.items():
-                one.peak_rss = drivers[label].peak_rss()
-        return model, [one for label, one in samples.items() if label not in self.left_out]
+            self.rounds(model, cells, drivers, ceilings, deadline)
 
-    def started(self, engine: Engine, checkpoint: Path, model: Model, space: Room) -> tuple[list[float], Driver]:
-        """Seconds to the first token of each start, and the process of the last start, asleep."""
+    def measure_ceilings(self, ceilings: Driver, message: Mapping[str, Any]) -> None:
+        """Without them, the run goes on."""
+        if self.ceilings_end is not None:
+            return
+        try:
+            with ceilings.awake():
+                answer = ceilings.ask(message, CELL_DEADLINE_S)
+        except DriverError as error:
+            self.ceilings_end = str(error)
+            self.hole("ceilings", error)
+            return
+        for name, value in answer.get("found", {}).items():
+            self.record.add(ceiling=name, value=value)
+        for name, why in answer.get("missing", {}).items():
+            self.record.add(hole=f"ceiling, {name}", why=why)
+
+    def started(self, engine: Engine, checkpoint: Path, model: Model, space: Room) -> tuple[list[float], Driver, str]:
+        """Seconds to the first token of each start, the process of the last start, asleep, and the engine's version."""
         if (free := available_memory()) < SPARE_BYTES:
             raise DriverError(f"only {free / 2**30:.1f} GiB of memory are left")
         message = engine.message(self.converted(engine, checkpoint), model, space, self.options.threads)
@@ -135,7 +146,7 @@ class Run:
         while True:
             driver = self.drive(engine.driver, engine.package, engine.label, engine.environment)
             try:
-                self.versions[engine.name] = driver.ask(message, START_DEADLINE_S)["version"]
+                found = driver.ask(message, START_DEADLINE_S)["version"]
                 driver.ask({"do": "run", "prompts": first.prompts(model.vocab, "0"), "outputs": first.outputs()}, CELL_DEADLINE_S)
             except BaseException:
                 driver.end()
@@ -143,34 +154,23 @@ class Run:
             seconds.append(time.perf_counter() - driver.began)
             if len(seconds) >= self.options.repeats or seconds[-1] > RESTARTS_BELOW_S:
                 driver.sleep()
-                return seconds, driver
+                return seconds, driver, found
             driver.end()
 
-    def rounds(
-        self,
-        model: Model,
-        cells: Sequence[Cell],
-        drivers: Mapping[str, Driver],
-        samples: Mapping[str, Samples],
-        ceilings: Driver,
-        deadline: float,
-    ) -> None:
+    def rounds(self, model: Model, cells: Sequence[Cell], drivers: Mapping[str, Driver], ceilings: Driver, deadline: float) -> None:
         cost: dict[str, float] = {}
         for repeat in range(self.options.repeats):
             for cell in cells:
                 began = time.monotonic()
                 if repeat and began + cost[cell.name] > deadline:
-                    self.notes.append(f"{model.name} {cell.name}: no time for repeat {repeat + 1}")
+                    self.record.add(note=f"{model.name} {cell.name}: no time for repeat {repeat + 1}")
                     continue
-                with ceilings.awake():
-                    found = ceilings.ask({"do": "run"}, CELL_DEADLINE_S)
-                for name, value in found.items():
-                    self.ceilings[name].append(value)
-                self.turn(model, cell, repeat, drivers, samples)
+                self.measure_ceilings(ceilings, {"do": "run"})
+                self.turn(model, cell, repeat, drivers)
                 cost[cell.name] = time.monotonic() - began
                 print(f"  {model.name} {cell.name}, repeat {repeat + 1}: {cost[cell.name]:.0f} s", file=sys.stderr, flush=True)
 
-    def turn(self, model: Model, cell: Cell, repeat: int, drivers: Mapping[str, Driver], samples: Mapping[str, Samples]) -> None:
+    def turn(self, model: Model, cell: Cell, repeat: int, drivers: Mapping[str, Driver]) -> None:
         """Runs every engine once, in an order that rotates with each repeat."""
         engines = [engine for engine in self.engines if cell.kind in engine.kinds]
         shift = repeat % max(1, len(engines))
@@ -179,18 +179,21 @@ class Run:
         first = {"do": "run", "prompts": warm(cell).prompts(model.vocab, seed + " warm"), "outputs": warm(cell).outputs()}
         timed = {"do": "run", "prompts": cell.prompts(model.vocab, seed), "outputs": cell.outputs()}
         for engine in (*engines[shift:], *engines[:shift]):
+            this = {"model": model.name, "engine": engine.label}
             try:
                 with drivers[engine.label].awake() as driver:
                     driver.ask(first, CELL_DEADLINE_S)
                     answer = driver.ask(timed, CELL_DEADLINE_S)
-                samples[engine.label].rates.setdefault(cell.name, {})[repeat] = cell.tokens_per_s(answer["times"])
-                tokens[engine.label] = answer["tokens"]
+                rate = cell.tokens_per_s(answer["times"])
             except (DriverError, ValueError) as error:
-                self.leave_out(engine, f"{cell.name}: {error}")
-        if REFERENCE.label in tokens:
-            for label, theirs in tokens.items():
-                before, found = samples[label].same, same_tokens(theirs, tokens[REFERENCE.label])
-                samples[label].same = (before[0] + found[0], before[1] + found[1])
+                self.leave_out(engine, f"{model.name} {cell.name}, repeat {repeat + 1}: {error}")
+                continue
+            tokens[engine.label] = answer["tokens"]
+            self.record.add(**this, cell=cell.name, repeat=repeat, tokens_per_s=rate)
+            self.record.add(**this, peak_rss=drivers[engine.label].peak_rss())
+        for label, theirs in tokens.items():
+            if REFERENCE.label in tokens:
+                self.record.add(model=model.name, engine=label, same=same_tokens(theirs, tokens[REFERENCE.label]))
 
 
 def make_silent(path: Path, recipe: Mapping[str, int]) -> None:
@@ -201,42 +204,27 @@ def make_silent(path: Path, recipe: Mapping[str, int]) -> None:
     save_file(weights, path / "model.safetensors", metadata={"format": "pt"})
 
 
-def measure(options: argparse.Namespace) -> dict[str, Any]:
+def measure(options: argparse.Namespace, record: Record) -> None:
     began = time.monotonic()
     cores = sorted(os.sched_getaffinity(0))[: options.threads]
     os.sched_setaffinity(0, cores)  # every driver inherits it
-    run = Run(options)
-    measured = []
+    machine = describe()
+    record.add(
+        run={
+            "machine": machine,
+            "commit": machine.rpartition("commit ")[2],
+            "cores": cores,
+            "threads": options.threads,
+            "seed": options.seed,
+            "versions": {"torch": version("torch")},
+        }
+    )
+    run = Run(options, record)
     for place, name in enumerate(options.models):
         cells = QUICK if options.quick else ALL if name == "small" or options.all_cells else CHEAP
         left = options.minutes * 60 - (time.monotonic() - began)
-        measured.append(run.model(name, cells, time.monotonic() + left / (len(options.models) - place)))
-    ceilings = Ceilings({name: Spread.of(values) for name, values in run.ceilings.items()}, options.threads)
-    rows = [row for model, samples in measured for row in summary(samples, ceilings, model)]
-    return {
-        "machine": (machine := describe()),
-        "commit": machine.rpartition("commit ")[2],
-        "cores": cores,
-        "threads": options.threads,
-        "seed": options.seed,
-        "repeats": max((len(rates) for _, samples in measured for one in samples for rates in one.rates.values()), default=0),
-        "minutes": (time.monotonic() - began) / 60,
-        "versions": {**run.versions, "torch": version("torch")},
-        "left_out": run.left_out,
-        "notes": run.notes,
-        "ceilings": {name: {"median": one.median, "spread": one.half_range} for name, one in ceilings.found.items()},
-        "models": {model.name: describe_model(model, run.kv_tokens[model.name]) for model, _ in measured},
-        "rows": rows,
-    }
-
-
-def describe_model(model: Model, kv_tokens: int) -> dict[str, Any]:
-    return {
-        "shape": MODELS[model.name],
-        "parameters": model.parameters,
-        "read_per_token": model.read_parameters,
-        "kv_tokens": kv_tokens,
-    }
+        run.model(name, cells, time.monotonic() + left / (len(options.models) - place))
+        record.add(minutes=(time.monotonic() - began) / 60)
 
 
 def show(results: Mapping[str, Any]) -> None:
@@ -285,19 +273,26 @@ def main() -> None:
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--json", type=Path)
     parser.add_argument("--picture", type=Path)
+    parser.add_argument("--samples", type=Path, help="where samples are written as they come (in the cache, named for the time)")
+    parser.add_argument("--tables", type=Path, metavar="FILE", help="measure nothing: tables of these samples")
     options = parser.parse_args()
     if options.install:
         failed = [name for name in options.install if not installed(Places(options.cache), name)]
         sys.exit(f"not installed: {', '.join(failed)}" if failed else 0)
     if options.quick:
         options.models, options.repeats = ["small"], 1
-    results = measure(options)
-    show(results)
+    file = options.tables or options.samples or options.cache / "samples" / f"{time.strftime('%Y%m%dT%H%M%S')}.jsonl"
+    if not options.tables:
+        file.unlink(missing_ok=True)
+        print(f"samples: {file} (tables of them, also while this runs: --tables {file})", file=sys.stderr, flush=True)
+        measure(options, Record(file))
+    found = results(lines(file))
+    show(found)
     if options.json:
         options.json.parent.mkdir(parents=True, exist_ok=True)
-        options.json.write_text(json.dumps(results, indent=1) + "\n")
+        options.json.write_text(json.dumps(found, indent=1) + "\n")
     if options.picture:
-        draw(results, options.picture)
+        draw(found, options.picture)
 
 
 def installed(places: Places, name: str) -> bool:

@@ -57,21 +57,20 @@ class Ceilings:
     found: Mapping[str, Spread]
     threads: int
 
-    @property
-    def bytes_per_s(self) -> float:
-        return self.found[f"read GB/s, {self.threads} threads"].median * 1e9
+    def flops(self, precision: str) -> float | None:
+        """The rate of matmuls in float32, or in bfloat16 for every narrower class; float32 where bfloat16 has none. None: not measured."""
+        names = [f"{dtype} matmul GFLOP/s" for dtype in ("bfloat16", "float32")]
+        found = [self.found[name].median * 1e9 for name in names[precision == "float32" :] if name in self.found]
+        return found[0] if found else None
 
-    def flops(self, precision: str) -> float:
-        """The rate of matmuls in float32, or in bfloat16 for every narrower class."""
-        dtype = "float32" if precision == "float32" else "bfloat16"
-        return self.found[f"{dtype} matmul GFLOP/s"].median * 1e9
+    def prefill_tokens_per_s(self, model: Model, precision: str, tokens: int) -> float | None:
+        flops = self.flops(precision)
+        return flops * tokens / model.prefill_flops(tokens) if flops else None
 
-    def prefill_tokens_per_s(self, model: Model, precision: str, tokens: int) -> float:
-        return self.flops(precision) * tokens / model.prefill_flops(tokens)
-
-    def decode_tokens_per_s(self, model: Model, engine: Engine) -> float:
+    def decode_tokens_per_s(self, model: Model, engine: Engine) -> float | None:
         """At batch 1, where every weight is read once per token. An engine whose weights partly stay in the cache can exceed it."""
-        return self.bytes_per_s / (model.read_parameters * engine.bytes_per_weight)
+        read = self.found.get(f"read GB/s, {self.threads} threads")
+        return read.median * 1e9 / (model.read_parameters * engine.bytes_per_weight) if read else None
 
 
 def roof(ceilings: Ceilings, model: Model, engine: Engine, cell: str) -> float | None:
