@@ -6,7 +6,7 @@ It contains nothing of a prompt or an output. What is sent is bounded, however l
 
 import asyncio
 from collections import Counter
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable
 from dataclasses import asdict, fields
 from time import monotonic
 from typing import Any, TypeVar
@@ -77,7 +77,7 @@ class Live:
         if alone or not self._peers.others:
             return own
         answers = await self._peers.ask("Live", worker_pb2.LiveRequest(alone=True))
-        return merge_looks(own, [plain(answer) for answer in answers])
+        return merge_looks(own, await in_slices(plain, answers, 1))
 
     async def find(self, request_id: str) -> dict[str, Any] | None:
         """Returns the record of a request that has ended, at whichever router."""
@@ -195,12 +195,12 @@ class Live:
         return self._wanted
 
 
-async def in_slices(make: Callable[[T], R], items: Sequence[T] | Iterable[T]) -> list[R]:
-    """`make` of each item. Others get a turn of the event loop after every AT_ONCE of them."""
+async def in_slices(make: Callable[[T], R], items: Iterable[T], at_once: int = AT_ONCE) -> list[R]:
+    """`make` of each item. Others get a turn of the event loop after every `at_once` of them."""
     made: list[R] = []
     for number, item in enumerate(items, 1):
         made.append(make(item))
-        if number % AT_ONCE == 0:
+        if number % at_once == 0:
             await asyncio.sleep(0)
     return made
 
