@@ -149,9 +149,9 @@ function tell(figure, chart, highest) {
   figure.querySelector("svg").setAttribute("aria-label", `${chart.title}, last 15 minutes: now ${now.join(", ")}; highest ${chart.format(highest)}`);
 }
 
-// The lowest of 1, 2, 5, 10, 20, ... that is not below.
+// The lowest round number that is not below.
 function nice(value) {
   if (value <= 0) return 1;
   const tens = 10 ** Math.floor(Math.log10(value));
-  return [1, 2, 5, 10].map((digit) => digit * tens).find((one) => one >= value * 0.999);
+  return [1, 1.5, 2, 3, 4, 5, 6, 8, 10].map((digit) => digit * tens).find((one) => one >= value * 0.999);
 }

@@ -57,7 +57,7 @@ function row(record, longest, tenants) {
     make("th", { scope: "row" }, link(record.request_id)),
     make("td", { title: date(record.at) }, clock(record.at)),
     ...(tenants ? [make("td", {}, record.tenant)] : []),
-    make("td", { class: "more" }, ok ? record.reason : `${record.outcome}: ${record.reason}`),
+    make("td", { class: "more how" }, ok ? record.reason : `${record.outcome}: ${record.reason}`),
     make("td", { class: "stages" }, bar(record, longest)),
     ...[record.e2e, record.ttft].map((value) => make("td", {}, time(value))),
     ...STAGES.map((stage) => make("td", { class: "stage" }, record.stages[stage] ? time(record.stages[stage]) : "–")),
