@@ -8,6 +8,7 @@ every worker (h11 alone: 11 ms and 0.1 MiB), wakes ten times a second, and has n
 import asyncio
 from abc import ABC, abstractmethod
 from collections.abc import Iterable
+from email.utils import formatdate
 from http import HTTPStatus
 from typing import TypeAlias
 
@@ -91,7 +92,7 @@ async def _receive(connection: h11.Connection, reader: asyncio.StreamReader) -> 
 
 def _encode(connection: h11.Connection, page: Page, with_body: bool = True) -> bytes:
     status, content_type, body = page
-    headers = [("Content-Type", content_type), ("Content-Length", str(len(body))), ("Connection", "close")]
-    response = h11.Response(status_code=status, headers=headers, reason=HTTPStatus(status).phrase.encode())
+    told = {"Date": formatdate(usegmt=True), "Content-Type": content_type, "Content-Length": str(len(body)), "Connection": "close"}
+    response = h11.Response(status_code=status, headers=[*told.items()], reason=HTTPStatus(status).phrase.encode())
     parts = (response, h11.Data(data=body if with_body else b""), h11.EndOfMessage())
     return b"".join(connection.send(part) or b"" for part in parts)

@@ -4,8 +4,10 @@ import asyncio
 import json
 import ssl
 import subprocess
+import time
 from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager, suppress
+from email.utils import parsedate_to_datetime
 from pathlib import Path
 
 import pytest
@@ -100,6 +102,16 @@ async def test_targets_have_the_format_of_http_sd() -> None:
         status, content_type, body = await get(server, "/targets")
     assert (status, content_type) == (200, "application/json")
     assert json.loads(body) == [{"targets": ["127.0.0.1:1", "127.0.0.1:2"]}]
+
+
+@pytest.mark.parametrize("text", [b"GET /health HTTP/1.1\r\nhost: x\r\n\r\n", b"PUT / HTTP/1.1\r\nhost: x\r\n\r\n", b"nonsense\r\n\r\n"])
+async def test_every_answer_has_a_date(text: bytes) -> None:
+    """RFC 9110, 6.6.1."""
+    async with serving() as server:
+        before = int(time.time())
+        lines = (await say(server, text)).decode().split("\r\n")
+        [date] = [line.partition(": ")[2] for line in lines if line.lower().startswith("date: ")]
+        assert before <= parsedate_to_datetime(date).timestamp() <= time.time()
 
 
 async def test_the_response_to_head_has_no_body() -> None:
