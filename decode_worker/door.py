@@ -105,8 +105,8 @@ class Session:
         def emit(event: Event) -> None:
             self._emit(call_id, event)
 
-        first = self._firsts.get(call_id)
-        await self._worker.run(seq, start.job.request_id, handle, timeout_s, emit, first, start.job.traceparent)
+        first, job = self._firsts.get(call_id), start.job
+        await self._worker.run(seq, job.request_id, handle, timeout_s, emit, first, job.traceparent, job.tracestate)
 
     def _emit(self, call_id: int, event: Event) -> None:
         if len(self._outbox) >= MAX_OUTBOX:

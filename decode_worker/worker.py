@@ -101,12 +101,14 @@ class DecodeWorker:
         emit: Emit,
         first: "asyncio.Future[int] | None" = None,
         traceparent: str = "",
+        tracestate: str = "",
     ) -> None:
         """Serves one call. Events go to `emit`; the last is Finished or a BatonError. A call that is cancelled ends without either.
 
         `first` belongs to a live call, whose `seq` has only the prompt. It resolves to the token that the prefill worker samples.
         """
-        call = Call(seq, request_id, handle, emit, first, span=self._tracer.follow(semconv.DECODE_WORK, traceparent))
+        span = self._tracer.follow(semconv.DECODE_WORK, traceparent, tracestate)
+        call = Call(seq, request_id, handle, emit, first, span=span)
         self._calls[seq.id] = call
         try:
             self.admit()

@@ -36,7 +36,8 @@ class PrefillDoor(worker_pb2_grpc.PrefillServicer):
     async def _prefill(self, request: pb.PrefillRequest, opened: "asyncio.Queue[KvHandle | None]", timeout_s: float | None) -> Prefilled:
         job = request.job
         seq = to_sequence(job, self._identity.model_fingerprint, hold=True, timeout_s=timeout_s)
-        return await self._worker.prefill(seq, job.request_id, opened.put_nowait, to_source(request), job.traceparent)
+        trace = job.traceparent, job.tracestate
+        return await self._worker.prefill(seq, job.request_id, opened.put_nowait, to_source(request), *trace)
 
 
 def to_source(request: pb.PrefillRequest) -> Source | None:

@@ -88,10 +88,11 @@ class PrefillWorker:
         opened: Callable[[KvHandle], None] = lambda handle: None,
         source: Source | None = None,
         traceparent: str = "",
+        tracestate: str = "",
     ) -> Prefilled:
         """Calls `opened` after the first chunk of a long prompt. Raises BatonError(DRAINING, SATURATED, CONTEXT_LENGTH)."""
         self.admit()
-        with self._tracer.follow(semconv.PREFILL_WORK, traceparent) as span:
+        with self._tracer.follow(semconv.PREFILL_WORK, traceparent, tracestate) as span:
             call = Call(seq, request_id, asyncio.get_running_loop().create_future(), opened, span)
             self._running[seq.id] = call
             try:

@@ -19,6 +19,7 @@ from baton.cluster.handoff import Handoff
 from baton.cluster.messages import plain
 from baton.cluster.records import ROLES, Load, RoleName, WorkerRecord, WorkerState
 from baton.cluster.rpc import Line, to_error
+from baton.cluster.telemetry import NO_SPAN, Span
 from baton.engine.block_key import KEY_BYTES
 from baton.engine.sampling import FIELDS
 from baton.v1 import generation_pb2, worker_pb2, worker_pb2_grpc
@@ -134,7 +135,7 @@ class Workers:
         """
         stub = worker_pb2_grpc.PrefillStub(self._channel(worker))
         with request.trace.span.child(semconv.PREFILL, "client", {semconv.WORKER: worker.name}) as span:
-            asked = worker_pb2.PrefillRequest(job=to_job(request, span.traceparent), to=to_addressee(worker))
+            asked = worker_pb2.PrefillRequest(job=to_job(request, span), to=to_addressee(worker))
             if source is not None:
                 asked.source.CopyFrom(to_source(source))
             call = stub.Prefill(asked, timeout=timeout_s)
@@ -298,7 +299,7 @@ class DecodeSession:
         number = next(self._numbers)
         inbox = self._calls[number] = Inbox(self._interval_s)
         span = request.trace.span.child(semconv.DECODE, "client", {semconv.WORKER: self._name})
-        job = to_job(request, span.traceparent)
+        job = to_job(request, span)
         timeout_ms, live = max(1, int(timeout_s * 1000)), first is not None
         start = worker_pb2.DecodeStart(job=job, handle=handle, timeout_ms=timeout_ms, to=self._to, live=live)
         self._commands.put_nowait(worker_pb2.DecodeCommand(call_id=number, start=start))
@@ -387,7 +388,7 @@ def _meaning(error: grpc.RpcError) -> BatonError:
     return ours
 
 
-def to_job(request: Request, traceparent: str = "") -> worker_pb2.Job:
+def to_job(request: Request, span: Span = NO_SPAN) -> worker_pb2.Job:
     told = {name: getattr(request.params, name) for name in FIELDS}
     told["stop_token_ids"] = sorted(request.params.stop_token_ids)  # the same bytes for the same request
     sampling = generation_pb2.SamplingParams(**told)
@@ -397,7 +398,8 @@ def to_job(request: Request, traceparent: str = "") -> worker_pb2.Job:
         prompt_tokens=request.prompt_len,
         sampling=sampling,
         cache_salt=request.salt,
-        traceparent=traceparent,
+        traceparent=span.traceparent,
+        tracestate=span.tracestate,
     )
 
 

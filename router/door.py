@@ -5,7 +5,7 @@ from contextlib import aclosing
 from itertools import islice
 
 from baton.cluster.keys import ApiKeys
-from baton.cluster.rpc import Answering, Context, metadata_of
+from baton.cluster.rpc import Answering, Context, all_metadata_of, metadata_of
 from baton.engine.sampling import FIELDS
 from baton.v1 import generation_pb2 as pb
 from baton.v1 import generation_pb2_grpc
@@ -25,7 +25,8 @@ class GenerationDoor(generation_pb2_grpc.GenerationServicer):
     async def Generate(self, request: pb.GenerateRequest, context: Context) -> AsyncIterator[pb.GenerateResponse]:
         async with Answering(context):
             tenant = self._keys.tenant(metadata_of(context, "authorization"))
-            ask = to_ask(request, metadata_of(context, "traceparent") or "", tenant, self._service.max_model_len)
+            parent, state = metadata_of(context, "traceparent") or "", ",".join(all_metadata_of(context, "tracestate"))
+            ask = to_ask(request, parent, tenant, self._service.max_model_len, state)
             async with aclosing(self._service.generate(ask, context.time_remaining())) as events:
                 async for event in events:
                     if isinstance(event, Accepted):
@@ -33,7 +34,7 @@ class GenerationDoor(generation_pb2_grpc.GenerationServicer):
                     yield to_response(event)
 
 
-def to_ask(request: pb.GenerateRequest, traceparent: str = "", tenant: str = "", context: int | None = None) -> Ask:
+def to_ask(request: pb.GenerateRequest, traceparent: str = "", tenant: str = "", context: int | None = None, tracestate: str = "") -> Ask:
     """Cuts a list that is too long one item beyond its limit: it is still refused, and costs no more than a list that is not too long.
     `context`: the longest prompt plus output, in tokens, if it is known."""
     kind = request.WhichOneof("prompt")
@@ -51,6 +52,7 @@ def to_ask(request: pb.GenerateRequest, traceparent: str = "", tenant: str = "",
         sampling=_to_sampling(request.sampling),
         tenant=tenant,
         traceparent=traceparent,
+        tracestate=tracestate,
         output_so_far=_ids(request.output_so_far, context),
         resume=request.resume[: _LIMITS.max_resume + 1],
     )

@@ -169,10 +169,16 @@ class Journal:
             book.read("baton_router_slo_objective_seconds", lambda: dict(self._objectives.limits))
 
     def open(
-        self, operation: str, request_id: str = "", traceparent: str = "", tenant: str = "", clock: Callable[[], float] = monotonic
+        self,
+        operation: str,
+        request_id: str = "",
+        traceparent: str = "",
+        tenant: str = "",
+        clock: Callable[[], float] = monotonic,
+        tracestate: str = "",
     ) -> Entry:
         """`operation`: a name from OpenTelemetry's GenAI conventions."""
-        trace = Trace(Stopwatch(clock), self._tracer.begin(f"{operation} {self._model}", traceparent))
+        trace = Trace(Stopwatch(clock), self._tracer.begin(f"{operation} {self._model}", traceparent, tracestate))
         return Entry(self, trace, operation, request_id[:MAX_REQUEST_ID], self._wall_clock(), tenant)
 
     def follow(self, entry: Entry) -> None:

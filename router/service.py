@@ -160,7 +160,7 @@ class GenerateService:
     async def generate(self, ask: Ask, timeout_s: float | None) -> AsyncGenerator[Event, None]:
         """Yields Accepted, then Pieces, then Finished. Raises BatonError. Closing the generator ends the request everywhere."""
         operation = semconv.TEXT_COMPLETION if ask.messages is None else semconv.CHAT
-        with self._journal.open(operation, ask.request_id, ask.traceparent, ask.tenant) as entry:
+        with self._journal.open(operation, ask.request_id, ask.traceparent, ask.tenant, tracestate=ask.tracestate) as entry:
             if self.draining:
                 raise BatonError(Reason.DRAINING, "this router is draining")
             self._check(ask)

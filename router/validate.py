@@ -80,6 +80,7 @@ class Ask:
     priority: int = 0  # among requests that wait for admission: the lowest goes first
     tenant: str = ""  # the owner of the API key that it came with
     traceparent: str = ""  # the caller's W3C Trace Context as it arrived; ignored if invalid
+    tracestate: str = ""  # likewise; of several headers, joined
     output_so_far: Sequence[int] = ()  # the beginning of the output, which an earlier call has streamed
     resume: bytes = b""  # the receipt of that call (`router.resume`)
 

@@ -1,4 +1,5 @@
-"""Traces through the OpenTelemetry SDK, which reads `traceparent`, samples, queues ended spans and exports them from its own thread.
+"""Traces through the OpenTelemetry SDK, which reads `traceparent` and `tracestate`, samples, queues ended spans and exports them from its
+own thread.
 
 This is the only file that imports the SDK, and it is loaded only if `telemetry.otlp_endpoint` is set. It adds what the SDK lacks: it counts
 the spans that were exported and lost, logs once that the collector is unreachable, and closes within CLOSE_WITHIN_S.
@@ -27,6 +28,7 @@ MAX_QUEUED = 4096  # spans
 BATCH = 512
 EXPORT_EVERY_S = 0.5
 EXPORT_TIMEOUT_S = 2.0  # of one batch, retries included
+MAX_TRACESTATE = 8192  # characters; W3C asks to carry 512
 CLOSE_WITHIN_S = 0.8  # spans that the collector has not accepted by then are lost
 
 _KINDS = {"server": SpanKind.SERVER, "client": SpanKind.CLIENT, "internal": SpanKind.INTERNAL}
@@ -48,7 +50,8 @@ class RecordedSpan(Span):
         self._queue = queue
         self._name = name
         self._kind = kind
-        self._context = SpanContext(trace_id, _IDS.generate_span_id(), is_remote=False, trace_flags=_SAMPLED)
+        state = parent.trace_state if parent else None
+        self._context = SpanContext(trace_id, _IDS.generate_span_id(), is_remote=False, trace_flags=_SAMPLED, trace_state=state)
         self._parent = parent
         self._attributes = dict(attributes)
         self._start_ns = time.time_ns()
@@ -57,6 +60,10 @@ class RecordedSpan(Span):
     @property
     def traceparent(self) -> str:
         return f"00-{self._context.trace_id:032x}-{self._context.span_id:016x}-{_SAMPLED:02x}"
+
+    @property
+    def tracestate(self) -> str:
+        return self._context.trace_state.to_header()
 
     def child(self, name: str, kind: Kind = "internal", attributes: Mapping[str, Value] = NOTHING) -> Span:
         return RecordedSpan(self._queue, name, kind, self._context.trace_id, self._context, attributes)
@@ -109,11 +116,11 @@ class OtelTracer(Tracer):
     def dropped(self) -> int:
         return self._queue.refused + self._queue.exporter.lost
 
-    def begin(self, name: str, traceparent: str = "", kind: Kind = "server") -> Span:
-        return self._make(name, _read(traceparent), kind)
+    def begin(self, name: str, traceparent: str = "", tracestate: str = "", kind: Kind = "server") -> Span:
+        return self._make(name, _read(traceparent, tracestate), kind)
 
-    def follow(self, name: str, traceparent: str, kind: Kind = "server") -> Span:
-        here = _read(traceparent)
+    def follow(self, name: str, traceparent: str, tracestate: str = "", kind: Kind = "server") -> Span:
+        here = _read(traceparent, tracestate)
         return self._make(name, here, kind) if get_current_span(here).get_span_context().is_valid else NO_SPAN
 
     def close(self) -> None:
@@ -141,8 +148,14 @@ def otlp(endpoint: str) -> SpanExporter:
     return OTLPSpanExporter(endpoint=endpoint, timeout=EXPORT_TIMEOUT_S)
 
 
-def _read(traceparent: str) -> Context:
-    return _W3C.extract({"traceparent": traceparent}, _NO_PARENT) if traceparent else _NO_PARENT
+def _read(traceparent: str, tracestate: str) -> Context:
+    """The SDK drops a `tracestate` that W3C's rules do not allow, as a whole."""
+    if not traceparent:
+        return _NO_PARENT
+    carried = {"traceparent": traceparent}
+    if tracestate and len(tracestate) <= MAX_TRACESTATE:
+        carried["tracestate"] = tracestate
+    return _W3C.extract(carried, _NO_PARENT)
 
 
 class _Counting(SpanExporter):

@@ -132,9 +132,13 @@ class Edge(grpc.aio.ServerInterceptor):  # type: ignore[misc]
 
 
 def metadata_of(call: Any, name: str) -> str | None:
-    """`call`: a context, or the details of a call."""
+    """The first value. `call`: a context, or the details of a call."""
+    return next(iter(all_metadata_of(call, name)), None)
+
+
+def all_metadata_of(call: Any, name: str) -> list[str]:
     found = call.invocation_metadata() if callable(call.invocation_metadata) else call.invocation_metadata
-    return next((str(value) for key, value in found or () if key == name), None)
+    return [str(value) for key, value in found or () if key == name]
 
 
 def _refusing(refusal: BatonError) -> Any:

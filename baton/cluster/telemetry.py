@@ -31,6 +31,11 @@ class Span:
         """What is sent to the next process; empty if the request is not traced."""
         return ""
 
+    @property
+    def tracestate(self) -> str:
+        """What other systems along the trace want to be told, unchanged; it is sent with the `traceparent`."""
+        return ""
+
     def child(self, name: str, kind: Kind = "internal", attributes: Mapping[str, Value] = NOTHING) -> "Span":
         return self
 
@@ -71,11 +76,12 @@ class Tracer:
         """Spans that were lost: the queue was full, or the collector was unreachable."""
         return 0
 
-    def begin(self, name: str, traceparent: str = "", kind: Kind = "server") -> Span:
-        """The span of a client's request; NO_SPAN if the request is not to be traced. An invalid `traceparent` counts as none."""
+    def begin(self, name: str, traceparent: str = "", tracestate: str = "", kind: Kind = "server") -> Span:
+        """The span of a client's request; NO_SPAN if the request is not to be traced. An invalid `traceparent` counts as none, and so does
+        an invalid `tracestate`, which leaves the `traceparent` as it is."""
         return NO_SPAN
 
-    def follow(self, name: str, traceparent: str, kind: Kind = "server") -> Span:
+    def follow(self, name: str, traceparent: str, tracestate: str = "", kind: Kind = "server") -> Span:
         """The span of a call from another of our processes; NO_SPAN if the caller does not trace."""
         return NO_SPAN
 

@@ -231,7 +231,8 @@ class HttpDoor:
         """Raises BatonError(UNAUTHENTICATED)."""
         headers = request.headers
         tenant = self._keys.tenant(headers.get("authorization"))
-        return Caller(request.scope["state"]["request_id"], tenant, headers.get("traceparent", ""))
+        trace = headers.get("traceparent", ""), ",".join(headers.getlist("tracestate"))
+        return Caller(request.scope["state"]["request_id"], tenant, *trace)
 
     async def _read(self, request: Request, read: Callable[[bytes], T]) -> T:
         body = await self._body(request)

@@ -51,6 +51,7 @@ class Caller:
     request_id: str
     tenant: str = ""
     traceparent: str = ""
+    tracestate: str = ""
 
 
 @dataclass(frozen=True, slots=True)
@@ -325,6 +326,7 @@ def chat(body: bytes, caller: Caller) -> Asked:
         sampling=_sampling(given, max_tokens=max_tokens, default_max_tokens=_CONTEXT, logprobs=logprobs),
         tenant=caller.tenant,
         traceparent=caller.traceparent,
+        tracestate=caller.tracestate,
     )
     called = {"chat": "messages", "chat.messages": "messages", "logprobs": "top_logprobs", "max_tokens": limit}
     return _asked(given, [ask], caller, chat=True, names=called)
@@ -349,6 +351,7 @@ def completion(body: bytes, caller: Caller) -> Asked:
             sampling=sampling,
             tenant=caller.tenant,
             traceparent=caller.traceparent,
+            tracestate=caller.tracestate,
         )
         for one in prompts
     ]

@@ -17,7 +17,7 @@ from spans import Box, Sent
 from baton.cluster import semconv
 from baton.cluster.config import ConfigError, TelemetryConfig
 from baton.cluster.errors import BatonError, Reason
-from baton.cluster.otel import OtelTracer
+from baton.cluster.otel import MAX_TRACESTATE, OtelTracer
 from baton.cluster.telemetry import NO_SPAN, Tracer
 from baton.cluster.tracing import make_tracer
 
@@ -81,6 +81,47 @@ class TestTraceparent:
         spans = delivered(tracer, box)
         assert spans["work"].parent_id == spans["request"].span_id and spans["work"].trace_id == spans["request"].trace_id
         assert span.traceparent == f"00-{spans['request'].trace_id:032x}-{spans['request'].span_id:016x}-01"
+
+
+class TestTracestate:
+    """W3C Trace Context, section 3.3."""
+
+    @pytest.mark.parametrize(
+        ("given", "carried"),
+        [
+            ("rojo=00f067aa0ba902b7,congo=t61rcWkgMzE", "rojo=00f067aa0ba902b7,congo=t61rcWkgMzE"),
+            (" a=1 ,, b@c-d/e*f_g=two words, ", "a=1,b@c-d/e*f_g=two words"),
+            (",".join(f"k{i}=v" for i in range(32)), ",".join(f"k{i}=v" for i in range(32))),
+            ("", ""),
+            (",".join(f"k{i}=v" for i in range(33)), ""),
+            ("a=1,a=2", ""),
+            ("a=1,B=2", ""),
+            ("a=1,b", ""),
+            ("a=1,b=c=d", ""),
+            ("a=1,b=\u00e9", ""),
+            ("a=" + "x" * 257, ""),
+            ("a=1" + "," * MAX_TRACESTATE, ""),
+        ],
+    )
+    def test_a_valid_one_goes_along_and_an_invalid_one_is_dropped_alone(self, box: Box, given: str, carried: str) -> None:
+        router, worker = OtelTracer(box), OtelTracer(box)
+        root = router.begin("request", GIVEN, given)
+        with root, root.child("call") as call, worker.follow("work", call.traceparent, call.tracestate):
+            root.past_child("queue", 0.1)
+        router.close()
+        spans = delivered(worker, box)
+        assert {name: span.tracestate for name, span in spans.items()} == dict.fromkeys(("request", "queue", "call", "work"), carried)
+        assert {span.trace_id for span in spans.values()} == {int(TRACE, 16)} and spans["request"].parent_id == int(PARENT, 16)
+
+    def test_without_a_valid_traceparent_it_means_nothing(self, box: Box) -> None:
+        tracer = OtelTracer(box)
+        for parent in ("", "nonsense"):
+            assert tracer.begin("request", parent, "a=1").tracestate == "" and tracer.follow("work", parent, "a=1") is NO_SPAN
+        tracer.close()
+
+    @given(st.text(max_size=80))
+    def test_any_text_is_tolerated_as_tracestate(self, text: str) -> None:
+        assert SHARED.begin("request", GIVEN, text).traceparent.startswith(f"00-{TRACE}-")
 
 
 class TestSampling:

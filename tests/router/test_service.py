@@ -623,16 +623,16 @@ async def test_the_journal_distinguishes_chat_from_completion_and_gets_tracepare
     opened: list[tuple[str, ...]] = []
     real = house.journal.open
 
-    def note(operation: str, request_id: str, traceparent: str, tenant: str) -> Entry:
-        opened.append((operation, request_id, traceparent, tenant))
-        return real(operation, request_id, traceparent, tenant)
+    def note(operation: str, request_id: str, traceparent: str, tenant: str, tracestate: str) -> Entry:
+        opened.append((operation, request_id, traceparent, tenant, tracestate))
+        return real(operation, request_id, traceparent, tenant, tracestate=tracestate)
 
     monkeypatch.setattr(house.journal, "open", note)
-    for ask in (Ask(text="x", traceparent="00-a", tenant="shop"), Ask(messages=(("user", "x"),), request_id="mine")):
+    for ask in (Ask(text="x", traceparent="00-a", tenant="shop", tracestate="a=1"), Ask(messages=(("user", "x"),), request_id="mine")):
         async with aclosing(house.service.generate(ask, 10)) as events:
             async for _ in events:
                 pass
-    assert opened == [("text_completion", "", "00-a", "shop"), ("chat", "mine", "", "")]
+    assert opened == [("text_completion", "", "00-a", "shop", "a=1"), ("chat", "mine", "", "", "")]
 
 
 # Limits of tenants

@@ -22,6 +22,7 @@ class Sent:
     end_ns: int
     error: str
     attributes: Mapping[str, Any] = field(hash=False)
+    tracestate: str = ""
 
 
 class Box(SpanExporter):
@@ -52,5 +53,5 @@ def _sent(span: ReadableSpan) -> Sent:
     assert here is not None and start is not None and end is not None
     return Sent(
         span.name, span.kind.name.lower(), here.trace_id, here.span_id, parent.span_id if parent else 0, start, end,
-        span.status.description or "", dict(span.attributes or {}),
+        span.status.description or "", dict(span.attributes or {}), here.trace_state.to_header(),
     )  # fmt: skip

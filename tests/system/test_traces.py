@@ -44,6 +44,7 @@ class Got:
     kind: int
     error: str
     attributes: dict[str, Any] = field(hash=False)
+    tracestate: str
 
 
 class Receiver(trace_service_pb2_grpc.TraceServiceServicer):
@@ -87,7 +88,7 @@ def to_got(span: Any, about: dict[str, Any]) -> Got:
     return Got(
         span.name, about[semconv.SERVICE_NAME], about[semconv.SERVICE_INSTANCE], span.trace_id.hex(), span.span_id.hex(),
         span.parent_span_id.hex(), span.start_time_unix_nano, span.end_time_unix_nano, span.kind, span.status.message,
-        plain(span.attributes),
+        plain(span.attributes), span.trace_state,
     )  # fmt: skip
 
 
@@ -114,9 +115,10 @@ def traced(tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple[Cluster, 
             yield live, receiver
 
 
-def generate(live: Cluster, traceparent: str = "", **ask: Any) -> list[generation_pb2.GenerateResponse]:
+def generate(live: Cluster, traceparent: str = "", tracestate: tuple[str, ...] = (), **ask: Any) -> list[generation_pb2.GenerateResponse]:
     request = build_request(**{"max_tokens": 12, "temperature": 0.0, "ignore_eos": True, **ask})
-    metadata = (("traceparent", traceparent),) if traceparent else ()
+    metadata = [("traceparent", traceparent)] if traceparent else []
+    metadata += [("tracestate", one) for one in tracestate]
     with grpc.insecure_channel(live.grpc) as channel:
         stub = generation_pb2_grpc.GenerationStub(channel)
         return list(stub.Generate(request, timeout=60, metadata=metadata))
@@ -130,7 +132,7 @@ def numbered(number: int) -> tuple[str, str]:
 
 def test_one_trace_spans_router_prefill_and_decode(traced: tuple[Cluster, Receiver]) -> None:
     live, receiver = traced
-    generate(live, f"00-{TRACE}-{PARENT}-01", token_ids=list(range(200)), request_id="followed")
+    generate(live, f"00-{TRACE}-{PARENT}-01", ("rojo=1", "congo=t61"), token_ids=list(range(200)), request_id="followed")
     spans = receiver.wait(TRACE, 8)
     names = {span.span_id: name for name, span in spans.items()}
     parents = {name: names.get(span.parent_id, span.parent_id) for name, span in spans.items()}
@@ -162,6 +164,7 @@ def test_one_trace_spans_router_prefill_and_decode(traced: tuple[Cluster, Receiv
     moved = spans[semconv.TRANSFER].attributes
     assert (moved["baton.transport"], moved["baton.blocks"], moved["baton.digests_checked"]) == ("nixl", 13, 13)
     assert moved["baton.bytes"] == 13 * 2 * 16 * 8 * 8 and moved[semconv.WORKER] == "prefill-0"
+    assert {span.tracestate for span in spans.values()} == {"rojo=1,congo=t61"}
     for span in spans.values():
         assert spans[root].start <= span.start <= span.end and not span.error
     for name in (semconv.QUEUE, semconv.PREFILL, semconv.PREFILL_WORK, semconv.TRANSFER):

@@ -544,9 +544,10 @@ async def test_the_traceparent_of_the_caller_is_passed_on(house: House, monkeypa
 
     monkeypatch.setattr(house.service, "generate", note)
     parent = "00-" + "a" * 32 + "-" + "b" * 16 + "-01"
-    await house.post(CHAT, headers={"traceparent": parent})
+    await house.post(CHAT, headers={"traceparent": parent, "tracestate": "a=1,b=2"})
+    await house.post(COMPLETION, {"prompt": ["x", "y"]}, headers={"traceparent": parent, "tracestate": "a=1"})
     await house.post(CHAT)
-    assert [ask.traceparent for ask in asked] == [parent, ""]
+    assert [(ask.traceparent, ask.tracestate) for ask in asked] == [(parent, "a=1,b=2"), (parent, "a=1"), (parent, "a=1"), ("", "")]
 
 
 def keys(**tenants: str) -> ApiKeys:
