@@ -224,7 +224,7 @@ class RouterProcess:
             await asyncio.sleep(KEYS_EVERY_S)
             limited = self._keys.limited
             try:
-                if not self._keys.refresh():
+                if not await asyncio.to_thread(self._keys.refresh):
                     continue
             except ConfigError as error:
                 log.error("keeping the previous API keys: %s", error)

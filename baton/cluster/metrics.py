@@ -17,7 +17,7 @@ vLLM show. They have no storage of their own. Each has the labels `model_name` a
 """
 
 from bisect import bisect_left
-from collections.abc import Callable, Hashable, Iterable, Mapping
+from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 from types import MappingProxyType
 from typing import Any, Literal, TypeVar
@@ -392,21 +392,19 @@ class Book:
         self._find(name, "gauge", "counter")
         self._readers[name] = function
 
-    def families(self) -> list[Family]:
-        """All numbers as they are now, in the order of the table; aliases follow their metric."""
-        found = []
+    def families(self) -> Iterator[Family]:
+        """All numbers as each is when it is reached, in the order of the table; aliases follow their metric."""
         for metric in TABLE:
             series = self._series(metric)
             if not series:
                 continue
             own = tuple(Series({**self._own, **one.labels}, one.value, one.buckets) for one in series)
-            found.append(Family(metric.name, metric.kind, metric.help, metric.buckets, own))
+            yield Family(metric.name, metric.kind, metric.help, metric.buckets, own)
             for alias in metric.aliases:
                 renamed = self._renamed(alias, series)
                 if renamed:
                     text = f"{metric.help} The same as {metric.name}."
-                    found.append(Family(alias.name, metric.kind, text, metric.buckets, renamed))
-        return found
+                    yield Family(alias.name, metric.kind, text, metric.buckets, renamed)
 
     def _find(self, name: str, *kinds: Kind) -> Metric:
         metric = BY_NAME[name]

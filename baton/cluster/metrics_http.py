@@ -24,6 +24,7 @@ from baton.cluster.metrics import Book, Family
 from baton.cluster.page_server import TEXT, Headers, Page, PageServer
 
 JSON = "application/json"
+SLICE_SERIES = 1000  # that are read in one turn of the event loop
 
 
 class Exposition:
@@ -38,7 +39,14 @@ class Exposition:
         if self._refresh is not None:
             with suppress(BatonError):  # the scrape must succeed even if the engine hangs, to show that it does
                 await self._refresh()
-        snapshot = _Snapshot(self.book.families())
+        families, series = [], 0
+        for family in self.book.families():
+            families.append(family)
+            series += len(family.series)
+            if series >= SLICE_SERIES:
+                series = 0
+                await asyncio.sleep(0)
+        snapshot = _Snapshot(families)
         encode, content_type = choose_encoder(accept)
         return content_type, await asyncio.to_thread(encode, snapshot)
 

@@ -164,7 +164,7 @@ class TestBook:
     def test_a_reader_without_values_adds_no_series(self) -> None:
         book = Book("router")
         book.read("baton_router_slo_attainment_ratio", lambda: {})
-        assert not book.families()
+        assert not list(book.families())
 
     def test_worker_metrics_have_worker_labels_and_aliases_have_those_of_vllm(self) -> None:
         book = Book("decode", "decode-3", "tale")

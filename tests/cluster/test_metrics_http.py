@@ -13,8 +13,9 @@ from pathlib import Path
 import pytest
 from prometheus_client.openmetrics.parser import text_string_to_metric_families as read_openmetrics
 from prometheus_client.parser import text_string_to_metric_families as read_text
+from turn_work import TurnWork
 
-from baton.cluster import page_server
+from baton.cluster import metrics_http, page_server
 from baton.cluster.config import ClusterConfig, Config, SecurityConfig
 from baton.cluster.errors import BatonError, Reason
 from baton.cluster.guard import Guard
@@ -82,6 +83,17 @@ async def test_prometheus_can_parse_the_text_format() -> None:
     assert running.value == 2 and running.labels == {"model_name": 'a "quoted" model', "engine": "0"}
     assert families["process_resident_memory_bytes"].samples[0].value > 0
     assert not [name for name in families if name.endswith("_created")]
+
+
+async def test_a_large_book_is_read_in_slices(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(metrics_http, "SLICE_SERIES", 100)
+    work, book = TurnWork(), Book("router")
+    names = ("baton_router_worker_usable", "baton_router_worker_credit_tokens", "baton_router_worker_waiting_tokens")
+    for name in names:
+        book.read(name, work.counted(lambda: {(f"decode-{i}", "decode"): i for i in range(200)}))
+    with work.watched():
+        _, text = await Exposition(book).page()
+    assert work.most == 1 and all(text.count(f"\n{name}{{".encode()) == 200 for name in names)
 
 
 async def test_openmetrics_is_sent_on_request() -> None:
