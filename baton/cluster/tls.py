@@ -11,6 +11,7 @@ import logging
 import os
 import ssl
 import threading
+from collections.abc import Callable
 from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
@@ -26,13 +27,16 @@ _Stamp = tuple[tuple[int, int, int] | None, ...]
 
 @dataclass(frozen=True, slots=True)
 class Identity:
-    """What one reading of the files gave: their contents, and the contexts made of them."""
+    """What one reading of the files gave: their contents, and the contexts made of them.
+
+    `client` is made when it is first asked for: without an authority of ours it reads all that the system trusts, which takes 20 ms, and a
+    listener looks at the files in its event loop."""
 
     cert: bytes
     key: bytes
     ca: bytes | None
     server: ssl.SSLContext
-    client: ssl.SSLContext
+    client: Callable[[], ssl.SSLContext]
 
 
 class Certificates:
@@ -121,16 +125,23 @@ def name_options(server_name: str | None) -> tuple[tuple[str, Any], ...]:
 
 def _read(cert: str, key: str, ca: str | None) -> Identity:
     """Raises ConfigError."""
+    client = cache(lambda: _client_context(cert, key, ca))
     try:
-        client = ssl.create_default_context(cafile=ca)
         authority = Path(ca).read_bytes() if ca else None
+        if ca:
+            ssl.create_default_context(cafile=ca)
     except OSError as error:
         raise ConfigError(f"security.tls_ca: {ca} cannot be used: {error}") from None
     try:
-        client.load_cert_chain(cert, key, _no_password)
         return Identity(Path(cert).read_bytes(), Path(key).read_bytes(), authority, _server_context(cert, key, ca), client)
     except OSError as error:
         raise ConfigError(f"security.tls_cert: {cert}, with tls_key {key}, cannot be used: {error}") from None
+
+
+def _client_context(cert: str, key: str, ca: str | None) -> ssl.SSLContext:
+    context = ssl.create_default_context(cafile=ca)
+    context.load_cert_chain(cert, key, _no_password)
+    return context
 
 
 def _no_password() -> str:

@@ -10,4 +10,4 @@ def kv_tls(security: SecurityConfig) -> Tls | None:
     files = certificates(security)
     if files is None:
         return None
-    return Tls(lambda: files.current().server, lambda: files.current().client, security.server_name)
+    return Tls(lambda: files.current().server, lambda: files.current().client(), security.server_name)
