@@ -104,6 +104,7 @@ class Admission:
         self._overload = overload
         self._inside: set[str] = set()
         self._waiting: dict[str, _Waiter] = {}  # in order of arrival
+        self._lines: dict[int, dict[str, None]] = {}  # those of each priority, in the same order: all of them may be let in at once
         self._standing_since: float | None = None  # when the first of consecutive waits longer than the target was noted
         self._refusals: deque[float] = deque(maxlen=65536)  # times of the recent refusals
 
@@ -121,21 +122,24 @@ class Admission:
         if request_id in self._inside:
             return Admitted()
         if request_id in self._waiting:
-            return Queued(sorted(self._waiting, key=self._order).index(request_id))
+            priority = self._waiting[request_id].priority
+            return Queued(self._before(priority) + list(self._lines[priority]).index(request_id))
         if self.inflight < self.places:  # then nobody waits
             self._inside.add(request_id)
             self._note_wait(0.0, now)
             return Admitted()
-        ahead = sum(other.priority <= priority for other in self._waiting.values())
+        ahead = self._before(priority) + len(self._lines.get(priority, ()))
         wait, room = (ahead + 1) * self._turn_s, self._room_s(due, now, now)
         if self.queued >= self.room or wait > room * (SHARE if self.standing(now) else 1.0):
             return self._refuse(wait - room, now)
         self._waiting[request_id] = _Waiter(priority, now, due)
+        self._lines.setdefault(priority, {})[request_id] = None
         return Queued(ahead)
 
     def leave(self, request_id: str, now: float = 0.0) -> list[str]:
         """Removes a request that was served, failed, or stopped waiting. Returns those admitted now. An unknown id changes nothing."""
-        self._waiting.pop(request_id, None)
+        if request_id in self._waiting:
+            self._leave_line(request_id)
         self._inside.discard(request_id)
         return self._fill(now)
 
@@ -150,7 +154,7 @@ class Admission:
         """Removes and returns the waiting requests that would be late even if they started now."""
         hopeless = [id_ for id_, waiter in self._waiting.items() if self._room_s(waiter.due, waiter.since, now) < 0]
         for request_id in hopeless:
-            del self._waiting[request_id]
+            self._leave_line(request_id)
             self._refusals.append(now)
         return hopeless
 
@@ -184,18 +188,25 @@ class Admission:
         admitted = []
         while self._waiting and self.inflight < self.places:
             chosen = self._next(now)
-            self._note_wait(now - self._waiting.pop(chosen).since, now)
+            self._note_wait(now - self._leave_line(chosen).since, now)
             self._inside.add(chosen)
             admitted.append(chosen)
         return admitted
 
     def _next(self, now: float) -> str:
-        if self._overload == "lifo" and self.standing(now):
-            return min(reversed(self._waiting), key=self._order)  # the last of equals
-        return min(self._waiting, key=self._order)  # the first of equals
+        line = self._lines[min(self._lines)]
+        return next(reversed(line) if self._overload == "lifo" and self.standing(now) else iter(line))
 
-    def _order(self, request_id: str) -> int:
-        return self._waiting[request_id].priority
+    def _before(self, priority: int) -> int:
+        return sum(len(line) for other, line in self._lines.items() if other < priority)
+
+    def _leave_line(self, request_id: str) -> _Waiter:
+        waiter = self._waiting.pop(request_id)
+        line = self._lines[waiter.priority]
+        del line[request_id]
+        if not line:
+            del self._lines[waiter.priority]
+        return waiter
 
     def _note_wait(self, waited: float, now: float) -> None:
         if waited <= TARGET * self._interval_s:

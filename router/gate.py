@@ -2,6 +2,7 @@
 
 import asyncio
 import itertools
+import math
 from collections.abc import AsyncIterator, Callable, Iterable, Iterator, Mapping
 from contextlib import asynccontextmanager, contextmanager
 from time import monotonic
@@ -15,6 +16,7 @@ from router.validate import Ask
 from router.view import ClusterView
 
 LOOK_S = 0.02  # between two checks of the waiting requests: workers come and go, and a deadline passes without an event
+JUDGE_S = 0.005  # the whole queue is judged at most this often, for many requests may end at once
 
 
 class Gate:
@@ -35,6 +37,8 @@ class Gate:
         self._waiting: dict[str, asyncio.Future[None]] = {}
         self._numbers = itertools.count(1)
         self._timer: asyncio.TimerHandle | None = None
+        self._judged_at = -math.inf
+        self._places: tuple[int, int | None] = (-1, None)  # a version of the view, and what its workers take
 
     @property
     def idle(self) -> bool:
@@ -51,12 +55,13 @@ class Gate:
                 yield
         finally:
             del self._waiting[slot]
-            self._drop_hopeless()
+            if self._clock() - self._judged_at >= JUDGE_S:
+                self._drop_hopeless()
             self._let_in(self._admission.leave(slot, self._clock()))
 
     async def _enter(self, slot: str, turn: "asyncio.Future[None]", priority: int, due: Due) -> None:
         now = self._clock()
-        self._let_in(self._admission.resize(places(self._view), now))
+        self._let_in(self._admission.resize(self._count_places(), now))
         answer = self._admission.enter(slot, priority, now, due)
         if isinstance(answer, Admitted):
             return
@@ -99,12 +104,17 @@ class Gate:
     def _look(self) -> None:
         self._timer = None
         self._drop_hopeless()
-        self._let_in(self._admission.resize(places(self._view), self._clock()))
+        self._let_in(self._admission.resize(self._count_places(), self._clock()))
         if self._admission.queued:
             self._timer = asyncio.get_running_loop().call_later(LOOK_S, self._look)
 
+    def _count_places(self) -> int | None:
+        if self._places[0] != self._view.version:
+            self._places = self._view.version, places(self._view)
+        return self._places[1]
+
     def _drop_hopeless(self) -> None:
-        now = self._clock()
+        self._judged_at = now = self._clock()
         for slot in self._admission.drop_hopeless(now):
             after = self._admission.retry_after(now)
             refusal = BatonError(Reason.SATURATED, "waited until it could no longer be served in time", retry_after=after)
