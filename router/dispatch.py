@@ -85,6 +85,7 @@ class Dispatcher:
         self._clock = clock
         self._terms = Terms(bypass_tokens=config.bypass_tokens, fetch_tokens=config.fetch_tokens, max_queue=max_queue)
         self._numbers = itertools.count(1)
+        self._arrivals = itertools.count()
         self._poison = Poison()
         self._log = RequestLog(log)
         self._turns = Turnstile(CHOSEN_A_TURN)
@@ -95,6 +96,7 @@ class Dispatcher:
 
         Closing the generator ends the request everywhere. Raises BatonError if the request cannot be continued.
         """
+        request.turn = next(self._arrivals)
         failed: set[Identity] = set()  # workers that failed this request
         self._refuse_poison(request)
         try:
@@ -190,7 +192,7 @@ class Dispatcher:
 
     async def _start_early(self, request: Request, handle: bytes, failed: set[Identity], lease: _Lease) -> None:
         await self._turn(request)
-        choice = choose_decode(self._view, self._keys(request), request.longest, self._clock(), failed, self._terms)
+        choice = choose_decode(self._view, self._keys(request), request.longest, self._clock(), failed, self._terms, request.turn)
         if not isinstance(choice, Choice) or choice.reason != "fits":
             return  # the lease waits for a decode worker with room
         lease.reader = started = self._start(request, choice)
@@ -268,7 +270,7 @@ class Dispatcher:
         while True:
             await self._turn(request)
             keys, now = self._keys(request), self._clock()
-            choice = choose_prefill(self._view, keys, len(request.tokens), request.longest, now, failed, self._terms)
+            choice = choose_prefill(self._view, keys, len(request.tokens), request.longest, now, failed, self._terms, request.turn)
             if isinstance(choice, Choice | Bypass):
                 return choice
             if isinstance(choice, NoWorker):
@@ -280,7 +282,7 @@ class Dispatcher:
         until = self._clock() + self._config.queue_timeout_s
         while True:
             await self._turn(request)
-            choice = choose_decode(self._view, self._keys(request), request.longest, self._clock(), failed, self._terms)
+            choice = choose_decode(self._view, self._keys(request), request.longest, self._clock(), failed, self._terms, request.turn)
             if isinstance(choice, Choice):
                 return choice
             if isinstance(choice, Saturated):

@@ -2,7 +2,7 @@
 
     choose_prefill   the prefill worker on which the prompt is computed soonest:
                      cost = uncached tokens that wait there (ours exactly, others' as last reported) + uncached tokens of this prompt.
-                     Ties: fewer waiting tokens, then without a fetch, then the name.
+                     Ties: fewer waiting tokens, then without a fetch, then the request's `turn`.
                      Bypass, so that the decode worker computes the prompt itself: if no prefill worker is left, or if the decode
                      worker that would be chosen lacks at most `bypass_tokens` of the prompt, or serves both roles and is the best for
                      both.
@@ -14,7 +14,7 @@
                             - `overlap_weight` times the tokens of this sequence that it caches.
                      If none has enough credit, the one with the most: the request queues there. Workers with `max_queue` waiting
                      requests are left out; if that leaves none, Saturated.
-                     Ties: more credit (lower cost if the request queues), then the name.
+                     Ties: more credit (lower cost if the request queues), then the request's `turn`.
     places           how many requests the workers can be given at a time; the rest wait in the router, where waiting costs nothing.
 
 Both choices depend on which decode worker would be chosen, and both get the answer from `_choose_decode` with the same `Terms` and the
@@ -29,6 +29,8 @@ Parameters of both choices:
     longest          the most tokens that the sequence may reach, prompt included
     now              time at which predictions of the prefix index are judged, on the clock used for `PrefixIndex.predict`
     exclude          workers that failed this request: (name, incarnation)
+    turn             a number of the request: of n equal workers, in order of their names, it gets the one with this number modulo n. By
+                     the name alone, an idle cluster would send every request to the same two workers.
 """
 
 from collections.abc import Collection, Mapping, Sequence
@@ -96,12 +98,13 @@ def choose_prefill(
     now: float,
     exclude: Collection[Identity] = frozenset(),
     terms: Terms = TERMS,
+    turn: int = 0,
 ) -> Choice | Bypass | NoWorker | Saturated:
     """Returns NoWorker only if there is no decode worker at all. An excluded one counts: it may be back by the time of the decode."""
     if not view.decode_workers():
         return NoWorker()
     overlaps = view.index.overlap(keys, now)
-    decoder = _choose_decode(view, overlaps, longest, exclude, terms)
+    decoder = _choose_decode(view, overlaps, longest, exclude, terms, turn)
     if isinstance(decoder, Saturated) or (decoder is not None and not _takes(view, decoder, longest)):
         return Saturated()
     workers = [worker for worker in view.prefill_workers() if _identity(worker) not in exclude]
@@ -113,7 +116,8 @@ def choose_prefill(
             return Bypass("cached" if prompt_tokens > terms.bypass_tokens else "short")
     most = _most_cached(view, overlaps, exclude) if terms.fetch_tokens else None
     choices = [_prefill_choice(view, worker, overlaps, prompt_tokens, most, terms.fetch_tokens) for worker in workers]
-    best = min(choices, key=lambda choice: (choice.cost, view.prefill_tokens(choice.worker), choice.source is not None, choice.worker))
+    order = _order(workers, turn)
+    best = min(choices, key=lambda c: (c.cost, view.prefill_tokens(c.worker), c.source is not None, order[c.worker]))
     if decoder is not None and best.worker == decoder.name:
         return Bypass("same worker")  # it serves both roles
     return best
@@ -126,9 +130,10 @@ def choose_decode(
     now: float,
     exclude: Collection[Identity] = frozenset(),
     terms: Terms = TERMS,
+    turn: int = 0,
 ) -> Choice | Saturated | None:
     """Returns None if every decode worker has failed this request."""
-    best = _choose_decode(view, view.index.overlap(keys, now), longest, exclude, terms)
+    best = _choose_decode(view, view.index.overlap(keys, now), longest, exclude, terms, turn)
     if isinstance(best, _Candidate):
         return Choice(best.name, best.overlap, best.cost, "fits" if best.credit >= longest else "queues")
     return best
@@ -169,7 +174,7 @@ class _Candidate:
 
 
 def _choose_decode(
-    view: ClusterView, overlaps: Mapping[str, int], longest: int, exclude: Collection[Identity], terms: Terms
+    view: ClusterView, overlaps: Mapping[str, int], longest: int, exclude: Collection[Identity], terms: Terms, turn: int
 ) -> _Candidate | Saturated | None:
     workers = [worker for worker in view.decode_workers() if _identity(worker) not in exclude]
     if not workers:
@@ -177,10 +182,16 @@ def _choose_decode(
     open_ = [_candidate(view, worker, overlaps, terms.overlap_weight) for worker in workers if worker.load.waiting < terms.max_queue]
     if not open_:
         return Saturated()
+    order = _order(workers, turn)
     fitting = [c for c in open_ if c.credit >= longest]
     if fitting:
-        return min(fitting, key=lambda c: (c.cost, -c.credit, c.name))
-    return min(open_, key=lambda c: (-c.credit, c.cost, c.name))
+        return min(fitting, key=lambda c: (c.cost, -c.credit, order[c.name]))
+    return min(open_, key=lambda c: (-c.credit, c.cost, order[c.name]))
+
+
+def _order(workers: Sequence[WorkerRecord], turn: int) -> dict[str, int]:
+    """The order in which equal workers are taken in this turn."""
+    return {worker.name: (place - turn) % len(workers) for place, worker in enumerate(workers)}
 
 
 def _takes(view: ClusterView, candidate: _Candidate, longest: int) -> bool:

@@ -159,6 +159,7 @@ class Request:
     model: str | None = None  # fingerprint of the model that began to answer: no other may continue
     suspicion: Suspicion = Suspicion()
     keys: list[bytes] = field(default_factory=list)  # of the full blocks of `tokens`, as far as they were needed
+    turn: int = 0  # which of several equal workers it gets
     resumed: int = 0  # output tokens that it arrived with: an earlier call has streamed them
 
     @property

@@ -124,6 +124,12 @@ async def test_choices_of_many_requests_are_spread_over_turns(monkeypatch: pytes
     world.check()
 
 
+async def test_requests_one_after_the_other_use_all_workers() -> None:
+    world = World("p0 p1 d0 d1")
+    served = [(await world.serve(world.request([i, *PROMPT], name=f"r{i}")))[0].trace for i in range(4)]
+    assert [(trace.prefill_worker, trace.decode_worker) for trace in served] == [("p0", "d0"), ("p1", "d1")] * 2
+
+
 async def test_requests_of_one_worker_share_the_question_whether_it_lives() -> None:
     world, probed = World("p0 d0 d1"), list[str]()
     probe = world.workers.probe

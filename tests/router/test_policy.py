@@ -52,6 +52,24 @@ def test_an_idle_cluster_is_filled_in_order_of_names() -> None:
     assert decode(cluster(*IDLE)) == Choice("d0", 0, 0, "fits")
 
 
+def test_the_requests_of_an_idle_cluster_take_turns_on_equal_workers() -> None:
+    view, terms = cluster(*IDLE, worker("d2")), replace(TERMS, fetch_tokens=0, bypass_tokens=0)
+    chosen = []
+    for turn in range(6):
+        first, second = choose_prefill(view, KEYS, PROMPT, 200, 0.0, (), terms, turn), choose_decode(view, KEYS, 200, 0.0, (), terms, turn)
+        assert isinstance(first, Choice) and isinstance(second, Choice)
+        chosen.append((first.worker, second.worker))
+    assert chosen == [("p0", "d0"), ("p1", "d1"), ("p0", "d2"), ("p1", "d0"), ("p0", "d1"), ("p1", "d2")]
+    view.start_decode("busy", "d1", 1)
+    assert {decode_at(view, turn) for turn in range(6)} == {"d0", "d2"}  # only equals take turns
+
+
+def decode_at(view: ClusterView, turn: int) -> str:
+    choice = choose_decode(view, KEYS, 200, 0.0, (), TERMS, turn)
+    assert isinstance(choice, Choice)
+    return choice.worker
+
+
 def test_a_cached_prefix_attracts_requests_until_the_queue_there_costs_more() -> None:
     view = cluster(*IDLE, cached={"p0": 8})
     assert prefill(view) == Choice("p0", 8, 32, "cached prefix")
