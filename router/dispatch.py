@@ -331,9 +331,10 @@ class Dispatcher:
         request.trace.failures.append(Failure(request.trace.watch.clock(), worker.name, error.reason.name))
         if error.reason in GONE:  # the registry will report it a moment later
             self._view.mark_down(worker.name, worker.incarnation)
+        dead = isinstance(error, Died) and not await self._lives(worker)
         await self._turn(request)
         self._view.index.retract(worker.name, request.keys)
-        if isinstance(error, Died) and not await self._lives(worker) and self._poison.died(work):
+        if dead and self._poison.died(work):
             parents, block_size, prompt = self._prompt(request)
             self._poison.quarantine(parents, block_size, prompt, self._clock() + self._config.quarantine_s)
             message = f"{request.suspicion.deaths} workers died of this request"
