@@ -6,11 +6,11 @@ from collections.abc import Iterator, Mapping
 from loadtest.compare import ATTAINMENT
 from loadtest.distribution import percentile
 from loadtest.latency import itl, tpot, ttft
+from loadtest.lengths import ENOUGH
 from loadtest.results import Best, Point, Results
 from loadtest.slo import LAG_SHARE, Slo, rounded_up
 from loadtest.words import percent
 
-FEW_REQUESTS = 20  # a run that judges fewer sees an attainment of 90 % only in steps of more than 5 %
 ENOUGH_SEEDS = "1,2,3,4,5,6"
 MARGIN = 1.2  # of a proposed objective over the latency that was seen
 
@@ -66,14 +66,14 @@ def _attained(results: Results, point: Point) -> Slo | None:
 
 
 def _too_short(results: Results) -> Iterator[str]:
-    few = [run for run in results.runs if not run.flaw and run.summary.requests < FEW_REQUESTS]
+    few = [run for run in results.runs if not run.flaw and run.summary.requests < ENOUGH]
     if few:
         least = min(run.summary.requests for run in few)
         slowest = min(run.probe.rate for run in few)
         around = results.campaign.warm_up_s + results.campaign.cool_down_s
         yield (
-            f"longer runs: {len(few)} runs judge fewer than {FEW_REQUESTS} requests, one of them {least}: "
-            f"--duration {math.ceil(FEW_REQUESTS * 1.5 / slowest + around)}."
+            f"longer runs: {len(few)} runs judge fewer than {ENOUGH} requests, one of them {least}: "
+            f"--duration {math.ceil(ENOUGH * 1.5 / slowest + around)}."
         )
 
 

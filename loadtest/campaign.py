@@ -76,6 +76,7 @@ class Campaign:
     machine: Mapping[str, Any] = field(default_factory=dict)
     skipped: Mapping[str, int] = field(default_factory=dict)  # trace lines left out under --lenient, by reason
     partial: str = ""  # why the campaign ended early
+    proposed: Mapping[str, Any] = field(default_factory=dict)  # objectives and rates that nobody gave, and what they come from
 
     def window(self, probe: Probe) -> Window:
         return Window(probe.duration_s, self.warm_up_s, self.cool_down_s)
@@ -104,6 +105,7 @@ class Campaign:
             "machine": dict(self.machine),
             "skipped": dict(self.skipped),
             "partial": self.partial,
+            "proposed": dict(self.proposed),
         }
         (folder / FILE).write_text(json.dumps(content, indent=2) + "\n")
 
@@ -127,6 +129,7 @@ class Campaign:
                 machine=content["machine"],
                 skipped=content["skipped"],
                 partial=content["partial"],
+                proposed=content.get("proposed", {}),  # campaigns from before there were any
             )
             if strangers := {probe.arm for probe in campaign.probes} - {arm.name for arm in campaign.arms}:
                 raise CampaignError(f"{file}: has runs of arms that it does not name: {', '.join(sorted(strangers))}")

@@ -7,8 +7,8 @@ import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import replace
-from functools import partial
 from pathlib import Path
+from time import perf_counter
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
@@ -33,6 +33,7 @@ out, err = Console(highlight=False, width=None if sys.stdout.isatty() else 200),
 HEAVY = ("--hidden", "768", "--layers", "12", "--heads", "12", "--kv-heads", "4")
 DISPLAY_EVERY_S = 0.5
 NO_VERDICT = 3  # exit code
+RUN_S, SEEDS = 20.0, "1,2,3,4,5,6"  # where nothing is given; `compare` fits both into its time
 
 
 @app.command()
@@ -43,7 +44,7 @@ def run(target: Target, measured: Measured, entrance: Entrance, place: Place, id
         from loadtest.measure import measure_endpoint
 
         found = find(entrance.door, place, identity)
-        plan = _plan(measured, _access(entrance, found.identity), load)
+        plan = _plan(target.slo, measured, _access(entrance, found.identity), load)
         _report(asyncio.run(measure_endpoint(plan, found.address, _positive("rate", target.rate))), measured.out)
 
 
@@ -54,8 +55,11 @@ def compare(arms: Arms, measured: Measured, entrance: Entrance, identity: Identi
     with _failing():
         from loadtest.measure import compare_arms
 
-        plan = _plan(measured, _access(entrance, identify(identity)), load)
-        _report(asyncio.run(compare_arms(plan, _comparison(arms))), measured.out)
+        # Every answered request meets the time-out, until a look at the first arm has proposed objectives.
+        plan = _plan(arms.slo or f"ttft={measured.timeout}s", measured, _access(entrance, identify(identity)), load)
+        given = {"slo": arms.slo, "rates": arms.rates, "duration": load.duration, "seeds": measured.seeds}
+        comparison = _comparison(arms, frozenset(name for name, value in given.items() if value is None))
+        _report(asyncio.run(compare_arms(*_calibrated(plan, comparison))), measured.out)
 
 
 @app.command()
@@ -109,12 +113,33 @@ def _report(campaign: "Campaign", folder: Path) -> None:
         raise typer.Exit(NO_VERDICT)
 
 
-def _plan(measured: Measured, access: "Access", load: Load) -> "Plan":
+def _calibrated(plan: "Plan", comparison: "Comparison") -> tuple["Plan", "Comparison"]:
+    """With the objectives and the rates that nobody gave. Raises as `calibrate` does."""
+    from loadtest.calibrate import calibrate
+    from loadtest.plan import TRACE
+
+    if not comparison.chosen & {"slo", "rates"}:
+        return plan, comparison
+    if "rates" in comparison.chosen and plan.workload.arrivals == TRACE:
+        raise ValueError("rates: how much faster to play a trace with its own times has to be said")
+    began = perf_counter()
+    key, values = comparison.vary
+    seen = asyncio.run(calibrate(comparison, plan.workload.vary(key, values[0]), plan.access, plan.timeout_s, plan.note))
+    if "slo" in comparison.chosen:
+        plan = replace(plan, slo=seen.slo)
+    rates = seen.rates if "rates" in comparison.chosen else comparison.rates
+    same = f"--slo {plan.slo} --rates {','.join(f'{rate:g}' for rate in rates)}"
+    told = seen.as_json() | {"flags": same}
+    plan.note(f"{seen}; the same again: {same}")
+    within_s = comparison.within_s - (perf_counter() - began)
+    return plan, replace(comparison, rates=rates, within_s=within_s, start_s=seen.start_s, proposed=told)
+
+
+def _plan(slo_text: str, measured: Measured, access: "Access", load: Load) -> "Plan":
     """Raises ValueError."""
     from loadtest.plan import Plan, Workload
     from loadtest.slo import Slo
 
-    slo = Slo.parse(measured.slo)
     workload = Workload(
         input=load.input,
         output=load.output,
@@ -132,17 +157,17 @@ def _plan(measured: Measured, access: "Access", load: Load) -> "Plan":
         vocab=load.vocab,
         lenient=load.lenient,
         arrivals=load.arrivals,
-        duration_s=load.duration,
+        duration_s=RUN_S if load.duration is None else load.duration,
     )
     return Plan(
         workload=workload,
-        slo=slo,
-        seeds=tuple(int(number) for number in _numbers("seeds", measured.seeds)),
+        slo=Slo.parse(slo_text),
+        seeds=tuple(int(number) for number in _numbers("seeds", SEEDS if measured.seeds is None else measured.seeds)),
         warm_up_s=measured.warm_up,
         cool_down_s=measured.cool_down,
         timeout_s=measured.timeout,
         access=access,
-        show=partial(_show, slo, load.duration),
+        show=_show,
         note=lambda line: err.print(line, markup=False, soft_wrap=True),
     )
 
@@ -154,8 +179,8 @@ def _access(entrance: Entrance, identity: Identity) -> "Access":
     return Access(entrance.door, identity.api_key, tls)
 
 
-def _comparison(arms: Arms) -> "Comparison":
-    """Raises ValueError and ClusterError. Everything is checked before the model is made, which takes a while."""
+def _comparison(arms: Arms, chosen: frozenset[str]) -> "Comparison":
+    """`chosen`: what nobody gave. All is checked before the model is made, which takes a while. Raises ValueError and ClusterError."""
     from loadtest.cluster import Hardware, default_cores
     from loadtest.plan import Comparison
 
@@ -168,17 +193,19 @@ def _comparison(arms: Arms) -> "Comparison":
         hardware=Hardware(tuple(map(int, _numbers("cores", arms.cores))) if arms.cores else default_cores(), arms.threads),
         ratio=(int(prefill_share), int(decode_share)),
         chunk=arms.chunk,
-        rates=tuple(_positive("rates", rate) for rate in _numbers("rates", arms.rates)),
+        rates=tuple(_positive("rates", rate) for rate in _numbers("rates", arms.rates)) if arms.rates is not None else (),
         vary=_vary(arms.vary),
         bisections=arms.bisections,
         engines=tuple(arms.engines.split(",")),
         vllm=arms.vllm,
+        within_s=_positive("within", arms.within),
+        chosen=chosen,
     )
     comparison.make_arms()
     return replace(comparison, model=_model(arms.model))
 
 
-async def _show(slo: "Slo", duration_s: float, running: "asyncio.Task[Any]", live: "Live", title: str) -> None:
+async def _show(running: "asyncio.Task[Any]", live: "Live", slo: "Slo", duration_s: float, title: str) -> None:
     """A progress line: requests sent, requests finished, and the recent latencies."""
     from loadtest.progress import line
 

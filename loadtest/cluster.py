@@ -10,6 +10,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from loadtest.campaign import Arm
+from loadtest.priority import cluster_niceness
 
 UP_WITHIN_S = 600.0  # vLLM may compile first
 DOWN_WITHIN_S = 90.0
@@ -169,7 +170,7 @@ class RunningCluster:
         """Raises ClusterError."""
         ports = ("--router.port", "0", "--router.admin-port", "0", "--router.http-port", "0", "--router.page-port", "0")
         arguments = ["up", "--detach", "--name", self._name, *ports, *flags(self._settings)]
-        done = await asyncio.to_thread(_baton, *arguments, timeout_s=UP_WITHIN_S)
+        done = await asyncio.to_thread(_baton, *arguments, timeout_s=UP_WITHIN_S, niceness=cluster_niceness())
         if done.returncode:
             raise ClusterError(done.stderr.strip())
         return dict(json.loads(done.stdout)["endpoints"])
@@ -186,9 +187,9 @@ class RunningCluster:
                 raise
 
 
-def _baton(*arguments: str, timeout_s: float = 60.0) -> subprocess.CompletedProcess[str]:
+def _baton(*arguments: str, timeout_s: float = 60.0, niceness: int = 0) -> subprocess.CompletedProcess[str]:
     """Raises ClusterError if the command takes longer than `timeout_s`."""
-    command = [sys.executable, "-m", "baton", *arguments]
+    command = [*(["nice", "-n", str(niceness)] if niceness else []), sys.executable, "-m", "baton", *arguments]
     try:
         return subprocess.run(command, capture_output=True, text=True, timeout=timeout_s, stdin=subprocess.DEVNULL)
     except subprocess.TimeoutExpired:

@@ -3,8 +3,9 @@
 for each seed                      the arms in order, then in reverse order, in turn (A B B A): a machine that slows down slows both
   for each arm                     its cluster is started
     for each rate                  a run of the sweep
-    the first seed                 bisects between the largest rate that holds the attainment and the smallest that does not,
-                                   and thereby chooses the arm's rate
+    the first seed                 goes lower while no rate holds (and higher while none fails, if nobody gave the rates), and bisects
+                                   between the largest rate that holds the attainment and the smallest that does not; thereby it
+                                   chooses the arm's rate. If its runs are void, the next seed does so
     every other seed               judges the arm at that rate (`results.Best` says why)
 """
 
@@ -16,6 +17,7 @@ from loadtest.campaign import Arm, Probe
 
 ATTAINMENT = 0.9
 BISECTIONS = 3
+LOWER, HIGHER = 3, 2  # times that the rate is halved or doubled to find one that holds, or fails
 
 Measure = Callable[[float, str], Awaitable[Probe]]  # rate, why
 
@@ -55,16 +57,32 @@ def next_rate(known: Capacity) -> float | None:
 
 
 async def pilot_arm(
-    rates: Sequence[float], measure: Measure, attained: Callable[[Probe], float | None], bisections: int = BISECTIONS
+    rates: Sequence[float],
+    measure: Measure,
+    attained: Callable[[Probe], float | None],
+    bisections: int = BISECTIONS,
+    higher: int = 0,
 ) -> float | None:
-    """Runs the sweep, then the bisection. Returns the largest rate that holds the attainment; None: no rate does."""
+    """Runs the sweep, goes lower while no rate holds, and up to `higher` times higher while none fails, and then bisects. Returns the rate
+    to judge: the largest that holds the attainment, or the lowest if none does. None: no run counts, so another seed has to choose."""
     probes = await _sweep(rates, measure, attained)
+    for _ in range(LOWER):
+        known = _capacity(probes, attained)
+        if known.holds is None and known.fails is not None and not probes[-1].partial:
+            probes.append(await measure(min(probe.rate for probe in probes) / 2, "lower"))
+    for _ in range(higher):
+        known = _capacity(probes, attained)
+        if known.holds is not None and known.fails is None and not probes[-1].partial:
+            probes.append(await measure(max(probe.rate for probe in probes) * 2, "higher"))
     for _ in range(bisections):
         between = next_rate(_capacity(probes, attained))
         if between is None or probes[-1].partial:
             break
         probes.append(await measure(between, "bisection"))
-    return _capacity(probes, attained).holds
+    known = _capacity(probes, attained)
+    if known.holds is None and known.fails is not None:
+        return min(probe.rate for probe in probes)
+    return known.holds
 
 
 async def judge_arm(rates: Sequence[float], chosen: float | None, measure: Measure, attained: Callable[[Probe], float | None]) -> None:

@@ -1,19 +1,23 @@
 """Turns a plan into a campaign: executes every run in order, against an endpoint or against clusters that it starts."""
 
 import asyncio
+import math
 import secrets
 from collections.abc import Mapping
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
+from time import perf_counter
 from typing import Any
 
 from loadtest.access import Access
 from loadtest.campaign import Arm, Campaign, Probe, this_machine
-from loadtest.cluster import VLLM_BLOCK, ClusterError, RunningCluster, check_equal
-from loadtest.compare import abba, judge_arm, pilot_arm
+from loadtest.cluster import ClusterError, RunningCluster, check_equal
+from loadtest.compare import HIGHER, abba, judge_arm, pilot_arm
 from loadtest.drive import NO_SERVER, Live, drive
+from loadtest.lengths import FEWEST_SEEDS, Lengths, choose
 from loadtest.plan import CHUNK, FIRST_ID, Comparison, Plan, Workload
+from loadtest.priority import raised
 from loadtest.summary import Summary, summarise
 
 WARM_UP_REQUESTS = 4  # before anything is measured: connections, handshakes, first steps
@@ -39,15 +43,17 @@ async def compare_arms(plan: Plan, comparison: Comparison) -> Campaign:
     """Every arm at every rate, in the order of `loadtest.compare`. Raises WorkloadError and ValueError, and before the first run also
     ClusterError and ConnectionError. After the first run, a cluster that fails ends the campaign early: what was measured is kept, and the
     campaign says why it ended."""
-    runs = _Runs(plan)
+    runs = _Runs(plan, comparison)
     machine = this_machine()
     arms: dict[str, Arm] = {}
     config: dict[str, Any] = {}
     key, values = comparison.vary
+    end = perf_counter() + comparison.within_s
     try:
-        for value in values:
+        for number, value in enumerate(values):
             at_value = replace(comparison, chunk=int(value)) if key == CHUNK else comparison
             variant = f"{key}={value}" if key else ""
+            at_value = replace(at_value, within_s=(end - perf_counter()) / (len(values) - number))
             config = await _compare_variant(runs, at_value, plan.workload.vary(key, value), variant, arms)
     except (KeyboardInterrupt, asyncio.CancelledError):
         runs.partial = INTERRUPTED
@@ -62,25 +68,69 @@ async def compare_arms(plan: Plan, comparison: Comparison) -> Campaign:
 async def _compare_variant(runs: "_Runs", comparison: Comparison, load: Workload, variant: str, all_arms: dict[str, Arm]) -> dict[str, Any]:
     """Adds to `all_arms`. Returns the configuration that the arms share."""
     plan, hardware = runs.plan, comparison.hardware
-    common = {"model.path": comparison.model, "engine.threads": str(hardware.threads), "telemetry.log_level": "warning"}
     arms = comparison.make_arms()
-    if comparison.engines != ("baton",):
-        common["engine.block_size"] = VLLM_BLOCK
     for arm in arms:
         all_arms[arm.name] = arm.joined(all_arms.get(arm.name, arm))
-    config = check_equal(arms, common, hardware)
+    config = check_equal(arms, comparison.common, hardware)
     plan.note(f"{', '.join(all_arms)}: the same in every key but their topology, {len(hardware.cores)} cores each")
-    chosen: dict[str, float | None] = {}
-    for seed, arm in abba(arms, plan.seeds):
-        async with RunningCluster({**common, **arm.topology}, "loadtest") as endpoints:
+    seeds, lengths = _chosen(plan, comparison, len(arms))
+    rounds = _Rounds(comparison.within_s if "seeds" in comparison.chosen else math.inf)
+    higher = HIGHER if "rates" in comparison.chosen else 0
+    chosen: dict[str, float] = {}
+    for seed, arm in abba(arms, seeds):
+        if not rounds.begin(seed):
+            plan.note(f"the time that the comparison may take is over after {rounds.done} seeds")
+            break
+        async with RunningCluster({**comparison.common, **arm.topology}, "loadtest") as endpoints:
             address = endpoints[plan.access.protocol]
             await warm_up(address, plan.timeout_s, plan.access)
-            runner = _Runner(runs, load, address, arm.name, seed, variant)
+            runner = _Runner(runs, load, address, arm.name, seed, variant, lengths)
             if arm.name in chosen:
                 await judge_arm(comparison.rates, chosen[arm.name], runner.measure_again, runs.attained)
-            else:
-                chosen[arm.name] = await pilot_arm(comparison.rates, runner.measure_again, runs.attained, comparison.bisections)
+            elif rate := await pilot_arm(comparison.rates, runner.measure_again, runs.attained, comparison.bisections, higher):
+                chosen[arm.name] = rate
     return config
+
+
+def _chosen(plan: Plan, comparison: Comparison, arms: int) -> tuple[tuple[int, ...], Lengths]:
+    """The seeds and the lengths of the runs: as asked for, or as they fit into the time."""
+    fixed = Lengths(0.0, None, plan.workload.duration_s)
+    if "duration" not in comparison.chosen:
+        return plan.seeds, fixed
+    around = plan.warm_up_s + plan.cool_down_s
+    if "seeds" in comparison.chosen:
+        seeds, lengths = choose(comparison.rates, comparison.within_s, arms, comparison.start_s, around)
+    else:
+        seeds = len(plan.seeds)
+        lengths = Lengths.fit(comparison.rates, comparison.within_s / (seeds * arms) - comparison.start_s, around)
+    told = ", ".join(f"{lengths.of(rate):.0f} s at {rate:g}/s" for rate in sorted(comparison.rates))
+    plan.note(f"{seeds} seeds and runs of {told}, to end within {comparison.within_s:.0f} s (--within)")
+    return plan.seeds[:seeds], lengths
+
+
+class _Rounds:
+    """Ends a comparison whose time is over between two seeds, so that all arms have the same ones; never before FEWEST_SEEDS.
+
+    What was measured does not decide, only the time, so an early end favours no arm.
+    """
+
+    def __init__(self, within_s: float) -> None:
+        self._began = perf_counter()
+        self._within_s = within_s
+        self._seeds: list[int] = []
+
+    @property
+    def done(self) -> int:
+        return len(self._seeds)
+
+    def begin(self, seed: int) -> bool:
+        if seed in self._seeds:
+            return True
+        spent = perf_counter() - self._began
+        if self.done >= FEWEST_SEEDS and spent + spent / self.done > self._within_s:
+            return False
+        self._seeds.append(seed)
+        return True
 
 
 async def warm_up(address: str, timeout_s: float, access: Access) -> None:
@@ -95,14 +145,16 @@ async def warm_up(address: str, timeout_s: float, access: Access) -> None:
 class _Runs:
     """What was measured so far: an interrupted campaign keeps it."""
 
-    def __init__(self, plan: Plan) -> None:
+    def __init__(self, plan: Plan, comparison: Comparison | None = None) -> None:
         self.plan = plan
+        self.proposed = comparison.proposed if comparison else {}
+        self.chosen = comparison.chosen if comparison else frozenset[str]()
         self.probes: list[Probe] = []
         self.skipped: dict[str, int] = {}
         self.partial = ""
 
     def summary(self, probe: Probe) -> Summary:
-        return summarise(probe.records, self.plan.window, self.plan.slo, due=probe.due)
+        return summarise(probe.records, self.plan.window_of(probe.duration_s), self.plan.slo, due=probe.due)
 
     def attained(self, probe: Probe) -> float | None:
         """None if the run does not count."""
@@ -115,17 +167,23 @@ class _Runs:
             raise ValueError(f"nothing was measured: {self.partial or 'no run'}")
         plan = self.plan
         asked = {name: getattr(plan.workload, name) for name in Workload.__slots__} | {"door": plan.access.protocol}
+        if "duration" in self.chosen:
+            asked["duration_s"] = "chosen for each rate"
         broken = self.partial or next((probe.partial for probe in self.probes if probe.partial), "")
         return Campaign(
-            title, plan.slo, plan.warm_up_s, plan.cool_down_s, arms, tuple(self.probes), asked, config, machine, self.skipped, broken
-        )
+            title, plan.slo, plan.warm_up_s, plan.cool_down_s, arms, tuple(self.probes), asked, config, machine, self.skipped, broken,
+            self.proposed,
+        )  # fmt: skip
 
 
 class _Runner:
     """Runs of one arm with one seed."""
 
-    def __init__(self, runs: _Runs, load: Workload, address: str, arm: str, seed: int, variant: str = "") -> None:
+    def __init__(
+        self, runs: _Runs, load: Workload, address: str, arm: str, seed: int, variant: str = "", lengths: Lengths | None = None
+    ) -> None:
         self._runs, self._load, self._address = runs, load, address
+        self._lengths = lengths or Lengths(0.0, None, load.duration_s)
         self._arm, self._seed, self._variant = arm, seed, variant
 
     async def measure_again(self, rate: float, why: str) -> Probe:
@@ -133,14 +191,14 @@ class _Runner:
         for last in (False, True):
             probe = await self.measure(rate, why)
             told = self._runs.summary(probe)
-            said = told.void or probe.partial or f"{told.attainment or 0.0:.0%} of {told.requests} within the SLO"
+            said = told.void or probe.partial or f"{told.met} of {told.requests} within the SLO"
             self._runs.plan.note(" ".join(filter(None, (probe.variant, f"{probe.arm}, {rate:.3g}/s, seed {probe.seed}: {said}"))))
             if last or not told.void:
                 break
         return probe
 
     async def measure(self, rate: float, why: str) -> Probe:
-        runs, plan, load = self._runs, self._runs.plan, self._load
+        runs, plan, load = self._runs, self._runs.plan, replace(self._load, duration_s=self._lengths.of(rate))
         items, skipped = load.items(rate, self._seed, plan.note)
         if plan.access.protocol == "http" and any(item.session for item in items):
             raise ValueError("turns: the HTTP door reports no token ids, so a later turn cannot carry the answer; use --door grpc")
@@ -152,8 +210,10 @@ class _Runner:
             run = asyncio.create_task(drive(items, times, door, duration_s=load.duration_s, timeout_s=plan.timeout_s, live=live))
             make = partial(Probe, self._arm, rate, self._seed, why=why, variant=self._variant, duration_s=load.duration_s)
             try:
-                await plan.show(run, live, " ".join(filter(None, (self._arm, self._variant, f"{rate:.3g}/s seed {self._seed}"))))
-                done = await run
+                title = " ".join(filter(None, (self._arm, self._variant, f"{rate:.3g}/s seed {self._seed}")))
+                with raised():
+                    await plan.show(run, live, plan.slo, load.duration_s, title)
+                    done = await run
             except asyncio.CancelledError:
                 run.cancel()
                 await asyncio.wait({run})

@@ -15,6 +15,8 @@ from typing import Annotated, Any, Literal, get_type_hints
 
 import typer
 
+SLO_HELP = "Objectives that every request must meet, with units: ttft=500ms,tpot=50ms,itl_p99=150ms."
+
 
 def takes(*kinds: type) -> Callable[[Callable[..., None]], Callable[..., None]]:
     """Turns a function that takes one object of each kind into one that takes a keyword for each of their fields, for typer to read.
@@ -52,14 +54,17 @@ def takes(*kinds: type) -> Callable[[Callable[..., None]], Callable[..., None]]:
 class Measured:
     """What counts, and where the results are written."""
 
-    slo: Annotated[str, typer.Option(help="Objectives that every request must meet, with units: ttft=500ms,tpot=50ms,itl_p99=150ms.")]
     out: Annotated[Path, typer.Option(help="Folder for the report and the raw records.")] = Path("loadtest-report")
     warm_up: Annotated[float, typer.Option(help="Seconds at the start that do not count.")] = 3.0
     cool_down: Annotated[float, typer.Option(help="Seconds at the end that do not count.")] = 2.0
     timeout: Annotated[float, typer.Option(help="Deadline of each request, seconds.")] = 60.0
     seeds: Annotated[
-        str, typer.Option(help="One run for each seed. In `compare`, the first seed chooses the rates and the others judge.")
-    ] = "1,2,3,4,5,6"
+        str | None,
+        typer.Option(
+            help="One run for each seed, by default 1,2,3,4,5,6. In `compare`, the first chooses rates and the others judge; by default "
+            "it takes as many of these as fit into --within."
+        ),
+    ] = None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -91,13 +96,17 @@ class Load:
     vocab: Annotated[int, typer.Option(help="All token ids are below this.")] = 256
     lenient: Annotated[bool, typer.Option("--lenient", help="Skip and count malformed lines of a trace.")] = False
     arrivals: Annotated[str, typer.Option(help="poisson, constant, gamma:BURSTINESS, or trace (its own times).")] = "poisson"
-    duration: Annotated[float, typer.Option(help="Seconds during which requests become due.")] = 20.0
+    duration: Annotated[
+        float | None,
+        typer.Option(help="Seconds during which requests become due. By default 20; in `compare`, for each rate, what fits into --within."),
+    ] = None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Target:
     """What `run` measures."""
 
+    slo: Annotated[str, typer.Option(help=SLO_HELP)]
     rate: Annotated[float, typer.Option(help="Requests per second. With a trace's own times: how much faster to play it.")]
 
 
@@ -105,13 +114,19 @@ class Target:
 class Arms:
     """What `compare` compares."""
 
-    rates: Annotated[str, typer.Option(help="Requests per second of the sweep: 1,2,4.")]
+    slo: Annotated[str | None, typer.Option(help=f"{SLO_HELP} Without it, a look at the first arm proposes some.")] = None
+    rates: Annotated[
+        str | None, typer.Option(help="Requests per second of the sweep: 1,2,4. Without it, a look at the first arm proposes some.")
+    ] = None
+    within: Annotated[
+        float, typer.Option(help="Seconds that the comparison should take. Run lengths, seeds and rates that are not given follow it.")
+    ] = 480.0
     model: Annotated[
         str, typer.Option(help="Folder of a checkpoint. heavy: a seeded random one of 85 M parameters, made on first use.")
     ] = "heavy"
     arms: Annotated[
         str, typer.Option(help="Any of colocated, unchunked, static, dynamic, disaggregated, bypass; colocated@64 sets its own chunk.")
-    ] = "colocated,unchunked,disaggregated,bypass"
+    ] = "colocated,disaggregated"
     engines: Annotated[
         str,
         typer.Option(help="Engines under the arms: baton, vllm, or baton,vllm, which compares every arm over both."),

@@ -11,7 +11,7 @@ from typing import Any
 from loadtest import arrivals, traces, workload
 from loadtest.access import Access
 from loadtest.campaign import Arm
-from loadtest.cluster import Hardware, make_arms, over_engines
+from loadtest.cluster import VLLM_BLOCK, Hardware, make_arms, over_engines
 from loadtest.drive import Live, Run
 from loadtest.slo import Slo
 from loadtest.window import Window
@@ -23,7 +23,7 @@ TRACE = "trace"  # arrivals: the trace's own times
 CHUNK = "chunk"  # the only parameter that can be varied and is not a field of Workload
 VARIED = ("input", "output", "hit_rate", CHUNK)
 
-Show = Callable[["asyncio.Task[Run]", Live, str], Any]  # awaited during a run
+Show = Callable[["asyncio.Task[Run]", Live, Slo, float, str], Any]  # awaited during a run of so many seconds, with its title
 Note = Callable[[str], None]
 
 
@@ -107,7 +107,7 @@ def _encoder(path: str) -> Callable[[str], list[int]]:
     return lambda text: list(tokenizer.encode(text, add_special_tokens=False).ids)
 
 
-async def _show_nothing(running: "asyncio.Task[Run]", live: Live, title: str) -> None: ...
+async def _show_nothing(running: "asyncio.Task[Run]", live: Live, slo: Slo, duration_s: float, title: str) -> None: ...
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -132,12 +132,21 @@ class Plan:
 
     @property
     def window(self) -> Window:
-        return Window(self.workload.duration_s, self.warm_up_s, self.cool_down_s)
+        """Of a run that has the workload's length."""
+        return self.window_of(self.workload.duration_s)
+
+    def window_of(self, duration_s: float) -> Window:
+        return Window(duration_s, self.warm_up_s, self.cool_down_s)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Comparison:
-    """What only `compare` needs. `vary`: one of VARIED and its values; ("", ("",)) varies nothing."""
+    """What only `compare` needs.
+
+    vary       one of VARIED and its values; ("", ("",)) varies nothing
+    within_s   that what is in `chosen` may take in all: nobody said "duration", "seeds" or "rates", so the comparison chooses them
+    proposed   what a look at the first arm proposed for the report to repeat; empty if objectives and rates were given
+    """
 
     model: str
     arms: tuple[str, ...]
@@ -149,6 +158,16 @@ class Comparison:
     bisections: int
     engines: tuple[str, ...] = ("baton",)
     vllm: str = "{}"  # engine.vllm of the arms over vLLM
+    within_s: float = math.inf
+    chosen: frozenset[str] = frozenset()
+    start_s: float = 8.0  # that a cluster takes to start and stop
+    proposed: Mapping[str, Any] = field(default_factory=dict)
+
+    @property
+    def common(self) -> dict[str, str]:
+        """The settings that all arms share."""
+        found = {"model.path": self.model, "engine.threads": str(self.hardware.threads), "telemetry.log_level": "warning"}
+        return found if self.engines == ("baton",) else {**found, "engine.block_size": VLLM_BLOCK}
 
     def make_arms(self) -> tuple[Arm, ...]:
         """Raises ClusterError for an arm or an engine that does not exist or does not fit the hardware."""

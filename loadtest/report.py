@@ -127,6 +127,7 @@ def as_json(campaign: Campaign, parts: Sequence[Section]) -> dict[str, Any]:
         "verdict": {part.variant: part.verdict.as_json() for part in parts},
         "varied": over_variants(by_name(parts)),
         "partial": campaign.partial,
+        "proposed": dict(campaign.proposed),
         "runs": runs,
     }
     return {**runs[0], **whole} if len(runs) == 1 else whole

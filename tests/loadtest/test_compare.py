@@ -66,7 +66,22 @@ async def test_bisection_converges_on_the_capacity_of_the_arm() -> None:
     tireless = Simulated(99.0)
     assert await pilot_arm((1, 2), tireless.measure, tireless.attained) == 2 and len(tireless.asked) == 2, "nothing to bisect"
     hopeless = Simulated(0.0)
-    assert await pilot_arm((1, 2), hopeless.measure, hopeless.attained) is None
+    assert await pilot_arm((1, 2), hopeless.measure, hopeless.attained) == 0.125, "the lowest rate is judged where none holds"
+
+
+async def test_the_pilot_goes_lower_while_no_rate_holds_and_higher_while_none_fails() -> None:
+    slow = Simulated(0.3)
+    assert await pilot_arm((1, 2), slow.measure, slow.attained, bisections=0) == 0.25
+    assert [rate for rate, why in slow.asked if why == "lower"] == [0.5, 0.25], "it stops where a rate holds"
+    hopeless = Simulated(0.0)
+    await pilot_arm((1, 2), hopeless.measure, hopeless.attained, higher=2)
+    assert [rate for rate, why in hopeless.asked if why != "sweep"] == [0.5, 0.25, 0.125], "it is bounded"
+    fast = Simulated(6.0)
+    assert await pilot_arm((1, 2), fast.measure, fast.attained, bisections=0, higher=2) == 4
+    assert [rate for rate, why in fast.asked if why == "higher"] == [4, 8]
+    void = Simulated(0.3)
+    assert await pilot_arm((1, 2), void.measure, lambda probe: None, higher=2) is None, "no run counts: another seed has to choose"
+    assert len(void.asked) == 2
 
 
 async def test_the_other_seeds_judge_at_the_rate_chosen_by_the_first() -> None:

@@ -85,6 +85,40 @@ async def test_the_pilot_seed_bisects_and_the_other_seeds_judge(
     assert dict(by_seed[2]) == {2.0: "sweep", 8.0: "sweep", chosen: "judge"}
 
 
+async def test_the_next_seed_chooses_for_an_arm_whose_first_runs_are_void(
+    compared: Callable[..., Awaitable[Campaign]], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    spoiled = {("disaggregated", 1)}
+    holds = lambda self, probe: None if (probe.arm, probe.seed) in spoiled else float(probe.rate <= 3)  # noqa: E731
+    monkeypatch.setattr(measure._Runs, "attained", holds)
+    campaign = await compared(9, plan=replace(PLAN, seeds=(1, 2, 3)), rates=(2.0, 8.0), bisections=1)
+    who = {(probe.arm, probe.seed): probe.why for probe in campaign.probes if probe.why != "sweep"}
+    assert who == {
+        ("colocated", 1): "bisection", ("disaggregated", 2): "bisection",
+    }  # fmt: skip
+
+
+async def test_a_comparison_ends_between_two_seeds_when_its_time_is_over(
+    compared: Callable[..., Awaitable[Campaign]], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Never before three seeds, and only if nobody said how many."""
+    plan = replace(PLAN, seeds=(1, 2, 3, 4, 5, 6))
+    late_ = {"within_s": 0.0, "chosen": frozenset({"seeds"})}
+    for changes, seeds in ((late_, 3), ({**late_, "chosen": frozenset[str]()}, 6), ({**late_, "within_s": 1e6}, 6)):
+        campaign = await compared(99, plan=plan, **changes)
+        ran = {arm: [p.seed for p in campaign.probes if p.arm == arm] for arm in ("colocated", "disaggregated")}
+        assert all(sorted(set(some)) == list(range(1, seeds + 1)) for some in ran.values()) and not campaign.partial
+
+
+async def test_run_lengths_follow_the_rate_where_nobody_gave_one(compared: Callable[..., Awaitable[Campaign]]) -> None:
+    chosen = {"within_s": 600.0, "chosen": frozenset({"duration"}), "rates": (1.0, 20.0)}
+    told: list[str] = []
+    campaign = await compared(99, plan=replace(PLAN, note=told.append), **chosen)
+    lengths = {probe.rate: probe.duration_s for probe in campaign.probes}
+    assert lengths[1.0] > lengths[20.0] > PLAN.warm_up_s + PLAN.cool_down_s and any("--within" in line for line in told)
+    assert campaign.workload["duration_s"] == "chosen for each rate"
+
+
 async def test_a_varied_chunk_size_is_shown_only_for_arms_that_use_it(compared: Callable[..., Awaitable[Campaign]]) -> None:
     campaign = await compared(99, vary=("chunk", ("64", "256")), arms=("colocated", "colocated@32"))
     chunks = {arm.name: arm.topology["engine.max_num_batched_tokens"] for arm in campaign.arms}

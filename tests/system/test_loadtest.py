@@ -234,7 +234,9 @@ def test_arms_are_compared_on_the_same_cores(model: Path, tmp_path: Path) -> Non
         "compare", *SLO, *SHORT, "--model", str(model), "--arms", "colocated,disaggregated", "--rates", "4,8", "--seeds", "1",
         "--cores", ",".join(map(str, cores)), "--bisections", "0", "--out", str(out), env=env,
     )  # fmt: skip
-    check(done)
+    late = "nothing was measured: the generator was late" in done.stderr
+    assert done.returncode == (1 if late else 3), f"one seed shows no spread, so there is no verdict: {done.stderr}"
+    assert "To do: more seeds" in done.stdout or "the generator was late" in done.stdout
     assert "the same in every key but their topology" in done.stderr
     campaign = Campaign.load(out)
     assert list(dict.fromkeys((probe.arm, probe.rate) for probe in campaign.probes)) == [  # a void run is repeated
