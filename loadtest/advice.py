@@ -1,7 +1,7 @@
 """What to do for a verdict where a campaign gave none, computed from what its runs showed. Pure."""
 
 import math
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 
 from loadtest.compare import ATTAINMENT
 from loadtest.distribution import percentile
@@ -15,9 +15,13 @@ ENOUGH_SEEDS = "1,2,3,4,5,6"
 MARGIN = 1.2  # of a proposed objective over the latency that was seen
 
 
-def advice(results: Results, bests: Mapping[str, Best], spread: bool) -> list[str]:
-    """Sentences, the most useful first. `spread`: every comparison has one."""
-    said = [*_late(results), *_too_fast(results, bests), *_too_short(results), *(() if spread else _too_few_seeds(results))]
+def advice(results: Results, bests: Mapping[str, Best], spread: bool, wide: Sequence[int] = ()) -> list[str]:
+    """Sentences, the most useful first. `spread`: every comparison has one. `wide`: how many seeds would narrow each that is too wide."""
+    seeds = [] if spread else [*_too_few_seeds(results)]
+    if wide and not seeds:
+        listed = ",".join(map(str, range(1, max(wide) + 2)))
+        seeds = [f"more seeds: as far as the runs vary now, {max(wide)} seeds that judge would show such a difference: --seeds {listed}."]
+    said = [*_late(results), *_too_fast(results, bests), *_too_short(results), *seeds]
     return [f"To do: {sentence}" for sentence in said or _again(results)]
 
 

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from typing import Self
 
 ENOUGH = 20  # requests that a run should judge at least: fewer show an attainment of 90 % only in steps of more than 5 %
-SHORTEST_S, LONGEST_S = 6.0, 60.0  # of a window
+SHORTEST_S, LONGEST_S = 4.0, 60.0  # of a window
 FACTORS = (8.0, 6.0, 5.0, 4.0, 3.0, 2.5, 2.0, 1.5, 1.0, 0.75, 0.5)  # times ENOUGH
 DRAIN_S = 1.0  # until the last answer, at a rate that holds
 MOST_SEEDS, FEWEST_SEEDS = 6, 3  # one chooses; two that judge show a spread, five a narrow one

@@ -26,6 +26,8 @@ from loadtest.words import miss_text, percent, with_interval
 
 MISTAKES = 0.05  # how often a family of comparisons may contain a false one
 FEW_SEEDS = 4  # fewer than these give an interval that says little
+TELLING = 1.5  # "no difference" is a verdict only if a difference by this factor would have been seen
+MOST_SEEDS = 40  # that anybody is advised to run
 
 
 @dataclass(frozen=True, slots=True)
@@ -40,6 +42,12 @@ class Comparison:
     high: float | None
     beyond_spread: bool | None  # whether `ahead` is ahead. None: fewer than two seeds judged both, so no spread is known
     family: int  # comparisons whose intervals hold together with 95 %
+
+    @property
+    def wide(self) -> bool:
+        """Whether nothing is shown: neither that `ahead` is ahead, nor that the two differ by less than TELLING."""
+        shown = self.low is not None and self.high is not None and self.low > 1 / TELLING and self.high < TELLING
+        return self.beyond_spread is False and not shown
 
 
 def versus(results: Results, ahead: str, behind: str, family: int = 1) -> Comparison:
@@ -200,9 +208,9 @@ Status = Literal["winner", "no difference", "one arm", "no verdict"]
 class Verdict:
     """`status`
     winner          one arm is ahead of every other beyond the spread
-    no difference   every arm was judged, and the leader is not ahead of every other beyond the spread
+    no difference   every arm was judged, and the leader is not ahead of every other beyond a spread that would have shown it
     one arm         the only arm was judged
-    no verdict      an arm was not judged, no arm holds the attainment, or no spread is known; `advice` says what to do
+    no verdict      an arm was not judged, no arm holds the attainment, or the spread is unknown or too wide; `advice` says what to do
     """
 
     status: Status
@@ -240,7 +248,8 @@ def verdict_of(results: Results, variants: int = 1) -> Verdict:
     crossed = tuple(all_crossovers(results))
     doubted = [one.behind for one in compared if one.beyond_spread and _outruns(results, one.behind, bests[leader])]
     status = _status(bests, compared, doubted)
-    told = tuple(advice(results, bests, all(one.beyond_spread is not None for one in compared))) if status == "no verdict" else ()
+    wide = [seeds for one in compared if one.wide and (seeds := _seeds_to_tell(results, one)) is not None]
+    told = tuple(advice(results, bests, all(one.beyond_spread is not None for one in compared), wide)) if status == "no verdict" else ()
     sentences = _leads(results, leader, bests, compared)
     for comparison in compared:
         sentences += _against(results, comparison, bests) + _why(results, comparison, bests[leader])
@@ -252,11 +261,24 @@ def verdict_of(results: Results, variants: int = 1) -> Verdict:
 
 
 def _status(bests: Mapping[str, Best], compared: Sequence[Comparison], doubted: Sequence[str]) -> Status:
-    if doubted or any(found.unjudged for found in bests.values()) or any(one.beyond_spread is None for one in compared):
+    unknown = any(one.beyond_spread is None or one.wide for one in compared)
+    if doubted or unknown or any(found.unjudged for found in bests.values()):
         return "no verdict"
     if not compared:
         return "one arm"
     return "winner" if all(one.beyond_spread for one in compared) else "no difference"
+
+
+def _seeds_to_tell(results: Results, comparison: Comparison) -> int | None:
+    """How many seeds must judge for an interval that shows a factor of TELLING, if the spread stays as it is. None: it is not known, or
+    more than MOST_SEEDS."""
+    if comparison.factor is None or comparison.high is None:
+        return None
+    confidence = 1 - MISTAKES / comparison.family
+    n = len(best(results, comparison.ahead).goodputs.keys() & best(results, comparison.behind).goodputs.keys())
+    spread = math.log(comparison.high / comparison.factor) * math.sqrt(n) / t_quantile(n - 1, confidence)
+    enough = (m for m in range(n + 1, MOST_SEEDS + 1) if t_quantile(m - 1, confidence) * spread / math.sqrt(m) < math.log(TELLING))
+    return next(enough, None)
 
 
 def over_variants(parts: Mapping[str, Results]) -> list[str]:
@@ -341,6 +363,8 @@ def _against(results: Results, comparison: Comparison, bests: Mapping[str, Best]
             said = [f"{numbers}."]
         case False:
             said = [f"No difference beyond the spread between {ahead} and {behind}: {numbers}."]
+            if comparison.wide:
+                said.append(f"That spread is too wide: it would hide a difference by a factor of {TELLING:g}.")
         case None:
             said = [f"{numbers}; without two seeds that judged both, no spread is known, and this may be chance."]
     if not other.ended:

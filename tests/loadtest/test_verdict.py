@@ -205,6 +205,19 @@ def test_without_a_verdict_the_report_says_what_to_do(runs: list[Probe], says: s
     assert said.sentences[-len(said.advice) :] == said.advice
 
 
+def test_a_spread_that_would_hide_a_difference_is_no_verdict() -> None:
+    """Two seeds judge, and b has 0.8 and 1.2 times as much as a: the interval of the factor spans two orders of magnitude."""
+    pairs = {1: (40, 32), 2: (40, 48)}
+    runs = [counted(arm, 4, seed, met, 0) for seed, both in pairs.items() for arm, met in zip("ab", both, strict=True)]
+    said = verdict(campaign(runs))
+    assert said.status == "no verdict" and "That spread is too wide: it would hide a difference by a factor of 1.5." in said.sentences
+    [told] = said.advice
+    seeds = [int(seed) for seed in told.partition("--seeds ")[2].rstrip(".").split(",")]
+    assert 4 < len(seeds) < 12 and seeds == list(range(1, len(seeds) + 1))
+    many = [counted(arm, 4, seed, 40 if arm == "a" else 32 + 16 * (seed % 2), 0) for seed in seeds for arm in "ab"]
+    assert verdict(campaign(many)).status == "no difference"
+
+
 def test_void_runs_are_shown_in_grey_with_their_numbers(tmp_path: Path) -> None:
     whole = campaign([counted("a", 2, 1, 20, 0), late(counted("a", 4, 2, 39, 1))])
     page = draw(whole, tmp_path).read_text()
