@@ -41,7 +41,7 @@ from baton.cluster.telemetry import Tracer
 from baton.models.make_small import make_toy
 from baton.v1 import worker_pb2, worker_pb2_grpc
 from router.admission import Admission
-from router.clients import Adopted, DecodeEvent, Ended, FirstToken, Source
+from router.calls import Adopted, DecodeEvent, Ended, FirstToken, Source
 from router.dispatch import Dispatcher
 from router.journal import Entry, Journal
 from router.request import Request, Token, Trace

@@ -16,6 +16,7 @@ from baton.worker.identity import Identity
 from baton.worker.wire import to_finish, to_sequence, to_token, unpack_handle
 from decode_worker.worker import Adopted, DecodeWorker, Event, Finished
 
+MAX_EVENTS = 256  # in one message: the router reads a message in one turn of its loop
 MAX_OUTBOX = 65536  # events a router may leave unread before it counts as gone
 
 
@@ -62,12 +63,13 @@ class Session:
                         task.cancel()
 
     async def next_events(self) -> pb.DecodeEvents:
-        """Waits for events and returns all since the last message. Raises BatonError if the router broke the protocol."""
+        """Waits for events and returns the oldest. Raises BatonError if the router broke the protocol."""
         await self._filled.wait()
         if self._refused is not None:
             raise self._refused
-        events, self._outbox = self._outbox, []
-        self._filled.clear()
+        events, self._outbox = self._outbox[:MAX_EVENTS], self._outbox[MAX_EVENTS:]
+        if not self._outbox:
+            self._filled.clear()
         return pb.DecodeEvents(events=events)
 
     async def close(self) -> None:

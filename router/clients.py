@@ -6,25 +6,39 @@ A decode session is one stream per worker that carries all calls: when the strea
 import asyncio
 import itertools
 import logging
-from collections.abc import AsyncGenerator, Awaitable, Iterator, Sequence
-from dataclasses import dataclass, fields
-from typing import Any, TypeGuard, TypeVar
+from collections.abc import AsyncGenerator, Awaitable, Sequence
+from dataclasses import dataclass, field, fields
+from typing import Any, TypeVar
 
 import grpc
 
 from baton.cluster import semconv
 from baton.cluster.config import SecurityConfig
+from baton.cluster.config_router import RouterConfig
 from baton.cluster.errors import BatonError, Reason
-from baton.cluster.handoff import Handoff
 from baton.cluster.messages import plain
 from baton.cluster.records import ROLES, Load, RoleName, WorkerRecord, WorkerState
 from baton.cluster.rpc import Line, to_error
-from baton.cluster.telemetry import NO_SPAN, Span
 from baton.engine.block_key import KEY_BYTES
-from baton.engine.sampling import FIELDS
-from baton.v1 import generation_pb2, worker_pb2, worker_pb2_grpc
+from baton.v1 import worker_pb2, worker_pb2_grpc
+from router.backlog import Backlog
+from router.calls import (
+    DecodeEvent,
+    Died,
+    Ended,
+    FirstToken,
+    Message,
+    PrefillEvent,
+    Source,
+    to_addressee,
+    to_events,
+    to_job,
+    to_prefill_event,
+    to_source,
+)
 from router.inbox import Inbox
-from router.request import FinishReason, Request, Token, Tokens
+from router.request import Request
+from router.turn_budget import BYTES_AT_ONCE, TurnBudget
 from router.turnstile import Turnstile
 
 log = logging.getLogger(__name__)
@@ -34,58 +48,10 @@ SNAPSHOT_TIMEOUT_S = 60.0  # for all pages
 LOGS_TIMEOUT_S = 30.0
 ASKED_A_TURN = 32  # probes and questions that are sent, or whose answers are read; the first one to a worker opens its channel
 MAX_GONE = 1024
+CONVERTING = 1 / 4  # of what a token costs at a door
 NOT_CONNECTED = "failed to connect"  # gRPC's words for a call that was never sent: nothing listens there
 _Identity = tuple[str, int]  # name and incarnation of a worker
 T = TypeVar("T")
-_FINISH: dict[int, FinishReason | None] = {
-    generation_pb2.FINISH_REASON_UNSPECIFIED: None,
-    generation_pb2.FINISH_REASON_STOP: "stop",
-    generation_pb2.FINISH_REASON_LENGTH: "length",
-}
-
-
-@dataclass(frozen=True, slots=True)
-class FirstToken:
-    token: Token
-    handle: bytes  # empty when the token ends the output
-    finish: FinishReason | None
-    cached_tokens: int
-    wait_ms: float
-    compute_ms: float
-    fetched_tokens: int = 0  # prompt tokens whose KV came from the source
-
-
-@dataclass(frozen=True, slots=True)
-class Opened:
-    """The prefill has begun: its KV can be read while the rest is computed."""
-
-    handle: bytes
-
-
-@dataclass(frozen=True, slots=True)
-class Source:
-    """A worker that is thought to cache the leading `blocks` blocks of a prompt."""
-
-    worker: WorkerRecord
-    blocks: int
-
-
-PrefillEvent = Opened | FirstToken
-
-
-@dataclass(frozen=True, slots=True)
-class Adopted:
-    handoff: Handoff
-
-
-@dataclass(frozen=True, slots=True)
-class Ended:
-    finish: FinishReason
-    recomputed_tokens: int
-    cached_tokens: int
-
-
-DecodeEvent = Tokens | Adopted | Ended
 
 
 @dataclass(frozen=True, slots=True)
@@ -107,19 +73,21 @@ class Answer:
     stalled_s: float  # for how long the engine has made no progress
 
 
-class Died(BatonError):
-    """The process was lost while it served the call. A call that reached no process has the same reason but is not a Died."""
+@dataclass(frozen=True, slots=True)
+class Streams:
+    """How tokens travel from a decode worker to their readers."""
 
-    def __init__(self, message: str) -> None:
-        super().__init__(Reason.WORKER_LOST, message)
+    interval_s: float = 0.0  # shortest time between two batches of one call
+    most_bytes: int = RouterConfig().backlog_bytes  # that may wait for one reader
+    budget: TurnBudget = field(default_factory=TurnBudget)
 
 
 class Workers:
     """Channels and decode sessions, by worker and incarnation."""
 
-    def __init__(self, security: SecurityConfig, stream_interval_s: float = 0.0) -> None:
+    def __init__(self, security: SecurityConfig, streams: Streams | None = None) -> None:
         self._security = security
-        self._stream_interval_s = stream_interval_s
+        self._streams = streams or Streams()
         self._channels: dict[_Identity, Line] = {}  # each process has its own, even at an old address
         self._gone: dict[_Identity, None] = {}  # nothing is opened to these again; oldest first
         self._sessions: dict[_Identity, DecodeSession] = {}
@@ -263,7 +231,7 @@ class Workers:
         session = self._sessions.get(identity)
         if session is None or session.lost:
             stub = worker_pb2_grpc.DecodeStub(self._channel(worker))
-            session = self._sessions[identity] = DecodeSession(worker, stub, self._stream_interval_s)
+            session = self._sessions[identity] = DecodeSession(worker, stub, self._streams)
         return session
 
     async def _release(self, worker: WorkerRecord, handle: bytes, request_id: str) -> None:
@@ -279,13 +247,13 @@ def _identity(worker: WorkerRecord) -> _Identity:
 
 
 class DecodeSession:
-    def __init__(self, worker: WorkerRecord, stub: worker_pb2_grpc.DecodeStub, interval_s: float) -> None:
+    def __init__(self, worker: WorkerRecord, stub: worker_pb2_grpc.DecodeStub, streams: Streams) -> None:
         self.lost = False
-        self._interval_s = interval_s
+        self._streams = streams
         self._name = worker.name
         self._to = to_addressee(worker)
         self._numbers = itertools.count(1)
-        self._calls: dict[int, Inbox[worker_pb2.DecodeEvent | BatonError]] = {}
+        self._calls: dict[int, _Call] = {}
         self._commands: asyncio.Queue[worker_pb2.DecodeCommand] = asyncio.Queue()
         self._stream = stub.Session(wait_for_ready=False)
         self._writer = asyncio.create_task(self._write())
@@ -297,7 +265,8 @@ class DecodeSession:
         if self.lost:
             raise BatonError(Reason.WORKER_LOST, f"{self._name} is gone")
         number = next(self._numbers)
-        inbox = self._calls[number] = Inbox(self._interval_s)
+        inbox: Inbox[Message] = Inbox(self._streams.interval_s, request.backlog)
+        self._calls[number] = _Call(inbox, request.backlog)
         span = request.trace.span.child(semconv.DECODE, "client", {semconv.WORKER: self._name})
         job = to_job(request, span)
         timeout_ms, live = max(1, int(timeout_s * 1000)), first is not None
@@ -310,7 +279,9 @@ class DecodeSession:
         ended = False
         try:
             while True:
-                for event in _to_events(await inbox.take()):
+                messages, size = await inbox.take(BYTES_AT_ONCE)
+                await self._streams.budget.spend(int(size * CONVERTING))
+                for event in to_events(messages):
                     ended = isinstance(event, Ended)
                     yield event
                     if ended:
@@ -324,8 +295,12 @@ class DecodeSession:
             inbox.close()
             del self._calls[number]
             span.end("" if ended else Reason.CANCELLED.name)
-            if not ended and not self.lost:
-                self._commands.put_nowait(worker_pb2.DecodeCommand(call_id=number, cancel=worker_pb2.DecodeCancel()))
+            if not ended:
+                self._cancel(number)
+
+    def _cancel(self, number: int) -> None:
+        if not self.lost:
+            self._commands.put_nowait(worker_pb2.DecodeCommand(call_id=number, cancel=worker_pb2.DecodeCancel()))
 
     def _tell_first(self, number: int, first: "asyncio.Future[int]") -> None:
         if number in self._calls and not first.cancelled() and not self.lost:
@@ -350,9 +325,9 @@ class DecodeSession:
         try:
             async for message in self._stream:
                 for event in message.events:
-                    inbox = self._calls.get(event.call_id)
-                    if inbox is not None:
-                        inbox.put(event, can_wait=_is_token(event))
+                    call = self._calls.get(event.call_id)
+                    if call is not None:
+                        self._deliver(event, call)
         except grpc.RpcError as error:
             found = _meaning(error)
             text = f"{self._name}: {found.message}"
@@ -360,12 +335,32 @@ class DecodeSession:
         finally:
             self._lose(reason)
 
+    def _deliver(self, event: worker_pb2.DecodeEvent, call: "_Call") -> None:
+        """A token waits as bytes of its own: the event would keep the whole message that it came in. Too many of them end the call, here
+        and at the worker."""
+        if event.WhichOneof("event") != "token":
+            call.inbox.put(event)
+            return
+        call.inbox.put_token(event.token.SerializeToString())
+        if call.backlog.size > self._streams.most_bytes and not call.cut:
+            call.cut = True
+            message = f"more than {self._streams.most_bytes} bytes of the answer wait for the client to read"
+            call.inbox.end(BatonError(Reason.STALLED, message))
+            self._cancel(event.call_id)
+
     def _lose(self, reason: BatonError) -> None:
         if not self.lost:
             self.lost = True
             self._writer.cancel()
-            for inbox in self._calls.values():
-                inbox.put(reason)
+            for call in self._calls.values():
+                call.inbox.put(reason)
+
+
+@dataclass(slots=True)
+class _Call:
+    inbox: Inbox[Message]
+    backlog: Backlog
+    cut: bool = False
 
 
 async def _answer(call: Awaitable[T]) -> T:
@@ -388,26 +383,6 @@ def _meaning(error: grpc.RpcError) -> BatonError:
     return ours
 
 
-def to_job(request: Request, span: Span = NO_SPAN) -> worker_pb2.Job:
-    told = {name: getattr(request.params, name) for name in FIELDS}
-    told["stop_token_ids"] = sorted(request.params.stop_token_ids)  # the same bytes for the same request
-    sampling = generation_pb2.SamplingParams(**told)
-    return worker_pb2.Job(
-        request_id=request.id,
-        token_ids=request.tokens,
-        prompt_tokens=request.prompt_len,
-        sampling=sampling,
-        cache_salt=request.salt,
-        traceparent=span.traceparent,
-        tracestate=span.tracestate,
-    )
-
-
-def to_addressee(worker: WorkerRecord) -> worker_pb2.Addressee:
-    """The process that a call is meant for: by now another one may listen at the address."""
-    return worker_pb2.Addressee(worker=worker.name, incarnation=worker.incarnation, model_fingerprint=worker.model_fingerprint)
-
-
 def _to_roles(names: Sequence[str]) -> tuple[RoleName, ...]:
     """Leaves out names that a newer worker knows and we do not."""
     return tuple(role for role in ROLES if role in names)
@@ -417,71 +392,9 @@ def _to_load(load: worker_pb2.WorkerLoad) -> Load:
     return Load(**{field.name: getattr(load, field.name) for field in fields(Load)})
 
 
-def to_source(source: Source) -> worker_pb2.KvSource:
-    worker = source.worker
-    return worker_pb2.KvSource(worker=worker.name, incarnation=worker.incarnation, address=worker.address, blocks=source.blocks)
-
-
 async def _next_event(call: Any) -> PrefillEvent:
     """Raises BatonError."""
     message = await _answer(call.read())
     if message is grpc.aio.EOF:
         raise BatonError(Reason.INTERNAL, "the prefill ended without a token")
-    return _to_prefill_event(message)
-
-
-def _to_prefill_event(message: worker_pb2.PrefillEvent) -> PrefillEvent:
-    if message.WhichOneof("event") == "opened":
-        return Opened(message.opened.handle)
-    done = message.done
-    return FirstToken(
-        to_token(done.token),
-        done.handle,
-        _FINISH[done.finish],
-        done.cached_tokens,
-        done.wait_ms,
-        done.compute_ms,
-        done.fetched_tokens,
-    )
-
-
-def to_token(token: worker_pb2.GeneratedToken) -> Token:
-    top = tuple((top.id, top.logprob) for top in token.top) if token.top else ()
-    return Token(token.id, token.logprob if token.HasField("logprob") else None, top)
-
-
-def _to_events(messages: "list[worker_pb2.DecodeEvent | BatonError]") -> Iterator[DecodeEvent]:
-    """Joins successive tokens. Raises the BatonError that ended the call."""
-    tokens: list[Token] = []
-    for message in messages:
-        if _is_token(message):
-            tokens.append(to_token(message.token))
-            continue
-        if tokens:
-            yield tuple(tokens)
-            tokens = []
-        yield _to_event(message)
-    if tokens:
-        yield tuple(tokens)
-
-
-def _is_token(message: worker_pb2.DecodeEvent | BatonError) -> TypeGuard[worker_pb2.DecodeEvent]:
-    return not isinstance(message, BatonError) and message.WhichOneof("event") == "token"
-
-
-def _to_event(message: worker_pb2.DecodeEvent | BatonError) -> Adopted | Ended:
-    if isinstance(message, BatonError):
-        raise message
-    match message.WhichOneof("event"):
-        case "adopted":
-            return Adopted(Handoff(**plain(message.adopted.handoff)))
-        case "finished":
-            finish = _FINISH[message.finished.reason]
-            if finish is None:
-                raise BatonError(Reason.INTERNAL, "the worker finished without a reason")
-            return Ended(finish, message.finished.handoff.recomputed_tokens, message.finished.cached_tokens)
-        case "error":
-            name = message.error.reason
-            raise BatonError(Reason[name] if name in Reason.__members__ else Reason.INTERNAL, message.error.message)
-        case other:
-            raise BatonError(Reason.INTERNAL, f"the worker sent {other!r}")
+    return to_prefill_event(message)

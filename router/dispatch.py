@@ -26,7 +26,8 @@ from baton.cluster.config_router import RouterConfig
 from baton.cluster.errors import BatonError, Reason
 from baton.cluster.records import WorkerRecord
 from baton.engine.block_key import extend_keys, root_key
-from router.clients import Adopted, DecodeEvent, Died, Ended, FirstToken, Opened, Source, Workers
+from router.calls import Adopted, DecodeEvent, Died, Ended, FirstToken, Opened, Source
+from router.clients import Workers
 from router.early import EarlyDecode
 from router.poison import Poison
 from router.policy import TERMS, Bypass, Choice, Identity, NoWorker, Saturated, Terms, choose_decode, choose_prefill
@@ -246,7 +247,8 @@ class Dispatcher:
                         trace.handoff += event.handoff
                     yield event
         except BatonError as error:
-            await self._blame(request, worker, error, failed, started.work)
+            if error.reason is not Reason.STALLED:  # the client's doing
+                await self._blame(request, worker, error, failed, started.work)
             raise
         finally:
             self._poison.end(started.work)

@@ -11,6 +11,7 @@ from baton.v1 import generation_pb2 as pb
 from baton.v1 import generation_pb2_grpc
 from router.request import Trace
 from router.service import Accepted, Event, Finished, GenerateService, Piece, Pieces
+from router.turn_budget import TurnBudget
 from router.validate import Ask, AskSampling, Limits
 
 _LIMITS = Limits()
@@ -18,7 +19,8 @@ _REASON = {"stop": pb.FINISH_REASON_STOP, "length": pb.FINISH_REASON_LENGTH}
 
 
 class GenerationDoor(generation_pb2_grpc.GenerationServicer):
-    def __init__(self, service: GenerateService, keys: ApiKeys) -> None:
+    def __init__(self, service: GenerateService, keys: ApiKeys, budget: TurnBudget | None = None) -> None:
+        self._budget = budget or TurnBudget()
         self._service = service
         self._keys = keys
 
@@ -27,10 +29,12 @@ class GenerationDoor(generation_pb2_grpc.GenerationServicer):
             tenant = self._keys.tenant(metadata_of(context, "authorization"))
             parent, state = metadata_of(context, "traceparent") or "", ",".join(all_metadata_of(context, "tracestate"))
             ask = to_ask(request, parent, tenant, self._service.max_model_len, state)
-            async with aclosing(self._service.generate(ask, context.time_remaining())) as events:
+            async with aclosing(self._service.generate(ask, context.time_remaining())) as events, self._budget.ending():
                 async for event in events:
                     if isinstance(event, Accepted):
                         context.set_trailing_metadata((("x-request-id", event.request_id),))
+                    elif isinstance(event, Pieces):
+                        await self._budget.spend(event.size)
                     yield to_response(event)
 
 

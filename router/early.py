@@ -1,13 +1,14 @@
 """A decode call that starts before its events are consumed: the decode worker reads the KV while the prompt is still being computed.
 
-The events wait here until the dispatcher takes them. `first` resolves to the token that the prefill worker samples.
+One event waits here until the dispatcher takes it, the others in the call's own inbox, which bounds them. `first` resolves to the token
+that the prefill worker samples.
 """
 
 import asyncio
 from collections.abc import AsyncGenerator, Callable
 from contextlib import aclosing
 
-from router.clients import DecodeEvent
+from router.calls import DecodeEvent
 
 Open = Callable[["asyncio.Future[int]"], AsyncGenerator[DecodeEvent, None]]
 
@@ -15,7 +16,7 @@ Open = Callable[["asyncio.Future[int]"], AsyncGenerator[DecodeEvent, None]]
 class EarlyDecode:
     def __init__(self, open_call: Open) -> None:
         self.first: asyncio.Future[int] = asyncio.get_running_loop().create_future()
-        self._events: asyncio.Queue[DecodeEvent | Exception | None] = asyncio.Queue()
+        self._events: asyncio.Queue[DecodeEvent | Exception | None] = asyncio.Queue(1)
         self._task = asyncio.create_task(self._run(open_call))
 
     async def events(self) -> AsyncGenerator[DecodeEvent, None]:
@@ -38,8 +39,8 @@ class EarlyDecode:
         try:
             async with aclosing(open_call(self.first)) as events:
                 async for event in events:
-                    self._events.put_nowait(event)
+                    await self._events.put(event)
         except Exception as error:  # unexpected ones too: otherwise the reader would wait forever
-            self._events.put_nowait(error)
+            await self._events.put(error)
         else:
-            self._events.put_nowait(None)
+            await self._events.put(None)

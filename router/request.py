@@ -10,6 +10,7 @@ from baton.cluster.handoff import Handoff
 from baton.cluster.telemetry import NO_SPAN, Span
 from baton.engine.sampling import SamplingParams
 from baton.stages import STAGES, Stage, itl
+from router.backlog import ENTRY_BYTES, TOP_BYTES, Backlog
 
 NEAR_DEADLINE_S = 0.05  # with less time left, another attempt is pointless, and a client that leaves has given up because of its deadline
 
@@ -128,6 +129,11 @@ class Token:
     logprob: float | None = None
     top: tuple[tuple[int, float], ...] = ()
 
+    @property
+    def size(self) -> int:
+        """Bytes, about as it waits for its client: the measure of the work on it (`router.turn_budget`)."""
+        return ENTRY_BYTES + TOP_BYTES * len(self.top)
+
 
 Tokens = tuple[Token, ...]  # successive ones that were ready together; at least one
 
@@ -160,6 +166,7 @@ class Request:
     suspicion: Suspicion = Suspicion()
     keys: list[bytes] = field(default_factory=list)  # of the full blocks of `tokens`, as far as they were needed
     turn: int = 0  # which of several equal workers it gets
+    backlog: Backlog = field(default_factory=Backlog)  # what waits for its client, with the other choices of the answer
     resumed: int = 0  # output tokens that it arrived with: an earlier call has streamed them
 
     @property

@@ -64,6 +64,11 @@ class Pieces:
 
     pieces: tuple[Piece, ...]
 
+    @property
+    def size(self) -> int:
+        """As `Token.size`."""
+        return sum(piece.token.size for piece in self.pieces)
+
 
 @dataclass(frozen=True, slots=True)
 class Finished:
@@ -225,6 +230,7 @@ class GenerateService:
         text = Transcript(self._tokenizer, prompt, params, stops)
         tokens = [*prompt, *output] if output else prompt
         request = Request(id_, tokens, len(prompt), params, self._salt(ask), deadline, trace, resumed=len(output))
+        request.backlog = ask.backlog
         long = len(prompt) > LONG_PROMPT
         digest = await self._off_loop(long, deadline, prompt_digest, prompt)
         if receipt is not None:

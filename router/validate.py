@@ -10,6 +10,7 @@ from typing import Any, TypeVar
 
 from baton.cluster.errors import BatonError, Reason, Violation, invalid
 from baton.engine.sampling import GREEDY_BELOW, LEAST_TOP_P, NUMBERS, Range, SamplingParams
+from router.backlog import Backlog
 
 ROLES = ("system", "user", "assistant")
 DEFAULT_MAX_TOKENS = 256
@@ -83,6 +84,7 @@ class Ask:
     tracestate: str = ""  # likewise; of several headers, joined
     output_so_far: Sequence[int] = ()  # the beginning of the output, which an earlier call has streamed
     resume: bytes = b""  # the receipt of that call (`router.resume`)
+    backlog: Backlog = field(default_factory=Backlog, compare=False)  # shared by the choices of one answer
 
 
 _RANGES = {

@@ -31,7 +31,7 @@ from baton.v1 import generation_pb2, generation_pb2_grpc, worker_pb2_grpc
 from router import gauges, reflection
 from router.admin import AdminDoor
 from router.admission import Admission
-from router.clients import Workers
+from router.clients import Streams, Workers
 from router.dispatch import Dispatcher
 from router.door import GenerationDoor
 from router.http.app import HttpDoor, allow_origins
@@ -45,6 +45,7 @@ from router.rates import Rates, Unlimited, redis_counters
 from router.resume import receipt_key
 from router.service import Draws, GenerateService, ServedModel, Tenancy
 from router.tokenizer import Tokenizer
+from router.turn_budget import TurnBudget
 from router.view import ClusterView
 from router.watch import Watch, outside_of
 
@@ -70,7 +71,8 @@ class RouterProcess:
         self.stage = Stage.STARTING
         self._registry = connect_registry(config)
         self._tasks = Tasks(stop.fail)
-        self._workers = Workers(config.security, config.router.stream_interval_s)
+        self._budget = TurnBudget()
+        self._workers = Workers(config.security, Streams(config.router.stream_interval_s, config.router.backlog_bytes, self._budget))
         self._https: list[HttpServer] = []
         self._keys = ApiKeys.load(config.security.api_keys, Quota(config.security.requests_per_minute, config.security.tokens_per_minute))
         self._guard = Guard(config, self._keys)
@@ -116,14 +118,14 @@ class RouterProcess:
             tenancy=Tenancy(self._rates(), config.security.shared_prefixes, receipt_key(config.cluster.key, secrets.token_bytes)),
         )
         self._closers.callback(self.service.close)
-        generation_pb2_grpc.add_GenerationServicer_to_server(GenerationDoor(self.service, self._keys), public.grpc)
+        generation_pb2_grpc.add_GenerationServicer_to_server(GenerationDoor(self.service, self._keys, self._budget), public.grpc)
         offered = config.router.reflection
         if offered or (offered is None and not self._keys):
             reflection.offer((SERVICE, "grpc.health.v1.Health"), public.grpc)
         self.address = public.bind(config.router.port)
         admin_address = admin.bind(config.router.admin_port)
-        metrics = self._metrics.answer if config.telemetry.metrics else None
-        http_door = HttpDoor(self.service, tokenizer, self._keys, config.router, lambda: bool(view.decode_workers()), draw_id, metrics)
+        metrics, serving = self._metrics.answer if config.telemetry.metrics else None, lambda: bool(view.decode_workers())
+        http_door = HttpDoor(self.service, tokenizer, self._keys, config.router, serving, draw_id, metrics, self._budget)
         self._closers.push_async_callback(self._tasks.close)
         http = self._http(allow_origins(http_door, config.router.cors_origins))
         http_address = http.bind(config.router.http_port)
@@ -193,7 +195,7 @@ class RouterProcess:
         return server
 
     def _http(self, app: Any) -> HttpServer:
-        self._https.append(http := HttpServer(self.config, app))
+        self._https.append(http := HttpServer(self.config, app, self._budget))
         self._closers.push_async_callback(http.stop)
         return http
 

@@ -36,6 +36,13 @@ class RouterConfig(Section):
         le=3600,
         description="How long a client, over gRPC or HTTP, may leave its answer unread before the router drops the request, seconds.",
     )
+    backlog_bytes: int = Field(
+        default=4 << 20,
+        ge=64 << 10,
+        le=1 << 30,
+        description="How much of an answer may wait for its client to read, as the worker sent it (a token has about 70 bytes, with 20"
+        " log-probabilities 300), bytes. Beyond that, the request ends with STALLED.",
+    )
     stream_interval_s: float = Field(
         default=0.0,
         ge=0,

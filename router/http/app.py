@@ -36,13 +36,15 @@ from baton.cluster.page_server import Page
 from router.http import openai_in
 from router.http.encoding import IDENTITY, check_encoding, unpack
 from router.http.errors import HttpError, bad_value, to_http, to_json
-from router.http.event_id import HEADER, Numbering, last_event, resume
+from router.http.event_id import HEADER, Numbering, asks_for_ids, last_event, resume
 from router.http.openai_in import Asked, Caller
 from router.http.openai_out import Writer
 from router.http.openapi import document
+from router.http.pieces import InPieces, gather, list_of_ids, members
 from router.http.stream import ClientGone, merge, while_connected
-from router.service import Event, GenerateService, Part, parts
+from router.service import Event, GenerateService, Part, Pieces, parts
 from router.tokenizer import Tokenizer
+from router.turn_budget import TurnBudget
 from router.validate import MAX_REQUEST_ID, Ask
 
 log = logging.getLogger(__name__)
@@ -67,6 +69,7 @@ class HttpDoor:
         serving: Callable[[], bool],
         draw_id: Callable[[], str],
         metrics: Callable[[bytes, RawHeaders], Awaitable[Page]] | None = None,
+        budget: TurnBudget | None = None,
     ) -> None:
         """`serving` returns whether a request could be answered now; `metrics` answers GET /metrics, to those who may read them."""
         self._service = service
@@ -76,6 +79,7 @@ class HttpDoor:
         self._serving = serving
         self._draw_id = draw_id
         self._metrics = metrics
+        self._budget = budget or TurnBudget()
         self._created = int(time.time())
         self._document = to_json(document())
         routes = [
@@ -134,20 +138,20 @@ class HttpDoor:
         events = self._events(asked, _timeout_s(request))
         writer = Writer(asked, self._tokenizer, caller.request_id, self._service.model_name)
         if asked.stream:
-            numbering = Numbering(asked, last) if len(asked.asks) == 1 else None
+            numbering = Numbering(asked, last) if last is not None or asks_for_ids(asked, request.headers) else None
             return EventStream(_chunks(events, writer, numbering), self._longest_s, self._refusal)
         async with while_connected(request.receive, self._longest_s), aclosing(events):
             async for index, event in events:
                 for part in parts(event):
                     writer.take(index, part)
-        return _json(writer.whole())
+            return InPieces(await gather(writer.whole(), self._budget))
 
     async def _events(self, asked: Asked, timeout_s: float | None) -> AsyncGenerator[tuple[int, Event], None]:
-        """Yields events of all choices, each with the choice's number. Raises HttpError."""
+        """Yields events of all choices, each with the choice's number, when the turn has room for the work on it. Raises HttpError."""
 
         async def one(number: int, ask: Ask) -> AsyncGenerator[Event, None]:
             try:
-                async with aclosing(self._service.generate(ask, timeout_s)) as events:
+                async with aclosing(self._service.generate(ask, timeout_s)) as events, self._budget.ending():
                     async for event in events:
                         yield event
             except BatonError as error:
@@ -155,6 +159,8 @@ class HttpDoor:
 
         async with aclosing(merge([one(number, ask) for number, ask in enumerate(asked.asks)])) as events:
             async for number, event in events:
+                if isinstance(event, Pieces):
+                    await self._budget.spend(event.size)
                 yield number, event
 
     async def _models(self, request: Request) -> Response:
@@ -187,7 +193,8 @@ class HttpDoor:
             ids = await self._service.tokenize(ask)
         except BatonError as error:
             raise to_http(error, names) from None
-        return _json({"count": len(ids), "max_model_len": self._service.max_model_len, "tokens": ids})
+        answer = members({"count": len(ids), "max_model_len": self._service.max_model_len}, tokens=list_of_ids(ids))
+        return InPieces(await gather(answer, self._budget))
 
     async def _detokenize(self, request: Request) -> Response:
         self._caller(request)
@@ -314,7 +321,7 @@ class EventStream(Response):
 async def _chunks(
     events: AsyncGenerator[tuple[int, Event], None], writer: Writer, numbering: Numbering | None
 ) -> AsyncGenerator[bytes, None]:
-    """`numbering`: None for a stream of several choices, whose events have no ids."""
+    """`numbering`: None for a stream whose events have no ids."""
     async with aclosing(events):
         async for index, event in events:
             if data := b"".join(_part(part, index, writer, numbering) for part in parts(event)):

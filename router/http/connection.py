@@ -24,10 +24,13 @@ from starlette.types import ASGIApp, Message, Scope
 
 from baton.cluster.config_router import RouterConfig
 from router.http.errors import HttpError, to_json
+from router.http.stream import ClientGone
+from router.turn_budget import BYTES_OF_AN_END, TurnBudget
 
 log = logging.getLogger(__name__)
 MAX_HEAD_BYTES = 32 << 10
 MAX_UNREAD_BYTES = 64 << 10  # of a body that the application has not read yet; beyond that, reading pauses
+MAX_UNSENT_BYTES = 64 << 10  # of an answer; beyond that, the application waits for the client to read
 PROBE_S = 0.25
 _PHRASES = {int(status): status.phrase.encode() for status in HTTPStatus}
 _CLOSE = (b"connection", b"close")
@@ -65,11 +68,11 @@ class Exchange:
         return {"type": "http.request", "body": body, "more_body": self.more_body}
 
     async def send(self, message: Message) -> None:
-        """Waits while the client has not read what was sent before."""
+        """Waits while the client has not read what was sent before. Raises ClientGone if nobody will read this."""
         if not (writable := self._connection.writable).is_set():
             await writable.wait()
-        if self.gone:
-            return
+        if self.gone or self._connection.lost:
+            raise ClientGone
         if not self.started:
             self._start(message)
         elif not self.complete:
@@ -106,7 +109,13 @@ class Exchange:
 
 class Connection(asyncio.Protocol):
     def __init__(
-        self, app: ASGIApp, limits: RouterConfig, most: int, connections: set["Connection"], tasks: set[asyncio.Task[None]]
+        self,
+        app: ASGIApp,
+        limits: RouterConfig,
+        most: int,
+        connections: set["Connection"],
+        tasks: set[asyncio.Task[None]],
+        budget: TurnBudget,
     ) -> None:
         """Adds itself to `connections` and the application's tasks to `tasks`. Refuses the client if that makes more than `most`."""
         self.writable = asyncio.Event()
@@ -115,6 +124,7 @@ class Connection(asyncio.Protocol):
         self._limits = limits
         self._connections = connections
         self._tasks = tasks
+        self._budget = budget
         self._most = most
         self._loop = asyncio.get_running_loop()
         self._parser = h11.Connection(h11.SERVER, max_incomplete_event_size=MAX_HEAD_BYTES)
@@ -122,6 +132,7 @@ class Connection(asyncio.Protocol):
         self._task: asyncio.Task[None] | None = None  # the application's, for the last request
         self._timers: dict[str, asyncio.TimerHandle] = {}
         self.leaving = False  # the connection closes after this answer
+        self.lost = False
         self._transport: asyncio.Transport
 
     # What asyncio calls
@@ -129,6 +140,7 @@ class Connection(asyncio.Protocol):
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
         assert isinstance(transport, asyncio.Transport)
         self._transport = transport
+        transport.set_write_buffer_limits(MAX_UNSENT_BYTES)  # TLS would let eight times as much wait
         self._connections.add(self)
         if len(self._connections) > self._most:
             self._refuse(HttpError(503, "too many connections are open", headers={"retry-after": "1"}))
@@ -140,6 +152,11 @@ class Connection(asyncio.Protocol):
         for timer in self._timers.values():
             timer.cancel()
         self._timers.clear()
+        self.lost = True
+        self._budget.call(BYTES_OF_AN_END, self._part)  # many may be lost together
+
+    def _part(self) -> None:
+        """Ends the application's work on an answer that nobody reads."""
         self.writable.set()
         if self._exchange is not None:
             self._exchange.leave()
@@ -251,6 +268,8 @@ class Connection(asyncio.Protocol):
         """Leaves either a complete answer or a closed connection."""
         try:
             await self._app(scope, exchange.receive, exchange.send)
+        except ClientGone:
+            pass
         except Exception:
             log.exception("the application failed")
         finally:

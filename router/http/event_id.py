@@ -1,5 +1,5 @@
-"""The `id:` of every event of a stream, with which any router continues the stream: the client sends the same body again, and the id of the
-last event that it received in the header `Last-Event-ID`, as the standard of server-sent events has it.
+"""The `id:` of every event of a stream, for clients that ask for ids. With it, any router continues the stream: the client sends the same
+body again, and the id of the last event that it received in the header `Last-Event-ID`, as the standard of server-sent events has it.
 
     EVENTS.DIGEST.SEED.MAX_TOKENS.RECEIPT
 
@@ -12,16 +12,17 @@ are the same, or else the request is refused, because text would be missing or r
 import re
 from array import array
 from base64 import urlsafe_b64decode, urlsafe_b64encode
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from hashlib import blake2b
 
 from baton.cluster.errors import BatonError, Reason
 from router.http.errors import bad_value
-from router.http.openai_in import Asked
+from router.http.openai_in import ONE_CHOICE, Asked
 from router.service import Accepted, Part, Piece
 
 HEADER = "last-event-id"
+ASKING_HEADER = "x-event-ids"  # for clients that cannot change the body
 MAX_CHARACTERS = 512
 DIGEST_BYTES = 9  # a multiple of three: no padding
 _ID = re.compile(r"([0-9]{1,9})\.([A-Za-z0-9_-]{12})\.([0-9]{1,20})\.([0-9]{1,10})\.([A-Za-z0-9_-]+)")
@@ -114,3 +115,13 @@ def _another() -> BatonError:
 def last_event(header: str | None) -> EventId | None:
     """Raises HttpError."""
     return None if header is None else EventId.parse(header)
+
+
+def asks_for_ids(asked: Asked, headers: Mapping[str, str]) -> bool:
+    """Raises HttpError."""
+    given = headers.get(ASKING_HEADER, "false")
+    if given not in ("true", "false"):
+        raise bad_value(ASKING_HEADER, "must be true or false")
+    if given == "true" and len(asked.asks) > 1:
+        raise bad_value(ASKING_HEADER, ONE_CHOICE)
+    return asked.event_ids or given == "true"

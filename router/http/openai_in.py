@@ -32,10 +32,12 @@ from pydantic import ValidationError as Invalid
 from pydantic_core import CoreSchema, core_schema
 
 from baton.engine.sampling import NUMBERS
+from router.backlog import Backlog
 from router.http.errors import HttpError, bad_value
 from router.http.json_body import parse
 from router.validate import Ask, AskSampling, Limits
 
+ONE_CHOICE = "needs a stream of one choice"
 MAX_CHOICES = 128  # of one HTTP request: prompts times n
 COMPLETION_MAX_TOKENS = 16  # the default of the legacy API
 _LIMITS = Limits()
@@ -63,6 +65,7 @@ class Asked:
     include_usage: bool = False
     continuous_usage: bool = False
     token_ids: bool = False  # the answer names them
+    event_ids: bool = False  # the events of the stream have ids
     names: Mapping[str, str] = field(default_factory=lambda: _NO_NAMES)  # field of an Ask → parameter
 
     def names_of(self, choice: int) -> Mapping[str, str]:
@@ -169,6 +172,7 @@ Prompt = Annotated[
 class StreamOptions(Body):
     include_usage: Boolean = None
     continuous_usage_stats: Boolean = None
+    include_event_ids: Boolean = None
     include_obfuscation: Whatever = None
 
 
@@ -452,9 +456,13 @@ def _asked(given: Generation, prompts: list[Ask], caller: Caller, *, chat: bool,
         raise bad_value("stream_options", "needs stream to be true")
     if given.output_so_far:
         if not given.stream or n * len(prompts) > 1:
-            raise bad_value("output_so_far", "needs a stream of one choice")
+            raise bad_value("output_so_far", ONE_CHOICE)
         prompts = [replace(prompts[0], output_so_far=tuple(given.output_so_far))]
     options = given.stream_options or StreamOptions()
+    if options.include_event_ids and n * len(prompts) > 1:
+        raise bad_value("stream_options.include_event_ids", ONE_CHOICE)
+    backlog = Backlog()
+    prompts = [replace(prompt, backlog=backlog) for prompt in prompts]
     return Asked(
         asks=tuple(_choices(prompts, n, caller.request_id)),
         n=n,
@@ -463,6 +471,7 @@ def _asked(given: Generation, prompts: list[Ask], caller: Caller, *, chat: bool,
         include_usage=bool(options.include_usage),
         continuous_usage=bool(options.continuous_usage_stats),
         token_ids=bool(given.return_token_ids),
+        event_ids=bool(options.include_event_ids),
         names={**names, "output_so_far.ids": "output_so_far", "resume": "last-event-id"},
     )
 

@@ -12,11 +12,15 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from typing import Any, Protocol
 
+from router.http.errors import bad_value, to_json
 from router.http.openai_in import Asked
+from router.http.pieces import list_of, list_of_ids, members
 from router.request import Token
 from router.service import Accepted, Finished, Part, Piece
 from router.tokenizer import Tokenizer
 
+MAX_WHOLE_BYTES = 64 << 20  # of an answer that is not streamed
+ID_BYTES = 8  # of a token's id in a list
 LOWEST_LOGPROB = -9999.0  # JSON has no infinity
 _Json = dict[str, Any]
 
@@ -26,9 +30,9 @@ class Choice:
     """What is known about one choice."""
 
     begun: bool = False
-    texts: list[str] = field(default_factory=list)  # kept only for a whole answer, like `ids` and `tokens`
+    texts: list[str] = field(default_factory=list)  # kept only for a whole answer, like `ids` and `columns`
     ids: list[int] = field(default_factory=list)
-    tokens: list[tuple[Token, int]] = field(default_factory=list)  # each with the character at which its text begins
+    columns: dict[str, list[bytes]] = field(default_factory=dict)  # member of `logprobs` → one entry for each token, in JSON
     length: int = 0  # characters so far
     finish: str | None = None
     prompt_tokens: int = 0
@@ -54,7 +58,7 @@ class Shape(Protocol):
         """The chunk that says why the choice ended."""
 
     def logprobs(self, tokens: list[tuple[Token, int]]) -> _Json:
-        """Log-probabilities of `tokens`."""
+        """Log-probabilities of `tokens`, each with the character at which its text begins: lists with an entry for each token."""
 
 
 class Chat:
@@ -130,32 +134,51 @@ class Writer:
         # The client of a resumed stream has the first chunk.
         self._choices = [Choice(begun=bool(ask.resume and ask.output_so_far)) for ask in asked.asks]
         self._head = {"id": f"{self._shape.prefix}-{request_id}", "object": self._shape.name, "created": int(clock()), "model": model}
+        self._size = 0  # bytes of a whole answer so far, about
         self._chunk_head = self._head | {"object": self._shape.chunk_name}
 
     def take(self, index: int, event: Part) -> None:
-        """Notes an event of a choice whose answer is sent as a whole."""
+        """Notes an event of a choice whose answer is sent as a whole. Log-probabilities are written now: at the end, those of all tokens
+        together would delay others. Raises HttpError for an answer that is too long."""
         choice = self._choices[index]
         if isinstance(event, Piece):
             choice.texts.append(event.text)
             choice.ids.append(event.token.id)
+            self._size += len(event.text) + ID_BYTES
             if self._logprobs:
-                choice.tokens.append((event.token, choice.length))
+                self._write_logprobs(choice, event.token)
         elif isinstance(event, Finished):
             choice.texts.append(event.text)
         self._note(choice, event)
+        if self._size > MAX_WHOLE_BYTES:
+            raise bad_value("stream", f"must be true for an answer of more than {MAX_WHOLE_BYTES >> 20} MiB")
 
-    def whole(self) -> _Json:
-        choices = [
-            self._shape.whole("".join(choice.texts))
-            | {
-                "index": i,
-                "logprobs": self._shape.logprobs(choice.tokens) if self._logprobs else None,
-                "finish_reason": choice.finish,
-            }
-            | self._ids(choice.ids)
-            for i, choice in enumerate(self._choices)
-        ]
-        return self._head | {"choices": choices, "usage": self.usage()}
+    def _write_logprobs(self, choice: Choice, token: Token) -> None:
+        for name, entries in self._shape.logprobs([(token, choice.length)]).items():
+            if isinstance(entries, list):
+                choice.columns.setdefault(name, []).append(entry := to_json(entries[0]))
+                self._size += len(entry)
+
+    def whole(self) -> Iterator[bytes]:
+        """The answer in JSON, in parts."""
+        yield from members(self._head, choices=self._whole_choices(), usage=[to_json(self.usage())])
+
+    def _whole_choices(self) -> Iterator[bytes]:
+        yield b"["
+        for i, choice in enumerate(self._choices):
+            lists = {"logprobs": self._whole_logprobs(choice) if self._logprobs else [b"null"]}
+            if self._asked.token_ids:
+                lists["token_ids"] = list_of_ids(choice.ids)
+            if i:
+                yield b","
+            head = self._shape.whole("".join(choice.texts)) | {"index": i, "finish_reason": choice.finish}
+            yield from members(head, **lists)
+        yield b"]"
+
+    def _whole_logprobs(self, choice: Choice) -> Iterator[bytes]:
+        empty = self._shape.logprobs([])
+        lists = {name: list_of(choice.columns.get(name, [])) for name, value in empty.items() if isinstance(value, list)}
+        yield from members({name: value for name, value in empty.items() if name not in lists}, **lists)
 
     def chunks(self, index: int, event: Part) -> Iterator[_Json]:
         """The chunks that an event of a choice adds to the stream."""

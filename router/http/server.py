@@ -14,6 +14,7 @@ from baton.cluster.open_files import files_for
 from baton.cluster.rpc import Tasks
 from baton.cluster.tls import server_context
 from router.http.connection import Connection
+from router.turn_budget import TurnBudget
 
 log = logging.getLogger(__name__)
 SEND_BUFFER_BYTES = 128 << 10  # in the kernel, which would otherwise let a stalled client hold megabytes
@@ -23,10 +24,11 @@ CLOSE_POLL_S = 0.01
 
 
 class HttpServer:
-    def __init__(self, config: Config, app: ASGIApp) -> None:
+    def __init__(self, config: Config, app: ASGIApp, budget: TurnBudget | None = None) -> None:
         """Raises ConfigError for a certificate that cannot be used."""
         self._config = config
         self._app = app
+        self._budget = budget or TurnBudget()
         self._most = files_for(config.router.http_max_connections)
         self._ssl = server_context(config.security)
         family = socket.AF_INET6 if ":" in config.cluster.host else socket.AF_INET
@@ -96,6 +98,6 @@ class HttpServer:
             server.close()
 
     def _connection(self) -> Connection:
-        connection = Connection(self._app, self._config.router, self._most, self.connections, self._tasks)
+        connection = Connection(self._app, self._config.router, self._most, self.connections, self._tasks, self._budget)
         connection.leaving = self._draining
         return connection

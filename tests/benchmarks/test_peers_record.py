@@ -13,6 +13,7 @@ from types import ModuleType
 from typing import Any
 
 import pytest
+import torch
 from peers.cells import Cell, Model
 from peers.drivers import ceilings
 from peers.engines import ENGINES, OURS, REFERENCE
@@ -158,13 +159,13 @@ def test_a_way_to_multiply_that_fails_is_missing_and_the_other_ceilings_are_foun
     plain = ceilings.ways
 
     def ways(a: Any, b: Any) -> Any:
-        if a.dtype == ceilings.torch.bfloat16:
+        if a.dtype == torch.bfloat16:
             raise RuntimeError("mkldnn_reorder_linear_weight: cannot\nC++ trace")
         return plain(a, b)
 
     for name, smaller in (("FAR", 1 << 16), ("SIDE", 32), ("ways", ways)):
         monkeypatch.setattr(ceilings, name, smaller)
-    threads = ceilings.torch.get_num_threads()
+    threads = torch.get_num_threads()
     answer = ceilings.start({"threads": threads})[1]({})
     assert answer["missing"] == {"bfloat16 matmul GFLOP/s": "mkldnn_reorder_linear_weight: cannot"}
     assert "float32 matmul GFLOP/s" in answer["found"] and f"read GB/s, {threads} threads" in answer["found"]

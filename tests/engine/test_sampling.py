@@ -11,7 +11,7 @@ import pytest
 from baton.engine.sampling import FIELDS, NUMBERS, Range, SamplingParams
 from baton.v1 import generation_pb2
 from baton.worker.wire import to_params
-from router.clients import to_job
+from router.calls import to_job
 from router.http import openai_in
 from router.http.errors import HttpError
 from router.http.openai_in import Caller

@@ -19,7 +19,8 @@ from baton.engine.sampling import SamplingParams
 from baton.v1 import generation_pb2, worker_pb2_grpc
 from baton.v1 import worker_pb2 as pb
 from router import probes, watch
-from router.clients import DecodeEvent, Ended, Workers
+from router.calls import DecodeEvent, Ended
+from router.clients import Workers
 from router.early import EarlyDecode
 from router.request import Request, Stopwatch, Trace
 from router.view import ClusterView

@@ -22,7 +22,8 @@ from baton.engine.sampling import SamplingParams
 from baton.v1 import generation_pb2, worker_pb2_grpc
 from baton.v1 import worker_pb2 as pb
 from router import clients, probes, watch
-from router.clients import Adopted, CachePage, Died, Ended, FirstToken, Opened, Source, Workers
+from router.calls import Adopted, Died, Ended, FirstToken, Opened, Source, to_addressee
+from router.clients import CachePage, Streams, Workers
 from router.prefix_index import Filling, PrefixIndex
 from router.request import Request, Stopwatch, Token, Tokens, Trace
 from router.view import ClusterView
@@ -195,7 +196,7 @@ async def test_tokens_that_come_while_the_client_reads_are_joined() -> None:
         lost = pb.DecodeEvent(call_id=number, error=pb.CallError(reason="INTERNAL", message="because"))
         worker.says.put_nowait([lost])
         async with asyncio.timeout(30):
-            while len(workers._sessions[(d0.name, d0.incarnation)]._calls[number]) < 4:
+            while len(workers._sessions[(d0.name, d0.incarnation)]._calls[number].inbox._waiting) < 2:
                 await asyncio.sleep(0.005)
         assert await anext(events) == (Token(8), Token(9), Token(10))
         with pytest.raises(BatonError, match="because"):
@@ -207,15 +208,18 @@ async def test_what_comes_after_the_end_of_a_call_changes_nothing() -> None:
     async with pair() as (worker, workers, d0, _):
         call = asyncio.create_task(take(workers, d0))
         number = (await worker.heard.get()).call_id
-        inbox = workers._sessions[(d0.name, d0.incarnation)]._calls[number]
-        for message in (token(number, 7), finished(number), BatonError(Reason.WORKER_LOST, "x"), BatonError(Reason.DEADLINE, "x")):
-            inbox.put(message)
+        session = workers._sessions[(d0.name, d0.incarnation)]
+        held = session._calls[number]
+        for message in (token(number, 7), finished(number)):
+            session._deliver(message, held)
+        for error in (BatonError(Reason.WORKER_LOST, "x"), BatonError(Reason.DEADLINE, "x")):
+            held.inbox.put(error)
         assert await call == [(Token(7),), Ended("length", 0, 32)]
 
 
 async def test_within_the_stream_interval_tokens_wait_for_each_other_and_the_end_does_not() -> None:
     async with pair() as (worker, workers, d0, _):
-        workers._stream_interval_s = 1000.0  # longer than the test: what comes does not wait for it
+        workers._streams = Streams(1000.0)  # longer than the test: what comes does not wait for it
         async with aclosing(workers.decode(d0, request(), b"handle", 100)) as events, asyncio.timeout(30):
             first = asyncio.ensure_future(anext(events))
             number = (await worker.heard.get()).call_id
@@ -236,7 +240,7 @@ async def test_within_the_stream_interval_tokens_wait_for_each_other_and_the_end
 
 async def test_after_the_stream_interval_tokens_are_sent() -> None:
     async with pair() as (worker, workers, d0, _):
-        workers._stream_interval_s = 0.2
+        workers._streams = Streams(0.2)
         async with aclosing(workers.decode(d0, request(), b"", 100)) as events, asyncio.timeout(30):
             first = asyncio.ensure_future(anext(events))
             number = (await worker.heard.get()).call_id
@@ -654,7 +658,7 @@ async def test_a_missing_snapshot_is_requested_with_growing_delays(quick: None, 
 async def test_questions_to_many_workers_are_spread_over_turns(monkeypatch: pytest.MonkeyPatch) -> None:
     """A router has a thousand workers, and opens a channel to each when it first asks."""
     work = TurnWork()
-    monkeypatch.setattr(clients, "to_addressee", work.counted(clients.to_addressee))
+    monkeypatch.setattr(clients, "to_addressee", work.counted(to_addressee))
     monkeypatch.setattr(clients, "_to_load", work.counted(clients._to_load))
     async with pair() as (_, workers, d0, _):
         with work.watched():

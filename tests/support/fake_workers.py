@@ -12,7 +12,8 @@ from baton.cluster.errors import BatonError, Reason
 from baton.cluster.handoff import Handoff
 from baton.cluster.records import Load, RoleName, WorkerRecord
 from baton.engine.toy import naive
-from router.clients import Adopted, Answer, DecodeEvent, Ended, FirstToken, Opened, PrefillEvent, Source
+from router.calls import Adopted, DecodeEvent, Ended, FirstToken, Opened, PrefillEvent, Source
+from router.clients import Answer
 from router.request import FinishReason, Request, Token
 from router.view import ClusterView
 

@@ -131,7 +131,7 @@ def _name(callback: Any) -> str:
     if not isinstance(task, asyncio.Task):
         return str(getattr(callback, "__qualname__", callback))
     coroutine: Any = task.get_coro()
-    names = [coroutine.__qualname__]
+    names = [str(coroutine.__qualname__ or coroutine)]  # gRPC's have no names
     while (coroutine := getattr(coroutine, "cr_await", None) or getattr(coroutine, "ag_await", None)) is not None:
         if name := getattr(coroutine, "__qualname__", ""):
             names.append(name)

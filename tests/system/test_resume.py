@@ -115,6 +115,7 @@ def ready(live: Cluster) -> bool:
 async def test_a_stream_over_http_is_resumed_with_the_id_of_its_last_event(model: Path) -> None:
     prompt = list(range(1, 60))
     body: dict[str, Any] = {"prompt": prompt, "max_tokens": TOKENS, "ignore_eos": True, "stream": True, "return_token_ids": True}
+    body["stream_options"] = {"include_event_ids": True}
     tokens: list[int] = []
     last, done, breaks = "", False, 0
     with faulty(model, prefill=1, decode=1) as live:

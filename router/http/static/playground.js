@@ -54,7 +54,7 @@ async function* events(stream) {
     if (done) return;
     const parts = (rest + value).split("\n\n");
     rest = parts.pop();
-    for (const part of parts) yield part.replace(/^data: /, "").replace(/\nid: .*$/, "");
+    for (const part of parts) yield part.replace(/^data: /, "");
   }
 }
 

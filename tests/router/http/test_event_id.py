@@ -11,6 +11,8 @@ from router.http.event_id import MAX_CHARACTERS, EventId
 from router.tokenizer import Tokenizer
 
 TEXT = "ab🙂c one tw".encode()
+ASK: dict[str, Any] = {"stream": True, "stream_options": {"include_event_ids": True}}
+STREAM = {**HELLO, **ASK}
 WHOLE: dict[str, Any] = {"stop": "two", "stream": True, "return_token_ids": True, "logprobs": 1}
 BODIES = {
     CHAT: {
@@ -18,9 +20,9 @@ BODIES = {
         **WHOLE,
         "logprobs": True,
         "top_logprobs": 1,
-        "stream_options": {"include_usage": True, "continuous_usage_stats": True},
+        "stream_options": {"include_usage": True, "continuous_usage_stats": True, "include_event_ids": True},
     },
-    COMPLETION: {"prompt": "hello", **WHOLE, "max_tokens": 50, "stream_options": {"include_usage": True}},
+    COMPLETION: {"prompt": "hello", **WHOLE, "max_tokens": 50, "stream_options": {"include_usage": True, "include_event_ids": True}},
 }
 
 
@@ -65,14 +67,14 @@ async def test_a_stream_cut_after_any_event_continues_as_if_nothing_had_happened
 
 
 async def test_ids_have_the_same_size_whatever_the_length_of_the_stream(tokenizer: Tokenizer) -> None:
-    answer = await router(tokenizer, b"x" * 2000).post(CHAT, {**HELLO, "stream": True})
+    answer = await router(tokenizer, b"x" * 2000).post(CHAT, STREAM)
     sizes = [len(id_) for _, id_ in answer.events[:-1]]
-    assert len(sizes) > 2000 and max(sizes) - min(sizes) <= 3 and max(sizes) < 200
+    assert len(sizes) > 2000 and min(sizes) > 0 and max(sizes) - min(sizes) <= 3 and max(sizes) < 200
 
 
 async def test_an_answer_that_cannot_be_computed_again_is_refused(tokenizer: Tokenizer) -> None:
     """Negative control of the digest: the second router computes other tokens, or fewer of them."""
-    body = {**HELLO, "stream": True}
+    body = STREAM
     events = (await router(tokenizer, b"abcdef").post(CHAT, body)).events
     for other in (b"abXdef", b"abc"):
         for way, known in (("nothing", []), ("ids", list(b"ab"))):
@@ -83,7 +85,7 @@ async def test_an_answer_that_cannot_be_computed_again_is_refused(tokenizer: Tok
 
 
 async def test_an_output_that_was_not_streamed_is_refused(tokenizer: Tokenizer) -> None:
-    body = {**HELLO, "stream": True}
+    body = STREAM
     events = (await router(tokenizer, b"abcdef").post(CHAT, body)).events
     for known, says in ((b"abX", "other ids"), (b"abcd", "more than the events")):
         answer = await router(tokenizer, b"abcdef").post(
@@ -105,7 +107,7 @@ async def test_a_header_that_is_no_id_is_refused_by_name(tokenizer: Tokenizer, h
 
 
 async def test_a_receipt_for_another_body_is_refused(tokenizer: Tokenizer) -> None:
-    body = {**HELLO, "stream": True}
+    body = STREAM
     (_, id_), *_ = (await router(tokenizer).post(CHAT, body)).events
     other = {"messages": [{"role": "user", "content": "hullo"}], "stream": True}
     answer = await router(tokenizer).post(CHAT, other, headers={"last-event-id": id_})
@@ -113,7 +115,7 @@ async def test_a_receipt_for_another_body_is_refused(tokenizer: Tokenizer) -> No
 
 
 async def test_the_request_keeps_the_id_that_it_began_with(tokenizer: Tokenizer) -> None:
-    body = {**HELLO, "stream": True}
+    body = STREAM
     for chosen in ({}, {"x-request-id": "mine"}):
         first = await router(tokenizer).post(CHAT, body, headers=chosen)
         house = router(tokenizer)
@@ -122,13 +124,43 @@ async def test_the_request_keeps_the_id_that_it_began_with(tokenizer: Tokenizer)
         assert house.script.begun[0].id == first.headers["x-request-id"]
 
 
-async def test_several_choices_have_no_ids_and_cannot_be_resumed(tokenizer: Tokenizer) -> None:
-    body = {**HELLO, "stream": True}
-    one = await router(tokenizer).post(CHAT, body)
-    several = await router(tokenizer).post(CHAT, {**body, "n": 2})
-    assert all(id_ for _, id_ in one.events[:-1]) and not any(id_ for _, id_ in several.events)
-    answer = await router(tokenizer).post(CHAT, {**body, "n": 2}, headers={"last-event-id": one.events[0][1]})
+async def test_a_stream_of_several_choices_cannot_be_resumed(tokenizer: Tokenizer) -> None:
+    one = await router(tokenizer).post(CHAT, STREAM)
+    plain = {**HELLO, "stream": True, "n": 2}
+    answer = await router(tokenizer).post(CHAT, plain, headers={"last-event-id": one.events[0][1]})
     assert (answer.status, answer.error["param"]) == (400, "last-event-id")
+    for body, headers, param in (
+        ({**STREAM, "n": 2}, {}, "stream_options.include_event_ids"),
+        (plain, {"X-Event-Ids": "true"}, "x-event-ids"),
+    ):
+        house = router(tokenizer)
+        answer = await house.post(CHAT, body, headers=headers)
+        assert (answer.status, answer.error["param"]) == (400, param) and not house.script.begun
+
+
+@pytest.mark.parametrize("n", [1, 2])
+async def test_a_client_that_asks_for_no_ids_gets_data_and_nothing_else(tokenizer: Tokenizer, n: int) -> None:
+    """Many clients take every line, or every chunk, for data."""
+    for more in ({}, {"stream_options": {"include_usage": True}}, {"stream_options": {"include_event_ids": False}}):
+        answer = await router(tokenizer).post(CHAT, {**HELLO, "stream": True, "n": n, **more}, headers={"x-event-ids": "false"})
+        lines = answer.body.decode().split("\n")
+        assert answer.status == 200 and lines.pop() == "" and all(line.startswith("data: ") for line in lines[::2]) and not any(lines[1::2])
+
+
+async def test_ids_are_asked_for_in_the_body_or_in_a_header_and_a_resumed_stream_has_them(tokenizer: Tokenizer) -> None:
+    plain = {**HELLO, "stream": True}
+    asked = await router(tokenizer).post(CHAT, STREAM)
+    headed = await router(tokenizer).post(CHAT, plain, headers={"X-Event-Ids": "true"})
+    assert all(id_ for _, id_ in asked.events[:-1]) and clean(headed.events) == clean(asked.events)
+    rest = await router(tokenizer).post(CHAT, plain, headers={"last-event-id": asked.events[2][1]})
+    assert clean(rest.events) == clean(asked.events)[3:]
+
+
+@pytest.mark.parametrize("value", ["", "1", "yes", "True"])
+async def test_another_value_of_the_header_is_refused_by_name(tokenizer: Tokenizer, value: str) -> None:
+    house = router(tokenizer)
+    answer = await house.post(CHAT, {**HELLO, "stream": True}, headers={"x-event-ids": value})
+    assert (answer.status, answer.error["param"]) == (400, "x-event-ids") and not house.script.begun
 
 
 @pytest.mark.parametrize("body", [{"output_so_far": [97]}, {"output_so_far": [97], "stream": True, "n": 2}])
@@ -148,7 +180,7 @@ async def test_an_output_so_far_without_an_id_is_continued(tokenizer: Tokenizer)
 
 @pytest.mark.parametrize("id_", [-1, 257, 1 << 32, 1 << 70])
 async def test_an_id_outside_the_vocabulary_is_refused_by_name(tokenizer: Tokenizer, id_: int) -> None:
-    body = {**HELLO, "stream": True}
+    body = STREAM
     events = (await router(tokenizer).post(CHAT, body)).events
     answer = await router(tokenizer).post(CHAT, {**body, "output_so_far": [97, id_]}, headers={"last-event-id": events[4][1]})
     assert (answer.status, answer.error["param"]) == (400, "output_so_far[1]")

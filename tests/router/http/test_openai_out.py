@@ -46,7 +46,8 @@ def whole(made: Writer, *choices: list[Part]) -> dict[str, Any]:
     for i, choice in enumerate(choices):
         for event in choice:
             made.take(i, event)
-    return made.whole()
+    answer: dict[str, Any] = json.loads(b"".join(made.whole()))
+    return answer
 
 
 def test_a_whole_chat_has_the_expected_format(tokenizer: Tokenizer) -> None:

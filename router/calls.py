@@ -1,0 +1,149 @@
+"""What the calls to a worker bring, and their form on the wire."""
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+
+from baton.cluster.errors import BatonError, Reason
+from baton.cluster.handoff import Handoff
+from baton.cluster.messages import plain
+from baton.cluster.records import WorkerRecord
+from baton.cluster.telemetry import NO_SPAN, Span
+from baton.engine.sampling import FIELDS
+from baton.v1 import generation_pb2, worker_pb2
+from router.request import FinishReason, Request, Token, Tokens
+
+_FINISH: dict[int, FinishReason | None] = {
+    generation_pb2.FINISH_REASON_UNSPECIFIED: None,
+    generation_pb2.FINISH_REASON_STOP: "stop",
+    generation_pb2.FINISH_REASON_LENGTH: "length",
+}
+
+
+@dataclass(frozen=True, slots=True)
+class FirstToken:
+    token: Token
+    handle: bytes  # empty when the token ends the output
+    finish: FinishReason | None
+    cached_tokens: int
+    wait_ms: float
+    compute_ms: float
+    fetched_tokens: int = 0  # prompt tokens whose KV came from the source
+
+
+@dataclass(frozen=True, slots=True)
+class Opened:
+    """The prefill has begun: its KV can be read while the rest is computed."""
+
+    handle: bytes
+
+
+@dataclass(frozen=True, slots=True)
+class Source:
+    """A worker that is thought to cache the leading `blocks` blocks of a prompt."""
+
+    worker: WorkerRecord
+    blocks: int
+
+
+PrefillEvent = Opened | FirstToken
+
+
+@dataclass(frozen=True, slots=True)
+class Adopted:
+    handoff: Handoff
+
+
+@dataclass(frozen=True, slots=True)
+class Ended:
+    finish: FinishReason
+    recomputed_tokens: int
+    cached_tokens: int
+
+
+DecodeEvent = Tokens | Adopted | Ended
+Message = worker_pb2.DecodeEvent | BatonError  # of a decode call; its tokens wait as bytes (`router.inbox`)
+
+
+class Died(BatonError):
+    """The process was lost while it served the call. A call that reached no process has the same reason but is not a Died."""
+
+    def __init__(self, message: str) -> None:
+        super().__init__(Reason.WORKER_LOST, message)
+
+
+def to_job(request: Request, span: Span = NO_SPAN) -> worker_pb2.Job:
+    told = {name: getattr(request.params, name) for name in FIELDS}
+    told["stop_token_ids"] = sorted(request.params.stop_token_ids)  # the same bytes for the same request
+    sampling = generation_pb2.SamplingParams(**told)
+    return worker_pb2.Job(
+        request_id=request.id,
+        token_ids=request.tokens,
+        prompt_tokens=request.prompt_len,
+        sampling=sampling,
+        cache_salt=request.salt,
+        traceparent=span.traceparent,
+        tracestate=span.tracestate,
+    )
+
+
+def to_addressee(worker: WorkerRecord) -> worker_pb2.Addressee:
+    """The process that a call is meant for: by now another one may listen at the address."""
+    return worker_pb2.Addressee(worker=worker.name, incarnation=worker.incarnation, model_fingerprint=worker.model_fingerprint)
+
+
+def to_source(source: Source) -> worker_pb2.KvSource:
+    worker = source.worker
+    return worker_pb2.KvSource(worker=worker.name, incarnation=worker.incarnation, address=worker.address, blocks=source.blocks)
+
+
+def to_prefill_event(message: worker_pb2.PrefillEvent) -> PrefillEvent:
+    if message.WhichOneof("event") == "opened":
+        return Opened(message.opened.handle)
+    done = message.done
+    return FirstToken(
+        to_token(done.token),
+        done.handle,
+        _FINISH[done.finish],
+        done.cached_tokens,
+        done.wait_ms,
+        done.compute_ms,
+        done.fetched_tokens,
+    )
+
+
+def to_token(token: worker_pb2.GeneratedToken) -> Token:
+    top = tuple((top.id, top.logprob) for top in token.top) if token.top else ()
+    return Token(token.id, token.logprob if token.HasField("logprob") else None, top)
+
+
+def to_events(messages: Sequence[Message | bytes]) -> Iterator[DecodeEvent]:
+    """`bytes`: a GeneratedToken. Joins successive tokens. Raises the BatonError that ended the call."""
+    tokens: list[Token] = []
+    for message in messages:
+        if isinstance(message, bytes):
+            tokens.append(to_token(worker_pb2.GeneratedToken.FromString(message)))
+            continue
+        if tokens:
+            yield tuple(tokens)
+            tokens = []
+        yield _to_event(message)
+    if tokens:
+        yield tuple(tokens)
+
+
+def _to_event(message: worker_pb2.DecodeEvent | BatonError) -> Adopted | Ended:
+    if isinstance(message, BatonError):
+        raise message
+    match message.WhichOneof("event"):
+        case "adopted":
+            return Adopted(Handoff(**plain(message.adopted.handoff)))
+        case "finished":
+            finish = _FINISH[message.finished.reason]
+            if finish is None:
+                raise BatonError(Reason.INTERNAL, "the worker finished without a reason")
+            return Ended(finish, message.finished.handoff.recomputed_tokens, message.finished.cached_tokens)
+        case "error":
+            name = message.error.reason
+            raise BatonError(Reason[name] if name in Reason.__members__ else Reason.INTERNAL, message.error.message)
+        case other:
+            raise BatonError(Reason.INTERNAL, f"the worker sent {other!r}")
