@@ -182,14 +182,17 @@ class Journal:
         return Entry(self, trace, operation, request_id[:MAX_REQUEST_ID], self._wall_clock(), tenant)
 
     def follow(self, entry: Entry) -> None:
-        """Adds to the curves what came since the last call. So tokens are drawn when they come, not when their request ends."""
+        """Adds to the curves and to the histogram of gaps what came since the last call. So tokens are drawn when they come, and the ends
+        of many long outputs at once leave little to count."""
         request, trace, drawn, now = entry.request, entry.trace, entry.drawn, self._wall_clock()
         if request is None:
             return
         if trace.first_at and not drawn.first:
             drawn.first = True
             self.curves.first(now, ttft(trace.watch.start, trace.first_at))
-        self.curves.tokens(now, max(0, request.made - drawn.tokens), trace.gaps[drawn.gaps :])
+        gaps = trace.gaps[drawn.gaps :]
+        self.curves.tokens(now, max(0, request.made - drawn.tokens), gaps)
+        self._itl.observe_all(gaps)
         drawn.tokens, drawn.gaps = request.made, len(trace.gaps)
 
     def sample(self, running: int, queued: int, kv: float | None) -> None:
@@ -302,7 +305,6 @@ class Journal:
         self._resumed.inc(request.resumed > 0)
         if times.ttft_s is not None:
             self._ttft.observe(times.ttft_s)
-            self._itl.observe_all(trace.gaps)
         if outcome != "ok":
             return
         if times.tpot_s is not None:

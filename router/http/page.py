@@ -11,8 +11,10 @@ Another page must not reach this one through a visitor's browser. So requests fr
 under another host name as well (DNS rebinding).
 """
 
+import asyncio
 from collections.abc import Mapping
 from pathlib import Path
+from time import monotonic
 from typing import Any
 
 from starlette.datastructures import Headers
@@ -33,6 +35,7 @@ from router.live import Live
 
 STATIC = Path(__file__).parent / "static"
 FILES = {"/": "page.html", **{f"/{path.name}": path.name for path in sorted(STATIC.glob("*.[cj]s*"))}}
+SHARED_S = 0.25  # for which a look serves other visitors, too
 PAGE_ROWS = 100  # of a list, at most
 HEADERS = {
     "cache-control": "no-store",
@@ -51,6 +54,8 @@ class Page:
         self._door = door
         self._keys = keys
         self._only_loopback = is_loopback(host)
+        self._lock = asyncio.Lock()
+        self._made, self._made_at = b"", -SHARED_S
         files = [Route(path, self._file) for path in FILES]
         data = {"/live": self._look, "/live/{request_id:path}": self._find, "/requests": self._list, "/curves": self._draw}
         self._router = Router([*files, *(Route(path, answer) for path, answer in data.items())], redirect_slashes=False)
@@ -83,7 +88,15 @@ class Page:
 
     async def _look(self, request: Request) -> Response:
         self._keys.tenant(request.headers.get("authorization"))
-        return _json(await self._live.look())
+        return _answer(await self._shared())
+
+    async def _shared(self) -> bytes:
+        """The state, made once for all visitors of a moment: of a thousand workers it takes milliseconds."""
+        async with self._lock:
+            if monotonic() - self._made_at >= SHARED_S:
+                self._made = to_json(await self._live.look())
+                self._made_at = monotonic()
+            return self._made
 
     async def _find(self, request: Request) -> Response:
         self._keys.tenant(request.headers.get("authorization"))
@@ -136,7 +149,11 @@ def _whole(given: Mapping[str, str], name: str, default: int) -> int:
 
 
 def _json(value: Any) -> Response:
-    return Response(to_json(value), headers=HEADERS, media_type="application/json")
+    return _answer(to_json(value))
+
+
+def _answer(text: bytes) -> Response:
+    return Response(text, headers=HEADERS, media_type="application/json")
 
 
 def _name(host: str) -> str:

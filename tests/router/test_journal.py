@@ -108,6 +108,8 @@ def test_the_curves_show_tokens_when_they_come_and_each_of_them_once() -> None:
             entry.trace.note_token()
         desk.journal.follow(entry)
         desk.journal.follow(entry)
+        gaps = "baton_router_inter_token_latency_seconds"
+        assert desk.numbers(gaps)[()] == (1.0, 2)  # not at the end: many long outputs may end at once
         desk.wall += STEP_S
         desk.clock.now += 0.5
         request.tokens.append(7)
@@ -117,6 +119,7 @@ def test_the_curves_show_tokens_when_they_come_and_each_of_them_once() -> None:
     first, second = desk.journal.drawn_since(0)
     assert (first.output_tokens, first.ttft.total(), first.itl.total(), first.outcomes.total()) == (3, 1, 2, 0)
     assert (second.output_tokens, second.ttft.total(), second.itl.total(), second.outcomes) == (1, 0, 1, {"ok": 1})
+    assert desk.numbers(gaps)[()] == (1.5, 3)
 
 
 def test_a_stage_that_did_not_happen_is_not_counted() -> None:

@@ -1,5 +1,6 @@
 """The server of the live page: its files, its access rules, and the API that it serves too."""
 
+import asyncio
 import json
 import re
 from dataclasses import asdict
@@ -11,6 +12,7 @@ import pytest
 from http_door import CHAT, HELLO, Call, House, toy_tokenizer
 
 from baton.cluster.keys import ApiKeys, Entry
+from router.http import page
 from router.http.page import PAGE_ROWS, Page
 from router.listing import Query
 from router.tokenizer import Tokenizer
@@ -54,6 +56,27 @@ async def ask(
     house = House(tokenizer, keys=keys or ApiKeys())
     page = Page(Told(), house.door, house.keys, at)  # type: ignore[arg-type]
     return await Call(page, method, path, body, headers={"host": HOST, **headers}).run()
+
+
+async def test_visitors_of_the_same_moment_share_a_look(tokenizer: Tokenizer, monkeypatch: pytest.MonkeyPatch) -> None:
+    class Counted(Told):
+        looks = 0
+
+        async def look(self) -> dict[str, Any]:
+            self.looks += 1
+            await asyncio.sleep(0)
+            return {"looks": self.looks}
+
+    now, told, house = 0.0, Counted(), House(tokenizer)
+    monkeypatch.setattr(page, "monotonic", lambda: now)
+    app = Page(told, house.door, house.keys, "127.0.0.1")  # type: ignore[arg-type]
+
+    async def visit() -> Any:
+        return (await Call(app, "GET", "/live", b"", headers={"host": HOST}).run()).json["looks"]
+
+    assert set(await asyncio.gather(*(visit() for _ in range(20)))) == {1}
+    now += page.SHARED_S
+    assert set(await asyncio.gather(*(visit() for _ in range(20)))) == {2}
 
 
 STATIC = Path(__file__).parents[3] / "router" / "http" / "static"
