@@ -65,7 +65,7 @@ class PrefixIndex:
         self._retired = 0  # bits that are to be swept
         self._sweeping = 0  # those that this round sweeps
         self._unswept: list[int] = []  # tables that this round has not come to
-        self._credit = 0  # entries that may be swept
+        self._credit = 0  # entries that may be swept; negative after a large table
         self._batches: list[tuple[float, int, _Holdings, tuple[bytes, ...]]] = []  # a heap: what was predicted, by its end
         self._numbers = itertools.count()
 
@@ -170,8 +170,8 @@ class PrefixIndex:
         return found
 
     def sweep(self, most: int) -> None:
-        """Removes the bits that belong to nobody from about `most` entries (one table at least)."""
-        self._credit = max(self._credit, 0) + most
+        """Removes the bits that belong to nobody from about `most` entries. It sweeps whole tables; later calls pay for the excess."""
+        self._credit += most
         while self._credit > 0 and (self._unswept or self._retired):
             if not self._unswept:
                 self._sweeping, self._retired, self._unswept = self._retired, 0, list(range(TABLES))

@@ -7,7 +7,7 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
 
 from baton.cluster.records import BlockEvent
-from router.prefix_index import MAX_EXPIRED, MAX_PREDICTED, Filling, PrefixIndex
+from router.prefix_index import MAX_EXPIRED, MAX_PREDICTED, SWEEPS, Filling, PrefixIndex
 
 KEYS = [bytes([i]) * 16 for i in range(6)]
 WORKERS = ("w0", "w1", "w2")
@@ -351,6 +351,17 @@ def test_a_worker_is_forgotten_at_once_and_its_entries_are_swept_in_parts() -> N
     assert bits(index) == index.entries == len(keys) + len(keys) // 2
     index.join("d", 1)
     assert len(index._names) == new + 1 and index.overlap(keys[:1], 0.0) == {"b": 1, "c": 1}
+
+
+def test_small_events_sweep_a_little_each() -> None:
+    """Not a table each: a thousand events come in one turn of the event loop."""
+    keys = [bytes([i, j]) * 8 for i in range(256) for j in range(8)]
+    index = joined("a", "b", max_entries=10_000)
+    index.apply(event("a", 1, "stored", *keys))
+    index.forget("a")
+    for number in range(1, 41):
+        index.apply(event("b", number, "stored", bytes([7, number]) * 8))
+    assert len(keys) - 40 * SWEEPS - 10 <= bits(index) - 40 < len(keys) - 40
 
 
 def test_a_choice_looks_up_each_key_once_however_many_workers_hold_it() -> None:
