@@ -9,6 +9,7 @@ from bisect import bisect_left
 from collections import Counter, deque
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any
 
 STEP_S = 5.0
@@ -47,8 +48,7 @@ class Curves:
         """`gaps`: seconds before those of the tokens that are not the first of their output."""
         point = self._at(now)
         point.output_tokens += count
-        for gap in gaps:
-            point.itl[bisect_left(BOUNDS, gap)] += 1
+        point.itl.update(map(partial(bisect_left, BOUNDS), gaps))
 
     def sample(self, now: float, running: int, queued: int, kv: float | None) -> None:
         """`kv`: None while there is no decode worker."""
