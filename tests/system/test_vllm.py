@@ -3,7 +3,11 @@ Every answer is that of an undisturbed run, and nothing is left behind."""
 
 import asyncio
 import importlib.util
+import json
+import os
 import signal
+import subprocess
+import sys
 import tempfile
 import time
 import urllib.request
@@ -171,3 +175,29 @@ async def test_a_prompt_survives_the_death_of_the_vllm_that_computes_it(live: Cl
     await asyncio.to_thread(live.wait, lambda: all("error" not in worker for worker in live.workers()), 150.0)
     assert [(await answer(live, number, max_tokens=8)).token_ids for number in range(50, 58)] == [each.token_ids for each in results]
     await live.quiet()
+
+
+BENCH = """
+from vllm.benchmarks.serve import add_cli_args, main
+from vllm.utils.argparse_utils import FlexibleArgumentParser
+parser = FlexibleArgumentParser()
+add_cli_args(parser)
+main(parser.parse_args())
+"""
+
+
+@pytest.mark.parametrize("backend, path", [("openai", "/v1/completions"), ("openai-chat", "/v1/chat/completions")])
+async def test_the_benchmark_of_vllm_reads_our_streams(live: Cluster, tmp_path: Path, backend: str, path: str) -> None:
+    dataset, requests = tmp_path / "prompts.jsonl", 4
+    dataset.write_text("\n".join(json.dumps({"prompt": f"Once upon a time there were {i} mice"}) for i in range(requests)) + "\n")
+    command = [
+        sys.executable, "-c", BENCH, "--backend", backend, "--base-url", f"http://{live.http}", "--endpoint", path,
+        "--model", SHIPPED.name, "--tokenizer", str(SHIPPED), "--dataset-name", "custom", "--dataset-path", str(dataset),
+        "--custom-output-len", "8", "--skip-chat-template", "--num-prompts", str(requests), "--ignore-eos", "--disable-shuffle",
+        "--save-result", "--result-dir", str(tmp_path), "--result-filename", "seen.json",
+    ]  # fmt: skip
+    offline = {**os.environ, "HF_HUB_OFFLINE": "1", "TRANSFORMERS_OFFLINE": "1"}
+    done = await asyncio.to_thread(subprocess.run, command, capture_output=True, text=True, timeout=300, env=offline)
+    assert done.returncode == 0, (done.stdout + done.stderr)[-3000:]
+    seen = json.loads((tmp_path / "seen.json").read_text())
+    assert seen["completed"] == requests and seen["total_output_tokens"] > 0, seen
