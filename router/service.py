@@ -19,6 +19,7 @@ from baton.cluster import semconv
 from baton.cluster.config_router import RouterConfig
 from baton.cluster.errors import BatonError, Reason
 from baton.engine.block_key import extend_keys, root_key
+from baton.engine.model_facts import Recommended
 from baton.engine.sampling import SamplingParams
 from router.admission import Admission
 from router.dispatch import Dispatcher
@@ -30,7 +31,7 @@ from router.resume import Receipt, prompt_digest, receipt_key
 from router.tokenizer import Tokenizer
 from router.tokenizer_pool import TokenizerPool
 from router.transcript import Transcript
-from router.validate import Ask, Context, Limits, check, resolve
+from router.validate import Ask, Context, Limits, check, recommend, resolve
 from router.view import ClusterView, Served
 
 
@@ -84,6 +85,7 @@ class ServedModel:
 
     name: str
     tokenizer: Tokenizer
+    recommended: Recommended = field(default_factory=Recommended)  # for requests that do not say otherwise
 
 
 @dataclass(frozen=True, slots=True)
@@ -137,6 +139,7 @@ class GenerateService:
     ) -> None:
         self._tokenizer = model.tokenizer
         self.model_name = model.name
+        self._recommended = model.recommended
         self._view = view
         self._dispatcher = dispatcher
         self._gate = Gate(admission, view, config, journal.objectives)
@@ -168,6 +171,7 @@ class GenerateService:
         with self._journal.open(operation, ask.request_id, ask.traceparent, ask.tenant, tracestate=ask.tracestate) as entry:
             if self.draining:
                 raise BatonError(Reason.DRAINING, "this router is draining")
+            ask = replace(ask, sampling=recommend(ask.sampling, self._recommended))
             self._check(ask)
             entry.deadline = deadline = monotonic() + self._clamp(timeout_s)
             if deadline <= monotonic():

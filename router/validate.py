@@ -4,11 +4,12 @@ Input and output are plain data, so every door (gRPC, HTTP) asks in the same way
 """
 
 from collections.abc import Collection, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field, make_dataclass
+from dataclasses import dataclass, field, make_dataclass, replace
 from types import MappingProxyType
 from typing import Any, TypeVar
 
 from baton.cluster.errors import BatonError, Reason, Violation, invalid
+from baton.engine.model_facts import Recommended
 from baton.engine.sampling import GREEDY_BELOW, LEAST_TOP_P, NUMBERS, Range, SamplingParams
 from router.backlog import Backlog
 
@@ -115,6 +116,18 @@ def check(ask: Ask, limits: Limits, served_names: Collection[str], vocab_size: i
         more = f" (and {len(found) - 1} more)" if len(found) > 1 else ""
         message = f"{found[0].field}: {found[0].description}{more}"
         raise BatonError(Reason.INVALID_FIELD, message, tuple(found[:MAX_VIOLATIONS]))
+
+
+def recommend(asked: AskSampling, recommended: Recommended) -> AskSampling:
+    """Fills in what the makers of the model recommend for what was not set.
+
+    Their `max_new_tokens` takes the place of Baton's own default; a default that belongs to an API is only lowered to it.
+    """
+    numbers = {name: fact.value for name, fact in recommended.numbers.items() if getattr(asked, name) is None}
+    most = asked.default_max_tokens
+    if recommended.max_tokens is not None:
+        most = recommended.max_tokens.value if most == DEFAULT_MAX_TOKENS else min(most, recommended.max_tokens.value)
+    return replace(asked, default_max_tokens=most, **numbers)
 
 
 def resolve(ask: Ask, prompt_tokens: int, context: int, draw_seed: int) -> tuple[SamplingParams, tuple[str, ...]]:

@@ -27,6 +27,7 @@ from baton.cluster.records import RouterRecord
 from baton.cluster.redis_registry import tls_options
 from baton.cluster.rpc import Admit, Check, Server, Tasks
 from baton.cluster.tracing import make_tracer
+from baton.engine.model_facts import Recommended, recommended
 from baton.v1 import generation_pb2, generation_pb2_grpc, worker_pb2_grpc
 from router import gauges, reflection
 from router.admin import AdminDoor
@@ -102,13 +103,14 @@ class RouterProcess:
         self._public = public
         self._health = public.health
         tokenizer = await asyncio.to_thread(Tokenizer.load, Path(config.model.path))
+        recommends = self._recommended()
         self._view = view = ClusterView(tokenizer.fingerprint)
         self._watch = watch = Watch(view, self._registry, self._workers, config.router.hang_s, outside_of(config))
         self._admission = admission = Admission(config.router.max_inflight, config.router.max_queue, config.router.overload)
         model_name = self._model_name
         gauges.tell(self._book, view, admission, watch, self._tracer)
         self.service = GenerateService(
-            model=ServedModel(model_name, tokenizer),
+            model=ServedModel(model_name, tokenizer, recommends),
             view=view,
             dispatcher=Dispatcher(view, self._workers, config.router, max_queue=config.engine.max_queue),
             admission=admission,
@@ -188,6 +190,19 @@ class RouterProcess:
             inflight=self._admission.inflight,
             queued=self._admission.queued,
         )
+
+    def _recommended(self) -> Recommended:
+        """What the model's folder recommends, if it is to count."""
+        if self.config.model.generation_config != "auto":
+            return Recommended()
+        found = recommended(Path(self.config.model.path))
+        if found.numbers or found.max_tokens:
+            facts = {name: fact.value for name, fact in found.numbers.items()}
+            most = {"max_new_tokens": found.max_tokens.value} if found.max_tokens else {}
+            log.info("generation_config.json recommends %s (model.generation_config)", facts | most)
+        if found.not_done:
+            log.warning("generation_config.json asks for %s, which is not done here", ", ".join(found.not_done))
+        return found
 
     def _server(self, check: Check | None = None, age_s: float | None = None, admit: Admit | None = None) -> Server:
         server = Server(self.config, self.config.router.max_message_bytes, self.config.router.stall_s, check, age_s, admit)

@@ -45,6 +45,7 @@ ARROWS = {
         "baton.engine.block_key",
         "baton.engine.fields",
         "baton.engine.fingerprint",
+        "baton.engine.model_facts",
         "baton.engine.sampling",
         "baton.engine.tokenizer_files",
         "baton.cluster",

@@ -16,6 +16,11 @@ class ModelConfig(Section):
     max_model_len: int | None = Field(
         default=None, ge=2, description="Maximum length of prompt plus output, in tokens; by default the model's own limit."
     )
+    generation_config: Literal["auto", "baton"] = Field(
+        default="auto",
+        description="Sampling of requests that do not set it. auto: as the model's generation_config.json recommends. baton: Baton's own"
+        " defaults (temperature 1, nothing cut off).",
+    )
 
 
 class EngineConfig(Section):

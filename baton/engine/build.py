@@ -8,9 +8,11 @@ from typing import Any
 
 from baton.engine import toy
 from baton.engine.engine import Engine
+from baton.engine.fields import Fields
 from baton.engine.fingerprint import check_sums, fingerprint, tokenizer_fingerprint
 from baton.engine.kvcache import KvPool
 from baton.engine.machine import available_memory
+from baton.engine.model_facts import context_length
 from baton.engine.progress import Step, tell
 from baton.engine.protocol import Chunk, NonFiniteLogits, Runner
 from baton.engine.sampling import SamplingParams
@@ -115,7 +117,8 @@ def build(options: Options) -> Built:
         )
     longest = options.max_model_len or runner.max_positions
     if longest > runner.max_positions:
-        raise BuildError(f"model.max_model_len: {longest} is more than the {runner.max_positions} positions of the model")
+        place = context_length(Fields.read(options.path / "config.json")).place
+        raise BuildError(f"model.max_model_len: {longest} is more than the context of the model, {runner.max_positions} tokens ({place})")
     engine = _on_device(runner, options, longest) if options.device != "cpu" else _on_cpu(runner, options, longest)
     tell(Step("warming up"))
     try:

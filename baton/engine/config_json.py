@@ -9,6 +9,7 @@ from pathlib import Path
 
 from baton.engine.checkpoint import ExpertConfig, LatentConfig, LayerAttention, ModelConfig, Rope
 from baton.engine.fields import Fields
+from baton.engine.model_facts import context_length, end_tokens
 from baton.engine.rope import flat_fields, read_rope, score_growth
 
 
@@ -61,7 +62,7 @@ SLIDING, FULL = "sliding_attention", "full_attention"
 
 
 def read_config(path: Path) -> ModelConfig:
-    """From config.json (and the eos ids of generation_config.json) in the folder `path`. Raises CheckpointError."""
+    """From config.json in the folder `path`, and the end tokens from all files that name some. Raises CheckpointError."""
     f = Fields.read(path / "config.json")
     names = f.get("architectures")
     if not isinstance(names, list) or len(names) != 1 or names[0] not in SUPPORTED:
@@ -81,9 +82,7 @@ def read_config(path: Path) -> ModelConfig:
         raise f.error("head_dim", f"must be even for rotary embeddings, got {head_dim}")
     sliding = _sliding_layers(f, family, layers)
     ropes = _ropes(f, family, sliding, latent.rope_dim if latent else head_dim)
-    # Beyond the original length, longrope changes the keys of all tokens with the length of the sequence, including those in the cache.
-    originals = [rope.original_positions for rope in ropes if rope.kind == "longrope"]
-    max_positions = min([f.size("max_position_embeddings"), *originals])
+    max_positions = context_length(f).value
     attention_bias = family.attention_bias and f.flag("attention_bias")
     return ModelConfig(
         architecture=names[0],
@@ -103,7 +102,7 @@ def read_config(path: Path) -> ModelConfig:
         o_bias=attention_bias,
         mlp_bias=family.mlp_bias and f.flag("mlp_bias"),
         qk_norm=family.qk_norm,
-        eos_token_ids=_eos(f) | eos_of(path),
+        eos_token_ids=frozenset(end_tokens(path)),
         activation="gelu_tanh" if family.gemma else "silu",
         norm_offset=1.0 if family.gemma else 0.0,
         post_norms=family.gemma,
@@ -284,16 +283,3 @@ def _deepseek_experts(f: Fields, layers: int, sigmoid: bool) -> ExpertConfig:
     if sigmoid and experts.groups > 1 and experts.count < 2 * experts.groups:
         raise f.error("n_group", f"a group is judged by two experts, {experts.groups} of {experts.count} have fewer")
     return experts
-
-
-def eos_of(path: Path, name: str = "generation_config.json") -> frozenset[int]:
-    file = path / name
-    return _eos(Fields.read(file)) if file.exists() else frozenset()
-
-
-def _eos(f: Fields) -> frozenset[int]:
-    value = f.get("eos_token_id")
-    ids = [] if value is None else value if isinstance(value, list) else [value]
-    if not all(type(i) is int and i >= 0 for i in ids):
-        raise f.error("eos_token_id", f"must be a token id or a list of them, got {value!r}")
-    return frozenset(ids)

@@ -139,6 +139,8 @@ class Host:
         took, mib = time.monotonic() - began, pool.nbytes / 2**20
         longest = engine.traits.max_model_len
         log.info("%s in %.1f s: %d blocks (%.0f MiB), longest sequence %d", config.model.path, took, pool.num_blocks, mib, longest)
+        if not self.engine.traits.eos_token_ids:
+            log.warning("no file of %s names an end token: outputs end at max_tokens, a stop token or a stop string", config.model.path)
 
     def _open_port(self) -> None:
         peers = Peers(self.name, self.incarnation, self.config.security)

@@ -66,6 +66,7 @@ class Asked:
     continuous_usage: bool = False
     token_ids: bool = False  # the answer names them
     event_ids: bool = False  # the events of the stream have ids
+    sampling: bool = False  # the answer names the parameters that are in force
     names: Mapping[str, str] = field(default_factory=lambda: _NO_NAMES)  # field of an Ask → parameter
 
     def names_of(self, choice: int) -> Mapping[str, str]:
@@ -234,6 +235,7 @@ class Generation(Numbers):  # type: ignore[misc]
     stream: Boolean = None
     stream_options: Annotated[StreamOptions | None, Rule("must be an object")] = None
     return_token_ids: Boolean = None
+    return_sampling: Boolean = None
     output_so_far: Ids = None
     cache_salt: String = None
     priority: Integer = None
@@ -472,6 +474,7 @@ def _asked(given: Generation, prompts: list[Ask], caller: Caller, *, chat: bool,
         continuous_usage=bool(options.continuous_usage_stats),
         token_ids=bool(given.return_token_ids),
         event_ids=bool(options.include_event_ids),
+        sampling=bool(given.return_sampling),
         names={**names, "output_so_far.ids": "output_so_far", "resume": "last-event-id"},
     )
 

@@ -12,6 +12,7 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from typing import Any, Protocol
 
+from baton.engine.sampling import FIELDS
 from router.http.errors import bad_value, to_json
 from router.http.openai_in import Asked
 from router.http.pieces import list_of, list_of_ids, members
@@ -38,6 +39,7 @@ class Choice:
     prompt_tokens: int = 0
     completion_tokens: int = 0
     cached_tokens: int = 0
+    sampling: _Json = field(default_factory=dict)  # what is in force, if the answer is to name it
 
 
 class Shape(Protocol):
@@ -171,7 +173,7 @@ class Writer:
                 lists["token_ids"] = list_of_ids(choice.ids)
             if i:
                 yield b","
-            head = self._shape.whole("".join(choice.texts)) | {"index": i, "finish_reason": choice.finish}
+            head = self._shape.whole("".join(choice.texts)) | {"index": i, "finish_reason": choice.finish} | choice.sampling
             yield from members(head, **lists)
         yield b"]"
 
@@ -186,17 +188,17 @@ class Writer:
         if not isinstance(event, Accepted) and not choice.begun:
             choice.begun = True
             if (first := self._shape.begin()) is not None:
-                yield self._chunk(index, first)
+                yield self._chunk(index, first | self._sampling(choice))
         if isinstance(event, Piece):
             logprobs = self._shape.logprobs([(event.token, choice.length)]) if self._logprobs else None
             self._note(choice, event)
-            yield self._chunk(index, self._shape.part(event.text) | self._ids([event.token.id]), logprobs)
+            yield self._chunk(index, self._shape.part(event.text) | self._ids([event.token.id]) | self._sampling(choice), logprobs)
             return
         self._note(choice, event)
         if isinstance(event, Finished):
             if event.text:
                 yield self._chunk(index, self._shape.part(event.text))
-            yield self._chunk(index, self._shape.last(), finish=choice.finish)
+            yield self._chunk(index, self._shape.last() | self._sampling(choice), finish=choice.finish)
 
     def end(self) -> Iterator[_Json]:
         """After all choices have finished."""
@@ -222,12 +224,19 @@ class Writer:
             case Accepted():
                 choice.prompt_tokens = event.prompt_tokens
                 choice.completion_tokens, choice.length = event.output_tokens, event.shown
+                if self._asked.sampling:
+                    choice.sampling = {"sampling": in_force(event)}
             case Piece():
                 choice.completion_tokens += 1
                 choice.length += len(event.text)
             case Finished():
                 choice.finish = event.reason
                 choice.cached_tokens = event.request.trace.cached_tokens
+
+    def _sampling(self, choice: Choice) -> _Json:
+        """For the first chunk of a choice."""
+        told, choice.sampling = choice.sampling, {}
+        return told
 
     def _ids(self, ids: list[int]) -> _Json:
         return {"token_ids": ids} if self._asked.token_ids else {}
@@ -237,6 +246,14 @@ class Writer:
         if self._asked.continuous_usage:
             return chunk | {"usage": self.usage()}
         return chunk | {"usage": None} if self._asked.include_usage else chunk
+
+
+def in_force(event: Accepted) -> _Json:
+    """Every parameter of a choice, with all defaults filled in. As in a request, except that `logprobs` is a number or null."""
+    told = {name: getattr(event.params, name) for name in FIELDS}
+    told["logit_bias"] = {str(id_): bias for id_, bias in event.params.logit_bias.items()}
+    told["stop_token_ids"] = sorted(event.params.stop_token_ids)
+    return told | {"stop": list(event.stops)}
 
 
 def token_text(tokenizer: Tokenizer, id_: int) -> str:

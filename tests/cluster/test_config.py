@@ -37,6 +37,7 @@ LEGAL = {
     "engine.weight_dtype": "int8",
     "engine.products": "onednn",
     "kv.transport": "tcp",
+    "model.generation_config": "baton",
     "kv.on_failure": "fail",
     "kv.live": "false",
     "kv.ucx_tls": "tcp",

@@ -172,7 +172,7 @@ def break_weights(folder: Path) -> None:
 
 
 def test_more_positions_than_the_model_has_are_refused(small: Path) -> None:
-    with pytest.raises(BuildError, match=r"^model.max_model_len: 97 is more than the 96 positions"):
+    with pytest.raises(BuildError, match=r"^model.max_model_len: 97 is more than the context of the model, 96 tokens"):
         build(options(small, max_model_len=97))
     assert build(options(small, max_model_len=96)).max_model_len == 96
 

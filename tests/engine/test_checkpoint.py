@@ -141,12 +141,13 @@ def test_fields_missing_from_the_config_have_defaults(folder: Path) -> None:
     assert read_config(folder).kv_heads == before.heads
 
 
-def test_eos_ids_are_collected_from_both_config_files(folder: Path) -> None:
+def test_eos_ids_are_collected_from_all_files(folder: Path) -> None:
     edit_config(folder, eos_token_id=[5, 6])
     edit_config(folder, "generation_config.json", eos_token_id=[6, 9])
-    assert read_config(folder).eos_token_ids == {5, 6, 9}
+    assert read_config(folder).eos_token_ids == {5, 6, 9, 1}
     edit_config(folder, eos_token_id=None)
     (folder / "generation_config.json").unlink()
+    (folder / "tokenizer_config.json").unlink()
     assert read_config(folder).eos_token_ids == frozenset()
 
 

@@ -17,6 +17,7 @@ from baton.cluster.config_router import RouterConfig, SloConfig
 from baton.cluster.errors import BatonError, Reason
 from baton.cluster.metrics import Book
 from baton.cluster.telemetry import Tracer
+from baton.engine.model_facts import Fact, Recommended
 from baton.engine.sampling import SamplingParams
 from baton.engine.toy import naive
 from baton.models.make_small import make_toy
@@ -830,3 +831,33 @@ async def test_the_number_of_places_follows_the_workers(tokenizer: Tokenizer) ->
     house.script.gate.set()
     await asyncio.gather(*tasks)
     house.check()
+
+
+RECOMMENDED = Recommended({"temperature": Fact(0.6, ""), "top_k": Fact(20, "")}, Fact(100, ""))
+
+
+@pytest.mark.parametrize(
+    ("asked", "expected"),
+    [
+        ({}, (0.6, 20, 1.0, 100)),
+        ({"temperature": 0.0, "max_tokens": 300}, (0.0, 20, 1.0, 300)),
+        ({"top_k": 0, "top_p": 0.5}, (0.6, 0, 0.5, 100)),
+        ({"default_max_tokens": 16}, (0.6, 20, 1.0, 16)),  # of an API
+        ({"default_max_tokens": 1 << 31}, (0.6, 20, 1.0, 100)),  # the rest of the context
+    ],
+)
+async def test_what_a_request_does_not_set_is_as_the_model_recommends(
+    tokenizer: Tokenizer, asked: dict[str, Any], expected: tuple[float, int, float, int]
+) -> None:
+    house = House(tokenizer)
+    house.service._recommended = RECOMMENDED
+    accepted, *_ = await house.ask("hello", **asked)
+    assert isinstance(accepted, Accepted)
+    params = accepted.params
+    assert (params.temperature, params.top_k, params.top_p, params.max_tokens) == expected
+
+
+async def test_without_a_recommendation_baton_has_defaults_of_its_own(tokenizer: Tokenizer) -> None:
+    """Negative control of the test above."""
+    accepted, *_ = await House(tokenizer).ask("hello")
+    assert isinstance(accepted, Accepted) and (accepted.params.temperature, accepted.params.top_k) == (1.0, 0)

@@ -12,7 +12,6 @@ from pathlib import Path
 from typing import Any
 
 from baton.engine.build import BuildError, Options
-from baton.engine.config_json import eos_of
 from baton.engine.fields import Fields
 from baton.engine.machine import available_memory
 
@@ -197,8 +196,3 @@ def _cpu_kv_bytes(options: Options) -> int:
     positions = options.max_model_len or config.get("max_position_embeddings") or 0
     token = 2 * (config.get("num_hidden_layers") or 0) * (config.get("num_key_value_heads") or heads) * width * 4
     return min(share, 2 * options.limits.max_num_seqs * positions * token) or share
-
-
-def end_tokens(path: Path) -> frozenset[int]:
-    """The ids in config.json and generation_config.json. Raises CheckpointError."""
-    return eos_of(path, "config.json") | eos_of(path, "generation_config.json")

@@ -21,6 +21,7 @@ from baton.engine.engine import Counts, Output
 from baton.engine.fields import Fields
 from baton.engine.fingerprint import check_sums, fingerprint, tokenizer_fingerprint
 from baton.engine.kvcache import KvLayout, KvPool
+from baton.engine.model_facts import end_tokens
 from baton.engine.sampling import Sampled, SamplingParams
 from baton.engine.sequence import Sequence
 from baton.engine.vllm import arguments
@@ -363,7 +364,7 @@ def _start(options: Options, link: Host) -> Started:
         raise BuildError(f"engine.vllm: vLLM does not start: {link.refusal or error}") from error
     (pool,) = pools
     model, cache = llm.model_config, llm.vllm_config.cache_config
-    eos = arguments.end_tokens(options.path)
+    eos = frozenset(end_tokens(options.path))
     traits = Traits(
         model_fingerprint=_fingerprint(pool.layout, model.dtype, options),
         tokenizer_fingerprint=tokenizer_fingerprint(options.path),

@@ -13,10 +13,9 @@ from typing import Any
 import pytest
 
 from baton.engine.build import BuildError, Options
-from baton.engine.fields import CheckpointError
 from baton.engine.scheduler import Limits
 from baton.engine.vllm import arguments
-from baton.engine.vllm.arguments import ENVIRONMENT, NOT_BUILT, OURS, check, check_device, check_version, end_tokens, ranks, set_environment
+from baton.engine.vllm.arguments import ENVIRONMENT, NOT_BUILT, OURS, check, check_device, check_version, ranks, set_environment
 
 MIB = 1 << 20
 LINK = {"address": "there", "token": "secret"}
@@ -306,17 +305,3 @@ def test_memory_on_a_cpu_is_a_share_of_what_is_free(monkeypatch: pytest.MonkeyPa
     assert got["kv_cache_memory_bytes"] == 2 * TOKEN
     unknown = made(options(model(num_hidden_layers=None), device="cpu", kv_memory_fraction=0.25))
     assert unknown["kv_cache_memory_bytes"] == TOKEN, "a configuration that does not say sets no limit"
-
-
-# --- end tokens ----------------------------------------------------------------------------------------------------------------------
-
-
-def test_end_tokens_come_from_both_files(tmp_path: Path) -> None:
-    assert end_tokens(tmp_path) == frozenset()
-    (tmp_path / "config.json").write_text('{"eos_token_id": 2}')
-    assert end_tokens(tmp_path) == {2}
-    (tmp_path / "generation_config.json").write_text('{"eos_token_id": [2, 7]}')
-    assert end_tokens(tmp_path) == {2, 7}
-    (tmp_path / "config.json").write_text('{"eos_token_id": "x"}')
-    with pytest.raises(CheckpointError, match=r"config\.json: eos_token_id"):
-        end_tokens(tmp_path)

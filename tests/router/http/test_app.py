@@ -164,6 +164,33 @@ async def test_control_tokens_of_a_chat_stay_text(house: House) -> None:
         assert (answer.status, answer.json["error"]["param"]) == (400, name)
 
 
+@pytest.mark.parametrize("path", [CHAT, COMPLETION])
+async def test_the_answer_names_the_parameters_in_force_if_asked(house: House, path: str) -> None:
+    body = {
+        **(HELLO if path == CHAT else {"prompt": "hello"}),
+        "seed": 7,
+        "n": 2,
+        "stop": ["x"],
+        "stop_token_ids": [9, 3],
+        "logit_bias": {"5": 1},
+    }
+    answer = await house.post(path, {**body, "return_sampling": True})
+    told = [choice["sampling"] for choice in answer.json["choices"]]
+    assert [one["seed"] for one in told] == [7, 8]
+    assert {name: told[0][name] for name in ("temperature", "top_k", "stop", "stop_token_ids", "logit_bias")} == {
+        "temperature": 1.0,
+        "top_k": 0,
+        "stop": ["x"],
+        "stop_token_ids": [3, 9],
+        "logit_bias": {"5": 1.0},
+    }
+    again = await house.post(path, {**body, **{name: value for name, value in told[0].items() if name not in ("logprobs", "top_a")}})
+    assert again.json["choices"] and "sampling" not in again.json["choices"][0], "they can be sent back"
+    stream = await house.post(path, {**body, "return_sampling": True, "stream": True})
+    named = [choice for chunk in stream.chunks for choice in chunk["choices"] if "sampling" in choice]
+    assert sorted(choice["index"] for choice in named) == [0, 1] and named[0]["sampling"] in told
+
+
 async def test_tokenize_and_detokenize(house: House) -> None:
     answer = await house.post("/tokenize", {"prompt": "héllo"})
     assert answer.json == {"count": 6, "max_model_len": CONTEXT, "tokens": list("héllo".encode())}
