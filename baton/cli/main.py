@@ -258,12 +258,17 @@ def doctor(
     ray: Annotated[bool, typer.Option("--ray", help="Also start a Ray cluster and run a task on it.")] = False,
     as_json: Annotated[bool, typer.Option("--json")] = False,
 ) -> None:
-    """Try what a cluster needs on this machine: NIXL and what actually carries its bytes, Redis, torch, Ray, ports, memory."""
+    """Try what a cluster needs on this machine: NIXL and what actually carries its bytes, Redis, torch, Ray, ports, memory.
+
+    `baton doctor MODEL` also shows what is taken from which file of the model's folder.
+    """
     from baton.cli.doctor import examine  # it loads NIXL, torch and Ray, which no other command needs
+    from baton.cli.model_facts import examine_model
 
     with _failing():
-        loaded = _load(context, config, {})
-        findings = examine(loaded, ray or loaded.launcher.kind == "ray")
+        model = context.args.pop(0) if context.args and not context.args[0].startswith("-") else None
+        loaded = _load(context, config, {"model.path": model} if model else {})
+        findings = [*examine_model(loaded), *examine(loaded, ray or loaded.launcher.kind == "ray")]
         if as_json:
             print(json.dumps([asdict(finding) for finding in findings]))
         else:
