@@ -12,7 +12,7 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from importlib.metadata import PackageNotFoundError, version
@@ -20,9 +20,10 @@ from typing import Literal
 
 import numpy as np
 
+from baton.cli.up import with_model
 from baton.cluster.address import advertised
 from baton.cluster.config import PORTS, Config
-from baton.cluster.config_layers import mask_password
+from baton.cluster.config_layers import mask_password, to_env
 from baton.cluster.packages import command
 from baton.cluster.redis_registry import RedisRegistry
 from baton.engine.kvcache import KvLayout, KvPool
@@ -48,19 +49,23 @@ class Finding:
     detail: str
 
 
-def examine(config: Config, with_ray: bool) -> list[Finding]:
-    """`with_ray`: start a Ray cluster, which takes ten seconds or more."""
-    return [
-        _python(),
-        _memory(config),
-        *_transports(config),
-        locks(rdma_ports(), resource.getrlimit(resource.RLIMIT_MEMLOCK)[0], _pool_bytes(config)),
-        _redis(config),
-        _ray(with_ray),
-        _ports(config),
-        _tried("torch", TORCH, 60.0, _threads(config)),
-        *_products(config),
-    ]
+def examine(config: Config, with_ray: bool, quick: bool = False, begin: Callable[[str], None] = lambda subject: None) -> Iterator[Finding]:
+    """Each finding as soon as it is there; `begin` is called with what is tried next. `with_ray`: start a Ray cluster, which takes ten
+    seconds or more. `quick`: leave out what computes for seconds: the transports, torch and the products."""
+    checks: dict[str, Callable[[], Iterable[Finding]]] = {
+        "python": lambda: [_python()],
+        "memory": lambda: [_memory(config)],
+        "transports": lambda: [] if quick else _transports(config),
+        "rdma": lambda: [locks(rdma_ports(), resource.getrlimit(resource.RLIMIT_MEMLOCK)[0], lambda: _pool_needed(config))],
+        "redis": lambda: [_redis(config)],
+        "ray": lambda: [_ray(with_ray)],
+        "ports": lambda: [_ports(config)],
+        "torch": lambda: [] if quick else [_tried("torch", TORCH, 60.0, _threads(config))],
+        "products": lambda: [] if quick else _products(config),
+    }
+    for subject, check in checks.items():
+        begin(subject)
+        yield from check()
 
 
 def _python() -> Finding:
@@ -78,12 +83,27 @@ def _pool_bytes(config: Config) -> int:
     return config.engine.kv_memory_mib << 20 if config.engine.kv_memory_mib else int(available_memory() * config.engine.kv_memory_fraction)
 
 
-def locks(adapters: Sequence[str], limit: int, pool_bytes: int) -> Finding:
-    """Whether this process may lock as much memory as an RDMA adapter needs to read a KV pool. `limit`: RLIMIT_MEMLOCK, bytes; -1: none."""
+POOL = """
+from baton.cluster.config_layers import load
+from baton.engine.build import pool_bytes
+from baton.worker.host import options
+print(pool_bytes(options(load().config)))
+"""
+
+
+def _pool_needed(config: Config) -> int:
+    """Of the model that is served; if that cannot be known, the most that a pool may take."""
+    found = _tried("pool", POOL, 60.0, env=to_env(with_model(config)))
+    return int(found.detail) if found.verdict == "ok" else _pool_bytes(config)
+
+
+def locks(adapters: Sequence[str], limit: int, needed: Callable[[], int]) -> Finding:
+    """Whether this process may lock as much memory as an RDMA adapter needs to read a KV pool. `limit`: RLIMIT_MEMLOCK, bytes; -1: none;
+    `needed`: the pool's bytes, asked only if they matter."""
     if not adapters:
         return Finding("ok", "rdma", "no adapter can be opened here; KV goes over shared memory or TCP")
     names = ", ".join(adapters)
-    if limit in (-1, resource.RLIM_INFINITY) or limit >= pool_bytes:
+    if limit in (-1, resource.RLIM_INFINITY) or limit >= (pool_bytes := needed()):
         return Finding("ok", "rdma", f"{names}; enough memory may be locked for a KV pool")
     return Finding(
         "fail",
@@ -141,10 +161,15 @@ def _products(config: Config) -> Iterator[Finding]:
     yield found if found.verdict == "ok" else Finding("warn", "products", f"by plain torch: {found.detail}")
 
 
-def _tried(subject: str, code: str, within_s: float, *arguments: str) -> Finding:
+def _tried(subject: str, code: str, within_s: float, *arguments: str, env: Mapping[str, str] | None = None) -> Finding:
     """Runs a program. The finding is the last line of its output or, if it fails, of its error output."""
     process = subprocess.Popen(
-        [sys.executable, "-P", "-c", code, *arguments], stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, start_new_session=True
+        [sys.executable, "-P", "-c", code, *arguments],
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+        start_new_session=True,
+        env={**os.environ, **(env or {})},
     )
     try:
         out, err = process.communicate(timeout=within_s)

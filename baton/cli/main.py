@@ -3,6 +3,7 @@
 Exit status: 0 for success, 1 for failure (the reason is on stderr), 2 if the command line or the configuration cannot be used.
 """
 
+import itertools
 import json
 import os
 import sys
@@ -68,10 +69,18 @@ FREE = {"allow_extra_args": True, "ignore_unknown_options": True}
 CHAT_TEMPERATURE = 0.5
 
 
+@app.callback()
+def baton(
+    version: Annotated[bool, typer.Option("--version", is_eager=True, callback=lambda asked: _version(asked), help="Print it.")] = False,
+) -> None:
+    pass
+
+
 @app.command(context_settings=FREE)
 @takes(Start)
 def up(asked: Start) -> None:
-    """Start a cluster: routers, prefill and decode workers, Redis. Every key of the configuration is a flag: --engine.block-size 32."""
+    """Start a cluster: routers, prefill and decode workers, Redis. Every key of the configuration is a flag, as --engine.block-size 32;
+    `baton config keys` lists them."""
     from baton.cli import up as cluster  # the launchers, which no other command needs
 
     with _failing():
@@ -256,6 +265,7 @@ def doctor(
     context: typer.Context,
     config: ConfigFiles = None,
     ray: Annotated[bool, typer.Option("--ray", help="Also start a Ray cluster and run a task on it.")] = False,
+    quick: Annotated[bool, typer.Option("--quick", help="Leave out what computes for seconds: transports, torch, products.")] = False,
     as_json: Annotated[bool, typer.Option("--json")] = False,
 ) -> None:
     """Try what a cluster needs on this machine: NIXL and what actually carries its bytes, Redis, torch, Ray, ports, memory.
@@ -268,13 +278,17 @@ def doctor(
     with _failing():
         model = context.args.pop(0) if context.args and not context.args[0].startswith("-") else None
         loaded = _load(context, config, {"model.path": model} if model else {})
-        findings = [*examine_model(loaded), *examine(loaded, ray or loaded.launcher.kind == "ray")]
+        findings = []
+        with _waiting("looking") as spinner:
+            begin = (lambda subject: spinner.update(f"trying {subject}")) if spinner else (lambda subject: None)
+            tried = examine(loaded, ray or loaded.launcher.kind == "ray", quick, begin)
+            for finding in itertools.chain(examine_model(loaded), tried):
+                findings.append(finding)
+                if not as_json:
+                    mark = {"ok": "[green]ok  [/]", "warn": "[yellow]warn[/]", "fail": "[red]fail[/]"}[finding.verdict]
+                    out.print(f"{mark} {finding.subject:<10} {escape(finding.detail)}", soft_wrap=True)
         if as_json:
             print(json.dumps([asdict(finding) for finding in findings]))
-        else:
-            for finding in findings:
-                mark = {"ok": "[green]ok  [/]", "warn": "[yellow]warn[/]", "fail": "[red]fail[/]"}[finding.verdict]
-                out.print(f"{mark} {finding.subject:<10} {escape(finding.detail)}", soft_wrap=True)
         if any(finding.verdict == "fail" for finding in findings):
             raise typer.Exit(1)
 
@@ -295,6 +309,15 @@ def config_print(context: typer.Context, config: ConfigFiles = None, as_json: An
             print(f"{line:<60} # {source}" if source and source != "default" else line)
 
 
+@config_app.command("keys")
+def config_keys() -> None:
+    """List every key: its flag, its default and what it means."""
+    known = configuration.keys()
+    for key in known:
+        name = f"--{key.flag}" if key.flag else f"{key.env} (no flag: command lines are public)"
+        print(f"{name} {'' if key.default is None else key.default}".rstrip(), f"\n    {key.description}")
+
+
 @config_app.command("schema")
 def config_schema() -> None:
     """Print the JSON schema of the configuration."""
@@ -304,6 +327,14 @@ def config_schema() -> None:
 def main() -> None:
     write_anything(sys.stdout, sys.stderr)
     app()
+
+
+def _version(asked: bool) -> None:
+    if asked:
+        from importlib.metadata import version  # of the installed distribution
+
+        print(f"baton {version('baton')}")
+        raise typer.Exit
 
 
 def _options(answering: Answering, sampling: object) -> dict[str, Any]:

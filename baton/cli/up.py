@@ -47,7 +47,7 @@ def join(address: str, config: Config, files: list[Path], flags: dict[str, str],
     config = configure(address, learned, files, flags)
     if state.read(joined_name(config)) is not None:
         raise state.StateError(f"workers of this host have joined already; `baton down{_named(joined_name(config))}` stops them")
-    config = _with_model(config)
+    config = with_model(config)
     check_here(config)
     check_shared_ports(config, routers=0)
     check_model(config)
@@ -64,7 +64,7 @@ def start(config: Config, err: Console, detach: bool, show: Callable[[str], None
     if state.read(name) is not None:
         raise state.StateError(f"cluster {name!r} is already running; `baton down{_named(name)}` stops it")
     check_doors(config)
-    config = _with_model(config)
+    config = with_model(config)
     check_here(config)
     check_ports(config)
     check_model(config)
@@ -178,7 +178,7 @@ def _named(name: str) -> str:
     return "" if name == "baton" else f" --name {name}"
 
 
-def _with_model(config: Config) -> Config:
+def with_model(config: Config) -> Config:
     """Uses the configured model, or the one that ships with Baton."""
     path = Path(config.model.path or SHIPPED).resolve()
     return config.model_copy(update={"model": config.model.model_copy(update={"path": str(path)})})

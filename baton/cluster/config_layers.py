@@ -218,10 +218,23 @@ def _from_text(field: FieldInfo, text: str) -> object:
 def did_you_mean(name: str, candidates: Iterable[str]) -> str:
     """The end of an error about an unknown name; empty if no candidate is like it."""
     known = list(candidates)
-    leaf = name.rpartition(".")[2]
-    same_leaf = [candidate for candidate in known if "." in name and candidate.endswith(f".{leaf}")]
-    near = same_leaf[:2] or difflib.get_close_matches(name, known, n=1, cutoff=0.6)
+    near = _near_key(name, known) if "." in name else _near(name, known)
     return f"; did you mean {' or '.join(near)}?" if near else ""
+
+
+def _near_key(name: str, known: list[str]) -> list[str]:
+    """The leaf decides: the section is most of a key's letters, and is equal in all of its keys."""
+    section, _, leaf = name.rpartition(".")
+    if same_leaf := [candidate for candidate in known if candidate.endswith(f".{leaf}")]:
+        return same_leaf[:2]
+    [section] = difflib.get_close_matches(section, {candidate.partition(".")[0] for candidate in known}, n=1) or [section]
+    leaves = [candidate.partition(".")[2] for candidate in known if candidate.startswith(f"{section}.")]
+    return [f"{section}.{near}" for near in _near(leaf, leaves)]
+
+
+def _near(name: str, known: list[str]) -> list[str]:
+    prefixed = name.startswith(ENV_PREFIX)  # with its section, most of the letters are equal
+    return difflib.get_close_matches(name, known, n=1, cutoff=0.85 if prefixed else 0.6)
 
 
 def _service_link(variable: str) -> str:

@@ -10,7 +10,7 @@ from baton.engine import toy
 from baton.engine.engine import Engine
 from baton.engine.fields import Fields
 from baton.engine.fingerprint import check_sums, fingerprint, tokenizer_fingerprint
-from baton.engine.kvcache import KvPool
+from baton.engine.kvcache import KvLayout, KvPool
 from baton.engine.machine import available_memory
 from baton.engine.model_facts import context_length
 from baton.engine.progress import Step, tell
@@ -127,6 +127,18 @@ def build(options: Options) -> Built:
     except NonFiniteLogits:
         raise BuildError(f"model.path: the weights in {options.path} produce logits that are not numbers") from None
     return Built(engine, runner.layout.model_fingerprint, tokenizer_fingerprint(options.path), longest)
+
+
+def pool_bytes(options: Options) -> int:
+    """Size of the pool that `build` would make now for a model on a CPU, without its weights. Raises CheckpointError, BuildError."""
+    from baton.engine.config_json import read_config
+
+    config = read_config(options.path)
+    dtype = choose_dtype(_read_config(options.path), lambda: False) if options.dtype == "auto" else options.dtype
+    dims = config.layers, config.kv_heads, config.head_dim
+    layout = KvLayout("", dtype, options.block_size, *dims, parts=config.kv_parts, value_dim=config.kv_value_dim)
+    longest = options.max_model_len or config.max_positions
+    return layout.block_bytes * count_blocks(options, longest, layout.block_bytes, available_memory())
 
 
 def _on_cpu(runner: Any, options: Options, longest: int) -> Engine:

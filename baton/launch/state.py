@@ -76,7 +76,9 @@ def need(name: str) -> ClusterState:
     state = read(name)
     if state is None:
         others = running()
-        way = f"running: {', '.join(others)} (choose one with --name)" if others else "start one with `baton up`, or name its address"
+        where = f"{state_dir()} ({'BATON_STATE_DIR' if os.environ.get('BATON_STATE_DIR') else 'TMPDIR'}) knows none"
+        choose = f"running: {', '.join(others)} (choose one with --name)"
+        way = choose if others else f"{where}; start one with `baton up`, or name its address"
         raise StateError(f"no cluster {name!r} is running here; {way}")
     return state
 

@@ -266,6 +266,17 @@ def test_an_address_that_cannot_be_one_is_refused(env: dict[str, str], address: 
         assert (rc, out) == (2, "") and said in err
 
 
+def test_the_small_questions_have_answers(env: dict[str, str]) -> None:
+    rc, out, err = invoke(env, "--version")
+    assert (rc, err) == (0, "") and re.fullmatch(r"baton \d+\.\d+\.\d+\S*\n", out)
+    rc, out, err = invoke(env, "config", "keys")
+    assert (rc, err) == (0, "") and all(f"--{key.flag}" in out if key.flag else key.env in out for key in keys())
+    rc, out, err = invoke(env, "up", "--help")
+    assert rc == 0 and "config keys" in out
+    rc, out, err = invoke(env, "status")
+    assert rc == 1 and env["BATON_STATE_DIR"] in err and "(BATON_STATE_DIR) knows none" in err
+
+
 def test_an_address_without_a_port_gets_that_of_the_door(env: dict[str, str]) -> None:
     place = {endpoint: find(endpoint, Place(address=address), Identity(), env).address for endpoint, address in ADDRESSES}
     assert place == {"grpc": "localhost:8470", "admin": "localhost:8471", "http": "localhost:8000"}
@@ -285,6 +296,8 @@ def test_a_terminal_that_is_not_utf_8_gets_no_traceback(env: dict[str, str], rou
     ("arguments", "said"),
     [
         (("up", "--engine.blok-size", "8"), "engine.blok-size: no such key; did you mean engine.block_size?"),
+        (("up", "--engin.blok-size", "8"), "engin.blok-size: no such key; did you mean engine.block_size?"),
+        (("up", "--engine.nope", "8"), "engine.nope: no such key\n"),
         (("doctor", "--block-size=8"), "did you mean"),
         (("config", "print", "--router.prot", "1"), "did you mean router.port?"),
         (("config", "print", "--engine.block-size"), "a value is missing"),

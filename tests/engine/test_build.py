@@ -12,7 +12,7 @@ import pytest
 import torch
 from safetensors.numpy import load_file, save_file
 
-from baton.engine.build import BuildError, Options, build, choose_dtype, count_blocks, warm_up
+from baton.engine.build import BuildError, Options, build, choose_dtype, count_blocks, pool_bytes, warm_up
 from baton.engine.engine import Engine
 from baton.engine.fields import CheckpointError
 from baton.engine.fingerprint import fingerprint, tokenizer_fingerprint
@@ -98,6 +98,7 @@ def test_a_built_engine_generates(small: Path) -> None:
     assert built.max_model_len == built.engine.max_len == 96
     assert built.engine.pool.num_blocks == built.engine.runner.pool.num_blocks == 2 * 4 * 6 < 4 * MIB // BLOCK_BYTES
     assert built.model_fingerprint == f"{fingerprint(small)}-float32" and built.tokenizer_fingerprint == tokenizer_fingerprint(small)
+    assert pool_bytes(options(small)) == built.engine.runner.pool.nbytes, "known without the weights"
     runner = built.engine.runner
     assert isinstance(runner, ModelRunner) and runner.layout.block_bytes == BLOCK_BYTES
     prompt = list(range(50, 75))
