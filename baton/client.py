@@ -18,10 +18,12 @@ import itertools
 import random
 import threading
 from collections.abc import AsyncIterator, Callable, Iterator, Mapping, Sequence
-from time import monotonic
+from dataclasses import dataclass
+from time import monotonic, sleep
 from typing import Any, Self
 
 import grpc
+from grpc_health.v1 import health_pb2, health_pb2_grpc
 
 from baton.answer import Assembly, GenerateError, Result, Token, Usage, to_error
 from baton.attempts import Attempts, Failure
@@ -30,11 +32,12 @@ from baton.v1 import generation_pb2 as pb
 from baton.v1 import generation_pb2_grpc
 
 __all__ = [
-    "AsyncClient", "AsyncStream", "Client", "GenerateError", "Result", "Stream", "Token", "Usage", "build_request", "channel_options",
-    "leave", "targets_of", "to_error",
+    "AsyncClient", "AsyncStream", "Client", "GenerateError", "Model", "Result", "Stream", "Token", "Usage", "build_request",
+    "channel_options", "leave", "targets_of", "to_error",
 ]  # fmt: skip
 _THROUGH_S = 5.0
 MAX_RESUMES = 8
+ASK_S = 60.0  # for a short question
 
 
 class _Stream:
@@ -188,6 +191,7 @@ class _Doors:
         targets = targets_of(address)
         self.channels = [open_channel(target) for target in targets]
         self.stubs = [generation_pb2_grpc.GenerationStub(channel) for channel in self.channels]
+        self.health = [health_pb2_grpc.HealthStub(channel) for channel in self.channels]
         self.metadata = _metadata(api_key)
         self.closed = False
         self._max_resumes = max_resumes
@@ -197,6 +201,42 @@ class _Doors:
     def attempts(self, now: float, deadline: float | None) -> Attempts:
         at = next(self._turns) % len(self.stubs)
         return Attempts(len(self.stubs), at, now, deadline, self._max_resumes, self._insists, random.random)
+
+
+class _Question:
+    """One short question, and the calls that it takes."""
+
+    def __init__(self, doors: "_Doors", timeout_s: float) -> None:
+        self._doors = doors
+        self._deadline = monotonic() + timeout_s
+        self._attempts = doors.attempts(monotonic(), self._deadline)
+
+    def call(self, method: str, request: Any) -> Any:
+        """The call at the address whose turn it is; to be awaited or not, as the channels are."""
+        stub = (self._doors.health if method == "Check" else self._doors.stubs)[self._attempts.at]
+        return getattr(stub, method)(request, timeout=max(0.0, self._deadline - monotonic()), metadata=self._doors.metadata)
+
+    def wait_s(self, error: grpc.RpcError) -> float:
+        """How long to wait before the next call. Raises GenerateError if the error is final."""
+        found = to_error(error)
+        wait = self._attempts.wait_s(Failure(found.code, found.reason, found.retry_after_s), monotonic())
+        if wait is None or self._doors.closed:
+            raise found from None
+        return wait
+
+
+@dataclass(frozen=True, slots=True)
+class Model:
+    name: str
+    max_model_len: int | None  # tokens, prompt plus output; None until a worker is ready
+
+
+def _models(answer: pb.ListModelsResponse) -> list[Model]:
+    return [Model(model.name, model.max_model_len if model.HasField("max_model_len") else None) for model in answer.models]
+
+
+def _to_text(token_ids: Sequence[int], model: str) -> pb.DetokenizeRequest:
+    return pb.DetokenizeRequest(model=model, token_ids=pb.TokenIds(ids=token_ids))
 
 
 class Client:
@@ -227,6 +267,32 @@ class Client:
     def generate(self, prompt: str | None = None, *, timeout_s: float | None = None, **ask: Any) -> Stream:
         """See `build_request` for the keywords."""
         return Stream(self._doors, build_request(prompt, **ask), timeout_s)
+
+    def tokenize(self, prompt: str | None = None, *, timeout_s: float = ASK_S, **ask: Any) -> list[int]:
+        """The token ids that `generate` would make of this prompt. Takes its keywords; raises GenerateError."""
+        return list(self._asked("Tokenize", build_request(prompt, **ask), timeout_s).token_ids.ids)
+
+    def detokenize(self, token_ids: Sequence[int], *, model: str = "", timeout_s: float = ASK_S) -> str:
+        """Their text, without special tokens. Raises GenerateError."""
+        return str(self._asked("Detokenize", _to_text(token_ids, model), timeout_s).text)
+
+    def models(self, *, timeout_s: float = ASK_S) -> list[Model]:
+        """What `generate` may name. Raises GenerateError."""
+        return _models(self._asked("ListModels", pb.ListModelsRequest(), timeout_s))
+
+    def status(self, *, timeout_s: float = ASK_S) -> str:
+        """SERVING, or NOT_SERVING while no worker can take a request. Raises GenerateError if no router answers."""
+        answer = self._asked("Check", health_pb2.HealthCheckRequest(), timeout_s)
+        return str(health_pb2.HealthCheckResponse.ServingStatus.Name(answer.status))
+
+    def _asked(self, method: str, request: Any, timeout_s: float) -> Any:
+        question = _Question(self._doors, timeout_s)
+        while True:
+            try:
+                return question.call(method, request)
+            except grpc.RpcError as error:
+                wait = question.wait_s(error)
+            sleep(wait)
 
     def close(self) -> None:
         self._doors.closed = True
@@ -261,6 +327,28 @@ class AsyncClient:
     def generate(self, prompt: str | None = None, *, timeout_s: float | None = None, **ask: Any) -> AsyncStream:
         """See `build_request` for the keywords."""
         return AsyncStream(self._doors, build_request(prompt, **ask), timeout_s)
+
+    async def tokenize(self, prompt: str | None = None, *, timeout_s: float = ASK_S, **ask: Any) -> list[int]:
+        return list((await self._asked("Tokenize", build_request(prompt, **ask), timeout_s)).token_ids.ids)
+
+    async def detokenize(self, token_ids: Sequence[int], *, model: str = "", timeout_s: float = ASK_S) -> str:
+        return str((await self._asked("Detokenize", _to_text(token_ids, model), timeout_s)).text)
+
+    async def models(self, *, timeout_s: float = ASK_S) -> list[Model]:
+        return _models(await self._asked("ListModels", pb.ListModelsRequest(), timeout_s))
+
+    async def status(self, *, timeout_s: float = ASK_S) -> str:
+        answer = await self._asked("Check", health_pb2.HealthCheckRequest(), timeout_s)
+        return str(health_pb2.HealthCheckResponse.ServingStatus.Name(answer.status))
+
+    async def _asked(self, method: str, request: Any, timeout_s: float) -> Any:
+        question = _Question(self._doors, timeout_s)
+        while True:
+            try:
+                return await question.call(method, request)
+            except grpc.RpcError as error:
+                wait = question.wait_s(error)
+            await asyncio.sleep(wait)
 
     async def close(self) -> None:
         self._doors.closed = True

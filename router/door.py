@@ -37,6 +37,26 @@ class GenerationDoor(generation_pb2_grpc.GenerationServicer):
                         await self._budget.spend(event.size)
                     yield to_response(event)
 
+    async def Tokenize(self, request: pb.GenerateRequest, context: Context) -> pb.TokenizeResponse:
+        async with Answering(context):
+            tenant = self._keys.tenant(metadata_of(context, "authorization"))
+            ids = await self._service.tokenize(to_ask(request, tenant=tenant, context=self._service.max_model_len))
+            return pb.TokenizeResponse(token_ids=pb.TokenIds(ids=ids))
+        raise AssertionError("answered with an error")
+
+    async def Detokenize(self, request: pb.DetokenizeRequest, context: Context) -> pb.DetokenizeResponse:
+        async with Answering(context):
+            tenant = self._keys.tenant(metadata_of(context, "authorization"))
+            ids = _ids(request.token_ids, self._service.max_model_len)
+            return pb.DetokenizeResponse(text=await self._service.detokenize(Ask(model=request.model, token_ids=ids, tenant=tenant)))
+        raise AssertionError("answered with an error")
+
+    async def ListModels(self, request: pb.ListModelsRequest, context: Context) -> pb.ListModelsResponse:
+        async with Answering(context):
+            self._keys.tenant(metadata_of(context, "authorization"))
+            return pb.ListModelsResponse(models=[pb.Model(name=self._service.model_name, max_model_len=self._service.max_model_len)])
+        raise AssertionError("answered with an error")
+
 
 def to_ask(request: pb.GenerateRequest, traceparent: str = "", tenant: str = "", context: int | None = None, tracestate: str = "") -> Ask:
     """Cuts a list that is too long one item beyond its limit: it is still refused, and costs no more than a list that is not too long.

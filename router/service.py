@@ -7,6 +7,7 @@ A request may bring the beginning of its output, which another router has stream
 goes on from there, as it does after the death of a worker. A receipt (`router.resume`) shows that the request was charged before.
 """
 
+import asyncio
 import secrets
 from collections.abc import AsyncGenerator, AsyncIterator, Callable
 from contextlib import aclosing, asynccontextmanager
@@ -187,6 +188,10 @@ class GenerateService:
         """Returns the prompt of `ask` as token ids. Raises BatonError: CONTEXT_LENGTH for a prompt that is longer than the context."""
         self._check(ask)
         return await self._tokenize(ask, monotonic() + self._config.default_timeout_s)
+
+    async def detokenize(self, ask: Ask) -> str:
+        """Returns the text of the token ids of `ask`. Raises BatonError as `tokenize` does."""
+        return await asyncio.to_thread(self._tokenizer.decode, await self.tokenize(ask))
 
     def _check(self, ask: Ask) -> None:
         most, spelled = self.max_model_len, ask.text is not None and ask.parse_special is not False

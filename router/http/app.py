@@ -200,10 +200,10 @@ class HttpDoor:
         self._caller(request)
         ask, names = await self._read(request, openai_in.detokenize)
         try:
-            ids = await self._service.tokenize(ask)
+            text = await self._service.detokenize(ask)
         except BatonError as error:
             raise to_http(error, names) from None
-        return _json({"prompt": await asyncio.to_thread(self._tokenizer.decode, ids)})
+        return _json({"prompt": text})
 
     async def _ready(self, request: Request) -> Response:
         ready = self._serving() and not self._service.draining

@@ -14,9 +14,10 @@ from typing import Any
 
 import grpc
 import pytest
+from grpc_health.v1 import health, health_pb2, health_pb2_grpc
 
 import baton
-from baton.client import AsyncClient, Client, GenerateError, Result, Token, Usage, build_request, channel_options
+from baton.client import AsyncClient, Client, GenerateError, Model, Result, Token, Usage, build_request, channel_options
 from baton.cluster.errors import BatonError, Reason, Violation
 from baton.cluster.rpc import Context, abort
 from baton.v1 import generation_pb2 as pb
@@ -70,6 +71,17 @@ class Scripted(generation_pb2_grpc.GenerationServicer):
             self.cancelled.set()
             raise
 
+    async def Tokenize(self, request: pb.GenerateRequest, context: Any) -> pb.TokenizeResponse:
+        if self.error is not None:
+            await abort(context, self.error)
+        return pb.TokenizeResponse(token_ids=pb.TokenIds(ids=map(ord, request.text)))
+
+    async def Detokenize(self, request: pb.DetokenizeRequest, context: Any) -> pb.DetokenizeResponse:
+        return pb.DetokenizeResponse(text="".join(map(chr, request.token_ids.ids)))
+
+    async def ListModels(self, request: pb.ListModelsRequest, context: Any) -> pb.ListModelsResponse:
+        return pb.ListModelsResponse(models=[pb.Model(name="toy"), pb.Model(name="long", max_model_len=9)])
+
 
 @contextmanager
 def serving() -> Iterator[tuple[Scripted, str]]:
@@ -81,6 +93,9 @@ def serving() -> Iterator[tuple[Scripted, str]]:
         nonlocal address
         server = grpc.aio.server()
         generation_pb2_grpc.add_GenerationServicer_to_server(servicer, server)
+        healthy = health.aio.HealthServicer()
+        await healthy.set("", health_pb2.HealthCheckResponse.NOT_SERVING)
+        health_pb2_grpc.add_HealthServicer_to_server(healthy, server)
         address = f"127.0.0.1:{server.add_insecure_port('127.0.0.1:0')}"
         await server.start()
         ready.set()
@@ -424,3 +439,32 @@ def test_a_channel_to_another_host_follows_the_environment() -> None:
             finally:
                 client.kill()
                 client.wait()
+
+
+def questions_sync(address: str) -> list[Any]:
+    with Client(address) as client:
+        return [client.tokenize("hé"), client.detokenize([104, 233]), client.models(), client.status()]
+
+
+def questions_async(address: str) -> list[Any]:
+    async def ask() -> list[Any]:
+        async with AsyncClient(address) as client:
+            return [await client.tokenize("hé"), await client.detokenize([104, 233]), await client.models(), await client.status()]
+
+    return asyncio.run(ask())
+
+
+@pytest.mark.parametrize("ask", [questions_sync, questions_async])
+def test_short_questions(address: str, scripted: Scripted, ask: Callable[[str], list[Any]]) -> None:
+    told = [[104, 233], "hé", [Model("toy", None), Model("long", 9)], "NOT_SERVING"]
+    assert ask(address) == told
+    assert ask(f"127.0.0.1:1,{address}") == told, "an address that does not answer is passed over"
+    scripted.error = BatonError(Reason.INVALID_FIELD, "no")
+    with pytest.raises(GenerateError, match="INVALID_FIELD"):
+        ask(address)
+
+
+def test_a_short_question_to_nobody_is_an_error_at_once() -> None:
+    with Client("127.0.0.1:1") as client, pytest.raises(GenerateError) as lost:
+        client.status()
+    assert lost.value.code == "UNAVAILABLE"

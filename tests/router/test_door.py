@@ -1,8 +1,10 @@
 """The gRPC door over a real socket: clients that do not read must not block others, and oversized input is not copied."""
 
 import asyncio
+import hashlib
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
+from pathlib import Path
 
 import grpc
 import pytest
@@ -11,6 +13,7 @@ from http_door import House, Script, settled, toy_tokenizer
 from baton.cluster.config import Config
 from baton.cluster.config_router import RouterConfig
 from baton.cluster.errors import BatonError, Reason
+from baton.cluster.keys import ApiKeys
 from baton.cluster.rpc import Server, to_error
 from baton.v1 import generation_pb2 as pb
 from baton.v1 import generation_pb2_grpc
@@ -113,3 +116,39 @@ def test_ids_that_fill_the_context_are_counted_and_not_copied(count: int) -> Non
         with pytest.raises(BatonError, match=f"{count} tokens") as caught:
             check(ask, Limits(), (), 10, Context(100, None))
         assert caught.value.reason is Reason.CONTEXT_LENGTH
+
+
+async def test_short_questions_are_answered_as_generate_would(tokenizer: Tokenizer) -> None:
+    house = House(tokenizer, Script(b"x"), RouterConfig())
+    async with serving(house, None) as stub:
+        asked = await stub.Tokenize(pb.GenerateRequest(text="hello"), timeout=20)
+        accepted = (await stub.Generate(pb.GenerateRequest(text="hello")).read()).accepted
+        assert list(asked.token_ids.ids) == tokenizer.encode("hello", 100) and len(asked.token_ids.ids) == accepted.prompt_tokens
+        back = await stub.Detokenize(pb.DetokenizeRequest(token_ids=asked.token_ids), timeout=20)
+        assert back.text == "hello"
+        [model] = (await stub.ListModels(pb.ListModelsRequest(), timeout=20)).models
+        assert model.name == accepted.model and model.max_model_len == house.service.max_model_len
+        for method, request, field in (
+            (stub.Tokenize, pb.GenerateRequest(), "prompt"),
+            (stub.Tokenize, pb.GenerateRequest(text="x", model="other"), "model"),
+            (stub.Detokenize, pb.DetokenizeRequest(token_ids=pb.TokenIds(ids=[1 << 30])), "token_ids"),
+            (stub.Detokenize, pb.DetokenizeRequest(), "token_ids"),
+        ):
+            with pytest.raises(grpc.RpcError, match=field):
+                await method(request, timeout=20)
+
+
+async def test_short_questions_need_the_key_that_generate_needs(tokenizer: Tokenizer, tmp_path: Path) -> None:
+    (tmp_path / "keys").write_text(f"ann {hashlib.sha256(b'secret').hexdigest()}\n")
+    house = House(tokenizer, Script(b"x"), RouterConfig())
+    house.keys = ApiKeys.load(str(tmp_path / "keys"))
+    async with serving(house, None) as stub:
+        for method, request in (
+            (stub.Tokenize, pb.GenerateRequest(text="x")),
+            (stub.Detokenize, pb.DetokenizeRequest(token_ids=pb.TokenIds(ids=[1]))),
+            (stub.ListModels, pb.ListModelsRequest()),
+        ):
+            with pytest.raises(grpc.RpcError) as refused:
+                await method(request, timeout=20)
+            assert refused.value.code() is grpc.StatusCode.UNAUTHENTICATED
+            await method(request, timeout=20, metadata=(("authorization", "Bearer secret"),))
