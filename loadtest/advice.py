@@ -46,7 +46,10 @@ def _too_fast(results: Results, bests: Mapping[str, Best]) -> Iterator[str]:
         return
     lowest = [results.points(arm)[0] for arm in beaten]
     rate = min(point.rate for point in lowest)
-    yield f"lower rates: --rates {','.join(f'{rate / part:.2g}' for part in (8, 4, 2))}."
+    if any(arm.topology for arm in results.campaign.arms):
+        yield f"lower rates: --rates {','.join(f'{rate / part:.2g}' for part in (8, 4, 2))}."
+    else:  # `run` has one
+        yield f"a lower rate: --rate {rate / 2:.2g}."
     objectives = _attained(results, max(lowest, key=lambda point: point.attainment))
     if objectives is not None:
         yield f"or looser objectives: {percent(ATTAINMENT)} of the requests at {rate:.3g}/s met --slo {objectives}."
@@ -70,7 +73,7 @@ def _attained(results: Results, point: Point) -> Slo | None:
 
 
 def _too_short(results: Results) -> Iterator[str]:
-    few = [run for run in results.runs if not run.flaw and run.summary.requests < ENOUGH]
+    few = [run for run in results.runs if not run.summary.late and not run.probe.partial and run.summary.requests < ENOUGH]
     if few:
         least = min(run.summary.requests for run in few)
         slowest = min(run.probe.rate for run in few)

@@ -292,6 +292,9 @@ def over_variants(parts: Mapping[str, Results]) -> list[str]:
         for one in varied_crossovers(parts)
     ]
     key = next(iter(parts)).partition("=")[0]
+    judged_ = {name: sum(not best(results, arm).unjudged for arm in results.arms) for name, results in parts.items()}
+    if sum(arms > 1 for arms in judged_.values()) < 2:
+        return [f"No crossover can be seen: at fewer than two values of {key} were two arms judged."]
     return found or [f"No crossover between {key} {values[0][0]:g} and {values[-1][0]:g}: no arm overtakes another beyond the spread."]
 
 

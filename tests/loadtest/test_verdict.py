@@ -21,7 +21,7 @@ from loadtest.compare import ATTAINMENT
 from loadtest.pictures import best_of_each_variant, paint
 from loadtest.report import as_json, console_table, draw, sections
 from loadtest.results import Results, best, by_variant
-from loadtest.verdict import Verdict, verdict
+from loadtest.verdict import Verdict, over_variants, verdict
 
 NAMES = ("a", "b", "c")
 SPOILED: dict[str, Callable[[Probe], Probe]] = {
@@ -191,7 +191,9 @@ def test_the_sentence_and_the_table_have_one_definition_of_attainment() -> None:
 @pytest.mark.parametrize(
     ("runs", "says"),
     [
-        ([counted("a", 2, 1, 10, 10), counted("a", 2, 2, 10, 10)], "--rates 0.25,0.5,1"),
+        ([counted("a", 2, 1, 10, 10), counted("a", 2, 2, 10, 10)], "--rate 1."),
+        ([counted("mixed", 2, 1, 10, 10), counted("split", 2, 1, 10, 10)], "--rates 0.25,0.5,1."),
+        ([counted("a", 2, 1, 0, 0)], "--duration 17"),
         ([counted("a", 2, 1, 4, 0), counted("b", 2, 1, 4, 0)], "--duration 17"),
         ([counted("a", 2, 1, 20, 0), counted("b", 2, 1, 20, 0)], "--seeds 1,2,3,4,5,6"),
         ([late(counted("a", 2, 1, 20, 0))], "close what else runs"),
@@ -232,4 +234,5 @@ def test_a_varied_parameter_is_drawn_only_where_an_arm_was_judged() -> None:
     runs = [counted("a", 2, 0, 20, 0, variant=f"v={n}") for n in (1, 2)] + [late(counted("b", 2, 0, 20, 0, variant="v=1"))]
     parts = {variant: Results.of(part) for variant, part in by_variant(campaign(runs)).items()}
     figure = best_of_each_variant(parts)
+    assert over_variants(parts) == ["No crossover can be seen: at fewer than two values of v were two arms judged."]
     assert texts_of(figure) == ["a", "b (not judged at 2 of 2)"]
