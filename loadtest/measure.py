@@ -93,7 +93,7 @@ async def _compare_variant(runs: "_Runs", comparison: Comparison, load: Workload
 
 
 def _chosen(plan: Plan, comparison: Comparison, arms: int) -> tuple[tuple[int, ...], Lengths]:
-    """The seeds and the lengths of the runs: as asked for, or as they fit into the time."""
+    """The seeds and the lengths of the runs: as asked for, or as they fit into the time. `_Rounds` ends seeds that nobody asked for."""
     fixed = Lengths(0.0, None, plan.workload.duration_s)
     if "duration" not in comparison.chosen:
         return plan.seeds, fixed
@@ -104,8 +104,8 @@ def _chosen(plan: Plan, comparison: Comparison, arms: int) -> tuple[tuple[int, .
         seeds = len(plan.seeds)
         lengths = Lengths.fit(comparison.rates, comparison.within_s / (seeds * arms) - comparison.start_s, around)
     told = ", ".join(f"{lengths.of(rate):.0f} s at {rate:g}/s" for rate in sorted(comparison.rates))
-    plan.note(f"{seeds} seeds and runs of {told}, to end within {comparison.within_s:.0f} s (--within)")
-    return plan.seeds[:seeds], lengths
+    plan.note(f"runs of {told}, for {seeds} seeds within {comparison.within_s:.0f} s (--within)")
+    return plan.seeds, lengths
 
 
 class _Rounds:
