@@ -8,7 +8,7 @@ from loadtest.distribution import percentile
 from loadtest.latency import itl, tpot, ttft
 from loadtest.lengths import ENOUGH
 from loadtest.results import Best, Point, Results
-from loadtest.slo import LAG_SHARE, Slo, rounded_up
+from loadtest.slo import Slo, rounded_up
 from loadtest.words import percent
 
 ENOUGH_SEEDS = "1,2,3,4,5,6"
@@ -31,11 +31,10 @@ def _late(results: Results) -> Iterator[str]:
     if not late:
         return
     worst = max(value for run in late if (value := run.summary.lag_ms.p99) is not None)
-    wanted = {name: limit for name, limit in results.campaign.slo.limits.items() if limit * LAG_SHARE < worst / 1000}
-    looser = Slo(**{f"{name}_s": rounded_up(worst / 1000 / LAG_SHARE) for name in wanted}) if wanted else None
+    fewest = min(record.asked_tokens for run in late for record in run.probe.records)
     yield (
         f"in {len(late)} of {len(results.runs)} runs the generator was late, by up to {worst:.3g} ms at P99: close what else runs on this "
-        f"machine" + (f", or allow for that delay with objectives of at least {looser}." if looser else ".")
+        f"machine, or allow for that delay: --slo {results.campaign.slo.allowing(worst / 1000, fewest)}."
     )
 
 

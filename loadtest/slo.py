@@ -41,8 +41,12 @@ class Slo:
 
         A delay lengthens a TTFT or a gap by itself, and a TPOT by its share of the gaps.
         """
-        held_by = {"ttft": 1, "itl_p99": 1, "tpot": max(tokens - 1, 1)}
-        return max(LEAST_LAG_S, LAG_SHARE * min(limit * held_by[name] for name, limit in self.limits.items()))
+        return max(LEAST_LAG_S, LAG_SHARE * min(limit * _gaps(name, tokens) for name, limit in self.limits.items()))
+
+    def allowing(self, lag_s: float, tokens: int) -> "Slo":
+        """The same objectives, as loose as such a lag requires."""
+        least = {name: rounded_up(lag_s / LAG_SHARE / _gaps(name, tokens)) for name in self.limits}
+        return Slo(**{f"{name}_s": max(limit, least[name]) for name, limit in self.limits.items()})
 
     @classmethod
     def parse(cls, text: str) -> Self:
@@ -67,6 +71,11 @@ class Slo:
 
 
 _OBJECTIVES = ("ttft", "tpot", "itl_p99")
+
+
+def _gaps(name: str, tokens: int) -> int:
+    """Over how many intervals an objective averages, and so spreads one delay."""
+    return max(tokens - 1, 1) if name == "tpot" else 1
 
 
 def rounded_up(seconds: float) -> float:

@@ -357,6 +357,7 @@ def test_a_late_generator_makes_the_run_void() -> None:
 )
 def test_the_allowed_lag_follows_the_tightest_objective(slo: Slo, tokens: int, allowed: float) -> None:
     assert slo.max_lag_s(tokens) == pytest.approx(allowed)
+    assert slo.allowing(allowed * 3, tokens).max_lag_s(tokens) == pytest.approx(allowed * 3, rel=0.1) and slo.allowing(0.001, tokens) == slo
     for late, void in ((allowed * 0.99, False), (allowed * 1.01, True)):
         run = [answered(0.5, due=1.0, lag=late, asked_tokens=tokens)]
         told = summarise(run, WINDOW, slo)
