@@ -164,4 +164,7 @@ class AdminDoor(worker_pb2_grpc.AdminServicer):
         except (BatonError, ValueError) as error:
             last = worker_pb2.WorkerRecord(**{**asdict(record), "state": "unreachable"})
             return worker_pb2.WorkerStatus(record=last, error=str(error))
-        return worker_pb2.WorkerStatus(record=worker_pb2.WorkerRecord(**asdict(fresh)), residue=worker_pb2.Residue(**residue))
+        shown, reason = asdict(fresh), ""
+        if fresh.state == "ready" and (misfit := self._view.misfit(fresh.name)):
+            shown["state"], reason = "unfit", misfit
+        return worker_pb2.WorkerStatus(record=worker_pb2.WorkerRecord(**shown), residue=worker_pb2.Residue(**residue), error=reason)

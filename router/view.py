@@ -211,10 +211,13 @@ class ClusterView:
         """All of them, usable or not, sorted by name."""
         return [self._members[name].record for name in sorted(self._members)]
 
-    @property
-    def unfit(self) -> set[str]:
-        """Members whose records do not fit the served model."""
-        return {name for name, member in self._members.items() if member.refused}
+    def misfit(self, name: str) -> str | None:
+        """Why a member gets no requests although it may be ready: what of its record does not fit the served model."""
+        member = self._members.get(name)
+        if member is None or member.refused is None:
+            return None
+        own, served = getattr(member.record, member.refused), getattr(self.served, member.refused, self._tokenizer_fingerprint)
+        return f"{member.refused} {own} does not fit the {served} that is served"
 
     def state(self, name: str) -> Literal["ready", "draining", "unreachable", "unfit", "hung"]:
         """What a person is told about a member."""

@@ -7,7 +7,7 @@ from baton.v1 import worker_pb2
 
 
 def read_status(answer: worker_pb2.StatusResponse) -> dict[str, Any]:
-    """A worker is one flat object: its record and what it holds. A worker that does not answer has `error` instead of the latter."""
+    """A worker is one flat object: its record and what it holds, or `error` if it does not answer, or both if it does not fit."""
     told = plain(answer)
     return {**told, "endpoints": dict(sorted(told["endpoints"].items())), "workers": [_worker(worker) for worker in answer.workers]}
 
@@ -22,4 +22,5 @@ def read_records(answer: worker_pb2.TraceResponse) -> list[dict[str, Any]]:
 
 
 def _worker(worker: worker_pb2.WorkerStatus) -> dict[str, Any]:
-    return {**plain(worker.record), **({"error": worker.error} if worker.error else plain(worker.residue))}
+    holds = plain(worker.residue) if worker.HasField("residue") else {}
+    return {**plain(worker.record), **holds, **({"error": worker.error} if worker.error else {})}

@@ -132,7 +132,8 @@ def status(cluster: dict[str, Any]) -> Group:
         )  # fmt: skip
     endpoints = Text("  ".join(f"{name} {address}" for name, address in cluster["endpoints"].items()), style="dim")
     routers = _routers(cluster["routers"]) if len(cluster["routers"]) > 1 else endpoints
-    return Group(head, routers, table, *(_start(start) for start in cluster["starts"]))
+    reasons = [Text(f"{worker['name']}: {worker['error']}", style="red") for worker in cluster["workers"] if worker.get("error")]
+    return Group(head, routers, table, *reasons, *(_start(start) for start in cluster["starts"]))
 
 
 def _start(start: dict[str, Any]) -> Text:

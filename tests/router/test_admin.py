@@ -290,6 +290,15 @@ async def test_status_lists_workers_that_are_starting(house: tuple[House, Any]) 
     assert read_status(await house[1].Status(pb.StatusRequest(), timeout=20))["starts"] == []
 
 
+async def test_status_says_why_a_ready_worker_gets_no_requests(house: tuple[House, Any]) -> None:
+    """It was shown as ready, while the cluster went on without it."""
+    (member,) = [each for name, each in house[0].view._members.items() if name == "d0"]
+    member.refused = "block_size"
+    told = read_status(await house[1].Status(pb.StatusRequest(), timeout=20))
+    (worker,) = [each for each in told["workers"] if each["name"] == "d0"]
+    assert worker["state"] == "unfit" and worker["error"].startswith("block_size") and worker["leases"] == 2
+
+
 async def test_a_trace_arrives_as_the_journal_keeps_it(house: tuple[House, Any]) -> None:
     house[0].end("good")
     with pytest.raises(BatonError):

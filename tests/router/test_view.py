@@ -217,6 +217,7 @@ def test_a_worker_that_does_not_fit_is_refused(field: str, name: str) -> None:
     view = view_of(P0, D0)
     assert view.update([P0, D0, other], 1.0) == [Joined(other), Refused(name, field)]
     assert view.update([P0, D0, other], 2.0) == []  # reported only once
+    assert (view.misfit(name) or "").startswith(f"{field} {getattr(other, field)} does not fit") and view.misfit("d0") is None
     assert name not in names(view.prefill_workers() + view.decode_workers()) and name in names(view.members())
     assert view.served == Served("model", 16, 1024)
 
