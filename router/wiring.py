@@ -147,13 +147,9 @@ class RouterProcess:
         await admin.start()
         http.start(self._tasks)
         page.start(self._tasks)
-        self._tasks.start(watch.run(), "watch")
-        self._tasks.start(self._peers.run(admission), "peers")
-        self._tasks.start(self._membership.run(), "membership")
-        self._tasks.start(pulse.beat(), "pulse")
-        self._tasks.start(live.run(), "live")
-        self._tasks.start(self._run_health(), "health")
-        self._tasks.start(self._run_keys(), "keys")
+        loops = {"watch": watch.run(), "peers": self._peers.run(admission), "membership": self._membership.run(), "pulse": pulse.beat()}
+        for name, loop in (loops | {"live": live.run(), "health": self._run_health(), "keys": self._run_keys()}).items():
+            self._tasks.start(loop, name)
         self.stage = move(self.stage, "ready")
         log.info("router ready on %s (HTTP %s, admin %s), model %s", self.address, http_address, admin_address, model_name)
 

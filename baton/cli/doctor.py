@@ -139,8 +139,12 @@ PRODUCTS = """
 import sys, torch
 torch.set_num_threads(int(sys.argv[1]) or torch.get_num_threads())
 from baton.engine.cpu.compiled_ops import choice
-found = (f"{name} by {choice(getattr(torch, name))}" for name in ("float32", "bfloat16", "int8"))
-print(f"with {torch.get_num_threads()} threads, for 1, 8 and 256 rows: {'; '.join(found)}")
+from baton.engine.cpu.features import target
+found = {name: choice(getattr(torch, name)) for name in ("float32", "bfloat16", "int8")}
+others = [name for name, each in found.items() if each.by != "baton"]
+exact = f"may differ in its last bits in {', '.join(others)}: set engine.products to baton" if others else "has the same bits"
+said = "; ".join(f"{name} by {each}" for name, each in found.items())
+print(f"with {torch.get_num_threads()} threads, for 1, 8 and 256 rows: {said}; among workers for {target()}, a continued stream {exact}")
 """
 
 

@@ -11,7 +11,7 @@ class ModelConfig(Section):
     path: str = Field(default="", description="Folder of the checkpoint (config.json, tokenizer.json, *.safetensors).")
     served_name: str | None = Field(default=None, min_length=1, description="Name that clients request; by default the folder's name.")
     dtype: Literal["float32", "bfloat16", "auto"] = Field(
-        default="float32", description="Type of weights and KV. auto: bfloat16 if the checkpoint is, and if it is not slower on this CPU."
+        default="float32", description="Type of weights and KV. auto: bfloat16 if the checkpoint is, and if this CPU can multiply it."
     )
     max_model_len: int | None = Field(
         default=None, ge=2, description="Maximum length of prompt plus output, in tokens; by default the model's own limit."
@@ -55,13 +55,16 @@ class EngineConfig(Section):
     )
     weight_dtype: Literal["auto", "int8", "int4"] = Field(
         default="auto",
-        description="Type of the matrices. auto: as model.dtype. int8, int4: they are quantised at load, activations to int8 at each step.",
+        description="Type of the matrices. auto: as model.dtype. int8, int4: they are quantised at load, activations to int8 at each step."
+        " With int4, the matrix that makes logits is int8.",
     )
     compiled: bool = Field(
         default=True, description="Compiled kernels (but attention's on cuda: see attention_backend). false: plain torch for everything."
     )
     products: Literal["auto", "baton", "onednn", "torch"] = Field(
-        default="auto", description="What multiplies matrices on a CPU if compiled. auto: what was fastest when first tried here."
+        default="auto",
+        description="What multiplies matrices on a CPU if compiled. auto: what was fastest when first tried here. Only with baton is a"
+        " continued stream sure to have the same bits.",
     )
     max_queue: int = Field(default=256, ge=1, le=65536, description="Maximum number of sequences waiting in one worker; it refuses more.")
     batching: Literal["continuous", "dynamic", "static"] = Field(

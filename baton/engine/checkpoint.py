@@ -15,7 +15,7 @@ from torch import Tensor
 from baton.engine.fields import CheckpointError
 from baton.engine.fingerprint import weight_files
 
-WEIGHT_DTYPES = {"F32", "F16", "BF16"}
+WEIGHT_DTYPES = {"F64", "F32", "F16", "BF16"}
 QUANTISED_DTYPES = ("F4", "F6", "F8", "I4", "I8", "U8", "I32")
 # What GPTQ, AWQ, compressed-tensors, FP8 and bitsandbytes put next to a matrix or in its place
 QUANTISED_NAMES = (
@@ -266,7 +266,7 @@ class Checkpoint:
 
 def _check_tensor(place: _Place, opened: Any, shape: Shape) -> None:
     dtype = opened.get_slice(place.name).get_dtype()
-    if dtype.startswith(QUANTISED_DTYPES):
+    if dtype not in WEIGHT_DTYPES and dtype.startswith(QUANTISED_DTYPES):
         raise CheckpointError(place.file, place.name, f"dtype {dtype}: {QUANTISED}, although config.json has no quantization_config")
     if place.shape != shape:
         raise CheckpointError(place.file, place.name, f"shape {list(place.shape)}, config.json implies {list(shape)}")

@@ -9,6 +9,8 @@ from baton.engine.ops import Ops
 
 log = logging.getLogger(__name__)
 
+BFLOAT16 = {"avx512bf16", "amx-bf16", "bf16"}  # instructions of x86-64 and of Arm
+
 
 def choose_ops(device: torch.device, dtype: torch.dtype, compiled: bool, products: str = "auto") -> Ops:
     """The fastest available implementation; plain torch throughout if `compiled` is off. `products`: see `CompiledOps`.
@@ -30,9 +32,10 @@ def choose_ops(device: torch.device, dtype: torch.dtype, compiled: bool, product
 
 
 def bfloat16_is_slower() -> bool:
-    """Whether products take longer in bfloat16 than in float32 on this CPU, with the fastest of each. False where there are no kernels."""
+    """Whether this CPU has no instruction that multiplies bfloat16, so that a prefill takes twice as long as in float32. A property of the
+    processor, not a measurement: a worker that starts again on a busy machine must not come back with another type. False without Numba."""
     try:
-        from baton.engine.cpu.compiled_ops import choice
-    except Exception:  # `choose_ops` will say why
+        from baton.engine.cpu.features import FEATURES
+    except ImportError:
         return False
-    return choice(torch.bfloat16).cost > choice(torch.float32).cost
+    return not FEATURES & BFLOAT16

@@ -65,7 +65,9 @@ def read_config(path: Path) -> ModelConfig:
     """From config.json in the folder `path`, and the end tokens from all files that name some. Raises CheckpointError."""
     f = Fields.read(path / "config.json")
     names = f.get("architectures")
-    if not isinstance(names, list) or len(names) != 1 or names[0] not in SUPPORTED:
+    if isinstance(names, list) and len(names) > 1:
+        raise f.error("architectures", f"names {len(names)} architectures: {names!r}; a folder holds one model")
+    if not isinstance(names, list) or not names or names[0] not in SUPPORTED:
         raise f.error("architectures", f"{names!r} is not supported; supported: {', '.join(SUPPORTED)}")
     family = FAMILIES[names[0]]
     _refuse_unsupported(f, family)

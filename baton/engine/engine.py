@@ -3,6 +3,7 @@
 `hold`, `reserve`/`arrive`/`adopt`, `pin` and `release` are all that an engine needs in order to be one half of a disaggregated pair.
 """
 
+import math
 from collections.abc import Sequence as Seq
 from dataclasses import dataclass
 
@@ -243,6 +244,8 @@ def check(seq: Sequence, vocab_size: int, max_len: int) -> None:
         raise Malformed(f"{seq.prompt_len} prompt tokens among {len(seq.tokens)}")
     if min(seq.tokens) < 0 or max(seq.tokens) >= vocab_size:
         raise Malformed(f"a token id is outside the model's vocabulary of {vocab_size}")
+    if not all(bias < math.inf for bias in seq.params.logit_bias.values()):
+        raise Malformed("a logit_bias is not a number, or infinite")
     if len(seq.tokens) + max(1, seq.remaining) > max_len:
         raise TooLong(f"{len(seq.tokens)} tokens and {seq.remaining} to come; one sequence may have {max_len}")
 

@@ -30,7 +30,7 @@ class Transformer:
         self.scale = torch.tensor(config.embedding_scale, dtype=dtype).item()  # rounded, as it was in training
         self.layers = [Layer(config, i, weights.under(f"model.layers.{i}"), ops) for i in range(config.layers)]
         self.norm = weights.vector("model.norm", config.norm_offset)  # [H]
-        self.head = weights.matrix([self.embedding if config.tied else weights.tensor("lm_head.weight")])
+        self.head = weights.head(self.embedding if config.tied else weights.tensor("lm_head.weight"))
         self.frequencies = {rope: frequencies(rope, config.rope_dim).to(device) for rope in dict.fromkeys(config.ropes)}  # [D / 2] each
 
     def forward(self, tokens: Tensor, positions: Tensor, attention: Attention, rows: Tensor | None) -> Tensor:

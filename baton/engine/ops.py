@@ -35,6 +35,16 @@ class Ops:
         self.packs = packs
         self.recurring = True  # whether products are faster if their sizes recur (see `baton.engine.cpu.sizes`)
 
+    @property
+    def arithmetic(self) -> str:
+        """Whatever the last bits of a result depend on, besides the model and its type: equal for two workers whose bits are equal."""
+        return f"torch {torch.__version__} {torch.backends.cpu.get_cpu_capability()}{', packed' if self.packs else ''}"
+
+    @property
+    def has_int8(self) -> bool:
+        """Whether `int8_multiplier` is exact on this processor."""
+        return onednn.multiplies_int8()
+
     def add_rms_norm(self, x: Tensor, y: Tensor | None, weight: Tensor, eps: float) -> Tensor:
         """x / √(mean(x²) + eps) · weight, `[T, H]`, after `x += y` in place if `y` is given."""
         if y is not None:
@@ -95,7 +105,7 @@ class Ops:
     def int8_multiplier(self, matrix: Tensor, steps: Tensor, bias: Tensor | None) -> Multiply:
         """The same for int8 `[out, H]` and the steps `[out]` of its rows: `quantize`, the product, which is exact, and `dequantize`. Raises
         ValueError if it would not be exact on this processor."""
-        if not onednn.multiplies_int8():
+        if not self.has_int8:
             raise ValueError("engine.weight_dtype: int8 needs compiled kernels, or a CPU with VNNI: others do not multiply it exactly")
         multiply = onednn.packed_int8(matrix, steps) if self.packs else _plain_int8(matrix, steps)
 

@@ -1,7 +1,9 @@
 """One model on one torch device: batches in, sampled tokens out."""
 
+import logging
 from collections.abc import Callable
 from collections.abc import Sequence as Seq
+from hashlib import blake2b
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -27,6 +29,8 @@ if TYPE_CHECKING:
 
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
 WEIGHT_DTYPES = ("auto", "int8", "int4")
+ROUNDED = {"auto": "", "int8": "-int8", "int4": "-int4+int8"}  # what the fingerprint says of the matrices, the head last if it differs
+log = logging.getLogger(__name__)
 
 
 def ignore_progress(done: int, total: int) -> None:
@@ -84,10 +88,11 @@ class ModelRunner:
         where = torch.device(device)
         model = Transformer(config, read, DTYPES[dtype], where, choose_ops(where, DTYPES[dtype], compiled, products), weight_dtype)
         keep_memory()
-        # The KV of a model with rounded matrices is not the KV of the original model.
-        rounded = "" if weight_dtype == "auto" else f"-{weight_dtype}"
+        # KV and streams are continued only where they would have had the same bits: with the same weights, type, rounding and arithmetic.
+        arithmetic = f"{where.type}, {model.ops.arithmetic}"
+        log.info("arithmetic: %s", arithmetic)
         layout = KvLayout(
-            f"{fingerprint(path)}-{dtype}{rounded}",
+            f"{fingerprint(path)}-{dtype}{ROUNDED[weight_dtype]}-{blake2b(arithmetic.encode(), digest_size=4).hexdigest()}",
             dtype,
             block_size,
             config.layers,

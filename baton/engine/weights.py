@@ -45,6 +45,11 @@ class Weights:
         biases = [self.tensor(f"{name}.bias") for name in names] if bias else []
         return self.matrix([self.tensor(f"{name}.weight") for name in names], biases)
 
+    def head(self, weight: Tensor) -> Linear:
+        """The matrix that makes logits. It is never rounded to int4: that alone costs as much as rounding all the others."""
+        finer = "int8" if self.ops.has_int8 else "auto"
+        return replace(self, weight_dtype=finer if self.weight_dtype == "int4" else self.weight_dtype).matrix([weight])
+
     def matrix(self, weights: Sequence[Tensor], biases: Sequence[Tensor] = ()) -> Linear:
         """As `linear`, for tensors that have already been read."""
         return Linear(weights, biases, self.dtype, self.device, self.weight_dtype, self.ops)

@@ -8,6 +8,7 @@ from typing import Any
 
 import numpy as np
 import pytest
+import torch
 from safetensors.numpy import load_file, save_file
 
 from baton.engine import fingerprint as fingerprints
@@ -85,6 +86,7 @@ def refusal(folder: Path) -> CheckpointError:
     [
         ({"architectures": ["GPT2LMHeadModel"]}, "architectures", "GPT2LMHeadModel"),
         ({"architectures": "absent"}, "architectures", "None"),
+        ({"architectures": ["LlamaForCausalLM", "MistralForCausalLM"]}, "architectures", "names 2 architectures"),
         ({"hidden_act": "gelu"}, "hidden_act", "gelu"),
         ({"quantization_config": {"quant_method": "fp8"}}, "quantization_config", "not supported"),
         ({"rope_scaling": {"rope_type": "yarn", "factor": 4.0}}, "rope_scaling.original_max_position_embeddings", "positive integer"),
@@ -405,6 +407,12 @@ def test_an_eight_bit_matrix_is_recognised_as_quantised(folder: Path) -> None:
     name = "model.layers.0.mlp.up_proj.weight"
     edit_weights(folder, lambda w: w.update({name: w[name].astype(np.int8)}))
     assert refusal(folder).field == name and "quantised" in str(refusal(folder))
+
+
+def test_weights_in_float64_are_read(folder: Path) -> None:
+    name = "model.layers.0.mlp.up_proj.weight"
+    edit_weights(folder, lambda w: w.update({name: w[name].astype(np.float64)}))
+    assert Checkpoint(folder, read_config(folder)).tensor(name).dtype == torch.float64
 
 
 # --- experts ------------------------------------------------------------------------------------------------------------------------

@@ -1,5 +1,6 @@
 """The engine matches the oracle whatever the batch, pool and chunks. Prefill, handoff and decode match one engine and recompute nothing."""
 
+import math
 import random
 from typing import Any
 
@@ -453,3 +454,13 @@ def test_a_first_token_beyond_the_reserved_blocks_gets_room(end: int) -> None:
     drain(target)
     assert seq.tokens[len(tokens) :] == expect(seq)
     target.pool.check()
+
+
+@pytest.mark.parametrize("bias", [math.nan, math.inf])
+def test_a_bias_that_is_no_number_is_refused(bias: float) -> None:
+    """Drawn with it, every token would be as good as none: the compiled draw answered -1."""
+    engine = make_engine()
+    with pytest.raises(Malformed, match="logit_bias"):
+        engine.add(make_seq("s", [1, 2, 3], logit_bias={7: bias}))
+    assert not engine.sequences
+    engine.add(make_seq("s", [1, 2, 3], logit_bias={7: -math.inf}))

@@ -7,6 +7,7 @@ import numpy as np
 import pytest
 import torch
 
+from baton.engine.cpu import compiled_ops
 from baton.engine.kvcache import KvLayout, KvPool
 from baton.engine.naive import generate
 from baton.engine.protocol import Chunk, NonFiniteLogits, Runner
@@ -211,3 +212,18 @@ def test_kv_that_breaks_later_raises_the_same_error(runner: ModelRunner, params:
     with pytest.raises(NonFiniteLogits) as caught:
         advance(runner, [(good, 1), (bad, 1)])
     assert caught.value.sequence_ids == ["bad"]
+
+
+def test_the_fingerprint_tells_unlike_arithmetics_apart(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A stream must not go on with other last bits: not where another library multiplies, nor on another processor."""
+    prints = [ModelRunner.load(folder, products=by).layout.model_fingerprint for by in ("baton", "torch", "baton")]
+    assert prints[0] == prints[2] != prints[1]
+    monkeypatch.setattr(compiled_ops, "target", lambda: "another processor")
+    assert ModelRunner.load(folder, products="baton").layout.model_fingerprint not in prints
+
+
+def test_the_head_is_finer_than_int4(folder: Path) -> None:
+    runners = {kind: ModelRunner.load(folder, weight_dtype=kind, products="baton") for kind in ("int8", "int4")}
+    x = torch.randn(3, 64, generator=torch.Generator().manual_seed(1))
+    assert torch.equal(runners["int4"].model.head(x), runners["int8"].model.head(x))
+    assert runners["int4"].layout.model_fingerprint.split("-")[2] == "int4+int8"

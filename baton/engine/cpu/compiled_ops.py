@@ -11,9 +11,10 @@ from torch import Tensor
 
 from baton.engine.attention import Kernels
 from baton.engine.checkpoint import ExpertConfig
-from baton.engine.cpu import experts, int4, int8, onednn, panels, pointwise, products
+from baton.engine.cpu import amx, experts, int4, int8, onednn, panels, pointwise, products
 from baton.engine.cpu.decode_attention import attend_in_place, store
 from baton.engine.cpu.draw import draw
+from baton.engine.cpu.features import target
 from baton.engine.cpu.kernel_cache import OWN, place_of
 from baton.engine.cpu.span_attention import attend_span
 from baton.engine.ops import Each, Multiply, Ops
@@ -34,6 +35,7 @@ class CompiledOps(Ops):
         super().__init__(packs=True)
         self._products = products
         self.recurring = False  # until a matrix is left to others
+        self._by: dict[str, str] = {}  # type of weights → what multiplies them
 
     def add_rms_norm(self, x: Tensor, y: Tensor | None, weight: Tensor, eps: float) -> Tensor:
         if not x.is_contiguous() or weight.dtype != x.dtype:
@@ -95,9 +97,19 @@ class CompiledOps(Ops):
         """Whether our own kernels multiply it. Otherwise `packs` says who does."""
         by = choice(matrix.dtype).by if self._products == "auto" else self._products
         if by == "baton" and panels.fits(matrix):
+            self._by.setdefault(str(matrix.dtype), by)
             return True
         self.recurring, self.packs = True, by != "torch"
+        self._by[str(matrix.dtype)] = f"{by}, torch {torch.__version__}"
         return False
+
+    @property
+    def arithmetic(self) -> str:
+        return f"kernels for {target()}{' with AMX' if amx.THERE else ''}; {dict(sorted(self._by.items()))}"
+
+    @property
+    def has_int8(self) -> bool:
+        return True
 
     def per_head(self, matrices: Tensor) -> Multiply:
         if not self._takes(matrices[0]):

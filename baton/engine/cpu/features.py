@@ -34,6 +34,11 @@ def host() -> tuple[str, list[str], list[str]]:
     return binding.get_host_cpu_name(), sorted(name for name, there in binding.get_host_cpu_features().items() if there), sorted(FEATURES)
 
 
+def target() -> str:
+    """The processor for which kernels are compiled: with another, LLVM may add in another order."""
+    return str(binding.get_host_cpu_name() if config.CPU_NAME in (None, "host") else config.CPU_NAME)
+
+
 def _may_use_tiles() -> bool:
     """Asks for the permission, for all threads of this process (since Linux 5.16, which then has 8 KiB more to save for each thread)."""
     if platform.system() != "Linux" or platform.machine() != "x86_64":

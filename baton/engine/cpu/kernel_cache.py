@@ -27,7 +27,7 @@ from typing import Any
 
 from numba import config
 
-from baton.engine.cpu.features import FEATURES, compiler, host
+from baton.engine.cpu.features import FEATURES, compiler, target
 from baton.engine.progress import Step, tell
 
 VARIABLE = "BATON_KERNEL_CACHE"  # names the root
@@ -136,9 +136,8 @@ def _forget_old(top: Path) -> None:
 def key_of(file: Path) -> str:
     """Of the kernels that `file` defines: a digest of whatever their code depends on. All files of this folder count, for each may use any
     other, and of the processor only what they are compiled for: an image is built on another one."""
-    target = (host()[0] if config.CPU_NAME in (None, "host") else config.CPU_NAME, config.CPU_FEATURES, sorted(FEATURES))
     own = b"" if file.parent == HERE else file.read_bytes()
-    known = repr((sys.implementation.cache_tag, compiler(), target, _sources())).encode()
+    known = repr((sys.implementation.cache_tag, compiler(), target(), config.CPU_FEATURES, sorted(FEATURES), _sources())).encode()
     return hashlib.sha256(known + own).hexdigest()[:24]
 
 

@@ -2,9 +2,9 @@
 
 That depends on the processor: on its instructions (and whether the kernels were compiled for them), its caches, and on how many threads
 are needed to read its memory at full rate. The first process that multiplies in some precision therefore times all three, for a few
-hundred milliseconds, and keeps the result beside the compiled kernels. Later processes with as many threads take the same one, so their
-results have the same bits. On a processor that is busy with other work, times say nothing: then the first candidate multiplies, and nothing
-is kept.
+hundred milliseconds, and keeps the result beside the compiled kernels. Others that start meanwhile wait; all processes with as many threads
+take the same one, now and later, so their results have the same bits. On a processor that is busy with other work, times say nothing: then
+the first candidate multiplies, and that is kept, because a worker that starts again must not multiply otherwise than the others.
 """
 
 import json
@@ -13,11 +13,11 @@ import os
 import tempfile
 import time
 import zlib
-from collections.abc import Callable, Mapping
-from contextlib import suppress
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager, suppress
 from dataclasses import asdict, dataclass
 from functools import cache
-from math import nan, prod
+from math import prod
 from pathlib import Path
 
 import torch
@@ -35,20 +35,19 @@ OUTS, WIDTH = 4096, 1024  # of the matrix that is tried: more than a core's own 
 ROWS = {1: 20, 8: 20, 256: 5}
 HOPELESS = 5.0  # a candidate that takes this many times as long as the best one is not tried further
 BETTER = 1.1
+TRIES = 3
+WAIT_S, POLL_S = 60.0, 0.05  # for another process that tries
 UNDISTURBED = 0.75  # of the threads' time on a core; 0.8 and more on an idle machine, 0.6 to 0.7 beside one other busy process on two cores
 
 
 @dataclass(frozen=True, slots=True)
 class Choice:
     by: str  # one of CANDIDATES
-    seconds: dict[str, list[float]]  # of each candidate that can multiply here, for as many of ROWS as it was tried with
-
-    @property
-    def cost(self) -> float:
-        """The geometric mean of the chosen one's times, seconds; NaN if other work disturbed them."""
-        return _mean(self.seconds[self.by])
+    seconds: dict[str, list[float]]  # of each candidate that can multiply here, for as many of ROWS as it was tried with; else only `by`
 
     def __str__(self) -> str:
+        if not self.seconds[self.by]:
+            return f"{self.by} (not compared with others)"
         others = [
             f"{name} {' '.join(f'{a / b:.2f}' for a, b in zip(times, self.seconds[self.by], strict=False))}"
             for name, times in self.seconds.items()
@@ -94,20 +93,55 @@ def choice(kind: torch.dtype, threads: int, arm: Callable[[str, Tensor], Multipl
     file = place.folder / f"products-{_machine(kind, threads):08x}.json" if place else None
     if file and (kept := _kept(file)):
         return kept
-    found, share = _try(kind, arm)
-    if share >= UNDISTURBED:
-        return _keep(file, found)
-    first = next(iter(found.seconds))
-    log.warning("other work kept the processor busy while products of %s were tried: %s multiplies until they are tried again", kind, first)
-    return Choice(first, {first: [nan]})
+    arms = _arms(kind, arm)
+    first = next(iter(arms))
+    untried = Choice(first, {first: []})
+    if file is None:
+        log.warning("there is no place to keep what multiplies fastest, so %s does", first)
+        return untried
+    with _alone(file.with_name("products.lock")):
+        if kept := _kept(file):
+            return kept
+        for _ in range(TRIES):
+            found, share = _try(kind, arms)
+            if share >= UNDISTURBED:
+                return _keep(file, found, untried)
+        log.warning("other work disturbed the trial of products of %s, so %s multiplies; to try again, delete %s", kind, first, file)
+        return _keep(file, untried, untried)
 
 
-def _try(kind: torch.dtype, arm: Callable[[str, Tensor], Multiply]) -> tuple[Choice, float]:
-    """And what share of the time its threads were on a core."""
+def _arms(kind: torch.dtype, arm: Callable[[str, Tensor], Multiply]) -> dict[str, Multiply]:
     matrix, arms = torch.ones(OUTS, WIDTH).to(kind), {}
     for name in CANDIDATES:
         with suppress(ValueError):
             arms[name] = arm(name, matrix)
+    return arms
+
+
+@contextmanager
+def _alone(lock: Path) -> Iterator[None]:
+    """Waits until no other process of this machine tries: two would disturb each other, and might find different things. Goes on without
+    the lock where there is none, or after WAIT_S."""
+    try:
+        import fcntl
+
+        file = lock.open("a")
+    except (OSError, ImportError):
+        yield
+        return
+    with file:
+        ends = time.monotonic() + WAIT_S
+        while time.monotonic() < ends:
+            try:
+                fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+                break
+            except BlockingIOError:
+                time.sleep(POLL_S)
+        yield
+
+
+def _try(kind: torch.dtype, arms: Mapping[str, Multiply]) -> tuple[Choice, float]:
+    """And what share of the time its threads were on a core."""
     began, before = _clocks()
     with torch.inference_mode():
         seconds = measured(arms, torch.float32 if kind == torch.int8 else kind)
@@ -139,10 +173,8 @@ def _kept(file: Path) -> Choice | None:
     return None
 
 
-def _keep(file: Path | None, found: Choice) -> Choice:
-    """What the first process found, if several try at once."""
-    if file is None:
-        return found
+def _keep(file: Path, found: Choice, otherwise: Choice) -> Choice:
+    """What the first process found, if several try at once; `otherwise` if it cannot be kept: the next one might find something else."""
     try:
         with tempfile.NamedTemporaryFile("w", dir=file.parent, suffix=".json") as whole:
             whole.write(json.dumps(asdict(found)))
@@ -151,5 +183,5 @@ def _keep(file: Path | None, found: Choice) -> Choice:
             with suppress(FileExistsError):
                 os.link(whole.name, file)
     except OSError as error:
-        log.warning("what multiplies fastest cannot be kept, so every start tries it again: %s", error)
-    return _kept(file) or found
+        log.warning("what multiplies fastest cannot be kept, so %s does: %s", otherwise.by, error)
+    return _kept(file) or otherwise
