@@ -34,7 +34,8 @@ async def test_tokens_equal_those_of_a_bare_engine(kind: str) -> None:
     bare = build(Options(SHIPPED, weight_dtype=kind, kv_memory_bytes=32 << 20, threads=1, prefix_caching=False)).engine
     flags = ("--engine.threads", "1", "--engine.weight-dtype", kind, "--router.bypass-tokens", "0")
     with cluster(SHIPPED, *flags) as live:
-        assert {worker["model_fingerprint"] for worker in live.workers()} == {f"{fingerprint(SHIPPED)}-float32-{kind}"}
+        (alike,) = {worker["model_fingerprint"] for worker in live.workers()}
+        assert alike.startswith(f"{fingerprint(SHIPPED)}-float32-{kind}")
         async with live.client() as client:
             for seed in range(6):
                 prompt = tokenizer.encode(" ".join(story(random.Random(seed), 4).sentences[: 3 + 2 * seed])).ids
