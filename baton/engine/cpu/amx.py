@@ -22,6 +22,7 @@ from baton.engine.cpu.int8 import round_row
 from baton.engine.cpu.kernel import body
 from baton.engine.cpu.primitives import LINE, fetch, from_line, in_parts, part_of
 from baton.engine.cpu.tile import (
+    ADDED,
     BFLOAT16,
     FLOATS,
     I8,
@@ -31,7 +32,6 @@ from baton.engine.cpu.tile import (
     INT8,
     INTS,
     OUTS,
-    SHARED,
     SIZES,
     WORDS,
     arguments_of,
@@ -48,6 +48,7 @@ from baton.engine.cpu.tile import (
     vectors,
     widened,
 )
+from baton.engine.linear import INT4_GROUP
 
 TILE = 16  # rows of a tile, of a cache line each
 ROWS = 2 * TILE  # of x, whose sums are in registers: two tiles of x by two of W
@@ -61,7 +62,7 @@ FLIGHT = 4  # groups of int4 whose products are under way at the same time
 LAG = 2  # groups that are multiplied before a product is stored, and then before it is added
 PALETTE = 1  # eight tiles, of up to 16 rows of up to 64 bytes
 
-THERE = FEATURES >= AMX and OUTS == 2 * TILE and BFLOAT16.group == 2 and INT8.group == 4
+THERE = FEATURES >= AMX and OUTS == 2 * TILE and BFLOAT16.group == 2 and INT8.group == 4 and ADDED > 0
 DOT = {types.uint16: "llvm.x86.tdpbf16ps", types.int8: "llvm.x86.tdpbusd"}  # (sums, x, W), and x of int8 is unsigned
 SUMS, X, W = (0, 1, 2, 3), (4, 5), (6, 7)  # which tiles hold what; sums of row r and column c are in tile 2 · r + c
 
@@ -114,7 +115,7 @@ def begin_half_tiles(context: Any) -> Any:
     """As `begin_tiles`, for tiles of x as deep as a group of int4."""
 
     def generate(context: Any, builder: Any, signature: Any, arguments: Any) -> Any:
-        _configure(builder, I64(TILE), SHARED)
+        _configure(builder, I64(TILE), INT4_GROUP)
         return context.get_dummy_value()
 
     return types.void(), generate
@@ -382,8 +383,8 @@ class _Groups:
     def _multiply(self, flight: Any, i: int) -> None:
         builder, g, mine, other = self.builder, self._group(flight, i), _number(X[i % 2]), _number(W[i % 2])
         line, half = builder.lshr(g, I64(1)), builder.and_(g, I64(1))
-        at = builder.add(builder.mul(line, I64(TILE * LINE)), builder.mul(half, I64(SHARED)))
-        rows = Rows(builder.gep(self.panel, [builder.mul(g, I64(SHARED * OUTS))]), I64(2 * LINE))
+        at = builder.add(builder.mul(line, I64(TILE * LINE)), builder.mul(half, I64(INT4_GROUP)))
+        rows = Rows(builder.gep(self.panel, [builder.mul(g, I64(INT4_GROUP * OUTS))]), I64(2 * LINE))
         _tile(builder, "tilezero", _number(SUMS[i]))
         _tile(builder, "tileloadd64", mine, builder.gep(self.x, [at]), I64(LINE))
         _tile(builder, "tileloadd64", other, *rows.tile(builder, 0, builder.mul(self.column, I64(LINE))))
@@ -402,7 +403,7 @@ class _Groups:
 
 @intrinsic
 def add_groups_by_tiles(context: Any, x: Any, panel: Any, scales: Any, groups: Any, spare: Any, sums: Any) -> Any:
-    """`sums[r, o] = Σ_g scales[g, o] · Σ x[r, k] · panel[k, o]` for the SHARED ks of each of some groups, and TILE rows of x in tiles.
+    """`sums[r, o] = Σ_g scales[g, o] · Σ x[r, k] · panel[k, o]` for the INT4_GROUP ks of each of some groups, and TILE rows of x in tiles.
 
     As `baton.engine.cpu.tile.add_groups`, with the same bits; x is int8, in lines of two groups, and so is the panel. Products reach the
     sums by way of memory, `spare`, int32 `[FLIGHT, TILE, TILE]`, which takes a while: a group is multiplied while the last but one is
@@ -472,7 +473,7 @@ def multiply_tiles_int8(x, weights, beside, out, rows, width, outs):
     for start in range(begin, end, size):
         count = min(size, end - start)
         for row in range(count):
-            steps[row] = round_row(x[(start + row) * width : (start + row + 1) * width], rounded)
+            steps[row] = round_row(x[(start + row) * width : (start + row + 1) * width], ADDED, rounded)
             lay_row(rounded, width, row, laid)
         for panel in range(first, last):
             base = panel * OUTS

@@ -16,7 +16,8 @@ from baton.engine.cpu.kernel import INT, REAL, ArgumentError, body, floats, int6
 from baton.engine.cpu.panels import CHUNK, Product, multiply, multiply_int8, product, product_int8
 from baton.engine.cpu.primitives import ONE, SUMS, ZERO, exp, put, share, view_float32, view_int8, view_int32, view_like, view_uint16, wide
 from baton.engine.cpu.softmax import weigh
-from baton.engine.cpu.tile import OUTS, SHARED, WORDS
+from baton.engine.cpu.tile import OUTS, WORDS
+from baton.engine.linear import INT4_GROUP
 
 
 class Each:
@@ -194,7 +195,7 @@ def _by_one_int8(x, table, rows, out, width, outs):
 
 @body
 def _by_one_int4(x, table, rows, out, width, outs):
-    groups = _padded(outs) * -(-width // SHARED)
+    groups = _padded(outs) * -(-width // INT4_GROUP)
     weights, scales, bias = view_int32(table[0], groups * WORDS), view_uint16(table[1], groups), view_float32(table[2], _padded(outs))
     multiply_int4(x, weights, scales, bias, out, rows, width, outs)
 
@@ -243,5 +244,5 @@ product_int4_each = _kernel("product_int4_each", 3, _by_one_int4)
 EACH: dict[Callable[..., None], tuple[Callable[..., None], int]] = {
     product: (product_each, 1),
     product_int8: (product_int8_each, 1),
-    product_int4: (product_int4_each, SHARED),
+    product_int4: (product_int4_each, INT4_GROUP),
 }

@@ -8,7 +8,7 @@ import numba
 from llvmlite import binding
 from numba import config
 
-FAMILIES = {"x86-64-v3": {"avx2", "fma"}, "x86-64-v4": {"avx2", "fma", "avx512f", "avx512vl"}}
+FAMILIES = {"x86-64-v3": {"avx2", "fma"}, "x86-64-v4": {"avx2", "fma", "avx512f", "avx512bw", "avx512vl"}}
 AMX = {"amx-tile", "amx-bf16", "amx-int8"}
 ARCH_PRCTL, REQUEST_PERMISSION, TILES = 158, 0x1023, 18  # of Linux on x86-64
 

@@ -16,10 +16,11 @@ from baton.engine.cpu.kernel import bfloat16s, body, floats, int32s, kernel, num
 from baton.engine.cpu.memory import zeros
 from baton.engine.cpu.panels import CHUNK, CHUNK_BYTES, OUTS_PADDED, Product, padded
 from baton.engine.cpu.primitives import LINE, from_line, in_parts, part_of, prefetch
-from baton.engine.cpu.tile import INT4_ROWS, OUTS, SHARED, WORDS, add_groups, step_rows
+from baton.engine.cpu.tile import INT4_ROWS, OUTS, WORDS, add_groups, step_rows
+from baton.engine.linear import INT4_GROUP
 
 TILES_FROM = 24  # rows: fewer are multiplied faster without AMX
-GROUPS = f"-(-width // {SHARED})"
+GROUPS = f"-(-width // {INT4_GROUP})"
 
 
 def multiplier(matrix: Tensor, scales: Tensor, bias: Tensor | None) -> Product:
@@ -28,7 +29,7 @@ def multiplier(matrix: Tensor, scales: Tensor, bias: Tensor | None) -> Product:
 
 
 def _panels(matrix: Tensor) -> Tensor:
-    """`[outs, groups * SHARED]` of -8 to 7 as int32."""
+    """`[outs, groups * INT4_GROUP]` of -8 to 7 as int32."""
     halves = _whole(matrix).add(8).to(torch.uint8).view(-1, OUTS, matrix.shape[1] // 8, 2, 4)
     packed = (halves[..., 0, :] | halves[..., 1, :] << 4).transpose(1, 2)
     return zeros(tuple(packed.shape), torch.uint8).copy_(packed).view(torch.int32).view(-1)
@@ -44,21 +45,12 @@ def _whole(rows: Tensor) -> Tensor:
 
 
 @njit
-def _round_row(values, unsigned, rounded):
-    """As `round_row`, to int8. `unsigned` is overwritten."""
-    step = round_row(values, unsigned)
-    for i in range(len(values)):
-        rounded[i] = np.int8(np.int32(unsigned[i]) - np.int32(128))
-    return step
-
-
-@njit
 def _find_offsets(rounded, groups, offsets):
     """Minus what the 8 added to each stored number of W adds to a row's sum of each group."""
     for group in range(groups):
         total = np.int32(0)
-        for i in range(SHARED):
-            total += np.int32(rounded[group * SHARED + i])
+        for i in range(INT4_GROUP):
+            total += np.int32(np.int8(rounded[group * INT4_GROUP + i]))
         offsets[group] = np.int32(-8) * total
 
 
@@ -66,15 +58,15 @@ def _find_offsets(rounded, groups, offsets):
 def multiply_int4_rows(x, weights, scales, bias, out, rows, width, outs):
     """Each thread rounds its rows itself. W's numbers are stored with 8 added; sums of a group begin with what that adds, subtracted."""
     begin, end, first, last = part_of(rows, INT4_ROWS, CHUNK, -(-outs // OUTS))
-    groups = -(-width // SHARED)
-    wide, sums = groups * SHARED, np.empty(INT4_ROWS * OUTS, np.float32)
+    groups = -(-width // INT4_GROUP)
+    wide, sums = groups * INT4_GROUP, np.empty(INT4_ROWS * OUTS, np.float32)
     size = in_parts(end - begin, INT4_ROWS, min(CHUNK, CHUNK_BYTES // wide))
-    unsigned, rounded = np.empty(width, np.uint8), np.zeros(size * wide, np.int8)
+    rounded = np.zeros(size * wide, np.uint8)
     offsets, steps = np.empty(size * groups, np.int32), np.empty(size, np.float32)
     for start in range(begin, end, size):
         count = min(size, end - start)
         for row in range(count):
-            steps[row] = _round_row(x[(start + row) * width : (start + row + 1) * width], unsigned, rounded[row * wide :])
+            steps[row] = round_row(x[(start + row) * width : (start + row + 1) * width], 0, rounded[row * wide :])
             _find_offsets(rounded[row * wide :], groups, offsets[row * groups :])
         for panel in range(first, last):
             base = panel * OUTS
@@ -89,17 +81,17 @@ def multiply_int4_rows(x, weights, scales, bias, out, rows, width, outs):
 def multiply_int4_tiles(x, weights, scales, bias, out, rows, width, outs):
     """By AMX. Panels are unpacked to int8 once for many rows."""
     begin, end, first, last = part_of(rows, amx.ROWS, amx.CHUNK, -(-outs // OUTS))
-    groups, lines = -(-width // SHARED), -(-width // LINE)
+    groups, lines = -(-width // INT4_GROUP), -(-width // LINE)
     wide, size = lines * LINE, in_parts(end - begin, amx.TILE, amx.CHUNK)
-    unsigned, rounded, steps = np.empty(width, np.uint8), np.zeros(wide, np.int8), np.empty(size, np.float32)
-    laid, panel = from_line(np.zeros(size * wide + LINE, np.int8)), from_line(np.empty(groups * SHARED * OUTS + LINE, np.int8))
+    rounded, steps = np.zeros(wide, np.uint8), np.empty(size, np.float32)
+    laid, panel = from_line(np.zeros(size * wide + LINE, np.uint8)), from_line(np.empty(groups * INT4_GROUP * OUTS + LINE, np.int8))
     spare = from_line(np.empty(amx.FLIGHT * amx.TILE * amx.TILE + LINE, np.int32))
     sums = from_line(np.empty(amx.TILE * OUTS + LINE, np.float32))
     amx.begin_half_tiles()
     for start in range(begin, end, size):
         count = min(size, end - start)
         for row in range(count):
-            steps[row] = _round_row(x[(start + row) * width : (start + row + 1) * width], unsigned, rounded)
+            steps[row] = round_row(x[(start + row) * width : (start + row + 1) * width], 0, rounded)
             amx.lay_row(rounded, wide, row, laid)
         # Each block of rows fetches a share of the next panel, which is still in memory.
         ahead = -(-groups * WORDS * OUTS // (-(-count // amx.TILE)))

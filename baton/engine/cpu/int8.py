@@ -13,7 +13,8 @@ STEPS, SMALLEST = np.float32(127), np.finfo(np.float32).tiny
 
 
 @njit(error_model="numpy")
-def round_row(values, rounded):
+def round_row(values, added, rounded):
+    """To int8, with `added` added, which may make it unsigned. Returns the step."""
     greatest = np.uint32(0)
     for i in range(len(values)):
         greatest = max(greatest, magnitude(wide(values[i])))
@@ -22,7 +23,7 @@ def round_row(values, rounded):
     inverse = ONE / step  # one division, instead of one for every number
     for i in range(len(values)):
         nearest = np.float32(wide(values[i]) * inverse + ROUND)
-        rounded[i] = np.uint8(nearest.view(np.uint32) + np.uint32(128))
+        rounded[i] = np.uint8(nearest.view(np.uint32) + np.uint32(added))
     return step
 
 
@@ -31,7 +32,7 @@ def quantize(x, out, steps, rows, width):
     """As `Ops.quantize`."""
     first, last = share(rows)
     for row in range(first, last):
-        steps[row] = round_row(x[row * width : (row + 1) * width], out[row * width : (row + 1) * width])
+        steps[row] = round_row(x[row * width : (row + 1) * width], 128, out[row * width : (row + 1) * width])
 
 
 @kernel(

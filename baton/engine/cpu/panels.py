@@ -12,8 +12,8 @@ from baton.engine.cpu import amx
 from baton.engine.cpu.int8 import round_row
 from baton.engine.cpu.kernel import body, floats, int8s, int32s, kernel, numbers
 from baton.engine.cpu.memory import zeros
-from baton.engine.cpu.primitives import LINE, from_line, in_parts, share
-from baton.engine.cpu.tile import BFLOAT16, FLOAT32, INT8, OUTS, ROWS, add_rows, scale_rows
+from baton.engine.cpu.primitives import LINE, from_line, given, in_parts, room_for, share
+from baton.engine.cpu.tile import ADDED, BFLOAT16, FLOAT32, INT8, OUTS, ROWS, add_rows, scale_rows
 
 TILES_FROM = 12  # rows of int8: fewer are multiplied nearly as fast as the weights can be read without AMX
 CHUNK = 256 // ROWS * ROWS  # rows of x that stay in the cache of a core while a thread's panels pass: whole tiles
@@ -62,7 +62,7 @@ def multiplier(matrix: Tensor, bias: Tensor | None) -> Product:
 def int8_multiplier(matrix: Tensor, scales: Tensor, bias: Tensor | None) -> Product:
     """As `Ops.quantize`, the product with int8 `[outs, width]`, and `Ops.dequantize`, with the same bits; the matrix must fit."""
     outs = len(matrix)
-    begin = padded(matrix.sum(dim=1, dtype=torch.int32).mul_(-128), outs)
+    begin = padded(matrix.sum(dim=1, dtype=torch.int32).mul_(-ADDED), outs)
     return Product(product_int8, (panels(matrix), padded(scales, outs), begin, padded(bias, outs)), matrix.shape)
 
 
@@ -78,12 +78,14 @@ def multiply_rows(x, weights, bias, out, rows, width, outs):
     first, last = share(-(-outs // OUTS))
     size = in_parts(rows, ROWS, min(CHUNK, CHUNK_BYTES // (width * x.itemsize)))
     sums, spare = from_line(np.empty(size * OUTS + LINE, np.float32)), np.empty(size * OUTS, out.dtype)
+    widened = room_for(x, size * width)
     for start in range(0, rows, size):
         count = min(size, rows - start)
+        these = given(x[start * width : (start + count) * width], widened)
         for panel in range(first, last):
             base = panel * OUTS
             for k in range(0, width, DEPTH):
-                part, depth, some = weights[base * width + k * OUTS :], min(DEPTH, width - k), x[start * width + k :]
+                part, depth, some = weights[base * width + k * OUTS :], min(DEPTH, width - k), these[k:]
                 before, gap = (sums, OUTS) if k else (bias[base:], 0)
                 if k + depth < width:
                     add_rows(before, gap, some, width, part, count, depth, sums, OUTS)
@@ -118,7 +120,7 @@ def product(x, weights, bias, out, rows, width, outs):
 @body
 def multiply_rows_int8(x, weights, beside, out, rows, width, outs):
     """Each thread rounds all rows itself: that is little work beside the product, and less than waiting for each other. Rounded numbers
-    have 128 added; sums begin with `zeros`, minus what that adds to them."""
+    have ADDED added; sums begin with `zeros`, minus what that adds to them."""
     (scales, zeros, bias), (first, last) = beside, share(-(-outs // OUTS))
     size = in_parts(rows, ROWS, min(CHUNK, CHUNK_BYTES // width))
     sums = np.empty(size * OUTS, np.int32)
@@ -127,7 +129,7 @@ def multiply_rows_int8(x, weights, beside, out, rows, width, outs):
         count = min(size, rows - start)
         for r in range(count):
             row = x[(start + r) * width : (start + r + 1) * width]
-            steps[r] = round_row(row, rounded[r * width : (r + 1) * width])
+            steps[r] = round_row(row, ADDED, rounded[r * width : (r + 1) * width])
         for panel in range(first, last):
             base = panel * OUTS
             for k in range(0, width, DEPTH):

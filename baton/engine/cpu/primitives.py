@@ -12,6 +12,8 @@ from numba import carray, njit, types
 from numba.core import cgutils
 from numba.extending import intrinsic, overload
 
+from baton.engine.cpu.features import FEATURES
+
 # Sums may be reordered and products fused into sums. NaN and infinity keep their meaning: they show broken weights and KV.
 SUMS = {"reassoc", "contract", "nsz"}
 ROUND = np.float32(1.5 * 2**23)  # a float32 of this size has no fractional digits
@@ -149,6 +151,33 @@ def _put_into(array, index, value):
         array[index] = np.uint16(rounded) if value == value else np.uint16(0x7FC0)
 
     return put_float32 if array.dtype == types.float32 else put_bfloat16
+
+
+def room_for(x, size):
+    """Where `given` may put so many of x's numbers."""
+
+
+@overload(room_for)
+def _room_for(x, size):
+    return (lambda x, size: np.empty(size, np.float32)) if _widens(x) else lambda x, size: x[:0]
+
+
+def given(x, room):
+    """x as products want it: as it is or, where no instruction multiplies bfloat16, as float32 in `room`."""
+
+
+@overload(given)
+def _given(x, room):
+    def as_float32(x, room):
+        for i in range(len(x)):
+            room[i] = wide(x[i])
+        return room
+
+    return as_float32 if _widens(x) else lambda x, room: x
+
+
+def _widens(x: Any) -> bool:
+    return x.dtype == types.uint16 and "avx512bf16" not in FEATURES
 
 
 @njit(fastmath={"contract"})

@@ -21,7 +21,7 @@ from baton.engine.cpu.amx import add_rows_by_tiles, begin_tiles, end_tiles
 from baton.engine.cpu.decode_attention import EVERYTHING, in_rows
 from baton.engine.cpu.dots import lay_values, turn_keys
 from baton.engine.cpu.kernel import INT, REAL, int64s, kernel, numbers
-from baton.engine.cpu.primitives import LINE, LOG2_E, ONE, SUMS, ZERO, exp, from_line, put, share, team, wait
+from baton.engine.cpu.primitives import LINE, LOG2_E, ONE, SUMS, ZERO, exp, from_line, given, put, room_for, share, team, wait
 from baton.engine.cpu.softmax import cap, greatest_score, powers
 from baton.engine.cpu.tile import LANES, OUTS, add_rows, group_of
 
@@ -141,16 +141,18 @@ def _multiply_by(before, x, far, panel, depth, out, rows):
 def _attend_rows(x, rows, panels, sizes, seen, how, scratch):
     """Sums and state of `rows` rows of queries, `group` for each token. `seen`: the keys of the first token, as if it had no window;
     `how`: the window, the scale and the cap of scores."""
-    (keys, values), (size, width, far, group), (scores, weights, sums, state) = panels, sizes, scratch
+    (keys, values), (size, width, far, group), (scores, weights, sums, state, widened) = panels, sizes, scratch
+    x = given(x[: rows * width], widened[0])
     sums[: rows * far], state[:rows, 0], state[:rows, 1] = ZERO, NO_SCORE, ZERO
     end = seen + (rows - 1) // group
     for start in range(max(0, seen - how[0]) // KEYS * KEYS, end, KEYS):
         depth = min(KEYS, -(-(end - start) // OUTS) * OUTS)
         for panel in range(0, depth, OUTS):
             _multiply((NOTHING, 0), x, width, keys[(start + panel) * width :], width, (scores[panel:], KEYS), rows)
-        _meet(scratch, rows, (start, depth), seen, (far, group), how)
+        _meet((scores, weights, sums, state), rows, (start, depth), seen, (far, group), how)
+        some = given(weights[: rows * KEYS], widened[1])
         for d in range(0, far, OUTS):
-            _multiply((sums[d:], far), weights, KEYS, values[d * size + start * OUTS :], depth, (sums[d:], far), rows)
+            _multiply((sums[d:], far), some, KEYS, values[d * size + start * OUTS :], depth, (sums[d:], far), rows)
 
 
 @njit
@@ -216,7 +218,7 @@ def _attend_span(
     most = -(-at_once * group // amx.TILE) * amx.TILE
     x, weights = from_line(np.zeros(most * width + LINE, q.dtype)), from_line(np.zeros(most * KEYS + LINE, q.dtype))
     scores, sums = from_line(np.empty(most * KEYS + LINE, np.float32)), from_line(np.empty(most * far + LINE, np.float32))
-    state = np.empty((most, 2), np.float32)
+    state, widened = np.empty((most, 2), np.float32), (room_for(x, most * width), room_for(weights, most * KEYS))
     (me, threads), before, done = team(), keys - tokens + 1, 0
     begin_tiles(rows, amx.TILE)
     total = _seen(before, tokens, window) * kv_heads
@@ -230,7 +232,7 @@ def _attend_span(
                 _take(q[token * q_stride0 + head * group * dim :], q_stride0, (count, group, dim), x, width)
                 _attend_rows(
                     x, count * group, panels, (size, width, far, group), before + token, (window, scale, softcap),
-                    (scores, weights, sums, state),
+                    (scores, weights, sums, state, widened),
                 )  # fmt: skip
                 _give(sums, far, state, (count, group, value_dim), out[(token * heads + head * group) * value_dim :], heads * value_dim)
     end_tiles(rows)

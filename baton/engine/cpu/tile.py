@@ -2,9 +2,19 @@
 
 It is written in LLVM's language, because Numba has no vectors: each step loads OUTS numbers of W, and multiplies and adds them for each row
 of x (as in BLIS, van Zee and van de Geijn 2015). W lies in panels of OUTS rows, `[steps, OUTS, group]`: the loop reads it from front to
-back, once. A group is as many neighbours of a row as one instruction multiplies and adds: 2 of bfloat16 (AVX512_BF16), 4 of int8 (VNNI),
-else 1. Each sum adds its products in the order of the row, whatever the number of rows: a row of the result depends on its own row of x
-alone, bit for bit.
+back, once.
+
+      a panel of W               step k                      a tile of sums, in registers
+    o=0  1 ...  OUTS        W  [ LANES | LANES ]             [ LANES | LANES ]  row 0 of x
+    [group] [group] ..  k=0        x                     +=  [ LANES | LANES ]  row 1
+    [group] [group] ..  k=1    one group of a row of x,         ... ROWS
+        down: the order      the same in all lanes         lane o: Σ_k x[r, k] · W[o, k]
+        in memory
+
+A group is as many neighbours of a row as one step multiplies and adds in a lane: 4 of int8, 2 of bfloat16 (AVX512_BF16), else 1. Without
+VNNI, two instructions make up for the one that multiplies four int8 (PAIRS); without AVX512_BF16, x is given as float32 and W becomes it in
+a register. Each sum adds its products in the order of the row, whatever the number of rows: a row of the result depends on its own row of
+x alone, bit for bit. Sums of int8 are exact, so they are the same on every processor.
 """
 
 from collections.abc import Callable, Iterable
@@ -18,6 +28,7 @@ from numba.extending import intrinsic
 
 from baton.engine.cpu.features import FEATURES
 from baton.engine.cpu.primitives import LINE, fetch
+from baton.engine.linear import INT4_GROUP
 
 # Numbers of a register, registers of sums for each row, and rows: all sums and a step's numbers of W are in registers.
 LANES, VECTORS, ROWS = (16, 2, 14) if "avx512f" in FEATURES else (8, 2, 6) if "avx2" in FEATURES else (4, 4, 6)
@@ -25,6 +36,7 @@ OUTS = LANES * VECTORS
 
 FLOAT, I8, I16, I32, I64 = ir.FloatType(), ir.IntType(8), ir.IntType(16), ir.IntType(32), ir.IntType(64)
 FLOATS, INTS = ir.VectorType(FLOAT, LANES), ir.VectorType(I32, LANES)
+BYTES, SHORTS = ir.VectorType(I8, 4 * LANES), ir.VectorType(I16, 2 * LANES)  # of as many bits
 SIZES = {FLOAT: 4, I32: 4, I16: 2, I8: 1}  # bytes of a number
 
 
@@ -44,12 +56,13 @@ BFLOAT = _Bfloat()
 
 @dataclass(frozen=True, slots=True)
 class Kind:
-    """How numbers of one type are multiplied. A step's numbers of one row are loaded as one number of type `loaded`."""
+    """How numbers of one type are multiplied. A step's numbers of one row are loaded as one number: of type `loaded` of W, `given` of x."""
 
     group: int
     loaded: Any
+    given: Any
     total: Any  # a vector of sums
-    add: Callable[[Any, Any, Any, Any], Any]  # (builder, sums, W's numbers as a vector of `loaded`, x's as another) → sums
+    add: Callable[[Any, Any, Any, Any], Any]  # (builder, sums, W's numbers as a vector of `loaded`, x's as one of `given`) → sums
 
 
 def called(builder: Any, name: str, returned: Any, *arguments: Any) -> Any:
@@ -73,7 +86,7 @@ def widened(builder: Any, bits: Any) -> Any:
 
 
 def _fma_bfloat16(builder: Any, total: Any, w: Any, x: Any) -> Any:
-    return fused(builder, total, widened(builder, w), widened(builder, x))
+    return fused(builder, total, widened(builder, w), x)
 
 
 def _dot_bfloat16(builder: Any, total: Any, w: Any, x: Any) -> Any:
@@ -89,12 +102,35 @@ def _dot_int8(builder: Any, total: Any, w: Any, x: Any) -> Any:
     return called(builder, f"llvm.x86.avx512.vpdpbusd.{32 * LANES}", INTS, total, x, w)  # the unsigned operand is the second
 
 
-FLOAT32 = Kind(1, FLOAT, FLOATS, fused)
-BFLOAT16 = Kind(2, I32, FLOATS, _dot_bfloat16) if "avx512bf16" in FEATURES else Kind(1, I16, FLOATS, _fma_bfloat16)
+def _add_pairs_int8(builder: Any, total: Any, w: Any, x: Any) -> Any:
+    """|w| · (x with the sign of w). Two products fit an int16, also if w is -128: 2 · 128 · 127 < 2¹⁵."""
+    w, x = builder.bitcast(w, BYTES), builder.bitcast(x, BYTES)
+    below = builder.icmp_signed("<", w, ir.Constant(BYTES, [0] * BYTES.count))
+    # Of a w of 0, x may be anything.
+    signed = called(builder, "llvm.x86.avx2.psign.b", BYTES, x, w) if LANES == 8 else builder.select(below, builder.neg(x), x)
+    return builder.add(total, _added_pairs(builder, _pairs(builder, builder.select(below, builder.neg(w), w), signed)))
+
+
+def _pairs(builder: Any, unsigned: Any, signed: Any) -> Any:
+    """Products of bytes, two added in each int16. They must fit: the instruction would cut them off."""
+    name = "llvm.x86.avx512.pmaddubs.w.512" if LANES == 16 else "llvm.x86.avx2.pmadd.ub.sw"
+    return called(builder, name, SHORTS, unsigned, signed)
+
+
+def _added_pairs(builder: Any, sums: Any) -> Any:
+    """Two int16 added in each int32."""
+    name = "llvm.x86.avx512.pmaddw.d.512" if LANES == 16 else "llvm.x86.avx2.pmadd.wd"
+    return called(builder, name, INTS, sums, ir.Constant(SHORTS, [1] * SHORTS.count))
+
+
+FLOAT32 = Kind(1, FLOAT, FLOAT, FLOATS, fused)
+BFLOAT16 = Kind(2, I32, I32, FLOATS, _dot_bfloat16) if "avx512bf16" in FEATURES else Kind(1, I16, FLOAT, FLOATS, _fma_bfloat16)
 VNNI = {"avx512vnni", "avx512vl"} <= FEATURES or "avxvnni" in FEATURES
-INT8 = Kind(4, I32, INTS, _dot_int8) if VNNI else Kind(1, I8, INTS, _multiply_int8)
-# Of int4: numbers of a row that share a scale; int32s that hold them, eight each; rows, of which one kind of sums stays in registers.
-SHARED, WORDS, INT4_ROWS = 32, 4, 8 if "avx512f" in FEATURES else 2
+PAIRS = not VNNI and ("avx512bw" if LANES == 16 else "avx2") in FEATURES
+INT8 = Kind(4, I32, I32, INTS, _dot_int8 if VNNI else _add_pairs_int8) if VNNI or PAIRS else Kind(1, I8, I8, INTS, _multiply_int8)
+ADDED = 0 if PAIRS else 128  # to numbers of x in int8, which makes them unsigned
+# Of int4: int32s that hold a group's numbers, eight each; rows, of which one kind of sums stays in registers.
+WORDS, INT4_ROWS = INT4_GROUP // 8, 8 if "avx512f" in FEATURES else 2
 KINDS = {types.float32: FLOAT32, types.uint16: BFLOAT16, types.int8: INT8}
 
 
@@ -110,14 +146,14 @@ def add_rows(context: Any, before: Any, gap: Any, x: Any, width: Any, panel: Any
     """`after[r, o] = before[r, o] + Σ x[r, k] · panel[k, o]` for some rows, and k up to `depth`, a multiple of the group above 0.
 
     Rows of x lie `width` numbers apart, those of `before` `gap`, those of `after` `apart`. Where `after` is bfloat16, sums are rounded.
-    Where the panel is int8, x is uint8, and sums are int32.
+    Where the panel is int8, x is int8 with ADDED added, and sums are int32. Where it is bfloat16, x is as `primitives.given` gives it.
     """
     kind = KINDS[panel.dtype]
 
     def generate(context: Any, builder: Any, signature: Any, arguments: Any) -> Any:
         before, gap, numbers, width, panel, rows, depth, after, apart = arguments_of(context, builder, signature, arguments)
         step, steps = (builder.udiv(count, I64(kind.group)) for count in (width, depth))
-        numbers, panel = (builder.bitcast(each, kind.loaded.as_pointer()) for each in (numbers, panel))
+        numbers, panel = builder.bitcast(numbers, kind.given.as_pointer()), builder.bitcast(panel, kind.loaded.as_pointer())
 
         def tile(first: Any, count: int, meanwhile: Callable[[Any], None] | None = None) -> None:
             nth = [builder.add(first, I64(r)) for r in range(count)]
@@ -200,9 +236,9 @@ def step_rows(context: Any, sums: Any, rows: Any, steps: Any, bias: Any, out: An
 
 @intrinsic
 def add_groups(context: Any, x: Any, width: Any, panel: Any, scales: Any, offsets: Any, rows: Any, groups: Any, sums: Any) -> Any:
-    """`sums[r, o] = Σ_g scales[g, o] · (offsets[r, g] + Σ x[r, k] · panel[k, o])` for the SHARED ks of each of some groups, 1 or more.
+    """`sums[r, o] = Σ_g scales[g, o] · (offsets[r, g] + Σ x[r, k] · panel[k, o])` for the INT4_GROUP ks of each of some groups, 1 or more.
 
-    For 1 to INT4_ROWS rows of int8, `width` numbers apart; `offsets` lie `width // SHARED` apart, sums OUTS. The panel is
+    For 1 to INT4_ROWS rows of int8, `width` numbers apart; `offsets` lie `width // INT4_GROUP` apart, sums OUTS. The panel is
     `[groups, WORDS, OUTS]`: each int32 holds eight numbers of 0 to 15 of one row of W, in its byte b those of k = b (low half) and b + 4.
     Scales are bfloat16.
     """
@@ -213,7 +249,7 @@ def add_groups(context: Any, x: Any, width: Any, panel: Any, scales: Any, offset
         def case(count: int) -> None:
             far = [builder.mul(width, I64(r)) for r in range(count)]
             xs = [builder.gep(numbers, [each]) for each in far]
-            begins = [builder.gep(offsets, [builder.udiv(each, I64(SHARED))]) for each in far]
+            begins = [builder.gep(offsets, [builder.udiv(each, I64(INT4_GROUP))]) for each in far]
             for r, row in enumerate(_scaled_sums(builder, xs, begins, panel, scales, groups)):
                 store_row(builder, row, builder.gep(out, [I64(r * OUTS)]))
 
@@ -231,7 +267,8 @@ def _scaled_sums(builder: Any, x: list[Any], offsets: list[Any], panel: Any, sca
     builder.position_at_end(loop)
     g = builder.phi(I64)
     totals = [[builder.phi(FLOATS) for _ in range(VECTORS)] for _ in x]
-    whole = [[spread(builder, builder.load(builder.gep(each, [g])))] * VECTORS for each in offsets]
+    begin = [[spread(builder, builder.load(builder.gep(each, [g])))] * VECTORS for each in offsets]
+    whole = [[ir.Constant(SHORTS, [0] * SHORTS.count)] * VECTORS for _ in x] if PAIRS else begin
     for word in range(WORDS):
         at = builder.add(builder.mul(g, I64(WORDS)), I64(word))
         packed = vectors(builder, builder.gep(panel, [builder.mul(at, I64(OUTS))]), INTS)
@@ -240,6 +277,11 @@ def _scaled_sums(builder: Any, x: list[Any], offsets: list[Any], panel: Any, sca
             shifted = [builder.lshr(each, _all(4 * half)) for each in packed] if half else packed
             for r, start in enumerate(x):
                 whole[r] = _add_nibbles(builder, whole[r], shifted, builder.gep(start, [place]))
+    if PAIRS:
+        whole = [
+            [builder.add(first, _added_pairs(builder, each)) for first, each in zip(*row, strict=True)]
+            for row in zip(begin, whole, strict=True)
+        ]
     bits = vectors(builder, builder.gep(scales, [builder.mul(g, I64(OUTS))]), ir.VectorType(I16, LANES))
     steps = [widened(builder, each) for each in bits]
     added = [
@@ -259,10 +301,15 @@ def _scaled_sums(builder: Any, x: list[Any], offsets: list[Any], panel: Any, sca
 
 
 def _add_nibbles(builder: Any, totals: list[Any], packed: list[Any], x: Any) -> list[Any]:
-    """Adds the products of four int8 at `x` with the lower half of each byte."""
-    if VNNI:
+    """Adds the products of four int8 at `x` with the lower half of each byte: to int32 or, in pairs, to int16, which those of a group fit
+    (16 · 15 · 127 < 2¹⁵)."""
+    if VNNI or PAIRS:
         four = spread(builder, builder.load(builder.bitcast(x, I32.as_pointer()), align=1))
-        return [_dot_int8(builder, total, four, builder.and_(each, _all(0x0F0F0F0F))) for total, each in zip(totals, packed, strict=True)]
+        nibbles = [builder.and_(each, _all(0x0F0F0F0F)) for each in packed]
+        if VNNI:
+            return [_dot_int8(builder, total, four, each) for total, each in zip(totals, nibbles, strict=True)]
+        pairs = [_pairs(builder, *(builder.bitcast(all_, BYTES) for all_ in (each, four))) for each in nibbles]
+        return [builder.add(total, each) for total, each in zip(totals, pairs, strict=True)]
     for byte in range(4):
         number = builder.sext(spread(builder, builder.load(builder.gep(x, [I64(byte)]))), INTS)
         nibbles = [builder.and_(builder.lshr(each, _all(8 * byte)), _all(15)) for each in packed]

@@ -6,12 +6,12 @@ from torch import Tensor
 
 from baton.engine.cpu import amx, int4
 from baton.engine.cpu.panels import CHUNK
-from baton.engine.cpu.tile import INT4_ROWS, OUTS, SHARED
+from baton.engine.cpu.tile import INT4_ROWS, OUTS
 from baton.engine.linear import INT4_GROUP
 from baton.engine.ops import Ops
 
 FLOATS = [torch.float32, torch.bfloat16]
-SHAPES = [(1, 4), (3, 20), (OUTS, SHARED), (130, 200), (700, 96), (2 * OUTS + 1, 4100)]
+SHAPES = [(1, 4), (3, 20), (OUTS, INT4_GROUP), (130, 200), (700, 96), (2 * OUTS + 1, 4100)]
 THREADS = (1, 3)
 MOST = max(THREADS) * max(CHUNK, amx.CHUNK) + 5  # rows that threads divide, and round in more than one part if there is one thread
 BATCHES = sorted({1, 2, INT4_ROWS - 1, INT4_ROWS, INT4_ROWS + 1, 2 * INT4_ROWS + 1, int4.TILES_FROM, CHUNK, CHUNK + 3, MOST})
@@ -27,8 +27,8 @@ def threads(request: pytest.FixtureRequest) -> None:
 def weights(outs: int, width: int) -> tuple[Tensor, Tensor]:
     """Every number of int4, and scales of every size."""
     generator = torch.Generator().manual_seed(outs + width)
-    groups = -(-width // SHARED)
-    matrix = torch.randint(-8, 8, (outs, groups * SHARED), generator=generator, dtype=torch.int8)
+    groups = -(-width // INT4_GROUP)
+    matrix = torch.randint(-8, 8, (outs, groups * INT4_GROUP), generator=generator, dtype=torch.int8)
     matrix[:, width:] = 0
     return matrix, torch.randn(outs, groups, generator=generator).to(torch.bfloat16)
 
@@ -49,7 +49,7 @@ def test_products_are_exact_but_for_rounding_and_a_row_is_the_same_in_any_batch(
     added = numbers(outs).to(dtype) if bias else None
     multiply = int4.multiplier(matrix, scales, added)
     whole, (rounded, steps) = multiply(x), Ops().quantize(x)
-    exact = matrix[:, :width].double() * scales.double().repeat_interleave(SHARED, dim=1)[:, :width]
+    exact = matrix[:, :width].double() * scales.double().repeat_interleave(INT4_GROUP, dim=1)[:, :width]
     terms = (rounded.double() - 128) * steps[:, None].double()
     result = terms @ exact.T + (added.double() if added is not None else 0)
     bound = 2.0**-22 * (terms.abs() @ exact.abs().T) + result.abs() * (2.0**-8 if dtype == torch.bfloat16 else 2.0**-22) + 1e-9
@@ -75,12 +75,8 @@ def test_nan_and_infinity_stay_in_their_rows(dtype: torch.dtype) -> None:
 
 def test_nothing_is_kept_of_the_matrix() -> None:
     for outs in (1, OUTS):
-        matrix, scales = torch.full((outs, SHARED), -8, dtype=torch.int8), torch.ones(outs, 1, dtype=torch.bfloat16)
+        matrix, scales = torch.full((outs, INT4_GROUP), -8, dtype=torch.int8), torch.ones(outs, 1, dtype=torch.bfloat16)
         multiply = int4.multiplier(matrix, scales, None)
         matrix.zero_()
         scales.zero_()
-        assert (multiply(torch.ones(1, SHARED)) == -8 * SHARED).all()
-
-
-def test_the_kernel_shares_scales_as_the_matrices_are_rounded() -> None:
-    assert SHARED == INT4_GROUP
+        assert (multiply(torch.ones(1, INT4_GROUP)) == -8 * INT4_GROUP).all()

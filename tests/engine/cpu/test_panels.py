@@ -1,5 +1,6 @@
 """Products with weights in panels: the plain product's numbers, the same bits for a row in any batch, on processors of every kind."""
 
+import hashlib
 import os
 import platform
 import subprocess
@@ -11,9 +12,9 @@ import pytest
 import torch
 from torch import Tensor
 
-from baton.engine.cpu import amx, panels
+from baton.engine.cpu import amx, int4, panels
 from baton.engine.cpu.features import AMX, FEATURES
-from baton.engine.cpu.tile import OUTS, ROWS
+from baton.engine.cpu.tile import LANES, OUTS, ROWS
 from baton.engine.ops import Ops
 
 FLOATS = [torch.float32, torch.bfloat16]
@@ -129,36 +130,56 @@ ATTENTION = (
 )
 FAMILY = """
 import sys
+from pathlib import Path
 import pytest
 from baton.engine.cpu import amx, tile
 print(tile.LANES, tile.BFLOAT16.group, tile.INT8.group, amx.THERE, flush=True)
-sys.exit(pytest.main(["-q", "-p", "no:cacheprovider", "-k", "not family", *sys.argv[1:]]))
+sys.path.insert(0, str(Path(sys.argv[1]).parent))
+from test_panels import greatest_products
+print(greatest_products(), flush=True)
+files = sys.argv[2:]
+sys.exit(pytest.main(["-q", "-p", "no:cacheprovider", "-k", "not family", *files]) if files else 0)
 """
 
 
 WITHOUT_AMX = ",".join(f"{'-' if name in AMX else '+'}{name}" for name in sorted(FEATURES | AMX))
 
 
+def greatest_products() -> str:
+    """A digest of products of the greatest numbers of int8 and int4, of either sign, and of others, for few rows and many."""
+    small_numbers = torch.arange(72 * 576).mul(7919).remainder(256).sub(128).view(-1, 576)
+    extreme = torch.tensor([-128, 127]).repeat(288).expand(4, -1)
+    matrix = torch.cat((small_numbers, extreme, extreme.flip(1), extreme.flip(1)[:, :1].expand(4, 576))).to(torch.int8)
+    x = torch.cat((numbers(40, 576), torch.ones(4, 576), -torch.ones(4, 576), extreme.float().sign()))
+    eight = panels.int8_multiplier(matrix, torch.linspace(0.5, 2, len(matrix)), None)
+    four = int4.multiplier(matrix.div(16, rounding_mode="floor"), torch.linspace(0.5, 2, len(matrix) * 18).view(-1, 18).bfloat16(), None)
+    found = [multiply(each) for multiply in (eight, four) for each in (x, x[-1:], x[:5])]
+    return hashlib.sha256(torch.cat(found).numpy().tobytes()).hexdigest()
+
+
 @pytest.mark.skipif(platform.machine() != "x86_64" or "avx2" not in FEATURES, reason="no such processors are at hand")
 @pytest.mark.parametrize(
-    ("family", "given", "lanes"), [("x86-64", "", 4), ("x86-64-v3", "", 8), pytest.param("x86-64-v4", WITHOUT_AMX, 16, id="without AMX")]
+    ("family", "given", "kinds", "everything"),
+    [
+        ("x86-64", "", (4, 1, 1), True),
+        ("x86-64-v3", "", (8, 1, 4), True),
+        ("x86-64-v4", "", (16, 1, 4), False),
+        pytest.param("x86-64-v4", WITHOUT_AMX, (16, 2, 4), True, id="without AMX"),
+    ],
 )
-def test_a_family_of_processors_without_the_newest_instructions(family: str, given: str, lanes: int) -> None:
-    """The same tests, and those of int4 and of attention, with the kernels compiled for it."""
+def test_a_family_of_processors_without_the_newest_instructions(family: str, given: str, kinds: tuple[int, ...], everything: bool) -> None:
+    """The same tests, and those of int4 and of attention, with the kernels compiled for it. int8 and int4 have the bits of this
+    processor's."""
     if torch.get_num_threads() > 1:
         pytest.skip("once is enough")
     if given and not amx.THERE:
         pytest.skip("that is this processor")
+    if kinds[0] > LANES:
+        pytest.skip("this processor has no such registers")
     env = {**os.environ, "NUMBA_CPU_NAME": family, "NUMBA_CPU_FEATURES": given}
     here = Path(__file__).parent
     attention = [f"{here / 'test_attention.py'}::{name}" for name in ATTENTION]
-    files = [__file__, str(here / "test_int4.py"), *attention]
-    done = subprocess.run(
-        [sys.executable, "-c", FAMILY, *files],
-        env=env,
-        capture_output=True,
-        text=True,
-        timeout=600,
-    )
+    files = [__file__, str(here / "test_int4.py"), *attention] if everything else []
+    done = subprocess.run([sys.executable, "-c", FAMILY, __file__, *files], env=env, capture_output=True, text=True, timeout=600)
     assert done.returncode == 0, done.stdout[-3000:] + done.stderr[-3000:]
-    assert done.stdout.split()[:4] == [str(lanes), *(("2", "4") if given else ("1", "1")), "False"]
+    assert done.stdout.split()[:5] == [*map(str, kinds), "False", greatest_products()]
