@@ -1,4 +1,7 @@
-"""Streams as benchmarks read them, which know no more of server-sent events than their own rule. Each rule is written from its source."""
+"""Streams as benchmarks read them, which know no more of server-sent events than their own rule.
+
+SGLang's rule is written from its source, the others from what is known of them; vLLM's benchmark itself runs in tests/system/test_vllm.py.
+"""
 
 import json
 from collections.abc import Callable
