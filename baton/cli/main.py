@@ -333,7 +333,7 @@ def _version(asked: bool) -> None:
     if asked:
         from importlib.metadata import version  # of the installed distribution
 
-        print(f"baton {version('baton')}")
+        print(f"baton {version('baton-llm')}")
         raise typer.Exit
 
 

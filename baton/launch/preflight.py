@@ -57,7 +57,7 @@ def check_here(config: Config) -> None:
 
 
 def _installed(module: str) -> bool:
-    with suppress(ModuleNotFoundError):  # of a parent
+    with suppress(ImportError):  # of a parent, which this imports
         return find_spec(module) is not None
     return False
 

@@ -437,11 +437,11 @@ def test_a_cluster_that_cannot_start_says_why_and_leaves_no_state(env: dict[str,
     (tmp_path / "toy" / "config.json").write_text("{")
     began = time.monotonic()
     rc, out, err = baton(env, "up", "--model", str(tmp_path / "toy"), *FREE_PORTS)
-    assert (rc, out) == (1, "") and "does not start" in err and "config.json cannot be read" in err
+    unreadable = re.compile(r"config\.json:? cannot be read")  # the router reads it, too, and may be the first to end
+    assert (rc, out) == (1, "") and "does not start" in err and unreadable.search(err)
     assert time.monotonic() - began < 45 and not list((tmp_path / "state").glob("*.json"))
-    logs = {path.name: path.read_text() for path in (tmp_path / "state").glob("*-logs/*.log")}
-    worker = next(text for name, text in logs.items() if "config.json cannot be read" in text and not name.startswith("router"))
-    assert worker.count("config.json cannot be read") == 1, "it was not tried again"
+    said = [len(unreadable.findall(path.read_text())) for path in (tmp_path / "state").glob("*-logs/*.log")]
+    assert max(said) == 1, "it was not tried again"
 
 
 @pytest.mark.parametrize("detach", [(), ("--detach",)])

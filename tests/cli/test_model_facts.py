@@ -85,7 +85,7 @@ def test_what_would_be_refused_fails_with_file_and_field(folder: Path) -> None:
 
 
 def test_doctor_takes_the_model_as_its_argument(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(doctor, "examine", lambda config, with_ray: [])
+    monkeypatch.setattr(doctor, "examine", lambda *arguments: [])
     shown = CliRunner().invoke(app, ["doctor", str(folder), "--json"])
     assert shown.exit_code == 0 and "context" in {finding["subject"] for finding in json.loads(shown.output)}
     without = CliRunner().invoke(app, ["doctor", "--json", "--router.port=0"], env={"BATON_MODEL_PATH": ""})

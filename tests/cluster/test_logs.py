@@ -128,5 +128,5 @@ def test_a_real_process_started_by_hand_writes_json(tmp_path: Path) -> None:
     env = {**os.environ, "BATON_MODEL_PATH": str(tmp_path), "BATON_REDIS_URL": "redis://127.0.0.1:1/0"}
     done = subprocess.run(command("router"), env=env, capture_output=True, text=True, timeout=120)
     records = [json.loads(line) for line in done.stderr.splitlines()]
-    assert done.returncode == 1 and records and {record["process"] for record in records} == {"router"}
+    assert done.returncode == 2 and records and {record["process"] for record in records} == {"router"}
     assert any(record["level"] == "error" for record in records)

@@ -117,7 +117,7 @@ BAD: dict[str, tuple[bytes | pb.GenerateRequest, list[str]]] = {
     "long salt": (ask(cache_salt="a" * 257), ["cache_salt"]),
     # F96: numbers that are not finite or out of range
     **{f"temperature {value}": (ask(temperature=value), ["sampling.temperature"]) for value in (NAN, INF, -INF, -0.5, 1e38)},
-    **{f"top_p {value}": (ask(top_p=value), ["sampling.top_p"]) for value in (NAN, INF, 0.0, -1.0, 1.5)},
+    **{f"top_p {value}": (ask(top_p=value), ["sampling.top_p"]) for value in (NAN, INF, -1.0, 1.5)},
     **{f"min_p {value}": (ask(min_p=value), ["sampling.min_p"]) for value in (NAN, -0.1, 1.1)},
     **{f"top_k {value}": (ask(top_k=value), ["sampling.top_k"]) for value in (-2, -(2**31))},
     **{f"repetition {value}": (ask(repetition_penalty=value), ["sampling.repetition_penalty"]) for value in (NAN, 0.0, -1.0, 1e38)},
@@ -226,6 +226,7 @@ GOOD: dict[str, pb.GenerateRequest] = {
     "control token in the text": ask("<|eos|>"),
     "negative zero": ask(temperature=-0.0, presence_penalty=-0.0),
     "top_k -1": ask(top_k=-1),
+    "top_p 0": ask(top_p=0.0),
     "top_p 1": ask(top_p=1.0, min_p=0.0),
     "largest seed": ask(seed=2**64 - 1),
     "seed 0": ask(seed=0),

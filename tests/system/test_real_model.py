@@ -259,8 +259,8 @@ async def test_text_equals_that_of_a_bare_engine_with_live_transfer_and_returned
     """Prompts have several chunks, and their KV moves while they are computed. Then the prefill worker is killed, so each conversation's
     second turn begins with KV that the decode worker kept, including that of its own answer."""
     texts = [f"{i}: " + " ".join(sentences(40, seed=300 + i)) for i in range(20)]
-    chunks = ("--engine.max-num-batched-tokens", "128", "--engine.max-num-seqs", "16")
-    with cluster(model, "--engine.threads", "1", "--router.fetch-tokens", "16", "--router.bypass-tokens", "0", *chunks) as live:
+    chunks, reused = ("--engine.max-num-batched-tokens", "128", "--engine.max-num-seqs", "16"), ("--engine.reuse-output", "true")
+    with cluster(model, "--engine.threads", "1", "--router.fetch-tokens", "16", "--router.bypass-tokens", "0", *chunks, *reused) as live:
         async with live.client() as client:
             firsts: list[Result] = []
             for text in texts:  # at least three; on a busy machine the decode worker may get no turn before a prefill ends

@@ -281,7 +281,10 @@ def test_without_opentelemetry_an_endpoint_is_an_error(tmp_path_factory: pytest.
     folder = tmp_path_factory.mktemp("shadow")
     (folder / "opentelemetry.py").write_text("raise ImportError('not installed')\n")
     model = toy(tmp_path_factory.mktemp("models") / "toy")
-    with pytest.raises(AssertionError, match=r"telemetry\.otlp_endpoint: traces need OpenTelemetry, pip install 'baton-llm\[otel\]'"):
+    with pytest.raises(
+        AssertionError,
+        match=r"telemetry\.otlp_endpoint http.*: the package opentelemetry is not installed here: pip install 'baton-llm\[otel\]'",
+    ):
         shadow = {"PYTHONPATH": str(folder)}
         with cluster(model, "--telemetry.otlp-endpoint", "http://127.0.0.1:4317", env=shadow):
             pass
