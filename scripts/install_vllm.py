@@ -10,7 +10,8 @@ from pathlib import Path
 
 ROOT = Path(__file__).resolve().parents[1]
 RECIPE = ROOT / "deploy" / "vllm_cpu.py"
-TESTS = ("hypothesis>=6.150", "pytest>=9.0", "pytest-asyncio>=1.3", "pytest-timeout>=2.4", "pytest-xdist>=3.8")
+# `vllm bench serve` reads its prompts with pandas.
+TESTS = ("hypothesis>=6.150", "pandas>=2.2", "pytest>=9.0", "pytest-asyncio>=1.3", "pytest-timeout>=2.4", "pytest-xdist>=3.8")
 # vLLM's own NixlConnector, which benchmarks/vllm_*.py put beside Baton's handoff, imports NIXL by this name; it is a few kilobytes.
 NIXL = """
 import subprocess, sys
