@@ -232,7 +232,7 @@ async def test_a_killed_worker_changes_no_more_than_a_different_batch_size(live:
     decode = worker["pid"]
     async with live.client() as client:
         undisturbed = await all_at_once(client)
-        with killer(decode, worker["metrics"], after=len(SHORT) * TOKENS // 3):
+        with killer(decode, worker["metrics"], after=len(SHORT) * TOKENS // 10):  # early: a busy machine may see it late
             disturbed = await all_at_once(client)
     assert not any(answer.result.workers["retries"] for answer in undisturbed)
     hit = [i for i, answer in enumerate(disturbed) if answer.result.workers["retries"]]
