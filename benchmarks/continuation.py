@@ -156,7 +156,7 @@ def handed_over(bench: Bench, streams: list[Stream], rng: random.Random, late: b
         if fails:
             decode.release(decode.give_up(twin, held.tokens[-1]))
         else:
-            end = rng.randrange(1, end) if late else end
+            end = rng.randrange(max(1, twin.computed), end) if late else end  # the twin has what another stream left
             count = -(-end // decode.block_size)
             decode.runner.pool.array[twin.blocks[:count]] = prefill.runner.pool.array[held.blocks[:count]]
             decode.arrive(twin, end)

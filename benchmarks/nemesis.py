@@ -2,20 +2,20 @@
 
     python benchmarks/nemesis.py --minutes 5 --seed 1 [--json FILE]
     python benchmarks/nemesis.py --hosts                           three hosts, which are also cut off
-    python benchmarks/nemesis.py --model tale                      a trained model instead of the toy
+    python benchmarks/nemesis.py --model tale --type int8          a trained model instead of the toy (or a FOLDER), in some number type
     python benchmarks/nemesis.py --target decode --how kill --faults 200        one kind of fault, so many times
     python benchmarks/nemesis.py --target decode --how restart                  all decode workers, one after another, with SIGTERM
     python benchmarks/nemesis.py --cancelled 1 --target none --requests 10000   cancels only
 
 Three routers, two prefill and three decode workers and a Redis on this host; with --hosts, on three network namespaces (root, iproute2):
 Redis and the routers on the first, a prefill and a decode worker on each. It is known which tokens each request must get: the toy's can be
-computed, those of `tale` come from an engine without a cluster. Half of the requests draw their tokens with a seed, one in ten is
-cancelled at a random token. Every few seconds one process is killed, or stopped for 0.5 to 15 s, or a host is cut off for that time; the
-next fault comes when everything is back. All kinds of faults come equally often, in a random order, and the processes of a tier in turn.
+computed, those of a model come from an engine without a cluster, which serves one request at a time. Half of the requests draw their
+tokens with a seed, one in ten is cancelled at a random token. Every few seconds one process is killed, or stopped for 0.5 to 15 s, or a
+host is cut off for that time; the next fault comes when everything is back. All kinds of faults come equally often, in a random order, and
+the processes of a tier in turn.
 
     exact      all tokens are those that the model must produce
-    near tie   some differ, from a place on where the scores of two tokens differ by less than a batch of another size changes them
-    wrong      some differ otherwise
+    wrong      some differ
     refused    an error before the first token, by reason
     lost       an error after it, by reason
     moved      attempts that a router made at another worker after a fault of that kind
@@ -36,7 +36,7 @@ import sys
 import tempfile
 import time
 from collections import Counter, defaultdict
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass, field
 from datetime import datetime
@@ -46,6 +46,7 @@ from typing import Any
 
 import grpc
 import psutil
+from continuation import TYPES
 from machine import describe
 from tokenizers import Tokenizer
 
@@ -53,21 +54,20 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "tests" / "support"
 from hosts import Host
 from joined_hosts import joined
 from live_cluster import Cluster, cluster, toy, toy_output
-from near_tie import TOLERANCE, parting
 
 from baton.cli.up import SHIPPED
 from baton.client import AsyncClient, GenerateError
 from baton.engine.build import Options, build
-from baton.engine.runner import ModelRunner
 from baton.engine.sampling import SamplingParams
 from baton.engine.sequence import Sequence
 from baton.models.train.stories import story
 
 ROUTERS, PREFILL, DECODE, HOSTS = 3, 2, 3, 3
 BACK_WITHIN_S = 120.0
+KV_MIB = 256
 TARGETS = ("router", "prefill", "decode", "redis")
 DONE = {"kill": "killed", "stop": "stopped", "restart": "restarted", "cut": "cut off"}
-TALES = 48  # requests of which the outputs of `tale` are computed before
+KNOWN = 48  # requests of which a model's outputs are computed before
 
 
 @dataclass(frozen=True)
@@ -77,6 +77,8 @@ class Plan:
     faults: float
     seed: int
     model: str
+    type: str
+    tokens: int
     hosts: bool
     kinds: tuple[tuple[str, str], ...]  # target and what happens to it
     streams: int
@@ -93,9 +95,12 @@ class Scene:
 
 
 @contextmanager
-def stage(model: Path, folder: Path, several: bool) -> Iterator[Scene]:
+def stage(model: Path, arithmetic: Mapping[str, Any], folder: Path, several: bool) -> Iterator[Scene]:
     flags = ["--router.replicas", str(ROUTERS), "--router.bypass-tokens", "0", "--engine.threads", "1", "--telemetry.log-format", "json"]
     flags += ["--launcher.restart-backoff-max-s", "1"]  # the patience with a process that keeps dying is not what is measured
+    flags += ["--engine.kv-memory-mib", str(KV_MIB)]
+    for name, value in arithmetic.items():
+        flags += ["--engine." + name.replace("_", "-"), value]
     if several:
         with joined(model, folder, HOSTS, *flags) as (live, made):
             yield Scene(live, ROUTERS + 2 * HOSTS, made)
@@ -133,33 +138,34 @@ class Work:
 class ToyOracle:
     """Any request will do: prompts share prefixes."""
 
-    def __init__(self, folder: Path, seed: int) -> None:
-        self.path = toy(folder / "toy", step_delay_ms=5)
-        rng = random.Random(seed)
+    arithmetic: Mapping[str, Any] = {}
+
+    def __init__(self, folder: Path, plan: Plan) -> None:
+        self.path, self._tokens = toy(folder / "toy", step_delay_ms=5), plan.tokens or 400
+        rng = random.Random(plan.seed)
         self._shared = [[rng.randrange(256) for _ in range(160)] for _ in range(32)]
 
     def draw(self, rng: random.Random) -> Work:
         prompt = rng.choice(self._shared)[: rng.choice((0, 64, 160))] + [rng.randrange(256) for _ in range(rng.randrange(1, 200))]
-        return Work(prompt, drawn(rng, 400))
+        return Work(prompt, drawn(rng, self._tokens))
 
-    def judge(self, work: Work, got: list[int], whole: bool) -> str:
-        expected = toy_output(work.prompt, **work.params)
-        return "exact" if got == (expected if whole else expected[: len(got)]) else "wrong"
+    def expected(self, work: Work) -> list[int]:
+        return toy_output(work.prompt, **work.params)
 
 
-class TaleOracle:
-    """Requests whose outputs one engine has computed, one at a time and without a prefix cache."""
+class ModelOracle:
+    """Requests whose outputs one engine has computed, one at a time and without a prefix cache. Every product is Baton's: a row's bits then
+    do not depend on its batch, and the cluster has no excuse."""
 
-    def __init__(self, folder: Path, seed: int) -> None:
-        self.path = SHIPPED
-        engine = build(Options(SHIPPED, kv_memory_bytes=64 << 20, threads=1, prefix_caching=False)).engine
-        assert isinstance(engine.runner, ModelRunner)
-        self._model, tokenizer = engine.runner.model, Tokenizer.from_file(str(SHIPPED / "tokenizer.json"))
-        rng = random.Random(seed)
+    def __init__(self, folder: Path, plan: Plan) -> None:
+        self.path = SHIPPED if plan.model == "tale" else Path(plan.model)
+        self.arithmetic: Mapping[str, Any] = {"products": "baton", "dtype": "float32", **TYPES[plan.type]}
+        engine = build(Options(self.path, kv_memory_bytes=KV_MIB << 20, prefix_caching=False, **self.arithmetic)).engine
+        tokenizer, rng = Tokenizer.from_file(str(self.path / "tokenizer.json")), random.Random(plan.seed)
         self._known: list[tuple[Work, list[int]]] = []
-        for _ in range(TALES):
+        for _ in range(KNOWN):
             told = " ".join(story(rng, 4).sentences)
-            work = Work(tokenizer.encode(told).ids[: rng.randrange(20, 200)], drawn(rng, 200))
+            work = Work(tokenizer.encode(told).ids[: rng.randrange(20, 200)], drawn(rng, plan.tokens or 200))
             params, output = SamplingParams(**work.params), []
             engine.add(Sequence("alone", list(work.prompt), len(work.prompt), params, b"root"))
             while not engine.idle:
@@ -169,14 +175,16 @@ class TaleOracle:
     def draw(self, rng: random.Random) -> Work:
         return rng.choice(self._known)[0]
 
-    def judge(self, work: Work, got: list[int], whole: bool) -> str:
-        expected = next(output for known, output in self._known if known is work)
-        gap = parting(self._model, work.prompt, SamplingParams(**work.params), got, expected if whole else expected[: len(got)])
-        return "exact" if gap is None else "near tie" if gap < TOLERANCE else "wrong"
+    def expected(self, work: Work) -> list[int]:
+        return next(output for known, output in self._known if known is work)
 
 
-Oracle = ToyOracle | TaleOracle
-ORACLES: dict[str, type[Oracle]] = {"toy": ToyOracle, "tale": TaleOracle}
+Oracle = ToyOracle | ModelOracle
+
+
+def judge(oracle: Oracle, work: Work, got: list[int], whole: bool) -> str:
+    expected = oracle.expected(work)
+    return "exact" if got == (expected if whole else expected[: len(got)]) else "wrong"
 
 
 def drawn(rng: random.Random, longest: int) -> dict[str, Any]:
@@ -212,7 +220,7 @@ async def one(client: AsyncClient, oracle: Oracle, work: Work, leave_after: int 
         print(f"{kind} after {len(got)} tokens: {error}", flush=True)
         return
     tally.gaps.append(gap)
-    found = await asyncio.to_thread(oracle.judge, work, got, leave_after is None)
+    found = await asyncio.to_thread(judge, oracle, work, got, leave_after is None)
     tally.outcomes[found if leave_after is None or found != "exact" else "cancelled"] += 1
 
 
@@ -355,7 +363,9 @@ def main() -> None:
     parser.add_argument("--requests", type=int, default=math.inf, help="at most")
     parser.add_argument("--faults", type=int, default=math.inf, help="at most")
     parser.add_argument("--seed", type=int, default=1)
-    parser.add_argument("--model", choices=tuple(ORACLES), default="toy")
+    parser.add_argument("--model", default="toy", help="toy, tale or a folder")
+    parser.add_argument("--type", choices=tuple(TYPES), default="float32", help="of the model's numbers")
+    parser.add_argument("--tokens", type=int, default=0, help="fewer than so many in an answer; 0: 400 of the toy's, 200 of a model's")
     parser.add_argument("--hosts", action="store_true")
     parser.add_argument("--target", action="append", choices=(*TARGETS, "host", "none"))
     parser.add_argument("--how", action="append", choices=("kill", "stop", "restart"))
@@ -369,17 +379,17 @@ def main() -> None:
     targets = [target for target in options.target or default if target != "none"]
     kinds = [(target, how) for target in targets if target != "host" for how in options.how or ("kill", "stop")]
     kinds += [("host", "cut")] * targets.count("host")
-    same = ("minutes", "requests", "faults", "seed", "model", "hosts", "streams", "cancelled")
+    same = ("minutes", "requests", "faults", "seed", "model", "type", "tokens", "hosts", "streams", "cancelled")
     plan = Plan(**{name: getattr(options, name) for name in same}, kinds=tuple(kinds), stops_s=tuple(options.stops), quiet_s=options.quiet)
     machine = describe()
     print(machine)
     with tempfile.TemporaryDirectory() as folder:
-        oracle = ORACLES[plan.model](Path(folder), plan.seed)
-        with stage(oracle.path, Path(folder), plan.hosts) as scene:
+        oracle = ToyOracle(Path(folder), plan) if plan.model == "toy" else ModelOracle(Path(folder), plan)
+        with stage(oracle.path, oracle.arithmetic, Path(folder), plan.hosts) as scene:
             tally = asyncio.run(run(scene, oracle, plan))
     report(tally)
     if options.json:
-        asked = {name: value for name, value in asdict(plan).items() if value != math.inf}
+        asked = {name: value for name, value in asdict(plan).items() if value != math.inf} | {"model": oracle.path.name}
         told = {
             "outcomes": tally.outcomes,
             "retried": tally.retried,

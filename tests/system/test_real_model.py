@@ -1,5 +1,5 @@
-"""The whole cluster with the shipped checkpoint. Its text equals that of a bare engine, and nothing is recomputed. A killed worker changes
-only what a different batch size changes too: an occasional near-tie."""
+"""The whole cluster with the shipped checkpoint. Its tokens and their log-probabilities are those of a bare engine, bit for bit, whatever
+else is served and whoever is killed, and nothing is recomputed."""
 
 import asyncio
 import random
@@ -8,15 +8,14 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 from live_cluster import Cluster, cluster, killer
-from near_tie import TOLERANCE, assert_same, parting
 from tokenizers import Tokenizer
 
 from baton.cli.up import SHIPPED
 from baton.client import AsyncClient, Result, Token
 from baton.engine.build import Options, build
-from baton.engine.runner import ModelRunner
 from baton.engine.sampling import Sampled, SamplingParams
 from baton.engine.sequence import Sequence
 from baton.models.train.stories import story
@@ -26,7 +25,7 @@ pytestmark = pytest.mark.system
 BLOCK = 16
 TOKENS = 60  # of each reference output; a request for fewer tokens is compared with its beginning
 GREEDY = SamplingParams(max_tokens=TOKENS, temperature=0.0, ignore_eos=True, logprobs=3)
-DIVERGENCE_BOUND = 0.25  # share of the runs; measured: none. Each must also be a near-tie.
+EXACT = ("--engine.products", "baton")  # where others multiply, a row's bits may depend on its batch
 
 
 @pytest.fixture(scope="module")
@@ -43,9 +42,7 @@ class Bare:
 
     def __post_init__(self) -> None:
         self.tokenizer = Tokenizer.from_file(str(self.path / "tokenizer.json"))
-        self.engine = build(Options(self.path, kv_memory_bytes=64 << 20, threads=1, prefix_caching=False)).engine
-        assert isinstance(self.engine.runner, ModelRunner)
-        self.model = self.engine.runner.model
+        self.engine = build(Options(self.path, kv_memory_bytes=64 << 20, threads=1, products="baton", prefix_caching=False)).engine
 
     def generate(self, prompt: list[int], params: SamplingParams = GREEDY) -> list[Sampled]:
         known = f"{prompt} {params}"
@@ -71,7 +68,7 @@ def bare(model: Path) -> Bare:
 
 @pytest.fixture(scope="module")
 def live(model: Path) -> Iterator[Cluster]:
-    with cluster(model, "--engine.threads", "1", "--router.recover-wait-s", "60") as running:
+    with cluster(model, "--engine.threads", "1", *EXACT, "--router.recover-wait-s", "60") as running:
         yield running
 
 
@@ -115,40 +112,34 @@ async def ask(client: AsyncClient, prompt: str | None, on_token: Any = None, **s
     return Answer(result, tokens)
 
 
-def assert_text(bare: Bare, prompt: list[int], result: Result) -> bool:
-    """Returns whether the tokens equal those of the bare engine. Raises if they differ where the model could tell the tokens apart."""
-    same = assert_same(bare.model, prompt, GREEDY, result.token_ids, bare.tokens(prompt)[: len(result.token_ids)])
+def assert_text(bare: Bare, prompt: list[int], result: Result) -> None:
+    assert list(result.token_ids) == bare.tokens(prompt)[: len(result.token_ids)]
     assert result.text == bare.tokenizer.decode(list(result.token_ids), skip_special_tokens=True)
-    return same
 
 
-def logprob_drift(answer: Answer, alone: list[Sampled]) -> float:
-    """Largest difference in a token's log-probability before the outputs first differ."""
-    drift = 0.0
-    for token, sampled in zip(answer.tokens, alone, strict=True):
-        if token.id != sampled.token:
-            break
-        assert token.logprob is not None and sampled.logprob is not None
-        drift = max(drift, abs(token.logprob - sampled.logprob))
-    return drift
+def assert_bits(answer: Answer, alone: list[Sampled]) -> None:
+    assert [(token.id, token.logprob) for token in answer.tokens] == [(sampled.token, single(sampled.logprob)) for sampled in alone]
+
+
+def single(value: float | None) -> float:
+    """As it travels: in float32."""
+    assert value is not None
+    return float(np.float32(value))
 
 
 async def test_text_equals_that_of_a_bare_engine_and_nothing_is_recomputed(live: Cluster, bare: Bare) -> None:
-    same, lengths = [], []
+    lengths = []
     async with live.client() as client:
         for text in MIXED:
             prompt, result = bare.encode(text), (await ask(client, text, max_tokens=16)).result
-            same.append(assert_text(bare, prompt, result))
+            assert_text(bare, prompt, result)
             handoff = result.handoff
             assert result.workers["prefill"] and result.workers["retries"] == 0 and result.finish_reason == "length"
             assert result.usage.prompt_tokens == len(prompt) and result.usage.completion_tokens == 16
             assert handoff["blocks"] == handoff["digests_checked"] == -(-len(prompt) // BLOCK) and handoff["blocks_reused"] == 0
             assert handoff["recomputed_tokens"] == 0 and not handoff["failure"]
             lengths.append(len(prompt))
-    print(f"\n{same.count(True)} of {len(same)} texts equal those of the bare engine; prompts of {min(lengths)} to {max(lengths)} tokens")
-    assert len(same) >= 20 and same.count(False) <= 1 and min(lengths) < 100 and max(lengths) > 512, (
-        "there must be both chunked and whole prefills"
-    )
+    assert min(lengths) < 100 and max(lengths) > 512, "there must be both chunked and whole prefills"
     await live.quiet()
 
 
@@ -194,15 +185,13 @@ async def test_a_repeated_prompt_is_cached_and_yields_the_same_text(live: Cluste
 
 
 async def test_sampled_text_equals_that_of_a_bare_engine(live: Cluster, bare: Bare) -> None:
-    same = []
     async with live.client() as client:
         for seed, text in enumerate(MIXED[:4]):
             params = replace(GREEDY, temperature=1.0, seed=seed, logprobs=None)
             result = (await ask(client, text, temperature=1.0, seed=seed, max_tokens=TOKENS)).result
             prompt = bare.encode(text)
-            same.append(assert_same(bare.model, prompt, params, result.token_ids, bare.tokens(prompt, params)))
+            assert list(result.token_ids) == bare.tokens(prompt, params)
             assert list(result.token_ids) != bare.tokens(prompt), "the seed has no effect"
-    assert same.count(False) <= 1
 
 
 async def test_logprobs_equal_those_of_a_bare_engine(live: Cluster, bare: Bare) -> None:
@@ -211,16 +200,13 @@ async def test_logprobs_equal_those_of_a_bare_engine(live: Cluster, bare: Bare) 
     async with live.client() as client:
         answer = await ask(client, text, logprobs=3)
     expected = bare.generate(prompt)
-    assert [token.id for token in answer.tokens] == [sampled.token for sampled in expected]
+    assert_bits(answer, expected)
     for token, sampled in zip(answer.tokens, expected, strict=True):
-        assert token.logprob is not None and token.logprob == pytest.approx(sampled.logprob, abs=1e-3) and token.logprob <= 0
-        assert [id_ for id_, _ in token.top] == [id_ for id_, _ in sampled.top] and len(token.top) == 3
-        assert [value for _, value in token.top] == pytest.approx([value for _, value in sampled.top], abs=1e-3)
+        assert list(token.top) == [(id_, single(value)) for id_, value in sampled.top] and len(token.top) == 3
 
 
-async def test_a_killed_worker_changes_no_more_than_a_different_batch_size(live: Cluster, bare: Bare) -> None:
-    """Compares outputs computed alone, computed together, and computed with a decode worker killed in the middle. Where two outputs first
-    differ, the model itself could not tell the tokens apart, and disturbed outputs differ about as often as undisturbed ones."""
+async def test_a_killed_worker_changes_no_bit(live: Cluster, bare: Bare) -> None:
+    """Outputs computed together, and with a decode worker killed in the middle, are those computed alone."""
     encoded = [bare.encode(text) for text in SHORT]
     salts = iter(range(100))
 
@@ -235,21 +221,10 @@ async def test_a_killed_worker_changes_no_more_than_a_different_batch_size(live:
         with killer(decode, worker["metrics"], after=len(SHORT) * TOKENS // 10):  # early: a busy machine may see it late
             disturbed = await all_at_once(client)
     assert not any(answer.result.workers["retries"] for answer in undisturbed)
-    hit = [i for i, answer in enumerate(disturbed) if answer.result.workers["retries"]]
-    assert len(hit) >= 6, "too few streams were disturbed"
-    rates = {}
-    for name, answers, which in (("undisturbed", undisturbed, range(len(SHORT))), ("disturbed", disturbed, hit)):
-        gaps = [parting(bare.model, encoded[i], GREEDY, answers[i].result.token_ids, bare.tokens(encoded[i])) for i in which]
-        parted = [gap for gap in gaps if gap is not None]
-        drift = max(logprob_drift(answers[i], bare.generate(encoded[i])) for i in which)
-        rates[name] = len(parted) / len(gaps)
-        print(
-            f"\n{name}: {len(parted)} of {len(gaps)} greedy outputs of {TOKENS} tokens differ from those computed alone (gaps {parted});"
-            f" log-probabilities differ by at most {drift:.1e}"
-        )
-        assert all(gap < TOLERANCE for gap in parted), "outputs differ where the model could tell the tokens apart"
-        assert drift < TOLERANCE
-    assert max(rates.values()) <= DIVERGENCE_BOUND
+    assert sum(bool(answer.result.workers["retries"]) for answer in disturbed) >= 6, "too few streams were disturbed"
+    for prompt, *answers in zip(encoded, undisturbed, disturbed, strict=True):
+        for answer in answers:
+            assert_bits(answer, bare.generate(prompt))
     await asyncio.to_thread(live.wait, lambda: len(live.workers()) == 2 and not live.residue(), 60)
     assert decode not in [worker["pid"] for worker in live.workers()]
     await live.quiet()
@@ -260,7 +235,8 @@ async def test_text_equals_that_of_a_bare_engine_with_live_transfer_and_returned
     second turn begins with KV that the decode worker kept, including that of its own answer."""
     texts = [f"{i}: " + " ".join(sentences(40, seed=300 + i)) for i in range(20)]
     chunks, reused = ("--engine.max-num-batched-tokens", "128", "--engine.max-num-seqs", "16"), ("--engine.reuse-output", "true")
-    with cluster(model, "--engine.threads", "1", "--router.fetch-tokens", "16", "--router.bypass-tokens", "0", *chunks, *reused) as live:
+    flags = ("--engine.threads", "1", *EXACT, "--router.fetch-tokens", "16", "--router.bypass-tokens", "0")
+    with cluster(model, *flags, *chunks, *reused) as live:
         async with live.client() as client:
             firsts: list[Result] = []
             for text in texts:  # at least three; on a busy machine the decode worker may get no turn before a prefill ends
