@@ -4,8 +4,8 @@ for each seed                      the arms in order, then in reverse order, in 
   for each arm                     its cluster is started
     for each rate                  a run of the sweep
     the first seed                 goes lower while no rate holds (and higher while none fails, if nobody gave the rates), and bisects
-                                   between the largest rate that holds the attainment and the smallest that does not; thereby it
-                                   chooses the arm's rate. If its runs are void, the next seed does so
+                                   between the largest rate that holds the attainment and the smallest that does not, as long as its
+                                   time lasts; thereby it chooses the arm's rate. If its runs are void, the next seed does so
     every other seed               judges the arm at that rate (`results.Best` says why)
 """
 
@@ -62,21 +62,25 @@ async def pilot_arm(
     attained: Callable[[Probe], float | None],
     bisections: int = BISECTIONS,
     higher: int = 0,
+    affords: Callable[[float], bool] = lambda rate: True,
 ) -> float | None:
     """Runs the sweep, goes lower while no rate holds, and up to `higher` times higher while none fails, and then bisects. Returns the rate
-    to judge: the largest that holds the attainment, or the lowest if none does. None: no run counts, so another seed has to choose."""
+    to judge: the largest that holds the attainment, or the lowest if none does. None: no run counts, so another seed has to choose.
+    `affords`: whether there is time for a run at a rate that is not of the sweep."""
     probes = await _sweep(rates, measure, attained)
     for _ in range(LOWER):
         known = _capacity(probes, attained)
-        if known.holds is None and known.fails is not None and not probes[-1].partial:
-            probes.append(await measure(min(probe.rate for probe in probes) / 2, "lower"))
+        lower = min(probe.rate for probe in probes) / 2
+        if known.holds is None and known.fails is not None and not probes[-1].partial and affords(lower):
+            probes.append(await measure(lower, "lower"))
     for _ in range(higher):
         known = _capacity(probes, attained)
-        if known.holds is not None and known.fails is None and not probes[-1].partial:
-            probes.append(await measure(max(probe.rate for probe in probes) * 2, "higher"))
+        doubled = max(probe.rate for probe in probes) * 2
+        if known.holds is not None and known.fails is None and not probes[-1].partial and affords(doubled):
+            probes.append(await measure(doubled, "higher"))
     for _ in range(bisections):
         between = next_rate(_capacity(probes, attained))
-        if between is None or probes[-1].partial:
+        if between is None or probes[-1].partial or not affords(between):
             break
         probes.append(await measure(between, "bisection"))
     known = _capacity(probes, attained)

@@ -15,7 +15,7 @@ from loadtest.campaign import Arm, Campaign, Probe, this_machine
 from loadtest.cluster import ClusterError, RunningCluster, check_equal
 from loadtest.compare import HIGHER, abba, judge_arm, pilot_arm
 from loadtest.drive import NO_SERVER, Live, drive
-from loadtest.lengths import FEWEST_SEEDS, Lengths, choose
+from loadtest.lengths import DRAIN_S, FEWEST_SEEDS, PILOT, Lengths, choose, share
 from loadtest.plan import CHUNK, FIRST_ID, Comparison, Plan, Workload
 from loadtest.priority import raised
 from loadtest.summary import Summary, summarise
@@ -73,7 +73,7 @@ async def _compare_variant(runs: "_Runs", comparison: Comparison, load: Workload
         all_arms[arm.name] = arm.joined(all_arms.get(arm.name, arm))
     config = check_equal(arms, comparison.common, hardware)
     plan.note(f"{', '.join(all_arms)}: the same in every key but their topology, {len(hardware.cores)} cores each")
-    seeds, lengths = _chosen(plan, comparison, len(arms))
+    seeds, lengths, share_s = _chosen(plan, comparison, len(arms))
     rounds = _Rounds(comparison.within_s if "seeds" in comparison.chosen else math.inf)
     higher = HIGHER if "rates" in comparison.chosen else 0
     chosen: dict[str, float] = {}
@@ -81,31 +81,38 @@ async def _compare_variant(runs: "_Runs", comparison: Comparison, load: Workload
         if not rounds.begin(seed):
             plan.note(f"the time that the comparison may take is over after {rounds.done} seeds")
             break
+        until = perf_counter() + (1 + PILOT) * share_s
         async with RunningCluster({**comparison.common, **arm.topology}, "loadtest") as endpoints:
             address = endpoints[plan.access.protocol]
             await warm_up(address, plan.timeout_s, plan.access)
-            runner = _Runner(runs, load, address, arm.name, seed, variant, lengths)
+            runner = _Runner(runs, load, address, arm.name, seed, variant, lengths, until)
             if arm.name in chosen:
                 await judge_arm(comparison.rates, chosen[arm.name], runner.measure_again, runs.attained)
-            elif rate := await pilot_arm(comparison.rates, runner.measure_again, runs.attained, comparison.bisections, higher):
+            elif rate := await pilot_arm(
+                comparison.rates, runner.measure_again, runs.attained, comparison.bisections, higher, runner.affords
+            ):
                 chosen[arm.name] = rate
     return config
 
 
-def _chosen(plan: Plan, comparison: Comparison, arms: int) -> tuple[tuple[int, ...], Lengths]:
-    """The seeds and the lengths of the runs: as asked for, or as they fit into the time. `_Rounds` ends seeds that nobody asked for."""
-    fixed = Lengths(0.0, None, plan.workload.duration_s)
+def _chosen(plan: Plan, comparison: Comparison, arms: int) -> tuple[tuple[int, ...], Lengths, float]:
+    """The seeds and the lengths of the runs: as asked for, or as they fit into the time. `_Rounds` ends seeds that nobody asked for. And
+    the seconds that a cluster of a seed may take, for what nobody asked for, either: runs at other rates, and repeated ones."""
     if "duration" not in comparison.chosen:
-        return plan.seeds, fixed
+        return plan.seeds, Lengths(0.0, None, plan.workload.duration_s), math.inf
     around = plan.warm_up_s + plan.cool_down_s
     if "seeds" in comparison.chosen:
         seeds, lengths = choose(comparison.rates, comparison.within_s, arms, comparison.start_s, around)
     else:
         seeds = len(plan.seeds)
-        lengths = Lengths.fit(comparison.rates, comparison.within_s / (seeds * arms) - comparison.start_s, around)
+        lengths = Lengths.fit(comparison.rates, share(comparison.within_s, seeds, arms) - comparison.start_s, around)
     told = ", ".join(f"{lengths.of(rate):.0f} s at {rate:g}/s" for rate in sorted(comparison.rates))
     plan.note(f"runs of {told}, for {seeds} seeds within {comparison.within_s:.0f} s (--within)")
-    return plan.seeds, lengths
+    share_s, needs_s = share(comparison.within_s, seeds, arms), comparison.start_s + lengths.sweep_s(comparison.rates)
+    if needs_s > share_s:
+        least = needs_s * (seeds + PILOT) * arms
+        plan.note(f"that does not fit: {seeds} seeds of the shortest runs take about {least:.0f} s; higher rates take less time")
+    return plan.seeds, lengths, max(share_s, needs_s)
 
 
 class _Rounds:
@@ -180,20 +187,32 @@ class _Runner:
     """Runs of one arm with one seed."""
 
     def __init__(
-        self, runs: _Runs, load: Workload, address: str, arm: str, seed: int, variant: str = "", lengths: Lengths | None = None
+        self,
+        runs: _Runs,
+        load: Workload,
+        address: str,
+        arm: str,
+        seed: int,
+        variant: str = "",
+        lengths: Lengths | None = None,
+        until: float = math.inf,
     ) -> None:
         self._runs, self._load, self._address = runs, load, address
         self._lengths = lengths or Lengths(0.0, None, load.duration_s)
-        self._arm, self._seed, self._variant = arm, seed, variant
+        self._arm, self._seed, self._variant, self._until = arm, seed, variant, until
+
+    def affords(self, rate: float) -> bool:
+        """Whether another run at this rate ends before the arm's time does."""
+        return perf_counter() + self._lengths.of(rate) + DRAIN_S <= self._until
 
     async def measure_again(self, rate: float, why: str) -> Probe:
-        """Measures one rate, and repeats the run once if it is void. Both runs are kept, and the report lists the void one."""
+        """Measures one rate. A void run is repeated once, if there is time. Both are kept, and the report lists the void one."""
         for last in (False, True):
             probe = await self.measure(rate, why)
             told = self._runs.summary(probe)
             said = told.void or probe.partial or f"{told.met} of {told.requests} within the SLO"
             self._runs.plan.note(" ".join(filter(None, (probe.variant, f"{probe.arm}, {rate:.3g}/s, seed {probe.seed}: {said}"))))
-            if last or not told.void:
+            if last or not told.void or not self.affords(rate):
                 break
         return probe
 

@@ -84,6 +84,13 @@ async def test_the_pilot_goes_lower_while_no_rate_holds_and_higher_while_none_fa
     assert len(void.asked) == 2
 
 
+@pytest.mark.parametrize(("end", "way"), [(0.3, "lower"), (99.0, "higher"), (1.5, "bisection")])
+async def test_the_pilot_looks_no_further_than_its_time_lasts(end: float, way: str) -> None:
+    arm = Simulated(end)
+    await pilot_arm((1, 2), arm.measure, arm.attained, bisections=3, higher=2, affords=lambda rate: len(arm.asked) < 3)
+    assert [why for _, why in arm.asked] == ["sweep", "sweep", way]
+
+
 async def test_the_other_seeds_judge_at_the_rate_chosen_by_the_first() -> None:
     arm = Simulated(5.0)
     await judge_arm((1, 4, 8, 16), 4.6, arm.measure, arm.attained)

@@ -1,8 +1,10 @@
 """Campaigns: what each seed is used for, and what remains when a cluster fails."""
 
+import itertools
 import subprocess
 from collections.abc import Awaitable, Callable
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -117,6 +119,25 @@ async def test_run_lengths_follow_the_rate_where_nobody_gave_one(compared: Calla
     lengths = {probe.rate: probe.duration_s for probe in campaign.probes}
     assert lengths[1.0] > lengths[20.0] > PLAN.warm_up_s + PLAN.cool_down_s and any("--within" in line for line in told)
     assert campaign.workload["duration_s"] == "chosen for each rate"
+
+
+async def test_a_void_run_is_repeated_only_while_there_is_time(
+    compared: Callable[..., Awaitable[Campaign]], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A run without requests is void."""
+    looks = itertools.count()
+    for passes_s, runs in ((0.0, 16), (1000.0, 8)):  # between two looks at the clock
+        monkeypatch.setattr(measure, "perf_counter", partial(lambda passes_s: passes_s * next(looks), passes_s))
+        campaign = await compared(99, within_s=600.0, chosen=frozenset({"duration", "seeds"}), rates=(1.0, 20.0))
+        assert len(campaign.probes) == runs
+
+
+async def test_a_comparison_that_takes_longer_than_it_may_says_so_at_its_start(compared: Callable[..., Awaitable[Campaign]]) -> None:
+    for within_s, late in ((100.0, True), (6000.0, False)):
+        told: list[str] = []
+        plan, chosen = replace(PLAN, note=told.append), frozenset({"duration", "seeds"})
+        await compared(99, plan=plan, within_s=within_s, chosen=chosen, rates=(1.0, 20.0))
+        assert any("does not fit: 3 seeds of the shortest runs take about" in line for line in told) == late
 
 
 async def test_a_varied_chunk_size_is_shown_only_for_arms_that_use_it(compared: Callable[..., Awaitable[Campaign]]) -> None:
