@@ -64,7 +64,7 @@ from baton.models.train.stories import story
 
 ROUTERS, PREFILL, DECODE, HOSTS = 3, 2, 3, 3
 BACK_WITHIN_S = 120.0
-KV_MIB = 256
+KV_MIB = 1024  # of a model; the toy is content with less
 TARGETS = ("router", "prefill", "decode", "redis")
 DONE = {"kill": "killed", "stop": "stopped", "restart": "restarted", "cut": "cut off"}
 KNOWN = 48  # requests of which a model's outputs are computed before
@@ -98,9 +98,10 @@ class Scene:
 def stage(model: Path, arithmetic: Mapping[str, Any], folder: Path, several: bool) -> Iterator[Scene]:
     flags = ["--router.replicas", str(ROUTERS), "--router.bypass-tokens", "0", "--engine.threads", "1", "--telemetry.log-format", "json"]
     flags += ["--launcher.restart-backoff-max-s", "1"]  # the patience with a process that keeps dying is not what is measured
-    flags += ["--engine.kv-memory-mib", str(KV_MIB)]
+    if arithmetic:
+        flags += ["--engine.kv-memory-mib", str(KV_MIB)]
     for name, value in arithmetic.items():
-        flags += ["--engine." + name.replace("_", "-"), value]
+        flags += [f"--{'model' if name == 'dtype' else 'engine'}.{name.replace('_', '-')}", value]
     if several:
         with joined(model, folder, HOSTS, *flags) as (live, made):
             yield Scene(live, ROUTERS + 2 * HOSTS, made)

@@ -94,6 +94,11 @@ class Workers:
         self._releases: set[asyncio.Task[None]] = set()
         self._turns = Turnstile(ASKED_A_TURN)
 
+    @property
+    def unread_bytes(self) -> int:
+        """Of answers, that wait for their clients to read."""
+        return sum(session.unread_bytes for session in self._sessions.values())
+
     async def prefill(
         self, worker: WorkerRecord, request: Request, timeout_s: float, source: Source | None = None
     ) -> AsyncGenerator[PrefillEvent, None]:
@@ -258,6 +263,10 @@ class DecodeSession:
         self._stream = stub.Session(wait_for_ready=False)
         self._writer = asyncio.create_task(self._write())
         self._reader = asyncio.create_task(self._read())
+
+    @property
+    def unread_bytes(self) -> int:
+        return sum(call.inbox.size for call in self._calls.values())
 
     async def run(
         self, request: Request, handle: bytes, timeout_s: float, first: "asyncio.Future[int] | None" = None

@@ -1,6 +1,7 @@
 """Metrics that are read from the router's state at each scrape instead of being counted."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
 
 from baton.cluster.metrics import Book, Key, Number
 from baton.cluster.records import WorkerRecord
@@ -10,7 +11,15 @@ from router.view import ClusterView
 from router.watch import Watch
 
 
-def tell(book: Book, view: ClusterView, admission: Admission, watch: Watch, tracer: Tracer) -> None:
+@dataclass(frozen=True, slots=True)
+class Readers:
+    """`stalled`: by door, how many were cut because they read nothing for `router.stall_s`."""
+
+    unread_bytes: Callable[[], int]
+    stalled: Mapping[str, Callable[[], int]]
+
+
+def tell(book: Book, view: ClusterView, admission: Admission, watch: Watch, tracer: Tracer, readers: Readers) -> None:
     def of_workers(number: Callable[[WorkerRecord], Number]) -> Callable[[], dict[Key, Number]]:
         return lambda: {(record.name, record.role): number(record) for record in view.members()}
 
@@ -20,6 +29,8 @@ def tell(book: Book, view: ClusterView, admission: Admission, watch: Watch, trac
 
     book.read("baton_router_requests_in_flight", lambda: admission.inflight)
     book.read("baton_router_requests_queued", lambda: admission.queued)
+    book.read("baton_router_unread_bytes", lambda: readers.unread_bytes())
+    book.read("baton_router_stalled_total", lambda: {(door,): count() for door, count in readers.stalled.items()})
     book.read("baton_router_prefix_index_entries", lambda: view.index.entries)
     book.read("baton_router_prefix_index_refused_total", lambda: view.index.refused)
     book.read("baton_router_worker_usable", usable)

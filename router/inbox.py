@@ -21,7 +21,7 @@ class Inbox(Generic[T]):
         self._due_at = 0.0  # when tokens are taken
         self._timer: asyncio.TimerHandle | None = None
         self._waiting: deque[T | bytearray] = deque()  # bytearray: a run of tokens
-        self._size = 0  # of what waits
+        self.size = 0  # bytes of what waits
         self._patient = False  # whether tokens wait
         self._ended = False
         self._ready = asyncio.Event()
@@ -91,11 +91,11 @@ class Inbox(Generic[T]):
         self._ended = True
 
     def _drop(self) -> None:
-        self._grow(-self._size)
+        self._grow(-self.size)
         self._waiting.clear()
 
     def _grow(self, by: int) -> None:
-        self._size += by
+        self.size += by
         self._backlog.size += by
 
     def _stop_timer(self) -> None:

@@ -108,7 +108,9 @@ class RouterProcess:
         self._watch = watch = Watch(view, self._registry, self._workers, config.router.hang_s, outside_of(config))
         self._admission = admission = Admission(config.router.max_inflight, config.router.max_queue, config.router.overload)
         model_name = self._model_name
-        gauges.tell(self._book, view, admission, watch, self._tracer)
+        stalled = {"grpc": lambda: public.stalled, "http": lambda: sum(http.stalled for http in self._https)}
+        readers = gauges.Readers(lambda: self._workers.unread_bytes, stalled)
+        gauges.tell(self._book, view, admission, watch, self._tracer, readers)
         self.service = GenerateService(
             model=ServedModel(model_name, tokenizer, recommends),
             view=view,

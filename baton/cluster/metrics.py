@@ -45,6 +45,7 @@ OUTCOMES = ("ok", "invalid", "refused", "failed", "cancelled")
 FINISHES = ("stop", "length")
 TRANSPORTS = ("nixl", "tcp", "none")
 OBJECTIVES = ("ttft", "tpot", "e2e")
+DOORS = ("grpc", "http")
 CAUSES = ("queue", *PREFILL_PARTS, "prefill", "transfer", "decode", "error")
 
 # Bounds of OpenTelemetry's GenAI conventions, extended downwards for small models.
@@ -97,6 +98,16 @@ TABLE: tuple[Metric, ...] = (
     Metric(
         "baton_router_requests_queued", "gauge", "requests", ROUTER, "Requests that wait for admission now.",
         aliases=(Alias("vllm:num_requests_waiting"),),
+    ),
+    Metric(
+        "baton_router_unread_bytes", "gauge", "bytes", ROUTER,
+        "What waits in the router for clients to read. router.backlog_bytes bounds it for each request.",
+    ),
+    Metric(
+        "baton_router_stalled_total", "counter", "answers", ROUTER,
+        "Answers that were cut off because their client read nothing for router.stall_s. Their requests count as cancelled. "
+        "Answers that exceed router.backlog_bytes are not among them: they fail with STALLED.",
+        {"door": DOORS},
     ),
     Metric(
         "baton_router_time_to_first_token_seconds", "histogram", "seconds", ROUTER,

@@ -72,13 +72,19 @@ class Server:
         options = [*SERVER_OPTIONS, ("grpc.max_receive_message_length", max_message_bytes)]
         if age_s is not None:
             options.append(("grpc.max_connection_age_ms", int(age_s * 1000)))
-        self.grpc = grpc.aio.server(interceptors=[Edge(stall_s, check, admit)], options=options)
+        self._edge = Edge(stall_s, check, admit)
+        self.grpc = grpc.aio.server(interceptors=[self._edge], options=options)
         self.health = health.aio.HealthServicer()
         health_pb2_grpc.add_HealthServicer_to_server(self.health, self.grpc)
         self._security = config.security
         self._credentials = server_credentials(config.security)  # kept: gRPC calls it at every new connection
         self._host = config.cluster.host
         self._advertised = advertised(config)
+
+    @property
+    def stalled(self) -> int:
+        """Calls that were ended because their client did not read."""
+        return self._edge.stalled
 
     def bind(self, port: int) -> str:
         """Bind a port (0: any free one); returns the `host:port` for others. Raises BatonError(INTERNAL) if the port is taken."""
@@ -109,6 +115,7 @@ class Edge(grpc.aio.ServerInterceptor):  # type: ignore[misc]
     leave (it logs a traceback), clients that do not read (it waits)."""
 
     def __init__(self, stall_s: float | None, check: Check | None = None, admit: Admit | None = None) -> None:
+        self.stalled = 0
         self._stall_s = stall_s
         self._check = check
         self._admit = admit
@@ -123,12 +130,28 @@ class Edge(grpc.aio.ServerInterceptor):  # type: ignore[misc]
         if handler is None or handler.request_streaming:
             return handler
         if inspect.isasyncgenfunction(handler.unary_stream):
-            stream = _stream(handler.unary_stream, self._stall_s)
+            stream = self._stream(handler.unary_stream)
             return grpc.unary_stream_rpc_method_handler(stream, _read_with(handler, self._check), handler.response_serializer)
         if inspect.iscoroutinefunction(handler.unary_unary):
             answer = _answer(handler.unary_unary)
             return grpc.unary_unary_rpc_method_handler(answer, _read_with(handler, self._check), handler.response_serializer)
         return handler
+
+    def _stream(self, method: Callable[[Any, Context], Any]) -> Callable[[Any, Context], Awaitable[None]]:
+        async def stream(request: Any, context: Context) -> None:
+            if isinstance(request, BatonError):
+                await abort(context, request)
+            try:
+                async with aclosing(method(request, context)) as responses, _Patience(self._stall_s) as patience:
+                    async for response in responses:
+                        patience.since = patience.clock()
+                        await _write(context, response)
+                        patience.since = None
+            except _NotRead:  # the call has released everything that it held; gRPC queues the status behind the unread responses
+                self.stalled += 1
+                await abort(context, BatonError(Reason.STALLED, f"the client read nothing for {self._stall_s:g} s"))
+
+        return stream
 
 
 def metadata_of(call: Any, name: str) -> str | None:
@@ -169,22 +192,6 @@ def _answer(method: Callable[[Any, Context], Awaitable[Any]]) -> Callable[[Any, 
         return await method(request, context)
 
     return answer
-
-
-def _stream(method: Callable[[Any, Context], Any], stall_s: float | None) -> Callable[[Any, Context], Awaitable[None]]:
-    async def stream(request: Any, context: Context) -> None:
-        if isinstance(request, BatonError):
-            await abort(context, request)
-        try:
-            async with aclosing(method(request, context)) as responses, _Patience(stall_s) as patience:
-                async for response in responses:
-                    patience.since = patience.clock()
-                    await _write(context, response)
-                    patience.since = None
-        except _NotRead:  # the call has released everything that it held; gRPC queues the status behind the unread responses
-            await abort(context, BatonError(Reason.STALLED, f"the client read nothing for {stall_s:g} s"))
-
-    return stream
 
 
 class _NotRead(Exception):

@@ -116,8 +116,10 @@ class Connection(asyncio.Protocol):
         connections: set["Connection"],
         tasks: set[asyncio.Task[None]],
         budget: TurnBudget,
+        on_stall: Callable[[], None] = lambda: None,
     ) -> None:
-        """Adds itself to `connections` and the application's tasks to `tasks`. Refuses the client if that makes more than `most`."""
+        """Adds itself to `connections` and the application's tasks to `tasks`. Refuses the client if that makes more than `most`.
+        `on_stall`: the connection is cut because the client does not read."""
         self.writable = asyncio.Event()
         self.writable.set()
         self._app = app
@@ -125,6 +127,7 @@ class Connection(asyncio.Protocol):
         self._connections = connections
         self._tasks = tasks
         self._budget = budget
+        self._on_stall = on_stall
         self._most = most
         self._loop = asyncio.get_running_loop()
         self._parser = h11.Connection(h11.SERVER, max_incomplete_event_size=MAX_HEAD_BYTES)
@@ -355,7 +358,11 @@ class Connection(asyncio.Protocol):
 
     def _await_reader(self) -> None:
         if "stall" not in self._timers:
-            self._set("stall", self._limits.stall_s, self._transport.abort)
+            self._set("stall", self._limits.stall_s, self._cut)
+
+    def _cut(self) -> None:
+        self._on_stall()
+        self._transport.abort()
 
     def _refuse(self, error: HttpError) -> None:
         """Sends an error that belongs to no valid request, and closes. An answer that has begun is cut off."""

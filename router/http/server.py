@@ -36,6 +36,7 @@ class HttpServer:
         self._socket = socket.socket(family, socket.SOCK_STREAM, socket.IPPROTO_TCP)
         self._listening: asyncio.Task[None] | None = None
         self.connections: set[Connection] = set()
+        self.stalled = 0  # connections that were cut because their client did not read
         self._tasks: set[asyncio.Task[None]] = set()  # the application's
         self._draining = False
 
@@ -98,6 +99,9 @@ class HttpServer:
             server.close()
 
     def _connection(self) -> Connection:
-        connection = Connection(self._app, self._config.router, self._most, self.connections, self._tasks, self._budget)
+        connection = Connection(self._app, self._config.router, self._most, self.connections, self._tasks, self._budget, self._stall)
         connection.leaving = self._draining
         return connection
+
+    def _stall(self) -> None:
+        self.stalled += 1

@@ -86,9 +86,11 @@ async def test_readers_that_stall_are_cut_and_hold_nobody_up(
     async with hall(tokenizer, tokens, 20, stall_s=1.0) as made:
         with watched() as turns:
             await opened(made, door, readers, tokens, n)
+            assert made.workers.unread_bytes > 0
             await made.until(lambda: made.idle)
         turns.check(TURN_S)
-        assert not made.waiting_bytes
+        assert not made.waiting_bytes and made.workers.unread_bytes == 0
+        assert (made.public.stalled, made.http.stalled) == ((readers, 0) if door == "grpc" else (0, readers))
 
 
 @pytest.mark.parametrize("door", ["chat", "grpc"])

@@ -10,6 +10,7 @@ from collections import Counter
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager, suppress
+from dataclasses import replace
 from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Any
@@ -21,6 +22,10 @@ from baton.client import AsyncClient, Client, GenerateError, Result
 
 VALUES = Path(__file__).parents[1] / "kube" / "toy.yaml"
 STREAMS = 20
+PLAN = Plan(
+    minutes=math.inf, requests=math.inf, faults=0, seed=0, model="toy", type="float32", tokens=0, hosts=False, kinds=(), streams=STREAMS,
+    cancelled=0.1, stops_s=(0, 0), quiet_s=0,
+)  # fmt: skip
 GOOD = {"exact", "cancelled"}
 
 
@@ -29,7 +34,7 @@ def toy_release(kube: Kube, space: str, *arguments: str, name: str = "baton") ->
     """In a namespace of its own, with which it ends."""
     with namespace(kube, space):
         with TemporaryDirectory() as folder:
-            kube.kubectl("-n", space, "create", "configmap", "toy", f"--from-file={ToyOracle(Path(folder), 0).path}")
+            kube.kubectl("-n", space, "create", "configmap", "toy", f"--from-file={ToyOracle(Path(folder), PLAN).path}")
         release = Release(kube, name, space)
         release.install("-f", str(VALUES), *arguments)
         yield release
@@ -120,9 +125,9 @@ class Load:
 
     async def _run(self) -> None:
         with TemporaryDirectory() as folder:
-            oracle = ToyOracle(Path(folder), 0)
+            oracle = ToyOracle(Path(folder), PLAN)
         self._loop, self._tally = asyncio.get_running_loop(), Tally()
-        plan = Plan(math.inf, math.inf, 0, self._seed, "toy", False, (), STREAMS, 0.1, (0, 0), 0)
+        plan = replace(PLAN, seed=self._seed)
         async with AsyncClient(self._addresses) as client, asyncio.TaskGroup() as group:
             for number in range(STREAMS):
                 group.create_task(load(client, oracle, random.Random(f"{self._seed} {number}"), plan, self._tally))

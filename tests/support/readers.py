@@ -109,6 +109,7 @@ def _varint(number: int) -> bytes:
 class Hall:
     worker: Worker
     service: GenerateService
+    public: Server
     http: HttpServer
     http_address: str
     workers: Workers
@@ -250,7 +251,7 @@ async def hall(
         opened = grpc.aio.secure_channel(grpc_address, tls[1], options) if tls else grpc.aio.insecure_channel(grpc_address, options)
         channel = await stack.enter_async_context(opened)
         context, name = (tls[0], tls[2]) if tls else (None, "")
-        made = Hall(worker, service, http, http_address, workers, context, name, channel)
+        made = Hall(worker, service, public, http, http_address, workers, context, name, channel)
         yield made
         worker.pause_s = 0
         for writer in made.left:
