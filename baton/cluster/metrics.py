@@ -104,9 +104,9 @@ TABLE: tuple[Metric, ...] = (
         "What waits in the router for clients to read. router.backlog_bytes bounds it for each request.",
     ),
     Metric(
-        "baton_router_stalled_total", "counter", "answers", ROUTER,
-        "Answers that were cut off because their client read nothing for router.stall_s. Their requests count as cancelled. "
-        "Answers that exceed router.backlog_bytes are not among them: they fail with STALLED.",
+        "baton_router_stalled_total", "counter", "requests", ROUTER,
+        "Requests whose answer was cut off because the client read nothing for router.stall_s; they count as cancelled. "
+        "Those that exceed router.backlog_bytes are not among them: they fail with STALLED.",
         {"door": DOORS},
     ),
     Metric(
