@@ -18,9 +18,9 @@ from typing import get_args
 from machine import describe
 
 from baton.engine.build import Options, build
-from baton.engine.sampling import SamplingParams
-from baton.engine.scheduler import Batching, Limits, Scheduler
-from baton.engine.sequence import Sequence
+from baton.engine.core.sampling import SamplingParams
+from baton.engine.core.scheduler import Batching, Limits, Scheduler
+from baton.engine.core.sequence import Sequence
 from baton.models.make_small import make
 
 SHAPE = {"hidden": 512, "layers": 8, "heads": 8, "kv_heads": 4}

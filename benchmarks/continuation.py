@@ -24,13 +24,14 @@ from tokenizers import Tokenizer
 from torch import Tensor
 
 from baton.cli.up import SHIPPED
-from baton.engine.engine import Engine
-from baton.engine.kvcache import KvPool
-from baton.engine.protocol import Chunk
+from baton.engine.choice import load_runner
+from baton.engine.core.engine import Engine
+from baton.engine.core.kvcache import KvPool
+from baton.engine.core.protocol import Chunk
+from baton.engine.core.sampling import SamplingParams
+from baton.engine.core.scheduler import Limits
+from baton.engine.core.sequence import Sequence, State
 from baton.engine.runner import ModelRunner
-from baton.engine.sampling import SamplingParams
-from baton.engine.scheduler import Limits
-from baton.engine.sequence import Sequence, State
 
 TYPES: dict[str, dict[str, Any]] = {
     "float32": {},
@@ -307,7 +308,7 @@ def main() -> None:
     print(f"{options.model.name}: {len(prompts)} prompts of {shortest} to {longest} tokens, and {options.tokens} more")
     rows: list[dict[str, Any]] = []
     for name in options.types:
-        runner = ModelRunner.load(options.model, products="baton", **TYPES[name])
+        runner = load_runner(ModelRunner, options.model, products="baton", **TYPES[name])
         for way, kind, row in measure(runner, prompts, options.tokens):
             rows.append({"type": name, "way": way, "kind": kind, **row})
             what = f"{row['streams_differ']:3} of {row['streams']} streams, {row['logits_differ']:5} of {row['logits']:5} logits differ"

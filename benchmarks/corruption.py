@@ -29,7 +29,7 @@ from machine import describe
 sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "tests" / "support"))
 from handoff_pair import BLOCK, Pair, greedy, pair
 
-from baton.engine.toy import naive
+from baton.engine.core.toy import naive
 from kvtransfer.importer import Checks
 
 ENDED = "lease ended during the read"

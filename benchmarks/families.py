@@ -20,18 +20,18 @@ import torch
 from machine import describe
 from torch import Tensor
 
-from baton.engine.checkpoint import expected_tensors
 from baton.engine.choice import choose_ops
-from baton.engine.config_json import SUPPORTED, read_config
-from baton.engine.cpu.memory import keep_memory
-from baton.engine.cpu.onednn import multiplies_int8
-from baton.engine.kvcache import KvLayout, KvPool
-from baton.engine.linear import ROUNDED
-from baton.engine.model import Transformer
-from baton.engine.protocol import Chunk
+from baton.engine.core.kvcache import KvLayout, KvPool
+from baton.engine.core.protocol import Chunk
+from baton.engine.core.sampling import SamplingParams
+from baton.engine.core.sequence import Sequence
+from baton.engine.model.checkpoint import expected_tensors
+from baton.engine.model.config_json import SUPPORTED, read_config
+from baton.engine.model.linear import ROUNDED
+from baton.engine.model.memory import keep_memory
+from baton.engine.model.onednn import multiplies_int8
+from baton.engine.model.transformer import Transformer
 from baton.engine.runner import DTYPES, ModelRunner
-from baton.engine.sampling import SamplingParams
-from baton.engine.sequence import Sequence
 
 BOUND = 1.5  # compiled over plain
 PRECISIONS = ("float32", "bfloat16", "int8")

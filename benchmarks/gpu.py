@@ -30,9 +30,12 @@ import torch.multiprocessing as mp
 from machine import describe
 from torch import Tensor
 
-from baton.engine.checkpoint import expected_tensors
-from baton.engine.choice import choose_ops
-from baton.engine.config_json import read_config
+from baton.engine.choice import choose_ops, load_runner
+from baton.engine.core.kvcache import KvLayout, KvPool
+from baton.engine.core.protocol import Chunk
+from baton.engine.core.sampling import SamplingParams
+from baton.engine.core.scheduler import Limits
+from baton.engine.core.sequence import Sequence
 from baton.engine.gpu.choice import BACKENDS, Facts, why_not
 from baton.engine.gpu.inputs import Capacity, Seat
 from baton.engine.gpu.overlap import UNKNOWN, OverlapEngine
@@ -41,12 +44,9 @@ from baton.engine.gpu.sampler import Sampler, pick_plainly
 from baton.engine.gpu.staging import Staging
 from baton.engine.gpu.triton_blocks import digest, gather, scatter, words_of
 from baton.engine.gpu.triton_sampling import pick
-from baton.engine.kvcache import KvLayout, KvPool
-from baton.engine.model import Transformer
-from baton.engine.protocol import Chunk
-from baton.engine.sampling import SamplingParams
-from baton.engine.scheduler import Limits
-from baton.engine.sequence import Sequence
+from baton.engine.model.checkpoint import expected_tensors
+from baton.engine.model.config_json import read_config
+from baton.engine.model.transformer import Transformer
 
 SMOKE = "--cpu-smoke" in sys.argv
 BUDGET_S = 420.0  # no section begins later
@@ -285,7 +285,7 @@ def reload(folder: Path, machine: Machine, dtype: torch.dtype) -> torch.nn.Modul
 
 def small_runner(machine: Machine, folder: Path, batch: int, tokens: int, longest: int, **how: Any) -> GpuRunner:
     name = str(machine.dtype).removeprefix("torch.")
-    runner = GpuRunner.load(folder, name, BLOCK, device=str(machine.device))
+    runner = load_runner(GpuRunner, folder, name, BLOCK, device=str(machine.device))
     assert isinstance(runner, GpuRunner)
     sizes = (batch,) if batch < 4 else (1, batch)
     attach(machine, runner, 2 * batch * -(-longest // BLOCK), Capacity(batch, tokens, longest), sizes, **how)

@@ -22,7 +22,7 @@ from machine import describe
 
 from baton.cli import certs
 from baton.cluster.config import SecurityConfig
-from baton.engine.kvcache import KvLayout, KvPool
+from baton.engine.core.kvcache import KvLayout, KvPool
 from baton.worker.kv_tls import kv_tls
 from kvtransfer.digest import block_digests, mismatches
 from kvtransfer.select import Tcp, make_transport

@@ -26,7 +26,7 @@ from machine import describe
 sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "tests" / "support"))
 from hosts import Host, hosts
 
-from baton.engine.kvcache import KvLayout, KvPool
+from baton.engine.core.kvcache import KvLayout, KvPool
 from kvtransfer.tcp_transport import TcpTransport
 
 KEY = b"k" * 32

@@ -40,10 +40,10 @@ from baton.cluster.metrics_http import Exposition
 from baton.cluster.records import BlockEvent, Load, RouterRecord, WorkerRecord
 from baton.cluster.redis_registry import RedisRegistry
 from baton.cluster.telemetry import Tracer
-from baton.engine.block_key import extend_keys, root_key
-from baton.engine.blocks import CacheChange
-from baton.engine.contract import cache_events
-from baton.engine.sampling import SamplingParams
+from baton.engine.core.block_key import extend_keys, root_key
+from baton.engine.core.blocks import CacheChange
+from baton.engine.core.contract import cache_events
+from baton.engine.core.sampling import SamplingParams
 from baton.launch.redis_server import EmbeddedRedis
 from baton.v1 import generation_pb2, worker_pb2_grpc
 from baton.v1 import worker_pb2 as pb

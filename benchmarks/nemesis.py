@@ -58,8 +58,8 @@ from live_cluster import Cluster, cluster, toy, toy_output
 from baton.cli.up import SHIPPED
 from baton.client import AsyncClient, GenerateError
 from baton.engine.build import Options, build
-from baton.engine.sampling import SamplingParams
-from baton.engine.sequence import Sequence
+from baton.engine.core.sampling import SamplingParams
+from baton.engine.core.sequence import Sequence
 from baton.models.train.stories import story
 
 ROUTERS, PREFILL, DECODE, HOSTS = 3, 2, 3, 3

@@ -21,11 +21,11 @@ from peers.drivers import ceilings
 from torch.profiler import ProfilerActivity, profile, record_function
 
 from baton.engine import runner as runner_module
-from baton.engine.attention import PagedAttention
+from baton.engine.core.engine import Engine
 from baton.engine.cpu.recording import Recording
-from baton.engine.engine import Engine
-from baton.engine.linear import Linear
-from baton.engine.ops import Ops
+from baton.engine.model.attention import PagedAttention
+from baton.engine.model.linear import Linear
+from baton.engine.model.ops import Ops
 
 SHAPE = {"hidden": 512, "layers": 8, "heads": 8, "kv_heads": 4, "vocab": 4096, "context": 4096}  # 30 M parameters
 ROUNDS = 5

@@ -19,10 +19,10 @@ from parts import PARTS, ROUNDS, SHAPE, Spent, arguments, draw, in_turns, mark_p
 from peers.cells import Model
 
 from baton.engine.build import Options, build
-from baton.engine.engine import Engine
-from baton.engine.sampling import SamplingParams
-from baton.engine.scheduler import Limits
-from baton.engine.sequence import Sequence
+from baton.engine.core.engine import Engine
+from baton.engine.core.sampling import SamplingParams
+from baton.engine.core.scheduler import Limits
+from baton.engine.core.sequence import Sequence
 from baton.models.make_small import make
 
 ARMS: dict[str, dict[str, Any]] = {

@@ -22,9 +22,9 @@ from machine import describe
 from torch import Tensor
 
 from baton.engine.choice import choose_ops
-from baton.engine.cpu import onednn
-from baton.engine.linear import Linear
-from baton.engine.ops import Ops
+from baton.engine.model import onednn
+from baton.engine.model.linear import Linear
+from baton.engine.model.ops import Ops
 
 TOTAL = 128 << 20  # bytes of weights
 ROWS = (1, 2, 4, 8, 16, 32, 64, 256, 512)

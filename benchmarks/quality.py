@@ -22,9 +22,9 @@ from torch.nn import functional
 
 from baton.cli.up import SHIPPED
 from baton.engine.build import Options, build
-from baton.engine.protocol import Chunk
-from baton.engine.sampling import SamplingParams
-from baton.engine.sequence import Sequence
+from baton.engine.core.protocol import Chunk
+from baton.engine.core.sampling import SamplingParams
+from baton.engine.core.sequence import Sequence
 from baton.models.train.evaluate import held_out
 
 ARMS: dict[str, dict[str, str]] = {

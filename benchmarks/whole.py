@@ -21,10 +21,10 @@ from serving import ask, cluster
 
 from baton.client import AsyncClient
 from baton.engine.build import Options, build
-from baton.engine.engine import Engine
-from baton.engine.sampling import SamplingParams
-from baton.engine.scheduler import Limits
-from baton.engine.sequence import Sequence
+from baton.engine.core.engine import Engine
+from baton.engine.core.sampling import SamplingParams
+from baton.engine.core.scheduler import Limits
+from baton.engine.core.sequence import Sequence
 from baton.models.make_small import make
 
 SHAPE = {"hidden": 512, "layers": 8, "heads": 8, "kv_heads": 4}

@@ -9,7 +9,7 @@ from dataclasses import asdict
 
 from baton.cluster.errors import BatonError, invalid
 from baton.cluster.rpc import Answering, Context
-from baton.engine.sampling import Sampled
+from baton.engine.core.sampling import Sampled
 from baton.v1 import worker_pb2 as pb
 from baton.v1 import worker_pb2_grpc
 from baton.worker.identity import Identity

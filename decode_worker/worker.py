@@ -20,10 +20,10 @@ from baton.cluster.failpoint import failpoint
 from baton.cluster.handoff import Handoff
 from baton.cluster.metrics import Book
 from baton.cluster.telemetry import NO_SPAN, Span, Tracer
-from baton.engine.contract import ServingEngine
-from baton.engine.engine import Output, Refused
-from baton.engine.sampling import Sampled
-from baton.engine.sequence import Finish, Sequence
+from baton.engine.core.contract import ServingEngine
+from baton.engine.core.engine import Output, Refused
+from baton.engine.core.sampling import Sampled
+from baton.engine.core.sequence import Finish, Sequence
 from baton.worker.kv_port import KvPort
 from baton.worker.refusal import failure, refusal
 from decode_worker.meter import HandoffMeter

@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from xxhash import xxh3_128_digest
 
 from baton.cluster.errors import BatonError, Reason
-from baton.engine.kvcache import KvPool
+from baton.engine.core.kvcache import KvPool
 
 DIGEST_BYTES = 16
 INLINE_BYTES = 4 << 20  # digested in well under a millisecond; more would block the event loop for too long

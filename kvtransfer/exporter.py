@@ -14,7 +14,7 @@ from time import monotonic
 
 from baton.cluster.errors import BatonError, Reason
 from baton.cluster.failpoint import failpoint
-from baton.engine.kvcache import KvLayout, KvPool
+from baton.engine.core.kvcache import KvLayout, KvPool
 from kvtransfer.digest import DIGEST_BYTES, INLINE_BYTES, block_digests
 from kvtransfer.handle import KvHandle, Piece
 from kvtransfer.lease import LeaseTable

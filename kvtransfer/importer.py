@@ -22,7 +22,7 @@ from typing import Protocol
 from baton.cluster.errors import BatonError, Reason
 from baton.cluster.failpoint import failpoint
 from baton.cluster.handoff import Handoff
-from baton.engine.kvcache import KvLayout, KvPool
+from baton.engine.core.kvcache import KvLayout, KvPool
 from kvtransfer.digest import DIGEST_BYTES, INLINE_BYTES, mismatches
 from kvtransfer.exporter import check_layout
 from kvtransfer.handle import KvHandle, Piece, Wish

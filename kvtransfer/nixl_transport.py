@@ -32,7 +32,7 @@ from typing import Any
 
 import numpy as np
 
-from baton.engine.kvcache import KvPool
+from baton.engine.core.kvcache import KvPool
 from kvtransfer.transport import ReadPending, check_blocks, transfer_failed
 from kvtransfer.ucx import Ucx, devices_of, uses_rdma
 from kvtransfer.ucx import environment as ucx_environment

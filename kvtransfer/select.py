@@ -5,7 +5,7 @@ import sys
 from dataclasses import dataclass
 
 from baton.cluster.errors import BatonError
-from baton.engine.kvcache import KvPool
+from baton.engine.core.kvcache import KvPool
 from kvtransfer.auto_transport import AutoTransport
 from kvtransfer.tcp_transport import TcpTransport
 from kvtransfer.tcp_wire import Tls

@@ -18,7 +18,7 @@ from contextlib import suppress
 import numpy as np
 
 from baton.cluster.open_files import files_for
-from baton.engine.kvcache import KvPool
+from baton.engine.core.kvcache import KvPool
 from kvtransfer import tcp_wire as wire
 
 log = logging.getLogger(__name__)

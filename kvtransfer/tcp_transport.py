@@ -16,7 +16,7 @@ from contextlib import contextmanager
 import numpy as np
 
 from baton.cluster.errors import BatonError
-from baton.engine.kvcache import KvPool
+from baton.engine.core.kvcache import KvPool
 from kvtransfer import tcp_wire as wire
 from kvtransfer.tcp_server import Server
 from kvtransfer.transport import check_blocks, transfer_failed

@@ -25,7 +25,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from baton.engine.kvcache import KvPool
+from baton.engine.core.kvcache import KvPool
 from kvtransfer.transport import runs, transfer_failed
 
 MAGIC = b"baton-kv-tcp/2\r\n"

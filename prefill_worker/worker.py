@@ -17,11 +17,11 @@ from baton.cluster import semconv
 from baton.cluster.errors import BatonError
 from baton.cluster.failpoint import failpoint
 from baton.cluster.telemetry import Span, Tracer
-from baton.engine.block_key import extend_keys
-from baton.engine.contract import ServingEngine
-from baton.engine.engine import Output, Refused
-from baton.engine.sampling import Sampled
-from baton.engine.sequence import Finish, Sequence
+from baton.engine.core.block_key import extend_keys
+from baton.engine.core.contract import ServingEngine
+from baton.engine.core.engine import Output, Refused
+from baton.engine.core.sampling import Sampled
+from baton.engine.core.sequence import Finish, Sequence
 from baton.worker.kv_port import KvPort, Place
 from baton.worker.refusal import failure, refusal
 from kvtransfer.exporter import Export

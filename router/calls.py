@@ -8,7 +8,7 @@ from baton.cluster.handoff import Handoff
 from baton.cluster.messages import plain
 from baton.cluster.records import WorkerRecord
 from baton.cluster.telemetry import NO_SPAN, Span
-from baton.engine.sampling import FIELDS
+from baton.engine.core.sampling import FIELDS
 from baton.v1 import generation_pb2, worker_pb2
 from router.request import FinishReason, Request, Token, Tokens
 

@@ -19,7 +19,7 @@ from baton.cluster.errors import BatonError, Reason
 from baton.cluster.messages import plain
 from baton.cluster.records import ROLES, Load, RoleName, WorkerRecord, WorkerState
 from baton.cluster.rpc import Line, to_error
-from baton.engine.block_key import KEY_BYTES
+from baton.engine.core.block_key import KEY_BYTES
 from baton.v1 import worker_pb2, worker_pb2_grpc
 from router.backlog import Backlog
 from router.calls import (

@@ -25,7 +25,7 @@ from time import monotonic
 from baton.cluster.config_router import RouterConfig
 from baton.cluster.errors import BatonError, Reason
 from baton.cluster.records import WorkerRecord
-from baton.engine.block_key import extend_keys, root_key
+from baton.engine.core.block_key import extend_keys, root_key
 from router.calls import Adopted, DecodeEvent, Died, Ended, FirstToken, Opened, Source
 from router.clients import Workers
 from router.early import EarlyDecode

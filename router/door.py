@@ -6,7 +6,7 @@ from itertools import islice
 
 from baton.cluster.keys import ApiKeys
 from baton.cluster.rpc import Answering, Context, all_metadata_of, metadata_of
-from baton.engine.sampling import FIELDS
+from baton.engine.core.sampling import FIELDS
 from baton.v1 import generation_pb2 as pb
 from baton.v1 import generation_pb2_grpc
 from router.request import Trace

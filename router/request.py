@@ -8,7 +8,7 @@ from typing import Literal
 from baton.cluster.errors import BatonError
 from baton.cluster.handoff import Handoff
 from baton.cluster.telemetry import NO_SPAN, Span
-from baton.engine.sampling import SamplingParams
+from baton.engine.core.sampling import SamplingParams
 from baton.stages import STAGES, Stage, itl
 from router.backlog import ENTRY_BYTES, TOP_BYTES, Backlog
 

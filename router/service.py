@@ -19,9 +19,9 @@ from typing import Any, TypeVar
 from baton.cluster import semconv
 from baton.cluster.config_router import RouterConfig
 from baton.cluster.errors import BatonError, Reason
-from baton.engine.block_key import extend_keys, root_key
-from baton.engine.model_facts import Recommended
-from baton.engine.sampling import SamplingParams
+from baton.engine.core.block_key import extend_keys, root_key
+from baton.engine.core.sampling import SamplingParams
+from baton.engine.facts.model_facts import Recommended
 from router.admission import Admission
 from router.dispatch import Dispatcher
 from router.gate import Gate

@@ -30,8 +30,8 @@ import tokenizers
 from tokenizers import AddedToken, Encoding
 
 from baton.cluster.errors import invalid
-from baton.engine.fingerprint import tokenizer_fingerprint
-from baton.engine.tokenizer_files import TOKENIZER, TokenizerFiles
+from baton.engine.facts.fingerprint import tokenizer_fingerprint
+from baton.engine.facts.tokenizer_files import TOKENIZER, TokenizerFiles
 from router.chat_template import ChatTemplate, Message, Outline, TakenApart, fill
 from router.validate import too_long
 

@@ -7,7 +7,7 @@ nothing about the text is taken from the client.
 from collections.abc import Collection, Sequence
 
 from baton.cluster.errors import invalid
-from baton.engine.sampling import SamplingParams
+from baton.engine.core.sampling import SamplingParams
 from router.detokenizer import Detokenizer
 from router.request import FinishReason
 from router.stop import StopMatcher
@@ -58,7 +58,7 @@ class Transcript:
         return finish
 
     def _finish(self, last: int, eos: Collection[int]) -> FinishReason | None:
-        """The engine's rule (`baton.engine.sequence`), and the stop strings, which only the router knows."""
+        """The engine's rule (`baton.engine.core.sequence`), and the stop strings, which only the router knows."""
         params = self._params
         if self.stop is not None:
             return "stop"

@@ -9,8 +9,8 @@ from types import MappingProxyType
 from typing import Any, TypeVar
 
 from baton.cluster.errors import BatonError, Reason, Violation, invalid
-from baton.engine.model_facts import Recommended
-from baton.engine.sampling import GREEDY_BELOW, LEAST_TOP_P, NUMBERS, Range, SamplingParams
+from baton.engine.core.sampling import GREEDY_BELOW, LEAST_TOP_P, NUMBERS, Range, SamplingParams
+from baton.engine.facts.model_facts import Recommended
 from router.backlog import Backlog
 
 ROLES = ("system", "user", "assistant")
@@ -46,7 +46,7 @@ class Context:
     longest_token: int | None  # characters; None: a token of this model may stand for any number of them
 
 
-# The numbers of `baton.engine.sampling`, each by its name, None if absent.
+# The numbers of `baton.engine.core.sampling`, each by its name, None if absent.
 _Numbers: Any = make_dataclass("_Numbers", [(name, float | None, None) for name in NUMBERS], frozen=True, slots=True)
 
 

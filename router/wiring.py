@@ -27,7 +27,7 @@ from baton.cluster.records import RouterRecord
 from baton.cluster.redis_registry import tls_options
 from baton.cluster.rpc import Admit, Check, Server, Tasks
 from baton.cluster.tracing import make_tracer
-from baton.engine.model_facts import Recommended, recommended
+from baton.engine.facts.model_facts import Recommended, recommended
 from baton.v1 import generation_pb2, generation_pb2_grpc, worker_pb2_grpc
 from router import gauges, reflection
 from router.admin import AdminDoor

@@ -15,7 +15,8 @@ from packaging.requirements import Requirement
 ROOT = Path(__file__).resolve().parent.parent
 # The packages of this project. A file belongs to the longest name that matches.
 ROOMS = (
-    "baton", "baton.access", "baton.cli", "baton.cluster", "baton.engine", "baton.launch", "baton.models", "baton.worker",
+    "baton", "baton.access", "baton.cli", "baton.cluster", "baton.engine", "baton.engine.core", "baton.engine.cpu", "baton.engine.facts",
+    "baton.engine.gpu", "baton.engine.model", "baton.engine.vllm", "baton.launch", "baton.models", "baton.worker",
     "decode_worker", "kvtransfer", "loadtest", "prefill_worker", "router",
 )  # fmt: skip
 WORKER = {"baton.engine", "baton.cluster", "baton.v1", "kvtransfer"}
@@ -25,14 +26,26 @@ ARROWS = {
     "baton": {"baton.answer", "baton.attempts", "baton.client", "baton.targets", "baton.v1"},
     "baton.access": {"baton.client", "baton.cluster", "baton.launch.pods", "baton.launch.port_forward", "baton.launch.state"},
     "baton.cli": {"baton", "kvtransfer", "loadtest.cli", "loadtest.options"},
-    "baton.cluster": {"baton.engine.block_key", "baton.stages"},
-    "baton.engine": set(),
+    "baton.cluster": {"baton.engine.core.block_key", "baton.stages"},
+    "baton.engine": set(),  # its own files: runner, choice, build, start
+    "baton.engine.core": set(),
+    "baton.engine.facts": {"baton.engine.core"},
+    "baton.engine.model": {"baton.engine.core", "baton.engine.facts"},
+    "baton.engine.cpu": {"baton.engine.core", "baton.engine.model"},
+    "baton.engine.gpu": {"baton.engine.core", "baton.engine.model", "baton.engine.runner"},
+    "baton.engine.vllm": {
+        "baton.engine.build",
+        "baton.engine.core",
+        "baton.engine.facts",
+        "baton.engine.machine",
+        "baton.engine.model.sampler",
+    },
     "baton.launch": {"baton.cluster", "baton.v1"},
-    "baton.models": {"baton.engine.fingerprint", "baton.engine.cpu.memory"},
+    "baton.models": {"baton.engine.facts.fingerprint", "baton.engine.model.memory"},
     "baton.worker": WORKER,
     "decode_worker": WORKER | {"baton.worker"},
     "kvtransfer": {
-        "baton.engine.kvcache",
+        "baton.engine.core.kvcache",
         "baton.cluster.errors",
         "baton.cluster.failpoint",
         "baton.cluster.handoff",
@@ -42,12 +55,12 @@ ARROWS = {
     "prefill_worker": WORKER | {"baton.worker"},
     # Of the engine only what is plain data and standard library: the router never loads torch.
     "router": {
-        "baton.engine.block_key",
-        "baton.engine.fields",
-        "baton.engine.fingerprint",
-        "baton.engine.model_facts",
-        "baton.engine.sampling",
-        "baton.engine.tokenizer_files",
+        "baton.engine.core.block_key",
+        "baton.engine.facts.fields",
+        "baton.engine.facts.fingerprint",
+        "baton.engine.facts.model_facts",
+        "baton.engine.core.sampling",
+        "baton.engine.facts.tokenizer_files",
         "baton.cluster",
         "baton.stages",
         "baton.v1",
@@ -55,7 +68,10 @@ ARROWS = {
 }
 # Heavy third-party libraries and the only places that may import them.
 HOMES = {
-    "torch": ("baton/engine/", "baton/models/"),
+    "torch": (
+        *(f"baton/engine/{name}" for name in ("build.py", "choice.py", "cpu/", "gpu/", "model/", "runner.py", "vllm/")),
+        "baton/models/",
+    ),
     "numba": ("baton/engine/cpu/",),
     "llvmlite": tuple(f"baton/engine/cpu/{name}.py" for name in ("amx", "dots", "features", "primitives", "softmax", "tile")),
     "triton": ("baton/engine/gpu/triton_",),
@@ -87,7 +103,7 @@ HOMES = {
 }
 # Code that only decides: no await, no clock, no randomness, no torch.
 PURE = (
-    "baton/engine/arrivals.py", "baton/engine/scheduler.py", "baton/engine/blocks.py", "baton/engine/sequence.py",
+    "baton/engine/core/arrivals.py", "baton/engine/core/scheduler.py", "baton/engine/core/blocks.py", "baton/engine/core/sequence.py",
     "baton/stages.py", "kvtransfer/lease.py",
     "baton/engine/vllm/block_events.py", "baton/engine/vllm/desk.py", "baton/engine/vllm/ledger.py",
     "baton/attempts.py", "baton/launch/patience.py", "baton/launch/pods.py",
@@ -200,8 +216,8 @@ def test_a_load_that_does_not_unpickle_is_allowed() -> None:
 
 def test_an_import_against_the_rules_is_detected() -> None:
     """Negative control."""
-    assert not allowed("router.policy", "baton.engine") and not allowed("baton.engine.engine", "router")
-    assert allowed("baton.engine.block_key.extend_keys", "router") and not allowed("baton.engine.block_keys", "router")
+    assert not allowed("router.policy", "baton.engine") and not allowed("baton.engine.core.engine", "router")
+    assert allowed("baton.engine.core.block_key.extend_keys", "router") and not allowed("baton.engine.block_keys", "router")
     assert not allowed("baton.cluster.errors", "baton") and not allowed("baton.cli.main", "loadtest")
 
 
@@ -234,6 +250,38 @@ def test_no_files_import_each_other_in_a_circle() -> None:
     assert sum(map(len, file_graph(texts).values())) > len(texts), "the graph has lost its edges"
 
 
+def by_room(graph: dict[str, set[str]]) -> dict[str, set[str]]:
+    """room → the rooms that its files import. A file beside sub-rooms is a room of its own: they may lie between it and another file."""
+    halls = {room for room in ROOMS if any(other.startswith(f"{room}.") for other in ROOMS)}
+
+    def room(module: str) -> str:
+        found = max((room for room in ROOMS if module.startswith(f"{room}.")), key=len)
+        return module if found in halls else found
+
+    found: dict[str, set[str]] = {}
+    for module, others in graph.items():
+        found.setdefault(room(module), set()).update({room(other) for other in others} - {room(module)})
+    return found
+
+
+def test_no_rooms_import_each_other_in_a_circle() -> None:
+    names = {path: path.relative_to(ROOT).with_suffix("").parts for path in sources() if path.name != "__init__.py"}
+    graph = by_room(file_graph({".".join(parts): path.read_text() for path, parts in names.items()}))
+    order = list(graphlib.TopologicalSorter(graph).static_order())
+    floors = [
+        order.index(f"baton.engine.{name}") for name in ("core", "facts", "model", "cpu", "runner", "choice", "build", "vllm", "start")
+    ]
+    assert floors == sorted(floors)
+
+
+def test_a_circle_of_rooms_is_detected() -> None:
+    """Negative control: no two files import each other."""
+    graph = by_room({"baton.engine.cpu.a": {"baton.engine.model.b"}, "baton.engine.model.c": {"baton.engine.cpu.d"}})
+    with pytest.raises(graphlib.CycleError):
+        graphlib.TopologicalSorter(graph).prepare()
+    assert not by_room({"baton.engine.cpu.a": {"baton.engine.cpu.b"}})["baton.engine.cpu"]
+
+
 def test_an_import_circle_is_detected() -> None:
     """Negative control: at the top of a file, inside a function, across several files."""
     assert circle({"a.b": "from a import c", "a.c": "def f():\n    from a.b import d"})
@@ -251,8 +299,8 @@ def test_decision_code_is_pure(name: str) -> None:
 
 FACTS_WITH_ONE_HOME = {
     r'"queue", "prefill", "transfer", "decode"': "baton/stages.py",
-    r"GREEDY_BELOW\s*=": "baton/engine/sampling.py",
-    r"KEY_BYTES\s*=\s*16": "baton/engine/block_key.py",
+    r"GREEDY_BELOW\s*=": "baton/engine/core/sampling.py",
+    r"KEY_BYTES\s*=\s*16": "baton/engine/core/block_key.py",
     r"MAX_REQUEST_ID\s*=": "router/validate.py",
 }
 
@@ -312,7 +360,7 @@ def test_proto_is_not_a_python_package() -> None:
         ("baton.cli.main", "urllib3"),
         ("baton.cli.fetch", "huggingface_hub"),
         ("baton.cli.fetch", "boto3"),
-        ("baton.engine.toy", "torch"),
+        ("baton.engine.core.toy", "torch"),
         ("baton.engine.runner", "numba"),
     ],
 )

@@ -26,7 +26,7 @@ from baton.cluster.config import PORTS, Config
 from baton.cluster.config_layers import mask_password, to_env
 from baton.cluster.packages import command
 from baton.cluster.redis_registry import RedisRegistry
-from baton.engine.kvcache import KvLayout, KvPool
+from baton.engine.core.kvcache import KvLayout, KvPool
 from baton.engine.machine import available_memory, quota_cores, usable_cores
 from baton.launch import state
 from baton.launch.plan import UpError, check_ports

@@ -5,10 +5,10 @@ from pathlib import Path
 
 from baton.cli.doctor import Finding
 from baton.cluster.config import Config
-from baton.engine.fields import Fields
-from baton.engine.model_facts import CONFIG, Fact, context_length, end_tokens, recommended
-from baton.engine.tokenizer_class import AS_THE_FILE_SAYS
-from baton.engine.tokenizer_files import TOKENIZER, TokenizerFiles
+from baton.engine.facts.fields import Fields
+from baton.engine.facts.model_facts import CONFIG, Fact, context_length, end_tokens, recommended
+from baton.engine.facts.tokenizer_class import AS_THE_FILE_SAYS
+from baton.engine.facts.tokenizer_files import TOKENIZER, TokenizerFiles
 
 SHOWN = 6  # tokens of a list
 

@@ -7,14 +7,14 @@ from typing import Annotated, Any
 
 import typer
 
-from baton.engine.sampling import NUMBERS, Number
+from baton.engine.core.sampling import NUMBERS, Number
 
 ConfigFiles = Annotated[list[Path] | None, typer.Option("--config", help="Configuration file (YAML); may be given more than once.")]
 
 
 def numbers(**defaults: float) -> Any:
-    """An option class with a flag for every number of `baton.engine.sampling`. A flag's default is None, which leaves the number to the
-    router, unless `defaults` says otherwise."""
+    """An option class with a flag for every number of `baton.engine.core.sampling`. A flag's default is None, which leaves the number to
+    the router, unless `defaults` says otherwise."""
     fields = [(name, Annotated[_kind(number), _option(number)], field(default=defaults.get(name))) for name, number in NUMBERS.items()]
     return make_dataclass("Numbers", fields, frozen=True, kw_only=True)
 

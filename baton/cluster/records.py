@@ -11,7 +11,7 @@ from typing import Annotated, Any, Literal, Self, TypeVar
 
 from pydantic import Field, TypeAdapter, ValidationError
 
-from baton.engine.block_key import KEY_BYTES, MAX_EVENT_KEYS
+from baton.engine.core.block_key import KEY_BYTES, MAX_EVENT_KEYS
 
 EVENT_KINDS = ("stored", "removed")
 WorkerState = Literal["ready", "draining"]

@@ -6,18 +6,18 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from baton.engine import toy
-from baton.engine.engine import Engine
-from baton.engine.fields import Fields
-from baton.engine.fingerprint import check_sums, fingerprint, tokenizer_fingerprint
-from baton.engine.kvcache import KvLayout, KvPool
+from baton.engine.core import toy
+from baton.engine.core.engine import Engine
+from baton.engine.core.kvcache import KvLayout, KvPool
+from baton.engine.core.progress import Step, tell
+from baton.engine.core.protocol import Chunk, NonFiniteLogits, Runner
+from baton.engine.core.sampling import SamplingParams
+from baton.engine.core.scheduler import Limits
+from baton.engine.core.sequence import Sequence
+from baton.engine.facts.fields import Fields
+from baton.engine.facts.fingerprint import check_sums, fingerprint, tokenizer_fingerprint
+from baton.engine.facts.model_facts import context_length
 from baton.engine.machine import available_memory
-from baton.engine.model_facts import context_length
-from baton.engine.progress import Step, tell
-from baton.engine.protocol import Chunk, NonFiniteLogits, Runner
-from baton.engine.sampling import SamplingParams
-from baton.engine.scheduler import Limits
-from baton.engine.sequence import Sequence
 
 WARM_UP_TOKENS = 256  # more would take longer and gain little
 
@@ -73,7 +73,7 @@ class Built:
 
 
 def build(options: Options) -> Built:
-    """Load the model and lay out its pool, and tell `baton.engine.progress` about it.
+    """Load the model and lay out its pool, and tell `baton.engine.core.progress` about it.
 
     Raises CheckpointError, BuildError or OSError, each naming what is wrong."""
     try:
@@ -89,7 +89,7 @@ def build(options: Options) -> Built:
         # Torch is loaded only here, so that a toy cluster starts without it.
         import torch
 
-        from baton.engine.choice import bfloat16_is_slower
+        from baton.engine.choice import bfloat16_is_slower, load_runner
         from baton.engine.runner import ModelRunner
 
         if options.threads is not None:
@@ -105,15 +105,16 @@ def build(options: Options) -> Built:
         dtype = options.dtype
         if dtype == "auto":
             dtype = choose_dtype(config, lambda: options.device == "cpu" and options.compiled and bfloat16_is_slower())
-        runner = kind.load(  # type: ignore[assignment]
+        runner = load_runner(  # type: ignore[assignment]
+            kind,
             options.path,
             dtype,
             options.block_size,
-            lambda done, total: tell(Step("loading weights", done, total, "tensors")),
-            options.device,
+            options.compiled,
+            options.products,
+            progress=lambda done, total: tell(Step("loading weights", done, total, "tensors")),
+            device=options.device,
             weight_dtype=options.weight_dtype,
-            compiled=options.compiled,
-            products=options.products,
         )
     longest = options.max_model_len or runner.max_positions
     if longest > runner.max_positions:
@@ -131,7 +132,7 @@ def build(options: Options) -> Built:
 
 def pool_bytes(options: Options) -> int:
     """Size of the pool that `build` would make now for a model on a CPU, without its weights. Raises CheckpointError, BuildError."""
-    from baton.engine.config_json import read_config
+    from baton.engine.model.config_json import read_config
 
     config = read_config(options.path)
     dtype = choose_dtype(_read_config(options.path), lambda: False) if options.dtype == "auto" else options.dtype

@@ -1,13 +1,17 @@
-"""Which implementation computes the operations of a layer, chosen once when a model is loaded."""
+"""Which implementation computes the operations of a layer, chosen once when a model is loaded, and which runner loads it."""
 
 import logging
 from importlib.util import find_spec
+from pathlib import Path
+from typing import Any, TypeVar
 
 import torch
 
-from baton.engine.ops import Ops
+from baton.engine.model.ops import Ops
+from baton.engine.runner import ModelRunner
 
 log = logging.getLogger(__name__)
+Made = TypeVar("Made", bound=ModelRunner)
 
 BFLOAT16 = {"avx512bf16", "amx-bf16", "bf16"}  # instructions of x86-64 and of Arm
 
@@ -29,6 +33,13 @@ def choose_ops(device: torch.device, dtype: torch.dtype, compiled: bool, product
         log.warning("engine.compiled: the kernels cannot be compiled, using plain torch: %s: %s", type(error).__name__, error)
         return Ops(packs=True)
     return CompiledOps(products)
+
+
+def load_runner(
+    kind: type[Made], path: Path, dtype: str = "float32", block_size: int = 16, compiled: bool = True, products: str = "auto", **how: Any
+) -> Made:
+    """With the operations that `choose_ops` finds. `how`, and what is raised: see `ModelRunner.load`."""
+    return kind.load(path, dtype, block_size, choose=lambda where, type_: choose_ops(where, type_, compiled, products), **how)
 
 
 def bfloat16_is_slower() -> bool:

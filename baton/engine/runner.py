@@ -5,24 +5,24 @@ from collections.abc import Callable
 from collections.abc import Sequence as Seq
 from hashlib import blake2b
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Self
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from baton.engine.attention import PagedAttention, PagedKv, Span, batch_order, plan
-from baton.engine.checkpoint import Checkpoint, expected_tensors
-from baton.engine.choice import choose_ops
-from baton.engine.config_json import read_config
-from baton.engine.cpu.memory import keep_memory, return_memory
-from baton.engine.cpu.sizes import rounded_up
-from baton.engine.fingerprint import fingerprint
-from baton.engine.kvcache import KvLayout, KvPool
-from baton.engine.model import Transformer
-from baton.engine.protocol import Chunk
-from baton.engine.sampler import sample
-from baton.engine.sampling import Sampled
+from baton.engine.core.kvcache import KvLayout, KvPool
+from baton.engine.core.protocol import Chunk
+from baton.engine.core.sampling import Sampled
+from baton.engine.facts.fingerprint import fingerprint
+from baton.engine.model.attention import PagedAttention, PagedKv, Span, batch_order, plan
+from baton.engine.model.checkpoint import Checkpoint, expected_tensors
+from baton.engine.model.config_json import read_config
+from baton.engine.model.memory import keep_memory, return_memory
+from baton.engine.model.ops import Ops
+from baton.engine.model.sampler import sample
+from baton.engine.model.sizes import rounded_up
+from baton.engine.model.transformer import Transformer
 
 if TYPE_CHECKING:
     from baton.engine.cpu.decode_steps import DecodeSteps
@@ -62,13 +62,12 @@ class ModelRunner:
         progress: Callable[[int, int], None] = ignore_progress,
         device: str = "cpu",
         weight_dtype: str = "auto",
-        compiled: bool = True,
-        products: str = "auto",
-    ) -> "ModelRunner":
+        choose: Callable[[torch.device, torch.dtype], Ops] = lambda device, dtype: Ops(),
+    ) -> Self:
         """Reads the Hugging Face folder `path`; `progress(done, total)` is called for each tensor.
 
-        `weight_dtype`: auto, int8 or int4, see `Linear`; `compiled`, `products`: see `choose_ops`. Raises CheckpointError for a folder that
-        cannot be served, ValueError for a dtype that is unknown or that this processor cannot multiply.
+        `weight_dtype`: auto, int8 or int4, see `Linear`; `choose`: what computes the layers' operations. Raises CheckpointError for a
+        folder that cannot be served, ValueError for a dtype that is unknown or that this processor cannot multiply.
         """
         if dtype not in DTYPES:
             raise ValueError(f"dtype {dtype!r} is not supported; supported: {', '.join(DTYPES)}")
@@ -86,7 +85,7 @@ class ModelRunner:
             return checkpoint.tensor(name)
 
         where = torch.device(device)
-        model = Transformer(config, read, DTYPES[dtype], where, choose_ops(where, DTYPES[dtype], compiled, products), weight_dtype)
+        model = Transformer(config, read, DTYPES[dtype], where, choose(where, DTYPES[dtype]), weight_dtype)
         keep_memory()
         # KV and streams are continued only where they would have had the same bits: with the same weights, type, rounding and arithmetic.
         arithmetic = f"{where.type}, {model.ops.arithmetic}"

@@ -6,9 +6,9 @@ from concurrent.futures import ThreadPoolExecutor
 from typing import TypeVar
 
 from baton.engine.build import Built, Options, build
-from baton.engine.contract import Listener, ServingEngine
-from baton.engine.loop import EngineLoop
-from baton.engine.progress import Progress, Step, ignore, told_to
+from baton.engine.core.contract import Listener, ServingEngine
+from baton.engine.core.loop import EngineLoop
+from baton.engine.core.progress import Progress, Step, ignore, told_to
 
 T = TypeVar("T")
 

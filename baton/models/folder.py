@@ -8,7 +8,7 @@ from typing import Any
 
 from tokenizers import Tokenizer
 
-from baton.engine.fingerprint import SUMS
+from baton.engine.facts.fingerprint import SUMS
 from baton.models.train.corpus import BOS, CHAT_TEMPLATE, EOS, SPECIAL
 
 BOS_ID, EOS_ID = SPECIAL.index(BOS), SPECIAL.index(EOS)

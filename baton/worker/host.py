@@ -33,10 +33,10 @@ from baton.cluster.records import BlockEvent, Load, RoleName, WorkerRecord, Work
 from baton.cluster.rpc import Server, Tasks
 from baton.cluster.tracing import make_tracer
 from baton.engine.build import Options
-from baton.engine.contract import CacheEvent, Facts, Listener, ServingEngine
-from baton.engine.engine import Output
+from baton.engine.core.contract import CacheEvent, Facts, Listener, ServingEngine
+from baton.engine.core.engine import Output
+from baton.engine.core.scheduler import Limits
 from baton.engine.machine import quota_cores, usable_cores
-from baton.engine.scheduler import Limits
 from baton.engine.start import start_engine
 from baton.v1 import worker_pb2_grpc
 from baton.worker.door import Probed, Residue, WorkerDoor

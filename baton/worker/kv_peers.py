@@ -8,7 +8,7 @@ import grpc
 from baton.cluster.config import SecurityConfig
 from baton.cluster.errors import BatonError, Reason
 from baton.cluster.rpc import Line, Tasks, to_error
-from baton.engine.kvcache import KvLayout
+from baton.engine.core.kvcache import KvLayout
 from baton.v1 import worker_pb2 as pb
 from baton.v1 import worker_pb2_grpc
 from baton.worker.wire import pack_handle, pack_layout, pack_wish, unpack_handle, unpack_layout, unpack_piece

@@ -9,9 +9,9 @@ from dataclasses import dataclass
 
 from baton.cluster.config_engine import KvConfig
 from baton.cluster.errors import BatonError, Reason
-from baton.engine.block_key import KEY_BYTES
-from baton.engine.contract import ServingEngine
-from baton.engine.sequence import Sequence as EngineSequence
+from baton.engine.core.block_key import KEY_BYTES
+from baton.engine.core.contract import ServingEngine
+from baton.engine.core.sequence import Sequence as EngineSequence
 from kvtransfer.exporter import Exporter
 from kvtransfer.handle import KvHandle, Wish
 from kvtransfer.importer import Checks, Fetch, Importer, Peer

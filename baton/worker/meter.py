@@ -5,7 +5,7 @@ from collections.abc import Callable
 from baton.cluster.membership import Membership
 from baton.cluster.metrics import Book
 from baton.cluster.telemetry import Tracer
-from baton.engine.contract import Facts
+from baton.engine.core.contract import Facts
 
 
 class Meter:

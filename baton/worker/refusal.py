@@ -1,7 +1,7 @@
 """Turns the engine's refusals into errors for a caller of the worker."""
 
 from baton.cluster.errors import BatonError, Reason
-from baton.engine.engine import Malformed, Output, QueueFull, Refused, TooLong
+from baton.engine.core.engine import Malformed, Output, QueueFull, Refused, TooLong
 
 _REASONS = {QueueFull: Reason.SATURATED, TooLong: Reason.CONTEXT_LENGTH, Malformed: Reason.INVALID_FIELD}
 

@@ -14,7 +14,7 @@ from typing import Protocol
 
 from baton.cluster.errors import BatonError, Reason, invalid
 from baton.cluster.records import ROLES, RoleName
-from baton.engine.engine import Output
+from baton.engine.core.engine import Output
 
 
 class Mount(Enum):

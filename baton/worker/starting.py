@@ -11,7 +11,7 @@ from pathlib import Path
 
 from baton.cluster.records import RoleName, StartRecord
 from baton.cluster.registry import Registry, RegistryUnavailable, StaleIncarnation
-from baton.engine.progress import Step
+from baton.engine.core.progress import Step
 
 log = logging.getLogger(__name__)
 LINE_EVERY_S = 5.0  # of the log, after the first line of each step

@@ -8,10 +8,10 @@ from time import monotonic
 from google.protobuf.message import DecodeError
 
 from baton.cluster.errors import BatonError, Reason
-from baton.engine.block_key import root_key
-from baton.engine.kvcache import KvLayout
-from baton.engine.sampling import FIELDS, Sampled, SamplingParams
-from baton.engine.sequence import Finish, Sequence
+from baton.engine.core.block_key import root_key
+from baton.engine.core.kvcache import KvLayout
+from baton.engine.core.sampling import FIELDS, Sampled, SamplingParams
+from baton.engine.core.sequence import Finish, Sequence
 from baton.v1 import generation_pb2, worker_pb2
 from kvtransfer.handle import KvHandle, Piece, Wish
 

@@ -31,7 +31,7 @@ from pydantic import (
 from pydantic import ValidationError as Invalid
 from pydantic_core import CoreSchema, core_schema
 
-from baton.engine.sampling import NUMBERS
+from baton.engine.core.sampling import NUMBERS
 from router.backlog import Backlog
 from router.http.errors import HttpError, bad_value
 from router.http.json_body import parse
@@ -215,7 +215,7 @@ Messages = Annotated[
 ]
 
 
-# A field for each number that `baton.engine.sampling` declares.
+# A field for each number that `baton.engine.core.sampling` declares.
 _NUMBERS: dict[str, Any] = {name: (Integer if number.integer else Number, None) for name, number in NUMBERS.items()}
 Numbers: Any = create_model("Numbers", __base__=Body, **_NUMBERS)
 

@@ -12,7 +12,7 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from typing import Any, Protocol
 
-from baton.engine.sampling import FIELDS
+from baton.engine.core.sampling import FIELDS
 from router.http.errors import bad_value, to_json
 from router.http.openai_in import Asked
 from router.http.pieces import list_of, list_of_ids, members

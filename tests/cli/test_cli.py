@@ -33,7 +33,7 @@ from baton.cluster.config import Config
 from baton.cluster.config_layers import MASK, keys, load
 from baton.cluster.errors import BatonError, Reason, Violation
 from baton.cluster.rpc import to_status
-from baton.engine.sampling import NUMBERS
+from baton.engine.core.sampling import NUMBERS
 from baton.launch.state import ClusterState, born
 from baton.models.make_small import make_toy
 from baton.v1 import generation_pb2 as pb
@@ -167,7 +167,7 @@ def test_generate_json_is_one_object_on_one_line(env: dict[str, str], router: tu
 
 @pytest.mark.parametrize("verb", ["generate", "chat"])
 def test_every_number_of_the_sampler_has_a_flag(env: dict[str, str], router: tuple[str, Answers], verb: str) -> None:
-    """Name, help text and range of the flag come from the declaration in `baton.engine.sampling`."""
+    """Name, help text and range of the flag come from the declaration in `baton.engine.core.sampling`."""
     values = {name: number.range.high for name, number in NUMBERS.items()}
     flags = [text for name, value in values.items() for text in (f"--{name.replace('_', '-')}", f"{value:.10g}")]
     prompt = ("tell me",) if verb == "generate" else ()

@@ -21,7 +21,7 @@ from baton.cluster.config import RedisConfig
 from baton.cluster.records import BlockEvent, Load, Pools, RouterRecord, StartRecord, WorkerRecord
 from baton.cluster.redis_registry import SLICE_KEYS, SLICE_RECORDS, RedisRegistry
 from baton.cluster.registry import EVENTS_BATCH, FENCE_LIFETIMES, Registry, StaleIncarnation
-from baton.engine.block_key import MAX_EVENT_KEYS
+from baton.engine.core.block_key import MAX_EVENT_KEYS
 from baton.launch.redis_server import EmbeddedRedis
 
 TTL = 60.0  # seconds; how long a record lives here

@@ -2,9 +2,9 @@
 
 import math
 
-from baton.engine.arrivals import Arrivals
-from baton.engine.sampling import SamplingParams
-from baton.engine.sequence import Sequence, State
+from baton.engine.core.arrivals import Arrivals
+from baton.engine.core.sampling import SamplingParams
+from baton.engine.core.sequence import Sequence, State
 
 
 def seq(name: str, expires_at: float = math.inf) -> Sequence:

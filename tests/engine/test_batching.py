@@ -5,13 +5,13 @@ from typing import get_args
 
 import pytest
 
-from baton.engine.block_key import root_key
-from baton.engine.engine import Engine
-from baton.engine.kvcache import KvPool
-from baton.engine.sampling import SamplingParams
-from baton.engine.scheduler import Batching, Limits
-from baton.engine.sequence import Sequence
-from baton.engine.toy import ToyRunner, naive
+from baton.engine.core.block_key import root_key
+from baton.engine.core.engine import Engine
+from baton.engine.core.kvcache import KvPool
+from baton.engine.core.sampling import SamplingParams
+from baton.engine.core.scheduler import Batching, Limits
+from baton.engine.core.sequence import Sequence
+from baton.engine.core.toy import ToyRunner, naive
 
 BLOCK = 4
 CONFIG = {"vocab_size": 257, "eos_token_id": 256, "max_position_embeddings": 4096, "kv_width": 8}

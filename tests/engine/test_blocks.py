@@ -5,7 +5,7 @@ from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
 
-from baton.engine.blocks import BlockPool, CacheChange
+from baton.engine.core.blocks import BlockPool, CacheChange
 
 SIZE = 6
 

@@ -13,17 +13,18 @@ import torch
 from safetensors.numpy import load_file, save_file
 
 from baton.engine.build import BuildError, Options, build, choose_dtype, count_blocks, pool_bytes, warm_up
-from baton.engine.engine import Engine
-from baton.engine.fields import CheckpointError
-from baton.engine.fingerprint import fingerprint, tokenizer_fingerprint
-from baton.engine.kvcache import KvPool
-from baton.engine.naive import generate
-from baton.engine.progress import Step, told_to
+from baton.engine.choice import load_runner
+from baton.engine.core.engine import Engine
+from baton.engine.core.kvcache import KvPool
+from baton.engine.core.progress import Step, told_to
+from baton.engine.core.sampling import SamplingParams
+from baton.engine.core.scheduler import Limits
+from baton.engine.core.sequence import Sequence
+from baton.engine.core.toy import ToyRunner, naive
+from baton.engine.facts.fields import CheckpointError
+from baton.engine.facts.fingerprint import fingerprint, tokenizer_fingerprint
+from baton.engine.model.naive import generate
 from baton.engine.runner import ModelRunner
-from baton.engine.sampling import SamplingParams
-from baton.engine.scheduler import Limits
-from baton.engine.sequence import Sequence
-from baton.engine.toy import ToyRunner, naive
 from baton.models.make_small import make, make_toy
 
 MIB = 1 << 20
@@ -126,7 +127,7 @@ def test_warming_up_leaves_no_block_owned_or_cached(model: str, longest: int, re
 
 def test_data_left_in_blocks_by_warming_up_changes_no_token(small: Path) -> None:
     def engine(warm: bool) -> Engine:
-        runner = ModelRunner.load(small)
+        runner = load_runner(ModelRunner, small)
         runner.attach(KvPool(runner.layout, 6))
         if warm:
             warm_up(runner, 90)

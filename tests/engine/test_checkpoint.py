@@ -11,11 +11,11 @@ import pytest
 import torch
 from safetensors.numpy import load_file, save_file
 
-from baton.engine import fingerprint as fingerprints
-from baton.engine.checkpoint import Checkpoint, LayerAttention, Rope, expected_tensors
-from baton.engine.config_json import SUPPORTED, read_config
-from baton.engine.fields import CheckpointError
-from baton.engine.fingerprint import fingerprint, tokenizer_fingerprint
+from baton.engine.facts import fingerprint as fingerprints
+from baton.engine.facts.fields import CheckpointError
+from baton.engine.facts.fingerprint import fingerprint, tokenizer_fingerprint
+from baton.engine.model.checkpoint import Checkpoint, LayerAttention, Rope, expected_tensors
+from baton.engine.model.config_json import SUPPORTED, read_config
 from baton.models.make_small import make
 
 LLAMA3_ROPE = {

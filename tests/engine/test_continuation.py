@@ -14,11 +14,12 @@ from families import FAMILIES, loaded
 from torch import Tensor
 
 from baton.cli.up import SHIPPED
-from baton.engine.engine import Engine
-from baton.engine.protocol import Chunk
+from baton.engine.choice import load_runner
+from baton.engine.core.engine import Engine
+from baton.engine.core.protocol import Chunk
+from baton.engine.core.sampling import SamplingParams
+from baton.engine.core.sequence import Sequence
 from baton.engine.runner import ModelRunner
-from baton.engine.sampling import SamplingParams
-from baton.engine.sequence import Sequence
 
 SPREAD = 0.2  # of the weights: with smaller ones attention is such a small part of the sum that its last bits are rounded away
 TYPES = ("float32", "bfloat16", "int8", "int4")
@@ -102,7 +103,7 @@ def test_output_that_is_taken_for_a_prompt_has_other_bits(kind: str) -> None:
 
 @pytest.mark.parametrize("kind", ["bfloat16", "int4"])
 def test_disturbed_streams_of_the_shipped_model_have_the_bits_of_undisturbed_ones(kind: str) -> None:
-    runner = ModelRunner.load(SHIPPED, products="baton", **continuation.TYPES[kind])
+    runner = load_runner(ModelRunner, SHIPPED, products="baton", **continuation.TYPES[kind])
     check(runner, continuation.asked(SHIPPED, 2))
 
 

@@ -1,5 +1,5 @@
-"""What every engine owes a worker (`baton.engine.contract`): the toy, our engine with the model that ships, and vLLM where it is installed
-(`make test-vllm`).
+"""What every engine owes a worker (`baton.engine.core.contract`): the toy, our engine with the model that ships, and vLLM where it is
+installed (`make test-vllm`).
 
 The KV of a held sequence is copied block by block into the reserved blocks of another, as a transport would do between two workers.
 """
@@ -16,12 +16,12 @@ import pytest
 import pytest_asyncio
 from engine_bench import BLOCK, PROMPT, VLLM_DEVICE, VLLM_INVARIANT, Bench, started
 
-from baton.engine.block_key import extend_keys, root_key
 from baton.engine.build import Options
-from baton.engine.contract import EngineStopped
-from baton.engine.engine import Malformed, QueueFull, Refused, TooLong
-from baton.engine.scheduler import Limits
-from baton.engine.sequence import Finish, State
+from baton.engine.core.block_key import extend_keys, root_key
+from baton.engine.core.contract import EngineStopped
+from baton.engine.core.engine import Malformed, QueueFull, Refused, TooLong
+from baton.engine.core.scheduler import Limits
+from baton.engine.core.sequence import Finish, State
 from baton.models.make_small import make_toy
 
 TALE = Path(__file__).resolve().parents[2] / "baton" / "models" / "tale"

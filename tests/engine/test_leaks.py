@@ -8,12 +8,12 @@ from pathlib import Path
 import psutil
 import pytest
 
-from baton.engine.block_key import root_key
 from baton.engine.build import Options, build
-from baton.engine.engine import Engine, Output
-from baton.engine.sampling import SamplingParams
-from baton.engine.scheduler import Limits
-from baton.engine.sequence import Sequence
+from baton.engine.core.block_key import root_key
+from baton.engine.core.engine import Engine, Output
+from baton.engine.core.sampling import SamplingParams
+from baton.engine.core.scheduler import Limits
+from baton.engine.core.sequence import Sequence
 from baton.models.make_small import make
 
 STEPS, WARM_UP = 10_000, 1_500

@@ -5,10 +5,10 @@ import torch
 from torch import Tensor
 
 from baton.engine.choice import choose_ops
-from baton.engine.cpu import onednn
-from baton.engine.cpu.onednn import multiplies_int8
-from baton.engine.linear import INT4_GROUP, Linear
-from baton.engine.ops import Ops
+from baton.engine.model import onednn
+from baton.engine.model.linear import INT4_GROUP, Linear
+from baton.engine.model.onednn import multiplies_int8
+from baton.engine.model.ops import Ops
 
 CPU = torch.device("cpu")
 ROWS = [1, 2, 7, 64, 300]

@@ -13,17 +13,17 @@ from typing import Any
 
 import pytest
 
-from baton.engine.block_key import MAX_EVENT_KEYS, root_key
-from baton.engine.blocks import CacheChange
-from baton.engine.contract import CacheEvent, EngineStopped, Listener, cache_events
-from baton.engine.engine import Engine, Output, TooLong
-from baton.engine.kvcache import KvPool
-from baton.engine.loop import EngineLoop, facts
-from baton.engine.protocol import Chunk
-from baton.engine.sampling import Sampled, SamplingParams
-from baton.engine.scheduler import Limits
-from baton.engine.sequence import Sequence, State
-from baton.engine.toy import ToyRunner, naive
+from baton.engine.core.block_key import MAX_EVENT_KEYS, root_key
+from baton.engine.core.blocks import CacheChange
+from baton.engine.core.contract import CacheEvent, EngineStopped, Listener, cache_events
+from baton.engine.core.engine import Engine, Output, TooLong
+from baton.engine.core.kvcache import KvPool
+from baton.engine.core.loop import EngineLoop, facts
+from baton.engine.core.protocol import Chunk
+from baton.engine.core.sampling import Sampled, SamplingParams
+from baton.engine.core.scheduler import Limits
+from baton.engine.core.sequence import Sequence, State
+from baton.engine.core.toy import ToyRunner, naive
 
 BLOCK = 4
 CONFIG = {"vocab_size": 257, "eos_token_id": 256, "max_position_embeddings": 4096, "kv_width": 8}

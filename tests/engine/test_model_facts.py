@@ -11,9 +11,9 @@ from model_folders import CHOICES
 from transformers import AutoConfig, AutoTokenizer, GenerationConfig
 
 from baton.engine.build import BuildError, Options, build
-from baton.engine.config_json import read_config
-from baton.engine.fields import CheckpointError, Fields
-from baton.engine.model_facts import CONFIG, GENERATION, NOT_DONE, Fact, context_length, end_tokens, recommended
+from baton.engine.facts.fields import CheckpointError, Fields
+from baton.engine.facts.model_facts import CONFIG, GENERATION, NOT_DONE, Fact, context_length, end_tokens, recommended
+from baton.engine.model.config_json import read_config
 from baton.models.make_small import make
 
 BASE = {name: values[0] for name, values in CHOICES.items()} | {

@@ -28,16 +28,17 @@ from transformers import (
 )
 from transformers.models.auto.modeling_auto import AutoModelForCausalLM
 
-from baton.engine import attention
-from baton.engine.attention import PagedKv
-from baton.engine.config_json import SUPPORTED, read_config
-from baton.engine.fields import CheckpointError
-from baton.engine.kvcache import KvPool
-from baton.engine.naive import next_logits
-from baton.engine.protocol import Chunk
+from baton.engine.choice import load_runner
+from baton.engine.core.kvcache import KvPool
+from baton.engine.core.protocol import Chunk
+from baton.engine.core.sampling import SamplingParams
+from baton.engine.core.sequence import Sequence
+from baton.engine.facts.fields import CheckpointError
+from baton.engine.model import attention
+from baton.engine.model.attention import PagedKv
+from baton.engine.model.config_json import SUPPORTED, read_config
+from baton.engine.model.naive import next_logits
 from baton.engine.runner import ModelRunner
-from baton.engine.sampling import SamplingParams
-from baton.engine.sequence import Sequence
 
 TOLERANCE = 1e-4  # absolute, on float32 logits whose standard deviation is about 5
 SIZES: dict[str, Any] = {
@@ -172,7 +173,7 @@ class Pages:
     """A runner on a pool full of NaN, and sequences whose blocks are drawn from it at random."""
 
     def __init__(self, folder: Path, block_size: int = 16, blocks: int = 120, dtype: str = "float32", compiled: bool = True) -> None:
-        self.runner = ModelRunner.load(folder, dtype=dtype, block_size=block_size, compiled=compiled)
+        self.runner = load_runner(ModelRunner, folder, dtype=dtype, block_size=block_size, compiled=compiled)
         self.runner.attach(KvPool(self.runner.layout, blocks))
         # [N, L, 2, Hkv, bs, D]
         self.pool = torch.from_numpy(self.runner.pool.array).view(getattr(torch, dtype)).view(blocks, *self.runner.layout.block_shape)
@@ -255,7 +256,7 @@ def test_ragged_batches_of_prefill_chunks_and_decodes_match_transformers(pair: t
 def test_the_naive_oracle_matches_transformers(pair: tuple[torch.nn.Module, Path]) -> None:
     model, folder = pair
     tokens = random_tokens(50, seed=9)
-    assert_close(next_logits(ModelRunner.load(folder).model, tokens), reference(model, tokens)[-1:])
+    assert_close(next_logits(load_runner(ModelRunner, folder).model, tokens), reference(model, tokens)[-1:])
 
 
 @pytest.fixture(scope="module")
@@ -351,7 +352,7 @@ def test_fields_given_twice_are_read_as_transformers_reads_them(tmp_path: Path, 
     edit_config(tmp_path, **fields)
     tokens = random_tokens(75, seed=1)
     model = AutoModelForCausalLM.from_pretrained(tmp_path, attn_implementation="eager", dtype="float32").eval()
-    assert_close(next_logits(ModelRunner.load(tmp_path).model, tokens), reference(model, tokens)[-1:])
+    assert_close(next_logits(load_runner(ModelRunner, tmp_path).model, tokens), reference(model, tokens)[-1:])
     assert (read_config(tmp_path) != before) is ("rope_scaling" in fields)
 
 
@@ -374,7 +375,7 @@ def test_a_single_file_is_preferred_to_an_index_as_in_transformers(tmp_path: Pat
     tokens, folder = random_tokens(20, seed=1), tmp_path / "shards"
     theirs = AutoModelForCausalLM.from_pretrained(folder, attn_implementation="eager", dtype="float32").eval()
     assert index["weight_map"] and not torch.equal(reference(model, tokens), reference(theirs, tokens))
-    assert_close(next_logits(ModelRunner.load(folder).model, tokens), reference(theirs, tokens)[-1:])
+    assert_close(next_logits(load_runner(ModelRunner, folder).model, tokens), reference(theirs, tokens)[-1:])
 
 
 def architecture_of(config: PretrainedConfig) -> str:
@@ -418,6 +419,6 @@ def test_a_longrope_model_is_limited_to_its_original_length(tmp_path: Path) -> N
 
 def test_latent_attention_stores_one_vector_per_token_and_layer(tmp_path: Path) -> None:
     build("deepseek3", tmp_path)
-    layout = ModelRunner.load(tmp_path, block_size=16).layout
+    layout = load_runner(ModelRunner, tmp_path, block_size=16).layout
     assert layout.block_shape == (3, 1, 1, 16, 24 + 8)
     assert layout.value_dim == 24

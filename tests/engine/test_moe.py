@@ -7,12 +7,12 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from baton.engine.checkpoint import ExpertConfig
 from baton.engine.choice import choose_ops
 from baton.engine.cpu.kernel import ArgumentError
-from baton.engine.moe import GroupedExperts, Mlp, SeparateExperts
-from baton.engine.ops import Ops
-from baton.engine.weights import Weights
+from baton.engine.model.checkpoint import ExpertConfig
+from baton.engine.model.moe import GroupedExperts, Mlp, SeparateExperts
+from baton.engine.model.ops import Ops
+from baton.engine.model.weights import Weights
 
 HIDDEN, INNER, COUNT = 16, 24, 6
 LAYERS = frozenset({0})

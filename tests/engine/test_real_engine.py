@@ -13,16 +13,17 @@ import torch
 from near_tie import TOLERANCE, assert_same, parting, score
 from torch import Tensor
 
-from baton.engine.block_key import extend_keys, root_key
-from baton.engine.blocks import BlockPool
-from baton.engine.engine import Engine, Output
-from baton.engine.kvcache import KvPool
-from baton.engine.naive import generate, next_logits
-from baton.engine.protocol import Chunk
+from baton.engine.choice import load_runner
+from baton.engine.core.block_key import extend_keys, root_key
+from baton.engine.core.blocks import BlockPool
+from baton.engine.core.engine import Engine, Output
+from baton.engine.core.kvcache import KvPool
+from baton.engine.core.protocol import Chunk
+from baton.engine.core.sampling import SamplingParams
+from baton.engine.core.scheduler import Limits
+from baton.engine.core.sequence import Sequence, State
+from baton.engine.model.naive import generate, next_logits
 from baton.engine.runner import ModelRunner
-from baton.engine.sampling import SamplingParams
-from baton.engine.scheduler import Limits
-from baton.engine.sequence import Sequence, State
 from baton.models.make_small import make
 
 BLOCK = 4
@@ -49,7 +50,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 @pytest.fixture(scope="module")
 def loaded(folder: Path) -> ModelRunner:
     """The weights, without a pool. Tests only read them."""
-    return ModelRunner.load(folder, block_size=BLOCK)
+    return load_runner(ModelRunner, folder, block_size=BLOCK)
 
 
 class Recorder(ModelRunner):
@@ -371,7 +372,7 @@ def test_a_broken_shared_prefix_fails_all_its_users_but_no_later_request(loaded:
 @pytest.mark.parametrize("budget", [8, 64])
 def test_broken_weights_fail_only_the_sequences_that_use_them(folder: Path, loaded: ModelRunner, hold: bool, budget: int) -> None:
     """One row of the embedding is NaN: only the prompts that contain that token, early or late, get no answer."""
-    broken = ModelRunner.load(folder, block_size=BLOCK)
+    broken = load_runner(ModelRunner, folder, block_size=BLOCK)
     broken.model.embedding[77] = torch.nan
     engine, rng = make_engine(broken, budget=budget), random.Random(9)
     plain = [[token for token in random_tokens(rng, 25) if token != 77][:20] for _ in range(4)]

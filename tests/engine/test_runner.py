@@ -1,4 +1,4 @@
-"""The runner keeps the contract of `baton.engine.protocol`, and its tokens are the naive oracle's."""
+"""The runner keeps the contract of `baton.engine.core.protocol`, and its tokens are the naive oracle's."""
 
 import random
 from pathlib import Path
@@ -7,13 +7,14 @@ import numpy as np
 import pytest
 import torch
 
+from baton.engine.choice import load_runner
+from baton.engine.core.kvcache import KvLayout, KvPool
+from baton.engine.core.protocol import Chunk, NonFiniteLogits, Runner
+from baton.engine.core.sampling import Sampled, SamplingParams
+from baton.engine.core.sequence import Sequence, finish_reason
 from baton.engine.cpu import compiled_ops
-from baton.engine.kvcache import KvLayout, KvPool
-from baton.engine.naive import generate
-from baton.engine.protocol import Chunk, NonFiniteLogits, Runner
+from baton.engine.model.naive import generate
 from baton.engine.runner import ModelRunner
-from baton.engine.sampling import Sampled, SamplingParams
-from baton.engine.sequence import Sequence, finish_reason
 from baton.models.make_small import make
 
 BLOCK = 4
@@ -33,7 +34,7 @@ def runner(folder: Path) -> ModelRunner:
 
 
 def loaded(folder: Path) -> ModelRunner:
-    runner = ModelRunner.load(folder, block_size=BLOCK)
+    runner = load_runner(ModelRunner, folder, block_size=BLOCK)
     runner.attach(KvPool(runner.layout, 150))
     return runner
 
@@ -80,7 +81,7 @@ def random_params(rng: random.Random) -> SamplingParams:
 
 def test_a_runner_describes_its_model(folder: Path) -> None:
     seen: list[tuple[int, int]] = []
-    runner = ModelRunner.load(folder, block_size=BLOCK, progress=lambda done, total: seen.append((done, total)))
+    runner = load_runner(ModelRunner, folder, block_size=BLOCK, progress=lambda done, total: seen.append((done, total)))
     assert (runner.vocab_size, runner.eos_token_ids, runner.max_positions) == (300, frozenset({1}), 96)
     layout = runner.layout
     assert (layout.dtype, layout.block_size, layout.num_layers, layout.num_kv_heads, layout.head_dim) == ("float32", BLOCK, 3, 2, 16)
@@ -89,14 +90,14 @@ def test_a_runner_describes_its_model(folder: Path) -> None:
 
 def test_the_fingerprint_tells_models_and_precisions_apart(folder: Path, tmp_path: Path) -> None:
     make(tmp_path, seed=1, hidden=64, layers=3, heads=4, kv_heads=2, vocab=300, context=96)
-    runners = [ModelRunner.load(folder), ModelRunner.load(folder, dtype="bfloat16"), ModelRunner.load(tmp_path)]
+    runners = [load_runner(ModelRunner, folder), load_runner(ModelRunner, folder, dtype="bfloat16"), load_runner(ModelRunner, tmp_path)]
     assert len({runner.layout.model_fingerprint for runner in runners}) == 3
-    assert ModelRunner.load(folder).layout == runners[0].layout
+    assert load_runner(ModelRunner, folder).layout == runners[0].layout
 
 
 def test_an_unknown_dtype_is_refused(folder: Path) -> None:
     with pytest.raises(ValueError, match=r"float8.*float32, bfloat16"):
-        ModelRunner.load(folder, dtype="float8")
+        load_runner(ModelRunner, folder, dtype="float8")
 
 
 def test_a_pool_with_a_different_layout_is_refused(runner: ModelRunner) -> None:
@@ -216,14 +217,14 @@ def test_kv_that_breaks_later_raises_the_same_error(runner: ModelRunner, params:
 
 def test_the_fingerprint_tells_unlike_arithmetics_apart(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """A stream must not go on with other last bits: not where another library multiplies, nor on another processor."""
-    prints = [ModelRunner.load(folder, products=by).layout.model_fingerprint for by in ("baton", "torch", "baton")]
+    prints = [load_runner(ModelRunner, folder, products=by).layout.model_fingerprint for by in ("baton", "torch", "baton")]
     assert prints[0] == prints[2] != prints[1]
     monkeypatch.setattr(compiled_ops, "target", lambda: "another processor")
-    assert ModelRunner.load(folder, products="baton").layout.model_fingerprint not in prints
+    assert load_runner(ModelRunner, folder, products="baton").layout.model_fingerprint not in prints
 
 
 def test_the_head_is_finer_than_int4(folder: Path) -> None:
-    runners = {kind: ModelRunner.load(folder, weight_dtype=kind, products="baton") for kind in ("int8", "int4")}
+    runners = {kind: load_runner(ModelRunner, folder, weight_dtype=kind, products="baton") for kind in ("int8", "int4")}
     x = torch.randn(3, 64, generator=torch.Generator().manual_seed(1))
     assert torch.equal(runners["int4"].model.head(x), runners["int8"].model.head(x))
     assert runners["int4"].layout.model_fingerprint.split("-")[2] == "int4+int8"

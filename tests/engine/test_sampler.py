@@ -13,12 +13,12 @@ import pytest
 import torch
 from torch import Tensor
 
+from baton.engine.core.protocol import NonFiniteLogits
+from baton.engine.core.sampling import SamplingParams, mix64, noise_key
+from baton.engine.core.sequence import Sequence
 from baton.engine.cpu.draw import draw as compiled_draw
-from baton.engine.protocol import NonFiniteLogits
-from baton.engine.sampler import draw_plainly as plain_draw
-from baton.engine.sampler import sample
-from baton.engine.sampling import SamplingParams, mix64, noise_key
-from baton.engine.sequence import Sequence
+from baton.engine.model.sampler import draw_plainly as plain_draw
+from baton.engine.model.sampler import sample
 
 VOCAB = 97
 EOS = frozenset({3, 4})
@@ -30,7 +30,7 @@ Row = npt.NDArray[np.float64]
 def draws(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
     """Both draws keep every promise."""
     if request.param == "compiled":
-        monkeypatch.setattr("baton.engine.sampler.draw_plainly", compiled_draw)
+        monkeypatch.setattr("baton.engine.model.sampler.draw_plainly", compiled_draw)
 
 
 def sequence(params: SamplingParams, tokens: list[int] | None = None, prompt_len: int = 5) -> Sequence:
@@ -227,7 +227,7 @@ TIES = torch.tensor([[2.0] * 4 + [1.0] * 6 + [-30.0] * 20])
 @pytest.mark.parametrize("selected", [1, 5, 9, 256])
 def test_filters_keep_tied_tokens_together(monkeypatch: pytest.MonkeyPatch, selected: int, params: SamplingParams, left: int) -> None:
     """Ties are common in bfloat16. `selected` 5 and 9: the ties with the fifth extend beyond what is sorted first."""
-    monkeypatch.setattr("baton.engine.sampler.SELECTED", selected)
+    monkeypatch.setattr("baton.engine.model.sampler.SELECTED", selected)
     assert drawn(params, TIES, 600) == set(range(left)) == set(plain_filter(TIES[0].double().numpy(), params))
 
 
@@ -258,7 +258,7 @@ def test_filters_do_not_depend_on_how_many_are_sorted(monkeypatch: pytest.Monkey
     for seq in seqs:  # a large top_k in one row makes every row sort that many
         seq.params = replace(seq.params, top_k=seq.params.top_k % 3, temperature=1.5)
     before = sample(logits, seqs, EOS)
-    monkeypatch.setattr("baton.engine.sampler.SELECTED", selected)
+    monkeypatch.setattr("baton.engine.model.sampler.SELECTED", selected)
     assert sample(logits, seqs, EOS) == before
     assert [answer.token for answer in before] == [plain_sample(row.double().numpy(), seq) for row, seq in zip(logits, seqs, strict=True)]
 

@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from baton.engine.sampling import FIELDS, NUMBERS, Range, SamplingParams
+from baton.engine.core.sampling import FIELDS, NUMBERS, Range, SamplingParams
 from baton.v1 import generation_pb2
 from baton.worker.wire import to_params
 from router.calls import to_job

@@ -13,10 +13,10 @@ import pytest
 from engine_bench import BLOCK, PROMPT, VLLM_DEVICE, Bench, started
 
 from baton.engine.build import Options
-from baton.engine.contract import EngineStopped
-from baton.engine.engine import QueueFull
-from baton.engine.scheduler import Limits
-from baton.engine.sequence import State
+from baton.engine.core.contract import EngineStopped
+from baton.engine.core.engine import QueueFull
+from baton.engine.core.scheduler import Limits
+from baton.engine.core.sequence import State
 from baton.engine.vllm.engine import VllmEngine
 from baton.engine.vllm.link import SHARED_MEMORY
 

@@ -16,7 +16,7 @@ import authority
 import numpy as np
 import pytest
 
-from baton.engine.kvcache import KvPool
+from baton.engine.core.kvcache import KvPool
 
 HERE = Path(__file__).parent
 SENTINEL = 0xA5

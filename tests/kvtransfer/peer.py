@@ -20,7 +20,7 @@ import numpy as np
 
 from baton.cluster.config import SecurityConfig
 from baton.cluster.errors import BatonError
-from baton.engine.kvcache import KvLayout, KvPool
+from baton.engine.core.kvcache import KvLayout, KvPool
 from baton.worker.kv_tls import kv_tls
 from kvtransfer.auto_transport import AutoTransport
 from kvtransfer.select import make_transport

@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 
 from baton.cluster.errors import BatonError, Reason
-from baton.engine.kvcache import KvLayout, KvPool
+from baton.engine.core.kvcache import KvLayout, KvPool
 from kvtransfer.auto_transport import AutoTransport
 from kvtransfer.nixl_transport import NixlTransport
 from kvtransfer.select import make_transport

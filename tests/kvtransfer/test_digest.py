@@ -6,7 +6,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from baton.cluster.errors import BatonError, Reason
-from baton.engine.kvcache import KvLayout, KvPool
+from baton.engine.core.kvcache import KvLayout, KvPool
 from kvtransfer.digest import DIGEST_BYTES, block_digests, mismatches
 
 POOL = KvPool(KvLayout("test", "float32", block_size=2, num_layers=2, num_kv_heads=1, head_dim=8), num_blocks=16)

@@ -13,9 +13,9 @@ import pytest
 from fetching import BIG, TALE, WEIGHTS, Fetched
 from model_stores import REPO, Contents, proxying, serving
 
-from baton.engine.checkpoint import Checkpoint
-from baton.engine.config_json import read_config
-from baton.engine.fingerprint import fingerprint
+from baton.engine.facts.fingerprint import fingerprint
+from baton.engine.model.checkpoint import Checkpoint
+from baton.engine.model.config_json import read_config
 from baton.models.fetch import fetcher, lock, manifest, transfer
 from baton.models.fetch.fetcher import How
 from baton.models.fetch.selection import chosen

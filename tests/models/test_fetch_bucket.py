@@ -10,7 +10,7 @@ import pytest
 from fetching import BIG, TALE, WEIGHTS, Fetched
 from model_stores import BUCKET, Contents, proxying, serving
 
-from baton.engine.fingerprint import check_sums, fingerprint
+from baton.engine.facts.fingerprint import check_sums, fingerprint
 from baton.models.fetch import digest, fetcher
 from baton.models.fetch.fetcher import How
 from baton.models.fetch.store import FetchError, Wanted

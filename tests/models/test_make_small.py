@@ -8,9 +8,10 @@ import pytest
 from jinja2 import Environment
 from tokenizers import Tokenizer
 
-from baton.engine.naive import generate
+from baton.engine.choice import load_runner
+from baton.engine.core.sampling import SamplingParams
+from baton.engine.model.naive import generate
 from baton.engine.runner import ModelRunner
-from baton.engine.sampling import SamplingParams
 from baton.models.make_small import byte_characters, make, make_toy
 from baton.models.train.corpus import SPECIAL
 
@@ -44,7 +45,7 @@ def test_the_same_seed_gives_the_same_bytes_and_another_does_not(small: Path, tm
 def test_greedy_text_does_not_repeat_itself(small: Path) -> None:
     tokenizer = Tokenizer.from_file(str(small / "tokenizer.json"))
     prompt = tokenizer.encode("The quiet river near Ashford").ids
-    answers = generate(ModelRunner.load(small).model, prompt, SamplingParams(max_tokens=120, temperature=0.0, ignore_eos=True))
+    answers = generate(load_runner(ModelRunner, small).model, prompt, SamplingParams(max_tokens=120, temperature=0.0, ignore_eos=True))
     assert len({answer.token for answer in answers[-50:]}) > 25
 
 

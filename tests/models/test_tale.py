@@ -13,11 +13,12 @@ from torch import nn
 
 from baton.cli.up import SHIPPED
 from baton.engine.build import BuildError, Options, build
-from baton.engine.engine import Engine
-from baton.engine.naive import next_logits
+from baton.engine.choice import load_runner
+from baton.engine.core.engine import Engine
+from baton.engine.core.sampling import SamplingParams
+from baton.engine.core.sequence import Sequence
+from baton.engine.model.naive import next_logits
 from baton.engine.runner import ModelRunner
-from baton.engine.sampling import SamplingParams
-from baton.engine.sequence import Sequence
 from baton.models.train import card, evaluate
 from baton.models.train.corpus import documents
 from baton.models.train.recipe import CONTEXT, RECIPES, SEED, TOKENIZER_DOCUMENTS, VOCAB
@@ -68,7 +69,7 @@ def test_the_shipped_tokenizer_can_be_made_from_the_seed() -> None:
 
 
 def test_the_engine_gives_the_logits_of_transformers(model: nn.Module, tokenizer: Tokenizer) -> None:
-    ours = ModelRunner.load(SHIPPED).model
+    ours = load_runner(ModelRunner, SHIPPED).model
     for text in islice(documents(SEED, "logits", 350), 3):
         ids = tokenizer.encode(text, add_special_tokens=False).ids
         with torch.inference_mode():

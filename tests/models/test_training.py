@@ -8,8 +8,8 @@ import torch
 from safetensors.torch import load_file
 from tokenizers import Tokenizer
 
-from baton.engine.checkpoint import Checkpoint
-from baton.engine.config_json import read_config
+from baton.engine.model.checkpoint import Checkpoint
+from baton.engine.model.config_json import read_config
 from baton.models.folder import Shape
 from baton.models.train import training
 from baton.models.train.__main__ import export

@@ -26,7 +26,7 @@ from baton.cluster.metrics import Book
 from baton.cluster.records import Load, Pools, RouterRecord, StartRecord, WorkerRecord
 from baton.cluster.rpc import Server, channel, to_error
 from baton.cluster.telemetry import Tracer
-from baton.engine.sampling import SamplingParams
+from baton.engine.core.sampling import SamplingParams
 from baton.v1 import worker_pb2 as pb
 from baton.v1 import worker_pb2_grpc
 from baton.worker.door import PAGE_KEYS, Probed, Residue, WorkerDoor

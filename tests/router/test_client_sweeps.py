@@ -15,7 +15,7 @@ from sweep import cancelled, until
 from baton.cluster.config import Config, SecurityConfig
 from baton.cluster.records import WorkerRecord
 from baton.cluster.rpc import Context, Server
-from baton.engine.sampling import SamplingParams
+from baton.engine.core.sampling import SamplingParams
 from baton.v1 import generation_pb2, worker_pb2_grpc
 from baton.v1 import worker_pb2 as pb
 from router import probes, watch

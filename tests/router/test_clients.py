@@ -17,8 +17,8 @@ from baton.cluster.errors import BatonError, Reason
 from baton.cluster.handoff import Handoff
 from baton.cluster.records import BlockEvent, Load, WorkerRecord
 from baton.cluster.rpc import Answering, Context, Server, abort
-from baton.engine.block_key import MAX_EVENT_KEYS
-from baton.engine.sampling import SamplingParams
+from baton.engine.core.block_key import MAX_EVENT_KEYS
+from baton.engine.core.sampling import SamplingParams
 from baton.v1 import generation_pb2, worker_pb2_grpc
 from baton.v1 import worker_pb2 as pb
 from router import clients, probes, watch

@@ -15,8 +15,8 @@ from turn_work import TurnWork
 from baton.cluster.config_router import RouterConfig
 from baton.cluster.errors import BatonError, Reason
 from baton.cluster.records import Load, WorkerRecord
-from baton.engine.sampling import SamplingParams
-from baton.engine.toy import naive
+from baton.engine.core.sampling import SamplingParams
+from baton.engine.core.toy import naive
 from router import dispatch
 from router.calls import DecodeEvent, Died
 from router.clients import Answer, Workers

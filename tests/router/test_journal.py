@@ -14,7 +14,7 @@ from baton.cluster.errors import BatonError, Reason
 from baton.cluster.metrics import Book
 from baton.cluster.otel import OtelTracer
 from baton.cluster.telemetry import Tracer
-from baton.engine.sampling import SamplingParams
+from baton.engine.core.sampling import SamplingParams
 from router.curves import STEP_S
 from router.journal import Entry, Journal
 from router.request import Failure, Request

@@ -18,7 +18,7 @@ from baton.cluster.messages import plain
 from baton.cluster.metrics import Book
 from baton.cluster.records import Load, Pools, RouterRecord
 from baton.cluster.telemetry import Tracer
-from baton.engine.sampling import SamplingParams
+from baton.engine.core.sampling import SamplingParams
 from baton.v1 import worker_pb2
 from router.admission import Admission
 from router.journal import Entry, Journal

@@ -13,9 +13,9 @@ from transformers import AutoTokenizer
 from transformers.models.auto.tokenization_auto import TOKENIZER_MAPPING_NAMES, tokenizer_class_from_name
 from transformers.tokenization_utils_tokenizers import TokenizersBackend
 
-from baton.engine.fields import CheckpointError
-from baton.engine.tokenizer_class import AS_THE_FILE_SAYS, OTHER_CLASSES, REBUILT, REGISTERED
-from baton.engine.tokenizer_files import TokenizerFiles
+from baton.engine.facts.fields import CheckpointError
+from baton.engine.facts.tokenizer_class import AS_THE_FILE_SAYS, OTHER_CLASSES, REBUILT, REGISTERED
+from baton.engine.facts.tokenizer_files import TokenizerFiles
 from router.tokenizer import Tokenizer
 
 CHAT = [{"role": "user", "content": "the quick fox"}, {"role": "assistant", "content": "doesn't 12 345"}]

@@ -2,8 +2,8 @@
 
 from time import monotonic
 
-from baton.engine.block_key import extend_keys, root_key
-from baton.engine.sampling import SamplingParams
+from baton.engine.core.block_key import extend_keys, root_key
+from baton.engine.core.sampling import SamplingParams
 from router.poison import MAX_DEAD, MAX_PROMPTS, Poison
 from router.request import Request, Stopwatch, Trace
 

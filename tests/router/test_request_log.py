@@ -8,7 +8,7 @@ from baton.cluster.config_router import SloConfig
 from baton.cluster.errors import BatonError, Reason
 from baton.cluster.metrics import Book
 from baton.cluster.telemetry import Tracer
-from baton.engine.sampling import SamplingParams
+from baton.engine.core.sampling import SamplingParams
 from router.journal import Journal
 from router.request import Failure, Request
 from router.request_log import LINES, RequestLog

@@ -17,9 +17,9 @@ from baton.cluster.config_router import RouterConfig, SloConfig
 from baton.cluster.errors import BatonError, Reason
 from baton.cluster.metrics import Book
 from baton.cluster.telemetry import Tracer
-from baton.engine.model_facts import Fact, Recommended
-from baton.engine.sampling import SamplingParams
-from baton.engine.toy import naive
+from baton.engine.core.sampling import SamplingParams
+from baton.engine.core.toy import naive
+from baton.engine.facts.model_facts import Fact, Recommended
 from baton.models.make_small import make_toy
 from baton.stages import Stage
 from router.admission import Admission

@@ -13,7 +13,7 @@ from tokenizers import AddedToken, decoders, models, normalizers, pre_tokenizers
 from transformers import PreTrainedTokenizerFast
 
 from baton.cluster.errors import BatonError, Reason
-from baton.engine.fingerprint import tokenizer_fingerprint
+from baton.engine.facts.fingerprint import tokenizer_fingerprint
 from router.chat_template import ChatTemplate
 from router.tokenizer import Tokenizer
 

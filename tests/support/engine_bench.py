@@ -5,12 +5,12 @@ import os
 from dataclasses import dataclass, field, replace
 from typing import Any
 
-from baton.engine.block_key import root_key
 from baton.engine.build import Options
-from baton.engine.contract import CacheEvent, Facts, Listener, ServingEngine
-from baton.engine.engine import Output
-from baton.engine.sampling import SamplingParams
-from baton.engine.sequence import Sequence
+from baton.engine.core.block_key import root_key
+from baton.engine.core.contract import CacheEvent, Facts, Listener, ServingEngine
+from baton.engine.core.engine import Output
+from baton.engine.core.sampling import SamplingParams
+from baton.engine.core.sequence import Sequence
 from baton.engine.start import start_engine
 
 BLOCK = 32
@@ -28,7 +28,7 @@ class Bench:
     failures: list[BaseException] = field(default_factory=list)
     batches: list[tuple[float, int, int]] = field(default_factory=list)
     made: int = 0
-    separates_output: bool = False  # see `baton.engine.protocol.Runner`
+    separates_output: bool = False  # see `baton.engine.core.protocol.Runner`
 
     def seq(self, tokens: list[int], prompt_len: int | None = None, hold: bool = False, salt: str = "", **params: Any) -> Sequence:
         self.made += 1

@@ -11,7 +11,7 @@ from typing import Any
 from baton.cluster.errors import BatonError, Reason
 from baton.cluster.handoff import Handoff
 from baton.cluster.records import Load, RoleName, WorkerRecord
-from baton.engine.toy import naive
+from baton.engine.core.toy import naive
 from router.calls import Adopted, DecodeEvent, Ended, FirstToken, Opened, PrefillEvent, Source
 from router.clients import Answer
 from router.request import FinishReason, Request, Token

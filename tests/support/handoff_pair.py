@@ -11,15 +11,15 @@ from baton.cluster.config_engine import KvConfig
 from baton.cluster.errors import BatonError
 from baton.cluster.metrics import Book
 from baton.cluster.telemetry import Tracer
-from baton.engine.block_key import root_key
-from baton.engine.contract import Listener
-from baton.engine.engine import Engine
-from baton.engine.kvcache import KvLayout, KvPool
-from baton.engine.loop import EngineLoop
-from baton.engine.sampling import Sampled, SamplingParams
-from baton.engine.scheduler import Limits
-from baton.engine.sequence import Sequence
-from baton.engine.toy import ToyRunner, naive
+from baton.engine.core.block_key import root_key
+from baton.engine.core.contract import Listener
+from baton.engine.core.engine import Engine
+from baton.engine.core.kvcache import KvLayout, KvPool
+from baton.engine.core.loop import EngineLoop
+from baton.engine.core.sampling import Sampled, SamplingParams
+from baton.engine.core.scheduler import Limits
+from baton.engine.core.sequence import Sequence
+from baton.engine.core.toy import ToyRunner, naive
 from baton.worker.kv_port import KvPort, Place
 from decode_worker.worker import Adopted, DecodeWorker, Event, Finished
 from kvtransfer.handle import KvHandle, Piece, Wish, mac_key

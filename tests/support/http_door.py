@@ -15,7 +15,7 @@ from baton.cluster.errors import BatonError
 from baton.cluster.keys import ApiKeys
 from baton.cluster.metrics import Book
 from baton.cluster.telemetry import Tracer
-from baton.engine.sampling import SamplingParams
+from baton.engine.core.sampling import SamplingParams
 from baton.models.make_small import make_toy
 from router.admission import Admission
 from router.http.app import HttpDoor

@@ -22,8 +22,8 @@ from baton.access.options import Identity
 from baton.cli.admin import read_records, read_status
 from baton.client import AsyncClient, Result
 from baton.cluster.rpc import NO_PROXY
-from baton.engine.sampling import SamplingParams
-from baton.engine.toy import naive
+from baton.engine.core.sampling import SamplingParams
+from baton.engine.core.toy import naive
 from baton.launch.state import alive
 from baton.models.make_small import make_toy
 from baton.v1 import worker_pb2, worker_pb2_grpc

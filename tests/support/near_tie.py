@@ -9,9 +9,9 @@ from collections.abc import Sequence as Seq
 
 from torch import Tensor
 
-from baton.engine.model import Transformer
-from baton.engine.naive import next_logits
-from baton.engine.sampling import SamplingParams, mix64, noise_key
+from baton.engine.core.sampling import SamplingParams, mix64, noise_key
+from baton.engine.model.naive import next_logits
+from baton.engine.model.transformer import Transformer
 
 TOLERANCE = 2e-4  # of a score (logit over temperature, plus noise): ten times the measured difference of one logit
 

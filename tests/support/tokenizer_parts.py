@@ -5,8 +5,8 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from baton.engine.fields import Fields
-from baton.engine.tokenizer_files import SETTINGS, gather
+from baton.engine.facts.fields import Fields
+from baton.engine.facts.tokenizer_files import SETTINGS, gather
 from router.tokenizer import Tokenizer
 
 NOWHERE = Path("/nowhere")

@@ -16,8 +16,8 @@ from tokenizers import Tokenizer
 from baton.cli.up import SHIPPED
 from baton.client import AsyncClient, Result, Token
 from baton.engine.build import Options, build
-from baton.engine.sampling import Sampled, SamplingParams
-from baton.engine.sequence import Sequence
+from baton.engine.core.sampling import Sampled, SamplingParams
+from baton.engine.core.sequence import Sequence
 from baton.models.train.stories import story
 
 pytestmark = pytest.mark.system

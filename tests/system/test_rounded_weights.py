@@ -9,10 +9,10 @@ from tokenizers import Tokenizer
 
 from baton.cli.up import SHIPPED
 from baton.engine.build import Options, build
-from baton.engine.engine import Engine
-from baton.engine.fingerprint import fingerprint
-from baton.engine.sampling import SamplingParams
-from baton.engine.sequence import Sequence
+from baton.engine.core.engine import Engine
+from baton.engine.core.sampling import SamplingParams
+from baton.engine.core.sequence import Sequence
+from baton.engine.facts.fingerprint import fingerprint
 from baton.models.train.stories import story
 
 pytestmark = pytest.mark.system

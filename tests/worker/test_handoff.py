@@ -16,9 +16,9 @@ import pytest
 from handoff_pair import KEY, PROMPT, Pair, expected, greedy, leased, pair
 
 from baton.cluster.errors import BatonError, Reason
-from baton.engine.block_key import root_key
-from baton.engine.engine import Engine
-from baton.engine.sequence import Sequence, State
+from baton.engine.core.block_key import root_key
+from baton.engine.core.engine import Engine
+from baton.engine.core.sequence import Sequence, State
 from decode_worker.worker import Adopted, Event, Finished
 from kvtransfer.digest import block_digests
 from kvtransfer.handle import Piece

@@ -17,7 +17,7 @@ from baton.cluster.metrics_http import MetricsServer
 from baton.cluster.redis_registry import RedisRegistry
 from baton.cluster.rpc import Server, Tasks
 from baton.cluster.telemetry import Tracer
-from baton.engine.loop import EngineLoop
+from baton.engine.core.loop import EngineLoop
 from baton.worker.host import fits
 from baton.worker.kv_peers import Peers
 from baton.worker.kv_port import KvPort

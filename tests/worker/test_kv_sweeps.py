@@ -8,7 +8,7 @@ import pytest
 from handoff_pair import KEY, PROMPT, Pair, leased, pair
 from sweep import cancelled, until
 
-from baton.engine.block_key import extend_keys, root_key
+from baton.engine.core.block_key import extend_keys, root_key
 from kvtransfer.handle import Wish
 from kvtransfer.importer import Fetch, Importer
 

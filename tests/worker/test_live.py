@@ -15,9 +15,9 @@ from handoff_pair import PROMPT, Call, Pair, expected, pair
 
 from baton.cluster.errors import BatonError, Reason
 from baton.cluster.handoff import Handoff
-from baton.engine.engine import Output
-from baton.engine.protocol import Chunk
-from baton.engine.sampling import Sampled
+from baton.engine.core.engine import Output
+from baton.engine.core.protocol import Chunk
+from baton.engine.core.sampling import Sampled
 from kvtransfer.handle import KvHandle
 from kvtransfer.importer import Checks
 from prefill_worker.worker import Prefilled

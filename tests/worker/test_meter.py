@@ -13,10 +13,10 @@ from baton.cluster import semconv
 from baton.cluster.errors import BatonError
 from baton.cluster.metrics import Book
 from baton.cluster.otel import OtelTracer
-from baton.engine.block_key import root_key
-from baton.engine.contract import Facts
-from baton.engine.engine import Counts
-from baton.engine.sequence import Sequence
+from baton.engine.core.block_key import root_key
+from baton.engine.core.contract import Facts
+from baton.engine.core.engine import Counts
+from baton.engine.core.sequence import Sequence
 from baton.worker.meter import Meter
 
 

@@ -15,9 +15,9 @@ from handoff_pair import KEY, PROMPT, Pair, another_prefill, expected, greedy, l
 from baton.cluster.config import Config
 from baton.cluster.errors import BatonError, Reason
 from baton.cluster.rpc import NO_PROXY, Server, to_error
-from baton.engine.block_key import extend_keys, root_key
-from baton.engine.sequence import Sequence as EngineSequence
-from baton.engine.toy import naive
+from baton.engine.core.block_key import extend_keys, root_key
+from baton.engine.core.sequence import Sequence as EngineSequence
+from baton.engine.core.toy import naive
 from baton.v1 import generation_pb2, worker_pb2, worker_pb2_grpc
 from baton.worker import kv_port
 from baton.worker.identity import Identity

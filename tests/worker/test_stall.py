@@ -8,17 +8,17 @@ from collections.abc import Sequence as Seq
 
 import pytest
 
-from baton.engine import loop as loop_module
-from baton.engine.block_key import root_key
-from baton.engine.contract import Listener
-from baton.engine.engine import Engine
-from baton.engine.kvcache import KvPool
-from baton.engine.loop import EngineLoop
-from baton.engine.protocol import Chunk
-from baton.engine.sampling import Sampled, SamplingParams
-from baton.engine.scheduler import Limits
-from baton.engine.sequence import Sequence
-from baton.engine.toy import ToyRunner
+from baton.engine.core import loop as loop_module
+from baton.engine.core.block_key import root_key
+from baton.engine.core.contract import Listener
+from baton.engine.core.engine import Engine
+from baton.engine.core.kvcache import KvPool
+from baton.engine.core.loop import EngineLoop
+from baton.engine.core.protocol import Chunk
+from baton.engine.core.sampling import Sampled, SamplingParams
+from baton.engine.core.scheduler import Limits
+from baton.engine.core.sequence import Sequence
+from baton.engine.core.toy import ToyRunner
 from baton.worker.stall import Activity, Stall
 
 LONGEST_S = 60.0

@@ -11,7 +11,7 @@ import pytest
 from memory_registry import MemoryRegistry
 
 from baton.cluster.records import StartRecord
-from baton.engine.progress import Step, tell, told_to
+from baton.engine.core.progress import Step, tell, told_to
 from baton.worker.starting import Starting, processor_s
 
 

@@ -2,7 +2,7 @@
 
 from dataclasses import astuple, fields
 
-from baton.engine.kvcache import KvLayout
+from baton.engine.core.kvcache import KvLayout
 from baton.v1 import worker_pb2
 from baton.worker.wire import pack_layout, unpack_layout
 

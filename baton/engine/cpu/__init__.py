@@ -1,1 +1,1 @@
-"""What only a CPU does: compiled kernels, products of oneDNN, memory."""
+"""Kernels that are compiled for this processor, and what records and chooses among them."""

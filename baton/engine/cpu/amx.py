@@ -48,7 +48,7 @@ from baton.engine.cpu.tile import (
     vectors,
     widened,
 )
-from baton.engine.linear import INT4_GROUP
+from baton.engine.model.linear import INT4_GROUP
 
 TILE = 16  # rows of a tile, of a cache line each
 ROWS = 2 * TILE  # of x, whose sums are in registers: two tiles of x by two of W

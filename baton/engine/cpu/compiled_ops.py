@@ -9,15 +9,16 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from baton.engine.attention import Kernels
-from baton.engine.checkpoint import ExpertConfig
-from baton.engine.cpu import amx, experts, int4, int8, onednn, panels, pointwise, products
+from baton.engine.cpu import amx, experts, int4, int8, panels, pointwise, products
 from baton.engine.cpu.decode_attention import attend_in_place, store
 from baton.engine.cpu.draw import draw
 from baton.engine.cpu.features import target
 from baton.engine.cpu.kernel_cache import OWN, place_of
 from baton.engine.cpu.span_attention import attend_span
-from baton.engine.ops import Each, Multiply, Ops
+from baton.engine.model import onednn
+from baton.engine.model.attention import Kernels
+from baton.engine.model.checkpoint import ExpertConfig
+from baton.engine.model.ops import Each, Multiply, Ops
 
 if (place := place_of(OWN)) is not None:
     place.finish()

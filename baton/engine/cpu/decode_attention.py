@@ -1,19 +1,19 @@
 """Compiled attention of decodes, which reads the pool's blocks in place, and the compiled store of new keys and values.
 
-Letters in shapes are those of `baton.engine.attention`.
+Letters in shapes are those of `baton.engine.model.attention`.
 """
 
 import numpy as np
 from numba import njit
 from torch import Tensor
 
-from baton.engine.attention import Decodes, KvLayer, PagedKv
-from baton.engine.checkpoint import LayerAttention
 from baton.engine.cpu.dots import KEYS, QUERIES, VECTORS, add_values, score_keys
 from baton.engine.cpu.kernel import INT, REAL, int64s, kernel, numbers
 from baton.engine.cpu.primitives import SUMS, ZERO, prefetch, put, share, team, wide
 from baton.engine.cpu.softmax import weigh
 from baton.engine.cpu.tile import LANES
+from baton.engine.model.attention import Decodes, KvLayer, PagedKv
+from baton.engine.model.checkpoint import LayerAttention
 
 EVERYTHING = 1 << 62  # keys that a query without a window sees
 AHEAD = 32  # keys between the one in use and the one being prefetched: blocks are scattered, so no processor can predict the next
@@ -32,7 +32,7 @@ def attend_in_place(paged: PagedKv, layer: int, q: Tensor, kv: Tensor, out: Tens
 
 
 def store(kv: Tensor, kv_layer: KvLayer, slots: Tensor) -> None:
-    """As `baton.engine.attention.store`."""
+    """As `baton.engine.model.attention.store`."""
     _store(in_rows(kv), kv_layer.slots, slots)
 
 

@@ -6,10 +6,10 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from baton.engine.attention import Decodes, Meta, PagedAttention, PagedKv, Span, plan_decodes, seen
 from baton.engine.cpu import pointwise
 from baton.engine.cpu.recording import Arena, Recording, Unrecordable
-from baton.engine.model import Transformer
+from baton.engine.model.attention import Decodes, Meta, PagedAttention, PagedKv, Span, plan_decodes, seen
+from baton.engine.model.transformer import Transformer
 
 MOST = 64  # tokens: in larger batches, Python is a small part of a step
 

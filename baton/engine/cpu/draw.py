@@ -1,4 +1,4 @@
-"""The draw of `baton.engine.sampler`, without sorting, and with a logarithm for few tokens.
+"""The draw of `baton.engine.model.sampler`, without sorting, and with a logarithm for few tokens.
 
 The least score that a filter keeps is found by radix select. Scores relative to the best are at most 0, so the bits of their magnitude
 order them: a pass over the row adds up the weights of the scores by some of these bits, starting with the highest, and the sums say which
@@ -16,11 +16,11 @@ import torch
 from numba import njit
 from torch import Tensor
 
+from baton.engine.core.sampling import GOLDEN, MIXERS, noise_key
+from baton.engine.core.sequence import Sequence
 from baton.engine.cpu.kernel import floats, int64s, kernel
 from baton.engine.cpu.primitives import SUMS, exp, magnitude, share
 from baton.engine.cpu.softmax import greatest_of
-from baton.engine.sampling import GOLDEN, MIXERS, noise_key
-from baton.engine.sequence import Sequence
 
 PASSES = ((20, 31), (10, 20), (0, 10))  # the lowest of the bits that a pass looks at, and the one after the highest
 RACE = 1024  # tokens that get noise at a time
@@ -29,7 +29,7 @@ STEP, MIX, MIX_MORE = np.uint64(GOLDEN), *(np.uint64(each) for each in MIXERS)
 
 
 def draw(scores: Tensor, rows: Seq[int], seqs: Seq[Sequence]) -> list[int]:
-    """A `baton.engine.sampler.Draw` of float32 scores."""
+    """A `baton.engine.model.sampler.Draw` of float32 scores."""
     params = [seq.params for seq in seqs]
     limits = np.array([(p.temperature, p.top_p, p.min_p, p.top_a) for p in params], np.float32)
     counts = np.array([(row, p.top_k) for row, p in zip(rows, params, strict=True)], np.int64)
@@ -83,7 +83,7 @@ def _least(scaled, weights, counted, limit):
 
 @njit
 def _uniform(key, i):
-    """The top 53 bits of the noise of token i, as a float64 in [0, 1): see `baton.engine.sampling.noise_key`."""
+    """The top 53 bits of the noise of token i, as a float64 in [0, 1): see `baton.engine.core.sampling.noise_key`."""
     x = key + np.uint64(i + 1) * STEP
     x = (x ^ (x >> np.uint64(30))) * MIX
     x = (x ^ (x >> np.uint64(27))) * MIX_MORE

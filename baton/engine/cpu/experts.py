@@ -1,6 +1,6 @@
 """Experts, compiled: which ones a token passes through, products of rows that each have a matrix of their own, and the sum of the results.
 
-Letters in shapes are those of `baton.engine.moe`.
+Letters in shapes are those of `baton.engine.model.moe`.
 """
 
 from collections.abc import Callable, Sequence
@@ -17,11 +17,11 @@ from baton.engine.cpu.panels import CHUNK, Product, multiply, multiply_int8, pro
 from baton.engine.cpu.primitives import ONE, SUMS, ZERO, exp, put, share, view_float32, view_int8, view_int32, view_like, view_uint16, wide
 from baton.engine.cpu.softmax import weigh
 from baton.engine.cpu.tile import OUTS, WORDS
-from baton.engine.linear import INT4_GROUP
+from baton.engine.model.linear import INT4_GROUP
 
 
 class Each:
-    """A `baton.engine.ops.Each`. Without owners, rows own the matrices in turns: `[A, in]` → `[A, out]`."""
+    """A `baton.engine.model.ops.Each`. Without owners, rows own the matrices in turns: `[A, in]` → `[A, out]`."""
 
     def __init__(self, products: Sequence[Product]) -> None:
         """Their matrices are of equal shapes and one type."""
@@ -103,7 +103,7 @@ def _close(choice, groups, open_groups, two):
     scale=REAL,
 )
 def route(logits, bias, has_bias, shares, ids, tokens, experts, chosen, sigmoid, groups, open_groups, normalised, scale):
-    """As `baton.engine.ops.Ops.route`. Of equal experts, the first is chosen."""
+    """As `baton.engine.model.ops.Ops.route`. Of equal experts, the first is chosen."""
     first, last = share(tokens)
     scores, choice = np.empty(experts, np.float32), np.empty(experts, np.float32)
     for token in range(first, last):
@@ -129,7 +129,7 @@ def route(logits, bias, has_bias, shares, ids, tokens, experts, chosen, sigmoid,
     out=numbers("tokens", "width"),
 )
 def combine(y, shares, more, has_more, out, tokens, chosen, width):
-    """As `baton.engine.ops.Ops.combine`."""
+    """As `baton.engine.model.ops.Ops.combine`."""
     first, last = share(tokens)
     sums = np.empty(width, np.float32)
     for token in range(first, last):

@@ -13,11 +13,11 @@ from torch import Tensor
 from baton.engine.cpu import amx
 from baton.engine.cpu.int8 import round_row
 from baton.engine.cpu.kernel import bfloat16s, body, floats, int32s, kernel, numbers
-from baton.engine.cpu.memory import zeros
 from baton.engine.cpu.panels import CHUNK, CHUNK_BYTES, OUTS_PADDED, Product, padded
 from baton.engine.cpu.primitives import LINE, from_line, in_parts, part_of, prefetch
 from baton.engine.cpu.tile import INT4_ROWS, OUTS, WORDS, add_groups, step_rows
-from baton.engine.linear import INT4_GROUP
+from baton.engine.model.linear import INT4_GROUP
+from baton.engine.model.memory import zeros
 
 TILES_FROM = 24  # rows: fewer are multiplied faster without AMX
 GROUPS = f"-(-width // {INT4_GROUP})"

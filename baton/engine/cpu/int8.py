@@ -1,6 +1,6 @@
 """The steps before and after a product of int8 matrices, compiled.
 
-The results equal those of `baton.engine.ops.Ops`, bit for bit.
+The results equal those of `baton.engine.model.ops.Ops`, bit for bit.
 """
 
 import numpy as np

@@ -33,9 +33,9 @@ from numba import carray, cfunc, njit, types
 from numba.np.unsafe.ndarray import to_fixed_tuple
 from torch import Tensor
 
+from baton.engine.core.progress import Step, tell
 from baton.engine.cpu import primitives
 from baton.engine.cpu.kernel_cache import VARIABLE, place_of
-from baton.engine.progress import Step, tell
 
 log = logging.getLogger(__name__)
 

@@ -27,8 +27,8 @@ from typing import Any
 
 from numba import config
 
+from baton.engine.core.progress import Step, tell
 from baton.engine.cpu.features import FEATURES, compiler, target
-from baton.engine.progress import Step, tell
 
 VARIABLE = "BATON_KERNEL_CACHE"  # names the root
 HERE = Path(__file__).parent

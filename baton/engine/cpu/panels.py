@@ -11,9 +11,9 @@ from torch import Tensor
 from baton.engine.cpu import amx
 from baton.engine.cpu.int8 import round_row
 from baton.engine.cpu.kernel import body, floats, int8s, int32s, kernel, numbers
-from baton.engine.cpu.memory import zeros
 from baton.engine.cpu.primitives import LINE, from_line, given, in_parts, room_for, share
 from baton.engine.cpu.tile import ADDED, BFLOAT16, FLOAT32, INT8, OUTS, ROWS, add_rows, scale_rows
+from baton.engine.model.memory import zeros
 
 TILES_FROM = 12  # rows of int8: fewer are multiplied nearly as fast as the weights can be read without AMX
 CHUNK = 256 // ROWS * ROWS  # rows of x that stay in the cache of a core while a thread's panels pass: whole tiles

@@ -25,7 +25,7 @@ from torch import Tensor
 
 from baton.engine.cpu.features import host
 from baton.engine.cpu.kernel_cache import OWN, key_of, place_of
-from baton.engine.ops import Multiply
+from baton.engine.model.ops import Multiply
 
 log = logging.getLogger(__name__)
 

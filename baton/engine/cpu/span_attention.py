@@ -5,7 +5,7 @@ gives their scores, which stay in the caches, a softmax makes them weights, and 
 shrinks when a greater score is found. Keys are always cut at the same places, and a key that a query does not see adds exactly nothing:
 the result for a token does not depend on the span in which it is computed, bit for bit.
 
-Letters in shapes are those of `baton.engine.attention`.
+Letters in shapes are those of `baton.engine.model.attention`.
 """
 
 import numpy as np
@@ -13,9 +13,6 @@ from numba import njit
 from numba.extending import overload
 from torch import Tensor
 
-from baton.engine.attention import CUT as KEYS
-from baton.engine.attention import Group, PagedKv
-from baton.engine.checkpoint import LayerAttention
 from baton.engine.cpu import amx
 from baton.engine.cpu.amx import add_rows_by_tiles, begin_tiles, end_tiles
 from baton.engine.cpu.decode_attention import EVERYTHING, in_rows
@@ -24,6 +21,9 @@ from baton.engine.cpu.kernel import INT, REAL, int64s, kernel, numbers
 from baton.engine.cpu.primitives import LINE, LOG2_E, ONE, SUMS, ZERO, exp, from_line, given, put, room_for, share, team, wait
 from baton.engine.cpu.softmax import cap, greatest_score, powers
 from baton.engine.cpu.tile import LANES, OUTS, add_rows, group_of
+from baton.engine.model.attention import CUT as KEYS
+from baton.engine.model.attention import Group, PagedKv
+from baton.engine.model.checkpoint import LayerAttention
 
 QUERIES = 64  # that one thread computes at a time, unless a key head has more
 SIZE = f"-(-keys // {OUTS}) * {OUTS}"  # keys in whole panels

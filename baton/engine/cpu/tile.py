@@ -28,7 +28,7 @@ from numba.extending import intrinsic
 
 from baton.engine.cpu.features import FEATURES
 from baton.engine.cpu.primitives import LINE, fetch
-from baton.engine.linear import INT4_GROUP
+from baton.engine.model.linear import INT4_GROUP
 
 # Numbers of a register, registers of sums for each row, and rows: all sums and a step's numbers of W are in registers.
 LANES, VECTORS, ROWS = (16, 2, 14) if "avx512f" in FEATURES else (8, 2, 6) if "avx2" in FEATURES else (4, 4, 6)

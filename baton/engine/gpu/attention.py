@@ -6,9 +6,9 @@ from collections.abc import Sequence
 
 from torch import Tensor
 
-from baton.engine.attention import PagedAttention, PagedKv, plan
-from baton.engine.checkpoint import LayerAttention
 from baton.engine.gpu.inputs import Inputs, Step
+from baton.engine.model.attention import PagedAttention, PagedKv, plan
+from baton.engine.model.checkpoint import LayerAttention
 
 
 class DeviceAttention:
@@ -35,7 +35,7 @@ class DeviceAttention:
 
 
 class TorchAttention(DeviceAttention):
-    """`baton.engine.attention`, unchanged."""
+    """`baton.engine.model.attention`, unchanged."""
 
     def __init__(self, pool: Tensor, layers: Sequence[LayerAttention], heads: int, value_dim: int, inputs: Inputs) -> None:
         super().__init__(pool, layers, heads, value_dim, inputs)

@@ -14,9 +14,9 @@ from importlib.util import find_spec
 import torch
 from torch import Tensor
 
-from baton.engine.checkpoint import LayerAttention
 from baton.engine.gpu.attention import DeviceAttention, TorchAttention
 from baton.engine.gpu.inputs import Inputs
+from baton.engine.model.checkpoint import LayerAttention
 
 BACKENDS = ("flashinfer", "flash_attn", "triton", "torch")  # best first
 FLASHINFER_HEADS = (64, 128, 256)

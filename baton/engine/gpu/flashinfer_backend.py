@@ -15,11 +15,11 @@ import torch
 from flashinfer import BatchDecodeWithPagedKVCacheWrapper, BatchPrefillWithPagedKVCacheWrapper
 from torch import Tensor
 
-from baton.engine.checkpoint import LayerAttention
 from baton.engine.gpu.device import Mark
 from baton.engine.gpu.inputs import Inputs, Step
 from baton.engine.gpu.triton_attention import flatten_tables
 from baton.engine.gpu.triton_backend import StoringAttention
+from baton.engine.model.checkpoint import LayerAttention
 
 WORKSPACE_BYTES = 256 << 20  # what FlashInfer's split-KV needs on an H200 with room to spare
 TENSOR_CORE_GROUP = 4  # from this many query heads per key head, tensor cores decode faster

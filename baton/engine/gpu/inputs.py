@@ -13,11 +13,11 @@ import numpy.typing as npt
 import torch
 from torch import Tensor
 
-from baton.engine.attention import Span, batch_order
+from baton.engine.core.protocol import Chunk
+from baton.engine.core.sequence import Sequence
 from baton.engine.gpu.device import upload
 from baton.engine.gpu.overlap import UNKNOWN
-from baton.engine.protocol import Chunk
-from baton.engine.sequence import Sequence
+from baton.engine.model.attention import Span, batch_order
 
 Ints = npt.NDArray[np.int64]
 

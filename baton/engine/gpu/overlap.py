@@ -28,12 +28,12 @@ from collections.abc import Sequence as Seq
 from dataclasses import dataclass, field
 from typing import Protocol
 
-from baton.engine.blocks import BlockPool
-from baton.engine.engine import Engine, Output
-from baton.engine.protocol import Chunk, NonFiniteLogits, Runner
-from baton.engine.sampling import Sampled
-from baton.engine.scheduler import Limits, Scheduler
-from baton.engine.sequence import Sequence, State
+from baton.engine.core.blocks import BlockPool
+from baton.engine.core.engine import Engine, Output
+from baton.engine.core.protocol import Chunk, NonFiniteLogits, Runner
+from baton.engine.core.sampling import Sampled
+from baton.engine.core.scheduler import Limits, Scheduler
+from baton.engine.core.sequence import Sequence, State
 
 UNKNOWN = -1
 

@@ -11,6 +11,10 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from baton.engine.core.kvcache import KvPool
+from baton.engine.core.protocol import Chunk, NonFiniteLogits
+from baton.engine.core.sampling import Sampled, SamplingParams
+from baton.engine.core.sequence import Sequence
 from baton.engine.gpu.attention import DeviceAttention
 from baton.engine.gpu.choice import installed, make_attention
 from baton.engine.gpu.device import Mark
@@ -18,13 +22,9 @@ from baton.engine.gpu.graphs import Captures, Graphs, ladder, uncaptured
 from baton.engine.gpu.inputs import Capacity, Inputs, Ints, Step
 from baton.engine.gpu.overlap import StepResult
 from baton.engine.gpu.sampler import Draw, Pick, Sampler, answers, pick_plainly
-from baton.engine.kvcache import KvPool
-from baton.engine.model import Transformer
-from baton.engine.moe import Mixture, SeparateExperts
-from baton.engine.protocol import Chunk, NonFiniteLogits
+from baton.engine.model.moe import Mixture, SeparateExperts
+from baton.engine.model.transformer import Transformer
 from baton.engine.runner import DTYPES, ModelRunner
-from baton.engine.sampling import Sampled, SamplingParams
-from baton.engine.sequence import Sequence
 
 STAGED_BLOCKS = 64  # copied over the bus at a time
 

@@ -1,5 +1,5 @@
-"""`baton.engine.sampler` for a device, without waiting for it: what a row asks for is known on the host, and everything that depends on
-logits stays on the device. The answer is read when it is needed.
+"""`baton.engine.model.sampler` for a device, without waiting for it: what a row asks for is known on the host, and everything that depends
+on logits stays on the device. The answer is read when it is needed.
 
 Order, filters and noise are the same, so the tokens are the same, up to the last bit of a logarithm. Penalties need the tokens so far, the
 last of which the host may not know yet: they are counted on the device, in the sequence's seat, as they are sampled.
@@ -13,12 +13,12 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from baton.engine.core.sampling import GREEDY_BELOW, Sampled, SamplingParams, noise_key
+from baton.engine.core.sequence import Sequence
 from baton.engine.gpu.device import upload
 from baton.engine.gpu.inputs import Seat
 from baton.engine.gpu.overlap import UNKNOWN
-from baton.engine.sampler import argmax_with_noise
-from baton.engine.sampling import GREEDY_BELOW, Sampled, SamplingParams, noise_key
-from baton.engine.sequence import Sequence
+from baton.engine.model.sampler import argmax_with_noise
 
 _ID_BITS = 32
 ALIGNED = 16  # numbers
@@ -140,7 +140,7 @@ class Sampler:
         floor = narrow[3].log()
         if facts[5, : len(params)].any():
             scaled = (scores - best[:, None]) / narrow[0][:, None]
-            floor = torch.maximum(floor, narrow[5].log() - scaled.logsumexp(dim=-1))  # see `baton.engine.sampler`
+            floor = torch.maximum(floor, narrow[5].log() - scaled.logsumexp(dim=-1))  # see `baton.engine.model.sampler`
         return Filters(narrow[0], sent[1].long(), narrow[2].double(), floor, sent[4] > 0, noise, any_top)
 
     def _logprobs(self, logits: Tensor, tokens: Tensor, asked: list[int], n: int) -> tuple[Tensor, Tensor]:
@@ -186,7 +186,7 @@ class History:
             self._noted[seat.index] = (seq, len(seq.tokens) + 1)
 
     def penalise(self, scores: Tensor, params: Seq[SamplingParams], seated: Seq[Seat]) -> Tensor:
-        """scores `[r, V]` of the sequences in these seats, under their penalties; see `baton.engine.sampler`."""
+        """scores `[r, V]` of the sequences in these seats, under their penalties; see `baton.engine.model.sampler`."""
         asked = np.array([(p.repetition_penalty, p.presence_penalty, p.frequency_penalty) for p in params], dtype=np.float32)
         repetition, presence, frequency = upload(asked, self._device)[:, :, None].unbind(dim=1)  # [r, 1] each
         seats = upload(np.array([seat.index for seat in seated]), self._device)

@@ -19,7 +19,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from baton.engine.checkpoint import LayerAttention
+from baton.engine.model.checkpoint import LayerAttention
 
 LOG2_E = tl.constexpr(1.4426950408889634)
 MOST_SPLITS = 64

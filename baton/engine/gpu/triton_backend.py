@@ -7,10 +7,10 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch.nn.attention.bias import causal_lower_right
 
-from baton.engine.checkpoint import LayerAttention
 from baton.engine.gpu import triton_attention
 from baton.engine.gpu.attention import DeviceAttention
 from baton.engine.gpu.inputs import Inputs, Step
+from baton.engine.model.checkpoint import LayerAttention
 
 
 class StoringAttention(DeviceAttention):

@@ -5,7 +5,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from baton.engine.ops import Ops
+from baton.engine.model.ops import Ops
 
 LOG2_E = tl.constexpr(1.4426950408889634)
 MOST_FUSED = 16384  # widest row that one program holds

@@ -1,9 +1,9 @@
-"""The draw of `baton.engine.sampler` in two kernels that never wait for the host.
+"""The draw of `baton.engine.model.sampler` in two kernels that never wait for the host.
 
 `cutoff` finds the least score that top-k and top-p let through, without sorting: scores relative to the best are at most 0, so the bits of
 their magnitude order them. A search over these bits, with several pivots at a time, finds the score at which the count, or the mass, of all
 scores at least as good crosses the requested value. A program owns a row and loops until it has found it; the row is read about seven times
-for each of the two. `race` draws from what is left by the Gumbel-max trick, with the noise of `baton.engine.sampling`.
+for each of the two. `race` draws from what is left by the Gumbel-max trick, with the noise of `baton.engine.core.sampling`.
 
 Masses are summed in float64, in an order that depends only on the vocabulary: neither the other rows nor the device's scheduling matter.
 """

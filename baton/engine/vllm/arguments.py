@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from baton.engine.build import BuildError, Options
-from baton.engine.fields import Fields
+from baton.engine.facts.fields import Fields
 from baton.engine.machine import available_memory
 
 MINOR = "0.32"  # the connector's interface changes with every minor version

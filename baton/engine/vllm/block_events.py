@@ -3,8 +3,8 @@
 from collections.abc import Iterable
 from typing import Any
 
-from baton.engine.block_key import block_key
-from baton.engine.blocks import CacheChange
+from baton.engine.core.block_key import block_key
+from baton.engine.core.blocks import CacheChange
 
 
 class BlockEvents:

@@ -23,7 +23,7 @@ from vllm.distributed.kv_transfer.kv_connector.v1.base import (
 )
 from vllm.distributed.parallel_state import get_pp_group, get_tensor_model_parallel_rank
 
-from baton.engine.blocks import CacheChange
+from baton.engine.core.blocks import CacheChange
 from baton.engine.vllm.block_events import BlockEvents
 from baton.engine.vllm.ledger import KEY, PUBLISHER, Ledger, Order, Pairs, StepNews
 from baton.engine.vllm.link import Leash, RankReport

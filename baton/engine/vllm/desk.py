@@ -8,11 +8,11 @@ import itertools
 from collections.abc import Sequence as Seq
 from dataclasses import dataclass, field
 
-from baton.engine.arrivals import Arrivals
-from baton.engine.blocks import BlockPool
-from baton.engine.engine import Counts, Output, QueueFull, TooLong, check, learn
-from baton.engine.sampling import Sampled
-from baton.engine.sequence import Sequence, State, finish_reason
+from baton.engine.core.arrivals import Arrivals
+from baton.engine.core.blocks import BlockPool
+from baton.engine.core.engine import Counts, Output, QueueFull, TooLong, check, learn
+from baton.engine.core.sampling import Sampled
+from baton.engine.core.sequence import Sequence, State, finish_reason
 
 
 @dataclass(eq=False, slots=True)

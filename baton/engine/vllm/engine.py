@@ -14,16 +14,16 @@ from typing import Any
 
 import psutil
 
-from baton.engine.blocks import CacheChange
 from baton.engine.build import WARM_UP_TOKENS, BuildError, Options
-from baton.engine.contract import EngineStopped, Facts, Listener, Traits, cache_events
-from baton.engine.engine import Counts, Output
-from baton.engine.fields import Fields
-from baton.engine.fingerprint import check_sums, fingerprint, tokenizer_fingerprint
-from baton.engine.kvcache import KvLayout, KvPool
-from baton.engine.model_facts import end_tokens
-from baton.engine.sampling import Sampled, SamplingParams
-from baton.engine.sequence import Sequence
+from baton.engine.core.blocks import CacheChange
+from baton.engine.core.contract import EngineStopped, Facts, Listener, Traits, cache_events
+from baton.engine.core.engine import Counts, Output
+from baton.engine.core.kvcache import KvLayout, KvPool
+from baton.engine.core.sampling import Sampled, SamplingParams
+from baton.engine.core.sequence import Sequence
+from baton.engine.facts.fields import Fields
+from baton.engine.facts.fingerprint import check_sums, fingerprint, tokenizer_fingerprint
+from baton.engine.facts.model_facts import end_tokens
 from baton.engine.vllm import arguments
 from baton.engine.vllm.desk import Bounds, Desk, Job
 from baton.engine.vllm.ledger import KEY, PUBLISHER, Order

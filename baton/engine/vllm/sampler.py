@@ -12,9 +12,9 @@ from vllm import SamplingParams as VllmParams
 from vllm.config import VllmConfig
 from vllm.v1.sample.logits_processor import BatchUpdate, LogitsProcessor, MoveDirectionality
 
-from baton.engine.sampler import sample
-from baton.engine.sampling import FIELDS, SamplingParams
-from baton.engine.sequence import Sequence
+from baton.engine.core.sampling import FIELDS, SamplingParams
+from baton.engine.core.sequence import Sequence
+from baton.engine.model.sampler import sample
 
 KEY = "baton"  # in SamplingParams.extra_args
 

@@ -23,7 +23,7 @@ from botocore.exceptions import (
 from botocore.exceptions import ConnectionError as NoConnection
 from botocore.parsers import ResponseParserError
 
-from baton.engine.fingerprint import SUMS
+from baton.engine.facts.fingerprint import SUMS
 from baton.models.fetch import answers
 from baton.models.fetch.digest import Check
 from baton.models.fetch.selection import chosen

@@ -18,7 +18,7 @@ from torch import Tensor, nn
 from torch.nn import functional
 from transformers import LlamaConfig, LlamaForCausalLM
 
-from baton.engine.cpu.memory import keep_memory
+from baton.engine.model.memory import keep_memory
 from baton.models.folder import BOS_ID, EOS_ID, RMS_NORM_EPS
 from baton.models.train.batches import Batch, round_batches
 from baton.models.train.recipe import SEED, Recipe, phase

@@ -5,9 +5,9 @@ from dataclasses import fields
 from pathlib import Path
 
 from baton.engine.build import Options, build
-from baton.engine.sampling import SamplingParams
-from baton.engine.scheduler import Limits
-from baton.engine.sequence import Sequence
+from baton.engine.core.sampling import SamplingParams
+from baton.engine.core.scheduler import Limits
+from baton.engine.core.sequence import Sequence
 from peers.driver import Handler, Message, engine, serve
 
 

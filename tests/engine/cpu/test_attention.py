@@ -13,12 +13,12 @@ from hypothesis import strategies as st
 from numba import carray
 from torch import Tensor
 
-from baton.engine.attention import CUT as KEYS
-from baton.engine.attention import Kernels, Meta, PagedAttention, PagedKv, Span, batch_order, plan
-from baton.engine.checkpoint import LayerAttention
 from baton.engine.cpu import kernel
 from baton.engine.cpu.decode_attention import attend_in_place, store
 from baton.engine.cpu.span_attention import attend_span
+from baton.engine.model.attention import CUT as KEYS
+from baton.engine.model.attention import Kernels, Meta, PagedAttention, PagedKv, Span, batch_order, plan
+from baton.engine.model.checkpoint import LayerAttention
 
 U = {torch.float32: 2.0**-24, torch.bfloat16: 2.0**-8}  # largest relative error of rounding a number
 LAYERS = 2

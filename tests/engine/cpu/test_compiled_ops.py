@@ -11,8 +11,8 @@ from torch import Tensor
 
 from baton.engine.choice import choose_ops
 from baton.engine.cpu import pointwise
-from baton.engine.ops import Ops
-from baton.engine.sampler import greatest
+from baton.engine.model.ops import Ops
+from baton.engine.model.sampler import greatest
 from baton.models.make_small import make
 
 CPU = torch.device("cpu")
@@ -163,8 +163,8 @@ PROCESS = """
 import sys
 sys.modules.update({name: None for name in sys.argv[3:]})
 from baton.engine.build import Options, build
-from baton.engine.sampling import SamplingParams
-from baton.engine.sequence import Sequence
+from baton.engine.core.sampling import SamplingParams
+from baton.engine.core.sequence import Sequence
 from pathlib import Path
 engine = build(Options(Path(sys.argv[1]), kv_memory_bytes=1 << 22, threads=1, compiled=sys.argv[2] == "on")).engine
 seq = Sequence("s", list(range(50, 75)), 25, SamplingParams(max_tokens=20, temperature=0.0, ignore_eos=True), b"root")

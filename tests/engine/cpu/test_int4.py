@@ -7,8 +7,8 @@ from torch import Tensor
 from baton.engine.cpu import amx, int4
 from baton.engine.cpu.panels import CHUNK
 from baton.engine.cpu.tile import INT4_ROWS, OUTS
-from baton.engine.linear import INT4_GROUP
-from baton.engine.ops import Ops
+from baton.engine.model.linear import INT4_GROUP
+from baton.engine.model.ops import Ops
 
 FLOATS = [torch.float32, torch.bfloat16]
 SHAPES = [(1, 4), (3, 20), (OUTS, INT4_GROUP), (130, 200), (700, 96), (2 * OUTS + 1, 4100)]

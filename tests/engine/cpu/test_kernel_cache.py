@@ -9,10 +9,10 @@ from pathlib import Path
 
 import pytest
 
+from baton.engine.core.progress import Step, told_to
 from baton.engine.cpu import kernel_cache
 from baton.engine.cpu.kernel import KERNELS
 from baton.engine.cpu.kernel_cache import MOST_KEYS, OWN, Place, key_of, place_of, root
-from baton.engine.progress import Step, told_to
 
 DOUBLE = """
 import sys

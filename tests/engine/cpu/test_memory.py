@@ -8,13 +8,13 @@ from concurrent.futures import ThreadPoolExecutor
 import pytest
 import torch
 
-from baton.engine.cpu import memory
-from baton.engine.cpu.memory import LINE, REGION, zeros
+from baton.engine.model import memory
+from baton.engine.model.memory import LINE, REGION, zeros
 
 KEPT = """
 import sys
 import torch
-from baton.engine.cpu.memory import keep_memory, return_memory
+from baton.engine.model.memory import keep_memory, return_memory
 
 def resident():
     return next(int(line.split()[1]) >> 10 for line in open("/proc/self/status") if line.startswith("VmRSS"))

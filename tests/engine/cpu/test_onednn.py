@@ -4,8 +4,8 @@ import pytest
 import torch
 from families import FAMILIES, loaded, prefill
 
-from baton.engine.cpu import onednn
-from baton.engine.cpu.onednn import multiplies_int8
+from baton.engine.model import onednn
+from baton.engine.model.onednn import multiplies_int8
 
 CPU = torch.device("cpu")
 SLOW = ",ref"  # reference code, "ref:any" or "ref_int8:any", which is written for comparison, not for speed

@@ -15,7 +15,7 @@ from torch import Tensor
 from baton.engine.cpu import amx, int4, panels
 from baton.engine.cpu.features import AMX, FEATURES
 from baton.engine.cpu.tile import LANES, OUTS, ROWS
-from baton.engine.ops import Ops
+from baton.engine.model.ops import Ops
 
 FLOATS = [torch.float32, torch.bfloat16]
 SHAPES = [(1, 4), (3, 20), (OUTS, 64), (130, 200), (130, 640), (700, 96), (65, panels.DEPTH + 4), (40, 2 * panels.DEPTH)]

@@ -12,11 +12,12 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from baton.engine import choice as ops_choice
-from baton.engine.cpu import compiled_ops, features, onednn, panels, products
+from baton.engine.cpu import compiled_ops, features, panels, products
 from baton.engine.cpu.compiled_ops import CompiledOps
 from baton.engine.cpu.kernel_cache import Place
 from baton.engine.cpu.products import CANDIDATES, ROWS, Choice, decide, measured
-from baton.engine.ops import Multiply
+from baton.engine.model import onednn
+from baton.engine.model.ops import Multiply
 
 KINDS = [torch.float32, torch.bfloat16, torch.int8]
 

@@ -11,15 +11,15 @@ from families import FAMILIES, loaded
 from torch import Tensor
 from torch.profiler import record_function
 
-from baton.engine.attention import Span
+from baton.engine.core.protocol import Chunk
+from baton.engine.core.sampling import SamplingParams
+from baton.engine.core.sequence import Sequence
 from baton.engine.cpu import kernel, pointwise
 from baton.engine.cpu.decode_steps import MOST, DecodeSteps
 from baton.engine.cpu.recording import LINE, Arena, Recording, Unrecordable
-from baton.engine.ops import Ops
-from baton.engine.protocol import Chunk
+from baton.engine.model.attention import Span
+from baton.engine.model.ops import Ops
 from baton.engine.runner import ModelRunner
-from baton.engine.sampling import SamplingParams
-from baton.engine.sequence import Sequence
 
 CPU = torch.device("cpu")
 LENGTHS = (5, 17, 16, 1)  # of prompts; a block has 16

@@ -1,7 +1,7 @@
 from hypothesis import given
 from hypothesis import strategies as st
 
-from baton.engine.cpu.sizes import rounded_up
+from baton.engine.model.sizes import rounded_up
 
 
 @given(st.integers(1, 100_000), st.sampled_from([1, 4, 8]))

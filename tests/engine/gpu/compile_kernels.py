@@ -45,10 +45,10 @@ def main() -> None:
     triton.runtime.driver.set_active(NoDevice(int(sys.argv[1])))
     JITFunction.__getitem__ = compile_only
 
-    from baton.engine.checkpoint import LayerAttention
     from baton.engine.gpu import triton_attention, triton_blocks, triton_sampling
     from baton.engine.gpu.sampler import Filters
     from baton.engine.gpu.triton_ops import TritonOps
+    from baton.engine.model.checkpoint import LayerAttention
 
     plain, gemma = LayerAttention(), LayerAttention(window=4096, softcap=50.0, scale=0.0625)
     bf16, f32 = torch.bfloat16, torch.float32

@@ -1,5 +1,5 @@
 """FlashInfer and flash-attn cannot run without a device. Stand-ins with the same signatures, written in plain torch, show that they get the
-right arguments: the answers are those of `baton.engine.attention`."""
+right arguments: the answers are those of `baton.engine.model.attention`."""
 
 import random
 import sys
@@ -10,12 +10,12 @@ import pytest
 import torch
 from torch import Tensor
 
-from baton.engine.checkpoint import LayerAttention
+from baton.engine.core.protocol import Chunk
+from baton.engine.core.sampling import SamplingParams
+from baton.engine.core.sequence import Sequence
 from baton.engine.gpu.attention import DeviceAttention, TorchAttention
 from baton.engine.gpu.inputs import Capacity, Inputs
-from baton.engine.protocol import Chunk
-from baton.engine.sampling import SamplingParams
-from baton.engine.sequence import Sequence
+from baton.engine.model.checkpoint import LayerAttention
 
 pytest.importorskip("triton")
 LAYERS = (LayerAttention(), LayerAttention(window=6), LayerAttention(softcap=3.0, scale=0.4), LayerAttention(window=6))

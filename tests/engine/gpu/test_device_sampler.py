@@ -7,12 +7,12 @@ from typing import Any
 import pytest
 import torch
 
-from baton.engine import sampler as reference
+from baton.engine.core.sampling import Sampled, SamplingParams
+from baton.engine.core.sequence import Sequence
 from baton.engine.gpu.inputs import Seat
 from baton.engine.gpu.overlap import UNKNOWN
 from baton.engine.gpu.sampler import Pick, Sampler, answers, pick_plainly
-from baton.engine.sampling import Sampled, SamplingParams
-from baton.engine.sequence import Sequence
+from baton.engine.model import sampler as reference
 
 EOS = frozenset([1, 2])
 VOCAB = 320

@@ -10,12 +10,13 @@ from transformers import DeepseekV2Config, Gemma2Config, PretrainedConfig, Qwen3
 from transformers.models.auto.modeling_auto import AutoModelForCausalLM
 
 from baton.engine import runner as plain_runner
+from baton.engine.choice import load_runner
+from baton.engine.core.kvcache import KvPool
+from baton.engine.core.protocol import Chunk
+from baton.engine.core.sampling import SamplingParams
+from baton.engine.core.sequence import Sequence
 from baton.engine.gpu.inputs import Capacity
 from baton.engine.gpu.runner import GpuRunner
-from baton.engine.kvcache import KvPool
-from baton.engine.protocol import Chunk
-from baton.engine.sampling import SamplingParams
-from baton.engine.sequence import Sequence
 
 triton_ops = pytest.importorskip("baton.engine.gpu.triton_ops", reason="needs triton", exc_type=ImportError)
 SIZES: dict[str, Any] = {
@@ -46,7 +47,7 @@ def test_logits_match_transformers(config: PretrainedConfig, tmp_path: Path, dev
     model = AutoModelForCausalLM.from_config(config, attn_implementation="eager").eval()
     model.save_pretrained(tmp_path)
     monkeypatch.setattr(plain_runner, "choose_ops", lambda *_: triton_ops.TritonOps())
-    runner = GpuRunner.load(tmp_path, block_size=4, device=str(device))
+    runner = load_runner(GpuRunner, tmp_path, block_size=4, device=str(device))
     assert isinstance(runner, GpuRunner)
     runner.attach(KvPool(runner.layout, 20), capacity=Capacity(3, 64, 64), backend="triton", graph_sizes=(3,))
     texts = [torch.randint(99, (n,)).tolist() for n in (30, 14)]

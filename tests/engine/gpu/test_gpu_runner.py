@@ -7,17 +7,18 @@ from pathlib import Path
 import pytest
 import torch
 
-from baton.engine.engine import Engine
+from baton.engine.choice import load_runner
+from baton.engine.core.engine import Engine
+from baton.engine.core.kvcache import KvLayout, KvPool
+from baton.engine.core.protocol import Chunk, NonFiniteLogits
+from baton.engine.core.sampling import SamplingParams
+from baton.engine.core.scheduler import Limits
+from baton.engine.core.sequence import Sequence
 from baton.engine.gpu.graphs import Compute, Graphs, ladder
 from baton.engine.gpu.inputs import Capacity
 from baton.engine.gpu.overlap import OverlapEngine
 from baton.engine.gpu.runner import GpuRunner
-from baton.engine.kvcache import KvLayout, KvPool
-from baton.engine.protocol import Chunk, NonFiniteLogits
 from baton.engine.runner import ModelRunner
-from baton.engine.sampling import SamplingParams
-from baton.engine.scheduler import Limits
-from baton.engine.sequence import Sequence
 from baton.models.make_small import make
 
 BLOCK = 4
@@ -33,14 +34,14 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def loaded(folder: Path, device: torch.device, blocks: int = 60, backend: str = "torch") -> GpuRunner:
-    runner = GpuRunner.load(folder, block_size=BLOCK, device=str(device))
+    runner = load_runner(GpuRunner, folder, block_size=BLOCK, device=str(device))
     assert isinstance(runner, GpuRunner)
     runner.attach(KvPool(runner.layout, blocks), capacity=CAPACITY, backend=backend)
     return runner
 
 
 def plain(folder: Path, blocks: int = 60) -> ModelRunner:
-    runner = ModelRunner.load(folder, block_size=BLOCK, compiled=False)
+    runner = load_runner(ModelRunner, folder, block_size=BLOCK, compiled=False)
     runner.attach(KvPool(runner.layout, blocks))
     return runner
 
@@ -177,7 +178,7 @@ def test_a_sequence_moves_from_one_device_to_another_through_the_host(
 
 
 def test_a_pool_capacity_or_backend_that_does_not_fit_is_refused(folder: Path, device: torch.device) -> None:
-    runner = GpuRunner.load(folder, block_size=BLOCK, device=str(device))
+    runner = load_runner(GpuRunner, folder, block_size=BLOCK, device=str(device))
     assert isinstance(runner, GpuRunner)
     layout = runner.layout
     other = KvLayout(layout.model_fingerprint, "float32", 2 * BLOCK, layout.num_layers, layout.num_kv_heads, layout.head_dim)

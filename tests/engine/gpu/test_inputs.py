@@ -5,11 +5,11 @@ import random
 import pytest
 import torch
 
+from baton.engine.core.protocol import Chunk
+from baton.engine.core.sampling import SamplingParams
+from baton.engine.core.sequence import Sequence
 from baton.engine.gpu.inputs import Capacity, Inputs, Step
 from baton.engine.gpu.overlap import UNKNOWN
-from baton.engine.protocol import Chunk
-from baton.engine.sampling import SamplingParams
-from baton.engine.sequence import Sequence
 
 SCRATCH = 500
 

@@ -10,18 +10,19 @@ import numpy as np
 import pytest
 import torch
 
-from baton.engine.checkpoint import LayerAttention
-from baton.engine.engine import Engine
+from baton.engine.choice import load_runner
+from baton.engine.core.engine import Engine
+from baton.engine.core.kvcache import KvPool
+from baton.engine.core.protocol import Chunk
+from baton.engine.core.sampling import SamplingParams
+from baton.engine.core.scheduler import Limits
+from baton.engine.core.sequence import Sequence
 from baton.engine.gpu.choice import BACKENDS, Facts, why_not
 from baton.engine.gpu.inputs import Capacity
 from baton.engine.gpu.overlap import OverlapEngine
 from baton.engine.gpu.runner import GpuRunner
-from baton.engine.kvcache import KvPool
-from baton.engine.protocol import Chunk
+from baton.engine.model.checkpoint import LayerAttention
 from baton.engine.runner import ModelRunner
-from baton.engine.sampling import SamplingParams
-from baton.engine.scheduler import Limits
-from baton.engine.sequence import Sequence
 
 pytestmark = pytest.mark.gpu
 CUDA = torch.device("cuda")
@@ -45,7 +46,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def runner(folder: Path, backend: str, block_size: int, dtype: str = "bfloat16", graph_sizes: tuple[int, ...] | None = None) -> GpuRunner:
-    loaded = GpuRunner.load(folder, dtype, block_size, device="cuda")
+    loaded = load_runner(GpuRunner, folder, dtype, block_size, device="cuda")
     assert isinstance(loaded, GpuRunner)
     pool = KvPool(loaded.layout, 8 * 1024 // block_size)
     loaded.attach(pool, capacity=Capacity(8, 1024, 1024), backend=backend, graph_sizes=graph_sizes)
@@ -82,7 +83,7 @@ def usable(block_size: int) -> list[str]:
 def test_logits_of_every_backend_are_close_to_float32(folder: Path, backend: str, block_size: int, graph_sizes: tuple[int, ...]) -> None:
     if backend not in usable(block_size):
         pytest.skip(f"{backend} is not possible here")
-    exact = ModelRunner.load(folder, "float32", block_size, compiled=False)
+    exact = load_runner(ModelRunner, folder, "float32", block_size, compiled=False)
     exact.attach(KvPool(exact.layout, 8 * 1024 // block_size))
     expected = logits(exact)
     found = logits(runner(folder, backend, block_size, graph_sizes=graph_sizes))
@@ -101,7 +102,7 @@ def test_one_step_in_flight_gives_the_tokens_of_the_plain_engine(folder: Path) -
     for kind in ("plain", "overlapped"):
         rng = random.Random(2)
         if kind == "plain":
-            exact = ModelRunner.load(folder, "float32", 16, compiled=False)
+            exact = load_runner(ModelRunner, folder, "float32", 16, compiled=False)
             exact.attach(KvPool(exact.layout, 300))
             engine = Engine(exact, limits, 600)
         else:

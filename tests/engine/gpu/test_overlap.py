@@ -13,14 +13,14 @@ from typing import Any
 import numpy as np
 import pytest
 
-from baton.engine.engine import Output
+from baton.engine.core.engine import Output
+from baton.engine.core.kvcache import KvPool
+from baton.engine.core.protocol import Chunk
+from baton.engine.core.sampling import Sampled, SamplingParams
+from baton.engine.core.scheduler import Limits
+from baton.engine.core.sequence import Finish, Sequence, State
+from baton.engine.core.toy import ToyRunner, naive
 from baton.engine.gpu.overlap import UNKNOWN, OverlapEngine, Pending, StepResult
-from baton.engine.kvcache import KvPool
-from baton.engine.protocol import Chunk
-from baton.engine.sampling import Sampled, SamplingParams
-from baton.engine.scheduler import Limits
-from baton.engine.sequence import Finish, Sequence, State
-from baton.engine.toy import ToyRunner, naive
 
 BLOCK = 4
 TOY = {"vocab_size": 257, "eos_token_id": 256, "max_position_embeddings": 512, "kv_width": 2}

@@ -1,4 +1,4 @@
-"""What every runner promises (`baton.engine.protocol.Runner`), in one suite for all runners: the toy, torch with and without compiled
+"""What every runner promises (`baton.engine.core.protocol.Runner`), in one suite for all runners: the toy, torch with and without compiled
 kernels, and the device runner, whose kernels run in Triton's interpreter where there is no device (hence the suite is in this folder)."""
 
 import random
@@ -10,15 +10,16 @@ import numpy as np
 import pytest
 import torch
 
+from baton.engine.choice import load_runner
+from baton.engine.core.kvcache import KvLayout, KvPool
+from baton.engine.core.protocol import Chunk, NonFiniteLogits
+from baton.engine.core.sampling import Sampled, SamplingParams
+from baton.engine.core.sequence import Sequence, finish_reason
+from baton.engine.core.toy import ToyRunner, naive
 from baton.engine.gpu.inputs import Capacity
 from baton.engine.gpu.runner import GpuRunner
-from baton.engine.kvcache import KvLayout, KvPool
-from baton.engine.naive import generate
-from baton.engine.protocol import Chunk, NonFiniteLogits
+from baton.engine.model.naive import generate
 from baton.engine.runner import ModelRunner
-from baton.engine.sampling import Sampled, SamplingParams
-from baton.engine.sequence import Sequence, finish_reason
-from baton.engine.toy import ToyRunner, naive
 from baton.models.make_small import make, make_toy
 
 BLOCK, BLOCKS, CONTEXT = 4, 150, 96
@@ -74,10 +75,12 @@ def make_runner(kind: str, folders: dict[str, Path]) -> Any:
     if kind == "toy":
         runner = ToyRunner.load(folders["toy"], "toy", BLOCK)
     elif kind.startswith("device"):
-        runner = GpuRunner.load(folders["small"], block_size=BLOCK, device="cuda" if torch.cuda.is_available() else "cpu", compiled=False)
+        runner = load_runner(
+            GpuRunner, folders["small"], block_size=BLOCK, device="cuda" if torch.cuda.is_available() else "cpu", compiled=False
+        )
     else:
         dtype = "bfloat16" if kind.endswith("bfloat16") else "float32"
-        runner = ModelRunner.load(folders["small"], dtype=dtype, block_size=BLOCK, compiled=kind != "plain")
+        runner = load_runner(ModelRunner, folders["small"], dtype=dtype, block_size=BLOCK, compiled=kind != "plain")
     attach(runner, runner.layout, kind)
     return runner
 

@@ -8,7 +8,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from baton.engine.checkpoint import LayerAttention
+from baton.engine.model.checkpoint import LayerAttention
 
 kernels = pytest.importorskip("baton.engine.gpu.triton_attention", reason="needs triton", exc_type=ImportError)
 

@@ -5,7 +5,7 @@ from typing import Any
 import pytest
 import torch
 
-from baton.engine.ops import Ops
+from baton.engine.model.ops import Ops
 
 triton_ops = pytest.importorskip("baton.engine.gpu.triton_ops", reason="needs triton", exc_type=ImportError)
 PLAIN, FUSED = Ops(), triton_ops.TritonOps()

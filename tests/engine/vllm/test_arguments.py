@@ -13,7 +13,7 @@ from typing import Any
 import pytest
 
 from baton.engine.build import BuildError, Options
-from baton.engine.scheduler import Limits
+from baton.engine.core.scheduler import Limits
 from baton.engine.vllm import arguments
 from baton.engine.vllm.arguments import ENVIRONMENT, NOT_BUILT, OURS, check, check_device, check_version, ranks, set_environment
 

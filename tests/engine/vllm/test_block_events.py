@@ -3,8 +3,8 @@
 from hypothesis import given
 from hypothesis import strategies as st
 
-from baton.engine.block_key import extend_keys, root_key
-from baton.engine.blocks import CacheChange
+from baton.engine.core.block_key import extend_keys, root_key
+from baton.engine.core.blocks import CacheChange
 from baton.engine.vllm.block_events import BlockEvents
 
 BLOCK = 2

@@ -8,9 +8,9 @@ from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
-from baton.engine.engine import Malformed, QueueFull, Refused, TooLong
-from baton.engine.sampling import Sampled, SamplingParams
-from baton.engine.sequence import Finish, IllegalMove, Sequence, State
+from baton.engine.core.engine import Malformed, QueueFull, Refused, TooLong
+from baton.engine.core.sampling import Sampled, SamplingParams
+from baton.engine.core.sequence import Finish, IllegalMove, Sequence, State
 from baton.engine.vllm.desk import Bounds, Desk, Job
 
 BLOCK = 4

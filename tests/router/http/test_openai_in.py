@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from baton.engine.sampling import NUMBERS
+from baton.engine.core.sampling import NUMBERS
 from router.http import json_body, openai_in
 from router.http.errors import HttpError
 from router.http.json_body import MAX_NODES, MAX_VALUES

@@ -9,7 +9,7 @@ from http_door import toy_tokenizer
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from baton.engine.sampling import SamplingParams
+from baton.engine.core.sampling import SamplingParams
 from router.http.openai_in import Asked
 from router.http.openai_out import Writer, token_text
 from router.request import Request, Stopwatch, Token, Trace

@@ -6,7 +6,7 @@ No sequence overtakes another. A sequence keeps its place when it comes back: af
 import itertools
 from bisect import insort
 
-from baton.engine.sequence import Sequence
+from baton.engine.core.sequence import Sequence
 
 
 class Arrivals:

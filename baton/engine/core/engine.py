@@ -1,4 +1,4 @@
-"""The engine: schedule, run, advance, settle. Synchronous and single-threaded; `baton.engine.loop` gives it a thread.
+"""The engine: schedule, run, advance, settle. Synchronous and single-threaded; `baton.engine.core.loop` gives it a thread.
 
 `hold`, `reserve`/`arrive`/`adopt`, `pin` and `release` are all that an engine needs in order to be one half of a disaggregated pair.
 """
@@ -7,11 +7,11 @@ import math
 from collections.abc import Sequence as Seq
 from dataclasses import dataclass
 
-from baton.engine.blocks import BlockPool
-from baton.engine.protocol import Chunk, NonFiniteLogits, Runner
-from baton.engine.sampling import Sampled
-from baton.engine.scheduler import Limits, Scheduler
-from baton.engine.sequence import Finish, Sequence, State, finish_reason
+from baton.engine.core.blocks import BlockPool
+from baton.engine.core.protocol import Chunk, NonFiniteLogits, Runner
+from baton.engine.core.sampling import Sampled
+from baton.engine.core.scheduler import Limits, Scheduler
+from baton.engine.core.sequence import Finish, Sequence, State, finish_reason
 
 
 class Refused(Exception):

@@ -9,7 +9,7 @@ import math
 from dataclasses import dataclass, field
 from enum import Enum
 
-from baton.engine.sampling import SamplingParams
+from baton.engine.core.sampling import SamplingParams
 
 
 class State(Enum):

@@ -10,7 +10,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from baton.engine.pages import in_huge_pages
+from baton.engine.core.pages import in_huge_pages
 
 _M_TRIM_THRESHOLD = -1
 _M_MMAP_THRESHOLD = -3

@@ -20,9 +20,9 @@ from itertools import chain
 import torch
 from torch import Tensor
 
-from baton.engine.protocol import NonFiniteLogits
-from baton.engine.sampling import GOLDEN, GREEDY_BELOW, MIXERS, Sampled, SamplingParams, noise_key
-from baton.engine.sequence import Sequence
+from baton.engine.core.protocol import NonFiniteLogits
+from baton.engine.core.sampling import GOLDEN, GREEDY_BELOW, MIXERS, Sampled, SamplingParams, noise_key
+from baton.engine.core.sequence import Sequence
 
 SELECTED = 256  # top-p is searched for among this many of the best; rows that need more search among more
 WIDEN = 8  # times as many
@@ -233,7 +233,7 @@ def _golden_steps(vocab: int, device: torch.device) -> Tensor:
 
 
 def _mix64_(x: Tensor) -> Tensor:
-    """`baton.engine.sampling.mix64` in place: int64 multiplication wraps like uint64's."""
+    """`baton.engine.core.sampling.mix64` in place: int64 multiplication wraps like uint64's."""
     x.bitwise_xor_(_shift_right(x, 30)).mul_(_signed(MIXERS[0]))
     x.bitwise_xor_(_shift_right(x, 27)).mul_(_signed(MIXERS[1]))
     return x.bitwise_xor_(_shift_right(x, 31))

@@ -23,8 +23,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from baton.engine.checkpoint import LayerAttention
-from baton.engine.cpu.sizes import rounded_up
+from baton.engine.model.checkpoint import LayerAttention
+from baton.engine.model.sizes import rounded_up
 
 GROUP_BYTES = 32 << 20  # of keys and values gathered for one group of decodes
 KEY_STEPS = 4  # allowed numbers of keys from one power of two to the next, for gathers

@@ -2,7 +2,7 @@
 
 A number that a request may set is declared here, once: its default, its range and its meaning. The router's checks, its defaults, the
 message to a worker and the flags of the command line are derived from that. To add one, declare it here and in generation.proto under the
-same name, and implement it in the samplers (`baton.engine.sampler`, and `baton.engine.gpu.sampler` for devices).
+same name, and implement it in the samplers (`baton.engine.model.sampler`, and `baton.engine.gpu.sampler` for devices).
 """
 
 from collections.abc import Mapping

@@ -10,11 +10,11 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from baton.engine.checkpoint import ExpertConfig, ModelConfig
-from baton.engine.cpu.sizes import rounded_up
-from baton.engine.linear import Linear
-from baton.engine.ops import Ops
-from baton.engine.weights import Weights
+from baton.engine.model.checkpoint import ExpertConfig, ModelConfig
+from baton.engine.model.linear import Linear
+from baton.engine.model.ops import Ops
+from baton.engine.model.sizes import rounded_up
+from baton.engine.model.weights import Weights
 
 GROUPED_ALIGNMENT = 8  # elements: rows of the grouped kernel begin at multiples of 16 bytes
 

@@ -8,12 +8,12 @@ elements of a head, V vocabulary, R requested rows.
 import torch
 from torch import Tensor
 
-from baton.engine.checkpoint import ModelConfig
-from baton.engine.moe import Mixture, Mlp, activation
-from baton.engine.ops import Ops
-from baton.engine.projections import Attention, LatentAttention, SelfAttention
-from baton.engine.rope import frequencies
-from baton.engine.weights import ReadTensor, Weights
+from baton.engine.model.checkpoint import ModelConfig
+from baton.engine.model.moe import Mixture, Mlp, activation
+from baton.engine.model.ops import Ops
+from baton.engine.model.projections import Attention, LatentAttention, SelfAttention
+from baton.engine.model.rope import frequencies
+from baton.engine.model.weights import ReadTensor, Weights
 
 
 class Transformer:

@@ -20,11 +20,11 @@ from collections.abc import Iterable
 from dataclasses import dataclass, field
 from typing import Literal
 
-from baton.engine.arrivals import Arrivals
-from baton.engine.block_key import extend_keys
-from baton.engine.blocks import BlockPool
-from baton.engine.protocol import Chunk
-from baton.engine.sequence import Sequence, State
+from baton.engine.core.arrivals import Arrivals
+from baton.engine.core.block_key import extend_keys
+from baton.engine.core.blocks import BlockPool
+from baton.engine.core.protocol import Chunk
+from baton.engine.core.sequence import Sequence, State
 
 Batching = Literal["continuous", "dynamic", "static"]
 

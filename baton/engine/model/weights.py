@@ -6,8 +6,8 @@ from dataclasses import dataclass, field, replace
 import torch
 from torch import Tensor
 
-from baton.engine.linear import Linear
-from baton.engine.ops import Ops
+from baton.engine.model.linear import Linear
+from baton.engine.model.ops import Ops
 
 # Name in `expected_tensors` → tensor on the CPU
 ReadTensor = Callable[[str], Tensor]

@@ -6,11 +6,11 @@ It is kept for good; the engine's tokens are compared with these.
 import torch
 from torch import Tensor
 
-from baton.engine.checkpoint import LayerAttention
-from baton.engine.model import Transformer
-from baton.engine.sampler import sample
-from baton.engine.sampling import Sampled, SamplingParams
-from baton.engine.sequence import Sequence, finish_reason
+from baton.engine.core.sampling import Sampled, SamplingParams
+from baton.engine.core.sequence import Sequence, finish_reason
+from baton.engine.model.checkpoint import LayerAttention
+from baton.engine.model.sampler import sample
+from baton.engine.model.transformer import Transformer
 
 
 def generate(model: Transformer, tokens: list[int], params: SamplingParams, prompt_len: int | None = None) -> list[Sampled]:

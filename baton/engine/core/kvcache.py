@@ -10,7 +10,7 @@ from hashlib import blake2b
 
 import numpy as np
 
-from baton.engine.pages import in_huge_pages
+from baton.engine.core.pages import in_huge_pages
 
 DTYPE_BYTES = {"float32": 4, "bfloat16": 2, "float16": 2, "int64": 8}
 

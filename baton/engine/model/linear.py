@@ -7,7 +7,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from baton.engine.ops import Multiply, Ops
+from baton.engine.model.ops import Multiply, Ops
 
 
 class Linear:

@@ -9,9 +9,9 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from baton.engine.fields import Fields
-from baton.engine.sampling import NUMBERS
-from baton.engine.tokenizer_files import TOKENIZER, TokenizerFiles
+from baton.engine.core.sampling import NUMBERS
+from baton.engine.facts.fields import Fields
+from baton.engine.facts.tokenizer_files import TOKENIZER, TokenizerFiles
 
 CONFIG, GENERATION = "config.json", "generation_config.json"
 RECOMMENDED = ("temperature", "top_p", "top_k", "min_p", "repetition_penalty")
@@ -37,7 +37,7 @@ class Fact:
 class Recommended:
     """What a request gets that does not say otherwise. A field that is None leaves the router's own default."""
 
-    numbers: Mapping[str, Fact] = field(default_factory=dict)  # of `baton.engine.sampling.NUMBERS`
+    numbers: Mapping[str, Fact] = field(default_factory=dict)  # of `baton.engine.core.sampling.NUMBERS`
     max_tokens: Fact | None = None
     not_done: tuple[str, ...] = ()  # fields that ask for something else
 

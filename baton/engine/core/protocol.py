@@ -4,9 +4,9 @@ from collections.abc import Sequence as Seq
 from dataclasses import dataclass
 from typing import Protocol
 
-from baton.engine.kvcache import KvLayout, KvPool
-from baton.engine.sampling import Sampled
-from baton.engine.sequence import Sequence
+from baton.engine.core.kvcache import KvLayout, KvPool
+from baton.engine.core.sampling import Sampled
+from baton.engine.core.sequence import Sequence
 
 
 @dataclass(frozen=True, slots=True)
@@ -34,7 +34,7 @@ class NonFiniteLogits(ArithmeticError):
 
 
 class Runner(Protocol):
-    """One model on one device. Two implementations: `baton.engine.runner.ModelRunner` (torch) and `baton.engine.toy.ToyRunner`."""
+    """One model on one device. Two implementations: `baton.engine.runner.ModelRunner` (torch) and `baton.engine.core.toy.ToyRunner`."""
 
     layout: KvLayout
     pool: KvPool

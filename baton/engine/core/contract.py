@@ -1,5 +1,5 @@
-"""What a worker asks of an engine. Three behaviours stand behind it: our own engine (`baton.engine.loop`) with a real model or the toy, and
-vLLM (`baton.engine.vllm`). One suite, tests/engine/test_contract.py, holds for all of them.
+"""What a worker asks of an engine. Three behaviours stand behind it: our own engine (`baton.engine.core.loop`) with a real model or the
+toy, and vLLM (`baton.engine.vllm`). One suite, tests/engine/test_contract.py, holds for all of them.
 
 A sequence that this engine computes      add → outputs … → finish
 one whose KV a peer will read             the same with `hold`: it stays after its first token, until `abort` or `forget`
@@ -19,11 +19,11 @@ from collections.abc import Sequence as Seq
 from dataclasses import dataclass
 from typing import Protocol
 
-from baton.engine.block_key import MAX_EVENT_KEYS
-from baton.engine.blocks import CacheChange
-from baton.engine.engine import Counts, Output
-from baton.engine.kvcache import KvPool
-from baton.engine.sequence import Sequence
+from baton.engine.core.block_key import MAX_EVENT_KEYS
+from baton.engine.core.blocks import CacheChange
+from baton.engine.core.engine import Counts, Output
+from baton.engine.core.kvcache import KvPool
+from baton.engine.core.sequence import Sequence
 
 
 class EngineStopped(RuntimeError):

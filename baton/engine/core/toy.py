@@ -14,9 +14,9 @@ from pathlib import Path
 
 import numpy as np
 
-from baton.engine.kvcache import KvLayout, KvPool
-from baton.engine.protocol import Chunk
-from baton.engine.sampling import Sampled, SamplingParams, noise_key
+from baton.engine.core.kvcache import KvLayout, KvPool
+from baton.engine.core.protocol import Chunk
+from baton.engine.core.sampling import Sampled, SamplingParams, noise_key
 
 ARCHITECTURE = "BatonToyForCausalLM"
 

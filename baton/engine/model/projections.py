@@ -9,10 +9,10 @@ from collections.abc import Callable
 import torch
 from torch import Tensor
 
-from baton.engine.checkpoint import LatentConfig, ModelConfig
-from baton.engine.ops import Ops
-from baton.engine.rope import pairs
-from baton.engine.weights import Weights
+from baton.engine.model.checkpoint import LatentConfig, ModelConfig
+from baton.engine.model.ops import Ops
+from baton.engine.model.rope import pairs
+from baton.engine.model.weights import Weights
 
 # (layer, q [T, Hq, D], kv [T, P, Hkv, D]) → [T, Hq * Dv]
 Attention = Callable[[int, Tensor, Tensor], Tensor]

@@ -8,8 +8,8 @@ import math
 import torch
 from torch import Tensor
 
-from baton.engine.checkpoint import Rope
-from baton.engine.fields import Fields
+from baton.engine.facts.fields import Fields
+from baton.engine.model.checkpoint import Rope
 
 # Kinds, and the fields that each has
 KINDS: dict[str, set[str]] = {

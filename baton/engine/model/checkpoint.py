@@ -1,5 +1,5 @@
-"""A Hugging Face model folder: the facts of its config.json under our own names (`baton.engine.config_json` reads them), and its tensors
-(safetensors), whose names, shapes and types are checked before any weight is read.
+"""A Hugging Face model folder: the facts of its config.json under our own names (`baton.engine.model.config_json` reads them), and its
+tensors (safetensors), whose names, shapes and types are checked before any weight is read.
 """
 
 import re
@@ -12,8 +12,8 @@ import torch
 from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
-from baton.engine.fields import CheckpointError
-from baton.engine.fingerprint import weight_files
+from baton.engine.facts.fields import CheckpointError
+from baton.engine.facts.fingerprint import weight_files
 
 WEIGHT_DTYPES = {"F64", "F32", "F16", "BF16"}
 QUANTISED_DTYPES = ("F4", "F6", "F8", "I4", "I8", "U8", "I32")
@@ -40,7 +40,7 @@ Shape = tuple[int, ...]
 
 @dataclass(frozen=True, slots=True)
 class Rope:
-    """Rotary position embedding: the base, and how low frequencies are stretched for long contexts (see `baton.engine.rope`)."""
+    """Rotary position embedding: the base, and how low frequencies are stretched for long contexts (see `baton.engine.model.rope`)."""
 
     theta: float = 10000.0
     kind: str = "default"  # default | linear | llama3 | yarn | longrope
@@ -64,7 +64,7 @@ class LayerAttention:
 
 @dataclass(frozen=True, slots=True)
 class LatentConfig:
-    """Multi-head latent attention (see `baton.engine.projections.LatentAttention`)."""
+    """Multi-head latent attention (see `baton.engine.model.projections.LatentAttention`)."""
 
     rank: int  # of the latent from which keys and values are made
     q_rank: int | None  # of the latent from which queries are made; None: they are projected directly
@@ -76,7 +76,7 @@ class LatentConfig:
 
 @dataclass(frozen=True, slots=True)
 class ExpertConfig:
-    """A mixture of experts, and how a token's experts are chosen (see `baton.engine.moe.route`)."""
+    """A mixture of experts, and how a token's experts are chosen (see `baton.engine.model.moe.route`)."""
 
     layers: frozenset[int]  # that have a mixture
     count: int

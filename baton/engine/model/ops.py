@@ -10,11 +10,11 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from baton.engine.attention import Kernels
-from baton.engine.checkpoint import ExpertConfig
-from baton.engine.cpu import onednn
-from baton.engine.rope import rotation
-from baton.engine.sampler import Draw
+from baton.engine.model import onednn
+from baton.engine.model.attention import Kernels
+from baton.engine.model.checkpoint import ExpertConfig
+from baton.engine.model.rope import rotation
+from baton.engine.model.sampler import Draw
 
 Multiply = Callable[[Tensor], Tensor]  # [T, in] → [T, out]
 # (x [A / n, in], owners [A]) → [A, out]: row a is row a // n of x times the matrix with number owners[a].
@@ -33,7 +33,7 @@ class Ops:
     def __init__(self, packs: bool = False) -> None:
         """`packs`: matrices on a CPU are reordered for oneDNN, which at 2 to 32 rows is 2 to 5 times as fast as `F.linear` in float32."""
         self.packs = packs
-        self.recurring = True  # whether products are faster if their sizes recur (see `baton.engine.cpu.sizes`)
+        self.recurring = True  # whether products are faster if their sizes recur (see `baton.engine.model.sizes`)
 
     @property
     def arithmetic(self) -> str:
@@ -57,7 +57,7 @@ class Ops:
         return x if scale == 1 else x.mul_(scale)
 
     def rotation(self, positions: Tensor, frequencies: Tensor, amplitude: float) -> Tensor:
-        """See `baton.engine.rope.rotation`."""
+        """See `baton.engine.model.rope.rotation`."""
         return rotation(positions, frequencies, amplitude)
 
     def norm_heads_(self, x: Tensor, weight: Tensor, eps: float) -> None:

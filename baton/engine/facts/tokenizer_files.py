@@ -2,7 +2,7 @@
 chat template. The precedence is that of `transformers` 5, so that the ids are the same:
 
     tokenizer.json           the vocabulary, the steps from text to tokens, and what is put around a prompt (whatever add_bos_token says)
-    tokenizer_class          some classes replace the steps (`baton.engine.tokenizer_class`)
+    tokenizer_class          some classes replace the steps (`baton.engine.facts.tokenizer_class`)
     tokenizer_config.json    named tokens; `added_tokens_decoder`, whose flags go before those of tokenizer.json
     special_tokens_map.json, added_tokens.json
                              only if there is no `added_tokens_decoder`; the map's names then go before those of tokenizer_config.json
@@ -18,8 +18,8 @@ from pathlib import Path
 from types import MappingProxyType
 from typing import Any
 
-from baton.engine.fields import CheckpointError, Fields
-from baton.engine.tokenizer_class import AS_THE_FILE_SAYS, REBUILT, chosen_class, rebuilt
+from baton.engine.facts.fields import CheckpointError, Fields
+from baton.engine.facts.tokenizer_class import AS_THE_FILE_SAYS, REBUILT, chosen_class, rebuilt
 
 TOKENIZER, SETTINGS, MAP, OLDER = "tokenizer.json", "tokenizer_config.json", "special_tokens_map.json", "added_tokens.json"
 TEMPLATE, OLDER_TEMPLATE = "chat_template.jinja", "chat_template.json"

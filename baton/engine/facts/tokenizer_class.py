@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from baton.engine.fields import CheckpointError, Fields
+from baton.engine.facts.fields import CheckpointError, Fields
 
 AS_THE_FILE_SAYS = "TokenizersBackend"  # also called PreTrainedTokenizerFast
 # The class that a model type is registered with, of the types that the engine serves; others have none.

@@ -7,10 +7,10 @@ approximated or ignored.
 from dataclasses import dataclass, replace
 from pathlib import Path
 
-from baton.engine.checkpoint import ExpertConfig, LatentConfig, LayerAttention, ModelConfig, Rope
-from baton.engine.fields import Fields
-from baton.engine.model_facts import context_length, end_tokens
-from baton.engine.rope import flat_fields, read_rope, score_growth
+from baton.engine.facts.fields import Fields
+from baton.engine.facts.model_facts import context_length, end_tokens
+from baton.engine.model.checkpoint import ExpertConfig, LatentConfig, LayerAttention, ModelConfig, Rope
+from baton.engine.model.rope import flat_fields, read_rope, score_growth
 
 
 @dataclass(frozen=True, slots=True)

@@ -14,9 +14,9 @@ from collections.abc import Sequence as Seq
 from dataclasses import replace
 from typing import Any, TypeVar
 
-from baton.engine.contract import EngineStopped, Facts, Listener, Traits, cache_events
-from baton.engine.engine import Engine, Output, learn
-from baton.engine.sequence import Sequence
+from baton.engine.core.contract import EngineStopped, Facts, Listener, Traits, cache_events
+from baton.engine.core.engine import Engine, Output, learn
+from baton.engine.core.sequence import Sequence
 
 T = TypeVar("T")
 CHECK_EVERY_S = 5.0
@@ -39,7 +39,7 @@ def facts(engine: Engine) -> Facts:
 
 
 class EngineLoop:
-    """Our own engine, as workers see it (`baton.engine.contract.ServingEngine`). `on_batch` is called in the engine's thread."""
+    """Our own engine, as workers see it (`baton.engine.core.contract.ServingEngine`). `on_batch` is called in the engine's thread."""
 
     def __init__(self, engine: Engine, listener: Listener, tokenizer_fingerprint: str = "") -> None:
         self._engine = engine

@@ -1,0 +1,1 @@
+"""The Llama family in plain torch: reading checkpoints, layers, paged attention, sampling."""
