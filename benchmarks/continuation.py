@@ -1,6 +1,6 @@
 """Whether a stream that is disturbed has the tokens, and the bits of the logits, of an undisturbed one, in every number type.
 
-    python benchmarks/continuation.py --model FOLDER [--streams 24] [--tokens 80] [--json FILE]
+    python benchmarks/continuation.py --model FOLDER [--streams 24] [--tokens 80] [--guess] [--json FILE]
 
 An engine serves the streams together, greedy and then seeded. Others serve them again, each disturbed at a place drawn at random: see
 KINDS. The last kinds are negative controls: an engine that is not told where the output starts, and one that takes the KV of output for
@@ -27,7 +27,7 @@ from baton.cli.up import SHIPPED
 from baton.engine.choice import load_runner
 from baton.engine.core.engine import Engine
 from baton.engine.core.kvcache import KvPool
-from baton.engine.core.protocol import Chunk
+from baton.engine.core.protocol import Chunk, Tokens
 from baton.engine.core.sampling import SamplingParams
 from baton.engine.core.scheduler import Limits
 from baton.engine.core.sequence import Sequence, State
@@ -39,6 +39,7 @@ TYPES: dict[str, dict[str, Any]] = {
     "int8": {"weight_dtype": "int8"},
     "int4": {"weight_dtype": "int4"},
 }
+MOST_GUESSES = 6
 TOPICS = (
     "a lighthouse keeper", "how bread rises", "the rules of chess", "why the sky is blue", "a river that lost its way", "planting an oak",
     "the history of the bicycle", "a letter to a friend abroad", "how a telescope works", "a recipe for lentil soup", "the habits of bees",
@@ -57,9 +58,17 @@ class Watched(ModelRunner):
 
     def _logits(self, batch: Seq[Chunk]) -> tuple[Tensor, list[int] | None]:
         logits, best = super()._logits(batch)
-        for row, chunk in zip(logits, (each for each in batch if each.samples), strict=True):
-            self.seen[chunk.seq.id, len(chunk.seq.tokens)] = blake2b(row.numpy().tobytes(), digest_size=16).digest()
+        self._rows = [blake2b(row.numpy().tobytes(), digest_size=16).digest() for row in logits]
         return logits, best
+
+    def run(self, batch: Seq[Chunk]) -> list[Tokens]:
+        answers = super().run(batch)
+        rows = iter(self._rows)
+        for chunk, tokens in zip(batch, answers, strict=True):
+            own = [next(rows) for _ in chunk.rows]
+            for count in range(len(tokens)):  # a row after a wrong guess is of another text
+                self.seen[chunk.seq.id, len(chunk.seq.tokens) + count] = own[count]
+        return answers
 
 
 @dataclass(slots=True)
@@ -76,17 +85,33 @@ class Stream:
         return Sequence(self.id, tokens, prompt_len or len(self.prompt), self.params, b"root", hold)
 
 
+class Guesses:
+    """Guesses of what some streams will say: right ones, wrong ones, and right ones up to a wrong one."""
+
+    def __init__(self, streams: list[Stream], seed: int = 0) -> None:
+        self._known = {stream.id: stream.prompt + stream.output for stream in streams}
+        self._rng = random.Random(seed)
+
+    def __call__(self, seq: Sequence, most: int) -> list[int]:
+        count, at = self._rng.randrange(MOST_GUESSES + 1), len(seq.tokens)
+        right = self._known.get(seq.id, [])[at : at + min(most, count)]
+        if right and self._rng.random() < 0.5:
+            right[self._rng.randrange(len(right))] ^= 1
+        return right
+
+
 class Bench:
-    """Engines with the same weights, and pools of their own."""
+    """Engines with the same weights, and pools of their own. `propose` guesses for all that are made from now on."""
 
     def __init__(self, runner: ModelRunner, longest: int, streams: int) -> None:
         self._runner, self._longest, self._streams = runner, longest, streams
+        self.propose: Guesses | None = None
 
     def engine(self, budget: int = 512, **options: Any) -> Engine:
         runner = Watched(self._runner.model, self._runner.layout, self._runner.device)
         block = runner.layout.block_size
         runner.attach(KvPool(runner.layout, (self._streams + 2) * -(-self._longest // block)))
-        return Engine(runner, Limits(self._streams, max(budget, self._streams)), self._longest, **options)
+        return Engine(runner, Limits(self._streams, max(budget, self._streams)), self._longest, propose=self.propose, **options)
 
 
 Served = list[tuple[Sequence, Engine]]
@@ -248,8 +273,11 @@ def baseline(bench: Bench, streams: list[Stream]) -> dict[tuple[str, int], bytes
 
 
 def differences(streams: list[Stream], digests: dict[tuple[str, int], bytes], served: Served) -> dict[str, int]:
-    """Streams whose tokens differ, logits that differ, and how many were compared. Logits after a token that differs do not count."""
+    """Streams whose tokens differ, logits that differ, and how many were compared; guesses that were right. Logits after a token that
+    differs do not count."""
+    engines = {id(engine): engine for _, engine in served}.values()
     found = {"streams": len(streams), "streams_differ": 0, "logits": 0, "logits_differ": 0}
+    found["guessed"] = sum(engine.counts.accepted_tokens for engine in engines)
     for stream, (seq, engine) in zip(streams, served, strict=True):
         whole = stream.prompt + stream.output
         found["streams_differ"] += seq.tokens != whole
@@ -264,12 +292,14 @@ def differences(streams: list[Stream], digests: dict[tuple[str, int], bytes], se
     return found
 
 
-def measure(runner: ModelRunner, prompts: list[list[int]], tokens: int, seed: int = 1) -> Iterator[tuple[str, str, dict[str, int]]]:
-    """(greedy or seeded, kind, `differences`)"""
+def measure(
+    runner: ModelRunner, prompts: list[list[int]], tokens: int, seed: int = 1, guess: bool = False
+) -> Iterator[tuple[str, str, dict[str, int]]]:
+    """(greedy or seeded, kind, `differences`). `guess`: the disturbed streams' tokens are guessed, see `Guesses`."""
     longest = 2 * (max(map(len, prompts)) + tokens) + 2
     bench = Bench(runner, longest, len(prompts))
     for way, temperature in (("greedy", 0.0), ("seeded", 0.8)):
-        rng = random.Random(seed)
+        rng, bench.propose = random.Random(seed), None
         streams = [
             Stream(f"s{i}", prompt, SamplingParams(max_tokens=tokens, temperature=temperature, seed=i, ignore_eos=True))
             for i, prompt in enumerate(prompts)
@@ -280,6 +310,7 @@ def measure(runner: ModelRunner, prompts: list[list[int]], tokens: int, seed: in
         for kind in (*KINDS, *LATER, *CONTROLS):
             has_before = kind in LATER or kind is output_reused
             given = (turns, later) if has_before else (streams, digests)
+            bench.propose = Guesses(given[0]) if guess else None
             yield way, kind.__name__, differences(*given, kind(bench, given[0], rng))
 
 
@@ -298,6 +329,7 @@ def main() -> None:
     parser.add_argument("--types", nargs="*", default=list(TYPES), choices=list(TYPES))
     parser.add_argument("--streams", type=int, default=24)
     parser.add_argument("--tokens", type=int, default=80)
+    parser.add_argument("--guess", action="store_true", help="steps of several tokens: guesses, half of them right, are verified")
     parser.add_argument("--threads", type=int, default=2)
     parser.add_argument("--json", type=Path)
     options = parser.parse_args()
@@ -309,7 +341,7 @@ def main() -> None:
     rows: list[dict[str, Any]] = []
     for name in options.types:
         runner = load_runner(ModelRunner, options.model, products="baton", **TYPES[name])
-        for way, kind, row in measure(runner, prompts, options.tokens):
+        for way, kind, row in measure(runner, prompts, options.tokens, guess=options.guess):
             rows.append({"type": name, "way": way, "kind": kind, **row})
             what = f"{row['streams_differ']:3} of {row['streams']} streams, {row['logits_differ']:5} of {row['logits']:5} logits differ"
             print(f"  {name:9} {way:7} {kind:17} {what}", flush=True)
@@ -318,7 +350,8 @@ def main() -> None:
     caught = all(any(row["logits_differ"] for row in rows if row["kind"] == control) for control in controls)
     print(f"{wrong} differences; the controls " + ("differ" if caught else "DO NOT DIFFER"))
     if options.json:
-        said = {"machine": describe(), "model": options.model.name, "streams": len(prompts), "tokens": options.tokens, "rows": rows}
+        said = {"machine": describe(), "model": options.model.name, "streams": len(prompts), "tokens": options.tokens}
+        said |= {"guess": options.guess, "rows": rows}
         options.json.write_text(json.dumps(said, indent=1))
     sys.exit(bool(wrong) or not caught)
 

@@ -4,6 +4,7 @@ import logging
 from collections.abc import Callable
 from collections.abc import Sequence as Seq
 from hashlib import blake2b
+from itertools import chain
 from pathlib import Path
 from typing import TYPE_CHECKING, Self
 
@@ -12,8 +13,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from baton.engine.core.kvcache import KvLayout, KvPool
-from baton.engine.core.protocol import Chunk
-from baton.engine.core.sampling import Sampled
+from baton.engine.core.protocol import Chunk, Tokens, accepted
 from baton.engine.facts.fingerprint import fingerprint
 from baton.engine.model.attention import PagedAttention, PagedKv, Span, batch_order, plan
 from baton.engine.model.checkpoint import Checkpoint, expected_tensors
@@ -121,15 +121,15 @@ class ModelRunner:
 
             self._steps = DecodeSteps(self.model, paged)
 
-    def run(self, batch: Seq[Chunk]) -> list[Sampled | None]:
+    def run(self, batch: Seq[Chunk]) -> list[Tokens]:
         """See `Runner.run`. Raises NonFiniteLogits if logits are not finite."""
-        sampling = [chunk.seq for chunk in batch if chunk.samples]
+        rows = [chunk.rows for chunk in batch]
         logits, best = self._logits(batch)
-        sampled = iter(sample(logits, sampling, self.eos_token_ids, best, self.model.ops.draw))
-        return [next(sampled) if chunk.samples else None for chunk in batch]
+        sampled = iter(sample(logits, list(chain.from_iterable(rows)), self.eos_token_ids, best, self.model.ops.draw))
+        return [accepted(chunk.drafts, [next(sampled) for _ in own]) if own else () for chunk, own in zip(batch, rows, strict=True)]
 
     def run_logits(self, batch: Seq[Chunk]) -> Tensor:
-        """Computes the batch; float32 logits `[chunks that sample, vocab]` in the batch's order."""
+        """Computes the batch; float32 logits `[R, vocab]`, a row for each of `Chunk.rows` in the batch's order."""
         logits, best = self._logits(batch)
         return logits if best is None else logits.clone()
 
@@ -138,8 +138,8 @@ class ModelRunner:
         assert self._paged is not None, "attach a pool first"
         parts = [(i, span) for i, chunk in enumerate(batch) for span in spans_of(chunk, self._paged.kernels is not None)]
         if self._steps is not None and all(chunk.n == 1 and chunk.samples for chunk in batch) and all(span.steps for _, span in parts):
-            latest = [chunk.seq.tokens[chunk.seq.computed] for chunk in batch]
-            if (found := self._steps.logits([span for _, span in parts], latest)) is not None:
+            tokens = list(chain.from_iterable(chunk.tokens for chunk in batch))
+            if (found := self._steps.logits([span for _, span in parts], tokens)) is not None:
                 return found
         order = batch_order([span for _, span in parts])
         return self._planned(batch, [parts[i] for i in order], self._paged), None
@@ -149,12 +149,13 @@ class ModelRunner:
         """`parts`: the spans in `batch_order`, each with the index of its chunk."""
         meta = plan([span for _, span in parts], paged, self.model.config.attention)
         tokens: list[int] = []
-        last_row = [0] * len(batch)
+        at: dict[tuple[int, int], int] = {}  # (chunk, its position that samples) → row
         for i, span in parts:
-            tokens += batch[i].seq.tokens[span.start : span.start + span.n]
-            if span.start + span.n == batch[i].seq.computed + batch[i].n:
-                last_row[i] = len(tokens) - 1
-        rows = [row for chunk, row in zip(batch, last_row, strict=True) if chunk.samples]
+            chunk, first = batch[i], span.start - batch[i].seq.computed
+            if chunk.samples:
+                at |= {(i, each): len(tokens) + each - first for each in range(max(first, chunk.n - 1), first + span.n)}
+            tokens += chunk.tokens[first : first + span.n]
+        rows = [at[key] for key in sorted(at)]
         more = more_rows = 0
         if self.model.ops.recurring:
             more, more_rows = rounded_up(len(tokens)) - len(tokens), rounded_up(len(rows)) - len(rows)
@@ -167,11 +168,11 @@ class ModelRunner:
 
 
 def spans_of(chunk: Chunk, exact: bool) -> list[Span]:
-    """A chunk's part of the prompt, and its part of the output, which is computed as steps: so what is computed again has the bits that it
-    had. Without `exact`, one span."""
-    seq, start, end = chunk.seq, chunk.seq.computed, chunk.seq.computed + chunk.n
+    """A chunk's part of the prompt, and its part of the output with the guesses, which is computed as steps: so what is computed again, or
+    in one step with what follows, has the bits that it had. Without `exact`, one span."""
+    seq, start, end = chunk.seq, chunk.seq.computed, chunk.seq.computed + chunk.positions
     if not exact:
-        return [Span(start, chunk.n, seq.blocks)]
+        return [Span(start, chunk.positions, seq.blocks)]
     cut = min(max(start, seq.prompt_len), end)
     parts = (Span(start, cut - start, seq.blocks), Span(cut, end - cut, seq.blocks, steps=True))
     return [part for part in parts if part.n]

@@ -10,10 +10,10 @@ import pytest
 def plain_torch() -> Iterator[None]:
     with pytest.MonkeyPatch.context() as patch:
         if os.environ.get("BATON_TEST_PLAIN"):
-            from baton.engine import runner
+            from baton.engine import choice
             from baton.engine.model.ops import Ops
 
-            patch.setattr(runner, "choose_ops", lambda *_: Ops())
+            patch.setattr(choice, "choose_ops", lambda *_: Ops())
         yield
 
 

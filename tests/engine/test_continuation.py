@@ -113,14 +113,22 @@ def test_disturbed_streams_of_a_random_model_have_the_bits_of_undisturbed_ones(k
     check(loaded("LlamaForCausalLM", kind, scale=8, products="baton", spread=SPREAD), [tokens_of(i, 20 * i + 9) for i in range(3)])
 
 
-def check(runner: ModelRunner, prompts: list[list[int]]) -> None:
+@pytest.mark.parametrize("kind", TYPES)
+def test_guesses_right_and_wrong_change_no_bit_of_disturbed_streams(kind: str) -> None:
+    check(loaded("LlamaForCausalLM", kind, scale=8, products="baton", spread=SPREAD), [tokens_of(i, 20 * i + 9) for i in range(3)], True)
+
+
+def check(runner: ModelRunner, prompts: list[list[int]], guess: bool = False) -> None:
     controls = {kind.__name__ for kind in CONTROLS}
-    for way, kind, row in measure(runner, prompts, tokens=10):
+    guessed = 0
+    for way, kind, row in measure(runner, prompts, tokens=10, guess=guess):
         assert row["logits"] > 0
+        guessed += row["guessed"]
         if kind not in controls:
             assert (row["streams_differ"], row["logits_differ"]) == (0, 0), (way, kind)
         elif runner.layout.dtype == "bfloat16":  # int8 and int4 round most of it away
             assert row["logits_differ"], (way, kind)
+    assert bool(guessed) == guess
 
 
 @pytest.mark.parametrize("kind", TYPES)

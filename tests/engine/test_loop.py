@@ -19,8 +19,8 @@ from baton.engine.core.contract import CacheEvent, EngineStopped, Listener, cach
 from baton.engine.core.engine import Engine, Output, TooLong
 from baton.engine.core.kvcache import KvPool
 from baton.engine.core.loop import EngineLoop, facts
-from baton.engine.core.protocol import Chunk
-from baton.engine.core.sampling import Sampled, SamplingParams
+from baton.engine.core.protocol import Chunk, Tokens
+from baton.engine.core.sampling import SamplingParams
 from baton.engine.core.scheduler import Limits
 from baton.engine.core.sequence import Sequence, State
 from baton.engine.core.toy import ToyRunner, naive
@@ -42,7 +42,7 @@ class Gate(ToyRunner):
         self._busy = False
         self._changed = threading.Condition()
 
-    def run(self, batch: Seq[Chunk]) -> list[Sampled | None]:
+    def run(self, batch: Seq[Chunk]) -> list[Tokens]:
         with self._changed:
             self.steps += 1
             self.threads.add(threading.get_ident())

@@ -9,8 +9,8 @@ import torch
 
 from baton.engine.choice import load_runner
 from baton.engine.core.kvcache import KvLayout, KvPool
-from baton.engine.core.protocol import Chunk, NonFiniteLogits, Runner
-from baton.engine.core.sampling import Sampled, SamplingParams
+from baton.engine.core.protocol import Chunk, NonFiniteLogits, Runner, Tokens
+from baton.engine.core.sampling import SamplingParams
 from baton.engine.core.sequence import Sequence, finish_reason
 from baton.engine.cpu import compiled_ops
 from baton.engine.model.naive import generate
@@ -49,13 +49,12 @@ def sequence(tokens: list[int], params: SamplingParams, blocks: list[int]) -> Se
     return seq
 
 
-def advance(runner: Runner, work: list[tuple[Sequence, int]]) -> list[Sampled | None]:
+def advance(runner: Runner, work: list[tuple[Sequence, int]]) -> list[Tokens]:
     """Runs one step and updates the sequences as an engine would."""
     answers = runner.run([Chunk(seq, n) for seq, n in work])
     for (seq, n), answer in zip(work, answers, strict=True):
         seq.computed += n
-        if answer:
-            seq.tokens.append(answer.token)
+        seq.tokens += [sampled.token for sampled in answer]
     return answers
 
 
@@ -107,13 +106,13 @@ def test_a_pool_with_a_different_layout_is_refused(runner: ModelRunner) -> None:
         runner.attach(KvPool(other, 4))
 
 
-def test_answers_align_with_chunks_and_are_none_before_the_last_token(runner: ModelRunner) -> None:
+def test_answers_align_with_chunks_and_are_empty_before_the_last_token(runner: ModelRunner) -> None:
     rng = random.Random(1)
     prompts = [random_prompt(rng, length) for length in (9, 30, 1, 14)]
     seqs = [sequence(prompt, GREEDY, list(range(20 * i, 20 * i + 20))) for i, prompt in enumerate(prompts)]
     answers = advance(runner, [(seqs[0], 5), (seqs[1], 30), (seqs[2], 1), (seqs[3], 13)])
-    assert [answer is None for answer in answers] == [True, False, False, True]
-    assert advance(runner, [(seqs[3], 1), (seqs[0], 2)])[1] is None
+    assert [bool(answer) for answer in answers] == [False, True, True, False]
+    assert advance(runner, [(seqs[3], 1), (seqs[0], 2)])[1] == ()
     advance(runner, [(seqs[0], 2)])
     expected = [generate(runner.model, prompt, SamplingParams(max_tokens=1, temperature=0.0))[0].token for prompt in prompts]
     assert [seq.tokens[-1] for seq in seqs] == expected
@@ -121,7 +120,7 @@ def test_answers_align_with_chunks_and_are_none_before_the_last_token(runner: Mo
 
 
 def test_a_batch_may_sample_no_token(runner: ModelRunner) -> None:
-    assert advance(runner, [(sequence(list(range(20)), GREEDY, list(range(9))), 7)]) == [None]
+    assert advance(runner, [(sequence(list(range(20)), GREEDY, list(range(9))), 7)]) == [()]
 
 
 def test_a_runner_does_not_change_the_sequence(runner: ModelRunner) -> None:

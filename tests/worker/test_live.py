@@ -16,8 +16,7 @@ from handoff_pair import PROMPT, Call, Pair, expected, pair
 from baton.cluster.errors import BatonError, Reason
 from baton.cluster.handoff import Handoff
 from baton.engine.core.engine import Output
-from baton.engine.core.protocol import Chunk
-from baton.engine.core.sampling import Sampled
+from baton.engine.core.protocol import Chunk, Tokens
 from kvtransfer.handle import KvHandle
 from kvtransfer.importer import Checks
 from prefill_worker.worker import Prefilled
@@ -65,7 +64,7 @@ def compute_after_reads(p: Pair, monkeypatch: pytest.MonkeyPatch) -> None:
     compute, note = p.runners[0].run, Handoff.note_moved
     may_compute = threading.Semaphore(1)
 
-    def compute_after_read(batch: Sequence[Chunk]) -> list[Sampled | None]:
+    def compute_after_read(batch: Sequence[Chunk]) -> list[Tokens]:
         assert may_compute.acquire(timeout=30), "the reader did not take the blocks of the last chunk"
         return compute(batch)
 

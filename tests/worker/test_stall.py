@@ -14,8 +14,8 @@ from baton.engine.core.contract import Listener
 from baton.engine.core.engine import Engine
 from baton.engine.core.kvcache import KvPool
 from baton.engine.core.loop import EngineLoop
-from baton.engine.core.protocol import Chunk
-from baton.engine.core.sampling import Sampled, SamplingParams
+from baton.engine.core.protocol import Chunk, Tokens
+from baton.engine.core.sampling import SamplingParams
 from baton.engine.core.scheduler import Limits
 from baton.engine.core.sequence import Sequence
 from baton.engine.core.toy import ToyRunner
@@ -67,7 +67,7 @@ class Runner(ToyRunner):
         super().__init__({"vocab_size": 257, "eos_token_id": 256, "max_position_embeddings": 4096, "kv_width": 8}, "toy", 4)
         self.how = how
 
-    def run(self, batch: Seq[Chunk]) -> list[Sampled | None]:
+    def run(self, batch: Seq[Chunk]) -> list[Tokens]:
         self.how(1.0)
         return super().run(batch)
 

@@ -8,9 +8,9 @@ from collections.abc import Sequence as Seq
 from dataclasses import dataclass
 
 from baton.engine.core.blocks import BlockPool
-from baton.engine.core.protocol import Chunk, NonFiniteLogits, Runner
+from baton.engine.core.protocol import Chunk, NonFiniteLogits, Runner, Tokens
 from baton.engine.core.sampling import Sampled
-from baton.engine.core.scheduler import Limits, Scheduler
+from baton.engine.core.scheduler import Limits, Propose, Scheduler
 from baton.engine.core.sequence import Finish, Sequence, State, finish_reason
 
 
@@ -57,16 +57,27 @@ class Counts:
     queried_tokens: int = 0  # tokens of started sequences that were looked up in the prefix cache
     hit_tokens: int = 0  # part of `queried_tokens`: found there
     preemptions: int = 0
+    drafted_tokens: int = 0  # guesses that were computed
+    accepted_tokens: int = 0  # part of `drafted_tokens`: they became output
 
 
 class Engine:
-    def __init__(self, runner: Runner, limits: Limits, max_len: int, prefix_caching: bool = True, reuse_output: bool = False) -> None:
-        """`reuse_output`: KV of output may serve as the KV of a prompt, though its last bits differ (see `Runner.separates_output`)."""
+    def __init__(
+        self,
+        runner: Runner,
+        limits: Limits,
+        max_len: int,
+        prefix_caching: bool = True,
+        reuse_output: bool = False,
+        propose: Propose | None = None,
+    ) -> None:
+        """`reuse_output`: KV of output may serve as the KV of a prompt, though its last bits differ (see `Runner.separates_output`).
+        `propose`: guesses what comes next, see `scheduler`."""
         self.runner = runner
         self.max_len = max_len  # tokens of one sequence, prompt and output
         self.pool = BlockPool(runner.pool.num_blocks, prefix_caching)
         self.block_size = runner.layout.block_size
-        self.scheduler = Scheduler(self.pool, limits, self.block_size, runner.separates_output and not reuse_output)
+        self.scheduler = Scheduler(self.pool, limits, self.block_size, runner.separates_output and not reuse_output, propose)
         self.sequences: dict[str, Sequence] = {}
         self.counts = Counts()
         if max_len > self.pool.num_blocks * self.block_size:
@@ -83,8 +94,8 @@ class Engine:
         except NonFiniteLogits as error:
             return outputs + [self._fail(seq_id, error) for seq_id in error.sequence_ids]  # the others run again in the next step
         self.counts.chunks += len(batch)
-        for chunk, token in zip(batch, sampled, strict=True):
-            outputs += self._land_chunk(chunk, token)
+        for chunk, tokens in zip(batch, sampled, strict=True):
+            outputs += self._land_chunk(chunk, tokens)
         return outputs
 
     @property
@@ -208,13 +219,22 @@ class Engine:
         seq.prefilled += max(0, min(end, seq.arrived_with - 1) - start - again)
         self.scheduler.advance(seq, end)
 
-    def _land_chunk(self, chunk: Chunk, sampled: Sampled | None) -> list[Output]:
-        """Applies a computed chunk to its sequence."""
+    def _land_chunk(self, chunk: Chunk, tokens: Tokens) -> list[Output]:
+        """Applies a computed chunk to its sequence. The KV of a guess counts once the token is known, so nothing has to be taken back;
+        tokens after the one that ends the sequence do not exist."""
         seq = chunk.seq
         self._advance(seq, chunk.n)
-        if sampled is not None:
-            return [self._settle(seq, sampled)]
-        return [Output(seq, None, full=tuple(seq.blocks[: seq.computed // self.block_size]))] if seq.hold else []
+        if not tokens:
+            return [Output(seq, None, full=tuple(seq.blocks[: seq.computed // self.block_size]))] if seq.hold else []
+        outputs = [self._settle(seq, tokens[0])]
+        for token in tokens[1:]:
+            if seq.state is not State.RUNNING:
+                break
+            self._advance(seq, 1)
+            outputs.append(self._settle(seq, token))
+        self.counts.drafted_tokens += len(chunk.drafts)
+        self.counts.accepted_tokens += len(outputs) - 1
+        return outputs
 
     def _fail(self, seq_id: str, error: NonFiniteLogits) -> Output:
         """Ends a sequence whose logits are not finite, and removes its blocks from the prefix cache so that they are not found again."""

@@ -28,7 +28,7 @@ def facts(engine: Engine) -> Facts:
     return Facts(
         running=len(scheduler.running) + len(scheduler.fetching),
         waiting=len(scheduler.waiting),
-        waiting_tokens=sum(seq.pending for seq in (*scheduler.waiting, *scheduler.running) if seq.pending > 1),
+        waiting_tokens=sum(seq.pending for seq in (*scheduler.waiting, *scheduler.running) if seq.prefilling),
         free_blocks=engine.pool.available,
         cached_blocks=engine.pool.num_cached,
         owned_blocks=engine.pool.num_owned,

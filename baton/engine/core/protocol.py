@@ -1,7 +1,14 @@
-"""What the engine asks of the thing that computes: a batch of chunks in, at most one sampled token per chunk out. No torch here."""
+"""What the engine asks of the thing that computes: a batch of chunks in, the tokens that each chunk yields out. No torch here.
+
+A chunk yields nothing while it does not reach the last known token, else one token, or several if somebody has guessed what comes next:
+the runner computes the guesses' positions in the same step, and samples after each as if it were known. Up to the first wrong guess, and
+one further, the tokens are those that one step for each would have sampled (Leviathan et al., "Fast Inference from Transformers via
+Speculative Decoding", 2023). Noise is a function of seed and position, so that holds for drawn tokens without their rejection rule.
+"""
 
 from collections.abc import Sequence as Seq
 from dataclasses import dataclass
+from itertools import takewhile
 from typing import Protocol
 
 from baton.engine.core.kvcache import KvLayout, KvPool
@@ -11,18 +18,47 @@ from baton.engine.core.sequence import Sequence
 
 @dataclass(frozen=True, slots=True)
 class Chunk:
-    """Compute the KV of `seq.tokens[seq.computed : seq.computed + n]`; `seq.blocks` already has room for it.
+    """Compute the KV of `seq.tokens[seq.computed : seq.computed + n]`, and then of the guesses `drafts`; `seq.blocks` has room for all.
 
-    One chunk per sequence and batch, `n >= 1`. The runner changes nothing in `seq`.
+    One chunk per sequence and batch, `n >= 1`; with drafts it samples. The runner changes nothing in `seq`.
     """
 
     seq: Sequence
     n: int
+    drafts: tuple[int, ...] = ()
+
+    @property
+    def positions(self) -> int:
+        """How many are computed. Those of wrong guesses do not count afterwards."""
+        return self.n + len(self.drafts)
+
+    @property
+    def tokens(self) -> list[int]:
+        """At the positions that are computed."""
+        return [*self.seq.tokens[self.seq.computed : self.seq.computed + self.n], *self.drafts]
+
+    @property
+    def rows(self) -> list[Sequence]:
+        """The sequence as it is when each row of logits is sampled: as it is known, and with one guess, two, … Empty if nothing samples."""
+        if not self.samples:
+            return []
+        seq = self.seq
+        guessed = ([*seq.tokens, *self.drafts[: count + 1]] for count in range(len(self.drafts)))
+        return [seq, *(Sequence(seq.id, tokens, seq.prompt_len, seq.params, seq.root) for tokens in guessed)]
 
     @property
     def samples(self) -> bool:
         """Whether the chunk reaches the last known token, so that the next one can be sampled."""
         return self.seq.computed + self.n == len(self.seq.tokens)
+
+
+Tokens = tuple[Sampled, ...]  # what a chunk yields
+
+
+def accepted(drafts: Seq[int], sampled: Seq[Sampled]) -> Tokens:
+    """Of what was sampled after the known tokens and after each guess: up to the first token that was not guessed."""
+    right = takewhile(lambda pair: pair[0] == pair[1].token, zip(drafts, sampled, strict=False))
+    return tuple(sampled[: sum(1 for _ in right) + 1])
 
 
 class NonFiniteLogits(ArithmeticError):
@@ -34,7 +70,7 @@ class NonFiniteLogits(ArithmeticError):
 
 
 class Runner(Protocol):
-    """One model on one device. Two implementations: `baton.engine.runner.ModelRunner` (torch) and `baton.engine.core.toy.ToyRunner`."""
+    """One model on one device: `baton.engine.runner.ModelRunner` (torch), `baton.engine.gpu.runner.GpuRunner`, and the toy."""
 
     layout: KvLayout
     pool: KvPool
@@ -43,8 +79,8 @@ class Runner(Protocol):
     max_positions: int
     separates_output: bool  # KV of output has other bits than that of the same tokens in a prompt, and those bits whenever it is computed
 
-    def run(self, batch: Seq[Chunk]) -> list[Sampled | None]:
-        """Writes the KV of every chunk into the pool. Returns one answer for each chunk of `batch`: None if the chunk does not sample.
+    def run(self, batch: Seq[Chunk]) -> list[Tokens]:
+        """Writes the KV of every chunk into the pool. Returns what each chunk of `batch` yields: at most one token more than it has drafts.
 
         When it returns, the KV is written, and another process may read the blocks. Raises NonFiniteLogits; then no sequence of the batch
         has a sampled token.

@@ -1,8 +1,9 @@
 """Which sequences run in the next step, and for how many tokens each. Decides and does nothing else.
 
 The order of a step: decodes first (a client waits for each token), then the prompt chunks of admitted sequences, then admissions from
-the queue in order of arrival, all under one token budget. There is no branch on the worker's role: a prefill worker is a
-scheduler whose sequences are held after one token, a decode worker one whose sequences mostly arrive computed.
+the queue in order of arrival, and at last guesses of what the decodes will sample, all under one token budget. There is no branch on the
+worker's role: a prefill worker is a scheduler whose sequences are held after one token, a decode worker one whose sequences mostly arrive
+computed.
 
 Admission counts future growth: a sequence is admitted when the pool has room for its known tokens plus a share (`reserve_growth`) of
 what it and the admitted sequences may still produce. If they produce more than that share, the scheduler preempts: the youngest sequence
@@ -16,7 +17,8 @@ the previous batch ends; a static one waits until it is full, for `batch_wait_s`
 """
 
 import math
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
+from collections.abc import Sequence as Seq
 from dataclasses import dataclass, field
 from typing import Literal
 
@@ -26,6 +28,8 @@ from baton.engine.core.blocks import BlockPool
 from baton.engine.core.protocol import Chunk
 from baton.engine.core.sequence import Sequence, State
 
+# (sequence, most) → guesses of the tokens that follow its known ones, at most so many. It may know nothing: then there are none.
+Propose = Callable[[Sequence, int], Seq[int]]
 Batching = Literal["continuous", "dynamic", "static"]
 
 
@@ -59,8 +63,11 @@ class Schedule:
 
 
 class Scheduler:
-    def __init__(self, pool: BlockPool, limits: Limits, block_size: int, separates_output: bool = False) -> None:
+    def __init__(
+        self, pool: BlockPool, limits: Limits, block_size: int, separates_output: bool = False, propose: Propose | None = None
+    ) -> None:
         """`separates_output`: see `Runner`."""
+        self._propose = propose
         self._separates_output = separates_output
         self.pool = pool
         self.limits = limits
@@ -79,17 +86,19 @@ class Scheduler:
         if self.limits.batching != "continuous":
             self._form_batch(now)
         for seq in list(self.running):
-            if seq.pending == 1 and seq.state is State.RUNNING and self._make_room(seq, plan):
+            if seq.decoding and seq.state is State.RUNNING and self._make_room(seq, plan):
                 plan.chunks.append(Chunk(seq, 1))
         budget = self.limits.max_num_batched_tokens - len(plan.chunks)
         for seq in self.running:
-            if seq.pending > 1 and budget > 0:
+            if seq.prefilling and budget > 0:
                 budget -= self._chunk(seq, budget, plan)
         while budget > 0 and self.waiting and not plan.preempted and self._joins(self.waiting[0]) and self._admit(self.waiting[0]):
             seq = self.waiting.pop(0)
             seq.move("admit")
             self.running.append(seq)
             budget -= self._chunk(seq, budget, plan)
+        if self._propose is not None and not plan.preempted:
+            self._add_guesses(plan, budget, self._propose)
         return plan
 
     def reserve(self, seq: Sequence) -> bool:
@@ -197,6 +206,21 @@ class Scheduler:
         n = min(seq.pending, budget, len(seq.blocks) * self.block_size - seq.computed)
         plan.chunks.append(Chunk(seq, n))
         return n
+
+    def _add_guesses(self, plan: Schedule, budget: int, propose: Propose) -> None:
+        """Gives the decodes guesses out of what is left of the budget. Nobody loses a block for a guess."""
+        for i, chunk in enumerate(plan.chunks):
+            seq = chunk.seq
+            most = min(budget, seq.remaining - 1)
+            if not (chunk.samples and chunk.n == 1) or seq.hold or most <= 0:
+                continue
+            drafts = tuple(propose(seq, most))
+            missing = self._blocks_for(seq.computed + 1 + len(drafts)) - len(seq.blocks)
+            if missing > 0:
+                seq.blocks += self.pool.allocate(min(missing, self.pool.available)) or []
+            drafts = drafts[: min(most, len(seq.blocks) * self.block_size - seq.computed - 1)]
+            plan.chunks[i] = Chunk(seq, 1, drafts)
+            budget -= len(drafts)
 
     def _extend_keys(self, seq: Sequence) -> None:
         extend_keys(seq.keys, seq.root, seq.tokens, self.block_size, seq.prompt_len if self._separates_output else None)

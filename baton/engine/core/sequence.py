@@ -75,8 +75,17 @@ class Sequence:
 
     @property
     def pending(self) -> int:
-        """Tokens that are known and not computed: 1 while decoding, more while prefilling."""
+        """Tokens that are known and not computed."""
         return len(self.tokens) - self.computed
+
+    @property
+    def decoding(self) -> bool:
+        """One step samples the next token."""
+        return self.pending == 1
+
+    @property
+    def prefilling(self) -> bool:
+        return self.pending > 1
 
     @property
     def output_len(self) -> int:

@@ -11,11 +11,12 @@ import signal
 import time
 from collections.abc import Sequence as Seq
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 
 from baton.engine.core.kvcache import KvLayout, KvPool
-from baton.engine.core.protocol import Chunk
+from baton.engine.core.protocol import Chunk, Tokens, accepted
 from baton.engine.core.sampling import Sampled, SamplingParams, noise_key
 
 ARCHITECTURE = "BatonToyForCausalLM"
@@ -42,28 +43,29 @@ class ToyRunner:
         # [num_blocks, 2, block_size, kv_width]
         self._kv = pool.array.view(np.int64).reshape(pool.num_blocks, 2, self.layout.block_size, self.layout.head_dim)
 
-    def run(self, batch: Seq[Chunk]) -> list[Sampled | None]:
-        delay = self.step_delay_s + self.token_delay_s * sum(chunk.n for chunk in batch)
+    def run(self, batch: Seq[Chunk]) -> list[Tokens]:
+        delay = self.step_delay_s + self.token_delay_s * sum(chunk.positions for chunk in batch)
         if delay:
             time.sleep(delay)
-        if any(self.poison in chunk.seq.tokens[chunk.seq.computed : chunk.seq.computed + chunk.n] for chunk in batch):
+        if any(self.poison in chunk.tokens for chunk in batch):
             os.kill(os.getpid(), signal.SIGKILL)
         return [self._run(chunk) for chunk in batch]
 
-    def _run(self, chunk: Chunk) -> Sampled | None:
+    def _run(self, chunk: Chunk) -> Tokens:
         seq, size = chunk.seq, self.layout.block_size
-        end = seq.computed + chunk.n
-        positions = np.arange(seq.computed, end)
+        positions = np.arange(seq.computed, seq.computed + chunk.positions)
         blocks = np.asarray(seq.blocks)
-        values = (np.asarray(seq.tokens[seq.computed : end]) + 1) * (positions + 1)
+        values = (np.asarray(chunk.tokens) + 1) * (positions + 1)
         self._kv[blocks[positions // size], :, positions % size, :] = values[:, None, None]
-        if end < len(seq.tokens):
-            return None
-        full, rest = divmod(end, size)
+        return accepted(chunk.drafts, [self._sample(blocks, len(row.tokens), row.params) for row in chunk.rows])
+
+    def _sample(self, blocks: "np.ndarray[Any, Any]", end: int, params: SamplingParams) -> Sampled:
+        """The token at position `end`."""
+        full, rest = divmod(end, self.layout.block_size)
         total = int(self._kv[blocks[:full]].sum())
         if rest:
             total += int(self._kv[blocks[full], :, :rest].sum())
-        return sample(total, seq.params, end, self.vocab_size)
+        return sample(total, params, end, self.vocab_size)
 
 
 def sample(total: int, params: SamplingParams, position: int, vocab_size: int) -> Sampled:

@@ -12,6 +12,8 @@ This has further consequences:
   that filled them has been read: by then all their tokens are known, and their KV is written.
 - **Surplus.** A stop token is seen one step late. The step in flight computes a position for that sequence that is not needed, and the
   result is dropped. Ends that can be foreseen (length, `hold`) make no surplus: they get no `UNKNOWN`, so nothing is pending.
+- **Who guesses, waits.** Guesses follow known tokens. So with somebody who makes them, no sequence gets an `UNKNOWN`: it joins every other
+  step, and sequences that began at different steps fill each other's gaps.
 - **No block is released while a step in flight may write to it.** Blocks of a sequence that ends or is aborted are parked until that step
   has been read. The device would keep the order, but a transport that fills a block (`Engine.reserve`) would not.
 - **Preemption waits for the step in flight.** If the pool lacks a block for a decode, that step is read before anything is scheduled:
@@ -30,9 +32,8 @@ from typing import Protocol
 
 from baton.engine.core.blocks import BlockPool
 from baton.engine.core.engine import Engine, Output
-from baton.engine.core.protocol import Chunk, NonFiniteLogits, Runner
-from baton.engine.core.sampling import Sampled
-from baton.engine.core.scheduler import Limits, Scheduler
+from baton.engine.core.protocol import Chunk, NonFiniteLogits, Runner, Tokens
+from baton.engine.core.scheduler import Limits, Propose, Scheduler
 from baton.engine.core.sequence import Sequence, State
 
 UNKNOWN = -1
@@ -40,9 +41,9 @@ UNKNOWN = -1
 
 @dataclass(frozen=True, slots=True)
 class StepResult:
-    """The results of a step, aligned with its batch: None for a chunk that did not sample, or failed."""
+    """The results of a step, aligned with its batch: what each chunk yields. Nothing for one that failed."""
 
-    sampled: list[Sampled | None]
+    tokens: list[Tokens]
     failed: frozenset[int] = frozenset()  # indices whose logits were not finite; the others are good
 
 
@@ -83,13 +84,13 @@ class Flight:
 class LateScheduler(Scheduler):
     """A scheduler that parks blocks to which a step in flight may still write."""
 
-    def __init__(self, pool: BlockPool, limits: Limits, block_size: int) -> None:
-        super().__init__(pool, limits, block_size)
+    def __init__(self, pool: BlockPool, limits: Limits, block_size: int, propose: Propose | None = None) -> None:
+        super().__init__(pool, limits, block_size, propose=propose)
         self.flight: Flight | None = None
 
     def lacks_blocks(self) -> bool:
         """Whether the decodes of the next step need more blocks than there are, so that it would preempt."""
-        return sum(seq.pending == 1 and seq.computed == len(seq.blocks) * self.block_size for seq in self.running) > self.pool.available
+        return sum(seq.decoding and seq.computed == len(seq.blocks) * self.block_size for seq in self.running) > self.pool.available
 
     def free(self, seq: Sequence) -> None:
         if seq.tokens[-1] == UNKNOWN:
@@ -107,9 +108,12 @@ class OverlapEngine(Engine):
     runner: OverlapRunner
     scheduler: LateScheduler
 
-    def __init__(self, runner: OverlapRunner, limits: Limits, max_len: int, prefix_caching: bool = True) -> None:
+    def __init__(
+        self, runner: OverlapRunner, limits: Limits, max_len: int, prefix_caching: bool = True, propose: Propose | None = None
+    ) -> None:
         super().__init__(runner, limits, max_len, prefix_caching)
-        self.scheduler = LateScheduler(self.pool, limits, self.block_size)
+        self.scheduler = LateScheduler(self.pool, limits, self.block_size, propose=propose)
+        self._guesses = propose is not None
 
     @property
     def idle(self) -> bool:
@@ -138,9 +142,9 @@ class OverlapEngine(Engine):
         self.runner.to_host(blocks)
         return blocks
 
-    def _land_chunk(self, chunk: Chunk, sampled: Sampled | None) -> list[Output]:
+    def _land_chunk(self, chunk: Chunk, tokens: Tokens) -> list[Output]:
         seq, before = chunk.seq, chunk.seq.computed
-        outputs = super()._land_chunk(chunk, sampled)
+        outputs = super()._land_chunk(chunk, tokens)
         if seq.hold and seq.state is not State.DONE:
             # The block that an earlier chunk began may be full only now. What the cache held at the start was never copied to the host.
             first = 0 if before == seq.began else before // self.block_size
@@ -159,7 +163,7 @@ class OverlapEngine(Engine):
         self.counts.chunks += len(landed.batch) - len(result.failed)
         self.pool.release(landed.parked)
         outputs = []
-        for i, (chunk, sampled) in enumerate(zip(landed.batch, result.sampled, strict=True)):
+        for i, (chunk, tokens) in enumerate(zip(landed.batch, result.tokens, strict=True)):
             seq = chunk.seq
             if seq in landed.gone:
                 continue
@@ -169,11 +173,11 @@ class OverlapEngine(Engine):
             if seq.tokens[-1] == UNKNOWN:
                 seq.tokens.pop()
             seq.computed -= chunk.n  # as before it was booked
-            outputs += self._land_chunk(chunk, sampled)
+            outputs += self._land_chunk(chunk, tokens)
         return outputs
 
     def _book(self, chunk: Chunk) -> None:
         seq, samples = chunk.seq, chunk.samples
         seq.computed += chunk.n
-        if samples and not (seq.hold or seq.remaining <= 1 or len(seq.tokens) + 1 >= self.max_len):
+        if samples and not (self._guesses or seq.hold or seq.remaining <= 1 or len(seq.tokens) + 1 >= self.max_len):
             seq.tokens.append(UNKNOWN)

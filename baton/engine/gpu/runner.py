@@ -12,8 +12,8 @@ import torch
 from torch import Tensor
 
 from baton.engine.core.kvcache import KvPool
-from baton.engine.core.protocol import Chunk, NonFiniteLogits
-from baton.engine.core.sampling import Sampled, SamplingParams
+from baton.engine.core.protocol import Chunk, NonFiniteLogits, Tokens
+from baton.engine.core.sampling import SamplingParams
 from baton.engine.core.sequence import Sequence
 from baton.engine.gpu.attention import DeviceAttention
 from baton.engine.gpu.choice import installed, make_attention
@@ -40,11 +40,11 @@ class DevicePending:
 
     def result(self) -> StepResult:
         self._copied.wait()
-        sampled: list[Sampled | None] = [None] * len(self._batch)
+        tokens: list[Tokens] = [()] * len(self._batch)
         if self._draw is not None:
             for i, answer in zip(self._sampling, answers(self._draw, [self._batch[i].seq for i in self._sampling]), strict=True):
-                sampled[i] = answer
-        return StepResult(sampled, frozenset(i for i in self._sampling if sampled[i] is None))
+                tokens[i] = () if answer is None else (answer,)
+        return StepResult(tokens, frozenset(i for i in self._sampling if not tokens[i]))
 
 
 class GpuRunner(ModelRunner):
@@ -84,11 +84,11 @@ class GpuRunner(ModelRunner):
             self._capture(ladder(capacity.max_num_seqs) if graph_sizes is None else sorted(graph_sizes))
         self._warm_up_sampler()
 
-    def run(self, batch: Seq[Chunk]) -> list[Sampled | None]:
+    def run(self, batch: Seq[Chunk]) -> list[Tokens]:
         result = self.submit(batch).result()
         if result.failed:
             raise NonFiniteLogits([batch[i].seq.id for i in sorted(result.failed)])
-        return result.sampled
+        return result.tokens
 
     @torch.inference_mode()
     def submit(self, batch: Seq[Chunk]) -> DevicePending:

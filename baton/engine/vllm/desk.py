@@ -228,7 +228,7 @@ class Desk:
 
     def waiting_tokens(self) -> int:
         active = (job.seq for job in self._of.values() if job.seq.state is State.RUNNING)
-        return sum(seq.pending for seq in (*self.waiting, *active) if seq.pending > 1)
+        return sum(seq.pending for seq in (*self.waiting, *active) if seq.prefilling)
 
     def promised_blocks(self) -> int:
         """Blocks of vLLM's cache that the sequences here will take beyond those that they have, if each runs to its last token."""

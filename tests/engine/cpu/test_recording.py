@@ -141,7 +141,7 @@ def test_the_tokens_of_a_recorded_step_are_those_of_its_logits() -> None:
     for _ in range(4):
         answers = runner.run([Chunk(seq, 1) for seq in seqs])
         logits = step(runner, seqs)  # computes the same positions again
-        assert [answer.token for answer in answers if answer] == logits.argmax(dim=-1).tolist()
+        assert [answer.token for (answer,) in answers] == logits.argmax(dim=-1).tolist()
     assert runner._steps is not None and set(runner._steps._recordings) == {4}
 
 

@@ -9,7 +9,7 @@ import torch
 from transformers import DeepseekV2Config, Gemma2Config, PretrainedConfig, Qwen3Config
 from transformers.models.auto.modeling_auto import AutoModelForCausalLM
 
-from baton.engine import runner as plain_runner
+from baton.engine import choice
 from baton.engine.choice import load_runner
 from baton.engine.core.kvcache import KvPool
 from baton.engine.core.protocol import Chunk
@@ -46,7 +46,7 @@ def test_logits_match_transformers(config: PretrainedConfig, tmp_path: Path, dev
     torch.manual_seed(1)
     model = AutoModelForCausalLM.from_config(config, attn_implementation="eager").eval()
     model.save_pretrained(tmp_path)
-    monkeypatch.setattr(plain_runner, "choose_ops", lambda *_: triton_ops.TritonOps())
+    monkeypatch.setattr(choice, "choose_ops", lambda *_: triton_ops.TritonOps())
     runner = load_runner(GpuRunner, tmp_path, block_size=4, device=str(device))
     assert isinstance(runner, GpuRunner)
     runner.attach(KvPool(runner.layout, 20), capacity=Capacity(3, 64, 64), backend="triton", graph_sizes=(3,))

@@ -1,88 +1,30 @@
 """One step in flight: the tokens are the oracle's whatever is aborted, preempted, held or handed over, and no block is
 written after it left.
 
-The toy below computes each step as late as it can: when its result is read. So a block that leaves too early is written to afterwards, and
-a token that is not known yet does not exist anywhere.
+The toy computes each step as late as it can, see `late_toy`.
 """
 
 import random
-from collections import deque
-from collections.abc import Sequence as Seq
 from typing import Any
 
 import numpy as np
 import pytest
+from late_toy import LateEngine, LateToy
 
 from baton.engine.core.engine import Output
-from baton.engine.core.kvcache import KvPool
-from baton.engine.core.protocol import Chunk
-from baton.engine.core.sampling import Sampled, SamplingParams
+from baton.engine.core.sampling import SamplingParams
 from baton.engine.core.scheduler import Limits
 from baton.engine.core.sequence import Finish, Sequence, State
-from baton.engine.core.toy import ToyRunner, naive
-from baton.engine.gpu.overlap import UNKNOWN, OverlapEngine, Pending, StepResult
+from baton.engine.core.toy import naive
+from baton.engine.gpu.overlap import UNKNOWN, OverlapEngine
 
 BLOCK = 4
 TOY = {"vocab_size": 257, "eos_token_id": 256, "max_position_embeddings": 512, "kv_width": 2}
 
 
-class LateToy(ToyRunner):
-    """Computes a step only when its result is read. Like a device, it remembers the last token that each sequence sampled."""
-
-    def __init__(self, blocks: int) -> None:
-        super().__init__(TOY, "toy", BLOCK)
-        self.device = KvPool(self.layout, blocks)
-        self.attach(self.device)
-        self.pool = KvPool(self.layout, blocks)  # in host memory
-        self.last: dict[str, int] = {}
-        self.queue: deque[LateStep] = deque()
-        self.poisoned: set[str] = set()  # sequences whose logits are not finite
-
-    def submit(self, batch: Seq[Chunk]) -> Pending:
-        assert len(self.queue) < 2, "more than one step in flight"
-        step = LateStep(self, batch)
-        self.queue.append(step)
-        return step
-
-    def to_host(self, blocks: Seq[int]) -> None:
-        self.pool.array[blocks] = self.device.array[blocks]
-
-    def to_device(self, blocks: Seq[int]) -> None:
-        self.device.array[blocks] = self.pool.array[blocks]
-
-
-class LateStep:
-    def __init__(self, toy: LateToy, batch: Seq[Chunk]) -> None:
-        self.toy = toy
-        self.work = [(c.seq.id, list(c.seq.tokens), c.seq.computed, c.n, list(c.seq.blocks), c.seq.params, c.samples) for c in batch]
-
-    def result(self) -> StepResult:
-        assert self.toy.queue.popleft() is self, "results must be read in order"
-        sampled = [self.compute(*work) for work in self.work]
-        failed = frozenset(i for i, (name, *_, samples) in enumerate(self.work) if samples and name in self.toy.poisoned)
-        return StepResult([None if i in failed else answer for i, answer in enumerate(sampled)], failed)
-
-    def compute(
-        self, name: str, tokens: list[int], computed: int, n: int, blocks: list[int], params: SamplingParams, samples: bool
-    ) -> Sampled | None:
-        assert UNKNOWN not in tokens[:-1]
-        if tokens[-1] == UNKNOWN:
-            tokens[-1] = self.toy.last[name]
-        shadow = Sequence(name, tokens, len(tokens), params, root=b"", computed=computed, blocks=blocks)
-        answer = self.toy.run([Chunk(shadow, n)])[0]
-        assert (answer is not None) == samples
-        if answer is not None:
-            self.toy.last[name] = answer.token
-        return answer
-
-
-class LateEngine(OverlapEngine):
-    runner: LateToy
-
-
 def engine(blocks: int = 64, max_len: int = 200, **limits: int) -> LateEngine:
     values: dict[str, Any] = {"max_num_seqs": 8, "max_num_batched_tokens": 24, **limits}
-    return LateEngine(LateToy(blocks), Limits(**values), max_len)
+    return LateEngine(LateToy(blocks, TOY, BLOCK), Limits(**values), max_len)
 
 
 def sequence(name: str, tokens: list[int], hold: bool = False, **params: object) -> Sequence:

@@ -1,0 +1,65 @@
+"""A toy that computes each step as late as it can: when its result is read. So a block that leaves too early is written to afterwards,
+and a token that is not known yet does not exist anywhere."""
+
+from collections import deque
+from collections.abc import Sequence as Seq
+
+from baton.engine.core.kvcache import KvPool
+from baton.engine.core.protocol import Chunk, Tokens
+from baton.engine.core.sampling import SamplingParams
+from baton.engine.core.sequence import Sequence
+from baton.engine.core.toy import ToyRunner
+from baton.engine.gpu.overlap import UNKNOWN, OverlapEngine, Pending, StepResult
+
+
+class LateToy(ToyRunner):
+    """Computes a step only when its result is read. Like a device, it remembers the last token that each sequence sampled."""
+
+    def __init__(self, blocks: int, config: dict[str, int], block_size: int) -> None:
+        super().__init__(config, "toy", block_size)
+        self.device = KvPool(self.layout, blocks)
+        self.attach(self.device)
+        self.pool = KvPool(self.layout, blocks)  # in host memory
+        self.last: dict[str, int] = {}
+        self.queue: deque[LateStep] = deque()
+        self.poisoned: set[str] = set()  # sequences whose logits are not finite
+
+    def submit(self, batch: Seq[Chunk]) -> Pending:
+        assert len(self.queue) < 2, "more than one step in flight"
+        step = LateStep(self, batch)
+        self.queue.append(step)
+        return step
+
+    def to_host(self, blocks: Seq[int]) -> None:
+        self.pool.array[blocks] = self.device.array[blocks]
+
+    def to_device(self, blocks: Seq[int]) -> None:
+        self.device.array[blocks] = self.pool.array[blocks]
+
+
+class LateStep:
+    def __init__(self, toy: LateToy, batch: Seq[Chunk]) -> None:
+        self.toy = toy
+        self.work = [(c.seq.id, list(c.seq.tokens), c.seq.computed, c.n, c.drafts, list(c.seq.blocks), c.seq.params) for c in batch]
+
+    def result(self) -> StepResult:
+        assert self.toy.queue.popleft() is self, "results must be read in order"
+        answers = [self.compute(*work) for work in self.work]
+        failed = frozenset(i for i, (name, *_) in enumerate(self.work) if answers[i] and name in self.toy.poisoned)
+        return StepResult([() if i in failed else answer for i, answer in enumerate(answers)], failed)
+
+    def compute(
+        self, name: str, tokens: list[int], computed: int, n: int, drafts: tuple[int, ...], blocks: list[int], params: SamplingParams
+    ) -> Tokens:
+        assert UNKNOWN not in tokens[:-1]
+        if tokens[-1] == UNKNOWN:
+            tokens[-1] = self.toy.last[name]
+        shadow = Sequence(name, tokens, len(tokens), params, root=b"", computed=computed, blocks=blocks)
+        answer = self.toy.run([Chunk(shadow, n, drafts)])[0]
+        if answer:
+            self.toy.last[name] = answer[-1].token
+        return answer
+
+
+class LateEngine(OverlapEngine):
+    runner: LateToy
