@@ -93,7 +93,7 @@ class Inputs:
 
         Raises ValueError for a batch beyond the capacity.
         """
-        spans = [Span(chunk.seq.computed, chunk.n, chunk.seq.blocks) for chunk in batch]
+        spans = [Span(chunk.seq.computed, chunk.positions, chunk.seq.blocks) for chunk in batch]
         tokens = sum(span.n for span in spans)
         if len(batch) > self.capacity.max_num_seqs or tokens > self.capacity.max_num_batched_tokens:
             raise ValueError(f"a batch of {len(batch)} sequences and {tokens} tokens; the runner was made for {self.capacity}")
@@ -200,7 +200,7 @@ class Inputs:
 
     def _token_facts(self, batch: Seq[Chunk], order: list[int], spans: list[Span]) -> Ints:
         """Tokens, positions, slots and tails, `[4, T]`."""
-        size, ids = self.block_size, [batch[i].seq.tokens[span.start : span.start + span.n] for i, span in zip(order, spans, strict=True)]
+        size, ids = self.block_size, [batch[i].tokens for i in order]
         starts, ns = np.array([(span.start, span.n) for span in spans]).T
         ends, befores = starts + ns, np.cumsum(ns) - ns
         owners = np.repeat(np.arange(len(spans)), ns)

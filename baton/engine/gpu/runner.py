@@ -6,20 +6,21 @@ steps are computed in order; `Pending.result` waits for the event after the last
 
 from collections.abc import Sequence as Seq
 from dataclasses import replace
+from itertools import takewhile
 
 import numpy as np
 import torch
 from torch import Tensor
 
 from baton.engine.core.kvcache import KvPool
-from baton.engine.core.protocol import Chunk, NonFiniteLogits, Tokens
-from baton.engine.core.sampling import SamplingParams
+from baton.engine.core.protocol import Chunk, NonFiniteLogits, Tokens, accepted
+from baton.engine.core.sampling import Sampled, SamplingParams
 from baton.engine.core.sequence import Sequence
 from baton.engine.gpu.attention import DeviceAttention
 from baton.engine.gpu.choice import installed, make_attention
 from baton.engine.gpu.device import Mark
 from baton.engine.gpu.graphs import Captures, Graphs, ladder, uncaptured
-from baton.engine.gpu.inputs import Capacity, Inputs, Ints, Step
+from baton.engine.gpu.inputs import Capacity, Inputs, Ints, Seat, Step
 from baton.engine.gpu.overlap import StepResult
 from baton.engine.gpu.sampler import Draw, Pick, Sampler, answers, pick_plainly
 from baton.engine.model.moe import Mixture, SeparateExperts
@@ -32,19 +33,23 @@ STAGED_BLOCKS = 64  # copied over the bus at a time
 class DevicePending:
     """A step that was submitted: its answers are being copied to the host."""
 
-    def __init__(self, step: Step, sampling: list[int], draw: Draw | None, copied: Mark) -> None:
+    def __init__(self, step: Step, rows: list[tuple[int, Sequence]], draw: Draw | None, copied: Mark) -> None:
         self._batch = step.batch
-        self._sampling = sampling  # indices into the batch, row by row
+        self._rows = rows  # of the logits: index into the batch, and the sequence that is sampled
         self._draw = draw
         self._copied = copied
 
     def result(self) -> StepResult:
         self._copied.wait()
         tokens: list[Tokens] = [()] * len(self._batch)
-        if self._draw is not None:
-            for i, answer in zip(self._sampling, answers(self._draw, [self._batch[i].seq for i in self._sampling]), strict=True):
-                tokens[i] = () if answer is None else (answer,)
-        return StepResult(tokens, frozenset(i for i in self._sampling if not tokens[i]))
+        if self._draw is None:
+            return StepResult(tokens)
+        found: dict[int, list[Sampled | None]] = {}
+        for (i, _), answer in zip(self._rows, answers(self._draw, [seq for _, seq in self._rows]), strict=True):
+            found.setdefault(i, []).append(answer)
+        for i, own in found.items():
+            tokens[i] = accepted(self._batch[i].drafts, list(takewhile(lambda answer: answer is not None, own)))  # type: ignore[arg-type]
+        return StepResult(tokens, frozenset(i for i in found if not tokens[i]))
 
 
 class GpuRunner(ModelRunner):
@@ -95,14 +100,17 @@ class GpuRunner(ModelRunner):
         """See `OverlapRunner.submit`."""
         step, sampling, logits = self._compute(batch)
         draw: Draw | None = None
-        if sampling:
+        rows = [(i, seq) for i in sampling for seq in batch[i].rows]
+        if any(chunk.drafts for chunk in batch):  # the host knows all tokens, and keeps it so
+            draw = self._to_host(self._sampler.draw(logits, [seq for _, seq in rows], [Seat(at) for at in range(len(rows))], guessed=True))
+        elif sampling:
             seated = [seat for i, seat in zip(step.order, step.seated, strict=True) if batch[i].samples]
             draw = self._sampler.draw(logits, [batch[i].seq for i in sampling], seated)
             self._inputs.remember(seated, draw.tokens)
             draw = self._to_host(draw)
         copied = Mark(self.device)
         copied.record()
-        return DevicePending(step, sampling, draw, copied)
+        return DevicePending(step, rows, draw, copied)
 
     def to_host(self, blocks: Seq[int]) -> None:
         """Copies blocks of the device into `pool`, from where they are exported. Waits for the copy; the blocks must have been written
@@ -133,7 +141,7 @@ class GpuRunner(ModelRunner):
         return logits[torch.tensor(sampling, device=self.device).argsort()]
 
     def _compute(self, batch: Seq[Chunk]) -> tuple[Step, list[int], Tensor]:
-        """(step, indices of the chunks that sample, in the step's order, their logits in that order)."""
+        """(step, indices of the chunks that sample, in the step's order, the logits of their rows in that order)."""
         step = self._inputs.prepare(batch, self.graphs.sizes)
         sampling = [i for i in step.order if batch[i].samples]
         self.attention.begin(step)
@@ -143,8 +151,9 @@ class GpuRunner(ModelRunner):
                 return step, sampling, logits[: len(batch)]
             return step, sampling, logits[self._inputs.upload([row for row, i in enumerate(step.order) if batch[i].samples])]
         lasts = (step.rows[1:] - 1).tolist()
-        rows = self._inputs.upload([row for i, row in zip(step.order, lasts, strict=True) if batch[i].samples])
-        return step, sampling, self._forward(step, rows)
+        ends = [(batch[i], last) for i, last in zip(step.order, lasts, strict=True) if batch[i].samples]
+        rows = [row for chunk, last in ends for row in range(last - len(chunk.drafts), last + 1)]
+        return step, sampling, self._forward(step, self._inputs.upload(rows))
 
     def _forward(self, step: Step, rows: Tensor) -> Tensor:
         return self.model.forward(self._inputs.ids(step), step.positions, self.attention, rows)

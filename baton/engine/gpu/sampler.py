@@ -57,25 +57,28 @@ class Sampler:
         self._eos = eos_token_ids
         self._device = device
         self._pick = pick
-        self._history: History | None = None
+        self._histories: dict[bool, History] = {}
         self._seats = seats
 
-    def draw(self, logits: Tensor, seqs: Seq[Sequence], seated: Seq[Seat]) -> Draw:
-        """The next token of each sequence; logits `[R, V]` float32, not changed. The host may not know a sequence's last token."""
+    def draw(self, logits: Tensor, seqs: Seq[Sequence], seated: Seq[Seat], guessed: bool = False) -> Draw:
+        """The next token of each sequence; logits `[R, V]` float32, not changed. The host may not know a sequence's last token.
+
+        `guessed`: `seqs` may be several versions of one sequence, whose tokens the host knows. `seated` then numbers the rows, and nothing
+        that is kept for a seat changes.
+        """
         best = logits.amax(dim=-1)
         finite = best.isfinite()
         penalised = _rows(seqs, _penalises)
-        scores = self._adjusted(logits, seqs, seated, penalised)
+        history = self._remembered(logits.shape[1], len(seqs), guessed) if penalised else None
+        scores = self._adjusted(logits, seqs, seated, penalised, history)
         if scores is not logits:
             best = scores.amax(dim=-1)
         if all(seq.params.temperature < GREEDY_BELOW for seq in seqs):
             tokens = scores.argmax(dim=-1)
         else:
             tokens = self._pick(scores, best, self._filters(seqs, scores, best))
-        if penalised:
-            self._remembered(logits.shape[1]).note(
-                [seqs[i] for i in penalised], [seated[i] for i in penalised], tokens[self._index(penalised)]
-            )
+        if history is not None:
+            history.note([seqs[i] for i in penalised], [seated[i] for i in penalised], tokens[self._index(penalised)])
         asked = _rows(seqs, lambda p: p.logprobs is not None)
         if not asked:
             return Draw(tokens, finite, asked, None, None)
@@ -84,13 +87,14 @@ class Sampler:
     def _index(self, values: Seq[int]) -> Tensor:
         return upload(np.array(values, dtype=np.int64), self._device)
 
-    def _remembered(self, vocab: int) -> "History":
+    def _remembered(self, vocab: int, rows: int, guessed: bool) -> "History":
         """Made when the first row asks for penalties, because it is large."""
-        if self._history is None:
-            self._history = History(self._seats, vocab, self._device)
-        return self._history
+        seats, history = max(rows, self._seats), self._histories.get(guessed)
+        if history is None or history.seats < seats:
+            history = self._histories[guessed] = History(seats, vocab, self._device)
+        return history
 
-    def _adjusted(self, logits: Tensor, seqs: Seq[Sequence], seated: Seq[Seat], penalised: list[int]) -> Tensor:
+    def _adjusted(self, logits: Tensor, seqs: Seq[Sequence], seated: Seq[Seat], penalised: list[int], history: "History | None") -> Tensor:
         """Bias, penalties, min_tokens; `logits` itself if no row asks for anything."""
         vocab = logits.shape[1]
         bias = [
@@ -110,8 +114,7 @@ class Sampler:
         if bias:
             added = upload(np.array([b for *_, b in bias], dtype=np.float32), self._device)
             flat.index_add_(0, self._index([i * vocab + t for i, t, _ in bias]), added)
-        if penalised:
-            history = self._remembered(vocab)
+        if history is not None:
             history.refresh([seqs[i] for i in penalised], [seated[i] for i in penalised])
             rows = self._index(penalised)
             changed = history.penalise(scores[rows], [seqs[i].params for i in penalised], [seated[i] for i in penalised])
@@ -161,6 +164,7 @@ class History:
     """Which tokens each penalised sequence contains, and how often, by seat: `[seats, V]`."""
 
     def __init__(self, seats: int, vocab: int, device: torch.device) -> None:
+        self.seats = seats
         self._device = device
         self._in_prompt = torch.zeros(seats, vocab, dtype=torch.bool, device=device)
         self._in_output = torch.zeros(seats, vocab, dtype=torch.int32, device=device)
