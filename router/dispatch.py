@@ -21,6 +21,7 @@ from collections.abc import AsyncGenerator, Callable
 from contextlib import aclosing
 from dataclasses import dataclass
 from time import monotonic
+from typing import TypeVar
 
 from baton.cluster.config_router import RouterConfig
 from baton.cluster.errors import BatonError, Reason
@@ -35,16 +36,19 @@ from router.request import NEAR_DEADLINE_S, Failure, Request, Tokens
 from router.request_log import RequestLog, name
 from router.turnstile import Turnstile
 from router.view import ClusterView
+from router.waiting_room import WaitingRoom
 
 log = logging.getLogger(__name__)
 RECOVER_POLL_S = 0.05
-ROOM_POLL_S = 0.02  # between two checks for a decode worker with room; loads are reported far less often, but our own work ends at any time
 # The decode worker failed, not the KV: the prefill worker's lease is still good.
 LEASE_STANDS = frozenset({Reason.WORKER_LOST, Reason.WRONG_WORKER, Reason.DRAINING, Reason.SATURATED})
 GONE = frozenset({Reason.WORKER_LOST, Reason.WRONG_WORKER, Reason.DRAINING})
 CHOSEN_A_TURN = 8192  # keys of the prompts for which workers are chosen; a worker that is judged costs as much as KEYS_A_WORKER
 KEYS_A_WORKER = 8
 CONFIRM_S = 1.0  # for a worker whose connection was lost to answer; a process that is gone refuses at once
+
+
+Found = TypeVar("Found", bound=Choice | Bypass)
 
 
 class _NoRoom(BatonError):
@@ -91,6 +95,9 @@ class Dispatcher:
         self._log = RequestLog(log)
         self._turns = Turnstile(CHOSEN_A_TURN)
         self._asked: dict[Identity, asyncio.Task[bool]] = {}  # workers whose life is in question
+        self._room = WaitingRoom()
+        self._ranks = itertools.count()
+        view.listen(self._call)
 
     async def generate(self, request: Request) -> AsyncGenerator[Tokens, None]:
         """Yields every token of the output once and in order. At the end, `request.finish` says why the output ended.
@@ -268,29 +275,44 @@ class Dispatcher:
         return self._workers.decode(started.worker, request, handle, self._remaining(request))
 
     async def _choose_prefill(self, request: Request, failed: set[Identity]) -> Choice | Bypass:
-        until = self._clock() + self._config.queue_timeout_s
-        while True:
-            await self._turn(request)
+        def choose() -> Choice | Bypass | NoWorker | Saturated:
             keys, now = self._keys(request), self._clock()
-            choice = choose_prefill(self._view, keys, len(request.tokens), request.longest, now, failed, self._terms, request.turn)
-            if isinstance(choice, Choice | Bypass):
-                return choice
-            if isinstance(choice, NoWorker):
-                await self._wait_for_workers(request, failed)
-            else:
-                await self._wait_for_room(request, until)
+            return choose_prefill(self._view, keys, len(request.tokens), request.longest, now, failed, self._terms, request.turn)
+
+        return await self._chosen(request, failed, choose, begun=False)
 
     async def _choose_decode(self, request: Request, failed: set[Identity]) -> Choice:
+        def choose() -> Choice | NoWorker | Saturated:
+            keys, now = self._keys(request), self._clock()
+            return choose_decode(self._view, keys, request.longest, now, failed, self._terms, request.turn) or NoWorker()
+
+        return await self._chosen(request, failed, choose, begun=True)
+
+    async def _chosen(
+        self, request: Request, failed: set[Identity], choose: Callable[[], Found | NoWorker | Saturated], begun: bool
+    ) -> Found:
+        """Waits in line for a decode worker with room. Those whose prompt is computed (`begun`) go first: they hold blocks of a prefill
+        worker. Among the others priority decides, then arrival. Admission bounds how many wait.
+
+        Raises DEADLINE, and SATURATED after `router.queue_timeout_s`.
+        """
         until = self._clock() + self._config.queue_timeout_s
-        while True:
-            await self._turn(request)
-            choice = choose_decode(self._view, self._keys(request), request.longest, self._clock(), failed, self._terms, request.turn)
-            if isinstance(choice, Choice):
-                return choice
-            if isinstance(choice, Saturated):
-                await self._wait_for_room(request, until)
-            else:
-                await self._wait_for_workers(request, failed)
+        with self._room.enter((not begun, request.priority, request.turn, next(self._ranks))) as place:
+            while True:
+                if self._view.decode_workers() and not await place.called(min(request.deadline, until) - self._clock()):
+                    raise self._no_room(request)
+                await self._turn(request)
+                found = choose()
+                if isinstance(found, NoWorker):
+                    await self._wait_for_workers(request, failed)
+                    place.call()
+                elif isinstance(found, Saturated):
+                    place.wait_on(let_pass=bool(failed))
+                else:
+                    return found
+
+    def _call(self) -> None:
+        self._room.call(everybody=not self._view.decode_workers())
 
     async def _turn(self, request: Request) -> None:
         """Waits until the work for the request's keys fits into a turn of the event loop: all streams of a worker may fail at once."""
@@ -298,18 +320,11 @@ class Dispatcher:
         keys = len(request.tokens) // served.block_size if served else 0
         await self._turns.enter(keys + KEYS_A_WORKER * len(self._view.decode_workers()))
 
-    async def _wait_for_room(self, request: Request, until: float) -> None:
-        """Waits a moment for a decode worker to have room. Admission bounds the number of requests that wait here.
-
-        Raises DEADLINE, and SATURATED at `until`.
-        """
-        now = self._clock()
-        if now >= request.deadline:
-            raise _too_late(request, "while it waited for a decode worker with room")
-        if now >= until:
-            message = f"no decode worker had room for {self._config.queue_timeout_s:g} s"
-            raise _NoRoom(Reason.SATURATED, message, metadata=_emitted(request))
-        await asyncio.sleep(min(ROOM_POLL_S, request.deadline - now, until - now))
+    def _no_room(self, request: Request) -> BatonError:
+        if self._clock() >= request.deadline:
+            return _too_late(request, "while it waited for a decode worker with room")
+        message = f"no decode worker had room for {self._config.queue_timeout_s:g} s"
+        return _NoRoom(Reason.SATURATED, message, metadata=_emitted(request))
 
     async def _wait_for_workers(self, request: Request, failed: set[Identity]) -> None:
         """Returns when there is a decode worker. A new request is refused immediately; a request that has begun waits for one to appear."""

@@ -165,7 +165,8 @@ class Request:
     model: str | None = None  # fingerprint of the model that began to answer: no other may continue
     suspicion: Suspicion = Suspicion()
     keys: list[bytes] = field(default_factory=list)  # of the full blocks of `tokens`, as far as they were needed
-    turn: int = 0  # which of several equal workers it gets
+    turn: int = 0  # its place in the order of arrival, and which of several equal workers it gets
+    priority: int = 0  # among those that wait: the lowest goes first
     backlog: Backlog = field(default_factory=Backlog)  # what waits for its client, with the other choices of the answer
     resumed: int = 0  # output tokens that it arrived with: an earlier call has streamed them
 

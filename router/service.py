@@ -238,7 +238,7 @@ class GenerateService:
         output = list(ask.output_so_far)
         text = Transcript(self._tokenizer, prompt, params, stops)
         tokens = [*prompt, *output] if output else prompt
-        request = Request(id_, tokens, len(prompt), params, self._salt(ask), deadline, trace, resumed=len(output))
+        request = Request(id_, tokens, len(prompt), params, self._salt(ask), deadline, trace, resumed=len(output), priority=ask.priority)
         request.backlog = ask.backlog
         long = len(prompt) > LONG_PROMPT
         digest = await self._off_loop(long, deadline, prompt_digest, prompt)

@@ -1,7 +1,8 @@
 """What the router believes about the cluster: which workers exist, which can be used, what was sent to them, what they cache.
 
 Facts come in from outside: records of the registry (`update`), failed calls (`mark_down`), answers to probes and their absence
-(`note_answer`, `note_silence`), block events (`index`), our own work (`start_...`, `end_...`). The view makes no calls and no decisions.
+(`note_answer`, `note_silence`), block events (`index`), our own work (`start_...`, `end_...`). The view decides nothing; it tells who
+listens that a member has changed, or that a decode has ended.
 
 A member leaves when two sources agree: the registry has answered without it for `absent_s` (one answer is enough if it is draining), and a
 probe on its own connection has failed since the first of those answers. While the registry does not answer, `update` is not called and no
@@ -11,7 +12,7 @@ Our own work is a set of requests per worker, not a counter: ending a request tw
 """
 
 from collections import Counter
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass, replace
 from typing import Literal
 
@@ -136,6 +137,11 @@ class ClusterView:
         self._updated = 0  # the epoch of the last update
         self._prefills = _Ledger()
         self._decodes = _Ledger()
+        self._listeners: list[Callable[[], None]] = []
+
+    def listen(self, listener: Callable[[], None]) -> None:
+        """It is called after each change."""
+        self._listeners.append(listener)
 
     # Members
 
@@ -185,7 +191,6 @@ class ClusterView:
         member = self._member(name, incarnation)
         if member is None:
             return
-        self._change()
         member.failed, member.probed = False, True
         member.down = member.down and (state != "ready" or member.hung)
         news = load != member.record.load  # otherwise it may date from before a long step
@@ -193,6 +198,7 @@ class ClusterView:
         if news:
             self._read_load(member, epoch)
             self._prefills.note_report(member.record)
+        self._change()
 
     def note_roles(self, name: str, incarnation: int, roles: tuple[RoleName, ...]) -> None:
         """Notes what the process said that it serves from now on."""
@@ -262,6 +268,7 @@ class ClusterView:
     def end_decode(self, request_id: str) -> None:
         """Call it however the work ended. An unknown request changes nothing."""
         self._decodes.end(request_id)
+        self._tell()
 
     def prefill_tokens(self, worker: str) -> int:
         """Uncached prompt tokens that wait on a member: ours exactly, and other routers' from its last report."""
@@ -355,6 +362,11 @@ class ClusterView:
     def _change(self) -> None:
         self.version += 1
         self._usable_members.clear()
+        self._tell()
+
+    def _tell(self) -> None:
+        for listener in self._listeners:
+            listener()
 
     def _usable(self, role: RoleName) -> list[WorkerRecord]:
         if role not in self._usable_members:

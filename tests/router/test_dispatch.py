@@ -6,7 +6,7 @@ import random
 import time
 from collections.abc import AsyncGenerator, Callable
 from dataclasses import dataclass, field, replace
-from typing import cast
+from typing import Any, cast
 
 import pytest
 from fake_workers import TOKENIZER, Call, FakeWorkers, Fault, answers, record, unusable
@@ -21,6 +21,7 @@ from router import dispatch
 from router.calls import DecodeEvent, Died
 from router.clients import Answer, Workers
 from router.dispatch import Dispatcher
+from router.policy import choose_prefill
 from router.request import Request, Stopwatch, Trace
 from router.view import ClusterView
 
@@ -470,6 +471,58 @@ async def test_a_computed_prompt_waits_for_a_full_cluster() -> None:
     world.view.update([record("p0"), record("d0")], 2.0)
     request, seen = await serving
     assert seen == truth(request) and request.trace.retries == 0 and len(world.workers.calls) == 2
+    world.check()
+
+
+async def test_those_who_wait_for_room_are_served_by_priority_and_then_by_arrival() -> None:
+    world = World()
+    world.view.update([record("p0"), record("d0", load=FULL)], 1.0)
+    serving = []
+    for length, priority in ((40, 1), (41, 0), (42, 1), (43, 0)):
+        request = world.request(list(range(length)))
+        request.priority = priority
+        serving.append(asyncio.create_task(world.serve(request)))
+        await asyncio.sleep(0)
+    await asyncio.sleep(0.05)
+    assert world.workers.calls == []
+    world.view.update([record("p0"), record("d0")], 2.0)
+    await asyncio.gather(*serving)
+    assert [known for kind, _, known in world.kinds() if kind == "prefill"] == [41, 43, 40, 42]
+    world.check()
+
+
+async def test_of_a_thousand_who_wait_only_the_first_looks_and_only_when_something_changed(monkeypatch: pytest.MonkeyPatch) -> None:
+    looks = 0
+
+    def counted(*arguments: Any) -> Any:
+        nonlocal looks
+        looks += 1
+        return choose_prefill(*arguments)
+
+    monkeypatch.setattr(dispatch, "choose_prefill", counted)
+    world = World()
+    world.view.update([record("p0"), record("d0", load=FULL)], 1.0)
+    serving = [asyncio.create_task(world.serve()) for _ in range(1000)]
+    await asyncio.sleep(0.2)
+    assert looks < 5
+    for now in range(20):
+        world.view.update([record("p0"), record("d0", load=FULL)], 2.0 + now)
+        await asyncio.sleep(0.005)
+    assert 20 <= looks < 30 and world.workers.calls == []
+    world.view.update([record("p0"), record("d0")], 30.0)
+    assert all(seen == truth(request) for request, seen in await asyncio.gather(*serving))
+    world.check()
+
+
+async def test_when_no_worker_is_left_all_who_wait_are_refused_at_once() -> None:
+    world = World()
+    world.view.update([record("p0"), record("d0", load=FULL)], 1.0)
+    serving = [asyncio.create_task(world.refused()) for _ in range(3)]
+    await asyncio.sleep(0.05)
+    world.view.mark_down("d0", world.view.record("d0").incarnation)
+    async with asyncio.timeout(2):
+        answers = await asyncio.gather(*serving)
+    assert [error.reason for error, _ in answers] == [Reason.NO_WORKER] * 3
     world.check()
 
 

@@ -1,0 +1,81 @@
+"""Who waits for a worker with room, and who may look for one. Nobody asks again and again: a change in the cluster calls the first of the
+line; when it has left, or cannot use what others could, it calls the next.
+
+The line is ordered by rank, and nobody overtakes: who joins it looks at once only if nobody is before it.
+"""
+
+import asyncio
+from bisect import insort
+from contextlib import suppress
+from types import TracebackType
+from typing import Any, Self
+
+Rank = tuple[Any, ...]  # the lowest goes first; no two are equal
+
+
+class WaitingRoom:
+    def __init__(self) -> None:
+        self._line: list[Place] = []
+
+    def __len__(self) -> int:
+        return len(self._line)
+
+    def enter(self, rank: Rank) -> "Place":
+        return Place(self, rank)
+
+    def call(self, everybody: bool = False) -> None:
+        """There may be room now. `everybody`: there is something else to be told, such as that nobody serves any more."""
+        for place in self._line if everybody else self._line[:1]:
+            place.call()
+
+    def join(self, place: "Place") -> None:
+        insort(self._line, place, key=lambda each: each.rank)
+        if self._line[0] is place:
+            place.call()
+
+    def call_after(self, place: "Place") -> None:
+        following = self._line.index(place) + 1
+        for each in self._line[following : following + 1]:
+            each.call()
+
+    def leave(self, place: "Place") -> None:
+        if place.may_look:
+            self.call_after(place)
+        self._line.remove(place)
+
+
+class Place:
+    """One's place in the line, as long as the block lasts."""
+
+    def __init__(self, room: WaitingRoom, rank: Rank) -> None:
+        self.rank = rank
+        self.may_look = False
+        self._room = room
+        self._called = asyncio.Event()
+
+    def __enter__(self) -> Self:
+        self._room.join(self)
+        return self
+
+    def __exit__(self, kind: object, error: BaseException | None, traceback: TracebackType | None) -> None:
+        self._room.leave(self)
+
+    def call(self) -> None:
+        self.may_look = True
+        self._called.set()
+
+    async def called(self, within_s: float) -> bool:
+        """Whether it was one's turn to look within this time. A call during the last look counts."""
+        with suppress(TimeoutError):
+            if not self._called.is_set():
+                async with asyncio.timeout(within_s):
+                    await self._called.wait()
+        called = self._called.is_set()
+        self._called.clear()
+        return called
+
+    def wait_on(self, let_pass: bool) -> None:
+        """One has looked and found nothing. `let_pass`: what the next one finds may be of no use here."""
+        if let_pass:
+            self._room.call_after(self)
+        self.may_look = self._called.is_set()
