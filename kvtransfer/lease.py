@@ -11,6 +11,8 @@ import math
 from dataclasses import dataclass, field
 from enum import Enum
 
+from baton.moves import Moves
+
 
 class LeaseState(Enum):
     OPEN = "open"
@@ -20,16 +22,18 @@ class LeaseState(Enum):
     EXPIRED = "expired"
 
 
-MOVES = {
-    (LeaseState.OPEN, "renew"): LeaseState.OPEN,
-    (LeaseState.OPEN, "complete"): LeaseState.COMPLETE,
-    (LeaseState.OPEN, "release"): LeaseState.RELEASED,
-    (LeaseState.OPEN, "revoke"): LeaseState.REVOKED,
-    (LeaseState.COMPLETE, "renew"): LeaseState.COMPLETE,
-    (LeaseState.COMPLETE, "release"): LeaseState.RELEASED,
-    (LeaseState.COMPLETE, "revoke"): LeaseState.REVOKED,
-    (LeaseState.COMPLETE, "expire"): LeaseState.EXPIRED,
-}
+MOVES = Moves(
+    {
+        (LeaseState.OPEN, "renew"): LeaseState.OPEN,
+        (LeaseState.OPEN, "complete"): LeaseState.COMPLETE,
+        (LeaseState.OPEN, "release"): LeaseState.RELEASED,
+        (LeaseState.OPEN, "revoke"): LeaseState.REVOKED,
+        (LeaseState.COMPLETE, "renew"): LeaseState.COMPLETE,
+        (LeaseState.COMPLETE, "release"): LeaseState.RELEASED,
+        (LeaseState.COMPLETE, "revoke"): LeaseState.REVOKED,
+        (LeaseState.COMPLETE, "expire"): LeaseState.EXPIRED,
+    }
+)
 
 
 @dataclass(slots=True)
@@ -37,10 +41,6 @@ class Lease:
     id: int
     expires_at: float = math.inf
     state: LeaseState = LeaseState.OPEN
-
-
-class IllegalLeaseMove(RuntimeError):
-    """The lease's state does not allow this event. Nothing was changed."""
 
 
 @dataclass(slots=True)
@@ -110,7 +110,4 @@ class LeaseTable:
 
 
 def move(lease: Lease, event: str) -> None:
-    target = MOVES.get((lease.state, event))
-    if target is None:
-        raise IllegalLeaseMove(f"lease {lease.id} is {lease.state.value}: {event!r} is not possible")
-    lease.state = target
+    lease.state = MOVES.after(lease.state, event, f"lease {lease.id}")

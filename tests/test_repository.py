@@ -19,16 +19,16 @@ ROOMS = (
     "baton.engine.gpu", "baton.engine.model", "baton.engine.vllm", "baton.launch", "baton.models", "baton.worker",
     "decode_worker", "kvtransfer", "loadtest", "prefill_worker", "router",
 )  # fmt: skip
-WORKER = {"baton.engine", "baton.cluster", "baton.v1", "kvtransfer"}
+WORKER = {"baton.engine", "baton.cluster", "baton.moves", "baton.v1", "kvtransfer"}
 
 # package → which of our packages it may import. An entry that names a module allows only that module.
 ARROWS = {
     "baton": {"baton.answer", "baton.attempts", "baton.client", "baton.targets", "baton.v1"},
     "baton.access": {"baton.client", "baton.cluster", "baton.launch.pods", "baton.launch.port_forward", "baton.launch.state"},
     "baton.cli": {"baton", "kvtransfer", "loadtest.cli", "loadtest.options"},
-    "baton.cluster": {"baton.engine.core.block_key", "baton.stages"},
+    "baton.cluster": {"baton.engine.core.block_key", "baton.moves", "baton.stages"},
     "baton.engine": set(),  # its own files: runner, choice, build, start
-    "baton.engine.core": set(),
+    "baton.engine.core": {"baton.moves"},
     "baton.engine.facts": {"baton.engine.core"},
     "baton.engine.model": {"baton.engine.core", "baton.engine.facts"},
     "baton.engine.cpu": {"baton.engine.core", "baton.engine.model"},
@@ -40,7 +40,7 @@ ARROWS = {
         "baton.engine.machine",
         "baton.engine.model.sampler",
     },
-    "baton.launch": {"baton.cluster", "baton.v1"},
+    "baton.launch": {"baton.cluster", "baton.moves", "baton.v1"},
     "baton.models": {"baton.engine.facts.fingerprint", "baton.engine.model.memory"},
     "baton.worker": WORKER,
     "decode_worker": WORKER | {"baton.worker"},
@@ -50,6 +50,7 @@ ARROWS = {
         "baton.cluster.failpoint",
         "baton.cluster.handoff",
         "baton.cluster.open_files",
+        "baton.moves",
     },
     "loadtest": {"baton.access", "baton.client", "baton.launch.state", "baton.stages", "baton.terminal"},
     "prefill_worker": WORKER | {"baton.worker"},

@@ -16,6 +16,7 @@ from enum import Enum
 from typing import Any, Protocol
 
 from baton.cluster.errors import BatonError
+from baton.moves import Moves
 
 log = logging.getLogger(__name__)
 CLOSE_S = 10.0  # for `close`
@@ -36,25 +37,20 @@ class Stage(Enum):
     CLOSED = "closed"
 
 
-MOVES = {
-    (Stage.STARTING, "ready"): Stage.READY,
-    (Stage.STARTING, "drain"): Stage.DRAINING,
-    (Stage.STARTING, "close"): Stage.CLOSED,
-    (Stage.READY, "drain"): Stage.DRAINING,
-    (Stage.READY, "close"): Stage.CLOSED,
-    (Stage.DRAINING, "close"): Stage.CLOSED,
-}
-
-
-class IllegalStage(RuntimeError):
-    """An event that this stage does not allow. Nothing was changed."""
+MOVES = Moves(
+    {
+        (Stage.STARTING, "ready"): Stage.READY,
+        (Stage.STARTING, "drain"): Stage.DRAINING,
+        (Stage.STARTING, "close"): Stage.CLOSED,
+        (Stage.READY, "drain"): Stage.DRAINING,
+        (Stage.READY, "close"): Stage.CLOSED,
+        (Stage.DRAINING, "close"): Stage.CLOSED,
+    }
+)
 
 
 def move(stage: Stage, event: str) -> Stage:
-    target = MOVES.get((stage, event))
-    if target is None:
-        raise IllegalStage(f"the process is {stage.value}: {event!r} is not possible")
-    return target
+    return MOVES.after(stage, event, "the process")
 
 
 class Process(Protocol):

@@ -24,6 +24,7 @@ from typing import Literal
 
 from baton.cluster import log_file, pulse
 from baton.launch.launcher import ProcessState, RestartRule, Restarts, State, Template, Watchdog
+from baton.moves import Moves
 
 POLL_S = 0.1
 HURRIED_S = 3.0  # from a second SIGTERM to SIGKILL
@@ -31,27 +32,22 @@ KILLED_S = 5.0  # how long we wait for a process to disappear after SIGKILL (it 
 LEASH = Path(__file__).with_name("leash.py")
 
 Life = Literal["idle", State]
-MOVES: dict[tuple[Life, str], Life] = {
-    ("idle", "start"): "running",
-    ("running", "end"): "backoff",
-    ("running", "ask"): "stopping",
-    ("backoff", "retry"): "running",
-    ("backoff", "ask"): "stopping",
-    ("stopping", "gone"): "exited",
-}
+MOVES: Moves[Life] = Moves(
+    {
+        ("idle", "start"): "running",
+        ("running", "end"): "backoff",
+        ("running", "ask"): "stopping",
+        ("backoff", "retry"): "running",
+        ("backoff", "ask"): "stopping",
+        ("stopping", "gone"): "exited",
+    }
+)
 
 logger = logging.getLogger(__name__)
 
 
-class IllegalLife(RuntimeError):
-    """An event that this state does not allow. Nothing was changed."""
-
-
 def move(state: Life, event: str) -> Life:
-    target = MOVES.get((state, event))
-    if target is None:
-        raise IllegalLife(f"the child is {state}: {event!r} is not possible")
-    return target
+    return MOVES.after(state, event, "the child")
 
 
 class Child:

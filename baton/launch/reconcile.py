@@ -14,6 +14,7 @@ from baton.cluster.errors import BatonError
 from baton.cluster.records import Pools
 from baton.cluster.registry import Registry, RegistryUnavailable
 from baton.launch.launcher import Launcher
+from baton.moves import Moves
 
 RETRY_S = 5.0  # after a refusal: room may be found later
 
@@ -25,17 +26,15 @@ class Phase(Enum):
 
 
 # (phase, event) → phase. A new change need not wait for one under way: the launcher does them in order, and only draining takes long.
-MOVES = {
-    (Phase.SETTLED, "change"): Phase.CHANGING,
-    (Phase.CHANGING, "change"): Phase.CHANGING,
-    (Phase.CHANGING, "done"): Phase.SETTLED,
-    (Phase.CHANGING, "refuse"): Phase.REFUSED,
-    (Phase.REFUSED, "change"): Phase.CHANGING,
-}
-
-
-class IllegalPhase(RuntimeError):
-    """An event that this phase does not allow. Nothing was changed."""
+MOVES = Moves(
+    {
+        (Phase.SETTLED, "change"): Phase.CHANGING,
+        (Phase.CHANGING, "change"): Phase.CHANGING,
+        (Phase.CHANGING, "done"): Phase.SETTLED,
+        (Phase.CHANGING, "refuse"): Phase.REFUSED,
+        (Phase.REFUSED, "change"): Phase.CHANGING,
+    }
+)
 
 
 @dataclass(slots=True)
@@ -70,10 +69,7 @@ class Pool:
             self.retry_at = now + RETRY_S
 
     def _move(self, event: str) -> None:
-        target = MOVES.get((self.phase, event))
-        if target is None:
-            raise IllegalPhase(f"the pool is {self.phase.value}: {event!r} is not possible")
-        self.phase = target
+        self.phase = MOVES.after(self.phase, event, "the pool")
 
 
 class Reconciler:

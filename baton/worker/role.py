@@ -15,6 +15,7 @@ from typing import Protocol
 from baton.cluster.errors import BatonError, Reason, invalid
 from baton.cluster.records import ROLES, RoleName
 from baton.engine.core.engine import Output
+from baton.moves import Moves
 
 
 class Mount(Enum):
@@ -23,16 +24,14 @@ class Mount(Enum):
     DRAINING = "draining"
 
 
-MOVES = {
-    (Mount.OFF, "mount"): Mount.ON,
-    (Mount.ON, "drain"): Mount.DRAINING,
-    (Mount.DRAINING, "mount"): Mount.ON,
-    (Mount.DRAINING, "idle"): Mount.OFF,
-}
-
-
-class IllegalMount(RuntimeError):
-    """An event that the state does not allow. Nothing was changed."""
+MOVES = Moves(
+    {
+        (Mount.OFF, "mount"): Mount.ON,
+        (Mount.ON, "drain"): Mount.DRAINING,
+        (Mount.DRAINING, "mount"): Mount.ON,
+        (Mount.DRAINING, "idle"): Mount.OFF,
+    }
+)
 
 
 class Role(Protocol):
@@ -90,7 +89,4 @@ class Mounts:
         self._move(name, "idle")
 
     def _move(self, name: RoleName, event: str) -> None:
-        target = MOVES.get((self._states[name], event))
-        if target is None:
-            raise IllegalMount(f"{name} is {self._states[name].value}: {event!r} is not possible")
-        self._states[name] = target
+        self._states[name] = MOVES.after(self._states[name], event, name)

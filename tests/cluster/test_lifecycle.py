@@ -18,9 +18,10 @@ from baton.cluster.config import Config, RedisConfig
 from baton.cluster.config_engine import ModelConfig
 from baton.cluster.config_router import RouterConfig
 from baton.cluster.errors import BatonError, Reason
-from baton.cluster.lifecycle import CANNOT, MOVES, IllegalStage, Stage, Stop, move, run
+from baton.cluster.lifecycle import CANNOT, MOVES, Stage, Stop, move, run
 from baton.cluster.rpc import Server
 from baton.models.make_small import make_toy
+from baton.moves import IllegalMove
 from router.wiring import RouterProcess
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -83,7 +84,7 @@ def test_only_the_moves_in_the_table_are_legal(stage: Stage, event: str) -> None
     if (stage, event) in MOVES:
         assert move(stage, event) is MOVES[stage, event]
         return
-    with pytest.raises(IllegalStage, match=f"{stage.value}.*{event}"):
+    with pytest.raises(IllegalMove, match=f"{stage.value}.*{event}"):
         move(stage, event)
 
 

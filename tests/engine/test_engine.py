@@ -11,8 +11,9 @@ from baton.engine.core.engine import Engine, Malformed, QueueFull, TooLong
 from baton.engine.core.kvcache import KvPool
 from baton.engine.core.sampling import SamplingParams
 from baton.engine.core.scheduler import Limits
-from baton.engine.core.sequence import Finish, IllegalMove, Sequence, State
+from baton.engine.core.sequence import Finish, Sequence, State
 from baton.engine.core.toy import ToyRunner, naive
+from baton.moves import IllegalMove
 
 BLOCK = 4
 CONFIG = {"vocab_size": 257, "eos_token_id": 256, "max_position_embeddings": 4096, "kv_width": 8}

@@ -7,7 +7,8 @@ from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, rule
 
-from kvtransfer.lease import IllegalLeaseMove, Lease, LeaseState, LeaseTable, move
+from baton.moves import IllegalMove
+from kvtransfer.lease import Lease, LeaseState, LeaseTable, move
 
 TTL = 10.0
 
@@ -110,6 +111,6 @@ def test_an_ended_lease_never_becomes_live_again(events: list[str], state: str, 
     lease = LeaseTable(TTL).grant()
     for earlier in events:
         move(lease, earlier)
-    with pytest.raises(IllegalLeaseMove, match=rf"{state}.*'{event}'"):
+    with pytest.raises(IllegalMove, match=rf"{state}.*'{event}'"):
         move(lease, event)
     assert lease.state is LeaseState(state)

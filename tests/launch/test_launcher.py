@@ -23,10 +23,11 @@ from pool_contract import CONTRACT, Bench
 from ray._raylet import Config  # type: ignore[attr-defined]  # its stubs lack it
 
 from baton.cluster.errors import BatonError, Reason
-from baton.launch.child import MOVES, IllegalLife, Life, move
+from baton.launch.child import MOVES, Life, move
 from baton.launch.launcher import Launcher, ProcessState, RestartRule, Restarts, Roster, Template, Watchdog
 from baton.launch.local_launcher import LocalLauncher, pick_gpus
 from baton.launch.ray_launcher import RayLauncher
+from baton.moves import IllegalMove
 
 HERE = Path(__file__).parent
 ROOT = HERE.parents[1]
@@ -112,7 +113,7 @@ def test_a_child_follows_its_state_table(state: Life, event: str) -> None:
     if (state, event) in MOVES:
         assert move(state, event) == MOVES[state, event]
         return
-    with pytest.raises(IllegalLife, match=f"{state}.*{event}"):
+    with pytest.raises(IllegalMove, match=f"{state}.*{event}"):
         move(state, event)
 
 

@@ -10,7 +10,8 @@ from memory_registry import MemoryRegistry
 from baton.cluster.errors import BatonError, Reason
 from baton.cluster.records import Pools
 from baton.launch import reconcile
-from baton.launch.reconcile import MOVES, RETRY_S, IllegalPhase, Phase, Pool, Reconciler
+from baton.launch.reconcile import MOVES, RETRY_S, Phase, Pool, Reconciler
+from baton.moves import IllegalMove
 
 
 class Recorded:
@@ -145,6 +146,6 @@ def test_an_illegal_event_changes_nothing(phase: Phase, event: str, act: Callabl
         act(pool)
         assert pool.phase is MOVES[phase, event]
         return
-    with pytest.raises(IllegalPhase, match=phase.value):
+    with pytest.raises(IllegalMove, match=phase.value):
         act(pool)
     assert pool == Pool(2, phase)

@@ -6,7 +6,8 @@ import pytest
 
 from baton.cluster.errors import BatonError, Reason
 from baton.cluster.records import ROLES
-from baton.worker.role import MOVES, IllegalMount, Mount, Mounts
+from baton.moves import IllegalMove
+from baton.worker.role import MOVES, Mount, Mounts
 
 
 def test_a_worker_serves_the_role_it_was_started_with() -> None:
@@ -56,7 +57,7 @@ def test_a_stopping_worker_accepts_neither_work_nor_role_changes() -> None:
 
 def test_an_illegal_move_names_state_and_event_and_changes_nothing() -> None:
     mounts = Mounts("w", "prefill")
-    with pytest.raises(IllegalMount, match="prefill is on: 'idle' is not possible"):
+    with pytest.raises(IllegalMove, match="prefill is on: 'idle' is not possible"):
         mounts.ended("prefill")
     assert mounts.serving == ("prefill",)
     assert {state for state, _ in MOVES} == set(Mount)

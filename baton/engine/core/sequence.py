@@ -10,6 +10,7 @@ from dataclasses import dataclass, field
 from enum import Enum
 
 from baton.engine.core.sampling import SamplingParams
+from baton.moves import Moves
 
 
 class State(Enum):
@@ -26,24 +27,22 @@ class Finish(Enum):
 
 
 # (state, event) → state. Every move goes through Sequence.move; a pair that is not here changes nothing and raises.
-MOVES = {
-    (State.WAITING, "admit"): State.RUNNING,
-    (State.WAITING, "reserve"): State.FETCHING,
-    (State.WAITING, "abort"): State.DONE,
-    (State.FETCHING, "arrive"): State.FETCHING,
-    (State.FETCHING, "adopt"): State.RUNNING,
-    (State.FETCHING, "give_up"): State.WAITING,
-    (State.FETCHING, "abort"): State.DONE,
-    (State.RUNNING, "preempt"): State.WAITING,
-    (State.RUNNING, "hold"): State.HELD,
-    (State.RUNNING, "finish"): State.DONE,
-    (State.RUNNING, "abort"): State.DONE,
-    (State.HELD, "release"): State.DONE,
-}
-
-
-class IllegalMove(RuntimeError):
-    """An event that this state does not allow: a bug. Nothing was changed."""
+MOVES = Moves(
+    {
+        (State.WAITING, "admit"): State.RUNNING,
+        (State.WAITING, "reserve"): State.FETCHING,
+        (State.WAITING, "abort"): State.DONE,
+        (State.FETCHING, "arrive"): State.FETCHING,
+        (State.FETCHING, "adopt"): State.RUNNING,
+        (State.FETCHING, "give_up"): State.WAITING,
+        (State.FETCHING, "abort"): State.DONE,
+        (State.RUNNING, "preempt"): State.WAITING,
+        (State.RUNNING, "hold"): State.HELD,
+        (State.RUNNING, "finish"): State.DONE,
+        (State.RUNNING, "abort"): State.DONE,
+        (State.HELD, "release"): State.DONE,
+    }
+)
 
 
 @dataclass(eq=False, slots=True)
@@ -97,10 +96,7 @@ class Sequence:
         return self.params.max_tokens - self.output_len
 
     def move(self, event: str) -> None:
-        target = MOVES.get((self.state, event))
-        if target is None:
-            raise IllegalMove(f"sequence {self.id} is {self.state.value}: {event!r} is not possible")
-        self.state = target
+        self.state = MOVES.after(self.state, event, f"sequence {self.id}")
 
 
 def finish_reason(seq: Sequence, eos: frozenset[int], max_len: int) -> Finish | None:

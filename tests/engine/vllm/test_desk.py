@@ -10,8 +10,9 @@ from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, pr
 
 from baton.engine.core.engine import Malformed, QueueFull, Refused, TooLong
 from baton.engine.core.sampling import Sampled, SamplingParams
-from baton.engine.core.sequence import Finish, IllegalMove, Sequence, State
+from baton.engine.core.sequence import Finish, Sequence, State
 from baton.engine.vllm.desk import Bounds, Desk, Job
+from baton.moves import IllegalMove
 
 BLOCK = 4
 EOS = 9
