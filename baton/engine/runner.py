@@ -128,6 +128,12 @@ class ModelRunner:
         sampled = iter(sample(logits, list(chain.from_iterable(rows)), self.eos_token_ids, best, self.model.ops.draw))
         return [accepted(chunk.drafts, [next(sampled) for _ in own]) if own else () for chunk, own in zip(batch, rows, strict=True)]
 
+    @torch.inference_mode()
+    def copy(self, source: int, target: int) -> None:
+        """See `Runner.copy`."""
+        assert self._paged is not None, "attach a pool first"
+        self._paged.pool[target].copy_(self._paged.pool[source])
+
     def run_logits(self, batch: Seq[Chunk]) -> Tensor:
         """Computes the batch; float32 logits `[R, vocab]`, a row for each of `Chunk.rows` in the batch's order."""
         logits, best = self._logits(batch)

@@ -30,6 +30,13 @@ class LateToy(ToyRunner):
         self.queue.append(step)
         return step
 
+    def copy(self, source: int, target: int) -> None:
+        """Behind the steps that were submitted."""
+        if self.queue:
+            self.queue[-1].copies.append((source, target))
+        else:
+            self.device.array[target] = self.device.array[source]
+
     def to_host(self, blocks: Seq[int]) -> None:
         self.pool.array[blocks] = self.device.array[blocks]
 
@@ -40,11 +47,14 @@ class LateToy(ToyRunner):
 class LateStep:
     def __init__(self, toy: LateToy, batch: Seq[Chunk]) -> None:
         self.toy = toy
+        self.copies: list[tuple[int, int]] = []
         self.work = [(c.seq.id, list(c.seq.tokens), c.seq.computed, c.n, c.drafts, list(c.seq.blocks), c.seq.params) for c in batch]
 
     def result(self) -> StepResult:
         assert self.toy.queue.popleft() is self, "results must be read in order"
         answers = [self.compute(*work) for work in self.work]
+        for source, target in self.copies:
+            self.toy.device.array[target] = self.toy.device.array[source]
         failed = frozenset(i for i, (name, *_) in enumerate(self.work) if answers[i] and name in self.toy.poisoned)
         return StepResult([() if i in failed else answer for i, answer in enumerate(answers)], failed)
 

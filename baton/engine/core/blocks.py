@@ -4,7 +4,8 @@
       ▲                  │ release (no key)                            │
       └──────────────────┴──────────────────── evict (oldest cached) ──┘
 
-A keyed block is immutable and may have several owners; `cached` blocks are keyed blocks without an owner, kept until the room is needed.
+A full block is immutable and may have several owners: one with a key, which `match` finds, or one that a sequence shares with another
+(`share`). `cached` blocks are keyed blocks without an owner, kept until the room is needed.
 Invariant (`check`): every block is in exactly one of free, cached, owned.
 """
 
@@ -82,6 +83,14 @@ class BlockPool:
         if count > self.available:
             return None
         return [self._take() for _ in range(count)]
+
+    def share(self, blocks: Iterable[int]) -> None:
+        """One more owner for each. The caller vouches that they are full: nobody writes to them any more."""
+        blocks = list(blocks)
+        if missing := [block for block in blocks if block not in self._owners]:
+            raise ValueError(f"block {missing[0]} has no owner and cannot be shared")
+        for block in blocks:
+            self._retain(block)
 
     def seal(self, block: int, key: bytes) -> None:
         """Declare that an owned block is full and holds the KV of `key`: it is immutable from now on.

@@ -172,6 +172,24 @@ class Engine:
                 self.scheduler.free(seq)
         return []
 
+    def fork(self, parent: Sequence, child: Sequence) -> bool:
+        """`child` goes on from what `parent`, which runs, has computed, with the same first tokens: it owns the parent's full blocks, too,
+        and a copy of the one that is not full. Returns False, and keeps nothing of it, while there is no room, or while others wait for it:
+        then `add` it, or ask again. Raises ValueError for tokens that are not the parent's, and what `add` raises."""
+        done = parent.computed
+        if child.tokens[:done] != parent.tokens[:done] or len(child.tokens) <= done or child.root != parent.root:
+            raise ValueError(f"sequence {child.id} does not go on from the {done} computed tokens of {parent.id}")
+        if parent.state is not State.RUNNING:
+            raise ValueError(f"sequence {parent.id} is {parent.state.value}: nothing goes on from it")
+        self._welcome(child)
+        if not self.scheduler.fork(parent, child):
+            del self.sequences[child.id]
+            return False
+        full = done // self.block_size
+        if done % self.block_size:
+            self.runner.copy(parent.blocks[full], child.blocks[full])
+        return True
+
     def pin(self, keys: Seq[bytes]) -> list[int]:
         """The cached blocks of the longest known prefix of `keys`, for a peer to read. The caller owns them and releases them."""
         return self.pool.match(keys)

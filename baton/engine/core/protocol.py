@@ -86,3 +86,7 @@ class Runner(Protocol):
         has a sampled token.
         """
         ...
+
+    def copy(self, source: int, target: int) -> None:
+        """Copies one block, after what the steps so far have written."""
+        ...

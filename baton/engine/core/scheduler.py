@@ -114,6 +114,25 @@ class Scheduler:
         self.fetching.append(seq)
         return True
 
+    def fork(self, parent: Sequence, child: Sequence) -> bool:
+        """Admits `child` with the parent's full blocks, and room of its own for the rest of its tokens. False: there is none."""
+        if len(self.running) + len(self.fetching) >= self.limits.max_num_seqs or not self._arrivals.is_next(child):
+            return False
+        full = parent.computed // self.block_size
+        fresh = self._blocks_for(len(child.tokens)) - full
+        growth = self.growth((*self.running, *self.fetching)) + self._final_blocks(child) - full - fresh
+        if self.pool.available - fresh < max(0, growth) * self.limits.reserve_growth:
+            return False
+        own = self.pool.allocate(fresh)
+        assert own is not None
+        self.pool.share(parent.blocks[:full])
+        child.blocks = parent.blocks[:full] + own
+        child.sealed = min(parent.sealed, full)
+        child.computed = child.began = child.reached = parent.computed
+        child.move("admit")
+        self.running.append(child)
+        return True
+
     def enqueue(self, seq: Sequence) -> None:
         self._arrivals.enqueue(seq)
 

@@ -51,6 +51,9 @@ class ToyRunner:
             os.kill(os.getpid(), signal.SIGKILL)
         return [self._run(chunk) for chunk in batch]
 
+    def copy(self, source: int, target: int) -> None:
+        self.pool.array[target] = self.pool.array[source]
+
     def _run(self, chunk: Chunk) -> Tokens:
         seq, size = chunk.seq, self.layout.block_size
         positions = np.arange(seq.computed, seq.computed + chunk.positions)

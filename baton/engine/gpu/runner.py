@@ -112,6 +112,11 @@ class GpuRunner(ModelRunner):
         copied.record()
         return DevicePending(step, rows, draw, copied)
 
+    @torch.inference_mode()
+    def copy(self, source: int, target: int) -> None:
+        """On the stream of the steps, so behind those that were submitted."""
+        self.blocks[target].copy_(self.blocks[source])
+
     def to_host(self, blocks: Seq[int]) -> None:
         """Copies blocks of the device into `pool`, from where they are exported. Waits for the copy; the blocks must have been written
         (`Pending.result`)."""

@@ -240,6 +240,19 @@ def test_moved_kv_continues_without_recomputation(make_case: Callable[[], Case])
         assert here.step([(first, 1)]) == there.step([(moved, 1)])
 
 
+def test_a_copied_block_continues_as_the_one_it_was_copied_from(case: Case) -> None:
+    prompt, params = random_tokens(random.Random(8), 10), SamplingParams(max_tokens=8, temperature=0.0, ignore_eos=True)
+    one = case.sequence("one", prompt, list(range(10)), params)
+    case.step([(one, 10)])
+    other = case.sequence("other", prompt, [0, 1, *range(20, 28)], params)  # two full blocks are shared, and a half one is copied
+    other.tokens, other.computed = list(one.tokens), one.computed
+    case.runner.copy(2, 20)
+    for _ in range(5):
+        case.step([(one, 1)])
+        case.step([(other, 1)])
+    assert one.tokens == other.tokens
+
+
 def test_a_block_that_was_not_copied_makes_a_difference(make_case: Callable[[], Case]) -> None:
     """Negative control: the KV decides. The KV written next is compared, too: in a model with several layers it depends on every block."""
     here, there = make_case(), make_case()
