@@ -32,7 +32,7 @@ def parting(model: Transformer, prompt: Seq[int], params: SamplingParams, ours: 
 
 
 def score(logits: Tensor, token: int, position: int, params: SamplingParams) -> float:
-    """The score that the sampler maximizes, as `engine.sampling` defines it: the logit if greedy, else the Gumbel-max score."""
+    """The score that the sampler maximizes, as `baton.engine.core.sampling` defines it: the logit if greedy, else the Gumbel-max score."""
     if params.temperature == 0:
         return float(logits[token])
     bits = mix64(noise_key(params.seed, position) + (token + 1) * 0x9E3779B97F4A7C15)

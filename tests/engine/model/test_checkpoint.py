@@ -372,7 +372,7 @@ def test_a_missing_shard_is_refused(folder: Path) -> None:
 
 
 def test_a_single_file_is_preferred_to_an_index(folder: Path) -> None:
-    """As in transformers (tests/engine/test_model_parity.py checks that)."""
+    """As in transformers (tests/engine/model/test_model_parity.py checks that)."""
     (folder / "model.safetensors.index.json").write_text('{"weight_map": {"a": "model-00001-of-00002.safetensors"}}')
     assert fingerprints.weight_files(folder) == [folder / "model.safetensors"]
     Checkpoint(folder, read_config(folder))
