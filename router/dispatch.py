@@ -139,9 +139,11 @@ class Dispatcher:
         except BatonError as error:
             self._spend_retry(request, error)
         finally:
-            await self._dismiss(request, lease)
-            if lease.handle and lease.holder:
-                self._workers.release(lease.holder, lease.handle, request.id)
+            try:
+                await self._dismiss(request, lease)
+            finally:  # a second cancel may end the wait
+                if lease.handle and lease.holder:
+                    self._workers.release(lease.holder, lease.handle, request.id)
 
     async def _decode_leased(self, request: Request, lease: _Lease, failed: set[Identity]) -> AsyncGenerator[Tokens, None]:
         """Yields the tokens of one decode worker. Returns early, with a retry spent, if another worker may read the same lease."""

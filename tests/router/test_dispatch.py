@@ -765,6 +765,28 @@ async def test_a_stream_can_be_closed_between_any_two_tokens(make: Callable[[], 
     world.check()
 
 
+async def test_a_stream_whose_end_is_cancelled_releases_its_lease(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Closing it ends the early decode call first, which takes a moment here."""
+    world = early()
+
+    async def slow(*arguments: Any) -> AsyncGenerator[DecodeEvent, None]:
+        try:
+            await asyncio.sleep(60)
+        finally:
+            await asyncio.sleep(0.01)
+        yield ()
+
+    monkeypatch.setattr(world.workers, "decode", slow)
+    stream = world.dispatcher.generate(world.request())
+    await anext(stream)
+    assert world.workers.leases
+    closing = asyncio.create_task(stream.aclose())
+    await asyncio.sleep(0)
+    closing.cancel()
+    await asyncio.gather(closing, return_exceptions=True)
+    assert closing.cancelled() and world.workers.released == [b"lease 1"] and not world.workers.leases
+
+
 async def test_a_lease_that_is_not_released_is_detected() -> None:
     """Negative control for the sweeps."""
     world = World()
