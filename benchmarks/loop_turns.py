@@ -50,7 +50,7 @@ from baton.v1 import worker_pb2 as pb
 from router import gate
 from router.admin import AdminDoor
 from router.admission import Admission
-from router.clients import Workers
+from router.clients import GrpcWorkers
 from router.dispatch import Dispatcher
 from router.http.errors import to_json
 from router.http.page import Page
@@ -134,7 +134,7 @@ def members(count: int, address: str = "127.0.0.1:1") -> list[WorkerRecord]:
 
 
 @contextlib.asynccontextmanager
-async def watching(view: ClusterView, registry: Any, workers: Workers) -> AsyncIterator[Watch]:
+async def watching(view: ClusterView, registry: Any, workers: GrpcWorkers) -> AsyncIterator[Watch]:
     watch = Watch(view, registry, workers, 60.0)
     running = asyncio.create_task(watch.run())
     try:
@@ -156,7 +156,7 @@ async def snapshot() -> Turns:
         registry, view = MemoryRegistry(), ClusterView(TOKENIZER)
         await registry.join(members(1, address)[0])
         with watched() as turns:
-            async with watching(view, registry, Workers(Config().security)):
+            async with watching(view, registry, GrpcWorkers(Config().security)):
                 await until(lambda: view.index.entries >= KEYS)
         return turns
 
@@ -183,7 +183,7 @@ async def events() -> Turns:
         await registry.join(members(1)[0])
         keys = random_keys(8 * EVENTS)
         told = [BlockEvent("d0", 1, i + 1, "stored", tuple(keys[8 * i : 8 * i + 8])) for i in range(EVENTS)]
-        async with watching(view, registry, Workers(Config().security)):
+        async with watching(view, registry, GrpcWorkers(Config().security)):
             await until(lambda: view.members())
             await asyncio.sleep(0.5)
             with watched() as turns:
@@ -220,7 +220,7 @@ async def clear() -> Turns:
         registry, view = RedisRegistry(url, "c", config), ClusterView(TOKENIZER)
         await registry.join(members(1)[0])
         told = [BlockEvent("d0", 1, e.sequence, "removed", e.keys) for e in cache_events([CacheChange(False, key) for key in keys], 1)]
-        async with watching(view, registry, Workers(Config().security)):
+        async with watching(view, registry, GrpcWorkers(Config().security)):
             await until(lambda: view.members())
             await asyncio.sleep(0.5)
             view.index.snapshot("d0", 1, 1, set(keys))
@@ -245,7 +245,7 @@ async def records() -> Turns:
             await other.close()
 
         await asyncio.to_thread(asyncio.run, change())
-        watch = Watch(view, registry, Workers(Config().security), 60.0)
+        watch = Watch(view, registry, GrpcWorkers(Config().security), 60.0)
         with watched() as turns:
             await asyncio.sleep(0)
             following = asyncio.create_task(watch._run_members())
@@ -260,7 +260,7 @@ async def records() -> Turns:
 @place("probes", f"{WORKERS:,} workers")
 async def probes() -> Turns:
     with everyone() as address:
-        view, workers = ClusterView(TOKENIZER), Workers(Config().security)
+        view, workers = ClusterView(TOKENIZER), GrpcWorkers(Config().security)
         view.update(members(WORKERS, address), 0.0)
         watch = Watch(view, MemoryRegistry(), workers, 2.0)
         with watched() as turns:
@@ -306,8 +306,8 @@ class OtherRouters:
 OWN = RouterRecord("router-0", 1, 1, "h", {"admin": "127.0.0.1:9"}, "m")
 
 
-async def house(address: str, routers: int = 0) -> tuple[Live, AdminDoor, Workers, Journal]:
-    view, workers, book = ClusterView(TOKENIZER), Workers(Config().security), journal()
+async def house(address: str, routers: int = 0) -> tuple[Live, AdminDoor, GrpcWorkers, Journal]:
+    view, workers, book = ClusterView(TOKENIZER), GrpcWorkers(Config().security), journal()
     view.update(members(WORKERS, address), 0.0)
     watch: Any = Watch(view, MemoryRegistry(), workers, 2.0)
     for i in range(REQUESTS):
@@ -421,7 +421,7 @@ async def scrape() -> Turns:
 @place("streams of a worker that dies", "256 streams, 64 workers with 512 keys")
 async def retries() -> Turns:
     with everyone() as address:
-        view, workers = ClusterView(TOKENIZER), Workers(Config().security)
+        view, workers = ClusterView(TOKENIZER), GrpcWorkers(Config().security)
         view.update(members(64, address), 0.0)
         prompt = list(range(512 * 16))
         keys: list[bytes] = []

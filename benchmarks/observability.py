@@ -41,7 +41,6 @@ from baton.cluster.telemetry import Tracer
 from baton.models.make_small import make_toy
 from baton.v1 import worker_pb2, worker_pb2_grpc
 from router.admission import Admission
-from router.calls import Adopted, DecodeEvent, Ended, FirstToken, Source
 from router.dispatch import Dispatcher
 from router.journal import Entry, Journal
 from router.request import Request, Token, Trace
@@ -49,6 +48,7 @@ from router.service import Draws, GenerateService, ServedModel
 from router.tokenizer import Tokenizer
 from router.validate import Ask, AskSampling
 from router.view import ClusterView
+from router.workers import Adopted, DecodeEvent, Ended, FirstToken, Source
 
 TOKENS, ROUNDS, REQUESTS = 101, 21, 100  # of the measurement in one process
 CLUSTER_ROUNDS, CLUSTER_REQUESTS = 5, 300  # as many as `serving.load` sends

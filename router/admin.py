@@ -15,7 +15,7 @@ from baton.cluster.records import RouterRecord, WorkerRecord
 from baton.cluster.registry import RegistryUnavailable
 from baton.cluster.rpc import Answering, Context
 from baton.v1 import worker_pb2, worker_pb2_grpc
-from router.clients import Workers
+from router.clients import GrpcWorkers
 from router.journal import Journal
 from router.listing import Query
 from router.live import Live, in_slices, to_message
@@ -30,7 +30,7 @@ class AdminDoor(worker_pb2_grpc.AdminServicer):
     def __init__(
         self,
         view: ClusterView,
-        workers: Workers,
+        workers: GrpcWorkers,
         watch: Watch,
         journal: Journal,
         live: Live,

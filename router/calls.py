@@ -1,7 +1,6 @@
-"""What the calls to a worker bring, and their form on the wire."""
+"""What the calls to a worker carry, in its form on the wire."""
 
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
 
 from baton.cluster.errors import BatonError, Reason
 from baton.cluster.handoff import Handoff
@@ -10,7 +9,8 @@ from baton.cluster.records import WorkerRecord
 from baton.cluster.telemetry import NO_SPAN, Span
 from baton.engine.core.sampling import FIELDS
 from baton.v1 import generation_pb2, worker_pb2
-from router.request import FinishReason, Request, Token, Tokens
+from router.request import FinishReason, Request, Token
+from router.workers import Adopted, DecodeEvent, Ended, FirstToken, Opened, PrefillEvent, Source
 
 _FINISH: dict[int, FinishReason | None] = {
     generation_pb2.FINISH_REASON_UNSPECIFIED: None,
@@ -19,56 +19,7 @@ _FINISH: dict[int, FinishReason | None] = {
 }
 
 
-@dataclass(frozen=True, slots=True)
-class FirstToken:
-    token: Token
-    handle: bytes  # empty when the token ends the output
-    finish: FinishReason | None
-    cached_tokens: int
-    wait_ms: float
-    compute_ms: float
-    fetched_tokens: int = 0  # prompt tokens whose KV came from the source
-
-
-@dataclass(frozen=True, slots=True)
-class Opened:
-    """The prefill has begun: its KV can be read while the rest is computed."""
-
-    handle: bytes
-
-
-@dataclass(frozen=True, slots=True)
-class Source:
-    """A worker that is thought to cache the leading `blocks` blocks of a prompt."""
-
-    worker: WorkerRecord
-    blocks: int
-
-
-PrefillEvent = Opened | FirstToken
-
-
-@dataclass(frozen=True, slots=True)
-class Adopted:
-    handoff: Handoff
-
-
-@dataclass(frozen=True, slots=True)
-class Ended:
-    finish: FinishReason
-    recomputed_tokens: int
-    cached_tokens: int
-
-
-DecodeEvent = Tokens | Adopted | Ended
 Message = worker_pb2.DecodeEvent | BatonError  # of a decode call; its tokens wait as bytes (`router.inbox`)
-
-
-class Died(BatonError):
-    """The process was lost while it served the call. A call that reached no process has the same reason but is not a Died."""
-
-    def __init__(self, message: str) -> None:
-        super().__init__(Reason.WORKER_LOST, message)
 
 
 def to_job(request: Request, span: Span = NO_SPAN) -> worker_pb2.Job:

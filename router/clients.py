@@ -22,24 +22,12 @@ from baton.cluster.rpc import Line, to_error
 from baton.engine.core.block_key import KEY_BYTES
 from baton.v1 import worker_pb2, worker_pb2_grpc
 from router.backlog import Backlog
-from router.calls import (
-    DecodeEvent,
-    Died,
-    Ended,
-    FirstToken,
-    Message,
-    PrefillEvent,
-    Source,
-    to_addressee,
-    to_events,
-    to_job,
-    to_prefill_event,
-    to_source,
-)
+from router.calls import Message, to_addressee, to_events, to_job, to_prefill_event, to_source
 from router.inbox import Inbox
 from router.request import Request
 from router.turn_budget import BYTES_AT_ONCE, TurnBudget
 from router.turnstile import Turnstile
+from router.workers import Answer, CachePage, DecodeEvent, Died, Ended, FirstToken, PrefillEvent, Source
 
 log = logging.getLogger(__name__)
 RELEASE_TIMEOUT_S = 2.0
@@ -55,25 +43,6 @@ T = TypeVar("T")
 
 
 @dataclass(frozen=True, slots=True)
-class CachePage:
-    """A part of what the worker's cache held after event `sequence`."""
-
-    incarnation: int
-    sequence: int
-    keys: list[bytes]
-
-
-@dataclass(frozen=True, slots=True)
-class Answer:
-    """The answer to a probe."""
-
-    state: WorkerState
-    load: Load
-    roles: tuple[RoleName, ...]  # what it serves
-    stalled_s: float  # for how long the engine has made no progress
-
-
-@dataclass(frozen=True, slots=True)
 class Streams:
     """How tokens travel from a decode worker to their readers."""
 
@@ -82,7 +51,7 @@ class Streams:
     budget: TurnBudget = field(default_factory=TurnBudget)
 
 
-class Workers:
+class GrpcWorkers:
     """Channels and decode sessions, by worker and incarnation."""
 
     def __init__(self, security: SecurityConfig, streams: Streams | None = None) -> None:

@@ -27,8 +27,6 @@ from baton.cluster.config_router import RouterConfig
 from baton.cluster.errors import BatonError, Reason
 from baton.cluster.records import WorkerRecord
 from baton.engine.core.block_key import extend_keys, root_key
-from router.calls import Adopted, DecodeEvent, Died, Ended, FirstToken, Opened, Source
-from router.clients import Workers
 from router.early import EarlyDecode
 from router.poison import Poison
 from router.policy import TERMS, Bypass, Choice, Identity, NoWorker, Saturated, Terms, choose_decode, choose_prefill
@@ -37,6 +35,7 @@ from router.request_log import RequestLog, name
 from router.turnstile import Turnstile
 from router.view import ClusterView
 from router.waiting_room import WaitingRoom
+from router.workers import Adopted, DecodeEvent, Died, Ended, FirstToken, Opened, Source, Workers
 
 log = logging.getLogger(__name__)
 RECOVER_POLL_S = 0.05

@@ -8,7 +8,7 @@ import asyncio
 from collections.abc import AsyncGenerator, Callable
 from contextlib import aclosing
 
-from router.calls import DecodeEvent
+from router.workers import DecodeEvent
 
 Open = Callable[["asyncio.Future[int]"], AsyncGenerator[DecodeEvent, None]]
 

@@ -20,8 +20,8 @@ from time import monotonic
 from baton.cluster.awake import AwakeClock
 from baton.cluster.errors import BatonError
 from baton.cluster.records import WorkerRecord
-from router.clients import Workers
 from router.view import ClusterView
+from router.workers import WatchedWorkers
 
 log = logging.getLogger(__name__)
 LOOK_EVERY_S = 0.25
@@ -44,7 +44,7 @@ class _Answered:
 
 
 class Probes:
-    def __init__(self, view: ClusterView, workers: Workers, hang_s: float) -> None:
+    def __init__(self, view: ClusterView, workers: WatchedWorkers, hang_s: float) -> None:
         self._view = view
         self._workers = workers
         self._hang_s = hang_s

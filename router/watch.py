@@ -14,10 +14,10 @@ from baton.cluster.config import Config
 from baton.cluster.errors import BatonError, Reason
 from baton.cluster.records import Pools, StartRecord, WorkerRecord
 from baton.cluster.registry import Registry, RegistryUnavailable
-from router.clients import Workers
 from router.prefix_index import Applied, Filling
 from router.probes import Probes
 from router.view import ClusterView, Joined, Left, Refused, Reincarnated
+from router.workers import WatchedWorkers
 
 log = logging.getLogger(__name__)
 MEMBERS_EVERY_S = 0.25
@@ -38,7 +38,7 @@ def outside_of(config: Config) -> str:
 
 
 class Watch:
-    def __init__(self, view: ClusterView, registry: Registry, workers: Workers, hang_s: float, outside: str = "") -> None:
+    def __init__(self, view: ClusterView, registry: Registry, workers: WatchedWorkers, hang_s: float, outside: str = "") -> None:
         """`outside`: NAMESPACE/RELEASE, if Kubernetes runs this cluster: nothing there reads what a router wishes for."""
         self._outside = outside
         self._view = view
@@ -71,7 +71,7 @@ class Watch:
         return wanted
 
     async def starts(self) -> list[StartRecord]:
-        """Workers that are starting; none while the registry is away."""
+        """WatchedWorkers that are starting; none while the registry is away."""
         try:
             return await self._registry.starts()
         except RegistryUnavailable:

@@ -32,7 +32,7 @@ from baton.v1 import generation_pb2, generation_pb2_grpc, worker_pb2_grpc
 from router import gauges, reflection
 from router.admin import AdminDoor
 from router.admission import Admission
-from router.clients import Streams, Workers
+from router.clients import GrpcWorkers, Streams
 from router.dispatch import Dispatcher
 from router.door import GenerationDoor
 from router.http.app import HttpDoor, allow_origins
@@ -73,7 +73,7 @@ class RouterProcess:
         self._registry = connect_registry(config)
         self._tasks = Tasks(stop.fail)
         self._budget = TurnBudget()
-        self._workers = Workers(config.security, Streams(config.router.stream_interval_s, config.router.backlog_bytes, self._budget))
+        self._workers = GrpcWorkers(config.security, Streams(config.router.stream_interval_s, config.router.backlog_bytes, self._budget))
         self._https: list[HttpServer] = []
         self._keys = ApiKeys.load(config.security.api_keys, Quota(config.security.requests_per_minute, config.security.tokens_per_minute))
         self._guard = Guard(config, self._keys)

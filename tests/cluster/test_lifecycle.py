@@ -366,7 +366,7 @@ async def test_a_router_closes_every_part_even_if_one_fails(tmp_path: Path, monk
     await process.start()
     with pytest.raises(RuntimeError, match="does not stop"):
         await process.close()
-    assert closed == ["RedisRegistry", "Workers"] and not await left()
+    assert closed == ["RedisRegistry", "GrpcWorkers"] and not await left()
 
 
 async def test_a_router_starts_without_its_registry_and_leaves_no_task(tmp_path: Path) -> None:

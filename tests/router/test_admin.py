@@ -34,7 +34,7 @@ from baton.worker.identity import Identity
 from baton.worker.role import Mounts
 from router.admin import AdminDoor
 from router.admission import Admission
-from router.clients import Workers
+from router.clients import GrpcWorkers
 from router.journal import Journal
 from router.live import Live
 from router.peers import Peers
@@ -50,7 +50,7 @@ class House:
 
     def __init__(self) -> None:
         self.view = ClusterView(TOKENIZER)
-        self.workers = Workers(Config().security)
+        self.workers = GrpcWorkers(Config().security)
         self.ahead = 0.0  # seconds, of the router's wall clock
         slo = SloConfig(e2e_s=100.0)
         self.journal = Journal(Book("router", model="toy"), Tracer(), "toy", slo, 10, wall_clock=lambda: time.time() + self.ahead)

@@ -19,12 +19,12 @@ from baton.engine.core.sampling import SamplingParams
 from baton.v1 import generation_pb2, worker_pb2_grpc
 from baton.v1 import worker_pb2 as pb
 from router import probes, watch
-from router.calls import DecodeEvent, Ended
-from router.clients import Workers
+from router.clients import GrpcWorkers
 from router.early import EarlyDecode
 from router.request import Request, Stopwatch, Trace
 from router.view import ClusterView
 from router.watch import Watch
+from router.workers import DecodeEvent, Ended
 
 
 class Worker(worker_pb2_grpc.DecodeServicer, worker_pb2_grpc.PrefillServicer, worker_pb2_grpc.WorkerServicer):
@@ -76,8 +76,8 @@ class Worker(worker_pb2_grpc.DecodeServicer, worker_pb2_grpc.PrefillServicer, wo
 
 
 @asynccontextmanager
-async def pair() -> AsyncIterator[tuple[Worker, Workers, WorkerRecord]]:
-    server, worker, workers = Server(Config(), 1 << 20), Worker(), Workers(SecurityConfig())
+async def pair() -> AsyncIterator[tuple[Worker, GrpcWorkers, WorkerRecord]]:
+    server, worker, workers = Server(Config(), 1 << 20), Worker(), GrpcWorkers(SecurityConfig())
     worker_pb2_grpc.add_DecodeServicer_to_server(worker, server.grpc)
     worker_pb2_grpc.add_PrefillServicer_to_server(worker, server.grpc)
     worker_pb2_grpc.add_WorkerServicer_to_server(worker, server.grpc)
@@ -99,11 +99,11 @@ async def drain(events: AsyncGenerator[Any, None]) -> list[Any]:
         return [event async for event in events]
 
 
-async def plain(workers: Workers, d0: WorkerRecord) -> None:
+async def plain(workers: GrpcWorkers, d0: WorkerRecord) -> None:
     assert isinstance((await drain(workers.decode(d0, request(), b"", 30)))[-1], Ended)
 
 
-async def live(workers: Workers, d0: WorkerRecord) -> None:
+async def live(workers: GrpcWorkers, d0: WorkerRecord) -> None:
     """The first token comes some turns of the event loop after the start of the call."""
     first: asyncio.Future[int] = asyncio.get_running_loop().create_future()
     loop = asyncio.get_running_loop()
@@ -119,7 +119,7 @@ async def live(workers: Workers, d0: WorkerRecord) -> None:
         timer.cancel()
 
 
-async def early(workers: Workers, d0: WorkerRecord) -> None:
+async def early(workers: GrpcWorkers, d0: WorkerRecord) -> None:
     call = EarlyDecode(lambda first: workers.decode(d0, request(), b"ticket", 30, first))
     try:
         await asyncio.sleep(0)
@@ -129,20 +129,20 @@ async def early(workers: Workers, d0: WorkerRecord) -> None:
         await call.close()
 
 
-async def prefill(workers: Workers, d0: WorkerRecord) -> None:
+async def prefill(workers: GrpcWorkers, d0: WorkerRecord) -> None:
     assert len(await drain(workers.prefill(d0, request(), 30))) == 2
 
 
-async def snapshot(workers: Workers, d0: WorkerRecord) -> None:
+async def snapshot(workers: GrpcWorkers, d0: WorkerRecord) -> None:
     assert sum(len(page.keys) for page in await drain(workers.snapshot(d0))) == 2
 
 
-async def probe(workers: Workers, d0: WorkerRecord) -> None:
+async def probe(workers: GrpcWorkers, d0: WorkerRecord) -> None:
     assert (await workers.probe(d0, 30)).state == "ready"
 
 
 @pytest.mark.parametrize("call", [plain, live, early, prefill, snapshot, probe])
-async def test_a_call_is_cancelled_at_every_await(call: Callable[[Workers, WorkerRecord], Awaitable[None]]) -> None:
+async def test_a_call_is_cancelled_at_every_await(call: Callable[[GrpcWorkers, WorkerRecord], Awaitable[None]]) -> None:
     async with pair() as (worker, workers, d0):
         await plain(workers, d0)  # so that the connection and the session exist
         await until(lambda: not worker.calls)

@@ -22,12 +22,13 @@ from baton.engine.core.sampling import SamplingParams
 from baton.v1 import generation_pb2, worker_pb2_grpc
 from baton.v1 import worker_pb2 as pb
 from router import clients, probes, watch
-from router.calls import Adopted, Died, Ended, FirstToken, Opened, Source, to_addressee
-from router.clients import CachePage, Streams, Workers
+from router.calls import to_addressee
+from router.clients import GrpcWorkers, Streams
 from router.prefix_index import Filling, PrefixIndex
 from router.request import Request, Stopwatch, Token, Tokens, Trace
 from router.view import ClusterView
 from router.watch import SLICE_KEYS, Watch
+from router.workers import Adopted, CachePage, Died, Ended, FirstToken, Opened, Source
 
 HANG_S = 2.0
 PARAMS = SamplingParams(
@@ -114,7 +115,7 @@ async def settled(value: Any) -> Any:
     return await value if asyncio.iscoroutine(value) else value
 
 
-async def prefill(workers: Workers, worker: WorkerRecord, asked: Request, timeout_s: float) -> FirstToken:
+async def prefill(workers: GrpcWorkers, worker: WorkerRecord, asked: Request, timeout_s: float) -> FirstToken:
     *_, first = [event async for event in workers.prefill(worker, asked, timeout_s)]
     assert isinstance(first, FirstToken)
     return first
@@ -125,8 +126,8 @@ def sleeping() -> Any:
 
 
 @asynccontextmanager
-async def pair(port: int = 0) -> AsyncIterator[tuple[Worker, Workers, WorkerRecord, Server]]:
-    server, worker, workers = Server(Config(), 1 << 20), Worker(), Workers(SecurityConfig())
+async def pair(port: int = 0) -> AsyncIterator[tuple[Worker, GrpcWorkers, WorkerRecord, Server]]:
+    server, worker, workers = Server(Config(), 1 << 20), Worker(), GrpcWorkers(SecurityConfig())
     worker_pb2_grpc.add_DecodeServicer_to_server(worker, server.grpc)
     worker_pb2_grpc.add_PrefillServicer_to_server(worker, server.grpc)
     worker_pb2_grpc.add_KvExchangeServicer_to_server(worker, server.grpc)
@@ -148,12 +149,12 @@ def finished(call: int, reason: Any = generation_pb2.FINISH_REASON_LENGTH) -> pb
     return pb.DecodeEvent(call_id=call, finished=pb.DecodeFinished(reason=reason, cached_tokens=32))
 
 
-async def take(workers: Workers, worker: WorkerRecord, name: str = "r", timeout_s: float = 10, handle: bytes = b"") -> list[Any]:
+async def take(workers: GrpcWorkers, worker: WorkerRecord, name: str = "r", timeout_s: float = 10, handle: bytes = b"") -> list[Any]:
     async with aclosing(workers.decode(worker, request(name), handle, timeout_s)) as events:
         return [event async for event in events]
 
 
-async def pages(workers: Workers, worker: WorkerRecord) -> list[CachePage]:
+async def pages(workers: GrpcWorkers, worker: WorkerRecord) -> list[CachePage]:
     async with aclosing(workers.snapshot(worker)) as asked:
         return [page async for page in asked]
 
@@ -575,7 +576,7 @@ async def test_forgetting_an_old_process_does_not_affect_the_new_one_at_its_addr
 async def test_reaching_the_registry_for_the_first_time_is_not_a_reconnect(monkeypatch: pytest.MonkeyPatch) -> None:
     for name, value in (("MEMBERS_EVERY_S", 0.01), ("AWAY_S", 0.01)):
         monkeypatch.setattr(watch, name, value)
-    registry, workers = MemoryRegistry(), Workers(SecurityConfig())
+    registry, workers = MemoryRegistry(), GrpcWorkers(SecurityConfig())
     looking = Watch(ClusterView(TOKENIZER), registry, workers, HANG_S)
     registry.available = False
     running = asyncio.create_task(looking.run())
@@ -593,7 +594,7 @@ async def test_reaching_the_registry_for_the_first_time_is_not_a_reconnect(monke
 
 @asynccontextmanager
 async def watched(
-    *members: WorkerRecord, workers: Workers, hang_s: float = HANG_S
+    *members: WorkerRecord, workers: GrpcWorkers, hang_s: float = HANG_S
 ) -> AsyncIterator[tuple[ClusterView, MemoryRegistry, "asyncio.Task[None]"]]:
     registry, view = MemoryRegistry(), ClusterView(TOKENIZER, absent_s=0.05)
     for member in members:

@@ -12,7 +12,6 @@ from http_door import House, toy_tokenizer
 
 from baton.cluster.errors import BatonError, Reason
 from baton.v1 import generation_pb2 as pb
-from router.clients import Workers
 from router.dispatch import Dispatcher
 from router.door import to_ask, to_response
 from router.rates import Unlimited
@@ -63,7 +62,7 @@ class Router:
         self.view.update([record(name, tokenizer_fingerprint=tokenizer.fingerprint, **worker) for name in ("p0", "d0")], 1.0)
         self.workers = FakeWorkers()
         self.workers.model = model
-        self.house.service._dispatcher = Dispatcher(self.view, cast(Workers, self.workers), self.house.config)
+        self.house.service._dispatcher = Dispatcher(self.view, self.workers, self.house.config)
         self.counter = self.house.service._rates = Counter()
 
     async def serve(self, asked: pb.GenerateRequest, tenant: str = "", cut: int | None = None) -> list[pb.GenerateResponse]:

@@ -6,7 +6,7 @@ import random
 import time
 from collections.abc import AsyncGenerator, Callable
 from dataclasses import dataclass, field, replace
-from typing import Any, cast
+from typing import Any
 
 import pytest
 from fake_workers import TOKENIZER, Call, FakeWorkers, Fault, answers, record, unusable
@@ -18,12 +18,11 @@ from baton.cluster.records import Load, WorkerRecord
 from baton.engine.core.sampling import SamplingParams
 from baton.engine.core.toy import naive
 from router import dispatch
-from router.calls import DecodeEvent, Died
-from router.clients import Answer, Workers
 from router.dispatch import Dispatcher
 from router.policy import choose_prefill
 from router.request import Request, Stopwatch, Trace
 from router.view import ClusterView
+from router.workers import Answer, DecodeEvent, Died
 
 PROMPT = list(range(1, 41))
 SHORT = PROMPT[:5]  # computed by the decode worker itself
@@ -44,7 +43,7 @@ class World:
         self.view = ClusterView(TOKENIZER)
         self.view.update([record(name) for name in self.names.split()], 0.0)
         self.workers = FakeWorkers()
-        self.dispatcher = Dispatcher(self.view, cast(Workers, self.workers), self.config)
+        self.dispatcher = Dispatcher(self.view, self.workers, self.config)
 
     def request(self, prompt: list[int] = PROMPT, params: SamplingParams = PARAMS, timeout_s: float = 10.0, name: str = "r") -> Request:
         return Request(name, list(prompt), len(prompt), params, "", time.monotonic() + timeout_s, Trace(Stopwatch(time.monotonic)))
@@ -880,7 +879,7 @@ class Clock:
 )
 async def test_stages_add_up_exactly_to_the_total_time(prompt: list[int], want: dict[str, float]) -> None:
     world, clock = World(), Clock()
-    world.dispatcher = Dispatcher(world.view, cast(Workers, world.workers), world.config, clock)
+    world.dispatcher = Dispatcher(world.view, world.workers, world.config, clock)
     takes = {"prefill": 3.0, "transfer": 2.0, "decode": 0.5}
 
     def tick(stage: str) -> None:
@@ -896,7 +895,7 @@ async def test_stages_add_up_exactly_to_the_total_time(prompt: list[int], want: 
 
 async def test_stages_add_up_when_workers_fail() -> None:
     world, clock = World("p0 p1 d0 d1"), Clock()
-    world.dispatcher = Dispatcher(world.view, cast(Workers, world.workers), world.config, clock)
+    world.dispatcher = Dispatcher(world.view, world.workers, world.config, clock)
     fail(world, "p0")
     fail(world, "d0", tokens=2)
 

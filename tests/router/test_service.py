@@ -8,7 +8,7 @@ from collections.abc import AsyncGenerator, Callable, Sequence
 from contextlib import aclosing
 from dataclasses import dataclass, field
 from itertools import count
-from typing import Any, cast
+from typing import Any
 
 import pytest
 from fake_workers import FakeWorkers, record
@@ -23,7 +23,6 @@ from baton.engine.facts.model_facts import Fact, Recommended
 from baton.models.make_small import make_toy
 from baton.stages import Stage
 from router.admission import Admission
-from router.clients import Workers
 from router.dispatch import Dispatcher
 from router.door import to_response
 from router.journal import Entry, Journal
@@ -502,7 +501,7 @@ async def test_a_stop_string_ends_the_work_on_the_worker(tokenizer: Tokenizer) -
     house = House(tokenizer)
     members = [record(name, tokenizer_fingerprint=tokenizer.fingerprint) for name in ("p0", "d0")]
     house.view.update(members, 1.0)
-    house.service._dispatcher = Dispatcher(house.view, cast(Workers, workers), house.config)
+    house.service._dispatcher = Dispatcher(house.view, workers, house.config)
     events = await house.ask(prompt, max_tokens=60, temperature=0.0, ignore_eos=True, stop=(stop,))
     assert text_of(events) == whole[: whole.index(stop)] and finished(events).stop == stop
     assert [call.kind for call in workers.calls] == ["prefill", "decode"] and workers.ends == {"well": 1, "cancelled": 1}

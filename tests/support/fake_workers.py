@@ -12,10 +12,9 @@ from baton.cluster.errors import BatonError, Reason
 from baton.cluster.handoff import Handoff
 from baton.cluster.records import Load, RoleName, WorkerRecord
 from baton.engine.core.toy import naive
-from router.calls import Adopted, DecodeEvent, Ended, FirstToken, Opened, PrefillEvent, Source
-from router.clients import Answer
 from router.request import FinishReason, Request, Token
 from router.view import ClusterView
+from router.workers import Adopted, Answer, DecodeEvent, Ended, FirstToken, Opened, PrefillEvent, Source
 
 TOKENIZER = "tokenizer"
 EOS = 256

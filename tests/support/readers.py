@@ -27,7 +27,7 @@ from baton.cluster.rpc import Server, Tasks
 from baton.cluster.telemetry import Tracer
 from baton.v1 import generation_pb2, generation_pb2_grpc, worker_pb2
 from router.admission import Admission
-from router.clients import Streams, Workers
+from router.clients import GrpcWorkers, Streams
 from router.dispatch import Dispatcher
 from router.door import GenerationDoor
 from router.http.app import HttpDoor
@@ -112,7 +112,7 @@ class Hall:
     public: Server
     http: HttpServer
     http_address: str
-    workers: Workers
+    workers: GrpcWorkers
     tls: ssl.SSLContext | None
     name: str  # of the server, in its certificate
     channel: grpc.aio.Channel
@@ -219,7 +219,7 @@ async def hall(
         view, budget = ClusterView(tokenizer.fingerprint), TurnBudget()
         facts = {"tokenizer_fingerprint": tokenizer.fingerprint, "max_model_len": 1 << 20, "load": Load(credit_tokens=1 << 40)}
         view.update([record("d0", address=address, **facts)], 0.0)
-        workers = Workers(SecurityConfig(), Streams(0.0, config.router.backlog_bytes, budget))
+        workers = GrpcWorkers(SecurityConfig(), Streams(0.0, config.router.backlog_bytes, budget))
         stack.push_async_callback(workers.close)
         numbers = count(1)
         service = GenerateService(

@@ -1,0 +1,130 @@
+"""What the router asks of its workers, and what they tell it. `router.clients` asks them over gRPC."""
+
+import asyncio
+from collections.abc import AsyncGenerator
+from dataclasses import dataclass
+from typing import Protocol
+
+from baton.cluster.errors import BatonError, Reason
+from baton.cluster.handoff import Handoff
+from baton.cluster.records import Load, RoleName, WorkerRecord, WorkerState
+from router.request import FinishReason, Request, Token, Tokens
+
+
+@dataclass(frozen=True, slots=True)
+class FirstToken:
+    token: Token
+    handle: bytes  # empty when the token ends the output
+    finish: FinishReason | None
+    cached_tokens: int
+    wait_ms: float
+    compute_ms: float
+    fetched_tokens: int = 0  # prompt tokens whose KV came from the source
+
+
+@dataclass(frozen=True, slots=True)
+class Opened:
+    """The prefill has begun: its KV can be read while the rest is computed."""
+
+    handle: bytes
+
+
+@dataclass(frozen=True, slots=True)
+class Source:
+    """A worker that is thought to cache the leading `blocks` blocks of a prompt."""
+
+    worker: WorkerRecord
+    blocks: int
+
+
+PrefillEvent = Opened | FirstToken
+
+
+@dataclass(frozen=True, slots=True)
+class Adopted:
+    handoff: Handoff
+
+
+@dataclass(frozen=True, slots=True)
+class Ended:
+    finish: FinishReason
+    recomputed_tokens: int
+    cached_tokens: int
+
+
+DecodeEvent = Tokens | Adopted | Ended
+
+
+class Died(BatonError):
+    """The process was lost while it served the call. A call that reached no process has the same reason but is not a Died."""
+
+    def __init__(self, message: str) -> None:
+        super().__init__(Reason.WORKER_LOST, message)
+
+
+@dataclass(frozen=True, slots=True)
+class CachePage:
+    """A part of what the worker's cache held after event `sequence`."""
+
+    incarnation: int
+    sequence: int
+    keys: list[bytes]
+
+
+@dataclass(frozen=True, slots=True)
+class Answer:
+    """The answer to a probe."""
+
+    state: WorkerState
+    load: Load
+    roles: tuple[RoleName, ...]  # what it serves
+    stalled_s: float  # for how long the engine has made no progress
+
+
+class Workers(Protocol):
+    """Those who compute. Every call may raise BatonError; closing a generator early cancels the call."""
+
+    def prefill(
+        self, worker: WorkerRecord, request: Request, timeout_s: float, source: Source | None = None
+    ) -> AsyncGenerator[PrefillEvent, None]:
+        """Yields Opened at most once, when a long prompt has begun, then FirstToken. `source`: a worker that caches more of the prompt."""
+        ...
+
+    def decode(
+        self, worker: WorkerRecord, request: Request, handle: bytes, timeout_s: float, first: "asyncio.Future[int] | None" = None
+    ) -> AsyncGenerator[DecodeEvent, None]:
+        """Yields Adopted once the worker holds the KV of `handle` (empty: it computes the prompt itself), then tokens, then Ended. `first`:
+        the token after the known ones, which is not known yet."""
+        ...
+
+    def release(self, worker: WorkerRecord, handle: bytes, request_id: str) -> None:
+        """Ends a lease that no decode worker took over, without waiting."""
+        ...
+
+    async def probe(self, worker: WorkerRecord, timeout_s: float) -> Answer:
+        """Whether it answers, and how it is."""
+        ...
+
+
+class WatchedWorkers(Protocol):
+    """Those who are members of the cluster."""
+
+    async def probe(self, worker: WorkerRecord, timeout_s: float) -> Answer:
+        """As in `Workers`."""
+        ...
+
+    def snapshot(self, worker: WorkerRecord) -> AsyncGenerator[CachePage, None]:
+        """What its prefix cache holds. Raises BatonError."""
+        ...
+
+    def welcome(self, worker: WorkerRecord) -> None:
+        """It has joined."""
+        ...
+
+    async def forget(self, worker: WorkerRecord) -> None:
+        """It has left: nothing is opened to it any more."""
+        ...
+
+    async def lose(self, worker: WorkerRecord) -> None:
+        """It hangs: its calls end as if it had died."""
+        ...
