@@ -29,7 +29,6 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "tests" / "support"
 import grpc
 from fake_workers import TOKENIZER, record
 from machine import describe
-from memory_registry import MemoryRegistry
 from turns import Turn, Turns, watched
 
 from baton.cluster import metrics
@@ -45,6 +44,7 @@ from baton.engine.core.blocks import CacheChange
 from baton.engine.core.contract import cache_events
 from baton.engine.core.sampling import SamplingParams
 from baton.launch.redis_server import EmbeddedRedis
+from baton.simulate.memory_registry import MemoryRegistry
 from baton.v1 import generation_pb2, worker_pb2_grpc
 from baton.v1 import worker_pb2 as pb
 from router import gate

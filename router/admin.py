@@ -6,7 +6,6 @@ import asyncio
 from collections.abc import AsyncGenerator, AsyncIterator, Callable
 from contextlib import aclosing
 from dataclasses import asdict
-from time import monotonic
 
 from baton.cluster import log_file
 from baton.cluster.errors import BatonError, Reason, invalid
@@ -16,6 +15,7 @@ from baton.cluster.registry import RegistryUnavailable
 from baton.cluster.rpc import Answering, Context
 from baton.v1 import worker_pb2, worker_pb2_grpc
 from router.clients import GrpcWorkers
+from router.clock import loop_time
 from router.journal import Journal
 from router.listing import Query
 from router.live import Live, in_slices, to_message
@@ -108,8 +108,8 @@ class AdminDoor(worker_pb2_grpc.AdminServicer):
     async def Join(self, request: worker_pb2.JoinRequest, context: Context) -> worker_pb2.JoinResponse:
         async with Answering(context):
             if not request.challenge:
-                return worker_pb2.JoinResponse(challenge=self._joining.challenge(monotonic()))
-            return worker_pb2.JoinResponse(env=self._joining.admit(request.challenge, request.proof, monotonic()))
+                return worker_pb2.JoinResponse(challenge=self._joining.challenge(loop_time()))
+            return worker_pb2.JoinResponse(env=self._joining.admit(request.challenge, request.proof, loop_time()))
         raise AssertionError("answered with an error")
 
     async def Scale(self, request: worker_pb2.ScaleRequest, context: Context) -> worker_pb2.ScaleResponse:

@@ -20,13 +20,13 @@ import logging
 from collections.abc import AsyncGenerator, Callable
 from contextlib import aclosing
 from dataclasses import dataclass
-from time import monotonic
 from typing import TypeVar
 
 from baton.cluster.config_router import RouterConfig
 from baton.cluster.errors import BatonError, Reason
 from baton.cluster.records import WorkerRecord
 from baton.engine.core.block_key import extend_keys, root_key
+from router.clock import loop_time
 from router.early import EarlyDecode
 from router.poison import Poison
 from router.policy import TERMS, Bypass, Choice, Identity, NoWorker, Saturated, Terms, choose_decode, choose_prefill
@@ -79,7 +79,7 @@ class Dispatcher:
         view: ClusterView,
         workers: Workers,
         config: RouterConfig,
-        clock: Callable[[], float] = monotonic,
+        clock: Callable[[], float] = loop_time,
         max_queue: int = TERMS.max_queue,
     ) -> None:
         """`max_queue`: how many sequences a worker lets wait."""

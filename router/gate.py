@@ -5,11 +5,11 @@ import itertools
 import math
 from collections.abc import AsyncIterator, Callable, Iterable, Iterator, Mapping
 from contextlib import asynccontextmanager, contextmanager
-from time import monotonic
 
 from baton.cluster.config_router import RouterConfig
 from baton.cluster.errors import BatonError, Reason
 from router.admission import Admission, Admitted, Due, Refused
+from router.clock import loop_time
 from router.journal import Entry
 from router.policy import places
 from router.validate import Ask
@@ -26,7 +26,7 @@ class Gate:
         view: ClusterView,
         config: RouterConfig,
         objectives: Mapping[str, float],
-        clock: Callable[[], float] = monotonic,
+        clock: Callable[[], float] = loop_time,
     ) -> None:
         """`objectives`: seconds; only "ttft" and "e2e" are used. `clock`: the clock of the requests' deadlines and stopwatches."""
         self._admission = admission

@@ -17,7 +17,6 @@ from array import array
 from collections import deque
 from collections.abc import Callable
 from dataclasses import asdict, dataclass
-from time import monotonic
 from types import TracebackType
 from typing import Any, Self
 
@@ -27,6 +26,7 @@ from baton.cluster.errors import BatonError, Reason
 from baton.cluster.metrics import Book, Number
 from baton.cluster.telemetry import NO_SPAN, Tracer, Value
 from baton.stages import e2e, tpot, ttft
+from router.clock import loop_time
 from router.curves import Curves, Point
 from router.request import NEAR_DEADLINE_S, FinishReason, Lap, Request, Stopwatch, Trace, name_the_stage
 from router.request_log import RequestLog
@@ -174,7 +174,7 @@ class Journal:
         request_id: str = "",
         traceparent: str = "",
         tenant: str = "",
-        clock: Callable[[], float] = monotonic,
+        clock: Callable[[], float] = loop_time,
         tracestate: str = "",
     ) -> Entry:
         """`operation`: a name from OpenTelemetry's GenAI conventions."""

@@ -8,13 +8,13 @@ import asyncio
 from collections import Counter
 from collections.abc import Callable, Iterable
 from dataclasses import asdict, fields
-from time import monotonic
 from typing import Any, TypeVar
 
 from baton.cluster.messages import plain
 from baton.cluster.records import Pools, RouterRecord, WorkerRecord
 from baton.v1 import worker_pb2
 from router.admission import Admission
+from router.clock import loop_time
 from router.curves import Point, draw, merge
 from router.gauges import kv_usage
 from router.journal import Entry, Journal, Record
@@ -45,7 +45,7 @@ class Live:
         journal: Journal,
         peers: Peers,
         describe: Callable[[], RouterRecord],
-        clock: Callable[[], float] = monotonic,
+        clock: Callable[[], float] = loop_time,
     ) -> None:
         """`describe`: this router, as it is now."""
         self._view = view

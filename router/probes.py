@@ -15,11 +15,11 @@ import asyncio
 import logging
 from collections.abc import Set
 from dataclasses import dataclass
-from time import monotonic
 
 from baton.cluster.awake import AwakeClock
 from baton.cluster.errors import BatonError
 from baton.cluster.records import WorkerRecord
+from router.clock import loop_time
 from router.view import ClusterView
 from router.workers import WatchedWorkers
 
@@ -48,7 +48,7 @@ class Probes:
         self._view = view
         self._workers = workers
         self._hang_s = hang_s
-        self._awake = AwakeClock(monotonic(), 2 * LOOK_EVERY_S)
+        self._awake = AwakeClock(loop_time(), 2 * LOOK_EVERY_S)
         self._asked: dict[_Identity, _Asked] = {}
         self._answered: dict[_Identity, _Answered] = {}
         self._lost: set[_Identity] = set()
@@ -58,7 +58,7 @@ class Probes:
         try:
             while True:
                 await asyncio.sleep(LOOK_EVERY_S)
-                await self._look(self._awake.look(monotonic()))
+                await self._look(self._awake.look(loop_time()))
         finally:
             for asked in self._asked.values():
                 asked.task.cancel()

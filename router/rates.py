@@ -28,6 +28,7 @@ from limits.errors import StorageError
 from baton.cluster.errors import BatonError, Reason, invalid
 from baton.cluster.keys import Quota
 from baton.cluster.redis_url import parse
+from router.clock import loop_time
 
 log = logging.getLogger(__name__)
 NO_TLS: Mapping[str, Any] = MappingProxyType({})
@@ -57,7 +58,7 @@ class Rates:
         shared: Storage,
         quota: Callable[[str], Quota],
         timeout_s: float,
-        clock: Callable[[], float] = time.monotonic,
+        clock: Callable[[], float] = loop_time,
         wall_clock: Callable[[], float] = time.time,
     ) -> None:
         """`quota` returns that of a tenant. `timeout_s`: longest wait for `shared`."""

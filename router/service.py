@@ -13,7 +13,7 @@ from collections.abc import AsyncGenerator, AsyncIterator, Callable
 from contextlib import aclosing, asynccontextmanager
 from dataclasses import dataclass, field, replace
 from functools import partial
-from time import monotonic, time
+from time import time
 from typing import Any, TypeVar
 
 from baton.cluster import semconv
@@ -23,6 +23,7 @@ from baton.engine.core.block_key import extend_keys, root_key
 from baton.engine.core.sampling import SamplingParams
 from baton.engine.facts.model_facts import Recommended
 from router.admission import Admission
+from router.clock import loop_time
 from router.dispatch import Dispatcher
 from router.gate import Gate
 from router.journal import REFUSALS, Entry, Journal
@@ -174,8 +175,8 @@ class GenerateService:
                 raise BatonError(Reason.DRAINING, "this router is draining")
             ask = replace(ask, sampling=recommend(ask.sampling, self._recommended))
             self._check(ask)
-            entry.deadline = deadline = monotonic() + self._clamp(timeout_s)
-            if deadline <= monotonic():
+            entry.deadline = deadline = loop_time() + self._clamp(timeout_s)
+            if deadline <= loop_time():
                 raise BatonError(Reason.DEADLINE, "the deadline had passed before the request arrived")
             receipt = self._check_receipt(ask, self._served())
             if receipt is None:
@@ -187,7 +188,7 @@ class GenerateService:
     async def tokenize(self, ask: Ask) -> list[int]:
         """Returns the prompt of `ask` as token ids. Raises BatonError: CONTEXT_LENGTH for a prompt that is longer than the context."""
         self._check(ask)
-        return await self._tokenize(ask, monotonic() + self._config.default_timeout_s)
+        return await self._tokenize(ask, loop_time() + self._config.default_timeout_s)
 
     async def detokenize(self, ask: Ask) -> str:
         """Returns the text of the token ids of `ask`. Raises BatonError as `tokenize` does."""
@@ -277,7 +278,7 @@ class GenerateService:
     async def _tokenize(self, ask: Ask, deadline: float) -> list[int]:
         if ask.token_ids is not None:
             return list(ask.token_ids)
-        left, most = deadline - monotonic(), self.max_model_len
+        left, most = deadline - loop_time(), self.max_model_len
         if ask.messages is not None:
             return await self._pool.run(self._tokenizer.render, ask.messages, ask.names, most, within_s=left)
         parsed, around = ask.parse_special is not False, ask.add_special_tokens is not False
@@ -287,7 +288,7 @@ class GenerateService:
     async def _off_loop(self, long: bool, deadline: float, function: Callable[..., T], *arguments: Any) -> T:
         """Calls `function`, if it takes `long` in a thread."""
         if long:
-            return await self._pool.run(function, *arguments, within_s=deadline - monotonic())
+            return await self._pool.run(function, *arguments, within_s=deadline - loop_time())
         return function(*arguments)
 
     @asynccontextmanager

@@ -8,12 +8,12 @@ import asyncio
 import logging
 from contextlib import aclosing
 from dataclasses import replace
-from time import monotonic
 
 from baton.cluster.config import Config
 from baton.cluster.errors import BatonError, Reason
 from baton.cluster.records import Pools, StartRecord, WorkerRecord
 from baton.cluster.registry import Registry, RegistryUnavailable
+from router.clock import loop_time
 from router.prefix_index import Applied, Filling
 from router.probes import Probes
 from router.view import ClusterView, Joined, Left, Refused, Reincarnated
@@ -108,7 +108,7 @@ class Watch:
                 await asyncio.sleep(AWAY_S)
 
     async def _apply(self, members: list[WorkerRecord]) -> None:
-        for fact in self._view.update(members, monotonic()):
+        for fact in self._view.update(members, loop_time()):
             match fact:
                 case Joined(worker):
                     self._workers.welcome(worker)

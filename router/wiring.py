@@ -5,7 +5,6 @@ import logging
 import os
 import secrets
 import socket
-import time
 from contextlib import AsyncExitStack
 from pathlib import Path
 from typing import Any
@@ -33,6 +32,7 @@ from router import gauges, reflection
 from router.admin import AdminDoor
 from router.admission import Admission
 from router.clients import GrpcWorkers, Streams
+from router.clock import loop_time
 from router.dispatch import Dispatcher
 from router.door import GenerationDoor
 from router.http.app import HttpDoor, allow_origins
@@ -164,8 +164,8 @@ class RouterProcess:
             http.drain()
         drain_s = self.config.router.drain_s
         self._farewell = asyncio.create_task(self._public.stop(drain_s))  # not cancelled: `close` makes it end
-        deadline = time.monotonic() + drain_s
-        while not self._idle and time.monotonic() < deadline:
+        deadline = loop_time() + drain_s
+        while not self._idle and loop_time() < deadline:
             await asyncio.sleep(IDLE_POLL_S)
 
     async def close(self) -> None:

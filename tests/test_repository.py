@@ -16,7 +16,8 @@ ROOT = Path(__file__).resolve().parent.parent
 # The packages of this project. A file belongs to the longest name that matches.
 ROOMS = (
     "baton", "baton.access", "baton.cli", "baton.cluster", "baton.engine", "baton.engine.core", "baton.engine.cpu", "baton.engine.facts",
-    "baton.engine.gpu", "baton.engine.model", "baton.engine.vllm", "baton.launch", "baton.models", "baton.worker",
+    "baton.engine.gpu", "baton.engine.model", "baton.engine.vllm", "baton.launch", "baton.models", "baton.simulate",
+    "baton.worker",
     "decode_worker", "kvtransfer", "loadtest", "prefill_worker", "router",
 )  # fmt: skip
 WORKER = {"baton.engine", "baton.cluster", "baton.moves", "baton.v1", "kvtransfer"}
@@ -42,6 +43,7 @@ ARROWS = {
     },
     "baton.launch": {"baton.cluster", "baton.moves", "baton.v1"},
     "baton.models": {"baton.engine.facts.fingerprint", "baton.engine.model.memory"},
+    "baton.simulate": {"baton.cluster", "baton.engine.core", "router"},
     "baton.worker": WORKER,
     "decode_worker": WORKER | {"baton.worker"},
     "kvtransfer": {
@@ -281,6 +283,37 @@ def test_a_circle_of_rooms_is_detected() -> None:
     with pytest.raises(graphlib.CycleError):
         graphlib.TopologicalSorter(graph).prepare()
     assert not by_room({"baton.engine.cpu.a": {"baton.engine.cpu.b"}})["baton.engine.cpu"]
+
+
+CLOCKS = {"time.monotonic", "time.perf_counter", "time.time"}
+# The wall clock, where people or other hosts read it: the Date header, when an answer or a record was made, when a receipt ends.
+WALL_CLOCKS = {f"router/{name}.py" for name in ("http/app", "http/connection", "http/openai_out", "journal", "rates", "service")}
+
+
+def clocks(text: str) -> set[str]:
+    """The clocks that a file reads, by whatever name."""
+    tree = ast.parse(text)
+    known = {
+        alias.asname or alias.name: f"time.{alias.name}"
+        for node in ast.walk(tree)
+        if isinstance(node, ast.ImportFrom) and node.module == "time"
+        for alias in node.names
+    }
+    used = {known.get(node.id, "") for node in ast.walk(tree) if isinstance(node, ast.Name)}
+    return CLOCKS & (used | {".".join(dotted(node)) for node in ast.walk(tree) if isinstance(node, ast.Attribute)})
+
+
+def test_the_router_reads_the_clock_of_its_loop() -> None:
+    """So a loop whose time is virtual runs it, too."""
+    for path in sorted((ROOT / "router").rglob("*.py")):
+        name = str(path.relative_to(ROOT))
+        assert clocks(path.read_text()) <= ({"time.time"} if name in WALL_CLOCKS else set()), name
+
+
+def test_another_clock_is_detected() -> None:
+    """Negative control."""
+    assert clocks("from time import monotonic as m\ndef f(clock=m): ...") == {"time.monotonic"}
+    assert clocks("import time\nx = time.perf_counter()") == {"time.perf_counter"} and not clocks("import time\ntime.sleep(1)")
 
 
 def test_an_import_circle_is_detected() -> None:

@@ -14,7 +14,6 @@ under another host name as well (DNS rebinding).
 import asyncio
 from collections.abc import Mapping
 from pathlib import Path
-from time import monotonic
 from typing import Any
 
 from starlette.datastructures import Headers
@@ -27,6 +26,7 @@ from starlette.types import Receive, Scope, Send
 from baton.cluster.address import is_loopback
 from baton.cluster.errors import BatonError
 from baton.cluster.keys import ApiKeys
+from router.clock import loop_time
 from router.curves import KEPT, STEP_S
 from router.http.app import HttpDoor
 from router.http.errors import HttpError, bad_value, to_http, to_json
@@ -93,9 +93,9 @@ class Page:
     async def _shared(self) -> bytes:
         """The state, made once for all visitors of a moment: of a thousand workers it takes milliseconds."""
         async with self._lock:
-            if monotonic() - self._made_at >= SHARED_S:
+            if loop_time() - self._made_at >= SHARED_S:
                 self._made = to_json(await self._live.look())
-                self._made_at = monotonic()
+                self._made_at = loop_time()
             return self._made
 
     async def _find(self, request: Request) -> Response:

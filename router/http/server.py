@@ -3,7 +3,6 @@
 import asyncio
 import logging
 import socket
-import time
 
 from starlette.types import ASGIApp
 
@@ -13,6 +12,7 @@ from baton.cluster.errors import BatonError, Reason
 from baton.cluster.open_files import files_for
 from baton.cluster.rpc import Tasks
 from baton.cluster.tls import server_context
+from router.clock import loop_time
 from router.http.connection import Connection
 from router.turn_budget import TurnBudget
 
@@ -78,8 +78,8 @@ class HttpServer:
         await asyncio.wait([self._listening])
         for connection in list(self.connections):
             connection.leave()
-        until = time.monotonic() + CLOSE_WITHIN_S
-        while (self.connections or self._tasks) and time.monotonic() < until:
+        until = loop_time() + CLOSE_WITHIN_S
+        while (self.connections or self._tasks) and loop_time() < until:
             await asyncio.sleep(CLOSE_POLL_S)
         for connection in list(self.connections):
             connection.abort()

@@ -11,7 +11,6 @@ from dataclasses import dataclass, field, replace
 from typing import Any
 
 import pytest
-from memory_registry import MemoryRegistry
 
 from baton.cluster import membership
 from baton.cluster.config import RedisConfig
@@ -20,6 +19,7 @@ from baton.cluster.membership import Membership, process_name
 from baton.cluster.records import BlockEvent, Load, WorkerRecord
 from baton.cluster.registry import RegistryUnavailable, StaleIncarnation
 from baton.cluster.rpc import Tasks
+from baton.simulate.memory_registry import MemoryRegistry
 
 RECORD = WorkerRecord("d0", "decode", "host:1", 5, "ready", 1, "host", "toy", "model", "tokens", 16, 1024, 100, "tcp", Load())
 

@@ -13,7 +13,6 @@ import pytest
 import redis
 from hypothesis import given
 from hypothesis import strategies as st
-from memory_registry import MemoryRegistry
 from redis_servers import sharded
 from turn_work import TurnWork
 
@@ -23,6 +22,7 @@ from baton.cluster.redis_registry import SLICE_KEYS, SLICE_RECORDS, RedisRegistr
 from baton.cluster.registry import EVENTS_BATCH, FENCE_LIFETIMES, Registry, StaleIncarnation
 from baton.engine.core.block_key import MAX_EVENT_KEYS
 from baton.launch.redis_server import EmbeddedRedis
+from baton.simulate.memory_registry import MemoryRegistry
 
 TTL = 60.0  # seconds; how long a record lives here
 CONFIG = RedisConfig(record_ttl_s=TTL, command_timeout_s=5.0, stream_maxlen=3000)

@@ -5,13 +5,13 @@ from collections.abc import Callable
 from typing import Any
 
 import pytest
-from memory_registry import MemoryRegistry
 
 from baton.cluster.errors import BatonError, Reason
 from baton.cluster.records import Pools
 from baton.launch import reconcile
 from baton.launch.reconcile import MOVES, RETRY_S, Phase, Pool, Reconciler
 from baton.moves import IllegalMove
+from baton.simulate.memory_registry import MemoryRegistry
 
 
 class Recorded:

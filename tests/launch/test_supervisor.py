@@ -9,7 +9,6 @@ from typing import Any
 import grpc
 import pytest
 from grpc_health.v1 import health, health_pb2, health_pb2_grpc
-from memory_registry import MemoryRegistry
 
 from baton.cluster.config_layers import load
 from baton.cluster.records import Pools, RouterRecord, StartRecord
@@ -19,6 +18,7 @@ from baton.launch.launcher import RestartRule, Template
 from baton.launch.local_launcher import LocalLauncher
 from baton.launch.ports import Ports
 from baton.launch.supervisor import Supervisor
+from baton.simulate.memory_registry import MemoryRegistry
 from baton.v1 import worker_pb2, worker_pb2_grpc
 
 POLLS = 4

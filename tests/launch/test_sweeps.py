@@ -9,7 +9,6 @@ from typing import Any
 
 import psutil
 import pytest
-from memory_registry import MemoryRegistry
 from sweep import cancelled
 
 from baton.cluster.config import Config
@@ -23,6 +22,7 @@ from baton.launch.local_launcher import LocalLauncher
 from baton.launch.reconcile import Phase, Reconciler
 from baton.launch.state import ClusterState
 from baton.launch.supervisor import Supervisor
+from baton.simulate.memory_registry import MemoryRegistry
 
 RULE = RestartRule(backoff_s=0.05, max_backoff_s=0.2, stable_s=5.0)
 PROCESSES: Any = {"fine": 8, "coarse": 2.0}  # a trial waits for real processes

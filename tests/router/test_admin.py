@@ -12,7 +12,6 @@ from typing import Any
 import grpc
 import pytest
 from fake_workers import TOKENIZER, record
-from memory_registry import MemoryRegistry
 
 from baton.cli.admin import read_live, read_records, read_status
 from baton.cluster import log_file
@@ -27,6 +26,7 @@ from baton.cluster.records import Load, Pools, RouterRecord, StartRecord, Worker
 from baton.cluster.rpc import Server, channel, to_error
 from baton.cluster.telemetry import Tracer
 from baton.engine.core.sampling import SamplingParams
+from baton.simulate.memory_registry import MemoryRegistry
 from baton.v1 import worker_pb2 as pb
 from baton.v1 import worker_pb2_grpc
 from baton.worker.door import PAGE_KEYS, Probed, Residue, WorkerDoor

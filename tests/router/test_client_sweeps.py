@@ -9,13 +9,13 @@ from typing import Any
 
 import pytest
 from fake_workers import TOKENIZER, record
-from memory_registry import MemoryRegistry
 from sweep import cancelled, until
 
 from baton.cluster.config import Config, SecurityConfig
 from baton.cluster.records import WorkerRecord
 from baton.cluster.rpc import Context, Server
 from baton.engine.core.sampling import SamplingParams
+from baton.simulate.memory_registry import MemoryRegistry
 from baton.v1 import generation_pb2, worker_pb2_grpc
 from baton.v1 import worker_pb2 as pb
 from router import probes, watch

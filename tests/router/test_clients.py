@@ -9,7 +9,6 @@ from typing import Any, cast
 
 import pytest
 from fake_workers import TOKENIZER, record, unusable
-from memory_registry import MemoryRegistry
 from turn_work import TurnWork
 
 from baton.cluster.config import Config, SecurityConfig
@@ -19,6 +18,7 @@ from baton.cluster.records import BlockEvent, Load, WorkerRecord
 from baton.cluster.rpc import Answering, Context, Server, abort
 from baton.engine.core.block_key import MAX_EVENT_KEYS
 from baton.engine.core.sampling import SamplingParams
+from baton.simulate.memory_registry import MemoryRegistry
 from baton.v1 import generation_pb2, worker_pb2_grpc
 from baton.v1 import worker_pb2 as pb
 from router import clients, probes, watch

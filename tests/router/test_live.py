@@ -7,7 +7,6 @@ from typing import Any
 
 import pytest
 from fake_workers import TOKENIZER, record
-from memory_registry import MemoryRegistry
 from turns import watched
 
 from baton.cluster.config import Config
@@ -19,6 +18,7 @@ from baton.cluster.metrics import Book
 from baton.cluster.records import Load, Pools, RouterRecord
 from baton.cluster.telemetry import Tracer
 from baton.engine.core.sampling import SamplingParams
+from baton.simulate.memory_registry import MemoryRegistry
 from baton.v1 import worker_pb2
 from router.admission import Admission
 from router.journal import Entry, Journal

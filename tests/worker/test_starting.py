@@ -8,10 +8,10 @@ import sys
 import time
 
 import pytest
-from memory_registry import MemoryRegistry
 
 from baton.cluster.records import StartRecord
 from baton.engine.core.progress import Step, tell, told_to
+from baton.simulate.memory_registry import MemoryRegistry
 from baton.worker.starting import Starting, processor_s
 
 

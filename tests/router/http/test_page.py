@@ -68,7 +68,7 @@ async def test_visitors_of_the_same_moment_share_a_look(tokenizer: Tokenizer, mo
             return {"looks": self.looks}
 
     now, told, house = 0.0, Counted(), House(tokenizer)
-    monkeypatch.setattr(page, "monotonic", lambda: now)
+    monkeypatch.setattr(page, "loop_time", lambda: now)
     app = Page(told, house.door, house.keys, "127.0.0.1")  # type: ignore[arg-type]
 
     async def visit() -> Any:

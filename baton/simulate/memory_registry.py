@@ -1,5 +1,5 @@
-"""A registry without a server, whose outages and clock a test controls. The contract suite runs against both this and Redis, so a test that
-uses it tests what production does. It stores values encoded, as Redis does."""
+"""A registry without a server, whose outages and clock its user controls. The contract suite runs against both this and Redis, so what is
+shown with it holds in production. It stores values encoded, as Redis does."""
 
 import asyncio
 import time
@@ -83,7 +83,8 @@ class MemoryRegistry:
         cursor = int(after)
         if self._last_id == cursor and wait_s > 0:
             try:
-                await asyncio.wait_for(self._published.wait(), wait_s)
+                async with asyncio.timeout(wait_s):
+                    await self._published.wait()
             except TimeoutError:
                 return [], after
             self._reach()
