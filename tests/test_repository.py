@@ -108,7 +108,7 @@ PURE = (
     "baton/engine/vllm/block_events.py", "baton/engine/vllm/desk.py", "baton/engine/vllm/ledger.py",
     "baton/attempts.py", "baton/launch/patience.py", "baton/launch/pods.py",
     "baton/cluster/awake.py", "baton/worker/stall.py",
-    "router/policy.py", "router/poison.py", "router/view.py",
+    "router/policy.py", "router/poison.py", "router/view.py", "router/outliers.py", "router/retry_budget.py",
     "router/prefix_index.py", "router/admission.py", "router/pace.py",
     "router/curves.py", "router/listing.py",
     "router/stop.py", "router/slo.py", "router/resume.py", "router/transcript.py", "loadtest/latency.py",
