@@ -167,4 +167,6 @@ class AdminDoor(worker_pb2_grpc.AdminServicer):
         shown, reason = asdict(fresh), ""
         if fresh.state == "ready" and (misfit := self._view.misfit(fresh.name)):
             shown["state"], reason = "unfit", misfit
+        elif fresh.state == "ready" and (ejected := self._view.ejected(fresh.name)):
+            shown["state"], reason = "ejected", ejected
         return worker_pb2.WorkerStatus(record=worker_pb2.WorkerRecord(**shown), residue=worker_pb2.Residue(**residue), error=reason)

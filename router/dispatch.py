@@ -24,10 +24,13 @@ from typing import TypeVar
 
 from baton.cluster.config_router import RouterConfig
 from baton.cluster.errors import BatonError, Reason
+from baton.cluster.handoff import Handoff
 from baton.cluster.records import WorkerRecord
 from baton.engine.core.block_key import extend_keys, root_key
 from router.clock import loop_time
+from router.conduct import Conduct
 from router.early import EarlyDecode
+from router.outliers import Stride
 from router.poison import Poison
 from router.policy import TERMS, Bypass, Choice, Identity, NoWorker, Saturated, Terms, choose_decode, choose_prefill
 from router.request import NEAR_DEADLINE_S, Failure, Request, Tokens
@@ -41,7 +44,6 @@ log = logging.getLogger(__name__)
 RECOVER_POLL_S = 0.05
 # The decode worker failed, not the KV: the prefill worker's lease is still good.
 LEASE_STANDS = frozenset({Reason.WORKER_LOST, Reason.WRONG_WORKER, Reason.DRAINING, Reason.SATURATED})
-GONE = frozenset({Reason.WORKER_LOST, Reason.WRONG_WORKER, Reason.DRAINING})
 CHOSEN_A_TURN = 8192  # keys of the prompts for which workers are chosen; a worker that is judged costs as much as KEYS_A_WORKER
 KEYS_A_WORKER = 8
 CONFIRM_S = 1.0  # for a worker whose connection was lost to answer; a process that is gone refuses at once
@@ -90,6 +92,7 @@ class Dispatcher:
         self._terms = Terms(bypass_tokens=config.bypass_tokens, fetch_tokens=config.fetch_tokens, max_queue=max_queue)
         self._numbers = itertools.count(1)
         self._arrivals = itertools.count()
+        self.conduct = Conduct(view, config, clock)
         self._poison = Poison()
         self._log = RequestLog(log)
         self._turns = Turnstile(CHOSEN_A_TURN)
@@ -168,8 +171,11 @@ class Dispatcher:
             self._poison.begin(work, request, worker.name, worker.incarnation)
             view.start_prefill(work, worker.name, len(request.tokens) - choice.overlap_blocks * worker.block_size)
             view.index.predict(worker.name, self._keys(request), self._clock() + self._config.predict_ttl_s)
+            began = self._clock()
             first = await self._first_token(request, choice, failed, lease)
+            self.conduct.prefilled(worker, request, first, self._clock() - began)
         except BatonError as error:
+            self.conduct.failed(worker, "prefill", error)
             await self._blame(request, worker, error, failed, work)
             raise
         finally:
@@ -243,22 +249,38 @@ class Dispatcher:
         worker, trace, handle = started.worker, request.trace, lease.handle
         trace.decode_worker = worker.name
         trace.watch.at(worker.name)
+        stride = Stride()
         try:
             async with aclosing(self._events(request, started, handle)) as events:
                 async for event in events:
                     if isinstance(event, Ended):
+                        self.conduct.decoded(worker)
                         first_to_compute = started.known == request.prompt_len + request.resumed
                         self._note_end(request, event, not handle and started.early is None and first_to_compute)
                         continue
                     trace.watch.enter("decode", worker.name)
                     if isinstance(event, Adopted):
                         trace.handoff += event.handoff
+                        self.conduct.handed_over(lease.holder, worker, event.handoff)
+                        yield event
+                        continue
+                    stride.come(len(event), self._clock())
                     yield event
+                    stride.leave(self._clock())
+        except (GeneratorExit, asyncio.CancelledError):
+            if stride.begun:  # its reader has enough, such as a stop string
+                self.conduct.decoded(worker)
+            raise
         except BatonError as error:
             if error.reason is not Reason.STALLED:  # the client's doing
+                self.conduct.failed(worker, "decode", error)
+                self.conduct.handed_over(lease.holder, worker, Handoff(failure=error.reason.name))
+                if error.reason is Reason.DIGEST_MISMATCH and lease.holder is not None:
+                    failed.add((lease.holder.name, lease.holder.incarnation))  # either end may be the bad one
                 await self._blame(request, worker, error, failed, started.work)
             raise
         finally:
+            self.conduct.streamed(worker, stride)
             self._poison.end(started.work)
             self._view.end_decode(started.work)
 
@@ -310,6 +332,7 @@ class Dispatcher:
                 elif isinstance(found, Saturated):
                     place.wait_on(let_pass=bool(failed))
                 else:
+                    request.trace.put_aside |= self.conduct.aside
                     return found
 
     def _call(self) -> None:
@@ -347,8 +370,6 @@ class Dispatcher:
         """Raises BatonError(POISONOUS) if the request killed the worker."""
         failed.add((worker.name, worker.incarnation))
         request.trace.failures.append(Failure(request.trace.watch.clock(), worker.name, error.reason.name))
-        if error.reason in GONE:  # the registry will report it a moment later
-            self._view.mark_down(worker.name, worker.incarnation)
         dead = isinstance(error, Died) and not await self._lives(worker)
         await self._turn(request)
         self._view.index.retract(worker.name, request.keys)
@@ -398,10 +419,14 @@ class Dispatcher:
             raise error
         if request.deadline - self._clock() < NEAR_DEADLINE_S:
             raise _too_late(request) from error
+        spent = ""
         if request.trace.retries >= self._config.max_retries:
-            message = f"given up after {request.trace.retries} retries: {error.message}"
+            spent = f"given up after {request.trace.retries} retries"
+        elif not self.conduct.may_retry(request, error):
+            spent = "not tried again, because too many requests fail (router.retry_budget)"
+        if spent:
             reason = Reason.SATURATED if error.reason is Reason.SATURATED else Reason.RETRIES_SPENT
-            raise BatonError(reason, message, metadata=_emitted(request)) from error
+            raise BatonError(reason, f"{spent}: {error.message}", metadata=_emitted(request)) from error
         request.trace.retries += 1
         request.trace.retry_reasons.append(error.reason.name)
         text = f"request {name(request.id)} is retried ({request.trace.retries}) after {error.reason.name}"

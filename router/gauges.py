@@ -3,10 +3,11 @@
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 
-from baton.cluster.metrics import Book, Key, Number
+from baton.cluster.metrics import EJECTIONS, Book, Key, Number
 from baton.cluster.records import WorkerRecord
 from baton.cluster.telemetry import Tracer
 from router.admission import Admission
+from router.conduct import Conduct
 from router.view import ClusterView
 from router.watch import Watch
 
@@ -19,7 +20,7 @@ class Readers:
     stalled: Mapping[str, Callable[[], int]]
 
 
-def tell(book: Book, view: ClusterView, admission: Admission, watch: Watch, tracer: Tracer, readers: Readers) -> None:
+def tell(book: Book, view: ClusterView, admission: Admission, watch: Watch, tracer: Tracer, readers: Readers, conduct: Conduct) -> None:
     def of_workers(number: Callable[[WorkerRecord], Number]) -> Callable[[], dict[Key, Number]]:
         return lambda: {(record.name, record.role): number(record) for record in view.members()}
 
@@ -34,6 +35,10 @@ def tell(book: Book, view: ClusterView, admission: Admission, watch: Watch, trac
     book.read("baton_router_prefix_index_entries", lambda: view.index.entries)
     book.read("baton_router_prefix_index_refused_total", lambda: view.index.refused)
     book.read("baton_router_worker_usable", usable)
+    book.read("baton_router_worker_ejected", of_workers(lambda record: int(bool(view.ejected(record.name)))))
+    book.read("baton_router_ejections_total", lambda: {(cause,): conduct.ejections[cause] for cause in EJECTIONS})
+    book.read("baton_router_retry_budget_ratio", lambda: conduct.budget.left)
+    book.read("baton_router_retries_refused_total", lambda: conduct.retries_refused)
     book.read(
         "baton_router_worker_credit_tokens",
         of_workers(lambda record: record.load.credit_tokens - view.unreported_decode_tokens(record.name)),

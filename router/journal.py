@@ -82,6 +82,8 @@ class Record:
             "stages": self.times.stages,
             "laps": [_lap(lap, start) for lap in laps],
             "failures": [{"at": failure.at - start, "worker": failure.worker, "reason": failure.reason} for failure in trace.failures],
+            "put_aside": sorted(trace.put_aside),
+            "retry_refused": trace.retry_refused,
             "bypasses": trace.bypasses,
             "handoff": asdict(trace.handoff),
             "connect": trace.handoff.connect_ms / 1000,

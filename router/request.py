@@ -97,6 +97,8 @@ class Trace:
     bypasses: list[str] = field(default_factory=list)  # reasons
     retry_reasons: list[str] = field(default_factory=list)
     failures: list[Failure] = field(default_factory=list)
+    put_aside: frozenset[str] = frozenset()  # workers that were not chosen because they behave badly
+    retry_refused: bool = False  # the budget of all requests was spent
     first_at: float = 0.0  # when the first token came, on the stopwatch's clock; 0 before
     last_at: float = 0.0
     gaps: "array[float]" = field(default_factory=lambda: array("d"))  # seconds between successive tokens

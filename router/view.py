@@ -70,6 +70,8 @@ class _Member:
     covers: int = 0  # the reported load includes work that started before this epoch
     down: bool = False  # a call failed, and no probe has been answered since
     hung: bool = False
+    ejected: str = ""  # why it is put aside
+    answers: int = 0  # probes that it has answered
     refused: str | None = None  # field that does not fit
     foreign_tokens: int = 0  # uncached prompt tokens waiting there that are not ours
 
@@ -133,6 +135,7 @@ class ClusterView:
         self._members: dict[str, _Member] = {}
         self.version = 0  # grows with every change of a member; equal versions have equal workers
         self._usable_members: dict[RoleName, list[WorkerRecord]] = {}  # of this version: many requests choose between two changes
+        self._pools: dict[RoleName, tuple[tuple[str, int], ...]] = {}  # of this version
         self._epoch = 0
         self._updated = 0  # the epoch of the last update
         self._prefills = _Ledger()
@@ -164,11 +167,15 @@ class ClusterView:
         self._epoch += 1
         return self._epoch
 
-    def mark_down(self, name: str, incarnation: int) -> None:
-        """Notes that a call failed. The process gets no requests until it answers a probe, or until another process takes its name."""
-        if member := self._member(name, incarnation):
-            member.down = True
-            self._change()
+    def mark_down(self, name: str, incarnation: int) -> bool:
+        """Notes that a call failed. The process gets no requests until it answers a probe, or until another process takes its name.
+        Returns whether this is news."""
+        member = self._member(name, incarnation)
+        if member is None:
+            return False
+        news, member.down = not member.down, True
+        self._change()
+        return news
 
     def mark_hung(self, name: str, incarnation: int, hung: bool) -> bool:
         """Notes whether the process, though connected, makes no progress. A hung decode worker gets requests only if no other is left, a
@@ -179,6 +186,27 @@ class ClusterView:
         member.hung = hung
         self._change()
         return True
+
+    def mark_ejected(self, name: str, incarnation: int, why: str) -> None:
+        """Notes why the process is put aside; empty: it no longer is. It gets requests only if no other is left, prefills none."""
+        if member := self._member(name, incarnation):
+            member.ejected = why
+            self._change()
+
+    def ejected(self, name: str) -> str:
+        """Why a member is put aside; empty: it is not."""
+        return self._members[name].ejected if name in self._members else ""
+
+    def answers(self, identity: tuple[str, int]) -> int | None:
+        """How many probes a process has answered; None: it is no member."""
+        member = self._member(*identity)
+        return member.answers if member else None
+
+    def pool(self, role: RoleName) -> tuple[tuple[str, int], ...]:
+        """The processes that could serve a role, those included that are hung or put aside."""
+        if role not in self._pools:
+            self._pools[role] = tuple((m.record.name, m.record.incarnation) for m in self._fit(role))
+        return self._pools[role]
 
     def hung(self, name: str) -> bool:
         member = self._members.get(name)
@@ -192,6 +220,7 @@ class ClusterView:
         if member is None:
             return
         member.failed, member.probed = False, True
+        member.answers += 1
         member.down = member.down and (state != "ready" or member.hung)
         news = load != member.record.load  # otherwise it may date from before a long step
         member.record = replace(member.record, state=state, load=load, roles=roles or member.record.roles)
@@ -225,7 +254,7 @@ class ClusterView:
         own, served = getattr(member.record, member.refused), getattr(self.served, member.refused, self._tokenizer_fingerprint)
         return f"{member.refused} {own} does not fit the {served} that is served"
 
-    def state(self, name: str) -> Literal["ready", "draining", "unreachable", "unfit", "hung"]:
+    def state(self, name: str) -> Literal["ready", "draining", "unreachable", "unfit", "hung", "ejected"]:
         """What a person is told about a member."""
         member = self._members[name]
         if member.record.state == "draining":
@@ -234,7 +263,9 @@ class ClusterView:
             return "unreachable"
         if member.refused:
             return "unfit"
-        return "hung" if member.hung else "ready"  # hung: its event loop answers, its engine does not
+        if member.hung:
+            return "hung"  # its event loop answers, its engine does not
+        return "ejected" if member.ejected else "ready"
 
     def prefill_workers(self) -> list[WorkerRecord]:
         """Those that a request can be sent to, sorted by name."""
@@ -279,6 +310,10 @@ class ClusterView:
         """Tokens of our decodes on a member that its reported load does not show yet."""
         member = self._members[worker]
         return self._decodes.tokens(member.record, member.covers)
+
+    def prefills(self, worker: str) -> int:
+        """How many of our prompts are computed on a member, or wait there."""
+        return self._prefills.count(self._members[worker].record)
 
     def decodes(self, worker: str) -> int:
         """How many of our requests decode on a member."""
@@ -362,6 +397,7 @@ class ClusterView:
     def _change(self) -> None:
         self.version += 1
         self._usable_members.clear()
+        self._pools.clear()
         self._tell()
 
     def _tell(self) -> None:
@@ -374,12 +410,16 @@ class ClusterView:
         return self._usable_members[role]
 
     def _find_usable(self, role: RoleName) -> list[WorkerRecord]:
-        members = (self._members[name] for name in sorted(self._members))
-        usable = [m for m in members if m.record.serves(role) and m.record.state == "ready" and not m.down and m.refused is None]
+        usable = self._fit(role)
         awake = [m for m in usable if not m.hung]
-        # Without a prefill worker the decode workers do its work. Without a decode worker the request would be refused, and a worker that
-        # seems to hang may recover at any moment.
-        return [m.record for m in (awake if awake or role == "prefill" else usable)]
+        good = [m for m in awake if not m.ejected]
+        # Without a prefill worker the decode workers do its work. Without a decode worker the request would be refused, a bad worker serves
+        # most of them, and one that seems to hang may recover at any moment.
+        return [m.record for m in (good if good or role == "prefill" else awake or usable)]
+
+    def _fit(self, role: RoleName) -> list[_Member]:
+        members = (self._members[name] for name in sorted(self._members))
+        return [m for m in members if m.record.serves(role) and m.record.state == "ready" and not m.down and m.refused is None]
 
 
 def _later(known: WorkerState, reported: WorkerState) -> WorkerState:

@@ -110,11 +110,12 @@ class RouterProcess:
         model_name = self._model_name
         stalled = {"grpc": lambda: public.stalled, "http": lambda: sum(http.stalled for http in self._https)}
         readers = gauges.Readers(lambda: self._workers.unread_bytes, stalled)
-        gauges.tell(self._book, view, admission, watch, self._tracer, readers)
+        dispatcher = Dispatcher(view, self._workers, config.router, max_queue=config.engine.max_queue)
+        gauges.tell(self._book, view, admission, watch, self._tracer, readers, dispatcher.conduct)
         self.service = GenerateService(
             model=ServedModel(model_name, tokenizer, recommends),
             view=view,
-            dispatcher=Dispatcher(view, self._workers, config.router, max_queue=config.engine.max_queue),
+            dispatcher=dispatcher,
             admission=admission,
             config=config.router,
             journal=self._journal,

@@ -117,6 +117,7 @@ ROWS: tuple[tuple[str, tuple[Panel, ...]], ...] = (
         "Resilience",
         (
             Panel("Retries", "ops", rate("baton_router_retries_total", "reason"), stacked=True),
+            Panel("Workers put aside", "short", (("max by (worker) (baton_router_worker_ejected)", "{{worker}}"),), top=1.0),
             Panel("Resumed streams", "ops", rate("baton_router_resumed_total", "instance")),
             Panel("Not answered", "reqps", rate("baton_router_requests_total", "reason", 'outcome=~"refused|failed"'), stacked=True),
             Panel("Preemptions", "ops", rate("baton_engine_preemptions_total", "worker")),

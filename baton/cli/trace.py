@@ -137,6 +137,10 @@ def _foot(record: dict[str, Any]) -> Text:
     parts.append(f"output {record['output_tokens']}")
     if record["retries"]:
         parts.append(f"{record['retries']} {'retry' if record['retries'] == 1 else 'retries'}")
+    if record["retry_refused"]:
+        parts.append("not tried again: the retry budget was spent")
+    if record["put_aside"]:
+        parts.append(f"put aside: {', '.join(record['put_aside'])}")
     if record["slo_missed"]:
         parts.append(f"missed its objectives because of: {record['slo_missed']}")
     return Text(" · ".join(parts), style="bold")

@@ -65,6 +65,32 @@ class RouterConfig(Section):
     default_timeout_s: float = Field(default=300.0, gt=0, le=86400, description="Deadline of a request if its client sets none, seconds.")
     max_timeout_s: float = Field(default=600.0, gt=0, le=86400, description="Longest deadline that a client can set, seconds.")
     max_retries: int = Field(default=3, ge=0, le=16, description="How many times a request is retried after a worker fails.")
+    retry_budget: int = Field(
+        default=100,
+        ge=0,
+        le=1_000_000,
+        description="Failures that all requests together may have before a request that has streamed nothing yet is no longer retried: half"
+        " of this. Ten calls that end well make up for one. 0: no limit but max_retries.",
+    )
+    outlier_share: float = Field(
+        default=0.5,
+        ge=0,
+        lt=1,
+        description="Largest share of the workers of a role that is put aside at a time because they fail, damage KV or are slow, unlike"
+        " their peers. 0: none ever is.",
+    )
+    outlier_s: float = Field(
+        default=30.0,
+        ge=1,
+        le=3600,
+        description="How long a worker is put aside the first time, seconds. Each further time takes that much longer, up to ten times.",
+    )
+    outlier_pace: float = Field(
+        default=4.0,
+        ge=2,
+        le=1000,
+        description="A worker is slow if its tokens take this many times as long as its peers'; twice this if it has only one peer.",
+    )
     bypass_tokens: int = Field(
         default=32, ge=0, description="With this many uncached prompt tokens or fewer, the decode worker computes the prompt itself."
     )

@@ -46,6 +46,7 @@ FINISHES = ("stop", "length")
 TRANSPORTS = ("nixl", "tcp", "none")
 OBJECTIVES = ("ttft", "tpot", "e2e")
 DOORS = ("grpc", "http")
+EJECTIONS = ("errors", "digests", "pace")
 CAUSES = ("queue", *PREFILL_PARTS, "prefill", "transfer", "decode", "error")
 
 # Bounds of OpenTelemetry's GenAI conventions, extended downwards for small models.
@@ -169,6 +170,11 @@ TABLE: tuple[Metric, ...] = (
         "Attempts at a request after the first, by the reason that made them necessary.", {"reason": REASONS},
     ),
     Metric(
+        "baton_router_retries_refused_total", "counter", "requests", ROUTER,
+        "Requests that were not tried again because the budget of all retries (router.retry_budget) was spent.",
+    ),
+    Metric("baton_router_retry_budget_ratio", "gauge", "ratio", ROUTER, "What is left of router.retry_budget."),
+    Metric(
         "baton_router_resumed_total", "counter", "requests", ROUTER,
         "Requests that continued a stream of which the client had the beginning, usually because a router died.",
     ),
@@ -191,8 +197,17 @@ TABLE: tuple[Metric, ...] = (
     ),
     Metric(
         "baton_router_worker_usable", "gauge", "1", ROUTER,
-        "1: the router sends requests to this worker. 0: it is down, draining, or serves something else.",
+        "1: the router sends requests to this worker. 0: it is down, draining, put aside, or serves something else.",
         {"worker": OPEN, "role": WORKERS},
+    ),
+    Metric(
+        "baton_router_worker_ejected", "gauge", "1", ROUTER,
+        "1: the router has put this worker aside because it fails, damages KV or is slow, unlike its peers.",
+        {"worker": OPEN, "role": WORKERS},
+    ),
+    Metric(
+        "baton_router_ejections_total", "counter", "times", ROUTER, "How often a worker was put aside, by the reason.",
+        {"cause": EJECTIONS},
     ),
     Metric(
         "baton_router_worker_credit_tokens", "gauge", "tokens", ROUTER,

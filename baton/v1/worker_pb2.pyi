@@ -959,7 +959,7 @@ class CurvePoint(_message.Message):
     def __init__(self, number: _Optional[int] = ..., running: _Optional[float] = ..., queued: _Optional[float] = ..., kv: _Optional[float] = ..., output_tokens: _Optional[int] = ..., outcomes: _Optional[_Mapping[str, int]] = ..., ttft: _Optional[_Mapping[int, int]] = ..., itl: _Optional[_Mapping[int, int]] = ...) -> None: ...
 
 class TraceRecord(_message.Message):
-    __slots__ = ("request_id", "at", "outcome", "reason", "prompt_tokens", "output_tokens", "cached_tokens", "retries", "laps", "failures", "bypasses", "handoff", "read", "verify", "trace_id", "slo_missed", "ttft", "tpot", "e2e", "prefill_wait", "prefill_compute", "stages", "fetched_tokens", "connect", "tenant")
+    __slots__ = ("request_id", "at", "outcome", "reason", "prompt_tokens", "output_tokens", "cached_tokens", "retries", "laps", "failures", "bypasses", "handoff", "read", "verify", "trace_id", "slo_missed", "ttft", "tpot", "e2e", "prefill_wait", "prefill_compute", "stages", "fetched_tokens", "connect", "tenant", "put_aside", "retry_refused")
     class StagesEntry(_message.Message):
         __slots__ = ("key", "value")
         KEY_FIELD_NUMBER: _ClassVar[int]
@@ -992,6 +992,8 @@ class TraceRecord(_message.Message):
     FETCHED_TOKENS_FIELD_NUMBER: _ClassVar[int]
     CONNECT_FIELD_NUMBER: _ClassVar[int]
     TENANT_FIELD_NUMBER: _ClassVar[int]
+    PUT_ASIDE_FIELD_NUMBER: _ClassVar[int]
+    RETRY_REFUSED_FIELD_NUMBER: _ClassVar[int]
     request_id: str
     at: float
     outcome: str
@@ -1017,7 +1019,9 @@ class TraceRecord(_message.Message):
     fetched_tokens: int
     connect: float
     tenant: str
-    def __init__(self, request_id: _Optional[str] = ..., at: _Optional[float] = ..., outcome: _Optional[str] = ..., reason: _Optional[str] = ..., prompt_tokens: _Optional[int] = ..., output_tokens: _Optional[int] = ..., cached_tokens: _Optional[int] = ..., retries: _Optional[int] = ..., laps: _Optional[_Iterable[_Union[TraceLap, _Mapping]]] = ..., failures: _Optional[_Iterable[_Union[TraceFailure, _Mapping]]] = ..., bypasses: _Optional[_Iterable[str]] = ..., handoff: _Optional[_Union[HandoffFacts, _Mapping]] = ..., read: _Optional[float] = ..., verify: _Optional[float] = ..., trace_id: _Optional[str] = ..., slo_missed: _Optional[str] = ..., ttft: _Optional[float] = ..., tpot: _Optional[float] = ..., e2e: _Optional[float] = ..., prefill_wait: _Optional[float] = ..., prefill_compute: _Optional[float] = ..., stages: _Optional[_Mapping[str, float]] = ..., fetched_tokens: _Optional[int] = ..., connect: _Optional[float] = ..., tenant: _Optional[str] = ...) -> None: ...
+    put_aside: _containers.RepeatedScalarFieldContainer[str]
+    retry_refused: bool
+    def __init__(self, request_id: _Optional[str] = ..., at: _Optional[float] = ..., outcome: _Optional[str] = ..., reason: _Optional[str] = ..., prompt_tokens: _Optional[int] = ..., output_tokens: _Optional[int] = ..., cached_tokens: _Optional[int] = ..., retries: _Optional[int] = ..., laps: _Optional[_Iterable[_Union[TraceLap, _Mapping]]] = ..., failures: _Optional[_Iterable[_Union[TraceFailure, _Mapping]]] = ..., bypasses: _Optional[_Iterable[str]] = ..., handoff: _Optional[_Union[HandoffFacts, _Mapping]] = ..., read: _Optional[float] = ..., verify: _Optional[float] = ..., trace_id: _Optional[str] = ..., slo_missed: _Optional[str] = ..., ttft: _Optional[float] = ..., tpot: _Optional[float] = ..., e2e: _Optional[float] = ..., prefill_wait: _Optional[float] = ..., prefill_compute: _Optional[float] = ..., stages: _Optional[_Mapping[str, float]] = ..., fetched_tokens: _Optional[int] = ..., connect: _Optional[float] = ..., tenant: _Optional[str] = ..., put_aside: _Optional[_Iterable[str]] = ..., retry_refused: _Optional[bool] = ...) -> None: ...
 
 class TraceLap(_message.Message):
     __slots__ = ("stage", "worker", "start", "end", "bypass")

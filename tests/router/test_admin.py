@@ -299,6 +299,13 @@ async def test_status_says_why_a_ready_worker_gets_no_requests(house: tuple[Hous
     assert worker["state"] == "unfit" and worker["error"].startswith("block_size") and worker["leases"] == 2
 
 
+async def test_status_says_why_a_worker_is_put_aside(house: tuple[House, Any]) -> None:
+    house[0].view.mark_ejected("d0", 1, "put aside for 30 s: it takes 200 ms a token, its peers 20 ms")
+    told = read_status(await house[1].Status(pb.StatusRequest(), timeout=20))
+    (worker,) = [each for each in told["workers"] if each["name"] == "d0"]
+    assert worker["state"] == "ejected" and worker["error"].startswith("put aside for 30 s")
+
+
 async def test_a_trace_arrives_as_the_journal_keeps_it(house: tuple[House, Any]) -> None:
     house[0].end("good")
     with pytest.raises(BatonError):

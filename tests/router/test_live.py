@@ -172,6 +172,13 @@ async def test_a_worker_that_answers_without_progress_is_hung() -> None:
     assert await house.states() == {"d0": "ready", "d1": "hung"}
 
 
+async def test_a_worker_that_is_put_aside_is_shown() -> None:
+    house = House()
+    house.there("d0", "d1")
+    house.view.mark_ejected("d1", 1, "slow")
+    assert await house.states() == {"d0": "ready", "d1": "ejected"}
+
+
 async def test_of_a_large_pool_some_are_listed_and_all_that_need_attention() -> None:
     house = House()
     house.there("p0", *(f"d{i:04}" for i in range(1000)))

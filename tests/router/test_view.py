@@ -124,6 +124,36 @@ def test_a_hanging_worker_is_avoided() -> None:
     assert names(view.prefill_workers() + view.decode_workers()) == ["p0", "d0"]
 
 
+def test_a_worker_that_is_put_aside_is_used_before_one_that_hangs_and_after_all_others() -> None:
+    view = view_of(P0, D0, D1)
+    view.mark_ejected("d0", 1, "slow")
+    view.mark_ejected("d1", 9, "another process")
+    assert names(view.decode_workers()) == ["d1"] and (view.ejected("d0"), view.ejected("d1"), view.ejected("d9")) == ("slow", "", "")
+    assert view.pool("decode") == (("d0", 1), ("d1", 1)), "those aside are a part of the pool"
+    view.mark_hung("d1", 1, True)
+    assert names(view.decode_workers()) == ["d0"] and (view.state("d0"), view.state("d1")) == ("ejected", "hung")
+    view.mark_down("d0", 1)
+    assert names(view.decode_workers()) == ["d1"] and view.pool("decode") == (("d1", 1),) and view.state("d0") == "unreachable"
+    view.mark_ejected("p0", 1, "slow")
+    assert view.prefill_workers() == [], "the decode workers can compute prompts instead"
+    view.update([replace(P0, incarnation=2), D0, D1], 1.0)
+    assert names(view.prefill_workers()) == ["p0"], "another process"
+
+
+def test_answers_of_a_process_are_counted() -> None:
+    view = view_of(D0)
+    answers(view, "d0")
+    answers(view, "d0")
+    assert (view.answers(("d0", 1)), view.answers(("d0", 2)), view.answers(("d9", 1))) == (2, None, None)
+
+
+def test_only_the_first_failure_of_a_process_is_news() -> None:
+    view = view_of(D0)
+    assert view.mark_down("d0", 1) and not view.mark_down("d0", 1) and not view.mark_down("d0", 2)
+    answers(view, "d0")
+    assert view.mark_down("d0", 1)
+
+
 def test_a_worker_lost_while_hanging_returns_when_it_makes_progress() -> None:
     view = view_of(D0, D1)
     view.mark_hung("d0", 1, True)

@@ -67,7 +67,7 @@ class FakeWorkers:
         self.lent_early = True  # an early reader leaves the lease open until prefill ends; False: it has read everything and ends the lease
         self.model: Callable[[list[int], Request], int] = toy_model
         self.tick: Callable[[str], None] = lambda stage: None
-        self.replies: Callable[[], None] = lambda: None
+        self.replies: Callable[[], object] = lambda: None
         self._numbers = count(1)
 
     async def prefill(

@@ -2,7 +2,7 @@
 import { $, count, draw, kind, make, percent } from "./show.js";
 
 const LOST = new Set(["unreachable", "gone"]);
-const BAD = new Set([...LOST, "unfit", "hung"]);
+const BAD = new Set([...LOST, "unfit", "hung", "ejected"]);
 const MOST_DOTS = 40;
 const MOST_WIRES = 150; // with more, only the busy ones are drawn
 const GAP = 90; // between two pools, where the wires are
@@ -51,7 +51,13 @@ function state(worker) {
 
 function detail(worker, used) {
   if (BAD.has(worker.state)) {
-    return { gone: "it left without draining", unreachable: "it does not answer", unfit: "serves another model", hung: "makes no progress" }[worker.state];
+    return {
+      gone: "it left without draining",
+      unreachable: "it does not answer",
+      unfit: "serves another model",
+      hung: "makes no progress",
+      ejected: "put aside: worse than its peers",
+    }[worker.state];
   }
   const more = [`KV ${percent(used)} of ${worker.kv_blocks} blocks in use`, `${worker.cached_blocks} cached`];
   if (worker.leases) more.push(count(worker.leases, "lease"));
