@@ -170,7 +170,13 @@ class RunningCluster:
         """Raises ClusterError."""
         ports = ("--router.port", "0", "--router.admin-port", "0", "--router.http-port", "0", "--router.page-port", "0")
         arguments = ["up", "--detach", "--name", self._name, *ports, *flags(self._settings)]
-        done = await asyncio.to_thread(_baton, *arguments, timeout_s=UP_WITHIN_S, niceness=cluster_niceness())
+        up = asyncio.ensure_future(asyncio.to_thread(_baton, *arguments, timeout_s=UP_WITHIN_S, niceness=cluster_niceness()))
+        try:
+            done = await asyncio.shield(up)
+        except asyncio.CancelledError as interruption:  # it goes on starting, and nobody else would end it
+            await asyncio.wait({up})
+            await self.__aexit__(None, interruption, None)
+            raise
         if done.returncode:
             raise ClusterError(done.stderr.strip())
         return dict(json.loads(done.stdout)["endpoints"])

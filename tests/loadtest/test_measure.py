@@ -1,7 +1,9 @@
 """Campaigns: what each seed is used for, and what remains when a cluster fails."""
 
+import asyncio
 import itertools
 import subprocess
+import time
 from collections.abc import Awaitable, Callable
 from dataclasses import replace
 from functools import partial
@@ -144,6 +146,24 @@ async def test_a_varied_chunk_size_is_shown_only_for_arms_that_use_it(compared: 
     campaign = await compared(99, vary=("chunk", ("64", "256")), arms=("colocated", "colocated@32"))
     chunks = {arm.name: arm.topology["engine.max_num_batched_tokens"] for arm in campaign.arms}
     assert chunks == {"colocated": "64 | 256", "colocated@32": "32"}
+
+
+async def test_a_cluster_whose_start_is_interrupted_is_ended(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Its processes go on starting without the one that asked for them."""
+    told: list[str] = []
+
+    def baton(command: str, *arguments: str, timeout_s: float = 60.0, niceness: int = 0) -> subprocess.CompletedProcess[str]:
+        time.sleep(0.2)
+        told.append(command)
+        return subprocess.CompletedProcess([command], 0, "{}", "")
+
+    monkeypatch.setattr(cluster, "_baton", baton)
+    starting = asyncio.create_task(RunningCluster({}, "loadtest").__aenter__())
+    await asyncio.sleep(0.05)
+    starting.cancel()
+    with pytest.raises(asyncio.CancelledError):
+        await starting
+    assert told == ["up", "down"]
 
 
 @pytest.mark.parametrize(
