@@ -1,7 +1,7 @@
 """The decode role: accepts a request with or without its KV, and generates with continuous batching.
 
     start → handle?  verify → wait for room → fetch → adopt        no prompt token is computed here
-          → live     the same while another worker still computes the prompt: piece by piece, and the first token comes last
+          → live     the same while another worker still computes the prompt; the first token comes last
           → else     add                                           bypass: the prompt is prefilled in chunks between decodes
           → tokens … → finished
 

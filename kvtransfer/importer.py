@@ -108,8 +108,8 @@ class Importer:
     def quarantined_blocks(self) -> int:
         return sum(self._quarantine.values())
 
-    def open(self, handle: KvHandle, request_id: str, early: Callable[[], bool] = lambda: False) -> "Fetch":
-        """`early`: whether the prompt is still being computed, asked whenever blocks have moved.
+    def open(self, handle: KvHandle, request_id: str, live: Callable[[], bool] = lambda: False) -> "Fetch":
+        """`live`: whether the prompt is still being computed, asked whenever blocks have moved.
 
         Raises BatonError(LEASE_REFUSED, HANDSHAKE_MISMATCH) for a handle that must not be used here."""
         handle.verify(self.key, request_id)
@@ -117,7 +117,7 @@ class Importer:
             raise BatonError(Reason.HANDSHAKE_MISMATCH, "layout_fingerprint: the KV behind the handle is laid out differently")
         if not 0 <= handle.start < handle.end or handle.start % self.pool.layout.block_size:
             raise BatonError(Reason.LEASE_REFUSED, f"the handle is for positions {handle.start} to {handle.end}")
-        return Fetch(self, handle, self._connect(handle.address), early)
+        return Fetch(self, handle, self._connect(handle.address), live)
 
     async def borrow(self, worker: str, incarnation: int, address: str, request_id: str, start: int, keys: Sequence[bytes]) -> "Fetch":
         """Asks a worker for blocks in its prefix cache: those of `keys`, the first of which begins at position `start`.
@@ -223,13 +223,13 @@ class Importer:
 class Fetch:
     """The transfer of one handle's KV into our pool."""
 
-    def __init__(self, importer: Importer, handle: KvHandle, peer: Peer, early: Callable[[], bool]) -> None:
+    def __init__(self, importer: Importer, handle: KvHandle, peer: Peer, live: Callable[[], bool]) -> None:
         self.handle = handle
         self.report = Handoff()
         self.num_blocks = -(-(handle.end - handle.start) // importer.pool.layout.block_size)
         self._importer = importer
         self._peer = peer
-        self._early = early
+        self._live = live
         self._alive_until = 0.0  # on our clock: the lease is alive at least until then. Every renewal moves it.
         self._reading: Future[None] | None = None
         self._pending: ReadPending | None = None
@@ -335,7 +335,7 @@ class Fetch:
         self._reading = self._importer.readers.submit(self._read_now, name, remote, local)
         await asyncio.wrap_future(self._reading)
         self.report.read_ms += (perf_counter() - started) * 1000
-        self.report.note_moved(len(remote), len(remote) * self._importer.pool.layout.block_bytes, self._early())
+        self.report.note_moved(len(remote), len(remote) * self._importer.pool.layout.block_bytes, self._live())
         if failpoint("kv.copied"):
             self._importer.pool.block(local[0])[0] ^= 1
 

@@ -1,7 +1,7 @@
 """The prefill role: computes a prompt, samples the first token, leases the KV.
 
     prefill: fetch what another worker caches, if the router names that worker
-             → compute the rest in chunks; `opened` after the first of several: a reader may already read full blocks
+             → compute the rest in chunks; `opened` after the first of several: live transfer of full blocks may begin
              → first token → hold → lease complete → {token, handle}
 
 Cancelling a call at any point frees everything it held: the engine command that frees a sequence always comes after the one that added it.
@@ -69,7 +69,7 @@ class PrefillWorker:
     port: KvPort
 
     def __init__(self, block_size: int, tracer: Tracer, live: bool = True) -> None:
-        """`live`: blocks of a long prompt can be read while the rest of it is computed."""
+        """`live`: live transfer, `kv.live`."""
         self._block_size = block_size
         self._live = live
         self._tracer = tracer

@@ -3,7 +3,7 @@
     generate
       1 choose_prefill → prefill worker            or bypass: the decode worker computes the prompt itself
       2 Prefill → first token, handle              the token goes to the client immediately
-        opened (long prompts only): the KV can be read while the rest is computed, so step 3 and the start of 4 happen now
+        opened (long prompts only): live transfer. The KV can be read while the rest is computed, so step 3 and the start of 4 happen now
       3 choose_decode → decode worker              late, with fresh load; another one if it fails before it holds the KV
       4 Decode → adopted, tokens, ended
 
@@ -29,7 +29,7 @@ from baton.cluster.records import WorkerRecord
 from baton.engine.core.block_key import extend_keys, root_key
 from router.clock import loop_time
 from router.conduct import Conduct
-from router.early import EarlyDecode
+from router.live_decode import LiveDecode
 from router.outliers import Stride
 from router.poison import Poison
 from router.policy import TERMS, Bypass, Choice, Identity, NoWorker, Saturated, Terms, choose_decode, choose_prefill
@@ -58,12 +58,12 @@ class _NoRoom(BatonError):
 
 @dataclass(slots=True)
 class _Started:
-    """A decode call that the view counts. An early call is already running."""
+    """A decode call that the view counts. A live call is already running."""
 
     worker: WorkerRecord
     work: str
     known: int  # tokens sent to it
-    early: EarlyDecode | None = None
+    live: LiveDecode | None = None
 
 
 @dataclass(slots=True)
@@ -191,45 +191,45 @@ class Dispatcher:
         return first
 
     async def _first_token(self, request: Request, choice: Choice, failed: set[Identity], lease: _Lease) -> FirstToken:
-        """Starts the decode call early if the prompt is long and a decode worker has room at that moment."""
+        """Starts a live decode call if the prompt is long and a decode worker has room at that moment."""
         worker, source = self._view.record(choice.worker), None
         if choice.source is not None:
             source = Source(self._view.record(choice.source.worker), choice.source.blocks)
         async with aclosing(self._workers.prefill(worker, request, self._remaining(request), source)) as events:
             async for event in events:
                 if isinstance(event, Opened):
-                    await self._start_early(request, event.handle, failed, lease)
+                    await self._start_live(request, event.handle, failed, lease)
                     continue
-                if lease.reader is not None and lease.reader.early is not None:
+                if lease.reader is not None and lease.reader.live is not None:
                     await self._tell_first(request, lease, event)
                 return event
         raise BatonError(Reason.INTERNAL, "the prefill ended without a token")
 
-    async def _start_early(self, request: Request, handle: bytes, failed: set[Identity], lease: _Lease) -> None:
+    async def _start_live(self, request: Request, handle: bytes, failed: set[Identity], lease: _Lease) -> None:
         await self._turn(request)
         choice = choose_decode(self._view, self._keys(request), request.longest, self._clock(), failed, self._terms, request.turn)
         if not isinstance(choice, Choice) or choice.reason != "fits":
             return  # the lease waits for a decode worker with room
         lease.reader = started = self._start(request, choice)
-        started.early = EarlyDecode(lambda first: self._workers.decode(started.worker, request, handle, self._remaining(request), first))
+        started.live = LiveDecode(lambda first: self._workers.decode(started.worker, request, handle, self._remaining(request), first))
         await asyncio.sleep(0)  # the call is sent before a token is added to the request
 
     async def _tell_first(self, request: Request, lease: _Lease, first: FirstToken) -> None:
-        assert lease.reader is not None and lease.reader.early is not None
+        assert lease.reader is not None and lease.reader.live is not None
         if first.finish:
             await self._dismiss(request, lease)
         else:
-            lease.reader.early.first.set_result(first.token.id)
+            lease.reader.live.first.set_result(first.token.id)
 
     async def _dismiss(self, request: Request, lease: _Lease) -> None:
-        """Ends an early decode call that was not taken over."""
+        """Ends a live decode call that was not taken over."""
         reader, lease.reader = lease.reader, None
         if reader is not None:
             self._poison.end(reader.work)
             self._view.end_decode(reader.work)
-            if reader.early is not None:
+            if reader.live is not None:
                 self._view.index.retract(reader.worker.name, request.keys)
-                await reader.early.close()
+                await reader.live.close()
 
     def _start(self, request: Request, choice: Choice) -> _Started:
         """Counts a decode call in the view. The caller must end it there."""
@@ -256,7 +256,7 @@ class Dispatcher:
                     if isinstance(event, Ended):
                         self.conduct.decoded(worker)
                         first_to_compute = started.known == request.prompt_len + request.resumed
-                        self._note_end(request, event, not handle and started.early is None and first_to_compute)
+                        self._note_end(request, event, not handle and started.live is None and first_to_compute)
                         continue
                     trace.watch.enter("decode", worker.name)
                     if isinstance(event, Adopted):
@@ -293,8 +293,8 @@ class Dispatcher:
         request.finish = ended.finish
 
     def _events(self, request: Request, started: _Started, handle: bytes) -> AsyncGenerator[DecodeEvent, None]:
-        if started.early is not None:
-            return started.early.events()
+        if started.live is not None:
+            return started.live.events()
         return self._workers.decode(started.worker, request, handle, self._remaining(request))
 
     async def _choose_prefill(self, request: Request, failed: set[Identity]) -> Choice | Bypass:

@@ -24,7 +24,7 @@ class FirstToken:
 
 @dataclass(frozen=True, slots=True)
 class Opened:
-    """The prefill has begun: its KV can be read while the rest is computed."""
+    """The prefill has begun, and its KV can be read while the rest is computed (live transfer)."""
 
     handle: bytes
 

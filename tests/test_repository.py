@@ -480,3 +480,31 @@ DEEP = "def f():\n if a:\n  for b in c:\n   with d:\n    try:\n     {}\n    fina
 def test_oversized_code_is_detected(text: str, found: list[str]) -> None:
     """Includes negative controls: the largest allowed size and the smallest size that is too large."""
     assert excesses(text) == found
+
+
+def defined(name: str) -> bool:
+    """Whether a dotted name is a module of ours, or a class, function or method in one."""
+    parts = name.split(".")
+    for end in range(len(parts), 0, -1):
+        path = ROOT.joinpath(*parts[:end]).with_suffix(".py")
+        if path.is_file():
+            body: list[ast.stmt] = ast.parse(path.read_text()).body
+            for part in parts[end:]:
+                found = [node for node in body if getattr(node, "name", None) == part]
+                if not found:
+                    return False
+                body = getattr(found[0], "body", [])
+            return True
+    return False
+
+
+def test_the_glossary_names_what_exists() -> None:
+    names = re.findall(
+        r"`((?:baton|decode_worker|kvtransfer|loadtest|prefill_worker|router)\.[\w.]+)`", (ROOT / "docs" / "glossary.md").read_text()
+    )
+    assert len(names) > 50 and [name for name in names if not defined(name)] == []
+
+
+def test_a_name_that_does_not_exist_is_detected() -> None:
+    assert defined("router.gate.Gate.place") and defined("router.gate")
+    assert not defined("router.gate.Gate.places") and not defined("router.gates") and not defined("router.gate.Door")

@@ -63,10 +63,10 @@ class Handoff:
     verify_ms: float = _fact(0.0, span="baton.verify_seconds", scale=1e-3)  # digests, and the check that the lease was alive
     failure: str = ""  # why the KV was not used: a reason of the error table
 
-    def note_moved(self, blocks: int, num_bytes: int, early: bool) -> None:
+    def note_moved(self, blocks: int, num_bytes: int, live: bool) -> None:
         self.blocks += blocks
         self.bytes += num_bytes
-        self.blocks_early += blocks if early else 0
+        self.blocks_early += blocks if live else 0
 
     def __add__(self, later: Self) -> "Handoff":
         """Both together: numbers are added; of two texts the later one is kept, unless it is empty."""

@@ -20,7 +20,7 @@ from baton.v1 import generation_pb2, worker_pb2_grpc
 from baton.v1 import worker_pb2 as pb
 from router import probes, watch
 from router.clients import GrpcWorkers
-from router.early import EarlyDecode
+from router.live_decode import LiveDecode
 from router.request import Request, Stopwatch, Trace
 from router.view import ClusterView
 from router.watch import Watch
@@ -119,8 +119,8 @@ async def live(workers: GrpcWorkers, d0: WorkerRecord) -> None:
         timer.cancel()
 
 
-async def early(workers: GrpcWorkers, d0: WorkerRecord) -> None:
-    call = EarlyDecode(lambda first: workers.decode(d0, request(), b"ticket", 30, first))
+async def live_decode(workers: GrpcWorkers, d0: WorkerRecord) -> None:
+    call = LiveDecode(lambda first: workers.decode(d0, request(), b"ticket", 30, first))
     try:
         await asyncio.sleep(0)
         call.first.set_result(5)
@@ -141,7 +141,7 @@ async def probe(workers: GrpcWorkers, d0: WorkerRecord) -> None:
     assert (await workers.probe(d0, 30)).state == "ready"
 
 
-@pytest.mark.parametrize("call", [plain, live, early, prefill, snapshot, probe])
+@pytest.mark.parametrize("call", [plain, live, live_decode, prefill, snapshot, probe])
 async def test_a_call_is_cancelled_at_every_await(call: Callable[[GrpcWorkers, WorkerRecord], Awaitable[None]]) -> None:
     async with pair() as (worker, workers, d0):
         await plain(workers, d0)  # so that the connection and the session exist
@@ -154,14 +154,14 @@ async def test_a_call_is_cancelled_at_every_await(call: Callable[[GrpcWorkers, W
             await until(lambda: not [task for task in asyncio.all_tasks() - before if "router" in repr(task)])
 
 
-async def test_any_error_of_an_early_call_reaches_its_reader() -> None:
+async def test_any_error_of_a_live_decode_reaches_its_reader() -> None:
     """Every error is passed on: if some were not, the reader would wait forever."""
 
     async def broken(first: "asyncio.Future[int]") -> AsyncGenerator[DecodeEvent, None]:
         raise KeyError("unexpected")
         yield
 
-    call = EarlyDecode(broken)
+    call = LiveDecode(broken)
     with pytest.raises(KeyError):
         async with asyncio.timeout(30):
             await drain(call.events())

@@ -632,75 +632,75 @@ def opened(world: World) -> World:
     return world
 
 
-def early() -> World:
+def live() -> World:
     return opened(World())
 
 
-def early_reader_ends_the_lease() -> World:
+def live_reader_ends_the_lease() -> World:
     world = opened(World())
-    world.workers.lent_early = False
+    world.workers.lent_live = False
     return world
 
 
-def early_prefill_lost() -> World:
+def live_prefill_lost() -> World:
     world = opened(World("p0 p1 d0"))
     fail(world, "p0")
     return world
 
 
-def early_decode_lost_before_the_kv() -> World:
+def live_decode_lost_before_the_kv() -> World:
     world = opened(World("p0 d0 d1"))
     fail(world, "d0")
     return world
 
 
-def early_decode_lost_after_three() -> World:
+def live_decode_lost_after_three() -> World:
     world = opened(World("p0 d0 d1"))
     fail(world, "d0", tokens=3)
     return world
 
 
-EARLY = [early, early_reader_ends_the_lease, early_prefill_lost, early_decode_lost_before_the_kv, early_decode_lost_after_three]
-WORLDS = [undisturbed, bypassed, prefill_lost, decode_lost_before_the_kv, decode_lost_after_three, last_worker_comes_back, *EARLY]
+LIVE = [live, live_reader_ends_the_lease, live_prefill_lost, live_decode_lost_before_the_kv, live_decode_lost_after_three]
+WORLDS = [undisturbed, bypassed, prefill_lost, decode_lost_before_the_kv, decode_lost_after_three, last_worker_comes_back, *LIVE]
 
 
-@pytest.mark.parametrize("make", EARLY)
-async def test_an_early_decode_call_produces_the_same_tokens(make: Callable[[], World]) -> None:
+@pytest.mark.parametrize("make", LIVE)
+async def test_a_live_decode_call_produces_the_same_tokens(make: Callable[[], World]) -> None:
     world = make()
     request, seen = await world.serve()
-    assert seen == truth(request) and world.workers.calls[1].kind == "early decode"
+    assert seen == truth(request) and world.workers.calls[1].kind == "live decode"
     world.check()
 
 
-async def test_an_early_decode_call_receives_the_first_token_and_is_not_started_again() -> None:
-    world = early()
+async def test_a_live_decode_call_receives_the_first_token_and_is_not_started_again() -> None:
+    world = live()
     request, _ = await world.serve()
-    assert world.workers.calls == [Call("prefill", "p0", 40), Call("early decode", "d0", 40, b"lease 1")]
+    assert world.workers.calls == [Call("prefill", "p0", 40), Call("live decode", "d0", 40, b"lease 1")]
     assert request.trace.cached_tokens == 16 and request.trace.handoff.blocks == 3 and world.workers.released == []
     world.check()
 
 
 async def test_after_a_failed_attempt_its_workers_are_not_expected_to_cache_the_prompt() -> None:
     """Otherwise the retry would treat the prompt as cached on a worker that received only part of it, and skip the prefill worker."""
-    world = early_prefill_lost()
+    world = live_prefill_lost()
     request, _ = await world.serve()
     kinds = [(call.kind, call.worker) for call in world.workers.calls]
-    assert kinds == [("prefill", "p0"), ("early decode", "d0"), ("prefill", "p1"), ("early decode", "d0")]
+    assert kinds == [("prefill", "p0"), ("live decode", "d0"), ("prefill", "p1"), ("live decode", "d0")]
     assert request.trace.choices[-2] == ("prefill", "least work")
     world.check()
 
 
-async def test_a_first_token_that_is_also_the_last_ends_the_early_decode_call() -> None:
-    world = early()
+async def test_a_first_token_that_is_also_the_last_ends_the_live_decode_call() -> None:
+    world = live()
     request, seen = await world.serve(world.request(params=replace(PARAMS, max_tokens=1)))
     assert seen == truth(request) and request.finish == "length"
-    assert world.workers.calls[1].kind == "early decode" and world.workers.ends["cancelled"] == 1
+    assert world.workers.calls[1].kind == "live decode" and world.workers.ends["cancelled"] == 1
     world.check()
 
 
-async def test_decode_does_not_start_early_without_a_worker_that_has_room() -> None:
+async def test_no_live_decode_call_starts_without_a_worker_that_has_room() -> None:
     """The call would wait there and hold a lease open. Instead, the worker is chosen after the prompt is computed, as usual."""
-    world = early()
+    world = live()
     world.view.update([record("p0"), replace(record("d0"), load=Load(credit_tokens=10))], 1.0)
     request, seen = await world.serve()
     assert seen == truth(request) and [call.kind for call in world.workers.calls] == ["prefill", "decode"]
@@ -758,16 +758,16 @@ async def test_a_stream_can_be_closed_between_any_two_tokens(make: Callable[[], 
     await stream.aclose()
     world.stop_healer()
     assert seen == truth(request)[:taken]
-    # The dispatcher may not know yet that an early reader ended the lease. It then releases the lease again, which changes nothing.
-    if taken == 0 or world.workers.calls[-1].kind != "early decode":
+    # The dispatcher may not know yet that a live reader ended the lease. It then releases the lease again, which changes nothing.
+    if taken == 0 or world.workers.calls[-1].kind != "live decode":
         nobody_took = taken > 0 and world.workers.calls[-1].kind == "prefill"
         assert len(world.workers.released) == nobody_took, "the router ends a lease that no decode worker took"
     world.check()
 
 
 async def test_a_stream_whose_end_is_cancelled_releases_its_lease(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Closing it ends the early decode call first, which takes a moment here."""
-    world = early()
+    """Closing it ends the live decode call first, which takes a moment here."""
+    world = live()
 
     async def slow(*arguments: Any) -> AsyncGenerator[DecodeEvent, None]:
         try:

@@ -64,7 +64,7 @@ class FakeWorkers:
         self.sources: list[tuple[str, int] | None] = []  # one for each prefill
         self.opens = False  # prompts are long: their KV can be read before they are fully computed
         self.joins = 1  # tokens of a decode call that are ready together
-        self.lent_early = True  # an early reader leaves the lease open until prefill ends; False: it has read everything and ends the lease
+        self.lent_live = True  # a live reader leaves the lease open until prefill ends; False: it has read everything and ends the lease
         self.model: Callable[[list[int], Request], int] = toy_model
         self.tick: Callable[[str], None] = lambda stage: None
         self.replies: Callable[[], object] = lambda: None
@@ -102,14 +102,14 @@ class FakeWorkers:
         self, worker: WorkerRecord, request: Request, handle: bytes, timeout_s: float, first: "asyncio.Future[int] | None" = None
     ) -> AsyncGenerator[DecodeEvent, None]:
         known, finish = list(request.tokens), None
-        self.calls.append(Call("early decode" if first else "decode", worker.name, len(known), handle))
+        self.calls.append(Call("live decode" if first else "decode", worker.name, len(known), handle))
         async with self._counted(timeout_s):
             await asyncio.sleep(0)
             fault = self._fault(worker)
             if fault and fault.tokens is None:
                 await fault.strike()
             if handle:
-                if first and not self.lent_early:
+                if first and not self.lent_live:
                     self._end(handle)
                 holder = self.leases.get(handle)
                 if first:
@@ -148,7 +148,7 @@ class FakeWorkers:
         assert holder[:2] == (worker.name, request_id)
         self.released.append(handle)
         if self.opens and handle not in self.leases:
-            return  # an early reader ended it and the dispatcher does not know yet: a real holder would only answer "late"
+            return  # a live reader ended it and the dispatcher does not know yet: a real holder would only answer "late"
         self._end(handle)
 
     def _grant(self, worker: WorkerRecord, request: Request) -> bytes:

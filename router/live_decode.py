@@ -1,4 +1,4 @@
-"""A decode call that starts before its events are consumed: the decode worker reads the KV while the prompt is still being computed.
+"""A live decode call: the decode worker reads the KV while the prompt is still being computed, and nobody consumes the events yet.
 
 One event waits here until the dispatcher takes it, the others in the call's own inbox, which bounds them. `first` resolves to the token
 that the prefill worker samples.
@@ -13,7 +13,7 @@ from router.workers import DecodeEvent
 Open = Callable[["asyncio.Future[int]"], AsyncGenerator[DecodeEvent, None]]
 
 
-class EarlyDecode:
+class LiveDecode:
     def __init__(self, open_call: Open) -> None:
         self.first: asyncio.Future[int] = asyncio.get_running_loop().create_future()
         self._events: asyncio.Queue[DecodeEvent | Exception | None] = asyncio.Queue(1)
