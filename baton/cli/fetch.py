@@ -44,7 +44,7 @@ def run(asked: Fetching, err: Console) -> None:
 
 
 def _take_secrets(asked: Fetching) -> None:
-    """A file is no part of the environment that others can read, as the one that a process was started with is."""
+    """Puts secrets from files into the environment, where others cannot read them: they see the one that a process was started with."""
     if asked.secrets is None:
         return
     for name in SECRETS:

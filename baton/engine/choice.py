@@ -38,7 +38,7 @@ def choose_ops(device: torch.device, dtype: torch.dtype, compiled: bool, product
 def load_runner(
     kind: type[Made], path: Path, dtype: str = "float32", block_size: int = 16, compiled: bool = True, products: str = "auto", **how: Any
 ) -> Made:
-    """With the operations that `choose_ops` finds. `how`, and what is raised: see `ModelRunner.load`."""
+    """A runner with the operations that `choose_ops` finds. `how`, and what is raised: see `ModelRunner.load`."""
     return kind.load(path, dtype, block_size, choose=lambda where, type_: choose_ops(where, type_, compiled, products), **how)
 
 

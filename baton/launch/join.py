@@ -55,5 +55,5 @@ def configure(address: str, learned: Mapping[str, str], files: Sequence[Path], f
 
 
 def draw_label() -> str:
-    """No two hosts have the same one, even if they have the same name."""
+    """A label that no other host has, even one with the same name."""
     return f"{socket.gethostname().partition('.')[0][:20].lower()}{secrets.token_hex(2)}"

@@ -87,7 +87,7 @@ def with_own_account(config: Any, settings: Any) -> None:
 
 class Api:
     def __init__(self, client: Any, portforward: Any, settings: Any, failures: tuple[type[Exception], ...]) -> None:
-        """`failures`: what a call raises that got no answer."""
+        """`failures`: the exceptions of a call that got no answer."""
         self._client = client
         self._portforward = portforward
         self._settings = settings
@@ -129,7 +129,7 @@ class Api:
         return self._items("deployments.apps", namespace, self._apps.list_namespaced_deployment, namespace, label_selector=selector)
 
     def _deployments_everywhere(self, selector: str) -> list[Object]:
-        """Of all namespaces, which few may list."""
+        """The deployments of all namespaces. Few callers have the right to list them."""
         return self._items("deployments.apps", "", self._apps.list_deployment_for_all_namespaces, label_selector=selector)
 
     def scale(self, namespace: str, deployment: str, size: int) -> None:

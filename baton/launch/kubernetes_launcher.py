@@ -53,7 +53,7 @@ class KubernetesLauncher(PoolManager):
         raise invalid("launcher", f"Kubernetes keeps these processes running; to remove them: `{self._release.uninstall()}`")
 
     async def sizes(self) -> dict[str, int]:
-        """As its owner wants each pool."""
+        """The size of each pool that its owner wants."""
         return {role: read.size_of(deployment) for role, deployment in (await self._deployments()).items()}
 
     async def processes(self) -> list[ProcessState]:

@@ -80,7 +80,7 @@ class Traits:
 
 @dataclass(frozen=True, slots=True)
 class Listener:
-    """Whom an engine tells what happens. The first three are called on the event loop that was current when the engine started."""
+    """The callbacks of an engine. The first three are called on the event loop that was current when the engine started."""
 
     on_step: Callable[[list[Output]], None]
     on_cache: Callable[[list[CacheEvent]], None]

@@ -223,8 +223,8 @@ def add_part(
 ) -> Any:  # fmt: skip
     """`sums[r, o] += Σ x[r, k] · panel[k, o]` for rows of x in tiles, `width` numbers each, and the ks of some lines.
 
-    If no lines are `done`, sums are `begin[o]` before. They are float32, or int32 for int8; those above the last row, up to whole tiles,
-    get numbers, too, that mean nothing. After the `last` lines, while they are in the smallest cache, the first `some` sums of each row are
+    If no lines are `done`, sums begin as `begin[o]`. They are float32, or int32 for int8. Rows beyond the last one, up to a whole tile,
+    get numbers that mean nothing. After the `last` lines, while they are in the smallest cache, the first `some` sums of each row are
     stored in `out`, whose rows lie `apart` numbers apart: as they are, none of them subnormal, or as by `baton.engine.cpu.tile.scale_rows`;
     `scaling` is () or (scales, steps, bias).
     """

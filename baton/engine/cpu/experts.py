@@ -240,7 +240,7 @@ product_each = _kernel("product_each", 2, _by_one)
 product_int8_each = _kernel("product_int8_each", 4, _by_one_int8)
 product_int4_each = _kernel("product_int4_each", 3, _by_one_int4)
 
-# For each kernel of products: the kernel for `Each`, and the unit to whose multiples x's width is rounded up.
+# Kernel of a product → the kernel for `Each`, and a number: the width of x is rounded up to a multiple of it.
 EACH: dict[Callable[..., None], tuple[Callable[..., None], int]] = {
     product: (product_each, 1),
     product_int8: (product_int8_each, 1),

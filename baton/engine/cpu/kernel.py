@@ -302,7 +302,7 @@ def _refuse(kernel: str, arguments: Declared, given: tuple[Any, ...]) -> None:
 
 
 class Call(NamedTuple):
-    """Of a kernel."""
+    """One call of a kernel."""
 
     function: int  # the C function's address
     packed: bytes  # its arguments

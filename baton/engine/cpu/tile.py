@@ -56,7 +56,7 @@ BFLOAT = _Bfloat()
 
 @dataclass(frozen=True, slots=True)
 class Kind:
-    """How numbers of one type are multiplied. A step's numbers of one row are loaded as one number: of type `loaded` of W, `given` of x."""
+    """How numbers of one type are multiplied. A step loads a group of W as one number of type `loaded`, and one of x as `given`."""
 
     group: int
     loaded: Any
@@ -66,7 +66,7 @@ class Kind:
 
 
 def called(builder: Any, name: str, returned: Any, *arguments: Any) -> Any:
-    """Of one of LLVM's intrinsics, which returns that type."""
+    """A call of one of LLVM's intrinsics, which returns the type `returned`."""
     return builder.call(
         cgutils.get_or_insert_function(builder.module, ir.FunctionType(returned, [a.type for a in arguments]), name), arguments
     )

@@ -99,7 +99,7 @@ class PagedKv:
         return self._scratch.dtype
 
     def tensor(self, array: Ints) -> Tensor:
-        """On the pool's device."""
+        """The array as a tensor on the pool's device."""
         return torch.from_numpy(array).to(self._scratch.device)
 
     def rows(self, blocks: Ints) -> Ints:

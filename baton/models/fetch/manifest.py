@@ -60,7 +60,7 @@ def read(folder: Path, name: str = COMPLETE) -> Manifest | None:
 
 
 def write(folder: Path, manifest: Manifest, name: str = COMPLETE) -> None:
-    """At once, and it outlives a loss of power."""
+    """Writes the file whole or not at all. It outlives a loss of power."""
     content = {"version": VERSION, **asdict(manifest.wanted), "commit": manifest.commit}
     content["files"] = {file: asdict(entry) for file, entry in sorted(manifest.files.items())}
     draft = folder / f"{name}.draft"
