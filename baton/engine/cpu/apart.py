@@ -1,0 +1,44 @@
+"""Compiles kernels in a process of its own.
+
+Code that a process compiles may have other last bits than the same code read back from the disk, as every later process has it. So nobody
+computes with kernels of its own making: a process that misses some has another one compile them, and reads them.
+"""
+
+import json
+import logging
+import os
+import subprocess
+import sys
+import threading
+
+from baton.engine.core.progress import Step, tell
+from baton.engine.cpu.kernel_cache import OWN, place_of
+
+log = logging.getLogger(__name__)
+WITHIN_S = 1200.0  # for all kernels, on a slow and busy machine
+PROGRAM = """
+import json
+from dataclasses import astuple
+from baton.engine.core.progress import told_to
+with told_to(lambda step: print(json.dumps(astuple(step)), flush=True)):
+    import baton.engine.cpu.compiled_ops
+"""
+
+
+def compile_apart() -> None:
+    """Returns when all kernels are on the disk, or cannot be compiled: then their import fails here, too, and says why."""
+    place = place_of(OWN)
+    if place is None or place.complete:
+        return
+    env = {**os.environ, "PYTHONPATH": os.pathsep.join(filter(None, sys.path))}
+    with subprocess.Popen([sys.executable, "-c", PROGRAM], env=env, stdout=subprocess.PIPE, text=True) as child:
+        late = threading.Timer(WITHIN_S, child.kill)
+        late.start()
+        try:
+            assert child.stdout is not None
+            for line in child.stdout:
+                tell(Step(*json.loads(line)))
+        finally:
+            late.cancel()
+    if child.returncode:
+        log.warning("the process that compiles kernels ended with status %d", child.returncode)
