@@ -116,12 +116,9 @@ class Scheduler:
 
     def fork(self, parent: Sequence, child: Sequence) -> bool:
         """Admits `child` with the parent's full blocks, and room of its own for the rest of its tokens. False: there is none."""
-        if len(self.running) + len(self.fetching) >= self.limits.max_num_seqs or not self._arrivals.is_next(child):
-            return False
         full = parent.computed // self.block_size
         fresh = self._blocks_for(len(child.tokens)) - full
-        growth = self.growth((*self.running, *self.fetching)) + self._final_blocks(child) - full - fresh
-        if self.pool.available - fresh < max(0, growth) * self.limits.reserve_growth:
+        if not self._is_next(child) or not self._fits(child, full + fresh, self.pool.available - fresh):
             return False
         own = self.pool.allocate(fresh)
         assert own is not None
@@ -184,19 +181,14 @@ class Scheduler:
 
     def _admit(self, seq: Sequence) -> bool:
         """Gives a waiting sequence its blocks if it fits: cached blocks for its known prefix, and fresh ones for the rest."""
-        if len(self.running) + len(self.fetching) >= self.limits.max_num_seqs or not self._arrivals.is_next(seq):
+        if not self._is_next(seq):
             return False
         self._extend_keys(seq)
         # The last known token is always computed here: sampling needs its logits.
         keys = seq.keys[: (len(seq.tokens) - 1) // self.block_size]
         known, idle = self.pool.matched(keys)
         fresh = self._blocks_for(len(seq.tokens)) - known
-        room = self.pool.available - idle - fresh
-        if room < 0:
-            return False
-        others = (*self.running, *self.fetching)
-        growth = self.growth(others) + max(0, self._final_blocks(seq) - known - fresh)
-        if others and room < growth * self.limits.reserve_growth:
+        if not self._fits(seq, known + fresh, self.pool.available - idle - fresh):
             return False
         seq.blocks = self.pool.match(keys) + (self.pool.allocate(fresh) or [])
         seq.sealed = known
@@ -205,6 +197,16 @@ class Scheduler:
             seq.cached = seq.computed
         seq.reached = max(seq.reached, seq.computed)
         return True
+
+    def _is_next(self, seq: Sequence) -> bool:
+        """Whether one more may run, and nobody is before it."""
+        return len(self.running) + len(self.fetching) < self.limits.max_num_seqs and self._arrivals.is_next(seq)
+
+    def _fits(self, seq: Sequence, owns: int, left: int) -> bool:
+        """Whether it leaves enough room for growth if it begins with `owns` blocks, and `left` blocks are available then."""
+        others = (*self.running, *self.fetching)
+        growth = self.growth(others) + max(0, self._final_blocks(seq) - owns)
+        return left >= 0 and not (others and left < growth * self.limits.reserve_growth)
 
     def _make_room(self, seq: Sequence, plan: Schedule) -> bool:
         """Makes room for the next token of `seq`. Preempts the youngest sequences until a block is free, and `seq` itself last."""
