@@ -28,9 +28,6 @@ def choose_ops(device: torch.device, dtype: torch.dtype, compiled: bool, product
     if not compiled or device.type != "cpu" or dtype not in (torch.float32, torch.bfloat16):
         return Ops()
     try:
-        from baton.engine.cpu.apart import compile_apart
-
-        compile_apart()
         from baton.engine.cpu.compiled_ops import CompiledOps
     except Exception as error:  # whatever a compiler may raise: plain torch is slower, not wrong
         log.warning("engine.compiled: the kernels cannot be compiled, using plain torch: %s: %s", type(error).__name__, error)

@@ -10,11 +10,13 @@ import os
 import subprocess
 import sys
 import threading
+from functools import cache
 
 from baton.engine.core.progress import Step, tell
 from baton.engine.cpu.kernel_cache import OWN, place_of
 
 log = logging.getLogger(__name__)
+APART = "BATON_KERNELS_APART"  # set in the process that compiles
 WITHIN_S = 1200.0  # for all kernels, on a slow and busy machine
 PROGRAM = """
 import json
@@ -25,12 +27,13 @@ with told_to(lambda step: print(json.dumps(astuple(step)), flush=True)):
 """
 
 
+@cache
 def compile_apart() -> None:
-    """Returns when all kernels are on the disk, or cannot be compiled: then their import fails here, too, and says why."""
+    """Returns when all kernels are on the disk, or cannot be compiled: then this process fails to compile them, too, and says why."""
     place = place_of(OWN)
-    if place is None or place.complete:
+    if place is None or place.complete or os.environ.get(APART):
         return
-    env = {**os.environ, "PYTHONPATH": os.pathsep.join(filter(None, sys.path))}
+    env = {**os.environ, APART: "1", "PYTHONPATH": os.pathsep.join(filter(None, sys.path))}
     with subprocess.Popen([sys.executable, "-c", PROGRAM], env=env, stdout=subprocess.PIPE, text=True) as child:
         late = threading.Timer(WITHIN_S, child.kill)
         late.start()

@@ -35,7 +35,8 @@ from torch import Tensor
 
 from baton.engine.core.progress import Step, tell
 from baton.engine.cpu import primitives
-from baton.engine.cpu.kernel_cache import VARIABLE, place_of
+from baton.engine.cpu.apart import compile_apart
+from baton.engine.cpu.kernel_cache import HERE, VARIABLE, place_of
 
 log = logging.getLogger(__name__)
 
@@ -198,7 +199,10 @@ def {name}(pointer):
 
 def c_function(function: Callable[[Any], None]) -> Any:
     """Compiles `function`, or loads what some process compiled before."""
-    place = place_of(Path(function.__code__.co_filename))
+    file = Path(function.__code__.co_filename)
+    if file.parent == HERE:
+        compile_apart()
+    place = place_of(file)
     number = next(_numbers)
     if place is None:
         if number == 1:

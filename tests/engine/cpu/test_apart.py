@@ -18,6 +18,7 @@ def empty(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
 
 def told() -> list[Step]:
     steps: list[Step] = []
+    apart.compile_apart.cache_clear()
     with told_to(steps.append):
         apart.compile_apart()
     return steps
@@ -33,6 +34,17 @@ def test_where_all_kernels_are_there_no_process_starts(monkeypatch: pytest.Monke
     assert place is not None
     place.finish()
     monkeypatch.setattr(apart, "PROGRAM", 'print(\'["compiling", 1, 1, ""]\')')
+    assert told() == []
+
+
+def test_it_is_done_once_and_not_by_the_process_that_compiles(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(apart, "PROGRAM", 'print(\'["compiling", 1, 1, ""]\')')
+    assert told() == [Step("compiling", 1, 1)]
+    steps: list[Step] = []
+    with told_to(steps.append):
+        apart.compile_apart()
+    assert steps == []
+    monkeypatch.setenv(apart.APART, "1")
     assert told() == []
 
 
