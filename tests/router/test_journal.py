@@ -328,12 +328,13 @@ def test_a_deadline_names_the_stage_that_spent_it() -> None:
 
 
 def test_a_deadline_before_dispatch_names_the_step_that_was_reached() -> None:
+    desk = Desk()
     error = BatonError(Reason.DEADLINE, "over")
-    with pytest.raises(BatonError), Journal(Book("router", model="toy"), Tracer(), "toy", SloConfig(), keep=1).open("chat") as entry:
+    with pytest.raises(BatonError), desk.open() as entry:
         entry.trace.step = "tokenizing"
         raise error
     assert error.metadata["stage"] == "tokenizing" and "it ended in tokenizing" in str(error)
     other = BatonError(Reason.SATURATED, "full")
-    with pytest.raises(BatonError), Journal(Book("router", model="toy"), Tracer(), "toy", SloConfig(), keep=1).open("chat"):
+    with pytest.raises(BatonError), desk.open():
         raise other
     assert other.metadata == {}
