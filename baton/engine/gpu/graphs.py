@@ -29,19 +29,23 @@ class Graphs:
     def __init__(self, capture: Callable[[Compute], Compute]) -> None:
         """`capture`: `Captures(device)`, or `uncaptured` on a device without graphs."""
         self._capture = capture
-        self._replays: dict[int, Compute] = {}
+        self._replays: dict[int, tuple[Compute, Compute]] = {}  # by size: the replay, and what it replays
 
     @property
     def sizes(self) -> tuple[int, ...]:
         return tuple(sorted(self._replays))
 
     def add(self, size: int, compute: Compute) -> None:
-        """Add the largest first: the smaller ones then fit into its memory."""
-        self._replays[size] = self._capture(compute)
+        """Add the largest first: the smaller ones then fit into its memory.
+
+        `compute` is kept: a graph reads its tensors by address, and would find whatever lies there once they are freed.
+        """
+        self._replays[size] = self._capture(compute), compute
 
     def run(self, size: int) -> Tensor:
         """The result of this size's `compute` for the current inputs. Valid until the next run of any size."""
-        return self._replays[size]()
+        replay, _ = self._replays[size]
+        return replay()
 
 
 class Captures:

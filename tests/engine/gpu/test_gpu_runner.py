@@ -1,6 +1,8 @@
 """The runner that does not wait, on whatever device there is: it gives the tokens of the plain runner, eagerly and through graphs."""
 
+import gc
 import random
+import weakref
 from itertools import pairwise
 from pathlib import Path
 
@@ -213,3 +215,22 @@ def test_graphs_are_captured_once_and_replayed_by_size() -> None:
         graphs.add(size, filled(size))
     assert graphs.sizes == (1, 4) and captured == ["captured"] * 2
     assert graphs.run(4).tolist() == [5.0] * 4 and graphs.run(1).tolist() == [2.0]
+
+
+def test_what_a_captured_step_reads_lives_as_long_as_its_graph() -> None:
+    """On a device, a graph knows its tensors by address. Freed, they would be read all the same."""
+    rows = torch.arange(4)
+    kept = weakref.ref(rows)
+
+    def capture(compute: Compute) -> Compute:
+        answer = compute()  # as a graph does, it keeps its answer and nothing else
+        return lambda: answer
+
+    graphs = Graphs(capture)
+    graphs.add(4, lambda rows=rows: rows + 1)  # type: ignore[misc]
+    del rows
+    gc.collect()
+    assert kept() is not None
+    del graphs
+    gc.collect()
+    assert kept() is None
