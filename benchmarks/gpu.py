@@ -1,10 +1,11 @@
 """The engine on one CUDA device: checked, then timed, as shares of what the device achieved in the same run (sections G1-G9 and G11).
 
-    python benchmarks/gpu.py OUT [--only g2,g3] [--backend auto] [--cpu-smoke]
+    python benchmarks/gpu.py OUT [--only g2,g3] [--backend auto] [--budget 420] [--cpu-smoke]
 
-Full numbers go to OUT/gpu.json, with the cost table of steps (seconds by batch, context and chunk); a short table is printed last. Needs
-torch, transformers, triton and safetensors, and under eight minutes: a section that fails, or that no time is left for, says so, and the
-others run. Without a CUDA device it exits with status 2; `--cpu-smoke` walks through the same code with toy shapes on the CPU.
+Full numbers go to OUT/gpu.json after each section, with the cost table of steps (seconds by batch, context and chunk); a short table is
+printed last. Needs torch, transformers, triton and safetensors, and under eight minutes: a section that fails, or that no time is left
+for, says so, and the others run. Cells whose KV the device's memory cannot hold are left out by name. Without a CUDA device it exits with
+status 2; `--cpu-smoke` walks through the same code with toy shapes on the CPU.
 
 Weights are random, which does not affect speed. Correctness (G1) is measured against `transformers` on the same weights.
 """
@@ -44,12 +45,12 @@ from baton.engine.gpu.sampler import Sampler, pick_plainly
 from baton.engine.gpu.staging import Staging
 from baton.engine.gpu.triton_blocks import digest, gather, scatter, words_of
 from baton.engine.gpu.triton_sampling import pick
-from baton.engine.model.checkpoint import expected_tensors
+from baton.engine.model.checkpoint import ModelConfig, expected_tensors
 from baton.engine.model.config_json import read_config
 from baton.engine.model.transformer import Transformer
 
 SMOKE = "--cpu-smoke" in sys.argv
-BUDGET_S = 420.0  # no section begins later
+RESERVE = 10 << 30  # bytes for activations, graphs and libraries
 COMPILE_S = 90.0  # how long `transformers` may need to compile for one batch size
 SLEEP_CYCLES = 30_000_000  # at 2 GHz 15 ms, longer than the host needs to submit what is timed
 BLOCK = 16
@@ -177,13 +178,17 @@ def ceilings(machine: Machine, report: Report) -> dict[str, float]:
 # Models and sequences
 
 
+def config_of(raw: dict[str, Any]) -> ModelConfig:
+    with tempfile.TemporaryDirectory() as folder:
+        (Path(folder) / "config.json").write_text(json.dumps(raw))
+        return read_config(Path(folder))
+
+
 def random_runner(
     machine: Machine, raw: dict[str, Any], capacity: Capacity, blocks: int, graph_sizes: Iterable[int], **how: Any
 ) -> GpuRunner:
     """A model with random weights, made without a file, and a pool filled with noise."""
-    with tempfile.TemporaryDirectory() as folder:
-        (Path(folder) / "config.json").write_text(json.dumps(raw))
-        config = read_config(Path(folder))
+    config = config_of(raw)
     shapes = expected_tensors(config)
 
     def read(name: str) -> Tensor:
@@ -649,17 +654,18 @@ def torch_loop(model: torch.nn.Module, ids: Tensor, output: int) -> None:
 
 
 class Run:
-    """Runs sections in order, each on its own: a failure of one does not affect the others."""
+    """Runs sections in order, each on its own: a failure of one does not affect the others. What has been found is written after each."""
 
-    def __init__(self, only: set[str], report: Report) -> None:
+    def __init__(self, only: set[str], report: Report, budget_s: float, file: Path, where: str) -> None:
         self.only, self.report, self.began = only, report, time.perf_counter()
+        self._budget_s, self._file, self._where = budget_s, file, where
 
     def left(self) -> float:
         """Seconds during which a section may still begin."""
-        return BUDGET_S - (time.perf_counter() - self.began)
+        return self._budget_s - (time.perf_counter() - self.began)
 
     def section(self, name: str, work: Callable[[], dict[str, Any]]) -> None:
-        if self.only and name not in self.only:
+        if self.only and name not in self.only and name not in ("load", "profile"):
             return
         began = time.perf_counter()
         if self.left() < 0:
@@ -672,16 +678,31 @@ class Run:
             self.report.sections[name] = {"failed": traceback.format_exc()}
             self.report.row(name.upper(), f"FAILED: {type(error).__name__}: {str(error).splitlines()[0][:70] if str(error) else ''}")
         print(f"{name}: {time.perf_counter() - began:.1f} s, {time.perf_counter() - self.began:.0f} s since the start", flush=True)
+        self.write()
+
+    def write(self) -> None:
+        found = self.report
+        whole = {"where": self._where, "seconds": time.perf_counter() - self.began, "sections": found.sections, "costs": found.costs}
+        self._file.write_text(json.dumps({**whole, "table": found.rows}, indent=1))
 
 
-def big_runner(machine: Machine) -> GpuRunner:
-    """The model of G2 to G8, with room for the largest cell, and with only the batch sizes that are measured."""
-    sizes = machine.sizes
-    room = 3 * sizes.steps + 2 * BLOCK + 8
+def big_runner(machine: Machine, report: Report) -> GpuRunner:
+    """The model of G2 to G8, with only the batch sizes that are measured, and room for the largest cell. Cells that do not fit into the
+    device's memory leave `machine.sizes`."""
+    config = config_of(machine.sizes.model)
+    element = 2 if machine.cuda else 4
+    per_token = 2 * config.layers * config.kv_heads * config.head_dim * element
+    weights = element * sum(int(np.prod(shape)) for shape in expected_tensors(config).values())
+    fits = (torch.cuda.mem_get_info()[0] - weights - RESERVE) // per_token if machine.cuda else 1 << 20
+    slack = 3 * machine.sizes.steps + 2 * BLOCK + 8
+    batches = tuple((batch, c) for batch, c in machine.sizes.batches if batch * (c + slack) + 256 * BLOCK <= fits)
+    for batch, c in set(machine.sizes.batches) - set(batches):
+        report.row(f"G3 decode, batch {batch}, context {c}", f"left out: {batch * c * per_token >> 30} GiB of KV")
+    sizes = machine.sizes = replace(machine.sizes, batches=batches)
     decodes, context, prompt, every = sizes.interference
-    cells = [(1, c) for c in sizes.contexts] + list(sizes.batches) + [(1, n) for n in sizes.prefills]
-    most = max(batch * (c + room) for batch, c in (*cells, (decodes + 1, max(context, prompt // decodes) + 6 * every)))
-    longest = max(c for _, c in (*cells, (1, prompt))) + room
+    cells = [(1, c) for c in sizes.contexts] + list(batches) + [(1, n) for n in sizes.prefills]
+    most = max(batch * (c + slack) for batch, c in (*cells, (decodes + 1, max(context, prompt // decodes) + 6 * every)))
+    longest = max(c for _, c in (*cells, (1, prompt))) + slack
     capacity = Capacity(max(*(batch for batch, _ in cells), decodes + 1), max(*sizes.prefills, prompt + decodes), longest)
     return random_runner(machine, sizes.model, capacity, -(-most // BLOCK) + 256, sorted({batch for batch, _ in cells} | {decodes}))
 
@@ -708,6 +729,7 @@ def main() -> int:
     parser.add_argument("out", type=Path)
     parser.add_argument("--only", default="", help="sections, separated by commas")
     parser.add_argument("--backend", default="auto", choices=("auto", *BACKENDS))
+    parser.add_argument("--budget", type=float, default=420.0, help="seconds after which no section begins")
     parser.add_argument("--profile", action="store_true", help="also write OUT/decode.txt: what decode steps spend their time on")
     parser.add_argument("--cpu-smoke", action="store_true")
     options = parser.parse_args()
@@ -722,22 +744,26 @@ def main() -> int:
     print(where)
     only = {name for name in options.only.split(",") if name}
     options.out.mkdir(parents=True, exist_ok=True)
-    run = Run(only, report)
+    run = Run(only, report, options.budget, options.out / "gpu.json", where)
     report.sections["ceilings"] = ceilings(machine, report)
     run.section("g1", lambda: g1(machine, report))
     sections = {"g2": g2, "g3": g3, "g4": g4, "g5": g5, "g6": g6, "g7": g7, "g8": g8}
     if not only or only & sections.keys():
-        runner = big_runner(machine)
+        big: list[GpuRunner] = []
+
+        def load() -> dict[str, Any]:
+            big.append(big_runner(machine, report))
+            return {"blocks": len(big[0].blocks), "graphs": big[0].graphs.sizes}
+
+        run.section("load", load)
         if options.profile:
-            run.section("profile", lambda: profile(machine, runner, options.out))
+            run.section("profile", lambda: profile(machine, big[0], options.out))
         for name, work in sections.items():
-            run.section(name, partial(work, machine, report, runner))
-        del runner
+            run.section(name, lambda work=work: work(machine, report, big[0]))  # type: ignore[misc]
+        big.clear()
     run.section("g9", lambda: g9(machine, report))
     run.section("g11", lambda: g11(machine, report, run.left))
-    took = time.perf_counter() - run.began
-    whole = {"where": where, "seconds": took, "sections": report.sections, "costs": report.costs, "table": report.rows}
-    (options.out / "gpu.json").write_text(json.dumps(whole, indent=1))
+    run.write()
     show(report)
     if SMOKE:
         print("toy shapes on the CPU, kernels in an interpreter: no number above means anything")

@@ -24,7 +24,7 @@ from baton.cli import certs
 from baton.cluster.config import SecurityConfig
 from baton.engine.core.kvcache import KvLayout, KvPool
 from baton.worker.kv_tls import kv_tls
-from kvtransfer.digest import block_digests, mismatches
+from kvtransfer.digest import mismatches
 from kvtransfer.select import Tcp, make_transport
 from kvtransfer.transport import Transport
 from kvtransfer.ucx import Ucx
@@ -53,7 +53,7 @@ def serve(kind: str) -> None:
     pool = make_pool(max(SIZES))
     pool.array[:] = np.random.default_rng(0).integers(0, 255, pool.array.shape, dtype=np.uint8)
     transport = make(kind, "bench-peer", pool)
-    digests = block_digests(pool, range(pool.num_blocks))
+    digests = pool.digests(range(pool.num_blocks))
     print(json.dumps({"address": transport.address().hex(), "digests": digests.hex()}), flush=True)
     sys.stdin.read()
     transport.close()

@@ -1,29 +1,26 @@
-"""Digests of blocks prove to the reader that it received what the writer sealed. XXH3-128 detects accidents at memory speed. It does not
-protect against a peer that lies; the cluster key does."""
+"""Digests of blocks prove to the reader that it received what the writer sealed. They detect accidents. They do not protect against a peer
+that lies; the cluster key does."""
 
 from collections.abc import Sequence
 
-from xxhash import xxh3_128_digest
-
 from baton.cluster.errors import BatonError, Reason
-from baton.engine.core.kvcache import KvPool
+from baton.engine.core.kvcache import DIGEST_BYTES, KvPool, Pool
 
-DIGEST_BYTES = 16
 INLINE_BYTES = 4 << 20  # digested in well under a millisecond; more would block the event loop for too long
 
 
-def block_digests(pool: KvPool, block_ids: Sequence[int]) -> bytes:
-    """Returns DIGEST_BYTES for each block, in the order of `block_ids`."""
-    return b"".join(xxh3_128_digest(pool.block(block)) for block in block_ids)
+def at_once(pool: Pool, blocks: int) -> bool:
+    """Whether so many blocks are digested so quickly that the event loop may do it. A device always makes its caller wait."""
+    return isinstance(pool, KvPool) and blocks * pool.layout.block_bytes <= INLINE_BYTES
 
 
-def mismatches(pool: KvPool, block_ids: Sequence[int], expected: bytes) -> list[int]:
+def mismatches(pool: Pool, block_ids: Sequence[int], expected: bytes) -> list[int]:
     """Returns the indices into `block_ids` of the blocks whose digests differ from `expected`.
 
     Raises BatonError(DIGEST_MISMATCH) if `expected` does not hold one digest for each block, because then no block can be checked.
     """
     if len(expected) != len(block_ids) * DIGEST_BYTES:
         raise BatonError(Reason.DIGEST_MISMATCH, f"{len(expected)} bytes of digests for {len(block_ids)} blocks")
-    actual = block_digests(pool, block_ids)
+    actual = pool.digests(block_ids)
     places = range(0, len(expected), DIGEST_BYTES)
     return [i for i, at in enumerate(places) if actual[at : at + DIGEST_BYTES] != expected[at : at + DIGEST_BYTES]]

@@ -14,8 +14,8 @@ from time import monotonic
 
 from baton.cluster.errors import BatonError, Reason
 from baton.cluster.failpoint import failpoint
-from baton.engine.core.kvcache import KvLayout, KvPool
-from kvtransfer.digest import DIGEST_BYTES, INLINE_BYTES, block_digests
+from baton.engine.core.kvcache import DIGEST_BYTES, KvLayout, Pool
+from kvtransfer.digest import at_once
 from kvtransfer.handle import KvHandle, Piece
 from kvtransfer.lease import LeaseTable
 
@@ -83,7 +83,7 @@ class Export:
                 return
             # Only in the last piece: the holder still computes with the KV of earlier pieces, so its own tokens would be wrong, too.
             if len(self.block_ids) + len(fresh) == self._num_blocks and failpoint("kv.exported"):
-                self._exporter.pool.block(fresh[0])[0] ^= 1
+                self._exporter.pool.flip(fresh[0])
             self.block_ids += fresh
             self.digests += digests
             self._grown.set()
@@ -106,7 +106,7 @@ class Exporter:
         worker: str,
         incarnation: int,
         address: str,
-        pool: KvPool,
+        pool: Pool,
         key: bytes,
         ttl_s: float,
         clock: Callable[[], float] = monotonic,
@@ -160,9 +160,9 @@ class Exporter:
 
     async def digest(self, block_ids: Sequence[int]) -> bytes:
         """Returns DIGEST_BYTES for each block. Computes in a thread where the event loop would be blocked for too long."""
-        if len(block_ids) * self.pool.layout.block_bytes <= INLINE_BYTES:
-            return block_digests(self.pool, block_ids)
-        return await asyncio.to_thread(block_digests, self.pool, block_ids)
+        if at_once(self.pool, len(block_ids)):
+            return self.pool.digests(block_ids)
+        return await asyncio.to_thread(self.pool.digests, block_ids)
 
     def handshake(self, theirs: KvLayout) -> None:
         """Raises BatonError(HANDSHAKE_MISMATCH) naming the field in which a reader's KV differs from ours."""

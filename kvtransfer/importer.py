@@ -22,15 +22,14 @@ from typing import Protocol
 from baton.cluster.errors import BatonError, Reason
 from baton.cluster.failpoint import failpoint
 from baton.cluster.handoff import Handoff
-from baton.engine.core.kvcache import KvLayout, KvPool
-from kvtransfer.digest import DIGEST_BYTES, INLINE_BYTES, mismatches
+from baton.engine.core.kvcache import DIGEST_BYTES, KvLayout, Pool
+from kvtransfer.digest import at_once, mismatches
 from kvtransfer.exporter import check_layout
 from kvtransfer.handle import KvHandle, Piece, Wish
 from kvtransfer.transport import ReadPending, Transport, transfer_failed
 
 log = logging.getLogger(__name__)
 READERS = 4  # concurrent reads; each blocks a thread
-READ_BYTES = 8 << 20  # size of one read; its digests are compared while the next one is under way
 PIECE_WAIT_S = 1.0  # how long the holder may wait for a block to become ready before it answers that there is none yet
 SETTLE_POLL_S = 0.05
 _Identity = tuple[str, int]  # name and incarnation of a worker
@@ -82,7 +81,7 @@ class Importer:
         self,
         *,
         transport: Transport,
-        pool: KvPool,
+        pool: Pool,
         key: bytes,
         connect: Callable[[str], Peer],
         free: Callable[[Sequence[int]], Awaitable[None]],
@@ -294,14 +293,15 @@ class Fetch:
 
     async def _read_pieces(self, name: str, blocks: Sequence[int], skip: int) -> None:
         """Copies the blocks in order. The digests of one copy are compared while the next is under way."""
-        at_once = max(1, READ_BYTES // self._importer.pool.layout.block_bytes)
+        pool = self._importer.pool
+        step = max(1, pool.read_bytes // pool.layout.block_bytes)
         done, comparing = 0, None
         try:
             while done < len(blocks):
                 piece = await self._next_piece(skip + done)
                 failpoint("kv.before_read")
-                for at in range(0, len(piece.block_ids), at_once):
-                    remote = piece.block_ids[at : at + at_once]
+                for at in range(0, len(piece.block_ids), step):
+                    remote = piece.block_ids[at : at + step]
                     local = blocks[done : done + len(remote)]
                     await self._copy(name, remote, local)
                     done += len(remote)
@@ -337,7 +337,7 @@ class Fetch:
         self.report.read_ms += (perf_counter() - started) * 1000
         self.report.note_moved(len(remote), len(remote) * self._importer.pool.layout.block_bytes, self._live())
         if failpoint("kv.copied"):
-            self._importer.pool.block(local[0])[0] ^= 1
+            self._importer.pool.flip(local[0])
 
     def _read_now(self, name: str, remote: Sequence[int], local: Sequence[int]) -> None:
         """Runs in a reader thread. Checks the lease only now, because it was renewed while the read waited for the thread."""
@@ -360,7 +360,7 @@ class Fetch:
         if not self._importer.checks.digests:
             return
         pool = self._importer.pool
-        if len(blocks) * pool.layout.block_bytes <= INLINE_BYTES:
+        if at_once(pool, len(blocks)):
             wrong = mismatches(pool, blocks, expected)
         else:
             wrong = await asyncio.to_thread(mismatches, pool, blocks, expected)

@@ -3,10 +3,12 @@
 import logging
 import sys
 from dataclasses import dataclass
+from typing import cast
 
 from baton.cluster.errors import BatonError
-from baton.engine.core.kvcache import KvPool
+from baton.engine.core.kvcache import KvPool, Pool
 from kvtransfer.auto_transport import AutoTransport
+from kvtransfer.cuda_ipc_transport import CudaIpcTransport, DeviceMemory
 from kvtransfer.tcp_transport import TcpTransport
 from kvtransfer.tcp_wire import Tls
 from kvtransfer.transport import Transport
@@ -27,18 +29,22 @@ def make_transport(
     kind: str,
     *,
     peer: str,
-    pool: KvPool,
+    pool: Pool,
     host: str,
     key: bytes,
     advertise: str | None = None,
     tcp: Tcp | None = None,
     ucx: Ucx | None = None,
 ) -> Transport:
-    """`kind` is "nixl", "tcp" or "auto" (both: NIXL where it is fast and safe). `peer` is the name by which peers know us. TCP binds
-    `host`; peers connect to `advertise` (default: `host`). With TLS, NIXL only copies between processes of one host.
+    """`kind` is "nixl", "tcp", "auto" (both: NIXL where it is fast and safe), or "cuda_ipc" for a pool on a device. `peer` is the name by
+    which peers know us. TCP binds `host`; peers connect to `advertise` (default: `host`). With TLS, NIXL only copies between processes of
+    one host.
 
-    Raises ImportError or BatonError(TRANSFER_FAILED) if `kind` is "nixl" and NIXL is not available.
+    Raises ImportError or BatonError(TRANSFER_FAILED) if `kind` is "nixl" and NIXL is not available, BatonError(TRANSFER_FAILED) if it is
+    "cuda_ipc" and the driver does not share the pool.
     """
+    if not isinstance(pool, KvPool):
+        return CudaIpcTransport(cast(DeviceMemory, pool))
     tcp = tcp or Tcp()
     if kind == "tcp":
         return TcpTransport(pool, host, key, port=tcp.port, advertise=advertise, tls=tcp.tls)

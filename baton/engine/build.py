@@ -20,6 +20,7 @@ from baton.engine.facts.model_facts import context_length
 from baton.engine.machine import available_memory
 
 WARM_UP_TOKENS = 256  # more would take longer and gain little
+ODD_TOKENS = 45  # compilers for devices make other kernels for lengths that are not multiples of 16
 
 
 class BuildError(ValueError):
@@ -47,11 +48,14 @@ class Options:
     vllm: Mapping[str, Any] = field(default_factory=dict)  # arguments of vLLM
     staging_bytes: int | None = None
     batch_invariant: bool = False  # of vLLM, on some GPUs
+    direct: bool = False  # peers read and write the memory of the device itself
 
     def __post_init__(self) -> None:
         """Raises BuildError, which names the configuration key, for a value with which no engine can be built."""
         if self.batch_invariant and self.kind != "vllm":
             raise BuildError("engine.batch_invariant is a mode of vLLM; set engine.kind to vllm")
+        if self.direct and (self.device == "cpu" or self.kind == "vllm"):
+            raise BuildError("kv.transport: cuda_ipc needs engine.device cuda and engine.kind baton")
         for key, value, least in (
             ("engine.block_size", self.block_size, 1),
             ("model.max_model_len", self.max_model_len, 2),  # a prompt of one token, and one token after it
@@ -123,8 +127,7 @@ def build(options: Options) -> Built:
     engine = _on_device(runner, options, longest) if options.device != "cpu" else _on_cpu(runner, options, longest)
     tell(Step("warming up"))
     try:
-        tokens = min(WARM_UP_TOKENS, options.limits.max_num_batched_tokens)
-        warm_up(runner, min(longest - 1, tokens, runner.pool.num_blocks * options.block_size - 1))
+        _warm_up(runner, options, longest)
     except NonFiniteLogits:
         raise BuildError(f"model.path: the weights in {options.path} produce logits that are not numbers") from None
     return Built(engine, runner.layout.model_fingerprint, tokenizer_fingerprint(options.path), longest)
@@ -149,7 +152,8 @@ def _on_cpu(runner: Any, options: Options, longest: int) -> Engine:
 
 
 def _on_device(runner: Any, options: Options, longest: int) -> Engine:
-    """The pool is on the device, and one step is in flight. Transports see the host memory of the pool, into which blocks are copied."""
+    """The pool is on the device, and one step is in flight. Transports see the host memory of the pool, into which blocks are copied, or
+    the device's own if `options.direct`."""
     from baton.engine.gpu.device import free_memory
     from baton.engine.gpu.inputs import Capacity
     from baton.engine.gpu.overlap import OverlapEngine
@@ -157,7 +161,7 @@ def _on_device(runner: Any, options: Options, longest: int) -> Engine:
     blocks = count_blocks(options, longest, runner.layout.block_bytes, free_memory(runner.device))
     capacity = Capacity(options.limits.max_num_seqs, options.limits.max_num_batched_tokens, longest)
     try:
-        runner.attach(KvPool(runner.layout, blocks), capacity=capacity, backend=options.attention_backend)
+        runner.attach(KvPool(runner.layout, blocks), capacity=capacity, backend=options.attention_backend, direct=options.direct)
     except ValueError as error:
         raise BuildError(str(error)) from None
     return OverlapEngine(runner, options.limits, longest, options.prefix_caching)
@@ -168,6 +172,14 @@ def choose_dtype(config: dict[str, Any], is_slower: Callable[[], bool]) -> str:
     bfloat16 `is_slower` here."""
     is_bfloat16 = (config.get("dtype") or config.get("torch_dtype")) == "bfloat16"
     return "bfloat16" if is_bfloat16 and not is_slower() else "float32"
+
+
+def _warm_up(runner: Any, options: Options, longest: int) -> None:
+    tokens = min(longest - 1, WARM_UP_TOKENS, options.limits.max_num_batched_tokens, runner.pool.num_blocks * options.block_size - 1)
+    warm_up(runner, tokens)
+    if options.device != "cpu":
+        warm_up(runner, min(tokens, ODD_TOKENS))
+        runner.warm_up_copies()
 
 
 def warm_up(runner: Runner, tokens: int) -> None:

@@ -317,6 +317,7 @@ def options(config: Config) -> Options:
         vllm=engine.vllm,
         staging_bytes=engine.staging_mib << 20 if engine.staging_mib else None,
         batch_invariant=engine.batch_invariant,
+        direct=config.kv.transport == "cuda_ipc",
         limits=Limits(
             engine.max_num_seqs,
             engine.max_num_batched_tokens,

@@ -88,7 +88,7 @@ class Reader:
     """A transport in this process, over a pool filled with SENTINEL."""
 
     def __init__(self, kind: str, name: str, *, num_blocks: int = 64, block_kib: int = 4, **options: Any) -> None:
-        self.pool = KvPool(program.layout(block_kib), num_blocks)
+        self.pool: KvPool = program.make_pool(kind, program.layout(block_kib), num_blocks)
         self.clear()
         self.transport = program.transport(kind, name, self.pool, **options)
 

@@ -7,11 +7,13 @@ Commands, one JSON list per line: ["fill", seed] ["read", peer, address, remote,
 
 import ctypes
 import json
+import mmap
 import os
 import platform
 import struct
 import sys
 import time
+from collections.abc import Callable, Sequence
 from hashlib import blake2b
 from pathlib import Path
 from typing import Any
@@ -23,6 +25,7 @@ from baton.cluster.errors import BatonError
 from baton.engine.core.kvcache import KvLayout, KvPool
 from baton.worker.kv_tls import kv_tls
 from kvtransfer.auto_transport import AutoTransport
+from kvtransfer.cuda_ipc_transport import CudaIpcTransport
 from kvtransfer.select import make_transport
 from kvtransfer.tcp_transport import TcpTransport
 from kvtransfer.transport import Transport
@@ -40,9 +43,39 @@ def pattern(seed: int, num_blocks: int, block_bytes: int) -> np.ndarray:
     return np.random.default_rng(seed).integers(0, 256, size=(num_blocks, block_bytes), dtype=np.uint8)
 
 
+class MappedPool(KvPool):
+    """Stands in for the memory of a device, which another process of this machine can map."""
+
+    def __init__(self, layout: KvLayout, num_blocks: int) -> None:
+        size = num_blocks * layout.block_bytes
+        self._file = os.memfd_create("device")
+        os.ftruncate(self._file, size)
+        super().__init__(layout, num_blocks, mmap.mmap(self._file, size))
+
+    def __del__(self) -> None:
+        os.close(self._file)
+
+    def share(self) -> bytes:
+        return f"/proc/{os.getpid()}/fd/{self._file}".encode()
+
+    def open(self, shared: bytes) -> Any:
+        with open(shared, "r+b") as file:
+            return np.frombuffer(mmap.mmap(file.fileno(), 0), np.uint8).reshape(-1, self.layout.block_bytes)
+
+    def begin_copy(self, peer: Any, remote: Sequence[int], local: Sequence[int]) -> Callable[[], bool]:
+        self.array[list(local)] = peer[list(remote)]
+        return lambda: True
+
+
+def make_pool(kind: str, layout: KvLayout, num_blocks: int) -> KvPool:
+    return MappedPool(layout, num_blocks) if kind == "cuda_ipc" else KvPool(layout, num_blocks)
+
+
 def transport(kind: str, name: str, pool: KvPool, host: str = "127.0.0.1", key: str = "key", **options: Any) -> Transport:
     """`kind`: "nixl", "nixl-tcp" (NIXL without copies between processes), "tcp", "tls" (TCP inside it, with the certificates of the folder
-    BATON_TEST_TLS), "auto" or "auto-tcp" (auto without NIXL)."""
+    BATON_TEST_TLS), "auto", "auto-tcp" (auto without NIXL), or "cuda_ipc" over a `MappedPool`."""
+    if isinstance(pool, MappedPool):
+        return CudaIpcTransport(pool)
     if kind == "tls":
         return TcpTransport(pool, host, key.encode(), **{"tls": kv_tls(security(Path(os.environ["BATON_TEST_TLS"]))), **options})
     if kind in ("tcp", "auto-tcp"):
@@ -80,7 +113,7 @@ def main() -> None:
     if options.pop("forbid", False):
         forbid_reading_other_processes()
     seed, num_blocks, block_kib = (options.pop(name) for name in ("seed", "num_blocks", "block_kib"))
-    pool = KvPool(layout(block_kib), num_blocks)
+    pool = make_pool(options["kind"], layout(block_kib), num_blocks)
     pool.array[:] = pattern(seed, *pool.array.shape)
     served = transport(options.pop("kind"), options.pop("name"), pool, **options)
 

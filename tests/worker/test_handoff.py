@@ -20,7 +20,6 @@ from baton.engine.core.block_key import root_key
 from baton.engine.core.engine import Engine
 from baton.engine.core.sequence import Sequence, State
 from decode_worker.worker import Adopted, Event, Finished
-from kvtransfer.digest import block_digests
 from kvtransfer.handle import Piece
 from kvtransfer.importer import Checks
 
@@ -220,7 +219,7 @@ async def test_without_the_handshake_kv_of_another_model_produces_wrong_tokens()
             first = await p.hand_over()
             pool, blocks = p.engines[0].runner.pool, await p.blocks_of(first.handle)
             pool.array.view("int64")[list(blocks)] += 1
-            digests = block_digests(pool, blocks)
+            digests = pool.digests(blocks)
             p.wire.forge = partial(altered, digests=digests)
             call = p.start(first)
             await call.task

@@ -22,7 +22,7 @@ from typing import Protocol
 from baton.engine.core.block_key import MAX_EVENT_KEYS
 from baton.engine.core.blocks import CacheChange
 from baton.engine.core.engine import Counts, Output
-from baton.engine.core.kvcache import KvPool
+from baton.engine.core.kvcache import Pool
 from baton.engine.core.sequence import Sequence
 
 
@@ -93,7 +93,8 @@ class Listener:
 class ServingEngine(Protocol):
     """An engine and the thread or the processes that run it. Commands run between two steps and raise EngineStopped when it has ended."""
 
-    pool: KvPool
+    @property
+    def pool(self) -> Pool: ...
 
     @property
     def traits(self) -> Traits: ...

@@ -5,13 +5,17 @@ inside each layer. The pool is plain host memory here; the runner takes per-laye
 """
 
 import mmap
+from collections.abc import Sequence
 from dataclasses import asdict, dataclass, fields
 from hashlib import blake2b
+from typing import Protocol
 
 import numpy as np
+from xxhash import xxh3_128_digest
 
 from baton.engine.core.pages import in_huge_pages
 
+DIGEST_BYTES = 16
 DTYPE_BYTES = {"float32": 4, "bfloat16": 2, "float16": 2, "int64": 8}
 
 
@@ -53,11 +57,33 @@ class KvLayout:
         return None
 
 
+class Pool(Protocol):
+    """The memory that peers read and that fetched KV is copied into: `KvPool` on the host, `baton.engine.gpu.pool.DevicePool` on a GPU."""
+
+    layout: KvLayout
+    num_blocks: int
+    read_bytes: int  # size of one read of a fetch: its digests are compared while the next one is under way
+
+    @property
+    def nbytes(self) -> int: ...
+
+    def digests(self, blocks: Sequence[int]) -> bytes:
+        """DIGEST_BYTES for each block, in order. Which digest, depends on the memory alone: peers have pools of the same kind. Thread-safe;
+        may wait."""
+        ...
+
+    def flip(self, block: int) -> None:
+        """Alters one bit of a block: what a fault would do."""
+        ...
+
+
 class KvPool:
     """`num_blocks` zeroed blocks of host memory, page-aligned, in huge pages where the system has them (they double read bandwidth).
 
     `memory`: what to use instead of memory of its own, for a pool that other processes map, too.
     """
+
+    read_bytes = 8 << 20
 
     def __init__(self, layout: KvLayout, num_blocks: int, memory: mmap.mmap | None = None) -> None:
         if num_blocks < 1:
@@ -82,3 +108,10 @@ class KvPool:
     def block(self, index: int) -> memoryview:
         """Writable bytes of one block."""
         return memoryview(self.array[index])
+
+    def digests(self, blocks: Sequence[int]) -> bytes:
+        """XXH3-128: it detects accidents at memory speed."""
+        return b"".join(xxh3_128_digest(self.block(block)) for block in blocks)
+
+    def flip(self, block: int) -> None:
+        self.block(block)[0] ^= 1

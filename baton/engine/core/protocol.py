@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from itertools import takewhile
 from typing import Protocol
 
-from baton.engine.core.kvcache import KvLayout, KvPool
+from baton.engine.core.kvcache import KvLayout, Pool
 from baton.engine.core.sampling import Sampled
 from baton.engine.core.sequence import Sequence
 
@@ -73,11 +73,13 @@ class Runner(Protocol):
     """One model on one device: `baton.engine.runner.ModelRunner` (torch), `baton.engine.gpu.runner.GpuRunner`, and the toy."""
 
     layout: KvLayout
-    pool: KvPool
     vocab_size: int
     eos_token_ids: frozenset[int]
     max_positions: int
     separates_output: bool  # KV of output has other bits than that of the same tokens in a prompt, and those bits whenever it is computed
+
+    @property
+    def pool(self) -> Pool: ...
 
     def run(self, batch: Seq[Chunk]) -> list[Tokens]:
         """Writes the KV of every chunk into the pool. Returns what each chunk of `batch` yields: at most one token more than it has drafts.

@@ -36,6 +36,10 @@ class Mark:
         if self._event is not None:
             self._event.record()
 
+    def passed(self) -> bool:
+        """Whether the device has passed the mark, or none was recorded. Raises RuntimeError if the device has failed."""
+        return self._event is None or bool(self._event.query())
+
     def wait(self) -> None:
         """Waits until the device has passed the mark; returns immediately if none was recorded."""
         if self._event is not None:

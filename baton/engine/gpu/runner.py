@@ -7,6 +7,7 @@ steps are computed in order; `Pending.result` waits for the event after the last
 from collections.abc import Sequence as Seq
 from dataclasses import replace
 from itertools import takewhile
+from typing import TYPE_CHECKING
 
 import numpy as np
 import torch
@@ -26,6 +27,9 @@ from baton.engine.gpu.sampler import Draw, Pick, Sampler, answers, pick_plainly
 from baton.engine.model.moe import Mixture, SeparateExperts
 from baton.engine.model.transformer import Transformer
 from baton.engine.runner import DTYPES, ModelRunner
+
+if TYPE_CHECKING:
+    from baton.engine.gpu.pool import DevicePool
 
 STAGED_BLOCKS = 64  # copied over the bus at a time
 
@@ -55,6 +59,8 @@ class DevicePending:
 class GpuRunner(ModelRunner):
     """A `ModelRunner` that can `submit`. It is loaded as one; `attach` takes what a device needs in addition to a pool."""
 
+    pool: "KvPool | DevicePool"  # type: ignore[assignment]  # wider than a runner's on a CPU
+
     def attach(
         self,
         pool: KvPool,
@@ -62,11 +68,13 @@ class GpuRunner(ModelRunner):
         capacity: Capacity | None = None,
         backend: str = "auto",
         graph_sizes: Seq[int] | None = None,
+        direct: bool = False,
     ) -> None:
         """Lays out the pool on the device, or uses `tensor`, `[num_blocks + 1, *block_shape]`: the last block is scratch.
 
         `capacity` bounds every batch. `backend`: see `baton.engine.gpu.choice`. `graph_sizes`: batch sizes for which decode steps are
-        captured, if possible; None: a ladder up to the capacity. Raises ValueError for a pool of another layout and for a backend
+        captured, if possible; None: a ladder up to the capacity. `direct`: peers read and write the device's memory itself, so nothing is
+        copied to and from `pool`. Raises ValueError for a pool of another layout and for a backend
         that is not available.
         """
         if difference := self.layout.difference(pool.layout):
@@ -76,8 +84,8 @@ class GpuRunner(ModelRunner):
         shape = (pool.num_blocks + 1, *self.layout.block_shape)
         if tensor is None:
             tensor = torch.zeros(shape, dtype=DTYPES[self.layout.dtype], device=self.device)
-        self.pool = pool
         self.blocks = tensor.view(shape)
+        self.pool = self._direct() if direct else pool
         self._inputs = Inputs(capacity, self.layout.block_size, pool.num_blocks, self.device)
         self._sampler = Sampler(self.eos_token_ids, capacity.max_num_seqs, self.device, _pick(self.device))
         config = self.model.config
@@ -88,6 +96,11 @@ class GpuRunner(ModelRunner):
         if self.attention.capturable and not _asks_the_device(self.model):
             self._capture(ladder(capacity.max_num_seqs) if graph_sizes is None else sorted(graph_sizes))
         self._warm_up_sampler()
+
+    def _direct(self) -> "DevicePool":
+        from baton.engine.gpu.pool import DevicePool  # its kernels need Triton
+
+        return DevicePool(self.layout, self.blocks)
 
     def run(self, batch: Seq[Chunk]) -> list[Tokens]:
         result = self.submit(batch).result()
@@ -120,17 +133,27 @@ class GpuRunner(ModelRunner):
     def to_host(self, blocks: Seq[int]) -> None:
         """Copies blocks of the device into `pool`, from where they are exported. Waits for the copy; the blocks must have been written
         (`Pending.result`)."""
-        for part in self._parts(blocks):
-            self._staging.begin_out(part)
-            self._staging.wait()
-            self.pool.array[part] = self._staging.host[: len(part)].numpy()
+        if isinstance(self.pool, KvPool):
+            for part in self._parts(blocks):
+                self._staging.begin_out(part)
+                self._staging.wait()
+                self.pool.array[part] = self._staging.host[: len(part)].numpy()
 
     def to_device(self, blocks: Seq[int]) -> None:
         """Copies blocks of `pool`, into which they were imported, to the device. Steps that are submitted later find them there."""
-        for part in self._parts(blocks):
-            self._staging.wait()
-            self._staging.host[: len(part)].numpy()[:] = self.pool.array[part]
-            self._staging.begin_in(part)
+        if isinstance(self.pool, KvPool):
+            for part in self._parts(blocks):
+                self._staging.wait()
+                self._staging.host[: len(part)].numpy()[:] = self.pool.array[part]
+                self._staging.begin_in(part)
+
+    def warm_up_copies(self) -> None:
+        """The kernels that move KV are compiled at their first call, which should not be a request's. No record refers to block 0 yet."""
+        if isinstance(self.pool, KvPool):
+            self.to_host([0])
+            self.to_device([0])
+        else:
+            self.pool.warm_up()
 
     def _parts(self, blocks: Seq[int]) -> list[Ints]:
         if not hasattr(self, "_staging"):

@@ -29,8 +29,9 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from baton.engine.core.kvcache import DIGEST_BYTES as DIGEST_BYTES
+
 GOLDEN = 0x9E3779B97F4A7C15
-DIGEST_BYTES = 16
 WORDS = 2048  # one program's share of a block
 
 _GOLDEN = tl.constexpr(GOLDEN)
@@ -52,6 +53,14 @@ def _scatter_kernel(pool, blocks, source, words, WORDS: tl.constexpr):
     block = tl.load(blocks + i)
     x = tl.load(source + i * words + word, mask=word < words)
     tl.store(pool + block * words + word, x, mask=word < words)
+
+
+@triton.jit
+def _move_kernel(source, sources, target, targets, words, WORDS: tl.constexpr):
+    i = tl.program_id(0).to(tl.int64)
+    word = tl.program_id(1) * WORDS + tl.arange(0, WORDS)
+    x = tl.load(source + tl.load(sources + i) * words + word, mask=word < words)
+    tl.store(target + tl.load(targets + i) * words + word, x, mask=word < words)
 
 
 @triton.jit
@@ -88,6 +97,13 @@ def scatter(pool: Tensor, blocks: Tensor, source: Tensor) -> None:
     n, words = source.shape
     if n:
         _scatter_kernel[(n, triton.cdiv(words, WORDS))](pool, blocks, source, words, WORDS=WORDS)
+
+
+def move(source: Tensor, sources: Tensor, target: Tensor, targets: Tensor) -> None:
+    """Blocks `sources` `[n]` of source `[N, words]` int64 → blocks `targets` `[n]` of target `[M, words]`, which occur only once."""
+    words = source.shape[1]
+    if len(sources):
+        _move_kernel[(len(sources), triton.cdiv(words, WORDS))](source, sources, target, targets, words, WORDS=WORDS)
 
 
 def digest(pool: Tensor, blocks: Tensor) -> Tensor:

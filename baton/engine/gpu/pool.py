@@ -1,0 +1,93 @@
+"""The pool of a device as peers see it: KV goes from one GPU's memory to another's, and the host has no part in it."""
+
+import json
+from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager, nullcontext
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from baton.engine.core.kvcache import KvLayout
+from baton.engine.gpu.device import Mark, upload
+from baton.engine.gpu.triton_blocks import digest, move, words_of
+
+
+class DevicePool:
+    """The blocks of `tensor` `[num_blocks + 1, *block_shape]`, the last of which is the runner's scratch. Thread-safe.
+
+    Copies and digests have a stream of their own, so that the engine's steps never wait for them. What they touch is at rest: blocks are
+    leased after the step that wrote them has ended, and reserved blocks take part in no step until their KV has landed.
+    """
+
+    read_bytes = 256 << 20
+
+    def __init__(self, layout: KvLayout, tensor: Tensor) -> None:
+        self.layout = layout
+        self.num_blocks = len(tensor) - 1
+        self._tensor = tensor
+        self._words = words_of(tensor)
+        self._stream = torch.cuda.Stream(tensor.device) if tensor.device.type == "cuda" else None
+
+    @property
+    def nbytes(self) -> int:
+        return self.num_blocks * self.layout.block_bytes
+
+    def digests(self, blocks: Sequence[int]) -> bytes:
+        """Those of `baton.engine.gpu.triton_blocks`, computed where the bytes are."""
+        with self._on_our_stream():
+            sums = digest(self._words, self._ids(blocks))
+            return sums.cpu().numpy().astype("<i8").tobytes()
+
+    def flip(self, block: int) -> None:
+        with self._on_our_stream():
+            self._words[block, 0] ^= 1
+            mark = self._mark()
+        mark.wait()
+
+    def share(self) -> bytes:
+        """What another process on this machine gives to `open`. Raises RuntimeError if the driver refuses."""
+        device, handle, size, offset, counter, counter_offset, event, waits = self._tensor.untyped_storage()._share_cuda_()
+        names = {"device": device, "size": size, "offset": offset, "counter_offset": counter_offset, "waits": waits}
+        parts = {"handle": handle.hex(), "counter": counter.hex(), "event": event.hex(), "blocks": len(self._tensor)}
+        return json.dumps(names | parts).encode()
+
+    def open(self, shared: bytes) -> Tensor:
+        """A peer's pool, mapped: `[blocks, words]` int64. It is unmapped with the last reference to it. Raises RuntimeError if this device
+        cannot reach that memory, ValueError, TypeError or KeyError if `shared` is not what `share` returned."""
+        told = json.loads(shared)
+        handle, counter, event = (bytes.fromhex(told[name]) for name in ("handle", "counter", "event"))
+        places = told["size"], told["offset"], counter, told["counter_offset"], event, told["waits"]
+        storage = torch.UntypedStorage._new_shared_cuda(told["device"], handle, *places)
+        count = int(told["blocks"])
+        tensor = torch.empty(0, dtype=torch.int64, device=storage.device).set_(storage)
+        return tensor[: count * self._words.shape[1]].view(count, -1)
+
+    def begin_copy(self, peer: Tensor, remote: Sequence[int], local: Sequence[int]) -> Callable[[], bool]:
+        """Begins to copy `remote[i]` of an opened pool to `local[i]` of this one; the answer tells whether it has ended. Raises
+        RuntimeError if the device refuses or has failed."""
+        with self._on_our_stream():
+            there, here = self._ids(remote), self._ids(local)
+            move(peer, there, self._words, here)
+            mark = self._mark()
+
+        def ended(kept: tuple[Tensor, ...] = (peer, there, here)) -> bool:  # what the copy reads lives until then
+            return mark.passed()
+
+        return ended
+
+    def warm_up(self) -> None:
+        """Compiles the kernels. The scratch block, copied to itself, stays what it is."""
+        self.digests([self.num_blocks])
+        self.begin_copy(self._words, [self.num_blocks], [self.num_blocks])
+
+    def _ids(self, blocks: Sequence[int]) -> Tensor:
+        return upload(np.array(blocks, dtype=np.int64), self._tensor.device)
+
+    def _mark(self) -> Mark:
+        mark = Mark(self._tensor.device)
+        mark.record()
+        return mark
+
+    def _on_our_stream(self) -> AbstractContextManager[object]:
+        return nullcontext() if self._stream is None else torch.cuda.stream(self._stream)
