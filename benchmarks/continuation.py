@@ -23,6 +23,9 @@ from machine import describe
 from tokenizers import Tokenizer
 from torch import Tensor
 
+sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "tests" / "support"))
+from host_pool import on_host
+
 from baton.cli.up import SHIPPED
 from baton.engine.choice import load_runner
 from baton.engine.core.engine import Engine
@@ -184,7 +187,7 @@ def handed_over(bench: Bench, streams: list[Stream], rng: random.Random, late: b
         else:
             end = rng.randrange(max(1, twin.computed), end) if late else end  # the twin has what another stream left
             count = -(-end // decode.block_size)
-            decode.runner.pool.array[twin.blocks[:count]] = prefill.runner.pool.array[held.blocks[:count]]
+            on_host(decode.runner.pool).array[twin.blocks[:count]] = on_host(prefill.runner.pool).array[held.blocks[:count]]
             decode.arrive(twin, end)
             decode.adopt(twin, held.tokens[-1] if late else None)
         prefill.abort(held.id)

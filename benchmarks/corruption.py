@@ -28,6 +28,7 @@ from machine import describe
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "tests" / "support"))
 from handoff_pair import BLOCK, Pair, greedy, pair
+from host_pool import on_host
 
 from baton.engine.core.toy import naive
 from kvtransfer.importer import Checks
@@ -44,13 +45,13 @@ class Damager:
 
     def __init__(self, p: Pair, rng: random.Random) -> None:
         self._pair, self._rng, self._loop = p, rng, asyncio.get_running_loop()
-        self._foreign = p.engines[0].runner.pool.array.copy()
+        self._foreign = on_host(p.engines[0].runner.pool).array.copy()
         transport = p.decode.port.importer.transport
         self._read, self.kind = transport.read, ""
         transport.read = self._read_damaged  # type: ignore[method-assign]
 
     def _read_damaged(self, peer: str, remote: Sequence[int], local: Sequence[int], timeout: float) -> None:
-        there, here = (engine.runner.pool for engine in self._pair.engines)
+        there, here = (on_host(engine.runner.pool) for engine in self._pair.engines)
         victim = self._rng.randrange(len(remote))
         match self.kind:
             case "flipped at the holder":
@@ -71,7 +72,7 @@ class Damager:
         self._pair.clock.now += 1000
         self._pair.prefill.port.exporter.reap()
         for block in blocks:
-            self._pair.engines[0].runner.pool.array[block] = self._rng.randrange(256)
+            on_host(self._pair.engines[0].runner.pool).array[block] = self._rng.randrange(256)
 
 
 async def handoffs(count: int, kinds: tuple[str, ...], checks: Checks | None, seed: int) -> tuple[dict[str, Counter[str]], int]:

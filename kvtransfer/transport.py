@@ -1,7 +1,8 @@
 """The contract of the transports, which move blocks between workers. The reader pulls; no worker ever writes into another's pool.
 
-`kvtransfer.nixl_transport` (UCX: RDMA, copy between processes on one host, TCP) and `kvtransfer.tcp_transport` (plain sockets, any
-platform) are its two implementations, tested by the same behaviour suite. `kvtransfer.auto_transport` chooses between them for each peer.
+`kvtransfer.nixl_transport` (UCX: RDMA, copy between processes on one host, TCP), `kvtransfer.tcp_transport` (plain sockets, any
+platform) and `kvtransfer.cuda_ipc_transport` (from GPU to GPU) are its implementations, tested by the same behaviour suite.
+`kvtransfer.auto_transport` chooses between the first two for each peer.
 """
 
 from collections.abc import Callable, Iterator, Sequence
@@ -13,7 +14,7 @@ from baton.cluster.errors import BatonError, Reason
 class Transport(Protocol):
     """Serves one pool to peers and reads theirs. Thread-safe. Its methods block: do not call them on the event loop."""
 
-    name: str  # "nixl", "tcp" or "auto"; must be the same for two workers
+    name: str  # "nixl", "tcp", "cuda_ipc" or "auto"; must be the same for two workers
 
     def address(self) -> bytes:
         """Returns what a reader passes to `connect`. It is opaque and travels over the workers' authenticated gRPC."""
@@ -33,7 +34,7 @@ class Transport(Protocol):
         ...
 
     def carrier(self, peer: str) -> str:
-        """Returns what carries the bytes from a connected peer: "nixl" or "tcp"."""
+        """Returns what carries the bytes from a connected peer: "nixl", "tcp" or "cuda_ipc"."""
         ...
 
     def disconnect(self, peer: str) -> None:

@@ -10,6 +10,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from host_pool import on_host
 from safetensors.numpy import load_file, save_file
 
 from baton.engine.build import BuildError, Options, build, choose_dtype, count_blocks, pool_bytes, warm_up
@@ -119,7 +120,7 @@ def test_the_toy_is_built_from_the_same_options(toy: Path) -> None:
 @pytest.mark.parametrize("longest", [2, 17, 96])
 def test_warming_up_leaves_no_block_owned_or_cached(model: str, longest: int, request: pytest.FixtureRequest) -> None:
     engine = build(options(request.getfixturevalue(model), max_model_len=longest, limits=Limits(1, 64))).engine
-    assert engine.runner.pool.array.any(), "nothing was computed"
+    assert on_host(engine.runner.pool).array.any(), "nothing was computed"
     engine.pool.check()
     assert (engine.pool.num_owned, engine.pool.num_cached, engine.pool.available) == (0, 0, engine.pool.num_blocks)
     assert not engine.pool.sealed_keys() and not engine.pool.drain_changes() and not engine.sequences
@@ -136,7 +137,7 @@ def test_data_left_in_blocks_by_warming_up_changes_no_token(small: Path) -> None
     prompt = list(range(100, 120))
     warm, cold = engine(True), engine(False)
     assert run(warm, prompt, 60) == run(cold, prompt, 60)
-    assert np.array_equal(warm.runner.pool.array[:4], cold.runner.pool.array[:4])
+    assert np.array_equal(on_host(warm.runner.pool).array[:4], on_host(cold.runner.pool).array[:4])
 
 
 @pytest.mark.parametrize(
@@ -184,6 +185,12 @@ def test_a_memory_budget_below_one_sequence_is_refused(small: Path) -> None:
     with pytest.raises(BuildError, match=r"^engine.kv_memory_mib: .*96 tokens"):
         build(options(small, kv_memory_bytes=5 * BLOCK_BYTES))
     assert build(options(small, kv_memory_bytes=6 * BLOCK_BYTES)).engine.pool.num_blocks == 6
+
+
+@pytest.mark.parametrize("how", [{"device": "cpu"}, {"device": "cuda", "kind": "vllm"}])
+def test_memory_that_is_not_a_devices_is_not_shared_as_one(how: dict[str, Any]) -> None:
+    with pytest.raises(BuildError, match=r"kv\.transport: cuda_ipc needs engine\.device cuda and engine\.kind baton"):
+        Options(Path("model"), direct=True, **how)
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="there is a CUDA device")

@@ -15,6 +15,7 @@ import numpy as np
 import pytest
 import pytest_asyncio
 from engine_bench import BLOCK, PROMPT, VLLM_DEVICE, VLLM_INVARIANT, Bench, started
+from host_pool import on_host
 
 from baton.engine.build import Options
 from baton.engine.core.block_key import extend_keys, root_key
@@ -135,7 +136,7 @@ async def test_wrong_bytes_would_show(bench: Bench) -> None:
     reader = bench.seq([*PROMPT, whole[0]], len(PROMPT), salt="wrong")
     await bench.reserve(reader)
     for block in reader.blocks:
-        np.frombuffer(bench.engine.pool.block(block), np.uint8)[:] = 0
+        np.frombuffer(on_host(bench.engine.pool).block(block), np.uint8)[:] = 0
     await bench.engine.adopt(reader, len(PROMPT))
     assert await bench.ended(reader) != whole[1:]
 

@@ -10,6 +10,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from host_pool import on_host
 from near_tie import TOLERANCE, assert_same, parting, score
 from torch import Tensor
 
@@ -191,7 +192,7 @@ def test_a_cached_prefix_gives_the_same_tokens(loaded: ModelRunner) -> None:
 @pytest.mark.parametrize("steps", range(1, 5))
 def test_a_prompt_aborted_between_its_chunks_leaves_only_valid_blocks_cached(loaded: ModelRunner, steps: int) -> None:
     engine, prompt = make_engine(loaded, budget=8), random_tokens(random.Random(12), 33)
-    engine.runner.pool.array[:] = 0x3F  # finite, but not the keys and values of any sequence
+    on_host(engine.runner.pool).array[:] = 0x3F  # finite, but not the keys and values of any sequence
     start(engine, [make_seq("aborted", prompt)], steps)
     engine.abort("aborted")
     again = make_seq("again", prompt)
@@ -240,7 +241,7 @@ def hand_over(
             decode.step()
         for i in range(twin.computed // BLOCK, -(-(len(twin.tokens) - 1) // BLOCK)):
             if copied(twin, i):
-                decode.runner.pool.array[twin.blocks[i]] = prefill.runner.pool.array[seq.blocks[i]]
+                on_host(decode.runner.pool).array[twin.blocks[i]] = on_host(prefill.runner.pool).array[seq.blocks[i]]
         decode.arrive(twin, len(twin.tokens) - 1)
         decode.adopt(twin)
     return adopted
@@ -280,7 +281,9 @@ def test_copied_kv_is_identical_and_decodes_bit_for_bit(loaded: ModelRunner) -> 
         held = prefill.sequences[seq.id]
         count = -(-(len(seq.tokens) - 1) // BLOCK)
         assert seq.blocks[:count] != held.blocks[:count]
-        assert np.array_equal(decode.runner.pool.array[seq.blocks[:count]], prefill.runner.pool.array[held.blocks[:count]])
+        assert np.array_equal(
+            on_host(decode.runner.pool).array[seq.blocks[:count]], on_host(prefill.runner.pool).array[held.blocks[:count]]
+        )
     drain(decode)
     here, there = recorder(whole).decodes(), recorder(decode).decodes()
     assert len(here) == len(there) == 19 and here[0].shape == (5, VOCAB)
@@ -294,7 +297,7 @@ def test_one_block_that_was_not_copied_changes_the_tokens(loaded: ModelRunner, m
     """Negative control of the two tests above: whichever block is not copied, the tokens differ."""
     prefill, decode = make_engine(loaded), make_engine(loaded)
     seq = make_seq("s", random_tokens(random.Random(5), 30), max_tokens=30)
-    decode.runner.pool.array[:] = prefill.runner.pool.array[:1]
+    on_host(decode.runner.pool).array[:] = on_host(prefill.runner.pool).array[:1]
     (adopted,) = hand_over(prefill, decode, [seq], lambda seq, i: i != missing)
     drain(decode)
     assert adopted.prefilled == 0
@@ -314,7 +317,7 @@ def test_broken_kv_fails_only_its_sequence(loaded: ModelRunner) -> None:
     engine = make_engine(loaded)
     seqs = [make_seq(f"s{i}", random_tokens(rng, 14), max_tokens=12, temperature=i % 2, seed=i) for i in range(4)]
     start(engine, seqs, steps=5)
-    engine.runner.pool.array[seqs[2].blocks[1]] = 0xFF  # NaN
+    on_host(engine.runner.pool).array[seqs[2].blocks[1]] = 0xFF  # NaN
     outputs = drain(engine)
     assert list(failures(outputs)) == ["s2"] and "s2" in failures(outputs)["s2"]
     (failed,) = [output for output in outputs if output.failure is not None]
@@ -327,7 +330,7 @@ def test_broken_blocks_are_dropped_from_the_cache(loaded: ModelRunner) -> None:
     engine, prompt = make_engine(loaded), random_tokens(random.Random(7), 18)
     broken = make_seq("broken", prompt)
     start(engine, [broken], steps=2)
-    engine.runner.pool.array[broken.blocks[0]] = 0xFF
+    on_host(engine.runner.pool).array[broken.blocks[0]] = 0xFF
     drain(engine)
     assert engine.pool.matched(keys_of(prompt)) == (0, 0)
     again = make_seq("again", prompt)
@@ -344,7 +347,7 @@ def test_without_forgetting_broken_blocks_the_next_request_fails_too(loaded: Mod
     engine, prompt = make_engine(loaded), random_tokens(random.Random(7), 18)
     broken = make_seq("broken", prompt)
     start(engine, [broken], steps=2)
-    engine.runner.pool.array[broken.blocks[0]] = 0xFF
+    on_host(engine.runner.pool).array[broken.blocks[0]] = 0xFF
     drain(engine)
     engine.add(make_seq("again", prompt))
     assert list(failures(drain(engine))) == ["again"]
@@ -359,7 +362,7 @@ def test_a_broken_shared_prefix_fails_all_its_users_but_no_later_request(loaded:
     other = make_seq("other", random_tokens(rng, 20), max_tokens=20)
     start(engine, [*sharers, other], steps=2)
     assert [seq.cached for seq in sharers] == [16] * 3
-    engine.runner.pool.array[sharers[0].blocks[2]] = 0xFF
+    on_host(engine.runner.pool).array[sharers[0].blocks[2]] = 0xFF
     assert set(failures(drain(engine))) == {"sharer0", "sharer1", "sharer2"}
     again = make_seq("again", sharers[1].tokens[:21])
     engine.add(again)

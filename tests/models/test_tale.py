@@ -8,6 +8,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
+from host_pool import on_host
 from tokenizers import Tokenizer
 from torch import nn
 
@@ -140,7 +141,9 @@ def test_a_broken_kv_block_changes_the_answer(tokenizer: Tokenizer) -> None:
         assert cached >= len(prompt) - BLOCK - 1
         right += again == answer
         for block in {(len(prompt) - gap + i) // BLOCK for i in range(8)}:
-            engine.runner.pool.array[blocks[block]] = np.random.default_rng(trial).permutation(engine.runner.pool.array[blocks[block]])
+            on_host(engine.runner.pool).array[blocks[block]] = np.random.default_rng(trial).permutation(
+                on_host(engine.runner.pool).array[blocks[block]]
+            )
         with np.errstate(all="ignore"):
             wrong, _, cached = ask(engine, prompt, f"broken {trial}")
         broken += wrong != answer

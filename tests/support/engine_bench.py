@@ -5,6 +5,8 @@ import os
 from dataclasses import dataclass, field, replace
 from typing import Any
 
+from host_pool import on_host
+
 from baton.engine.build import Options
 from baton.engine.core.block_key import root_key
 from baton.engine.core.contract import CacheEvent, Facts, Listener, ServingEngine
@@ -64,7 +66,7 @@ class Bench:
 
     def copy(self, holder: Sequence, reader: Sequence, into: "Bench | None" = None) -> None:
         """As a transport would: into the reserved blocks that are not there yet, of this engine or another."""
-        source, target = self.engine.pool, (into or self).engine.pool
+        source, target = on_host(self.engine.pool), on_host((into or self).engine.pool)
         first = reader.computed // BLOCK
         for theirs, ours in zip(holder.blocks[first:], reader.blocks[first:], strict=False):
             target.block(ours)[:] = source.block(theirs)

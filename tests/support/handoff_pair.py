@@ -7,6 +7,8 @@ from contextlib import asynccontextmanager
 from dataclasses import dataclass, field, replace
 from typing import Any
 
+from host_pool import on_host
+
 from baton.cluster.config_engine import KvConfig
 from baton.cluster.errors import BatonError
 from baton.cluster.metrics import Book
@@ -226,7 +228,7 @@ def open_port(
     name: str, loop: EngineLoop, wires: dict[str, Wire], clock: Clock, checks: Checks | None = None, ttl_s: float = 10.0
 ) -> KvPort:
     """The port of the worker of that name, which the others reach through `wires`."""
-    transport = TcpTransport(loop.pool, "127.0.0.1", KEY)
+    transport = TcpTransport(on_host(loop.pool), "127.0.0.1", KEY)
     config = KvConfig(lease_ttl_s=ttl_s, read_timeout_s=min(2.0, ttl_s / 2), reap_interval_s=0.01)
     port = KvPort(Place(name, 7, f"at {name}"), loop, transport, KEY, config, wires.__getitem__, checks)
     port.exporter._clock = clock

@@ -14,6 +14,7 @@ from typing import Any
 
 import pytest
 from handoff_pair import KEY, PROMPT, Pair, expected, greedy, leased, pair
+from host_pool import on_host
 
 from baton.cluster.errors import BatonError, Reason
 from baton.engine.core.block_key import root_key
@@ -68,7 +69,7 @@ async def test_only_missing_blocks_are_fetched() -> None:
 
 
 def flip(p: Pair, block: int) -> None:
-    p.engines[0].runner.pool.block(block)[3] ^= 0x10
+    on_host(p.engines[0].runner.pool).block(block)[3] ^= 0x10
 
 
 async def test_a_flipped_byte_is_recomputed() -> None:
@@ -110,7 +111,7 @@ async def overwrite(p: Pair, blocks: tuple[int, ...]) -> None:
     p.clock.now += 1000
     p.prefill.port.exporter.reap()
     for block in blocks:
-        p.engines[0].runner.pool.array[block] = 7
+        on_host(p.engines[0].runner.pool).array[block] = 7
 
 
 async def late_read(checks: Checks, monkeypatch: pytest.MonkeyPatch) -> tuple[list[int], str]:
@@ -218,7 +219,7 @@ async def test_without_the_handshake_kv_of_another_model_produces_wrong_tokens()
             # The KV of the other model: every element is one higher.
             first = await p.hand_over()
             pool, blocks = p.engines[0].runner.pool, await p.blocks_of(first.handle)
-            pool.array.view("int64")[list(blocks)] += 1
+            on_host(pool).array.view("int64")[list(blocks)] += 1
             digests = pool.digests(blocks)
             p.wire.forge = partial(altered, digests=digests)
             call = p.start(first)

@@ -12,6 +12,7 @@ from typing import Any
 
 import pytest
 from handoff_pair import PROMPT, Call, Pair, expected, pair
+from host_pool import on_host
 
 from baton.cluster.errors import BatonError, Reason
 from baton.cluster.handoff import Handoff
@@ -170,7 +171,7 @@ async def test_a_flipped_byte_is_recomputed_once_the_first_token_is_known(monkey
 
         def read_wrong(name: str, remote: Sequence[int], local: Sequence[int], timeout: float) -> None:
             read(name, remote, local, timeout)
-            p.engines[1].runner.pool.block(local[0])[3] ^= 0x10
+            on_host(p.engines[1].runner.pool).block(local[0])[3] ^= 0x10
 
         monkeypatch.setattr(p.decode.port.importer.transport, "read", read_wrong)
         first = await live.run()
@@ -193,7 +194,7 @@ async def revoked_in_the_middle(checks: Checks, monkeypatch: pytest.MonkeyPatch)
             export = port.exporter._exports[live.handle.lease_id]
             blocks = list(export.block_ids)
             port.exporter.revoke(export)
-            pool.array[blocks] = 7
+            on_host(pool).array[blocks] = 7
 
         def read_late(name: str, remote: Sequence[int], local: Sequence[int], timeout: float) -> None:
             if live.first.done():  # the last piece

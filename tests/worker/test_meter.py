@@ -7,6 +7,7 @@ from typing import Any
 
 import pytest
 from handoff_pair import PROMPT, Pair, greedy, leased, pair
+from host_pool import on_host
 from spans import Box
 
 from baton.cluster import semconv
@@ -50,7 +51,7 @@ async def test_successful_handoffs_are_counted() -> None:
 async def test_a_corrupted_block_is_counted() -> None:
     async with pair() as p:
         first = await p.hand_over()
-        p.engines[0].runner.pool.block((await p.blocks_of(first.handle))[1])[3] ^= 0x10
+        on_host(p.engines[0].runner.pool).block((await p.blocks_of(first.handle))[1])[3] ^= 0x10
         await p.start(first).task
         await p.settled()
         assert told(p.book, "baton_handoffs_total") == {("tcp", "DIGEST_MISMATCH"): 1}

@@ -11,6 +11,7 @@ from contextlib import asynccontextmanager
 import grpc
 import pytest
 from handoff_pair import KEY, PROMPT, Pair, another_prefill, expected, greedy, leased, pair
+from host_pool import on_host
 
 from baton.cluster.config import Config
 from baton.cluster.errors import BatonError, Reason
@@ -119,7 +120,7 @@ def flip(p: Pair, monkeypatch: pytest.MonkeyPatch) -> None:
 
     def read_wrong(name: str, remote: Sequence[int], local: Sequence[int], timeout: float) -> None:
         read(name, remote, local, timeout)
-        p.engines[0].runner.pool.block(local[1])[3] ^= 0x10
+        on_host(p.engines[0].runner.pool).block(local[1])[3] ^= 0x10
 
     monkeypatch.setattr(p.prefill.port.importer.transport, "read", read_wrong)
 
@@ -151,7 +152,7 @@ async def test_a_loan_that_ended_during_the_read_is_void(checks: Checks, monkeyp
         async def end_and_overwrite(blocks: list[int]) -> None:
             p.clock.now += 1000
             p.decode.port.exporter.reap()
-            p.engines[1].runner.pool.array[blocks] = 7
+            on_host(p.engines[1].runner.pool).array[blocks] = 7
 
         def read_late(name: str, remote: Sequence[int], local: Sequence[int], timeout: float) -> None:
             asyncio.run_coroutine_threadsafe(end_and_overwrite(list(remote)), loop).result(5)

@@ -5,6 +5,7 @@ import random
 from typing import Any
 
 import pytest
+from host_pool import on_host
 
 from baton.engine.core.block_key import root_key
 from baton.engine.core.engine import Engine, Malformed, QueueFull, TooLong
@@ -115,7 +116,7 @@ def test_full_reservation_never_preempts() -> None:
 
 def copy_blocks(source: Engine, target: Engine, src: list[int], dst: list[int]) -> None:
     for a, b in zip(src, dst, strict=True):
-        target.runner.pool.block(b)[:] = source.runner.pool.block(a)
+        on_host(target.runner.pool).block(b)[:] = on_host(source.runner.pool).block(a)
 
 
 def hand_over(prefill: Engine, decode: Engine, seq: Sequence, *, copy: bool = True) -> Sequence:
@@ -248,12 +249,12 @@ def test_pinned_blocks_are_not_evicted() -> None:
     engine.add(seq)
     drain(engine)
     pinned = engine.pin(seq.keys)
-    content = [bytes(engine.runner.pool.block(block)) for block in pinned]
+    content = [bytes(on_host(engine.runner.pool).block(block)) for block in pinned]
     assert len(pinned) == 4
     other = make_seq("other", list(range(100, 140)), max_tokens=8)
     engine.add(other)
     drain(engine)
-    assert [bytes(engine.runner.pool.block(block)) for block in pinned] == content
+    assert [bytes(on_host(engine.runner.pool).block(block)) for block in pinned] == content
     engine.release(pinned)
     engine.pool.check()
 

@@ -6,6 +6,7 @@ import random
 from typing import Any
 
 import pytest
+from host_pool import on_host
 from late_toy import LateEngine, LateToy
 
 from baton.engine.core.block_key import root_key
@@ -136,7 +137,7 @@ def test_blocks_in_the_cache_hold_what_their_keys_say(right: float) -> None:
         for i, prompt in enumerate(prompts):
             engine.add(sequence(f"s{i}", prompt, max_tokens=21))
         drain(engine)
-        pools.append({key: engine.runner.pool.array[engine.pool.match([key])].tobytes() for key in engine.pool.sealed_keys()})
+        pools.append({key: on_host(engine.runner.pool).array[engine.pool.match([key])].tobytes() for key in engine.pool.sealed_keys()})
     assert pools[0] == pools[1] and len(pools[0]) > 10
 
 
@@ -153,7 +154,7 @@ def test_handed_over_and_resumed_streams_equal_the_oracle(right: float, known: i
     assert held.output_len == known + 1 and prefill.counts.drafted_tokens == 0
     seq = sequence("a", list(held.tokens), prompt_len=len(prompt), max_tokens=25)
     assert decode.reserve(seq)
-    decode.runner.pool.array[seq.blocks[: len(held.blocks)]] = prefill.runner.pool.array[held.blocks[: len(seq.blocks)]]
+    on_host(decode.runner.pool).array[seq.blocks[: len(held.blocks)]] = on_host(prefill.runner.pool).array[held.blocks[: len(seq.blocks)]]
     decode.arrive(seq, len(seq.tokens) - 1)
     decode.adopt(seq)
     outputs = drain(decode)

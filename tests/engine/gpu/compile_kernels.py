@@ -77,6 +77,7 @@ def main() -> None:
     triton_blocks.gather(words, blocks, words)
     triton_blocks.scatter(words, blocks, words)
     triton_blocks.digest(words, blocks)
+    triton_blocks.move(words, blocks, words, blocks)
 
     ops = TritonOps()
     for dtype in (bf16, f32):

@@ -30,6 +30,16 @@ def test_every_section_of_the_benchmark_runs(tmp_path: Path) -> None:
     assert (tmp_path / "decode.txt").read_text()
 
 
+def test_the_benchmark_of_links_compares_every_byte(tmp_path: Path) -> None:
+    """Between host pools; cuda_ipc needs a device."""
+    script = [sys.executable, str(ROOT / "benchmarks" / "gpu_link.py"), str(tmp_path / "link.json")]
+    run = [*script, "--kinds", "nixl", "--gib", "0.1", "--repeats", "1"]
+    done = subprocess.run(run, capture_output=True, text=True, env=ENVIRONMENT, timeout=120)
+    assert done.returncode == 0, done.stderr[-2000:]
+    cell = json.loads((tmp_path / "link.json").read_text())["nixl"]["512"]
+    assert cell["wrong"] == 0 and cell["seconds"] > 0 and cell["copy GB/s"] > cell["with digests GB/s"] > 0
+
+
 @pytest.mark.skipif(torch.cuda.is_available(), reason="there is a device here")
 def test_the_benchmark_reports_a_missing_device(tmp_path: Path) -> None:
     done = subprocess.run([*SCRIPT, str(tmp_path)], capture_output=True, text=True, env=ENVIRONMENT, timeout=120)

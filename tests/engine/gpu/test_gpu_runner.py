@@ -8,6 +8,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from host_pool import on_host
 
 from baton.engine.choice import load_runner
 from baton.engine.core.engine import Engine
@@ -166,7 +167,7 @@ def test_a_sequence_moves_from_one_device_to_another_through_the_host(
     ((first,),) = source.run([Chunk(a, 18)])
     source.to_host(a.blocks[:5])
     b = Sequence("b", [*prompt, first.token], 18, params, b"", computed=18, blocks=[7, 8, 6, 0, 5, 30])
-    target.pool.array[b.blocks[:5]] = source.pool.array[a.blocks[:5]]
+    on_host(target.pool).array[b.blocks[:5]] = on_host(source.pool).array[a.blocks[:5]]
     target.to_device(b.blocks[:5])
     a.tokens.append(first.token)
     a.computed = 18
