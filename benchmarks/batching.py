@@ -11,16 +11,17 @@ import random
 import statistics
 import tempfile
 import time
-from dataclasses import replace
+from dataclasses import asdict, replace
 from pathlib import Path
 from typing import get_args
 
 from machine import describe
 
-from baton.engine.build import Options, build
+from baton.engine.build import build
 from baton.engine.core.sampling import SamplingParams
 from baton.engine.core.scheduler import Batching, Limits, Scheduler
 from baton.engine.core.sequence import Sequence
+from baton.engine.options import Options
 from baton.models.make_small import make
 
 SHAPE = {"hidden": 512, "layers": 8, "heads": 8, "kv_heads": 4}
@@ -45,7 +46,7 @@ def main() -> None:
     with tempfile.TemporaryDirectory() as folder:
         make(Path(folder) / "model", **SHAPE)
         engine = build(
-            Options(Path(folder) / "model", limits=limits, prefix_caching=False, kv_memory_bytes=1 << 30, threads=options.threads)
+            Options.of(Path(folder) / "model", **asdict(limits), prefix_caching=False, kv_memory_mib=1024, threads=options.threads)
         ).engine
 
     def run(mode: Batching, seed: int) -> float:

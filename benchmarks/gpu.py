@@ -290,7 +290,7 @@ def reload(folder: Path, machine: Machine, dtype: torch.dtype) -> torch.nn.Modul
 
 def small_runner(machine: Machine, folder: Path, batch: int, tokens: int, longest: int, **how: Any) -> GpuRunner:
     name = str(machine.dtype).removeprefix("torch.")
-    runner = load_runner(GpuRunner, folder, name, BLOCK, device=str(machine.device))
+    runner = load_runner(GpuRunner, folder, dtype=name, block_size=BLOCK, device=str(machine.device))
     assert isinstance(runner, GpuRunner)
     sizes = (batch,) if batch < 4 else (1, batch)
     attach(machine, runner, 2 * batch * -(-longest // BLOCK), Capacity(batch, tokens, longest), sizes, **how)

@@ -57,9 +57,10 @@ from live_cluster import Cluster, cluster, toy, toy_output
 
 from baton.cli.up import SHIPPED
 from baton.client import AsyncClient, GenerateError
-from baton.engine.build import Options, build
+from baton.engine.build import build
 from baton.engine.core.sampling import SamplingParams
 from baton.engine.core.sequence import Sequence
+from baton.engine.options import Options
 from baton.models.train.stories import story
 
 ROUTERS, PREFILL, DECODE, HOSTS = 3, 2, 3, 3
@@ -161,7 +162,7 @@ class ModelOracle:
     def __init__(self, folder: Path, plan: Plan) -> None:
         self.path = SHIPPED if plan.model == "tale" else Path(plan.model)
         self.arithmetic: Mapping[str, Any] = {"products": "baton", "dtype": "float32", **TYPES[plan.type]}
-        engine = build(Options(self.path, kv_memory_bytes=KV_MIB << 20, prefix_caching=False, **self.arithmetic)).engine
+        engine = build(Options.of(self.path, kv_memory_mib=KV_MIB, prefix_caching=False, **self.arithmetic)).engine
         tokenizer, rng = Tokenizer.from_file(str(self.path / "tokenizer.json")), random.Random(plan.seed)
         self._known: list[tuple[Work, list[int]]] = []
         for _ in range(KNOWN):

@@ -18,11 +18,11 @@ from machine import describe
 from parts import PARTS, ROUNDS, SHAPE, Spent, arguments, draw, in_turns, mark_parts, middle, spent
 from peers.cells import Model
 
-from baton.engine.build import Options, build
+from baton.engine.build import build
 from baton.engine.core.engine import Engine
 from baton.engine.core.sampling import SamplingParams
-from baton.engine.core.scheduler import Limits
 from baton.engine.core.sequence import Sequence
+from baton.engine.options import Options
 from baton.models.make_small import make
 
 ARMS: dict[str, dict[str, Any]] = {
@@ -78,9 +78,9 @@ def main() -> None:
     with tempfile.TemporaryDirectory() as folder:
         make(path := Path(folder) / "model", **SHAPE)
         model = Model.of(json.loads((path / "config.json").read_text()), "30 M")
-        same: dict[str, Any] = {"threads": options.threads, "kv_memory_bytes": 256 << 20, "prefix_caching": False}
+        same: dict[str, Any] = {"threads": options.threads, "kv_memory_mib": 256, "prefix_caching": False}
         engines = {
-            (arm, case): build(Options(path, limits=Limits(32, case.chunk + case.decoding), **same, **more)).engine
+            (arm, case): build(Options.of(path, max_num_seqs=32, max_num_batched_tokens=case.chunk + case.decoding, **same, **more)).engine
             for arm, more in ARMS.items()
             for case in CASES
         }

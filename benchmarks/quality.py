@@ -21,10 +21,11 @@ from torch import Tensor
 from torch.nn import functional
 
 from baton.cli.up import SHIPPED
-from baton.engine.build import Options, build
+from baton.engine.build import build
 from baton.engine.core.protocol import Chunk
 from baton.engine.core.sampling import SamplingParams
 from baton.engine.core.sequence import Sequence
+from baton.engine.options import Options
 from baton.models.train.evaluate import held_out
 
 ARMS: dict[str, dict[str, str]] = {
@@ -72,7 +73,7 @@ def main() -> None:
     texts = sorted(
         (ids.tolist() for ids in islice(held_out(Tokenizer.from_file(str(SHIPPED / "tokenizer.json"))), options.documents)), key=len
     )
-    runners = {arm: build(Options(SHIPPED, kv_memory_bytes=128 << 20, **more)).engine.runner for arm, more in ARMS.items()}  # type: ignore[arg-type]
+    runners = {arm: build(Options.of(SHIPPED, kv_memory_mib=128, **more)).engine.runner for arm, more in ARMS.items()}  # type: ignore[arg-type]
     totals: dict[str, dict[str, float]] = {}
     for start in range(0, len(texts), BATCH):
         for arm, sums in compare(runners, texts[start : start + BATCH]).items():

@@ -15,11 +15,11 @@ from parts import PARTS, ROUNDS, SHAPE, Spent, arguments, draw, in_turns, mark_p
 from peers.cells import Model
 from products import BYTES
 
-from baton.engine.build import Options, build
+from baton.engine.build import build
 from baton.engine.core.engine import Engine
 from baton.engine.core.sampling import SamplingParams
-from baton.engine.core.scheduler import Limits
 from baton.engine.core.sequence import Sequence
+from baton.engine.options import Options
 from baton.engine.runner import ModelRunner
 from baton.models.make_small import make
 
@@ -59,12 +59,12 @@ def step_bytes(model: Model, arm: str, batch: int) -> float:
 
 def main() -> None:
     options = arguments(__doc__)
-    limits = Limits(max_num_seqs=32, max_num_batched_tokens=2048)
     with tempfile.TemporaryDirectory() as folder:
         make(path := Path(folder) / "model", **SHAPE)
         model = Model.of(json.loads((path / "config.json").read_text()), "30 M")
-        same: dict[str, Any] = {"threads": options.threads, "kv_memory_bytes": 512 << 20, "prefix_caching": False, "limits": limits}
-        engines = {arm: build(Options(path, **same, **more)).engine for arm, more in ARMS.items()}
+        same: dict[str, Any] = {"threads": options.threads, "kv_memory_mib": 512, "prefix_caching": False}
+        same |= {"max_num_seqs": 32, "max_num_batched_tokens": 2048}
+        engines = {arm: build(Options.of(path, **same, **more)).engine for arm, more in ARMS.items()}
     runner = engines[CALL_BY_CALL].runner
     assert isinstance(runner, ModelRunner)
     runner._steps = None

@@ -20,11 +20,11 @@ from machine import describe
 from serving import ask, cluster
 
 from baton.client import AsyncClient
-from baton.engine.build import Options, build
+from baton.engine.build import build
 from baton.engine.core.engine import Engine
 from baton.engine.core.sampling import SamplingParams
-from baton.engine.core.scheduler import Limits
 from baton.engine.core.sequence import Sequence
+from baton.engine.options import Options
 from baton.models.make_small import make
 
 SHAPE = {"hidden": 512, "layers": 8, "heads": 8, "kv_heads": 4}
@@ -72,7 +72,7 @@ def main() -> None:
     shares: dict[str, list[float]] = {name: [] for name in CLUSTERS}
     with tempfile.TemporaryDirectory() as folder:
         make(model := Path(folder) / "model", **SHAPE)
-        engine = build(Options(model, limits=Limits(max_num_seqs=64), kv_memory_bytes=KV_MIB << 20, threads=2)).engine
+        engine = build(Options.of(model, max_num_seqs=64, kv_memory_mib=KV_MIB, threads=2)).engine
         vocab = engine.runner.vocab_size
         for number, (name, flags) in enumerate(CLUSTERS.items()):
             with cluster(model, "--engine.kv-memory-mib", str(KV_MIB), *flags) as endpoints:

@@ -20,7 +20,7 @@ from pydantic import Field, ValidationError
 
 from baton.cluster.config import ConfigError
 from baton.cluster.config_layers import did_you_mean
-from baton.cluster.config_section import Section
+from baton.section import Section
 
 VARIABLE = "BATON_CLIENT_CONFIG"
 

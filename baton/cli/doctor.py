@@ -80,7 +80,7 @@ def _memory(config: Config) -> Finding:
 
 
 def _pool_bytes(config: Config) -> int:
-    return config.engine.kv_memory_mib << 20 if config.engine.kv_memory_mib else int(available_memory() * config.engine.kv_memory_fraction)
+    return config.engine.kv_memory_bytes or int(available_memory() * config.engine.kv_memory_fraction)
 
 
 POOL = """

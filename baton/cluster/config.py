@@ -9,9 +9,10 @@ from typing import Any, Literal, Self
 from pydantic import Field, field_validator, model_validator
 
 from baton.cluster import redis_url
-from baton.cluster.config_engine import EngineConfig, KvConfig, ModelConfig
+from baton.cluster.config_engine import KvConfig
 from baton.cluster.config_router import RouterConfig, SloConfig
-from baton.cluster.config_section import Section
+from baton.engine.options import EngineOptions, ModelOptions
+from baton.section import Section
 
 # The ports that a process of each role listens on.
 PORTS = {
@@ -260,8 +261,8 @@ class Config(Section):
     """The whole tree. The defaults fit a laptop with two cores, everything on loopback."""
 
     cluster: ClusterConfig = Field(default=ClusterConfig(), description="What all processes share.")
-    model: ModelConfig = Field(default=ModelConfig(), description="The model that is served.")
-    engine: EngineConfig = Field(default=EngineConfig(), description="The engine inside each worker.")
+    model: ModelOptions = Field(default=ModelOptions(), description="The model that is served.")
+    engine: EngineOptions = Field(default=EngineOptions(), description="The engine inside each worker.")
     kv: KvConfig = Field(default=KvConfig(), description="How KV moves between workers.")
     router: RouterConfig = Field(default=RouterConfig(), description="The router: its doors, admission and routing.")
     prefill: PoolConfig = Field(default=PoolConfig(), description="The prefill pool. With replicas 0 the cluster is colocated.")

@@ -4,7 +4,7 @@ from typing import Literal, Self
 
 from pydantic import Field, model_validator
 
-from baton.cluster.config_section import Section
+from baton.section import Section
 
 
 class RouterConfig(Section):

@@ -1,8 +1,8 @@
 """From a folder and a memory budget to an engine: which runner, how many blocks, how long a sequence may be."""
 
 import json
-from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field
+from collections.abc import Callable
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -12,12 +12,12 @@ from baton.engine.core.kvcache import KvLayout, KvPool
 from baton.engine.core.progress import Step, tell
 from baton.engine.core.protocol import Chunk, NonFiniteLogits, Runner
 from baton.engine.core.sampling import SamplingParams
-from baton.engine.core.scheduler import Limits
 from baton.engine.core.sequence import Sequence
 from baton.engine.facts.fields import Fields
 from baton.engine.facts.fingerprint import check_sums, fingerprint, tokenizer_fingerprint
 from baton.engine.facts.model_facts import context_length
 from baton.engine.machine import available_memory
+from baton.engine.options import Options
 
 WARM_UP_TOKENS = 256  # more would take longer and gain little
 ODD_TOKENS = 45  # compilers for devices make other kernels for lengths that are not multiples of 16
@@ -28,47 +28,6 @@ class BuildError(ValueError):
 
 
 @dataclass(frozen=True, slots=True)
-class Options:
-    path: Path
-    dtype: str = "float32"  # auto: see `choose_dtype`
-    block_size: int = 16
-    max_model_len: int | None = None
-    kv_memory_bytes: int | None = None
-    kv_memory_fraction: float = 0.25
-    threads: int | None = None
-    device: str = "cpu"  # cuda
-    attention_backend: str = "auto"  # of `baton.engine.gpu.choice`
-    weight_dtype: str = "auto"  # as dtype; int8; int4
-    compiled: bool = True
-    products: str = "auto"  # baton, onednn, torch: what multiplies matrices on a CPU
-    prefix_caching: bool = True
-    reuse_output: bool = False
-    limits: Limits = field(default_factory=Limits)
-    kind: str = "baton"  # vllm: `baton.engine.vllm`
-    vllm: Mapping[str, Any] = field(default_factory=dict)  # arguments of vLLM
-    staging_bytes: int | None = None
-    batch_invariant: bool = False  # of vLLM, on some GPUs
-    direct: bool = False  # peers read and write the memory of the device itself
-
-    def __post_init__(self) -> None:
-        """Raises BuildError, which names the configuration key, for a value with which no engine can be built."""
-        if self.batch_invariant and self.kind != "vllm":
-            raise BuildError("engine.batch_invariant is a mode of vLLM; set engine.kind to vllm")
-        if self.direct and (self.device == "cpu" or self.kind == "vllm"):
-            raise BuildError("kv.transport: cuda_ipc needs engine.device cuda and engine.kind baton")
-        for key, value, least in (
-            ("engine.block_size", self.block_size, 1),
-            ("model.max_model_len", self.max_model_len, 2),  # a prompt of one token, and one token after it
-            ("engine.kv_memory_mib", self.kv_memory_bytes, 1),
-            ("engine.threads", self.threads, 1),
-        ):
-            if value is not None and value < least:
-                raise BuildError(f"{key}: must be {least} or more, got {value}")
-        if not 0 < self.kv_memory_fraction <= 1:
-            raise BuildError(f"engine.kv_memory_fraction: must be more than 0 and at most 1, got {self.kv_memory_fraction}")
-
-
-@dataclass(frozen=True, slots=True)
 class Built:
     engine: Engine
     model_fingerprint: str
@@ -76,10 +35,19 @@ class Built:
     max_model_len: int
 
 
+def check(options: Options) -> None:
+    """Raises BuildError, which names the configuration key, for options of which one excludes another."""
+    if options.engine.batch_invariant and options.engine.kind != "vllm":
+        raise BuildError("engine.batch_invariant is a mode of vLLM; set engine.kind to vllm")
+    if options.direct and (options.engine.device == "cpu" or options.engine.kind == "vllm"):
+        raise BuildError("kv.transport: cuda_ipc needs engine.device cuda and engine.kind baton")
+
+
 def build(options: Options) -> Built:
     """Load the model and lay out its pool, and tell `baton.engine.core.progress` about it.
 
     Raises CheckpointError, BuildError or OSError, each naming what is wrong."""
+    check(options)
     try:
         check_sums(options.path)
     except ValueError as error:
@@ -88,43 +56,33 @@ def build(options: Options) -> Built:
     if not (options.path / "tokenizer.json").is_file():
         raise BuildError(f"model.path: {options.path} holds no tokenizer.json")
     if config.get("architectures") == [toy.ARCHITECTURE]:
-        runner = toy.ToyRunner.load(options.path, fingerprint(options.path), options.block_size)
+        runner = toy.ToyRunner.load(options.path, fingerprint(options.path), options.engine.block_size)
     else:
         # Torch is loaded only here, so that a toy cluster starts without it.
         import torch
 
-        from baton.engine.choice import bfloat16_is_slower, load_runner
+        from baton.engine.choice import bfloat16_is_slower, load
         from baton.engine.runner import ModelRunner
 
-        if options.threads is not None:
-            torch.set_num_threads(options.threads)
+        if options.engine.threads is not None:
+            torch.set_num_threads(options.engine.threads)
         kind = ModelRunner
-        if options.device != "cpu":
+        if options.engine.device != "cpu":
             from baton.engine.gpu.device import is_there
             from baton.engine.gpu.runner import GpuRunner
 
-            if not is_there(options.device):
-                raise BuildError(f"engine.device: there is no {options.device} device that this torch can use")
+            if not is_there(options.engine.device):
+                raise BuildError(f"engine.device: there is no {options.engine.device} device that this torch can use")
             kind = GpuRunner
-        dtype = options.dtype
-        if dtype == "auto":
-            dtype = choose_dtype(config, lambda: options.device == "cpu" and options.compiled and bfloat16_is_slower())
-        runner = load_runner(  # type: ignore[assignment]
-            kind,
-            options.path,
-            dtype,
-            options.block_size,
-            options.compiled,
-            options.products,
-            progress=lambda done, total: tell(Step("loading weights", done, total, "tensors")),
-            device=options.device,
-            weight_dtype=options.weight_dtype,
-        )
-    longest = options.max_model_len or runner.max_positions
+        if options.model.dtype == "auto":
+            slower = lambda: options.engine.device == "cpu" and options.engine.compiled and bfloat16_is_slower()  # noqa: E731
+            options = options.but(dtype=choose_dtype(config, slower))
+        runner = load(kind, options, lambda done, total: tell(Step("loading weights", done, total, "tensors")))  # type: ignore[assignment]
+    longest = options.model.max_model_len or runner.max_positions
     if longest > runner.max_positions:
         place = context_length(Fields.read(options.path / "config.json")).place
         raise BuildError(f"model.max_model_len: {longest} is more than the context of the model, {runner.max_positions} tokens ({place})")
-    engine = _on_device(runner, options, longest) if options.device != "cpu" else _on_cpu(runner, options, longest)
+    engine = _on_device(runner, options, longest) if options.engine.device != "cpu" else _on_cpu(runner, options, longest)
     tell(Step("warming up"))
     try:
         _warm_up(runner, options, longest)
@@ -138,17 +96,17 @@ def pool_bytes(options: Options) -> int:
     from baton.engine.model.config_json import read_config
 
     config = read_config(options.path)
-    dtype = choose_dtype(_read_config(options.path), lambda: False) if options.dtype == "auto" else options.dtype
+    dtype = choose_dtype(_read_config(options.path), lambda: False) if options.model.dtype == "auto" else options.model.dtype
     dims = config.layers, config.kv_heads, config.head_dim
-    layout = KvLayout("", dtype, options.block_size, *dims, parts=config.kv_parts, value_dim=config.kv_value_dim)
-    longest = options.max_model_len or config.max_positions
+    layout = KvLayout("", dtype, options.engine.block_size, *dims, parts=config.kv_parts, value_dim=config.kv_value_dim)
+    longest = options.model.max_model_len or config.max_positions
     return layout.block_bytes * count_blocks(options, longest, layout.block_bytes, available_memory())
 
 
 def _on_cpu(runner: Any, options: Options, longest: int) -> Engine:
     blocks = count_blocks(options, longest, runner.layout.block_bytes, available_memory())
     runner.attach(KvPool(runner.layout, blocks))
-    return Engine(runner, options.limits, longest, options.prefix_caching, options.reuse_output)
+    return Engine(runner, options.engine.limits, longest, options.engine.prefix_caching, options.engine.reuse_output)
 
 
 def _on_device(runner: Any, options: Options, longest: int) -> Engine:
@@ -159,12 +117,12 @@ def _on_device(runner: Any, options: Options, longest: int) -> Engine:
     from baton.engine.gpu.overlap import OverlapEngine
 
     blocks = count_blocks(options, longest, runner.layout.block_bytes, free_memory(runner.device))
-    capacity = Capacity(options.limits.max_num_seqs, options.limits.max_num_batched_tokens, longest)
+    capacity = Capacity(options.engine.limits.max_num_seqs, options.engine.limits.max_num_batched_tokens, longest)
     try:
-        runner.attach(KvPool(runner.layout, blocks), capacity=capacity, backend=options.attention_backend, direct=options.direct)
+        runner.attach(KvPool(runner.layout, blocks), capacity=capacity, backend=options.engine.attention_backend, direct=options.direct)
     except ValueError as error:
         raise BuildError(str(error)) from None
-    return OverlapEngine(runner, options.limits, longest, options.prefix_caching)
+    return OverlapEngine(runner, options.engine.limits, longest, options.engine.prefix_caching)
 
 
 def choose_dtype(config: dict[str, Any], is_slower: Callable[[], bool]) -> str:
@@ -175,9 +133,11 @@ def choose_dtype(config: dict[str, Any], is_slower: Callable[[], bool]) -> str:
 
 
 def _warm_up(runner: Any, options: Options, longest: int) -> None:
-    tokens = min(longest - 1, WARM_UP_TOKENS, options.limits.max_num_batched_tokens, runner.pool.num_blocks * options.block_size - 1)
+    tokens = min(
+        longest - 1, WARM_UP_TOKENS, options.engine.limits.max_num_batched_tokens, runner.pool.num_blocks * options.engine.block_size - 1
+    )
     warm_up(runner, tokens)
-    if options.device != "cpu":
+    if options.engine.device != "cpu":
         warm_up(runner, min(tokens, ODD_TOKENS))
         runner.warm_up_copies()
 
@@ -200,13 +160,13 @@ def count_blocks(options: Options, longest: int, block_bytes: int, available: in
 
     The second half is room for prefixes that no sequence is using right now.
     """
-    per_sequence = -(-longest // options.block_size)
-    budget = options.kv_memory_bytes or int(available * options.kv_memory_fraction)
-    blocks = min(budget // block_bytes, 2 * options.limits.max_num_seqs * per_sequence)
+    per_sequence = -(-longest // options.engine.block_size)
+    budget = options.engine.kv_memory_bytes or int(available * options.engine.kv_memory_fraction)
+    blocks = min(budget // block_bytes, 2 * options.engine.limits.max_num_seqs * per_sequence)
     if blocks < per_sequence:
-        key = "engine.kv_memory_mib" if options.kv_memory_bytes else "engine.kv_memory_fraction"
+        key = "engine.kv_memory_mib" if options.engine.kv_memory_bytes else "engine.kv_memory_fraction"
         raise BuildError(
-            f"{key}: {budget / 2**20:.1f} MiB hold {blocks * options.block_size} tokens of KV, fewer than one sequence of"
+            f"{key}: {budget / 2**20:.1f} MiB hold {blocks * options.engine.block_size} tokens of KV, fewer than one sequence of"
             f" {longest} tokens needs ({per_sequence * block_bytes / 2**20:.1f} MiB); give more memory or lower model.max_model_len"
         )
     return blocks

@@ -1,6 +1,7 @@
 """Which implementation computes the operations of a layer, chosen once when a model is loaded, and which runner loads it."""
 
 import logging
+from collections.abc import Callable
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Any, TypeVar
@@ -8,7 +9,8 @@ from typing import Any, TypeVar
 import torch
 
 from baton.engine.model.ops import Ops
-from baton.engine.runner import ModelRunner
+from baton.engine.options import Options
+from baton.engine.runner import ModelRunner, ignore_progress
 
 log = logging.getLogger(__name__)
 Made = TypeVar("Made", bound=ModelRunner)
@@ -35,11 +37,15 @@ def choose_ops(device: torch.device, dtype: torch.dtype, compiled: bool, product
     return CompiledOps(products)
 
 
-def load_runner(
-    kind: type[Made], path: Path, dtype: str = "float32", block_size: int = 16, compiled: bool = True, products: str = "auto", **how: Any
-) -> Made:
-    """A runner with the operations that `choose_ops` finds. `how`, and what is raised: see `ModelRunner.load`."""
-    return kind.load(path, dtype, block_size, choose=lambda where, type_: choose_ops(where, type_, compiled, products), **how)
+def load(kind: type[Made], options: Options, progress: Callable[[int, int], None] = ignore_progress) -> Made:
+    """A runner with the operations that `choose_ops` finds. What is raised: see `ModelRunner.load`."""
+    engine = options.engine
+    return kind.load(options, lambda device, dtype: choose_ops(device, dtype, engine.compiled, engine.products), progress)
+
+
+def load_runner(kind: type[Made], path: Path, progress: Callable[[int, int], None] = ignore_progress, **keys: Any) -> Made:
+    """`load` with options by their names."""
+    return load(kind, Options.of(path, **keys), progress)
 
 
 def bfloat16_is_slower() -> bool:

@@ -5,7 +5,6 @@ from collections.abc import Callable
 from collections.abc import Sequence as Seq
 from hashlib import blake2b
 from itertools import chain
-from pathlib import Path
 from typing import TYPE_CHECKING, Self
 
 import torch
@@ -23,12 +22,12 @@ from baton.engine.model.ops import Ops
 from baton.engine.model.sampler import sample
 from baton.engine.model.sizes import rounded_up
 from baton.engine.model.transformer import Transformer
+from baton.engine.options import Options
 
 if TYPE_CHECKING:
     from baton.engine.cpu.decode_steps import DecodeSteps
 
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
-WEIGHT_DTYPES = ("auto", "int8", "int4")
 ROUNDED = {"auto": "", "int8": "-int8", "int4": "-int4+int8"}  # what the fingerprint says of the matrices, the head last if it differs
 log = logging.getLogger(__name__)
 
@@ -56,23 +55,16 @@ class ModelRunner:
     @classmethod
     def load(
         cls,
-        path: Path,
-        dtype: str = "float32",
-        block_size: int = 16,
-        progress: Callable[[int, int], None] = ignore_progress,
-        device: str = "cpu",
-        weight_dtype: str = "auto",
+        options: Options,
         choose: Callable[[torch.device, torch.dtype], Ops] = lambda device, dtype: Ops(),
+        progress: Callable[[int, int], None] = ignore_progress,
     ) -> Self:
-        """Reads the Hugging Face folder `path`; `progress(done, total)` is called for each tensor.
+        """Reads the Hugging Face folder; `progress(done, total)` is called for each tensor. `model.dtype` must not be auto any more.
 
-        `weight_dtype`: auto, int8 or int4, see `Linear`; `choose`: what computes the layers' operations. Raises CheckpointError for a
-        folder that cannot be served, ValueError for a dtype that is unknown or that this processor cannot multiply.
+        `choose`: what computes the layers' operations. Raises CheckpointError for a folder that cannot be served, ValueError for a type
+        that this processor cannot multiply.
         """
-        if dtype not in DTYPES:
-            raise ValueError(f"dtype {dtype!r} is not supported; supported: {', '.join(DTYPES)}")
-        if weight_dtype not in WEIGHT_DTYPES:
-            raise ValueError(f"weight_dtype {weight_dtype!r} is not supported; supported: {', '.join(WEIGHT_DTYPES)}")
+        path, dtype, weight_dtype = options.path, options.model.dtype, options.engine.weight_dtype
         config = read_config(path)
         return_memory()
         checkpoint = Checkpoint(path, config)
@@ -84,7 +76,7 @@ class ModelRunner:
             progress(done, total)
             return checkpoint.tensor(name)
 
-        where = torch.device(device)
+        where = torch.device(options.engine.device)
         model = Transformer(config, read, DTYPES[dtype], where, choose(where, DTYPES[dtype]), weight_dtype)
         keep_memory()
         # KV and streams are continued only where they would have had the same bits: with the same weights, type, rounding and arithmetic.
@@ -93,7 +85,7 @@ class ModelRunner:
         layout = KvLayout(
             f"{fingerprint(path)}-{dtype}{ROUNDED[weight_dtype]}-{blake2b(arithmetic.encode(), digest_size=4).hexdigest()}",
             dtype,
-            block_size,
+            options.engine.block_size,
             config.layers,
             config.kv_heads,
             config.head_dim,

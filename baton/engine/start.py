@@ -5,17 +5,19 @@ from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from typing import TypeVar
 
-from baton.engine.build import Built, Options, build
+from baton.engine.build import Built, build, check
 from baton.engine.core.contract import Listener, ServingEngine
 from baton.engine.core.loop import EngineLoop
 from baton.engine.core.progress import Progress, Step, ignore, told_to
+from baton.engine.options import Options
 
 T = TypeVar("T")
 
 
 async def start_engine(options: Options, listener: Listener, progress: Progress = ignore) -> ServingEngine:
     """Raises CheckpointError, BuildError or OSError, each naming what is wrong."""
-    if options.kind == "vllm":
+    check(options)
+    if options.engine.kind == "vllm":
         progress(Step("starting vLLM"))
         from baton.engine.vllm.engine import VllmEngine  # the others start without it
 

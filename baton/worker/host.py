@@ -32,11 +32,10 @@ from baton.cluster.metrics_http import Exposition, MetricsServer
 from baton.cluster.records import BlockEvent, Load, RoleName, WorkerRecord, WorkerState
 from baton.cluster.rpc import Server, Tasks
 from baton.cluster.tracing import make_tracer
-from baton.engine.build import Options
 from baton.engine.core.contract import CacheEvent, Facts, Listener, ServingEngine
 from baton.engine.core.engine import Output
-from baton.engine.core.scheduler import Limits
 from baton.engine.machine import quota_cores, usable_cores
+from baton.engine.options import Options
 from baton.engine.start import start_engine
 from baton.v1 import worker_pb2_grpc
 from baton.worker.door import Probed, Residue, WorkerDoor
@@ -296,34 +295,6 @@ def fits(config: Config, role: RoleName, cores: int) -> bool:
 
 
 def options(config: Config) -> Options:
-    """The engine's slice of the configuration."""
-    engine, model = config.engine, config.model
-    return Options(
-        path=Path(model.path),
-        dtype=model.dtype,
-        block_size=engine.block_size,
-        max_model_len=model.max_model_len,
-        kv_memory_bytes=engine.kv_memory_mib << 20 if engine.kv_memory_mib else None,
-        kv_memory_fraction=engine.kv_memory_fraction,
-        threads=engine.threads or quota_cores(),
-        device=engine.device,
-        attention_backend=engine.attention_backend,
-        weight_dtype=engine.weight_dtype,
-        compiled=engine.compiled,
-        products=engine.products,
-        prefix_caching=engine.prefix_caching,
-        reuse_output=engine.reuse_output,
-        kind=engine.kind,
-        vllm=engine.vllm,
-        staging_bytes=engine.staging_mib << 20 if engine.staging_mib else None,
-        batch_invariant=engine.batch_invariant,
-        direct=config.kv.transport == "cuda_ipc",
-        limits=Limits(
-            engine.max_num_seqs,
-            engine.max_num_batched_tokens,
-            engine.reserve_growth,
-            engine.max_queue,
-            engine.batching,
-            engine.batch_wait_s,
-        ),
-    )
+    """The engine's slice of the configuration, and the threads that this machine gives."""
+    engine = config.engine
+    return Options(config.model, engine.model_copy(update={"threads": engine.threads or quota_cores()}), config.kv.transport == "cuda_ipc")

@@ -11,8 +11,8 @@ from hypothesis import strategies as st
 from pydantic import ValidationError
 
 from baton.cluster.config import ClusterConfig, Config, ConfigError, RedisConfig
-from baton.cluster.config_engine import EngineConfig
 from baton.cluster.config_layers import FOREIGN_ENV, MASK, Key, dump, keys, load, mask_password, schema
+from baton.engine.options import EngineOptions
 
 SECRET = "0123456789abcdef"
 # A legal value, other than the default, for each key whose default does not suggest one.
@@ -317,7 +317,7 @@ class TestValues:
         with pytest.raises(ValidationError):
             config.engine.block_size = 1
         with pytest.raises(ValidationError):
-            config.engine = EngineConfig()
+            config.engine = EngineOptions()
         assert dataclasses.is_dataclass(keys()[0])
 
 

@@ -15,11 +15,11 @@ import pytest
 
 from baton.cluster import lifecycle
 from baton.cluster.config import Config, RedisConfig
-from baton.cluster.config_engine import ModelConfig
 from baton.cluster.config_router import RouterConfig
 from baton.cluster.errors import BatonError, Reason
 from baton.cluster.lifecycle import CANNOT, MOVES, Stage, Stop, move, run
 from baton.cluster.rpc import Server
+from baton.engine.options import ModelOptions
 from baton.models.make_small import make_toy
 from baton.moves import IllegalMove
 from router.wiring import RouterProcess
@@ -321,7 +321,7 @@ def test_a_second_signal_ends_a_process_with_a_hung_thread() -> None:
 def router(model: Path, stop: Stop, **ports: int) -> RouterProcess:
     fields: dict[str, Any] = {"port": 0, "admin_port": 0, "http_port": 0, "page_port": 0, **ports}
     config = RouterConfig(**fields)
-    return RouterProcess(Config(model=ModelConfig(path=str(model)), redis=RedisConfig(url="redis://127.0.0.1:1"), router=config), stop)
+    return RouterProcess(Config(model=ModelOptions(path=str(model)), redis=RedisConfig(url="redis://127.0.0.1:1"), router=config), stop)
 
 
 async def stops_and_fails(server: Server, grace: float | None) -> None:

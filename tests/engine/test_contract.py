@@ -7,7 +7,6 @@ The KV of a held sequence is copied block by block into the reserved blocks of a
 import asyncio
 import importlib.util
 from collections.abc import AsyncIterator
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -17,12 +16,11 @@ import pytest_asyncio
 from engine_bench import BLOCK, PROMPT, VLLM_DEVICE, VLLM_INVARIANT, Bench, started
 from host_pool import on_host
 
-from baton.engine.build import Options
 from baton.engine.core.block_key import extend_keys, root_key
 from baton.engine.core.contract import EngineStopped
 from baton.engine.core.engine import Malformed, QueueFull, Refused, TooLong
-from baton.engine.core.scheduler import Limits
 from baton.engine.core.sequence import Finish, State
+from baton.engine.options import Options
 from baton.models.make_small import make_toy
 
 TALE = Path(__file__).resolve().parents[2] / "baton" / "models" / "tale"
@@ -39,10 +37,10 @@ async def bench(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPat
     if request.param == "toy":
         path = tmp_path_factory.mktemp("toy")
         make_toy(path)
-    limits = Limits(4, CHUNK, max_queue=MAX_QUEUE)
-    options = Options(path, block_size=BLOCK, max_model_len=MAX_LEN, kv_memory_bytes=32 << 20, threads=1, limits=limits)
+    limits: dict[str, Any] = {"max_num_seqs": 4, "max_num_batched_tokens": CHUNK, "max_queue": MAX_QUEUE}
+    options = Options.of(path, block_size=BLOCK, max_model_len=MAX_LEN, kv_memory_mib=32, threads=1, **limits)
     if request.param == "vllm":
-        options = replace(options, kind="vllm", device=VLLM_DEVICE, vllm={"enforce_eager": True}, batch_invariant=VLLM_INVARIANT)
+        options = options.but(kind="vllm", device=VLLM_DEVICE, vllm={"enforce_eager": True}, batch_invariant=VLLM_INVARIANT)
     made = await started(options)
     made.separates_output = request.param == "tale"
     yield made

@@ -8,12 +8,12 @@ from pathlib import Path
 import psutil
 import pytest
 
-from baton.engine.build import Options, build
+from baton.engine.build import build
 from baton.engine.core.block_key import root_key
 from baton.engine.core.engine import Engine, Output
 from baton.engine.core.sampling import SamplingParams
-from baton.engine.core.scheduler import Limits
 from baton.engine.core.sequence import Sequence
+from baton.engine.options import Options
 from baton.models.make_small import make
 
 STEPS, WARM_UP = 10_000, 1_500
@@ -66,8 +66,8 @@ def grown(load: Load, steps: int) -> tuple[int, int]:
 @pytest.fixture(params=["auto", "int8"])
 def load(tmp_path: Path, request: pytest.FixtureRequest) -> Load:
     make(tmp_path, hidden=64, layers=2, heads=4, kv_heads=2, vocab=300, context=96)
-    limits = Limits(max_num_seqs=8, max_num_batched_tokens=64)
-    return Load(build(Options(tmp_path, kv_memory_bytes=1 << 20, threads=1, weight_dtype=request.param, limits=limits)).engine, seed=1)
+    keys = {"weight_dtype": request.param, "max_num_seqs": 8, "max_num_batched_tokens": 64}
+    return Load(build(Options.of(tmp_path, kv_memory_mib=1, threads=1, **keys)).engine, seed=1)
 
 
 @pytest.mark.timeout(1800)  # a loaded machine needs ten minutes for that many steps

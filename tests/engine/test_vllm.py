@@ -4,7 +4,6 @@ part of a staged block, so KV passes between any numbers of ranks."""
 import asyncio
 import importlib.util
 import signal
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -12,11 +11,10 @@ import psutil
 import pytest
 from engine_bench import BLOCK, PROMPT, VLLM_DEVICE, Bench, started
 
-from baton.engine.build import Options
 from baton.engine.core.contract import EngineStopped
 from baton.engine.core.engine import QueueFull
-from baton.engine.core.scheduler import Limits
 from baton.engine.core.sequence import State
+from baton.engine.options import Options
 from baton.engine.vllm.engine import VllmEngine
 from baton.engine.vllm.link import SHARED_MEMORY
 
@@ -25,8 +23,16 @@ pytestmark = [
     pytest.mark.timeout(900),
 ]
 TALE = Path(__file__).resolve().parents[2] / "baton" / "models" / "tale"
-ONE = Options(
-    TALE, block_size=BLOCK, max_model_len=512, kv_memory_bytes=32 << 20, threads=1, limits=Limits(4, 64), kind="vllm", device=VLLM_DEVICE
+ONE = Options.of(
+    TALE,
+    block_size=BLOCK,
+    max_model_len=512,
+    kv_memory_mib=32,
+    threads=1,
+    max_num_seqs=4,
+    max_num_batched_tokens=64,
+    kind="vllm",
+    device=VLLM_DEVICE,
 )
 ROOM_S = 30.0
 SEEDED: dict[str, Any] = {"temperature": 1.0, "seed": 3, "presence_penalty": 0.5}
@@ -50,8 +56,8 @@ def shared_memory(names: list[str]) -> list[Path]:
 
 async def test_kv_passes_between_one_rank_and_two_and_a_dead_rank_is_a_dead_engine() -> None:
     """In float32 the tokens are the same, too; in bfloat16 the sums of two ranks are rounded elsewhere."""
-    one = await started(replace(ONE, vllm={"enforce_eager": True}))
-    two = await started(replace(ONE, vllm={"enforce_eager": True, "tensor_parallel_size": 2}))
+    one = await started(ONE.but(vllm={"enforce_eager": True}))
+    two = await started(ONE.but(vllm={"enforce_eager": True, "tensor_parallel_size": 2}))
     try:
         alone = await one.run(one.seq(PROMPT, salt="alone", **SEEDED))
         assert await two.run(two.seq(PROMPT, salt="alone", **SEEDED)) == alone
@@ -82,8 +88,8 @@ async def test_kv_passes_between_one_rank_and_two_and_a_dead_rank_is_a_dead_engi
 
 async def test_kv_passes_between_a_pipeline_of_two_and_one_rank() -> None:
     """Each stage writes and reads its own layers of a staged block. Without compilation, vLLM's pipeline does not run on a CPU."""
-    one = await started(replace(ONE, vllm={"enforce_eager": True}))
-    two = await started(replace(ONE, vllm={"pipeline_parallel_size": 2, "compilation_config": {"backend": "eager"}}))
+    one = await started(ONE.but(vllm={"enforce_eager": True}))
+    two = await started(ONE.but(vllm={"pipeline_parallel_size": 2, "compilation_config": {"backend": "eager"}}))
     try:
         alone = await one.run(one.seq(PROMPT, salt="alone", **SEEDED))
         assert one.engine.pool.layout == two.engine.pool.layout
@@ -96,7 +102,7 @@ async def test_kv_passes_between_a_pipeline_of_two_and_one_rank() -> None:
 
 async def test_sequences_whose_kv_came_from_a_peer_are_preempted_and_go_on_exactly() -> None:
     """The cache holds three of the four. Who is preempted is computed again here: its staged blocks were given back long before."""
-    engine = await started(replace(ONE, kv_memory_bytes=4 << 20, vllm={"enforce_eager": True}, staging_bytes=8 << 20))
+    engine = await started(ONE.but(kv_memory_mib=4, vllm={"enforce_eager": True}, staging_mib=8))
     try:
         params = [{**SEEDED, "seed": seed, "max_tokens": 250} for seed in range(4)]
         alone = [await engine.run(engine.seq(PROMPT, **each)) for each in params]
@@ -119,7 +125,7 @@ async def test_sequences_whose_kv_came_from_a_peer_are_preempted_and_go_on_exact
 
 async def test_a_sequence_that_is_held_makes_room_for_the_next_at_once() -> None:
     """One runs at a time, and nothing else happens: no command, and no other sequence ends."""
-    engine = await started(replace(ONE, limits=Limits(1, 64), vllm={"enforce_eager": True}))
+    engine = await started(ONE.but(max_num_seqs=1, max_num_batched_tokens=64, vllm={"enforce_eager": True}))
     try:
         holder, behind = engine.seq(PROMPT, hold=True), engine.seq(PROMPT, salt="behind")
         await engine.engine.add(holder)
@@ -136,7 +142,7 @@ async def test_a_sequence_that_is_held_makes_room_for_the_next_at_once() -> None
 
 async def test_a_refusal_that_gives_up_a_claim_lets_those_behind_it_run() -> None:
     """One waits behind the claim of a sequence that came earlier and then finds the queue full. Nothing else happens."""
-    engine = await started(replace(ONE, limits=Limits(1, 64, max_queue=1), vllm={"enforce_eager": True}))
+    engine = await started(ONE.but(max_num_seqs=1, max_num_batched_tokens=64, max_queue=1, vllm={"enforce_eager": True}))
     try:
         reader, claimant, behind = engine.seq(PROMPT), engine.seq(PROMPT), engine.seq(PROMPT, salt="behind")
         await engine.reserve(reader)

@@ -13,12 +13,13 @@ from tokenizers import Tokenizer
 from torch import nn
 
 from baton.cli.up import SHIPPED
-from baton.engine.build import BuildError, Options, build
+from baton.engine.build import BuildError, build
 from baton.engine.choice import load_runner
 from baton.engine.core.engine import Engine
 from baton.engine.core.sampling import SamplingParams
 from baton.engine.core.sequence import Sequence
 from baton.engine.model.naive import next_logits
+from baton.engine.options import Options
 from baton.engine.runner import ModelRunner
 from baton.models.train import card, evaluate
 from baton.models.train.corpus import documents
@@ -129,7 +130,7 @@ def ask(engine: Engine, prompt: list[int], name: str) -> tuple[list[int], list[i
 
 def test_a_broken_kv_block_changes_the_answer(tokenizer: Tokenizer) -> None:
     """The same prompts on the same cached blocks: right while they are intact, wrong when those that hold the fact are not."""
-    engine = build(Options(SHIPPED, kv_memory_bytes=64 << 20)).engine
+    engine = build(Options.of(SHIPPED, kv_memory_mib=64)).engine
     right = broken = asked = 0
     for trial in range(12):
         prompt, answer, gap = evaluate.recall_question(tokenizer, 256, trial)
@@ -163,7 +164,7 @@ def flip(file: Path) -> None:
 
 @pytest.mark.parametrize("name", ["model.safetensors", "tokenizer.json", "config.json"])
 def test_an_altered_file_is_refused_by_name(name: str, copy: Path) -> None:
-    options = Options(copy, kv_memory_bytes=32 << 20)
+    options = Options.of(copy, kv_memory_mib=32)
     flip(copy / name)
     with pytest.raises(BuildError, match=rf"{name}: altered or truncated"):
         build(options)
@@ -173,7 +174,7 @@ def test_an_altered_file_is_refused_by_name(name: str, copy: Path) -> None:
 
 
 def test_a_truncated_or_missing_file_is_refused(copy: Path) -> None:
-    options, file = Options(copy, kv_memory_bytes=32 << 20), copy / "model.safetensors"
+    options, file = Options.of(copy, kv_memory_mib=32), copy / "model.safetensors"
     data = file.read_bytes()
     file.write_bytes(data[: len(data) // 2])
     with pytest.raises(BuildError, match="altered or truncated"):
@@ -191,4 +192,4 @@ def test_malformed_checksum_lines_are_refused(copy: Path) -> None:
     for line in ("no sum at all", f"{'0' * 64}  ../config.json"):
         (copy / "SHA256SUMS").write_text(line + "\n")
         with pytest.raises(BuildError, match="is not a checksum of a file in this folder"):
-            build(Options(copy))
+            build(Options.of(copy))

@@ -7,12 +7,12 @@ from typing import Any
 
 from host_pool import on_host
 
-from baton.engine.build import Options
 from baton.engine.core.block_key import root_key
 from baton.engine.core.contract import CacheEvent, Facts, Listener, ServingEngine
 from baton.engine.core.engine import Output
 from baton.engine.core.sampling import SamplingParams
 from baton.engine.core.sequence import Sequence
+from baton.engine.options import Options
 from baton.engine.start import start_engine
 
 BLOCK = 32

@@ -3,8 +3,9 @@
 from pathlib import Path
 
 from baton.cluster.config import ClusterConfig, Config, RedisConfig
-from baton.cluster.config_engine import EngineConfig, KvConfig, ModelConfig
+from baton.cluster.config_engine import KvConfig
 from baton.cluster.lifecycle import Stop
+from baton.engine.options import EngineOptions, ModelOptions
 from baton.models.make_small import make_toy
 from baton.worker.process import WorkerProcess
 
@@ -14,9 +15,9 @@ def toy_worker(folder: Path, stop: Stop) -> WorkerProcess:
     make_toy(folder / "toy")
     config = Config(
         cluster=ClusterConfig(key="k" * 32),
-        model=ModelConfig(path=str(folder / "toy")),
+        model=ModelOptions(path=str(folder / "toy")),
         redis=RedisConfig(url="redis://127.0.0.1:1"),
-        engine=EngineConfig(kv_memory_mib=8),
+        engine=EngineOptions(kv_memory_mib=8),
         kv=KvConfig(transport="tcp"),
     )
     return WorkerProcess(config, stop, "prefill")

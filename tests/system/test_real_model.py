@@ -15,9 +15,10 @@ from tokenizers import Tokenizer
 
 from baton.cli.up import SHIPPED
 from baton.client import AsyncClient, Result, Token
-from baton.engine.build import Options, build
+from baton.engine.build import build
 from baton.engine.core.sampling import Sampled, SamplingParams
 from baton.engine.core.sequence import Sequence
+from baton.engine.options import Options
 from baton.models.train.stories import story
 
 pytestmark = pytest.mark.system
@@ -42,7 +43,7 @@ class Bare:
 
     def __post_init__(self) -> None:
         self.tokenizer = Tokenizer.from_file(str(self.path / "tokenizer.json"))
-        self.engine = build(Options(self.path, kv_memory_bytes=64 << 20, threads=1, products="baton", prefix_caching=False)).engine
+        self.engine = build(Options.of(self.path, kv_memory_mib=64, threads=1, products="baton", prefix_caching=False)).engine
 
     def generate(self, prompt: list[int], params: SamplingParams = GREEDY) -> list[Sampled]:
         known = f"{prompt} {params}"

@@ -8,11 +8,12 @@ from live_cluster import cluster
 from tokenizers import Tokenizer
 
 from baton.cli.up import SHIPPED
-from baton.engine.build import Options, build
+from baton.engine.build import build
 from baton.engine.core.engine import Engine
 from baton.engine.core.sampling import SamplingParams
 from baton.engine.core.sequence import Sequence
 from baton.engine.facts.fingerprint import fingerprint
+from baton.engine.options import Options
 from baton.models.train.stories import story
 
 pytestmark = pytest.mark.system
@@ -31,7 +32,7 @@ def tokens(engine: Engine, prompt: list[int]) -> list[int]:
 async def test_tokens_equal_those_of_a_bare_engine(kind: str) -> None:
     """A row of a product does not depend on the batch, so the test allows no near-tie."""
     tokenizer = Tokenizer.from_file(str(SHIPPED / "tokenizer.json"))
-    bare = build(Options(SHIPPED, weight_dtype=kind, kv_memory_bytes=32 << 20, threads=1, prefix_caching=False)).engine
+    bare = build(Options.of(SHIPPED, weight_dtype=kind, kv_memory_mib=32, threads=1, prefix_caching=False)).engine
     flags = ("--engine.threads", "1", "--engine.weight-dtype", kind, "--router.bypass-tokens", "0")
     with cluster(SHIPPED, *flags) as live:
         (alike,) = {worker["model_fingerprint"] for worker in live.workers()}

@@ -11,9 +11,10 @@ from math import prod
 from pathlib import Path
 from typing import Any
 
-from baton.engine.build import BuildError, Options
+from baton.engine.build import BuildError
 from baton.engine.facts.fields import Fields
 from baton.engine.machine import available_memory
+from baton.engine.options import Options
 
 MINOR = "0.32"  # the connector's interface changes with every minor version
 OURS = {  # argument of vLLM → the key of ours that sets it
@@ -84,24 +85,24 @@ def check(options: Options) -> None:
     """Raises BuildError, which names the key."""
     if platform.system() != "Linux":
         raise BuildError("engine.kind: vllm runs on Linux alone")
-    for name in options.vllm:
+    for name in options.engine.vllm:
         if name in OURS:
             raise BuildError(f"engine.vllm.{name}: set {OURS[name]} instead")
         if name in NOT_BUILT:
             raise BuildError(f"engine.vllm.{name}: not supported: {NOT_BUILT[name]}")
     for name in RANKS:
-        if not isinstance(count := options.vllm.get(name, 1), int) or count < 1:
+        if not isinstance(count := options.engine.vllm.get(name, 1), int) or count < 1:
             raise BuildError(f"engine.vllm.{name}: must be 1 or more, got {count!r}")
-    if options.device == "cpu" and options.block_size % 32:
-        raise BuildError(f"engine.block_size: vLLM's attention on a CPU needs a multiple of 32, got {options.block_size}")
-    if options.batch_invariant and options.device == "cpu":
+    if options.engine.device == "cpu" and options.engine.block_size % 32:
+        raise BuildError(f"engine.block_size: vLLM's attention on a CPU needs a multiple of 32, got {options.engine.block_size}")
+    if options.engine.batch_invariant and options.engine.device == "cpu":
         raise BuildError("engine.batch_invariant: vLLM has this mode on GPUs alone (NVIDIA, compute capability 9.0 or more)")
     for key, value, default in (
-        ("engine.weight_dtype", options.weight_dtype, "auto"),
-        ("engine.attention_backend", options.attention_backend, "auto"),
-        ("engine.compiled", options.compiled, True),
-        ("engine.products", options.products, "auto"),
-        ("engine.batching", options.limits.batching, "continuous"),
+        ("engine.weight_dtype", options.engine.weight_dtype, "auto"),
+        ("engine.attention_backend", options.engine.attention_backend, "auto"),
+        ("engine.compiled", options.engine.compiled, True),
+        ("engine.products", options.engine.products, "auto"),
+        ("engine.batching", options.engine.limits.batching, "continuous"),
     ):
         if value != default:
             raise BuildError(f"{key}: is of Baton's own engine; with engine.kind vllm leave it at {default} and use engine.vllm")
@@ -109,9 +110,9 @@ def check(options: Options) -> None:
 
 def check_device(options: Options, capability: tuple[int, int] | None, devices: int) -> None:
     """Raises BuildError for a mode that a GPU of this compute capability does not have, and for more ranks than `devices`."""
-    if options.batch_invariant and (capability is None or capability < (9, 0)):
+    if options.engine.batch_invariant and (capability is None or capability < (9, 0)):
         raise BuildError(f"engine.batch_invariant: vLLM has this mode from compute capability 9.0 on, and this device has {capability}")
-    if (wanted := ranks(options.vllm)) > devices:
+    if (wanted := ranks(options.engine.vllm)) > devices:
         raise BuildError(f"engine.vllm: each rank needs a GPU: {wanted} ranks, and this worker sees {devices} (prefill.gpus, decode.gpus)")
 
 
@@ -123,15 +124,15 @@ def set_environment(options: Options) -> None:
     """Before vLLM is imported: it reads most of these only once."""
     for name, value in ENVIRONMENT.items():
         os.environ.setdefault(name, value)
-    os.environ["VLLM_BATCH_INVARIANT"] = str(int(options.batch_invariant))  # it is in the fingerprint, so the key alone decides
+    os.environ["VLLM_BATCH_INVARIANT"] = str(int(options.engine.batch_invariant))  # it is in the fingerprint, so the key alone decides
     logging.getLogger("vllm").setLevel(logging.WARNING)
-    if ranks(options.vllm) == 1:
+    if ranks(options.engine.vllm) == 1:
         os.environ.setdefault("VLLM_ENABLE_V1_MULTIPROCESSING", "0")  # the rank in the scheduler's process: one child less
-    if options.device == "cpu":
+    if options.engine.device == "cpu":
         # vLLM binds threads to cores of its own choice otherwise, one core less than there are, and only with a NUMA node for each rank.
         os.environ.setdefault("VLLM_CPU_OMP_THREADS_BIND", "nobind")
-        if options.threads:
-            os.environ.setdefault("OMP_NUM_THREADS", str(max(1, options.threads // ranks(options.vllm))))
+        if options.engine.threads:
+            os.environ.setdefault("OMP_NUM_THREADS", str(max(1, options.engine.threads // ranks(options.engine.vllm))))
 
 
 @contextmanager
@@ -156,14 +157,14 @@ def temporary_files(folder: Path) -> Iterator[None]:
 
 def arguments(options: Options, link: Mapping[str, str], key: str) -> dict[str, Any]:
     """Keyword arguments of AsyncEngineArgs. `key`: the name of our part in vLLM's configuration of the connector."""
-    limits = options.limits
+    limits = options.engine.limits
     mine: dict[str, Any] = {
         "model": str(options.path),
-        "dtype": options.dtype,
-        "block_size": options.block_size,
+        "dtype": options.model.dtype,
+        "block_size": options.engine.block_size,
         "max_num_seqs": limits.max_num_seqs,
         "max_num_batched_tokens": max(limits.max_num_batched_tokens, limits.max_num_seqs),
-        "enable_prefix_caching": options.prefix_caching,
+        "enable_prefix_caching": options.engine.prefix_caching,
         "enable_chunked_prefill": True,
         "async_scheduling": False,
         "skip_tokenizer_init": True,
@@ -178,21 +179,21 @@ def arguments(options: Options, link: Mapping[str, str], key: str) -> dict[str, 
             "kv_connector_extra_config": {key: dict(link)},
         },
     }
-    if ranks(options.vllm) > 1:
+    if ranks(options.engine.vllm) > 1:
         mine["distributed_executor_backend"] = "mp"  # one unit: the children of one process, also where a launcher of ours uses Ray
-    if options.max_model_len:
-        mine["max_model_len"] = options.max_model_len
-    if options.kv_memory_bytes or options.device == "cpu":
-        mine["kv_cache_memory_bytes"] = options.kv_memory_bytes or _cpu_kv_bytes(options)
-    return mine | dict(options.vllm)
+    if options.model.max_model_len:
+        mine["max_model_len"] = options.model.max_model_len
+    if options.engine.kv_memory_bytes or options.engine.device == "cpu":
+        mine["kv_cache_memory_bytes"] = options.engine.kv_memory_bytes or _cpu_kv_bytes(options)
+    return mine | dict(options.engine.vllm)
 
 
 def _cpu_kv_bytes(options: Options) -> int:
     """The same share of the free memory as our engine takes, and at most twice what `max_num_seqs` sequences of full length can use."""
     config = Fields.read(options.path / "config.json")
-    share = int(available_memory() * options.kv_memory_fraction)
+    share = int(available_memory() * options.engine.kv_memory_fraction)
     heads = config.get("num_attention_heads") or 1
     width = config.get("head_dim") or (config.get("hidden_size") or 0) // heads
-    positions = options.max_model_len or config.get("max_position_embeddings") or 0
+    positions = options.model.max_model_len or config.get("max_position_embeddings") or 0
     token = 2 * (config.get("num_hidden_layers") or 0) * (config.get("num_key_value_heads") or heads) * width * 4
-    return min(share, 2 * options.limits.max_num_seqs * positions * token) or share
+    return min(share, 2 * options.engine.limits.max_num_seqs * positions * token) or share

@@ -14,7 +14,7 @@ from typing import Any
 
 import psutil
 
-from baton.engine.build import WARM_UP_TOKENS, BuildError, Options
+from baton.engine.build import WARM_UP_TOKENS, BuildError
 from baton.engine.core.blocks import CacheChange
 from baton.engine.core.contract import EngineStopped, Facts, Listener, Traits, cache_events
 from baton.engine.core.engine import Counts, Output
@@ -24,6 +24,7 @@ from baton.engine.core.sequence import Sequence
 from baton.engine.facts.fields import Fields
 from baton.engine.facts.fingerprint import check_sums, fingerprint, tokenizer_fingerprint
 from baton.engine.facts.model_facts import end_tokens
+from baton.engine.options import Options
 from baton.engine.vllm import arguments
 from baton.engine.vllm.desk import Bounds, Desk, Job
 from baton.engine.vllm.ledger import KEY, PUBLISHER, Order
@@ -66,7 +67,7 @@ class VllmEngine:
     async def start(self) -> None:
         """Raises BuildError or CheckpointError."""
         self._loop = asyncio.get_running_loop()
-        link = Host(arguments.ranks(self._options.vllm), self._from_thread(self._on_news), self._from_thread(self._on_end))
+        link = Host(arguments.ranks(self._options.engine.vllm), self._from_thread(self._on_news), self._from_thread(self._on_end))
         try:
             started = await asyncio.to_thread(_start, self._options, link)
         except BaseException:
@@ -329,9 +330,9 @@ def _start(options: Options, link: Host) -> Started:
     from vllm.platforms import current_platform
     from vllm.v1.engine.async_llm import AsyncLLM
 
-    if current_platform.device_type != options.device:
-        raise BuildError(f"engine.device: this vLLM runs on {current_platform.device_type}, not on {options.device}")
-    if options.device == "cuda":
+    if current_platform.device_type != options.engine.device:
+        raise BuildError(f"engine.device: this vLLM runs on {current_platform.device_type}, not on {options.engine.device}")
+    if options.engine.device == "cuda":
         capability = current_platform.get_device_capability()
         known = None if capability is None else (capability.major, capability.minor)
         arguments.check_device(options, known, current_platform.device_count())
@@ -369,28 +370,28 @@ def _start(options: Options, link: Host) -> Started:
         model_fingerprint=_fingerprint(pool.layout, model.dtype, options),
         tokenizer_fingerprint=tokenizer_fingerprint(options.path),
         max_model_len=model.max_model_len,
-        max_num_seqs=options.limits.max_num_seqs,
+        max_num_seqs=options.engine.limits.max_num_seqs,
         num_blocks=cache.num_gpu_blocks - 1,  # the first is no sequence's
         eos_token_ids=eos,
         lends=False,
     )
-    bounds = Bounds(traits.max_num_seqs, options.limits.max_queue, traits.max_model_len, model.get_vocab_size(), eos)
+    bounds = Bounds(traits.max_num_seqs, options.engine.limits.max_queue, traits.max_model_len, model.get_vocab_size(), eos)
     return Started(llm, pool, traits, bounds)
 
 
 def _fingerprint(layout: KvLayout, dtype: Any, options: Options) -> str:
     """Of everything that may change a token."""
-    identity = (layout.model_fingerprint, layout.packing, dtype, sorted(options.vllm.items()), options.batch_invariant)
+    identity = (layout.model_fingerprint, layout.packing, dtype, sorted(options.engine.vllm.items()), options.engine.batch_invariant)
     return blake2b("\n".join(map(str, identity)).encode(), digest_size=16, person=b"baton.vllm").hexdigest()
 
 
 def _staged_blocks(options: Options, layout: KvLayout, blocks: int) -> int:
     """Raises BuildError if a sequence of full length would not fit."""
-    longest = options.max_model_len or Fields.read(options.path / "config.json").get("max_position_embeddings") or layout.block_size
+    longest = options.model.max_model_len or Fields.read(options.path / "config.json").get("max_position_embeddings") or layout.block_size
     one = -(-longest // layout.block_size)
-    if options.staging_bytes is None:
+    if options.engine.staging_bytes is None:
         return max(blocks // 2, 2 * one)
-    if (staged := options.staging_bytes // layout.block_bytes) < one:
+    if (staged := options.engine.staging_bytes // layout.block_bytes) < one:
         raise BuildError(f"engine.staging_mib: {staged} blocks of {layout.block_bytes} bytes are less than one sequence needs ({one})")
     return staged
 

@@ -1,28 +1,25 @@
 """This engine."""
 
 import time
-from dataclasses import fields
 from pathlib import Path
 
-from baton.engine.build import Options, build
+from baton.engine.build import build
 from baton.engine.core.sampling import SamplingParams
-from baton.engine.core.scheduler import Limits
 from baton.engine.core.sequence import Sequence
+from baton.engine.options import Options
 from peers.driver import Handler, Message, engine, serve
 
 
 def start(message: Message) -> tuple[str, Handler]:
     chosen = {key: message[key] for key in ("dtype", "weight_dtype") if key in message}
-    unknown = chosen.keys() - {field.name for field in fields(Options)}
-    if unknown:
-        raise ValueError(f"engine.build.Options has no {', '.join(sorted(unknown))}")
-    options = Options(
+    options = Options.of(
         Path(message["model"]),
         max_model_len=message["context"],
-        kv_memory_bytes=message["kv_bytes"],
+        kv_memory_mib=message["kv_bytes"] / (1 << 20),
         threads=message["threads"],
         prefix_caching=False,
-        limits=Limits(max_num_seqs=message["max_seqs"], max_num_batched_tokens=message["max_batched_tokens"]),
+        max_num_seqs=message["max_seqs"],
+        max_num_batched_tokens=message["max_batched_tokens"],
         **chosen,
     )
     ours = build(options).engine

@@ -162,11 +162,12 @@ def test_plain_torch_is_chosen_where_the_kernels_do_not_apply(device: str, dtype
 PROCESS = """
 import sys
 sys.modules.update({name: None for name in sys.argv[3:]})
-from baton.engine.build import Options, build
+from baton.engine.build import build
+from baton.engine.options import Options
 from baton.engine.core.sampling import SamplingParams
 from baton.engine.core.sequence import Sequence
 from pathlib import Path
-engine = build(Options(Path(sys.argv[1]), kv_memory_bytes=1 << 22, threads=1, compiled=sys.argv[2] == "on")).engine
+engine = build(Options.of(Path(sys.argv[1]), kv_memory_mib=4, threads=1, compiled=sys.argv[2] == "on")).engine
 seq = Sequence("s", list(range(50, 75)), 25, SamplingParams(max_tokens=20, temperature=0.0, ignore_eos=True), b"root")
 engine.add(seq)
 while not engine.idle:

@@ -10,10 +10,11 @@ import pytest
 from model_folders import CHOICES
 from transformers import AutoConfig, AutoTokenizer, GenerationConfig
 
-from baton.engine.build import BuildError, Options, build
+from baton.engine.build import BuildError, build
 from baton.engine.facts.fields import CheckpointError, Fields
 from baton.engine.facts.model_facts import CONFIG, GENERATION, NOT_DONE, Fact, context_length, end_tokens, recommended
 from baton.engine.model.config_json import read_config
+from baton.engine.options import Options
 from baton.models.make_small import make
 
 BASE = {name: values[0] for name, values in CHOICES.items()} | {
@@ -112,7 +113,7 @@ def test_the_recipe_of_a_model_card_lengthens_the_context(folder: Path) -> None:
     reached = theirs.rope_parameters["factor"] * theirs.rope_parameters["original_max_position_embeddings"]
     assert read_config(folder).max_positions == reached
     with pytest.raises(BuildError, match=r"257 is more than .* 256 tokens \(config.json: rope_scaling.original_max_position_embeddings"):
-        build(Options(folder, max_model_len=257, threads=1, compiled=False))
+        build(Options.of(folder, max_model_len=257, threads=1, compiled=False))
 
 
 @pytest.mark.parametrize(

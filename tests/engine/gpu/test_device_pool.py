@@ -70,7 +70,7 @@ def test_warming_up_leaves_the_pool_as_it_is(device: torch.device) -> None:
 
 
 def engine(device: torch.device, direct: bool) -> OverlapEngine:
-    runner = load_runner(GpuRunner, TALE, "float32", BLOCK, device=str(device))
+    runner = load_runner(GpuRunner, TALE, block_size=BLOCK, device=str(device))
     assert isinstance(runner, GpuRunner)
     runner.attach(KvPool(runner.layout, 32), capacity=Capacity(4, 64, 128), backend="torch", graph_sizes=(), direct=direct)
     return OverlapEngine(runner, Limits(4, 64), 128)

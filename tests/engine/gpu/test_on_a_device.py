@@ -57,7 +57,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def runner(
     folder: Path, backend: str, block_size: int, dtype: str = "bfloat16", graph_sizes: tuple[int, ...] | None = None, direct: bool = False
 ) -> GpuRunner:
-    loaded = load_runner(GpuRunner, folder, dtype, block_size, device="cuda")
+    loaded = load_runner(GpuRunner, folder, dtype=dtype, block_size=block_size, device="cuda")
     assert isinstance(loaded, GpuRunner)
     pool = KvPool(loaded.layout, 8 * 1024 // block_size)
     loaded.attach(pool, capacity=Capacity(8, 1024, 1024), backend=backend, graph_sizes=graph_sizes, direct=direct)
@@ -100,7 +100,7 @@ def test_logits_of_every_backend_are_close_to_float32(folder: Path, backend: str
         pytest.skip(f"{backend} is not possible here")
     plain = {}
     for dtype in ("float32", "bfloat16"):
-        reference = load_runner(ModelRunner, folder, dtype, block_size, compiled=False)
+        reference = load_runner(ModelRunner, folder, dtype=dtype, block_size=block_size, compiled=False)
         reference.attach(KvPool(reference.layout, 8 * 1024 // block_size))
         plain[dtype] = logits(reference)
     found = logits(runner(folder, backend, block_size, graph_sizes=graph_sizes))
@@ -119,7 +119,7 @@ def test_one_step_in_flight_gives_the_tokens_of_the_plain_engine(folder: Path) -
     for kind in ("plain", "overlapped"):
         rng = random.Random(2)
         if kind == "plain":
-            exact = load_runner(ModelRunner, folder, "float32", 16, compiled=False)
+            exact = load_runner(ModelRunner, folder, compiled=False)
             exact.attach(KvPool(exact.layout, 300))
             engine = Engine(exact, limits, 600)
         else:

@@ -4,7 +4,6 @@ import json
 import logging
 import platform
 from collections.abc import Callable, Iterator
-from dataclasses import replace
 from importlib.metadata import PackageNotFoundError
 from pathlib import Path
 from types import SimpleNamespace
@@ -12,8 +11,9 @@ from typing import Any
 
 import pytest
 
-from baton.engine.build import BuildError, Options
-from baton.engine.core.scheduler import Limits
+from baton.engine import build
+from baton.engine.build import BuildError
+from baton.engine.options import Options
 from baton.engine.vllm import arguments
 from baton.engine.vllm.arguments import ENVIRONMENT, NOT_BUILT, OURS, check, check_device, check_version, ranks, set_environment
 
@@ -22,7 +22,7 @@ LINK = {"address": "there", "token": "secret"}
 
 
 def options(path: Path = Path("model"), **change: Any) -> Options:
-    return replace(Options(path, block_size=32, kind="vllm", device="cuda"), **change)
+    return Options.of(path, block_size=32, kind="vllm", device="cuda").but(**change)
 
 
 def made(asked: Options) -> dict[str, Any]:
@@ -95,8 +95,8 @@ def test_arguments_that_the_handoff_rests_on_are_among_the_refused(name: str) ->
         ({"weight_dtype": "int8"}, "engine.weight_dtype"),
         ({"attention_backend": "triton"}, "engine.attention_backend"),
         ({"compiled": False}, "engine.compiled"),
-        ({"limits": Limits(batching="static")}, "engine.batching"),
-        ({"limits": Limits(batching="dynamic")}, "engine.batching"),
+        ({"batching": "static"}, "engine.batching"),
+        ({"batching": "dynamic"}, "engine.batching"),
     ],
 )
 def test_settings_of_our_own_engine_are_refused_by_name(change: dict[str, Any], key: str) -> None:
@@ -118,7 +118,7 @@ def test_batch_invariance_is_refused_where_the_device_has_it_not(environment: di
     with pytest.raises(BuildError, match=r"^engine\.batch_invariant: vLLM has this mode on GPUs alone"):
         check(options(device="cpu", batch_invariant=True))
     with pytest.raises(BuildError, match=r"^engine\.batch_invariant is a mode of vLLM"):
-        options(kind="baton", batch_invariant=True)
+        build.check(options(kind="baton", batch_invariant=True))
     check(options(batch_invariant=True))
     for capability in (None, (8, 9)):
         check_device(options(), capability, 1)
@@ -139,7 +139,7 @@ def test_an_invalid_number_of_ranks_is_refused_by_name(name: str, count: Any) ->
 
 
 def test_whatever_baton_sets_cannot_be_set_in_another_place() -> None:
-    both = made(options(max_model_len=9, kv_memory_bytes=1, vllm={"tensor_parallel_size": 2}))
+    both = made(options(max_model_len=9, kv_memory_mib=1 / MIB, vllm={"tensor_parallel_size": 2}))
     assert set(both) - {"tensor_parallel_size"} <= set(OURS) | set(NOT_BUILT)
 
 
@@ -226,8 +226,9 @@ def test_each_part_of_a_model_has_a_rank(given: dict[str, Any], count: int) -> N
 
 
 def test_our_options_become_arguments_of_vllm() -> None:
-    limits = Limits(max_num_seqs=3, max_num_batched_tokens=77)
-    got = made(options(dtype="bfloat16", limits=limits, prefix_caching=False, max_model_len=99, kv_memory_bytes=5 * MIB))
+    got = made(
+        options(dtype="bfloat16", max_num_seqs=3, max_num_batched_tokens=77, prefix_caching=False, max_model_len=99, kv_memory_mib=5)
+    )
     expected = {
         "model": "model",
         "dtype": "bfloat16",
@@ -287,7 +288,7 @@ TOKEN = 2 * 3 * 2 * 16 * 4  # bytes of one position of that model: keys and valu
         ({}, {"max_model_len": 50}, 2 * 5 * 50 * TOKEN),
         ({"head_dim": 32}, {}, 2 * 5 * 100 * 2 * TOKEN),
         ({"num_key_value_heads": None}, {}, 2 * 5 * 100 * 2 * TOKEN),
-        ({}, {"kv_memory_bytes": 7 * MIB}, 7 * MIB),
+        ({}, {"kv_memory_mib": 7}, 7 * MIB),
     ],
     ids=["from-config", "shorter", "head-dim", "no-grouped-heads", "given"],
 )
@@ -295,7 +296,7 @@ def test_memory_on_a_cpu_is_what_the_sequences_can_use(
     monkeypatch: pytest.MonkeyPatch, model: Callable[..., Path], config: dict[str, Any], change: dict[str, Any], expected: int
 ) -> None:
     monkeypatch.setattr(arguments, "available_memory", lambda: 1 << 40)
-    got = made(options(model(**config), device="cpu", limits=Limits(max_num_seqs=5), **change))
+    got = made(options(model(**config), device="cpu", max_num_seqs=5, **change))
     assert got["kv_cache_memory_bytes"] == expected
 
 

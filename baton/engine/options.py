@@ -1,0 +1,155 @@
+"""What an engine can be told: each option once, with its type, its bounds, its default, its meaning, and the module that acts on it. The
+configuration, the flags, the chart's schema and the engine itself take them from here."""
+
+from dataclasses import dataclass, fields, replace
+from pathlib import Path
+from typing import Any, Literal, Self
+
+from pydantic import Field
+
+from baton.engine.core.scheduler import Limits
+from baton.section import Section
+
+MIB = 1 << 20
+
+
+@dataclass(frozen=True, slots=True)
+class ReadBy:
+    """The module that acts on an option; others may look at it."""
+
+    module: str
+
+    def __call__(self, schema: dict[str, Any]) -> None:
+        """Adds nothing to the JSON Schema of the option."""
+
+
+def option(default: Any, meaning: str, reader: str, **bounds: Any) -> Any:
+    """`bounds`: as in `pydantic.Field`."""
+    return Field(default=default, description=meaning, json_schema_extra=ReadBy(reader), **bounds)
+
+
+class ModelOptions(Section):
+    """`model` in the configuration."""
+
+    path: str = option("", "Folder of the checkpoint (config.json, tokenizer.json, *.safetensors).", "baton.engine.build")
+    served_name: str | None = option(None, "Name that clients request; by default the folder's name.", "router.wiring", min_length=1)
+    dtype: Literal["float32", "bfloat16", "auto"] = option(
+        "float32", "Type of weights and KV. auto: bfloat16 if the checkpoint is, and if this CPU can multiply it.", "baton.engine.runner"
+    )
+    max_model_len: int | None = option(
+        None, "Maximum length of prompt plus output, in tokens; by default the model's own limit.", "baton.engine.build", ge=2
+    )
+    generation_config: Literal["auto", "baton"] = option(
+        "auto",
+        "Sampling of requests that do not set it. auto: as the model's generation_config.json recommends. baton: Baton's own"
+        " defaults (temperature 1, nothing cut off).",
+        "router.wiring",
+    )
+
+
+class EngineOptions(Section):
+    """`engine` in the configuration."""
+
+    kind: Literal["baton", "vllm"] = option("baton", "Baton's own engine, or vLLM 0.32 if it is installed.", "baton.engine.start")
+    vllm: dict[str, Any] = option({}, "Arguments of vLLM (AsyncEngineArgs) that no other key sets.", "baton.engine.vllm.arguments")
+    staging_mib: int | None = option(
+        None, "Memory between vLLM and peers, MiB; by default half of its KV cache.", "baton.engine.vllm.engine", ge=1
+    )
+    batch_invariant: bool = option(
+        False, "vLLM, on some GPUs: tokens do not depend on the size of the batch.", "baton.engine.vllm.arguments"
+    )
+    block_size: int = option(16, "Tokens in one KV block. All workers must use the same size.", "baton.engine.runner", ge=1, le=1024)
+    kv_memory_mib: float | None = option(
+        None, "Size of the KV pool, MiB; by default a share of the free memory.", "baton.engine.build", gt=0
+    )
+    kv_memory_fraction: float = option(
+        0.25, "Share of the free memory that the KV pool takes if kv_memory_mib is not set.", "baton.engine.build", gt=0, le=0.95
+    )
+    max_num_seqs: int = option(64, "Maximum number of sequences in one step.", "baton.engine.core.scheduler", ge=1, le=4096)
+    max_num_batched_tokens: int = option(
+        512, "Maximum number of tokens computed in one step.", "baton.engine.core.scheduler", ge=1, le=1_048_576
+    )
+    prefix_caching: bool = option(True, "Keep the blocks of finished requests, and reuse them for equal prefixes.", "baton.engine.build")
+    reuse_output: bool = option(
+        False,
+        "KV of generated tokens also serves later prompts that contain them. Faster, but it has other last bits than that of a"
+        " prompt: what follows such a prompt may depend on what was cached, and differ after a retry.",
+        "baton.engine.build",
+    )
+    reserve_growth: float = option(
+        0.5, "Share of a sequence's remaining output that admission reserves room for.", "baton.engine.core.scheduler", ge=0, le=1
+    )
+    threads: int | None = option(
+        None, "Compute threads of a worker; by default those of the CPU quota, or torch's choice.", "baton.engine.build", ge=1, le=1024
+    )
+    device: Literal["cpu", "cuda"] = option("cpu", "Device that runs the model and holds its KV.", "baton.engine.runner")
+    attention_backend: Literal["auto", "flashinfer", "flash_attn", "triton", "torch"] = option(
+        "auto",
+        "Attention kernels on a cuda device. auto: the best backend that is installed and supports the model's KV layout. A"
+        " named backend must meet both conditions.",
+        "baton.engine.build",
+    )
+    weight_dtype: Literal["auto", "int8", "int4"] = option(
+        "auto",
+        "Type of the matrices. auto: as model.dtype. int8, int4: they are quantised at load, activations to int8 at each step."
+        " With int4, the matrix that makes logits is int8.",
+        "baton.engine.runner",
+    )
+    compiled: bool = option(
+        True, "Compiled kernels (but attention's on cuda: see attention_backend). false: plain torch for everything.", "baton.engine.choice"
+    )
+    products: Literal["auto", "baton", "onednn", "torch"] = option(
+        "auto",
+        "What multiplies matrices on a CPU if compiled. auto: what was fastest when first tried here. Only with baton is a"
+        " continued stream sure to have the same bits.",
+        "baton.engine.choice",
+    )
+    max_queue: int = option(
+        256, "Maximum number of sequences waiting in one worker; it refuses more.", "baton.engine.core.scheduler", ge=1, le=65536
+    )
+    batching: Literal["continuous", "dynamic", "static"] = option(
+        "continuous",
+        "When a sequence may join a batch. continuous: at any step. dynamic: when the previous batch has ended, together with"
+        " all others that are waiting. static: as dynamic, but the batch first fills to max_num_seqs. The last two are for"
+        " comparison, in clusters without prefill workers.",
+        "baton.engine.core.scheduler",
+    )
+    batch_wait_s: float = option(0.5, "Longest wait for a static batch to fill, seconds.", "baton.engine.core.scheduler", ge=0, le=60)
+
+    @property
+    def kv_memory_bytes(self) -> int | None:
+        return None if self.kv_memory_mib is None else int(self.kv_memory_mib * MIB)
+
+    @property
+    def staging_bytes(self) -> int | None:
+        return None if self.staging_mib is None else self.staging_mib * MIB
+
+    @property
+    def limits(self) -> Limits:
+        """Raises ValueError, with the name of the limit, if no sequence could ever run."""
+        return Limits(**{limit.name: getattr(self, limit.name) for limit in fields(Limits)})
+
+
+@dataclass(frozen=True, slots=True)
+class Options:
+    """What `baton.engine.build` makes an engine from."""
+
+    model: ModelOptions
+    engine: EngineOptions
+    direct: bool = False  # peers read and write the memory of the device itself
+
+    @classmethod
+    def of(cls, path: Path, *, direct: bool = False, **keys: Any) -> Self:
+        """Options by their names, whichever section they are in. Raises ValueError for one that is unknown or has an impossible value."""
+        model = {name: keys.pop(name) for name in list(keys) if name in ModelOptions.model_fields}
+        return cls(ModelOptions(path=str(path), **model), EngineOptions(**keys), direct)
+
+    def but(self, **keys: Any) -> Self:
+        """These options with others by their names, checked like those of `of`."""
+        model = {name: keys.pop(name) for name in list(keys) if name in ModelOptions.model_fields}
+        whole = type(self.model)(**dict(self.model) | model), type(self.engine)(**dict(self.engine) | keys)
+        return replace(self, model=whole[0], engine=whole[1])
+
+    @property
+    def path(self) -> Path:
+        return Path(self.model.path)
