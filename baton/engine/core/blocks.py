@@ -2,11 +2,13 @@
 
     free ──allocate──▶ owned ──seal──▶ owned and keyed ──release──▶ cached ──match──▶ owned and keyed
       ▲                  │ release (no key)                            │
-      └──────────────────┴──────────────────── evict (oldest cached) ──┘
+      └──────────────────┴──────────────────── evict (oldest cached) ──┤
+      └──gone── leaving ◀──────────────────────────────── leave ───────┘
 
 A full block is immutable and may have several owners: one with a key, which `match` finds, or one that a sequence shares with another
-(`share`). `cached` blocks are keyed blocks without an owner, kept until the room is needed.
-Invariant (`check`): every block is in exactly one of free, cached, owned.
+(`share`). `cached` blocks are keyed blocks without an owner, kept until the room is needed. A `leaving` block is one whose content somebody
+still saves elsewhere: nobody is given its room, but who matches its key has it back.
+Invariant (`check`): every block is in exactly one of free, cached, leaving, owned.
 """
 
 from collections import OrderedDict
@@ -19,6 +21,14 @@ class CacheChange:
     """What the prefix cache gained or lost, in order. The caller turns these into block events."""
 
     stored: bool
+    key: bytes
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Leaving:
+    """A block on its way out. Its content does not change until `BlockPool.gone`, even if it is matched meanwhile."""
+
+    block: int
     key: bytes
 
 
@@ -36,6 +46,7 @@ class BlockPool:
         self._key_of: dict[int, bytes] = {}  # sealed blocks, owned or cached
         self._block_of: dict[bytes, int] = {}
         self._cached: OrderedDict[int, None] = OrderedDict()  # oldest first
+        self._leaving: dict[int, Leaving] = {}
         self._changes: list[CacheChange] = []
 
     @property
@@ -128,6 +139,23 @@ class BlockPool:
                 del self._cached[block]
                 self._free.append(block)
 
+    def leave(self, count: int) -> list[Leaving]:
+        """Takes up to `count` of the oldest cached blocks out of what `allocate` may use, so that somebody can save them. Every one of them
+        must be given to `gone`."""
+        leaving = [Leaving(block, self._key_of[block]) for block in list(self._cached)[: max(0, count)]]
+        for one in leaving:
+            del self._cached[one.block]
+            self._leaving[one.block] = one
+        return leaving
+
+    def gone(self, leaving: Iterable[Leaving]) -> None:
+        """Nobody saves these any more. They are free, unless somebody matched them meanwhile."""
+        for one in leaving:
+            if self._leaving.get(one.block) is one:
+                del self._leaving[one.block]
+                self._unkey(one.block)
+                self._free.append(one.block)
+
     def drain_changes(self) -> list[CacheChange]:
         """What changed in the prefix cache since the last call."""
         changes, self._changes = self._changes, []
@@ -135,11 +163,13 @@ class BlockPool:
 
     def check(self) -> None:
         """Checks the invariant. Raises RuntimeError, also under -O: a broken pool must not serve another request's memory."""
-        free, cached, owned = set(self._free), set(self._cached), set(self._owners)
-        if len(free) != len(self._free) or free & cached or free & owned or cached & owned:
+        places = {"free": set(self._free), "cached": set(self._cached), "leaving": set(self._leaving), "owned": set(self._owners)}
+        free, cached, _, _ = places.values()
+        if len(free) != len(self._free) or len(set().union(*places.values())) != sum(map(len, places.values())):
             raise RuntimeError("a block is in two places")
-        if len(free) + len(cached) + len(owned) != self.num_blocks:
-            raise RuntimeError(f"blocks lost: {len(free)} free + {len(cached)} cached + {len(owned)} owned of {self.num_blocks}")
+        if sum(map(len, places.values())) != self.num_blocks:
+            told = " + ".join(f"{len(blocks)} {place}" for place, blocks in places.items())
+            raise RuntimeError(f"blocks lost: {told} of {self.num_blocks}")
         if {key: block for block, key in self._key_of.items()} != self._block_of or cached - set(self._key_of) or free & set(self._key_of):
             raise RuntimeError("keys and blocks disagree")
         if any(count < 1 for count in self._owners.values()):
@@ -147,6 +177,7 @@ class BlockPool:
 
     def _retain(self, block: int) -> None:
         self._cached.pop(block, None)
+        self._leaving.pop(block, None)
         self._owners[block] = self._owners.get(block, 0) + 1
 
     def _take(self) -> int:
