@@ -19,7 +19,7 @@ from baton.cluster.errors import BatonError, Reason
 from baton.cluster.messages import plain
 from baton.cluster.records import ROLES, Load, RoleName, WorkerRecord, WorkerState
 from baton.cluster.rpc import Line, to_error
-from baton.engine.core.block_key import KEY_BYTES
+from baton.engine.core.block_key import KEY_BYTES, MEDIA
 from baton.v1 import worker_pb2, worker_pb2_grpc
 from router.backlog import Backlog
 from router.calls import Message, to_addressee, to_events, to_job, to_prefill_event, to_source
@@ -121,7 +121,10 @@ class GrpcWorkers:
                 if page is grpc.aio.EOF:
                     return
                 keys = page.keys  # protobuf makes a new copy at each access
-                yield CachePage(page.incarnation, page.sequence, [keys[at : at + KEY_BYTES] for at in range(0, len(keys), KEY_BYTES)])
+                if page.medium not in MEDIA:
+                    raise BatonError(Reason.INTERNAL, f"{worker.name} holds blocks on {page.medium!r}, which is none of {', '.join(MEDIA)}")
+                split = [keys[at : at + KEY_BYTES] for at in range(0, len(keys), KEY_BYTES)]
+                yield CachePage(page.incarnation, page.sequence, split, page.medium)
         except TimeoutError:
             raise BatonError(Reason.DEADLINE, f"{worker.name} did not continue its snapshot") from None
         finally:

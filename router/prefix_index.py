@@ -9,6 +9,9 @@ early waits in `ahead` until the events before it, or a snapshot, have arrived.
 The index is one table from key to a mask of workers, so `overlap` walks the keys of a prompt once, however many workers there are. It is
 cut into TABLES by the first byte of the key (keys are digests), because Python copies a whole dict when it grows.
 
+A worker may hold a key in several media (`MEDIA`), each of which has a bit of its own. Predictions are of the device, and `overlap` counts
+one medium.
+
 No call does work for all entries of a worker. A worker that leaves or begins again gives up its bit of the masks, which then counts for
 nobody; `sweep` removes it later, a few tables at a time, and only then is the bit used again. A snapshot is filled in parts under a new
 bit (`Filling`), while the old entries stay in use.
@@ -21,6 +24,7 @@ from dataclasses import dataclass, field
 from typing import Literal
 
 from baton.cluster.records import BlockEvent
+from baton.engine.core.block_key import DEVICE
 
 MAX_ENTRIES = 2_000_000  # pairs of worker and key; a key takes about 150 bytes, however many workers hold it
 MAX_AHEAD = 1024  # events of one worker that wait for a lost one
@@ -34,14 +38,29 @@ Applied = Literal["ok", "gap", "stale", "duplicate"]
 
 
 @dataclass(slots=True, eq=False)
+class _Kept:
+    """What a worker holds in one medium."""
+
+    slot: int  # the number of its bit
+    size: int = 0  # entries, predicted ones included
+
+
+@dataclass(slots=True, eq=False)
 class _Holdings:
     incarnation: int
-    slot: int  # the number of its bit
+    media: dict[str, _Kept]  # the device always
     last: int = 0
-    size: int = 0  # entries, predicted ones included
     ahead: dict[int, BlockEvent] = field(default_factory=dict)
     newest: int | None = None  # the highest report known to exist; None: not known yet
     predicted: dict[bytes, float] = field(default_factory=dict)  # key that was not reported → when we stop believing it
+
+    @property
+    def device(self) -> _Kept:
+        return self.media[DEVICE]
+
+    @property
+    def size(self) -> int:
+        return sum(kept.size for kept in self.media.values())
 
     @property
     def complete(self) -> bool:
@@ -74,15 +93,16 @@ class PrefixIndex:
         known = self._workers.get(worker)
         if known is None or known.incarnation != incarnation:
             self.forget(worker)
-            held = self._workers[worker] = _Holdings(incarnation, self._take_slot(worker))
-            self._live |= 1 << held.slot
+            held = self._workers[worker] = _Holdings(incarnation, {DEVICE: _Kept(self._take_slot(worker))})
+            self._live |= 1 << held.device.slot
 
     def forget(self, worker: str) -> None:
         if held := self._workers.pop(worker, None):
-            self._live &= ~(1 << held.slot)
+            self._live &= ~(1 << held.device.slot)
             self.entries -= held.size
             held.predicted = {}
-            self._retire(held.slot, held.size)
+            for kept in held.media.values():
+                self._retire(kept)
 
     def apply(self, event: BlockEvent) -> Applied:
         """Returns `gap` if an earlier event is missing, so that this one waits; `stale` for an unknown worker or an older incarnation."""
@@ -99,7 +119,7 @@ class PrefixIndex:
         return "ok" if held.last >= event.sequence else "gap"
 
     def snapshot(self, worker: str, incarnation: int, sequence: int, keys: Iterable[bytes]) -> Applied:
-        """`keys`: all that the worker's cache held after event `sequence`. Later events are applied to it.
+        """`keys`: all that the worker's device held after event `sequence`, and its other media nothing. Later events are applied to it.
 
         Returns `duplicate` if the snapshot says nothing new, `gap` if later events are still missing, `stale` as `apply` does.
         """
@@ -125,7 +145,7 @@ class PrefixIndex:
         held = self._workers.get(worker)
         if held is None:
             return
-        batch, predicted, bit = tuple(keys), held.predicted, 1 << held.slot
+        batch, predicted, bit = tuple(keys), held.predicted, 1 << held.device.slot
         room = min(self._max_entries - self.entries, MAX_PREDICTED - len(predicted))
         for key in batch:
             if key in predicted:
@@ -135,10 +155,8 @@ class PrefixIndex:
                     self.refused += 1
                     continue
                 room -= 1
-                self._set(key, bit)
+                self._set(key, held.device)
                 predicted[key] = expires_at
-                held.size += 1
-                self.entries += 1
         heapq.heappush(self._batches, (expires_at, next(self._numbers), held, batch))
 
     def retract(self, worker: str, keys: Iterable[bytes]) -> None:
@@ -146,14 +164,15 @@ class PrefixIndex:
         if held := self._workers.get(worker):
             for key in keys:
                 if held.predicted.pop(key, None) is not None:
-                    self._unset(held, key)
+                    self._unset(held.device, key)
 
-    def overlap(self, keys: Sequence[bytes], now: float) -> dict[str, int]:
-        """How many leading `keys` each worker holds; workers that hold none are left out. Drops predictions that have expired."""
+    def overlap(self, keys: Sequence[bytes], now: float, medium: str = DEVICE) -> dict[str, int]:
+        """How many leading `keys` each worker holds in a medium; workers that hold none are left out. Drops predictions that have
+        expired."""
         self._expire(now)
         found: dict[str, int] = {}
         before: int | None = None
-        tables, count, alive = self._tables, 0, self._live
+        tables, count, alive = self._tables, 0, self._live if medium == DEVICE else self._bits(medium)
         for key in keys:
             mask = tables[key[0]].get(key, 0)
             if mask is not before:
@@ -191,6 +210,9 @@ class PrefixIndex:
             found[self._names[bit.bit_length() - 1]] = count
             mask ^= bit
 
+    def _bits(self, medium: str) -> int:
+        return sum(1 << held.media[medium].slot for held in self._workers.values() if medium in held.media)
+
     def _take_slot(self, worker: str) -> int:
         if self._free:
             slot = self._free.pop()
@@ -199,30 +221,31 @@ class PrefixIndex:
         self._names.append(worker)
         return len(self._names) - 1
 
-    def _retire(self, slot: int, entries: int) -> None:
-        """`entries`: how many have the slot's bit."""
-        if entries:
-            self._retired |= 1 << slot
+    def _retire(self, kept: _Kept) -> None:
+        if kept.size:
+            self._retired |= 1 << kept.slot
         else:
-            self._free.append(slot)
+            self._free.append(kept.slot)
 
     def _share(self, mask: int) -> int:
         if len(self._shared) >= MAX_SHARED:
             self._shared.clear()  # they only save memory and time
         return self._shared.setdefault(mask, mask)
 
-    def _set(self, key: bytes, bit: int) -> None:
+    def _set(self, key: bytes, kept: _Kept) -> None:
         table = self._tables[key[0]]
-        table[key] = self._share(table.get(key, 0) | bit)
+        table[key] = self._share(table.get(key, 0) | 1 << kept.slot)
+        kept.size += 1
+        self.entries += 1
 
-    def _unset(self, held: _Holdings, key: bytes) -> None:
+    def _unset(self, kept: _Kept, key: bytes) -> None:
         table = self._tables[key[0]]
-        mask = table[key] & ~(1 << held.slot)
+        mask = table[key] & ~(1 << kept.slot)
         if mask:
             table[key] = self._share(mask)
         else:
             del table[key]
-        held.size -= 1
+        kept.size -= 1
         self.entries -= 1
 
     def _reported(self, worker: str, incarnation: int) -> _Holdings | None:
@@ -238,16 +261,20 @@ class PrefixIndex:
     def _catch_up(self, held: _Holdings) -> None:
         while (event := held.ahead.pop(held.last + 1, None)) is not None:
             held.last = event.sequence
+            kept = held.media.get(event.medium)
+            if kept is None:
+                kept = held.media[event.medium] = _Kept(self._take_slot(event.worker))
+            predicted = held.predicted if event.medium == DEVICE else {}
             if event.kind == "stored":
-                self._store(held, event.keys)
+                self._store(kept, event.keys, predicted)
                 continue
-            bit = 1 << held.slot
+            bit = 1 << kept.slot
             for key in event.keys:
-                if key not in held.predicted and self._tables[key[0]].get(key, 0) & bit:
-                    self._unset(held, key)
+                if key not in predicted and self._tables[key[0]].get(key, 0) & bit:
+                    self._unset(kept, key)
 
-    def _store(self, held: _Holdings, keys: Sequence[bytes]) -> None:
-        bit, predicted = 1 << held.slot, held.predicted
+    def _store(self, kept: _Kept, keys: Sequence[bytes], predicted: dict[bytes, float]) -> None:
+        bit = 1 << kept.slot
         for key in keys:
             if predicted and predicted.pop(key, None) is not None:
                 continue  # its bit is set
@@ -255,9 +282,7 @@ class PrefixIndex:
                 continue
             if not self._make_room(self._max_entries - self.entries):
                 continue
-            self._set(key, bit)
-            held.size += 1
-            self.entries += 1
+            self._set(key, kept)
         self.sweep(SWEEPS * len(keys))
 
     def _make_room(self, room: int) -> bool:
@@ -273,7 +298,7 @@ class PrefixIndex:
         dropped = 0
         for key in keys if held.predicted else ():
             if held.predicted.get(key, now) <= now and held.predicted.pop(key, None) is not None:
-                self._unset(held, key)
+                self._unset(held.device, key)
                 dropped += 1
         return dropped
 
@@ -293,18 +318,20 @@ class Filling:
         self._worker = worker
         self._held = held
         self._sequence = sequence
-        self._slot = index._take_slot(worker)
-        self._size = 0
+        self._media = {DEVICE: _Kept(index._take_slot(worker))}
 
-    def add(self, keys: Iterable[bytes]) -> None:
-        index, bit, taken = self._index, 1 << self._slot, 0
+    def add(self, keys: Iterable[bytes], medium: str = DEVICE) -> None:
+        index, taken = self._index, 0
+        kept = self._media.get(medium)
+        if kept is None:
+            kept = self._media[medium] = _Kept(index._take_slot(self._worker))
+        bit = 1 << kept.slot
         for key in keys:
             taken += 1
             if index._tables[key[0]].get(key, 0) & bit:
                 continue
-            if index._make_room(index._max_entries - index.entries + self._held.size - self._size):
-                index._set(key, bit)
-                self._size += 1
+            if index._make_room(index._max_entries - index.entries + self._held.size):  # the old entries go
+                index._set(key, kept)
         index.sweep(SWEEPS * taken)
 
     def end(self) -> Applied:
@@ -316,17 +343,17 @@ class Filling:
         if _is_old(held, self._sequence):
             self.drop()
             return "duplicate"
-        bit = 1 << self._slot
+        device = self._media[DEVICE]
+        bit = 1 << device.slot
         for key in list(held.predicted):
             if index._tables[key[0]].get(key, 0) & bit:
                 del held.predicted[key]
             else:
-                index._set(key, bit)
-                self._size += 1
-        index._retire(held.slot, held.size)
-        index._live = index._live & ~(1 << held.slot) | bit
-        index.entries += self._size - held.size
-        held.slot, held.size, held.last = self._slot, self._size, self._sequence
+                index._set(key, device)
+        index._live = index._live & ~(1 << held.device.slot) | bit
+        self._media, held.media = held.media, self._media
+        self.drop()
+        held.last = self._sequence
         held.newest = max(held.newest or 0, self._sequence)
         held.ahead = {number: event for number, event in held.ahead.items() if number > self._sequence}
         index._catch_up(held)
@@ -334,7 +361,9 @@ class Filling:
 
     def drop(self) -> None:
         """Ends it without a change."""
-        self._index._retire(self._slot, self._size)
+        for kept in self._media.values():
+            self._index.entries -= kept.size
+            self._index._retire(kept)
 
 
 def _is_old(held: _Holdings, sequence: int) -> bool:

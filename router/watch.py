@@ -171,7 +171,7 @@ class Watch:
                         filling = self._view.index.fill(worker.name, page.incarnation, page.sequence)
                     if not isinstance(filling, Filling):
                         return
-                    filling.add(page.keys)
+                    filling.add(page.keys, page.medium)
                     await asyncio.sleep(0)
                 if isinstance(filling, Filling):
                     filling.end()

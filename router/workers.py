@@ -8,6 +8,7 @@ from typing import Protocol
 from baton.cluster.errors import BatonError, Reason
 from baton.cluster.handoff import Handoff
 from baton.cluster.records import Load, RoleName, WorkerRecord, WorkerState
+from baton.engine.core.block_key import DEVICE
 from router.request import FinishReason, Request, Token, Tokens
 
 
@@ -69,6 +70,7 @@ class CachePage:
     incarnation: int
     sequence: int
     keys: list[bytes]
+    medium: str = DEVICE
 
 
 @dataclass(frozen=True, slots=True)

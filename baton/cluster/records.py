@@ -11,7 +11,7 @@ from typing import Annotated, Any, Literal, Self, TypeVar
 
 from pydantic import Field, TypeAdapter, ValidationError
 
-from baton.engine.core.block_key import KEY_BYTES, MAX_EVENT_KEYS
+from baton.engine.core.block_key import DEVICE, KEY_BYTES, MAX_EVENT_KEYS, MEDIA
 
 EVENT_KINDS = ("stored", "removed")
 WorkerState = Literal["ready", "draining"]
@@ -170,15 +170,17 @@ class BlockEvent:
     sequence: int  # counts the events of one incarnation from 1 without gaps
     kind: Literal["stored", "removed"]
     keys: tuple[bytes, ...] = ()  # KEY_BYTES each, MAX_EVENT_KEYS at most
+    medium: str = DEVICE  # one of MEDIA
 
     def to_fields(self) -> dict[bytes, bytes]:
-        """Five flat byte strings, as a Redis stream entry holds them."""
+        """Flat byte strings, as a Redis stream entry holds them."""
         return {
             b"w": self.worker.encode(),
             b"i": str(self.incarnation).encode(),
             b"s": str(self.sequence).encode(),
             b"k": self.kind.encode(),
             b"b": b"".join(self.keys),
+            b"m": self.medium.encode(),
         }
 
     @classmethod
@@ -186,14 +188,14 @@ class BlockEvent:
         """Raises ValueError for an entry that is not an event."""
         try:
             worker, kind, packed = entry[b"w"].decode(), entry[b"k"].decode(), entry[b"b"]
-            incarnation, sequence = int(entry[b"i"]), int(entry[b"s"])
+            incarnation, sequence, medium = int(entry[b"i"]), int(entry[b"s"]), entry[b"m"].decode()
         except KeyError as missing:
             raise ValueError(f"event: no field {missing}") from None
         whole = len(packed) % KEY_BYTES == 0 and len(packed) <= MAX_EVENT_KEYS * KEY_BYTES
-        if kind not in EVENT_KINDS or not worker or incarnation < 0 or sequence < 1 or not whole:
-            raise ValueError(f"event: cannot be {kind!r} {sequence} of {worker!r} with {len(packed)} bytes of keys")
+        if kind not in EVENT_KINDS or medium not in MEDIA or not worker or incarnation < 0 or sequence < 1 or not whole:
+            raise ValueError(f"event: cannot be {kind!r} {sequence} of {worker!r} on {medium!r} with {len(packed)} bytes of keys")
         keys = tuple(packed[at : at + KEY_BYTES] for at in range(0, len(packed), KEY_BYTES))
-        return cls(worker, incarnation, sequence, kind, keys)  # type: ignore[arg-type]  # one of EVENT_KINDS
+        return cls(worker, incarnation, sequence, kind, keys, medium)  # type: ignore[arg-type]  # one of EVENT_KINDS
 
 
 _RECORD = TypeAdapter(WorkerRecord)

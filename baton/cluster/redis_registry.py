@@ -91,14 +91,14 @@ end
 return found
 """
 
-# KEYS stream. ARGV maxlen, then w, i, s, k, b of each event. The script deletes only if it must: once a script has written, Redis no longer
-# stops it for lack of memory.
+# KEYS stream. ARGV maxlen, then w, i, s, k, b, m of each event. The script deletes only if it must: once a script has written, Redis no
+# longer stops it for lack of memory.
 _PUBLISH = """
 local kind = redis.call('TYPE', KEYS[1]).ok
 if kind ~= 'stream' and kind ~= 'none' then redis.call('DEL', KEYS[1]) end
-for i = 2, #ARGV, 5 do
+for i = 2, #ARGV, 6 do
   redis.call('XADD', KEYS[1], 'MAXLEN', '~', ARGV[1], '*',
-    'w', ARGV[i], 'i', ARGV[i + 1], 's', ARGV[i + 2], 'k', ARGV[i + 3], 'b', ARGV[i + 4])
+    'w', ARGV[i], 'i', ARGV[i + 1], 's', ARGV[i + 2], 'k', ARGV[i + 3], 'b', ARGV[i + 4], 'm', ARGV[i + 5])
 end
 """
 

@@ -447,14 +447,16 @@ class SnapshotRequest(_message.Message):
     def __init__(self, to: _Optional[_Union[Addressee, _Mapping]] = ...) -> None: ...
 
 class SnapshotResponse(_message.Message):
-    __slots__ = ("incarnation", "sequence", "keys")
+    __slots__ = ("incarnation", "sequence", "keys", "medium")
     INCARNATION_FIELD_NUMBER: _ClassVar[int]
     SEQUENCE_FIELD_NUMBER: _ClassVar[int]
     KEYS_FIELD_NUMBER: _ClassVar[int]
+    MEDIUM_FIELD_NUMBER: _ClassVar[int]
     incarnation: int
     sequence: int
     keys: bytes
-    def __init__(self, incarnation: _Optional[int] = ..., sequence: _Optional[int] = ..., keys: _Optional[bytes] = ...) -> None: ...
+    medium: str
+    def __init__(self, incarnation: _Optional[int] = ..., sequence: _Optional[int] = ..., keys: _Optional[bytes] = ..., medium: _Optional[str] = ...) -> None: ...
 
 class SetRolesRequest(_message.Message):
     __slots__ = ("to", "roles")

@@ -7,6 +7,7 @@ from dataclasses import asdict, dataclass
 from baton.cluster import log_file
 from baton.cluster.records import Load, RoleName, WorkerRecord, WorkerState
 from baton.cluster.rpc import Answering, Context
+from baton.engine.core.block_key import DEVICE
 from baton.v1 import worker_pb2, worker_pb2_grpc
 from baton.worker.identity import Identity
 from baton.worker.role import Mounts
@@ -65,7 +66,7 @@ class WorkerDoor(worker_pb2_grpc.WorkerServicer):
             sequence, keys = await self._snapshot()
             for start in range(0, max(1, len(keys)), PAGE_KEYS):
                 page = b"".join(keys[start : start + PAGE_KEYS])
-                yield worker_pb2.SnapshotResponse(incarnation=self._identity.incarnation, sequence=sequence, keys=page)
+                yield worker_pb2.SnapshotResponse(incarnation=self._identity.incarnation, sequence=sequence, keys=page, medium=DEVICE)
 
     async def Describe(self, request: worker_pb2.DescribeRequest, context: Context) -> worker_pb2.DescribeResponse:
         async with Answering(context):

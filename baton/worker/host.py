@@ -282,7 +282,7 @@ class Host:
 
     def _on_cache(self, events: list[CacheEvent]) -> None:
         self._membership.announce(
-            [BlockEvent(self.name, self.incarnation, event.sequence, event.kind, event.keys) for event in events]  # type: ignore[arg-type]
+            [BlockEvent(self.name, self.incarnation, event.sequence, event.kind, event.keys, event.medium) for event in events]  # type: ignore[arg-type]
         )
 
 

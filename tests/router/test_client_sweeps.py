@@ -61,7 +61,7 @@ class Worker(worker_pb2_grpc.DecodeServicer, worker_pb2_grpc.PrefillServicer, wo
         self.open += 1
         try:
             for part in (b"a" * 16, b"b" * 16):
-                yield pb.SnapshotResponse(incarnation=1, sequence=1, keys=part)
+                yield pb.SnapshotResponse(incarnation=1, sequence=1, keys=part, medium="device")
                 await asyncio.sleep(0)
         finally:
             self.open -= 1

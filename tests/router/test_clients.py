@@ -58,6 +58,7 @@ class Worker(
         self.on_describe: Callable[[], Any] = pb.DescribeResponse
         self.on_probe: Callable[[], Any] = lambda: pb.ProbeResponse(state="ready")
         self.snapshots = 0
+        self.medium = "device"
         self.on_snapshot: BatonError | None = None
         self.pages = [b"a" * 16, b"b" * 16]
         self.page_s = 0.0  # pause after a page
@@ -97,7 +98,7 @@ class Worker(
         if self.on_snapshot is not None:
             await abort(context, self.on_snapshot)
         for part in self.pages:
-            yield pb.SnapshotResponse(incarnation=7, sequence=3, keys=part)
+            yield pb.SnapshotResponse(incarnation=7, sequence=3, keys=part, medium=self.medium)
             await asyncio.sleep(self.page_s)
 
     async def Probe(self, request: pb.ProbeRequest, context: Context) -> pb.ProbeResponse:
@@ -561,6 +562,15 @@ async def test_an_empty_cache_has_a_snapshot() -> None:
         assert await pages(workers, d0) == [CachePage(7, 3, [])]
 
 
+async def test_pages_tell_their_medium_and_an_unknown_one_is_refused() -> None:
+    async with pair() as (worker, workers, d0, _):
+        worker.pages, worker.medium = [bytes(16)], "disk"
+        assert await pages(workers, d0) == [CachePage(7, 3, [bytes(16)], "disk")]
+        worker.medium = "tape"
+        with pytest.raises(BatonError, match="'tape', which is none of device, host, disk, remote"):
+            await pages(workers, d0)
+
+
 async def test_forgetting_an_old_process_does_not_affect_the_new_one_at_its_address() -> None:
     async with pair() as (_, workers, d0, _):
         new = replace(d0, incarnation=d0.incarnation + 1)
@@ -670,7 +680,7 @@ async def test_questions_to_many_workers_are_spread_over_turns(monkeypatch: pyte
 async def test_a_snapshot_is_put_into_the_index_page_by_page(quick: None, monkeypatch: pytest.MonkeyPatch) -> None:
     """A million keys at once would take half a second, in which the router does nothing else."""
     work = TurnWork()
-    monkeypatch.setattr(Filling, "add", work.counted(Filling.add, lambda filling, keys: len(keys)))
+    monkeypatch.setattr(Filling, "add", work.counted(Filling.add, lambda filling, keys, medium: len(keys)))
     async with pair() as (worker, workers, d0, _):
         worker.pages = [b"".join(bytes([i, j]) * 8 for j in range(50)) for i in range(40)]
         with work.watched():

@@ -7,6 +7,7 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
 
 from baton.cluster.records import BlockEvent
+from baton.engine.core.block_key import DEVICE, DISK, HOST
 from router.prefix_index import MAX_EXPIRED, MAX_PREDICTED, SWEEPS, Filling, PrefixIndex
 
 KEYS = [bytes([i]) * 16 for i in range(6)]
@@ -186,6 +187,52 @@ def joined(*names: str, max_entries: int = 100, max_ahead: int = 4) -> PrefixInd
     for name in names:
         index.join(name, 1)
     return index
+
+
+def test_media_are_kept_apart() -> None:
+    index = joined("a", "b")
+    index.apply(event("a", 1, "stored", *KEYS[:4]))
+    index.apply(BlockEvent("a", 1, 2, "stored", tuple(KEYS[:3]), HOST))
+    index.apply(event("a", 3, "removed", *KEYS[1:4]))
+    index.apply(BlockEvent("b", 1, 1, "stored", (KEYS[0],), HOST))
+    assert index.overlap(KEYS, 0.0) == {"a": 1}
+    assert index.overlap(KEYS, 0.0, HOST) == {"a": 3, "b": 1}
+    assert index.overlap(KEYS, 0.0, DISK) == {} and index.entries == 5
+    index.apply(BlockEvent("a", 1, 4, "removed", (KEYS[0],), HOST))
+    assert index.overlap(KEYS, 0.0) == {"a": 1} and index.overlap(KEYS, 0.0, HOST) == {"b": 1}
+    index.forget("a")
+    assert index.overlap(KEYS, 0.0) == {} and index.entries == 1
+
+
+def test_predictions_are_of_the_device_alone() -> None:
+    index = joined("a")
+    index.predict("a", KEYS[:3], FAR)
+    index.apply(BlockEvent("a", 1, 1, "stored", tuple(KEYS[:2]), HOST))
+    assert index.overlap(KEYS, 0.0) == {"a": 3} and index.overlap(KEYS, 0.0, HOST) == {"a": 2}
+    index.retract("a", KEYS[:3])
+    assert index.overlap(KEYS, 0.0) == {} and index.overlap(KEYS, 0.0, HOST) == {"a": 2}
+
+
+def test_a_snapshot_replaces_what_was_known_of_every_medium() -> None:
+    index = joined("a")
+    index.apply(event("a", 1, "stored", KEYS[0]))
+    index.apply(BlockEvent("a", 1, 2, "stored", tuple(KEYS[:3]), HOST))
+    index.apply(BlockEvent("a", 1, 3, "stored", tuple(KEYS[:3]), DISK))
+    filling = index.fill("a", 1, 9)
+    assert isinstance(filling, Filling)
+    filling.add(KEYS[:2])
+    filling.add(KEYS[:4], HOST)
+    assert index.overlap(KEYS, 0.0) == {"a": 1}, "what was known stays in use until the snapshot is complete"
+    assert filling.end() == "ok"
+    assert [index.overlap(KEYS, 0.0, medium) for medium in (DEVICE, HOST, DISK)] == [{"a": 2}, {"a": 4}, {}]
+    assert index.entries == 6
+    dropped = index.fill("a", 1, 10)
+    assert isinstance(dropped, Filling)
+    dropped.add(KEYS, DISK)
+    dropped.drop()
+    assert index.overlap(KEYS, 0.0, DISK) == {} and index.entries == 6
+    index.sweep(100_000)
+    assert sum(map(len, index._tables)) == 4, "what belongs to nobody is gone"
 
 
 def test_only_leading_blocks_count() -> None:

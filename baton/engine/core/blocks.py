@@ -15,6 +15,8 @@ from collections import OrderedDict
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
+from baton.engine.core.block_key import DEVICE
+
 
 @dataclass(frozen=True, slots=True)
 class CacheChange:
@@ -22,6 +24,7 @@ class CacheChange:
 
     stored: bool
     key: bytes
+    medium: str = DEVICE  # one of MEDIA
 
 
 @dataclass(frozen=True, slots=True, eq=False)

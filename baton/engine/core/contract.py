@@ -37,16 +37,18 @@ class CacheEvent:
     sequence: int
     kind: str
     keys: tuple[bytes, ...]
+    medium: str
 
 
 def cache_events(changes: Seq[CacheChange], after: int) -> list[CacheEvent]:
-    """Changes of the prefix cache in order, as runs of one kind, MAX_EVENT_KEYS at most. `after`: the number of the event before."""
+    """Changes of the prefix cache in order, as runs of one kind and medium, MAX_EVENT_KEYS at most. `after`: the number of the event
+    before."""
     events: list[CacheEvent] = []
-    for stored, run in itertools.groupby(changes, key=lambda change: change.stored):
+    for (stored, medium), run in itertools.groupby(changes, key=lambda change: (change.stored, change.medium)):
         keys = tuple(change.key for change in run)
         for start in range(0, len(keys), MAX_EVENT_KEYS):
             after += 1
-            events.append(CacheEvent(after, "stored" if stored else "removed", keys[start : start + MAX_EVENT_KEYS]))
+            events.append(CacheEvent(after, "stored" if stored else "removed", keys[start : start + MAX_EVENT_KEYS], medium))
     return events
 
 
