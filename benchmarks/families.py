@@ -27,11 +27,12 @@ from baton.engine.core.sampling import SamplingParams
 from baton.engine.core.sequence import Sequence
 from baton.engine.model.checkpoint import expected_tensors
 from baton.engine.model.config_json import SUPPORTED, read_config
+from baton.engine.model.kv_views import DTYPES
 from baton.engine.model.linear import ROUNDED
 from baton.engine.model.memory import keep_memory
 from baton.engine.model.onednn import multiplies_int8
 from baton.engine.model.transformer import Transformer
-from baton.engine.runner import DTYPES, ModelRunner
+from baton.engine.runner import ModelRunner
 
 BOUND = 1.5  # compiled over plain
 PRECISIONS = ("float32", "bfloat16", "int8")

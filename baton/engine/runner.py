@@ -17,6 +17,7 @@ from baton.engine.facts.fingerprint import fingerprint
 from baton.engine.model.attention import PagedAttention, PagedKv, Span, batch_order, plan
 from baton.engine.model.checkpoint import Checkpoint, expected_tensors
 from baton.engine.model.config_json import read_config
+from baton.engine.model.kv_views import DTYPES, views
 from baton.engine.model.memory import keep_memory, return_memory
 from baton.engine.model.ops import Ops
 from baton.engine.model.sampler import sample
@@ -27,7 +28,6 @@ from baton.engine.options import Options
 if TYPE_CHECKING:
     from baton.engine.cpu.decode_steps import DecodeSteps
 
-DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
 ROUNDED = {"auto": "", "int8": "-int8", "int4": "-int4+int8"}  # what the fingerprint says of the matrices, the head last if it differs
 log = logging.getLogger(__name__)
 
@@ -101,14 +101,13 @@ class ModelRunner:
         """
         if difference := self.layout.difference(pool.layout):
             raise ValueError(f"the pool does not fit the model: {difference}")
-        if tensor is None:
-            tensor = torch.from_numpy(pool.array).view(DTYPES[self.layout.dtype])
+        memory = torch.from_numpy(pool.array) if tensor is None else tensor.view(torch.uint8).view(pool.num_blocks, -1)
+        found = views(self.layout, memory)
+        kernels = None if self.layout.stored else self.model.ops.attention  # they read numbers of the model's own type
         self.pool = pool
-        self._paged = paged = PagedKv(
-            tensor.view(pool.num_blocks, *self.layout.block_shape), self.layout.value_dim, self.model.ops.attention
-        )
+        self._paged = paged = PagedKv(found["kv"], self.layout.value_dim, kernels, found.get("scales"), DTYPES[self.layout.dtype])
         self.separates_output = paged.kernels is not None and not self.model.ops.recurring
-        if self.model.ops.records:
+        if self.model.ops.records and paged.kernels is not None:
             from baton.engine.cpu.decode_steps import DecodeSteps
 
             self._steps = DecodeSteps(self.model, paged)

@@ -259,7 +259,7 @@ class HandshakeResponse(_message.Message):
     def __init__(self, worker: _Optional[str] = ..., incarnation: _Optional[int] = ..., contract: _Optional[_Union[KvContract, _Mapping]] = ..., transport_address: _Optional[bytes] = ...) -> None: ...
 
 class KvContract(_message.Message):
-    __slots__ = ("model_fingerprint", "dtype", "block_size", "num_layers", "num_kv_heads", "head_dim", "layout_version", "parts", "value_dim", "packing")
+    __slots__ = ("model_fingerprint", "dtype", "block_size", "num_layers", "num_kv_heads", "head_dim", "layout_version", "parts", "value_dim", "packing", "stored")
     MODEL_FINGERPRINT_FIELD_NUMBER: _ClassVar[int]
     DTYPE_FIELD_NUMBER: _ClassVar[int]
     BLOCK_SIZE_FIELD_NUMBER: _ClassVar[int]
@@ -270,6 +270,7 @@ class KvContract(_message.Message):
     PARTS_FIELD_NUMBER: _ClassVar[int]
     VALUE_DIM_FIELD_NUMBER: _ClassVar[int]
     PACKING_FIELD_NUMBER: _ClassVar[int]
+    STORED_FIELD_NUMBER: _ClassVar[int]
     model_fingerprint: str
     dtype: str
     block_size: int
@@ -280,7 +281,8 @@ class KvContract(_message.Message):
     parts: int
     value_dim: int
     packing: str
-    def __init__(self, model_fingerprint: _Optional[str] = ..., dtype: _Optional[str] = ..., block_size: _Optional[int] = ..., num_layers: _Optional[int] = ..., num_kv_heads: _Optional[int] = ..., head_dim: _Optional[int] = ..., layout_version: _Optional[int] = ..., parts: _Optional[int] = ..., value_dim: _Optional[int] = ..., packing: _Optional[str] = ...) -> None: ...
+    stored: str
+    def __init__(self, model_fingerprint: _Optional[str] = ..., dtype: _Optional[str] = ..., block_size: _Optional[int] = ..., num_layers: _Optional[int] = ..., num_kv_heads: _Optional[int] = ..., head_dim: _Optional[int] = ..., layout_version: _Optional[int] = ..., parts: _Optional[int] = ..., value_dim: _Optional[int] = ..., packing: _Optional[str] = ..., stored: _Optional[str] = ...) -> None: ...
 
 class RenewRequest(_message.Message):
     __slots__ = ("handle", "request_id")

@@ -7,7 +7,7 @@ from baton.v1 import worker_pb2
 from baton.worker.wire import pack_layout, unpack_layout
 
 # All fields differ, and none has its own default or that of protobuf.
-LAYOUT = KvLayout("model", "bfloat16", 3, 4, 5, 6, layout_version=7, parts=9, value_dim=10)
+LAYOUT = KvLayout("model", "bfloat16", 3, 4, 5, 6, layout_version=7, parts=9, value_dim=10, stored="int8")
 
 
 def test_every_layout_field_survives_the_wire() -> None:

@@ -1,14 +1,15 @@
 """The KV pool of a worker: one buffer, `[num_blocks, num_layers, parts, num_kv_heads, block_size, head_dim]`.
 
 A block is one contiguous piece: one transfer descriptor, one digest, one file on disk. A tensor-parallel head shard is contiguous
-inside each layer. The pool is plain host memory here; the runner takes per-layer strided views of it.
+inside each layer. The pool is plain host memory here; what a block holds is the layout's to say (`KvLayout.views`), and the runner takes
+strided views of it (`baton.engine.model.kv_views`).
 """
 
 import mmap
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass, fields
 from hashlib import blake2b
-from typing import Protocol
+from typing import NamedTuple, Protocol
 
 import numpy as np
 from xxhash import xxh3_128_digest
@@ -16,7 +17,19 @@ from xxhash import xxh3_128_digest
 from baton.engine.core.pages import in_huge_pages
 
 DIGEST_BYTES = 16
-DTYPE_BYTES = {"float32": 4, "bfloat16": 2, "float16": 2, "int64": 8}
+DTYPE_BYTES = {"float32": 4, "bfloat16": 2, "float16": 2, "int64": 8, "int8": 1}
+
+
+class View(NamedTuple):
+    """A tensor that every block contains: the type of its numbers, its shape, and at which byte of the block it begins."""
+
+    dtype: str
+    shape: tuple[int, ...]
+    offset: int
+
+    @property
+    def nbytes(self) -> int:
+        return int(np.prod(self.shape)) * DTYPE_BYTES[self.dtype]
 
 
 @dataclass(frozen=True, slots=True)
@@ -33,14 +46,24 @@ class KvLayout:
     parts: int = 2  # 2: a key and a value; 1: one vector that is both (multi-head latent attention)
     value_dim: int = 0  # how many leading numbers of that one vector are the value; 0: all head_dim of them
     packing: str = ""  # how an engine that is not ours arranges the numbers of a (layer, head) within a block; its version and kernels
+    stored: str = ""  # type of the numbers in the pool if it is not `dtype`: int8, each token of a head with a float32 scale
 
     @property
     def block_shape(self) -> tuple[int, int, int, int, int]:
         return (self.num_layers, self.parts, self.num_kv_heads, self.block_size, self.head_dim)
 
     @property
+    def views(self) -> dict[str, View]:
+        """`kv`: the numbers, `[L, P, Hkv, bs, D]`; `scales`, if there are any: what they are multiplied by, `[L, P, Hkv, bs]`."""
+        kv = View(self.stored or self.dtype, self.block_shape, 0)
+        return {"kv": kv, "scales": View("float32", self.block_shape[:-1], kv.nbytes)} if self.stored else {"kv": kv}
+
+    @property
     def block_bytes(self) -> int:
-        return int(np.prod(self.block_shape)) * DTYPE_BYTES[self.dtype]
+        """A whole number of rows, so that what one head has in one block is a row of one table over the whole pool."""
+        used = max(view.offset + view.nbytes for view in self.views.values())
+        row = self.block_size * self.head_dim * DTYPE_BYTES[self.stored or self.dtype]
+        return -(-used // row) * row
 
     @property
     def fingerprint(self) -> bytes:

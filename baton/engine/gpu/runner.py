@@ -24,9 +24,10 @@ from baton.engine.gpu.graphs import Captures, Graphs, ladder, uncaptured
 from baton.engine.gpu.inputs import Capacity, Inputs, Ints, Seat, Step
 from baton.engine.gpu.overlap import StepResult
 from baton.engine.gpu.sampler import Draw, Pick, Sampler, answers, pick_plainly
+from baton.engine.model.kv_views import DTYPES
 from baton.engine.model.moe import Mixture, SeparateExperts
 from baton.engine.model.transformer import Transformer
-from baton.engine.runner import DTYPES, ModelRunner
+from baton.engine.runner import ModelRunner
 
 if TYPE_CHECKING:
     from baton.engine.gpu.pool import DevicePool
@@ -79,6 +80,8 @@ class GpuRunner(ModelRunner):
         """
         if difference := self.layout.difference(pool.layout):
             raise ValueError(f"the pool does not fit the model: {difference}")
+        if self.layout.stored:
+            raise ValueError(f"the kernels of a device read KV as {self.layout.dtype}, not as {self.layout.stored}")
         if capacity is None:
             raise ValueError("capacity: a runner on a device needs a bound on its batches")
         shape = (pool.num_blocks + 1, *self.layout.block_shape)

@@ -29,6 +29,7 @@ from baton.engine.model.sizes import rounded_up
 GROUP_BYTES = 32 << 20  # of keys and values gathered for one group of decodes
 KEY_STEPS = 4  # allowed numbers of keys from one power of two to the next, for gathers
 GROUP_SPREAD = 8  # blocks by which lengths in a group may differ, beyond half their length
+INT8 = 127.0  # the largest number that is stored
 CUT = 256  # keys that a kernel meets at a time; it cuts them at multiples of this, so that sums do not depend on where a span begins
 
 Ints = npt.NDArray[np.int64]
@@ -52,6 +53,26 @@ class KvLayer(NamedTuple):
     blocks: Tensor  # [N, P, Hkv, bs, D]
     rows: Tensor  # [*, bs * D]: row (block · PLHkv + part · Hkv + head) is what one head has in one block
     slots: Tensor  # [*, D]: slot (row · bs + offset) is what it has for one token
+    per_block: int  # rows from one block to the next
+    scales: Tensor | None  # [N, P * Hkv, bs]: what the numbers of a row are multiplied by; None: they are as they are
+
+    def read(self, rows: Tensor, out: Tensor, dtype: torch.dtype) -> Tensor:
+        """The numbers of these rows `[n]`, `[n, bs * D]` of that type; `out` is room for them as they are stored."""
+        stored = torch.index_select(self.rows, 0, rows, out=out)
+        if self.scales is None:
+            return stored if stored.dtype == dtype else stored.to(dtype)
+        scales = self.scales[rows // self.per_block, rows % self.per_block]  # [n, bs]
+        return (stored.view(*scales.shape, -1) * scales[:, :, None]).to(dtype).view(len(rows), -1)
+
+    def write(self, slots: Tensor, x: Tensor) -> None:
+        """x `[n, D]` into slots `[n]`."""
+        if self.scales is not None:
+            size = self.scales.shape[2]
+            rows, offsets = slots // size, slots % size
+            most = x.abs().amax(dim=1).float()  # of a token of a head
+            self.scales[rows // self.per_block, rows % self.per_block, offsets] = most / INT8
+            x = (x.float() * (INT8 / most.clamp(min=torch.finfo(torch.float32).tiny))[:, None]).round_()
+        self.slots.index_copy_(0, slots, x.to(self.slots.dtype))
 
 
 @dataclass(frozen=True, slots=True)
@@ -81,22 +102,34 @@ class Kernels(NamedTuple):
 class PagedKv:
     """The pool as torch sees it, and the scratch memory into which keys and values are gathered."""
 
-    def __init__(self, pool: Tensor, value_dim: int = 0, kernels: Kernels | None = None) -> None:
-        """`pool` is `[N, L, P, Hkv, bs, D]`, contiguous; `value_dim`: Dv, 0 if it is D."""
+    def __init__(
+        self,
+        pool: Tensor,
+        value_dim: int = 0,
+        kernels: Kernels | None = None,
+        scales: Tensor | None = None,
+        dtype: torch.dtype | None = None,
+    ) -> None:
+        """`pool` is `[N, L, P, Hkv, bs, D]`, each block contiguous, a whole number of rows from one to the next; `value_dim`: Dv, 0 if it
+        is D; `scales` `[N, L, P, Hkv, bs]`, which `kernels` cannot use; `dtype` of queries, if it is not the pool's."""
         _, layers, self.parts, self.kv_heads, self.block_size, dim = pool.shape
         self.pool = pool
         self.value_dim = value_dim or dim
         self.kernels = kernels
-        self.rows_per_block = layers * self.parts * self.kv_heads
-        rows, slots, step = pool.view(-1, self.block_size * dim), pool.view(-1, dim), self.parts * self.kv_heads
-        self.layers = [KvLayer(pool[:, i], rows[i * step :], slots[i * step * self.block_size :]) for i in range(layers)]
+        self.dtype = dtype or pool.dtype
+        self._scales = scales
+        row, step = self.block_size * dim, self.parts * self.kv_heads
+        self.rows_per_block = pool.stride(0) // row
+        count = (len(pool) - 1) * self.rows_per_block + layers * step
+        rows, slots = pool.as_strided((count, row), (row, 1)), pool.as_strided((count * self.block_size, dim), (dim, 1))
+        by_row = [None] * layers if scales is None else scales.flatten(2, 3).unbind(dim=1)
+        self.layers = [
+            KvLayer(pool[:, i], rows[i * step :], slots[i * step * self.block_size :], self.rows_per_block, by_row[i])
+            for i in range(layers)
+        ]
         self.row_bytes = rows.shape[1] * rows.element_size()
-        self._by_slot = pool.view(-1, self.rows_per_block, self.block_size, dim).transpose(1, 2)  # [N, bs, PLHkv, D]
+        self._by_slot = pool.flatten(1, 3).transpose(1, 2)  # [N, bs, PLHkv, D]
         self._scratch = rows.new_empty(0, rows.shape[1])
-
-    @property
-    def dtype(self) -> torch.dtype:
-        return self._scratch.dtype
 
     def tensor(self, array: Ints) -> Tensor:
         """The array as a tensor on the pool's device."""
@@ -111,11 +144,15 @@ class PagedKv:
         """Zeroes slots in all layers."""
         if len(blocks):
             self._by_slot[self.tensor(blocks), self.tensor(offsets)] = 0
+            if self._scales is not None:
+                self._scales.flatten(1, 3).transpose(1, 2)[self.tensor(blocks), self.tensor(offsets)] = 0
 
     def wipe(self, blocks: list[int]) -> None:
         """Zeroes blocks."""
         for block in blocks:
             self.pool[block].zero_()
+            if self._scales is not None:
+                self._scales[block].zero_()
 
     def scratch(self, rows: int) -> Tensor:
         """Uninitialised `[rows, bs * D]`, valid until the next call. Kept between steps, because fresh pages cost more than the gather."""
@@ -183,12 +220,12 @@ class PagedAttention:
 
 def store(kv: Tensor, kv_layer: KvLayer, slots: Tensor) -> None:
     """kv `[T', P, Hkv, D]` into the slots `[T' * P * Hkv]` of its tokens."""
-    kv_layer.slots.index_copy_(0, slots, kv.reshape(-1, kv.shape[-1]))
+    kv_layer.write(slots, kv.reshape(-1, kv.shape[-1]))
 
 
 def _attend_group(q: Tensor, paged: PagedKv, layer: int, group: Group, meta: Meta) -> Tensor:
     _, heads, dim = q.shape
-    gathered = torch.index_select(paged.layers[layer].rows, 0, group.gather, out=meta.scratch[: len(group.gather)])
+    gathered = paged.layers[layer].read(group.gather, meta.scratch[: len(group.gather)], q.dtype)
     kv = gathered.view(paged.parts, group.size, paged.kv_heads, -1, dim)  # [P, B, Hkv, S, D]
     kv = kv[..., : group.keys, :]
     k, v = kv[0], kv[-1][..., : paged.value_dim]

@@ -1,0 +1,105 @@
+"""KV that is stored in another type than the model computes in is one more layout: the runner, the pool and a handoff are the same."""
+
+from dataclasses import replace
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+
+from baton.engine.choice import load_runner
+from baton.engine.core.kvcache import KvLayout, KvPool
+from baton.engine.core.protocol import Chunk
+from baton.engine.core.sampling import SamplingParams
+from baton.engine.core.sequence import Sequence
+from baton.engine.model.kv_views import views
+from baton.engine.runner import ModelRunner
+
+TALE = Path(__file__).resolve().parents[3] / "baton" / "models" / "tale"
+BLOCK, BLOCKS = 8, 24
+PLAIN = KvLayout("model", "bfloat16", BLOCK, 3, 2, 16)
+
+
+def runner(stored: str) -> ModelRunner:
+    made = load_runner(ModelRunner, TALE, block_size=BLOCK, compiled=False)
+    made.layout = replace(made.layout, stored=stored)
+    pool = KvPool(made.layout, BLOCKS)
+    pool.array[:] = 0x3C  # what was there before is finite, and no one's
+    made.attach(pool)
+    return made
+
+
+def sequence(tokens: list[int], blocks: list[int]) -> Sequence:
+    return Sequence("a", list(tokens), len(tokens), SamplingParams(max_tokens=9), b"", blocks=blocks)
+
+
+def compute(runner: ModelRunner, seq: Sequence, *chunks: int) -> list[torch.Tensor]:
+    found = []
+    for n in chunks:
+        found.append(runner.run_logits([Chunk(seq, n)]))
+        seq.computed += n
+        if not seq.pending:
+            seq.tokens.append(int(found[-1][0].argmax()))
+    return found
+
+
+def test_a_layout_says_what_a_block_holds() -> None:
+    packed = replace(PLAIN, stored="int8")
+    numbers = 3 * 2 * 2 * BLOCK * 16
+    assert PLAIN.block_bytes == 2 * numbers and list(PLAIN.views) == ["kv"]
+    kv, scales = packed.views.values()
+    assert (kv.dtype, kv.shape, kv.offset) == ("int8", packed.block_shape, 0)
+    assert (scales.dtype, scales.shape, scales.offset) == ("float32", (3, 2, 2, BLOCK), numbers)
+    assert packed.block_bytes >= numbers + 4 * 3 * 2 * 2 * BLOCK and packed.block_bytes % (BLOCK * 16) == 0
+    assert packed.fingerprint != PLAIN.fingerprint
+    assert packed.difference(PLAIN) == "stored: 'int8' here, '' there"
+
+
+@pytest.mark.parametrize("stored", ["", "int8"])
+def test_views_of_the_memory_do_not_overlap_and_stay_in_their_block(stored: str) -> None:
+    layout = replace(PLAIN, stored=stored)
+    memory = torch.zeros(3, layout.block_bytes, dtype=torch.uint8)
+    for view in views(layout, memory).values():
+        before = memory.clone()
+        view[1].view(torch.uint8).fill_(255)
+        assert not (memory[[0, 2]] != before[[0, 2]]).any()
+        assert (before[1][memory[1] != before[1]] == 0).all() and (memory[1] != before[1]).sum() == view[1].numel() * view.element_size()
+
+
+def test_packed_kv_gives_nearly_the_same_logits() -> None:
+    prompt = list(range(40, 85))
+    plain, packed = runner(""), runner("int8")
+    assert packed.layout.block_bytes < 0.45 * plain.layout.block_bytes
+    expected, found = (compute(made, sequence(prompt, [5, 3, 9, 1, 7, 2, 0]), 45, 1, 1) for made in (plain, packed))
+    for a, b in zip(expected, found, strict=True):
+        assert 0 < (a - b).abs().max() < 0.05 * a.abs().max()
+
+
+def test_chunks_prefixes_and_copied_blocks_are_those_of_one_prompt() -> None:
+    prompt = list(range(40, 85))
+    whole, cut, moved = (runner("int8") for _ in range(3))
+    blocks = [5, 3, 9, 1, 7, 2, 0]
+    expected = compute(whole, sequence(prompt, blocks), 45, 1)
+    found = compute(cut, sequence(prompt, blocks[::-1]), 16, 24, 5, 1)
+    assert (expected[0] - found[2]).abs().max() < 1e-2 * expected[0].abs().max()
+    source, target = whole.pool.array, moved.pool.array
+    target[[11, 12, 13, 14, 15, 16]] = source[blocks[:6]]
+    handed = sequence([*prompt, int(expected[0].argmax())], [11, 12, 13, 14, 15, 16, 17])
+    handed.computed = 45
+    assert torch.equal(compute(moved, handed, 1)[0], expected[1])
+
+
+def test_the_bytes_of_a_last_block_depend_on_its_tokens_alone() -> None:
+    used, fresh = runner("int8"), runner("int8")
+    used.pool.array[:] = np.random.default_rng(0).integers(0, 127, used.pool.array.shape, dtype=np.uint8)
+    size = sum(view.nbytes for view in used.layout.views.values())
+    for made in (used, fresh):
+        compute(made, sequence(list(range(40, 61)), [2, 4, 6]), 21)
+    assert np.array_equal(used.pool.array[6, :size], fresh.pool.array[6, :size])
+
+
+def test_kernels_of_one_type_are_not_given_another() -> None:
+    made = load_runner(ModelRunner, TALE, block_size=BLOCK)
+    made.layout = replace(made.layout, stored="int8")
+    made.attach(KvPool(made.layout, BLOCKS))
+    assert made._paged is not None and made._paged.kernels is None
