@@ -1,7 +1,9 @@
-"""Settings of the whole suite: Hypothesis examples have no time limit, and parallel runs keep certain tests in one process."""
+"""Settings of the whole suite: Hypothesis examples have no time limit, nothing that a test starts outlives the run, and parallel runs keep
+certain tests in one process."""
 
 import signal
 
+import left_behind
 import pytest
 from hypothesis import HealthCheck, settings
 from xdist.remote import Producer
@@ -14,6 +16,8 @@ settings.load_profile("baton")
 # A shell's job in the background ignores SIGINT, and so would every process that a test starts and then interrupts.
 if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
     signal.signal(signal.SIGINT, signal.default_int_handler)
+
+left_behind.watch()
 
 RAY = {"tests/launch/test_launcher.py", "tests/system/test_ray.py"}  # a machine has one Ray
 
