@@ -55,7 +55,18 @@ def run(folder: Path, **texts: str) -> Iterator[tuple["subprocess.Popen[bytes]",
     for name, text in texts.items():
         (folder / f"test_{name}.py").write_text(text.replace("{folder!r}", repr(str(folder))).replace("{name}", name))
     env = {**os.environ, "PYTHONPATH": f"{ROOT}:{ROOT / 'tests' / 'support'}", "TMPDIR": str(folder), "OF_THIS_RUN": str(folder)}
-    options = ("--max-worker-restart=0", "--numprocesses", str(len(texts)), "-p", "no:cacheprovider", "--rootdir", str(folder))
+    env["PYTEST_DISABLE_PLUGIN_AUTOLOAD"] = "1"  # they take a second to import
+    options = (
+        "-p",
+        "xdist",
+        "--max-worker-restart=0",
+        "--numprocesses",
+        str(len(texts)),
+        "-p",
+        "no:cacheprovider",
+        "--rootdir",
+        str(folder),
+    )
     command = [sys.executable, "-m", "pytest", *options, "-c", os.devnull, str(folder)]
     with (folder / "log").open("wb") as log:
         process = subprocess.Popen(command, env=env, cwd=folder, stdout=log, stderr=log, start_new_session=True)

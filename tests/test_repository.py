@@ -1,0 +1,530 @@
+"""The structure of the project: which package may import which, current generated code, and no pickle anywhere."""
+
+import ast
+import graphlib
+import re
+import subprocess
+import sys
+import tomllib
+from functools import cache
+from importlib.metadata import version
+from pathlib import Path
+
+import pytest
+from each import for_each
+from packaging.requirements import Requirement
+
+ROOT = Path(__file__).resolve().parent.parent
+# The packages of this project. A file belongs to the longest name that matches.
+ROOMS = (
+    "baton", "baton.access", "baton.cli", "baton.cluster", "baton.engine", "baton.engine.core", "baton.engine.cpu", "baton.engine.facts",
+    "baton.engine.gpu", "baton.engine.model", "baton.engine.vllm", "baton.launch", "baton.models", "baton.simulate",
+    "baton.worker",
+    "decode_worker", "kvtransfer", "loadtest", "prefill_worker", "router",
+)  # fmt: skip
+WORKER = {"baton.engine", "baton.cluster", "baton.moves", "baton.v1", "kvtransfer"}
+
+# package → which of our packages it may import. An entry that names a module allows only that module.
+ARROWS = {
+    "baton": {"baton.answer", "baton.attempts", "baton.client", "baton.targets", "baton.v1"},
+    "baton.access": {
+        "baton.client",
+        "baton.cluster",
+        "baton.launch.pods",
+        "baton.launch.port_forward",
+        "baton.launch.state",
+        "baton.section",
+    },
+    "baton.cli": {"baton", "kvtransfer", "loadtest.cli", "loadtest.options"},
+    "baton.cluster": {"baton.engine.core.block_key", "baton.engine.options", "baton.moves", "baton.section", "baton.stages"},
+    "baton.engine": {"baton.section"},  # and its own files: options, runner, choice, build, start
+    "baton.engine.core": {"baton.moves"},
+    "baton.engine.facts": {"baton.engine.core"},
+    "baton.engine.model": {"baton.engine.core", "baton.engine.facts"},
+    "baton.engine.cpu": {"baton.engine.core", "baton.engine.model"},
+    "baton.engine.gpu": {"baton.engine.core", "baton.engine.model", "baton.engine.runner"},
+    "baton.engine.vllm": {
+        "baton.engine.build",
+        "baton.engine.core",
+        "baton.engine.facts",
+        "baton.engine.machine",
+        "baton.engine.model.sampler",
+        "baton.engine.options",
+    },
+    "baton.launch": {"baton.cluster", "baton.moves", "baton.v1"},
+    "baton.models": {"baton.engine.facts.fingerprint", "baton.engine.model.memory"},
+    "baton.simulate": {"baton.cluster", "baton.engine.core", "router"},
+    "baton.worker": WORKER,
+    "decode_worker": WORKER | {"baton.worker"},
+    "kvtransfer": {
+        "baton.engine.core.kvcache",
+        "baton.cluster.errors",
+        "baton.cluster.failpoint",
+        "baton.cluster.handoff",
+        "baton.cluster.open_files",
+        "baton.moves",
+    },
+    "loadtest": {"baton.access", "baton.client", "baton.launch.state", "baton.stages", "baton.terminal"},
+    "prefill_worker": WORKER | {"baton.worker"},
+    # Of the engine only what is plain data and standard library: the router never loads torch.
+    "router": {
+        "baton.engine.core.block_key",
+        "baton.engine.facts.fields",
+        "baton.engine.facts.fingerprint",
+        "baton.engine.facts.model_facts",
+        "baton.engine.core.sampling",
+        "baton.engine.facts.tokenizer_files",
+        "baton.cluster",
+        "baton.moves",
+        "baton.stages",
+        "baton.v1",
+    },
+}
+# Heavy third-party libraries and the only places that may import them.
+HOMES = {
+    "torch": (
+        *(f"baton/engine/{name}" for name in ("build.py", "choice.py", "cpu/", "gpu/", "model/", "runner.py", "vllm/")),
+        "baton/models/",
+    ),
+    "numba": ("baton/engine/cpu/",),
+    "llvmlite": tuple(f"baton/engine/cpu/{name}.py" for name in ("amx", "dots", "features", "primitives", "softmax", "tile")),
+    "triton": ("baton/engine/gpu/triton_",),
+    "flashinfer": ("baton/engine/gpu/flashinfer_backend.py",),
+    "flash_attn": ("baton/engine/gpu/flash_attn_backend.py",),
+    "nixl_cu13": ("kvtransfer/nixl_transport.py",),
+    "redis": ("baton/cluster/redis_registry.py",),
+    "psutil": ("baton/cluster/address.py", "baton/engine/vllm/engine.py", "kvtransfer/ucx.py"),
+    "ray": ("baton/launch/ray_launcher.py",),
+    "opentelemetry": ("baton/cluster/otel.py",),
+    "cryptography": ("baton/cli/certs.py",),
+    "prometheus_client": ("baton/cluster/metrics_http.py",),
+    "kubernetes": ("baton/launch/kubernetes_api.py",),
+    "tokenizers": ("router/", "baton/models/", "loadtest/plan.py"),
+    "typer": ("baton/access/options.py", "baton/cli/", "loadtest/cli.py", "loadtest/options.py"),
+    "rich": ("baton/terminal.py", "baton/cli/", "baton/models/train/", "loadtest/"),
+    "matplotlib": ("loadtest/", "baton/models/"),
+    "transformers": ("baton/models/train/",),
+    "starlette": ("router/http/",),
+    "h11": ("router/http/connection.py", "baton/cluster/page_server.py", "loadtest/http_door.py"),
+    "limits": ("router/rates.py",),
+    "huggingface_hub": ("baton/models/fetch/hub.py",),
+    "httpx2": ("baton/models/fetch/hub.py",),
+    "boto3": ("baton/models/fetch/bucket.py",),
+    "botocore": ("baton/models/fetch/bucket.py",),
+    "urllib3": ("baton/models/fetch/bucket.py", "baton/launch/kubernetes_api.py"),
+    "awscrt": ("baton/models/fetch/digest.py",),
+    "vllm": ("baton/engine/vllm/",),
+}
+# Code that only decides: no await, no clock, no randomness, no torch.
+PURE = (
+    "baton/engine/core/arrivals.py", "baton/engine/core/scheduler.py", "baton/engine/core/blocks.py", "baton/engine/core/sequence.py",
+    "baton/stages.py", "kvtransfer/lease.py",
+    "baton/engine/vllm/block_events.py", "baton/engine/vllm/desk.py", "baton/engine/vllm/ledger.py",
+    "baton/attempts.py", "baton/launch/patience.py", "baton/launch/pods.py",
+    "baton/cluster/awake.py", "baton/worker/stall.py",
+    "router/policy.py", "router/poison.py", "router/view.py", "router/outliers.py", "router/retry_budget.py",
+    "router/prefix_index.py", "router/admission.py", "router/pace.py",
+    "router/curves.py", "router/listing.py",
+    "router/stop.py", "router/slo.py", "router/resume.py", "router/transcript.py", "loadtest/latency.py",
+    "loadtest/slo.py", "loadtest/distribution.py", "loadtest/window.py", "loadtest/summary.py", "loadtest/estimate.py",
+    "loadtest/verdict.py",
+)  # fmt: skip
+BANNED = {"pickle", "marshal", "shelve", "dill", "cloudpickle"}
+
+
+def sources() -> list[Path]:
+    tops = sorted({room.split(".")[0] for room in ROOMS})
+    return [path for top in tops for path in sorted((ROOT / top).rglob("*.py")) if "v1" not in path.parts]
+
+
+def within(path: Path) -> str:
+    return str(path.relative_to(ROOT))
+
+
+def room_of(path: Path) -> str:
+    if path == ROOT / "baton" / "__main__.py":
+        return "baton.cli"  # `python -m baton` is the same command
+    name = ".".join(path.relative_to(ROOT).with_suffix("").parts)
+    return max((room for room in ROOMS if name.startswith(f"{room}.")), key=len)
+
+
+def imports(path: Path) -> set[str]:
+    return imports_of(path.read_text())
+
+
+@cache
+def parsed(text: str) -> ast.Module:
+    return ast.parse(text)
+
+
+@cache
+def imports_of(text: str) -> set[str]:
+    found = set()
+    for node in ast.walk(parsed(text)):
+        if isinstance(node, ast.Import):
+            found |= {alias.name for alias in node.names}
+        elif isinstance(node, ast.ImportFrom) and node.module and not node.level:
+            found |= {f"{node.module}.{alias.name}" for alias in node.names}
+    return found
+
+
+def allowed(module: str, room: str) -> bool:
+    within = [room, *ARROWS[room]] if room != "baton" else ARROWS[room]
+    return any(module == entry or module.startswith(f"{entry}.") for entry in within)
+
+
+@for_each(sources(), within)
+def test_imports_follow_the_allowed_directions(path: Path) -> None:
+    room = room_of(path)
+    tops = {room.split(".")[0] for room in ROOMS}
+    wrong = sorted(module for module in imports(path) if module.split(".")[0] in tops and not allowed(module, room))
+    assert not wrong, f"{room} may not import {wrong}"
+
+
+@for_each(sources(), within)
+def test_heavy_libraries_stay_in_their_file(path: Path) -> None:
+    name = str(path.relative_to(ROOT))
+    for module in imports(path):
+        home = HOMES.get(module.split(".")[0])
+        assert home is None or name.startswith(home), f"{name} imports {module}"
+        assert module.split(".")[0] not in BANNED, f"{name} imports {module}: this project pickles nothing"
+    assert not torch_loads(path.read_text()), f"{name} reads pickle: use safetensors"
+
+
+def torch_loads(text: str) -> list[str]:
+    """Every `load` function of torch that a file names. They unpickle, and a pickle can run any code."""
+    tree = parsed(text)
+    known: dict[str, str] = {}  # name in the file → what it imports
+    for node in ast.walk(tree):
+        if isinstance(node, ast.Import):
+            known |= {
+                alias.asname or alias.name.split(".")[0]: alias.name if alias.asname else alias.name.split(".")[0] for alias in node.names
+            }
+        elif isinstance(node, ast.ImportFrom) and not node.level:
+            known |= {alias.asname or alias.name: f"{node.module}.{alias.name}" for alias in node.names}
+    used = [dotted(node) for node in ast.walk(tree) if isinstance(node, ast.Attribute)]
+    meant = [*known.values(), *(".".join((known.get(head, head), *rest)) for head, *rest in used)]
+    return [name for name in meant if name.startswith("torch.") and name.endswith(".load")]
+
+
+def dotted(node: ast.expr) -> list[str]:
+    """The names of `a.b.c`. A call or an index at its start becomes an empty name."""
+    match node:
+        case ast.Name(id=name):
+            return [name]
+        case ast.Attribute(value=value, attr=attr):
+            return [*dotted(value), attr]
+    return [""]
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        "import torch\ntorch.load(path)",
+        "import torch as t\nt.load(path, weights_only=True)",
+        "from torch import load",
+        "from torch import load as read",
+        "import torch.serialization\nread = torch.serialization.load",
+        "def late():\n    import torch\n    return torch.jit.load(path)",
+        "from torch import jit\njit.load(path)",
+    ],
+)
+def test_every_way_to_unpickle_is_detected(text: str) -> None:
+    """Negative control."""
+    assert torch_loads(text)
+
+
+def test_a_load_that_does_not_unpickle_is_allowed() -> None:
+    assert not torch_loads("import json, torch\nimport safetensors.torch as st\njson.load(f)\nst.load(b)\ntorch.zeros(2).load\nself.load()")
+
+
+def test_an_import_against_the_rules_is_detected() -> None:
+    """Negative control."""
+    assert not allowed("router.policy", "baton.engine") and not allowed("baton.engine.core.engine", "router")
+    assert allowed("baton.engine.core.block_key.extend_keys", "router") and not allowed("baton.engine.block_keys", "router")
+    assert not allowed("baton.cluster.errors", "baton") and not allowed("baton.cli.main", "loadtest")
+
+
+def file_graph(texts: dict[str, str]) -> dict[str, set[str]]:
+    """module → the modules in `texts` that it imports, including imports inside functions."""
+
+    def file_of(name: str) -> str | None:
+        parts = name.split(".")
+        prefixes = (".".join(parts[:n]) for n in range(len(parts), 0, -1))
+        return next((prefix for prefix in prefixes if prefix in texts), None)
+
+    found = {name: {file_of(imported) for imported in imports_of(text)} for name, text in texts.items()}
+    return {name: {file for file in files if file and file != name} for name, files in found.items()}
+
+
+def circle(texts: dict[str, str]) -> list[str]:
+    """Files that import each other in a circle, with the first one repeated at the end. Empty if there is no circle."""
+    try:
+        graphlib.TopologicalSorter(file_graph(texts)).prepare()
+    except graphlib.CycleError as error:
+        return list(error.args[1])
+    return []
+
+
+def test_no_files_import_each_other_in_a_circle() -> None:
+    """An import inside a function hides a circle from Python, but not from a reader."""
+    names = {path: path.relative_to(ROOT).with_suffix("").parts for path in sources() if path.name != "__init__.py"}
+    texts = {".".join(parts): path.read_text() for path, parts in names.items()}
+    assert not circle(texts)
+    assert sum(map(len, file_graph(texts).values())) > len(texts), "the graph has lost its edges"
+
+
+def by_room(graph: dict[str, set[str]]) -> dict[str, set[str]]:
+    """room → the rooms that its files import. A file beside sub-rooms is a room of its own: they may lie between it and another file."""
+    halls = {room for room in ROOMS if any(other.startswith(f"{room}.") for other in ROOMS)}
+
+    def room(module: str) -> str:
+        found = max((room for room in ROOMS if module.startswith(f"{room}.")), key=len)
+        return module if found in halls else found
+
+    found: dict[str, set[str]] = {}
+    for module, others in graph.items():
+        found.setdefault(room(module), set()).update({room(other) for other in others} - {room(module)})
+    return found
+
+
+def test_no_rooms_import_each_other_in_a_circle() -> None:
+    names = {path: path.relative_to(ROOT).with_suffix("").parts for path in sources() if path.name != "__init__.py"}
+    graph = by_room(file_graph({".".join(parts): path.read_text() for path, parts in names.items()}))
+    order = list(graphlib.TopologicalSorter(graph).static_order())
+    floors = [
+        order.index(f"baton.engine.{name}") for name in ("core", "facts", "model", "cpu", "runner", "choice", "build", "vllm", "start")
+    ]
+    assert floors == sorted(floors)
+
+
+def test_a_circle_of_rooms_is_detected() -> None:
+    """Negative control: no two files import each other."""
+    graph = by_room({"baton.engine.cpu.a": {"baton.engine.model.b"}, "baton.engine.model.c": {"baton.engine.cpu.d"}})
+    with pytest.raises(graphlib.CycleError):
+        graphlib.TopologicalSorter(graph).prepare()
+    assert not by_room({"baton.engine.cpu.a": {"baton.engine.cpu.b"}})["baton.engine.cpu"]
+
+
+CLOCKS = {"time.monotonic", "time.perf_counter", "time.time"}
+# The wall clock, where people or other hosts read it: the Date header, when an answer or a record was made, when a receipt ends.
+WALL_CLOCKS = {f"router/{name}.py" for name in ("http/app", "http/connection", "http/openai_out", "journal", "rates", "service")}
+
+
+def clocks(text: str) -> set[str]:
+    """The clocks that a file reads, by whatever name."""
+    tree = parsed(text)
+    known = {
+        alias.asname or alias.name: f"time.{alias.name}"
+        for node in ast.walk(tree)
+        if isinstance(node, ast.ImportFrom) and node.module == "time"
+        for alias in node.names
+    }
+    used = {known.get(node.id, "") for node in ast.walk(tree) if isinstance(node, ast.Name)}
+    return CLOCKS & (used | {".".join(dotted(node)) for node in ast.walk(tree) if isinstance(node, ast.Attribute)})
+
+
+def test_the_router_reads_the_clock_of_its_loop() -> None:
+    """So a loop whose time is virtual runs it, too."""
+    for path in sorted((ROOT / "router").rglob("*.py")):
+        name = str(path.relative_to(ROOT))
+        assert clocks(path.read_text()) <= ({"time.time"} if name in WALL_CLOCKS else set()), name
+
+
+def test_another_clock_is_detected() -> None:
+    """Negative control."""
+    assert clocks("from time import monotonic as m\ndef f(clock=m): ...") == {"time.monotonic"}
+    assert clocks("import time\nx = time.perf_counter()") == {"time.perf_counter"} and not clocks("import time\ntime.sleep(1)")
+
+
+def test_an_import_circle_is_detected() -> None:
+    """Negative control: at the top of a file, inside a function, across several files."""
+    assert circle({"a.b": "from a import c", "a.c": "def f():\n    from a.b import d"})
+    assert circle({"a": "import b.x", "b.x": "from c import y", "c": "def f():\n    import a"})
+    assert not circle({"a": "import b", "b": "from c import a", "c": "import os"})
+
+
+@for_each(PURE)
+def test_decision_code_is_pure(name: str) -> None:
+    tree = parsed((ROOT / name).read_text())
+    assert not [node for node in ast.walk(tree) if isinstance(node, ast.Await | ast.AsyncFunctionDef)]
+    roots = {module.split(".")[0] for module in imports(ROOT / name)}
+    assert not roots & {"torch", "time", "random", "secrets", "asyncio", "prometheus_client", "opentelemetry", "logging"}
+
+
+FACTS_WITH_ONE_HOME = {
+    r'"queue", "prefill", "transfer", "decode"': "baton/stages.py",
+    r"GREEDY_BELOW\s*=": "baton/engine/core/sampling.py",
+    r"KEY_BYTES\s*=\s*16": "baton/engine/core/block_key.py",
+    r"MAX_REQUEST_ID\s*=": "router/validate.py",
+}
+
+
+@for_each(FACTS_WITH_ONE_HOME)
+def test_a_fact_is_declared_once(pattern: str) -> None:
+    files = [*sources(), *(ROOT / "router" / "http" / "static").glob("*.js")]
+    homes = [str(path.relative_to(ROOT)) for path in files if re.search(pattern, path.read_text())]
+    assert homes == [FACTS_WITH_ONE_HOME[pattern]]
+
+
+def test_generated_code_is_current() -> None:
+    done = subprocess.run([sys.executable, str(ROOT / "scripts" / "generate.py"), "--check"], capture_output=True, text=True, timeout=60)
+    assert done.returncode == 0, done.stderr
+
+
+def test_every_development_dependency_is_installed() -> None:
+    """Tests skip where a package does not exist for the platform, so a missing one must fail here."""
+    extra = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]["optional-dependencies"]["dev"]
+    needed = [Requirement(line) for line in extra]
+    for one in needed:
+        if one.marker is None or one.marker.evaluate():
+            assert version(one.name)
+
+
+HINT = re.compile(r"(?<![\w-])(baton(?:-llm)?)\[([a-z0-9,{}]+)\]")
+
+
+def test_whatever_is_told_to_be_installed_exists() -> None:
+    """The name `baton` belongs to somebody else on the package index."""
+    project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
+    names = subprocess.run(["git", "ls-files"], cwd=ROOT, capture_output=True, text=True, check=True, timeout=60).stdout.splitlines()
+    texts = [
+        path.read_text() for name in names if (path := ROOT / name).suffix in (".py", ".md", ".toml", ".yaml", ".proto") and path.is_file()
+    ]
+    hints = {hint for text in texts for hint in HINT.findall(text)}
+    assert len(hints) > 5
+    for name, extras in hints:
+        assert name == project["name"], f"{name}[{extras}]"
+        assert extras.startswith("{") or set(extras.split(",")) <= set(project["optional-dependencies"]), extras
+
+
+def test_proto_is_not_a_python_package() -> None:
+    assert not list((ROOT / "proto").rglob("__init__.py"))
+
+
+@pytest.mark.parametrize(
+    ("module", "absent"),
+    [
+        ("router.wiring", "torch"),
+        ("baton", "grpc"),
+        ("baton.client", "torch"),
+        ("baton.client", "baton.cluster"),
+        ("baton.cli.main", "torch"),
+        ("baton.cli.main", "matplotlib"),
+        ("baton.cli.main", "kubernetes"),
+        ("baton.cli.main", "urllib3"),
+        ("baton.cli.fetch", "huggingface_hub"),
+        ("baton.cli.fetch", "boto3"),
+        ("baton.engine.core.toy", "torch"),
+        ("baton.engine.runner", "numba"),
+    ],
+)
+def test_light_processes_stay_light(module: str, absent: str) -> None:
+    code = f"import {module}, sys; sys.exit({absent!r} in sys.modules)"
+    assert subprocess.run([sys.executable, "-c", code], timeout=60).returncode == 0
+
+
+def test_init_files_contain_only_a_docstring() -> None:
+    """Only `baton` has more: it imports its client lazily."""
+    for path in {path.parent for path in sources()}:
+        body = ast.parse((path / "__init__.py").read_text()).body
+        assert path == ROOT / "baton" or (len(body) == 1 and isinstance(body[0], ast.Expr)), path
+
+
+MOST_FILE_LINES, MOST_FUNCTION_LINES, MOST_NESTING, MOST_PARAMETERS = 500, 60, 4, 8
+COMPOUND = ast.If | ast.For | ast.AsyncFor | ast.While | ast.With | ast.AsyncWith | ast.Try | ast.TryStar | ast.Match
+FUNCTION = ast.FunctionDef | ast.AsyncFunctionDef
+# Kernels are exempt: they unroll loops by hand and take pointers and strides one by one. Commands are not: option classes hold their flags.
+KERNELS = ("triton.jit", "kernel", "body", "intrinsic")
+
+
+def nesting(node: ast.AST, depth: int = 0) -> int:
+    """The most compound statements around one statement of a function. `elif` counts with its `if`. Inner functions are left out."""
+    deepest = depth
+    for child in ast.iter_child_nodes(node):
+        if isinstance(child, FUNCTION | ast.ClassDef | ast.Lambda):
+            continue
+        is_elif = isinstance(node, ast.If) and isinstance(child, ast.If) and child in node.orelse and child.col_offset == node.col_offset
+        deepest = max(deepest, nesting(child, depth + (isinstance(child, COMPOUND) and not is_elif)))
+    return deepest
+
+
+def is_kernel(function: ast.FunctionDef | ast.AsyncFunctionDef) -> bool:
+    return any(ast.unparse(each.func if isinstance(each, ast.Call) else each) in KERNELS for each in function.decorator_list)
+
+
+def excesses(text: str) -> list[str]:
+    """Lists everything in a file that exceeds a limit of size."""
+    lines = len(text.splitlines())
+    found = [f"{lines} lines in the file"] if lines > MOST_FILE_LINES else []
+    for function in ast.walk(parsed(text)):
+        if not isinstance(function, FUNCTION) or is_kernel(function):
+            continue
+        taken = function.args
+        names = [each.arg for each in (*taken.posonlyargs, *taken.args, *taken.kwonlyargs, taken.vararg, taken.kwarg) if each]
+        sizes = {
+            "lines": ((function.end_lineno or 0) - function.lineno + 1, MOST_FUNCTION_LINES),
+            "levels": (nesting(function), MOST_NESTING),
+            "parameters": (len([name for name in names if name not in ("self", "cls")]), MOST_PARAMETERS),
+        }
+        found += [f"{function.name}, line {function.lineno}: {size} {what}" for what, (size, most) in sizes.items() if size > most]
+    return found
+
+
+@for_each([*sources(), *sorted((ROOT / "scripts").glob("*.py"))], within)
+def test_files_and_functions_stay_small(path: Path) -> None:
+    assert not excesses(path.read_text())
+
+
+DEEP = "def f():\n if a:\n  for b in c:\n   with d:\n    try:\n     {}\n    finally:\n     pass"
+
+
+@pytest.mark.parametrize(
+    ("text", "found"),
+    [
+        ("x = 1\n" * 500, []),
+        ("x = 1\n" * 501, ["501 lines in the file"]),
+        ("def f():\n" + "    x = 1\n" * 59, []),
+        ("class A:\n    async def f(self):\n" + "        x = 1\n" * 60, ["f, line 2: 61 lines"]),
+        (DEEP.format("x = 1"), []),
+        (DEEP.format("if x: y = 1"), ["f, line 1: 5 levels"]),
+        (DEEP.format("def g():\n      if x: y = 1"), []),
+        ("def f():\n if a: x\n elif b: x\n elif c: x\n elif d: x\n elif e: x", []),
+        ("def f(self, a, b, c, d, e, *f, g, **h): pass", []),
+        ("def f(a, /, b, c, d, e, *f, g, h, **i): pass", ["f, line 1: 9 parameters"]),
+        ("class A:\n a: int\n b: int\n c: int\n d: int\n e: int\n f: int\n g: int\n h: int\n i: int", []),
+        ("@triton.jit\ndef f(a, b, c, d, e, f, g, h, i): pass", []),
+        ("@app.command()\ndef f(a, b, c, d, e, f, g, h, i): pass", ["f, line 2: 9 parameters"]),
+    ],
+)
+def test_oversized_code_is_detected(text: str, found: list[str]) -> None:
+    """Includes negative controls: the largest allowed size and the smallest size that is too large."""
+    assert excesses(text) == found
+
+
+def defined(name: str) -> bool:
+    """Whether a dotted name is a module of ours, or a class, function or method in one."""
+    parts = name.split(".")
+    for end in range(len(parts), 0, -1):
+        path = ROOT.joinpath(*parts[:end]).with_suffix(".py")
+        if path.is_file():
+            body: list[ast.stmt] = ast.parse(path.read_text()).body
+            for part in parts[end:]:
+                found = [node for node in body if getattr(node, "name", None) == part]
+                if not found:
+                    return False
+                body = getattr(found[0], "body", [])
+            return True
+    return False
+
+
+def test_the_glossary_names_what_exists() -> None:
+    names = re.findall(
+        r"`((?:baton|decode_worker|kvtransfer|loadtest|prefill_worker|router)\.[\w.]+)`", (ROOT / "docs" / "glossary.md").read_text()
+    )
+    assert len(names) > 50 and [name for name in names if not defined(name)] == []
+
+
+def test_a_name_that_does_not_exist_is_detected() -> None:
+    assert defined("router.gate.Gate.place") and defined("router.gate")
+    assert not defined("router.gate.Gate.places") and not defined("router.gates") and not defined("router.gate.Door")

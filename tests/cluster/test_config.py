@@ -6,6 +6,7 @@ from typing import Any
 
 import pytest
 import yaml
+from each import for_each
 from hypothesis import given
 from hypothesis import strategies as st
 from pydantic import ValidationError
@@ -132,7 +133,7 @@ class TestPrecedence:
 
 
 class TestEveryKey:
-    @pytest.mark.parametrize("key", keys(), ids=lambda key: key.name)
+    @for_each(keys(), lambda key: key.name)
     def test_a_key_can_be_set_by_its_variable_or_its_flag(self, key: Key) -> None:
         text = legal(key)
         pair = {}  # other settings that the key requires
@@ -154,17 +155,17 @@ class TestEveryKey:
             assert by_flag.config == by_env.config
             assert by_flag.sources[key.name] == f"flag --{flag}"
 
-    @pytest.mark.parametrize("key", keys(), ids=lambda key: key.name)
+    @for_each(keys(), lambda key: key.name)
     def test_a_key_is_documented_and_its_default_is_legal(self, key: Key) -> None:
         assert len(key.description) > 10 and key.description.endswith(".")
         section, leaf = key.name.split(".")
         model = type(getattr(Config(), section))
         assert getattr(model.model_validate({leaf: key.default}), leaf) == key.default
 
-    @pytest.mark.parametrize("key", [key for key in keys() if isinstance(key.default, float)], ids=lambda key: key.name)
-    @pytest.mark.parametrize("text", [".nan", ".inf", "-.inf", "-1"])
-    def test_a_float_key_is_bounded(self, key: Key, text: str) -> None:
-        assert key.name in refused(env={key.env: text})
+    @for_each([key for key in keys() if isinstance(key.default, float)], lambda key: key.name)
+    def test_a_float_key_is_bounded(self, key: Key) -> None:
+        for text in (".nan", ".inf", "-.inf", "-1"):
+            assert key.name in refused(env={key.env: text}), text
 
     def test_each_key_has_its_own_variable(self) -> None:
         names = [key.env for key in keys()]

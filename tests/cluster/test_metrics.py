@@ -12,6 +12,7 @@ from pathlib import Path
 
 import pytest
 import yaml
+from each import for_each
 
 from baton.cluster.metrics import (
     ALL,
@@ -48,7 +49,7 @@ def values(book: Book, name: str) -> dict[tuple[str, ...], float]:
 
 
 class TestTable:
-    @pytest.mark.parametrize("metric", TABLE, ids=lambda metric: metric.name)
+    @for_each(TABLE, lambda metric: metric.name)
     def test_a_metric_follows_the_naming_rules(self, metric: Metric) -> None:
         assert re.fullmatch(r"baton_[a-z0-9_]+[a-z0-9]", metric.name)
         assert metric.name.endswith("_total") == (metric.kind == "counter")
@@ -59,7 +60,7 @@ class TestTable:
         assert bool(metric.buckets) == (metric.kind == "histogram")
         assert all(low < high for low, high in pairwise(metric.buckets)) and math.inf not in metric.buckets
 
-    @pytest.mark.parametrize("metric", TABLE, ids=lambda metric: metric.name)
+    @for_each(TABLE, lambda metric: metric.name)
     def test_no_label_grows_with_the_load(self, metric: Metric) -> None:
         assert not set(metric.labels) & OF_A_CLIENT
         known = math.prod(len(allowed) for allowed in metric.labels.values() if allowed is not OPEN)
@@ -74,10 +75,9 @@ class TestTable:
             names = [alias.name for metric in TABLE if role in metric.roles for alias in metric.aliases]
             assert len(set(names)) == len(names) and not set(names) & set(BY_NAME)
 
-    @pytest.mark.parametrize(
-        ("metric", "alias"), [(metric, alias) for metric in TABLE for alias in metric.aliases], ids=lambda one: getattr(one, "name", "")
-    )
-    def test_an_alias_uses_existing_labels_and_values(self, metric: Metric, alias: Alias) -> None:
+    @for_each([(metric, alias) for metric in TABLE for alias in metric.aliases], lambda pair: pair[1].name)
+    def test_an_alias_uses_existing_labels_and_values(self, pair: tuple[Metric, Alias]) -> None:
+        metric, alias = pair
         assert set(alias.labels) | set(alias.only) == set(metric.labels), "dropping a label would merge two series"
         assert not set(alias.labels) & set(alias.only)
         assert all(value in metric.labels[label] for label, value in alias.only.items())
@@ -230,8 +230,9 @@ def rules() -> list[dict[str, str]]:
     return [rule for group in groups for rule in group["rules"]]
 
 
-@pytest.mark.parametrize(("where", "expression"), list(expressions()))
-def test_dashboard_and_alerts_use_existing_metrics_and_labels(where: str, expression: str) -> None:
+@for_each(expressions(), lambda each: f"{each[0]}: {each[1]}")
+def test_dashboard_and_alerts_use_existing_metrics_and_labels(each: tuple[str, str]) -> None:
+    _, expression = each
     names = names_in(expression)
     assert names <= KNOWN and (names or "process_" in expression or "up{" in expression)
     for name, selector in re.findall(r"(baton_\w+)\{([^}]*)\}", expression):
@@ -249,7 +250,7 @@ def test_an_unknown_metric_would_be_noticed() -> None:
     assert names_in("sum(rate(baton_router_time_to_first_token_seconds_bucket[5m]))") <= KNOWN
 
 
-@pytest.mark.parametrize("rule", rules(), ids=lambda rule: rule["alert"])
+@for_each(rules(), lambda rule: rule["alert"])
 def test_every_alert_has_a_runbook_section(rule: dict[str, dict[str, str]]) -> None:
     page, _, anchor = rule["annotations"]["runbook"].partition("#")
     assert anchor == str(rule["alert"]).lower()
