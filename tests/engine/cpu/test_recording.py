@@ -7,6 +7,7 @@ from typing import Any
 
 import pytest
 import torch
+from all_pairs import all_pairs
 from families import FAMILIES, loaded
 from torch import Tensor
 from torch.profiler import record_function
@@ -24,8 +25,11 @@ from baton.engine.runner import ModelRunner
 CPU = torch.device("cpu")
 LENGTHS = (5, 17, 16, 1)  # of prompts; a block has 16
 
+THREADS = (1, 3)
+CASES = all_pairs(FAMILIES, ["float32", "bfloat16", "int8", "int4"], THREADS)
 
-@pytest.fixture(params=[1, 3], autouse=True)
+
+@pytest.fixture(params=THREADS, autouse=True)
 def threads(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     """More than one thread shares even the smallest call."""
     before = torch.get_num_threads()
@@ -60,8 +64,7 @@ def answers(runner: ModelRunner) -> list[Tensor]:
     return done
 
 
-@pytest.mark.parametrize("precision", ["float32", "bfloat16", "int8", "int4"])
-@pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.parametrize(("family", "precision", "threads"), CASES, indirect=["threads"])
 def test_recorded_steps_have_the_bits_of_ordinary_ones(family: str, precision: str) -> None:
     recorded, ordinary = (loaded(family, precision, scale=8, products="baton") for _ in range(2))
     steps, ordinary._steps = recorded._steps, None
@@ -76,8 +79,7 @@ def spans(seqs: list[Sequence], counts: list[int]) -> list[Span]:
     return [Span(seq.computed, count, seq.blocks) for seq, count in zip(seqs, counts, strict=True)]
 
 
-@pytest.mark.parametrize("precision", ["float32", "bfloat16", "int8", "int4"])
-@pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.parametrize(("family", "precision", "threads"), CASES, indirect=["threads"])
 def test_a_few_tokens_of_each_sequence_have_the_bits_of_a_step_for_each(family: str, precision: str) -> None:
     """So drafts can be verified: the tokens of the first sequence cross from one block to the next."""
     together, alone = (loaded(family, precision, scale=8, products="baton") for _ in range(2))
