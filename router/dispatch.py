@@ -106,7 +106,7 @@ class Dispatcher:
 
         Closing the generator ends the request everywhere. Raises BatonError if the request cannot be continued.
         """
-        request.turn = next(self._arrivals)
+        request.arrival = next(self._arrivals)
         failed: set[Identity] = set()  # workers that failed this request
         self._refuse_poison(request)
         try:
@@ -207,7 +207,7 @@ class Dispatcher:
 
     async def _start_live(self, request: Request, handle: bytes, failed: set[Identity], lease: _Lease) -> None:
         await self._turn(request)
-        choice = choose_decode(self._view, self._keys(request), request.longest, self._clock(), failed, self._terms, request.turn)
+        choice = choose_decode(self._view, self._keys(request), request.longest, self._clock(), failed, self._terms, request.tie)
         if not isinstance(choice, Choice) or choice.reason != "fits":
             return  # the lease waits for a decode worker with room
         lease.reader = started = self._start(request, choice)
@@ -300,14 +300,14 @@ class Dispatcher:
     async def _choose_prefill(self, request: Request, failed: set[Identity]) -> Choice | Bypass:
         def choose() -> Choice | Bypass | NoWorker | Saturated:
             keys, now = self._keys(request), self._clock()
-            return choose_prefill(self._view, keys, len(request.tokens), request.longest, now, failed, self._terms, request.turn)
+            return choose_prefill(self._view, keys, len(request.tokens), request.longest, now, failed, self._terms, request.tie)
 
         return await self._chosen(request, failed, choose, begun=False)
 
     async def _choose_decode(self, request: Request, failed: set[Identity]) -> Choice:
         def choose() -> Choice | NoWorker | Saturated:
             keys, now = self._keys(request), self._clock()
-            return choose_decode(self._view, keys, request.longest, now, failed, self._terms, request.turn) or NoWorker()
+            return choose_decode(self._view, keys, request.longest, now, failed, self._terms, request.tie) or NoWorker()
 
         return await self._chosen(request, failed, choose, begun=True)
 
@@ -320,7 +320,7 @@ class Dispatcher:
         Raises DEADLINE, and SATURATED after `router.queue_timeout_s`.
         """
         until = self._clock() + self._config.queue_timeout_s
-        with self._room.enter((not begun, request.priority, request.turn, next(self._ranks))) as place:
+        with self._room.enter((not begun, request.priority, request.arrival, next(self._ranks))) as place:
             while True:
                 if self._view.decode_workers() and not await place.called(min(request.deadline, until) - self._clock()):
                     raise self._no_room(request)

@@ -2,7 +2,7 @@
 
     choose_prefill   the prefill worker on which the prompt is computed soonest:
                      cost = uncached tokens that wait there (ours exactly, others' as last reported) + uncached tokens of this prompt.
-                     Ties: fewer waiting tokens, then without a fetch, then the request's `turn`.
+                     Ties: fewer waiting tokens, then without a fetch, then the request's `tie`.
                      Bypass, so that the decode worker computes the prompt itself: if no prefill worker is left, or if the decode
                      worker that would be chosen lacks at most `bypass_tokens` of the prompt, or serves both roles and is the best for
                      both.
@@ -14,7 +14,7 @@
                             - `overlap_weight` times the tokens of this sequence that it caches.
                      If none has enough credit, the one with the most: the request queues there. Workers with `max_queue` waiting
                      requests are left out; if that leaves none, Saturated.
-                     Ties: more credit (lower cost if the request queues), then the request's `turn`.
+                     Ties: more credit (lower cost if the request queues), then the request's `tie`.
     places           how many requests the workers can be given at a time; the rest wait in the router, where waiting costs nothing.
 
 Both choices depend on which decode worker would be chosen, and both get the answer from `_choose_decode` with the same `Terms` and the
@@ -29,18 +29,21 @@ Parameters of both choices:
     longest          the most tokens that the sequence may reach, prompt included
     now              time at which predictions of the prefix index are judged, on the clock used for `PrefixIndex.predict`
     exclude          workers that failed this request: (name, incarnation)
-    turn             a number of the request: of n equal workers, in order of their names, it gets the one with this number modulo n. By
-                     the name alone, an idle cluster would send every request to the same two workers.
+    tie              a hash of the request (`Request.tie`): of n equal workers, in order of their names, it gets the one with this number
+                     modulo n. By the name alone, an idle cluster would send every request to the same two workers. By a count of the
+                     router's own, routers that see the same would choose the same worker at the same moment.
 """
 
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass
+from typing import TypeVar
 
 from baton.cluster.records import WorkerRecord
 from router.view import ClusterView
 
 AHEAD = 4  # a worker gets a quarter more sequences than it runs, so that it never waits for the next one
 Identity = tuple[str, int]  # name and incarnation of a worker
+T = TypeVar("T")
 
 
 @dataclass(frozen=True, slots=True)
@@ -98,13 +101,13 @@ def choose_prefill(
     now: float,
     exclude: Collection[Identity] = frozenset(),
     terms: Terms = TERMS,
-    turn: int = 0,
+    tie: int = 0,
 ) -> Choice | Bypass | NoWorker | Saturated:
     """Returns NoWorker only if there is no decode worker at all. An excluded one counts: it may be back by the time of the decode."""
     if not view.decode_workers():
         return NoWorker()
     overlaps = view.index.overlap(keys, now)
-    decoder = _choose_decode(view, overlaps, longest, exclude, terms, turn)
+    decoder = _choose_decode(view, overlaps, longest, exclude, terms, tie)
     if isinstance(decoder, Saturated) or (decoder is not None and not _takes(view, decoder, longest)):
         return Saturated()
     workers = [worker for worker in view.prefill_workers() if _identity(worker) not in exclude]
@@ -114,10 +117,9 @@ def choose_prefill(
         missing = prompt_tokens - decoder.overlap * view.record(decoder.name).block_size
         if missing <= terms.bypass_tokens:
             return Bypass("cached" if prompt_tokens > terms.bypass_tokens else "short")
-    most = _most_cached(view, overlaps, exclude) if terms.fetch_tokens else None
+    most = _most_cached(view, overlaps, exclude, tie) if terms.fetch_tokens else None
     choices = [_prefill_choice(view, worker, overlaps, prompt_tokens, most, terms.fetch_tokens) for worker in workers]
-    order = _order(workers, turn)
-    best = min(choices, key=lambda c: (c.cost, view.prefill_tokens(c.worker), c.source is not None, order[c.worker]))
+    best = _lowest(choices, lambda c: (c.cost, view.prefill_tokens(c.worker), c.source is not None), tie)
     if decoder is not None and best.worker == decoder.name:
         return Bypass("same worker")  # it serves both roles
     return best
@@ -130,10 +132,10 @@ def choose_decode(
     now: float,
     exclude: Collection[Identity] = frozenset(),
     terms: Terms = TERMS,
-    turn: int = 0,
+    tie: int = 0,
 ) -> Choice | Saturated | None:
     """Returns None if every decode worker has failed this request."""
-    best = _choose_decode(view, view.index.overlap(keys, now), longest, exclude, terms, turn)
+    best = _choose_decode(view, view.index.overlap(keys, now), longest, exclude, terms, tie)
     if isinstance(best, _Candidate):
         return Choice(best.name, best.overlap, best.cost, "fits" if best.credit >= longest else "queues")
     return best
@@ -147,11 +149,11 @@ def places(view: ClusterView) -> int | None:
     return sum(worker.max_num_seqs for worker in decoders) + sum(-(-worker.max_num_seqs // AHEAD) for worker in (*decoders, *prefillers))
 
 
-def _most_cached(view: ClusterView, overlaps: Mapping[str, int], exclude: Collection[Identity]) -> Cached | None:
+def _most_cached(view: ClusterView, overlaps: Mapping[str, int], exclude: Collection[Identity], tie: int) -> Cached | None:
     workers = (*view.prefill_workers(), *view.decode_workers())
     lenders = {worker.name for worker in workers if worker.lends and _identity(worker) not in exclude}
-    cached = [Cached(name, blocks) for name, blocks in overlaps.items() if name in lenders]
-    return max(cached, key=lambda c: (c.blocks, c.worker), default=None)
+    cached = [Cached(name, overlaps[name]) for name in sorted(lenders & overlaps.keys())]
+    return _lowest(cached, lambda c: (-c.blocks,), tie) if cached else None
 
 
 def _prefill_choice(
@@ -174,7 +176,7 @@ class _Candidate:
 
 
 def _choose_decode(
-    view: ClusterView, overlaps: Mapping[str, int], longest: int, exclude: Collection[Identity], terms: Terms, turn: int
+    view: ClusterView, overlaps: Mapping[str, int], longest: int, exclude: Collection[Identity], terms: Terms, tie: int
 ) -> _Candidate | Saturated | None:
     workers = [worker for worker in view.decode_workers() if _identity(worker) not in exclude]
     if not workers:
@@ -182,16 +184,18 @@ def _choose_decode(
     open_ = [_candidate(view, worker, overlaps, terms.overlap_weight) for worker in workers if worker.load.waiting < terms.max_queue]
     if not open_:
         return Saturated()
-    order = _order(workers, turn)
     fitting = [c for c in open_ if c.credit >= longest]
     if fitting:
-        return min(fitting, key=lambda c: (c.cost, -c.credit, order[c.name]))
-    return min(open_, key=lambda c: (-c.credit, c.cost, order[c.name]))
+        return _lowest(fitting, lambda c: (c.cost, -c.credit), tie)
+    return _lowest(open_, lambda c: (-c.credit, c.cost), tie)
 
 
-def _order(workers: Sequence[WorkerRecord], turn: int) -> dict[str, int]:
-    """The order in which equal workers are taken in this turn."""
-    return {worker.name: (place - turn) % len(workers) for place, worker in enumerate(workers)}
+def _lowest(candidates: Sequence[T], key: Callable[[T], tuple[float, ...]], tie: int) -> T:
+    """One of those with the lowest key. `candidates`: in order of their names."""
+    keys = [key(candidate) for candidate in candidates]
+    lowest = min(keys)
+    equal = [candidate for candidate, its in zip(candidates, keys, strict=True) if its == lowest]
+    return equal[tie % len(equal)]
 
 
 def _takes(view: ClusterView, candidate: _Candidate, longest: int) -> bool:

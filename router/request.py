@@ -3,6 +3,7 @@
 from array import array
 from collections.abc import Callable
 from dataclasses import dataclass, field
+from hashlib import blake2b
 from typing import Literal
 
 from baton.cluster.errors import BatonError
@@ -149,6 +150,11 @@ class Suspicion:
     without_token: int = 0  # of those deaths, how many came before the process had produced a token for it
 
 
+def tie_of(request_id: str) -> int:
+    """A hash of the id, the same in every router."""
+    return int.from_bytes(blake2b(request_id.encode(), digest_size=8).digest(), "big")
+
+
 FinishReason = Literal["stop", "length"]
 
 
@@ -167,10 +173,15 @@ class Request:
     model: str | None = None  # fingerprint of the model that began to answer: no other may continue
     suspicion: Suspicion = Suspicion()
     keys: list[bytes] = field(default_factory=list)  # of the full blocks of `tokens`, as far as they were needed
-    turn: int = 0  # its place in the order of arrival, and which of several equal workers it gets
+    arrival: int = 0  # its place in the order of arrival at this router
     priority: int = 0  # among those that wait: the lowest goes first
     backlog: Backlog = field(default_factory=Backlog)  # what waits for its client, with the other choices of the answer
     resumed: int = 0  # output tokens that it arrived with: an earlier call has streamed them
+
+    @property
+    def tie(self) -> int:
+        """Which of several equal workers it gets."""
+        return tie_of(self.id)
 
     @property
     def output(self) -> list[int]:

@@ -7,7 +7,7 @@ from collections.abc import Callable
 from dataclasses import dataclass, field, replace
 
 import pytest
-from fake_workers import TOKENIZER, FakeWorkers, Fault, answers, record
+from fake_workers import TOKENIZER, FakeWorkers, Fault, answers, record, tied
 
 from baton.cluster.config_router import RouterConfig
 from baton.cluster.errors import BatonError, Reason
@@ -44,7 +44,7 @@ class World:
     def request(self, prompt: list[int] = PROMPT) -> Request:
         number = next(self.numbers)
         trace = Trace(Stopwatch(lambda: self.now))
-        return Request(f"r{number}", [number % 200, *prompt], 1 + len(prompt), PARAMS, "", self.now + 1000.0, trace)
+        return Request(tied(number, number), [number % 200, *prompt], 1 + len(prompt), PARAMS, "", self.now + 1000.0, trace)
 
     async def serve(self, request: Request | None = None) -> Request:
         request = request or self.request()

@@ -4,12 +4,13 @@ import asyncio
 import itertools
 import random
 import time
+from collections import Counter
 from collections.abc import AsyncGenerator, Callable
 from dataclasses import dataclass, field, replace
 from typing import Any
 
 import pytest
-from fake_workers import TOKENIZER, Call, FakeWorkers, Fault, answers, record, unusable
+from fake_workers import TOKENIZER, Call, FakeWorkers, Fault, answers, record, tied, unusable
 from turn_work import TurnWork
 
 from baton.cluster.config_router import RouterConfig
@@ -28,6 +29,7 @@ PROMPT = list(range(1, 41))
 SHORT = PROMPT[:5]  # computed by the decode worker itself
 OUTPUT = 8
 PARAMS = SamplingParams(max_tokens=OUTPUT, temperature=1.0, seed=7, ignore_eos=True)
+FIRST = tied(0)
 LOST = BatonError(Reason.WORKER_LOST, "connection reset")
 
 
@@ -45,7 +47,7 @@ class World:
         self.workers = FakeWorkers()
         self.dispatcher = Dispatcher(self.view, self.workers, self.config)
 
-    def request(self, prompt: list[int] = PROMPT, params: SamplingParams = PARAMS, timeout_s: float = 10.0, name: str = "r") -> Request:
+    def request(self, prompt: list[int] = PROMPT, params: SamplingParams = PARAMS, timeout_s: float = 10.0, name: str = FIRST) -> Request:
         return Request(name, list(prompt), len(prompt), params, "", time.monotonic() + timeout_s, Trace(Stopwatch(time.monotonic)))
 
     async def serve(self, request: Request | None = None) -> tuple[Request, list[int]]:
@@ -125,10 +127,27 @@ async def test_choices_of_many_requests_are_spread_over_turns(monkeypatch: pytes
     world.check()
 
 
-async def test_requests_one_after_the_other_use_all_workers() -> None:
-    world = World("p0 p1 d0 d1")
-    served = [(await world.serve(world.request([i, *PROMPT], name=f"r{i}")))[0].trace for i in range(4)]
-    assert [(trace.prefill_worker, trace.decode_worker) for trace in served] == [("p0", "d0"), ("p1", "d1")] * 2
+async def workers_of(world: World, ids: list[str]) -> list[tuple[str, str]]:
+    """Which workers serve requests that come one after the other, to an idle cluster."""
+    served = [(await world.serve(world.request([*id_.encode(), *PROMPT], name=id_)))[0].trace for id_ in ids]
+    return [(trace.prefill_worker, trace.decode_worker) for trace in served]
+
+
+async def test_routers_that_see_the_same_do_not_choose_the_same_workers_at_the_same_moment() -> None:
+    names = "p0 p1 p2 p3 d0 d1 d2 d3"
+    ours, theirs = [await workers_of(World(names), [f"{router}{i}" for i in range(200)]) for router in "ab"]
+    for chosen in (ours, theirs):
+        for role in (0, 1):
+            counts = Counter(pair[role] for pair in chosen)
+            assert len(counts) == 4 and min(counts.values()) > 35, "an idle cluster spreads requests"
+    for role in (0, 1):
+        assert 30 < sum(one[role] == other[role] for one, other in zip(ours, theirs, strict=True)) < 70, "a quarter, as chance has it"
+
+
+async def test_a_request_gets_the_same_of_equal_workers_from_every_router_and_after_any_others() -> None:
+    alone, after_others = World("p0 p1 d0 d1"), World("p0 p1 d0 d1")
+    await workers_of(after_others, ["x", "y", "z"])
+    assert [await workers_of(alone, ["a"]), await workers_of(alone, ["b"])] == [await workers_of(after_others, [id_]) for id_ in "ab"]
 
 
 async def test_requests_of_one_worker_share_the_question_whether_it_lives() -> None:

@@ -52,20 +52,20 @@ def test_an_idle_cluster_is_filled_in_order_of_names() -> None:
     assert decode(cluster(*IDLE)) == Choice("d0", 0, 0, "fits")
 
 
-def test_the_requests_of_an_idle_cluster_take_turns_on_equal_workers() -> None:
+def test_the_tie_of_a_request_decides_between_equal_workers() -> None:
     view, terms = cluster(*IDLE, worker("d2")), replace(TERMS, fetch_tokens=0, bypass_tokens=0)
     chosen = []
-    for turn in range(6):
-        first, second = choose_prefill(view, KEYS, PROMPT, 200, 0.0, (), terms, turn), choose_decode(view, KEYS, 200, 0.0, (), terms, turn)
+    for tie in range(6):
+        first, second = choose_prefill(view, KEYS, PROMPT, 200, 0.0, (), terms, tie), choose_decode(view, KEYS, 200, 0.0, (), terms, tie)
         assert isinstance(first, Choice) and isinstance(second, Choice)
         chosen.append((first.worker, second.worker))
     assert chosen == [("p0", "d0"), ("p1", "d1"), ("p0", "d2"), ("p1", "d0"), ("p0", "d1"), ("p1", "d2")]
     view.start_decode("busy", "d1", 1)
-    assert {decode_at(view, turn) for turn in range(6)} == {"d0", "d2"}  # only equals take turns
+    assert [decode_at(view, tie) for tie in range(6)] == ["d0", "d2"] * 3  # only equals count
 
 
-def decode_at(view: ClusterView, turn: int) -> str:
-    choice = choose_decode(view, KEYS, 200, 0.0, (), TERMS, turn)
+def decode_at(view: ClusterView, tie: int) -> str:
+    choice = choose_decode(view, KEYS, 200, 0.0, (), TERMS, tie)
     assert isinstance(choice, Choice)
     return choice.worker
 
@@ -168,6 +168,13 @@ def test_an_idle_prefill_worker_fetches_from_a_busy_one() -> None:
     assert prefill(view, fetch_tokens=20) == Choice("p1", 10, 0, "cached prefix")
     view.start_prefill("a", "p1", 100)
     assert prefill(view, fetch_tokens=20) == Choice("p0", 10, 20, "fetched prefix", Cached("p1", 10))
+
+
+def test_equal_sources_take_turns() -> None:
+    view, terms = cluster(*IDLE, cached={"p1": 9, "d0": 9, "d1": 9}), replace(TERMS, bypass_tokens=0, fetch_tokens=20)
+    view.start_prefill("much", "p1", 1000)
+    chosen = [choose_prefill(view, KEYS, PROMPT, 200, 0.0, (), terms, tie) for tie in range(6)]
+    assert chosen == [Choice("p0", 9, 36, "fetched prefix", Cached(source, 9)) for source in ("d0", "d1", "p1")] * 2
 
 
 @pytest.mark.parametrize("gone", [("d1", 1)])

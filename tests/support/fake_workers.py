@@ -12,7 +12,7 @@ from baton.cluster.errors import BatonError, Reason
 from baton.cluster.handoff import Handoff
 from baton.cluster.records import Load, RoleName, WorkerRecord
 from baton.engine.core.toy import naive
-from router.request import FinishReason, Request, Token
+from router.request import FinishReason, Request, Token, tie_of
 from router.view import ClusterView
 from router.workers import Adopted, Answer, DecodeEvent, Ended, FirstToken, Opened, PrefillEvent, Source
 
@@ -205,6 +205,11 @@ def _told(token: int, request: Request) -> Token:
     if request.params.logprobs is None:
         return Token(token)
     return Token(token, -token / 8, tuple(((token + i) % (EOS + 1), -(token + i) / 8) for i in range(request.params.logprobs)))
+
+
+def tied(place: int, number: int = 0) -> str:
+    """An id whose request gets the worker at `place` (modulo their number) of up to four equal ones. Each number has its own."""
+    return next(id_ for n in count() if tie_of(id_ := f"r{number}-{n}") % 12 == place % 12)
 
 
 def unusable(view: ClusterView) -> list[WorkerRecord]:
