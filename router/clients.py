@@ -6,7 +6,7 @@ A decode session is one stream per worker that carries all calls: when the strea
 import asyncio
 import itertools
 import logging
-from collections.abc import AsyncGenerator, Awaitable, Sequence
+from collections.abc import AsyncGenerator, Awaitable, Callable, Sequence
 from dataclasses import dataclass, field, fields
 from typing import Any, TypeVar
 
@@ -46,7 +46,7 @@ T = TypeVar("T")
 class Streams:
     """How tokens travel from a decode worker to their readers."""
 
-    interval_s: float = 0.0  # shortest time between two batches of one call
+    interval_s: Callable[[], float] = lambda: 0.0  # shortest time between two batches of one call
     most_bytes: int = RouterConfig().backlog_bytes  # that may wait for one reader
     budget: TurnBudget = field(default_factory=TurnBudget)
 

@@ -2,6 +2,7 @@
 
 import asyncio
 from collections import deque
+from collections.abc import Callable
 from typing import Generic, TypeVar
 
 from router.backlog import ENTRY_BYTES, Backlog
@@ -13,12 +14,12 @@ LENGTH_BYTES = 4  # before each token in a run
 class Inbox(Generic[T]):
     """Tokens wait as bytes. Successive ones are kept as one piece of memory: to free thousands of pieces takes milliseconds."""
 
-    def __init__(self, interval_s: float, backlog: Backlog | None = None) -> None:
-        """`interval_s`: between two times at which tokens are taken. `backlog` counts what waits here."""
+    def __init__(self, interval_s: Callable[[], float], backlog: Backlog | None = None) -> None:
+        """`interval_s`: between two times at which tokens are taken, asked each time; 0: none. `backlog` counts what waits here."""
         self._interval_s = interval_s
         self._backlog = backlog or Backlog()
         self._loop = asyncio.get_running_loop()
-        self._due_at = 0.0  # when tokens are taken
+        self._due_at = 0.0  # when tokens are taken; 0: at once
         self._timer: asyncio.TimerHandle | None = None
         self._waiting: deque[T | bytearray] = deque()  # bytearray: a run of tokens
         self.size = 0  # bytes of what waits
@@ -40,7 +41,7 @@ class Inbox(Generic[T]):
         run += len(token).to_bytes(LENGTH_BYTES, "big") + token
         self._grow(ENTRY_BYTES + len(token))
         self._patient = True
-        if not self._interval_s:
+        if not self._due_at:
             self._ready.set()
         elif self._timer is None:
             self._timer = self._loop.call_at(self._due_at, self._ready.set)
@@ -70,7 +71,8 @@ class Inbox(Generic[T]):
             self._ready.clear()
             if self._patient:
                 self._stop_timer()
-                self._due_at, self._patient = self._loop.time() + self._interval_s, False
+                interval_s, self._patient = self._interval_s(), False
+                self._due_at = self._loop.time() + interval_s if interval_s else 0.0
         return taken, size
 
     def _take_tokens(self, run: bytearray, most: int, taken: list[T | bytes]) -> int:

@@ -39,6 +39,7 @@ from router.http.app import HttpDoor, allow_origins
 from router.http.page import Page
 from router.http.server import HttpServer
 from router.journal import Journal
+from router.lateness import Lateness
 from router.live import Live
 from router.message_bound import check_fields
 from router.peers import Peers
@@ -73,7 +74,9 @@ class RouterProcess:
         self._registry = connect_registry(config)
         self._tasks = Tasks(stop.fail)
         self._budget = TurnBudget()
-        self._workers = GrpcWorkers(config.security, Streams(config.router.stream_interval_s, config.router.backlog_bytes, self._budget))
+        self._lateness = Lateness(config.router.stream_interval_s)
+        streams = Streams(self._lateness.interval_s, config.router.backlog_bytes, self._budget)
+        self._workers = GrpcWorkers(config.security, streams)
         self._https: list[HttpServer] = []
         self._keys = ApiKeys.load(config.security.api_keys, Quota(config.security.requests_per_minute, config.security.tokens_per_minute))
         self._guard = Guard(config, self._keys)
@@ -151,7 +154,9 @@ class RouterProcess:
         http.start(self._tasks)
         page.start(self._tasks)
         loops = {"watch": watch.run(), "peers": self._peers.run(admission), "membership": self._membership.run(), "pulse": pulse.beat()}
-        for name, loop in (loops | {"live": live.run(), "health": self._run_health(), "keys": self._run_keys()}).items():
+        for name, loop in (
+            loops | {"live": live.run(), "health": self._run_health(), "keys": self._run_keys(), "lateness": self._lateness.run()}
+        ).items():
             self._tasks.start(loop, name)
         self.stage = move(self.stage, "ready")
         log.info("router ready on %s (HTTP %s, admin %s), model %s", self.address, http_address, admin_address, model_name)

@@ -48,7 +48,8 @@ class RouterConfig(Section):
         ge=0,
         le=10,
         description="Shortest time between two messages of one stream, seconds. Tokens that come sooner wait and travel together, which"
-        " costs the router less; the first ones and the end never wait. 0: each token is sent as it comes.",
+        " costs the router less; the first ones and the end never wait. 0: each token is sent as it comes, unless the router's event loop"
+        " is behind: then tokens wait for each other, up to 15 ms.",
     )
     max_inflight: int = Field(default=256, ge=1, le=65536, description="Maximum number of requests served at a time.")
     max_queue: int = Field(default=512, ge=0, le=65536, description="Maximum number of requests waiting for admission; more are refused.")

@@ -221,7 +221,7 @@ async def test_what_comes_after_the_end_of_a_call_changes_nothing() -> None:
 
 async def test_within_the_stream_interval_tokens_wait_for_each_other_and_the_end_does_not() -> None:
     async with pair() as (worker, workers, d0, _):
-        workers._streams = Streams(1000.0)  # longer than the test: what comes does not wait for it
+        workers._streams = Streams(lambda: 1000.0)  # longer than the test: what comes does not wait for it
         async with aclosing(workers.decode(d0, request(), b"handle", 100)) as events, asyncio.timeout(30):
             first = asyncio.ensure_future(anext(events))
             number = (await worker.heard.get()).call_id
@@ -242,7 +242,7 @@ async def test_within_the_stream_interval_tokens_wait_for_each_other_and_the_end
 
 async def test_after_the_stream_interval_tokens_are_sent() -> None:
     async with pair() as (worker, workers, d0, _):
-        workers._streams = Streams(0.2)
+        workers._streams = Streams(lambda: 0.2)
         async with aclosing(workers.decode(d0, request(), b"", 100)) as events, asyncio.timeout(30):
             first = asyncio.ensure_future(anext(events))
             number = (await worker.heard.get()).call_id

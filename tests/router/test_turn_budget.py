@@ -66,7 +66,7 @@ async def test_the_ends_of_requests_share_a_turn_too() -> None:
 
 async def test_what_waits_is_counted_and_taken_in_order_and_a_piece_at_a_time() -> None:
     backlog = Backlog()
-    one, other = Inbox[str](0.0, backlog), Inbox[str](0.0, backlog)
+    one, other = Inbox[str](lambda: 0.0, backlog), Inbox[str](lambda: 0.0, backlog)
     one.put("adopted")
     for i in range(10):
         one.put_token(bytes([i]) * i)
@@ -86,7 +86,7 @@ async def test_what_waits_is_counted_and_taken_in_order_and_a_piece_at_a_time() 
 
 async def test_an_end_drops_what_waits_and_nothing_comes_after_it() -> None:
     backlog = Backlog()
-    inbox = Inbox[str](0.0, backlog)
+    inbox = Inbox[str](lambda: 0.0, backlog)
     inbox.put_token(b"abc")
     inbox.end("cut")
     inbox.put_token(b"def")

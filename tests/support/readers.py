@@ -219,7 +219,7 @@ async def hall(
         view, budget = ClusterView(tokenizer.fingerprint), TurnBudget()
         facts = {"tokenizer_fingerprint": tokenizer.fingerprint, "max_model_len": 1 << 20, "load": Load(credit_tokens=1 << 40)}
         view.update([record("d0", address=address, **facts)], 0.0)
-        workers = GrpcWorkers(SecurityConfig(), Streams(0.0, config.router.backlog_bytes, budget))
+        workers = GrpcWorkers(SecurityConfig(), Streams(lambda: 0.0, config.router.backlog_bytes, budget))
         stack.push_async_callback(workers.close)
         numbers = count(1)
         service = GenerateService(
