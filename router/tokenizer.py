@@ -15,8 +15,9 @@ from a content. Otherwise the outline is used, without the changes that the temp
 contents has no outline; then there is only the text, and a conversation from which a control token could stem is refused.
 
 Other threads must be able to run meanwhile, above all the one with the event loop. The library's `Tokenizer.encode` holds the GIL until it
-is done (0.8 s for 1 MiB); `encode_batch` does not, so everything goes through it. Reading an Encoding as a Python list holds the GIL too,
-and so does freeing the Encoding. So a prompt that is too long is recognised by its token count alone, taken piece by piece.
+is done (0.8 s for 1 MiB); `encode_batch` does not, so everything goes through it, without offsets where nobody needs them (a third of the
+time). Reading an Encoding as a Python list holds the GIL too, and so does freeing the Encoding. So a prompt that is much too long is
+recognised by its token count alone, taken piece by piece.
 """
 
 import json
@@ -38,6 +39,7 @@ from router.validate import too_long
 _BYTE = re.compile(r"<0x([0-9A-F]{2})>")
 _ROUNDS = 8  # of cutting control tokens out of plain text
 _PIECE = 1 << 16  # characters of a long text that are counted at a time
+_MAY_FIT = 8  # characters for each token that is allowed: a text of no more is encoded whole, not counted first
 _CUT_COSTS = 16  # tokens by which a piece of plain text counted alone may exceed its count in the whole text
 _Json = dict[str, Any]
 
@@ -98,7 +100,7 @@ class Tokenizer:
         """
         if parse_special:
             self._check_count([text], most, "text", self._parser)
-            return self._parser.encode_batch([text], add_special_tokens=add_special_tokens)[0].ids
+            return _fast(self._parser, text, add_special_tokens).ids
         self._check_count([text], most, "text", self._plain)
         encodings = self._as_text(text, self._plain, "text")
         if not add_special_tokens:
@@ -134,14 +136,14 @@ class Tokenizer:
         return list(self._encode_outline(outline))
 
     def _check_count(self, texts: Sequence[str], most: int | None, field: str, by: tokenizers.Tokenizer) -> None:
-        """Raises CONTEXT_LENGTH as soon as it is certain that `texts` have at least `most` tokens. Short texts are not checked."""
-        if most is None or self._cut_costs is None or sum(map(len, texts)) <= _PIECE:
+        """Raises CONTEXT_LENGTH as soon as it is certain that `texts` have at least `most` tokens. Texts that may fit are not checked: to
+        count them would cost as much as to encode them."""
+        if most is None or self._cut_costs is None or sum(map(len, texts)) <= max(_PIECE, _MAY_FIT * most):
             return
         count = 0
         for text in texts:
             for at in range(0, len(text), _PIECE):
-                (encoding,) = by.encode_batch_fast([text[at : at + _PIECE]], add_special_tokens=False)
-                count += max(0, len(encoding) - self._cut_costs)
+                count += max(0, len(_fast(by, text[at : at + _PIECE])) - self._cut_costs)
                 if count >= most:
                     raise too_long(field, count, most, "at least ")
 
@@ -185,7 +187,7 @@ class Tokenizer:
         return self._pieces[token_id]
 
     def _parse(self, text: str) -> list[int]:
-        return _encode(self._parser, text).ids
+        return _fast(self._parser, text).ids
 
     def _all_from_template(self, ids: list[int], shape: str, data: Sequence[str]) -> bool:
         """True if no control token of the text encoded as `ids` can stem from `data`. `shape`: that text without `data`."""
@@ -216,20 +218,17 @@ class Tokenizer:
         """Encodes `text` without control tokens. Some models (above all Unigram) have such a spelling as a word, which is cut in two."""
         parts = [text]
         for _ in range(_ROUNDS):
-            encodings = [_encode(self._inner if i else first, part) for i, part in enumerate(parts)]
-            spans = [self._control_spans(encoding) for encoding in encodings]
-            if not any(spans):
+            encodings = [_fast(self._inner if i else first, part) for i, part in enumerate(parts)]
+            if all(self._control.isdisjoint(encoding.ids) for encoding in encodings):  # nearly always
                 return encodings
+            spans = [self._control_spans(_encode(self._inner if i else first, part)) for i, part in enumerate(parts)]
             if any(end - start < 2 for found in spans for start, end in found):
                 break
             parts = [cut for part, found in zip(parts, spans, strict=True) for cut in _cut(part, found)]
         raise invalid(field, "contains text that this model can only read as a control token")
 
     def _control_spans(self, encoding: Encoding) -> list[tuple[int, int]]:
-        ids = encoding.ids
-        if self._control.isdisjoint(ids):  # nearly always; offsets cost far more than the ids
-            return []
-        return [span for id_, span in zip(ids, encoding.offsets, strict=True) if id_ in self._control]
+        return [span for id_, span in zip(encoding.ids, encoding.offsets, strict=True) if id_ in self._control]
 
     def _find_longest(self, tree: _Json) -> tuple[int | None, int | None]:
         """The most characters that one token can stand for, without and with control tokens; None if no bound is certain. In byte-level BPE
@@ -298,6 +297,11 @@ class Tokenizer:
 def _encode(tokenizer: tokenizers.Tokenizer, text: str) -> Encoding:
     """Encodes without holding the GIL."""
     return tokenizer.encode_batch([text], add_special_tokens=False)[0]
+
+
+def _fast(tokenizer: tokenizers.Tokenizer, text: str, add_special_tokens: bool = False) -> Encoding:
+    """The same without offsets."""
+    return tokenizer.encode_batch_fast([text], add_special_tokens=add_special_tokens)[0]
 
 
 def _spelling(replace: _Json) -> str:

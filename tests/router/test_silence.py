@@ -6,6 +6,9 @@ thread works, they measure the longest silence of the loop as a share of the who
 
 import asyncio
 import gc
+import os
+import sys
+import threading
 import time
 from collections.abc import AsyncIterator, Awaitable, Callable, Iterator
 from contextlib import aclosing, asynccontextmanager
@@ -26,6 +29,7 @@ from router.admission import Admission
 from router.journal import Journal
 from router.service import Draws, GenerateService, ServedModel
 from router.tokenizer import Tokenizer
+from router.tokenizer_pool import TokenizerPool
 from router.validate import Ask, AskSampling
 from router.view import ClusterView
 
@@ -180,6 +184,23 @@ async def test_a_prompt_that_is_too_long_is_recognized_by_its_first_pieces(token
     began = time.process_time()
     assert len(tokenizer.encode(LONG, 1 << 20)) > 100_000
     assert short < 0.5 * (time.process_time() - began)
+
+
+async def test_a_prompt_that_may_fit_is_encoded_once(tokenizer: Tokenizer) -> None:
+    spent = []
+    for most in (None, len(LONG) // 2):
+        began = time.process_time()
+        tokenizer.encode(LONG, most)
+        spent.append(time.process_time() - began)
+    assert spent[1] < 1.5 * spent[0], "counted first, it would take twice as long"
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="elsewhere, a thread has no priority of its own")
+async def test_the_tokenizers_threads_give_way_to_the_loop() -> None:
+    pool = TokenizerPool(1, 1)
+    theirs = await pool.run(lambda: os.getpriority(os.PRIO_PROCESS, threading.get_native_id()), within_s=10.0)
+    assert theirs > os.getpriority(os.PRIO_PROCESS, threading.get_native_id())
+    pool.close()
 
 
 @pytest.mark.parametrize("text", ["", " ", "x", SENTENCE, SENTENCE * 100, "né 你好 😀", "<|endoftext|> a <|im_start|>"])
