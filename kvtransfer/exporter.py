@@ -10,8 +10,8 @@ exporter.release(handle, ...)                       the reader is done; the answ
 import asyncio
 import logging
 from collections.abc import Callable, Sequence
-from time import monotonic
 
+from baton.clock import loop_time
 from baton.cluster.errors import BatonError, Reason
 from baton.cluster.failpoint import failpoint
 from baton.engine.core.kvcache import DIGEST_BYTES, KvLayout, Pool
@@ -109,7 +109,7 @@ class Exporter:
         pool: Pool,
         key: bytes,
         ttl_s: float,
-        clock: Callable[[], float] = monotonic,
+        clock: Callable[[], float] = loop_time,
     ) -> None:
         self.worker = worker
         self.incarnation = incarnation

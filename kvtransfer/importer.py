@@ -16,7 +16,6 @@ from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import asynccontextmanager
 from dataclasses import dataclass
-from time import monotonic, perf_counter
 from typing import Protocol
 
 from baton.cluster.errors import BatonError, Reason
@@ -229,6 +228,7 @@ class Fetch:
         self._importer = importer
         self._peer = peer
         self._live = live
+        self._now = asyncio.get_running_loop().time  # a reader thread has no loop
         self._alive_until = 0.0  # on our clock: the lease is alive at least until then. Every renewal moves it.
         self._reading: Future[None] | None = None
         self._pending: ReadPending | None = None
@@ -255,7 +255,7 @@ class Fetch:
         ttl = self.handle.ttl_ms / 1000
         while True:
             await asyncio.sleep(ttl / 3)
-            asked = monotonic()
+            asked = self._now()
             try:
                 ttl = await self._peer.renew(self.handle)
             except BatonError as error:
@@ -271,16 +271,16 @@ class Fetch:
         if len(blocks) != self.num_blocks - skip:
             raise BatonError(Reason.LEASE_REFUSED, f"{len(blocks)} blocks for {self.num_blocks - skip} of the handle")
         if blocks:
-            started = perf_counter()
+            started = self._now()
             name = await self._importer.shake_hands(self.handle, self._peer)
-            self.report.connect_ms += (perf_counter() - started) * 1000
+            self.report.connect_ms += (self._now() - started) * 1000
             self.report.transport = self._importer.transport.carrier(name)
             async with self._importer.reading(self.handle):
                 await self._read_pieces(name, blocks, skip)
         failpoint("kv.before_check")
-        started = perf_counter()
+        started = self._now()
         was_held = await self._peer.release(self.handle)
-        self.report.verify_ms += (perf_counter() - started) * 1000
+        self.report.verify_ms += (self._now() - started) * 1000
         if blocks and self._importer.checks.lease and not was_held:
             raise BatonError(Reason.LEASE_EXPIRED, f"lease {self.handle.lease_id} of {self.handle.worker} ended before the read did")
 
@@ -318,7 +318,7 @@ class Fetch:
         """Returns a piece with at least one block. Waits for the holder until the caller gives up."""
         wait_s = min(PIECE_WAIT_S, self.handle.ttl_ms / 3000)
         while True:
-            asked = monotonic()
+            asked = self._now()
             piece = await self._peer.piece(self.handle, first, wait_s)
             piece.verify(self._importer.key, self.handle)
             self._alive_until = asked + piece.ttl_ms / 1000
@@ -331,10 +331,10 @@ class Fetch:
                 return piece
 
     async def _copy(self, name: str, remote: Sequence[int], local: Sequence[int]) -> None:
-        started = perf_counter()
+        started = self._now()
         self._reading = self._importer.readers.submit(self._read_now, name, remote, local)
         await asyncio.wrap_future(self._reading)
-        self.report.read_ms += (perf_counter() - started) * 1000
+        self.report.read_ms += (self._now() - started) * 1000
         self.report.note_moved(len(remote), len(remote) * self._importer.pool.layout.block_bytes, self._live())
         if failpoint("kv.copied"):
             self._importer.pool.flip(local[0])
@@ -342,18 +342,18 @@ class Fetch:
     def _read_now(self, name: str, remote: Sequence[int], local: Sequence[int]) -> None:
         """Runs in a reader thread. Checks the lease only now, because it was renewed while the read waited for the thread."""
         importer, handle = self._importer, self.handle
-        left = self._alive_until - monotonic()
+        left = self._alive_until - self._now()
         if importer.checks.lease and left <= 0:
             raise BatonError(Reason.LEASE_EXPIRED, f"lease {handle.lease_id} of {handle.worker} ended before the read began")
         importer.transport.read(name, remote, local, min(importer.read_timeout_s, max(0.001, left * 0.9)))
-        if importer.checks.lease and monotonic() > self._alive_until:
+        if importer.checks.lease and self._now() > self._alive_until:
             raise BatonError(Reason.LEASE_EXPIRED, f"the read outlasted lease {handle.lease_id} of {handle.worker}")
 
     async def _compared(self, comparing: "asyncio.Task[None] | None") -> None:
         if comparing is not None:
-            started = perf_counter()
+            started = self._now()
             await comparing
-            self.report.verify_ms += (perf_counter() - started) * 1000
+            self.report.verify_ms += (self._now() - started) * 1000
 
     async def _compare(self, blocks: Sequence[int], expected: bytes) -> None:
         """Raises BatonError(DIGEST_MISMATCH) unless the blocks have these digests."""

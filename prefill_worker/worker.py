@@ -11,8 +11,8 @@ import asyncio
 import logging
 from collections.abc import Callable
 from dataclasses import dataclass
-from time import monotonic
 
+from baton.clock import loop_time
 from baton.cluster import semconv
 from baton.cluster.errors import BatonError
 from baton.cluster.failpoint import failpoint
@@ -107,7 +107,7 @@ class PrefillWorker:
                 del self._running[seq.id]
 
     async def _prefill(self, call: Call, source: Source | None) -> Prefilled:
-        began, seq = monotonic(), call.seq
+        began, seq = loop_time(), call.seq
         fetched = await self._fetch(call, source) if source else None
         if fetched is None:
             await self.engine.add(seq)
@@ -159,7 +159,7 @@ class PrefillWorker:
     def _hand_over(self, call: Call, output: Output, began: float, fetched: int) -> Prefilled:
         seq, handle = call.seq, None
         started = seq.started_at or began
-        now = monotonic()
+        now = loop_time()
         assert output.sampled is not None
         if output.finish is None:
             tokens = len(seq.tokens) - 1

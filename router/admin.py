@@ -7,6 +7,7 @@ from collections.abc import AsyncGenerator, AsyncIterator, Callable
 from contextlib import aclosing
 from dataclasses import asdict
 
+from baton.clock import loop_time
 from baton.cluster import log_file
 from baton.cluster.errors import BatonError, Reason, invalid
 from baton.cluster.joining import Joining
@@ -15,7 +16,6 @@ from baton.cluster.registry import RegistryUnavailable
 from baton.cluster.rpc import Answering, Context
 from baton.v1 import worker_pb2, worker_pb2_grpc
 from router.clients import GrpcWorkers
-from router.clock import loop_time
 from router.journal import Journal
 from router.listing import Query
 from router.live import Live, in_slices, to_message

@@ -22,12 +22,12 @@ from contextlib import aclosing
 from dataclasses import dataclass
 from typing import TypeVar
 
+from baton.clock import loop_time
 from baton.cluster.config_router import RouterConfig
 from baton.cluster.errors import BatonError, Reason
 from baton.cluster.handoff import Handoff
 from baton.cluster.records import WorkerRecord
 from baton.engine.core.block_key import extend_keys, root_key
-from router.clock import loop_time
 from router.conduct import Conduct
 from router.live_decode import LiveDecode
 from router.outliers import Stride

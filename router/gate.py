@@ -6,10 +6,10 @@ import math
 from collections.abc import AsyncIterator, Callable, Iterable, Iterator, Mapping
 from contextlib import asynccontextmanager, contextmanager
 
+from baton.clock import loop_time
 from baton.cluster.config_router import RouterConfig
 from baton.cluster.errors import BatonError, Reason
 from router.admission import Admission, Admitted, Due, Refused
-from router.clock import loop_time
 from router.journal import Entry
 from router.policy import places
 from router.validate import Ask

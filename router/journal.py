@@ -20,13 +20,13 @@ from dataclasses import asdict, dataclass
 from types import TracebackType
 from typing import Any, Self
 
+from baton.clock import loop_time
 from baton.cluster import semconv
 from baton.cluster.config_router import SloConfig
 from baton.cluster.errors import BatonError, Reason
 from baton.cluster.metrics import Book, Number
 from baton.cluster.telemetry import NO_SPAN, Tracer, Value
 from baton.stages import e2e, tpot, ttft
-from router.clock import loop_time
 from router.curves import Curves, Point
 from router.request import NEAR_DEADLINE_S, FinishReason, Lap, Request, Stopwatch, Trace, name_the_stage
 from router.request_log import RequestLog

@@ -10,11 +10,11 @@ from collections.abc import Callable, Iterable
 from dataclasses import asdict, fields
 from typing import Any, TypeVar
 
+from baton.clock import loop_time
 from baton.cluster.messages import plain
 from baton.cluster.records import Pools, RouterRecord, WorkerRecord
 from baton.v1 import worker_pb2
 from router.admission import Admission
-from router.clock import loop_time
 from router.curves import Point, draw, merge
 from router.gauges import kv_usage
 from router.journal import Entry, Journal, Record

@@ -16,10 +16,10 @@ import logging
 from collections.abc import Set
 from dataclasses import dataclass
 
+from baton.clock import loop_time
 from baton.cluster.awake import AwakeClock
 from baton.cluster.errors import BatonError
 from baton.cluster.records import WorkerRecord
-from router.clock import loop_time
 from router.view import ClusterView
 from router.workers import WatchedWorkers
 

@@ -25,10 +25,10 @@ from limits.aio.storage import MemoryStorage, RedisClusterStorage, RedisSentinel
 from limits.aio.strategies import FixedWindowRateLimiter
 from limits.errors import StorageError
 
+from baton.clock import loop_time
 from baton.cluster.errors import BatonError, Reason, invalid
 from baton.cluster.keys import Quota
 from baton.cluster.redis_url import parse
-from router.clock import loop_time
 
 log = logging.getLogger(__name__)
 NO_TLS: Mapping[str, Any] = MappingProxyType({})

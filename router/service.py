@@ -16,6 +16,7 @@ from functools import partial
 from time import time
 from typing import Any, TypeVar
 
+from baton.clock import loop_time
 from baton.cluster import semconv
 from baton.cluster.config_router import RouterConfig
 from baton.cluster.errors import BatonError, Reason
@@ -23,7 +24,6 @@ from baton.engine.core.block_key import extend_keys, root_key
 from baton.engine.core.sampling import SamplingParams
 from baton.engine.facts.model_facts import Recommended
 from router.admission import Admission
-from router.clock import loop_time
 from router.dispatch import Dispatcher
 from router.gate import Gate
 from router.journal import REFUSALS, Entry, Journal

@@ -9,11 +9,11 @@ import logging
 from contextlib import aclosing
 from dataclasses import replace
 
+from baton.clock import loop_time
 from baton.cluster.config import Config
 from baton.cluster.errors import BatonError, Reason
 from baton.cluster.records import Pools, StartRecord, WorkerRecord
 from baton.cluster.registry import Registry, RegistryUnavailable
-from router.clock import loop_time
 from router.prefix_index import Applied, Filling
 from router.probes import Probes
 from router.view import ClusterView, Joined, Left, Refused, Reincarnated

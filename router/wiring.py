@@ -11,6 +11,7 @@ from typing import Any
 
 from grpc_health.v1 import health_pb2
 
+from baton.clock import loop_time
 from baton.cluster import pulse
 from baton.cluster.config import Config, ConfigError
 from baton.cluster.connect import connect_registry
@@ -32,7 +33,6 @@ from router import gauges, reflection
 from router.admin import AdminDoor
 from router.admission import Admission
 from router.clients import GrpcWorkers, Streams
-from router.clock import loop_time
 from router.dispatch import Dispatcher
 from router.door import GenerationDoor
 from router.http.app import HttpDoor, allow_origins

@@ -22,7 +22,7 @@ ROOMS = (
     "baton.worker",
     "decode_worker", "kvtransfer", "loadtest", "prefill_worker", "router",
 )  # fmt: skip
-WORKER = {"baton.engine", "baton.cluster", "baton.moves", "baton.v1", "kvtransfer"}
+WORKER = {"baton.clock", "baton.engine", "baton.cluster", "baton.moves", "baton.v1", "kvtransfer"}
 
 # package → which of our packages it may import. An entry that names a module allows only that module.
 ARROWS = {
@@ -51,12 +51,13 @@ ARROWS = {
         "baton.engine.model.sampler",
         "baton.engine.options",
     },
-    "baton.launch": {"baton.cluster", "baton.moves", "baton.v1"},
+    "baton.launch": {"baton.clock", "baton.cluster", "baton.moves", "baton.v1"},
     "baton.models": {"baton.engine.facts.fingerprint", "baton.engine.model.memory"},
-    "baton.simulate": {"baton.cluster", "baton.engine.core", "router"},
+    "baton.simulate": {"baton.clock", "baton.cluster", "baton.engine.core", "router"},
     "baton.worker": WORKER,
     "decode_worker": WORKER | {"baton.worker"},
     "kvtransfer": {
+        "baton.clock",
         "baton.engine.core.kvcache",
         "baton.cluster.errors",
         "baton.cluster.failpoint",
@@ -74,6 +75,7 @@ ARROWS = {
         "baton.engine.facts.model_facts",
         "baton.engine.core.sampling",
         "baton.engine.facts.tokenizer_files",
+        "baton.clock",
         "baton.cluster",
         "baton.moves",
         "baton.stages",
@@ -193,7 +195,11 @@ def test_heavy_libraries_stay_in_their_file(path: Path) -> None:
 
 def torch_loads(text: str) -> list[str]:
     """Every `load` function of torch that a file names. They unpickle, and a pickle can run any code."""
-    tree = parsed(text)
+    return [name for name in meanings(parsed(text)) if name.startswith("torch.") and name.endswith(".load")]
+
+
+def meanings(tree: ast.Module) -> list[str]:
+    """What a file imports, and the attributes that it uses, each by its full name."""
     known: dict[str, str] = {}  # name in the file → what it imports
     for node in ast.walk(tree):
         if isinstance(node, ast.Import):
@@ -203,8 +209,7 @@ def torch_loads(text: str) -> list[str]:
         elif isinstance(node, ast.ImportFrom) and not node.level:
             known |= {alias.asname or alias.name: f"{node.module}.{alias.name}" for alias in node.names}
     used = [dotted(node) for node in ast.walk(tree) if isinstance(node, ast.Attribute)]
-    meant = [*known.values(), *(".".join((known.get(head, head), *rest)) for head, *rest in used)]
-    return [name for name in meant if name.startswith("torch.") and name.endswith(".load")]
+    return [*known.values(), *(".".join((known.get(head, head), *rest)) for head, *rest in used)]
 
 
 def dotted(node: ast.expr) -> list[str]:
@@ -306,34 +311,55 @@ def test_a_circle_of_rooms_is_detected() -> None:
     assert not by_room({"baton.engine.cpu.a": {"baton.engine.cpu.b"}})["baton.engine.cpu"]
 
 
-CLOCKS = {"time.monotonic", "time.perf_counter", "time.time"}
-# The wall clock, where people or other hosts read it: the Date header, when an answer or a record was made, when a receipt ends.
-WALL_CLOCKS = {f"router/{name}.py" for name in ("http/app", "http/connection", "http/openai_out", "journal", "rates", "service")}
+CLOCKS = {f"time.{name}{unit}" for name in ("monotonic", "perf_counter", "time") for unit in ("", "_ns")}
+# All that acts reads the clock of its event loop (`baton.clock`) or is given one. Who reads another clock, and why.
+OTHER_CLOCKS = {
+    "baton/cli/": "a command: the person's time",
+    "baton/models/": "a command: the person's time",
+    "loadtest/": "a command: it measures from outside",
+    "baton/client.py": "an application's thread, without a loop",
+    "baton/launch/kubernetes_": "waits of threads, and of commands",
+    "baton/launch/port_forward.py": "waits of threads",
+    "baton/launch/redis_server.py": "starts before there is a loop",
+    "baton/engine/core/loop.py": "the engine's thread",
+    "baton/engine/vllm/": "vLLM's processes and threads",
+    "baton/engine/cpu/": "waits for another process, and times products, where no loop is",
+    "kvtransfer/tcp_": "threads of the transport",
+    "kvtransfer/nixl_transport.py": "threads of the transport",
+    "kvtransfer/cuda_ipc_transport.py": "threads of the transport",
+}
+# The wall clock, where people or other hosts read it: the Date header, when an answer, a record, a span or a process was made, when a
+# receipt ends.
+WALL_CLOCKS = {
+    "baton/cluster/membership.py",
+    "baton/cluster/otel.py",
+    *(f"router/{name}.py" for name in ("http/app", "http/connection", "http/openai_out", "journal", "rates", "service")),
+}
 
 
 def clocks(text: str) -> set[str]:
     """The clocks that a file reads, by whatever name."""
     tree = parsed(text)
-    known = {
-        alias.asname or alias.name: f"time.{alias.name}"
-        for node in ast.walk(tree)
-        if isinstance(node, ast.ImportFrom) and node.module == "time"
-        for alias in node.names
-    }
-    used = {known.get(node.id, "") for node in ast.walk(tree) if isinstance(node, ast.Name)}
-    return CLOCKS & (used | {".".join(dotted(node)) for node in ast.walk(tree) if isinstance(node, ast.Attribute)})
+    return CLOCKS & set(meanings(tree))
 
 
-def test_the_router_reads_the_clock_of_its_loop() -> None:
+@for_each(sources(), within)
+def test_what_acts_reads_the_clock_of_its_loop(path: Path) -> None:
     """So a loop whose time is virtual runs it, too."""
-    for path in sorted((ROOT / "router").rglob("*.py")):
-        name = str(path.relative_to(ROOT))
-        assert clocks(path.read_text()) <= ({"time.time"} if name in WALL_CLOCKS else set()), name
+    name = within(path)
+    if not name.startswith(tuple(OTHER_CLOCKS)):
+        assert clocks(path.read_text()) <= ({"time.time", "time.time_ns"} if name in WALL_CLOCKS else set())
+
+
+def test_every_exception_among_clocks_is_needed() -> None:
+    read = [within(path) for path in sources() if clocks(path.read_text())]
+    assert not [start for start in (*OTHER_CLOCKS, *WALL_CLOCKS) if not any(name.startswith(start) for name in read)]
 
 
 def test_another_clock_is_detected() -> None:
     """Negative control."""
     assert clocks("from time import monotonic as m\ndef f(clock=m): ...") == {"time.monotonic"}
+    assert clocks("import time as t\nx = t.time_ns()") == {"time.time_ns"}
     assert clocks("import time\nx = time.perf_counter()") == {"time.perf_counter"} and not clocks("import time\ntime.sleep(1)")
 
 

@@ -16,12 +16,12 @@ import os
 import signal
 import subprocess
 import sys
-import time
 from collections.abc import Mapping
 from contextlib import nullcontext, suppress
 from pathlib import Path
 from typing import Literal
 
+from baton.clock import loop_time
 from baton.cluster import log_file, pulse
 from baton.launch.launcher import ProcessState, RestartRule, Restarts, State, Template, Watchdog
 from baton.moves import Moves
@@ -112,7 +112,7 @@ class Child:
                 await self._run_ended()
                 if not self._asked.is_set():
                     self._move("end")
-                    await _either(self._asked, self._restarts.exited(time.monotonic()))
+                    await _either(self._asked, self._restarts.exited(loop_time()))
                 if self._asked.is_set():
                     self._move("gone")
                     return
@@ -125,7 +125,7 @@ class Child:
         self._state = move(self._state, event)
 
     def _spawn(self) -> None:
-        self._restarts.started(time.monotonic())
+        self._restarts.started(loop_time())
         cores = ",".join(map(str, self._template.cores_of(self._name)))
         command = [sys.executable, "-I", "-S", str(LEASH), str(os.getpid()), cores, *self._template.argv]
         try:
@@ -174,11 +174,11 @@ class Child:
 
     async def _hangs(self, process: "subprocess.Popen[bytes]") -> bool:
         """Returns False when the process has ended or has to end, True when it hangs."""
-        watchdog = Watchdog(self._hang_s, time.monotonic())
+        watchdog = Watchdog(self._hang_s, loop_time())
         while process.poll() is None and not self._asked.is_set():
             await _either(self._asked, POLL_S)
             said = pulse.read(self._pulses) if self._pulses is not None else None
-            if why := watchdog.look(time.monotonic(), said):
+            if why := watchdog.look(loop_time(), said):
                 logger.error("%s: pid %d is killed: %s", self._name, process.pid, why)
                 return True
         return False
@@ -205,9 +205,9 @@ async def _either(event: asyncio.Event, seconds: float) -> None:
 async def _gone(process: subprocess.Popen[bytes], timeout_s: float, unless: asyncio.Event | None = None) -> bool:
     """Whether the process ended in time, and before `unless` was set."""
     unless = unless or asyncio.Event()
-    deadline = time.monotonic() + timeout_s
+    deadline = loop_time() + timeout_s
     while process.poll() is None:
-        if time.monotonic() >= deadline or unless.is_set():
+        if loop_time() >= deadline or unless.is_set():
             return False
-        await _either(unless, min(POLL_S, max(deadline - time.monotonic(), 0)))
+        await _either(unless, min(POLL_S, max(deadline - loop_time(), 0)))
     return True

@@ -12,12 +12,12 @@ import signal
 from collections.abc import Callable, Coroutine
 from dataclasses import dataclass, field, replace
 from pathlib import Path
-from time import monotonic
 from typing import Any
 
 import grpc
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 
+from baton.clock import loop_time
 from baton.cluster.config import Config
 from baton.cluster.connect import connect_registry
 from baton.cluster.guard import metadata, token
@@ -125,7 +125,7 @@ class Supervisor:
         """Returns when every router serves and reaches every worker. It is not enough that a worker is in the registry: a router may not
         have read that yet, and its first request would get no handoff."""
         wanted, seen = config.prefill.replicas + config.decode.replicas, -1
-        patience = Patience(config.launcher.start_s, monotonic())
+        patience = Patience(config.launcher.start_s, loop_time())
         while True:
             self.routers = await find_routers(registry)
             reached = min(await asyncio.gather(*(workers_ready(config, router, self.label) for router in self.routers)), default=0)
@@ -135,7 +135,7 @@ class Supervisor:
             if reached >= wanted and await serving(config, self.routers):
                 return
             starts = await self._look(launcher, registry)
-            if patience.over(monotonic(), len(self.routers) + reached, starts):
+            if patience.over(loop_time(), len(self.routers) + reached, starts):
                 doing = "; ".join([f"{seen} of {wanted} workers ready", *(f"{record.name}: {record}" for record in starts)])
                 raise UpError(f"no progress for {config.launcher.start_s:g} s (launcher.start_s): {doing}; logs are in {self.log_dir}")
             await asyncio.sleep(WATCH_EVERY_S / 2)

@@ -5,6 +5,7 @@ from contextlib import asynccontextmanager
 from dataclasses import dataclass, replace
 from itertools import count
 
+from baton.clock import loop_time
 from baton.cluster.config_router import RouterConfig, SloConfig
 from baton.cluster.metrics import Book
 from baton.cluster.records import Load, RoleName, WorkerRecord
@@ -14,7 +15,6 @@ from baton.engine.core.sampling import SamplingParams
 from baton.simulate.memory_registry import MemoryRegistry
 from baton.simulate.workers import ModelledWorkers, Pace
 from router.admission import Admission
-from router.clock import loop_time
 from router.dispatch import Dispatcher
 from router.gate import Gate
 from router.journal import Journal

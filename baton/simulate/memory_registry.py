@@ -2,12 +2,12 @@
 shown with it holds in production. It stores values encoded, as Redis does."""
 
 import asyncio
-import time
 from collections import deque
 from collections.abc import Callable, Mapping, Sequence
 from itertools import islice
 from typing import TypeVar
 
+from baton.clock import loop_time
 from baton.cluster.config import RedisConfig
 from baton.cluster.records import BlockEvent, Kind, Pools, Record, RouterRecord, StartRecord, WorkerRecord, kind_of
 from baton.cluster.registry import EVENTS_BATCH, FENCE_LIFETIMES, RegistryUnavailable, StaleIncarnation
@@ -18,7 +18,7 @@ R = TypeVar("R")
 class MemoryRegistry:
     """`now` (in seconds) decides what has expired. While `available` is False, every call fails as it would in an outage."""
 
-    def __init__(self, config: RedisConfig | None = None, now: Callable[[], float] = time.monotonic) -> None:
+    def __init__(self, config: RedisConfig | None = None, now: Callable[[], float] = loop_time) -> None:
         config = config or RedisConfig()
         self.garbage = 0
         self.available = True

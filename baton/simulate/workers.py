@@ -5,10 +5,10 @@ from collections.abc import AsyncGenerator
 from contextlib import aclosing
 from dataclasses import dataclass, field, replace
 
+from baton.clock import loop_time
 from baton.cluster.errors import BatonError, Reason
 from baton.cluster.handoff import Handoff
 from baton.cluster.records import Load, WorkerRecord
-from router.clock import loop_time
 from router.request import Request, Token
 from router.workers import Adopted, Answer, CachePage, DecodeEvent, Ended, FirstToken, PrefillEvent, Source
 

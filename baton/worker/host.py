@@ -10,13 +10,13 @@ import asyncio
 import logging
 import os
 import socket
-import time
 from collections.abc import Mapping, Sequence
 from contextlib import AsyncExitStack
 from pathlib import Path
 
 from grpc_health.v1 import health_pb2
 
+from baton.clock import loop_time
 from baton.cluster import pulse
 from baton.cluster.address import advertised
 from baton.cluster.config import Config, ConfigError, PoolConfig
@@ -104,7 +104,7 @@ class Host:
 
     async def open(self) -> None:
         """Raises the error that keeps the engine or the transport from starting."""
-        began = time.monotonic()
+        began = loop_time()
         if (port := self.config.telemetry.health_port) is not None:  # first: it answers while the model is loaded
             health = HealthServer(self.config, lambda: self.stage, stalled_s=self.stalled_s)
             self._closers.push_async_callback(health.close)
@@ -135,7 +135,7 @@ class Host:
         self.server = Server(config, MAX_MESSAGE_BYTES)
         self.address = self.server.bind(self.pool_config.port)
         self._open_port()
-        took, mib = time.monotonic() - began, pool.nbytes / 2**20
+        took, mib = loop_time() - began, pool.nbytes / 2**20
         longest = engine.traits.max_model_len
         log.info("%s in %.1f s: %d blocks (%.0f MiB), longest sequence %d", config.model.path, took, pool.num_blocks, mib, longest)
         if not self.engine.traits.eos_token_ids:
@@ -190,8 +190,8 @@ class Host:
         self.stage, self.mounts.stopping = move(self.stage, "drain"), True
         await self.server.health.set("", health_pb2.HealthCheckResponse.NOT_SERVING)
         self._membership.beat()
-        deadline = time.monotonic() + self.pool_config.drain_s
-        while not all(role.idle for role in self.roles.values()) and time.monotonic() < deadline:
+        deadline = loop_time() + self.pool_config.drain_s
+        while not all(role.idle for role in self.roles.values()) and loop_time() < deadline:
             await asyncio.sleep(IDLE_POLL_S)
 
     async def close(self) -> None:
@@ -214,7 +214,7 @@ class Host:
         """Returns for how long the engine has made no progress although it has work."""
         if self.stage is Stage.STARTING:
             return 0.0
-        return self._stall.look(time.monotonic(), Activity(*self.engine.activity()))
+        return self._stall.look(loop_time(), Activity(*self.engine.activity()))
 
     async def probe(self) -> Probed:
         now = await self.look()

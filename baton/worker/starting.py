@@ -25,10 +25,11 @@ class Starting:
         self._logged: set[str] = set()  # steps
         self._registry, self._heartbeat_s = registry, heartbeat_s
         self._left = False
+        self._now = asyncio.get_running_loop().time  # for other threads, too
 
     def tell(self, step: Step) -> None:
         """May be called in any thread."""
-        now, self._step = time.monotonic(), step
+        now, self._step = self._now(), step
         if step.what not in self._logged or now - self._logged_at >= LINE_EVERY_S:
             self._logged_at = now
             self._logged.add(step.what)

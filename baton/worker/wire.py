@@ -3,10 +3,10 @@
 import itertools
 import math
 from dataclasses import asdict, fields
-from time import monotonic
 
 from google.protobuf.message import DecodeError
 
+from baton.clock import loop_time
 from baton.cluster.errors import BatonError, Reason
 from baton.engine.core.block_key import root_key
 from baton.engine.core.kvcache import KvLayout
@@ -28,7 +28,7 @@ def to_sequence(job: worker_pb2.Job, model_fingerprint: str, hold: bool = False,
         params=to_params(job.sampling),
         root=root_key(model_fingerprint, job.cache_salt),
         hold=hold,
-        expires_at=math.inf if timeout_s is None else monotonic() + timeout_s,  # the clock of the engine's loop
+        expires_at=math.inf if timeout_s is None else loop_time() + timeout_s,  # the clock of the engine's loop
     )
 
 

@@ -23,10 +23,10 @@ from starlette.responses import FileResponse, Response
 from starlette.routing import Route, Router
 from starlette.types import Receive, Scope, Send
 
+from baton.clock import loop_time
 from baton.cluster.address import is_loopback
 from baton.cluster.errors import BatonError
 from baton.cluster.keys import ApiKeys
-from router.clock import loop_time
 from router.curves import KEPT, STEP_S
 from router.http.app import HttpDoor
 from router.http.errors import HttpError, bad_value, to_http, to_json

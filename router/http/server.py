@@ -6,13 +6,13 @@ import socket
 
 from starlette.types import ASGIApp
 
+from baton.clock import loop_time
 from baton.cluster.address import advertised, is_loopback, target
 from baton.cluster.config import Config
 from baton.cluster.errors import BatonError, Reason
 from baton.cluster.open_files import files_for
 from baton.cluster.rpc import Tasks
 from baton.cluster.tls import server_context
-from router.clock import loop_time
 from router.http.connection import Connection
 from router.turn_budget import TurnBudget
 

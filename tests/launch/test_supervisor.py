@@ -76,7 +76,7 @@ async def test_a_start_lasts_as_long_as_a_worker_makes_progress(
     _, (port, admin_port) = router
     config = load([], flags={"launcher.start-s": "100", "prefill.replicas": "0"}).config
     registry, shown, now = MemoryRegistry(), list[StartRecord](), [0.0]
-    monkeypatch.setattr(supervisor, "monotonic", lambda: now[0])
+    monkeypatch.setattr(supervisor, "loop_time", lambda: now[0])
     await registry.join(RouterRecord("router-0", 1, 1, "host", {"grpc": f"127.0.0.1:{port}", "admin": f"127.0.0.1:{admin_port}"}, "toy"))
     launcher = LocalLauncher(RestartRule(0.1, 1.0), tmp_path, [])
     await launcher.start()

@@ -120,8 +120,10 @@ async def test_a_broken_peer_with_a_read_that_never_ends_is_refused_in_time(monk
     """A read that never ends does not delay later fetches forever."""
     async with pair(ttl_s=0.5) as p:
         reads = Reads(p, monkeypatch)
-        calls = [p.start(await p.hand_over(name), name) for name in ("a", "b")]
-        await inside(reads, 2)
+        calls = []
+        for name in ("a", "b"):  # the read of "a" is the first
+            calls.append(p.start(await p.hand_over(name), name))
+            await inside(reads, 1)
         reads.failing.set()
         await calls[0].task
         late = p.start(await p.hand_over("c"), "c")
