@@ -5,6 +5,7 @@ import logging
 import os
 import secrets
 import socket
+from collections.abc import Coroutine
 from contextlib import AsyncExitStack
 from pathlib import Path
 from typing import Any
@@ -153,13 +154,15 @@ class RouterProcess:
         await admin.start()
         http.start(self._tasks)
         page.start(self._tasks)
-        loops = {"watch": watch.run(), "peers": self._peers.run(admission), "membership": self._membership.run(), "pulse": pulse.beat()}
-        for name, loop in (
-            loops | {"live": live.run(), "health": self._run_health(), "keys": self._run_keys(), "lateness": self._lateness.run()}
-        ).items():
+        acting = {"watch": watch.run(), "peers": self._peers.run(admission), "live": live.run(), "pulse": pulse.beat()}
+        for name, loop in (acting | self._own_loops()).items():
             self._tasks.start(loop, name)
         self.stage = move(self.stage, "ready")
         log.info("router ready on %s (HTTP %s, admin %s), model %s", self.address, http_address, admin_address, model_name)
+
+    def _own_loops(self) -> dict[str, Coroutine[Any, Any, None]]:
+        loops = {"membership": self._membership.run(), "health": self._run_health(), "keys": self._run_keys()}
+        return loops | {"lateness": self._lateness.run()}
 
     async def drain(self) -> None:
         self.stage = move(self.stage, "drain")
