@@ -1,0 +1,359 @@
+"""The tables of docs/benchmarks.md and docs/benchmarks/: `python scripts/benchmark_tables.py` writes them from benchmarks/results/*.json,
+`--check` only compares. The aims of docs/benchmarks.md are in scripts/benchmark_aims.py."""
+
+import re
+import sys
+from collections.abc import Callable, Iterable, Sequence
+from itertools import groupby
+from pathlib import Path
+from statistics import median
+from typing import Any
+
+from benchmark_aims import other_aims, peers_aims
+from benchmark_results import RESULTS, load, markdown, number, source, spread
+
+DOCS = Path(__file__).resolve().parent.parent / "docs"
+PAGES = [DOCS / "benchmarks.md", *sorted((DOCS / "benchmarks").glob("*.md"))]
+BLOCK = re.compile(
+    r"(?P<begin><!-- table: (?P<name>[\w-]+), written by scripts/benchmark_tables\.py -->)\n.*?(?P<end><!-- end of table -->)", re.DOTALL
+)
+CELLS = ("prefill 512", "prefill 2048", "decode b1", "decode b8", "decode b32", "mixed")
+ARMS = {
+    ("baton", "float32"): "float32",
+    ("baton", "bfloat16"): "bfloat16",
+    ("baton", "int8"): "int8, the rest bfloat16",
+    ("baton f32-act", "int8"): "int8, the rest float32",
+    ("baton", "int4"): "int4, the rest bfloat16",
+    ("baton f32-act", "int4"): "int4, the rest float32",
+}
+
+
+def peers(results: str) -> str:
+    models = load(results)["models"]
+    return "\n\n".join(_peers(results, name, f"{model['parameters'] / 1e6:.0f} M") for name, model in models.items())
+
+
+def _peers(results: str, model: str, size: str) -> str:
+    rows = {(row["engine"], row["precision"]): row["cells"] for row in load(results)["rows"] if row["model"] == model}
+    cells = [cell for cell in CELLS if any(cell in found for found in rows.values())]
+
+    def shown(cell: dict[str, Any]) -> str:
+        repeats = f" ± {cell['spread'] / cell['tokens_per_s']:.0%}" if len(cell["values"]) > 1 else ""
+        return f"{number(cell['tokens_per_s'])}{repeats} ({cell['to_best_peer']:.2f})"
+
+    table = [[name, *(shown(rows[arm][cell]) for cell in cells)] for arm, name in ARMS.items()]
+    return markdown([f"{size}: tokens/s (÷ best peer)", *(cell.replace("decode b", "batch ") for cell in cells)], table)
+
+
+def overload(results: str, model: str) -> str:
+    found = load(results)[model]
+    arms = found["arms"]
+    table = []
+    for times in ("1", "2", "5", "10"):
+        runs = {arm: arms[arm][times] for arm in arms}
+        good = {arm: [run["goodput"] for run in each] for arm, each in runs.items()}
+        table.append(
+            [
+                f"{times}x",
+                number(median(run["offered"] for run in runs["codel"])),
+                *(spread(good[arm]) for arm in arms),
+                f"{median(good['codel']) / found['peak']:.0%}",
+                *(_refused(runs[arm]) for arm in arms if arm != "queue"),
+                *(f"{median(run['rss_mib'] for run in runs[arm]):.0f} MiB" for arm in ("queue", "codel")),
+            ]
+        )
+    after = [f"refused after, ms, P50 / P99: `{arm}`" for arm in arms if arm != "queue"]
+    memory = ["router's memory: `queue`", "`codel`"]
+    title = f"1x = {found['rate']:.1f}/s, peak {found['peak']:.1f}/s"
+    return markdown([title, "offered", *(f"good: `{arm}`" for arm in arms), "`codel` of the peak", *after, *memory], table)
+
+
+def _refused(runs: Iterable[dict[str, float]]) -> str:
+    refusing = [run for run in runs if run["refused"]]
+    return " / ".join(number(median(run[f"refusal_{at}_ms"] for run in refusing)) for at in ("p50", "p99")) if refusing else ""
+
+
+def silence() -> str:
+    return markdown(["input", "longest gap, ms"], [[name, number(max(gaps))] for name, gaps in load("silence")["gaps_ms"].items()])
+
+
+def handoff() -> str:
+    def cells(one: dict[str, float]) -> list[str]:
+        rate = one["bytes"] / one["read_ms"] / 1e6
+        read = f"{number(one['read_ms'])} ± {number(one['read_spread_ms'])}"
+        return [read, f"{rate:.1f}", f"{one['read_ms'] / one['copy_ms']:.1f}", f"{one['digest_ms'] / one['read_ms']:.0%}"]
+
+    nixl, tcp = (load("handoff")["transports"][name] for name in ("nixl", "tcp"))
+    table = [
+        [f"{a['bytes'] / 2**20:.2g}" if a["bytes"] < 2**20 else f"{a['bytes'] >> 20}", *cells(a), *cells(b)]
+        for a, b in zip(nixl, tcp, strict=True)
+    ]
+    after = ["GB/s", "÷ copy", "digest ÷ read"]
+    return markdown(["MiB", "NIXL read, ms", *after, "TCP read, ms", *after], table)
+
+
+def kv_network() -> str:
+    table = []
+    for wire, rows in load("kv_network")["wires"].items():
+        for streams, group in groupby(rows, key=lambda row: row["streams"]):
+            each = list(group)
+            shares = [f"{one['share']:.0%} ± {one['spread']:.0%}" for one in each]
+            table.append([wire, str(streams), *shares, f"{each[0]['iperf3_gbit_s']:.2f}"])
+    heads = ["64 KiB blocks, reads of 4 MiB", "of 64 MiB", "2 MiB blocks, reads of 4 MiB", "of 64 MiB"]
+    return markdown(["wire", "streams", *heads, "iperf3, Gbit/s"], table)
+
+
+def serving() -> str:
+    keys = ("ttft_ms", "prefill_compute", "transfer", "read", "verify")
+    table = [
+        [
+            number(row["prompt"]),
+            f"{row['mib']:.1f}",
+            *(number(row[key]) for key in keys),
+            f"{row['verify'] / (row['ttft_ms'] + row['transfer']):.1%}",
+        ]
+        for row in load("serving")["handoff"]
+    ]
+    heads = ["prompt", "KV, MiB", "TTFT", "prefill computed", "transfer stage", "read", "verify", "verify ÷ (TTFT + transfer)"]
+    return markdown(heads, table)
+
+
+def live() -> str:
+    rows = {(row["carrier"], row["arm"], row["prompt"]): row for row in load("live")["rows"]}
+    table = []
+    for prompt in sorted({prompt for _, _, prompt in rows}):
+        early, share = (rows["nixl", "live", prompt][key][0] for key in ("early_share", "digest_share"))
+        stages = [_middle(rows[carrier, arm, prompt]["transfer_ms"]) for carrier in ("nixl", "tcp") for arm in ("whole", "live")]
+        table.append([number(prompt), *stages, f"{early:.0%}", f"{share:.2%}"])
+    return markdown(["prompt", "NIXL: whole", "NIXL: live", "TCP: whole", "TCP: live", "moved early", "checks ÷ request"], table)
+
+
+def _middle(values: Sequence[float]) -> str:
+    """A median that is stored with the ends of its range."""
+    return f"{number(values[0])} ({number(values[1])} … {number(values[2])})"
+
+
+def conversation() -> str:
+    table = []
+    for setting, group in groupby(load("conversation")["rows"], key=lambda row: row["fetch_tokens"]):
+        turns = list(group)
+        later = [" … ".join(sorted({f"{pick([row[key] for row in turns[1:]]):.0f}" for pick in (min, max)}, key=float)) for key in PARTS]
+        times = " / ".join(f"{turns[turn - 1]['ttft_ms'][0]:.0f}" for turn in (2, 5, 8))
+        table.append([str(setting), f"{sum(row['computed'] for row in turns):.0f}", *later, times])
+    return markdown(["`router.fetch_tokens`", "computed in 8 turns", *PARTS, "TTFT of turn 2 / 5 / 8, ms"], table)
+
+
+PARTS = ("cached", "fetched", "computed")
+
+
+def doors() -> str:
+    found = load("doors")["doors"]
+    rows = {
+        "router's CPU a request, ms": [spread(one["request_ms"]) for one in found.values()],
+        "router's CPU a streamed token, µs": [spread(one["token_us"]) for one in found.values()],
+        "so one core serves, tokens/s": [number(1e6 / median(one["token_us"])) for one in found.values()],
+        "streamed in this run, tokens/s": [number(median(one["tokens_per_s"])) for one in found.values()],
+        "alone, to the first token, P50, ms": [spread(one["alone_p50_ms"]) for one in found.values()],
+        "alone, to the first token, P99, ms": [spread(one["alone_p99_ms"]) for one in found.values()],
+    }
+    return markdown(["", *found], [[name, *cells] for name, cells in rows.items()])
+
+
+def grpc_servers() -> str:
+    found = load("grpc_servers")["servers"]
+    table = [[f"`{name}`", spread(one["request_ms"]), spread(one["message_us"])] for name, one in found.items()]
+    return markdown(["server", "a request, ms", "a message, µs"], table)
+
+
+def stalled_readers() -> str:
+    found = load("stalled_readers")
+    turns = {name: one for name, one in found.items() if isinstance(one, dict) and "longest_turn_ms" in one}
+    table = [[name, number(one["longest_turn_ms"]), _kib(one.get("most_bytes_waiting_for_one"))] for name, one in turns.items()]
+    return markdown(["readers", "longest turn, ms", "most that waited for one, KiB"], table)
+
+
+def _kib(size: float | None) -> str:
+    return "" if size is None else number(size / 1024)
+
+
+def routers() -> str:
+    found = load("routers")["routers"]
+    table = []
+    for count, runs in found.items():
+        cells = []
+        for key in ("hit_rate", "ttft_p50_ms", "ttft_p99_ms"):
+            if count == "1":
+                cells.append(spread([run[key] for run in runs]))
+            else:
+                cells.append(spread([run[key] / base[key] for run, base in zip(runs, found["1"], strict=True)], "{:.2f}"))
+        table.append([count if count == "1" else f"{count}, ÷ one", *cells])
+    return markdown(["routers", "prefix hit rate", "TTFT P50, ms", "TTFT P99, ms"], table)
+
+
+def loop_turns() -> str:
+    places = load("loop_turns")["places"]
+    return markdown(["place", "size", "longest turn, ms"], [[one["place"], one["size"], number(one["after_ms"])] for one in places])
+
+
+def observability() -> str:
+    found = load("observability")["alone"]
+
+    def more(values: Sequence[float]) -> str:
+        return f"{values[1]:+.0%} ({values[0]:+.0%} … {values[2]:+.0%})"
+
+    table = [[arm, more(one["more_request_us"]), more(one["more_token_us"])] for arm, one in found.items() if arm != "off"]
+    return markdown(["", "a request of one token", "a further token"], table)
+
+
+def observability_live() -> str:
+    table = []
+    for arm, one in load("observability")["clusters"]["arms"].items():
+        cells = [_middle([one[key], *one[f"{key}_range"]]) for key in ("request_ms", "token_us")]
+        table.append([{"off": "nothing"}.get(arm, arm), *cells])
+    return markdown(["", "CPU a request, ms", "CPU a streamed token, µs"], table)
+
+
+def products() -> str:
+    heads = (1, 2, 8, 32, 512)
+    found = {(row["kind"], row["rows"]): row for row in load("products")["rows"] if row["threads"] == 2}
+    table = []
+    for kind in ("float32", "bfloat16", "int8", "int4"):
+        for arm in ("Baton", "oneDNN"):
+            cells = [_rates(found[kind, rows].get(arm), rows) for rows in heads]
+            if any(cells):
+                table.append([f"{kind}: {arm}", *cells])
+    return markdown(["", *(f"{rows} rows" if rows > 1 else "1 row" for rows in heads)], table)
+
+
+def _rates(one: dict[str, float] | None, rows: int) -> str:
+    if not one:
+        return ""
+    return f"{one['gb_s']:.1f} GB/s" if rows < 8 else f"{one['gflop_s']:.0f} GFLOP/s"
+
+
+def quality() -> str:
+    table = [[row["arm"], f"{row['perplexity']:.3f}", f"{row['kl']:.5f}", f"{row['same_choice']:.1%}"] for row in load("quality")["rows"]]
+    return markdown(["weights", "perplexity", "KL from float32", "same greedy choice as float32"], table)
+
+
+def continuation() -> str:
+    """The disturbed streams of each kind, over all number types, greedy and seeded."""
+    rows = load("continuation")["rows"]
+    table = []
+    for kind in dict.fromkeys(row["kind"] for row in rows):
+        mine = [row for row in rows if row["kind"] == kind]
+        sums = {key: sum(row[key] for row in mine) for key in ("streams_differ", "streams", "logits_differ", "logits")}
+        table.append([kind.replace("_", " "), *(number(each) for each in sums.values())])
+    return markdown(["disturbed how", "other tokens", "of streams", "other logits", "of vectors"], table)
+
+
+def step_profile() -> str:
+    found = load("step_profile")
+    table = []
+    for arm in found["ms"]["batch 1"]:
+        cells = []
+        for batch in ("batch 1", "batch 8"):
+            parts = found["ms"][batch][arm]
+            cells += [spread(found["wholes_ms"][batch][arm], "{:.2f}"), f"{parts['sampling'] + parts['rest']:.2f}"]
+        table.append([arm, *cells])
+    python = "outside the kernels"
+    return markdown(["ms a step", "1 sequence", python, "8 sequences", python], table)
+
+
+def prefill_profile(results: str) -> str:
+    rows = load(results)["rows"]
+    found = {(row["arm"], row["case"]): row for row in rows}
+    cases = list(dict.fromkeys(row["case"] for row in rows))
+    table = []
+    for arm in dict.fromkeys(row["arm"] for row in rows):
+        cells = []
+        for case in cases:
+            row = found[arm, case]
+            cells.append(number(median(row["wholes_ms"])))
+            if case != cases[-1]:
+                cells += [f"{number(row['ms'][part])} ({number(row['gflop_s'][part])})" for part in ("matrices", "attention")]
+        table.append([arm, *cells])
+    heads = [head for case in cases for head in ([case] if case == cases[-1] else [case, "matrices", "attention"])]
+    return markdown(["ms a step (GFLOP/s)", *heads], table)
+
+
+def families() -> str:
+    found = load("families")
+    rows = found["rows"]
+    table = []
+    for family in dict.fromkeys(row["family"] for row in rows):
+        mine = {row["precision"]: row for row in rows if row["family"] == family}
+        rates = [found["tokens"] / min(row["seconds"]["compiled"]) for row in mine.values()]
+        cells = [f"{number(rate)} ({row['compiled_over_plain']:.2f})" for rate, row in zip(rates, mine.values(), strict=True)]
+        table.append([family, *cells])
+    return markdown(["tokens/s (time ÷ plain torch's)", *dict.fromkeys(row["precision"] for row in rows)], table)
+
+
+def batching() -> str:
+    rows = load("batching")["rows"]
+    table = [[row["batching"], spread(row["tokens_s"]), f"{row['continuous_over_this']:.2f}"] for row in rows]
+    return markdown(["batching", "tokens/s", "continuous ÷ this"], table)
+
+
+def whole() -> str:
+    found = load("whole")
+    table = [[arm, spread(shares, "{:.0%}")] for arm, shares in found["shares"].items()]
+    return markdown(["cluster", f"share of the bare engine's {median(found['bare_tokens_s']):.0f} tokens/s"], table)
+
+
+# table → the file of benchmarks/results that it is made of, and what makes it
+TABLES: dict[str, tuple[str, Callable[[], str]]] = {
+    "peers-zen4": ("peers-cpu-zen4", lambda: peers("peers-cpu-zen4")),
+    "peers-amx": ("peers-cpu-amx", lambda: peers("peers-cpu-amx")),
+    "overload": ("overload", lambda: overload("overload", "toy")),
+    "overload-tale": ("overload-tale", lambda: overload("overload-tale", "tale")),
+    "observability-live": ("observability", observability_live),
+    "prefill_profile": ("prefill_profile", lambda: prefill_profile("prefill_profile")),
+    "prefill_profile-amx": ("prefill_profile-amx", lambda: prefill_profile("prefill_profile-amx")),
+}
+TABLES |= {
+    make.__name__: (make.__name__, make)
+    for make in (silence, handoff, kv_network, serving, live, conversation, doors, grpc_servers, stalled_readers, routers, loop_turns)
+}
+TABLES |= {
+    make.__name__: (make.__name__, make)
+    for make in (observability, products, quality, continuation, step_profile, families, batching, whole)
+}
+# Those of docs/benchmarks.md, which are made of many files.
+AIMS: dict[str, Callable[[], str]] = {"peers-aims": peers_aims, "aims": other_aims}
+
+
+def block(name: str) -> str:
+    """The table and, below it, what it is made of. Raises KeyError for a name that is not in TABLES or AIMS."""
+    if name in AIMS:
+        return AIMS[name]()
+    results, make = TABLES[name]
+    return f"{make()}\n\n{source(results)}"
+
+
+def page(text: str) -> str:
+    """The page with current tables."""
+    return BLOCK.sub(lambda match: f"{match['begin']}\n\n{block(match['name'])}\n\n{match['end']}", text)
+
+
+def misplaced(texts: Iterable[str]) -> list[str]:
+    """The tables that are not on exactly one page."""
+    found = [match["name"] for text in texts for match in BLOCK.finditer(text)]
+    return [name for name in (*TABLES, *AIMS) if found.count(name) != 1]
+
+
+def main() -> None:
+    if wrong := misplaced(path.read_text() for path in PAGES):
+        sys.exit(f"not on exactly one page: {', '.join(wrong)}")
+    stale = {path: new for path in PAGES if (new := page(text := path.read_text())) != text}
+    if "--check" in sys.argv[1:]:
+        if stale:
+            names = ", ".join(path.name for path in stale)
+            sys.exit(f"{names}: out of date with {RESULTS.name}/*.json; run `python scripts/benchmark_tables.py`")
+        return
+    for path, text in stale.items():
+        path.write_text(text)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,77 @@
+"""The tables of docs/benchmarks: how figures are told, and that nothing is told that was not measured. That the pages are current is
+tested in tests/cluster/test_metrics.py."""
+
+from pathlib import Path
+
+import pytest
+from benchmark_aims import Aim
+from benchmark_results import RESULTS, WIDTH, load, markdown, number, source, spread, wrapped
+from benchmark_tables import AIMS, PAGES, TABLES, misplaced, page
+
+DOCS = Path(__file__).resolve().parents[2] / "docs"
+
+
+@pytest.mark.parametrize(
+    ("value", "told"), [(0.0, "0"), (0.0123, "0.012"), (1.005, "1.00"), (12.34, "12.3"), (7, "7"), (1234.5, "1,234"), (1024, "1,024")]
+)
+def test_a_number_has_three_digits(value: float, told: str) -> None:
+    assert number(value) == told
+
+
+def test_a_spread_is_the_median_and_the_ends() -> None:
+    assert spread([3.0, 1.0, 2.0]) == "2.00 (1.00 … 3.00)" and spread([0.5, 0.25], "{:.0%}") == "38% (25% … 50%)"
+
+
+def test_a_table_needs_no_other_formatting() -> None:
+    assert markdown(["", "share"], [["one", "5%"], ["", "10%"]]) == "|  | share |\n| -- | -- |\n| one | 5 % |\n|  | 10 % |"
+
+
+def test_prose_is_wrapped_and_makes_no_list() -> None:
+    lines = wrapped("word " * 60 + "commit 8797737.").splitlines()
+    assert len(lines) > 2 and all(len(line) <= WIDTH for line in lines)
+    assert wrapped("x" * WIDTH + " 12.").splitlines()[1] == r"12\."
+
+
+@pytest.mark.parametrize(
+    ("values", "most", "verdict"),
+    [
+        ([1.0, 2.0], False, "reached"),
+        ([0.9, 2.0], False, "**missed** by 1 of 2"),
+        ([0.8, 0.9], False, "**missed**"),
+        ([1.0, 0.5], True, "reached"),
+        ([1.1], True, "**missed**"),
+    ],
+)
+def test_a_verdict_follows_from_the_figures(values: list[float], most: bool, verdict: str) -> None:
+    assert Aim("page", "what", 1.0, values, most=most).verdict == verdict
+
+
+def test_an_aim_tells_both_ends_of_what_was_measured() -> None:
+    aim = Aim("page", "what", 0.9, [0.95, 0.72, 1.0], "{:.0%}")
+    assert (aim.text, aim.measured) == ("≥ 90%", "72% … 100%") and Aim("page", "what", 2, [1.5, 1.501]).measured == "1.50"
+
+
+def test_a_changed_figure_makes_a_page_stale() -> None:
+    """Negative control of `--check`."""
+    text = (DOCS / "benchmarks" / "batching.md").read_text()
+    assert page(text) == text != (changed := text.replace("1,439", "1,440")) and page(changed) == text
+
+
+def test_a_table_that_is_nowhere_or_twice_is_named() -> None:
+    texts = [path.read_text() for path in PAGES]
+    assert not misplaced(texts) and set(misplaced([])) == {*TABLES, *AIMS}
+    twice = next(text for text in texts if "table: batching" in text)
+    assert misplaced([*texts, twice]) == ["batching"]
+
+
+def test_every_file_of_results_is_told_of() -> None:
+    told = "\n".join(path.read_text() for path in DOCS.rglob("*.md"))
+    families = {name for name in ("nemesis", "vllm") if f"{name}-*.json" in told}
+    for path in RESULTS.glob("*.json"):
+        assert path.name in told or path.stem.split("-")[0] in families, f"no page names {path.name}: it holds nothing of today"
+
+
+@pytest.mark.parametrize("results", sorted({results for results, _ in TABLES.values()}))
+def test_a_source_names_machine_versions_and_commit(results: str) -> None:
+    told = " ".join(source(results).split())
+    assert load(results)["machine"].split(",")[0] in told and "torch 2." in told and "commit " in told

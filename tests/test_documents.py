@@ -1,0 +1,79 @@
+"""The documents: every link within the repository leads to a file and, if it names one, to a heading of it."""
+
+import re
+import subprocess
+from collections import Counter
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).resolve().parent.parent
+NAMES = subprocess.run(["git", "ls-files", "*.md"], cwd=ROOT, capture_output=True, text=True, check=True, timeout=60).stdout.splitlines()
+PAGES = [ROOT / name for name in NAMES if (ROOT / name).is_file()]
+FENCE = re.compile(r"^( *)(```+|~~~+).*?^ *\2 *$", re.MULTILINE | re.DOTALL)
+CODE = re.compile(r"`[^`\n]*`")
+LINK = re.compile(r"\]\(\s*<?([^)\s>]+)>?(?:\s+\"[^\"]*\")?\s*\)")
+
+
+def anchors(text: str) -> set[str]:
+    """The names that GitHub gives to the headings of a page."""
+    headings = re.findall(r"^#{1,6} +(.+?)[ #]*$", FENCE.sub("", text), re.MULTILINE)
+    told = [re.sub(r"\[([^]]*)\]\([^)]*\)", r"\1", heading) for heading in headings]
+    slugs = [re.sub(r"[^\w\- ]", "", heading.lower()).replace(" ", "-") for heading in told]
+    seen: Counter[str] = Counter()
+    found = set()
+    for slug in slugs:
+        found.add(f"{slug}-{seen[slug]}" if seen[slug] else slug)
+        seen[slug] += 1
+    return found
+
+
+def broken(page: Path, text: str) -> Iterator[str]:
+    """The links of a page's text that lead nowhere. Those to other sites are not followed."""
+    for target in LINK.findall(CODE.sub("", FENCE.sub("", text))):
+        if re.match(r"[a-z]+:", target):
+            continue
+        path, _, anchor = target.partition("#")
+        file = (page.parent / path).resolve() if path else page
+        if path and not file.exists():
+            yield f"{target}: no such file"
+        elif anchor and file.suffix == ".md" and anchor not in anchors(text if file == page else file.read_text()):
+            yield f"{target}: no such heading"
+
+
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: str(page.relative_to(ROOT)))
+def test_every_link_leads_somewhere(page: Path) -> None:
+    assert not list(broken(page, page.read_text()))
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        "[a](no.md)",
+        "[a](architecture.md#no-such)",
+        "[a](#no-such)",
+        "[a\nb](../no/where)",
+        "# one\n```\n# two\n```\n[a](#two)",
+        "# one\n[a](#one-1)",
+        '[a](no.md "title")',
+    ],
+)
+def test_a_broken_link_is_detected(text: str) -> None:
+    """Negative control."""
+    assert len(list(broken(ROOT / "docs" / "page.md", text))) == 1
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        "[a](https://example.org/no)",
+        "[a](architecture.md#rooms)",
+        "`[a](no.md)`",
+        "```\n[a](no.md)\n```",
+        "# What's `x`, now?\n[a](#whats-x-now)",
+        "# one\n# one\n[a](#one-1)",
+    ],
+)
+def test_other_links_are_allowed(text: str) -> None:
+    assert not list(broken(ROOT / "docs" / "page.md", text))
