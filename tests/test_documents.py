@@ -1,4 +1,4 @@
-"""The documents: every link within the repository leads to a file and, if it names one, to a heading of it."""
+"""The documents: every link within the repository leads to a file, and to a heading if it names one. The picture of the rooms is drawn."""
 
 import re
 import subprocess
@@ -7,6 +7,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
+from rooms_picture import BOXES, HIGH, WIDE, imports, lines, reduced
 
 ROOT = Path(__file__).resolve().parent.parent
 NAMES = subprocess.run(["git", "ls-files", "*.md"], cwd=ROOT, capture_output=True, text=True, check=True, timeout=60).stdout.splitlines()
@@ -77,3 +78,21 @@ def test_a_broken_link_is_detected(text: str) -> None:
 )
 def test_other_links_are_allowed(text: str) -> None:
     assert not list(broken(ROOT / "docs" / "page.md", text))
+
+
+def test_the_picture_of_the_rooms_shows_no_arrow_that_follows_from_others() -> None:
+    assert reduced({"a": {"b", "c"}, "b": {"c"}, "c": set()}) == {"a": ["b"], "b": ["c"], "c": []}
+    shown = reduced(imports())
+    assert shown["router"] == ["baton.cluster", "baton.engine.facts"] and "baton.worker" in shown["decode_worker"]
+
+
+def test_an_import_more_changes_the_picture() -> None:
+    """Negative control of `scripts/rooms_picture.py --check`."""
+    shown = reduced(imports())
+    assert list(lines(shown)) != list(lines(shown | {"baton": ["baton.cluster"]}))
+
+
+def test_no_two_rooms_of_the_picture_overlap() -> None:
+    boxes = list(BOXES.values())
+    for i, one in enumerate(boxes):
+        assert not [other for other in boxes[:i] if abs(one.x - other.x) < WIDE and abs(one.y - other.y) < HIGH]

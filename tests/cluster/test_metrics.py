@@ -201,7 +201,7 @@ class TestHistogram:
 # References in other files
 
 
-@pytest.mark.parametrize("script", ["metric_table.py", "dashboard.py", "cli_table.py", "benchmark_tables.py"])
+@pytest.mark.parametrize("script", ["metric_table.py", "dashboard.py", "cli_table.py", "benchmark_tables.py", "rooms_picture.py"])
 def test_generated_files_are_current(script: str) -> None:
     env = {**os.environ, "PYTHONPATH": str(ROOT)}
     done = subprocess.run([sys.executable, str(ROOT / "scripts" / script), "--check"], env=env, capture_output=True, text=True, timeout=60)
