@@ -27,7 +27,7 @@ from typing import Any, cast
 sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "tests" / "support"))
 
 import grpc
-from fake_workers import TOKENIZER, record
+from fake_workers import MODEL, TOKENIZER, record
 from machine import describe
 from turns import Turn, Turns, watched
 
@@ -153,11 +153,11 @@ def random_keys(count: int) -> list[bytes]:
 @place("snapshot of a worker's cache", f"{KEYS:,} keys")
 async def snapshot() -> Turns:
     with everyone() as address:
-        registry, view = MemoryRegistry(), ClusterView(TOKENIZER)
+        registry, view = MemoryRegistry(), ClusterView({MODEL: TOKENIZER})
         await registry.join(members(1, address)[0])
         with watched() as turns:
             async with watching(view, registry, GrpcWorkers(Config().security)):
-                await until(lambda: view.index.entries >= KEYS)
+                await until(lambda: view.models[MODEL].index.entries >= KEYS)
         return turns
 
 
@@ -179,37 +179,37 @@ def publish(url: str, events: list[BlockEvent]) -> None:
 @place("block events in Redis", f"{EVENTS:,} events of 8 keys")
 async def events() -> Turns:
     with redis() as (url, config):
-        registry, view = RedisRegistry(url, "c", config), ClusterView(TOKENIZER)
+        registry, view = RedisRegistry(url, "c", config), ClusterView({MODEL: TOKENIZER})
         await registry.join(members(1)[0])
         keys = random_keys(8 * EVENTS)
         told = [BlockEvent("d0", 1, i + 1, "stored", tuple(keys[8 * i : 8 * i + 8])) for i in range(EVENTS)]
         async with watching(view, registry, GrpcWorkers(Config().security)):
-            await until(lambda: view.members())
+            await until(lambda: view.members.records())
             await asyncio.sleep(0.5)
             with watched() as turns:
                 await asyncio.sleep(0)
                 publishing = asyncio.to_thread(publish, url, told)
                 await publishing
-                await until(lambda: view.index.entries >= 8 * EVENTS)
+                await until(lambda: view.models[MODEL].index.entries >= 8 * EVENTS)
         await registry.close()
         return turns
 
 
 def full_index(view: ClusterView, keys: list[bytes]) -> None:
     view.update(members(1), 0.0)
-    view.index.snapshot("d0", 1, 1, set(keys))
+    view.models[MODEL].index.snapshot("d0", 1, 1, set(keys))
 
 
 @place("a worker's next process: its entries are wiped", f"{KEYS:,} keys")
 async def wipe() -> Turns:
-    view = ClusterView(TOKENIZER)
+    view = ClusterView({MODEL: TOKENIZER})
     full_index(view, random_keys(KEYS))
     with watched() as turns:
         await asyncio.sleep(0.01)
         view.update([replace(members(1)[0], incarnation=2)], 1.0)
         for _ in range(200):
             await asyncio.sleep(0)
-            getattr(view.index, "sweep", lambda most: None)(4096)
+            getattr(view.models[MODEL].index, "sweep", lambda most: None)(4096)
     return turns
 
 
@@ -217,17 +217,17 @@ async def wipe() -> Turns:
 async def clear() -> Turns:
     keys = random_keys(KEYS // 4)
     with redis() as (url, config):
-        registry, view = RedisRegistry(url, "c", config), ClusterView(TOKENIZER)
+        registry, view = RedisRegistry(url, "c", config), ClusterView({MODEL: TOKENIZER})
         await registry.join(members(1)[0])
         told = [BlockEvent("d0", 1, e.sequence, "removed", e.keys) for e in cache_events([CacheChange(False, key) for key in keys], 1)]
         async with watching(view, registry, GrpcWorkers(Config().security)):
-            await until(lambda: view.members())
+            await until(lambda: view.members.records())
             await asyncio.sleep(0.5)
-            view.index.snapshot("d0", 1, 1, set(keys))
+            view.models[MODEL].index.snapshot("d0", 1, 1, set(keys))
             with watched() as turns:
                 await asyncio.sleep(0)
                 await asyncio.to_thread(publish, url, told)
-                await until(lambda: not view.index.entries)
+                await until(lambda: not view.models[MODEL].index.entries)
         await registry.close()
         return turns
 
@@ -235,7 +235,7 @@ async def clear() -> Turns:
 @place("the registry's records join, and change", f"{WORKERS:,} workers")
 async def records() -> Turns:
     with redis() as (url, config):
-        registry, view = RedisRegistry(url, "c", config), ClusterView(TOKENIZER)
+        registry, view = RedisRegistry(url, "c", config), ClusterView({MODEL: TOKENIZER})
 
         async def change() -> None:
             other = RedisRegistry(url, "c", config)
@@ -250,7 +250,7 @@ async def records() -> Turns:
             await asyncio.sleep(0)
             following = asyncio.create_task(watch._run_members())
             await asyncio.to_thread(asyncio.run, change())
-            await until(lambda: len(view.members()) == WORKERS)
+            await until(lambda: len(view.members.records()) == WORKERS)
             following.cancel()
             await asyncio.gather(following, return_exceptions=True)
         await registry.close()
@@ -260,7 +260,7 @@ async def records() -> Turns:
 @place("probes", f"{WORKERS:,} workers")
 async def probes() -> Turns:
     with everyone() as address:
-        view, workers = ClusterView(TOKENIZER), GrpcWorkers(Config().security)
+        view, workers = ClusterView({MODEL: TOKENIZER}), GrpcWorkers(Config().security)
         view.update(members(WORKERS, address), 0.0)
         watch = Watch(view, MemoryRegistry(), workers, 2.0)
         with watched() as turns:
@@ -269,7 +269,7 @@ async def probes() -> Turns:
             await asyncio.sleep(6)
             probing.cancel()
             await asyncio.gather(probing, return_exceptions=True)
-        assert sum(member.load.credit_tokens == 10**8 for member in view.members()) == WORKERS
+        assert sum(member.load.credit_tokens == 10**8 for member in view.members.records()) == WORKERS
         await workers.close()
         return turns
 
@@ -307,7 +307,7 @@ OWN = RouterRecord("router-0", 1, 1, "h", {"admin": "127.0.0.1:9"}, "m")
 
 
 async def house(address: str, routers: int = 0) -> tuple[Live, AdminDoor, GrpcWorkers, Journal]:
-    view, workers, book = ClusterView(TOKENIZER), GrpcWorkers(Config().security), journal()
+    view, workers, book = ClusterView({MODEL: TOKENIZER}), GrpcWorkers(Config().security), journal()
     view.update(members(WORKERS, address), 0.0)
     watch: Any = Watch(view, MemoryRegistry(), workers, 2.0)
     for i in range(REQUESTS):
@@ -317,7 +317,7 @@ async def house(address: str, routers: int = 0) -> tuple[Live, AdminDoor, GrpcWo
         open_entry(book, f"new{i}").__enter__()
     admission, nobody = Admission(REQUESTS, REQUESTS), cast(Any, OtherRouters(pb.LiveResponse(), 0))
     for some in range(0, WORKERS, 50):  # so that the connections are there
-        await asyncio.gather(*(workers.describe(record) for record in view.members()[some : some + 50]))
+        await asyncio.gather(*(workers.describe(record) for record in view.members.records()[some : some + 50]))
     asks = (workers,) if "workers" in inspect.signature(Live).parameters else ()  # an older one asks each worker
     live = cast(Any, Live)(view, *asks, watch, admission, book, nobody, lambda: OWN)
     if routers:
@@ -421,17 +421,17 @@ async def scrape() -> Turns:
 @place("streams of a worker that dies", "256 streams, 64 workers with 512 keys")
 async def retries() -> Turns:
     with everyone() as address:
-        view, workers = ClusterView(TOKENIZER), GrpcWorkers(Config().security)
+        view, workers = ClusterView({MODEL: TOKENIZER}), GrpcWorkers(Config().security)
         view.update(members(64, address), 0.0)
         prompt = list(range(512 * 16))
         keys: list[bytes] = []
         extend_keys(keys, root_key("model", ""), prompt, 16)
-        for member in view.members():
-            view.index.apply(BlockEvent(member.name, 1, 1, "stored", tuple(keys)))
-        dispatcher = Dispatcher(view, workers, RouterConfig())
-        others = [member for member in view.members() if member.name != "d0"]
+        for member in view.members.records():
+            view.models[MODEL].index.apply(BlockEvent(member.name, 1, 1, "stored", tuple(keys)))
+        dispatcher = Dispatcher(view.models[MODEL], workers, RouterConfig())
+        others = [member for member in view.members.records() if member.name != "d0"]
         for member in others:
-            view.mark_down(member.name, 1)
+            view.members.mark_down(member.name, 1)
         begun = 0
 
         async def one(number: int) -> None:
@@ -448,10 +448,10 @@ async def retries() -> Turns:
             await asyncio.sleep(0.005)
         await until(lambda: begun == 256)
         for member in others:
-            view.note_answer(member.name, 1, "ready", member.load, 1)
+            view.members.note_answer(member.name, 1, "ready", member.load, 1)
         with watched() as turns:
             await asyncio.sleep(0)
-            await workers.lose(view.record("d0"))
+            await workers.lose(view.members.record("d0"))
             await asyncio.gather(*tasks)
         await workers.close()
         return turns
@@ -463,9 +463,9 @@ def trace() -> Trace:
 
 @place("requests end, and others are let in", f"{REQUESTS} and {REQUESTS} requests, {WORKERS:,} workers")
 async def queue() -> Turns:
-    view, admission, book = ClusterView(TOKENIZER), Admission(REQUESTS, REQUESTS), journal()
+    view, admission, book = ClusterView({MODEL: TOKENIZER}), Admission(REQUESTS, REQUESTS), journal()
     view.update(members(WORKERS), 0.0)
-    door, end, ended = gate.Gate(admission, view, RouterConfig(), {}), asyncio.Event(), 0
+    door, end, ended = gate.Gate(admission, view.models[MODEL], RouterConfig(), {}), asyncio.Event(), 0
 
     async def one(number: int) -> None:
         nonlocal ended
@@ -535,22 +535,22 @@ async def log_pipe() -> Turns:
 
 def index_facts() -> dict[str, float]:
     """What the prefix index costs: memory, events, and a choice among many workers that all hold the prompt."""
-    before, view = _resident_mib(), ClusterView(TOKENIZER)
+    before, view = _resident_mib(), ClusterView({MODEL: TOKENIZER})
     view.update(members(1), 0.0)
-    view.index.snapshot("d0", 1, 0, set(random_keys(KEYS)))
+    view.models[MODEL].index.snapshot("d0", 1, 0, set(random_keys(KEYS)))
     facts = {"mib_of_a_million_keys": _resident_mib() - before}
     told = [BlockEvent("d0", 1, i + 1, "stored", (os.urandom(16),)) for i in range(EVENTS)]
     began = time.thread_time()
     for event in told:
-        view.index.apply(event)
+        view.models[MODEL].index.apply(event)
     facts["events_a_second"] = EVENTS / (time.thread_time() - began)
-    view, prompt = ClusterView(TOKENIZER), random_keys(4096)
+    view, prompt = ClusterView({MODEL: TOKENIZER}), random_keys(4096)
     view.update(members(256), 0.0)
-    for member in view.members():
-        view.index.snapshot(member.name, 1, 0, list(prompt))
+    for member in view.members.records():
+        view.models[MODEL].index.snapshot(member.name, 1, 0, list(prompt))
     began = time.thread_time()
     for _ in range(100):
-        assert isinstance(choose_decode(view, prompt, 4097 * 16, 0.0), Choice)
+        assert isinstance(choose_decode(view.models[MODEL], prompt, 4097 * 16, 0.0), Choice)
     facts["ms_of_a_choice_256_workers_4096_keys"] = (time.thread_time() - began) * 10
     return facts
 

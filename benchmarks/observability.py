@@ -44,7 +44,7 @@ from router.admission import Admission
 from router.dispatch import Dispatcher
 from router.journal import Entry, Journal
 from router.request import Request, Token, Trace
-from router.service import Draws, GenerateService, ServedModel
+from router.service import Draws, GenerateService, ModelText
 from router.tokenizer import Tokenizer
 from router.validate import Ask, AskSampling
 from router.view import ClusterView
@@ -87,16 +87,17 @@ class Swallow(SpanExporter):
 
 
 def make_service(tokenizer: Tokenizer, journal: Callable[..., Journal], tracer: Tracer) -> GenerateService:
-    view, config = ClusterView(tokenizer.fingerprint), RouterConfig(bypass_tokens=0)
+    view, config = ClusterView({"toy": tokenizer.fingerprint}), RouterConfig(bypass_tokens=0)
+    model = view.models["toy"]
     prefill = WorkerRecord(
         "prefill-0", "prefill", "x:1", 1, "ready", 1, "host", "toy", "model", tokenizer.fingerprint, 16, 4096, 9999, "tcp",
         Load(credit_tokens=99999),
     )  # fmt: skip
     view.update([prefill, replace(prefill, name="decode-0", role="decode", address="x:2")], 0.0)
     return GenerateService(
-        model=ServedModel("toy", tokenizer),
-        view=view,
-        dispatcher=Dispatcher(view, Answering(), config),  # type: ignore[arg-type]
+        model=model,
+        text=ModelText(tokenizer),
+        dispatcher=Dispatcher(model, Answering(), config),  # type: ignore[arg-type]
         admission=Admission(256, 512),
         config=config,
         journal=journal(Book("router", model="toy"), tracer, "toy", SloConfig(ttft_s=1.0, tpot_s=0.1), 512),

@@ -59,7 +59,7 @@ class AdminDoor(worker_pb2_grpc.AdminServicer):
                 queued=own.queued,
                 registry="reachable" if self._watch.registry_reachable else "away",
             ),
-            workers=await asyncio.gather(*(self._describe(record) for record in self._view.members())),
+            workers=await asyncio.gather(*(self._describe(record) for record in self._view.members.records())),
             routers=[worker_pb2.RouterInfo(**asdict(record)) for record in self._peers.together(own)],
             starts=[worker_pb2.Start(**asdict(record)) for record in await self._watch.starts()],
         )
@@ -93,15 +93,15 @@ class AdminDoor(worker_pb2_grpc.AdminServicer):
 
     async def SetRoles(self, request: worker_pb2.AdminSetRolesRequest, context: Context) -> worker_pb2.SetRolesResponse:
         async with Answering(context):
-            known = {record.name: record for record in self._view.members()}
+            known = {record.name: record for record in self._view.members.records()}
             if request.worker not in known:
                 raise invalid("worker", f"there is no worker {request.worker!r}; known workers: {', '.join(known) or 'none'}")
             worker = known[request.worker]
-            decoding = {record.name for record in self._view.decode_workers()}
+            decoding = {record.name for record in self._view.models.of(worker).decode_workers()}
             if decoding == {worker.name} and "decode" not in request.roles and not request.force:
                 raise invalid("roles", f"{worker.name} is the only worker that decodes: no request could be served (--force does it)")
             serving, draining = await self._workers.set_roles(worker, request.roles)
-            self._view.note_roles(worker.name, worker.incarnation, serving)
+            self._view.members.note_roles(worker.name, worker.incarnation, serving)
             return worker_pb2.SetRolesResponse(serving=serving, draining=draining)
         raise AssertionError("answered with an error")
 
@@ -148,7 +148,7 @@ class AdminDoor(worker_pb2_grpc.AdminServicer):
     def _log(self, request: worker_pb2.AdminLogsRequest) -> AsyncGenerator[bytes, None]:
         own = self._describe_router().name
         routers = {record.name: record for record in self._peers.others}
-        workers = {record.name: record for record in self._view.members()}
+        workers = {record.name: record for record in self._view.members.records()}
         if request.name == own:
             return log_file.read(own, request.lines, request.follow)
         if request.name in workers:
@@ -167,6 +167,6 @@ class AdminDoor(worker_pb2_grpc.AdminServicer):
         shown, reason = asdict(fresh), ""
         if fresh.state == "ready" and (misfit := self._view.misfit(fresh.name)):
             shown["state"], reason = "unfit", misfit
-        elif fresh.state == "ready" and (ejected := self._view.ejected(fresh.name)):
+        elif fresh.state == "ready" and (ejected := self._view.members.ejected(fresh.name)):
             shown["state"], reason = "ejected", ejected
         return worker_pb2.WorkerStatus(record=worker_pb2.WorkerRecord(**shown), residue=worker_pb2.Residue(**residue), error=reason)

@@ -12,7 +12,7 @@ from baton.cluster.records import RoleName, WorkerRecord
 from router.outliers import Ejected, Identity, Outliers, Stride, Terms
 from router.request import Request
 from router.retry_budget import RetryBudget
-from router.view import ClusterView
+from router.served import ServedModel
 from router.workers import FirstToken
 
 log = logging.getLogger(__name__)
@@ -21,15 +21,15 @@ LEAST_PROMPT = 32  # tokens that were computed, for a prompt to show a pace
 
 
 class Conduct:
-    def __init__(self, view: ClusterView, config: RouterConfig, clock: Callable[[], float]) -> None:
+    def __init__(self, model: ServedModel, config: RouterConfig, clock: Callable[[], float]) -> None:
         self.budget = RetryBudget(config.retry_budget)
         self.ejections: Counter[str] = Counter()  # by cause
         self.retries_refused = 0
         self._on = config.outlier_share > 0
         self._outliers = Outliers(Terms(config.outlier_share, config.outlier_s, config.outlier_pace))
-        self._view = view
+        self._model, self._members = model, model.members
         self._clock = clock
-        view.listen(self._look)
+        self._members.listen(self._look)
 
     @property
     def aside(self) -> frozenset[str]:
@@ -43,7 +43,7 @@ class Conduct:
         computed, fetched = len(request.tokens) - first.cached_tokens, first.fetched_tokens
         if computed >= LEAST_PROMPT and 2 * computed >= len(request.tokens) and not fetched:
             token_s = max(0.0, took_s - first.wait_ms / 1000) / computed
-            self._note_pace(worker, "prefill", token_s, self._view.prefills)
+            self._note_pace(worker, "prefill", token_s, self._members.prefills)
 
     def decoded(self, worker: WorkerRecord) -> None:
         """A decode call ended well, or its reader has left it."""
@@ -52,7 +52,7 @@ class Conduct:
     def streamed(self, worker: WorkerRecord, stride: Stride) -> None:
         """A decode call has ended, well or not. The view still counts it."""
         if (token_s := stride.token_s) is not None:
-            self._note_pace(worker, "decode", token_s, self._view.decodes)
+            self._note_pace(worker, "decode", token_s, self._members.decodes)
 
     def handed_over(self, holder: WorkerRecord | None, reader: WorkerRecord, handoff: Handoff) -> None:
         """`reader` has read KV of `holder`, or has tried."""
@@ -61,12 +61,12 @@ class Conduct:
             return
         if self._knows(holder) and self._knows(reader):
             ends = _identity(holder), _identity(reader)
-            self._put_aside(self._outliers.note_read(*ends, not wrong, self._view.pool, self._clock()))
+            self._put_aside(self._outliers.note_read(*ends, not wrong, self._model.pool, self._clock()))
 
     def failed(self, worker: WorkerRecord, role: RoleName, error: BatonError) -> None:
         """A call failed. INTERNAL is the worker's fault; a loss counts once, however many calls it ended. What is full, drains or serves
         something else is not at fault, and of a handoff nobody knows which end failed, unless a digest tells (`handed_over`)."""
-        news = error.reason in GONE and self._view.mark_down(worker.name, worker.incarnation)
+        news = error.reason in GONE and self._members.mark_down(worker.name, worker.incarnation)
         if error.reason.value.retry_elsewhere:
             self.budget.note_failure(worker.name, self._clock())
         if error.reason is Reason.INTERNAL or (news and error.reason is Reason.WORKER_LOST):
@@ -85,34 +85,34 @@ class Conduct:
 
     def _note_call(self, worker: WorkerRecord, role: RoleName, ok: bool) -> None:
         if self._on and self._knows(worker):
-            self._put_aside(self._outliers.note_call(_identity(worker), role, ok, self._view.pool, self._clock()))
+            self._put_aside(self._outliers.note_call(_identity(worker), role, ok, self._model.pool, self._clock()))
 
     def _note_pace(self, worker: WorkerRecord, role: RoleName, token_s: float, company: Callable[[str], int]) -> None:
         if self._on and self._knows(worker):
             there = company(worker.name)
-            self._put_aside(self._outliers.note_pace(_identity(worker), role, token_s, there, self._view.pool, self._clock()))
+            self._put_aside(self._outliers.note_pace(_identity(worker), role, token_s, there, self._model.pool, self._clock()))
 
     def _knows(self, worker: WorkerRecord) -> bool:
         """Whether what it does counts. It may have left while it was called."""
         identity = _identity(worker)
-        if self._view.answers(identity) is None:
+        if self._members.answers(identity) is None:
             return False
         if identity not in self._outliers:
-            self._outliers.join(identity, map(_identity, self._view.members()), self._clock())
+            self._outliers.join(identity, map(_identity, self._members.records()), self._clock())
         return True
 
     def _put_aside(self, ejected: Ejected | None) -> None:
         if ejected is not None:
             log.warning("%s is put aside for %.0f s: %s", ejected.worker[0], ejected.term_s, ejected.why)
             self.ejections[ejected.cause] += 1
-            self._view.mark_ejected(*ejected.worker, f"put aside for {ejected.term_s:.0f} s: {ejected.why}")
+            self._members.mark_ejected(*ejected.worker, f"put aside for {ejected.term_s:.0f} s: {ejected.why}")
 
     def _look(self) -> None:
         """The view has changed: a probe may have been answered."""
         if self._outliers.aside:
-            for name, incarnation in self._outliers.take_back(self._view.answers, self._clock()):
+            for name, incarnation in self._outliers.take_back(self._members.answers, self._clock()):
                 log.info("%s gets requests again", name)
-                self._view.mark_ejected(name, incarnation, "")
+                self._members.mark_ejected(name, incarnation, "")
 
 
 def _identity(worker: WorkerRecord) -> Identity:

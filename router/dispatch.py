@@ -35,8 +35,8 @@ from router.poison import Poison
 from router.policy import TERMS, Bypass, Choice, Identity, NoWorker, Saturated, Terms, choose_decode, choose_prefill
 from router.request import NEAR_DEADLINE_S, Failure, Request, Tokens
 from router.request_log import RequestLog, name
+from router.served import ServedModel
 from router.turnstile import Turnstile
-from router.view import ClusterView
 from router.waiting_room import WaitingRoom
 from router.workers import Adopted, DecodeEvent, Died, Ended, FirstToken, Opened, Source, Workers
 
@@ -78,28 +78,28 @@ class _Lease:
 class Dispatcher:
     def __init__(
         self,
-        view: ClusterView,
+        model: ServedModel,
         workers: Workers,
         config: RouterConfig,
         clock: Callable[[], float] = loop_time,
         max_queue: int = TERMS.max_queue,
     ) -> None:
         """`max_queue`: how many sequences a worker lets wait."""
-        self._view = view
+        self._model, self._members = model, model.members
         self._workers = workers
         self._config = config
         self._clock = clock
         self._terms = Terms(bypass_tokens=config.bypass_tokens, fetch_tokens=config.fetch_tokens, max_queue=max_queue)
         self._numbers = itertools.count(1)
         self._arrivals = itertools.count()
-        self.conduct = Conduct(view, config, clock)
+        self.conduct = Conduct(model, config, clock)
         self._poison = Poison()
         self._log = RequestLog(log)
         self._turns = Turnstile(CHOSEN_A_TURN)
         self._asked: dict[Identity, asyncio.Task[bool]] = {}  # workers whose life is in question
         self._room = WaitingRoom()
         self._ranks = itertools.count()
-        view.listen(self._call)
+        self._members.listen(self._call)
 
     async def generate(self, request: Request) -> AsyncGenerator[Tokens, None]:
         """Yields every token of the output once and in order. At the end, `request.finish` says why the output ended.
@@ -162,15 +162,15 @@ class Dispatcher:
             self._spend_retry(request, error)
 
     async def _prefill(self, request: Request, choice: Choice, failed: set[Identity], lease: _Lease) -> FirstToken:
-        view, trace, work = self._view, request.trace, self._work(request)
-        worker = lease.holder = view.record(choice.worker)
+        members, trace, work = self._members, request.trace, self._work(request)
+        worker = lease.holder = members.record(choice.worker)
         trace.watch.enter("prefill", worker.name)
         trace.choices.append(("prefill", choice.reason))
         trace.prefill_worker = ""
         try:
             self._poison.begin(work, request, worker.name, worker.incarnation)
-            view.start_prefill(work, worker.name, len(request.tokens) - choice.overlap_blocks * worker.block_size)
-            view.index.predict(worker.name, self._keys(request), self._clock() + self._config.predict_ttl_s)
+            members.start_prefill(work, worker.name, len(request.tokens) - choice.overlap_blocks * worker.block_size)
+            self._model.index.predict(worker.name, self._keys(request), self._clock() + self._config.predict_ttl_s)
             began = self._clock()
             first = await self._first_token(request, choice, failed, lease)
             self.conduct.prefilled(worker, request, first, self._clock() - began)
@@ -180,7 +180,7 @@ class Dispatcher:
             raise
         finally:
             self._poison.end(work)
-            view.end_prefill(work)
+            members.end_prefill(work)
         lease.handle = first.handle
         trace.prefill_worker = worker.name
         trace.fetched_tokens += first.fetched_tokens
@@ -192,9 +192,9 @@ class Dispatcher:
 
     async def _first_token(self, request: Request, choice: Choice, failed: set[Identity], lease: _Lease) -> FirstToken:
         """Starts a live decode call if the prompt is long and a decode worker has room at that moment."""
-        worker, source = self._view.record(choice.worker), None
+        worker, source = self._members.record(choice.worker), None
         if choice.source is not None:
-            source = Source(self._view.record(choice.source.worker), choice.source.blocks)
+            source = Source(self._members.record(choice.source.worker), choice.source.blocks)
         async with aclosing(self._workers.prefill(worker, request, self._remaining(request), source)) as events:
             async for event in events:
                 if isinstance(event, Opened):
@@ -207,7 +207,7 @@ class Dispatcher:
 
     async def _start_live(self, request: Request, handle: bytes, failed: set[Identity], lease: _Lease) -> None:
         await self._turn(request)
-        choice = choose_decode(self._view, self._keys(request), request.longest, self._clock(), failed, self._terms, request.tie)
+        choice = choose_decode(self._model, self._keys(request), request.longest, self._clock(), failed, self._terms, request.tie)
         if not isinstance(choice, Choice) or choice.reason != "fits":
             return  # the lease waits for a decode worker with room
         lease.reader = started = self._start(request, choice)
@@ -226,19 +226,19 @@ class Dispatcher:
         reader, lease.reader = lease.reader, None
         if reader is not None:
             self._poison.end(reader.work)
-            self._view.end_decode(reader.work)
+            self._members.end_decode(reader.work)
             if reader.live is not None:
-                self._view.index.retract(reader.worker.name, request.keys)
+                self._model.index.retract(reader.worker.name, request.keys)
                 await reader.live.close()
 
     def _start(self, request: Request, choice: Choice) -> _Started:
         """Counts a decode call in the view. The caller must end it there."""
-        worker, work = self._view.record(choice.worker), self._work(request)
+        worker, work = self._members.record(choice.worker), self._work(request)
         request.trace.choices.append(("decode", choice.reason))
-        self._view.index.predict(worker.name, self._keys(request), self._clock() + self._config.predict_ttl_s)
+        self._model.index.predict(worker.name, self._keys(request), self._clock() + self._config.predict_ttl_s)
         # These come last: after an earlier failure there is nothing to undo.
         self._poison.begin(work, request, worker.name, worker.incarnation)
-        self._view.start_decode(work, worker.name, request.longest)
+        self._members.start_decode(work, worker.name, request.longest)
         return _Started(worker, work, len(request.tokens))
 
     async def _decode(self, request: Request, lease: _Lease, failed: set[Identity]) -> AsyncGenerator[Tokens | Adopted, None]:
@@ -282,7 +282,7 @@ class Dispatcher:
         finally:
             self.conduct.streamed(worker, stride)
             self._poison.end(started.work)
-            self._view.end_decode(started.work)
+            self._members.end_decode(started.work)
 
     def _note_end(self, request: Request, ended: Ended, whole_prompt: bool) -> None:
         """`whole_prompt`: this decode worker computed the prompt, so its cache is the one that counts."""
@@ -300,14 +300,14 @@ class Dispatcher:
     async def _choose_prefill(self, request: Request, failed: set[Identity]) -> Choice | Bypass:
         def choose() -> Choice | Bypass | NoWorker | Saturated:
             keys, now = self._keys(request), self._clock()
-            return choose_prefill(self._view, keys, len(request.tokens), request.longest, now, failed, self._terms, request.tie)
+            return choose_prefill(self._model, keys, len(request.tokens), request.longest, now, failed, self._terms, request.tie)
 
         return await self._chosen(request, failed, choose, begun=False)
 
     async def _choose_decode(self, request: Request, failed: set[Identity]) -> Choice:
         def choose() -> Choice | NoWorker | Saturated:
             keys, now = self._keys(request), self._clock()
-            return choose_decode(self._view, keys, request.longest, now, failed, self._terms, request.tie) or NoWorker()
+            return choose_decode(self._model, keys, request.longest, now, failed, self._terms, request.tie) or NoWorker()
 
         return await self._chosen(request, failed, choose, begun=True)
 
@@ -322,7 +322,7 @@ class Dispatcher:
         until = self._clock() + self._config.queue_timeout_s
         with self._room.enter((not begun, request.priority, request.arrival, next(self._ranks))) as place:
             while True:
-                if self._view.decode_workers() and not await place.called(min(request.deadline, until) - self._clock()):
+                if self._model.decode_workers() and not await place.called(min(request.deadline, until) - self._clock()):
                     raise self._no_room(request)
                 await self._turn(request)
                 found = choose()
@@ -336,13 +336,13 @@ class Dispatcher:
                     return found
 
     def _call(self) -> None:
-        self._room.call(everybody=not self._view.decode_workers())
+        self._room.call(everybody=not self._model.decode_workers())
 
     async def _turn(self, request: Request) -> None:
         """Waits until the work for the request's keys fits into a turn of the event loop: all streams of a worker may fail at once."""
-        served = self._view.served
+        served = self._model.served
         keys = len(request.tokens) // served.block_size if served else 0
-        await self._turns.enter(keys + KEYS_A_WORKER * len(self._view.decode_workers()))
+        await self._turns.enter(keys + KEYS_A_WORKER * len(self._model.decode_workers()))
 
     def _no_room(self, request: Request) -> BatonError:
         if self._clock() >= request.deadline:
@@ -352,13 +352,13 @@ class Dispatcher:
 
     async def _wait_for_workers(self, request: Request, failed: set[Identity]) -> None:
         """Returns when there is a decode worker. A new request is refused immediately; a request that has begun waits for one to appear."""
-        if self._view.decode_workers() and not failed:
+        if self._model.decode_workers() and not failed:
             return
         if request.trace.retries == 0 and not request.output_len:
             raise BatonError(Reason.NO_WORKER, "no decode worker is ready")
         until = self._clock() + self._config.recover_wait_s
         failed.clear()  # a worker that failed once is better than none
-        while not self._view.decode_workers():
+        while not self._model.decode_workers():
             now = self._clock()
             if now >= request.deadline:
                 raise _too_late(request, "while no decode worker was available")
@@ -372,7 +372,7 @@ class Dispatcher:
         request.trace.failures.append(Failure(request.trace.watch.clock(), worker.name, error.reason.name))
         dead = isinstance(error, Died) and not await self._lives(worker)
         await self._turn(request)
-        self._view.index.retract(worker.name, request.keys)
+        self._model.index.retract(worker.name, request.keys)
         if dead and self._poison.died(work):
             parents, block_size, prompt = self._prompt(request)
             self._poison.quarantine(parents, block_size, prompt, self._clock() + self._config.quarantine_s)
@@ -397,7 +397,7 @@ class Dispatcher:
         return answer.stalled_s < self._config.hang_s
 
     def _refuse_poison(self, request: Request) -> None:
-        if self._view.served is not None and (left_s := self._poison.refusal(*self._prompt(request), self._clock())) is not None:
+        if self._model.served is not None and (left_s := self._poison.refusal(*self._prompt(request), self._clock())) is not None:
             raise BatonError(Reason.POISONOUS, f"workers died of this prompt; it is refused for another {left_s:.0f} s")
 
     async def _wait_for_trial(self, request: Request) -> None:
@@ -408,7 +408,7 @@ class Dispatcher:
 
     def _prompt(self, request: Request) -> tuple[list[bytes], int, list[int]]:
         """Returns the root key and the keys of the prompt's full blocks, the block size in tokens, and the prompt."""
-        served = self._view.served
+        served = self._model.served
         assert served is not None
         keys, full = self._keys(request), request.prompt_len // served.block_size
         return [root_key(served.model_fingerprint, request.salt), *keys[:full]], served.block_size, request.tokens[: request.prompt_len]
@@ -441,7 +441,7 @@ class Dispatcher:
 
         Raises BatonError(RETRIES_SPENT) if that is not the model that began the output.
         """
-        served = self._view.served
+        served = self._model.served
         if served is None:
             return []
         if request.model not in (None, served.model_fingerprint):

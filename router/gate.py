@@ -12,8 +12,8 @@ from baton.cluster.errors import BatonError, Reason
 from router.admission import Admission, Admitted, Due, Refused
 from router.journal import Entry
 from router.policy import places
+from router.served import ServedModel
 from router.validate import Ask
-from router.view import ClusterView
 
 LOOK_S = 0.02  # between two checks of the waiting requests: workers come and go, and a deadline passes without an event
 JUDGE_S = 0.005  # the whole queue is judged at most this often, for many requests may end at once
@@ -23,14 +23,14 @@ class Gate:
     def __init__(
         self,
         admission: Admission,
-        view: ClusterView,
+        model: ServedModel,
         config: RouterConfig,
         objectives: Mapping[str, float],
         clock: Callable[[], float] = loop_time,
     ) -> None:
         """`objectives`: seconds; only "ttft" and "e2e" are used. `clock`: the clock of the requests' deadlines and stopwatches."""
         self._admission = admission
-        self._view = view
+        self._model = model
         self._config = config
         self._objectives = objectives
         self._clock = clock
@@ -109,8 +109,8 @@ class Gate:
             self._timer = asyncio.get_running_loop().call_later(LOOK_S, self._look)
 
     def _count_places(self) -> int | None:
-        if self._places[0] != self._view.version:
-            self._places = self._view.version, places(self._view)
+        if self._places[0] != self._model.members.version:
+            self._places = self._model.members.version, places(self._model)
         return self._places[1]
 
     def _drop_hopeless(self) -> None:

@@ -22,28 +22,28 @@ class Readers:
 
 def tell(book: Book, view: ClusterView, admission: Admission, watch: Watch, tracer: Tracer, readers: Readers, conduct: Conduct) -> None:
     def of_workers(number: Callable[[WorkerRecord], Number]) -> Callable[[], dict[Key, Number]]:
-        return lambda: {(record.name, record.role): number(record) for record in view.members()}
+        return lambda: {(record.name, record.role): number(record) for record in view.members.records()}
 
     def usable() -> dict[Key, Number]:
         sent_to = {record.name for record in (*view.prefill_workers(), *view.decode_workers())}
-        return {(record.name, record.role): int(record.name in sent_to) for record in view.members()}
+        return {(record.name, record.role): int(record.name in sent_to) for record in view.members.records()}
 
     book.read("baton_router_requests_in_flight", lambda: admission.inflight)
     book.read("baton_router_requests_queued", lambda: admission.queued)
     book.read("baton_router_unread_bytes", lambda: readers.unread_bytes())
     book.read("baton_router_stalled_total", lambda: {(door,): count() for door, count in readers.stalled.items()})
-    book.read("baton_router_prefix_index_entries", lambda: view.index.entries)
-    book.read("baton_router_prefix_index_refused_total", lambda: view.index.refused)
+    book.read("baton_router_prefix_index_entries", lambda: sum(model.index.entries for model in view.models.values()))
+    book.read("baton_router_prefix_index_refused_total", lambda: sum(model.index.refused for model in view.models.values()))
     book.read("baton_router_worker_usable", usable)
-    book.read("baton_router_worker_ejected", of_workers(lambda record: int(bool(view.ejected(record.name)))))
+    book.read("baton_router_worker_ejected", of_workers(lambda record: int(bool(view.members.ejected(record.name)))))
     book.read("baton_router_ejections_total", lambda: {(cause,): conduct.ejections[cause] for cause in EJECTIONS})
     book.read("baton_router_retry_budget_ratio", lambda: conduct.budget.left)
     book.read("baton_router_retries_refused_total", lambda: conduct.retries_refused)
     book.read(
         "baton_router_worker_credit_tokens",
-        of_workers(lambda record: record.load.credit_tokens - view.unreported_decode_tokens(record.name)),
+        of_workers(lambda record: record.load.credit_tokens - view.members.unreported_decode_tokens(record.name)),
     )
-    book.read("baton_router_worker_waiting_tokens", of_workers(lambda record: view.prefill_tokens(record.name)))
+    book.read("baton_router_worker_waiting_tokens", of_workers(lambda record: view.members.prefill_tokens(record.name)))
     book.read("baton_kv_usage_ratio", lambda: {} if (share := kv_usage(view)) is None else share)
     book.read("baton_kv_cache_info", lambda: _kv_cache(view))
     book.read("baton_registry_reachable", lambda: int(watch.registry_reachable))
@@ -60,7 +60,6 @@ def kv_usage(view: ClusterView) -> float | None:
 
 
 def _kv_cache(view: ClusterView) -> dict[Key, Number]:
-    if view.served is None:
-        return {}
-    blocks = sum(worker.kv_blocks for worker in view.decode_workers())
-    return {(str(view.served.block_size), str(blocks)): 1}
+    """Block size and number of blocks of each model."""
+    blocks = {model: sum(worker.kv_blocks for worker in model.decode_workers()) for model in view.models.values()}
+    return {(str(model.served.block_size), str(count)): 1 for model, count in blocks.items() if model.served}

@@ -175,7 +175,7 @@ class Live:
     def _note_workers(self, now: float) -> dict[str, tuple[str, WorkerRecord]]:
         """The state and the last record of each worker: of the members, and of those that have left lately without draining."""
         states: dict[str, tuple[str, WorkerRecord]] = {}
-        for record in self._view.members():
+        for record in self._view.members.records():
             state = self._view.state(record.name)
             states[record.name] = state, record
             if state != "unreachable" or record.name not in self._answered:

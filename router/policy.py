@@ -1,4 +1,4 @@
-"""Chooses the workers for a request. Pure functions of the view; the unit of every cost is one token.
+"""Chooses the workers for a request. Pure functions of what is known of its model; the unit of every cost is one token.
 
     choose_prefill   the prefill worker on which the prompt is computed soonest:
                      cost = uncached tokens that wait there (ours exactly, others' as last reported) + uncached tokens of this prompt.
@@ -39,7 +39,7 @@ from dataclasses import dataclass
 from typing import TypeVar
 
 from baton.cluster.records import WorkerRecord
-from router.view import ClusterView
+from router.served import ServedModel
 
 AHEAD = 4  # a worker gets a quarter more sequences than it runs, so that it never waits for the next one
 Identity = tuple[str, int]  # name and incarnation of a worker
@@ -94,7 +94,7 @@ class Saturated:
 
 
 def choose_prefill(
-    view: ClusterView,
+    model: ServedModel,
     keys: Sequence[bytes],
     prompt_tokens: int,
     longest: int,
@@ -104,29 +104,29 @@ def choose_prefill(
     tie: int = 0,
 ) -> Choice | Bypass | NoWorker | Saturated:
     """Returns NoWorker only if there is no decode worker at all. An excluded one counts: it may be back by the time of the decode."""
-    if not view.decode_workers():
+    if not model.decode_workers():
         return NoWorker()
-    overlaps = view.index.overlap(keys, now)
-    decoder = _choose_decode(view, overlaps, longest, exclude, terms, tie)
-    if isinstance(decoder, Saturated) or (decoder is not None and not _takes(view, decoder, longest)):
+    overlaps = model.index.overlap(keys, now)
+    decoder = _choose_decode(model, overlaps, longest, exclude, terms, tie)
+    if isinstance(decoder, Saturated) or (decoder is not None and not _takes(model, decoder, longest)):
         return Saturated()
-    workers = [worker for worker in view.prefill_workers() if _identity(worker) not in exclude]
+    workers = [worker for worker in model.prefill_workers() if _identity(worker) not in exclude]
     if not workers:
         return Bypass("no prefill worker")
     if decoder is not None:
-        missing = prompt_tokens - decoder.overlap * view.record(decoder.name).block_size
+        missing = prompt_tokens - decoder.overlap * model.members.record(decoder.name).block_size
         if missing <= terms.bypass_tokens:
             return Bypass("cached" if prompt_tokens > terms.bypass_tokens else "short")
-    most = _most_cached(view, overlaps, exclude, tie) if terms.fetch_tokens else None
-    choices = [_prefill_choice(view, worker, overlaps, prompt_tokens, most, terms.fetch_tokens) for worker in workers]
-    best = _lowest(choices, lambda c: (c.cost, view.prefill_tokens(c.worker), c.source is not None), tie)
+    most = _most_cached(model, overlaps, exclude, tie) if terms.fetch_tokens else None
+    choices = [_prefill_choice(model, worker, overlaps, prompt_tokens, most, terms.fetch_tokens) for worker in workers]
+    best = _lowest(choices, lambda c: (c.cost, model.members.prefill_tokens(c.worker), c.source is not None), tie)
     if decoder is not None and best.worker == decoder.name:
         return Bypass("same worker")  # it serves both roles
     return best
 
 
 def choose_decode(
-    view: ClusterView,
+    model: ServedModel,
     keys: Sequence[bytes],
     longest: int,
     now: float,
@@ -135,31 +135,31 @@ def choose_decode(
     tie: int = 0,
 ) -> Choice | Saturated | None:
     """Returns None if every decode worker has failed this request."""
-    best = _choose_decode(view, view.index.overlap(keys, now), longest, exclude, terms, tie)
+    best = _choose_decode(model, model.index.overlap(keys, now), longest, exclude, terms, tie)
     if isinstance(best, _Candidate):
         return Choice(best.name, best.overlap, best.cost, "fits" if best.credit >= longest else "queues")
     return best
 
 
-def places(view: ClusterView) -> int | None:
+def places(model: ServedModel) -> int | None:
     """How many requests the workers are given at a time. None: there is no decode worker, or one does not report how many it runs."""
-    decoders, prefillers = view.decode_workers(), view.prefill_workers()
+    decoders, prefillers = model.decode_workers(), model.prefill_workers()
     if not decoders or any(worker.max_num_seqs < 1 for worker in decoders):
         return None
     return sum(worker.max_num_seqs for worker in decoders) + sum(-(-worker.max_num_seqs // AHEAD) for worker in (*decoders, *prefillers))
 
 
-def _most_cached(view: ClusterView, overlaps: Mapping[str, int], exclude: Collection[Identity], tie: int) -> Cached | None:
-    workers = (*view.prefill_workers(), *view.decode_workers())
+def _most_cached(model: ServedModel, overlaps: Mapping[str, int], exclude: Collection[Identity], tie: int) -> Cached | None:
+    workers = (*model.prefill_workers(), *model.decode_workers())
     lenders = {worker.name for worker in workers if worker.lends and _identity(worker) not in exclude}
     cached = [Cached(name, overlaps[name]) for name in sorted(lenders & overlaps.keys())]
     return _lowest(cached, lambda c: (-c.blocks,), tie) if cached else None
 
 
 def _prefill_choice(
-    view: ClusterView, worker: WorkerRecord, overlaps: Mapping[str, int], prompt_tokens: int, most: Cached | None, fetch_tokens: int
+    model: ServedModel, worker: WorkerRecord, overlaps: Mapping[str, int], prompt_tokens: int, most: Cached | None, fetch_tokens: int
 ) -> Choice:
-    overlap, waiting = overlaps.get(worker.name, 0), view.prefill_tokens(worker.name)
+    overlap, waiting = overlaps.get(worker.name, 0), model.members.prefill_tokens(worker.name)
     if most is not None and (most.blocks - overlap) * worker.block_size > fetch_tokens:
         cost = waiting + fetch_tokens + max(0, prompt_tokens - most.blocks * worker.block_size)
         return Choice(worker.name, most.blocks, cost, "fetched prefix", most)
@@ -176,12 +176,12 @@ class _Candidate:
 
 
 def _choose_decode(
-    view: ClusterView, overlaps: Mapping[str, int], longest: int, exclude: Collection[Identity], terms: Terms, tie: int
+    model: ServedModel, overlaps: Mapping[str, int], longest: int, exclude: Collection[Identity], terms: Terms, tie: int
 ) -> _Candidate | Saturated | None:
-    workers = [worker for worker in view.decode_workers() if _identity(worker) not in exclude]
+    workers = [worker for worker in model.decode_workers() if _identity(worker) not in exclude]
     if not workers:
         return None
-    open_ = [_candidate(view, worker, overlaps, terms.overlap_weight) for worker in workers if worker.load.waiting < terms.max_queue]
+    open_ = [_candidate(model, worker, overlaps, terms.overlap_weight) for worker in workers if worker.load.waiting < terms.max_queue]
     if not open_:
         return Saturated()
     fitting = [c for c in open_ if c.credit >= longest]
@@ -198,15 +198,15 @@ def _lowest(candidates: Sequence[T], key: Callable[[T], tuple[float, ...]], tie:
     return equal[tie % len(equal)]
 
 
-def _takes(view: ClusterView, candidate: _Candidate, longest: int) -> bool:
-    record = view.record(candidate.name)
-    crowded = record.load.waiting > 0 or 0 < record.max_num_seqs <= view.decodes(candidate.name)
+def _takes(model: ServedModel, candidate: _Candidate, longest: int) -> bool:
+    record = model.members.record(candidate.name)
+    crowded = record.load.waiting > 0 or 0 < record.max_num_seqs <= model.members.decodes(candidate.name)
     return candidate.credit >= longest or not crowded
 
 
-def _candidate(view: ClusterView, worker: WorkerRecord, overlaps: Mapping[str, int], overlap_weight: float) -> _Candidate:
+def _candidate(model: ServedModel, worker: WorkerRecord, overlaps: Mapping[str, int], overlap_weight: float) -> _Candidate:
     overlap = overlaps.get(worker.name, 0)
-    credit = worker.load.credit_tokens - view.unreported_decode_tokens(worker.name)
+    credit = worker.load.credit_tokens - model.members.unreported_decode_tokens(worker.name)
     promised = worker.kv_blocks * worker.block_size - credit
     cost = promised + worker.load.waiting_tokens - overlap_weight * overlap * worker.block_size
     return _Candidate(worker.name, overlap, cost, credit)

@@ -45,7 +45,7 @@ class _Answered:
 
 class Probes:
     def __init__(self, view: ClusterView, workers: WatchedWorkers, hang_s: float) -> None:
-        self._view = view
+        self._view, self._members = view, view.members
         self._workers = workers
         self._hang_s = hang_s
         self._awake = AwakeClock(loop_time(), 2 * LOOK_EVERY_S)
@@ -65,8 +65,8 @@ class Probes:
 
     async def _look(self, now: float) -> None:
         # A call sent just before a probe may arrive after it, so an answer counts as a report only of work that began a round earlier.
-        epoch, self._epoch = self._epoch, self._view.next_epoch()
-        members = {(worker.name, worker.incarnation): worker for worker in self._view.members()}
+        epoch, self._epoch = self._epoch, self._members.next_epoch()
+        members = {(worker.name, worker.incarnation): worker for worker in self._members.records()}
         self._forget(members.keys())
         for identity, worker in members.items():
             asked, answered = self._asked.get(identity), self._answered.get(identity)
@@ -74,7 +74,7 @@ class Probes:
                 silent_s = now - asked.since
                 await self._judge(worker, max(silent_s, answered.stalled_s if answered else 0.0))
                 if silent_s >= LOST_SHARE * self._hang_s:
-                    self._view.note_silence(*identity)
+                    self._members.note_silence(*identity)
             elif answered is None or now - answered.at >= ASK_SHARE * self._hang_s:
                 self._asked[identity] = _Asked(asyncio.create_task(self._ask(worker, epoch)), now)
 
@@ -84,11 +84,11 @@ class Probes:
             answer = await self._workers.probe(worker, (LOST_SHARE + 1) * self._hang_s)
         except BatonError as error:
             log.debug("no answer from %s: %s", worker.name, error)
-            self._view.note_silence(*identity)
+            self._members.note_silence(*identity)
         else:
             self._answered[identity] = _Answered(self._awake.seconds, answer.stalled_s)
             await self._judge(worker, answer.stalled_s)
-            self._view.note_answer(*identity, answer.state, answer.load, epoch, answer.roles)
+            self._members.note_answer(*identity, answer.state, answer.load, epoch, answer.roles)
         finally:
             self._asked.pop(identity, None)
 
@@ -96,18 +96,20 @@ class Probes:
         """`silent_s`: time without an answer, or without progress."""
         identity = worker.name, worker.incarnation
         hung = silent_s >= HUNG_SHARE * self._hang_s
-        if self._view.mark_hung(*identity, hung):
+        if self._members.mark_hung(*identity, hung):
             log.warning("%s %s", worker.name, f"has hung for {silent_s:.1f} s" if hung else "makes progress again")
         if not hung:
             self._lost.discard(identity)
         elif silent_s >= LOST_SHARE * self._hang_s and identity not in self._lost and self._elsewhere(worker):
             self._lost.add(identity)
             log.warning("%s hangs: its requests continue elsewhere", worker.name)
-            self._view.mark_down(*identity)
+            self._members.mark_down(*identity)
             await self._workers.lose(worker)
 
     def _elsewhere(self, worker: WorkerRecord) -> bool:
-        return any(other.name != worker.name and not self._view.hung(other.name) for other in self._view.decode_workers())
+        model = self._view.model_of(worker.name)
+        others = model.decode_workers() if model else []
+        return any(other.name != worker.name and not self._members.hung(other.name) for other in others)
 
     def _forget(self, members: Set[_Identity]) -> None:
         for identity in [known for known in self._asked if known not in members]:

@@ -30,11 +30,11 @@ from router.journal import REFUSALS, Entry, Journal
 from router.rates import Rates, Unlimited
 from router.request import FinishReason, Request, Token, Tokens, Trace
 from router.resume import Receipt, prompt_digest, receipt_key
+from router.served import Served, ServedModel
 from router.tokenizer import Tokenizer
 from router.tokenizer_pool import TokenizerPool
 from router.transcript import Transcript
 from router.validate import Ask, Context, Limits, check, recommend, resolve
-from router.view import ClusterView, Served
 
 
 @dataclass(frozen=True, slots=True)
@@ -82,10 +82,9 @@ class Finished:
 
 
 @dataclass(frozen=True, slots=True)
-class ServedModel:
-    """The model that requests ask for, and the tokenizer that turns their text into tokens."""
+class ModelText:
+    """How the text of requests for a model becomes tokens."""
 
-    name: str
     tokenizer: Tokenizer
     recommended: Recommended = field(default_factory=Recommended)  # for requests that do not say otherwise
 
@@ -131,7 +130,7 @@ class GenerateService:
         self,
         *,
         model: ServedModel,
-        view: ClusterView,
+        text: ModelText,
         dispatcher: Dispatcher,
         admission: Admission,
         config: RouterConfig,
@@ -139,12 +138,12 @@ class GenerateService:
         draws: Draws,
         tenancy: Tenancy | None = None,
     ) -> None:
-        self._tokenizer = model.tokenizer
+        self._model = model
         self.model_name = model.name
-        self._recommended = model.recommended
-        self._view = view
+        self._tokenizer = text.tokenizer
+        self._recommended = text.recommended
         self._dispatcher = dispatcher
-        self._gate = Gate(admission, view, config, journal.objectives)
+        self._gate = Gate(admission, model, config, journal.objectives)
         self._pool = TokenizerPool(config.tokenizer_threads, config.max_inflight)
         self._config = config
         self._journal = journal
@@ -158,7 +157,7 @@ class GenerateService:
     @property
     def max_model_len(self) -> int | None:
         """Longest prompt plus output, in tokens; None until the first worker reports it."""
-        return self._view.served.max_model_len if self._view.served else None
+        return self._model.served.max_model_len if self._model.served else None
 
     @property
     def idle(self) -> bool:
@@ -203,9 +202,9 @@ class GenerateService:
             self._tokenizer.stop_tokens(ask.sampling.stop)
 
     def _served(self) -> Served:
-        if self._view.served is None:
+        if self._model.served is None:
             raise BatonError(Reason.NO_WORKER, "no worker is ready")
-        return self._view.served
+        return self._model.served
 
     def _check_receipt(self, ask: Ask, served: Served) -> Receipt | None:
         if not ask.resume:

@@ -14,9 +14,11 @@ from baton.cluster.config import Config
 from baton.cluster.errors import BatonError, Reason
 from baton.cluster.records import Pools, StartRecord, WorkerRecord
 from baton.cluster.registry import Registry, RegistryUnavailable
+from router.members import Joined, Left, Reincarnated
 from router.prefix_index import Applied, Filling
 from router.probes import Probes
-from router.view import ClusterView, Joined, Left, Refused, Reincarnated
+from router.served import Refused
+from router.view import ClusterView
 from router.workers import WatchedWorkers
 
 log = logging.getLogger(__name__)
@@ -132,7 +134,7 @@ class Watch:
                 continue
             done = 0
             for event in events:
-                self._view.index.apply(event)
+                self._view.apply(event)
                 done += 1 + len(event.keys)
                 if done >= SLICE_KEYS:
                     done = 0
@@ -144,15 +146,15 @@ class Watch:
         async with asyncio.TaskGroup() as group:
             while True:
                 await asyncio.sleep(SNAPSHOT_EVERY_S)
-                self._view.index.sweep(SLICE_KEYS)
-                for name in set(self._view.index.needing_snapshot()) - asked:
+                self._view.sweep(SLICE_KEYS)
+                for name in set(self._view.needing_snapshot()) - asked:
                     asked.add(name)
                     group.create_task(self._ask_snapshots(name, asked))
 
     async def _ask_snapshots(self, name: str, asked: set[str]) -> None:
         """Pauses longer after failures, because each attempt costs the worker's engine a copy of all keys. Removes `name` from `asked`."""
         pause = SNAPSHOT_EVERY_S
-        while name in self._view.index.needing_snapshot() and (worker := self._view.find(name)) is not None:
+        while name in self._view.needing_snapshot() and (worker := self._view.members.find(name)) is not None:
             try:
                 await self._read_snapshot(worker)
             except BatonError as error:
@@ -168,7 +170,7 @@ class Watch:
             try:
                 async for page in pages:
                     if filling is None:
-                        filling = self._view.index.fill(worker.name, page.incarnation, page.sequence)
+                        filling = self._view.fill(worker.name, page.incarnation, page.sequence)
                     if not isinstance(filling, Filling):
                         return
                     filling.add(page.keys, page.medium)

@@ -46,7 +46,7 @@ from router.message_bound import check_fields
 from router.peers import Peers
 from router.rates import Rates, Unlimited, redis_counters
 from router.resume import receipt_key
-from router.service import Draws, GenerateService, ServedModel, Tenancy
+from router.service import Draws, GenerateService, ModelText, Tenancy
 from router.tokenizer import Tokenizer
 from router.turn_budget import TurnBudget
 from router.view import ClusterView
@@ -108,17 +108,17 @@ class RouterProcess:
         self._health = public.health
         tokenizer = await asyncio.to_thread(Tokenizer.load, Path(config.model.path))
         recommends = self._recommended()
-        self._view = view = ClusterView(tokenizer.fingerprint)
+        self._view = view = ClusterView({self._model_name: tokenizer.fingerprint})
+        model = view.models[self._model_name]
         self._watch = watch = Watch(view, self._registry, self._workers, config.router.hang_s, outside_of(config))
         self._admission = admission = Admission(config.router.max_inflight, config.router.max_queue, config.router.overload)
-        model_name = self._model_name
         stalled = {"grpc": lambda: public.stalled, "http": lambda: sum(http.stalled for http in self._https)}
         readers = gauges.Readers(lambda: self._workers.unread_bytes, stalled)
-        dispatcher = Dispatcher(view, self._workers, config.router, max_queue=config.engine.max_queue)
+        dispatcher = Dispatcher(model, self._workers, config.router, max_queue=config.engine.max_queue)
         gauges.tell(self._book, view, admission, watch, self._tracer, readers, dispatcher.conduct)
         self.service = GenerateService(
-            model=ServedModel(model_name, tokenizer, recommends),
-            view=view,
+            model=model,
+            text=ModelText(tokenizer, recommends),
             dispatcher=dispatcher,
             admission=admission,
             config=config.router,
@@ -158,7 +158,7 @@ class RouterProcess:
         for name, loop in (acting | self._own_loops()).items():
             self._tasks.start(loop, name)
         self.stage = move(self.stage, "ready")
-        log.info("router ready on %s (HTTP %s, admin %s), model %s", self.address, http_address, admin_address, model_name)
+        log.info("router ready on %s (HTTP %s, admin %s), model %s", self.address, http_address, admin_address, model.name)
 
     def _own_loops(self) -> dict[str, Coroutine[Any, Any, None]]:
         loops = {"membership": self._membership.run(), "health": self._run_health(), "keys": self._run_keys()}
@@ -235,7 +235,7 @@ class RouterProcess:
 
     def _targets(self) -> list[str]:
         routers = [record.endpoints["metrics"] for record in self._peers.others if "metrics" in record.endpoints]
-        return [self._metrics.address, *routers, *(record.metrics for record in self._view.members() if record.metrics)]
+        return [self._metrics.address, *routers, *(record.metrics for record in self._view.members.records() if record.metrics)]
 
     async def _run_health(self) -> None:
         while True:

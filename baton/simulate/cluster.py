@@ -49,12 +49,13 @@ class SimulatedCluster:
         self.records = [worker(f"{role}-{number}", role, sizes) for role, size in roles for number in range(size)]
         self.workers = ModelledWorkers(pace)
         self.registry = MemoryRegistry(now=loop_time)
-        self.view = ClusterView(TOKENIZER)
+        self.view = ClusterView({"model": TOKENIZER})
+        model = self.view.models["model"]
         self.watch = Watch(self.view, self.registry, self.workers, config.hang_s)
         self.admission = Admission(config.max_inflight, config.max_queue, config.overload)
         self.journal = Journal(Book("router", model="model"), Tracer(), "model", slo or SloConfig(), keep=10_000, wall_clock=loop_time)
-        self._gate = Gate(self.admission, self.view, config, self.journal.objectives, loop_time)
-        self._dispatcher = Dispatcher(self.view, self.workers, config)
+        self._gate = Gate(self.admission, model, config, self.journal.objectives, loop_time)
+        self._dispatcher = Dispatcher(model, self.workers, config)
         self._numbers = count()
 
     def report(self) -> None:

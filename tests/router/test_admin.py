@@ -11,7 +11,7 @@ from typing import Any
 
 import grpc
 import pytest
-from fake_workers import TOKENIZER, record
+from fake_workers import MODEL, TOKENIZER, record
 
 from baton.cli.admin import read_live, read_records, read_status
 from baton.cluster import log_file
@@ -49,7 +49,7 @@ class House:
     """A router's admin door with one live worker behind it."""
 
     def __init__(self) -> None:
-        self.view = ClusterView(TOKENIZER)
+        self.view = ClusterView({MODEL: TOKENIZER})
         self.workers = GrpcWorkers(Config().security)
         self.ahead = 0.0  # seconds, of the router's wall clock
         slo = SloConfig(e2e_s=100.0)
@@ -292,15 +292,15 @@ async def test_status_lists_workers_that_are_starting(house: tuple[House, Any]) 
 
 async def test_status_says_why_a_ready_worker_gets_no_requests(house: tuple[House, Any]) -> None:
     """It was shown as ready, while the cluster went on without it."""
-    (member,) = [each for name, each in house[0].view._members.items() if name == "d0"]
-    member.refused = "block_size"
+    assert house[0].says is not None
+    house[0].view.update([replace(house[0].says, block_size=8), record("p0"), record("d1")], 1.0)
     told = read_status(await house[1].Status(pb.StatusRequest(), timeout=20))
     (worker,) = [each for each in told["workers"] if each["name"] == "d0"]
     assert worker["state"] == "unfit" and worker["error"].startswith("block_size") and worker["leases"] == 2
 
 
 async def test_status_says_why_a_worker_is_put_aside(house: tuple[House, Any]) -> None:
-    house[0].view.mark_ejected("d0", 1, "put aside for 30 s: it takes 200 ms a token, its peers 20 ms")
+    house[0].view.members.mark_ejected("d0", 1, "put aside for 30 s: it takes 200 ms a token, its peers 20 ms")
     told = read_status(await house[1].Status(pb.StatusRequest(), timeout=20))
     (worker,) = [each for each in told["workers"] if each["name"] == "d0"]
     assert worker["state"] == "ejected" and worker["error"].startswith("put aside for 30 s")
@@ -323,7 +323,7 @@ async def test_a_trace_arrives_as_the_journal_keeps_it(house: tuple[House, Any])
 async def test_live_data_arrives_as_the_page_receives_it(house: tuple[House, Any]) -> None:
     house[0].end("good")
     await house[1].Live(pb.LiveRequest(), timeout=20)
-    house[0].view.mark_down("p0", 1)
+    house[0].view.members.mark_down("p0", 1)
     told = read_live(await house[1].Live(pb.LiveRequest(), timeout=20))
     workers = {worker["name"]: worker for worker in told["workers"]}
     assert workers["d0"]["blocks_in_use"] == 500 and workers["p0"]["silent"] > 0

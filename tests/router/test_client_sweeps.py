@@ -8,7 +8,7 @@ from contextlib import aclosing, asynccontextmanager
 from typing import Any
 
 import pytest
-from fake_workers import TOKENIZER, record
+from fake_workers import MODEL, TOKENIZER, record
 from sweep import cancelled, until
 
 from baton.cluster.config import Config, SecurityConfig
@@ -208,11 +208,11 @@ async def test_the_watch_is_cancelled_at_every_await(quick: None) -> None:
         await registry.join(d0)
         before = asyncio.all_tasks()
         for turns in itertools.count():
-            view = ClusterView(TOKENIZER)
+            view = ClusterView({MODEL: TOKENIZER})
             running = asyncio.create_task(Watch(view, registry, workers, 2.0).run())
             for _ in range(turns if turns < 60 else 60 + (turns - 60) * 20):
                 await asyncio.sleep(0)
-            known = bool(view.decode_workers()) and not view.index.needing_snapshot()
+            known = bool(view.decode_workers()) and not view.models[MODEL].index.needing_snapshot()
             running.cancel()
             await asyncio.wait({running})
             assert running.cancelled()

@@ -8,7 +8,7 @@ from dataclasses import asdict, replace
 from typing import Any, cast
 
 import pytest
-from fake_workers import TOKENIZER, record, unusable
+from fake_workers import MODEL, TOKENIZER, record, unusable
 from turn_work import TurnWork
 
 from baton.cluster.config import Config, SecurityConfig
@@ -587,7 +587,7 @@ async def test_reaching_the_registry_for_the_first_time_is_not_a_reconnect(monke
     for name, value in (("MEMBERS_EVERY_S", 0.01), ("AWAY_S", 0.01)):
         monkeypatch.setattr(watch, name, value)
     registry, workers = MemoryRegistry(), GrpcWorkers(SecurityConfig())
-    looking = Watch(ClusterView(TOKENIZER), registry, workers, HANG_S)
+    looking = Watch(ClusterView({MODEL: TOKENIZER}), registry, workers, HANG_S)
     registry.available = False
     running = asyncio.create_task(looking.run())
     await asyncio.sleep(0.05)
@@ -606,11 +606,11 @@ async def test_reaching_the_registry_for_the_first_time_is_not_a_reconnect(monke
 async def watched(
     *members: WorkerRecord, workers: GrpcWorkers, hang_s: float = HANG_S
 ) -> AsyncIterator[tuple[ClusterView, MemoryRegistry, "asyncio.Task[None]"]]:
-    registry, view = MemoryRegistry(), ClusterView(TOKENIZER, absent_s=0.05)
+    registry, view = MemoryRegistry(), ClusterView({MODEL: TOKENIZER}, absent_s=0.05)
     for member in members:
         await registry.join(member)
     running = asyncio.create_task(Watch(view, registry, workers, hang_s).run())
-    await until(lambda: len(view.members()) == len(members))
+    await until(lambda: len(view.members.records()) == len(members))
     try:
         yield view, registry, running
     finally:
@@ -643,7 +643,7 @@ def quick(monkeypatch: pytest.MonkeyPatch) -> None:
 async def test_a_worker_that_was_down_is_used_again_when_it_is_ready(quick: None) -> None:
     async with pair() as (worker, workers, d0, _), watched(d0, workers=workers) as (view, _, _):
         worker.on_probe = wrong_worker
-        view.mark_down("d0", 1)
+        view.members.mark_down("d0", 1)
         await asyncio.sleep(0.2)
         assert unusable(view), "another process answered"
         worker.on_probe = lambda: pb.ProbeResponse(state="draining")
@@ -662,7 +662,7 @@ async def test_a_missing_snapshot_is_requested_with_growing_delays(quick: None, 
             worker.on_snapshot = BatonError(Reason.INTERNAL, "not now")
         async with watched(replace(d0, incarnation=7), workers=workers) as (view, _, _):
             await asyncio.sleep(0.6)
-            assert bool(view.index.needing_snapshot()) == fails
+            assert bool(view.models[MODEL].index.needing_snapshot()) == fails
             assert (2 <= worker.snapshots <= 6) if fails else worker.snapshots == 1  # 30 without growing delays
 
 
@@ -685,8 +685,8 @@ async def test_a_snapshot_is_put_into_the_index_page_by_page(quick: None, monkey
         worker.pages = [b"".join(bytes([i, j]) * 8 for j in range(50)) for i in range(40)]
         with work.watched():
             async with watched(replace(d0, incarnation=7), workers=workers) as (view, _, _):
-                await until(lambda: not view.index.needing_snapshot())
-        assert view.index.entries == 2000 and 50 <= work.most <= 100
+                await until(lambda: not view.models[MODEL].index.needing_snapshot())
+        assert view.models[MODEL].index.entries == 2000 and 50 <= work.most <= 100
 
 
 async def test_events_are_put_into_the_index_in_slices(quick: None, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -695,10 +695,10 @@ async def test_events_are_put_into_the_index_in_slices(quick: None, monkeypatch:
     async with pair() as (_, workers, d0, _), watched(replace(d0, incarnation=7), workers=workers) as (view, registry, _):
         keys = [i.to_bytes(16, "little") for i in range(40 * MAX_EVENT_KEYS)]
         runs = [tuple(keys[at : at + MAX_EVENT_KEYS]) for at in range(0, len(keys), MAX_EVENT_KEYS)]
-        await until(lambda: not view.index.needing_snapshot())
+        await until(lambda: not view.models[MODEL].index.needing_snapshot())
         with work.watched():
             await registry.publish([BlockEvent("d0", 7, 4 + i, "stored", run) for i, run in enumerate(runs)])
-            await until(lambda: view.index.entries >= len(keys))
+            await until(lambda: view.models[MODEL].index.entries >= len(keys))
         assert work.most <= SLICE_KEYS + MAX_EVENT_KEYS
 
 
@@ -709,8 +709,8 @@ async def test_probes_continue_when_a_worker_is_forgotten_during_one(quick: None
             worker.on_probe = sleeping
             await asyncio.sleep(0.1)
             await registry.leave("d0", 1)
-            await until(lambda: len(view.members()) == 1)
-            view.mark_down("d1", 1)
+            await until(lambda: len(view.members.records()) == 1)
+            view.members.mark_down("d1", 1)
             await until(lambda: not unusable(view))
             assert not running.done()
 
@@ -722,7 +722,7 @@ async def test_a_worker_that_left_is_forgotten(quick: None) -> None:
         await registry.leave("d0", 1)
         await server.stop(None)
         assert (await refused(call)).reason is Reason.WORKER_LOST
-        await until(lambda: not view.members() and not workers._sessions and not workers._channels)
+        await until(lambda: not view.members.records() and not workers._sessions and not workers._channels)
 
 
 async def test_streams_of_a_worker_missing_from_the_registry_continue(quick: None) -> None:
@@ -741,8 +741,8 @@ async def test_the_load_of_a_worker_is_known_without_the_registry(quick: None) -
     async with pair() as (worker, workers, d0, _), watched(d0, workers=workers) as (view, registry, _):
         registry.available = False
         worker.on_probe = lambda: pb.ProbeResponse(state="ready", load=pb.WorkerLoad(credit_tokens=-7, waiting=3, waiting_tokens=50))
-        await until(lambda: view.record("d0").load == Load(credit_tokens=-7, waiting=3, waiting_tokens=50))
-        assert view.prefill_tokens("d0") == 50
+        await until(lambda: view.members.record("d0").load == Load(credit_tokens=-7, waiting=3, waiting_tokens=50))
+        assert view.members.prefill_tokens("d0") == 50
         worker.on_probe = lambda: pb.ProbeResponse(state="draining")
         await until(lambda: not view.decode_workers())
 
@@ -791,19 +791,19 @@ async def test_calls_on_a_replaced_process_are_lost(quick: None) -> None:
         await worker.heard.get()
         await registry.join(replace(d0, incarnation=2))
         assert (await refused(call)).reason is Reason.WORKER_LOST
-        assert view.record("d0").incarnation == 2
+        assert view.members.record("d0").incarnation == 2
 
 
 async def test_members_stay_while_the_registry_is_away(quick: None) -> None:
     async with pair() as (_, workers, d0, _), watched(d0, workers=workers) as (view, registry, running):
         registry.available = False
         await asyncio.sleep(0.2)
-        assert [member.name for member in view.members()] == ["d0"] and not running.done()
-        view.mark_down("d0", 1)
+        assert [member.name for member in view.members.records()] == ["d0"] and not running.done()
+        view.members.mark_down("d0", 1)
         await until(lambda: not unusable(view))
         registry.available = True
         await registry.join(replace(d0, incarnation=2))
-        await until(lambda: view.record("d0").incarnation == 2)
+        await until(lambda: view.members.record("d0").incarnation == 2)
 
 
 async def test_a_call_lost_with_its_process_differs_from_one_that_never_reached_it() -> None:

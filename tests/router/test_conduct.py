@@ -7,7 +7,7 @@ from collections.abc import Callable
 from dataclasses import dataclass, field, replace
 
 import pytest
-from fake_workers import TOKENIZER, FakeWorkers, Fault, answers, record, tied
+from fake_workers import MODEL, TOKENIZER, FakeWorkers, Fault, answers, record, tied
 
 from baton.cluster.config_router import RouterConfig
 from baton.cluster.errors import BatonError, Reason
@@ -35,10 +35,10 @@ class World:
     token_s: dict[str, float] = field(default_factory=dict)  # worker → what its tokens take; of a prefill, all of its prompt's
 
     def __post_init__(self) -> None:
-        self.view = ClusterView(TOKENIZER)
+        self.view = ClusterView({MODEL: TOKENIZER})
         self.view.update([record(name) for name in self.names.split()], 0.0)
         self.workers = SlowWorkers(self)
-        self.dispatcher = Dispatcher(self.view, self.workers, self.config, lambda: self.now)
+        self.dispatcher = Dispatcher(self.view.models[MODEL], self.workers, self.config, lambda: self.now)
         self.numbers = itertools.count()
 
     def request(self, prompt: list[int] = PROMPT) -> Request:
@@ -65,11 +65,11 @@ class World:
         return sum(call.worker == name for call in self.workers.calls)
 
     def states(self) -> dict[str, str]:
-        return {worker.name: self.view.state(worker.name) for worker in self.view.members()}
+        return {worker.name: self.view.state(worker.name) for worker in self.view.members.records()}
 
     def look(self) -> None:
         """A round of probes."""
-        for worker in self.view.members():
+        for worker in self.view.members.records():
             answers(self.view, worker.name)
 
 
@@ -116,7 +116,7 @@ async def test_a_worker_that_fails_one_request_in_three_is_put_aside_and_comes_b
     world.workers.broken[bad] = one_in_three()
     served = await world.serve_all(80)
     assert world.states() == {**dict.fromkeys(["p0", "p1", "d0", "d1"], "ready"), bad: "ejected"}
-    assert "calls failed" in world.view.ejected(bad) and world.dispatcher.conduct.ejections == {"errors": 1}
+    assert "calls failed" in world.view.members.ejected(bad) and world.dispatcher.conduct.ejections == {"errors": 1}
     assert sum(request.trace.retries for request in served) < 10 and served[-1].trace.put_aside == {bad}
     before = world.calls(bad)
     world.look()
@@ -159,7 +159,7 @@ async def test_no_more_than_the_share_is_put_aside_and_never_all() -> None:
     assert sorted(world.states().values()) == ["ejected", "ready", "ready", "ready", "ready"]
     for name, state in world.states().items():
         if state == "ready":
-            world.view.mark_down(name, 1)
+            world.view.members.mark_down(name, 1)
     world.workers.broken.clear()
     assert world.states()[(await world.serve()).trace.decode_worker] == "ejected", "no other was left"
 
@@ -178,13 +178,13 @@ async def test_who_waits_for_room_is_called_when_a_worker_is_taken_back() -> Non
     assert world.states()["d1"] == "ejected"
     world.workers.broken.clear()
     full = replace(record("d0").load, credit_tokens=0, waiting=1)
-    world.view.note_answer("d0", 1, "ready", full, 0)
+    world.view.members.note_answer("d0", 1, "ready", full, 0)
     waiting = asyncio.create_task(world.serve())
     for _ in range(20):
         await asyncio.sleep(0)
     assert not waiting.done()
     world.now += world.config.outlier_s
-    world.view.note_answer("d0", 1, "ready", full, 0)
+    world.view.members.note_answer("d0", 1, "ready", full, 0)
     answers(world.view, "d1")
     assert (await waiting).trace.decode_worker == "d1"
 
@@ -198,7 +198,7 @@ async def test_a_worker_may_leave_while_it_is_called() -> None:
         left = [record("p1"), record("d1"), record("d2")]
         world.view.update(left, 1.0)
         for name in ("p0", "d0"):
-            world.view.note_silence(name, 1)
+            world.view.members.note_silence(name, 1)
         world.view.update(left, 10.0)
 
     stream = world.dispatcher.generate(request := world.request())
@@ -208,7 +208,7 @@ async def test_a_worker_may_leave_while_it_is_called() -> None:
     leave()
     async for _ in stream:
         pass
-    assert world.view.find("p0") is None and request.finish == "length"
+    assert world.view.members.find("p0") is None and request.finish == "length"
     await world.serve_all(8)
 
 
@@ -252,7 +252,7 @@ async def test_a_worker_that_is_ten_times_slower_is_put_aside(names: str, bad: s
     await world.serve_all(40)
     await careless.serve_all(40)
     assert world.states() == {**dict.fromkeys(names.split(), "ready"), bad: "ejected"}
-    assert "ms a token" in world.view.ejected(bad) and world.dispatcher.conduct.ejections == {"pace": 1}
+    assert "ms a token" in world.view.members.ejected(bad) and world.dispatcher.conduct.ejections == {"pace": 1}
     assert world.calls(bad) < careless.calls(bad) and set(careless.states().values()) == {"ready"}
 
 

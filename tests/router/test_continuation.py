@@ -7,7 +7,7 @@ from dataclasses import dataclass, field, replace
 from typing import Any, cast
 
 import pytest
-from fake_workers import FakeWorkers, record, toy_model
+from fake_workers import MODEL, FakeWorkers, record, toy_model
 from http_door import House, toy_tokenizer
 
 from baton.cluster.errors import BatonError, Reason
@@ -57,12 +57,12 @@ class Router:
         """`seed`: for requests without one."""
         self.house = House(tokenizer, receipt_key=key)
         self.house.service._draws = replace(self.house.service._draws, seed=lambda: seed)
-        self.view = self.house.service._view
-        self.view.served = None
-        self.view.update([record(name, tokenizer_fingerprint=tokenizer.fingerprint, **worker) for name in ("p0", "d0")], 1.0)
+        self.model, view = self.house.view.models[MODEL], self.house.view
+        self.model.served = None
+        view.update([record(name, tokenizer_fingerprint=tokenizer.fingerprint, **worker) for name in ("p0", "d0")], 1.0)
         self.workers = FakeWorkers()
         self.workers.model = model
-        self.house.service._dispatcher = Dispatcher(self.view, self.workers, self.house.config)
+        self.house.service._dispatcher = Dispatcher(self.model, self.workers, self.house.config)
         self.counter = self.house.service._rates = Counter()
 
     async def serve(self, asked: pb.GenerateRequest, tenant: str = "", cut: int | None = None) -> list[pb.GenerateResponse]:
@@ -296,8 +296,8 @@ async def test_the_model_of_a_continued_stream_may_not_change_while_it_runs(toke
 
     async def change_after(*arguments: Any) -> Any:
         plan = await render(*arguments)
-        assert router.view.served is not None
-        router.view.served = replace(router.view.served, model_fingerprint="other")
+        assert router.model.served is not None
+        router.model.served = replace(router.model.served, model_fingerprint="other")
         return plan
 
     router.house.service._make_plan = change_after  # type: ignore[method-assign, assignment]
@@ -309,8 +309,8 @@ async def test_the_model_of_a_continued_stream_may_not_change_while_it_waits(tok
     plan = router.house.service._make_plan
 
     async def change_before(*arguments: Any) -> Any:
-        assert router.view.served is not None
-        router.view.served = replace(router.view.served, model_fingerprint="other")
+        assert router.model.served is not None
+        router.model.served = replace(router.model.served, model_fingerprint="other")
         return await plan(*arguments)
 
     router.house.service._make_plan = change_before  # type: ignore[method-assign, assignment]

@@ -10,7 +10,7 @@ from dataclasses import dataclass, field, replace
 from typing import Any
 
 import pytest
-from fake_workers import TOKENIZER, Call, FakeWorkers, Fault, answers, record, tied, unusable
+from fake_workers import MODEL, TOKENIZER, Call, FakeWorkers, Fault, answers, record, tied, unusable
 from turn_work import TurnWork
 
 from baton.cluster.config_router import RouterConfig
@@ -42,10 +42,10 @@ class World:
     healer: "asyncio.Task[None] | None" = None  # brings dead workers back
 
     def __post_init__(self) -> None:
-        self.view = ClusterView(TOKENIZER)
+        self.view = ClusterView({MODEL: TOKENIZER})
         self.view.update([record(name) for name in self.names.split()], 0.0)
         self.workers = FakeWorkers()
-        self.dispatcher = Dispatcher(self.view, self.workers, self.config)
+        self.dispatcher = Dispatcher(self.view.models[MODEL], self.workers, self.config)
 
     def request(self, prompt: list[int] = PROMPT, params: SamplingParams = PARAMS, timeout_s: float = 10.0, name: str = FIRST) -> Request:
         return Request(name, list(prompt), len(prompt), params, "", time.monotonic() + timeout_s, Trace(Stopwatch(time.monotonic)))
@@ -74,8 +74,8 @@ class World:
         assert not self.workers.leases
         assert set(self.workers.endings.values()) <= {1}, "each lease ended once"
         assert self.workers.ends.total() == len(self.workers.calls), "each call ended"
-        for worker in self.view.members():
-            assert self.view.prefill_tokens(worker.name) == 0 == self.view.unreported_decode_tokens(worker.name)
+        for worker in self.view.members.records():
+            assert self.view.members.prefill_tokens(worker.name) == 0 == self.view.members.unreported_decode_tokens(worker.name)
 
     def stop_healer(self) -> None:
         if self.healer is not None:
@@ -207,7 +207,9 @@ async def test_a_stop_token_in_the_middle_ends_the_output() -> None:
 async def test_the_view_counts_work_in_progress() -> None:
     world = World()
     numbers: list[tuple[str, int, int]] = []
-    world.workers.tick = lambda stage: numbers.append((stage, world.view.prefill_tokens("p0"), world.view.unreported_decode_tokens("d0")))
+    world.workers.tick = lambda stage: numbers.append(
+        (stage, world.view.members.prefill_tokens("p0"), world.view.members.unreported_decode_tokens("d0"))
+    )
     await world.serve()
     assert numbers[:3] == [("prefill", 40, 0), ("transfer", 0, 48), ("decode", 0, 48)]
     world.check()
@@ -220,7 +222,7 @@ async def test_two_requests_with_the_same_id_are_served_separately() -> None:
 
     def look(stage: str) -> None:
         nonlocal most
-        most = max(most, world.view.unreported_decode_tokens("d0"))
+        most = max(most, world.view.members.unreported_decode_tokens("d0"))
 
     world.workers.tick = look
     other = PROMPT[::-1]
@@ -395,7 +397,7 @@ async def test_a_request_fails_if_the_last_decode_worker_does_not_come_back(toke
 async def test_a_started_request_waits_for_a_decode_worker_that_another_request_found_dead() -> None:
     """It has already sent a token: refusing it like a new request would break a stream that can continue."""
     world = World("p0 d0", RouterConfig(bypass_tokens=8, recover_wait_s=5))
-    world.workers.replies = lambda: world.view.mark_down("d0", 1)
+    world.workers.replies = lambda: world.view.members.mark_down("d0", 1)
     back = asyncio.create_task(come_back(world, "d0", 0.15))
     request, seen = await world.serve()
     assert back.done() and seen == truth(request)
@@ -538,7 +540,7 @@ async def test_when_no_worker_is_left_all_who_wait_are_refused_at_once() -> None
     world.view.update([record("p0"), record("d0", load=FULL)], 1.0)
     serving = [asyncio.create_task(world.refused()) for _ in range(3)]
     await asyncio.sleep(0.05)
-    world.view.mark_down("d0", world.view.record("d0").incarnation)
+    world.view.members.mark_down("d0", world.view.members.record("d0").incarnation)
     async with asyncio.timeout(2):
         answers = await asyncio.gather(*serving)
     assert [error.reason for error, _ in answers] == [Reason.NO_WORKER] * 3
@@ -572,10 +574,10 @@ async def test_the_numbers_in_the_view_are_undone_after_any_failure(monkeypatch:
         def broken(*_: object) -> None:
             raise RuntimeError("a bug in the router")
 
-        monkeypatch.setattr(world.view.index, "predict", broken)
+        monkeypatch.setattr(world.view.models[MODEL].index, "predict", broken)
         with pytest.raises(RuntimeError):
             await world.serve(world.request(prompt))
-        assert world.view.prefill_tokens("p0") == 0 == world.view.unreported_decode_tokens("d0"), role
+        assert world.view.members.prefill_tokens("p0") == 0 == world.view.members.unreported_decode_tokens("d0"), role
 
 
 async def test_a_restarted_worker_is_tried_again() -> None:
@@ -733,7 +735,7 @@ async def test_the_prefill_worker_is_told_which_worker_caches_most_of_the_prompt
     # The holder has no room, so the other worker decodes.
     full = replace(record(holder), load=Load(credit_tokens=10))
     world.view.update([record("p0"), full, record("d1" if holder == "d0" else "d0")], 1.0)
-    world.view.index.forget("p0")
+    world.view.models[MODEL].index.forget("p0")
     request, seen = await world.serve(world.request([*first.tokens, *PROMPT]))
     assert seen == truth(request) and world.workers.sources == [None, (holder, 5)]
     assert request.trace.choices[0] == ("prefill", "fetched prefix")
@@ -840,7 +842,7 @@ async def test_random_faults_never_change_a_stream(seed: int, monkeypatch: pytes
     reasons = [reason for reason in Reason if reason.value.retry_elsewhere]
     world = World("p0 p1 d0 d1 d2", RouterConfig(bypass_tokens=8, recover_wait_s=0.05, max_retries=4))
     world.workers.joins = 1 + seed % 3
-    names = [worker.name for worker in world.view.members()]
+    names = [worker.name for worker in world.view.members.records()]
     for name in names:
         for _ in range(12):
             error = BatonError(rng.choice(reasons), "no")
@@ -899,7 +901,7 @@ class Clock:
 )
 async def test_stages_add_up_exactly_to_the_total_time(prompt: list[int], want: dict[str, float]) -> None:
     world, clock = World(), Clock()
-    world.dispatcher = Dispatcher(world.view, world.workers, world.config, clock)
+    world.dispatcher = Dispatcher(world.view.models[MODEL], world.workers, world.config, clock)
     takes = {"prefill": 3.0, "transfer": 2.0, "decode": 0.5}
 
     def tick(stage: str) -> None:
@@ -915,7 +917,7 @@ async def test_stages_add_up_exactly_to_the_total_time(prompt: list[int], want: 
 
 async def test_stages_add_up_when_workers_fail() -> None:
     world, clock = World("p0 p1 d0 d1"), Clock()
-    world.dispatcher = Dispatcher(world.view, world.workers, world.config, clock)
+    world.dispatcher = Dispatcher(world.view.models[MODEL], world.workers, world.config, clock)
     fail(world, "p0")
     fail(world, "d0", tokens=2)
 

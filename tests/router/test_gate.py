@@ -4,6 +4,7 @@ import asyncio
 from typing import Any
 
 import pytest
+from fake_workers import MODEL
 
 from baton.cluster.config_router import RouterConfig, SloConfig
 from baton.cluster.metrics import Book
@@ -30,8 +31,8 @@ async def test_requests_that_come_or_end_together_are_judged_once(monkeypatch: p
 
     counted(gate, "places")
     counted(Admission, "drop_hopeless")
-    admission, view, end, inside = Admission(50, 50), ClusterView("tokenizer"), asyncio.Event(), 0
-    door = Gate(admission, view, RouterConfig(), {}, clock=lambda: 7.0)
+    admission, view, end, inside = Admission(50, 50), ClusterView({MODEL: "tokenizer"}), asyncio.Event(), 0
+    door = Gate(admission, view.models[MODEL], RouterConfig(), {}, clock=lambda: 7.0)
     journal = Journal(Book("router"), Tracer(), "m", SloConfig(), keep=1)
 
     async def one() -> None:
@@ -47,7 +48,7 @@ async def test_requests_that_come_or_end_together_are_judged_once(monkeypatch: p
     end.set()
     await asyncio.wait_for(asyncio.gather(*tasks), 30)
     assert inside == 100 and door.idle and calls["drop_hopeless"] <= 2
-    view.next_epoch()
+    view.members.next_epoch()
     view.update([], 1.0)
     end.clear()
     tasks = [asyncio.create_task(one()) for _ in range(3)]

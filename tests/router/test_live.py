@@ -6,7 +6,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 import pytest
-from fake_workers import TOKENIZER, record
+from fake_workers import MODEL, TOKENIZER, record
 from turns import watched
 
 from baton.cluster.config import Config
@@ -24,9 +24,10 @@ from router.admission import Admission
 from router.journal import Entry, Journal
 from router.listing import Query
 from router.live import GONE_S, MAX_RECENT, MAX_REQUESTS, MAX_WORKERS, Live, merge_looks
+from router.members import ABSENT_S
 from router.peers import Peers
 from router.request import Request
-from router.view import ABSENT_S, ClusterView
+from router.view import ClusterView
 
 
 @dataclass
@@ -47,7 +48,7 @@ class House:
 
     def __post_init__(self) -> None:
         self.now = 100.0
-        self.view = ClusterView(TOKENIZER)
+        self.view = ClusterView({MODEL: TOKENIZER})
         self.watch = Watching()
         self.journal = Journal(Book("router", model="toy"), Tracer(), "toy", self.slo, self.keep, wall_clock=lambda: self.now)
         self.peers = Peers(MemoryRegistry(), "router-0", Config())
@@ -58,7 +59,7 @@ class House:
         )  # fmt: skip
 
     def dies(self, name: str, incarnation: int = 1) -> None:
-        self.view.mark_down(name, incarnation)
+        self.view.members.mark_down(name, incarnation)
 
     def there(self, *names: str) -> None:
         self.view.update(map(record, names), self.now)
@@ -66,7 +67,7 @@ class House:
     def leaves(self, name: str, *others: str) -> None:
         """Both the registry and the worker's own connection report it."""
         self.there(*others)
-        self.view.note_silence(name, 1)
+        self.view.members.note_silence(name, 1)
         self.now += ABSENT_S
         self.there(*others)
 
@@ -168,14 +169,14 @@ async def test_a_worker_that_serves_another_model_is_unfit() -> None:
 async def test_a_worker_that_answers_without_progress_is_hung() -> None:
     house = House()
     house.there("d0", "d1")
-    house.view.mark_hung("d1", 1, True)
+    house.view.members.mark_hung("d1", 1, True)
     assert await house.states() == {"d0": "ready", "d1": "hung"}
 
 
 async def test_a_worker_that_is_put_aside_is_shown() -> None:
     house = House()
     house.there("d0", "d1")
-    house.view.mark_ejected("d1", 1, "slow")
+    house.view.members.mark_ejected("d1", 1, "slow")
     assert await house.states() == {"d0": "ready", "d1": "ejected"}
 
 

@@ -9,6 +9,7 @@ from hypothesis import strategies as st
 
 from baton.cluster.records import BlockEvent, Load, RoleName, WorkerRecord
 from router.policy import TERMS, Bypass, Cached, Choice, NoWorker, Saturated, choose_decode, choose_prefill, places
+from router.served import ServedModel
 from router.view import ClusterView
 
 BLOCK = 16
@@ -23,24 +24,24 @@ def worker(name: str, **load: int) -> WorkerRecord:
     return WorkerRecord(name, role, f"{name}:1", 1, "ready", 1, "host", "small", "model", "tokenizer", BLOCK, 4096, BLOCKS, "tcp", told)
 
 
-def cluster(*workers: WorkerRecord, cached: dict[str, int] | None = None) -> ClusterView:
+def cluster(*workers: WorkerRecord, cached: dict[str, int] | None = None) -> ServedModel:
     """`cached`: how many blocks of the prompt each worker holds."""
-    view = ClusterView("tokenizer")
+    view = ClusterView({"small": "tokenizer"})
     view.update(workers, 0.0)
     for name, blocks in (cached or {}).items():
-        view.index.apply(BlockEvent(name, 1, 1, "stored", tuple(KEYS[:blocks])))
-    return view
+        view.apply(BlockEvent(name, 1, 1, "stored", tuple(KEYS[:blocks])))
+    return view.models["small"]
 
 
 def prefill(
-    view: ClusterView, bypass_tokens: int = 0, longest: int = 200, exclude: Any = (), now: float = 0.0, **terms: Any
+    view: ServedModel, bypass_tokens: int = 0, longest: int = 200, exclude: Any = (), now: float = 0.0, **terms: Any
 ) -> Choice | Bypass | NoWorker | Saturated:
     """Nothing is fetched from another worker's cache unless `fetch_tokens` is given."""
     given = {"bypass_tokens": bypass_tokens, "fetch_tokens": 0} | terms
     return choose_prefill(view, KEYS, PROMPT, longest, now, exclude, replace(TERMS, **given))
 
 
-def decode(view: ClusterView, longest: int = 200, exclude: Any = (), **terms: Any) -> Choice | Saturated | None:
+def decode(view: ServedModel, longest: int = 200, exclude: Any = (), **terms: Any) -> Choice | Saturated | None:
     return choose_decode(view, KEYS, longest, 0.0, exclude, replace(TERMS, **terms))
 
 
@@ -60,11 +61,11 @@ def test_the_tie_of_a_request_decides_between_equal_workers() -> None:
         assert isinstance(first, Choice) and isinstance(second, Choice)
         chosen.append((first.worker, second.worker))
     assert chosen == [("p0", "d0"), ("p1", "d1"), ("p0", "d2"), ("p1", "d0"), ("p0", "d1"), ("p1", "d2")]
-    view.start_decode("busy", "d1", 1)
+    view.members.start_decode("busy", "d1", 1)
     assert [decode_at(view, tie) for tie in range(6)] == ["d0", "d2"] * 3  # only equals count
 
 
-def decode_at(view: ClusterView, tie: int) -> str:
+def decode_at(view: ServedModel, tie: int) -> str:
     choice = choose_decode(view, KEYS, 200, 0.0, (), TERMS, tie)
     assert isinstance(choice, Choice)
     return choice.worker
@@ -73,9 +74,9 @@ def decode_at(view: ClusterView, tie: int) -> str:
 def test_a_cached_prefix_attracts_requests_until_the_queue_there_costs_more() -> None:
     view = cluster(*IDLE, cached={"p0": 8})
     assert prefill(view) == Choice("p0", 8, 32, "cached prefix")
-    view.start_prefill("a", "p0", 127)
+    view.members.start_prefill("a", "p0", 127)
     assert prefill(view) == Choice("p0", 8, 159, "cached prefix")
-    view.start_prefill("b", "p0", 1)
+    view.members.start_prefill("b", "p0", 1)
     assert prefill(view) == Choice("p1", 0, 160, "least work")  # a tie: fewer tokens wait at p1
 
 
@@ -92,7 +93,7 @@ def test_the_work_of_this_router_spreads_requests() -> None:
     for request in "abcd":
         choice = prefill(view)
         assert isinstance(choice, Choice)
-        view.start_prefill(request, choice.worker, PROMPT)
+        view.members.start_prefill(request, choice.worker, PROMPT)
         placed.append(choice.worker)
     assert placed == ["p0", "p1", "p0", "p1"]
 
@@ -120,11 +121,11 @@ def test_a_restarted_worker_is_not_excluded() -> None:
 def test_workers_that_are_down_are_excluded() -> None:
     view = cluster(*IDLE)
     for name in ("p0", "d0"):
-        view.mark_down(name, 1)
+        view.members.mark_down(name, 1)
     assert prefill(view) == Choice("p1", 0, 160, "least work") and decode(view) == Choice("d1", 0, 0, "fits")
-    view.mark_down("p1", 1)
+    view.members.mark_down("p1", 1)
     assert prefill(view) == Bypass("no prefill worker")
-    view.mark_down("d1", 1)
+    view.members.mark_down("d1", 1)
     assert prefill(view) == NoWorker() and decode(view) is None
 
 
@@ -166,13 +167,13 @@ def test_a_prefix_that_the_prefill_worker_caches_itself_is_not_fetched() -> None
 def test_an_idle_prefill_worker_fetches_from_a_busy_one() -> None:
     view = cluster(*IDLE, cached={"p1": 10})
     assert prefill(view, fetch_tokens=20) == Choice("p1", 10, 0, "cached prefix")
-    view.start_prefill("a", "p1", 100)
+    view.members.start_prefill("a", "p1", 100)
     assert prefill(view, fetch_tokens=20) == Choice("p0", 10, 20, "fetched prefix", Cached("p1", 10))
 
 
 def test_equal_sources_take_turns() -> None:
     view, terms = cluster(*IDLE, cached={"p1": 9, "d0": 9, "d1": 9}), replace(TERMS, bypass_tokens=0, fetch_tokens=20)
-    view.start_prefill("much", "p1", 1000)
+    view.members.start_prefill("much", "p1", 1000)
     chosen = [choose_prefill(view, KEYS, PROMPT, 200, 0.0, (), terms, tie) for tie in range(6)]
     assert chosen == [Choice("p0", 9, 36, "fetched prefix", Cached(source, 9)) for source in ("d0", "d1", "p1")] * 2
 
@@ -181,7 +182,7 @@ def test_equal_sources_take_turns() -> None:
 def test_nothing_is_fetched_from_a_worker_that_failed_the_request_or_is_down(gone: tuple[str, int]) -> None:
     view = cluster(*IDLE, cached={"d1": 9})
     assert prefill(view, fetch_tokens=20, exclude={gone}) == Choice("p0", 0, 160, "least work")
-    view.mark_down(*gone)
+    view.members.mark_down(*gone)
     assert prefill(view, fetch_tokens=20) == Choice("p0", 0, 160, "least work")
 
 
@@ -230,9 +231,9 @@ def test_an_overcommitted_worker_without_a_queue_accepts_as_many_sequences_as_it
     view = cluster(worker("p0"), replace(worker("d0", credit_tokens=-500), max_num_seqs=2))
     for request in "ab":
         assert isinstance(prefill(view), Choice)
-        view.start_decode(request, "d0", 200)
+        view.members.start_decode(request, "d0", 200)
     assert prefill(view) == Saturated()
-    view.end_decode("a")
+    view.members.end_decode("a")
     assert isinstance(prefill(view), Choice)
 
 
@@ -264,7 +265,7 @@ def test_promises_count_before_a_report_shows_them() -> None:
     for request in "abc":
         choice = decode(view)
         assert isinstance(choice, Choice)
-        view.start_decode(request, choice.worker, 200)
+        view.members.start_decode(request, choice.worker, 200)
         placed.append(choice.worker)
     assert placed == ["d0", "d1", "d0"]
 
@@ -272,7 +273,7 @@ def test_promises_count_before_a_report_shows_them() -> None:
 def test_room_that_was_just_given_away_is_not_given_away_again() -> None:
     view = cluster(worker("d0", credit_tokens=300), worker("d1", credit_tokens=250))
     assert decode(view) == Choice("d0", 0, 1300, "fits")
-    view.start_decode("a", "d0", 200)
+    view.members.start_decode("a", "d0", 200)
     assert decode(view) == Choice("d1", 0, 1350, "fits")
 
 
@@ -320,7 +321,7 @@ def test_the_best_worker_of_any_cluster_is_chosen(prefills: list[Load], decodes:
         assert isinstance(choice, NoWorker) is (not decodes)
     if isinstance(target, Choice):
         best = max(load.credit_tokens for load in decodes if load.waiting < 256)
-        assert (target.reason == "fits") is (best >= 200) and view.record(target.worker).load.waiting < 256
-        assert target.reason == "fits" or view.record(target.worker).load.credit_tokens == best
+        assert (target.reason == "fits") is (best >= 200) and view.members.record(target.worker).load.waiting < 256
+        assert target.reason == "fits" or view.members.record(target.worker).load.credit_tokens == best
     else:
         assert (target is None) is (not decodes) and all(load.waiting >= 256 for load in decodes)

@@ -11,7 +11,7 @@ from itertools import count
 from typing import Any
 
 import pytest
-from fake_workers import FakeWorkers, record
+from fake_workers import MODEL, FakeWorkers, record
 
 from baton.cluster.config_router import RouterConfig, SloConfig
 from baton.cluster.errors import BatonError, Reason
@@ -28,7 +28,7 @@ from router.door import to_response
 from router.journal import Entry, Journal
 from router.rates import Unlimited
 from router.request import FinishReason, Request, Stopwatch, Token, Tokens
-from router.service import Accepted, Draws, Event, Finished, GenerateService, Piece, Pieces, ServedModel, parts
+from router.service import Accepted, Draws, Event, Finished, GenerateService, ModelText, Piece, Pieces, parts
 from router.tokenizer import Tokenizer
 from router.validate import Ask, AskSampling
 from router.view import ClusterView
@@ -83,15 +83,15 @@ class House:
     slo: SloConfig = field(default_factory=SloConfig)
 
     def __post_init__(self) -> None:
-        self.view = ClusterView(self.tokenizer.fingerprint)
+        self.view = ClusterView({MODEL: self.tokenizer.fingerprint})
         self.view.update([record("d0", tokenizer_fingerprint=self.tokenizer.fingerprint)], 0.0)
         self.admission = Admission(self.config.max_inflight, self.config.max_queue)
         numbers = count(1)
         self.book = Book("router", model="toy")
         self.journal = Journal(self.book, Tracer(), "toy", self.slo, keep=100)
         self.service = GenerateService(
-            model=ServedModel("toy", self.tokenizer),
-            view=self.view,
+            model=self.view.models[MODEL],
+            text=ModelText(self.tokenizer),
             dispatcher=self.script,
             admission=self.admission,
             config=self.config,
@@ -280,7 +280,7 @@ async def test_invalid_input_is_refused_before_any_work(tokenizer: Tokenizer) ->
 
 async def test_without_a_model_nothing_is_served(tokenizer: Tokenizer) -> None:
     house = House(tokenizer)
-    house.view.served = None
+    house.view.models[MODEL].served = None
     assert (await house.refused()).reason is Reason.NO_WORKER
 
 
@@ -501,11 +501,11 @@ async def test_a_stop_string_ends_the_work_on_the_worker(tokenizer: Tokenizer) -
     house = House(tokenizer)
     members = [record(name, tokenizer_fingerprint=tokenizer.fingerprint) for name in ("p0", "d0")]
     house.view.update(members, 1.0)
-    house.service._dispatcher = Dispatcher(house.view, workers, house.config)
+    house.service._dispatcher = Dispatcher(house.view.models[MODEL], workers, house.config)
     events = await house.ask(prompt, max_tokens=60, temperature=0.0, ignore_eos=True, stop=(stop,))
     assert text_of(events) == whole[: whole.index(stop)] and finished(events).stop == stop
     assert [call.kind for call in workers.calls] == ["prefill", "decode"] and workers.ends == {"well": 1, "cancelled": 1}
-    assert not workers.leases and house.view.unreported_decode_tokens("d0") == 0
+    assert not workers.leases and house.view.members.unreported_decode_tokens("d0") == 0
     house.check()
 
 

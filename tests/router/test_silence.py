@@ -27,7 +27,7 @@ from baton.cluster.metrics import Book
 from baton.cluster.telemetry import Tracer
 from router.admission import Admission
 from router.journal import Journal
-from router.service import Draws, GenerateService, ServedModel
+from router.service import Draws, GenerateService, ModelText
 from router.tokenizer import Tokenizer
 from router.tokenizer_pool import TokenizerPool
 from router.validate import Ask, AskSampling
@@ -61,12 +61,12 @@ class NoDispatch:
 
 
 def service(tokenizer: Any, context: int) -> GenerateService:
-    view = ClusterView(tokenizer.fingerprint)
+    view = ClusterView({"tale": tokenizer.fingerprint})
     view.update([record("d0", tokenizer_fingerprint=tokenizer.fingerprint, max_model_len=context)], 0.0)
     config, numbers = RouterConfig(), count()
     return GenerateService(
-        model=ServedModel("tale", tokenizer),
-        view=view,
+        model=view.models["tale"],
+        text=ModelText(tokenizer),
         dispatcher=NoDispatch(),  # type: ignore[arg-type]
         admission=Admission(config.max_inflight, config.max_queue),
         config=config,

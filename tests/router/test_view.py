@@ -4,13 +4,15 @@ from dataclasses import replace
 from typing import Any
 
 import pytest
-from fake_workers import answers, unusable
+from fake_workers import MODEL, answers, unusable
 from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
 
 from baton.cluster.records import BlockEvent, Load, RoleName, WorkerRecord
-from router.view import ClusterView, Joined, Left, Refused, Reincarnated, Served
+from router.members import Joined, Left, Reincarnated
+from router.served import Refused, Served
+from router.view import ClusterView
 
 TOKENS = "tokenizer"
 KEY = b"k" * 16
@@ -19,7 +21,7 @@ KEY = b"k" * 16
 def worker(name: str, **fields: Any) -> WorkerRecord:
     role: RoleName = "prefill" if name.startswith("p") else "decode"
     return replace(
-        WorkerRecord(name, role, f"{name}:1", 1, "ready", 1, "host", "small", "model", TOKENS, 16, 1024, 100, "tcp", Load()), **fields
+        WorkerRecord(name, role, f"{name}:1", 1, "ready", 1, "host", MODEL, "model", TOKENS, 16, 1024, 100, "tcp", Load()), **fields
     )
 
 
@@ -28,7 +30,7 @@ def names(records: list[WorkerRecord]) -> list[str]:
 
 
 def view_of(*records: WorkerRecord, now: float = 0.0, absent_s: float = 3.0) -> ClusterView:
-    view = ClusterView(TOKENS, absent_s)
+    view = ClusterView({MODEL: TOKENS}, absent_s)
     view.update(records, now)
     return view
 
@@ -37,24 +39,26 @@ P0, D0, D1 = worker("p0"), worker("d0"), worker("d1")
 
 
 def test_members_join_and_leave() -> None:
-    view = ClusterView(TOKENS)
-    assert view.served is None and view.update([], 0.0) == []
+    view = ClusterView({MODEL: TOKENS})
+    assert view.models[MODEL].served is None and view.update([], 0.0) == []
     assert view.update([P0, D0], 1.0) == [Joined(P0), Joined(D0)]
     assert view.update([P0, D0], 2.0) == []
-    assert names(view.prefill_workers()) == ["p0"] and names(view.decode_workers()) == ["d0"] and names(view.members()) == ["d0", "p0"]
-    assert view.served == Served("model", 16, 1024) and view.record("d0") == D0 and view.find("d9") is None
+    assert (
+        names(view.prefill_workers()) == ["p0"] and names(view.decode_workers()) == ["d0"] and names(view.members.records()) == ["d0", "p0"]
+    )
+    assert view.models[MODEL].served == Served("model", 16, 1024) and view.members.record("d0") == D0 and view.members.find("d9") is None
     with pytest.raises(KeyError):
-        view.record("d9")
+        view.members.record("d9")
 
 
 def test_workers_that_rejoin_a_registry_that_lost_its_data_stay_members() -> None:
     view = view_of(P0, D0)
     assert view.update([], 1.0) == [] and names(view.decode_workers()) == ["d0"]
     assert view.update([D0], 2.9) == []
-    assert view.index.needing_snapshot() == ["p0", "d0"]
-    view.note_silence("p0", 1)
+    assert view.needing_snapshot() == ["d0", "p0"]
+    view.members.note_silence("p0", 1)
     assert view.update([D0], 3.9) == []
-    assert view.update([D0], 4.0) == [Left(P0)] and view.find("p0") is None and view.index.needing_snapshot() == ["d0"]
+    assert view.update([D0], 4.0) == [Left(P0)] and view.members.find("p0") is None and view.needing_snapshot() == ["d0"]
     assert view.update([D0], 100.0) == []
 
 
@@ -63,28 +67,28 @@ def test_an_outage_of_the_registry_does_not_count_as_absence() -> None:
     view = view_of(P0, D0)
     assert view.update([], 60.0) == [] and view.update([], 62.9) == []
     assert view.update([P0, D0], 63.0) == [] and view.update([], 63.1) == [], "the absence is counted from the start again"
-    view.note_silence("d0", 1)
+    view.members.note_silence("d0", 1)
     assert view.update([], 66.0) == []
     assert view.update([], 66.2) == [Left(D0)]
 
 
 def test_the_registry_alone_removes_no_worker() -> None:
     view = view_of(P0, D0)
-    view.note_silence("d0", 1)
-    view.note_answer("d0", 1, "ready", Load(), 1)
+    view.members.note_silence("d0", 1)
+    view.members.note_answer("d0", 1, "ready", Load(), 1)
     for now in (1.0, 10.0, 100.0):
         assert view.update([P0], now) == [] and names(view.decode_workers()) == ["d0"]
-    view.note_silence("d0", 2)  # reported for another process
+    view.members.note_silence("d0", 2)  # reported for another process
     assert view.update([P0], 101.0) == []
-    view.note_silence("d0", 1)
+    view.members.note_silence("d0", 1)
     assert view.update([P0], 102.0) == [Left(D0)]
 
 
 def test_a_failure_before_the_absence_does_not_confirm_it() -> None:
     view = view_of(P0, D0)
-    view.note_silence("d0", 1)
+    view.members.note_silence("d0", 1)
     assert view.update([P0], 1.0) == [] and view.update([P0], 9.0) == [] and unusable(view) == [D0]
-    view.note_silence("d0", 1)
+    view.members.note_silence("d0", 1)
     assert view.update([P0], 9.1) == [Left(D0)]
 
 
@@ -93,48 +97,54 @@ def test_a_worker_that_drained_and_left_is_removed_immediately() -> None:
     draining = worker("d0", state="draining")
     view.update([P0, draining], 1.0)
     assert view.update([P0], 2.0) == [], "it still answers, and its streams finish"
-    view.note_silence("d0", 1)
+    view.members.note_silence("d0", 1)
     assert view.update([P0], 2.3) == [Left(draining)]
 
 
 def test_a_silent_worker_stays_while_the_registry_lists_it() -> None:
     view = view_of(P0, D0)
-    view.note_silence("d0", 1)
+    view.members.note_silence("d0", 1)
     assert view.update([P0, D0], 100.0) == [] and unusable(view) == [D0]
 
 
 def test_if_the_registry_alone_could_remove_workers_an_empty_answer_would_remove_all() -> None:
     """Negative control: only the registry counts, from the last time that it listed the members."""
     view = view_of(P0, D0, absent_s=0.0)
-    for member in view._members.values():
+    for member in view.members._members.values():
         member.absent_since, member.failed = 0.0, True
     assert view.update([], 0.1) == [Left(D0), Left(P0)]
 
 
 def test_a_hanging_worker_is_avoided() -> None:
     view = view_of(P0, D0, D1)
-    assert view.mark_hung("d0", 1, True) and not view.mark_hung("d0", 1, True) and not view.mark_hung("d1", 9, True)
-    assert names(view.decode_workers()) == ["d1"] and view.hung("d0") and not view.hung("d1")
-    view.mark_hung("d1", 1, True)
+    assert view.members.mark_hung("d0", 1, True) and not view.members.mark_hung("d0", 1, True) and not view.members.mark_hung("d1", 9, True)
+    assert names(view.decode_workers()) == ["d1"] and view.members.hung("d0") and not view.members.hung("d1")
+    view.members.mark_hung("d1", 1, True)
     assert names(view.decode_workers()) == ["d0", "d1"], "a hanging worker is better than refusing every request"
-    view.mark_hung("p0", 1, True)
+    view.members.mark_hung("p0", 1, True)
     assert view.prefill_workers() == [], "the decode workers can compute prompts instead"
     for name in ("p0", "d0"):
-        assert view.mark_hung(name, 1, False)
+        assert view.members.mark_hung(name, 1, False)
     assert names(view.prefill_workers() + view.decode_workers()) == ["p0", "d0"]
 
 
 def test_a_worker_that_is_put_aside_is_used_before_one_that_hangs_and_after_all_others() -> None:
     view = view_of(P0, D0, D1)
-    view.mark_ejected("d0", 1, "slow")
-    view.mark_ejected("d1", 9, "another process")
-    assert names(view.decode_workers()) == ["d1"] and (view.ejected("d0"), view.ejected("d1"), view.ejected("d9")) == ("slow", "", "")
-    assert view.pool("decode") == (("d0", 1), ("d1", 1)), "those aside are a part of the pool"
-    view.mark_hung("d1", 1, True)
+    view.members.mark_ejected("d0", 1, "slow")
+    view.members.mark_ejected("d1", 9, "another process")
+    assert names(view.decode_workers()) == ["d1"] and (
+        view.members.ejected("d0"),
+        view.members.ejected("d1"),
+        view.members.ejected("d9"),
+    ) == ("slow", "", "")
+    assert view.models[MODEL].pool("decode") == (("d0", 1), ("d1", 1)), "those aside are a part of the pool"
+    view.members.mark_hung("d1", 1, True)
     assert names(view.decode_workers()) == ["d0"] and (view.state("d0"), view.state("d1")) == ("ejected", "hung")
-    view.mark_down("d0", 1)
-    assert names(view.decode_workers()) == ["d1"] and view.pool("decode") == (("d1", 1),) and view.state("d0") == "unreachable"
-    view.mark_ejected("p0", 1, "slow")
+    view.members.mark_down("d0", 1)
+    assert (
+        names(view.decode_workers()) == ["d1"] and view.models[MODEL].pool("decode") == (("d1", 1),) and view.state("d0") == "unreachable"
+    )
+    view.members.mark_ejected("p0", 1, "slow")
     assert view.prefill_workers() == [], "the decode workers can compute prompts instead"
     view.update([replace(P0, incarnation=2), D0, D1], 1.0)
     assert names(view.prefill_workers()) == ["p0"], "another process"
@@ -144,41 +154,41 @@ def test_answers_of_a_process_are_counted() -> None:
     view = view_of(D0)
     answers(view, "d0")
     answers(view, "d0")
-    assert (view.answers(("d0", 1)), view.answers(("d0", 2)), view.answers(("d9", 1))) == (2, None, None)
+    assert (view.members.answers(("d0", 1)), view.members.answers(("d0", 2)), view.members.answers(("d9", 1))) == (2, None, None)
 
 
 def test_only_the_first_failure_of_a_process_is_news() -> None:
     view = view_of(D0)
-    assert view.mark_down("d0", 1) and not view.mark_down("d0", 1) and not view.mark_down("d0", 2)
+    assert view.members.mark_down("d0", 1) and not view.members.mark_down("d0", 1) and not view.members.mark_down("d0", 2)
     answers(view, "d0")
-    assert view.mark_down("d0", 1)
+    assert view.members.mark_down("d0", 1)
 
 
 def test_a_worker_lost_while_hanging_returns_when_it_makes_progress() -> None:
     view = view_of(D0, D1)
-    view.mark_hung("d0", 1, True)
-    view.mark_down("d0", 1)
-    view.note_answer("d0", 1, "ready", Load(), 1)  # its event loop still answers
+    view.members.mark_hung("d0", 1, True)
+    view.members.mark_down("d0", 1)
+    view.members.note_answer("d0", 1, "ready", Load(), 1)  # its event loop still answers
     assert names(unusable(view)) == ["d0"]
-    view.mark_hung("d0", 1, False)
-    view.note_answer("d0", 1, "ready", Load(), 1)
+    view.members.mark_hung("d0", 1, False)
+    view.members.note_answer("d0", 1, "ready", Load(), 1)
     assert unusable(view) == []
 
 
 def test_a_probe_reports_only_work_that_started_before_it_was_sent() -> None:
     view = view_of(P0, D0)
-    view.start_decode("early", "d0", 100)
-    epoch = view.next_epoch()  # the probe is sent
-    view.start_decode("late", "d0", 10)
-    assert view.unreported_decode_tokens("d0") == 110
-    view.note_answer("d0", 1, "ready", Load(credit_tokens=5), epoch)
-    assert view.unreported_decode_tokens("d0") == 10 and view.record("d0").load.credit_tokens == 5
-    later = view.next_epoch()
-    view.note_answer("d0", 1, "ready", Load(credit_tokens=5), later)  # the same load: it may have been measured before a long step
-    assert view.unreported_decode_tokens("d0") == 10
+    view.members.start_decode("early", "d0", 100)
+    epoch = view.members.next_epoch()  # the probe is sent
+    view.members.start_decode("late", "d0", 10)
+    assert view.members.unreported_decode_tokens("d0") == 110
+    view.members.note_answer("d0", 1, "ready", Load(credit_tokens=5), epoch)
+    assert view.members.unreported_decode_tokens("d0") == 10 and view.members.record("d0").load.credit_tokens == 5
+    later = view.members.next_epoch()
+    view.members.note_answer("d0", 1, "ready", Load(credit_tokens=5), later)  # the same load: it may have been measured before a long step
+    assert view.members.unreported_decode_tokens("d0") == 10
     view.update([P0, D0], 1.0)  # the registry does not have the new load yet
-    assert view.record("d0").load.credit_tokens == 5
-    view.note_answer("d0", 1, "draining", Load(credit_tokens=5), later)
+    assert view.members.record("d0").load.credit_tokens == 5
+    view.members.note_answer("d0", 1, "draining", Load(credit_tokens=5), later)
     assert view.decode_workers() == []
 
 
@@ -186,46 +196,50 @@ def test_what_the_registry_still_shows_does_not_replace_the_answer_to_a_probe() 
     """A record is written about once a second, so it may show a load, a role or a readiness that is over."""
     view = view_of(P0, D0)
     busy = worker("d0", load=Load(credit_tokens=5), roles=("prefill",))
-    view.note_answer("d0", 1, "ready", Load(credit_tokens=1600), 1, ("decode",))
+    view.members.note_answer("d0", 1, "ready", Load(credit_tokens=1600), 1, ("decode",))
     view.update([P0, busy], 1.0)
-    assert view.record("d0").load.credit_tokens == 1600 and view.record("d0").roles == ("decode",)
-    view.note_answer("d0", 1, "draining", Load(credit_tokens=1600), 2, ("decode",))
+    assert view.members.record("d0").load.credit_tokens == 1600 and view.members.record("d0").roles == ("decode",)
+    view.members.note_answer("d0", 1, "draining", Load(credit_tokens=1600), 2, ("decode",))
     view.update([P0, busy], 2.0)
-    assert view.record("d0").state == "draining"
-    view.note_silence("d0", 1)  # then the registry is all there is
+    assert view.members.record("d0").state == "draining"
+    view.members.note_silence("d0", 1)  # then the registry is all there is
     view.update([P0, busy], 3.0)
-    assert view.record("d0").load.credit_tokens == 5 and view.record("d0").roles == ("prefill",) and view.record("d0").state == "draining"
+    assert (
+        view.members.record("d0").load.credit_tokens == 5
+        and view.members.record("d0").roles == ("prefill",)
+        and view.members.record("d0").state == "draining"
+    )
 
 
 def test_a_new_process_replaces_the_old_one_of_the_same_name() -> None:
     view = view_of(D0)
-    view.index.apply(BlockEvent("d0", 1, 1, "stored", (KEY,)))
-    assert view.index.overlap([KEY], 0.0) == {"d0": 1}
-    view.mark_down("d0", 1)
-    view.start_decode("r", "d0", 100)
+    view.apply(BlockEvent("d0", 1, 1, "stored", (KEY,)))
+    assert view.models[MODEL].index.overlap([KEY], 0.0) == {"d0": 1}
+    view.members.mark_down("d0", 1)
+    view.members.start_decode("r", "d0", 100)
     new = worker("d0", incarnation=2)
     assert view.update([new], 1.0) == [Reincarnated(D0, new)]
-    assert names(view.decode_workers()) == ["d0"] and view.index.overlap([KEY], 0.0) == {}
-    assert view.unreported_decode_tokens("d0") == 0  # the work of the old process is lost
-    view.end_decode("r")
-    assert view.update([D0], 2.0) == [] and view.record("d0") == new  # the old process still writes its record
+    assert names(view.decode_workers()) == ["d0"] and view.models[MODEL].index.overlap([KEY], 0.0) == {}
+    assert view.members.unreported_decode_tokens("d0") == 0  # the work of the old process is lost
+    view.members.end_decode("r")
+    assert view.update([D0], 2.0) == [] and view.members.record("d0") == new  # the old process still writes its record
 
 
 def test_a_lower_incarnation_may_join_when_the_higher_one_has_left() -> None:
     """Its host's clock was set back."""
     view = view_of(worker("d0", incarnation=9))
     assert view.update([D0], 2.0) == []
-    view.note_silence("d0", 9)
+    view.members.note_silence("d0", 9)
     assert view.update([D0], 5.0) == [Left(worker("d0", incarnation=9))]
     assert view.update([D0], 5.1) == [Joined(D0)]
 
 
 def test_a_worker_is_down_until_it_answers() -> None:
     view = view_of(D0, D1)
-    view.mark_down("d0", 2)  # reported for another process
-    view.mark_down("d9", 1)
+    view.members.mark_down("d0", 2)  # reported for another process
+    view.members.mark_down("d9", 1)
     assert unusable(view) == []
-    view.mark_down("d0", 1)
+    view.members.mark_down("d0", 1)
     view.update([D0, D1], 1.0)  # a heartbeat proves nothing
     assert names(unusable(view)) == ["d0"] and names(view.decode_workers()) == ["d1"]
     answers(view, "d0", 2)
@@ -237,7 +251,7 @@ def test_a_worker_is_down_until_it_answers() -> None:
 def test_draining_workers_get_no_new_requests() -> None:
     view = view_of(P0, D0, D1)
     view.update([P0, worker("d0", state="draining"), D1], 1.0)
-    assert names(view.decode_workers()) == ["d1"] and names(view.members()) == ["d0", "d1", "p0"]
+    assert names(view.decode_workers()) == ["d1"] and names(view.members.records()) == ["d0", "d1", "p0"]
 
 
 @pytest.mark.parametrize("field", ["tokenizer_fingerprint", "model_fingerprint", "block_size", "max_model_len"])
@@ -248,13 +262,13 @@ def test_a_worker_that_does_not_fit_is_refused(field: str, name: str) -> None:
     assert view.update([P0, D0, other], 1.0) == [Joined(other), Refused(name, field)]
     assert view.update([P0, D0, other], 2.0) == []  # reported only once
     assert (view.misfit(name) or "").startswith(f"{field} {getattr(other, field)} does not fit") and view.misfit("d0") is None
-    assert name not in names(view.prefill_workers() + view.decode_workers()) and name in names(view.members())
-    assert view.served == Served("model", 16, 1024)
+    assert name not in names(view.prefill_workers() + view.decode_workers()) and name in names(view.members.records())
+    assert view.models[MODEL].served == Served("model", 16, 1024)
 
 
 def test_a_worker_with_a_longer_context_fits() -> None:
     view = view_of(D0, worker("d1", max_model_len=4096))
-    assert names(view.decode_workers()) == ["d0", "d1"] and view.served == Served("model", 16, 1024)
+    assert names(view.decode_workers()) == ["d0", "d1"] and view.models[MODEL].served == Served("model", 16, 1024)
 
 
 def test_the_served_model_changes_when_no_worker_serves_it_anymore() -> None:
@@ -263,63 +277,63 @@ def test_the_served_model_changes_when_no_worker_serves_it_anymore() -> None:
     assert names(view.decode_workers()) == ["d0"]
     draining = worker("d0", state="draining")
     assert view.update([P0, draining, new], 1.0) == [Refused("d0", "model_fingerprint"), Refused("p0", "model_fingerprint")]
-    assert view.served == Served("new", 32, 1024) and names(view.decode_workers()) == ["d1"]
+    assert view.models[MODEL].served == Served("new", 32, 1024) and names(view.decode_workers()) == ["d1"]
 
 
 def test_the_served_model_stays_while_there_is_no_decode_worker() -> None:
     view = view_of(P0, D0)
     view.update([P0], 9.0)
-    view.note_silence("d0", 1)
+    view.members.note_silence("d0", 1)
     view.update([P0], 12.0)
-    assert view.decode_workers() == [] and view.served == Served("model", 16, 1024)
+    assert view.decode_workers() == [] and view.models[MODEL].served == Served("model", 16, 1024)
     strange = worker("d0", tokenizer_fingerprint="other", model_fingerprint="other")
     view.update([P0, strange], 10.0)
-    assert view.served == Served("model", 16, 1024)
+    assert view.models[MODEL].served == Served("model", 16, 1024)
 
 
 def test_prefill_workers_alone_do_not_determine_the_served_model() -> None:
     view = view_of(worker("p0", model_fingerprint="other"))
-    assert view.served is None
+    assert view.models[MODEL].served is None
     assert view.update([worker("p0", model_fingerprint="other"), D0], 1.0) == [Joined(D0), Refused("p0", "model_fingerprint")]
 
 
 def test_work_that_a_report_does_not_show_yet_is_counted() -> None:
     view = view_of(D0)
-    view.start_decode("early", "d0", 100)
-    assert view.unreported_decode_tokens("d0") == 100
+    view.members.start_decode("early", "d0", 100)
+    assert view.members.unreported_decode_tokens("d0") == 100
     view.update([D0], 0.25)
     view.update([D0], 0.3)
-    assert view.unreported_decode_tokens("d0") == 100  # the same report as before
-    view.start_decode("late", "d0", 10)
+    assert view.members.unreported_decode_tokens("d0") == 100  # the same report as before
+    view.members.start_decode("late", "d0", 10)
     view.update([worker("d0", load=Load(credit_tokens=5))], 0.5)
     # The record was written between the two updates: it includes what started before the first, but maybe not what started after it.
-    assert view.unreported_decode_tokens("d0") == 10
+    assert view.members.unreported_decode_tokens("d0") == 10
     view.update([worker("d0", load=Load(credit_tokens=6))], 0.75)
-    assert view.unreported_decode_tokens("d0") == 0
-    view.start_decode("ended", "d0", 7)
-    view.end_decode("ended")
-    assert view.unreported_decode_tokens("d0") == 0 and view.decodes("d0") == 2
+    assert view.members.unreported_decode_tokens("d0") == 0
+    view.members.start_decode("ended", "d0", 7)
+    view.members.end_decode("ended")
+    assert view.members.unreported_decode_tokens("d0") == 0 and view.members.decodes("d0") == 2
 
 
 def test_prompts_of_other_routers_count_and_own_prompts_count_once() -> None:
     view = view_of(P0, D0)
-    view.start_prefill("mine", "p0", 300)
+    view.members.start_prefill("mine", "p0", 300)
     view.update([worker("p0", load=Load(waiting_tokens=1000)), D0], 0.25)
-    assert view.prefill_tokens("p0") == 1000
-    view.end_prefill("mine")
-    assert view.prefill_tokens("p0") == 700  # immediately, not with the next report
-    view.start_prefill("next", "p0", 50)
-    assert view.prefill_tokens("p0") == 750
-    view.end_prefill("next")
+    assert view.members.prefill_tokens("p0") == 1000
+    view.members.end_prefill("mine")
+    assert view.members.prefill_tokens("p0") == 700  # immediately, not with the next report
+    view.members.start_prefill("next", "p0", 50)
+    assert view.members.prefill_tokens("p0") == 750
+    view.members.end_prefill("next")
     view.update([worker("p0", load=Load(waiting_tokens=50)), D0], 0.5)  # a report from when `next` was waiting
-    assert view.prefill_tokens("p0") == 0
+    assert view.members.prefill_tokens("p0") == 0
 
 
 def test_a_request_that_moves_to_another_worker_no_longer_counts_at_the_first() -> None:
     view = view_of(D0, D1)
-    view.start_decode("r", "d0", 100)
-    view.start_decode("r", "d1", 100)
-    assert (view.unreported_decode_tokens("d0"), view.unreported_decode_tokens("d1")) == (0, 100)
+    view.members.start_decode("r", "d0", 100)
+    view.members.start_decode("r", "d1", 100)
+    assert (view.members.unreported_decode_tokens("d0"), view.members.unreported_decode_tokens("d1")) == (0, 100)
 
 
 class LedgerMachine(RuleBasedStateMachine):
@@ -329,7 +343,7 @@ class LedgerMachine(RuleBasedStateMachine):
         super().__init__()
         self.now = 0.0
         self.incarnations = {"d0": 1, "d1": 1}
-        self.view = ClusterView(TOKENS)
+        self.view = ClusterView({MODEL: TOKENS})
         self.work: dict[str, tuple[str, int, int]] = {}
         self.update()
 
@@ -341,12 +355,12 @@ class LedgerMachine(RuleBasedStateMachine):
     @rule(request=st.sampled_from("abc"), data=st.data(), tokens=st.integers(1, 100))
     def start(self, request: str, data: st.DataObject, tokens: int) -> None:
         name = data.draw(st.sampled_from(sorted(self.incarnations)))
-        self.view.start_decode(request, name, tokens)
+        self.view.members.start_decode(request, name, tokens)
         self.work[request] = (name, self.incarnations[name], tokens)
 
     @rule(request=st.sampled_from("abc"))
     def end(self, request: str) -> None:
-        self.view.end_decode(request)
+        self.view.members.end_decode(request)
         self.work.pop(request, None)
 
     @precondition(lambda self: self.incarnations)
@@ -363,7 +377,7 @@ class LedgerMachine(RuleBasedStateMachine):
         self.now += 5.0
         self.update()
         if gone is not None:
-            self.view.note_silence(name, gone)
+            self.view.members.note_silence(name, gone)
         self.now += 5.0
         self.update()
 
@@ -371,7 +385,7 @@ class LedgerMachine(RuleBasedStateMachine):
     def tokens_are_those_of_the_requests(self) -> None:
         for name, number in self.incarnations.items():
             expected = sum(tokens for place, incarnation, tokens in self.work.values() if (place, incarnation) == (name, number))
-            assert self.view.unreported_decode_tokens(name) == expected
+            assert self.view.members.unreported_decode_tokens(name) == expected
 
 
 TestLedger = LedgerMachine.TestCase
@@ -383,12 +397,17 @@ def test_nothing_is_kept_of_workers_that_left() -> None:
     for number in range(50):
         name = f"d{number}"
         view.update([worker(name)], number * 10.0)
-        for other in view.members():
+        for other in view.members.records():
             if other.name != name:
-                view.note_silence(other.name, 1)
-        view.start_decode("r", name, 1)
-        view.end_decode("r")
+                view.members.note_silence(other.name, 1)
+        view.members.start_decode("r", name, 1)
+        view.members.end_decode("r")
     view.update([D0], 1000.0)
-    view.note_silence("d49", 1)
+    view.members.note_silence("d49", 1)
     view.update([D0], 1010.0)
-    assert names(view.members()) == ["d0"] and not view._decodes._tasks and not view._decodes._places and not view._decodes._ended
+    assert (
+        names(view.members.records()) == ["d0"]
+        and not view.members._decodes._tasks
+        and not view.members._decodes._places
+        and not view.members._decodes._ended
+    )

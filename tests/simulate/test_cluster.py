@@ -105,7 +105,7 @@ def test_a_worker_that_stops_beating_and_answering_leaves(monkeypatch: pytest.Mo
             answer = cluster.workers.probe
             monkeypatch.setattr(cluster.workers, "probe", probe)
             await joined(cluster, 300)
-            seen.append([record.name for record in cluster.view.members()])
+            seen.append([record.name for record in cluster.view.members.records()])
         return seen
 
     assert run(main()) == [["decode-0", "decode-1"], ["decode-0", "prefill-0"]]

@@ -16,6 +16,7 @@ from router.request import FinishReason, Request, Token, tie_of
 from router.view import ClusterView
 from router.workers import Adopted, Answer, DecodeEvent, Ended, FirstToken, Opened, PrefillEvent, Source
 
+MODEL = "toy"  # its name
 TOKENIZER = "tokenizer"
 EOS = 256
 
@@ -24,7 +25,7 @@ def record(name: str, **fields: Any) -> WorkerRecord:
     """A usable worker; the first letter of its name decides its role."""
     role: RoleName = "prefill" if name.startswith("p") else "decode"
     load = Load(credit_tokens=10_000)
-    whole = WorkerRecord(name, role, f"{name}:1", 1, "ready", 1, "host", "toy", "model", TOKENIZER, 16, 4096, 1000, "tcp", load)
+    whole = WorkerRecord(name, role, f"{name}:1", 1, "ready", 1, "host", MODEL, "model", TOKENIZER, 16, 4096, 1000, "tcp", load)
     return replace(whole, **{"eos_token_ids": (EOS,), **fields})
 
 
@@ -215,10 +216,10 @@ def tied(place: int, number: int = 0) -> str:
 def unusable(view: ClusterView) -> list[WorkerRecord]:
     """The members that get no requests."""
     used = {worker.name for worker in (*view.prefill_workers(), *view.decode_workers())}
-    return [worker for worker in view.members() if worker.name not in used]
+    return [worker for worker in view.members.records() if worker.name not in used]
 
 
 def answers(view: ClusterView, name: str, incarnation: int = 1) -> None:
     """The process answers a probe, with the load that is known already."""
-    if member := view.find(name):
-        view.note_answer(name, incarnation, "ready", member.load, 0)
+    if member := view.members.find(name):
+        view.members.note_answer(name, incarnation, "ready", member.load, 0)

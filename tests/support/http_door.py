@@ -8,7 +8,7 @@ from itertools import count
 from pathlib import Path
 from typing import Any
 
-from fake_workers import record
+from fake_workers import MODEL, record
 
 from baton.cluster.config_router import RouterConfig, SloConfig
 from baton.cluster.errors import BatonError
@@ -21,7 +21,7 @@ from router.admission import Admission
 from router.http.app import HttpDoor
 from router.journal import Journal
 from router.request import FinishReason, Request, Token, Tokens
-from router.service import Draws, GenerateService, ServedModel, Tenancy
+from router.service import Draws, GenerateService, ModelText, Tenancy
 from router.tokenizer import Tokenizer
 from router.view import ClusterView
 
@@ -95,15 +95,15 @@ class House:
     metrics: Any = None
 
     def __post_init__(self) -> None:
-        view = ClusterView(self.tokenizer.fingerprint)
+        self.view = view = ClusterView({MODEL: self.tokenizer.fingerprint})
         if self.workers:
             view.update([record("d0", tokenizer_fingerprint=self.tokenizer.fingerprint, max_model_len=CONTEXT)], 0.0)
         self.admission = Admission(self.config.max_inflight, self.config.max_queue)
         numbers = count(1)
         draw_id = lambda: f"req-{next(numbers)}"  # noqa: E731
         self.service = GenerateService(
-            model=ServedModel("toy", self.tokenizer),
-            view=view,
+            model=view.models[MODEL],
+            text=ModelText(self.tokenizer),
             dispatcher=self.script,  # type: ignore[arg-type]
             admission=self.admission,
             config=self.config,

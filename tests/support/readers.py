@@ -16,7 +16,7 @@ from itertools import count
 from typing import Any
 
 import grpc
-from fake_workers import record
+from fake_workers import MODEL, record
 
 from baton.cluster.config import Config, SecurityConfig
 from baton.cluster.config_router import RouterConfig, SloConfig
@@ -33,7 +33,7 @@ from router.door import GenerationDoor
 from router.http.app import HttpDoor
 from router.http.server import HttpServer
 from router.journal import Journal
-from router.service import Draws, GenerateService, ServedModel
+from router.service import Draws, GenerateService, ModelText
 from router.tokenizer import Tokenizer
 from router.turn_budget import TurnBudget
 from router.view import ClusterView
@@ -216,16 +216,16 @@ async def hall(
         address = server.bind(0)
         await server.start()
         stack.push_async_callback(server.stop, 0)
-        view, budget = ClusterView(tokenizer.fingerprint), TurnBudget()
+        view, budget = ClusterView({MODEL: tokenizer.fingerprint}), TurnBudget()
         facts = {"tokenizer_fingerprint": tokenizer.fingerprint, "max_model_len": 1 << 20, "load": Load(credit_tokens=1 << 40)}
         view.update([record("d0", address=address, **facts)], 0.0)
         workers = GrpcWorkers(SecurityConfig(), Streams(lambda: 0.0, config.router.backlog_bytes, budget))
         stack.push_async_callback(workers.close)
         numbers = count(1)
         service = GenerateService(
-            model=ServedModel("toy", tokenizer),
-            view=view,
-            dispatcher=Dispatcher(view, workers, config.router, max_queue=4096),
+            model=view.models[MODEL],
+            text=ModelText(tokenizer),
+            dispatcher=Dispatcher(view.models[MODEL], workers, config.router, max_queue=4096),
             admission=(admission := Admission(config.router.max_inflight, config.router.max_queue)),
             config=config.router,
             journal=Journal(Book("router", model="toy"), Tracer(), "toy", SloConfig(), keep=10),

@@ -1,0 +1,284 @@
+"""Who is there: the processes that are members, whether they live, how busy they are, and what this router has sent to them. What they
+serve is told elsewhere (`router.served`).
+
+Facts come in from outside: records of the registry (`update`), failed calls (`mark_down`), answers to probes and their absence
+(`note_answer`, `note_silence`), our own work (`start_...`, `end_...`). Nothing is decided here. Who listens is told that a member has
+changed, or that a decode has ended.
+
+A member leaves when two sources agree: the registry has answered without it for `absent_s` (one answer is enough if it is draining), and a
+probe on its own connection has failed since the first of those answers. While the registry does not answer, `update` is not called and no
+member leaves. So a worker that answers is not removed when the registry is away or has lost its contents.
+"""
+
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass, replace
+from typing import Literal
+
+from baton.cluster.records import Load, RoleName, WorkerRecord, WorkerState
+from router.ledger import Ledger, Task
+
+ABSENT_S = 3.0  # three heartbeats of the default configuration
+Standing = Literal["ready", "draining", "unreachable", "hung", "ejected"]
+
+
+@dataclass(frozen=True, slots=True)
+class Joined:
+    worker: WorkerRecord
+
+
+@dataclass(frozen=True, slots=True)
+class Left:
+    worker: WorkerRecord
+
+
+@dataclass(frozen=True, slots=True)
+class Reincarnated:
+    """Another process now has the name; the old one is gone."""
+
+    old: WorkerRecord
+    new: WorkerRecord
+
+
+Change = Joined | Left | Reincarnated
+
+
+@dataclass(slots=True)
+class Member:
+    record: WorkerRecord
+    probed: bool = False  # it answered the last probe. The registry may show its load and its roles of an earlier moment
+    absent_since: float | None = None  # the registry's first answer without it; None: it was in the last answer
+    failed: bool = False  # the last probe since then failed
+    covers: int = 0  # the reported load includes work that started before this epoch
+    down: bool = False  # a call failed, and no probe has been answered since
+    hung: bool = False
+    ejected: str = ""  # why it is put aside
+    answers: int = 0  # probes that it has answered
+    foreign_tokens: int = 0  # uncached prompt tokens waiting there that are not ours
+
+
+class Members:
+    def __init__(self, absent_s: float = ABSENT_S) -> None:
+        self.version = 0  # grows with every change of a member; equal versions have equal workers
+        self._absent_s = absent_s
+        self._members: dict[str, Member] = {}
+        self._epoch = 0
+        self._updated = 0  # the epoch of the last update
+        self._prefills = Ledger()
+        self._decodes = Ledger()
+        self._listeners: list[Callable[[], None]] = []
+
+    def listen(self, listener: Callable[[], None]) -> None:
+        """It is called after each change."""
+        self._listeners.append(listener)
+
+    def update(self, records: Iterable[WorkerRecord], now: float) -> list[Change]:
+        """`records`: the registry's members at time `now` (seconds, always on the same clock). Returns who is new and who is gone. The
+        caller tells the listeners (`tell`), when the models have judged the members."""
+        before, self._updated = self._updated, self.next_epoch()
+        changes: list[Change] = []
+        present: set[str] = set()
+        for record in records:
+            changes += self._note(record, before, present)
+        changes += self._drop_absent(now, present)
+        self.version += 1
+        self._prefills.note_update()
+        self._decodes.note_update()
+        return changes
+
+    def tell(self) -> None:
+        """Calls the listeners."""
+        for listener in self._listeners:
+            listener()
+
+    def next_epoch(self) -> int:
+        """Begins a new stretch of our own work. Work that starts after a report was requested belongs to a later epoch than the report."""
+        self._epoch += 1
+        return self._epoch
+
+    def mark_down(self, name: str, incarnation: int) -> bool:
+        """Notes that a call failed. The process gets no requests until it answers a probe, or until another process takes its name.
+        Returns whether this is news."""
+        member = self._member(name, incarnation)
+        if member is None:
+            return False
+        news, member.down = not member.down, True
+        self._change()
+        return news
+
+    def mark_hung(self, name: str, incarnation: int, hung: bool) -> bool:
+        """Notes whether the process, though connected, makes no progress. A hung decode worker gets requests only if no other is left, a
+        hung prefill worker gets none. Returns whether this is news."""
+        member = self._member(name, incarnation)
+        if member is None or member.hung == hung:
+            return False
+        member.hung = hung
+        self._change()
+        return True
+
+    def mark_ejected(self, name: str, incarnation: int, why: str) -> None:
+        """Notes why the process is put aside; empty: it no longer is. It gets requests only if no other is left, prefills none."""
+        if member := self._member(name, incarnation):
+            member.ejected = why
+            self._change()
+
+    def ejected(self, name: str) -> str:
+        """Why a member is put aside; empty: it is not."""
+        return self._members[name].ejected if name in self._members else ""
+
+    def answers(self, identity: tuple[str, int]) -> int | None:
+        """How many probes a process has answered; None: it is no member."""
+        member = self._member(*identity)
+        return member.answers if member else None
+
+    def hung(self, name: str) -> bool:
+        member = self._members.get(name)
+        return member is not None and member.hung
+
+    def note_answer(
+        self, name: str, incarnation: int, state: WorkerState, load: Load, epoch: int, roles: tuple[RoleName, ...] = ()
+    ) -> None:
+        """Notes the answer to a probe. Its load includes all work that started before `epoch`."""
+        member = self._member(name, incarnation)
+        if member is None:
+            return
+        member.failed, member.probed = False, True
+        member.answers += 1
+        member.down = member.down and (state != "ready" or member.hung)
+        news = load != member.record.load  # otherwise it may date from before a long step
+        member.record = replace(member.record, state=state, load=load, roles=roles or member.record.roles)
+        if news:
+            self._read_load(member, epoch)
+            self._prefills.note_report(member.record)
+        self._change()
+
+    def note_roles(self, name: str, incarnation: int, roles: tuple[RoleName, ...]) -> None:
+        """Notes what the process said that it serves from now on."""
+        if member := self._member(name, incarnation):
+            member.record = replace(member.record, roles=roles)
+            self._change()
+
+    def note_silence(self, name: str, incarnation: int) -> None:
+        """Notes that a probe of the process failed."""
+        if member := self._member(name, incarnation):
+            member.failed = member.down = True
+            member.probed = False
+            self._change()
+
+    def records(self) -> list[WorkerRecord]:
+        """Of all members, usable or not, sorted by name."""
+        return [self._members[name].record for name in sorted(self._members)]
+
+    def standing(self, name: str) -> Standing:
+        """How a member stands, apart from what it serves."""
+        member = self._members[name]
+        if member.record.state == "draining":
+            return "draining"
+        if member.down:
+            return "unreachable"
+        if member.hung:
+            return "hung"  # its event loop answers, its engine does not
+        return "ejected" if member.ejected else "ready"
+
+    def answering(self, role: RoleName) -> list[Member]:
+        """Those that serve a role and answer, sorted by name. They may be hung or put aside."""
+        members = (self._members[name] for name in sorted(self._members))
+        return [m for m in members if m.record.serves(role) and m.record.state == "ready" and not m.down]
+
+    def find(self, name: str) -> WorkerRecord | None:
+        member = self._members.get(name)
+        return member.record if member else None
+
+    def record(self, name: str) -> WorkerRecord:
+        """The record of a member. Raises KeyError for any other name."""
+        return self._members[name].record
+
+    # Our own work
+
+    def start_prefill(self, request_id: str, worker: str, uncached_tokens: int) -> None:
+        self._start(self._prefills, request_id, worker, uncached_tokens)
+
+    def end_prefill(self, request_id: str) -> None:
+        """Call it however the work ended. An unknown request changes nothing."""
+        self._prefills.end(request_id)
+
+    def start_decode(self, request_id: str, worker: str, tokens: int) -> None:
+        """`tokens`: the most that the sequence may reach, prompt included."""
+        self._start(self._decodes, request_id, worker, tokens)
+
+    def end_decode(self, request_id: str) -> None:
+        """Call it however the work ended. An unknown request changes nothing."""
+        self._decodes.end(request_id)
+        self.tell()
+
+    def prefill_tokens(self, worker: str) -> int:
+        """Uncached prompt tokens that wait on a member: ours exactly, and other routers' from its last report."""
+        member = self._members[worker]
+        return self._prefills.tokens(member.record) + member.foreign_tokens
+
+    def unreported_decode_tokens(self, worker: str) -> int:
+        """Tokens of our decodes on a member that its reported load does not show yet."""
+        member = self._members[worker]
+        return self._decodes.tokens(member.record, member.covers)
+
+    def prefills(self, worker: str) -> int:
+        """How many of our prompts are computed on a member, or wait there."""
+        return self._prefills.count(self._members[worker].record)
+
+    def decodes(self, worker: str) -> int:
+        """How many of our requests decode on a member."""
+        return self._decodes.count(self._members[worker].record)
+
+    def _member(self, name: str, incarnation: int) -> Member | None:
+        member = self._members.get(name)
+        return member if member is not None and member.record.incarnation == incarnation else None
+
+    def _start(self, ledger: Ledger, request_id: str, worker: str, tokens: int) -> None:
+        ledger.start(request_id, worker, Task(self._members[worker].record.incarnation, tokens, self._epoch))
+
+    def _note(self, record: WorkerRecord, before: int, present: set[str]) -> list[Change]:
+        """`before`: the epoch of the last update. A report that this update brings was written after it."""
+        member = self._members.get(record.name)
+        if member is not None and record.incarnation < member.record.incarnation:
+            return []  # a ghost; if it is the only one left, it joins when the newer one has left
+        present.add(record.name)
+        if member is not None and record.incarnation == member.record.incarnation:
+            member.absent_since = None
+            known = member.record
+            if member.probed:
+                member.record = replace(record, load=known.load, roles=known.roles, state=_later(known.state, record.state))
+            else:
+                member.record = replace(record, state=_later(known.state, record.state))
+                if record.load != known.load:
+                    self._read_load(member, before)
+            return []
+        change: Change = Reincarnated(member.record, record) if member else Joined(record)
+        member = self._members[record.name] = Member(record)
+        self._read_load(member, before)
+        return [change]
+
+    def _read_load(self, member: Member, covers: int) -> None:
+        """Takes over the member's new load. It includes everything that was sent before the epoch `covers`, and perhaps more."""
+        member.covers = covers
+        member.foreign_tokens = max(0, member.record.load.waiting_tokens - self._prefills.recent_tokens(member.record))
+
+    def _drop_absent(self, now: float, present: set[str]) -> list[Change]:
+        changes: list[Change] = []
+        for name, member in sorted(self._members.items()):
+            if name in present:
+                continue
+            if member.absent_since is None:
+                member.absent_since, member.failed = now, False
+            patience_s = 0.0 if member.record.state == "draining" else self._absent_s
+            if member.failed and now - member.absent_since >= patience_s:
+                del self._members[name]
+                changes.append(Left(member.record))
+        return changes
+
+    def _change(self) -> None:
+        self.version += 1
+        self.tell()
+
+
+def _later(known: WorkerState, reported: WorkerState) -> WorkerState:
+    """No process becomes ready again once it drains."""
+    return "draining" if known == "draining" else reported
