@@ -8,13 +8,29 @@ changed, or that a decode has ended.
 A member leaves when two sources agree: the registry has answered without it for `absent_s` (one answer is enough if it is draining), and a
 probe on its own connection has failed since the first of those answers. While the registry does not answer, `update` is not called and no
 member leaves. So a worker that answers is not removed when the registry is away or has lost its contents.
+
+    event →     listed      missed      silent      answered    leave
+    listed      listed      missing     listed      listed
+    missing     listed      missing     given up    missing
+    given up    listed      given up    given up    missing     left
+
+What its own connection shows is another life. `fail`: a call or a probe failed; `answer`: a probe was answered, and it takes requests;
+`hang` and `progress`: it is connected, and makes no progress or makes it again.
+
+    event →     fail        answer      hang        progress
+    up          down        up          hung
+    down        down        up          lost
+    hung        lost        hung                    up
+    lost        lost        lost                    down
 """
 
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, replace
+from enum import Enum
 from typing import Literal
 
 from baton.cluster.records import Load, RoleName, WorkerRecord, WorkerState
+from baton.moves import Moves
 from router.ledger import Ledger, Task
 
 ABSENT_S = 3.0  # three heartbeats of the default configuration
@@ -42,18 +58,82 @@ class Reincarnated:
 Change = Joined | Left | Reincarnated
 
 
+class Presence(Enum):
+    """What the registry, and the probes since it answered without the member, say about whether it is one."""
+
+    LISTED = "listed"  # it was in the registry's last answer
+    MISSING = "missing"
+    GIVEN_UP = "given up"  # the last probe since then failed
+    LEFT = "left"
+
+
+class Health(Enum):
+    UP = "up"
+    DOWN = "down"  # a call or a probe failed, and no probe has been answered since
+    HUNG = "hung"
+    LOST = "lost"  # both: an answer does not bring it back, for its event loop may answer while its engine hangs
+
+
+PRESENCES = Moves(
+    {
+        (Presence.LISTED, "listed"): Presence.LISTED,
+        (Presence.LISTED, "missed"): Presence.MISSING,
+        (Presence.LISTED, "silent"): Presence.LISTED,
+        (Presence.LISTED, "answered"): Presence.LISTED,
+        (Presence.MISSING, "listed"): Presence.LISTED,
+        (Presence.MISSING, "missed"): Presence.MISSING,
+        (Presence.MISSING, "silent"): Presence.GIVEN_UP,
+        (Presence.MISSING, "answered"): Presence.MISSING,
+        (Presence.GIVEN_UP, "listed"): Presence.LISTED,
+        (Presence.GIVEN_UP, "missed"): Presence.GIVEN_UP,
+        (Presence.GIVEN_UP, "silent"): Presence.GIVEN_UP,
+        (Presence.GIVEN_UP, "answered"): Presence.MISSING,
+        (Presence.GIVEN_UP, "leave"): Presence.LEFT,
+    }
+)
+HEALTHS = Moves(
+    {
+        (Health.UP, "fail"): Health.DOWN,
+        (Health.UP, "answer"): Health.UP,
+        (Health.UP, "hang"): Health.HUNG,
+        (Health.DOWN, "fail"): Health.DOWN,
+        (Health.DOWN, "answer"): Health.UP,
+        (Health.DOWN, "hang"): Health.LOST,
+        (Health.HUNG, "fail"): Health.LOST,
+        (Health.HUNG, "answer"): Health.HUNG,
+        (Health.HUNG, "progress"): Health.UP,
+        (Health.LOST, "fail"): Health.LOST,
+        (Health.LOST, "answer"): Health.LOST,
+        (Health.LOST, "progress"): Health.DOWN,
+    }
+)
+
+
 @dataclass(slots=True)
 class Member:
     record: WorkerRecord
-    probed: bool = False  # it answered the last probe. The registry may show its load and its roles of an earlier moment
-    absent_since: float | None = None  # the registry's first answer without it; None: it was in the last answer
-    failed: bool = False  # the last probe since then failed
+    presence: Presence = Presence.LISTED
+    health: Health = Health.UP
+    told_by: Literal["registry", "probe"] = "registry"  # its load and its roles: the registry's may be those of an earlier moment
+    missed_at: float = 0.0  # the registry's first answer without it, if it is not listed
     covers: int = 0  # the reported load includes work that started before this epoch
-    down: bool = False  # a call failed, and no probe has been answered since
-    hung: bool = False
-    ejected: str = ""  # why it is put aside
-    answers: int = 0  # probes that it has answered
     foreign_tokens: int = 0  # uncached prompt tokens waiting there that are not ours
+    ejected: str = ""  # why it is put aside (`router.outliers`); empty: it is not
+    answers: int = 0  # probes that it has answered
+
+    @property
+    def reachable(self) -> bool:
+        return self.health in (Health.UP, Health.HUNG)
+
+    @property
+    def hung(self) -> bool:
+        return self.health in (Health.HUNG, Health.LOST)
+
+    def note_presence(self, event: str) -> None:
+        self.presence = PRESENCES.after(self.presence, event, f"member {self.record.name}")
+
+    def note_health(self, event: str) -> None:
+        self.health = HEALTHS.after(self.health, event, f"member {self.record.name}")
 
 
 class Members:
@@ -101,7 +181,8 @@ class Members:
         member = self._member(name, incarnation)
         if member is None:
             return False
-        news, member.down = not member.down, True
+        news = member.reachable
+        member.note_health("fail")
         self._change()
         return news
 
@@ -111,7 +192,7 @@ class Members:
         member = self._member(name, incarnation)
         if member is None or member.hung == hung:
             return False
-        member.hung = hung
+        member.note_health("hang" if hung else "progress")
         self._change()
         return True
 
@@ -141,9 +222,11 @@ class Members:
         member = self._member(name, incarnation)
         if member is None:
             return
-        member.failed, member.probed = False, True
+        member.note_presence("answered")
+        if state == "ready":
+            member.note_health("answer")
+        member.told_by = "probe"
         member.answers += 1
-        member.down = member.down and (state != "ready" or member.hung)
         news = load != member.record.load  # otherwise it may date from before a long step
         member.record = replace(member.record, state=state, load=load, roles=roles or member.record.roles)
         if news:
@@ -160,8 +243,9 @@ class Members:
     def note_silence(self, name: str, incarnation: int) -> None:
         """Notes that a probe of the process failed."""
         if member := self._member(name, incarnation):
-            member.failed = member.down = True
-            member.probed = False
+            member.note_presence("silent")
+            member.note_health("fail")
+            member.told_by = "registry"
             self._change()
 
     def records(self) -> list[WorkerRecord]:
@@ -173,7 +257,7 @@ class Members:
         member = self._members[name]
         if member.record.state == "draining":
             return "draining"
-        if member.down:
+        if not member.reachable:
             return "unreachable"
         if member.hung:
             return "hung"  # its event loop answers, its engine does not
@@ -182,7 +266,7 @@ class Members:
     def answering(self, role: RoleName) -> list[Member]:
         """Those that serve a role and answer, sorted by name. They may be hung or put aside."""
         members = (self._members[name] for name in sorted(self._members))
-        return [m for m in members if m.record.serves(role) and m.record.state == "ready" and not m.down]
+        return [m for m in members if m.record.serves(role) and m.record.state == "ready" and m.reachable]
 
     def find(self, name: str) -> WorkerRecord | None:
         member = self._members.get(name)
@@ -242,9 +326,9 @@ class Members:
             return []  # a ghost; if it is the only one left, it joins when the newer one has left
         present.add(record.name)
         if member is not None and record.incarnation == member.record.incarnation:
-            member.absent_since = None
+            member.note_presence("listed")
             known = member.record
-            if member.probed:
+            if member.told_by == "probe":
                 member.record = replace(record, load=known.load, roles=known.roles, state=_later(known.state, record.state))
             else:
                 member.record = replace(record, state=_later(known.state, record.state))
@@ -266,10 +350,12 @@ class Members:
         for name, member in sorted(self._members.items()):
             if name in present:
                 continue
-            if member.absent_since is None:
-                member.absent_since, member.failed = now, False
+            if member.presence is Presence.LISTED:
+                member.missed_at = now
+            member.note_presence("missed")
             patience_s = 0.0 if member.record.state == "draining" else self._absent_s
-            if member.failed and now - member.absent_since >= patience_s:
+            if member.presence is Presence.GIVEN_UP and now - member.missed_at >= patience_s:
+                member.note_presence("leave")
                 del self._members[name]
                 changes.append(Left(member.record))
         return changes

@@ -10,7 +10,8 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
 
 from baton.cluster.records import BlockEvent, Load, RoleName, WorkerRecord
-from router.members import Joined, Left, Reincarnated
+from baton.moves import IllegalMove
+from router.members import HEALTHS, PRESENCES, Health, Joined, Left, Member, Presence, Reincarnated
 from router.served import Refused, Served
 from router.view import ClusterView
 
@@ -111,8 +112,36 @@ def test_if_the_registry_alone_could_remove_workers_an_empty_answer_would_remove
     """Negative control: only the registry counts, from the last time that it listed the members."""
     view = view_of(P0, D0, absent_s=0.0)
     for member in view.members._members.values():
-        member.absent_since, member.failed = 0.0, True
+        member.presence = Presence.GIVEN_UP
     assert view.update([], 0.1) == [Left(D0), Left(P0)]
+
+
+@pytest.mark.parametrize("presence", Presence)
+@pytest.mark.parametrize("event", ["listed", "missed", "silent", "answered", "leave"])
+def test_a_member_leaves_only_when_it_is_given_up(presence: Presence, event: str) -> None:
+    member = Member(D0, presence)
+    if target := PRESENCES.get((presence, event)):
+        member.note_presence(event)
+        assert member.presence is target and (target is Presence.LEFT) is (event == "leave")
+    else:
+        with pytest.raises(IllegalMove, match=f"^member d0 is {presence.value}: '{event}' is not possible$"):
+            member.note_presence(event)
+        assert member.presence is presence and (presence is Presence.LEFT or event == "leave")
+
+
+@pytest.mark.parametrize("health", Health)
+@pytest.mark.parametrize("event", ["fail", "answer", "hang", "progress"])
+def test_whether_it_hangs_and_whether_it_is_reachable_are_told_apart(health: Health, event: str) -> None:
+    member = Member(D0, health=health)
+    hung, reachable = member.hung, member.reachable
+    if (health, event) in HEALTHS:
+        member.note_health(event)
+        assert member.hung is {"hang": True, "progress": False}.get(event, hung)
+        assert member.reachable is {"fail": False, "answer": reachable or not hung}.get(event, reachable)
+    else:
+        with pytest.raises(IllegalMove, match=f"^member d0 is {health.value}: '{event}' is not possible$"):
+            member.note_health(event)
+        assert member.health is health and hung is (event == "hang"), "it hangs already, or it does not"
 
 
 def test_a_hanging_worker_is_avoided() -> None:
