@@ -19,7 +19,6 @@ import itertools
 import logging
 from collections.abc import AsyncGenerator, Callable
 from contextlib import aclosing
-from dataclasses import dataclass
 from typing import TypeVar
 
 from baton.clock import loop_time
@@ -33,6 +32,7 @@ from router.live_decode import LiveDecode
 from router.outliers import Stride
 from router.poison import Poison
 from router.policy import TERMS, Bypass, Choice, Identity, NoWorker, Saturated, Terms, choose_decode, choose_prefill
+from router.prompt_lease import PromptLease, Started
 from router.request import NEAR_DEADLINE_S, Failure, Request, Tokens
 from router.request_log import RequestLog, name
 from router.served import ServedModel
@@ -54,25 +54,6 @@ Found = TypeVar("Found", bound=Choice | Bypass)
 
 class _NoRoom(BatonError):
     """Our own view found no room during the whole wait: an immediate retry would fail in the same way."""
-
-
-@dataclass(slots=True)
-class _Started:
-    """A decode call that the view counts. A live call is already running."""
-
-    worker: WorkerRecord
-    work: str
-    known: int  # tokens sent to it
-    live: LiveDecode | None = None
-
-
-@dataclass(slots=True)
-class _Lease:
-    """The KV that a prefill worker holds for the request. The handle is empty if there is none, or if the decode worker owns the lease."""
-
-    holder: WorkerRecord | None = None
-    handle: bytes = b""
-    reader: _Started | None = None  # the decode call that is already reading it
 
 
 class Dispatcher:
@@ -121,7 +102,7 @@ class Dispatcher:
 
     async def _attempt(self, request: Request, failed: set[Identity]) -> AsyncGenerator[Tokens, None]:
         """Yields tokens until the request is finished or a failure costs it a retry. Raises BatonError if it cannot be retried."""
-        lease = _Lease()
+        lease = PromptLease()
         try:
             choice = await self._choose_prefill(request, failed)
             if isinstance(choice, Choice):
@@ -144,10 +125,10 @@ class Dispatcher:
             try:
                 await self._dismiss(request, lease)
             finally:  # a second cancel may end the wait
-                if lease.handle and lease.holder:
-                    self._workers.release(lease.holder, lease.handle, request.id)
+                if lease.held and lease.holder:
+                    self._workers.release(lease.holder, lease.release(), request.id)
 
-    async def _decode_leased(self, request: Request, lease: _Lease, failed: set[Identity]) -> AsyncGenerator[Tokens, None]:
+    async def _decode_leased(self, request: Request, lease: PromptLease, failed: set[Identity]) -> AsyncGenerator[Tokens, None]:
         """Yields the tokens of one decode worker. Returns early, with a retry spent, if another worker may read the same lease."""
         try:
             async with aclosing(self._decode(request, lease, failed)) as events:
@@ -155,13 +136,13 @@ class Dispatcher:
                     if isinstance(event, tuple):
                         yield event
                     else:
-                        lease.handle = b""  # the decode worker has the KV or has given it up, and ends the lease
+                        lease.adopt()
         except BatonError as error:
-            if not lease.handle or error.reason not in LEASE_STANDS:
+            if not lease.held or error.reason not in LEASE_STANDS:
                 raise
             self._spend_retry(request, error)
 
-    async def _prefill(self, request: Request, choice: Choice, failed: set[Identity], lease: _Lease) -> FirstToken:
+    async def _prefill(self, request: Request, choice: Choice, failed: set[Identity], lease: PromptLease) -> FirstToken:
         members, trace, work = self._members, request.trace, self._work(request)
         worker = lease.holder = members.record(choice.worker)
         trace.watch.enter("prefill", worker.name)
@@ -181,7 +162,7 @@ class Dispatcher:
         finally:
             self._poison.end(work)
             members.end_prefill(work)
-        lease.handle = first.handle
+        lease.prefilled(first.handle)
         trace.prefill_worker = worker.name
         trace.fetched_tokens += first.fetched_tokens
         trace.prefill_wait_ms += first.wait_ms
@@ -190,7 +171,7 @@ class Dispatcher:
             trace.cached_tokens = min(first.cached_tokens, request.prompt_len)
         return first
 
-    async def _first_token(self, request: Request, choice: Choice, failed: set[Identity], lease: _Lease) -> FirstToken:
+    async def _first_token(self, request: Request, choice: Choice, failed: set[Identity], lease: PromptLease) -> FirstToken:
         """Starts a live decode call if the prompt is long and a decode worker has room at that moment."""
         worker, source = self._members.record(choice.worker), None
         if choice.source is not None:
@@ -198,30 +179,31 @@ class Dispatcher:
         async with aclosing(self._workers.prefill(worker, request, self._remaining(request), source)) as events:
             async for event in events:
                 if isinstance(event, Opened):
-                    await self._start_live(request, event.handle, failed, lease)
+                    if lease.reader is None:
+                        await self._start_live(request, event.handle, failed, lease)
                     continue
                 if lease.reader is not None and lease.reader.live is not None:
                     await self._tell_first(request, lease, event)
                 return event
         raise BatonError(Reason.INTERNAL, "the prefill ended without a token")
 
-    async def _start_live(self, request: Request, handle: bytes, failed: set[Identity], lease: _Lease) -> None:
+    async def _start_live(self, request: Request, handle: bytes, failed: set[Identity], lease: PromptLease) -> None:
         await self._turn(request)
         choice = choose_decode(self._model, self._keys(request), request.longest, self._clock(), failed, self._terms, request.tie)
         if not isinstance(choice, Choice) or choice.reason != "fits":
             return  # the lease waits for a decode worker with room
-        lease.reader = started = self._start(request, choice)
+        lease.read(started := self._start(request, choice))
         started.live = LiveDecode(lambda first: self._workers.decode(started.worker, request, handle, self._remaining(request), first))
         await asyncio.sleep(0)  # the call is sent before a token is added to the request
 
-    async def _tell_first(self, request: Request, lease: _Lease, first: FirstToken) -> None:
+    async def _tell_first(self, request: Request, lease: PromptLease, first: FirstToken) -> None:
         assert lease.reader is not None and lease.reader.live is not None
         if first.finish:
             await self._dismiss(request, lease)
         else:
             lease.reader.live.first.set_result(first.token.id)
 
-    async def _dismiss(self, request: Request, lease: _Lease) -> None:
+    async def _dismiss(self, request: Request, lease: PromptLease) -> None:
         """Ends a live decode call that was not taken over."""
         reader, lease.reader = lease.reader, None
         if reader is not None:
@@ -231,7 +213,7 @@ class Dispatcher:
                 self._model.index.retract(reader.worker.name, request.keys)
                 await reader.live.close()
 
-    def _start(self, request: Request, choice: Choice) -> _Started:
+    def _start(self, request: Request, choice: Choice) -> Started:
         """Counts a decode call in the view. The caller must end it there."""
         worker, work = self._members.record(choice.worker), self._work(request)
         request.trace.choices.append(("decode", choice.reason))
@@ -239,9 +221,9 @@ class Dispatcher:
         # These come last: after an earlier failure there is nothing to undo.
         self._poison.begin(work, request, worker.name, worker.incarnation)
         self._members.start_decode(work, worker.name, request.longest)
-        return _Started(worker, work, len(request.tokens))
+        return Started(worker, work, len(request.tokens))
 
-    async def _decode(self, request: Request, lease: _Lease, failed: set[Identity]) -> AsyncGenerator[Tokens | Adopted, None]:
+    async def _decode(self, request: Request, lease: PromptLease, failed: set[Identity]) -> AsyncGenerator[Tokens | Adopted, None]:
         """Yields the tokens of one decode worker, and Adopted when it no longer needs the lease. Sets `request.finish` at the end."""
         started, lease.reader = lease.reader, None
         if started is None:
@@ -273,16 +255,23 @@ class Dispatcher:
             raise
         except BatonError as error:
             if error.reason is not Reason.STALLED:  # the client's doing
-                self.conduct.failed(worker, "decode", error)
-                self.conduct.handed_over(lease.holder, worker, Handoff(failure=error.reason.name))
-                if error.reason is Reason.DIGEST_MISMATCH and lease.holder is not None:
-                    failed.add((lease.holder.name, lease.holder.incarnation))  # either end may be the bad one
-                await self._blame(request, worker, error, failed, started.work)
+                await self._note_failure(request, started, lease.holder, error, failed)
             raise
         finally:
             self.conduct.streamed(worker, stride)
             self._poison.end(started.work)
             self._members.end_decode(started.work)
+
+    async def _note_failure(
+        self, request: Request, started: Started, holder: WorkerRecord | None, error: BatonError, failed: set[Identity]
+    ) -> None:
+        """A decode call has failed. `holder`: of the KV that it was to read. Raises BatonError as `_blame` does."""
+        worker = started.worker
+        self.conduct.failed(worker, "decode", error)
+        self.conduct.handed_over(holder, worker, Handoff(failure=error.reason.name))
+        if error.reason is Reason.DIGEST_MISMATCH and holder is not None:
+            failed.add((holder.name, holder.incarnation))  # either end may be the bad one
+        await self._blame(request, worker, error, failed, started.work)
 
     def _note_end(self, request: Request, ended: Ended, whole_prompt: bool) -> None:
         """`whole_prompt`: this decode worker computed the prompt, so its cache is the one that counts."""
@@ -292,7 +281,7 @@ class Dispatcher:
             trace.cached_tokens = min(ended.cached_tokens, request.prompt_len)
         request.finish = ended.finish
 
-    def _events(self, request: Request, started: _Started, handle: bytes) -> AsyncGenerator[DecodeEvent, None]:
+    def _events(self, request: Request, started: Started, handle: bytes) -> AsyncGenerator[DecodeEvent, None]:
         if started.live is not None:
             return started.live.events()
         return self._workers.decode(started.worker, request, handle, self._remaining(request))
