@@ -15,9 +15,9 @@ from typing import Any
 ROOT = Path(__file__).resolve().parent.parent
 PICTURE = ROOT / "docs" / "pictures" / "rooms.svg"
 # Files that import nothing of ours and that nearly anyone imports.
-WORDS = {"baton.moves", "baton.stages", "baton.terminal", "baton.engine.machine"}
+WORDS = {"baton.clock", "baton.moves", "baton.section", "baton.stages", "baton.terminal", "baton.engine.machine"}
 # Files of `baton/engine` itself, which lie between its rooms, and the box of each.
-DOORS = {"baton.engine.start": "engine.start", "baton.engine.runner": "engine.runner"}
+DOORS = {"baton.engine.start": "engine.start", "baton.engine.options": "engine.options", "baton.engine.runner": "engine.runner"}
 BUILD = "engine.build"
 PITCH, ROW, WIDE, HIGH = 152, 72, 134, 46  # pixels
 MARGIN, HEAD = 20, 34
@@ -65,7 +65,8 @@ BOXES = {
     "baton.engine.cpu": Box(6, 6, "engine", "compiled kernels"),
     "baton.engine.model": Box(5, 7, "engine", "families, plain torch"),
     "baton.engine.facts": Box(5, 8, "engine", "a folder's files"),
-    "baton.engine.core": Box(5, 9, "engine", "scheduler, blocks"),
+    "engine.options": Box(6, 9, "engine", "keys and defaults"),
+    "baton.engine.core": Box(5, 10, "engine", "scheduler, blocks"),
 }
 LEGEND = {
     "use": "what people start or import",
@@ -75,11 +76,12 @@ LEGEND = {
     "engine": "the engine",
 }
 CAPTION = "An arrow leads from a room to one that it imports. Arrows that follow from others are left out."
-FRAME = (5, 1, 6, 9)  # baton/engine: first column and row, last column and row
+FRAME = (5, 1, 6, 10)  # baton/engine: first column and row, last column and row
 
 
 def imports() -> dict[str, set[str]]:
     """box → the boxes that its files import. Raises KeyError for a room that has no box."""
+    sys.path.insert(0, str(ROOT / "tests" / "support"))  # which the tests import from
     tests: dict[str, Any] = runpy.run_path(str(ROOT / "tests" / "test_repository.py"))
     names = {path: path.relative_to(ROOT).with_suffix("").parts for path in tests["sources"]() if path.name != "__init__.py"}
     graph: dict[str, set[str]] = tests["file_graph"]({".".join(parts): path.read_text() for path, parts in names.items()})
@@ -127,7 +129,7 @@ def drawn(name: str, box: Box) -> Iterator[str]:
 
 def lines(graph: Mapping[str, list[str]]) -> Iterator[str]:
     width = 2 * MARGIN + 6 * PITCH + WIDE
-    height = MARGIN + HEAD + 9 * ROW + HIGH + 10 + MARGIN
+    height = MARGIN + HEAD + FRAME[3] * ROW + HIGH + 10 + MARGIN
     yield f'<svg xmlns="http://www.w3.org/2000/svg" width="{width}" height="{height}" viewBox="0 0 {width} {height}"'
     yield ' font-family="system-ui, -apple-system, Segoe UI, Roboto, Helvetica, Arial, sans-serif">'
     yield "<title>The rooms of Baton; an arrow leads from a room to one that it imports</title>"
