@@ -14,7 +14,8 @@ from baton.v1 import worker_pb2 as pb
 from baton.v1 import worker_pb2_grpc
 from baton.worker.identity import Identity
 from baton.worker.wire import to_finish, to_sequence, to_token, unpack_handle
-from decode_worker.worker import Adopted, DecodeWorker, Event, Finished
+from decode_worker.call import Adopted, Event, Finished
+from decode_worker.worker import DecodeWorker
 
 MAX_EVENTS = 256  # in one message: the router reads a message in one turn of its loop
 MAX_OUTBOX = 65536  # events a router may leave unread before it counts as gone

@@ -11,7 +11,7 @@ If a fetch fails for any reason, the worker prefills locally (or, by config, fai
 import asyncio
 import logging
 from collections.abc import Callable
-from dataclasses import dataclass, field, replace
+from dataclasses import replace
 from typing import Literal
 
 from baton.cluster import semconv
@@ -19,57 +19,19 @@ from baton.cluster.errors import BatonError, Reason
 from baton.cluster.failpoint import failpoint
 from baton.cluster.handoff import Handoff
 from baton.cluster.metrics import Book
-from baton.cluster.telemetry import NO_SPAN, Span, Tracer
+from baton.cluster.telemetry import Span, Tracer
 from baton.engine.core.contract import ServingEngine
 from baton.engine.core.engine import Output, Refused
-from baton.engine.core.sampling import Sampled
-from baton.engine.core.sequence import Finish, Sequence
+from baton.engine.core.sequence import Sequence
 from baton.worker.kv_port import KvPort
 from baton.worker.refusal import failure, refusal
+from decode_worker.call import Adopted, Call, CallState, Emit, Finished
 from decode_worker.meter import HandoffMeter
 from kvtransfer.handle import KvHandle
 from kvtransfer.importer import Fetch
 
 log = logging.getLogger(__name__)
 ROOM_POLL_S = 0.02  # a release elsewhere may make room without an engine step
-
-
-@dataclass(frozen=True, slots=True)
-class Adopted:
-    handoff: Handoff
-
-
-@dataclass(frozen=True, slots=True)
-class Finished:
-    finish: Finish
-    handoff: Handoff
-    cached_tokens: int
-    preemptions: int
-
-
-Event = Adopted | Sampled | Finished | BatonError
-Emit = Callable[[Event], None]
-
-
-@dataclass(eq=False, slots=True)
-class Call:
-    seq: Sequence
-    request_id: str
-    handle: KvHandle | None
-    emit: Emit
-    first: "asyncio.Future[int] | None" = None  # of a live call: resolves to the first token
-    ended: asyncio.Event = field(default_factory=asyncio.Event)
-    fetch: Fetch | None = None
-    filling: list[int] = field(default_factory=list)  # blocks that an abandoned fetch may still write into
-    handoff: Handoff = field(default_factory=Handoff)
-    span: Span = NO_SPAN
-
-    def before_first_token(self) -> bool:
-        return self.first is not None and not self.first.done()
-
-    def fail(self, error: BatonError) -> None:
-        self.emit(error)
-        self.span.end(error.reason.name)
 
 
 class DecodeWorker:
@@ -114,26 +76,18 @@ class DecodeWorker:
             self.admit()
             async with asyncio.timeout(timeout_s):
                 await self._place(call)
-                await call.ended.wait()
-        except BatonError as error:
-            call.fail(error)
-        except TimeoutError:
-            call.fail(BatonError(Reason.DEADLINE, "the deadline of the request has passed"))
-        except Refused as error:
-            call.fail(refusal(error))
+                await call.over.wait()
         except Exception as error:
-            log.error("a call failed", exc_info=error)
-            call.fail(BatonError(Reason.INTERNAL, "the call failed on our side"))
+            call.fail(_told(error))
         except asyncio.CancelledError:
             # Nobody wants the request any more. After an error the lease is kept, because another worker may read it.
-            if call.fetch is not None:
+            if call.state is CallState.FETCHING and call.fetch is not None:
                 self.port.importer.release_later(call.fetch)
             call.span.end(Reason.CANCELLED.name)
             raise
         finally:
             del self._calls[seq.id]
-            # A recomputed call that ends and is cancelled at the same time may not have given its blocks back yet.
-            if not call.ended.is_set() or call.filling:
+            if call.state is not CallState.ENDED:
                 await asyncio.shield(self._withdraw(call))
 
     def on_step(self, outputs: list[Output]) -> None:
@@ -142,11 +96,11 @@ class DecodeWorker:
             failpoint("decode.step")
         for output in outputs:
             call = self._calls.get(output.seq.id)
-            if call is None or call.ended.is_set():
+            if call is None or call.is_over:
                 continue
             if output.sampled is None:
                 call.fail(failure(output))
-                call.ended.set()
+                call.end()
                 continue
             call.emit(output.sampled)
             if output.finish is not None:
@@ -154,7 +108,7 @@ class DecodeWorker:
                 recomputed = seq.prefilled if call.handle is not None else 0
                 handoff = replace(call.handoff, recomputed_tokens=recomputed)
                 call.emit(Finished(output.finish, handoff, seq.cached, seq.preemptions))
-                call.ended.set()
+                call.end()
                 self._meter.recomputed(recomputed)
                 call.span.set({semconv.CACHED_TOKENS: seq.cached, semconv.RECOMPUTED_TOKENS: recomputed})
                 call.span.set({semconv.PREEMPTIONS: seq.preemptions})
@@ -163,13 +117,15 @@ class DecodeWorker:
     async def _place(self, call: Call) -> None:
         """Adds the sequence to the engine, with its KV if that can be fetched."""
         if call.handle is None:
+            call.move("add")
             await self.engine.add(call.seq)
             return
         try:
             with call.span.child(semconv.TRANSFER, "client", {semconv.WORKER: call.handle.worker}) as span:
-                call.fetch = self.port.importer.open(call.handle, call.request_id, call.before_first_token)
-                async with call.fetch.holding():
-                    await self._adopt(call, call.fetch, call.handle, span)
+                fetch = self.port.importer.open(call.handle, call.request_id, call.before_first_token)
+                call.begin(fetch)
+                async with fetch.holding():
+                    await self._adopt(call, fetch, call.handle, span)
         except BatonError as error:
             self._meter.ended(error.reason.name, call.fetch.report if call.fetch else Handoff())
             log.warning("handoff of %s from %s failed: %s", call.request_id, call.handle.worker, error)
@@ -188,7 +144,7 @@ class DecodeWorker:
         failpoint("kv.reserved")
         call.handoff = fetch.report
         call.handoff.blocks_reused = await self.port.fill(seq, fetch)
-        call.fetch = None  # read, verified, and its lease released
+        call.verified()
         self._meter.ended("ok", call.handoff)
         span.set(call.handoff.attributes())
         span.end()  # the request may be over before `adopt` returns
@@ -199,6 +155,7 @@ class DecodeWorker:
 
     async def _recompute(self, call: Call, error: BatonError) -> None:
         """The KV cannot be fetched: prefill here. A live call waits for its first token, which only the prefill worker may sample."""
+        call.move("recompute")
         call.handoff = Handoff(failure=error.reason.name)
         seq = call.seq
         call.emit(Adopted(call.handoff))  # from here on we are responsible for the lease
@@ -206,14 +163,28 @@ class DecodeWorker:
             self.port.importer.release_later(call.fetch)
         first = await call.first if call.first is not None else None
         await self.engine.give_up(seq, call.filling, first)  # into the call: we may be cancelled while the command runs
-        await self._let_go(call)
+        await self._settle(call)
 
     async def _withdraw(self, call: Call) -> None:
         """The call ends early: removes everything that it holds."""
         fetch, call.fetch = call.fetch, None
         await self.port.withdraw(call.seq.id, fetch, call.filling)
 
-    async def _let_go(self, call: Call) -> None:
+    async def _settle(self, call: Call) -> None:
         """Frees the blocks that a fetch was to fill, once no byte can land in them."""
         fetch, call.fetch = call.fetch, None
         await self.port.withdraw(None, fetch, call.filling)
+        call.move("settle")
+
+
+def _told(error: Exception) -> BatonError:
+    """What the router is told about an error that ended a call."""
+    match error:
+        case BatonError():
+            return error
+        case TimeoutError():
+            return BatonError(Reason.DEADLINE, "the deadline of the request has passed")
+        case Refused():
+            return refusal(error)
+    log.error("a call failed", exc_info=error)
+    return BatonError(Reason.INTERNAL, "the call failed on our side")

@@ -23,7 +23,8 @@ from baton.engine.core.scheduler import Limits
 from baton.engine.core.sequence import Sequence
 from baton.engine.core.toy import ToyRunner, naive
 from baton.worker.kv_port import KvPort, Place
-from decode_worker.worker import Adopted, DecodeWorker, Event, Finished
+from decode_worker.call import Adopted, Event, Finished
+from decode_worker.worker import DecodeWorker
 from kvtransfer.handle import KvHandle, Piece, Wish, mac_key
 from kvtransfer.importer import Checks, PeerFacts
 from kvtransfer.tcp_transport import TcpTransport

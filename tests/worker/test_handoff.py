@@ -20,7 +20,7 @@ from baton.cluster.errors import BatonError, Reason
 from baton.engine.core.block_key import root_key
 from baton.engine.core.engine import Engine
 from baton.engine.core.sequence import Sequence, State
-from decode_worker.worker import Adopted, Event, Finished
+from decode_worker.call import Adopted, Event, Finished
 from kvtransfer.handle import Piece
 from kvtransfer.importer import Checks
 
