@@ -19,20 +19,18 @@ How NIXL 1.5 behaves, and what we do about it:
 
 import importlib
 import logging
-import struct
 import threading
 import time
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
-from dataclasses import dataclass, field
 from enum import Enum, auto
 from functools import partial
-from hashlib import blake2b
 from typing import Any
 
 import numpy as np
 
 from baton.engine.core.kvcache import KvPool
+from kvtransfer.nixl_link import Address, Link, LinkState, Read, ReadState
 from kvtransfer.transport import ReadPending, check_blocks, transfer_failed
 from kvtransfer.ucx import Ucx, devices_of, uses_rdma
 from kvtransfer.ucx import environment as ucx_environment
@@ -49,67 +47,12 @@ PROBE_BYTES = 64  # read on connect, because the first transfer sets up the conn
 PROBE_S, PROBES = 0.2, 8  # minimum time and count to rule out a copy in memory
 INLINE_RUN = 6  # probes in a row that were done at once show one. One alone may be an answer over TCP, if this thread lost its core
 
-MAGIC = b"baton-nixl/1\r\n\0\0"
-CHECK_BYTES = 16
-POOL = struct.Struct("<QQQ")
-
-
-@dataclass(frozen=True, slots=True)
-class _Address:
-    """Packed as MAGIC, a digest of the rest, the first three fields, the metadata."""
-
-    pool: int  # virtual address of the peer's block 0
-    num_blocks: int
-    block_bytes: int
-    metadata: bytes  # of the NIXL agent
-
-    def pack(self) -> bytes:
-        rest = POOL.pack(self.pool, self.num_blocks, self.block_bytes) + self.metadata
-        return MAGIC + _check(rest) + rest
-
-    @classmethod
-    def parse(cls, data: bytes) -> "_Address":
-        """Raises BatonError(TRANSFER_FAILED) for data that `pack` did not make: UCX trusts its input, and bad input may crash it."""
-        rest = data[len(MAGIC) + CHECK_BYTES :]
-        if not data.startswith(MAGIC + _check(rest)) or len(rest) < POOL.size:
-            raise transfer_failed("not the address of a NIXL transport")
-        pool, num_blocks, block_bytes = POOL.unpack_from(rest)
-        return cls(pool, num_blocks, block_bytes, rest[POOL.size :])
-
-
-def _check(rest: bytes) -> bytes:
-    return blake2b(rest, digest_size=CHECK_BYTES).digest()
-
 
 class _State(Enum):
     GOING = auto()
     DONE = auto()
     CUT = auto()  # the connection is closed: no more bytes land
     UNKNOWN = auto()  # an error that does not tell whether bytes still land
-
-
-@dataclass(slots=True, eq=False)
-class _Link:
-    """A peer's agent as we know it."""
-
-    peer: str
-    address: _Address
-    agent: str = ""  # its name, once NIXL knows it
-    blocks: Any = None  # prepared descriptors of its pool, one per block, once the link is open
-    inline: bool = False  # transfer() itself copies
-    broken: str = ""  # why no read can succeed any more
-    users: int = 0  # reads under way or pending; while there are any, nothing of the link may be freed
-    opening: threading.Lock = field(default_factory=threading.Lock)
-
-
-@dataclass(slots=True, eq=False)
-class _Read:
-    """A posted transfer. Only this object holds NIXL's handle, so that a traceback that is kept somewhere does not keep the agent alive."""
-
-    link: _Link
-    handle: Any
-    blind: bool = False  # its state can no longer be queried; it settles when the link is dropped
-    settled: bool = False
 
 
 class NixlTransport:
@@ -135,9 +78,9 @@ class NixlTransport:
         self._pool = pool
         self._name = agent_name
         self._lock = threading.Lock()  # held around every call into NIXL; also guards all tables below
-        self._links: dict[str, _Link] = {}
-        self._dropped: list[_Link] = []  # disconnected, but still in use
-        self._pending: list[_Read] = []  # given up, not settled
+        self._links: dict[str, Link] = {}
+        self._dropped: list[Link] = []  # disconnected, but still in use
+        self._pending: list[Read] = []  # given up, not settled
         ucx = ucx or Ucx()
         devices = ucx.net_devices or devices_of(host)
         settings = {"UCX_TLS": ucx.tls, "UCX_NET_DEVICES": devices, "UCX_TCP_PORT_RANGE": ucx.port_range}
@@ -150,7 +93,7 @@ class NixlTransport:
         regions = [(pool.address, pool.nbytes, 0, ""), (self._probe.ctypes.data, PROBE_BYTES, 0, "")]
         self._memory = self._agent.register_memory(regions, "DRAM")
         self._blocks = self._descriptors("NIXL_INIT_AGENT", pool.address, pool.num_blocks)
-        self._address = _Address(pool.address, pool.num_blocks, pool.layout.block_bytes, self._agent.get_agent_metadata()).pack()
+        self._address = Address(pool.address, pool.num_blocks, pool.layout.block_bytes, self._agent.get_agent_metadata()).pack()
         self._stop = threading.Event()
         self._thread = threading.Thread(target=self._progress, name="kv-nixl-progress", daemon=True)
         self._thread.start()
@@ -165,31 +108,32 @@ class NixlTransport:
         return "; ".join([f"UCX with {settings}", *links])
 
     def connect(self, peer: str, address: bytes) -> None:
-        target = _Address.parse(address)
+        target = Address.parse(address)
         if target.block_bytes != self._pool.layout.block_bytes:
             raise transfer_failed(f"blocks have {target.block_bytes} bytes at {peer}, {self._pool.layout.block_bytes} here")
         with self._lock:
             self._require_open()
             link = self._links.get(peer)
-            if link is None or link.broken or link.address != target:
+            if link is None or not link.usable or link.address != target:
                 self._forget(peer, "connected anew")
-                link = self._links[peer] = _Link(peer, target)
+                link = self._links[peer] = Link(peer, target)
         with link.opening:  # a second caller waits for the result of the first
-            if link.blocks is None and not link.broken:
+            if link.state is LinkState.OPENING:
                 self._open(link)
-        if link.broken:
-            raise transfer_failed(f"cannot connect to {peer}: {link.broken}")
+        if not link.usable:
+            raise transfer_failed(f"cannot connect to {peer}: {link.why}")
 
     def read(self, peer: str, remote: Sequence[int], local: Sequence[int], timeout: float) -> None:
         deadline = time.monotonic() + timeout
         with self._lock:
             link = self._links.get(peer)
-            if link is None or link.blocks is None:
+            if link is None or link.state is LinkState.OPENING:
                 raise transfer_failed(f"not connected to {peer}")
             check_blocks(remote, link.address.num_blocks, local, self._pool.num_blocks)
-            link.users += 1
+            copied = link.state is LinkState.COPIED
+            link.calls += 1
         try:
-            step = max(1, INLINE_BYTES // link.address.block_bytes if link.inline else len(remote))
+            step = max(1, INLINE_BYTES // link.address.block_bytes if copied else len(remote))
             for i in range(0, len(remote), step):
                 self._transfer(link, deadline, partial(self._handle_of, link, local[i : i + step], remote[i : i + step]))
         finally:
@@ -231,11 +175,11 @@ class NixlTransport:
             self._agent.get_new_notifs()  # without a progress thread, this call drives UCX
             self._sweep()
 
-    def _open(self, link: _Link) -> None:
+    def _open(self, link: Link) -> None:
         """Leaves the link open, or broken and forgotten."""
         deadline = time.monotonic() + CONNECT_TIMEOUT_S
         with self._lock:
-            link.users += 1
+            link.calls += 1
         try:
             self._await_predecessor(link, deadline)
             with self._lock:
@@ -244,35 +188,38 @@ class NixlTransport:
             while run < INLINE_RUN and (run or probes < PROBES or time.monotonic() < enough):
                 run = run + 1 if self._transfer(link, deadline, partial(self._probe_of, link)) else 0
                 probes += 1
-            link.inline = run == INLINE_RUN
-            if self._in_memory_only and not link.inline:
+            copied = run == INLINE_RUN
+            if self._in_memory_only and not copied:
                 raise transfer_failed("NIXL would send KV over the network in clear, and this cluster has TLS; use the tcp transport")
-            if not (link.inline or self._rdma or self._allow_tcp):
+            if not (copied or self._rdma or self._allow_tcp):
                 raise transfer_failed("UCX reaches it only over TCP, which is not safe; configure the tcp transport")
             with self._lock:
-                link.blocks = self._descriptors(link.agent, link.address.pool, link.address.num_blocks)
+                if not link.usable:
+                    raise transfer_failed(link.why)
+                link.open(copied, self._descriptors(link.agent, link.address.pool, link.address.num_blocks))
         except Exception as error:  # the bindings' exceptions share no base class
-            link.broken = link.broken or f"{type(error).__name__}: {error}"
+            with self._lock:
+                link.break_(f"{type(error).__name__}: {error}")
         with self._lock:
-            if link.broken and self._links.get(link.peer) is link:
-                self._forget(link.peer, link.broken)
+            if not link.usable and self._links.get(link.peer) is link:
+                self._forget(link.peer, link.why)
             self._leave(link)
 
-    def _await_predecessor(self, link: _Link, deadline: float) -> None:
+    def _await_predecessor(self, link: Link, deadline: float) -> None:
         """NIXL accepts an agent only once. An earlier link to it, which pending reads still hold, must be dropped first."""
         while True:
             with self._lock:
-                if link.broken or all(other.address != link.address for other in self._dropped):
+                if not link.usable or all(other.address != link.address for other in self._dropped):
                     return
             if time.monotonic() >= deadline:
                 raise TimeoutError("reads from before the disconnect are still pending")
             time.sleep(TICK_S)
 
-    def _transfer(self, link: _Link, deadline: float, make: Callable[[], Any]) -> bool:
+    def _transfer(self, link: Link, deadline: float, make: Callable[[], Any]) -> bool:
         """Posts the transfer that `make` returns and waits for its end. Returns whether it was done immediately. Raises like `read`."""
         with self._lock:
-            if link.broken or time.monotonic() >= deadline:
-                raise transfer_failed(f"reading from {link.peer}: {link.broken or 'timed out'}")
+            if not link.usable or time.monotonic() >= deadline:
+                raise transfer_failed(f"reading from {link.peer}: {link.why or 'timed out'}")
             read = self._make(link, make)
             if self._ended(read, self._agent.transfer):
                 return True
@@ -284,16 +231,15 @@ class NixlTransport:
                     raise transfer_failed(f"reading from {link.peer}: the transport is closed")
                 if self._ended(read, self._agent.check_xfer_state):
                     return False
-                if link.broken or time.monotonic() >= deadline:
-                    link.users += 1
-                    raise self._give_up(read)
+                if not link.usable or time.monotonic() >= deadline:
+                    raise self._give_up(read, "give up")
 
     # Callers of the methods below hold the lock.
 
-    def _describe(self, link: _Link) -> str:
-        if link.broken:
-            return f"broken ({link.broken})"
-        if link.inline:
+    def _describe(self, link: Link) -> str:
+        if not link.usable:
+            return f"broken ({link.why})"
+        if link.state is LinkState.COPIED:
             return "copied in memory by the reader (same host)"
         return "RDMA, or TCP where the peer has none" if self._rdma else "TCP, sent by the peer"
 
@@ -301,7 +247,7 @@ class NixlTransport:
         if self._stop.is_set():
             raise transfer_failed("the transport is closed")
 
-    def _add_agent(self, link: _Link) -> None:
+    def _add_agent(self, link: Link) -> None:
         name = self._agent.add_remote_agent(link.address.metadata)
         name = name.decode() if isinstance(name, bytes) else name
         if name == self._name or any(name == other.agent for other in [*self._links.values(), *self._dropped]):
@@ -313,84 +259,87 @@ class NixlTransport:
         compressed = np.array([[base, size, 0, size, count]], dtype=np.uint64)  # address, length, device, stride, count
         return self._agent.prep_xfer_dlist(agent, compressed, "DRAM")
 
-    def _handle_of(self, link: _Link, local: Sequence[int], remote: Sequence[int]) -> Any:
+    def _handle_of(self, link: Link, local: Sequence[int], remote: Sequence[int]) -> Any:
         here, there = np.asarray(local, dtype=np.int32), np.asarray(remote, dtype=np.int32)
         return self._agent.make_prepped_xfer("READ", self._blocks, here, link.blocks, there)
 
-    def _probe_of(self, link: _Link) -> Any:
+    def _probe_of(self, link: Link) -> Any:
         size = min(PROBE_BYTES, link.address.block_bytes)
         local = self._agent.get_xfer_descs([(self._probe.ctypes.data, size, 0)], "DRAM")
         remote = self._agent.get_xfer_descs([(link.address.pool, size, 0)], "DRAM")
         return self._agent.initialize_xfer("READ", local, remote, link.agent)
 
-    def _make(self, link: _Link, make: Callable[[], Any]) -> _Read:
+    def _make(self, link: Link, make: Callable[[], Any]) -> Read:
         try:
-            return _Read(link, make())
+            return Read(link, make())
         except Exception as error:  # nothing was posted; NIXL itself forgets a peer that it sees disconnect
-            link.broken = link.broken or f"{type(error).__name__}: {error}"
-            raise transfer_failed(f"reading from {link.peer}: {link.broken}") from error
+            link.break_(f"{type(error).__name__}: {error}")
+            raise transfer_failed(f"reading from {link.peer}: {link.why}") from error
 
-    def _ended(self, read: _Read, ask: Callable[[Any], str]) -> bool:
+    def _ended(self, read: Read, ask: Callable[[Any], str]) -> bool:
         """Returns whether the read is done. Raises like `read` if it is neither done nor under way."""
         state = self._state(read, ask)
         if state is _State.UNKNOWN:
-            read.blind = True
-            raise self._give_up(read)
+            raise self._give_up(read, "lose sight")
         if state is not _State.GOING:
             _release(read)
         if state is _State.CUT:
-            raise transfer_failed(f"reading from {read.link.peer}: {read.link.broken}")
+            raise transfer_failed(f"reading from {read.link.peer}: {read.link.why}")
         return state is _State.DONE
 
-    def _state(self, read: _Read, ask: Callable[[Any], str]) -> _State:
+    def _state(self, read: Read, ask: Callable[[Any], str]) -> _State:
         try:
             answer = ask(read.handle)
         except Exception as error:
             name = type(error).__name__
-            read.link.broken = read.link.broken or f"{name}: {error}"
+            read.link.break_(f"{name}: {error}")
             return _State.CUT if name == "nixlRemoteDisconnectError" else _State.UNKNOWN
         match answer:
             case "PROC":
                 return _State.GOING
             case "DONE":
                 return _State.DONE
-        read.link.broken = read.link.broken or f"transfer state {answer}"
+        read.link.break_(f"transfer state {answer}")
         return _State.UNKNOWN
 
-    def _give_up(self, read: _Read) -> ReadPending:
+    def _give_up(self, read: Read, event: str) -> ReadPending:
+        read.move(event)
         self._pending.append(read)
-        return ReadPending(f"reading from {read.link.peer}: {read.link.broken or 'timed out'}; bytes may still land", lambda: read.settled)
+        why = f"reading from {read.link.peer}: {read.link.why or 'timed out'}; bytes may still land"
+        return ReadPending(why, lambda: read.state is ReadState.SETTLED)
 
     def _forget(self, peer: str, why: str) -> None:
         link = self._links.pop(peer, None)
         if link is not None:
-            link.broken = link.broken or why
+            link.drop(why)
             self._dropped.append(link)
             self._sweep()
 
-    def _leave(self, link: _Link) -> None:
-        link.users -= 1
+    def _leave(self, link: Link) -> None:
+        link.calls -= 1
         self._sweep()
+
+    def _in_use(self, link: Link) -> bool:
+        """Whether something of the link must not be freed. A blind read waits for just that."""
+        return link.calls > 0 or any(read.link is link and read.state is ReadState.PENDING for read in self._pending)
 
     def _sweep(self) -> None:
         """Cleans up: first pending reads that are done, then disconnected peers that nothing reads from."""
-        for read in [read for read in self._pending if not read.blind]:
+        for read in [read for read in self._pending if read.state is ReadState.PENDING]:
             state = self._state(read, self._agent.check_xfer_state)
-            if state is _State.GOING:
-                continue
-            read.blind = state is _State.UNKNOWN
-            if not read.blind:
+            if state is _State.UNKNOWN:
+                read.move("lose sight")
+            elif state is not _State.GOING:
                 self._settle(read)
-            read.link.users -= 1
-        for link in [link for link in self._dropped if not link.users]:
-            self._drop(link)
+        for link in [link for link in self._dropped if not self._in_use(link)]:
+            self._free(link)
 
-    def _settle(self, read: _Read) -> None:
+    def _settle(self, read: Read) -> None:
         self._pending.remove(read)
         _release(read)
-        read.settled = True
+        read.move("settle")
 
-    def _drop(self, link: _Link) -> None:
+    def _free(self, link: Link) -> None:
         """Frees what NIXL holds for the link: handles before descriptors, descriptors before the agent they point into."""
         self._dropped.remove(link)
         reads = [read for read in self._pending if read.link is link]
@@ -399,7 +348,7 @@ class NixlTransport:
         if link.blocks is not None:
             with suppress(Exception):
                 link.blocks.release()
-            link.blocks = None
+        link.free()
         if link.agent:
             with suppress(Exception):  # NIXL may have removed it already
                 self._agent.remove_remote_agent(link.agent)
@@ -440,7 +389,7 @@ def _load_api() -> Any:
     raise ImportError("the nixl transport needs the package nixl-cu13 (pip install nixl-cu13)")
 
 
-def _release(read: _Read) -> None:
+def _release(read: Read) -> None:
     handle, read.handle = read.handle, None
     if handle is not None:
         with suppress(Exception):  # NIXL keeps a handle that it cannot release yet until the agent ends

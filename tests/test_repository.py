@@ -125,6 +125,7 @@ PURE = (
     "baton/attempts.py", "baton/launch/patience.py", "baton/launch/pods.py",
     "baton/cluster/awake.py", "baton/worker/stall.py",
     "router/policy.py", "router/poison.py", "router/view.py", "router/members.py", "router/ledger.py", "router/served.py",
+    "kvtransfer/nixl_link.py", "router/prompt_lease.py",
     "router/outliers.py", "router/retry_budget.py",
     "router/prefix_index.py", "router/admission.py", "router/pace.py",
     "router/curves.py", "router/listing.py",

@@ -262,7 +262,7 @@ def test_a_read_with_an_unclear_error_settles_when_its_link_is_replaced(
             reader.read(peer, range(64), range(64))
     time.sleep(0.1)
     assert not info.value.settled()
-    with pytest.raises(BatonError):
+    with pytest.raises(BatonError, match="NIXL_ERR_UNKNOWN"):
         reader.read(peer, [0], [0])  # the link is no longer trusted
     reader.connect(peer)  # a new link replaces the old one
     assert info.value.settled()
