@@ -80,6 +80,7 @@ def test_ten_thousand_steps_leak_nothing(load: Load) -> None:
     assert load.engine.pool.num_owned == 0 and load.engine.idle
 
 
+@pytest.mark.parametrize("load", ["auto"], indirect=True)
 def test_a_leak_would_be_detected(load: Load, monkeypatch: pytest.MonkeyPatch) -> None:
     """Negative control: every step leaks 100 bytes and one object."""
     kept: list[list[int]] = []

@@ -565,6 +565,10 @@ async def test_placement_packs_or_spreads_over_two_nodes(second_node: str, templ
         for role, placement, nodes in (("prefill", "pack", 1), ("decode", "spread", 2), ("router", "strict-spread", 2)):
             await launcher.add(template(role=role, placement=placement), 2)
             assert len({state.node for state in await launcher.processes() if state.role == role}) == nodes
+    finally:
+        await launcher.stop()
+    launcher = await joined(second_node, place_timeout_s=2.0)
+    try:
         with pytest.raises(BatonError, match="no room for 3 processes") as refused:
             await launcher.add(template(role="other", placement="strict-spread"), 3)
         assert refused.value.reason is Reason.SATURATED

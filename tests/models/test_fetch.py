@@ -292,7 +292,7 @@ def test_without_the_lock_two_fetchers_fetch_twice(hub: Fetched, small: Contents
     """Negative control."""
     monkeypatch.setattr(lock, "held", lambda *_: nullcontext())
     small.stalls += [BIG // 2]
-    first = threading.Thread(target=hub.run)
+    first = threading.Thread(target=hub.run, kwargs={"stall_s": 3.0})  # ends an attempt that nobody answers
     first.start()
     assert small.stalled.wait(30)
     Fetched(hub.wanted, hub.folder, []).run()
