@@ -548,6 +548,8 @@ def test_doctor_reports_how_a_trial_failed(code: str, said: str) -> None:
 
 def test_doctor_exits_with_1_if_a_check_fails(env: dict[str, str], monkeypatch: pytest.MonkeyPatch, taken: int) -> None:
     monkeypatch.setattr(doctor, "_transports", lambda config: [Finding("warn", "tcp", "[slow] " + "x" * 200)])
+    monkeypatch.setattr(doctor, "TORCH", "print('quick')")
+    monkeypatch.setattr(doctor, "_products", lambda config: [])
     rc, out, err = invoke(env, "doctor", "--router.port", str(taken))
     assert (rc, err) == (1, "")
     lines = out.splitlines()
