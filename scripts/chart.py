@@ -38,7 +38,8 @@ Schema = dict[str, Any]
 
 HEAD = """# The Baton chart
 
-Installs routers, prefill and decode workers and a Redis. One image serves all of them ([docs/image.md](../../../docs/image.md)).
+Installs routers, prefill and decode workers and a Redis. One image serves all of them
+([docs/image.md](../../../docs/image.md)).
 
 ```
 helm install baton deploy/helm/baton --set image.registry=registry.example/team

@@ -2,6 +2,7 @@
 compares."""
 
 import sys
+import textwrap
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -12,6 +13,8 @@ from baton.cli.main import app
 
 PAGE = Path(__file__).resolve().parent.parent / "docs" / "cli.md"
 BEGIN, END = "<!-- commands: written by scripts/cli_table.py -->", "<!-- end of commands -->"
+
+WIDTH = 110  # of prose in Markdown
 
 
 def commands(group: Any, name: str) -> Iterator[tuple[str, Any]]:
@@ -27,8 +30,8 @@ def section(name: str, command: Any) -> str:
     arguments = [each for each in command.params if each.param_type_name == "argument"]
     usage = " ".join([name, *(_argument(each) for each in arguments)])
     rows = [f"| {_names(each)} | {_cell(each.help or '')} |" for each in command.params if not getattr(each, "hidden", False)]
-    table = ["", "| argument or option | means |", "|---|---|", *rows] if rows else []
-    return "\n".join([f"## {name}", "", f"`{usage}`", "", " ".join((command.help or "").split()), *table])
+    table = ["", "| argument or option | means |", "| -- | -- |", *rows] if rows else []
+    return "\n".join([f"## {name}", "", f"`{usage}`", "", _prose(command.help or ""), *table])
 
 
 def page(text: str) -> str:
@@ -50,6 +53,10 @@ def _names(parameter: Any) -> str:
     if parameter.param_type_name == "argument":
         return f"`{parameter.name.upper()}`"
     return ", ".join(f"`{name}`" for name in (*parameter.opts, *parameter.secondary_opts))
+
+
+def _prose(text: str) -> str:
+    return textwrap.fill(" ".join(text.split()), WIDTH, break_long_words=False, break_on_hyphens=False)
 
 
 def _cell(text: str) -> str:

@@ -10,8 +10,8 @@ BEGIN, END = "<!-- metrics: written by scripts/metric_table.py -->", "<!-- end o
 
 
 def tables() -> str:
-    ours = ["| metric | type | unit | on | labels | what |", "|---|---|---|---|---|---|"]
-    theirs = ["| name | is | where |", "|---|---|---|"]
+    ours = ["| metric | type | unit | on | labels | what |", "| -- | -- | -- | -- | -- | -- |"]
+    theirs = ["| name | is | where |", "| -- | -- | -- |"]
     for metric in TABLE:
         where = "all" if metric.roles == ALL else ", ".join(metric.roles)
         ours.append(f"| `{metric.name}` | {metric.kind} | {metric.unit} | {where} | {_labels(metric)} | {metric.help} |")
@@ -27,7 +27,7 @@ def page(text: str) -> str:
     _, end, after = rest.partition(END)
     if not begin or not end:
         raise ValueError(f"{PAGE} has no {BEGIN} … {END}")
-    return f"{before}{BEGIN}\n{tables()}\n{END}{after}"
+    return f"{before}{BEGIN}\n\n{tables()}\n\n{END}{after}"
 
 
 def _labels(metric: Metric) -> str:

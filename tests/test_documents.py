@@ -1,4 +1,5 @@
-"""The documents: every link within the repository leads to a file, and to a heading if it names one. The picture of the rooms is drawn."""
+"""The documents: every link within the repository leads to a file, and to a heading if it names one; prose has lines of 110 columns; the
+picture of the rooms is drawn."""
 
 import re
 import subprocess
@@ -78,6 +79,51 @@ def test_a_broken_link_is_detected(text: str) -> None:
 )
 def test_other_links_are_allowed(text: str) -> None:
     assert not list(broken(ROOT / "docs" / "page.md", text))
+
+
+COLUMNS = 110
+# Written by programs that others read the output of, too: `python -m baton.models.train`, `baton generate`.
+MADE = ("baton/models/",)
+
+
+def long_lines(text: str) -> list[str]:
+    """The lines of prose that are longer than COLUMNS and have a space to break at. Code and rows of tables are exempt."""
+    lines = FENCE.sub("", text).splitlines()
+    shown = [CODE.sub(lambda code: "`" * len(code[0]), re.sub(r"\]\([^)]*\)", lambda link: "_" * len(link[0]), line)) for line in lines]
+    return [
+        line
+        for line, plain in zip(lines, shown, strict=True)
+        if len(line) > COLUMNS
+        and not line.lstrip().startswith("|")
+        and " " in re.sub(r"^[\s>]*([-*+]|\d+\.)?\s*", "", plain[: COLUMNS + 1])
+    ]
+
+
+def test_prose_is_no_wider_than_a_screen() -> None:
+    pages = [page for page in PAGES if not str(page.relative_to(ROOT)).startswith(MADE)]
+    wide = {str(page.relative_to(ROOT)): found for page in pages if (found := long_lines(page.read_text()))}
+    assert len(pages) > 30 and not wide
+
+
+@pytest.mark.parametrize(
+    ("text", "wide"),
+    [
+        ("x " * 55, False),
+        ("x " * 56, True),
+        ("- " + "x " * 56, True),
+        ("y" * 120, False),
+        ("- " + "y" * 120, False),
+        ("`" + "x " * 60 + "`", False),
+        ("a `" + "x " * 60 + "`", True),
+        ("[a](" + "y" * 120 + ")", False),
+        ("| " + "x " * 60 + "|", False),
+        ("```\n" + "x " * 60 + "\n```", False),
+        ("```\nx\n```\n" + "x " * 60, True),
+    ],
+)
+def test_a_long_line_is_detected(text: str, wide: bool) -> None:
+    """Negative controls, and what is exempt."""
+    assert bool(long_lines(text)) == wide
 
 
 def test_the_picture_of_the_rooms_shows_no_arrow_that_follows_from_others() -> None:
