@@ -132,6 +132,10 @@ class ServedModels(Mapping[str, ServedModel]):
             raise ValueError("a router serves at least one model")
         self._models = {name: ServedModel(name, fingerprint, members) for name, fingerprint in tokenizers.items()}
         self._members = members
+        self._first = next(iter(self._models.values()))
+        self._akin: dict[str, dict[str, ServedModel]] = {}  # fingerprint of a tokenizer → name → model
+        for name, model in self._models.items():
+            self._akin.setdefault(model.tokenizer_fingerprint, {})[name] = model
 
     def __getitem__(self, name: str) -> ServedModel:
         return self._models[name]
@@ -145,10 +149,8 @@ class ServedModels(Mapping[str, ServedModel]):
     def of(self, record: WorkerRecord) -> ServedModel:
         """The model to which a member belongs, and for which it may be unfit: the one with its tokenizer and its name, else the first with
         its tokenizer. What fits none belongs to the first."""
-        models = list(self._models.values())
-        akin = [model for model in models if model.tokenizer_fingerprint == record.tokenizer_fingerprint]
-        named = [model for model in akin if model.name == record.model_name]
-        return (named or akin or models)[0]
+        akin = self._akin.get(record.tokenizer_fingerprint)
+        return akin.get(record.model_name, next(iter(akin.values()))) if akin else self._first
 
     def judge(self) -> list[Refused]:
         """Every model judges its members. Returns those that no longer fit."""
