@@ -11,8 +11,9 @@ ROUTER = "import sys, router.wiring; sys.exit('the router loads torch' if 'torch
 WORKER = """
 import sys, decode_worker.wiring
 from pathlib import Path
-from baton.engine.build import Options, build
-build(Options(Path(sys.argv[1]), kv_memory_bytes=64 << 20, threads=1))
+from baton.engine.build import build
+from baton.engine.options import Options
+build(Options.of(Path(sys.argv[1]), kv_memory_mib=64, threads=1))
 """
 VLLM = "import vllm.v1.engine.async_llm, baton.engine.vllm.arguments as ours; ours.check_version()"
 
