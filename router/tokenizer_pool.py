@@ -1,25 +1,23 @@
-"""A small, bounded pool of threads for the tokenizer: long prompts delay each other there, but no other requests. On Linux, its threads
-give way to the event loop where there are fewer cores than would like to work."""
+"""A small, bounded pool of threads for the tokenizer: long prompts delay each other there, but no other requests.
+
+The threads keep the priority of the event loop's: one of a lower priority that holds the GIL, and loses its core to another process, holds
+up the loop for as long (0.6 s were seen with niceness 10 on a busy machine).
+"""
 
 import asyncio
-import os
-import sys
-import threading
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import suppress
 from typing import Any, TypeVar
 
 from baton.cluster.errors import BatonError, Reason
 
 T = TypeVar("T")
-NICE = 10  # of its threads
 
 
 class TokenizerPool:
     def __init__(self, threads: int, max_waiting: int) -> None:
         """`max_waiting`: calls that may wait for a thread."""
-        self._threads = ThreadPoolExecutor(threads, "tokenizer", initializer=_give_way)
+        self._threads = ThreadPoolExecutor(threads, "tokenizer")
         self._most = threads + max_waiting
         self._begun = 0
 
@@ -48,10 +46,3 @@ class TokenizerPool:
         self._begun -= 1
         if not future.cancelled():
             future.exception()  # marks it as retrieved: its caller may be gone
-
-
-def _give_way() -> None:
-    """Linux schedules threads by a priority of their own; elsewhere it belongs to the process."""
-    if sys.platform == "linux":
-        with suppress(OSError):
-            os.setpriority(os.PRIO_PROCESS, threading.get_native_id(), NICE)

@@ -6,9 +6,6 @@ thread works, they measure the longest silence of the loop as a share of the who
 
 import asyncio
 import gc
-import os
-import sys
-import threading
 import time
 from collections.abc import AsyncIterator, Awaitable, Callable, Iterator
 from contextlib import aclosing, asynccontextmanager
@@ -29,7 +26,6 @@ from router.admission import Admission
 from router.journal import Journal
 from router.service import Draws, GenerateService, ModelText
 from router.tokenizer import Tokenizer
-from router.tokenizer_pool import TokenizerPool
 from router.validate import Ask, AskSampling
 from router.view import ClusterView
 
@@ -193,14 +189,6 @@ async def test_a_prompt_that_may_fit_is_encoded_once(tokenizer: Tokenizer) -> No
         tokenizer.encode(LONG, most)
         spent.append(time.process_time() - began)
     assert spent[1] < 1.5 * spent[0], "counted first, it would take twice as long"
-
-
-@pytest.mark.skipif(sys.platform != "linux", reason="elsewhere, a thread has no priority of its own")
-async def test_the_tokenizers_threads_give_way_to_the_loop() -> None:
-    pool = TokenizerPool(1, 1)
-    theirs = await pool.run(lambda: os.getpriority(os.PRIO_PROCESS, threading.get_native_id()), within_s=10.0)
-    assert theirs > os.getpriority(os.PRIO_PROCESS, threading.get_native_id())
-    pool.close()
 
 
 @pytest.mark.parametrize("text", ["", " ", "x", SENTENCE, SENTENCE * 100, "né 你好 😀", "<|endoftext|> a <|im_start|>"])
