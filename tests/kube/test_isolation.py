@@ -49,6 +49,7 @@ def stranger(release: Release, name: str) -> None:
     confined = {"allowPrivilegeEscalation": False, "capabilities": {"drop": ["ALL"]}}
     container = {"name": "c", "image": release.kube.image, "imagePullPolicy": "Never", "securityContext": confined}
     container["args"] = ["python", "-m", "http.server", "8000"]
+    container["readinessProbe"] = {"tcpSocket": {"port": 8000}, "periodSeconds": 1}  # not ready before it listens
     spec = {"securityContext": security, "containers": [container], "terminationGracePeriodSeconds": 0}
     pod = {"apiVersion": "v1", "kind": "Pod", "metadata": {"name": name, "labels": {"app": name}}, "spec": spec}
     release.kube.kubectl("-n", release.namespace, "apply", "-f", "-", given=json.dumps(pod))
