@@ -18,17 +18,15 @@ import time
 from collections.abc import Callable, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
-from hashlib import blake2b
 from pathlib import Path
 from typing import Any, Protocol
 
 from baton.engine.core.kvcache import KvLayout
-from kvtransfer.transport import ReadPending, check_blocks, transfer_failed
+from kvtransfer.transport import ReadPending, check_blocks, seal, transfer_failed, unseal
 
 POLL_S = 0.0001
 CLOSE_TIMEOUT_S = 5.0
 MAGIC = b"baton-cuda-ipc/1"
-CHECK_BYTES = 16
 HEAD = struct.Struct("<QQ16s")  # blocks, bytes of a block, name of the presence
 SHARED = Path("/dev/shm")
 PREFIX = "baton-kv-"
@@ -56,23 +54,18 @@ class DeviceMemory(Protocol):
 
 @dataclass(frozen=True, slots=True)
 class _Address:
-    """Packed as MAGIC, a digest of the rest, the rest."""
-
     num_blocks: int
     block_bytes: int
     presence: bytes
     shared: bytes
 
     def pack(self) -> bytes:
-        rest = HEAD.pack(self.num_blocks, self.block_bytes, self.presence) + self.shared
-        return MAGIC + _check(rest) + rest
+        return seal(MAGIC, HEAD.pack(self.num_blocks, self.block_bytes, self.presence) + self.shared)
 
     @classmethod
     def parse(cls, data: bytes) -> "_Address":
         """Raises BatonError(TRANSFER_FAILED) for data that `pack` did not make: the driver trusts its input."""
-        rest = data[len(MAGIC) + CHECK_BYTES :]
-        if not data.startswith(MAGIC + _check(rest)) or len(rest) < HEAD.size:
-            raise transfer_failed("not the address of a cuda_ipc transport")
+        rest = unseal(MAGIC, data, HEAD.size, "cuda_ipc")
         num_blocks, block_bytes, presence = HEAD.unpack_from(rest)
         return cls(num_blocks, block_bytes, presence, rest[HEAD.size :])
 
@@ -260,7 +253,3 @@ class CudaIpcTransport:
     def _require_open(self) -> None:
         if self._closed:
             raise transfer_failed("the transport is closed")
-
-
-def _check(rest: bytes) -> bytes:
-    return blake2b(rest, digest_size=CHECK_BYTES).digest()

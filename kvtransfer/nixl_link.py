@@ -15,20 +15,18 @@ import struct
 import threading
 from dataclasses import dataclass, field
 from enum import Enum
-from hashlib import blake2b
 from typing import Any
 
 from baton.moves import Moves
-from kvtransfer.transport import transfer_failed
+from kvtransfer.transport import seal, unseal
 
 MAGIC = b"baton-nixl/1\r\n\0\0"
-CHECK_BYTES = 16
 POOL = struct.Struct("<QQQ")
 
 
 @dataclass(frozen=True, slots=True)
 class Address:
-    """Packed as MAGIC, a digest of the rest, the first three fields, the metadata."""
+    """Sealed: the first three fields, the metadata."""
 
     pool: int  # virtual address of the peer's block 0
     num_blocks: int
@@ -36,21 +34,14 @@ class Address:
     metadata: bytes  # of the NIXL agent
 
     def pack(self) -> bytes:
-        rest = POOL.pack(self.pool, self.num_blocks, self.block_bytes) + self.metadata
-        return MAGIC + _check(rest) + rest
+        return seal(MAGIC, POOL.pack(self.pool, self.num_blocks, self.block_bytes) + self.metadata)
 
     @classmethod
     def parse(cls, data: bytes) -> "Address":
         """Raises BatonError(TRANSFER_FAILED) for data that `pack` did not make: UCX trusts its input, and bad input may crash it."""
-        rest = data[len(MAGIC) + CHECK_BYTES :]
-        if not data.startswith(MAGIC + _check(rest)) or len(rest) < POOL.size:
-            raise transfer_failed("not the address of a NIXL transport")
+        rest = unseal(MAGIC, data, POOL.size, "NIXL")
         pool, num_blocks, block_bytes = POOL.unpack_from(rest)
         return cls(pool, num_blocks, block_bytes, rest[POOL.size :])
-
-
-def _check(rest: bytes) -> bytes:
-    return blake2b(rest, digest_size=CHECK_BYTES).digest()
 
 
 class LinkState(Enum):

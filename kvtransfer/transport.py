@@ -6,9 +6,12 @@ platform) and `kvtransfer.cuda_ipc_transport` (from GPU to GPU) are its implemen
 """
 
 from collections.abc import Callable, Iterator, Sequence
+from hashlib import blake2b
 from typing import Protocol
 
 from baton.cluster.errors import BatonError, Reason
+
+SEAL_BYTES = 16
 
 
 class Transport(Protocol):
@@ -60,6 +63,19 @@ class ReadPending(BatonError):
 
 def transfer_failed(message: str) -> BatonError:
     return BatonError(Reason.TRANSFER_FAILED, message)
+
+
+def seal(magic: bytes, rest: bytes) -> bytes:
+    """An address whose parts a library trusts: `magic`, a digest of `rest`, `rest`."""
+    return magic + blake2b(rest, digest_size=SEAL_BYTES).digest() + rest
+
+
+def unseal(magic: bytes, address: bytes, least: int, transport: str) -> bytes:
+    """Returns the `rest` of `seal`. Raises BatonError(TRANSFER_FAILED) for bytes that it did not make, or fewer than `least` of `rest`."""
+    rest = address[len(magic) + SEAL_BYTES :]
+    if address != seal(magic, rest) or len(rest) < least:
+        raise transfer_failed(f"not the address of a {transport} transport")
+    return rest
 
 
 def check_blocks(remote: Sequence[int], remote_blocks: int, local: Sequence[int], local_blocks: int) -> None:
