@@ -29,8 +29,6 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from baton.engine.core.kvcache import DIGEST_BYTES as DIGEST_BYTES
-
 GOLDEN = 0x9E3779B97F4A7C15
 WORDS = 2048  # one program's share of a block
 

@@ -6,6 +6,8 @@ import numpy as np
 import pytest
 import torch
 
+from baton.engine.core.kvcache import DIGEST_BYTES
+
 blocks = pytest.importorskip("baton.engine.gpu.triton_blocks", reason="needs triton", exc_type=ImportError)
 from baton.engine.gpu.staging import Staging  # noqa: E402 - only where triton is installed
 
@@ -49,7 +51,7 @@ def test_the_device_and_the_host_compute_the_same_digest(device: torch.device) -
     sums = blocks.digest(blocks.words_of(pool), torch.tensor(asked, device=device))
     host = blocks.words_of(pool).cpu().view(torch.uint8).numpy()
     assert sums.cpu().numpy().astype("<i8").tobytes() == blocks.digest_on_host(host[asked])
-    assert len(blocks.digest_on_host(host[asked])) == 4 * blocks.DIGEST_BYTES
+    assert len(blocks.digest_on_host(host[asked])) == 4 * DIGEST_BYTES
 
 
 def test_the_digest_follows_its_definition() -> None:
