@@ -58,7 +58,7 @@ class Answering:
     """Stands in for the workers: hands over and answers immediately, so that only the router's work remains."""
 
     async def prefill(
-        self, worker: WorkerRecord, request: Request, timeout_s: float, source: Source | None = None
+        self, worker: WorkerRecord, request: Request, timeout_s: float, source: Source | None = None, uncached_tokens: int = 0
     ) -> AsyncGenerator[FirstToken, None]:
         with request.trace.span.child("baton.prefill", "client", {"baton.worker": worker.name}):
             yield FirstToken(

@@ -30,6 +30,7 @@ from baton.v1 import worker_pb2, worker_pb2_grpc
 
 ARMS = (1, 2, 3)  # routers
 PREFIXES, PREFIX, SUFFIX, OUTPUT = 64, 768, 64, 8  # prefixes; tokens of each, of what follows it, and of the output
+WAIT_S = 20.0
 SKEW = 0.8  # exponent of Zipf's law: how much more often the first prefixes are asked for than the last
 FLAGS = ("--prefill.replicas", "2", "--decode.replicas", "2", "--engine.kv-memory-mib", "4", "--router.bypass-tokens", "0")
 
@@ -52,11 +53,14 @@ def arrivals(rng: random.Random, rate: float, seconds: float) -> list[Arrival]:
 
 
 def doors(admin: str, count: int) -> list[str]:
-    with grpc.insecure_channel(admin, [("grpc.enable_http_proxy", 0)]) as channel:
-        told = worker_pb2_grpc.AdminStub(channel).Status(worker_pb2.StatusRequest(), timeout=10)
-    found = [router.endpoints["grpc"] for router in told.routers]
-    if len(found) != count:
-        raise RuntimeError(f"{len(found)} of {count} routers are there")
+    until, found = time.monotonic() + WAIT_S, list[str]()
+    while len(found) != count:  # they learn of each other a moment after they listen
+        if time.monotonic() > until:
+            raise RuntimeError(f"{len(found)} of {count} routers are there")
+        time.sleep(0.1)
+        with grpc.insecure_channel(admin, [("grpc.enable_http_proxy", 0)]) as channel:
+            told = worker_pb2_grpc.AdminStub(channel).Status(worker_pb2.StatusRequest(), timeout=10)
+        found = [router.endpoints["grpc"] for router in told.routers]
     return found
 
 

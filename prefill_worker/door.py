@@ -8,15 +8,17 @@ from baton.v1 import worker_pb2 as pb
 from baton.v1 import worker_pb2_grpc
 from baton.worker.identity import Identity
 from baton.worker.kv_port import Place
+from baton.worker.prompts import Prompts
 from baton.worker.wire import pack_handle, to_finish, to_sequence, to_token
 from kvtransfer.handle import KvHandle
 from prefill_worker.worker import Prefilled, PrefillWorker, Source
 
 
 class PrefillDoor(worker_pb2_grpc.PrefillServicer):
-    def __init__(self, worker: PrefillWorker, identity: Identity) -> None:
+    def __init__(self, worker: PrefillWorker, identity: Identity, prompts: Prompts) -> None:
         self._worker = worker
         self._identity = identity
+        self._prompts = prompts
 
     async def Prefill(self, request: pb.PrefillRequest, context: Context) -> AsyncIterator[pb.PrefillEvent]:
         async with Answering(context):
@@ -37,7 +39,8 @@ class PrefillDoor(worker_pb2_grpc.PrefillServicer):
         job = request.job
         seq = to_sequence(job, self._identity.model_fingerprint, hold=True, timeout_s=timeout_s)
         trace = job.traceparent, job.tracestate
-        return await self._worker.prefill(seq, job.request_id, opened.put_nowait, to_source(request), *trace)
+        with self._prompts.present(request.asker, request.uncached_tokens):
+            return await self._worker.prefill(seq, job.request_id, opened.put_nowait, to_source(request), *trace)
 
 
 def to_source(request: pb.PrefillRequest) -> Source | None:

@@ -16,4 +16,4 @@ def make(host: Host) -> PrefillWorker:
 def serve(worker: PrefillWorker, host: Host) -> None:
     """Called when the engine and the KV port are open and the server does not listen yet."""
     worker.engine, worker.port = host.engine, host.port
-    worker_pb2_grpc.add_PrefillServicer_to_server(PrefillDoor(worker, host.identity), host.server.grpc)
+    worker_pb2_grpc.add_PrefillServicer_to_server(PrefillDoor(worker, host.identity, host.prompts), host.server.grpc)

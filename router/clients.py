@@ -9,6 +9,7 @@ import logging
 from collections.abc import AsyncGenerator, Awaitable, Callable, Sequence
 from dataclasses import dataclass, field, fields
 from typing import Any, TypeVar
+from uuid import uuid4
 
 import grpc
 
@@ -55,6 +56,7 @@ class GrpcWorkers:
     """Channels and decode sessions, by worker and incarnation."""
 
     def __init__(self, security: SecurityConfig, streams: Streams | None = None) -> None:
+        self._asker = uuid4().hex  # workers tell our prompts from those of other routers by it
         self._security = security
         self._streams = streams or Streams()
         self._channels: dict[_Identity, Line] = {}  # each process has its own, even at an old address
@@ -69,15 +71,16 @@ class GrpcWorkers:
         return sum(session.unread_bytes for session in self._sessions.values())
 
     async def prefill(
-        self, worker: WorkerRecord, request: Request, timeout_s: float, source: Source | None = None
+        self, worker: WorkerRecord, request: Request, timeout_s: float, source: Source | None = None, uncached_tokens: int = 0
     ) -> AsyncGenerator[PrefillEvent, None]:
         """Yields Opened at most once, when a long prompt has begun, then FirstToken. Closing the generator early cancels the call.
 
-        `source`: a worker that caches more of the prompt. Raises BatonError.
+        `source`: a worker that caches more of the prompt. `uncached_tokens`: see `Workers.prefill`. Raises BatonError.
         """
         stub = worker_pb2_grpc.PrefillStub(self._channel(worker))
         with request.trace.span.child(semconv.PREFILL, "client", {semconv.WORKER: worker.name}) as span:
-            asked = worker_pb2.PrefillRequest(job=to_job(request, span), to=to_addressee(worker))
+            job, to = to_job(request, span), to_addressee(worker)
+            asked = worker_pb2.PrefillRequest(job=job, to=to, asker=self._asker, uncached_tokens=uncached_tokens)
             if source is not None:
                 asked.source.CopyFrom(to_source(source))
             call = stub.Prefill(asked, timeout=timeout_s)
@@ -142,10 +145,10 @@ class GrpcWorkers:
         """Returns the worker's current state and load."""
         await self._turns.enter()
         stub = worker_pb2_grpc.WorkerStub(self._channel(worker))
-        answer = await _answer(stub.Probe(worker_pb2.ProbeRequest(to=to_addressee(worker)), timeout=timeout_s))
+        answer = await _answer(stub.Probe(worker_pb2.ProbeRequest(to=to_addressee(worker), asker=self._asker), timeout=timeout_s))
         await self._turns.enter()
         state: WorkerState = "draining" if answer.state == "draining" else "ready"
-        return Answer(state, _to_load(answer.load), _to_roles(answer.roles), answer.stalled_ms / 1000)
+        return Answer(state, _to_load(answer.load), _to_roles(answer.roles), answer.stalled_ms / 1000, answer.others_tokens)
 
     async def set_roles(self, worker: WorkerRecord, roles: Sequence[str]) -> tuple[tuple[RoleName, ...], tuple[RoleName, ...]]:
         """Changes what the worker serves. Returns the roles that it serves from now on, and those that it drains."""

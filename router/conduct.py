@@ -43,6 +43,7 @@ class Conduct:
         computed, fetched = len(request.tokens) - first.cached_tokens, first.fetched_tokens
         if computed >= LEAST_PROMPT and 2 * computed >= len(request.tokens) and not fetched:
             token_s = max(0.0, took_s - first.wait_ms / 1000) / computed
+            self._members.note_prefill(*_identity(worker), token_s)
             self._note_pace(worker, "prefill", token_s, self._members.prefills)
 
     def decoded(self, worker: WorkerRecord) -> None:

@@ -150,10 +150,11 @@ class Dispatcher:
         trace.prefill_worker = ""
         try:
             self._poison.begin(work, request, worker.name, worker.incarnation)
-            members.start_prefill(work, worker.name, len(request.tokens) - choice.overlap_blocks * worker.block_size)
+            uncached = len(request.tokens) - choice.overlap_blocks * worker.block_size
+            members.start_prefill(work, worker.name, uncached)
             self._model.index.predict(worker.name, self._keys(request), self._clock() + self._config.predict_ttl_s)
             began = self._clock()
-            first = await self._first_token(request, choice, failed, lease)
+            first = await self._first_token(request, choice, uncached, failed, lease)
             self.conduct.prefilled(worker, request, first, self._clock() - began)
         except BatonError as error:
             self.conduct.failed(worker, "prefill", error)
@@ -171,12 +172,12 @@ class Dispatcher:
             trace.cached_tokens = min(first.cached_tokens, request.prompt_len)
         return first
 
-    async def _first_token(self, request: Request, choice: Choice, failed: set[Identity], lease: PromptLease) -> FirstToken:
+    async def _first_token(self, request: Request, choice: Choice, uncached: int, failed: set[Identity], lease: PromptLease) -> FirstToken:
         """Starts a live decode call if the prompt is long and a decode worker has room at that moment."""
         worker, source = self._members.record(choice.worker), None
         if choice.source is not None:
             source = Source(self._members.record(choice.source.worker), choice.source.blocks)
-        async with aclosing(self._workers.prefill(worker, request, self._remaining(request), source)) as events:
+        async with aclosing(self._workers.prefill(worker, request, self._remaining(request), source, uncached)) as events:
             async for event in events:
                 if isinstance(event, Opened):
                     if lease.reader is None:

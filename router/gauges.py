@@ -3,6 +3,7 @@
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 
+from baton.clock import loop_time
 from baton.cluster.metrics import EJECTIONS, Book, Key, Number
 from baton.cluster.records import WorkerRecord
 from baton.cluster.telemetry import Tracer
@@ -43,7 +44,7 @@ def tell(book: Book, view: ClusterView, admission: Admission, watch: Watch, trac
         "baton_router_worker_credit_tokens",
         of_workers(lambda record: record.load.credit_tokens - view.members.unreported_decode_tokens(record.name)),
     )
-    book.read("baton_router_worker_waiting_tokens", of_workers(lambda record: view.members.prefill_tokens(record.name)))
+    book.read("baton_router_worker_waiting_tokens", of_workers(lambda record: view.members.prefill_tokens(record.name, loop_time())))
     book.read("baton_kv_usage_ratio", lambda: {} if (share := kv_usage(view)) is None else share)
     book.read("baton_kv_cache_info", lambda: _kv_cache(view))
     book.read("baton_registry_reachable", lambda: int(watch.registry_reachable))

@@ -33,6 +33,7 @@ from baton.cluster.records import Load, RoleName, WorkerRecord, WorkerState
 from baton.moves import Moves
 from router.ledger import Ledger, Task
 
+WEIGHT = 1 / 8  # of the newest prompt in the pace of a worker
 ABSENT_S = 3.0  # three heartbeats of the default configuration
 Standing = Literal["ready", "draining", "unreachable", "hung", "ejected"]
 
@@ -116,8 +117,10 @@ class Member:
     health: Health = Health.UP
     told_by: Literal["registry", "probe"] = "registry"  # its load and its roles: the registry's may be those of an earlier moment
     missed_at: float = 0.0  # the registry's first answer without it, if it is not listed
-    covers: int = 0  # the reported load includes work that started before this epoch
-    foreign_tokens: int = 0  # uncached prompt tokens waiting there that are not ours
+    covers: int = 0  # the reported load includes everything that started before this epoch, and perhaps more
+    others_tokens: int = 0  # uncached prompt tokens there that other routers sent, when it was last probed, and when that was
+    others_at: float = 0.0
+    token_s: float = 0.0  # for each prompt token that it computes, about; 0: unknown
     ejected: str = ""  # why it is put aside (`router.outliers`); empty: it is not
     answers: int = 0  # probes that it has answered
 
@@ -161,8 +164,6 @@ class Members:
             changes += self._note(record, before, present)
         changes += self._drop_absent(now, present)
         self.version += 1
-        self._prefills.note_update()
-        self._decodes.note_update()
         return changes
 
     def tell(self) -> None:
@@ -230,9 +231,18 @@ class Members:
         news = load != member.record.load  # otherwise it may date from before a long step
         member.record = replace(member.record, state=state, load=load, roles=roles or member.record.roles)
         if news:
-            self._read_load(member, epoch)
-            self._prefills.note_report(member.record)
+            member.covers = epoch
         self._change()
+
+    def note_others(self, name: str, incarnation: int, tokens: int, now: float) -> None:
+        """Notes how many uncached tokens of other routers' prompts a process had at a probe."""
+        if member := self._member(name, incarnation):
+            member.others_tokens, member.others_at = tokens, now
+
+    def note_prefill(self, name: str, incarnation: int, token_s: float) -> None:
+        """Notes how long a process took for each token of a prompt that it computed."""
+        if member := self._member(name, incarnation):
+            member.token_s += (token_s - member.token_s) * (WEIGHT if member.token_s else 1)
 
     def note_roles(self, name: str, incarnation: int, roles: tuple[RoleName, ...]) -> None:
         """Notes what the process said that it serves from now on."""
@@ -294,10 +304,13 @@ class Members:
         self._decodes.end(request_id)
         self.tell()
 
-    def prefill_tokens(self, worker: str) -> int:
-        """Uncached prompt tokens that wait on a member: ours exactly, and other routers' from its last report."""
+    def prefill_tokens(self, worker: str, now: float) -> float:
+        """Uncached prompt tokens that wait on a member or are computed: ours exactly, and of those that other routers had there at the last
+        probe what it cannot have computed since. A prompt takes less time than passes between two probes, so that without the second
+        half an idle worker counts as busy for long (Mitzenmacher, "How Useful Is Old Information?", 2000)."""
         member = self._members[worker]
-        return self._prefills.tokens(member.record) + member.foreign_tokens
+        computed = (now - member.others_at) / member.token_s if member.token_s else 0.0
+        return self._prefills.tokens(member.record) + max(0.0, member.others_tokens - computed)
 
     def unreported_decode_tokens(self, worker: str) -> int:
         """Tokens of our decodes on a member that its reported load does not show yet."""
@@ -333,17 +346,12 @@ class Members:
             else:
                 member.record = replace(record, state=_later(known.state, record.state))
                 if record.load != known.load:
-                    self._read_load(member, before)
+                    member.covers = before
             return []
         change: Change = Reincarnated(member.record, record) if member else Joined(record)
         member = self._members[record.name] = Member(record)
-        self._read_load(member, before)
+        member.covers = before
         return [change]
-
-    def _read_load(self, member: Member, covers: int) -> None:
-        """Takes over the member's new load. It includes everything that was sent before the epoch `covers`, and perhaps more."""
-        member.covers = covers
-        member.foreign_tokens = max(0, member.record.load.waiting_tokens - self._prefills.recent_tokens(member.record))
 
     def _drop_absent(self, now: float, present: set[str]) -> list[Change]:
         changes: list[Change] = []

@@ -1,7 +1,7 @@
 """Chooses the workers for a request. Pure functions of what is known of its model; the unit of every cost is one token.
 
     choose_prefill   the prefill worker on which the prompt is computed soonest:
-                     cost = uncached tokens that wait there (ours exactly, others' as last reported) + uncached tokens of this prompt.
+                     cost = uncached tokens that wait there (ours exactly, others' about) + uncached tokens of this prompt.
                      Ties: fewer waiting tokens, then without a fetch, then the request's `tie`.
                      Bypass, so that the decode worker computes the prompt itself: if no prefill worker is left, or if the decode
                      worker that would be chosen lacks at most `bypass_tokens` of the prompt, or serves both roles and is the best for
@@ -27,7 +27,7 @@ the router what fits.
 Parameters of both choices:
     keys             block keys of the full blocks of the tokens known so far
     longest          the most tokens that the sequence may reach, prompt included
-    now              time at which predictions of the prefix index are judged, on the clock used for `PrefixIndex.predict`
+    now              on the clock of `PrefixIndex.predict` and `Members.note_others`
     exclude          workers that failed this request: (name, incarnation)
     tie              a hash of the request (`Request.tie`): of n equal workers, in order of their names, it gets the one with this number
                      modulo n. By the name alone, an idle cluster would send every request to the same two workers. By a count of the
@@ -118,8 +118,8 @@ def choose_prefill(
         if missing <= terms.bypass_tokens:
             return Bypass("cached" if prompt_tokens > terms.bypass_tokens else "short")
     most = _most_cached(model, overlaps, exclude, tie) if terms.fetch_tokens else None
-    choices = [_prefill_choice(model, worker, overlaps, prompt_tokens, most, terms.fetch_tokens) for worker in workers]
-    best = _lowest(choices, lambda c: (c.cost, model.members.prefill_tokens(c.worker), c.source is not None), tie)
+    choices = [_prefill_choice(model, worker, overlaps, prompt_tokens, most, terms.fetch_tokens, now) for worker in workers]
+    best = _lowest(choices, lambda c: (c.cost, model.members.prefill_tokens(c.worker, now), c.source is not None), tie)
     if decoder is not None and best.worker == decoder.name:
         return Bypass("same worker")  # it serves both roles
     return best
@@ -157,9 +157,15 @@ def _most_cached(model: ServedModel, overlaps: Mapping[str, int], exclude: Colle
 
 
 def _prefill_choice(
-    model: ServedModel, worker: WorkerRecord, overlaps: Mapping[str, int], prompt_tokens: int, most: Cached | None, fetch_tokens: int
+    model: ServedModel,
+    worker: WorkerRecord,
+    overlaps: Mapping[str, int],
+    prompt_tokens: int,
+    most: Cached | None,
+    fetch_tokens: int,
+    now: float,
 ) -> Choice:
-    overlap, waiting = overlaps.get(worker.name, 0), model.members.prefill_tokens(worker.name)
+    overlap, waiting = overlaps.get(worker.name, 0), model.members.prefill_tokens(worker.name, now)
     if most is not None and (most.blocks - overlap) * worker.block_size > fetch_tokens:
         cost = waiting + fetch_tokens + max(0, prompt_tokens - most.blocks * worker.block_size)
         return Choice(worker.name, most.blocks, cost, "fetched prefix", most)

@@ -89,6 +89,7 @@ class Probes:
             self._answered[identity] = _Answered(self._awake.seconds, answer.stalled_s)
             await self._judge(worker, answer.stalled_s)
             self._members.note_answer(*identity, answer.state, answer.load, epoch, answer.roles)
+            self._members.note_others(*identity, answer.others_tokens, loop_time())
         finally:
             self._asked.pop(identity, None)
 

@@ -81,15 +81,17 @@ class Answer:
     load: Load
     roles: tuple[RoleName, ...]  # what it serves
     stalled_s: float  # for how long the engine has made no progress
+    others_tokens: int = 0  # uncached tokens of the prompts of other routers that wait there or are computed
 
 
 class Workers(Protocol):
     """Those who compute. Every call may raise BatonError; closing a generator early cancels the call."""
 
     def prefill(
-        self, worker: WorkerRecord, request: Request, timeout_s: float, source: Source | None = None
+        self, worker: WorkerRecord, request: Request, timeout_s: float, source: Source | None = None, uncached_tokens: int = 0
     ) -> AsyncGenerator[PrefillEvent, None]:
-        """Yields Opened at most once, when a long prompt has begun, then FirstToken. `source`: a worker that caches more of the prompt."""
+        """Yields Opened at most once, when a long prompt has begun, then FirstToken. `source`: a worker that caches more of the prompt.
+        `uncached_tokens`: what we count for it, which the worker tells other routers."""
         ...
 
     def decode(

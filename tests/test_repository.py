@@ -53,7 +53,7 @@ ARROWS = {
     },
     "baton.launch": {"baton.clock", "baton.cluster", "baton.moves", "baton.v1"},
     "baton.models": {"baton.engine.facts.fingerprint", "baton.engine.model.memory"},
-    "baton.simulate": {"baton.clock", "baton.cluster", "baton.engine.core", "router"},
+    "baton.simulate": {"baton.clock", "baton.cluster", "baton.engine.core", "baton.worker.prompts", "baton.worker.refusal", "router"},
     "baton.worker": WORKER,
     "decode_worker": WORKER | {"baton.worker"},
     "kvtransfer": {

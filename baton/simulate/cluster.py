@@ -1,5 +1,7 @@
-"""A router and its workers in one event loop: the router's gate, dispatcher, view, watch and journal are the real ones."""
+"""Routers and their workers in one event loop. The router's gate, dispatcher, view, watch and journal are the real ones, and so are the
+workers' engines but for their steps."""
 
+import asyncio
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from dataclasses import dataclass, replace
@@ -9,11 +11,12 @@ from baton.clock import loop_time
 from baton.cluster.config_router import RouterConfig, SloConfig
 from baton.cluster.metrics import Book
 from baton.cluster.records import Load, RoleName, WorkerRecord
+from baton.cluster.registry import Registry
 from baton.cluster.rpc import Tasks
 from baton.cluster.telemetry import Tracer
 from baton.engine.core.sampling import SamplingParams
 from baton.simulate.memory_registry import MemoryRegistry
-from baton.simulate.workers import ModelledWorkers, Pace
+from baton.simulate.workers import Fleet, ModelledWorkers, Times
 from router.admission import Admission
 from router.dispatch import Dispatcher
 from router.gate import Gate
@@ -33,6 +36,7 @@ class Sizes:
     decode: int = 1
     max_num_seqs: int = 16
     kv_blocks: int = 4096  # of one worker
+    max_num_batched_tokens: int = 512
 
 
 def worker(name: str, role: RoleName, sizes: Sizes) -> WorkerRecord:
@@ -43,53 +47,75 @@ def worker(name: str, role: RoleName, sizes: Sizes) -> WorkerRecord:
     )  # fmt: skip
 
 
+class SimulatedRouter:
+    def __init__(
+        self, records: list[WorkerRecord], workers: ModelledWorkers, registry: Registry, config: RouterConfig, slo: SloConfig
+    ) -> None:
+        self.workers = workers
+        self.view = ClusterView({"model": TOKENIZER})
+        self.view.update(records, loop_time())
+        model = self.view.models["model"]
+        self.watch = Watch(self.view, registry, workers, config.hang_s)
+        self.admission = Admission(config.max_inflight, config.max_queue, config.overload)
+        self.journal = Journal(Book("router", model="model"), Tracer(), "model", slo, keep=10_000, wall_clock=loop_time)
+        self._gate = Gate(self.admission, model, config, self.journal.objectives, loop_time)
+        self._dispatcher = Dispatcher(model, workers, config)
+
+    async def ask(self, request_id: str, prompt: list[int], max_tokens: int, timeout_s: float = 60.0, priority: int = 0) -> Request:
+        """One request, from its arrival to its last token. Raises BatonError."""
+        params = SamplingParams(max_tokens=max_tokens, temperature=0.0, ignore_eos=True)
+        with self.journal.open("text_completion", request_id, clock=loop_time) as entry:
+            deadline = loop_time() + timeout_s
+            asked = Ask(token_ids=tuple(prompt), request_id=request_id, priority=priority)
+            async with self._gate.place(entry, asked, deadline):
+                request = Request(request_id, list(prompt), len(prompt), params, "", deadline, entry.trace, priority=priority)
+                entry.request = request
+                async for tokens in self._dispatcher.generate(request):
+                    for _ in tokens:
+                        entry.trace.note_token()
+                entry.finish = request.finish
+        return request
+
+
 class SimulatedCluster:
-    def __init__(self, sizes: Sizes, pace: Pace, config: RouterConfig, slo: SloConfig | None = None) -> None:
+    """Make it within a running loop, and use it within `watched`."""
+
+    def __init__(self, sizes: Sizes, times: Times, config: RouterConfig, slo: SloConfig | None = None, routers: int = 1) -> None:
         roles: tuple[tuple[RoleName, int], ...] = (("prefill", sizes.prefill), ("decode", sizes.decode))
         self.records = [worker(f"{role}-{number}", role, sizes) for role, size in roles for number in range(size)]
-        self.workers = ModelledWorkers(pace)
         self.registry = MemoryRegistry(now=loop_time)
-        self.view = ClusterView({"model": TOKENIZER})
-        model = self.view.models["model"]
-        self.watch = Watch(self.view, self.registry, self.workers, config.hang_s)
-        self.admission = Admission(config.max_inflight, config.max_queue, config.overload)
-        self.journal = Journal(Book("router", model="model"), Tracer(), "model", slo or SloConfig(), keep=10_000, wall_clock=loop_time)
-        self._gate = Gate(self.admission, model, config, self.journal.objectives, loop_time)
-        self._dispatcher = Dispatcher(model, self.workers, config)
+        self.fleet = Fleet(self.records, times, self.registry, sizes.max_num_batched_tokens)
+        seen = [ModelledWorkers(self.fleet, f"router-{number}") for number in range(routers)]
+        self.routers = [SimulatedRouter(self.records, workers, self.registry, config, slo or SloConfig()) for workers in seen]
         self._numbers = count()
 
-    def report(self) -> None:
-        """The workers' records, with their load as it is now, reach the router at once. `watched` has the registry bring them instead."""
-        self.view.update([replace(record, load=self.workers.load(record)) for record in self.records], loop_time())
-
     @asynccontextmanager
-    async def watched(self) -> AsyncIterator[None]:
-        """While the block lasts, the router reads the registry and probes the workers, as it does in a cluster."""
+    async def watched(self, beat_s: float = 1.0) -> AsyncIterator[None]:
+        """While the block lasts, workers write their records into the registry, and the routers read it and probe them."""
         failures: list[BaseException] = []
         tasks = Tasks(failures.append)
-        tasks.start(self.watch.run(), "watch")
+        await self.beat()
+        tasks.start(self._beat(beat_s), "heartbeats")
+        for router in self.routers:
+            tasks.start(router.watch.run(), "watch")
         try:
             yield
         finally:
             await tasks.close()
+            await self.fleet.close()
         if failures:
             raise failures[0]
 
     async def beat(self) -> None:
         """Every worker writes its record into the registry, as it does every `redis.heartbeat_s`."""
         for record in self.records:
-            await self.registry.join(replace(record, load=self.workers.load(record)))
+            await self.registry.join(replace(record, load=await self.fleet.workers[record.name].load()))
 
-    async def ask(self, prompt: list[int], max_tokens: int, timeout_s: float = 60.0, priority: int = 0) -> Request:
-        """One request, from its arrival to its last token. Raises BatonError."""
-        params = SamplingParams(max_tokens=max_tokens, temperature=0.0, ignore_eos=True)
-        with self.journal.open("text_completion", f"r{next(self._numbers)}", clock=loop_time) as entry:
-            deadline = loop_time() + timeout_s
-            asked = Ask(token_ids=tuple(prompt), request_id=entry.request_id, priority=priority)
-            async with self._gate.place(entry, asked, deadline):
-                request = Request(entry.request_id, list(prompt), len(prompt), params, "", deadline, entry.trace, priority=priority)
-                entry.request = request
-                async for _ in self._dispatcher.generate(request):
-                    pass
-                entry.finish = request.finish
-        return request
+    async def _beat(self, every_s: float) -> None:
+        while True:
+            await asyncio.sleep(every_s)
+            await self.beat()
+
+    async def ask(self, prompt: list[int], max_tokens: int, timeout_s: float = 60.0, priority: int = 0, router: int = 0) -> Request:
+        """As `SimulatedRouter.ask`. Ids are r0, r1, …"""
+        return await self.routers[router].ask(f"r{next(self._numbers)}", prompt, max_tokens, timeout_s, priority)

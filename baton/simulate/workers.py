@@ -1,119 +1,176 @@
-"""Workers that compute nothing: a model says how long each thing takes. Behind the same protocols as `router.clients`."""
+"""Workers whose engines compute nothing (`baton.simulate.engine`), behind the same protocols as `router.clients`. A model says how long a
+handoff and a message take. Live transfers and loans of cached blocks are not modelled: KV is handed over once the prompt is computed."""
 
 import asyncio
-from collections.abc import AsyncGenerator
-from contextlib import aclosing
-from dataclasses import dataclass, field, replace
+from collections.abc import AsyncGenerator, AsyncIterator, Iterable
+from contextlib import asynccontextmanager
+from dataclasses import dataclass, field
+from itertools import count
 
 from baton.clock import loop_time
 from baton.cluster.errors import BatonError, Reason
 from baton.cluster.handoff import Handoff
-from baton.cluster.records import Load, WorkerRecord
-from router.request import Request, Token
+from baton.cluster.records import BlockEvent, Load, WorkerRecord
+from baton.cluster.registry import Registry
+from baton.engine.core.block_key import root_key
+from baton.engine.core.contract import CacheEvent, Listener
+from baton.engine.core.engine import Output, Refused
+from baton.engine.core.scheduler import Limits
+from baton.engine.core.sequence import Sequence
+from baton.simulate.engine import ModelledEngine, ModelledRunner, Pace
+from baton.worker.prompts import Prompts
+from baton.worker.refusal import failure, refusal
+from router.request import FinishReason, Request, Token
 from router.workers import Adopted, Answer, CachePage, DecodeEvent, Ended, FirstToken, PrefillEvent, Source
+
+ROOM_POLL_S = 0.02
 
 
 @dataclass(frozen=True, slots=True)
-class Pace:
-    """How long things take, in seconds. A decode step serves all sequences that run, and takes longer the more there are."""
+class Times:
+    """How long things take, in seconds."""
 
-    prompt_token_s: float = 0.0005
+    pace: Pace = field(default_factory=Pace)
     handoff_s: float = 0.005
-    step_s: float = 0.02
-    step_sequence_s: float = 0.001
-    joined: int = 8  # tokens that travel together
+    travel_s: float = 0.0003  # of a message between two processes
 
 
-@dataclass(slots=True)
-class _Busy:
-    free_at: float = 0.0  # when the prompts that wait will have been computed
-    prompts: int = 0  # tokens of these
-    decodes: dict[int, int] = field(default_factory=dict)  # call → the most tokens that it may reach
-    room: asyncio.Event = field(default_factory=asyncio.Event)
+class ModelledWorker:
+    def __init__(self, record: WorkerRecord, times: Times, registry: Registry, max_num_batched_tokens: int) -> None:
+        self.record = record
+        self._registry, self._travel_s = registry, times.travel_s
+        self._cached: asyncio.Queue[list[CacheEvent]] = asyncio.Queue()
+        self.prompts = Prompts()
+        self._told: dict[str, asyncio.Queue[Output]] = {}  # sequence → what its steps brought
+        runner = ModelledRunner(times.pace, record.kv_blocks, record.block_size, record.max_model_len)
+        limits = Limits(record.max_num_seqs, max(max_num_batched_tokens, record.max_num_seqs))
+        self.engine = ModelledEngine(runner, limits, Listener(self._on_step, self._cached.put_nowait, self._on_failure))
+        self.engine.start()
+        self._publishing = asyncio.create_task(self._publish())
+
+    @asynccontextmanager
+    async def outputs(self, seq: Sequence) -> AsyncIterator["asyncio.Queue[Output]"]:
+        """What the steps bring for a sequence. A BatonError is raised for what the engine refuses."""
+        queue = self._told[seq.id] = asyncio.Queue()
+        try:
+            yield queue
+        except Refused as error:
+            raise refusal(error) from None
+        finally:
+            del self._told[seq.id]
+
+    async def load(self) -> Load:
+        now = await self.engine.look()
+        return Load(now.running, now.waiting, now.free_blocks, now.credit_tokens, now.cached_blocks, 0, now.waiting_tokens)
+
+    async def close(self) -> None:
+        self._publishing.cancel()
+        await self.engine.close()
+
+    def _on_step(self, outputs: list[Output]) -> None:
+        for output in outputs:
+            if queue := self._told.get(output.seq.id):
+                queue.put_nowait(output)
+
+    def _on_failure(self, error: BaseException) -> None:
+        raise error
+
+    async def _publish(self) -> None:
+        name, incarnation = self.record.name, self.record.incarnation
+        while True:
+            found = await self._cached.get()
+            await asyncio.sleep(self._travel_s)
+            await self._registry.publish([BlockEvent(name, incarnation, e.sequence, e.kind, e.keys, e.medium) for e in found])
+
+
+class Fleet:
+    """All workers of a cluster, as they are."""
+
+    def __init__(self, records: Iterable[WorkerRecord], times: Times, registry: Registry, max_num_batched_tokens: int = 512) -> None:
+        self.times = times
+        self.workers = {record.name: ModelledWorker(record, times, registry, max_num_batched_tokens) for record in records}
+        self.numbers = count(1)
+        self.leases: dict[bytes, tuple[str, str]] = {}  # handle → holder and its sequence
+
+    async def close(self) -> None:
+        for worker in self.workers.values():
+            await worker.close()
 
 
 class ModelledWorkers:
-    """Implements `router.workers.Workers` and `WatchedWorkers`. A worker computes one prompt after the other, and runs at most
-    `max_num_seqs` sequences. Tokens say nothing: each is the number of tokens before it."""
+    """The workers as one router sees them: implements `router.workers.Workers` and `WatchedWorkers`."""
 
-    def __init__(self, pace: Pace) -> None:
-        self._pace = pace
-        self._busy: dict[str, _Busy] = {}
-        self._numbers = 0
-        self.leases: dict[bytes, str] = {}  # handle → holder
+    def __init__(self, fleet: Fleet, asker: str) -> None:
+        self._fleet, self._asker = fleet, asker
+        self._times, self._workers, self._leases = fleet.times, fleet.workers, fleet.leases
 
     async def prefill(
-        self, worker: WorkerRecord, request: Request, timeout_s: float, source: Source | None = None
+        self, worker: WorkerRecord, request: Request, timeout_s: float, source: Source | None = None, uncached_tokens: int = 0
     ) -> AsyncGenerator[PrefillEvent, None]:
-        tokens = len(request.tokens)
-        waited, took = await self._compute(worker, tokens)
-        self._numbers += 1
-        handle = f"{worker.name} {self._numbers}".encode()
-        self.leases[handle] = worker.name
-        yield FirstToken(Token(tokens % 251), handle, "length" if request.params.max_tokens == 1 else None, 0, 1000 * waited, 1000 * took)
+        here, seq = self._workers[worker.name], self._sequence(request, hold=True)
+        handle = b""
+        async with here.outputs(seq) as outputs, _deadline(timeout_s):
+            await asyncio.sleep(self._times.travel_s)
+            try:
+                with here.prompts.present(self._asker, uncached_tokens):
+                    came = loop_time()
+                    await here.engine.add(seq)
+                    while _chunk(output := await outputs.get()):
+                        pass
+                    token = _token(output)
+                ended, started = loop_time(), seq.started_at or came
+                if output.finish is None:
+                    handle = f"{worker.name} {seq.id}".encode()
+                    self._leases[handle] = worker.name, seq.id
+            finally:
+                if not handle:
+                    here.engine.forget(seq.id)
+            await asyncio.sleep(self._times.travel_s)
+        finish: FinishReason | None = output.finish.value if output.finish else None
+        yield FirstToken(token, handle, finish, seq.cached, 1000 * (started - came), 1000 * (ended - started))
 
     async def decode(
         self, worker: WorkerRecord, request: Request, handle: bytes, timeout_s: float, first: "asyncio.Future[int] | None" = None
     ) -> AsyncGenerator[DecodeEvent, None]:
-        async with aclosing(self._run(worker, request, handle)) as events:
+        here, seq = self._workers[worker.name], self._sequence(request)
+        async with here.outputs(seq) as outputs, _deadline(timeout_s):
+            await asyncio.sleep(self._times.travel_s)
             try:
-                async with asyncio.timeout(timeout_s):
-                    async for event in events:
-                        yield event
-            except TimeoutError:
-                raise BatonError(Reason.DEADLINE, "the deadline of the request is over") from None
+                await self._place(here, seq, handle)
+                if handle:
+                    yield Adopted(Handoff(transport="model"))
+                finish = None
+                while finish is None:
+                    come = [await outputs.get()]
+                    await asyncio.sleep(self._times.travel_s)
+                    come += [outputs.get_nowait() for _ in range(outputs.qsize())]
+                    yield tuple(map(_token, come))
+                    finish = come[-1].finish
+                yield Ended(finish.value, seq.prefilled if handle else 0, seq.cached)
+            finally:
+                here.engine.forget(seq.id)
 
-    async def _run(self, worker: WorkerRecord, request: Request, handle: bytes) -> AsyncGenerator[DecodeEvent, None]:
-        busy = self._of(worker)
-        while len(busy.decodes) >= worker.max_num_seqs > 0:
-            busy.room.clear()
-            await busy.room.wait()
-        self._numbers += 1
-        call = self._numbers
-        busy.decodes[call] = request.longest
-        try:
-            if handle:
-                await asyncio.sleep(self._pace.handoff_s)
-                del self.leases[handle]
-                yield Adopted(Handoff(transport="model"))
-            else:
-                await self._compute(worker, len(request.tokens))
-            known, end = len(request.tokens), request.longest
-            while known < end:
-                count = min(self._pace.joined, end - known)
-                await asyncio.sleep(count * (self._pace.step_s + self._pace.step_sequence_s * len(busy.decodes)))
-                yield tuple(Token((known + i) % 251) for i in range(count))
-                known += count
-            yield Ended("length", 0, 0)
-        finally:
-            del busy.decodes[call]
-            busy.room.set()
-
-    async def _compute(self, worker: WorkerRecord, tokens: int) -> tuple[float, float]:
-        """Computes a prompt after those that wait already. (Waited, took) in seconds."""
-        busy, now, took = self._of(worker), loop_time(), tokens * self._pace.prompt_token_s
-        waited = max(0.0, busy.free_at - now)
-        busy.free_at, busy.prompts = now + waited + took, busy.prompts + tokens
-        try:
-            await asyncio.sleep(waited + took)
-        finally:
-            busy.prompts -= tokens
-        return waited, took
+    async def _place(self, here: ModelledWorker, seq: Sequence, handle: bytes) -> None:
+        if not handle:
+            await here.engine.add(seq)
+            return
+        while not await here.engine.reserve(seq):
+            await asyncio.sleep(ROOM_POLL_S)
+        await asyncio.sleep(self._times.handoff_s)
+        await here.engine.adopt(seq, len(seq.tokens) - 1)
+        self._end(handle)
 
     def release(self, worker: WorkerRecord, handle: bytes, request_id: str) -> None:
-        self.leases.pop(handle, None)
+        self._end(handle)
 
     async def probe(self, worker: WorkerRecord, timeout_s: float) -> Answer:
-        return Answer("ready", self.load(worker), (worker.role,), 0.0)
-
-    def load(self, worker: WorkerRecord) -> Load:
-        busy = self._of(worker)
-        credit = worker.kv_blocks * worker.block_size - sum(busy.decodes.values())
-        return replace(worker.load, running=len(busy.decodes), waiting_tokens=busy.prompts, credit_tokens=credit)
+        await asyncio.sleep(2 * self._times.travel_s)
+        here = self._workers[worker.name]
+        return Answer("ready", await here.load(), (worker.role,), 0.0, here.prompts.besides(self._asker))
 
     async def snapshot(self, worker: WorkerRecord) -> AsyncGenerator[CachePage, None]:
-        """Nothing is cached here."""
-        yield CachePage(worker.incarnation, 0, [])
+        sequence, keys = await self._workers[worker.name].engine.snapshot()
+        yield CachePage(worker.incarnation, sequence, keys)
 
     def welcome(self, worker: WorkerRecord) -> None: ...
 
@@ -121,5 +178,32 @@ class ModelledWorkers:
 
     async def lose(self, worker: WorkerRecord) -> None: ...
 
-    def _of(self, worker: WorkerRecord) -> _Busy:
-        return self._busy.setdefault(worker.name, _Busy())
+    def _sequence(self, request: Request, hold: bool = False) -> Sequence:
+        number = f"{request.id} {next(self._fleet.numbers)}"
+        return Sequence(number, list(request.tokens), request.prompt_len, request.params, root_key("model", request.salt), hold)
+
+    def _end(self, handle: bytes) -> None:
+        if lease := self._leases.pop(handle, None):
+            holder, seq_id = lease
+            self._workers[holder].engine.forget(seq_id)
+
+
+@asynccontextmanager
+async def _deadline(timeout_s: float) -> AsyncIterator[None]:
+    try:
+        async with asyncio.timeout(timeout_s):
+            yield
+    except TimeoutError:
+        raise BatonError(Reason.DEADLINE, "the deadline of the request is over") from None
+
+
+def _chunk(output: Output) -> bool:
+    """Whether it only says that a part of a prompt has been computed."""
+    return output.sampled is None and output.failure is None and not output.expired
+
+
+def _token(output: Output) -> Token:
+    """Raises BatonError for an output that says why there is none."""
+    if output.sampled is None:
+        raise failure(output)
+    return Token(output.sampled.token)

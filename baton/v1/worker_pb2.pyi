@@ -93,14 +93,18 @@ class Job(_message.Message):
     def __init__(self, request_id: _Optional[str] = ..., token_ids: _Optional[_Iterable[int]] = ..., prompt_tokens: _Optional[int] = ..., sampling: _Optional[_Union[_generation_pb2.SamplingParams, _Mapping]] = ..., cache_salt: _Optional[str] = ..., traceparent: _Optional[str] = ..., tracestate: _Optional[str] = ...) -> None: ...
 
 class PrefillRequest(_message.Message):
-    __slots__ = ("job", "to", "source")
+    __slots__ = ("job", "to", "source", "asker", "uncached_tokens")
     JOB_FIELD_NUMBER: _ClassVar[int]
     TO_FIELD_NUMBER: _ClassVar[int]
     SOURCE_FIELD_NUMBER: _ClassVar[int]
+    ASKER_FIELD_NUMBER: _ClassVar[int]
+    UNCACHED_TOKENS_FIELD_NUMBER: _ClassVar[int]
     job: Job
     to: Addressee
     source: KvSource
-    def __init__(self, job: _Optional[_Union[Job, _Mapping]] = ..., to: _Optional[_Union[Addressee, _Mapping]] = ..., source: _Optional[_Union[KvSource, _Mapping]] = ...) -> None: ...
+    asker: str
+    uncached_tokens: int
+    def __init__(self, job: _Optional[_Union[Job, _Mapping]] = ..., to: _Optional[_Union[Addressee, _Mapping]] = ..., source: _Optional[_Union[KvSource, _Mapping]] = ..., asker: _Optional[str] = ..., uncached_tokens: _Optional[int] = ...) -> None: ...
 
 class KvSource(_message.Message):
     __slots__ = ("worker", "incarnation", "address", "blocks")
@@ -425,22 +429,26 @@ class CallError(_message.Message):
     def __init__(self, reason: _Optional[str] = ..., message: _Optional[str] = ...) -> None: ...
 
 class ProbeRequest(_message.Message):
-    __slots__ = ("to",)
+    __slots__ = ("to", "asker")
     TO_FIELD_NUMBER: _ClassVar[int]
+    ASKER_FIELD_NUMBER: _ClassVar[int]
     to: Addressee
-    def __init__(self, to: _Optional[_Union[Addressee, _Mapping]] = ...) -> None: ...
+    asker: str
+    def __init__(self, to: _Optional[_Union[Addressee, _Mapping]] = ..., asker: _Optional[str] = ...) -> None: ...
 
 class ProbeResponse(_message.Message):
-    __slots__ = ("state", "load", "stalled_ms", "roles")
+    __slots__ = ("state", "load", "stalled_ms", "roles", "others_tokens")
     STATE_FIELD_NUMBER: _ClassVar[int]
     LOAD_FIELD_NUMBER: _ClassVar[int]
     STALLED_MS_FIELD_NUMBER: _ClassVar[int]
     ROLES_FIELD_NUMBER: _ClassVar[int]
+    OTHERS_TOKENS_FIELD_NUMBER: _ClassVar[int]
     state: str
     load: WorkerLoad
     stalled_ms: int
     roles: _containers.RepeatedScalarFieldContainer[str]
-    def __init__(self, state: _Optional[str] = ..., load: _Optional[_Union[WorkerLoad, _Mapping]] = ..., stalled_ms: _Optional[int] = ..., roles: _Optional[_Iterable[str]] = ...) -> None: ...
+    others_tokens: int
+    def __init__(self, state: _Optional[str] = ..., load: _Optional[_Union[WorkerLoad, _Mapping]] = ..., stalled_ms: _Optional[int] = ..., roles: _Optional[_Iterable[str]] = ..., others_tokens: _Optional[int] = ...) -> None: ...
 
 class SnapshotRequest(_message.Message):
     __slots__ = ("to",)

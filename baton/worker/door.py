@@ -33,13 +33,14 @@ class Probed:
     load: Load
     roles: tuple[RoleName, ...]  # those that it serves
     stalled_s: float  # for how long its engine has made no progress although it has work
+    others_tokens: int  # uncached tokens of prompts that others than the asker have sent
 
 
 class WorkerDoor(worker_pb2_grpc.WorkerServicer):
     def __init__(
         self,
         identity: Identity,
-        probe: Callable[[], Awaitable[Probed]],
+        probe: Callable[[str], Awaitable[Probed]],
         describe: Callable[[], Awaitable[WorkerRecord]],
         snapshot: Callable[[], Awaitable[tuple[int, list[bytes]]]],
         residue: Callable[[], Residue],
@@ -55,9 +56,11 @@ class WorkerDoor(worker_pb2_grpc.WorkerServicer):
     async def Probe(self, request: worker_pb2.ProbeRequest, context: Context) -> worker_pb2.ProbeResponse:
         async with Answering(context):
             self._identity.check(request.to)
-            now = await self._probe()
+            now = await self._probe(request.asker)
             load, stalled_ms = worker_pb2.WorkerLoad(**asdict(now.load)), int(now.stalled_s * 1000)
-            return worker_pb2.ProbeResponse(state=now.state, load=load, roles=now.roles, stalled_ms=stalled_ms)
+            return worker_pb2.ProbeResponse(
+                state=now.state, load=load, roles=now.roles, stalled_ms=stalled_ms, others_tokens=now.others_tokens
+            )
         raise AssertionError("answered with an error")
 
     async def Snapshot(self, request: worker_pb2.SnapshotRequest, context: Context) -> AsyncIterator[worker_pb2.SnapshotResponse]:

@@ -45,6 +45,7 @@ from baton.worker.kv_peers import Peers
 from baton.worker.kv_port import KvPort, Place
 from baton.worker.kv_tls import kv_tls
 from baton.worker.meter import Meter
+from baton.worker.prompts import Prompts
 from baton.worker.role import Mounts, Role
 from baton.worker.stall import Activity, Stall
 from baton.worker.starting import Starting
@@ -86,6 +87,7 @@ class Host:
         self.key = mac_key(config.cluster.key)
         self.stage = Stage.STARTING
         self.mounts = Mounts(self.name, role)
+        self.prompts = Prompts()
         self.roles: Mapping[RoleName, Role] = {}
         self._stop = stop
         self._registry = connect_registry(config)
@@ -216,9 +218,9 @@ class Host:
             return 0.0
         return self._stall.look(loop_time(), Activity(*self.engine.activity()))
 
-    async def probe(self) -> Probed:
+    async def probe(self, asker: str) -> Probed:
         now = await self.look()
-        return Probed(self._state, self._load(now), self.mounts.serving, self.stalled_s())
+        return Probed(self._state, self._load(now), self.mounts.serving, self.stalled_s(), self.prompts.besides(asker))
 
     async def describe(self) -> WorkerRecord:
         now = await self.look()
@@ -282,7 +284,7 @@ class Host:
 
     def _on_cache(self, events: list[CacheEvent]) -> None:
         self._membership.announce(
-            [BlockEvent(self.name, self.incarnation, event.sequence, event.kind, event.keys, event.medium) for event in events]  # type: ignore[arg-type]
+            [BlockEvent(self.name, self.incarnation, event.sequence, event.kind, event.keys, event.medium) for event in events]
         )
 
 

@@ -62,8 +62,8 @@ class House:
         assert self.says is not None
         return self.says
 
-    async def probe(self) -> Probed:
-        return Probed("ready", BUSY, ("decode",), 0.0)
+    async def probe(self, asker: str) -> Probed:
+        return Probed("ready", BUSY, ("decode",), 0.0, 0)
 
     async def set_roles(self, wanted: Sequence[str]) -> Mounts:
         mounts = Mounts("d0", "decode")

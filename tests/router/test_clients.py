@@ -11,6 +11,7 @@ import pytest
 from fake_workers import MODEL, TOKENIZER, record, unusable
 from turn_work import TurnWork
 
+from baton.clock import loop_time
 from baton.cluster.config import Config, SecurityConfig
 from baton.cluster.errors import BatonError, Reason
 from baton.cluster.handoff import Handoff
@@ -740,9 +741,10 @@ async def test_streams_of_a_worker_missing_from_the_registry_continue(quick: Non
 async def test_the_load_of_a_worker_is_known_without_the_registry(quick: None) -> None:
     async with pair() as (worker, workers, d0, _), watched(d0, workers=workers) as (view, registry, _):
         registry.available = False
-        worker.on_probe = lambda: pb.ProbeResponse(state="ready", load=pb.WorkerLoad(credit_tokens=-7, waiting=3, waiting_tokens=50))
-        await until(lambda: view.members.record("d0").load == Load(credit_tokens=-7, waiting=3, waiting_tokens=50))
-        assert view.members.prefill_tokens("d0") == 50
+        load = pb.WorkerLoad(credit_tokens=-7, waiting=3, waiting_tokens=70)
+        worker.on_probe = lambda: pb.ProbeResponse(state="ready", load=load, others_tokens=50)
+        await until(lambda: view.members.record("d0").load == Load(credit_tokens=-7, waiting=3, waiting_tokens=70))
+        assert view.members.prefill_tokens("d0", loop_time()) == 50
         worker.on_probe = lambda: pb.ProbeResponse(state="draining")
         await until(lambda: not view.decode_workers())
 

@@ -75,7 +75,7 @@ class World:
         assert set(self.workers.endings.values()) <= {1}, "each lease ended once"
         assert self.workers.ends.total() == len(self.workers.calls), "each call ended"
         for worker in self.view.members.records():
-            assert self.view.members.prefill_tokens(worker.name) == 0 == self.view.members.unreported_decode_tokens(worker.name)
+            assert self.view.members.prefill_tokens(worker.name, 0.0) == 0 == self.view.members.unreported_decode_tokens(worker.name)
 
     def stop_healer(self) -> None:
         if self.healer is not None:
@@ -206,9 +206,9 @@ async def test_a_stop_token_in_the_middle_ends_the_output() -> None:
 
 async def test_the_view_counts_work_in_progress() -> None:
     world = World()
-    numbers: list[tuple[str, int, int]] = []
+    numbers: list[tuple[str, float, int]] = []
     world.workers.tick = lambda stage: numbers.append(
-        (stage, world.view.members.prefill_tokens("p0"), world.view.members.unreported_decode_tokens("d0"))
+        (stage, world.view.members.prefill_tokens("p0", 0.0), world.view.members.unreported_decode_tokens("d0"))
     )
     await world.serve()
     assert numbers[:3] == [("prefill", 40, 0), ("transfer", 0, 48), ("decode", 0, 48)]
@@ -577,7 +577,7 @@ async def test_the_numbers_in_the_view_are_undone_after_any_failure(monkeypatch:
         monkeypatch.setattr(world.view.models[MODEL].index, "predict", broken)
         with pytest.raises(RuntimeError):
             await world.serve(world.request(prompt))
-        assert world.view.members.prefill_tokens("p0") == 0 == world.view.members.unreported_decode_tokens("d0"), role
+        assert world.view.members.prefill_tokens("p0", 0.0) == 0 == world.view.members.unreported_decode_tokens("d0"), role
 
 
 async def test_a_restarted_worker_is_tried_again() -> None:

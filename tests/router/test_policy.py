@@ -98,8 +98,21 @@ def test_the_work_of_this_router_spreads_requests() -> None:
     assert placed == ["p0", "p1", "p0", "p1"]
 
 
-def test_work_from_other_routers_counts() -> None:
-    assert prefill(cluster(worker("p0", waiting_tokens=500), *IDLE[1:])) == Choice("p1", 0, 160, "least work")
+def test_work_from_other_routers_counts_while_it_lasts() -> None:
+    view = cluster(*IDLE)
+    view.members.note_others("p0", 1, 500, 10.0)
+    assert prefill(view, now=10.0) == Choice("p1", 0, 160, "least work")
+    assert prefill(view, now=20.0) == Choice("p1", 0, 160, "least work"), "nobody knows how fast it computes"
+    view.members.note_prefill("p0", 1, 0.01)
+    view.members.start_prefill("mine", "p1", 300)
+    assert prefill(view, now=11.9) == Choice("p1", 0, 460, "least work")
+    assert prefill(view, now=12.1) == Choice("p0", 0, 450, "least work"), "it has computed 210 of the 500 since"
+
+
+def test_what_a_worker_says_of_its_queue_is_not_counted_as_work_from_other_routers() -> None:
+    """Its queue has our own prompts, and the cached part of those that wait: a router alone would shun the worker that caches most."""
+    view = cluster(worker("p0", waiting_tokens=500), *IDLE[1:])
+    assert prefill(view) == Choice("p0", 0, 160, "least work")
 
 
 def test_a_worker_that_failed_the_request_is_excluded() -> None:
@@ -310,6 +323,9 @@ def test_the_best_worker_of_any_cluster_is_chosen(prefills: list[Load], decodes:
     workers += [replace(worker(f"d{i}"), load=load) for i, load in enumerate(decodes)]
     held = {record.name: blocks for record, blocks in zip(workers, cached, strict=False) if blocks}
     view, mirror = cluster(*workers, cached=held), cluster(*reversed(workers), cached=held)
+    for number, load in enumerate(prefills):
+        view.members.note_others(f"p{number}", 1, load.waiting_tokens, 0.0)
+        mirror.members.note_others(f"p{number}", 1, load.waiting_tokens, 0.0)
     choice, target = prefill(view, bypass_tokens), decode(view)
     assert (choice, target) == (prefill(mirror, bypass_tokens), decode(mirror))
     if isinstance(choice, Choice):

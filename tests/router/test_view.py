@@ -344,18 +344,21 @@ def test_work_that_a_report_does_not_show_yet_is_counted() -> None:
     assert view.members.unreported_decode_tokens("d0") == 0 and view.members.decodes("d0") == 2
 
 
-def test_prompts_of_other_routers_count_and_own_prompts_count_once() -> None:
+def test_prompts_of_other_routers_are_computed_meanwhile_and_own_prompts_count_exactly() -> None:
     view = view_of(P0, D0)
-    view.members.start_prefill("mine", "p0", 300)
-    view.update([worker("p0", load=Load(waiting_tokens=1000)), D0], 0.25)
-    assert view.members.prefill_tokens("p0") == 1000
-    view.members.end_prefill("mine")
-    assert view.members.prefill_tokens("p0") == 700  # immediately, not with the next report
-    view.members.start_prefill("next", "p0", 50)
-    assert view.members.prefill_tokens("p0") == 750
-    view.members.end_prefill("next")
-    view.update([worker("p0", load=Load(waiting_tokens=50)), D0], 0.5)  # a report from when `next` was waiting
-    assert view.members.prefill_tokens("p0") == 0
+    members = view.members
+    members.start_prefill("mine", "p0", 300)
+    members.note_others("p0", 1, 1000, 5.0)
+    members.note_others("p0", 2, 7000, 5.0)  # of another process of that name
+    assert members.prefill_tokens("p0", 5.0) == 1300 == members.prefill_tokens("p0", 9.0)
+    members.note_prefill("p0", 1, 0.002)
+    assert members.prefill_tokens("p0", 6.0) == 300 + 500
+    members.note_prefill("p0", 1, 0.010)  # the pace is a running mean
+    assert members.prefill_tokens("p0", 6.0) == pytest.approx(300 + 1000 - 1 / 0.003)
+    members.end_prefill("mine")
+    assert members.prefill_tokens("p0", 60.0) == 0
+    members.note_others("p0", 1, 40, 60.0)
+    assert members.prefill_tokens("p0", 60.0) == 40
 
 
 def test_a_request_that_moves_to_another_worker_no_longer_counts_at_the_first() -> None:
@@ -434,9 +437,4 @@ def test_nothing_is_kept_of_workers_that_left() -> None:
     view.update([D0], 1000.0)
     view.members.note_silence("d49", 1)
     view.update([D0], 1010.0)
-    assert (
-        names(view.members.records()) == ["d0"]
-        and not view.members._decodes._tasks
-        and not view.members._decodes._places
-        and not view.members._decodes._ended
-    )
+    assert names(view.members.records()) == ["d0"] and not view.members._decodes._tasks and not view.members._decodes._places

@@ -72,7 +72,7 @@ class FakeWorkers:
         self._numbers = count(1)
 
     async def prefill(
-        self, worker: WorkerRecord, request: Request, timeout_s: float, source: Source | None = None
+        self, worker: WorkerRecord, request: Request, timeout_s: float, source: Source | None = None, uncached_tokens: int = 0
     ) -> AsyncGenerator[PrefillEvent, None]:
         self.calls.append(Call("prefill", worker.name, len(request.tokens)))
         self.sources.append((source.worker.name, source.blocks) if source else None)

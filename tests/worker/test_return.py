@@ -23,6 +23,7 @@ from baton.v1 import generation_pb2, worker_pb2, worker_pb2_grpc
 from baton.worker import kv_port
 from baton.worker.identity import Identity
 from baton.worker.kv_port import Place
+from baton.worker.prompts import Prompts
 from kvtransfer.handle import Wish
 from kvtransfer.importer import Checks
 from prefill_worker.door import PrefillDoor
@@ -250,7 +251,7 @@ async def test_without_a_source_the_neighbours_kv_is_computed_again() -> None:
 async def at_the_door(p: Pair) -> AsyncIterator[worker_pb2_grpc.PrefillStub]:
     """The prefill worker behind real gRPC, which ends a call at its deadline."""
     server = Server(Config(), 1 << 20)
-    worker_pb2_grpc.add_PrefillServicer_to_server(PrefillDoor(p.prefill, ME), server.grpc)
+    worker_pb2_grpc.add_PrefillServicer_to_server(PrefillDoor(p.prefill, ME, Prompts()), server.grpc)
     address = server.bind(0)
     await server.start()
     try:

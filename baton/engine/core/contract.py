@@ -17,7 +17,7 @@ import itertools
 from collections.abc import Callable
 from collections.abc import Sequence as Seq
 from dataclasses import dataclass
-from typing import Protocol
+from typing import Literal, Protocol
 
 from baton.engine.core.block_key import MAX_EVENT_KEYS
 from baton.engine.core.blocks import CacheChange
@@ -35,7 +35,7 @@ class CacheEvent:
     """A run of keys that the prefix cache gained ("stored") or lost ("removed"). Numbered from 1 without gap."""
 
     sequence: int
-    kind: str
+    kind: Literal["stored", "removed"]
     keys: tuple[bytes, ...]
     medium: str
 

@@ -10,47 +10,27 @@ import threading
 import time
 from collections import deque
 from collections.abc import Callable
-from collections.abc import Sequence as Seq
-from dataclasses import replace
 from typing import Any, TypeVar
 
-from baton.engine.core.contract import EngineStopped, Facts, Listener, Traits, cache_events
-from baton.engine.core.engine import Engine, Output, learn
-from baton.engine.core.sequence import Sequence
+from baton.engine.core.commands import Commands
+from baton.engine.core.contract import EngineStopped, Listener
+from baton.engine.core.engine import Engine, Output
 
 T = TypeVar("T")
 CHECK_EVERY_S = 5.0
 JOIN_S = 5.0  # a thread that hangs in a step cannot be stopped: the process exits without it
 
 
-def facts(engine: Engine) -> Facts:
-    scheduler = engine.scheduler
-    return Facts(
-        running=len(scheduler.running) + len(scheduler.fetching),
-        waiting=len(scheduler.waiting),
-        waiting_tokens=sum(seq.pending for seq in (*scheduler.waiting, *scheduler.running) if seq.prefilling),
-        free_blocks=engine.pool.available,
-        cached_blocks=engine.pool.num_cached,
-        owned_blocks=engine.pool.num_owned,
-        sequences=len(engine.sequences),
-        credit_tokens=scheduler.credit_tokens(),
-        counts=replace(engine.counts),
-    )
-
-
-class EngineLoop:
+class EngineLoop(Commands):
     """Our own engine, as workers see it (`baton.engine.core.contract.ServingEngine`). `on_batch` is called in the engine's thread."""
 
     def __init__(self, engine: Engine, listener: Listener, tokenizer_fingerprint: str = "") -> None:
-        self._engine = engine
+        super().__init__(engine, tokenizer_fingerprint)
         self._listener = listener
-        self._tokenizer_fingerprint = tokenizer_fingerprint
-        self.pool = engine.runner.pool
         self._commands: deque[tuple[Callable[[Engine], Any], asyncio.Future[Any] | None]] = deque()  # without a future, no caller waits
         self._wake = threading.Event()
         self._closing = False
         self._stopped = False
-        self._cache_sequence = 0
         self._laps = 0
         self._busy_since: float | None = None
         self._cpu_clock: int | None = None
@@ -61,67 +41,7 @@ class EngineLoop:
         self._loop = asyncio.get_running_loop()
         self._thread.start()
 
-    @property
-    def traits(self) -> Traits:
-        engine, runner = self._engine, self._engine.runner
-        return Traits(
-            model_fingerprint=runner.layout.model_fingerprint,
-            tokenizer_fingerprint=self._tokenizer_fingerprint,
-            max_model_len=engine.max_len,
-            max_num_seqs=engine.scheduler.limits.max_num_seqs,
-            num_blocks=engine.pool.num_blocks,
-            eos_token_ids=runner.eos_token_ids,
-            lends=True,
-        )
-
-    async def add(self, seq: Sequence) -> None:
-        await self.call(lambda engine: engine.add(seq))
-
-    async def reserve(self, seq: Sequence) -> bool:
-        return await self.call(lambda engine: engine.reserve(seq))
-
-    async def adopt(self, seq: Sequence, end: int | None = None, first: int | None = None) -> None:
-        def adopt(engine: Engine) -> None:
-            if end is not None:
-                engine.arrive(seq, end)
-            engine.adopt(seq, first)
-
-        await self.call(adopt)
-
-    async def give_up(self, seq: Sequence, filling: list[int], first: int | None = None) -> None:
-        def give_up(engine: Engine) -> None:
-            if seq.id in engine.sequences:
-                filling.extend(engine.give_up(seq, first))
-                return
-            if first is not None:
-                learn(seq, first)
-            engine.add(seq)
-
-        await self.call(give_up)
-
-    async def abort(self, seq_id: str, filling: list[int]) -> None:
-        await self.call(lambda engine: filling.extend(engine.abort(seq_id)))
-
-    def forget(self, seq_id: str) -> None:
-        self.tell(lambda engine: engine.abort(seq_id))
-
-    async def pin(self, keys: Seq[bytes], pinned: list[int]) -> None:
-        await self.call(lambda engine: pinned.extend(engine.pin(keys)))
-
-    async def release(self, blocks: Seq[int]) -> None:
-        await self.call(lambda engine: engine.release(blocks))
-
-    def release_soon(self, blocks: Seq[int]) -> None:
-        self.tell(lambda engine: engine.release(blocks))
-
-    async def look(self) -> Facts:
-        return await self.call(facts)
-
     async def call(self, function: Callable[[Engine], T]) -> T:
-        """Runs `function(engine)` in the engine's thread. Its exception is raised here. A cancelled caller's command still runs.
-
-        Raises EngineStopped if the thread has stopped.
-        """
         if self._stopped:
             raise EngineStopped("the engine has stopped")
         future: asyncio.Future[T] = self._loop.create_future()
@@ -130,12 +50,8 @@ class EngineLoop:
         return await future
 
     def tell(self, function: Callable[[Engine], object]) -> None:
-        """Runs `function(engine)` in the engine's thread without waiting: for clean-up, which must not be cancelled. It must not raise."""
         self._commands.append((function, None))
         self._wake.set()
-
-    async def snapshot(self) -> tuple[int, list[bytes]]:
-        return await self.call(lambda engine: (self._cache_sequence, engine.pool.sealed_keys()))
 
     def activity(self) -> tuple[int, float | None, float | None]:
         cpu_s = None
@@ -219,9 +135,7 @@ class EngineLoop:
                 self._post(_resolve, future, value)
 
     def _publish_cache(self) -> None:
-        events = cache_events(self._engine.pool.drain_changes(), self._cache_sequence)
-        self._cache_sequence += len(events)
-        if events:
+        if events := self._cache_events():
             self._post(self._listener.on_cache, events)
 
     def _post(self, function: Callable[..., None], *args: object) -> None:

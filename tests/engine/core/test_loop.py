@@ -15,10 +15,11 @@ import pytest
 
 from baton.engine.core.block_key import MAX_EVENT_KEYS, root_key
 from baton.engine.core.blocks import CacheChange
+from baton.engine.core.commands import facts
 from baton.engine.core.contract import CacheEvent, EngineStopped, Listener, cache_events
 from baton.engine.core.engine import Engine, Output, TooLong
 from baton.engine.core.kvcache import KvPool
-from baton.engine.core.loop import EngineLoop, facts
+from baton.engine.core.loop import EngineLoop
 from baton.engine.core.protocol import Chunk, Tokens
 from baton.engine.core.sampling import SamplingParams
 from baton.engine.core.scheduler import Limits

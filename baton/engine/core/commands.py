@@ -1,0 +1,110 @@
+"""The commands of our own engine: each is a function that runs between two of its steps."""
+
+from collections.abc import Callable
+from collections.abc import Sequence as Seq
+from dataclasses import replace
+from typing import TypeVar
+
+from baton.engine.core.contract import CacheEvent, Facts, Traits, cache_events
+from baton.engine.core.engine import Engine, learn
+from baton.engine.core.sequence import Sequence
+
+T = TypeVar("T")
+
+
+def facts(engine: Engine) -> Facts:
+    scheduler = engine.scheduler
+    return Facts(
+        running=len(scheduler.running) + len(scheduler.fetching),
+        waiting=len(scheduler.waiting),
+        waiting_tokens=sum(seq.pending for seq in (*scheduler.waiting, *scheduler.running) if seq.prefilling),
+        free_blocks=engine.pool.available,
+        cached_blocks=engine.pool.num_cached,
+        owned_blocks=engine.pool.num_owned,
+        sequences=len(engine.sequences),
+        credit_tokens=scheduler.credit_tokens(),
+        counts=replace(engine.counts),
+    )
+
+
+class Commands:
+    """What a caller may ask of an engine, as functions that run between two of its steps. Who runs the engine says how (`call`, `tell`)."""
+
+    def __init__(self, engine: Engine, tokenizer_fingerprint: str = "") -> None:
+        self._engine = engine
+        self._tokenizer_fingerprint = tokenizer_fingerprint
+        self.pool = engine.runner.pool
+        self._cache_sequence = 0  # of the last event of the prefix cache
+
+    async def call(self, function: Callable[[Engine], T]) -> T:
+        """Runs `function(engine)`. Its exception is raised here. A cancelled caller's command still runs. Raises EngineStopped."""
+        raise NotImplementedError
+
+    def tell(self, function: Callable[[Engine], object]) -> None:
+        """Runs `function(engine)` without waiting: for clean-up, which must not be cancelled. It must not raise."""
+        raise NotImplementedError
+
+    @property
+    def traits(self) -> Traits:
+        engine, runner = self._engine, self._engine.runner
+        return Traits(
+            model_fingerprint=runner.layout.model_fingerprint,
+            tokenizer_fingerprint=self._tokenizer_fingerprint,
+            max_model_len=engine.max_len,
+            max_num_seqs=engine.scheduler.limits.max_num_seqs,
+            num_blocks=engine.pool.num_blocks,
+            eos_token_ids=runner.eos_token_ids,
+            lends=True,
+        )
+
+    async def add(self, seq: Sequence) -> None:
+        await self.call(lambda engine: engine.add(seq))
+
+    async def reserve(self, seq: Sequence) -> bool:
+        return await self.call(lambda engine: engine.reserve(seq))
+
+    async def adopt(self, seq: Sequence, end: int | None = None, first: int | None = None) -> None:
+        def adopt(engine: Engine) -> None:
+            if end is not None:
+                engine.arrive(seq, end)
+            engine.adopt(seq, first)
+
+        await self.call(adopt)
+
+    async def give_up(self, seq: Sequence, filling: list[int], first: int | None = None) -> None:
+        def give_up(engine: Engine) -> None:
+            if seq.id in engine.sequences:
+                filling.extend(engine.give_up(seq, first))
+                return
+            if first is not None:
+                learn(seq, first)
+            engine.add(seq)
+
+        await self.call(give_up)
+
+    async def abort(self, seq_id: str, filling: list[int]) -> None:
+        await self.call(lambda engine: filling.extend(engine.abort(seq_id)))
+
+    def forget(self, seq_id: str) -> None:
+        self.tell(lambda engine: engine.abort(seq_id))
+
+    async def pin(self, keys: Seq[bytes], pinned: list[int]) -> None:
+        await self.call(lambda engine: pinned.extend(engine.pin(keys)))
+
+    async def release(self, blocks: Seq[int]) -> None:
+        await self.call(lambda engine: engine.release(blocks))
+
+    def release_soon(self, blocks: Seq[int]) -> None:
+        self.tell(lambda engine: engine.release(blocks))
+
+    async def look(self) -> Facts:
+        return await self.call(facts)
+
+    async def snapshot(self) -> tuple[int, list[bytes]]:
+        return await self.call(lambda engine: (self._cache_sequence, engine.pool.sealed_keys()))
+
+    def _cache_events(self) -> list[CacheEvent]:
+        """What the prefix cache has gained and lost since the last call."""
+        events = cache_events(self._engine.pool.drain_changes(), self._cache_sequence)
+        self._cache_sequence += len(events)
+        return events

@@ -1,0 +1,145 @@
+"""Our own engine in the event loop's time: scheduler, blocks and prefix cache are the real ones. A step computes nothing, and takes as long
+as a model of it says."""
+
+import asyncio
+from collections import deque
+from collections.abc import Callable
+from collections.abc import Sequence as Seq
+from dataclasses import dataclass
+from typing import Any, TypeVar
+
+from baton.clock import loop_time
+from baton.engine.core.commands import Commands
+from baton.engine.core.contract import EngineStopped, Listener
+from baton.engine.core.engine import Engine
+from baton.engine.core.kvcache import KvLayout, KvPool
+from baton.engine.core.protocol import Chunk, Tokens
+from baton.engine.core.sampling import Sampled
+from baton.engine.core.scheduler import Limits
+
+T = TypeVar("T")
+VOCABULARY = 1 << 16
+ROOM_S = 0.05  # after it, an engine in which nothing fits looks again
+
+
+@dataclass(frozen=True, slots=True)
+class Pace:
+    """How long a step takes, in seconds."""
+
+    step_s: float = 0.02
+    prompt_token_s: float = 0.0005  # for each position of a prompt that is computed
+    sequence_s: float = 0.001  # for each sequence that decodes
+
+    def __call__(self, batch: Seq[Chunk]) -> float:
+        prompt = sum(chunk.n for chunk in batch if not chunk.seq.decoding)
+        decodes = sum(chunk.seq.decoding for chunk in batch)
+        return self.step_s + prompt * self.prompt_token_s + decodes * self.sequence_s
+
+
+class ModelledRunner:
+    """A `baton.engine.core.protocol.Runner`. Tokens say nothing: each is its position."""
+
+    vocab_size = VOCABULARY
+    eos_token_ids: frozenset[int] = frozenset()
+    separates_output = True  # as of every real model
+
+    def __init__(self, pace: Callable[[Seq[Chunk]], float], num_blocks: int, block_size: int, max_positions: int) -> None:
+        self._pace = pace
+        self.max_positions = max_positions
+        self.layout = KvLayout("model", "int8", block_size, 1, 1, 1)
+        self.pool = KvPool(self.layout, num_blocks)
+        self.step_s = 0.0  # of the last step
+
+    def run(self, batch: Seq[Chunk]) -> list[Tokens]:
+        self.step_s = self._pace(batch)
+        return [(Sampled(len(chunk.seq.tokens) % VOCABULARY),) if chunk.samples else () for chunk in batch]
+
+    def copy(self, source: int, target: int) -> None: ...
+
+
+class ModelledEngine(Commands):
+    """A `baton.engine.core.contract.ServingEngine` that needs no thread: a task of the event loop steps it."""
+
+    def __init__(self, runner: ModelledRunner, limits: Limits, listener: Listener, tokenizer_fingerprint: str = "") -> None:
+        max_len = min(runner.max_positions, runner.pool.num_blocks * runner.layout.block_size)
+        super().__init__(Engine(runner, limits, max_len), tokenizer_fingerprint)
+        self._runner = runner
+        self._listener = listener
+        self._commands: deque[tuple[Callable[[Engine], Any], asyncio.Future[Any] | None]] = deque()
+        self._wake = asyncio.Event()
+        self._laps = 0
+        self._busy_since: float | None = None
+        self._task: asyncio.Task[None] | None = None
+
+    def start(self) -> None:
+        self._task = asyncio.get_running_loop().create_task(self._run())
+
+    async def call(self, function: Callable[[Engine], T]) -> T:
+        if self._task is None or self._task.done():
+            raise EngineStopped("the engine has stopped")
+        future: asyncio.Future[T] = asyncio.get_running_loop().create_future()
+        self._commands.append((function, future))
+        self._wake.set()
+        return await future
+
+    def tell(self, function: Callable[[Engine], object]) -> None:
+        self._commands.append((function, None))
+        self._wake.set()
+
+    def activity(self) -> tuple[int, float | None, float | None]:
+        return self._laps, self._busy_since, None
+
+    async def close(self) -> None:
+        if self._task is not None:
+            self._task.cancel()
+            await asyncio.wait([self._task])
+        while self._commands:
+            _, future = self._commands.popleft()
+            if future is not None and not future.done():
+                future.set_exception(EngineStopped("the engine has stopped"))
+
+    async def _run(self) -> None:
+        engine = self._engine
+        while True:
+            while self._commands:
+                self._execute(*self._commands.popleft())
+            if engine.idle:
+                self._wake.clear()
+                await self._wake.wait()
+                continue
+            self._laps += 1
+            self._busy_since, self._runner.step_s = loop_time(), 0.0
+            outputs = engine.step(loop_time())
+            await asyncio.sleep(self._runner.step_s)
+            self._busy_since = None
+            self._publish()
+            if outputs:
+                self._listener.on_step(outputs)
+            elif not self._runner.step_s:
+                await self._room()
+
+    async def _room(self) -> None:
+        """No sequence fits: only a command can change that."""
+        self._wake.clear()
+        try:
+            async with asyncio.timeout(ROOM_S):
+                await self._wake.wait()
+        except TimeoutError:
+            pass
+
+    def _execute(self, function: Callable[[Engine], T], future: "asyncio.Future[T] | None") -> None:
+        try:
+            value = function(self._engine)
+        except Exception as error:
+            if future is None:
+                raise
+            if not future.done():
+                future.set_exception(error)
+        else:
+            if future is not None and not future.done():
+                future.set_result(value)
+        self._publish()
+
+    def _publish(self) -> None:
+        if events := self._cache_events():
+            self._listener.on_cache(events)
