@@ -1,4 +1,4 @@
-"""From the address that a person or a program gives to gRPC targets, and how a channel to one behaves."""
+"""Turns the address that a person or a program gives into gRPC targets, and says how a channel to one behaves."""
 
 import json
 import re

@@ -5,7 +5,8 @@
 Two prefill workers of the toy model, which waits 60 µs for each prompt token that it computes: a missed prefix costs 46 ms. Each keeps two
 thirds of the prefixes: a request at the wrong worker computes its prefix and pushes another one out. Each request goes to a router drawn
 at random. Requests arrive as a Poisson process, whether or not earlier ones have ended. Each repeat draws its own load, which
-all arms get, in turned order; each arm starts with empty caches. Ratios are to the one router of the same repeat.
+all arms get, in turned order; each arm starts with empty caches. Ratios are to the one router of the same repeat. Arms with idle routers
+show what these cost the machine's cores: the rest of a difference is the routers' choices.
 """
 
 import argparse
@@ -28,7 +29,7 @@ from baton.client import AsyncClient
 from baton.models.make_small import make_toy
 from baton.v1 import worker_pb2, worker_pb2_grpc
 
-ARMS = (1, 2, 3)  # routers
+ARMS = {"1": (1, 1), "2": (2, 2), "3": (3, 3), "2, one used": (2, 1), "3, one used": (3, 1)}  # routers, and how many get requests
 PREFIXES, PREFIX, SUFFIX, OUTPUT = 64, 768, 64, 8  # prefixes; tokens of each, of what follows it, and of the output
 WAIT_S = 20.0
 SKEW = 0.8  # exponent of Zipf's law: how much more often the first prefixes are asked for than the last
@@ -98,21 +99,22 @@ def main() -> None:
     options = parser.parse_args()
     results: dict[str, Any] = {"machine": describe(), "rate": options.rate, "seconds": options.seconds, "seed": options.seed}
     print(results["machine"])
-    rows: dict[int, list[dict[str, float]]] = {arm: [] for arm in ARMS}
+    rows: dict[str, list[dict[str, float]]] = {arm: [] for arm in ARMS}
     with tempfile.TemporaryDirectory() as folder:
         make_toy(Path(folder) / "toy", token_delay_us=60)
         for repeat in range(options.repeats):
             plan = arrivals(random.Random(f"{options.seed} {repeat}"), options.rate, options.seconds)
-            for arm in ARMS[:: -1 if repeat % 2 else 1]:
-                with cluster(Path(folder) / "toy", *FLAGS, "--router.replicas", str(arm)) as endpoints:
-                    rows[arm].append(asyncio.run(run(doors(endpoints["admin"], arm), plan)))
+            for arm in list(ARMS)[:: -1 if repeat % 2 else 1]:
+                there, used = ARMS[arm]
+                with cluster(Path(folder) / "toy", *FLAGS, "--router.replicas", str(there)) as endpoints:
+                    rows[arm].append(asyncio.run(run(doors(endpoints["admin"], there)[:used], plan)))
                 print(f"  repeat {repeat}, {arm} routers, {len(plan)} requests: {shown(rows[arm][-1])}", flush=True)
-    results["routers"] = {str(arm): row for arm, row in rows.items()}
+    results["routers"] = rows
     print(f"\nmedian ratio to one router (range over {options.repeats} repeats)")
-    for arm in ARMS[1:]:
+    for arm in list(ARMS)[1:]:
         cells = []
         for name in rows[arm][0]:
-            ratios = [many[name] / one[name] for many, one in zip(rows[arm], rows[1], strict=True)]
+            ratios = [many[name] / one[name] for many, one in zip(rows[arm], rows["1"], strict=True)]
             cells.append(f"{name} {statistics.median(ratios):.3f} ({min(ratios):.3f} … {max(ratios):.3f})")
         print(f"  {arm} routers: " + ", ".join(cells))
     if options.json:

@@ -172,7 +172,7 @@ def merge(campaigns: Sequence[Campaign]) -> Campaign:
 
 
 def _offered(workload: Mapping[str, Any]) -> dict[str, Any]:
-    """Without the length of the runs, which each run states itself: a longer run offers the same requests, and more of them."""
+    """Leaves out the length of the runs, which each run states itself: a longer run offers the same requests, and more of them."""
     return {name: value for name, value in workload.items() if name != "duration_s"}
 
 

@@ -114,7 +114,7 @@ def _report(campaign: "Campaign", folder: Path) -> None:
 
 
 def _calibrated(plan: "Plan", comparison: "Comparison") -> tuple["Plan", "Comparison"]:
-    """With the objectives and the rates that nobody gave. Raises as `calibrate` does."""
+    """Adds the objectives and the rates that nobody gave. Raises as `calibrate` does."""
     from loadtest.calibrate import calibrate
     from loadtest.plan import TRACE
 

@@ -38,7 +38,7 @@ class Capacity:
 
 
 def capacity(attained: Sequence[tuple[float, float | None]], attainment: float = ATTAINMENT) -> Capacity:
-    """From (rate, attainment) pairs. A rate that holds above one that does not is luck: what counts is the first failure from below."""
+    """Judges (rate, attainment) pairs. A rate that holds above one that does not is luck: what counts is the first failure from below."""
     holds: float | None = None
     for rate, share in sorted(attained):
         if share is None:
@@ -97,7 +97,7 @@ async def judge_arm(rates: Sequence[float], chosen: float | None, measure: Measu
 
 
 async def _sweep(rates: Sequence[float], measure: Measure, attained: Callable[[Probe], float | None]) -> list[Probe]:
-    """From the lowest rate up. It ends once two rates have failed: at higher rates every request would time out, which takes long and
+    """Goes from the lowest rate up. It ends once two rates have failed: at higher rates every request would time out, which takes long and
     shows nothing new."""
     probes: list[Probe] = []
     failed = 0

@@ -45,7 +45,7 @@ class Lengths:
 
 
 def share(seconds: float, seeds: int, clusters: int) -> float:
-    """Of one cluster of one seed; each of the pilot's has PILOT more of them."""
+    """The share of one cluster of one seed; each of the pilot's has PILOT more of them."""
     return seconds / ((seeds + PILOT) * clusters)
 
 

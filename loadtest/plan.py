@@ -132,7 +132,7 @@ class Plan:
 
     @property
     def window(self) -> Window:
-        """Of a run that has the workload's length."""
+        """The window of a run that has the workload's length."""
         return self.window_of(self.workload.duration_s)
 
     def window_of(self, duration_s: float) -> Window:

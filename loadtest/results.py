@@ -64,7 +64,7 @@ class Point:
 
     @property
     def attainment(self) -> float:
-        """Of all requests of its runs together, so a run with few counts little. A run that counts has at least one request."""
+        """The share of all requests of its runs together, so a run with few counts little. A run that counts has at least one request."""
         return 1 - self.misses.total() / self.requests
 
     @property
@@ -102,7 +102,7 @@ class Results:
         return [Point(arm, run.probe.rate, (run,)) for run in sorted(flawed, key=lambda run: run.probe.rate)]
 
     def points(self, arm: str) -> list[Point]:
-        """By rate, from the lowest."""
+        """Points by rate, from the lowest."""
         runs = sorted(self.sound(arm), key=lambda run: run.probe.rate)
         return [Point(arm, rate, tuple(same)) for rate, same in itertools.groupby(runs, key=lambda run: run.probe.rate)]
 
@@ -120,7 +120,7 @@ class Results:
 
     @property
     def seeds(self) -> tuple[int, ...]:
-        """In the order in which they first ran. The first is the campaign's pilot, which bisected."""
+        """Seeds in the order in which they first ran. The first is the campaign's pilot, which bisected."""
         return tuple(dict.fromkeys(run.probe.seed for run in self.runs))
 
     @property

@@ -50,7 +50,7 @@ class Slo:
 
     @classmethod
     def parse(cls, text: str) -> Self:
-        """From "ttft=500ms,tpot=50ms,itl_p99=0.2s". Raises a ValueError that names the wrong part."""
+        """Reads "ttft=500ms,tpot=50ms,itl_p99=0.2s". Raises a ValueError that names the wrong part."""
         limits: dict[str, float] = {}
         for part in text.split(","):
             name, _, value = (word.strip() for word in part.partition("="))
@@ -79,7 +79,7 @@ def _gaps(name: str, tokens: int) -> int:
 
 
 def rounded_up(seconds: float) -> float:
-    """To two digits, so that a proposed objective is easy to read and to type. Raises ValueError for 0."""
+    """Rounds up to two digits, so that a proposed objective is easy to read and to type. Raises ValueError for 0."""
     step: float = 10.0 ** (math.floor(math.log10(seconds)) - 1)
     return float(f"{math.ceil(seconds / step - 1e-9) * step:.2g}")
 

@@ -81,7 +81,7 @@ def _clear(differences: list[float], family: int) -> bool | None:
 
 
 def _leader(results: Results, bests: Mapping[str, Best], family: int) -> str | None:
-    """Of the arms that no other is ahead of beyond the spread, the one with the largest mean goodput; None: no arm has any.
+    """The arm with the largest mean goodput among those that no other is ahead of beyond the spread; None: no arm has any.
 
     Arms may be judged by different seeds, where some runs are void, so the largest mean alone may be that of easier seeds.
     """
@@ -92,7 +92,7 @@ def _leader(results: Results, bests: Mapping[str, Best], family: int) -> str | N
 
 
 def _held(results: Results, arm: str) -> Point | None:
-    """Of the arm's points that hold the attainment, over all its runs that count, the one with the largest goodput."""
+    """The arm's point with the largest goodput among those that hold the attainment, over all its runs that count."""
     points = [point for point in results.points(arm) if point.attainment >= ATTAINMENT]
     return max(points, key=lambda point: fmean(run.goodput for run in point.runs), default=None)
 

@@ -8,6 +8,6 @@ TOP_BYTES = 12  # of one alternative of a token, as it waits
 
 @dataclass(slots=True)
 class Backlog:
-    """Of one answer: its choices share it."""
+    """The backlog of one answer: its choices share it."""
 
     size: int = 0  # bytes

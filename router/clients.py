@@ -67,7 +67,7 @@ class GrpcWorkers:
 
     @property
     def unread_bytes(self) -> int:
-        """Of answers, that wait for their clients to read."""
+        """How much of answers waits for their clients to read."""
         return sum(session.unread_bytes for session in self._sessions.values())
 
     async def prefill(

@@ -258,7 +258,7 @@ def _sum(counts: Iterable[dict[str, int]]) -> dict[str, int]:
 
 
 def _newest(states: list[dict[str, Any]], what: str, by: str, most: int) -> list[dict[str, Any]]:
-    """Of `requests`, the oldest, as every router lists them; of what has ended, the newest."""
+    """The oldest of `requests`, as every router lists them; of what has ended, the newest."""
     return sorted((one for state in states for one in state[what]), key=lambda one: one[by], reverse=True)[:most]
 
 

@@ -259,7 +259,7 @@ class Members:
             self._change()
 
     def records(self) -> list[WorkerRecord]:
-        """Of all members, usable or not, sorted by name."""
+        """All members' records, usable or not, sorted by name."""
         return [self._members[name].record for name in sorted(self._members)]
 
     def standing(self, name: str) -> Standing:

@@ -69,7 +69,7 @@ class Pieces:
 
     @property
     def size(self) -> int:
-        """As `Token.size`."""
+        """See `Token.size`."""
         return sum(piece.token.size for piece in self.pieces)
 
 

@@ -27,7 +27,7 @@ class Objectives:
 
 @dataclass(frozen=True, slots=True)
 class Times:
-    """Of one request, in seconds. `stages`: those of `baton.stages.STAGES`."""
+    """The times of one request, in seconds. `stages`: those of `baton.stages.STAGES`."""
 
     stages: Mapping[str, float]
     e2e_s: float

@@ -42,7 +42,7 @@ class ClusterView:
         return self.models.of(record) if record else None
 
     def misfit(self, name: str) -> str | None:
-        """As `ServedModel.misfit`, of the member's model."""
+        """See `ServedModel.misfit`: of the member's model."""
         model = self.model_of(name)
         return model.misfit(name) if model else None
 
@@ -54,12 +54,12 @@ class ClusterView:
     # Prefix caches
 
     def apply(self, event: BlockEvent) -> Applied:
-        """As `PrefixIndex.apply`."""
+        """See `PrefixIndex.apply`."""
         model = self.model_of(event.worker)
         return model.index.apply(event) if model else "stale"
 
     def fill(self, worker: str, incarnation: int, sequence: int) -> Filling | Applied:
-        """As `PrefixIndex.fill`."""
+        """See `PrefixIndex.fill`."""
         model = self.model_of(worker)
         return model.index.fill(worker, incarnation, sequence) if model else "stale"
 
@@ -68,6 +68,6 @@ class ClusterView:
         return [name for model in self.models.values() for name in model.index.needing_snapshot()]
 
     def sweep(self, most: int) -> None:
-        """As `PrefixIndex.sweep`, for each model."""
+        """See `PrefixIndex.sweep`: for each model."""
         for model in self.models.values():
             model.index.sweep(most)

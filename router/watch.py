@@ -141,7 +141,7 @@ class Watch:
                     await asyncio.sleep(0)
 
     async def _run_snapshots(self) -> None:
-        """After a missed event, asks the worker for its whole cache until that is known."""
+        """Asks a worker, after a missed event, for its whole cache until that is known."""
         asked: set[str] = set()
         async with asyncio.TaskGroup() as group:
             while True:

@@ -114,7 +114,7 @@ class WatchedWorkers(Protocol):
     """Those who are members of the cluster."""
 
     async def probe(self, worker: WorkerRecord, timeout_s: float) -> Answer:
-        """As in `Workers`."""
+        """See `Workers`."""
         ...
 
     def snapshot(self, worker: WorkerRecord) -> AsyncGenerator[CachePage, None]:

@@ -89,7 +89,9 @@ HOMES = {
         "baton/models/",
     ),
     "numba": ("baton/engine/cpu/",),
-    "llvmlite": tuple(f"baton/engine/cpu/{name}.py" for name in ("amx", "dots", "features", "primitives", "softmax", "tile")),
+    "llvmlite": tuple(
+        f"baton/engine/cpu/{name}.py" for name in ("amx", "amx_int4", "amx_products", "dots", "features", "primitives", "softmax", "tile")
+    ),
     "triton": ("baton/engine/gpu/triton_",),
     "flashinfer": ("baton/engine/gpu/flashinfer_backend.py",),
     "flash_attn": ("baton/engine/gpu/flash_attn_backend.py",),

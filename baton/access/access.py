@@ -136,7 +136,7 @@ def _first(*layers: Identity) -> Identity:
 
 
 def _checked(identity: Identity) -> Identity:
-    """With TLS on if any of its files is named. Raises ConfigError."""
+    """Checks the files, and switches TLS on if one is named. Raises ConfigError."""
     if (identity.cert is None) != (identity.key is None):
         raise ConfigError("cert and key go together: give both or neither")
     for file in (identity.ca, identity.cert, identity.key):

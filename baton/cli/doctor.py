@@ -92,7 +92,7 @@ print(pool_bytes(options(load().config)))
 
 
 def _pool_needed(config: Config) -> int:
-    """Of the model that is served; if that cannot be known, the most that a pool may take."""
+    """What the served model's pool takes; if that cannot be known, the most that a pool may take."""
     found = _tried("pool", POOL, 60.0, env=to_env(with_model(config)))
     return int(found.detail) if found.verdict == "ok" else _pool_bytes(config)
 
@@ -149,7 +149,7 @@ print(f"with {torch.get_num_threads()} threads, for 1, 8 and 256 rows: {said}; a
 
 
 def _threads(config: Config) -> str:
-    """Of a worker; 0: as many as torch chooses."""
+    """How many a worker computes with; 0: as many as torch chooses."""
     return str(config.engine.threads or quota_cores() or 0)
 
 

@@ -45,6 +45,6 @@ async def _resize(launcher: KubernetesLauncher, sizes: Sizes, err: Console) -> s
 
 
 def load_of(worker: dict[str, Any]) -> Load:
-    """Of a worker as `read_status` gives it: what its end would disturb. Last comes its cache, which costs time only."""
+    """What the end of a worker, as `read_status` gives it, would disturb. Last comes its cache, which costs time only."""
     load = worker["load"]
     return (load["running"], load["waiting"], load["leases"], load["cached_blocks"])

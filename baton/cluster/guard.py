@@ -45,7 +45,7 @@ def metadata(config: Config) -> tuple[tuple[str, str], ...]:
 
 
 class Guard:
-    """At one of these doors of a process; not the page's, which has its own rule."""
+    """Checks who may use one of these doors of a process; the page has its own rule."""
 
     def __init__(self, config: Config, keys: ApiKeys | None = None) -> None:
         """`keys`: those of a router, which reads them again itself. Without them the guard loads the file, and reads it again when it

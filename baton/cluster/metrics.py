@@ -337,7 +337,7 @@ class Histogram:
         self.sum += value
 
     def observe_all(self, values: Sequence[float]) -> None:
-        """Without a step of Python for each value."""
+        """Observes many values without a step of Python for each."""
         for place, count in Counts(map(partial(bisect_left, self.bounds), values)).items():
             self.counts[place] += count
         self.sum += sum(values)

@@ -56,7 +56,7 @@ class Registry(Protocol):
         """Append `events` in order. A call that failed may still have stored them: publish them again, readers drop duplicates."""
 
     async def events(self, after: str | None, wait_s: float) -> tuple[list[BlockEvent], str]:
-        """At most EVENTS_BATCH events after the cursor `after`, and the cursor for the next call; waits up to `wait_s` for a first one.
+        """Returns at most EVENTS_BATCH events after the cursor `after`, and the next call's cursor; waits up to `wait_s` for a first one.
 
         `after` None means from now on, and returns a cursor immediately. Old events are dropped: a reader that is too far behind, or whose
         registry lost its contents, sees a gap in `BlockEvent.sequence`.

@@ -81,7 +81,7 @@ def certificates(security: SecurityConfig) -> Certificates | None:
 
 
 def server_context(security: SecurityConfig) -> ssl.SSLContext | None:
-    """For a listener of asyncio; None without TLS. Raises ConfigError for files that cannot be used."""
+    """Returns what a listener of asyncio needs; None without TLS. Raises ConfigError for files that cannot be used."""
     files = certificates(security)
     if files is None:
         return None
@@ -97,7 +97,7 @@ def server_context(security: SecurityConfig) -> ssl.SSLContext | None:
 
 
 def server_credentials(security: SecurityConfig) -> grpc.ServerCredentials | None:
-    """For a gRPC server; None without TLS. The caller must keep the object as long as the server. Raises ConfigError."""
+    """Returns what a gRPC server needs; None without TLS. The caller must keep the object as long as the server. Raises ConfigError."""
     files = certificates(security)
     if files is None:
         return None
@@ -110,7 +110,7 @@ def server_credentials(security: SecurityConfig) -> grpc.ServerCredentials | Non
 
 
 def channel_credentials(security: SecurityConfig) -> grpc.ChannelCredentials | None:
-    """For a channel to a process of our cluster; None without TLS. Raises ConfigError."""
+    """Returns what a channel to a process of our cluster needs; None without TLS. Raises ConfigError."""
     files = certificates(security)
     if files is None:
         return None

@@ -1,4 +1,4 @@
-"""From a folder and a memory budget to an engine: which runner, how many blocks, how long a sequence may be."""
+"""Makes an engine of a folder and a memory budget: which runner, how many blocks, how long a sequence may be."""
 
 import json
 from collections.abc import Callable

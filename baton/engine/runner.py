@@ -33,7 +33,7 @@ log = logging.getLogger(__name__)
 
 
 def ignore_progress(done: int, total: int) -> None:
-    """For callers that do not follow the load."""
+    """Serves callers that do not follow the load."""
 
 
 class ModelRunner:

@@ -1,4 +1,4 @@
-"""From options to an engine that runs, whichever it is."""
+"""Starts an engine from options, whichever it is."""
 
 import asyncio
 from collections.abc import Callable

@@ -78,7 +78,7 @@ def that_closes(tunnel: Any) -> Any:
 
 
 def with_own_account(config: Any, settings: Any) -> None:
-    """In a pod that has a service account. Raises the error of the kubeconfig anywhere else."""
+    """Connects from a pod that has a service account. Raises the error of the kubeconfig anywhere else."""
     try:
         config.load_incluster_config(client_configuration=settings)
     except config.ConfigException:

@@ -64,7 +64,7 @@ class Template:
 
 
 def _number(name: str) -> int:
-    """Of a process: the last part of its name."""
+    """The last part of a process' name."""
     number = name.rpartition("-")[2]
     return int(number) if number.isdigit() else 0
 
@@ -82,7 +82,7 @@ class ProcessState:
 
 @dataclass(frozen=True, slots=True)
 class RestartRule:
-    """In seconds. The wait doubles from `backoff_s` to `max_backoff_s`; after a run of `stable_s`, the next wait is `backoff_s` again."""
+    """Seconds. The wait doubles from `backoff_s` to `max_backoff_s`; after a run of `stable_s`, the next wait is `backoff_s` again."""
 
     backoff_s: float = 0.5
     max_backoff_s: float = 30.0

@@ -76,7 +76,7 @@ def is_leaving(pod: Object) -> bool:
 
 
 def has_ended(pod: Object) -> bool:
-    """For good: its Deployment no longer counts it, and only its object is left (a pod that was evicted, for example)."""
+    """Whether it is over for good: its Deployment no longer counts it, and only its object is left (a pod that was evicted, say)."""
     return pod.get("status", {}).get("phase") in ("Succeeded", "Failed")
 
 
@@ -94,7 +94,7 @@ def is_placed(pod: Object) -> bool:
 
 
 def grace_s(pod: Object) -> float:
-    """From the order to stop to the end."""
+    """The time from the order to stop to the end."""
     return float(pod["spec"].get("terminationGracePeriodSeconds") or 30)
 
 

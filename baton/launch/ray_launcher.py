@@ -52,7 +52,7 @@ class Supervisor:
         self._child.start()
 
     async def state(self) -> tuple[int, ProcessState]:
-        """With our own pid: if it changes, the child's restarts are counted from zero again."""
+        """Has our own pid: if it changes, the child's restarts are counted from zero again."""
         return os.getpid(), await self._child.state()
 
     async def stop(self) -> ProcessState:

@@ -79,7 +79,7 @@ class EmbeddedRedis:
 
     @property
     def url(self) -> str:
-        """For redis clients. Holds the password."""
+        """The URL for redis clients. Holds the password."""
         return f"redis://:{self.password}@{target(self.host, self.port)}/0"
 
     def stop(self) -> None:

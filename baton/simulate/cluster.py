@@ -117,5 +117,5 @@ class SimulatedCluster:
             await self.beat()
 
     async def ask(self, prompt: list[int], max_tokens: int, timeout_s: float = 60.0, priority: int = 0, router: int = 0) -> Request:
-        """As `SimulatedRouter.ask`. Ids are r0, r1, …"""
+        """See `SimulatedRouter.ask`. Ids are r0, r1, …"""
         return await self.routers[router].ask(f"r{next(self._numbers)}", prompt, max_tokens, timeout_s, priority)

@@ -56,6 +56,6 @@ class _Jumping(selectors.SelectSelector):
 
 
 def run(main: Coroutine[Any, Any, T]) -> T:
-    """As `asyncio.run`, in virtual time. Raises Deadlock."""
+    """Same as `asyncio.run`, in virtual time. Raises Deadlock."""
     with asyncio.Runner(loop_factory=VirtualLoop) as runner:
         return runner.run(main)

@@ -269,7 +269,7 @@ class Host:
         return Identity(self.name, self.incarnation, self.engine.traits.model_fingerprint)
 
     def residue(self) -> Residue:
-        """As of the last look."""
+        """What the last look saw."""
         now = self._facts
         return Residue(now.sequences, self.port.exporter.num_leases, self.port.importer.quarantined_blocks, now.owned_blocks)
 

@@ -201,7 +201,7 @@ class Writer:
             yield self._chunk(index, self._shape.last() | self._sampling(choice), finish=choice.finish)
 
     def end(self) -> Iterator[_Json]:
-        """After all choices have finished."""
+        """Call it after all choices have finished."""
         if self._asked.include_usage:
             yield self._chunk_head | {"choices": [], "usage": self.usage()}
 
@@ -234,7 +234,7 @@ class Writer:
                 choice.cached_tokens = event.request.trace.cached_tokens
 
     def _sampling(self, choice: Choice) -> _Json:
-        """For the first chunk of a choice."""
+        """What the first chunk of a choice says."""
         told, choice.sampling = choice.sampling, {}
         return told
 

@@ -34,7 +34,7 @@ class Chunk:
 
     @property
     def tokens(self) -> list[int]:
-        """At the positions that are computed."""
+        """Those at the positions that are computed."""
         return [*self.seq.tokens[self.seq.computed : self.seq.computed + self.n], *self.drafts]
 
     @property
@@ -56,7 +56,7 @@ Tokens = tuple[Sampled, ...]  # what a chunk yields
 
 
 def accepted(drafts: Seq[int], sampled: Seq[Sampled]) -> Tokens:
-    """Of what was sampled after the known tokens and after each guess: up to the first token that was not guessed."""
+    """What was sampled after the known tokens and after each guess, up to the first token that was not guessed."""
     right = takewhile(lambda pair: pair[0] == pair[1].token, zip(drafts, sampled, strict=False))
     return tuple(sampled[: sum(1 for _ in right) + 1])
 

@@ -145,7 +145,7 @@ class CompiledOps(Ops):
 
 
 def choice(kind: torch.dtype) -> products.Choice:
-    """Of what multiplies weights of this type, with as many threads as torch has now."""
+    """Chooses what multiplies weights of this type, with as many threads as torch has now."""
     return products.choice(kind, torch.get_num_threads(), _arm)
 
 

@@ -32,7 +32,7 @@ def attend_in_place(paged: PagedKv, layer: int, q: Tensor, kv: Tensor, out: Tens
 
 
 def store(kv: Tensor, kv_layer: KvLayer, slots: Tensor) -> None:
-    """As `baton.engine.model.attention.store`."""
+    """See `baton.engine.model.attention.store`."""
     _store(in_rows(kv), kv_layer.slots, slots)
 
 
@@ -135,7 +135,7 @@ def _attend(
     pool, layers, layer, parts, kv_heads, block_size, q, q_stride0, heads, dim, kv, kv_stride0, out, value_dim, index, size,
     window, softcap, scale,
 ):  # fmt: skip
-    """For the first `size` tokens; those of one sequence are neighbours, one position apart. A token's key and value are stored in their
+    """The first `size` tokens; those of one sequence are neighbours, one position apart. A token's key and value are stored in their
     slot; then its query sees the slots up to its own, or those in its window, and no others. Other threads may compute the tokens before
     it, so it stores theirs, too: the same bytes."""
     positions, bases, tables = index[:size], index[size : 2 * size], index[2 * size :]

@@ -103,7 +103,7 @@ def _close(choice, groups, open_groups, two):
     scale=REAL,
 )
 def route(logits, bias, has_bias, shares, ids, tokens, experts, chosen, sigmoid, groups, open_groups, normalised, scale):
-    """As `baton.engine.model.ops.Ops.route`. Of equal experts, the first is chosen."""
+    """See `baton.engine.model.ops.Ops.route`. Of equal experts, the first is chosen."""
     first, last = share(tokens)
     scores, choice = np.empty(experts, np.float32), np.empty(experts, np.float32)
     for token in range(first, last):
@@ -129,7 +129,7 @@ def route(logits, bias, has_bias, shares, ids, tokens, experts, chosen, sigmoid,
     out=numbers("tokens", "width"),
 )
 def combine(y, shares, more, has_more, out, tokens, chosen, width):
-    """As `baton.engine.model.ops.Ops.combine`."""
+    """See `baton.engine.model.ops.Ops.combine`."""
     first, last = share(tokens)
     sums = np.empty(width, np.float32)
     for token in range(first, last):

@@ -14,7 +14,7 @@ ARCH_PRCTL, REQUEST_PERMISSION, TILES = 158, 0x1023, 18  # of Linux on x86-64
 
 
 def features() -> set[str]:
-    """Of the processor that Numba compiles for. Where the processor has AMX, it counts only if Linux lets this process use it."""
+    """What the processor can do that Numba compiles for. Where the processor has AMX, it counts only if Linux lets this process use it."""
     here = {name for name, there in binding.get_host_cpu_features().items() if there}
     found = here
     if config.CPU_NAME not in (None, "host"):

@@ -10,7 +10,7 @@ from numba import njit
 from numba.extending import overload
 from torch import Tensor
 
-from baton.engine.cpu import amx
+from baton.engine.cpu import amx, amx_int4
 from baton.engine.cpu.int8 import round_row
 from baton.engine.cpu.kernel import bfloat16s, body, floats, int32s, kernel, numbers
 from baton.engine.cpu.panels import CHUNK, CHUNK_BYTES, OUTS_PADDED, Product, padded
@@ -24,7 +24,7 @@ GROUPS = f"-(-width // {INT4_GROUP})"
 
 
 def multiplier(matrix: Tensor, scales: Tensor, bias: Tensor | None) -> Product:
-    """As `Ops.int4_multiplier`."""
+    """See `Ops.int4_multiplier`."""
     return Product(product_int4, (_panels(matrix), _beside(scales), padded(bias, len(matrix))), matrix.shape)
 
 
@@ -79,13 +79,13 @@ def multiply_int4_rows(x, weights, scales, bias, out, rows, width, outs):
 
 @body
 def multiply_int4_tiles(x, weights, scales, bias, out, rows, width, outs):
-    """By AMX. Panels are unpacked to int8 once for many rows."""
+    """Multiplies by AMX. Panels are unpacked to int8 once for many rows."""
     begin, end, first, last = part_of(rows, amx.ROWS, amx.CHUNK, -(-outs // OUTS))
     groups, lines = -(-width // INT4_GROUP), -(-width // LINE)
     wide, size = lines * LINE, in_parts(end - begin, amx.TILE, amx.CHUNK)
     rounded, steps = np.zeros(wide, np.uint8), np.empty(size, np.float32)
     laid, panel = from_line(np.zeros(size * wide + LINE, np.uint8)), from_line(np.empty(groups * INT4_GROUP * OUTS + LINE, np.int8))
-    spare = from_line(np.empty(amx.FLIGHT * amx.TILE * amx.TILE + LINE, np.int32))
+    spare = from_line(np.empty(amx_int4.FLIGHT * amx.TILE * amx.TILE + LINE, np.int32))
     sums = from_line(np.empty(amx.TILE * OUTS + LINE, np.float32))
     amx.begin_half_tiles()
     for start in range(begin, end, size):
@@ -96,13 +96,13 @@ def multiply_int4_tiles(x, weights, scales, bias, out, rows, width, outs):
         # Each block of rows fetches a share of the next panel, which is still in memory.
         ahead = -(-groups * WORDS * OUTS // (-(-count // amx.TILE)))
         for base in range(first * OUTS, last * OUTS, OUTS):
-            amx.unpack(weights[base * groups * WORDS :], groups, panel)
+            amx_int4.unpack(weights[base * groups * WORDS :], groups, panel)
             next_ = (base + OUTS) * groups * WORDS
             for block in range(0, count, amx.TILE):
                 for i in range(next_, next_ + ahead, LINE // weights.itemsize):
                     prefetch(weights, i)
                 next_ += ahead
-                amx.add_groups_by_tiles(laid[block * wide :], panel, scales[base * groups :], groups, spare, sums)
+                amx_int4.add_groups_by_tiles(laid[block * wide :], panel, scales[base * groups :], groups, spare, sums)
                 some = min(amx.TILE, count - block)
                 step_rows(sums, some, steps[block:], bias[base:], out[(start + block) * outs + base :], outs, min(OUTS, outs - base))
     amx.end_tiles(panel)

@@ -14,7 +14,7 @@ STEPS, SMALLEST = np.float32(127), np.finfo(np.float32).tiny
 
 @njit(error_model="numpy")
 def round_row(values, added, rounded):
-    """To int8, with `added` added, which may make it unsigned. Returns the step."""
+    """Rounds to int8, with `added` added, which may make it unsigned. Returns the step."""
     greatest = np.uint32(0)
     for i in range(len(values)):
         greatest = max(greatest, magnitude(wide(values[i])))
@@ -29,7 +29,7 @@ def round_row(values, added, rounded):
 
 @kernel("rows * width", x=numbers("rows", "width"), out=uint8s("rows", "width"), steps=floats("rows"))
 def quantize(x, out, steps, rows, width):
-    """As `Ops.quantize`."""
+    """See `Ops.quantize`."""
     first, last = share(rows)
     for row in range(first, last):
         steps[row] = round_row(x[row * width : (row + 1) * width], 128, out[row * width : (row + 1) * width])
@@ -43,7 +43,7 @@ def quantize(x, out, steps, rows, width):
     out=numbers("rows", "width"),
 )
 def dequantize(products, steps, bias, has_bias, out, rows, width):
-    """As `Ops.dequantize`. `out` may be `products`."""
+    """See `Ops.dequantize`. `out` may be `products`."""
     first, last = share(rows)
     for row in range(first, last):
         values, scaled, step = products[row * width : (row + 1) * width], out[row * width : (row + 1) * width], steps[row]

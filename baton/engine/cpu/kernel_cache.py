@@ -41,7 +41,7 @@ SAME_TIME = 1_000_000_000  # older versions of Numba compare times
 
 @dataclass(frozen=True, slots=True)
 class Place:
-    """Of the kernels that one file defines."""
+    """Where the kernels that one file defines are kept."""
 
     folder: Path
     file: Path  # stands for that file
@@ -134,7 +134,7 @@ def _forget_old(top: Path) -> None:
 
 
 def key_of(file: Path) -> str:
-    """Of the kernels that `file` defines: a digest of whatever their code depends on. All files of this folder count, for each may use any
+    """The key of the kernels in `file`: a digest of whatever their code depends on. All files of this folder count, for each may use any
     other, and of the processor only what they are compiled for: an image is built on another one."""
     own = b"" if file.parent == HERE else file.read_bytes()
     known = repr((sys.implementation.cache_tag, compiler(), target(), config.CPU_FEATURES, sorted(FEATURES), _sources())).encode()

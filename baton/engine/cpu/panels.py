@@ -8,7 +8,7 @@ import torch.nn.functional as F
 from numba.extending import overload
 from torch import Tensor
 
-from baton.engine.cpu import amx
+from baton.engine.cpu import amx, amx_products
 from baton.engine.cpu.int8 import round_row
 from baton.engine.cpu.kernel import body, floats, int8s, int32s, kernel, numbers
 from baton.engine.cpu.primitives import LINE, from_line, given, in_parts, room_for, share
@@ -60,14 +60,14 @@ def multiplier(matrix: Tensor, bias: Tensor | None) -> Product:
 
 
 def int8_multiplier(matrix: Tensor, scales: Tensor, bias: Tensor | None) -> Product:
-    """As `Ops.quantize`, the product with int8 `[outs, width]`, and `Ops.dequantize`, with the same bits; the matrix must fit."""
+    """Joins `Ops.quantize`, the product with int8 `[outs, width]`, and `Ops.dequantize`, with the same bits; the matrix must fit."""
     outs = len(matrix)
     begin = padded(matrix.sum(dim=1, dtype=torch.int32).mul_(-ADDED), outs)
     return Product(product_int8, (panels(matrix), padded(scales, outs), begin, padded(bias, outs)), matrix.shape)
 
 
 def padded(vector: Tensor | None, outs: int) -> Tensor:
-    """With a number for each row of the panels; None: zeros."""
+    """Returns a number for each row of the panels; None: zeros."""
     if vector is None:
         return torch.zeros(outs + -outs % OUTS)
     return F.pad(vector if vector.dtype == torch.int32 else vector.float(), (0, -outs % OUTS))
@@ -107,7 +107,7 @@ def _multiply_by(x, weights, bias, out, rows, width, outs):
         if width % (LINE // 2):
             multiply_rows(x, weights, bias, out, rows, width, outs)
         else:
-            amx.multiply_tiles(x, weights, bias, out, rows, width, outs)
+            amx_products.multiply_tiles(x, weights, bias, out, rows, width, outs)
 
     return by_tiles if amx.multiplies(weights) else multiply_rows.py_func
 
@@ -149,7 +149,7 @@ def _multiply_int8_by(x, weights, beside, out, rows, width, outs):
         if width % LINE or rows < TILES_FROM:
             multiply_rows_int8(x, weights, beside, out, rows, width, outs)
         else:
-            amx.multiply_tiles_int8(x, weights, beside, out, rows, width, outs)
+            amx_products.multiply_tiles_int8(x, weights, beside, out, rows, width, outs)
 
     return by_tiles if amx.multiplies(weights) else multiply_rows_int8.py_func
 

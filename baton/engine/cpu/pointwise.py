@@ -99,7 +99,7 @@ def embed(table, entries, ids, out, rows, width, scale):
 
 @kernel("8 * rows * half", positions=int64s("rows"), frequencies=floats("half"), out=complexes("rows", "1", "half"), amplitude=REAL)
 def turns(positions, frequencies, out, rows, half, amplitude):
-    """As `baton.engine.model.rope.rotation`."""
+    """See `baton.engine.model.rope.rotation`."""
     first, last = share(rows)
     for row in range(first, last):
         for i in range(half):
@@ -119,7 +119,7 @@ def _greatest(values):
 
 @kernel("rows * width", logits=floats("rows", "width"), ids=int64s("rows"))
 def greatest(logits, ids, rows, width):
-    """As `baton.engine.model.sampler.greatest`."""
+    """See `baton.engine.model.sampler.greatest`."""
     first, last = share(rows)
     for row in range(first, last):
         values, best, found = logits[row * width : (row + 1) * width], np.float32(-math.inf), 0
@@ -143,7 +143,7 @@ def greatest(logits, ids, rows, width):
     eps=REAL,
 )
 def latent_heads(absorbed, key, turned, turned_stride0, turned_stride1, weight, out, tokens, heads, rank, dim, eps):
-    """As `baton.engine.model.ops.Ops.latent_heads`."""
+    """See `baton.engine.model.ops.Ops.latent_heads`."""
     first, last = share(tokens)
     for token in range(first, last):
         for head in range(heads):
@@ -172,7 +172,7 @@ def norm_heads(x, x_stride0, x_stride1, weight, rows, heads, dim, eps):
 
 @kernel("8 * rows * width", x=numbers("rows", "width"), out=floats("rows", "width"), cap=REAL)
 def to_logits(x, out, rows, width, cap):
-    """As float32; with a cap, cap · tanh(x / cap)."""
+    """Returns float32; with a cap, cap · tanh(x / cap)."""
     first, last = share(rows * width)
     for i in range(first, last):
         value = wide(x[i])

@@ -109,7 +109,7 @@ def view_uint8(address, size):
 
 
 def view_like(array, address, size):
-    """Of the type of `array`."""
+    """A view of the type of `array`."""
 
 
 @overload(view_like)

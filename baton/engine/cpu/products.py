@@ -88,7 +88,7 @@ def measured(arms: Mapping[str, Multiply], dtype: torch.dtype) -> dict[str, list
 
 @cache
 def choice(kind: torch.dtype, threads: int, arm: Callable[[str, Tensor], Multiply]) -> Choice:
-    """For weights of this type. `arm(candidate, matrix)` raises ValueError if the candidate cannot multiply `[OUTS, WIDTH]` here."""
+    """The choice for such weights. `arm(candidate, matrix)` raises ValueError if the candidate cannot multiply `[OUTS, WIDTH]` here."""
     place = place_of(OWN)
     file = place.folder / f"products-{_machine(kind, threads):08x}.json" if place else None
     if file and (kept := _kept(file)):

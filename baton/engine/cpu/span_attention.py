@@ -14,7 +14,8 @@ from numba.extending import overload
 from torch import Tensor
 
 from baton.engine.cpu import amx
-from baton.engine.cpu.amx import add_rows_by_tiles, begin_tiles, end_tiles
+from baton.engine.cpu.amx import begin_tiles, end_tiles
+from baton.engine.cpu.amx_products import add_rows_by_tiles
 from baton.engine.cpu.decode_attention import EVERYTHING, in_rows
 from baton.engine.cpu.dots import lay_values, turn_keys
 from baton.engine.cpu.kernel import INT, REAL, int64s, kernel, numbers
@@ -175,7 +176,7 @@ def _give(sums, far, state, shape, out, apart):
 
 @njit
 def _seen(first, count, window):
-    """By `count` tokens, of which the first sees `first` keys: the sum."""
+    """How many keys `count` tokens see together, of which the first sees `first`."""
     total = 0
     for seen in range(first, first + count):
         total += min(seen, window)

@@ -218,7 +218,7 @@ def scaled(builder: Any, sums: Any, scales: Any, steps: Any, bias: Any) -> Calla
 
 @intrinsic
 def step_rows(context: Any, sums: Any, rows: Any, steps: Any, bias: Any, out: Any, apart: Any, some: Any) -> Any:
-    """As `scale_rows`, for sums of float32 that are scaled already: `out[r, o] = sums[r, o] · steps[r] + bias[o]`."""
+    """Same as `scale_rows`, for sums of float32 that are scaled already: `out[r, o] = sums[r, o] · steps[r] + bias[o]`."""
 
     def generate(context: Any, builder: Any, signature: Any, arguments: Any) -> Any:
         sums, rows, steps, bias, out, apart, some = arguments_of(context, builder, signature, arguments)
@@ -434,7 +434,7 @@ def store_rows(
 
 
 def store_normal_row(builder: Any, row: list[Any], place: Any) -> None:
-    """As `store_row`, for numbers none of which is subnormal: the instruction that rounds to bfloat16 would make these 0."""
+    """Same as `store_row`, for numbers none of which is subnormal: the instruction that rounds to bfloat16 would make these 0."""
     if place.type.pointee != I16 or "avx512bf16" not in FEATURES or LANES * VECTORS != 32:
         return store_row(builder, row, place)
     low, high = row

@@ -91,7 +91,7 @@ def _stretches(f: Fields) -> Iterator[Fields]:
 
 
 def recommended(path: Path) -> Recommended:
-    """From generation_config.json. `do_sample: false` means greedy. Raises CheckpointError for a value that no request could have."""
+    """Reads generation_config.json. `do_sample: false` means greedy. Raises CheckpointError for a value that no request could have."""
     f = Fields.read_if_there(path / GENERATION)
     numbers: dict[str, Fact] = {}
     for name in RECOMMENDED:

@@ -82,7 +82,7 @@ class TokenizerFiles:
 
 
 def gather(definition: str, settings: Fields, config: Fields) -> TokenizerFiles:
-    """From the text of tokenizer.json, tokenizer_config.json, config.json, and the older files beside them. Raises CheckpointError."""
+    """Joins the texts of tokenizer.json, tokenizer_config.json, config.json, and the older files beside them. Raises CheckpointError."""
     path = settings.file.parent
     tree = _tree(definition, path / TOKENIZER)
     settings.only("split_special_tokens", False)

@@ -74,5 +74,5 @@ class Captures:
 
 
 def uncaptured(compute: Compute) -> Compute:
-    """For a device without graphs."""
+    """Runs a step on a device without graphs."""
     return compute

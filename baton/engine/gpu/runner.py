@@ -130,7 +130,7 @@ class GpuRunner(ModelRunner):
 
     @torch.inference_mode()
     def copy(self, source: int, target: int) -> None:
-        """On the stream of the steps, so behind those that were submitted."""
+        """Copies on the stream of the steps, so behind those that were submitted."""
         self.blocks[target].copy_(self.blocks[source])
 
     def to_host(self, blocks: Seq[int]) -> None:

@@ -221,7 +221,7 @@ def _penalises(params: SamplingParams) -> bool:
 
 
 def pick_plainly(scores: Tensor, best: Tensor, filters: Filters) -> Tensor:
-    """In plain torch, by sorting. `baton.engine.gpu.triton_sampling.pick` is compared with it."""
+    """Picks in plain torch, by sorting. `baton.engine.gpu.triton_sampling.pick` is compared with it."""
     scaled = (scores - best[:, None]) / filters.temperature[:, None]
     least = filters.floor[:, None]
     if filters.any_top:

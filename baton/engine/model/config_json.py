@@ -62,7 +62,7 @@ SLIDING, FULL = "sliding_attention", "full_attention"
 
 
 def read_config(path: Path) -> ModelConfig:
-    """From config.json in the folder `path`, and the end tokens from all files that name some. Raises CheckpointError."""
+    """Reads config.json in the folder `path`, and the end tokens from all files that name some. Raises CheckpointError."""
     f = Fields.read(path / "config.json")
     names = f.get("architectures")
     if isinstance(names, list) and len(names) > 1:

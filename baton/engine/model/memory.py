@@ -50,7 +50,7 @@ def keep_memory() -> None:
 
 
 def zeros(shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
-    """For weights, which every step reads: close together, and in huge pages."""
+    """Memory for weights, which every step reads: close together, and in huge pages."""
     global _newest
     size = prod(shape) * dtype.itemsize
     with _giving:

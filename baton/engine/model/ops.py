@@ -65,7 +65,7 @@ class Ops:
         x.copy_(F.rms_norm(x, x.shape[-1:], None, eps) * weight)
 
     def logits(self, x: Tensor, cap: float | None) -> Tensor:
-        """As float32; with a cap, cap · tanh(x / cap)."""
+        """Returns float32; with a cap, cap · tanh(x / cap)."""
         x = x.float()
         return x if cap is None else cap * torch.tanh(x / cap)
 
@@ -180,5 +180,5 @@ class Ops:
 
 
 def _plain_int8(matrix: Tensor, steps: Tensor) -> Multiply:
-    """As `onednn.packed_int8`, with exactly the same results."""
+    """Same as `onednn.packed_int8`, with exactly the same results."""
     return lambda x: torch._int_mm(x.to(torch.int16).sub_(128).to(torch.int8), matrix.t()).float().mul_(steps)

@@ -96,7 +96,7 @@ def flat_fields(f: Fields) -> Fields:
 
 
 def read_rope(f: Fields, given: Fields, theta: float, dim: int) -> Rope:
-    """From `given`, one set of parameters, and `f`, the whole of config.json; `theta` is the base if `given` has none."""
+    """Reads `given`, one set of parameters, and `f`, the whole of config.json; `theta` is the base if `given` has none."""
     kind = given.get("rope_type", given.get("type", "default"))
     kind = "longrope" if kind == "su" else kind  # its earlier name, in Phi-3's files
     if not isinstance(kind, str) or kind not in KINDS:

@@ -145,7 +145,7 @@ def _stop_ids(params: SamplingParams, eos_token_ids: frozenset[int]) -> frozense
 
 
 def draw_plainly(scores: Tensor, rows: Seq[int], seqs: Seq[Sequence]) -> list[int]:
-    """From softmax(scores / temperature) under the filters."""
+    """Draws from softmax(scores / temperature) under the filters."""
     scores = scores[torch.tensor(rows, device=scores.device)]
     # Relative to the best token, so that no temperature overflows.
     scaled = (scores - scores.amax(dim=-1, keepdim=True)) / _column([seq.params.temperature for seq in seqs], scores)
@@ -240,7 +240,7 @@ def _mix64_(x: Tensor) -> Tensor:
 
 
 def _shift_right(x: Tensor, bits: int) -> Tensor:
-    """As if unsigned."""
+    """Shifts as if the numbers were unsigned."""
     return (x >> bits).bitwise_and_((1 << (64 - bits)) - 1)
 
 

@@ -51,5 +51,5 @@ class Weights:
         return replace(self, weight_dtype=finer if self.weight_dtype == "int4" else self.weight_dtype).matrix([weight])
 
     def matrix(self, weights: Sequence[Tensor], biases: Sequence[Tensor] = ()) -> Linear:
-        """As `linear`, for tensors that have already been read."""
+        """Same as `linear`, for tensors that have already been read."""
         return Linear(weights, biases, self.dtype, self.device, self.weight_dtype, self.ops)

@@ -1,4 +1,4 @@
-"""From our options to vLLM's arguments, and what is refused before vLLM is started. vLLM itself checks what is passed through."""
+"""Turns our options into vLLM's arguments, and says what is refused before vLLM is started. vLLM itself checks what is passed through."""
 
 import logging
 import os
@@ -121,7 +121,7 @@ def ranks(given: Mapping[str, Any]) -> int:
 
 
 def set_environment(options: Options) -> None:
-    """Before vLLM is imported: it reads most of these only once."""
+    """Call it before vLLM is imported: it reads most of these only once."""
     for name, value in ENVIRONMENT.items():
         os.environ.setdefault(name, value)
     os.environ["VLLM_BATCH_INVARIANT"] = str(int(options.engine.batch_invariant))  # it is in the fingerprint, so the key alone decides

@@ -380,7 +380,7 @@ def _start(options: Options, link: Host) -> Started:
 
 
 def _fingerprint(layout: KvLayout, dtype: Any, options: Options) -> str:
-    """Of everything that may change a token."""
+    """A digest of everything that may change a token."""
     identity = (layout.model_fingerprint, layout.packing, dtype, sorted(options.engine.vllm.items()), options.engine.batch_invariant)
     return blake2b("\n".join(map(str, identity)).encode(), digest_size=16, person=b"baton.vllm").hexdigest()
 

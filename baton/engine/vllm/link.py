@@ -150,7 +150,7 @@ class Host:
         threading.Thread(target=self._accept, name="vllm link", daemon=True).start()
 
     def closing(self) -> None:
-        """From now on an end of a child is no news."""
+        """Notes that from now on an end of a child is no news."""
         self._closing = True
 
     def close(self) -> None:
@@ -236,7 +236,7 @@ class Leash:
 
     @classmethod
     def of(cls, given: dict[str, Any], timeout_s: float = 60.0) -> Self:
-        """From the connector's part of vLLM's configuration: what `Host.given` says."""
+        """Reads the connector's part of vLLM's configuration: what `Host.given` says."""
         return cls(given["address"], given["token"], Path(given["folder"]), timeout_s)
 
     def hello(self) -> None:

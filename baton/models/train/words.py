@@ -133,7 +133,7 @@ def thing(rng: Random) -> str:
 
 
 def a(noun: str) -> str:
-    """With the indefinite article."""
+    """Adds the indefinite article."""
     return f"{'an' if noun[0] in 'aeiou' else 'a'} {noun}"
 
 
